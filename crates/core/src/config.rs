@@ -1,0 +1,252 @@
+//! The only environment variables that tilewire reads, parsed once and strictly.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::{Error, ErrorKind, Result};
+
+/// Where symmetric memory comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum BackendKind {
+    /// Ranks are threads or processes on the CPU, memory is a memfd.
+    Host,
+    /// CUDA virtual memory shared by file descriptors.
+    Vmm,
+    /// NCCL windows.
+    Nccl,
+    /// NVSHMEM heap.
+    Nvshmem,
+}
+
+/// When kernels may be compiled at run time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum JitMode {
+    /// Embedded kernels, then the disk cache, then the compiler.
+    Auto,
+    /// Never compile: a kernel that is neither embedded nor cached is an error.
+    Off,
+}
+
+/// How much is logged.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum LogLevel {
+    /// Errors only.
+    Error,
+    /// Also warnings (the default).
+    Warn,
+    /// Also one line for each choice made.
+    Info,
+    /// Everything.
+    Debug,
+}
+
+/// What to do when a faster path is not available.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OnDegraded {
+    /// Refuse (the default): nothing gets slower without the caller knowing.
+    Error,
+    /// Go on with a warning.
+    Warn,
+}
+
+macro_rules! names {
+    ($t:ident, $what:literal, $($v:ident => $s:literal),+) => {
+        impl $t {
+            /// All legal values with their names.
+            pub const NAMES: &'static [(&'static str, $t)] = &[$(($s, $t::$v)),+];
+
+            /// The name used in options, variables and JSON.
+            pub fn name(self) -> &'static str {
+                match self { $($t::$v => $s),+ }
+            }
+        }
+
+        impl FromStr for $t {
+            type Err = Error;
+
+            fn from_str(s: &str) -> Result<Self> {
+                Self::NAMES.iter().find(|(n, _)| *n == s).map(|(_, v)| *v).ok_or_else(|| {
+                    let legal: Vec<_> = Self::NAMES.iter().map(|(n, _)| *n).collect();
+                    Error::invalid(format!(
+                        concat!("unknown ", $what, " `{}`; one of {}"), s, legal.join(", ")
+                    ))
+                })
+            }
+        }
+
+        impl std::fmt::Display for $t {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+    };
+}
+names!(BackendKind, "backend", Host => "host", Vmm => "vmm", Nccl => "nccl", Nvshmem => "nvshmem");
+names!(JitMode, "jit mode", Auto => "auto", Off => "off");
+names!(LogLevel, "log level", Error => "error", Warn => "warn", Info => "info", Debug => "debug");
+names!(OnDegraded, "policy", Error => "error", Warn => "warn");
+
+/// Process-wide settings. Everything else is a field of a `Desc` or a `Plan`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Config {
+    /// `TILEWIRE_BACKEND`: default backend. Default `host`.
+    pub backend: BackendKind,
+    /// `TILEWIRE_TIMEOUT_S`: how long a wait on a live peer lasts. Default 600 s.
+    pub timeout: Duration,
+    /// `TILEWIRE_CACHE_DIR`: kernel and tuning cache. Default: the platform's cache directory.
+    pub cache_dir: Option<PathBuf>,
+    /// `TILEWIRE_LOG`: log level. Default `warn`.
+    pub log: LogLevel,
+    /// `TILEWIRE_JIT`: whether kernels may be compiled at run time. Default `auto`.
+    pub jit: JitMode,
+    /// `TILEWIRE_ON_DEGRADED`: what to do where only a slower path exists. Default `error`.
+    pub on_degraded: OnDegraded,
+    /// `TILEWIRE_SECRET`: shared secret of the job's bootstrap, 32 hex digits or more.
+    pub secret: Option<String>,
+    /// `TILEWIRE_RANK=rank/size@store`: place in the job, set by `tilewire run`.
+    pub place: Option<String>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            backend: BackendKind::Host,
+            timeout: Duration::from_secs(600),
+            cache_dir: None,
+            log: LogLevel::Warn,
+            jit: JitMode::Auto,
+            on_degraded: OnDegraded::Error,
+            secret: None,
+            place: None,
+        }
+    }
+}
+
+const PREFIX: &str = "TILEWIRE_";
+
+impl Config {
+    /// The variables with their meaning, for `tilewire env` and the docs.
+    pub const VARIABLES: [(&'static str, &'static str); 8] = [
+        ("TILEWIRE_BACKEND", "default backend: host, vmm, nccl, nvshmem"),
+        ("TILEWIRE_TIMEOUT_S", "seconds a wait on a live peer may last (default 600)"),
+        ("TILEWIRE_CACHE_DIR", "directory of the kernel and tuning cache"),
+        ("TILEWIRE_LOG", "error, warn, info or debug (default warn)"),
+        ("TILEWIRE_JIT", "auto or off: compile kernels at run time"),
+        ("TILEWIRE_ON_DEGRADED", "error or warn where only a slower path exists"),
+        ("TILEWIRE_SECRET", "shared secret of the bootstrap, at least 32 hex digits"),
+        ("TILEWIRE_RANK", "rank/size@store, set by `tilewire run`"),
+    ];
+
+    /// Reads the process environment.
+    ///
+    /// # Errors
+    /// `Config` if a `TILEWIRE_` variable is unknown or its value is not acceptable.
+    pub fn from_env() -> Result<Self> {
+        // Values that are not UTF-8 must be an error only where the name is ours.
+        let ours = std::env::vars_os().filter_map(|(k, v)| {
+            let k = k.into_string().ok()?;
+            k.starts_with(PREFIX).then(|| (k, v.to_string_lossy().into_owned()))
+        });
+        Self::from_vars(ours)
+    }
+
+    /// Parses variables given as pairs; names without the `TILEWIRE_` prefix are ignored.
+    ///
+    /// # Errors
+    /// As [`Config::from_env`].
+    pub fn from_vars(vars: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
+        let mut c = Self::default();
+        for (name, value) in vars {
+            if name.starts_with(PREFIX) {
+                c.set(&name, &value).map_err(|e| {
+                    // A secret is never echoed.
+                    let shown = if name == "TILEWIRE_SECRET" { "..." } else { &value };
+                    Error::new(ErrorKind::Config, format!("{name}=`{shown}`: {}", e.message()))
+                        .hint("`tilewire env` lists the variables and their values")
+                })?;
+            }
+        }
+        Ok(c)
+    }
+
+    fn set(&mut self, name: &str, value: &str) -> Result<()> {
+        match name {
+            "TILEWIRE_BACKEND" => self.backend = value.parse()?,
+            "TILEWIRE_TIMEOUT_S" => self.timeout = parse_seconds(value)?,
+            "TILEWIRE_CACHE_DIR" if value.is_empty() => return Err(Error::invalid("is empty")),
+            "TILEWIRE_CACHE_DIR" => self.cache_dir = Some(PathBuf::from(value)),
+            "TILEWIRE_LOG" => self.log = value.parse()?,
+            "TILEWIRE_JIT" => self.jit = value.parse()?,
+            "TILEWIRE_ON_DEGRADED" => self.on_degraded = value.parse()?,
+            "TILEWIRE_SECRET" => {
+                if value.len() < 32 || !value.bytes().all(|b| b.is_ascii_hexdigit()) {
+                    return Err(Error::invalid("needs at least 32 hexadecimal digits"));
+                }
+                self.secret = Some(value.to_owned());
+            }
+            "TILEWIRE_RANK" => self.place = Some(value.to_owned()),
+            _ => {
+                let legal: Vec<_> = Self::VARIABLES.iter().map(|(n, _)| *n).collect();
+                return Err(Error::invalid(format!(
+                    "no such variable; one of {}",
+                    legal.join(", ")
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn parse_seconds(value: &str) -> Result<Duration> {
+    let s: f64 = value.parse().map_err(|_| Error::invalid("is not a number of seconds"))?;
+    if !(s.is_finite() && s > 0.0 && s <= 1e6) {
+        return Err(Error::invalid("must be more than 0 and at most 1000000 seconds"));
+    }
+    Ok(Duration::from_secs_f64(s))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(k: &str, v: &str) -> Result<Config> {
+        Config::from_vars([(k.to_owned(), v.to_owned())])
+    }
+
+    #[test]
+    fn good_values() {
+        assert_eq!(parse("TILEWIRE_BACKEND", "vmm").unwrap().backend, BackendKind::Vmm);
+        assert_eq!(parse("TILEWIRE_TIMEOUT_S", "2.5").unwrap().timeout.as_millis(), 2500);
+        assert_eq!(parse("PATH", "x").unwrap(), Config::default());
+    }
+
+    #[test]
+    fn bad_values_name_the_variable_and_the_legal_ones() {
+        for (k, v, needle) in [
+            ("TILEWIRE_BACKEND", "cuda", "host, vmm, nccl, nvshmem"),
+            ("TILEWIRE_TIMEOUT_S", "abc", "not a number"),
+            ("TILEWIRE_TIMEOUT_S", "0", "more than 0"),
+            ("TILEWIRE_TIMEOUT_S", "inf", "more than 0"),
+            ("TILEWIRE_CACHE_DIR", "", "is empty"),
+            ("TILEWIRE_SECRET", "short", "32 hexadecimal"),
+            ("TILEWIRE_BACKED", "host", "TILEWIRE_BACKEND"),
+        ] {
+            let e = parse(k, v).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Config);
+            assert!(e.to_string().contains(needle) && e.to_string().contains(k), "{e}");
+        }
+    }
+
+    /// A change of a default must be a decision: it shows up here and in the changelog.
+    #[test]
+    fn defaults_are_golden() {
+        let c = Config::default();
+        assert_eq!(
+            format!("{c:?}"),
+            "Config { backend: Host, timeout: 600s, cache_dir: None, log: Warn, jit: Auto, \
+             on_degraded: Error, secret: None, place: None }"
+        );
+    }
+}

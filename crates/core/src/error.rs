@@ -1,0 +1,369 @@
+//! The one error type of the workspace.
+
+use std::borrow::Cow;
+use std::error::Error as StdError;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Rank;
+
+/// Shorthand for results of this workspace.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, in one word that programs can match on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The caller's arguments are not acceptable; nothing was done.
+    InvalidArgument,
+    /// The combination is legal but not provided by this backend.
+    Unsupported,
+    /// A library, device or file that this needs is not there.
+    Unavailable,
+    /// `launch` (or capture) came before `prepare`.
+    NotPrepared,
+    /// Ranks disagree about what they are doing.
+    Mismatch,
+    /// A wait passed its deadline while the peer was still alive.
+    Timeout,
+    /// A peer's process (or rank thread) has ended.
+    PeerDead,
+    /// The team was aborted by another rank, or by the caller.
+    Aborted,
+    /// A rule of the protocol was broken (a duplicated signal, a bad frame, a wrong secret).
+    Protocol,
+    /// Memory, descriptors or slots ran out.
+    Exhausted,
+    /// A buffer, handle or team from an earlier generation was used.
+    Stale,
+    /// The operating system refused.
+    Permission,
+    /// Reading or writing a file or socket failed.
+    Io,
+    /// An environment variable or configuration value is not acceptable.
+    Config,
+    /// Stored data is damaged or belongs to something else.
+    Corrupt,
+    /// The accelerator is gone.
+    DeviceLost,
+    /// A bug in tilewire.
+    Internal,
+}
+
+#[derive(Clone, Debug)]
+struct Inner {
+    kind: ErrorKind,
+    message: String,
+    op: Option<Cow<'static, str>>,
+    phase: Option<Cow<'static, str>>,
+    team: Option<String>,
+    seq: Option<u64>,
+    rank: Option<Rank>,
+    peer: Option<Rank>,
+    expected: Option<String>,
+    seen: Option<String>,
+    elapsed: Option<Duration>,
+    hint: Option<Cow<'static, str>>,
+    cause: Option<Arc<dyn StdError + Send + Sync>>,
+}
+
+/// What failed, where, between whom, and what to do about it.
+///
+/// Cheap to clone: the same fault is reported to every caller that it concerns.
+///
+/// ```
+/// # use tilewire_core::{Error, ErrorKind, Rank};
+/// let e = Error::new(ErrorKind::Timeout, "peer did not signal")
+///     .op("ag_gemm").phase("wait_chunk").rank(Rank::new(0)).peer(Rank::new(3))
+///     .expected(7).seen(6).hint("raise TILEWIRE_TIMEOUT_S");
+/// assert!(e.is_timeout());
+/// assert_eq!(e.to_json()["peer"], 3);
+/// assert!(e.to_string().contains("ag_gemm"));
+/// ```
+#[derive(Clone)]
+pub struct Error(Box<Inner>);
+
+impl Error {
+    /// An error of `kind` with a sentence for people.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self(Box::new(Inner {
+            kind,
+            message: message.into(),
+            op: None,
+            phase: None,
+            team: None,
+            seq: None,
+            rank: None,
+            peer: None,
+            expected: None,
+            seen: None,
+            elapsed: None,
+            hint: None,
+            cause: None,
+        }))
+    }
+
+    /// `InvalidArgument` with a sentence.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::InvalidArgument, message)
+    }
+
+    /// `Internal` with a sentence: an invariant of tilewire itself did not hold.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Internal, message)
+            .hint("this is a bug in tilewire; please report it with this text")
+    }
+
+    /// An operating-system error with the call that met it.
+    pub fn io(what: impl fmt::Display, cause: impl StdError + Send + Sync + 'static) -> Self {
+        Self::new(ErrorKind::Io, format!("{what}: {cause}")).cause(cause)
+    }
+
+    /// Names the operation. An operation that is already named is kept: the innermost wins.
+    pub fn op(mut self, op: impl Into<Cow<'static, str>>) -> Self {
+        self.0.op.get_or_insert(op.into());
+        self
+    }
+
+    /// Names the phase of the operation.
+    pub fn phase(mut self, phase: impl Into<Cow<'static, str>>) -> Self {
+        self.0.phase.get_or_insert(phase.into());
+        self
+    }
+
+    /// Names the team.
+    pub fn team(mut self, team: impl Into<String>) -> Self {
+        self.0.team.get_or_insert(team.into());
+        self
+    }
+
+    /// Sequence number of the launch.
+    pub fn seq(mut self, seq: u64) -> Self {
+        self.0.seq.get_or_insert(seq);
+        self
+    }
+
+    /// The reporting rank (team rank).
+    pub fn rank(mut self, rank: Rank) -> Self {
+        self.0.rank.get_or_insert(rank);
+        self
+    }
+
+    /// The other rank concerned (team rank).
+    pub fn peer(mut self, peer: Rank) -> Self {
+        self.0.peer.get_or_insert(peer);
+        self
+    }
+
+    /// What was expected.
+    pub fn expected(mut self, v: impl fmt::Display) -> Self {
+        self.0.expected = Some(v.to_string());
+        self
+    }
+
+    /// What was seen instead.
+    pub fn seen(mut self, v: impl fmt::Display) -> Self {
+        self.0.seen = Some(v.to_string());
+        self
+    }
+
+    /// How long was waited.
+    pub fn elapsed(mut self, d: Duration) -> Self {
+        self.0.elapsed = Some(d);
+        self
+    }
+
+    /// What the user can do.
+    pub fn hint(mut self, hint: impl Into<Cow<'static, str>>) -> Self {
+        self.0.hint.get_or_insert(hint.into());
+        self
+    }
+
+    /// The error underneath.
+    pub fn cause(mut self, cause: impl StdError + Send + Sync + 'static) -> Self {
+        self.0.cause = Some(Arc::new(cause));
+        self
+    }
+
+    /// The kind.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The sentence, without the context that `Display` adds.
+    pub fn message(&self) -> &str {
+        &self.0.message
+    }
+
+    /// The operation, if known.
+    pub fn get_op(&self) -> Option<&str> {
+        self.0.op.as_deref()
+    }
+
+    /// The phase, if known.
+    pub fn get_phase(&self) -> Option<&str> {
+        self.0.phase.as_deref()
+    }
+
+    /// The reporting team rank, if known.
+    pub fn get_rank(&self) -> Option<Rank> {
+        self.0.rank
+    }
+
+    /// The peer's team rank, if known.
+    pub fn get_peer(&self) -> Option<Rank> {
+        self.0.peer
+    }
+
+    /// What the user can do, if anything.
+    pub fn get_hint(&self) -> Option<&str> {
+        self.0.hint.as_deref()
+    }
+
+    /// A wait ran out of time.
+    pub fn is_timeout(&self) -> bool {
+        self.kind() == ErrorKind::Timeout
+    }
+
+    /// A peer has ended.
+    pub fn is_peer_dead(&self) -> bool {
+        self.kind() == ErrorKind::PeerDead
+    }
+
+    /// The ranks disagree.
+    pub fn is_mismatch(&self) -> bool {
+        self.kind() == ErrorKind::Mismatch
+    }
+
+    /// The backend does not provide this.
+    pub fn is_unsupported(&self) -> bool {
+        self.kind() == ErrorKind::Unsupported
+    }
+
+    /// Something that is needed is missing on this machine.
+    pub fn is_unavailable(&self) -> bool {
+        self.kind() == ErrorKind::Unavailable
+    }
+
+    /// The team cannot be used any more: re-form it without the dead, or end.
+    pub fn is_team_fault(&self) -> bool {
+        matches!(self.kind(), ErrorKind::Timeout | ErrorKind::PeerDead | ErrorKind::Aborted)
+    }
+
+    /// The error as a JSON object; absent fields are left out.
+    pub fn to_json(&self) -> serde_json::Value {
+        let i = &*self.0;
+        let mut m = serde_json::Map::new();
+        let mut put = |k: &str, v: Option<serde_json::Value>| {
+            if let Some(v) = v {
+                m.insert(k.to_owned(), v);
+            }
+        };
+        put("kind", serde_json::to_value(i.kind).ok());
+        put("message", Some(i.message.clone().into()));
+        put("op", i.op.as_deref().map(Into::into));
+        put("phase", i.phase.as_deref().map(Into::into));
+        put("team", i.team.clone().map(Into::into));
+        put("seq", i.seq.map(Into::into));
+        put("rank", i.rank.map(|r| r.get().into()));
+        put("peer", i.peer.map(|r| r.get().into()));
+        put("expected", i.expected.clone().map(Into::into));
+        put("seen", i.seen.clone().map(Into::into));
+        put("elapsed_ms", i.elapsed.map(|d| (d.as_secs_f64() * 1e3).into()));
+        put("hint", i.hint.as_deref().map(Into::into));
+        put("cause", i.cause.as_ref().map(|c| c.to_string().into()));
+        serde_json::Value::Object(m)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let i = &*self.0;
+        if let Some(op) = &i.op {
+            write!(f, "{op}")?;
+            if let Some(p) = &i.phase {
+                write!(f, " [{p}]")?;
+            }
+            write!(f, ": ")?;
+        }
+        write!(f, "{}", i.message)?;
+        if let (Some(e), Some(s)) = (&i.expected, &i.seen) {
+            write!(f, "; expected {e}, got {s}")?;
+        }
+        let mut ctx = Vec::new();
+        if let Some(t) = &i.team {
+            ctx.push(format!("team {t}"));
+        }
+        if let Some(s) = i.seq {
+            ctx.push(format!("seq {s}"));
+        }
+        if let Some(r) = i.rank {
+            ctx.push(format!("rank {}", r.get()));
+        }
+        if let Some(p) = i.peer {
+            ctx.push(format!("peer {}", p.get()));
+        }
+        if let Some(d) = i.elapsed {
+            ctx.push(format!("after {:.3} s", d.as_secs_f64()));
+        }
+        if !ctx.is_empty() {
+            write!(f, " ({})", ctx.join(", "))?;
+        }
+        if let Some(h) = &i.hint {
+            write!(f, "\n  hint: {h}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {self}", self.0.kind)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.cause.as_deref().map(|c| c as &(dyn StdError + 'static))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_has_everything_and_innermost_context_wins() {
+        let e = Error::new(ErrorKind::Timeout, "no signal")
+            .op("gemm_rs")
+            .op("train")
+            .phase("reduce")
+            .team("tp")
+            .seq(9)
+            .rank(Rank::new(1))
+            .peer(Rank::new(2))
+            .expected(4)
+            .seen(3)
+            .elapsed(Duration::from_millis(1500))
+            .hint("look at rank 2");
+        assert_eq!(
+            e.to_string(),
+            "gemm_rs [reduce]: no signal; expected 4, got 3 (team tp, seq 9, rank 1, peer 2, \
+             after 1.500 s)\n  hint: look at rank 2"
+        );
+        let j = e.to_json();
+        assert_eq!(j["kind"], "timeout");
+        assert_eq!(j["elapsed_ms"], 1500.0);
+        assert!(j.get("cause").is_none());
+    }
+
+    #[test]
+    fn cause_is_reachable() {
+        let e = Error::io("open x", std::io::Error::other("boom"));
+        assert_eq!(e.source().unwrap().to_string(), "boom");
+    }
+}

@@ -1,0 +1,30 @@
+//! Vocabulary of tilewire: the nouns that every other crate speaks in.
+//!
+//! No CUDA, no I/O, no threads: everything here is plain data that validates itself.
+//!
+//! - [`Rank`], [`Team`]: who takes part, in which order.
+//! - [`DType`], [`Shape`], [`View`], [`QTensor`]: what is computed on.
+//! - [`Error`], [`ErrorKind`]: the one error type of the workspace.
+//! - [`Deadline`], [`Config`]: how long a wait may last, and the eight environment variables.
+#![forbid(unsafe_code)]
+
+mod config;
+mod deadline;
+mod dtype;
+mod error;
+pub mod numerics;
+mod qtensor;
+mod rank;
+mod rng;
+mod shape;
+mod view;
+
+pub use config::{BackendKind, Config, JitMode, LogLevel, OnDegraded};
+pub use deadline::Deadline;
+pub use dtype::{DType, Element, F8E4M3, F8E5M2, convert_from_f32, convert_to_f32};
+pub use error::{Error, ErrorKind, Result};
+pub use qtensor::{QTensor, ScaleLayout};
+pub use rank::{Rank, Team};
+pub use rng::Rng;
+pub use shape::{MAX_DIMS, Shape};
+pub use view::{Place, View, ViewMut};

@@ -1,0 +1,2 @@
+//! Slow, obvious f64 references.
+#![forbid(unsafe_code)]
