@@ -1,1 +1,41 @@
-//! Who am I.
+//! Who am I, who are the others, and how do we reach them.
+//!
+//! - [`detect`]: the place of this process in its job, from flags or the launcher's variables.
+//! - [`Store`]: a small key-value store for the first contact: [`LocalStore`] in one process,
+//!   [`StoreServer`] and [`StoreClient`] between processes, [`TorchStore`] under `torchrun`.
+//! - [`Mesh`]: all-to-all connections of the ranks of one host. They carry descriptors and tell of
+//!   deaths: [`ThreadMesh`] for threads, [`LinkMesh`] for processes, [`join_processes`] for either.
+//! - [`Launch`]: starts the ranks of a job on this host and cleans up after them.
+//!
+//! Linux only; no library handler for signals is installed outside of [`Launch`].
+#![deny(unsafe_code)]
+
+mod card;
+mod env;
+mod frame;
+mod handshake;
+mod inbox;
+mod join;
+mod launch;
+mod links;
+mod mesh;
+mod monitor;
+mod rendezvous;
+mod secret;
+mod sock;
+mod store;
+mod stream;
+mod tcp_store;
+mod threads;
+mod torch_store;
+
+pub use env::{Flags, Launcher, Place, Rendezvous, detect};
+pub use join::join_processes;
+pub use launch::{ExitReport, Failure, Launch, RankStatus};
+pub use links::LinkMesh;
+pub use mesh::{MAX_FDS, MAX_PAYLOAD, MAX_RANKS, MAX_TAG, Mesh, Parcel, PeerExit};
+pub use secret::Secret;
+pub use store::{LocalStore, Store};
+pub use tcp_store::{StoreAddr, StoreClient, StoreServer};
+pub use threads::ThreadMesh;
+pub use torch_store::TorchStore;

@@ -1,0 +1,145 @@
+//! What each rank of a job tells the others about itself, through the store.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+
+use crate::frame::VERSION;
+use crate::handshake::Identity;
+use crate::secret::Secret;
+use crate::store::Store;
+
+/// What a rank leaves in the store.
+#[derive(Serialize, Deserialize, Clone, PartialEq, Debug)]
+pub(crate) struct Card {
+    pub version: u16,
+    /// Name of the listener, see [`sock::unix_addr`].
+    pub addr: String,
+    pub pid: u32,
+    pub uid: u32,
+    pub size: usize,
+    /// Boot of the host: equal if and only if both ranks run on it.
+    pub boot: String,
+    /// PID namespace: a descriptor of a process of another one cannot be had.
+    pub pid_ns: String,
+    /// Keyed hash of all the above with job and rank.
+    pub mac: String,
+}
+
+impl Card {
+    pub fn new(me: &Identity<'_>, addr: &str) -> Self {
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let pid_ns = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        Self {
+            version: VERSION,
+            addr: addr.to_owned(),
+            pid: std::process::id(),
+            uid: rustix::process::geteuid().as_raw(),
+            size: me.size,
+            boot: boot.trim().to_owned(),
+            pid_ns: pid_ns.to_string_lossy().into_owned(),
+            mac: String::new(),
+        }
+        .signed(me.job, me.rank, me.secret)
+    }
+
+    fn mac(&self, job: &str, rank: Rank, secret: &Secret) -> blake3::Hash {
+        let text = format!("{:?}", Card { mac: String::new(), ..self.clone() });
+        secret.mac("card", &[job.as_bytes(), &rank.get().to_le_bytes(), text.as_bytes()])
+    }
+
+    fn signed(mut self, job: &str, rank: Rank, secret: &Secret) -> Self {
+        self.mac = self.mac(job, rank, secret).to_hex().to_string();
+        self
+    }
+
+    /// Everything that must be equal is, and the writer knows the secret.
+    pub fn check(&self, mine: &Card, me: &Identity<'_>, peer: Rank) -> Result<()> {
+        let pairs = [
+            ("protocol version", mine.version.to_string(), self.version.to_string()),
+            ("host (boot id)", mine.boot.clone(), self.boot.clone()),
+            ("user id", mine.uid.to_string(), self.uid.to_string()),
+            ("world size", mine.size.to_string(), self.size.to_string()),
+        ];
+        for (what, ours, theirs) in pairs {
+            if ours != theirs {
+                return Err(Error::new(ErrorKind::Mismatch, format!("{peer} has another {what}"))
+                    .op("rendezvous")
+                    .rank(me.rank)
+                    .peer(peer)
+                    .expected(ours)
+                    .seen(theirs));
+            }
+        }
+        let same =
+            blake3::Hash::from_hex(&self.mac).is_ok_and(|m| m == self.mac(me.job, peer, me.secret));
+        if !same {
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                format!("the entry of {peer} in the store is not signed with our secret"),
+            )
+            .op("rendezvous")
+            .rank(me.rank)
+            .peer(peer)
+            .hint("all ranks of a job need the same TILEWIRE_SECRET"));
+        }
+        Ok(())
+    }
+}
+
+/// The key of a rank's card.
+pub(crate) fn card_key(job: &str, rank: Rank) -> String {
+    format!("link/{job}/{}", rank.get())
+}
+
+/// The checked cards of all ranks.
+pub(crate) fn gather(
+    store: &dyn Store,
+    me: &Identity<'_>,
+    mine: &Card,
+    deadline: Deadline,
+) -> Result<Vec<Card>> {
+    let mut cards = Vec::new();
+    for peer in Rank::all(me.size) {
+        if peer == me.rank {
+            cards.push(mine.clone());
+            continue;
+        }
+        let text = store.get(&card_key(me.job, peer), deadline).map_err(|e| {
+            if e.is_timeout() { absent(store, me, deadline, e) } else { e.op("rendezvous") }
+        })?;
+        let card: Card = serde_json::from_slice(&text).map_err(|e| {
+            Error::new(ErrorKind::Protocol, format!("the entry of {peer} cannot be read: {e}"))
+                .op("rendezvous")
+                .peer(peer)
+        })?;
+        card.check(mine, me, peer)?;
+        cards.push(card);
+    }
+    Ok(cards)
+}
+
+/// The timeout that lists all ranks that have not come.
+fn absent(store: &dyn Store, me: &Identity<'_>, deadline: Deadline, cause: Error) -> Error {
+    let now = || Deadline::after(Duration::ZERO);
+    let missing: Vec<Rank> = Rank::all(me.size)
+        .filter(|r| *r != me.rank && store.get(&card_key(me.job, *r), now()).is_err())
+        .collect();
+    let list: Vec<_> = missing.iter().map(Rank::to_string).collect();
+    let e = Error::new(
+        ErrorKind::Timeout,
+        format!(
+            "job `{}`: {} of {} ranks did not come: {}",
+            me.job,
+            list.len(),
+            me.size,
+            list.join(", ")
+        ),
+    );
+    let e = e.op("rendezvous").rank(me.rank).elapsed(deadline.elapsed()).cause(cause);
+    match missing.first() {
+        Some(r) => e.peer(*r),
+        None => e,
+    }
+}

@@ -1,0 +1,337 @@
+//! Where parcels wait for the exchange that wants them, and where exits are noted.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+
+use crate::mesh::{Parcel, PeerExit};
+
+/// How much may wait for exchanges that have not begun here.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub entries: usize,
+    pub bytes: usize,
+    pub fds: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { entries: 16 << 10, bytes: 256 << 20, fds: 4096 }
+    }
+}
+
+/// Tags remembered per source as lost, or in all as given up, before the oldest rule is dropped.
+const MAX_NOTES: usize = 1024;
+
+pub(crate) type ExitFn = dyn Fn(Rank, PeerExit) + Send + Sync;
+
+struct Watcher {
+    f: Arc<ExitFn>,
+    told: u64,
+}
+
+#[derive(Default)]
+struct Source {
+    parcels: HashMap<String, Parcel>,
+    /// Parcels that came and could not be kept, with the reason.
+    lost: HashMap<String, Error>,
+    /// The whole connection is unusable.
+    fault: Option<Error>,
+    exit: Option<PeerExit>,
+}
+
+#[derive(Default)]
+struct State {
+    sources: Vec<Source>,
+    entries: usize,
+    bytes: usize,
+    fds: usize,
+    /// Tags that an exchange gave up on, with the ranks whose parts may still come: those are
+    /// dropped on arrival instead of filling the inbox for ever.
+    given_up: HashMap<String, u64>,
+    watchers: Vec<Watcher>,
+    closed: bool,
+}
+
+/// The receiving side of one rank.
+pub(crate) struct Inbox {
+    me: Rank,
+    limits: Limits,
+    state: Mutex<State>,
+    bell: Condvar,
+}
+
+fn bit(r: Rank) -> u64 {
+    1u64.checked_shl(r.get()).unwrap_or(0)
+}
+
+impl Inbox {
+    pub fn new(me: Rank, size: usize, limits: Limits) -> Self {
+        let sources = (0..size).map(|_| Source::default()).collect();
+        let state = State { sources, ..State::default() };
+        Self { me, limits, state: Mutex::new(state), bell: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Files what `src` gave for `tag`. What cannot be kept becomes the error of the exchange that
+    /// asks for it.
+    pub fn deliver(&self, src: Rank, tag: &str, parcel: Parcel) {
+        let mut s = self.lock();
+        if s.take_given_up(src, tag) {
+            return;
+        }
+        let reason = if s.sources[src.idx()].parcels.contains_key(tag) {
+            Some(
+                Error::new(ErrorKind::Protocol, format!("{src} used the tag `{tag}` twice"))
+                    .hint("a tag names one exchange"),
+            )
+        } else if s.entries >= self.limits.entries
+            || s.bytes + parcel.payload.len() > self.limits.bytes
+            || s.fds + parcel.fds.len() > self.limits.fds
+        {
+            Some(Error::new(
+                ErrorKind::Exhausted,
+                format!(
+                    "no room for the early part of {src} in `{tag}`: {} parts, {} bytes, {} \
+                     descriptors are waiting; the most is {}, {}, {}",
+                    s.entries,
+                    s.bytes,
+                    s.fds,
+                    self.limits.entries,
+                    self.limits.bytes,
+                    self.limits.fds
+                ),
+            ))
+        } else {
+            None
+        };
+        match reason {
+            Some(e) => {
+                let e = e.op("exchange").rank(self.me).peer(src);
+                let source = &mut s.sources[src.idx()];
+                if source.lost.len() >= MAX_NOTES {
+                    source.fault.get_or_insert(e);
+                } else {
+                    source.lost.insert(tag.to_owned(), e);
+                }
+            }
+            None => {
+                s.entries += 1;
+                s.bytes += parcel.payload.len();
+                s.fds += parcel.fds.len();
+                s.sources[src.idx()].parcels.insert(tag.to_owned(), parcel);
+            }
+        }
+        drop(s);
+        self.bell.notify_all();
+    }
+
+    /// Notes that the connection to `src` broke, and why: for us it has died.
+    pub fn fail(&self, src: Rank, e: Error) {
+        let mut s = self.lock();
+        let source = &mut s.sources[src.idx()];
+        source.fault.get_or_insert(e);
+        source.exit.get_or_insert(PeerExit::Died);
+        drop(s);
+        self.bell.notify_all();
+    }
+
+    /// Notes how `src` went; the first word counts.
+    pub fn exit(&self, src: Rank, how: PeerExit) {
+        self.lock().sources[src.idx()].exit.get_or_insert(how);
+        self.bell.notify_all();
+    }
+
+    pub fn exit_of(&self, src: Rank) -> Option<PeerExit> {
+        self.lock().sources[src.idx()].exit
+    }
+
+    pub fn gone(&self) -> u64 {
+        self.lock().gone()
+    }
+
+    /// `PeerDead` if one of `members` has died.
+    pub fn check_alive(&self, tag: &str, members: &[Rank]) -> Result<()> {
+        let s = self.lock();
+        for &m in members {
+            let source = &s.sources[m.idx()];
+            if source.exit == Some(PeerExit::Died) {
+                return Err(self.gone_error(tag, m, source));
+            }
+        }
+        Ok(())
+    }
+
+    fn gone_error(&self, tag: &str, peer: Rank, source: &Source) -> Error {
+        let how = match source.exit {
+            Some(PeerExit::Left) => "has left",
+            _ => "has died",
+        };
+        let e = Error::new(ErrorKind::PeerDead, format!("`{tag}`: {peer} {how}"));
+        let e = match &source.fault {
+            Some(f) => e.cause(f.clone()).hint(format!("its connection failed: {}", f.message())),
+            None => e,
+        };
+        e.op("exchange").rank(self.me).peer(peer)
+    }
+
+    /// Waits for the parts of all `members` but me, and puts `own` in my place.
+    pub fn collect(
+        &self,
+        tag: &str,
+        members: &[Rank],
+        own: Parcel,
+        deadline: Deadline,
+    ) -> Result<Vec<Parcel>> {
+        let mut s = self.lock();
+        loop {
+            let missing: Vec<Rank> = members
+                .iter()
+                .copied()
+                .filter(|m| *m != self.me && !s.sources[m.idx()].parcels.contains_key(tag))
+                .collect();
+            if missing.is_empty() {
+                return Ok(s.take_all(tag, members, self.me, own));
+            }
+            if let Some(e) = self.hopeless(&mut s, tag, &missing) {
+                s.give_up(tag, members, &missing, self.me);
+                return Err(e);
+            }
+            let left = deadline.remaining();
+            if left.is_zero() {
+                s.give_up(tag, members, &missing, self.me);
+                let list: Vec<_> = missing.iter().map(Rank::to_string).collect();
+                let msg = format!("`{tag}`: no word from {}", list.join(", "));
+                return Err(Error::new(ErrorKind::Timeout, msg)
+                    .op("exchange")
+                    .rank(self.me)
+                    .peer(missing[0])
+                    .elapsed(deadline.elapsed()));
+            }
+            s = self.bell.wait_timeout(s, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Why waiting for `missing` cannot succeed, if so.
+    fn hopeless(&self, s: &mut State, tag: &str, missing: &[Rank]) -> Option<Error> {
+        for &m in missing {
+            let source = &mut s.sources[m.idx()];
+            if let Some(e) = source.lost.remove(tag) {
+                return Some(e);
+            }
+            if source.exit.is_some() {
+                return Some(self.gone_error(tag, m, source));
+            }
+            if let Some(e) = &source.fault {
+                return Some(e.clone());
+            }
+        }
+        None
+    }
+
+    /// Adds somebody to tell of exits. The telling is done by [`Inbox::announce`].
+    pub fn watch(&self, f: Box<ExitFn>) {
+        self.lock().watchers.push(Watcher { f: Arc::from(f), told: 0 });
+        self.bell.notify_all();
+    }
+
+    /// Tells the watchers what they have not heard yet. For one thread, the monitor.
+    pub fn announce(&self) {
+        let due = self.lock().due();
+        tell(due);
+    }
+
+    /// As [`Inbox::announce`], but first waits for something to tell. False once closed.
+    pub fn announce_next(&self) -> bool {
+        let mut s = self.lock();
+        let due = loop {
+            if s.closed {
+                return false;
+            }
+            let due = s.due();
+            if !due.is_empty() {
+                break due;
+            }
+            s = self.bell.wait(s).unwrap_or_else(PoisonError::into_inner);
+        };
+        drop(s);
+        tell(due);
+        true
+    }
+
+    /// Ends [`Inbox::announce_next`].
+    pub fn close(&self) {
+        self.lock().closed = true;
+        self.bell.notify_all();
+    }
+}
+
+fn tell(due: Vec<(Arc<ExitFn>, Rank, PeerExit)>) {
+    for (f, rank, how) in due {
+        // A panic of a callback must not end the watch over the peers; the panic hook has shown it.
+        catch_unwind(AssertUnwindSafe(|| f(rank, how))).ok();
+    }
+}
+
+impl State {
+    fn gone(&self) -> u64 {
+        let bits = self.sources.iter().enumerate().filter(|(_, s)| s.exit.is_some());
+        bits.fold(0, |m, (i, _)| m | bit(Rank::new(i as u32)))
+    }
+
+    fn due(&mut self) -> Vec<(Arc<ExitFn>, Rank, PeerExit)> {
+        let mut out = Vec::new();
+        for (i, source) in self.sources.iter().enumerate() {
+            let (rank, Some(how)) = (Rank::new(i as u32), source.exit) else { continue };
+            for w in self.watchers.iter_mut().filter(|w| w.told & bit(rank) == 0) {
+                w.told |= bit(rank);
+                out.push((w.f.clone(), rank, how));
+            }
+        }
+        out
+    }
+
+    fn take(&mut self, src: Rank, tag: &str) -> Option<Parcel> {
+        let p = self.sources[src.idx()].parcels.remove(tag)?;
+        self.entries -= 1;
+        self.bytes -= p.payload.len();
+        self.fds -= p.fds.len();
+        Some(p)
+    }
+
+    fn take_all(&mut self, tag: &str, members: &[Rank], me: Rank, own: Parcel) -> Vec<Parcel> {
+        let mut own = Some(own);
+        let mut part = |m: &Rank| if *m == me { own.take() } else { self.take(*m, tag) };
+        members.iter().map(|m| part(m).unwrap_or_default()).collect()
+    }
+
+    fn give_up(&mut self, tag: &str, members: &[Rank], missing: &[Rank], me: Rank) {
+        for &m in members.iter().filter(|m| **m != me) {
+            self.take(m, tag);
+        }
+        let alive = missing.iter().filter(|m| self.sources[m.idx()].exit.is_none());
+        let mask = alive.fold(0, |acc, m| acc | bit(*m));
+        if mask != 0 && self.given_up.len() < MAX_NOTES {
+            self.given_up.insert(tag.to_owned(), mask);
+        }
+    }
+
+    fn take_given_up(&mut self, src: Rank, tag: &str) -> bool {
+        let Some(mask) = self.given_up.get_mut(tag) else { return false };
+        let hit = *mask & bit(src) != 0;
+        *mask &= !bit(src);
+        if *mask == 0 {
+            self.given_up.remove(tag);
+        }
+        hit
+    }
+}
+
+#[cfg(test)]
+#[path = "inbox_tests.rs"]
+mod tests;

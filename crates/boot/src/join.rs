@@ -1,0 +1,82 @@
+//! From a place in a job to a connected mesh.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tilewire_core::{Config, Deadline, Error, ErrorKind, Result};
+
+use crate::env::{Place, Rendezvous};
+use crate::links::LinkMesh;
+use crate::mesh::Mesh;
+use crate::secret::Secret;
+use crate::store::Store;
+use crate::tcp_store::{StoreAddr, StoreClient, StoreServer};
+use crate::threads::ThreadMesh;
+use crate::torch_store::TorchStore;
+
+/// Worlds that this process has joined, by job: world `n` of one rank meets world `n` of the
+/// others.
+static JOINED: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
+
+/// Stores that this process serves. They live as long as the process: a rank that is late may still
+/// ask for something when rank 0 has long dropped its world.
+static SERVED: Mutex<Vec<StoreServer>> = Mutex::new(Vec::new());
+
+/// Connects this process to the other ranks of its job, all on this host. Collective.
+///
+/// May be called many times; every rank must call it equally often. Rank 0 serves the store unless
+/// the launcher does. Without a `secret` in `cfg`, the key follows from the job's name: then it is
+/// the user id, checked on every Unix socket, that keeps others out.
+///
+/// # Errors
+/// `Timeout` naming the store's address, or the ranks that did not come. `Unsupported` if the job
+/// spans several hosts. Otherwise as [`LinkMesh::connect`] and [`StoreClient::connect`].
+pub fn join_processes(place: &Place, cfg: &Config, deadline: Deadline) -> Result<Arc<dyn Mesh>> {
+    if place.size == 1 {
+        let solo = ThreadMesh::group(1)?.pop();
+        return Ok(solo.ok_or_else(|| Error::internal("a group of one is empty"))?);
+    }
+    if place.local_size != place.size {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{} of {} ranks are on this host", place.local_size, place.size),
+        )
+        .op("join")
+        .hint("all ranks of a world must be on one host"));
+    }
+    let secret = match &cfg.secret {
+        Some(text) => Secret::from_hex(text)?,
+        None => Secret::from_job(&place.job),
+    };
+    let store = open(place, &secret, deadline).map_err(|e| e.op("join").rank(place.rank))?;
+    let job = next_job(&place.job);
+    Ok(LinkMesh::connect(&*store, &job, place.rank, place.size, &secret, deadline)?)
+}
+
+fn next_job(job: &str) -> String {
+    let mut joined = JOINED.lock().unwrap_or_else(PoisonError::into_inner);
+    let n = joined.get_or_insert_default().entry(job.to_owned()).or_default();
+    *n += 1;
+    format!("{job}.{n}")
+}
+
+fn open(place: &Place, secret: &Secret, deadline: Deadline) -> Result<Box<dyn Store>> {
+    let addr = match &place.rendezvous {
+        Rendezvous::Tcp(host, port) => StoreAddr::Tcp(host.clone(), *port),
+        Rendezvous::Unix(name) => StoreAddr::Abstract(name.clone()),
+        Rendezvous::TorchStore(host, port) => {
+            let prefix = format!("tilewire/{}", place.job);
+            return Ok(Box::new(TorchStore::connect(host, *port, &prefix, deadline)?));
+        }
+        Rendezvous::Solo => {
+            let msg = format!("{} ranks have no place to meet", place.size);
+            return Err(Error::invalid(msg));
+        }
+    };
+    if place.rank.get() == 0
+        && let Some(server) = StoreServer::try_bind(&addr, secret)?
+    {
+        SERVED.lock().unwrap_or_else(PoisonError::into_inner).push(server);
+    }
+    Ok(Box::new(StoreClient::connect(&addr, secret, deadline)?))
+}

@@ -1,0 +1,214 @@
+//! Starts the ranks of a job on this host, shows their output, and cleans up after them.
+
+mod group;
+mod pump;
+mod watch;
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use tilewire_core::{Error, Rank, Result};
+
+use self::group::RankProcess;
+use self::pump::Pump;
+use self::watch::{Signals, Watch};
+use crate::mesh::MAX_RANKS;
+use crate::secret::{Secret, hex, random_bytes};
+use crate::tcp_store::{StoreAddr, StoreServer};
+
+/// Variables that keep every library off NVLink multicast.
+const NO_MULTICAST: [(&str, &str); 4] = [
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("NVSHMEM_DISABLE_NVLS", "1"),
+    ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+    ("CUBLASMP_DISABLE_MULTICAST", "1"),
+];
+
+/// `tilewire run -n N -- program args`: what to start, and how.
+///
+/// Every rank gets the variables of `torchrun`, `TILEWIRE_RANK`, a fresh `TILEWIRE_SECRET`, and
+/// the four variables that keep libraries off NVLink multicast. The launcher serves the store that
+/// ranks meet at; `MASTER_PORT` is another port, free for torch. Each rank is the leader of a
+/// session and process group of its own, has no standard input, and is killed by the kernel if the
+/// launcher dies. If a rank fails, the others are ended: TERM, and KILL after the grace time.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// Number of ranks, 1 to 64.
+    pub n: usize,
+    /// The program, looked up in `PATH`.
+    pub program: OsString,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// More variables for the ranks. Ours win over them.
+    pub env: Vec<(OsString, OsString)>,
+    /// Ends the job after this time.
+    pub timeout: Option<Duration>,
+    /// Time between TERM and KILL. Default 3 s.
+    pub grace: Duration,
+    /// Shows the lines of the ranks without `[r3] ` in front.
+    pub no_prefix: bool,
+    /// Passes SIGINT, SIGTERM and SIGHUP on to the ranks. Default true. The process ignores these
+    /// signals after the run: end it then.
+    pub forward_signals: bool,
+}
+
+/// How a rank's process ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RankStatus {
+    /// With this status.
+    Exited(i32),
+    /// By this signal.
+    Signaled(i32),
+}
+
+impl RankStatus {
+    /// True for status 0.
+    pub fn success(self) -> bool {
+        self == Self::Exited(0)
+    }
+
+    /// The status as a shell shows it: 128 + signal for a signal.
+    pub fn code(self) -> i32 {
+        match self {
+            Self::Exited(c) => c,
+            Self::Signaled(s) => 128 + s,
+        }
+    }
+}
+
+/// The rank that failed first.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Failure {
+    /// Which one.
+    pub rank: Rank,
+    /// How it ended.
+    pub status: RankStatus,
+    /// The last lines, at most 20, of its standard error.
+    pub last_stderr: Vec<String>,
+}
+
+/// How a job ended.
+#[derive(Clone, Debug)]
+pub struct ExitReport {
+    /// Exit code for the launcher: 0, that of the first failure, 124 after the time limit, or
+    /// 128 + signal if the launcher was told to end.
+    pub code: i32,
+    /// Status of each rank.
+    pub ranks: Vec<RankStatus>,
+    /// The first rank that failed by itself.
+    pub first_failure: Option<Failure>,
+    /// The time limit was reached.
+    pub timed_out: bool,
+    /// The signal that told the launcher to end.
+    pub interrupted: Option<i32>,
+    /// Processes that ranks left behind in their sessions, and that were ended.
+    pub stragglers: usize,
+    /// How long the job ran.
+    pub elapsed: Duration,
+}
+
+impl Launch {
+    /// `n` ranks of `program`, with the defaults.
+    pub fn new(n: usize, program: impl Into<OsString>) -> Self {
+        Self {
+            n,
+            program: program.into(),
+            args: Vec::new(),
+            env: Vec::new(),
+            timeout: None,
+            grace: Duration::from_secs(3),
+            no_prefix: false,
+            forward_signals: true,
+        }
+    }
+
+    /// Runs the job with the output of the ranks on standard output and standard error.
+    ///
+    /// Returns when all ranks have ended and nothing of them is left. The calling thread must be
+    /// one that lives that long, as it does here: the kernel kills the ranks when it ends.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a bad `n`, `Unavailable` if the program cannot be started, `Io`. A
+    /// rank that fails is not an error: it is in the report.
+    pub fn run(&self) -> Result<ExitReport> {
+        self.run_to(Box::new(std::io::stdout()), Box::new(std::io::stderr()))
+    }
+
+    /// As [`Launch::run`], with the output of the ranks elsewhere. Each line is one `write`.
+    ///
+    /// # Errors
+    /// As [`Launch::run`].
+    pub fn run_to(
+        &self,
+        out: Box<dyn Write + Send>,
+        err: Box<dyn Write + Send>,
+    ) -> Result<ExitReport> {
+        if self.n == 0 || self.n > MAX_RANKS {
+            let msg = format!("a job has 1 to {MAX_RANKS} ranks, not {}", self.n);
+            return Err(Error::invalid(msg).op("run"));
+        }
+        let start = Instant::now();
+        let secret = Secret::random()?;
+        let store = StoreServer::bind(&StoreAddr::Tcp("127.0.0.1".to_owned(), 0), &secret)?;
+        let shared = self.shared_vars(&secret)?;
+        let signals = Signals::new(self.forward_signals)?;
+        let mut ranks = Vec::new();
+        for rank in Rank::all(self.n) {
+            match RankProcess::start(self, &self.vars(rank, &store, &shared)) {
+                Ok(p) => ranks.push(p),
+                Err(e) => {
+                    group::end_all(&mut ranks, Duration::ZERO);
+                    return Err(e.op("run").rank(rank));
+                }
+            }
+        }
+        let pump = Pump::start(&mut ranks, !self.no_prefix, out, err)?;
+        let mut watch = Watch::new(self, start);
+        let watched = watch.run(&mut ranks, &signals);
+        let grace = watch.grace_left();
+        let stragglers = group::end_all(&mut ranks, grace);
+        let tails = pump.finish();
+        watched?;
+        Ok(watch.report(&ranks, tails, stragglers))
+    }
+
+    /// What all ranks get alike.
+    fn shared_vars(&self, secret: &Secret) -> Result<Vec<(String, String)>> {
+        let io = |e| Error::io("looking for a free port", e);
+        let free = std::net::TcpListener::bind("127.0.0.1:0").map_err(io)?;
+        let port = free.local_addr().map_err(io)?.port();
+        let run_id = hex(&random_bytes()?[..8]);
+        let n = self.n.to_string();
+        let mut vars = vec![
+            ("WORLD_SIZE", n.clone()),
+            ("LOCAL_WORLD_SIZE", n),
+            ("GROUP_RANK", "0".to_owned()),
+            ("MASTER_ADDR", "127.0.0.1".to_owned()),
+            ("MASTER_PORT", port.to_string()),
+            ("TORCHELASTIC_RUN_ID", run_id),
+            // No agent serves torch's store here: torch's rank 0 has to.
+            ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
+            ("TILEWIRE_SECRET", secret.reveal().to_owned()),
+        ];
+        vars.extend(NO_MULTICAST.map(|(k, v)| (k, v.to_owned())));
+        Ok(vars.into_iter().map(|(k, v)| (k.to_owned(), v)).collect())
+    }
+
+    fn vars(
+        &self,
+        rank: Rank,
+        store: &StoreServer,
+        shared: &[(String, String)],
+    ) -> Vec<(String, String)> {
+        let mut vars = shared.to_vec();
+        let mut put = |k: &str, v: String| vars.push((k.to_owned(), v));
+        put("RANK", rank.get().to_string());
+        put("LOCAL_RANK", rank.get().to_string());
+        put("TILEWIRE_RANK", format!("{}/{}@{}", rank.get(), self.n, store.addr()));
+        vars
+    }
+}
+
+#[cfg(test)]
+mod tests;

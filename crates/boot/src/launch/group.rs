@@ -1,0 +1,171 @@
+//! The process of a rank, and everything that it started.
+
+use std::collections::HashSet;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
+use tilewire_core::{Error, ErrorKind, Result};
+
+use super::{Launch, RankStatus};
+
+/// Pause between looks at what is left of a session.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// How long killed processes may take to vanish: those in an uninterruptible sleep never do.
+const VANISH: Duration = Duration::from_secs(2);
+
+/// A rank's process: leader of a session and process group.
+///
+/// It is reaped only when it is dropped: until then its number cannot name another group.
+pub(super) struct RankProcess {
+    pub child: Child,
+    pub pidfd: OwnedFd,
+    pid: Pid,
+    pub status: Option<RankStatus>,
+}
+
+impl RankProcess {
+    pub fn start(launch: &Launch, vars: &[(String, String)]) -> Result<Self> {
+        let mut cmd = Command::new(&launch.program);
+        cmd.args(&launch.args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        cmd.envs(launch.env.iter().map(|(k, v)| (k, v)));
+        cmd.envs(vars.iter().map(|(k, v)| (k, v)));
+        own_session(&mut cmd);
+        let mut child = cmd.spawn().map_err(|e| {
+            let name = launch.program.to_string_lossy();
+            Error::new(ErrorKind::Unavailable, format!("cannot start `{name}`: {e}"))
+                .hint("is it in PATH, and executable?")
+                .cause(e)
+        })?;
+        let pid = Pid::from_child(&child);
+        match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(pidfd) => Ok(Self { child, pidfd, pid, status: None }),
+            Err(e) => {
+                // Without it nobody would notice the end: better not to begin.
+                child.kill().ok();
+                child.wait().ok();
+                Err(Error::io("pidfd_open", e))
+            }
+        }
+    }
+
+    /// The status, if the process has ended. It stays a zombie.
+    pub fn poll_status(&mut self) -> Result<Option<RankStatus>> {
+        let how = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let status = rustix::process::waitid(WaitId::Pid(self.pid), how)
+            .map_err(|e| Error::io("waitid", e))?;
+        self.status = status.and_then(|s| {
+            let exited = s.exit_status().map(RankStatus::Exited);
+            exited.or(s.terminating_signal().map(RankStatus::Signaled))
+        });
+        Ok(self.status)
+    }
+
+    /// Sends a signal to the rank and to what it started in its group.
+    pub fn signal_group(&self, signal: Signal) {
+        // It fails only if nobody is left to hear it.
+        rustix::process::kill_process_group(self.pid, signal).ok();
+    }
+}
+
+impl Drop for RankProcess {
+    fn drop(&mut self) {
+        if self.status.is_none() {
+            self.signal_group(Signal::KILL);
+        }
+        self.child.wait().ok();
+    }
+}
+
+/// Makes the child leader of a session, to be killed when the launcher dies.
+#[allow(unsafe_code)]
+fn own_session(cmd: &mut Command) {
+    let launcher = rustix::process::getpid();
+    let prepare = move || -> std::io::Result<()> {
+        rustix::process::setsid()?;
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The launcher may have died before the line above: then no signal will come.
+        if rustix::process::getppid() != Some(launcher) {
+            return Err(rustix::io::Errno::CHILD.into());
+        }
+        Ok(())
+    };
+    // SAFETY: the closure runs in the child between fork and exec. It makes four system calls that
+    // are async-signal-safe, allocates nothing, takes no lock, and touches no memory but its copy
+    // of `launcher`.
+    unsafe {
+        cmd.pre_exec(prepare);
+    }
+}
+
+/// Ends everything that is left of the ranks: TERM, KILL after `grace`. Returns how many processes
+/// besides the ranks themselves had to be told.
+pub(super) fn end_all(ranks: &mut [RankProcess], grace: Duration) -> usize {
+    let mut told = HashSet::new();
+    let start = Instant::now();
+    loop {
+        let left = members(ranks);
+        let age = start.elapsed();
+        if left.is_empty() || age > grace + VANISH {
+            break;
+        }
+        for m in &left {
+            let leader = ranks.iter().any(|r| r.pid == m.pid);
+            if age >= grace {
+                m.signal(Signal::KILL);
+            } else if told.contains(&m.pid.as_raw_nonzero()) {
+                continue;
+            } else {
+                m.signal(Signal::TERM);
+            }
+            if !leader {
+                told.insert(m.pid.as_raw_nonzero());
+            }
+        }
+        std::thread::sleep(LOOK);
+    }
+    for r in ranks {
+        r.poll_status().ok();
+    }
+    told.len()
+}
+
+/// A live process in the session of a rank.
+struct Member {
+    pid: Pid,
+    session: i32,
+}
+
+impl Member {
+    /// Signals the process, and never another one that got its number meanwhile.
+    fn signal(&self, signal: Signal) {
+        let Ok(fd) = rustix::process::pidfd_open(self.pid, PidfdFlags::empty()) else { return };
+        if session_of(self.pid.as_raw_nonzero().get()) == Some(self.session) {
+            rustix::process::pidfd_send_signal(&fd, signal).ok();
+        }
+    }
+}
+
+fn members(ranks: &[RankProcess]) -> Vec<Member> {
+    let sessions: Vec<i32> = ranks.iter().map(|r| r.pid.as_raw_nonzero().get()).collect();
+    let Ok(dir) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let pids = dir.filter_map(|e| e.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter_map(|raw| {
+        let session = session_of(raw).filter(|s| sessions.contains(s))?;
+        Some(Member { pid: Pid::from_raw(raw)?, session })
+    })
+    .collect()
+}
+
+/// The session of a process that is alive; none for a zombie.
+fn session_of(pid: i32) -> Option<i32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // pid (name) state ppid pgrp session ...; the name may hold anything, also parentheses.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?;
+    let session = fields.nth(2)?.parse().ok()?;
+    (state != "Z" && state != "X").then_some(session)
+}

@@ -1,0 +1,219 @@
+use std::sync::{Arc, Mutex};
+
+use rustix::process::Signal;
+
+use super::*;
+
+#[derive(Clone, Default)]
+struct Screen(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Screen {
+    fn write(&mut self, b: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend(b);
+        Ok(b.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Screen {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let mut l: Vec<_> = self.text().lines().map(str::to_owned).collect();
+        l.sort();
+        l
+    }
+}
+
+fn sh(n: usize, script: &str) -> Launch {
+    Launch {
+        args: vec!["-c".into(), script.into()],
+        grace: Duration::from_millis(500),
+        timeout: Some(Duration::from_secs(30)),
+        forward_signals: false,
+        ..Launch::new(n, "sh")
+    }
+}
+
+fn run(l: &Launch) -> (ExitReport, Screen, Screen) {
+    let (out, err) = (Screen::default(), Screen::default());
+    let r = l.run_to(Box::new(out.clone()), Box::new(err.clone())).unwrap();
+    (r, out, err)
+}
+
+/// True if a process with this number lives. Only for numbers that a child has just printed.
+fn alive(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
+    stat.is_ok_and(|s| !s.contains(") Z "))
+}
+
+#[test]
+fn success_and_lines_with_prefix() {
+    let (r, out, err) = run(&sh(3, "echo one $RANK; echo two >&2; printf rest"));
+    assert_eq!((r.code, r.stragglers), (0, 0));
+    assert!(r.first_failure.is_none() && r.ranks.iter().all(|s| s.success()));
+    let want = ["[r0] one 0", "[r0] rest", "[r1] one 1", "[r1] rest", "[r2] one 2", "[r2] rest"];
+    assert_eq!(out.lines(), want);
+    assert_eq!(err.lines(), ["[r0] two", "[r1] two", "[r2] two"]);
+    let bare = Launch { no_prefix: true, ..sh(1, "echo x") };
+    assert_eq!(run(&bare).1.text(), "x\n");
+}
+
+#[test]
+fn variables_of_every_rank() {
+    let names = "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR \
+                 $NCCL_NVLS_ENABLE$NVSHMEM_DISABLE_NVLS$TORCH_SYMM_MEM_DISABLE_MULTICAST\
+                 $CUBLASMP_DISABLE_MULTICAST ${#TILEWIRE_SECRET} $MORE \
+                 ${TILEWIRE_RANK%:*} $((${TILEWIRE_RANK##*:} != MASTER_PORT))";
+    let l = Launch {
+        env: vec![("MORE".into(), "yes".into()), ("NCCL_NVLS_ENABLE".into(), "1".into())],
+        ..sh(2, &format!("echo {names}"))
+    };
+    let (r, out, _) = run(&l);
+    assert_eq!(r.code, 0);
+    let want = |i| format!("[r{i}] {i}/2 {i}/2 0 127.0.0.1 0111 64 yes {i}/2@127.0.0.1 1");
+    assert_eq!(out.lines(), [want(0), want(1)]);
+}
+
+#[test]
+fn ranks_find_their_place_and_reach_the_launchers_store() {
+    // What a rank sees is what `detect` and `join_processes` read.
+    let (_, out, _) = run(&sh(1, "echo $TILEWIRE_RANK $RANK $TORCHELASTIC_USE_AGENT_STORE"));
+    let text = out.text();
+    let place = text.split_whitespace().nth(1).unwrap();
+    let vars = [("TILEWIRE_RANK".to_owned(), place.to_owned())].into();
+    let p = crate::detect(&crate::Flags::default(), &vars).unwrap();
+    assert_eq!((p.rank.get(), p.size, p.launcher), (0, 1, crate::Launcher::Tilewire));
+}
+
+#[test]
+fn the_first_failure_ends_all_and_is_reported_with_its_last_lines() {
+    let start = Instant::now();
+    let (r, ..) = run(&sh(3, "if [ $RANK = 1 ]; then seq 30 >&2; exit 7; fi; exec sleep 60"));
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert_eq!(r.code, 7);
+    let f = r.first_failure.unwrap();
+    assert_eq!((f.rank, f.status), (Rank::new(1), RankStatus::Exited(7)));
+    let want: Vec<String> = (11..=30).map(|i: u32| i.to_string()).collect();
+    assert_eq!(f.last_stderr, want);
+    assert_eq!(r.ranks[0], RankStatus::Signaled(15));
+}
+
+#[test]
+fn a_rank_that_ignores_term_is_killed_after_the_grace_time() {
+    let script =
+        "if [ $RANK = 0 ]; then sleep 0.2; exit 3; fi; trap '' TERM; while :; do sleep 1; done";
+    let start = Instant::now();
+    let (r, ..) = run(&sh(2, script));
+    let took = start.elapsed();
+    assert!(took > Duration::from_millis(500) && took < Duration::from_secs(5), "{took:?}");
+    assert_eq!((r.code, r.ranks[1]), (3, RankStatus::Signaled(9)));
+}
+
+#[test]
+fn a_signal_is_128_plus() {
+    let (r, ..) = run(&sh(1, "kill -SEGV $$"));
+    assert_eq!((r.code, r.ranks[0]), (139, RankStatus::Signaled(11)));
+}
+
+#[test]
+fn the_time_limit_ends_the_job() {
+    let l = Launch { timeout: Some(Duration::from_millis(200)), ..sh(2, "exec sleep 60") };
+    let (r, ..) = run(&l);
+    assert!(r.timed_out && r.first_failure.is_none());
+    assert_eq!(r.code, 124);
+}
+
+#[test]
+fn no_orphans_neither_after_success_nor_after_failure() {
+    for (tail, code) in [("exit 0", 0), ("exit 5", 5)] {
+        // In the background: one child that ignores TERM, one in a process group of its own.
+        let script = format!(
+            "(trap '' TERM; exec sleep 60) >/dev/null 2>&1 & echo $!; \
+             set -m; sleep 60 & echo $!; sleep 0.5; {tail}"
+        );
+        let (r, out, _) = run(&sh(2, &script));
+        assert_eq!(r.code, code);
+        let pids: Vec<_> = out.lines();
+        assert_eq!(pids.len(), 4, "{pids:?}");
+        for line in pids {
+            let pid = line.split_whitespace().nth(1).unwrap();
+            assert!(!alive(pid), "{pid} lives");
+        }
+        assert!(r.stragglers >= 2, "{}", r.stragglers);
+    }
+}
+
+#[test]
+fn a_process_that_left_its_session_does_not_hold_up_the_launcher() {
+    let start = Instant::now();
+    let (r, out, _) = run(&sh(1, "setsid sleep 12 & echo done"));
+    assert_eq!(r.code, 0);
+    assert!(out.text().contains("done"));
+    assert!(start.elapsed() < Duration::from_secs(8));
+}
+
+#[test]
+fn a_program_that_cannot_be_started_is_an_error() {
+    let e = Launch::new(2, "/nonexistent/program").run().unwrap_err();
+    assert_eq!(e.kind(), tilewire_core::ErrorKind::Unavailable);
+    assert!(e.to_string().contains("/nonexistent/program"), "{e}");
+    for n in [0, 65] {
+        assert!(Launch::new(n, "true").run().is_err());
+    }
+}
+
+/// The launcher itself, in a process of its own, for the tests that signal it.
+#[test]
+#[ignore = "run by the tests below"]
+fn launcher_child() {
+    let script = "trap 'echo got; exit 0' INT; echo pid $$; while :; do sleep 0.05; done";
+    let r = Launch { forward_signals: true, ..sh(2, script) }.run().unwrap();
+    std::process::exit(r.code);
+}
+
+fn launcher() -> (std::process::Child, Vec<String>, std::io::Lines<impl std::io::BufRead>) {
+    use std::io::BufRead;
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["launch::tests::launcher_child", "--exact", "--ignored", "--nocapture"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut pids = Vec::new();
+    while pids.len() < 2 {
+        let line = lines.next().unwrap().unwrap();
+        if let Some((_, pid)) = line.split_once("pid ") {
+            pids.push(pid.to_owned());
+        }
+    }
+    (child, pids, lines)
+}
+
+#[test]
+fn an_interrupt_is_passed_on_and_is_the_exit_code() {
+    let (mut child, pids, lines) = launcher();
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let got = lines.map_while(|l| l.ok()).filter(|l| l.ends_with("got")).count();
+    assert_eq!(got, 2);
+    assert!(!pids.iter().any(|p| alive(p)));
+}
+
+#[test]
+fn the_death_of_the_launcher_ends_the_ranks() {
+    let (mut child, pids, _lines) = launcher();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let end = Instant::now() + Duration::from_secs(5);
+    while pids.iter().any(|p| alive(p)) {
+        assert!(Instant::now() < end, "ranks live on");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

@@ -1,0 +1,176 @@
+//! The launcher while the ranks run: who ends, who has to be ended, and when.
+
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::Signal;
+use signal_hook::SigId;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use tilewire_core::{Error, Rank, Result};
+
+use super::group::RankProcess;
+use super::{ExitReport, Failure, Launch, RankStatus};
+use crate::sock;
+
+/// Exit code after the time limit, as that of `timeout(1)`.
+const TIMEOUT_CODE: i32 = 124;
+
+/// The signals that the launcher passes on, each with a pipe that tells of it.
+pub(super) struct Signals(Vec<(i32, UnixStream, SigId)>);
+
+impl Signals {
+    pub fn new(forward: bool) -> Result<Self> {
+        let io = |e| Error::io("watching for signals", e);
+        let mut all = Self(Vec::new());
+        for signal in [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|_| forward) {
+            let (read, write) = UnixStream::pair().map_err(io)?;
+            read.set_nonblocking(true).map_err(io)?;
+            let id = signal_hook::low_level::pipe::register(signal, write).map_err(io)?;
+            all.0.push((signal, read, id));
+        }
+        Ok(all)
+    }
+
+    fn take(&self, i: usize) -> Option<i32> {
+        let (signal, pipe, _) = &self.0[i];
+        rustix::io::read(pipe, &mut [0u8; 64]).ok().filter(|n| *n > 0).map(|_| *signal)
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        for (_, _, id) in &self.0 {
+            signal_hook::low_level::unregister(*id);
+        }
+    }
+}
+
+/// The wait for the ranks to end.
+pub(super) struct Watch<'a> {
+    launch: &'a Launch,
+    start: Instant,
+    /// When the ranks were told to end.
+    ending: Option<Instant>,
+    killed: bool,
+    first: Option<(Rank, RankStatus)>,
+    timed_out: bool,
+    interrupted: Option<i32>,
+}
+
+impl<'a> Watch<'a> {
+    pub fn new(launch: &'a Launch, start: Instant) -> Self {
+        Self {
+            launch,
+            start,
+            ending: None,
+            killed: false,
+            first: None,
+            timed_out: false,
+            interrupted: None,
+        }
+    }
+
+    pub fn run(&mut self, ranks: &mut [RankProcess], signals: &Signals) -> Result<()> {
+        while ranks.iter().any(|r| r.status.is_none()) {
+            let (told, ended) = self.wait(ranks, signals)?;
+            for signal in told {
+                self.interrupt(signal, ranks);
+            }
+            for i in ended {
+                let Some(status) = ranks[i].poll_status()? else { continue };
+                // What ends after we asked it to has not failed by itself.
+                if !status.success() && self.ending.is_none() {
+                    self.first = Some((Rank::new(i as u32), status));
+                    self.end(ranks, Signal::TERM);
+                }
+            }
+            if self.launch.timeout.is_some_and(|t| self.start.elapsed() >= t)
+                && self.ending.is_none()
+            {
+                self.timed_out = true;
+                self.end(ranks, Signal::TERM);
+            }
+            if !self.killed && self.ending.is_some_and(|t| t.elapsed() >= self.launch.grace) {
+                self.kill(ranks);
+            }
+        }
+        Ok(())
+    }
+
+    /// Sleeps until a signal comes, a rank ends, or a limit is reached.
+    fn wait(&self, ranks: &[RankProcess], signals: &Signals) -> Result<(Vec<i32>, Vec<usize>)> {
+        let now = Instant::now();
+        let limit = match (self.ending, self.launch.timeout) {
+            (Some(_), _) if self.killed => None,
+            (Some(t), _) => Some(t + self.launch.grace),
+            (None, timeout) => timeout.map(|t| self.start + t),
+        };
+        let mut fds: Vec<PollFd<'_>> =
+            signals.0.iter().map(|(_, p, _)| PollFd::new(p, PollFlags::IN)).collect();
+        let running: Vec<usize> = (0..ranks.len()).filter(|i| ranks[*i].status.is_none()).collect();
+        fds.extend(running.iter().map(|i| PollFd::new(&ranks[*i].pidfd, PollFlags::IN)));
+        sock::wait_any(&mut fds, limit.map(|t| t.saturating_duration_since(now)))?;
+        let (sig, proc) = fds.split_at(signals.0.len());
+        let is_ready = |f: &PollFd<'_>| !f.revents().is_empty();
+        let told = (0..sig.len()).filter(|i| is_ready(&sig[*i])).filter_map(|i| signals.take(i));
+        let ended = running.iter().zip(proc).filter(|(_, f)| is_ready(f)).map(|(i, _)| *i);
+        Ok((told.collect(), ended.collect()))
+    }
+
+    fn interrupt(&mut self, signal: i32, ranks: &[RankProcess]) {
+        if self.interrupted.is_some() {
+            // Somebody is impatient.
+            return self.kill(ranks);
+        }
+        self.interrupted = Some(signal);
+        let known = [(SIGINT, Signal::INT), (SIGHUP, Signal::HUP)];
+        let as_signal = known.iter().find(|(n, _)| *n == signal).map_or(Signal::TERM, |(_, s)| *s);
+        self.end(ranks, as_signal);
+    }
+
+    fn end(&mut self, ranks: &[RankProcess], signal: Signal) {
+        self.ending.get_or_insert_with(Instant::now);
+        ranks.iter().for_each(|r| r.signal_group(signal));
+    }
+
+    fn kill(&mut self, ranks: &[RankProcess]) {
+        self.killed = true;
+        ranks.iter().for_each(|r| r.signal_group(Signal::KILL));
+    }
+
+    pub fn grace_left(&self) -> Duration {
+        match self.ending {
+            Some(t) => self.launch.grace.saturating_sub(t.elapsed()),
+            None => self.launch.grace,
+        }
+    }
+
+    pub fn report(
+        &self,
+        ranks: &[RankProcess],
+        mut tails: Vec<Vec<String>>,
+        stragglers: usize,
+    ) -> ExitReport {
+        let first_failure = self.first.map(|(rank, status)| {
+            let last_stderr = tails.get_mut(rank.idx()).map(std::mem::take).unwrap_or_default();
+            Failure { rank, status, last_stderr }
+        });
+        let code = match (&first_failure, self.interrupted) {
+            (Some(f), _) => f.status.code(),
+            (None, Some(signal)) => 128 + signal,
+            (None, None) if self.timed_out => TIMEOUT_CODE,
+            (None, None) => 0,
+        };
+        ExitReport {
+            code,
+            // All have ended: the wait is over only then.
+            ranks: ranks.iter().map(|r| r.status.unwrap_or(RankStatus::Signaled(9))).collect(),
+            first_failure,
+            timed_out: self.timed_out,
+            interrupted: self.interrupted,
+            stragglers,
+            elapsed: self.start.elapsed(),
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! A mesh whose ranks are processes of one host, connected by Unix sockets.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+
+use crate::frame::{self, Kind};
+use crate::handshake::Identity;
+use crate::inbox::{Inbox, Limits};
+use crate::mesh::{Mesh, Parcel, PeerExit, check_exchange, check_world};
+use crate::monitor;
+use crate::rendezvous::{Link, rendezvous};
+use crate::secret::Secret;
+use crate::sock::{self, Bell};
+use crate::store::Store;
+use crate::threads::{Worker, dup_all, left_error};
+
+/// How long [`Mesh::leave`] may wait for room in the socket of a peer that does not read.
+const BYE_LIMIT: Duration = Duration::from_millis(500);
+
+/// A [`Mesh`] between processes of one host and one user.
+///
+/// Each rank listens on an abstract Unix socket (or on a file in a private directory) with a random
+/// name, both ends of each connection check the peer's user id and prove that they know the secret,
+/// and the connections stay open. One monitor thread per mesh receives, and watches both the
+/// sockets and the peers' processes: a forked child that still holds a dead peer's socket does not
+/// hide the death.
+///
+/// Dropping the mesh closes all descriptors and joins the thread; without [`Mesh::leave`] before
+/// it, the others see a death.
+pub struct LinkMesh {
+    shared: Arc<Shared>,
+    left: AtomicBool,
+    refused: u64,
+    monitor: Option<Worker>,
+}
+
+/// What the monitor thread and the callers share.
+pub(crate) struct Shared {
+    pub me: Rank,
+    pub inbox: Inbox,
+    pub links: Vec<Option<Link>>,
+    pub bell: Bell,
+    pub stop: AtomicBool,
+}
+
+impl LinkMesh {
+    /// Meets the other ranks of `job` through `store` and connects to all of them. Collective.
+    ///
+    /// `job` must be new for each mesh that is made through the same store.
+    ///
+    /// # Errors
+    /// `Timeout` naming the ranks that did not come. `Mismatch` with both values if a rank has
+    /// another protocol version, world size, user or host. `Protocol` if a rank has another secret.
+    /// `PeerDead` if a rank ended meanwhile. Errors of the store and of the system.
+    pub fn connect(
+        store: &dyn Store,
+        job: &str,
+        rank: Rank,
+        size: usize,
+        secret: &Secret,
+        deadline: Deadline,
+    ) -> Result<Arc<Self>> {
+        check_world(rank, size)?;
+        if job.is_empty() {
+            return Err(Error::invalid("the name of the job is empty"));
+        }
+        let (links, refused) = rendezvous(store, Identity { job, rank, size, secret }, deadline)?;
+        let inbox = Inbox::new(rank, size, Limits::default());
+        let stop = AtomicBool::new(false);
+        let shared = Arc::new(Shared { me: rank, inbox, links, bell: Bell::new()?, stop });
+        let theirs = shared.clone();
+        let name = format!("tilewire-mesh-{}", rank.get());
+        let monitor = Worker::start(&name, move || monitor::run(&theirs))?;
+        Ok(Arc::new(Self { shared, left: AtomicBool::new(false), refused, monitor: Some(monitor) }))
+    }
+
+    /// Connections that were refused during the rendezvous: strangers, port scans, bad proofs.
+    pub fn refused(&self) -> u64 {
+        self.refused
+    }
+
+    fn is_forked(&self) -> bool {
+        self.monitor.as_ref().is_some_and(Worker::is_foreign)
+    }
+
+    /// Sends all `frames` to all of `peers`; descriptors go with the first frame.
+    ///
+    /// Ranks that go meanwhile are left to the waiting that follows. A peer that does not read
+    /// delays nobody else.
+    fn send_all(
+        &self,
+        peers: &[Rank],
+        frames: &[Vec<u8>],
+        fds: &[BorrowedFd<'_>],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let mut todo: Vec<(Rank, usize)> = peers.iter().map(|r| (*r, 0)).collect();
+        loop {
+            let mut stuck = Vec::new();
+            for (peer, next) in todo {
+                if let Some(next) = self.send_some(peer, frames, next, fds)? {
+                    stuck.push((peer, next));
+                }
+            }
+            if stuck.is_empty() {
+                return Ok(());
+            }
+            if deadline.expired() {
+                // The wait for the parts finds out who is missing.
+                return Ok(());
+            }
+            let mut poll: Vec<PollFd<'_>> = stuck
+                .iter()
+                .filter_map(|(r, _)| self.shared.links[r.idx()].as_ref())
+                .map(|l| PollFd::new(&l.sock, PollFlags::OUT))
+                .collect();
+            sock::wait_any(&mut poll, Some(deadline.remaining()))?;
+            todo = stuck;
+        }
+    }
+
+    /// Sends until done (`None`) or until the socket is full (`Some(next frame)`).
+    fn send_some(
+        &self,
+        peer: Rank,
+        frames: &[Vec<u8>],
+        mut next: usize,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Option<usize>> {
+        let Some(link) = &self.shared.links[peer.idx()] else { return Ok(None) };
+        if self.shared.inbox.exit_of(peer).is_some() {
+            return Ok(None);
+        }
+        while next < frames.len() {
+            let with = if next == 0 { fds } else { &[] };
+            match sock::send(&link.sock, &frames[next], with) {
+                Ok(()) => next += 1,
+                Err(Errno::AGAIN) => return Ok(Some(next)),
+                // The peer has gone: the monitor says how.
+                Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Ok(None),
+                Err(Errno::TOOMANYREFS) => {
+                    return Err(Error::new(
+                        ErrorKind::Exhausted,
+                        "too many descriptors of this user are under way",
+                    )
+                    .hint("raise the limit with `ulimit -n`"));
+                }
+                Err(e) => return Err(Error::io(format!("sending to {peer}"), e).peer(peer)),
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Mesh for LinkMesh {
+    fn rank(&self) -> Rank {
+        self.shared.me
+    }
+
+    fn size(&self) -> usize {
+        self.shared.links.len()
+    }
+
+    fn exchange(
+        &self,
+        tag: &str,
+        members: &[Rank],
+        payload: &[u8],
+        fds: &[BorrowedFd<'_>],
+        deadline: Deadline,
+    ) -> Result<Vec<Parcel>> {
+        check_exchange(self, tag, members, payload, fds)?;
+        let me = self.shared.me;
+        if self.left.load(Ordering::Acquire) {
+            return Err(left_error(tag, me));
+        }
+        if self.is_forked() {
+            return Err(Error::new(ErrorKind::Stale, "this process was forked from a rank")
+                .op("exchange")
+                .rank(me)
+                .hint("only the process that joined the mesh can use it"));
+        }
+        self.shared.inbox.check_alive(tag, members)?;
+        let own = Parcel { payload: payload.to_vec(), fds: dup_all(fds)? };
+        let frames = frame::encode_parcel(me, tag, payload, fds.len());
+        // Everybody starts with another peer, so that not all send to the same one.
+        let at = members.iter().position(|m| *m == me).unwrap_or(0);
+        let peers: Vec<Rank> =
+            (1..members.len()).map(|i| members[(at + i) % members.len()]).collect();
+        self.send_all(&peers, &frames, fds, deadline)
+            .and_then(|()| self.shared.inbox.collect(tag, members, own, deadline))
+            .map_err(|e| e.op("exchange").rank(me))
+    }
+
+    fn gone(&self) -> u64 {
+        self.shared.inbox.gone()
+    }
+
+    fn on_exit(&self, f: Box<dyn Fn(Rank, PeerExit) + Send + Sync>) {
+        self.shared.inbox.watch(f);
+        self.shared.bell.ring();
+    }
+
+    fn leave(&self) {
+        // A forked child must not say goodbye for its parent.
+        if self.is_forked() || self.left.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let bye = [frame::encode_small(Kind::Bye, self.shared.me, &[])];
+        let peers: Vec<Rank> = Rank::all(self.size()).filter(|r| *r != self.shared.me).collect();
+        // A peer that cannot be reached will see the closed socket: that is all one can do.
+        self.send_all(&peers, &bye, &[], Deadline::after(BYE_LIMIT)).ok();
+    }
+}
+
+impl Drop for LinkMesh {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.bell.ring();
+        if let Some(m) = self.monitor.take() {
+            m.join();
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "links_tests.rs"]
+mod tests;

@@ -1,0 +1,186 @@
+//! The thread of a mesh that receives, and that sees peers go.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use tilewire_core::{Error, ErrorKind, Rank, Result};
+
+use crate::frame::{self, Frame, Kind, MAX_FRAME};
+use crate::links::Shared;
+use crate::mesh::{Parcel, PeerExit};
+use crate::rendezvous::Link;
+use crate::sock::{self, Received};
+
+/// Messages read from one peer before the others get their turn.
+const TURN: usize = 64;
+
+/// Parcels of one peer of which only some fragments have come.
+const MAX_PARTIAL: usize = 64;
+
+#[derive(Default)]
+struct Partial {
+    next: u16,
+    payload: Vec<u8>,
+    fds: Vec<OwnedFd>,
+}
+
+/// A peer that has not gone.
+struct Peer<'a> {
+    rank: Rank,
+    link: &'a Link,
+    partial: HashMap<String, Partial>,
+}
+
+/// How a turn of reading ended.
+enum Turn {
+    /// Nothing more to read now.
+    Empty,
+    /// There may be more.
+    More,
+    /// The peer has gone.
+    Gone(PeerExit),
+}
+
+/// Runs until told to stop. Sleeps in `poll` all the time that nothing happens.
+pub(crate) fn run(shared: &Shared) {
+    let mut peers: Vec<Peer<'_>> = Rank::all(shared.links.len())
+        .zip(&shared.links)
+        .filter_map(|(rank, l)| Some(Peer { rank, link: l.as_ref()?, partial: HashMap::new() }))
+        .collect();
+    let mut buf = vec![0u8; MAX_FRAME];
+    while !shared.stop.load(Ordering::Acquire) {
+        let ready = match wait(shared, &peers) {
+            Ok(ready) => ready,
+            Err(e) => return give_up(shared, &peers, e),
+        };
+        let mut ready = ready.into_iter();
+        peers.retain_mut(|p| match ready.next() {
+            Some((sock, process)) if sock || process => p.turn(shared, &mut buf, process),
+            _ => true,
+        });
+        shared.inbox.announce();
+    }
+}
+
+/// Waits for something to happen: per peer, whether its socket and its process are ready.
+fn wait(shared: &Shared, peers: &[Peer<'_>]) -> Result<Vec<(bool, bool)>> {
+    let mut fds = vec![PollFd::new(shared.bell.fd(), PollFlags::IN)];
+    for p in peers {
+        fds.push(PollFd::new(&p.link.sock, PollFlags::IN));
+        fds.extend(p.link.pidfd.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
+    }
+    sock::wait_any(&mut fds, None)?;
+    if !fds[0].revents().is_empty() {
+        shared.bell.hush();
+    }
+    let mut next = fds[1..].iter().map(|f| !f.revents().is_empty());
+    let mut ready = || next.next().unwrap_or(false);
+    Ok(peers.iter().map(|p| (ready(), p.link.pidfd.is_some() && ready())).collect())
+}
+
+/// Without a working `poll` no death would be seen any more: better to call everybody dead.
+fn give_up(shared: &Shared, peers: &[Peer<'_>], e: Error) {
+    for p in peers {
+        shared.inbox.fail(p.rank, e.clone());
+    }
+    shared.inbox.announce();
+}
+
+impl Peer<'_> {
+    /// Reads what has come. False if the peer has gone.
+    fn turn(&mut self, shared: &Shared, buf: &mut [u8], process_ended: bool) -> bool {
+        let gone = loop {
+            match self.read(shared, buf) {
+                // What a process sent before it ended is still worth reading, to the last frame.
+                Ok(Turn::More) if process_ended => {}
+                Ok(Turn::Empty) if process_ended => break PeerExit::Died,
+                Ok(Turn::Empty | Turn::More) => return true,
+                Ok(Turn::Gone(how)) => break how,
+                Err(e) => {
+                    shared.inbox.fail(self.rank, e.rank(shared.me).peer(self.rank));
+                    break PeerExit::Died;
+                }
+            }
+        };
+        shared.inbox.exit(self.rank, gone);
+        // Wakes whoever waits for room in this socket, also if a child of the peer holds it open.
+        rustix::net::shutdown(&self.link.sock, rustix::net::Shutdown::Both).ok();
+        self.partial.clear();
+        false
+    }
+
+    fn read(&mut self, shared: &Shared, buf: &mut [u8]) -> Result<Turn> {
+        for _ in 0..TURN {
+            match sock::recv(&self.link.sock, buf) {
+                // Something that we sent was never read. What the peer sent comes after this.
+                Err(Errno::CONNRESET) => {}
+                Err(Errno::AGAIN) => return Ok(Turn::Empty),
+                Err(e) => return Err(Error::io("receiving", e)),
+                Ok(got) if got.len == 0 => return Ok(Turn::Gone(PeerExit::Died)),
+                Ok(got) => {
+                    let bytes = &buf[..got.len];
+                    if self.take(shared, bytes, got)? {
+                        return Ok(Turn::Gone(PeerExit::Left));
+                    }
+                }
+            }
+        }
+        Ok(Turn::More)
+    }
+
+    /// Handles one message. True if it was a goodbye.
+    fn take(&mut self, shared: &Shared, bytes: &[u8], got: Received) -> Result<bool> {
+        if got.fds_lost {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                "no descriptor was free to receive another: the connection is closed",
+            )
+            .hint("raise the limit with `ulimit -n`"));
+        }
+        let f = frame::decode(bytes)?;
+        if got.cut || f.src != self.rank || got.fds.len() != f.n_fds {
+            return Err(broken("a frame with a wrong source, length or number of descriptors"));
+        }
+        match f.kind {
+            Kind::Bye => return Ok(true),
+            Kind::Parcel => {
+                if let Some((tag, parcel)) = self.assemble(&f, got.fds)? {
+                    shared.inbox.deliver(self.rank, &tag, parcel);
+                }
+            }
+            _ => return Err(broken("a hello after the rendezvous")),
+        }
+        Ok(false)
+    }
+
+    /// Puts fragments together; the whole parcel with its last one.
+    fn assemble(&mut self, f: &Frame<'_>, fds: Vec<OwnedFd>) -> Result<Option<(String, Parcel)>> {
+        if f.index == 0 && (self.partial.len() >= MAX_PARTIAL || self.partial.contains_key(f.tag)) {
+            return Err(broken("too many parcels begun, or one begun twice"));
+        }
+        if f.count == 1 {
+            return Ok(Some((f.tag.to_owned(), Parcel { payload: f.payload.to_vec(), fds })));
+        }
+        if f.index == 0 {
+            self.partial.insert(f.tag.to_owned(), Partial { next: 0, payload: Vec::new(), fds });
+        }
+        let Some(p) = self.partial.get_mut(f.tag).filter(|p| p.next == f.index) else {
+            return Err(broken("a fragment out of order"));
+        };
+        p.payload.extend(f.payload);
+        p.next += 1;
+        if p.next < f.count {
+            return Ok(None);
+        }
+        let whole = self.partial.remove_entry(f.tag).filter(|(_, p)| p.payload.len() == f.total);
+        let (tag, p) = whole.ok_or_else(|| broken("fragments of different parcels"))?;
+        Ok(Some((tag, Parcel { payload: p.payload, fds: p.fds })))
+    }
+}
+
+fn broken(what: &str) -> Error {
+    Error::new(ErrorKind::Protocol, format!("the peer sent {what}")).op("mesh")
+}

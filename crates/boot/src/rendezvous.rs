@@ -1,0 +1,244 @@
+//! How the processes of a job find each other and connect, each with each.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::SocketType;
+use rustix::process::PidfdFlags;
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+
+use crate::card::{Card, card_key, gather};
+use crate::handshake::{HalfOpen, Identity, greet};
+use crate::secret::{hex, random_bytes};
+use crate::sock::{self, Accepted, Bell, ConnectError, Listener};
+use crate::store::Store;
+
+/// Connections that may be in their hello at the same time.
+const MAX_HALF_OPEN: usize = 64;
+
+/// An open connection to a peer, with a descriptor of its process if that can be had.
+pub(crate) struct Link {
+    pub sock: OwnedFd,
+    pub pidfd: Option<OwnedFd>,
+}
+
+/// Connects to all other ranks. Element `i` is the link to rank `i`, none for our own.
+///
+/// The second value counts the connections that were refused.
+pub(crate) fn rendezvous(
+    store: &dyn Store,
+    me: Identity<'_>,
+    deadline: Deadline,
+) -> Result<(Vec<Option<Link>>, u64)> {
+    let nonce = hex(&random_bytes()?[..16]);
+    let name = format!("tilewire-{}-{}-{nonce}", short(me.job), me.rank.get());
+    let listener = Listener::open(SocketType::SEQPACKET, &name)?;
+    let mine = Card::new(&me, &listener.name);
+    let text = serde_json::to_vec(&mine).map_err(|e| Error::io("writing a card", e))?;
+    store.set(&card_key(me.job, me.rank), &text)?;
+    let cards = gather(store, &me, &mine, deadline)?;
+
+    let stop = Stop { flag: AtomicBool::new(false), bell: Bell::new()? };
+    let refused = AtomicU64::new(0);
+    let (accepted, connected) = std::thread::scope(|s| {
+        let acceptor = s.spawn(|| {
+            stop.on_error(accept_lower(
+                &listener,
+                &me,
+                &Watch { stop: &stop, refused: &refused },
+                deadline,
+            ))
+        });
+        let connected = stop.on_error(connect_higher(&cards, &me, &stop, deadline));
+        let accepted = acceptor.join().map_err(|_| Error::internal("the acceptor panicked"));
+        (accepted.and_then(|r| r), connected)
+    });
+    // If both failed, the one that failed because the other did is not the cause.
+    let mut socks = match (accepted, connected) {
+        (Ok(a), Ok(c)) => a.into_iter().chain(c).collect::<Vec<_>>(),
+        (Err(e), Err(f)) => return Err(if e.kind() == ErrorKind::Aborted { f } else { e }),
+        (Err(e), _) | (_, Err(e)) => return Err(e),
+    };
+    let mut links: Vec<Option<Link>> = (0..me.size).map(|_| None).collect();
+    for (rank, sock) in socks.drain(..) {
+        let near = cards[rank.idx()].pid_ns == mine.pid_ns;
+        links[rank.idx()] = Some(Link { pidfd: if near { pidfd(&sock) } else { None }, sock });
+    }
+    Ok((links, refused.into_inner()))
+}
+
+/// A job name as part of a socket's name: bounded, and still different for different jobs.
+fn short(job: &str) -> String {
+    let legal = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if job.len() <= 40 && job.chars().all(legal) {
+        job.to_owned()
+    } else {
+        hex(&blake3::hash(job.as_bytes()).as_bytes()[..16])
+    }
+}
+
+fn pidfd(sock: &OwnedFd) -> Option<OwnedFd> {
+    let cred = sock::peer(sock).ok()?;
+    rustix::process::pidfd_open(cred.pid, PidfdFlags::empty()).ok()
+}
+
+/// Lets the two halves of a rendezvous end each other.
+struct Stop {
+    flag: AtomicBool,
+    bell: Bell,
+}
+
+impl Stop {
+    fn on_error<T>(&self, r: Result<T>) -> Result<T> {
+        r.inspect_err(|_| {
+            self.flag.store(true, Ordering::Release);
+            self.bell.ring();
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.flag.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Aborted, "the other half of the rendezvous failed"));
+        }
+        Ok(())
+    }
+}
+
+struct Watch<'a> {
+    stop: &'a Stop,
+    refused: &'a AtomicU64,
+}
+
+type Sockets = Vec<(Rank, OwnedFd)>;
+
+/// Serves our listener until all lower ranks have proved themselves, whoever else knocks.
+fn accept_lower(
+    listener: &Listener,
+    me: &Identity<'_>,
+    watch: &Watch<'_>,
+    deadline: Deadline,
+) -> Result<Sockets> {
+    let mut done: Vec<Option<OwnedFd>> = (0..me.rank.idx()).map(|_| None).collect();
+    let mut open: Vec<HalfOpen> = Vec::new();
+    let refuse = || watch.refused.fetch_add(1, Ordering::Relaxed);
+    while done.iter().any(Option::is_none) {
+        watch.stop.check()?;
+        if deadline.expired() {
+            return Err(unconnected(&done, me, watch, deadline));
+        }
+        let patience = open.iter().map(HalfOpen::patience).fold(deadline.remaining(), Ord::min);
+        let listen = if open.len() < MAX_HALF_OPEN { PollFlags::IN } else { PollFlags::empty() };
+        let ready: Vec<bool> = {
+            let mut fds = vec![
+                PollFd::new(watch.stop.bell.fd(), PollFlags::IN),
+                PollFd::new(&listener.sock, listen),
+            ];
+            fds.extend(open.iter().map(|h| PollFd::new(&h.sock, PollFlags::IN)));
+            sock::wait_any(&mut fds, Some(patience))?;
+            fds.iter().skip(1).map(|f| !f.revents().is_empty()).collect()
+        };
+        let mut kept = Vec::new();
+        for (mut h, ready) in open.into_iter().zip(&ready[1..]) {
+            match if *ready { h.step(me) } else { Ok(None) } {
+                // A rank that was stopped in its hello comes again: the newest connection counts.
+                Ok(Some(peer)) => done[peer.idx()] = Some(h.sock),
+                Ok(None) if !h.patience().is_zero() => kept.push(h),
+                _ => {
+                    refuse();
+                }
+            }
+        }
+        open = kept;
+        while ready[0] && open.len() < MAX_HALF_OPEN {
+            match listener.accept()? {
+                Accepted::Connection(s) => open.push(HalfOpen::new(s)),
+                Accepted::Stranger => {
+                    refuse();
+                }
+                Accepted::Nothing => break,
+            }
+        }
+    }
+    Ok(Rank::all(done.len()).zip(done).filter_map(|(r, s)| Some((r, s?))).collect())
+}
+
+fn unconnected(
+    done: &[Option<OwnedFd>],
+    me: &Identity<'_>,
+    watch: &Watch<'_>,
+    deadline: Deadline,
+) -> Error {
+    let missing: Vec<_> =
+        Rank::all(done.len()).zip(done).filter(|(_, s)| s.is_none()).map(|(r, _)| r).collect();
+    let list: Vec<_> = missing.iter().map(Rank::to_string).collect();
+    let refused = watch.refused.load(Ordering::Relaxed);
+    let msg = format!(
+        "no connection from {}; {refused} connections with a bad hello were refused",
+        list.join(", ")
+    );
+    let e = Error::new(ErrorKind::Timeout, msg).op("rendezvous").rank(me.rank);
+    missing.first().map_or(e.clone(), |r| e.peer(*r)).elapsed(deadline.elapsed())
+}
+
+fn connect_higher(
+    cards: &[Card],
+    me: &Identity<'_>,
+    stop: &Stop,
+    deadline: Deadline,
+) -> Result<Sockets> {
+    let higher = Rank::all(me.size).skip(me.rank.idx() + 1);
+    higher.map(|r| Ok((r, connect_one(&cards[r.idx()], me, r, stop, deadline)?))).collect()
+}
+
+fn connect_one(
+    card: &Card,
+    me: &Identity<'_>,
+    peer: Rank,
+    stop: &Stop,
+    deadline: Deadline,
+) -> Result<OwnedFd> {
+    let mut last: Option<Error> = None;
+    loop {
+        stop.check()?;
+        match sock::connect(SocketType::SEQPACKET, &card.addr) {
+            Ok(None) => {}
+            Ok(Some(s)) if !sock::same_user(&s) => {
+                return Err(Error::new(ErrorKind::Permission, format!("{peer} is another user"))
+                    .op("rendezvous")
+                    .peer(peer));
+            }
+            Ok(Some(s)) => match greet(&s, me, peer, deadline) {
+                Ok(()) => return Ok(s),
+                Err(e) if e.kind() == ErrorKind::Io => last = Some(e),
+                Err(e) => return Err(e.rank(me.rank)),
+            },
+            // It listened before it published the name, and listens until all are connected.
+            Err(ConnectError::Nobody) => {
+                return Err(Error::new(
+                    ErrorKind::PeerDead,
+                    format!("{peer} (pid {}) does not listen any more", card.pid),
+                )
+                .op("rendezvous")
+                .rank(me.rank)
+                .peer(peer)
+                .hint("it has ended, or it runs in another network namespace"));
+            }
+            Err(ConnectError::Other(e)) => return Err(e.op("rendezvous").peer(peer)),
+        }
+        if deadline.expired() {
+            let e = Error::new(ErrorKind::Timeout, format!("cannot connect to {peer}"));
+            let e = e.op("rendezvous").rank(me.rank).peer(peer).elapsed(deadline.elapsed());
+            return Err(match last {
+                Some(l) => e.cause(l),
+                None => e,
+            });
+        }
+        std::thread::sleep(Duration::from_millis(10).min(deadline.remaining()));
+    }
+}
+
+#[cfg(test)]
+#[path = "rendezvous_tests.rs"]
+mod tests;

@@ -1,0 +1,106 @@
+//! Byte streams that never block past a deadline.
+
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use tilewire_core::{Deadline, Error, ErrorKind, Result};
+
+use crate::sock;
+
+/// How long one attempt to connect may take before the next.
+const ATTEMPT: Duration = Duration::from_secs(2);
+
+/// A connected stream socket that does not block.
+pub(crate) struct Stream(pub OwnedFd);
+
+impl Stream {
+    /// One attempt to connect. `Io` if it may succeed later.
+    pub fn tcp(host: &str, port: u16, deadline: Deadline) -> Result<Self> {
+        let io = |e| Error::io(format!("connecting to {host}:{port}"), e);
+        let limit = deadline.remaining().clamp(Duration::from_millis(1), ATTEMPT);
+        let mut last = Errno::ADDRNOTAVAIL.into();
+        for addr in (host, port).to_socket_addrs().map_err(io)? {
+            match TcpStream::connect_timeout(&addr, limit) {
+                Ok(s) => {
+                    s.set_nonblocking(true).map_err(io)?;
+                    s.set_nodelay(true).map_err(io)?;
+                    return Ok(Self(s.into()));
+                }
+                Err(e) => last = e,
+            }
+        }
+        Err(io(last))
+    }
+
+    /// Writes everything.
+    pub fn write_all(&self, mut bytes: &[u8], deadline: Deadline) -> Result<()> {
+        while !bytes.is_empty() {
+            let flags = rustix::net::SendFlags::NOSIGNAL;
+            match rustix::net::send(&self.0, bytes, flags) {
+                Ok(n) => bytes = &bytes[n..],
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => self.wait(PollFlags::OUT, deadline)?,
+                Err(e) => return Err(Error::io("writing to the store", e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads exactly as much as fits in `buf`.
+    pub fn read_exact(&self, buf: &mut [u8], deadline: Deadline) -> Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            match rustix::io::read(&self.0, &mut buf[done..]) {
+                Ok(0) => {
+                    let e = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
+                    return Err(Error::io("the store closed the connection", e));
+                }
+                Ok(n) => done += n,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => self.wait(PollFlags::IN, deadline)?,
+                Err(e) => return Err(Error::io("reading from the store", e)),
+            }
+        }
+        Ok(())
+    }
+
+    fn wait(&self, what: PollFlags, deadline: Deadline) -> Result<()> {
+        if sock::wait_one(self.0.as_fd(), what, deadline)? {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Timeout, "the store does not answer")
+            .op("store")
+            .elapsed(deadline.elapsed()))
+    }
+}
+
+/// Calls `attempt` until it succeeds, fails for good, or the time is up.
+///
+/// `Io` and `Timeout` are worth another attempt; every other kind of error is final.
+pub(crate) fn retry<T>(
+    what: &str,
+    deadline: Deadline,
+    mut attempt: impl FnMut() -> Result<T>,
+) -> Result<T> {
+    let mut pause = Duration::from_millis(5);
+    loop {
+        let e = match attempt() {
+            Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::Timeout) => e,
+            r => return r,
+        };
+        if deadline.expired() {
+            let tried = deadline.elapsed().as_secs_f64();
+            let msg = format!("cannot reach the store at {what}, tried for {tried:.1} s");
+            return Err(Error::new(ErrorKind::Timeout, format!("{msg}: {}", e.message()))
+                .op("store")
+                .elapsed(deadline.elapsed())
+                .hint("is rank 0 (or the launcher) running, and is the address right?")
+                .cause(e));
+        }
+        std::thread::sleep(pause.min(deadline.remaining()));
+        pause = (pause * 2).min(Duration::from_millis(200));
+    }
+}

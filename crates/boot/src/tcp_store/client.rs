@@ -1,0 +1,162 @@
+//! The asking side of a store.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::net::SocketType;
+use tilewire_core::{Deadline, Error, ErrorKind, Result};
+
+use super::StoreAddr;
+use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response};
+use crate::secret::{Secret, random_bytes};
+use crate::sock::{self, ConnectError};
+use crate::store::{Store, key_timeout};
+use crate::stream::{Stream, retry};
+
+/// How long a server may take for what it can do at once.
+const OP_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long one attempt at the hello may take: a live server answers in microseconds.
+const HELLO_WAIT: Duration = Duration::from_secs(5);
+
+/// A [`Store`] served by a [`StoreServer`](crate::StoreServer) elsewhere.
+///
+/// Threads do not wait for each other: each call has a connection of its own, kept for the next.
+pub struct StoreClient {
+    addr: StoreAddr,
+    secret: Secret,
+    idle: Mutex<Vec<Stream>>,
+}
+
+impl StoreClient {
+    /// Connects, trying again until the deadline while nobody listens.
+    ///
+    /// # Errors
+    /// `Timeout` naming the address and how long it was tried. `Protocol` if the server does not
+    /// know the secret or is something else. `Mismatch` for another version, `Permission` if it
+    /// runs as another user.
+    pub fn connect(addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<Self> {
+        let first = open(addr, secret, deadline)?;
+        let idle = Mutex::new(vec![first]);
+        Ok(Self { addr: addr.clone(), secret: secret.clone(), idle })
+    }
+
+    /// The address.
+    pub fn addr(&self) -> &StoreAddr {
+        &self.addr
+    }
+
+    fn call(&self, request: &Request, deadline: Deadline) -> Result<Response> {
+        let body = request.encode();
+        if body.len() > MAX_BODY {
+            let msg = format!("{} bytes of key and value; the most is {MAX_BODY}", body.len());
+            return Err(Error::invalid(msg).op("store"));
+        }
+        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = idle().pop();
+        let conn = match kept {
+            Some(c) => c,
+            None => open(&self.addr, &self.secret, deadline)?,
+        };
+        // A connection that failed in the middle of a message is dropped, not kept.
+        let answer = say(&conn, &body, deadline)
+            .and_then(|()| hear(&conn, MAX_BODY + 1, deadline))
+            .and_then(|b| Response::decode(&b))
+            .map_err(|e| e.op("store").hint(format!("the store is at {}", self.addr)))?;
+        idle().push(conn);
+        match answer {
+            Response::Invalid(text) => Err(Error::invalid(text).op("store")),
+            Response::Full(text) => Err(Error::new(ErrorKind::Exhausted, text).op("store")),
+            good => Ok(good),
+        }
+    }
+}
+
+impl Store for StoreClient {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let request = Request::Set { key: key.to_owned(), value: value.to_vec() };
+        self.call(&request, Deadline::after(OP_LIMIT)).map(|_| ())
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        let wait = deadline.remaining();
+        let request = Request::Get { key: key.to_owned(), wait_ms: wait.as_millis() as u64 };
+        // The server ends the wait. Our own deadline is for a server that does not.
+        match self.call(&request, Deadline::after(wait + Duration::from_secs(2)))? {
+            Response::Ok(value) => Ok(value),
+            _ => Err(key_timeout(key, deadline).hint(format!("the store is at {}", self.addr))),
+        }
+    }
+
+    fn add(&self, key: &str, n: i64) -> Result<i64> {
+        let request = Request::Add { key: key.to_owned(), n };
+        let answer = self.call(&request, Deadline::after(OP_LIMIT))?;
+        let Response::Ok(sum) = answer else { return Err(wire::broken("no sum")) };
+        let sum = <[u8; 8]>::try_from(&sum[..]).map_err(|_| wire::broken("no sum"))?;
+        Ok(i64::from_le_bytes(sum))
+    }
+}
+
+fn open(addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<Stream> {
+    retry(&addr.to_string(), deadline, || {
+        let conn = match addr {
+            StoreAddr::Tcp(host, port) => Stream::tcp(host, *port, deadline)?,
+            StoreAddr::Abstract(name) => unix(addr, name)?,
+        };
+        let limit = deadline.remaining().clamp(Duration::from_millis(100), HELLO_WAIT);
+        greet(&conn, addr, secret, Deadline::after(limit))?;
+        Ok(conn)
+    })
+}
+
+fn unix(addr: &StoreAddr, name: &str) -> Result<Stream> {
+    let later = |text: &str| Error::new(ErrorKind::Io, format!("connecting to {addr}: {text}"));
+    match sock::connect(SocketType::STREAM, &format!("@{name}")) {
+        Ok(Some(s)) if sock::same_user(&s) => Ok(Stream(s)),
+        Ok(Some(_)) => {
+            Err(Error::new(ErrorKind::Permission, format!("another user serves {addr}")))
+        }
+        Ok(None) => Err(later("its queue is full")),
+        Err(ConnectError::Nobody) => Err(later("nobody listens")),
+        Err(ConnectError::Other(e)) => Err(e),
+    }
+}
+
+fn greet(conn: &Stream, addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<()> {
+    let client = random_bytes()?;
+    say(conn, &wire::greeting(&client, None), deadline)?;
+    let challenge = hear(conn, MAX_HELLO, deadline)
+        .map_err(|e| if e.kind() == ErrorKind::Protocol { stranger(addr) } else { e })?;
+    let (server, theirs) = wire::read_greeting(&challenge)
+        .map_err(|e| if e.kind() == ErrorKind::Protocol { stranger(addr) } else { e })?;
+    let theirs = <[u8; 32]>::try_from(theirs).map_err(|_| stranger(addr))?;
+    let due = wire::proof(secret, "server", &client, &server);
+    if due != blake3::Hash::from_bytes(theirs) {
+        let msg = format!("the store at {addr} does not know our secret");
+        return Err(Error::new(ErrorKind::Protocol, msg)
+            .op("store")
+            .hint("all ranks of a job need the same TILEWIRE_SECRET"));
+    }
+    say(conn, wire::proof(secret, "client", &client, &server).as_bytes(), deadline)?;
+    match Response::decode(&hear(conn, MAX_HELLO, deadline)?)? {
+        Response::Ok(_) => Ok(()),
+        _ => Err(stranger(addr)),
+    }
+}
+
+fn stranger(addr: &StoreAddr) -> Error {
+    Error::new(ErrorKind::Protocol, format!("what listens at {addr} is not a tilewire store"))
+        .op("store")
+}
+
+fn say(conn: &Stream, body: &[u8], deadline: Deadline) -> Result<()> {
+    conn.write_all(&wire::frame(body), deadline)
+}
+
+fn hear(conn: &Stream, max: usize, deadline: Deadline) -> Result<Vec<u8>> {
+    let mut head = [0u8; 4];
+    conn.read_exact(&mut head, deadline)?;
+    let mut body = vec![0u8; wire::body_len(head, max)?];
+    conn.read_exact(&mut body, deadline)?;
+    Ok(body)
+}

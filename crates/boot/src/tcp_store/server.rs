@@ -1,0 +1,298 @@
+//! The serving side of a store: one thread that polls.
+
+use std::collections::HashMap;
+use std::net::{TcpListener, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, SocketType};
+use tilewire_core::{Error, ErrorKind, Result};
+
+use super::StoreAddr;
+use super::conn::{Conn, Stage};
+use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response};
+use crate::handshake::HELLO_LIMIT;
+use crate::secret::{Secret, random_bytes};
+use crate::sock::{self, Bell, Listener};
+use crate::store::add_decimal;
+use crate::threads::Worker;
+
+const MAX_HALF_OPEN: usize = 64;
+const MAX_CONNECTIONS: usize = 1024;
+const MAX_KEYS: usize = 1 << 20;
+const MAX_BYTES: usize = 256 << 20;
+
+/// Serves a store until dropped. Strangers are refused and counted, and service goes on.
+pub struct StoreServer {
+    addr: StoreAddr,
+    refused: Arc<AtomicU64>,
+    stop: Arc<AtomicBool>,
+    bell: Arc<Bell>,
+    thread: Option<Worker>,
+}
+
+/// What a server listens on.
+enum Ear {
+    Tcp(OwnedFd),
+    Unix(Listener),
+}
+
+impl StoreServer {
+    /// Listens at `addr`.
+    ///
+    /// # Errors
+    /// `Permission` if the address can be reached from other hosts and the secret was not
+    /// configured but follows from the job's name. `Unavailable` if the address is in use. `Io`.
+    pub fn bind(addr: &StoreAddr, secret: &Secret) -> Result<Self> {
+        Self::try_bind(addr, secret)?.ok_or_else(|| {
+            Error::new(ErrorKind::Unavailable, format!("{addr} is in use")).op("store")
+        })
+    }
+
+    /// As [`StoreServer::bind`], but `None` if the address is in use.
+    pub(crate) fn try_bind(addr: &StoreAddr, secret: &Secret) -> Result<Option<Self>> {
+        let Some((ear, addr)) = listen(addr, secret)? else { return Ok(None) };
+        let (refused, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let bell = Arc::new(Bell::new()?);
+        let mut service = Service {
+            ear,
+            secret: secret.clone(),
+            refused: refused.clone(),
+            data: Data::default(),
+            conns: Vec::new(),
+        };
+        let (b, s) = (bell.clone(), stop.clone());
+        let thread = Worker::start("tilewire-store", move || {
+            // A broken poll ends the service: clients see the connection close, and say so.
+            while !s.load(Ordering::Acquire) && service.turn(&b).is_ok() {}
+        })?;
+        Ok(Some(Self { addr, refused, stop, bell, thread: Some(thread) }))
+    }
+
+    /// The address, with the port that the kernel chose.
+    pub fn addr(&self) -> &StoreAddr {
+        &self.addr
+    }
+
+    /// Connections that were closed because their hello was bad or late.
+    pub fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for StoreServer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.bell.ring();
+        if let Some(t) = self.thread.take() {
+            t.join();
+        }
+    }
+}
+
+fn listen(addr: &StoreAddr, secret: &Secret) -> Result<Option<(Ear, StoreAddr)>> {
+    let io = |e| Error::io(format!("listening at {addr}"), e).op("store");
+    match addr {
+        StoreAddr::Tcp(host, port) => {
+            let all: Vec<_> = (host.as_str(), *port).to_socket_addrs().map_err(io)?.collect();
+            if !secret.is_explicit() && !all.iter().all(|a| a.ip().is_loopback()) {
+                let msg = format!("{addr} can be reached from other hosts, and there is no secret");
+                return Err(Error::new(ErrorKind::Permission, msg)
+                    .op("store")
+                    .hint("set TILEWIRE_SECRET to 32 or more hex digits, the same on all ranks"));
+            }
+            let l = match TcpListener::bind(&all[..]) {
+                Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => return Ok(None),
+                r => r.map_err(io)?,
+            };
+            l.set_nonblocking(true).map_err(io)?;
+            let port = l.local_addr().map_err(io)?.port();
+            Ok(Some((Ear::Tcp(l.into()), StoreAddr::Tcp(host.clone(), port))))
+        }
+        StoreAddr::Abstract(name) => match Listener::open_abstract(SocketType::STREAM, name) {
+            Err(e) if in_use(&e) => Ok(None),
+            r => Ok(Some((Ear::Unix(r?), addr.clone()))),
+        },
+    }
+}
+
+fn in_use(e: &Error) -> bool {
+    let cause = std::error::Error::source(e).and_then(|c| c.downcast_ref::<Errno>());
+    cause == Some(&Errno::ADDRINUSE)
+}
+
+#[derive(Default)]
+struct Data {
+    map: HashMap<String, Vec<u8>>,
+    bytes: usize,
+}
+
+impl Data {
+    fn set(&mut self, key: String, value: Vec<u8>) -> Response {
+        let old = self.map.get(&key).map_or(0, |v| v.len() + key.len());
+        let bytes = self.bytes - old + key.len() + value.len();
+        if bytes > MAX_BYTES || (old == 0 && self.map.len() >= MAX_KEYS) {
+            return Response::Full(format!("the store is full: {bytes} bytes"));
+        }
+        self.bytes = bytes;
+        self.map.insert(key, value);
+        Response::Ok(Vec::new())
+    }
+
+    fn add(&mut self, key: String, n: i64) -> Response {
+        match add_decimal(&key, self.map.get(&key), n) {
+            Err(e) => Response::Invalid(e.message().to_owned()),
+            Ok(sum) => match self.set(key, sum.to_string().into_bytes()) {
+                Response::Ok(_) => Response::Ok(sum.to_le_bytes().to_vec()),
+                full => full,
+            },
+        }
+    }
+}
+
+struct Service {
+    ear: Ear,
+    secret: Secret,
+    refused: Arc<AtomicU64>,
+    data: Data,
+    conns: Vec<Conn>,
+}
+
+impl Service {
+    /// Waits for something to happen and handles it.
+    fn turn(&mut self, bell: &Bell) -> Result<()> {
+        let now = Instant::now();
+        let limit = self.conns.iter().filter_map(Conn::alarm).min();
+        let limit = limit.map(|t| t.saturating_duration_since(now));
+        let half_open = self.conns.iter().filter(|c| c.half_open()).count();
+        let mut room = MAX_HALF_OPEN.saturating_sub(half_open);
+        room = room.min(MAX_CONNECTIONS.saturating_sub(self.conns.len()));
+        let ready: Vec<bool> = {
+            let ear = match &self.ear {
+                Ear::Tcp(fd) => fd,
+                Ear::Unix(l) => &l.sock,
+            };
+            let listen = if room > 0 { PollFlags::IN } else { PollFlags::empty() };
+            let mut fds = vec![PollFd::new(bell.fd(), PollFlags::IN), PollFd::new(ear, listen)];
+            fds.extend(self.conns.iter().map(|c| PollFd::new(&c.sock, c.interest())));
+            sock::wait_any(&mut fds, limit)?;
+            fds.iter().skip(1).map(|f| !f.revents().is_empty()).collect()
+        };
+        for (i, mut c) in std::mem::take(&mut self.conns).into_iter().enumerate() {
+            if self.serve(&mut c, ready[1 + i]).is_ok() {
+                self.conns.push(c);
+            } else if c.half_open() {
+                self.refused.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        self.wake();
+        while ready[0] && room > 0 && self.accept() {
+            room -= 1;
+        }
+        Ok(())
+    }
+
+    /// Takes one connection. False if none waits.
+    fn accept(&mut self) -> bool {
+        let (Ear::Tcp(fd) | Ear::Unix(Listener { sock: fd, .. })) = &self.ear;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let sock = match rustix::net::accept_with(fd, flags) {
+            Ok(s) => s,
+            Err(Errno::CONNABORTED | Errno::INTR) => return true,
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                // The connection stays in the queue: without a pause this would spin.
+                std::thread::sleep(Duration::from_millis(50));
+                return false;
+            }
+            Err(_) => return false,
+        };
+        if matches!(self.ear, Ear::Unix(_)) && !sock::same_user(&sock) {
+            self.refused.fetch_add(1, Ordering::Relaxed);
+        } else {
+            if matches!(self.ear, Ear::Tcp(_)) {
+                // Only a matter of speed.
+                rustix::net::sockopt::set_tcp_nodelay(&sock, true).ok();
+            }
+            let (input, output) = (Vec::new(), Vec::new());
+            let (stage, born) = (Stage::Hello, Instant::now());
+            self.conns.push(Conn { sock, born, stage, input, output });
+        }
+        true
+    }
+
+    /// Reads, answers and writes as far as possible. An error closes the connection.
+    fn serve(&mut self, c: &mut Conn, ready: bool) -> Result<()> {
+        if ready {
+            c.flush()?;
+            let open = c.fill()?;
+            while c.output.is_empty() && !matches!(c.stage, Stage::Waiting { .. }) {
+                let max = if c.half_open() { MAX_HELLO } else { MAX_BODY };
+                let Some(body) = wire::next_body(&mut c.input, max)? else { break };
+                self.answer(c, &body)?;
+                c.flush()?;
+            }
+            if !open {
+                return Err(wire::broken("closed"));
+            }
+        }
+        let late = match &c.stage {
+            Stage::Hello | Stage::Proof { .. } => c.born.elapsed() >= HELLO_LIMIT,
+            _ => false,
+        };
+        if late { Err(wire::broken("the hello is late")) } else { Ok(()) }
+    }
+
+    fn answer(&mut self, c: &mut Conn, body: &[u8]) -> Result<()> {
+        match &c.stage {
+            Stage::Hello => {
+                let (client, rest) = wire::read_greeting(body)?;
+                let server = random_bytes()?;
+                if !rest.is_empty() {
+                    return Err(wire::broken("a hello that is too long"));
+                }
+                let proof = wire::proof(&self.secret, "server", &client, &server);
+                c.say(&wire::greeting(&server, Some(proof)));
+                c.stage = Stage::Proof { client, server };
+            }
+            Stage::Proof { client, server } => {
+                let theirs = <[u8; 32]>::try_from(body).map_err(|_| wire::broken("no proof"))?;
+                let ours = wire::proof(&self.secret, "client", client, server);
+                if ours != blake3::Hash::from_bytes(theirs) {
+                    return Err(wire::broken("a wrong proof"));
+                }
+                c.say(&Response::Ok(Vec::new()).encode());
+                c.stage = Stage::Ready;
+            }
+            Stage::Ready | Stage::Waiting { .. } => match Request::decode(body)? {
+                Request::Set { key, value } => c.say(&self.data.set(key, value).encode()),
+                Request::Add { key, n } => c.say(&self.data.add(key, n).encode()),
+                Request::Get { key, wait_ms } => {
+                    let wait = Duration::from_millis(wait_ms.min(1 << 32));
+                    c.stage = Stage::Waiting { key, until: Instant::now() + wait };
+                }
+            },
+        }
+        Ok(())
+    }
+
+    /// Answers the `get`s whose key is there or whose time is up.
+    fn wake(&mut self) {
+        let now = Instant::now();
+        for c in &mut self.conns {
+            let Stage::Waiting { key, until } = &c.stage else { continue };
+            let answer = match self.data.map.get(key) {
+                Some(v) => Response::Ok(v.clone()),
+                None if *until <= now => Response::Timeout,
+                None => continue,
+            };
+            c.stage = Stage::Ready;
+            c.say(&answer.encode());
+            // A connection that broke shows it at the next poll.
+            c.flush().ok();
+        }
+    }
+}

@@ -1,0 +1,192 @@
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use tilewire_core::{Deadline, ErrorKind};
+
+use super::*;
+use crate::secret::{Secret, hex, random_bytes};
+use crate::store::Store;
+
+fn soon() -> Deadline {
+    Deadline::after_s(10.0)
+}
+
+fn loopback() -> StoreAddr {
+    StoreAddr::Tcp("127.0.0.1".to_owned(), 0)
+}
+
+fn fresh_name() -> StoreAddr {
+    StoreAddr::Abstract(format!("tilewire-test-{}", hex(&random_bytes().unwrap()[..8])))
+}
+
+fn port(s: &StoreServer) -> u16 {
+    let StoreAddr::Tcp(_, port) = s.addr() else { panic!("not TCP") };
+    *port
+}
+
+#[test]
+fn set_get_add_over_both_transports() {
+    let secret = Secret::random().unwrap();
+    for addr in [loopback(), fresh_name()] {
+        let server = StoreServer::bind(&addr, &secret).unwrap();
+        let c = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+        let d = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+        c.set("a", b"1").unwrap();
+        assert_eq!(d.get("a", soon()).unwrap(), b"1");
+        assert_eq!((c.add("n", 5).unwrap(), d.add("n", -7).unwrap()), (5, -2));
+        assert_eq!(c.get("n", soon()).unwrap(), b"-2");
+        c.set("t", b"text").unwrap();
+        assert_eq!(c.add("t", 1).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let big = vec![7u8; 1 << 19];
+        c.set("big", &big).unwrap();
+        assert_eq!(d.get("big", soon()).unwrap(), big);
+        let e = c.set("big", &vec![0; (1 << 20) + 1]).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+        std::thread::scope(|t| {
+            // One client, two threads: the waiting one does not block the other.
+            let waiting = t.spawn(|| c.get("late", soon()).unwrap());
+            std::thread::sleep(Duration::from_millis(30));
+            c.set("late", b"here").unwrap();
+            assert_eq!(waiting.join().unwrap(), b"here");
+        });
+        let e = c.get("never", Deadline::after_s(0.05)).unwrap_err();
+        assert!(e.is_timeout() && e.to_string().contains("`never`"), "{e}");
+        assert_eq!(c.get("a", Deadline::after_s(0.0)).unwrap(), b"1");
+        assert_eq!(server.refused(), 0);
+    }
+}
+
+#[test]
+fn wrong_secret_is_refused_at_once_and_service_continues() {
+    let (secret, other) = (Secret::random().unwrap(), Secret::random().unwrap());
+    let server = StoreServer::bind(&loopback(), &secret).unwrap();
+    let start = Instant::now();
+    let e = StoreClient::connect(server.addr(), &other, soon()).err().unwrap();
+    assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+    assert!(start.elapsed() < Duration::from_secs(2));
+    let c = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+    c.set("k", b"v").unwrap();
+    assert_eq!(server.refused(), 1);
+}
+
+#[test]
+fn a_wrong_proof_opens_nothing() {
+    let secret = Secret::random().unwrap();
+    let server = StoreServer::bind(&loopback(), &secret).unwrap();
+    let mut s = TcpStream::connect(("127.0.0.1", port(&server))).unwrap();
+    s.write_all(&wire::frame(&wire::greeting(&[1; 32], None))).unwrap();
+    let mut challenge = [0; 4 + 4 + 2 + 32 + 32];
+    s.read_exact(&mut challenge).unwrap();
+    let add = wire::Request::Add { key: "n".into(), n: 1 }.encode();
+    s.write_all(&[wire::frame(&[0; 32]), wire::frame(&add)].concat()).unwrap();
+    assert!(!matches!(s.read(&mut [0; 64]), Ok(n) if n > 0));
+    let c = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+    assert_eq!(c.add("n", 1).unwrap(), 1);
+    assert_eq!(server.refused(), 1);
+}
+
+#[test]
+fn port_scan_garbage_and_silence_do_not_stop_service() {
+    let secret = Secret::random().unwrap();
+    let server = StoreServer::bind(&loopback(), &secret).unwrap();
+    let knock = || TcpStream::connect(("127.0.0.1", port(&server))).unwrap();
+    (0..50).for_each(|_| drop(knock()));
+    let mut talkers: Vec<_> = (0..40).map(|_| knock()).collect();
+    for (i, t) in talkers.iter_mut().enumerate() {
+        let bytes = match i % 3 {
+            0 => b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+            1 => vec![0xFF; 5000],
+            _ => wire::frame(&wire::Request::Add { key: "n".into(), n: 1 }.encode()),
+        };
+        t.write_all(&bytes).ok();
+    }
+    let silent: Vec<_> = (0..64).map(|_| knock()).collect();
+    let c = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+    assert_eq!(c.add("n", 1).unwrap(), 1, "an unauthenticated request must do nothing");
+    assert!(server.refused() >= 90, "{}", server.refused());
+    // All of them are closed from the other side in the end.
+    for mut s in talkers.into_iter().chain(silent) {
+        s.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        let closed = match s.read(&mut [0; 64]) {
+            Ok(0) => true,
+            Ok(_) => false,
+            Err(e) => e.kind() == std::io::ErrorKind::ConnectionReset,
+        };
+        assert!(closed);
+    }
+}
+
+#[test]
+fn unreachable_names_the_address_and_the_time() {
+    let gone = StoreServer::bind(&loopback(), &Secret::from_job("j")).unwrap().addr().clone();
+    for addr in [gone, fresh_name()] {
+        let e = StoreClient::connect(&addr, &Secret::from_job("j"), Deadline::after_s(0.3));
+        let e = e.err().unwrap();
+        assert!(e.is_timeout(), "{e}");
+        let text = e.to_string();
+        assert!(text.contains(&addr.to_string()) && text.contains("tried for 0.3 s"), "{text}");
+    }
+}
+
+#[test]
+fn a_client_may_come_before_the_server() {
+    let (addr, secret) = (fresh_name(), Secret::from_job("j"));
+    std::thread::scope(|t| {
+        let early =
+            t.spawn(|| StoreClient::connect(&addr, &secret, soon()).map(|c| c.set("k", b"")));
+        std::thread::sleep(Duration::from_millis(100));
+        let _server = StoreServer::bind(&addr, &secret).unwrap();
+        early.join().unwrap().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn an_open_address_needs_a_configured_secret() {
+    let open = StoreAddr::Tcp("0.0.0.0".to_owned(), 0);
+    let e = StoreServer::bind(&open, &Secret::from_job("j")).err().unwrap();
+    assert_eq!(e.kind(), ErrorKind::Permission);
+    assert!(e.get_hint().unwrap().contains("TILEWIRE_SECRET"));
+    assert!(StoreServer::bind(&open, &Secret::random().unwrap()).is_ok());
+}
+
+#[test]
+fn an_address_in_use_is_told() {
+    let s = Secret::from_job("j");
+    for addr in [loopback(), fresh_name()] {
+        let first = StoreServer::bind(&addr, &s).unwrap();
+        assert_eq!(
+            StoreServer::bind(first.addr(), &s).err().unwrap().kind(),
+            ErrorKind::Unavailable
+        );
+        assert!(StoreServer::try_bind(first.addr(), &s).unwrap().is_none());
+    }
+}
+
+#[test]
+fn something_else_at_the_address_is_told() {
+    let l = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = StoreAddr::Tcp("127.0.0.1".to_owned(), l.local_addr().unwrap().port());
+    let t = std::thread::spawn(move || {
+        let (mut s, _) = l.accept().unwrap();
+        s.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+        // Until the client has gone.
+        while s.read(&mut [0; 100]).is_ok_and(|n| n > 0) {}
+    });
+    let e = StoreClient::connect(&addr, &Secret::from_job("j"), soon()).err().unwrap();
+    assert!(e.to_string().contains("is not a tilewire store"), "{e}");
+    t.join().unwrap();
+}
+
+#[test]
+fn dropping_the_server_ends_waits_of_clients() {
+    let secret = Secret::from_job("j");
+    let server = StoreServer::bind(&loopback(), &secret).unwrap();
+    let c = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+    std::thread::scope(|t| {
+        let waiting = t.spawn(|| c.get("never", Deadline::after_s(30.0)).unwrap_err());
+        std::thread::sleep(Duration::from_millis(50));
+        drop(server);
+        assert_eq!(waiting.join().unwrap().kind(), ErrorKind::Io);
+    });
+}

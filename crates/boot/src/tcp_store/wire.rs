@@ -1,0 +1,202 @@
+//! Bytes between a store's server and its clients: u32 length, then a body; little-endian.
+
+use tilewire_core::{Error, ErrorKind, Result};
+
+use crate::secret::{Nonce, Secret};
+
+/// Version of this protocol.
+pub(super) const VERSION: u16 = 1;
+
+/// The longest body.
+pub(super) const MAX_BODY: usize = 1 << 20;
+
+/// The longest body before the peer has proved itself.
+pub(super) const MAX_HELLO: usize = 128;
+
+const MAGIC: [u8; 4] = *b"TWST";
+
+/// What a client asks for.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Request {
+    Set { key: String, value: Vec<u8> },
+    Get { key: String, wait_ms: u64 },
+    Add { key: String, n: i64 },
+}
+
+/// What the server says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Response {
+    Ok(Vec<u8>),
+    /// Nobody set the key in time.
+    Timeout,
+    /// The arguments are not acceptable.
+    Invalid(String),
+    /// The store is full.
+    Full(String),
+}
+
+/// The error of bytes that do not follow the protocol.
+pub(super) fn broken(what: &str) -> Error {
+    Error::new(ErrorKind::Protocol, what.to_owned()).op("store")
+}
+
+/// Puts the length in front.
+pub(super) fn frame(body: &[u8]) -> Vec<u8> {
+    let mut b = (body.len() as u32).to_le_bytes().to_vec();
+    b.extend(body);
+    b
+}
+
+/// The length of a body, if it is allowed.
+pub(super) fn body_len(head: [u8; 4], max: usize) -> Result<usize> {
+    let len = u32::from_le_bytes(head) as usize;
+    if len > max { Err(broken("a message is longer than allowed")) } else { Ok(len) }
+}
+
+/// Takes the next whole body off the front of `buf`, if it is there.
+pub(super) fn next_body(buf: &mut Vec<u8>, max: usize) -> Result<Option<Vec<u8>>> {
+    let Some(head) = buf.first_chunk::<4>() else { return Ok(None) };
+    let len = body_len(*head, max)?;
+    if buf.len() < 4 + len {
+        return Ok(None);
+    }
+    let rest = buf.split_off(4 + len);
+    let body = std::mem::replace(buf, rest).split_off(4);
+    Ok(Some(body))
+}
+
+fn chunk<const N: usize>(b: &[u8]) -> Result<([u8; N], &[u8])> {
+    let (head, rest) = b.split_first_chunk().ok_or_else(|| broken("a message is cut short"))?;
+    Ok((*head, rest))
+}
+
+impl Request {
+    pub fn encode(&self) -> Vec<u8> {
+        let (op, key, number, value): (u8, _, u64, &[u8]) = match self {
+            Self::Set { key, value } => (1, key, 0, value),
+            Self::Get { key, wait_ms } => (2, key, *wait_ms, &[]),
+            Self::Add { key, n } => (3, key, *n as u64, &[]),
+        };
+        let mut b = vec![op];
+        b.extend((key.len() as u32).to_le_bytes());
+        b.extend(number.to_le_bytes());
+        b.extend(key.as_bytes());
+        b.extend(value);
+        b
+    }
+
+    pub fn decode(b: &[u8]) -> Result<Self> {
+        let ([op], b) = chunk(b)?;
+        let (key_len, b) = chunk(b)?;
+        let (number, b) = chunk(b)?;
+        let key_len = u32::from_le_bytes(key_len) as usize;
+        let (key, value) =
+            b.split_at_checked(key_len).ok_or_else(|| broken("a message is cut short"))?;
+        let key = std::str::from_utf8(key).map_err(|_| broken("a key is not UTF-8"))?.to_owned();
+        let number = u64::from_le_bytes(number);
+        match (op, value) {
+            (1, value) if number == 0 => Ok(Self::Set { key, value: value.to_vec() }),
+            (2, []) => Ok(Self::Get { key, wait_ms: number }),
+            (3, []) => Ok(Self::Add { key, n: number as i64 }),
+            _ => Err(broken("no such request")),
+        }
+    }
+}
+
+impl Response {
+    pub fn encode(&self) -> Vec<u8> {
+        let (status, rest): (u8, &[u8]) = match self {
+            Self::Ok(v) => (0, v),
+            Self::Timeout => (1, &[]),
+            Self::Invalid(text) => (2, text.as_bytes()),
+            Self::Full(text) => (3, text.as_bytes()),
+        };
+        [&[status], rest].concat()
+    }
+
+    pub fn decode(b: &[u8]) -> Result<Self> {
+        let text = |t: &[u8]| String::from_utf8_lossy(t).into_owned();
+        match b {
+            [0, v @ ..] => Ok(Self::Ok(v.to_vec())),
+            [1] => Ok(Self::Timeout),
+            [2, t @ ..] => Ok(Self::Invalid(text(t))),
+            [3, t @ ..] => Ok(Self::Full(text(t))),
+            _ => Err(broken("no such response")),
+        }
+    }
+}
+
+/// The client's first message, and also the server's: magic, version, nonce, and a proof or none.
+pub(super) fn greeting(nonce: &Nonce, proof: Option<blake3::Hash>) -> Vec<u8> {
+    let mut b = MAGIC.to_vec();
+    b.extend(VERSION.to_le_bytes());
+    b.extend(nonce);
+    b.extend(proof.iter().flat_map(|p| p.as_bytes()));
+    b
+}
+
+/// Reads a greeting: nonce and what follows it.
+pub(super) fn read_greeting(b: &[u8]) -> Result<(Nonce, &[u8])> {
+    let (magic, b) = chunk::<4>(b)?;
+    if magic != MAGIC {
+        return Err(broken("this is not a tilewire store"));
+    }
+    let (version, b) = chunk(b)?;
+    let version = u16::from_le_bytes(version);
+    if version != VERSION {
+        return Err(Error::new(ErrorKind::Mismatch, "the store speaks another protocol version")
+            .op("store")
+            .expected(VERSION)
+            .seen(version));
+    }
+    chunk(b)
+}
+
+/// What one side shows to the other, bound to both nonces.
+pub(super) fn proof(secret: &Secret, role: &str, client: &Nonce, server: &Nonce) -> blake3::Hash {
+    secret.mac(&format!("store {role}"), &[&VERSION.to_le_bytes(), client, server])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn round_trips(key in ".{0,20}", value in proptest::collection::vec(any::<u8>(), 0..50), n: i64) {
+            for r in [
+                Request::Set { key: key.clone(), value: value.clone() },
+                Request::Get { key: key.clone(), wait_ms: n as u64 },
+                Request::Add { key: key.clone(), n },
+            ] {
+                prop_assert_eq!(Request::decode(&r.encode()).unwrap(), r);
+            }
+            for r in [
+                Response::Ok(value), Response::Timeout, Response::Invalid(key.clone()), Response::Full(key),
+            ] {
+                prop_assert_eq!(Response::decode(&r.encode()).unwrap(), r);
+            }
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(b in proptest::collection::vec(any::<u8>(), 0..100)) {
+            Request::decode(&b).ok();
+            Response::decode(&b).ok();
+            read_greeting(&b).ok();
+            let mut buf = b.clone();
+            next_body(&mut buf, 64).ok();
+        }
+    }
+
+    #[test]
+    fn bodies_come_off_a_stream_one_by_one() {
+        let mut buf = [frame(b"ab"), frame(b""), frame(b"cde")[..5].to_vec()].concat();
+        assert_eq!(next_body(&mut buf, 10).unwrap().unwrap(), b"ab");
+        assert_eq!(next_body(&mut buf, 10).unwrap().unwrap(), b"");
+        assert_eq!(next_body(&mut buf, 10).unwrap(), None);
+        buf.extend(b"de");
+        assert_eq!(next_body(&mut buf, 10).unwrap().unwrap(), b"cde");
+        assert!(next_body(&mut frame(&[0; 11]), 10).is_err());
+    }
+}
