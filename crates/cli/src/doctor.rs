@@ -1,0 +1,140 @@
+//! `tilewire doctor`: what works here, and what to do about what does not.
+
+use std::path::Path;
+
+use serde::Serialize;
+use tilewire::prelude::*;
+use tilewire::symm::backends;
+
+use crate::args::DoctorArgs;
+use crate::say;
+
+/// How a finding counts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// As it should be.
+    Ok,
+    /// Works, but not as well as it could.
+    Warn,
+    /// Does not work.
+    Fail,
+}
+
+/// One line of the report.
+#[derive(Clone, Debug, Serialize)]
+pub struct Finding {
+    /// Stable name.
+    pub code: &'static str,
+    /// How it counts.
+    pub state: State,
+    /// What was found.
+    pub text: String,
+    /// What to do, where something is to be done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
+}
+
+fn finding(code: &'static str, state: State, text: impl Into<String>, remedy: &str) -> Finding {
+    let remedy = (!remedy.is_empty()).then(|| remedy.to_owned());
+    Finding { code, state, text: text.into(), remedy }
+}
+
+/// Looks at everything. Never fails: what cannot be looked at is a finding.
+pub fn examine(shm: &Path) -> Vec<Finding> {
+    let mut v = vec![environment(), place(), cores(), descriptors(), leftovers(shm), host_backend()];
+    v.extend(backends().into_iter().filter(|b| b.kind != BackendKind::Host).map(|b| {
+        let text = format!("backend {}: {}", b.kind, b.why_not.as_deref().unwrap_or("available"));
+        let state = if b.why_not.is_some() { State::Warn } else { State::Ok };
+        finding("backend", state, text, "the `host` backend runs everything on the CPU")
+    }));
+    v
+}
+
+fn environment() -> Finding {
+    match Config::from_env() {
+        Ok(c) => finding("env", State::Ok, format!("environment: backend {}, timeout {:?}", c.backend, c.timeout), ""),
+        Err(e) => finding("env", State::Fail, e.message().to_owned(), "correct or unset that variable; `tilewire env` lists them"),
+    }
+}
+
+fn place() -> Finding {
+    match crate::worlds::place(&Default::default()) {
+        Ok(p) => finding("launcher", State::Ok, format!("launcher: {:?}, rank {} of {}", p.launcher, p.rank.get(), p.size), ""),
+        Err(e) => finding("launcher", State::Fail, e.message().to_owned(), e.get_hint().unwrap_or("check the launcher's variables")),
+    }
+}
+
+fn cores() -> Finding {
+    match std::thread::available_parallelism() {
+        Ok(n) => finding("cores", State::Ok, format!("cores: {n}"), ""),
+        Err(e) => finding("cores", State::Warn, format!("number of cores unknown: {e}"), "nothing to do"),
+    }
+}
+
+/// Each pair of ranks takes a few descriptors while a heap is made.
+fn descriptors() -> Finding {
+    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let soft = limits
+        .lines()
+        .find(|l| l.starts_with("Max open files"))
+        .and_then(|l| l.split_whitespace().nth(3))
+        .and_then(|w| w.parse::<u64>().ok());
+    match soft {
+        Some(n) if n >= 1024 => finding("open-files", State::Ok, format!("open files: {n}"), ""),
+        Some(n) => finding("open-files", State::Warn, format!("open files: only {n}"), "ulimit -n 4096"),
+        None => finding("open-files", State::Warn, "limit of open files unknown", "needs /proc"),
+    }
+}
+
+/// tilewire itself leaves nothing there (its memory has no name), others do.
+fn leftovers(shm: &Path) -> Finding {
+    let Ok(dir) = std::fs::read_dir(shm) else {
+        return finding("shm", State::Ok, format!("{}: not there, and not needed", shm.display()), "");
+    };
+    let names: Vec<String> = dir
+        .filter_map(|e| e.ok()?.file_name().into_string().ok())
+        .filter(|n| ["tilewire", "nccl-", "nvshmem", "torch_"].iter().any(|p| n.starts_with(p)))
+        .collect();
+    if names.is_empty() {
+        return finding("shm", State::Ok, format!("{}: no leftovers of crashed jobs", shm.display()), "");
+    }
+    let text = format!("{}: {} leftovers, e.g. {}", shm.display(), names.len(), names[0]);
+    finding("shm", State::Warn, text, "remove them if no job of theirs is running")
+}
+
+/// Does it, rather than asking whether it could be done.
+fn host_backend() -> Finding {
+    let done = World::run_threads(2, WorldCfg::for_tests(), |w| {
+        let team = w.everyone("doctor")?;
+        let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 16))?;
+        heap.alloc(4096, "probe").map(|_| ())
+    });
+    match done {
+        Ok(_) => finding("host", State::Ok, "backend host: two ranks shared memory and formed a team", ""),
+        Err(e) => finding("host", State::Fail, format!("backend host: {e}"), e.get_hint().unwrap_or("see the error")),
+    }
+}
+
+/// Prints the report; the exit code is 1 if anything fails.
+pub fn run(args: &DoctorArgs) -> i32 {
+    let findings = examine(&args.shm);
+    if args.json {
+        if let Ok(text) = serde_json::to_string_pretty(&findings) {
+            say(text);
+        }
+    } else {
+        for f in &findings {
+            let mark = match f.state {
+                State::Ok => "ok  ",
+                State::Warn => "warn",
+                State::Fail => "FAIL",
+            };
+            say(format_args!("{mark} {}", f.text));
+            if let Some(r) = f.remedy.as_ref().filter(|_| f.state != State::Ok) {
+                say(format_args!("       -> {r}"));
+            }
+        }
+    }
+    i32::from(findings.iter().any(|f| f.state == State::Fail))
+}

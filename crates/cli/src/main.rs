@@ -1,0 +1,65 @@
+//! The `tilewire` command.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+use tilewire::prelude::*;
+use tilewire_cli::args::{Cli, Command};
+use tilewire_cli::{complain, doctor, launch, report, verify_cmd};
+
+/// Log lines go to standard error, as one line each.
+struct Logger;
+
+impl log::Log for Logger {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+    fn log(&self, record: &log::Record<'_>) {
+        complain(format_args!("{}: {}", record.level().as_str().to_lowercase(), record.args()));
+    }
+    fn flush(&self) {}
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli) {
+        Ok(code) => ExitCode::from(code.clamp(0, 255) as u8),
+        Err(e) => {
+            report(&e);
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(cli: Cli) -> Result<i32> {
+    match &cli.command {
+        // These must work where the environment is broken: they are there to say so.
+        Command::Doctor(args) => return Ok(doctor::run(args)),
+        Command::Completions { shell } => {
+            let mut command = Cli::command();
+            clap_complete::generate(*shell, &mut command, "tilewire", &mut std::io::stdout());
+            return Ok(0);
+        }
+        Command::Env => {
+            tilewire_cli::env_table();
+            return Config::from_env().map(|_| 0);
+        }
+        _ => {}
+    }
+    let config = Config::from_env()?;
+    // Only the first logger counts, and there is no other.
+    if log::set_logger(&Logger).is_ok() {
+        log::set_max_level(match config.log {
+            tilewire::core::LogLevel::Error => log::LevelFilter::Error,
+            tilewire::core::LogLevel::Warn => log::LevelFilter::Warn,
+            tilewire::core::LogLevel::Info => log::LevelFilter::Info,
+            tilewire::core::LogLevel::Debug => log::LevelFilter::Debug,
+        });
+    }
+    match &cli.command {
+        Command::Run(args) => launch::run(args),
+        Command::Verify(args) => verify_cmd::run(args),
+        Command::Doctor(_) | Command::Completions { .. } | Command::Env => Ok(0),
+    }
+}

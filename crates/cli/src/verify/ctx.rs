@@ -1,0 +1,170 @@
+//! What a case works with on one rank.
+
+use std::time::Instant;
+
+use tilewire::core::Rng;
+use tilewire::core::numerics::{Bound, compare};
+use tilewire::prelude::*;
+use tilewire::symm::Traffic;
+use tilewire_oracle::Mat;
+
+use super::{Case, Options};
+
+/// Outcome of a case on one rank.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// Largest absolute error.
+    pub max_err: f64,
+    /// Wrong elements and failed checks.
+    pub wrong: u64,
+    /// The first of them in words.
+    pub note: Option<String>,
+    /// Time of the last launch in microseconds.
+    pub time_us: f64,
+}
+
+/// One rank's side of a case: its own team, heap and stream.
+pub struct Ctx {
+    /// The team of all ranks, made for this case.
+    pub team: LiveTeam,
+    /// Its heap.
+    pub heap: Heap,
+    /// The caller's stream.
+    pub stream: Stream,
+    /// Equal on all ranks.
+    pub rng: Rng,
+    tally: Tally,
+    tolerance: Option<(f64, f64)>,
+}
+
+impl Ctx {
+    pub(super) fn new(world: &World, case: &Case, options: &Options) -> Result<Self> {
+        let team = world.everyone("case")?;
+        let heap = team.heap(BackendKind::Host, HeapCfg::new(heap_bytes(case, world.size())))?;
+        let tolerance = (options.atol.is_some() || options.rtol.is_some())
+            .then(|| (options.atol.unwrap_or(0.0), options.rtol.unwrap_or(0.0)));
+        Ok(Self {
+            stream: Stream::new("verify")?,
+            team,
+            heap,
+            rng: Rng::new(options.seed),
+            tally: Tally::default(),
+            tolerance,
+        })
+    }
+
+    /// A random matrix, uniform in [-1, 1), rounded to `dtype`. Equal on all ranks.
+    pub fn random(&mut self, rows: usize, cols: usize, dtype: DType) -> Mat {
+        Mat::random(&mut self.rng, rows, cols).rounded(dtype)
+    }
+
+    /// A random matrix of small integers. Equal on all ranks.
+    pub fn integers(&mut self, rows: usize, cols: usize, max: u32) -> Mat {
+        Mat::random_ints(&mut self.rng, rows, cols, max)
+    }
+
+    /// Notes a failed check.
+    pub fn fail(&mut self, text: impl Into<String>) {
+        self.tally.wrong += 1;
+        self.tally.note.get_or_insert(text.into());
+    }
+
+    /// Notes a check.
+    pub fn check(&mut self, ok: bool, text: impl FnOnce() -> String) {
+        if !ok {
+            self.fail(text());
+        }
+    }
+
+    /// Compares every element with the reference under the rule of the design; `mag` is |A||B|.
+    ///
+    /// # Errors
+    /// If the tensor is in use.
+    pub fn compare(&mut self, what: &str, got: &Tensor, want: &Mat, mag: &Mat, bound: &Bound) -> Result<()> {
+        let got = got.to_f32()?;
+        if got.len() != want.data.len() {
+            self.fail(format!("{what}: {} elements instead of {}", got.len(), want.data.len()));
+            return Ok(());
+        }
+        let c = compare(&got, &want.data, |i| match self.tolerance {
+            Some((atol, rtol)) => atol + rtol * want.data[i].abs(),
+            None => bound.allowed(want.data[i], mag.data[i]),
+        });
+        if !(c.max_err <= self.tally.max_err) {
+            self.tally.max_err = c.max_err;
+        }
+        if let Some(i) = c.first_wrong {
+            let text = format!("{what}: element {i} is {}, not {}", got[i], want.data[i]);
+            self.tally.note.get_or_insert(text);
+        }
+        self.tally.wrong += c.num_wrong as u64;
+        Ok(())
+    }
+
+    /// Demands bit equality.
+    ///
+    /// # Errors
+    /// If a tensor is in use.
+    pub fn same_bits(&mut self, what: &str, a: &Tensor, b: &Tensor) -> Result<()> {
+        let same = a.read(|x| b.read(|y| x == y))??;
+        self.check(same, || format!("{what}: bits differ"));
+        Ok(())
+    }
+
+    /// Runs a launch to its end and notes its time.
+    ///
+    /// # Errors
+    /// What the launch or its completion gives.
+    pub fn timed<T>(&mut self, launch: impl FnOnce(&Stream) -> Result<Pending<T>>) -> Result<T> {
+        let start = Instant::now();
+        let out = launch(&self.stream)?.wait()?;
+        self.tally.time_us = start.elapsed().as_secs_f64() * 1e6;
+        Ok(out)
+    }
+
+    /// Demands that what moved since `before` is what the plan predicted.
+    pub fn traffic(&mut self, what: &str, before: &Traffic, predicted: &Traffic) {
+        let now = self.team.traffic();
+        self.traffic_between(what, before, &now, predicted);
+    }
+
+    /// Demands that what moved from `before` to `now` is what the plan predicted.
+    pub fn traffic_between(&mut self, what: &str, before: &Traffic, now: &Traffic, predicted: &Traffic) {
+        for (p, ((b, n), want)) in before.iter().zip(now).zip(predicted).enumerate() {
+            let got = tilewire::symm::LinkTraffic {
+                puts: n.puts - b.puts,
+                put_bytes: n.put_bytes - b.put_bytes,
+                gets: n.gets - b.gets,
+                get_bytes: n.get_bytes - b.get_bytes,
+                signals: n.signals - b.signals,
+            };
+            self.check(got == *want, || format!("{what}: to rank {p} moved {got:?}, predicted {want:?}"));
+        }
+    }
+
+    pub(super) fn finish(mut self) -> Result<Tally> {
+        // Everybody's launches have ended before counters are looked at.
+        self.team.agree(true)?;
+        if let Err(e) = self.team.check_counters() {
+            self.fail(e.to_string());
+        }
+        Ok(self.tally)
+    }
+}
+
+/// A heap that is large enough for any operation on the case's sizes.
+fn heap_bytes(case: &Case, size: usize) -> usize {
+    let d = |n: &str| case.shape.get(n).copied().unwrap_or(1);
+    let m = d("m") + size;
+    let widest = d("n").max(d("k")).max(d("cols")).max(1);
+    let routed = size * d("tokens") * (16 * d("hidden") + 64 * d("top_k"));
+    (1 << 20) + routed + 64 * size * m * widest
+}
+
+/// A matrix as a tensor of `dtype`.
+///
+/// # Errors
+/// Never for a matrix whose data fits its shape.
+pub(super) fn tensor(m: &Mat, dtype: DType) -> Result<Tensor> {
+    Tensor::from_f32(&m.to_f32(), dtype, Shape::d2(m.rows, m.cols))
+}

@@ -1,0 +1,286 @@
+//! Cases of expert parallelism: layouts, dtypes, capacities, uneven tokens and experts, backward.
+
+use tilewire::core::numerics::Bound;
+use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
+use tilewire::prelude::*;
+use tilewire_oracle::ep as oracle;
+use tilewire_oracle::permute::TopK;
+use tilewire_oracle::Mat;
+
+use super::ctx::tensor;
+use super::{Case, Ctx};
+
+const VARIANTS: [&str; 7] = ["expert", "aligned", "rank", "flat", "drop", "uneven", "one"];
+
+pub(super) fn cases() -> Vec<Case> {
+    let mut v = Vec::new();
+    for variant in VARIANTS {
+        for dtype in [DType::F32, DType::BF16] {
+            let shape = [("tokens", 11), ("hidden", 12), ("experts", 9), ("top_k", 3)];
+            v.push(Case::new(format!("ep/{variant}"), dtype, &shape, run));
+        }
+    }
+    let shape = [("tokens", 7), ("hidden", 16), ("experts", 5), ("top_k", 2)];
+    v.push(Case::new("ep/expert", DType::F16, &shape, run));
+    v.push(Case::new("ep/aligned", DType::F8E4M3, &shape, run));
+    v.push(Case::new("ep/flat", DType::F8E4M3, &shape, run));
+    v
+}
+
+/// Routing and data of one microbatch, equal on all ranks.
+struct Batch {
+    topks: Vec<TopK>,
+    layout: oracle::EpLayout,
+    x: Vec<Mat>,
+    w: Vec<Mat>,
+    d_out: Vec<Mat>,
+}
+
+fn batch(ctx: &mut Ctx, case: &Case, desc: &EpDesc, spec: &oracle::EpSpec, variant: &str) -> Batch {
+    let (size, k, h) = (ctx.team.size(), desc.top_k, desc.hidden);
+    let tokens: Vec<usize> = (0..size)
+        .map(|r| match (variant, r) {
+            // One rank has no token at all, the others differ.
+            ("uneven", 0) => 0,
+            ("uneven", _) => 1 + ctx.rng.below(desc.max_tokens as u64) as usize,
+            ("one", _) => 1,
+            _ => desc.max_tokens,
+        })
+        .collect();
+    let num = desc.num_experts();
+    let topks: Vec<TopK> = tokens
+        .iter()
+        .map(|&t| match variant {
+            // Everybody to the same experts.
+            "one" => TopK::new(t, k, (0..t * k).map(|i| (i % k) as i64).collect()),
+            _ => TopK::random(&mut ctx.rng, (t, k), num, 0.15),
+        })
+        .collect();
+    let layout = oracle::EpLayout::new(spec, &topks);
+    let x = tokens.iter().map(|&t| ctx.random(t, h, case.dtype)).collect();
+    let w = tokens.iter().map(|&t| ctx.random(t, k, DType::F32)).collect();
+    let d_out = tokens.iter().map(|&t| ctx.random(t, h, desc.out)).collect();
+    Batch { topks, layout, x, w, d_out }
+}
+
+fn describe(ctx: &Ctx, case: &Case, variant: &str) -> EpDesc {
+    let size = ctx.team.size();
+    let mut d = EpDesc::new(size, case.dim("experts"), case.dim("tokens"), case.dim("hidden"), case.dim("top_k"));
+    d.dtype = case.dtype;
+    d.out = if case.dtype.is_fp8() { DType::BF16 } else { case.dtype };
+    d.num_scales = if case.dtype.is_fp8() { 2 } else { 0 };
+    let align = if variant == "aligned" { 4 } else { 1 };
+    d.layout = match variant {
+        "rank" => EpLayout::RankMajor { align: 2 },
+        "flat" => EpLayout::Flat { align },
+        _ => EpLayout::ExpertMajor { align },
+    };
+    if variant == "uneven" {
+        // All experts but one at the last rank; the first has one.
+        let all = d.num_experts();
+        d.experts_per_rank = vec![0; size];
+        d.experts_per_rank[0] = 1;
+        d.experts_per_rank[size - 1] += all - 1;
+    }
+    d.capacity = d.worst_case();
+    if variant == "drop" {
+        d.capacity = (size * d.max_tokens * d.top_k) / (2 * size).max(3);
+    }
+    d
+}
+
+fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
+    let variant = case.op.split('/').nth(1).unwrap_or("expert").to_owned();
+    let desc = describe(ctx, case, &variant);
+    let spec = oracle::EpSpec {
+        experts_per_rank: desc.experts_per_rank.clone(),
+        align: desc.layout.align(),
+        capacity: Some(desc.capacity),
+    };
+    let plan = EpPlan::new(desc.clone(), &ctx.heap)?;
+    plan.prepare(&ctx.stream)?;
+    // Two microbatches in flight: both routed and dispatched before the first is combined.
+    let batches = [batch(ctx, case, &desc, &spec, &variant), batch(ctx, case, &desc, &spec, &variant)];
+    let mut flying = Vec::new();
+    for b in &batches {
+        flying.push(forward(ctx, &plan, b)?);
+    }
+    for (b, (handle, recv)) in batches.iter().zip(&flying) {
+        finish(ctx, &plan, b, handle, recv)?;
+    }
+    Ok(())
+}
+
+fn idx_tensor(ctx: &Ctx, t: &TopK) -> Result<Tensor> {
+    let shape = Shape::d2(t.num_tokens, t.k);
+    // Both index types are accepted; ranks may even differ.
+    if ctx.team.rank().idx() % 2 == 0 {
+        return Tensor::from_slice(&t.idx, shape);
+    }
+    Tensor::from_slice(&t.idx.iter().map(|&i| i as i32).collect::<Vec<_>>(), shape)
+}
+
+fn mat_1(v: &[f64]) -> Mat {
+    Mat::new(v.len(), 1, v.to_vec())
+}
+
+fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispatch)> {
+    let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
+    let handle = plan.handle();
+    let idx = idx_tensor(ctx, &b.topks[me])?;
+    let before = ctx.team.traffic();
+    ctx.timed(|s| plan.route(s, &idx, None, &handle))?;
+    let now = ctx.team.traffic();
+    let rank = &b.layout.ranks[me];
+    let as_i64 = |v: &[usize]| v.iter().map(|&x| x as i64).collect::<Vec<_>>();
+    let splits = handle.m_splits().to_vec::<i64>()?;
+    ctx.check(splits == as_i64(&rank.m_splits()), || format!("m_splits {splits:?}"));
+    let total = handle.total().to_vec::<i64>()?;
+    ctx.check(total == as_i64(&[rank.total_padded()]), || format!("total {total:?}"));
+    let dropped: Vec<usize> = b.layout.ranks.iter().map(|r| r.overflow.iter().sum()).collect();
+    ctx.check(handle.totals().dropped == dropped, || format!("dropped {:?}", handle.totals().dropped));
+    ctx.check(handle.totals().counts == rank.counts, || format!("counts {:?}", handle.totals().counts));
+
+    let rows = d.recv_rows();
+    let recv = EpDispatch {
+        x: Tensor::poisoned(d.dtype, Shape::d2(rows, d.hidden)),
+        scales: (d.num_scales > 0).then(|| Tensor::poisoned(DType::F32, Shape::d2(rows, d.num_scales))),
+        weights: Some(Tensor::poisoned(DType::F32, Shape::d1(d.capacity))),
+    };
+    let scales_of = |x: &Mat| Mat::from_fn(x.rows, d.num_scales, |r, c| (100 * r + c) as f64 + x.at(r, 0));
+    let (x, w) = (tensor(&b.x[me], d.dtype)?, tensor(&b.w[me], DType::F32)?);
+    let scales = (d.num_scales > 0).then(|| tensor(&scales_of(&b.x[me]), DType::F32)).transpose()?;
+    ctx.timed(|s| plan.dispatch(s, &handle, &x, (Some(&w), scales.as_ref()), &recv))?;
+    let (routed, sent, _) = plan.predict(&handle)?;
+    ctx.traffic_between("ep_prepare", &before, &now, &routed);
+    ctx.traffic("ep_dispatch", &now, &sent);
+
+    // Expected rows: per copy, or per (token, rank).
+    let gather = |x: &[Mat]| -> Mat {
+        match d.layout {
+            EpLayout::ExpertMajor { .. } => oracle::dispatch(&b.layout, x).swap_remove(me),
+            EpLayout::Flat { .. } => pad(&oracle::gather_copies(&oracle::flat(&b.layout)[me].rows, x), rows),
+            EpLayout::RankMajor { .. } => {
+                // Records of a source lie one after the other from its slot on.
+                let flat = &oracle::flat(&b.layout)[me].rows;
+                let dense = oracle::gather_copies(flat, x);
+                let mut out = Mat::zeros(rows, dense.cols);
+                let mut next = vec![0; b.x.len()];
+                for (i, t) in flat.iter().enumerate() {
+                    let src = t.as_ref().map_or(0, |t| t.src);
+                    let at = src * d.max_tokens + next[src];
+                    out.row_mut(at).copy_from_slice(dense.row(i));
+                    next[src] += 1;
+                }
+                out
+            }
+        }
+    };
+    let exact = |m: &Mat| (Mat::zeros(m.rows, m.cols), Bound::local(DType::F32, 1));
+    let want = gather(&b.x);
+    ctx.same_bits("dispatched x", &recv.x, &tensor(&want, d.dtype)?)?;
+    if let Some(s) = &recv.scales {
+        let want = gather(&b.x.iter().map(scales_of).collect::<Vec<_>>());
+        let (mag, bound) = exact(&want);
+        ctx.compare("dispatched scales", s, &want, &mag, &bound)?;
+    }
+    if let Some(got) = &recv.weights {
+        let want = mat_1(&oracle::dispatch_weights(&b.layout, &b.w)[me]);
+        let (mag, bound) = exact(&want);
+        ctx.compare("dispatched weights", got, &want, &mag, &bound)?;
+    }
+    if !matches!(d.layout, EpLayout::ExpertMajor { .. }) {
+        let want = &oracle::flat(&b.layout)[me].row_index;
+        let got = handle.row_index().to_vec::<i32>()?;
+        let same = got.iter().zip(want).all(|(&g, w)| match (w, d.layout) {
+            (None, _) => g == -1,
+            (Some(w), EpLayout::Flat { .. }) => g == *w as i32,
+            (Some(_), _) => g >= 0,
+        });
+        ctx.check(same && got.len() == want.len(), || "row_index differs".to_owned());
+    }
+    Ok((handle, recv))
+}
+
+fn pad(m: &Mat, rows: usize) -> Mat {
+    Mat::vstack(&[m.clone(), Mat::zeros(rows - m.rows, m.cols)])
+}
+
+/// Combine, its backward, and the backward of dispatch, on random expert outputs.
+fn finish(ctx: &mut Ctx, plan: &EpPlan, b: &Batch, handle: &EpHandle, recv: &EpDispatch) -> Result<()> {
+    let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
+    let size = ctx.team.size();
+    let y: Vec<Mat> = (0..size).map(|_| ctx.random(d.capacity, d.hidden, d.out)).collect();
+    let y_t = tensor(&y[me], d.out)?;
+    let tokens = b.x[me].rows;
+    let bound = Bound { out: d.out, wire: d.out, acc: DType::F32, num_partials: size, k: d.top_k };
+    let mag_of = |rows: usize| Mat::from_fn(rows, d.hidden, |_, _| d.top_k as f64);
+    for weighted in [false, true] {
+        let w_t = weighted.then(|| recv.weights.clone()).flatten();
+        let oracle_w = weighted.then_some(&b.w[..]);
+        let before = ctx.team.traffic();
+        let out = Tensor::poisoned(d.out, Shape::d2(tokens, d.hidden));
+        ctx.timed(|s| plan.combine(s, handle, &y_t, w_t.as_ref(), &out))?;
+        ctx.traffic("ep_combine", &before, &plan.predict(handle)?.2);
+        let want = oracle::combine(&b.layout, &y, oracle_w).swap_remove(me);
+        ctx.compare("combine", &out, &want, &mag_of(tokens), &bound)?;
+
+        let before = ctx.team.traffic();
+        let dy = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.hidden));
+        let dw = Tensor::poisoned(DType::F32, Shape::d1(d.capacity));
+        let d_out = tensor(&b.d_out[me], d.out)?;
+        let extra = w_t.as_ref().map(|w| (w, &y_t, &dw));
+        ctx.timed(|s| plan.combine_bwd(s, handle, &d_out, extra, &dy))?;
+        ctx.traffic("ep_combine_bwd", &before, &plan.predict(handle)?.1);
+        let want = oracle::combine_bwd(&b.layout, &y, oracle_w, &b.d_out);
+        let mag = Mat::from_fn(d.capacity, d.hidden, |_, _| 1.0);
+        ctx.compare("combine_bwd", &dy, &want.dy[me], &mag, &Bound::local(d.out, 1))?;
+        if weighted {
+            // Per received row here, per (token, choice) in the oracle: send them home below.
+            let d_recv: Vec<Mat> = match d.layout {
+                EpLayout::ExpertMajor { .. } => (0..size).map(|_| ctx.random(d.capacity, d.hidden, d.out)).collect(),
+                _ => (0..size).map(|_| ctx.random(d.recv_rows(), d.hidden, d.out)).collect(),
+            };
+            let (dx, dw_home) = (Tensor::poisoned(d.out, Shape::d2(tokens, d.hidden)), Tensor::poisoned(DType::F32, Shape::d2(tokens, d.top_k)));
+            let d_recv_t = tensor(&d_recv[me], d.out)?;
+            let before = ctx.team.traffic();
+            ctx.timed(|s| plan.dispatch_bwd(s, handle, (&d_recv_t, Some(&dw)), (&dx, Some(&dw_home))))?;
+            ctx.traffic("ep_dispatch_bwd", &before, &plan.predict(handle)?.2);
+            if let Some(w) = &want.dw {
+                let mag = Mat::from_fn(tokens, d.top_k, |_, _| d.hidden as f64);
+                ctx.compare("dw", &dw_home, &w[me], &mag, &Bound::local(DType::F32, d.hidden))?;
+            }
+            let want = match d.layout {
+                EpLayout::ExpertMajor { .. } => oracle::dispatch_bwd(&b.layout, &d_recv, None).dx.swap_remove(me),
+                _ => {
+                    let flat: Vec<_> = oracle::flat(&b.layout);
+                    let rows: Vec<_> = flat.iter().map(|f| f.rows.clone()).collect();
+                    let used: Vec<Mat> = rows
+                        .iter()
+                        .zip(&d_recv)
+                        .map(|(r, m)| match d.layout {
+                            EpLayout::RankMajor { .. } => dense(r, m, d.max_tokens, size),
+                            _ => m.slice_rows(0..r.len()),
+                        })
+                        .collect();
+                    let tokens: Vec<usize> = b.x.iter().map(|x| x.rows).collect();
+                    oracle::combine_copies(&rows, &used, &tokens).swap_remove(me)
+                }
+            };
+            ctx.compare("dispatch_bwd", &dx, &want, &mag_of(tokens), &bound)?;
+        }
+    }
+    Ok(())
+}
+
+/// Rows of the rank-major layout that hold records, in flat order.
+fn dense(rows: &[Option<oracle::TokenCopies>], m: &Mat, max_tokens: usize, size: usize) -> Mat {
+    let mut next = vec![0; size];
+    let mut out = Mat::zeros(rows.len(), m.cols);
+    for (i, r) in rows.iter().enumerate() {
+        let src = r.as_ref().map_or(0, |r| r.src);
+        out.row_mut(i).copy_from_slice(m.row(src * max_tokens + next[src]));
+        next[src] += 1;
+    }
+    out
+}

@@ -1,0 +1,210 @@
+//! Cases of grouped GEMM: fprop, dgrad, wgrad; counts and ends; empty groups; capacity rows.
+
+use tilewire::core::numerics::Bound;
+use tilewire::ops::gemm::{Activation, Operand};
+use tilewire::ops::grouped_gemm::*;
+use tilewire::prelude::*;
+use tilewire_oracle::grouped_gemm as oracle;
+use tilewire_oracle::{Mat, gemm as gemm_oracle};
+
+use super::ctx::tensor;
+use super::{Case, Ctx};
+
+pub(super) fn cases() -> Vec<Case> {
+    let mut v = Vec::new();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for (groups, rows) in [(5, 40), (1, 7), (70, 90)] {
+            let shape = [("groups", groups), ("m", rows), ("n", 10), ("k", 12)];
+            v.push(Case::new("grouped_gemm", dtype, &shape, run));
+        }
+    }
+    v
+}
+
+/// Which rows each group gets in one round.
+fn draw(ctx: &mut Ctx, groups: usize, capacity: usize, round: usize) -> Vec<usize> {
+    let mut left = match round {
+        // Nothing at all; everything; with rows to spare.
+        0 => 0,
+        1 => capacity,
+        _ => capacity * 3 / 4,
+    };
+    let mut s: Vec<usize> = (0..groups)
+        .map(|e| {
+            let n = if e % 3 == 1 { 0 } else { ctx.rng.below(left as u64 / 2 + 1) as usize };
+            left -= n;
+            n
+        })
+        .collect();
+    s[groups - 1] += left;
+    s
+}
+
+fn splits(ctx: &Ctx, s: &[usize], round: usize) -> Result<Splits> {
+    let mut v: Vec<i64> = s.iter().map(|&x| x as i64).collect();
+    let ends = round % 2 == 1;
+    if ends {
+        (1..v.len()).for_each(|i| v[i] += v[i - 1]);
+    }
+    let shape = Shape::d1(v.len());
+    let t = match (round + ctx.team.rank().idx()) % 2 {
+        0 => Tensor::from_slice(&v, shape)?,
+        _ => Tensor::from_slice(&v.iter().map(|&x| x as i32).collect::<Vec<_>>(), shape)?,
+    };
+    Ok(if ends { Splits::ends(&t) } else { Splits::counts(&t) })
+}
+
+fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
+    for round in 0..4 {
+        for activation in [Activation::None, Activation::SwiGlu] {
+            one(ctx, case, round, activation)?;
+        }
+    }
+    refused(ctx, case)
+}
+
+struct Problem {
+    x: Mat,
+    dy: Mat,
+    w: Vec<Mat>,
+    bias: Mat,
+    before: Vec<Mat>,
+    splits: Vec<usize>,
+}
+
+fn one(ctx: &mut Ctx, case: &Case, round: usize, activation: Activation) -> Result<()> {
+    let (groups, cap, n, k, dtype) = (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
+    let p = Problem {
+        x: ctx.random(cap, k, dtype),
+        dy: ctx.random(cap, n, dtype),
+        w: (0..groups).map(|_| ctx.random(n, k, dtype)).collect(),
+        bias: ctx.random(groups, n, DType::F32),
+        before: (0..groups).map(|_| ctx.random(n, k, DType::F32)).collect(),
+        splits: draw(ctx, groups, cap, round),
+    };
+    let zero_tail = round % 2 == 0;
+    let desc = GroupedDesc { activation, zero_tail, ..GroupedDesc::new(groups, cap, n, k, dtype) };
+    let plan = GroupedGemmPlan::new(desc)?;
+    plan.prepare(&ctx.stream)?;
+    let s = splits(ctx, &p.splits, round)?;
+    let packed = tensor(&Mat::vstack(&p.w), dtype)?;
+    let discrete = p.w.iter().map(|w| Ok(Operand::from(tensor(w, dtype)?))).collect::<Result<Vec<_>>>()?;
+    let w = if round % 2 == 0 { Weights::from(&packed) } else { Weights::Discrete(discrete) };
+    let used: usize = p.splits.iter().sum();
+    fprop(ctx, &plan, &p, (&w, &s), used)?;
+    if activation == Activation::None {
+        dgrad(ctx, &plan, &p, (&w, &s), used)?;
+        wgrad(ctx, &plan, &p, &s, round)?;
+    }
+    plan.check()
+}
+
+/// Rows beyond the groups: zero, or untouched.
+fn tail(ctx: &mut Ctx, what: &str, plan: &GroupedGemmPlan, t: &Tensor, used: usize) -> Result<()> {
+    let rest = t.rows(used, plan.desc().capacity - used)?;
+    let want = if plan.desc().zero_tail { 0 } else { DType::POISON };
+    let ok = rest.read(|b| b.iter().all(|&x| x == want))?;
+    ctx.check(ok, || format!("{what}: rows beyond the groups"));
+    Ok(())
+}
+
+fn fprop(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, (w, s): (&Weights, &Splits), used: usize) -> Result<()> {
+    let d = *plan.desc();
+    let out = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.out_cols()));
+    let aux = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.n));
+    let t = GroupedFprop {
+        x: tensor(&p.x, d.dtype)?.into(),
+        w: w.clone(),
+        bias: Some(tensor(&p.bias, DType::F32)?),
+        splits: s.clone(),
+        out: out.clone(),
+        aux_out: Some(aux.clone()),
+    };
+    ctx.timed(|st| plan.fprop(st, t))?;
+    let z = oracle::grouped_fprop(&p.x, &p.w, Some(&p.bias), &p.splits, oracle::Tail::Zero).slice_rows(0..used);
+    let swiglu = d.activation == Activation::SwiGlu;
+    let act = if swiglu { gemm_oracle::Activation::SwiGlu } else { gemm_oracle::Activation::None };
+    let want = gemm_oracle::activate(act, &z);
+    let most = (d.k + 1) as f64;
+    let flat = |m: &Mat, v: f64| m.map(|_| v);
+    ctx.compare("aux", &aux.rows(0, used)?, &z, &flat(&z, most), &Bound::local(d.out, d.k))?;
+    let mag = flat(&want, if swiglu { 1.2 * most * most } else { most });
+    ctx.compare("fprop", &out.rows(0, used)?, &want, &mag, &Bound::local(d.out, d.k))?;
+    tail(ctx, "fprop", plan, &out, used)?;
+    if swiglu {
+        let dy = ctx.random(d.capacity, d.out_cols(), d.out);
+        let dz = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.n));
+        let dy_t = tensor(&dy, d.out)?;
+        ctx.timed(|st| plan.dactivation(st, s, &dy_t, &aux, &dz))?;
+        let saved = Mat::from_f32(used, d.n, &aux.rows(0, used)?.to_f32()?);
+        let want = gemm_oracle::activate_bwd(act, &saved, &dy.slice_rows(0..used));
+        ctx.compare("dactivation", &dz.rows(0, used)?, &want, &flat(&want, 2.0 * most), &Bound::local(d.out, 1))?;
+    }
+    Ok(())
+}
+
+fn dgrad(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, (w, s): (&Weights, &Splits), used: usize) -> Result<()> {
+    let d = *plan.desc();
+    let dx = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.k));
+    let t = GroupedDgrad { dy: tensor(&p.dy, d.dtype)?.into(), w: w.clone(), splits: s.clone(), dx: dx.clone() };
+    ctx.timed(|st| plan.dgrad(st, t))?;
+    let want = oracle::grouped_dgrad(&p.dy, &p.w, &p.splits, oracle::Tail::Zero).slice_rows(0..used);
+    let mag = want.map(|_| d.n as f64);
+    ctx.compare("dgrad", &dx.rows(0, used)?, &want, &mag, &Bound::local(d.out, d.n))?;
+    tail(ctx, "dgrad", plan, &dx, used)
+}
+
+fn wgrad(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, s: &Splits, round: usize) -> Result<()> {
+    let d = *plan.desc();
+    let mask: Vec<bool> = (0..d.groups).map(|e| round > 0 && e % 2 == 0).collect();
+    // What is overwritten is poisoned before: it must not be read.
+    let before: Vec<Mat> = p.before.clone();
+    let dw = tensor(&Mat::vstack(&before), DType::F32)?;
+    for (e, _) in mask.iter().enumerate().filter(|(_, m)| !**m) {
+        dw.rows(e * d.n, d.n)?.poison()?;
+    }
+    let dbias = Tensor::poisoned(DType::F32, Shape::d2(d.groups, d.n));
+    let bytes: Vec<u8> = mask.iter().map(|&m| u8::from(m)).collect();
+    let t = GroupedWgrad {
+        x: tensor(&p.x, d.dtype)?.into(),
+        dy: tensor(&p.dy, d.dtype)?.into(),
+        splits: s.clone(),
+        dw: (&dw).into(),
+        mask: Some(Tensor::from_slice(&bytes, Shape::d1(d.groups))?),
+        dbias: Some(dbias.clone()),
+    };
+    ctx.timed(|st| plan.wgrad(st, t))?;
+    let acc = oracle::Accumulate { c: &before, mask: &mask };
+    let want = Mat::vstack(&oracle::grouped_wgrad(&p.x, &p.dy, &p.splits, Some(acc)));
+    let mag = want.map(|_| (d.capacity + 1) as f64);
+    ctx.compare("wgrad", &dw, &want, &mag, &Bound::local(DType::F32, d.capacity))?;
+    let want = oracle::grouped_dbias(&p.dy, &p.splits);
+    let mag = want.map(|_| d.capacity as f64);
+    ctx.compare("dbias", &dbias, &want, &mag, &Bound::local(DType::F32, d.capacity))
+}
+
+/// Splits that are negative or too large set the status and write nothing.
+fn refused(ctx: &mut Ctx, case: &Case) -> Result<()> {
+    let (groups, cap, n, k, dtype) = (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
+    for (first, code) in [(-1i64, 1), (cap as i64 + 1, 2)] {
+        let plan = GroupedGemmPlan::new(GroupedDesc::new(groups, cap, n, k, dtype))?;
+        plan.prepare(&ctx.stream)?;
+        let mut v = vec![0i64; groups];
+        v[0] = first;
+        let s = Splits::counts(&Tensor::from_slice(&v, Shape::d1(groups))?);
+        let out = Tensor::poisoned(dtype, Shape::d2(cap, n));
+        let t = GroupedFprop {
+            x: Tensor::zeros(dtype, Shape::d2(cap, k)).into(),
+            w: (&Tensor::zeros(dtype, Shape::d2(groups * n, k))).into(),
+            bias: None,
+            splits: s,
+            out: out.clone(),
+            aux_out: None,
+        };
+        ctx.timed(|st| plan.fprop(st, t))?;
+        let status = plan.status().to_vec::<i32>()?[0];
+        let untouched = out.read(|b| b.iter().all(|&x| x == DType::POISON))?;
+        ctx.check(status == code && untouched && plan.check().is_err(), || format!("splits {first} were not refused"));
+    }
+    Ok(())
+}

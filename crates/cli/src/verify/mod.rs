@@ -1,0 +1,203 @@
+//! `verify`: every operation against the oracle, on any number of ranks.
+//!
+//! A [`Case`] runs on all ranks of a team. Each rank makes the same global inputs from a seed,
+//! keeps its part, runs the operation on poisoned outputs, and compares every element of its
+//! part with the f64 reference. Beside the numbers it checks that exact integer inputs give the
+//! same bits in every variant, that a second run gives the same bits, that fewer rows than the
+//! plan's work, that what moved is what the plan predicted, and that no signal is left over.
+
+mod collective;
+mod ctx;
+mod ep;
+mod gemm;
+mod grouped;
+mod overlap;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use tilewire::prelude::*;
+
+pub use ctx::{Ctx, Tally};
+
+use crate::rows::Row;
+
+/// One thing to verify.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Operation and variant.
+    pub op: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes by name.
+    pub shape: BTreeMap<&'static str, usize>,
+    /// Runs it on one rank.
+    pub run: fn(&mut Ctx, &Case) -> Result<()>,
+}
+
+impl Case {
+    fn new(
+        op: impl Into<String>,
+        dtype: DType,
+        shape: &[(&'static str, usize)],
+        run: fn(&mut Ctx, &Case) -> Result<()>,
+    ) -> Self {
+        Self { op: op.into(), dtype, shape: shape.iter().copied().collect(), run }
+    }
+
+    /// A size by name.
+    ///
+    /// # Panics
+    /// If the case has no such size: the table of cases is wrong.
+    pub fn dim(&self, name: &str) -> usize {
+        *self.shape.get(name).unwrap_or_else(|| panic!("case {} has no size `{name}`", self.op))
+    }
+
+    /// Sizes in words.
+    pub fn shape_text(&self) -> String {
+        self.shape.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>().join(" ")
+    }
+
+    fn family(&self) -> &str {
+        self.op.split('/').next().unwrap_or(&self.op)
+    }
+}
+
+/// What to verify.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Only these operations (all if empty).
+    pub ops: Vec<String>,
+    /// Only these element types (all if empty).
+    pub dtypes: Vec<DType>,
+    /// Replaces sizes of the cases by name.
+    pub shape: BTreeMap<String, usize>,
+    /// Seed of the inputs.
+    pub seed: u64,
+    /// Absolute tolerance instead of the rule of the design.
+    pub atol: Option<f64>,
+    /// Relative tolerance instead of the rule of the design.
+    pub rtol: Option<f64>,
+}
+
+/// Names of all operations.
+pub fn ops() -> Vec<String> {
+    let mut names: Vec<String> = all_cases().iter().map(|c| c.family().to_owned()).collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+fn all_cases() -> Vec<Case> {
+    let mut v = collective::cases();
+    v.extend(gemm::cases());
+    v.extend(overlap::cases());
+    v.extend(ep::cases());
+    v.extend(grouped::cases());
+    v
+}
+
+/// The cases that `options` selects.
+///
+/// # Errors
+/// `InvalidArgument` for an unknown operation or size.
+pub fn cases(options: &Options) -> Result<Vec<Case>> {
+    let known = ops();
+    if let Some(bad) = options.ops.iter().find(|o| !known.contains(o)) {
+        let names = known.join(", ");
+        return Err(Error::invalid(format!("unknown operation `{bad}`; one of {names}")));
+    }
+    let mut selected: Vec<Case> = all_cases()
+        .into_iter()
+        .filter(|c| options.ops.is_empty() || options.ops.iter().any(|o| o == c.family()))
+        .filter(|c| options.dtypes.is_empty() || options.dtypes.contains(&c.dtype))
+        .collect();
+    for (name, &value) in &options.shape {
+        let mut used = false;
+        for c in &mut selected {
+            if let Some(v) = c.shape.iter_mut().find(|(k, _)| **k == name.as_str()) {
+                *v.1 = value;
+                used = true;
+            }
+        }
+        if !used {
+            return Err(Error::invalid(format!("no selected operation has a size `{name}`")));
+        }
+    }
+    Ok(selected)
+}
+
+/// What one rank found.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Finding {
+    max_err: Option<f64>,
+    wrong: u64,
+    note: Option<String>,
+    time_us: f64,
+}
+
+/// Collective: runs the cases on all ranks of `world`; the rows are the same on every rank.
+/// `progress` is called before each case.
+///
+/// # Errors
+/// What forming a team can give. A case that fails is a row, not an error.
+pub fn run(
+    world: &World,
+    cases: &[Case],
+    options: &Options,
+    mut progress: impl FnMut(usize, &Case),
+) -> Result<Vec<Row>> {
+    let mut rows = Vec::with_capacity(cases.len());
+    let outer = world.everyone("verify")?;
+    for (i, case) in cases.iter().enumerate() {
+        progress(i, case);
+        let finding = run_one(world, case, options);
+        let bytes = serde_json::to_vec(&finding)
+            .map_err(|e| Error::internal(format!("finding as JSON: {e}")))?;
+        let all = outer.exchange("finding", &bytes)?;
+        let all: Vec<Finding> = all
+            .iter()
+            .map(|b| serde_json::from_slice(b))
+            .collect::<std::result::Result<_, _>>()
+            .map_err(|e| Error::new(ErrorKind::Protocol, format!("a peer's finding: {e}")))?;
+        let finite = all.iter().all(|f| f.max_err.is_some());
+        rows.push(Row {
+            op: case.op.clone(),
+            backend: "host".to_owned(),
+            device: "cpu".to_owned(),
+            dtype: case.dtype.to_string(),
+            ranks: world.size(),
+            shape: case.shape_text(),
+            t_gemm_us: None,
+            t_comm_us: None,
+            t_seq_us: None,
+            t_ours_us: Some(all.iter().map(|f| f.time_us).fold(0.0, f64::max)),
+            max_err: finite.then(|| all.iter().filter_map(|f| f.max_err).fold(0.0, f64::max)),
+            wrong: all.iter().map(|f| f.wrong).sum(),
+            note: first_cause(&all),
+        });
+    }
+    Ok(rows)
+}
+
+/// The first note that is not the echo of another rank's.
+fn first_cause(all: &[Finding]) -> Option<String> {
+    let notes = || all.iter().filter_map(|f| f.note.as_ref());
+    notes().find(|n| !n.contains("aborted the team")).or_else(|| notes().next()).cloned()
+}
+
+fn run_one(world: &World, case: &Case, options: &Options) -> Finding {
+    let done = Ctx::new(world, case, options).and_then(|mut ctx| {
+        (case.run)(&mut ctx, case)?;
+        ctx.finish()
+    });
+    match done {
+        Ok(t) => Finding {
+            max_err: t.max_err.is_finite().then_some(t.max_err),
+            wrong: t.wrong,
+            note: t.note,
+            time_us: t.time_us,
+        },
+        Err(e) => Finding { max_err: None, wrong: 1, note: Some(e.to_string()), time_us: 0.0 },
+    }
+}

@@ -1,0 +1,119 @@
+//! `tilewire verify`.
+
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use tilewire::prelude::*;
+
+use crate::args::VerifyArgs;
+use crate::rows::Row;
+use crate::verify::{self, Case, Options};
+use crate::{say, worlds};
+
+/// Runs the command; returns the exit code.
+///
+/// # Errors
+/// Bad arguments, or a job that cannot be joined. Wrong results are exit code 1, not an error.
+pub fn run(args: &VerifyArgs) -> Result<i32> {
+    let options = Options {
+        ops: args.op.clone(),
+        dtypes: args.dtype.clone(),
+        shape: args.shape.iter().cloned().collect(),
+        seed: args.seed,
+        atol: args.atol,
+        rtol: args.rtol,
+    };
+    let cases = verify::cases(&options)?;
+    if cases.is_empty() {
+        return Err(Error::invalid("nothing to verify: no case has these operations and dtypes"));
+    }
+    let place = worlds::place(&args.place)?;
+    let start = Instant::now();
+    let mut all = Vec::new();
+    if worlds::launched(&place) {
+        let world = worlds::join(&place, args.timeout_s)?;
+        let speaks = world.rank().get() == 0;
+        let bar = progress(cases.len(), world.size(), speaks && !args.json);
+        let rows = verify::run(&world, &cases, &options, |i, c| step(&bar, i, c))?;
+        bar.finish_and_clear();
+        if speaks {
+            print(&rows, args);
+            all = rows;
+        } else {
+            return Ok(i32::from(rows.iter().any(|r| r.wrong > 0)));
+        }
+    } else {
+        for &n in &args.ranks {
+            if !(1..=64).contains(&n) {
+                return Err(Error::invalid(format!("--ranks {n}: must be 1 to 64")));
+            }
+            let bar = progress(cases.len(), n, !args.json);
+            let cfg = worlds::world_cfg(args.timeout_s)?;
+            let mut rows = World::run_threads(n, cfg, |world| {
+                let speaks = world.rank().get() == 0;
+                verify::run(&world, &cases, &options, |i, c| {
+                    if speaks {
+                        step(&bar, i, c);
+                    }
+                })
+            })?;
+            bar.finish_and_clear();
+            let rows = rows.swap_remove(0);
+            print(&rows, args);
+            all.extend(rows);
+        }
+    }
+    Ok(summary(&all, start.elapsed(), args.json))
+}
+
+fn progress(num: usize, ranks: usize, visible: bool) -> ProgressBar {
+    if !visible {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(num as u64);
+    if let Ok(style) = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len} {msg}") {
+        bar.set_style(style);
+    }
+    bar.set_prefix(format!("{ranks} ranks"));
+    bar
+}
+
+fn step(bar: &ProgressBar, i: usize, case: &Case) {
+    bar.set_position(i as u64);
+    bar.set_message(format!("{} {} {}", case.op, case.dtype, case.shape_text()));
+}
+
+fn print(rows: &[Row], args: &VerifyArgs) {
+    for r in rows {
+        if args.json {
+            // A row is plain numbers and text: it always has a JSON form.
+            if let Ok(mut v) = serde_json::to_value(r) {
+                v["version"] = crate::rows::ROW_VERSION.into();
+                say(v);
+            }
+        } else if !args.quiet || r.wrong > 0 {
+            let err = r.max_err.map_or("not finite".to_owned(), |e| format!("{e:.3e}"));
+            let state = if r.wrong == 0 { "ok" } else { "WRONG" };
+            say(format_args!(
+                "{:<5} {:<18} {:<7} ranks={:<2} {:<18} max_err={:<10} #wrong={}",
+                state, r.op, r.dtype, r.ranks, r.shape, err, r.wrong
+            ));
+            if let Some(n) = &r.note {
+                say(format_args!("      {}", n.replace('\n', "\n      ")));
+            }
+        }
+    }
+}
+
+fn summary(rows: &[Row], elapsed: Duration, json: bool) -> i32 {
+    let wrong = rows.iter().filter(|r| r.wrong > 0).count();
+    if !json {
+        say(format_args!(
+            "{} of {} cases right in {:.1} s",
+            rows.len() - wrong,
+            rows.len(),
+            elapsed.as_secs_f64()
+        ));
+    }
+    i32::from(wrong > 0)
+}

@@ -1,0 +1,36 @@
+//! The conformance suite: every case of `verify`, one macro line for each backend and model.
+
+use tilewire::prelude::*;
+use tilewire_cli::verify::{self, Options};
+
+fn threads(ranks: usize, op: &str) {
+    let options = Options { ops: vec![op.to_owned()], seed: 7, ..Options::default() };
+    let cases = verify::cases(&options).expect("known operation");
+    let cfg = WorldCfg { timeout: std::time::Duration::from_secs(30), ..WorldCfg::default() };
+    let rows = World::run_threads(ranks, cfg, |world| verify::run(&world, &cases, &options, |_, _| {}))
+        .expect("verify runs");
+    for row in &rows[0] {
+        assert_eq!(row.wrong, 0, "{} {} {} on {ranks}: {:?}", row.op, row.dtype, row.shape, row.note);
+        assert!(row.max_err.is_some());
+    }
+}
+
+macro_rules! conformance {
+    ($model:ident, $ns:tt, $($op:ident)+) => {
+        mod $model {
+            $(#[test]
+            fn $op() {
+                for ranks in $ns {
+                    super::$model(ranks, stringify!($op));
+                }
+            })+
+        }
+    };
+}
+conformance!(threads, [1, 2, 3, 4], all_gather reduce_scatter all_reduce all_to_all gemm ag_gemm gemm_rs gemm_ar bulk ep grouped_gemm);
+
+#[test]
+fn the_list_above_is_complete() {
+    let here = ["ag_gemm", "all_gather", "all_reduce", "all_to_all", "bulk", "ep", "gemm", "gemm_ar", "gemm_rs", "grouped_gemm", "reduce_scatter"];
+    assert_eq!(verify::ops(), here);
+}

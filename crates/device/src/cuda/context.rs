@@ -1,0 +1,147 @@
+//! Contexts: one per device and process.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
+use tilewire_core::{Error, Result};
+
+use super::error::check;
+use super::loader::available;
+
+/// Number of devices that this process may use.
+///
+/// # Errors
+/// `Unavailable` without a driver.
+pub fn device_count() -> Result<u32> {
+    available()?;
+    let mut n = 0;
+    // SAFETY: the driver is initialised; `n` is valid.
+    check(unsafe { sys::cuDeviceGetCount(&mut n) }, "cuDeviceGetCount")?;
+    Ok(n.max(0) as u32)
+}
+
+/// Version of CUDA that the driver supports, as 1000 * major + 10 * minor.
+///
+/// # Errors
+/// `Unavailable` without a driver.
+pub fn driver_version() -> Result<u32> {
+    available()?;
+    let mut v = 0;
+    // SAFETY: the driver is initialised; `v` is valid.
+    check(unsafe { sys::cuDriverGetVersion(&mut v) }, "cuDriverGetVersion")?;
+    Ok(v.max(0) as u32)
+}
+
+/// The primary context of one device, shared with every other library of the process.
+#[derive(Clone)]
+pub struct CudaContext(Arc<Inner>);
+
+struct Inner {
+    raw: CUcontext,
+    device: CUdevice,
+    ordinal: u32,
+}
+
+// SAFETY: contexts may be made current on any thread; the fields never change.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl CudaContext {
+    /// The primary context of device `ordinal`.
+    ///
+    /// # Errors
+    /// `Unavailable` without a driver; `InvalidArgument` if there is no such device.
+    pub fn new(ordinal: u32) -> Result<Self> {
+        let count = device_count()?;
+        if ordinal >= count {
+            return Err(Error::invalid(format!("no CUDA device {ordinal}"))
+                .expected(format_args!("less than {count}"))
+                .seen(ordinal));
+        }
+        let (mut device, mut raw) = (0, std::ptr::null_mut());
+        // SAFETY: the driver is initialised, the ordinal is in range, the outputs are valid.
+        unsafe {
+            check(sys::cuDeviceGet(&mut device, ordinal as i32), "cuDeviceGet")?;
+            check(sys::cuDevicePrimaryCtxRetain(&mut raw, device), "cuDevicePrimaryCtxRetain")?;
+        }
+        Ok(Self(Arc::new(Inner { raw, device, ordinal })))
+    }
+
+    /// Makes the context current on the calling thread.
+    pub(crate) fn bind(&self) -> Result<()> {
+        // SAFETY: the context is retained as long as `self` lives.
+        check(unsafe { sys::cuCtxSetCurrent(self.0.raw) }, "cuCtxSetCurrent")
+    }
+
+    /// The device's number.
+    pub fn ordinal(&self) -> u32 {
+        self.0.ordinal
+    }
+
+    /// The device's name.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn name(&self) -> Result<String> {
+        let mut buf = [0u8; 256];
+        // SAFETY: the buffer is as long as said, less one byte that keeps it terminated.
+        let code = unsafe { sys::cuDeviceGetName(buf.as_mut_ptr().cast(), 255, self.0.device) };
+        check(code, "cuDeviceGetName")?;
+        let len = buf.iter().position(|&b| b == 0).unwrap_or(0);
+        Ok(String::from_utf8_lossy(&buf[..len]).into_owned())
+    }
+
+    pub(crate) fn attribute(&self, which: CUdevice_attribute) -> Result<i32> {
+        let mut v = 0;
+        // SAFETY: valid output and device.
+        let code = unsafe { sys::cuDeviceGetAttribute(&mut v, which, self.0.device) };
+        check(code, "cuDeviceGetAttribute")?;
+        Ok(v)
+    }
+
+    /// The architecture to compile for: `sm_90a` for instance.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn arch(&self) -> Result<String> {
+        use CUdevice_attribute as A;
+        let major = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let suffix = if major >= 9 { "a" } else { "" };
+        Ok(format!("sm_{major}{minor}{suffix}"))
+    }
+
+    /// True if this device can address the memory of device `other`.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn can_access(&self, other: u32) -> Result<bool> {
+        let mut yes = 0;
+        // SAFETY: valid output; the driver checks the ordinal.
+        let code = unsafe { sys::cuDeviceCanAccessPeer(&mut yes, self.0.device, other as i32) };
+        check(code, "cuDeviceCanAccessPeer")?;
+        Ok(yes == 1)
+    }
+
+    /// Blocks until all work of the context has run.
+    ///
+    /// # Errors
+    /// `DeviceLost` if a kernel failed.
+    pub fn synchronize(&self) -> Result<()> {
+        self.bind()?;
+        // SAFETY: a context is current.
+        check(unsafe { sys::cuCtxSynchronize() }, "cuCtxSynchronize")
+    }
+
+    pub(crate) fn device(&self) -> CUdevice {
+        self.0.device
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `new`. A failure at the end of the process is harmless.
+        unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}

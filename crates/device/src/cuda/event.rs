@@ -1,0 +1,99 @@
+//! Events of a CUDA device.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::{self, CUevent, CUresult};
+use tilewire_core::{Deadline, Error, Result};
+
+use super::context::CudaContext;
+use super::error::check;
+use super::graph::Held;
+use super::stream::poll;
+use crate::Point;
+
+/// A point in a CUDA stream.
+pub struct CudaEvent {
+    ctx: CudaContext,
+    raw: CUevent,
+    /// The capture that the last record was part of.
+    capture: Mutex<Option<Arc<Held>>>,
+}
+
+// SAFETY: the driver allows calls on an event from any thread; the rest is behind a lock.
+unsafe impl Send for CudaEvent {}
+// SAFETY: as above.
+unsafe impl Sync for CudaEvent {}
+
+impl CudaEvent {
+    /// A new event; only one with `timing` can measure time.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn new(ctx: &CudaContext, timing: bool) -> Result<Self> {
+        ctx.bind()?;
+        let mut raw = std::ptr::null_mut();
+        let flags = if timing { 0 } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 };
+        // SAFETY: a context is current, the output is valid.
+        check(unsafe { sys::cuEventCreate(&mut raw, flags) }, "cuEventCreate")?;
+        Ok(Self { ctx: ctx.clone(), raw, capture: Mutex::new(None) })
+    }
+
+    /// Microseconds from `earlier` to this event; both must have timing and be reached.
+    ///
+    /// # Errors
+    /// `InvalidArgument` otherwise.
+    pub fn us_since(&self, earlier: &CudaEvent) -> Result<f64> {
+        self.ctx.bind()?;
+        let mut ms = 0.0;
+        // SAFETY: both are alive, the output is valid.
+        let code = unsafe { sys::cuEventElapsedTime_v2(&mut ms, earlier.raw, self.raw) };
+        check(code, "cuEventElapsedTime")?;
+        Ok(f64::from(ms) * 1e3)
+    }
+
+    pub(super) fn raw(&self) -> CUevent {
+        self.raw
+    }
+
+    pub(super) fn set_capture(&self, held: Option<Arc<Held>>) {
+        *self.capture.lock().unwrap_or_else(PoisonError::into_inner) = held;
+    }
+
+    pub(super) fn capture(&self) -> Option<Arc<Held>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn query(&self) -> CUresult {
+        // SAFETY: the event is alive.
+        unsafe { sys::cuEventQuery(self.raw) }
+    }
+}
+
+impl Point for CudaEvent {
+    fn is_done(&self) -> bool {
+        // The driver would invalidate a capture in progress if it were asked.
+        self.capture().is_none()
+            && self.ctx.bind().is_ok()
+            && self.query() == CUresult::CUDA_SUCCESS
+    }
+
+    fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {
+        if self.capture().is_some() {
+            return Err(Error::invalid(
+                "this event was captured into a graph: it never happens by itself",
+            )
+            .hint("use `Pending::join` during capture, and wait for the graph's launch instead"));
+        }
+        self.ctx.bind()?;
+        poll(deadline, || self.query())
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        if self.ctx.bind().is_ok() {
+            // SAFETY: created by us, destroyed once.
+            unsafe { sys::cuEventDestroy_v2(self.raw) };
+        }
+    }
+}

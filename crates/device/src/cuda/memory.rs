@@ -1,0 +1,179 @@
+//! Memory: on the device, and pinned on the host.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use cudarc::driver::sys::{self, CUdeviceptr};
+use tilewire_core::{Error, Result};
+
+use super::context::CudaContext;
+use super::error::check;
+use crate::Buffer;
+use crate::queue::check_len;
+
+/// A piece of device memory. Clones and slices share it; it is freed with the last one.
+///
+/// Freeing waits for the device's pending work, so a buffer is best kept for many launches.
+#[derive(Clone)]
+pub struct CudaMemory {
+    owner: Arc<Owner>,
+    offset: usize,
+    len: usize,
+}
+
+struct Owner {
+    ctx: CudaContext,
+    ptr: CUdeviceptr,
+}
+
+impl CudaMemory {
+    /// `len_bytes` of zeros on `ctx`'s device.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is not enough memory.
+    pub fn zeroed(ctx: &CudaContext, len_bytes: usize) -> Result<Self> {
+        ctx.bind()?;
+        let (mut ptr, len) = (0, len_bytes.max(1));
+        // SAFETY: a context is current and the output is valid.
+        check(unsafe { sys::cuMemAlloc_v2(&mut ptr, len) }, "cuMemAlloc")
+            .map_err(|e| e.expected(format_args!("{len} bytes")).seen("no room"))?;
+        let me =
+            Self { owner: Arc::new(Owner { ctx: ctx.clone(), ptr }), offset: 0, len: len_bytes };
+        // SAFETY: just allocated, nobody else knows it.
+        check(unsafe { sys::cuMemsetD8_v2(ptr, 0, len) }, "cuMemsetD8")?;
+        settle()?;
+        Ok(me)
+    }
+
+    /// A copy of `bytes` on `ctx`'s device.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is not enough memory.
+    pub fn from_bytes(ctx: &CudaContext, bytes: &[u8]) -> Result<Self> {
+        let me = Self::zeroed(ctx, bytes.len())?;
+        me.upload(bytes)?;
+        Ok(me)
+    }
+
+    /// Bytes `offset..offset + len` of this piece.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they reach past its end.
+    pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
+        if offset.checked_add(len).is_none_or(|e| e > self.len) {
+            return Err(Error::invalid("slice outside of device memory")
+                .expected(format_args!("at most {} bytes", self.len))
+                .seen(format_args!("{offset}+{len}")));
+        }
+        Ok(Self { owner: self.owner.clone(), offset: self.offset + offset, len })
+    }
+
+    /// The device address.
+    pub fn addr(&self) -> u64 {
+        self.owner.ptr + self.offset as u64
+    }
+}
+
+/// Waits for what the synchronous calls leave to the legacy stream: a memset and a small upload
+/// return before they are complete.
+pub(super) fn settle() -> Result<()> {
+    // SAFETY: a context is current; null is the legacy stream.
+    check(unsafe { sys::cuStreamSynchronize(std::ptr::null_mut()) }, "cuStreamSynchronize")
+}
+
+impl Buffer for CudaMemory {
+    fn len_bytes(&self) -> usize {
+        self.len
+    }
+
+    fn upload(&self, bytes: &[u8]) -> Result<()> {
+        check_len(self.len, bytes.len())?;
+        self.owner.ctx.bind()?;
+        // SAFETY: both sides are `len` bytes long.
+        let code = unsafe { sys::cuMemcpyHtoD_v2(self.addr(), bytes.as_ptr().cast(), self.len) };
+        check(code, "cuMemcpyHtoD")?;
+        settle()
+    }
+
+    fn download(&self) -> Result<Vec<u8>> {
+        self.owner.ctx.bind()?;
+        let mut out = vec![0; self.len];
+        // SAFETY: both sides are `len` bytes long.
+        let code = unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), self.addr(), self.len) };
+        check(code, "cuMemcpyDtoH")?;
+        Ok(out)
+    }
+}
+
+impl std::fmt::Debug for CudaMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaMemory({} bytes on device {})", self.len, self.owner.ctx.ordinal())
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        if self.ctx.bind().is_ok() {
+            // SAFETY: allocated by us, freed once; the driver finishes pending work first.
+            unsafe { sys::cuMemFree_v2(self.ptr) };
+        }
+    }
+}
+
+/// 64-bit words in pinned host memory that kernels and the host both read and write.
+pub struct Pinned {
+    ctx: CudaContext,
+    host: *mut AtomicU64,
+    device: CUdeviceptr,
+    num: usize,
+}
+
+// SAFETY: the words are only reached as atomics; the pointer never changes.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// `num` words of zero.
+    ///
+    /// # Errors
+    /// `Exhausted` if no memory can be pinned.
+    pub fn zeroed(ctx: &CudaContext, num: usize) -> Result<Self> {
+        ctx.bind()?;
+        let (mut host, mut device) = (std::ptr::null_mut(), 0);
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: valid output.
+        check(unsafe { sys::cuMemHostAlloc(&mut host, num * 8, flags) }, "cuMemHostAlloc")?;
+        // SAFETY: `num * 8` bytes were just given to us (page-aligned); nobody else knows them.
+        unsafe { std::ptr::write_bytes(host.cast::<u8>(), 0, num * 8) };
+        // SAFETY: `host` is what the allocation returned.
+        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut device, host, 0) };
+        let me = Self { ctx: ctx.clone(), host: host.cast(), device, num };
+        check(code, "cuMemHostGetDevicePointer")?;
+        Ok(me)
+    }
+
+    /// Word `i`.
+    ///
+    /// # Panics
+    /// If there is no such word.
+    pub fn word(&self, i: usize) -> &AtomicU64 {
+        assert!(i < self.num, "word {i} of {}", self.num);
+        // SAFETY: in range, aligned, alive as long as `self`.
+        unsafe { &*self.host.add(i) }
+    }
+
+    /// Device address of word 0.
+    pub fn addr(&self) -> u64 {
+        self.device
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.ctx.bind().is_ok() {
+            // SAFETY: allocated by us, freed once; the driver finishes pending work first.
+            unsafe { sys::cuMemFreeHost(self.host.cast()) };
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! The CUDA device: thin owners over the driver's handles.
+//!
+//! Nothing here links CUDA: the libraries are opened on first use, and their absence is an error
+//! of kind `Unavailable` that says where they were looked for. Every object keeps its context
+//! alive and makes it current before it calls the driver, so that any thread may use it.
+//!
+//! # Rules
+//! - A [`CudaMemory`] that a captured graph names is held by the graph. Outside of graphs the
+//!   driver itself finishes pending work before it frees memory.
+//! - Streams never wait for the legacy default stream.
+//! - NVLink multicast and managed memory are never used.
+
+mod context;
+mod error;
+mod event;
+mod graph;
+mod loader;
+mod memory;
+mod module;
+mod nvrtc;
+mod stream;
+#[cfg(test)]
+mod tests;
+mod vmm;
+
+pub use context::{CudaContext, device_count, driver_version};
+pub use event::CudaEvent;
+pub use graph::CudaGraph;
+pub use loader::{available, load_nvrtc};
+pub use memory::{CudaMemory, Pinned};
+pub use module::{CudaModule, Kernel, LaunchArgs};
+pub use nvrtc::compile;
+pub use stream::CudaStream;
+pub use vmm::{VmmChunk, VmmRange, granularity};

@@ -1,0 +1,186 @@
+//! Streams of a CUDA device.
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use cudarc::driver::sys::{self, CUresult, CUstream};
+use tilewire_core::{Deadline, Error, Result};
+
+use super::context::CudaContext;
+use super::error::check;
+use super::event::CudaEvent;
+use super::graph::{CudaGraph, Held};
+use crate::pending::timed_out;
+use crate::{Point, Queue};
+
+/// A queue of work on a CUDA device. Clones are the same stream.
+#[derive(Clone)]
+pub struct CudaStream(Arc<Inner>);
+
+struct Inner {
+    ctx: CudaContext,
+    raw: CUstream,
+    /// What the capture in progress refers to; shared by all streams that joined it.
+    capture: Mutex<Option<Arc<Held>>>,
+}
+
+// SAFETY: the driver allows calls on a stream from any thread; the rest is behind a lock.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl CudaStream {
+    /// A new stream that does not wait for the legacy default stream.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn new(ctx: &CudaContext) -> Result<Self> {
+        ctx.bind()?;
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a context is current, the output is valid.
+        check(unsafe { sys::cuStreamCreate(&mut raw, flags) }, "cuStreamCreate")?;
+        Ok(Self(Arc::new(Inner { ctx: ctx.clone(), raw, capture: Mutex::new(None) })))
+    }
+
+    /// The context.
+    pub fn context(&self) -> &CudaContext {
+        &self.0.ctx
+    }
+
+    pub(crate) fn raw(&self) -> CUstream {
+        self.0.raw
+    }
+
+    fn capture(&self) -> std::sync::MutexGuard<'_, Option<Arc<Held>>> {
+        let mut c = self.0.capture.lock().unwrap_or_else(PoisonError::into_inner);
+        // The capture that this stream had joined may have ended on its first stream.
+        if c.as_ref().is_some_and(|h| h.has_ended()) {
+            *c = None;
+        }
+        c
+    }
+
+    pub(super) fn held(&self) -> Option<Arc<Held>> {
+        self.capture().clone()
+    }
+
+    /// During a capture, makes the graph hold `thing`; otherwise does nothing.
+    pub fn hold(&self, thing: impl FnOnce() -> Arc<dyn Any + Send + Sync>) {
+        if let Some(h) = &*self.capture() {
+            h.push(thing());
+        }
+    }
+
+    /// Queues a copy of `len` bytes between device addresses: a copy engine's work between GPUs.
+    ///
+    /// # Safety
+    /// Both ranges must be mapped on this device until the copy has run (and be held by the graph
+    /// if captured), and no other work may write the source or use the destination meanwhile.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub unsafe fn copy(&self, dst: u64, src: u64, len: usize) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        self.0.ctx.bind()?;
+        // SAFETY: the caller's contract.
+        check(unsafe { sys::cuMemcpyAsync(dst, src, len, self.0.raw) }, "cuMemcpyAsync")
+    }
+}
+
+impl Queue for CudaStream {
+    type Event = CudaEvent;
+    type Graph = CudaGraph;
+
+    fn event(&self) -> Result<CudaEvent> {
+        CudaEvent::new(&self.0.ctx, false)
+    }
+
+    fn record(&self, event: &CudaEvent) -> Result<()> {
+        self.0.ctx.bind()?;
+        // SAFETY: both are alive.
+        check(unsafe { sys::cuEventRecord(event.raw(), self.0.raw) }, "cuEventRecord")?;
+        event.set_capture(self.held());
+        Ok(())
+    }
+
+    fn wait(&self, event: &CudaEvent) -> Result<()> {
+        self.0.ctx.bind()?;
+        // SAFETY: both are alive; 0 is the default flag.
+        check(unsafe { sys::cuStreamWaitEvent(self.0.raw, event.raw(), 0) }, "cuStreamWaitEvent")?;
+        if let Some(h) = event.capture() {
+            *self.capture() = Some(h);
+        }
+        Ok(())
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        self.0.ctx.bind()?;
+        if self.held().is_some() {
+            return Err(Error::invalid("the stream is already captured"));
+        }
+        // Other ranks of the process must be free to allocate meanwhile.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive.
+        check(unsafe { sys::cuStreamBeginCapture_v2(self.0.raw, mode) }, "cuStreamBeginCapture")?;
+        *self.capture() = Some(Arc::default());
+        Ok(())
+    }
+
+    fn end_capture(&self) -> Result<CudaGraph> {
+        self.0.ctx.bind()?;
+        let held = self.capture().take();
+        if let Some(h) = &held {
+            h.end();
+        }
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: valid output; the driver refuses a stream that is not captured.
+        check(unsafe { sys::cuStreamEndCapture(self.0.raw, &mut raw) }, "cuStreamEndCapture")?;
+        CudaGraph::instantiate(&self.0.ctx, raw, held)
+    }
+
+    fn replay(&self, graph: &CudaGraph) -> Result<()> {
+        if self.held().is_some() {
+            return Err(Error::invalid("a graph cannot be launched into a capture"));
+        }
+        self.0.ctx.bind()?;
+        // SAFETY: both are alive.
+        check(unsafe { sys::cuGraphLaunch(graph.raw(), self.0.raw) }, "cuGraphLaunch")
+    }
+
+    fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()> {
+        let e = self.event()?;
+        self.record(&e)?;
+        e.synchronize(deadline)
+    }
+}
+
+/// Polls `query` until it is done or `deadline` passes.
+pub(super) fn poll(deadline: Option<Deadline>, query: impl Fn() -> CUresult) -> Result<()> {
+    for polls in 0u64.. {
+        match query() {
+            CUresult::CUDA_SUCCESS => return Ok(()),
+            CUresult::CUDA_ERROR_NOT_READY => {}
+            code => return check(code, "waiting for the device"),
+        }
+        if let Some(d) = deadline.filter(Deadline::expired) {
+            return Err(timed_out("the stream", d));
+        }
+        if polls > 2000 {
+            std::thread::sleep(Duration::from_micros(20));
+        }
+    }
+    Err(Error::internal("unreachable: 2^64 polls"))
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.ctx.bind().is_ok() {
+            // SAFETY: created by us, destroyed once; the driver lets queued work finish.
+            unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
+    }
+}

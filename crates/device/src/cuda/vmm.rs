@@ -1,0 +1,252 @@
+//! Virtual memory: physical chunks that travel as descriptors, and flat ranges they are mapped to.
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use cudarc::driver::sys::{self, CUdeviceptr, CUmemAllocationHandleType, CUmemAllocationProp};
+use tilewire_core::{Error, ErrorKind, Rank, Result};
+
+use super::context::CudaContext;
+use super::error::check;
+use super::memory::settle;
+
+const POSIX_FD: CUmemAllocationHandleType =
+    CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+fn location(ctx: &CudaContext) -> sys::CUmemLocation {
+    sys::CUmemLocation {
+        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+        id: ctx.device(),
+    }
+}
+
+fn properties(ctx: &CudaContext) -> CUmemAllocationProp {
+    CUmemAllocationProp {
+        type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes: POSIX_FD,
+        location: location(ctx),
+        win32HandleMetaData: std::ptr::null_mut(),
+        allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {
+            compressionType: 0,
+            gpuDirectRDMACapable: 0,
+            usage: 0,
+            reserved: [0; 4],
+        },
+    }
+}
+
+/// What chunk lengths and strides must be multiples of, in bytes.
+///
+/// # Errors
+/// What the driver reports.
+pub fn granularity(ctx: &CudaContext) -> Result<usize> {
+    ctx.bind()?;
+    let mut g = 0;
+    let how = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+    // SAFETY: valid output and properties.
+    let code = unsafe { sys::cuMemGetAllocationGranularity(&mut g, &properties(ctx), how) };
+    check(code, "cuMemGetAllocationGranularity")?;
+    Ok(g.max(1))
+}
+
+/// Physical memory of one device; its contents are undefined at first.
+///
+/// The memory lives as long as any chunk or range of any process refers to it.
+pub struct VmmChunk {
+    ctx: CudaContext,
+    handle: sys::CUmemGenericAllocationHandle,
+    len: usize,
+}
+
+impl VmmChunk {
+    /// `len_bytes` (a multiple of [`granularity`]) on `ctx`'s device.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is not enough memory; `Unsupported` if it cannot be shared.
+    pub fn create(ctx: &CudaContext, len_bytes: usize) -> Result<Self> {
+        ctx.bind()?;
+        let mut handle = 0;
+        // SAFETY: valid output and properties.
+        let code = unsafe { sys::cuMemCreate(&mut handle, len_bytes, &properties(ctx), 0) };
+        check(code, "cuMemCreate")?;
+        Ok(Self { ctx: ctx.clone(), handle, len: len_bytes })
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> usize {
+        self.len
+    }
+
+    /// A descriptor by which another process, or rank, can import the chunk.
+    ///
+    /// # Errors
+    /// `Exhausted` if no descriptor is free.
+    pub fn export(&self) -> Result<OwnedFd> {
+        self.ctx.bind()?;
+        let mut fd: i32 = -1;
+        // SAFETY: for this handle type the output is an `int`.
+        let code = unsafe {
+            sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.handle, POSIX_FD, 0)
+        };
+        check(code, "cuMemExportToShareableHandle")?;
+        // SAFETY: the driver has just opened it for us.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// The chunk behind a peer's descriptor.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it is not one of ours; `Permission` if the driver refuses.
+    pub fn import(ctx: &CudaContext, fd: &OwnedFd, len_bytes: usize) -> Result<Self> {
+        ctx.bind()?;
+        let mut handle = 0;
+        // For this handle type the "pointer" is the descriptor itself.
+        let os = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
+        // SAFETY: valid output; the driver duplicates what it keeps of the descriptor.
+        let code = unsafe { sys::cuMemImportFromShareableHandle(&mut handle, os, POSIX_FD) };
+        check(code, "cuMemImportFromShareableHandle")?;
+        Ok(Self { ctx: ctx.clone(), handle, len: len_bytes })
+    }
+}
+
+impl Drop for VmmChunk {
+    fn drop(&mut self) {
+        if self.ctx.bind().is_ok() {
+            // SAFETY: created or imported by us, released once; mappings keep the memory.
+            unsafe { sys::cuMemRelease(self.handle) };
+        }
+    }
+}
+
+/// One reserved range with a chunk of each rank: address = base + rank * stride + offset.
+pub struct VmmRange {
+    ctx: CudaContext,
+    base: CUdeviceptr,
+    stride: usize,
+    num: usize,
+    /// Chunks mapped so far, and their length.
+    mapped: usize,
+    len: usize,
+}
+
+impl VmmRange {
+    /// Maps `chunks`, equally long, side by side, readable and writable by `ctx`'s device. The
+    /// range keeps the memory alive; the chunks may be dropped.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for unequal chunks or a stride that is too small; `Exhausted` if there is
+    /// no address range.
+    pub fn map(ctx: &CudaContext, chunks: &[VmmChunk], stride: usize) -> Result<Self> {
+        let len = chunks.first().map_or(0, |c| c.len);
+        if len == 0 || stride < len || chunks.iter().any(|c| c.len != len) {
+            return Err(Error::invalid(
+                "chunks must be equally long, and no longer than the stride",
+            ));
+        }
+        ctx.bind()?;
+        let mut base = 0;
+        // SAFETY: valid output; no wish for an address.
+        let code = unsafe { sys::cuMemAddressReserve(&mut base, chunks.len() * stride, 0, 0, 0) };
+        check(code, "cuMemAddressReserve")?;
+        let mut me = Self { ctx: ctx.clone(), base, stride, num: chunks.len(), mapped: 0, len };
+        for (i, c) in chunks.iter().enumerate() {
+            me.map_one(c).map_err(|e| e.peer(Rank::new(i as u32)))?;
+        }
+        Ok(me)
+    }
+
+    fn map_one(&mut self, chunk: &VmmChunk) -> Result<()> {
+        let at = self.base + (self.mapped * self.stride) as u64;
+        // SAFETY: inside our own reservation, where nothing is mapped yet.
+        check(unsafe { sys::cuMemMap(at, self.len, 0, chunk.handle, 0) }, "cuMemMap")?;
+        self.mapped += 1;
+        let access = sys::CUmemAccessDesc {
+            location: location(&self.ctx),
+            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        // SAFETY: mapped just now; one valid descriptor.
+        let code = unsafe { sys::cuMemSetAccess(at, self.len, &access, 1) };
+        check(code, "cuMemSetAccess").map_err(|e| match e.kind() {
+            ErrorKind::InvalidArgument => {
+                e.hint("can these GPUs reach each other? `nvidia-smi topo -p2p rw` shows it")
+            }
+            _ => e,
+        })
+    }
+
+    /// Device address of rank 0's chunk.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Bytes from one rank's chunk to the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// Device address of `len` bytes at `offset` of `rank`'s chunk.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they lie outside of it.
+    pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
+        if rank.idx() >= self.num || offset.checked_add(len).is_none_or(|e| e > self.len) {
+            return Err(Error::invalid("symmetric access out of range")
+                .peer(rank)
+                .expected(format_args!("{} ranks of {} bytes", self.num, self.len))
+                .seen(format_args!("{offset}+{len}")));
+        }
+        Ok(self.base + (rank.idx() * self.stride + offset) as u64)
+    }
+
+    /// Fills `rank`'s chunk with zeros, at once.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn zero(&self, rank: Rank) -> Result<()> {
+        let at = self.addr(rank, 0, self.len)?;
+        self.ctx.bind()?;
+        // SAFETY: `len` mapped bytes.
+        check(unsafe { sys::cuMemsetD8_v2(at, 0, self.len) }, "cuMemsetD8")?;
+        settle()
+    }
+
+    /// Copies bytes at `offset` of `rank`'s chunk out, at once.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they lie outside of it.
+    pub fn read(&self, rank: Rank, offset: usize, out: &mut [u8]) -> Result<()> {
+        let at = self.addr(rank, offset, out.len())?;
+        self.ctx.bind()?;
+        // SAFETY: `out.len()` mapped bytes on one side, `out` on the other.
+        let code = unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), at, out.len()) };
+        check(code, "cuMemcpyDtoH")
+    }
+
+    /// Copies `bytes` to `offset` of `rank`'s chunk, at once.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they lie outside of it.
+    pub fn write(&self, rank: Rank, offset: usize, bytes: &[u8]) -> Result<()> {
+        let at = self.addr(rank, offset, bytes.len())?;
+        self.ctx.bind()?;
+        // SAFETY: as for `read`.
+        let code = unsafe { sys::cuMemcpyHtoD_v2(at, bytes.as_ptr().cast(), bytes.len()) };
+        check(code, "cuMemcpyHtoD")?;
+        settle()
+    }
+}
+
+impl Drop for VmmRange {
+    fn drop(&mut self) {
+        // Kernels of this device may still poll; every wait ends by itself.
+        if self.ctx.synchronize().is_err() {
+            // A lost device frees its memory with the process.
+            return;
+        }
+        for i in 0..self.mapped {
+            // SAFETY: mapped by us, unmapped once, and no work of this device is left.
+            unsafe { sys::cuMemUnmap(self.base + (i * self.stride) as u64, self.len) };
+        }
+        // SAFETY: reserved by us, nothing is mapped in it any more.
+        unsafe { sys::cuMemAddressFree(self.base, self.num * self.stride) };
+    }
+}

@@ -1,0 +1,107 @@
+//! Events: points in a stream that others can wait for.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use tilewire_core::{Deadline, Error, Result};
+
+use super::graph::CaptureMark;
+use crate::pending::timed_out;
+
+/// A point in a stream. Recording it again moves it; a wait refers to the last record that
+/// precedes the wait in the caller's program order.
+#[derive(Clone, Default)]
+pub struct Event(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    state: Mutex<State>,
+    done: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// How often `record` was called.
+    recorded: u64,
+    /// The latest record that a stream has reached.
+    reached: u64,
+    /// Where the last record stands in a capture, if it was captured.
+    mark: Option<CaptureMark>,
+}
+
+impl Event {
+    /// An event that nothing has recorded: waiting for it returns at once.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes a record; returns its number.
+    pub(super) fn issue(&self) -> u64 {
+        let mut s = self.state();
+        s.recorded += 1;
+        s.mark = None;
+        s.recorded
+    }
+
+    /// Notes a record made during capture.
+    pub(super) fn issue_captured(&self, mark: CaptureMark) {
+        self.state().mark = Some(mark);
+    }
+
+    pub(super) fn mark(&self) -> Option<CaptureMark> {
+        self.state().mark.clone()
+    }
+
+    /// Number of the last record: what a wait issued now must see.
+    pub(super) fn target(&self) -> u64 {
+        self.state().recorded
+    }
+
+    pub(super) fn reach(&self, number: u64) {
+        let mut s = self.state();
+        s.reached = s.reached.max(number);
+        drop(s);
+        self.0.done.notify_all();
+    }
+
+    pub(super) fn wait_for(&self, number: u64) {
+        let mut s = self.state();
+        while s.reached < number {
+            s = self.0.done.wait(s).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// True if every record so far has been reached.
+    pub fn is_done(&self) -> bool {
+        let s = self.state();
+        s.mark.is_none() && s.reached >= s.recorded
+    }
+
+    /// Blocks the calling thread until the last record is reached.
+    ///
+    /// # Errors
+    /// `Timeout` at `deadline`; `InvalidArgument` if the last record was captured into a graph.
+    pub fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {
+        let mut s = self.state();
+        if s.mark.is_some() {
+            return Err(Error::invalid(
+                "this event was captured into a graph: it never happens by itself",
+            )
+            .hint("use `Pending::join` during capture, and wait for the graph's launch instead"));
+        }
+        let number = s.recorded;
+        while s.reached < number {
+            let slice = match deadline {
+                None => Duration::from_secs(3600),
+                Some(d) if d.expired() => return Err(timed_out("the stream", d)),
+                Some(d) => d.remaining(),
+            };
+            s = self.0.done.wait_timeout(s, slice).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+}

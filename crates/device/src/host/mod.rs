@@ -1,0 +1,11 @@
+//! The host device: a stream is a worker thread that takes nodes from a queue.
+
+mod event;
+mod graph;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+pub use event::Event;
+pub use graph::{Graph, GraphExec};
+pub use stream::{Node, Stream};

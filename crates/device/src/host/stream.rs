@@ -1,0 +1,322 @@
+//! Streams of the host device.
+
+use std::borrow::Cow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use tilewire_core::{Error, ErrorKind, Result};
+
+use super::event::Event;
+use super::graph::{CaptureMark, Graph, GraphExec, LaneOp, Session};
+use crate::{Fault, Tracer};
+
+type Run = Arc<dyn Fn() -> Result<()> + Send + Sync>;
+type Poison = Arc<dyn Fn() + Send + Sync>;
+
+/// A piece of work: what to run, what to do instead after a fault, and whose fault that is.
+#[derive(Clone)]
+pub struct Node {
+    pub(super) name: Cow<'static, str>,
+    pub(super) run: Run,
+    pub(super) poison: Option<Poison>,
+    pub(super) fault: Option<Arc<Fault>>,
+}
+
+impl Node {
+    /// A node that runs `run` each time it is launched or replayed.
+    pub fn new(
+        name: impl Into<Cow<'static, str>>,
+        run: impl Fn() -> Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        Self { name: name.into(), run: Arc::new(run), poison: None, fault: None }
+    }
+
+    /// Makes the node part of a fault domain: its error sets `fault`, and once `fault` is set,
+    /// `poison` runs instead of the work.
+    pub fn in_domain(
+        mut self,
+        fault: Arc<Fault>,
+        poison: impl Fn() + Send + Sync + 'static,
+    ) -> Self {
+        self.fault = Some(fault);
+        self.poison = Some(Arc::new(poison));
+        self
+    }
+
+    /// Runs the node now, on this thread. Returns the error of a node without fault domain.
+    pub(super) fn execute(&self) -> Result<()> {
+        if let Some(f) = &self.fault
+            && f.is_set()
+        {
+            self.run_poison();
+            return Ok(());
+        }
+        // A panic must not end the worker: later nodes and waiters would hang.
+        let result = catch_unwind(AssertUnwindSafe(|| (self.run)())).unwrap_or_else(|p| {
+            let text = p
+                .downcast_ref::<&str>()
+                .map(|s| (*s).to_owned())
+                .or_else(|| p.downcast_ref::<String>().cloned())
+                .unwrap_or_else(|| "panic without text".to_owned());
+            Err(Error::internal(format!("`{}` panicked: {text}", self.name)))
+        });
+        match (&self.fault, result) {
+            (_, Ok(())) => Ok(()),
+            (Some(f), Err(e)) => {
+                f.set(e);
+                self.run_poison();
+                Ok(())
+            }
+            (None, Err(e)) => Err(e),
+        }
+    }
+
+    fn run_poison(&self) {
+        if let Some(p) = &self.poison
+            && catch_unwind(AssertUnwindSafe(|| p())).is_err()
+        {
+            log_poison_failed(&self.name);
+        }
+    }
+}
+
+fn log_poison_failed(name: &str) {
+    // The team's fault is already set, so the caller learns of the failure anyway.
+    debug_assert!(false, "poisoning the outputs of `{name}` panicked");
+}
+
+pub(super) enum Job {
+    Node(Node),
+    Record(Event, u64),
+    Wait(Event, u64),
+    Graph(Arc<Graph>, Arc<Vec<Stream>>),
+}
+
+/// A queue of work that runs in order on its own thread. Clones are the same stream.
+#[derive(Clone)]
+pub struct Stream(Arc<Inner>);
+
+struct Inner {
+    name: String,
+    queue: Mutex<Option<Sender<Job>>>,
+    worker: Mutex<Option<JoinHandle<()>>>,
+    capture: Mutex<Option<(Arc<Session>, usize)>>,
+    error: Arc<Fault>,
+}
+
+fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Stream {
+    /// A new stream; `name` labels its lane in traces.
+    ///
+    /// # Errors
+    /// `Exhausted` if the operating system gives no thread.
+    pub fn new(name: impl Into<String>) -> Result<Self> {
+        Self::with_tracer(name, None)
+    }
+
+    /// A new stream that adds a span to `tracer` for each node.
+    ///
+    /// # Errors
+    /// As [`Stream::new`].
+    pub fn with_tracer(name: impl Into<String>, tracer: Option<Arc<Tracer>>) -> Result<Self> {
+        let (name, (tx, rx)) = (name.into(), channel());
+        let error = Arc::new(Fault::new());
+        let (lane, sink) = (name.clone(), error.clone());
+        let worker = std::thread::Builder::new()
+            .name(format!("tw-{name}"))
+            .spawn(move || work(&rx, &lane, tracer.as_deref(), &sink))
+            .map_err(|e| {
+                Error::new(ErrorKind::Exhausted, format!("no thread for stream `{name}`: {e}"))
+                    .cause(e)
+            })?;
+        Ok(Self(Arc::new(Inner {
+            name,
+            queue: Mutex::new(Some(tx)),
+            worker: Mutex::new(Some(worker)),
+            capture: Mutex::new(None),
+            error,
+        })))
+    }
+
+    /// The name given at creation.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    pub(super) fn submit(&self, job: Job) -> Result<()> {
+        let gone = || Error::internal(format!("stream `{}` has ended", self.0.name));
+        lock(&self.0.queue).as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())
+    }
+
+    /// Queues `node`, or adds it to the capture in progress.
+    ///
+    /// # Errors
+    /// An error that an earlier node without fault domain left behind.
+    pub fn launch(&self, node: Node) -> Result<()> {
+        self.0.error.check()?;
+        if let Some((session, lane)) = &*lock(&self.0.capture) {
+            session.push(*lane, LaneOp::Node(node));
+            return Ok(());
+        }
+        self.submit(Job::Node(node))
+    }
+
+    /// Records `event` behind what is queued now.
+    ///
+    /// # Errors
+    /// If the stream has ended.
+    pub fn record(&self, event: &Event) -> Result<()> {
+        if let Some((session, lane)) = &*lock(&self.0.capture) {
+            let id = session.push_record(*lane);
+            event.issue_captured(CaptureMark { session: session.clone(), id });
+            return Ok(());
+        }
+        self.submit(Job::Record(event.clone(), event.issue()))
+    }
+
+    /// Makes later work of this stream wait for the last record of `event`. If that record was
+    /// captured, this stream joins the capture.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if a capturing stream is to wait for an event outside of its capture, or
+    /// this stream is part of another capture.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        let mut capture = lock(&self.0.capture);
+        match (&*capture, event.mark()) {
+            (None, None) => self.submit(Job::Wait(event.clone(), event.target())),
+            (None, Some(mark)) => {
+                let lane = mark.session.add_lane();
+                mark.session.push(lane, LaneOp::Wait(mark.id));
+                mark.session.enroll(self);
+                *capture = Some((mark.session, lane));
+                Ok(())
+            }
+            (Some((session, lane)), Some(mark)) if Arc::ptr_eq(session, &mark.session) => {
+                session.push(*lane, LaneOp::Wait(mark.id));
+                Ok(())
+            }
+            // An event from before the capture has happened already or will happen by itself;
+            // a replay cannot depend on it.
+            (Some(_), None) if event.is_done() => Ok(()),
+            (Some(_), _) => Err(Error::invalid(format!(
+                "stream `{}` is being captured and cannot wait for an event from outside",
+                self.0.name
+            ))
+            .hint("record the event inside the capture, or wait for it before the capture")),
+        }
+    }
+
+    /// Starts capturing: work launched from now on is collected instead of run.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if a capture is in progress.
+    pub fn begin_capture(&self) -> Result<()> {
+        let mut capture = lock(&self.0.capture);
+        if capture.is_some() {
+            return Err(Error::invalid(format!("stream `{}` is already captured", self.0.name)));
+        }
+        let session = Session::new();
+        let lane = session.add_lane();
+        *capture = Some((session, lane));
+        Ok(())
+    }
+
+    /// Ends the capture begun on this stream and returns the graph.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if no capture was begun here, or a stream that joined it was not joined
+    /// back to this one.
+    pub fn end_capture(&self) -> Result<Graph> {
+        let taken = lock(&self.0.capture).take();
+        let Some((session, 0)) = taken else {
+            *lock(&self.0.capture) = taken;
+            return Err(Error::invalid(format!(
+                "no capture was begun on stream `{}`",
+                self.0.name
+            )));
+        };
+        for s in session.take_enrolled() {
+            *lock(&s.0.capture) = None;
+        }
+        session.finish()
+    }
+
+    /// True while the stream collects work for a graph.
+    pub fn is_capturing(&self) -> bool {
+        lock(&self.0.capture).is_some()
+    }
+
+    /// Replays a graph in stream order.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if this stream is being captured.
+    pub fn replay(&self, graph: &GraphExec) -> Result<()> {
+        if self.is_capturing() {
+            return Err(Error::invalid("a graph cannot be launched into a capture"));
+        }
+        self.0.error.check()?;
+        self.submit(Job::Graph(graph.graph.clone(), graph.lanes.clone()))
+    }
+
+    /// Blocks until everything queued so far has run.
+    ///
+    /// # Errors
+    /// The error of the first node without fault domain that failed.
+    pub fn synchronize(&self) -> Result<()> {
+        let e = Event::new();
+        self.record(&e)?;
+        e.synchronize(None)?;
+        self.check()
+    }
+
+    /// The error that a node without fault domain left behind.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.0.error.check()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Closing the queue ends the worker once it is drained.
+        drop(lock(&self.queue).take());
+        if let Some(w) = lock(&self.worker).take()
+            && w.thread().id() != std::thread::current().id()
+        {
+            // A worker never panics (nodes are caught), so there is nothing to report.
+            drop(w.join());
+        }
+    }
+}
+
+fn work(rx: &Receiver<Job>, lane: &str, tracer: Option<&Tracer>, error: &Fault) {
+    while let Ok(job) = rx.recv() {
+        match job {
+            Job::Node(node) => {
+                let start = Instant::now();
+                if let Err(e) = node.execute() {
+                    error.set(e);
+                }
+                if let Some(t) = tracer {
+                    t.add(&node.name, lane, start);
+                }
+            }
+            Job::Record(e, number) => e.reach(number),
+            Job::Wait(e, number) => e.wait_for(number),
+            Job::Graph(graph, lanes) => {
+                let start = Instant::now();
+                if let Err(e) = graph.run(&lanes) {
+                    error.set(e);
+                }
+                if let Some(t) = tracer {
+                    t.add("graph", lane, start);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,135 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tilewire_core::{Deadline, Error, ErrorKind};
+
+use super::*;
+use crate::{Fault, Pending};
+
+fn push(log: &Arc<Mutex<Vec<u32>>>, v: u32) -> Node {
+    let log = log.clone();
+    Node::new("push", move || {
+        log.lock().unwrap().push(v);
+        Ok(())
+    })
+}
+
+#[test]
+fn a_stream_runs_in_order() {
+    let s = Stream::new("s").unwrap();
+    let log = Arc::new(Mutex::new(Vec::new()));
+    (0..100).for_each(|i| s.launch(push(&log, i)).unwrap());
+    s.synchronize().unwrap();
+    assert_eq!(*log.lock().unwrap(), (0..100).collect::<Vec<_>>());
+}
+
+#[test]
+fn an_event_orders_two_streams() {
+    let (a, b) = (Stream::new("a").unwrap(), Stream::new("b").unwrap());
+    let log = Arc::new(Mutex::new(Vec::new()));
+    a.launch(Node::new("slow", || {
+        std::thread::sleep(Duration::from_millis(50));
+        Ok(())
+    }))
+    .unwrap();
+    a.launch(push(&log, 1)).unwrap();
+    let e = Event::new();
+    a.record(&e).unwrap();
+    b.wait(&e).unwrap();
+    b.launch(push(&log, 2)).unwrap();
+    b.synchronize().unwrap();
+    assert_eq!(*log.lock().unwrap(), [1, 2]);
+}
+
+#[test]
+fn a_fault_poisons_later_nodes_and_the_stream_lives_on() {
+    let s = Stream::new("s").unwrap();
+    let fault = Arc::new(Fault::new());
+    let poisoned = Arc::new(AtomicU64::new(0));
+    let node = |fail: bool| {
+        let p = poisoned.clone();
+        Node::new(
+            "n",
+            move || {
+                if fail { Err(Error::new(ErrorKind::Timeout, "late")) } else { Ok(()) }
+            },
+        )
+        .in_domain(fault.clone(), move || {
+            p.fetch_add(1, Ordering::Relaxed);
+        })
+    };
+    s.launch(node(false)).unwrap();
+    s.launch(node(true)).unwrap();
+    s.launch(node(false)).unwrap();
+    let p = Pending::new((), &s, Some(fault.clone())).unwrap();
+    assert!(p.wait().unwrap_err().is_timeout());
+    assert_eq!(poisoned.load(Ordering::Relaxed), 2);
+    s.launch(Node::new("other domain", || Ok(()))).unwrap();
+    s.synchronize().unwrap();
+}
+
+#[test]
+fn a_panicking_node_is_an_error() {
+    let s = Stream::new("s").unwrap();
+    s.launch(Node::new("boom", || panic!("kaboom"))).unwrap();
+    let e = s.synchronize().unwrap_err();
+    assert!(e.to_string().contains("kaboom"), "{e}");
+}
+
+#[test]
+fn a_graph_with_a_side_stream_replays() {
+    let (a, b) = (Stream::new("a").unwrap(), Stream::new("b").unwrap());
+    let sum = Arc::new(AtomicU64::new(0));
+    let add = |v: u64| {
+        let sum = sum.clone();
+        Node::new("add", move || {
+            sum.fetch_add(v, Ordering::Relaxed);
+            Ok(())
+        })
+    };
+    a.begin_capture().unwrap();
+    let (fork, join) = (Event::new(), Event::new());
+    a.record(&fork).unwrap();
+    b.wait(&fork).unwrap();
+    b.launch(add(1)).unwrap();
+    a.launch(add(10)).unwrap();
+    b.record(&join).unwrap();
+    a.wait(&join).unwrap();
+    let p = Pending::new((), &a, None).unwrap();
+    assert!(p.wait().unwrap_err().to_string().contains("captured"));
+    let g = a.end_capture().unwrap().instantiate().unwrap();
+    assert_eq!((sum.load(Ordering::Relaxed), g.num_nodes()), (0, 2));
+    assert!(!b.is_capturing());
+    for _ in 0..50 {
+        a.replay(&g).unwrap();
+    }
+    a.synchronize().unwrap();
+    assert_eq!(sum.load(Ordering::Relaxed), 550);
+}
+
+#[test]
+fn an_unjoined_side_stream_is_refused() {
+    let (a, b) = (Stream::new("a").unwrap(), Stream::new("b").unwrap());
+    a.begin_capture().unwrap();
+    let fork = Event::new();
+    a.record(&fork).unwrap();
+    b.wait(&fork).unwrap();
+    b.launch(Node::new("n", || Ok(()))).unwrap();
+    assert!(a.end_capture().is_err_and(|e| e.to_string().contains("not joined back")));
+    assert!(!b.is_capturing() && !a.is_capturing());
+    assert!(a.end_capture().is_err());
+}
+
+#[test]
+fn waiting_gives_up_at_the_deadline() {
+    let s = Stream::new("s").unwrap();
+    s.launch(Node::new("slow", || {
+        std::thread::sleep(Duration::from_millis(300));
+        Ok(())
+    }))
+    .unwrap();
+    let p = Pending::new((), &s, None).unwrap();
+    let e = p.wait_until(Deadline::after(Duration::from_millis(20))).unwrap_err();
+    assert!(e.is_timeout());
+}

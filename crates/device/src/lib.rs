@@ -1,0 +1,31 @@
+//! Devices: where work runs and memory lies.
+//!
+//! A [`Stream`] is a queue of work that runs in order; an [`Event`] is a point in it; a [`Graph`]
+//! is a captured piece of it that can be replayed; [`Memory`] is bytes on the device; a
+//! [`Pending`] is the token of work in flight. The `host` device runs each stream on a worker
+//! thread, so that every ordering bug that a GPU could show, the host can show too. [`Queue`],
+//! [`Point`] and [`Buffer`] are what both devices have in common; [`cuda`] is the other device.
+//!
+//! # Rules
+//! - Work is a [`Node`]: a closure that can run many times (a graph replays it), and a second one
+//!   that poisons its outputs, run instead of it once its [`Fault`] is set.
+//! - A node that fails sets its fault; later nodes of the same fault domain poison their outputs.
+//! - Host memory is guarded dynamically: reading a buffer while another node writes it is an
+//!   error that names the buffer, because it means that a stream edge is missing.
+
+pub mod cuda;
+mod fault;
+mod host;
+mod memory;
+mod pending;
+mod queue;
+mod tensor;
+mod trace;
+
+pub use fault::{Fault, Probe};
+pub use host::{Event, Graph, GraphExec, Node, Stream};
+pub use memory::{Memory, MemoryRead, MemoryWrite};
+pub use pending::Pending;
+pub use queue::{Buffer, Point, Queue};
+pub use tensor::Tensor;
+pub use trace::{Span, Tracer};

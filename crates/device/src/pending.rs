@@ -1,0 +1,79 @@
+//! The token of work in flight.
+
+use std::sync::Arc;
+
+use tilewire_core::{Deadline, Error, ErrorKind, Result};
+
+use crate::{Fault, Point, Queue, Stream};
+
+/// Work in flight that will produce `T`. The output is reachable only through [`Pending::wait`]
+/// or [`Pending::join`].
+///
+/// The queued work itself holds its inputs and outputs by reference count, so dropping a
+/// `Pending` frees nothing early.
+#[must_use = "the output is reachable only through `wait` or `join`"]
+pub struct Pending<T, Q: Queue = Stream> {
+    out: T,
+    done: Q::Event,
+    fault: Option<Arc<Fault>>,
+}
+
+impl<T, Q: Queue> Pending<T, Q> {
+    /// Work that is complete when `stream` gets past what is queued on it now.
+    ///
+    /// # Errors
+    /// If the stream has ended.
+    pub fn new(out: T, stream: &Q, fault: Option<Arc<Fault>>) -> Result<Self> {
+        let done = stream.event()?;
+        stream.record(&done)?;
+        Ok(Self { out, done, fault })
+    }
+
+    /// Blocks until the work is complete and hands out the result.
+    ///
+    /// # Errors
+    /// The fault of the team, if one is set; its outputs are then poisoned.
+    /// `InvalidArgument` during capture: captured work does not run, so it cannot be waited for.
+    pub fn wait(self) -> Result<T> {
+        self.done.synchronize(None)?;
+        if let Some(f) = &self.fault {
+            f.check()?;
+        }
+        Ok(self.out)
+    }
+
+    /// As [`Pending::wait`], giving up at `deadline`.
+    ///
+    /// # Errors
+    /// As [`Pending::wait`], and `Timeout`.
+    pub fn wait_until(self, deadline: Deadline) -> Result<T> {
+        self.done.synchronize(Some(deadline))?;
+        if let Some(f) = &self.fault {
+            f.check()?;
+        }
+        Ok(self.out)
+    }
+
+    /// Makes `stream` wait for the work, without blocking the caller, and hands out the result
+    /// for use on that stream.
+    ///
+    /// # Errors
+    /// A fault that is already known; later ones are raised by the next call on the team.
+    pub fn join(self, stream: &Q) -> Result<T> {
+        stream.wait(&self.done)?;
+        if let Some(f) = &self.fault {
+            f.check()?;
+        }
+        Ok(self.out)
+    }
+
+    /// True once the work is complete.
+    pub fn is_done(&self) -> bool {
+        self.done.is_done()
+    }
+}
+
+pub(crate) fn timed_out(what: &str, deadline: Deadline) -> Error {
+    Error::new(ErrorKind::Timeout, format!("{what} did not complete in time"))
+        .elapsed(deadline.elapsed())
+}

@@ -1,0 +1,157 @@
+//! What streams, events and buffers of every device have in common, so that one source drives
+//! the host and CUDA.
+
+use tilewire_core::{Deadline, Result};
+
+use crate::{Event, GraphExec, Stream, Tensor};
+
+/// A point in a queue of work.
+pub trait Point {
+    /// True if the work before the last record is complete.
+    fn is_done(&self) -> bool;
+
+    /// Blocks until the last record is reached.
+    ///
+    /// # Errors
+    /// `Timeout` at `deadline`; `InvalidArgument` if the last record was captured into a graph.
+    fn synchronize(&self, deadline: Option<Deadline>) -> Result<()>;
+}
+
+/// A queue of work that runs in order: [`Stream`] on the host, `CudaStream` on a GPU.
+pub trait Queue: Clone + Send + Sync {
+    /// A point in the queue.
+    type Event: Point;
+    /// A captured piece of work, ready to be replayed.
+    type Graph;
+
+    /// An event that nothing has recorded.
+    ///
+    /// # Errors
+    /// `Exhausted` if the device has no room for it.
+    fn event(&self) -> Result<Self::Event>;
+
+    /// Records `event` behind what is queued now.
+    ///
+    /// # Errors
+    /// If the queue has ended.
+    fn record(&self, event: &Self::Event) -> Result<()>;
+
+    /// Makes later work wait for the last record of `event`; joins its capture if it was captured.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the event lies outside of the capture in progress.
+    fn wait(&self, event: &Self::Event) -> Result<()>;
+
+    /// Starts capturing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if a capture is in progress.
+    fn begin_capture(&self) -> Result<()>;
+
+    /// Ends the capture and makes the graph ready for replay.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if no capture was begun here, or a stream was not joined back.
+    fn end_capture(&self) -> Result<Self::Graph>;
+
+    /// Replays a graph in queue order.
+    ///
+    /// # Errors
+    /// `InvalidArgument` during a capture.
+    fn replay(&self, graph: &Self::Graph) -> Result<()>;
+
+    /// Blocks until everything queued so far has run.
+    ///
+    /// # Errors
+    /// `Timeout` at `deadline`; otherwise what the device reports.
+    fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()>;
+}
+
+/// Bytes on a device that a transfer reads or writes: [`Tensor`] on the host, `CudaMemory` on a
+/// GPU. Clones share the bytes.
+pub trait Buffer: Clone + Send + Sync {
+    /// Length in bytes.
+    fn len_bytes(&self) -> usize;
+
+    /// Copies `bytes` in, at once. No work in flight may use the buffer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the lengths differ; what the device reports.
+    fn upload(&self, bytes: &[u8]) -> Result<()>;
+
+    /// Copies the bytes out, at once. No work in flight may write the buffer.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn download(&self) -> Result<Vec<u8>>;
+}
+
+impl Point for Event {
+    fn is_done(&self) -> bool {
+        Event::is_done(self)
+    }
+
+    fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {
+        Event::synchronize(self, deadline)
+    }
+}
+
+impl Queue for Stream {
+    type Event = Event;
+    type Graph = GraphExec;
+
+    fn event(&self) -> Result<Event> {
+        Ok(Event::new())
+    }
+
+    fn record(&self, event: &Event) -> Result<()> {
+        Stream::record(self, event)
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        Stream::wait(self, event)
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        Stream::begin_capture(self)
+    }
+
+    fn end_capture(&self) -> Result<GraphExec> {
+        Stream::end_capture(self)?.instantiate()
+    }
+
+    fn replay(&self, graph: &GraphExec) -> Result<()> {
+        Stream::replay(self, graph)
+    }
+
+    fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()> {
+        let e = Event::new();
+        self.record(&e)?;
+        Event::synchronize(&e, deadline)?;
+        self.check()
+    }
+}
+
+impl Buffer for Tensor {
+    fn len_bytes(&self) -> usize {
+        Tensor::len_bytes(self)
+    }
+
+    fn upload(&self, bytes: &[u8]) -> Result<()> {
+        check_len(Tensor::len_bytes(self), bytes.len())?;
+        self.write(|b| b.copy_from_slice(bytes))
+    }
+
+    fn download(&self) -> Result<Vec<u8>> {
+        self.read(<[u8]>::to_vec)
+    }
+}
+
+pub(crate) fn check_len(have: usize, given: usize) -> Result<()> {
+    if have == given {
+        return Ok(());
+    }
+    Err(tilewire_core::Error::invalid("wrong number of bytes for the buffer")
+        .expected(have)
+        .seen(given))
+}

@@ -1,0 +1,202 @@
+//! Owned tensors: shared memory with a dtype and a shape.
+
+use tilewire_core::{DType, Element, Error, Result, Shape, View, convert_from_f32, convert_to_f32};
+
+use crate::Memory;
+
+/// A contiguous row-major tensor in device memory. Clones share the memory.
+///
+/// ```
+/// # use tilewire_device::Tensor;
+/// # use tilewire_core::Shape;
+/// let t = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0], Shape::d2(2, 2))?;
+/// assert_eq!(t.rows(1, 1)?.to_vec::<f32>()?, [3.0, 4.0]);
+/// # Ok::<(), tilewire_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    mem: Memory,
+    offset_bytes: usize,
+    dtype: DType,
+    shape: Shape,
+}
+
+impl Tensor {
+    /// Zeros.
+    pub fn zeros(dtype: DType, shape: Shape) -> Self {
+        let mem = Memory::zeroed(shape.num_elems() * dtype.size());
+        Self { mem, offset_bytes: 0, dtype, shape }
+    }
+
+    /// NaN everywhere (see [`Memory::poisoned`]): what outputs should start as.
+    pub fn poisoned(dtype: DType, shape: Shape) -> Self {
+        let mem = Memory::poisoned(shape.num_elems() * dtype.size());
+        Self { mem, offset_bytes: 0, dtype, shape }
+    }
+
+    /// A copy of `data`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `data` does not have as many elements as `shape`.
+    pub fn from_slice<T: Element>(data: &[T], shape: Shape) -> Result<Self> {
+        Self::from_view(&View::from_slice(data, shape)?)
+    }
+
+    /// A copy of a caller's tensor.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it is not contiguous.
+    pub fn from_view(view: &View<'_>) -> Result<Self> {
+        let bytes = view.contiguous_bytes("tensor")?;
+        Ok(Self {
+            mem: Memory::from_bytes(bytes),
+            offset_bytes: 0,
+            dtype: view.dtype(),
+            shape: view.shape(),
+        })
+    }
+
+    /// `values` rounded to `dtype`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there are not as many values as `shape` has elements.
+    pub fn from_f32(values: &[f32], dtype: DType, shape: Shape) -> Result<Self> {
+        if values.len() != shape.num_elems() {
+            return Err(Error::invalid(format!("{} values for shape {shape}", values.len())));
+        }
+        let t = Self::zeros(dtype, shape);
+        t.write(|b| convert_from_f32(dtype, values, b))?;
+        Ok(t)
+    }
+
+    /// A tensor over existing memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it reaches past the memory or is misaligned for `dtype`.
+    pub fn over(mem: Memory, offset_bytes: usize, dtype: DType, shape: Shape) -> Result<Self> {
+        let end = offset_bytes + shape.num_elems() * dtype.size();
+        if end > mem.len_bytes() || !offset_bytes.is_multiple_of(dtype.size()) {
+            return Err(Error::invalid(format!(
+                "a {dtype} tensor {shape} at byte {offset_bytes} does not fit {} bytes",
+                mem.len_bytes()
+            )));
+        }
+        Ok(Self { mem, offset_bytes, dtype, shape })
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Shape.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> usize {
+        self.shape.num_elems() * self.dtype.size()
+    }
+
+    /// The memory underneath.
+    pub fn memory(&self) -> &Memory {
+        &self.mem
+    }
+
+    /// The same elements under another shape.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the number of elements differs.
+    pub fn reshape(&self, shape: Shape) -> Result<Self> {
+        if shape.num_elems() != self.shape.num_elems() {
+            return Err(Error::invalid(format!("cannot reshape {} to {shape}", self.shape)));
+        }
+        Ok(Self { shape, ..self.clone() })
+    }
+
+    /// Rows `first..first + num` of the outermost dimension, sharing the memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they do not exist, or the tensor has no dimension.
+    pub fn rows(&self, first: usize, num: usize) -> Result<Self> {
+        if self.shape.ndim() == 0 || first + num > self.shape.dim(0) {
+            return Err(Error::invalid(format!("rows {first}..{} of {}", first + num, self.shape)));
+        }
+        let mut dims = self.shape.dims().to_vec();
+        let row_bytes = dims[1..].iter().product::<usize>() * self.dtype.size();
+        dims[0] = num;
+        Ok(Self {
+            shape: Shape::new(&dims)?,
+            offset_bytes: self.offset_bytes + first * row_bytes,
+            ..self.clone()
+        })
+    }
+
+    /// Runs `f` on the bytes.
+    ///
+    /// # Errors
+    /// If work in flight is writing the memory.
+    pub fn read<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
+        let g = self.mem.read("tensor")?;
+        Ok(f(&g.bytes()[self.offset_bytes..][..self.len_bytes()]))
+    }
+
+    /// Runs `f` on the bytes, writable.
+    ///
+    /// # Errors
+    /// If work in flight is using the memory.
+    pub fn write<R>(&self, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        let len = self.len_bytes();
+        let mut g = self.mem.write("tensor")?;
+        Ok(f(&mut g.bytes_mut()[self.offset_bytes..][..len]))
+    }
+
+    /// Copies the elements out.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `T` is not the dtype; or if work in flight is writing the memory.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        if T::DTYPE != self.dtype {
+            return Err(Error::invalid("wrong dtype").expected(T::DTYPE).seen(self.dtype));
+        }
+        self.read(|b| {
+            let mut v = vec![T::zeroed(); self.shape.num_elems()];
+            bytemuck::cast_slice_mut(&mut v).copy_from_slice(b);
+            v
+        })
+    }
+
+    /// Copies the elements out, widened to f32.
+    ///
+    /// # Errors
+    /// If work in flight is writing the memory.
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        let mut v = vec![0.0; self.shape.num_elems()];
+        self.read(|b| convert_to_f32(self.dtype, b, &mut v))?;
+        Ok(v)
+    }
+
+    /// Fills every byte with [`DType::POISON`].
+    ///
+    /// # Errors
+    /// If work in flight is using the memory.
+    pub fn poison(&self) -> Result<()> {
+        self.write(|b| b.fill(DType::POISON))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_share_and_bounds_are_checked() {
+        let t = Tensor::from_f32(&[0., 1., 2., 3., 4., 5.], DType::BF16, Shape::d2(3, 2)).unwrap();
+        let r = t.rows(1, 2).unwrap();
+        r.write(|b| b.fill(0)).unwrap();
+        assert_eq!(t.to_f32().unwrap(), [0., 1., 0., 0., 0., 0.]);
+        assert!(t.rows(2, 2).is_err() && t.reshape(Shape::d1(5)).is_err());
+        assert!(t.to_vec::<f32>().is_err());
+    }
+}

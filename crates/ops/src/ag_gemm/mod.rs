@@ -1,0 +1,20 @@
+//! `ag_gemm`: all-gather of the rows of X overlapped with `act(X W^T + bias)`.
+//!
+//! Column-parallel linear layer: X is sharded by rows over the team, W by output features.
+//! Each rank pushes its shard in chunks to every peer, and multiplies in the order in which
+//! chunks arrive: its own shard first, then those of rank + 1, rank + 2, ... (schedule of the
+//! comm+GEMM research notes, §6). Protocol page: `docs/protocols/ag_gemm.md`.
+//!
+//! # Backward
+//! With `Y = X W^T`: the gradient of X is `gemm_rs` of dY with W in `[k, n]` order (the mirrored
+//! layer); the gradient of W needs the gathered X (`gathered` output, or a `bulk` all-gather
+//! beside the dgrad) and is a local `gemm` with `a_order: Km` and `bgrad` for the bias.
+
+mod config;
+mod desc;
+mod host;
+mod plan;
+
+pub use config::{AgTask, schedule};
+pub use desc::AgGemmDesc;
+pub use plan::{AgGemmInputs, AgGemmPlan};

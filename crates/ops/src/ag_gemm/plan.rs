@@ -1,0 +1,202 @@
+//! The plan of AG+GEMM.
+
+use std::sync::Arc;
+
+use tilewire_core::{DType, Error, Result};
+use tilewire_device::{Pending, Stream, Tensor};
+use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
+
+use super::AgGemmDesc;
+use super::config::schedule;
+use super::host::Run;
+use crate::common::{Choice, Explain, Machine, OverlapConfig, PlanCore, expect_tensor};
+use crate::gemm::BOrder;
+
+pub(super) const CREDIT: usize = 0;
+pub(super) const DATA: usize = 1;
+
+/// Tensors of one launch with `m` rows in all.
+#[derive(Clone, Debug)]
+pub struct AgGemmInputs {
+    /// My shard `[rows of me, k]`.
+    pub x: Tensor,
+    /// `[n, k]` or `[k, n]`.
+    pub w: Tensor,
+    /// Bias `[n]` f32.
+    pub bias: Option<Tensor>,
+    /// One f32 that multiplies the product before the bias: the product of the FP8 scales.
+    pub scale: Option<Tensor>,
+    /// Saved pre-activation `[m, aux_cols]` for the backward activations.
+    pub aux_in: Option<Tensor>,
+    /// Output `[m, out_cols]`.
+    pub out: Tensor,
+    /// Pre-activation output `[m, n]`.
+    pub aux_out: Option<Tensor>,
+    /// The gathered X `[m, k]`, for the gradient of W.
+    pub gathered: Option<Tensor>,
+}
+
+impl AgGemmInputs {
+    /// The plain product.
+    pub fn new(x: Tensor, w: Tensor, out: Tensor) -> Self {
+        Self { x, w, bias: None, scale: None, aux_in: None, out, aux_out: None, gathered: None }
+    }
+}
+
+/// AG+GEMM with its gather buffer.
+pub struct AgGemmPlan {
+    desc: AgGemmDesc,
+    core: PlanCore,
+    gather: SymBuf,
+    signals: Arc<Signals>,
+    choice: Choice,
+    machine: Machine,
+}
+
+impl AgGemmPlan {
+    /// Bytes of symmetric memory that a plan takes on each rank.
+    pub fn memory(desc: &AgGemmDesc) -> usize {
+        desc.m * desc.k * desc.x.size()
+    }
+
+    /// A plan on `heap`; `config` of `None` lets rank 0's cost model choose at `prepare`.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `Unsupported`, `Unavailable` for the description or the algorithm;
+    /// `Exhausted` if the heap is too small.
+    pub fn new(desc: AgGemmDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
+        let size = heap.team().size();
+        desc.check(size).map_err(|e| e.op("ag_gemm"))?;
+        let choice = Choice::new(config).map_err(|e| e.op("ag_gemm"))?;
+        let gather = heap.alloc(Self::memory(&desc), "ag_gemm")?;
+        let signals = Arc::new(heap.team().signals(2, "ag_gemm")?);
+        let core =
+            PlanCore::new("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()));
+        Ok(Self { desc, core, gather, signals, choice, machine: Machine::default() })
+    }
+
+    /// Collective: must be called by all ranks before the first launch.
+    ///
+    /// # Errors
+    /// `Mismatch` if the ranks' plans differ.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        self.core.prepare_with(stream, &self.choice, || {
+            explain(&self.desc, self.core.team().size(), &self.machine)
+        })
+    }
+
+    /// The configuration in use.
+    ///
+    /// # Errors
+    /// `NotPrepared` if the choice was left to `prepare`.
+    pub fn config(&self) -> Result<OverlapConfig> {
+        self.choice.get()
+    }
+
+    /// Candidates with their predicted times.
+    pub fn explain(&self) -> Explain {
+        let mut e = explain(&self.desc, self.core.team().size(), &self.machine);
+        e.chosen = self.choice.get().unwrap_or(e.chosen);
+        e
+    }
+
+    /// What one launch with `m` rows moves from this rank to each peer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `m` does not fit the shards; `NotPrepared`.
+    pub fn predict(&self, m: usize) -> Result<Traffic> {
+        let team = self.core.team();
+        let (me, size, s) = (team.rank().idx(), team.size(), self.choice.get()?.sub_chunks);
+        let mine = self.desc.shards.rows(m, size)?[me];
+        let mut t = vec![LinkTraffic::default(); size];
+        for (_, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != me) {
+            link.puts = if self.desc.k == 0 { 0 } else { mine.min(s) as u64 };
+            link.put_bytes = (mine * self.desc.k * self.desc.x.size()) as u64;
+            link.signals = 1 + s as u64;
+        }
+        Ok(t)
+    }
+
+    fn check_inputs(&self, t: &AgGemmInputs, m: usize, mine: usize) -> Result<()> {
+        let (d, e) = (&self.desc, &self.desc.epilogue);
+        expect_tensor("x", &t.x, d.x, &[mine, d.k])?;
+        match d.w_order {
+            BOrder::Nk => expect_tensor("w", &t.w, d.w, &[d.n, d.k])?,
+            BOrder::Kn => expect_tensor("w", &t.w, d.w, &[d.k, d.n])?,
+        }
+        expect_tensor("out", &t.out, d.out, &[m, e.activation.out_cols(d.n)])?;
+        let aux = [m, e.activation.aux_cols(d.n)];
+        for (what, want, t, dtype, shape) in [
+            ("bias", e.bias, &t.bias, DType::F32, &[d.n][..]),
+            ("aux_in", e.activation.reads_aux(), &t.aux_in, d.out, &aux[..]),
+            ("aux_out", e.aux, &t.aux_out, d.out, &aux[..]),
+        ] {
+            match t {
+                Some(t) if want => expect_tensor(what, t, dtype, shape)?,
+                None if !want => {}
+                _ => {
+                    return Err(Error::invalid(format!("`{what}` and the epilogue do not agree"))
+                        .expected(if want { "a tensor" } else { "none" })
+                        .seen(if want { "none" } else { "a tensor" }));
+                }
+            }
+        }
+        if let Some(s) = &t.scale {
+            expect_tensor("scale", s, DType::F32, &[1])?;
+        }
+        if let Some(g) = &t.gathered {
+            expect_tensor("gathered", g, d.x, &[m, d.k])?;
+        }
+        Ok(())
+    }
+
+    /// Queues the operation for `m` rows in all (at most the plan's).
+    ///
+    /// # Errors
+    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
+    pub fn launch(&self, stream: &Stream, m: usize, t: AgGemmInputs) -> Result<Pending<AgGemmInputs>> {
+        let team = self.core.team();
+        if m > self.desc.m {
+            return Err(Error::invalid("more rows than the plan was made for")
+                .op("ag_gemm")
+                .expected(format_args!("at most {}", self.desc.m))
+                .seen(m));
+        }
+        let rows = self.desc.shards.rows(m, team.size()).map_err(|e| e.op("ag_gemm"))?;
+        self.check_inputs(&t, m, rows[team.rank().idx()]).map_err(|e| e.op("ag_gemm"))?;
+        let config = self.choice.get().map_err(|e| e.op("ag_gemm"))?;
+        let whole = self.desc.epilogue.activation.pairs_columns();
+        let tasks = schedule(team.rank(), &rows, self.desc.n, &config, whole);
+        let launch = self.core.begin(format_args!("m={m}"))?;
+        let seq = launch.ctx.seq();
+        let run = Arc::new(Run {
+            launch,
+            desc: self.desc.clone(),
+            config,
+            rows,
+            tasks,
+            gather: self.gather.clone(),
+            signals: self.signals.clone(),
+            t: t.clone(),
+        });
+        let (copies, compute, poison) = (run.clone(), run.clone(), t.clone());
+        self.core.run(
+            stream,
+            move || copies.copies(),
+            move || compute.compute(),
+            move || {
+                for o in [Some(&poison.out), poison.aux_out.as_ref(), poison.gathered.as_ref()] {
+                    o.map(Tensor::poison).transpose().ok();
+                }
+            },
+            seq,
+        )?;
+        Pending::new(t, stream, Some(team.fault().clone()))
+    }
+}
+
+fn explain(d: &AgGemmDesc, size: usize, machine: &Machine) -> Explain {
+    let flop = 2.0 * (d.m * d.k) as f64 * d.n as f64;
+    let wire = (AgGemmPlan::memory(d) * (size - 1)) as f64 / size as f64;
+    Explain::predict(format!("ag_gemm {d}"), flop, wire, size, machine)
+}

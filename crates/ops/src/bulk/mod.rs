@@ -1,0 +1,10 @@
+//! `bulk`: a collective beside a GEMM that does not depend on it.
+//!
+//! What backward passes need: the all-gather of the saved input beside the dgrad, and the
+//! reduce-scatter of the dgrad beside the wgrad. The collective runs on the heap's copy stream
+//! and its own stream, the GEMM on the caller's; both are joined to the caller's stream.
+//! Protocol page: `docs/protocols/bulk.md`.
+
+mod plan;
+
+pub use plan::{BulkInputs, BulkOut, BulkPlan};

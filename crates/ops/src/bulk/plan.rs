@@ -1,0 +1,94 @@
+//! The plan of a bulk overlap: a GEMM plan and a collective plan, launched side by side.
+
+use tilewire_core::Result;
+use tilewire_device::{Event, Pending, Stream, Tensor};
+use tilewire_symm::{Heap, Traffic};
+
+use crate::collective::{CollectiveDesc, CollectivePlan};
+use crate::gemm::{GemmDesc, GemmInputs, GemmPlan};
+
+/// Tensors of one launch.
+#[derive(Clone, Debug)]
+pub struct BulkInputs {
+    /// Tensors of the GEMM.
+    pub gemm: GemmInputs,
+    /// Rows of the collective, input and output.
+    pub m: usize,
+    /// Input of the collective.
+    pub x: Tensor,
+    /// Output of the collective.
+    pub y: Tensor,
+}
+
+/// Results of one launch.
+#[derive(Clone, Debug)]
+pub struct BulkOut {
+    /// Output of the GEMM.
+    pub gemm: Tensor,
+    /// Output of the collective.
+    pub collective: Tensor,
+}
+
+/// A GEMM and a collective side by side.
+pub struct BulkPlan {
+    gemm: GemmPlan,
+    collective: CollectivePlan,
+    side: Stream,
+}
+
+impl BulkPlan {
+    /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
+    pub fn memory(collective: &CollectiveDesc, size: usize) -> usize {
+        CollectivePlan::memory(collective, size)
+    }
+
+    /// A plan on `heap`.
+    ///
+    /// # Errors
+    /// As [`GemmPlan::new`] and [`CollectivePlan::new`].
+    pub fn new(gemm: GemmDesc, collective: CollectiveDesc, heap: &Heap) -> Result<Self> {
+        Ok(Self {
+            gemm: GemmPlan::new(gemm)?,
+            collective: CollectivePlan::new(collective, heap)?,
+            side: Stream::new("bulk")?,
+        })
+    }
+
+    /// Collective: must be called by all ranks before the first launch.
+    ///
+    /// # Errors
+    /// `Mismatch` if the ranks' plans differ.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        self.gemm.prepare(stream)?;
+        self.collective.prepare(stream)
+    }
+
+    /// In words, what a launch does.
+    pub fn explain(&self) -> String {
+        format!("bulk: gemm {} beside\n{}", self.gemm.desc(), self.collective.explain())
+    }
+
+    /// What one launch moves from this rank to each peer: that of the collective.
+    ///
+    /// # Errors
+    /// As [`CollectivePlan::predict`].
+    pub fn predict(&self, m: usize) -> Result<Traffic> {
+        self.collective.predict(m)
+    }
+
+    /// Queues both, joined to `stream`.
+    ///
+    /// # Errors
+    /// As the two parts. The collective is checked and queued first: if it is refused, nothing
+    /// runs.
+    pub fn launch(&self, stream: &Stream, t: BulkInputs) -> Result<Pending<BulkOut>> {
+        let (fork, join) = (Event::new(), Event::new());
+        stream.record(&fork)?;
+        self.side.wait(&fork)?;
+        let collective = self.collective.launch(&self.side, t.m, &t.x, &t.y)?.join(stream);
+        let gemm = self.gemm.launch(stream, t.gemm)?.join(stream)?;
+        self.side.record(&join)?;
+        stream.wait(&join)?;
+        Pending::new(BulkOut { gemm, collective: collective? }, stream, None)
+    }
+}

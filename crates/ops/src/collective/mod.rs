@@ -1,0 +1,14 @@
+//! `collective`: all_gather, reduce_scatter, all_reduce and all_to_all over symmetric memory.
+//!
+//! All four push: each rank copies its part into the receiver's staging area on the copy stream,
+//! peers in rotated order, one signal per peer; the receiver's stream waits and copies or adds.
+//! Sums are formed in f32 in rank order by the one owner of an element and rounded once, so all
+//! ranks see the same bits. Protocol page: `docs/protocols/collective.md`.
+
+mod config;
+mod desc;
+mod host;
+mod plan;
+
+pub use desc::{CollectiveDesc, CollectiveKind, ReduceOp};
+pub use plan::CollectivePlan;

@@ -1,0 +1,201 @@
+//! The plan of a collective: staging, signals, launch.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use tilewire_core::{Error, Result};
+use tilewire_device::{Pending, Stream, Tensor};
+use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
+
+use super::config::{self, Phase};
+use super::host::Run;
+use super::{CollectiveDesc, CollectiveKind};
+use crate::common::{PlanCore, Shards, expect_tensor};
+
+/// Signal slots of a plan.
+pub(super) const CREDIT: usize = 0;
+pub(super) const DATA: usize = 1;
+
+/// A collective with its staging area.
+pub struct CollectivePlan {
+    desc: CollectiveDesc,
+    core: PlanCore,
+    /// Rows that peers push to me: gathered rows, or one slot per source.
+    staging: SymBuf,
+    /// All-reduce: the reduced rows of the other owners.
+    staging2: Option<SymBuf>,
+    signals: Arc<Signals>,
+    signals2: Option<Arc<Signals>>,
+    slot_rows: usize,
+}
+
+impl CollectivePlan {
+    /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
+    pub fn memory(desc: &CollectiveDesc, size: usize) -> usize {
+        let (first, second) = staging_rows(desc, size);
+        (first + second) * desc.cols * desc.dtype.size()
+    }
+
+    /// A plan on `heap`. Takes staging and signals; not collective, but all ranks must make the
+    /// same plans in the same order.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a bad description, `Exhausted` if the heap is too small.
+    pub fn new(desc: CollectiveDesc, heap: &Heap) -> Result<Self> {
+        let (size, name) = (heap.team().size(), desc.kind.name());
+        desc.check(size).map_err(|e| e.op(name))?;
+        let row_bytes = desc.cols * desc.dtype.size();
+        let (first, second) = staging_rows(&desc, size);
+        let staging = heap.alloc(first * row_bytes, name)?;
+        let two = matches!(desc.kind, CollectiveKind::AllReduce(_));
+        let staging2 = if two { Some(heap.alloc(second * row_bytes, name)?) } else { None };
+        let signals = Arc::new(heap.team().signals(2, name)?);
+        let signals2 = if two { Some(Arc::new(heap.team().signals(2, name)?)) } else { None };
+        let slot_rows = match &desc.kind {
+            CollectiveKind::ReduceScatter(s, _) => s.max_rows(desc.m, size),
+            _ => Shards::Even.max_rows(desc.m, size),
+        };
+        let core = PlanCore::new(name, heap, &desc);
+        Ok(Self { desc, core, staging, staging2, signals, signals2, slot_rows })
+    }
+
+    /// What it does.
+    pub fn desc(&self) -> &CollectiveDesc {
+        &self.desc
+    }
+
+    /// Collective: must be called by all ranks before the first launch.
+    ///
+    /// # Errors
+    /// `Mismatch` if the ranks' plans differ.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        self.core.prepare(stream)
+    }
+
+    /// In words, what a launch does.
+    pub fn explain(&self) -> String {
+        let size = self.core.team().size();
+        let mut s = format!("{} {}\n", self.core.op(), self.desc);
+        let _infallible = write!(
+            s,
+            "push, one copy stream, peers in rotated order; staging {} bytes on each of {size} ranks",
+            Self::memory(&self.desc, size)
+        );
+        s
+    }
+
+    fn phases(&self, m: usize) -> Result<(Phase, Option<Phase>)> {
+        let team = self.core.team();
+        let (me, size) = (team.rank(), team.size());
+        let rows = config::shard_rows(&self.desc, m, size)?;
+        Ok(match &self.desc.kind {
+            CollectiveKind::AllGather(_) => (config::gather(me, &rows), None),
+            CollectiveKind::ReduceScatter(..) => (config::scatter(me, &rows, self.slot_rows), None),
+            CollectiveKind::AllReduce(_) => {
+                (config::scatter(me, &rows, self.slot_rows), Some(config::gather(me, &rows)))
+            }
+            CollectiveKind::AllToAll(splits) => (config::exchange(me, splits), None),
+        })
+    }
+
+    /// What one launch with `m` rows moves from this rank to each peer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `m` does not fit the shards.
+    pub fn predict(&self, m: usize) -> Result<Traffic> {
+        let team = self.core.team();
+        let (me, size) = (team.rank().idx(), team.size());
+        let row_bytes = (self.desc.cols * self.desc.dtype.size()) as u64;
+        let rows = config::shard_rows(&self.desc, m, size)?;
+        let mut t = vec![LinkTraffic::default(); size];
+        for (p, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != me) {
+            // Rows that go to `p`: written from the definitions, not from the schedule.
+            let sent: Vec<usize> = match &self.desc.kind {
+                CollectiveKind::AllGather(_) => vec![rows[me]],
+                CollectiveKind::ReduceScatter(..) => vec![rows[p]],
+                CollectiveKind::AllReduce(_) => vec![rows[p], rows[me]],
+                CollectiveKind::AllToAll(splits) => vec![splits[me][p]],
+            };
+            link.puts = sent.iter().filter(|&&r| r > 0 && row_bytes > 0).count() as u64;
+            link.put_bytes = sent.iter().sum::<usize>() as u64 * row_bytes;
+            // A credit and an arrival for each phase.
+            link.signals = 2 * sent.len() as u64;
+        }
+        Ok(t)
+    }
+
+    /// Queues the collective. `m` rows in all, at most the plan's; shapes as the kind says.
+    ///
+    /// # Errors
+    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
+    pub fn launch(&self, stream: &Stream, m: usize, x: &Tensor, out: &Tensor) -> Result<Pending<Tensor>> {
+        let name = self.core.op();
+        let all_to_all = matches!(self.desc.kind, CollectiveKind::AllToAll(_));
+        if m > self.desc.m && !all_to_all {
+            return Err(Error::invalid("more rows than the plan was made for")
+                .op(name)
+                .expected(format_args!("at most {}", self.desc.m))
+                .seen(m));
+        }
+        let (first, second) = self.phases(m).map_err(|e| e.op(name))?;
+        let (x_rows, out_rows) = io_rows(&self.desc.kind, &first, m);
+        let check = |what, t: &Tensor, rows| {
+            expect_tensor(what, t, self.desc.dtype, &[rows, self.desc.cols]).map_err(|e| e.op(name))
+        };
+        check("x", x, x_rows)?;
+        check("out", out, out_rows)?;
+        if x.memory().same(out.memory()) {
+            return Err(Error::invalid("`out` must not share memory with `x`").op(name));
+        }
+        let launch = self.core.begin(format_args!("m={m}"))?;
+        let seq = launch.ctx.seq();
+        let run = Arc::new(Run {
+            launch,
+            desc: self.desc.clone(),
+            first,
+            second,
+            staging: self.staging.clone(),
+            staging2: self.staging2.clone(),
+            signals: self.signals.clone(),
+            signals2: self.signals2.clone(),
+            x: x.clone(),
+            out: out.clone(),
+        });
+        let (copies, compute, poison) = (run.clone(), run.clone(), out.clone());
+        self.core.run(
+            stream,
+            move || copies.copies(),
+            move || compute.compute(),
+            move || drop(poison.poison()),
+            seq,
+        )?;
+        Pending::new(out.clone(), stream, Some(self.core.team().fault().clone()))
+    }
+}
+
+/// Rows of the input and of the output on this rank.
+fn io_rows(kind: &CollectiveKind, first: &Phase, m: usize) -> (usize, usize) {
+    match kind {
+        CollectiveKind::AllGather(_) => (first.own.0.len(), m),
+        CollectiveKind::ReduceScatter(..) => (m, first.own.1.len()),
+        CollectiveKind::AllReduce(_) => (m, m),
+        CollectiveKind::AllToAll(_) => {
+            let sent: usize = first.sends.iter().map(|s| s.rows.len()).sum();
+            let received: usize = first.recvs.iter().map(|r| r.out.len()).sum();
+            (sent + first.own.0.len(), received + first.own.1.len())
+        }
+    }
+}
+
+/// Rows of the two staging areas. Equal on all ranks, as symmetric memory must be.
+fn staging_rows(desc: &CollectiveDesc, size: usize) -> (usize, usize) {
+    match &desc.kind {
+        CollectiveKind::AllGather(_) => (desc.m, 0),
+        CollectiveKind::ReduceScatter(s, _) => (size * s.max_rows(desc.m, size), 0),
+        CollectiveKind::AllReduce(_) => (size * Shards::Even.max_rows(desc.m, size), desc.m),
+        CollectiveKind::AllToAll(splits) => {
+            let most = (0..size).map(|d| splits.iter().map(|s| s.get(d).copied().unwrap_or(0)).sum());
+            (most.max().unwrap_or(0), 0)
+        }
+    }
+}

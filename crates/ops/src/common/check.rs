@@ -1,0 +1,43 @@
+//! Checks of the caller's tensors, and access to them as f32.
+
+use std::borrow::Cow;
+
+use tilewire_core::{DType, Error, Result, Shape, convert_from_f32, convert_to_f32};
+use tilewire_device::Tensor;
+
+/// Checks dtype and shape of an argument.
+///
+/// # Errors
+/// `InvalidArgument` naming the argument, what was expected and what was given.
+pub fn expect_tensor(what: &str, t: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
+    let want = Shape::new(shape)?;
+    if t.dtype() == dtype && t.shape() == want {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("`{what}` has the wrong shape or dtype"))
+        .expected(format_args!("{dtype} {want}"))
+        .seen(format_args!("{} {}", t.dtype(), t.shape())))
+}
+
+/// The elements as f32: in place where they are, converted where they are not.
+pub(crate) fn wide(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
+    if dtype == DType::F32
+        && let Ok(s) = bytemuck::try_cast_slice(bytes)
+    {
+        return Cow::Borrowed(s);
+    }
+    let mut v = vec![0.0; bytes.len() / dtype.size()];
+    convert_to_f32(dtype, bytes, &mut v);
+    Cow::Owned(v)
+}
+
+/// Rounds `values` into row `row`, columns `col..` of a row-major matrix with `width` columns.
+pub(crate) fn narrow_into(
+    out: &mut [u8],
+    dtype: DType,
+    (row, col, width): (usize, usize, usize),
+    values: &[f32],
+) {
+    let at = (row * width + col) * dtype.size();
+    convert_from_f32(dtype, values, &mut out[at..at + values.len() * dtype.size()]);
+}

@@ -1,0 +1,173 @@
+//! Bookkeeping that every plan with a team needs.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_device::{Event, Node, Stream};
+use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
+
+use super::{Explain, OverlapConfig};
+
+/// Identity of a plan on its team: name, fingerprint, whether it is prepared.
+pub struct PlanCore {
+    op: &'static str,
+    heap: Heap,
+    text: String,
+    prepared: AtomicBool,
+}
+
+/// The tile configuration of a plan: given by the caller, or chosen by rank 0 at `prepare`.
+pub(crate) struct Choice {
+    given: Option<OverlapConfig>,
+    used: OnceLock<OverlapConfig>,
+}
+
+impl Choice {
+    pub fn new(given: Option<OverlapConfig>) -> Result<Self> {
+        given.map_or(Ok(()), |c| c.check())?;
+        let used = OnceLock::new();
+        if let Some(c) = given {
+            used.get_or_init(|| c);
+        }
+        Ok(Self { given, used })
+    }
+
+    /// For the fingerprint: what the caller gave.
+    pub fn text(&self) -> String {
+        self.given.map_or("auto".to_owned(), |c| c.to_string())
+    }
+
+    /// Collective: adopts rank 0's choice where the caller gave none.
+    fn settle(&self, team: &LiveTeam, explain: impl FnOnce() -> Explain) -> Result<()> {
+        if self.used.get().is_none() {
+            let mine = serde_json::to_vec(&explain().chosen)
+                .map_err(|e| Error::internal(format!("configuration as JSON: {e}")))?;
+            let all = team.exchange("config", &mine)?;
+            let chosen = serde_json::from_slice(&all[0]).map_err(|e| {
+                Error::new(ErrorKind::Protocol, format!("rank 0's configuration: {e}"))
+            })?;
+            self.used.get_or_init(|| chosen);
+        }
+        Ok(())
+    }
+
+    /// The configuration in use.
+    pub fn get(&self) -> Result<OverlapConfig> {
+        self.used.get().copied().ok_or_else(not_prepared)
+    }
+}
+
+fn not_prepared() -> Error {
+    Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+        .hint("call `plan.prepare(&stream)` on all ranks first")
+}
+
+/// One launch in program order.
+pub struct Launch {
+    /// Context of the running operation.
+    pub ctx: OpCtx,
+    /// What credits of this launch carry.
+    pub tag: u64,
+}
+
+impl PlanCore {
+    /// A plan of `op` on `heap`; `text` holds everything that must be equal on all ranks.
+    pub fn new(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Self {
+        Self { op, heap: heap.clone(), text: text.to_string(), prepared: AtomicBool::new(false) }
+    }
+
+    /// The heap.
+    pub fn heap(&self) -> &Heap {
+        &self.heap
+    }
+
+    /// The team.
+    pub fn team(&self) -> &LiveTeam {
+        self.heap.team()
+    }
+
+    /// Name of the operation.
+    pub fn op(&self) -> &'static str {
+        self.op
+    }
+
+    /// Collective: compares descriptions and allocation digests, makes lazy state.
+    ///
+    /// # Errors
+    /// `Mismatch` with both ranks' words; `InvalidArgument` during capture.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if stream.is_capturing() {
+            return Err(Error::invalid("`prepare` cannot be captured")
+                .op(self.op)
+                .hint("prepare the plan before the capture begins"));
+        }
+        self.heap.copy_stream()?;
+        let fp = Fingerprint::new(self.op, format_args!("{} {}", self.text, self.heap.digest()));
+        self.team().prepare_agree(&fp).map_err(|e| e.op(self.op))?;
+        self.prepared.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// As [`PlanCore::prepare`], and settles the tile configuration.
+    pub(crate) fn prepare_with(
+        &self,
+        stream: &Stream,
+        choice: &Choice,
+        explain: impl FnOnce() -> Explain,
+    ) -> Result<()> {
+        self.prepare(stream)?;
+        choice.settle(self.team(), explain).map_err(|e| e.op(self.op))
+    }
+
+    /// Notes a launch; `detail` holds what may differ from launch to launch.
+    ///
+    /// # Errors
+    /// `NotPrepared`; the fault of the team.
+    pub fn begin(&self, detail: impl std::fmt::Display) -> Result<Launch> {
+        if !self.prepared.load(Ordering::Acquire) {
+            return Err(not_prepared().op(self.op));
+        }
+        let fp = Fingerprint::new(self.op, format_args!("{} {detail}", self.text));
+        let seq = self.team().launch_begin(&fp).map_err(|e| e.op(self.op))?;
+        Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, seq), tag: fp.tag() })
+    }
+
+    /// Queues the two lanes of a launch: `copies` on the heap's copy stream, `compute` on the
+    /// caller's stream, forked and joined by events. `poison` runs instead once the team is
+    /// faulted.
+    ///
+    /// # Errors
+    /// If a stream has ended.
+    pub fn run(
+        &self,
+        stream: &Stream,
+        copies: impl Fn() -> Result<()> + Send + Sync + 'static,
+        compute: impl Fn() -> Result<()> + Send + Sync + 'static,
+        poison: impl Fn() + Send + Sync + 'static,
+        seq: u64,
+    ) -> Result<()> {
+        let fault = self.team().fault().clone();
+        let side = self.heap.copy_stream()?;
+        let (fork, join) = (Event::new(), Event::new());
+        stream.record(&fork)?;
+        side.wait(&fork)?;
+        let team = Arc::new(self.team().clone());
+        let started = team.clone();
+        side.launch(Node::new(self.op, copies).in_domain(fault.clone(), || {}))?;
+        stream.launch(
+            Node::new(self.op, move || {
+                started.set_state(seq, EntryState::Running);
+                compute()?;
+                started.set_state(seq, EntryState::Done);
+                Ok(())
+            })
+            .in_domain(fault.clone(), move || {
+                team.set_state(seq, EntryState::Failed);
+                poison();
+            }),
+        )?;
+        side.record(&join)?;
+        stream.wait(&join)
+    }
+}

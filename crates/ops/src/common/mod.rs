@@ -1,0 +1,14 @@
+//! What all operations share: shards, plan bookkeeping, tile configuration, cost model.
+
+mod check;
+mod core;
+mod overlap;
+mod shards;
+
+pub(crate) use self::core::Choice;
+pub use self::core::{Launch, PlanCore};
+pub use check::expect_tensor;
+pub(crate) use check::{narrow_into, wide};
+pub use overlap::{Algo, Candidate, Explain, Machine, OverlapConfig};
+pub use shards::Shards;
+pub(crate) use shards::{part, range_of};

@@ -1,0 +1,220 @@
+//! How a comm+GEMM operation is cut into tiles, and what that is expected to cost.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use tilewire_core::{Error, ErrorKind, Result};
+
+/// The way a comm+GEMM operation is carried out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Algo {
+    /// One kernel whose tiles wait for, or publish, their own flags.
+    Fused,
+    /// One GEMM per arriving (or leaving) chunk.
+    Pipelined,
+    /// All communication before (or after) one GEMM: the baseline.
+    Sequential,
+    /// NVIDIA cuBLASMp, opened at run time.
+    Cublasmp,
+}
+
+impl Algo {
+    /// All values with their names.
+    pub const NAMES: [(&'static str, Algo); 4] = [
+        ("fused", Algo::Fused),
+        ("pipelined", Algo::Pipelined),
+        ("sequential", Algo::Sequential),
+        ("cublasmp", Algo::Cublasmp),
+    ];
+
+    /// The name used in options and JSON.
+    pub fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, a)| *a == self).map_or("?", |(n, _)| n)
+    }
+
+    /// Fails where the host backend has no such algorithm.
+    ///
+    /// # Errors
+    /// `Unavailable` for `cublasmp`.
+    pub fn check_host(self) -> Result<()> {
+        if self == Algo::Cublasmp {
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                "`cublasmp` runs on GPUs only; this heap is on the `host` backend",
+            )
+            .hint("use fused, pipelined or sequential"));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Algo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Algo {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        Self::NAMES.iter().find(|(n, _)| *n == s).map(|(_, a)| *a).ok_or_else(|| {
+            let names: Vec<_> = Self::NAMES.iter().map(|(n, _)| *n).collect();
+            Error::invalid(format!("unknown algorithm `{s}`; one of {}", names.join(", ")))
+        })
+    }
+}
+
+/// Tile sizes and chunking. Pure data; equal on all ranks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
+pub struct OverlapConfig {
+    /// How it is carried out.
+    pub algo: Algo,
+    /// Rows of a tile.
+    pub block_m: usize,
+    /// Columns of a tile.
+    pub block_n: usize,
+    /// Chunks per shard: each has its own flag.
+    pub sub_chunks: usize,
+}
+
+impl fmt::Display for OverlapConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let block = |b: usize| if b == usize::MAX { "all".to_owned() } else { b.to_string() };
+        let (m, n) = (block(self.block_m), block(self.block_n));
+        write!(f, "{} {m}x{n} s{}", self.algo, self.sub_chunks)
+    }
+}
+
+impl OverlapConfig {
+    /// The usual tiles of an algorithm.
+    pub fn of(algo: Algo, sub_chunks: usize) -> Self {
+        let (block_m, block_n) = match algo {
+            Algo::Fused => (64, 128),
+            // One GEMM per chunk: tiles as large as they come.
+            _ => (usize::MAX, usize::MAX),
+        };
+        Self { algo, block_m, block_n, sub_chunks }
+    }
+
+    /// Checks that every size is positive and the algorithm exists here.
+    ///
+    /// # Errors
+    /// `InvalidArgument` or `Unavailable`.
+    pub fn check(&self) -> Result<()> {
+        if self.block_m == 0 || self.block_n == 0 || !(1..=64).contains(&self.sub_chunks) {
+            return Err(Error::invalid(format!("bad tile configuration `{self}`"))
+                .hint("tile sizes must be positive, sub_chunks 1 to 64"));
+        }
+        self.algo.check_host()
+    }
+}
+
+/// What this machine does, for predictions. Measured by `tilewire bench`; the defaults are those
+/// of one core of a laptop.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Machine {
+    /// GEMM rate in flop per microsecond.
+    pub gemm_flop_per_us: f64,
+    /// Rate of one link in bytes per microsecond.
+    pub link_bytes_per_us: f64,
+    /// One flag from a peer, or one launch, in microseconds.
+    pub latency_us: f64,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Self { gemm_flop_per_us: 20_000.0, link_bytes_per_us: 5_000.0, latency_us: 5.0 }
+    }
+}
+
+/// One way to do it, with its predicted (and, once tuned, measured) time.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Candidate {
+    /// How.
+    pub config: OverlapConfig,
+    /// Predicted time in microseconds.
+    pub predicted_us: f64,
+    /// Measured time in microseconds, slowest rank.
+    pub measured_us: Option<f64>,
+}
+
+/// Why a plan does what it does.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Explain {
+    /// The operation and its description.
+    pub what: String,
+    /// All candidates, fastest first.
+    pub candidates: Vec<Candidate>,
+    /// The one that is used.
+    pub chosen: OverlapConfig,
+}
+
+impl fmt::Display for Explain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.what)?;
+        for c in &self.candidates {
+            let mark = if c.config == self.chosen { '*' } else { ' ' };
+            write!(f, "{mark} {:<28} predicted {:>10.1} us", c.config.to_string(), c.predicted_us)?;
+            match c.measured_us {
+                Some(t) => writeln!(f, "  measured {t:>10.1} us")?,
+                None => writeln!(f, "  not measured")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Explain {
+    /// Predicts all candidates for a GEMM of `flop` per rank beside `wire_bytes` over the link.
+    ///
+    /// Sequential: sum of both. Chunked: the larger, plus one chunk of the smaller, plus a flag
+    /// for each chunk (comm+GEMM research notes, §2 and §6).
+    pub fn predict(what: String, flop: f64, wire_bytes: f64, size: usize, m: &Machine) -> Self {
+        let (gemm, wire) = (flop / m.gemm_flop_per_us, wire_bytes / m.link_bytes_per_us);
+        let mut candidates = Vec::new();
+        let mut add = |config: OverlapConfig, predicted_us: f64| {
+            candidates.push(Candidate { config, predicted_us, measured_us: None });
+        };
+        add(OverlapConfig::of(Algo::Sequential, 1), gemm + wire + m.latency_us);
+        for sub_chunks in [1, 2, 4] {
+            let chunks = (size * sub_chunks) as f64;
+            let overlapped = gemm.max(wire) + gemm.min(wire) / chunks + chunks * m.latency_us;
+            add(OverlapConfig::of(Algo::Pipelined, sub_chunks), overlapped);
+            // Tiles cost a little arithmetic efficiency on the host and win nothing there.
+            add(OverlapConfig::of(Algo::Fused, sub_chunks), overlapped + 0.02 * gemm);
+        }
+        candidates.sort_by(|a, b| a.predicted_us.total_cmp(&b.predicted_us));
+        let chosen = candidates[0].config;
+        Self { what, candidates, chosen }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_parse_and_unknown_ones_list_the_legal() {
+        for (n, a) in Algo::NAMES {
+            assert_eq!(n.parse::<Algo>().unwrap(), a);
+        }
+        let e = "nccl".parse::<Algo>().unwrap_err().to_string();
+        assert!(e.contains("fused, pipelined, sequential, cublasmp"), "{e}");
+        assert!(OverlapConfig::of(Algo::Cublasmp, 1).check().unwrap_err().is_unavailable());
+        assert!(OverlapConfig { sub_chunks: 0, ..OverlapConfig::of(Algo::Fused, 1) }.check().is_err());
+    }
+
+    #[test]
+    fn tiny_problems_are_sequential_and_large_ones_overlap() {
+        let m = Machine::default();
+        let tiny = Explain::predict("t".into(), 1e3, 1e2, 8, &m);
+        assert_eq!(tiny.chosen.algo, Algo::Sequential);
+        let large = Explain::predict("l".into(), 1e9, 1e8, 8, &m);
+        assert_ne!(large.chosen.algo, Algo::Sequential);
+        assert!(large.to_string().lines().count() > 5 && large.to_string().contains('*'));
+    }
+}

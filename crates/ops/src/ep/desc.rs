@@ -1,0 +1,156 @@
+//! What an expert-parallel layer looks like.
+
+use std::fmt;
+
+use tilewire_core::{DType, Error, Result};
+
+/// Order of the rows that `dispatch` delivers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum EpLayout {
+    /// Expert after expert, each padded with zero rows to a multiple of `align`: a row per copy.
+    ExpertMajor {
+        /// Rows of each expert are a multiple of this.
+        align: usize,
+    },
+    /// A fixed slot `[source rank][max_tokens]`: a row per (token, rank).
+    RankMajor {
+        /// Alignment of the expert-major order that `row_index` describes.
+        align: usize,
+    },
+    /// Rows one after the other without gaps, by source rank and token: a row per (token, rank).
+    Flat {
+        /// Alignment of the expert-major order that `row_index` describes.
+        align: usize,
+    },
+}
+
+impl EpLayout {
+    /// Alignment of the expert-major order.
+    pub fn align(self) -> usize {
+        match self {
+            EpLayout::ExpertMajor { align }
+            | EpLayout::RankMajor { align }
+            | EpLayout::Flat { align } => align,
+        }
+    }
+}
+
+/// What happens to copies beyond the capacity.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Overflow {
+    /// They are left out; the handle has the true counts.
+    Drop,
+    /// They are left out, and `EpHandle::check` is an error with the true counts.
+    Error,
+}
+
+/// An expert-parallel layer. Equal on all ranks.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EpDesc {
+    /// Experts of each rank; global expert numbers run over the ranks in order.
+    pub experts_per_rank: Vec<usize>,
+    /// The most tokens of a rank.
+    pub max_tokens: usize,
+    /// Elements of a token.
+    pub hidden: usize,
+    /// Choices of a token.
+    pub top_k: usize,
+    /// The most expert-major rows that a rank receives.
+    pub capacity: usize,
+    /// Element type of dispatched tokens: f32, bf16, f16 or FP8.
+    pub dtype: DType,
+    /// f32 scales per token that travel with FP8 tokens (0: none).
+    pub num_scales: usize,
+    /// Element type of expert outputs, results and all gradients: f32, bf16 or f16.
+    pub out: DType,
+    /// Order of the received rows.
+    pub layout: EpLayout,
+    /// What happens beyond the capacity.
+    pub overflow: Overflow,
+}
+
+impl EpDesc {
+    /// Experts divided evenly, room for every copy, expert-major without alignment.
+    pub fn new(size: usize, num_experts: usize, max_tokens: usize, hidden: usize, top_k: usize) -> Self {
+        let experts_per_rank: Vec<usize> =
+            (0..size).map(|r| num_experts / size + usize::from(r < num_experts % size)).collect();
+        let mut d = Self {
+            experts_per_rank,
+            max_tokens,
+            hidden,
+            top_k,
+            capacity: 0,
+            dtype: DType::F32,
+            num_scales: 0,
+            out: DType::F32,
+            layout: EpLayout::ExpertMajor { align: 1 },
+            overflow: Overflow::Drop,
+        };
+        d.capacity = d.worst_case();
+        d
+    }
+
+    /// Rows that are enough for any routing: every copy, and padding for every local expert.
+    pub fn worst_case(&self) -> usize {
+        let local = self.experts_per_rank.iter().copied().max().unwrap_or(0);
+        let copies = self.experts_per_rank.len() * self.max_tokens * self.top_k;
+        copies + local * (self.layout.align() - 1)
+    }
+
+    /// Number of experts.
+    pub fn num_experts(&self) -> usize {
+        self.experts_per_rank.iter().sum()
+    }
+
+    /// First expert of `rank`.
+    pub fn first_expert(&self, rank: usize) -> usize {
+        self.experts_per_rank[..rank].iter().sum()
+    }
+
+    /// Rows that `dispatch` delivers on a rank of a team of `size`.
+    pub fn recv_rows(&self) -> usize {
+        match self.layout {
+            EpLayout::ExpertMajor { .. } => self.capacity,
+            _ => self.experts_per_rank.len() * self.max_tokens,
+        }
+    }
+
+    /// Checks the description for a team of `size` ranks.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming what does not fit.
+    pub fn check(&self, size: usize) -> Result<()> {
+        let bad = |text: String| Err(Error::invalid(text).op("ep"));
+        if self.experts_per_rank.len() != size {
+            return bad(format!(
+                "experts are given for {} ranks, the team has {size}",
+                self.experts_per_rank.len()
+            ));
+        }
+        if self.num_experts() == 0 || self.top_k == 0 || self.top_k > 32 {
+            return bad(format!("{} experts, top_k {}: at least one expert, top_k 1 to 32", self.num_experts(), self.top_k));
+        }
+        if self.layout.align() == 0 {
+            return bad("alignment 0".to_owned());
+        }
+        let payload = matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) || self.dtype.is_fp8();
+        if !payload || !matches!(self.out, DType::F32 | DType::BF16 | DType::F16) {
+            return bad(format!("tokens {} and outputs {}: tokens f32, bf16, f16 or FP8; outputs f32, bf16 or f16", self.dtype, self.out));
+        }
+        if self.num_scales > 0 && !self.dtype.is_fp8() {
+            return bad(format!("{} tokens have no scales", self.dtype));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for EpDesc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "E={:?} T={} H={} k={} cap={} {}+{}->{} {:?} {:?}",
+            self.experts_per_rank, self.max_tokens, self.hidden, self.top_k, self.capacity,
+            self.dtype, self.num_scales, self.out, self.layout, self.overflow
+        )
+    }
+}

@@ -1,0 +1,26 @@
+//! `ep`: expert parallelism. Tokens travel to the ranks of their experts and back.
+//!
+//! - **prepare** ([`EpPlan::route`]): each rank counts its tokens per expert, pushes the counts to
+//!   everybody, and computes the slot of each copy from all counts: deterministic, no atomics, no
+//!   sort (EP research notes, §5.2). The result lives in an [`EpHandle`].
+//! - **dispatch**: each token goes once to each rank that has an expert of it, with the list of its
+//!   slots there; the receiver lays the copies out.
+//! - **combine**: each rank adds the expert outputs of a token in the order of its choices and
+//!   sends one row back; the token's rank adds the rows in rank order.
+//! - **dispatch_bwd** is a combine with a weight gradient per copy; **combine_bwd** is a dispatch of
+//!   the output's gradient. Same handle, no new routing.
+//!
+//! Several handles may be in flight (1F1B): a handle is routing only, and every phase copies out
+//! of the shared receive areas before it grants them again. Protocol page: `docs/protocols/ep.md`.
+//!
+//! A token that names an expert twice gets two copies there.
+
+mod config;
+mod desc;
+mod handle;
+mod host;
+mod plan;
+
+pub use desc::{EpDesc, EpLayout, Overflow};
+pub use handle::{EpHandle, EpTotals};
+pub use plan::{EpDispatch, EpMemory, EpPlan};

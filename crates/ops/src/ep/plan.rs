@@ -1,0 +1,353 @@
+//! The plan of an expert-parallel layer.
+
+use std::sync::Arc;
+
+use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_device::{Pending, Stream, Tensor};
+use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
+
+use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
+use super::{EpDesc, EpHandle};
+use crate::common::{Launch, PlanCore, expect_tensor};
+
+/// Signal slots: credit and arrival of counts, tokens and returns.
+pub(super) const COUNTS: (usize, usize) = (0, 1);
+pub(super) const TOKENS: (usize, usize) = (2, 3);
+pub(super) const RETURNS: (usize, usize) = (4, 5);
+
+/// Bytes that a layer takes, before anything is allocated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct EpMemory {
+    /// Symmetric memory on each rank.
+    pub symmetric: usize,
+    /// What `dispatch` delivers: the caller's tensor.
+    pub received: usize,
+    /// Expert outputs, expert-major: the caller's tensor.
+    pub expert_out: usize,
+    /// One handle.
+    pub handle: usize,
+}
+
+/// Results of a dispatch. Row order as the layout says; rows without a token are zero.
+#[derive(Clone, Debug)]
+pub struct EpDispatch {
+    /// Tokens `[recv_rows, hidden]`.
+    pub x: Tensor,
+    /// Scales `[recv_rows, num_scales]` f32, with FP8 tokens.
+    pub scales: Option<Tensor>,
+    /// Weight of the copy in each expert-major row, `[capacity]` f32, if weights were given.
+    pub weights: Option<Tensor>,
+}
+
+/// An expert-parallel layer with its receive areas.
+pub struct EpPlan {
+    desc: EpDesc,
+    cores: [PlanCore; 5],
+    counts: SymBuf,
+    tokens: SymBuf,
+    returns: SymBuf,
+    signals: Arc<Signals>,
+}
+
+const PREPARE: usize = 0;
+const DISPATCH: usize = 1;
+const COMBINE: usize = 2;
+const DISPATCH_BWD: usize = 3;
+const COMBINE_BWD: usize = 4;
+
+impl EpPlan {
+    /// What a layer takes on each rank.
+    pub fn memory(desc: &EpDesc) -> EpMemory {
+        let (size, k) = (desc.experts_per_rank.len(), desc.top_k);
+        let areas = size * desc.max_tokens * (record_bytes(desc) + return_bytes(desc));
+        EpMemory {
+            symmetric: areas + size * desc.num_experts() * 4,
+            received: desc.recv_rows() * (desc.hidden * desc.dtype.size() + 4 * desc.num_scales),
+            expert_out: desc.capacity * desc.hidden * desc.out.size(),
+            handle: desc.max_tokens * k * 8 + desc.capacity * 4 + desc.num_experts() * 8,
+        }
+    }
+
+    /// A layer on `heap`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a bad description, `Exhausted` if the heap is too small.
+    pub fn new(desc: EpDesc, heap: &Heap) -> Result<Self> {
+        let size = heap.team().size();
+        desc.check(size)?;
+        let area = size * desc.max_tokens;
+        let alloc = |bytes, tag| heap.alloc(bytes, tag).map_err(|e| e.op("ep"));
+        let names = ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
+        Ok(Self {
+            cores: names.map(|n| PlanCore::new(n, heap, &desc)),
+            counts: alloc(size * desc.num_experts() * 4, "ep counts")?,
+            tokens: alloc(area * record_bytes(&desc), "ep tokens")?,
+            returns: alloc(area * return_bytes(&desc), "ep returns")?,
+            signals: Arc::new(heap.team().signals(6, "ep")?),
+            desc,
+        })
+    }
+
+    /// What it does.
+    pub fn desc(&self) -> &EpDesc {
+        &self.desc
+    }
+
+    /// Collective: must be called by all ranks before anything else.
+    ///
+    /// # Errors
+    /// `Mismatch` if the ranks' layers differ.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        self.cores.iter().try_for_each(|c| c.prepare(stream))
+    }
+
+    /// A handle for one microbatch.
+    pub fn handle(&self) -> EpHandle {
+        EpHandle::new(&self.desc, self.cores[0].team().rank().idx())
+    }
+
+    /// In words, what it takes and does.
+    pub fn explain(&self) -> String {
+        let m = Self::memory(&self.desc);
+        format!(
+            "ep {}\npush, one row per (token, rank) of {} bytes, one row back of {} bytes; symmetric {} bytes, \
+             received {}, expert outputs {}, handle {}",
+            self.desc, record_bytes(&self.desc), return_bytes(&self.desc),
+            m.symmetric, m.received, m.expert_out, m.handle
+        )
+    }
+
+    fn run(&self, which: usize, stream: &Stream, launch: Launch, run: impl Fn(&Launch) -> Result<()> + std::marker::Send + Sync + 'static, outs: Vec<Tensor>) -> Result<()> {
+        let (core, seq) = (&self.cores[which], launch.ctx.seq());
+        core.run(
+            stream,
+            || Ok(()),
+            move || run(&launch),
+            move || outs.iter().for_each(|t| drop(t.poison())),
+            seq,
+        )
+    }
+
+    fn base(&self) -> Run {
+        Run {
+            desc: self.desc.clone(),
+            counts: self.counts.clone(),
+            tokens: self.tokens.clone(),
+            returns: self.returns.clone(),
+            signals: self.signals.clone(),
+        }
+    }
+
+    /// Queues the exchange of counts and fills `handle` from `topk_idx` (`[tokens, top_k]` i32 or
+    /// i64, -1 = masked), for at most `capacity` expert-major rows on every rank (`None`: the
+    /// layer's). Collective in stream order, like everything below.
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` for a wrong tensor or a capacity above the layer's. An
+    /// index that is no expert becomes the fault of the team when the work runs.
+    pub fn route(&self, stream: &Stream, topk_idx: &Tensor, capacity: Option<usize>, handle: &EpHandle) -> Result<Pending<EpHandle>> {
+        let d = &self.desc;
+        let capacity = capacity.unwrap_or(d.capacity);
+        if capacity > d.capacity {
+            return Err(Error::invalid("capacity above the layer's").op("ep_prepare").expected(format_args!("at most {}", d.capacity)).seen(capacity));
+        }
+        let shape = topk_idx.shape();
+        let fits = shape.ndim() == 2 && shape.dim(1) == d.top_k && shape.dim(0) <= d.max_tokens;
+        if !fits || !matches!(topk_idx.dtype(), DType::I32 | DType::I64) {
+            return Err(Error::invalid("`topk_idx` has the wrong shape or dtype")
+                .op("ep_prepare")
+                .expected(format_args!("i32 or i64 [at most {}, {}]", d.max_tokens, d.top_k))
+                .seen(format_args!("{} {shape}", topk_idx.dtype())));
+        }
+        let launch = self.cores[PREPARE].begin(format_args!("capacity={capacity}"))?;
+        let (run, idx, h) = (self.base(), topk_idx.clone(), handle.clone());
+        let outs = vec![handle.m_splits().clone(), handle.total().clone(), handle.dropped().clone()];
+        self.run(PREPARE, stream, launch, move |l| run.route(l, &idx, capacity, &h), outs)?;
+        self.pending(handle.clone(), stream)
+    }
+
+    fn pending<T>(&self, out: T, stream: &Stream) -> Result<Pending<T>> {
+        Pending::new(out, stream, Some(self.cores[0].team().fault().clone()))
+    }
+
+    /// Tokens of this rank, from a tensor `[tokens, cols]`.
+    fn rows(&self, what: &str, t: &Tensor, dtype: DType, cols: usize) -> Result<usize> {
+        let rows = if t.shape().ndim() == 2 { t.shape().dim(0) } else { 0 };
+        if rows > self.desc.max_tokens {
+            return Err(Error::invalid(format!("`{what}` has too many tokens")).expected(format_args!("at most {}", self.desc.max_tokens)).seen(rows));
+        }
+        expect_tensor(what, t, dtype, &[rows, cols]).map(|()| rows)
+    }
+
+    fn check_recv(&self, d: &EpDispatch, dtype: DType, weights: bool, scales: bool) -> Result<()> {
+        let rows = self.desc.recv_rows();
+        expect_tensor("received x", &d.x, dtype, &[rows, self.desc.hidden])?;
+        let pair = |what: &str, want: bool, t: &Option<Tensor>, shape: &[usize]| match t {
+            Some(t) if want => expect_tensor(what, t, DType::F32, shape),
+            None if !want => Ok(()),
+            _ => Err(Error::invalid(format!("received `{what}` must be given if and only if it is sent"))),
+        };
+        pair("weights", weights, &d.weights, &[self.desc.capacity])?;
+        pair("scales", scales, &d.scales, &[rows, self.desc.num_scales])
+    }
+
+    /// Queues the dispatch of `x` (`[tokens, hidden]`), with `topk_weights` (`[tokens, top_k]`
+    /// f32) and FP8 scales (`[tokens, num_scales]` f32) if given, into `out`.
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit; the fault of the team. If the
+    /// number of tokens is not that of the routing, that is found when the work runs.
+    pub fn dispatch(
+        &self,
+        stream: &Stream,
+        handle: &EpHandle,
+        x: &Tensor,
+        (topk_weights, scales): (Option<&Tensor>, Option<&Tensor>),
+        out: &EpDispatch,
+    ) -> Result<Pending<EpDispatch>> {
+        let d = &self.desc;
+        let op = |e: Error| e.op("ep_dispatch");
+        let rows = self.rows("x", x, d.dtype, d.hidden).map_err(op)?;
+        if let Some(w) = topk_weights {
+            expect_tensor("topk_weights", w, DType::F32, &[rows, d.top_k]).map_err(op)?;
+        }
+        if scales.is_some() != (d.num_scales > 0) {
+            return Err(Error::invalid("`scales` must be given if and only if the layer has them").op("ep_dispatch"));
+        }
+        if let Some(s) = scales {
+            expect_tensor("scales", s, DType::F32, &[rows, d.num_scales]).map_err(op)?;
+        }
+        self.check_recv(out, d.dtype, topk_weights.is_some(), scales.is_some()).map_err(op)?;
+        let launch = self.cores[DISPATCH].begin(format_args!("weights={}", topk_weights.is_some()))?;
+        let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
+        let (run, h, o) = (self.base(), handle.clone(), Out::Dispatch(out.clone()));
+        let mut outs = vec![out.x.clone()];
+        outs.extend(out.weights.clone());
+        outs.extend(out.scales.clone());
+        self.run(DISPATCH, stream, launch, move |l| run.send(l, &h, &send, &o), outs)?;
+        self.pending(out.clone(), stream)
+    }
+
+    /// Queues `out[t] = sum over choices of (weight) * y[row]`: `y` is `[capacity, hidden]`
+    /// expert-major, `weights` (`[capacity]` f32, as dispatched) is optional, `out` is
+    /// `[tokens, hidden]`.
+    ///
+    /// # Errors
+    /// As [`EpPlan::dispatch`].
+    pub fn combine(&self, stream: &Stream, handle: &EpHandle, y: &Tensor, weights: Option<&Tensor>, out: &Tensor) -> Result<Pending<Tensor>> {
+        let d = &self.desc;
+        let op = |e: Error| e.op("ep_combine");
+        expect_tensor("y", y, d.out, &[d.capacity, d.hidden]).map_err(op)?;
+        if let Some(w) = weights {
+            expect_tensor("weights", w, DType::F32, &[d.capacity]).map_err(op)?;
+        }
+        self.rows("out", out, d.out, d.hidden).map_err(op)?;
+        let launch = self.cores[COMBINE].begin(format_args!("weighted={}", weights.is_some()))?;
+        let back = Back { y: y.clone(), weights: weights.cloned(), expert_major: true, dw: None, out: out.clone(), dw_out: None };
+        let (run, h) = (self.base(), handle.clone());
+        self.run(COMBINE, stream, launch, move |l| run.back(l, &h, &back), vec![out.clone()])?;
+        self.pending(out.clone(), stream)
+    }
+
+    /// Queues the backward of dispatch: `d_recv` is the gradient of the received rows (in the
+    /// layer's layout, type `out`), `d_weights` that of the received weights (`[capacity]` f32);
+    /// `dx` is `[tokens, hidden]`, `dw` `[tokens, top_k]` f32 (0 for copies that were dropped).
+    ///
+    /// # Errors
+    /// As [`EpPlan::dispatch`].
+    pub fn dispatch_bwd(
+        &self,
+        stream: &Stream,
+        handle: &EpHandle,
+        (d_recv, d_weights): (&Tensor, Option<&Tensor>),
+        (dx, dw): (&Tensor, Option<&Tensor>),
+    ) -> Result<Pending<Tensor>> {
+        let d = &self.desc;
+        let op = |e: Error| e.op("ep_dispatch_bwd");
+        expect_tensor("d_recv", d_recv, d.out, &[d.recv_rows(), d.hidden]).map_err(op)?;
+        let rows = self.rows("dx", dx, d.out, d.hidden).map_err(op)?;
+        if d_weights.is_some() != dw.is_some() {
+            return Err(op(Error::invalid("`d_weights` and `dw` go together")));
+        }
+        if let (Some(g), Some(w)) = (d_weights, dw) {
+            expect_tensor("d_weights", g, DType::F32, &[d.capacity]).map_err(op)?;
+            expect_tensor("dw", w, DType::F32, &[rows, d.top_k]).map_err(op)?;
+        }
+        let launch = self.cores[DISPATCH_BWD].begin(format_args!("weights={}", dw.is_some()))?;
+        let back = Back {
+            y: d_recv.clone(),
+            weights: None,
+            expert_major: matches!(d.layout, super::EpLayout::ExpertMajor { .. }),
+            dw: d_weights.cloned(),
+            out: dx.clone(),
+            dw_out: dw.cloned(),
+        };
+        let (run, h) = (self.base(), handle.clone());
+        let outs = [Some(dx.clone()), dw.cloned()].into_iter().flatten().collect();
+        self.run(DISPATCH_BWD, stream, launch, move |l| run.back(l, &h, &back), outs)?;
+        self.pending(dx.clone(), stream)
+    }
+
+    /// Queues the backward of combine: `d_out` is `[tokens, hidden]`, `dy` `[capacity, hidden]`
+    /// expert-major (padding zero). With the weights of the combine and its `y`, also the
+    /// gradient of the received weights, `d_weights` `[capacity]` f32.
+    ///
+    /// # Errors
+    /// As [`EpPlan::dispatch`].
+    pub fn combine_bwd(
+        &self,
+        stream: &Stream,
+        handle: &EpHandle,
+        d_out: &Tensor,
+        weighted: Option<(&Tensor, &Tensor, &Tensor)>,
+        dy: &Tensor,
+    ) -> Result<Pending<Tensor>> {
+        let d = &self.desc;
+        let op = |e: Error| e.op("ep_combine_bwd");
+        self.rows("d_out", d_out, d.out, d.hidden).map_err(op)?;
+        expect_tensor("dy", dy, d.out, &[d.capacity, d.hidden]).map_err(op)?;
+        if let Some((weights, y, d_weights)) = weighted {
+            expect_tensor("weights", weights, DType::F32, &[d.capacity]).map_err(op)?;
+            expect_tensor("y", y, d.out, &[d.capacity, d.hidden]).map_err(op)?;
+            expect_tensor("d_weights", d_weights, DType::F32, &[d.capacity]).map_err(op)?;
+        }
+        let launch = self.cores[COMBINE_BWD].begin(format_args!("weighted={}", weighted.is_some()))?;
+        let send = Send { x: d_out.clone(), weights: None, scales: None };
+        let out = Out::CombineBwd {
+            dy: dy.clone(),
+            weighted: weighted.map(|(w, y, g)| (w.clone(), y.clone(), g.clone())),
+        };
+        let (run, h) = (self.base(), handle.clone());
+        let outs = [Some(dy.clone()), weighted.map(|w| w.2.clone())].into_iter().flatten().collect();
+        self.run(COMBINE_BWD, stream, launch, move |l| run.send(l, &h, &send, &out), outs)?;
+        self.pending(dy.clone(), stream)
+    }
+
+    /// What one dispatch (or combine backward) and one combine (or dispatch backward) move from
+    /// this rank to each peer under the routing that `handle` holds, and what a `route` moves:
+    /// `(route, out, back)`.
+    ///
+    /// # Errors
+    /// `NotPrepared` if the handle has no routing yet.
+    pub fn predict(&self, handle: &EpHandle) -> Result<(Traffic, Traffic, Traffic)> {
+        let (d, me) = (&self.desc, self.cores[0].team().rank().idx());
+        let size = d.experts_per_rank.len();
+        let s = handle.state();
+        if s.routing.sends.len() != size {
+            return Err(Error::new(ErrorKind::NotPrepared, "the handle has no routing").op("ep"));
+        }
+        let link = |records: usize, bytes: usize| LinkTraffic {
+            puts: records as u64,
+            put_bytes: (records * bytes) as u64,
+            signals: 2,
+            ..LinkTraffic::default()
+        };
+        let mut t = (vec![LinkTraffic::default(); size], vec![LinkTraffic::default(); size], vec![LinkTraffic::default(); size]);
+        for p in (0..size).filter(|&p| p != me) {
+            t.0[p] = link(1, d.num_experts() * 4);
+            t.1[p] = link(s.routing.sends[p].len(), record_bytes(d));
+            t.2[p] = link(s.arrived.get(p).map_or(0, Vec::len), return_bytes(d));
+        }
+        Ok(t)
+    }
+}

@@ -1,0 +1,13 @@
+//! `gemm`: one rank's matrix product with its epilogue; no communication.
+//!
+//! `D = act(op(A) op(B) + bias)`, optionally with the pre-activation as a second output,
+//! optionally times the derivative of an activation, optionally added to what `D` holds.
+//! Products are accumulated in f32. The source of the epilogues' definitions is
+//! `tilewire_oracle::gemm` (tanh form of GELU; SwiGLU: gate is the first half of the columns).
+
+mod desc;
+pub(crate) mod host;
+mod plan;
+
+pub use desc::{Activation, AOrder, BOrder, Epilogue, GemmDesc};
+pub use plan::{GemmInputs, GemmPlan, Operand};

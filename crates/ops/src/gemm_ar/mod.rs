@@ -1,0 +1,18 @@
+//! `gemm_ar`: `X W^T` overlapped with the all-reduce of its rows.
+//!
+//! GEMM+RS by chunks; as soon as the owner has reduced a chunk it pushes the result to every
+//! peer, while later chunks are still being computed (comm+GEMM research notes, §6). One owner
+//! reduces an element, so all ranks hold the same bits. The bias is added once.
+//! Protocol page: `docs/protocols/gemm_ar.md`.
+//!
+//! # Backward
+//! With `Y = all_reduce(X W^T)`, every rank holds the whole dY: the gradients of X and W are
+//! local `gemm`s.
+
+mod config;
+mod desc;
+mod host;
+mod plan;
+
+pub use desc::GemmArDesc;
+pub use plan::GemmArPlan;

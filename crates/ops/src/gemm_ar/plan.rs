@@ -1,0 +1,141 @@
+//! The plan of GEMM+AR.
+
+use std::sync::Arc;
+
+use tilewire_core::{Error, Result};
+use tilewire_device::{Pending, Stream, Tensor};
+use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
+
+use super::GemmArDesc;
+use super::host::Run;
+use crate::common::{Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, range_of};
+use crate::gemm_rs::host::{Handoff, Run as Scatter};
+use crate::gemm_rs::{GemmRsInputs, GemmRsPlan, schedule};
+
+/// GEMM+AR with its slots and the buffer that reduced rows return to.
+pub struct GemmArPlan {
+    desc: GemmArDesc,
+    core: PlanCore,
+    slots: SymBuf,
+    gather: SymBuf,
+    scatter_signals: Arc<Signals>,
+    gather_signals: Arc<Signals>,
+    choice: Choice,
+    machine: Machine,
+}
+
+impl GemmArPlan {
+    /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
+    pub fn memory(desc: &GemmArDesc, size: usize) -> usize {
+        GemmRsPlan::memory(&desc.0, size) + desc.0.m * desc.0.n * desc.0.out.size()
+    }
+
+    /// A plan on `heap`; `config` of `None` lets rank 0's cost model choose at `prepare`.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `Unsupported`, `Unavailable` for the description or the algorithm;
+    /// `Exhausted` if the heap is too small.
+    pub fn new(desc: GemmArDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
+        let size = heap.team().size();
+        desc.check(size).map_err(|e| e.op("gemm_ar"))?;
+        let choice = Choice::new(config).map_err(|e| e.op("gemm_ar"))?;
+        let d = &desc.0;
+        let slots = heap.alloc(GemmRsPlan::memory(d, size), "gemm_ar slots")?;
+        let gather = heap.alloc(d.m * d.n * d.out.size(), "gemm_ar gather")?;
+        let scatter_signals = Arc::new(heap.team().signals(2, "gemm_ar scatter")?);
+        let gather_signals = Arc::new(heap.team().signals(2, "gemm_ar gather")?);
+        let text = format!("{} {}", d.common(), choice.text());
+        let core = PlanCore::new("gemm_ar", heap, text);
+        let machine = Machine::default();
+        Ok(Self { desc, core, slots, gather, scatter_signals, gather_signals, choice, machine })
+    }
+
+    /// Collective: must be called by all ranks before the first launch.
+    ///
+    /// # Errors
+    /// `Mismatch` if the ranks' plans differ.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        self.core.prepare_with(stream, &self.choice, || self.candidates())
+    }
+
+    fn candidates(&self) -> Explain {
+        crate::gemm_rs::explain(&self.desc.0, self.core.team().size(), 2.0, &self.machine)
+    }
+
+    /// The configuration in use.
+    ///
+    /// # Errors
+    /// `NotPrepared` if the choice was left to `prepare`.
+    pub fn config(&self) -> Result<OverlapConfig> {
+        self.choice.get()
+    }
+
+    /// Candidates with their predicted times.
+    pub fn explain(&self) -> Explain {
+        let mut e = self.candidates();
+        e.chosen = self.choice.get().unwrap_or(e.chosen);
+        e
+    }
+
+    /// What one launch with `m` rows moves from this rank to each peer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `m` does not fit the shards; `NotPrepared`.
+    pub fn predict(&self, m: usize) -> Result<Traffic> {
+        let (d, team, cfg) = (&self.desc.0, self.core.team(), self.choice.get()?);
+        let mut t = crate::gemm_rs::predict(d, team, m, &cfg)?;
+        let mine = d.shards.rows(m, team.size())?[team.rank().idx()];
+        for (_, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != team.rank().idx()) {
+            link.puts += if d.n == 0 { 0 } else { mine.min(cfg.sub_chunks) as u64 };
+            link.put_bytes += (mine * d.n * d.out.size()) as u64;
+            link.signals += 1 + cfg.sub_chunks as u64;
+        }
+        Ok(t)
+    }
+
+    /// Queues the operation for `m` rows (at most the plan's); `out` is `[m, n]`.
+    ///
+    /// # Errors
+    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
+    pub fn launch(&self, stream: &Stream, m: usize, t: GemmRsInputs) -> Result<Pending<Tensor>> {
+        let (team, d) = (self.core.team(), &self.desc.0);
+        let (me, size) = (team.rank(), team.size());
+        if m > d.m {
+            return Err(Error::invalid("more rows than the plan was made for")
+                .op("gemm_ar")
+                .expected(format_args!("at most {}", d.m))
+                .seen(m));
+        }
+        let rows = d.shards.rows(m, size).map_err(|e| e.op("gemm_ar"))?;
+        t.check(d, m, m).map_err(|e| e.op("gemm_ar"))?;
+        let config = self.choice.get().map_err(|e| e.op("gemm_ar"))?;
+        let launch = self.core.begin(format_args!("m={m}"))?;
+        let (seq, out) = (launch.ctx.seq(), t.out.clone());
+        let run = Arc::new(Run {
+            scatter: Scatter {
+                launch,
+                tasks: schedule(me, &rows, d.n, &config),
+                handoff: (config.algo != Algo::Fused).then(Handoff::new),
+                desc: d.clone(),
+                slot_rows: crate::gemm_rs::slot_rows(d, size),
+                out_row: range_of(&rows, me).start,
+                rows,
+                slots: self.slots.clone(),
+                signals: self.scatter_signals.clone(),
+                t,
+            },
+            gather: self.gather.clone(),
+            signals: self.gather_signals.clone(),
+            chunks: config.sub_chunks,
+        });
+        let (copies, compute, poison) = (run.clone(), run.clone(), out.clone());
+        self.core.run(
+            stream,
+            move || copies.scatter.copies(),
+            move || compute.compute(),
+            move || drop(poison.poison()),
+            seq,
+        )?;
+        Pending::new(out, stream, Some(team.fault().clone()))
+    }
+}

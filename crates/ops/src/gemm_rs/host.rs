@@ -1,0 +1,201 @@
+//! GEMM+RS on the host backend: the real task table, packed slots, flags and credits.
+//!
+//! `fused` pushes each tile as soon as it is computed, from the compute lane, as a kernel's
+//! epilogue does. The other algorithms hand finished chunks to the copy lane.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tilewire_core::{Error, Rank, Result, convert_from_f32};
+use tilewire_symm::{Signals, SymBuf};
+
+use super::GemmRsDesc;
+use super::config::{RsTask, RsTile};
+use super::plan::{CREDIT, DATA, GemmRsInputs};
+use crate::common::{Launch, narrow_into, range_of, wide};
+use crate::gemm::BOrder;
+use crate::gemm::host::{Mat, add_bias, matmul};
+
+/// A finished chunk on its way from the compute lane to the copy lane.
+type Chunk = (Rank, Vec<(usize, Vec<u8>)>);
+
+/// The local queue between the lanes: the host's stand-in for an event per chunk.
+pub(crate) struct Handoff {
+    tx: Mutex<Sender<Chunk>>,
+    rx: Mutex<Receiver<Chunk>>,
+}
+
+impl Handoff {
+    pub fn new() -> Self {
+        let (tx, rx) = channel();
+        Self { tx: Mutex::new(tx), rx: Mutex::new(rx) }
+    }
+}
+
+pub(crate) struct Run {
+    pub launch: Launch,
+    pub desc: GemmRsDesc,
+    pub tasks: Vec<RsTask>,
+    pub handoff: Option<Handoff>,
+    pub slot_rows: usize,
+    pub rows: Vec<usize>,
+    pub slots: SymBuf,
+    pub signals: Arc<Signals>,
+    /// Row of the output tensor where my rows begin (0 unless the output holds all rows).
+    pub out_row: usize,
+    pub t: GemmRsInputs,
+}
+
+impl Run {
+    fn slot(&self, src: Rank, at: usize, num: usize) -> usize {
+        let wire = self.desc.wire.size();
+        let first = src.idx() * self.slot_rows * self.desc.n + at;
+        self.slots.range(first * wire, num * wire)
+    }
+
+    /// Pushes the tiles of one chunk and signals it. Zero-length tiles do not exist.
+    fn push(&self, owner: Rank, tiles: &[(usize, Vec<u8>)]) {
+        let (ctx, wire) = (&self.launch.ctx, self.desc.wire.size());
+        for (at, bytes) in tiles {
+            ctx.put(owner, self.slot(ctx.rank(), *at, bytes.len() / wire), bytes, "push");
+        }
+        ctx.signal(owner, self.signals.slot(DATA), 1, "chunk");
+    }
+
+    /// Copy lane: pushes what the compute lane hands over.
+    pub fn copies(&self) -> Result<()> {
+        let Some(h) = &self.handoff else { return Ok(()) };
+        let ctx = &self.launch.ctx;
+        let num = self.tasks.iter().filter(|t| matches!(t, RsTask::Push { .. })).count();
+        let mut credited = 0u64;
+        for _ in 0..num {
+            let (owner, tiles) = loop {
+                let rx = h.rx.lock().unwrap_or_else(PoisonError::into_inner);
+                match rx.recv_timeout(Duration::from_millis(20)) {
+                    Ok(chunk) => break chunk,
+                    // The compute lane will never send once the team is faulted.
+                    Err(RecvTimeoutError::Timeout) => ctx.team().fault().check()?,
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return Err(Error::internal("the compute lane is gone"));
+                    }
+                }
+            };
+            self.credit(owner, &mut credited)?;
+            self.push(owner, &tiles);
+        }
+        Ok(())
+    }
+
+    fn credit(&self, owner: Rank, credited: &mut u64) -> Result<()> {
+        if *credited >> owner.idx() & 1 == 0 {
+            let ctx = &self.launch.ctx;
+            ctx.acquire(owner, self.signals.slot(CREDIT), self.launch.tag, "credit")?;
+            *credited |= 1 << owner.idx();
+        }
+        Ok(())
+    }
+
+    /// Compute lane: the task table. `after(chunk, rows)` runs when my rows of a chunk (global
+    /// numbers) are reduced and stored.
+    pub fn compute(&self, after: impl Fn(usize, Range<usize>) -> Result<()>) -> Result<()> {
+        let ctx = &self.launch.ctx;
+        for p in ctx.team().peers() {
+            ctx.grant(p, self.signals.slot(CREDIT), self.launch.tag, "credit");
+        }
+        let bias = self.t.bias.as_ref().map(|b| b.to_f32()).transpose()?.unwrap_or_default();
+        let scale = self.t.scale.as_ref().map_or(Ok(1.0), |s| s.to_f32().map(|v| v[0]))?;
+        let mut credited = 0u64;
+        self.t.w.read(|w| {
+            let w = wide(self.desc.w, w);
+            for task in &self.tasks {
+                ctx.compute("tile")?;
+                match task {
+                    RsTask::Push { owner, tiles, .. } => {
+                        let mut done = Vec::with_capacity(tiles.len());
+                        for tile in tiles {
+                            let acc = self.tile(tile, &w, scale)?;
+                            let mut bytes = vec![0; acc.len() * self.desc.wire.size()];
+                            convert_from_f32(self.desc.wire, &acc, &mut bytes);
+                            done.push((tile.at, bytes));
+                        }
+                        match &self.handoff {
+                            None => {
+                                self.credit(*owner, &mut credited)?;
+                                self.push(*owner, &done);
+                            }
+                            Some(h) => {
+                                let tx = h.tx.lock().unwrap_or_else(PoisonError::into_inner);
+                                tx.send((*owner, done))
+                                    .map_err(|_| Error::internal("the copy lane is gone"))?;
+                            }
+                        }
+                    }
+                    RsTask::Reduce { chunk, tiles } => {
+                        self.reduce(tiles, &w, scale, &bias)?;
+                        let rows = tiles.first().map_or(0, |t| t.rows.start)
+                            ..tiles.last().map_or(0, |t| t.rows.end);
+                        after(*chunk, rows)?;
+                    }
+                }
+            }
+            Ok(())
+        })?
+    }
+
+    /// My partial product of one tile, f32.
+    fn tile(&self, tile: &RsTile, w: &[f32], scale: f32) -> Result<Vec<f32>> {
+        let d = &self.desc;
+        let (m, n, row) = (tile.rows.len(), tile.cols.len(), d.k * d.x.size());
+        let mut acc = vec![0.0; m * n];
+        let w = match d.w_order {
+            BOrder::Nk => Mat::rows(w, d.k).t(),
+            BOrder::Kn => Mat::rows(w, d.n),
+        };
+        self.t.x.read(|b| {
+            let x = wide(d.x, &b[tile.rows.start * row..tile.rows.end * row]);
+            matmul((m, n, d.k), Mat::rows(&x, d.k), w.from(0, tile.cols.start), &mut acc, false);
+        })?;
+        if scale != 1.0 {
+            acc.iter_mut().for_each(|v| *v *= scale);
+        }
+        Ok(acc)
+    }
+
+    /// Adds all partials of my tiles in rank order (my own unrounded), the bias once, and stores.
+    fn reduce(&self, tiles: &[RsTile], w: &[f32], scale: f32, bias: &[f32]) -> Result<()> {
+        let (ctx, d) = (&self.launch.ctx, &self.desc);
+        let own: Vec<Vec<f32>> =
+            tiles.iter().map(|t| self.tile(t, w, scale)).collect::<Result<_>>()?;
+        for p in ctx.team().peers() {
+            ctx.wait(p, self.signals.slot(DATA), 1, "chunk")?;
+        }
+        ctx.compute("reduce")?;
+        let first = range_of(&self.rows, ctx.rank()).start;
+        for (tile, own) in tiles.iter().zip(&own) {
+            let mut sum = vec![0.0f32; own.len()];
+            for src in Rank::all(ctx.team().size()) {
+                let mut add = |part: &[f32]| sum.iter_mut().zip(part).for_each(|(s, v)| *s += v);
+                if src == ctx.rank() {
+                    add(own);
+                } else {
+                    let at = self.slot(src, tile.at, own.len());
+                    // SAFETY: `src` has signalled this chunk, and gets no new credit before the
+                    // next launch on this stream, which runs after this one.
+                    add(&wide(d.wire, unsafe { ctx.local(at, own.len() * d.wire.size()) }));
+                }
+            }
+            if !bias.is_empty() {
+                add_bias(&mut sum, &bias[tile.cols.clone()]);
+            }
+            self.t.out.write(|out| {
+                for (row, values) in tile.rows.clone().zip(sum.chunks_exact(tile.cols.len())) {
+                    let at = (row - first + self.out_row, tile.cols.start, d.n);
+                    narrow_into(out, d.out, at, values);
+                }
+            })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,23 @@
+//! `gemm_rs`: `X W^T` overlapped with the reduce-scatter of its rows.
+//!
+//! Row-parallel linear layer: the contraction is sharded over the team, so each rank's product is
+//! a partial sum of all rows. Rank r computes the rows of owner r + 1 first and its own last
+//! (schedule of the comm+GEMM research notes, §6), pushes each finished tile into its slot at the
+//! owner, and adds the peers' partials to its own f32 accumulators in rank order. The bias is
+//! added once, to the reduced value. Protocol page: `docs/protocols/gemm_rs.md`.
+//!
+//! # Backward
+//! With `Y = reduce_scatter(X W^T)`: the gradient of X is `ag_gemm` of dY with W in `[k, n]`
+//! order; the gradient of W is a local `gemm` of the gathered dY (its `gathered` output) with X;
+//! the bias gradient is the column sum of dY: of the local rows if `bgrad` is taken from the
+//! shard (then it must be all-reduced), of all rows if taken from the gathered dY (reduced).
+
+mod config;
+mod desc;
+pub(crate) mod host;
+mod plan;
+
+pub use config::{RsTask, schedule};
+pub use desc::GemmRsDesc;
+pub(crate) use plan::{CREDIT, DATA, explain, predict, slot_rows};
+pub use plan::{GemmRsInputs, GemmRsPlan};

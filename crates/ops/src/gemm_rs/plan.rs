@@ -1,0 +1,201 @@
+//! The plan of GEMM+RS.
+
+use std::sync::Arc;
+
+use tilewire_core::{DType, Error, Result};
+use tilewire_device::{Pending, Stream, Tensor};
+use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
+
+use super::GemmRsDesc;
+use super::config::schedule;
+use super::host::{Handoff, Run};
+use crate::common::{Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, expect_tensor};
+use crate::gemm::BOrder;
+
+pub(crate) const CREDIT: usize = 0;
+pub(crate) const DATA: usize = 1;
+
+/// Tensors of one launch with `m` rows in all.
+#[derive(Clone, Debug)]
+pub struct GemmRsInputs {
+    /// `[m, k]`, my part of the contraction.
+    pub x: Tensor,
+    /// `[n, k]` or `[k, n]`.
+    pub w: Tensor,
+    /// Bias `[n]` f32; equal on all ranks, added once.
+    pub bias: Option<Tensor>,
+    /// One f32 that multiplies my partial product: the product of the FP8 scales.
+    pub scale: Option<Tensor>,
+    /// Output: `[rows of me, n]` for `gemm_rs`, `[m, n]` for `gemm_ar`.
+    pub out: Tensor,
+}
+
+impl GemmRsInputs {
+    /// The plain product.
+    pub fn new(x: Tensor, w: Tensor, out: Tensor) -> Self {
+        Self { x, w, bias: None, scale: None, out }
+    }
+
+    /// Checks all tensors; `out_rows` is what the operation stores on this rank.
+    pub(crate) fn check(&self, d: &GemmRsDesc, m: usize, out_rows: usize) -> Result<()> {
+        expect_tensor("x", &self.x, d.x, &[m, d.k])?;
+        match d.w_order {
+            BOrder::Nk => expect_tensor("w", &self.w, d.w, &[d.n, d.k])?,
+            BOrder::Kn => expect_tensor("w", &self.w, d.w, &[d.k, d.n])?,
+        }
+        expect_tensor("out", &self.out, d.out, &[out_rows, d.n])?;
+        if self.bias.is_some() != d.bias {
+            return Err(Error::invalid("`bias` and the description do not agree")
+                .expected(if d.bias { "a tensor" } else { "none" })
+                .seen(if d.bias { "none" } else { "a tensor" }));
+        }
+        if let Some(b) = &self.bias {
+            expect_tensor("bias", b, DType::F32, &[d.n])?;
+        }
+        match &self.scale {
+            Some(s) => expect_tensor("scale", s, DType::F32, &[1]),
+            None => Ok(()),
+        }
+    }
+}
+
+/// GEMM+RS with its slots.
+pub struct GemmRsPlan {
+    desc: GemmRsDesc,
+    core: PlanCore,
+    slots: SymBuf,
+    signals: Arc<Signals>,
+    choice: Choice,
+    machine: Machine,
+}
+
+/// Rows of one slot: enough for any `m` up to the plan's.
+pub(crate) fn slot_rows(desc: &GemmRsDesc, size: usize) -> usize {
+    desc.shards.max_rows(desc.m, size)
+}
+
+impl GemmRsPlan {
+    /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
+    pub fn memory(desc: &GemmRsDesc, size: usize) -> usize {
+        size * slot_rows(desc, size) * desc.n * desc.wire.size()
+    }
+
+    /// A plan on `heap`; `config` of `None` lets rank 0's cost model choose at `prepare`.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `Unsupported`, `Unavailable` for the description or the algorithm;
+    /// `Exhausted` if the heap is too small.
+    pub fn new(desc: GemmRsDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
+        let size = heap.team().size();
+        desc.check(size).map_err(|e| e.op("gemm_rs"))?;
+        let choice = Choice::new(config).map_err(|e| e.op("gemm_rs"))?;
+        let slots = heap.alloc(Self::memory(&desc, size), "gemm_rs")?;
+        let signals = Arc::new(heap.team().signals(2, "gemm_rs")?);
+        let core =
+            PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()));
+        Ok(Self { desc, core, slots, signals, choice, machine: Machine::default() })
+    }
+
+    /// Collective: must be called by all ranks before the first launch.
+    ///
+    /// # Errors
+    /// `Mismatch` if the ranks' plans differ.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        self.core.prepare_with(stream, &self.choice, || {
+            explain(&self.desc, self.core.team().size(), 1.0, &self.machine)
+        })
+    }
+
+    /// The configuration in use.
+    ///
+    /// # Errors
+    /// `NotPrepared` if the choice was left to `prepare`.
+    pub fn config(&self) -> Result<OverlapConfig> {
+        self.choice.get()
+    }
+
+    /// Candidates with their predicted times.
+    pub fn explain(&self) -> Explain {
+        let mut e = explain(&self.desc, self.core.team().size(), 1.0, &self.machine);
+        e.chosen = self.choice.get().unwrap_or(e.chosen);
+        e
+    }
+
+    /// What one launch with `m` rows moves from this rank to each peer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `m` does not fit the shards; `NotPrepared`.
+    pub fn predict(&self, m: usize) -> Result<Traffic> {
+        predict(&self.desc, self.core.team(), m, &self.choice.get()?)
+    }
+
+    /// Queues the operation for `m` rows in all (at most the plan's).
+    ///
+    /// # Errors
+    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
+    pub fn launch(&self, stream: &Stream, m: usize, t: GemmRsInputs) -> Result<Pending<Tensor>> {
+        let team = self.core.team();
+        let (me, size) = (team.rank(), team.size());
+        if m > self.desc.m {
+            return Err(Error::invalid("more rows than the plan was made for")
+                .op("gemm_rs")
+                .expected(format_args!("at most {}", self.desc.m))
+                .seen(m));
+        }
+        let rows = self.desc.shards.rows(m, size).map_err(|e| e.op("gemm_rs"))?;
+        t.check(&self.desc, m, rows[me.idx()]).map_err(|e| e.op("gemm_rs"))?;
+        let config = self.choice.get().map_err(|e| e.op("gemm_rs"))?;
+        let launch = self.core.begin(format_args!("m={m}"))?;
+        let (seq, out) = (launch.ctx.seq(), t.out.clone());
+        let run = Arc::new(Run {
+            launch,
+            tasks: schedule(me, &rows, self.desc.n, &config),
+            handoff: (config.algo != Algo::Fused).then(Handoff::new),
+            desc: self.desc.clone(),
+            slot_rows: slot_rows(&self.desc, size),
+            rows,
+            slots: self.slots.clone(),
+            signals: self.signals.clone(),
+            out_row: 0,
+            t,
+        });
+        let (copies, compute, poison) = (run.clone(), run.clone(), out.clone());
+        self.core.run(
+            stream,
+            move || copies.copies(),
+            move || compute.compute(|_, _| Ok(())),
+            move || drop(poison.poison()),
+            seq,
+        )?;
+        Pending::new(out, stream, Some(team.fault().clone()))
+    }
+}
+
+/// `wire_factor`: 1 for the scatter alone, 2 with the gather of an all-reduce.
+pub(crate) fn explain(d: &GemmRsDesc, size: usize, wire_factor: f64, machine: &Machine) -> Explain {
+    let flop = 2.0 * (d.m * d.k) as f64 * d.n as f64;
+    let wire = wire_factor * (d.m * d.n * d.wire.size() * (size - 1)) as f64 / size as f64;
+    Explain::predict(d.to_string(), flop, wire, size, machine)
+}
+
+/// Puts, bytes and signals of the scatter, from its definition.
+pub(crate) fn predict(
+    d: &GemmRsDesc,
+    team: &tilewire_core::Team,
+    m: usize,
+    cfg: &OverlapConfig,
+) -> Result<Traffic> {
+    let (me, size) = (team.rank().idx(), team.size());
+    let rows = d.shards.rows(m, size)?;
+    let s = cfg.sub_chunks;
+    let mut t = vec![LinkTraffic::default(); size];
+    for (p, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != me) {
+        let (whole, longer) = (rows[p] / s, rows[p] % s);
+        let row_tiles = |r: usize| r.div_ceil(cfg.block_m);
+        let per_column = longer * row_tiles(whole + 1) + (s - longer) * row_tiles(whole);
+        link.puts = (per_column * d.n.div_ceil(cfg.block_n)) as u64;
+        link.put_bytes = (rows[p] * d.n * d.wire.size()) as u64;
+        link.signals = 1 + s as u64;
+    }
+    Ok(t)
+}

@@ -1,0 +1,226 @@
+//! The plan of a grouped GEMM.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
+use tilewire_device::{Node, Pending, Stream, Tensor};
+
+use super::host;
+use super::{GroupedDesc, Splits, Weights};
+use crate::common::expect_tensor;
+use crate::gemm::Operand;
+
+/// Tensors of an fprop.
+#[derive(Clone, Debug)]
+pub struct GroupedFprop {
+    /// `[capacity, k]`.
+    pub x: Operand,
+    /// Weights.
+    pub w: Weights,
+    /// Bias `[groups, n]` f32.
+    pub bias: Option<Tensor>,
+    /// Rows of each group.
+    pub splits: Splits,
+    /// `[capacity, out_cols]`.
+    pub out: Tensor,
+    /// Pre-activation `[capacity, n]`.
+    pub aux_out: Option<Tensor>,
+}
+
+/// Tensors of a dgrad.
+#[derive(Clone, Debug)]
+pub struct GroupedDgrad {
+    /// `[capacity, n]`.
+    pub dy: Operand,
+    /// Weights.
+    pub w: Weights,
+    /// Rows of each group.
+    pub splits: Splits,
+    /// `[capacity, k]`.
+    pub dx: Tensor,
+}
+
+/// Tensors of a wgrad.
+#[derive(Clone, Debug)]
+pub struct GroupedWgrad {
+    /// `[capacity, k]`.
+    pub x: Operand,
+    /// `[capacity, n]`.
+    pub dy: Operand,
+    /// Rows of each group.
+    pub splits: Splits,
+    /// Gradients, written or added to.
+    pub dw: Weights,
+    /// `wgrad_accumulation_mask`: `[groups]` u8, nonzero adds, zero overwrites. Default: all zero.
+    pub mask: Option<Tensor>,
+    /// Gradient of the bias `[groups, n]` f32, overwritten.
+    pub dbias: Option<Tensor>,
+}
+
+/// Grouped products of one family of experts. Local: no team.
+pub struct GroupedGemmPlan {
+    desc: GroupedDesc,
+    status: Tensor,
+    prepared: AtomicBool,
+}
+
+impl GroupedGemmPlan {
+    /// A plan.
+    ///
+    /// # Errors
+    /// As [`GroupedDesc::check`].
+    pub fn new(desc: GroupedDesc) -> Result<Self> {
+        desc.check().map_err(|e| e.op("grouped_gemm"))?;
+        let status = Tensor::zeros(DType::I32, Shape::d1(1));
+        Ok(Self { desc, status, prepared: AtomicBool::new(false) })
+    }
+
+    /// What it computes.
+    pub fn desc(&self) -> &GroupedDesc {
+        &self.desc
+    }
+
+    /// Makes lazy state (there is none on the host).
+    ///
+    /// # Errors
+    /// `InvalidArgument` during capture.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if stream.is_capturing() {
+            return Err(Error::invalid("`prepare` cannot be captured").op("grouped_gemm"));
+        }
+        self.prepared.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Status on the device, `[1]` i32: 0 good, 1 a negative split, 2 splits above the capacity.
+    /// Set by the work, never cleared by it.
+    pub fn status(&self) -> &Tensor {
+        &self.status
+    }
+
+    /// Raises what the work has found in the splits; call after waiting for it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if splits were negative or above the capacity; nothing was written then.
+    pub fn check(&self) -> Result<()> {
+        match self.status.to_vec::<i32>()?[0] {
+            0 => Ok(()),
+            1 => Err(Error::invalid("a split is negative").op("grouped_gemm")),
+            _ => Err(Error::invalid("the splits sum to more rows than there are")
+                .op("grouped_gemm")
+                .expected(format_args!("at most {}", self.desc.capacity))
+                .seen("more")),
+        }
+    }
+
+    fn queue<T>(
+        &self,
+        stream: &Stream,
+        out: T,
+        run: impl Fn(&GroupedDesc) -> Result<i32> + Send + Sync + 'static,
+    ) -> Result<Pending<T>> {
+        if !self.prepared.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .op("grouped_gemm")
+                .hint("call `plan.prepare(&stream)` first"));
+        }
+        let (desc, status) = (self.desc, self.status.clone());
+        stream.launch(Node::new("grouped_gemm", move || match run(&desc)? {
+            0 => Ok(()),
+            bad => status.write(|b| b.copy_from_slice(&bad.to_ne_bytes())),
+        }))?;
+        Pending::new(out, stream, None)
+    }
+
+    /// Queues `Y_e = act(X_e W_e^T + b_e)`.
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit.
+    pub fn fprop(&self, stream: &Stream, t: GroupedFprop) -> Result<Pending<Tensor>> {
+        let d = &self.desc;
+        let check = || -> Result<()> {
+            t.x.check("x", d.dtype, d.capacity, d.k)?;
+            d.check_weights("w", &t.w, d.dtype)?;
+            d.check_splits(&t.splits)?;
+            expect_tensor("out", &t.out, d.out, &[d.capacity, d.out_cols()])?;
+            if let Some(b) = &t.bias {
+                expect_tensor("bias", b, DType::F32, &[d.groups, d.n])?;
+            }
+            match &t.aux_out {
+                Some(a) => expect_tensor("aux_out", a, d.out, &[d.capacity, d.n]),
+                None => Ok(()),
+            }
+        };
+        check().map_err(|e| e.op("grouped_gemm"))?;
+        let (out, t) = (t.out.clone(), Arc::new(t));
+        self.queue(stream, out, move |d| host::fprop(d, &t))
+    }
+
+    /// Queues `dX_e = dY_e W_e`. The derivative of the activation is not part of it: feed `dy` as
+    /// the gradient of the pre-activation, which [`GroupedGemmPlan::dactivation`] gives.
+    ///
+    /// # Errors
+    /// As [`GroupedGemmPlan::fprop`].
+    pub fn dgrad(&self, stream: &Stream, t: GroupedDgrad) -> Result<Pending<Tensor>> {
+        let d = &self.desc;
+        let check = || -> Result<()> {
+            t.dy.check("dy", d.dtype, d.capacity, d.n)?;
+            d.check_weights("w", &t.w, d.dtype)?;
+            d.check_splits(&t.splits)?;
+            expect_tensor("dx", &t.dx, d.out, &[d.capacity, d.k])
+        };
+        check().map_err(|e| e.op("grouped_gemm"))?;
+        let (out, t) = (t.dx.clone(), Arc::new(t));
+        self.queue(stream, out, move |d| host::dgrad(d, &t))
+    }
+
+    /// Queues `dZ = dY * act'(aux)` for the rows of the groups: `dy` is `[capacity, out_cols]`,
+    /// `aux` and `dz` are `[capacity, n]`.
+    ///
+    /// # Errors
+    /// As [`GroupedGemmPlan::fprop`].
+    pub fn dactivation(
+        &self,
+        stream: &Stream,
+        splits: &Splits,
+        dy: &Tensor,
+        aux: &Tensor,
+        dz: &Tensor,
+    ) -> Result<Pending<Tensor>> {
+        let d = &self.desc;
+        let check = || -> Result<()> {
+            d.check_splits(splits)?;
+            expect_tensor("dy", dy, d.out, &[d.capacity, d.out_cols()])?;
+            expect_tensor("aux", aux, d.out, &[d.capacity, d.n])?;
+            expect_tensor("dz", dz, d.out, &[d.capacity, d.n])
+        };
+        check().map_err(|e| e.op("grouped_gemm"))?;
+        let (splits, dy, aux, out) = (splits.clone(), dy.clone(), aux.clone(), dz.clone());
+        self.queue(stream, dz.clone(), move |d| host::dactivation(d, &splits, &dy, &aux, &out))
+    }
+
+    /// Queues `dW_e (+)= dY_e^T X_e` and, if asked, the bias gradient.
+    ///
+    /// # Errors
+    /// As [`GroupedGemmPlan::fprop`].
+    pub fn wgrad(&self, stream: &Stream, t: GroupedWgrad) -> Result<Pending<Weights>> {
+        let d = &self.desc;
+        let check = || -> Result<()> {
+            t.x.check("x", d.dtype, d.capacity, d.k)?;
+            t.dy.check("dy", d.dtype, d.capacity, d.n)?;
+            d.check_splits(&t.splits)?;
+            d.check_weights("dw", &t.dw, d.grad)?;
+            if let Some(m) = &t.mask {
+                expect_tensor("mask", m, DType::U8, &[d.groups])?;
+            }
+            match &t.dbias {
+                Some(b) => expect_tensor("dbias", b, DType::F32, &[d.groups, d.n]),
+                None => Ok(()),
+            }
+        };
+        check().map_err(|e| e.op("grouped_gemm"))?;
+        let (out, t) = (t.dw.clone(), Arc::new(t));
+        self.queue(stream, out, move |d| host::wgrad(d, &t))
+    }
+}

@@ -1,0 +1,23 @@
+//! Operations that overlap communication with arithmetic.
+//!
+//! One operation, one folder, the same files in each: `desc.rs` (what the caller wants, validated
+//! before anything runs), `config.rs` (how to do it: pure, printable), `plan.rs` (owns the
+//! workspace: `prepare`, `launch`, `explain`, `memory`), `host.rs` (the host backend, which runs
+//! the real protocol), `tests.rs`. Accelerator code goes into `cuda.rs` beside `host.rs`.
+//!
+//! # Life of a call
+//! `Desc::new` validates; `Plan::new` takes symmetric buffers and signals from the heap;
+//! `plan.prepare` is collective and compares fingerprints; `plan.launch` queues the work on the
+//! caller's stream and returns a `Pending`. A plan made for at most `m` rows runs with fewer.
+
+pub mod ag_gemm;
+pub mod bulk;
+pub mod collective;
+pub mod common;
+pub mod ep;
+pub mod gemm;
+pub mod gemm_ar;
+pub mod gemm_rs;
+pub mod grouped_gemm;
+
+pub use common::{Algo, Machine, Shards};

@@ -1,0 +1,93 @@
+//! Runs the one-sided conformance cases on two GPUs through the same trait as the host backend,
+//! then times them. One line per check; exit code 1 if one failed.
+//!
+//! `cargo run --release --example gpu_spike` (needs two GPUs that reach each other's memory, a
+//! driver, and NVRTC; with one GPU both ranks share it).
+#![allow(clippy::print_stdout, missing_docs)]
+
+#[path = "../../tests/cases/mod.rs"]
+mod cases;
+mod time;
+
+use std::time::{Duration, Instant};
+
+use tilewire_core::Result;
+use tilewire_device::cuda::{CudaContext, available, device_count, driver_version};
+use tilewire_symm::{World, WorldCfg};
+
+use cases::Vmm;
+
+/// Every wait of the spike gives up after this.
+const TIMEOUT: Duration = Duration::from_secs(2);
+const RANKS: usize = 2;
+
+fn run<R: Send>(timeout: Duration, f: impl Fn(World) -> Result<R> + Sync) -> Result<Vec<R>> {
+    World::run_threads(RANKS, WorldCfg { timeout, ..WorldCfg::for_tests() }, f)
+}
+
+/// Prints one line; true if it went well.
+fn line(name: &str, f: impl FnOnce() -> Result<String>) -> bool {
+    let start = Instant::now();
+    let result = f();
+    let ms = start.elapsed().as_secs_f64() * 1e3;
+    match &result {
+        Ok(text) => println!("ok      {name:<28} {ms:>8.1} ms  {text}"),
+        Err(e) => println!("FAILED  {name:<28} {ms:>8.1} ms  {e}"),
+    }
+    result.is_ok()
+}
+
+fn describe() -> Result<String> {
+    available()?;
+    let n = device_count()?;
+    let v = driver_version()?;
+    let ctx = CudaContext::new(0)?;
+    let reach = n < 2 || ctx.can_access(1)?;
+    Ok(format!(
+        "{n} x {} ({}), driver supports CUDA {}.{}, peer access {reach}",
+        ctx.name()?,
+        ctx.arch()?,
+        v / 1000,
+        v % 1000 / 10
+    ))
+}
+
+/// Nothing of this program takes a minute: if it does, something hangs.
+fn watchdog() {
+    std::thread::spawn(|| {
+        std::thread::sleep(Duration::from_secs(55));
+        println!("FAILED  watchdog: still running after 55 s");
+        std::process::exit(3);
+    });
+}
+
+fn main() {
+    watchdog();
+    if !line("machine", describe) {
+        std::process::exit(2);
+    }
+    let case = |f: fn(World) -> Result<()>| run(TIMEOUT, f).map(|_| String::new());
+    let mut good = true;
+    let mut check = |name: &str, ok: bool| {
+        good &= ok;
+        if !ok {
+            println!("        ^ {name} failed; the rest runs on new teams");
+        }
+    };
+    for (name, f) in [
+        ("put_signal_wait", cases::put_signal_wait::<Vmm> as fn(World) -> Result<()>),
+        ("get_after_signal", cases::get_after_signal::<Vmm>),
+        ("barrier", cases::barrier::<Vmm>),
+        ("graph_replay", cases::graph_replay::<Vmm>),
+        ("timeout_and_reform", cases::timeout_and_reform::<Vmm>),
+        ("abort_and_reform", cases::abort_and_reform::<Vmm>),
+        ("put_signal_wait afterwards", cases::put_signal_wait::<Vmm>),
+    ] {
+        check(name, line(name, || case(f)));
+    }
+    for (name, f) in time::ALL {
+        check(name, line(name, f));
+    }
+    println!("{}", if good { "all ok" } else { "FAILED" });
+    std::process::exit(i32::from(!good));
+}

@@ -1,0 +1,86 @@
+//! Buffers of a heap.
+
+use std::sync::Arc;
+
+use tilewire_core::{Error, ErrorKind, Result};
+
+use crate::heap::Heap;
+
+struct BufInner {
+    heap: Heap,
+    offset: usize,
+    len_bytes: usize,
+}
+
+/// A buffer at the same offset of every rank's chunk. Dropping it only marks the space: it
+/// returns at the collective [`Heap::collect`].
+#[derive(Clone)]
+pub struct SymBuf(Arc<BufInner>);
+
+impl SymBuf {
+    pub(crate) fn new(heap: &Heap, offset: usize, len_bytes: usize) -> Self {
+        Self(Arc::new(BufInner { heap: heap.clone(), offset, len_bytes }))
+    }
+
+    /// Offset in the heap, in bytes.
+    pub fn offset(&self) -> usize {
+        self.0.offset
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> usize {
+        self.0.len_bytes
+    }
+
+    /// Offset in the heap of byte `at` of the buffer.
+    ///
+    /// # Panics
+    /// If `at + len` reaches past the buffer: the schedule is wrong.
+    pub fn range(&self, at: usize, len: usize) -> usize {
+        assert!(
+            at.checked_add(len).is_some_and(|e| e <= self.0.len_bytes),
+            "bytes {at}+{len} of a symmetric buffer of {}",
+            self.0.len_bytes
+        );
+        self.0.offset + at
+    }
+
+    /// The heap it was taken from.
+    pub fn heap(&self) -> &Heap {
+        &self.0.heap
+    }
+
+    /// Checks that the buffer belongs to `heap` and not to that of an earlier team.
+    ///
+    /// # Errors
+    /// `Stale` otherwise.
+    pub fn check_heap(&self, heap: &Heap) -> Result<()> {
+        if self.0.heap.same(heap) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Stale, "a symmetric buffer of another heap was given")
+            .expected(format_args!(
+                "team {} generation {}",
+                heap.team().name(),
+                heap.team().generation()
+            ))
+            .seen(format_args!(
+                "team {} generation {}",
+                self.0.heap.team().name(),
+                self.0.heap.team().generation()
+            ))
+            .hint("buffers do not outlive their team: allocate again after re-forming it"))
+    }
+}
+
+impl std::fmt::Debug for SymBuf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SymBuf({}+{})", self.0.offset, self.0.len_bytes)
+    }
+}
+
+impl Drop for BufInner {
+    fn drop(&mut self) {
+        self.heap.note_dropped(self.offset, self.len_bytes);
+    }
+}

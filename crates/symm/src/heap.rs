@@ -1,0 +1,278 @@
+//! Heaps: one chunk of symmetric memory per rank, cut into buffers.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use tilewire_core::{BackendKind, Deadline, Error, ErrorKind, Rank, Result};
+use tilewire_device::{Stream, Tracer};
+
+use crate::alloc::Allocator;
+use crate::buf::SymBuf;
+use crate::map::{Mapping, PAGE, shared_file};
+use crate::team::{LiveTeam, lock};
+use crate::vmm::VmmStore;
+
+/// Alignment of every buffer, in bytes.
+pub(crate) const ALIGN: usize = 256;
+
+/// Size of a heap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HeapCfg {
+    /// Bytes per rank to begin with (rounded up to pages).
+    pub len_bytes: usize,
+    /// Address range per rank that the heap may grow into. Default: four times `len_bytes`.
+    pub reserve_bytes: Option<usize>,
+    /// CUDA device that holds this rank's part (backend `vmm` only). Default: the world rank,
+    /// modulo the number of devices.
+    pub device: Option<u32>,
+}
+
+impl HeapCfg {
+    /// A heap of `len_bytes` per rank.
+    pub fn new(len_bytes: usize) -> Self {
+        Self { len_bytes, reserve_bytes: None, device: None }
+    }
+
+    /// The same on CUDA device `ordinal`.
+    pub fn on_device(self, ordinal: u32) -> Self {
+        Self { device: Some(ordinal), ..self }
+    }
+}
+
+pub(crate) struct HeapInner {
+    pub team: LiveTeam,
+    /// The chunks of the host backend; empty on a device heap.
+    pub map: Mapping,
+    /// The chunks of the `vmm` backend.
+    pub vmm: Option<Arc<VmmStore>>,
+    own: Option<OwnedFd>,
+    alloc: Mutex<Allocator>,
+    dropped: Mutex<Vec<(usize, usize)>>,
+    copies: OnceLock<Stream>,
+}
+
+/// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
+#[derive(Clone)]
+pub struct Heap(pub(crate) Arc<HeapInner>);
+
+impl LiveTeam {
+    /// Collective: makes a heap of `cfg.len_bytes` per rank.
+    ///
+    /// # Errors
+    /// `Unavailable` for a backend that this build or machine does not have; `Mismatch` if the
+    /// ranks ask for different sizes; `Exhausted` if there is not enough memory.
+    pub fn heap(&self, backend: BackendKind, cfg: HeapCfg) -> Result<Heap> {
+        self.check()?;
+        let len = cfg.len_bytes.max(1).next_multiple_of(PAGE);
+        let stride = cfg.reserve_bytes.unwrap_or(4 * len).max(len).next_multiple_of(PAGE);
+        let (map, vmm, own) = match backend {
+            BackendKind::Host => {
+                let own = shared_file("tilewire-heap", len)?;
+                let fds = exchange_chunks(self, &[own.as_fd()], len, stride)?.concat_fds();
+                (Mapping::new(&fds, len, stride)?, None, Some(own))
+            }
+            BackendKind::Vmm => {
+                let store = VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg })
+                    .map_err(|e| e.op("heap").team(self.name()))?;
+                (Mapping::new(&[], 0, PAGE)?, Some(store), None)
+            }
+            _ => return Err(crate::world::unavailable(backend).op("heap").team(self.name())),
+        };
+        Ok(Heap(Arc::new(HeapInner {
+            team: self.clone(),
+            map,
+            vmm,
+            own,
+            alloc: Mutex::new(Allocator::new(len, ALIGN)),
+            dropped: Mutex::new(Vec::new()),
+            copies: OnceLock::new(),
+        })))
+    }
+}
+
+/// The descriptors of all members, in team order.
+pub(crate) struct Chunks(pub Vec<Vec<OwnedFd>>);
+
+impl Chunks {
+    fn concat_fds(self) -> Vec<OwnedFd> {
+        self.0.into_iter().flatten().collect()
+    }
+}
+
+/// Collective: everybody's chunks, after a check that all have the same sizes.
+pub(crate) fn exchange_chunks(
+    team: &LiveTeam,
+    own: &[BorrowedFd<'_>],
+    len: usize,
+    stride: usize,
+) -> Result<Chunks> {
+    // Sizes first: a rank with another size must be an error on all ranks, not a broken mapping.
+    let words = format!("{len} bytes, reserve {stride}");
+    let all = team.exchange("heap-size", words.as_bytes())?;
+    for (i, theirs) in all.iter().enumerate() {
+        if theirs != words.as_bytes() {
+            return Err(Error::new(ErrorKind::Mismatch, "ranks ask for heaps of different sizes")
+                .op("heap")
+                .team(team.name())
+                .rank(team.rank())
+                .peer(Rank::new(i as u32))
+                .expected(words)
+                .seen(String::from_utf8_lossy(theirs)));
+        }
+    }
+    let n = team.0.mesh_tag();
+    let deadline = Deadline::after(team.timeout());
+    let parcels = team
+        .0
+        .mesh
+        .exchange(&n, team.members(), &[], own, deadline)
+        .map_err(|e| team.translate(e).op("heap").phase("exchange").team(team.name()))?;
+    let mut fds = Vec::new();
+    for (i, p) in parcels.into_iter().enumerate() {
+        if p.fds.len() != own.len() {
+            return Err(Error::new(ErrorKind::Protocol, "a peer sent no memory")
+                .op("heap")
+                .peer(Rank::new(i as u32))
+                .expected(own.len())
+                .seen(p.fds.len()));
+        }
+        fds.push(p.fds);
+    }
+    Ok(Chunks(fds))
+}
+
+impl Heap {
+    /// The team that shares this heap.
+    pub fn team(&self) -> &LiveTeam {
+        &self.0.team
+    }
+
+    /// Where the memory is.
+    pub fn backend(&self) -> BackendKind {
+        if self.0.vmm.is_some() { BackendKind::Vmm } else { BackendKind::Host }
+    }
+
+    /// Checks that `len` bytes at `offset` of `peer`'s chunk exist.
+    pub(crate) fn check_range(&self, peer: Rank, offset: usize, len: usize) -> Result<()> {
+        let (size, total) = (self.0.team.size(), self.usage().1);
+        if peer.idx() >= size {
+            return Err(Error::invalid(format!("no {peer} in a team of {size}")));
+        }
+        if offset.checked_add(len).is_none_or(|e| e > total) {
+            return Err(Error::invalid("range outside of the heap")
+                .expected(format_args!("at most {total} bytes"))
+                .seen(format_args!("{offset}+{len}")));
+        }
+        Ok(())
+    }
+
+    /// Takes `len_bytes` from the heap, at the same offset on every rank that makes the same
+    /// calls in the same order. Local; `prepare` checks that the calls were equal.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is no room.
+    pub fn alloc(&self, len_bytes: usize, tag: &str) -> Result<SymBuf> {
+        let offset = lock(&self.0.alloc)
+            .alloc(len_bytes, tag)
+            .map_err(|e| e.op("heap.alloc").team(self.0.team.name()))?;
+        Ok(SymBuf::new(self, offset, len_bytes))
+    }
+
+    /// Collective: returns the buffers and signals that every rank has dropped.
+    ///
+    /// # Errors
+    /// As [`LiveTeam::exchange`].
+    pub fn collect(&self) -> Result<()> {
+        let mine = {
+            let mut d = lock(&self.0.dropped);
+            d.sort_unstable();
+            d.clone()
+        };
+        let agreed = self.0.team.intersect("collect", &mine)?;
+        let mut alloc = lock(&self.0.alloc);
+        for &(offset, len) in &agreed {
+            alloc.release(offset, len);
+        }
+        lock(&self.0.dropped).retain(|d| !agreed.contains(d));
+        drop(alloc);
+        self.0.team.collect_signals()
+    }
+
+    /// Collective: makes the heap larger, up to its reserve. Addresses do not change.
+    ///
+    /// # Errors
+    /// `Exhausted` past the reserve; otherwise as [`LiveTeam::heap`].
+    pub fn grow(&self, len_bytes: usize) -> Result<()> {
+        let Some(own) = &self.0.own else {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a heap in device memory cannot grow yet",
+            )
+            .op("heap.grow")
+            .hint("make it large enough at once: Plan::memory says what each plan needs"));
+        };
+        let len = len_bytes.next_multiple_of(PAGE);
+        let (old, stride) = (self.0.map.len(), self.0.map.stride());
+        if len > stride {
+            return Err(Error::new(ErrorKind::Exhausted, "the heap cannot grow past its reserve")
+                .op("heap.grow")
+                .expected(format_args!("at most {stride} bytes"))
+                .seen(len)
+                .hint("give HeapCfg::reserve_bytes when making the heap"));
+        }
+        if len > old {
+            rustix::fs::ftruncate(own, len as u64)
+                .map_err(|e| Error::io("growing of the heap", e).op("heap.grow"))?;
+        }
+        let fds = exchange_chunks(&self.0.team, &[own.as_fd()], len.max(old), stride)?.concat_fds();
+        if len > old {
+            self.0.map.extend(&fds, len)?;
+            lock(&self.0.alloc).grow(len - old);
+        }
+        Ok(())
+    }
+
+    /// The stream on which operations push data to peers: the host's stand-in for a copy engine.
+    /// One for all operations of the heap, so that pushes never compete.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is no thread for it.
+    pub fn copy_stream(&self) -> Result<&Stream> {
+        self.copy_stream_traced(None)
+    }
+
+    /// As [`Heap::copy_stream`]; the first call may give a tracer for its spans.
+    ///
+    /// # Errors
+    /// As [`Heap::copy_stream`].
+    pub fn copy_stream_traced(&self, tracer: Option<Arc<Tracer>>) -> Result<&Stream> {
+        if let Some(s) = self.0.copies.get() {
+            return Ok(s);
+        }
+        let name = format!("copy {}", self.0.team.name());
+        let new = Stream::with_tracer(name, tracer)?;
+        Ok(self.0.copies.get_or_init(|| new))
+    }
+
+    /// Bytes per rank: free, and in all.
+    pub fn usage(&self) -> (usize, usize) {
+        let a = lock(&self.0.alloc);
+        (a.free_len(), a.total_len())
+    }
+
+    /// In words, what must be equal on all ranks: every allocation so far.
+    pub fn digest(&self) -> String {
+        let (d, n) = lock(&self.0.alloc).digest();
+        let (s, m) = self.0.team.signals_digest();
+        format!("allocs {n}:{:08x} signals {m}:{:08x}", d as u32, s as u32)
+    }
+
+    /// Notes that a buffer was dropped; `collect` returns it.
+    pub(crate) fn note_dropped(&self, offset: usize, len_bytes: usize) {
+        lock(&self.0.dropped).push((offset, len_bytes));
+    }
+
+    pub(crate) fn same(&self, other: &Heap) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}

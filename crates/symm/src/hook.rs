@@ -1,0 +1,52 @@
+//! Test hooks: stop, drop, repeat or delay any single step of the protocol.
+
+use std::sync::Arc;
+
+use tilewire_core::Rank;
+
+/// Kind of a protocol step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum StepKind {
+    /// A put is about to be made.
+    Put,
+    /// A get is about to be made.
+    Get,
+    /// A signal or credit is about to be raised.
+    Signal,
+    /// A wait is about to begin.
+    Wait,
+    /// A piece of arithmetic is about to begin.
+    Compute,
+}
+
+/// Where a rank stands.
+#[derive(Clone, Copy, Debug)]
+pub struct HookPoint<'a> {
+    /// Name of the operation.
+    pub op: &'a str,
+    /// Phase of the operation.
+    pub phase: &'a str,
+    /// What comes next.
+    pub kind: StepKind,
+    /// My team rank.
+    pub rank: Rank,
+    /// The peer of the step, if it has one.
+    pub peer: Option<Rank>,
+    /// How many steps of this kind this rank made in this team before.
+    pub nth: u64,
+}
+
+/// What to do with the step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HookAction {
+    /// As if there were no hook.
+    Proceed,
+    /// Leave the step out.
+    Skip,
+    /// Do it twice (signals only).
+    Twice,
+    /// Do it after the next signal to the same peer (puts only).
+    AfterSignal,
+}
+
+pub(crate) type Hook = Arc<dyn Fn(&HookPoint<'_>) -> HookAction + Send + Sync>;

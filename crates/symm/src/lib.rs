@@ -1,0 +1,48 @@
+//! Symmetric memory: worlds, teams, heaps, signals and one-sided transfers.
+//!
+//! A [`World`] is all ranks of a job; a [`LiveTeam`] is an ordered subset that has met and shares
+//! a control page per rank; a [`Heap`] is one chunk of memory per rank, mapped by all; a
+//! [`SymBuf`] is a piece of it at the same offset everywhere; a [`Signals`] range is a set of
+//! monotonic counters. Data moves only by put and get, and is published only by a later signal.
+//!
+//! # Invariants
+//! 1. A signal slot has one producer per (slot, source) and only ever grows; nothing resets it.
+//! 2. What a wait expects lives in the waiter's own memory and grows with each wait, so replays of
+//!    a captured graph need no new values.
+//! 3. A data word is read only after an acquire of a signal that its writer released later.
+//! 4. No collective hides in an allocation, a `Drop` or a destructor: collectives are
+//!    [`World::team`], [`LiveTeam::heap`], [`Heap::collect`], [`Heap::grow`],
+//!    [`LiveTeam::prepare_agree`] and [`LiveTeam::agree`].
+//! 5. Every wait ends: by its signal, by the abort of the team, by a death, or at its deadline.
+//!
+//! The protocol itself is in `protocol`, generic over the atomic words, so that loom can check
+//! the very code that runs. The page that goes with it is `docs/protocols/signals.md`.
+
+mod alloc;
+mod buf;
+mod control;
+mod heap;
+mod hook;
+mod map;
+mod onesided;
+mod port;
+pub mod protocol;
+mod recorder;
+mod sink;
+mod team;
+mod traffic;
+mod vmm;
+mod wait;
+mod world;
+
+pub use buf::SymBuf;
+pub use control::NUM_SIGNALS;
+pub use heap::{Heap, HeapCfg};
+pub use hook::{HookAction, HookPoint, StepKind};
+pub use onesided::{Caps, HostOneSided, OneSided, SignalSlot};
+pub use port::OpCtx;
+pub use recorder::{Entry, EntryKind, EntryState};
+pub use team::{Fingerprint, LiveTeam, Signals};
+pub use traffic::{LinkTraffic, Traffic};
+pub use vmm::VmmOneSided;
+pub use world::{BackendStatus, World, WorldCfg, backends};

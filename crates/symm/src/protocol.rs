@@ -1,0 +1,168 @@
+//! The signal protocol, generic over the atomic words it runs on.
+//!
+//! Production uses `std::sync::atomic::AtomicU64` in shared memory; the model tests run this very
+//! source on loom's words. Each function says which ordering carries the argument.
+//!
+//! - **Signal**: the producer's payload stores happen before the release in [`signal`]; the
+//!   consumer's acquire in [`reached`] makes them visible. Counts are monotonic, so a late or
+//!   repeated look never sees an older state.
+//! - **Credit**: a consumer that has finished reading grants the producer the right to overwrite
+//!   with [`grant`], which carries a tag (the fingerprint of the launch) under the same release.
+//! - **Barrier**: everybody stores its epoch into everybody's inbox, then waits for all inboxes.
+//! - **Abort**: each rank has one slot on each page; the slot holds the generation it is meant
+//!   for, so that an abort of an earlier generation is not heard.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// An atomic 64-bit word.
+pub trait Word {
+    /// Atomic load.
+    fn load(&self, order: Ordering) -> u64;
+    /// Atomic store.
+    fn store(&self, value: u64, order: Ordering);
+    /// Atomic add; returns the value before.
+    fn fetch_add(&self, value: u64, order: Ordering) -> u64;
+    /// Atomic compare and exchange; `Err` holds the value found.
+    ///
+    /// # Errors
+    /// The value found, if it was not `current`.
+    fn compare_exchange(
+        &self,
+        current: u64,
+        new: u64,
+        success: Ordering,
+        failure: Ordering,
+    ) -> Result<u64, u64>;
+}
+
+impl Word for AtomicU64 {
+    #[inline]
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+    #[inline]
+    fn store(&self, value: u64, order: Ordering) {
+        self.store(value, order);
+    }
+    #[inline]
+    fn fetch_add(&self, value: u64, order: Ordering) -> u64 {
+        self.fetch_add(value, order)
+    }
+    #[inline]
+    fn compare_exchange(
+        &self,
+        current: u64,
+        new: u64,
+        success: Ordering,
+        failure: Ordering,
+    ) -> Result<u64, u64> {
+        self.compare_exchange(current, new, success, failure)
+    }
+}
+
+/// Adds `n` to a counter in a peer's page. Everything this thread wrote before is visible to who
+/// sees the new count.
+#[inline]
+pub fn signal<W: Word>(count: &W, n: u64) {
+    count.fetch_add(n, Ordering::Release);
+}
+
+/// The counter's value if it has reached `expected`. Wrap-safe.
+#[inline]
+pub fn reached<W: Word>(count: &W, expected: u64) -> Option<u64> {
+    let seen = count.load(Ordering::Acquire);
+    (seen.wrapping_sub(expected) as i64 >= 0).then_some(seen)
+}
+
+/// Grants the peer one more use of my buffer. `tag` says which launch the grant is for.
+#[inline]
+pub fn grant<W: Word>(count: &W, tag_word: &W, tag: u64) {
+    // The release of the count publishes the tag, and orders my earlier reads of the buffer
+    // before the peer's next writes.
+    tag_word.store(tag, Ordering::Relaxed);
+    count.fetch_add(1, Ordering::Release);
+}
+
+/// The tag of the grant if `expected` grants have been made.
+#[inline]
+pub fn granted<W: Word>(count: &W, tag_word: &W, expected: u64) -> Option<u64> {
+    reached(count, expected).map(|_| tag_word.load(Ordering::Relaxed))
+}
+
+/// Announces to one peer that I have entered barrier round `epoch`.
+#[inline]
+pub fn arrive<W: Word>(inbox: &W, epoch: u64) {
+    inbox.store(epoch, Ordering::Release);
+}
+
+/// True if the owner of this inbox slot has entered round `epoch`.
+#[inline]
+pub fn arrived<W: Word>(inbox: &W, epoch: u64) -> bool {
+    reached(inbox, epoch).is_some()
+}
+
+/// What an abort word says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct AbortCode {
+    /// Low 32 bits of the team generation the abort is meant for.
+    pub generation: u32,
+    /// Why: 1 timeout, 2 dead peer, 3 asked for, 4 mismatch, 5 other error.
+    pub reason: u8,
+    /// Team rank that it is about.
+    pub about: u8,
+}
+
+impl AbortCode {
+    pub(crate) fn pack(self) -> u64 {
+        // Bit 63 keeps the word nonzero.
+        1 << 63
+            | u64::from(self.about) << 40
+            | u64::from(self.reason) << 32
+            | u64::from(self.generation)
+    }
+
+    fn unpack(word: u64) -> Option<Self> {
+        (word >> 63 == 1).then_some(Self {
+            generation: word as u32,
+            reason: (word >> 32) as u8,
+            about: (word >> 40) as u8,
+        })
+    }
+}
+
+/// Raises an abort in my slot of a page. The first abort of a slot stays.
+pub fn raise<W: Word>(slot: &W, code: AbortCode) {
+    // Losing the exchange means that an abort is already there, which is all we want.
+    let _already = slot.compare_exchange(0, code.pack(), Ordering::Release, Ordering::Relaxed);
+}
+
+/// The abort in a slot, if it is meant for `generation`.
+pub fn raised<W: Word>(slot: &W, generation: u32) -> Option<AbortCode> {
+    let word = slot.load(Ordering::Acquire);
+    AbortCode::unpack(word).filter(|c| c.generation == generation)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_compare_across_the_wrap() {
+        let w = AtomicU64::new(u64::MAX);
+        assert!(reached(&w, u64::MAX).is_some() && reached(&w, 0).is_none());
+        signal(&w, 2);
+        assert_eq!(reached(&w, 0), Some(1));
+        assert!(reached(&w, u64::MAX - 5).is_some());
+    }
+
+    #[test]
+    fn an_abort_of_another_generation_is_not_heard() {
+        let w = AtomicU64::new(0);
+        let code = AbortCode { generation: 7, reason: 1, about: 3 };
+        raise(&w, code);
+        raise(&w, AbortCode { generation: 7, reason: 2, about: 4 });
+        assert_eq!(raised(&w, 7), Some(code));
+        assert_eq!(raised(&w, 8), None);
+        assert_eq!(AbortCode::unpack(0), None);
+    }
+}

@@ -1,0 +1,137 @@
+//! The flight recorder: the last launches of each rank, readable by its peers.
+//!
+//! Lives in the control page. An entry is 24 words; the sequence number is written last
+//! (release) and read first (acquire), so a reader never sees a half-written entry as valid.
+
+use std::sync::atomic::Ordering;
+
+use serde::{Deserialize, Serialize};
+use tilewire_core::Rank;
+
+use crate::control::Control;
+
+/// Entries kept per rank.
+pub(crate) const NUM_ENTRIES: usize = 2048;
+const ENTRY_WORDS: usize = 24;
+const TEXT_WORD: usize = 8;
+const TEXT_BYTES: usize = (ENTRY_WORDS - TEXT_WORD) * 8;
+pub(crate) const RECORDER_BYTES: usize = NUM_ENTRIES * ENTRY_WORDS * 8;
+
+/// What an entry is about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EntryKind {
+    /// A collective `prepare`.
+    Prepare,
+    /// A `launch`.
+    Launch,
+}
+
+/// How far it came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EntryState {
+    /// Called by the user.
+    Queued,
+    /// Running on its stream.
+    Running,
+    /// Complete.
+    Done,
+    /// Failed or drained.
+    Failed,
+}
+
+/// One line of the flight recorder.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Entry {
+    /// Position in the team's program order, from 1.
+    pub seq: u64,
+    /// What it is.
+    pub kind: EntryKind,
+    /// How far it came.
+    pub state: EntryState,
+    /// First eight bytes of the fingerprint.
+    pub fingerprint: u64,
+    /// Operation, shapes, dtype and configuration in words.
+    pub text: String,
+}
+
+fn base(seq: u64) -> usize {
+    (seq as usize % NUM_ENTRIES) * ENTRY_WORDS * 8
+}
+
+/// At most `max_bytes` of `text`, in whole characters.
+pub(crate) fn cut(text: &str, max_bytes: usize) -> &str {
+    let end = (0..=max_bytes.min(text.len())).rev().find(|&i| text.is_char_boundary(i));
+    &text[..end.unwrap_or(0)]
+}
+
+/// Writes an entry into my page.
+pub(crate) fn write(ctl: &Control, me: Rank, seq: u64, kind: EntryKind, fp: u64, text: &str) {
+    let at = base(seq);
+    let put = |i: usize, v: u64| ctl.recorder_word(me, at + 8 * i).store(v, Ordering::Relaxed);
+    // A reader that finds 0 or another number here treats the entry as not there.
+    ctl.recorder_word(me, at).store(0, Ordering::Release);
+    put(
+        1,
+        match kind {
+            EntryKind::Prepare => 1,
+            EntryKind::Launch => 2,
+        },
+    );
+    put(2, 0);
+    put(3, fp);
+    let text = cut(text, TEXT_BYTES).as_bytes();
+    for i in 0..ENTRY_WORDS - TEXT_WORD {
+        let mut word = [0; 8];
+        let part = text.get(8 * i..).unwrap_or_default();
+        let n = part.len().min(8);
+        word[..n].copy_from_slice(&part[..n]);
+        put(TEXT_WORD + i, u64::from_le_bytes(word));
+    }
+    ctl.recorder_word(me, at).store(seq, Ordering::Release);
+}
+
+/// Notes how far an entry of my page came.
+pub(crate) fn set_state(ctl: &Control, me: Rank, seq: u64, state: EntryState) {
+    if ctl.recorder_word(me, base(seq)).load(Ordering::Relaxed) == seq {
+        let v = match state {
+            EntryState::Queued => 0,
+            EntryState::Running => 1,
+            EntryState::Done => 2,
+            EntryState::Failed => 3,
+        };
+        ctl.recorder_word(me, base(seq) + 16).store(v, Ordering::Relaxed);
+    }
+}
+
+/// The entry `seq` of `rank`'s page, if it is (still) there.
+pub(crate) fn read(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
+    let at = base(seq);
+    let get = |i: usize| ctl.recorder_word(rank, at + 8 * i).load(Ordering::Relaxed);
+    if seq == 0 || ctl.recorder_word(rank, at).load(Ordering::Acquire) != seq {
+        return None;
+    }
+    let (kind, state, fingerprint) = (get(1), get(2), get(3));
+    let mut text = Vec::with_capacity(TEXT_BYTES);
+    for i in TEXT_WORD..ENTRY_WORDS {
+        text.extend_from_slice(&get(i).to_le_bytes());
+    }
+    text.truncate(text.iter().rposition(|&b| b != 0).map_or(0, |p| p + 1));
+    // Overwritten while we read it?
+    if ctl.recorder_word(rank, at).load(Ordering::Acquire) != seq {
+        return None;
+    }
+    Some(Entry {
+        seq,
+        kind: if kind == 1 { EntryKind::Prepare } else { EntryKind::Launch },
+        state: match state {
+            0 => EntryState::Queued,
+            1 => EntryState::Running,
+            2 => EntryState::Done,
+            _ => EntryState::Failed,
+        },
+        fingerprint,
+        text: String::from_utf8_lossy(&text).into_owned(),
+    })
+}

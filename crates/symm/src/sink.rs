@@ -1,0 +1,31 @@
+//! Devices that must hear of an abort raised on this host: their kernels cannot see the host's
+//! control pages.
+
+use std::sync::{Mutex, Weak};
+
+use crate::protocol::AbortCode;
+use crate::team::lock;
+
+/// Told once the team is over. Called from the thread that failed or from the monitor thread, so
+/// it must be quick and must not block on the device.
+pub(crate) trait AbortSink: Send + Sync {
+    fn raise(&self, code: AbortCode);
+}
+
+#[derive(Default)]
+pub(crate) struct AbortSinks(Mutex<Vec<Weak<dyn AbortSink>>>);
+
+impl AbortSinks {
+    pub fn add(&self, sink: Weak<dyn AbortSink>) {
+        lock(&self.0).push(sink);
+    }
+
+    pub fn raise(&self, code: AbortCode) {
+        let live: Vec<_> = {
+            let mut list = lock(&self.0);
+            list.retain(|s| s.strong_count() > 0);
+            list.iter().filter_map(Weak::upgrade).collect()
+        };
+        live.iter().for_each(|s| s.raise(code));
+    }
+}

@@ -1,0 +1,561 @@
+//! Teams that have met: control pages, signals, faults, agreement.
+
+use std::ops::Deref;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use tilewire_boot::{Mesh, PeerExit};
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, Team};
+use tilewire_device::Fault;
+
+use crate::alloc::Allocator;
+use crate::control::{Control, NUM_CHANNELS, NUM_SIGNALS, page_bytes};
+use crate::hook::{Hook, HookAction, HookPoint, StepKind};
+use crate::map::{Mapping, shared_file};
+use crate::protocol::{AbortCode, raise};
+use crate::recorder::{self, Entry, EntryKind, EntryState, NUM_ENTRIES};
+use crate::sink::AbortSinks;
+use crate::traffic::{Traffic, TrafficCounters};
+use crate::wait::WaitCtx;
+use crate::world::WorldCfg;
+
+pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a collective call is about; equal on all ranks or the call fails.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Fingerprint {
+    hash: [u8; 32],
+    text: String,
+}
+
+impl Fingerprint {
+    /// Fingerprint of `op` with everything that must be equal on all ranks, in words.
+    pub fn new(op: &str, what: impl std::fmt::Display) -> Self {
+        let text = format!("{op} {what}");
+        let mut h = blake3::Hasher::new();
+        h.update(env!("CARGO_PKG_VERSION").as_bytes());
+        h.update(text.as_bytes());
+        Self { hash: *h.finalize().as_bytes(), text }
+    }
+
+    /// What the flight recorder keeps of a fingerprint.
+    pub(crate) fn recorded(tag: u64, text: String) -> Self {
+        let mut hash = [0; 32];
+        hash[..8].copy_from_slice(&tag.to_le_bytes());
+        Self { hash, text }
+    }
+
+    /// The words.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The first eight bytes of the hash: what credits carry.
+    pub fn tag(&self) -> u64 {
+        let mut b = [0; 8];
+        b.copy_from_slice(&self.hash[..8]);
+        u64::from_le_bytes(b)
+    }
+}
+
+pub(crate) struct TeamInner {
+    pub info: Team,
+    pub id: u64,
+    pub generation: u64,
+    pub ctl: Control,
+    pub mesh: Arc<dyn Mesh>,
+    pub fault: Arc<Fault>,
+    pub cfg: WorldCfg,
+    pub traffic: TrafficCounters,
+    /// Devices that must hear of an abort.
+    pub sinks: AbortSinks,
+    /// Team ranks that died, and that left.
+    dead: AtomicU64,
+    left: AtomicU64,
+    /// What the next wait on (slot, source) must see, less its own count.
+    expected: Vec<AtomicU64>,
+    epochs: Vec<AtomicU64>,
+    slots: Mutex<SlotPool>,
+    seq: AtomicU64,
+    exchanges: AtomicU64,
+    hook: OnceLock<Hook>,
+    hook_counts: [AtomicU64; 5],
+}
+
+impl TeamInner {
+    /// A tag for the next exchange that carries descriptors.
+    pub fn mesh_tag(&self) -> String {
+        format!("{:016x}/{}/fds", self.id, self.exchanges.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+struct SlotPool {
+    alloc: Allocator,
+    dropped: Vec<(usize, usize)>,
+}
+
+/// A team whose members have met. Clones are the same team; it derefs to its [`Team`] value.
+///
+/// Once a wait has failed the team is faulted for good: every call returns the first error. The
+/// members that are left can form a new team on new memory.
+#[derive(Clone)]
+pub struct LiveTeam(pub(crate) Arc<TeamInner>);
+
+impl Deref for LiveTeam {
+    type Target = Team;
+
+    fn deref(&self) -> &Team {
+        &self.0.info
+    }
+}
+
+impl std::fmt::Debug for LiveTeam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "LiveTeam({}, {} of {})", self.name(), self.rank(), self.size())
+    }
+}
+
+impl LiveTeam {
+    /// Collective over the members: makes and maps the control pages.
+    pub(crate) fn meet(
+        mesh: Arc<dyn Mesh>,
+        info: Team,
+        tag: &str,
+        generation: u64,
+        cfg: WorldCfg,
+    ) -> Result<Self> {
+        let size = info.size();
+        let mut word = [0; 8];
+        word.copy_from_slice(&blake3::hash(tag.as_bytes()).as_bytes()[..8]);
+        let id = u64::from_le_bytes(word);
+
+        let page = page_bytes(size);
+        let own = shared_file("tilewire-control", page)?;
+        let deadline = Deadline::after(cfg.rendezvous_timeout);
+        let parcels = mesh
+            .exchange(tag, info.members(), &generation.to_le_bytes(), &[own.as_fd()], deadline)
+            .map_err(|e| e.op("team").phase("rendezvous").team(info.name()))?;
+        let mut fds = Vec::with_capacity(size);
+        for (i, mut p) in parcels.into_iter().enumerate() {
+            let peer = Rank::new(i as u32);
+            if p.payload != generation.to_le_bytes() || p.fds.len() != 1 {
+                return Err(Error::new(
+                    ErrorKind::Mismatch,
+                    "a member is forming another generation",
+                )
+                .op("team")
+                .team(info.name())
+                .peer(peer)
+                .expected(generation)
+                .seen(format_args!("{:?}", p.payload)));
+            }
+            fds.append(&mut p.fds);
+        }
+        let ctl = Control::new(Mapping::new(&fds, page, page)?, size);
+        ctl.init(info.rank(), id, generation);
+        // Nobody may look at a page before its owner has filled in the header.
+        mesh.exchange(&format!("{tag}/ready"), info.members(), &[], &[], deadline)
+            .map_err(|e| e.op("team").phase("rendezvous").team(info.name()))?;
+        for r in Rank::all(size) {
+            ctl.check(r, id, generation)?;
+        }
+        let counters = |n: usize| (0..n).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
+        Ok(Self(Arc::new(TeamInner {
+            id,
+            generation,
+            ctl,
+            fault: Arc::new(Fault::new()),
+            traffic: TrafficCounters::new(size),
+            sinks: AbortSinks::default(),
+            dead: AtomicU64::new(0),
+            left: AtomicU64::new(0),
+            expected: counters(NUM_SIGNALS * size),
+            epochs: counters(NUM_CHANNELS),
+            slots: Mutex::new(SlotPool {
+                alloc: Allocator::new(NUM_SIGNALS, 1),
+                dropped: Vec::new(),
+            }),
+            seq: AtomicU64::new(0),
+            exchanges: AtomicU64::new(0),
+            hook: OnceLock::new(),
+            hook_counts: Default::default(),
+            info,
+            mesh,
+            cfg,
+        })))
+    }
+
+    /// Identity of this team: equal on all members, different from every other team of the job.
+    pub fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    /// Generation: grows each time the same members form a team of the same name.
+    pub fn generation(&self) -> u64 {
+        self.0.generation
+    }
+
+    /// The fault of this team, for nodes that belong to it.
+    pub fn fault(&self) -> &Arc<Fault> {
+        &self.0.fault
+    }
+
+    /// How long a wait on a live peer may last.
+    pub fn timeout(&self) -> Duration {
+        self.0.cfg.timeout
+    }
+
+    /// Raises the first error of the team, or a death that no wait has met yet.
+    ///
+    /// # Errors
+    /// The fault of the team.
+    pub fn check(&self) -> Result<()> {
+        self.0.fault.check()?;
+        match self.first_dead() {
+            Some(peer) => Err(self.fail(
+                Error::new(ErrorKind::PeerDead, format!("rank {} has died", peer.get()))
+                    .rank(self.rank())
+                    .peer(peer),
+            )),
+            None => Ok(()),
+        }
+    }
+
+    fn first_dead(&self) -> Option<Rank> {
+        let mask = self.0.dead.load(Ordering::Acquire);
+        (mask != 0).then(|| Rank::new(mask.trailing_zeros()))
+    }
+
+    /// True if `peer` has said goodbye.
+    pub(crate) fn has_left(&self, peer: Rank) -> bool {
+        self.0.left.load(Ordering::Acquire) >> peer.idx() & 1 == 1
+    }
+
+    pub(crate) fn dead_peer(&self) -> Option<Rank> {
+        self.first_dead()
+    }
+
+    /// Called by the monitor thread.
+    pub(crate) fn peer_exit(&self, world_rank: Rank, how: PeerExit) {
+        let Some(peer) = self.team_rank(world_rank) else { return };
+        let mask = match how {
+            PeerExit::Died => &self.0.dead,
+            PeerExit::Left => &self.0.left,
+        };
+        mask.fetch_or(1 << peer.idx(), Ordering::Release);
+        if how == PeerExit::Died {
+            self.0.ctl.host_abort(self.rank()).store(1 + u64::from(peer.get()), Ordering::Release);
+            let (generation, about) = (self.0.generation as u32, peer.get() as u8);
+            self.0.sinks.raise(AbortCode { generation, reason: 2, about });
+        }
+        self.0.ctl.ring(self.rank());
+    }
+
+    /// Records `error` as the fault of the team, tells all peers, and returns the first fault.
+    pub(crate) fn fail(&self, error: Error) -> Error {
+        let error = error.team(self.name());
+        let reason = match error.kind() {
+            ErrorKind::Timeout => 1,
+            ErrorKind::PeerDead => 2,
+            ErrorKind::Aborted => 3,
+            ErrorKind::Mismatch => 4,
+            _ => 5,
+        };
+        let about = error.get_peer().unwrap_or(self.rank());
+        let code =
+            AbortCode { generation: self.0.generation as u32, reason, about: about.get() as u8 };
+        let me = self.rank();
+        self.write_report(code);
+        for p in self.peers() {
+            raise(self.0.ctl.abort_slot(p, me), code);
+            self.0.ctl.ring(p);
+        }
+        let first = self.0.fault.set(error);
+        self.0.ctl.ring(me);
+        self.0.sinks.raise(code);
+        first
+    }
+
+    /// The 64-byte report of my page: reason, peer and generation, then the sequence number.
+    fn write_report(&self, code: AbortCode) {
+        let word = |i| self.0.ctl.report_word(self.rank(), i);
+        let claim = 1u64 << 63 | u64::from(code.reason) << 8 | u64::from(code.about);
+        let first = word(0).compare_exchange(0, claim, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        if first {
+            word(1).store(self.0.generation, Ordering::Relaxed);
+            word(2).store(self.0.seq.load(Ordering::Relaxed), Ordering::Release);
+        }
+    }
+
+    /// Ends the team on purpose: every wait of every member returns `Aborted`.
+    pub fn abort(&self, why: &str) {
+        // The caller asked for it, so the error goes to the others and to later calls.
+        let _recorded = self.fail(
+            Error::new(ErrorKind::Aborted, format!("aborted by rank {}: {why}", self.rank().get()))
+                .rank(self.rank()),
+        );
+    }
+
+    /// Takes `num` signal slots. Deterministic: equal calls give equal slots on all members.
+    ///
+    /// # Errors
+    /// `Exhausted` if there are not that many.
+    pub fn signals(&self, num: usize, tag: &str) -> Result<Signals> {
+        let first = lock(&self.0.slots)
+            .alloc
+            .alloc(num, tag)
+            .map_err(|e| e.op("signals").team(self.name()))?;
+        Ok(Signals { first, num, team: self.clone() })
+    }
+
+    /// Returns the slots that all members have dropped. Called by `Heap::collect`.
+    pub(crate) fn collect_signals(&self) -> Result<()> {
+        let mine = {
+            let mut pool = lock(&self.0.slots);
+            pool.dropped.sort_unstable();
+            pool.dropped.clone()
+        };
+        let agreed = self.intersect("collect-signals", &mine)?;
+        let mut pool = lock(&self.0.slots);
+        for &(first, num) in &agreed {
+            pool.alloc.release(first, num);
+        }
+        pool.dropped.retain(|d| !agreed.contains(d));
+        Ok(())
+    }
+
+    /// Collective: the entries of `mine` that every member has, sorted.
+    pub(crate) fn intersect(
+        &self,
+        what: &str,
+        mine: &[(usize, usize)],
+    ) -> Result<Vec<(usize, usize)>> {
+        let mut bytes = Vec::with_capacity(mine.len() * 16);
+        for &(a, b) in mine {
+            bytes.extend_from_slice(&(a as u64).to_le_bytes());
+            bytes.extend_from_slice(&(b as u64).to_le_bytes());
+        }
+        let all = self.exchange(what, &bytes)?;
+        let has = |list: &[u8], item: &(usize, usize)| {
+            list.chunks_exact(16).any(|c| {
+                let word = |r: std::ops::Range<usize>| {
+                    let mut b = [0; 8];
+                    b.copy_from_slice(&c[r]);
+                    u64::from_le_bytes(b) as usize
+                };
+                (word(0..8), word(8..16)) == *item
+            })
+        };
+        Ok(mine.iter().filter(|item| all.iter().all(|l| has(l, item))).copied().collect())
+    }
+
+    /// Digest of all slot allocations so far.
+    pub(crate) fn signals_digest(&self) -> (u64, u64) {
+        lock(&self.0.slots).alloc.digest()
+    }
+
+    /// Collective: gives `payload` to all members, returns everybody's in team order.
+    ///
+    /// # Errors
+    /// The fault of the team; `Timeout` or `PeerDead` naming the missing.
+    pub fn exchange(&self, what: &str, payload: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.check()?;
+        let n = self.0.exchanges.fetch_add(1, Ordering::Relaxed);
+        let tag = format!("{:016x}/{n}/{what}", self.0.id);
+        let deadline = Deadline::after(self.0.cfg.timeout);
+        self.0
+            .mesh
+            .exchange(&tag, self.members(), payload, &[], deadline)
+            .map(|parcels| parcels.into_iter().map(|p| p.payload).collect())
+            .map_err(|e| self.translate(e).op("exchange").phase(what.to_owned()).team(self.name()))
+    }
+
+    /// The mesh speaks of world ranks; errors of a team speak of team ranks.
+    pub(crate) fn translate(&self, e: Error) -> Error {
+        let Some(peer) = e.get_peer().and_then(|p| self.team_rank(p)) else { return e };
+        if peer == e.get_peer().unwrap_or(peer) {
+            return e;
+        }
+        let text = format!("{} (ranks in this sentence are world ranks)", e.message());
+        Error::new(e.kind(), text).peer(peer).rank(self.rank()).cause(e)
+    }
+
+    /// Collective: true if every member says true. Lets optimizer step and checkpoint commit
+    /// on all ranks or on none.
+    ///
+    /// # Errors
+    /// As [`LiveTeam::exchange`].
+    pub fn agree(&self, flag: bool) -> Result<bool> {
+        Ok(self.exchange("agree", &[u8::from(flag)])?.iter().all(|p| p == &[1]))
+    }
+
+    /// Collective: all members must be at a `prepare` with this fingerprint.
+    ///
+    /// Meets through the flight recorders in shared memory, so a peer that is at another
+    /// `prepare`, or at a `launch`, is seen at once. Returns the sequence number.
+    ///
+    /// # Errors
+    /// `Mismatch` with both ranks' words; `Timeout`, `PeerDead`, or the fault of the team.
+    pub fn prepare_agree(&self, fp: &Fingerprint) -> Result<u64> {
+        self.check()?;
+        let seq = self.record(EntryKind::Prepare, fp);
+        for p in self.peers() {
+            let waited = self.wait_until(
+                &WaitCtx { op: "prepare", phase: "agree", seq, peer: p, expected: seq },
+                || recorder::read(&self.0.ctl, p, seq),
+                || 0,
+            );
+            let theirs = waited.map_err(|e| self.fail(e))?;
+            self.compare(fp, EntryKind::Prepare, p, &theirs).map_err(|e| self.fail(e))?;
+        }
+        self.set_state(seq, EntryState::Done);
+        Ok(seq)
+    }
+
+    pub(crate) fn compare(
+        &self,
+        fp: &Fingerprint,
+        kind: EntryKind,
+        peer: Rank,
+        theirs: &Entry,
+    ) -> Result<()> {
+        if theirs.fingerprint == fp.tag() && theirs.kind == kind {
+            return Ok(());
+        }
+        let word = |k| if k == EntryKind::Prepare { "prepare" } else { "launch" };
+        Err(Error::new(ErrorKind::Mismatch, "ranks disagree about what comes next")
+            .op(if kind == EntryKind::Prepare { "prepare" } else { "launch" })
+            .phase("agree")
+            .rank(self.rank())
+            .peer(peer)
+            .seq(theirs.seq)
+            .expected(format_args!("`{} {}`", word(kind), fp.text()))
+            .seen(format_args!("`{} {}`", word(theirs.kind), theirs.text))
+            .hint("all ranks must make the same calls with the same shapes, in the same order"))
+    }
+
+    /// Notes a launch in program order; returns its sequence number.
+    ///
+    /// # Errors
+    /// The fault of the team.
+    pub fn launch_begin(&self, fp: &Fingerprint) -> Result<u64> {
+        self.check()?;
+        Ok(self.record(EntryKind::Launch, fp))
+    }
+
+    fn record(&self, kind: EntryKind, fp: &Fingerprint) -> u64 {
+        let seq = self.0.seq.fetch_add(1, Ordering::Relaxed) + 1;
+        recorder::write(&self.0.ctl, self.rank(), seq, kind, fp.tag(), fp.text());
+        seq
+    }
+
+    /// Notes how far a launch came.
+    pub fn set_state(&self, seq: u64, state: EntryState) {
+        recorder::set_state(&self.0.ctl, self.rank(), seq, state);
+    }
+
+    /// The flight recorder of `rank` (team rank), oldest first.
+    pub fn flight_recorder(&self, rank: Rank) -> Vec<Entry> {
+        let last = (1..=NUM_ENTRIES as u64)
+            .rev()
+            .map(|back| self.0.seq.load(Ordering::Relaxed) + NUM_ENTRIES as u64 / 2 - back + 1)
+            .filter_map(|s| recorder::read(&self.0.ctl, rank, s));
+        last.collect()
+    }
+
+    /// What this rank has moved so far, per destination.
+    pub fn traffic(&self) -> Traffic {
+        self.0.traffic.snapshot()
+    }
+
+    /// Installs a test hook that sees every protocol step of this rank. Only the first counts.
+    pub fn set_hook(&self, hook: impl Fn(&HookPoint<'_>) -> HookAction + Send + Sync + 'static) {
+        let _first = self.0.hook.set(Arc::new(hook));
+    }
+
+    pub(crate) fn hook(&self, at: (&str, &str), kind: StepKind, peer: Option<Rank>) -> HookAction {
+        let nth = self.0.hook_counts[kind as usize].fetch_add(1, Ordering::Relaxed);
+        match self.0.hook.get() {
+            None => HookAction::Proceed,
+            Some(h) => h(&HookPoint { op: at.0, phase: at.1, kind, rank: self.rank(), peer, nth }),
+        }
+    }
+
+    /// What the wait on (slot, source) must see after `n` more signals.
+    pub(crate) fn expect(&self, slot: usize, src: Rank, n: u64) -> u64 {
+        self.0.expected[slot * self.size() + src.idx()].fetch_add(n, Ordering::Relaxed) + n
+    }
+
+    pub(crate) fn next_epoch(&self, channel: usize) -> u64 {
+        self.0.epochs[channel].fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// With nothing in flight: every signal that was raised has been waited for, and none twice.
+    ///
+    /// # Errors
+    /// `Protocol` naming the first slot whose count is not what its waits consumed. Credits may
+    /// be one ahead: a grant is made before it is needed.
+    pub fn check_counters(&self) -> Result<()> {
+        for slot in 0..NUM_SIGNALS {
+            for src in Rank::all(self.size()) {
+                let seen = self.0.ctl.count(self.rank(), slot, src).load(Ordering::Acquire);
+                let used = self.0.expected[slot * self.size() + src.idx()].load(Ordering::Relaxed);
+                if seen != used {
+                    return Err(self.uneven(slot, src, used, seen));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LiveTeam {
+    /// The error for a slot whose count is not what its waits consumed.
+    pub(crate) fn uneven(&self, slot: usize, src: Rank, used: u64, seen: u64) -> Error {
+        let text = format!("signal slot {slot}: a count was not consumed exactly once");
+        Error::new(ErrorKind::Protocol, text)
+            .team(self.name())
+            .rank(self.rank())
+            .peer(src)
+            .expected(used)
+            .seen(seen)
+    }
+}
+
+/// A range of signal slots. Dropping it only marks them: they return at `Heap::collect`.
+pub struct Signals {
+    first: usize,
+    num: usize,
+    team: LiveTeam,
+}
+
+impl Signals {
+    /// Slot number `i` of the range.
+    ///
+    /// # Panics
+    /// If there is no such slot.
+    pub fn slot(&self, i: usize) -> crate::SignalSlot {
+        assert!(i < self.num, "slot {i} of {}", self.num);
+        crate::SignalSlot(self.first + i)
+    }
+
+    /// Number of slots.
+    pub fn len(&self) -> usize {
+        self.num
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.num == 0
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        lock(&self.team.0.slots).dropped.push((self.first, self.num));
+    }
+}

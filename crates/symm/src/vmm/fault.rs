@@ -1,0 +1,99 @@
+//! Faults between device and host.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_device::Probe;
+
+use super::store::{PINNED_CODE, PINNED_REPORT, VmmStore};
+use crate::control::OFF_ABORT;
+use crate::protocol::AbortCode;
+use crate::sink::AbortSink;
+
+/// Reasons in a report, as in `comm/signal.cu`.
+const TIMEOUT: u64 = 1;
+const ABORTED: u64 = 3;
+
+impl VmmStore {
+    /// The first failure on this device, if there is one that the host does not know.
+    fn report(&self) -> Option<Error> {
+        let word = |i: usize| self.pinned.word(PINNED_REPORT + i);
+        // Acquire: the other words were written before this one was released.
+        let head = word(0).load(Ordering::Acquire);
+        let get = |i: usize| word(i).load(Ordering::Relaxed);
+        if head == 0 || get(7) as u32 != self.team.generation() as u32 {
+            return None;
+        }
+        let op = if head >> 8 & 0xff == 2 { "barrier" } else { "wait" };
+        let (peer, about) = (Rank::new(get(2) as u32), Rank::new(get(6) as u32));
+        let error = |kind, text: String, peer: Rank| {
+            Error::new(kind, text)
+                .op(op)
+                .phase(op)
+                .rank(self.team.rank())
+                .peer(peer)
+                .expected(get(3))
+                .seen(get(4))
+                .elapsed(Duration::from_nanos(get(5)))
+        };
+        match head & 0xff {
+            TIMEOUT => Some(
+                error(
+                    ErrorKind::Timeout,
+                    format!("rank {} is alive but did not signal", peer.get()),
+                    peer,
+                )
+                .hint(
+                    "is that rank stuck, or does it make fewer calls? TILEWIRE_TIMEOUT_S raises \
+                     the limit",
+                ),
+            ),
+            ABORTED => Some(error(
+                ErrorKind::Aborted,
+                format!("rank {} aborted the team", about.get()),
+                about,
+            )),
+            // The host's own abort: the host has the error.
+            _ => None,
+        }
+    }
+
+    fn carry(&self, code: AbortCode) -> Result<()> {
+        let me = self.team.rank();
+        self.pinned.word(PINNED_CODE).store(code.pack(), Ordering::Release);
+        let src = self.pinned.addr() + 8 * PINNED_CODE as u64;
+        // SAFETY: 8 bytes of pinned memory, and the fault word; both live as long as `self`,
+        // whose `Drop` waits for the device. Kernels read the fault word as one 64-bit load.
+        unsafe { self.abort_stream.copy(self.param.fault, src, 8)? };
+        for p in self.team.peers() {
+            let slot = self.control.addr(p, OFF_ABORT + 8 * me.idx(), 8)?;
+            // SAFETY: as above; only this rank writes this slot.
+            unsafe { self.abort_stream.copy(slot, src, 8)? };
+        }
+        Ok(())
+    }
+}
+
+impl Probe for VmmStore {
+    fn poll(&self) {
+        let heard = self.report().or_else(|| {
+            let (peer, _, text) = self.team.peer_abort()?;
+            Some(Error::new(ErrorKind::Aborted, text).rank(self.team.rank()).peer(peer))
+        });
+        if let Some(e) = heard {
+            self.team.fail(e);
+        }
+    }
+}
+
+impl AbortSink for VmmStore {
+    fn raise(&self, code: AbortCode) {
+        // Release: a kernel that sees the word may act on everything before it.
+        self.pinned.word(0).store(code.pack(), Ordering::Release);
+        if let Err(e) = self.carry(code) {
+            // The pinned word is enough for this device; peers still have their deadlines.
+            log::warn!("abort of team {} did not reach the peers' GPUs: {e}", self.team.name());
+        }
+    }
+}

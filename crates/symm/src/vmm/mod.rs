@@ -1,0 +1,22 @@
+//! The `vmm` backend: chunks of CUDA virtual memory, shared by descriptors, on GPUs that reach
+//! each other's memory.
+//!
+//! Each rank has two chunks, mapped by all: the heap, and a control page with the layout of the
+//! host's page (`control`), in which kernels signal, wait and abort. The host's own control pages
+//! stay in use for what only hosts do: meeting, the flight recorder, `prepare_agree`.
+//!
+//! # Invariants
+//! 1. Control pages are zero before `create` returns on any rank.
+//! 2. The sent and expected totals live in the rank's own device memory, so replays count on.
+//! 3. A failure on the device is known to the host by the pinned report, and to the peers by their
+//!    abort slots; a failure on the host is known to the device by the pinned abort word, and by
+//!    8-byte copies into the fault word and the peers' slots, which need no SM.
+
+mod fault;
+mod onesided;
+mod store;
+#[cfg(test)]
+mod tests;
+
+pub use onesided::VmmOneSided;
+pub(crate) use store::VmmStore;

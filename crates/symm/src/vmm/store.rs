@@ -1,0 +1,233 @@
+//! Memory and kernels of one rank.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_device::Probe;
+use tilewire_device::cuda::{
+    CudaContext, CudaMemory, CudaModule, CudaStream, Kernel, Pinned, VmmChunk, VmmRange,
+    device_count, granularity,
+};
+use tilewire_kernels::SIGNAL;
+
+use crate::control::{
+    self, INBOX_ROW, NUM_CHANNELS, NUM_SIGNALS, OFF_ABORT, OFF_INBOX, OFF_SIGNALS,
+};
+use crate::heap::{HeapCfg, exchange_chunks};
+use crate::recorder::cut;
+use crate::sink::AbortSink;
+use crate::team::LiveTeam;
+
+/// Words of pinned memory: host abort, abort code, spare, then the 64-byte report.
+pub(super) const PINNED_CODE: usize = 1;
+pub(super) const PINNED_REPORT: usize = 8;
+const PINNED_WORDS: usize = 16;
+
+/// The kernels' view of a team; mirrors `TwTeam` in `comm/signal.cu`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct TeamParam {
+    control: u64,
+    stride: u64,
+    sent: u64,
+    expected: u64,
+    epoch: u64,
+    pub fault: u64,
+    pinned: u64,
+    timeout_ns: u64,
+    me: u32,
+    size: u32,
+    generation: u32,
+    pad: u32,
+}
+
+pub(super) struct Kernels {
+    pub signal: Kernel,
+    pub bump_epoch: Kernel,
+    pub wait: Kernel,
+    pub barrier: Kernel,
+}
+
+pub(crate) struct VmmStore {
+    pub(super) team: LiveTeam,
+    pub(super) ctx: CudaContext,
+    pub(super) heap: VmmRange,
+    pub(super) control: VmmRange,
+    pub(super) counters: Counters,
+    pub(super) pinned: Pinned,
+    pub(super) kernels: Kernels,
+    pub(super) param: TeamParam,
+    /// Carries abort codes past kernels that spin on other streams.
+    pub(super) abort_stream: CudaStream,
+}
+
+/// What one rank makes before it meets the others.
+struct Parts {
+    ctx: CudaContext,
+    heap: (VmmChunk, OwnedFd),
+    control: (VmmChunk, OwnedFd),
+    counters: Counters,
+    pinned: Pinned,
+    kernels: Kernels,
+    abort_stream: CudaStream,
+}
+
+/// The rank's own totals, in its device memory.
+pub(super) struct Counters {
+    memory: CudaMemory,
+    size: usize,
+}
+
+impl Counters {
+    fn new(ctx: &CudaContext, size: usize) -> Result<Self> {
+        let words = 2 * NUM_SIGNALS * size + NUM_CHANNELS + 1;
+        Ok(Self { memory: CudaMemory::zeroed(ctx, words * 8)?, size })
+    }
+
+    /// Address of the total sent to `dst` on `slot`.
+    pub fn sent(&self, slot: usize, dst: Rank) -> u64 {
+        self.memory.addr() + ((slot * self.size + dst.idx()) * 8) as u64
+    }
+
+    /// The expected totals of all (slot, source).
+    pub fn expected(&self) -> Result<CudaMemory> {
+        let len = NUM_SIGNALS * self.size * 8;
+        self.memory.slice(len, len)
+    }
+
+    fn epoch(&self) -> u64 {
+        self.memory.addr() + (2 * NUM_SIGNALS * self.size * 8) as u64
+    }
+
+    fn fault(&self) -> u64 {
+        self.epoch() + (NUM_CHANNELS * 8) as u64
+    }
+}
+
+impl VmmStore {
+    /// Collective: makes and maps the chunks of all ranks.
+    pub fn create(team: &LiveTeam, cfg: &HeapCfg) -> Result<Arc<Self>> {
+        let parts = agree(team, "vmm-make", Parts::make(team, cfg))?;
+        let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
+        let own = [parts.heap.1.as_fd(), parts.control.1.as_fd()];
+        let fds = exchange_chunks(team, &own, len, page)?.0;
+        let map = |which: usize, len: usize| {
+            let import = |list: &Vec<OwnedFd>| VmmChunk::import(&parts.ctx, &list[which], len);
+            let chunks = fds.iter().map(import).collect::<Result<Vec<_>>>()?;
+            VmmRange::map(&parts.ctx, &chunks, len)
+        };
+        let mapped = map(0, len).and_then(|heap| {
+            let control = map(1, page)?;
+            control.zero(team.rank())?;
+            let words = control::header(team.rank(), team.size(), team.id(), team.generation());
+            control.write(team.rank(), 0, bytemuck::cast_slice(&words))?;
+            Ok((heap, control))
+        });
+        // Nobody's kernel may touch a page before its owner has cleared it.
+        let (heap, control) = agree(team, "vmm-map", mapped)?;
+        for r in Rank::all(team.size()) {
+            check_header(&control, team, r)?;
+        }
+        let store = Arc::new(parts.into_store(team, heap, control));
+        let probe: Arc<dyn Probe> = store.clone();
+        team.fault().watch(Arc::downgrade(&probe));
+        let sink: Arc<dyn AbortSink> = store.clone();
+        team.0.sinks.add(Arc::downgrade(&sink));
+        Ok(store)
+    }
+}
+
+impl Parts {
+    fn make(team: &LiveTeam, cfg: &HeapCfg) -> Result<Self> {
+        let count = device_count()?;
+        let ordinal = cfg.device.unwrap_or(team.world_rank(team.rank()).get() % count.max(1));
+        let ctx = CudaContext::new(ordinal)?;
+        let grain = granularity(&ctx)?;
+        let chunk = |len: usize| {
+            let chunk = VmmChunk::create(&ctx, len.next_multiple_of(grain))?;
+            let fd = chunk.export()?;
+            Ok::<_, Error>((chunk, fd))
+        };
+        let defines = [
+            ("TW_OFF_ABORT", OFF_ABORT as u64),
+            ("TW_OFF_INBOX", OFF_INBOX as u64),
+            ("TW_OFF_SIGNALS", OFF_SIGNALS as u64),
+            ("TW_INBOX_ROW", INBOX_ROW as u64),
+        ];
+        let module = CudaModule::compile(&ctx, SIGNAL.name, &SIGNAL.text(), &defines)?;
+        Ok(Self {
+            heap: chunk(cfg.len_bytes)?,
+            control: chunk(control::device_page_bytes(team.size()))?,
+            counters: Counters::new(&ctx, team.size())?,
+            pinned: Pinned::zeroed(&ctx, PINNED_WORDS)?,
+            kernels: Kernels {
+                signal: module.kernel("tw_signal")?,
+                bump_epoch: module.kernel("tw_bump_epoch")?,
+                wait: module.kernel("tw_wait")?,
+                barrier: module.kernel("tw_barrier")?,
+            },
+            abort_stream: CudaStream::new(&ctx)?,
+            ctx,
+        })
+    }
+
+    fn into_store(self, team: &LiveTeam, heap: VmmRange, control: VmmRange) -> VmmStore {
+        let param = TeamParam {
+            control: control.base(),
+            stride: control.stride() as u64,
+            sent: self.counters.sent(0, Rank::new(0)),
+            expected: self.counters.sent(NUM_SIGNALS, Rank::new(0)),
+            epoch: self.counters.epoch(),
+            fault: self.counters.fault(),
+            pinned: self.pinned.addr(),
+            timeout_ns: u64::try_from(team.timeout().as_nanos()).unwrap_or(u64::MAX),
+            me: team.rank().get(),
+            size: team.size() as u32,
+            generation: team.generation() as u32,
+            pad: 0,
+        };
+        VmmStore {
+            team: team.clone(),
+            ctx: self.ctx,
+            heap,
+            control,
+            counters: self.counters,
+            pinned: self.pinned,
+            kernels: self.kernels,
+            param,
+            abort_stream: self.abort_stream,
+        }
+    }
+}
+
+/// Collective: `mine`, unless it failed here or on a peer. Nobody is left waiting for a rank that
+/// could not make its part.
+fn agree<T>(team: &LiveTeam, what: &str, mine: Result<T>) -> Result<T> {
+    let text = mine.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    // What a parcel carries is limited; a compiler's log is not.
+    let text = cut(&text, 4096);
+    let all = team.exchange(what, text.as_bytes())?;
+    let mine = mine?;
+    match all.iter().position(|t| !t.is_empty()) {
+        None => Ok(mine),
+        Some(p) => {
+            let text = String::from_utf8_lossy(&all[p]);
+            let text = format!("rank {p} could not make its part of the heap: {text}");
+            Err(Error::new(ErrorKind::Unavailable, text).phase("vmm").peer(Rank::new(p as u32)))
+        }
+    }
+}
+
+fn check_header(control: &VmmRange, team: &LiveTeam, peer: Rank) -> Result<()> {
+    let mut got = [0u64; 5];
+    control.read(peer, 0, bytemuck::cast_slice_mut(&mut got))?;
+    let want = control::header(peer, team.size(), team.id(), team.generation());
+    if got == want {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Mismatch, "the control page of a peer belongs to something else")
+        .peer(peer)
+        .expected(format_args!("{want:x?}"))
+        .seen(format_args!("{got:x?}")))
+}

@@ -1,0 +1,180 @@
+//! Waits of the host backend: polling, and the reasons to stop.
+
+use std::time::Duration;
+
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+
+use crate::protocol::AbortCode;
+use crate::recorder;
+use crate::team::{Fingerprint, LiveTeam};
+
+/// Where a wait stands, for its error.
+#[derive(Clone, Copy)]
+pub(crate) struct WaitCtx<'a> {
+    pub op: &'a str,
+    pub phase: &'a str,
+    pub seq: u64,
+    pub peer: Rank,
+    pub expected: u64,
+}
+
+impl LiveTeam {
+    /// Polls `ready` until it gives a value, or the wait must end. Does not set the fault.
+    pub(crate) fn wait_until<T>(
+        &self,
+        ctx: &WaitCtx<'_>,
+        mut ready: impl FnMut() -> Option<T>,
+        seen: impl Fn() -> u64,
+    ) -> Result<T> {
+        let deadline = Deadline::after(self.0.cfg.timeout);
+        let mut warned = false;
+        for polls in 0u64.. {
+            if let Some(v) = ready() {
+                return Ok(v);
+            }
+            match polls {
+                0..64 => std::hint::spin_loop(),
+                64..80 => std::thread::yield_now(),
+                _ => {
+                    let mut got = None;
+                    // A lost wake-up costs one slice, so the slice bounds every latency.
+                    self.0.ctl.sleep(self.rank(), Duration::from_millis(20), || {
+                        got = ready();
+                        got.is_none() && !self.0.fault.is_set()
+                    });
+                    if let Some(v) = got {
+                        return Ok(v);
+                    }
+                }
+            }
+            if polls % 64 == 63 || polls >= 80 {
+                if let Some(e) = self.must_end(ctx, &deadline, &seen) {
+                    // The last look comes after the reason to end, so that a peer that signalled
+                    // and then left or died is not taken for missing.
+                    return ready().ok_or(e);
+                }
+                if !warned && deadline.elapsed() > self.0.cfg.late_warning {
+                    warned = true;
+                    log::warn!(
+                        "{} [{}]: rank {} has waited {:.0} s for rank {} (team {}, seq {})",
+                        ctx.op,
+                        ctx.phase,
+                        self.rank().get(),
+                        deadline.elapsed().as_secs_f64(),
+                        ctx.peer.get(),
+                        self.name(),
+                        ctx.seq
+                    );
+                }
+            }
+        }
+        Err(Error::internal("unreachable: 2^64 polls"))
+    }
+
+    /// The abort that a peer has raised on my page, in words.
+    pub(crate) fn peer_abort(&self) -> Option<(Rank, AbortCode, String)> {
+        self.peers().find_map(|src| {
+            let slot = self.0.ctl.abort_slot(self.rank(), src);
+            let code = crate::protocol::raised(slot, self.0.generation as u32)?;
+            let why = match code.reason {
+                1 => format!("it timed out waiting for rank {}", code.about),
+                2 => format!("it found rank {} dead", code.about),
+                3 => "its user asked for it".to_owned(),
+                4 => format!("it disagrees with rank {}", code.about),
+                _ => "it met an error".to_owned(),
+            };
+            Some((src, code, format!("rank {} aborted the team: {why}", src.get())))
+        })
+    }
+
+    fn must_end(
+        &self,
+        ctx: &WaitCtx<'_>,
+        deadline: &Deadline,
+        seen: &impl Fn() -> u64,
+    ) -> Option<Error> {
+        if let Some(e) = self.0.fault.get() {
+            return Some(e);
+        }
+        let error = |kind, text: String, peer: Rank| {
+            Error::new(kind, text)
+                .op(ctx.op.to_owned())
+                .phase(ctx.phase.to_owned())
+                .team(self.name())
+                .seq(ctx.seq)
+                .rank(self.rank())
+                .peer(peer)
+                .elapsed(deadline.elapsed())
+        };
+        let counts = |e: Error| e.expected(ctx.expected).seen(seen());
+        if let Some(d) = self.dead_peer() {
+            return Some(counts(error(
+                ErrorKind::PeerDead,
+                format!("rank {} has died", d.get()),
+                d,
+            )));
+        }
+        if self.has_left(ctx.peer) {
+            let text = format!("rank {} has left the job and will not signal", ctx.peer.get());
+            return Some(counts(error(ErrorKind::PeerDead, text, ctx.peer)));
+        }
+        if let Some((src, code, text)) = self.peer_abort() {
+            let about = Rank::new(u32::from(code.about));
+            // A peer may hear of a death before I do: the death is the news, not the abort.
+            if code.reason == 2 {
+                let text = format!("rank {} has died, says rank {}", about.get(), src.get());
+                return Some(counts(error(ErrorKind::PeerDead, text, about)));
+            }
+            // If it disagrees with me, I can say so in my own words.
+            let ctx = WaitCtx { peer: src, ..*ctx };
+            if code.reason == 4
+                && about == self.rank()
+                && let Some(e) = self.order_mismatch(&ctx)
+            {
+                return Some(e);
+            }
+            return Some(error(ErrorKind::Aborted, text, src));
+        }
+        if deadline.elapsed() > Duration::from_secs(1)
+            && let Some(e) = self.order_mismatch(ctx)
+        {
+            return Some(e);
+        }
+        deadline.expired().then(|| {
+            counts(error(
+                ErrorKind::Timeout,
+                format!("rank {} is alive but did not signal", ctx.peer.get()),
+                ctx.peer,
+            ))
+            .hint(
+                "is that rank stuck, or does it make fewer calls? `tilewire dump` shows what each \
+                   rank was doing; TILEWIRE_TIMEOUT_S raises the limit",
+            )
+        })
+    }
+
+    /// The peer's record at my sequence number, if it shows that it is doing something else.
+    fn order_mismatch(&self, ctx: &WaitCtx<'_>) -> Option<Error> {
+        let mine = recorder::read(&self.0.ctl, self.rank(), ctx.seq)?;
+        let theirs = recorder::read(&self.0.ctl, ctx.peer, ctx.seq)?;
+        if mine.fingerprint == theirs.fingerprint && mine.kind == theirs.kind {
+            return None;
+        }
+        let fp = Fingerprint::recorded(mine.fingerprint, mine.text);
+        self.compare(&fp, mine.kind, ctx.peer, &theirs).err()
+    }
+
+    /// The error for a credit whose tag is not that of my launch.
+    pub(crate) fn tag_mismatch(&self, ctx: &WaitCtx<'_>, want: u64, got: u64) -> Error {
+        self.order_mismatch(ctx).unwrap_or_else(|| {
+            Error::new(ErrorKind::Mismatch, "a peer granted its buffer for another launch")
+                .op(ctx.op.to_owned())
+                .phase(ctx.phase.to_owned())
+                .seq(ctx.seq)
+                .rank(self.rank())
+                .peer(ctx.peer)
+                .expected(format_args!("{want:016x}"))
+                .seen(format_args!("{got:016x}"))
+        })
+    }
+}

@@ -1,0 +1,240 @@
+//! The world: all ranks of a job, and the teams they form.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use tilewire_boot::{Mesh, PeerExit, ThreadMesh};
+use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result, Team};
+
+use crate::team::{LiveTeam, TeamInner, lock};
+
+/// Time limits of a world.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct WorldCfg {
+    /// How long a wait on a live peer may last. Default 600 s.
+    pub timeout: Duration,
+    /// How long forming a team may last. Default 60 s.
+    pub rendezvous_timeout: Duration,
+    /// After how long a wait is reported in the log. Default 30 s.
+    pub late_warning: Duration,
+}
+
+impl Default for WorldCfg {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(600),
+            rendezvous_timeout: Duration::from_secs(60),
+            late_warning: Duration::from_secs(30),
+        }
+    }
+}
+
+impl WorldCfg {
+    /// Limits for tests: two seconds on a live peer.
+    pub fn for_tests() -> Self {
+        Self { timeout: Duration::from_secs(2), ..Self::default() }
+    }
+}
+
+struct WorldInner {
+    mesh: Arc<dyn Mesh>,
+    cfg: WorldCfg,
+    teams: Mutex<Vec<Weak<TeamInner>>>,
+    /// How often each (name, members) has formed a team: their generations.
+    generations: Mutex<HashMap<(String, Vec<Rank>), u64>>,
+}
+
+/// All ranks of a job. A value: make and drop as many as you like, several may live side by side.
+///
+/// Dropping it says goodbye to the others, unless the thread is panicking: then they see a death.
+pub struct World(Arc<WorldInner>);
+
+impl World {
+    /// Joins over connections that are already made.
+    pub fn join(mesh: Arc<dyn Mesh>, cfg: WorldCfg) -> Self {
+        let inner = Arc::new(WorldInner {
+            mesh,
+            cfg,
+            teams: Mutex::default(),
+            generations: Mutex::default(),
+        });
+        let weak = Arc::downgrade(&inner);
+        inner.mesh.on_exit(Box::new(move |rank, how| {
+            if let Some(w) = weak.upgrade() {
+                w.peer_exit(rank, how);
+            }
+        }));
+        Self(inner)
+    }
+
+    /// A world of one rank.
+    ///
+    /// # Errors
+    /// `Exhausted` if the operating system gives no resources.
+    pub fn solo(cfg: WorldCfg) -> Result<Self> {
+        let mesh = ThreadMesh::group(1)?.pop().ok_or_else(|| Error::internal("no mesh"))?;
+        Ok(Self::join(mesh, cfg))
+    }
+
+    /// Runs `f` on `n` ranks, each a thread of this process, and returns their results in order.
+    ///
+    /// # Errors
+    /// The first rank's error; `Internal` if a rank panicked.
+    pub fn run_threads<R: Send>(
+        n: usize,
+        cfg: WorldCfg,
+        f: impl Fn(World) -> Result<R> + Sync,
+    ) -> Result<Vec<R>> {
+        let meshes = ThreadMesh::group(n)?;
+        let f = &f;
+        std::thread::scope(|s| {
+            let threads: Vec<_> = meshes
+                .into_iter()
+                .map(|mesh| {
+                    std::thread::Builder::new()
+                        .name(format!("rank{}", mesh.rank().get()))
+                        .spawn_scoped(s, move || f(World::join(mesh, cfg)))
+                        .map_err(|e| Error::io("a thread for a rank", e))
+                })
+                .collect();
+            let mut out = Vec::with_capacity(n);
+            let mut first = Ok(());
+            for t in threads {
+                let r = t.and_then(|t| {
+                    t.join().unwrap_or_else(|p| {
+                        let text = p.downcast_ref::<String>().cloned();
+                        let text = text
+                            .or_else(|| p.downcast_ref::<&str>().map(|s| (*s).to_owned()))
+                            .unwrap_or_default();
+                        Err(Error::internal(format!("a rank panicked: {text}")))
+                    })
+                });
+                match r {
+                    Ok(v) => out.push(v),
+                    // A panic is the cause; what the other ranks report is its consequence.
+                    Err(e) if first.is_ok() || e.kind() == ErrorKind::Internal => first = Err(e),
+                    Err(_) => {}
+                }
+            }
+            first.map(|()| out)
+        })
+    }
+
+    /// My rank in the world.
+    pub fn rank(&self) -> Rank {
+        self.0.mesh.rank()
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.0.mesh.size()
+    }
+
+    /// World ranks that have not died or left.
+    pub fn alive(&self) -> Vec<Rank> {
+        let gone = self.0.mesh.gone();
+        Rank::all(self.size()).filter(|r| gone >> r.idx() & 1 == 0).collect()
+    }
+
+    /// Collective over `members` (world ranks, in team order): forms a team. `None` if I am not
+    /// a member; then nothing is waited for.
+    ///
+    /// The same name and members may be used again: each time is a new generation on new memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a bad member list; `Timeout` or `PeerDead` naming who is missing.
+    pub fn team(&self, members: &[Rank], name: &str) -> Result<Option<LiveTeam>> {
+        let Some(info) = Team::new(name, members, self.rank(), self.size())? else {
+            return Ok(None);
+        };
+        let generation = {
+            let mut g = lock(&self.0.generations);
+            let n = g.entry((name.to_owned(), members.to_vec())).or_default();
+            *n += 1;
+            *n
+        };
+        let list: Vec<String> = members.iter().map(|r| r.get().to_string()).collect();
+        let digest = blake3::hash(list.join(",").as_bytes()).to_hex();
+        let tag = format!("team/{name}/{}/{generation}", &digest[..16]);
+        let team = LiveTeam::meet(self.0.mesh.clone(), info, &tag, generation, self.0.cfg)?;
+        let mut teams = lock(&self.0.teams);
+        teams.retain(|t| t.strong_count() > 0);
+        teams.push(Arc::downgrade(&team.0));
+        drop(teams);
+        // A member may have gone while we met, before the team was on the list.
+        let gone = self.0.mesh.gone();
+        for &r in members.iter().filter(|r| gone >> r.idx() & 1 == 1) {
+            team.peer_exit(r, PeerExit::Left);
+        }
+        Ok(Some(team))
+    }
+
+    /// Collective over everybody: the team of all ranks.
+    ///
+    /// # Errors
+    /// As [`World::team`].
+    pub fn everyone(&self, name: &str) -> Result<LiveTeam> {
+        let all: Vec<Rank> = Rank::all(self.size()).collect();
+        self.team(&all, name)?.ok_or_else(|| Error::internal("not a member of everyone"))
+    }
+
+    /// Raises the first fault of any live team.
+    ///
+    /// # Errors
+    /// That fault.
+    pub fn check(&self) -> Result<()> {
+        let teams: Vec<_> = lock(&self.0.teams).iter().filter_map(Weak::upgrade).collect();
+        teams.into_iter().try_for_each(|t| LiveTeam(t).check())
+    }
+}
+
+impl WorldInner {
+    fn peer_exit(&self, rank: Rank, how: PeerExit) {
+        // Collected first: the callback must not hold the lock while it touches the teams.
+        let teams: Vec<_> = lock(&self.teams).iter().filter_map(Weak::upgrade).collect();
+        for t in teams {
+            LiveTeam(t).peer_exit(rank, how);
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.0.mesh.leave();
+        }
+    }
+}
+
+/// Whether a backend can be used here, and if not, why.
+#[derive(Clone, PartialEq, Debug)]
+pub struct BackendStatus {
+    /// Which backend.
+    pub kind: BackendKind,
+    /// `None` if it can be used.
+    pub why_not: Option<String>,
+}
+
+/// What is available on this machine. Never fails and needs no world.
+pub fn backends() -> Vec<BackendStatus> {
+    BackendKind::NAMES
+        .iter()
+        .map(|&(_, kind)| BackendStatus { kind, why_not: why_not(kind) })
+        .collect()
+}
+
+fn why_not(kind: BackendKind) -> Option<String> {
+    match kind {
+        BackendKind::Host => None,
+        BackendKind::Vmm => {
+            tilewire_device::cuda::available().err().map(|e| e.message().to_owned())
+        }
+        _ => Some(format!("the `{kind}` backend is not part of this version")),
+    }
+}
+
+pub(crate) fn unavailable(kind: BackendKind) -> Error {
+    let why = why_not(kind).unwrap_or_else(|| "it is not available".to_owned());
+    Error::new(ErrorKind::Unavailable, why).hint("use the `host` backend, which runs everywhere")
+}

@@ -1,0 +1,273 @@
+//! Cases that every backend runs: one source, generic over [`Backend`].
+//!
+//! A case is a function of a [`World`]: it runs on every rank and returns an error, or panics,
+//! if the backend does not do what `OneSided` promises.
+// Used by the conformance suite and by the example, neither of which uses all of it.
+#![allow(dead_code)]
+
+use std::time::{Duration, Instant};
+
+use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Result, Rng, Shape};
+use tilewire_device::cuda::{CudaMemory, CudaStream};
+use tilewire_device::{Buffer, Pending, Queue, Stream, Tensor};
+use tilewire_symm::*;
+
+pub const KIB: usize = 1024;
+
+/// How a backend makes what the cases need.
+pub trait Backend {
+    type OneSided: OneSided;
+    const KIND: BackendKind;
+
+    fn one_sided(heap: &Heap) -> Result<Self::OneSided>;
+    fn stream(os: &Self::OneSided) -> Result<StreamOf<Self>>;
+    fn buffer(os: &Self::OneSided, bytes: &[u8]) -> Result<BufferOf<Self>>;
+}
+
+pub type StreamOf<B> = <<B as Backend>::OneSided as OneSided>::Stream;
+pub type BufferOf<B> = <<B as Backend>::OneSided as OneSided>::Buffer;
+
+pub struct Host;
+
+impl Backend for Host {
+    type OneSided = HostOneSided;
+    const KIND: BackendKind = BackendKind::Host;
+
+    fn one_sided(heap: &Heap) -> Result<HostOneSided> {
+        Ok(HostOneSided::new(heap))
+    }
+
+    fn stream(os: &HostOneSided) -> Result<Stream> {
+        Stream::new(format!("{}", os.heap().team().rank()))
+    }
+
+    fn buffer(_: &HostOneSided, bytes: &[u8]) -> Result<Tensor> {
+        Tensor::from_slice(bytes, Shape::d1(bytes.len()))
+    }
+}
+
+pub struct Vmm;
+
+impl Backend for Vmm {
+    type OneSided = VmmOneSided;
+    const KIND: BackendKind = BackendKind::Vmm;
+
+    fn one_sided(heap: &Heap) -> Result<VmmOneSided> {
+        VmmOneSided::new(heap)
+    }
+
+    fn stream(os: &VmmOneSided) -> Result<CudaStream> {
+        CudaStream::new(os.context())
+    }
+
+    fn buffer(os: &VmmOneSided, bytes: &[u8]) -> Result<CudaMemory> {
+        CudaMemory::from_bytes(os.context(), bytes)
+    }
+}
+
+pub struct Setup<B: Backend> {
+    // Streams first: they drain before the memory that their work uses goes.
+    pub stream: StreamOf<B>,
+    pub os: B::OneSided,
+    pub heap: Heap,
+    pub team: LiveTeam,
+}
+
+pub fn setup<B: Backend>(world: &World, len_bytes: usize) -> Result<Setup<B>> {
+    let team = world.everyone("all")?;
+    let heap = team.heap(B::KIND, HeapCfg::new(len_bytes))?;
+    let os = B::one_sided(&heap)?;
+    Ok(Setup { stream: B::stream(&os)?, os, heap, team })
+}
+
+impl<B: Backend> Setup<B> {
+    /// A buffer that holds `bytes`.
+    pub fn buffer(&self, bytes: &[u8]) -> Result<BufferOf<B>> {
+        B::buffer(&self.os, bytes)
+    }
+
+    /// A buffer that holds poison.
+    pub fn poisoned(&self, len: usize) -> Result<BufferOf<B>> {
+        self.buffer(&vec![DType::POISON; len])
+    }
+
+    /// Waits for everything queued, and raises the fault of the team.
+    pub fn finish(&self) -> Result<()> {
+        Pending::new((), &self.stream, Some(self.team.fault().clone()))?.wait()
+    }
+
+    /// Reads my own chunk through the one-sided interface.
+    pub fn own(&self, offset: usize, len: usize) -> Result<Vec<u8>> {
+        let out = self.poisoned(len)?;
+        self.os.get(&self.stream, self.team.rank(), offset, &out)?;
+        self.finish()?;
+        out.download()
+    }
+}
+
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let rng = Rng::new(seed);
+    (0..len as u64).map(|i| rng.at(i) as u8).collect()
+}
+
+/// Every rank puts a different pattern to every other, with credits, many rounds.
+pub fn put_signal_wait<B: Backend>(world: World) -> Result<()> {
+    let s = setup::<B>(&world, 256 * KIB)?;
+    let (n, me) = (s.team.size(), s.team.rank());
+    let len = 3000;
+    let recv = s.heap.alloc(n * len, "recv")?;
+    let sig = s.team.signals(2, "data+credit")?;
+    let seed =
+        |round: usize, src: Rank, dst: Rank| (round * 4096 + src.idx() * 64 + dst.idx()) as u64;
+    for round in 0..20 {
+        for p in s.team.peers() {
+            s.os.signal(&s.stream, p, sig.slot(1), 1)?;
+        }
+        for p in s.team.peers() {
+            s.os.wait(&s.stream, p, sig.slot(1), 1)?;
+            let data = s.buffer(&pattern(seed(round, me, p), len))?;
+            let at = recv.range(me.idx() * len, len);
+            s.os.put_signal(&s.stream, (p, at), &data, sig.slot(0))?;
+        }
+        for p in s.team.peers() {
+            s.os.wait(&s.stream, p, sig.slot(0), 1)?;
+        }
+        for p in s.team.peers() {
+            let got = s.own(recv.range(p.idx() * len, len), len)?;
+            assert_eq!(got, pattern(seed(round, p, me), len), "round {round} from {p}");
+        }
+    }
+    s.os.check_counters()?;
+    for p in s.team.peers() {
+        let t = s.team.traffic()[p.idx()];
+        assert_eq!((t.puts, t.put_bytes, t.signals), (20, 20 * len as u64, 40));
+    }
+    Ok(())
+}
+
+/// Every rank publishes; every rank gets from every other. Bad arguments are refused.
+pub fn get_after_signal<B: Backend>(world: World) -> Result<()> {
+    let s = setup::<B>(&world, 64 * KIB)?;
+    let me = s.team.rank();
+    let buf = s.heap.alloc(5000, "shared")?;
+    let mine = s.buffer(&pattern(me.get().into(), 5000))?;
+    s.os.put(&s.stream, me, buf.range(0, 5000), &mine)?;
+    s.os.barrier(&s.stream, 0)?;
+    for r in Rank::all(s.team.size()) {
+        let out = s.poisoned(4999)?;
+        s.os.get(&s.stream, r, buf.range(1, 4999), &out)?;
+        s.finish()?;
+        assert_eq!(out.download()?, pattern(r.get().into(), 5000)[1..]);
+    }
+    s.os.barrier(&s.stream, 0)?;
+    s.finish()?;
+    let one = s.buffer(&[1])?;
+    assert!(s.os.put(&s.stream, Rank::new(99), 0, &one).is_err());
+    assert!(s.os.put(&s.stream, me, 64 * KIB, &one).is_err());
+    assert!(s.os.barrier(&s.stream, 64).is_err());
+    s.team.check()
+}
+
+/// A barrier orders: what everybody put before it, everybody sees after it, on two channels.
+pub fn barrier<B: Backend>(world: World) -> Result<()> {
+    let s = setup::<B>(&world, 64 * KIB)?;
+    let (n, me) = (s.team.size(), s.team.rank());
+    let buf = s.heap.alloc(8 * n, "words")?;
+    for round in 0..50u64 {
+        let word = s.buffer(&(round * 100 + u64::from(me.get())).to_le_bytes())?;
+        for p in s.team.peers() {
+            s.os.put(&s.stream, p, buf.range(8 * me.idx(), 8), &word)?;
+        }
+        s.os.barrier(&s.stream, 1)?;
+        for p in s.team.peers() {
+            let got = s.own(buf.range(8 * p.idx(), 8), 8)?;
+            assert_eq!(got, (round * 100 + u64::from(p.get())).to_le_bytes(), "from {p}");
+        }
+        s.os.barrier(&s.stream, 2)?;
+    }
+    s.finish()
+}
+
+/// A captured exchange replays with data that changes between replays, bit-equal to eager.
+pub fn graph_replay<B: Backend>(world: World) -> Result<()> {
+    let s = setup::<B>(&world, 64 * KIB)?;
+    let (n, me) = (s.team.size(), s.team.rank());
+    let (next, prev) = (me.offset(1, n), me.offset(n - 1, n));
+    let buf = s.heap.alloc(512, "ring")?;
+    let sig = s.team.signals(2, "ring")?;
+    let (data, out) = (s.poisoned(512)?, s.poisoned(512)?);
+    s.stream.begin_capture()?;
+    s.os.signal(&s.stream, prev, sig.slot(1), 1)?;
+    s.os.wait(&s.stream, next, sig.slot(1), 1)?;
+    s.os.put_signal(&s.stream, (next, buf.range(0, 512)), &data, sig.slot(0))?;
+    s.os.wait(&s.stream, prev, sig.slot(0), 1)?;
+    s.os.get(&s.stream, me, buf.range(0, 512), &out)?;
+    let graph = s.stream.end_capture()?;
+    for round in 0..200u64 {
+        data.upload(&pattern(round << 8 | u64::from(me.get()), 512))?;
+        s.stream.replay(&graph)?;
+        s.finish()?;
+        assert_eq!(out.download()?, pattern(round << 8 | u64::from(prev.get()), 512));
+    }
+    s.os.check_counters()
+}
+
+/// After a fault: a team of the same members on new memory works at once, the old heap is stale.
+fn reform<B: Backend>(world: &World, s: &Setup<B>) -> Result<()> {
+    let again = world.everyone("all")?;
+    assert!(again.generation() > s.team.generation() && again.id() != s.team.id());
+    let heap = again.heap(B::KIND, HeapCfg::new(64 * KIB))?;
+    let old = s.heap.alloc(64, "old")?;
+    assert_eq!(old.check_heap(&heap).unwrap_err().kind(), ErrorKind::Stale);
+    let os = B::one_sided(&heap)?;
+    let stream = B::stream(&os)?;
+    os.barrier(&stream, 3)?;
+    stream.synchronize_until(None)?;
+    again.check()
+}
+
+/// A rank that does not signal: the waiter times out and names it, everybody else is aborted,
+/// nobody hangs, and the same members can form a new team at once.
+pub fn timeout_and_reform<B: Backend>(world: World) -> Result<()> {
+    let s = setup::<B>(&world, 64 * KIB)?;
+    let (n, me) = (s.team.size(), s.team.rank());
+    let sig = s.team.signals(1, "never")?;
+    let silent = Rank::new(n as u32 - 1);
+    let start = Instant::now();
+    // The silent rank, too, waits: it hears the others' abort.
+    let on = if me == silent { Rank::new(0) } else { silent };
+    s.os.wait(&s.stream, on, sig.slot(0), 1)?;
+    let e = s.finish().unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}: {e}", start.elapsed());
+    assert!(e.is_team_fault(), "{e}");
+    if e.is_timeout() {
+        let text = e.to_string();
+        assert!(text.contains("expected 1, got 0") && e.get_op() == Some("wait"), "{text}");
+        assert_eq!(e.get_peer(), Some(on));
+    }
+    // Every later call raises the same error.
+    assert_eq!(s.team.check().unwrap_err().kind(), e.kind());
+    assert_eq!(s.os.barrier(&s.stream, 0).unwrap_err().kind(), e.kind());
+    reform(&world, &s)
+}
+
+/// One rank aborts on purpose while the others wait: they return at once, long before their
+/// deadline, and the team can be formed again.
+pub fn abort_and_reform<B: Backend>(world: World) -> Result<()> {
+    let s = setup::<B>(&world, 64 * KIB)?;
+    let sig = s.team.signals(1, "never")?;
+    s.team.agree(true)?;
+    let start = Instant::now();
+    if s.team.rank().get() == 0 {
+        // Its own wait ends as well.
+        s.os.wait(&s.stream, Rank::new(1), sig.slot(0), 1)?;
+        std::thread::sleep(Duration::from_millis(100));
+        s.team.abort("test");
+    } else {
+        s.os.wait(&s.stream, Rank::new(0), sig.slot(0), 1)?;
+    }
+    let e = s.finish().unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
+    assert!(start.elapsed() < Duration::from_millis(1500), "{:?}: {e}", start.elapsed());
+    reform(&world, &s)
+}

@@ -1,0 +1,255 @@
+//! One suite, held against every backend and process model by one macro line each.
+//!
+//! What `OneSided` promises is in `cases`, generic over the backend; what only the host backend
+//! has (hooks, growth, the flight recorder) is here.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result, Shape};
+use tilewire_device::{Pending, Tensor};
+use tilewire_symm::*;
+
+mod cases;
+
+use cases::{Host, KIB, Vmm};
+
+type Setup = cases::Setup<Host>;
+
+fn setup(world: &World, len_bytes: usize) -> Result<Setup> {
+    cases::setup::<Host>(world, len_bytes)
+}
+
+fn tensor(bytes: &[u8]) -> Tensor {
+    Tensor::from_slice(bytes, Shape::d1(bytes.len())).unwrap()
+}
+
+/// Teams: subsets, overlapping, non-members, reversed order.
+fn teams(world: World) -> Result<()> {
+    let n = world.size() as u32;
+    let me = world.rank();
+    let low: Vec<Rank> = (0..n.div_ceil(2)).map(Rank::new).collect();
+    let rev: Vec<Rank> = (0..n).rev().map(Rank::new).collect();
+    let low_team = world.team(&low, "low")?;
+    assert_eq!(low_team.is_some(), low.contains(&me));
+    let rev_team = world.team(&rev, "rev")?.unwrap();
+    assert_eq!(rev_team.rank(), Rank::new(n - 1 - me.get()));
+    if let Some(t) = &low_team {
+        let all = t.exchange("names", me.get().to_string().as_bytes())?;
+        let want: Vec<Vec<u8>> = low.iter().map(|r| r.get().to_string().into_bytes()).collect();
+        assert_eq!(all, want);
+    }
+    assert!(rev_team.agree(true)?);
+    assert!(!rev_team.agree(me.get() != 0)?);
+    assert!(world.team(&[Rank::new(n)], "bad").is_err());
+    Ok(())
+}
+
+/// What differs between ranks at `prepare` is shown with both ranks' words.
+fn mismatch(world: World) -> Result<()> {
+    let s = setup(&world, 64 * KIB)?;
+    let me = s.team.rank();
+    s.team.prepare_agree(&Fingerprint::new("op", "m=1"))?;
+    let start = Instant::now();
+    let fp = Fingerprint::new("op", format_args!("m={}", if me.get() == 0 { 2 } else { 3 }));
+    let e = s.team.prepare_agree(&fp).unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(5));
+    if e.is_mismatch() {
+        let t = e.to_string();
+        assert!(t.contains("m=2") && t.contains("m=3"), "{t}");
+    } else {
+        // A rank that came later heard the abort first.
+        assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
+    }
+    // A prepare against a launch.
+    let t2 = world.everyone("second")?;
+    let r = if me.get() == 0 {
+        t2.launch_begin(&Fingerprint::new("op", "m=1")).map(|_| ())?;
+        std::thread::sleep(Duration::from_millis(300));
+        t2.check()
+    } else {
+        t2.prepare_agree(&Fingerprint::new("op", "m=1")).map(|_| ())
+    };
+    if me.get() == 1 {
+        let t = r.unwrap_err().to_string();
+        assert!(t.contains("`launch op m=1`") && t.contains("`prepare op m=1`"), "{t}");
+    }
+    Ok(())
+}
+
+/// Equal calls give equal offsets; dropped space returns only when all have dropped it; growth
+/// keeps contents; unequal sizes are an error on every rank.
+fn heap_rules(world: World) -> Result<()> {
+    let s = setup(&world, 64 * KIB)?;
+    let me = s.team.rank();
+    let a = s.heap.alloc(1000, "a")?;
+    let b = s.heap.alloc(50 * KIB, "b")?;
+    let offsets =
+        s.team.exchange("offsets", format!("{} {}", a.offset(), b.offset()).as_bytes())?;
+    assert!(offsets.iter().all(|o| *o == offsets[0]));
+    assert!(s.heap.alloc(50 * KIB, "c").unwrap_err().to_string().contains("heap.grow"));
+    let keep = (me.get() == 0).then(|| b.clone());
+    drop(b);
+    s.heap.collect()?;
+    assert!(s.heap.alloc(50 * KIB, "c").is_err(), "rank 0 still holds `b`");
+    drop(keep);
+    s.heap.collect()?;
+    let c = s.heap.alloc(50 * KIB, "c")?;
+    s.os.put(&s.stream, me, c.range(0, 4), &tensor(&[1, 2, 3, 4]))?;
+    s.heap.grow(128 * KIB)?;
+    let d = s.heap.alloc(60 * KIB, "d")?;
+    s.os.put(&s.stream, me, d.range(60 * KIB - 4, 4), &tensor(&[5, 6, 7, 8]))?;
+    assert_eq!(s.own(c.range(0, 4), 4)?, [1, 2, 3, 4]);
+    assert_eq!(s.own(d.range(60 * KIB - 4, 4), 4)?, [5, 6, 7, 8]);
+    assert_eq!(s.heap.grow(1 << 40).unwrap_err().kind(), ErrorKind::Exhausted);
+    let t2 = world.everyone("sizes")?;
+    let len = if me.get() == 0 { 8192 } else { 4096 };
+    let e = t2.heap(BackendKind::Host, HeapCfg::new(len)).err().expect("sizes differ");
+    assert!(e.is_mismatch() && e.to_string().contains("8192"), "{e}");
+    if tilewire_device::cuda::available().is_err() {
+        let e = t2.heap(BackendKind::Vmm, HeapCfg::new(len)).err().expect("no CUDA here");
+        assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+    }
+    // An empty and a tiny buffer have a place.
+    s.heap.alloc(0, "none")?;
+    s.heap.alloc(1, "one")?;
+    Ok(())
+}
+
+/// A signal too few, or too many, or before its data: each is noticed.
+fn tampered_signals(world: World) -> Result<()> {
+    for (i, action) in
+        [HookAction::Skip, HookAction::Twice, HookAction::AfterSignal].into_iter().enumerate()
+    {
+        let team = world.everyone(&format!("tampered{i}"))?;
+        let heap = team.heap(BackendKind::Host, HeapCfg::new(4096))?;
+        let buf = heap.alloc(64, "x")?;
+        let sig = team.signals(1, "x")?;
+        let kind = if action == HookAction::AfterSignal { StepKind::Put } else { StepKind::Signal };
+        if team.rank().get() == 0 {
+            team.set_hook(move |h| {
+                let hit = h.kind == kind && h.phase != "start";
+                if hit { action } else { HookAction::Proceed }
+            });
+        }
+        let ctx = OpCtx::new(&heap, "probe", 0);
+        ctx.poison_local(buf.range(0, 64), 64);
+        ctx.barrier(0, "start").ok();
+        let (zero, one) = (Rank::new(0), Rank::new(1));
+        let noticed = if team.rank() == zero {
+            ctx.put(one, buf.range(0, 64), &[7; 64], "put");
+            ctx.signal(one, sig.slot(0), 1, "signal");
+            true
+        } else if team.rank() == one {
+            let mut got = [0; 64];
+            let r = ctx.wait(zero, sig.slot(0), 1, "wait").map(|()| {
+                ctx.read_local(buf.range(0, 64), &mut got);
+            });
+            // The second count may come a moment after the first was taken.
+            std::thread::sleep(Duration::from_millis(20));
+            r.is_err() || got != [7; 64] || team.check_counters().is_err()
+        } else {
+            true
+        };
+        assert!(noticed, "{action:?} went unnoticed");
+        world.everyone(&format!("after{i}"))?.agree(true)?;
+    }
+    Ok(())
+}
+
+fn threads(n: usize, case: fn(World) -> Result<()>) {
+    // Two seconds, as everywhere in tests; only the fault cases ever use them up.
+    let cfg = WorldCfg::for_tests();
+    let r: Result<Vec<()>> = World::run_threads(n, cfg, case);
+    r.map_err(|e: Error| panic!("{e}")).ok();
+}
+
+/// Runs a case on GPUs; on a machine without them, says why not and passes. One case at a time:
+/// freeing memory waits for all work of a device, that of other cases' waits included.
+fn gpus(n: usize, case: fn(World) -> Result<()>) {
+    static DEVICES: Mutex<()> = Mutex::new(());
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    match tilewire_device::cuda::available() {
+        Ok(()) => threads(n, case),
+        Err(e) => assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}"),
+    }
+}
+
+macro_rules! conformance {
+    ($model:ident, $backend:ident, $run:path, $ns:tt; $($own:ident)*) => {
+        mod $model {
+            conformance!(@generic $backend, $run, $ns, put_signal_wait get_after_signal barrier
+                graph_replay timeout_and_reform abort_and_reform);
+            conformance!(@case $run, $ns, $($own)*);
+        }
+    };
+    (@generic $backend:ident, $run:path, $ns:tt, $($case:ident)+) => {
+        $(#[test]
+        fn $case() {
+            for n in $ns {
+                $run(n, super::cases::$case::<super::$backend>);
+            }
+        })+
+    };
+    (@case $run:path, $ns:tt, $($case:ident)*) => {
+        $(#[test]
+        fn $case() {
+            for n in $ns {
+                $run(n, super::$case);
+            }
+        })*
+    };
+}
+conformance!(host_threads, Host, super::threads, [2, 3, 5];
+    teams mismatch heap_rules tampered_signals);
+conformance!(vmm_threads, Vmm, super::gpus, [2];);
+
+#[test]
+fn a_world_of_one_does_everything_alone() {
+    use cases::{barrier, get_after_signal, graph_replay, put_signal_wait};
+    for case in [put_signal_wait::<Host>, get_after_signal::<Host>, barrier::<Host>] {
+        threads(1, case);
+    }
+    for case in [graph_replay::<Host>, teams] {
+        threads(1, case);
+    }
+}
+
+#[test]
+fn a_dead_rank_is_named_at_once_and_the_others_form_a_new_team() {
+    let start = Instant::now();
+    let out = World::run_threads(4, WorldCfg::default(), |world| {
+        let s = setup(&world, 16 * KIB)?;
+        let victim = Rank::new(2);
+        let sig = s.team.signals(1, "x")?;
+        if world.rank() == victim {
+            // A thread that ends without a goodbye: what a crash looks like from outside.
+            panic!("gone");
+        }
+        s.os.wait(&s.stream, victim, sig.slot(0), 1)?;
+        let p = Pending::new((), &s.stream, Some(s.team.fault().clone()))?;
+        let e = p.wait().unwrap_err();
+        assert_eq!((e.kind(), e.get_peer()), (ErrorKind::PeerDead, Some(victim)), "{e}");
+        let t = world.team(&world.alive(), "rest")?.unwrap();
+        assert_eq!(t.size(), 3);
+        assert!(t.agree(true)?);
+        Ok(())
+    });
+    let e = out.unwrap_err();
+    assert!(e.message().contains("gone"), "{e}");
+    assert!(start.elapsed() < Duration::from_secs(3));
+}
+
+#[test]
+fn backends_are_listed_without_a_world() {
+    let b = backends();
+    assert_eq!(b.len(), 4);
+    for s in b {
+        let can = match s.kind {
+            BackendKind::Host => true,
+            BackendKind::Vmm => tilewire_device::cuda::available().is_ok(),
+            _ => false,
+        };
+        assert_eq!(can, s.why_not.is_none(), "{s:?}");
+    }
+}

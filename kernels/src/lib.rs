@@ -1,0 +1,64 @@
+//! CUDA C++ of tilewire, embedded as text.
+//!
+//! A kernel is compiled from the texts of its [`Source`], one after the other: no file includes
+//! another, and none includes a header of CUDA's, so that the run-time compiler needs no include
+//! path. Inline PTX stands only in `ptx/`. What kernels share with Rust (offsets, sizes) is not
+//! written twice: the Rust side passes its constants as definitions.
+#![forbid(unsafe_code)]
+
+/// One compilation unit.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// Name for compiler messages and for the kernel cache.
+    pub name: &'static str,
+    /// The texts, in order.
+    pub parts: &'static [&'static str],
+    /// Definitions (`-DNAME=value`) that whoever compiles it must pass.
+    pub defines: &'static [&'static str],
+    /// The kernels in it.
+    pub kernels: &'static [&'static str],
+}
+
+impl Source {
+    /// The whole text.
+    pub fn text(&self) -> String {
+        self.parts.concat()
+    }
+}
+
+/// Loads, stores, fences and timers, named by operation, order and scope.
+pub const LD_ST: &str = include_str!("ptx/ld_st.cuh");
+
+/// Signal, wait, barrier and the epoch word of copy-engine pushes.
+pub const SIGNAL: Source = Source {
+    name: "comm/signal.cu",
+    parts: &[LD_ST, include_str!("comm/signal.cu")],
+    defines: &["TW_OFF_ABORT", "TW_OFF_INBOX", "TW_OFF_SIGNALS", "TW_INBOX_ROW"],
+    kernels: &["tw_signal", "tw_bump_epoch", "tw_wait", "tw_barrier"],
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_include_nothing_and_name_what_they_define() {
+        for s in [SIGNAL] {
+            let text = s.text();
+            assert!(!text.contains("#include"), "{}", s.name);
+            for k in s.kernels {
+                assert!(text.contains(&format!("{k}(")), "{k}");
+            }
+            for d in s.defines {
+                assert!(text.contains(d), "{d}");
+            }
+        }
+    }
+
+    #[test]
+    fn inline_ptx_stands_only_in_ptx() {
+        let comm = include_str!("comm/signal.cu");
+        assert!(!comm.contains("asm"));
+        assert!(!LD_ST.contains("multimem"));
+    }
+}

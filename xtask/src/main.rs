@@ -1,0 +1,52 @@
+//! Automation: `cargo xtask test` runs everything, `cargo xtask tidy` checks the house rules.
+
+mod acceptance;
+mod stages;
+mod tidy;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(about = "Automation of this repository")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run all tests; prints each stage's time and download size, and a summary line.
+    Test {
+        /// Only stages whose name contains this.
+        #[arg(long)]
+        only: Option<String>,
+        /// List the stages.
+        #[arg(long)]
+        list: bool,
+    },
+    /// Check file sizes, dependency direction, unsafe code and the operations' folders.
+    Tidy,
+    /// Check that docs/acceptance.md accounts for every line and names existing tests.
+    Acceptance,
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root").to_path_buf()
+}
+
+fn main() -> ExitCode {
+    let root = root();
+    let problems = match Cli::parse().command {
+        Command::Test { only, list } => return stages::run(&root, only.as_deref(), list),
+        Command::Tidy => tidy::check(&root),
+        Command::Acceptance => acceptance::check(&root),
+    };
+    for p in &problems {
+        eprintln!("{p}");
+    }
+    println!("{} problems", problems.len());
+    ExitCode::from(u8::from(!problems.is_empty()))
+}

@@ -1,0 +1,265 @@
+//! `cargo xtask test`: the stages, their times, and the closing line.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+struct Stage {
+    name: &'static str,
+    run: fn(&Path) -> Outcome,
+}
+
+/// What a stage did: how many checks passed and failed, and bytes downloaded.
+#[derive(Default)]
+struct Outcome {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+    downloaded: u64,
+}
+
+const STAGES: [Stage; 8] = [
+    Stage { name: "tidy", run: tidy },
+    Stage { name: "acceptance", run: acceptance },
+    Stage { name: "build", run: build },
+    Stage { name: "unit", run: unit },
+    Stage { name: "doc", run: doc },
+    Stage { name: "verify", run: verify },
+    Stage { name: "launchers", run: launchers },
+    Stage { name: "torchrun", run: torchrun },
+];
+
+/// Runs the stages; the last line is what CI reads.
+pub fn run(root: &Path, only: Option<&str>, list: bool) -> ExitCode {
+    let mut total = Outcome::default();
+    for s in &STAGES {
+        if list {
+            println!("{}", s.name);
+            continue;
+        }
+        if only.is_some_and(|o| !s.name.contains(o)) {
+            continue;
+        }
+        println!("==> {}", s.name);
+        let start = Instant::now();
+        let o = (s.run)(root);
+        println!(
+            "<== {}: {} passed, {} failed, {} skipped, {:.1} s, {:.1} MB downloaded",
+            s.name,
+            o.passed,
+            o.failed,
+            o.skipped,
+            start.elapsed().as_secs_f64(),
+            o.downloaded as f64 / 1e6
+        );
+        total.passed += o.passed;
+        total.failed += o.failed;
+        total.skipped += o.skipped;
+    }
+    if list {
+        return ExitCode::SUCCESS;
+    }
+    println!("{} passed, {} failed, {} skipped", total.passed, total.failed, total.skipped);
+    ExitCode::from(u8::from(total.failed > 0))
+}
+
+fn from_problems(problems: &[String]) -> Outcome {
+    problems.iter().for_each(|p| println!("{p}"));
+    Outcome { passed: usize::from(problems.is_empty()), failed: problems.len(), ..Outcome::default() }
+}
+
+fn tidy(root: &Path) -> Outcome {
+    from_problems(&crate::tidy::check(root))
+}
+
+fn acceptance(root: &Path) -> Outcome {
+    from_problems(&crate::acceptance::check(root))
+}
+
+/// Runs a command with the multicast-off variables, inheriting output. Ends it after `limit`.
+fn exec(root: &Path, program: &str, args: &[&str], limit: Duration) -> bool {
+    println!("$ {program} {}", args.join(" "));
+    let child = Command::new(program)
+        .args(args)
+        .current_dir(root)
+        .envs(OFF)
+        .stdin(Stdio::null())
+        .spawn();
+    let Ok(mut child) = child.map_err(|e| println!("cannot start {program}: {e}")) else { return false };
+    let start = Instant::now();
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return status.success(),
+            Ok(None) if start.elapsed() > limit => {
+                println!("{program}: ended after {limit:?}");
+                child.kill().ok();
+                child.wait().ok();
+                return false;
+            }
+            Ok(None) => std::thread::sleep(Duration::from_millis(50)),
+            Err(e) => {
+                println!("{program}: {e}");
+                return false;
+            }
+        }
+    }
+}
+
+/// NVLink multicast stays off in everything that is started from here.
+const OFF: [(&str, &str); 4] = [
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("NVSHMEM_DISABLE_NVLS", "1"),
+    ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+    ("CUBLASMP_DISABLE_MULTICAST", "1"),
+];
+
+fn one(ok: bool) -> Outcome {
+    Outcome { passed: usize::from(ok), failed: usize::from(!ok), ..Outcome::default() }
+}
+
+fn cargo() -> String {
+    std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned())
+}
+
+fn build(root: &Path) -> Outcome {
+    one(exec(root, &cargo(), &["build", "--release", "--package", "tilewire-cli"], Duration::from_secs(1800)))
+}
+
+/// Runs `cargo test` and adds up its result lines.
+fn cargo_test(root: &Path, args: &[&str]) -> Outcome {
+    println!("$ cargo test {}", args.join(" "));
+    let out = Command::new(cargo())
+        .arg("test")
+        .args(args)
+        .current_dir(root)
+        .envs(OFF)
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output();
+    let Ok(out) = out else { return one(false) };
+    let text = String::from_utf8_lossy(&out.stdout);
+    let mut o = Outcome::default();
+    for line in text.lines() {
+        if line.ends_with("FAILED") || line.contains("panicked at") || line.starts_with("---- ") {
+            println!("{line}");
+        }
+        let Some(rest) = line.strip_prefix("test result: ") else { continue };
+        let number = |what: &str| {
+            rest.split("; ")
+                .find_map(|p| p.strip_suffix(what))
+                .and_then(|p| p.rsplit(' ').next())
+                .and_then(|n| n.parse::<usize>().ok())
+                .unwrap_or(0)
+        };
+        o.passed += number(" passed");
+        o.failed += number(" failed");
+        o.skipped += number(" ignored");
+    }
+    if !out.status.success() && o.failed == 0 {
+        // A build that failed has no result line.
+        println!("{text}");
+        o.failed = 1;
+    }
+    o
+}
+
+fn unit(root: &Path) -> Outcome {
+    cargo_test(root, &["--workspace", "--lib", "--bins", "--tests", "--examples", "--no-fail-fast"])
+}
+
+fn doc(root: &Path) -> Outcome {
+    cargo_test(root, &["--workspace", "--doc", "--no-fail-fast"])
+}
+
+fn binary(root: &Path) -> PathBuf {
+    root.join("target/release/tilewire")
+}
+
+fn verify(root: &Path) -> Outcome {
+    let bin = binary(root).display().to_string();
+    one(exec(root, &bin, &["verify", "--ranks", "1,2,3,4,8", "--quiet"], Duration::from_secs(600)))
+}
+
+/// The same verification with processes, under our own launcher and under Open MPI.
+fn launchers(root: &Path) -> Outcome {
+    let bin = binary(root).display().to_string();
+    let limit = Duration::from_secs(600);
+    let mut o = one(exec(root, &bin, &["run", "-n", "4", "--", &bin, "verify", "--quiet"], limit));
+    if !has("mpirun") && !install_apt("openmpi-bin") {
+        println!("mpirun is not here and cannot be installed: skipped");
+        o.skipped += 1;
+        return o;
+    }
+    let args = ["--allow-run-as-root", "--oversubscribe", "-n", "4", &bin, "verify", "--quiet"];
+    let mpi = one(exec(root, "mpirun", &args, limit));
+    o.passed += mpi.passed;
+    o.failed += mpi.failed;
+    o
+}
+
+fn has(program: &str) -> bool {
+    Command::new(program)
+        .arg("--version")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|s| s.success())
+}
+
+fn install_apt(package: &str) -> bool {
+    let quiet = |args: &[&str]| {
+        Command::new("apt-get")
+            .args(args)
+            .env("DEBIAN_FRONTEND", "noninteractive")
+            .stdout(Stdio::null())
+            .status()
+            .is_ok_and(|s| s.success())
+    };
+    quiet(&["update", "-qq"]) && quiet(&["install", "-y", "-qq", package])
+}
+
+/// Wheels that the torchrun stage needs, pinned.
+const TORCH: [&str; 1] = ["torch==2.11.0"];
+/// What torch needs at import on a machine without a GPU.
+const TORCH_NEEDS: [&str; 6] =
+    ["typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock"];
+
+/// Ranks started by `torchrun` join its store.
+fn torchrun(root: &Path) -> Outcome {
+    let site = root.join("target/python-torch");
+    let mut o = Outcome::default();
+    if !site.join("torch").exists() {
+        let dir = site.display().to_string();
+        let mut args = vec!["-m", "pip", "install", "--quiet", "--target", &dir, "--no-deps"];
+        args.extend(TORCH);
+        args.extend(TORCH_NEEDS);
+        args.extend(["mpmath", "MarkupSafe", "setuptools"]);
+        if !exec(root, "python3", &args, Duration::from_secs(1500)) {
+            println!("torch cannot be installed here: skipped");
+            o.skipped = 1;
+            return o;
+        }
+        o.downloaded = size_of(&site);
+    }
+    let bin = binary(root).display().to_string();
+    let script = "import sys; sys.path.insert(0, sys.argv.pop(1)); \
+                  from torch.distributed.run import main; main(sys.argv[1:])";
+    let dir = site.display().to_string();
+    let args = ["-c", script, &dir, "--nproc-per-node", "4", "--no-python", &bin, "verify", "--quiet"];
+    let r = one(exec(root, "python3", &args, Duration::from_secs(600)));
+    o.passed += r.passed;
+    o.failed += r.failed;
+    o
+}
+
+fn size_of(dir: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
+    entries
+        .flatten()
+        .map(|e| match e.metadata() {
+            Ok(m) if m.is_dir() => size_of(&e.path()),
+            Ok(m) => m.len(),
+            Err(_) => 0,
+        })
+        .sum()
+}

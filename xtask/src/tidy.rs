@@ -1,0 +1,117 @@
+//! House rules that no compiler checks.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Most lines of a file.
+const RUST_CAP: usize = 600;
+const CUDA_CAP: usize = 700;
+
+/// Crates in which unsafe code is forbidden at the root.
+const SAFE: [&str; 6] = ["core", "oracle", "nn", "tilewire", "cli", "boot"];
+
+/// Files that an operation's folder holds. `cuda.rs` joins them with the CUDA backend;
+/// `gemm` has no schedule and `bulk` only combines others.
+const OP_FILES: [&str; 6] = ["mod.rs", "desc.rs", "config.rs", "plan.rs", "host.rs", "tests.rs"];
+
+/// All tracked-looking source files below `dir`.
+pub fn files(dir: &Path, out: &mut Vec<PathBuf>) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    for e in entries.flatten() {
+        let (path, name) = (e.path(), e.file_name());
+        if path.is_dir() {
+            if name != "target" && name != ".git" {
+                files(&path, out);
+            }
+        } else if path.extension().is_some_and(|x| x == "rs" || x == "cu" || x == "cuh") {
+            out.push(path);
+        }
+    }
+}
+
+/// Everything that is out of order, one line each.
+pub fn check(root: &Path) -> Vec<String> {
+    let mut problems = Vec::new();
+    let mut all = Vec::new();
+    files(root, &mut all);
+    for path in &all {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let name = path.strip_prefix(root).unwrap_or(path).display().to_string();
+        check_file(&name, &text, &mut problems);
+    }
+    for c in SAFE {
+        let lib = root.join("crates").join(c).join("src/lib.rs");
+        let Ok(text) = fs::read_to_string(&lib) else { continue };
+        if !text.contains("#![forbid(unsafe_code)]") && !text.contains("#![deny(unsafe_code)]") {
+            problems.push(format!("crates/{c}/src/lib.rs: unsafe code is not forbidden"));
+        }
+    }
+    dependencies(root, &mut problems);
+    operations(root, &mut problems);
+    problems
+}
+
+fn check_file(name: &str, text: &str, problems: &mut Vec<String>) {
+    let lines = text.lines().count();
+    let cap = if name.ends_with(".rs") { RUST_CAP } else { CUDA_CAP };
+    if lines > cap {
+        problems.push(format!("{name}: {lines} lines, the most is {cap}"));
+    }
+    // This file names what it looks for.
+    if name.starts_with("xtask/") {
+        return;
+    }
+    for (i, line) in text.lines().enumerate() {
+        let code = line.split("//").next().unwrap_or("");
+        for (bad, why) in [
+            ("static mut ", "no mutable statics"),
+            ("cuMulticastCreate(", "NVLink multicast is never used"),
+            ("multimem.", "NVLink multicast is never used"),
+            ("#[ignore]", "an ignored test needs its reason: #[ignore = \"...\"]"),
+        ] {
+            if code.contains(bad) {
+                problems.push(format!("{name}:{}: {why}", i + 1));
+            }
+        }
+    }
+}
+
+/// core <- boot, device <- symm <- ops <- nn <- tilewire <- cli; ops never on oracle.
+fn dependencies(root: &Path, problems: &mut Vec<String>) {
+    let order = ["core", "boot", "device", "symm", "ops", "nn", "tilewire", "cli"];
+    for (i, c) in order.iter().enumerate() {
+        let manifest = root.join("crates").join(c).join("Cargo.toml");
+        let Ok(text) = fs::read_to_string(&manifest) else { continue };
+        let normal = text.split("[dev-dependencies]").next().unwrap_or("");
+        for later in &order[i + 1..] {
+            let dep = if *later == "tilewire" { "tilewire.".to_owned() } else { format!("tilewire-{later}.") };
+            if normal.lines().any(|l| l.starts_with(&dep)) {
+                problems.push(format!("crates/{c}: depends on {later}, which comes after it"));
+            }
+        }
+        if *c != "cli" && normal.lines().any(|l| l.starts_with("tilewire-oracle")) {
+            problems.push(format!("crates/{c}: depends on the oracle outside of tests"));
+        }
+    }
+}
+
+fn operations(root: &Path, problems: &mut Vec<String>) {
+    let ops = root.join("crates/ops/src");
+    let lib = fs::read_to_string(ops.join("lib.rs")).unwrap_or_default();
+    for line in lib.lines() {
+        let Some(op) = line.strip_prefix("pub mod ").and_then(|l| l.strip_suffix(';')) else { continue };
+        if op == "common" {
+            continue;
+        }
+        for f in OP_FILES {
+            let excused = (op == "gemm" && f == "config.rs")
+                || (op == "bulk" && ["desc.rs", "config.rs", "host.rs"].contains(&f));
+            if !excused && !ops.join(op).join(f).exists() {
+                problems.push(format!("crates/ops/src/{op}: no {f}"));
+            }
+        }
+        if !root.join(format!("docs/protocols/{op}.md")).exists() && op != "gemm" {
+            problems.push(format!("docs/protocols/{op}.md: missing"));
+        }
+    }
+}
