@@ -21,6 +21,8 @@ pub enum Command {
     Run(RunArgs),
     /// Check every operation against the f64 oracle.
     Verify(VerifyArgs),
+    /// Train a mixture-of-experts transformer on text, over any grid of ranks.
+    Train(TrainArgs),
     /// Say what works on this machine, and what to do about what does not.
     Doctor(DoctorArgs),
     /// List the environment variables that tilewire reads, with their values.
@@ -116,4 +118,133 @@ pub struct DoctorArgs {
     /// Where to look for leftovers of crashed jobs.
     #[arg(long, default_value = "/dev/shm")]
     pub shm: PathBuf,
+}
+
+/// What to learn.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+pub enum Task {
+    /// The bytes of --data.
+    Text,
+    /// To repeat a random string.
+    Copy,
+}
+
+/// `tilewire train`
+#[derive(Debug, Args)]
+pub struct TrainArgs {
+    /// A text file, or a folder of them. Any bytes will do.
+    #[arg(long, default_value = "docs")]
+    pub data: PathBuf,
+    /// What to learn.
+    #[arg(long, value_enum, default_value = "text")]
+    pub task: Task,
+    /// Number of ranks (under a launcher: the job's).
+    #[arg(long, default_value_t = 1)]
+    pub ranks: usize,
+    /// Ranks are processes instead of threads.
+    #[arg(long)]
+    pub processes: bool,
+    /// Parts of the batch. Default: what tp and cp leave.
+    #[arg(long)]
+    pub dp: Option<usize>,
+    /// Parts of the sequence.
+    #[arg(long, default_value_t = 1)]
+    pub cp: usize,
+    /// Parts of heads and projections.
+    #[arg(long, default_value_t = 1)]
+    pub tp: usize,
+    /// Steps to train.
+    #[arg(long, default_value_t = 60)]
+    pub steps: usize,
+    /// Seed of parameters and batches.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Learning rate.
+    #[arg(long, default_value_t = 4e-3)]
+    pub lr: f64,
+    /// Write one JSON object per step to this file.
+    #[arg(long)]
+    pub metrics: Option<PathBuf>,
+    /// Draw the loss curve into this SVG file.
+    #[arg(long)]
+    pub svg: Option<PathBuf>,
+    /// Write a Perfetto (Chrome) trace of the last three steps to this file.
+    #[arg(long)]
+    pub trace: Option<PathBuf>,
+    /// Write a checkpoint to this file at the end (and every --every steps).
+    #[arg(long)]
+    pub checkpoint: Option<PathBuf>,
+    /// Steps between checkpoints.
+    #[arg(long)]
+    pub every: Option<usize>,
+    /// Continue from this checkpoint, written by any number of ranks.
+    #[arg(long)]
+    pub resume: Option<PathBuf>,
+    /// After training, continue this text.
+    #[arg(long)]
+    pub generate: Option<String>,
+    /// Bytes to generate.
+    #[arg(long, default_value_t = 64)]
+    pub generate_len: usize,
+    /// Seconds that a wait on a live peer may last.
+    #[arg(long, default_value_t = 600.0)]
+    pub timeout_s: f64,
+    /// Sizes of the model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Who I am.
+    #[command(flatten)]
+    pub place: TrainPlaceArgs,
+}
+
+/// Place of a rank whose launcher sets no variables (`--ranks` is the number of ranks).
+#[derive(Debug, Args, Default)]
+pub struct TrainPlaceArgs {
+    /// My rank in the job.
+    #[arg(long, requires = "store")]
+    pub rank: Option<u32>,
+    /// `host:port` of the job's store.
+    #[arg(long, requires = "rank")]
+    pub store: Option<String>,
+}
+
+/// Sizes of the model that `train` makes.
+#[derive(Debug, Args)]
+pub struct ModelArgs {
+    /// Layers.
+    #[arg(long, default_value_t = 2)]
+    pub layers: usize,
+    /// Elements of a token.
+    #[arg(long, default_value_t = 128)]
+    pub d_model: usize,
+    /// Query heads.
+    #[arg(long, default_value_t = 4)]
+    pub heads: usize,
+    /// Key and value heads.
+    #[arg(long, default_value_t = 2)]
+    pub kv_heads: usize,
+    /// Elements of a head.
+    #[arg(long, default_value_t = 32)]
+    pub head_dim: usize,
+    /// Experts.
+    #[arg(long, default_value_t = 8)]
+    pub experts: usize,
+    /// Experts of a token.
+    #[arg(long, default_value_t = 2)]
+    pub top_k: usize,
+    /// Inner features of an expert.
+    #[arg(long, default_value_t = 128)]
+    pub d_ff: usize,
+    /// Tokens of a sequence.
+    #[arg(long, default_value_t = 256)]
+    pub seq: usize,
+    /// Sequences of the global batch.
+    #[arg(long, default_value_t = 24)]
+    pub batch: usize,
+    /// Train without attention, to see that it matters.
+    #[arg(long)]
+    pub no_attention: bool,
+    /// Train without experts, to see that they matter.
+    #[arg(long)]
+    pub no_experts: bool,
 }

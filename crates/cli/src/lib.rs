@@ -4,7 +4,10 @@
 pub mod args;
 pub mod doctor;
 pub mod launch;
+pub mod plot;
 pub mod rows;
+pub mod trace;
+pub mod train;
 pub mod verify;
 pub mod verify_cmd;
 pub mod worlds;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 use tilewire::prelude::*;
 use tilewire_cli::args::{Cli, Command};
-use tilewire_cli::{complain, doctor, launch, report, verify_cmd};
+use tilewire_cli::{complain, doctor, launch, report, train, verify_cmd};
 
 /// Log lines go to standard error, as one line each.
 struct Logger;
@@ -60,6 +60,7 @@ fn run(cli: Cli) -> Result<i32> {
     match &cli.command {
         Command::Run(args) => launch::run(args),
         Command::Verify(args) => verify_cmd::run(args),
+        Command::Train(args) => train::run(args),
         Command::Doctor(_) | Command::Completions { .. } | Command::Env => Ok(0),
     }
 }

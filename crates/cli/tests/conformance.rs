@@ -27,10 +27,10 @@ macro_rules! conformance {
         }
     };
 }
-conformance!(threads, [1, 2, 3, 4], all_gather reduce_scatter all_reduce all_to_all gemm ag_gemm gemm_rs gemm_ar bulk ep grouped_gemm);
+conformance!(threads, [1, 2, 3, 4], all_gather reduce_scatter all_reduce all_to_all gemm ag_gemm gemm_rs gemm_ar bulk ep grouped_gemm permute quant);
 
 #[test]
 fn the_list_above_is_complete() {
-    let here = ["ag_gemm", "all_gather", "all_reduce", "all_to_all", "bulk", "ep", "gemm", "gemm_ar", "gemm_rs", "grouped_gemm", "reduce_scatter"];
+    let here = ["ag_gemm", "all_gather", "all_reduce", "all_to_all", "bulk", "ep", "gemm", "gemm_ar", "gemm_rs", "grouped_gemm", "permute", "quant", "reduce_scatter"];
     assert_eq!(verify::ops(), here);
 }

@@ -384,6 +384,29 @@ impl LiveTeam {
         Error::new(e.kind(), text).peer(peer).rank(self.rank()).cause(e)
     }
 
+    /// Collective: as [`LiveTeam::exchange`] for payloads of any size, in pieces.
+    ///
+    /// # Errors
+    /// As [`LiveTeam::exchange`].
+    pub fn exchange_large(&self, what: &str, payload: &[u8]) -> Result<Vec<Vec<u8>>> {
+        const PIECE: usize = 1 << 19;
+        let sizes = self.exchange(what, &(payload.len() as u64).to_le_bytes())?;
+        let mut most = 0;
+        for s in &sizes {
+            let word = s.as_slice().try_into().map_err(|_| {
+                Error::new(ErrorKind::Protocol, "a peer sent no length").op("exchange")
+            })?;
+            most = most.max(u64::from_le_bytes(word) as usize);
+        }
+        let mut all = vec![Vec::new(); self.size()];
+        for i in 0..most.div_ceil(PIECE) {
+            let rest = payload.get(i * PIECE..).unwrap_or_default();
+            let pieces = self.exchange(what, &rest[..rest.len().min(PIECE)])?;
+            all.iter_mut().zip(pieces).for_each(|(a, p)| a.extend(p));
+        }
+        Ok(all)
+    }
+
     /// Collective: true if every member says true. Lets optimizer step and checkpoint commit
     /// on all ranks or on none.
     ///

@@ -31,6 +31,7 @@
 pub use tilewire_boot as boot;
 pub use tilewire_core as core;
 pub use tilewire_device as device;
+pub use tilewire_nn as nn;
 pub use tilewire_ops as ops;
 pub use tilewire_symm as symm;
 

@@ -12,6 +12,8 @@ mod ep;
 mod gemm;
 mod grouped;
 mod overlap;
+mod permute;
+mod quant;
 
 use std::collections::BTreeMap;
 
@@ -94,6 +96,8 @@ fn all_cases() -> Vec<Case> {
     v.extend(overlap::cases());
     v.extend(ep::cases());
     v.extend(grouped::cases());
+    v.extend(permute::cases());
+    v.extend(quant::cases());
     v
 }
 

@@ -1,0 +1,202 @@
+//! `tilewire train`.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::sync::Arc;
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use tilewire::boot::Launch;
+use tilewire::device::Tracer;
+use tilewire::nn::{AdamW, Data, Grid, Model, ModelCfg, StepReport, TrainCfg, Trainer, checkpoint};
+use tilewire::prelude::*;
+
+use crate::args::{PlaceArgs, Task, TrainArgs};
+use crate::{complain, plot, say, trace, worlds};
+
+/// Runs the command; returns the exit code.
+///
+/// # Errors
+/// Bad arguments, files that cannot be read or written, the fault of a team.
+pub fn run(args: &TrainArgs) -> Result<i32> {
+    let size = (args.place.rank.is_some()).then_some(args.ranks);
+    let place = worlds::place(&PlaceArgs { rank: args.place.rank, size, store: args.place.store.clone() })?;
+    let launched = worlds::launched(&place);
+    let ranks = if launched { place.size } else { args.ranks };
+    let cfg = model_cfg(args)?;
+    let grid = Grid::fit(ranks, args.dp, args.cp, args.tp)?;
+    grid.check(&cfg)?;
+    let data = match args.task {
+        Task::Copy => Data::Copy,
+        Task::Text => Data::text(&args.data, cfg.seq + 2)?,
+    };
+    if args.processes && !launched {
+        return spawn(args);
+    }
+    let job = Job { args, cfg, grid, data: &data, start: Instant::now() };
+    if launched {
+        let world = worlds::join(&place, args.timeout_s)?;
+        job.rank(world)?;
+        return Ok(0);
+    }
+    World::run_threads(ranks, worlds::world_cfg(args.timeout_s)?, |world| job.rank(world))?;
+    Ok(0)
+}
+
+fn model_cfg(args: &TrainArgs) -> Result<ModelCfg> {
+    let m = &args.model;
+    let cfg = ModelCfg {
+        layers: m.layers,
+        d_model: m.d_model,
+        heads: m.heads,
+        kv_heads: m.kv_heads,
+        head_dim: m.head_dim,
+        experts: m.experts,
+        top_k: m.top_k,
+        d_ff: m.d_ff,
+        seq: m.seq,
+        batch: m.batch,
+        no_attention: m.no_attention,
+        no_experts: m.no_experts,
+    };
+    cfg.check().map(|()| cfg)
+}
+
+/// Starts the same command once per rank.
+fn spawn(args: &TrainArgs) -> Result<i32> {
+    let exe = std::env::current_exe().map_err(|e| Error::io("my own program", e))?;
+    let mut launch = Launch::new(args.ranks, exe);
+    launch.args = std::env::args_os().skip(1).filter(|a| a != "--processes").collect();
+    launch.no_prefix = true;
+    let report = launch.run()?;
+    if let Some(f) = &report.first_failure {
+        complain(format_args!("rank {} failed first: {:?}", f.rank.get(), f.status));
+    }
+    Ok(report.code)
+}
+
+struct Job<'a> {
+    args: &'a TrainArgs,
+    cfg: ModelCfg,
+    grid: Grid,
+    data: &'a Data,
+    start: Instant,
+}
+
+impl Job<'_> {
+    /// What one rank does.
+    fn rank(&self, world: World) -> Result<()> {
+        let (args, first) = (self.args, world.rank().get() == 0);
+        let tracer = args.trace.is_some().then(|| Arc::new(Tracer::new(self.start)));
+        let model = Model::new(&world, self.cfg, self.grid, args.seed, tracer.clone())?;
+        let optim = AdamW { lr: args.lr, ..AdamW::default() };
+        let mut t = Trainer::new(model, TrainCfg { seed: args.seed, optim });
+        if let Some(path) = &args.resume {
+            checkpoint::load(&mut t, path)?;
+        }
+        if first {
+            say(format_args!(
+                "{} parameters, {} ranks (dp {} x cp {} x tp {}), batch {} x {} bytes, {:.1} MB symmetric memory a rank",
+                t.model.num_params(), world.size(), self.grid.dp, self.grid.cp, self.grid.tp,
+                self.cfg.batch, self.cfg.seq, t.model.comm.symmetric_bytes() as f64 / 1e6
+            ));
+        }
+        let mut out = Output::new(args, first, t.step)?;
+        while t.step < args.steps {
+            if let Some(tr) = tracer.as_ref().filter(|_| t.step + 3 == args.steps) {
+                // Only the last three steps are kept.
+                tr.take();
+            }
+            let report = t.step(self.data)?;
+            out.step(&report)?;
+            let due = args.every.is_some_and(|n| n > 0 && t.step % n == 0);
+            if let Some(path) = args.checkpoint.as_ref().filter(|_| due || t.step == args.steps) {
+                checkpoint::save(&t, path)?;
+            }
+        }
+        out.finish(self.start)?;
+        if let (Some(path), Some(tr)) = (&args.trace, &tracer) {
+            let mine = trace::to_json(&tr.take()).to_string();
+            let all = t.model.comm.world.exchange_large("trace", mine.as_bytes())?;
+            if first {
+                let ranks: Vec<_> = all
+                    .iter()
+                    .map(|b| serde_json::from_slice(b).unwrap_or(serde_json::Value::Null))
+                    .collect();
+                trace::write(path, &ranks)?;
+            }
+        }
+        if let Some(prompt) = &args.generate {
+            let text = t.generate(prompt.as_bytes(), args.generate_len)?;
+            if first {
+                say(format_args!("{prompt}{}", String::from_utf8_lossy(&text)));
+            }
+        }
+        // Nobody leaves while others still wait for the last words.
+        t.model.comm.world.agree(true).map(|_| ())
+    }
+}
+
+/// What rank 0 shows and writes.
+struct Output {
+    bar: ProgressBar,
+    first: bool,
+    metrics: Option<BufWriter<File>>,
+    svg: Option<std::path::PathBuf>,
+    losses: Vec<f64>,
+    rates: Vec<f64>,
+}
+
+impl Output {
+    fn new(args: &TrainArgs, first: bool, done: usize) -> Result<Self> {
+        let bar = if first { ProgressBar::new(args.steps as u64) } else { ProgressBar::hidden() };
+        if let Ok(style) = ProgressStyle::with_template("[{bar:30}] {pos}/{len} {msg} ({eta} left)") {
+            bar.set_style(style);
+        }
+        bar.set_position(done as u64);
+        let metrics = match args.metrics.as_ref().filter(|_| first) {
+            Some(p) => Some(BufWriter::new(File::create(p).map_err(|e| Error::io(p.display(), e))?)),
+            None => None,
+        };
+        let svg = args.svg.clone().filter(|_| first);
+        Ok(Self { bar, first, metrics, svg, losses: Vec::new(), rates: Vec::new() })
+    }
+
+    fn step(&mut self, r: &StepReport) -> Result<()> {
+        self.losses.push(r.loss);
+        self.rates.push(r.tokens_per_s);
+        self.bar.set_position(r.step as u64 + 1);
+        self.bar.set_message(format!("loss {:.4}  {:.0} bytes/s", r.loss, r.tokens_per_s));
+        if self.first && self.bar.is_hidden() && (r.step % 10 == 0) {
+            // No terminal: a line now and then.
+            say(format_args!("step {:>5}  loss {:.4}  {:.0} bytes/s", r.step, r.loss, r.tokens_per_s));
+        }
+        if let Some(f) = &mut self.metrics {
+            let line = serde_json::to_string(r).map_err(|e| Error::internal(e.to_string()))?;
+            writeln!(f, "{line}").map_err(|e| Error::io("metrics", e))?;
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, start: Instant) -> Result<()> {
+        self.bar.finish_and_clear();
+        if let Some(f) = &mut self.metrics {
+            f.flush().map_err(|e| Error::io("metrics", e))?;
+        }
+        if let Some(p) = &self.svg {
+            let chart = plot::line_chart("loss, nats per byte", "loss", &self.losses);
+            std::fs::write(p, chart).map_err(|e| Error::io(p.display(), e))?;
+        }
+        if let (true, Some(a), Some(b)) = (self.first, self.losses.first(), self.losses.last()) {
+            self.rates.sort_by(f64::total_cmp);
+            say(format_args!(
+                "{} steps in {:.1} s: loss {a:.4} -> {b:.4} ({:.0} % lower), {:.0} bytes/s, hidden share: not calibrated",
+                self.losses.len(),
+                start.elapsed().as_secs_f64(),
+                100.0 * (1.0 - b / a),
+                self.rates[self.rates.len() / 2]
+            ));
+        }
+        Ok(())
+    }
+}

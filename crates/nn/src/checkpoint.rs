@@ -1,0 +1,192 @@
+//! Checkpoints: safetensors files of global tensors, so that any grid can read what another wrote.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use tilewire_core::{Error, ErrorKind, Result};
+
+use crate::config::{Grid, ModelCfg};
+use crate::params::{Kind, Param};
+use crate::train::Trainer;
+
+fn corrupt(path: &Path, what: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::Corrupt, format!("checkpoint {}: {what}", path.display()))
+}
+
+/// True if this rank's part of `p` is the one that is written.
+fn writes(t: &Trainer, p: &Param) -> bool {
+    match p.kind {
+        Kind::Replicated => t.model.comm.world.rank().idx() == 0,
+        Kind::Sharded => (t.model.coord.dp, t.model.coord.cp) == (0, 0),
+        Kind::Expert => true,
+    }
+}
+
+/// The part of each parameter's state that a rank contributes.
+fn local(p: &Param, which: &str) -> Result<Vec<f32>> {
+    match which {
+        "g" => Ok(p.g.clone()),
+        "m" => Ok(p.m.clone()),
+        "v" => Ok(p.v.clone()),
+        _ => p.w.to_f32(),
+    }
+}
+
+/// Collective: the global tensor of a parameter's values (`w`), gradient (`g`) or moments (`m`,
+/// `v`), on rank 0 (empty elsewhere).
+///
+/// # Errors
+/// The fault of a team.
+pub fn gather(t: &Trainer, p: &Param, which: &str) -> Result<Vec<f32>> {
+    let world = &t.model.comm.world;
+    let mine = if writes(t, p) { local(p, which)? } else { Vec::new() };
+    // Runs first, so that rank 0 knows where each rank's values belong.
+    let mut runs = Vec::new();
+    if writes(t, p) {
+        p.runs(|local, at, len| runs.extend([local as u64, at as u64, len as u64]));
+    }
+    let all_runs = world.exchange_large("checkpoint", bytemuck::cast_slice(&runs))?;
+    let all = world.exchange_large("checkpoint", bytemuck::cast_slice(&mine))?;
+    if world.rank().idx() != 0 {
+        return Ok(Vec::new());
+    }
+    let mut global = vec![f32::NAN; p.global.0 * p.global.1];
+    for (values, runs) in all.iter().zip(&all_runs) {
+        let values: Vec<f32> = bytemuck::pod_collect_to_vec(values);
+        let runs: Vec<u64> = bytemuck::pod_collect_to_vec(runs);
+        for r in runs.chunks_exact(3) {
+            let (local, at, len) = (r[0] as usize, r[1] as usize, r[2] as usize);
+            global[at..at + len].copy_from_slice(&values[local..local + len]);
+        }
+    }
+    Ok(global)
+}
+
+/// Collective: writes model, optimizer and step. Complete or not there: it is written beside the
+/// target, synchronised, and renamed once all ranks agree.
+///
+/// # Errors
+/// `Io` if the file cannot be written (on every rank); the fault of a team.
+pub fn save(t: &Trainer, path: &Path) -> Result<()> {
+    let mut tensors: Vec<(String, Vec<usize>, Vec<f32>)> = Vec::new();
+    for p in &t.model.params {
+        for which in ["w", "m", "v"] {
+            let values = gather(t, p, which)?;
+            tensors.push((format!("{}.{which}", p.name), vec![p.global.0, p.global.1], values));
+        }
+    }
+    let part = path.with_extension("part");
+    let written = if t.model.comm.world.rank().idx() == 0 { write(t, &part, &tensors) } else { Ok(()) };
+    let good = t.model.comm.world.agree(written.is_ok())?;
+    written?;
+    if !good {
+        return Err(Error::new(ErrorKind::Io, "rank 0 could not write the checkpoint; its error says why"));
+    }
+    if t.model.comm.world.rank().idx() == 0 {
+        fs::rename(&part, path).map_err(|e| Error::io(path.display(), e))?;
+    }
+    t.model.comm.world.agree(true).map(|_| ())
+}
+
+fn write(t: &Trainer, path: &Path, tensors: &[(String, Vec<usize>, Vec<f32>)]) -> Result<()> {
+    let views = tensors
+        .iter()
+        .map(|(name, shape, values)| {
+            let view = TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(values))
+                .map_err(|e| Error::internal(format!("{name}: {e}")))?;
+            Ok((name.as_str(), view))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let json = |v: serde_json::Result<String>| v.map_err(|e| Error::internal(e.to_string()));
+    let meta = HashMap::from([
+        ("format".to_owned(), "tilewire-1".to_owned()),
+        ("step".to_owned(), t.step.to_string()),
+        ("seed".to_owned(), t.cfg.seed.to_string()),
+        ("model".to_owned(), json(serde_json::to_string(&t.model.cfg))?),
+        ("grid".to_owned(), json(serde_json::to_string(&t.model.grid))?),
+    ]);
+    let bytes = safetensors::serialize(views, Some(meta))
+        .map_err(|e| Error::internal(format!("serialisation: {e}")))?;
+    let io = |e| Error::io(path.display(), e);
+    fs::write(path, bytes).map_err(io)?;
+    fs::File::open(path).and_then(|f| f.sync_all()).map_err(io)
+}
+
+/// What a checkpoint says about itself.
+pub struct Info {
+    /// Number of the next step.
+    pub step: usize,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Sizes.
+    pub model: ModelCfg,
+    /// Grid that wrote it.
+    pub grid: Grid,
+}
+
+/// Reads sizes and step without the tensors' values.
+///
+/// # Errors
+/// `Io` if it cannot be read, `Corrupt` if it is damaged or not a checkpoint of this program.
+pub fn info(path: &Path) -> Result<Info> {
+    parse_info(path, &read(path)?)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).map_err(|e| {
+        Error::new(ErrorKind::Io, format!("checkpoint {}: {e}", path.display())).cause(e)
+    })
+}
+
+fn parse_info(path: &Path, bytes: &[u8]) -> Result<Info> {
+    let (_, header) = SafeTensors::read_metadata(bytes).map_err(|e| corrupt(path, e))?;
+    let meta = header.metadata().clone().unwrap_or_default();
+    let get = |k: &str| meta.get(k).ok_or_else(|| corrupt(path, format!("no `{k}`: not written by tilewire")));
+    if get("format")? != "tilewire-1" {
+        return Err(corrupt(path, "another format").expected("tilewire-1").seen(get("format")?));
+    }
+    Ok(Info {
+        step: get("step")?.parse().map_err(|_| corrupt(path, "bad step"))?,
+        seed: get("seed")?.parse().map_err(|_| corrupt(path, "bad seed"))?,
+        model: serde_json::from_str(get("model")?).map_err(|e| corrupt(path, e))?,
+        grid: serde_json::from_str(get("grid")?).map_err(|e| corrupt(path, e))?,
+    })
+}
+
+/// Restores model, optimizer and step into a trainer of any grid.
+///
+/// # Errors
+/// `Corrupt` if the file is damaged, or of another model.
+pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
+    let bytes = read(path)?;
+    let info = parse_info(path, &bytes)?;
+    let sizes = |m: &ModelCfg| (m.layers, m.d_model, m.heads, m.kv_heads, m.head_dim, m.experts, m.d_ff);
+    if sizes(&info.model) != sizes(&t.model.cfg) {
+        return Err(corrupt(path, "it is of another model")
+            .expected(format_args!("{:?}", t.model.cfg))
+            .seen(format_args!("{:?}", info.model)));
+    }
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| corrupt(path, e))?;
+    for p in &mut t.model.params {
+        for which in ["w", "m", "v"] {
+            let name = format!("{}.{which}", p.name);
+            let view = file.tensor(&name).map_err(|e| corrupt(path, format!("{name}: {e}")))?;
+            if view.shape() != [p.global.0, p.global.1] || view.dtype() != Dtype::F32 {
+                return Err(corrupt(path, format!("{name} has the wrong shape or type")));
+            }
+            let global: Vec<f32> = bytemuck::pod_collect_to_vec(view.data());
+            let mut values = vec![0.0f32; p.len()];
+            p.runs(|local, at, len| values[local..local + len].copy_from_slice(&global[at..at + len]));
+            match which {
+                "m" => p.m = values,
+                "v" => p.v = values,
+                _ => p.w.write(|b| b.copy_from_slice(bytemuck::cast_slice(&values)))?,
+            }
+        }
+    }
+    t.step = info.step;
+    t.cfg.seed = info.seed;
+    Ok(())
+}

@@ -1,0 +1,105 @@
+//! Training data: bytes of files, or the copy task.
+
+use std::fs;
+use std::path::Path;
+
+use tilewire_core::{Error, ErrorKind, Result, Rng};
+
+/// Where sequences come from.
+#[derive(Clone, Debug)]
+pub enum Data {
+    /// Random windows of a text.
+    Text(Vec<u8>),
+    /// A random string twice: the second copy can be predicted, the first cannot.
+    Copy,
+}
+
+/// The most bytes read: more than enough for any run on a host.
+const MAX_BYTES: u64 = 64 << 20;
+
+impl Data {
+    /// Reads a file, or all regular files below a folder in name order. Any bytes will do.
+    ///
+    /// # Errors
+    /// `Io` if nothing is there, `InvalidArgument` if there are fewer than `min_len` bytes.
+    pub fn text(path: &Path, min_len: usize) -> Result<Self> {
+        let mut bytes = Vec::new();
+        collect(path, &mut bytes)?;
+        if bytes.len() < min_len {
+            return Err(Error::invalid(format!("{}: not enough text", path.display()))
+                .expected(format_args!("at least {min_len} bytes"))
+                .seen(format_args!("{} bytes", bytes.len()))
+                .hint("give a larger file or folder, or a shorter --seq"));
+        }
+        Ok(Data::Text(bytes))
+    }
+
+    /// Sequence `index` of step `step`: `len + 1` bytes (inputs and, one later, targets), and how
+    /// many targets at the front do not count.
+    pub fn sequence(&self, seed: u64, step: usize, index: usize, len: usize) -> (Vec<u8>, usize) {
+        let mut rng = Rng::new(seed ^ (step as u64) << 20 ^ index as u64);
+        match self {
+            Data::Text(bytes) => {
+                let start = rng.below((bytes.len() - len) as u64) as usize;
+                (bytes[start..start + len + 1].to_vec(), 0)
+            }
+            Data::Copy => {
+                let half = len.div_ceil(2);
+                let first: Vec<u8> =
+                    (0..half).map(|_| b'a' + rng.below(16) as u8).collect();
+                let mut s = first.clone();
+                s.extend_from_slice(&first);
+                s.resize(len + 1, b'.');
+                (s, half)
+            }
+        }
+    }
+}
+
+fn collect(path: &Path, out: &mut Vec<u8>) -> Result<()> {
+    let meta = fs::metadata(path).map_err(|e| {
+        Error::new(ErrorKind::Io, format!("{}: {e}", path.display()))
+            .cause(e)
+            .hint("--data takes a file or a folder")
+    })?;
+    if meta.is_dir() {
+        let mut names: Vec<_> = fs::read_dir(path)
+            .map_err(|e| Error::io(path.display(), e))?
+            .filter_map(|e| Some(e.ok()?.path()))
+            .filter(|p| p.file_name().is_some_and(|n| !n.to_string_lossy().starts_with('.')))
+            .collect();
+        names.sort();
+        return names.iter().try_for_each(|p| collect(p, out));
+    }
+    if out.len() as u64 + meta.len() <= MAX_BYTES {
+        out.extend(fs::read(path).map_err(|e| Error::io(path.display(), e))?);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_empty_and_binary_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let e = Data::text(&dir.path().join("nope"), 1).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Io);
+        fs::write(dir.path().join("empty"), "").unwrap();
+        assert!(Data::text(&dir.path().join("empty"), 10).unwrap_err().to_string().contains("0 bytes"));
+        fs::write(dir.path().join("b"), [0xff, 0xfe, 0x00, 0x80]).unwrap();
+        let Data::Text(t) = Data::text(dir.path(), 4).unwrap() else { unreachable!() };
+        assert_eq!(t, [0xff, 0xfe, 0x00, 0x80]);
+    }
+
+    #[test]
+    fn sequences_are_a_function_of_seed_step_and_index() {
+        let d = Data::Text((0..=255).cycle().take(2000).collect());
+        assert_eq!(d.sequence(1, 2, 3, 50), d.sequence(1, 2, 3, 50));
+        assert_ne!(d.sequence(1, 2, 3, 50), d.sequence(1, 2, 4, 50));
+        assert_eq!(d.sequence(1, 2, 3, 50).0.len(), 51);
+        let (s, free) = Data::Copy.sequence(1, 0, 0, 16);
+        assert_eq!((&s[..8], free), (&s[8..16], 8));
+    }
+}

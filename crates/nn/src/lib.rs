@@ -1,0 +1,28 @@
+//! The model that proves the library: a byte-level mixture-of-experts transformer with explicit
+//! backward, trained over any grid of ranks.
+//!
+//! Per layer: norm, `ag_gemm` over tp (queries, keys, values), `cp_attention` over cp, `gemm_rs`
+//! over tp (projection back), residual; norm, router, `ep_dispatch` over all ranks, two
+//! `grouped_gemm`s with SwiGLU between, `ep_combine`, residual. The backward pass mirrors it through
+//! the same plans. N ranks compute what one rank computes, up to rounding.
+#![forbid(unsafe_code)]
+
+pub mod attn;
+pub mod checkpoint;
+pub mod comm;
+pub mod config;
+pub mod data;
+pub mod layer;
+mod local;
+pub mod math;
+pub mod model;
+pub mod optim;
+pub mod params;
+pub mod train;
+
+pub use checkpoint::{load, save};
+pub use config::{Grid, ModelCfg};
+pub use data::Data;
+pub use model::Model;
+pub use optim::AdamW;
+pub use train::{StepReport, TrainCfg, Trainer};

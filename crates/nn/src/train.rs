@@ -1,0 +1,125 @@
+//! Training steps.
+
+use std::time::Instant;
+
+use serde::Serialize;
+use tilewire_core::{Error, Result};
+
+use crate::data::Data;
+use crate::model::Model;
+use crate::optim::AdamW;
+
+/// How to train.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct TrainCfg {
+    /// Seed of parameters and batches.
+    pub seed: u64,
+    /// Optimizer.
+    pub optim: AdamW,
+}
+
+/// One line of the metrics file.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct StepReport {
+    /// Number of the step, from 0.
+    pub step: usize,
+    /// Mean cross-entropy over the global batch, nats per byte.
+    pub loss: f64,
+    /// Mean load-balancing loss of the layers; 1 is perfect balance.
+    pub balance: f64,
+    /// Norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Tokens of the global batch per second.
+    pub tokens_per_s: f64,
+    /// Share of communication that was hidden; `null` where the machine is not calibrated.
+    pub hidden: Option<f64>,
+}
+
+/// Runs steps.
+pub struct Trainer {
+    /// The model.
+    pub model: Model,
+    /// How to train.
+    pub cfg: TrainCfg,
+    /// Number of the next step.
+    pub step: usize,
+}
+
+impl Trainer {
+    /// A trainer at step 0.
+    pub fn new(model: Model, cfg: TrainCfg) -> Self {
+        Self { model, cfg, step: 0 }
+    }
+
+    /// One step on global batch number `self.step`. Collective. The optimizer's step is taken by
+    /// all ranks or by none.
+    ///
+    /// # Errors
+    /// The fault of a team; `Internal` if the loss is not finite.
+    pub fn step(&mut self, data: &Data) -> Result<StepReport> {
+        let start = Instant::now();
+        let batch = self.model.batch(data, self.cfg.seed, self.step);
+        let losses = self.model.forward_backward(&batch)?;
+        let norm = self.model.reduce_gradients()?;
+        let good = losses.loss.is_finite() && norm.is_finite();
+        if !self.model.comm.world.agree(good)? {
+            return Err(Error::internal(format!(
+                "step {}: loss {} or gradient norm {norm} is not finite",
+                self.step, losses.loss
+            )));
+        }
+        let scale = self.cfg.optim.clip_factor(norm);
+        for p in &mut self.model.params {
+            let (decay, step) = (p.decay, self.step);
+            let (g, m, v) = (&p.g, &mut p.m, &mut p.v);
+            p.w.write(|b| {
+                let w: &mut [f32] = bytemuck::cast_slice_mut(b);
+                self.cfg.optim.step(step, scale, decay, (w, g, m, v));
+            })?;
+        }
+        let report = StepReport {
+            step: self.step,
+            loss: losses.loss,
+            balance: losses.balance,
+            grad_norm: norm,
+            lr: self.cfg.optim.rate(self.step),
+            tokens_per_s: self.model.cfg.tokens() as f64 / start.elapsed().as_secs_f64(),
+            hidden: None,
+        };
+        self.step += 1;
+        Ok(report)
+    }
+
+    /// Continues `prompt` by `num` bytes, each the most likely one. Collective; all ranks return
+    /// the same text.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an empty prompt; the fault of a team.
+    pub fn generate(&self, prompt: &[u8], num: usize) -> Result<Vec<u8>> {
+        if prompt.is_empty() {
+            return Err(Error::invalid("the prompt is empty"));
+        }
+        let (m, mut text) = (&self.model, prompt.to_vec());
+        let seq = m.cfg.seq;
+        for _ in 0..num {
+            // The window that ends with the last byte, at the front of the first sequence.
+            let window = &text[text.len().saturating_sub(seq)..];
+            let own = &m.comm.rows.attn[m.comm.rows.own.clone()];
+            let byte = |t: &usize| window.get(t % seq).copied().unwrap_or(b' ');
+            let logits = m.logits(&own.iter().map(byte).collect::<Vec<_>>())?;
+            // Exactly one rank of the first dp part has the row of the last byte.
+            let want = window.len() - 1;
+            let mine = own.iter().position(|&t| t == want).filter(|_| m.coord.dp == 0);
+            let best = mine.map(|r| {
+                let row = &logits[r * 256..][..256];
+                (0..256).fold(0, |b, i| if row[i] > row[b] { i } else { b }) as u8
+            });
+            let all = m.comm.world.exchange("generate", &best.map_or(vec![], |b| vec![b]))?;
+            let next = all.iter().find_map(|a| a.first().copied());
+            text.push(next.ok_or_else(|| Error::internal("no rank has the last row"))?);
+        }
+        Ok(text.split_off(prompt.len()))
+    }
+}

@@ -1,0 +1,174 @@
+//! N ranks compute what one rank computes: losses, gradients, checkpoints.
+
+use std::path::Path;
+
+use tilewire_core::Result;
+use tilewire_nn::{AdamW, Data, Grid, Model, ModelCfg, TrainCfg, Trainer, checkpoint};
+use tilewire_symm::{World, WorldCfg};
+
+fn small() -> ModelCfg {
+    ModelCfg {
+        layers: 2,
+        d_model: 16,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 8,
+        experts: 6,
+        top_k: 2,
+        d_ff: 12,
+        seq: 20,
+        batch: 4,
+        no_attention: false,
+        no_experts: false,
+    }
+}
+
+fn text() -> Data {
+    let line = b"Tiles over wires: what moves is hidden behind what computes. 0123456789\n";
+    Data::Text(line.iter().copied().cycle().take(4000).collect())
+}
+
+fn trainer(world: &World, cfg: ModelCfg, grid: Grid) -> Result<Trainer> {
+    let model = Model::new(world, cfg, grid, 7, None)?;
+    let optim = AdamW { warmup: 2, ..AdamW::default() };
+    Ok(Trainer::new(model, TrainCfg { seed: 7, optim }))
+}
+
+/// Loss, gradient norm and every global gradient of the first step, on rank 0.
+type First = (f64, f64, Vec<(String, Vec<f32>)>);
+
+fn first_step(grid: Grid) -> First {
+    let out = World::run_threads(grid.size(), WorldCfg::default(), |world| {
+        let mut t = trainer(&world, small(), grid)?;
+        let batch = t.model.batch(&text(), 7, 0);
+        let losses = t.model.forward_backward(&batch)?;
+        let norm = t.model.reduce_gradients()?;
+        let mut grads = Vec::new();
+        for p in &t.model.params {
+            grads.push((p.name.clone(), checkpoint::gather(&t, p, "g")?));
+        }
+        t.model.comm.world.agree(true)?;
+        Ok((losses.loss, norm, grads))
+    });
+    out.expect("training runs").swap_remove(0)
+}
+
+const GRIDS: [Grid; 7] = [
+    Grid { dp: 1, cp: 1, tp: 2 },
+    Grid { dp: 1, cp: 2, tp: 1 },
+    Grid { dp: 2, cp: 1, tp: 1 },
+    Grid { dp: 1, cp: 3, tp: 1 },
+    Grid { dp: 1, cp: 2, tp: 2 },
+    Grid { dp: 4, cp: 1, tp: 1 },
+    Grid { dp: 2, cp: 2, tp: 2 },
+];
+
+#[test]
+fn gradients_of_n_ranks_are_those_of_one() {
+    let (loss, norm, grads) = first_step(Grid { dp: 1, cp: 1, tp: 1 });
+    assert!(grads.iter().all(|(_, g)| g.iter().any(|v| *v != 0.0)), "every parameter has a gradient");
+    for grid in GRIDS {
+        let (l, n, g) = first_step(grid);
+        assert!((l - loss).abs() <= 1e-5 * loss, "{grid:?}: loss {l} for {loss}");
+        assert!((n - norm).abs() <= 1e-5 * norm, "{grid:?}: norm {n} for {norm}");
+        for ((name, got), (_, want)) in g.iter().zip(&grads) {
+            let most = want.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+            for (i, (a, b)) in got.iter().zip(want).enumerate() {
+                assert!((a - b).abs() <= 1e-5 * most, "{grid:?} {name}[{i}]: {a} for {b}");
+            }
+        }
+    }
+}
+
+/// Losses of `steps` steps; resumes and saves where asked.
+fn losses(grid: Grid, steps: usize, resume: Option<&Path>, save: Option<&Path>) -> Vec<f64> {
+    World::run_threads(grid.size(), WorldCfg::default(), |world| {
+        let mut t = trainer(&world, small(), grid)?;
+        if let Some(p) = resume {
+            checkpoint::load(&mut t, p)?;
+        }
+        let mut out = Vec::new();
+        while t.step < steps {
+            out.push(t.step(&text())?.loss);
+        }
+        if let Some(p) = save {
+            checkpoint::save(&t, p)?;
+        }
+        t.model.comm.world.agree(true)?;
+        Ok(out)
+    })
+    .expect("training runs")
+    .swap_remove(0)
+}
+
+#[test]
+fn a_resumed_run_is_the_uninterrupted_run_bit_for_bit_and_on_any_grid() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("c.safetensors");
+    let grid = Grid { dp: 1, cp: 2, tp: 2 };
+    let whole = losses(grid, 8, None, None);
+    losses(grid, 4, None, Some(&file));
+    assert!(!file.with_extension("part").exists());
+    let rest = losses(grid, 8, Some(&file), None);
+    let bits = |v: &[f64]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&rest), bits(&whole[4..]));
+    assert_eq!(bits(&losses(grid, 8, None, None)), bits(&whole), "two runs are bit-equal");
+    for other in [Grid { dp: 1, cp: 1, tp: 1 }, Grid { dp: 2, cp: 1, tp: 1 }, Grid { dp: 1, cp: 3, tp: 1 }] {
+        for (a, b) in losses(other, 8, Some(&file), None).iter().zip(&whole[4..]) {
+            assert!((a - b).abs() <= 1e-4 * b, "{other:?}: {a} for {b}");
+        }
+    }
+}
+
+#[test]
+fn damaged_and_foreign_checkpoints_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("c.safetensors");
+    let grid = Grid { dp: 1, cp: 1, tp: 1 };
+    losses(grid, 1, None, Some(&file));
+    let refuse = |path: &Path, cfg: ModelCfg| -> String {
+        World::run_threads(1, WorldCfg::default(), |world| {
+            let mut t = trainer(&world, cfg, grid)?;
+            Ok(checkpoint::load(&mut t, path).unwrap_err().to_string())
+        })
+        .unwrap()
+        .remove(0)
+    };
+    let bytes = std::fs::read(&file).unwrap();
+    let bad = dir.path().join("bad");
+    for cut in [0, 7, 100, bytes.len() - 1] {
+        std::fs::write(&bad, &bytes[..cut]).unwrap();
+        assert!(refuse(&bad, small()).contains("checkpoint"), "cut at {cut}");
+    }
+    assert!(refuse(&file, ModelCfg { d_ff: 8, ..small() }).contains("another model"));
+    assert!(refuse(&dir.path().join("none"), small()).contains("No such file"));
+}
+
+#[test]
+fn a_model_that_does_not_fit_the_grid_is_refused() {
+    World::run_threads(4, WorldCfg::default(), |world| {
+        let tp4 = Grid { dp: 1, cp: 1, tp: 4 };
+        let e = Model::new(&world, small(), tp4, 1, None).err().expect("tp 4 with 2 kv heads");
+        assert!(e.to_string().contains("key/value heads"), "{e}");
+        let e = Model::new(&world, ModelCfg { batch: 5, ..small() }, Grid { dp: 4, cp: 1, tp: 1 }, 1, None);
+        assert!(e.err().expect("batch 5 over dp 4").to_string().contains("batch of 5"));
+        let e = Model::new(&world, small(), Grid { dp: 1, cp: 1, tp: 2 }, 1, None);
+        assert!(e.err().expect("a grid of 2 for 4 ranks").to_string().contains("expected 4"));
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn experts_are_divided_without_gap() {
+
+    for size in 1..9 {
+        let mut next = 0;
+        for r in 0..size {
+            let e = tilewire_nn::model::experts_of(6, r, size);
+            assert_eq!(e.start, next);
+            next = e.end;
+        }
+        assert_eq!(next, 6);
+    }
+}
