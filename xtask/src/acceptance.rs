@@ -39,13 +39,17 @@ pub fn check(root: &Path) -> Vec<String> {
             problems.push(format!("docs/acceptance.md: {id} stands there twice"));
         }
         let names: Vec<&str> = evidence.split('`').skip(1).step_by(2).collect();
-        let marked = ["[gpu]", "[python]", "[fused]", "[open]", "[rule]"].iter().any(|m| evidence.contains(m));
+        let marked = ["[gpu]", "[python]", "[fused]", "[open]", "[rule]"]
+            .iter()
+            .any(|m| evidence.contains(m));
         if names.is_empty() && !marked {
             problems.push(format!("docs/acceptance.md: {id} has no evidence"));
         }
         for n in names.iter().filter(|n| n.contains('_') && !n.contains([' ', '/', '.', ':'])) {
-            if !tests.contains(**n) {
-                problems.push(format!("docs/acceptance.md: {id} names `{n}`, which is not in the sources"));
+            if !tests.contains(*n) {
+                problems.push(format!(
+                    "docs/acceptance.md: {id} names `{n}`, which is not in the sources"
+                ));
             }
         }
     }

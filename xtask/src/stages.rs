@@ -18,13 +18,15 @@ struct Outcome {
     downloaded: u64,
 }
 
-const STAGES: [Stage; 8] = [
+const STAGES: [Stage; 10] = [
     Stage { name: "tidy", run: tidy },
     Stage { name: "acceptance", run: acceptance },
     Stage { name: "build", run: build },
     Stage { name: "unit", run: unit },
     Stage { name: "doc", run: doc },
+    Stage { name: "examples", run: examples },
     Stage { name: "verify", run: verify },
+    Stage { name: "train", run: train },
     Stage { name: "launchers", run: launchers },
     Stage { name: "torchrun", run: torchrun },
 ];
@@ -65,7 +67,11 @@ pub fn run(root: &Path, only: Option<&str>, list: bool) -> ExitCode {
 
 fn from_problems(problems: &[String]) -> Outcome {
     problems.iter().for_each(|p| println!("{p}"));
-    Outcome { passed: usize::from(problems.is_empty()), failed: problems.len(), ..Outcome::default() }
+    Outcome {
+        passed: usize::from(problems.is_empty()),
+        failed: problems.len(),
+        ..Outcome::default()
+    }
 }
 
 fn tidy(root: &Path) -> Outcome {
@@ -79,13 +85,11 @@ fn acceptance(root: &Path) -> Outcome {
 /// Runs a command with the multicast-off variables, inheriting output. Ends it after `limit`.
 fn exec(root: &Path, program: &str, args: &[&str], limit: Duration) -> bool {
     println!("$ {program} {}", args.join(" "));
-    let child = Command::new(program)
-        .args(args)
-        .current_dir(root)
-        .envs(OFF)
-        .stdin(Stdio::null())
-        .spawn();
-    let Ok(mut child) = child.map_err(|e| println!("cannot start {program}: {e}")) else { return false };
+    let child =
+        Command::new(program).args(args).current_dir(root).envs(OFF).stdin(Stdio::null()).spawn();
+    let Ok(mut child) = child.map_err(|e| println!("cannot start {program}: {e}")) else {
+        return false;
+    };
     let start = Instant::now();
     loop {
         match child.try_wait() {
@@ -122,7 +126,12 @@ fn cargo() -> String {
 }
 
 fn build(root: &Path) -> Outcome {
-    one(exec(root, &cargo(), &["build", "--release", "--package", "tilewire-cli"], Duration::from_secs(1800)))
+    one(exec(
+        root,
+        &cargo(),
+        &["build", "--release", "--package", "tilewire-cli"],
+        Duration::from_secs(1800),
+    ))
 }
 
 /// Runs `cargo test` and adds up its result lines.
@@ -171,6 +180,58 @@ fn doc(root: &Path) -> Outcome {
     cargo_test(root, &["--workspace", "--doc", "--no-fail-fast"])
 }
 
+/// Runs the facade's examples; each asserts what it shows.
+fn examples(root: &Path) -> Outcome {
+    let mut o = Outcome::default();
+    for name in ["ag_gemm", "expert_layer", "survive"] {
+        let args = ["run", "--release", "--quiet", "--package", "tilewire", "--example", name];
+        add(&mut o, &one(exec(root, &cargo(), &args, Duration::from_secs(900))));
+    }
+    o
+}
+
+fn add(o: &mut Outcome, other: &Outcome) {
+    o.passed += other.passed;
+    o.failed += other.failed;
+    o.skipped += other.skipped;
+    o.downloaded += other.downloaded;
+}
+
+/// The README's first command: it must end in time, and the loss must fall.
+fn train(root: &Path) -> Outcome {
+    let bin = binary(root).display().to_string();
+    let metrics = root.join("target/train.jsonl").display().to_string();
+    let args = [
+        "train",
+        "--data",
+        "docs",
+        "--ranks",
+        "4",
+        "--tp",
+        "2",
+        "--cp",
+        "2",
+        "--steps",
+        "60",
+        "--metrics",
+        &metrics,
+    ];
+    if !exec(root, &bin, &args, Duration::from_secs(90)) {
+        return one(false);
+    }
+    let text = std::fs::read_to_string(&metrics).unwrap_or_default();
+    let losses: Vec<f64> = text
+        .lines()
+        .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok()?["loss"].as_f64())
+        .collect();
+    let fell = match losses[..] {
+        [first, .., last] => losses.len() == 60 && last <= 0.6 * first,
+        _ => false,
+    };
+    println!("loss {:?} -> {:?}", losses.first(), losses.last());
+    one(fell)
+}
+
 fn binary(root: &Path) -> PathBuf {
     root.join("target/release/tilewire")
 }
@@ -191,9 +252,7 @@ fn launchers(root: &Path) -> Outcome {
         return o;
     }
     let args = ["--allow-run-as-root", "--oversubscribe", "-n", "4", &bin, "verify", "--quiet"];
-    let mpi = one(exec(root, "mpirun", &args, limit));
-    o.passed += mpi.passed;
-    o.failed += mpi.failed;
+    add(&mut o, &one(exec(root, "mpirun", &args, limit)));
     o
 }
 
@@ -245,10 +304,9 @@ fn torchrun(root: &Path) -> Outcome {
     let script = "import sys; sys.path.insert(0, sys.argv.pop(1)); \
                   from torch.distributed.run import main; main(sys.argv[1:])";
     let dir = site.display().to_string();
-    let args = ["-c", script, &dir, "--nproc-per-node", "4", "--no-python", &bin, "verify", "--quiet"];
-    let r = one(exec(root, "python3", &args, Duration::from_secs(600)));
-    o.passed += r.passed;
-    o.failed += r.failed;
+    let args =
+        ["-c", script, &dir, "--nproc-per-node", "4", "--no-python", &bin, "verify", "--quiet"];
+    add(&mut o, &one(exec(root, "python3", &args, Duration::from_secs(600))));
     o
 }
 

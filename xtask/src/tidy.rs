@@ -84,7 +84,11 @@ fn dependencies(root: &Path, problems: &mut Vec<String>) {
         let Ok(text) = fs::read_to_string(&manifest) else { continue };
         let normal = text.split("[dev-dependencies]").next().unwrap_or("");
         for later in &order[i + 1..] {
-            let dep = if *later == "tilewire" { "tilewire.".to_owned() } else { format!("tilewire-{later}.") };
+            let dep = if *later == "tilewire" {
+                "tilewire.".to_owned()
+            } else {
+                format!("tilewire-{later}.")
+            };
             if normal.lines().any(|l| l.starts_with(&dep)) {
                 problems.push(format!("crates/{c}: depends on {later}, which comes after it"));
             }
@@ -99,7 +103,9 @@ fn operations(root: &Path, problems: &mut Vec<String>) {
     let ops = root.join("crates/ops/src");
     let lib = fs::read_to_string(ops.join("lib.rs")).unwrap_or_default();
     for line in lib.lines() {
-        let Some(op) = line.strip_prefix("pub mod ").and_then(|l| l.strip_suffix(';')) else { continue };
+        let Some(op) = line.strip_prefix("pub mod ").and_then(|l| l.strip_suffix(';')) else {
+            continue;
+        };
         if op == "common" {
             continue;
         }

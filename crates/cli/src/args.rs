@@ -21,8 +21,14 @@ pub enum Command {
     Run(RunArgs),
     /// Check every operation against the f64 oracle.
     Verify(VerifyArgs),
+    /// Time operations beside their parts.
+    Bench(BenchArgs),
     /// Train a mixture-of-experts transformer on text, over any grid of ranks.
-    Train(TrainArgs),
+    Train(Box<TrainArgs>),
+    /// Merge flight recorders and name the first divergence between ranks.
+    Dump(DumpArgs),
+    /// Turn a trace file into a self-contained HTML timeline.
+    Trace(TraceArgs),
     /// Say what works on this machine, and what to do about what does not.
     Doctor(DoctorArgs),
     /// List the environment variables that tilewire reads, with their values.
@@ -180,6 +186,9 @@ pub struct TrainArgs {
     /// Continue from this checkpoint, written by any number of ranks.
     #[arg(long)]
     pub resume: Option<PathBuf>,
+    /// After an error, write each rank's flight recorders into this folder (for `tilewire dump`).
+    #[arg(long)]
+    pub dump: Option<PathBuf>,
     /// After training, continue this text.
     #[arg(long)]
     pub generate: Option<String>,
@@ -247,4 +256,71 @@ pub struct ModelArgs {
     /// Train without experts, to see that they matter.
     #[arg(long)]
     pub no_experts: bool,
+}
+
+/// `tilewire bench`
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// Only these operations.
+    #[arg(long, value_delimiter = ',')]
+    pub op: Vec<String>,
+    /// Number of ranks, as threads (under a launcher: the job's).
+    #[arg(long, default_value_t = 2)]
+    pub ranks: usize,
+    /// Element type.
+    #[arg(long, default_value = "f32")]
+    pub dtype: DType,
+    /// Global rows.
+    #[arg(long, default_value_t = 512)]
+    pub m: usize,
+    /// Output columns.
+    #[arg(long, default_value_t = 256)]
+    pub n: usize,
+    /// Contraction of a rank.
+    #[arg(long, default_value_t = 256)]
+    pub k: usize,
+    /// Timed iterations.
+    #[arg(long, default_value_t = 20)]
+    pub iters: usize,
+    /// Untimed iterations before.
+    #[arg(long, default_value_t = 3)]
+    pub warmup: usize,
+    /// Print one JSON object per row.
+    #[arg(long, conflicts_with_all = ["csv", "md"])]
+    pub json: bool,
+    /// Print comma-separated values.
+    #[arg(long, conflicts_with = "md")]
+    pub csv: bool,
+    /// Print a Markdown table.
+    #[arg(long)]
+    pub md: bool,
+    /// Compare with the --json output of an earlier run.
+    #[arg(long)]
+    pub compare: Option<PathBuf>,
+    /// Slower than before by more than this share is a failure.
+    #[arg(long, default_value_t = 0.1)]
+    pub threshold: f64,
+}
+
+/// `tilewire dump`
+#[derive(Debug, Args)]
+pub struct DumpArgs {
+    /// Folder with the flight recorders of all ranks.
+    pub folder: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+    /// Entries to show before the divergence.
+    #[arg(long, default_value_t = 3)]
+    pub context: usize,
+}
+
+/// `tilewire trace`
+#[derive(Debug, Args)]
+pub struct TraceArgs {
+    /// A trace file written by `train --trace`.
+    pub file: PathBuf,
+    /// Where the timeline goes.
+    #[arg(long, default_value = "timeline.html")]
+    pub html: PathBuf,
 }

@@ -42,7 +42,8 @@ fn finding(code: &'static str, state: State, text: impl Into<String>, remedy: &s
 
 /// Looks at everything. Never fails: what cannot be looked at is a finding.
 pub fn examine(shm: &Path) -> Vec<Finding> {
-    let mut v = vec![environment(), place(), cores(), descriptors(), leftovers(shm), host_backend()];
+    let mut v =
+        vec![environment(), place(), cores(), descriptors(), leftovers(shm), host_backend()];
     v.extend(backends().into_iter().filter(|b| b.kind != BackendKind::Host).map(|b| {
         let text = format!("backend {}: {}", b.kind, b.why_not.as_deref().unwrap_or("available"));
         let state = if b.why_not.is_some() { State::Warn } else { State::Ok };
@@ -53,22 +54,44 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
 
 fn environment() -> Finding {
     match Config::from_env() {
-        Ok(c) => finding("env", State::Ok, format!("environment: backend {}, timeout {:?}", c.backend, c.timeout), ""),
-        Err(e) => finding("env", State::Fail, e.message().to_owned(), "correct or unset that variable; `tilewire env` lists them"),
+        Ok(c) => finding(
+            "env",
+            State::Ok,
+            format!("environment: backend {}, timeout {:?}", c.backend, c.timeout),
+            "",
+        ),
+        Err(e) => finding(
+            "env",
+            State::Fail,
+            e.message().to_owned(),
+            "correct or unset that variable; `tilewire env` lists them",
+        ),
     }
 }
 
 fn place() -> Finding {
     match crate::worlds::place(&Default::default()) {
-        Ok(p) => finding("launcher", State::Ok, format!("launcher: {:?}, rank {} of {}", p.launcher, p.rank.get(), p.size), ""),
-        Err(e) => finding("launcher", State::Fail, e.message().to_owned(), e.get_hint().unwrap_or("check the launcher's variables")),
+        Ok(p) => finding(
+            "launcher",
+            State::Ok,
+            format!("launcher: {:?}, rank {} of {}", p.launcher, p.rank.get(), p.size),
+            "",
+        ),
+        Err(e) => finding(
+            "launcher",
+            State::Fail,
+            e.message().to_owned(),
+            e.get_hint().unwrap_or("check the launcher's variables"),
+        ),
     }
 }
 
 fn cores() -> Finding {
     match std::thread::available_parallelism() {
         Ok(n) => finding("cores", State::Ok, format!("cores: {n}"), ""),
-        Err(e) => finding("cores", State::Warn, format!("number of cores unknown: {e}"), "nothing to do"),
+        Err(e) => {
+            finding("cores", State::Warn, format!("number of cores unknown: {e}"), "nothing to do")
+        }
     }
 }
 
@@ -82,7 +105,9 @@ fn descriptors() -> Finding {
         .and_then(|w| w.parse::<u64>().ok());
     match soft {
         Some(n) if n >= 1024 => finding("open-files", State::Ok, format!("open files: {n}"), ""),
-        Some(n) => finding("open-files", State::Warn, format!("open files: only {n}"), "ulimit -n 4096"),
+        Some(n) => {
+            finding("open-files", State::Warn, format!("open files: only {n}"), "ulimit -n 4096")
+        }
         None => finding("open-files", State::Warn, "limit of open files unknown", "needs /proc"),
     }
 }
@@ -90,14 +115,24 @@ fn descriptors() -> Finding {
 /// tilewire itself leaves nothing there (its memory has no name), others do.
 fn leftovers(shm: &Path) -> Finding {
     let Ok(dir) = std::fs::read_dir(shm) else {
-        return finding("shm", State::Ok, format!("{}: not there, and not needed", shm.display()), "");
+        return finding(
+            "shm",
+            State::Ok,
+            format!("{}: not there, and not needed", shm.display()),
+            "",
+        );
     };
     let names: Vec<String> = dir
         .filter_map(|e| e.ok()?.file_name().into_string().ok())
         .filter(|n| ["tilewire", "nccl-", "nvshmem", "torch_"].iter().any(|p| n.starts_with(p)))
         .collect();
     if names.is_empty() {
-        return finding("shm", State::Ok, format!("{}: no leftovers of crashed jobs", shm.display()), "");
+        return finding(
+            "shm",
+            State::Ok,
+            format!("{}: no leftovers of crashed jobs", shm.display()),
+            "",
+        );
     }
     let text = format!("{}: {} leftovers, e.g. {}", shm.display(), names.len(), names[0]);
     finding("shm", State::Warn, text, "remove them if no job of theirs is running")
@@ -111,8 +146,18 @@ fn host_backend() -> Finding {
         heap.alloc(4096, "probe").map(|_| ())
     });
     match done {
-        Ok(_) => finding("host", State::Ok, "backend host: two ranks shared memory and formed a team", ""),
-        Err(e) => finding("host", State::Fail, format!("backend host: {e}"), e.get_hint().unwrap_or("see the error")),
+        Ok(_) => finding(
+            "host",
+            State::Ok,
+            "backend host: two ranks shared memory and formed a team",
+            "",
+        ),
+        Err(e) => finding(
+            "host",
+            State::Fail,
+            format!("backend host: {e}"),
+            e.get_hint().unwrap_or("see the error"),
+        ),
     }
 }
 

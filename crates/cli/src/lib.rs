@@ -2,7 +2,10 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod bench;
+pub mod bench_cmd;
 pub mod doctor;
+pub mod dump;
 pub mod launch;
 pub mod plot;
 pub mod rows;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 use tilewire::prelude::*;
 use tilewire_cli::args::{Cli, Command};
-use tilewire_cli::{complain, doctor, launch, report, train, verify_cmd};
+use tilewire_cli::{bench_cmd, complain, doctor, dump, launch, report, trace, train, verify_cmd};
 
 /// Log lines go to standard error, as one line each.
 struct Logger;
@@ -61,6 +61,9 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Run(args) => launch::run(args),
         Command::Verify(args) => verify_cmd::run(args),
         Command::Train(args) => train::run(args),
+        Command::Bench(args) => bench_cmd::run(args),
+        Command::Dump(args) => dump::run(args),
+        Command::Trace(args) => trace::run(args),
         Command::Doctor(_) | Command::Completions { .. } | Command::Env => Ok(0),
     }
 }

@@ -61,7 +61,11 @@ mod tests {
     #[test]
     fn every_finite_value_is_a_point() {
         let svg = line_chart("a < b", "loss", &[3.0, f64::NAN, 1.0]);
-        assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>") && svg.contains("a &lt; b"));
+        assert!(
+            svg.starts_with("<svg")
+                && svg.trim_end().ends_with("</svg>")
+                && svg.contains("a &lt; b")
+        );
         let points = svg.split("points='").nth(1).unwrap().split('\'').next().unwrap();
         assert_eq!(points.split_whitespace().count(), 2);
         assert!(line_chart("t", "y", &[]).contains("polyline"));

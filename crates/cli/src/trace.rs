@@ -24,7 +24,9 @@ pub fn chrome(ranks: &[Value]) -> Value {
                 events.push(json!({"ph": "M", "pid": pid, "tid": lanes.len() - 1, "name": "thread_name", "args": {"name": lane}}));
                 lanes.len() - 1
             });
-            events.push(json!({"ph": "X", "pid": pid, "tid": tid, "name": s[0], "ts": s[2], "dur": s[3]}));
+            events.push(
+                json!({"ph": "X", "pid": pid, "tid": tid, "name": s[0], "ts": s[2], "dur": s[3]}),
+            );
         }
     }
     json!({"traceEvents": events, "displayTimeUnit": "ms"})
@@ -38,18 +40,89 @@ pub fn write(path: &Path, ranks: &[Value]) -> Result<()> {
     std::fs::write(path, chrome(ranks).to_string()).map_err(|e| Error::io(path.display(), e))
 }
 
+/// `tilewire trace`: a self-contained HTML timeline; returns the exit code.
+///
+/// # Errors
+/// `Io` for files that cannot be read or written, `Corrupt` if it is not a trace.
+pub fn run(args: &crate::args::TraceArgs) -> Result<i32> {
+    let bytes = std::fs::read(&args.file).map_err(|e| Error::io(args.file.display(), e))?;
+    let corrupt = |what: String| {
+        Error::new(tilewire::core::ErrorKind::Corrupt, format!("{}: {what}", args.file.display()))
+    };
+    let v: Value = serde_json::from_slice(&bytes).map_err(|e| corrupt(e.to_string()))?;
+    let events = v["traceEvents"].as_array().ok_or_else(|| corrupt("no traceEvents".to_owned()))?;
+    std::fs::write(&args.html, html(events)).map_err(|e| Error::io(args.html.display(), e))?;
+    crate::say(format_args!("{}: {} events", args.html.display(), events.len()));
+    Ok(0)
+}
+
+/// The events as bars: a row per rank and stream, time from left to right, names on hover.
+fn html(events: &[Value]) -> String {
+    let spans: Vec<&Value> = events.iter().filter(|e| e["ph"] == "X").collect();
+    let num = |e: &Value, k: &str| e[k].as_f64().unwrap_or(0.0);
+    let start = spans.iter().map(|e| num(e, "ts")).fold(f64::INFINITY, f64::min);
+    let end = spans.iter().map(|e| num(e, "ts") + num(e, "dur")).fold(0.0, f64::max);
+    let scale = 4000.0 / (end - start).max(1.0);
+    let mut lanes: Vec<(u64, u64)> = spans
+        .iter()
+        .map(|e| (e["pid"].as_u64().unwrap_or(0), e["tid"].as_u64().unwrap_or(0)))
+        .collect();
+    lanes.sort_unstable();
+    lanes.dedup();
+    let mut bars = String::new();
+    for (row, lane) in lanes.iter().enumerate() {
+        let y = 20 + row * 18;
+        bars += &format!("<text x='0' y='{}'>rank {} / {}</text>", y + 12, lane.0, lane.1);
+    }
+    for e in &spans {
+        let lane = (e["pid"].as_u64().unwrap_or(0), e["tid"].as_u64().unwrap_or(0));
+        let y = 20 + lanes.iter().position(|l| *l == lane).unwrap_or(0) * 18;
+        let name = e["name"].as_str().unwrap_or("?").replace(['<', '>', '&'], "");
+        // A colour that depends on the name alone.
+        let hue = name.bytes().fold(7u32, |h, b| h.wrapping_mul(31).wrapping_add(b.into())) % 360;
+        bars += &format!(
+            "<rect x='{:.1}' y='{y}' width='{:.2}' height='15' fill='hsl({hue},60%,55%)'><title>{name} {:.1} us</title></rect>",
+            110.0 + (num(e, "ts") - start) * scale,
+            (num(e, "dur") * scale).max(0.3),
+            num(e, "dur")
+        );
+    }
+    let height = 40 + lanes.len() * 18;
+    format!(
+        "<!doctype html><meta charset='utf-8'><title>tilewire timeline</title>\
+         <body style='font:12px sans-serif;overflow-x:auto'><p>{:.1} ms, {} pieces of work; hover for names</p>\
+         <svg width='4120' height='{height}' font-size='11'>{bars}</svg></body>\n",
+        (end - start).max(0.0) / 1e3,
+        spans.len()
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn ranks_are_processes_and_streams_are_threads() {
-        let span = |name: &str, lane: &str| Span { name: name.into(), lane: lane.into(), start_us: 1.0, len_us: 2.0 };
-        let t = chrome(&[to_json(&[span("gemm", "main"), span("push", "copy"), span("gemm", "main")]), to_json(&[])]);
+        let span = |name: &str, lane: &str| Span {
+            name: name.into(),
+            lane: lane.into(),
+            start_us: 1.0,
+            len_us: 2.0,
+        };
+        let t = chrome(&[
+            to_json(&[span("gemm", "main"), span("push", "copy"), span("gemm", "main")]),
+            to_json(&[]),
+        ]);
         let events = t["traceEvents"].as_array().unwrap();
         let work: Vec<_> = events.iter().filter(|e| e["ph"] == "X").collect();
         assert_eq!(work.len(), 3);
-        assert_eq!((&work[0]["tid"], &work[1]["tid"], &work[2]["tid"]), (&json!(0), &json!(1), &json!(0)));
+        assert_eq!(
+            (&work[0]["tid"], &work[1]["tid"], &work[2]["tid"]),
+            (&json!(0), &json!(1), &json!(0))
+        );
         assert_eq!(events.iter().filter(|e| e["name"] == "process_name").count(), 2);
+        let page = html(events);
+        assert_eq!(page.matches("<rect").count(), 3);
+        assert!(page.contains("rank 0 / 1") && page.contains("gemm 2.0 us"));
     }
 }

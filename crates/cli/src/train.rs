@@ -20,7 +20,8 @@ use crate::{complain, plot, say, trace, worlds};
 /// Bad arguments, files that cannot be read or written, the fault of a team.
 pub fn run(args: &TrainArgs) -> Result<i32> {
     let size = (args.place.rank.is_some()).then_some(args.ranks);
-    let place = worlds::place(&PlaceArgs { rank: args.place.rank, size, store: args.place.store.clone() })?;
+    let place =
+        worlds::place(&PlaceArgs { rank: args.place.rank, size, store: args.place.store.clone() })?;
     let launched = worlds::launched(&place);
     let ranks = if launched { place.size } else { args.ranks };
     let cfg = model_cfg(args)?;
@@ -97,25 +98,49 @@ impl Job<'_> {
         if first {
             say(format_args!(
                 "{} parameters, {} ranks (dp {} x cp {} x tp {}), batch {} x {} bytes, {:.1} MB symmetric memory a rank",
-                t.model.num_params(), world.size(), self.grid.dp, self.grid.cp, self.grid.tp,
-                self.cfg.batch, self.cfg.seq, t.model.comm.symmetric_bytes() as f64 / 1e6
+                t.model.num_params(),
+                world.size(),
+                self.grid.dp,
+                self.grid.cp,
+                self.grid.tp,
+                self.cfg.batch,
+                self.cfg.seq,
+                t.model.comm.symmetric_bytes() as f64 / 1e6
             ));
         }
         let mut out = Output::new(args, first, t.step)?;
+        let done = self.steps(&mut t, &mut out, tracer.as_deref());
+        if let (Err(_), Some(folder)) = (&done, &args.dump) {
+            crate::dump::write(folder, &[&t.model.comm.world, &t.model.comm.shard])?;
+        }
+        done?;
+        self.last_words(&t, &mut out, tracer.as_deref())?;
+        // Nobody leaves while others still wait for the last words.
+        t.model.comm.world.agree(true).map(|_| ())
+    }
+
+    fn steps(&self, t: &mut Trainer, out: &mut Output, tracer: Option<&Tracer>) -> Result<()> {
+        let args = self.args;
         while t.step < args.steps {
-            if let Some(tr) = tracer.as_ref().filter(|_| t.step + 3 == args.steps) {
+            if let Some(tr) = tracer.filter(|_| t.step + 3 == args.steps) {
                 // Only the last three steps are kept.
                 tr.take();
             }
             let report = t.step(self.data)?;
             out.step(&report)?;
-            let due = args.every.is_some_and(|n| n > 0 && t.step % n == 0);
+            let due = args.every.is_some_and(|n| n > 0 && t.step.is_multiple_of(n));
             if let Some(path) = args.checkpoint.as_ref().filter(|_| due || t.step == args.steps) {
-                checkpoint::save(&t, path)?;
+                checkpoint::save(t, path)?;
             }
         }
+        Ok(())
+    }
+
+    /// Summary, trace, generated text.
+    fn last_words(&self, t: &Trainer, out: &mut Output, tracer: Option<&Tracer>) -> Result<()> {
+        let (args, first) = (self.args, out.first);
         out.finish(self.start)?;
-        if let (Some(path), Some(tr)) = (&args.trace, &tracer) {
+        if let (Some(path), Some(tr)) = (&args.trace, tracer) {
             let mine = trace::to_json(&tr.take()).to_string();
             let all = t.model.comm.world.exchange_large("trace", mine.as_bytes())?;
             if first {
@@ -132,8 +157,7 @@ impl Job<'_> {
                 say(format_args!("{prompt}{}", String::from_utf8_lossy(&text)));
             }
         }
-        // Nobody leaves while others still wait for the last words.
-        t.model.comm.world.agree(true).map(|_| ())
+        Ok(())
     }
 }
 
@@ -150,12 +174,15 @@ struct Output {
 impl Output {
     fn new(args: &TrainArgs, first: bool, done: usize) -> Result<Self> {
         let bar = if first { ProgressBar::new(args.steps as u64) } else { ProgressBar::hidden() };
-        if let Ok(style) = ProgressStyle::with_template("[{bar:30}] {pos}/{len} {msg} ({eta} left)") {
+        if let Ok(style) = ProgressStyle::with_template("[{bar:30}] {pos}/{len} {msg} ({eta} left)")
+        {
             bar.set_style(style);
         }
         bar.set_position(done as u64);
         let metrics = match args.metrics.as_ref().filter(|_| first) {
-            Some(p) => Some(BufWriter::new(File::create(p).map_err(|e| Error::io(p.display(), e))?)),
+            Some(p) => {
+                Some(BufWriter::new(File::create(p).map_err(|e| Error::io(p.display(), e))?))
+            }
             None => None,
         };
         let svg = args.svg.clone().filter(|_| first);
@@ -167,9 +194,12 @@ impl Output {
         self.rates.push(r.tokens_per_s);
         self.bar.set_position(r.step as u64 + 1);
         self.bar.set_message(format!("loss {:.4}  {:.0} bytes/s", r.loss, r.tokens_per_s));
-        if self.first && self.bar.is_hidden() && (r.step % 10 == 0) {
+        if self.first && self.bar.is_hidden() && r.step.is_multiple_of(10) {
             // No terminal: a line now and then.
-            say(format_args!("step {:>5}  loss {:.4}  {:.0} bytes/s", r.step, r.loss, r.tokens_per_s));
+            say(format_args!(
+                "step {:>5}  loss {:.4}  {:.0} bytes/s",
+                r.step, r.loss, r.tokens_per_s
+            ));
         }
         if let Some(f) = &mut self.metrics {
             let line = serde_json::to_string(r).map_err(|e| Error::internal(e.to_string()))?;

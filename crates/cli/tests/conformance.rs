@@ -7,10 +7,15 @@ fn threads(ranks: usize, op: &str) {
     let options = Options { ops: vec![op.to_owned()], seed: 7, ..Options::default() };
     let cases = verify::cases(&options).expect("known operation");
     let cfg = WorldCfg { timeout: std::time::Duration::from_secs(30), ..WorldCfg::default() };
-    let rows = World::run_threads(ranks, cfg, |world| verify::run(&world, &cases, &options, |_, _| {}))
-        .expect("verify runs");
+    let rows =
+        World::run_threads(ranks, cfg, |world| verify::run(&world, &cases, &options, |_, _| {}))
+            .expect("verify runs");
     for row in &rows[0] {
-        assert_eq!(row.wrong, 0, "{} {} {} on {ranks}: {:?}", row.op, row.dtype, row.shape, row.note);
+        assert_eq!(
+            row.wrong, 0,
+            "{} {} {} on {ranks}: {:?}",
+            row.op, row.dtype, row.shape, row.note
+        );
         assert!(row.max_err.is_some());
     }
 }
@@ -29,8 +34,30 @@ macro_rules! conformance {
 }
 conformance!(threads, [1, 2, 3, 4], all_gather reduce_scatter all_reduce all_to_all gemm ag_gemm gemm_rs gemm_ar bulk ep grouped_gemm permute quant);
 
+/// Context parallelism up to the ranks of one host.
+fn host_of_eight(ranks: usize, op: &str) {
+    threads(ranks, op);
+}
+conformance!(host_of_eight, [1, 2, 3, 4, 8], attention cp_attention);
+
 #[test]
 fn the_list_above_is_complete() {
-    let here = ["ag_gemm", "all_gather", "all_reduce", "all_to_all", "bulk", "ep", "gemm", "gemm_ar", "gemm_rs", "grouped_gemm", "permute", "quant", "reduce_scatter"];
+    let here = [
+        "ag_gemm",
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "attention",
+        "bulk",
+        "cp_attention",
+        "ep",
+        "gemm",
+        "gemm_ar",
+        "gemm_rs",
+        "grouped_gemm",
+        "permute",
+        "quant",
+        "reduce_scatter",
+    ];
     assert_eq!(verify::ops(), here);
 }

@@ -4,8 +4,20 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 const TINY: [&str; 14] = [
-    "--seq", "32", "--d-model", "64", "--head-dim", "16", "--d-ff", "64", "--batch", "24", "--seed",
-    "3", "--lr", "6e-3",
+    "--seq",
+    "32",
+    "--d-model",
+    "64",
+    "--head-dim",
+    "16",
+    "--d-ff",
+    "64",
+    "--batch",
+    "24",
+    "--seed",
+    "3",
+    "--lr",
+    "6e-3",
 ];
 
 fn tilewire(dir: &Path, args: &[&str]) -> Output {
@@ -38,7 +50,9 @@ fn losses(file: &Path) -> Vec<f64> {
     std::fs::read_to_string(file)
         .expect("metrics")
         .lines()
-        .map(|l| serde_json::from_str::<serde_json::Value>(l).expect("JSON")["loss"].as_f64().unwrap())
+        .map(|l| {
+            serde_json::from_str::<serde_json::Value>(l).expect("JSON")["loss"].as_f64().unwrap()
+        })
         .collect()
 }
 
@@ -115,8 +129,26 @@ fn checkpoint_resume_generate_trace_and_curve() {
         d,
         &with(
             &train,
-            &["--steps", "6", "--ranks", "2", "--cp", "2", "--resume", "c", "--metrics", "rest", "--trace",
-              "t.json", "--svg", "l.svg", "--generate", "abc", "--generate-len", "5"],
+            &[
+                "--steps",
+                "6",
+                "--ranks",
+                "2",
+                "--cp",
+                "2",
+                "--resume",
+                "c",
+                "--metrics",
+                "rest",
+                "--trace",
+                "t.json",
+                "--svg",
+                "l.svg",
+                "--generate",
+                "abc",
+                "--generate-len",
+                "5",
+            ],
         ),
     );
     for (a, b) in losses(&d.join("rest")).iter().zip(&losses(&d.join("whole"))[3..]) {
@@ -146,7 +178,9 @@ fn bad_input_is_explained() {
     assert!(bad(d, &[&t[..], &["--ranks", "4", "--tp", "4"]].concat()).contains("key/value heads"));
     assert!(bad(d, &[&t[..], &["--top-k", "9"]].concat()).contains("top_k"));
     assert!(bad(d, &[&t[..], &["--resume", "nope"]].concat()).contains("checkpoint nope"));
-    assert!(bad(d, &[&t[..], &["--generate", "", "--steps", "0"]].concat()).contains("prompt is empty"));
+    assert!(
+        bad(d, &[&t[..], &["--generate", "", "--steps", "0"]].concat()).contains("prompt is empty")
+    );
     assert!(bad(d, &["train", "--task", "sing"]).contains("possible values: text, copy"));
     assert!(bad(d, &["verify", "--op", "nope"]).contains("one of ag_gemm"));
     assert!(bad(d, &["verify", "--dtype", "f4"]).contains("one of f64, f32"));

@@ -132,7 +132,8 @@ mod tests {
 
     #[test]
     fn bound_grows_with_ranks_and_k() {
-        let b = Bound { out: DType::BF16, wire: DType::BF16, acc: DType::F32, num_partials: 8, k: 64 };
+        let b =
+            Bound { out: DType::BF16, wire: DType::BF16, acc: DType::F32, num_partials: 8, k: 64 };
         let one = Bound { num_partials: 1, ..b };
         assert!(b.allowed(1.0, 1.0) > one.allowed(1.0, 1.0));
         assert!(b.allowed(1.0, 1.0) > 8.0 / 256.0);

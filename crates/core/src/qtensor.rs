@@ -87,10 +87,14 @@ impl QTensor {
         layout: ScaleLayout,
     ) -> Result<Self> {
         if !dtype.is_fp8() {
-            return Err(Error::invalid("quantised data must be FP8").expected("f8e4m3 or f8e5m2").seen(dtype));
+            return Err(Error::invalid("quantised data must be FP8")
+                .expected("f8e4m3 or f8e5m2")
+                .seen(dtype));
         }
         if shape.ndim() != 2 {
-            return Err(Error::invalid(format!("a quantised tensor has two dimensions, got {shape}")));
+            return Err(Error::invalid(format!(
+                "a quantised tensor has two dimensions, got {shape}"
+            )));
         }
         let need = layout.num_scales(shape.dim(0), shape.dim(1)) * layout.dtype().size();
         if data.len() != shape.num_elems() || scales.len() != need {
@@ -106,7 +110,11 @@ impl QTensor {
         let i = self.layout.scale_idx(row, col, self.shape.dim(1));
         let size = self.layout.dtype().size();
         let mut out = [0.0];
-        crate::convert_to_f32(self.layout.dtype(), &self.scales[i * size..(i + 1) * size], &mut out);
+        crate::convert_to_f32(
+            self.layout.dtype(),
+            &self.scales[i * size..(i + 1) * size],
+            &mut out,
+        );
         out[0]
     }
 }
@@ -144,8 +152,12 @@ mod tests {
     #[test]
     fn lengths_are_checked() {
         let s = Shape::d2(2, 32);
-        assert!(QTensor::new(vec![0; 64], vec![0; 2], DType::F8E4M3, s, ScaleLayout::Mx1x32).is_ok());
-        assert!(QTensor::new(vec![0; 64], vec![0; 3], DType::F8E4M3, s, ScaleLayout::Mx1x32).is_err());
+        assert!(
+            QTensor::new(vec![0; 64], vec![0; 2], DType::F8E4M3, s, ScaleLayout::Mx1x32).is_ok()
+        );
+        assert!(
+            QTensor::new(vec![0; 64], vec![0; 3], DType::F8E4M3, s, ScaleLayout::Mx1x32).is_err()
+        );
         assert!(QTensor::new(vec![0; 64], vec![0; 2], DType::F32, s, ScaleLayout::Mx1x32).is_err());
     }
 }

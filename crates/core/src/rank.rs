@@ -94,7 +94,9 @@ impl Team {
         }
         for (i, r) in members.iter().enumerate() {
             if r.idx() >= world_size {
-                return bad(format!("team `{name}` names {r}, but the world has {world_size} ranks"));
+                return bad(format!(
+                    "team `{name}` names {r}, but the world has {world_size} ranks"
+                ));
             }
             if members[..i].contains(r) {
                 return bad(format!("team `{name}` names {r} twice"));

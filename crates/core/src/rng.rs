@@ -83,7 +83,8 @@ mod tests {
         let n = 20_000;
         let mean = (0..n).map(|_| a.next_f64()).sum::<f64>() / n as f64;
         assert!((mean - 0.5).abs() < 0.01, "{mean}");
-        let (m, v) = (0..n).map(|_| f64::from(a.normal())).fold((0.0, 0.0), |(m, v), x| (m + x, v + x * x));
+        let (m, v) =
+            (0..n).map(|_| f64::from(a.normal())).fold((0.0, 0.0), |(m, v), x| (m + x, v + x * x));
         assert!((m / n as f64).abs() < 0.03 && (v / n as f64 - 1.0).abs() < 0.05);
         let mut seen = [0; 7];
         (0..7000).for_each(|_| seen[a.below(7) as usize] += 1);

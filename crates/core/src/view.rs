@@ -61,12 +61,7 @@ impl<'a> View<'a> {
     /// # Errors
     /// `InvalidArgument` if the number of strides is not the number of dimensions, or if the last
     /// element lies outside `bytes`.
-    pub fn strided(
-        bytes: &'a [u8],
-        dtype: DType,
-        shape: Shape,
-        strides: &[usize],
-    ) -> Result<Self> {
+    pub fn strided(bytes: &'a [u8], dtype: DType, shape: Shape, strides: &[usize]) -> Result<Self> {
         if strides.len() != shape.ndim() {
             return Err(Error::invalid(format!("{} strides for shape {shape}", strides.len())));
         }

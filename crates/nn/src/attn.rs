@@ -53,11 +53,7 @@ impl Attn {
         let heap = cp.heap(BackendKind::Host, HeapCfg::new(bytes))?;
         let plan = CpAttentionPlan::new(desc, &heap, None)?;
         plan.prepare(stream)?;
-        let rows = LAYOUT
-            .spans(m.seq * batch, cp.rank(), cp.size())
-            .iter()
-            .map(|r| r.len())
-            .sum();
+        let rows = LAYOUT.spans(m.seq * batch, cp.rank(), cp.size()).iter().map(|r| r.len()).sum();
         Ok(Self { plan, heads, kv_heads, dim: m.head_dim, rows })
     }
 
@@ -95,7 +91,13 @@ impl Attn {
     ///
     /// # Errors
     /// The fault of the team.
-    pub fn backward(&self, stream: &Stream, x: &Qkv, y: &AttnOut, d_out: &[f32]) -> Result<Vec<f32>> {
+    pub fn backward(
+        &self,
+        stream: &Stream,
+        x: &Qkv,
+        y: &AttnOut,
+        d_out: &[f32],
+    ) -> Result<Vec<f32>> {
         let (q, kv) = self.widths();
         let tensor = |n: usize| Tensor::poisoned(DType::F32, Shape::d2(self.rows, n));
         let saved = AttnSaved {

@@ -78,11 +78,15 @@ pub fn save(t: &Trainer, path: &Path) -> Result<()> {
         }
     }
     let part = path.with_extension("part");
-    let written = if t.model.comm.world.rank().idx() == 0 { write(t, &part, &tensors) } else { Ok(()) };
+    let written =
+        if t.model.comm.world.rank().idx() == 0 { write(t, &part, &tensors) } else { Ok(()) };
     let good = t.model.comm.world.agree(written.is_ok())?;
     written?;
     if !good {
-        return Err(Error::new(ErrorKind::Io, "rank 0 could not write the checkpoint; its error says why"));
+        return Err(Error::new(
+            ErrorKind::Io,
+            "rank 0 could not write the checkpoint; its error says why",
+        ));
     }
     if t.model.comm.world.rank().idx() == 0 {
         fs::rename(&part, path).map_err(|e| Error::io(path.display(), e))?;
@@ -143,7 +147,9 @@ fn read(path: &Path) -> Result<Vec<u8>> {
 fn parse_info(path: &Path, bytes: &[u8]) -> Result<Info> {
     let (_, header) = SafeTensors::read_metadata(bytes).map_err(|e| corrupt(path, e))?;
     let meta = header.metadata().clone().unwrap_or_default();
-    let get = |k: &str| meta.get(k).ok_or_else(|| corrupt(path, format!("no `{k}`: not written by tilewire")));
+    let get = |k: &str| {
+        meta.get(k).ok_or_else(|| corrupt(path, format!("no `{k}`: not written by tilewire")))
+    };
     if get("format")? != "tilewire-1" {
         return Err(corrupt(path, "another format").expected("tilewire-1").seen(get("format")?));
     }
@@ -162,7 +168,8 @@ fn parse_info(path: &Path, bytes: &[u8]) -> Result<Info> {
 pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
     let bytes = read(path)?;
     let info = parse_info(path, &bytes)?;
-    let sizes = |m: &ModelCfg| (m.layers, m.d_model, m.heads, m.kv_heads, m.head_dim, m.experts, m.d_ff);
+    let sizes =
+        |m: &ModelCfg| (m.layers, m.d_model, m.heads, m.kv_heads, m.head_dim, m.experts, m.d_ff);
     if sizes(&info.model) != sizes(&t.model.cfg) {
         return Err(corrupt(path, "it is of another model")
             .expected(format_args!("{:?}", t.model.cfg))
@@ -178,7 +185,9 @@ pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
             }
             let global: Vec<f32> = bytemuck::pod_collect_to_vec(view.data());
             let mut values = vec![0.0f32; p.len()];
-            p.runs(|local, at, len| values[local..local + len].copy_from_slice(&global[at..at + len]));
+            p.runs(|local, at, len| {
+                values[local..local + len].copy_from_slice(&global[at..at + len])
+            });
             match which {
                 "m" => p.m = values,
                 "v" => p.v = values,

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use tilewire_core::{BackendKind, DType, Result, Shape};
 use tilewire_device::{Stream, Tensor, Tracer};
+use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
 use tilewire_ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
 use tilewire_ops::ep::{EpDesc, EpPlan};
 use tilewire_ops::gemm::BOrder;
 use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
-use tilewire_ops::Shards;
 use tilewire_symm::{Heap, HeapCfg, LiveTeam, World};
 
 use crate::attn::{Attn, token_order};
@@ -110,10 +110,14 @@ impl Comm {
         let c = grid.coord(world.rank());
         let everyone = world.everyone("world")?;
         let one = |members: Vec<_>, name: &str| {
-            world.team(&members, name)?.ok_or_else(|| tilewire_core::Error::internal("not in my own team"))
+            world
+                .team(&members, name)?
+                .ok_or_else(|| tilewire_core::Error::internal("not in my own team"))
         };
-        let tp = one(grid.ranks(|o| (o.dp, o.cp) == (c.dp, c.cp)), &format!("tp{}.{}", c.dp, c.cp))?;
-        let cp = one(grid.ranks(|o| (o.dp, o.tp) == (c.dp, c.tp)), &format!("cp{}.{}", c.dp, c.tp))?;
+        let tp =
+            one(grid.ranks(|o| (o.dp, o.cp) == (c.dp, c.cp)), &format!("tp{}.{}", c.dp, c.cp))?;
+        let cp =
+            one(grid.ranks(|o| (o.dp, o.tp) == (c.dp, c.tp)), &format!("cp{}.{}", c.dp, c.tp))?;
         let shard = one(grid.ranks(|o| o.tp == c.tp), &format!("shard{}", c.tp))?;
 
         let stream = Stream::with_tracer("main", tracer.clone())?;
@@ -194,7 +198,13 @@ impl Comm {
     ///
     /// # Errors
     /// The fault of the team.
-    pub fn gather_gemm(&self, plan: &AgGemmPlan, x: &[f32], w: &Tensor, cols: usize) -> Result<(Vec<f32>, Vec<f32>)> {
+    pub fn gather_gemm(
+        &self,
+        plan: &AgGemmPlan,
+        x: &[f32],
+        w: &Tensor,
+        cols: usize,
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
         let (n, k) = (self.rows.attn.len(), x.len() / self.rows.own.len().max(1));
         let k = if self.rows.own.is_empty() { w.shape().dim(0).max(w.shape().dim(1)) } else { k };
         let gathered = Tensor::poisoned(DType::F32, Shape::d2(n, k));
@@ -214,7 +224,13 @@ impl Comm {
     ///
     /// # Errors
     /// The fault of the team.
-    pub fn gemm_scatter(&self, plan: &GemmRsPlan, x: &[f32], w: &Tensor, cols: usize) -> Result<Vec<f32>> {
+    pub fn gemm_scatter(
+        &self,
+        plan: &GemmRsPlan,
+        x: &[f32],
+        w: &Tensor,
+        cols: usize,
+    ) -> Result<Vec<f32>> {
         let n = self.rows.attn.len();
         let out = Tensor::poisoned(DType::F32, Shape::d2(self.rows.own.len(), cols));
         let x = Tensor::from_slice(x, Shape::d2(n, x.len() / n.max(1)))?;

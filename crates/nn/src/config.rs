@@ -63,14 +63,25 @@ impl ModelCfg {
     /// `InvalidArgument` naming what does not fit.
     pub fn check(&self) -> Result<()> {
         let bad = |text: &str| Err(Error::invalid(format!("model: {text}")));
-        let sizes = [self.layers, self.d_model, self.heads, self.kv_heads, self.head_dim, self.experts, self.top_k, self.d_ff, self.seq, self.batch];
+        let sizes = [
+            self.layers,
+            self.d_model,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.experts,
+            self.top_k,
+            self.d_ff,
+            self.seq,
+            self.batch,
+        ];
         if sizes.contains(&0) {
             return bad("every size must be positive");
         }
-        if self.heads % self.kv_heads != 0 {
+        if !self.heads.is_multiple_of(self.kv_heads) {
             return bad("heads must be a multiple of kv_heads");
         }
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             return bad("head_dim must be even");
         }
         if self.top_k > self.experts {
@@ -114,7 +125,7 @@ impl Grid {
     /// `InvalidArgument` if the product is not the number of ranks.
     pub fn fit(ranks: usize, dp: Option<usize>, cp: usize, tp: usize) -> Result<Self> {
         let inner = cp * tp;
-        let dp = dp.unwrap_or(if inner > 0 { ranks / inner } else { 0 });
+        let dp = dp.unwrap_or(ranks.checked_div(inner).unwrap_or(0));
         if dp * inner != ranks || ranks == 0 {
             return Err(Error::invalid("dp * cp * tp must be the number of ranks")
                 .expected(ranks)
@@ -134,12 +145,18 @@ impl Grid {
     /// `InvalidArgument` with what would fit.
     pub fn check(&self, m: &ModelCfg) -> Result<()> {
         m.check()?;
-        if m.batch % self.dp != 0 {
-            return Err(Error::invalid(format!("--dp {} does not divide the batch of {}", self.dp, m.batch)));
+        if !m.batch.is_multiple_of(self.dp) {
+            return Err(Error::invalid(format!(
+                "--dp {} does not divide the batch of {}",
+                self.dp, m.batch
+            )));
         }
-        if m.kv_heads % self.tp != 0 {
-            return Err(Error::invalid(format!("--tp {} does not divide the {} key/value heads", self.tp, m.kv_heads))
-                .hint("raise --kv-heads, or use --cp or --dp instead"));
+        if !m.kv_heads.is_multiple_of(self.tp) {
+            return Err(Error::invalid(format!(
+                "--tp {} does not divide the {} key/value heads",
+                self.tp, m.kv_heads
+            ))
+            .hint("raise --kv-heads, or use --cp or --dp instead"));
         }
         Ok(())
     }

@@ -45,8 +45,7 @@ impl Data {
             }
             Data::Copy => {
                 let half = len.div_ceil(2);
-                let first: Vec<u8> =
-                    (0..half).map(|_| b'a' + rng.below(16) as u8).collect();
+                let first: Vec<u8> = (0..half).map(|_| b'a' + rng.below(16) as u8).collect();
                 let mut s = first.clone();
                 s.extend_from_slice(&first);
                 s.resize(len + 1, b'.');
@@ -87,7 +86,9 @@ mod tests {
         let e = Data::text(&dir.path().join("nope"), 1).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Io);
         fs::write(dir.path().join("empty"), "").unwrap();
-        assert!(Data::text(&dir.path().join("empty"), 10).unwrap_err().to_string().contains("0 bytes"));
+        assert!(
+            Data::text(&dir.path().join("empty"), 10).unwrap_err().to_string().contains("0 bytes")
+        );
         fs::write(dir.path().join("b"), [0xff, 0xfe, 0x00, 0x80]).unwrap();
         let Data::Text(t) = Data::text(dir.path(), 4).unwrap() else { unreachable!() };
         assert_eq!(t, [0xff, 0xfe, 0x00, 0x80]);

@@ -87,7 +87,7 @@ impl Shared<'_> {
         let width = rows.len() / self.positions.len().max(1);
         // Heads on this rank, from the width of a row.
         let all = (c.heads + 2 * c.kv_heads) * c.head_dim;
-        let share = if width == 0 { 1 } else { all / width };
+        let share = all.checked_div(width).unwrap_or(1);
         let (heads, kv) = (tp / share, c.kv_heads / share);
         let layout = RopeLayout { width, at: 0, heads: heads + kv, dim: c.head_dim };
         math::rope(rows, self.positions, layout, sign);
@@ -124,7 +124,8 @@ impl Shared<'_> {
         let (aux, act, y) = self.expert_forward(p, i, &handle, &recv)?;
         let rows = self.comm.rows.own.len();
         let out = Tensor::poisoned(DType::F32, Shape::d2(rows, c.d_model));
-        let moe = comm.ep.combine(&comm.stream, &handle, &y, recv.weights.as_ref(), &out)?.wait()?;
+        let moe =
+            comm.ep.combine(&comm.stream, &handle, &y, recv.weights.as_ref(), &out)?.wait()?;
         let mut x2 = moe.to_f32()?;
         if c.no_experts {
             x2.fill(0.0);
@@ -151,7 +152,8 @@ impl Shared<'_> {
         let choices = (c.tokens() * c.top_k) as f32;
         let load: Vec<f32> = counts[..e].iter().map(|n| n / choices).collect();
         let mean = |p: f32| f64::from(p) / c.tokens() as f64;
-        let loss = e as f64 * load.iter().zip(&probs).map(|(&f, &p)| f64::from(f) * mean(p)).sum::<f64>();
+        let loss =
+            e as f64 * load.iter().zip(&probs).map(|(&f, &p)| f64::from(f) * mean(p)).sum::<f64>();
         Ok((load, loss))
     }
 
@@ -208,7 +210,13 @@ impl Shared<'_> {
     ///
     /// # Errors
     /// The fault of a team.
-    pub fn backward(&self, l: usize, p: &mut [Param], s: &Saved, dx2: Vec<f32>) -> Result<Vec<f32>> {
+    pub fn backward(
+        &self,
+        l: usize,
+        p: &mut [Param],
+        s: &Saved,
+        dx2: Vec<f32>,
+    ) -> Result<Vec<f32>> {
         let (c, comm, i) = (self.cfg, self.comm, params::layer(l));
         let d = c.d_model;
         let mut dx1 = dx2.clone();
@@ -275,11 +283,25 @@ impl Shared<'_> {
             Ok::<_, tilewire_core::Error>(())
         };
         wgrad(&self.experts.down, &s.act, &dy, &mut p[i.down])?;
-        let d = GroupedDgrad { dy: (&dy).into(), w: (&p[i.down].w).into(), splits: splits.clone(), dx: tensor(c.d_ff) };
+        let d = GroupedDgrad {
+            dy: (&dy).into(),
+            w: (&p[i.down].w).into(),
+            splits: splits.clone(),
+            dx: tensor(c.d_ff),
+        };
         let d_act = self.experts.down.dgrad(st, d)?.join(st)?;
-        let dz = self.experts.up.dactivation(st, &splits, &d_act, &s.aux, &tensor(2 * c.d_ff))?.wait()?;
+        let dz = self
+            .experts
+            .up
+            .dactivation(st, &splits, &d_act, &s.aux, &tensor(2 * c.d_ff))?
+            .wait()?;
         wgrad(&self.experts.up, &s.recv.x, &dz, &mut p[i.up])?;
-        let d = GroupedDgrad { dy: (&dz).into(), w: (&p[i.up].w).into(), splits: splits.clone(), dx: tensor(c.d_model) };
+        let d = GroupedDgrad {
+            dy: (&dz).into(),
+            w: (&p[i.up].w).into(),
+            splits: splits.clone(),
+            dx: tensor(c.d_model),
+        };
         let d_recv = self.experts.up.dgrad(st, d)?.join(st)?;
         let rows = comm.rows.own.len();
         let dx = Tensor::poisoned(DType::F32, Shape::d2(rows, c.d_model));

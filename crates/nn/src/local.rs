@@ -41,11 +41,19 @@ pub fn linear_dgrad(stream: &Stream, dy: &[f32], w: &Tensor) -> Result<Vec<f32>>
 ///
 /// # Errors
 /// If shapes do not fit.
-pub fn linear_wgrad(stream: &Stream, dy: &[f32], x: &[f32], (n, k): (usize, usize), grad: &mut [f32]) -> Result<()> {
+pub fn linear_wgrad(
+    stream: &Stream,
+    dy: &[f32],
+    x: &[f32],
+    (n, k): (usize, usize),
+    grad: &mut [f32],
+) -> Result<()> {
     let m = dy.len() / n;
-    let d = GemmDesc { a_order: AOrder::Km, b_order: BOrder::Kn, ..GemmDesc::nt(n, k, m, DType::F32) };
+    let d =
+        GemmDesc { a_order: AOrder::Km, b_order: BOrder::Kn, ..GemmDesc::nt(n, k, m, DType::F32) };
     let out = Tensor::poisoned(DType::F32, Shape::d2(n, k));
-    let (a, b) = (Tensor::from_slice(dy, Shape::d2(m, n))?, Tensor::from_slice(x, Shape::d2(m, k))?);
+    let (a, b) =
+        (Tensor::from_slice(dy, Shape::d2(m, n))?, Tensor::from_slice(x, Shape::d2(m, k))?);
     for (g, v) in grad.iter_mut().zip(run(stream, d, a, b, out)?) {
         *g += v;
     }

@@ -136,7 +136,8 @@ pub fn router_bwd(r: &Routed, d_weights: &[f32], d_prob: &[f32], k: usize) -> Ve
     let n = d_prob.len();
     let mut out = vec![0.0; r.probs.len()];
     for (i, p) in r.probs.chunks_exact(n).enumerate() {
-        let (top, w, dw) = (&r.topk[i * k..][..k], &r.weights[i * k..][..k], &d_weights[i * k..][..k]);
+        let (top, w, dw) =
+            (&r.topk[i * k..][..k], &r.weights[i * k..][..k], &d_weights[i * k..][..k]);
         let sum: f32 = top.iter().map(|&e| p[e as usize]).sum();
         let mean: f32 = w.iter().zip(dw).map(|(w, d)| w * d).sum();
         let mut dp = d_prob.to_vec();
@@ -191,7 +192,8 @@ mod tests {
         let layout = RopeLayout { width: 16, at: 0, heads: 2, dim: 8 };
         let mut got = x.to_f32();
         rope(&mut got, &positions, layout, 1.0);
-        let spec = oracle::RopeSpec { head_dim: 8, base: ROPE_BASE, style: oracle::RopeStyle::HalfSplit };
+        let spec =
+            oracle::RopeSpec { head_dim: 8, base: ROPE_BASE, style: oracle::RopeStyle::HalfSplit };
         let p: Vec<_> = positions.iter().map(|&p| p as _).collect();
         close(&got, &oracle::rope(&x, &p, spec).data);
         rope(&mut got, &positions, layout, -1.0);
@@ -216,7 +218,7 @@ mod tests {
         let d_logits = router_bwd(&got, &dw.to_f32(), &[0.0; 7], 3);
         close(&d_logits, &oracle::router_bwd(&want, &dw, 0.0).data);
         // The auxiliary loss: E sum f p, with f constant.
-        let mut f = vec![0.0f32; 7];
+        let mut f = [0.0f32; 7];
         got.topk.iter().for_each(|&e| f[e as usize] += 1.0 / 18.0);
         let d_prob: Vec<f32> = f.iter().map(|f| 7.0 * f / 6.0).collect();
         let zero = Mat::zeros(6, 3);

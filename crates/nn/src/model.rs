@@ -64,7 +64,13 @@ impl Model {
     ///
     /// # Errors
     /// `InvalidArgument` if the model does not fit the grid; what forming teams gives.
-    pub fn new(world: &World, cfg: ModelCfg, grid: Grid, seed: u64, tracer: Option<Arc<Tracer>>) -> Result<Self> {
+    pub fn new(
+        world: &World,
+        cfg: ModelCfg,
+        grid: Grid,
+        seed: u64,
+        tracer: Option<Arc<Tracer>>,
+    ) -> Result<Self> {
         grid.check(&cfg)?;
         if grid.size() != world.size() {
             return Err(Error::invalid("the grid is for another number of ranks")
@@ -188,10 +194,16 @@ impl Model {
     /// # Errors
     /// The fault of a team.
     pub fn reduce_gradients(&mut self) -> Result<f64> {
-        for (kind, sum) in [(Kind::Replicated, &self.comm.sum_all), (Kind::Sharded, &self.comm.sum_shard)] {
+        for (kind, sum) in
+            [(Kind::Replicated, &self.comm.sum_all), (Kind::Sharded, &self.comm.sum_shard)]
+        {
             let of_kind = |p: &&mut Param| p.kind == kind;
-            let mut flat: Vec<f32> =
-                self.params.iter().filter(|p| p.kind == kind).flat_map(|p| p.g.iter().copied()).collect();
+            let mut flat: Vec<f32> = self
+                .params
+                .iter()
+                .filter(|p| p.kind == kind)
+                .flat_map(|p| p.g.iter().copied())
+                .collect();
             sum.run(&self.comm.stream, &mut flat)?;
             let mut at = 0;
             for p in self.params.iter_mut().filter(of_kind) {

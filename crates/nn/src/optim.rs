@@ -53,7 +53,13 @@ impl AdamW {
     }
 
     /// One step on a parameter: `w`, its gradient (already summed over ranks), its two moments.
-    pub fn step(&self, step: usize, scale: f64, decay: bool, p: (&mut [f32], &[f32], &mut [f32], &mut [f32])) {
+    pub fn step(
+        &self,
+        step: usize,
+        scale: f64,
+        decay: bool,
+        p: (&mut [f32], &[f32], &mut [f32], &mut [f32]),
+    ) {
         let (w, g, m, v) = p;
         let (b1, b2) = (self.beta1, self.beta2);
         let (c1, c2) = (1.0 - b1.powi(step as i32 + 1), 1.0 - b2.powi(step as i32 + 1));

@@ -89,7 +89,14 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    fn add(&mut self, name: String, global: (usize, usize), pieces: Vec<Piece>, kind: Kind, std: f64) -> Result<()> {
+    fn add(
+        &mut self,
+        name: String,
+        global: (usize, usize),
+        pieces: Vec<Piece>,
+        kind: Kind,
+        std: f64,
+    ) -> Result<()> {
         let rows: usize = pieces.iter().map(|p| p.rows.len()).sum();
         let cols = pieces.first().map_or(global.1, |p| p.cols.len());
         let mut word = [0; 8];
@@ -111,7 +118,8 @@ impl Maker<'_> {
         p.runs(|local, at, len| {
             for i in 0..len {
                 // Gains start at one, matrices at random.
-                w[local + i] = if std == 0.0 { 1.0 } else { (std * normal_at(&rng, (at + i) as u64)) as f32 };
+                w[local + i] =
+                    if std == 0.0 { 1.0 } else { (std * normal_at(&rng, (at + i) as u64)) as f32 };
             }
         });
         p.w = Tensor::from_slice(&w, Shape::d2(rows, cols))?;
@@ -147,10 +155,22 @@ impl Maker<'_> {
         self.whole(format!("layers.{l}.router"), c.experts, d, std)?;
         let e = self.experts.clone();
         let up = Piece { rows: e.start * 2 * c.d_ff..e.end * 2 * c.d_ff, cols: 0..d };
-        self.add(format!("layers.{l}.up"), (c.experts * 2 * c.d_ff, d), vec![up], Kind::Expert, std)?;
+        self.add(
+            format!("layers.{l}.up"),
+            (c.experts * 2 * c.d_ff, d),
+            vec![up],
+            Kind::Expert,
+            std,
+        )?;
         let down = Piece { rows: e.start * d..e.end * d, cols: 0..c.d_ff };
         let d_std = 1.0 / (c.d_ff as f64).sqrt() / depth;
-        self.add(format!("layers.{l}.down"), (c.experts * d, c.d_ff), vec![down], Kind::Expert, d_std)
+        self.add(
+            format!("layers.{l}.down"),
+            (c.experts * d, c.d_ff),
+            vec![down],
+            Kind::Expert,
+            d_std,
+        )
     }
 }
 
@@ -183,14 +203,28 @@ pub const HEAD: usize = 2;
 /// Parameters of layer `l`.
 pub fn layer(l: usize) -> LayerIdx {
     let b = 3 + 7 * l;
-    LayerIdx { norm1: b, qkv: b + 1, out: b + 2, norm2: b + 3, router: b + 4, up: b + 5, down: b + 6 }
+    LayerIdx {
+        norm1: b,
+        qkv: b + 1,
+        out: b + 2,
+        norm2: b + 3,
+        router: b + 4,
+        up: b + 5,
+        down: b + 6,
+    }
 }
 
 /// All parameters of a rank; `experts` are the global numbers of its experts.
 ///
 /// # Errors
 /// If there is no memory.
-pub fn make(cfg: &ModelCfg, grid: &Grid, coord: Coord, experts: Range<usize>, seed: u64) -> Result<Vec<Param>> {
+pub fn make(
+    cfg: &ModelCfg,
+    grid: &Grid,
+    coord: Coord,
+    experts: Range<usize>,
+    seed: u64,
+) -> Result<Vec<Param>> {
     let mut m = Maker { cfg, grid, coord, experts, seed, out: Vec::new() };
     let d = cfg.d_model;
     m.whole("embed".to_owned(), VOCAB, d, 1.0)?;

@@ -89,7 +89,8 @@ fn loss(c: &ModelCfg, w: &Weights, tokens: &[u8], targets: &[i64], balance: f64)
 #[test]
 fn every_parameters_gradient_is_the_finite_difference() {
     let c = cfg();
-    let text: Vec<u8> = b"0123456789abcdefghijklmnopqrstuvwxyz,.".iter().copied().cycle().take(300).collect();
+    let text: Vec<u8> =
+        b"0123456789abcdefghijklmnopqrstuvwxyz,.".iter().copied().cycle().take(300).collect();
     let grid = Grid { dp: 1, cp: 1, tp: 1 };
     World::run_threads(1, WorldCfg::default(), |world| {
         let mut m = Model::new(&world, c, grid, 3, None)?;
@@ -110,7 +111,8 @@ fn every_parameters_gradient_is_the_finite_difference() {
             let most = p.g.iter().fold(0.0f32, |a, g| a.max(g.abs()));
             assert!(most > 0.0, "{} has no gradient", p.name);
             // The largest element and a few at random.
-            let mut picks: Vec<usize> = (0..6).map(|_| rng.below(p.g.len() as u64) as usize).collect();
+            let mut picks: Vec<usize> =
+                (0..6).map(|_| rng.below(p.g.len() as u64) as usize).collect();
             picks.extend(p.g.iter().position(|g| g.abs() == most));
             for i in picks {
                 let h = 1e-5;

@@ -66,7 +66,10 @@ const GRIDS: [Grid; 7] = [
 #[test]
 fn gradients_of_n_ranks_are_those_of_one() {
     let (loss, norm, grads) = first_step(Grid { dp: 1, cp: 1, tp: 1 });
-    assert!(grads.iter().all(|(_, g)| g.iter().any(|v| *v != 0.0)), "every parameter has a gradient");
+    assert!(
+        grads.iter().all(|(_, g)| g.iter().any(|v| *v != 0.0)),
+        "every parameter has a gradient"
+    );
     for grid in GRIDS {
         let (l, n, g) = first_step(grid);
         assert!((l - loss).abs() <= 1e-5 * loss, "{grid:?}: loss {l} for {loss}");
@@ -113,7 +116,9 @@ fn a_resumed_run_is_the_uninterrupted_run_bit_for_bit_and_on_any_grid() {
     let bits = |v: &[f64]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     assert_eq!(bits(&rest), bits(&whole[4..]));
     assert_eq!(bits(&losses(grid, 8, None, None)), bits(&whole), "two runs are bit-equal");
-    for other in [Grid { dp: 1, cp: 1, tp: 1 }, Grid { dp: 2, cp: 1, tp: 1 }, Grid { dp: 1, cp: 3, tp: 1 }] {
+    for other in
+        [Grid { dp: 1, cp: 1, tp: 1 }, Grid { dp: 2, cp: 1, tp: 1 }, Grid { dp: 1, cp: 3, tp: 1 }]
+    {
         for (a, b) in losses(other, 8, Some(&file), None).iter().zip(&whole[4..]) {
             assert!((a - b).abs() <= 1e-4 * b, "{other:?}: {a} for {b}");
         }
@@ -150,7 +155,13 @@ fn a_model_that_does_not_fit_the_grid_is_refused() {
         let tp4 = Grid { dp: 1, cp: 1, tp: 4 };
         let e = Model::new(&world, small(), tp4, 1, None).err().expect("tp 4 with 2 kv heads");
         assert!(e.to_string().contains("key/value heads"), "{e}");
-        let e = Model::new(&world, ModelCfg { batch: 5, ..small() }, Grid { dp: 4, cp: 1, tp: 1 }, 1, None);
+        let e = Model::new(
+            &world,
+            ModelCfg { batch: 5, ..small() },
+            Grid { dp: 4, cp: 1, tp: 1 },
+            1,
+            None,
+        );
         assert!(e.err().expect("batch 5 over dp 4").to_string().contains("batch of 5"));
         let e = Model::new(&world, small(), Grid { dp: 1, cp: 1, tp: 2 }, 1, None);
         assert!(e.err().expect("a grid of 2 for 4 ranks").to_string().contains("expected 4"));
@@ -161,7 +172,6 @@ fn a_model_that_does_not_fit_the_grid_is_refused() {
 
 #[test]
 fn experts_are_divided_without_gap() {
-
     for size in 1..9 {
         let mut next = 0;
         for r in 0..size {

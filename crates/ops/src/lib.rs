@@ -11,13 +11,17 @@
 //! caller's stream and returns a `Pending`. A plan made for at most `m` rows runs with fewer.
 
 pub mod ag_gemm;
+pub mod attention;
 pub mod bulk;
 pub mod collective;
 pub mod common;
+pub mod cp_attention;
 pub mod ep;
 pub mod gemm;
 pub mod gemm_ar;
 pub mod gemm_rs;
 pub mod grouped_gemm;
+pub mod permute;
+pub mod quant;
 
 pub use common::{Algo, Machine, Shards};

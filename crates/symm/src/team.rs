@@ -483,11 +483,23 @@ impl LiveTeam {
 
     /// The flight recorder of `rank` (team rank), oldest first.
     pub fn flight_recorder(&self, rank: Rank) -> Vec<Entry> {
-        let last = (1..=NUM_ENTRIES as u64)
-            .rev()
-            .map(|back| self.0.seq.load(Ordering::Relaxed) + NUM_ENTRIES as u64 / 2 - back + 1)
-            .filter_map(|s| recorder::read(&self.0.ctl, rank, s));
-        last.collect()
+        // A peer may be ahead of me: look a little past my own position.
+        let last = self.0.seq.load(Ordering::Relaxed) + NUM_ENTRIES as u64 / 2;
+        let first = last.saturating_sub(NUM_ENTRIES as u64 - 1);
+        (first..=last).filter_map(|s| recorder::read(&self.0.ctl, rank, s)).collect()
+    }
+
+    /// My flight recorder as JSON, for `tilewire dump`: team, generation, rank and entries.
+    pub fn dump(&self) -> serde_json::Value {
+        serde_json::json!({
+            "team": self.name(),
+            "id": format!("{:016x}", self.0.id),
+            "generation": self.0.generation,
+            "rank": self.rank(),
+            "size": self.size(),
+            "fault": self.0.fault.get().map(|e| e.to_json()),
+            "entries": self.flight_recorder(self.rank()),
+        })
     }
 
     /// What this rank has moved so far, per destination.

@@ -38,7 +38,8 @@ fn problem(ctx: &mut Ctx, case: &Case, m: usize, uneven: bool) -> Result<Problem
     let (size, me, cols) = (ctx.team.size(), ctx.team.rank().idx(), case.dim("cols"));
     let shards = if uneven {
         // All rows at the last rank but one row each for as many others as there are.
-        let mut rows: Vec<usize> = (0..size).map(|r| usize::from(r < m.saturating_sub(1))).collect();
+        let mut rows: Vec<usize> =
+            (0..size).map(|r| usize::from(r < m.saturating_sub(1))).collect();
         rows[size - 1] = m - rows[..size - 1].iter().sum::<usize>();
         Shards::Explicit(rows)
     } else {
@@ -51,26 +52,49 @@ fn problem(ctx: &mut Ctx, case: &Case, m: usize, uneven: bool) -> Result<Problem
     };
     let op = if case.op.ends_with("avg") { ReduceOp::Avg } else { ReduceOp::Sum };
     let oracle_op = if op == ReduceOp::Avg { oracle::ReduceOp::Avg } else { oracle::ReduceOp::Sum };
-    let abs = |x: &[Mat]| oracle::reduce(&x.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>(), oracle_op);
+    let abs = |x: &[Mat]| {
+        oracle::reduce(&x.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>(), oracle_op)
+    };
     let pick = |mut v: Vec<Mat>| v.swap_remove(me);
     Ok(match case.family() {
         "all_gather" => {
             let x: Vec<Mat> = rows.iter().map(|&r| make(ctx, r)).collect();
             let want = pick(oracle::all_gather(&x));
             let mag = Mat::zeros(m, cols);
-            Problem { kind: CollectiveKind::AllGather(shards), x: pick(x), want, mag, num_partials: 0, out_rows: m }
+            Problem {
+                kind: CollectiveKind::AllGather(shards),
+                x: pick(x),
+                want,
+                mag,
+                num_partials: 0,
+                out_rows: m,
+            }
         }
         "reduce_scatter" => {
             let x: Vec<Mat> = (0..size).map(|_| make(ctx, m)).collect();
             let want = pick(oracle::reduce_scatter(&x, &rows, oracle_op));
             let mag = pick(oracle::split_rows(&abs(&x), &rows));
             let out_rows = rows[me];
-            Problem { kind: CollectiveKind::ReduceScatter(shards, op), x: pick(x), want, mag, num_partials: 0, out_rows }
+            Problem {
+                kind: CollectiveKind::ReduceScatter(shards, op),
+                x: pick(x),
+                want,
+                mag,
+                num_partials: 0,
+                out_rows,
+            }
         }
         "all_reduce" => {
             let x: Vec<Mat> = (0..size).map(|_| make(ctx, m)).collect();
             let (want, mag) = (pick(oracle::all_reduce(&x, oracle_op)), abs(&x));
-            Problem { kind: CollectiveKind::AllReduce(op), x: pick(x), want, mag, num_partials: 0, out_rows: m }
+            Problem {
+                kind: CollectiveKind::AllReduce(op),
+                x: pick(x),
+                want,
+                mag,
+                num_partials: 0,
+                out_rows: m,
+            }
         }
         _ => {
             let splits: Vec<Vec<usize>> = (0..size)
@@ -79,7 +103,14 @@ fn problem(ctx: &mut Ctx, case: &Case, m: usize, uneven: bool) -> Result<Problem
             let x: Vec<Mat> = splits.iter().map(|s| make(ctx, s.iter().sum())).collect();
             let want = pick(oracle::all_to_all_uneven(&x, &splits));
             let (mag, out_rows) = (Mat::zeros(want.rows, cols), want.rows);
-            Problem { kind: CollectiveKind::AllToAll(splits), x: pick(x), want, mag, num_partials: 0, out_rows }
+            Problem {
+                kind: CollectiveKind::AllToAll(splits),
+                x: pick(x),
+                want,
+                mag,
+                num_partials: 0,
+                out_rows,
+            }
         }
     })
 }

@@ -3,9 +3,9 @@
 use tilewire::core::numerics::Bound;
 use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
 use tilewire::prelude::*;
+use tilewire_oracle::Mat;
 use tilewire_oracle::ep as oracle;
 use tilewire_oracle::permute::TopK;
-use tilewire_oracle::Mat;
 
 use super::ctx::tensor;
 use super::{Case, Ctx};
@@ -65,7 +65,13 @@ fn batch(ctx: &mut Ctx, case: &Case, desc: &EpDesc, spec: &oracle::EpSpec, varia
 
 fn describe(ctx: &Ctx, case: &Case, variant: &str) -> EpDesc {
     let size = ctx.team.size();
-    let mut d = EpDesc::new(size, case.dim("experts"), case.dim("tokens"), case.dim("hidden"), case.dim("top_k"));
+    let mut d = EpDesc::new(
+        size,
+        case.dim("experts"),
+        case.dim("tokens"),
+        case.dim("hidden"),
+        case.dim("top_k"),
+    );
     d.dtype = case.dtype;
     d.out = if case.dtype.is_fp8() { DType::BF16 } else { case.dtype };
     d.num_scales = if case.dtype.is_fp8() { 2 } else { 0 };
@@ -100,7 +106,8 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let plan = EpPlan::new(desc.clone(), &ctx.heap)?;
     plan.prepare(&ctx.stream)?;
     // Two microbatches in flight: both routed and dispatched before the first is combined.
-    let batches = [batch(ctx, case, &desc, &spec, &variant), batch(ctx, case, &desc, &spec, &variant)];
+    let batches =
+        [batch(ctx, case, &desc, &spec, &variant), batch(ctx, case, &desc, &spec, &variant)];
     let mut flying = Vec::new();
     for b in &batches {
         flying.push(forward(ctx, &plan, b)?);
@@ -114,7 +121,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
 fn idx_tensor(ctx: &Ctx, t: &TopK) -> Result<Tensor> {
     let shape = Shape::d2(t.num_tokens, t.k);
     // Both index types are accepted; ranks may even differ.
-    if ctx.team.rank().idx() % 2 == 0 {
+    if ctx.team.rank().idx().is_multiple_of(2) {
         return Tensor::from_slice(&t.idx, shape);
     }
     Tensor::from_slice(&t.idx.iter().map(|&i| i as i32).collect::<Vec<_>>(), shape)
@@ -138,18 +145,25 @@ fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispa
     let total = handle.total().to_vec::<i64>()?;
     ctx.check(total == as_i64(&[rank.total_padded()]), || format!("total {total:?}"));
     let dropped: Vec<usize> = b.layout.ranks.iter().map(|r| r.overflow.iter().sum()).collect();
-    ctx.check(handle.totals().dropped == dropped, || format!("dropped {:?}", handle.totals().dropped));
-    ctx.check(handle.totals().counts == rank.counts, || format!("counts {:?}", handle.totals().counts));
+    ctx.check(handle.totals().dropped == dropped, || {
+        format!("dropped {:?}", handle.totals().dropped)
+    });
+    ctx.check(handle.totals().counts == rank.counts, || {
+        format!("counts {:?}", handle.totals().counts)
+    });
 
     let rows = d.recv_rows();
     let recv = EpDispatch {
         x: Tensor::poisoned(d.dtype, Shape::d2(rows, d.hidden)),
-        scales: (d.num_scales > 0).then(|| Tensor::poisoned(DType::F32, Shape::d2(rows, d.num_scales))),
+        scales: (d.num_scales > 0)
+            .then(|| Tensor::poisoned(DType::F32, Shape::d2(rows, d.num_scales))),
         weights: Some(Tensor::poisoned(DType::F32, Shape::d1(d.capacity))),
     };
-    let scales_of = |x: &Mat| Mat::from_fn(x.rows, d.num_scales, |r, c| (100 * r + c) as f64 + x.at(r, 0));
+    let scales_of =
+        |x: &Mat| Mat::from_fn(x.rows, d.num_scales, |r, c| (100 * r + c) as f64 + x.at(r, 0));
     let (x, w) = (tensor(&b.x[me], d.dtype)?, tensor(&b.w[me], DType::F32)?);
-    let scales = (d.num_scales > 0).then(|| tensor(&scales_of(&b.x[me]), DType::F32)).transpose()?;
+    let scales =
+        (d.num_scales > 0).then(|| tensor(&scales_of(&b.x[me]), DType::F32)).transpose()?;
     ctx.timed(|s| plan.dispatch(s, &handle, &x, (Some(&w), scales.as_ref()), &recv))?;
     let (routed, sent, _) = plan.predict(&handle)?;
     ctx.traffic_between("ep_prepare", &before, &now, &routed);
@@ -159,7 +173,9 @@ fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispa
     let gather = |x: &[Mat]| -> Mat {
         match d.layout {
             EpLayout::ExpertMajor { .. } => oracle::dispatch(&b.layout, x).swap_remove(me),
-            EpLayout::Flat { .. } => pad(&oracle::gather_copies(&oracle::flat(&b.layout)[me].rows, x), rows),
+            EpLayout::Flat { .. } => {
+                pad(&oracle::gather_copies(&oracle::flat(&b.layout)[me].rows, x), rows)
+            }
             EpLayout::RankMajor { .. } => {
                 // Records of a source lie one after the other from its slot on.
                 let flat = &oracle::flat(&b.layout)[me].rows;
@@ -207,7 +223,13 @@ fn pad(m: &Mat, rows: usize) -> Mat {
 }
 
 /// Combine, its backward, and the backward of dispatch, on random expert outputs.
-fn finish(ctx: &mut Ctx, plan: &EpPlan, b: &Batch, handle: &EpHandle, recv: &EpDispatch) -> Result<()> {
+fn finish(
+    ctx: &mut Ctx,
+    plan: &EpPlan,
+    b: &Batch,
+    handle: &EpHandle,
+    recv: &EpDispatch,
+) -> Result<()> {
     let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
     let size = ctx.team.size();
     let y: Vec<Mat> = (0..size).map(|_| ctx.random(d.capacity, d.hidden, d.out)).collect();
@@ -238,20 +260,29 @@ fn finish(ctx: &mut Ctx, plan: &EpPlan, b: &Batch, handle: &EpHandle, recv: &EpD
         if weighted {
             // Per received row here, per (token, choice) in the oracle: send them home below.
             let d_recv: Vec<Mat> = match d.layout {
-                EpLayout::ExpertMajor { .. } => (0..size).map(|_| ctx.random(d.capacity, d.hidden, d.out)).collect(),
+                EpLayout::ExpertMajor { .. } => {
+                    (0..size).map(|_| ctx.random(d.capacity, d.hidden, d.out)).collect()
+                }
                 _ => (0..size).map(|_| ctx.random(d.recv_rows(), d.hidden, d.out)).collect(),
             };
-            let (dx, dw_home) = (Tensor::poisoned(d.out, Shape::d2(tokens, d.hidden)), Tensor::poisoned(DType::F32, Shape::d2(tokens, d.top_k)));
+            let (dx, dw_home) = (
+                Tensor::poisoned(d.out, Shape::d2(tokens, d.hidden)),
+                Tensor::poisoned(DType::F32, Shape::d2(tokens, d.top_k)),
+            );
             let d_recv_t = tensor(&d_recv[me], d.out)?;
             let before = ctx.team.traffic();
-            ctx.timed(|s| plan.dispatch_bwd(s, handle, (&d_recv_t, Some(&dw)), (&dx, Some(&dw_home))))?;
+            ctx.timed(|s| {
+                plan.dispatch_bwd(s, handle, (&d_recv_t, Some(&dw)), (&dx, Some(&dw_home)))
+            })?;
             ctx.traffic("ep_dispatch_bwd", &before, &plan.predict(handle)?.2);
             if let Some(w) = &want.dw {
                 let mag = Mat::from_fn(tokens, d.top_k, |_, _| d.hidden as f64);
                 ctx.compare("dw", &dw_home, &w[me], &mag, &Bound::local(DType::F32, d.hidden))?;
             }
             let want = match d.layout {
-                EpLayout::ExpertMajor { .. } => oracle::dispatch_bwd(&b.layout, &d_recv, None).dx.swap_remove(me),
+                EpLayout::ExpertMajor { .. } => {
+                    oracle::dispatch_bwd(&b.layout, &d_recv, None).dx.swap_remove(me)
+                }
                 _ => {
                     let flat: Vec<_> = oracle::flat(&b.layout);
                     let rows: Vec<_> = flat.iter().map(|f| f.rows.clone()).collect();

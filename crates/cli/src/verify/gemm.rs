@@ -2,7 +2,9 @@
 
 use tilewire::core::numerics::Bound;
 use tilewire::core::{QTensor, ScaleLayout};
-use tilewire::ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmDesc, GemmInputs, GemmPlan, Operand};
+use tilewire::ops::gemm::{
+    AOrder, Activation, BOrder, Epilogue, GemmDesc, GemmInputs, GemmPlan, Operand,
+};
 use tilewire::prelude::*;
 use tilewire_oracle::gemm as oracle;
 use tilewire_oracle::quant::{QuantSpec, dequantize, quantize};
@@ -74,9 +76,12 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let (m, n, k, dtype) = (case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
     let variant = case.op.split('/').nth(1).unwrap_or("plain");
     let e = epilogue(variant);
-    for (a_order, b_order) in
-        [(AOrder::Mk, BOrder::Nk), (AOrder::Mk, BOrder::Kn), (AOrder::Km, BOrder::Nk), (AOrder::Km, BOrder::Kn)]
-    {
+    for (a_order, b_order) in [
+        (AOrder::Mk, BOrder::Nk),
+        (AOrder::Mk, BOrder::Kn),
+        (AOrder::Km, BOrder::Nk),
+        (AOrder::Km, BOrder::Kn),
+    ] {
         let (a, b) = (ctx.random(m, k, dtype), ctx.random(n, k, dtype));
         let desc = GemmDesc { a_order, b_order, epilogue: e, ..GemmDesc::nt(m + 3, n, k, dtype) };
         let plan = GemmPlan::new(desc)?;
@@ -90,7 +95,10 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         let inputs = GemmInputs {
             a: stored(&a, a_order == AOrder::Km)?.into(),
             b: stored(&b, b_order == BOrder::Kn)?.into(),
-            bias: e.bias.then(|| Tensor::from_f32(&bias.to_f32(), DType::F32, Shape::d1(n))).transpose()?,
+            bias: e
+                .bias
+                .then(|| Tensor::from_f32(&bias.to_f32(), DType::F32, Shape::d1(n)))
+                .transpose()?,
             aux_in: e.activation.reads_aux().then(|| tensor(&aux_in, dtype)).transpose()?,
             out: if e.accumulate { tensor(&c, dtype)? } else { Tensor::poisoned(dtype, out_shape) },
             aux_out: e.aux.then(|| Tensor::poisoned(dtype, aux_shape)),
@@ -101,7 +109,11 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
 
         let want = oracle::gemm(&oracle::Gemm {
             bias: e.bias.then_some(&bias.data[..]),
-            act: if e.activation.reads_aux() { oracle::Activation::None } else { to_oracle(e.activation) },
+            act: if e.activation.reads_aux() {
+                oracle::Activation::None
+            } else {
+                to_oracle(e.activation)
+            },
             c: e.accumulate.then_some(&c),
             ..oracle::Gemm::new(&a, &b)
         });
@@ -121,7 +133,8 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         }
         if let Some(g) = bgrad {
             let sums = Mat::new(m, 1, (0..m).map(|i| a.row(i).iter().sum()).collect());
-            let mag = Mat::new(m, 1, (0..m).map(|i| a.row(i).iter().map(|v| v.abs()).sum()).collect());
+            let mag =
+                Mat::new(m, 1, (0..m).map(|i| a.row(i).iter().map(|v| v.abs()).sum()).collect());
             ctx.compare("bgrad", &g, &sums, &mag, &Bound::local(DType::F32, k))?;
         }
     }
@@ -129,12 +142,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
 }
 
 fn quantised(q: &QTensor) -> Result<Operand> {
-    let data = Tensor::over(
-        tilewire::device::Memory::from_bytes(&q.data),
-        0,
-        q.dtype,
-        q.shape,
-    )?;
+    let data = Tensor::over(tilewire::device::Memory::from_bytes(&q.data), 0, q.dtype, q.shape)?;
     let n = q.scales.len() / q.layout.dtype().size();
     let scales = Tensor::over(
         tilewire::device::Memory::from_bytes(&q.scales),
@@ -148,12 +156,19 @@ fn quantised(q: &QTensor) -> Result<Operand> {
 /// FP8 with every scale layout, both operand types, against the product of the dequantised.
 fn run_fp8(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let (m, n, k) = (case.dim("m"), case.dim("n"), case.dim("k"));
-    for layout in [ScaleLayout::Tensor, ScaleLayout::Block1x128, ScaleLayout::Block128x128, ScaleLayout::Mx1x32, ScaleLayout::Mx1x32Swizzled] {
+    for layout in [
+        ScaleLayout::Tensor,
+        ScaleLayout::Block1x128,
+        ScaleLayout::Block128x128,
+        ScaleLayout::Mx1x32,
+        ScaleLayout::Mx1x32Swizzled,
+    ] {
         let (a, b) = (ctx.random(m, k, DType::F32), ctx.random(n, k, DType::F32));
         let qa = quantize(&a, QuantSpec::new(case.dtype, layout));
         let qb = quantize(&b, QuantSpec::new(DType::F8E4M3, layout));
         let (da, db) = (dequantize(&qa), dequantize(&qb));
-        let desc = GemmDesc { a: case.dtype, b: DType::F8E4M3, ..GemmDesc::nt(m, n, k, case.dtype) };
+        let desc =
+            GemmDesc { a: case.dtype, b: DType::F8E4M3, ..GemmDesc::nt(m, n, k, case.dtype) };
         let plan = GemmPlan::new(desc)?;
         plan.prepare(&ctx.stream)?;
         let out = Tensor::poisoned(DType::BF16, Shape::d2(m, n));

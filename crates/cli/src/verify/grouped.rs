@@ -73,7 +73,8 @@ struct Problem {
 }
 
 fn one(ctx: &mut Ctx, case: &Case, round: usize, activation: Activation) -> Result<()> {
-    let (groups, cap, n, k, dtype) = (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
+    let (groups, cap, n, k, dtype) =
+        (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
     let p = Problem {
         x: ctx.random(cap, k, dtype),
         dy: ctx.random(cap, n, dtype),
@@ -82,14 +83,16 @@ fn one(ctx: &mut Ctx, case: &Case, round: usize, activation: Activation) -> Resu
         before: (0..groups).map(|_| ctx.random(n, k, DType::F32)).collect(),
         splits: draw(ctx, groups, cap, round),
     };
-    let zero_tail = round % 2 == 0;
+    let zero_tail = round.is_multiple_of(2);
     let desc = GroupedDesc { activation, zero_tail, ..GroupedDesc::new(groups, cap, n, k, dtype) };
     let plan = GroupedGemmPlan::new(desc)?;
     plan.prepare(&ctx.stream)?;
     let s = splits(ctx, &p.splits, round)?;
     let packed = tensor(&Mat::vstack(&p.w), dtype)?;
-    let discrete = p.w.iter().map(|w| Ok(Operand::from(tensor(w, dtype)?))).collect::<Result<Vec<_>>>()?;
-    let w = if round % 2 == 0 { Weights::from(&packed) } else { Weights::Discrete(discrete) };
+    let discrete =
+        p.w.iter().map(|w| Ok(Operand::from(tensor(w, dtype)?))).collect::<Result<Vec<_>>>()?;
+    let w =
+        if round.is_multiple_of(2) { Weights::from(&packed) } else { Weights::Discrete(discrete) };
     let used: usize = p.splits.iter().sum();
     fprop(ctx, &plan, &p, (&w, &s), used)?;
     if activation == Activation::None {
@@ -108,7 +111,13 @@ fn tail(ctx: &mut Ctx, what: &str, plan: &GroupedGemmPlan, t: &Tensor, used: usi
     Ok(())
 }
 
-fn fprop(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, (w, s): (&Weights, &Splits), used: usize) -> Result<()> {
+fn fprop(
+    ctx: &mut Ctx,
+    plan: &GroupedGemmPlan,
+    p: &Problem,
+    (w, s): (&Weights, &Splits),
+    used: usize,
+) -> Result<()> {
     let d = *plan.desc();
     let out = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.out_cols()));
     let aux = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.n));
@@ -121,7 +130,8 @@ fn fprop(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, (w, s): (&Weights, 
         aux_out: Some(aux.clone()),
     };
     ctx.timed(|st| plan.fprop(st, t))?;
-    let z = oracle::grouped_fprop(&p.x, &p.w, Some(&p.bias), &p.splits, oracle::Tail::Zero).slice_rows(0..used);
+    let z = oracle::grouped_fprop(&p.x, &p.w, Some(&p.bias), &p.splits, oracle::Tail::Zero)
+        .slice_rows(0..used);
     let swiglu = d.activation == Activation::SwiGlu;
     let act = if swiglu { gemm_oracle::Activation::SwiGlu } else { gemm_oracle::Activation::None };
     let want = gemm_oracle::activate(act, &z);
@@ -138,23 +148,47 @@ fn fprop(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, (w, s): (&Weights, 
         ctx.timed(|st| plan.dactivation(st, s, &dy_t, &aux, &dz))?;
         let saved = Mat::from_f32(used, d.n, &aux.rows(0, used)?.to_f32()?);
         let want = gemm_oracle::activate_bwd(act, &saved, &dy.slice_rows(0..used));
-        ctx.compare("dactivation", &dz.rows(0, used)?, &want, &flat(&want, 2.0 * most), &Bound::local(d.out, 1))?;
+        ctx.compare(
+            "dactivation",
+            &dz.rows(0, used)?,
+            &want,
+            &flat(&want, 2.0 * most),
+            &Bound::local(d.out, 1),
+        )?;
     }
     Ok(())
 }
 
-fn dgrad(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, (w, s): (&Weights, &Splits), used: usize) -> Result<()> {
+fn dgrad(
+    ctx: &mut Ctx,
+    plan: &GroupedGemmPlan,
+    p: &Problem,
+    (w, s): (&Weights, &Splits),
+    used: usize,
+) -> Result<()> {
     let d = *plan.desc();
     let dx = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.k));
-    let t = GroupedDgrad { dy: tensor(&p.dy, d.dtype)?.into(), w: w.clone(), splits: s.clone(), dx: dx.clone() };
+    let t = GroupedDgrad {
+        dy: tensor(&p.dy, d.dtype)?.into(),
+        w: w.clone(),
+        splits: s.clone(),
+        dx: dx.clone(),
+    };
     ctx.timed(|st| plan.dgrad(st, t))?;
-    let want = oracle::grouped_dgrad(&p.dy, &p.w, &p.splits, oracle::Tail::Zero).slice_rows(0..used);
+    let want =
+        oracle::grouped_dgrad(&p.dy, &p.w, &p.splits, oracle::Tail::Zero).slice_rows(0..used);
     let mag = want.map(|_| d.n as f64);
     ctx.compare("dgrad", &dx.rows(0, used)?, &want, &mag, &Bound::local(d.out, d.n))?;
     tail(ctx, "dgrad", plan, &dx, used)
 }
 
-fn wgrad(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, s: &Splits, round: usize) -> Result<()> {
+fn wgrad(
+    ctx: &mut Ctx,
+    plan: &GroupedGemmPlan,
+    p: &Problem,
+    s: &Splits,
+    round: usize,
+) -> Result<()> {
     let d = *plan.desc();
     let mask: Vec<bool> = (0..d.groups).map(|e| round > 0 && e % 2 == 0).collect();
     // What is overwritten is poisoned before: it must not be read.
@@ -185,7 +219,8 @@ fn wgrad(ctx: &mut Ctx, plan: &GroupedGemmPlan, p: &Problem, s: &Splits, round: 
 
 /// Splits that are negative or too large set the status and write nothing.
 fn refused(ctx: &mut Ctx, case: &Case) -> Result<()> {
-    let (groups, cap, n, k, dtype) = (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
+    let (groups, cap, n, k, dtype) =
+        (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
     for (first, code) in [(-1i64, 1), (cap as i64 + 1, 2)] {
         let plan = GroupedGemmPlan::new(GroupedDesc::new(groups, cap, n, k, dtype))?;
         plan.prepare(&ctx.stream)?;
@@ -204,7 +239,9 @@ fn refused(ctx: &mut Ctx, case: &Case) -> Result<()> {
         ctx.timed(|st| plan.fprop(st, t))?;
         let status = plan.status().to_vec::<i32>()?[0];
         let untouched = out.read(|b| b.iter().all(|&x| x == DType::POISON))?;
-        ctx.check(status == code && untouched && plan.check().is_err(), || format!("splits {first} were not refused"));
+        ctx.check(status == code && untouched && plan.check().is_err(), || {
+            format!("splits {first} were not refused")
+        });
     }
     Ok(())
 }

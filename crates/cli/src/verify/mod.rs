@@ -6,7 +6,9 @@
 //! same bits in every variant, that a second run gives the same bits, that fewer rows than the
 //! plan's work, that what moved is what the plan predicted, and that no signal is left over.
 
+mod attention;
 mod collective;
+mod cp_attention;
 mod ctx;
 mod ep;
 mod gemm;
@@ -98,6 +100,8 @@ fn all_cases() -> Vec<Case> {
     v.extend(grouped::cases());
     v.extend(permute::cases());
     v.extend(quant::cases());
+    v.extend(attention::cases());
+    v.extend(cp_attention::cases());
     v
 }
 

@@ -34,7 +34,8 @@ pub(super) fn cases() -> Vec<Case> {
 
 /// Every way to do it, and the choice of the cost model.
 fn configs() -> Vec<Option<OverlapConfig>> {
-    let small = |algo, sub_chunks| Some(OverlapConfig { algo, block_m: 4, block_n: 16, sub_chunks });
+    let small =
+        |algo, sub_chunks| Some(OverlapConfig { algo, block_m: 4, block_n: 16, sub_chunks });
     vec![
         Some(OverlapConfig::of(Algo::Sequential, 1)),
         Some(OverlapConfig::of(Algo::Pipelined, 1)),
@@ -93,7 +94,9 @@ fn sweep(
         if let (true, Some(f)) = (exact, first) {
             // Integers: overlapped and sequential must agree to the bit.
             match &reference {
-                Some(r) => ctx.same_bits(&format!("{what}: {config:?} against sequential"), r, &f)?,
+                Some(r) => {
+                    ctx.same_bits(&format!("{what}: {config:?} against sequential"), r, &f)?
+                }
                 None => reference = Some(f),
             }
         }
@@ -106,7 +109,13 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let (size, me) = (ctx.team.size(), ctx.team.rank());
     // Different n on each rank; even, for SwiGLU.
     let n = case.dim("n") + 2 * me.idx();
-    let acts = [Activation::None, Activation::Gelu, Activation::SwiGlu, Activation::DGelu, Activation::DSwiGlu];
+    let acts = [
+        Activation::None,
+        Activation::Gelu,
+        Activation::SwiGlu,
+        Activation::DGelu,
+        Activation::DSwiGlu,
+    ];
     for (i, act) in acts.into_iter().enumerate() {
         let exact = act == Activation::None && i == 0;
         let shards = if i % 2 == 0 { Shards::Even } else { uneven(max_m, size) };
@@ -129,7 +138,12 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 aux: matches!(act, Activation::Gelu | Activation::SwiGlu),
                 ..Epilogue::NONE
             };
-            let desc = AgGemmDesc { shards: shards.clone(), epilogue: e, w_order, ..AgGemmDesc::new(max_m, n, k, dtype) };
+            let desc = AgGemmDesc {
+                shards: shards.clone(),
+                epilogue: e,
+                w_order,
+                ..AgGemmDesc::new(max_m, n, k, dtype)
+            };
             let rows = shards.rows(m, size)?;
             let start: usize = rows[..me.idx()].iter().sum();
             let mine = x.slice_rows(start..start + rows[me.idx()]);
@@ -149,10 +163,20 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
             };
             let z_mag = matmul_abs(&x, &w.transpose()).map(|v| v + 2.0);
             let most = z_mag.data.iter().fold(1.0f64, |a, &b| a.max(b));
-            let mag = if act == Activation::None { z_mag } else { want.map(|_| 1.2 * most * most.min(4.0)) };
+            let mag = if act == Activation::None {
+                z_mag
+            } else {
+                want.map(|_| 1.2 * most * most.min(4.0))
+            };
             let bound = Bound::local(out_dtype, k);
-            let (x_t, w_t) = (tensor(&mine, dtype)?, tensor(&if w_order == BOrder::Nk { w.clone() } else { w.transpose() }, dtype)?);
-            let bias_t = bias.as_ref().map(|b| Tensor::from_f32(&b.to_f32(), DType::F32, Shape::d1(n))).transpose()?;
+            let (x_t, w_t) = (
+                tensor(&mine, dtype)?,
+                tensor(&if w_order == BOrder::Nk { w.clone() } else { w.transpose() }, dtype)?,
+            );
+            let bias_t = bias
+                .as_ref()
+                .map(|b| Tensor::from_f32(&b.to_f32(), DType::F32, Shape::d1(n)))
+                .transpose()?;
             let aux_t = act.reads_aux().then(|| tensor(&aux_in, out_dtype)).transpose()?;
             let mut plans = PlanCache::default();
             sweep(ctx, "ag_gemm", exact, (&want, &mag, &bound), |ctx, config| {
@@ -167,7 +191,11 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
                     aux_in: aux_t.clone(),
                     aux_out: e.aux.then(|| Tensor::poisoned(out_dtype, Shape::d2(m, n))),
                     gathered: Some(gathered.clone()),
-                    ..AgGemmInputs::new(x_t.clone(), w_t.clone(), Tensor::poisoned(out_dtype, want_shape(&want)))
+                    ..AgGemmInputs::new(
+                        x_t.clone(),
+                        w_t.clone(),
+                        Tensor::poisoned(out_dtype, want_shape(&want)),
+                    )
                 };
                 let done = ctx.timed(|s| plan.launch(s, m, inputs))?;
                 ctx.same_bits("gathered", &gathered, &tensor(&x, dtype)?)?;
@@ -237,7 +265,8 @@ fn partial(ctx: &mut Ctx, case: &Case, i: usize, exact: bool) -> Result<(usize, 
     let rows = shards.rows(m, size)?;
     let (x_me, w_me) = (x.slice_cols(start..start + ks[me]), w.slice_cols(start..start + ks[me]));
     let w_order = if i == 2 { BOrder::Kn } else { BOrder::Nk };
-    let desc = GemmRsDesc { shards, bias: with_bias, w_order, ..GemmRsDesc::new(max_m, n, ks[me], dtype) };
+    let desc =
+        GemmRsDesc { shards, bias: with_bias, w_order, ..GemmRsDesc::new(max_m, n, ks[me], dtype) };
     let z = oracle::gemm(&oracle::Gemm {
         bias: with_bias.then_some(&bias.data[..]),
         ..oracle::Gemm::new(&x, &w)
@@ -278,7 +307,10 @@ fn run_rs(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 Ok(plan)
             })?;
             let out = Tensor::poisoned(p.desc.out, want_shape(&want));
-            let inputs = GemmRsInputs { bias: p.bias.clone(), ..GemmRsInputs::new(p.x.clone(), p.w.clone(), out) };
+            let inputs = GemmRsInputs {
+                bias: p.bias.clone(),
+                ..GemmRsInputs::new(p.x.clone(), p.w.clone(), out)
+            };
             let out = ctx.timed(|s| plan.launch(s, m, inputs))?;
             Ok(Launched { out, predicted: plan.predict(m)? })
         })?;
@@ -299,7 +331,10 @@ fn run_ar(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 Ok(plan)
             })?;
             let out = Tensor::poisoned(p.desc.out, want_shape(&p.want));
-            let inputs = GemmRsInputs { bias: p.bias.clone(), ..GemmRsInputs::new(p.x.clone(), p.w.clone(), out) };
+            let inputs = GemmRsInputs {
+                bias: p.bias.clone(),
+                ..GemmRsInputs::new(p.x.clone(), p.w.clone(), out)
+            };
             let out = ctx.timed(|s| plan.launch(s, m, inputs))?;
             Ok(Launched { out, predicted: plan.predict(m)? })
         })?;
@@ -315,7 +350,8 @@ fn run_bulk(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let rows = Shards::Even.rows(m, size)?;
     let start: usize = rows[..me.idx()].iter().sum();
     let (a, b, x) = (ctx.random(m, k, dtype), ctx.random(n, k, dtype), ctx.random(m, n, dtype));
-    let collective = CollectiveDesc { kind: CollectiveKind::AllGather(Shards::Even), m, cols: n, dtype };
+    let collective =
+        CollectiveDesc { kind: CollectiveKind::AllGather(Shards::Even), m, cols: n, dtype };
     let plan = BulkPlan::new(GemmDesc::nt(m, n, k, dtype), collective, &ctx.heap)?;
     plan.prepare(&ctx.stream)?;
     for _ in 0..3 {

@@ -64,7 +64,12 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     Ok(())
 }
 
-fn route(ctx: &mut Ctx, case: &Case, plan: &PermutePlan, (variant, round): (&str, usize)) -> Result<Batch> {
+fn route(
+    ctx: &mut Ctx,
+    case: &Case,
+    plan: &PermutePlan,
+    (variant, round): (&str, usize),
+) -> Result<Batch> {
     let (d, t) = (*plan.desc(), case.dim("tokens"));
     let (k, e) = (d.top_k, d.num_experts);
     let topk = match (variant, round) {
@@ -123,7 +128,11 @@ fn forward(ctx: &mut Ctx, plan: &PermutePlan, b: &Batch) -> Result<()> {
         ctx.same_bits("permuted weights", got, &want)?;
     }
     for (got, s) in out.scales.iter().zip(&scales) {
-        ctx.same_bits("permuted scales", got, &tensor(&oracle::permute(s, &b.layout), DType::F32)?)?;
+        ctx.same_bits(
+            "permuted scales",
+            got,
+            &tensor(&oracle::permute(s, &b.layout), DType::F32)?,
+        )?;
     }
     Ok(())
 }
@@ -137,7 +146,8 @@ fn back(ctx: &mut Ctx, plan: &PermutePlan, b: &Batch) -> Result<()> {
     let mag = |r, c, v: usize| Mat::from_fn(r, c, |_, _| v as f64);
     for weighted in [false, true] {
         let out = Tensor::poisoned(d.out, Shape::d2(t, d.hidden));
-        let y = ctx.timed(|s| plan.unpermute(s, &b.map, (&rows_t, weighted.then_some(&w_t)), &out))?;
+        let y =
+            ctx.timed(|s| plan.unpermute(s, &b.map, (&rows_t, weighted.then_some(&w_t)), &out))?;
         let want = oracle::unpermute(&rows, weighted.then_some(&w), &b.layout);
         let bound = Bound::local(d.out, d.top_k);
         ctx.compare("unpermute", &y, &want, &mag(t, d.hidden, d.top_k), &bound)?;

@@ -61,7 +61,9 @@ fn same(ctx: &mut Ctx, what: &str, got: &Option<Quantized>, want: &QTensor) -> R
         return Ok(());
     };
     let codes = got.data.read(|b| b.iter().zip(&want.data).filter(|(a, b)| a != b).count())?;
-    ctx.check(codes == 0 && got.data.shape() == want.shape, || format!("{what}: {codes} codes differ"));
+    ctx.check(codes == 0 && got.data.shape() == want.shape, || {
+        format!("{what}: {codes} codes differ")
+    });
     let scales = got.scales.read(|b| b == want.scales)?;
     ctx.check(scales, || format!("{what}: scales differ"));
     Ok(())
@@ -109,7 +111,10 @@ fn dequantise(ctx: &mut Ctx, got: &Quantized, q: &QTensor, out: DType) -> Result
     let nan = q.data.iter().any(|&c| fp8::decode(q.dtype, c).is_nan());
     // NaN has many bit patterns; everything else must be equal.
     let (got, want) = (y.to_f32()?, want.rounded(out).to_f32());
-    let same = got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits() || nan && a.is_nan() && b.is_nan());
+    let same = got
+        .iter()
+        .zip(&want)
+        .all(|(a, b)| a.to_bits() == b.to_bits() || nan && a.is_nan() && b.is_nan());
     ctx.check(same, || format!("dequantised to {out}: values differ"));
     Ok(())
 }
@@ -158,7 +163,8 @@ fn run_team(ctx: &mut Ctx, case: &Case) -> Result<()> {
 fn run_delayed(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let me = ctx.team.rank().idx();
     for (dst, scope) in FP8.into_iter().flat_map(|d| [(d, Scope::Local), (d, Scope::Team)]) {
-        let desc = QuantDesc { scope, ..over_team(case, dst, Scaling::Delayed { window: 3, margin: 1 }) };
+        let desc =
+            QuantDesc { scope, ..over_team(case, dst, Scaling::Delayed { window: 3, margin: 1 }) };
         let plan = QuantPlan::new(desc, Some(&ctx.heap))?;
         plan.prepare(&ctx.stream)?;
         let mut want = oracle::DelayedScaling::new(dst, 3, 1);

@@ -1,15 +1,14 @@
 //! AG+GEMM on the host backend: the real task table, chunk flags and credits.
 
-use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
 use tilewire_core::{Rank, Result};
 use tilewire_symm::{Signals, SymBuf};
 
+use super::AgGemmDesc;
 use super::config::{AgTask, chunk_rows};
 use super::plan::{AgGemmInputs, CREDIT, DATA};
-use super::AgGemmDesc;
 use crate::common::{Launch, OverlapConfig, narrow_into, range_of, wide};
 use crate::gemm::BOrder;
 use crate::gemm::host::{Mat, activate_row, matmul};
@@ -72,7 +71,11 @@ impl Run {
         }
         let bias = self.t.bias.as_ref().map(|b| b.to_f32()).transpose()?.unwrap_or_default();
         let scale = self.t.scale.as_ref().map_or(Ok(1.0), |s| s.to_f32().map(|v| v[0]))?;
-        let extra = Extra { bias, scale, aux: self.t.aux_in.as_ref().map(|a| a.to_f32()).transpose()?.unwrap_or_default() };
+        let extra = Extra {
+            bias,
+            scale,
+            aux: self.t.aux_in.as_ref().map(|a| a.to_f32()).transpose()?.unwrap_or_default(),
+        };
         self.t.w.read(|w| {
             let w = wide(self.desc.w, w);
             for task in &self.tasks {
@@ -101,7 +104,8 @@ impl Run {
 
     /// Runs `f` on X's rows (global numbers) as f32, wherever they lie.
     fn with_rows<R>(&self, rows: &Range<usize>, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
-        let (own, row, k) = (range_of(&self.rows, self.launch.ctx.rank()), self.row_bytes(), self.desc.k);
+        let (own, row, k) =
+            (range_of(&self.rows, self.launch.ctx.rank()), self.row_bytes(), self.desc.k);
         if rows.start >= own.start && rows.end <= own.end {
             let at = (rows.start - own.start) * row..(rows.end - own.start) * row;
             return self.t.x.read(|b| f(&wide(self.desc.x, &b[at])));
@@ -114,7 +118,8 @@ impl Run {
         // A sequential tile spans all rows: my own are not in the gather buffer.
         let overlap = rows.start.max(own.start)..rows.end.min(own.end);
         if !overlap.is_empty() {
-            let mine = &mut x.to_mut()[(overlap.start - rows.start) * k..(overlap.end - rows.start) * k];
+            let mine =
+                &mut x.to_mut()[(overlap.start - rows.start) * k..(overlap.end - rows.start) * k];
             self.t.x.read(|b| {
                 let at = (overlap.start - own.start) * row..(overlap.end - own.start) * row;
                 mine.copy_from_slice(&wide(self.desc.x, &b[at]));
@@ -138,7 +143,13 @@ impl Run {
         })?
     }
 
-    fn tile(&self, rows: &Range<usize>, cols: &Range<usize>, w: &Cow<'_, [f32]>, x: &Extra) -> Result<()> {
+    fn tile(
+        &self,
+        rows: &Range<usize>,
+        cols: &Range<usize>,
+        w: &[f32],
+        x: &Extra,
+    ) -> Result<()> {
         let (bias, aux) = (&x.bias, &x.aux);
         let (d, act) = (&self.desc, self.desc.epilogue.activation);
         let (m, n) = (rows.len(), cols.len());

@@ -154,7 +154,12 @@ impl AgGemmPlan {
     ///
     /// # Errors
     /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
-    pub fn launch(&self, stream: &Stream, m: usize, t: AgGemmInputs) -> Result<Pending<AgGemmInputs>> {
+    pub fn launch(
+        &self,
+        stream: &Stream,
+        m: usize,
+        t: AgGemmInputs,
+    ) -> Result<Pending<AgGemmInputs>> {
         let team = self.core.team();
         if m > self.desc.m {
             return Err(Error::invalid("more rows than the plan was made for")

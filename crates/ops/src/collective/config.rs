@@ -96,9 +96,8 @@ pub(super) fn scatter(me: Rank, rows: &[usize], slot_rows: usize) -> Phase {
 /// Rows by `splits[src][dst]`. Staging row = output row.
 pub(super) fn exchange(me: Rank, splits: &[Vec<usize>]) -> Phase {
     let size = splits.len();
-    let out_start = |dst: Rank, src: Rank| -> usize {
-        splits[..src.idx()].iter().map(|s| s[dst.idx()]).sum()
-    };
+    let out_start =
+        |dst: Rank, src: Rank| -> usize { splits[..src.idx()].iter().map(|s| s[dst.idx()]).sum() };
     let input = starts(&splits[me.idx()]);
     let range = |start: usize, len: usize| start..start + len;
     let peers = (1..size).map(|i| me.offset(i, size));

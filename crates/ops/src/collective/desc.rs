@@ -91,7 +91,11 @@ impl CollectiveDesc {
                 }
                 Err(Error::invalid("splits must be a square of the team's size")
                     .expected(format_args!("{size} x {size}"))
-                    .seen(format_args!("{} x {}", splits.len(), splits.first().map_or(0, Vec::len))))
+                    .seen(format_args!(
+                        "{} x {}",
+                        splits.len(),
+                        splits.first().map_or(0, Vec::len)
+                    )))
             }
         }
     }

@@ -128,7 +128,13 @@ impl CollectivePlan {
     ///
     /// # Errors
     /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
-    pub fn launch(&self, stream: &Stream, m: usize, x: &Tensor, out: &Tensor) -> Result<Pending<Tensor>> {
+    pub fn launch(
+        &self,
+        stream: &Stream,
+        m: usize,
+        x: &Tensor,
+        out: &Tensor,
+    ) -> Result<Pending<Tensor>> {
         let name = self.core.op();
         let all_to_all = matches!(self.desc.kind, CollectiveKind::AllToAll(_));
         if m > self.desc.m && !all_to_all {
@@ -194,7 +200,8 @@ fn staging_rows(desc: &CollectiveDesc, size: usize) -> (usize, usize) {
         CollectiveKind::ReduceScatter(s, _) => (size * s.max_rows(desc.m, size), 0),
         CollectiveKind::AllReduce(_) => (size * Shards::Even.max_rows(desc.m, size), desc.m),
         CollectiveKind::AllToAll(splits) => {
-            let most = (0..size).map(|d| splits.iter().map(|s| s.get(d).copied().unwrap_or(0)).sum());
+            let most =
+                (0..size).map(|d| splits.iter().map(|s| s.get(d).copied().unwrap_or(0)).sum());
             (most.max().unwrap_or(0), 0)
         }
     }

@@ -205,7 +205,9 @@ mod tests {
         let e = "nccl".parse::<Algo>().unwrap_err().to_string();
         assert!(e.contains("fused, pipelined, sequential, cublasmp"), "{e}");
         assert!(OverlapConfig::of(Algo::Cublasmp, 1).check().unwrap_err().is_unavailable());
-        assert!(OverlapConfig { sub_chunks: 0, ..OverlapConfig::of(Algo::Fused, 1) }.check().is_err());
+        assert!(
+            OverlapConfig { sub_chunks: 0, ..OverlapConfig::of(Algo::Fused, 1) }.check().is_err()
+        );
     }
 
     #[test]

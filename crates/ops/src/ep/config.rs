@@ -2,6 +2,9 @@
 
 use super::EpDesc;
 
+/// A token that goes to a rank, and its copies there: `(choice, expert-major row)`.
+pub type Record = (usize, Vec<(usize, usize)>);
+
 /// Routing of one rank: what it sends, and what it will receive.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Routing {
@@ -10,7 +13,7 @@ pub struct Routing {
     /// For each destination rank the tokens that go there, once each, in order, with their
     /// copies: `(choice, expert-major row)`. Copies beyond the capacity are left out, and tokens
     /// whose copies all are.
-    pub sends: Vec<Vec<(usize, Vec<(usize, usize)>)>>,
+    pub sends: Vec<Vec<Record>>,
     /// True number of copies for each of my experts, dropped ones included.
     pub counts: Vec<usize>,
     /// First row of each of my experts and the end, before clamping to the capacity.
@@ -40,7 +43,13 @@ fn aligned(len: usize, align: usize) -> usize {
 ///
 /// Expert-major: the experts of a rank in order, each starting at the aligned end of the one
 /// before; inside an expert by source rank, token and choice.
-pub fn route(desc: &EpDesc, me: usize, idx: &[i64], counts: &[Vec<u32>], capacity: usize) -> Routing {
+pub fn route(
+    desc: &EpDesc,
+    me: usize,
+    idx: &[i64],
+    counts: &[Vec<u32>],
+    capacity: usize,
+) -> Routing {
     let (size, k, align) = (desc.experts_per_rank.len(), desc.top_k, desc.layout.align());
     let total = |e: usize| counts.iter().map(|c| c[e] as usize).sum::<usize>();
     // Row at which my copies of each expert begin, and who owns the expert.

@@ -71,7 +71,13 @@ pub struct EpDesc {
 
 impl EpDesc {
     /// Experts divided evenly, room for every copy, expert-major without alignment.
-    pub fn new(size: usize, num_experts: usize, max_tokens: usize, hidden: usize, top_k: usize) -> Self {
+    pub fn new(
+        size: usize,
+        num_experts: usize,
+        max_tokens: usize,
+        hidden: usize,
+        top_k: usize,
+    ) -> Self {
         let experts_per_rank: Vec<usize> =
             (0..size).map(|r| num_experts / size + usize::from(r < num_experts % size)).collect();
         let mut d = Self {
@@ -128,14 +134,22 @@ impl EpDesc {
             ));
         }
         if self.num_experts() == 0 || self.top_k == 0 || self.top_k > 32 {
-            return bad(format!("{} experts, top_k {}: at least one expert, top_k 1 to 32", self.num_experts(), self.top_k));
+            return bad(format!(
+                "{} experts, top_k {}: at least one expert, top_k 1 to 32",
+                self.num_experts(),
+                self.top_k
+            ));
         }
         if self.layout.align() == 0 {
             return bad("alignment 0".to_owned());
         }
-        let payload = matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) || self.dtype.is_fp8();
+        let payload =
+            matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) || self.dtype.is_fp8();
         if !payload || !matches!(self.out, DType::F32 | DType::BF16 | DType::F16) {
-            return bad(format!("tokens {} and outputs {}: tokens f32, bf16, f16 or FP8; outputs f32, bf16 or f16", self.dtype, self.out));
+            return bad(format!(
+                "tokens {} and outputs {}: tokens f32, bf16, f16 or FP8; outputs f32, bf16 or f16",
+                self.dtype, self.out
+            ));
         }
         if self.num_scales > 0 && !self.dtype.is_fp8() {
             return bad(format!("{} tokens have no scales", self.dtype));
@@ -149,8 +163,16 @@ impl fmt::Display for EpDesc {
         write!(
             f,
             "E={:?} T={} H={} k={} cap={} {}+{}->{} {:?} {:?}",
-            self.experts_per_rank, self.max_tokens, self.hidden, self.top_k, self.capacity,
-            self.dtype, self.num_scales, self.out, self.layout, self.overflow
+            self.experts_per_rank,
+            self.max_tokens,
+            self.hidden,
+            self.top_k,
+            self.capacity,
+            self.dtype,
+            self.num_scales,
+            self.out,
+            self.layout,
+            self.overflow
         )
     }
 }

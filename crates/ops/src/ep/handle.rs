@@ -111,7 +111,11 @@ impl EpHandle {
         Err(Error::new(ErrorKind::Exhausted, "more tokens than the capacity holds")
             .op("ep_prepare")
             .expected(format_args!("at most {} rows", self.state().capacity))
-            .seen(format_args!("{} copies too many, by rank {:?}", t.dropped.iter().sum::<usize>(), t.dropped))
+            .seen(format_args!(
+                "{} copies too many, by rank {:?}",
+                t.dropped.iter().sum::<usize>(),
+                t.dropped
+            ))
             .hint("raise the capacity, or choose Overflow::Drop"))
     }
 }

@@ -10,12 +10,15 @@ use tilewire_core::{DType, Error, Rank, Result, convert_from_f32};
 use tilewire_device::Tensor;
 use tilewire_symm::{OpCtx, Signals, SymBuf};
 
-use super::config::{count, route};
+use super::config::{Record, count, route};
 use super::plan::{COUNTS, EpDispatch, RETURNS, TOKENS};
 use super::{EpDesc, EpHandle, EpLayout};
 use crate::common::{Launch, narrow_into, wide};
 
 const COPY_BYTES: usize = 12;
+
+/// Copies of one record as they arrive: `(choice, row, weight)`.
+type Copies = Vec<(usize, usize, f32)>;
 
 /// Bytes of the tokens' own data in a record: large enough for either direction.
 fn payload_bytes(d: &EpDesc) -> usize {
@@ -84,7 +87,13 @@ impl Run {
     }
 
     /// Exchanges counts and computes the routing.
-    pub fn route(&self, l: &Launch, idx: &Tensor, capacity: usize, handle: &EpHandle) -> Result<()> {
+    pub fn route(
+        &self,
+        l: &Launch,
+        idx: &Tensor,
+        capacity: usize,
+        handle: &EpHandle,
+    ) -> Result<()> {
         let (ctx, d) = (&l.ctx, &self.desc);
         let (me, size, num) = (ctx.rank(), ctx.team().size(), d.num_experts());
         let idx = read_idx(idx)?;
@@ -141,7 +150,12 @@ impl Run {
             ctx.acquire(p, self.signals.slot(TOKENS.0), l.tag, "credit")?;
             for (i, (token, copies)) in sends[p.idx()].iter().enumerate() {
                 let bytes = self.pack(send, *token, copies)?;
-                ctx.put(p, self.tokens.range((me.idx() * area + i) * record, record), &bytes, "push");
+                ctx.put(
+                    p,
+                    self.tokens.range((me.idx() * area + i) * record, record),
+                    &bytes,
+                    "push",
+                );
             }
             let n = sends[p.idx()].len() as u64;
             ctx.signal_word(p, self.signals.slot(TOKENS.1), n, "tokens");
@@ -157,7 +171,10 @@ impl Run {
             let n = ctx.wait_word(p, self.signals.slot(TOKENS.1), "tokens")? as usize;
             let mut bytes = vec![0; record];
             for i in 0..n.min(area) {
-                ctx.read_local(self.tokens.range((p.idx() * area + i) * record, record), &mut bytes);
+                ctx.read_local(
+                    self.tokens.range((p.idx() * area + i) * record, record),
+                    &mut bytes,
+                );
                 unpack.record(p.idx(), i, &bytes)?;
             }
         }
@@ -218,7 +235,12 @@ impl Run {
             ctx.acquire(p, self.signals.slot(RETURNS.0), l.tag, "credit")?;
             for (i, copies) in arrived[p.idx()].iter().enumerate() {
                 let bytes = reduce.record(&arrived, p.idx(), i, copies);
-                ctx.put(p, self.returns.range((me.idx() * area + i) * record, record), &bytes, "push");
+                ctx.put(
+                    p,
+                    self.returns.range((me.idx() * area + i) * record, record),
+                    &bytes,
+                    "push",
+                );
             }
             let n = arrived[p.idx()].len() as u64;
             ctx.signal_word(p, self.signals.slot(RETURNS.1), n, "returns");
@@ -226,10 +248,13 @@ impl Run {
         for p in ctx.team().peers() {
             let n = ctx.wait_word(p, self.signals.slot(RETURNS.1), "returns")?;
             if n as usize != sends[p.idx()].len() {
-                return Err(Error::new(tilewire_core::ErrorKind::Protocol, "a peer answers another dispatch")
-                    .peer(p)
-                    .expected(sends[p.idx()].len())
-                    .seen(n));
+                return Err(Error::new(
+                    tilewire_core::ErrorKind::Protocol,
+                    "a peer answers another dispatch",
+                )
+                .peer(p)
+                .expected(sends[p.idx()].len())
+                .seen(n));
             }
         }
         ctx.compute("sum")?;
@@ -248,7 +273,7 @@ impl Run {
         &self,
         ctx: &OpCtx,
         b: &Back,
-        sends: &[Vec<(usize, Vec<(usize, usize)>)>],
+        sends: &[Vec<Record>],
         record: impl Fn(usize, usize) -> Vec<u8>,
     ) -> Result<()> {
         let d = &self.desc;
@@ -300,7 +325,13 @@ impl<'a> Reduce<'a> {
     }
 
     /// The return record of record `i` of rank `src`: rows added in the order of choices.
-    fn record(&self, arrived: &super::handle::Arrived, src: usize, i: usize, copies: &[(usize, usize)]) -> Vec<u8> {
+    fn record(
+        &self,
+        arrived: &super::handle::Arrived,
+        src: usize,
+        i: usize,
+        copies: &[(usize, usize)],
+    ) -> Vec<u8> {
         let (d, h) = (self.desc, self.desc.hidden);
         let mut sum = vec![0.0f32; h];
         let mut add = |row: usize, weight: f32| {
@@ -377,7 +408,7 @@ impl<'a> Unpack<'a> {
     /// Writes the outputs; returns the copies of every record.
     fn store(&self, out: &Out, handle: &EpHandle) -> Result<super::handle::Arrived> {
         let d = self.desc;
-        let copies: Vec<Vec<Vec<(usize, usize, f32)>>> =
+        let copies: Vec<Vec<Copies>> =
             self.records.iter().map(|l| l.iter().map(|b| self.copies(b)).collect()).collect();
         let arrived: super::handle::Arrived = copies
             .iter()
@@ -397,7 +428,7 @@ impl<'a> Unpack<'a> {
         &self,
         o: &EpDispatch,
         handle: &EpHandle,
-        copies: &[Vec<Vec<(usize, usize, f32)>>],
+        copies: &[Vec<Copies>],
         arrived: &super::handle::Arrived,
     ) -> Result<()> {
         let d = self.desc;
@@ -435,7 +466,8 @@ impl<'a> Unpack<'a> {
         for (src, list) in arrived.iter().enumerate() {
             for (i, c) in list.iter().enumerate() {
                 c.iter().for_each(|&(_, row)| {
-                    index[row] = if expert_major { row } else { record_row(d, arrived, src, i) } as i32;
+                    index[row] =
+                        if expert_major { row } else { record_row(d, arrived, src, i) } as i32;
                 });
             }
         }
@@ -447,10 +479,11 @@ impl<'a> Unpack<'a> {
         &self,
         dy: &Tensor,
         weighted: Option<&(Tensor, Tensor, Tensor)>,
-        copies: &[Vec<Vec<(usize, usize, f32)>>],
+        copies: &[Vec<Copies>],
     ) -> Result<()> {
         let (d, h) = (self.desc, self.desc.hidden);
-        let operands = weighted.map(|(w, y, _)| Ok::<_, Error>((w.to_f32()?, y.to_f32()?))).transpose()?;
+        let operands =
+            weighted.map(|(w, y, _)| Ok::<_, Error>((w.to_f32()?, y.to_f32()?))).transpose()?;
         let mut grads = vec![0.0f32; d.capacity];
         let mut rows = vec![0.0f32; d.capacity * h];
         for (list, copies) in self.records.iter().zip(copies) {

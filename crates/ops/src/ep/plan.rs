@@ -77,7 +77,8 @@ impl EpPlan {
         desc.check(size)?;
         let area = size * desc.max_tokens;
         let alloc = |bytes, tag| heap.alloc(bytes, tag).map_err(|e| e.op("ep"));
-        let names = ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
+        let names =
+            ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
         Ok(Self {
             cores: names.map(|n| PlanCore::new(n, heap, &desc)),
             counts: alloc(size * desc.num_experts() * 4, "ep counts")?,
@@ -112,12 +113,24 @@ impl EpPlan {
         format!(
             "ep {}\npush, one row per (token, rank) of {} bytes, one row back of {} bytes; symmetric {} bytes, \
              received {}, expert outputs {}, handle {}",
-            self.desc, record_bytes(&self.desc), return_bytes(&self.desc),
-            m.symmetric, m.received, m.expert_out, m.handle
+            self.desc,
+            record_bytes(&self.desc),
+            return_bytes(&self.desc),
+            m.symmetric,
+            m.received,
+            m.expert_out,
+            m.handle
         )
     }
 
-    fn run(&self, which: usize, stream: &Stream, launch: Launch, run: impl Fn(&Launch) -> Result<()> + std::marker::Send + Sync + 'static, outs: Vec<Tensor>) -> Result<()> {
+    fn run(
+        &self,
+        which: usize,
+        stream: &Stream,
+        launch: Launch,
+        run: impl Fn(&Launch) -> Result<()> + std::marker::Send + Sync + 'static,
+        outs: Vec<Tensor>,
+    ) -> Result<()> {
         let (core, seq) = (&self.cores[which], launch.ctx.seq());
         core.run(
             stream,
@@ -145,11 +158,20 @@ impl EpPlan {
     /// # Errors
     /// `NotPrepared`; `InvalidArgument` for a wrong tensor or a capacity above the layer's. An
     /// index that is no expert becomes the fault of the team when the work runs.
-    pub fn route(&self, stream: &Stream, topk_idx: &Tensor, capacity: Option<usize>, handle: &EpHandle) -> Result<Pending<EpHandle>> {
+    pub fn route(
+        &self,
+        stream: &Stream,
+        topk_idx: &Tensor,
+        capacity: Option<usize>,
+        handle: &EpHandle,
+    ) -> Result<Pending<EpHandle>> {
         let d = &self.desc;
         let capacity = capacity.unwrap_or(d.capacity);
         if capacity > d.capacity {
-            return Err(Error::invalid("capacity above the layer's").op("ep_prepare").expected(format_args!("at most {}", d.capacity)).seen(capacity));
+            return Err(Error::invalid("capacity above the layer's")
+                .op("ep_prepare")
+                .expected(format_args!("at most {}", d.capacity))
+                .seen(capacity));
         }
         let shape = topk_idx.shape();
         let fits = shape.ndim() == 2 && shape.dim(1) == d.top_k && shape.dim(0) <= d.max_tokens;
@@ -161,7 +183,8 @@ impl EpPlan {
         }
         let launch = self.cores[PREPARE].begin(format_args!("capacity={capacity}"))?;
         let (run, idx, h) = (self.base(), topk_idx.clone(), handle.clone());
-        let outs = vec![handle.m_splits().clone(), handle.total().clone(), handle.dropped().clone()];
+        let outs =
+            vec![handle.m_splits().clone(), handle.total().clone(), handle.dropped().clone()];
         self.run(PREPARE, stream, launch, move |l| run.route(l, &idx, capacity, &h), outs)?;
         self.pending(handle.clone(), stream)
     }
@@ -174,7 +197,9 @@ impl EpPlan {
     fn rows(&self, what: &str, t: &Tensor, dtype: DType, cols: usize) -> Result<usize> {
         let rows = if t.shape().ndim() == 2 { t.shape().dim(0) } else { 0 };
         if rows > self.desc.max_tokens {
-            return Err(Error::invalid(format!("`{what}` has too many tokens")).expected(format_args!("at most {}", self.desc.max_tokens)).seen(rows));
+            return Err(Error::invalid(format!("`{what}` has too many tokens"))
+                .expected(format_args!("at most {}", self.desc.max_tokens))
+                .seen(rows));
         }
         expect_tensor(what, t, dtype, &[rows, cols]).map(|()| rows)
     }
@@ -185,7 +210,9 @@ impl EpPlan {
         let pair = |what: &str, want: bool, t: &Option<Tensor>, shape: &[usize]| match t {
             Some(t) if want => expect_tensor(what, t, DType::F32, shape),
             None if !want => Ok(()),
-            _ => Err(Error::invalid(format!("received `{what}` must be given if and only if it is sent"))),
+            _ => Err(Error::invalid(format!(
+                "received `{what}` must be given if and only if it is sent"
+            ))),
         };
         pair("weights", weights, &d.weights, &[self.desc.capacity])?;
         pair("scales", scales, &d.scales, &[rows, self.desc.num_scales])
@@ -212,13 +239,15 @@ impl EpPlan {
             expect_tensor("topk_weights", w, DType::F32, &[rows, d.top_k]).map_err(op)?;
         }
         if scales.is_some() != (d.num_scales > 0) {
-            return Err(Error::invalid("`scales` must be given if and only if the layer has them").op("ep_dispatch"));
+            return Err(Error::invalid("`scales` must be given if and only if the layer has them")
+                .op("ep_dispatch"));
         }
         if let Some(s) = scales {
             expect_tensor("scales", s, DType::F32, &[rows, d.num_scales]).map_err(op)?;
         }
         self.check_recv(out, d.dtype, topk_weights.is_some(), scales.is_some()).map_err(op)?;
-        let launch = self.cores[DISPATCH].begin(format_args!("weights={}", topk_weights.is_some()))?;
+        let launch =
+            self.cores[DISPATCH].begin(format_args!("weights={}", topk_weights.is_some()))?;
         let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
         let (run, h, o) = (self.base(), handle.clone(), Out::Dispatch(out.clone()));
         let mut outs = vec![out.x.clone()];
@@ -234,7 +263,14 @@ impl EpPlan {
     ///
     /// # Errors
     /// As [`EpPlan::dispatch`].
-    pub fn combine(&self, stream: &Stream, handle: &EpHandle, y: &Tensor, weights: Option<&Tensor>, out: &Tensor) -> Result<Pending<Tensor>> {
+    pub fn combine(
+        &self,
+        stream: &Stream,
+        handle: &EpHandle,
+        y: &Tensor,
+        weights: Option<&Tensor>,
+        out: &Tensor,
+    ) -> Result<Pending<Tensor>> {
         let d = &self.desc;
         let op = |e: Error| e.op("ep_combine");
         expect_tensor("y", y, d.out, &[d.capacity, d.hidden]).map_err(op)?;
@@ -243,7 +279,14 @@ impl EpPlan {
         }
         self.rows("out", out, d.out, d.hidden).map_err(op)?;
         let launch = self.cores[COMBINE].begin(format_args!("weighted={}", weights.is_some()))?;
-        let back = Back { y: y.clone(), weights: weights.cloned(), expert_major: true, dw: None, out: out.clone(), dw_out: None };
+        let back = Back {
+            y: y.clone(),
+            weights: weights.cloned(),
+            expert_major: true,
+            dw: None,
+            out: out.clone(),
+            dw_out: None,
+        };
         let (run, h) = (self.base(), handle.clone());
         self.run(COMBINE, stream, launch, move |l| run.back(l, &h, &back), vec![out.clone()])?;
         self.pending(out.clone(), stream)
@@ -311,14 +354,16 @@ impl EpPlan {
             expect_tensor("y", y, d.out, &[d.capacity, d.hidden]).map_err(op)?;
             expect_tensor("d_weights", d_weights, DType::F32, &[d.capacity]).map_err(op)?;
         }
-        let launch = self.cores[COMBINE_BWD].begin(format_args!("weighted={}", weighted.is_some()))?;
+        let launch =
+            self.cores[COMBINE_BWD].begin(format_args!("weighted={}", weighted.is_some()))?;
         let send = Send { x: d_out.clone(), weights: None, scales: None };
         let out = Out::CombineBwd {
             dy: dy.clone(),
             weighted: weighted.map(|(w, y, g)| (w.clone(), y.clone(), g.clone())),
         };
         let (run, h) = (self.base(), handle.clone());
-        let outs = [Some(dy.clone()), weighted.map(|w| w.2.clone())].into_iter().flatten().collect();
+        let outs =
+            [Some(dy.clone()), weighted.map(|w| w.2.clone())].into_iter().flatten().collect();
         self.run(COMBINE_BWD, stream, launch, move |l| run.send(l, &h, &send, &out), outs)?;
         self.pending(dy.clone(), stream)
     }
@@ -342,7 +387,11 @@ impl EpPlan {
             signals: 2,
             ..LinkTraffic::default()
         };
-        let mut t = (vec![LinkTraffic::default(); size], vec![LinkTraffic::default(); size], vec![LinkTraffic::default(); size]);
+        let mut t = (
+            vec![LinkTraffic::default(); size],
+            vec![LinkTraffic::default(); size],
+            vec![LinkTraffic::default(); size],
+        );
         for p in (0..size).filter(|&p| p != me) {
             t.0[p] = link(1, d.num_experts() * 4);
             t.1[p] = link(s.routing.sends[p].len(), record_bytes(d));

@@ -143,18 +143,23 @@ impl GemmDesc {
         let bad = |text: String| Err(Error::invalid(text).op("gemm"));
         for (what, d) in [("a", self.a), ("b", self.b), ("out", self.out)] {
             if !d.is_float() || d == DType::F64 {
-                return bad(format!("`{what}` cannot be {d}; one of f32, bf16, f16, f8e4m3, f8e5m2"));
+                return bad(format!(
+                    "`{what}` cannot be {d}; one of f32, bf16, f16, f8e4m3, f8e5m2"
+                ));
             }
         }
         if self.a.is_fp8() != self.b.is_fp8() || (!self.a.is_fp8() && self.a != self.b) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("{} x {}: both operands FP8 (any of the two), or both the same type", self.a, self.b),
+                format!(
+                    "{} x {}: both operands FP8 (any of the two), or both the same type",
+                    self.a, self.b
+                ),
             )
             .op("gemm"));
         }
         let e = &self.epilogue;
-        if e.activation == Activation::SwiGlu && self.n % 2 != 0 {
+        if e.activation == Activation::SwiGlu && !self.n.is_multiple_of(2) {
             return bad(format!("SwiGLU needs an even number of columns, not {}", self.n));
         }
         if e.aux && (e.activation == Activation::None || e.activation.reads_aux()) {
@@ -172,7 +177,15 @@ impl fmt::Display for GemmDesc {
         write!(
             f,
             "m={} n={} k={} {}x{}->{} {:?}/{:?} {:?}",
-            self.m, self.n, self.k, self.a, self.b, self.out, self.a_order, self.b_order, self.epilogue
+            self.m,
+            self.n,
+            self.k,
+            self.a,
+            self.b,
+            self.out,
+            self.a_order,
+            self.b_order,
+            self.epilogue
         )
     }
 }

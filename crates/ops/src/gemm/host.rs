@@ -32,7 +32,13 @@ impl<'a> Mat<'a> {
 ///
 /// # Panics
 /// If an operand is shorter than its shape needs.
-pub(crate) fn matmul((m, n, k): (usize, usize, usize), a: Mat<'_>, b: Mat<'_>, c: &mut [f32], add: bool) {
+pub(crate) fn matmul(
+    (m, n, k): (usize, usize, usize),
+    a: Mat<'_>,
+    b: Mat<'_>,
+    c: &mut [f32],
+    add: bool,
+) {
     assert_eq!(c.len(), m * n, "output of a {m}x{n} product");
     if m == 0 || n == 0 {
         return;

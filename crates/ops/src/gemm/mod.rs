@@ -9,5 +9,5 @@ mod desc;
 pub(crate) mod host;
 mod plan;
 
-pub use desc::{Activation, AOrder, BOrder, Epilogue, GemmDesc};
+pub use desc::{AOrder, Activation, BOrder, Epilogue, GemmDesc};
 pub use plan::{GemmInputs, GemmPlan, Operand};

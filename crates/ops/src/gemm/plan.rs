@@ -4,7 +4,9 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use tilewire_core::{DType, Error, ErrorKind, Result, ScaleLayout, convert_from_f32, convert_to_f32};
+use tilewire_core::{
+    DType, Error, ErrorKind, Result, ScaleLayout, convert_from_f32, convert_to_f32,
+};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::host::{Mat, activate_row, add_bias, matmul, row_sums};
@@ -88,15 +90,7 @@ pub struct GemmInputs {
 impl GemmInputs {
     /// The plain product: no bias, no second output.
     pub fn new(a: impl Into<Operand>, b: impl Into<Operand>, out: Tensor) -> Self {
-        Self {
-            a: a.into(),
-            b: b.into(),
-            bias: None,
-            aux_in: None,
-            out,
-            aux_out: None,
-            bgrad: None,
-        }
+        Self { a: a.into(), b: b.into(), bias: None, aux_in: None, out, aux_out: None, bgrad: None }
     }
 }
 
@@ -154,8 +148,12 @@ impl GemmPlan {
             match (want, t) {
                 (true, Some(t)) => expect_tensor(what, t, dt, shape),
                 (false, None) => Ok(()),
-                (true, None) => Err(Error::invalid(format!("`{what}` is missing: the epilogue needs it"))),
-                (false, Some(_)) => Err(Error::invalid(format!("`{what}` was given, but the epilogue does not use it"))),
+                (true, None) => {
+                    Err(Error::invalid(format!("`{what}` is missing: the epilogue needs it")))
+                }
+                (false, Some(_)) => Err(Error::invalid(format!(
+                    "`{what}` was given, but the epilogue does not use it"
+                ))),
             }
         };
         optional("bias", e.bias, &t.bias, DType::F32, &[d.n])?;

@@ -34,7 +34,12 @@ impl Run {
                 if !rows.is_empty() && row > 0 {
                     s.t.out.read(|b| {
                         let bytes = &b[rows.start * row..rows.end * row];
-                        ctx.put(p, self.gather.range(rows.start * row, bytes.len()), bytes, "return");
+                        ctx.put(
+                            p,
+                            self.gather.range(rows.start * row, bytes.len()),
+                            bytes,
+                            "return",
+                        );
                     })?;
                 }
                 ctx.signal(p, self.signals.slot(DATA), 1, "returned");

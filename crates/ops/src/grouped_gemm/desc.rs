@@ -118,7 +118,9 @@ impl GroupedDesc {
             return Err(Error::invalid("name the forward activation; dgrad takes its derivative"));
         }
         if !matches!(self.grad, DType::F32 | DType::BF16 | DType::F16) {
-            return Err(Error::invalid("weight gradients").expected("f32, bf16 or f16").seen(self.grad));
+            return Err(Error::invalid("weight gradients")
+                .expected("f32, bf16 or f16")
+                .seen(self.grad));
         }
         Ok(())
     }
@@ -154,7 +156,14 @@ impl fmt::Display for GroupedDesc {
         write!(
             f,
             "E={} cap={} n={} k={} {}->{}/{} {:?}",
-            self.groups, self.capacity, self.n, self.k, self.dtype, self.out, self.grad, self.activation
+            self.groups,
+            self.capacity,
+            self.n,
+            self.k,
+            self.dtype,
+            self.out,
+            self.grad,
+            self.activation
         )
     }
 }

@@ -25,7 +25,12 @@ fn groups(d: &GroupedDesc, s: &Splits) -> Result<std::result::Result<Vec<Range<u
 }
 
 /// Runs `f` on the weights of one group, `[n, k]` f32.
-fn with_weight<R>(d: &GroupedDesc, w: &Weights, e: usize, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
+fn with_weight<R>(
+    d: &GroupedDesc,
+    w: &Weights,
+    e: usize,
+    f: impl FnOnce(&[f32]) -> R,
+) -> Result<R> {
     let len = d.n * d.k;
     match w {
         Weights::Discrete(list) => list[e].with_wide(f),
@@ -118,7 +123,8 @@ pub(super) fn dactivation(
     let (dy, aux) = (dy.to_f32()?, aux.to_f32()?);
     let mut out = vec![0.0; end * d.n];
     for i in 0..end {
-        let (g, a, o) = (&dy[i * cols..][..cols], &aux[i * d.n..][..d.n], &mut out[i * d.n..][..d.n]);
+        let (g, a, o) =
+            (&dy[i * cols..][..cols], &aux[i * d.n..][..d.n], &mut out[i * d.n..][..d.n]);
         match act {
             Activation::Relu => {
                 for ((o, &g), &a) in o.iter_mut().zip(g).zip(a) {

@@ -1,0 +1,147 @@
+//! `tilewire bench`: running, printing, comparing.
+
+use std::path::Path;
+
+use serde_json::Value;
+use tilewire::prelude::*;
+
+use crate::args::{BenchArgs, PlaceArgs};
+use crate::bench::{self, Options};
+use crate::rows::{ROW_VERSION, Row};
+use crate::{complain, say, worlds};
+
+/// Runs the command; returns the exit code: 1 if a result is wrong or slower than allowed.
+///
+/// # Errors
+/// Bad arguments, files, the fault of a team.
+pub fn run(args: &BenchArgs) -> Result<i32> {
+    let options = Options {
+        ops: if args.op.is_empty() {
+            bench::OPS.map(str::to_owned).to_vec()
+        } else {
+            args.op.clone()
+        },
+        dtype: args.dtype,
+        m: args.m,
+        n: args.n,
+        k: args.k,
+        iters: args.iters,
+        warmup: args.warmup,
+    };
+    let place = worlds::place(&PlaceArgs::default())?;
+    let visible = !args.json && !args.csv && !args.md;
+    let announce = |world: &World, op: &str| {
+        if visible && world.rank().get() == 0 {
+            complain(format_args!("bench {op} on {} ranks ...", world.size()));
+        }
+    };
+    let rows = if worlds::launched(&place) {
+        let world = worlds::join(&place, 600.0)?;
+        let rows = bench::run(&world, &options, |op| announce(&world, op))?;
+        world.everyone("end")?.agree(true)?;
+        if world.rank().get() != 0 {
+            return Ok(i32::from(rows.iter().any(|r| r.wrong > 0)));
+        }
+        rows
+    } else {
+        let cfg = worlds::world_cfg(600.0)?;
+        World::run_threads(args.ranks, cfg, |world| {
+            bench::run(&world, &options, |op| announce(&world, op))
+        })?
+        .swap_remove(0)
+    };
+    print(&rows, args);
+    let mut code = i32::from(rows.iter().any(|r| r.wrong > 0));
+    if let Some(old) = &args.compare {
+        code |= i32::from(compare(&rows, old, args.threshold)? > 0);
+    }
+    Ok(code)
+}
+
+fn cell(v: Option<f64>) -> String {
+    v.map_or("-".to_owned(), |v| format!("{v:.1}"))
+}
+
+fn cells(r: &Row) -> Vec<String> {
+    vec![
+        r.op.clone(),
+        r.dtype.clone(),
+        r.ranks.to_string(),
+        r.shape.clone(),
+        cell(r.t_gemm_us),
+        cell(r.t_comm_us),
+        cell(r.t_seq_us),
+        cell(r.t_ours_us),
+        cell(r.speedup()),
+        cell(r.hidden()),
+        r.max_err.map_or("not finite".to_owned(), |e| format!("{e:.1e}")),
+        r.wrong.to_string(),
+    ]
+}
+
+const HEAD: [&str; 12] = [
+    "op", "dtype", "ranks", "shape", "t_gemm", "t_comm", "t_seq", "t_ours", "speedup", "hidden%",
+    "max_err", "#wrong",
+];
+
+fn print(rows: &[Row], args: &BenchArgs) {
+    if args.json {
+        for r in rows {
+            // A row is plain numbers and text: it always has a JSON form.
+            if let Ok(mut v) = serde_json::to_value(r) {
+                v["version"] = ROW_VERSION.into();
+                say(v);
+            }
+        }
+    } else if args.csv {
+        say(HEAD.join(","));
+        rows.iter().for_each(|r| say(cells(r).join(",")));
+    } else if args.md {
+        say(format_args!("| {} |", HEAD.join(" | ")));
+        say(format_args!("|{}", "---|".repeat(HEAD.len())));
+        rows.iter().for_each(|r| say(format_args!("| {} |", cells(r).join(" | "))));
+    } else {
+        let line = |c: &[String]| {
+            format!(
+                "{:<15} {:<6} {:>5}  {:<22} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>10} {:>7}",
+                c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
+            )
+        };
+        say("# host backend, times in us: median over iterations of the slowest rank");
+        say(line(&HEAD.map(str::to_owned)));
+        rows.iter().for_each(|r| say(line(&cells(r))));
+    }
+}
+
+/// Prints ratios against an earlier `--json` output; returns how many are above the threshold.
+fn compare(rows: &[Row], old: &Path, threshold: f64) -> Result<usize> {
+    let text = std::fs::read_to_string(old).map_err(|e| Error::io(old.display(), e))?;
+    let mut slower = 0;
+    for line in text.lines().filter(|l| !l.trim().is_empty()) {
+        let v: Value = serde_json::from_str(line)
+            .map_err(|e| Error::new(ErrorKind::Corrupt, format!("{}: {e}", old.display())))?;
+        if v["version"] != ROW_VERSION {
+            return Err(Error::new(ErrorKind::Corrupt, "rows of another version")
+                .expected(ROW_VERSION)
+                .seen(&v["version"]));
+        }
+        let same = |r: &&Row| {
+            v["op"] == r.op
+                && v["dtype"] == r.dtype
+                && v["ranks"] == r.ranks
+                && v["shape"] == r.shape
+        };
+        let (Some(r), Some(before)) = (rows.iter().find(same), v["t_ours_us"].as_f64()) else {
+            continue;
+        };
+        let ratio = r.t_ours_us.unwrap_or(f64::NAN) / before;
+        let bad = ratio > 1.0 + threshold;
+        slower += usize::from(bad);
+        complain(format_args!(
+            "{:<15} {ratio:.3} x the time before{}",
+            r.op,
+            if bad { "  SLOWER" } else { "" }
+        ));
+    }
+    Ok(slower)
+}

@@ -1,0 +1,130 @@
+//! `tilewire dump`: what every rank was doing, and where they first differ.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use tilewire::prelude::*;
+use tilewire::symm::Entry;
+
+use crate::args::DumpArgs;
+use crate::say;
+
+/// Writes the flight recorders of this rank, one file per team.
+///
+/// # Errors
+/// `Io` if a file cannot be written.
+pub fn write(folder: &Path, teams: &[&LiveTeam]) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|e| Error::io(folder.display(), e))?;
+    for t in teams {
+        let path = folder.join(format!("{}-{}-r{}.json", t.name(), t.generation(), t.rank().get()));
+        std::fs::write(&path, t.dump().to_string()).map_err(|e| Error::io(path.display(), e))?;
+    }
+    Ok(())
+}
+
+/// Recorders of one team: rank to entries by sequence number.
+type Ranks = BTreeMap<u64, BTreeMap<u64, Entry>>;
+
+fn read(folder: &Path) -> Result<BTreeMap<String, (usize, Ranks)>> {
+    let mut teams: BTreeMap<String, (usize, Ranks)> = BTreeMap::new();
+    let dir = std::fs::read_dir(folder).map_err(|e| Error::io(folder.display(), e))?;
+    for path in dir
+        .filter_map(|e| Some(e.ok()?.path()))
+        .filter(|p| p.extension().is_some_and(|x| x == "json"))
+    {
+        let bad =
+            |what: String| Error::new(ErrorKind::Corrupt, format!("{}: {what}", path.display()));
+        let bytes = std::fs::read(&path).map_err(|e| Error::io(path.display(), e))?;
+        let v: Value = serde_json::from_slice(&bytes).map_err(|e| bad(e.to_string()))?;
+        let entries: Vec<Entry> =
+            serde_json::from_value(v["entries"].clone()).map_err(|e| bad(e.to_string()))?;
+        let (Some(team), Some(rank), Some(size)) =
+            (v["team"].as_str(), v["rank"].as_u64(), v["size"].as_u64())
+        else {
+            return Err(bad("no team, rank or size".to_owned()));
+        };
+        let key = format!("{team} generation {}", v["generation"]);
+        let (_, ranks) = teams.entry(key).or_insert_with(|| (size as usize, Ranks::new()));
+        ranks.insert(rank, entries.into_iter().map(|e| (e.seq, e)).collect());
+    }
+    Ok(teams)
+}
+
+/// First sequence number at which the ranks' entries differ, or where some have stopped.
+fn divergence(ranks: &Ranks) -> Option<u64> {
+    // Only what every recorder still reaches back to can be compared.
+    let first = ranks.values().filter_map(|e| e.keys().next()).max()?;
+    let last = ranks.values().filter_map(|e| e.keys().next_back()).max()?;
+    (*first..=*last).find(|seq| {
+        let mut at = ranks.values().map(|e| e.get(seq).map(|e| (e.fingerprint, e.kind)));
+        let one = at.next().flatten();
+        one.is_none() || at.any(|other| other != one)
+    })
+}
+
+/// Runs the command; returns the exit code: 1 if ranks diverge.
+///
+/// # Errors
+/// `Io` or `Corrupt` for files that cannot be read.
+pub fn run(args: &DumpArgs) -> Result<i32> {
+    let teams = read(&args.folder)?;
+    if teams.is_empty() {
+        return Err(Error::invalid(format!("{}: no flight recorders", args.folder.display()))
+            .hint("`train --dump FOLDER` writes them after an error"));
+    }
+    let mut code = 0;
+    for (name, (size, ranks)) in &teams {
+        let missing: Vec<u64> = (0..*size as u64).filter(|r| !ranks.contains_key(r)).collect();
+        let at = divergence(ranks);
+        code |= i32::from(at.is_some());
+        if args.json {
+            say(
+                json!({"team": name, "size": size, "missing_ranks": missing, "first_divergence": at}),
+            );
+            continue;
+        }
+        say(format_args!("team {name}: recorders of {} of {size} ranks", ranks.len()));
+        if !missing.is_empty() {
+            say(format_args!("  no recorder of ranks {missing:?}: they may have died"));
+        }
+        let Some(at) = at else {
+            say("  all ranks made the same calls");
+            continue;
+        };
+        say(format_args!("  ranks first differ at call {at}:"));
+        for (rank, entries) in ranks {
+            for seq in at.saturating_sub(args.context as u64).max(1)..=at {
+                let what = entries.get(&seq).map_or("(nothing)".to_owned(), |e| {
+                    format!("{:?} {:?} {}", e.kind, e.state, e.text)
+                });
+                say(format_args!("    rank {rank} call {seq}: {what}"));
+            }
+        }
+    }
+    Ok(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_differing_call_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        World::run_threads(2, WorldCfg::for_tests(), |w| {
+            let team = w.everyone("t")?;
+            let fp = |op: &str| tilewire::symm::Fingerprint::new(op, "m=1");
+            team.launch_begin(&fp("gemm"))?;
+            team.launch_begin(&fp(if team.rank().get() == 0 { "all_gather" } else { "gemm_rs" }))?;
+            write(dir.path(), &[&team])?;
+            team.agree(true).map(|_| ())
+        })
+        .unwrap();
+        let teams = read(dir.path()).unwrap();
+        assert_eq!(teams.len(), 1);
+        assert_eq!(divergence(&teams["t generation 1"].1), Some(2));
+        let args = DumpArgs { folder: dir.path().to_owned(), json: false, context: 1 };
+        assert_eq!(run(&args).unwrap(), 1);
+    }
+}

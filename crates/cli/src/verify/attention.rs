@@ -1,0 +1,87 @@
+//! Cases of the local attention, and the problems that `cp_attention` shares with it.
+
+mod magnitude;
+mod problem;
+
+use tilewire::ops::attention::{AttentionPlan, AttnConfig, AttnGrads, AttnOut};
+use tilewire::prelude::*;
+
+pub(super) use problem::{Problem, describe};
+
+use super::{Case, Ctx};
+
+pub(super) fn cases() -> Vec<Case> {
+    let mut v = Vec::new();
+    let words = [
+        "causal",
+        "full+gqa+sink",
+        "window+mqa+softcap",
+        "causal+dims+packed+dropout",
+        "full+padded+bias",
+        "causal+masked+bias1+sink",
+        "window+cross+dropout+softcap",
+    ];
+    for w in words {
+        for dtype in [DType::F32, DType::BF16, DType::F16, DType::F8E4M3] {
+            v.push(Case::new(format!("attention/{w}"), dtype, &[("seq", 29), ("d", 8)], run));
+        }
+    }
+    for (seq, d) in [(70, 64), (66, 128), (65, 256), (1, 1), (3, 33)] {
+        let shape = [("seq", seq), ("d", d)];
+        v.push(Case::new("attention/causal+gqa", DType::F32, &shape, run));
+        v.push(Case::new("attention/full+gqa", DType::BF16, &shape, run));
+    }
+    v
+}
+
+/// The words of a case's name.
+pub(super) fn words(case: &Case) -> Vec<&str> {
+    case.op.split('/').next_back().unwrap_or("").split('+').collect()
+}
+
+fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
+    let desc = describe(&words(case), (case.dim("seq"), case.dim("d")), 4, case.dtype)?;
+    let p = Problem::new(ctx, desc.clone());
+    let w = p.want();
+    let s = &desc.sequences;
+    let [q, kv] = [s.tokens_q, s.tokens_kv].map(|n| [n].map(|n| 0..n));
+    let small = AttnConfig { block_q: 5, block_kv: 7 };
+    for config in [None, Some(small)] {
+        let plan = AttentionPlan::new(desc.clone(), config)?;
+        plan.prepare(&ctx.stream)?;
+        let x = p.inputs(&q, &kv)?;
+        let mut first: Option<(AttnOut, AttnGrads)> = None;
+        for _ in 0..2 {
+            let o = ctx.timed(|st| plan.launch_fwd(st, &x, p.out(s.tokens_q)))?;
+            p.check_out(ctx, &w, &o, &q)?;
+            let (saved, grads) = (p.saved(&o, &q)?, p.grads(s.tokens_q, s.tokens_kv));
+            let g = ctx.timed(|st| plan.launch_bwd(st, &x, saved, grads))?;
+            p.check_grads(ctx, &w, &g, (&q, &kv), (DType::F32, 0))?;
+            same_bits(ctx, &mut first, (o, g))?;
+        }
+    }
+    Ok(())
+}
+
+/// Demands the bits of the first run of every later one.
+pub(super) fn same_bits(
+    ctx: &mut Ctx,
+    first: &mut Option<(AttnOut, AttnGrads)>,
+    got: (AttnOut, AttnGrads),
+) -> Result<()> {
+    let Some((o, g)) = first else {
+        *first = Some(got);
+        return Ok(());
+    };
+    let pairs = [
+        ("out", &o.out, &got.0.out),
+        ("lse", &o.lse, &got.0.lse),
+        ("dq", &g.dq, &got.1.dq),
+        ("dk", &g.dk, &got.1.dk),
+        ("dv", &g.dv, &got.1.dv),
+    ];
+    for (what, a, b) in pairs {
+        ctx.same_bits(&format!("second run of {what}"), a, b)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,311 @@
+//! Problems of attention on global tensors, and what the oracle says about them.
+
+use std::ops::Range;
+
+use tilewire::core::numerics::Bound;
+use tilewire::core::{QTensor, ScaleLayout};
+use tilewire::ops::attention::*;
+use tilewire::prelude::*;
+use tilewire_oracle::Mat;
+use tilewire_oracle::attention as oracle;
+use tilewire_oracle::quant::{QuantSpec, dequantize, quantize};
+
+use super::super::Ctx;
+use super::super::ctx::tensor;
+use super::magnitude::{Magnitudes, magnitudes};
+
+/// A tensor of the problem: its values, and its codes and scales if it is FP8.
+pub struct Operand {
+    pub values: Mat,
+    heads: usize,
+    quantised: Option<QTensor>,
+}
+
+impl Operand {
+    fn new(ctx: &mut Ctx, rows: usize, heads: usize, d: usize, dtype: DType) -> Self {
+        if !dtype.is_fp8() {
+            return Self { values: ctx.random(rows, heads * d, dtype), heads, quantised: None };
+        }
+        let x = ctx.random(rows, heads * d, DType::F32);
+        let q = per_head(&x, heads);
+        Self { values: Mat::new(rows, heads * d, dequantize(&q).data), heads, quantised: Some(q) }
+    }
+
+    /// The rows of `spans` as a tensor of `dtype`.
+    fn tensor(&self, dtype: DType, spans: &[Range<usize>]) -> Result<AttnOperand> {
+        let rows = rows_of(&self.values, spans);
+        let d = self.values.cols / self.heads;
+        let shape = Shape::d3(rows.rows, self.heads, d);
+        let Some(q) = &self.quantised else {
+            return Ok(Tensor::from_f32(&rows.to_f32(), dtype, shape)?.into());
+        };
+        let pick = |x: &[u8], width: usize| -> Vec<u8> {
+            let each = spans.iter().map(|s| x[s.start * width..s.end * width].to_vec());
+            each.collect::<Vec<_>>().concat()
+        };
+        let memory = |b: &[u8]| tilewire::device::Memory::from_bytes(b);
+        let data = Tensor::over(memory(&pick(&q.data, self.values.cols)), 0, dtype, shape)?;
+        let scales = memory(&pick(&q.scales, 4 * self.heads));
+        let shape = Shape::d2(rows.rows, self.heads);
+        Ok(AttnOperand { data, scales: Some(Tensor::over(scales, 0, DType::F32, shape)?) })
+    }
+}
+
+/// e4m3 with one scale for each (row, head). Heads of at most 128 elements.
+fn per_head(x: &Mat, heads: usize) -> QTensor {
+    let flat = Mat::new(x.rows * heads, x.cols / heads, x.data.clone());
+    quantize(&flat, QuantSpec::new(DType::F8E4M3, ScaleLayout::Block1x128))
+}
+
+/// Rows of `m` in the order of `spans`.
+pub fn rows_of(m: &Mat, spans: &[Range<usize>]) -> Mat {
+    let rows: Vec<usize> = spans.iter().cloned().flatten().collect();
+    Mat::from_fn(rows.len(), m.cols, |r, c| m.at(rows[r], c))
+}
+
+/// A problem on global tensors, equal on all ranks.
+pub struct Problem {
+    pub desc: AttentionDesc,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    bias: Option<oracle::Bias>,
+    sink: Option<Vec<f64>>,
+    d_o: Mat,
+}
+
+/// What the oracle says, and the magnitudes of the error bound.
+pub struct Want {
+    pub out: oracle::AttnOut,
+    pub grads: oracle::AttnGrads,
+    pub mag: Magnitudes,
+}
+
+fn sequences(words: &[&str], seq: usize) -> Result<Sequences> {
+    let has = |w: &str| words.contains(&w);
+    let skv = match () {
+        () if has("cross") => seq + 5,
+        () if has("masked") => seq.saturating_sub(4),
+        () => seq,
+    };
+    let cu = |n: usize| [0, n / 3, n / 3, n / 3 + n.min(2) / 2, n];
+    match () {
+        () if has("padded") => {
+            let room = |n: usize| [0, n / 3 + 2, n / 3 + 3, n / 3 + 5, n + 6];
+            Sequences::padded((&cu(seq), &room(seq)), (&cu(skv), &room(skv)))
+        }
+        () if has("packed") => Sequences::packed(&cu(seq), &cu(skv)),
+        () => Ok(Sequences::one(seq, skv)),
+    }
+}
+
+/// The description that the words stand for. `heads` are those without `gqa` and `mqa`.
+pub fn describe(
+    words: &[&str],
+    (seq, d): (usize, usize),
+    heads: usize,
+    dtype: DType,
+) -> Result<AttentionDesc> {
+    let has = |w: &str| words.contains(&w);
+    let mask = match () {
+        () if has("causal") => AttnMask::CAUSAL,
+        () if has("window") => AttnMask::window(seq / 4, 2),
+        () => AttnMask::FULL,
+    };
+    let heads_kv = match () {
+        () if has("gqa") => heads / 2,
+        () if has("mqa") => 1,
+        () => heads,
+    };
+    let mut a = AttentionDesc::new(seq, (heads, heads_kv.max(1)), d, dtype, mask);
+    if has("dims") {
+        (a.dqk, a.dv) = (d + 4, d - 3);
+    }
+    a.sequences = sequences(words, seq)?;
+    a.softcap = has("softcap").then_some(2.0);
+    a.sink = has("sink");
+    a.dropout = has("dropout").then_some(Dropout { p: 0.3, seed: 11 });
+    let (sq, skv) = a.sequences.longest();
+    let bias = |heads| BiasShape { heads, sq: sq + 1, skv: skv + 2 };
+    a.bias = has("bias").then(|| bias(heads)).or(has("bias1").then(|| bias(1)));
+    Ok(a)
+}
+
+impl Problem {
+    pub fn new(ctx: &mut Ctx, desc: AttentionDesc) -> Self {
+        let (a, s) = (&desc, &desc.sequences);
+        let q = Operand::new(ctx, s.tokens_q, a.heads_q, a.dqk, a.dtype);
+        let k = Operand::new(ctx, s.tokens_kv, a.heads_kv, a.dqk, a.dtype);
+        let v = Operand::new(ctx, s.tokens_kv, a.heads_kv, a.dv, a.dtype);
+        let d_o = ctx.random(s.tokens_q, a.heads_q * a.dv, a.out);
+        let bias = a.bias.map(|b| {
+            let data = ctx.random(b.heads * b.sq, b.skv, DType::F32);
+            oracle::Bias::new(b.heads, b.sq, b.skv, data)
+        });
+        let sink = a.sink.then(|| ctx.random(1, a.heads_q, DType::F32).data);
+        Self { desc, q, k, v, bias, sink, d_o }
+    }
+
+    /// As if K and V had travelled as e4m3 with one scale for each (token, head).
+    pub fn quantise_kv(&mut self) {
+        for x in [&mut self.k, &mut self.v] {
+            let q = per_head(&x.values, x.heads);
+            x.values.data = dequantize(&q).data;
+        }
+    }
+
+    /// Tensors of the rows of a rank.
+    pub fn inputs(&self, q: &[Range<usize>], kv: &[Range<usize>]) -> Result<AttnInputs> {
+        let dtype = self.desc.dtype;
+        let flat = |v: &[f64], shape| {
+            Tensor::from_f32(&v.iter().map(|x| *x as f32).collect::<Vec<_>>(), DType::F32, shape)
+        };
+        let bias = self.bias.as_ref();
+        Ok(AttnInputs {
+            bias: bias.map(|b| flat(&b.data.data, Shape::d3(b.heads, b.sq, b.skv))).transpose()?,
+            sink: self.sink.as_ref().map(|s| flat(s, Shape::d1(s.len()))).transpose()?,
+            ..AttnInputs::new(
+                self.q.tensor(dtype, q)?,
+                self.k.tensor(dtype, kv)?,
+                self.v.tensor(dtype, kv)?,
+            )
+        })
+    }
+
+    /// Poisoned outputs for `rows` queries.
+    pub fn out(&self, rows: usize) -> AttnOut {
+        let d = &self.desc;
+        AttnOut {
+            out: Tensor::poisoned(d.out, Shape::d2(rows, d.heads_q * d.dv)),
+            lse: Tensor::poisoned(DType::F32, Shape::d2(d.heads_q, rows)),
+        }
+    }
+
+    /// What the backward pass reads after the forward pass wrote `o`.
+    pub fn saved(&self, o: &AttnOut, q: &[Range<usize>]) -> Result<AttnSaved> {
+        let d_out = tensor(&rows_of(&self.d_o, q), self.desc.out)?;
+        Ok(AttnSaved { out: o.out.clone(), lse: o.lse.clone(), d_out })
+    }
+
+    /// Poisoned gradients.
+    pub fn grads(&self, rows_q: usize, rows_kv: usize) -> AttnGrads {
+        let d = &self.desc;
+        let t = |rows, cols| Tensor::poisoned(d.out, Shape::d2(rows, cols));
+        AttnGrads {
+            dbias: d.bias.map(|b| Tensor::poisoned(DType::F32, Shape::d3(b.heads, b.sq, b.skv))),
+            dsink: d.sink.then(|| Tensor::poisoned(DType::F32, Shape::d1(d.heads_q))),
+            ..AttnGrads::new(
+                t(rows_q, d.heads_q * d.dqk),
+                t(rows_kv, d.heads_kv * d.dqk),
+                t(rows_kv, d.heads_kv * d.dv),
+            )
+        }
+    }
+
+    pub fn want(&self) -> Want {
+        let (d, s) = (&self.desc, &self.desc.sequences);
+        let spec = oracle::AttnSpec {
+            heads_q: d.heads_q,
+            heads_kv: d.heads_kv,
+            scale: d.scale,
+            mask: oracle::AttnMask { left: d.mask.left, right: d.mask.right },
+            softcap: d.softcap,
+            dropout: d.dropout.map(|x| oracle::Dropout { p: x.p, seed: x.seed }),
+        };
+        let inputs = oracle::AttnInputs {
+            q: &self.q.values,
+            k: &self.k.values,
+            v: &self.v.values,
+            bias: self.bias.as_ref(),
+            sink: self.sink.as_deref(),
+        };
+        let seqs = oracle::Sequences { q: s.q.clone(), kv: s.kv.clone() };
+        let out = oracle::attention(&spec, &inputs, &seqs);
+        let grads = oracle::attention_bwd(&spec, &inputs, &seqs, &self.d_o);
+        let mag = magnitudes(&spec, &inputs, &seqs, &self.d_o, &out.lse);
+        Want { out, grads, mag }
+    }
+
+    /// Length of the longest contraction.
+    fn k_len(&self) -> usize {
+        let (sq, skv) = self.desc.sequences.longest();
+        let group = self.desc.heads_q / self.desc.heads_kv;
+        self.desc.dqk.max(self.desc.dv) + skv.max(sq * group)
+    }
+
+    /// Compares out and lse of the queries `rows`.
+    pub fn check_out(
+        &self,
+        ctx: &mut Ctx,
+        w: &Want,
+        o: &AttnOut,
+        rows: &[Range<usize>],
+    ) -> Result<()> {
+        let bound = Bound::local(self.desc.out, self.k_len());
+        let (want, mag) = (rows_of(&w.out.o, rows), rows_of(&w.mag.o, rows));
+        ctx.compare("out", &o.out, &want, &mag, &bound)?;
+        // -inf must be -inf; what is finite is compared.
+        let pick = |m: &Mat| rows_of(&m.transpose(), rows).transpose();
+        let (want, mag) = (pick(&w.out.lse), pick(&w.mag.lse));
+        let mut got = o.lse.to_vec::<f32>()?;
+        for (g, w) in got.iter_mut().zip(&want.data).filter(|(_, w)| **w == f64::NEG_INFINITY) {
+            ctx.check(*g == f32::NEG_INFINITY, || format!("lse: {g} instead of -inf"));
+            *g = *w as f32;
+        }
+        let finite = |x: f64| if x == f64::NEG_INFINITY { 0.0 } else { x };
+        let got: Vec<f32> = got.iter().map(|g| finite(f64::from(*g)) as f32).collect();
+        let got = Tensor::from_f32(&got, DType::F32, Shape::d1(got.len()))?;
+        ctx.compare("lse", &got, &want.map(finite), &mag, &Bound::local(DType::F32, self.k_len()))
+    }
+
+    /// Compares the gradients of the rows of a rank. `wire`: in which partial dK and dV travel, and
+    /// the number of partials; dbias and dsink are summed over the team if `spread`.
+    pub fn check_grads(
+        &self,
+        ctx: &mut Ctx,
+        w: &Want,
+        g: &AttnGrads,
+        (q, kv): (&[Range<usize>], &[Range<usize>]),
+        (wire, num_partials): (DType, usize),
+    ) -> Result<()> {
+        // delta comes from the rounded output.
+        let out = self.desc.out;
+        let own = Bound { wire: out, num_partials: 1, ..Bound::local(out, self.k_len()) };
+        let (dq, mag) = (rows_of(&w.grads.dq, q), rows_of(&w.mag.dq, q));
+        ctx.compare("dq", &g.dq, &dq, &mag, &own)?;
+        for (what, got, want, mag) in
+            [("dk", &g.dk, &w.grads.dk, &w.mag.dk), ("dv", &g.dv, &w.grads.dv, &w.mag.dv)]
+        {
+            let coarse = if wire.unit_roundoff() > out.unit_roundoff() { wire } else { out };
+            let bound = Bound { wire: coarse, num_partials: num_partials.max(1), ..own };
+            ctx.compare(what, got, &rows_of(want, kv), &rows_of(mag, kv), &bound)?;
+        }
+        let own = Bound { out: DType::F32, ..own };
+        let sum = |ctx: &Ctx, t: &Tensor| sum_over_ranks(ctx, t, num_partials > 0);
+        if let (Some(t), Some(want), Some(mag)) = (&g.dbias, &w.grads.dbias, &w.mag.dbias) {
+            let t = sum(ctx, t)?;
+            ctx.compare("dbias", &t, &want.data, mag, &own)?;
+        }
+        if let (Some(t), Some(want), Some(mag)) = (&g.dsink, &w.grads.dsink, &w.mag.dsink) {
+            let t = sum(ctx, t)?;
+            let want = Mat::new(1, want.len(), want.clone());
+            ctx.compare("dsink", &t, &want, mag, &own)?;
+        }
+        Ok(())
+    }
+}
+
+/// The sum of an f32 tensor over the team, if it is a part on each rank.
+fn sum_over_ranks(ctx: &Ctx, t: &Tensor, spread: bool) -> Result<Tensor> {
+    if !spread {
+        return Ok(t.clone());
+    }
+    let mine: Vec<u8> = t.read(<[u8]>::to_vec)?;
+    let mut sum = vec![0.0f64; t.shape().num_elems()];
+    for part in ctx.team.exchange("sum", &mine)? {
+        let part = Mat::from_bytes(1, sum.len(), DType::F32, &part);
+        sum.iter_mut().zip(part.data).for_each(|(s, p)| *s += p);
+    }
+    let sum: Vec<f32> = sum.iter().map(|s| *s as f32).collect();
+    Tensor::from_f32(&sum, DType::F32, t.shape())
+}

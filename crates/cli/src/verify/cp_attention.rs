@@ -1,0 +1,118 @@
+//! Cases of context-parallel attention: every strategy on both layouts.
+
+use tilewire::ops::attention::{AttnConfig, Sequences};
+use tilewire::ops::cp_attention::*;
+use tilewire::prelude::*;
+
+use super::attention::{Problem, describe, same_bits, words};
+use super::{Case, Ctx};
+
+/// Layout, features, dtype. `kv8`: keys and values travel as e4m3; `dkv8`, `dkv5`: partial
+/// gradients as e4m3, e5m2.
+const COMBOS: [(&str, &str, DType); 13] = [
+    ("zigzag", "causal+gqa", DType::F32),
+    ("zigzag", "full+dims+sink", DType::BF16),
+    ("contiguous", "causal+mqa+packed+dropout", DType::F32),
+    ("contiguous", "window+padded+softcap", DType::F16),
+    ("zigzag", "window+packed+bias", DType::F32),
+    ("contiguous", "full+cross+bias1+dropout", DType::F32),
+    ("zigzag", "causal+masked+sink", DType::F32),
+    ("zigzag", "causal+gqa", DType::F8E4M3),
+    ("contiguous", "full+padded+softcap+sink", DType::F8E4M3),
+    ("zigzag", "causal+gqa+kv8", DType::BF16),
+    ("zigzag", "causal+mqa+kv8+dkv8", DType::F32),
+    ("contiguous", "window+dkv5", DType::F32),
+    ("contiguous", "causal+gqa", DType::BF16),
+];
+
+pub(super) fn cases() -> Vec<Case> {
+    let mut v = Vec::new();
+    for (strategy, _) in Strategy::NAMES {
+        for (layout, words, dtype) in COMBOS {
+            let op = format!("cp_attention/{strategy}/{layout}/{words}");
+            v.push(Case::new(op, dtype, &[("seq", 29), ("d", 8)], run));
+        }
+        // Most shards are empty.
+        let op = format!("cp_attention/{strategy}/zigzag/causal+gqa+tiny");
+        v.push(Case::new(op, DType::F32, &[("seq", 3), ("d", 4)], run));
+    }
+    v.push(Case::new("cp_attention/auto/zigzag/causal", DType::F32, &[("seq", 29), ("d", 8)], run));
+    v
+}
+
+fn config(case: &Case) -> Option<CpConfig> {
+    let name = case.op.split('/').nth(1)?;
+    let tiles = AttnConfig { block_q: 8, block_kv: 6 };
+    name.parse().ok().map(|strategy| CpConfig { strategy, tiles })
+}
+
+fn description(ctx: &Ctx, case: &Case) -> Result<CpAttentionDesc> {
+    let (size, words) = (ctx.team.size(), words(case));
+    let has = |w: &str| words.contains(&w);
+    // As many heads as every strategy can scatter; `mqa` shares one key head among the ranks.
+    let heads = if size.is_power_of_two() { 4.max(size) } else { 2 * size };
+    let mut attn = describe(&words, (case.dim("seq"), case.dim("d")), heads, case.dtype)?;
+    if has("gqa") {
+        // Half of the query heads, or (all_to_all on 8) a divisor of the ranks.
+        attn.heads_kv = heads / 2;
+    }
+    let layout = case.op.split('/').nth(2).unwrap_or("zigzag").parse()?;
+    let a2a_size = if size % 2 == 0 { 2 } else { 1 };
+    let dkv_wire = match () {
+        () if has("dkv8") => DType::F8E4M3,
+        () if has("dkv5") => DType::F8E5M2,
+        () => DType::F32,
+    };
+    let fp8_kv = has("kv8");
+    Ok(CpAttentionDesc { layout, a2a_size, fp8_kv, dkv_wire, ..CpAttentionDesc::new(attn) })
+}
+
+fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
+    let desc = description(ctx, case)?;
+    let plan = CpAttentionPlan::new(desc.clone(), &ctx.heap, config(case))?;
+    plan.prepare(&ctx.stream)?;
+    let mut problem = Problem::new(ctx, desc.attn.clone());
+    pass(ctx, &plan, &mut problem, None)?;
+    // The same plan with fewer rows.
+    let (q, kv) = (desc.attn.sequences.tokens_q / 2, desc.attn.sequences.tokens_kv / 2);
+    let (q, kv) = (q.min(desc.attn.sequences.longest().0), kv.min(desc.attn.sequences.longest().1));
+    let fewer = Sequences::one(q, kv);
+    let mut attn = desc.attn.clone();
+    attn.sequences = fewer.clone();
+    let mut problem = Problem::new(ctx, attn);
+    pass(ctx, &plan, &mut problem, Some(fewer))
+}
+
+/// Two forward and backward passes against the oracle.
+fn pass(
+    ctx: &mut Ctx,
+    plan: &CpAttentionPlan,
+    p: &mut Problem,
+    fewer: Option<Sequences>,
+) -> Result<()> {
+    let (q, kv) = (plan.rows_q(fewer.as_ref()), plan.rows_kv(fewer.as_ref()));
+    let mut x = p.inputs(&q, &kv)?;
+    x.sequences = fewer.clone();
+    if plan.desc().fp8_kv {
+        p.quantise_kv();
+    }
+    let w = p.want();
+    let count = |r: &[std::ops::Range<usize>]| r.iter().map(|s| s.len()).sum::<usize>();
+    let (rows_q, rows_kv) = (count(&q), count(&kv));
+    let mut first = None;
+    for _ in 0..2 {
+        let before = ctx.team.traffic();
+        let o = ctx.timed(|s| plan.launch_fwd(s, &x, p.out(rows_q)))?;
+        ctx.traffic("forward", &before, &plan.predict(fewer.as_ref(), Pass::Forward)?);
+        p.check_out(ctx, &w, &o, &q)?;
+        let before = ctx.team.traffic();
+        let (saved, grads) = (p.saved(&o, &q)?, p.grads(rows_q, rows_kv));
+        let g = ctx.timed(|s| plan.launch_bwd(s, &x, saved, grads))?;
+        ctx.traffic("backward", &before, &plan.predict(fewer.as_ref(), Pass::Backward)?);
+        // Partials travel between groups, and where key heads are shared, inside of them.
+        let partials = ctx.team.size();
+        p.check_grads(ctx, &w, &g, (&q, &kv), (plan.desc().dkv_wire, partials))?;
+        same_bits(ctx, &mut first, (o, g))?;
+    }
+    Ok(())
+}

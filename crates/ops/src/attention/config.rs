@@ -1,0 +1,159 @@
+//! Which blocks of queries meet which blocks of keys: one pure function for host and kernels.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+use tilewire_core::{Error, Result};
+
+use super::desc::Visible;
+use super::{AttnMask, Sequences};
+
+/// Tile sizes. Pure data; equal on all ranks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
+pub struct AttnConfig {
+    /// Queries of a tile.
+    pub block_q: usize,
+    /// Keys of a tile.
+    pub block_kv: usize,
+}
+
+impl Default for AttnConfig {
+    fn default() -> Self {
+        Self { block_q: 64, block_kv: 64 }
+    }
+}
+
+impl AttnConfig {
+    /// Checks that both sizes are positive and a tile stays small.
+    ///
+    /// # Errors
+    /// `InvalidArgument`.
+    pub fn check(&self) -> Result<()> {
+        if (1..=4096).contains(&self.block_q) && (1..=4096).contains(&self.block_kv) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("bad tile sizes {self}")).expected("1 to 4096 each"))
+    }
+}
+
+impl fmt::Display for AttnConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}x{}", self.block_q, self.block_kv)
+    }
+}
+
+/// A rectangle of one sequence: some of its queries against some of its keys.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Slice {
+    /// First row in the local tensor of queries, in the global tensor, and in the sequence.
+    pub q: usize,
+    pub q_pos: usize,
+    pub i: usize,
+    pub num_q: usize,
+    /// The same of the keys.
+    pub kv: usize,
+    pub kv_pos: usize,
+    pub j: usize,
+    pub num_kv: usize,
+    /// `skv - sq` of the sequence: query `i` sits at key position `i + shift`.
+    pub shift: i64,
+}
+
+impl Slice {
+    /// The part from query `q` and key `kv` on, of at most `num_q` by `num_kv`.
+    pub fn tile(&self, q: usize, kv: usize, num_q: usize, num_kv: usize) -> Self {
+        Self {
+            q: self.q + q,
+            q_pos: self.q_pos + q,
+            i: self.i + q,
+            num_q: num_q.min(self.num_q - q),
+            kv: self.kv + kv,
+            kv_pos: self.kv_pos + kv,
+            j: self.j + kv,
+            num_kv: num_kv.min(self.num_kv - kv),
+            shift: self.shift,
+        }
+    }
+
+    /// How much of it the mask lets through. Needs at least one row each.
+    pub fn visible(&self, mask: &AttnMask) -> Visible {
+        let at = |j: usize, i: usize| j as i64 - i as i64 - self.shift;
+        let (last_i, last_j) = (self.i + self.num_q - 1, self.j + self.num_kv - 1);
+        mask.visible(at(self.j, last_i)..=at(last_j, self.i))
+    }
+}
+
+/// The slices of local queries (global rows `q`, one span after the other) against local keys
+/// (global rows `kv`, likewise), in the order of keys, less those that the mask empties.
+pub(crate) fn slices(
+    q: &[Range<usize>],
+    kv: &[Range<usize>],
+    seqs: &Sequences,
+    mask: &AttnMask,
+) -> Vec<Slice> {
+    let mut out = Vec::new();
+    let mut kv_row = 0;
+    for ks in kv {
+        let mut q_row = 0;
+        for qs in q {
+            pair(qs, ks, seqs, |mut s| {
+                s.q += q_row;
+                s.kv += kv_row;
+                if s.visible(mask) != Visible::None {
+                    out.push(s);
+                }
+            });
+            q_row += qs.len();
+        }
+        kv_row += ks.len();
+    }
+    out
+}
+
+/// Sequences that have rows in both spans.
+fn pair(q: &Range<usize>, kv: &Range<usize>, seqs: &Sequences, mut f: impl FnMut(Slice)) {
+    let cut = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start)..a.end.min(b.end);
+    // Sequences ascend: skip those that end before the span.
+    let first = seqs.q.partition_point(|r| r.end <= q.start);
+    for (sq, skv) in seqs.q[first..].iter().zip(&seqs.kv[first..]) {
+        if sq.start >= q.end {
+            break;
+        }
+        let (rq, rkv) = (cut(sq, q), cut(skv, kv));
+        if rq.is_empty() || rkv.is_empty() {
+            continue;
+        }
+        f(Slice {
+            q: rq.start - q.start,
+            q_pos: rq.start,
+            i: rq.start - sq.start,
+            num_q: rq.len(),
+            kv: rkv.start - kv.start,
+            kv_pos: rkv.start,
+            j: rkv.start - skv.start,
+            num_kv: rkv.len(),
+            shift: skv.len() as i64 - sq.len() as i64,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[allow(clippy::single_range_in_vec_init)]
+    fn slices_follow_sequences_and_mask() {
+        let seqs = Sequences::packed(&[0, 4, 4, 10], &[0, 4, 6, 12]).unwrap();
+        let all = slices(&[0..10], &[0..12], &seqs, &AttnMask::FULL);
+        // The middle sequence has keys but no queries.
+        assert_eq!(all.iter().map(|s| (s.num_q, s.num_kv)).collect::<Vec<_>>(), [(4, 4), (6, 6)]);
+        let causal = slices(&[0..5], &[2..4, 8..12], &seqs, &AttnMask::CAUSAL);
+        assert_eq!(causal.len(), 1, "{causal:?}");
+        assert_eq!((causal[0].kv, causal[0].j, causal[0].num_kv), (0, 2, 2));
+        assert!(slices(&[0..2], &[2..4], &seqs, &AttnMask::CAUSAL).is_empty());
+        assert_eq!(slices(&[2..4], &[0..2], &seqs, &AttnMask::window(1, 0)).len(), 1);
+        assert!(slices(&[3..4], &[0..2], &seqs, &AttnMask::window(1, 0)).is_empty());
+    }
+}

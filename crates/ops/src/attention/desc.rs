@@ -1,0 +1,216 @@
+//! What an attention is asked to do.
+
+use std::fmt;
+
+use tilewire_core::{DType, Error, Result};
+
+use super::Sequences;
+
+/// Which keys a query sees, by their distance.
+///
+/// Query `i` of `sq` sits at key position `i + skv - sq` (bottom-right alignment: the last query
+/// sees the last key under any causal mask). Key `j` is visible if it lies at most `left` before
+/// and `right` behind that position; no bound means no limit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
+pub struct AttnMask {
+    /// Most keys seen before the own position.
+    pub left: Option<usize>,
+    /// Most keys seen behind the own position; 0 is causal.
+    pub right: Option<usize>,
+}
+
+impl AttnMask {
+    /// Every query sees every key of its sequence.
+    pub const FULL: Self = Self { left: None, right: None };
+    /// A query sees itself and what came before.
+    pub const CAUSAL: Self = Self { left: None, right: Some(0) };
+
+    /// Sliding window: `left` keys before, the own position, `right` keys behind.
+    pub const fn window(left: usize, right: usize) -> Self {
+        Self { left: Some(left), right: Some(right) }
+    }
+
+    /// Of the pairs at distances `behind` (key position less query position): none, some or all.
+    pub(crate) fn visible(&self, behind: std::ops::RangeInclusive<i64>) -> Visible {
+        let left = self.left.map_or(i64::MIN, |l| -(l as i64));
+        let right = self.right.map_or(i64::MAX, |r| r as i64);
+        let (first, last) = (*behind.start(), *behind.end());
+        if last < left || first > right {
+            Visible::None
+        } else if first >= left && last <= right {
+            Visible::All
+        } else {
+            Visible::Some
+        }
+    }
+}
+
+/// How many pairs of a block are visible.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Visible {
+    None,
+    Some,
+    All,
+}
+
+/// Dropout of attention probabilities. The entry of (head, query, key) is kept if
+/// `Rng::new(seed).f64_at(head << 48 | q_row << 24 | kv_row) >= p`, with rows of the global packed
+/// tensors: the mask does not depend on the number of ranks.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Dropout {
+    /// Probability that an entry is dropped, in `[0, 1)`.
+    pub p: f64,
+    /// Seed of the mask.
+    pub seed: u64,
+}
+
+/// Shape of the additive bias `[heads, sq, skv]`, by position inside the sequence and shared by all
+/// sequences.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct BiasShape {
+    /// `Hq`, or 1 for one bias for all heads.
+    pub heads: usize,
+    /// Largest query length.
+    pub sq: usize,
+    /// Largest key length.
+    pub skv: usize,
+}
+
+/// Attention over packed tensors. Rows are global; pure data, equal on all ranks.
+#[derive(Clone, PartialEq, Debug)]
+pub struct AttentionDesc {
+    /// Query heads, a multiple of `heads_kv`.
+    pub heads_q: usize,
+    /// Key and value heads.
+    pub heads_kv: usize,
+    /// Head dimension of q and k.
+    pub dqk: usize,
+    /// Head dimension of v and out.
+    pub dv: usize,
+    /// Element type of q, k, v: f32, bf16, f16 or f8e4m3.
+    pub dtype: DType,
+    /// Element type of out, d_out, dq, dk, dv: f32, bf16 or f16.
+    pub out: DType,
+    /// Visible pairs.
+    pub mask: AttnMask,
+    /// Factor of the scores, usually `1 / sqrt(dqk)`.
+    pub scale: f64,
+    /// Bound of the scores, applied before the bias.
+    pub softcap: Option<f64>,
+    /// Dropout of the probabilities; it does not enter `lse`.
+    pub dropout: Option<Dropout>,
+    /// There is an additive bias.
+    pub bias: Option<BiasShape>,
+    /// There is a logit for each query head that takes part in the softmax and has no value.
+    pub sink: bool,
+    /// The most rows, and the sequences of a launch that does not say otherwise.
+    pub sequences: Sequences,
+}
+
+impl AttentionDesc {
+    /// One sequence of `seq` tokens, `heads = (Hq, Hkv)`, head dimension `d` for q, k and v, scale
+    /// `1 / sqrt(d)`, no extras. FP8 inputs give a bf16 output.
+    pub fn new(seq: usize, heads: (usize, usize), d: usize, dtype: DType, mask: AttnMask) -> Self {
+        Self {
+            heads_q: heads.0,
+            heads_kv: heads.1,
+            dqk: d,
+            dv: d,
+            dtype,
+            out: if dtype.is_fp8() { DType::BF16 } else { dtype },
+            mask,
+            scale: 1.0 / (d.max(1) as f64).sqrt(),
+            softcap: None,
+            dropout: None,
+            bias: None,
+            sink: false,
+            sequences: Sequences::one(seq, seq),
+        }
+    }
+
+    /// Checks the description.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for heads, dimensions, dtypes, factors or sequences that are not
+    /// acceptable.
+    pub fn check(&self) -> Result<()> {
+        let bad = |m: String| Err(Error::invalid(m));
+        if self.heads_kv == 0 || self.heads_q == 0 || !self.heads_q.is_multiple_of(self.heads_kv) {
+            return Err(Error::invalid("query heads must be a multiple of key heads")
+                .expected(format_args!("a multiple of {}", self.heads_kv))
+                .seen(self.heads_q));
+        }
+        if self.dqk == 0 || self.dv == 0 {
+            return bad(format!("head dimensions must be positive: {} and {}", self.dqk, self.dv));
+        }
+        let plain = [DType::F32, DType::BF16, DType::F16];
+        if !plain.contains(&self.dtype) && self.dtype != DType::F8E4M3 {
+            return bad(format!("q, k, v cannot be {}; one of f32, bf16, f16, f8e4m3", self.dtype));
+        }
+        if !plain.contains(&self.out) {
+            return bad(format!("`out` cannot be {}; one of f32, bf16, f16", self.out));
+        }
+        if !self.scale.is_finite() || self.softcap.is_some_and(|c| !(c.is_finite() && c > 0.0)) {
+            return bad(format!("scale {} or softcap {:?} is bad", self.scale, self.softcap));
+        }
+        self.sequences.check()?;
+        if let Some(d) = self.dropout {
+            let rows = self.sequences.tokens_q.max(self.sequences.tokens_kv);
+            if !(0.0..1.0).contains(&d.p) || rows > 1 << 24 || self.heads_q > 1 << 16 {
+                return bad(format!("dropout {} needs p in [0, 1) and at most 2^24 rows", d.p));
+            }
+        }
+        match self.bias {
+            Some(b) if b.heads != 1 && b.heads != self.heads_q => {
+                bad(format!("a bias has 1 or {} heads, not {}", self.heads_q, b.heads))
+            }
+            _ => self.check_launch(&self.sequences),
+        }
+    }
+
+    /// Checks the sequences of one launch against the description.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they have more rows, or longer sequences than the bias.
+    pub fn check_launch(&self, s: &Sequences) -> Result<()> {
+        s.check()?;
+        let most = (self.sequences.tokens_q, self.sequences.tokens_kv);
+        if s.tokens_q > most.0 || s.tokens_kv > most.1 {
+            return Err(Error::invalid("more rows than the plan was made for")
+                .expected(format_args!("at most {} and {}", most.0, most.1))
+                .seen(format_args!("{} and {}", s.tokens_q, s.tokens_kv)));
+        }
+        let (sq, skv) = s.longest();
+        match self.bias {
+            Some(b) if sq > b.sq || skv > b.skv => {
+                Err(Error::invalid("a sequence exceeds the bias")
+                    .expected(format_args!("at most {} x {}", b.sq, b.skv))
+                    .seen(format_args!("{sq} x {skv}")))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for AttentionDesc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} h={}/{} d={}/{} {}->{} l={:?} r={:?} scale={:e} cap={:?} drop={:?} bias={:?} sink={}",
+            self.sequences,
+            self.heads_q,
+            self.heads_kv,
+            self.dqk,
+            self.dv,
+            self.dtype,
+            self.out,
+            self.mask.left,
+            self.mask.right,
+            self.scale,
+            self.softcap,
+            self.dropout,
+            self.bias,
+            self.sink
+        )
+    }
+}

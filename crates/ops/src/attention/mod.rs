@@ -1,0 +1,41 @@
+//! `attention`: one rank's attention, forward and backward; no communication.
+//!
+//! For query `i` and key `j` of one sequence (the definitions of `tilewire_oracle::attention`):
+//!
+//! ```text
+//! z_ij = scale <q_i, k_j>                    z_ij <- cap tanh(z_ij / cap)     with softcap
+//! s_ij = z_ij + bias[h, i, j]                only for pairs that the mask lets see each other
+//! lse_i = ln(sum_j exp(s_ij) + exp(sink_h))  the sink term only with a sink; natural logarithm
+//! p_ij = exp(s_ij - lse_i)                   out_i = sum_j p_ij keep_ij / (1 - p_drop) v_j
+//! ```
+//!
+//! Tensors are packed: `q [tokens_q, Hq, dqk]`, `k [tokens_kv, Hkv, dqk]`, `v [tokens_kv, Hkv,
+//! dv]`, `out [tokens_q, Hq, dv]` (heads may be folded into the columns), `lse [Hq, tokens_q]` f32.
+//! Query head `h` uses key-value head `h / (Hq / Hkv)`. Rows that see nothing, and rows between
+//! sequences, have `out = 0` and `lse = -inf` (`lse = sink` where a row of a sequence sees only the
+//! sink).
+//!
+//! FP8 inputs are e4m3 with one f32 scale for each (token, head), `value = data * scale`; the
+//! output and the gradients are bf16 then. All arithmetic is f32: online softmax over tiles of keys
+//! with the running maximum, sum and accumulator kept unrounded (Dao et al., FlashAttention, 2022),
+//! and the backward pass from `lse` and `delta = <d_out, out>`. The order of tiles depends on
+//! shapes alone: equal inputs give equal bits. Protocol page: `docs/protocols/attention.md`.
+
+mod config;
+mod desc;
+mod grad;
+pub(crate) mod host;
+pub(crate) mod plan;
+mod sequences;
+mod tensors;
+#[cfg(test)]
+mod tests;
+
+pub use config::AttnConfig;
+pub(crate) use config::{Slice, slices};
+pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout};
+pub(crate) use grad::{Grads, Upstream, rows_first};
+pub use plan::AttentionPlan;
+pub use sequences::Sequences;
+pub use tensors::{AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved};
+pub(crate) use tensors::{Extra, LocalRows};

@@ -1,0 +1,193 @@
+//! The plan of a local attention.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_device::{Node, Pending, Stream};
+
+use super::grad::{Grads, Upstream, rows_first};
+use super::host::{Core, Dims, Operands, State, store};
+use super::{
+    AttentionDesc, AttnConfig, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences,
+    Slice, slices,
+};
+
+/// A prepared attention. Local: no team.
+pub struct AttentionPlan {
+    desc: AttentionDesc,
+    config: AttnConfig,
+    prepared: AtomicBool,
+}
+
+impl AttentionPlan {
+    /// A plan for at most the rows of `desc.sequences`; `config` of `None` takes the usual tiles.
+    ///
+    /// # Errors
+    /// As [`AttentionDesc::check`] and [`AttnConfig::check`].
+    pub fn new(desc: AttentionDesc, config: Option<AttnConfig>) -> Result<Self> {
+        let config = config.unwrap_or_default();
+        desc.check().and_then(|()| config.check()).map_err(|e| e.op("attention"))?;
+        Ok(Self { desc, config, prepared: AtomicBool::new(false) })
+    }
+
+    /// What it computes.
+    pub fn desc(&self) -> &AttentionDesc {
+        &self.desc
+    }
+
+    /// Bytes of symmetric memory: none.
+    pub fn memory(&self) -> usize {
+        0
+    }
+
+    /// In words, what a launch does.
+    pub fn explain(&self) -> String {
+        format!("attention {}\none rank, tiles {}, f32 arithmetic", self.desc, self.config)
+    }
+
+    /// Makes lazy state (there is none on the host).
+    ///
+    /// # Errors
+    /// `InvalidArgument` during capture.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if stream.is_capturing() {
+            return Err(Error::invalid("`prepare` cannot be captured").op("attention"));
+        }
+        self.prepared.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// The sequences of a launch, and its rows.
+    fn begin(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
+        if !self.prepared.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .hint("call `plan.prepare(&stream)` first"));
+        }
+        let s = x.sequences.clone().unwrap_or_else(|| self.desc.sequences.clone());
+        self.desc.check_launch(&s)?;
+        let rows = LocalRows { q: s.tokens_q, kv: s.tokens_kv };
+        x.check(&self.desc, rows)?;
+        Ok((s, rows))
+    }
+
+    /// Queues the forward pass.
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` for a tensor that does not fit the description.
+    pub fn launch_fwd(
+        &self,
+        stream: &Stream,
+        inputs: &AttnInputs,
+        out: AttnOut,
+    ) -> Result<Pending<AttnOut>> {
+        let (seqs, rows) = self.begin(inputs).map_err(|e| e.op("attention"))?;
+        out.check(&self.desc, rows).map_err(|e| e.op("attention"))?;
+        let (run, o) = (self.run(inputs, seqs, rows), out.clone());
+        stream.launch(Node::new("attention", move || run.forward(&o)))?;
+        Pending::new(out, stream, None)
+    }
+
+    /// Queues the backward pass.
+    ///
+    /// # Errors
+    /// As [`AttentionPlan::launch_fwd`].
+    pub fn launch_bwd(
+        &self,
+        stream: &Stream,
+        inputs: &AttnInputs,
+        saved: AttnSaved,
+        grads: AttnGrads,
+    ) -> Result<Pending<AttnGrads>> {
+        let (seqs, rows) = self.begin(inputs).map_err(|e| e.op("attention"))?;
+        saved
+            .check(&self.desc, rows)
+            .and_then(|()| grads.check(&self.desc, rows))
+            .map_err(|e| e.op("attention"))?;
+        let (run, g) = (self.run(inputs, seqs, rows), grads.clone());
+        stream.launch(Node::new("attention", move || run.backward(&saved, &g)))?;
+        Pending::new(grads, stream, None)
+    }
+
+    fn run(&self, inputs: &AttnInputs, seqs: Sequences, rows: LocalRows) -> Arc<Run> {
+        let (desc, config) = (self.desc.clone(), self.config);
+        Arc::new(Run { desc, config, seqs, rows, x: inputs.clone() })
+    }
+}
+
+struct Run {
+    desc: AttentionDesc,
+    config: AttnConfig,
+    seqs: Sequences,
+    rows: LocalRows,
+    x: AttnInputs,
+}
+
+/// Which rows of `spans` belong to a sequence.
+pub(crate) fn in_sequence(spans: &[std::ops::Range<usize>], seqs: &Sequences) -> Vec<bool> {
+    let row = |r: usize| {
+        let s = seqs.q.partition_point(|s| s.end <= r);
+        seqs.q.get(s).is_some_and(|s| s.contains(&r))
+    };
+    spans.iter().flat_map(|s| s.clone().map(row)).collect()
+}
+
+impl Run {
+    fn core(&self, bias: Vec<f32>) -> Core {
+        let d = &self.desc;
+        let dims = Dims { hq: d.heads_q, hkv: d.heads_kv, dqk: d.dqk, dv: d.dv };
+        Core::new(d, self.config, dims, 0, bias)
+    }
+
+    /// Values of q, k and v.
+    fn operands(&self) -> Result<[Vec<f32>; 3]> {
+        let (d, x) = (&self.desc, &self.x);
+        Ok([x.q.values(d.dqk)?, x.k.values(d.dqk)?, x.v.values(d.dv)?])
+    }
+
+    /// All queries against all keys.
+    fn slices(&self, core: &Core) -> Vec<Slice> {
+        let (q, kv) = (0..self.rows.q, 0..self.rows.kv);
+        slices(std::slice::from_ref(&q), std::slice::from_ref(&kv), &self.seqs, &core.mask)
+    }
+
+    fn forward(&self, o: &AttnOut) -> Result<()> {
+        let [q, k, v] = self.operands()?;
+        let extra = self.x.extra()?;
+        let core = self.core(extra.bias);
+        let slices = self.slices(&core);
+        let mut state = State::new(&core.dims, self.rows.q);
+        core.forward(&Operands { q: &q, k: &k, v: &v }, &slices, &mut state);
+        let live = in_sequence(std::slice::from_ref(&(0..self.rows.q)), &self.seqs);
+        let (out, lse) = core.finish(&state, extra.sink.as_deref(), &live);
+        store(&o.out, &out)?;
+        store(&o.lse, &lse)
+    }
+
+    fn backward(&self, saved: &AttnSaved, out: &AttnGrads) -> Result<()> {
+        let [q, k, v] = self.operands()?;
+        let extra = self.x.extra()?;
+        let core = self.core(extra.bias);
+        let slices = self.slices(&core);
+        let up = Upstream {
+            rows: self.rows.q,
+            d_out: saved.d_out.to_f32()?,
+            lse: saved.lse.to_f32()?,
+            delta: saved.delta(&self.desc)?,
+        };
+        let mut g = Grads::new(&core, self.rows.q, out.dbias.is_some());
+        g.begin(&core, self.rows.kv);
+        core.backward(&Operands { q: &q, k: &k, v: &v }, &up, &slices, &mut g);
+        let d = &core.dims;
+        store(&out.dq, &rows_first(&g.dq, d.hq, self.rows.q, d.dqk))?;
+        store(&out.dk, &rows_first(&g.dk, d.hkv, self.rows.kv, d.dqk))?;
+        store(&out.dv, &rows_first(&g.dv, d.hkv, self.rows.kv, d.dv))?;
+        if let Some(t) = &out.dbias {
+            store(t, &g.dbias)?;
+        }
+        match (&out.dsink, &extra.sink) {
+            (Some(t), Some(sink)) => store(t, &core.sink_grad(&up, sink)),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! What each strategy is expected to cost, and which one is chosen.
+
+use std::fmt;
+
+use tilewire_core::Rank;
+use tilewire_symm::LinkTraffic;
+
+use super::config::Strategy;
+use super::predict::{self, Pass};
+use super::{CpAttentionDesc, CpConfig, Layout};
+use crate::common::Machine;
+
+/// One way to do it, with its predicted time.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct CpCandidate {
+    /// How.
+    pub config: CpConfig,
+    /// Bytes that the busiest rank moves in the forward pass.
+    pub fwd_bytes: u64,
+    /// Predicted time of the forward pass in microseconds.
+    pub predicted_us: f64,
+    /// Symmetric memory on each rank in bytes.
+    pub memory: usize,
+}
+
+/// Why a plan does what it does.
+#[derive(Clone, PartialEq, Debug)]
+pub struct CpExplain {
+    /// The description.
+    pub what: String,
+    /// All candidates that the heads allow, fastest first.
+    pub candidates: Vec<CpCandidate>,
+    /// The one that is used.
+    pub chosen: CpConfig,
+}
+
+impl fmt::Display for CpExplain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.what)?;
+        for c in &self.candidates {
+            let mark = if c.config == self.chosen { '*' } else { ' ' };
+            writeln!(
+                f,
+                "{mark} {:<20} predicted {:>10.1} us  moves {:>10} B  memory {:>10} B",
+                c.config.to_string(),
+                c.predicted_us,
+                c.fwd_bytes,
+                c.memory
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Strategies that the heads allow.
+fn legal(d: &CpAttentionDesc, size: usize) -> Vec<Strategy> {
+    let hybrid = d.a2a_size > 1 && d.a2a_size < size;
+    Strategy::NAMES
+        .map(|(_, s)| s)
+        .into_iter()
+        .filter(|s| s.check(d, size).is_ok() && (*s != Strategy::Hybrid || hybrid))
+        .collect()
+}
+
+pub(super) fn buffer_bytes(
+    d: &CpAttentionDesc,
+    size: usize,
+    config: Option<CpConfig>,
+) -> [usize; 4] {
+    let strategies = config.map_or_else(|| legal(d, size), |c| vec![c.strategy]);
+    let mut most = [0; 4];
+    for s in strategies {
+        for (most, (slots, bytes)) in most.iter_mut().zip(predict::buffers(d, s, size)) {
+            *most = (*most).max(slots * bytes);
+        }
+    }
+    most
+}
+
+/// Forward: arithmetic of the busiest rank beside its transfers. What precedes the arithmetic is
+/// exposed: nothing for one-sided gets and pushes, a hop at a time for the ring, all of an
+/// all-to-all.
+pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplain {
+    let a = &d.attn;
+    let flop = 2.0 * predict::pairs(d) * (a.heads_q * (a.dqk + a.dv)) as f64;
+    let uneven = match d.layout {
+        Layout::Contiguous if a.mask.right.is_some() && size > 1 => 2.0,
+        _ => 1.0,
+    };
+    let compute = flop * uneven / size as f64 / m.gemm_flop_per_us;
+    let mut candidates = Vec::new();
+    for strategy in legal(d, size) {
+        let config = CpConfig::of(strategy);
+        let of = |r| predict::predict(d, &a.sequences, &config, Pass::Forward, (r, size));
+        let moved = |l: &LinkTraffic| l.put_bytes + l.get_bytes;
+        let bytes = |r| of(r).iter().map(moved).sum::<u64>();
+        let fwd_bytes = Rank::all(size).map(bytes).max().unwrap_or(0);
+        let wire = fwd_bytes as f64 / m.link_bytes_per_us;
+        let (groups, latency) = (size / strategy.inner(d, size), m.latency_us);
+        let predicted_us = match strategy {
+            _ if size == 1 => compute,
+            Strategy::AllToAll => compute + wire + 2.0 * latency,
+            Strategy::Hybrid => compute.max(wire) + 0.5 * wire + (groups + 2) as f64 * latency,
+            Strategy::Ring => compute.max(wire) + groups as f64 * latency,
+            _ => compute.max(wire) + 2.0 * latency,
+        };
+        let memory = buffer_bytes(d, size, Some(config)).iter().sum();
+        candidates.push(CpCandidate { config, fwd_bytes, predicted_us, memory });
+    }
+    candidates.sort_by(|x, y| x.predicted_us.total_cmp(&y.predicted_us));
+    // Get, ring and all_gather are always legal.
+    let chosen = candidates.first().map_or(CpConfig::of(Strategy::Get), |c| c.config);
+    CpExplain { what: format!("cp_attention {d}"), candidates, chosen }
+}

@@ -1,0 +1,46 @@
+//! `cp_attention`: attention over a sequence that is divided among ranks, forward and backward.
+//!
+//! Each rank holds some rows of q, k and v ([`Layout`]) and computes the output of its own queries
+//! over the keys of all ranks. Positions, `cu_seqlens`, masks and dropout are global: the result is
+//! that of one rank with the whole tensors. Five ways to bring queries and keys together
+//! ([`Strategy`]); all of them are one composition:
+//!
+//! 1. *scatter*: inside groups of `a` ranks each rank trades its rows of all heads for the group's
+//!    rows of `1 / a` of the heads (`a = 1`: nothing moves);
+//! 2. *exchange*: between the `b = P / a` groups keys and values travel by get, ring or all-gather;
+//! 3. *gather*: the outputs (backward: the gradients) go back to the owners of the rows.
+//!
+//! | strategy | a | exchange |
+//! |---|---|---|
+//! | `get` | 1 | each rank publishes K,V; peers get the chunks that the mask needs from the owner |
+//! | `ring` | 1 | store and forward to the next rank, two slots |
+//! | `all_gather` | 1 | push to all |
+//! | `all_to_all` | P | none (Ulysses: Jacobs et al., 2023) |
+//! | `hybrid` | `a2a_size` | ring |
+//!
+//! The running maximum, sum and accumulator stay f32 over all chunks (no merge of rounded results).
+//! Backward: keys and values travel once more, partial dK and dV go straight to the owner in f32
+//! and are added in rank order, so that equal inputs give equal bits. Where K and V travel as e4m3
+//! (`kv_wire`), every rank computes with the quantised values, its own included: the result does
+//! not depend on the strategy or the number of ranks. Protocol page:
+//! `docs/protocols/cp_attention.md`.
+
+mod config;
+mod desc;
+mod exchange;
+mod explain;
+mod grad;
+mod heads;
+mod host;
+mod lane;
+mod plan;
+mod predict;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+pub use config::{CpConfig, CpTask, Strategy};
+pub use desc::{CpAttentionDesc, Layout};
+pub use explain::{CpCandidate, CpExplain};
+pub use plan::CpAttentionPlan;
+pub use predict::Pass;

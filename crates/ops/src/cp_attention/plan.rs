@@ -1,0 +1,259 @@
+//! The plan of a context-parallel attention: buffers, signals, choice, launch.
+
+use std::sync::{Arc, OnceLock};
+
+use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_device::{Pending, Stream};
+use tilewire_symm::{Heap, Signals, Traffic};
+
+use super::config::{Schedule, Strategy, num_rows};
+use super::explain::{CpExplain, buffer_bytes, explain};
+use super::host::{Buffers, Run};
+use super::lane::Queue;
+use super::predict::{self, Pass};
+use super::{CpAttentionDesc, CpConfig};
+use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
+use crate::common::{Machine, PlanCore};
+
+/// Signal slots of a plan.
+pub(super) const CREDIT_SCATTER: usize = 0;
+pub(super) const DATA_SCATTER: usize = 1;
+pub(super) const CREDIT_KV: usize = 2;
+pub(super) const DATA_KV: usize = 3;
+pub(super) const CREDIT_DKV: usize = 4;
+pub(super) const DATA_DKV: usize = 5;
+pub(super) const CREDIT_GATHER: usize = 6;
+pub(super) const DATA_GATHER: usize = 7;
+const NUM_SLOTS: usize = 8;
+
+const OP: &str = "cp_attention";
+
+/// The outputs of a launch, and what only its pass reads.
+pub(super) enum Work {
+    Forward(AttnOut),
+    Backward(Box<(AttnSaved, AttnGrads)>),
+}
+
+impl Work {
+    fn poison(&self) {
+        match self {
+            Work::Forward(o) => o.poison(),
+            Work::Backward(b) => b.1.poison(),
+        }
+    }
+}
+
+/// Context-parallel attention with its buffers.
+pub struct CpAttentionPlan {
+    desc: CpAttentionDesc,
+    core: PlanCore,
+    /// Scatter, area, dkv, gather: large enough for every strategy if the choice is open.
+    buffers: [tilewire_symm::SymBuf; 4],
+    signals: Arc<Signals>,
+    used: OnceLock<CpConfig>,
+}
+
+impl CpAttentionPlan {
+    /// Bytes of symmetric memory that a plan takes on each of `size` ranks; with `config` of `None`
+    /// enough for any strategy that the heads allow.
+    pub fn memory(desc: &CpAttentionDesc, size: usize, config: Option<CpConfig>) -> usize {
+        buffer_bytes(desc, size, config).iter().sum()
+    }
+
+    /// A plan on `heap`; `config` of `None` lets rank 0's cost model choose at `prepare`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for the description, or heads that the strategy cannot scatter;
+    /// `Exhausted` if the heap is too small.
+    pub fn new(desc: CpAttentionDesc, heap: &Heap, config: Option<CpConfig>) -> Result<Self> {
+        let size = heap.team().size();
+        desc.check(size).map_err(|e| e.op(OP))?;
+        let used = OnceLock::new();
+        if let Some(c) = config {
+            c.strategy.check(&desc, size).and_then(|()| c.tiles.check()).map_err(|e| e.op(OP))?;
+            used.get_or_init(|| c);
+        }
+        let [a, b, c, d] = buffer_bytes(&desc, size, config);
+        let take = |len| heap.alloc(len, OP);
+        let buffers = [take(a)?, take(b)?, take(c)?, take(d)?];
+        let signals = Arc::new(heap.team().signals(NUM_SLOTS, OP)?);
+        let choice = config.map_or("auto".to_owned(), |c| c.to_string());
+        let core = PlanCore::new(OP, heap, format_args!("{choice} {desc}"));
+        Ok(Self { desc, core, buffers, signals, used })
+    }
+
+    /// What it computes.
+    pub fn desc(&self) -> &CpAttentionDesc {
+        &self.desc
+    }
+
+    /// Collective: must be called by all ranks before the first launch.
+    ///
+    /// # Errors
+    /// `Mismatch` if the ranks' plans differ.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        self.core.prepare(stream)?;
+        if self.used.get().is_some() {
+            return Ok(());
+        }
+        let mine = serde_json::to_vec(&self.explain().chosen)
+            .map_err(|e| Error::internal(format!("configuration as JSON: {e}")))?;
+        let all = self.core.team().exchange("config", &mine).map_err(|e| e.op(OP))?;
+        let chosen = serde_json::from_slice(&all[0]).map_err(|e| {
+            Error::new(ErrorKind::Protocol, format!("rank 0's configuration: {e}")).op(OP)
+        })?;
+        self.used.get_or_init(|| chosen);
+        Ok(())
+    }
+
+    /// The configuration in use.
+    ///
+    /// # Errors
+    /// `NotPrepared` if the choice was left to `prepare`.
+    pub fn config(&self) -> Result<CpConfig> {
+        self.used.get().copied().ok_or_else(|| {
+            Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .op(OP)
+                .hint("call `plan.prepare(&stream)` on all ranks first")
+        })
+    }
+
+    /// Candidates with their predicted times.
+    pub fn explain(&self) -> CpExplain {
+        let mut e = explain(&self.desc, self.core.team().size(), &Machine::default());
+        e.chosen = self.used.get().copied().unwrap_or(e.chosen);
+        e
+    }
+
+    /// Global rows of q (and out) of this rank, in the order of its tensors. `sequences` of `None`
+    /// means those of the description.
+    pub fn rows_q(&self, sequences: Option<&Sequences>) -> Vec<std::ops::Range<usize>> {
+        self.spans(sequences.unwrap_or(&self.desc.attn.sequences).tokens_q)
+    }
+
+    /// Global rows of k and v of this rank, in the order of its tensors.
+    pub fn rows_kv(&self, sequences: Option<&Sequences>) -> Vec<std::ops::Range<usize>> {
+        self.spans(sequences.unwrap_or(&self.desc.attn.sequences).tokens_kv)
+    }
+
+    fn spans(&self, tokens: usize) -> Vec<std::ops::Range<usize>> {
+        let team = self.core.team();
+        self.desc.layout.spans(tokens, team.rank(), team.size())
+    }
+
+    /// What one launch moves from this rank to each peer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the sequences do not fit the plan; `NotPrepared`.
+    pub fn predict(&self, sequences: Option<&Sequences>, pass: Pass) -> Result<Traffic> {
+        let s = sequences.unwrap_or(&self.desc.attn.sequences);
+        self.desc.attn.check_launch(s).map_err(|e| e.op(OP))?;
+        let team = self.core.team();
+        let place = (team.rank(), team.size());
+        Ok(predict::predict(&self.desc, s, &self.config()?, pass, place))
+    }
+
+    /// Queues the forward pass on this rank's rows.
+    ///
+    /// # Errors
+    /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.
+    pub fn launch_fwd(
+        &self,
+        stream: &Stream,
+        inputs: &AttnInputs,
+        out: AttnOut,
+    ) -> Result<Pending<AttnOut>> {
+        let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
+        out.check(&self.desc.attn, rows).map_err(|e| e.op(OP))?;
+        self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
+        Pending::new(out, stream, Some(self.core.team().fault().clone()))
+    }
+
+    /// Queues the backward pass on this rank's rows.
+    ///
+    /// # Errors
+    /// As [`CpAttentionPlan::launch_fwd`]; `InvalidArgument` for a plan without backward.
+    pub fn launch_bwd(
+        &self,
+        stream: &Stream,
+        inputs: &AttnInputs,
+        saved: AttnSaved,
+        grads: AttnGrads,
+    ) -> Result<Pending<AttnGrads>> {
+        if !self.desc.backward {
+            return Err(Error::invalid("the plan was made without backward").op(OP));
+        }
+        let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
+        saved
+            .check(&self.desc.attn, rows)
+            .and_then(|()| grads.check(&self.desc.attn, rows))
+            .map_err(|e| e.op(OP))?;
+        self.launch(
+            stream,
+            (inputs, seqs, rows),
+            Work::Backward(Box::new((saved, grads.clone()))),
+        )?;
+        Pending::new(grads, stream, Some(self.core.team().fault().clone()))
+    }
+
+    /// The sequences of a launch and my rows.
+    fn check(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
+        let s = x.sequences.clone().unwrap_or_else(|| self.desc.attn.sequences.clone());
+        self.desc.attn.check_launch(&s)?;
+        let rows = LocalRows {
+            q: num_rows(&self.rows_q(Some(&s))),
+            kv: num_rows(&self.rows_kv(Some(&s))),
+        };
+        x.check(&self.desc.attn, rows)?;
+        Ok((s, rows))
+    }
+
+    fn launch(
+        &self,
+        stream: &Stream,
+        (x, seqs, rows): (&AttnInputs, Sequences, LocalRows),
+        work: Work,
+    ) -> Result<()> {
+        let (config, team) = (self.config()?, self.core.team());
+        let (me, size) = (team.rank(), team.size());
+        let pass = if matches!(work, Work::Forward(_)) { "fwd" } else { "bwd" };
+        let launch = self.core.begin(format_args!("{pass} {seqs}"))?;
+        let seq = launch.ctx.seq();
+        let run = Arc::new(Run {
+            launch,
+            sched: Schedule::new(&self.desc, &seqs, config.strategy, me, size),
+            desc: self.desc.clone(),
+            tiles: config.tiles,
+            seqs,
+            rows,
+            buf: self.slots(config.strategy, size),
+            signals: self.signals.clone(),
+            queue: Queue::new(),
+            x: x.clone(),
+            work,
+        });
+        let (copies, compute, poison) = (run.clone(), run.clone(), run);
+        self.core.run(
+            stream,
+            move || copies.copies(),
+            move || compute.compute(),
+            move || poison.work.poison(),
+            seq,
+        )
+    }
+
+    fn slots(&self, strategy: Strategy, size: usize) -> Buffers {
+        let [scatter, area, dkv, gather] = self.buffers.clone();
+        let strides = predict::buffers(&self.desc, strategy, size).map(|(_, stride)| stride);
+        Buffers {
+            scatter,
+            scatter_stride: strides[0],
+            area,
+            area_stride: strides[1],
+            dkv,
+            dkv_stride: strides[2],
+            gather,
+            gather_stride: strides[3],
+        }
+    }
+}

@@ -1,0 +1,392 @@
+//! The schedule, the byte counts, the errors at N ranks, validation. Numbers against the oracle:
+//! `tilewire verify`; lost and repeated signals: `tests/protocol.rs`.
+
+use proptest::prelude::*;
+use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Rng, Shape};
+use tilewire_device::{Stream, Tensor};
+use tilewire_oracle::{Mat, attention as oracle};
+use tilewire_symm::{HeapCfg, Traffic, World, WorldCfg};
+
+use super::config::{Schedule, kv_heads};
+use super::{Strategy, *};
+use crate::attention::*;
+
+/// True if the definition lets these global rows see each other.
+fn allowed(s: &Sequences, mask: &AttnMask, q: usize, kv: usize) -> bool {
+    let pairs = s.q.iter().zip(&s.kv);
+    pairs.into_iter().any(|(sq, skv)| {
+        let oracle = oracle::AttnMask { left: mask.left, right: mask.right };
+        sq.contains(&q)
+            && skv.contains(&kv)
+            && oracle.sees(q - sq.start, kv - skv.start, sq.len(), skv.len())
+    })
+}
+
+fn seqs(lens: &[(usize, usize, usize)]) -> Sequences {
+    let (mut q, mut kv, mut room) = (vec![0], vec![0], (vec![0], vec![0]));
+    for &(a, b, pad) in lens {
+        q.push(q.last().unwrap() + a);
+        kv.push(kv.last().unwrap() + b);
+        room.0.push(room.0.last().unwrap() + a + pad);
+        room.1.push(room.1.last().unwrap() + b + pad);
+    }
+    Sequences::padded((&q, &room.0), (&kv, &room.1)).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Over all ranks, every pair of (head, query, key) that the mask allows is computed exactly
+    /// once and no other; no group's keys are used before they were waited for; each is waited for
+    /// once; and what a reader needs is what the owner expects to be asked for.
+    #[test]
+    fn every_visible_pair_once_after_its_keys(
+        lens in prop::collection::vec((0usize..12, 0usize..12, 0usize..3), 1..4),
+        strategy in prop::sample::select(Strategy::NAMES.map(|(_, s)| s).to_vec()),
+        layout in prop::sample::select(vec![Layout::Zigzag, Layout::Contiguous]),
+        mask in (prop::option::of(0usize..6), prop::option::of(0usize..4)),
+        grid in prop::sample::select(vec![(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 2), (8, 4)]),
+    ) {
+        let ((size, a2a_size), s) = (grid, seqs(&lens));
+        let mask = AttnMask { left: mask.0, right: mask.1 };
+        let shared = if size % 2 == 0 { 2 } else { 1 };
+        let heads = (48, [48, 24, shared][lens.len() - 1]);
+        let mut attn = AttentionDesc::new(1, heads, 4, DType::F32, mask);
+        attn.sequences = s.clone();
+        let d = CpAttentionDesc { layout, a2a_size, ..CpAttentionDesc::new(attn) };
+        strategy.check(&d, size).unwrap();
+        let (nq, nkv) = (s.tokens_q, s.tokens_kv);
+        let mut done = vec![0u8; heads.0 * nq * nkv];
+        let all: Vec<_> =
+            Rank::all(size).map(|r| Schedule::new(&d, &s, strategy, r, size)).collect();
+        for sch in &all {
+            let mut here = vec![false; sch.grid.outer];
+            here[sch.grid.group] = true;
+            let mut waited = vec![0; sch.grid.outer];
+            for t in &sch.tasks {
+                match t {
+                    CpTask::Wait { owner, .. } => {
+                        here[*owner] = true;
+                        waited[*owner] += 1;
+                    }
+                    CpTask::Attend { owner } => {
+                        prop_assert!(here[*owner]);
+                        count(sch, *owner, &mask, (nq, nkv), &mut done);
+                    }
+                }
+            }
+            waited[sch.grid.group] += 1;
+            prop_assert!(waited.iter().all(|&w| w == 1));
+            for owner in 0..sch.grid.outer {
+                let theirs = &all[sch.grid.counterpart(owner).idx()];
+                prop_assert_eq!(&sch.needed[owner], &theirs.asked[sch.grid.group]);
+            }
+        }
+        for (at, &n) in done.iter().enumerate() {
+            let (q, kv) = (at / nkv % nq, at % nkv);
+            prop_assert_eq!(n == 1, allowed(&s, &mask, q, kv), "head {} q {} kv {}: {}", at / nkv / nq, q, kv, n);
+            prop_assert!(n <= 1);
+        }
+    }
+
+    /// Rows of all ranks tile the tokens; chunk sizes differ by at most one.
+    #[test]
+    fn layouts_tile_the_rows(tokens in 0usize..100, size in 1usize..9) {
+        for (_, layout) in Layout::NAMES {
+            let mut spans: Vec<_> =
+                Rank::all(size).flat_map(|r| layout.spans(tokens, r, size)).collect();
+            spans.sort_by_key(|s| (s.start, s.end));
+            let lens: Vec<usize> = spans.iter().map(|s| s.len()).collect();
+            prop_assert!(lens.iter().max().unwrap() - lens.iter().min().unwrap() <= 1);
+            let mut next = 0;
+            for s in spans {
+                prop_assert_eq!(s.start, next);
+                next = s.end;
+            }
+            prop_assert_eq!(next, tokens);
+            for fewer in [tokens, tokens / 2] {
+                let most = layout.max_rows(tokens, size);
+                let rows = |r| layout.spans(fewer, r, size).iter().map(|s| s.len()).sum::<usize>();
+                prop_assert!(Rank::all(size).all(|r| rows(r) <= most));
+            }
+        }
+    }
+}
+
+/// Counts the pairs that `sch` computes against the keys of `owner`.
+fn count(
+    sch: &Schedule,
+    owner: usize,
+    mask: &AttnMask,
+    (nq, nkv): (usize, usize),
+    done: &mut [u8],
+) {
+    let rule = oracle::AttnMask { left: mask.left, right: mask.right };
+    for sl in &sch.slices[owner] {
+        // Any length that puts the slice's last row inside will do: only the distance counts.
+        let (sq, skv) = (1000i64, 1000 + sl.shift);
+        for q in 0..sl.num_q {
+            for kv in 0..sl.num_kv {
+                if rule.sees(sl.i + q, sl.j + kv, sq as usize, skv as usize) {
+                    for h in sch.first_head..sch.first_head + sch.dims.hq {
+                        done[(h * nq + sl.q_pos + q) * nkv + sl.kv_pos + kv] += 1;
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn key_heads_are_divided_or_shared() {
+    assert_eq!(kv_heads(8, 4, 1), 2..4);
+    assert_eq!([0, 1, 2, 3].map(|i| kv_heads(2, 4, i)), [0..1, 0..1, 1..2, 1..2]);
+    assert_eq!(kv_heads(1, 8, 7), 0..1);
+}
+
+fn desc(mask: AttnMask) -> CpAttentionDesc {
+    CpAttentionDesc {
+        a2a_size: 2,
+        ..CpAttentionDesc::new(AttentionDesc::new(64, (8, 4), 16, DType::BF16, mask))
+    }
+}
+
+fn traffic(d: &CpAttentionDesc, s: Strategy, pass: Pass, me: u32) -> Traffic {
+    let place = (Rank::new(me), 4);
+    predict::predict(d, &d.attn.sequences, &CpConfig::of(s), pass, place)
+}
+
+/// Bytes from rank 1 to (or gotten from) each of four ranks, as the definitions say. 16 rows a
+/// rank; a row of K and V has 4 x 32 bf16 = 256 bytes, of Q and of O 8 x 16 bf16 = 256 bytes.
+#[test]
+fn strategies_move_different_bytes() {
+    let d = desc(AttnMask::FULL);
+    let bytes = |s, pass| {
+        let t = traffic(&d, s, pass, 1);
+        (
+            t.iter().map(|l| l.put_bytes).collect::<Vec<_>>(),
+            t.iter().map(|l| l.get_bytes).collect::<Vec<_>>(),
+        )
+    };
+    let (none, kv) = (vec![0; 4], 16 * 256);
+    let f = |s| bytes(s, Pass::Forward);
+    assert_eq!(f(Strategy::Get), (none.clone(), vec![kv, 0, kv, kv]));
+    assert_eq!(f(Strategy::Ring), (vec![0, 0, 3 * kv, 0], none.clone()));
+    assert_eq!(f(Strategy::AllGather), (vec![kv, 0, kv, kv], none.clone()));
+    // A quarter of the heads of Q, K, V, O and the lse of two heads.
+    let a2a = 16 * (64 + 64 + 64 + 2 * 4);
+    assert_eq!(f(Strategy::AllToAll), (vec![a2a, 0, a2a, a2a], none.clone()));
+    // Half of the heads to the other member (0), half of the keys of 32 rows to the next group (3).
+    let inside = 16 * (128 + 128 + 128 + 4 * 4);
+    assert_eq!(f(Strategy::Hybrid), (vec![inside, 0, 0, 32 * 128], none.clone()));
+    // Backward: partial dK and dV in f32 to the owners.
+    let part = 16 * 512;
+    let b = |s| bytes(s, Pass::Backward);
+    assert_eq!(b(Strategy::Get), (vec![part, 0, part, part], vec![kv, 0, kv, kv]));
+    assert_eq!(b(Strategy::Ring), (vec![part, 0, part + 3 * kv, part], none.clone()));
+    assert_eq!(b(Strategy::AllGather), (vec![part + kv, 0, part + kv, part + kv], none.clone()));
+    // Q, dO, K, V, lse and delta there; dQ, dK, dV (whole sums, so in bf16) back.
+    let a2a = 16 * (64 + 64 + 64 + 2 * 8) + 16 * (64 + 64);
+    assert_eq!(b(Strategy::AllToAll), (vec![a2a, 0, a2a, a2a], none));
+}
+
+/// Under a causal zigzag, `get` leaves out the late chunks of the ranks before it.
+#[test]
+fn get_skips_what_the_mask_hides() {
+    let d = desc(AttnMask::CAUSAL);
+    let get = |me| {
+        let t = traffic(&d, Strategy::Get, Pass::Forward, me);
+        t.iter().map(|l| l.get_bytes / (8 * 256)).collect::<Vec<_>>()
+    };
+    // In chunks: rank 0 (chunks 0 and 7) needs all; rank 3 (3 and 4) the first of each.
+    assert_eq!(get(0), [0, 2, 2, 2]);
+    assert_eq!(get(1), [1, 0, 2, 2]);
+    assert_eq!(get(3), [1, 1, 1, 0]);
+}
+
+fn random(rng: &mut Rng, rows: usize, cols: usize) -> Mat {
+    Mat::random(rng, rows, cols)
+}
+
+fn rows_of(m: &Mat, spans: &[std::ops::Range<usize>]) -> Mat {
+    Mat::vstack(&spans.iter().map(|s| m.slice_rows(s.clone())).collect::<Vec<_>>())
+}
+
+fn tensor(m: &Mat) -> Tensor {
+    Tensor::from_f32(&m.to_f32(), DType::F32, Shape::d2(m.rows, m.cols)).unwrap()
+}
+
+/// Sum of squared errors of (o, dq) and of (dk, dv) over all ranks.
+fn errors(size: usize, strategy: Strategy) -> (f64, f64) {
+    const S: usize = 200;
+    let attn = AttentionDesc::new(S, (4, 2), 32, DType::F32, AttnMask::CAUSAL);
+    let mut rng = Rng::new(3);
+    let (q, k, v) = (random(&mut rng, S, 128), random(&mut rng, S, 64), random(&mut rng, S, 64));
+    let d_o = random(&mut rng, S, 128);
+    let spec = oracle::AttnSpec::new(4, 2, 32, oracle::AttnMask::CAUSAL);
+    let (x, seqs) = (oracle::AttnInputs::new(&q, &k, &v), oracle::Sequences::batched(1, S, S));
+    let (o, g) =
+        (oracle::attention(&spec, &x, &seqs), oracle::attention_bwd(&spec, &x, &seqs, &d_o));
+    let all = World::run_threads(size, WorldCfg::for_tests(), |w| {
+        let team = w.everyone("cp")?;
+        let heap = team.heap(BackendKind::Host, HeapCfg::new(4 << 20))?;
+        let stream = Stream::new("s")?;
+        let desc = CpAttentionDesc::new(attn.clone());
+        let plan = CpAttentionPlan::new(desc, &heap, Some(CpConfig::of(strategy)))?;
+        plan.prepare(&stream)?;
+        let (rq, rk) = (plan.rows_q(None), plan.rows_kv(None));
+        let mine = |m: &Mat, r: &[std::ops::Range<usize>]| tensor(&rows_of(m, r));
+        let x = AttnInputs::new(mine(&q, &rq), mine(&k, &rk), mine(&v, &rk));
+        let (n, nkv) = (rows_of(&q, &rq).rows, rows_of(&k, &rk).rows);
+        let t = |r, c| Tensor::poisoned(DType::F32, Shape::d2(r, c));
+        let out = plan.launch_fwd(&stream, &x, AttnOut { out: t(n, 128), lse: t(4, n) })?.wait()?;
+        let saved = AttnSaved { out: out.out.clone(), lse: out.lse, d_out: mine(&d_o, &rq) };
+        let grads = AttnGrads::new(t(n, 128), t(nkv, 64), t(nkv, 64));
+        let got = plan.launch_bwd(&stream, &x, saved, grads)?.wait()?;
+        let sq = |t: &Tensor, want: &Mat, r: &[std::ops::Range<usize>]| -> f64 {
+            let (t, want) = (t.to_vec::<f32>().unwrap(), rows_of(want, r));
+            t.iter().zip(&want.data).map(|(a, b)| (f64::from(*a) - b).powi(2)).sum()
+        };
+        Ok((
+            sq(&out.out, &o.o, &rq) + sq(&got.dq, &g.dq, &rq),
+            sq(&got.dk, &g.dk, &rk) + sq(&got.dv, &g.dv, &rk),
+        ))
+    });
+    all.unwrap().iter().fold((0.0, 0.0), |s, e| (s.0 + e.0, s.1 + e.1))
+}
+
+/// RMS errors at N ranks are at most 1.1 times those at one rank (1.2 times for dK and dV).
+#[test]
+fn errors_do_not_grow_with_ranks() {
+    let one = errors(1, Strategy::Get);
+    for size in [2, 4, 8] {
+        for strategy in [Strategy::Get, Strategy::Ring, Strategy::AllGather] {
+            let n = errors(size, strategy);
+            let ratio = ((n.0 / one.0).sqrt(), (n.1 / one.1).sqrt());
+            assert!(ratio.0 <= 1.1 && ratio.1 <= 1.2, "{strategy} on {size}: {ratio:?}");
+        }
+    }
+    let n = errors(4, Strategy::AllToAll);
+    assert!((n.0 / one.0).sqrt() <= 1.1 && (n.1 / one.1).sqrt() <= 1.2);
+}
+
+/// Passes queued one behind the other, on ranks whose steps are delayed at random, give the bits of
+/// passes that are waited for one by one: no buffer is overwritten while it is in use.
+#[test]
+fn delays_change_nothing() {
+    let run = |strategy: Strategy, delayed: bool| {
+        World::run_threads(4, WorldCfg::for_tests(), |w| {
+            let team = w.everyone("slow")?;
+            let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 18))?;
+            let stream = Stream::new("s")?;
+            let attn = AttentionDesc::new(24, (4, 4), 4, DType::F32, AttnMask::CAUSAL);
+            let d = CpAttentionDesc { a2a_size: 2, ..CpAttentionDesc::new(attn) };
+            let plan = CpAttentionPlan::new(d, &heap, Some(CpConfig::of(strategy)))?;
+            plan.prepare(&stream)?;
+            if delayed {
+                team.set_hook(|p| {
+                    let rng = Rng::new(u64::from(p.rank.get()) << 8 | p.kind as u64);
+                    std::thread::sleep(std::time::Duration::from_micros(rng.at(p.nth) % 1500));
+                    tilewire_symm::HookAction::Proceed
+                });
+            }
+            let mut rng = Rng::new(u64::from(team.rank().get()));
+            let mut all = Vec::new();
+            for _ in 0..6 {
+                let mut t = || tensor(&random(&mut rng, 6, 16));
+                let (x, d_out) = (AttnInputs::new(t(), t(), t()), t());
+                let empty = |r, c| Tensor::poisoned(DType::F32, Shape::d2(r, c));
+                let o = AttnOut { out: empty(6, 16), lse: empty(4, 6) };
+                let o = plan.launch_fwd(&stream, &x, o)?.join(&stream)?;
+                let g = AttnGrads::new(empty(6, 16), empty(6, 16), empty(6, 16));
+                let s = AttnSaved { out: o.out.clone(), lse: o.lse.clone(), d_out };
+                let g = plan.launch_bwd(&stream, &x, s, g)?;
+                let g = if delayed { g.join(&stream)? } else { g.wait()? };
+                all.extend([o.out, g.dq, g.dk, g.dv]);
+            }
+            stream.synchronize()?;
+            team.agree(true)?;
+            team.check_counters()?;
+            Ok(all.iter().map(|t| t.to_vec::<f32>().unwrap()).collect::<Vec<_>>())
+        })
+        .unwrap()
+    };
+    for (_, strategy) in Strategy::NAMES {
+        let want = run(strategy, false);
+        assert!(want.iter().flatten().flatten().all(|v| v.is_finite()));
+        assert!(run(strategy, true) == want, "{strategy}");
+    }
+}
+
+#[test]
+fn bad_descriptions_are_refused() {
+    World::run_threads(4, WorldCfg::for_tests(), |w| {
+        let team = w.everyone("bad")?;
+        let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 16))?;
+        let refuse = |d: CpAttentionDesc, s| {
+            let e = CpAttentionPlan::new(d, &heap, Some(CpConfig::of(s))).err().unwrap();
+            (e.kind(), e.to_string())
+        };
+        let good = desc(AttnMask::CAUSAL);
+        let mut odd = good.clone();
+        (odd.attn.heads_q, odd.attn.heads_kv) = (6, 3);
+        let (kind, text) = refuse(odd.clone(), Strategy::AllToAll);
+        assert!(kind == ErrorKind::InvalidArgument && text.contains("Hq 6, Hkv 3"), "{text}");
+        let three = CpAttentionDesc { a2a_size: 3, ..good.clone() };
+        assert!(refuse(three, Strategy::Hybrid).1.contains("a divisor of 4"));
+        let wire = CpAttentionDesc { dkv_wire: DType::BF16, ..good.clone() };
+        assert!(refuse(wire, Strategy::Get).1.contains("f8e5m2"));
+        let mut huge = good.clone();
+        huge.attn.sequences = Sequences::one(1 << 20, 1 << 20);
+        assert_eq!(refuse(huge, Strategy::Ring).0, ErrorKind::Exhausted);
+        // The cost model leaves out what the heads do not allow.
+        let plan = CpAttentionPlan::new(odd, &heap, None)?;
+        let text = plan.explain().to_string();
+        assert!(text.contains("ring") && !text.contains("all_to_all") && text.contains('*'));
+        team.agree(true).map(|_| ())
+    })
+    .unwrap();
+}
+
+/// Ranks that describe different things are told so at `prepare`; other sequences at a launch.
+#[test]
+fn ranks_that_differ_are_a_mismatch() {
+    let run = |differ_at_launch: bool| {
+        World::run_threads(2, WorldCfg::default(), |w| {
+            let team = w.everyone("differ")?;
+            let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 18))?;
+            let stream = Stream::new("s")?;
+            let me = team.rank().idx();
+            let left = if differ_at_launch { 4 } else { 4 + me };
+            let attn = AttentionDesc::new(16, (2, 2), 4, DType::F32, AttnMask::window(left, 0));
+            let config = Some(CpConfig::of(Strategy::Ring));
+            let plan = CpAttentionPlan::new(CpAttentionDesc::new(attn), &heap, config)?;
+            plan.prepare(&stream)?;
+            let cu = if me == 0 { [0, 6, 16] } else { [0, 7, 16] };
+            let t = |r, c| Tensor::zeros(DType::F32, Shape::d2(r, c));
+            let x = AttnInputs {
+                sequences: Some(Sequences::packed(&cu, &cu)?),
+                ..AttnInputs::new(t(8, 8), t(8, 8), t(8, 8))
+            };
+            plan.launch_fwd(&stream, &x, AttnOut { out: t(8, 8), lse: t(2, 8) })?.wait().map(|_| ())
+        })
+        .unwrap_err()
+    };
+    for at_launch in [false, true] {
+        let e = run(at_launch);
+        assert!(e.is_mismatch(), "{e}");
+    }
+}
+
+/// The own keys come first; ring neighbours in the order in which messages arrive.
+#[test]
+fn visiting_orders() {
+    let d = desc(AttnMask::CAUSAL);
+    let s = &d.attn.sequences;
+    let order = |strategy| Schedule::new(&d, s, strategy, Rank::new(1), 4).order();
+    assert_eq!(order(Strategy::Get), [1, 2, 3, 0]);
+    assert_eq!(order(Strategy::AllGather), [1, 2, 3, 0]);
+    assert_eq!(order(Strategy::Ring), [1, 0, 3, 2]);
+    assert_eq!(order(Strategy::AllToAll), [0]);
+    assert_eq!(order(Strategy::Hybrid), [0, 1]);
+}

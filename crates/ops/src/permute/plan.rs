@@ -1,0 +1,235 @@
+//! The plan of a permutation.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_device::{Node, Pending, Stream, Tensor};
+
+use super::desc::together;
+use super::{PermuteDesc, PermuteMap, PermuteMemory, Permuted, Tokens, host};
+use crate::common::expect_tensor;
+
+/// Tensors of a weighted unpermute's backward.
+#[derive(Clone, Debug)]
+pub struct WeightedGrads {
+    /// The weights of the unpermute, `[tokens, top_k]` f32.
+    pub weights: Tensor,
+    /// Its rows, `[capacity, hidden]`.
+    pub rows: Tensor,
+    /// Gradient of the weights, `[tokens, top_k]` f32: 0 where masked or dropped.
+    pub d_weights: Tensor,
+}
+
+/// Tensors of the backward of an unpermute.
+#[derive(Clone, Debug)]
+pub struct UnpermuteGrads {
+    /// Gradient of the result, `[tokens, hidden]`.
+    pub d_out: Tensor,
+    /// Gradient of the rows, `[capacity, hidden]`; padding rows become zero.
+    pub d_rows: Tensor,
+    /// If the unpermute had weights.
+    pub weighted: Option<WeightedGrads>,
+}
+
+/// A permutation of tokens. Local: no team.
+pub struct PermutePlan {
+    desc: PermuteDesc,
+    prepared: AtomicBool,
+}
+
+impl PermutePlan {
+    /// What a permutation takes.
+    pub fn memory(desc: &PermuteDesc) -> PermuteMemory {
+        let row = desc.hidden * desc.dtype.size() + 4 * desc.num_scales + 4;
+        PermuteMemory {
+            map: 4 * (desc.max_tokens * desc.top_k + desc.capacity) + 8 * desc.num_experts + 20,
+            permuted: desc.capacity * row,
+        }
+    }
+
+    /// A plan for at most `desc.max_tokens` tokens.
+    ///
+    /// # Errors
+    /// As [`PermuteDesc::check`].
+    pub fn new(desc: PermuteDesc) -> Result<Self> {
+        desc.check()?;
+        Ok(Self { desc, prepared: AtomicBool::new(false) })
+    }
+
+    /// What it does.
+    pub fn desc(&self) -> &PermuteDesc {
+        &self.desc
+    }
+
+    /// Makes lazy state (there is none on the host).
+    ///
+    /// # Errors
+    /// `InvalidArgument` during capture.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if stream.is_capturing() {
+            return Err(Error::invalid("`prepare` cannot be captured").op("permute"));
+        }
+        self.prepared.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// In words, what it takes and does.
+    pub fn explain(&self) -> String {
+        let m = Self::memory(&self.desc);
+        format!("permute {}\nlocal; map {} bytes, permuted {}", self.desc, m.map, m.permuted)
+    }
+
+    /// A map for one batch of `tokens` tokens.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for more tokens than the plan's.
+    pub fn map(&self, tokens: usize) -> Result<PermuteMap> {
+        PermuteMap::new(&self.desc, tokens)
+    }
+
+    fn queue<T>(
+        &self,
+        stream: &Stream,
+        op: &'static str,
+        out: T,
+        run: impl Fn(&PermuteDesc) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<Pending<T>> {
+        if !self.prepared.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .op(op)
+                .hint("call `plan.prepare(&stream)` first"));
+        }
+        let desc = self.desc;
+        stream.launch(Node::new(op, move || run(&desc)))?;
+        Pending::new(out, stream, None)
+    }
+
+    /// Queues the routing of `topk_idx` (`[map.tokens(), top_k]` i32 or i64, -1 = masked).
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` for a wrong tensor. An index that is no expert is found
+    /// when the work runs: see [`PermuteMap::check`].
+    pub fn route(
+        &self,
+        stream: &Stream,
+        topk_idx: &Tensor,
+        map: &PermuteMap,
+    ) -> Result<Pending<PermuteMap>> {
+        let op = |e: Error| e.op("permute_route");
+        map.check_desc(&self.desc).map_err(op)?;
+        let dtype = if topk_idx.dtype() == DType::I32 { DType::I32 } else { DType::I64 };
+        let shape = [map.tokens(), self.desc.top_k];
+        expect_tensor("topk_idx", topk_idx, dtype, &shape)
+            .map_err(|e| op(e.hint("`topk_idx` is i32 or i64")))?;
+        let (idx, m) = (topk_idx.clone(), map.clone());
+        self.queue(stream, "permute_route", map.clone(), move |d| host::route(d, &idx, &m))
+    }
+
+    /// Queues `out.x[slot(t, j)] = t.x[t]`, and the same for weights and scales.
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit.
+    pub fn permute(
+        &self,
+        stream: &Stream,
+        map: &PermuteMap,
+        t: &Tokens,
+        out: &Permuted,
+    ) -> Result<Pending<Permuted>> {
+        let d = &self.desc;
+        let check = || -> Result<()> {
+            map.check_desc(d)?;
+            t.check(d, d.dtype, map.tokens())?;
+            out.check(d, d.dtype)?;
+            together("weights", t.weights.is_some(), out.weights.is_some())?;
+            together("scales", t.scales.is_some(), out.scales.is_some())?;
+            together("scales", t.scales.is_some(), d.num_scales > 0)
+        };
+        check().map_err(|e| e.op("permute"))?;
+        let (m, t, o) = (map.clone(), t.clone(), out.clone());
+        self.queue(stream, "permute", out.clone(), move |d| host::permute(d, &m, &t, &o))
+    }
+
+    /// Queues `out[t] = sum_j w[t, j] rows[slot(t, j)]`: `rows` is `[capacity, hidden]`,
+    /// `topk_weights` `[tokens, top_k]` f32 (1 if not given), `out` `[tokens, hidden]`.
+    ///
+    /// # Errors
+    /// As [`PermutePlan::permute`].
+    pub fn unpermute(
+        &self,
+        stream: &Stream,
+        map: &PermuteMap,
+        (rows, topk_weights): (&Tensor, Option<&Tensor>),
+        out: &Tensor,
+    ) -> Result<Pending<Tensor>> {
+        let d = &self.desc;
+        let check = || -> Result<()> {
+            map.check_desc(d)?;
+            expect_tensor("rows", rows, d.out, &[d.capacity, d.hidden])?;
+            if let Some(w) = topk_weights {
+                expect_tensor("topk_weights", w, DType::F32, &[map.tokens(), d.top_k])?;
+            }
+            expect_tensor("out", out, d.out, &[map.tokens(), d.hidden])
+        };
+        check().map_err(|e| e.op("unpermute"))?;
+        let (m, r, w, o) = (map.clone(), rows.clone(), topk_weights.cloned(), out.clone());
+        self.queue(stream, "unpermute", out.clone(), move |d| {
+            host::unpermute(d, &m, (&r, w.as_ref()), &o)
+        })
+    }
+
+    /// Queues the backward of permute: `g` holds the gradients of the permuted tokens (type `out`)
+    /// and weights, `out` receives those of the tokens and `topk_weights`. Scales have none.
+    ///
+    /// # Errors
+    /// As [`PermutePlan::permute`].
+    pub fn permute_bwd(
+        &self,
+        stream: &Stream,
+        map: &PermuteMap,
+        g: &Permuted,
+        out: &Tokens,
+    ) -> Result<Pending<Tokens>> {
+        let d = &self.desc;
+        let check = || -> Result<()> {
+            map.check_desc(d)?;
+            g.check(d, d.out)?;
+            out.check(d, d.out, map.tokens())?;
+            together("weights", g.weights.is_some(), out.weights.is_some())?;
+            if g.scales.is_some() || out.scales.is_some() {
+                return Err(Error::invalid("scales have no gradient"));
+            }
+            Ok(())
+        };
+        check().map_err(|e| e.op("permute_bwd"))?;
+        let (m, g, o) = (map.clone(), g.clone(), out.clone());
+        self.queue(stream, "permute_bwd", out.clone(), move |d| host::permute_bwd(d, &m, &g, &o))
+    }
+
+    /// Queues the backward of unpermute: `d_rows[slot(t, j)] = w[t, j] d_out[t]` and, with weights,
+    /// `d_weights[t, j] = <d_out[t], rows[slot(t, j)]>`.
+    ///
+    /// # Errors
+    /// As [`PermutePlan::permute`].
+    pub fn unpermute_bwd(
+        &self,
+        stream: &Stream,
+        map: &PermuteMap,
+        g: &UnpermuteGrads,
+    ) -> Result<Pending<UnpermuteGrads>> {
+        let d = &self.desc;
+        let check = || -> Result<()> {
+            map.check_desc(d)?;
+            let (rows, choices) = ([d.capacity, d.hidden], [map.tokens(), d.top_k]);
+            expect_tensor("d_out", &g.d_out, d.out, &[map.tokens(), d.hidden])?;
+            expect_tensor("d_rows", &g.d_rows, d.out, &rows)?;
+            let Some(w) = &g.weighted else { return Ok(()) };
+            expect_tensor("weights", &w.weights, DType::F32, &choices)?;
+            expect_tensor("rows", &w.rows, d.out, &rows)?;
+            expect_tensor("d_weights", &w.d_weights, DType::F32, &choices)
+        };
+        check().map_err(|e| e.op("unpermute_bwd"))?;
+        let (m, t) = (map.clone(), g.clone());
+        self.queue(stream, "unpermute_bwd", g.clone(), move |d| host::unpermute_bwd(d, &m, &t))
+    }
+}

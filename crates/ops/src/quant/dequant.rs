@@ -1,0 +1,122 @@
+//! FP8 with scales back to plain elements.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tilewire_core::{DType, Error, ErrorKind, Result, ScaleLayout, convert_from_f32};
+use tilewire_device::{Node, Pending, Stream, Tensor};
+
+use super::Quantized;
+use crate::common::expect_tensor;
+use crate::gemm::Operand;
+
+/// `out = data * scale`, rounded once to the type of `out`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct DequantDesc {
+    /// The most rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// FP8 type of the data.
+    pub src: DType,
+    /// How the scales lie.
+    pub layout: ScaleLayout,
+    /// Element type of the result: f32, bf16 or f16.
+    pub out: DType,
+}
+
+impl DequantDesc {
+    /// Checks the dtypes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a dtype that is not provided.
+    pub fn check(&self) -> Result<()> {
+        if self.src.is_fp8() && matches!(self.out, DType::F32 | DType::BF16 | DType::F16) {
+            return Ok(());
+        }
+        Err(Error::invalid("dtypes of a dequantisation")
+            .expected("FP8 to f32, bf16 or f16")
+            .seen(format_args!("{} to {}", self.src, self.out)))
+    }
+}
+
+impl fmt::Display for DequantDesc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rows, cols, src, layout, out } = self;
+        write!(f, "rows={rows} cols={cols} {src}->{out} {layout:?}")
+    }
+}
+
+/// A dequantisation. Local: no team.
+pub struct DequantPlan {
+    desc: DequantDesc,
+    prepared: AtomicBool,
+}
+
+impl DequantPlan {
+    /// A plan for at most `desc.rows` rows.
+    ///
+    /// # Errors
+    /// As [`DequantDesc::check`].
+    pub fn new(desc: DequantDesc) -> Result<Self> {
+        desc.check().map_err(|e| e.op("dequant"))?;
+        Ok(Self { desc, prepared: AtomicBool::new(false) })
+    }
+
+    /// What it does.
+    pub fn desc(&self) -> &DequantDesc {
+        &self.desc
+    }
+
+    /// Makes lazy state (there is none on the host).
+    ///
+    /// # Errors
+    /// `InvalidArgument` during capture.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if stream.is_capturing() {
+            return Err(Error::invalid("`prepare` cannot be captured").op("dequant"));
+        }
+        self.prepared.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// In words, what a launch does.
+    pub fn explain(&self) -> String {
+        format!("dequant {}\nlocal", self.desc)
+    }
+
+    /// Queues `out = data * scale`; the number of rows is that of `out` (at most the plan's).
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit.
+    pub fn launch(&self, stream: &Stream, q: &Quantized, out: &Tensor) -> Result<Pending<Tensor>> {
+        if !self.prepared.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .op("dequant")
+                .hint("call `plan.prepare(&stream)` first"));
+        }
+        self.check_inputs(q, out).map_err(|e| e.op("dequant"))?;
+        let (operand, target) = (Operand::from(q), out.clone());
+        stream.launch(Node::new("dequant", move || {
+            operand.with_wide(|v| target.write(|b| convert_from_f32(target.dtype(), v, b)))?
+        }))?;
+        Pending::new(out.clone(), stream, None)
+    }
+
+    fn check_inputs(&self, q: &Quantized, out: &Tensor) -> Result<()> {
+        let d = &self.desc;
+        let rows = if out.shape().ndim() == 2 { out.shape().dim(0) } else { 0 };
+        if rows > d.rows {
+            return Err(Error::invalid("more rows than the plan was made for")
+                .expected(format_args!("at most {}", d.rows))
+                .seen(rows));
+        }
+        if q.layout != d.layout {
+            return Err(Error::invalid("the scales lie otherwise")
+                .expected(format_args!("{:?}", d.layout))
+                .seen(format_args!("{:?}", q.layout)));
+        }
+        q.check("q", d.src, (rows, d.cols))?;
+        expect_tensor("out", out, d.out, &[rows, d.cols])
+    }
+}

@@ -1,0 +1,221 @@
+//! The plan of a quantisation.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
+use tilewire_device::{Node, Pending, Stream, Tensor};
+use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
+
+use super::host::Run;
+use super::{QuantDesc, Quantized, Scaling, Scope};
+use crate::common::{PlanCore, expect_tensor};
+
+/// Signal slots of a plan over a team.
+pub(super) const CREDIT: usize = 0;
+pub(super) const DATA: usize = 1;
+
+/// Tensors of one launch; the number of rows is that of `x` (at most the plan's).
+#[derive(Clone, Debug)]
+pub struct QuantInputs {
+    /// `[rows, cols]`.
+    pub x: Tensor,
+    /// Row-wise result `[rows, cols]`.
+    pub row: Option<Quantized>,
+    /// Column-wise result `[cols, rows]`.
+    pub column: Option<Quantized>,
+}
+
+impl QuantInputs {
+    /// Fresh poisoned results for `x` under `desc`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `x` does not have two dimensions.
+    pub fn new(desc: &QuantDesc, x: &Tensor) -> Result<Self> {
+        let s = x.shape();
+        if s.ndim() != 2 {
+            return Err(Error::invalid(format!("`x` has two dimensions, not {s}")).op("quant"));
+        }
+        let (rows, cols) = (s.dim(0), s.dim(1));
+        let make = |yes: bool, r, c| {
+            yes.then(|| Quantized::poisoned(desc.dst, desc.layout, r, c))
+        };
+        Ok(Self {
+            x: x.clone(),
+            row: make(desc.sides.row(), rows, cols),
+            column: make(desc.sides.column(), cols, rows),
+        })
+    }
+}
+
+/// State of delayed scaling, in device memory: a replay moves it on as a launch does.
+pub(super) struct State {
+    /// `[window]` f32, a ring.
+    pub history: Tensor,
+    /// `[1]` f32.
+    pub scale: Tensor,
+    /// Steps recorded so far, `[1]` i64.
+    pub steps: Tensor,
+}
+
+/// Team, receive area and signals of a plan that compares magnitudes over ranks.
+struct Shared {
+    core: PlanCore,
+    area: SymBuf,
+    signals: Arc<Signals>,
+}
+
+/// A quantisation with its state.
+pub struct QuantPlan {
+    desc: QuantDesc,
+    shared: Option<Shared>,
+    state: Option<Arc<State>>,
+    prepared: AtomicBool,
+}
+
+impl QuantPlan {
+    /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
+    pub fn memory(desc: &QuantDesc, size: usize) -> usize {
+        if desc.scope == Scope::Team { 4 * size } else { 0 }
+    }
+
+    /// A plan for at most `desc.rows` rows. The heap is used by [`Scope::Team`] only, and needed
+    /// there.
+    ///
+    /// # Errors
+    /// As [`QuantDesc::check`]; `InvalidArgument` for a team's scale without a heap; `Exhausted`
+    /// if the heap is too small.
+    pub fn new(desc: QuantDesc, heap: Option<&Heap>) -> Result<Self> {
+        desc.check().map_err(|e| e.op("quant"))?;
+        let shared = match (desc.scope, heap) {
+            (Scope::Local, _) => None,
+            (Scope::Team, None) => {
+                return Err(Error::invalid("the scale of a team needs the team's heap").op("quant"));
+            }
+            (Scope::Team, Some(h)) => {
+                let bytes = Self::memory(&desc, h.team().size());
+                Some(Shared {
+                    core: PlanCore::new("quant", h, desc),
+                    area: h.alloc(bytes, "quant").map_err(|e| e.op("quant"))?,
+                    signals: Arc::new(h.team().signals(2, "quant")?),
+                })
+            }
+        };
+        let state = match desc.scaling {
+            Scaling::Current => None,
+            Scaling::Delayed { window, .. } => Some(Arc::new(State {
+                history: Tensor::zeros(DType::F32, Shape::d1(window)),
+                scale: Tensor::from_slice(&[1.0f32], Shape::d1(1))?,
+                steps: Tensor::zeros(DType::I64, Shape::d1(1)),
+            })),
+        };
+        Ok(Self { desc, shared, state, prepared: AtomicBool::new(false) })
+    }
+
+    /// What it does.
+    pub fn desc(&self) -> &QuantDesc {
+        &self.desc
+    }
+
+    /// With delayed scaling: the scale of the coming step, `[1]` f32 on the device.
+    pub fn scale(&self) -> Option<&Tensor> {
+        self.state.as_ref().map(|s| &s.scale)
+    }
+
+    /// With delayed scaling: the magnitudes of the window, `[window]` f32 on the device. The step
+    /// that is recorded next replaces element `steps mod window`.
+    pub fn history(&self) -> Option<&Tensor> {
+        self.state.as_ref().map(|s| &s.history)
+    }
+
+    /// Makes lazy state; collective over the team with [`Scope::Team`].
+    ///
+    /// # Errors
+    /// `InvalidArgument` during capture; `Mismatch` if the ranks' plans differ.
+    pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if stream.is_capturing() {
+            return Err(Error::invalid("`prepare` cannot be captured").op("quant"));
+        }
+        if let Some(s) = &self.shared {
+            s.core.prepare(stream)?;
+        }
+        self.prepared.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// In words, what a launch does.
+    pub fn explain(&self) -> String {
+        let how = match &self.shared {
+            Some(s) => format!(
+                "amax pushed to {} peers, one f32 each; symmetric {} bytes",
+                s.core.team().size() - 1,
+                Self::memory(&self.desc, s.core.team().size())
+            ),
+            None => "local".to_owned(),
+        };
+        format!("quant {}\n{how}", self.desc)
+    }
+
+    /// What one launch moves from this rank to each peer. Empty without a team.
+    pub fn predict(&self) -> Traffic {
+        let Some(s) = &self.shared else { return Traffic::new() };
+        let team = s.core.team();
+        let mut t = vec![LinkTraffic::default(); team.size()];
+        for p in team.peers() {
+            // A credit and an arrival around one f32.
+            t[p.idx()] = LinkTraffic { puts: 1, put_bytes: 4, signals: 2, ..t[p.idx()] };
+        }
+        t
+    }
+
+    fn check_inputs(&self, t: &QuantInputs) -> Result<usize> {
+        let d = &self.desc;
+        let rows = if t.x.shape().ndim() == 2 { t.x.shape().dim(0) } else { 0 };
+        if rows > d.rows {
+            return Err(Error::invalid("more rows than the plan was made for")
+                .expected(format_args!("at most {}", d.rows))
+                .seen(rows));
+        }
+        expect_tensor("x", &t.x, d.src, &[rows, d.cols])?;
+        let result = |what: &str, want: bool, q: &Option<Quantized>, shape| match q {
+            Some(q) if want && q.layout == d.layout => q.check(what, d.dst, shape),
+            Some(q) if want => Err(Error::invalid(format!("`{what}` has another layout"))
+                .expected(format_args!("{:?}", d.layout))
+                .seen(format_args!("{:?}", q.layout))),
+            None if !want => Ok(()),
+            _ => Err(Error::invalid(format!("`{what}` and the description do not agree"))
+                .expected(if want { "a result" } else { "none" })
+                .seen(if want { "none" } else { "a result" })),
+        };
+        result("row", d.sides.row(), &t.row, (rows, d.cols))?;
+        result("column", d.sides.column(), &t.column, (d.cols, rows))?;
+        Ok(rows)
+    }
+
+    /// Queues the quantisation of `t.x`. Collective in stream order with [`Scope::Team`]; the ranks
+    /// may have different numbers of rows.
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit; the fault of the team.
+    pub fn launch(&self, stream: &Stream, t: QuantInputs) -> Result<Pending<QuantInputs>> {
+        if !self.prepared.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .op("quant")
+                .hint("call `plan.prepare(&stream)` first"));
+        }
+        self.check_inputs(&t).map_err(|e| e.op("quant"))?;
+        let (desc, state) = (self.desc, self.state.clone());
+        let Some(s) = &self.shared else {
+            let run = Run { desc, t: t.clone(), state, team: None };
+            stream.launch(Node::new("quant", move || run.run()))?;
+            return Pending::new(t, stream, None);
+        };
+        let launch = s.core.begin("")?;
+        let seq = launch.ctx.seq();
+        let team = Some((launch, s.area.clone(), s.signals.clone()));
+        let (run, outs) = (Run { desc, t: t.clone(), state, team }, t.clone());
+        let poison = move || outs.row.iter().chain(&outs.column).for_each(Quantized::poison);
+        s.core.run(stream, || Ok(()), move || run.run(), poison, seq)?;
+        Pending::new(t, stream, Some(s.core.team().fault().clone()))
+    }
+}
