@@ -143,13 +143,7 @@ impl Run {
         })?
     }
 
-    fn tile(
-        &self,
-        rows: &Range<usize>,
-        cols: &Range<usize>,
-        w: &[f32],
-        x: &Extra,
-    ) -> Result<()> {
+    fn tile(&self, rows: &Range<usize>, cols: &Range<usize>, w: &[f32], x: &Extra) -> Result<()> {
         let (bias, aux) = (&x.bias, &x.aux);
         let (d, act) = (&self.desc, self.desc.epilogue.activation);
         let (m, n) = (rows.len(), cols.len());

@@ -32,7 +32,7 @@ struct Arrivals {
 }
 
 /// Messages of a ring of `n` groups whose slots are free when a launch begins.
-pub(super) fn first_grants(n: usize) -> usize {
+fn first_grants(n: usize) -> usize {
     (n - 1).min(2)
 }
 

@@ -94,7 +94,8 @@ fn an_index_that_is_no_expert_poisons_everything_made_from_the_map() {
     plan.prepare(&s).unwrap();
     let map = plan.map(2).unwrap();
     assert_eq!(map.check().unwrap_err().kind(), ErrorKind::NotPrepared);
-    let (x, w) = (Tensor::zeros(DType::F32, Shape::d2(2, 2)), Tensor::zeros(DType::F32, Shape::d2(2, 2)));
+    let (x, w) =
+        (Tensor::zeros(DType::F32, Shape::d2(2, 2)), Tensor::zeros(DType::F32, Shape::d2(2, 2)));
     let rows = Tensor::zeros(DType::F32, Shape::d2(d.capacity, 2));
     let good = Tensor::from_slice(&[0i64, 1, 2, -1], Shape::d2(2, 2)).unwrap();
     for bad in [3i64, -2, i64::MAX, i64::MIN] {
@@ -107,7 +108,11 @@ fn an_index_that_is_no_expert_poisons_everything_made_from_the_map() {
         let all_nan = |t: &Tensor| t.to_f32().unwrap().iter().all(|v| v.is_nan());
         let zeros = |r, c| Tensor::zeros(DType::F32, Shape::d2(r, c));
         let t = Tokens { x: x.clone(), weights: Some(w.clone()), scales: None };
-        let out = Permuted { x: zeros(d.capacity, 2), weights: Some(Tensor::zeros(DType::F32, Shape::d1(d.capacity))), scales: None };
+        let out = Permuted {
+            x: zeros(d.capacity, 2),
+            weights: Some(Tensor::zeros(DType::F32, Shape::d1(d.capacity))),
+            scales: None,
+        };
         let out = plan.permute(&s, &map, &t, &out).unwrap().wait().unwrap();
         assert!(all_nan(&out.x) && all_nan(out.weights.as_ref().unwrap()));
         let y = plan.unpermute(&s, &map, (&rows, Some(&w)), &zeros(2, 2)).unwrap().wait().unwrap();
@@ -116,8 +121,13 @@ fn an_index_that_is_no_expert_poisons_everything_made_from_the_map() {
         let d_rows = Permuted { x: rows.clone(), weights: out.weights.clone(), scales: None };
         let g = plan.permute_bwd(&s, &map, &d_rows, &g).unwrap().wait().unwrap();
         assert!(all_nan(&g.x) && all_nan(g.weights.as_ref().unwrap()));
-        let weighted = WeightedGrads { weights: w.clone(), rows: rows.clone(), d_weights: zeros(2, 2) };
-        let g = UnpermuteGrads { d_out: x.clone(), d_rows: zeros(d.capacity, 2), weighted: Some(weighted) };
+        let weighted =
+            WeightedGrads { weights: w.clone(), rows: rows.clone(), d_weights: zeros(2, 2) };
+        let g = UnpermuteGrads {
+            d_out: x.clone(),
+            d_rows: zeros(d.capacity, 2),
+            weighted: Some(weighted),
+        };
         let g = plan.unpermute_bwd(&s, &map, &g).unwrap().wait().unwrap();
         assert!(all_nan(&g.d_rows) && all_nan(&g.weighted.unwrap().d_weights));
         // The map is good again with the next routing.
@@ -136,7 +146,11 @@ fn captured_replays_follow_the_indices() {
     let map = plan.map(5).unwrap();
     let idx = Tensor::zeros(DType::I64, Shape::d2(5, 2));
     let t = Tokens { x: Tensor::zeros(DType::F32, Shape::d2(5, 4)), weights: None, scales: None };
-    let out = Permuted { x: Tensor::poisoned(DType::F32, Shape::d2(d.capacity, 4)), weights: None, scales: None };
+    let out = Permuted {
+        x: Tensor::poisoned(DType::F32, Shape::d2(d.capacity, 4)),
+        weights: None,
+        scales: None,
+    };
     let y = Tensor::poisoned(DType::F32, Shape::d2(5, 4));
     s.begin_capture().unwrap();
     let _map = plan.route(&s, &idx, &map).unwrap();
@@ -175,7 +189,8 @@ fn what_does_not_fit_is_refused() {
     }
     let s = Stream::new("r").unwrap();
     let plan = PermutePlan::new(good).unwrap();
-    let (map, other) = (plan.map(4).unwrap(), PermutePlan::new(PermuteDesc { align: 2, ..good }).unwrap());
+    let (map, other) =
+        (plan.map(4).unwrap(), PermutePlan::new(PermuteDesc { align: 2, ..good }).unwrap());
     assert!(plan.map(5).unwrap_err().to_string().contains("at most 4"));
     let idx = |r, c, d| Tensor::zeros(d, Shape::d2(r, c));
     let e = plan.route(&s, &idx(4, 2, DType::I64), &map).err().unwrap();
@@ -188,7 +203,8 @@ fn what_does_not_fit_is_refused() {
     let f = |r, c| Tensor::zeros(DType::F32, Shape::d2(r, c));
     let t = Tokens { x: f(4, 8), weights: None, scales: None };
     let out = Permuted { x: f(good.capacity, 8), weights: None, scales: None };
-    let refused = |t: &Tokens, o: &Permuted| plan.permute(&s, &map, t, o).err().unwrap().to_string();
+    let refused =
+        |t: &Tokens, o: &Permuted| plan.permute(&s, &map, t, o).err().unwrap().to_string();
     assert!(refused(&Tokens { x: f(3, 8), ..t.clone() }, &out).contains("`x`"));
     assert!(refused(&Tokens { weights: Some(f(4, 2)), ..t.clone() }, &out).contains("both sides"));
     assert!(refused(&Tokens { scales: Some(f(4, 0)), ..t.clone() }, &out).contains("both sides"));

@@ -179,7 +179,12 @@ impl Quantized {
     }
 
     /// Checks that this can hold (or is) a `rows x cols` matrix of `dtype`.
-    pub(super) fn check(&self, what: &str, dtype: DType, (rows, cols): (usize, usize)) -> Result<()> {
+    pub(super) fn check(
+        &self,
+        what: &str,
+        dtype: DType,
+        (rows, cols): (usize, usize),
+    ) -> Result<()> {
         expect_tensor(what, &self.data, dtype, &[rows, cols])?;
         let num = self.layout.num_scales(rows, cols);
         expect_tensor(&format!("{what} scales"), &self.scales, self.layout.dtype(), &[num])

@@ -104,7 +104,9 @@ impl Run {
         };
         match (self.desc.scaling, &self.state) {
             (Scaling::Delayed { margin, .. }, Some(s)) => s.step(recipe, margin, top).map(Some),
-            (Scaling::Delayed { .. }, None) => Err(Error::internal("delayed scaling without state")),
+            (Scaling::Delayed { .. }, None) => {
+                Err(Error::internal("delayed scaling without state"))
+            }
             (Scaling::Current, _) => Ok(Some(recipe.scale(top))),
         }
     }

@@ -37,9 +37,7 @@ impl QuantInputs {
             return Err(Error::invalid(format!("`x` has two dimensions, not {s}")).op("quant"));
         }
         let (rows, cols) = (s.dim(0), s.dim(1));
-        let make = |yes: bool, r, c| {
-            yes.then(|| Quantized::poisoned(desc.dst, desc.layout, r, c))
-        };
+        let make = |yes: bool, r, c| yes.then(|| Quantized::poisoned(desc.dst, desc.layout, r, c));
         Ok(Self {
             x: x.clone(),
             row: make(desc.sides.row(), rows, cols),

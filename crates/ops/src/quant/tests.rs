@@ -98,10 +98,8 @@ fn scales_are_the_oracles_for_every_exponent() {
     for dtype in FP8 {
         for layout in [ScaleLayout::Tensor, ScaleLayout::Mx1x32] {
             for pow2_scales in [false, true] {
-                let desc = QuantDesc {
-                    pow2_scales,
-                    ..QuantDesc::new(1, 1, DType::F32, dtype, layout)
-                };
+                let desc =
+                    QuantDesc { pow2_scales, ..QuantDesc::new(1, 1, DType::F32, dtype, layout) };
                 let spec = oracle::QuantSpec { dtype, layout, pow2_scales };
                 for exp in 0..255u32 {
                     for frac in [0, 1, 0x5f_ffff, 0x60_0000, 0x60_0001, 0x7f_ffff] {
@@ -125,7 +123,8 @@ fn dequantised_values_are_the_oracles() {
             let q = oracle::quantize(&x, oracle::QuantSpec::new(src, layout));
             let got = quantized(QuantDesc::new(37, 70, DType::F32, src, layout), &x).row.unwrap();
             for out in [DType::F32, DType::BF16, DType::F16] {
-                let plan = DequantPlan::new(DequantDesc { rows: 40, cols: 70, src, layout, out }).unwrap();
+                let plan =
+                    DequantPlan::new(DequantDesc { rows: 40, cols: 70, src, layout, out }).unwrap();
                 let y = Tensor::poisoned(out, Shape::d2(37, 70));
                 let early = plan.launch(&stream, &got, &y).err().unwrap();
                 assert_eq!(early.kind(), ErrorKind::NotPrepared);
@@ -199,8 +198,9 @@ fn the_scale_of_a_team_is_that_of_all_its_rows() {
             let mut want = oracle::DelayedScaling::new(desc.dst, 2, 1);
             for step in 0..6 {
                 // Different numbers of rows, none on one rank; the largest element moves about.
-                let parts: Vec<Mat> =
-                    (0..size).map(|r| data(31 * step + r as u64, (r + 2) % 5, 6, DType::BF16)).collect();
+                let parts: Vec<Mat> = (0..size)
+                    .map(|r| data(31 * step + r as u64, (r + 2) % 5, 6, DType::BF16))
+                    .collect();
                 let all = Mat::vstack(&parts);
                 let x = tensor(&parts[me], DType::BF16);
                 let before = heap.team().traffic();
@@ -262,7 +262,8 @@ fn a_death_poisons_the_results_and_leaves_the_state() {
 #[test]
 fn what_does_not_fit_is_refused() {
     let good = QuantDesc::new(4, 8, DType::F32, DType::F8E4M3, ScaleLayout::Tensor);
-    let delayed = |window, margin| QuantDesc { scaling: Scaling::Delayed { window, margin }, ..good };
+    let delayed =
+        |window, margin| QuantDesc { scaling: Scaling::Delayed { window, margin }, ..good };
     for (bad, needle) in [
         (QuantDesc { src: DType::I32, ..good }, "f32, bf16 or f16"),
         (QuantDesc { dst: DType::BF16, ..good }, "f8e4m3 or f8e5m2"),
@@ -300,7 +301,10 @@ fn what_does_not_fit_is_refused() {
 }
 
 /// Three launches with different data; scales and codes of each.
-fn three_launches(world: &World, hook: Option<(StepKind, u64, HookAction)>) -> Result<Vec<Vec<u8>>> {
+fn three_launches(
+    world: &World,
+    hook: Option<(StepKind, u64, HookAction)>,
+) -> Result<Vec<Vec<u8>>> {
     let desc = QuantDesc {
         scope: Scope::Team,
         ..QuantDesc::new(2, 3, DType::F32, DType::F8E4M3, ScaleLayout::Tensor)
