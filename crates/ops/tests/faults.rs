@@ -66,7 +66,8 @@ fn rank(world: &World, op: &str, kind: &str, folder: &Path) -> Result<Value> {
     if victim && kind != "prepare" {
         let (kind, gate) = (step_kind(kind), folder.to_owned());
         team.set_hook(move |p| {
-            if p.kind == kind && !gate.join("parked").exists() {
+            // Both lanes of the operation stop at such a step.
+            if p.kind == kind && !gate.join("go").exists() {
                 std::fs::write(gate.join("parked"), format!("{} {}", p.op, p.phase)).ok();
                 // Until killed, or stopped and continued.
                 while !gate.join("go").exists() {
