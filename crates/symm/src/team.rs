@@ -424,7 +424,7 @@ impl LiveTeam {
     /// # Errors
     /// `Mismatch` with both ranks' words; `Timeout`, `PeerDead`, or the fault of the team.
     pub fn prepare_agree(&self, fp: &Fingerprint) -> Result<u64> {
-        self.check()?;
+        self.check().map_err(|e| e.phase("agree"))?;
         let seq = self.record(EntryKind::Prepare, fp);
         for p in self.peers() {
             let waited = self.wait_until(
@@ -466,7 +466,7 @@ impl LiveTeam {
     /// # Errors
     /// The fault of the team.
     pub fn launch_begin(&self, fp: &Fingerprint) -> Result<u64> {
-        self.check()?;
+        self.check().map_err(|e| e.phase("launch"))?;
         Ok(self.record(EntryKind::Launch, fp))
     }
 
