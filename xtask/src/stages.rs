@@ -46,7 +46,7 @@ pub fn run(root: &Path, only: Option<&str>, list: bool) -> ExitCode {
         let start = Instant::now();
         let o = (s.run)(root);
         println!(
-            "<== {}: {} passed, {} failed, {} skipped, {:.1} s, {:.1} MB downloaded",
+            "<== {}: {} passed, {} failed, {} skipped, {:.1} s, {:.1} MB fetched (size on disk)",
             s.name,
             o.passed,
             o.failed,
@@ -279,20 +279,15 @@ fn install_apt(package: &str) -> bool {
 
 /// Wheels that the torchrun stage needs, pinned.
 const TORCH: [&str; 1] = ["torch==2.11.0"];
-/// What torch needs at import on a machine without a GPU.
-const TORCH_NEEDS: [&str; 6] =
-    ["typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "filelock"];
-
 /// Ranks started by `torchrun` join its store.
 fn torchrun(root: &Path) -> Outcome {
     let site = root.join("target/python-torch");
     let mut o = Outcome::default();
     if !site.join("torch").exists() {
         let dir = site.display().to_string();
-        let mut args = vec!["-m", "pip", "install", "--quiet", "--target", &dir, "--no-deps"];
+        // With its dependencies: torch does not import without its CUDA libraries.
+        let mut args = vec!["-m", "pip", "install", "--quiet", "--no-compile", "--target", &dir];
         args.extend(TORCH);
-        args.extend(TORCH_NEEDS);
-        args.extend(["mpmath", "MarkupSafe", "setuptools"]);
         if !exec(root, "python3", &args, Duration::from_secs(1500)) {
             println!("torch cannot be installed here: skipped");
             o.skipped = 1;

@@ -264,3 +264,30 @@ fn wrong_tensors_are_refused() {
     })
     .unwrap();
 }
+
+/// Ten thousand replays with new inputs, and new routing for the experts, equal eager launches.
+#[test]
+fn ten_thousand_replays_equal_eager_launches() {
+    for (name, make) in all_ops() {
+        World::run_threads(ranks_for(name, 2), WorldCfg::for_tests(), |w| {
+            let (team, heap, stream) = heap_of(&w, "soak")?;
+            let (eager, captured) = (make(&heap, &stream, true)?, make(&heap, &stream, true)?);
+            stream.begin_capture()?;
+            (captured.launch)(&stream)?;
+            let graph = stream.end_capture()?.instantiate()?;
+            for round in 0..10_000u64 {
+                let seed = round << 8 | u64::from(team.rank().get());
+                fill(&captured, seed)?;
+                stream.replay(&graph)?;
+                fill(&eager, seed)?;
+                (eager.launch)(&stream)?;
+                finish(&stream, &team)?;
+                let same = eager.out.read(|a| captured.out.read(|b| a == b))??;
+                assert!(same, "{name} round {round}");
+            }
+            team.agree(true)?;
+            team.check_counters()
+        })
+        .unwrap_or_else(|e| panic!("{name}: {e}"));
+    }
+}
