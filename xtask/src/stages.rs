@@ -18,10 +18,11 @@ struct Outcome {
     downloaded: u64,
 }
 
-const STAGES: [Stage; 10] = [
+const STAGES: [Stage; 11] = [
     Stage { name: "tidy", run: tidy },
     Stage { name: "acceptance", run: acceptance },
     Stage { name: "build", run: build },
+    Stage { name: "kernels", run: kernels },
     Stage { name: "unit", run: unit },
     Stage { name: "doc", run: doc },
     Stage { name: "examples", run: examples },
@@ -178,6 +179,41 @@ fn unit(root: &Path) -> Outcome {
 
 fn doc(root: &Path) -> Outcome {
     cargo_test(root, &["--workspace", "--doc", "--no-fail-fast"])
+}
+
+/// Compiles every kernel for three architectures with the pinned NVRTC wheel; needs no GPU.
+fn kernels(root: &Path) -> Outcome {
+    let site = root.join("target/python-nvrtc");
+    let mut o = Outcome::default();
+    if !site.join("nvidia").exists() {
+        let dir = site.display().to_string();
+        let wheel = "nvidia-cuda-nvrtc==13.0.88";
+        let args = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", &dir, wheel];
+        if !exec(root, "python3", &args, Duration::from_secs(900)) {
+            println!("{wheel} cannot be installed here: skipped");
+            o.skipped = 1;
+            return o;
+        }
+        o.downloaded = size_of(&site);
+    }
+    let sources = Command::new(cargo())
+        .args(["run", "--quiet", "--package", "tilewire-kernels", "--example", "sources"])
+        .current_dir(root)
+        .output();
+    let file = root.join("target/kernels.jsonl");
+    let good = sources
+        .is_ok_and(|out| out.status.success() && std::fs::write(&file, out.stdout).is_ok())
+        && std::fs::File::open(&file).is_ok_and(|input| {
+            Command::new("python3")
+                .arg("xtask/src/compile_kernels.py")
+                .arg(&site)
+                .current_dir(root)
+                .stdin(input)
+                .status()
+                .is_ok_and(|s| s.success())
+        });
+    add(&mut o, &one(good));
+    o
 }
 
 /// Runs the facade's examples; each asserts what it shows.
