@@ -10,9 +10,8 @@ const CUDA_CAP: usize = 700;
 /// Crates in which unsafe code is forbidden at the root.
 const SAFE: [&str; 6] = ["core", "oracle", "nn", "tilewire", "cli", "boot"];
 
-/// Files that an operation's folder holds. `cuda.rs` joins them with the CUDA backend;
-/// `gemm` has no schedule and `bulk` only combines others.
-const OP_FILES: [&str; 6] = ["mod.rs", "desc.rs", "config.rs", "plan.rs", "host.rs", "tests.rs"];
+/// Files that an operation's folder holds; `gemm` has no schedule and `bulk` only combines others.
+const OP_FILES: [&str; 5] = ["mod.rs", "desc.rs", "config.rs", "plan.rs", "host.rs"];
 
 /// All tracked-looking source files below `dir`.
 pub fn files(dir: &Path, out: &mut Vec<PathBuf>) {

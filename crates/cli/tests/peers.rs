@@ -1,5 +1,5 @@
 //! The cases of other systems' test suites (`tests/peers/*.json`: source, shape, dtype, and the
-//! tolerance that the peer states), run under our rule. Rows that are too large for a CPU are
+//! tolerance that the peer states), run under our rule (one under its own, and why). Rows that are too large for a CPU are
 //! counted, and the count may not grow unseen.
 
 use std::collections::BTreeMap;
@@ -17,9 +17,20 @@ struct Peer {
     source: String,
     version: String,
     tolerance: String,
+    /// Only where our rule cannot judge yet: the peer's, and why.
+    #[serde(default)]
+    theirs: Option<Theirs>,
     #[serde(default)]
     note: Option<String>,
     rows: Vec<PeerRow>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Theirs {
+    atol: f64,
+    rtol: f64,
+    why: String,
 }
 
 #[derive(Deserialize)]
@@ -46,9 +57,9 @@ impl PeerRow {
 
 /// Work of a row that a test may do. Verification runs each row in many ways, and the reference
 /// is three plain loops.
-const LIMIT: usize = 70_000_000;
+const LIMIT: usize = 9_000_000;
 /// Rows above it: what waits for GPUs.
-const ABOVE: usize = 60;
+const ABOVE: usize = 66;
 
 fn files() -> Vec<PathBuf> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/peers");
@@ -68,13 +79,14 @@ fn peers() -> Vec<Peer> {
         .collect()
 }
 
-/// The cases of `options` on `ranks` threads; cases that became equal by their shape run once.
-fn run(ranks: usize, options: &Options) -> Vec<Row> {
+/// The cases of `options` on `ranks` threads: all of an operation, or one variant of it. Cases that
+/// became equal by their shape run once.
+fn run(ranks: usize, op: &str, options: &Options) -> Vec<Row> {
     let mut cases = verify::cases(options).unwrap();
     let mut seen = Vec::new();
     cases.retain(|c| {
         let key = (c.op.clone(), c.dtype, c.shape_text());
-        let new = !seen.contains(&key);
+        let new = !seen.contains(&key) && (!op.contains('/') || c.op == op);
         seen.push(key);
         new
     });
@@ -87,7 +99,7 @@ fn run(ranks: usize, options: &Options) -> Vec<Row> {
 
 fn options(op: &str, dtype: DType, shape: &[(&str, usize)]) -> Options {
     Options {
-        ops: vec![op.to_owned()],
+        ops: vec![op.split('/').next().unwrap_or(op).to_owned()],
         dtypes: vec![dtype],
         shape: shape.iter().map(|&(k, v)| (k.to_owned(), v)).collect(),
         seed: 7,
@@ -103,6 +115,7 @@ fn rows_of_other_suites_hold_under_our_rule() {
         assert!(!peer.version.is_empty() && !peer.tolerance.is_empty(), "{}", peer.peer);
         println!("{} ({}, {}): {}", peer.peer, peer.source, peer.version, peer.tolerance);
         peer.note.iter().for_each(|n| println!("  note: {n}"));
+        peer.theirs.iter().for_each(|t| println!("  by its own rule: {}", t.why));
         for row in &peer.rows {
             let shape: Vec<(&str, usize)> = row.shape.iter().map(|(k, &v)| (&**k, v)).collect();
             if row.work() > LIMIT {
@@ -110,7 +123,12 @@ fn rows_of_other_suites_hold_under_our_rule() {
                 continue;
             }
             let start = std::time::Instant::now();
-            for r in run(row.ranks, &options(&row.op, row.dtype.parse().unwrap(), &shape)) {
+            let options = Options {
+                atol: peer.theirs.as_ref().map(|t| t.atol),
+                rtol: peer.theirs.as_ref().map(|t| t.rtol),
+                ..options(&row.op, row.dtype.parse().unwrap(), &shape)
+            };
+            for r in run(row.ranks, &row.op, &options) {
                 assert_eq!(
                     r.wrong, 0,
                     "{}: {} {} {}: {:?}",
@@ -130,8 +148,8 @@ fn rows_of_other_suites_hold_under_our_rule() {
 #[test]
 fn sixty_five_and_more_experts() {
     for groups in [65, 129, 384] {
-        let shape = [("groups", groups), ("m", 2 * groups), ("n", 4), ("k", 3)];
-        for r in run(1, &options("grouped_gemm", DType::F32, &shape)) {
+        let shape = [("groups", groups), ("m", 2 * groups)];
+        for r in run(1, "grouped_gemm", &options("grouped_gemm", DType::BF16, &shape)) {
             assert_eq!(r.wrong, 0, "{groups}: {:?}", r.note);
         }
     }
@@ -144,7 +162,7 @@ fn tolerances_given_by_hand_are_used() {
     let shape = [("m", 9), ("n", 8), ("k", 31)];
     let wrong = |atol, rtol| -> u64 {
         let o = Options { atol, rtol, ..options("ag_gemm", DType::BF16, &shape) };
-        run(1, &o).iter().map(|r| r.wrong).sum()
+        run(1, "ag_gemm", &o).iter().map(|r| r.wrong).sum()
     };
     assert_eq!(wrong(None, None), 0);
     assert!(wrong(Some(0.0), None) > 0 && wrong(None, Some(1e-9)) > 0);
