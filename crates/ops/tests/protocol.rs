@@ -129,33 +129,6 @@ fn tamper_with((name, make): (&str, Make)) {
     }
 }
 
-/// Replays with changing inputs equal eager launches, bit for bit.
-#[test]
-fn captured_replays_equal_eager_launches() {
-    for (name, make) in all_ops() {
-        World::run_threads(ranks_for(name, 3), WorldCfg::for_tests(), |w| {
-            let (team, heap, stream) = heap_of(&w, "graph")?;
-            let (eager, captured) = (make(&heap, &stream, true)?, make(&heap, &stream, true)?);
-            stream.begin_capture()?;
-            (captured.launch)(&stream)?;
-            let graph = stream.end_capture()?.instantiate()?;
-            for round in 0..40u64 {
-                let seed = round << 8 | u64::from(team.rank().get());
-                fill(&eager, seed)?;
-                fill(&captured, seed)?;
-                (eager.launch)(&stream)?;
-                stream.replay(&graph)?;
-                finish(&stream, &team)?;
-                let same = eager.out.read(|a| captured.out.read(|b| a == b))??;
-                assert!(same, "{name} round {round}");
-            }
-            team.agree(true)?;
-            team.check_counters()
-        })
-        .unwrap_or_else(|e| panic!("{name}: {e}"));
-    }
-}
-
 /// Launch and capture before `prepare` are errors on the host, before anything is queued.
 #[test]
 fn nothing_runs_before_prepare() {
@@ -265,29 +238,40 @@ fn wrong_tensors_are_refused() {
     .unwrap();
 }
 
-/// Ten thousand replays with new inputs, and new routing for the experts, equal eager launches.
+/// `rounds` replays with new inputs (new routing for the experts), each beside an eager launch.
+fn replays_equal_eager(name: &str, make: Make, ranks: usize, rounds: u64) {
+    World::run_threads(ranks, WorldCfg::for_tests(), |w| {
+        let (team, heap, stream) = heap_of(&w, "graph")?;
+        let (eager, captured) = (make(&heap, &stream, true)?, make(&heap, &stream, true)?);
+        stream.begin_capture()?;
+        (captured.launch)(&stream)?;
+        let graph = stream.end_capture()?.instantiate()?;
+        for round in 0..rounds {
+            let seed = round << 8 | u64::from(team.rank().get());
+            fill(&eager, seed)?;
+            fill(&captured, seed)?;
+            (eager.launch)(&stream)?;
+            stream.replay(&graph)?;
+            finish(&stream, &team)?;
+            let same = eager.out.read(|a| captured.out.read(|b| a == b))??;
+            assert!(same, "{name} round {round}");
+        }
+        team.agree(true)?;
+        team.check_counters()
+    })
+    .unwrap_or_else(|e| panic!("{name}: {e}"));
+}
+
+#[test]
+fn captured_replays_equal_eager_launches() {
+    for (name, make) in all_ops() {
+        replays_equal_eager(name, make, ranks_for(name, 3), 40);
+    }
+}
+
 #[test]
 fn ten_thousand_replays_equal_eager_launches() {
     for (name, make) in all_ops() {
-        World::run_threads(ranks_for(name, 2), WorldCfg::for_tests(), |w| {
-            let (team, heap, stream) = heap_of(&w, "soak")?;
-            let (eager, captured) = (make(&heap, &stream, true)?, make(&heap, &stream, true)?);
-            stream.begin_capture()?;
-            (captured.launch)(&stream)?;
-            let graph = stream.end_capture()?.instantiate()?;
-            for round in 0..10_000u64 {
-                let seed = round << 8 | u64::from(team.rank().get());
-                fill(&captured, seed)?;
-                stream.replay(&graph)?;
-                fill(&eager, seed)?;
-                (eager.launch)(&stream)?;
-                finish(&stream, &team)?;
-                let same = eager.out.read(|a| captured.out.read(|b| a == b))??;
-                assert!(same, "{name} round {round}");
-            }
-            team.agree(true)?;
-            team.check_counters()
-        })
-        .unwrap_or_else(|e| panic!("{name}: {e}"));
+        replays_equal_eager(name, make, ranks_for(name, 2), 10_000);
     }
 }

@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use tilewire_core::Rank;
 
-use crate::common::{Algo, OverlapConfig};
-use crate::common::{part, range_of};
+use crate::common::{Algo, OverlapConfig, chunk_rows};
 
 /// One step of the compute lane.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -24,13 +23,6 @@ pub enum AgTask {
         /// Columns of the product.
         cols: Range<usize>,
     },
-}
-
-/// Rows of chunk `chunk` of `src`, global.
-pub fn chunk_rows(rows: &[usize], src: Rank, chunk: usize, num: usize) -> Range<usize> {
-    let shard = range_of(rows, src);
-    let p = part(shard.len(), chunk, num);
-    shard.start + p.start..shard.start + p.end
 }
 
 /// Row tiles that are swept together over all columns, so that W is read from cache.
@@ -97,6 +89,7 @@ fn raster(rows: &Range<usize>, n: usize, block_m: usize, block_n: usize, out: &m
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::common::range_of;
     use proptest::prelude::*;
 
     proptest! {

@@ -7,9 +7,9 @@ use tilewire_core::{Rank, Result};
 use tilewire_symm::{Signals, SymBuf};
 
 use super::AgGemmDesc;
-use super::config::{AgTask, chunk_rows};
+use super::config::AgTask;
 use super::plan::{AgGemmInputs, CREDIT, DATA};
-use crate::common::{Launch, OverlapConfig, narrow_into, range_of, wide};
+use crate::common::{Launch, OverlapConfig, chunk_rows, narrow_into, range_of, wide};
 use crate::gemm::BOrder;
 use crate::gemm::host::{Mat, activate_row, matmul};
 

@@ -11,4 +11,4 @@ pub use check::expect_tensor;
 pub(crate) use check::{narrow_into, wide};
 pub use overlap::{Algo, Candidate, Explain, Machine, OverlapConfig};
 pub use shards::Shards;
-pub(crate) use shards::{part, range_of};
+pub(crate) use shards::{chunk_rows, part, range_of};

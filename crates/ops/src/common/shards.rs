@@ -56,6 +56,13 @@ pub(crate) fn part(rows: usize, i: usize, n: usize) -> Range<usize> {
     at(i)..at(i + 1)
 }
 
+/// Global rows of chunk `chunk` of `num` of `owner`'s shard.
+pub(crate) fn chunk_rows(rows: &[usize], owner: Rank, chunk: usize, num: usize) -> Range<usize> {
+    let shard = range_of(rows, owner);
+    let p = part(shard.len(), chunk, num);
+    shard.start + p.start..shard.start + p.end
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

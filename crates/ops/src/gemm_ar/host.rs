@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tilewire_core::Result;
 use tilewire_symm::{Signals, SymBuf};
 
-use super::config::chunk_rows;
+use super::config::arrivals;
 use crate::gemm_rs::host::Run as Scatter;
 use crate::gemm_rs::{CREDIT, DATA};
 
@@ -46,13 +46,10 @@ impl Run {
             }
             Ok(())
         })?;
-        for chunk in 0..self.chunks {
-            for src in ctx.team().peers() {
-                ctx.wait(src, self.signals.slot(DATA), 1, "returned")?;
-                let r = chunk_rows(&s.rows, src, chunk, self.chunks);
-                let at = self.gather.range(r.start * row, r.len() * row);
-                s.t.out.write(|o| ctx.read_local(at, &mut o[r.start * row..r.end * row]))?;
-            }
+        for (src, r) in arrivals(ctx.rank(), &s.rows, self.chunks) {
+            ctx.wait(src, self.signals.slot(DATA), 1, "returned")?;
+            let at = self.gather.range(r.start * row, r.len() * row);
+            s.t.out.write(|o| ctx.read_local(at, &mut o[r.start * row..r.end * row]))?;
         }
         Ok(())
     }
