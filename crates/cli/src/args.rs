@@ -168,6 +168,9 @@ pub struct TrainArgs {
     /// Learning rate.
     #[arg(long, default_value_t = 4e-3)]
     pub lr: f64,
+    /// First measure what share of the communication the projections hide (needs --tp > 1).
+    #[arg(long)]
+    pub calibrate: bool,
     /// Write one JSON object per step to this file.
     #[arg(long)]
     pub metrics: Option<PathBuf>,

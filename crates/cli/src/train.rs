@@ -95,6 +95,9 @@ impl Job<'_> {
         if let Some(path) = &args.resume {
             checkpoint::load(&mut t, path)?;
         }
+        if args.calibrate {
+            t.calibrate()?;
+        }
         if first {
             say(format_args!(
                 "{} parameters, {} ranks (dp {} x cp {} x tp {}), batch {} x {} bytes, {:.1} MB symmetric memory a rank",
@@ -169,6 +172,7 @@ struct Output {
     svg: Option<std::path::PathBuf>,
     losses: Vec<f64>,
     rates: Vec<f64>,
+    hidden: Option<f64>,
 }
 
 impl Output {
@@ -186,12 +190,13 @@ impl Output {
             None => None,
         };
         let svg = args.svg.clone().filter(|_| first);
-        Ok(Self { bar, first, metrics, svg, losses: Vec::new(), rates: Vec::new() })
+        Ok(Self { bar, first, metrics, svg, losses: Vec::new(), rates: Vec::new(), hidden: None })
     }
 
     fn step(&mut self, r: &StepReport) -> Result<()> {
         self.losses.push(r.loss);
         self.rates.push(r.tokens_per_s);
+        self.hidden = r.hidden;
         self.bar.set_position(r.step as u64 + 1);
         self.bar.set_message(format!("loss {:.4}  {:.0} bytes/s", r.loss, r.tokens_per_s));
         if self.first && self.bar.is_hidden() && r.step.is_multiple_of(10) {
@@ -220,11 +225,12 @@ impl Output {
         if let (true, Some(a), Some(b)) = (self.first, self.losses.first(), self.losses.last()) {
             self.rates.sort_by(f64::total_cmp);
             say(format_args!(
-                "{} steps in {:.1} s: loss {a:.4} -> {b:.4} ({:.0} % lower), {:.0} bytes/s, hidden share: not calibrated",
+                "{} steps in {:.1} s: loss {a:.4} -> {b:.4} ({:.0} % lower), {:.0} bytes/s, hidden share: {}",
                 self.losses.len(),
                 start.elapsed().as_secs_f64(),
                 100.0 * (1.0 - b / a),
-                self.rates[self.rates.len() / 2]
+                self.rates[self.rates.len() / 2],
+                self.hidden.map_or("not calibrated".to_owned(), |h| format!("{:.0} %", 100.0 * h))
             ));
         }
         Ok(())

@@ -166,6 +166,21 @@ fn checkpoint_resume_generate_trace_and_curve() {
 }
 
 #[test]
+fn the_hidden_share_is_null_until_it_is_calibrated() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let train = ["train", "--task", "copy", "--steps", "1", "--ranks", "2", "--metrics", "m"];
+    let hidden = |rest: &[&str]| {
+        good(d, &with(&train, rest));
+        let text = std::fs::read_to_string(d.join("m")).unwrap();
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()["hidden"].clone()
+    };
+    assert!(hidden(&["--tp", "2"]).is_null());
+    assert!(hidden(&["--tp", "2", "--calibrate"]).is_f64());
+    assert!(hidden(&["--calibrate"]).is_null(), "nothing is communicated by projections at tp 1");
+}
+
+#[test]
 fn bad_input_is_explained() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();

@@ -64,6 +64,8 @@ pub struct Rows {
 pub struct Comm {
     /// Everybody.
     pub world: LiveTeam,
+    /// Ranks that divide heads and projections.
+    pub tp: LiveTeam,
     /// Ranks that share a tp coordinate: they hold the same shards.
     pub shard: LiveTeam,
     /// Rows of this rank.
@@ -173,6 +175,7 @@ impl Comm {
         let sum_shard = Sum::new(lens.1, &shard_heap, &stream)?;
         Ok(Self {
             world: everyone,
+            tp,
             shard,
             rows,
             qkv,

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod attn;
+pub mod calibrate;
 pub mod checkpoint;
 pub mod comm;
 pub mod config;

@@ -45,12 +45,24 @@ pub struct Trainer {
     pub cfg: TrainCfg,
     /// Number of the next step.
     pub step: usize,
+    /// Share of communication that is hidden, once calibrated.
+    pub hidden: Option<f64>,
 }
 
 impl Trainer {
     /// A trainer at step 0.
     pub fn new(model: Model, cfg: TrainCfg) -> Self {
-        Self { model, cfg, step: 0 }
+        Self { model, cfg, step: 0, hidden: None }
+    }
+
+    /// Collective: measures the share of communication that is hidden (see
+    /// [`crate::calibrate::hidden_share`]); later reports carry it.
+    ///
+    /// # Errors
+    /// The fault of a team.
+    pub fn calibrate(&mut self) -> Result<()> {
+        self.hidden = crate::calibrate::hidden_share(&self.model.comm, &self.model.params)?;
+        Ok(())
     }
 
     /// One step on global batch number `self.step`. Collective. The optimizer's step is taken by
@@ -86,7 +98,7 @@ impl Trainer {
             grad_norm: norm,
             lr: self.cfg.optim.rate(self.step),
             tokens_per_s: self.model.cfg.tokens() as f64 / start.elapsed().as_secs_f64(),
-            hidden: None,
+            hidden: self.hidden,
         };
         self.step += 1;
         Ok(report)
