@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use table::*;
 use tilewire_core::*;
-use tilewire_device::Tensor;
+use tilewire_device::{Stream, Tensor};
 use tilewire_ops::Algo;
 use tilewire_ops::ag_gemm::*;
 use tilewire_ops::common::OverlapConfig;
+use tilewire_ops::ep::*;
 use tilewire_symm::*;
 
 /// Two launches of `make` on every rank; the outputs as bits.
@@ -273,5 +274,58 @@ fn captured_replays_equal_eager_launches() {
 fn ten_thousand_replays_equal_eager_launches() {
     for (name, make) in all_ops() {
         replays_equal_eager(name, make, ranks_for(name, 2), 10_000);
+    }
+}
+
+/// Routing that cannot be: an expert that does not exist, another number of tokens, copies beyond
+/// the capacity.
+#[test]
+fn impossible_routing_is_explained() {
+    let world = |f: fn(&LiveTeam, &EpPlan, &Stream) -> Result<()>, overflow| {
+        World::run_threads(2, WorldCfg::for_tests(), |w| {
+            let (team, heap, stream) = heap_of(&w, "ep")?;
+            let desc = EpDesc { overflow, capacity: 4, ..EpDesc::new(2, 4, 4, N, 2) };
+            let plan = EpPlan::new(desc, &heap)?;
+            plan.prepare(&stream)?;
+            f(&team, &plan, &stream)
+        })
+    };
+    let e = world(
+        |team, plan, s| {
+            let bad = if team.rank().get() == 0 { 4 } else { 3 };
+            let idx = Tensor::from_slice(&[0i64, 1, 2, bad], Shape::d2(2, 2))?;
+            plan.route(s, &idx, None, &plan.handle())?.wait().map(|_| ())
+        },
+        Overflow::Drop,
+    )
+    .unwrap_err();
+    assert!(e.to_string().contains("names an expert that does not exist"), "{e}");
+    let e = world(
+        |_, plan, s| {
+            let idx = Tensor::from_slice(&[0i64, 1, 2, 3], Shape::d2(2, 2))?;
+            let h = plan.route(s, &idx, None, &plan.handle())?.wait()?;
+            let recv = EpDispatch { x: out(4, N), scales: None, weights: None };
+            plan.dispatch(s, &h, &zeros(3, N), (None, None), &recv)?.wait().map(|_| ())
+        },
+        Overflow::Drop,
+    )
+    .unwrap_err();
+    assert!(e.to_string().contains("expected 2 tokens, got 3 tokens"), "{e}");
+    // Eight copies for rank 0, which has four rows.
+    for (overflow, fails) in [(Overflow::Drop, false), (Overflow::Error, true)] {
+        let done = world(
+            |_, plan, s| {
+                let idx = Tensor::from_slice(&[0i64, 1, 1, 0], Shape::d2(2, 2))?;
+                let h = plan.route(s, &idx, None, &plan.handle())?.wait()?;
+                assert_eq!(h.totals().dropped, [4, 0]);
+                h.check()
+            },
+            overflow,
+        );
+        assert_eq!(done.is_err(), fails);
+        if let Err(e) = done {
+            let t = e.to_string();
+            assert!(t.contains("at most 4 rows") && t.contains("4 copies too many"), "{t}");
+        }
     }
 }

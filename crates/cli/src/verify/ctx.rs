@@ -53,7 +53,7 @@ impl Ctx {
         })
     }
 
-    /// A random matrix, uniform in [-1, 1), rounded to `dtype`. Equal on all ranks.
+    /// A random matrix, standard normal, rounded to `dtype`. Equal on all ranks.
     pub fn random(&mut self, rows: usize, cols: usize, dtype: DType) -> Mat {
         Mat::random(&mut self.rng, rows, cols).rounded(dtype)
     }

@@ -236,7 +236,7 @@ fn finish(
     let y_t = tensor(&y[me], d.out)?;
     let tokens = b.x[me].rows;
     let bound = Bound { out: d.out, wire: d.out, acc: DType::F32, num_partials: size, k: d.top_k };
-    let mag_of = |rows: usize| Mat::from_fn(rows, d.hidden, |_, _| d.top_k as f64);
+    let abs = |m: &[Mat]| m.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>();
     for weighted in [false, true] {
         let w_t = weighted.then(|| recv.weights.clone()).flatten();
         let oracle_w = weighted.then_some(&b.w[..]);
@@ -245,7 +245,9 @@ fn finish(
         ctx.timed(|s| plan.combine(s, handle, &y_t, w_t.as_ref(), &out))?;
         ctx.traffic("ep_combine", &before, &plan.predict(handle)?.2);
         let want = oracle::combine(&b.layout, &y, oracle_w).swap_remove(me);
-        ctx.compare("combine", &out, &want, &mag_of(tokens), &bound)?;
+        let abs_w = oracle_w.map(abs);
+        let mag = oracle::combine(&b.layout, &abs(&y), abs_w.as_deref()).swap_remove(me);
+        ctx.compare("combine", &out, &want, &mag, &bound)?;
 
         let before = ctx.team.traffic();
         let dy = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.hidden));
@@ -255,7 +257,7 @@ fn finish(
         ctx.timed(|s| plan.combine_bwd(s, handle, &d_out, extra, &dy))?;
         ctx.traffic("ep_combine_bwd", &before, &plan.predict(handle)?.1);
         let want = oracle::combine_bwd(&b.layout, &y, oracle_w, &b.d_out);
-        let mag = Mat::from_fn(d.capacity, d.hidden, |_, _| 1.0);
+        let mag = want.dy[me].map(f64::abs);
         ctx.compare("combine_bwd", &dy, &want.dy[me], &mag, &Bound::local(d.out, 1))?;
         if weighted {
             // Per received row here, per (token, choice) in the oracle: send them home below.
@@ -276,32 +278,34 @@ fn finish(
             })?;
             ctx.traffic("ep_dispatch_bwd", &before, &plan.predict(handle)?.2);
             if let Some(w) = &want.dw {
-                let mag = Mat::from_fn(tokens, d.top_k, |_, _| d.hidden as f64);
+                let mag = oracle::combine_bwd(&b.layout, &abs(&y), oracle_w, &abs(&b.d_out)).dw;
+                let mag = mag.map_or_else(|| w[me].clone(), |mut m| m.swap_remove(me));
                 ctx.compare("dw", &dw_home, &w[me], &mag, &Bound::local(DType::F32, d.hidden))?;
             }
-            let want = match d.layout {
-                EpLayout::ExpertMajor { .. } => {
-                    oracle::dispatch_bwd(&b.layout, &d_recv, None).dx.swap_remove(me)
-                }
-                _ => {
-                    let flat: Vec<_> = oracle::flat(&b.layout);
-                    let rows: Vec<_> = flat.iter().map(|f| f.rows.clone()).collect();
-                    let used: Vec<Mat> = rows
-                        .iter()
-                        .zip(&d_recv)
-                        .map(|(r, m)| match d.layout {
-                            EpLayout::RankMajor { .. } => dense(r, m, d.max_tokens, size),
-                            _ => m.slice_rows(0..r.len()),
-                        })
-                        .collect();
-                    let tokens: Vec<usize> = b.x.iter().map(|x| x.rows).collect();
-                    oracle::combine_copies(&rows, &used, &tokens).swap_remove(me)
-                }
-            };
-            ctx.compare("dispatch_bwd", &dx, &want, &mag_of(tokens), &bound)?;
+            let home = |d_recv: &[Mat]| rows_home(&d, b, d_recv).swap_remove(me);
+            ctx.compare("dispatch_bwd", &dx, &home(&d_recv), &home(&abs(&d_recv)), &bound)?;
         }
     }
     Ok(())
+}
+
+/// What the backward of dispatch gives each rank: the sum of the gradients of each token's rows.
+fn rows_home(d: &EpDesc, b: &Batch, d_recv: &[Mat]) -> Vec<Mat> {
+    if matches!(d.layout, EpLayout::ExpertMajor { .. }) {
+        return oracle::dispatch_bwd(&b.layout, d_recv, None).dx;
+    }
+    let rows: Vec<_> = oracle::flat(&b.layout).iter().map(|f| f.rows.clone()).collect();
+    let size = d_recv.len();
+    let used: Vec<Mat> = rows
+        .iter()
+        .zip(d_recv)
+        .map(|(r, m)| match d.layout {
+            EpLayout::RankMajor { .. } => dense(r, m, d.max_tokens, size),
+            _ => m.slice_rows(0..r.len()),
+        })
+        .collect();
+    let tokens: Vec<usize> = b.x.iter().map(|x| x.rows).collect();
+    oracle::combine_copies(&rows, &used, &tokens)
 }
 
 /// Rows of the rank-major layout that hold records, in flat order.

@@ -102,6 +102,14 @@ fn one(ctx: &mut Ctx, case: &Case, round: usize, activation: Activation) -> Resu
     plan.check()
 }
 
+fn abs(m: &Mat) -> Mat {
+    m.map(f64::abs)
+}
+
+fn all(m: &[Mat]) -> Vec<Mat> {
+    m.iter().map(abs).collect()
+}
+
 /// Rows beyond the groups: zero, or untouched.
 fn tail(ctx: &mut Ctx, what: &str, plan: &GroupedGemmPlan, t: &Tensor, used: usize) -> Result<()> {
     let rest = t.rows(used, plan.desc().capacity - used)?;
@@ -135,10 +143,20 @@ fn fprop(
     let swiglu = d.activation == Activation::SwiGlu;
     let act = if swiglu { gemm_oracle::Activation::SwiGlu } else { gemm_oracle::Activation::None };
     let want = gemm_oracle::activate(act, &z);
-    let most = (d.k + 1) as f64;
-    let flat = |m: &Mat, v: f64| m.map(|_| v);
-    ctx.compare("aux", &aux.rows(0, used)?, &z, &flat(&z, most), &Bound::local(d.out, d.k))?;
-    let mag = flat(&want, if swiglu { 1.2 * most * most } else { most });
+    let bias = p.bias.map(f64::abs);
+    let tail_zero = oracle::Tail::Zero;
+    let z_mag = oracle::grouped_fprop(&abs(&p.x), &all(&p.w), Some(&bias), &p.splits, tail_zero)
+        .slice_rows(0..used);
+    ctx.compare("aux", &aux.rows(0, used)?, &z, &z_mag, &Bound::local(d.out, d.k))?;
+    // SwiGLU: the error of each factor times the other; its slope is below 1.1.
+    let half = d.n / 2;
+    let mag = match swiglu {
+        false => z_mag.clone(),
+        true => Mat::from_fn(used, half, |r, c| {
+            let (g, u) = (z.at(r, c).abs(), z.at(r, half + c).abs());
+            1.1 * (u * z_mag.at(r, c) + (g + 1.0) * z_mag.at(r, half + c))
+        }),
+    };
     ctx.compare("fprop", &out.rows(0, used)?, &want, &mag, &Bound::local(d.out, d.k))?;
     tail(ctx, "fprop", plan, &out, used)?;
     if swiglu {
@@ -148,13 +166,11 @@ fn fprop(
         ctx.timed(|st| plan.dactivation(st, s, &dy_t, &aux, &dz))?;
         let saved = Mat::from_f32(used, d.n, &aux.rows(0, used)?.to_f32()?);
         let want = gemm_oracle::activate_bwd(act, &saved, &dy.slice_rows(0..used));
-        ctx.compare(
-            "dactivation",
-            &dz.rows(0, used)?,
-            &want,
-            &flat(&want, 2.0 * most),
-            &Bound::local(d.out, 1),
-        )?;
+        let mag = Mat::from_fn(used, d.n, |r, c| {
+            let (g, u) = (saved.at(r, c % half).abs(), saved.at(r, half + c % half).abs());
+            2.0 * dy.at(r, c % half).abs() * (1.0 + g) * (1.0 + u)
+        });
+        ctx.compare("dactivation", &dz.rows(0, used)?, &want, &mag, &Bound::local(d.out, 1))?;
     }
     Ok(())
 }
@@ -177,7 +193,8 @@ fn dgrad(
     ctx.timed(|st| plan.dgrad(st, t))?;
     let want =
         oracle::grouped_dgrad(&p.dy, &p.w, &p.splits, oracle::Tail::Zero).slice_rows(0..used);
-    let mag = want.map(|_| d.n as f64);
+    let mag = oracle::grouped_dgrad(&abs(&p.dy), &all(&p.w), &p.splits, oracle::Tail::Zero)
+        .slice_rows(0..used);
     ctx.compare("dgrad", &dx.rows(0, used)?, &want, &mag, &Bound::local(d.out, d.n))?;
     tail(ctx, "dgrad", plan, &dx, used)
 }
@@ -210,10 +227,12 @@ fn wgrad(
     ctx.timed(|st| plan.wgrad(st, t))?;
     let acc = oracle::Accumulate { c: &before, mask: &mask };
     let want = Mat::vstack(&oracle::grouped_wgrad(&p.x, &p.dy, &p.splits, Some(acc)));
-    let mag = want.map(|_| (d.capacity + 1) as f64);
+    let c = all(&before);
+    let acc = oracle::Accumulate { c: &c, mask: &mask };
+    let mag = Mat::vstack(&oracle::grouped_wgrad(&abs(&p.x), &abs(&p.dy), &p.splits, Some(acc)));
     ctx.compare("wgrad", &dw, &want, &mag, &Bound::local(DType::F32, d.capacity))?;
     let want = oracle::grouped_dbias(&p.dy, &p.splits);
-    let mag = want.map(|_| d.capacity as f64);
+    let mag = oracle::grouped_dbias(&abs(&p.dy), &p.splits);
     ctx.compare("dbias", &dbias, &want, &mag, &Bound::local(DType::F32, d.capacity))
 }
 

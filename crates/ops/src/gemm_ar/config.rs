@@ -7,17 +7,17 @@ use tilewire_core::Rank;
 use crate::common::chunk_rows;
 
 /// Reduced rows that arrive at rank `me`: chunk by chunk, as the owners finish them, sources from
-/// `me + 1` on.
+/// `me + 1` on. The flag marks the last chunk of a source.
 pub(super) fn arrivals(
     me: Rank,
     rows: &[usize],
     chunks: usize,
-) -> impl Iterator<Item = (Rank, Range<usize>)> {
+) -> impl Iterator<Item = (Rank, Range<usize>, bool)> {
     let size = rows.len();
     (0..chunks).flat_map(move |c| {
         (1..size).map(move |i| {
             let src = me.offset(i, size);
-            (src, chunk_rows(rows, src, c, chunks))
+            (src, chunk_rows(rows, src, c, chunks), c + 1 == chunks)
         })
     })
 }
@@ -40,9 +40,10 @@ mod tests {
                 let mut seen = vec![0; m];
                 range_of(&rows, me).for_each(|r| seen[r] += 1);
                 let mut sends = vec![0; rows.len()];
-                for (src, r) in arrivals(me, &rows, chunks) {
+                for (src, r, last) in arrivals(me, &rows, chunks) {
                     prop_assert!(src != me);
                     sends[src.idx()] += 1;
+                    prop_assert_eq!(last, sends[src.idx()] == chunks);
                     r.for_each(|r| seen[r] += 1);
                 }
                 prop_assert!(seen.iter().all(|&s| s == 1));

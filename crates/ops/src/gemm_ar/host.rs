@@ -46,8 +46,12 @@ impl Run {
             }
             Ok(())
         })?;
-        for (src, r) in arrivals(ctx.rank(), &s.rows, self.chunks) {
-            ctx.wait(src, self.signals.slot(DATA), 1, "returned")?;
+        for (src, r, last) in arrivals(ctx.rank(), &s.rows, self.chunks) {
+            let slot = self.signals.slot(DATA);
+            match last {
+                true => ctx.wait_last(src, slot, 1, "returned")?,
+                false => ctx.wait(src, slot, 1, "returned")?,
+            }
             let at = self.gather.range(r.start * row, r.len() * row);
             s.t.out.write(|o| ctx.read_local(at, &mut o[r.start * row..r.end * row]))?;
         }

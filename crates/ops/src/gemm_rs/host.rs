@@ -133,7 +133,7 @@ impl Run {
                         }
                     }
                     RsTask::Reduce { chunk, tiles } => {
-                        self.reduce(tiles, &w, scale, &bias)?;
+                        self.reduce(*chunk, tiles, &w, (scale, &bias))?;
                         let rows = tiles.first().map_or(0, |t| t.rows.start)
                             ..tiles.last().map_or(0, |t| t.rows.end);
                         after(*chunk, rows)?;
@@ -164,12 +164,23 @@ impl Run {
     }
 
     /// Adds all partials of my tiles in rank order (my own unrounded), the bias once, and stores.
-    fn reduce(&self, tiles: &[RsTile], w: &[f32], scale: f32, bias: &[f32]) -> Result<()> {
+    fn reduce(
+        &self,
+        chunk: usize,
+        tiles: &[RsTile],
+        w: &[f32],
+        (scale, bias): (f32, &[f32]),
+    ) -> Result<()> {
         let (ctx, d) = (&self.launch.ctx, &self.desc);
+        let chunks = self.tasks.iter().filter(|t| matches!(t, RsTask::Reduce { .. })).count();
         let own: Vec<Vec<f32>> =
             tiles.iter().map(|t| self.tile(t, w, scale)).collect::<Result<_>>()?;
         for p in ctx.team().peers() {
-            ctx.wait(p, self.signals.slot(DATA), 1, "chunk")?;
+            let slot = self.signals.slot(DATA);
+            match chunk + 1 == chunks {
+                true => ctx.wait_last(p, slot, 1, "chunk")?,
+                false => ctx.wait(p, slot, 1, "chunk")?,
+            }
         }
         ctx.compute("reduce")?;
         let first = range_of(&self.rows, ctx.rank()).start;
