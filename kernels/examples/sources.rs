@@ -4,7 +4,7 @@ use std::io::Write;
 
 fn main() -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
-    for s in [tilewire_kernels::SIGNAL] {
+    for s in tilewire_kernels::ALL {
         let escape = |t: &str| {
             t.chars()
                 .map(|c| match c {

@@ -37,6 +37,9 @@ pub const SIGNAL: Source = Source {
     kernels: &["tw_signal", "tw_bump_epoch", "tw_wait", "tw_barrier"],
 };
 
+/// Every compilation unit.
+pub const ALL: &[Source] = &[SIGNAL];
+
 #[cfg(test)]
 mod tests {
     use super::*;

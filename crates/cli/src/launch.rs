@@ -1,7 +1,5 @@
 //! `tilewire run`.
 
-use std::time::Duration;
-
 use tilewire::boot::Launch;
 use tilewire::prelude::*;
 
@@ -18,7 +16,7 @@ pub fn run(args: &RunArgs) -> Result<i32> {
     };
     let mut launch = Launch::new(args.ranks, program);
     launch.args = rest.iter().map(Into::into).collect();
-    launch.timeout = args.timeout_s.map(Duration::from_secs_f64);
+    launch.timeout = args.timeout_s.map(crate::worlds::seconds).transpose()?;
     launch.no_prefix = args.no_prefix;
     let report = launch.run()?;
     if let Some(f) = &report.first_failure {

@@ -25,6 +25,9 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     let launched = worlds::launched(&place);
     let ranks = if launched { place.size } else { args.ranks };
     let cfg = model_cfg(args)?;
+    if !(args.lr.is_finite() && args.lr > 0.0) {
+        return Err(Error::invalid(format!("--lr {}: must be a positive number", args.lr)));
+    }
     let grid = Grid::fit(ranks, args.dp, args.cp, args.tp)?;
     grid.check(&cfg)?;
     let data = match args.task {

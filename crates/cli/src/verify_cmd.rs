@@ -93,7 +93,12 @@ fn print(rows: &[Row], args: &VerifyArgs) {
             }
         } else if !args.quiet || r.wrong > 0 {
             let err = r.max_err.map_or("not finite".to_owned(), |e| format!("{e:.3e}"));
-            let state = if r.wrong == 0 { "ok" } else { "WRONG" };
+            // Without a number nothing was compared: the case could not run.
+            let state = match (r.wrong, r.max_err) {
+                (0, _) => "ok",
+                (_, None) => "ERROR",
+                _ => "WRONG",
+            };
             say(format_args!(
                 "{:<5} {:<18} {:<7} ranks={:<2} {:<18} max_err={:<10} #wrong={}",
                 state, r.op, r.dtype, r.ranks, r.shape, err, r.wrong

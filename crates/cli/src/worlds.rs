@@ -46,8 +46,17 @@ pub fn join(place: &Place, timeout_s: f64) -> Result<World> {
 /// # Errors
 /// `InvalidArgument` for a number that is not a time.
 pub fn world_cfg(timeout_s: f64) -> Result<WorldCfg> {
-    if !(timeout_s > 0.0 && timeout_s <= 1e6) {
-        return Err(Error::invalid(format!("--timeout-s {timeout_s}: must be more than 0")));
+    Ok(WorldCfg { timeout: seconds(timeout_s)?, ..WorldCfg::default() })
+}
+
+/// A time limit given on the command line.
+///
+/// # Errors
+/// `InvalidArgument` for a number that is not a time.
+pub fn seconds(s: f64) -> Result<Duration> {
+    if !(s > 0.0 && s <= 1e6) {
+        let text = format!("--timeout-s {s}: must be more than 0 and at most 1000000");
+        return Err(Error::invalid(text));
     }
-    Ok(WorldCfg { timeout: Duration::from_secs_f64(timeout_s), ..WorldCfg::default() })
+    Ok(Duration::from_secs_f64(s))
 }

@@ -196,6 +196,12 @@ fn bad_input_is_explained() {
     assert!(
         bad(d, &[&t[..], &["--generate", "", "--steps", "0"]].concat()).contains("prompt is empty")
     );
+    assert!(bad(d, &[&t[..], &["--lr", "nan"]].concat()).contains("--lr NaN"));
+    assert!(bad(d, &[&t[..], &["--lr=-1"]].concat()).contains("positive"));
+    assert!(bad(d, &[&t[..], &["--d-model", "99999999999"]].concat()).contains("1048576"));
+    assert!(
+        bad(d, &["run", "-n", "1", "--timeout-s", "nan", "--", "true"]).contains("--timeout-s")
+    );
     assert!(bad(d, &["train", "--task", "sing"]).contains("possible values: text, copy"));
     assert!(bad(d, &["verify", "--op", "nope"]).contains("one of ag_gemm"));
     assert!(bad(d, &["verify", "--dtype", "f4"]).contains("one of f64, f32"));

@@ -1,7 +1,7 @@
 //! The fault of a team: set once, seen by every node that belongs to it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError, Weak};
+use std::sync::{Mutex, OnceLock, PoisonError, Weak};
 
 use tilewire_core::{Error, Result};
 
@@ -12,7 +12,11 @@ pub struct Fault {
     flag: AtomicBool,
     error: Mutex<Option<Error>>,
     probes: Mutex<Vec<Weak<dyn Probe>>>,
+    publish: OnceLock<Publish>,
 }
+
+/// Tells others of a fault.
+type Publish = Box<dyn Fn(&Error) + Send + Sync>;
 
 /// A place that must be looked at to learn of a fault: the report of a GPU in pinned memory.
 pub trait Probe: Send + Sync {
@@ -38,11 +42,25 @@ impl Fault {
 
     /// Records `error` unless one is recorded already. Returns the recorded one.
     pub fn set(&self, error: Error) -> Error {
-        let mut slot = lock(&self.error);
-        let first = slot.get_or_insert(error).clone();
-        // Release: who sees the flag sees the error.
-        self.flag.store(true, Ordering::Release);
+        let (first, new) = {
+            let mut slot = lock(&self.error);
+            let new = slot.is_none();
+            let first = slot.get_or_insert(error).clone();
+            // Release: who sees the flag sees the error.
+            self.flag.store(true, Ordering::Release);
+            (first, new)
+        };
+        // Outside of the lock: the callback may ask for the fault.
+        if let Some(publish) = self.publish.get().filter(|_| new) {
+            publish(&first);
+        }
         first
+    }
+
+    /// Calls `f` with the first error when it is recorded, whoever records it: a failed node must
+    /// reach the peers as a failed wait does. Only the first `f` counts.
+    pub fn on_set(&self, f: impl Fn(&Error) + Send + Sync + 'static) {
+        let _first = self.publish.set(Box::new(f));
     }
 
     /// Looks at `probe` from now on whenever the fault is asked for, as long as it lives.

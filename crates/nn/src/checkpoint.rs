@@ -77,7 +77,9 @@ pub fn save(t: &Trainer, path: &Path) -> Result<()> {
             tensors.push((format!("{}.{which}", p.name), vec![p.global.0, p.global.1], values));
         }
     }
-    let part = path.with_extension("part");
+    let mut part = path.as_os_str().to_owned();
+    part.push(".part");
+    let part = std::path::PathBuf::from(part);
     let written =
         if t.model.comm.world.rank().idx() == 0 { write(t, &part, &tensors) } else { Ok(()) };
     let good = t.model.comm.world.agree(written.is_ok())?;
@@ -89,7 +91,11 @@ pub fn save(t: &Trainer, path: &Path) -> Result<()> {
         ));
     }
     if t.model.comm.world.rank().idx() == 0 {
-        fs::rename(&part, path).map_err(|e| Error::io(path.display(), e))?;
+        let io = |e| Error::io(path.display(), e);
+        fs::rename(&part, path).map_err(io)?;
+        // The new name must survive a crash as well.
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        fs::File::open(folder).and_then(|f| f.sync_all()).map_err(io)?;
     }
     t.model.comm.world.agree(true).map(|_| ())
 }
@@ -168,8 +174,9 @@ fn parse_info(path: &Path, bytes: &[u8]) -> Result<Info> {
 pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
     let bytes = read(path)?;
     let info = parse_info(path, &bytes)?;
-    let sizes =
-        |m: &ModelCfg| (m.layers, m.d_model, m.heads, m.kv_heads, m.head_dim, m.experts, m.d_ff);
+    let sizes = |m: &ModelCfg| {
+        [m.layers, m.d_model, m.heads, m.kv_heads, m.head_dim, m.experts, m.d_ff, m.top_k]
+    };
     if sizes(&info.model) != sizes(&t.model.cfg) {
         return Err(corrupt(path, "it is of another model")
             .expected(format_args!("{:?}", t.model.cfg))

@@ -78,6 +78,10 @@ impl ModelCfg {
         if sizes.contains(&0) {
             return bad("every size must be positive");
         }
+        // No size of a model for a host comes near this; beyond it products would overflow.
+        if sizes.iter().any(|&s| s > 1 << 20) {
+            return bad("no size may exceed 1048576");
+        }
         if !self.heads.is_multiple_of(self.kv_heads) {
             return bad("heads must be a multiple of kv_heads");
         }

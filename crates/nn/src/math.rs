@@ -95,7 +95,9 @@ pub fn cross_entropy(logits: &[f32], targets: &[i64], n: usize, scale: f32) -> (
             row.fill(0.0);
             continue;
         }
-        sum -= f64::from(row[t as usize].max(f32::MIN_POSITIVE)).ln();
+        let p = row[t as usize];
+        // Not `f32::max`: it would turn a NaN into a number.
+        sum -= f64::from(if p < f32::MIN_POSITIVE { f32::MIN_POSITIVE } else { p }).ln();
         row[t as usize] -= 1.0;
         row.iter_mut().for_each(|v| *v *= scale);
     }

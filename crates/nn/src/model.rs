@@ -232,6 +232,8 @@ impl Model {
         small[0] = mine as f32;
         small[1] = (mine - f64::from(small[0])) as f32;
         self.comm.sum_small.run(&self.comm.stream, &mut small)?;
-        Ok((f64::from(small[0]) + f64::from(small[1])).max(0.0).sqrt())
+        let square = f64::from(small[0]) + f64::from(small[1]);
+        // Rounding may leave a hair below zero; a NaN must stay one.
+        Ok(if square < 0.0 { 0.0 } else { square.sqrt() })
     }
 }

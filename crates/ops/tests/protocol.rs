@@ -329,3 +329,98 @@ fn impossible_routing_is_explained() {
         }
     }
 }
+
+/// One plan on two streams: its launches share receive areas, so they follow each other.
+#[test]
+fn launches_of_one_plan_on_two_streams_do_not_mix() {
+    for (name, make) in all_ops().filter(|(n, _)| !n.ends_with("hybrid")) {
+        World::run_threads(2, WorldCfg::for_tests(), |w| {
+            let (team, heap, first) = heap_of(&w, "streams")?;
+            let second = Stream::new("second")?;
+            let (alone, mixed) = (make(&heap, &first, true)?, make(&heap, &first, true)?);
+            for round in 0..50u64 {
+                let seed = round << 8 | u64::from(team.rank().get());
+                fill(&alone, seed)?;
+                fill(&mixed, seed)?;
+                (alone.launch)(&first)?;
+                finish(&first, &team)?;
+                // The same inputs twice, on two streams at once.
+                (mixed.launch)(&first)?;
+                (mixed.launch)(&second)?;
+                finish(&first, &team)?;
+                finish(&second, &team)?;
+                let same = alone.out.read(|a| mixed.out.read(|b| a == b))??;
+                assert!(same, "{name} round {round}");
+            }
+            team.agree(true)?;
+            team.check_counters()
+        })
+        .unwrap_or_else(|e| panic!("{name}: {e}"));
+    }
+}
+
+/// An error inside a node reaches the peers at once, not at their deadline.
+#[test]
+fn a_failed_node_ends_the_peers_waits_at_once() {
+    let start = Instant::now();
+    let e = World::run_threads(2, WorldCfg::default(), |w| {
+        let (team, heap, stream) = heap_of(&w, "ep")?;
+        let plan = EpPlan::new(EpDesc::new(2, 4, 4, N, 2), &heap)?;
+        plan.prepare(&stream)?;
+        let bad = if team.rank().get() == 0 { 99 } else { 3 };
+        let idx = Tensor::from_slice(&[0i64, 1, 2, bad], Shape::d2(2, 2))?;
+        let routed = plan.route(&stream, &idx, None, &plan.handle())?.wait();
+        let e = routed.map(|_| ()).unwrap_err();
+        let want = if bad == 99 { ErrorKind::InvalidArgument } else { ErrorKind::Aborted };
+        assert_eq!(e.kind(), want, "{e}");
+        Err::<(), _>(e)
+    })
+    .unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(5), "{e}");
+}
+
+/// A launch that is refused halfway ends: nothing of it waits for ever, on this rank or others.
+#[test]
+fn a_launch_that_is_refused_halfway_ends_everywhere() {
+    let start = Instant::now();
+    World::run_threads(2, WorldCfg::default(), |w| {
+        let (team, heap, stream) = heap_of(&w, "refused")?;
+        let op = table::OPS.iter().find(|(n, _)| *n == "gemm_rs pipelined").unwrap().1;
+        let op = op(&heap, &stream, true)?;
+        fill(&op, 1)?;
+        let broken = Stream::new("broken")?;
+        let on = if team.rank().get() == 0 {
+            broken.launch(tilewire_device::Node::new("bad", || Err(Error::invalid("before"))))?;
+            while broken.check().is_ok() {
+                std::thread::yield_now();
+            }
+            &broken
+        } else {
+            &stream
+        };
+        let e = (op.launch)(on).and_then(|()| finish(on, &team)).unwrap_err();
+        assert!(team.check().is_err(), "{e}");
+        // The copy stream of the heap is free again.
+        heap.copy_stream()?.synchronize()
+    })
+    .unwrap();
+    assert!(start.elapsed() < Duration::from_secs(5));
+}
+
+/// Ranks whose outputs differ in type would exchange raw bits.
+#[test]
+fn output_types_that_differ_are_a_mismatch() {
+    let e = World::run_threads(2, WorldCfg::for_tests(), |w| {
+        let (team, heap, stream) = heap_of(&w, "types")?;
+        let mut desc = tilewire_ops::gemm_rs::GemmRsDesc::new(M, N, K, DType::F32);
+        desc.out = if team.rank().get() == 0 { DType::BF16 } else { DType::F16 };
+        let plan = tilewire_ops::gemm_ar::GemmArPlan::new(
+            tilewire_ops::gemm_ar::GemmArDesc(desc),
+            &heap,
+            None,
+        )?;
+        plan.prepare(&stream)
+    })
+    .unwrap_err();
+    assert!(e.is_mismatch() || e.kind() == ErrorKind::Aborted, "{e}");
+}

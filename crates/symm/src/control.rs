@@ -6,7 +6,7 @@
 //! 0x00c0  host abort u64                   set by the owner's own monitor thread
 //! 0x0100  abort[64] u64                    slot i is written by rank i
 //! 0x0300  report[8] u64                    why the owner aborted; first writer wins
-//! 0x0340  heartbeat u64
+//! 0x0340  last two prepares: { sequence u64, fingerprint u64 }
 //! 0x1000  barrier inbox[64 channels][64] u64
 //! 0x9000  signals[NUM_SIGNALS][size] { count u64, tag u64 }
 //! ....    flight recorder
@@ -39,6 +39,7 @@ const OFF_SLEEPERS: usize = 0x84;
 const OFF_HOST_ABORT: usize = 0xc0;
 pub(crate) const OFF_ABORT: usize = 0x100;
 const OFF_REPORT: usize = 0x300;
+const OFF_PREPARE: usize = 0x340;
 pub(crate) const OFF_INBOX: usize = 0x1000;
 /// Bytes of one barrier channel in the inbox.
 pub(crate) const INBOX_ROW: usize = 64 * 8;
@@ -110,6 +111,12 @@ impl Control {
     pub fn report_word(&self, page: Rank, i: usize) -> &AtomicU64 {
         assert!(i < 8, "a report has 8 words");
         self.map.word(page.idx(), OFF_REPORT + 8 * i)
+    }
+
+    /// Sequence number (0 and 2) and fingerprint (1 and 3) of the owner's last two prepares.
+    pub fn prepare_word(&self, page: Rank, i: usize) -> &AtomicU64 {
+        assert!(i < 4, "two prepares have 4 words");
+        self.map.word(page.idx(), OFF_PREPARE + 8 * i)
     }
 
     pub fn inbox(&self, page: Rank, channel: usize, writer: Rank) -> &AtomicU64 {

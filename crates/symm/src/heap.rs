@@ -269,7 +269,10 @@ impl Heap {
 
     /// Notes that a buffer was dropped; `collect` returns it.
     pub(crate) fn note_dropped(&self, offset: usize, len_bytes: usize) {
-        lock(&self.0.dropped).push((offset, len_bytes));
+        // A buffer of no bytes took no space, and its place is not its own.
+        if len_bytes > 0 {
+            lock(&self.0.dropped).push((offset, len_bytes));
+        }
     }
 
     pub(crate) fn same(&self, other: &Heap) -> bool {

@@ -3,7 +3,7 @@
 //! Lives in the control page. An entry is 24 words; the sequence number is written last
 //! (release) and read first (acquire), so a reader never sees a half-written entry as valid.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use serde::{Deserialize, Serialize};
 use tilewire_core::Rank;
@@ -71,7 +71,9 @@ pub(crate) fn write(ctl: &Control, me: Rank, seq: u64, kind: EntryKind, fp: u64,
     let at = base(seq);
     let put = |i: usize, v: u64| ctl.recorder_word(me, at + 8 * i).store(v, Ordering::Relaxed);
     // A reader that finds 0 or another number here treats the entry as not there.
-    ctl.recorder_word(me, at).store(0, Ordering::Release);
+    ctl.recorder_word(me, at).store(0, Ordering::Relaxed);
+    // Keeps the stores below behind that one.
+    fence(Ordering::Release);
     put(
         1,
         match kind {
@@ -118,8 +120,9 @@ pub(crate) fn read(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
         text.extend_from_slice(&get(i).to_le_bytes());
     }
     text.truncate(text.iter().rposition(|&b| b != 0).map_or(0, |p| p + 1));
-    // Overwritten while we read it?
-    if ctl.recorder_word(rank, at).load(Ordering::Acquire) != seq {
+    // Overwritten while we read it? The fence keeps the loads above before this one.
+    fence(Ordering::Acquire);
+    if ctl.recorder_word(rank, at).load(Ordering::Relaxed) != seq {
         return None;
     }
     Some(Entry {
@@ -133,5 +136,33 @@ pub(crate) fn read(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
         },
         fingerprint,
         text: String::from_utf8_lossy(&text).into_owned(),
+    })
+}
+
+/// Notes a prepare where later launches cannot overwrite it.
+///
+/// Two are kept: a rank that has passed prepare k may record k + 1 before I have looked at k, but not
+/// k + 2, because that needs my k + 1, which I record after I have seen k.
+pub(crate) fn write_prepare(ctl: &Control, me: Rank, seq: u64, fp: u64) {
+    let word = |i| ctl.prepare_word(me, i);
+    let older =
+        if word(0).load(Ordering::Relaxed) <= word(2).load(Ordering::Relaxed) { 0 } else { 2 };
+    // Not there while it changes.
+    word(older).store(0, Ordering::Relaxed);
+    fence(Ordering::Release);
+    word(older + 1).store(fp, Ordering::Relaxed);
+    word(older).store(seq, Ordering::Release);
+}
+
+/// Prepare number `seq` of `rank`, if it is one of its last two.
+pub(crate) fn read_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
+    let word = |i| ctl.prepare_word(rank, i);
+    let at = [0, 2].into_iter().find(|&i| word(i).load(Ordering::Acquire) == seq)?;
+    Some(Entry {
+        seq,
+        kind: EntryKind::Prepare,
+        state: EntryState::Done,
+        fingerprint: word(at + 1).load(Ordering::Relaxed),
+        text: "(a prepare whose words are no longer recorded)".to_owned(),
     })
 }

@@ -164,7 +164,7 @@ impl LiveTeam {
             ctl.check(r, id, generation)?;
         }
         let counters = |n: usize| (0..n).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-        Ok(Self(Arc::new(TeamInner {
+        let inner = Arc::new(TeamInner {
             id,
             generation,
             ctl,
@@ -186,7 +186,14 @@ impl LiveTeam {
             info,
             mesh,
             cfg,
-        })))
+        });
+        let weak = Arc::downgrade(&inner);
+        inner.fault.on_set(move |e| {
+            if let Some(team) = weak.upgrade() {
+                Self(team).publish(e);
+            }
+        });
+        Ok(Self(inner))
     }
 
     /// Identity of this team: equal on all members, different from every other team of the job.
@@ -255,9 +262,13 @@ impl LiveTeam {
         self.0.ctl.ring(self.rank());
     }
 
-    /// Records `error` as the fault of the team, tells all peers, and returns the first fault.
-    pub(crate) fn fail(&self, error: Error) -> Error {
-        let error = error.team(self.name());
+    /// Records `error` as the fault of the team, which tells all peers, and returns the first fault.
+    pub fn fail(&self, error: Error) -> Error {
+        self.0.fault.set(error.team(self.name()))
+    }
+
+    /// Raises the abort that goes with the team's fault on every page.
+    fn publish(&self, error: &Error) {
         let reason = match error.kind() {
             ErrorKind::Timeout => 1,
             ErrorKind::PeerDead => 2,
@@ -274,10 +285,8 @@ impl LiveTeam {
             raise(self.0.ctl.abort_slot(p, me), code);
             self.0.ctl.ring(p);
         }
-        let first = self.0.fault.set(error);
         self.0.ctl.ring(me);
         self.0.sinks.raise(code);
-        first
     }
 
     /// The 64-byte report of my page: reason, peer and generation, then the sequence number.
@@ -371,7 +380,8 @@ impl LiveTeam {
             .mesh
             .exchange(&tag, self.members(), payload, &[], deadline)
             .map(|parcels| parcels.into_iter().map(|p| p.payload).collect())
-            .map_err(|e| self.translate(e).op("exchange").phase(what.to_owned()).team(self.name()))
+            // The others may have got through: they must hear that I have not.
+            .map_err(|e| self.fail(self.translate(e).op("exchange").phase(what.to_owned())))
     }
 
     /// The mesh speaks of world ranks; errors of a team speak of team ranks.
@@ -429,7 +439,12 @@ impl LiveTeam {
         for p in self.peers() {
             let waited = self.wait_until(
                 &WaitCtx { op: "prepare", phase: "agree", seq, peer: p, expected: seq },
-                || recorder::read(&self.0.ctl, p, seq),
+                // A peer may have passed and made so many launches that its entry is gone; the
+                // words of its last two prepares stay.
+                || {
+                    recorder::read(&self.0.ctl, p, seq)
+                        .or_else(|| recorder::read_prepare(&self.0.ctl, p, seq))
+                },
                 || 0,
             );
             let theirs = waited.map_err(|e| self.fail(e))?;
@@ -473,6 +488,10 @@ impl LiveTeam {
     fn record(&self, kind: EntryKind, fp: &Fingerprint) -> u64 {
         let seq = self.0.seq.fetch_add(1, Ordering::Relaxed) + 1;
         recorder::write(&self.0.ctl, self.rank(), seq, kind, fp.tag(), fp.text());
+        if kind == EntryKind::Prepare {
+            recorder::write_prepare(&self.0.ctl, self.rank(), seq, fp.tag());
+            self.peers().for_each(|p| self.0.ctl.ring(p));
+        }
         seq
     }
 
@@ -484,7 +503,8 @@ impl LiveTeam {
     /// The flight recorder of `rank` (team rank), oldest first.
     pub fn flight_recorder(&self, rank: Rank) -> Vec<Entry> {
         // A peer may be ahead of me: look a little past my own position.
-        let last = self.0.seq.load(Ordering::Relaxed) + NUM_ENTRIES as u64 / 2;
+        let ahead = if rank == self.rank() { 0 } else { NUM_ENTRIES as u64 / 2 };
+        let last = self.0.seq.load(Ordering::Relaxed) + ahead;
         let first = last.saturating_sub(NUM_ENTRIES as u64 - 1);
         (first..=last).filter_map(|s| recorder::read(&self.0.ctl, rank, s)).collect()
     }
@@ -591,6 +611,8 @@ impl Signals {
 
 impl Drop for Signals {
     fn drop(&mut self) {
-        lock(&self.team.0.slots).dropped.push((self.first, self.num));
+        if self.num > 0 {
+            lock(&self.team.0.slots).dropped.push((self.first, self.num));
+        }
     }
 }

@@ -167,6 +167,14 @@ impl Stream {
         self.submit(Job::Node(node))
     }
 
+    /// Raises the error of an earlier node without fault domain.
+    ///
+    /// # Errors
+    /// That error.
+    pub fn check(&self) -> Result<()> {
+        self.0.error.check()
+    }
+
     /// Records `event` behind what is queued now.
     ///
     /// # Errors
@@ -273,11 +281,6 @@ impl Stream {
         self.record(&e)?;
         e.synchronize(None)?;
         self.check()
-    }
-
-    /// The error that a node without fault domain left behind.
-    pub(crate) fn check(&self) -> Result<()> {
-        self.0.error.check()
     }
 }
 

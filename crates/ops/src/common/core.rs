@@ -1,7 +1,7 @@
 //! Bookkeeping that every plan with a team needs.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::{Event, Node, Stream};
@@ -15,6 +15,46 @@ pub struct PlanCore {
     heap: Heap,
     text: String,
     prepared: AtomicBool,
+    order: Arc<Order>,
+}
+
+/// Keeps launches that share receive areas one after the other, whatever streams they are on.
+#[derive(Default)]
+struct Order {
+    last: Mutex<Option<Event>>,
+    busy: AtomicBool,
+}
+
+impl Order {
+    fn last(&self) -> MutexGuard<'_, Option<Event>> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes `stream` wait for the last eager launch.
+    fn follow(&self, stream: &Stream) -> Result<()> {
+        let last = self.last().clone();
+        last.map_or(Ok(()), |e| stream.wait(&e))
+    }
+
+    /// Notes that what is queued on `stream` now is the last launch.
+    fn done(&self, stream: &Stream) -> Result<()> {
+        let e = Event::new();
+        stream.record(&e)?;
+        *self.last() = Some(e);
+        Ok(())
+    }
+
+    /// Runs `f` unless a launch is running. Eager launches follow each other by events; replays of
+    /// graphs must be ordered by the caller.
+    fn alone(&self, f: impl Fn() -> Result<()>) -> Result<()> {
+        if self.busy.swap(true, Ordering::AcqRel) {
+            return Err(Error::new(ErrorKind::Protocol, "two launches of one plan run at once")
+                .hint("join the streams, or make a plan for each graph that runs beside others"));
+        }
+        let done = f();
+        self.busy.store(false, Ordering::Release);
+        done
+    }
 }
 
 /// The tile configuration of a plan: given by the caller, or chosen by rank 0 at `prepare`.
@@ -74,7 +114,19 @@ pub struct Launch {
 impl PlanCore {
     /// A plan of `op` on `heap`; `text` holds everything that must be equal on all ranks.
     pub fn new(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Self {
-        Self { op, heap: heap.clone(), text: text.to_string(), prepared: AtomicBool::new(false) }
+        Self {
+            op,
+            heap: heap.clone(),
+            text: text.to_string(),
+            prepared: AtomicBool::new(false),
+            order: Arc::default(),
+        }
+    }
+
+    /// Makes launches of this plan and of `other` follow each other: they share receive areas.
+    pub(crate) fn share_order(mut self, other: &PlanCore) -> Self {
+        self.order = other.order.clone();
+        self
     }
 
     /// The heap.
@@ -147,18 +199,36 @@ impl PlanCore {
         poison: impl Fn() + Send + Sync + 'static,
         seq: u64,
     ) -> Result<()> {
+        // The launch is on record: if it cannot be queued, the peers must not wait for it.
+        self.queue(stream, copies, compute, poison, seq)
+            .map_err(|e| self.team().fail(e.op(self.op)))
+    }
+
+    fn queue(
+        &self,
+        stream: &Stream,
+        copies: impl Fn() -> Result<()> + Send + Sync + 'static,
+        compute: impl Fn() -> Result<()> + Send + Sync + 'static,
+        poison: impl Fn() + Send + Sync + 'static,
+        seq: u64,
+    ) -> Result<()> {
+        stream.check()?;
         let fault = self.team().fault().clone();
         let side = self.heap.copy_stream()?;
+        let captured = stream.is_capturing();
+        if !captured {
+            self.order.follow(stream)?;
+        }
         let (fork, join) = (Event::new(), Event::new());
         stream.record(&fork)?;
         side.wait(&fork)?;
         let team = Arc::new(self.team().clone());
-        let started = team.clone();
+        let (started, order) = (team.clone(), self.order.clone());
         side.launch(Node::new(self.op, copies).in_domain(fault.clone(), || {}))?;
         stream.launch(
             Node::new(self.op, move || {
                 started.set_state(seq, EntryState::Running);
-                compute()?;
+                order.alone(&compute)?;
                 started.set_state(seq, EntryState::Done);
                 Ok(())
             })
@@ -168,6 +238,7 @@ impl PlanCore {
             }),
         )?;
         side.record(&join)?;
-        stream.wait(&join)
+        stream.wait(&join)?;
+        if captured { Ok(()) } else { self.order.done(stream) }
     }
 }

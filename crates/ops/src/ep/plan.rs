@@ -80,7 +80,10 @@ impl EpPlan {
         let names =
             ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
         Ok(Self {
-            cores: names.map(|n| PlanCore::new(n, heap, &desc)),
+            cores: {
+                let first = PlanCore::new("ep", heap, &desc);
+                names.map(|n| PlanCore::new(n, heap, &desc).share_order(&first))
+            },
             counts: alloc(size * desc.num_experts() * 4, "ep counts")?,
             tokens: alloc(area * record_bytes(&desc), "ep tokens")?,
             returns: alloc(area * return_bytes(&desc), "ep returns")?,

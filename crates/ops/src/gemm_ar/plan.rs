@@ -44,7 +44,7 @@ impl GemmArPlan {
         let gather = heap.alloc(d.m * d.n * d.out.size(), "gemm_ar gather")?;
         let scatter_signals = Arc::new(heap.team().signals(2, "gemm_ar scatter")?);
         let gather_signals = Arc::new(heap.team().signals(2, "gemm_ar gather")?);
-        let text = format!("{} {}", d.common(), choice.text());
+        let text = format!("{} {} {}", d.common(), d.out, choice.text());
         let core = PlanCore::new("gemm_ar", heap, text);
         let machine = Machine::default();
         Ok(Self { desc, core, slots, gather, scatter_signals, gather_signals, choice, machine })
@@ -116,6 +116,7 @@ impl GemmArPlan {
                 launch,
                 tasks: schedule(me, &rows, d.n, &config),
                 handoff: (config.algo != Algo::Fused).then(Handoff::new),
+                sequential: config.algo == Algo::Sequential,
                 desc: d.clone(),
                 slot_rows: crate::gemm_rs::slot_rows(d, size),
                 out_row: range_of(&rows, me).start,

@@ -32,6 +32,11 @@ impl Handoff {
         let (tx, rx) = channel();
         Self { tx: Mutex::new(tx), rx: Mutex::new(rx) }
     }
+
+    fn send(&self, chunk: Chunk) -> Result<()> {
+        let tx = self.tx.lock().unwrap_or_else(PoisonError::into_inner);
+        tx.send(chunk).map_err(|_| Error::internal("the copy lane is gone"))
+    }
 }
 
 pub(crate) struct Run {
@@ -39,6 +44,8 @@ pub(crate) struct Run {
     pub desc: GemmRsDesc,
     pub tasks: Vec<RsTask>,
     pub handoff: Option<Handoff>,
+    /// Nothing is handed over before all products are computed.
+    pub sequential: bool,
     pub slot_rows: usize,
     pub rows: Vec<usize>,
     pub slots: SymBuf,
@@ -107,6 +114,7 @@ impl Run {
         let bias = self.t.bias.as_ref().map(|b| b.to_f32()).transpose()?.unwrap_or_default();
         let scale = self.t.scale.as_ref().map_or(Ok(1.0), |s| s.to_f32().map(|v| v[0]))?;
         let mut credited = 0u64;
+        let mut held = Vec::new();
         self.t.w.read(|w| {
             let w = wide(self.desc.w, w);
             for task in &self.tasks {
@@ -125,15 +133,19 @@ impl Run {
                                 self.credit(*owner, &mut credited)?;
                                 self.push(*owner, &done);
                             }
-                            Some(h) => {
-                                let tx = h.tx.lock().unwrap_or_else(PoisonError::into_inner);
-                                tx.send((*owner, done))
-                                    .map_err(|_| Error::internal("the copy lane is gone"))?;
-                            }
+                            Some(_) if self.sequential => held.push((*owner, done)),
+                            Some(h) => h.send((*owner, done))?,
                         }
                     }
                     RsTask::Reduce { chunk, tiles } => {
-                        self.reduce(*chunk, tiles, &w, (scale, &bias))?;
+                        let mut own = Vec::with_capacity(tiles.len());
+                        for tile in tiles {
+                            own.push(self.tile(tile, &w, scale)?);
+                        }
+                        if let Some(h) = &self.handoff {
+                            held.drain(..).try_for_each(|c| h.send(c))?;
+                        }
+                        self.reduce(*chunk, tiles, &own, &bias)?;
                         let rows = tiles.first().map_or(0, |t| t.rows.start)
                             ..tiles.last().map_or(0, |t| t.rows.end);
                         after(*chunk, rows)?;
@@ -164,17 +176,9 @@ impl Run {
     }
 
     /// Adds all partials of my tiles in rank order (my own unrounded), the bias once, and stores.
-    fn reduce(
-        &self,
-        chunk: usize,
-        tiles: &[RsTile],
-        w: &[f32],
-        (scale, bias): (f32, &[f32]),
-    ) -> Result<()> {
+    fn reduce(&self, chunk: usize, tiles: &[RsTile], own: &[Vec<f32>], bias: &[f32]) -> Result<()> {
         let (ctx, d) = (&self.launch.ctx, &self.desc);
         let chunks = self.tasks.iter().filter(|t| matches!(t, RsTask::Reduce { .. })).count();
-        let own: Vec<Vec<f32>> =
-            tiles.iter().map(|t| self.tile(t, w, scale)).collect::<Result<_>>()?;
         for p in ctx.team().peers() {
             let slot = self.signals.slot(DATA);
             match chunk + 1 == chunks {
@@ -184,7 +188,7 @@ impl Run {
         }
         ctx.compute("reduce")?;
         let first = range_of(&self.rows, ctx.rank()).start;
-        for (tile, own) in tiles.iter().zip(&own) {
+        for (tile, own) in tiles.iter().zip(own) {
             let mut sum = vec![0.0f32; own.len()];
             for src in Rank::all(ctx.team().size()) {
                 let mut add = |part: &[f32]| sum.iter_mut().zip(part).for_each(|(s, v)| *s += v);

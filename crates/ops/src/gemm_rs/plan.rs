@@ -151,6 +151,7 @@ impl GemmRsPlan {
             launch,
             tasks: schedule(me, &rows, self.desc.n, &config),
             handoff: (config.algo != Algo::Fused).then(Handoff::new),
+            sequential: config.algo == Algo::Sequential,
             desc: self.desc.clone(),
             slot_rows: slot_rows(&self.desc, size),
             rows,

@@ -77,7 +77,7 @@ pub(super) fn fprop(d: &GroupedDesc, t: &GroupedFprop) -> Result<i32> {
             }
             let cols = d.out_cols();
             let mut y = vec![0.0; r.len() * cols];
-            for (i, row) in acc.chunks_exact(d.n).enumerate() {
+            for (i, row) in acc.chunks_exact(d.n.max(1)).enumerate() {
                 activate_row(d.activation, row, &[], &mut y[i * cols..][..cols]);
             }
             t.out.write(|o| narrow_into(o, d.out, (r.start, 0, cols), &y))?;
