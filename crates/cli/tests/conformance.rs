@@ -61,3 +61,16 @@ fn the_list_above_is_complete() {
     ];
     assert_eq!(verify::ops(), here);
 }
+
+#[test]
+fn sizes_out_of_reach_are_refused() {
+    let ops = vec!["gemm".to_owned()];
+    for (name, value, says) in
+        [("m", 0, "must be 1 to"), ("n", usize::MAX, "must be 1 to"), ("seq", 8, "no selected")]
+    {
+        let shape = [(name.to_owned(), value)].into();
+        let e = verify::cases(&Options { ops: ops.clone(), shape, ..Options::default() });
+        let e = e.map(|_| ()).unwrap_err().to_string();
+        assert!(e.contains(says), "{e}");
+    }
+}

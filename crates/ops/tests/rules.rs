@@ -119,6 +119,26 @@ fn expert_memory_is_what_was_promised() {
     }
 }
 
+/// What cannot be a layer is refused before anything is allocated, with the name of what is wrong.
+#[test]
+fn impossible_layers_are_refused() {
+    let good = EpDesc::new(2, 4, 8, N, 2);
+    good.check(2).unwrap();
+    for (bad, says) in [
+        (EpDesc { max_tokens: usize::MAX, ..good.clone() }, "max_tokens"),
+        (EpDesc { hidden: 1 << 20, ..good.clone() }, "hidden"),
+        (EpDesc { capacity: 1 << 40, ..good.clone() }, "capacity"),
+        (EpDesc { num_scales: 1, ..good.clone() }, "f32 tokens have no scales"),
+        (EpDesc { top_k: 33, ..good.clone() }, "top_k 33"),
+        (EpDesc { top_k: 0, ..good.clone() }, "top_k 0"),
+    ] {
+        let e = bad.check(2).unwrap_err().to_string();
+        assert!(e.contains(says), "{e}");
+    }
+    let e = good.check(3).unwrap_err().to_string();
+    assert!(e.contains("2 ranks, the team has 3"), "{e}");
+}
+
 /// A smaller capacity than the layer's may be given with each routing.
 #[test]
 fn capacity_is_given_with_each_routing() {

@@ -17,6 +17,43 @@ const TEXT_WORD: usize = 8;
 const TEXT_BYTES: usize = (ENTRY_WORDS - TEXT_WORD) * 8;
 pub(crate) const RECORDER_BYTES: usize = NUM_ENTRIES * ENTRY_WORDS * 8;
 
+/// What a collective call is about; equal on all ranks or the call fails.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Fingerprint {
+    hash: [u8; 32],
+    text: String,
+}
+
+impl Fingerprint {
+    /// Fingerprint of `op` with everything that must be equal on all ranks, in words.
+    pub fn new(op: &str, what: impl std::fmt::Display) -> Self {
+        let text = format!("{op} {what}");
+        let mut h = blake3::Hasher::new();
+        h.update(env!("CARGO_PKG_VERSION").as_bytes());
+        h.update(text.as_bytes());
+        Self { hash: *h.finalize().as_bytes(), text }
+    }
+
+    /// What the flight recorder keeps of a fingerprint.
+    pub(crate) fn recorded(tag: u64, text: String) -> Self {
+        let mut hash = [0; 32];
+        hash[..8].copy_from_slice(&tag.to_le_bytes());
+        Self { hash, text }
+    }
+
+    /// The words.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The first eight bytes of the hash: what credits carry.
+    pub fn tag(&self) -> u64 {
+        let mut b = [0; 8];
+        b.copy_from_slice(&self.hash[..8]);
+        u64::from_le_bytes(b)
+    }
+}
+
 /// What an entry is about.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

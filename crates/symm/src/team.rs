@@ -15,7 +15,7 @@ use crate::control::{Control, NUM_CHANNELS, NUM_SIGNALS, page_bytes};
 use crate::hook::{Hook, HookAction, HookPoint, StepKind};
 use crate::map::{Mapping, shared_file};
 use crate::protocol::{AbortCode, raise};
-use crate::recorder::{self, Entry, EntryKind, EntryState, NUM_ENTRIES};
+use crate::recorder::{self, Entry, EntryKind, EntryState, Fingerprint, NUM_ENTRIES};
 use crate::sink::AbortSinks;
 use crate::traffic::{Traffic, TrafficCounters};
 use crate::wait::WaitCtx;
@@ -23,43 +23,6 @@ use crate::world::WorldCfg;
 
 pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// What a collective call is about; equal on all ranks or the call fails.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Fingerprint {
-    hash: [u8; 32],
-    text: String,
-}
-
-impl Fingerprint {
-    /// Fingerprint of `op` with everything that must be equal on all ranks, in words.
-    pub fn new(op: &str, what: impl std::fmt::Display) -> Self {
-        let text = format!("{op} {what}");
-        let mut h = blake3::Hasher::new();
-        h.update(env!("CARGO_PKG_VERSION").as_bytes());
-        h.update(text.as_bytes());
-        Self { hash: *h.finalize().as_bytes(), text }
-    }
-
-    /// What the flight recorder keeps of a fingerprint.
-    pub(crate) fn recorded(tag: u64, text: String) -> Self {
-        let mut hash = [0; 32];
-        hash[..8].copy_from_slice(&tag.to_le_bytes());
-        Self { hash, text }
-    }
-
-    /// The words.
-    pub fn text(&self) -> &str {
-        &self.text
-    }
-
-    /// The first eight bytes of the hash: what credits carry.
-    pub fn tag(&self) -> u64 {
-        let mut b = [0; 8];
-        b.copy_from_slice(&self.hash[..8]);
-        u64::from_le_bytes(b)
-    }
 }
 
 pub(crate) struct TeamInner {
@@ -300,6 +263,16 @@ impl LiveTeam {
         }
     }
 
+    /// What `rank` wrote into its page when its first fault was set; `None` if all was well.
+    fn report(&self, rank: Rank) -> Option<serde_json::Value> {
+        let word = |i| self.0.ctl.report_word(rank, i).load(Ordering::Acquire);
+        let claim = word(0);
+        (claim != 0).then(|| {
+            let (reason, about) = (claim >> 8 & 0xff, claim & 0xff);
+            serde_json::json!({ "rank": rank, "reason": reason, "about": about, "seq": word(2) })
+        })
+    }
+
     /// Ends the team on purpose: every wait of every member returns `Aborted`.
     pub fn abort(&self, why: &str) {
         // The caller asked for it, so the error goes to the others and to later calls.
@@ -518,6 +491,7 @@ impl LiveTeam {
             "rank": self.rank(),
             "size": self.size(),
             "fault": self.0.fault.get().map(|e| e.to_json()),
+            "reports": Rank::all(self.size()).filter_map(|r| self.report(r)).collect::<Vec<_>>(),
             "entries": self.flight_recorder(self.rank()),
         })
     }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
 use crate::protocol::AbortCode;
-use crate::recorder;
-use crate::team::{Fingerprint, LiveTeam};
+use crate::recorder::{self, Fingerprint};
+use crate::team::LiveTeam;
 
 /// Where a wait stands, for its error.
 #[derive(Clone, Copy)]

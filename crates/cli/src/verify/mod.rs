@@ -105,6 +105,9 @@ fn all_cases() -> Vec<Case> {
     v
 }
 
+/// The most a size of a case may be replaced by: cases are checked against a reference in f64.
+const MAX_SIZE: usize = 4096;
+
 /// The cases that `options` selects.
 ///
 /// # Errors
@@ -121,6 +124,10 @@ pub fn cases(options: &Options) -> Result<Vec<Case>> {
         .filter(|c| options.dtypes.is_empty() || options.dtypes.contains(&c.dtype))
         .collect();
     for (name, &value) in &options.shape {
+        // A case holds a few tensors of two of its sizes on every rank.
+        if !(1..=MAX_SIZE).contains(&value) {
+            return Err(Error::invalid(format!("size {name}={value}: must be 1 to {MAX_SIZE}")));
+        }
         let mut used = false;
         for c in &mut selected {
             if let Some(v) = c.shape.iter_mut().find(|(k, _)| **k == name.as_str()) {

@@ -143,6 +143,18 @@ impl EpDesc {
         if self.layout.align() == 0 {
             return bad("alignment 0".to_owned());
         }
+        // Within these no size in bytes overflows, and row numbers fit in an i32.
+        for (name, v, limit) in [
+            ("max_tokens", self.max_tokens, 1usize << 31),
+            ("capacity", self.capacity, 1 << 31),
+            ("hidden", self.hidden, 1 << 20),
+            ("num_scales", self.num_scales, 1 << 20),
+            ("experts", self.num_experts(), 1 << 20),
+        ] {
+            if v >= limit {
+                return bad(format!("{name} {v}: must be less than {limit}"));
+            }
+        }
         let payload =
             matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) || self.dtype.is_fp8();
         if !payload || !matches!(self.out, DType::F32 | DType::BF16 | DType::F16) {

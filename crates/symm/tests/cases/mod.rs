@@ -269,5 +269,9 @@ pub fn abort_and_reform<B: Backend>(world: World) -> Result<()> {
     let e = s.finish().unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
     assert!(start.elapsed() < Duration::from_millis(1500), "{:?}: {e}", start.elapsed());
+    let dump = s.team.dump();
+    let mine =
+        dump["reports"].as_array().and_then(|a| a.iter().find(|r| r["rank"] == dump["rank"]));
+    assert_eq!(mine.map(|r| (&r["reason"], &r["about"])), Some((&3.into(), &0.into())), "{dump}");
     reform(&world, &s)
 }
