@@ -110,12 +110,15 @@ pub struct AbortCode {
     pub reason: u8,
     /// Team rank that it is about.
     pub about: u8,
+    /// Team rank that raised it first. Who hears an abort passes it on as it is.
+    pub from: u8,
 }
 
 impl AbortCode {
     pub(crate) fn pack(self) -> u64 {
         // Bit 63 keeps the word nonzero.
         1 << 63
+            | u64::from(self.from) << 48
             | u64::from(self.about) << 40
             | u64::from(self.reason) << 32
             | u64::from(self.generation)
@@ -126,6 +129,7 @@ impl AbortCode {
             generation: word as u32,
             reason: (word >> 32) as u8,
             about: (word >> 40) as u8,
+            from: (word >> 48) as u8,
         })
     }
 }
@@ -158,9 +162,9 @@ mod tests {
     #[test]
     fn an_abort_of_another_generation_is_not_heard() {
         let w = AtomicU64::new(0);
-        let code = AbortCode { generation: 7, reason: 1, about: 3 };
+        let code = AbortCode { generation: 7, reason: 1, about: 3, from: 2 };
         raise(&w, code);
-        raise(&w, AbortCode { generation: 7, reason: 2, about: 4 });
+        raise(&w, AbortCode { generation: 7, reason: 2, about: 4, from: 2 });
         assert_eq!(raised(&w, 7), Some(code));
         assert_eq!(raised(&w, 8), None);
         assert_eq!(AbortCode::unpack(0), None);

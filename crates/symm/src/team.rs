@@ -219,8 +219,7 @@ impl LiveTeam {
         mask.fetch_or(1 << peer.idx(), Ordering::Release);
         if how == PeerExit::Died {
             self.0.ctl.host_abort(self.rank()).store(1 + u64::from(peer.get()), Ordering::Release);
-            let (generation, about) = (self.0.generation as u32, peer.get() as u8);
-            self.0.sinks.raise(AbortCode { generation, reason: 2, about });
+            self.0.sinks.raise(self.abort_code(2, peer));
         }
         self.0.ctl.ring(self.rank());
     }
@@ -230,7 +229,14 @@ impl LiveTeam {
         self.0.fault.set(error.team(self.name()))
     }
 
-    /// Raises the abort that goes with the team's fault on every page.
+    fn abort_code(&self, reason: u8, about: Rank) -> AbortCode {
+        let byte = |r: Rank| r.get() as u8;
+        let generation = self.0.generation as u32;
+        AbortCode { generation, reason, about: byte(about), from: byte(self.rank()) }
+    }
+
+    /// Raises the abort that goes with the team's fault on every page. One that was heard is
+    /// passed on as it is, so that all ranks name the rank that began.
     fn publish(&self, error: &Error) {
         let reason = match error.kind() {
             ErrorKind::Timeout => 1,
@@ -239,9 +245,9 @@ impl LiveTeam {
             ErrorKind::Mismatch => 4,
             _ => 5,
         };
-        let about = error.get_peer().unwrap_or(self.rank());
-        let code =
-            AbortCode { generation: self.0.generation as u32, reason, about: about.get() as u8 };
+        let heard = error.get_peer().filter(|_| reason == 3).and_then(|_| self.peer_abort());
+        let own = || self.abort_code(reason, error.get_peer().unwrap_or(self.rank()));
+        let code = heard.map_or_else(own, |(_, code, _)| code);
         let me = self.rank();
         self.write_report(code);
         for p in self.peers() {
@@ -255,7 +261,8 @@ impl LiveTeam {
     /// The 64-byte report of my page: reason, peer and generation, then the sequence number.
     fn write_report(&self, code: AbortCode) {
         let word = |i| self.0.ctl.report_word(self.rank(), i);
-        let claim = 1u64 << 63 | u64::from(code.reason) << 8 | u64::from(code.about);
+        let [reason, about, from] = [code.reason, code.about, code.from].map(u64::from);
+        let claim = 1 << 63 | from << 16 | reason << 8 | about;
         let first = word(0).compare_exchange(0, claim, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         if first {
             word(1).store(self.0.generation, Ordering::Relaxed);
@@ -266,11 +273,10 @@ impl LiveTeam {
     /// What `rank` wrote into its page when its first fault was set; `None` if all was well.
     fn report(&self, rank: Rank) -> Option<serde_json::Value> {
         let word = |i| self.0.ctl.report_word(rank, i).load(Ordering::Acquire);
-        let claim = word(0);
-        (claim != 0).then(|| {
-            let (reason, about) = (claim >> 8 & 0xff, claim & 0xff);
-            serde_json::json!({ "rank": rank, "reason": reason, "about": about, "seq": word(2) })
-        })
+        let [about, reason, from, ..] = word(0).to_le_bytes();
+        let seq = word(2);
+        let json = serde_json::json!({ "rank": rank, "reason": reason, "about": about, "from": from, "seq": seq });
+        (word(0) != 0).then_some(json)
     }
 
     /// Ends the team on purpose: every wait of every member returns `Aborted`.

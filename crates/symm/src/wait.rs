@@ -76,6 +76,8 @@ impl LiveTeam {
         self.peers().find_map(|src| {
             let slot = self.0.ctl.abort_slot(self.rank(), src);
             let code = crate::protocol::raised(slot, self.0.generation as u32)?;
+            // Others pass on what they heard: the slot need not be that of the rank that began.
+            let src = self.peers().find(|p| p.get() == u32::from(code.from)).unwrap_or(src);
             let why = match code.reason {
                 1 => format!("it timed out waiting for rank {}", code.about),
                 2 => format!("it found rank {} dead", code.about),

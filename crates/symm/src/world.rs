@@ -41,6 +41,8 @@ struct WorldInner {
     mesh: Arc<dyn Mesh>,
     cfg: WorldCfg,
     teams: Mutex<Vec<Weak<TeamInner>>>,
+    /// Who has gone so far, and how: for teams that come on the list later.
+    exits: Mutex<Vec<(Rank, PeerExit)>>,
     /// How often each (name, members) has formed a team: their generations.
     generations: Mutex<HashMap<(String, Vec<Rank>), u64>>,
 }
@@ -48,6 +50,8 @@ struct WorldInner {
 /// All ranks of a job. A value: make and drop as many as you like, several may live side by side.
 ///
 /// Dropping it says goodbye to the others, unless the thread is panicking: then they see a death.
+/// Keep it as long as its teams: one that outlives it learns of no more deaths, so a wait on a rank
+/// that dies then ends at its deadline.
 pub struct World(Arc<WorldInner>);
 
 impl World {
@@ -57,6 +61,7 @@ impl World {
             mesh,
             cfg,
             teams: Mutex::default(),
+            exits: Mutex::default(),
             generations: Mutex::default(),
         });
         let weak = Arc::downgrade(&inner);
@@ -163,9 +168,9 @@ impl World {
         teams.push(Arc::downgrade(&team.0));
         drop(teams);
         // A member may have gone while we met, before the team was on the list.
-        let gone = self.0.mesh.gone();
-        for &r in members.iter().filter(|r| gone >> r.idx() & 1 == 1) {
-            team.peer_exit(r, PeerExit::Left);
+        let gone = lock(&self.0.exits).clone();
+        for (r, how) in gone {
+            team.peer_exit(r, how);
         }
         Ok(Some(team))
     }
@@ -191,6 +196,8 @@ impl World {
 
 impl WorldInner {
     fn peer_exit(&self, rank: Rank, how: PeerExit) {
+        // Before the list is read: a team is put on the list before it reads the exits.
+        lock(&self.exits).push((rank, how));
         // Collected first: the callback must not hold the lock while it touches the teams.
         let teams: Vec<_> = lock(&self.teams).iter().filter_map(Weak::upgrade).collect();
         for t in teams {

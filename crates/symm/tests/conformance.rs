@@ -242,6 +242,30 @@ fn a_dead_rank_is_named_at_once_and_the_others_form_a_new_team() {
     assert!(start.elapsed() < Duration::from_secs(3));
 }
 
+/// The death may come while the survivor is still forming the team: it is a death all the same.
+#[test]
+fn a_death_just_after_the_team_has_formed_is_a_death() {
+    for _ in 0..50 {
+        let out = World::run_threads(2, WorldCfg::for_tests(), |world| {
+            let team = world.everyone("brief")?;
+            if world.rank() == Rank::new(1) {
+                panic!("gone");
+            }
+            let start = Instant::now();
+            let e = loop {
+                match team.check() {
+                    Ok(()) => assert!(start.elapsed() < Duration::from_secs(2), "not noticed"),
+                    Err(e) => break e,
+                }
+            };
+            assert_eq!((e.kind(), e.get_peer()), (ErrorKind::PeerDead, Some(Rank::new(1))), "{e}");
+            assert!(e.message().contains("died"), "{e}");
+            Ok(())
+        });
+        assert!(out.unwrap_err().message().contains("gone"));
+    }
+}
+
 #[test]
 fn backends_are_listed_without_a_world() {
     let b = backends();

@@ -265,7 +265,7 @@ fn barrier_two(m: Mutant) {
     barrier_of(m, 2);
 }
 
-const CODE: AbortCode = AbortCode { generation: 7, reason: 1, about: 3 };
+const CODE: AbortCode = AbortCode { generation: 7, reason: 1, about: 3, from: 2 };
 
 /// A wait as in `wait.rs`: the count; else an abort; and then the count once more.
 fn wait(m: Mutant, count: &W, slot: &W) -> Result<u64, AbortCode> {

@@ -127,7 +127,7 @@ fn rank(pages: &[Page], me: usize, mut steps: Option<usize>) -> Option<Result<()
                 End::Dead(r) => r as u8,
                 End::Aborted(code) => code.about,
             };
-            let code = AbortCode { generation: GENERATION, reason: 2, about };
+            let code = AbortCode { generation: GENERATION, reason: 2, about, from: me as u8 };
             for p in (0..RANKS).filter(|&p| p != me) {
                 protocol::raise(&pages[p].abort[me], code);
             }

@@ -26,6 +26,7 @@ enum { TW_OP_WAIT = 1, TW_OP_BARRIER = 2 };
 struct TwWait {
     u32 op, slot, peer, reason, about;
     u64 expected, seen, elapsed_ns;
+    u64 heard;  // the abort word that ended the wait, or 0
 };
 
 __device__ __forceinline__ u64* tw_word(const TwTeam& t, u32 page, u64 offset) {
@@ -42,7 +43,9 @@ __device__ __forceinline__ bool tw_is_over(const TwTeam& t) {
 
 // The first failure of this rank: reports it and tells the peers.
 __device__ void tw_fail(const TwTeam& t, const TwWait& w) {
-    u64 code = 1ull << 63 | (u64)w.about << 40 | (u64)w.reason << 32 | t.generation;
+    // One that was heard is passed on as it is, so that all ranks name the rank that began.
+    u64 code = w.heard;
+    if (code == 0) code = 1ull << 63 | (u64)t.me << 48 | (u64)w.about << 40 | (u64)w.reason << 32 | t.generation;
     if (atom_cas_acq_rel_gpu_u64(t.fault, 0, code) != 0) return;
     u64* report = t.pinned + 8;
     st_relaxed_sys_u64(report + 1, w.slot);
@@ -64,7 +67,8 @@ __device__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
         u64 word = p == t.me ? 0 : ld_acquire_sys_u64(tw_word(t, t.me, TW_OFF_ABORT + 8 * p));
         if (word >> 63 && (u32)word == t.generation) {
             w.reason = TW_ABORTED;
-            w.about = p;
+            w.about = word >> 48 & 0xff;
+            w.heard = word;
             return true;
         }
     }

@@ -272,6 +272,9 @@ pub fn abort_and_reform<B: Backend>(world: World) -> Result<()> {
     let dump = s.team.dump();
     let mine =
         dump["reports"].as_array().and_then(|a| a.iter().find(|r| r["rank"] == dump["rank"]));
-    assert_eq!(mine.map(|r| (&r["reason"], &r["about"])), Some((&3.into(), &0.into())), "{dump}");
+    let said = mine.map(|r| (&r["reason"], &r["about"], &r["from"]));
+    // Whoever it was heard from, everybody names the rank that asked for it.
+    assert_eq!(said, Some((&3.into(), &0.into(), &0.into())), "{dump}");
+    assert!(s.team.rank().get() == 0 || e.get_peer() == Some(Rank::new(0)), "{e}");
     reform(&world, &s)
 }
