@@ -156,10 +156,14 @@ fn cargo_test(root: &Path, args: &[&str]) -> Outcome {
     let Ok(out) = out else { return one(false) };
     let text = String::from_utf8_lossy(&out.stdout);
     let mut o = Outcome::default();
+    let mut why = false;
     for line in text.lines() {
-        if line.ends_with("FAILED") || line.contains("panicked at") || line.starts_with("---- ") {
+        let panicked = line.contains("panicked at");
+        if why || panicked || line.ends_with("FAILED") || line.starts_with("---- ") {
             println!("{line}");
         }
+        // The line after it says what the panic said.
+        why = panicked;
         let Some(rest) = line.strip_prefix("test result: ") else { continue };
         let number = |what: &str| {
             rest.split("; ")

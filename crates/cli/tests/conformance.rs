@@ -64,12 +64,16 @@ fn the_list_above_is_complete() {
 
 #[test]
 fn sizes_out_of_reach_are_refused() {
-    let ops = vec!["gemm".to_owned()];
-    for (name, value, says) in
-        [("m", 0, "must be 1 to"), ("n", usize::MAX, "must be 1 to"), ("seq", 8, "no selected")]
-    {
+    for (op, name, value, says) in [
+        ("gemm", "n", usize::MAX, "must be 0 to"),
+        ("gemm", "n", 1 << 29, "two sizes make more than"),
+        ("gemm", "seq", 8, "no selected"),
+        ("ep", "tokens", 0, "must be 1 to"),
+        ("grouped_gemm", "groups", 0, "must be 1 to"),
+        ("attention", "d", 0, "must be 1 to"),
+    ] {
         let shape = [(name.to_owned(), value)].into();
-        let e = verify::cases(&Options { ops: ops.clone(), shape, ..Options::default() });
+        let e = verify::cases(&Options { ops: vec![op.to_owned()], shape, ..Options::default() });
         let e = e.map(|_| ()).unwrap_err().to_string();
         assert!(e.contains(says), "{e}");
     }
