@@ -246,9 +246,11 @@ fn add(o: &mut Outcome, other: &Outcome) {
 
 /// The README's first command: it must end in time, and the loss must fall.
 fn train(root: &Path) -> Outcome {
-    let bin = binary(root).display().to_string();
     let metrics = root.join("target/train.jsonl").display().to_string();
     let args = [
+        "run",
+        "--release",
+        "--",
         "train",
         "--data",
         "docs",
@@ -263,7 +265,7 @@ fn train(root: &Path) -> Outcome {
         "--metrics",
         &metrics,
     ];
-    if !exec(root, &bin, &args, Duration::from_secs(90)) {
+    if !exec(root, &cargo(), &args, Duration::from_secs(90)) {
         return one(false);
     }
     let text = std::fs::read_to_string(&metrics).unwrap_or_default();
