@@ -204,6 +204,33 @@ fn launches_that_differ_are_a_mismatch() {
     assert!(e.is_mismatch() && t.contains("all_gather") && t.contains("reduce_scatter"), "{t}");
 }
 
+/// Also if one of them has said so and left before the other looks.
+#[test]
+fn a_mismatch_is_told_by_a_rank_that_has_left() {
+    let out = World::run_threads(2, WorldCfg::default(), |w| {
+        let (team, heap, stream) = heap_of(&w, "differ")?;
+        let (a, b) = (gather(&heap, &stream, true)?, scatter(&heap, &stream, true)?);
+        let me = team.rank().get();
+        let op = if me == 0 { &a } else { &b };
+        fill(op, 1)?;
+        if me == 0 {
+            // The monitor says so of a rank that has left.
+            while w.alive().len() > 1 {
+                std::thread::yield_now();
+            }
+        }
+        (op.launch)(&stream)?;
+        if me == 1 {
+            // What a wait does that has found the difference.
+            team.fail(Error::new(ErrorKind::Mismatch, "found").peer(Rank::new(0)));
+            return Ok(String::new());
+        }
+        Ok(finish(&stream, &team).unwrap_err().to_string())
+    });
+    let told = out.unwrap().swap_remove(0);
+    assert!(told.contains("all_gather") && told.contains("reduce_scatter"), "{told}");
+}
+
 /// Wrong tensors are refused with what was expected and what was given.
 #[test]
 fn wrong_tensors_are_refused() {

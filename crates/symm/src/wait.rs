@@ -116,10 +116,6 @@ impl LiveTeam {
                 d,
             )));
         }
-        if self.has_left(ctx.peer) {
-            let text = format!("rank {} has left the job and will not signal", ctx.peer.get());
-            return Some(counts(error(ErrorKind::PeerDead, text, ctx.peer)));
-        }
         if let Some((src, code, text)) = self.peer_abort() {
             let about = Rank::new(u32::from(code.about));
             // A peer may hear of a death before I do: the death is the news, not the abort.
@@ -136,6 +132,12 @@ impl LiveTeam {
                 return Some(e);
             }
             return Some(error(ErrorKind::Aborted, text, src));
+        }
+        // After the abort: a rank that disagreed may have said so and left.
+        if self.has_left(ctx.peer) {
+            let text = format!("rank {} has left the job and will not signal", ctx.peer.get());
+            let left = || counts(error(ErrorKind::PeerDead, text, ctx.peer));
+            return Some(self.order_mismatch(ctx).unwrap_or_else(left));
         }
         if deadline.elapsed() > Duration::from_secs(1)
             && let Some(e) = self.order_mismatch(ctx)
