@@ -48,8 +48,10 @@ pub fn join_processes(place: &Place, cfg: &Config, deadline: Deadline) -> Result
         Some(text) => Secret::from_hex(text)?,
         None => Secret::from_job(&place.job),
     };
-    let store = open(place, &secret, deadline).map_err(|e| e.op("join").rank(place.rank))?;
+    // Counted before anything can fail: ranks that call again after a failure, here or on another
+    // rank, must mean the same meeting.
     let job = next_job(&place.job);
+    let store = open(place, &secret, deadline).map_err(|e| e.op("join").rank(place.rank))?;
     Ok(LinkMesh::connect(&*store, &job, place.rank, place.size, &secret, deadline)?)
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_core::{Error, ErrorKind, Result, inject};
 
 /// What the ranks of one job know and strangers do not. Never printed by `Debug`.
 #[derive(Clone, PartialEq, Eq)]
@@ -82,6 +82,7 @@ pub(crate) type Nonce = [u8; 32];
 
 /// 32 bytes from the kernel's generator.
 pub(crate) fn random_bytes() -> Result<Nonce> {
+    inject::step("getrandom")?;
     let mut out = [0u8; 32];
     let mut done = 0;
     while done < out.len() {

@@ -14,7 +14,7 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
-use tilewire_core::{Deadline, Error, ErrorKind, Result};
+use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 
 use crate::mesh::MAX_FDS;
 
@@ -54,6 +54,7 @@ pub(crate) struct Bell(OwnedFd);
 
 impl Bell {
     pub fn new() -> Result<Self> {
+        inject::step("eventfd")?;
         eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map(Self)
             .map_err(|e| Error::io("eventfd", e))
@@ -134,6 +135,7 @@ pub(crate) fn same_user(sock: &OwnedFd) -> bool {
 }
 
 fn socket(kind: SocketType) -> Result<OwnedFd> {
+    inject::step("opening a Unix socket")?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)
         .map_err(|e| Error::io("opening a Unix socket", e))
@@ -152,6 +154,7 @@ pub(crate) fn unix_addr(name: &str) -> Result<SocketAddrUnix> {
 pub(crate) fn connect(kind: SocketType, name: &str) -> Result<Option<OwnedFd>, ConnectError> {
     let addr = unix_addr(name).map_err(ConnectError::Other)?;
     let s = socket(kind).map_err(ConnectError::Other)?;
+    inject::step("connecting").map_err(ConnectError::Other)?;
     match rustix::net::connect(&s, &addr) {
         Ok(()) => Ok(Some(s)),
         Err(Errno::AGAIN | Errno::INTR) => Ok(None),
@@ -179,7 +182,10 @@ pub(crate) struct Listener {
 impl Listener {
     /// Listens on the abstract name, or where that is not possible on a file in a fresh directory.
     pub fn open(kind: SocketType, name: &str) -> Result<Self> {
-        Self::open_abstract(kind, name).or_else(|_| {
+        Self::open_abstract(kind, name).or_else(|e| {
+            if e.kind() == ErrorKind::Exhausted {
+                return Err(e);
+            }
             let base = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
             let base = base.filter(|p| p.is_dir()).unwrap_or_else(std::env::temp_dir);
             Self::open_file(kind, &base, name)
@@ -197,6 +203,7 @@ impl Listener {
         // The directory is named by the nonce at the end of `name`: a path has at most 107 bytes.
         let short = name.get(name.len().saturating_sub(32)..).unwrap_or(name);
         let dir = base.join(format!("tw-{short}"));
+        inject::step("creating a directory")?;
         DirBuilder::new()
             .mode(0o700)
             .create(&dir)
@@ -242,6 +249,7 @@ pub(crate) enum Accepted {
 fn listen(kind: SocketType, name: &str) -> Result<OwnedFd> {
     let s = socket(kind)?;
     let io = |e| Error::io(format!("listening on `{name}`"), e);
+    inject::step("binding a socket")?;
     rustix::net::bind(&s, &unix_addr(name)?).map_err(io)?;
     rustix::net::listen(&s, 256).map_err(io)?;
     Ok(s)

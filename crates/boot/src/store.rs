@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use tilewire_core::{Deadline, Error, ErrorKind, Result};
+use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 
 /// Where ranks leave word for each other before they are connected.
 pub trait Store: Send + Sync {
@@ -67,12 +67,14 @@ impl LocalStore {
 
 impl Store for LocalStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        inject::step("writing to the store")?;
         self.lock().insert(key.to_owned(), value.to_vec());
         self.bell.notify_all();
         Ok(())
     }
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        inject::step("reading from the store")?;
         let mut map = self.lock();
         loop {
             if let Some(v) = map.get(key) {

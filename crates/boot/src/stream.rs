@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
-use tilewire_core::{Deadline, Error, ErrorKind, Result};
+use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 
 use crate::sock;
 
@@ -19,6 +19,7 @@ pub(crate) struct Stream(pub OwnedFd);
 impl Stream {
     /// One attempt to connect. `Io` if it may succeed later.
     pub fn tcp(host: &str, port: u16, deadline: Deadline) -> Result<Self> {
+        inject::step("connecting to the store")?;
         let io = |e| Error::io(format!("connecting to {host}:{port}"), e);
         let limit = deadline.remaining().clamp(Duration::from_millis(1), ATTEMPT);
         let mut last = Errno::ADDRNOTAVAIL.into();

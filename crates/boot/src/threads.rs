@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, inject};
 
 use crate::inbox::{Inbox, Limits};
 use crate::mesh::{Mesh, Parcel, PeerExit, check_exchange, check_world};
@@ -53,6 +53,7 @@ impl ThreadMesh {
 /// Duplicates descriptors, close-on-exec.
 pub(crate) fn dup_all(fds: &[BorrowedFd<'_>]) -> Result<Vec<OwnedFd>> {
     let dup = |fd: &BorrowedFd<'_>| {
+        inject::step("duplicating a descriptor")?;
         rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|e| match e {
             rustix::io::Errno::MFILE => {
                 Error::new(ErrorKind::Exhausted, "no descriptor is free to duplicate another")
@@ -86,14 +87,18 @@ impl Mesh for ThreadMesh {
             return Err(left_error(tag, self.me));
         }
         self.inbox().check_alive(tag, members)?;
-        for peer in members.iter().filter(|m| **m != self.me) {
-            // Nobody will read what is sent to a rank that has gone.
-            if self.inbox().exit_of(*peer).is_none() {
-                let parcel = Parcel { payload: payload.to_vec(), fds: dup_all(fds)? };
+        // All parts before the first is given: an error leaves nobody with half an exchange.
+        let part = |_: &Rank| Ok(Parcel { payload: payload.to_vec(), fds: dup_all(fds)? });
+        let parts = members.iter().map(part).collect::<Result<Vec<_>>>()?;
+        let mut own = Parcel::default();
+        for (&peer, parcel) in members.iter().zip(parts) {
+            if peer == self.me {
+                own = parcel;
+            } else if self.inbox().exit_of(peer).is_none() {
+                // Nobody will read what is sent to a rank that has gone.
                 self.inboxes[peer.idx()].deliver(self.me, tag, parcel);
             }
         }
-        let own = Parcel { payload: payload.to_vec(), fds: dup_all(fds)? };
         self.inbox().collect(tag, members, own, deadline)
     }
 
@@ -147,6 +152,7 @@ pub(crate) struct Worker {
 impl Worker {
     /// Starts the thread.
     pub fn start(name: &str, f: impl FnOnce() + Send + 'static) -> Result<Self> {
+        inject::step("starting a thread")?;
         let handle = std::thread::Builder::new()
             .name(name.to_owned())
             .spawn(f)

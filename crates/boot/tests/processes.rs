@@ -18,7 +18,7 @@ use tilewire_boot::{
     Flags, LinkMesh, Mesh, PeerExit, Secret, StoreAddr, StoreClient, StoreServer, detect,
     join_processes,
 };
-use tilewire_core::{Config, Deadline, Rank};
+use tilewire_core::{Config, Deadline, Rank, inject};
 
 fn soon() -> Deadline {
     Deadline::after_s(20.0)
@@ -93,7 +93,41 @@ fn child_role() {
             }
             say(&format!("joined {}/{}", place.rank.get(), place.size));
         }
+        "retry" => fail_at_every_step_and_retry(),
         _ => {}
+    }
+}
+
+/// One step of the chosen rank's start-up fails, each in turn: all ranks try again, and meet.
+fn fail_at_every_step_and_retry() {
+    let vars: BTreeMap<String, String> = std::env::vars().collect();
+    let place = detect(&Flags::of_process(), &vars).unwrap();
+    let cfg = Config::from_env().unwrap();
+    let all: Vec<Rank> = Rank::all(place.size).collect();
+    let chosen = place.rank.get().to_string() == var("BOOT_TEST_FAULTY");
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let mut baseline = None;
+    for nth in 0.. {
+        if chosen {
+            inject::arm(nth);
+        }
+        // The others wait for the rank that failed: not long.
+        let first = join_processes(&place, &cfg, Deadline::after_s(0.25));
+        let met = chosen && inject::disarm();
+        assert!(!met || first.is_err(), "step {nth}: the fault was swallowed");
+        drop(first);
+        let mesh = join_processes(&place, &cfg, soon()).unwrap();
+        let parts = mesh.exchange("met", &all, &[u8::from(met)], &[], soon()).unwrap();
+        mesh.leave();
+        drop(mesh);
+        let now = open();
+        // The store that rank 0 serves keeps a connection until its client is seen to be gone.
+        let most = *baseline.get_or_insert(now) + all.len();
+        assert!(now <= most, "step {nth}: {now} descriptors, {most} were enough before");
+        if parts.iter().all(|p| p.payload == [0]) {
+            say(&format!("steps {nth}"));
+            return;
+        }
     }
 }
 
@@ -339,6 +373,29 @@ fn joining_by_our_own_variable_with_the_store_served_by_rank_0() {
             ("TILEWIRE_SECRET", secret.clone()),
         ]
     });
+}
+
+#[test]
+fn start_up_that_failed_at_any_step_can_be_tried_again() {
+    for faulty in 0..2 {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
+        let secret = Secret::random().unwrap().reveal().to_owned();
+        let start = |i| {
+            let vars = [
+                ("TILEWIRE_RANK", format!("{i}/2@127.0.0.1:{port}")),
+                ("TILEWIRE_SECRET", secret.clone()),
+                ("BOOT_TEST_FAULTY", faulty.to_string()),
+            ];
+            Role::start("retry", &vars)
+        };
+        let mut ranks: Vec<_> = (0..2).map(start).collect();
+        let steps: Vec<_> = ranks.iter_mut().map(|r| r.hear("steps")).collect();
+        let num: usize = steps[0].trim_start_matches("steps ").parse().unwrap();
+        assert!(steps[0] == steps[1] && num >= 6, "rank {faulty}: {steps:?}");
+        ranks.iter_mut().for_each(|r| assert!(r.child.wait().unwrap().success()));
+    }
 }
 
 #[test]

@@ -12,6 +12,8 @@ mod config;
 mod deadline;
 mod dtype;
 mod error;
+#[doc(hidden)]
+pub mod inject;
 pub mod numerics;
 mod qtensor;
 mod rank;

@@ -3,13 +3,14 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use tilewire_core::{BackendKind, Deadline, Error, ErrorKind, Rank, Result};
+use tilewire_core::{BackendKind, Deadline, Error, ErrorKind, Rank, Result, inject};
 use tilewire_device::{Stream, Tracer};
 
 use crate::alloc::Allocator;
 use crate::buf::SymBuf;
 use crate::map::{Mapping, PAGE, shared_file};
 use crate::team::{LiveTeam, lock};
+use crate::told::exchange_parts;
 use crate::vmm::VmmStore;
 
 /// Alignment of every buffer, in bytes.
@@ -67,9 +68,11 @@ impl LiveTeam {
         let stride = cfg.reserve_bytes.unwrap_or(4 * len).max(len).next_multiple_of(PAGE);
         let (map, vmm, own) = match backend {
             BackendKind::Host => {
-                let own = shared_file("tilewire-heap", len)?;
-                let fds = exchange_chunks(self, &[own.as_fd()], len, stride)?.concat_fds();
-                (Mapping::new(&fds, len, stride)?, None, Some(own))
+                let own = shared_file("tilewire-heap", len);
+                let part = own.as_ref().map(|f| vec![f.as_fd()]).map_err(Error::clone);
+                let fds = exchange_chunks(self, part, len, stride)?;
+                let map = Mapping::new(&fds.concat_fds(), len, stride);
+                (self.settle("heap-map", map)?, None, Some(own?))
             }
             BackendKind::Vmm => {
                 let store = VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg })
@@ -99,10 +102,11 @@ impl Chunks {
     }
 }
 
-/// Collective: everybody's chunks, after a check that all have the same sizes.
+/// Collective: everybody's chunks, after a check that all have the same sizes. A rank that has no
+/// chunk, because making it failed, tells the others so.
 pub(crate) fn exchange_chunks(
     team: &LiveTeam,
-    own: &[BorrowedFd<'_>],
+    own: Result<Vec<BorrowedFd<'_>>>,
     len: usize,
     stride: usize,
 ) -> Result<Chunks> {
@@ -120,20 +124,19 @@ pub(crate) fn exchange_chunks(
                 .seen(String::from_utf8_lossy(theirs)));
         }
     }
-    let n = team.0.mesh_tag();
+    let tag = team.0.mesh_tag();
     let deadline = Deadline::after(team.timeout());
-    let parcels = team
-        .0
-        .mesh
-        .exchange(&n, team.members(), &[], own, deadline)
+    let num = own.as_ref().map_or(0, Vec::len);
+    let part = (&[][..], own.as_deref().map_err(Error::clone));
+    let parcels = exchange_parts(&*team.0.mesh, &tag, team.members(), part, deadline)
         .map_err(|e| team.translate(e).op("heap").phase("exchange").team(team.name()))?;
     let mut fds = Vec::new();
     for (i, p) in parcels.into_iter().enumerate() {
-        if p.fds.len() != own.len() {
+        if p.fds.len() != num {
             return Err(Error::new(ErrorKind::Protocol, "a peer sent no memory")
                 .op("heap")
                 .peer(Rank::new(i as u32))
-                .expected(own.len())
+                .expected(num)
                 .seen(p.fds.len()));
         }
         fds.push(p.fds);
@@ -212,7 +215,7 @@ impl Heap {
             .hint("make it large enough at once: Plan::memory says what each plan needs"));
         };
         let len = len_bytes.next_multiple_of(PAGE);
-        let (old, stride) = (self.0.map.len(), self.0.map.stride());
+        let (old, stride) = (self.usage().1, self.0.map.stride());
         if len > stride {
             return Err(Error::new(ErrorKind::Exhausted, "the heap cannot grow past its reserve")
                 .op("heap.grow")
@@ -220,13 +223,17 @@ impl Heap {
                 .seen(len)
                 .hint("give HeapCfg::reserve_bytes when making the heap"));
         }
-        if len > old {
+        let enlarge = || {
+            inject::step("growing shared memory")?;
             rustix::fs::ftruncate(own, len as u64)
-                .map_err(|e| Error::io("growing of the heap", e).op("heap.grow"))?;
-        }
-        let fds = exchange_chunks(&self.0.team, &[own.as_fd()], len.max(old), stride)?.concat_fds();
+                .map_err(|e| Error::io("growing of the heap", e).op("heap.grow"))
+        };
+        let grown = if len > old { enlarge() } else { Ok(()) };
+        let team = &self.0.team;
+        let part = grown.map(|()| vec![own.as_fd()]);
+        let fds = exchange_chunks(team, part, len.max(old), stride)?.concat_fds();
         if len > old {
-            self.0.map.extend(&fds, len)?;
+            team.settle("heap-map", self.0.map.extend(&fds, len))?;
             lock(&self.0.alloc).grow(len - old);
         }
         Ok(())

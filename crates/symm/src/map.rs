@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
-use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_core::{Error, ErrorKind, Rank, Result, inject};
 
 /// Pages and files are multiples of this.
 pub(crate) const PAGE: usize = 4096;
@@ -25,8 +25,10 @@ pub(crate) fn shared_file(name: &str, len: usize) -> Result<OwnedFd> {
         };
         Error::new(kind, format!("{what} of {len} bytes of shared memory: {e}")).cause(e)
     };
+    inject::step("creating shared memory")?;
     let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
         .map_err(|e| err("creation", e))?;
+    inject::step("sizing shared memory")?;
     rustix::fs::ftruncate(&fd, len as u64).map_err(|e| err("sizing", e))?;
     // A peer that shrank its file would turn our reads into SIGBUS.
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).map_err(|e| err("sealing", e))?;
@@ -52,6 +54,7 @@ impl Mapping {
     /// Reserves `fds.len() * stride` bytes and maps `len` bytes of each file.
     pub fn new(fds: &[OwnedFd], len: usize, stride: usize) -> Result<Self> {
         debug_assert!(len <= stride && len.is_multiple_of(PAGE) && stride.is_multiple_of(PAGE));
+        inject::step("reserving addresses")?;
         // SAFETY: a fresh anonymous reservation at an address of the kernel's choice.
         let base = unsafe {
             rustix::mm::mmap_anonymous(
@@ -87,9 +90,10 @@ impl Mapping {
                     .expected(len)
                     .seen(stat.st_size));
             }
-            if len == old {
+            if len <= old {
                 continue;
             }
+            inject::step("mapping a peer's memory")?;
             // SAFETY: [base + i*stride + old, + len - old) lies inside our own reservation and no
             // one refers to it yet; the file is at least `len` long and sealed against shrinking.
             unsafe {
@@ -104,7 +108,7 @@ impl Mapping {
             }
             .map_err(|e| Error::io("mapping of a peer's memory", e))?;
         }
-        self.len.store(len, Ordering::Release);
+        self.len.fetch_max(len, Ordering::Release);
         Ok(())
     }
 

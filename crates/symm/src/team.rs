@@ -10,13 +10,14 @@ use tilewire_boot::{Mesh, PeerExit};
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::Fault;
 
-use crate::alloc::Allocator;
 use crate::control::{Control, NUM_CHANNELS, NUM_SIGNALS, page_bytes};
 use crate::hook::{Hook, HookAction, HookPoint, StepKind};
 use crate::map::{Mapping, shared_file};
 use crate::protocol::{AbortCode, raise};
 use crate::recorder::{self, Entry, EntryKind, EntryState, Fingerprint, NUM_ENTRIES};
+use crate::signals::SlotPool;
 use crate::sink::AbortSinks;
+use crate::told::exchange_parts;
 use crate::traffic::{Traffic, TrafficCounters};
 use crate::wait::WaitCtx;
 use crate::world::WorldCfg;
@@ -42,7 +43,7 @@ pub(crate) struct TeamInner {
     /// What the next wait on (slot, source) must see, less its own count.
     expected: Vec<AtomicU64>,
     epochs: Vec<AtomicU64>,
-    slots: Mutex<SlotPool>,
+    pub slots: Mutex<SlotPool>,
     seq: AtomicU64,
     exchanges: AtomicU64,
     hook: OnceLock<Hook>,
@@ -54,11 +55,6 @@ impl TeamInner {
     pub fn mesh_tag(&self) -> String {
         format!("{:016x}/{}/fds", self.id, self.exchanges.fetch_add(1, Ordering::Relaxed))
     }
-}
-
-struct SlotPool {
-    alloc: Allocator,
-    dropped: Vec<(usize, usize)>,
 }
 
 /// A team whose members have met. Clones are the same team; it derefs to its [`Team`] value.
@@ -97,11 +93,13 @@ impl LiveTeam {
         let id = u64::from_le_bytes(word);
 
         let page = page_bytes(size);
-        let own = shared_file("tilewire-control", page)?;
+        let own = shared_file("tilewire-control", page);
         let deadline = Deadline::after(cfg.rendezvous_timeout);
-        let parcels = mesh
-            .exchange(tag, info.members(), &generation.to_le_bytes(), &[own.as_fd()], deadline)
-            .map_err(|e| e.op("team").phase("rendezvous").team(info.name()))?;
+        let here = |e: Error| e.op("team").phase("rendezvous").team(info.name());
+        let own = own.as_ref().map(|f| [f.as_fd()]).map_err(Error::clone);
+        let part =
+            (&generation.to_le_bytes()[..], own.as_ref().map(|f| &f[..]).map_err(Error::clone));
+        let parcels = exchange_parts(&*mesh, tag, info.members(), part, deadline).map_err(here)?;
         let mut fds = Vec::with_capacity(size);
         for (i, mut p) in parcels.into_iter().enumerate() {
             let peer = Rank::new(i as u32);
@@ -118,11 +116,15 @@ impl LiveTeam {
             }
             fds.append(&mut p.fds);
         }
-        let ctl = Control::new(Mapping::new(&fds, page, page)?, size);
-        ctl.init(info.rank(), id, generation);
+        let ctl = Mapping::new(&fds, page, page).map(|map| Control::new(map, size));
+        if let Ok(ctl) = &ctl {
+            ctl.init(info.rank(), id, generation);
+        }
         // Nobody may look at a page before its owner has filled in the header.
-        mesh.exchange(&format!("{tag}/ready"), info.members(), &[], &[], deadline)
-            .map_err(|e| e.op("team").phase("rendezvous").team(info.name()))?;
+        let part = (&[][..], ctl.as_ref().map(|_| &[][..]).map_err(Error::clone));
+        let ready = format!("{tag}/ready");
+        exchange_parts(&*mesh, &ready, info.members(), part, deadline).map_err(here)?;
+        let ctl = ctl?;
         for r in Rank::all(size) {
             ctl.check(r, id, generation)?;
         }
@@ -138,10 +140,7 @@ impl LiveTeam {
             left: AtomicU64::new(0),
             expected: counters(NUM_SIGNALS * size),
             epochs: counters(NUM_CHANNELS),
-            slots: Mutex::new(SlotPool {
-                alloc: Allocator::new(NUM_SIGNALS, 1),
-                dropped: Vec::new(),
-            }),
+            slots: Mutex::default(),
             seq: AtomicU64::new(0),
             exchanges: AtomicU64::new(0),
             hook: OnceLock::new(),
@@ -288,34 +287,6 @@ impl LiveTeam {
         );
     }
 
-    /// Takes `num` signal slots. Deterministic: equal calls give equal slots on all members.
-    ///
-    /// # Errors
-    /// `Exhausted` if there are not that many.
-    pub fn signals(&self, num: usize, tag: &str) -> Result<Signals> {
-        let first = lock(&self.0.slots)
-            .alloc
-            .alloc(num, tag)
-            .map_err(|e| e.op("signals").team(self.name()))?;
-        Ok(Signals { first, num, team: self.clone() })
-    }
-
-    /// Returns the slots that all members have dropped. Called by `Heap::collect`.
-    pub(crate) fn collect_signals(&self) -> Result<()> {
-        let mine = {
-            let mut pool = lock(&self.0.slots);
-            pool.dropped.sort_unstable();
-            pool.dropped.clone()
-        };
-        let agreed = self.intersect("collect-signals", &mine)?;
-        let mut pool = lock(&self.0.slots);
-        for &(first, num) in &agreed {
-            pool.alloc.release(first, num);
-        }
-        pool.dropped.retain(|d| !agreed.contains(d));
-        Ok(())
-    }
-
     /// Collective: the entries of `mine` that every member has, sorted.
     pub(crate) fn intersect(
         &self,
@@ -339,11 +310,6 @@ impl LiveTeam {
             })
         };
         Ok(mine.iter().filter(|item| all.iter().all(|l| has(l, item))).copied().collect())
-    }
-
-    /// Digest of all slot allocations so far.
-    pub(crate) fn signals_digest(&self) -> (u64, u64) {
-        lock(&self.0.slots).alloc.digest()
     }
 
     /// Collective: gives `payload` to all members, returns everybody's in team order.
@@ -545,54 +511,5 @@ impl LiveTeam {
             }
         }
         Ok(())
-    }
-}
-
-impl LiveTeam {
-    /// The error for a slot whose count is not what its waits consumed.
-    pub(crate) fn uneven(&self, slot: usize, src: Rank, used: u64, seen: u64) -> Error {
-        let text = format!("signal slot {slot}: a count was not consumed exactly once");
-        Error::new(ErrorKind::Protocol, text)
-            .team(self.name())
-            .rank(self.rank())
-            .peer(src)
-            .expected(used)
-            .seen(seen)
-    }
-}
-
-/// A range of signal slots. Dropping it only marks them: they return at `Heap::collect`.
-pub struct Signals {
-    first: usize,
-    num: usize,
-    team: LiveTeam,
-}
-
-impl Signals {
-    /// Slot number `i` of the range.
-    ///
-    /// # Panics
-    /// If there is no such slot.
-    pub fn slot(&self, i: usize) -> crate::SignalSlot {
-        assert!(i < self.num, "slot {i} of {}", self.num);
-        crate::SignalSlot(self.first + i)
-    }
-
-    /// Number of slots.
-    pub fn len(&self) -> usize {
-        self.num
-    }
-
-    /// True if there are none.
-    pub fn is_empty(&self) -> bool {
-        self.num == 0
-    }
-}
-
-impl Drop for Signals {
-    fn drop(&mut self) {
-        if self.num > 0 {
-            lock(&self.team.0.slots).dropped.push((self.first, self.num));
-        }
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType};
-use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_core::{Error, ErrorKind, Result, inject};
 
 use super::StoreAddr;
 use super::conn::{Conn, Stage};
@@ -105,6 +105,7 @@ fn listen(addr: &StoreAddr, secret: &Secret) -> Result<Option<(Ear, StoreAddr)>>
                     .op("store")
                     .hint("set TILEWIRE_SECRET to 32 or more hex digits, the same on all ranks"));
             }
+            inject::step("binding the store")?;
             let l = match TcpListener::bind(&all[..]) {
                 Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => return Ok(None),
                 r => r.map_err(io)?,

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_core::{Error, ErrorKind, Result, inject};
 
 use super::event::Event;
 use super::graph::{CaptureMark, Graph, GraphExec, LaneOp, Session};
@@ -128,6 +128,7 @@ impl Stream {
         let (name, (tx, rx)) = (name.into(), channel());
         let error = Arc::new(Fault::new());
         let (lane, sink) = (name.clone(), error.clone());
+        inject::step("starting a stream")?;
         let worker = std::thread::Builder::new()
             .name(format!("tw-{name}"))
             .spawn(move || work(&rx, &lane, tracer.as_deref(), &sink))

@@ -154,7 +154,8 @@ impl PlanCore {
                 .op(self.op)
                 .hint("prepare the plan before the capture begins"));
         }
-        self.heap.copy_stream()?;
+        // Only this rank knows that it failed, and the others are about to meet it.
+        self.heap.copy_stream().map_err(|e| self.team().fail(e.op(self.op)))?;
         let fp = Fingerprint::new(self.op, format_args!("{} {}", self.text, self.heap.digest()));
         self.team().prepare_agree(&fp).map_err(|e| e.op(self.op))?;
         self.prepared.store(true, Ordering::Release);

@@ -15,7 +15,6 @@ use crate::control::{
     self, INBOX_ROW, NUM_CHANNELS, NUM_SIGNALS, OFF_ABORT, OFF_INBOX, OFF_SIGNALS,
 };
 use crate::heap::{HeapCfg, exchange_chunks};
-use crate::recorder::cut;
 use crate::sink::AbortSink;
 use crate::team::LiveTeam;
 
@@ -108,10 +107,10 @@ impl Counters {
 impl VmmStore {
     /// Collective: makes and maps the chunks of all ranks.
     pub fn create(team: &LiveTeam, cfg: &HeapCfg) -> Result<Arc<Self>> {
-        let parts = agree(team, "vmm-make", Parts::make(team, cfg))?;
+        let parts = team.settle("vmm-make", Parts::make(team, cfg))?;
         let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
-        let own = [parts.heap.1.as_fd(), parts.control.1.as_fd()];
-        let fds = exchange_chunks(team, &own, len, page)?.0;
+        let own = vec![parts.heap.1.as_fd(), parts.control.1.as_fd()];
+        let fds = exchange_chunks(team, Ok(own), len, page)?.0;
         let map = |which: usize, len: usize| {
             let import = |list: &Vec<OwnedFd>| VmmChunk::import(&parts.ctx, &list[which], len);
             let chunks = fds.iter().map(import).collect::<Result<Vec<_>>>()?;
@@ -125,7 +124,7 @@ impl VmmStore {
             Ok((heap, control))
         });
         // Nobody's kernel may touch a page before its owner has cleared it.
-        let (heap, control) = agree(team, "vmm-map", mapped)?;
+        let (heap, control) = team.settle("vmm-map", mapped)?;
         for r in Rank::all(team.size()) {
             check_header(&control, team, r)?;
         }
@@ -197,24 +196,6 @@ impl Parts {
             kernels: self.kernels,
             param,
             abort_stream: self.abort_stream,
-        }
-    }
-}
-
-/// Collective: `mine`, unless it failed here or on a peer. Nobody is left waiting for a rank that
-/// could not make its part.
-fn agree<T>(team: &LiveTeam, what: &str, mine: Result<T>) -> Result<T> {
-    let text = mine.as_ref().err().map(ToString::to_string).unwrap_or_default();
-    // What a parcel carries is limited; a compiler's log is not.
-    let text = cut(&text, 4096);
-    let all = team.exchange(what, text.as_bytes())?;
-    let mine = mine?;
-    match all.iter().position(|t| !t.is_empty()) {
-        None => Ok(mine),
-        Some(p) => {
-            let text = String::from_utf8_lossy(&all[p]);
-            let text = format!("rank {p} could not make its part of the heap: {text}");
-            Err(Error::new(ErrorKind::Unavailable, text).phase("vmm").peer(Rank::new(p as u32)))
         }
     }
 }

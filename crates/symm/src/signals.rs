@@ -1,0 +1,101 @@
+//! Signal slots: who may use which.
+
+use tilewire_core::{Error, ErrorKind, Rank, Result};
+
+use crate::alloc::Allocator;
+use crate::control::NUM_SIGNALS;
+use crate::team::{LiveTeam, lock};
+
+/// The slots of a team: equal calls give equal slots on all members.
+pub(crate) struct SlotPool {
+    alloc: Allocator,
+    dropped: Vec<(usize, usize)>,
+}
+
+impl Default for SlotPool {
+    fn default() -> Self {
+        Self { alloc: Allocator::new(NUM_SIGNALS, 1), dropped: Vec::new() }
+    }
+}
+
+impl LiveTeam {
+    /// Takes `num` signal slots. Deterministic: equal calls give equal slots on all members.
+    ///
+    /// # Errors
+    /// `Exhausted` if there are not that many.
+    pub fn signals(&self, num: usize, tag: &str) -> Result<Signals> {
+        let first = lock(&self.0.slots)
+            .alloc
+            .alloc(num, tag)
+            .map_err(|e| e.op("signals").team(self.name()))?;
+        Ok(Signals { first, num, team: self.clone() })
+    }
+
+    /// Returns the slots that all members have dropped. Called by `Heap::collect`.
+    pub(crate) fn collect_signals(&self) -> Result<()> {
+        let mine = {
+            let mut pool = lock(&self.0.slots);
+            pool.dropped.sort_unstable();
+            pool.dropped.clone()
+        };
+        let agreed = self.intersect("collect-signals", &mine)?;
+        let mut pool = lock(&self.0.slots);
+        for &(first, num) in &agreed {
+            pool.alloc.release(first, num);
+        }
+        pool.dropped.retain(|d| !agreed.contains(d));
+        Ok(())
+    }
+
+    /// Digest of all slot allocations so far.
+    pub(crate) fn signals_digest(&self) -> (u64, u64) {
+        lock(&self.0.slots).alloc.digest()
+    }
+
+    /// The error for a slot whose count is not what its waits consumed.
+    pub(crate) fn uneven(&self, slot: usize, src: Rank, used: u64, seen: u64) -> Error {
+        let text = format!("signal slot {slot}: a count was not consumed exactly once");
+        Error::new(ErrorKind::Protocol, text)
+            .team(self.name())
+            .rank(self.rank())
+            .peer(src)
+            .expected(used)
+            .seen(seen)
+    }
+}
+
+/// A range of signal slots. Dropping it only marks them: they return at `Heap::collect`.
+pub struct Signals {
+    first: usize,
+    num: usize,
+    team: LiveTeam,
+}
+
+impl Signals {
+    /// Slot number `i` of the range.
+    ///
+    /// # Panics
+    /// If there is no such slot.
+    pub fn slot(&self, i: usize) -> crate::SignalSlot {
+        assert!(i < self.num, "slot {i} of {}", self.num);
+        crate::SignalSlot(self.first + i)
+    }
+
+    /// Number of slots.
+    pub fn len(&self) -> usize {
+        self.num
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.num == 0
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        if self.num > 0 {
+            lock(&self.team.0.slots).dropped.push((self.first, self.num));
+        }
+    }
+}

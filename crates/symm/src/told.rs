@@ -1,0 +1,93 @@
+//! Steps that every rank makes alone inside a collective call.
+//!
+//! A rank whose step failed still comes to the meeting, without its part, and says why: the call
+//! then fails on all ranks, at once, and can be made again. A rank that just returned its error
+//! would leave the others to their deadline.
+
+use std::os::fd::BorrowedFd;
+
+use serde::{Deserialize, Serialize};
+use tilewire_boot::{Mesh, Parcel};
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+
+use crate::recorder::cut;
+use crate::team::LiveTeam;
+
+const OK: u8 = 0;
+const FAILED: u8 = 1;
+/// What a parcel carries is limited; the log of a compiler is not.
+const MAX_TEXT: usize = 4096;
+
+/// What a rank says whose step failed.
+#[derive(Serialize, Deserialize)]
+struct Failure {
+    kind: ErrorKind,
+    message: String,
+}
+
+fn failed(why: &Error) -> Vec<u8> {
+    let f = Failure { kind: why.kind(), message: cut(why.message(), MAX_TEXT).to_owned() };
+    [&[FAILED], &serde_json::to_vec(&f).unwrap_or_default()[..]].concat()
+}
+
+/// What `peer` said: its payload, or that its step failed.
+fn heard(peer: Rank, words: &[u8]) -> Result<&[u8]> {
+    match words.split_first() {
+        Some((&OK, rest)) => Ok(rest),
+        Some((&FAILED, rest)) => {
+            let f: Failure = serde_json::from_slice(rest).map_err(|e| {
+                Error::new(ErrorKind::Protocol, format!("{peer} failed, unreadably: {e}"))
+            })?;
+            Err(Error::new(f.kind, format!("{peer} failed: {}", f.message)).peer(peer))
+        }
+        _ => Err(Error::new(ErrorKind::Protocol, format!("{peer} sent no word")).peer(peer)),
+    }
+}
+
+/// Collective over `members` (world ranks): exchanges payloads and descriptors, if every rank has
+/// them.
+///
+/// # Errors
+/// My own failure; otherwise that of the first rank that failed, with its world rank as the peer;
+/// otherwise as [`Mesh::exchange`].
+pub(crate) fn exchange_parts(
+    mesh: &dyn Mesh,
+    tag: &str,
+    members: &[Rank],
+    (payload, fds): (&[u8], Result<&[BorrowedFd<'_>]>),
+    deadline: Deadline,
+) -> Result<Vec<Parcel>> {
+    let told = |e: Error| {
+        // Whoever does not come there is the others' concern: my own error is what my caller needs.
+        let _their_parts = mesh.exchange(tag, members, &failed(&e), &[], deadline);
+        Err(e)
+    };
+    let fds = match fds {
+        Ok(fds) => fds,
+        Err(e) => return told(e),
+    };
+    let words = [&[OK], payload].concat();
+    let mut parcels = match mesh.exchange(tag, members, &words, fds, deadline) {
+        // Descriptors are duplicated before anything is sent: nobody has heard of me yet.
+        Err(e) if e.kind() == ErrorKind::Exhausted => return told(e),
+        r => r?,
+    };
+    for (&peer, p) in members.iter().zip(&mut parcels) {
+        p.payload = heard(peer, &p.payload)?.to_vec();
+    }
+    Ok(parcels)
+}
+
+impl LiveTeam {
+    /// Collective: `mine`, unless this step failed here or on a peer. Unlike a failed wait it
+    /// leaves the team as it was.
+    pub(crate) fn settle<T>(&self, what: &str, mine: Result<T>) -> Result<T> {
+        let words = mine.as_ref().map_or_else(failed, |_| vec![OK]);
+        let all = self.exchange(what, &words)?;
+        let mine = mine?;
+        for (i, words) in all.iter().enumerate() {
+            heard(Rank::new(i as u32), words)?;
+        }
+        Ok(mine)
+    }
+}
