@@ -1,6 +1,7 @@
 //! Automation: `cargo xtask test` runs everything, `cargo xtask tidy` checks the house rules.
 
 mod acceptance;
+mod api;
 mod stages;
 mod tidy;
 
@@ -29,6 +30,12 @@ enum Command {
     },
     /// Check file sizes, dependency direction, unsafe code and the operations' folders.
     Tidy,
+    /// Compare the public interface (signatures, defaults, flags) with docs/api.
+    Api {
+        /// Write docs/api instead of comparing.
+        #[arg(long)]
+        bless: bool,
+    },
     /// Check that docs/acceptance.md accounts for every line and names existing tests.
     Acceptance,
 }
@@ -43,6 +50,10 @@ fn main() -> ExitCode {
         Command::Test { only, list } => return stages::run(&root, only.as_deref(), list),
         Command::Tidy => tidy::check(&root),
         Command::Acceptance => acceptance::check(&root),
+        Command::Api { bless } => match api::check(&root, bless) {
+            api::Verdict::Problems(p) => p,
+            api::Verdict::Skipped(why) => vec![why],
+        },
     };
     for p in &problems {
         eprintln!("{p}");

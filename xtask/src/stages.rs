@@ -18,10 +18,13 @@ struct Outcome {
     downloaded: u64,
 }
 
-const STAGES: [Stage; 11] = [
+const STAGES: [Stage; 14] = [
     Stage { name: "tidy", run: tidy },
     Stage { name: "acceptance", run: acceptance },
     Stage { name: "build", run: build },
+    Stage { name: "api", run: api },
+    Stage { name: "spelling", run: spelling },
+    Stage { name: "dependencies", run: dependencies },
     Stage { name: "kernels", run: kernels },
     Stage { name: "unit", run: unit },
     Stage { name: "doc", run: doc },
@@ -70,7 +73,7 @@ pub fn run(root: &Path, only: Option<&str>, list: bool) -> ExitCode {
     ExitCode::from(u8::from(total.failed > 0))
 }
 
-/// Two helpers that other tests start, and what cannot be installed: torch, mpirun, NVRTC.
+/// Two helpers that other tests start, and what cannot be installed here.
 const MAX_SKIPPED: usize = 5;
 
 fn from_problems(problems: &[String]) -> Outcome {
@@ -190,6 +193,66 @@ fn unit(root: &Path) -> Outcome {
 
 fn doc(root: &Path) -> Outcome {
     cargo_test(root, &["--workspace", "--doc", "--no-fail-fast"])
+}
+
+fn api(root: &Path) -> Outcome {
+    match crate::api::check(root, false) {
+        crate::api::Verdict::Problems(p) => from_problems(&p),
+        crate::api::Verdict::Skipped(why) => {
+            println!("{why}: skipped");
+            Outcome { skipped: 1, ..Outcome::default() }
+        }
+    }
+}
+
+/// A tool that comes as a Python wheel. `None` if it cannot be installed here.
+fn wheel(root: &Path, o: &mut Outcome, spec: &str) -> Option<PathBuf> {
+    let site = root.join("target/python-tools").join(spec);
+    if !site.exists() {
+        let dir = site.display().to_string();
+        let args = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", &dir, spec];
+        if !exec(root, "python3", &args, Duration::from_secs(300)) {
+            println!("{spec} cannot be installed here: skipped");
+            o.skipped += 1;
+            return None;
+        }
+        o.downloaded += size_of(&site);
+    }
+    let program = spec.split('=').next().unwrap_or(spec);
+    Some(site.join("bin").join(program))
+}
+
+/// Spelling of everything that is tracked; exceptions are in `_typos.toml`.
+fn spelling(root: &Path) -> Outcome {
+    let mut o = Outcome::default();
+    if let Some(program) = wheel(root, &mut o, "typos==1.52.0") {
+        let program = program.display().to_string();
+        add(&mut o, &one(exec(root, &program, &["--format", "brief"], Duration::from_secs(60))));
+    }
+    o
+}
+
+/// Licences, sources and forbidden dependencies, by `deny.toml`. Advisories need the network and
+/// are left to `cargo deny check advisories`.
+fn dependencies(root: &Path) -> Outcome {
+    let mut o = Outcome::default();
+    let place = root.join("target/tools");
+    let program = place.join("bin/cargo-deny");
+    if !program.exists() {
+        let to = place.display().to_string();
+        let args =
+            ["install", "--quiet", "--locked", "--version", "0.20.2", "--root", &to, "cargo-deny"];
+        if !exec(root, &cargo(), &args, Duration::from_secs(900)) {
+            println!("cargo-deny cannot be installed here: skipped");
+            o.skipped += 1;
+            return o;
+        }
+        o.downloaded += size_of(&place);
+    }
+    let program = program.display().to_string();
+    let args = ["--offline", "--log-level", "error", "check", "bans", "licenses", "sources"];
+    add(&mut o, &one(exec(root, &program, &args, Duration::from_secs(60))));
+    o
 }
 
 /// Compiles every kernel for three architectures with the pinned NVRTC wheel; needs no GPU.

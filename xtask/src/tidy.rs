@@ -47,6 +47,7 @@ pub fn check(root: &Path) -> Vec<String> {
     }
     dependencies(root, &mut problems);
     operations(root, &mut problems);
+    problems.extend(crate::api::changelog(root));
     problems
 }
 
