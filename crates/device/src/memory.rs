@@ -60,7 +60,7 @@ impl Memory {
     /// Read access; `what` names the buffer in the error.
     ///
     /// # Errors
-    /// `Internal` if a node is writing it at this moment: a stream or event edge is missing.
+    /// `InvalidArgument` if a node is writing it at this moment: a stream or event edge is missing.
     pub fn read(&self, what: &str) -> Result<MemoryRead<'_>> {
         match self.lines.try_read() {
             Ok(g) => Ok(MemoryRead(g, self.len_bytes)),
@@ -72,7 +72,7 @@ impl Memory {
     /// Write access; `what` names the buffer in the error.
     ///
     /// # Errors
-    /// `Internal` if a node is reading or writing it at this moment.
+    /// `InvalidArgument` if a node is reading or writing it at this moment.
     pub fn write(&self, what: &str) -> Result<MemoryWrite<'_>> {
         match self.lines.try_write() {
             Ok(g) => Ok(MemoryWrite(g, self.len_bytes)),

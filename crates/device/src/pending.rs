@@ -14,6 +14,7 @@ use crate::{Fault, Point, Queue, Stream};
 #[must_use = "the output is reachable only through `wait` or `join`"]
 pub struct Pending<T, Q: Queue = Stream> {
     out: T,
+    stream: Q,
     done: Q::Event,
     fault: Option<Arc<Fault>>,
 }
@@ -26,20 +27,18 @@ impl<T, Q: Queue> Pending<T, Q> {
     pub fn new(out: T, stream: &Q, fault: Option<Arc<Fault>>) -> Result<Self> {
         let done = stream.event()?;
         stream.record(&done)?;
-        Ok(Self { out, done, fault })
+        Ok(Self { out, stream: stream.clone(), done, fault })
     }
 
     /// Blocks until the work is complete and hands out the result.
     ///
     /// # Errors
-    /// The fault of the team, if one is set; its outputs are then poisoned.
+    /// The fault of the team, if one is set; its outputs are then poisoned. The first error of
+    /// work on the stream that belongs to no team.
     /// `InvalidArgument` during capture: captured work does not run, so it cannot be waited for.
     pub fn wait(self) -> Result<T> {
         self.done.synchronize(None)?;
-        if let Some(f) = &self.fault {
-            f.check()?;
-        }
-        Ok(self.out)
+        self.finish()
     }
 
     /// As [`Pending::wait`], giving up at `deadline`.
@@ -48,10 +47,7 @@ impl<T, Q: Queue> Pending<T, Q> {
     /// As [`Pending::wait`], and `Timeout`.
     pub fn wait_until(self, deadline: Deadline) -> Result<T> {
         self.done.synchronize(Some(deadline))?;
-        if let Some(f) = &self.fault {
-            f.check()?;
-        }
-        Ok(self.out)
+        self.finish()
     }
 
     /// Makes `stream` wait for the work, without blocking the caller, and hands out the result
@@ -61,9 +57,15 @@ impl<T, Q: Queue> Pending<T, Q> {
     /// A fault that is already known; later ones are raised by the next call on the team.
     pub fn join(self, stream: &Q) -> Result<T> {
         stream.wait(&self.done)?;
+        self.finish()
+    }
+
+    /// The result, unless the team or the work itself is known to have failed.
+    fn finish(self) -> Result<T> {
         if let Some(f) = &self.fault {
             f.check()?;
         }
+        self.stream.check()?;
         Ok(self.out)
     }
 

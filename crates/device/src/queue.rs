@@ -60,6 +60,12 @@ pub trait Queue: Clone + Send + Sync {
     /// `InvalidArgument` during a capture.
     fn replay(&self, graph: &Self::Graph) -> Result<()>;
 
+    /// Raises what went wrong in work that belongs to no team, as far as it is known.
+    ///
+    /// # Errors
+    /// That error.
+    fn check(&self) -> Result<()>;
+
     /// Blocks until everything queued so far has run.
     ///
     /// # Errors
@@ -122,6 +128,10 @@ impl Queue for Stream {
 
     fn replay(&self, graph: &GraphExec) -> Result<()> {
         Stream::replay(self, graph)
+    }
+
+    fn check(&self) -> Result<()> {
+        Stream::check(self)
     }
 
     fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()> {

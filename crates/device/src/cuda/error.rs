@@ -32,8 +32,17 @@ fn kind(code: CUresult) -> ErrorKind {
         C::CUDA_ERROR_NOT_SUPPORTED => ErrorKind::Unsupported,
         C::CUDA_ERROR_NOT_PERMITTED => ErrorKind::Permission,
         C::CUDA_ERROR_ECC_UNCORRECTABLE
+        | C::CUDA_ERROR_NVLINK_UNCORRECTABLE
         | C::CUDA_ERROR_ILLEGAL_ADDRESS
+        | C::CUDA_ERROR_ILLEGAL_INSTRUCTION
+        | C::CUDA_ERROR_MISALIGNED_ADDRESS
+        | C::CUDA_ERROR_INVALID_ADDRESS_SPACE
+        | C::CUDA_ERROR_INVALID_PC
+        | C::CUDA_ERROR_ASSERT
+        | C::CUDA_ERROR_LAUNCH_TIMEOUT
         | C::CUDA_ERROR_LAUNCH_FAILED
+        | C::CUDA_ERROR_EXTERNAL_DEVICE
+        | C::CUDA_ERROR_CONTEXT_IS_DESTROYED
         | C::CUDA_ERROR_HARDWARE_STACK_ERROR
         | C::CUDA_ERROR_DEINITIALIZED => ErrorKind::DeviceLost,
         _ => ErrorKind::Internal,

@@ -151,6 +151,12 @@ impl Queue for CudaStream {
         check(unsafe { sys::cuGraphLaunch(graph.raw(), self.0.raw) }, "cuGraphLaunch")
     }
 
+    fn check(&self) -> Result<()> {
+        // A kernel that failed makes every later call of its context fail: there is no error of a
+        // single stream, and whoever has waited for an event has met it.
+        Ok(())
+    }
+
     fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()> {
         let e = self.event()?;
         self.record(&e)?;

@@ -33,6 +33,7 @@ struct SessionInner {
     num_edges: usize,
     /// Streams that joined by waiting for a captured event.
     enrolled: Vec<Stream>,
+    ended: bool,
 }
 
 impl Session {
@@ -66,13 +67,22 @@ impl Session {
         self.lock().enrolled.push(stream.clone());
     }
 
-    pub fn take_enrolled(&self) -> Vec<Stream> {
-        std::mem::take(&mut self.lock().enrolled)
+    /// Nothing can be added from now on; the streams that had joined.
+    pub fn end(&self) -> Vec<Stream> {
+        let mut s = self.lock();
+        s.ended = true;
+        std::mem::take(&mut s.enrolled)
+    }
+
+    /// True once the capture has ended on the stream where it began.
+    pub fn has_ended(&self) -> bool {
+        self.lock().ended
     }
 
     pub fn finish(&self) -> Result<Graph> {
         let mut s = self.lock();
-        let graph = Graph { lanes: std::mem::take(&mut s.lanes), num_edges: s.num_edges };
+        let lanes = std::mem::take(&mut s.lanes);
+        let graph = Graph { lanes, num_edges: s.num_edges, running: Mutex::new(()) };
         drop(s);
         graph.check_joined()?;
         Ok(graph)
@@ -83,12 +93,22 @@ impl Session {
 pub struct Graph {
     lanes: Vec<Vec<LaneOp>>,
     num_edges: usize,
+    /// One replay at a time: two that interleaved on the lanes would wait for each other's edges.
+    running: Mutex<()>,
 }
 
 /// Edges of one replay.
 struct Edges {
     set: Mutex<Vec<bool>>,
     changed: Condvar,
+    /// The first error of a side lane.
+    failed: Mutex<Option<Error>>,
+}
+
+impl Edges {
+    fn failed(&self) -> std::sync::MutexGuard<'_, Option<Error>> {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Graph {
@@ -130,23 +150,30 @@ impl Graph {
 
     /// Runs all lanes, lane 0 on this thread. Called by the stream that replays.
     pub(super) fn run(self: &Arc<Self>, lanes: &[Stream]) -> Result<()> {
+        let _alone = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let edges = Arc::new(Edges {
             set: Mutex::new(vec![false; self.num_edges]),
             changed: Condvar::new(),
+            failed: Mutex::default(),
         });
         let done = super::Event::new();
         for (i, stream) in lanes.iter().enumerate() {
             let (graph, edges) = (self.clone(), edges.clone());
-            stream.submit(Job::Node(Node::new("graph lane", move || {
-                graph.run_lane(i + 1, &edges)
-            })))?;
+            let lane = move || {
+                // The replaying stream reports it: nobody looks at the streams of the lanes.
+                if let Err(e) = graph.run_lane(i + 1, &edges) {
+                    edges.failed().get_or_insert(e);
+                }
+                Ok(())
+            };
+            stream.submit(Job::Node(Node::new("graph lane", lane)))?;
         }
         let first = self.run_lane(0, &edges);
         for stream in lanes {
             stream.record(&done)?;
             done.synchronize(None)?;
         }
-        first
+        first.and(edges.failed().take().map_or(Ok(()), Err))
     }
 
     fn run_lane(&self, lane: usize, edges: &Edges) -> Result<()> {

@@ -78,14 +78,11 @@ impl Node {
         if let Some(p) = &self.poison
             && catch_unwind(AssertUnwindSafe(|| p())).is_err()
         {
-            log_poison_failed(&self.name);
+            // The team's fault is already set, so the caller learns of the failure anyway, and
+            // the panic hook has said what happened here.
+            log::error!("the outputs of `{}` could not be poisoned", self.name);
         }
     }
-}
-
-fn log_poison_failed(name: &str) {
-    // The team's fault is already set, so the caller learns of the failure anyway.
-    debug_assert!(false, "poisoning the outputs of `{name}` panicked");
 }
 
 pub(super) enum Job {
@@ -99,11 +96,21 @@ pub(super) enum Job {
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
 
+/// A capture and the lane in it.
+type Capture = Option<(Arc<Session>, usize)>;
+
+/// Ends a capture and lets the streams go that had joined it.
+fn release(session: &Session) {
+    for s in session.end() {
+        *lock(&s.0.capture) = None;
+    }
+}
+
 struct Inner {
     name: String,
     queue: Mutex<Option<Sender<Job>>>,
     worker: Mutex<Option<JoinHandle<()>>>,
-    capture: Mutex<Option<(Arc<Session>, usize)>>,
+    capture: Mutex<Capture>,
     error: Arc<Fault>,
 }
 
@@ -161,7 +168,7 @@ impl Stream {
     /// An error that an earlier node without fault domain left behind.
     pub fn launch(&self, node: Node) -> Result<()> {
         self.0.error.check()?;
-        if let Some((session, lane)) = &*lock(&self.0.capture) {
+        if let Some((session, lane)) = &*self.capture() {
             session.push(*lane, LaneOp::Node(node));
             return Ok(());
         }
@@ -181,7 +188,7 @@ impl Stream {
     /// # Errors
     /// If the stream has ended.
     pub fn record(&self, event: &Event) -> Result<()> {
-        if let Some((session, lane)) = &*lock(&self.0.capture) {
+        if let Some((session, lane)) = &*self.capture() {
             let id = session.push_record(*lane);
             event.issue_captured(CaptureMark { session: session.clone(), id });
             return Ok(());
@@ -196,8 +203,13 @@ impl Stream {
     /// `InvalidArgument` if a capturing stream is to wait for an event outside of its capture, or
     /// this stream is part of another capture.
     pub fn wait(&self, event: &Event) -> Result<()> {
-        let mut capture = lock(&self.0.capture);
+        let mut capture = self.capture();
         match (&*capture, event.mark()) {
+            (_, Some(mark)) if mark.session.has_ended() => Err(Error::invalid(format!(
+                "stream `{}` cannot wait for an event of a capture that has ended",
+                self.0.name
+            ))
+            .hint("replay the graph, and wait for an event recorded behind the replay")),
             (None, None) => self.submit(Job::Wait(event.clone(), event.target())),
             (None, Some(mark)) => {
                 let lane = mark.session.add_lane();
@@ -226,7 +238,7 @@ impl Stream {
     /// # Errors
     /// `InvalidArgument` if a capture is in progress.
     pub fn begin_capture(&self) -> Result<()> {
-        let mut capture = lock(&self.0.capture);
+        let mut capture = self.capture();
         if capture.is_some() {
             return Err(Error::invalid(format!("stream `{}` is already captured", self.0.name)));
         }
@@ -242,23 +254,30 @@ impl Stream {
     /// `InvalidArgument` if no capture was begun here, or a stream that joined it was not joined
     /// back to this one.
     pub fn end_capture(&self) -> Result<Graph> {
-        let taken = lock(&self.0.capture).take();
+        let taken = self.capture().take();
         let Some((session, 0)) = taken else {
-            *lock(&self.0.capture) = taken;
+            *self.capture() = taken;
             return Err(Error::invalid(format!(
                 "no capture was begun on stream `{}`",
                 self.0.name
             )));
         };
-        for s in session.take_enrolled() {
-            *lock(&s.0.capture) = None;
-        }
+        release(&session);
         session.finish()
     }
 
     /// True while the stream collects work for a graph.
     pub fn is_capturing(&self) -> bool {
-        lock(&self.0.capture).is_some()
+        self.capture().is_some()
+    }
+
+    /// The capture that this stream is part of.
+    fn capture(&self) -> std::sync::MutexGuard<'_, Capture> {
+        let mut c = lock(&self.0.capture);
+        if c.as_ref().is_some_and(|(session, _)| session.has_ended()) {
+            *c = None;
+        }
+        c
     }
 
     /// Replays a graph in stream order.
@@ -287,10 +306,18 @@ impl Stream {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        // A capture that was begun here and given up: the session and the streams that joined it
+        // hold each other.
+        if let Some((session, 0)) = lock(&self.capture).take() {
+            release(&session);
+        }
         // Closing the queue ends the worker once it is drained.
         drop(lock(&self.queue).take());
+        // A rank that panics must not first wait for what its peers will never do: the worker
+        // holds what it uses, and ends when they learn of the death.
         if let Some(w) = lock(&self.worker).take()
             && w.thread().id() != std::thread::current().id()
+            && !std::thread::panicking()
         {
             // A worker never panics (nodes are caught), so there is nothing to report.
             drop(w.join());

@@ -78,6 +78,88 @@ fn a_panicking_node_is_an_error() {
 }
 
 #[test]
+fn a_result_is_not_handed_out_when_its_work_failed() {
+    let s = Stream::new("s").unwrap();
+    s.launch(Node::new("boom", || panic!("kaboom"))).unwrap();
+    let e = Pending::new(1, &s, None).unwrap().wait().unwrap_err();
+    assert!(e.to_string().contains("kaboom"), "{e}");
+    let s = Stream::new("s").unwrap();
+    s.launch(Node::new("late", || Err(Error::new(ErrorKind::Timeout, "late")))).unwrap();
+    let p = Pending::new(1, &s, None).unwrap();
+    assert!(p.wait_until(Deadline::after_s(5.0)).unwrap_err().is_timeout());
+}
+
+#[test]
+fn an_error_on_a_side_lane_of_a_graph_is_reported() {
+    let (a, b) = (Stream::new("a").unwrap(), Stream::new("b").unwrap());
+    a.begin_capture().unwrap();
+    let (fork, join) = (Event::new(), Event::new());
+    a.record(&fork).unwrap();
+    b.wait(&fork).unwrap();
+    b.launch(Node::new("side", || Err(Error::new(ErrorKind::Timeout, "late")))).unwrap();
+    b.record(&join).unwrap();
+    a.wait(&join).unwrap();
+    let g = a.end_capture().unwrap().instantiate().unwrap();
+    a.replay(&g).unwrap();
+    assert!(a.synchronize().unwrap_err().is_timeout());
+}
+
+/// Lanes with edges between them, replayed from several streams at once.
+#[test]
+fn replays_of_one_graph_follow_each_other() {
+    let s: Vec<_> = (0..4).map(|i| Stream::new(format!("s{i}")).unwrap()).collect();
+    let (a, rest) = s.split_first().unwrap();
+    let sum = Arc::new(AtomicU64::new(0));
+    let add = || {
+        let sum = sum.clone();
+        Node::new("add", move || {
+            std::thread::yield_now();
+            sum.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        })
+    };
+    a.begin_capture().unwrap();
+    let mut last = Event::new();
+    a.record(&last).unwrap();
+    for s in rest.iter().chain([&rest[0], &rest[1], a]) {
+        s.wait(&last).unwrap();
+        s.launch(add()).unwrap();
+        last = Event::new();
+        s.record(&last).unwrap();
+        // Each lane must be joined, whoever comes last.
+        a.wait(&last).unwrap();
+    }
+    let g = a.end_capture().unwrap().instantiate().unwrap();
+    for _ in 0..200 {
+        s.iter().for_each(|s| s.replay(&g).unwrap());
+    }
+    s.iter().for_each(|s| s.synchronize().unwrap());
+    assert_eq!(sum.load(Ordering::Relaxed), 6 * 800);
+}
+
+#[test]
+fn a_capture_that_has_ended_takes_nothing_in() {
+    let (a, b) = (Stream::new("a").unwrap(), Stream::new("b").unwrap());
+    let e = Event::new();
+    a.begin_capture().unwrap();
+    a.record(&e).unwrap();
+    a.end_capture().unwrap();
+    assert!(b.wait(&e).unwrap_err().to_string().contains("has ended"));
+    assert!(!b.is_capturing());
+    // Given up in the middle: the stream that had joined is free again.
+    a.begin_capture().unwrap();
+    a.record(&e).unwrap();
+    b.wait(&e).unwrap();
+    assert!(b.is_capturing());
+    drop(a);
+    assert!(!b.is_capturing());
+    let log = Arc::new(Mutex::new(Vec::new()));
+    b.launch(push(&log, 1)).unwrap();
+    b.synchronize().unwrap();
+    assert_eq!(*log.lock().unwrap(), [1]);
+}
+
+#[test]
 fn a_graph_with_a_side_stream_replays() {
     let (a, b) = (Stream::new("a").unwrap(), Stream::new("b").unwrap());
     let sum = Arc::new(AtomicU64::new(0));

@@ -89,6 +89,7 @@ impl BulkPlan {
         let gemm = self.gemm.launch(stream, t.gemm)?.join(stream)?;
         self.side.record(&join)?;
         stream.wait(&join)?;
-        Pending::new(BulkOut { gemm, collective: collective? }, stream, None)
+        let fault = self.collective.team().fault().clone();
+        Pending::new(BulkOut { gemm, collective: collective? }, stream, Some(fault))
     }
 }

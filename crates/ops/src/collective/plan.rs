@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tilewire_core::{Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
-use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
+use tilewire_symm::{Heap, LinkTraffic, LiveTeam, Signals, SymBuf, Traffic};
 
 use super::config::{self, Phase};
 use super::host::Run;
@@ -30,6 +30,10 @@ pub struct CollectivePlan {
 }
 
 impl CollectivePlan {
+    pub(crate) fn team(&self) -> &LiveTeam {
+        self.core.team()
+    }
+
     /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
     pub fn memory(desc: &CollectiveDesc, size: usize) -> usize {
         let (first, second) = staging_rows(desc, size);
