@@ -1,6 +1,6 @@
 //! What each rank of a job tells the others about itself, through the store.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
@@ -16,6 +16,8 @@ pub(crate) struct Card {
     pub version: u16,
     /// Name of the listener, see [`sock::unix_addr`].
     pub addr: String,
+    /// Why its rank has given up the meeting, once it has.
+    pub gave_up: Option<(ErrorKind, String)>,
     pub pid: u32,
     pub uid: u32,
     pub size: usize,
@@ -34,6 +36,7 @@ impl Card {
         Self {
             version: VERSION,
             addr: addr.to_owned(),
+            gave_up: None,
             pid: std::process::id(),
             uid: rustix::process::geteuid().as_raw(),
             size: me.size,
@@ -42,6 +45,12 @@ impl Card {
             mac: String::new(),
         }
         .signed(me.job, me.rank, me.secret)
+    }
+
+    /// The card that takes the place of mine when I give up.
+    pub fn withdrawn(me: &Identity<'_>, why: &Error) -> Self {
+        let gave_up = Some((why.kind(), why.message().to_owned()));
+        Self { gave_up, ..Self::new(me, "") }.signed(me.job, me.rank, me.secret)
     }
 
     fn mac(&self, job: &str, rank: Rank, secret: &Secret) -> blake3::Hash {
@@ -115,6 +124,15 @@ pub(crate) fn gather(
                 .peer(peer)
         })?;
         card.check(mine, me, peer)?;
+        if let Some((kind, why)) = &card.gave_up {
+            let text = format!("{peer} has given up this meeting: {why}");
+            let e = match kind {
+                ErrorKind::Timeout => Error::new(ErrorKind::Aborted, text)
+                    .hint("call again: it meets the others at its next try"),
+                kind => Error::new(*kind, text),
+            };
+            return Err(e.op("rendezvous").rank(me.rank).peer(peer));
+        }
         cards.push(card);
     }
     Ok(cards)
@@ -122,10 +140,16 @@ pub(crate) fn gather(
 
 /// The timeout that lists all ranks that have not come.
 fn absent(store: &dyn Store, me: &Identity<'_>, deadline: Deadline, cause: Error) -> Error {
-    let now = || Deadline::after(Duration::ZERO);
-    let missing: Vec<Rank> = Rank::all(me.size)
-        .filter(|r| *r != me.rank && store.get(&card_key(me.job, *r), now()).is_err())
-        .collect();
+    let mut missing = Vec::new();
+    let asked = Instant::now();
+    for r in Rank::all(me.size).filter(|r| *r != me.rank) {
+        match store.get(&card_key(me.job, r), Deadline::after(Duration::ZERO)) {
+            Ok(_) => {}
+            Err(e) if e.is_timeout() && asked.elapsed() < Duration::from_secs(1) => missing.push(r),
+            // It is the store that does not answer: the ranks may all be there.
+            Err(e) => return e.op("rendezvous").rank(me.rank).elapsed(deadline.elapsed()),
+        }
+    }
     let list: Vec<_> = missing.iter().map(Rank::to_string).collect();
     let e = Error::new(
         ErrorKind::Timeout,

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
@@ -24,6 +25,9 @@ impl Default for Limits {
 
 /// Tags remembered per source as lost, or in all as given up, before the oldest rule is dropped.
 const MAX_NOTES: usize = 1024;
+
+/// How often a wait asks whether it should stop.
+const SLICE: Duration = Duration::from_millis(20);
 
 pub(crate) type ExitFn = dyn Fn(Rank, PeerExit) + Send + Sync;
 
@@ -180,14 +184,16 @@ impl Inbox {
         e.op("exchange").rank(self.me).peer(peer)
     }
 
-    /// Waits for the parts of all `members` but me, and puts `own` in my place.
+    /// Waits for the parts of all `members` but me, and puts `own` in my place. `stop` can end it.
     pub fn collect(
         &self,
         tag: &str,
         members: &[Rank],
         own: Parcel,
         deadline: Deadline,
+        stop: &dyn Fn() -> Result<()>,
     ) -> Result<Vec<Parcel>> {
+        let mut stopped = None;
         let mut s = self.lock();
         loop {
             let missing: Vec<Rank> = members
@@ -198,7 +204,7 @@ impl Inbox {
             if missing.is_empty() {
                 return Ok(s.take_all(tag, members, self.me, own));
             }
-            if let Some(e) = self.hopeless(&mut s, tag, &missing) {
+            if let Some(e) = self.hopeless(&mut s, tag, &missing).or(stopped.take()) {
                 s.give_up(tag, members, &missing, self.me);
                 return Err(e);
             }
@@ -213,7 +219,12 @@ impl Inbox {
                     .peer(missing[0])
                     .elapsed(deadline.elapsed()));
             }
-            s = self.bell.wait_timeout(s, left).unwrap_or_else(PoisonError::into_inner).0;
+            let slice = left.min(SLICE);
+            s = self.bell.wait_timeout(s, slice).unwrap_or_else(PoisonError::into_inner).0;
+            // Asked without the lock: it may look at whatever it likes.
+            drop(s);
+            stopped = stop().err();
+            s = self.lock();
         }
     }
 

@@ -20,11 +20,11 @@ fn overflow_is_a_typed_error_of_the_exchange_that_lost_its_part_only() {
         inbox.deliver(r(1), tag, parcel(b"x"));
     }
     let all = [r(0), r(1)];
-    let e = inbox.collect("c", &all, parcel(b""), soon()).unwrap_err();
+    let e = inbox.collect("c", &all, parcel(b""), soon(), &|| Ok(())).unwrap_err();
     assert_eq!((e.kind(), e.get_peer()), (ErrorKind::Exhausted, Some(r(1))), "{e}");
-    assert_eq!(inbox.collect("a", &all, parcel(b""), soon()).unwrap()[1].payload, b"x");
+    assert_eq!(inbox.collect("a", &all, parcel(b""), soon(), &|| Ok(())).unwrap()[1].payload, b"x");
     inbox.deliver(r(1), "d", parcel(&[0; 100]));
-    let e = inbox.collect("d", &all, parcel(b""), soon()).unwrap_err();
+    let e = inbox.collect("d", &all, parcel(b""), soon(), &|| Ok(())).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Exhausted, "{e}");
 }
 
@@ -35,13 +35,13 @@ fn same_tag_twice_is_told_and_late_parts_are_dropped() {
     inbox.deliver(r(1), "t", parcel(b"1"));
     inbox.deliver(r(1), "t", parcel(b"2"));
     inbox.deliver(r(2), "t", parcel(b"3"));
-    let got = inbox.collect("t", &all, parcel(b"me"), soon()).unwrap();
+    let got = inbox.collect("t", &all, parcel(b"me"), soon(), &|| Ok(())).unwrap();
     assert_eq!(got.iter().map(|p| p.payload[0]).collect::<Vec<_>>(), *b"3m1");
-    let e = inbox.collect("t", &all, parcel(b""), soon()).unwrap_err();
+    let e = inbox.collect("t", &all, parcel(b""), soon(), &|| Ok(())).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
 
     inbox.deliver(r(1), "u", parcel(b"1"));
-    let e = inbox.collect("u", &all, parcel(b""), soon()).unwrap_err();
+    let e = inbox.collect("u", &all, parcel(b""), soon(), &|| Ok(())).unwrap_err();
     assert!(e.is_timeout() && e.get_peer() == Some(r(2)), "{e}");
     inbox.deliver(r(2), "u", parcel(b"late"));
     assert_eq!(inbox.lock().entries, 0);
@@ -57,8 +57,8 @@ fn left_after_giving_is_fine_left_before_is_not() {
     assert_eq!(inbox.exit_of(r(1)), Some(PeerExit::Left));
     let all = [r(0), r(1)];
     assert!(inbox.check_alive("t", &all).is_ok());
-    assert!(inbox.collect("t", &all, parcel(b""), soon()).is_ok());
-    let e = inbox.collect("u", &all, parcel(b""), Deadline::after_s(60.0)).unwrap_err();
+    assert!(inbox.collect("t", &all, parcel(b""), soon(), &|| Ok(())).is_ok());
+    let e = inbox.collect("u", &all, parcel(b""), Deadline::after_s(60.0), &|| Ok(())).unwrap_err();
     assert!(e.is_peer_dead() && e.to_string().contains("has left"), "{e}");
 }
 

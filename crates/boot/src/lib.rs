@@ -33,7 +33,7 @@ pub use env::{Flags, Launcher, Place, Rendezvous, detect};
 pub use join::join_processes;
 pub use launch::{ExitReport, Failure, Launch, RankStatus};
 pub use links::LinkMesh;
-pub use mesh::{MAX_FDS, MAX_PAYLOAD, MAX_RANKS, MAX_TAG, Mesh, Parcel, PeerExit};
+pub use mesh::{MAX_FDS, MAX_PAYLOAD, MAX_RANKS, MAX_TAG, Mesh, NOT_SENT, Parcel, PeerExit};
 pub use secret::Secret;
 pub use store::{LocalStore, Store};
 pub use tcp_store::{StoreAddr, StoreClient, StoreServer};

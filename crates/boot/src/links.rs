@@ -167,8 +167,9 @@ impl Mesh for LinkMesh {
         self.shared.links.len()
     }
 
-    fn exchange(
+    fn exchange_unless(
         &self,
+        stop: &dyn Fn() -> Result<()>,
         tag: &str,
         members: &[Rank],
         payload: &[u8],
@@ -194,8 +195,8 @@ impl Mesh for LinkMesh {
         let peers: Vec<Rank> =
             (1..members.len()).map(|i| members[(at + i) % members.len()]).collect();
         self.send_all(&peers, &frames, fds, deadline)
-            .and_then(|()| self.shared.inbox.collect(tag, members, own, deadline))
-            .map_err(|e| e.op("exchange").rank(me))
+            .and_then(|()| self.shared.inbox.collect(tag, members, own, deadline, stop))
+            .map_err(|e| if e.get_op().is_some() { e } else { e.op("exchange").rank(me) })
     }
 
     fn gone(&self) -> u64 {

@@ -352,3 +352,54 @@ fn no_leak_after_100_cycles() {
     let text = String::from_utf8_lossy(&out.stdout);
     assert!(out.status.success() && text.contains("1 passed"), "{text}");
 }
+
+/// The late rank only accepts: without a word from the one that gave up it would wait for it.
+#[test]
+fn ranks_that_came_too_late_for_each_other_meet_at_a_later_try() {
+    let (store, secret) = (LocalStore::new(), Secret::random().unwrap());
+    let meet = |r: u32| {
+        if r == 1 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        for n in 1..20 {
+            // Each is willing to wait as long as the other: the late one cannot catch up by that.
+            let limit = Deadline::after_s(0.2);
+            let job = format!("j.{n}");
+            match LinkMesh::connect(&store, &job, Rank::new(r), 2, &secret, limit) {
+                Ok(mesh) => return (n, mesh),
+                Err(e) => {
+                    assert!([ErrorKind::Timeout, ErrorKind::Aborted].contains(&e.kind()), "{e}")
+                }
+            }
+        }
+        panic!("they never met");
+    };
+    let (a, b) = std::thread::scope(|t| {
+        let other = t.spawn(|| meet(1));
+        (meet(0), other.join().unwrap())
+    });
+    assert!(a.0 == b.0 && (3..8).contains(&a.0), "{} {}", a.0, b.0);
+}
+
+/// A store that hangs is what is blamed, soon.
+#[test]
+fn a_store_that_hangs_is_not_taken_for_missing_ranks() {
+    struct Hangs;
+    impl Store for Hangs {
+        fn set(&self, _: &str, _: &[u8]) -> Result<()> {
+            Ok(())
+        }
+        fn get(&self, _: &str, deadline: Deadline) -> Result<Vec<u8>> {
+            std::thread::sleep(deadline.remaining() + Duration::from_millis(600));
+            Err(Error::new(ErrorKind::Timeout, "the store does not answer"))
+        }
+        fn add(&self, _: &str, _: i64) -> Result<i64> {
+            Ok(0)
+        }
+    }
+    let (secret, start) = (Secret::random().unwrap(), Instant::now());
+    let limit = Deadline::after_s(0.1);
+    let e = LinkMesh::connect(&Hangs, "j", Rank::new(0), 16, &secret, limit).err().unwrap();
+    assert!(e.is_timeout() && e.message().contains("does not answer"), "{e}");
+    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+}

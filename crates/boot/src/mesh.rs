@@ -34,6 +34,10 @@ pub enum PeerExit {
     Left,
 }
 
+/// The phase of an error of [`Mesh::exchange`] from before anything was sent: the same tag may then
+/// be used again.
+pub const NOT_SENT: &str = "before sending";
+
 /// All-to-all connections between the ranks of a world on one host.
 ///
 /// Ranks are always world ranks here.
@@ -59,6 +63,23 @@ pub trait Mesh: Send + Sync {
     /// left for it. `Protocol` if a member used the tag twice. `Stale` after [`Mesh::leave`].
     fn exchange(
         &self,
+        tag: &str,
+        members: &[Rank],
+        payload: &[u8],
+        fds: &[BorrowedFd<'_>],
+        deadline: Deadline,
+    ) -> Result<Vec<Parcel>> {
+        self.exchange_unless(&|| Ok(()), tag, members, payload, fds, deadline)
+    }
+
+    /// As [`Mesh::exchange`], and ends with the error of `stop` once it has one. `stop` is asked
+    /// while parts are missing, at least every 20 ms.
+    ///
+    /// # Errors
+    /// As [`Mesh::exchange`], and that of `stop`.
+    fn exchange_unless(
+        &self,
+        stop: &dyn Fn() -> Result<()>,
         tag: &str,
         members: &[Rank],
         payload: &[u8],

@@ -38,20 +38,35 @@ pub(crate) fn rendezvous(
     let mine = Card::new(&me, &listener.name);
     let text = serde_json::to_vec(&mine).map_err(|e| Error::io("writing a card", e))?;
     store.set(&card_key(me.job, me.rank), &text)?;
-    let cards = gather(store, &me, &mine, deadline)?;
+    meet(store, &me, &mine, &listener, deadline).inspect_err(|e| {
+        // Who comes late must not wait for a rank that has given up; if the store is what failed,
+        // nobody will read it.
+        let gone = serde_json::to_vec(&Card::withdrawn(&me, e)).unwrap_or_default();
+        store.set(&card_key(me.job, me.rank), &gone).ok();
+    })
+}
+
+fn meet(
+    store: &dyn Store,
+    me: &Identity<'_>,
+    mine: &Card,
+    listener: &Listener,
+    deadline: Deadline,
+) -> Result<(Vec<Option<Link>>, u64)> {
+    let cards = gather(store, me, mine, deadline)?;
 
     let stop = Stop { flag: AtomicBool::new(false), bell: Bell::new()? };
     let refused = AtomicU64::new(0);
     let (accepted, connected) = std::thread::scope(|s| {
         let acceptor = s.spawn(|| {
             stop.on_error(accept_lower(
-                &listener,
-                &me,
+                listener,
+                me,
                 &Watch { stop: &stop, refused: &refused },
                 deadline,
             ))
         });
-        let connected = stop.on_error(connect_higher(&cards, &me, &stop, deadline));
+        let connected = stop.on_error(connect_higher(&cards, me, &stop, deadline));
         let accepted = acceptor.join().map_err(|_| Error::internal("the acceptor panicked"));
         (accepted.and_then(|r| r), connected)
     });

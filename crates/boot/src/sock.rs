@@ -230,8 +230,11 @@ impl Listener {
         match rustix::net::accept_with(&self.sock, flags) {
             Ok(s) if same_user(&s) => Ok(Accepted::Connection(s)),
             Ok(_) => Ok(Accepted::Stranger),
-            // An aborted connection, or no descriptor free: to try again later is right for both.
-            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED | Errno::MFILE | Errno::NFILE) => {
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(Accepted::Nothing),
+            // No descriptor is free: the connection stays in the queue, and a poll would say so at
+            // once.
+            Err(Errno::MFILE | Errno::NFILE) => {
+                std::thread::sleep(Duration::from_millis(10));
                 Ok(Accepted::Nothing)
             }
             Err(e) => Err(Error::io("accepting a connection", e)),

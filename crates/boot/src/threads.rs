@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, inject};
 
 use crate::inbox::{Inbox, Limits};
-use crate::mesh::{Mesh, Parcel, PeerExit, check_exchange, check_world};
+use crate::mesh::{Mesh, NOT_SENT, Parcel, PeerExit, check_exchange, check_world};
 
 /// A [`Mesh`] between threads: the same behaviour as between processes, without sockets.
 ///
@@ -62,7 +62,7 @@ pub(crate) fn dup_all(fds: &[BorrowedFd<'_>]) -> Result<Vec<OwnedFd>> {
             e => Error::io("duplicating a descriptor", e),
         })
     };
-    fds.iter().map(dup).collect()
+    fds.iter().map(|fd| dup(fd).map_err(|e| e.phase(NOT_SENT))).collect()
 }
 
 impl Mesh for ThreadMesh {
@@ -74,8 +74,9 @@ impl Mesh for ThreadMesh {
         self.inboxes.len()
     }
 
-    fn exchange(
+    fn exchange_unless(
         &self,
+        stop: &dyn Fn() -> Result<()>,
         tag: &str,
         members: &[Rank],
         payload: &[u8],
@@ -99,7 +100,7 @@ impl Mesh for ThreadMesh {
                 self.inboxes[peer.idx()].deliver(self.me, tag, parcel);
             }
         }
-        self.inbox().collect(tag, members, own, deadline)
+        self.inbox().collect(tag, members, own, deadline, stop)
     }
 
     fn gone(&self) -> u64 {

@@ -138,7 +138,9 @@ impl Store for TorchStore {
     }
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
-        let limit = || Deadline::after(OP_LIMIT);
+        // A store that hangs must not cost much more than the caller is willing to wait.
+        let patience = OP_LIMIT.min(deadline.remaining() + Duration::from_secs(2));
+        let limit = || Deadline::after(patience);
         let there = self.with(limit(), |conn| {
             conn.write_all(&self.query(query::CHECK, key), limit())?;
             match read(conn, limit())? {

@@ -1,5 +1,7 @@
 //! The only environment variables that tilewire reads, parsed once and strictly.
 
+use std::ffi::OsString;
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -89,7 +91,7 @@ names!(LogLevel, "log level", Error => "error", Warn => "warn", Info => "info", 
 names!(OnDegraded, "policy", Error => "error", Warn => "warn");
 
 /// Process-wide settings. Everything else is a field of a `Desc` or a `Plan`.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq)]
 pub struct Config {
     /// `TILEWIRE_BACKEND`: default backend. Default `host`.
     pub backend: BackendKind,
@@ -107,6 +109,23 @@ pub struct Config {
     pub secret: Option<String>,
     /// `TILEWIRE_RANK=rank/size@store`: place in the job, set by `tilewire run`.
     pub place: Option<String>,
+}
+
+impl fmt::Debug for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A log must not give the secret away.
+        let secret = self.secret.as_ref().map(|_| "(hidden)");
+        f.debug_struct("Config")
+            .field("backend", &self.backend)
+            .field("timeout", &self.timeout)
+            .field("cache_dir", &self.cache_dir)
+            .field("log", &self.log)
+            .field("jit", &self.jit)
+            .field("on_degraded", &self.on_degraded)
+            .field("secret", &secret)
+            .field("place", &self.place)
+            .finish()
+    }
 }
 
 impl Default for Config {
@@ -147,9 +166,13 @@ impl Config {
         // Values that are not UTF-8 must be an error only where the name is ours.
         let ours = std::env::vars_os().filter_map(|(k, v)| {
             let k = k.into_string().ok()?;
-            k.starts_with(PREFIX).then(|| (k, v.to_string_lossy().into_owned()))
+            k.starts_with(PREFIX).then_some((k, v))
         });
-        Self::from_vars(ours)
+        let text = |(k, v): (String, OsString)| {
+            let bad = |_| Error::new(ErrorKind::Config, format!("{k} is not UTF-8"));
+            v.into_string().map(|v| (k.clone(), v)).map_err(bad)
+        };
+        Self::from_vars(ours.map(text).collect::<Result<Vec<_>>>()?)
     }
 
     /// Parses variables given as pairs; names without the `TILEWIRE_` prefix are ignored.
@@ -240,6 +263,13 @@ mod tests {
     }
 
     /// A change of a default must be a decision: it shows up here and in the changelog.
+    #[test]
+    fn the_secret_is_not_printed() {
+        let c = Config { secret: Some("0123456789abcdef".repeat(2)), ..Config::default() };
+        let text = format!("{c:?}");
+        assert!(text.contains("hidden") && !text.contains("0123456789"), "{text}");
+    }
+
     #[test]
     fn defaults_are_golden() {
         let c = Config::default();

@@ -252,7 +252,8 @@ pub fn f32_to_e8m0(v: f32) -> u8 {
     if v.is_nan() || v < 0.0 {
         return 255;
     }
-    let bits = v.to_bits();
+    // The sign that is left is that of -0.
+    let bits = v.abs().to_bits();
     let exp = bits >> 23;
     let frac = bits & 0x7f_ffff;
     let up = match exp {
@@ -310,6 +311,7 @@ mod tests {
             assert_eq!(f32_to_e8m0(e8m0_to_f32(b)), b);
         }
         assert_eq!(f32_to_e8m0(1.0), 127);
+        assert_eq!(f32_to_e8m0(-0.0), f32_to_e8m0(0.0));
         assert_eq!(f32_to_e8m0(1.0001), 128);
         assert_eq!(f32_to_e8m0(f32::NAN), 255);
         assert_eq!(f32_to_e8m0(f32::MAX), 254);

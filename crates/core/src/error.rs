@@ -189,6 +189,20 @@ impl Error {
         self
     }
 
+    /// The same with the ranks of another numbering, in place of those it names.
+    #[must_use]
+    pub fn renumbered(mut self, rank: Rank, peer: Rank) -> Self {
+        (self.0.rank, self.0.peer) = (Some(rank), Some(peer));
+        self
+    }
+
+    /// The same with another sentence.
+    #[must_use]
+    pub fn reworded(mut self, message: impl Into<String>) -> Self {
+        self.0.message = message.into();
+        self
+    }
+
     /// The kind.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind

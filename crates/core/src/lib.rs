@@ -29,4 +29,4 @@ pub use qtensor::{QTensor, ScaleLayout};
 pub use rank::{Rank, Team};
 pub use rng::Rng;
 pub use shape::{MAX_DIMS, Shape};
-pub use view::{Place, View, ViewMut};
+pub use view::{View, ViewMut};

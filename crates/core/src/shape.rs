@@ -75,7 +75,12 @@ impl Shape {
 
     /// Number of elements: the product of the extents, 1 for a 0-dim shape.
     pub fn num_elems(&self) -> usize {
-        self.dims().iter().product()
+        // Saturating: a shape that no memory can hold matches no buffer.
+        if self.dims().contains(&0) {
+            0
+        } else {
+            self.dims().iter().fold(1, |n, &d| n.saturating_mul(d))
+        }
     }
 
     /// Row-major strides in elements.

@@ -2,15 +2,6 @@
 
 use crate::{DType, Element, Error, Result, Shape};
 
-/// Where a tensor lies.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Place {
-    /// Ordinary host memory.
-    Host,
-    /// Memory of the accelerator with this ordinal.
-    Cuda(u32),
-}
-
 /// A read-only tensor in host memory: bytes, dtype, shape and strides (in elements).
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
@@ -29,7 +20,8 @@ pub struct ViewMut<'a> {
 }
 
 fn check_len(len_bytes: usize, dtype: DType, shape: &Shape) -> Result<()> {
-    let need = shape.num_elems() * dtype.size();
+    let need = shape.num_elems().saturating_mul(dtype.size());
+    // No slice is as long as a saturated product.
     if len_bytes == need {
         return Ok(());
     }

@@ -213,14 +213,23 @@ fn a_mismatch_is_told_by_a_rank_that_has_left() {
         let me = team.rank().get();
         let op = if me == 0 { &a } else { &b };
         fill(op, 1)?;
+        let w = Arc::new(w);
         if me == 0 {
-            // The monitor says so of a rank that has left.
-            while w.alive().len() > 1 {
-                std::thread::yield_now();
-            }
+            let w = w.clone();
+            team.set_hook(move |p| {
+                // The launch is on record; the wait begins when the other has gone.
+                while p.kind == StepKind::Wait && w.alive().len() > 1 {
+                    std::thread::yield_now();
+                }
+                HookAction::Proceed
+            });
         }
         (op.launch)(&stream)?;
         if me == 1 {
+            let launched = |e: &Entry| e.kind == EntryKind::Launch;
+            while !team.flight_recorder(Rank::new(0)).iter().any(launched) {
+                std::thread::yield_now();
+            }
             // What a wait does that has found the difference.
             team.fail(Error::new(ErrorKind::Mismatch, "found").peer(Rank::new(0)));
             return Ok(String::new());

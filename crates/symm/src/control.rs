@@ -3,7 +3,6 @@
 //! ```text
 //! 0x0000  magic u64 | layout version u32, rank u32 | size u32, pad | team id u64 | generation u64
 //! 0x0080  bell u32 | sleepers u32          futex of the owner; a signal rings it
-//! 0x00c0  host abort u64                   set by the owner's own monitor thread
 //! 0x0100  abort[64] u64                    slot i is written by rank i
 //! 0x0300  report[8] u64                    why the owner aborted; first writer wins
 //! 0x0340  last two prepares: { sequence u64, fingerprint u64 }
@@ -36,7 +35,6 @@ const OFF_TEAM: usize = 0x18;
 const OFF_GENERATION: usize = 0x20;
 const OFF_BELL: usize = 0x80;
 const OFF_SLEEPERS: usize = 0x84;
-const OFF_HOST_ABORT: usize = 0xc0;
 pub(crate) const OFF_ABORT: usize = 0x100;
 const OFF_REPORT: usize = 0x300;
 const OFF_PREPARE: usize = 0x340;
@@ -59,6 +57,17 @@ pub(crate) fn device_page_bytes(size: usize) -> usize {
 /// The header words of `rank`'s page, in order from offset 0.
 pub(crate) fn header(rank: Rank, size: usize, team_id: u64, generation: u64) -> [u64; 5] {
     [MAGIC, LAYOUT_VERSION << 32 | u64::from(rank.get()), size as u64, team_id, generation]
+}
+
+/// Fails unless `got`, read from `peer`'s page, is the header that it must have.
+pub(crate) fn check_header(got: &[u64; 5], want: &[u64; 5], peer: Rank) -> Result<()> {
+    if got == want {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Mismatch, "the control page of a peer belongs to something else")
+        .peer(peer)
+        .expected(format_args!("{want:x?}"))
+        .seen(format_args!("{got:x?}")))
 }
 
 /// Bytes of one page of a team with `size` members.
@@ -88,24 +97,12 @@ impl Control {
     /// Checks the header of a peer's page.
     pub fn check(&self, peer: Rank, team_id: u64, generation: u64) -> Result<()> {
         let r = |off: usize| self.map.word(peer.idx(), off).load(Ordering::Acquire);
-        let got = (r(OFF_MAGIC), r(OFF_VERSION_RANK), r(OFF_SIZE), r(OFF_TEAM), r(OFF_GENERATION));
-        let version_rank = LAYOUT_VERSION << 32 | u64::from(peer.get());
-        let want = (MAGIC, version_rank, self.size as u64, team_id, generation);
-        if got == want {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::Mismatch, "the control page of a peer belongs to something else")
-            .peer(peer)
-            .expected(format_args!("{want:x?}"))
-            .seen(format_args!("{got:x?}")))
+        let got = [OFF_MAGIC, OFF_VERSION_RANK, OFF_SIZE, OFF_TEAM, OFF_GENERATION].map(r);
+        check_header(&got, &header(peer, self.size, team_id, generation), peer)
     }
 
     pub fn abort_slot(&self, page: Rank, writer: Rank) -> &AtomicU64 {
         self.map.word(page.idx(), OFF_ABORT + 8 * writer.idx())
-    }
-
-    pub fn host_abort(&self, page: Rank) -> &AtomicU64 {
-        self.map.word(page.idx(), OFF_HOST_ABORT)
     }
 
     pub fn report_word(&self, page: Rank, i: usize) -> &AtomicU64 {

@@ -64,8 +64,10 @@ impl LiveTeam {
     /// ranks ask for different sizes; `Exhausted` if there is not enough memory.
     pub fn heap(&self, backend: BackendKind, cfg: HeapCfg) -> Result<Heap> {
         self.check()?;
-        let len = cfg.len_bytes.max(1).next_multiple_of(PAGE);
-        let stride = cfg.reserve_bytes.unwrap_or(4 * len).max(len).next_multiple_of(PAGE);
+        let pages = |bytes: usize| bytes.checked_next_multiple_of(PAGE).ok_or_else(too_large);
+        let len = pages(cfg.len_bytes.max(1))?;
+        let reserve = cfg.reserve_bytes.unwrap_or_else(|| len.saturating_mul(4));
+        let stride = pages(reserve.max(len).min(usize::MAX - PAGE))?;
         let (map, vmm, own) = match backend {
             BackendKind::Host => {
                 let own = shared_file("tilewire-heap", len);
@@ -91,6 +93,10 @@ impl LiveTeam {
             copies: OnceLock::new(),
         })))
     }
+}
+
+fn too_large() -> Error {
+    Error::new(ErrorKind::Exhausted, "no machine has that much memory").op("heap")
 }
 
 /// The descriptors of all members, in team order.
@@ -128,8 +134,9 @@ pub(crate) fn exchange_chunks(
     let deadline = Deadline::after(team.timeout());
     let num = own.as_ref().map_or(0, Vec::len);
     let part = (&[][..], own.as_deref().map_err(Error::clone));
-    let parcels = exchange_parts(&*team.0.mesh, &tag, team.members(), part, deadline)
-        .map_err(|e| team.translate(e).op("heap").phase("exchange").team(team.name()))?;
+    let parcels =
+        exchange_parts(&*team.0.mesh, &|| team.check(), &tag, team.members(), part, deadline)
+            .map_err(|e| team.translate(e).op("heap").phase("exchange").team(team.name()))?;
     let mut fds = Vec::new();
     for (i, p) in parcels.into_iter().enumerate() {
         if p.fds.len() != num {
@@ -214,7 +221,7 @@ impl Heap {
             .op("heap.grow")
             .hint("make it large enough at once: Plan::memory says what each plan needs"));
         };
-        let len = len_bytes.next_multiple_of(PAGE);
+        let len = len_bytes.checked_next_multiple_of(PAGE).ok_or_else(too_large)?;
         let (old, stride) = (self.usage().1, self.0.map.stride());
         if len > stride {
             return Err(Error::new(ErrorKind::Exhausted, "the heap cannot grow past its reserve")
@@ -225,8 +232,12 @@ impl Heap {
         }
         let enlarge = || {
             inject::step("growing shared memory")?;
-            rustix::fs::ftruncate(own, len as u64)
-                .map_err(|e| Error::io("growing of the heap", e).op("heap.grow"))
+            let io = |e| Error::io("growing of the heap", e).op("heap.grow");
+            // Larger already if an earlier try failed on a peer; it cannot shrink.
+            if rustix::fs::fstat(own).map_err(io)?.st_size as u64 >= len as u64 {
+                return Ok(());
+            }
+            rustix::fs::ftruncate(own, len as u64).map_err(io)
         };
         let grown = if len > old { enlarge() } else { Ok(()) };
         let team = &self.0.team;

@@ -55,11 +55,15 @@ impl Mapping {
     pub fn new(fds: &[OwnedFd], len: usize, stride: usize) -> Result<Self> {
         debug_assert!(len <= stride && len.is_multiple_of(PAGE) && stride.is_multiple_of(PAGE));
         inject::step("reserving addresses")?;
+        let whole = fds.len().checked_mul(stride).ok_or_else(|| {
+            let text = format!("no address range for {} x {stride} bytes", fds.len());
+            Error::new(ErrorKind::Exhausted, text).hint("lower the heap's reserve")
+        })?;
         // SAFETY: a fresh anonymous reservation at an address of the kernel's choice.
         let base = unsafe {
             rustix::mm::mmap_anonymous(
                 std::ptr::null_mut(),
-                (fds.len() * stride).max(PAGE),
+                whole.max(PAGE),
                 ProtFlags::empty(),
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             )

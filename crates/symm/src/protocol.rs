@@ -101,6 +101,22 @@ pub fn arrived<W: Word>(inbox: &W, epoch: u64) -> bool {
     reached(inbox, epoch).is_some()
 }
 
+/// One turn of a wait: what it waits for, or the reason to end, or `None` to go on.
+///
+/// The last look comes after the reason to end, so that a peer that signalled and then left or died
+/// is not taken for missing.
+#[inline]
+pub fn turn<T, E>(
+    mut ready: impl FnMut() -> Option<T>,
+    must_end: impl FnOnce() -> Option<E>,
+) -> Option<Result<T, E>> {
+    if let Some(v) = ready() {
+        return Some(Ok(v));
+    }
+    let why = must_end()?;
+    Some(ready().ok_or(why))
+}
+
 /// What an abort word says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AbortCode {
@@ -124,7 +140,7 @@ impl AbortCode {
             | u64::from(self.generation)
     }
 
-    fn unpack(word: u64) -> Option<Self> {
+    pub(crate) fn unpack(word: u64) -> Option<Self> {
         (word >> 63 == 1).then_some(Self {
             generation: word as u32,
             reason: (word >> 32) as u8,

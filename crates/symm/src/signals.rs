@@ -39,6 +39,9 @@ impl LiveTeam {
             pool.dropped.clone()
         };
         let agreed = self.intersect("collect-signals", &mine)?;
+        // A count that nobody consumed would let the first wait of the next owner pass.
+        let slots = agreed.iter().flat_map(|&(first, num)| first..first + num);
+        self.settle("collect-counts", self.check_slots(slots))?;
         let mut pool = lock(&self.0.slots);
         for &(first, num) in &agreed {
             pool.alloc.release(first, num);

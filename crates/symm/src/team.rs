@@ -17,7 +17,7 @@ use crate::protocol::{AbortCode, raise};
 use crate::recorder::{self, Entry, EntryKind, EntryState, Fingerprint, NUM_ENTRIES};
 use crate::signals::SlotPool;
 use crate::sink::AbortSinks;
-use crate::told::exchange_parts;
+use crate::told::{Stop, exchange_parts, leave_word};
 use crate::traffic::{Traffic, TrafficCounters};
 use crate::wait::WaitCtx;
 use crate::world::WorldCfg;
@@ -57,6 +57,19 @@ impl TeamInner {
     }
 }
 
+/// The mesh speaks of world ranks; errors of a team speak of team ranks.
+fn translate(team: &Team, e: Error) -> Error {
+    let Some(world) = e.get_peer() else { return e };
+    let Some(peer) = team.team_rank(world) else { return e };
+    let same = peer == world && e.get_rank().is_none_or(|r| r == team.rank());
+    let e = e.renumbered(team.rank(), peer);
+    if same {
+        return e;
+    }
+    let text = format!("{} (ranks in this sentence are world ranks)", e.message());
+    e.reworded(text)
+}
+
 /// A team whose members have met. Clones are the same team; it derefs to its [`Team`] value.
 ///
 /// Once a wait has failed the team is faulted for good: every call returns the first error. The
@@ -94,12 +107,23 @@ impl LiveTeam {
 
         let page = page_bytes(size);
         let own = shared_file("tilewire-control", page);
+        // There is no team yet whose abort could be heard.
+        let go: Stop<'_> = &|| Ok(());
         let deadline = Deadline::after(cfg.rendezvous_timeout);
-        let here = |e: Error| e.op("team").phase("rendezvous").team(info.name());
+        let here = |e: Error| translate(&info, e).op("team").phase("rendezvous").team(info.name());
         let own = own.as_ref().map(|f| [f.as_fd()]).map_err(Error::clone);
         let part =
             (&generation.to_le_bytes()[..], own.as_ref().map(|f| &f[..]).map_err(Error::clone));
-        let parcels = exchange_parts(&*mesh, tag, info.members(), part, deadline).map_err(here)?;
+        let ready = format!("{tag}/ready");
+        let met = exchange_parts(&*mesh, go, tag, info.members(), part, deadline);
+        let parcels = met.map_err(|e| {
+            if e.is_timeout() {
+                // My part of this meeting stays behind. Who comes to it late must not wait for me
+                // at its second half, but fail as I did, and catch up with my next try.
+                leave_word(&*mesh, &ready, info.members(), &e);
+            }
+            here(e)
+        })?;
         let mut fds = Vec::with_capacity(size);
         for (i, mut p) in parcels.into_iter().enumerate() {
             let peer = Rank::new(i as u32);
@@ -122,8 +146,7 @@ impl LiveTeam {
         }
         // Nobody may look at a page before its owner has filled in the header.
         let part = (&[][..], ctl.as_ref().map(|_| &[][..]).map_err(Error::clone));
-        let ready = format!("{tag}/ready");
-        exchange_parts(&*mesh, &ready, info.members(), part, deadline).map_err(here)?;
+        exchange_parts(&*mesh, go, &ready, info.members(), part, deadline).map_err(here)?;
         let ctl = ctl?;
         for r in Rank::all(size) {
             ctl.check(r, id, generation)?;
@@ -178,23 +201,16 @@ impl LiveTeam {
         self.0.cfg.timeout
     }
 
-    /// Raises the first error of the team, or a death that no wait has met yet.
+    /// Raises the first error of the team, or a death or an abort that no wait has met yet.
     ///
     /// # Errors
     /// The fault of the team.
     pub fn check(&self) -> Result<()> {
         self.0.fault.check()?;
-        match self.first_dead() {
-            Some(peer) => Err(self.fail(
-                Error::new(ErrorKind::PeerDead, format!("rank {} has died", peer.get()))
-                    .rank(self.rank())
-                    .peer(peer),
-            )),
-            None => Ok(()),
-        }
+        self.news().map_or(Ok(()), |e| Err(self.fail(e)))
     }
 
-    fn first_dead(&self) -> Option<Rank> {
+    pub(crate) fn first_dead(&self) -> Option<Rank> {
         let mask = self.0.dead.load(Ordering::Acquire);
         (mask != 0).then(|| Rank::new(mask.trailing_zeros()))
     }
@@ -202,10 +218,6 @@ impl LiveTeam {
     /// True if `peer` has said goodbye.
     pub(crate) fn has_left(&self, peer: Rank) -> bool {
         self.0.left.load(Ordering::Acquire) >> peer.idx() & 1 == 1
-    }
-
-    pub(crate) fn dead_peer(&self) -> Option<Rank> {
-        self.first_dead()
     }
 
     /// Called by the monitor thread.
@@ -217,7 +229,6 @@ impl LiveTeam {
         };
         mask.fetch_or(1 << peer.idx(), Ordering::Release);
         if how == PeerExit::Died {
-            self.0.ctl.host_abort(self.rank()).store(1 + u64::from(peer.get()), Ordering::Release);
             self.0.sinks.raise(self.abort_code(2, peer));
         }
         self.0.ctl.ring(self.rank());
@@ -246,7 +257,7 @@ impl LiveTeam {
         };
         let heard = error.get_peer().filter(|_| reason == 3).and_then(|_| self.peer_abort());
         let own = || self.abort_code(reason, error.get_peer().unwrap_or(self.rank()));
-        let code = heard.map_or_else(own, |(_, code, _)| code);
+        let code = heard.map_or_else(own, |(_, code)| code);
         let me = self.rank();
         self.write_report(code);
         for p in self.peers() {
@@ -321,22 +332,25 @@ impl LiveTeam {
         let n = self.0.exchanges.fetch_add(1, Ordering::Relaxed);
         let tag = format!("{:016x}/{n}/{what}", self.0.id);
         let deadline = Deadline::after(self.0.cfg.timeout);
-        self.0
-            .mesh
-            .exchange(&tag, self.members(), payload, &[], deadline)
-            .map(|parcels| parcels.into_iter().map(|p| p.payload).collect())
-            // The others may have got through: they must hear that I have not.
-            .map_err(|e| self.fail(self.translate(e).op("exchange").phase(what.to_owned())))
+        let stop = || self.check();
+        let got = self.0.mesh.exchange_unless(&stop, &tag, self.members(), payload, &[], deadline);
+        // The others may have got through: they must hear that I have not.
+        let parcels = match got {
+            Ok(parcels) => parcels,
+            Err(e) => {
+                self.0.fault.check()?;
+                let e = self.translate(e).op("exchange").phase(what.to_owned());
+                return Err(self.fail(e));
+            }
+        };
+        // A rank that gave up has left its part behind.
+        self.check()?;
+        Ok(parcels.into_iter().map(|p| p.payload).collect())
     }
 
     /// The mesh speaks of world ranks; errors of a team speak of team ranks.
     pub(crate) fn translate(&self, e: Error) -> Error {
-        let Some(peer) = e.get_peer().and_then(|p| self.team_rank(p)) else { return e };
-        if peer == e.get_peer().unwrap_or(peer) {
-            return e;
-        }
-        let text = format!("{} (ranks in this sentence are world ranks)", e.message());
-        Error::new(e.kind(), text).peer(peer).rank(self.rank()).cause(e)
+        translate(&self.0.info, e)
     }
 
     /// Collective: as [`LiveTeam::exchange`] for payloads of any size, in pieces.
@@ -498,10 +512,13 @@ impl LiveTeam {
     /// With nothing in flight: every signal that was raised has been waited for, and none twice.
     ///
     /// # Errors
-    /// `Protocol` naming the first slot whose count is not what its waits consumed. Credits may
-    /// be one ahead: a grant is made before it is needed.
+    /// `Protocol` naming the first slot whose count is not what its waits consumed.
     pub fn check_counters(&self) -> Result<()> {
-        for slot in 0..NUM_SIGNALS {
+        self.check_slots(0..NUM_SIGNALS)
+    }
+
+    pub(crate) fn check_slots(&self, slots: impl Iterator<Item = usize>) -> Result<()> {
+        for slot in slots {
             for src in Rank::all(self.size()) {
                 let seen = self.0.ctl.count(self.rank(), slot, src).load(Ordering::Acquire);
                 let used = self.0.expected[slot * self.size() + src.idx()].load(Ordering::Relaxed);

@@ -5,13 +5,17 @@
 //! would leave the others to their deadline.
 
 use std::os::fd::BorrowedFd;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tilewire_boot::{Mesh, Parcel};
+use tilewire_boot::{Mesh, NOT_SENT, Parcel};
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
 use crate::recorder::cut;
 use crate::team::LiveTeam;
+
+/// Ends a collective call with an error: a fault of the team.
+pub(crate) type Stop<'a> = &'a dyn Fn() -> Result<()>;
 
 const OK: u8 = 0;
 const FAILED: u8 = 1;
@@ -52,6 +56,7 @@ fn heard(peer: Rank, words: &[u8]) -> Result<&[u8]> {
 /// otherwise as [`Mesh::exchange`].
 pub(crate) fn exchange_parts(
     mesh: &dyn Mesh,
+    stop: Stop<'_>,
     tag: &str,
     members: &[Rank],
     (payload, fds): (&[u8], Result<&[BorrowedFd<'_>]>),
@@ -59,7 +64,7 @@ pub(crate) fn exchange_parts(
 ) -> Result<Vec<Parcel>> {
     let told = |e: Error| {
         // Whoever does not come there is the others' concern: my own error is what my caller needs.
-        let _their_parts = mesh.exchange(tag, members, &failed(&e), &[], deadline);
+        let _theirs = mesh.exchange_unless(stop, tag, members, &failed(&e), &[], deadline);
         Err(e)
     };
     let fds = match fds {
@@ -67,9 +72,8 @@ pub(crate) fn exchange_parts(
         Err(e) => return told(e),
     };
     let words = [&[OK], payload].concat();
-    let mut parcels = match mesh.exchange(tag, members, &words, fds, deadline) {
-        // Descriptors are duplicated before anything is sent: nobody has heard of me yet.
-        Err(e) if e.kind() == ErrorKind::Exhausted => return told(e),
+    let mut parcels = match mesh.exchange_unless(stop, tag, members, &words, fds, deadline) {
+        Err(e) if e.get_phase() == Some(NOT_SENT) => return told(e),
         r => r?,
     };
     for (&peer, p) in members.iter().zip(&mut parcels) {
@@ -78,14 +82,20 @@ pub(crate) fn exchange_parts(
     Ok(parcels)
 }
 
+/// Tells who comes to the exchange `tag` later why I did not get there; waits for nobody.
+pub(crate) fn leave_word(mesh: &dyn Mesh, tag: &str, members: &[Rank], why: &Error) {
+    let _nobody = mesh.exchange(tag, members, &failed(why), &[], Deadline::after(Duration::ZERO));
+}
+
 impl LiveTeam {
     /// Collective: `mine`, unless this step failed here or on a peer. Unlike a failed wait it
     /// leaves the team as it was.
     pub(crate) fn settle<T>(&self, what: &str, mine: Result<T>) -> Result<T> {
         let words = mine.as_ref().map_or_else(failed, |_| vec![OK]);
-        let all = self.exchange(what, &words)?;
+        let all = self.exchange(what, &words);
+        // My own failure first: the others may have aborted because of it.
         let mine = mine?;
-        for (i, words) in all.iter().enumerate() {
+        for (i, words) in all?.iter().enumerate() {
             heard(Rank::new(i as u32), words)?;
         }
         Ok(mine)

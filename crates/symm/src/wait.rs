@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
-use crate::protocol::AbortCode;
+use crate::protocol::{AbortCode, turn};
 use crate::recorder::{self, Fingerprint};
 use crate::team::LiveTeam;
 
@@ -48,10 +48,8 @@ impl LiveTeam {
                 }
             }
             if polls % 64 == 63 || polls >= 80 {
-                if let Some(e) = self.must_end(ctx, &deadline, &seen) {
-                    // The last look comes after the reason to end, so that a peer that signalled
-                    // and then left or died is not taken for missing.
-                    return ready().ok_or(e);
+                if let Some(end) = turn(&mut ready, || self.must_end(ctx, &deadline, &seen)) {
+                    return end;
                 }
                 if !warned && deadline.elapsed() > self.0.cfg.late_warning {
                     warned = true;
@@ -71,22 +69,43 @@ impl LiveTeam {
         Err(Error::internal("unreachable: 2^64 polls"))
     }
 
-    /// The abort that a peer has raised on my page, in words.
-    pub(crate) fn peer_abort(&self) -> Option<(Rank, AbortCode, String)> {
+    /// The abort that a peer has raised on my page, and the rank that began it.
+    pub(crate) fn peer_abort(&self) -> Option<(Rank, AbortCode)> {
         self.peers().find_map(|src| {
             let slot = self.0.ctl.abort_slot(self.rank(), src);
             let code = crate::protocol::raised(slot, self.0.generation as u32)?;
             // Others pass on what they heard: the slot need not be that of the rank that began.
             let src = self.peers().find(|p| p.get() == u32::from(code.from)).unwrap_or(src);
-            let why = match code.reason {
-                1 => format!("it timed out waiting for rank {}", code.about),
-                2 => format!("it found rank {} dead", code.about),
-                3 => "its user asked for it".to_owned(),
-                4 => format!("it disagrees with rank {}", code.about),
-                _ => "it met an error".to_owned(),
-            };
-            Some((src, code, format!("rank {} aborted the team: {why}", src.get())))
+            Some((src, code))
         })
+    }
+
+    /// An abort as an error of this rank. A peer may hear of a death before I do: the death is the
+    /// news, not the abort.
+    pub(crate) fn abort_error(&self, src: Rank, code: AbortCode) -> Error {
+        let about = Rank::new(u32::from(code.about));
+        let why = match code.reason {
+            1 => format!("it timed out waiting for rank {}", code.about),
+            2 => {
+                let text = format!("rank {} has died, says rank {}", code.about, src.get());
+                return Error::new(ErrorKind::PeerDead, text).rank(self.rank()).peer(about);
+            }
+            3 => "its user asked for it".to_owned(),
+            4 => format!("it disagrees with rank {}", code.about),
+            _ => "it met an error".to_owned(),
+        };
+        let text = format!("rank {} aborted the team: {why}", src.get());
+        Error::new(ErrorKind::Aborted, text).rank(self.rank()).peer(src)
+    }
+
+    /// What peers and the monitor have told that no wait of mine has met yet.
+    pub(crate) fn news(&self) -> Option<Error> {
+        let dead = || {
+            let peer = self.first_dead()?;
+            let text = format!("rank {} has died", peer.get());
+            Some(Error::new(ErrorKind::PeerDead, text).rank(self.rank()).peer(peer))
+        };
+        dead().or_else(|| self.peer_abort().map(|(src, code)| self.abort_error(src, code)))
     }
 
     fn must_end(
@@ -98,40 +117,27 @@ impl LiveTeam {
         if let Some(e) = self.0.fault.get() {
             return Some(e);
         }
-        let error = |kind, text: String, peer: Rank| {
-            Error::new(kind, text)
-                .op(ctx.op.to_owned())
+        let here = |e: Error| {
+            e.op(ctx.op.to_owned())
                 .phase(ctx.phase.to_owned())
                 .team(self.name())
                 .seq(ctx.seq)
                 .rank(self.rank())
-                .peer(peer)
                 .elapsed(deadline.elapsed())
         };
+        let error = |kind, text: String, peer: Rank| here(Error::new(kind, text).peer(peer));
         let counts = |e: Error| e.expected(ctx.expected).seen(seen());
-        if let Some(d) = self.dead_peer() {
-            return Some(counts(error(
-                ErrorKind::PeerDead,
-                format!("rank {} has died", d.get()),
-                d,
-            )));
+        let abort = if self.first_dead().is_none() { self.peer_abort() } else { None };
+        // If a rank disagrees with me, I can say so in my own words.
+        if let Some((src, code)) = abort
+            && code.reason == 4
+            && Rank::new(u32::from(code.about)) == self.rank()
+            && let Some(e) = self.order_mismatch(&WaitCtx { peer: src, ..*ctx })
+        {
+            return Some(e);
         }
-        if let Some((src, code, text)) = self.peer_abort() {
-            let about = Rank::new(u32::from(code.about));
-            // A peer may hear of a death before I do: the death is the news, not the abort.
-            if code.reason == 2 {
-                let text = format!("rank {} has died, says rank {}", about.get(), src.get());
-                return Some(counts(error(ErrorKind::PeerDead, text, about)));
-            }
-            // If it disagrees with me, I can say so in my own words.
-            let ctx = WaitCtx { peer: src, ..*ctx };
-            if code.reason == 4
-                && about == self.rank()
-                && let Some(e) = self.order_mismatch(&ctx)
-            {
-                return Some(e);
-            }
-            return Some(error(ErrorKind::Aborted, text, src));
+        if let Some(e) = self.news() {
+            return Some(counts(here(e)));
         }
         // After the abort: a rank that disagreed may have said so and left.
         if self.has_left(ctx.peer) {

@@ -70,12 +70,10 @@ fn mismatch(world: World) -> Result<()> {
     } else {
         t2.prepare_agree(&Fingerprint::new("op", "m=1")).map(|_| ())
     };
-    if me.get() != 0 {
-        // In its own words, or in those of a rank that looked first.
-        let t = r.unwrap_err().to_string();
-        let own = t.contains("`launch op m=1`") && t.contains("`prepare op m=1`");
-        assert!(own || t.contains("it disagrees with rank 0"), "{t}");
-    }
+    // In its own words, or in those of a rank that looked first; rank 0 by the abort.
+    let t = r.unwrap_err().to_string();
+    let own = t.contains("`launch op m=1`") && t.contains("`prepare op m=1`");
+    assert!(own || t.contains("it disagrees with rank 0"), "{t}");
     Ok(())
 }
 
@@ -306,10 +304,144 @@ fn an_agreement_that_failed_for_one_fails_for_all() {
         if world.rank().get() == 1 {
             std::thread::sleep(Duration::from_millis(900));
         }
-        let first = team.agree(true);
-        // Nobody may go on with the team as if nothing had happened.
-        std::thread::sleep(Duration::from_millis(100));
-        assert!(first.is_err() || team.exchange("next", &[]).is_err());
+        let e = team.agree(true).expect_err("nobody may commit what the other gave up");
+        let late = world.rank().get() == 1;
+        assert_eq!(e.kind(), if late { ErrorKind::Aborted } else { ErrorKind::Timeout }, "{e}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// A collective call hears of an abort: nobody waits there for a rank that has gone to re-form.
+#[test]
+fn an_abort_ends_collective_calls() {
+    type Call = fn(&Heap) -> Result<()>;
+    let calls: [(&str, Call); 4] = [
+        ("agree", |h| h.team().agree(true).map(|_| ())),
+        ("heap", |h| h.team().heap(BackendKind::Host, HeapCfg::new(4096)).map(|_| ())),
+        ("collect", Heap::collect),
+        ("grow", |h| h.grow(8 * KIB)),
+    ];
+    let start = Instant::now();
+    World::run_threads(3, WorldCfg::default(), |world| {
+        for (name, call) in calls {
+            let team = world.everyone(name)?;
+            let heap = team.heap(BackendKind::Host, HeapCfg::new(4096))?;
+            if world.rank().get() == 0 {
+                std::thread::sleep(Duration::from_millis(50));
+                team.abort("enough");
+            } else {
+                let e = call(&heap).unwrap_err();
+                assert_eq!(
+                    (e.kind(), e.get_peer()),
+                    (ErrorKind::Aborted, Some(Rank::new(0))),
+                    "{e}"
+                );
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+    assert!(start.elapsed() < Duration::from_secs(3));
+}
+
+/// A rank that panics with a wait in flight neither waits for it nor keeps its death to itself.
+#[test]
+fn a_panic_with_work_in_flight_is_a_death() {
+    let start = Instant::now();
+    let out = World::run_threads(3, WorldCfg::default(), |world| {
+        let s = setup(&world, 16 * KIB)?;
+        let sig = s.team.signals(1, "x")?;
+        let victim = Rank::new(2);
+        let on = if world.rank() == victim { Rank::new(0) } else { victim };
+        s.os.wait(&s.stream, on, sig.slot(0), 1)?;
+        if world.rank() == victim {
+            panic!("gone");
+        }
+        let p = Pending::new((), &s.stream, Some(s.team.fault().clone()))?;
+        let e = p.wait().unwrap_err();
+        assert_eq!((e.kind(), e.get_peer()), (ErrorKind::PeerDead, Some(victim)), "{e}");
+        Ok(())
+    });
+    assert!(out.unwrap_err().message().contains("gone"));
+    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+}
+
+/// Ranks that came too late for each other meet at a later try.
+#[test]
+fn a_rank_that_came_too_late_catches_up() {
+    let cfg = WorldCfg { rendezvous_timeout: Duration::from_millis(200), ..WorldCfg::default() };
+    let tries = World::run_threads(3, cfg, |world| {
+        if world.rank().get() == 1 {
+            std::thread::sleep(Duration::from_millis(700));
+        }
+        for tries in 1..20 {
+            match world.everyone("late") {
+                Ok(t) => return t.agree(true).map(|_| tries),
+                Err(e) => assert!(e.is_timeout(), "{e}"),
+            }
+        }
+        Err(Error::internal("they never met"))
+    });
+    assert!(tries.unwrap().iter().all(|t| (3..10).contains(t)));
+}
+
+/// What nobody consumed is not left to the next owner of the slot.
+#[test]
+fn a_slot_with_a_signal_too_many_is_not_given_back() {
+    World::run_threads(2, WorldCfg::for_tests(), |world| {
+        let s = setup(&world, 4 * KIB)?;
+        let sig = s.team.signals(1, "x")?;
+        let (me, peer) = (s.team.rank(), Rank::new(1 - s.team.rank().get()));
+        if me.get() == 0 {
+            s.os.signal(&s.stream, peer, sig.slot(0), 2)?;
+        } else {
+            s.os.wait(&s.stream, peer, sig.slot(0), 1)?;
+        }
+        s.finish()?;
+        drop(sig);
+        let e = s.heap.collect().unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+        assert!(e.message().contains("slot 0"), "{e}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Ranks in an error of a team are the team's.
+#[test]
+fn a_team_speaks_of_its_own_ranks() {
+    let cfg = WorldCfg { rendezvous_timeout: Duration::from_millis(100), ..WorldCfg::default() };
+    World::run_threads(3, cfg, |world| {
+        let outer = world.everyone("outer");
+        if world.rank().get() != 1 {
+            // World ranks 2 and 1: team ranks 0 and 1.
+            if world.rank().get() == 2 {
+                let members = [Rank::new(2), Rank::new(1)];
+                let e = world.team(&members, "pair").unwrap_err();
+                assert!(e.is_timeout(), "{e}");
+                assert_eq!((e.get_rank(), e.get_peer()), (Some(Rank::new(0)), Some(Rank::new(1))));
+                assert!(e.get_hint().is_some() || e.message().contains("world ranks"), "{e}");
+            }
+        }
+        outer?.agree(true).map(|_| ())
+    })
+    .unwrap();
+}
+
+/// After a failed try a heap can grow by less.
+#[test]
+fn growth_that_failed_can_be_smaller_next_time() {
+    World::run_threads(2, WorldCfg::for_tests(), |world| {
+        let team = world.everyone("grow")?;
+        let cfg = HeapCfg { reserve_bytes: Some(1 << 20), ..HeapCfg::new(4096) };
+        let heap = team.heap(BackendKind::Host, cfg)?;
+        let len = if world.rank().get() == 0 { 128 * KIB } else { 120 * KIB };
+        assert!(heap.grow(len).unwrap_err().is_mismatch());
+        heap.grow(64 * KIB)?;
+        assert_eq!(heap.usage().1, 64 * KIB);
+        let e = team.heap(BackendKind::Host, HeapCfg::new(usize::MAX)).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::Exhausted, "{e}");
         Ok(())
     })
     .unwrap();

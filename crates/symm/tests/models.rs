@@ -267,22 +267,22 @@ fn barrier_two(m: Mutant) {
 
 const CODE: AbortCode = AbortCode { generation: 7, reason: 1, about: 3, from: 2 };
 
-/// A wait as in `wait.rs`: the count; else an abort; and then the count once more.
+/// A wait: the count; else an abort; and then the count once more, by the turn of `wait.rs`.
 fn wait(m: Mutant, count: &W, slot: &W) -> Result<u64, AbortCode> {
     until(|| {
-        if let Some(seen) = protocol::reached(count, 1) {
-            return Some(Ok(seen));
-        }
-        let generation = match m.step {
-            Step::AnyGeneration => slot.load(Ordering::Acquire) as u32,
-            _ => CODE.generation,
+        let ready = || protocol::reached(count, 1);
+        let aborted = || {
+            let generation = match m.step {
+                Step::AnyGeneration => slot.load(Ordering::Acquire) as u32,
+                _ => CODE.generation,
+            };
+            protocol::raised(slot, generation)
         };
-        let code = protocol::raised(slot, generation)?;
-        Some(match m.step {
-            Step::ReadOnAbort => Ok(0),
-            Step::NoLastLook => Err(code),
-            _ => protocol::reached(count, 1).ok_or(code),
-        })
+        match m.step {
+            Step::ReadOnAbort => ready().or_else(|| aborted().map(|_| 0)).map(Ok),
+            Step::NoLastLook => ready().map(Ok).or_else(|| aborted().map(Err)),
+            _ => protocol::turn(ready, aborted),
+        }
     })
 }
 

@@ -102,16 +102,13 @@ fn round(
         protocol::arrive(&pages[p].inbox[me], epoch);
     }
     for p in (1..RANKS).map(|i| (me + i) % RANKS) {
-        let ready = || protocol::arrived(&pages[me].inbox[p], epoch);
-        while !ready() {
-            if let Some(end) = must_end(&pages[me]) {
-                // The last look: who has arrived and died later is not missing.
-                if ready() {
-                    break;
-                }
-                return Some(Err(end));
+        let ready = || protocol::arrived(&pages[me].inbox[p], epoch).then_some(());
+        loop {
+            match protocol::turn(ready, || must_end(&pages[me])) {
+                Some(Ok(())) => break,
+                Some(Err(end)) => return Some(Err(end)),
+                None => thread::yield_now(),
             }
-            thread::yield_now();
         }
         let seen = pages[me].data[epoch as usize][p].load(Ordering::Relaxed);
         assert_eq!(seen, epoch * 10 + p as u64, "rank {me} round {epoch} from {p}");

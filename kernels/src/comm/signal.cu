@@ -53,7 +53,7 @@ __device__ void tw_fail(const TwTeam& t, const TwWait& w) {
     st_relaxed_sys_u64(report + 3, w.expected);
     st_relaxed_sys_u64(report + 4, w.seen);
     st_relaxed_sys_u64(report + 5, w.elapsed_ns);
-    st_relaxed_sys_u64(report + 6, w.about);
+    st_relaxed_sys_u64(report + 6, code);
     st_relaxed_sys_u64(report + 7, t.generation);
     st_release_sys_u64(report, 1ull << 63 | (u64)w.op << 8 | w.reason);
     for (u32 p = 0; p < t.size; p++)
@@ -72,9 +72,11 @@ __device__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
             return true;
         }
     }
-    if (ld_acquire_sys_u64(t.pinned) != 0) {
+    u64 host = ld_acquire_sys_u64(t.pinned);
+    if (host != 0) {
         w.reason = TW_HOST;
         w.about = t.me;
+        w.heard = host;
         return true;
     }
     return false;

@@ -26,7 +26,7 @@ impl VmmStore {
             return None;
         }
         let op = if head >> 8 & 0xff == 2 { "barrier" } else { "wait" };
-        let (peer, about) = (Rank::new(get(2) as u32), Rank::new(get(6) as u32));
+        let peer = Rank::new(get(2) as u32);
         let error = |kind, text: String, peer: Rank| {
             Error::new(kind, text)
                 .op(op)
@@ -49,12 +49,14 @@ impl VmmStore {
                      the limit",
                 ),
             ),
-            ABORTED => Some(error(
-                ErrorKind::Aborted,
-                format!("rank {} aborted the team", about.get()),
-                about,
-            )),
-            // The host's own abort: the host has the error.
+            ABORTED => {
+                // Passed on as it was heard: by a wait of the host it would be the same error.
+                let code = AbortCode::unpack(get(6))?;
+                let src = Rank::new(u32::from(code.from));
+                let e = self.team.abort_error(src, code).op(op).phase(op);
+                Some(e.expected(get(3)).seen(get(4)).elapsed(Duration::from_nanos(get(5))))
+            }
+            // The host told the device: it has the error, or the news of it.
             _ => None,
         }
     }
@@ -77,11 +79,8 @@ impl VmmStore {
 
 impl Probe for VmmStore {
     fn poll(&self) {
-        let heard = self.report().or_else(|| {
-            let (peer, _, text) = self.team.peer_abort()?;
-            Some(Error::new(ErrorKind::Aborted, text).rank(self.team.rank()).peer(peer))
-        });
-        if let Some(e) = heard {
+        // A death that the monitor has told ends the kernels, but is the fault of no wait yet.
+        if let Some(e) = self.report().or_else(|| self.team.news()) {
             self.team.fail(e);
         }
     }

@@ -152,12 +152,15 @@ impl OneSided for VmmOneSided {
         src: &CudaMemory,
         slot: SignalSlot,
     ) -> Result<()> {
+        // Everything that can be refused is refused before the total moves: a total that is one
+        // ahead would let the peer's next wait pass before its data.
         let at = self.slot(dst.0, slot)?;
+        self.addr(dst.0, dst.1, src.len_bytes())?;
+        let column = (slot.index() * self.team().size() + self.team().rank().idx()) * 16;
+        let flag = self.store.control.addr(dst.0, OFF_SIGNALS + column, 8)?;
         self.launch(stream, &self.store.kernels.bump_epoch, at, 1)?;
         self.put(stream, dst.0, dst.1, src)?;
         self.team().0.traffic.signal(dst.0);
-        let column = (slot.index() * self.team().size() + self.team().rank().idx()) * 16;
-        let flag = self.store.control.addr(dst.0, OFF_SIGNALS + column, 8)?;
         let total = self.store.counters.sent(slot.index(), dst.0);
         // SAFETY: 8 bytes each; only this rank writes the flag, and the total changes only by
         // later kernels of this stream (one stream at a time for each slot and destination).

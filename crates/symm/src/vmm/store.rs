@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_core::{Error, Rank, Result};
 use tilewire_device::Probe;
 use tilewire_device::cuda::{
     CudaContext, CudaMemory, CudaModule, CudaStream, Kernel, Pinned, VmmChunk, VmmRange,
@@ -126,7 +126,10 @@ impl VmmStore {
         // Nobody's kernel may touch a page before its owner has cleared it.
         let (heap, control) = team.settle("vmm-map", mapped)?;
         for r in Rank::all(team.size()) {
-            check_header(&control, team, r)?;
+            let mut got = [0u64; 5];
+            control.read(r, 0, bytemuck::cast_slice_mut(&mut got))?;
+            let want = control::header(r, team.size(), team.id(), team.generation());
+            control::check_header(&got, &want, r)?;
         }
         let store = Arc::new(parts.into_store(team, heap, control));
         let probe: Arc<dyn Probe> = store.clone();
@@ -198,17 +201,4 @@ impl Parts {
             abort_stream: self.abort_stream,
         }
     }
-}
-
-fn check_header(control: &VmmRange, team: &LiveTeam, peer: Rank) -> Result<()> {
-    let mut got = [0u64; 5];
-    control.read(peer, 0, bytemuck::cast_slice_mut(&mut got))?;
-    let want = control::header(peer, team.size(), team.id(), team.generation());
-    if got == want {
-        return Ok(());
-    }
-    Err(Error::new(ErrorKind::Mismatch, "the control page of a peer belongs to something else")
-        .peer(peer)
-        .expected(format_args!("{want:x?}"))
-        .seen(format_args!("{got:x?}")))
 }
