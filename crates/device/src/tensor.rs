@@ -177,6 +177,13 @@ impl Tensor {
         Ok(v)
     }
 
+    /// True if an element of one lies on an element of the other.
+    pub fn overlaps(&self, other: &Tensor) -> bool {
+        let range = |t: &Tensor| t.offset_bytes..t.offset_bytes + t.len_bytes();
+        let (a, b) = (range(self), range(other));
+        self.mem.same(&other.mem) && a.start < b.end && b.start < a.end
+    }
+
     /// Fills every byte with [`DType::POISON`].
     ///
     /// # Errors

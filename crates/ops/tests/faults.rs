@@ -179,7 +179,10 @@ impl Job {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        panic!("the victim never parked: {}", self.stderr());
+        let reports: Vec<_> = std::fs::read_dir(self.dir.path())
+            .map(|d| d.flatten().filter_map(|e| std::fs::read_to_string(e.path()).ok()).collect())
+            .unwrap_or_default();
+        panic!("the victim never parked: {reports:?} {}", self.stderr());
     }
 
     fn stderr(&mut self) -> String {

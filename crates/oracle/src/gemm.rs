@@ -117,7 +117,7 @@ pub fn activate(act: Activation, z: &Mat) -> Mat {
     let n = act.out_cols(z.cols);
     match act {
         Activation::None => z.clone(),
-        Activation::Relu => z.map(|v| v.max(0.0)),
+        Activation::Relu => z.map(|v| if v < 0.0 { 0.0 } else { v }),
         Activation::Gelu => z.map(gelu),
         Activation::SwiGlu => Mat::from_fn(z.rows, n, |r, c| silu(z.at(r, c)) * z.at(r, n + c)),
     }

@@ -63,6 +63,7 @@ impl Node {
                 .unwrap_or_else(|| "panic without text".to_owned());
             Err(Error::internal(format!("`{}` panicked: {text}", self.name)))
         });
+        let result = result.map_err(|e| e.op(self.name.clone()));
         match (&self.fault, result) {
             (_, Ok(())) => Ok(()),
             (Some(f), Err(e)) => {
@@ -269,6 +270,16 @@ impl Stream {
     /// True while the stream collects work for a graph.
     pub fn is_capturing(&self) -> bool {
         self.capture().is_some()
+    }
+
+    /// True unless one of the two streams is part of a capture of which the other is not.
+    pub fn same_capture(&self, other: &Stream) -> bool {
+        let session = |s: &Stream| s.capture().as_ref().map(|(session, _)| session.clone());
+        match (session(self), session(other)) {
+            (None, None) => true,
+            (Some(a), Some(b)) => Arc::ptr_eq(&a, &b),
+            _ => false,
+        }
     }
 
     /// The capture that this stream is part of.

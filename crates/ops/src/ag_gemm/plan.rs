@@ -9,7 +9,7 @@ use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 use super::AgGemmDesc;
 use super::config::schedule;
 use super::host::Run;
-use crate::common::{Choice, Explain, Machine, OverlapConfig, PlanCore, expect_tensor};
+use crate::common::{Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor};
 use crate::gemm::BOrder;
 
 pub(super) const CREDIT: usize = 0;
@@ -24,7 +24,9 @@ pub struct AgGemmInputs {
     pub w: Tensor,
     /// Bias `[n]` f32.
     pub bias: Option<Tensor>,
-    /// One f32 that multiplies the product before the bias: the product of the FP8 scales.
+    /// One f32 that multiplies the product before the bias: the product of the FP8 scales. It
+    /// multiplies the rows of all ranks, so X must have been quantised with one scale for the team
+    /// (`quant::Scope::Team`).
     pub scale: Option<Tensor>,
     /// Saved pre-activation `[m, aux_cols]` for the backward activations.
     pub aux_in: Option<Tensor>,
@@ -59,7 +61,8 @@ impl AgGemmPlan {
         desc.m * desc.k * desc.x.size()
     }
 
-    /// A plan on `heap`; `config` of `None` lets rank 0's cost model choose at `prepare`.
+    /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: what is predicted to be
+    /// fastest for the slowest rank.
     ///
     /// # Errors
     /// `InvalidArgument`, `Unsupported`, `Unavailable` for the description or the algorithm;
@@ -147,7 +150,20 @@ impl AgGemmPlan {
         if let Some(g) = &t.gathered {
             expect_tensor("gathered", g, d.x, &[m, d.k])?;
         }
-        Ok(())
+        apart(
+            &[
+                ("out", Some(&t.out)),
+                ("aux_out", t.aux_out.as_ref()),
+                ("gathered", t.gathered.as_ref()),
+            ],
+            &[
+                ("x", Some(&t.x)),
+                ("w", Some(&t.w)),
+                ("bias", t.bias.as_ref()),
+                ("scale", t.scale.as_ref()),
+                ("aux_in", t.aux_in.as_ref()),
+            ],
+        )
     }
 
     /// Queues the operation for `m` rows in all (at most the plan's).
@@ -172,7 +188,7 @@ impl AgGemmPlan {
         let config = self.choice.get().map_err(|e| e.op("ag_gemm"))?;
         let whole = self.desc.epilogue.activation.pairs_columns();
         let tasks = schedule(team.rank(), &rows, self.desc.n, &config, whole);
-        let launch = self.core.begin(format_args!("m={m}"))?;
+        let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(Run {
             launch,

@@ -32,8 +32,8 @@ impl AttnMask {
 
     /// Of the pairs at distances `behind` (key position less query position): none, some or all.
     pub(crate) fn visible(&self, behind: std::ops::RangeInclusive<i64>) -> Visible {
-        let left = self.left.map_or(i64::MIN, |l| -(l as i64));
-        let right = self.right.map_or(i64::MAX, |r| r as i64);
+        let left = self.left.map_or(i64::MIN, |l| -bound(l));
+        let right = self.right.map_or(i64::MAX, bound);
         let (first, last) = (*behind.start(), *behind.end());
         if last < left || first > right {
             Visible::None
@@ -43,6 +43,11 @@ impl AttnMask {
             Visible::Some
         }
     }
+}
+
+/// A bound of a window as a distance. Beyond any sequence all bounds are the same.
+pub(crate) fn bound(keys: usize) -> i64 {
+    keys.min(1 << 40) as i64
 }
 
 /// How many pairs of a block are visible.

@@ -6,7 +6,7 @@
 use tilewire_core::{Result, Rng, convert_from_f32};
 use tilewire_device::Tensor;
 
-use super::desc::Visible;
+use super::desc::{Visible, bound};
 use super::{AttentionDesc, AttnConfig, AttnMask, BiasShape, Slice};
 use crate::gemm::host::{Mat, matmul};
 
@@ -144,9 +144,9 @@ impl Core {
         if vis == Visible::Some {
             for (r, row) in s.chunks_exact_mut(n).enumerate() {
                 let own = (t.i + r) as i64 + t.shift - t.j as i64;
-                let first = self.mask.left.map_or(0, |l| (own - l as i64).clamp(0, n as i64));
+                let first = self.mask.left.map_or(0, |l| (own - bound(l)).clamp(0, n as i64));
                 let end =
-                    self.mask.right.map_or(n as i64, |r| (own + r as i64 + 1).clamp(0, n as i64));
+                    self.mask.right.map_or(n as i64, |r| (own + bound(r) + 1).clamp(0, n as i64));
                 row[..first as usize].fill(f32::NEG_INFINITY);
                 row[end as usize..].fill(f32::NEG_INFINITY);
             }
@@ -192,6 +192,14 @@ impl Core {
         for (r, row) in s.chunks_exact_mut(t.num_kv).enumerate() {
             let at = h * st.rows + t.q + r;
             let max = row.iter().fold(st.max[at], |m, &z| m.max(z));
+            if row.iter().any(|z| z.is_nan()) {
+                // `f32::max` passes NaN over; it must reach the result.
+                st.max[at] = st.max[at].max(0.0);
+                st.sum[at] = f32::NAN;
+                st.acc[at * dv..(at + 1) * dv].fill(f32::NAN);
+                row.fill(0.0);
+                continue;
+            }
             if max == f32::NEG_INFINITY {
                 // Nothing visible so far: -inf less -inf would be NaN.
                 row.fill(0.0);

@@ -82,7 +82,7 @@ impl AttentionPlan {
         out: AttnOut,
     ) -> Result<Pending<AttnOut>> {
         let (seqs, rows) = self.begin(inputs).map_err(|e| e.op("attention"))?;
-        out.check(&self.desc, rows).map_err(|e| e.op("attention"))?;
+        out.check(&self.desc, rows, inputs).map_err(|e| e.op("attention"))?;
         let (run, o) = (self.run(inputs, seqs, rows), out.clone());
         stream.launch(Node::new("attention", move || run.forward(&o)))?;
         Pending::new(out, stream, None)
@@ -100,10 +100,7 @@ impl AttentionPlan {
         grads: AttnGrads,
     ) -> Result<Pending<AttnGrads>> {
         let (seqs, rows) = self.begin(inputs).map_err(|e| e.op("attention"))?;
-        saved
-            .check(&self.desc, rows)
-            .and_then(|()| grads.check(&self.desc, rows))
-            .map_err(|e| e.op("attention"))?;
+        grads.check(&self.desc, rows, inputs, &saved).map_err(|e| e.op("attention"))?;
         let (run, g) = (self.run(inputs, seqs, rows), grads.clone());
         stream.launch(Node::new("attention", move || run.backward(&saved, &g)))?;
         Pending::new(grads, stream, None)

@@ -4,7 +4,7 @@ use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::Tensor;
 
 use super::{AttentionDesc, Sequences};
-use crate::common::{expect_tensor, wide};
+use crate::common::{Named, apart, expect_tensor, wide};
 
 /// q, k or v: a plain tensor, or e4m3 data with one f32 scale for each (token, head),
 /// `[tokens, H]`; `value = data * scale`.
@@ -130,6 +130,19 @@ impl AttnInputs {
         expect_optional("sink", &self.sink, d.sink.then_some(&[d.heads_q]))
     }
 
+    fn named(&self) -> [Named<'_>; 8] {
+        [
+            ("q", Some(&self.q.data)),
+            ("k", Some(&self.k.data)),
+            ("v", Some(&self.v.data)),
+            ("q scales", self.q.scales.as_ref()),
+            ("k scales", self.k.scales.as_ref()),
+            ("v scales", self.v.scales.as_ref()),
+            ("bias", self.bias.as_ref()),
+            ("sink", self.sink.as_ref()),
+        ]
+    }
+
     pub(crate) fn extra(&self) -> Result<Extra> {
         let get = |t: &Option<Tensor>| t.as_ref().map(Tensor::to_f32).transpose();
         Ok(Extra { bias: get(&self.bias)?.unwrap_or_default(), sink: get(&self.sink)? })
@@ -152,7 +165,12 @@ pub struct AttnOut {
 }
 
 impl AttnOut {
-    pub(crate) fn check(&self, d: &AttentionDesc, rows: LocalRows) -> Result<()> {
+    pub(crate) fn check(&self, d: &AttentionDesc, rows: LocalRows, x: &AttnInputs) -> Result<()> {
+        self.check_shapes(d, rows)?;
+        apart(&[("out", Some(&self.out)), ("lse", Some(&self.lse))], &x.named())
+    }
+
+    fn check_shapes(&self, d: &AttentionDesc, rows: LocalRows) -> Result<()> {
         expect_packed("out", &self.out, d.out, (rows.q, d.heads_q, d.dv))?;
         expect_tensor("lse", &self.lse, DType::F32, &[d.heads_q, rows.q])
     }
@@ -174,8 +192,8 @@ pub struct AttnSaved {
 }
 
 impl AttnSaved {
-    pub(crate) fn check(&self, d: &AttentionDesc, rows: LocalRows) -> Result<()> {
-        AttnOut { out: self.out.clone(), lse: self.lse.clone() }.check(d, rows)?;
+    fn check(&self, d: &AttentionDesc, rows: LocalRows) -> Result<()> {
+        AttnOut { out: self.out.clone(), lse: self.lse.clone() }.check_shapes(d, rows)?;
         expect_packed("d_out", &self.d_out, d.out, (rows.q, d.heads_q, d.dv))
     }
 
@@ -221,7 +239,14 @@ impl AttnGrads {
         Self { dq, dk, dv, dbias: None, dsink: None }
     }
 
-    pub(crate) fn check(&self, d: &AttentionDesc, rows: LocalRows) -> Result<()> {
+    pub(crate) fn check(
+        &self,
+        d: &AttentionDesc,
+        rows: LocalRows,
+        x: &AttnInputs,
+        saved: &AttnSaved,
+    ) -> Result<()> {
+        saved.check(d, rows)?;
         expect_packed("dq", &self.dq, d.out, (rows.q, d.heads_q, d.dqk))?;
         expect_packed("dk", &self.dk, d.out, (rows.kv, d.heads_kv, d.dqk))?;
         expect_packed("dv", &self.dv, d.out, (rows.kv, d.heads_kv, d.dv))?;
@@ -232,7 +257,16 @@ impl AttnGrads {
         if self.dsink.is_some() {
             expect_optional("dsink", &self.dsink, d.sink.then_some(&[d.heads_q]))?;
         }
-        Ok(())
+        let outs = [
+            ("dq", Some(&self.dq)),
+            ("dk", Some(&self.dk)),
+            ("dv", Some(&self.dv)),
+            ("dbias", self.dbias.as_ref()),
+            ("dsink", self.dsink.as_ref()),
+        ];
+        let saved = [("out", &saved.out), ("lse", &saved.lse), ("d_out", &saved.d_out)]
+            .map(|(w, t)| (w, Some(t)));
+        apart(&outs, &x.named()).and_then(|()| apart(&outs, &saved))
     }
 
     pub(crate) fn poison(&self) {

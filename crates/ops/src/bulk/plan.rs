@@ -76,20 +76,25 @@ impl BulkPlan {
         self.collective.predict(m)
     }
 
-    /// Queues both, joined to `stream`.
+    /// Queues both side by side, joined to `stream`.
     ///
     /// # Errors
-    /// As the two parts. The collective is checked and queued first: if it is refused, nothing
+    /// As the two parts. Both are checked before the first is queued: if one is refused, nothing
     /// runs.
     pub fn launch(&self, stream: &Stream, t: BulkInputs) -> Result<Pending<BulkOut>> {
+        self.collective.check(t.m, &t.x, &t.y)?;
+        self.gemm.check(&t.gemm)?;
         let (fork, join) = (Event::new(), Event::new());
         stream.record(&fork)?;
         self.side.wait(&fork)?;
-        let collective = self.collective.launch(&self.side, t.m, &t.x, &t.y)?.join(stream);
-        let gemm = self.gemm.launch(stream, t.gemm)?.join(stream)?;
+        // The GEMM must be queued before `stream` waits for the collective, or it would run
+        // behind it.
+        let collective = self.collective.launch(&self.side, t.m, &t.x, &t.y);
+        let gemm = self.gemm.launch(stream, t.gemm);
+        // Joined whatever happened: a capture would not be whole otherwise.
         self.side.record(&join)?;
         stream.wait(&join)?;
-        let fault = self.collective.team().fault().clone();
-        Pending::new(BulkOut { gemm, collective: collective? }, stream, Some(fault))
+        let out = BulkOut { gemm: gemm?.join(stream)?, collective: collective?.join(stream)? };
+        Pending::new(out, stream, Some(self.collective.team().fault().clone()))
     }
 }

@@ -128,6 +128,30 @@ impl CollectivePlan {
         Ok(t)
     }
 
+    /// Fails where a launch with these arguments would.
+    pub(crate) fn check(&self, m: usize, x: &Tensor, out: &Tensor) -> Result<()> {
+        let name = self.core.op();
+        let all_to_all = matches!(self.desc.kind, CollectiveKind::AllToAll(_));
+        if m > self.desc.m && !all_to_all {
+            return Err(Error::invalid("more rows than the plan was made for")
+                .op(name)
+                .expected(format_args!("at most {}", self.desc.m))
+                .seen(m));
+        }
+        let (first, _) = self.phases(m).map_err(|e| e.op(name))?;
+        let (x_rows, out_rows) = io_rows(&self.desc.kind, &first, m);
+        let check = |what, t: &Tensor, rows| {
+            expect_tensor(what, t, self.desc.dtype, &[rows, self.desc.cols]).map_err(|e| e.op(name))
+        };
+        check("x", x, x_rows)?;
+        check("out", out, out_rows)?;
+        // Both are locked at once: disjoint parts of one buffer would not do either.
+        if x.memory().same(out.memory()) {
+            return Err(Error::invalid("`out` must not share memory with `x`").op(name));
+        }
+        Ok(())
+    }
+
     /// Queues the collective. `m` rows in all, at most the plan's; shapes as the kind says.
     ///
     /// # Errors
@@ -139,25 +163,9 @@ impl CollectivePlan {
         x: &Tensor,
         out: &Tensor,
     ) -> Result<Pending<Tensor>> {
-        let name = self.core.op();
-        let all_to_all = matches!(self.desc.kind, CollectiveKind::AllToAll(_));
-        if m > self.desc.m && !all_to_all {
-            return Err(Error::invalid("more rows than the plan was made for")
-                .op(name)
-                .expected(format_args!("at most {}", self.desc.m))
-                .seen(m));
-        }
-        let (first, second) = self.phases(m).map_err(|e| e.op(name))?;
-        let (x_rows, out_rows) = io_rows(&self.desc.kind, &first, m);
-        let check = |what, t: &Tensor, rows| {
-            expect_tensor(what, t, self.desc.dtype, &[rows, self.desc.cols]).map_err(|e| e.op(name))
-        };
-        check("x", x, x_rows)?;
-        check("out", out, out_rows)?;
-        if x.memory().same(out.memory()) {
-            return Err(Error::invalid("`out` must not share memory with `x`").op(name));
-        }
-        let launch = self.core.begin(format_args!("m={m}"))?;
+        self.check(m, x, out)?;
+        let (first, second) = self.phases(m).map_err(|e| e.op(self.core.op()))?;
+        let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(Run {
             launch,

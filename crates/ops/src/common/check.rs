@@ -19,6 +19,28 @@ pub fn expect_tensor(what: &str, t: &Tensor, dtype: DType, shape: &[usize]) -> R
         .seen(format_args!("{} {}", t.dtype(), t.shape())))
 }
 
+/// Checks that no output overlaps an input, because tiles are stored while others are still to be
+/// read, or another output.
+///
+/// # Errors
+/// `InvalidArgument` naming both arguments.
+pub(crate) fn apart(outs: &[Named<'_>], ins: &[Named<'_>]) -> Result<()> {
+    let given = |list: &[Named<'_>]| {
+        list.iter().filter_map(|&(what, t)| Some((what, t?.clone()))).collect::<Vec<_>>()
+    };
+    let (outs, ins) = (given(outs), given(ins));
+    for (i, (what, t)) in outs.iter().enumerate() {
+        if let Some((other, _)) = outs[i + 1..].iter().chain(&ins).find(|(_, u)| t.overlaps(u)) {
+            return Err(Error::invalid(format!("`{what}` must not overlap `{other}`"))
+                .hint("give each output a buffer of its own"));
+        }
+    }
+    Ok(())
+}
+
+/// An argument, if it was given, and its name.
+pub(crate) type Named<'a> = (&'static str, Option<&'a Tensor>);
+
 /// The elements as f32: in place where they are, converted where they are not.
 pub(crate) fn wide(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
     if dtype == DType::F32

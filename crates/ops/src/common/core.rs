@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::{Event, Node, Stream};
 use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
@@ -23,6 +25,14 @@ pub struct PlanCore {
 struct Order {
     last: Mutex<Option<Event>>,
     busy: AtomicBool,
+}
+
+struct Release<'a>(&'a AtomicBool);
+
+impl Drop for Release<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
 }
 
 impl Order {
@@ -51,13 +61,44 @@ impl Order {
             return Err(Error::new(ErrorKind::Protocol, "two launches of one plan run at once")
                 .hint("join the streams, or make a plan for each graph that runs beside others"));
         }
-        let done = f();
-        self.busy.store(false, Ordering::Release);
-        done
+        // Released by a panic of `f`, too.
+        let _release = Release(&self.busy);
+        f()
     }
 }
 
-/// The tile configuration of a plan: given by the caller, or chosen by rank 0 at `prepare`.
+/// Collective: of the candidates, the one whose largest cost on any rank is the least; of equals
+/// the first in rank 0's list.
+///
+/// # Errors
+/// `Mismatch` if the ranks have other candidates.
+pub(crate) fn fastest<C>(team: &LiveTeam, costs: &[(C, f64)]) -> Result<C>
+where
+    C: Copy + PartialEq + Serialize + DeserializeOwned,
+{
+    let mine = serde_json::to_vec(costs)
+        .map_err(|e| Error::internal(format!("costs of configurations as JSON: {e}")))?;
+    let lists = team.exchange("config", &mine)?;
+    let mut lists = lists.iter().enumerate().map(|(i, bytes)| {
+        serde_json::from_slice::<Vec<(C, f64)>>(bytes).map_err(|e| {
+            Error::new(ErrorKind::Protocol, format!("costs of rank {i} cannot be read: {e}"))
+        })
+    });
+    let mut worst = lists.next().transpose()?.unwrap_or_default();
+    for list in lists {
+        let list = list?;
+        for (config, most) in &mut worst {
+            let cost = list.iter().find(|(c, _)| c == config).map(|(_, us)| *us);
+            *most = most.max(cost.ok_or_else(|| {
+                Error::new(ErrorKind::Mismatch, "the ranks have other candidates to choose from")
+            })?);
+        }
+    }
+    let best = worst.iter().min_by(|a, b| a.1.total_cmp(&b.1)).map(|(c, _)| *c);
+    best.ok_or_else(|| Error::internal("no candidate to choose"))
+}
+
+/// The tile configuration of a plan: given by the caller, or chosen at `prepare`.
 pub(crate) struct Choice {
     given: Option<OverlapConfig>,
     used: OnceLock<OverlapConfig>,
@@ -78,15 +119,12 @@ impl Choice {
         self.given.map_or("auto".to_owned(), |c| c.to_string())
     }
 
-    /// Collective: adopts rank 0's choice where the caller gave none.
+    /// Collective: where the caller gave none, what is fastest for the slowest rank.
     fn settle(&self, team: &LiveTeam, explain: impl FnOnce() -> Explain) -> Result<()> {
         if self.used.get().is_none() {
-            let mine = serde_json::to_vec(&explain().chosen)
-                .map_err(|e| Error::internal(format!("configuration as JSON: {e}")))?;
-            let all = team.exchange("config", &mine)?;
-            let chosen = serde_json::from_slice(&all[0]).map_err(|e| {
-                Error::new(ErrorKind::Protocol, format!("rank 0's configuration: {e}"))
-            })?;
+            let list = explain().candidates;
+            let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
+            let chosen = fastest(team, &costs)?;
             self.used.get_or_init(|| chosen);
         }
         Ok(())
@@ -173,11 +211,20 @@ impl PlanCore {
         choice.settle(self.team(), explain).map_err(|e| e.op(self.op))
     }
 
-    /// Notes a launch; `detail` holds what may differ from launch to launch.
+    /// Notes a launch on `stream`; `detail` holds what may differ from launch to launch.
     ///
     /// # Errors
-    /// `NotPrepared`; the fault of the team.
-    pub fn begin(&self, detail: impl std::fmt::Display) -> Result<Launch> {
+    /// `NotPrepared`; `InvalidArgument` if another stream of this heap is being captured; the
+    /// fault of the team.
+    pub fn begin(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<Launch> {
+        // The copy stream of the heap serves one capture, or none: half of this launch would go
+        // into the graph of another stream.
+        let side = self.heap.copy_stream()?;
+        if side.is_capturing() && !side.same_capture(stream) {
+            return Err(Error::invalid("another stream of this heap is being captured")
+                .op(self.op)
+                .hint("end that capture first, or use a heap of its own for it"));
+        }
         if !self.prepared.load(Ordering::Acquire) {
             return Err(not_prepared().op(self.op));
         }
@@ -225,11 +272,15 @@ impl PlanCore {
         side.wait(&fork)?;
         let team = Arc::new(self.team().clone());
         let (started, order) = (team.clone(), self.order.clone());
-        side.launch(Node::new(self.op, copies).in_domain(fault.clone(), || {}))?;
+        // What goes wrong inside must say where, however far from here it is reported.
+        let (op, me) = (self.op, team.rank());
+        let here = move |e: Error| e.op(op).seq(seq).rank(me);
+        let copies = move || copies().map_err(here);
+        side.launch(Node::new(op, copies).in_domain(fault.clone(), || {}))?;
         stream.launch(
             Node::new(self.op, move || {
                 started.set_state(seq, EntryState::Running);
-                order.alone(&compute)?;
+                order.alone(&compute).map_err(here)?;
                 started.set_state(seq, EntryState::Done);
                 Ok(())
             })
@@ -241,5 +292,27 @@ impl PlanCore {
         side.record(&join)?;
         stream.wait(&join)?;
         if captured { Ok(()) } else { self.order.done(stream) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tilewire_symm::{World, WorldCfg};
+
+    use super::*;
+
+    /// Rank 0 would take 'a': alone it is the fastest there.
+    #[test]
+    fn the_choice_is_the_best_for_the_slowest_rank() {
+        let costs = [[('a', 1.0), ('b', 2.0), ('c', 9.0)], [('a', 9.0), ('c', 1.0), ('b', 3.0)]];
+        let chosen = World::run_threads(2, WorldCfg::for_tests(), |world| {
+            let team = world.everyone("choice")?;
+            let best = fastest(&team, &costs[team.rank().idx()])?;
+            // A rank without a candidate of the other.
+            let few = if team.rank().idx() == 0 { &costs[0][..] } else { &costs[1][..2] };
+            assert!(fastest(&team, few).unwrap_err().is_mismatch());
+            Ok(best)
+        });
+        assert_eq!(chosen.unwrap(), ['b', 'b']);
     }
 }

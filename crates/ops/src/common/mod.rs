@@ -5,10 +5,10 @@ mod core;
 mod overlap;
 mod shards;
 
-pub(crate) use self::core::Choice;
+pub(crate) use self::core::{Choice, fastest};
 pub use self::core::{Launch, PlanCore};
 pub use check::expect_tensor;
-pub(crate) use check::{narrow_into, wide};
+pub(crate) use check::{Named, apart, narrow_into, wide};
 pub use overlap::{Algo, Candidate, Explain, Machine, OverlapConfig};
 pub use shards::Shards;
 pub(crate) use shards::{chunk_rows, part, range_of};

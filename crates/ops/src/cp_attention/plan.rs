@@ -13,7 +13,7 @@ use super::lane::Queue;
 use super::predict::{self, Pass};
 use super::{CpAttentionDesc, CpConfig};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
-use crate::common::{Machine, PlanCore};
+use crate::common::{Machine, PlanCore, fastest};
 
 /// Signal slots of a plan.
 pub(super) const CREDIT_SCATTER: usize = 0;
@@ -60,7 +60,8 @@ impl CpAttentionPlan {
         buffer_bytes(desc, size, config).iter().sum()
     }
 
-    /// A plan on `heap`; `config` of `None` lets rank 0's cost model choose at `prepare`.
+    /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: what is fastest
+    /// for the slowest rank.
     ///
     /// # Errors
     /// `InvalidArgument` for the description, or heads that the strategy cannot scatter;
@@ -96,12 +97,9 @@ impl CpAttentionPlan {
         if self.used.get().is_some() {
             return Ok(());
         }
-        let mine = serde_json::to_vec(&self.explain().chosen)
-            .map_err(|e| Error::internal(format!("configuration as JSON: {e}")))?;
-        let all = self.core.team().exchange("config", &mine).map_err(|e| e.op(OP))?;
-        let chosen = serde_json::from_slice(&all[0]).map_err(|e| {
-            Error::new(ErrorKind::Protocol, format!("rank 0's configuration: {e}")).op(OP)
-        })?;
+        let list = self.explain().candidates;
+        let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
+        let chosen = fastest(self.core.team(), &costs).map_err(|e| e.op(OP))?;
         self.used.get_or_init(|| chosen);
         Ok(())
     }
@@ -164,7 +162,7 @@ impl CpAttentionPlan {
         out: AttnOut,
     ) -> Result<Pending<AttnOut>> {
         let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
-        out.check(&self.desc.attn, rows).map_err(|e| e.op(OP))?;
+        out.check(&self.desc.attn, rows, inputs).map_err(|e| e.op(OP))?;
         self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
         Pending::new(out, stream, Some(self.core.team().fault().clone()))
     }
@@ -184,10 +182,7 @@ impl CpAttentionPlan {
             return Err(Error::invalid("the plan was made without backward").op(OP));
         }
         let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
-        saved
-            .check(&self.desc.attn, rows)
-            .and_then(|()| grads.check(&self.desc.attn, rows))
-            .map_err(|e| e.op(OP))?;
+        grads.check(&self.desc.attn, rows, inputs, &saved).map_err(|e| e.op(OP))?;
         self.launch(
             stream,
             (inputs, seqs, rows),
@@ -217,7 +212,7 @@ impl CpAttentionPlan {
         let (config, team) = (self.config()?, self.core.team());
         let (me, size) = (team.rank(), team.size());
         let pass = if matches!(work, Work::Forward(_)) { "fwd" } else { "bwd" };
-        let launch = self.core.begin(format_args!("{pass} {seqs}"))?;
+        let launch = self.core.begin(stream, format_args!("{pass} {seqs}"))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(Run {
             launch,

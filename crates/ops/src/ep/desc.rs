@@ -12,7 +12,8 @@ pub enum EpLayout {
         /// Rows of each expert are a multiple of this.
         align: usize,
     },
-    /// A fixed slot `[source rank][max_tokens]`: a row per (token, rank).
+    /// A fixed slot `[source rank][token]` for each token of each rank, `max_tokens` a rank: a row
+    /// per (token, rank), zero for tokens that do not come here.
     RankMajor {
         /// Alignment of the expert-major order that `row_index` describes.
         align: usize,

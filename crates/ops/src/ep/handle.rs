@@ -1,5 +1,6 @@
 //! Handles: the routing of one microbatch, in device memory.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
@@ -8,13 +9,22 @@ use tilewire_device::Tensor;
 use super::config::Routing;
 use super::{EpDesc, Overflow};
 
-/// What arrived: for each source rank its records in order, each with the copies it stands for.
-pub(super) type Arrived = Vec<Vec<Vec<(usize, usize)>>>;
+/// What arrived: for each source rank its records in order.
+pub(super) type Arrived = Vec<Vec<Record>>;
+
+/// A token that arrived.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Record {
+    /// Its number at its source.
+    pub token: usize,
+    /// `(choice, row)` of each copy that it stands for.
+    pub copies: Vec<(usize, usize)>,
+}
 
 pub(super) struct State {
     pub routing: Routing,
     pub capacity: usize,
-    /// Filled by dispatch: `arrived[src][record]` = `(choice, row)` of each copy.
+    /// Filled by dispatch.
     pub arrived: Arrived,
 }
 
@@ -24,7 +34,9 @@ pub(super) struct Inner {
     pub total: Tensor,
     pub dropped: Tensor,
     pub row_index: Tensor,
-    overflow: Overflow,
+    desc: EpDesc,
+    /// Sequence number of the launch that routes it, 0 before the first: equal on all ranks.
+    routed: AtomicU64,
 }
 
 /// Routing of one microbatch. Clones are the same handle; make one for each microbatch in flight.
@@ -58,8 +70,35 @@ impl EpHandle {
             total: Tensor::zeros(DType::I64, Shape::d1(1)),
             dropped: Tensor::zeros(DType::I64, Shape::d1(1)),
             row_index: Tensor::zeros(DType::I32, Shape::d1(desc.capacity)),
-            overflow: desc.overflow,
+            desc: desc.clone(),
+            routed: AtomicU64::new(0),
         }))
+    }
+
+    /// Notes the launch whose routing the handle holds from now on, in program order.
+    pub(super) fn set_routing(&self, seq: u64) {
+        self.0.routed.store(seq, Ordering::Release);
+    }
+
+    /// Which routing the handle holds, for the comparison between ranks; fails for the handle of
+    /// another layer.
+    pub(super) fn routing(&self, desc: &EpDesc) -> Result<u64> {
+        self.check_layer(desc)?;
+        match self.0.routed.load(Ordering::Acquire) {
+            0 => Err(Error::new(ErrorKind::NotPrepared, "the handle has no routing")
+                .hint("call `plan.route(..)` with it first, on all ranks")),
+            seq => Ok(seq),
+        }
+    }
+
+    pub(super) fn check_layer(&self, desc: &EpDesc) -> Result<()> {
+        if self.0.desc == *desc {
+            return Ok(());
+        }
+        Err(Error::invalid("the handle belongs to another layer")
+            .expected(desc)
+            .seen(&self.0.desc)
+            .hint("make handles with `plan.handle()` of this plan"))
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
@@ -105,7 +144,7 @@ impl EpHandle {
     /// `Exhausted` with the capacity and the true counts.
     pub fn check(&self) -> Result<()> {
         let t = self.totals();
-        if self.0.overflow == Overflow::Drop || t.dropped.iter().all(|&d| d == 0) {
+        if self.0.desc.overflow == Overflow::Drop || t.dropped.iter().all(|&d| d == 0) {
             return Ok(());
         }
         Err(Error::new(ErrorKind::Exhausted, "more tokens than the capacity holds")

@@ -1,20 +1,23 @@
 //! Expert parallelism on the host backend: counts, tokens and returns by put and signal.
 //!
-//! A token record is `[payload | scales f32 | copies: top_k x (choice i32, row i32, weight f32)]`;
+//! A token record is
+//! `[payload | scales f32 | token i32 | copies: top_k x (choice i32, row i32, weight f32)]`;
 //! the number of records travels as the word of the arrival signal. A return record is
 //! `[row | top_k x weight gradient f32]` at the index of the token record it answers.
 
 use std::sync::Arc;
 
-use tilewire_core::{DType, Error, Rank, Result, convert_from_f32};
+use tilewire_core::{DType, Error, ErrorKind, Rank, Result, convert_from_f32};
 use tilewire_device::Tensor;
 use tilewire_symm::{OpCtx, Signals, SymBuf};
 
 use super::config::{Record, count, route};
+use super::handle::Arrived;
 use super::plan::{COUNTS, EpDispatch, RETURNS, TOKENS};
 use super::{EpDesc, EpHandle, EpLayout};
 use crate::common::{Launch, narrow_into, wide};
 
+const TOKEN_BYTES: usize = 4;
 const COPY_BYTES: usize = 12;
 
 /// Copies of one record as they arrive: `(choice, row, weight)`.
@@ -27,7 +30,7 @@ fn payload_bytes(d: &EpDesc) -> usize {
 
 /// Bytes of a token record.
 pub(super) fn record_bytes(d: &EpDesc) -> usize {
-    payload_bytes(d) + 4 * d.num_scales + COPY_BYTES * d.top_k
+    payload_bytes(d) + 4 * d.num_scales + TOKEN_BYTES + COPY_BYTES * d.top_k
 }
 
 /// Bytes of a return record.
@@ -195,6 +198,8 @@ impl Run {
             s.read(|s| bytes[at..at + n].copy_from_slice(&s[token * n..][..n]))?;
         }
         at += 4 * d.num_scales;
+        bytes[at..at + TOKEN_BYTES].copy_from_slice(&(token as i32).to_ne_bytes());
+        at += TOKEN_BYTES;
         for j in 0..d.top_k {
             let (choice, row) = copies.get(j).map_or((-1, -1), |&(c, r)| (c as i32, r as i32));
             let weight = match &send.weights {
@@ -233,8 +238,8 @@ impl Run {
         let reduce = Reduce::new(d, b)?;
         for p in ctx.team().peers() {
             ctx.acquire(p, self.signals.slot(RETURNS.0), l.tag, "credit")?;
-            for (i, copies) in arrived[p.idx()].iter().enumerate() {
-                let bytes = reduce.record(&arrived, p.idx(), i, copies);
+            for i in 0..arrived[p.idx()].len() {
+                let bytes = reduce.record(&arrived, p.idx(), i);
                 ctx.put(
                     p,
                     self.returns.range((me.idx() * area + i) * record, record),
@@ -248,19 +253,16 @@ impl Run {
         for p in ctx.team().peers() {
             let n = ctx.wait_word(p, self.signals.slot(RETURNS.1), "returns")?;
             if n as usize != sends[p.idx()].len() {
-                return Err(Error::new(
-                    tilewire_core::ErrorKind::Protocol,
-                    "a peer answers another dispatch",
-                )
-                .peer(p)
-                .expected(sends[p.idx()].len())
-                .seen(n));
+                return Err(Error::new(ErrorKind::Protocol, "a peer answers another dispatch")
+                    .peer(p)
+                    .expected(sends[p.idx()].len())
+                    .seen(n));
             }
         }
         ctx.compute("sum")?;
         self.sum(ctx, b, &sends, |rank, i| {
             if rank == me.idx() {
-                return reduce.record(&arrived, rank, i, &arrived[rank][i]);
+                return reduce.record(&arrived, rank, i);
             }
             let mut bytes = vec![0; record];
             ctx.read_local(self.returns.range((rank * area + i) * record, record), &mut bytes);
@@ -325,14 +327,8 @@ impl<'a> Reduce<'a> {
     }
 
     /// The return record of record `i` of rank `src`: rows added in the order of choices.
-    fn record(
-        &self,
-        arrived: &super::handle::Arrived,
-        src: usize,
-        i: usize,
-        copies: &[(usize, usize)],
-    ) -> Vec<u8> {
-        let (d, h) = (self.desc, self.desc.hidden);
+    fn record(&self, arrived: &Arrived, src: usize, i: usize) -> Vec<u8> {
+        let (d, h, copies) = (self.desc, self.desc.hidden, &arrived[src][i].copies);
         let mut sum = vec![0.0f32; h];
         let mut add = |row: usize, weight: f32| {
             for (s, v) in sum.iter_mut().zip(&self.y[row * h..][..h]) {
@@ -359,9 +355,9 @@ impl<'a> Reduce<'a> {
 }
 
 /// Row of record `i` of `src` in the rank-major or flat layout.
-fn record_row(d: &EpDesc, arrived: &super::handle::Arrived, src: usize, i: usize) -> usize {
+fn record_row(d: &EpDesc, arrived: &Arrived, src: usize, i: usize) -> usize {
     match d.layout {
-        EpLayout::RankMajor { .. } => src * d.max_tokens + i,
+        EpLayout::RankMajor { .. } => src * d.max_tokens + arrived[src][i].token,
         _ => arrived[..src].iter().map(Vec::len).sum::<usize>() + i,
     }
 }
@@ -390,10 +386,26 @@ impl<'a> Unpack<'a> {
         Ok(())
     }
 
+    /// Where the token's number stands in a record.
+    fn token_at(&self) -> usize {
+        payload_bytes(self.desc) + 4 * self.desc.num_scales
+    }
+
+    /// The token that a record carries, as its source numbers it.
+    fn token(&self, bytes: &[u8]) -> Result<usize> {
+        let at = self.token_at();
+        let word = i32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        usize::try_from(word).ok().filter(|&t| t < self.desc.max_tokens).ok_or_else(|| {
+            Error::new(ErrorKind::Protocol, "a record names a token that cannot be")
+                .expected(format_args!("0 to {}", self.desc.max_tokens))
+                .seen(word)
+        })
+    }
+
     /// `(choice, row, weight)` of the copies of a record.
     fn copies(&self, bytes: &[u8]) -> Vec<(usize, usize, f32)> {
         let d = self.desc;
-        let at = payload_bytes(d) + 4 * d.num_scales;
+        let at = self.token_at() + TOKEN_BYTES;
         let word = |o: usize| [bytes[o], bytes[o + 1], bytes[o + 2], bytes[o + 3]];
         (0..d.top_k)
             .map(|j| at + j * COPY_BYTES)
@@ -406,14 +418,18 @@ impl<'a> Unpack<'a> {
     }
 
     /// Writes the outputs; returns the copies of every record.
-    fn store(&self, out: &Out, handle: &EpHandle) -> Result<super::handle::Arrived> {
+    fn store(&self, out: &Out, handle: &EpHandle) -> Result<Arrived> {
         let d = self.desc;
         let copies: Vec<Vec<Copies>> =
             self.records.iter().map(|l| l.iter().map(|b| self.copies(b)).collect()).collect();
-        let arrived: super::handle::Arrived = copies
-            .iter()
-            .map(|l| l.iter().map(|c| c.iter().map(|&(j, r, _)| (j, r)).collect()).collect())
-            .collect();
+        let mut arrived: Arrived = Vec::new();
+        for (records, copies) in self.records.iter().zip(&copies) {
+            let record = |(bytes, copies): (&Vec<u8>, &Copies)| {
+                let copies = copies.iter().map(|&(j, r, _)| (j, r)).collect();
+                Ok(super::handle::Record { token: self.token(bytes)?, copies })
+            };
+            arrived.push(records.iter().zip(copies).map(record).collect::<Result<_>>()?);
+        }
         match out {
             Out::Dispatch(o) => self.store_dispatch(o, handle, &copies, &arrived)?,
             Out::CombineBwd { dy, weighted } => {
@@ -429,13 +445,13 @@ impl<'a> Unpack<'a> {
         o: &EpDispatch,
         handle: &EpHandle,
         copies: &[Vec<Copies>],
-        arrived: &super::handle::Arrived,
+        arrived: &Arrived,
     ) -> Result<()> {
         let d = self.desc;
         let expert_major = matches!(d.layout, EpLayout::ExpertMajor { .. });
         let rows_of = |src: usize, i: usize| -> Vec<usize> {
             if expert_major {
-                arrived[src][i].iter().map(|&(_, r)| r).collect()
+                arrived[src][i].copies.iter().map(|&(_, r)| r).collect()
             } else {
                 vec![record_row(d, arrived, src, i)]
             }
@@ -465,7 +481,7 @@ impl<'a> Unpack<'a> {
         let mut index = vec![-1i32; d.capacity];
         for (src, list) in arrived.iter().enumerate() {
             for (i, c) in list.iter().enumerate() {
-                c.iter().for_each(|&(_, row)| {
+                c.copies.iter().for_each(|&(_, row)| {
                     index[row] =
                         if expert_major { row } else { record_row(d, arrived, src, i) } as i32;
                 });

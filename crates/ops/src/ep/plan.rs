@@ -49,6 +49,31 @@ pub struct EpPlan {
     signals: Arc<Signals>,
 }
 
+/// An output, and what it holds after a fault.
+enum Poison {
+    /// Values: NaN.
+    Value(Tensor),
+    /// Indices: -1.
+    Index(Tensor),
+    /// Counts: 0, so that what follows does nothing.
+    Count(Tensor),
+}
+
+impl Poison {
+    fn values(outs: impl IntoIterator<Item = Option<Tensor>>) -> Vec<Poison> {
+        outs.into_iter().flatten().map(Poison::Value).collect()
+    }
+
+    fn apply(&self) {
+        // Fails only while the caller touches the tensor: then there is nobody to protect.
+        let _done = match self {
+            // All bits set is NaN, and -1.
+            Poison::Value(t) | Poison::Index(t) => t.poison(),
+            Poison::Count(t) => t.write(|b| b.fill(0)),
+        };
+    }
+}
+
 const PREPARE: usize = 0;
 const DISPATCH: usize = 1;
 const COMBINE: usize = 2;
@@ -132,14 +157,14 @@ impl EpPlan {
         stream: &Stream,
         launch: Launch,
         run: impl Fn(&Launch) -> Result<()> + std::marker::Send + Sync + 'static,
-        outs: Vec<Tensor>,
+        outs: Vec<Poison>,
     ) -> Result<()> {
         let (core, seq) = (&self.cores[which], launch.ctx.seq());
         core.run(
             stream,
             || Ok(()),
             move || run(&launch),
-            move || outs.iter().for_each(|t| drop(t.poison())),
+            move || outs.iter().for_each(Poison::apply),
             seq,
         )
     }
@@ -184,10 +209,13 @@ impl EpPlan {
                 .expected(format_args!("i32 or i64 [at most {}, {}]", d.max_tokens, d.top_k))
                 .seen(format_args!("{} {shape}", topk_idx.dtype())));
         }
-        let launch = self.cores[PREPARE].begin(format_args!("capacity={capacity}"))?;
+        handle.check_layer(d).map_err(|e| e.op("ep_prepare"))?;
+        let launch = self.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
+        handle.set_routing(launch.ctx.seq());
         let (run, idx, h) = (self.base(), topk_idx.clone(), handle.clone());
-        let outs =
-            vec![handle.m_splits().clone(), handle.total().clone(), handle.dropped().clone()];
+        let outs = vec![Poison::Index(handle.row_index().clone())];
+        let counts = [handle.m_splits(), handle.total(), handle.dropped()];
+        let outs = outs.into_iter().chain(counts.map(|t| Poison::Count(t.clone()))).collect();
         self.run(PREPARE, stream, launch, move |l| run.route(l, &idx, capacity, &h), outs)?;
         self.pending(handle.clone(), stream)
     }
@@ -249,13 +277,14 @@ impl EpPlan {
             expect_tensor("scales", s, DType::F32, &[rows, d.num_scales]).map_err(op)?;
         }
         self.check_recv(out, d.dtype, topk_weights.is_some(), scales.is_some()).map_err(op)?;
-        let launch =
-            self.cores[DISPATCH].begin(format_args!("weights={}", topk_weights.is_some()))?;
+        let routing = handle.routing(d).map_err(op)?;
+        let detail = format_args!("routing={routing} weights={}", topk_weights.is_some());
+        let launch = self.cores[DISPATCH].begin(stream, detail)?;
         let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
         let (run, h, o) = (self.base(), handle.clone(), Out::Dispatch(out.clone()));
-        let mut outs = vec![out.x.clone()];
-        outs.extend(out.weights.clone());
-        outs.extend(out.scales.clone());
+        let mut outs =
+            Poison::values([Some(out.x.clone()), out.weights.clone(), out.scales.clone()]);
+        outs.push(Poison::Index(handle.row_index().clone()));
         self.run(DISPATCH, stream, launch, move |l| run.send(l, &h, &send, &o), outs)?;
         self.pending(out.clone(), stream)
     }
@@ -281,7 +310,9 @@ impl EpPlan {
             expect_tensor("weights", w, DType::F32, &[d.capacity]).map_err(op)?;
         }
         self.rows("out", out, d.out, d.hidden).map_err(op)?;
-        let launch = self.cores[COMBINE].begin(format_args!("weighted={}", weights.is_some()))?;
+        let routing = handle.routing(d).map_err(op)?;
+        let detail = format_args!("routing={routing} weighted={}", weights.is_some());
+        let launch = self.cores[COMBINE].begin(stream, detail)?;
         let back = Back {
             y: y.clone(),
             weights: weights.cloned(),
@@ -291,7 +322,8 @@ impl EpPlan {
             dw_out: None,
         };
         let (run, h) = (self.base(), handle.clone());
-        self.run(COMBINE, stream, launch, move |l| run.back(l, &h, &back), vec![out.clone()])?;
+        let outs = Poison::values([Some(out.clone())]);
+        self.run(COMBINE, stream, launch, move |l| run.back(l, &h, &back), outs)?;
         self.pending(out.clone(), stream)
     }
 
@@ -319,7 +351,9 @@ impl EpPlan {
             expect_tensor("d_weights", g, DType::F32, &[d.capacity]).map_err(op)?;
             expect_tensor("dw", w, DType::F32, &[rows, d.top_k]).map_err(op)?;
         }
-        let launch = self.cores[DISPATCH_BWD].begin(format_args!("weights={}", dw.is_some()))?;
+        let routing = handle.routing(d).map_err(op)?;
+        let detail = format_args!("routing={routing} weights={}", dw.is_some());
+        let launch = self.cores[DISPATCH_BWD].begin(stream, detail)?;
         let back = Back {
             y: d_recv.clone(),
             weights: None,
@@ -329,7 +363,7 @@ impl EpPlan {
             dw_out: dw.cloned(),
         };
         let (run, h) = (self.base(), handle.clone());
-        let outs = [Some(dx.clone()), dw.cloned()].into_iter().flatten().collect();
+        let outs = Poison::values([Some(dx.clone()), dw.cloned()]);
         self.run(DISPATCH_BWD, stream, launch, move |l| run.back(l, &h, &back), outs)?;
         self.pending(dx.clone(), stream)
     }
@@ -357,16 +391,16 @@ impl EpPlan {
             expect_tensor("y", y, d.out, &[d.capacity, d.hidden]).map_err(op)?;
             expect_tensor("d_weights", d_weights, DType::F32, &[d.capacity]).map_err(op)?;
         }
-        let launch =
-            self.cores[COMBINE_BWD].begin(format_args!("weighted={}", weighted.is_some()))?;
+        let routing = handle.routing(d).map_err(op)?;
+        let detail = format_args!("routing={routing} weighted={}", weighted.is_some());
+        let launch = self.cores[COMBINE_BWD].begin(stream, detail)?;
         let send = Send { x: d_out.clone(), weights: None, scales: None };
         let out = Out::CombineBwd {
             dy: dy.clone(),
             weighted: weighted.map(|(w, y, g)| (w.clone(), y.clone(), g.clone())),
         };
         let (run, h) = (self.base(), handle.clone());
-        let outs =
-            [Some(dy.clone()), weighted.map(|w| w.2.clone())].into_iter().flatten().collect();
+        let outs = Poison::values([Some(dy.clone()), weighted.map(|w| w.2.clone())]);
         self.run(COMBINE_BWD, stream, launch, move |l| run.send(l, &h, &send, &out), outs)?;
         self.pending(dy.clone(), stream)
     }

@@ -140,7 +140,7 @@ impl GemmDesc {
     /// `InvalidArgument` for dtypes that are not floating or contradicting epilogue flags;
     /// `Unsupported` for FP8 beside another type.
     pub fn check(&self) -> Result<()> {
-        let bad = |text: String| Err(Error::invalid(text).op("gemm"));
+        let bad = |text: String| Err(Error::invalid(text));
         for (what, d) in [("a", self.a), ("b", self.b), ("out", self.out)] {
             if !d.is_float() || d == DType::F64 {
                 return bad(format!(
@@ -155,8 +155,7 @@ impl GemmDesc {
                     "{} x {}: both operands FP8 (any of the two), or both the same type",
                     self.a, self.b
                 ),
-            )
-            .op("gemm"));
+            ));
         }
         let e = &self.epilogue;
         if e.activation == Activation::SwiGlu && !self.n.is_multiple_of(2) {

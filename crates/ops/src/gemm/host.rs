@@ -122,7 +122,10 @@ pub(crate) fn add_bias(c: &mut [f32], bias: &[f32]) {
 pub(crate) fn activate_row(act: Activation, x: &[f32], aux: &[f32], out: &mut [f32]) {
     match act {
         Activation::None => out.copy_from_slice(x),
-        Activation::Relu => out.iter_mut().zip(x).for_each(|(o, &v)| *o = v.max(0.0)),
+        // Not `max`, which turns NaN into 0.
+        Activation::Relu => {
+            out.iter_mut().zip(x).for_each(|(o, &v)| *o = if v < 0.0 { 0.0 } else { v });
+        }
         Activation::Gelu => out.iter_mut().zip(x).for_each(|(o, &v)| *o = gelu(v)),
         Activation::DGelu => {
             for ((o, &v), &h) in out.iter_mut().zip(x).zip(aux) {

@@ -11,7 +11,7 @@ use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::host::{Mat, activate_row, add_bias, matmul, row_sums};
 use super::{AOrder, BOrder, GemmDesc};
-use crate::common::{expect_tensor, wide};
+use crate::common::{apart, expect_tensor, wide};
 
 /// An operand: a plain tensor, or FP8 data with its scales (`value = data * scale`).
 #[derive(Clone, Debug)]
@@ -106,7 +106,7 @@ impl GemmPlan {
     /// # Errors
     /// As [`GemmDesc::check`].
     pub fn new(desc: GemmDesc) -> Result<Self> {
-        desc.check()?;
+        desc.check().map_err(|e| e.op("gemm"))?;
         Ok(Self { desc, prepared: AtomicBool::new(false) })
     }
 
@@ -161,7 +161,26 @@ impl GemmPlan {
         optional("aux_in", e.activation.reads_aux(), &t.aux_in, d.out, &aux)?;
         optional("aux_out", e.aux, &t.aux_out, d.out, &aux)?;
         optional("bgrad", e.bgrad, &t.bgrad, DType::F32, &[m])?;
+        apart(
+            &[("out", Some(&t.out)), ("aux_out", t.aux_out.as_ref()), ("bgrad", t.bgrad.as_ref())],
+            &[
+                ("a", Some(&t.a.data)),
+                ("b", Some(&t.b.data)),
+                ("bias", t.bias.as_ref()),
+                ("aux_in", t.aux_in.as_ref()),
+            ],
+        )?;
         Ok(m)
+    }
+
+    /// The rows of a launch with these tensors; fails where the launch would.
+    pub(crate) fn check(&self, inputs: &GemmInputs) -> Result<usize> {
+        if !self.prepared.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .op("gemm")
+                .hint("call `plan.prepare(&stream)` first"));
+        }
+        self.check_inputs(inputs).map_err(|e| e.op("gemm"))
     }
 
     /// Queues the product on `stream`; `m` is that of `out`.
@@ -169,12 +188,7 @@ impl GemmPlan {
     /// # Errors
     /// `NotPrepared`; `InvalidArgument` for a tensor that does not fit the description.
     pub fn launch(&self, stream: &Stream, inputs: GemmInputs) -> Result<Pending<Tensor>> {
-        if !self.prepared.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .op("gemm")
-                .hint("call `plan.prepare(&stream)` first"));
-        }
-        let m = self.check_inputs(&inputs).map_err(|e| e.op("gemm"))?;
+        let m = self.check(&inputs)?;
         let (desc, out) = (self.desc, inputs.out.clone());
         let t = Arc::new(inputs);
         stream.launch(Node::new("gemm", move || run(&desc, m, &t)))?;

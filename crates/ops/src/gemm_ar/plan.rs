@@ -30,7 +30,8 @@ impl GemmArPlan {
         GemmRsPlan::memory(&desc.0, size) + desc.0.m * desc.0.n * desc.0.out.size()
     }
 
-    /// A plan on `heap`; `config` of `None` lets rank 0's cost model choose at `prepare`.
+    /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: what is predicted to be
+    /// fastest for the slowest rank.
     ///
     /// # Errors
     /// `InvalidArgument`, `Unsupported`, `Unavailable` for the description or the algorithm;
@@ -109,7 +110,7 @@ impl GemmArPlan {
         let rows = d.shards.rows(m, size).map_err(|e| e.op("gemm_ar"))?;
         t.check(d, m, m).map_err(|e| e.op("gemm_ar"))?;
         let config = self.choice.get().map_err(|e| e.op("gemm_ar"))?;
-        let launch = self.core.begin(format_args!("m={m}"))?;
+        let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let (seq, out) = (launch.ctx.seq(), t.out.clone());
         let run = Arc::new(Run {
             scatter: Scatter {

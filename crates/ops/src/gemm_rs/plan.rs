@@ -9,7 +9,9 @@ use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 use super::GemmRsDesc;
 use super::config::schedule;
 use super::host::{Handoff, Run};
-use crate::common::{Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, expect_tensor};
+use crate::common::{
+    Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
+};
 use crate::gemm::BOrder;
 
 pub(crate) const CREDIT: usize = 0;
@@ -52,10 +54,18 @@ impl GemmRsInputs {
         if let Some(b) = &self.bias {
             expect_tensor("bias", b, DType::F32, &[d.n])?;
         }
-        match &self.scale {
-            Some(s) => expect_tensor("scale", s, DType::F32, &[1]),
-            None => Ok(()),
+        if let Some(s) = &self.scale {
+            expect_tensor("scale", s, DType::F32, &[1])?;
         }
+        apart(
+            &[("out", Some(&self.out))],
+            &[
+                ("x", Some(&self.x)),
+                ("w", Some(&self.w)),
+                ("bias", self.bias.as_ref()),
+                ("scale", self.scale.as_ref()),
+            ],
+        )
     }
 }
 
@@ -80,7 +90,8 @@ impl GemmRsPlan {
         size * slot_rows(desc, size) * desc.n * desc.wire.size()
     }
 
-    /// A plan on `heap`; `config` of `None` lets rank 0's cost model choose at `prepare`.
+    /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: what is predicted to be
+    /// fastest for the slowest rank.
     ///
     /// # Errors
     /// `InvalidArgument`, `Unsupported`, `Unavailable` for the description or the algorithm;
@@ -145,7 +156,7 @@ impl GemmRsPlan {
         let rows = self.desc.shards.rows(m, size).map_err(|e| e.op("gemm_rs"))?;
         t.check(&self.desc, m, rows[me.idx()]).map_err(|e| e.op("gemm_rs"))?;
         let config = self.choice.get().map_err(|e| e.op("gemm_rs"))?;
-        let launch = self.core.begin(format_args!("m={m}"))?;
+        let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let (seq, out) = (launch.ctx.seq(), t.out.clone());
         let run = Arc::new(Run {
             launch,

@@ -47,6 +47,16 @@ pub enum Weights {
     Discrete(Vec<Operand>),
 }
 
+impl Weights {
+    /// The operands.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Operand> {
+        match self {
+            Weights::Packed(w) => std::slice::from_ref(w).iter(),
+            Weights::Discrete(list) => list.iter(),
+        }
+    }
+}
+
 impl From<&Tensor> for Weights {
     fn from(t: &Tensor) -> Self {
         Weights::Packed(t.into())

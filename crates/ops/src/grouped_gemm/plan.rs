@@ -8,7 +8,7 @@ use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::host;
 use super::{GroupedDesc, Splits, Weights};
-use crate::common::expect_tensor;
+use crate::common::{apart, expect_tensor};
 use crate::gemm::Operand;
 
 /// Tensors of an fprop.
@@ -94,7 +94,7 @@ impl GroupedGemmPlan {
     }
 
     /// Status on the device, `[1]` i32: 0 good, 1 a negative split, 2 splits above the capacity.
-    /// Set by the work, never cleared by it.
+    /// Set by the work; stays until [`GroupedGemmPlan::reset`].
     pub fn status(&self) -> &Tensor {
         &self.status
     }
@@ -112,6 +112,16 @@ impl GroupedGemmPlan {
                 .expected(format_args!("at most {}", self.desc.capacity))
                 .seen("more")),
         }
+    }
+
+    /// Forgets what was found, in stream order: after a fault of the layer that gave the splits,
+    /// for instance.
+    ///
+    /// # Errors
+    /// As [`Stream::launch`].
+    pub fn reset(&self, stream: &Stream) -> Result<()> {
+        let status = self.status.clone();
+        stream.launch(Node::new("grouped_gemm", move || status.write(|b| b.fill(0))))
     }
 
     fn queue<T>(
@@ -147,10 +157,17 @@ impl GroupedGemmPlan {
             if let Some(b) = &t.bias {
                 expect_tensor("bias", b, DType::F32, &[d.groups, d.n])?;
             }
-            match &t.aux_out {
-                Some(a) => expect_tensor("aux_out", a, d.out, &[d.capacity, d.n]),
-                None => Ok(()),
+            if let Some(a) = &t.aux_out {
+                expect_tensor("aux_out", a, d.out, &[d.capacity, d.n])?;
             }
+            let outs = [("out", Some(&t.out)), ("aux_out", t.aux_out.as_ref())];
+            let ins = [
+                ("x", Some(&t.x.data)),
+                ("bias", t.bias.as_ref()),
+                ("splits", Some(&t.splits.values)),
+            ];
+            apart(&outs, &ins)?;
+            t.w.all().try_for_each(|w| apart(&outs, &[("w", Some(&w.data))]))
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
         let (out, t) = (t.out.clone(), Arc::new(t));
@@ -168,7 +185,10 @@ impl GroupedGemmPlan {
             t.dy.check("dy", d.dtype, d.capacity, d.n)?;
             d.check_weights("w", &t.w, d.dtype)?;
             d.check_splits(&t.splits)?;
-            expect_tensor("dx", &t.dx, d.out, &[d.capacity, d.k])
+            expect_tensor("dx", &t.dx, d.out, &[d.capacity, d.k])?;
+            let outs = [("dx", Some(&t.dx))];
+            apart(&outs, &[("dy", Some(&t.dy.data)), ("splits", Some(&t.splits.values))])?;
+            t.w.all().try_for_each(|w| apart(&outs, &[("w", Some(&w.data))]))
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
         let (out, t) = (t.dx.clone(), Arc::new(t));
@@ -193,7 +213,8 @@ impl GroupedGemmPlan {
             d.check_splits(splits)?;
             expect_tensor("dy", dy, d.out, &[d.capacity, d.out_cols()])?;
             expect_tensor("aux", aux, d.out, &[d.capacity, d.n])?;
-            expect_tensor("dz", dz, d.out, &[d.capacity, d.n])
+            expect_tensor("dz", dz, d.out, &[d.capacity, d.n])?;
+            apart(&[("dz", Some(dz))], &[("dy", Some(dy)), ("aux", Some(aux))])
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
         let (splits, dy, aux, out) = (splits.clone(), dy.clone(), aux.clone(), dz.clone());
@@ -214,10 +235,17 @@ impl GroupedGemmPlan {
             if let Some(m) = &t.mask {
                 expect_tensor("mask", m, DType::U8, &[d.groups])?;
             }
-            match &t.dbias {
-                Some(b) => expect_tensor("dbias", b, DType::F32, &[d.groups, d.n]),
-                None => Ok(()),
+            if let Some(b) = &t.dbias {
+                expect_tensor("dbias", b, DType::F32, &[d.groups, d.n])?;
             }
+            let ins = [
+                ("x", Some(&t.x.data)),
+                ("dy", Some(&t.dy.data)),
+                ("splits", Some(&t.splits.values)),
+                ("mask", t.mask.as_ref()),
+            ];
+            apart(&[("dbias", t.dbias.as_ref())], &ins)?;
+            t.dw.all().try_for_each(|w| apart(&[("dw", Some(&w.data))], &ins))
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
         let (out, t) = (t.dw.clone(), Arc::new(t));

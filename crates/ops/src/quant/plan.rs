@@ -208,7 +208,7 @@ impl QuantPlan {
             stream.launch(Node::new("quant", move || run.run()))?;
             return Pending::new(t, stream, None);
         };
-        let launch = s.core.begin("")?;
+        let launch = s.core.begin(stream, "")?;
         let seq = launch.ctx.seq();
         let team = Some((launch, s.area.clone(), s.signals.clone()));
         let (run, outs) = (Run { desc, t: t.clone(), state, team }, t.clone());

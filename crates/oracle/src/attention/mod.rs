@@ -56,9 +56,10 @@ impl AttnMask {
 
     /// True if query `i` of `sq` sees key `j` of `skv` (positions inside the sequence).
     pub fn sees(&self, i: usize, j: usize, sq: usize, skv: usize) -> bool {
-        let behind = j as i64 - (i as i64 + skv as i64 - sq as i64);
-        self.left.is_none_or(|left| behind >= -(left as i64))
-            && self.right.is_none_or(|right| behind <= right as i64)
+        // Wide enough for every bound of a window, `usize::MAX` too.
+        let behind = j as i128 - (i as i128 + skv as i128 - sq as i128);
+        self.left.is_none_or(|left| behind >= -(left as i128))
+            && self.right.is_none_or(|right| behind <= right as i128)
     }
 }
 
