@@ -257,6 +257,91 @@ fn the_wrong_handle_is_refused() {
     assert!(told.len() == 2 && told.iter().any(|t| t.contains("routing=")), "{told:?}");
 }
 
+/// Routings that cannot be carried out: an expert that does not exist, and too little room.
+#[test]
+fn bad_routings_are_told_on_all_ranks() {
+    World::run_threads(2, WorldCfg::for_tests(), |world| {
+        let (team, heap, stream) = heap_of(&world, "ep")?;
+        let me = team.rank();
+        let desc = EpDesc { overflow: Overflow::Error, ..EpDesc::new(2, 4, 4, N, 2) };
+        let layer = Layer { plan: EpPlan::new(desc.clone(), &heap)?, desc };
+        layer.plan.prepare(&stream)?;
+        // Four copies for the experts of rank 0, room for three.
+        let idx = Tensor::from_slice(&[0i64, 1], Shape::d2(1, 2))?;
+        let tight = layer.plan.route(&stream, &idx, Some(3), &layer.plan.handle())?.wait()?;
+        let e = tight.check().unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Exhausted, "{e}");
+        assert!(e.to_string().contains("3 rows") && e.to_string().contains("[1, 0]"), "{e}");
+        assert_eq!(tight.totals().dropped, [1, 0]);
+        layer.plan.route(&stream, &idx, Some(4), &layer.plan.handle())?.wait()?.check()?;
+        let e = layer.plan.route(&stream, &idx, Some(99), &layer.plan.handle()).err().unwrap();
+        assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("ep_prepare")), "{e}");
+
+        let bad = if me == Rank::new(1) { 4i64 } else { 3 };
+        let idx = Tensor::from_slice(&[0, bad], Shape::d2(1, 2))?;
+        // The abort may be heard at the launch already.
+        let end = layer.plan.route(&stream, &idx, None, &layer.plan.handle());
+        let e = end.and_then(Pending::wait).err().unwrap();
+        if me == Rank::new(1) {
+            assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("ep_prepare")));
+            assert!(e.to_string().contains("0 to 3") && e.to_string().contains('4'), "{e}");
+        } else {
+            assert_eq!((e.kind(), e.get_peer()), (ErrorKind::Aborted, Some(Rank::new(1))), "{e}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Each tensor of a grouped GEMM, wrong in shape or type.
+#[test]
+fn wrong_tensors_of_a_grouped_gemm_are_refused() {
+    let stream = Stream::new("s").unwrap();
+    let plan = GroupedGemmPlan::new(GroupedDesc::new(2, M, N, K, DType::F32)).unwrap();
+    let splits = || Splits::counts(&Tensor::zeros(DType::I64, Shape::d1(2)));
+    let good = || GroupedFprop {
+        x: zeros(M, K).into(),
+        w: (&zeros(2 * N, K)).into(),
+        bias: None,
+        splits: splits(),
+        out: out(M, N),
+        aux_out: None,
+    };
+    let e = plan.fprop(&stream, good()).err().unwrap();
+    assert_eq!((e.kind(), e.get_op()), (ErrorKind::NotPrepared, Some("grouped_gemm")), "{e}");
+    plan.prepare(&stream).unwrap();
+    plan.fprop(&stream, good()).unwrap().wait().unwrap();
+    let short = Splits::counts(&Tensor::zeros(DType::I64, Shape::d1(3)));
+    let floats = Splits::counts(&Tensor::zeros(DType::F32, Shape::d1(2)));
+    let cases: [(&str, GroupedFprop); 8] = [
+        ("`x`", GroupedFprop { x: zeros(M, K + 1).into(), ..good() }),
+        ("`x`", GroupedFprop { x: Tensor::zeros(DType::BF16, Shape::d2(M, K)).into(), ..good() }),
+        ("`w`", GroupedFprop { w: (&zeros(N, K)).into(), ..good() }),
+        ("`bias`", GroupedFprop { bias: Some(zeros(2, K)), ..good() }),
+        ("splits", GroupedFprop { splits: short, ..good() }),
+        ("splits", GroupedFprop { splits: floats, ..good() }),
+        ("`out`", GroupedFprop { out: out(M + 1, N), ..good() }),
+        ("`aux_out`", GroupedFprop { aux_out: Some(out(M, N + 1)), ..good() }),
+    ];
+    for (what, t) in cases {
+        let e = plan.fprop(&stream, t).err().unwrap();
+        let text = e.to_string();
+        assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("grouped_gemm")));
+        assert!(text.contains(what) && text.contains("expected"), "{what}: {text}");
+    }
+    let dw = Weights::from(&zeros(2 * N, N));
+    let (x, dy) = (zeros(M, K).into(), zeros(M, N).into());
+    let t = GroupedWgrad { x, dy, splits: splits(), dw, mask: None, dbias: None };
+    assert!(plan.wgrad(&stream, t).err().unwrap().to_string().contains("`dw`"));
+    let t = GroupedDgrad {
+        dy: zeros(M, K).into(),
+        w: (&zeros(2 * N, K)).into(),
+        splits: splits(),
+        dx: out(M, K),
+    };
+    assert!(plan.dgrad(&stream, t).err().unwrap().to_string().contains("`dy`"));
+}
+
 /// What a node finds wrong says where; counts that a fault left behind ask for nothing.
 #[test]
 fn errors_of_the_work_name_the_operation_and_rank() {

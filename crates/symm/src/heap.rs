@@ -68,17 +68,21 @@ impl LiveTeam {
         let len = pages(cfg.len_bytes.max(1))?;
         let reserve = cfg.reserve_bytes.unwrap_or_else(|| len.saturating_mul(4));
         let stride = pages(reserve.max(len).min(usize::MAX - PAGE))?;
+        same_request(self, backend, len, stride)?;
         let (map, vmm, own) = match backend {
             BackendKind::Host => {
                 let own = shared_file("tilewire-heap", len);
                 let part = own.as_ref().map(|f| vec![f.as_fd()]).map_err(Error::clone);
-                let fds = exchange_chunks(self, part, len, stride)?;
+                let fds = exchange_chunks(self, part)?;
                 let map = Mapping::new(&fds.concat_fds(), len, stride);
                 (self.settle("heap-map", map)?, None, Some(own?))
             }
             BackendKind::Vmm => {
-                let store = VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg })
-                    .map_err(|e| e.op("heap").team(self.name()))?;
+                let store =
+                    VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg }).map_err(|e| {
+                        let text = format!("backend `{backend}`: {}", e.message());
+                        e.reworded(text).op("heap").team(self.name())
+                    })?;
                 (Mapping::new(&[], 0, PAGE)?, Some(store), None)
             }
             _ => return Err(crate::world::unavailable(backend).op("heap").team(self.name())),
@@ -108,20 +112,14 @@ impl Chunks {
     }
 }
 
-/// Collective: everybody's chunks, after a check that all have the same sizes. A rank that has no
-/// chunk, because making it failed, tells the others so.
-pub(crate) fn exchange_chunks(
-    team: &LiveTeam,
-    own: Result<Vec<BorrowedFd<'_>>>,
-    len: usize,
-    stride: usize,
-) -> Result<Chunks> {
-    // Sizes first: a rank with another size must be an error on all ranks, not a broken mapping.
-    let words = format!("{len} bytes, reserve {stride}");
-    let all = team.exchange("heap-size", words.as_bytes())?;
+/// Collective: fails unless all ranks ask for the same. Before anything else is exchanged: ranks that
+/// ask for different things would go on to different meetings.
+fn same_request(team: &LiveTeam, backend: BackendKind, len: usize, stride: usize) -> Result<()> {
+    let words = format!("backend `{backend}`, {len} bytes, reserve {stride}");
+    let all = team.exchange("heap", words.as_bytes())?;
     for (i, theirs) in all.iter().enumerate() {
         if theirs != words.as_bytes() {
-            return Err(Error::new(ErrorKind::Mismatch, "ranks ask for heaps of different sizes")
+            return Err(Error::new(ErrorKind::Mismatch, "ranks ask for different heaps")
                 .op("heap")
                 .team(team.name())
                 .rank(team.rank())
@@ -130,6 +128,11 @@ pub(crate) fn exchange_chunks(
                 .seen(String::from_utf8_lossy(theirs)));
         }
     }
+    Ok(())
+}
+
+/// Collective: everybody's chunks. A rank that has none, because making it failed, tells the others.
+pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>) -> Result<Chunks> {
     let tag = team.0.mesh_tag();
     let deadline = Deadline::after(team.timeout());
     let num = own.as_ref().map_or(0, Vec::len);
@@ -239,10 +242,11 @@ impl Heap {
             }
             rustix::fs::ftruncate(own, len as u64).map_err(io)
         };
+        same_request(&self.0.team, self.backend(), len.max(old), stride)?;
         let grown = if len > old { enlarge() } else { Ok(()) };
         let team = &self.0.team;
         let part = grown.map(|()| vec![own.as_fd()]);
-        let fds = exchange_chunks(team, part, len.max(old), stride)?.concat_fds();
+        let fds = exchange_chunks(team, part)?.concat_fds();
         if len > old {
             team.settle("heap-map", self.0.map.extend(&fds, len))?;
             lock(&self.0.alloc).grow(len - old);

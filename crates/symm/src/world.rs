@@ -248,11 +248,12 @@ fn why_not(kind: BackendKind) -> Option<String> {
         BackendKind::Vmm => {
             tilewire_device::cuda::available().err().map(|e| e.message().to_owned())
         }
-        _ => Some(format!("the `{kind}` backend is not part of this version")),
+        _ => Some("it is not part of this version".to_owned()),
     }
 }
 
 pub(crate) fn unavailable(kind: BackendKind) -> Error {
     let why = why_not(kind).unwrap_or_else(|| "it is not available".to_owned());
-    Error::new(ErrorKind::Unavailable, why).hint("use the `host` backend, which runs everywhere")
+    Error::new(ErrorKind::Unavailable, format!("backend `{kind}`: {why}"))
+        .hint("use the `host` backend, which runs everywhere")
 }

@@ -107,7 +107,7 @@ fn heap_rules(world: World) -> Result<()> {
     let e = t2.heap(BackendKind::Host, HeapCfg::new(len)).err().expect("sizes differ");
     assert!(e.is_mismatch() && e.to_string().contains("8192"), "{e}");
     if tilewire_device::cuda::available().is_err() {
-        let e = t2.heap(BackendKind::Vmm, HeapCfg::new(len)).err().expect("no CUDA here");
+        let e = t2.heap(BackendKind::Vmm, HeapCfg::new(4096)).err().expect("no CUDA here");
         assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
     }
     // An empty and a tiny buffer have a place.
@@ -262,6 +262,30 @@ fn a_death_just_after_the_team_has_formed_is_a_death() {
         });
         assert!(out.unwrap_err().message().contains("gone"));
     }
+}
+
+/// A message names the backend that was asked for, and no other (but the one to use instead).
+#[test]
+fn messages_name_the_backend_in_use() {
+    World::run_threads(2, WorldCfg::for_tests(), |world| {
+        for s in backends() {
+            let team = world.everyone(s.kind.name())?;
+            let Err(e) = team.heap(s.kind, HeapCfg::new(4096)) else { continue };
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            for (name, kind) in BackendKind::NAMES {
+                let named = e.message().contains(&format!("`{name}`"));
+                assert_eq!(named, *kind == s.kind, "{}", e.message());
+            }
+        }
+        // Ranks that ask for different backends are told which.
+        let team = world.everyone("both")?;
+        let own = [BackendKind::Host, BackendKind::Vmm][team.rank().idx()];
+        let e = team.heap(own, HeapCfg::new(4096)).err().unwrap();
+        assert!(e.is_mismatch(), "{e}");
+        assert!(e.to_string().contains("`host`") && e.to_string().contains("`vmm`"), "{e}");
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]

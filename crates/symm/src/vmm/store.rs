@@ -110,7 +110,7 @@ impl VmmStore {
         let parts = team.settle("vmm-make", Parts::make(team, cfg))?;
         let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
         let own = vec![parts.heap.1.as_fd(), parts.control.1.as_fd()];
-        let fds = exchange_chunks(team, Ok(own), len, page)?.0;
+        let fds = exchange_chunks(team, Ok(own))?.0;
         let map = |which: usize, len: usize| {
             let import = |list: &Vec<OwnedFd>| VmmChunk::import(&parts.ctx, &list[which], len);
             let chunks = fds.iter().map(import).collect::<Result<Vec<_>>>()?;
