@@ -1,6 +1,13 @@
 //! The cases of other systems' test suites (`tests/peers/*.json`: source, shape, dtype, and the
-//! tolerance that the peer states), run under our rule (one under its own, and why). Rows that are too large for a CPU are
-//! counted, and the count may not grow unseen.
+//! tolerance that the peer states), run under our rule (one under its own, and why). Rows that are
+//! too large for a CPU are counted, and the count may not grow unseen.
+
+#[path = "peers/attention.rs"]
+mod attention;
+#[path = "peers/attention_mag.rs"]
+mod attention_mag;
+#[path = "peers/attention_ref.rs"]
+mod attention_ref;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -40,6 +47,9 @@ struct PeerRow {
     dtype: String,
     ranks: usize,
     shape: BTreeMap<String, usize>,
+    /// Of `attention` and `cp_attention`.
+    #[serde(default)]
+    attn: Option<attention::Attn>,
 }
 
 impl PeerRow {
@@ -58,8 +68,10 @@ impl PeerRow {
 /// Work of a row that a test may do. Verification runs each row in many ways, and the reference
 /// is three plain loops.
 const LIMIT: usize = 9_000_000;
-/// Rows above it: what waits for GPUs.
-const ABOVE: usize = 66;
+/// The same for attention, whose rows run once for each strategy.
+const ATTN_LIMIT: usize = 540_000_000;
+/// Rows above their limit: what waits for GPUs.
+const ABOVE: usize = 205;
 
 fn files() -> Vec<PathBuf> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/peers");
@@ -72,9 +84,15 @@ fn files() -> Vec<PathBuf> {
 fn peers() -> Vec<Peer> {
     files()
         .iter()
-        .map(|f| {
+        .flat_map(|f| {
             let text = std::fs::read_to_string(f).unwrap();
-            serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", f.display()))
+            // One suite, or the suites of one operation.
+            let all = if text.starts_with('[') {
+                serde_json::from_str(&text)
+            } else {
+                serde_json::from_str(&text).map(|p| vec![p])
+            };
+            all.unwrap_or_else(|e| panic!("{}: {e}", f.display()))
         })
         .collect()
 }
@@ -107,6 +125,31 @@ fn options(op: &str, dtype: DType, shape: &[(&str, usize)]) -> Options {
     }
 }
 
+/// Runs a row: how many cases hold, or none if it is too large.
+fn replay(peer: &Peer, row: &PeerRow) -> Option<usize> {
+    if let Some(attn) = &row.attn {
+        assert!(peer.theirs.is_none(), "{}: attention is judged by our rule", peer.peer);
+        let case = attn.case(row);
+        let what = format!("{}: {} {}", peer.peer, row.op, case.desc);
+        return (case.work() <= ATTN_LIMIT)
+            .then(|| case.replay().unwrap_or_else(|e| panic!("{what}: {e}")));
+    }
+    let shape: Vec<(&str, usize)> = row.shape.iter().map(|(k, &v)| (&**k, v)).collect();
+    if row.work() > LIMIT {
+        return None;
+    }
+    let options = Options {
+        atol: peer.theirs.as_ref().map(|t| t.atol),
+        rtol: peer.theirs.as_ref().map(|t| t.rtol),
+        ..options(&row.op, row.dtype.parse().unwrap(), &shape)
+    };
+    let rows = run(row.ranks, &row.op, &options);
+    for r in &rows {
+        assert_eq!(r.wrong, 0, "{}: {} {} {}: {:?}", peer.peer, r.op, r.dtype, r.shape, r.note);
+    }
+    Some(rows.len())
+}
+
 #[test]
 #[expect(clippy::print_stdout, reason = "the table is what CI shows")]
 fn rows_of_other_suites_hold_under_our_rule() {
@@ -117,32 +160,41 @@ fn rows_of_other_suites_hold_under_our_rule() {
         peer.note.iter().for_each(|n| println!("  note: {n}"));
         peer.theirs.iter().for_each(|t| println!("  by its own rule: {}", t.why));
         for row in &peer.rows {
-            let shape: Vec<(&str, usize)> = row.shape.iter().map(|(k, &v)| (&**k, v)).collect();
-            if row.work() > LIMIT {
+            let start = std::time::Instant::now();
+            let Some(cases) = replay(&peer, row) else {
                 above += 1;
                 continue;
-            }
-            let start = std::time::Instant::now();
-            let options = Options {
-                atol: peer.theirs.as_ref().map(|t| t.atol),
-                rtol: peer.theirs.as_ref().map(|t| t.rtol),
-                ..options(&row.op, row.dtype.parse().unwrap(), &shape)
             };
-            for r in run(row.ranks, &row.op, &options) {
-                assert_eq!(
-                    r.wrong, 0,
-                    "{}: {} {} {}: {:?}",
-                    peer.peer, r.op, r.dtype, r.shape, r.note
-                );
-                held += 1;
-            }
-            let (op, took) = (&row.op, start.elapsed().as_secs_f64());
+            held += cases;
+            let (op, shape, took) = (&row.op, &row.shape, start.elapsed().as_secs_f64());
             println!("  {op:<14} {:<7} {} ranks {shape:?} {took:.2} s", row.dtype, row.ranks);
         }
     }
-    println!("{held} cases hold, {above} rows above {LIMIT} operations");
-    assert!(held >= 30, "only {held} cases");
+    println!("{held} cases hold, {above} rows above {LIMIT} operations ({ATTN_LIMIT}: attention)");
+    assert!(held >= 90, "only {held} cases");
     assert_eq!(above, ABOVE, "rows that are not run");
+}
+
+/// What only rows above the limit ask for works too: they are to run where there are GPUs.
+#[test]
+fn rows_of_attention_above_the_limit_could_run() {
+    let sizes = r#""batch": 2, "heads": 4, "heads_kv": 2, "d": 12, "dv": 8"#;
+    for (ranks, seq, attn) in [
+        (1, 19, r#""mask": "full", "bias": "each_head", "sink": "learned""#),
+        (2, 21, r#""mask": "causal", "bias": "each_head", "strategy": "ring""#),
+        (2, 18, r#""mask": "causal", "bias": "all_heads", "strategy": "all_gather""#),
+        (2, 30, r#""mask": {"window": [5, 3]}, "sink": "learned", "strategy": "all_to_all""#),
+        (4, 40, r#""mask": "causal", "sink": "zero", "lengths": "any", "strategy": "hybrid""#),
+    ] {
+        let op = if ranks == 1 { "attention" } else { "cp_attention" };
+        let row = format!(
+            r#"{{"op": "{op}", "dtype": "bf16", "ranks": {ranks}, "attn": {{{attn}}},
+            "shape": {{{sizes}, "seq": {seq}}}}}"#
+        );
+        let row: PeerRow = serde_json::from_str(&row).unwrap();
+        let held = row.attn.as_ref().unwrap().case(&row).replay();
+        assert_eq!(held, Ok(1), "{attn}");
+    }
 }
 
 #[test]
