@@ -101,7 +101,7 @@ pub struct VerifyArgs {
     /// Print one JSON object per row instead of a table.
     #[arg(long)]
     pub json: bool,
-    /// Print only rows that are wrong, and the summary.
+    /// Print only rows that are wrong, and the summary of the table.
     #[arg(long, short)]
     pub quiet: bool,
     /// Who I am.
@@ -113,6 +113,13 @@ fn parse_size(s: &str) -> std::result::Result<(String, usize), String> {
     let (name, value) = s.split_once('=').ok_or("write name=value, e.g. m=128")?;
     let value = value.parse().map_err(|_| format!("`{value}` is not a whole number"))?;
     Ok((name.to_owned(), value))
+}
+
+fn positive(s: &str) -> std::result::Result<usize, String> {
+    match s.parse() {
+        Ok(0) | Err(_) => Err("must be a whole number above 0".to_owned()),
+        Ok(n) => Ok(n),
+    }
 }
 
 /// `tilewire doctor`
@@ -138,7 +145,7 @@ pub enum Task {
 /// `tilewire train`
 #[derive(Debug, Args)]
 pub struct TrainArgs {
-    /// A text file, or a folder of them. Any bytes will do.
+    /// A text file, or a folder of them; the first 64 MiB count. Any bytes will do.
     #[arg(long, default_value = "docs")]
     pub data: PathBuf,
     /// What to learn.
@@ -168,10 +175,10 @@ pub struct TrainArgs {
     /// Learning rate.
     #[arg(long, default_value_t = 4e-3)]
     pub lr: f64,
-    /// First measure what share of the communication the projections hide (needs --tp > 1).
+    /// First measure what share of the communication is hidden (needs more than one rank).
     #[arg(long)]
     pub calibrate: bool,
-    /// Write one JSON object per step to this file.
+    /// Write one JSON object per step to this file; with --resume, add to it.
     #[arg(long)]
     pub metrics: Option<PathBuf>,
     /// Draw the loss curve into this SVG file.
@@ -184,7 +191,7 @@ pub struct TrainArgs {
     #[arg(long)]
     pub checkpoint: Option<PathBuf>,
     /// Steps between checkpoints.
-    #[arg(long)]
+    #[arg(long, requires = "checkpoint", value_parser = positive)]
     pub every: Option<usize>,
     /// Continue from this checkpoint, written by any number of ranks.
     #[arg(long)]
@@ -196,7 +203,7 @@ pub struct TrainArgs {
     #[arg(long)]
     pub generate: Option<String>,
     /// Bytes to generate.
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, requires = "generate")]
     pub generate_len: usize,
     /// Seconds that a wait on a live peer may last.
     #[arg(long, default_value_t = 600.0)]
@@ -297,11 +304,11 @@ pub struct BenchArgs {
     /// Print a Markdown table.
     #[arg(long)]
     pub md: bool,
-    /// Compare with the --json output of an earlier run.
+    /// Compare with the --json output of an earlier run, row by row of the same shape.
     #[arg(long)]
     pub compare: Option<PathBuf>,
     /// Slower than before by more than this share is a failure.
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, requires = "compare")]
     pub threshold: f64,
 }
 

@@ -4,7 +4,9 @@
 //! Columns: `t_gemm` the product alone, `t_comm` the collective alone, `t_seq` one after the other
 //! (the baseline), `t_ours` the operation as its cost model chooses. A time is the median over
 //! iterations of the slowest rank. Hidden = (t_gemm + t_comm - t_ours) / min(t_gemm, t_comm).
+//! Results are judged by the rule of the design, with |A||B| of the operands of all ranks.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use tilewire::core::Rng;
@@ -16,7 +18,7 @@ use tilewire::ops::gemm::{GemmDesc, GemmInputs, GemmPlan};
 use tilewire::ops::gemm_ar::{GemmArDesc, GemmArPlan};
 use tilewire::ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
 use tilewire::prelude::*;
-use tilewire_oracle::Mat;
+use tilewire_oracle::{Mat, matmul, matmul_abs};
 
 use crate::rows::Row;
 
@@ -42,6 +44,28 @@ pub struct Options {
 /// Operations that can be timed.
 pub const OPS: [&str; 7] =
     ["ag_gemm", "gemm_rs", "gemm_ar", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"];
+
+/// True if the operation takes this type: the collectives that add take only what can be added.
+pub fn takes(op: &str, dtype: DType) -> bool {
+    let kind = match op {
+        "reduce_scatter" | "all_reduce" => CollectiveKind::AllReduce(ReduceOp::Sum),
+        _ => CollectiveKind::AllGather(Shards::Even),
+    };
+    CollectiveDesc { kind, m: 1, cols: 1, dtype }.check(1).is_ok()
+}
+
+/// What an operation took and gave, and what it should have given.
+struct Done {
+    t_gemm: Option<f64>,
+    t_comm: Option<f64>,
+    t_seq: Option<f64>,
+    t_ours: f64,
+    out: Tensor,
+    want: Mat,
+    /// |A||B|.
+    mag: Mat,
+    bound: Bound,
+}
 
 struct Bench<'a> {
     o: &'a Options,
@@ -73,7 +97,7 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
         let widest = o.n.max(o.k) * 4;
         let heap =
             team.heap(BackendKind::Host, HeapCfg::new((1 << 20) + 8 * (o.m + 64) * widest))?;
-        // Integers: every partial sum is exact, so results must be exact too.
+        // Small integers: as long as partial sums stay small too, results are exact.
         let mut rng = Rng::new(1 + team.rank().idx() as u64);
         let b = Bench {
             o,
@@ -83,7 +107,12 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
             team,
             heap,
         };
-        rows.push(b.row(op)?);
+        let done = match op.as_str() {
+            "ag_gemm" => b.ag_gemm()?,
+            "gemm_rs" | "gemm_ar" => b.gemm_reduce(op == "gemm_rs")?,
+            _ => b.only_collective(op)?,
+        };
+        rows.push(b.row(op, &done)?);
     }
     Ok(rows)
 }
@@ -91,10 +120,6 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
 impl Bench<'_> {
     fn tensor(&self, m: &Mat) -> Result<Tensor> {
         Tensor::from_f32(&m.to_f32(), self.o.dtype, Shape::d2(m.rows, m.cols))
-    }
-
-    fn empty(&self, rows: usize, cols: usize) -> Tensor {
-        Tensor::poisoned(self.o.dtype, Shape::d2(rows, cols))
     }
 
     /// Median over iterations of the slowest rank, microseconds.
@@ -118,35 +143,47 @@ impl Bench<'_> {
         Ok(times[times.len() / 2])
     }
 
-    fn collective(&self, kind: CollectiveKind, cols: usize) -> Result<(f64, Tensor, Tensor)> {
-        let (m, size) = (self.o.m, self.team.size());
-        let mine = Shards::Even.rows(m, size)?[self.team.rank().idx()];
+    fn collective(
+        &self,
+        kind: CollectiveKind,
+        cols: usize,
+        dtype: DType,
+    ) -> Result<(f64, Tensor, Tensor)> {
+        let (m, me) = (self.o.m, self.team.rank().idx());
+        let mine = self.mine()?.len();
         let (rows_in, rows_out) = match &kind {
             CollectiveKind::AllGather(_) => (mine, m),
             CollectiveKind::ReduceScatter(..) => (m, mine),
             CollectiveKind::AllReduce(_) => (m, m),
-            CollectiveKind::AllToAll(s) => {
-                let me = self.team.rank().idx();
-                (s[me].iter().sum(), s.iter().map(|r| r[me]).sum())
-            }
+            CollectiveKind::AllToAll(s) => (s[me].iter().sum(), s.iter().map(|r| r[me]).sum()),
         };
-        let mut rng = Rng::new(7 + self.team.rank().idx() as u64);
-        let x = self.tensor(&Mat::random_ints(&mut rng, rows_in, cols, 2))?;
-        let out = self.empty(rows_out, cols);
-        let desc = CollectiveDesc { kind, m, cols, dtype: self.o.dtype };
+        let mut rng = Rng::new(7 + me as u64);
+        let x = Mat::random_ints(&mut rng, rows_in, cols, 2);
+        let x = Tensor::from_f32(&x.to_f32(), dtype, Shape::d2(rows_in, cols))?;
+        let out = Tensor::poisoned(dtype, Shape::d2(rows_out, cols));
+        let desc = CollectiveDesc { kind, m, cols, dtype };
         let plan = CollectivePlan::new(desc, &self.heap)?;
         plan.prepare(&self.stream)?;
         let t = self.time(|| plan.launch(&self.stream, m, &x, &out)?.wait().map(|_| ()))?;
         Ok((t, x, out))
     }
 
-    fn gemm(&self, m: usize, n: usize) -> Result<f64> {
-        let plan = GemmPlan::new(GemmDesc::nt(m, n, self.o.k, self.o.dtype))?;
+    fn gemm(&self) -> Result<f64> {
+        let desc = GemmDesc::nt(self.o.m, self.o.n, self.o.k, self.o.dtype);
+        let out = Tensor::poisoned(desc.out, Shape::d2(desc.m, desc.n));
+        let plan = GemmPlan::new(desc)?;
         plan.prepare(&self.stream)?;
-        let (x, w, out) = (self.tensor(&self.x)?, self.tensor(&self.w)?, self.empty(m, n));
+        let (x, w) = (self.tensor(&self.x)?, self.tensor(&self.w)?);
         self.time(|| {
             plan.launch(&self.stream, GemmInputs::new(&x, &w, out.clone()))?.wait().map(|_| ())
         })
+    }
+
+    /// My rows of those that are divided.
+    fn mine(&self) -> Result<Range<usize>> {
+        let (rows, me) = (Shards::Even.rows(self.o.m, self.team.size())?, self.team.rank().idx());
+        let start: usize = rows[..me].iter().sum();
+        Ok(start..start + rows[me])
     }
 
     /// Everybody's X, in rank order.
@@ -156,70 +193,82 @@ impl Bench<'_> {
             .collect()
     }
 
-    fn row(&self, op: &str) -> Result<Row> {
-        let (o, me) = (self.o, self.team.rank());
-        let (m, n, k) = (o.m, o.n, o.k);
-        let rows = Shards::Even.rows(m, self.team.size())?;
-        let start: usize = rows[..me.idx()].iter().sum();
-        let mine = start..start + rows[me.idx()];
-        let seq = Some(OverlapConfig::of(Algo::Sequential, 1));
-        let (t_gemm, t_comm, t_seq, t_ours, out, want) = match op {
-            "ag_gemm" => {
-                // The gathered X is everybody's part of one matrix.
-                let x_all = self.all_x().swap_remove(0);
-                let x = self.tensor(&x_all.slice_rows(mine))?;
-                let (w, out) = (self.tensor(&self.w)?, self.empty(m, n));
-                let run = |config| {
-                    let plan =
-                        AgGemmPlan::new(AgGemmDesc::new(m, n, k, o.dtype), &self.heap, config)?;
-                    plan.prepare(&self.stream)?;
-                    self.time(|| {
-                        let t = AgGemmInputs::new(x.clone(), w.clone(), out.clone());
-                        plan.launch(&self.stream, m, t)?.wait().map(|_| ())
-                    })
-                };
-                let t_comm = self.collective(CollectiveKind::AllGather(Shards::Even), k)?.0;
-                let (t_seq, t_ours) = (run(seq)?, run(None)?);
-                let want = tilewire_oracle::matmul(&x_all, &self.w.transpose());
-                (Some(self.gemm(m, n)?), Some(t_comm), Some(t_seq), t_ours, out, want)
-            }
-            "gemm_rs" | "gemm_ar" => {
-                let scatter = op == "gemm_rs";
-                let (x, w) = (self.tensor(&self.x)?, self.tensor(&self.w)?);
-                let out = self.empty(if scatter { rows[me.idx()] } else { m }, n);
-                let desc = GemmRsDesc::new(m, n, k, o.dtype);
-                let run = |config| {
-                    let t = || GemmRsInputs::new(x.clone(), w.clone(), out.clone());
-                    if scatter {
-                        let plan = GemmRsPlan::new(desc.clone(), &self.heap, config)?;
-                        plan.prepare(&self.stream)?;
-                        self.time(|| plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
-                    } else {
-                        let plan = GemmArPlan::new(GemmArDesc(desc.clone()), &self.heap, config)?;
-                        plan.prepare(&self.stream)?;
-                        self.time(|| plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
-                    }
-                };
-                let kind = match scatter {
-                    true => CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum),
-                    false => CollectiveKind::AllReduce(ReduceOp::Sum),
-                };
-                let t_comm = self.collective(kind, n)?.0;
-                let (t_seq, t_ours) = (run(seq)?, run(None)?);
-                let sum = self.all_x().into_iter().reduce(|a, b| a.add(&b));
-                let sum = sum.ok_or_else(|| Error::internal("a team without ranks"))?;
-                let mut want = tilewire_oracle::matmul(&sum, &self.w.transpose());
-                if scatter {
-                    want = want.slice_rows(mine);
-                }
-                (Some(self.gemm(m, n)?), Some(t_comm), Some(t_seq), t_ours, out, want)
-            }
-            _ => return self.collective_row(op),
+    fn ag_gemm(&self) -> Result<Done> {
+        let Options { m, n, k, dtype, .. } = *self.o;
+        let desc = AgGemmDesc::new(m, n, k, dtype);
+        // The gathered X is everybody's part of one matrix.
+        let x_all = self.all_x().swap_remove(0);
+        let x = self.tensor(&x_all.slice_rows(self.mine()?))?;
+        let (w, out) = (self.tensor(&self.w)?, Tensor::poisoned(desc.out, Shape::d2(m, n)));
+        let bound = Bound::local(desc.out, k);
+        let run = |config| {
+            let plan = AgGemmPlan::new(desc.clone(), &self.heap, config)?;
+            plan.prepare(&self.stream)?;
+            self.time(|| {
+                let t = AgGemmInputs::new(x.clone(), w.clone(), out.clone());
+                plan.launch(&self.stream, m, t)?.wait().map(|_| ())
+            })
         };
-        self.finish(op, (t_gemm, t_comm, t_seq, t_ours), &out, &want)
+        let gather = CollectiveKind::AllGather(Shards::Even);
+        let w_t = self.w.transpose();
+        Ok(Done {
+            t_gemm: Some(self.gemm()?),
+            t_comm: Some(self.collective(gather, k, dtype)?.0),
+            t_seq: Some(run(Some(OverlapConfig::of(Algo::Sequential, 1)))?),
+            t_ours: run(None)?,
+            want: matmul(&x_all, &w_t),
+            mag: matmul_abs(&x_all, &w_t),
+            bound,
+            out,
+        })
     }
 
-    fn collective_row(&self, op: &str) -> Result<Row> {
+    /// `gemm_rs`, or `gemm_ar` if it is not scattered.
+    fn gemm_reduce(&self, scatter: bool) -> Result<Done> {
+        let Options { m, n, k, dtype, .. } = *self.o;
+        let desc = GemmRsDesc::new(m, n, k, dtype);
+        let rows = if scatter { self.mine()? } else { 0..m };
+        let (x, w) = (self.tensor(&self.x)?, self.tensor(&self.w)?);
+        let out = Tensor::poisoned(desc.out, Shape::d2(rows.len(), n));
+        let run = |config| {
+            let t = || GemmRsInputs::new(x.clone(), w.clone(), out.clone());
+            if scatter {
+                let plan = GemmRsPlan::new(desc.clone(), &self.heap, config)?;
+                plan.prepare(&self.stream)?;
+                self.time(|| plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
+            } else {
+                let plan = GemmArPlan::new(GemmArDesc(desc.clone()), &self.heap, config)?;
+                plan.prepare(&self.stream)?;
+                self.time(|| plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
+            }
+        };
+        let kind = match scatter {
+            true => CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum),
+            false => CollectiveKind::AllReduce(ReduceOp::Sum),
+        };
+        let (all, w_t) = (self.all_x(), self.w.transpose());
+        let size = all.len();
+        let (want, mag) =
+            (sum(&all)?, sum(&all.iter().map(|x| x.map(f64::abs)).collect::<Vec<_>>())?);
+        Ok(Done {
+            t_gemm: Some(self.gemm()?),
+            t_comm: Some(self.collective(kind, n, desc.wire)?.0),
+            t_seq: Some(run(Some(OverlapConfig::of(Algo::Sequential, 1)))?),
+            t_ours: run(None)?,
+            want: matmul(&want, &w_t).slice_rows(rows.clone()),
+            mag: matmul_abs(&mag, &w_t).slice_rows(rows),
+            bound: Bound {
+                out: desc.out,
+                wire: desc.wire,
+                acc: DType::F32,
+                num_partials: size,
+                k: size * k,
+            },
+            out,
+        })
+    }
+
+    fn only_collective(&self, op: &str) -> Result<Done> {
         let (o, size) = (self.o, self.team.size());
         let kind = match op {
             "all_gather" => CollectiveKind::AllGather(Shards::Even),
@@ -227,7 +276,7 @@ impl Bench<'_> {
             "all_reduce" => CollectiveKind::AllReduce(ReduceOp::Sum),
             _ => CollectiveKind::AllToAll(vec![vec![o.m / size; size]; size]),
         };
-        let (t, x, out) = self.collective(kind, o.n)?;
+        let (t_ours, x, out) = self.collective(kind, o.n, o.dtype)?;
         // What every rank gave, to compare with.
         let bytes = x.read(|b| b.to_vec())?;
         let all = self.team.exchange_large("inputs", &bytes)?;
@@ -238,31 +287,29 @@ impl Bench<'_> {
         let me = self.team.rank().idx();
         use tilewire_oracle::collective as oracle;
         let rows = Shards::Even.rows(o.m, size)?;
-        let want = match op {
-            "all_gather" => oracle::all_gather(&inputs),
-            "reduce_scatter" => oracle::reduce_scatter(&inputs, &rows, oracle::ReduceOp::Sum),
-            "all_reduce" => oracle::all_reduce(&inputs, oracle::ReduceOp::Sum),
-            _ => oracle::all_to_all(&inputs),
+        let run = |inputs: &[Mat]| match op {
+            "all_gather" => oracle::all_gather(inputs),
+            "reduce_scatter" => oracle::reduce_scatter(inputs, &rows, oracle::ReduceOp::Sum),
+            "all_reduce" => oracle::all_reduce(inputs, oracle::ReduceOp::Sum),
+            _ => oracle::all_to_all(inputs),
         };
-        self.finish(op, (None, None, None, t), &out, &want[me])
+        let (mut want, abs) =
+            (run(&inputs), inputs.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>());
+        let adds = matches!(op, "reduce_scatter" | "all_reduce");
+        let bound = Bound {
+            num_partials: if adds { size } else { 0 },
+            wire: o.dtype,
+            ..Bound::local(o.dtype, 1)
+        };
+        let mag = run(&abs).swap_remove(me);
+        let want = want.swap_remove(me);
+        Ok(Done { t_gemm: None, t_comm: None, t_seq: None, t_ours, out, want, mag, bound })
     }
 
-    fn finish(
-        &self,
-        op: &str,
-        times: (Option<f64>, Option<f64>, Option<f64>, f64),
-        out: &Tensor,
-        want: &Mat,
-    ) -> Result<Row> {
-        let bound = Bound {
-            out: self.o.dtype,
-            wire: self.o.dtype,
-            acc: DType::F32,
-            num_partials: self.team.size(),
-            k: self.o.k,
-        };
-        let c = compare(&out.to_f32()?, &want.data, |i| {
-            bound.allowed(want.data[i], want.data[i].abs())
+    /// Compares with the reference on all ranks.
+    fn row(&self, op: &str, d: &Done) -> Result<Row> {
+        let c = compare(&d.out.to_f32()?, &d.want.data, |i| {
+            d.bound.allowed(d.want.data[i], d.mag.data[i])
         });
         let word = [c.max_err.to_le_bytes(), (c.num_wrong as f64).to_le_bytes()].concat();
         let all = self.team.exchange("compared", &word)?;
@@ -278,13 +325,19 @@ impl Bench<'_> {
             dtype: self.o.dtype.to_string(),
             ranks: self.team.size(),
             shape: format!("m={} n={} k={}", self.o.m, self.o.n, self.o.k),
-            t_gemm_us: times.0,
-            t_comm_us: times.1,
-            t_seq_us: times.2,
-            t_ours_us: Some(times.3),
+            t_gemm_us: d.t_gemm,
+            t_comm_us: d.t_comm,
+            t_seq_us: d.t_seq,
+            t_ours_us: Some(d.t_ours),
             max_err: max_err.is_finite().then_some(max_err),
             wrong: all.iter().map(|b| number(&b[8..]) as u64).sum(),
             note: None,
         })
     }
+}
+
+/// The sum of everybody's matrices.
+fn sum(all: &[Mat]) -> Result<Mat> {
+    let (first, rest) = all.split_first().ok_or_else(|| Error::internal("a team without ranks"))?;
+    Ok(rest.iter().fold(first.clone(), |a, b| a.add(b)))
 }

@@ -16,11 +16,7 @@ use crate::{complain, say, worlds};
 /// Bad arguments, files, the fault of a team.
 pub fn run(args: &BenchArgs) -> Result<i32> {
     let options = Options {
-        ops: if args.op.is_empty() {
-            bench::OPS.map(str::to_owned).to_vec()
-        } else {
-            args.op.clone()
-        },
+        ops: if args.op.is_empty() { every_op(args.dtype) } else { args.op.clone() },
         dtype: args.dtype,
         m: args.m,
         n: args.n,
@@ -56,6 +52,15 @@ pub fn run(args: &BenchArgs) -> Result<i32> {
         code |= i32::from(compare(&rows, old, args.threshold)? > 0);
     }
     Ok(code)
+}
+
+/// All operations that take `dtype`; names the others.
+fn every_op(dtype: DType) -> Vec<String> {
+    let (fit, not): (Vec<&str>, _) = bench::OPS.iter().partition(|op| bench::takes(op, dtype));
+    if !not.is_empty() {
+        complain(format_args!("left out: {} cannot add {dtype} over ranks", not.join(", ")));
+    }
+    fit.into_iter().map(str::to_owned).collect()
 }
 
 fn cell(v: Option<f64>) -> String {
@@ -113,10 +118,14 @@ fn print(rows: &[Row], args: &BenchArgs) {
     }
 }
 
-/// Prints ratios against an earlier `--json` output; returns how many are above the threshold.
+/// Prints ratios against an earlier `--json` output, and the rows that are in one of them alone;
+/// returns how many ratios are above the threshold.
+///
+/// # Errors
+/// `InvalidArgument` if no row is in both, as nothing was compared then.
 fn compare(rows: &[Row], old: &Path, threshold: f64) -> Result<usize> {
     let text = std::fs::read_to_string(old).map_err(|e| Error::io(old.display(), e))?;
-    let mut slower = 0;
+    let (mut slower, mut seen) = (0, vec![false; rows.len()]);
     for line in text.lines().filter(|l| !l.trim().is_empty()) {
         let v: Value = serde_json::from_str(line)
             .map_err(|e| Error::new(ErrorKind::Corrupt, format!("{}: {e}", old.display())))?;
@@ -125,23 +134,35 @@ fn compare(rows: &[Row], old: &Path, threshold: f64) -> Result<usize> {
                 .expected(ROW_VERSION)
                 .seen(&v["version"]));
         }
-        let same = |r: &&Row| {
+        let same = |r: &Row| {
             v["op"] == r.op
                 && v["dtype"] == r.dtype
                 && v["ranks"] == r.ranks
                 && v["shape"] == r.shape
         };
-        let (Some(r), Some(before)) = (rows.iter().find(same), v["t_ours_us"].as_f64()) else {
+        let (Some(i), Some(before)) = (rows.iter().position(same), v["t_ours_us"].as_f64()) else {
+            let word = |k: &str| v[k].as_str().map_or_else(|| v[k].to_string(), str::to_owned);
+            let [op, dtype, ranks, shape] = ["op", "dtype", "ranks", "shape"].map(word);
+            complain(format_args!("{op} {dtype} ranks={ranks} {shape}: not timed now"));
             continue;
         };
-        let ratio = r.t_ours_us.unwrap_or(f64::NAN) / before;
-        let bad = ratio > 1.0 + threshold;
-        slower += usize::from(bad);
+        seen[i] = true;
+        let ratio = rows[i].t_ours_us.unwrap_or(f64::NAN) / before;
+        let good = ratio <= 1.0 + threshold;
+        slower += usize::from(!good);
         complain(format_args!(
             "{:<15} {ratio:.3} x the time before{}",
-            r.op,
-            if bad { "  SLOWER" } else { "" }
+            rows[i].op,
+            if good { "" } else { "  SLOWER" }
         ));
+    }
+    for (r, _) in rows.iter().zip(&seen).filter(|(_, seen)| !**seen) {
+        let Row { op, dtype, ranks, shape, .. } = r;
+        complain(format_args!("{op} {dtype} ranks={ranks} {shape}: not in {}", old.display()));
+    }
+    if !seen.contains(&true) {
+        return Err(Error::invalid(format!("{}: no row matches, nothing compared", old.display()))
+            .hint("time with the same --op, --dtype, --ranks, --m, --n and --k as then"));
     }
     Ok(slower)
 }

@@ -10,17 +10,21 @@ use tilewire::symm::Entry;
 use crate::args::DumpArgs;
 use crate::say;
 
-/// Writes the flight recorders of this rank, one file per team.
+/// Writes the flight recorders of this rank, one file per team: all that can be written.
 ///
 /// # Errors
-/// `Io` if a file cannot be written.
+/// `Io` if one cannot, the first of them.
 pub fn write(folder: &Path, teams: &[&LiveTeam]) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder.display(), e))?;
-    for t in teams {
+    let one = |t: &LiveTeam| {
         let path = folder.join(format!("{}-{}-r{}.json", t.name(), t.generation(), t.rank().get()));
-        std::fs::write(&path, t.dump().to_string()).map_err(|e| Error::io(path.display(), e))?;
+        std::fs::write(&path, t.dump().to_string()).map_err(|e| Error::io(path.display(), e))
+    };
+    let mut first = Ok(());
+    for t in teams {
+        first = first.and(one(t));
     }
-    Ok(())
+    first
 }
 
 /// Recorders of one team: rank to entries by sequence number.
@@ -108,6 +112,20 @@ pub fn run(args: &DumpArgs) -> Result<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_recorder_that_cannot_be_written_does_not_keep_the_others() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("a-1-r0.json")).unwrap();
+        World::run_threads(1, WorldCfg::for_tests(), |w| {
+            let (a, b) = (w.everyone("a")?, w.everyone("b")?);
+            let e = write(dir.path(), &[&a, &b]).unwrap_err();
+            assert!(e.to_string().contains("a-1-r0.json"), "{e}");
+            Ok(())
+        })
+        .unwrap();
+        assert!(dir.path().join("b-1-r0.json").is_file());
+    }
 
     #[test]
     fn the_first_differing_call_is_found() {

@@ -1,7 +1,8 @@
 //! `tilewire train`.
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::Write;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -27,6 +28,9 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     let cfg = model_cfg(args)?;
     if !(args.lr.is_finite() && args.lr > 0.0) {
         return Err(Error::invalid(format!("--lr {}: must be a positive number", args.lr)));
+    }
+    if args.generate.as_ref().is_some_and(String::is_empty) {
+        return Err(Error::invalid("--generate: the prompt is empty"));
     }
     let grid = Grid::fit(ranks, args.dp, args.cp, args.tp)?;
     grid.check(&cfg)?;
@@ -95,8 +99,20 @@ impl Job<'_> {
         let model = Model::new(&world, self.cfg, self.grid, args.seed, tracer.clone())?;
         let optim = AdamW { lr: args.lr, ..AdamW::default() };
         let mut t = Trainer::new(model, TrainCfg { seed: args.seed, optim });
+        let done = self.work(&mut t, first, tracer.as_deref());
+        if let (Err(_), Some(folder)) = (&done, &args.dump) {
+            // It helps to understand the error, and must not take its place.
+            if let Err(e) = crate::dump::write(folder, &t.model.comm.teams()) {
+                complain(format_args!("warning: --dump is not complete: {e}"));
+            }
+        }
+        done
+    }
+
+    fn work(&self, t: &mut Trainer, first: bool, tracer: Option<&Tracer>) -> Result<()> {
+        let args = self.args;
         if let Some(path) = &args.resume {
-            checkpoint::load(&mut t, path)?;
+            checkpoint::load(t, path)?;
         }
         if args.calibrate {
             t.calibrate()?;
@@ -105,7 +121,7 @@ impl Job<'_> {
             say(format_args!(
                 "{} parameters, {} ranks (dp {} x cp {} x tp {}), batch {} x {} bytes, {:.1} MB symmetric memory a rank",
                 t.model.num_params(),
-                world.size(),
+                self.grid.size(),
                 self.grid.dp,
                 self.grid.cp,
                 self.grid.tp,
@@ -115,18 +131,14 @@ impl Job<'_> {
             ));
         }
         let mut out = Output::new(args, first, t.step)?;
-        let done = self.steps(&mut t, &mut out, tracer.as_deref());
-        if let (Err(_), Some(folder)) = (&done, &args.dump) {
-            crate::dump::write(folder, &[&t.model.comm.world, &t.model.comm.shard])?;
-        }
-        done?;
-        self.last_words(&t, &mut out, tracer.as_deref())?;
+        self.steps(t, &mut out, tracer)?;
+        self.last_words(t, &mut out, tracer)?;
         // Nobody leaves while others still wait for the last words.
         t.model.comm.world.agree(true).map(|_| ())
     }
 
     fn steps(&self, t: &mut Trainer, out: &mut Output, tracer: Option<&Tracer>) -> Result<()> {
-        let args = self.args;
+        let (args, mut saved) = (self.args, None);
         while t.step < args.steps {
             if let Some(tr) = tracer.filter(|_| t.step + 3 == args.steps) {
                 // Only the last three steps are kept.
@@ -134,12 +146,17 @@ impl Job<'_> {
             }
             let report = t.step(self.data)?;
             out.step(&report)?;
-            let due = args.every.is_some_and(|n| n > 0 && t.step.is_multiple_of(n));
-            if let Some(path) = args.checkpoint.as_ref().filter(|_| due || t.step == args.steps) {
+            let due = args.every.is_some_and(|n| t.step.is_multiple_of(n));
+            if let Some(path) = args.checkpoint.as_ref().filter(|_| due) {
                 checkpoint::save(t, path)?;
+                saved = Some(t.step);
             }
         }
-        Ok(())
+        // Also if there was no step left to train.
+        match args.checkpoint.as_ref().filter(|_| saved != Some(t.step)) {
+            Some(path) => checkpoint::save(t, path),
+            None => Ok(()),
+        }
     }
 
     /// Summary, trace, generated text.
@@ -171,8 +188,8 @@ impl Job<'_> {
 struct Output {
     bar: ProgressBar,
     first: bool,
-    metrics: Option<BufWriter<File>>,
-    svg: Option<std::path::PathBuf>,
+    metrics: Option<File>,
+    svg: Option<PathBuf>,
     losses: Vec<f64>,
     rates: Vec<f64>,
     hidden: Option<f64>,
@@ -186,12 +203,14 @@ impl Output {
             bar.set_style(style);
         }
         bar.set_position(done as u64);
-        let metrics = match args.metrics.as_ref().filter(|_| first) {
-            Some(p) => {
-                Some(BufWriter::new(File::create(p).map_err(|e| Error::io(p.display(), e))?))
-            }
-            None => None,
+        // A resumed run goes on where the file ends.
+        let resumed = args.resume.is_some();
+        let open = |p: &PathBuf| {
+            let mut how = File::options();
+            how.create(true).write(true).append(resumed).truncate(!resumed);
+            how.open(p).map_err(|e| Error::io(p.display(), e))
         };
+        let metrics = args.metrics.as_ref().filter(|_| first).map(open).transpose()?;
         let svg = args.svg.clone().filter(|_| first);
         Ok(Self { bar, first, metrics, svg, losses: Vec::new(), rates: Vec::new(), hidden: None })
     }
@@ -210,17 +229,16 @@ impl Output {
             ));
         }
         if let Some(f) = &mut self.metrics {
-            let line = serde_json::to_string(r).map_err(|e| Error::internal(e.to_string()))?;
-            writeln!(f, "{line}").map_err(|e| Error::io("metrics", e))?;
+            let mut line = serde_json::to_string(r).map_err(|e| Error::internal(e.to_string()))?;
+            line.push('\n');
+            // In one piece: whatever ends the run, it leaves whole lines, which can be added to.
+            f.write_all(line.as_bytes()).map_err(|e| Error::io("metrics", e))?;
         }
         Ok(())
     }
 
     fn finish(&mut self, start: Instant) -> Result<()> {
         self.bar.finish_and_clear();
-        if let Some(f) = &mut self.metrics {
-            f.flush().map_err(|e| Error::io("metrics", e))?;
-        }
         if let Some(p) = &self.svg {
             let chart = plot::line_chart("loss, nats per byte", "loss", &self.losses);
             std::fs::write(p, chart).map_err(|e| Error::io(p.display(), e))?;

@@ -84,14 +84,14 @@ fn step(bar: &ProgressBar, i: usize, case: &Case) {
 }
 
 fn print(rows: &[Row], args: &VerifyArgs) {
-    for r in rows {
+    for r in rows.iter().filter(|r| !args.quiet || r.wrong > 0) {
         if args.json {
             // A row is plain numbers and text: it always has a JSON form.
             if let Ok(mut v) = serde_json::to_value(r) {
                 v["version"] = crate::rows::ROW_VERSION.into();
                 say(v);
             }
-        } else if !args.quiet || r.wrong > 0 {
+        } else {
             let err = r.max_err.map_or("not finite".to_owned(), |e| format!("{e:.3e}"));
             // Without a number nothing was compared: the case could not run.
             let state = match (r.wrong, r.max_err) {

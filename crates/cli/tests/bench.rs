@@ -39,6 +39,49 @@ fn forms_and_comparison() {
     assert!(slow.status.success());
     let fast = bench(&[&one[..], &["--compare", old, "--threshold=-0.999999"]].concat());
     assert_eq!(fast.status.code(), Some(1), "everything is slower than nothing");
+    let said = |o: &Output| String::from_utf8_lossy(&o.stderr).into_owned();
+    // Some rows match: the others are named.
+    let more = bench(&["--op", "ag_gemm,all_gather", "--compare", old, "--threshold", "1e9"]);
+    assert!(more.status.success(), "{}", said(&more));
+    assert!(said(&more).contains("all_gather f32 ranks=2 m=24 n=8 k=8: not in"), "{}", said(&more));
+    // None does: that is no comparison.
+    for other in [&["--ranks", "1"][..], &["--dtype", "bf16"], &["--op", "gemm_ar"]] {
+        let o = bench(&[other, &["--compare", old]].concat());
+        assert_eq!(o.status.code(), Some(2), "{other:?}");
+        assert!(said(&o).contains("no row matches"), "{}", said(&o));
+        assert!(said(&o).contains("ag_gemm f32 ranks=2 m=24 n=8 k=8: not timed now"));
+    }
+    let o = bench(&[&one[..], &["--threshold", "1"]].concat());
+    assert!(!o.status.success() && said(&o).contains("--compare"), "a threshold of nothing");
     assert!(!bench(&["--op", "nope"]).status.success());
     assert!(!bench(&["--iters", "0"]).status.success());
+}
+
+/// FP8 products leave in bf16. What cannot add FP8 is left out, unless it is asked for.
+#[test]
+fn every_element_type_can_be_timed() {
+    for (dtype, ops) in [("f16", 7), ("bf16", 7), ("f8e4m3", 5), ("f8e5m2", 5)] {
+        let o = bench(&["--dtype", dtype, "--json"]);
+        let said = String::from_utf8_lossy(&o.stderr).into_owned();
+        assert!(o.status.success(), "{dtype}: {said}");
+        assert_eq!(text(&o).lines().count(), ops, "{dtype}: {said}");
+        assert_eq!(said.contains("left out"), ops < 7, "{dtype}: {said}");
+    }
+    assert!(!bench(&["--dtype", "f8e4m3", "--op", "all_reduce"]).status.success());
+}
+
+/// Partial sums above 256 are rounded on the wire, and nearly cancel: the error is small beside
+/// |A||B|, not beside the result.
+#[test]
+fn results_are_judged_by_the_magnitude_of_their_terms() {
+    let sizes = ["--m", "8", "--n", "8", "--k", "200001", "--iters", "1", "--warmup", "0"];
+    for op in ["gemm_rs", "gemm_ar"] {
+        let o = Command::new(env!("CARGO_BIN_EXE_tilewire"))
+            .args([&["bench", "--json", "--dtype", "bf16", "--op", op], &sizes[..]].concat())
+            .output()
+            .unwrap();
+        let row: serde_json::Value = serde_json::from_slice(&o.stdout).expect("a row");
+        assert_eq!(row["wrong"], 0, "{row}");
+        assert!(row["max_err"].as_f64().unwrap() >= 1.0, "{row}: nothing was rounded");
+    }
 }

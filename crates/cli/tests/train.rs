@@ -108,7 +108,7 @@ fn a_trained_model_is_worse_without_its_experts_and_lost_without_attention() {
     let next = |ablated: &[&str]| {
         let args = [&["--steps", "101", "--resume", "c"], ablated].concat();
         good(d, &with(&train, &args));
-        losses(&d.join("m"))[0]
+        *losses(&d.join("m")).last().unwrap()
     };
     let (whole, no_experts, no_attention) =
         (next(&[]), next(&["--no-experts"]), next(&["--no-attention"]));
@@ -165,19 +165,69 @@ fn checkpoint_resume_generate_trace_and_curve() {
     assert!(events.iter().any(|e| e["pid"] == 1), "rank 1 is in the trace");
 }
 
+/// A resumed run goes on with the files of the run before, and writes those it is asked for even if
+/// no step is left.
+#[test]
+fn a_resumed_run_adds_to_the_metrics_and_always_writes_its_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let train = ["train", "--task", "copy", "--metrics", "m"];
+    good(d, &with(&train, &["--steps", "2", "--checkpoint", "a"]));
+    good(d, &with(&train, &["--steps", "2", "--resume", "a", "--checkpoint", "b"]));
+    assert_eq!(losses(&d.join("m")).len(), 2);
+    good(d, &with(&train, &["--steps", "4", "--resume", "b"]));
+    let text = std::fs::read_to_string(d.join("m")).unwrap();
+    let step = |l: &str| serde_json::from_str::<serde_json::Value>(l).unwrap()["step"].clone();
+    assert_eq!(text.lines().map(step).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    // Not resumed: from the beginning.
+    good(d, &with(&train, &["--steps", "1"]));
+    assert_eq!(losses(&d.join("m")).len(), 1);
+}
+
+/// After an error there is a recorder of every team of every rank, and the error is still told if
+/// there is not.
+#[test]
+fn after_an_error_all_teams_are_dumped() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    // The first line of metrics cannot be written.
+    let train = ["train", "--task", "copy", "--steps", "2", "--ranks", "4", "--tp", "2"];
+    let train = with(&train, &["--cp", "2", "--metrics", "/dev/full", "--dump"]);
+    let said = bad(d, &[&train[..], &["all"]].concat());
+    assert!(said.contains("No space left"), "{said}");
+    let mut names: Vec<String> = std::fs::read_dir(d.join("all"))
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let teams = ["cp0.0", "cp0.1", "shard0", "shard1", "tp0.0", "tp0.1"];
+    let mut want: Vec<String> =
+        teams.iter().flat_map(|t| [0, 1].map(|r| format!("{t}-1-r{r}.json"))).collect();
+    want.extend((0..4).map(|r| format!("world-1-r{r}.json")));
+    assert_eq!(names, want);
+    let told = tilewire(d, &["dump", "all"]);
+    assert!(String::from_utf8_lossy(&told.stdout).contains("team tp0.1"), "{told:?}");
+
+    std::fs::write(d.join("file"), "").unwrap();
+    let said = bad(d, &[&train[..], &["file/folder"]].concat());
+    assert!(said.contains("No space left") && said.contains("file/folder"), "{said}");
+}
+
 #[test]
 fn the_hidden_share_is_null_until_it_is_calibrated() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    let train = ["train", "--task", "copy", "--steps", "1", "--ranks", "2", "--metrics", "m"];
+    let train = ["train", "--task", "copy", "--steps", "1", "--metrics", "m"];
     let hidden = |rest: &[&str]| {
         good(d, &with(&train, rest));
         let text = std::fs::read_to_string(d.join("m")).unwrap();
         serde_json::from_str::<serde_json::Value>(&text).unwrap()["hidden"].clone()
     };
-    assert!(hidden(&["--tp", "2"]).is_null());
-    assert!(hidden(&["--tp", "2", "--calibrate"]).is_f64());
-    assert!(hidden(&["--calibrate"]).is_null(), "nothing is communicated by projections at tp 1");
+    assert!(hidden(&["--ranks", "2", "--tp", "2"]).is_null());
+    for divided in ["--tp", "--cp", "--dp"] {
+        assert!(hidden(&["--ranks", "2", divided, "2", "--calibrate"]).is_f64(), "{divided}");
+    }
+    assert!(hidden(&["--calibrate"]).is_null(), "one rank has nobody to talk to");
 }
 
 #[test]
@@ -193,9 +243,17 @@ fn bad_input_is_explained() {
     assert!(bad(d, &[&t[..], &["--ranks", "4", "--tp", "4"]].concat()).contains("key/value heads"));
     assert!(bad(d, &[&t[..], &["--top-k", "9"]].concat()).contains("top_k"));
     assert!(bad(d, &[&t[..], &["--resume", "nope"]].concat()).contains("checkpoint nope"));
-    assert!(
-        bad(d, &[&t[..], &["--generate", "", "--steps", "0"]].concat()).contains("prompt is empty")
-    );
+    let silent = [&t[..], &["--generate", "", "--steps", "1", "--metrics", "m"]].concat();
+    assert!(bad(d, &silent).contains("prompt is empty"));
+    assert!(!d.join("m").exists(), "it is said before anything is trained");
+    for (flags, missing) in [
+        (&["--every", "2"][..], "--checkpoint"),
+        (&["--generate-len", "2"], "--generate"),
+        (&["--every", "0", "--checkpoint", "c"], "--every"),
+    ] {
+        let said = bad(d, &[&t[..], &["--steps", "0"], flags].concat());
+        assert!(said.contains(missing), "{flags:?}: {said}");
+    }
     assert!(bad(d, &[&t[..], &["--lr", "nan"]].concat()).contains("--lr NaN"));
     assert!(bad(d, &[&t[..], &["--lr=-1"]].concat()).contains("positive"));
     assert!(bad(d, &[&t[..], &["--d-model", "99999999999"]].concat()).contains("1048576"));

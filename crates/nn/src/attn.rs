@@ -9,6 +9,7 @@ use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, Layout};
 use tilewire_symm::{HeapCfg, LiveTeam};
 
 use crate::config::{Coord, Grid, ModelCfg};
+use crate::math::RopeLayout;
 
 const LAYOUT: Layout = Layout::Zigzag;
 
@@ -55,6 +56,17 @@ impl Attn {
         plan.prepare(stream)?;
         let rows = LAYOUT.spans(m.seq * batch, cp.rank(), cp.size()).iter().map(|r| r.len()).sum();
         Ok(Self { plan, heads, kv_heads, dim: m.head_dim, rows })
+    }
+
+    /// The plan, to time it.
+    pub(crate) fn plan(&self) -> &CpAttentionPlan {
+        &self.plan
+    }
+
+    /// Where the heads that turn with their position lie in a row `[q | k | v]` of this rank.
+    pub(crate) fn rope_layout(&self) -> RopeLayout {
+        let (q, kv) = self.widths();
+        RopeLayout { width: q + 2 * kv, at: 0, heads: self.heads + self.kv_heads, dim: self.dim }
     }
 
     fn widths(&self) -> (usize, usize) {

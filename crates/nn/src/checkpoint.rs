@@ -68,7 +68,8 @@ pub fn gather(t: &Trainer, p: &Param, which: &str) -> Result<Vec<f32>> {
 /// target, synchronised, and renamed once all ranks agree.
 ///
 /// # Errors
-/// `Io` if the file cannot be written (on every rank); the fault of a team.
+/// `Io` if the file cannot be written or put in place, on every rank; rank 0's says why, and
+/// whether it is in place after all. The fault of a team.
 pub fn save(t: &Trainer, path: &Path) -> Result<()> {
     let mut tensors: Vec<(String, Vec<usize>, Vec<f32>)> = Vec::new();
     for p in &t.model.params {
@@ -77,27 +78,54 @@ pub fn save(t: &Trainer, path: &Path) -> Result<()> {
             tensors.push((format!("{}.{which}", p.name), vec![p.global.0, p.global.1], values));
         }
     }
+    let first = t.model.comm.world.rank().idx() == 0;
     let mut part = path.as_os_str().to_owned();
     part.push(".part");
     let part = std::path::PathBuf::from(part);
-    let written =
-        if t.model.comm.world.rank().idx() == 0 { write(t, &part, &tensors) } else { Ok(()) };
-    let good = t.model.comm.world.agree(written.is_ok())?;
-    written?;
-    if !good {
-        return Err(Error::new(
-            ErrorKind::Io,
-            "rank 0 could not write the checkpoint; its error says why",
-        ));
+    let written = if first { write(t, &part, &tensors) } else { Ok(()) };
+    // A piece of a file is of no use to anybody.
+    let written = written.inspect_err(|_| drop(fs::remove_file(&part)));
+    settle(t, written)?;
+    let committed = if first { commit(&part, path, flush_folder) } else { Ok(()) };
+    settle(t, committed)
+}
+
+/// Collective: what rank 0 has come to; an error of its is one of every rank. Nobody returns before
+/// the others know, as they would wait for it.
+fn settle(t: &Trainer, mine: Result<()>) -> Result<()> {
+    let good = t.model.comm.world.agree(mine.is_ok())?;
+    mine?;
+    if good {
+        return Ok(());
     }
-    if t.model.comm.world.rank().idx() == 0 {
-        let io = |e| Error::io(path.display(), e);
-        fs::rename(&part, path).map_err(io)?;
-        // The new name must survive a crash as well.
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        fs::File::open(folder).and_then(|f| f.sync_all()).map_err(io)?;
+    Err(Error::new(ErrorKind::Io, "rank 0 could not write the checkpoint; its error says why"))
+}
+
+/// Gives the complete file its name, and makes the name survive a crash.
+fn commit(
+    part: &Path,
+    path: &Path,
+    flush: impl FnOnce(&Path) -> std::io::Result<()>,
+) -> Result<()> {
+    if let Err(e) = fs::rename(part, path) {
+        // The first error is the one that counts.
+        fs::remove_file(part).ok();
+        return Err(Error::io(path.display(), e));
     }
-    t.model.comm.world.agree(true).map(|_| ())
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    flush(folder).map_err(|e| {
+        let text = format!(
+            "checkpoint {}: written and in place, but {} could not be flushed, so that it may not \
+             survive a crash of the machine: {e}",
+            path.display(),
+            folder.display()
+        );
+        Error::new(ErrorKind::Io, text).cause(e)
+    })
+}
+
+fn flush_folder(folder: &Path) -> std::io::Result<()> {
+    fs::File::open(folder)?.sync_all()
 }
 
 fn write(t: &Trainer, path: &Path, tensors: &[(String, Vec<usize>, Vec<f32>)]) -> Result<()> {
@@ -205,4 +233,24 @@ pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
     t.step = info.step;
     t.cfg.seed = info.seed;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_cannot_be_flushed_does_not_undo_the_checkpoint() {
+        let dir = tempfile::tempdir().unwrap();
+        let (part, path) = (dir.path().join("c.part"), dir.path().join("c"));
+        fs::write(&part, "whole").unwrap();
+        let e = commit(&part, &path, |folder| {
+            assert_eq!(folder, dir.path());
+            Err(std::io::ErrorKind::StorageFull.into())
+        });
+        let e = e.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Io);
+        assert!(e.to_string().contains("in place, but"), "{e}");
+        assert_eq!(fs::read(&path).unwrap(), b"whole");
+    }
 }

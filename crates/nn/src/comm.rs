@@ -66,6 +66,8 @@ pub struct Comm {
     pub world: LiveTeam,
     /// Ranks that divide heads and projections.
     pub tp: LiveTeam,
+    /// Ranks that divide the tokens of a part of the batch.
+    pub cp: LiveTeam,
     /// Ranks that share a tp coordinate: they hold the same shards.
     pub shard: LiveTeam,
     /// Rows of this rank.
@@ -176,6 +178,7 @@ impl Comm {
         Ok(Self {
             world: everyone,
             tp,
+            cp,
             shard,
             rows,
             qkv,
@@ -192,12 +195,18 @@ impl Comm {
         })
     }
 
+    /// All teams of this rank.
+    pub fn teams(&self) -> [&LiveTeam; 4] {
+        [&self.world, &self.tp, &self.cp, &self.shard]
+    }
+
     /// Symmetric memory of this rank in bytes.
     pub fn symmetric_bytes(&self) -> usize {
         self.heaps.iter().map(|h| h.usage().1).sum()
     }
 
-    /// Runs an AG+GEMM and returns its output and the gathered rows.
+    /// Runs an AG+GEMM on rows of `k` elements and returns its output, rows of `cols`, and the
+    /// gathered rows. Neither number follows from `x`, which may have no rows.
     ///
     /// # Errors
     /// The fault of the team.
@@ -206,10 +215,9 @@ impl Comm {
         plan: &AgGemmPlan,
         x: &[f32],
         w: &Tensor,
-        cols: usize,
+        (cols, k): (usize, usize),
     ) -> Result<(Vec<f32>, Vec<f32>)> {
-        let (n, k) = (self.rows.attn.len(), x.len() / self.rows.own.len().max(1));
-        let k = if self.rows.own.is_empty() { w.shape().dim(0).max(w.shape().dim(1)) } else { k };
+        let n = self.rows.attn.len();
         let gathered = Tensor::poisoned(DType::F32, Shape::d2(n, k));
         let inputs = AgGemmInputs {
             gathered: Some(gathered.clone()),
@@ -223,7 +231,7 @@ impl Comm {
         Ok((done.out.to_vec()?, gathered.to_vec()?))
     }
 
-    /// Runs a GEMM+RS and returns the rows of this rank.
+    /// Runs a GEMM+RS on rows of `k` elements and returns the rows of this rank, of `cols`.
     ///
     /// # Errors
     /// The fault of the team.
@@ -232,11 +240,11 @@ impl Comm {
         plan: &GemmRsPlan,
         x: &[f32],
         w: &Tensor,
-        cols: usize,
+        (cols, k): (usize, usize),
     ) -> Result<Vec<f32>> {
         let n = self.rows.attn.len();
         let out = Tensor::poisoned(DType::F32, Shape::d2(self.rows.own.len(), cols));
-        let x = Tensor::from_slice(x, Shape::d2(n, x.len() / n.max(1)))?;
+        let x = Tensor::from_slice(x, Shape::d2(n, k))?;
         plan.launch(&self.stream, n, GemmRsInputs::new(x, w.clone(), out))?.wait()?.to_vec()
     }
 

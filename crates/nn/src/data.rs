@@ -1,6 +1,7 @@
 //! Training data: bytes of files, or the copy task.
 
 use std::fs;
+use std::io::Read;
 use std::path::Path;
 
 use tilewire_core::{Error, ErrorKind, Result, Rng};
@@ -18,11 +19,18 @@ pub enum Data {
 const MAX_BYTES: u64 = 64 << 20;
 
 impl Data {
-    /// Reads a file, or all regular files below a folder in name order. Any bytes will do.
+    /// Reads a file, or all regular files below a folder in name order, up to 64 MiB in all. Any
+    /// bytes will do.
     ///
     /// # Errors
-    /// `Io` if nothing is there, `InvalidArgument` if there are fewer than `min_len` bytes.
+    /// `Io` if nothing is there, `InvalidArgument` if it is neither a file nor a folder, or there
+    /// are fewer than `min_len` bytes.
     pub fn text(path: &Path, min_len: usize) -> Result<Self> {
+        let kind = meta(path)?;
+        if !kind.is_dir() && !kind.is_file() {
+            let text = format!("{}: neither a file nor a folder", path.display());
+            return Err(Error::invalid(text).hint("write what it gives into a file first"));
+        }
         let mut bytes = Vec::new();
         collect(path, &mut bytes)?;
         if bytes.len() < min_len {
@@ -55,12 +63,18 @@ impl Data {
     }
 }
 
-fn collect(path: &Path, out: &mut Vec<u8>) -> Result<()> {
-    let meta = fs::metadata(path).map_err(|e| {
+fn meta(path: &Path) -> Result<fs::Metadata> {
+    fs::metadata(path).map_err(|e| {
         Error::new(ErrorKind::Io, format!("{}: {e}", path.display()))
             .cause(e)
             .hint("--data takes a file or a folder")
-    })?;
+    })
+}
+
+/// Appends what is below `path` until there are [`MAX_BYTES`]; what is no file says nothing about
+/// its length, and a pipe would block.
+fn collect(path: &Path, out: &mut Vec<u8>) -> Result<()> {
+    let (meta, room) = (meta(path)?, MAX_BYTES.saturating_sub(out.len() as u64));
     if meta.is_dir() {
         let mut names: Vec<_> = fs::read_dir(path)
             .map_err(|e| Error::io(path.display(), e))?
@@ -70,8 +84,9 @@ fn collect(path: &Path, out: &mut Vec<u8>) -> Result<()> {
         names.sort();
         return names.iter().try_for_each(|p| collect(p, out));
     }
-    if out.len() as u64 + meta.len() <= MAX_BYTES {
-        out.extend(fs::read(path).map_err(|e| Error::io(path.display(), e))?);
+    if meta.is_file() && room > 0 {
+        let read = |f: fs::File| f.take(room).read_to_end(out);
+        fs::File::open(path).and_then(read).map_err(|e| Error::io(path.display(), e))?;
     }
     Ok(())
 }
@@ -92,6 +107,32 @@ mod tests {
         fs::write(dir.path().join("b"), [0xff, 0xfe, 0x00, 0x80]).unwrap();
         let Data::Text(t) = Data::text(dir.path(), 4).unwrap() else { unreachable!() };
         assert_eq!(t, [0xff, 0xfe, 0x00, 0x80]);
+    }
+
+    #[test]
+    fn a_large_file_is_read_up_to_the_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let sparse = |name: &str, len: u64| {
+            fs::File::create(dir.path().join(name)).unwrap().set_len(len).unwrap();
+        };
+        fs::write(dir.path().join("a"), "small").unwrap();
+        sparse("b", MAX_BYTES);
+        fs::write(dir.path().join("c"), "too late").unwrap();
+        let Data::Text(t) = Data::text(dir.path(), 1).unwrap() else { unreachable!() };
+        assert_eq!((t.len() as u64, &t[..6]), (MAX_BYTES, &b"small\0"[..]));
+    }
+
+    /// A socket stands for all that is no file: opening it would fail, opening a pipe would block.
+    #[test]
+    fn only_regular_files_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        fs::write(dir.path().join("text"), "words").unwrap();
+        let Data::Text(t) = Data::text(dir.path(), 1).unwrap() else { unreachable!() };
+        assert_eq!(t, b"words");
+        let e = Data::text(&path, 1).unwrap_err().to_string();
+        assert!(e.contains("neither a file nor a folder"), "{e}");
     }
 
     #[test]

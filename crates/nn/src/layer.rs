@@ -4,16 +4,13 @@ use tilewire_core::{DType, Result, Shape};
 use tilewire_device::Tensor;
 use tilewire_ops::attention::AttnOut;
 use tilewire_ops::ep::{EpDispatch, EpHandle};
-use tilewire_ops::gemm::Activation;
-use tilewire_ops::grouped_gemm::{
-    GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits,
-};
 
 use crate::attn::Qkv;
 use crate::comm::{Comm, SMALL_EXTRA};
 use crate::config::ModelCfg;
+use crate::experts::{ExpertGrads, ExpertOut, Experts};
 use crate::local::{linear, linear_dgrad, linear_wgrad};
-use crate::math::{self, RopeLayout, Routed};
+use crate::math::{self, Routed};
 use crate::params::{self, Param};
 
 /// What the forward pass of a layer keeps for its backward pass.
@@ -29,38 +26,7 @@ pub struct Saved {
     load: Vec<f32>,
     handle: EpHandle,
     recv: EpDispatch,
-    aux: Tensor,
-    act: Tensor,
-    y: Tensor,
-}
-
-/// The experts' products: made once, used by every layer.
-pub struct Experts {
-    up: GroupedGemmPlan,
-    down: GroupedGemmPlan,
-}
-
-impl Experts {
-    /// Plans for the experts of this rank.
-    ///
-    /// # Errors
-    /// What making plans gives.
-    pub fn new(m: &ModelCfg, comm: &Comm, local: usize) -> Result<Self> {
-        let cap = comm.ep.desc().capacity;
-        let up = GroupedDesc {
-            activation: Activation::SwiGlu,
-            zero_tail: true,
-            ..GroupedDesc::new(local, cap, 2 * m.d_ff, m.d_model, DType::F32)
-        };
-        let down = GroupedDesc {
-            zero_tail: true,
-            ..GroupedDesc::new(local, cap, m.d_model, m.d_ff, DType::F32)
-        };
-        let (up, down) = (GroupedGemmPlan::new(up)?, GroupedGemmPlan::new(down)?);
-        up.prepare(&comm.stream)?;
-        down.prepare(&comm.stream)?;
-        Ok(Self { up, down })
-    }
+    experts: ExpertOut,
 }
 
 /// What all layers share.
@@ -83,14 +49,7 @@ fn add(a: &mut [f32], b: &[f32]) {
 
 impl Shared<'_> {
     fn rope(&self, rows: &mut [f32], sign: f32) {
-        let (c, tp) = (self.cfg, self.cfg.heads);
-        let width = rows.len() / self.positions.len().max(1);
-        // Heads on this rank, from the width of a row.
-        let all = (c.heads + 2 * c.kv_heads) * c.head_dim;
-        let share = all.checked_div(width).unwrap_or(1);
-        let (heads, kv) = (tp / share, c.kv_heads / share);
-        let layout = RopeLayout { width, at: 0, heads: heads + kv, dim: c.head_dim };
-        math::rope(rows, self.positions, layout, sign);
+        math::rope(rows, self.positions, self.comm.attn.rope_layout(), sign);
     }
 
     fn tensor(&self, v: &[f32], cols: usize) -> Result<Tensor> {
@@ -105,12 +64,14 @@ impl Shared<'_> {
         let (c, comm, i) = (self.cfg, self.comm, params::layer(l));
         let w = |n: usize| p[n].w.to_f32();
         let h1 = math::rms_norm(&x, &w(i.norm1)?);
-        let cols = p[i.qkv].w.shape().dim(0);
-        let (mut qkv, gathered) = comm.gather_gemm(&comm.qkv, &h1, &p[i.qkv].w, cols)?;
+        let (cols, q) = (p[i.qkv].w.shape().dim(0), p[i.out].w.shape().dim(1));
+        let shape = (cols, c.d_model);
+        let (mut qkv, gathered) = comm.gather_gemm(&comm.qkv, &h1, &p[i.qkv].w, shape)?;
         self.rope(&mut qkv, 1.0);
         let qkv = comm.attn.split(&qkv)?;
         let attn = comm.attn.forward(&comm.stream, &qkv)?;
-        let mut x1 = comm.gemm_scatter(&comm.out, &attn.out.to_f32()?, &p[i.out].w, c.d_model)?;
+        let o = attn.out.to_f32()?;
+        let mut x1 = comm.gemm_scatter(&comm.out, &o, &p[i.out].w, (c.d_model, q))?;
         if c.no_attention {
             x1.fill(0.0);
         }
@@ -121,18 +82,19 @@ impl Shared<'_> {
         let routed = math::router(logits, c.experts, c.top_k);
         let (load, aux_loss) = self.balance(&routed)?;
         let (handle, recv) = self.dispatch(&h2, &routed)?;
-        let (aux, act, y) = self.expert_forward(p, i, &handle, &recv)?;
+        let experts = ExpertOut::new(c, comm.ep.desc().capacity);
+        let w = (&p[i.up].w, &p[i.down].w);
+        self.experts.forward(&comm.stream, handle.m_splits(), (&recv.x, w), &experts)?;
         let rows = self.comm.rows.own.len();
         let out = Tensor::poisoned(DType::F32, Shape::d2(rows, c.d_model));
-        let moe =
-            comm.ep.combine(&comm.stream, &handle, &y, recv.weights.as_ref(), &out)?.wait()?;
+        let weights = recv.weights.as_ref();
+        let moe = comm.ep.combine(&comm.stream, &handle, &experts.y, weights, &out)?.wait()?;
         let mut x2 = moe.to_f32()?;
         if c.no_experts {
             x2.fill(0.0);
         }
         add(&mut x2, &x1);
-        let saved =
-            Saved { x, gathered, qkv, attn, x1, h2, routed, load, handle, recv, aux, act, y };
+        let saved = Saved { x, gathered, qkv, attn, x1, h2, routed, load, handle, recv, experts };
         Ok((x2, aux_loss, saved))
     }
 
@@ -172,39 +134,6 @@ impl Shared<'_> {
         Ok((handle, recv))
     }
 
-    fn expert_forward(
-        &self,
-        p: &[Param],
-        i: params::LayerIdx,
-        handle: &EpHandle,
-        recv: &EpDispatch,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let (c, s) = (self.cfg, &self.comm.stream);
-        let cap = self.comm.ep.desc().capacity;
-        let tensor = |cols: usize| Tensor::poisoned(DType::F32, Shape::d2(cap, cols));
-        let splits = Splits::counts(handle.m_splits());
-        let (aux, act, y) = (tensor(2 * c.d_ff), tensor(c.d_ff), tensor(c.d_model));
-        let up = GroupedFprop {
-            x: (&recv.x).into(),
-            w: (&p[i.up].w).into(),
-            bias: None,
-            splits: splits.clone(),
-            out: act.clone(),
-            aux_out: Some(aux.clone()),
-        };
-        let act = self.experts.up.fprop(s, up)?.join(s)?;
-        let down = GroupedFprop {
-            x: (&act).into(),
-            w: (&p[i.down].w).into(),
-            bias: None,
-            splits,
-            out: y,
-            aux_out: None,
-        };
-        let y = self.experts.down.fprop(s, down)?.wait()?;
-        Ok((aux, act, y))
-    }
-
     /// Backward of layer `l`: takes the gradient of its output, returns that of its input, adds
     /// to the parameters' gradients.
     ///
@@ -239,13 +168,13 @@ impl Shared<'_> {
             return Ok(dx);
         }
         let cols = p[i.out].w.shape().dim(1);
-        let (d_o, gathered) = comm.gather_gemm(&comm.out_bwd, &dx1, &p[i.out].w, cols)?;
+        let (d_o, gathered) = comm.gather_gemm(&comm.out_bwd, &dx1, &p[i.out].w, (cols, d))?;
         linear_wgrad(&comm.stream, &gathered, &s.attn.out.to_f32()?, (d, cols), &mut p[i.out].g)?;
         let mut dqkv = comm.attn.backward(&comm.stream, &s.qkv, &s.attn, &d_o)?;
         self.rope(&mut dqkv, -1.0);
         let width = p[i.qkv].w.shape().dim(0);
         linear_wgrad(&comm.stream, &dqkv, &s.gathered, (width, d), &mut p[i.qkv].g)?;
-        let dh1 = comm.gemm_scatter(&comm.qkv_bwd, &dqkv, &p[i.qkv].w, d)?;
+        let dh1 = comm.gemm_scatter(&comm.qkv_bwd, &dqkv, &p[i.qkv].w, (d, width))?;
         let w = p[i.norm1].w.to_f32()?;
         add(&mut dx, &math::rms_norm_bwd(&s.x, &w, &dh1, &mut p[i.norm1].g));
         Ok(dx)
@@ -261,54 +190,25 @@ impl Shared<'_> {
     ) -> Result<(Vec<f32>, Vec<f32>)> {
         let (c, comm, st) = (self.cfg, self.comm, &self.comm.stream);
         let cap = comm.ep.desc().capacity;
-        let tensor = |cols: usize| Tensor::poisoned(DType::F32, Shape::d2(cap, cols));
-        let splits = Splits::counts(s.handle.m_splits());
-        let (dy, d_weights) = (tensor(c.d_model), Tensor::poisoned(DType::F32, Shape::d1(cap)));
+        let dy = Tensor::poisoned(DType::F32, Shape::d2(cap, c.d_model));
+        let d_weights = Tensor::poisoned(DType::F32, Shape::d1(cap));
         let d_out = self.tensor(d_out, c.d_model)?;
-        let weights = s.recv.weights.as_ref().map(|w| (w, &s.y, &d_weights));
+        let weights = s.recv.weights.as_ref().map(|w| (w, &s.experts.y, &d_weights));
         let dy = comm.ep.combine_bwd(st, &s.handle, &d_out, weights, &dy)?.join(st)?;
 
-        let wgrad = |plan: &GroupedGemmPlan, x: &Tensor, dy: &Tensor, param: &mut Param| {
-            let dw = Tensor::zeros(DType::F32, param.w.shape());
-            let t = GroupedWgrad {
-                x: x.into(),
-                dy: dy.into(),
-                splits: splits.clone(),
-                dw: (&dw).into(),
-                mask: None,
-                dbias: None,
-            };
-            plan.wgrad(st, t)?.wait()?;
-            add(&mut param.g, &dw.to_f32()?);
-            Ok::<_, tilewire_core::Error>(())
-        };
-        wgrad(&self.experts.down, &s.act, &dy, &mut p[i.down])?;
-        let d = GroupedDgrad {
-            dy: (&dy).into(),
-            w: (&p[i.down].w).into(),
-            splits: splits.clone(),
-            dx: tensor(c.d_ff),
-        };
-        let d_act = self.experts.down.dgrad(st, d)?.join(st)?;
-        let dz = self
-            .experts
-            .up
-            .dactivation(st, &splits, &d_act, &s.aux, &tensor(2 * c.d_ff))?
-            .wait()?;
-        wgrad(&self.experts.up, &s.recv.x, &dz, &mut p[i.up])?;
-        let d = GroupedDgrad {
-            dy: (&dz).into(),
-            w: (&p[i.up].w).into(),
-            splits: splits.clone(),
-            dx: tensor(c.d_model),
-        };
-        let d_recv = self.experts.up.dgrad(st, d)?.join(st)?;
+        let w = (&p[i.up].w, &p[i.down].w);
+        let g = ExpertGrads::new(c, cap, w);
+        let (splits, x) = (s.handle.m_splits(), (&s.recv.x, w));
+        self.experts.backward(st, splits, x, (&s.experts, &dy), &g)?;
+        add(&mut p[i.up].g, &g.up.to_f32()?);
+        add(&mut p[i.down].g, &g.down.to_f32()?);
+
         let rows = comm.rows.own.len();
         let dx = Tensor::poisoned(DType::F32, Shape::d2(rows, c.d_model));
         let dw = Tensor::poisoned(DType::F32, Shape::d2(rows, c.top_k));
         let dx = comm
             .ep
-            .dispatch_bwd(st, &s.handle, (&d_recv, Some(&d_weights)), (&dx, Some(&dw)))?
+            .dispatch_bwd(st, &s.handle, (&g.x, Some(&d_weights)), (&dx, Some(&dw)))?
             .wait()?;
         Ok((dx.to_f32()?, dw.to_f32()?))
     }

@@ -13,6 +13,7 @@ pub mod checkpoint;
 pub mod comm;
 pub mod config;
 pub mod data;
+pub mod experts;
 pub mod layer;
 mod local;
 pub mod math;

@@ -10,7 +10,8 @@ use tilewire_symm::World;
 use crate::comm::{Comm, SMALL_EXTRA};
 use crate::config::{Coord, Grid, ModelCfg, VOCAB};
 use crate::data::Data;
-use crate::layer::{Experts, Shared};
+use crate::experts::Experts;
+use crate::layer::Shared;
 use crate::local::{linear, linear_dgrad, linear_wgrad};
 use crate::math;
 use crate::params::{self, EMBED, HEAD, Kind, NORM, Param};
@@ -27,7 +28,7 @@ pub struct Model {
     pub params: Vec<Param>,
     /// Communication.
     pub comm: Comm,
-    experts: Experts,
+    pub(crate) experts: Experts,
     /// Position in its sequence of each row of attention.
     positions: Vec<usize>,
     /// Weight of the load-balancing loss.
@@ -84,7 +85,7 @@ impl Model {
         let lens = (len(Kind::Replicated), len(Kind::Sharded));
         let comm = Comm::new(world, &cfg, &grid, lens, tracer)?;
         let positions = comm.rows.attn.iter().map(|t| t % cfg.seq).collect();
-        let experts = Experts::new(&cfg, &comm, experts.len())?;
+        let experts = Experts::new(&cfg, &comm.stream, comm.ep.desc().capacity, experts.len())?;
         Ok(Self { cfg, grid, coord, params, comm, experts, positions, balance: 0.01 })
     }
 

@@ -61,7 +61,7 @@ impl Trainer {
     /// # Errors
     /// The fault of a team.
     pub fn calibrate(&mut self) -> Result<()> {
-        self.hidden = crate::calibrate::hidden_share(&self.model.comm, &self.model.params)?;
+        self.hidden = crate::calibrate::hidden_share(&self.model)?;
         Ok(())
     }
 

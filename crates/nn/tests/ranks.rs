@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use tilewire_core::Result;
+use tilewire_core::{ErrorKind, Result};
 use tilewire_nn::{AdamW, Data, Grid, Model, ModelCfg, TrainCfg, Trainer, checkpoint};
 use tilewire_symm::{World, WorldCfg};
 
@@ -37,9 +37,9 @@ fn trainer(world: &World, cfg: ModelCfg, grid: Grid) -> Result<Trainer> {
 /// Loss, gradient norm and every global gradient of the first step, on rank 0.
 type First = (f64, f64, Vec<(String, Vec<f32>)>);
 
-fn first_step(grid: Grid) -> First {
+fn first_step(cfg: ModelCfg, grid: Grid) -> First {
     let out = World::run_threads(grid.size(), WorldCfg::default(), |world| {
-        let mut t = trainer(&world, small(), grid)?;
+        let mut t = trainer(&world, cfg, grid)?;
         let batch = t.model.batch(&text(), 7, 0);
         let losses = t.model.forward_backward(&batch)?;
         let norm = t.model.reduce_gradients()?;
@@ -63,23 +63,63 @@ const GRIDS: [Grid; 7] = [
     Grid { dp: 2, cp: 2, tp: 2 },
 ];
 
+const SOLO: Grid = Grid { dp: 1, cp: 1, tp: 1 };
+
+/// The first step on `grid` is that of one rank.
+fn is_that_of_one_rank(cfg: ModelCfg, grid: Grid, (loss, norm, grads): &First) {
+    let (l, n, g) = first_step(cfg, grid);
+    assert!((l - loss).abs() <= 1e-5 * loss, "{grid:?}: loss {l} for {loss}");
+    assert!((n - norm).abs() <= 1e-5 * norm, "{grid:?}: norm {n} for {norm}");
+    for ((name, got), (_, want)) in g.iter().zip(grads) {
+        let most = want.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+        for (i, (a, b)) in got.iter().zip(want).enumerate() {
+            assert!((a - b).abs() <= 1e-5 * most, "{grid:?} {name}[{i}]: {a} for {b}");
+        }
+    }
+}
+
 #[test]
 fn gradients_of_n_ranks_are_those_of_one() {
-    let (loss, norm, grads) = first_step(Grid { dp: 1, cp: 1, tp: 1 });
+    let one = first_step(small(), SOLO);
     assert!(
-        grads.iter().all(|(_, g)| g.iter().any(|v| *v != 0.0)),
+        one.2.iter().all(|(_, g)| g.iter().any(|v| *v != 0.0)),
         "every parameter has a gradient"
     );
     for grid in GRIDS {
-        let (l, n, g) = first_step(grid);
-        assert!((l - loss).abs() <= 1e-5 * loss, "{grid:?}: loss {l} for {loss}");
-        assert!((n - norm).abs() <= 1e-5 * norm, "{grid:?}: norm {n} for {norm}");
-        for ((name, got), (_, want)) in g.iter().zip(&grads) {
-            let most = want.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-            for (i, (a, b)) in got.iter().zip(want).enumerate() {
-                assert!((a - b).abs() <= 1e-5 * most, "{grid:?} {name}[{i}]: {a} for {b}");
-            }
+        is_that_of_one_rank(small(), grid, &one);
+    }
+}
+
+/// Three tokens: some ranks of a tp team have no rows of their own, some cp parts none at all.
+#[test]
+fn ranks_without_rows_compute_along() {
+    let cfg = ModelCfg { seq: 3, batch: 1, ..small() };
+    let one = first_step(cfg, SOLO);
+    for (cp, tp) in [(2, 2), (4, 1), (4, 2)] {
+        is_that_of_one_rank(cfg, Grid { dp: 1, cp, tp }, &one);
+    }
+}
+
+/// One rank hides nothing; else the share is measured on every grid, and ranks agree on it.
+#[test]
+fn the_hidden_share_covers_every_way_to_divide() {
+    for (dp, cp, tp) in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)] {
+        let grid = Grid { dp, cp, tp };
+        let shares = World::run_threads(grid.size(), WorldCfg::default(), |world| {
+            let mut t = trainer(&world, small(), grid)?;
+            t.calibrate()?;
+            t.model.comm.world.agree(true)?;
+            // The calibration leaves the model as it was.
+            Ok((t.hidden, t.step(&text())?.loss))
+        })
+        .unwrap();
+        assert!(shares.iter().all(|s| s.0 == shares[0].0), "{grid:?}: {shares:?}");
+        match shares[0].0 {
+            None => assert_eq!(grid, SOLO),
+            Some(h) => assert!(grid != SOLO && h <= 1.0, "{grid:?}: {h}"),
         }
+        let loss = losses(grid, 1, None, None)[0];
+        assert_eq!(shares[0].1.to_bits(), loss.to_bits(), "{grid:?}");
     }
 }
 
@@ -123,6 +163,28 @@ fn a_resumed_run_is_the_uninterrupted_run_bit_for_bit_and_on_any_grid() {
             assert!((a - b).abs() <= 1e-4 * b, "{other:?}: {a} for {b}");
         }
     }
+}
+
+/// Rank 0 alone renames: if it cannot, all ranks hear of it and go on together.
+#[test]
+fn a_checkpoint_that_cannot_be_put_in_place_is_an_error_on_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let taken = dir.path().join("taken");
+    std::fs::create_dir(&taken).unwrap();
+    let grid = Grid { dp: 2, cp: 1, tp: 1 };
+    let patience = WorldCfg { timeout: std::time::Duration::from_secs(20), ..WorldCfg::default() };
+    let kinds = World::run_threads(2, patience, |world| {
+        let t = trainer(&world, small(), grid)?;
+        let e = checkpoint::save(&t, &taken).expect_err("a folder has that name");
+        checkpoint::save(&t, &dir.path().join("good"))?;
+        Ok(e.kind())
+    })
+    .unwrap();
+    assert_eq!(kinds, [ErrorKind::Io; 2]);
+    let mut names: Vec<_> =
+        std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["good", "taken"], "nothing half-written is left");
 }
 
 #[test]

@@ -177,16 +177,11 @@ fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispa
                 pad(&oracle::gather_copies(&oracle::flat(&b.layout)[me].rows, x), rows)
             }
             EpLayout::RankMajor { .. } => {
-                // Records of a source lie one after the other from its slot on.
                 let flat = &oracle::flat(&b.layout)[me].rows;
                 let dense = oracle::gather_copies(flat, x);
                 let mut out = Mat::zeros(rows, dense.cols);
-                let mut next = vec![0; b.x.len()];
-                for (i, t) in flat.iter().enumerate() {
-                    let src = t.as_ref().map_or(0, |t| t.src);
-                    let at = src * d.max_tokens + next[src];
+                for (i, at) in fixed_rows(flat, d.max_tokens).enumerate() {
                     out.row_mut(at).copy_from_slice(dense.row(i));
-                    next[src] += 1;
                 }
                 out
             }
@@ -206,14 +201,15 @@ fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispa
         ctx.compare("dispatched weights", got, &want, &mag, &bound)?;
     }
     if !matches!(d.layout, EpLayout::ExpertMajor { .. }) {
-        let want = &oracle::flat(&b.layout)[me].row_index;
+        let flat = &oracle::flat(&b.layout)[me];
+        let fixed: Vec<usize> = fixed_rows(&flat.rows, d.max_tokens).collect();
+        let place = |w: usize| match d.layout {
+            EpLayout::Flat { .. } => w as i32,
+            _ => fixed[w] as i32,
+        };
+        let want: Vec<i32> = flat.row_index.iter().map(|w| w.map_or(-1, place)).collect();
         let got = handle.row_index().to_vec::<i32>()?;
-        let same = got.iter().zip(want).all(|(&g, w)| match (w, d.layout) {
-            (None, _) => g == -1,
-            (Some(w), EpLayout::Flat { .. }) => g == *w as i32,
-            (Some(_), _) => g >= 0,
-        });
-        ctx.check(same && got.len() == want.len(), || "row_index differs".to_owned());
+        ctx.check(got == want, || "row_index differs".to_owned());
     }
     Ok((handle, recv))
 }
@@ -295,12 +291,11 @@ fn rows_home(d: &EpDesc, b: &Batch, d_recv: &[Mat]) -> Vec<Mat> {
         return oracle::dispatch_bwd(&b.layout, d_recv, None).dx;
     }
     let rows: Vec<_> = oracle::flat(&b.layout).iter().map(|f| f.rows.clone()).collect();
-    let size = d_recv.len();
     let used: Vec<Mat> = rows
         .iter()
         .zip(d_recv)
         .map(|(r, m)| match d.layout {
-            EpLayout::RankMajor { .. } => dense(r, m, d.max_tokens, size),
+            EpLayout::RankMajor { .. } => dense(r, m, d.max_tokens),
             _ => m.slice_rows(0..r.len()),
         })
         .collect();
@@ -308,14 +303,19 @@ fn rows_home(d: &EpDesc, b: &Batch, d_recv: &[Mat]) -> Vec<Mat> {
     oracle::combine_copies(&rows, &used, &tokens)
 }
 
+/// The fixed slots of the tokens of a flat layout.
+fn fixed_rows(
+    flat: &[Option<oracle::TokenCopies>],
+    max_tokens: usize,
+) -> impl Iterator<Item = usize> {
+    flat.iter().map(move |t| t.as_ref().map_or(0, |t| t.src * max_tokens + t.token))
+}
+
 /// Rows of the rank-major layout that hold records, in flat order.
-fn dense(rows: &[Option<oracle::TokenCopies>], m: &Mat, max_tokens: usize, size: usize) -> Mat {
-    let mut next = vec![0; size];
+fn dense(rows: &[Option<oracle::TokenCopies>], m: &Mat, max_tokens: usize) -> Mat {
     let mut out = Mat::zeros(rows.len(), m.cols);
-    for (i, r) in rows.iter().enumerate() {
-        let src = r.as_ref().map_or(0, |r| r.src);
-        out.row_mut(i).copy_from_slice(m.row(src * max_tokens + next[src]));
-        next[src] += 1;
+    for (i, at) in fixed_rows(rows, max_tokens).enumerate() {
+        out.row_mut(i).copy_from_slice(m.row(at));
     }
     out
 }
