@@ -29,6 +29,9 @@ pub enum Command {
     Dump(DumpArgs),
     /// Turn a trace file into a self-contained HTML timeline.
     Trace(TraceArgs),
+    /// List, compile and cache the kernels; needs no GPU.
+    #[command(subcommand)]
+    Kernels(KernelsCommand),
     /// Say what works on this machine, and what to do about what does not.
     Doctor(DoctorArgs),
     /// List the environment variables that tilewire reads, with their values.
@@ -38,6 +41,57 @@ pub enum Command {
         /// Which shell.
         shell: clap_complete::Shell,
     },
+}
+
+/// `tilewire kernels`
+#[derive(Debug, Subcommand)]
+pub enum KernelsCommand {
+    /// List the kernels and their keys in caches.
+    List(KernelsListArgs),
+    /// Compile all kernels; fails if one spills or is serialised.
+    Compile(KernelsCompileArgs),
+    /// Show or empty the disk cache of compiled kernels.
+    Cache(KernelsCacheArgs),
+}
+
+/// `tilewire kernels list`
+#[derive(Debug, Args)]
+pub struct KernelsListArgs {
+    /// Architecture, as in `sm_90a`.
+    #[arg(long, default_value = "sm_90a")]
+    pub arch: String,
+    /// Print one JSON object per row instead of a table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `tilewire kernels compile`
+#[derive(Debug, Args)]
+pub struct KernelsCompileArgs {
+    /// Architectures.
+    #[arg(long, value_delimiter = ',', default_values = ["sm_80", "sm_90a", "sm_100a"])]
+    pub arch: Vec<String>,
+    /// NVRTC to use, a file or its folder, instead of the one that is found.
+    #[arg(long)]
+    pub nvrtc: Option<PathBuf>,
+    /// Write `<key>.cubin` files here: as the folder `cubins` beside the program they are used
+    /// instead of compiling.
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+    /// Print one JSON object per kernel instead of a table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `tilewire kernels cache`
+#[derive(Debug, Args)]
+pub struct KernelsCacheArgs {
+    /// Remove everything.
+    #[arg(long)]
+    pub clear: bool,
+    /// Print a JSON object.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `tilewire run`

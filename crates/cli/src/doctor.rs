@@ -3,6 +3,8 @@
 use std::path::Path;
 
 use serde::Serialize;
+use tilewire::device::cuda::{LIBRARIES, LibrarySpec, Places};
+use tilewire::device::jit::Cache;
 use tilewire::prelude::*;
 use tilewire::symm::backends;
 
@@ -47,9 +49,52 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
     v.extend(backends().into_iter().filter(|b| b.kind != BackendKind::Host).map(|b| {
         let text = format!("backend {}: {}", b.kind, b.why_not.as_deref().unwrap_or("available"));
         let state = if b.why_not.is_some() { State::Warn } else { State::Ok };
-        finding("backend", state, text, "the `host` backend runs everything on the CPU")
+        let driver = tilewire::device::cuda::available().err();
+        let remedy = driver.as_ref().filter(|_| b.kind == BackendKind::Vmm);
+        let remedy = remedy.and_then(|e| e.get_hint());
+        finding("backend", state, text, remedy.unwrap_or("the `host` backend runs everywhere"))
     }));
+    let places = Places::of_process();
+    v.extend(LIBRARIES.iter().map(|l| library(&places, l)));
+    v.push(kernel_cache());
     v
+}
+
+/// Where a library for GPUs would come from.
+fn library(places: &Places, spec: &LibrarySpec) -> Finding {
+    match places.find(spec, None) {
+        Ok(f) => {
+            let text = format!("{}: {} ({})", spec.name, f.path.display(), f.how);
+            finding("library", State::Ok, text, "")
+        }
+        Err(e) if e.is_unavailable() => {
+            let text = format!("{}: no {} (needed on GPUs only)", spec.name, spec.soname);
+            finding("library", State::Warn, text, spec.install)
+        }
+        Err(e) => finding(
+            "library",
+            State::Fail,
+            e.message().to_owned(),
+            e.get_hint().unwrap_or("see the error"),
+        ),
+    }
+}
+
+fn kernel_cache() -> Finding {
+    let cache = Config::from_env().and_then(|c| Cache::open(c.cache_dir.as_deref()));
+    match cache.and_then(|c| Ok((c.usage()?, c))) {
+        Ok((u, c)) => {
+            let dir = c.dir().display();
+            let text = format!("kernel cache: {} kernels, {} bytes in {dir}", u.entries, u.bytes);
+            finding("kernel-cache", State::Ok, text, "")
+        }
+        Err(e) => finding(
+            "kernel-cache",
+            State::Warn,
+            format!("kernel cache: {}", e.message()),
+            "set TILEWIRE_CACHE_DIR to a folder that only you may write",
+        ),
+    }
 }
 
 fn environment() -> Finding {

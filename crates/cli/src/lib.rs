@@ -6,6 +6,7 @@ pub mod bench;
 pub mod bench_cmd;
 pub mod doctor;
 pub mod dump;
+pub mod kernels_cmd;
 pub mod launch;
 pub mod plot;
 pub mod rows;

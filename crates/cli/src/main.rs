@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 use tilewire::prelude::*;
 use tilewire_cli::args::{Cli, Command};
-use tilewire_cli::{bench_cmd, complain, doctor, dump, launch, report, trace, train, verify_cmd};
+use tilewire_cli::{
+    bench_cmd, complain, doctor, dump, kernels_cmd, launch, report, trace, train, verify_cmd,
+};
 
 /// Log lines go to standard error, as one line each.
 struct Logger;
@@ -64,6 +66,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Bench(args) => bench_cmd::run(args),
         Command::Dump(args) => dump::run(args),
         Command::Trace(args) => trace::run(args),
+        Command::Kernels(command) => kernels_cmd::run(command),
         Command::Doctor(_) | Command::Completions { .. } | Command::Env => Ok(0),
     }
 }

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use clap::{ArgAction, CommandFactory};
 use serde_json::Value;
+use tilewire::device::jit::Cache;
 use tilewire::prelude::*;
 use tilewire_cli::args::Cli;
 
@@ -18,6 +19,8 @@ struct Seen {
     err: String,
     /// The file that `--metrics m` names.
     metrics: String,
+    /// Entries of the kernel cache.
+    cached: usize,
 }
 
 impl Seen {
@@ -139,6 +142,16 @@ const ROWS: &[Row] = &[
             && teams.len() == 1
             && teams[0]["first_divergence"].is_null()
     }),
+    row("kernels list", "--json", &[], 0, |off, on| {
+        off.out.contains("comm/signal.cu")
+            && on.json().is_some_and(|r| r.len() == off.lines().len())
+    }),
+    row("kernels cache", "--json", &[], 0, |off, on| {
+        off.out.starts_with("1 kernels") && on.json().is_some_and(|r| r[0]["entries"] == 1)
+    }),
+    row("kernels cache", "--clear", &[], 0, |off, on| {
+        off.out.starts_with("1 kernels") && on.out.contains("removed") && on.cached == 0
+    }),
     row("doctor", "--json", &["--shm", "nowhere"], 0, |off, on| {
         let findings: Option<Vec<Value>> = serde_json::from_str(&on.out).ok();
         off.out.starts_with("ok ")
@@ -155,7 +168,7 @@ fn flags(path: &str, command: &clap::Command, out: &mut BTreeSet<(String, String
         }
     }
     for c in command.get_subcommands() {
-        flags(c.get_name(), c, out);
+        flags(format!("{path} {}", c.get_name()).trim(), c, out);
     }
 }
 
@@ -164,8 +177,11 @@ fn run(row: &Row, flag: &[&str]) -> Seen {
     if row.command == "dump" {
         recorders(&dir.path().join("recorders"));
     }
+    let cache = row.command.starts_with("kernels").then(|| one_kernel(dir.path()));
     let o = Command::new(env!("CARGO_BIN_EXE_tilewire"))
-        .args([&[row.command], flag, row.rest].concat())
+        .env("TILEWIRE_CACHE_DIR", dir.path())
+        .args(row.command.split(' '))
+        .args([flag, row.rest].concat())
         .current_dir(dir.path())
         .output()
         .expect("the binary starts");
@@ -174,7 +190,16 @@ fn run(row: &Row, flag: &[&str]) -> Seen {
         out: String::from_utf8(o.stdout).unwrap(),
         err: String::from_utf8(o.stderr).unwrap(),
         metrics: std::fs::read_to_string(dir.path().join("m")).unwrap_or_default(),
+        cached: cache.map_or(0, |c| c.usage().unwrap().entries),
     }
+}
+
+/// A cache with an entry.
+fn one_kernel(folder: &Path) -> Cache {
+    let spec = tilewire::symm::kernel_specs("sm_90a").remove(0);
+    let cache = Cache::open(Some(folder)).unwrap();
+    cache.store(&spec.key(), "nvrtc13.0", b"code").unwrap();
+    cache
 }
 
 /// Flight recorders of two ranks that made the same call.
@@ -192,7 +217,10 @@ fn recorders(folder: &Path) {
 fn every_flag_has_a_row() {
     let mut known = BTreeSet::new();
     flags("", &Cli::command(), &mut known);
-    let rows = ROWS.iter().map(|r| (r.command.to_owned(), r.flag.to_owned())).collect();
+    let mut rows: BTreeSet<_> =
+        ROWS.iter().map(|r| (r.command.to_owned(), r.flag.to_owned())).collect();
+    // Needs the compiler: the test stage `kernels` runs it both ways.
+    rows.insert(("kernels compile".to_owned(), "--json".to_owned()));
     assert_eq!(known, rows, "left: flags of the parser, right: flags that are run");
 }
 

@@ -16,6 +16,7 @@
 pub mod cuda;
 mod fault;
 mod host;
+pub mod jit;
 mod memory;
 mod pending;
 mod queue;

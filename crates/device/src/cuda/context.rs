@@ -1,12 +1,13 @@
 //! Contexts: one per device and process.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
-use tilewire_core::{Error, Result};
+use tilewire_core::{Config, Error, Result};
 
 use super::error::check;
 use super::loader::available;
+use crate::jit::Jit;
 
 /// Number of devices that this process may use.
 ///
@@ -40,6 +41,7 @@ struct Inner {
     raw: CUcontext,
     device: CUdevice,
     ordinal: u32,
+    jit: OnceLock<Jit>,
 }
 
 // SAFETY: contexts may be made current on any thread; the fields never change.
@@ -65,7 +67,7 @@ impl CudaContext {
             check(sys::cuDeviceGet(&mut device, ordinal as i32), "cuDeviceGet")?;
             check(sys::cuDevicePrimaryCtxRetain(&mut raw, device), "cuDevicePrimaryCtxRetain")?;
         }
-        Ok(Self(Arc::new(Inner { raw, device, ordinal })))
+        Ok(Self(Arc::new(Inner { raw, device, ordinal, jit: OnceLock::new() })))
     }
 
     /// Makes the context current on the calling thread.
@@ -110,6 +112,18 @@ impl CudaContext {
         let minor = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let suffix = if major >= 9 { "a" } else { "" };
         Ok(format!("sm_{major}{minor}{suffix}"))
+    }
+
+    /// Where this device's kernels come from: as the environment says when it is first asked.
+    ///
+    /// # Errors
+    /// `Config` for a bad variable.
+    pub fn jit(&self) -> Result<&Jit> {
+        if self.0.jit.get().is_none() {
+            let new = Jit::new(&Config::from_env()?);
+            return Ok(self.0.jit.get_or_init(|| new));
+        }
+        self.0.jit.get().ok_or_else(|| Error::internal("the kernels' source was just set"))
     }
 
     /// True if this device can address the memory of device `other`.

@@ -18,6 +18,7 @@ mod loader;
 mod memory;
 mod module;
 mod nvrtc;
+mod places;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -29,6 +30,9 @@ pub use graph::CudaGraph;
 pub use loader::{available, load_nvrtc};
 pub use memory::{CudaMemory, Pinned};
 pub use module::{CudaModule, Kernel, LaunchArgs};
-pub use nvrtc::compile;
+pub use nvrtc::Nvrtc;
+pub use places::{
+    CUBLASLT, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,
+};
 pub use stream::CudaStream;
 pub use vmm::{VmmChunk, VmmRange, granularity};

@@ -10,6 +10,7 @@ use tilewire_core::{Error, Result};
 use super::context::CudaContext;
 use super::error::check;
 use super::stream::CudaStream;
+use crate::jit::KernelSpec;
 
 /// Machine code loaded into a context.
 #[derive(Clone)]
@@ -39,17 +40,12 @@ impl CudaModule {
         Ok(Self(Arc::new(Inner { ctx: ctx.clone(), raw })))
     }
 
-    /// Compiles and loads `text`.
+    /// Finds or makes the machine code of `spec`, and loads it.
     ///
     /// # Errors
-    /// As [`super::compile`] and [`CudaModule::load`].
-    pub fn compile(
-        ctx: &CudaContext,
-        name: &str,
-        text: &str,
-        defines: &[(&str, u64)],
-    ) -> Result<Self> {
-        Self::load(ctx, &super::compile(name, text, &ctx.arch()?, defines)?)
+    /// As [`crate::jit::Jit::cubin`] and [`CudaModule::load`].
+    pub fn jit(ctx: &CudaContext, spec: &KernelSpec) -> Result<Self> {
+        Self::load(ctx, &ctx.jit()?.cubin(spec)?.0)
     }
 
     /// The kernel `name`, loaded at once: a lazy load at the first launch may wait for kernels

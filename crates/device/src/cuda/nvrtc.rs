@@ -6,28 +6,43 @@ use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use tilewire_core::{Error, ErrorKind, Result};
 
 use super::loader::load_nvrtc;
+use crate::jit::{Compiled, Compiler, KernelSpec};
 
-/// Compiles CUDA C++ for `arch` (`sm_90a`) with `defines` and returns the machine code.
-///
-/// # Errors
-/// `Unavailable` without NVRTC; `Internal` with the compiler's log.
-pub fn compile(name: &str, text: &str, arch: &str, defines: &[(&str, u64)]) -> Result<Vec<u8>> {
-    load_nvrtc()?;
-    let c = |s: String| CString::new(s).map_err(|_| Error::invalid("a zero byte in a kernel"));
-    let mut options = vec![c(format!("--gpu-architecture={arch}"))?, c("--std=c++17".to_owned())?];
-    for (k, v) in defines {
-        options.push(c(format!("-D{k}={v}ull"))?);
+/// NVRTC as a [`Compiler`].
+#[derive(Clone, Copy, Debug)]
+pub struct Nvrtc;
+
+impl Compiler for Nvrtc {
+    fn version(&self) -> Result<String> {
+        load_nvrtc(None)?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the library is loaded; valid outputs.
+        check(unsafe { sys::nvrtcVersion(&mut major, &mut minor) }, "nvrtcVersion")?;
+        Ok(format!("nvrtc{major}.{minor}"))
     }
-    let program = Program::new(&c(text.to_owned())?, &c(name.to_owned())?)?;
-    let pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
-    // SAFETY: a live program; `pointers` holds that many strings, alive until the end.
-    let code =
-        unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr()) };
-    if code != nvrtcResult::NVRTC_SUCCESS {
-        let text = format!("compilation of `{name}` for {arch}: {}", describe(code));
-        return Err(Error::internal(text).seen(program.log()).expected("no message"));
+
+    fn compile(&self, spec: &KernelSpec) -> Result<Compiled> {
+        load_nvrtc(None)?;
+        let c = |s: &str| CString::new(s).map_err(|_| Error::invalid("a zero byte in a kernel"));
+        let mut options = vec![c(&format!("--gpu-architecture={}", spec.arch))?];
+        for o in KernelSpec::OPTIONS {
+            options.push(c(o)?);
+        }
+        for (name, value) in &spec.defines {
+            options.push(c(&format!("-D{name}={value}ull"))?);
+        }
+        let program = Program::new(&c(&spec.text)?, &c(&spec.name)?)?;
+        let pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
+        // SAFETY: a live program; `pointers` holds that many strings, alive until the end.
+        let code = unsafe {
+            sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr())
+        };
+        if code != nvrtcResult::NVRTC_SUCCESS {
+            let what = format!("compilation of `{}` for {}", spec.name, spec.arch);
+            return Err(Error::internal(format!("{what}: {}", describe(code))).seen(program.log()));
+        }
+        Ok(Compiled { cubin: program.cubin()?, log: program.log() })
     }
-    program.cubin()
 }
 
 fn describe(code: nvrtcResult) -> String {

@@ -1,6 +1,5 @@
-use std::path::PathBuf;
-
 use super::*;
+use crate::jit::{Compiler, KernelSpec, kernel_uses};
 
 /// Without CUDA every way in is a typed error, never a panic; with CUDA they work.
 #[test]
@@ -22,23 +21,28 @@ fn a_machine_without_cuda_gets_a_typed_error() {
     }
 }
 
+/// With the compiler at hand it compiles; without it the error names every place.
 #[test]
-fn a_missing_compiler_names_where_it_was_looked_for() {
-    if let Err(e) = loader::find_nvrtc(&[PathBuf::from("/nowhere/lib")]) {
-        assert!(e.is_unavailable() && e.message().contains("/nowhere/lib"), "{e}");
-        assert!(e.get_hint().is_some_and(|h| h.contains("pip install")), "{e}");
-    }
-    match compile(
-        "t",
-        "extern \"C\" __global__ void t(int* p) { *p = TW_T; }",
-        "sm_90a",
-        &[("TW_T", 1)],
-    ) {
-        Ok(cubin) => {
-            assert!(cubin.starts_with(b"\x7fELF"));
-            let e = compile("bad", "this is not C", "sm_90a", &[]).unwrap_err();
+fn the_compiler_compiles_or_says_where_it_was_looked_for() {
+    let text = "extern \"C\" __global__ void t(int* p) { *p = (int)TW_T; }";
+    let mut spec = KernelSpec {
+        name: "t".into(),
+        text: text.into(),
+        defines: vec![("TW_T".into(), 1)],
+        arch: "sm_90a".into(),
+    };
+    match Nvrtc.compile(&spec) {
+        Ok(c) => {
+            assert!(c.cubin.starts_with(b"\x7fELF"));
+            assert!(kernel_uses(&c.log).iter().any(|k| k.name == "t" && k.registers > 0));
+            spec.text = "this is not C".into();
+            let e = Nvrtc.compile(&spec).unwrap_err();
             assert!(e.to_string().contains("error"), "{e}");
+            assert!(load_nvrtc(Some("/nowhere".as_ref())).unwrap_err().is_unavailable());
         }
-        Err(e) => assert!(e.is_unavailable(), "{e}"),
+        Err(e) => {
+            assert!(e.is_unavailable() && e.message().contains("libnvrtc.so.13"), "{e}");
+            assert!(e.get_hint().is_some_and(|h| h.contains("pip install")), "{e}");
+        }
     }
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use tilewire_core::{Deadline, Error, Result};
 use tilewire_device::cuda::{CudaEvent, CudaMemory, CudaModule, LaunchArgs};
+use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Buffer, Queue};
 use tilewire_kernels::LD_ST;
 use tilewire_symm::{OneSided, World};
@@ -51,7 +52,13 @@ extern "C" __global__ void verify(const u64* p, u64 n, const u64* round, u64 ran
 "#;
 
 fn module(s: &Setup<Vmm>) -> Result<CudaModule> {
-    CudaModule::compile(s.os.context(), "gpu_spike.cu", &format!("{LD_ST}{KERNELS}"), &[])
+    let spec = KernelSpec {
+        name: "gpu_spike.cu".to_owned(),
+        text: format!("{LD_ST}{KERNELS}"),
+        defines: Vec::new(),
+        arch: s.os.context().arch()?,
+    };
+    CudaModule::jit(s.os.context(), &spec)
 }
 
 fn word(m: &CudaMemory) -> Result<u64> {

@@ -18,5 +18,12 @@ mod store;
 #[cfg(test)]
 mod tests;
 
+use tilewire_device::jit::KernelSpec;
+
 pub use onesided::VmmOneSided;
 pub(crate) use store::VmmStore;
+
+/// Every kernel of symmetric memory, for one architecture.
+pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
+    vec![store::signal_spec(arch)]
+}

@@ -9,6 +9,7 @@ use tilewire_device::cuda::{
     CudaContext, CudaMemory, CudaModule, CudaStream, Kernel, Pinned, VmmChunk, VmmRange,
     device_count, granularity,
 };
+use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::SIGNAL;
 
 use crate::control::{
@@ -70,6 +71,22 @@ struct Parts {
     pinned: Pinned,
     kernels: Kernels,
     abort_stream: CudaStream,
+}
+
+/// The kernels of `comm/signal.cu` with the offsets of the control page.
+pub(crate) fn signal_spec(arch: &str) -> KernelSpec {
+    let defines = [
+        ("TW_OFF_ABORT", OFF_ABORT as u64),
+        ("TW_OFF_INBOX", OFF_INBOX as u64),
+        ("TW_OFF_SIGNALS", OFF_SIGNALS as u64),
+        ("TW_INBOX_ROW", INBOX_ROW as u64),
+    ];
+    KernelSpec {
+        name: SIGNAL.name.to_owned(),
+        text: SIGNAL.text(),
+        defines: defines.map(|(n, v)| (n.to_owned(), v)).to_vec(),
+        arch: arch.to_owned(),
+    }
 }
 
 /// The rank's own totals, in its device memory.
@@ -151,13 +168,7 @@ impl Parts {
             let fd = chunk.export()?;
             Ok::<_, Error>((chunk, fd))
         };
-        let defines = [
-            ("TW_OFF_ABORT", OFF_ABORT as u64),
-            ("TW_OFF_INBOX", OFF_INBOX as u64),
-            ("TW_OFF_SIGNALS", OFF_SIGNALS as u64),
-            ("TW_INBOX_ROW", INBOX_ROW as u64),
-        ];
-        let module = CudaModule::compile(&ctx, SIGNAL.name, &SIGNAL.text(), &defines)?;
+        let module = CudaModule::jit(&ctx, &signal_spec(&ctx.arch()?))?;
         Ok(Self {
             heap: chunk(cfg.len_bytes)?,
             control: chunk(control::device_page_bytes(team.size()))?,

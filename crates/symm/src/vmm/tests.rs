@@ -1,20 +1,28 @@
 use std::mem::size_of;
 
-use tilewire_device::cuda::compile;
+use tilewire_device::cuda::Nvrtc;
+use tilewire_device::jit::{Compiler, kernel_uses};
 use tilewire_kernels::SIGNAL;
 
 use super::store::TeamParam;
-use crate::{HeapCfg, VmmOneSided, World, WorldCfg};
+use crate::{HeapCfg, VmmOneSided, World, WorldCfg, kernel_specs};
 use tilewire_core::{BackendKind, ErrorKind};
 
 #[test]
 fn kernels_compile_where_the_compiler_is() {
     assert_eq!(size_of::<TeamParam>(), 80, "8 words and 4 half words, as in comm/signal.cu");
-    let defines: Vec<_> = SIGNAL.defines.iter().map(|d| (*d, 0x1000)).collect();
     for arch in ["sm_80", "sm_90a", "sm_100a"] {
-        match compile(SIGNAL.name, &SIGNAL.text(), arch, &defines) {
-            Ok(cubin) => assert!(cubin.len() > 1000),
-            Err(e) => assert!(e.is_unavailable(), "{e}"),
+        for spec in kernel_specs(arch) {
+            let named: Vec<&str> = spec.defines.iter().map(|(n, _)| &**n).collect();
+            assert_eq!(named, SIGNAL.defines);
+            match Nvrtc.compile(&spec) {
+                Ok(c) => {
+                    let uses = kernel_uses(&c.log);
+                    assert_eq!(uses.len(), SIGNAL.kernels.len());
+                    assert!(uses.iter().all(|k| k.spill_bytes == 0), "{uses:?}");
+                }
+                Err(e) => assert!(e.is_unavailable(), "{e}"),
+            }
         }
     }
 }

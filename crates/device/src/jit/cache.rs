@@ -1,0 +1,238 @@
+//! The disk cache of machine code.
+//!
+//! `<folder>/kernels-1/<key>-<compiler>.cubin`, each `magic | length u64 | digest | code`. The
+//! folder belongs to the user and nobody else may write it: code from it runs on the device. A
+//! file appears whole or not at all (written beside its place, flushed, renamed), and is checked
+//! when it is read.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use tilewire_core::{Error, ErrorKind, Result, inject};
+
+use super::Key;
+
+const MAGIC: &[u8; 8] = b"twcubin1";
+const HEADER: usize = 8 + 8 + 32;
+/// Larger files are not ours.
+const MAX_CODE: u64 = 256 << 20;
+/// How long one process waits for another that compiles the same kernel.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The disk cache of one user.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    dir: PathBuf,
+}
+
+/// What a cache holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct CacheUsage {
+    /// Kernels.
+    pub entries: usize,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Held while a kernel is compiled; released with the file.
+pub struct Lock(#[expect(dead_code, reason = "closing it releases the lock")] File);
+
+impl Cache {
+    /// Opens or makes the cache in `folder`, by default `$XDG_CACHE_HOME/tilewire` or
+    /// `~/.cache/tilewire`.
+    ///
+    /// # Errors
+    /// `Permission` if the folder belongs to somebody else or others may write it; `Io` if it
+    /// cannot be made; `Unavailable` if there is no home.
+    pub fn open(folder: Option<&Path>) -> Result<Self> {
+        let base = match folder {
+            Some(f) => f.to_owned(),
+            None => default_folder()?,
+        };
+        let dir = base.join("kernels-1");
+        let io = |e| Error::io(format!("making the kernel cache {}", dir.display()), e).hint(HINT);
+        DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(io)?;
+        // Not through a link: its target may be anybody's.
+        let meta = std::fs::symlink_metadata(&dir).map_err(io)?;
+        let owner = rustix::process::geteuid().as_raw();
+        if !meta.is_dir() || meta.uid() != owner || meta.mode() & 0o022 != 0 {
+            let text = format!("the kernel cache {} is not safe to use", dir.display());
+            return Err(Error::new(ErrorKind::Permission, text)
+                .expected(format_args!("a folder of user {owner} that nobody else may write"))
+                .seen(format_args!("owner {}, mode {:o}", meta.uid(), meta.mode() & 0o7777))
+                .hint(HINT));
+        }
+        Ok(Self { dir })
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    fn path(&self, key: &Key, compiler: &str) -> PathBuf {
+        self.dir.join(format!("{key}-{compiler}.cubin"))
+    }
+
+    /// The code of `key` by `compiler`, if it is there and whole.
+    pub fn load(&self, key: &Key, compiler: &str) -> Option<Vec<u8>> {
+        let path = self.path(key, compiler);
+        match read(&path, key, compiler) {
+            Ok(code) => code,
+            Err(e) => {
+                log::warn!("{}: {e}; it is compiled anew", path.display());
+                None
+            }
+        }
+    }
+
+    /// The code of `key` by any compiler.
+    pub fn load_any(&self, key: &Key) -> Option<Vec<u8>> {
+        let start = format!("{key}-");
+        let mut names: Vec<String> = std::fs::read_dir(&self.dir)
+            .ok()?
+            .flatten()
+            .filter_map(|e| e.file_name().into_string().ok())
+            .filter(|n| n.starts_with(&start) && n.ends_with(".cubin"))
+            .collect();
+        names.sort();
+        // The newest compiler first.
+        names.iter().rev().find_map(|n| self.load(key, &n[start.len()..n.len() - 6]))
+    }
+
+    /// Puts the code of `key` by `compiler` in place.
+    ///
+    /// # Errors
+    /// `Io`, with nothing left behind, if the disk is full or the folder cannot be written.
+    pub fn store(&self, key: &Key, compiler: &str, code: &[u8]) -> Result<()> {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let to = self.path(key, compiler);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let beside = self.dir.join(format!(".{key}.{}.{number}", std::process::id()));
+        let write = || -> std::io::Result<()> {
+            let mut f =
+                OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside)?;
+            f.write_all(MAGIC)?;
+            f.write_all(&(code.len() as u64).to_le_bytes())?;
+            f.write_all(digest(key, compiler, code).as_bytes())?;
+            inject::step("writing to the kernel cache").map_err(std::io::Error::other)?;
+            f.write_all(code)?;
+            f.sync_all()?;
+            std::fs::rename(&beside, &to)?;
+            File::open(&self.dir)?.sync_all()
+        };
+        write().map_err(|e| {
+            std::fs::remove_file(&beside).ok();
+            Error::io(format!("writing {}", to.display()), e).hint(HINT)
+        })
+    }
+
+    /// Waits until no other process compiles `key`.
+    ///
+    /// # Errors
+    /// `Timeout`; `Io` where files cannot be locked.
+    pub fn lock(&self, key: &Key) -> Result<Lock> {
+        let path = self.dir.join(format!("{key}.lock"));
+        let io = |e: std::io::Error| Error::io(format!("locking {}", path.display()), e);
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
+            .open(&path)
+            .map_err(io)?;
+        let start = Instant::now();
+        loop {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(Lock(file)),
+                Err(Errno::WOULDBLOCK | Errno::INTR) if start.elapsed() < PATIENCE => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(Errno::WOULDBLOCK) => {
+                    let text = format!("{}: another process holds it", path.display());
+                    return Err(Error::new(ErrorKind::Timeout, text).elapsed(start.elapsed()));
+                }
+                Err(e) => return Err(io(e.into())),
+            }
+        }
+    }
+
+    /// What is there.
+    ///
+    /// # Errors
+    /// `Io` if the folder cannot be read.
+    pub fn usage(&self) -> Result<CacheUsage> {
+        let mut usage = CacheUsage::default();
+        for path in self.files()?.iter().filter(|p| p.extension().is_some_and(|x| x == "cubin")) {
+            usage.entries += 1;
+            usage.bytes += std::fs::metadata(path).map_or(0, |m| m.len());
+        }
+        Ok(usage)
+    }
+
+    /// Removes everything; what was there.
+    ///
+    /// # Errors
+    /// `Io` if a file cannot be removed.
+    pub fn clear(&self) -> Result<CacheUsage> {
+        let usage = self.usage()?;
+        for path in self.files()? {
+            std::fs::remove_file(&path)
+                .map_err(|e| Error::io(format!("removing {}", path.display()), e))?;
+        }
+        Ok(usage)
+    }
+
+    fn files(&self) -> Result<Vec<PathBuf>> {
+        let io = |e| Error::io(format!("reading {}", self.dir.display()), e);
+        let entries = std::fs::read_dir(&self.dir).map_err(io)?;
+        entries.map(|e| e.map(|e| e.path()).map_err(io)).collect()
+    }
+}
+
+const HINT: &str = "TILEWIRE_CACHE_DIR names another folder for it";
+
+fn default_folder() -> Result<PathBuf> {
+    let var = |name| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    var("XDG_CACHE_HOME")
+        .or_else(|| Some(var("HOME")?.join(".cache")))
+        .map(|p| p.join("tilewire"))
+        .ok_or_else(|| {
+            let text = "there is no folder for the kernel cache: neither XDG_CACHE_HOME nor HOME";
+            Error::new(ErrorKind::Unavailable, text).hint(HINT)
+        })
+}
+
+fn digest(key: &Key, compiler: &str, code: &[u8]) -> blake3::Hash {
+    let mut h = blake3::Hasher::new();
+    h.update(key.to_string().as_bytes());
+    h.update(compiler.as_bytes());
+    h.update(code);
+    h.finalize()
+}
+
+/// `Ok(None)` if there is no such file.
+fn read(path: &Path, key: &Key, compiler: &str) -> std::result::Result<Option<Vec<u8>>, String> {
+    let flags = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
+    let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
+        Ok(f) => f,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(e.to_string()),
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_CODE).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+    let Some((head, code)) = bytes.split_at_checked(HEADER) else {
+        return Err("shorter than its header".to_owned());
+    };
+    let good = &head[..8] == MAGIC
+        && head[8..16] == (code.len() as u64).to_le_bytes()
+        && head[16..] == *digest(key, compiler, code).as_bytes();
+    if good { Ok(Some(code.to_vec())) } else { Err("damaged".to_owned()) }
+}

@@ -1,0 +1,161 @@
+//! Kernels: from text to machine code, at most once.
+//!
+//! A [`KernelSpec`] (text, definitions, architecture) has a [`Key`]. [`Jit::cubin`] looks for its
+//! machine code in this order, and says where it came from:
+//!
+//! 1. **embedded**: files that were built with the program, in a folder beside it;
+//! 2. **cached**: the user's disk cache (see [`Cache`]), filled by earlier runs;
+//! 3. **compiled**: NVRTC, opened at run time; the result goes into the cache.
+//!
+//! Processes that start together on an empty cache compile each kernel once: the first takes a
+//! lock, the others wait for it and read. A cache that cannot be written, is full or damaged
+//! never makes a kernel unavailable: it costs a compilation, and one warning.
+//!
+//! No GPU is needed for any of this; `tilewire kernels compile` does it anywhere.
+
+mod cache;
+mod key;
+mod log;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tilewire_core::{Config, Error, ErrorKind, JitMode, Result};
+
+pub use cache::{Cache, CacheUsage};
+pub use key::{KernelSpec, Key};
+pub use log::{KernelUse, kernel_uses};
+
+/// What a compiler makes of a spec.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// ELF machine code.
+    pub cubin: Vec<u8>,
+    /// Messages: registers and spills of each kernel, warnings.
+    pub log: String,
+}
+
+/// Something that compiles kernels: NVRTC, or what a test puts in its place.
+pub trait Compiler: Send + Sync {
+    /// Name and version, as in a file name: `nvrtc13.0`.
+    ///
+    /// # Errors
+    /// `Unavailable` if there is no compiler here.
+    fn version(&self) -> Result<String>;
+
+    /// Compiles.
+    ///
+    /// # Errors
+    /// `Internal` with the compiler's messages.
+    fn compile(&self, spec: &KernelSpec) -> Result<Compiled>;
+}
+
+/// Where machine code came from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Origin {
+    /// Built with the program.
+    Embedded,
+    /// The disk cache.
+    Cached,
+    /// The compiler, just now.
+    Compiled,
+}
+
+/// Finds or makes machine code.
+pub struct Jit {
+    mode: JitMode,
+    /// Folders with `<key>.cubin` files that were built with the program.
+    embedded: Vec<PathBuf>,
+    cache: Result<Cache>,
+    compiler: Arc<dyn Compiler>,
+    /// A cache that does not work is worth one warning.
+    warned: Mutex<bool>,
+}
+
+impl Jit {
+    /// As `config` says, with NVRTC, and the folder `cubins` beside the program.
+    pub fn new(config: &Config) -> Self {
+        let beside = std::env::current_exe().ok();
+        let beside = beside.and_then(|p| Some(p.parent()?.join("cubins")));
+        Self::with(
+            config.jit,
+            beside.into_iter().collect(),
+            Cache::open(config.cache_dir.as_deref()),
+            Arc::new(crate::cuda::Nvrtc),
+        )
+    }
+
+    /// Of given parts.
+    pub fn with(
+        mode: JitMode,
+        embedded: Vec<PathBuf>,
+        cache: Result<Cache>,
+        compiler: Arc<dyn Compiler>,
+    ) -> Self {
+        Self { mode, embedded, cache, compiler, warned: Mutex::new(false) }
+    }
+
+    /// The machine code of `spec`, and where it came from.
+    ///
+    /// # Errors
+    /// `Unavailable` if it is neither embedded nor cached and there is no compiler, or compiling
+    /// is switched off. `Internal` with the compiler's messages.
+    pub fn cubin(&self, spec: &KernelSpec) -> Result<(Vec<u8>, Origin)> {
+        let key = spec.key();
+        for dir in &self.embedded {
+            if let Ok(cubin) = std::fs::read(dir.join(format!("{key}.cubin"))) {
+                return Ok((cubin, Origin::Embedded));
+            }
+        }
+        let version = match self.mode {
+            JitMode::Off => Err(Error::new(
+                ErrorKind::Unavailable,
+                format!("kernel `{}` for {} is not there", spec.name, spec.arch),
+            )
+            .hint("compiling is switched off (TILEWIRE_JIT=off): set it to auto")),
+            JitMode::Auto => self.compiler.version(),
+        };
+        let cache = self.cache.as_ref().inspect_err(|e| self.warn(e)).ok();
+        let version = match version {
+            Ok(v) => v,
+            // Whatever compiler made it: better than nothing.
+            Err(none) => {
+                let any = cache.and_then(|c| c.load_any(&key));
+                return any.map(|cubin| (cubin, Origin::Cached)).ok_or(none);
+            }
+        };
+        let Some(cache) = cache else {
+            return Ok((self.compiler.compile(spec)?.cubin, Origin::Compiled));
+        };
+        if let Some(cubin) = cache.load(&key, &version) {
+            return Ok((cubin, Origin::Cached));
+        }
+        // Another process may be at it; it may also hang: then both compile.
+        let _lock = cache.lock(&key).inspect_err(|e| self.warn(e)).ok();
+        if let Some(cubin) = cache.load(&key, &version) {
+            return Ok((cubin, Origin::Cached));
+        }
+        let cubin = self.compiler.compile(spec)?.cubin;
+        if let Err(e) = cache.store(&key, &version, &cubin) {
+            self.warn(&e);
+        }
+        Ok((cubin, Origin::Compiled))
+    }
+
+    /// The disk cache.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn cache(&self) -> Result<&Cache> {
+        self.cache.as_ref().map_err(Error::clone)
+    }
+
+    fn warn(&self, e: &Error) {
+        let mut warned = self.warned.lock().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::replace(&mut *warned, true) {
+            ::log::warn!("kernels are compiled in every run: {e}");
+        }
+    }
+}

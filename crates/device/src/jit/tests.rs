@@ -1,0 +1,215 @@
+use std::os::unix::fs::PermissionsExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tilewire_core::inject;
+
+use super::*;
+
+/// Counts what it compiles; the code is the text.
+struct Fake {
+    version: Result<String>,
+    compiled: AtomicUsize,
+}
+
+impl Compiler for Fake {
+    fn version(&self) -> Result<String> {
+        self.version.clone()
+    }
+
+    fn compile(&self, spec: &KernelSpec) -> Result<Compiled> {
+        self.compiled.fetch_add(1, Ordering::Relaxed);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        if spec.text.is_empty() {
+            return Err(Error::internal("nothing to compile"));
+        }
+        Ok(Compiled { cubin: spec.text.clone().into_bytes(), log: String::new() })
+    }
+}
+
+fn fake(version: &str) -> Arc<Fake> {
+    Arc::new(Fake { version: Ok(version.to_owned()), compiled: AtomicUsize::new(0) })
+}
+
+fn no_compiler() -> Arc<Fake> {
+    let version = Err(Error::new(ErrorKind::Unavailable, "no compiler here"));
+    Arc::new(Fake { version, compiled: AtomicUsize::new(0) })
+}
+
+fn spec(text: &str) -> KernelSpec {
+    KernelSpec {
+        name: "k".into(),
+        text: text.into(),
+        defines: vec![("TW_N".into(), 4)],
+        arch: "sm_80".into(),
+    }
+}
+
+fn jit(dir: &std::path::Path, compiler: &Arc<Fake>) -> Jit {
+    Jit::with(JitMode::Auto, Vec::new(), Cache::open(Some(dir)), compiler.clone())
+}
+
+#[test]
+fn everything_that_matters_is_in_the_key() {
+    let base = spec("text");
+    let mut keys = vec![base.key()];
+    let mut add = |f: &dyn Fn(&mut KernelSpec)| {
+        let mut s = base.clone();
+        f(&mut s);
+        keys.push(s.key());
+    };
+    add(&|s| s.name = "other".into());
+    add(&|s| s.text = "text ".into());
+    add(&|s| s.arch = "sm_90a".into());
+    add(&|s| s.defines[0].1 = 5);
+    add(&|s| s.defines[0].0 = "TW_M".into());
+    add(&|s| s.defines.clear());
+    // Fields do not run together.
+    add(&|s| (s.name, s.text) = ("kt".into(), "ext".into()));
+    let distinct: std::collections::HashSet<_> = keys.iter().collect();
+    assert_eq!(distinct.len(), keys.len());
+    assert_eq!(base.key(), spec("text").key());
+}
+
+#[test]
+fn a_kernel_is_compiled_once_and_then_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let compiler = fake("nvrtc13.0");
+    for (want, n) in [(Origin::Compiled, 1), (Origin::Cached, 1), (Origin::Cached, 1)] {
+        let (code, origin) = jit(dir.path(), &compiler).cubin(&spec("a")).unwrap();
+        assert_eq!((&code[..], origin), (&b"a"[..], want));
+        assert_eq!(compiler.compiled.load(Ordering::Relaxed), n);
+    }
+    // Another compiler makes other code; without one, what there is must do.
+    let newer = fake("nvrtc13.1");
+    assert_eq!(jit(dir.path(), &newer).cubin(&spec("a")).unwrap().1, Origin::Compiled);
+    assert_eq!(jit(dir.path(), &no_compiler()).cubin(&spec("a")).unwrap().1, Origin::Cached);
+    let e = jit(dir.path(), &no_compiler()).cubin(&spec("b")).unwrap_err();
+    assert!(e.is_unavailable() && e.message() == "no compiler here", "{e}");
+    // An error of the compiler is not cached.
+    assert!(jit(dir.path(), &compiler).cubin(&spec("")).is_err());
+    let cache = Cache::open(Some(dir.path())).unwrap();
+    assert_eq!(cache.usage().unwrap().entries, 2);
+    assert_eq!(cache.clear().unwrap().entries, 2);
+    assert_eq!(std::fs::read_dir(cache.dir()).unwrap().count(), 0);
+}
+
+#[test]
+fn built_in_kernels_come_first_and_switched_off_is_off() {
+    let (dir, built) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let compiler = fake("nvrtc13.0");
+    let at = |mode| {
+        let dirs = vec![built.path().to_owned()];
+        Jit::with(mode, dirs, Cache::open(Some(dir.path())), compiler.clone())
+    };
+    let e = at(JitMode::Off).cubin(&spec("a")).unwrap_err();
+    assert!(e.is_unavailable() && e.get_hint().unwrap().contains("TILEWIRE_JIT"), "{e}");
+    at(JitMode::Auto).cubin(&spec("a")).unwrap();
+    assert_eq!(at(JitMode::Off).cubin(&spec("a")).unwrap().1, Origin::Cached);
+    let file = built.path().join(format!("{}.cubin", spec("a").key()));
+    std::fs::write(file, "built").unwrap();
+    for mode in [JitMode::Off, JitMode::Auto] {
+        assert_eq!(at(mode).cubin(&spec("a")).unwrap(), (b"built".to_vec(), Origin::Embedded));
+    }
+}
+
+#[test]
+fn a_damaged_entry_is_compiled_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let compiler = fake("nvrtc13.0");
+    jit(dir.path(), &compiler).cubin(&spec("good")).unwrap();
+    let cache = Cache::open(Some(dir.path())).unwrap();
+    let file = cache.dir().join(format!("{}-nvrtc13.0.cubin", spec("good").key()));
+    let whole = std::fs::read(&file).unwrap();
+    let mut bad: Vec<Vec<u8>> = (0..whole.len())
+        .map(|i| {
+            let mut b = whole.clone();
+            b[i] ^= 1;
+            b
+        })
+        .collect();
+    bad.extend((0..whole.len()).map(|n| whole[..n].to_vec()));
+    bad.push([&whole[..], b"x"].concat());
+    for (i, b) in bad.iter().enumerate() {
+        std::fs::write(&file, b).unwrap();
+        assert!(cache.load(&spec("good").key(), "nvrtc13.0").is_none(), "case {i}");
+    }
+    let (code, origin) = jit(dir.path(), &compiler).cubin(&spec("good")).unwrap();
+    assert_eq!((&code[..], origin), (&b"good"[..], Origin::Compiled));
+    assert_eq!(std::fs::read(&file).unwrap(), whole);
+    // The entry of another kernel under this name is no entry of this one.
+    jit(dir.path(), &compiler).cubin(&spec("evil")).unwrap();
+    let other = cache.dir().join(format!("{}-nvrtc13.0.cubin", spec("evil").key()));
+    std::fs::rename(other, &file).unwrap();
+    assert!(cache.load(&spec("good").key(), "nvrtc13.0").is_none());
+}
+
+#[test]
+fn a_cache_that_cannot_be_used_costs_compilations_only() {
+    let compiler = fake("nvrtc13.0");
+    // A full disk, in the middle of the file.
+    let dir = tempfile::tempdir().unwrap();
+    let j = jit(dir.path(), &compiler);
+    inject::arm(0);
+    assert_eq!(j.cubin(&spec("a")).unwrap().1, Origin::Compiled);
+    assert!(inject::disarm());
+    assert_eq!(j.cache().unwrap().usage().unwrap().entries, 0, "half a file was left");
+    assert!(
+        std::fs::read_dir(j.cache().unwrap().dir())
+            .unwrap()
+            .flatten()
+            .all(|e| { e.path().extension().is_some_and(|x| x == "lock") })
+    );
+    // A folder that others may write, one that is a link, one that is a file.
+    let open = |p: &std::path::Path| Cache::open(Some(p)).unwrap_err();
+    let shared = tempfile::tempdir().unwrap();
+    let inner = shared.path().join("kernels-1");
+    std::fs::create_dir(&inner).unwrap();
+    std::fs::set_permissions(&inner, PermissionsExt::from_mode(0o777)).unwrap();
+    let e = open(shared.path());
+    assert!(e.kind() == ErrorKind::Permission && e.to_string().contains("777"), "{e}");
+    assert!(e.get_hint().unwrap().contains("TILEWIRE_CACHE_DIR"));
+    let linked = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(dir.path(), linked.path().join("kernels-1")).unwrap();
+    assert_eq!(open(linked.path()).kind(), ErrorKind::Permission);
+    let file = linked.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    assert_eq!(open(&file).kind(), ErrorKind::Io);
+    let j = jit(shared.path(), &compiler);
+    assert_eq!(j.cubin(&spec("b")).unwrap().1, Origin::Compiled);
+    assert_eq!(j.cubin(&spec("b")).unwrap().1, Origin::Compiled);
+    // A new one is private.
+    let made = jit(dir.path(), &compiler);
+    let mode = std::fs::metadata(made.cache().unwrap().dir()).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o700);
+}
+
+/// Eight processes start on an empty cache: one compiles. A test starts this binary again.
+#[test]
+fn processes_that_start_together_compile_once() {
+    if let Ok(dir) = std::env::var("JIT_TEST_DIR") {
+        let compiler = fake("nvrtc13.0");
+        let (code, _) = jit(dir.as_ref(), &compiler).cubin(&spec("shared")).unwrap();
+        assert_eq!(code, b"shared");
+        if compiler.compiled.load(Ordering::Relaxed) > 0 {
+            std::fs::write(format!("{dir}/compiled-by-{}", std::process::id()), "").unwrap();
+        }
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let name = "jit::tests::processes_that_start_together_compile_once";
+    let start = |_| {
+        std::process::Command::new(std::env::current_exe().unwrap())
+            .args([name, "--exact"])
+            .env("JIT_TEST_DIR", dir.path())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap()
+    };
+    let children: Vec<_> = (0..8).map(start).collect();
+    for mut c in children {
+        assert!(c.wait().unwrap().success());
+    }
+    let names = std::fs::read_dir(dir.path()).unwrap().flatten().map(|e| e.file_name());
+    let compiled = names.filter(|n| n.to_string_lossy().starts_with("compiled-by-")).count();
+    assert_eq!(compiled, 1);
+}
