@@ -3,8 +3,10 @@
 //! A [`Stream`] is a queue of work that runs in order; an [`Event`] is a point in it; a [`Graph`]
 //! is a captured piece of it that can be replayed; [`Memory`] is bytes on the device; a
 //! [`Pending`] is the token of work in flight. The `host` device runs each stream on a worker
-//! thread, so that every ordering bug that a GPU could show, the host can show too. [`Queue`],
-//! [`Point`] and [`Buffer`] are what both devices have in common; [`cuda`] is the other device.
+//! thread, so that every ordering bug that a GPU could show, the host can show too; [`cuda`] is
+//! the other device. [`Stream`], [`Event`], [`Graph`] and [`Tensor`] are of any device, so that an
+//! operation and its caller are written once; [`Queue`], [`Point`] and [`Buffer`] are what one
+//! source needs that is compiled for each device.
 //!
 //! # Rules
 //! - Work is a [`Node`]: a closure that can run many times (a graph replays it), and a second one
@@ -20,13 +22,15 @@ pub mod jit;
 mod memory;
 mod pending;
 mod queue;
+mod stream;
 mod tensor;
 mod trace;
 
 pub use fault::{Fault, Probe};
-pub use host::{Event, Graph, GraphExec, Node, Stream};
+pub use host::{HostEvent, HostGraph, HostGraphExec, HostStream, Node};
 pub use memory::{Memory, MemoryRead, MemoryWrite};
 pub use pending::Pending;
 pub use queue::{Buffer, Point, Queue};
-pub use tensor::Tensor;
+pub use stream::{Event, Graph, GraphExec, Stream};
+pub use tensor::{Device, Tensor};
 pub use trace::{Span, Tracer};

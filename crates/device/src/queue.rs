@@ -3,7 +3,7 @@
 
 use tilewire_core::{Deadline, Result};
 
-use crate::{Event, GraphExec, Stream, Tensor};
+use crate::Tensor;
 
 /// A point in a queue of work.
 pub trait Point {
@@ -17,7 +17,8 @@ pub trait Point {
     fn synchronize(&self, deadline: Option<Deadline>) -> Result<()>;
 }
 
-/// A queue of work that runs in order: [`Stream`] on the host, `CudaStream` on a GPU.
+/// A queue of work that runs in order: [`Stream`](crate::Stream) on any device,
+/// `CudaStream` on a GPU.
 pub trait Queue: Clone + Send + Sync {
     /// A point in the queue.
     type Event: Point;
@@ -90,56 +91,6 @@ pub trait Buffer: Clone + Send + Sync {
     /// # Errors
     /// What the device reports.
     fn download(&self) -> Result<Vec<u8>>;
-}
-
-impl Point for Event {
-    fn is_done(&self) -> bool {
-        Event::is_done(self)
-    }
-
-    fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {
-        Event::synchronize(self, deadline)
-    }
-}
-
-impl Queue for Stream {
-    type Event = Event;
-    type Graph = GraphExec;
-
-    fn event(&self) -> Result<Event> {
-        Ok(Event::new())
-    }
-
-    fn record(&self, event: &Event) -> Result<()> {
-        Stream::record(self, event)
-    }
-
-    fn wait(&self, event: &Event) -> Result<()> {
-        Stream::wait(self, event)
-    }
-
-    fn begin_capture(&self) -> Result<()> {
-        Stream::begin_capture(self)
-    }
-
-    fn end_capture(&self) -> Result<GraphExec> {
-        Stream::end_capture(self)?.instantiate()
-    }
-
-    fn replay(&self, graph: &GraphExec) -> Result<()> {
-        Stream::replay(self, graph)
-    }
-
-    fn check(&self) -> Result<()> {
-        Stream::check(self)
-    }
-
-    fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()> {
-        let e = Event::new();
-        self.record(&e)?;
-        Event::synchronize(&e, deadline)?;
-        self.check()
-    }
 }
 
 impl Buffer for Tensor {

@@ -2,7 +2,34 @@
 
 use tilewire_core::{DType, Element, Error, Result, Shape, View, convert_from_f32, convert_to_f32};
 
-use crate::Memory;
+use crate::cuda::{CudaContext, CudaMemory};
+use crate::{Buffer, Memory};
+
+/// Where tensors lie.
+#[derive(Clone, Default)]
+pub enum Device {
+    /// The CPU's memory.
+    #[default]
+    Host,
+    /// A CUDA device's memory.
+    Cuda(CudaContext),
+}
+
+/// The bytes underneath a tensor.
+#[derive(Clone, Debug)]
+enum Storage {
+    Host(Memory),
+    Cuda(CudaMemory),
+}
+
+impl Storage {
+    fn len_bytes(&self) -> usize {
+        match self {
+            Storage::Host(m) => m.len_bytes(),
+            Storage::Cuda(m) => m.len_bytes(),
+        }
+    }
+}
 
 /// A contiguous row-major tensor in device memory. Clones share the memory.
 ///
@@ -15,7 +42,7 @@ use crate::Memory;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Tensor {
-    mem: Memory,
+    mem: Storage,
     offset_bytes: usize,
     dtype: DType,
     shape: Shape,
@@ -24,13 +51,13 @@ pub struct Tensor {
 impl Tensor {
     /// Zeros.
     pub fn zeros(dtype: DType, shape: Shape) -> Self {
-        let mem = Memory::zeroed(shape.num_elems() * dtype.size());
+        let mem = Storage::Host(Memory::zeroed(shape.num_elems() * dtype.size()));
         Self { mem, offset_bytes: 0, dtype, shape }
     }
 
     /// NaN everywhere (see [`Memory::poisoned`]): what outputs should start as.
     pub fn poisoned(dtype: DType, shape: Shape) -> Self {
-        let mem = Memory::poisoned(shape.num_elems() * dtype.size());
+        let mem = Storage::Host(Memory::poisoned(shape.num_elems() * dtype.size()));
         Self { mem, offset_bytes: 0, dtype, shape }
     }
 
@@ -49,7 +76,7 @@ impl Tensor {
     pub fn from_view(view: &View<'_>) -> Result<Self> {
         let bytes = view.contiguous_bytes("tensor")?;
         Ok(Self {
-            mem: Memory::from_bytes(bytes),
+            mem: Storage::Host(Memory::from_bytes(bytes)),
             offset_bytes: 0,
             dtype: view.dtype(),
             shape: view.shape(),
@@ -74,6 +101,18 @@ impl Tensor {
     /// # Errors
     /// `InvalidArgument` if it reaches past the memory or is misaligned for `dtype`.
     pub fn over(mem: Memory, offset_bytes: usize, dtype: DType, shape: Shape) -> Result<Self> {
+        Self::over_storage(Storage::Host(mem), offset_bytes, dtype, shape)
+    }
+
+    /// A tensor over existing memory of a CUDA device.
+    ///
+    /// # Errors
+    /// As [`Tensor::over`].
+    pub fn over_cuda(mem: CudaMemory, dtype: DType, shape: Shape) -> Result<Self> {
+        Self::over_storage(Storage::Cuda(mem), 0, dtype, shape)
+    }
+
+    fn over_storage(mem: Storage, offset_bytes: usize, dtype: DType, shape: Shape) -> Result<Self> {
         let end = offset_bytes + shape.num_elems() * dtype.size();
         if end > mem.len_bytes() || !offset_bytes.is_multiple_of(dtype.size()) {
             return Err(Error::invalid(format!(
@@ -99,9 +138,46 @@ impl Tensor {
         self.shape.num_elems() * self.dtype.size()
     }
 
-    /// The memory underneath.
-    pub fn memory(&self) -> &Memory {
-        &self.mem
+    /// A copy on `device`, at once. No work in flight may write this tensor.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is not enough memory; what the device reports.
+    pub fn to(&self, device: &Device) -> Result<Self> {
+        let bytes = self.download()?;
+        let mem = match device {
+            Device::Host => Storage::Host(Memory::from_bytes(&bytes)),
+            Device::Cuda(ctx) => Storage::Cuda(CudaMemory::from_bytes(ctx, &bytes)?),
+        };
+        Ok(Self { mem, offset_bytes: 0, ..self.clone() })
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> Device {
+        match &self.mem {
+            Storage::Host(_) => Device::Host,
+            Storage::Cuda(m) => Device::Cuda(m.context().clone()),
+        }
+    }
+
+    /// The bytes on a CUDA device, for kernels and copies.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a tensor in the CPU's memory.
+    pub fn cuda(&self) -> Result<CudaMemory> {
+        match &self.mem {
+            Storage::Cuda(m) => m.slice(self.offset_bytes, self.len_bytes()),
+            Storage::Host(_) => Err(Error::invalid("a tensor lies in the CPU's memory")
+                .hint("move it with `tensor.to(&device)` first")),
+        }
+    }
+
+    /// True if both lie in one allocation, overlapping or not.
+    pub fn shares_memory(&self, other: &Tensor) -> bool {
+        match (&self.mem, &other.mem) {
+            (Storage::Host(a), Storage::Host(b)) => a.same(b),
+            (Storage::Cuda(a), Storage::Cuda(b)) => a.same(b),
+            _ => false,
+        }
     }
 
     /// The same elements under another shape.
@@ -133,23 +209,38 @@ impl Tensor {
         })
     }
 
-    /// Runs `f` on the bytes.
+    /// Runs `f` on the bytes; on a CUDA device on a copy of them.
     ///
     /// # Errors
-    /// If work in flight is writing the memory.
+    /// If work in flight is writing the memory; what the device reports.
     pub fn read<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
-        let g = self.mem.read("tensor")?;
-        Ok(f(&g.bytes()[self.offset_bytes..][..self.len_bytes()]))
+        match &self.mem {
+            Storage::Host(m) => {
+                let g = m.read("tensor")?;
+                Ok(f(&g.bytes()[self.offset_bytes..][..self.len_bytes()]))
+            }
+            Storage::Cuda(_) => Ok(f(&self.cuda()?.download()?)),
+        }
     }
 
-    /// Runs `f` on the bytes, writable.
+    /// Runs `f` on the bytes, writable; on a CUDA device on a copy that is then put back.
     ///
     /// # Errors
-    /// If work in flight is using the memory.
+    /// If work in flight is using the memory; what the device reports.
     pub fn write<R>(&self, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
         let len = self.len_bytes();
-        let mut g = self.mem.write("tensor")?;
-        Ok(f(&mut g.bytes_mut()[self.offset_bytes..][..len]))
+        match &self.mem {
+            Storage::Host(m) => {
+                let mut g = m.write("tensor")?;
+                Ok(f(&mut g.bytes_mut()[self.offset_bytes..][..len]))
+            }
+            Storage::Cuda(_) => {
+                let memory = self.cuda()?;
+                let mut bytes = memory.download()?;
+                let r = f(&mut bytes);
+                memory.upload(&bytes).map(|()| r)
+            }
+        }
     }
 
     /// Copies the elements out.
@@ -179,9 +270,15 @@ impl Tensor {
 
     /// True if an element of one lies on an element of the other.
     pub fn overlaps(&self, other: &Tensor) -> bool {
-        let range = |t: &Tensor| t.offset_bytes..t.offset_bytes + t.len_bytes();
+        let range = |t: &Tensor| {
+            let start = match &t.mem {
+                Storage::Host(_) => t.offset_bytes as u64,
+                Storage::Cuda(m) => m.addr() + t.offset_bytes as u64,
+            };
+            start..start + t.len_bytes() as u64
+        };
         let (a, b) = (range(self), range(other));
-        self.mem.same(&other.mem) && a.start < b.end && b.start < a.end
+        self.shares_memory(other) && a.start < b.end && b.start < a.end
     }
 
     /// Fills every byte with [`DType::POISON`].

@@ -41,6 +41,11 @@ impl Fingerprint {
         Self { hash, text }
     }
 
+    /// The operation.
+    pub fn op(&self) -> &str {
+        self.text.split(' ').next().unwrap_or_default()
+    }
+
     /// The words.
     pub fn text(&self) -> &str {
         &self.text

@@ -206,8 +206,17 @@ impl LiveTeam {
     /// # Errors
     /// The fault of the team.
     pub fn check(&self) -> Result<()> {
+        self.check_at(None)
+    }
+
+    /// As [`LiveTeam::check`]; what nobody has met yet is met by this operation and phase.
+    fn check_at(&self, at: Option<(&str, &'static str)>) -> Result<()> {
         self.0.fault.check()?;
-        self.news().map_or(Ok(()), |e| Err(self.fail(e)))
+        let Some(e) = self.news() else { return Ok(()) };
+        Err(self.fail(match at {
+            Some((op, phase)) => e.op(op.to_owned()).phase(phase),
+            None => e,
+        }))
     }
 
     pub(crate) fn first_dead(&self) -> Option<Rank> {
@@ -393,7 +402,7 @@ impl LiveTeam {
     /// # Errors
     /// `Mismatch` with both ranks' words; `Timeout`, `PeerDead`, or the fault of the team.
     pub fn prepare_agree(&self, fp: &Fingerprint) -> Result<u64> {
-        self.check().map_err(|e| e.phase("agree"))?;
+        self.check_at(Some((fp.op(), "agree")))?;
         let seq = self.record(EntryKind::Prepare, fp);
         for p in self.peers() {
             let waited = self.wait_until(
@@ -440,7 +449,7 @@ impl LiveTeam {
     /// # Errors
     /// The fault of the team.
     pub fn launch_begin(&self, fp: &Fingerprint) -> Result<u64> {
-        self.check().map_err(|e| e.phase("launch"))?;
+        self.check_at(Some((fp.op(), "launch")))?;
         Ok(self.record(EntryKind::Launch, fp))
     }
 

@@ -104,23 +104,19 @@ impl World {
                 })
                 .collect();
             let mut out = Vec::with_capacity(n);
-            let mut first = Ok(());
+            let (mut first, mut panics) = (Ok(()), Vec::new());
             for t in threads {
-                let r = t.and_then(|t| {
-                    t.join().unwrap_or_else(|p| {
-                        let text = p.downcast_ref::<String>().cloned();
-                        let text = text
-                            .or_else(|| p.downcast_ref::<&str>().map(|s| (*s).to_owned()))
-                            .unwrap_or_default();
-                        Err(Error::internal(format!("a rank panicked: {text}")))
-                    })
-                });
-                match r {
-                    Ok(v) => out.push(v),
-                    // A panic is the cause; what the other ranks report is its consequence.
-                    Err(e) if first.is_ok() || e.kind() == ErrorKind::Internal => first = Err(e),
-                    Err(_) => {}
+                match t.map(std::thread::ScopedJoinHandle::join) {
+                    Ok(Ok(Ok(v))) => out.push(v),
+                    Ok(Ok(Err(e))) | Err(e) => first = first.and(Err(e)),
+                    Ok(Err(payload)) => panics.push(panic_text(&*payload)),
                 }
+            }
+            // Panics are the cause; what the other ranks report is their consequence. All of them:
+            // one must not hide another.
+            if !panics.is_empty() {
+                let text = format!("a rank panicked: {}", panics.join("; another: "));
+                return Err(Error::internal(text));
             }
             first.map(|()| out)
         })
@@ -192,6 +188,13 @@ impl World {
         let teams: Vec<_> = lock(&self.0.teams).iter().filter_map(Weak::upgrade).collect();
         teams.into_iter().try_for_each(|t| LiveTeam(t).check())
     }
+}
+
+fn panic_text(payload: &(dyn std::any::Any + Send)) -> String {
+    let owned = payload.downcast_ref::<String>().cloned();
+    owned
+        .or_else(|| payload.downcast_ref::<&str>().map(|s| (*s).to_owned()))
+        .unwrap_or_else(|| "(no text)".to_owned())
 }
 
 impl WorldInner {

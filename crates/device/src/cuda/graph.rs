@@ -35,12 +35,16 @@ impl Held {
 pub struct CudaGraph {
     ctx: CudaContext,
     raw: CUgraphExec,
+    num_nodes: usize,
     _held: Option<Arc<Held>>,
 }
 
 // SAFETY: launches of one graph are made from one thread at a time by its owner; the handle
 // itself may move between threads.
 unsafe impl Send for CudaGraph {}
+// SAFETY: a shared handle can only be launched, which the driver allows from any thread; that two
+// launches do not overlap is the caller's business, as for every graph.
+unsafe impl Sync for CudaGraph {}
 
 impl CudaGraph {
     /// Takes `graph` and destroys it.
@@ -49,13 +53,21 @@ impl CudaGraph {
         graph: CUgraph,
         held: Option<Arc<Held>>,
     ) -> Result<Self> {
-        let mut raw = std::ptr::null_mut();
+        let (mut raw, mut num_nodes) = (std::ptr::null_mut(), 0);
+        // SAFETY: a live graph; without a list only the number is written.
+        let count = unsafe { sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut num_nodes) };
         // SAFETY: `graph` has just been captured and is ours; the output is valid.
         let code = unsafe { sys::cuGraphInstantiateWithFlags(&mut raw, graph, 0) };
         // SAFETY: the executable graph is independent of it.
         unsafe { sys::cuGraphDestroy(graph) };
         check(code, "cuGraphInstantiate")?;
-        Ok(Self { ctx: ctx.clone(), raw, _held: held })
+        check(count, "cuGraphGetNodes")?;
+        Ok(Self { ctx: ctx.clone(), raw, num_nodes, _held: held })
+    }
+
+    /// Number of nodes that one replay runs.
+    pub fn num_nodes(&self) -> usize {
+        self.num_nodes
     }
 
     pub(super) fn raw(&self) -> CUgraphExec {

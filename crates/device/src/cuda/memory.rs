@@ -68,6 +68,16 @@ impl CudaMemory {
         Ok(Self { owner: self.owner.clone(), offset: self.offset + offset, len })
     }
 
+    /// The context that it belongs to.
+    pub fn context(&self) -> &CudaContext {
+        &self.owner.ctx
+    }
+
+    /// True if both are pieces of one allocation.
+    pub fn same(&self, other: &CudaMemory) -> bool {
+        Arc::ptr_eq(&self.owner, &other.owner)
+    }
+
     /// The device address.
     pub fn addr(&self) -> u64 {
         self.owner.ptr + self.offset as u64

@@ -66,6 +66,20 @@ impl CudaStream {
         self.capture().clone()
     }
 
+    /// True while the stream collects work for a graph.
+    pub fn is_capturing(&self) -> bool {
+        self.capture().is_some()
+    }
+
+    /// True unless one of the two streams is part of a capture of which the other is not.
+    pub fn same_capture(&self, other: &CudaStream) -> bool {
+        match (self.held(), other.held()) {
+            (None, None) => true,
+            (Some(a), Some(b)) => Arc::ptr_eq(&a, &b),
+            _ => false,
+        }
+    }
+
     /// During a capture, makes the graph hold `thing`; otherwise does nothing.
     pub fn hold(&self, thing: impl FnOnce() -> Arc<dyn Any + Send + Sync>) {
         if let Some(h) = &*self.capture() {

@@ -11,7 +11,7 @@ use crate::pending::timed_out;
 /// A point in a stream. Recording it again moves it; a wait refers to the last record that
 /// precedes the wait in the caller's program order.
 #[derive(Clone, Default)]
-pub struct Event(Arc<Inner>);
+pub struct HostEvent(Arc<Inner>);
 
 #[derive(Default)]
 struct Inner {
@@ -29,7 +29,7 @@ struct State {
     mark: Option<CaptureMark>,
 }
 
-impl Event {
+impl HostEvent {
     /// An event that nothing has recorded: waiting for it returns at once.
     pub fn new() -> Self {
         Self::default()

@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use tilewire_core::{Error, Result};
 
-use super::stream::{Job, Node, Stream};
+use super::stream::{HostStream, Job, Node};
 
 /// An operation on one lane of a graph.
 pub(super) enum LaneOp {
@@ -32,7 +32,7 @@ struct SessionInner {
     lanes: Vec<Vec<LaneOp>>,
     num_edges: usize,
     /// Streams that joined by waiting for a captured event.
-    enrolled: Vec<Stream>,
+    enrolled: Vec<HostStream>,
     ended: bool,
 }
 
@@ -63,12 +63,12 @@ impl Session {
         id
     }
 
-    pub fn enroll(&self, stream: &Stream) {
+    pub fn enroll(&self, stream: &HostStream) {
         self.lock().enrolled.push(stream.clone());
     }
 
     /// Nothing can be added from now on; the streams that had joined.
-    pub fn end(&self) -> Vec<Stream> {
+    pub fn end(&self) -> Vec<HostStream> {
         let mut s = self.lock();
         s.ended = true;
         std::mem::take(&mut s.enrolled)
@@ -79,10 +79,10 @@ impl Session {
         self.lock().ended
     }
 
-    pub fn finish(&self) -> Result<Graph> {
+    pub fn finish(&self) -> Result<HostGraph> {
         let mut s = self.lock();
         let lanes = std::mem::take(&mut s.lanes);
-        let graph = Graph { lanes, num_edges: s.num_edges, running: Mutex::new(()) };
+        let graph = HostGraph { lanes, num_edges: s.num_edges, running: Mutex::new(()) };
         drop(s);
         graph.check_joined()?;
         Ok(graph)
@@ -90,7 +90,7 @@ impl Session {
 }
 
 /// Captured work that can be made executable and replayed many times.
-pub struct Graph {
+pub struct HostGraph {
     lanes: Vec<Vec<LaneOp>>,
     num_edges: usize,
     /// One replay at a time: two that interleaved on the lanes would wait for each other's edges.
@@ -111,7 +111,7 @@ impl Edges {
     }
 }
 
-impl Graph {
+impl HostGraph {
     /// Number of nodes.
     pub fn num_nodes(&self) -> usize {
         self.lanes.iter().flatten().filter(|op| matches!(op, LaneOp::Node(_))).count()
@@ -141,22 +141,22 @@ impl Graph {
     ///
     /// # Errors
     /// `Exhausted` if there is no thread for a lane.
-    pub fn instantiate(self) -> Result<GraphExec> {
+    pub fn instantiate(self) -> Result<HostGraphExec> {
         let lanes = (1..self.lanes.len())
-            .map(|i| Stream::new(format!("graph-lane{i}")))
+            .map(|i| HostStream::new(format!("graph-lane{i}")))
             .collect::<Result<Vec<_>>>()?;
-        Ok(GraphExec { graph: Arc::new(self), lanes: Arc::new(lanes) })
+        Ok(HostGraphExec { graph: Arc::new(self), lanes: Arc::new(lanes) })
     }
 
     /// Runs all lanes, lane 0 on this thread. Called by the stream that replays.
-    pub(super) fn run(self: &Arc<Self>, lanes: &[Stream]) -> Result<()> {
+    pub(super) fn run(self: &Arc<Self>, lanes: &[HostStream]) -> Result<()> {
         let _alone = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let edges = Arc::new(Edges {
             set: Mutex::new(vec![false; self.num_edges]),
             changed: Condvar::new(),
             failed: Mutex::default(),
         });
-        let done = super::Event::new();
+        let done = super::HostEvent::new();
         for (i, stream) in lanes.iter().enumerate() {
             let (graph, edges) = (self.clone(), edges.clone());
             let lane = move || {
@@ -199,14 +199,14 @@ impl Graph {
     }
 }
 
-/// A graph ready for [`Stream::replay`].
+/// A graph ready for [`HostStream::replay`].
 #[derive(Clone)]
-pub struct GraphExec {
-    pub(super) graph: Arc<Graph>,
-    pub(super) lanes: Arc<Vec<Stream>>,
+pub struct HostGraphExec {
+    pub(super) graph: Arc<HostGraph>,
+    pub(super) lanes: Arc<Vec<HostStream>>,
 }
 
-impl GraphExec {
+impl HostGraphExec {
     /// Number of nodes that one replay runs.
     pub fn num_nodes(&self) -> usize {
         self.graph.num_nodes()

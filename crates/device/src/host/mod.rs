@@ -6,6 +6,6 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use event::Event;
-pub use graph::{Graph, GraphExec};
-pub use stream::{Node, Stream};
+pub use event::HostEvent;
+pub use graph::{HostGraph, HostGraphExec};
+pub use stream::{HostStream, Node};

@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use tilewire_core::{Error, ErrorKind, Result, inject};
 
-use super::event::Event;
-use super::graph::{CaptureMark, Graph, GraphExec, LaneOp, Session};
+use super::event::HostEvent;
+use super::graph::{CaptureMark, HostGraph, HostGraphExec, LaneOp, Session};
 use crate::{Fault, Tracer};
 
 type Run = Arc<dyn Fn() -> Result<()> + Send + Sync>;
@@ -88,14 +88,14 @@ impl Node {
 
 pub(super) enum Job {
     Node(Node),
-    Record(Event, u64),
-    Wait(Event, u64),
-    Graph(Arc<Graph>, Arc<Vec<Stream>>),
+    Record(HostEvent, u64),
+    Wait(HostEvent, u64),
+    Graph(Arc<HostGraph>, Arc<Vec<HostStream>>),
 }
 
 /// A queue of work that runs in order on its own thread. Clones are the same stream.
 #[derive(Clone)]
-pub struct Stream(Arc<Inner>);
+pub struct HostStream(Arc<Inner>);
 
 /// A capture and the lane in it.
 type Capture = Option<(Arc<Session>, usize)>;
@@ -119,7 +119,7 @@ fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Stream {
+impl HostStream {
     /// A new stream; `name` labels its lane in traces.
     ///
     /// # Errors
@@ -131,7 +131,7 @@ impl Stream {
     /// A new stream that adds a span to `tracer` for each node.
     ///
     /// # Errors
-    /// As [`Stream::new`].
+    /// As [`HostStream::new`].
     pub fn with_tracer(name: impl Into<String>, tracer: Option<Arc<Tracer>>) -> Result<Self> {
         let (name, (tx, rx)) = (name.into(), channel());
         let error = Arc::new(Fault::new());
@@ -188,7 +188,7 @@ impl Stream {
     ///
     /// # Errors
     /// If the stream has ended.
-    pub fn record(&self, event: &Event) -> Result<()> {
+    pub fn record(&self, event: &HostEvent) -> Result<()> {
         if let Some((session, lane)) = &*self.capture() {
             let id = session.push_record(*lane);
             event.issue_captured(CaptureMark { session: session.clone(), id });
@@ -203,7 +203,7 @@ impl Stream {
     /// # Errors
     /// `InvalidArgument` if a capturing stream is to wait for an event outside of its capture, or
     /// this stream is part of another capture.
-    pub fn wait(&self, event: &Event) -> Result<()> {
+    pub fn wait(&self, event: &HostEvent) -> Result<()> {
         let mut capture = self.capture();
         match (&*capture, event.mark()) {
             (_, Some(mark)) if mark.session.has_ended() => Err(Error::invalid(format!(
@@ -254,7 +254,7 @@ impl Stream {
     /// # Errors
     /// `InvalidArgument` if no capture was begun here, or a stream that joined it was not joined
     /// back to this one.
-    pub fn end_capture(&self) -> Result<Graph> {
+    pub fn end_capture(&self) -> Result<HostGraph> {
         let taken = self.capture().take();
         let Some((session, 0)) = taken else {
             *self.capture() = taken;
@@ -273,8 +273,8 @@ impl Stream {
     }
 
     /// True unless one of the two streams is part of a capture of which the other is not.
-    pub fn same_capture(&self, other: &Stream) -> bool {
-        let session = |s: &Stream| s.capture().as_ref().map(|(session, _)| session.clone());
+    pub fn same_capture(&self, other: &HostStream) -> bool {
+        let session = |s: &HostStream| s.capture().as_ref().map(|(session, _)| session.clone());
         match (session(self), session(other)) {
             (None, None) => true,
             (Some(a), Some(b)) => Arc::ptr_eq(&a, &b),
@@ -295,7 +295,7 @@ impl Stream {
     ///
     /// # Errors
     /// `InvalidArgument` if this stream is being captured.
-    pub fn replay(&self, graph: &GraphExec) -> Result<()> {
+    pub fn replay(&self, graph: &HostGraphExec) -> Result<()> {
         if self.is_capturing() {
             return Err(Error::invalid("a graph cannot be launched into a capture"));
         }
@@ -308,7 +308,7 @@ impl Stream {
     /// # Errors
     /// The error of the first node without fault domain that failed.
     pub fn synchronize(&self) -> Result<()> {
-        let e = Event::new();
+        let e = HostEvent::new();
         self.record(&e)?;
         e.synchronize(None)?;
         self.check()

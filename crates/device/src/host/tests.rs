@@ -5,7 +5,7 @@ use std::time::Duration;
 use tilewire_core::{Deadline, Error, ErrorKind};
 
 use super::*;
-use crate::{Fault, Pending};
+use crate::{Event, Fault, Pending, Stream};
 
 fn push(log: &Arc<Mutex<Vec<u32>>>, v: u32) -> Node {
     let log = log.clone();
@@ -214,4 +214,18 @@ fn waiting_gives_up_at_the_deadline() {
     let p = Pending::new((), &s, None).unwrap();
     let e = p.wait_until(Deadline::after(Duration::from_millis(20))).unwrap_err();
     assert!(e.is_timeout());
+}
+
+#[test]
+fn what_is_of_another_device_is_refused() {
+    let s = Stream::new("s").unwrap();
+    assert!(s.host().is_ok());
+    let e = s.cuda().err().unwrap();
+    assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+    let t = crate::Tensor::zeros(tilewire_core::DType::F32, tilewire_core::Shape::d1(4));
+    assert!(t.cuda().err().unwrap().to_string().contains("CPU"));
+    let copy = t.to(&crate::Device::Host).unwrap();
+    assert!(!copy.shares_memory(&t) && copy.to_f32().unwrap() == [0.0; 4]);
+    // An event that nothing has recorded is no wait, wherever it will belong.
+    s.wait(&Event::new()).unwrap();
 }

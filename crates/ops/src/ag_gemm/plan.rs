@@ -74,7 +74,7 @@ impl AgGemmPlan {
         let gather = heap.alloc(Self::memory(&desc), "ag_gemm")?;
         let signals = Arc::new(heap.team().signals(2, "ag_gemm")?);
         let core =
-            PlanCore::new("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()));
+            PlanCore::new("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?;
         Ok(Self { desc, core, gather, signals, choice, machine: Machine::default() })
     }
 

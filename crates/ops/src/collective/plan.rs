@@ -59,7 +59,7 @@ impl CollectivePlan {
             CollectiveKind::ReduceScatter(s, _) => s.max_rows(desc.m, size),
             _ => Shards::Even.max_rows(desc.m, size),
         };
-        let core = PlanCore::new(name, heap, &desc);
+        let core = PlanCore::new(name, heap, &desc)?;
         Ok(Self { desc, core, staging, staging2, signals, signals2, slot_rows })
     }
 
@@ -146,7 +146,7 @@ impl CollectivePlan {
         check("x", x, x_rows)?;
         check("out", out, out_rows)?;
         // Both are locked at once: disjoint parts of one buffer would not do either.
-        if x.memory().same(out.memory()) {
+        if x.shares_memory(out) {
             return Err(Error::invalid("`out` must not share memory with `x`").op(name));
         }
         Ok(())

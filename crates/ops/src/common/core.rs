@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_core::{BackendKind, Error, ErrorKind, Result};
 use tilewire_device::{Event, Node, Stream};
 use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
 
@@ -151,14 +151,23 @@ pub struct Launch {
 
 impl PlanCore {
     /// A plan of `op` on `heap`; `text` holds everything that must be equal on all ranks.
-    pub fn new(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// `Unsupported` on a backend that the operation has no path for.
+    pub fn new(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
+        if heap.backend() != BackendKind::Host {
+            let text = format!("there is no `{op}` for the `{}` backend yet", heap.backend());
+            return Err(Error::new(ErrorKind::Unsupported, text)
+                .op(op)
+                .hint("make the heap on the `host` backend"));
+        }
+        Ok(Self {
             op,
             heap: heap.clone(),
             text: text.to_string(),
             prepared: AtomicBool::new(false),
             order: Arc::default(),
-        }
+        })
     }
 
     /// Makes launches of this plan and of `other` follow each other: they share receive areas.

@@ -104,11 +104,11 @@ impl EpPlan {
         let alloc = |bytes, tag| heap.alloc(bytes, tag).map_err(|e| e.op("ep"));
         let names =
             ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
+        let first = PlanCore::new("ep", heap, &desc)?;
+        let core = |n| Ok(PlanCore::new(n, heap, &desc)?.share_order(&first));
+        let [a, b, c, d, e] = names.map(core);
         Ok(Self {
-            cores: {
-                let first = PlanCore::new("ep", heap, &desc);
-                names.map(|n| PlanCore::new(n, heap, &desc).share_order(&first))
-            },
+            cores: [a?, b?, c?, d?, e?],
             counts: alloc(size * desc.num_experts() * 4, "ep counts")?,
             tokens: alloc(area * record_bytes(&desc), "ep tokens")?,
             returns: alloc(area * return_bytes(&desc), "ep returns")?,

@@ -46,7 +46,7 @@ impl GemmArPlan {
         let scatter_signals = Arc::new(heap.team().signals(2, "gemm_ar scatter")?);
         let gather_signals = Arc::new(heap.team().signals(2, "gemm_ar gather")?);
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
-        let core = PlanCore::new("gemm_ar", heap, text);
+        let core = PlanCore::new("gemm_ar", heap, text)?;
         let machine = Machine::default();
         Ok(Self { desc, core, slots, gather, scatter_signals, gather_signals, choice, machine })
     }

@@ -103,7 +103,7 @@ impl GemmRsPlan {
         let slots = heap.alloc(Self::memory(&desc, size), "gemm_rs")?;
         let signals = Arc::new(heap.team().signals(2, "gemm_rs")?);
         let core =
-            PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()));
+            PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?;
         Ok(Self { desc, core, slots, signals, choice, machine: Machine::default() })
     }
 

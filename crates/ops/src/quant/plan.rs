@@ -93,7 +93,7 @@ impl QuantPlan {
             (Scope::Team, Some(h)) => {
                 let bytes = Self::memory(&desc, h.team().size());
                 Some(Shared {
-                    core: PlanCore::new("quant", h, desc),
+                    core: PlanCore::new("quant", h, desc)?,
                     area: h.alloc(bytes, "quant").map_err(|e| e.op("quant"))?,
                     signals: Arc::new(h.team().signals(2, "quant")?),
                 })

@@ -256,7 +256,7 @@ fn a_death_poisons_the_results_and_leaves_the_state() {
         Ok(())
     })
     .unwrap_err();
-    assert!(e.message().contains("victim"), "{e}");
+    assert_eq!(e.message(), "a rank panicked: victim", "{e}");
 }
 
 #[test]
