@@ -1,5 +1,7 @@
 //! Owned tensors: shared memory with a dtype and a shape.
 
+use std::sync::Arc;
+
 use tilewire_core::{DType, Element, Error, Result, Shape, View, convert_from_f32, convert_to_f32};
 
 use crate::cuda::{CudaContext, CudaMemory};
@@ -23,6 +25,10 @@ enum Storage {
 }
 
 impl Storage {
+    fn host(m: Memory) -> Arc<Self> {
+        Arc::new(Storage::Host(m))
+    }
+
     fn len_bytes(&self) -> usize {
         match self {
             Storage::Host(m) => m.len_bytes(),
@@ -42,7 +48,7 @@ impl Storage {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Tensor {
-    mem: Storage,
+    mem: Arc<Storage>,
     offset_bytes: usize,
     dtype: DType,
     shape: Shape,
@@ -51,13 +57,13 @@ pub struct Tensor {
 impl Tensor {
     /// Zeros.
     pub fn zeros(dtype: DType, shape: Shape) -> Self {
-        let mem = Storage::Host(Memory::zeroed(shape.num_elems() * dtype.size()));
+        let mem = Storage::host(Memory::zeroed(shape.num_elems() * dtype.size()));
         Self { mem, offset_bytes: 0, dtype, shape }
     }
 
     /// NaN everywhere (see [`Memory::poisoned`]): what outputs should start as.
     pub fn poisoned(dtype: DType, shape: Shape) -> Self {
-        let mem = Storage::Host(Memory::poisoned(shape.num_elems() * dtype.size()));
+        let mem = Storage::host(Memory::poisoned(shape.num_elems() * dtype.size()));
         Self { mem, offset_bytes: 0, dtype, shape }
     }
 
@@ -76,7 +82,7 @@ impl Tensor {
     pub fn from_view(view: &View<'_>) -> Result<Self> {
         let bytes = view.contiguous_bytes("tensor")?;
         Ok(Self {
-            mem: Storage::Host(Memory::from_bytes(bytes)),
+            mem: Storage::host(Memory::from_bytes(bytes)),
             offset_bytes: 0,
             dtype: view.dtype(),
             shape: view.shape(),
@@ -101,7 +107,7 @@ impl Tensor {
     /// # Errors
     /// `InvalidArgument` if it reaches past the memory or is misaligned for `dtype`.
     pub fn over(mem: Memory, offset_bytes: usize, dtype: DType, shape: Shape) -> Result<Self> {
-        Self::over_storage(Storage::Host(mem), offset_bytes, dtype, shape)
+        Self::over_storage(Storage::host(mem), offset_bytes, dtype, shape)
     }
 
     /// A tensor over existing memory of a CUDA device.
@@ -109,10 +115,15 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::over`].
     pub fn over_cuda(mem: CudaMemory, dtype: DType, shape: Shape) -> Result<Self> {
-        Self::over_storage(Storage::Cuda(mem), 0, dtype, shape)
+        Self::over_storage(Arc::new(Storage::Cuda(mem)), 0, dtype, shape)
     }
 
-    fn over_storage(mem: Storage, offset_bytes: usize, dtype: DType, shape: Shape) -> Result<Self> {
+    fn over_storage(
+        mem: Arc<Storage>,
+        offset_bytes: usize,
+        dtype: DType,
+        shape: Shape,
+    ) -> Result<Self> {
         let end = offset_bytes + shape.num_elems() * dtype.size();
         if end > mem.len_bytes() || !offset_bytes.is_multiple_of(dtype.size()) {
             return Err(Error::invalid(format!(
@@ -145,15 +156,15 @@ impl Tensor {
     pub fn to(&self, device: &Device) -> Result<Self> {
         let bytes = self.download()?;
         let mem = match device {
-            Device::Host => Storage::Host(Memory::from_bytes(&bytes)),
-            Device::Cuda(ctx) => Storage::Cuda(CudaMemory::from_bytes(ctx, &bytes)?),
+            Device::Host => Storage::host(Memory::from_bytes(&bytes)),
+            Device::Cuda(ctx) => Arc::new(Storage::Cuda(CudaMemory::from_bytes(ctx, &bytes)?)),
         };
         Ok(Self { mem, offset_bytes: 0, ..self.clone() })
     }
 
     /// Where it lies.
     pub fn device(&self) -> Device {
-        match &self.mem {
+        match &*self.mem {
             Storage::Host(_) => Device::Host,
             Storage::Cuda(m) => Device::Cuda(m.context().clone()),
         }
@@ -164,7 +175,7 @@ impl Tensor {
     /// # Errors
     /// `InvalidArgument` for a tensor in the CPU's memory.
     pub fn cuda(&self) -> Result<CudaMemory> {
-        match &self.mem {
+        match &*self.mem {
             Storage::Cuda(m) => m.slice(self.offset_bytes, self.len_bytes()),
             Storage::Host(_) => Err(Error::invalid("a tensor lies in the CPU's memory")
                 .hint("move it with `tensor.to(&device)` first")),
@@ -173,7 +184,7 @@ impl Tensor {
 
     /// True if both lie in one allocation, overlapping or not.
     pub fn shares_memory(&self, other: &Tensor) -> bool {
-        match (&self.mem, &other.mem) {
+        match (&*self.mem, &*other.mem) {
             (Storage::Host(a), Storage::Host(b)) => a.same(b),
             (Storage::Cuda(a), Storage::Cuda(b)) => a.same(b),
             _ => false,
@@ -214,7 +225,7 @@ impl Tensor {
     /// # Errors
     /// If work in flight is writing the memory; what the device reports.
     pub fn read<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
-        match &self.mem {
+        match &*self.mem {
             Storage::Host(m) => {
                 let g = m.read("tensor")?;
                 Ok(f(&g.bytes()[self.offset_bytes..][..self.len_bytes()]))
@@ -229,7 +240,7 @@ impl Tensor {
     /// If work in flight is using the memory; what the device reports.
     pub fn write<R>(&self, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
         let len = self.len_bytes();
-        match &self.mem {
+        match &*self.mem {
             Storage::Host(m) => {
                 let mut g = m.write("tensor")?;
                 Ok(f(&mut g.bytes_mut()[self.offset_bytes..][..len]))
@@ -271,7 +282,7 @@ impl Tensor {
     /// True if an element of one lies on an element of the other.
     pub fn overlaps(&self, other: &Tensor) -> bool {
         let range = |t: &Tensor| {
-            let start = match &t.mem {
+            let start = match &*t.mem {
                 Storage::Host(_) => t.offset_bytes as u64,
                 Storage::Cuda(m) => m.addr() + t.offset_bytes as u64,
             };
