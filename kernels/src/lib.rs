@@ -24,10 +24,28 @@ impl Source {
     pub fn text(&self) -> String {
         self.parts.concat()
     }
+
+    /// The whole text for the emulator in `emu/`: the kernel's own parts as they are, and the
+    /// second bodies of the wrappers in place of inline PTX.
+    ///
+    /// # Panics
+    /// If a part with inline PTX has no second body.
+    pub fn emu_text(&self) -> String {
+        self.parts.iter().copied().map(emulated).collect()
+    }
+}
+
+fn emulated(part: &'static str) -> &'static str {
+    let twin = PTX_TWINS.iter().find(|(ptx, _)| *ptx == part).map(|(_, twin)| *twin);
+    assert!(twin.is_some() || !part.contains("asm"), "inline PTX without a body for the emulator");
+    twin.unwrap_or(part)
 }
 
 /// Loads, stores, fences and timers, named by operation, order and scope.
 pub const LD_ST: &str = include_str!("ptx/ld_st.cuh");
+
+/// The files of `ptx/`, each with its second body for the emulator.
+const PTX_TWINS: &[(&str, &str)] = &[(LD_ST, include_str!("ptx/ld_st_emu.h"))];
 
 /// Signal, wait, barrier and the epoch word of copy-engine pushes.
 pub const SIGNAL: Source = Source {
@@ -63,5 +81,30 @@ mod tests {
         let comm = include_str!("comm/signal.cu");
         assert!(!comm.contains("asm"));
         assert!(!LD_ST.contains("multimem"));
+    }
+
+    /// Everything in front of the bodies: types, and the wrappers' declarations.
+    fn declarations(text: &str) -> Vec<&str> {
+        let outer = |l: &&str| l.starts_with("typedef") || l.starts_with("__device__");
+        text.lines().filter(outer).collect()
+    }
+
+    #[test]
+    fn both_bodies_of_a_wrapper_have_one_declaration() {
+        for (ptx, twin) in PTX_TWINS {
+            assert!(declarations(ptx).len() > 3, "the declarations begin their lines");
+            assert_eq!(declarations(ptx), declarations(twin));
+            assert!(!twin.contains("asm"), "no PTX on the host");
+        }
+        for s in ALL {
+            let (text, emu) = (s.text(), s.emu_text());
+            assert!(!emu.contains("asm"), "{}", s.name);
+            let own = s.parts.last().unwrap();
+            assert!(
+                text.ends_with(own) && emu.ends_with(own),
+                "{}: a kernel is not changed",
+                s.name
+            );
+        }
     }
 }

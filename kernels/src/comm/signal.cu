@@ -137,9 +137,10 @@ extern "C" __global__ void __launch_bounds__(1) tw_wait(TwTeam t, u32 src, u32 s
 // One thread for each peer: announce the round to it, then wait for its announcement.
 extern "C" __global__ void __launch_bounds__(64) tw_barrier(TwTeam t, u32 channel) {
     u32 p = threadIdx.x;
-    if (tw_is_over(t)) return;
     u64 round = t.epoch[channel] + 1;
-    __syncthreads();
+    // The fault word may change while the threads look at it: they leave together or not at all.
+    // Behind this meeting all have read the round.
+    if (__syncthreads_or(tw_is_over(t))) return;
     if (p == 0) t.epoch[channel] = round;
     if (p >= t.size || p == t.me) return;
     u64 at = TW_OFF_INBOX + (u64)channel * TW_INBOX_ROW;

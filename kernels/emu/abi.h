@@ -1,0 +1,98 @@
+// What the emulator's runtime, the kernels and the Rust harness agree on. No includes: this text
+// stands before a kernel's. Mirrored in tests/emu/host.rs, which checks the sizes.
+
+struct EmuDim {
+    unsigned x, y, z;
+};
+
+// What a thread of a kernel sees of itself.
+struct EmuThread {
+    EmuDim tid, bid, bdim, gdim;
+    unsigned lane;
+};
+
+// One warp-collective operation: what each lane gave, and where each lane wants its result.
+struct EmuLanes {
+    unsigned mask;    // lanes that were asked for
+    unsigned active;  // those that take part: a lane that has ended does not
+    const void* in[32];
+    void* out[32];
+};
+typedef void (*EmuWarpFn)(const EmuLanes* lanes, const void* ctx);
+
+// Told right before each memory operation of a wrapper.
+struct EmuEvent {
+    const char* op;      // as PTX names it
+    const char* kernel;
+    unsigned long long addr;  // 0: a fence
+    unsigned rank, block, thread, pad;
+};
+
+// Memory that kernels of `rank` (EMU_ANY: of all) may touch.
+struct EmuRegion {
+    const char* name;
+    unsigned long long base, len;
+    unsigned rank, pad;
+};
+enum : unsigned { EMU_ANY = 0xffffffffu };
+
+struct EmuLaunch {
+    void (*entry)(void** args);
+    unsigned char* (*smem_of)(unsigned* capacity);
+    void** args;
+    const char* kernel;
+    unsigned grid[3], block[3], smem, pad;
+};
+
+// Launches that run one after the other.
+struct EmuStream {
+    const EmuLaunch* launches;
+    unsigned len, rank;
+    unsigned worker, pad;  // EMU_ANY: its blocks go to whoever is free
+};
+
+struct EmuStats {
+    unsigned long long steps;     // memory operations and meetings
+    unsigned long long switches;  // from one thread of a kernel to another
+    unsigned long long trace;     // hash of the order in which threads ran
+    unsigned long long now_ns;    // the kernels' clock at the end
+};
+
+struct EmuRun {
+    const EmuStream* streams;
+    const EmuRegion* regions;
+    bool (*hook)(void* ctx, const EmuEvent* event);  // may be null; false ends the run
+    void* hook_ctx;
+    char* message;  // what went wrong
+    unsigned long long message_len;
+    unsigned long long seed;
+    unsigned long long max_steps;    // of one worker, then it is a hang
+    unsigned long long deadline_ns;  // of the whole run, on the wall clock
+    unsigned long long tick_ns;      // added to the kernels' clock by each step; 0: the real clock
+    unsigned num_streams, num_regions;
+    unsigned workers;        // OS threads; 1: the seed decides everything
+    unsigned resident;       // most blocks of a launch that are alive at once
+    unsigned yield_permille; // chance to let another thread run before a memory operation
+    unsigned pad;
+    EmuStats stats;  // out
+};
+
+extern "C" {
+extern __thread EmuThread* emu_self;
+
+// Before a memory operation: checks the address, tells the hook, may let another thread run.
+void emu_point(const char* op, const void* p, unsigned bytes);
+// All threads of the block meet; returns how many came with `vote` true.
+unsigned emu_sync(unsigned line, bool vote);
+// The lanes of `mask` meet; the last to come runs `fn` for all of them.
+void emu_warp(unsigned mask, const char* op, unsigned line, const void* in, void* out, EmuWarpFn fn, const void* ctx);
+// A copy of `bytes`, and `zeros` zero bytes behind them, that has happened for certain only when the
+// thread has waited for its group: it happens now or then, as the seed decides.
+void emu_copy_async(void* dst, const void* src, unsigned bytes, unsigned zeros);
+void emu_copy_commit();               // ends a group
+void emu_copy_wait(unsigned groups);  // for all groups but this many of the latest
+void emu_sleep(unsigned ns);
+unsigned long long emu_now();
+// Ends the run with this message.
+[[noreturn]] void emu_fail(const char* what);
+}

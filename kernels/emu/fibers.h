@@ -1,0 +1,366 @@
+// The emulator's runtime, first part: threads of kernels as fibers, and what is said when they go
+// wrong. Compiled once, as abi.h + fibers.h + runtime.cpp; every kernel's library links to it.
+//
+// A block lives on one OS thread (a worker) from its first to its last instruction, so its fibers
+// never run at once and never move. With one worker the seed decides the whole run: the next fiber
+// is drawn at random, and the kernels' clock advances by a tick with each step.
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+__thread EmuThread* emu_self = nullptr;
+
+namespace {
+
+typedef unsigned long long u64;
+constexpr size_t PAGE = 4096;
+constexpr size_t STACK = 256 << 10;
+
+enum State { READY, SYNC, WARP, DONE };
+
+struct Block;
+struct Worker;
+
+#if defined(__x86_64__) && !defined(TW_EMU_UCONTEXT)
+struct Context {
+    void* sp;
+};
+#else
+typedef ucontext_t Context;
+#endif
+
+// An asynchronous copy that has not happened yet.
+struct Copy {
+    char* dst;
+    const void* src;
+    unsigned bytes, zeros, group;
+};
+
+struct Fiber : EmuThread {
+    Context context;
+    Block* block;
+    char* stack;
+    unsigned index;
+    State state;
+    volatile bool inside;  // in the runtime: not to be left by a signal
+    // What it does, or waits for.
+    const char* op;
+    const void* at;
+    unsigned line, mask;
+    std::vector<Copy> copies;
+    unsigned groups;  // of copies, ended so far
+};
+
+// A collective that not all of its lanes have reached.
+struct Gather {
+    unsigned warp;
+    const char* op;
+    EmuWarpFn fn;
+    const void* ctx;
+    EmuLanes lanes;
+};
+
+// A library with kernels: where its code and its variables of __shared__ lie.
+struct Module {
+    u64 lo, hi;
+    unsigned long tls[2];  // as __tls_get_addr takes it
+    size_t shared_len;
+};
+
+struct Stream {
+    unsigned launch, next, live, done;
+};
+
+struct Run {
+    EmuRun* cfg;
+    pthread_mutex_t lock;
+    pthread_cond_t ended;
+    std::vector<Stream> streams;
+    unsigned open, active;  // streams, workers
+    unsigned version;       // changes whenever a block may start
+    bool stop, failed, list;
+    std::string message;
+    u64 clock;
+};
+
+struct Block {
+    Worker* worker;
+    const EmuLaunch* launch;
+    unsigned stream, rank, number;
+    int module;
+    std::vector<Fiber> fibers;
+    std::vector<unsigned> ready;
+    std::vector<Gather> gathers;
+    std::vector<char> shared;
+    bool started;
+    unsigned done, at_sync, sync_line, votes, voted;
+};
+
+struct Worker {
+    Run* run;
+    unsigned id;
+    pthread_t thread;
+    Context context;
+    u64 rng;
+    std::vector<Block*> live, spare;
+    std::vector<char*> stacks;
+    std::vector<Module> modules;
+    std::vector<Block*> loaded;  // whose shared memory lies in each module's variables
+    Block* current;
+    unsigned seen, stay, victim, frozen;
+    EmuStats stats;
+};
+
+Fiber* self() {
+    return static_cast<Fiber*>(emu_self);
+}
+
+u64 random(Worker* w) {  // xorshift64*
+    w->rng ^= w->rng >> 12, w->rng ^= w->rng << 25, w->rng ^= w->rng >> 27;
+    return w->rng * 2685821657736338717ull >> 16;
+}
+
+u64 real_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+
+u64 load(const u64* p) {
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+bool stopped(const Run* r) {
+    return __atomic_load_n(&r->stop, __ATOMIC_ACQUIRE);
+}
+
+// ---- Contexts.
+
+void fiber_main();
+
+#if defined(__x86_64__) && !defined(TW_EMU_UCONTEXT)
+asm(R"(
+.text
+.type emu_switch,@function
+emu_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq (%rsi), %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size emu_switch, .-emu_switch
+)");
+extern "C" __attribute__((visibility("hidden"))) void emu_switch(Context* from, Context* to);
+void change(Context* from, Context* to) {
+    emu_switch(from, to);
+}
+void prepare(Fiber* f) {
+    // Six registers, the address that `ret` takes, and the one that a function finds above it.
+    void** top = (void**)(f->stack + STACK);
+    *--top = nullptr;
+    *--top = (void*)fiber_main;
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    f->context.sp = top;
+}
+#else
+void change(Context* from, Context* to) {
+    swapcontext(from, to);
+}
+void prepare(Fiber* f) {
+    getcontext(&f->context);
+    f->context.uc_stack.ss_sp = f->stack;
+    f->context.uc_stack.ss_size = STACK;
+    f->context.uc_link = nullptr;
+    makecontext(&f->context, fiber_main, 0);
+}
+#endif
+
+// Lets the scheduler run; comes back when it is this fiber's turn, never if the run has ended.
+void leave(Fiber* f) {
+    change(&f->context, &f->block->worker->context);
+}
+
+// ---- What went wrong.
+
+void append(std::string& s, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
+void append(std::string& s, const char* fmt, ...) {
+    char line[512];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(line, sizeof line, fmt, args);
+    va_end(args);
+    s += line;
+}
+
+// The first message stays. With `list`, the places of all threads follow it.
+void end_run(Run* r, const std::string& message, bool list) {
+    pthread_mutex_lock(&r->lock);
+    if (!r->failed) {
+        r->failed = true;
+        r->message = message;
+        r->list = list;
+    } else if (r->list && r->message.size() < 4096) {
+        r->message += "\n  " + message;
+    }
+    __atomic_store_n(&r->stop, true, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&r->ended);
+    pthread_mutex_unlock(&r->lock);
+}
+
+std::string name_of(const Run* r, u64 addr) {
+    const EmuRegion* near = nullptr;
+    std::string s;
+    for (unsigned i = 0; i < r->cfg->num_regions; i++) {
+        const EmuRegion* g = &r->cfg->regions[i];
+        if (addr >= g->base && addr < g->base + g->len) {
+            append(s, "%s+0x%llx", g->name, addr - g->base);
+            return s;
+        }
+        if (addr >= g->base && (near == nullptr || g->base > near->base)) near = g;
+    }
+    append(s, "0x%llx", addr);
+    if (near != nullptr && addr - near->base - near->len < 1 << 20)
+        append(s, " (%lld bytes past the end of %s)", addr - near->base - near->len, near->name);
+    return s;
+}
+
+std::string who(const Fiber* f) {
+    std::string s;
+    const Block* b = f->block;
+    append(s, "rank %u %s block (%u,%u,%u) thread (%u,%u,%u): ", b->rank, b->launch->kernel, f->bid.x,
+           f->bid.y, f->bid.z, f->tid.x, f->tid.y, f->tid.z);
+    return s;
+}
+
+std::string where(const Run* r, const Fiber* f) {
+    std::string s;
+    if (f->state == DONE) return "has ended";
+    if (f->state == SYNC) {
+        append(s, "waits in __syncthreads @%u@", f->line);
+    } else if (f->state == WARP) {
+        append(s, "waits in %s of lanes %08x @%u@", f->op, f->mask, f->line);
+    } else if (f->op == nullptr) {
+        s = "has not begun";
+    } else {
+        append(s, "at %s %s", f->op, f->at == nullptr ? "" : name_of(r, (u64)f->at).c_str());
+    }
+    return s;
+}
+
+// One line for each stretch of threads that stand at the same place.
+std::string places(const Run* r, const Block* b) {
+    std::string s;
+    for (size_t i = 0; i < b->fibers.size();) {
+        const std::string at = where(r, &b->fibers[i]);
+        size_t j = i + 1;
+        while (j < b->fibers.size() && where(r, &b->fibers[j]) == at) j++;
+        append(s, "\n  rank %u %s block %u ", b->rank, b->launch->kernel, b->number);
+        if (j == i + 1) append(s, "thread %zu ", i);
+        else append(s, "threads %zu-%zu ", i, j - 1);
+        s += at;
+        i = j;
+    }
+    return s;
+}
+
+[[noreturn]] void die(Fiber* f, const std::string& what) {
+    f->inside = true;
+    end_run(f->block->worker->run, who(f) + what, false);
+    for (;;) leave(f);
+}
+
+struct Inside {  // the time that a fiber spends in the runtime
+    Fiber* f;
+    explicit Inside(Fiber* fiber) : f(fiber) { f->inside = true; }
+    ~Inside() { f->inside = false; }
+};
+
+// ---- Fibers.
+
+void yield(Fiber* f) {
+    f->block->ready.push_back(f->index);
+    leave(f);
+}
+
+void step(Fiber* f) {
+    Worker* w = f->block->worker;
+    const EmuRun* cfg = w->run->cfg;
+    w->stats.steps++;
+    if (cfg->tick_ns != 0) __atomic_fetch_add(&w->run->clock, cfg->tick_ns, __ATOMIC_RELAXED);
+    if (w->stats.steps > cfg->max_steps && !stopped(w->run)) {
+        std::string s;
+        append(s, "no end after %llu steps", cfg->max_steps);
+        end_run(w->run, s, true);
+    }
+    if (stopped(w->run))
+        for (;;) leave(f);
+}
+
+void wake(Block* b, unsigned index) {
+    b->fibers[index].state = READY;
+    b->ready.push_back(index);
+}
+
+// Carries out the collectives of a warp for which nobody is missing any more. `but` is the lane
+// that runs on by itself.
+void settle(Block* b, unsigned warp, unsigned but) {
+    for (size_t i = 0; i < b->gathers.size(); i++) {
+        const Gather g = b->gathers[i];
+        if (g.warp != warp) continue;
+        unsigned there = 0;
+        for (unsigned l = 0; l < 32; l++) {
+            const size_t t = warp * 32 + l;
+            if (t < b->fibers.size() && b->fibers[t].state != DONE) there |= 1u << l;
+        }
+        if ((g.lanes.mask & there) != g.lanes.active) continue;
+        b->gathers.erase(b->gathers.begin() + i);
+        g.fn(&g.lanes, g.ctx);
+        for (unsigned l = 0; l < 32; l++)
+            if ((g.lanes.active >> l & 1) && warp * 32 + l != but) wake(b, warp * 32 + l);
+        return settle(b, warp, but);
+    }
+}
+
+void fiber_main() {
+    Fiber* f = self();
+    Block* b = f->block;
+    f->inside = false;
+    b->launch->entry(b->launch->args);
+    f->inside = true;
+    f->state = DONE;
+    b->done++;
+    if (b->at_sync > 0) {
+        std::string s;
+        append(s, "ends while %u threads of its block wait in __syncthreads @%u@", b->at_sync, b->sync_line);
+        die(f, s);
+    }
+    settle(b, f->index / 32, EMU_ANY);
+    leave(f);
+    abort();  // nobody resumes a fiber that has ended
+}
+
+}  // namespace

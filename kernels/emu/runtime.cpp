@@ -1,0 +1,559 @@
+// The emulator's runtime, second part: blocks on OS threads, launches in streams, and the functions
+// that kernels and the harness call.
+
+namespace {
+
+// ---- Blocks.
+
+Module* module_of(Block* b) {
+    return &b->worker->modules[b->module];
+}
+
+int find_module(Worker* w, const EmuLaunch* l) {
+    const u64 entry = (u64)l->entry;
+    for (size_t i = 0; i < w->modules.size(); i++)
+        if (entry >= w->modules[i].lo && entry < w->modules[i].hi) return (int)i;
+    struct Search {
+        u64 entry;
+        Module found;
+    } search = {entry, {0, 0, {0, 0}, 0}};
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* ctx) {
+            Search* s = (Search*)ctx;
+            Module m = {~0ull, 0, {info->dlpi_tls_modid, 0}, 0};
+            for (int i = 0; i < info->dlpi_phnum; i++) {
+                const auto& h = info->dlpi_phdr[i];
+                if (h.p_type == PT_TLS) m.shared_len = h.p_memsz;
+                if (h.p_type != PT_LOAD) continue;
+                const u64 at = info->dlpi_addr + h.p_vaddr;
+                if (at < m.lo) m.lo = at;
+                if (at + h.p_memsz > m.hi) m.hi = at + h.p_memsz;
+            }
+            if (s->entry < m.lo || s->entry >= m.hi) return 0;
+            s->found = m;
+            return 1;
+        },
+        &search);
+    w->modules.push_back(search.found);
+    w->loaded.push_back(nullptr);
+    return (int)w->modules.size() - 1;
+}
+
+extern "C" void* __tls_get_addr(unsigned long* index);
+
+char* shared_of(Module* m) {
+    return m->shared_len == 0 ? nullptr : (char*)__tls_get_addr(m->tls);
+}
+
+// Puts the block's shared memory where its code looks for it.
+void load_shared(Block* b) {
+    Module* m = module_of(b);
+    Block** loaded = &b->worker->loaded[b->module];
+    if (m->shared_len == 0 || *loaded == b) return;
+    char* at = shared_of(m);
+    if (*loaded != nullptr) (*loaded)->shared.assign(at, at + m->shared_len);
+    if (b->started) {
+        memcpy(at, b->shared.data(), m->shared_len);
+    } else {
+        // Not zeros: what a kernel reads before it writes must show. Behind the launch's part of
+        // the dynamic memory lies what nobody may change.
+        memset(at, 0xff, m->shared_len);
+        unsigned capacity;
+        unsigned char* dynamic = b->launch->smem_of(&capacity);
+        if (capacity != 0) memset(dynamic + b->launch->smem, 0xa5, capacity - b->launch->smem);
+    }
+    *loaded = b;
+}
+
+void check_shared(Block* b) {
+    unsigned capacity;
+    const unsigned char* dynamic = b->launch->smem_of(&capacity);
+    for (unsigned i = b->launch->smem; i < capacity; i++) {
+        if (dynamic[i] == 0xa5) continue;
+        std::string s;
+        append(s, "rank %u %s block %u: wrote byte %u of the dynamic shared memory, which has %u", b->rank,
+               b->launch->kernel, b->number, i, b->launch->smem);
+        return end_run(b->worker->run, s, false);
+    }
+}
+
+// Stacks that no run uses: mapping them anew would take longer than most runs.
+struct Pool {
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    std::vector<char*> stacks;
+};
+Pool& pool() {
+    static Pool* p = new Pool();
+    return *p;
+}
+
+char* take_stack(Worker* w) {
+    if (w->stacks.empty()) {
+        pthread_mutex_lock(&pool().lock);
+        w->stacks.swap(pool().stacks);
+        pthread_mutex_unlock(&pool().lock);
+    }
+    if (!w->stacks.empty()) {
+        char* s = w->stacks.back();
+        w->stacks.pop_back();
+        return s;
+    }
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char* s = (char*)mmap(nullptr, PAGE + STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (s == MAP_FAILED) abort();
+    mprotect(s, PAGE, PROT_NONE);
+    return s + PAGE;
+}
+
+EmuDim unflatten(unsigned i, const unsigned* n) {
+    return {i % n[0], i / n[0] % n[1], i / n[0] / n[1]};
+}
+
+void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number) {
+    Block* b = w->spare.empty() ? new Block() : w->spare.back();
+    if (!w->spare.empty()) w->spare.pop_back();
+    const unsigned n = l->block[0] * l->block[1] * l->block[2];
+    b->worker = w, b->launch = l, b->stream = stream, b->number = number;
+    b->rank = w->run->cfg->streams[stream].rank;
+    b->module = find_module(w, l);
+    b->started = false;
+    b->done = b->at_sync = b->votes = 0;
+    b->fibers.resize(n);
+    b->ready.clear();
+    b->gathers.clear();
+    for (unsigned i = 0; i < n; i++) {
+        Fiber* f = &b->fibers[i];
+        f->tid = unflatten(i, l->block);
+        f->bid = unflatten(number, l->grid);
+        f->bdim = {l->block[0], l->block[1], l->block[2]};
+        f->gdim = {l->grid[0], l->grid[1], l->grid[2]};
+        f->lane = i % 32;
+        f->block = b, f->index = i, f->state = READY, f->inside = true;
+        f->op = nullptr, f->at = nullptr;
+        f->copies.clear();
+        f->groups = 0;
+        f->stack = take_stack(w);
+        prepare(f);
+        b->ready.push_back(i);
+    }
+    w->live.push_back(b);
+}
+
+void finish(Worker* w, Block* b) {
+    Run* r = w->run;
+    check_shared(b);
+    w->loaded[b->module] = nullptr;
+    for (Fiber& f : b->fibers) w->stacks.push_back(f.stack);
+    for (size_t i = 0; i < w->live.size(); i++)
+        if (w->live[i] == b) w->live[i] = w->live.back(), w->live.pop_back();
+    w->spare.push_back(b);
+    w->current = nullptr;
+    pthread_mutex_lock(&r->lock);
+    Stream* s = &r->streams[b->stream];
+    s->live--;
+    s->done++;
+    if (s->done == b->launch->grid[0] * b->launch->grid[1] * b->launch->grid[2]) {
+        *s = {s->launch + 1, 0, 0, 0};
+        if (s->launch == r->cfg->streams[b->stream].len) r->open--;
+    }
+    __atomic_fetch_add(&r->version, 1, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&r->lock);
+}
+
+// Starts the blocks that may start here.
+void admit(Worker* w) {
+    Run* r = w->run;
+    const unsigned version = __atomic_load_n(&r->version, __ATOMIC_ACQUIRE);
+    if (w->seen == version) return;
+    w->seen = version;
+    pthread_mutex_lock(&r->lock);
+    for (unsigned i = 0; i < r->streams.size(); i++) {
+        const EmuStream* e = &r->cfg->streams[i];
+        Stream* s = &r->streams[i];
+        if (s->launch == e->len || (e->worker != EMU_ANY && e->worker % r->cfg->workers != w->id)) continue;
+        const EmuLaunch* l = &e->launches[s->launch];
+        const unsigned total = l->grid[0] * l->grid[1] * l->grid[2];
+        // A share for each worker, so that the first to come does not take all.
+        const unsigned share = e->worker == EMU_ANY ? (r->cfg->resident - 1) / r->cfg->workers + 1 : r->cfg->resident;
+        for (unsigned k = 0; k < share && s->next < total && s->live < r->cfg->resident; k++) {
+            s->live++;
+            begin(w, i, l, s->next++);
+        }
+    }
+    pthread_mutex_unlock(&r->lock);
+}
+
+// ---- Workers.
+
+Block* choose(Worker* w) {
+    // Another block costs a copy of its shared memory: stay longer where there is much.
+    if (w->current != nullptr && w->stay > 0 && !w->current->ready.empty()) {
+        w->stay--;
+        return w->current;
+    }
+    // Now and then a stream stands still for a while: fair turns would hide who does not wait.
+    if (w->frozen == 0 && random(w) % 512 == 0) {
+        w->victim = w->live[random(w) % w->live.size()]->stream;
+        w->frozen = random(w) % 1024;
+    }
+    if (w->frozen > 0) w->frozen--;
+    for (int tries = 0; tries < 4; tries++) {
+        w->current = w->live[random(w) % w->live.size()];
+        if (w->frozen == 0 || w->current->stream != w->victim) break;
+    }
+    w->stay = 4 + (unsigned)(module_of(w->current)->shared_len / 512);
+    return w->current;
+}
+
+// Runs one fiber until it gives way.
+void turn(Worker* w) {
+    Block* b = choose(w);
+    load_shared(b);
+    b->started = true;
+    const size_t k = random(w) % b->ready.size();
+    Fiber* f = &b->fibers[b->ready[k]];
+    b->ready[k] = b->ready.back();
+    b->ready.pop_back();
+    w->stats.switches++;
+    w->stats.trace = (w->stats.trace ^ (b->rank << 20 ^ b->number << 10 ^ f->index)) * 1099511628211ull;
+    emu_self = f;
+    change(&w->context, &f->context);
+    emu_self = nullptr;
+    if (stopped(w->run)) return;
+    if (b->done == b->fibers.size()) {
+        finish(w, b);
+    } else if (b->ready.empty()) {
+        end_run(w->run, "deadlock: each thread of a block waits for another" + places(w->run, b), false);
+    }
+}
+
+void* work(void* ctx) {
+    Worker* w = (Worker*)ctx;
+    Run* r = w->run;
+    std::vector<char> alternate(64 << 10);
+    stack_t stack = {}, old;
+    stack.ss_sp = alternate.data();
+    stack.ss_size = alternate.size();
+    sigaltstack(&stack, &old);
+    for (unsigned i = 0; !stopped(r); i++) {
+        admit(w);
+        if (__atomic_load_n(&r->open, __ATOMIC_ACQUIRE) == 0) break;
+        // Peers that this one waits for may need its processor.
+        if (r->cfg->workers > 1 && (w->live.empty() || i % 32 == 0)) sched_yield();
+        if (!w->live.empty()) turn(w);
+    }
+    pthread_mutex_lock(&r->lock);
+    if (r->list)
+        for (Block* b : w->live)
+            if (r->message.size() < 4096) r->message += places(r, b);
+    EmuStats* s = &r->cfg->stats;
+    s->steps += w->stats.steps, s->switches += w->stats.switches, s->trace ^= w->stats.trace;
+    r->active--;
+    pthread_cond_broadcast(&r->ended);
+    pthread_mutex_unlock(&r->lock);
+    for (Block* b : w->live) {
+        for (Fiber& f : b->fibers) w->stacks.push_back(f.stack);
+        delete b;
+    }
+    for (Block* b : w->spare) delete b;
+    pthread_mutex_lock(&pool().lock);
+    pool().stacks.insert(pool().stacks.end(), w->stacks.begin(), w->stacks.end());
+    pthread_mutex_unlock(&pool().lock);
+    sigaltstack(&old, nullptr);
+    return nullptr;
+}
+
+// ---- Signals: a kernel that touches what it may not, or that never gives way.
+
+constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGUSR2};
+struct sigaction before[4];
+
+// Not a kernel's: as if our handler were not there.
+void pass_on(int number, siginfo_t* info, void* context) {
+    int i = 0;
+    while (SIGNALS[i] != number) i++;
+    if (before[i].sa_flags & SA_SIGINFO) before[i].sa_sigaction(number, info, context);
+    else if (number != SIGUSR2) sigaction(number, &before[i], nullptr);
+}
+
+void on_signal(int number, siginfo_t* info, void* context) {
+    Fiber* f = self();
+    if (f == nullptr) return pass_on(number, info, context);
+    if (number == SIGUSR2 && f->inside) return;
+    std::string s;
+    const u64 at = (u64)info->si_addr;
+    if (number == SIGUSR2) s = "runs on without a memory operation or a meeting";
+    else if (number == SIGFPE) s = "divides by zero";
+    else if (at + PAGE >= (u64)f->stack && at < (u64)f->stack) s = "needs more stack than there is";
+    else s = "touches memory that is not there: " + name_of(f->block->worker->run, at);
+#if defined(__x86_64__)
+    Dl_info symbol;
+    const u64 pc = ((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
+    if (dladdr((void*)pc, &symbol) && symbol.dli_sname != nullptr)
+        append(s, " (in %s+0x%llx)", symbol.dli_sname, pc - (u64)symbol.dli_saddr);
+#endif
+    die(f, s);
+}
+
+void install() {
+    struct sigaction act = {};
+    act.sa_sigaction = on_signal;
+    // NODEFER: the handler leaves the fiber for good and does not return.
+    act.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &act, &before[i]);
+}
+
+timespec wall_clock_in(u64 ns) {
+    timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    const u64 all = t.tv_sec * 1000000000ull + t.tv_nsec + ns;
+    return {(time_t)(all / 1000000000ull), (long)(all % 1000000000ull)};
+}
+
+// Waits for the workers; ends a run that takes too long.
+void watch(Run* r, std::vector<Worker>& workers) {
+    timespec until = wall_clock_in(r->cfg->deadline_ns);
+    pthread_mutex_lock(&r->lock);
+    while (r->active > 0) {
+        const int late = pthread_cond_timedwait(&r->ended, &r->lock, &until);
+        if (late != ETIMEDOUT || r->active == 0) continue;
+        pthread_mutex_unlock(&r->lock);
+        if (!stopped(r)) {
+            end_run(r, "the run is not over at its deadline", true);
+        } else {
+            // Who has not stopped by now is in a loop that calls nothing.
+            for (Worker& w : workers) pthread_kill(w.thread, SIGUSR2);
+        }
+        until = wall_clock_in(200000000);
+        pthread_mutex_lock(&r->lock);
+    }
+    pthread_mutex_unlock(&r->lock);
+}
+
+void check(Fiber* f, const char* op, const void* p, unsigned bytes) {
+    const Run* r = f->block->worker->run;
+    const u64 a = (u64)p;
+    std::string s;
+    if (a % bytes != 0) {
+        append(s, "%s of %u bytes at an address that is no multiple: ", op, bytes);
+        die(f, s + name_of(r, a));
+    }
+    const EmuRegion* regions = r->cfg->regions;
+    for (unsigned i = 0; i < r->cfg->num_regions; i++) {
+        const EmuRegion* g = &regions[i];
+        if (a < g->base || a >= g->base + g->len) continue;
+        if (g->rank == EMU_ANY || g->rank == f->block->rank) return;
+        append(s, "%s through a mapping of rank %u: ", op, g->rank);
+        die(f, s + name_of(r, a));
+    }
+    Module* m = module_of(f->block);
+    const u64 shared = (u64)shared_of(m), stack = (u64)f->stack;
+    if (a >= shared && a < shared + m->shared_len) return;
+    if (a >= m->lo && a < m->hi) return;
+    if (a >= stack && a < stack + STACK) return;
+    append(s, "%s outside of all buffers: ", op);
+    die(f, s + name_of(r, a));
+}
+
+void carry_out(const Copy& c) {
+    memcpy(c.dst, c.src, c.bytes);
+    memset(c.dst + c.bytes, 0, c.zeros);
+}
+
+}  // namespace
+
+// ---- What kernels call.
+
+extern "C" {
+
+void emu_point(const char* op, const void* p, unsigned bytes) {
+    Fiber* f = self();
+    Inside inside(f);
+    Worker* w = f->block->worker;
+    const EmuRun* cfg = w->run->cfg;
+    f->op = op;
+    f->at = p;
+    if (p != nullptr) check(f, op, p, bytes);
+    if (random(w) % 1000 < cfg->yield_permille) yield(f);
+    step(f);
+    if (cfg->hook == nullptr) return;
+    const EmuEvent e = {op, f->block->launch->kernel, (u64)p, f->block->rank, f->block->number, f->index, 0};
+    if (!cfg->hook(cfg->hook_ctx, &e)) die(f, "the hook ends the run");
+}
+
+unsigned emu_sync(unsigned line, bool vote) {
+    Fiber* f = self();
+    Inside inside(f);
+    Block* b = f->block;
+    step(f);
+    std::string s;
+    if (b->done > 0) {
+        append(s, "comes to __syncthreads @%u@, but %u threads of its block have ended", line, b->done);
+        die(f, s);
+    }
+    if (b->at_sync > 0 && b->sync_line != line) {
+        append(s, "comes to __syncthreads @%u@, but other threads wait in that @%u@", line, b->sync_line);
+        die(f, s);
+    }
+    b->sync_line = line;
+    b->votes += vote;
+    if (++b->at_sync < b->fibers.size()) {
+        f->state = SYNC;
+        f->line = line;
+        leave(f);
+        return b->voted;
+    }
+    // Nobody can overwrite the result before all have read it: the next meeting needs all.
+    b->voted = b->votes;
+    b->at_sync = b->votes = 0;
+    for (Fiber& other : b->fibers)
+        if (other.state == SYNC) wake(b, other.index);
+    return b->voted;
+}
+
+void emu_warp(unsigned mask, const char* op, unsigned line, const void* in, void* out, EmuWarpFn fn, const void* ctx) {
+    Fiber* f = self();
+    Inside inside(f);
+    Block* b = f->block;
+    step(f);
+    const unsigned warp = f->index / 32;
+    std::string s;
+    if (!(mask >> f->lane & 1)) {
+        append(s, "%s @%u@ of lanes %08x, without its own", op, line, mask);
+        die(f, s);
+    }
+    Gather* g = nullptr;
+    for (Gather& other : b->gathers)
+        if (other.warp == warp && other.lanes.mask == mask) g = &other;
+    if (g == nullptr) {
+        b->gathers.push_back({warp, op, fn, ctx, {mask, 0, {}, {}}});
+        g = &b->gathers.back();
+    } else if (g->fn != fn || strcmp(g->op, op) != 0) {
+        append(s, "comes to %s @%u@, but other lanes of %08x wait in %s", op, line, mask, g->op);
+        die(f, s);
+    }
+    g->lanes.active |= 1u << f->lane;
+    g->lanes.in[f->lane] = in;
+    g->lanes.out[f->lane] = out;
+    f->state = WARP;
+    f->op = op, f->line = line, f->mask = mask;
+    settle(b, warp, f->index);
+    for (const Gather& other : b->gathers)
+        if (other.warp == warp && other.lanes.mask == mask && (other.lanes.active >> f->lane & 1)) {
+            leave(f);
+            return;
+        }
+    f->state = READY;
+}
+
+void emu_copy_async(void* dst, const void* src, unsigned bytes, unsigned zeros) {
+    emu_point("cp.async", bytes == 0 ? nullptr : src, bytes);
+    Fiber* f = self();
+    Inside inside(f);
+    const Copy c = {(char*)dst, src, bytes, zeros, f->groups};
+    if (random(f->block->worker) % 2 == 0) carry_out(c);
+    else f->copies.push_back(c);
+}
+
+void emu_copy_commit() {
+    self()->groups++;
+}
+
+void emu_copy_wait(unsigned groups) {
+    Fiber* f = self();
+    Inside inside(f);
+    std::vector<Copy> rest;
+    for (const Copy& c : f->copies) {
+        if (c.group + groups < f->groups) carry_out(c);
+        else rest.push_back(c);
+    }
+    f->copies.swap(rest);
+}
+
+void emu_sleep(unsigned ns) {
+    Fiber* f = self();
+    Inside inside(f);
+    Run* r = f->block->worker->run;
+    f->op = "nanosleep";
+    f->at = nullptr;
+    if (r->cfg->tick_ns != 0) __atomic_fetch_add(&r->clock, ns, __ATOMIC_RELAXED);
+    yield(f);
+    step(f);
+}
+
+u64 emu_now() {
+    Fiber* f = self();
+    Inside inside(f);
+    step(f);
+    const Run* r = f->block->worker->run;
+    return r->cfg->tick_ns == 0 ? real_ns() : load(&r->clock);
+}
+
+void emu_fail(const char* what) {
+    die(self(), what);
+}
+
+// ---- What the harness calls.
+
+// Sizes of the structures above, for the harness's mirror of them.
+void emu_abi(unsigned* sizes) {
+    const unsigned all[] = {sizeof(EmuEvent), sizeof(EmuRegion), sizeof(EmuLaunch), sizeof(EmuStream), sizeof(EmuRun)};
+    memcpy(sizes, all, sizeof all);
+}
+
+// `num` pieces of `len` bytes (whole pages), each followed by `stride - len` bytes that cannot be
+// touched: new memory, or the files `fds`. Null if the system refuses.
+void* emu_map(const int* fds, unsigned num, u64 len, u64 stride) {
+    const int nothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char* base = (char*)mmap(nullptr, num * stride + PAGE, PROT_NONE, nothing, -1, 0);
+    if (base == MAP_FAILED) return nullptr;
+    base += PAGE;
+    for (unsigned i = 0; i < num; i++) {
+        const int flags = fds == nullptr ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED : MAP_SHARED | MAP_FIXED;
+        const int fd = fds == nullptr ? -1 : fds[i];
+        if (mmap(base + i * stride, len, PROT_READ | PROT_WRITE, flags, fd, 0) == MAP_FAILED) return nullptr;
+    }
+    return base;
+}
+
+void emu_unmap(void* base, unsigned num, u64 stride) {
+    munmap((char*)base - PAGE, num * stride + PAGE);
+}
+
+int emu_memory(u64 len) {
+    const int fd = memfd_create("tw-emu", MFD_CLOEXEC);
+    return fd >= 0 && ftruncate(fd, (off_t)len) == 0 ? fd : -1;
+}
+
+void emu_close(int fd) {
+    close(fd);
+}
+
+// Runs all streams to their ends. True if nothing was wrong.
+bool emu_run(EmuRun* cfg) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, install);
+    Run r = {};
+    r.cfg = cfg;
+    pthread_mutex_init(&r.lock, nullptr);
+    pthread_cond_init(&r.ended, nullptr);
+    r.streams.resize(cfg->num_streams);
+    for (unsigned i = 0; i < cfg->num_streams; i++) r.open += cfg->streams[i].len > 0;
+    r.version = 1;
+    r.clock = 1000000;
+    r.active = cfg->workers;
+    std::vector<Worker> workers(cfg->workers);
+    for (unsigned i = 0; i < cfg->workers; i++) {
+        workers[i].run = &r;
+        workers[i].id = i;
+        workers[i].rng = (cfg->seed * 2 + 1) * 0x9e3779b97f4a7c15ull + i * 0x2545f4914f6cdd1dull;
+        if (pthread_create(&workers[i].thread, nullptr, work, &workers[i]) != 0) abort();
+    }
+    watch(&r, workers);
+    for (Worker& w : workers) pthread_join(w.thread, nullptr);
+    snprintf(cfg->message, cfg->message_len, "%s", r.message.c_str());
+    cfg->stats.now_ns = r.clock;
+    return !r.failed;
+}
+
+}  // extern "C"

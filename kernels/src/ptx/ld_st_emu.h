@@ -1,0 +1,51 @@
+// The wrappers of ld_st.cuh for the emulator (kernels/emu), with the orders of C++ that those of
+// PTX correspond to. The declarations are the same; a test compares them.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+__device__ __forceinline__ u64 ld_acquire_sys_u64(const u64* p) {
+    emu_point("ld.acquire.sys", p, 8);
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+__device__ __forceinline__ u64 ld_relaxed_gpu_u64(const u64* p) {
+    emu_point("ld.relaxed.gpu", p, 8);
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
+__device__ __forceinline__ void st_release_sys_u64(u64* p, u64 v) {
+    emu_point("st.release.sys", p, 8);
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+
+__device__ __forceinline__ void st_relaxed_sys_u64(u64* p, u64 v) {
+    emu_point("st.relaxed.sys", p, 8);
+    __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+
+__device__ __forceinline__ void red_add_release_sys_u64(u64* p, u64 v) {
+    emu_point("red.release.sys.add", p, 8);
+    __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+}
+
+// Returns the value found; the exchange happened if that is `expect`.
+__device__ __forceinline__ u64 atom_cas_acq_rel_gpu_u64(u64* p, u64 expect, u64 v) {
+    emu_point("atom.acq_rel.gpu.cas", p, 8);
+    __atomic_compare_exchange_n(p, &expect, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return expect;
+}
+
+__device__ __forceinline__ void fence_acq_rel_sys() {
+    emu_point("fence.acq_rel.sys", nullptr, 0);
+    __atomic_thread_fence(__ATOMIC_ACQ_REL);
+}
+
+// Nanoseconds of the run's clock.
+__device__ __forceinline__ u64 globaltimer() {
+    return emu_now();
+}
+
+__device__ __forceinline__ void nanosleep(u32 ns) {
+    emu_sleep(ns);
+}

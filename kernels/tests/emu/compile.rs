@@ -1,0 +1,89 @@
+//! Kernels' text to shared libraries, by the host's compiler.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const COMPILER: &str = "g++";
+const ABI: &str = include_str!("../../emu/abi.h");
+const PRELUDE: &str = include_str!("../../emu/emu.h");
+const RUNTIME: [&str; 2] =
+    [include_str!("../../emu/fibers.h"), include_str!("../../emu/runtime.cpp")];
+
+/// A text with kernels, and how to compile it.
+#[derive(Clone)]
+pub struct Unit {
+    pub name: &'static str,
+    /// Everything behind the prelude.
+    pub text: String,
+    pub defines: Vec<(&'static str, u64)>,
+    pub kernels: Vec<&'static str>,
+    /// Most bytes of `tw_smem` that a launch may ask for.
+    pub smem: usize,
+}
+
+/// Why nothing can be compiled here.
+pub fn available() -> Result<(), String> {
+    match Command::new(COMPILER).arg("--version").output() {
+        Ok(out) if out.status.success() => Ok(()),
+        Ok(out) => Err(format!("{COMPILER} --version ends with {}", out.status)),
+        Err(e) => {
+            Err(format!("{COMPILER} cannot be started ({e}); install it, as the README says"))
+        }
+    }
+}
+
+/// A folder of this process: two runs at once do not meet.
+fn dir() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emu-{}", std::process::id()))
+}
+
+/// Removes what was compiled. What is loaded stays usable.
+pub fn clean() {
+    fs::remove_dir_all(dir()).ok();
+}
+
+/// Compiles `text`; panics with the compiler's words.
+fn compile(name: &str, text: &str, flags: &[String]) -> PathBuf {
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    let file = format!("{name}-{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+    fs::create_dir_all(dir()).unwrap();
+    let (source, library) = (dir().join(format!("{file}.cpp")), dir().join(format!("{file}.so")));
+    fs::write(&source, text).unwrap();
+    // No fused multiply-add that the text does not ask for, on any processor.
+    let fixed =
+        ["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"];
+    let out = Command::new(COMPILER)
+        .args(fixed)
+        .arg("-o")
+        .args([&library, &source])
+        .args(flags)
+        .output()
+        .unwrap();
+    assert!(out.status.success(), "{name}:\n{}", String::from_utf8_lossy(&out.stderr));
+    library
+}
+
+/// The emulator's runtime.
+pub fn runtime(flags: &[&str]) -> PathBuf {
+    let mut flags: Vec<String> = flags.iter().map(|f| (*f).to_owned()).collect();
+    flags.extend(["-Wall", "-Wextra", "-Werror", "-pthread"].map(str::to_owned));
+    compile("runtime", &(ABI.to_owned() + &RUNTIME.concat()), &flags)
+}
+
+/// A unit, linked to the runtime at `runtime`.
+pub fn kernels(unit: &Unit, runtime: &Path) -> PathBuf {
+    // Lines count from the unit's first: that is what messages name.
+    let mut text = format!("{ABI}{PRELUDE}\n#line 1 \"{}\"\n{}\n", unit.name, unit.text);
+    for k in &unit.kernels {
+        text += &format!("EMU_ENTRY({k})\n");
+    }
+    let mut flags: Vec<String> =
+        unit.defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+    if unit.smem > 0 {
+        flags.push(format!("-DTW_EMU_SMEM={}", unit.smem));
+    }
+    flags.extend(["-fvisibility=hidden".to_owned(), runtime.display().to_string()]);
+    compile(&unit.name.replace('/', "_"), &text, &flags)
+}

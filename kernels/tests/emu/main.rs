@@ -1,0 +1,97 @@
+//! The kernels' text, executed on the CPU by the emulator in `kernels/emu`.
+//!
+//! A harness of its own, because the compiler that this needs may be missing: then the whole set is
+//! one ignored test with its reason, which `cargo xtask test` counts as skipped.
+#![expect(clippy::print_stdout, reason = "a test harness reports on stdout, as libtest does")]
+
+mod compile;
+mod host;
+mod memory;
+mod mutants;
+mod orders;
+mod probes;
+mod run;
+mod signal;
+mod team;
+
+use std::panic::{self, AssertUnwindSafe};
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Instant;
+
+type Test = (&'static str, fn());
+
+/// Tests by their names.
+#[macro_export]
+macro_rules! tests {
+    ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name as fn())),*] };
+}
+
+/// Name of the threads of tests. On others a panic is what a test expects.
+const LOUD: &str = "test";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let wanted: Vec<&String> = args.iter().filter(|a| !a.starts_with('-')).collect();
+    let all = [probes::TESTS, signal::TESTS, orders::TESTS, mutants::TESTS].concat();
+    let chosen: Vec<Test> = all
+        .iter()
+        .filter(|(name, _)| wanted.is_empty() || wanted.iter().any(|w| name.contains(w.as_str())))
+        .copied()
+        .collect();
+    if args.iter().any(|a| a == "--list") {
+        chosen.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    println!("\nrunning {} tests", chosen.len());
+    if let Err(why) = compile::available() {
+        println!("test kernels_on_the_cpu ... ignored, {why}");
+        println!("\ntest result: ok. 0 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out");
+        return ExitCode::SUCCESS;
+    }
+    panic::set_hook(Box::new(|info| {
+        if thread::current().name() == Some(LOUD) {
+            println!("{info}");
+        }
+    }));
+    let start = Instant::now();
+    let failed = run(&chosen);
+    compile::clean();
+    for name in &failed {
+        println!("    {name}");
+    }
+    println!(
+        "\ntest result: {}. {} passed; {} failed; 0 ignored; 0 measured; {} filtered out; finished in {:.2}s",
+        if failed.is_empty() { "ok" } else { "FAILED" },
+        chosen.len() - failed.len(),
+        failed.len(),
+        all.len() - chosen.len(),
+        start.elapsed().as_secs_f64()
+    );
+    ExitCode::from(u8::from(!failed.is_empty()))
+}
+
+/// Runs the tests on all processors; the names of those that failed.
+fn run(tests: &[Test]) -> Vec<&'static str> {
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        while let Some((name, test)) = tests.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let start = Instant::now();
+            let good = panic::catch_unwind(AssertUnwindSafe(test)).is_ok();
+            let word = if good { "ok" } else { "FAILED" };
+            println!("test {name} ({:.2} s) ... {word}", start.elapsed().as_secs_f64());
+            if !good {
+                failed.lock().unwrap().push(*name);
+            }
+        }
+    };
+    let num = thread::available_parallelism().map_or(1, |n| n.get().min(8));
+    thread::scope(|s| {
+        for _ in 0..num {
+            thread::Builder::new().name(LOUD.to_owned()).spawn_scoped(s, work).unwrap();
+        }
+    });
+    failed.into_inner().unwrap()
+}
