@@ -1,4 +1,4 @@
-//! The public interface as text: every signature, every default, every flag, in `docs/api/`.
+//! The public interface as text: every signature, every default, every flag, in `tests/api/`.
 //!
 //! A change of it is a decision: `cargo xtask api --bless` writes the files anew, and the digest of
 //! the folder must stand in CHANGELOG.md beside the words that describe the change.
@@ -25,7 +25,7 @@ pub enum Verdict {
     Skipped(String),
 }
 
-/// Compares `docs/api` with the sources, or writes it.
+/// Compares `tests/api` with the sources, or writes it.
 pub fn check(root: &Path, bless: bool) -> Verdict {
     let mut problems = Vec::new();
     for name in CRATES {
@@ -43,10 +43,10 @@ pub fn check(root: &Path, bless: bool) -> Verdict {
 }
 
 fn compare(root: &Path, name: &str, text: &str, bless: bool, problems: &mut Vec<String>) {
-    let path = root.join(format!("docs/api/{name}.txt"));
+    let path = root.join(format!("tests/api/{name}.txt"));
     if bless {
         let written =
-            fs::create_dir_all(root.join("docs/api")).and_then(|()| fs::write(&path, text));
+            fs::create_dir_all(root.join("tests/api")).and_then(|()| fs::write(&path, text));
         problems.extend(written.err().map(|e| format!("{}: {e}", path.display())));
         return;
     }
@@ -59,7 +59,7 @@ fn compare(root: &Path, name: &str, text: &str, bless: bool, problems: &mut Vec<
         let lines = a.lines().filter(|l| !b.contains(l)).take(10);
         lines.map(|l| format!("  {mark} {l}")).collect::<Vec<_>>()
     };
-    problems.push(format!("docs/api/{name}.txt: the interface is another; if that is meant, run `cargo xtask api --bless` and say so in CHANGELOG.md"));
+    problems.push(format!("tests/api/{name}.txt: the interface is another; if that is meant, run `cargo xtask api --bless` and say so in CHANGELOG.md"));
     problems.extend(only(&old, text, "-"));
     problems.extend(only(text, &old, "+"));
 }
@@ -113,9 +113,9 @@ fn flags(root: &Path) -> Result<String, String> {
     Ok(text)
 }
 
-/// One problem if CHANGELOG.md does not carry the digest of `docs/api`.
+/// One problem if CHANGELOG.md does not carry the digest of `tests/api`.
 pub fn changelog(root: &Path) -> Option<String> {
-    let dir = root.join("docs/api");
+    let dir = root.join("tests/api");
     let mut names: Vec<_> = fs::read_dir(&dir).ok()?.flatten().map(|e| e.path()).collect();
     names.sort();
     let mut hash = blake3::Hasher::new();
@@ -128,7 +128,7 @@ pub fn changelog(root: &Path) -> Option<String> {
     let unreleased = log.split("\n## ").nth(1).unwrap_or_default();
     (!unreleased.contains(digest)).then(|| {
         format!(
-            "CHANGELOG.md: docs/api has changed; describe the change in the first section, and end \
+            "CHANGELOG.md: tests/api has changed; describe the change in the first section, and end \
              that section with `Interface: {digest}`"
         )
     })

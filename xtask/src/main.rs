@@ -30,9 +30,9 @@ enum Command {
     },
     /// Check file sizes, dependency direction, unsafe code and the operations' folders.
     Tidy,
-    /// Compare the public interface (signatures, defaults, flags) with docs/api.
+    /// Compare the public interface (signatures, defaults, flags) with tests/api.
     Api {
-        /// Write docs/api instead of comparing.
+        /// Write tests/api instead of comparing.
         #[arg(long)]
         bless: bool,
     },

@@ -227,7 +227,7 @@ pub struct TrainArgs {
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Learning rate.
-    #[arg(long, default_value_t = 4e-3)]
+    #[arg(long, default_value_t = 3e-3)]
     pub lr: f64,
     /// First measure what share of the communication is hidden (needs more than one rank).
     #[arg(long)]

@@ -24,7 +24,7 @@ pub struct AdamW {
 impl Default for AdamW {
     fn default() -> Self {
         Self {
-            lr: 4e-3,
+            lr: 3e-3,
             beta1: 0.9,
             beta2: 0.98,
             eps: 1e-8,

@@ -22,7 +22,7 @@ fn all_defaults_are_golden() {
     add("AttnConfig", format!("{:?}", AttnConfig::default()));
     add("ModelCfg", format!("{:?}", ModelCfg::default()));
     add("AdamW", format!("{:?}", AdamW::default()));
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api/defaults.txt");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/api/defaults.txt");
     if std::env::var_os("TILEWIRE_BLESS").is_some() {
         std::fs::write(path, &text).unwrap();
     }

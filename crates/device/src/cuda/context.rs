@@ -1,6 +1,6 @@
 //! Contexts: one per device and process.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
 use tilewire_core::{Config, Error, Result};
@@ -33,7 +33,8 @@ pub fn driver_version() -> Result<u32> {
     Ok(v.max(0) as u32)
 }
 
-/// The primary context of one device, shared with every other library of the process.
+/// The primary context of one device, shared with every other library of the process and kept until
+/// the process ends.
 #[derive(Clone)]
 pub struct CudaContext(Arc<Inner>);
 
@@ -61,13 +62,22 @@ impl CudaContext {
                 .expected(format_args!("less than {count}"))
                 .seen(ordinal));
         }
+        // Making a primary context takes a third of a second, and the driver makes one at a time:
+        // it is kept for the life of the process.
+        static KEPT: Mutex<Vec<CudaContext>> = Mutex::new(Vec::new());
+        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(c) = kept.iter().find(|c| c.ordinal() == ordinal) {
+            return Ok(c.clone());
+        }
         let (mut device, mut raw) = (0, std::ptr::null_mut());
         // SAFETY: the driver is initialised, the ordinal is in range, the outputs are valid.
         unsafe {
             check(sys::cuDeviceGet(&mut device, ordinal as i32), "cuDeviceGet")?;
             check(sys::cuDevicePrimaryCtxRetain(&mut raw, device), "cuDevicePrimaryCtxRetain")?;
         }
-        Ok(Self(Arc::new(Inner { raw, device, ordinal, jit: OnceLock::new() })))
+        let new = Self(Arc::new(Inner { raw, device, ordinal, jit: OnceLock::new() }));
+        kept.push(new.clone());
+        Ok(new)
     }
 
     /// Makes the context current on the calling thread.

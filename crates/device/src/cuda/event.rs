@@ -71,10 +71,11 @@ impl CudaEvent {
 
 impl Point for CudaEvent {
     fn is_done(&self) -> bool {
-        // The driver would invalidate a capture in progress if it were asked.
+        // The driver would invalidate a capture in progress if it were asked. An error ends the
+        // waiting, too: `synchronize` raises it.
         self.capture().is_none()
             && self.ctx.bind().is_ok()
-            && self.query() == CUresult::CUDA_SUCCESS
+            && self.query() != CUresult::CUDA_ERROR_NOT_READY
     }
 
     fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {

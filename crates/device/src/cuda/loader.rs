@@ -1,14 +1,11 @@
-//! Finds the CUDA libraries at run time.
+//! Finds the CUDA driver at run time.
 
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
-use cudarc::{driver, nvrtc};
-use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use cudarc::driver;
 use tilewire_core::{Error, ErrorKind, Result};
 
 use super::error::check;
-use super::places::{Found, NVRTC, Places, entries};
 
 /// Checks that the driver is there and finds a device. Looked up once per process.
 ///
@@ -44,45 +41,4 @@ fn load_driver() -> Result<()> {
         .cause(e)
         .hint("look at `nvidia-smi -L` and CUDA_VISIBLE_DEVICES, or use the `host` backend")
     })
-}
-
-/// Loads the run-time compiler NVRTC, from `named` if given, and returns where it is. The first
-/// call of a process decides.
-///
-/// # Errors
-/// As [`Places::find`]; `Mismatch` if `named` is not the copy that is in use.
-pub fn load_nvrtc(named: Option<&Path>) -> Result<Found> {
-    static STATE: Mutex<Option<Found>> = Mutex::new(None);
-    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
-    let found = Places::of_process().find(&NVRTC, named)?;
-    if state.is_none() {
-        preload(&found.path)?;
-        // SAFETY: opening NVRTC has no preconditions.
-        if !unsafe { nvrtc::sys::is_culib_present() } {
-            let text = format!("{} was loaded and is not found by name", found.path.display());
-            return Err(Error::new(ErrorKind::Unavailable, text).op("cuda"));
-        }
-        *state = Some(found);
-    }
-    state.clone().ok_or_else(|| Error::internal("NVRTC was just found"))
-}
-
-/// Loads the file, so that a later load by name finds it. What it opens by bare name itself lies
-/// beside it and must be loaded before.
-fn preload(main: &Path) -> Result<()> {
-    let name = |p: &Path| p.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let folder = main.parent().unwrap_or(main);
-    let builtins =
-        entries(folder).into_iter().find(|p| name(p).starts_with("libnvrtc-builtins.so.13"));
-    for p in builtins.iter().map(PathBuf::as_path).chain([main]) {
-        // SAFETY: NVRTC's initialisers have no preconditions.
-        let lib = unsafe { Library::open(Some(p), RTLD_NOW | RTLD_GLOBAL) };
-        let lib = lib.map_err(|e| {
-            let text = format!("{} cannot be loaded: {e}", p.display());
-            Error::new(ErrorKind::Unavailable, text).op("cuda")
-        })?;
-        // Never unloaded: the binding keeps pointers into it.
-        std::mem::forget(lib);
-    }
-    Ok(())
 }

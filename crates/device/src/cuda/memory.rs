@@ -13,7 +13,7 @@ use crate::queue::check_len;
 
 /// A piece of device memory. Clones and slices share it; it is freed with the last one.
 ///
-/// Freeing waits for the device's pending work, so a buffer is best kept for many launches.
+/// Freeing may wait for the device's pending work, so a buffer is best kept for many launches.
 #[derive(Clone)]
 pub struct CudaMemory {
     owner: Arc<Owner>,

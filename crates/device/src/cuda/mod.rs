@@ -5,8 +5,9 @@
 //! alive and makes it current before it calls the driver, so that any thread may use it.
 //!
 //! # Rules
-//! - A [`CudaMemory`] that a captured graph names is held by the graph. Outside of graphs the
-//!   driver itself finishes pending work before it frees memory.
+//! - A [`CudaMemory`] that queued work names is held by its stream until the work has run, or by the
+//!   graph that it was captured into: the driver promises neither to finish pending work before it
+//!   frees memory nor not to wait for it.
 //! - Streams never wait for the legacy default stream.
 //! - NVLink multicast and managed memory are never used.
 
@@ -27,10 +28,10 @@ mod vmm;
 pub use context::{CudaContext, device_count, driver_version};
 pub use event::CudaEvent;
 pub use graph::CudaGraph;
-pub use loader::{available, load_nvrtc};
+pub use loader::available;
 pub use memory::{CudaMemory, Pinned};
 pub use module::{CudaModule, Kernel, LaunchArgs};
-pub use nvrtc::Nvrtc;
+pub use nvrtc::{Nvrtc, load_nvrtc};
 pub use places::{
     CUBLASLT, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,
 };

@@ -1,12 +1,137 @@
 //! Compilation at run time.
+//!
+//! The few functions of NVRTC that are needed are looked up in the very copy that the search has
+//! found. A binding that opens the library again by name may open another one.
 
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
-use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use tilewire_core::{Error, ErrorKind, Result};
 
-use super::loader::load_nvrtc;
+use super::places::{Found, NVRTC, Places, entries};
 use crate::jit::{Compiled, Compiler, KernelSpec};
+
+type Code = c_int;
+type Raw = *mut c_void;
+
+/// NVRTC's functions, as `nvrtc.h` of CUDA 13 declares them.
+struct Api {
+    version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> Code,
+    create: unsafe extern "C" fn(
+        *mut Raw,
+        *const c_char,
+        *const c_char,
+        c_int,
+        *const *const c_char,
+        *const *const c_char,
+    ) -> Code,
+    compile: unsafe extern "C" fn(Raw, c_int, *const *const c_char) -> Code,
+    cubin_size: unsafe extern "C" fn(Raw, *mut usize) -> Code,
+    cubin: unsafe extern "C" fn(Raw, *mut c_char) -> Code,
+    log_size: unsafe extern "C" fn(Raw, *mut usize) -> Code,
+    log: unsafe extern "C" fn(Raw, *mut c_char) -> Code,
+    error_string: unsafe extern "C" fn(Code) -> *const c_char,
+    destroy: unsafe extern "C" fn(*mut Raw) -> Code,
+}
+
+/// The symbol `name` of `lib`.
+///
+/// # Safety
+/// `T` must be the type of the function of that name.
+unsafe fn symbol<T: Copy>(lib: &Library, path: &Path, name: &str) -> Result<T> {
+    // SAFETY: the caller's contract.
+    let found = unsafe { lib.get::<T>(name.as_bytes()) };
+    found.map(|s| *s).map_err(|e| {
+        let text = format!("{} has no `{name}`: {e}", path.display());
+        Error::new(ErrorKind::Unavailable, text).op("cuda").hint(NVRTC.install)
+    })
+}
+
+impl Api {
+    fn open(path: &Path) -> Result<Self> {
+        let lib = preload(path)?;
+        // SAFETY: the types are those of `nvrtc.h`.
+        unsafe {
+            Ok(Self {
+                version: symbol(&lib, path, "nvrtcVersion")?,
+                create: symbol(&lib, path, "nvrtcCreateProgram")?,
+                compile: symbol(&lib, path, "nvrtcCompileProgram")?,
+                cubin_size: symbol(&lib, path, "nvrtcGetCUBINSize")?,
+                cubin: symbol(&lib, path, "nvrtcGetCUBIN")?,
+                log_size: symbol(&lib, path, "nvrtcGetProgramLogSize")?,
+                log: symbol(&lib, path, "nvrtcGetProgramLog")?,
+                error_string: symbol(&lib, path, "nvrtcGetErrorString")?,
+                destroy: symbol(&lib, path, "nvrtcDestroyProgram")?,
+            })
+        }
+    }
+
+    fn describe(&self, code: Code) -> String {
+        // SAFETY: any code has a static string.
+        unsafe { CStr::from_ptr((self.error_string)(code)) }.to_string_lossy().into_owned()
+    }
+
+    fn check(&self, code: Code, call: &str) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Internal, format!("{call}: {}", self.describe(code))))
+    }
+}
+
+/// Loads the file and what it opens by bare name itself, which lies beside it.
+fn preload(main: &Path) -> Result<Library> {
+    let name = |p: &Path| p.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let folder = main.parent().unwrap_or(main);
+    let builtins =
+        entries(folder).into_iter().find(|p| name(p).starts_with("libnvrtc-builtins.so.13"));
+    let open = |p: &Path| {
+        // SAFETY: NVRTC's initialisers have no preconditions.
+        unsafe { Library::open(Some(p), RTLD_NOW | RTLD_GLOBAL) }.map_err(|e| {
+            let text = format!("{} cannot be loaded: {e}", p.display());
+            Error::new(ErrorKind::Unavailable, text).op("cuda").hint(NVRTC.install)
+        })
+    };
+    if let Some(b) = builtins {
+        // Never unloaded: NVRTC keeps pointers into it.
+        std::mem::forget(open(&b)?);
+    }
+    open(main)
+}
+
+/// The copy in use; the first call of a process decides.
+static STATE: Mutex<Option<(Found, &'static Api)>> = Mutex::new(None);
+
+fn load(named: Option<&Path>) -> Result<(Found, &'static Api)> {
+    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let (Some(s), None) = (&*state, named) {
+        return Ok(s.clone());
+    }
+    let found = Places::of_process().find(&NVRTC, named)?;
+    if let Some((used, api)) = &*state {
+        let real = |p: &Path| p.canonicalize().unwrap_or_else(|_| PathBuf::from(p));
+        if real(&used.path) == real(&found.path) {
+            return Ok((used.clone(), api));
+        }
+        let text = format!("NVRTC of {} is in use", used.path.display());
+        return Err(Error::new(ErrorKind::Mismatch, text).op("cuda").seen(found.path.display()));
+    }
+    // For the life of the process: the table points into it.
+    let api: &'static Api = Box::leak(Box::new(Api::open(&found.path)?));
+    *state = Some((found.clone(), api));
+    Ok((found, api))
+}
+
+/// Loads the run-time compiler NVRTC, from `named` if given, and returns where it is.
+///
+/// # Errors
+/// As [`Places::find`]; `Unavailable` if the file is not NVRTC; `Mismatch` if `named` is not the
+/// copy that is in use.
+pub fn load_nvrtc(named: Option<&Path>) -> Result<Found> {
+    load(named).map(|(found, _)| found)
+}
 
 /// NVRTC as a [`Compiler`].
 #[derive(Clone, Copy, Debug)]
@@ -14,15 +139,15 @@ pub struct Nvrtc;
 
 impl Compiler for Nvrtc {
     fn version(&self) -> Result<String> {
-        load_nvrtc(None)?;
+        let (_, api) = load(None)?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: the library is loaded; valid outputs.
-        check(unsafe { sys::nvrtcVersion(&mut major, &mut minor) }, "nvrtcVersion")?;
+        // SAFETY: valid outputs.
+        api.check(unsafe { (api.version)(&mut major, &mut minor) }, "nvrtcVersion")?;
         Ok(format!("nvrtc{major}.{minor}"))
     }
 
     fn compile(&self, spec: &KernelSpec) -> Result<Compiled> {
-        load_nvrtc(None)?;
+        let (_, api) = load(None)?;
         let c = |s: &str| CString::new(s).map_err(|_| Error::invalid("a zero byte in a kernel"));
         let mut options = vec![c(&format!("--gpu-architecture={}", spec.arch))?];
         for o in KernelSpec::OPTIONS {
@@ -31,56 +156,44 @@ impl Compiler for Nvrtc {
         for (name, value) in &spec.defines {
             options.push(c(&format!("-D{name}={value}ull"))?);
         }
-        let program = Program::new(&c(&spec.text)?, &c(&spec.name)?)?;
+        let program = Program::new(api, &c(&spec.text)?, &c(&spec.name)?)?;
         let pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
         // SAFETY: a live program; `pointers` holds that many strings, alive until the end.
-        let code = unsafe {
-            sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr())
-        };
-        if code != nvrtcResult::NVRTC_SUCCESS {
+        let code =
+            unsafe { (api.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
+        if code != 0 {
             let what = format!("compilation of `{}` for {}", spec.name, spec.arch);
-            return Err(Error::internal(format!("{what}: {}", describe(code))).seen(program.log()));
+            let text = format!("{what}: {}", api.describe(code));
+            return Err(Error::internal(text).seen(program.log()));
         }
         Ok(Compiled { cubin: program.cubin()?, log: program.log() })
     }
 }
 
-fn describe(code: nvrtcResult) -> String {
-    // SAFETY: the library is loaded; the string is static.
-    unsafe { CStr::from_ptr(sys::nvrtcGetErrorString(code)) }.to_string_lossy().into_owned()
+struct Program {
+    api: &'static Api,
+    raw: Raw,
 }
-
-fn check(code: nvrtcResult, call: &str) -> Result<()> {
-    if code == nvrtcResult::NVRTC_SUCCESS {
-        return Ok(());
-    }
-    Err(Error::new(ErrorKind::Internal, format!("{call}: {}", describe(code))))
-}
-
-struct Program(nvrtcProgram);
 
 impl Program {
-    fn new(text: &CStr, name: &CStr) -> Result<Self> {
-        let mut p = std::ptr::null_mut();
+    fn new(api: &'static Api, text: &CStr, name: &CStr) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
         let none = std::ptr::null();
         // SAFETY: valid output, two strings, no headers. The program copies what it keeps.
-        let code =
-            unsafe { sys::nvrtcCreateProgram(&mut p, text.as_ptr(), name.as_ptr(), 0, none, none) };
-        check(code, "nvrtcCreateProgram")?;
-        Ok(Self(p))
+        let code = unsafe { (api.create)(&mut raw, text.as_ptr(), name.as_ptr(), 0, none, none) };
+        api.check(code, "nvrtcCreateProgram")?;
+        Ok(Self { api, raw })
     }
 
     fn log(&self) -> String {
         let mut len = 0;
         // SAFETY: a live program, valid outputs; the buffer has the length that was asked for.
         unsafe {
-            if sys::nvrtcGetProgramLogSize(self.0, &mut len) != nvrtcResult::NVRTC_SUCCESS {
+            if (self.api.log_size)(self.raw, &mut len) != 0 {
                 return String::new();
             }
             let mut buf = vec![0u8; len];
-            if sys::nvrtcGetProgramLog(self.0, buf.as_mut_ptr().cast())
-                != nvrtcResult::NVRTC_SUCCESS
-            {
+            if (self.api.log)(self.raw, buf.as_mut_ptr().cast()) != 0 {
                 return String::new();
             }
             String::from_utf8_lossy(&buf).trim_end_matches('\0').to_owned()
@@ -90,10 +203,12 @@ impl Program {
     fn cubin(&self) -> Result<Vec<u8>> {
         let mut len = 0;
         // SAFETY: a live, compiled program; valid output.
-        check(unsafe { sys::nvrtcGetCUBINSize(self.0, &mut len) }, "nvrtcGetCUBINSize")?;
+        let code = unsafe { (self.api.cubin_size)(self.raw, &mut len) };
+        self.api.check(code, "nvrtcGetCUBINSize")?;
         let mut out = vec![0u8; len];
         // SAFETY: the buffer has the length that was asked for.
-        check(unsafe { sys::nvrtcGetCUBIN(self.0, out.as_mut_ptr().cast()) }, "nvrtcGetCUBIN")?;
+        let code = unsafe { (self.api.cubin)(self.raw, out.as_mut_ptr().cast()) };
+        self.api.check(code, "nvrtcGetCUBIN")?;
         Ok(out)
     }
 }
@@ -101,6 +216,6 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         // SAFETY: made by us, destroyed once.
-        unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
+        unsafe { (self.api.destroy)(&mut self.raw) };
     }
 }

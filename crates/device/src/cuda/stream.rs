@@ -1,6 +1,7 @@
 //! Streams of a CUDA device.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -23,7 +24,26 @@ struct Inner {
     raw: CUstream,
     /// What the capture in progress refers to; shared by all streams that joined it.
     capture: Mutex<Option<Arc<Held>>>,
+    flight: Mutex<Flight>,
 }
+
+type Thing = Arc<dyn Any + Send + Sync>;
+
+/// What queued work refers to by address. The driver may, but need not, finish that work before it
+/// frees memory; so the stream keeps it until an event behind the work has been reached.
+#[derive(Default)]
+struct Flight {
+    /// Held since the last event, oldest first.
+    open: Vec<Thing>,
+    closed: VecDeque<(CudaEvent, Vec<Thing>)>,
+}
+
+/// So many things share an event.
+const BATCH: usize = 64;
+/// The newest may belong to work that another thread is about to queue.
+const NEWEST: usize = 16;
+/// How long the end of a stream waits for its work before it leaks what that work uses.
+const LAST_WAIT_S: f64 = 10.0;
 
 // SAFETY: the driver allows calls on a stream from any thread; the rest is behind a lock.
 unsafe impl Send for Inner {}
@@ -41,7 +61,12 @@ impl CudaStream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current, the output is valid.
         check(unsafe { sys::cuStreamCreate(&mut raw, flags) }, "cuStreamCreate")?;
-        Ok(Self(Arc::new(Inner { ctx: ctx.clone(), raw, capture: Mutex::new(None) })))
+        Ok(Self(Arc::new(Inner {
+            ctx: ctx.clone(),
+            raw,
+            capture: Mutex::new(None),
+            flight: Mutex::default(),
+        })))
     }
 
     /// The context.
@@ -80,11 +105,32 @@ impl CudaStream {
         }
     }
 
-    /// During a capture, makes the graph hold `thing`; otherwise does nothing.
+    /// Keeps `thing`, which the work that is queued next refers to by address: until that work has
+    /// run, or during a capture as long as the graph.
     pub fn hold(&self, thing: impl FnOnce() -> Arc<dyn Any + Send + Sync>) {
         if let Some(h) = &*self.capture() {
             h.push(thing());
+            return;
         }
+        let mut f = self.0.flight.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut done = Vec::new();
+        while f.closed.front().is_some_and(|(e, _)| e.is_done()) {
+            done.extend(f.closed.pop_front());
+        }
+        if f.open.len() >= BATCH {
+            // Without an event they stay: memory is held longer, nothing worse.
+            if let Ok(e) = CudaEvent::new(&self.0.ctx, false)
+                && self.record(&e).is_ok()
+            {
+                let old = f.open.len() - NEWEST;
+                let old = f.open.drain(..old).collect();
+                f.closed.push_back((e, old));
+            }
+        }
+        f.open.push(thing());
+        // What is freed now may have a stream of its own: not under the lock.
+        drop(f);
+        drop(done);
     }
 
     /// Queues a copy of `len` bytes between device addresses: a copy engine's work between GPUs.
@@ -198,9 +244,30 @@ pub(super) fn poll(deadline: Option<Deadline>, query: impl Fn() -> CUresult) -> 
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.ctx.bind().is_ok() {
-            // SAFETY: created by us, destroyed once; the driver lets queued work finish.
-            unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        if self.ctx.bind().is_err() {
+            return;
         }
+        let capture = self.capture.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(h) = capture.filter(|h| !h.has_ended()) {
+            // A capture that was given up: as long as it is open, synchronising fails.
+            h.end();
+            let mut graph = std::ptr::null_mut();
+            // SAFETY: a live stream and a valid output; a graph that comes out is ours to destroy.
+            unsafe {
+                sys::cuStreamEndCapture(self.raw, &mut graph);
+                if !graph.is_null() {
+                    sys::cuGraphDestroy(graph);
+                }
+            }
+        }
+        let flight = std::mem::take(self.flight.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let limit = Some(Deadline::after_s(LAST_WAIT_S));
+        // SAFETY: a live stream.
+        if poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }).is_err() {
+            log::warn!("a stream ended with work that does not end: what it uses is leaked");
+            std::mem::forget(flight);
+        }
+        // SAFETY: created by us, destroyed once.
+        unsafe { sys::cuStreamDestroy_v2(self.raw) };
     }
 }

@@ -89,7 +89,11 @@ impl VmmChunk {
         };
         check(code, "cuMemExportToShareableHandle")?;
         // SAFETY: the driver has just opened it for us.
-        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        // Programs that this one starts have no business with it.
+        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
+            .map_err(|e| Error::io("marking the descriptor of device memory", e))?;
+        Ok(fd)
     }
 
     /// The chunk behind a peer's descriptor.
@@ -103,7 +107,12 @@ impl VmmChunk {
         let os = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
         // SAFETY: valid output; the driver duplicates what it keeps of the descriptor.
         let code = unsafe { sys::cuMemImportFromShareableHandle(&mut handle, os, POSIX_FD) };
-        check(code, "cuMemImportFromShareableHandle")?;
+        check(code, "cuMemImportFromShareableHandle").map_err(|e| {
+            e.hint(
+                "is the peer's GPU visible in this container, and may this process share memory \
+                 with it? `nvidia-smi topo -p2p rw` shows the GPUs that are",
+            )
+        })?;
         Ok(Self { ctx: ctx.clone(), handle, len: len_bytes })
     }
 }
@@ -135,7 +144,7 @@ impl VmmRange {
     /// # Errors
     /// `InvalidArgument` for unequal chunks or a stride that is too small; `Exhausted` if there is
     /// no address range.
-    pub fn map(ctx: &CudaContext, chunks: &[VmmChunk], stride: usize) -> Result<Self> {
+    pub fn map(ctx: &CudaContext, chunks: &[&VmmChunk], stride: usize) -> Result<Self> {
         let len = chunks.first().map_or(0, |c| c.len);
         if len == 0 || stride < len || chunks.iter().any(|c| c.len != len) {
             return Err(Error::invalid(
@@ -238,7 +247,7 @@ impl VmmRange {
 impl Drop for VmmRange {
     fn drop(&mut self) {
         // Kernels of this device may still poll; every wait ends by itself.
-        if self.ctx.synchronize().is_err() {
+        if self.ctx.synchronize().is_err_and(|e| e.kind() == ErrorKind::DeviceLost) {
             // A lost device frees its memory with the process.
             return;
         }

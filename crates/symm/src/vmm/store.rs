@@ -128,9 +128,15 @@ impl VmmStore {
         let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
         let own = vec![parts.heap.1.as_fd(), parts.control.1.as_fd()];
         let fds = exchange_chunks(team, Ok(own))?.0;
+        let own = [&parts.heap.0, &parts.control.0];
         let map = |which: usize, len: usize| {
-            let import = |list: &Vec<OwnedFd>| VmmChunk::import(&parts.ctx, &list[which], len);
-            let chunks = fds.iter().map(import).collect::<Result<Vec<_>>>()?;
+            // The own chunk as it is: an imported one may take the path of a peer's.
+            let import = |(i, list): (usize, &Vec<OwnedFd>)| match i == team.rank().idx() {
+                true => Ok(None),
+                false => VmmChunk::import(&parts.ctx, &list[which], len).map(Some),
+            };
+            let peers = fds.iter().enumerate().map(import).collect::<Result<Vec<_>>>()?;
+            let chunks: Vec<_> = peers.iter().map(|c| c.as_ref().unwrap_or(own[which])).collect();
             VmmRange::map(&parts.ctx, &chunks, len)
         };
         let mapped = map(0, len).and_then(|heap| {
@@ -142,12 +148,13 @@ impl VmmStore {
         });
         // Nobody's kernel may touch a page before its owner has cleared it.
         let (heap, control) = team.settle("vmm-map", mapped)?;
-        for r in Rank::all(team.size()) {
+        let seen = Rank::all(team.size()).try_for_each(|r| {
             let mut got = [0u64; 5];
             control.read(r, 0, bytemuck::cast_slice_mut(&mut got))?;
             let want = control::header(r, team.size(), team.id(), team.generation());
-            control::check_header(&got, &want, r)?;
-        }
+            control::check_header(&got, &want, r)
+        });
+        team.settle("vmm-see", seen)?;
         let store = Arc::new(parts.into_store(team, heap, control));
         let probe: Arc<dyn Probe> = store.clone();
         team.fault().watch(Arc::downgrade(&probe));
