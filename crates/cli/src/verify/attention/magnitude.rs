@@ -3,9 +3,13 @@
 //! A rounding error of relative size `u` in a score of magnitude `m` changes `p = exp(s - lse)` by
 //! at most `u (m + M) p`, with `M` the largest magnitude in the row (by way of `lse`). Each
 //! magnitude below is the sum of absolute values of what is added, times `1 + 2 (1 + M + |lse|)`.
+//!
+//! The backward pass takes `delta = <d_out, out>` from the output as it was stored: the rounding of
+//! the output type enters, but of `<|d_out|, |out|>` alone. That part is weighted by `stored`, the
+//! output's roundoff as a multiple of what the bound allows for one unit of magnitude.
 
 use tilewire_oracle::Mat;
-use tilewire_oracle::attention::{AttnInputs, AttnSpec, Sequences, keep};
+use tilewire_oracle::attention::{AttnInputs, AttnOut, AttnSpec, Sequences, keep};
 
 /// Of each output.
 pub struct Magnitudes {
@@ -34,20 +38,22 @@ struct Row {
     q_row: usize,
     i: usize,
     lse: f64,
+    /// Weighted `<|d_o|, |o|>`.
+    stored: f64,
 }
 
-/// All magnitudes; `lse` is the oracle's.
+/// All magnitudes; `out` is the oracle's.
 pub fn magnitudes(
     spec: &AttnSpec,
     x: &AttnInputs<'_>,
     seqs: &Sequences,
     d_o: &Mat,
-    lse: &Mat,
+    (out, stored): (&AttnOut, f64),
 ) -> Magnitudes {
     let zeros = |m: &Mat| Mat::zeros(m.rows, m.cols);
     let mut m = Magnitudes {
         o: zeros(d_o),
-        lse: lse.map(|l| if l == f64::NEG_INFINITY { 1.0 } else { 1.0 + l.abs() }),
+        lse: out.lse.map(|l| if l == f64::NEG_INFINITY { 1.0 } else { 1.0 + l.abs() }),
         dq: zeros(x.q),
         dk: zeros(x.k),
         dv: zeros(x.v),
@@ -58,8 +64,11 @@ pub fn magnitudes(
     for (q, kv) in seqs.q.iter().zip(&seqs.kv) {
         for head in 0..spec.heads_q {
             for (i, q_row) in q.clone().enumerate() {
-                let (lse, kv_head) = (lse.at(head, q_row), head / group);
-                let row = Row { head, kv_head, q_row, i, lse };
+                let (lse, kv_head) = (out.lse.at(head, q_row), head / group);
+                let dv = d_o.cols / spec.heads_q;
+                let product = |c: usize| (d_o.at(q_row, c) * out.o.at(q_row, c)).abs();
+                let stored = stored * (head * dv..(head + 1) * dv).map(product).sum::<f64>();
+                let row = Row { head, kv_head, q_row, i, lse, stored };
                 let pairs = pairs(spec, x, (q.len(), kv), &row, d_o);
                 add(spec, x, &row, &pairs, d_o, &mut m);
             }
@@ -127,19 +136,21 @@ fn add(
             *m.o.at_mut(row.q_row, oc) += amp * e.p * e.keep * x.v.at(e.kv_row, vc).abs();
             *m.dv.at_mut(e.kv_row, vc) += amp * e.p * e.keep * d_o.at(row.q_row, oc).abs();
         }
-        let ds = amp * e.p * (e.dp_mag + delta);
+        let (ds, stored) = (amp * e.p * (e.dp_mag + delta), e.p * row.stored);
         let slope = spec.scale.abs() * (1.0 + spec.softcap.map_or(0.0, |c| 2.0 * e.score_mag / c));
         for c in 0..dqk {
             let (qc, kc) = (row.head * dqk + c, row.kv_head * dqk + c);
-            *m.dq.at_mut(row.q_row, qc) += ds * slope * x.k.at(e.kv_row, kc).abs();
-            *m.dk.at_mut(e.kv_row, kc) += ds * slope * x.q.at(row.q_row, qc).abs();
+            let by = ds * slope + stored * spec.scale.abs();
+            *m.dq.at_mut(row.q_row, qc) += by * x.k.at(e.kv_row, kc).abs();
+            *m.dk.at_mut(e.kv_row, kc) += by * x.q.at(row.q_row, qc).abs();
         }
         if let (Some(db), Some(b)) = (&mut m.dbias, x.bias) {
             let head = if b.heads == 1 { 0 } else { row.head };
-            *db.at_mut(head * b.sq + row.i, e.j) += ds;
+            *db.at_mut(head * b.sq + row.i, e.j) += ds + stored;
         }
     }
     if let (Some(ds), Some(sink)) = (&mut m.dsink, x.sink) {
-        *ds.at_mut(0, row.head) += amp * (sink[row.head] - row.lse).exp() * delta;
+        let p = (sink[row.head] - row.lse).exp();
+        *ds.at_mut(0, row.head) += p * (amp * delta + row.stored);
     }
 }

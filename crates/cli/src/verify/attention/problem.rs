@@ -222,7 +222,10 @@ impl Problem {
         let seqs = oracle::Sequences { q: s.q.clone(), kv: s.kv.clone() };
         let out = oracle::attention(&spec, &inputs, &seqs);
         let grads = oracle::attention_bwd(&spec, &inputs, &seqs, &self.d_o);
-        let mag = magnitudes(&spec, &inputs, &seqs, &self.d_o, &out.lse);
+        // What `Bound::local` allows for one unit of magnitude.
+        let unit = 4.0 * DType::F32.unit_roundoff() * (self.k_len() as f64).sqrt();
+        let stored = self.desc.out.unit_roundoff() / unit;
+        let mag = magnitudes(&spec, &inputs, &seqs, &self.d_o, (&out, stored));
         Want { out, grads, mag }
     }
 
@@ -268,16 +271,13 @@ impl Problem {
         (q, kv): (&[Range<usize>], &[Range<usize>]),
         (wire, num_partials): (DType, usize),
     ) -> Result<()> {
-        // delta comes from the rounded output.
-        let out = self.desc.out;
-        let own = Bound { wire: out, num_partials: 1, ..Bound::local(out, self.k_len()) };
+        let own = Bound::local(self.desc.out, self.k_len());
         let (dq, mag) = (rows_of(&w.grads.dq, q), rows_of(&w.mag.dq, q));
         ctx.compare("dq", &g.dq, &dq, &mag, &own)?;
         for (what, got, want, mag) in
             [("dk", &g.dk, &w.grads.dk, &w.mag.dk), ("dv", &g.dv, &w.grads.dv, &w.mag.dv)]
         {
-            let coarse = if wire.unit_roundoff() > out.unit_roundoff() { wire } else { out };
-            let bound = Bound { wire: coarse, num_partials: num_partials.max(1), ..own };
+            let bound = Bound { wire, num_partials, ..own };
             ctx.compare(what, got, &rows_of(want, kv), &rows_of(mag, kv), &bound)?;
         }
         let own = Bound { out: DType::F32, ..own };
