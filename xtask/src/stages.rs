@@ -349,18 +349,27 @@ fn verify(root: &Path) -> Outcome {
     one(exec(root, &bin, &["verify", "--ranks", "1,2,3,4,8", "--quiet"], Duration::from_secs(600)))
 }
 
-/// The same verification with processes, under our own launcher and under Open MPI.
+/// The same verification with processes, under our own launcher, Open MPI and MPICH.
 fn launchers(root: &Path) -> Outcome {
     let bin = binary(root).display().to_string();
     let limit = Duration::from_secs(600);
     let mut o = one(exec(root, &bin, &["run", "-n", "4", "--", &bin, "verify", "--quiet"], limit));
-    if !has("mpirun") && !install_apt("openmpi-bin") {
-        println!("mpirun is not here and cannot be installed: skipped");
-        o.skipped += 1;
-        return o;
+    // By the names that Debian gives them where both are installed.
+    let open_mpi = ["--allow-run-as-root", "--oversubscribe"];
+    for (names, package, flags) in [
+        (&["mpirun.openmpi", "mpirun"][..], "openmpi-bin", &open_mpi[..]),
+        (&["mpiexec.mpich", "mpiexec.hydra"], "mpich", &[]),
+    ] {
+        let there = || names.iter().find(|n| has(n));
+        let program = there().or_else(|| install_apt(package).then(there).flatten());
+        let Some(program) = program else {
+            println!("{} is not here and cannot be installed: skipped", names[0]);
+            o.skipped += 1;
+            continue;
+        };
+        let args = [flags, &["-n", "4", &bin, "verify", "--quiet"]].concat();
+        add(&mut o, &one(exec(root, program, &args, limit)));
     }
-    let args = ["--allow-run-as-root", "--oversubscribe", "-n", "4", &bin, "verify", "--quiet"];
-    add(&mut o, &one(exec(root, "mpirun", &args, limit)));
     o
 }
 
