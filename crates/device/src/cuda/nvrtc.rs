@@ -53,8 +53,8 @@ impl Api {
     fn open(path: &Path) -> Result<Self> {
         let lib = preload(path)?;
         // SAFETY: the types are those of `nvrtc.h`.
-        unsafe {
-            Ok(Self {
+        let api = unsafe {
+            Self {
                 version: symbol(&lib, path, "nvrtcVersion")?,
                 create: symbol(&lib, path, "nvrtcCreateProgram")?,
                 compile: symbol(&lib, path, "nvrtcCompileProgram")?,
@@ -64,8 +64,11 @@ impl Api {
                 log: symbol(&lib, path, "nvrtcGetProgramLog")?,
                 error_string: symbol(&lib, path, "nvrtcGetErrorString")?,
                 destroy: symbol(&lib, path, "nvrtcDestroyProgram")?,
-            })
-        }
+            }
+        };
+        // Never unloaded: the table points into it.
+        std::mem::forget(lib);
+        Ok(api)
     }
 
     fn describe(&self, code: Code) -> String {
