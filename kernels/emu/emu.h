@@ -193,6 +193,15 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned v, unsigned line = __b
     };
     return emu_collective<unsigned, unsigned>(mask, "__reduce_add_sync", v, g, line);
 }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v, unsigned line = __builtin_LINE()) {
+    const auto g = [](const EmuWarp<unsigned, unsigned>& w) {
+        unsigned top = 0;
+        for (unsigned l = 0; l < 32; l++) top = w.has(l) && w.in(l) > top ? w.in(l) : top;
+        for (unsigned l = 0; l < 32; l++)
+            if (w.has(l)) w.out(l) = top;
+    };
+    return emu_collective<unsigned, unsigned>(mask, "__reduce_max_sync", v, g, line);
+}
 
 // ---- Atomics of CUDA C++: relaxed, as on the device.
 
@@ -269,6 +278,7 @@ template <class To, class From> inline To emu_bits(From v) {
 }
 inline unsigned __float_as_uint(float v) { return emu_bits<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return emu_bits<float>(v); }
+inline double __longlong_as_double(long long v) { return emu_bits<double>(v); }
 inline int __float_as_int(float v) { return emu_bits<int>(v); }
 inline float __int_as_float(int v) { return emu_bits<float>(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
@@ -278,8 +288,9 @@ inline int __ffs(int v) { return __builtin_ffs(v); }
 
 template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
 template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
-inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
-inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+// Of two numbers, one of which is NaN, the other: of a signalling NaN, too, as on the device.
+inline float fminf(float a, float b) { return a != a || b < a ? b : a; }
+inline float fmaxf(float a, float b) { return a != a || a < b ? b : a; }
 inline float fabsf(float a) { return __builtin_fabsf(a); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -89,8 +89,12 @@ Pool& pool() {
 
 char* take_stack(Worker* w) {
     if (w->stacks.empty()) {
+        // Not all of them: runs at the same time would map more and more.
         pthread_mutex_lock(&pool().lock);
-        w->stacks.swap(pool().stacks);
+        for (unsigned i = 0; i < 64 && !pool().stacks.empty(); i++) {
+            w->stacks.push_back(pool().stacks.back());
+            pool().stacks.pop_back();
+        }
         pthread_mutex_unlock(&pool().lock);
     }
     if (!w->stacks.empty()) {
@@ -447,7 +451,8 @@ void emu_warp(unsigned mask, const char* op, unsigned line, const void* in, void
 }
 
 void emu_copy_async(void* dst, const void* src, unsigned bytes, unsigned zeros) {
-    emu_point("cp.async", bytes == 0 ? nullptr : src, bytes);
+    // The whole copy is aligned, also where only its beginning is read.
+    emu_point("cp.async", bytes == 0 ? nullptr : src, bytes + zeros);
     Fiber* f = self();
     Inside inside(f);
     const Copy c = {(char*)dst, src, bytes, zeros, f->groups};

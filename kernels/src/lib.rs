@@ -6,6 +6,9 @@
 //! written twice: the Rust side passes its constants as definitions.
 #![forbid(unsafe_code)]
 
+pub mod gemm;
+pub mod portable;
+
 /// One compilation unit.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
@@ -44,8 +47,15 @@ fn emulated(part: &'static str) -> &'static str {
 /// Loads, stores, fences and timers, named by operation, order and scope.
 pub const LD_ST: &str = include_str!("ptx/ld_st.cuh");
 
+/// Warp matrix instructions and asynchronous copies, from sm_80 on.
+pub const MMA: &str = include_str!("ptx/mma.cuh");
+
 /// The files of `ptx/`, each with its second body for the emulator.
-const PTX_TWINS: &[(&str, &str)] = &[(LD_ST, include_str!("ptx/ld_st_emu.h"))];
+const PTX_TWINS: &[(&str, &str)] = &[
+    (LD_ST, include_str!("ptx/ld_st_emu.h")),
+    (MMA, include_str!("ptx/mma_emu.h")),
+    (portable::CONVERT, portable::CONVERT_EMU),
+];
 
 /// Signal, wait, barrier and the epoch word of copy-engine pushes.
 pub const SIGNAL: Source = Source {
@@ -55,8 +65,30 @@ pub const SIGNAL: Source = Source {
     kernels: &["tw_signal", "tw_bump_epoch", "tw_wait", "tw_barrier"],
 };
 
+/// Matrix product with epilogue on any GPU from sm_80 on. `TW_GEMM_*` at the head of
+/// `gemm/mainloop.cuh` may be defined otherwise: tile, warps, stages, and f16 in place of bf16.
+pub const SM80_GEMM: Source = Source {
+    name: "gemm/sm80_gemm.cu",
+    parts: &[MMA, include_str!("gemm/mainloop.cuh"), include_str!("gemm/sm80_gemm.cu")],
+    defines: &[],
+    kernels: &["tw_gemm_nt", "tw_gemm_nn", "tw_gemm_tn", "tw_gemm_f32"],
+};
+
+/// The same products of groups whose rows are counted in device memory.
+pub const SM80_GROUPED_GEMM: Source = Source {
+    name: "grouped_gemm/sm80_grouped_gemm.cu",
+    parts: &[
+        MMA,
+        include_str!("gemm/mainloop.cuh"),
+        include_str!("grouped_gemm/sm80_grouped_gemm.cu"),
+    ],
+    defines: &[],
+    kernels: &["tw_grouped_nt", "tw_grouped_nn", "tw_grouped_tn"],
+};
+
 /// Every compilation unit.
-pub const ALL: &[Source] = &[SIGNAL];
+pub const ALL: &[Source] =
+    &[SIGNAL, SM80_GEMM, SM80_GROUPED_GEMM, portable::QUANT, portable::PERMUTE];
 
 #[cfg(test)]
 mod tests {
@@ -64,7 +96,7 @@ mod tests {
 
     #[test]
     fn texts_include_nothing_and_name_what_they_define() {
-        for s in [SIGNAL] {
+        for s in ALL {
             let text = s.text();
             assert!(!text.contains("#include"), "{}", s.name);
             for k in s.kernels {

@@ -5,11 +5,18 @@
 #![expect(clippy::print_stdout, reason = "a test harness reports on stdout, as libtest does")]
 
 mod compile;
+mod convert;
+mod gemm;
+mod gemm_mutants;
+mod grouped;
 mod host;
 mod memory;
 mod mutants;
 mod orders;
+mod permute;
+mod planted;
 mod probes;
+mod quant;
 mod run;
 mod signal;
 mod team;
@@ -35,7 +42,19 @@ const LOUD: &str = "test";
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let wanted: Vec<&String> = args.iter().filter(|a| !a.starts_with('-')).collect();
-    let all = [probes::TESTS, signal::TESTS, orders::TESTS, mutants::TESTS].concat();
+    let all = [
+        probes::TESTS,
+        signal::TESTS,
+        orders::TESTS,
+        mutants::TESTS,
+        gemm::TESTS,
+        gemm_mutants::TESTS,
+        grouped::TESTS,
+        convert::TESTS,
+        quant::TESTS,
+        permute::TESTS,
+    ]
+    .concat();
     let chosen: Vec<Test> = all
         .iter()
         .filter(|(name, _)| wanted.is_empty() || wanted.iter().any(|w| name.contains(w.as_str())))

@@ -1,0 +1,335 @@
+// What the matrix products of this folder share: tiles through shared memory, products, epilogue.
+//
+// Operands are 16-bit. A k-major tile is [rows][32] with 16-byte chunk c of row r at place
+// c ^ (r / 2 % 4); an other tile is [32][cols] with chunk c of row r at c ^ (r % 8). So the eight
+// rows that ldmatrix reads together lie in different banks. The pipeline is that of Ampere
+// kernels in CUTLASS: STAGES - 1 copies in flight, one __syncthreads for each 32 of k.
+#ifndef TW_GEMM_M
+#define TW_GEMM_M 128
+#endif
+#ifndef TW_GEMM_N
+#define TW_GEMM_N 128
+#endif
+#ifndef TW_GEMM_WARPS_M
+#define TW_GEMM_WARPS_M 2
+#endif
+#ifndef TW_GEMM_WARPS_N
+#define TW_GEMM_WARPS_N 4
+#endif
+#ifndef TW_GEMM_STAGES
+#define TW_GEMM_STAGES 4
+#endif
+#ifndef TW_GEMM_F16
+#define TW_GEMM_F16 0
+#endif
+
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+enum : u32 {
+    TW_BM = TW_GEMM_M,
+    TW_BN = TW_GEMM_N,
+    TW_BK = 32,
+    TW_STAGES = TW_GEMM_STAGES,
+    TW_WM = TW_BM / TW_GEMM_WARPS_M,
+    TW_WN = TW_BN / TW_GEMM_WARPS_N,
+    TW_FM = TW_WM / 16,
+    TW_FN = TW_WN / 8,
+    TW_THREADS = 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N,
+    TW_A_BYTES = TW_BM * TW_BK * 2,
+    TW_B_BYTES = TW_BN * TW_BK * 2,
+    TW_STAGE_BYTES = TW_A_BYTES + TW_B_BYTES,
+    // Eight more: rows of the epilogue begin in different banks.
+    TW_EPI_PAD = 8,
+    TW_EPI_BYTES = TW_GEMM_WARPS_M * 16 * (TW_BN + TW_EPI_PAD) * 4,
+};
+static_assert(TW_BM % 64 == 0 && TW_BN % 64 == 0, "a swizzled row has at least eight chunks");
+static_assert(TW_WM % 16 == 0 && TW_WN % 16 == 0, "whole matrix instructions, two at a time");
+static_assert(TW_STAGES >= 2 && TW_EPI_BYTES <= TW_STAGES * TW_STAGE_BYTES, "shared memory");
+
+enum : u32 {
+    TW_OUT = 3,          // type of D: 0 bf16, 1 f16, 2 f32
+    TW_ACT_SHIFT = 2,    // 0 none, 1 ReLU, 2 GELU, 3 SwiGLU
+    TW_ACCUMULATE = 16,  // D = A B + D (+ bias)
+    TW_A_KM = 32,        // the f32 kernel only: A is [k, m]
+    TW_B_KN = 64,        // the f32 kernel only: B is [k, n]
+    TW_SWIGLU = 3,
+};
+
+extern __shared__ __align__(128) unsigned char tw_smem[];
+
+// One product. Rows of the tensors lie `ld` elements apart. SwiGLU: D has n / 2 columns.
+struct TwGemm {
+    const void* a;
+    const void* b;
+    void* d;
+    const float* bias;  // [n], or null
+    i64 lda, ldb, ldd;
+    u32 m, n, k, flags;
+};
+
+__device__ __forceinline__ u32 tw_act(const TwGemm& g) {
+    return g.flags >> TW_ACT_SHIFT & 3;
+}
+
+// Columns of D, and how many of them a block makes.
+__device__ __forceinline__ u32 tw_out_cols(const TwGemm& g) {
+    return tw_act(g) == TW_SWIGLU ? g.n / 2 : g.n;
+}
+__device__ __forceinline__ u32 tw_block_cols(const TwGemm& g, u32 bn) {
+    return tw_act(g) == TW_SWIGLU ? bn / 2 : bn;
+}
+
+struct TwTile {
+    u32 m, n;
+};
+
+// Which tile block `b` makes: columns of up to 8 tiles, so that blocks that run together share
+// both operands in L2. Mirrored by `tile` in kernels/src/gemm/mod.rs.
+__device__ __forceinline__ TwTile tw_tile(u32 b, u32 tiles_m, u32 tiles_n) {
+    const u32 band = 8 * tiles_n, first = b / band * 8, at = b % band;
+    const u32 rows = min(tiles_m - first, 8u);
+    return {first + at % rows, at / rows};
+}
+
+// An operand as the copies see it.
+struct TwOperand {
+    const u16* p;
+    i64 ld;
+    u32 extent;  // rows of A or columns of D
+    u32 first;   // of this block
+    bool pairs;  // SwiGLU: eight gate columns, then the eight up columns that go with them
+    bool wide;   // 16-byte copies are aligned
+};
+
+template <bool K_MAJOR>
+__device__ __forceinline__ TwOperand tw_operand(const void* p, i64 ld, u32 extent, u32 first, bool pairs) {
+    // The up half begins `extent` behind the gate half.
+    const bool wide = (u64)p % 16 == 0 && ld % 8 == 0 && (K_MAJOR || !pairs || extent % 8 == 0);
+    return {(const u16*)p, ld, extent, first, pairs, wide};
+}
+
+// 8 elements to shared memory, of which the first `num` exist.
+__device__ __forceinline__ void tw_copy8(void* dst, const u16* src, const u16* base, u32 num, bool wide) {
+    if (wide) {
+        cp_async_cg_16_zfill(dst, num > 0 ? src : base, 2 * num);
+        return;
+    }
+    u32 w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (u32 i = 0; i < 8; i++)
+        if (i < num) w[i / 2] |= (u32)src[i] << 16 * (i % 2);
+    *(uint4*)dst = make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// Where chunk `c` of row `r` lies in a tile, in bytes.
+template <bool K_MAJOR, u32 EXTENT>
+__device__ __forceinline__ u32 tw_place(u32 r, u32 c) {
+    return K_MAJOR ? r * (TW_BK * 2) + ((c ^ (r >> 1 & 3)) << 4) : r * (EXTENT * 2) + ((c ^ (r & 7)) << 4);
+}
+
+// Copies the tile of `o` that begins at `k0`: EXTENT of its rows or columns by 32 of k.
+template <bool K_MAJOR, u32 EXTENT>
+__device__ __forceinline__ void tw_load(u8* tile, const TwOperand& o, u32 k, u32 k0) {
+    const u32 per_row = K_MAJOR ? TW_BK / 8 : EXTENT / 8;
+#pragma unroll
+    for (u32 i = threadIdx.x; i < EXTENT * TW_BK / 8; i += TW_THREADS) {
+        const u32 r = i / per_row, c = i % per_row;
+        const u32 local = K_MAJOR ? r : 8 * c, group = local / 8;
+        const u32 x = o.first + (o.pairs ? group / 2 * 8 + local % 8 : local);
+        const u32 shift = o.pairs && group % 2 ? o.extent : 0;
+        const u32 kk = k0 + (K_MAJOR ? 8 * c : r);
+        // How far the chunk goes along its row, and whether the row is there.
+        const u32 left = K_MAJOR ? k - min(kk, k) : o.extent - min(x, o.extent);
+        const bool there = K_MAJOR ? x < o.extent : kk < k;
+        const i64 at = K_MAJOR ? (i64)(x + shift) * o.ld + kk : (i64)kk * o.ld + x + shift;
+        tw_copy8(tile + tw_place<K_MAJOR, EXTENT>(r, c), o.p + at, o.p, there ? min(left, 8u) : 0, o.wide);
+    }
+}
+
+__device__ __forceinline__ void tw_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if TW_GEMM_F16
+    mma_m16n8k16_f32_f16(d, a, b);
+#else
+    mma_m16n8k16_f32_bf16(d, a, b);
+#endif
+}
+
+typedef float TwAcc[TW_FM][TW_FN][4];
+
+// acc += the product of one stage.
+template <bool A_MK, bool B_NK>
+__device__ __forceinline__ void tw_multiply(TwAcc& acc, const u8* a, const u8* b) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = lane / 8, row8 = lane % 8;
+    const u32 m0 = warp / TW_GEMM_WARPS_N * TW_WM, n0 = warp % TW_GEMM_WARPS_N * TW_WN;
+#pragma unroll
+    for (u32 kk = 0; kk < TW_BK; kk += 16) {
+        u32 fa[TW_FM][4], fb[TW_FN][2];
+        // Parts of a fragment of A: rows 0-7 and 8-15 of k 0-7, then of k 8-15.
+#pragma unroll
+        for (u32 i = 0; i < TW_FM; i++) {
+            const u32 m = m0 + 16 * i + part % 2 * 8, k = kk + part / 2 * 8;
+            if (A_MK) ldmatrix_x4_b16(fa[i], a + tw_place<true, TW_BM>(m + row8, k / 8));
+            else ldmatrix_x4_trans_b16(fa[i], a + tw_place<false, TW_BM>(k + row8, m / 8));
+        }
+        // Of two fragments of B: k 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+#pragma unroll
+        for (u32 j = 0; j < TW_FN; j += 2) {
+            const u32 n = n0 + 8 * j + part / 2 * 8, k = kk + part % 2 * 8;
+            u32 f[4];
+            if (B_NK) ldmatrix_x4_b16(f, b + tw_place<true, TW_BN>(n + row8, k / 8));
+            else ldmatrix_x4_trans_b16(f, b + tw_place<false, TW_BN>(k + row8, n / 8));
+            fb[j][0] = f[0], fb[j][1] = f[1];
+            fb[j + 1][0] = f[2], fb[j + 1][1] = f[3];
+        }
+#pragma unroll
+        for (u32 i = 0; i < TW_FM; i++)
+#pragma unroll
+            for (u32 j = 0; j < TW_FN; j++) tw_mma(acc[i][j], fa[i], fb[j]);
+    }
+}
+
+// acc = the product of the rows of `a` and the columns of `b`, over all of k.
+template <bool A_MK, bool B_NK>
+__device__ __forceinline__ void tw_mainloop(TwAcc& acc, u8* smem, const TwOperand& a, const TwOperand& b, u32 k) {
+    const u32 steps = (k + TW_BK - 1) / TW_BK;
+#pragma unroll
+    for (u32 i = 0; i < TW_FM; i++)
+#pragma unroll
+        for (u32 j = 0; j < TW_FN; j++)
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) acc[i][j][e] = 0;
+    const auto copy = [&](u32 step) {
+        u8* stage = smem + step % TW_STAGES * TW_STAGE_BYTES;
+        if (step < steps) {
+            tw_load<A_MK, TW_BM>(stage, a, k, step * TW_BK);
+            tw_load<B_NK, TW_BN>(stage + TW_A_BYTES, b, k, step * TW_BK);
+        }
+        // Also when nothing was copied: the wait below counts groups.
+        cp_async_commit_group();
+    };
+#pragma unroll 1
+    for (u32 s = 0; s < TW_STAGES - 1; s++) copy(s);
+#pragma unroll 1
+    for (u32 s = 0; s < steps; s++) {
+        cp_async_wait_group<TW_STAGES - 2>();
+        // Everybody's copies of this stage are there, and nobody reads the one that is next filled.
+        __syncthreads();
+        copy(s + TW_STAGES - 1);
+        const u8* stage = smem + s % TW_STAGES * TW_STAGE_BYTES;
+        tw_multiply<A_MK, B_NK>(acc, stage, stage + TW_A_BYTES);
+    }
+    cp_async_wait_group<0>();
+    __syncthreads();
+}
+
+// ---- Epilogue.
+
+__device__ __forceinline__ float tw_gelu(float x) {
+    return 0.5f * x * (1.0f + tanhf(0.7978846f * (x + 0.044715f * x * x * x)));
+}
+
+__device__ __forceinline__ float tw_load_out(const void* d, i64 at, u32 type) {
+    if (type == 2) return ((const float*)d)[at];
+    const u16 h = ((const u16*)d)[at];
+    return type == 0 ? __uint_as_float((u32)h << 16) : cvt_f32_f16(h);
+}
+
+__device__ __forceinline__ u32 tw_pair(float low, float high, u32 type) {
+    return type == 0 ? cvt_rn_bf16x2_f32(low, high) : cvt_rn_f16x2_f32(low, high);
+}
+
+// Stores `num` <= 8 numbers at D[at..].
+__device__ __forceinline__ void tw_store8(void* d, i64 at, u32 type, const float (&x)[8], u32 num) {
+    if (type == 2) {
+        float* to = (float*)d + at;
+        if (num == 8 && (u64)to % 16 == 0) {
+            *(float4*)to = make_float4(x[0], x[1], x[2], x[3]);
+            *(float4*)(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
+            return;
+        }
+#pragma unroll
+        for (u32 i = 0; i < 8; i++)
+            if (i < num) to[i] = x[i];
+        return;
+    }
+    u32 w[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) w[i] = tw_pair(x[2 * i], x[2 * i + 1], type);
+    u16* to = (u16*)d + at;
+    if (num == 8 && (u64)to % 16 == 0) {
+        *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8; i++)
+        if (i < num) to[i] = (u16)(w[i / 2] >> 16 * (i % 2));
+}
+
+// Eight products from shared memory, 16 bytes at a time.
+__device__ __forceinline__ void tw_read8(float (&y)[8], const float* x) {
+    const float4 a = *(const float4*)x, b = *(const float4*)(x + 4);
+    y[0] = a.x, y[1] = a.y, y[2] = a.z, y[3] = a.w;
+    y[4] = b.x, y[5] = b.y, y[6] = b.z, y[7] = b.w;
+}
+
+// Eight columns of a row of D from `col` on: x is the product, `up` the other half of SwiGLU's.
+__device__ __forceinline__ void tw_finish8(const TwGemm& g, u32 row, u32 col, const float* x, const float* up) {
+    const u32 cols = tw_out_cols(g), act = tw_act(g), type = g.flags & TW_OUT;
+    const u32 num = min(cols - col, 8u);
+    const i64 at = (i64)row * g.ldd + col;
+    float y[8], v[8] = {};
+    tw_read8(y, x);
+    if (act == TW_SWIGLU) tw_read8(v, up);
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        if (i >= num) continue;
+        if (g.flags & TW_ACCUMULATE) y[i] += tw_load_out(g.d, at + i, type);
+        if (g.bias) y[i] += g.bias[col + i];
+        // Not fmaxf, which turns NaN into 0.
+        if (act == 1) y[i] = y[i] < 0.0f ? 0.0f : y[i];
+        if (act == 2) y[i] = tw_gelu(y[i]);
+        if (act == TW_SWIGLU) {
+            const float u = g.bias ? v[i] + g.bias[cols + col + i] : v[i];
+            y[i] = y[i] / (1.0f + expf(-y[i])) * u;
+        }
+    }
+    tw_store8(g.d, at, type, y, num);
+}
+
+// `rows` x BN products in shared memory to D. Row r of them is row0 + r / 16 * jump + r % 16 of D;
+// only rows below `end` exist.
+template <u32 BN, u32 THREADS>
+__device__ __forceinline__ void tw_finish(const TwGemm& g, const float* smem, u32 rows, u32 row0, u32 jump, u32 end,
+                                          u32 col0) {
+    const bool pairs = tw_act(g) == TW_SWIGLU;
+    const u32 groups = (pairs ? BN / 2 : BN) / 8;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < rows * groups; i += THREADS) {
+        const u32 r = i / groups, q = i % groups;
+        const u32 row = row0 + r / 16 * jump + r % 16, col = col0 + 8 * q;
+        if (row >= end || col >= tw_out_cols(g)) continue;
+        const float* x = smem + r * (BN + TW_EPI_PAD) + (pairs ? 16 : 8) * q;
+        tw_finish8(g, row, col, x, x + 8);
+    }
+}
+
+// The accumulators to D: through shared memory, 16 rows of each warp at a time, so that threads
+// store 16 bytes side by side and SwiGLU finds both halves.
+__device__ __forceinline__ void tw_epilogue(const TwGemm& g, const TwAcc& acc, u8* smem, u32 row0, u32 end, u32 col0) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 warp_m = warp / TW_GEMM_WARPS_N, warp_n = warp % TW_GEMM_WARPS_N;
+    float* out = (float*)smem;
+    float* mine = out + (warp_m * 16 + lane / 4) * (TW_BN + TW_EPI_PAD) + warp_n * TW_WN + lane % 4 * 2;
+#pragma unroll
+    for (u32 i = 0; i < TW_FM; i++) {
+#pragma unroll
+        for (u32 j = 0; j < TW_FN; j++)
+#pragma unroll
+            for (u32 e = 0; e < 4; e++)
+                mine[e / 2 * 8 * (TW_BN + TW_EPI_PAD) + 8 * j + e % 2] = acc[i][j][e];
+        __syncthreads();
+        tw_finish<TW_BN, TW_THREADS>(g, out, TW_GEMM_WARPS_M * 16, row0 + 16 * i, TW_WM, end, col0);
+        __syncthreads();
+    }
+}

@@ -1,0 +1,87 @@
+//! Kernels that any GPU from sm_80 on runs: quantisation and permutation, and the variants of each.
+//!
+//! An element type is passed to them as its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3
+//! e4m3, 2 e5m2.
+
+use crate::Source;
+
+/// Conversions that some architectures have an instruction for.
+pub const CONVERT: &str = include_str!("ptx/convert.cuh");
+/// [`CONVERT`] for the emulator.
+pub(crate) const CONVERT_EMU: &str = include_str!("ptx/convert_emu.h");
+/// Conversions between f32 and the small types; stands behind [`CONVERT`].
+pub const CONVERSIONS: &str = include_str!("common/convert.cuh");
+
+/// Mantissa bits of the types that are quantised and permuted: f32, f16, bf16.
+pub const WIDE_MANTISSAS: [u64; 3] = [23, 10, 7];
+/// Mantissa bits of the FP8 types: e4m3, e5m2.
+pub const FP8_MANTISSAS: [u64; 2] = [3, 2];
+
+/// Threads of a block of every kernel of [`QUANT`].
+pub const QUANT_THREADS: u64 = 256;
+/// Rows and columns that a block of `tw_quant_*` takes.
+pub const QUANT_TILE: u64 = 128;
+
+/// Largest magnitudes, scales and codes.
+pub const QUANT: Source = Source {
+    name: "quant/sm80_quant.cu",
+    parts: &[CONVERT, CONVERSIONS, include_str!("quant/sm80_quant.cu")],
+    defines: &["TW_SRC_MANTISSA", "TW_DST_MANTISSA", "TW_QUANT_THREADS", "TW_QUANT_TILE"],
+    kernels: &[
+        "tw_quant_tensor",
+        "tw_quant_1x128",
+        "tw_quant_128x128",
+        "tw_quant_mx",
+        "tw_amax",
+        "tw_scale",
+        "tw_scale_delayed",
+    ],
+};
+
+/// [`QUANT`]'s definitions for elements with `src` mantissa bits to FP8 with `dst`.
+pub fn quant_defines(src: u64, dst: u64) -> Vec<(String, u64)> {
+    with(QUANT.defines, &[src, dst, QUANT_THREADS, QUANT_TILE])
+}
+
+/// Threads of a block of every kernel of [`PERMUTE`].
+pub const PERMUTE_THREADS: u64 = 256;
+/// Choices that a block of `tw_route_count` and `tw_route_place` takes.
+pub const PERMUTE_CHUNK: u64 = 2048;
+/// Status of a map after an index that is no expert; 0 is good.
+pub const PERMUTE_BAD_INDEX: u64 = 1;
+
+/// Routing, permute, unpermute and their gradients.
+pub const PERMUTE: Source = Source {
+    name: "permute/sm80_permute.cu",
+    parts: &[CONVERT, CONVERSIONS, include_str!("permute/sm80_permute.cu")],
+    defines: &["TW_SRC_MANTISSA", "TW_PERMUTE_THREADS", "TW_PERMUTE_CHUNK", "TW_PERMUTE_BAD_INDEX"],
+    kernels: &[
+        "tw_route_count",
+        "tw_route_scan",
+        "tw_route_place",
+        "tw_permute",
+        "tw_permute_words",
+        "tw_unpermute",
+        "tw_unpermute_bwd",
+        "tw_unpermute_bwd_weights",
+    ],
+};
+
+/// [`PERMUTE`]'s definitions for rows of elements with `src` mantissa bits.
+pub fn permute_defines(src: u64) -> Vec<(String, u64)> {
+    with(PERMUTE.defines, &[src, PERMUTE_THREADS, PERMUTE_CHUNK, PERMUTE_BAD_INDEX])
+}
+
+/// The definitions of a source with their values, in its order.
+fn with(names: &[&str], values: &[u64]) -> Vec<(String, u64)> {
+    assert_eq!(names.len(), values.len(), "a value for each definition");
+    names.iter().map(|n| (*n).to_owned()).zip(values.iter().copied()).collect()
+}
+
+/// Every unit of this module with the definitions of every variant.
+pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
+    let quant = WIDE_MANTISSAS
+        .iter()
+        .flat_map(|src| FP8_MANTISSAS.iter().map(|dst| (QUANT, quant_defines(*src, *dst))));
+    quant.chain(WIDE_MANTISSAS.iter().map(|src| (PERMUTE, permute_defines(*src)))).collect()
+}

@@ -1,0 +1,337 @@
+//! `grouped_gemm/sm80_grouped_gemm.cu` against an f64 reference: groups, tails, bad splits.
+
+use std::ops::Range;
+use std::sync::LazyLock;
+
+use bytemuck::{Pod, Zeroable};
+use tilewire_kernels::SM80_GROUPED_GEMM;
+
+use crate::gemm::{Build, NONE, Param, RELU, SMALL, SWIGLU, Type, load, number};
+use crate::host::Lib;
+use crate::memory::{ANY, Memory};
+use crate::planted::{Planted, all_are_killed};
+use crate::run::Run;
+use crate::{Test, tests};
+
+pub const TESTS: &[Test] = tests![
+    grouped_fprop_and_dgrad,
+    grouped_wgrad,
+    grouped_splits_that_cannot_be_used_write_nothing,
+    grouped_mutants,
+];
+
+/// 64x64, four warps, three stages, f16.
+static LIB: LazyLock<Build> =
+    LazyLock::new(|| load(&SM80_GROUPED_GEMM, SM80_GROUPED_GEMM.emu_text(), SMALL, &[]));
+
+/// `TwGrouped`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct GroupedParam {
+    g: Param,
+    splits: u64,
+    status: u64,
+    accumulate: u64,
+    stride: u64,
+    groups: u32,
+    pad: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Pass {
+    /// D [capacity, n] = A [capacity, k] W_e [n, k]^T.
+    Fprop,
+    /// The same with W_e [k, n].
+    Dgrad,
+    /// D [groups][m, n] = A_e [rows, m]^T B_e [rows, n].
+    Wgrad,
+}
+use Pass::{Dgrad, Fprop, Wgrad};
+
+#[derive(Clone, Debug)]
+struct Case {
+    pass: Pass,
+    splits: Vec<i64>,
+    capacity: usize,
+    /// `m` of wgrad, `k` of the others.
+    k: usize,
+    n: usize,
+    act: u32,
+    bias: bool,
+    zero_tail: bool,
+    /// Wgrad adds to the groups of odd number.
+    accumulate: bool,
+    out: Type,
+    exact: bool,
+}
+
+fn case(pass: Pass, splits: &[i64], capacity: usize, k: usize, n: usize) -> Case {
+    let (act, out, splits) = (NONE, Type::F32, splits.to_vec());
+    let (bias, zero_tail, accumulate, exact) = (false, false, false, false);
+    Case { pass, splits, capacity, k, n, act, bias, zero_tail, accumulate, out, exact }
+}
+
+/// Operands as f32, rounded to f16: A, B, what D holds, bias.
+struct Operands {
+    a: Vec<f32>,
+    b: Vec<f32>,
+    d: Vec<f32>,
+    bias: Vec<f32>,
+}
+
+impl Case {
+    fn cols(&self) -> usize {
+        if self.act == SWIGLU { self.n / 2 } else { self.n }
+    }
+
+    fn operands(&self) -> Operands {
+        let f16 = |num: usize, tensor| -> Vec<f32> {
+            (0..num).map(|i| Type::F16.round(number(self.exact, tensor, i))).collect()
+        };
+        let groups = self.splits.len();
+        let (b, d) = match self.pass {
+            Wgrad => (self.capacity * self.n, groups * self.k * self.n),
+            _ => (groups * self.n * self.k, self.capacity * self.cols()),
+        };
+        let poison = |i: usize| self.accumulate && i / (self.k * self.n).max(1) % 2 == 1;
+        let d = (0..d).map(|i| if poison(i) { number(true, 3, i) } else { f32::NAN }).collect();
+        let bias = (0..groups * self.n).map(|i| number(self.exact, 4, i)).collect();
+        Operands { a: f16(self.capacity * self.k, 1), b: f16(b, 2), d, bias }
+    }
+
+    /// Group and rows of each.
+    fn groups(&self) -> Vec<(usize, Range<usize>)> {
+        let mut end = 0;
+        let rows = |(e, v): (usize, &i64)| {
+            end += *v as usize;
+            (e, end - *v as usize..end)
+        };
+        self.splits.iter().enumerate().map(rows).collect()
+    }
+
+    /// The sum over `terms` and how far it may be off.
+    fn sum(start: f64, terms: impl Iterator<Item = f64>) -> (f64, f64) {
+        let (mut sum, mut magnitude, mut num) = (start, start.abs(), 1u32);
+        for t in terms {
+            (sum, magnitude, num) = (sum + t, magnitude + t.abs(), num + 1);
+        }
+        (sum, 4.0 * 2f64.powi(-24) * f64::from(num).sqrt() * magnitude)
+    }
+
+    /// D with errors; NaN where nothing is written.
+    fn reference(&self, x: &Operands) -> Vec<(f64, f64)> {
+        let (n, k, cols) = (self.n, self.k, self.cols());
+        let mut out = vec![(if self.zero_tail { 0.0 } else { f64::NAN }, 0.0); x.d.len()];
+        let (a, b) = (|i: usize| f64::from(x.a[i]), |i: usize| f64::from(x.b[i]));
+        for (e, rows) in self.groups() {
+            if self.pass == Wgrad {
+                for i in 0..k * n {
+                    let old = if self.accumulate && e % 2 == 1 { x.d[e * k * n + i] } else { 0.0 };
+                    let term = |r: usize| a(r * k + i / n) * b(r * n + i % n);
+                    out[e * k * n + i] = Self::sum(old.into(), rows.clone().map(term));
+                }
+                continue;
+            }
+            let z = |i: usize, j: usize| {
+                let w = |q: usize| if self.pass == Fprop { j * k + q } else { q * n + j };
+                let bias = if self.bias { x.bias[e * n + j] } else { 0.0 };
+                Self::sum(bias.into(), (0..k).map(|q| a(i * k + q) * b(e * n * k + w(q))))
+            };
+            for i in rows {
+                for j in 0..cols {
+                    let (y, err) = z(i, j);
+                    out[i * cols + j] = match self.act {
+                        RELU => (y.max(0.0), err),
+                        SWIGLU => {
+                            let (up, err_up) = z(i, cols + j);
+                            let silu = y / (1.0 + (-y).exp());
+                            (silu * up, 1.2 * up.abs() * err + silu.abs() * err_up + 1e-6)
+                        }
+                        _ => (y, err),
+                    };
+                }
+            }
+        }
+        out
+    }
+
+    fn param(&self, [a, b, d, bias, splits, status, add]: [u64; 7]) -> GroupedParam {
+        let (k, n, cols) = (self.k as u64, self.n as u64, self.cols() as u64);
+        let (m, len) =
+            if self.pass == Wgrad { (self.k, self.capacity) } else { (self.capacity, self.k) };
+        let ld = if self.pass == Fprop { [k, k, cols] } else { [k, n, cols] };
+        GroupedParam {
+            g: Param {
+                a,
+                b,
+                d,
+                bias: if self.bias { bias } else { 0 },
+                ld,
+                m: m as u32,
+                n: self.n as u32,
+                k: len as u32,
+                flags: self.out as u32 | self.act << 2 | u32::from(self.zero_tail) << 7,
+            },
+            splits,
+            status,
+            accumulate: if self.accumulate { add } else { 0 },
+            stride: k * n,
+            groups: self.splits.len() as u32,
+            pad: 0,
+        }
+    }
+
+    /// Status and D.
+    fn run(&self, on: &Build, seed: u64) -> (u32, Vec<u8>) {
+        let x = self.operands();
+        let store = |name: &str, bytes: &[u8]| {
+            let m = Memory::new(name, ANY, bytes.len());
+            m.write(bytes);
+            m
+        };
+        let groups = self.splits.len();
+        let add: Vec<u8> = (0..groups).map(|e| (e % 2) as u8).collect();
+        let all = [
+            store("A", &Type::F16.bytes(&x.a)),
+            store("B", &Type::F16.bytes(&x.b)),
+            store("D", &self.out.bytes(&x.d)),
+            store("bias", &Type::F32.bytes(&x.bias)),
+            store("splits", bytemuck::cast_slice(&self.splits)),
+            store("status", &[9, 0, 0, 0]),
+            store("accumulate", &add),
+        ];
+        let param = self.param(all.each_ref().map(Memory::addr));
+        let (bm, bn) = on.tile;
+        let tiles_n = self.n.div_ceil(bn);
+        let (name, blocks) = match self.pass {
+            Fprop => ("tw_grouped_nt", (self.capacity / bm + groups) * tiles_n),
+            Dgrad => ("tw_grouped_nn", (self.capacity / bm + groups) * tiles_n),
+            Wgrad => ("tw_grouped_tn", groups * self.k.div_ceil(bm) * tiles_n),
+        };
+        let k = on.lib.kernel(name);
+        let launch = k.grid([blocks.max(1) as u32, 1, 1], [on.threads, 1, 1]).smem(on.smem);
+        let mut run = Run::new(seed).memory(&all).stream(0, vec![launch.arg(&param)]);
+        run.yield_permille = 20;
+        run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
+        (all[5].read::<u32>()[0], all[2].read())
+    }
+
+    fn check(&self, on: &Build) {
+        let x = self.operands();
+        let (status, bytes) = self.run(on, 1);
+        assert_eq!(status, 0, "{self:?}");
+        let (u, tiny) = self.out.roundoff();
+        let got = self.out.values(&bytes);
+        for (i, (g, (y, e))) in got.iter().zip(self.reference(&x)).enumerate() {
+            let e = if self.exact { 0.0 } else { e * (1.0 + u) + u * y.abs() + tiny };
+            let good = (f64::from(*g) - y).abs() <= e || (g.is_nan() && y.is_nan());
+            assert!(good, "{self:?}: {g}, not {y} +- {e} at {i}");
+        }
+        assert!(bytes == self.run(on, 2).1, "two runs differ");
+    }
+}
+
+/// Groups without rows, of one row, of more than a tile; more groups than a warp has lanes.
+fn many() -> Vec<i64> {
+    (0..40).map(|e| i64::from(e % 7 == 3) * (e % 5)).collect()
+}
+
+fn rows_of(on: &Build, pass: Pass) {
+    case(pass, &[3, 0, 70, 1, 0], 74, 40, 72).check(on);
+    Case { zero_tail: true, out: Type::F16, ..case(pass, &[0, 65, 2], 90, 37, 21) }.check(on);
+    Case { act: SWIGLU, bias: true, ..case(pass, &[5, 0, 9], 20, 24, 40) }.check(on);
+    Case { act: RELU, bias: true, exact: true, ..case(pass, &many(), 30, 16, 24) }.check(on);
+    Case { zero_tail: true, ..case(pass, &[0, 0], 5, 16, 16) }.check(on);
+    case(pass, &[0, 0, 0], 7, 16, 16).check(on);
+    case(pass, &[], 7, 16, 16).check(on);
+    case(pass, &[2, 1], 3, 0, 8).check(on);
+    case(pass, &[0], 0, 8, 8).check(on);
+}
+
+fn grouped_fprop_and_dgrad() {
+    rows_of(&LIB, Fprop);
+    rows_of(&LIB, Dgrad);
+}
+
+fn wgrad_of(on: &Build) {
+    case(Wgrad, &[3, 0, 70, 1, 0], 80, 72, 40).check(on);
+    Case { accumulate: true, exact: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 21, 70) }.check(on);
+    Case { out: Type::F16, ..case(Wgrad, &many(), 30, 16, 8) }.check(on);
+    case(Wgrad, &[0, 0], 5, 16, 16).check(on);
+}
+
+fn grouped_wgrad() {
+    wgrad_of(&LIB);
+}
+
+/// Splits, and the status they set.
+fn bad_splits(on: &Build) {
+    let far: Vec<i64> = (0..40).map(|e| if e == 35 { -1 } else { 0 }).collect();
+    let cases = [
+        (vec![2, -1, 3], 1),
+        (vec![4, 7, 0], 2),
+        (vec![1, i64::MAX, i64::MAX], 2),
+        (vec![i64::MIN, 1], 1),
+        (vec![11, -1], 2),
+        (vec![-1, 11], 1),
+        (far, 1),
+    ];
+    for (pass, (splits, status)) in
+        [Fprop, Dgrad, Wgrad].iter().flat_map(|p| cases.iter().map(move |c| (*p, c)))
+    {
+        let c = Case { zero_tail: pass != Wgrad, ..case(pass, splits, 10, 16, 24) };
+        let (got, bytes) = c.run(on, 3);
+        assert_eq!(got, *status, "{c:?}");
+        assert!(bytes == c.out.bytes(&c.operands().d), "{c:?} wrote something");
+    }
+}
+
+fn grouped_splits_that_cannot_be_used_write_nothing() {
+    bad_splits(&LIB);
+}
+
+const MUTANTS: &[Planted] = &[
+    Planted(
+        "rows of the next group",
+        "const u32 row0 = f.row0 + t.m * TW_BM, end = f.row0 + f.rows;",
+        "const u32 row0 = f.row0 + t.m * TW_BM, end = g.m;",
+        good,
+    ),
+    Planted(
+        "weights of the first group",
+        "(const u16*)g.b + f.group * p.stride",
+        "(const u16*)g.b",
+        good,
+    ),
+    Planted(
+        "groups behind the first 32",
+        "rows = __shfl_sync(all, end, 31), tiles =",
+        "tiles =",
+        good,
+    ),
+    Planted("bad splits do not stop it", "    if (f.code) return;\n", "", bad),
+    Planted("the last bad split decides", "__ffs(bad) - 1", "31 - __clz((int)bad)", bad),
+    Planted(
+        "the tail is zeroed one row late",
+        "tw_zero_tail(g, f.total)",
+        "tw_zero_tail(g, f.total + 1)",
+        good,
+    ),
+    Planted("the mask of gradients", "p.accumulate[f.group]", "!p.accumulate[f.group]", good),
+    Planted("bias of the first group", "g.bias += (i64)f.group * g.n;", "g.bias += 0;", good),
+];
+
+fn good(lib: &'static Lib) {
+    let on = &Build { lib, ..*LIB };
+    rows_of(on, Fprop);
+    wgrad_of(on);
+}
+
+fn bad(lib: &'static Lib) {
+    bad_splits(&Build { lib, ..*LIB });
+}
+
+fn grouped_mutants() {
+    let build = |text| load(&SM80_GROUPED_GEMM, text, SMALL, &[]).lib;
+    all_are_killed(&SM80_GROUPED_GEMM.emu_text(), build, MUTANTS);
+}

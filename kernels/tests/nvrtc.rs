@@ -1,0 +1,129 @@
+//! Every compilation unit through NVRTC, for three architectures: nothing may spill.
+//!
+//! A harness of its own, because NVRTC may be missing: then it is one ignored test with its
+//! reason, which `cargo xtask test` counts as skipped.
+#![expect(clippy::print_stdout, reason = "a test harness reports on stdout, as libtest does")]
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Instant;
+
+use tilewire_device::cuda::{Nvrtc, load_nvrtc};
+use tilewire_device::jit::{Compiler, KernelSpec, kernel_uses};
+use tilewire_kernels::portable::portable;
+use tilewire_kernels::{ALL, Source};
+
+const ARCHS: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
+/// Where `cargo xtask` puts the pinned wheel.
+const WHEEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/python-nvrtc/nvidia/cu13/lib");
+
+const SMALL_F16: [(&str, u64); 4] =
+    [("TW_GEMM_F16", 1), ("TW_GEMM_M", 64), ("TW_GEMM_N", 64), ("TW_GEMM_WARPS_N", 2)];
+
+/// Units and definitions beside those of [`Source::defines`].
+fn variants(s: &Source) -> Vec<Vec<(String, u64)>> {
+    let all = portable().into_iter().filter(|(p, _)| p.name == s.name);
+    let portable: Vec<_> = all.map(|(_, defines)| defines).collect();
+    if !portable.is_empty() {
+        return portable;
+    }
+    let own: Vec<_> = s.defines.iter().map(|d| ((*d).to_owned(), 4096)).collect();
+    let more: &[&[(&str, u64)]] = match s.name {
+        "gemm/sm80_gemm.cu" => &[&[], &SMALL_F16],
+        _ => &[&[]],
+    };
+    let with = |m: &&[(&str, u64)]| {
+        own.iter().cloned().chain(m.iter().map(|(n, v)| ((*n).to_owned(), *v))).collect()
+    };
+    more.iter().map(with).collect()
+}
+
+/// Compiles one unit: what its kernels need, or what is wrong with it.
+fn compile(s: &Source, defines: &[(String, u64)], arch: &str) -> Result<String, String> {
+    let named: Vec<_> = defines.iter().map(|(n, v)| format!("{n}={v}")).collect();
+    let spec = KernelSpec {
+        name: s.name.into(),
+        text: s.text(),
+        defines: defines.to_vec(),
+        arch: arch.into(),
+    };
+    let start = Instant::now();
+    let done = Nvrtc.compile(&spec).map_err(|e| e.to_string())?;
+    let uses = kernel_uses(&done.log);
+    let (named, took) = (named.join(" "), start.elapsed().as_secs_f64());
+    let mut table = format!("{arch:<8} {} {named} ({took:.2} s)\n", s.name);
+    for u in &uses {
+        let (r, spill, smem) = (u.registers, u.spill_bytes, u.shared_bytes);
+        let what = format!("{r:>3} registers {spill} B spilled {smem} B static shared");
+        table += &format!("    {:<20} {what}\n", u.name);
+        if spill > 0 || u.serialised {
+            return Err(format!("{} for {arch}: {u:?}", s.name));
+        }
+    }
+    let found = s.kernels.iter().all(|k| uses.iter().any(|u| u.name == *k));
+    if found { Ok(table) } else { Err(format!("{}: not every kernel is there: {uses:?}", s.name)) }
+}
+
+/// How many units do not compile as they should.
+fn compile_all() -> usize {
+    let jobs: Vec<_> = ALL
+        .iter()
+        .flat_map(|s| variants(s).into_iter().enumerate().map(move |(i, d)| (s, i, d)))
+        // Variants differ in sizes only: one architecture is enough for them.
+        .flat_map(|(s, i, d)| {
+            // Those of `portable` differ in types: each on one, together on all, and f16, which takes
+            // most registers, on sm_90a, where it came closest to spilling.
+            let by_type = portable().iter().any(|(p, _)| p.name == s.name);
+            let one = (i + 1) % 3;
+            let archs = if by_type { one..one + 1 } else { 0..if i == 0 { 3 } else { 1 } };
+            ARCHS[archs].iter().map(move |a| (s, d.clone(), *a))
+        })
+        .collect();
+    let (next, failed) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let work = || {
+        while let Some((s, defines, arch)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match compile(s, defines, arch) {
+                Ok(table) => print!("{table}"),
+                Err(e) => {
+                    println!("{e}");
+                    failed.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+    };
+    let num = thread::available_parallelism().map_or(1, |n| n.get().min(8));
+    thread::scope(|t| (0..num).for_each(|_| drop(t.spawn(work))));
+    failed.into_inner()
+}
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let wanted: Vec<&String> = args.iter().filter(|a| !a.starts_with('-')).collect();
+    const NAME: &str = "every_unit_compiles_without_spills";
+    if !wanted.is_empty() && !wanted.iter().any(|w| NAME.contains(w.as_str())) {
+        println!("\nrunning 0 tests\n\ntest result: ok. 0 passed; 0 failed; 0 ignored");
+        return ExitCode::SUCCESS;
+    }
+    if args.iter().any(|a| a == "--list") {
+        println!("{NAME}: test");
+        return ExitCode::SUCCESS;
+    }
+    println!("\nrunning 1 test");
+    let named = Path::new(WHEEL);
+    if let Err(why) = load_nvrtc(named.exists().then_some(named)) {
+        println!("test {NAME} ... ignored, {}", why.to_string().replace('\n', " "));
+        println!("\ntest result: ok. 0 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out");
+        return ExitCode::SUCCESS;
+    }
+    let failed = compile_all();
+    let word = if failed == 0 { "ok" } else { "FAILED" };
+    println!("test {NAME} ... {word}");
+    println!(
+        "\ntest result: {word}. {} passed; {} failed; 0 ignored; 0 measured; 0 filtered out",
+        u32::from(failed == 0),
+        u32::from(failed > 0)
+    );
+    ExitCode::from(u8::from(failed > 0))
+}
