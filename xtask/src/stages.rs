@@ -274,7 +274,8 @@ fn kernels(root: &Path) -> Outcome {
     let lib = site.join("nvidia/cu13/lib").display().to_string();
     let bin = binary(root).display().to_string();
     let args = ["kernels", "compile", "--nvrtc", &lib];
-    add(&mut o, &one(exec(root, &bin, &args, Duration::from_secs(600))));
+    let table = [&args[..], &["--arch", "sm_90a"]].concat();
+    add(&mut o, &one(exec(root, &bin, &table, Duration::from_secs(600))));
     let rows = Command::new(&bin).args(args).arg("--json").current_dir(root).output();
     let rows = rows.map(|r| String::from_utf8_lossy(&r.stdout).into_owned()).unwrap_or_default();
     let kernels = rows.lines().filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok());

@@ -1,13 +1,16 @@
 //! `tilewire kernels`: what kernels there are, compiling them anywhere, and the cache.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use serde_json::json;
 use tilewire::device::cuda::{Nvrtc, load_nvrtc};
-use tilewire::device::jit::{Cache, Compiler, KernelSpec, kernel_uses};
+use tilewire::device::jit::{Cache, Compiled, Compiler, KernelSpec, kernel_uses};
 use tilewire::prelude::*;
 use tilewire::symm::kernel_specs;
+use tilewire_kernels::portable::portable;
+use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
 
 use crate::args::{KernelsCacheArgs, KernelsCommand, KernelsCompileArgs, KernelsListArgs};
 use crate::say;
@@ -24,18 +27,39 @@ pub fn run(command: &KernelsCommand) -> Result<i32> {
     }
 }
 
-/// Every kernel of every operation.
+/// Every kernel, in each of its variants.
 fn specs(arch: &str) -> Vec<KernelSpec> {
-    kernel_specs(arch)
+    let one = |s: &Source, defines| KernelSpec {
+        name: s.name.to_owned(),
+        text: s.text(),
+        defines,
+        arch: arch.to_owned(),
+    };
+    // Tiles as they are by default; bf16 and f16.
+    let gemm = |s| [0, 1].map(|f16| one(s, vec![("TW_GEMM_F16".to_owned(), f16)]));
+    let mut all = kernel_specs(arch);
+    all.extend([SM80_GEMM, SM80_GROUPED_GEMM].iter().flat_map(gemm));
+    all.extend(portable().into_iter().map(|(s, defines)| one(&s, defines)));
+    all
+}
+
+/// The definitions that make a variant, in words.
+fn variant(s: &KernelSpec) -> String {
+    let differ = |n: &str| n.contains("MANTISSA") || n.contains("F16");
+    let words = s.defines.iter().filter(|(n, _)| differ(n)).map(|(n, v)| format!("{n}={v}"));
+    words.collect::<Vec<_>>().join(" ")
 }
 
 fn list(args: &KernelsListArgs) -> Result<i32> {
     for s in specs(&args.arch) {
         if args.json {
-            let row = json!({ "unit": s.name, "arch": s.arch, "key": s.key().to_string() });
+            let row = json!({
+                "unit": s.name, "variant": variant(&s), "arch": s.arch,
+                "key": s.key().to_string(),
+            });
             say(format_args!("{row}"));
         } else {
-            say(format_args!("{}  {:<24} {}", s.key(), s.name, s.arch));
+            say(format_args!("{}  {:<34} {} {}", s.key(), s.name, s.arch, variant(&s)));
         }
     }
     Ok(0)
@@ -54,10 +78,13 @@ fn compile(args: &KernelsCompileArgs) -> Result<i32> {
             .map_err(|e| Error::io(format!("creating {}", dir.display()), e))?;
     }
     let mut bad = 0;
-    for spec in args.arch.iter().flat_map(|a| specs(a)) {
-        let start = Instant::now();
-        let done = Nvrtc.compile(&spec)?;
-        let ms = start.elapsed().as_secs_f64() * 1e3;
+    let all: Vec<KernelSpec> = args.arch.iter().flat_map(|a| specs(a)).collect();
+    let done = compile_all(&all);
+    if done.len() != all.len() {
+        return Err(Error::internal("a thread that compiled kernels panicked"));
+    }
+    for (spec, done) in all.iter().zip(done) {
+        let (done, ms) = done?;
         let uses = kernel_uses(&done.log);
         if let Some(dir) = &args.out {
             write(&dir.join(format!("{}.cubin", spec.key())), &done.cubin)?;
@@ -67,7 +94,7 @@ fn compile(args: &KernelsCompileArgs) -> Result<i32> {
             bad += i32::from(!good);
             if args.json {
                 let row = json!({
-                    "unit": spec.name, "kernel": k.name, "arch": spec.arch, "compiler": version,
+                    "unit": spec.name, "variant": variant(spec), "kernel": k.name, "arch": spec.arch, "compiler": version,
                     "registers": k.registers, "spill_bytes": k.spill_bytes,
                     "shared_bytes": k.shared_bytes, "serialised": k.serialised,
                     "cubin_bytes": done.cubin.len(), "ms": ms,
@@ -75,13 +102,14 @@ fn compile(args: &KernelsCompileArgs) -> Result<i32> {
                 say(format_args!("{row}"));
             } else {
                 say(format_args!(
-                    "{:<8} {:<20} {:<16} {:>3} registers {:>4} B spilled {:>6} B shared{}",
+                    "{:<8} {:<34} {:<20} {:>3} registers {:>4} B spilled {:>6} B shared {}{}",
                     spec.arch,
                     spec.name,
                     k.name,
                     k.registers,
                     k.spill_bytes,
                     k.shared_bytes,
+                    variant(spec),
                     if good { "" } else { "  TOO SLOW" }
                 ));
             }
@@ -91,6 +119,32 @@ fn compile(args: &KernelsCompileArgs) -> Result<i32> {
         }
     }
     Ok(i32::from(bad > 0))
+}
+
+/// Compiles on all cores; results in order, with the milliseconds that each took.
+fn compile_all(all: &[KernelSpec]) -> Vec<Result<(Compiled, f64)>> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut mine = Vec::new();
+        while let Some((i, spec)) =
+            Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, all.get(i)?)))
+        {
+            let start = Instant::now();
+            let done = Nvrtc.compile(spec);
+            mine.push((i, done.map(|d| (d, start.elapsed().as_secs_f64() * 1e3))));
+        }
+        mine
+    };
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let mut done: Vec<_> = std::thread::scope(|s| {
+        let threads: Vec<_> = (1..cores).map(|_| s.spawn(work)).collect();
+        let mut done = work();
+        // A panic of a thread would leave a gap that the caller reports.
+        done.extend(threads.into_iter().filter_map(|t| t.join().ok()).flatten());
+        done
+    });
+    done.sort_by_key(|(i, _)| *i);
+    done.into_iter().map(|(_, d)| d).collect()
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
