@@ -16,6 +16,9 @@ use crate::vmm::VmmStore;
 /// Alignment of every buffer, in bytes.
 pub(crate) const ALIGN: usize = 256;
 
+/// The most bytes of whole pages that an address can count.
+const MOST: usize = usize::MAX - (PAGE - 1);
+
 /// Size of a heap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HeapCfg {
@@ -64,11 +67,15 @@ impl LiveTeam {
     /// ranks ask for different sizes; `Exhausted` if there is not enough memory.
     pub fn heap(&self, backend: BackendKind, cfg: HeapCfg) -> Result<Heap> {
         self.check()?;
-        let pages = |bytes: usize| bytes.checked_next_multiple_of(PAGE).ok_or_else(too_large);
-        let len = pages(cfg.len_bytes.max(1))?;
+        // Sizes that no machine has saturate, so that they are refused after the ranks have met.
+        let pages = |bytes: usize| bytes.checked_next_multiple_of(PAGE).unwrap_or(MOST);
+        let len = pages(cfg.len_bytes.max(1));
         let reserve = cfg.reserve_bytes.unwrap_or_else(|| len.saturating_mul(4));
-        let stride = pages(reserve.max(len).min(usize::MAX - PAGE))?;
+        let stride = pages(reserve.max(len));
         same_request(self, backend, len, stride)?;
+        if stride == MOST {
+            return Err(too_large());
+        }
         let (map, vmm, own) = match backend {
             BackendKind::Host => {
                 let own = shared_file("tilewire-heap", len);
