@@ -38,7 +38,14 @@ pub(crate) fn rendezvous(
     let mine = Card::new(&me, &listener.name);
     let text = serde_json::to_vec(&mine).map_err(|e| Error::io("writing a card", e))?;
     store.set(&card_key(me.job, me.rank), &text)?;
-    meet(store, &me, &mine, &listener, deadline).inspect_err(|e| {
+    let met = meet(store, &me, &mine, &listener, deadline);
+    // A rank that gives up says so in the store before it stops listening: then it has not died.
+    let word = || gather(store, &me, &mine, Deadline::after(Duration::ZERO)).err();
+    let met = met.map_err(|e| match e.is_peer_dead() {
+        true => word().filter(|w| w.kind() == ErrorKind::Aborted).unwrap_or(e),
+        false => e,
+    });
+    met.inspect_err(|e| {
         // Who comes late must not wait for a rank that has given up; if the store is what failed,
         // nobody will read it.
         let gone = serde_json::to_vec(&Card::withdrawn(&me, e)).unwrap_or_default();

@@ -89,3 +89,29 @@ fn a_connection_that_breaks_in_the_hello_is_tried_again() {
         assert!(client.join().unwrap().is_ok());
     });
 }
+
+/// It gave up between our look at its card and our connection: it has not died.
+#[test]
+fn a_rank_that_gives_up_meanwhile_is_not_dead() {
+    struct Changes(Secret, AtomicBool);
+    impl Store for Changes {
+        fn set(&self, _: &str, _: &[u8]) -> Result<()> {
+            Ok(())
+        }
+        fn get(&self, _: &str, _: Deadline) -> Result<Vec<u8>> {
+            let who = id(1, 2, &self.0);
+            let card = match self.1.swap(true, Ordering::AcqRel) {
+                false => Card::new(&who, "@tilewire-nobody-listens-here"),
+                true => Card::withdrawn(&who, &Error::new(ErrorKind::Timeout, "too late")),
+            };
+            Ok(serde_json::to_vec(&card).unwrap())
+        }
+        fn add(&self, _: &str, _: i64) -> Result<i64> {
+            Ok(0)
+        }
+    }
+    let store = Changes(Secret::random().unwrap(), AtomicBool::new(false));
+    let e = rendezvous(&store, id(0, 2, &store.0), Deadline::after_s(5.0)).err().unwrap();
+    assert_eq!((e.kind(), e.get_peer()), (ErrorKind::Aborted, Some(Rank::new(1))), "{e}");
+    assert!(e.message().contains("given up") && e.get_hint().is_some(), "{e}");
+}

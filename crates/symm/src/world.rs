@@ -217,14 +217,12 @@ impl Drop for World {
         }
         // Work in flight holds the mesh, and waits for peers that wait for us: the death must be
         // told before that work can end.
-        let me = self.rank();
         let teams: Vec<_> = lock(&self.0.teams).iter().filter_map(Weak::upgrade).collect();
         for team in teams.into_iter().map(LiveTeam) {
             let text = format!("rank {} panicked", team.rank().get());
             let death = Error::new(ErrorKind::PeerDead, text).rank(team.rank()).peer(team.rank());
             let _told = team.fail(death);
         }
-        log::debug!("rank {} ends by a panic", me.get());
     }
 }
 
