@@ -1,5 +1,6 @@
 //! Contexts: one per device and process.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
@@ -7,7 +8,8 @@ use tilewire_core::{Config, Error, Result};
 
 use super::error::check;
 use super::loader::available;
-use crate::jit::Jit;
+use super::module::CudaModule;
+use crate::jit::{Jit, KernelSpec, Key};
 
 /// Number of devices that this process may use.
 ///
@@ -43,6 +45,8 @@ struct Inner {
     device: CUdevice,
     ordinal: u32,
     jit: OnceLock<Jit>,
+    /// Machine code that was loaded: as long as the context, that is, as the process.
+    modules: Mutex<HashMap<Key, CudaModule>>,
 }
 
 // SAFETY: contexts may be made current on any thread; the fields never change.
@@ -75,7 +79,13 @@ impl CudaContext {
             check(sys::cuDeviceGet(&mut device, ordinal as i32), "cuDeviceGet")?;
             check(sys::cuDevicePrimaryCtxRetain(&mut raw, device), "cuDevicePrimaryCtxRetain")?;
         }
-        let new = Self(Arc::new(Inner { raw, device, ordinal, jit: OnceLock::new() }));
+        let new = Self(Arc::new(Inner {
+            raw,
+            device,
+            ordinal,
+            jit: OnceLock::new(),
+            modules: Mutex::default(),
+        }));
         kept.push(new.clone());
         Ok(new)
     }
@@ -122,6 +132,31 @@ impl CudaContext {
         let minor = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let suffix = if major >= 9 { "a" } else { "" };
         Ok(format!("sm_{major}{minor}{suffix}"))
+    }
+
+    /// Number of multiprocessors.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn num_sms(&self) -> Result<u32> {
+        let which = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(self.attribute(which)?.max(0) as u32)
+    }
+
+    /// The machine code of `spec` (whose architecture should be [`CudaContext::arch`]), found or
+    /// made, and loaded: once for all plans of the process.
+    ///
+    /// # Errors
+    /// As [`Jit::cubin`] and [`CudaModule::load`].
+    pub fn module(&self, spec: &KernelSpec) -> Result<CudaModule> {
+        let key = spec.key();
+        let loaded = || self.0.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(m) = loaded().get(&key) {
+            return Ok(m.clone());
+        }
+        // Not under the lock: a compilation takes seconds, and others need other kernels.
+        let new = CudaModule::load(self, &self.jit()?.cubin(spec)?.0)?;
+        Ok(loaded().entry(key).or_insert(new).clone())
     }
 
     /// Where this device's kernels come from: as the environment says when it is first asked.

@@ -30,7 +30,7 @@ pub use event::CudaEvent;
 pub use graph::CudaGraph;
 pub use loader::available;
 pub use memory::{CudaMemory, Pinned};
-pub use module::{CudaModule, Kernel, LaunchArgs};
+pub use module::{CudaModule, Grid, Kernel, LaunchArgs};
 pub use nvrtc::{Nvrtc, load_nvrtc};
 pub use places::{
     CUBLASLT, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,

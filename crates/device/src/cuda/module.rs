@@ -10,7 +10,6 @@ use tilewire_core::{Error, Result};
 use super::context::CudaContext;
 use super::error::check;
 use super::stream::CudaStream;
-use crate::jit::KernelSpec;
 
 /// Machine code loaded into a context.
 #[derive(Clone)]
@@ -38,14 +37,6 @@ impl CudaModule {
         let code = unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) };
         check(code, "cuModuleLoadData")?;
         Ok(Self(Arc::new(Inner { ctx: ctx.clone(), raw })))
-    }
-
-    /// Finds or makes the machine code of `spec`, and loads it.
-    ///
-    /// # Errors
-    /// As [`crate::jit::Jit::cubin`] and [`CudaModule::load`].
-    pub fn jit(ctx: &CudaContext, spec: &KernelSpec) -> Result<Self> {
-        Self::load(ctx, &ctx.jit()?.cubin(spec)?.0)
     }
 
     /// The kernel `name`, loaded at once: a lazy load at the first launch may wait for kernels
@@ -109,8 +100,67 @@ impl<'a> LaunchArgs<'a> {
     }
 }
 
+/// The shape of a launch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Grid {
+    /// Blocks in x, y and z.
+    pub blocks: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory of a block.
+    pub shared_bytes: u32,
+}
+
+impl Grid {
+    /// `blocks` of `threads`, without dynamic shared memory.
+    pub fn new(blocks: u32, threads: u32) -> Self {
+        Self { blocks: [blocks, 1, 1], threads, shared_bytes: 0 }
+    }
+
+    /// The same with `shared_bytes` of dynamic shared memory.
+    #[must_use]
+    pub fn shared(self, shared_bytes: u32) -> Self {
+        Self { shared_bytes, ..self }
+    }
+}
+
 impl Kernel {
-    /// Queues the kernel with `grid` blocks of `block` threads.
+    /// Allows blocks with `shared_bytes` of dynamic shared memory: above 48 KiB it must be asked
+    /// for, once, before the first launch.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the device has less.
+    pub fn allow_shared(&self, shared_bytes: u32) -> Result<()> {
+        self.module.0.ctx.bind()?;
+        let what = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: a live function.
+        let code = unsafe { sys::cuFuncSetAttribute(self.raw, what, shared_bytes as i32) };
+        check(code, "cuFuncSetAttribute").map_err(|e| e.phase(self.name).seen(shared_bytes))
+    }
+
+    /// Blocks of this shape that one multiprocessor holds at once.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn blocks_per_sm(&self, grid: Grid) -> Result<u32> {
+        self.module.0.ctx.bind()?;
+        let mut num = 0;
+        let shared = grid.shared_bytes as usize;
+        // SAFETY: a live function and a valid output.
+        let code = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut num,
+                self.raw,
+                grid.threads as i32,
+                shared,
+            )
+        };
+        check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
+            .map_err(|e| e.phase(self.name))?;
+        Ok(num as u32)
+    }
+
+    /// Queues the kernel.
     ///
     /// # Safety
     /// The arguments must be those that the kernel takes, and what they point to must be alive
@@ -121,8 +171,7 @@ impl Kernel {
     pub unsafe fn launch(
         &self,
         stream: &CudaStream,
-        grid: u32,
-        block: u32,
+        grid: Grid,
         mut args: LaunchArgs<'_>,
     ) -> Result<()> {
         self.module.0.ctx.bind()?;
@@ -131,13 +180,13 @@ impl Kernel {
         let code = unsafe {
             sys::cuLaunchKernel(
                 self.raw,
-                grid,
+                grid.blocks[0],
+                grid.blocks[1],
+                grid.blocks[2],
+                grid.threads,
                 1,
                 1,
-                block,
-                1,
-                1,
-                0,
+                grid.shared_bytes,
                 stream.raw(),
                 args.0.as_mut_ptr(),
                 std::ptr::null_mut(),

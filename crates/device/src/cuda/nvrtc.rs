@@ -166,8 +166,8 @@ impl Compiler for Nvrtc {
             unsafe { (api.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
         if code != 0 {
             let what = format!("compilation of `{}` for {}", spec.name, spec.arch);
-            let text = format!("{what}: {}", api.describe(code));
-            return Err(Error::internal(text).seen(program.log()));
+            let text = format!("{what}: {}\n{}", api.describe(code), program.log());
+            return Err(Error::internal(text));
         }
         Ok(Compiled { cubin: program.cubin()?, log: program.log() })
     }

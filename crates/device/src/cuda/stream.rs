@@ -133,6 +133,22 @@ impl CudaStream {
         drop(done);
     }
 
+    /// Queues the writing of `byte` to `len` bytes at a device address.
+    ///
+    /// # Safety
+    /// As [`CudaStream::copy`], of the one range.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub unsafe fn fill(&self, dst: u64, byte: u8, len: usize) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        self.0.ctx.bind()?;
+        // SAFETY: the caller's contract.
+        check(unsafe { sys::cuMemsetD8Async(dst, byte, len, self.0.raw) }, "cuMemsetD8Async")
+    }
+
     /// Queues a copy of `len` bytes between device addresses: a copy engine's work between GPUs.
     ///
     /// # Safety

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tilewire_core::{Deadline, Error, Result};
-use tilewire_device::cuda::{CudaEvent, CudaMemory, CudaModule, LaunchArgs};
+use tilewire_device::cuda::{CudaEvent, CudaMemory, CudaModule, Grid, LaunchArgs};
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Buffer, Queue};
 use tilewire_kernels::LD_ST;
@@ -58,7 +58,7 @@ fn module(s: &Setup<Vmm>) -> Result<CudaModule> {
         defines: Vec::new(),
         arch: s.os.context().arch()?,
     };
-    CudaModule::jit(s.os.context(), &spec)
+    s.os.context().module(&spec)
 }
 
 fn word(m: &CudaMemory) -> Result<u64> {
@@ -87,7 +87,7 @@ fn in_kernel() -> Result<String> {
         let args = [mine, theirs, n, lead, out.addr()];
         let args = args.iter().fold(LaunchArgs::new(), |a, v| a.arg(v));
         // SAFETY: five 64-bit parameters; all memory lives until `finish`.
-        unsafe { ping.launch(&s.stream, 1, 1, args)? };
+        unsafe { ping.launch(&s.stream, Grid::new(1, 1), args)? };
         s.finish()?;
         match word(&out)? {
             0 => Err(Error::internal("the ping was not answered")),
@@ -220,9 +220,9 @@ fn replays() -> Result<String> {
         );
         // SAFETY: the parameters are those of the kernels above; all memory outlives the graph.
         unsafe {
-            next.launch(&s.stream, 1, 1, LaunchArgs::new().arg(&f[2]))?;
+            next.launch(&s.stream, Grid::new(1, 1), LaunchArgs::new().arg(&f[2]))?;
             let a = f[..4].iter().fold(LaunchArgs::new(), |a, v| a.arg(v));
-            fill.launch(&s.stream, 64, 256, a)?;
+            fill.launch(&s.stream, Grid::new(64, 256), a)?;
         }
         s.os.signal(&s.stream, peer, sig.slot(1), 1)?;
         s.os.wait(&s.stream, peer, sig.slot(1), 1)?;
@@ -231,7 +231,7 @@ fn replays() -> Result<String> {
         // SAFETY: as above.
         unsafe {
             let a = v.iter().fold(LaunchArgs::new(), |a, v| a.arg(v));
-            verify.launch(&s.stream, 64, 256, a)?;
+            verify.launch(&s.stream, Grid::new(64, 256), a)?;
         }
         let graph = s.stream.end_capture()?;
         s.team.agree(true)?;

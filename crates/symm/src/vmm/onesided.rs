@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 use tilewire_device::Buffer;
-use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Kernel, LaunchArgs};
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 
 use super::store::VmmStore;
 use crate::control::{NUM_SIGNALS, OFF_SIGNALS};
@@ -73,7 +73,7 @@ impl VmmOneSided {
         let args = LaunchArgs::new().arg(&self.store.param).arg(&at.0).arg(&at.1).arg(&n);
         // SAFETY: signal, bump_epoch and wait take (TwTeam, u32, u32, u64); what the team points
         // to lives as long as the store, whose `Drop` waits for the device.
-        unsafe { kernel.launch(stream, 1, 1, args) }
+        unsafe { kernel.launch(stream, Grid::new(1, 1), args) }
     }
 
     fn copy(&self, stream: &CudaStream, dst: u64, src: u64, buffer: &CudaMemory) -> Result<()> {
@@ -140,7 +140,7 @@ impl OneSided for VmmOneSided {
         let args = LaunchArgs::new().arg(&self.store.param).arg(&channel);
         // SAFETY: the barrier takes (TwTeam, u32) and one block of 64 threads, one for each of at
         // most 64 members; lifetimes as in `launch`.
-        unsafe { self.store.kernels.barrier.launch(stream, 1, 64, args) }
+        unsafe { self.store.kernels.barrier.launch(stream, Grid::new(1, 64), args) }
     }
 
     /// The new total is made before the data is copied; the flag is the total, copied behind the

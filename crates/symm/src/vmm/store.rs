@@ -6,8 +6,8 @@ use std::sync::Arc;
 use tilewire_core::{Error, Rank, Result};
 use tilewire_device::Probe;
 use tilewire_device::cuda::{
-    CudaContext, CudaMemory, CudaModule, CudaStream, Kernel, Pinned, VmmChunk, VmmRange,
-    device_count, granularity,
+    CudaContext, CudaMemory, CudaStream, Kernel, Pinned, VmmChunk, VmmRange, device_count,
+    granularity,
 };
 use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::SIGNAL;
@@ -175,7 +175,7 @@ impl Parts {
             let fd = chunk.export()?;
             Ok::<_, Error>((chunk, fd))
         };
-        let module = CudaModule::jit(&ctx, &signal_spec(&ctx.arch()?))?;
+        let module = ctx.module(&signal_spec(&ctx.arch()?))?;
         Ok(Self {
             heap: chunk(cfg.len_bytes)?,
             control: chunk(control::device_page_bytes(team.size()))?,
