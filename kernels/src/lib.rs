@@ -62,7 +62,16 @@ pub const SIGNAL: Source = Source {
     name: "comm/signal.cu",
     parts: &[LD_ST, include_str!("comm/signal.cu")],
     defines: &["TW_OFF_ABORT", "TW_OFF_INBOX", "TW_OFF_SIGNALS", "TW_INBOX_ROW"],
-    kernels: &["tw_signal", "tw_bump_epoch", "tw_wait", "tw_barrier"],
+    kernels: &[
+        "tw_signal",
+        "tw_bump_epoch",
+        "tw_wait",
+        "tw_barrier",
+        "tw_advance",
+        "tw_enter",
+        "tw_wait_peers",
+        "tw_poison",
+    ],
 };
 
 /// Matrix product with epilogue on any GPU from sm_80 on. `TW_GEMM_*` at the head of
