@@ -97,7 +97,7 @@ pub const SM80_GROUPED_GEMM: Source = Source {
 
 /// Every compilation unit.
 pub const ALL: &[Source] =
-    &[SIGNAL, SM80_GEMM, SM80_GROUPED_GEMM, portable::QUANT, portable::PERMUTE];
+    &[SIGNAL, SM80_GEMM, SM80_GROUPED_GEMM, portable::QUANT, portable::PERMUTE, portable::REDUCE];
 
 #[cfg(test)]
 mod tests {

@@ -17,6 +17,7 @@ mod permute;
 mod planted;
 mod probes;
 mod quant;
+mod reduce;
 mod run;
 mod signal;
 mod team;
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         convert::TESTS,
         quant::TESTS,
         permute::TESTS,
+        reduce::TESTS,
     ]
     .concat();
     let chosen: Vec<Test> = all
