@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
+use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Event, Node, Stream};
 use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
 
+use super::device::{Enter, Lane, Lanes, stream_on};
 use super::{Explain, OverlapConfig};
 
 /// Identity of a plan on its team: name, fingerprint, whether it is prepared.
@@ -18,6 +20,8 @@ pub struct PlanCore {
     text: String,
     prepared: AtomicBool,
     order: Arc<Order>,
+    /// On a heap in device memory.
+    lane: Option<Lane>,
 }
 
 /// Keeps launches that share receive areas one after the other, whatever streams they are on.
@@ -48,10 +52,8 @@ impl Order {
 
     /// Notes that what is queued on `stream` now is the last launch.
     fn done(&self, stream: &Stream) -> Result<()> {
-        let e = Event::new();
-        stream.record(&e)?;
-        *self.last() = Some(e);
-        Ok(())
+        // Recording moves the event; a wait refers to the last record before it.
+        stream.record(self.last().get_or_insert_default())
     }
 
     /// Runs `f` unless a launch is running. Eager launches follow each other by events; replays of
@@ -161,13 +163,54 @@ impl PlanCore {
                 .op(op)
                 .hint("make the heap on the `host` backend"));
         }
+        Self::any(op, heap, text)
+    }
+
+    /// As [`PlanCore::new`], for an operation with a path on every backend.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub(crate) fn any(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
+        let lane = match heap.backend() {
+            BackendKind::Host => None,
+            _ => Some(Lane::new(heap).map_err(|e| e.op(op))?),
+        };
         Ok(Self {
             op,
             heap: heap.clone(),
             text: text.to_string(),
             prepared: AtomicBool::new(false),
             order: Arc::default(),
+            lane,
         })
+    }
+
+    /// What launches on a heap in device memory go through.
+    pub(crate) fn lane(&self) -> Option<&Lane> {
+        self.lane.as_ref()
+    }
+
+    /// Queues one launch on a heap in device memory: see [`Lane::run`].
+    pub(crate) fn run_on(
+        &self,
+        lane: &Lane,
+        (stream, seq): (&Stream, u64),
+        enter: &Enter<'_>,
+        outs: &[&CudaMemory],
+        f: impl FnOnce(&Lanes<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let queue = || {
+            let (main, side) = (stream_on(stream, lane.context())?, self.heap.copy_stream()?);
+            let captured = stream.is_capturing();
+            if !captured {
+                self.order.follow(stream)?;
+            }
+            self.team().set_state(seq, EntryState::Running);
+            lane.run((main, side.cuda()?), enter, outs, f)?;
+            if captured { Ok(()) } else { self.order.done(stream) }
+        };
+        // The launch is on record: if it cannot be queued, the peers must not wait for it.
+        queue().map_err(|e| self.team().fail(e.op(self.op).seq(seq)))
     }
 
     /// Makes launches of this plan and of `other` follow each other: they share receive areas.
@@ -196,6 +239,9 @@ impl PlanCore {
     /// # Errors
     /// `Mismatch` with both ranks' words; `InvalidArgument` during capture.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if let Some(lane) = &self.lane {
+            stream_on(stream, lane.context()).map_err(|e| e.op(self.op))?;
+        }
         if stream.is_capturing() {
             return Err(Error::invalid("`prepare` cannot be captured")
                 .op(self.op)

@@ -171,7 +171,9 @@ impl OneSided for VmmOneSided {
         src: &CudaMemory,
     ) -> Result<()> {
         let to = self.addr(dst, dst_offset, src.len_bytes())?;
-        self.team().0.traffic.put(dst, src.len_bytes());
+        if dst != self.team().rank() {
+            self.team().0.traffic.put(dst, src.len_bytes());
+        }
         self.copy(stream, to, src.addr(), src)
     }
 
@@ -183,7 +185,9 @@ impl OneSided for VmmOneSided {
         out: &CudaMemory,
     ) -> Result<()> {
         let from = self.addr(src, src_offset, out.len_bytes())?;
-        self.team().0.traffic.get(src, out.len_bytes());
+        if src != self.team().rank() {
+            self.team().0.traffic.get(src, out.len_bytes());
+        }
         self.copy(stream, out.addr(), from, out)
     }
 

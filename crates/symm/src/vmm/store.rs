@@ -55,7 +55,7 @@ pub(super) struct Kernels {
 
 pub(crate) struct VmmStore {
     pub(super) team: LiveTeam,
-    pub(super) ctx: CudaContext,
+    pub(crate) ctx: CudaContext,
     pub(super) heap: VmmRange,
     pub(super) control: VmmRange,
     pub(super) counters: Counters,
