@@ -83,7 +83,7 @@ impl BulkPlan {
     /// runs.
     pub fn launch(&self, stream: &Stream, t: BulkInputs) -> Result<Pending<BulkOut>> {
         self.collective.check(t.m, &t.x, &t.y)?;
-        self.gemm.check(&t.gemm)?;
+        self.gemm.check(stream, &t.gemm)?;
         let (fork, join) = (Event::new(), Event::new());
         stream.record(&fork)?;
         self.side.wait(&fork)?;

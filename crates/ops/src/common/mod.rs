@@ -2,6 +2,7 @@
 
 mod check;
 mod core;
+pub(crate) mod cuda;
 pub(crate) mod device;
 mod overlap;
 mod shards;
