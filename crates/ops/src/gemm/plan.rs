@@ -50,6 +50,11 @@ impl Operand {
         Ok(())
     }
 
+    /// Its tensors with their name.
+    pub(crate) fn named(&self, what: &'static str) -> [Named<'_>; 2] {
+        [(what, Some(&self.data)), (what, self.scales.as_ref().map(|(s, _)| s))]
+    }
+
     /// Runs `f` on the values as f32, row-major as they lie.
     pub(crate) fn with_wide<R>(&self, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
         let Some((scales, layout)) = &self.scales else {
@@ -93,11 +98,12 @@ impl GemmInputs {
 
     /// Every tensor with its name.
     fn named(&self) -> [Named<'_>; 9] {
+        let ([a, a_scales], [b, b_scales]) = (self.a.named("a"), self.b.named("b"));
         [
-            ("a", Some(&self.a.data)),
-            ("scales of a", self.a.scales.as_ref().map(|(s, _)| s)),
-            ("b", Some(&self.b.data)),
-            ("scales of b", self.b.scales.as_ref().map(|(s, _)| s)),
+            a,
+            a_scales,
+            b,
+            b_scales,
             ("bias", self.bias.as_ref()),
             ("aux_in", self.aux_in.as_ref()),
             ("out", Some(&self.out)),
