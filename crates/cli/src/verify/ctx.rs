@@ -82,6 +82,22 @@ impl Ctx {
         }
     }
 
+    /// A matrix as a tensor of `dtype`, where the heap lies.
+    ///
+    /// # Errors
+    /// As [`Ctx::place`].
+    pub(super) fn tensor(&self, m: &Mat, dtype: DType) -> Result<Tensor> {
+        self.place(tensor(m, dtype)?)
+    }
+
+    /// A poisoned tensor where the heap lies.
+    ///
+    /// # Errors
+    /// As [`Ctx::place`].
+    pub(super) fn poisoned(&self, dtype: DType, shape: Shape) -> Result<Tensor> {
+        self.place(Tensor::poisoned(dtype, shape))
+    }
+
     /// Name of the device that computes.
     pub fn device(&self) -> String {
         match self.heap.device() {

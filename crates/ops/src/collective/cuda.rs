@@ -10,7 +10,7 @@ use tilewire_symm::{OneSided, SymBuf};
 use super::config::Phase;
 use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveDesc, CollectiveKind, ReduceOp};
-use crate::common::device::{Enter, Lane, Lanes, Reducer, Sum, on_device};
+use crate::common::lanes::{Enter, Lane, Lanes, Reducer, Sum, on_device};
 
 /// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;

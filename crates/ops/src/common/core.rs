@@ -10,8 +10,10 @@ use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Event, Node, Stream};
 use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
 
-use super::device::{Enter, Lane, Lanes, stream_on};
-use super::{Explain, OverlapConfig};
+use super::cuda::no_kernel;
+use super::lanes::{Enter, Lane, Lanes, stream_on};
+use super::overlap::MOST_CANDIDATE_CHUNKS;
+use super::{Algo, Explain, OverlapConfig};
 
 /// Identity of a plan on its team: name, fingerprint, whether it is prepared.
 pub struct PlanCore {
@@ -116,15 +118,44 @@ impl Choice {
         Ok(Self { given, used })
     }
 
+    /// The same for a heap in device memory: its GEMMs choose their tiles themselves, and the tiles
+    /// of the caller say nothing.
+    ///
+    /// # Errors
+    /// `Unsupported` for an algorithm that has no kernel there.
+    pub fn on_device(self) -> Result<Self> {
+        match self.given {
+            None => Ok(self),
+            Some(c) if on_devices(c.algo) => {
+                Self::new(Some(OverlapConfig::of(c.algo, c.sub_chunks)))
+            }
+            Some(c) => Err(no_kernel(
+                format!("the algorithm `{}`", c.algo),
+                "use pipelined or sequential, or leave the choice to `prepare`",
+            )),
+        }
+    }
+
+    /// The most chunks of a shard: each has a flag of its own on a device.
+    pub fn max_chunks(&self) -> usize {
+        self.given.map_or(MOST_CANDIDATE_CHUNKS, |c| c.sub_chunks)
+    }
+
     /// For the fingerprint: what the caller gave.
     pub fn text(&self) -> String {
         self.given.map_or("auto".to_owned(), |c| c.to_string())
     }
 
     /// Collective: where the caller gave none, what is fastest for the slowest rank.
-    fn settle(&self, team: &LiveTeam, explain: impl FnOnce() -> Explain) -> Result<()> {
+    fn settle(
+        &self,
+        team: &LiveTeam,
+        device: bool,
+        explain: impl FnOnce() -> Explain,
+    ) -> Result<()> {
         if self.used.get().is_none() {
-            let list = explain().candidates;
+            let mut list = explain().candidates;
+            list.retain(|c| !device || on_devices(c.config.algo));
             let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
             let chosen = fastest(team, &costs)?;
             self.used.get_or_init(|| chosen);
@@ -136,6 +167,11 @@ impl Choice {
     pub fn get(&self) -> Result<OverlapConfig> {
         self.used.get().copied().ok_or_else(not_prepared)
     }
+}
+
+/// Algorithms with a path on CUDA devices.
+fn on_devices(algo: Algo) -> bool {
+    matches!(algo, Algo::Pipelined | Algo::Sequential)
 }
 
 fn not_prepared() -> Error {
@@ -263,7 +299,7 @@ impl PlanCore {
         explain: impl FnOnce() -> Explain,
     ) -> Result<()> {
         self.prepare(stream)?;
-        choice.settle(self.team(), explain).map_err(|e| e.op(self.op))
+        choice.settle(self.team(), self.lane.is_some(), explain).map_err(|e| e.op(self.op))
     }
 
     /// Notes a launch on `stream`; `detail` holds what may differ from launch to launch.

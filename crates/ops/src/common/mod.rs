@@ -3,7 +3,7 @@
 mod check;
 mod core;
 pub(crate) mod cuda;
-pub(crate) mod device;
+pub(crate) mod lanes;
 mod overlap;
 mod shards;
 

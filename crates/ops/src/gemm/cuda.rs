@@ -248,10 +248,7 @@ mod tests {
     fn what_no_kernel_does_is_said_with_a_way_out() {
         let d = GemmDesc::nt(8, 8, 8, DType::BF16);
         let e = |epilogue| GemmDesc { epilogue, ..d };
-        for bad in [
-            GemmDesc::nt(8, 8, 8, DType::F8E4M3),
-            GemmDesc { out: DType::F8E5M2, ..d },
-        ] {
+        for bad in [GemmDesc::nt(8, 8, 8, DType::F8E4M3), GemmDesc { out: DType::F8E5M2, ..d }] {
             let e = plan(&bad).err().unwrap();
             assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
         }

@@ -212,8 +212,7 @@ impl GroupedGemmPlan {
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
         let t = Arc::new(t);
-        let tensors =
-            [&t.dy.named("dy")[..], &t.splits.named(), &[("dx", Some(&t.dx))]].concat();
+        let tensors = [&t.dy.named("dy")[..], &t.splits.named(), &[("dx", Some(&t.dx))]].concat();
         let out = (t.dx.clone(), |p: &cuda::Prepared, s: &_| p.dgrad(s, &t));
         let run = t.clone();
         self.queue(stream, (&tensors, Some(&t.w)), out, move |d| host::dgrad(d, &run))

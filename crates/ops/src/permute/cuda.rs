@@ -48,10 +48,7 @@ pub(super) struct Scratch {
 impl Scratch {
     pub fn new(ctx: &CudaContext, d: &PermuteDesc, tokens: usize) -> Result<Self> {
         let counts = chunks(tokens * d.top_k) * (d.num_experts + 1);
-        Ok(Self {
-            counts: workspace(ctx, 4 * counts)?,
-            first: workspace(ctx, 8 * d.num_experts)?,
-        })
+        Ok(Self { counts: workspace(ctx, 4 * counts)?, first: workspace(ctx, 8 * d.num_experts)? })
     }
 }
 
@@ -157,12 +154,7 @@ impl Prepared {
     }
 
     /// `out[i] = x[from[i]]`, words of f32.
-    fn words(
-        &self,
-        stream: &CudaStream,
-        from: Places,
-        (x, out): (&Tensor, &Tensor),
-    ) -> Result<()> {
+    fn words(&self, stream: &CudaStream, from: Places, (x, out): (&Tensor, &Tensor)) -> Result<()> {
         if from.num == 0 {
             return Ok(());
         }

@@ -6,9 +6,9 @@ use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Device, Tensor};
 
+use super::PermuteDesc;
 use super::config::Layout;
 use super::cuda::Scratch;
-use super::PermuteDesc;
 use crate::common::Named;
 
 /// Status words.
@@ -37,11 +37,7 @@ struct Inner {
 pub struct PermuteMap(Arc<Inner>);
 
 impl PermuteMap {
-    pub(super) fn new(
-        desc: &PermuteDesc,
-        tokens: usize,
-        on: Option<&CudaContext>,
-    ) -> Result<Self> {
+    pub(super) fn new(desc: &PermuteDesc, tokens: usize, on: Option<&CudaContext>) -> Result<Self> {
         if tokens > desc.max_tokens {
             return Err(Error::invalid("more tokens than the plan was made for")
                 .op("permute")

@@ -180,12 +180,8 @@ impl PermutePlan {
             expect_tensor("out", out, d.out, &[map.tokens(), d.hidden])
         };
         check().map_err(|e| e.op("unpermute"))?;
-        let tensors = [
-            map.named(),
-            ("rows", Some(rows)),
-            ("topk_weights", topk_weights),
-            ("out", Some(out)),
-        ];
+        let tensors =
+            [map.named(), ("rows", Some(rows)), ("topk_weights", topk_weights), ("out", Some(out))];
         let cuda = |p: &cuda::Prepared, s: &_| p.unpermute(s, d, map, (rows, topk_weights, out));
         let (m, r, w, o) = (map.clone(), rows.clone(), topk_weights.cloned(), out.clone());
         self.queue(stream, "unpermute", &tensors, (out.clone(), cuda), move |d| {
@@ -220,9 +216,7 @@ impl PermutePlan {
         let tensors = [&[map.named()][..], &g.named(), &out.named()].concat();
         let cuda = |p: &cuda::Prepared, s: &_| p.permute_bwd(s, d, map, (g, out));
         let (m, g, o, both) = (map.clone(), g.clone(), out.clone(), (out.clone(), cuda));
-        self.queue(stream, "permute_bwd", &tensors, both, move |d| {
-            host::permute_bwd(d, &m, &g, &o)
-        })
+        self.queue(stream, "permute_bwd", &tensors, both, move |d| host::permute_bwd(d, &m, &g, &o))
     }
 
     /// Queues the backward of unpermute: `d_rows[slot(t, j)] = w[t, j] d_out[t]` and, with weights,
@@ -259,8 +253,6 @@ impl PermutePlan {
         ];
         let cuda = |p: &cuda::Prepared, s: &_| p.unpermute_bwd(s, d, map, g);
         let (m, t, both) = (map.clone(), g.clone(), (g.clone(), cuda));
-        self.queue(stream, "unpermute_bwd", &tensors, both, move |d| {
-            host::unpermute_bwd(d, &m, &t)
-        })
+        self.queue(stream, "unpermute_bwd", &tensors, both, move |d| host::unpermute_bwd(d, &m, &t))
     }
 }

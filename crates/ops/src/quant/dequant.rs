@@ -92,8 +92,7 @@ impl DequantPlan {
         let check = || {
             self.ready.on(stream)?;
             self.check_inputs(q, out)?;
-            let tensors =
-                [("q", Some(&q.data)), ("q scales", Some(&q.scales)), ("out", Some(out))];
+            let tensors = [("q", Some(&q.data)), ("q scales", Some(&q.scales)), ("out", Some(out))];
             together_on(stream, &tensors)
         };
         check().map_err(|e| e.op("dequant"))?;

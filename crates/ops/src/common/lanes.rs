@@ -9,10 +9,11 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaEvent, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs,
 };
-use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Queue, Stream, Tensor};
 use tilewire_kernels::portable::{REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, reduce_defines};
-use tilewire_symm::{Heap, Signals, VmmOneSided};
+use tilewire_symm::{Heap, OneSided, Signals, VmmOneSided};
+
+use super::cuda::{load, mantissa, no_kernel};
 
 /// What a plan keeps for its launches.
 pub(crate) struct Lane {
@@ -117,16 +118,6 @@ pub(crate) fn stream_on<'a>(stream: &'a Stream, ctx: &CudaContext) -> Result<&'a
     Ok(s)
 }
 
-/// Mantissa bits, by which kernels name an element type.
-pub(crate) fn mantissa(dtype: DType) -> Option<u64> {
-    match dtype {
-        DType::F32 => Some(23),
-        DType::F16 => Some(10),
-        DType::BF16 => Some(7),
-        _ => None,
-    }
-}
-
 /// Sums of parts in the order of the ranks: `collective/sm80_reduce.cu`.
 pub(crate) struct Reducer {
     kernel: Kernel,
@@ -168,19 +159,14 @@ impl Reducer {
     /// `Unsupported` for types that there is no kernel for.
     pub fn new(ctx: &CudaContext, [wire, own, out]: [DType; 3]) -> Result<Self> {
         let types = [wire, own, out].map(mantissa);
-        let known = REDUCE_MANTISSAS.into_iter().find(|k| k.map(Some) == types);
-        let Some(types) = known else {
-            let text = format!("no sum of {wire} parts with {own} of one's own to {out}");
-            return Err(Error::new(ErrorKind::Unsupported, text)
-                .hint("use f32, bf16 or f16 for all of them"));
-        };
-        let spec = KernelSpec {
-            name: REDUCE.name.to_owned(),
-            text: REDUCE.text(),
-            defines: reduce_defines(types),
-            arch: ctx.arch()?,
-        };
-        let kernel = ctx.module(&spec)?.kernel("tw_reduce")?;
+        let floats = [wire, own, out].iter().all(|d| d.is_float());
+        if !floats || !REDUCE_MANTISSAS.contains(&types) {
+            return Err(no_kernel(
+                format!("a sum of {wire} parts with {own} of one's own to {out}"),
+                "use f32, bf16 or f16 for all of them",
+            ));
+        }
+        let kernel = load(ctx, &REDUCE, reduce_defines(types))?.kernel("tw_reduce")?;
         Ok(Self { kernel, num_sms: ctx.num_sms()? })
     }
 
@@ -191,7 +177,7 @@ impl Reducer {
         if num == 0 {
             return Ok(());
         }
-        let team = tilewire_symm::OneSided::heap(l.os).team().clone();
+        let team = l.os.heap().team();
         let param = Param {
             slots: sum.slots,
             stride: sum.stride,
