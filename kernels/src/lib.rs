@@ -80,7 +80,7 @@ pub const SM80_GEMM: Source = Source {
     name: "gemm/sm80_gemm.cu",
     parts: &[MMA, include_str!("gemm/mainloop.cuh"), include_str!("gemm/sm80_gemm.cu")],
     defines: &[],
-    kernels: &["tw_gemm_nt", "tw_gemm_nn", "tw_gemm_tn", "tw_gemm_f32"],
+    kernels: &["tw_gemm_nt", "tw_gemm_nn", "tw_gemm_tn", "tw_gemm_tt", "tw_gemm_f32"],
 };
 
 /// The same products of groups whose rows are counted in device memory.
