@@ -71,6 +71,7 @@ pub const SIGNAL: Source = Source {
         "tw_enter",
         "tw_wait_peers",
         "tw_poison",
+        "tw_fail_if",
     ],
 };
 
@@ -96,8 +97,15 @@ pub const SM80_GROUPED_GEMM: Source = Source {
 };
 
 /// Every compilation unit.
-pub const ALL: &[Source] =
-    &[SIGNAL, SM80_GEMM, SM80_GROUPED_GEMM, portable::QUANT, portable::PERMUTE, portable::REDUCE];
+pub const ALL: &[Source] = &[
+    SIGNAL,
+    SM80_GEMM,
+    SM80_GROUPED_GEMM,
+    portable::QUANT,
+    portable::PERMUTE,
+    portable::REDUCE,
+    portable::EP,
+];
 
 #[cfg(test)]
 mod tests {

@@ -73,6 +73,38 @@ pub fn permute_defines(src: u64) -> Vec<(String, u64)> {
     with(PERMUTE.defines, &[src, PERMUTE_THREADS, PERMUTE_CHUNK, PERMUTE_BAD_INDEX])
 }
 
+/// Threads of a block of every kernel of [`EP`].
+pub const EP_THREADS: u64 = 256;
+/// Choices that a block of `tw_ep_count` and `tw_ep_place` takes.
+pub const EP_CHUNK: u64 = 2048;
+
+/// Expert parallelism: routing, dispatch, combine and their gradients.
+pub const EP: Source = Source {
+    name: "ep/sm80_ep.cu",
+    parts: &[CONVERT, CONVERSIONS, include_str!("ep/sm80_ep.cu")],
+    defines: &["TW_OUT_MANTISSA", "TW_EP_THREADS", "TW_EP_CHUNK"],
+    kernels: &[
+        "tw_ep_count",
+        "tw_ep_publish",
+        "tw_ep_scan",
+        "tw_ep_place",
+        "tw_ep_push",
+        "tw_ep_index",
+        "tw_ep_flat",
+        "tw_ep_rank_major",
+        "tw_ep_row_index",
+        "tw_ep_gather",
+        "tw_ep_return",
+        "tw_ep_sum",
+        "tw_ep_gather_bwd",
+    ],
+};
+
+/// [`EP`]'s definitions for results with `out` mantissa bits.
+pub fn ep_defines(out: u64) -> Vec<(String, u64)> {
+    with(EP.defines, &[out, EP_THREADS, EP_CHUNK])
+}
+
 /// Threads of a block of [`REDUCE`].
 pub const REDUCE_THREADS: u64 = 256;
 
@@ -107,5 +139,6 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
         .flat_map(|src| FP8_MANTISSAS.iter().map(|dst| (QUANT, quant_defines(*src, *dst))));
     let permute = WIDE_MANTISSAS.iter().map(|src| (PERMUTE, permute_defines(*src)));
     let reduce = REDUCE_MANTISSAS.iter().map(|types| (REDUCE, reduce_defines(*types)));
-    quant.chain(permute).chain(reduce).collect()
+    let ep = WIDE_MANTISSAS.iter().map(|out| (EP, ep_defines(*out)));
+    quant.chain(permute).chain(reduce).chain(ep).collect()
 }

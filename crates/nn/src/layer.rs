@@ -123,7 +123,7 @@ impl Shared<'_> {
         let (c, comm) = (self.cfg, self.comm);
         let (rows, cap) = (comm.rows.own.len(), comm.ep.desc().capacity);
         let idx = Tensor::from_slice(&r.topk, Shape::d2(rows, c.top_k))?;
-        let handle = comm.ep.route(&comm.stream, &idx, None, &comm.ep.handle())?.wait()?;
+        let handle = comm.ep.route(&comm.stream, &idx, None, &comm.ep.handle()?)?.wait()?;
         let recv = EpDispatch {
             x: Tensor::poisoned(DType::F32, Shape::d2(cap, c.d_model)),
             scales: None,

@@ -219,7 +219,7 @@ impl Layer {
 
     fn routed(&self, stream: &Stream, idx: &[i64]) -> Result<EpHandle> {
         let idx = Tensor::from_slice(idx, Shape::d2(idx.len() / 2, 2))?;
-        self.plan.route(stream, &idx, None, &self.plan.handle())?.join(stream)
+        self.plan.route(stream, &idx, None, &self.plan.handle().unwrap())?.join(stream)
     }
 
     fn dispatch(&self, stream: &Stream, h: &EpHandle, tokens: usize) -> Result<EpDispatch> {
@@ -234,7 +234,7 @@ fn the_wrong_handle_is_refused() {
     let ends = World::run_threads(2, WorldCfg::for_tests(), |world| {
         let (team, heap, stream) = heap_of(&world, "ep")?;
         let (layer, other) = (Layer::new(&heap, &stream, 16)?, Layer::new(&heap, &stream, 12)?);
-        let fresh = layer.plan.handle();
+        let fresh = layer.plan.handle().unwrap();
         let e = layer.dispatch(&stream, &fresh, 2).unwrap_err();
         assert_eq!((e.kind(), e.get_op()), (ErrorKind::NotPrepared, Some("ep_dispatch")), "{e}");
         // Every token reaches both ranks in both microbatches: their counts are equal.
@@ -268,19 +268,21 @@ fn bad_routings_are_told_on_all_ranks() {
         layer.plan.prepare(&stream)?;
         // Four copies for the experts of rank 0, room for three.
         let idx = Tensor::from_slice(&[0i64, 1], Shape::d2(1, 2))?;
-        let tight = layer.plan.route(&stream, &idx, Some(3), &layer.plan.handle())?.wait()?;
+        let tight =
+            layer.plan.route(&stream, &idx, Some(3), &layer.plan.handle().unwrap())?.wait()?;
         let e = tight.check().unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Exhausted, "{e}");
         assert!(e.to_string().contains("3 rows") && e.to_string().contains("[1, 0]"), "{e}");
-        assert_eq!(tight.totals().dropped, [1, 0]);
-        layer.plan.route(&stream, &idx, Some(4), &layer.plan.handle())?.wait()?.check()?;
-        let e = layer.plan.route(&stream, &idx, Some(99), &layer.plan.handle()).err().unwrap();
+        assert_eq!(tight.totals().unwrap().dropped, [1, 0]);
+        layer.plan.route(&stream, &idx, Some(4), &layer.plan.handle().unwrap())?.wait()?.check()?;
+        let e =
+            layer.plan.route(&stream, &idx, Some(99), &layer.plan.handle().unwrap()).err().unwrap();
         assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("ep_prepare")), "{e}");
 
         let bad = if me == Rank::new(1) { 4i64 } else { 3 };
         let idx = Tensor::from_slice(&[0, bad], Shape::d2(1, 2))?;
         // The abort may be heard at the launch already.
-        let end = layer.plan.route(&stream, &idx, None, &layer.plan.handle());
+        let end = layer.plan.route(&stream, &idx, None, &layer.plan.handle().unwrap());
         let e = end.and_then(Pending::wait).err().unwrap();
         if me == Rank::new(1) {
             assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("ep_prepare")));

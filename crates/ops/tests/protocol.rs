@@ -331,7 +331,7 @@ fn impossible_routing_is_explained() {
         |team, plan, s| {
             let bad = if team.rank().get() == 0 { 4 } else { 3 };
             let idx = Tensor::from_slice(&[0i64, 1, 2, bad], Shape::d2(2, 2))?;
-            plan.route(s, &idx, None, &plan.handle())?.wait().map(|_| ())
+            plan.route(s, &idx, None, &plan.handle().unwrap())?.wait().map(|_| ())
         },
         Overflow::Drop,
     )
@@ -340,7 +340,7 @@ fn impossible_routing_is_explained() {
     let e = world(
         |_, plan, s| {
             let idx = Tensor::from_slice(&[0i64, 1, 2, 3], Shape::d2(2, 2))?;
-            let h = plan.route(s, &idx, None, &plan.handle())?.wait()?;
+            let h = plan.route(s, &idx, None, &plan.handle().unwrap())?.wait()?;
             let recv = EpDispatch { x: out(4, N), scales: None, weights: None };
             plan.dispatch(s, &h, &zeros(3, N), (None, None), &recv)?.wait().map(|_| ())
         },
@@ -353,8 +353,8 @@ fn impossible_routing_is_explained() {
         let done = world(
             |_, plan, s| {
                 let idx = Tensor::from_slice(&[0i64, 1, 1, 0], Shape::d2(2, 2))?;
-                let h = plan.route(s, &idx, None, &plan.handle())?.wait()?;
-                assert_eq!(h.totals().dropped, [4, 0]);
+                let h = plan.route(s, &idx, None, &plan.handle().unwrap())?.wait()?;
+                assert_eq!(h.totals().unwrap().dropped, [4, 0]);
                 h.check()
             },
             overflow,
@@ -406,7 +406,7 @@ fn a_failed_node_ends_the_peers_waits_at_once() {
         plan.prepare(&stream)?;
         let bad = if team.rank().get() == 0 { 99 } else { 3 };
         let idx = Tensor::from_slice(&[0i64, 1, 2, bad], Shape::d2(2, 2))?;
-        let routed = plan.route(&stream, &idx, None, &plan.handle())?.wait();
+        let routed = plan.route(&stream, &idx, None, &plan.handle().unwrap())?.wait();
         let e = routed.map(|_| ()).unwrap_err();
         let want = if bad == 99 { ErrorKind::InvalidArgument } else { ErrorKind::Aborted };
         assert_eq!(e.kind(), want, "{e}");

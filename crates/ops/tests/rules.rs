@@ -148,13 +148,14 @@ fn capacity_is_given_with_each_routing() {
         plan.prepare(&stream)?;
         let idx = Tensor::from_slice(&[0i32, 0, 0, 0], Shape::d2(4, 1))?;
         for (capacity, dropped) in [(Some(8), 0), (Some(5), 3), (Some(0), 8), (None, 0)] {
-            let h = plan.route(&stream, &idx, capacity, &plan.handle())?.wait()?;
-            assert_eq!(h.totals().dropped, [dropped, 0], "{capacity:?}");
+            let h = plan.route(&stream, &idx, capacity, &plan.handle().unwrap())?.wait()?;
+            assert_eq!(h.totals().unwrap().dropped, [dropped, 0], "{capacity:?}");
         }
-        assert!(plan.route(&stream, &idx, Some(9), &plan.handle()).is_err());
+        assert!(plan.route(&stream, &idx, Some(9), &plan.handle().unwrap()).is_err());
         for bad in [DType::F32, DType::U8] {
             let idx = Tensor::zeros(bad, Shape::d2(4, 1));
-            let e = plan.route(&stream, &idx, None, &plan.handle()).map(|_| ()).unwrap_err();
+            let e =
+                plan.route(&stream, &idx, None, &plan.handle().unwrap()).map(|_| ()).unwrap_err();
             assert!(e.to_string().contains("i32 or i64"), "{e}");
         }
         Ok(())

@@ -20,8 +20,8 @@ struct TwTeam {
     u32 me, size, generation, pad;
 };
 
-enum { TW_TIMEOUT = 1, TW_ABORTED = 3, TW_HOST = 6 };  // reasons, as in protocol::AbortCode
-enum { TW_OP_WAIT = 1, TW_OP_BARRIER = 2 };
+enum { TW_TIMEOUT = 1, TW_ABORTED = 3, TW_OTHER = 5, TW_HOST = 6 };  // reasons, as in protocol::AbortCode
+enum { TW_OP_WAIT = 1, TW_OP_BARRIER = 2, TW_OP_INPUT = 3 };
 
 struct TwWait {
     u32 op, slot, peer, reason, about;
@@ -199,7 +199,14 @@ extern "C" __global__ void __launch_bounds__(64) tw_wait_peers(TwTeam t, u32 slo
 
 // Fills an output with the poison of its type once the team is over: nobody takes it for a result.
 // The first words of a team in good order are all that is read.
-extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, unsigned char* out, u64 len) {
+extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, unsigned char* out, u64 len, u32 byte) {
     if (!tw_is_over(t)) return;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < len; i += (u64)gridDim.x * blockDim.x) out[i] = 0xff;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < len; i += (u64)gridDim.x * blockDim.x) out[i] = (unsigned char)byte;
+}
+
+// Ends the team if a kernel of this stream has found an input that cannot be: `what` is told.
+extern "C" __global__ void __launch_bounds__(1) tw_fail_if(TwTeam t, const u32* status, u32 what) {
+    if (*status == 0 || tw_is_over(t)) return;
+    TwWait w = {TW_OP_INPUT, what, t.me, TW_OTHER, t.me, 0, *status, 0, 0};
+    tw_fail(t, w);
 }

@@ -260,7 +260,12 @@ const MUTANTS: &[Mutant] = &[
         short_launches,
     ),
     Mutant("an output in good order is poisoned", "if (!tw_is_over(t)) return;", "", poison),
-    Mutant("poison of one block only", "out[i] = 0xff;", "if (i < 8) out[i] = 0xff;", poison),
+    Mutant(
+        "poison of one block only",
+        "out[i] = (unsigned char)byte;",
+        "if (i < 8) out[i] = (unsigned char)byte;",
+        poison,
+    ),
 ];
 
 /// What `f` panics with.

@@ -235,7 +235,7 @@ impl Team {
 
     /// One block of 256 threads over `len` bytes at `out`.
     pub fn poison(&self, rank: usize, out: u64, len: u64) -> Launch<'_> {
-        self.kernel("tw_poison").launch(256).arg(&self.param(rank)).arg(&out).arg(&len)
+        self.kernel("tw_poison").launch(256).arg(&self.param(rank)).arg(&out).arg(&len).arg(&255u32)
     }
 
     fn own<A: NoUninit, B: NoUninit>(&self, name: &str, a: &A, b: &B) -> Launch<'_> {

@@ -133,7 +133,7 @@ fn mat_1(v: &[f64]) -> Mat {
 
 fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispatch)> {
     let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
-    let handle = plan.handle();
+    let handle = plan.handle()?;
     let idx = idx_tensor(ctx, &b.topks[me])?;
     let before = ctx.team.traffic();
     ctx.timed(|s| plan.route(s, &idx, None, &handle))?;
@@ -145,12 +145,9 @@ fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispa
     let total = handle.total().to_vec::<i64>()?;
     ctx.check(total == as_i64(&[rank.total_padded()]), || format!("total {total:?}"));
     let dropped: Vec<usize> = b.layout.ranks.iter().map(|r| r.overflow.iter().sum()).collect();
-    ctx.check(handle.totals().dropped == dropped, || {
-        format!("dropped {:?}", handle.totals().dropped)
-    });
-    ctx.check(handle.totals().counts == rank.counts, || {
-        format!("counts {:?}", handle.totals().counts)
-    });
+    let totals = handle.totals()?;
+    ctx.check(totals.dropped == dropped, || format!("dropped {:?}", totals.dropped));
+    ctx.check(totals.counts == rank.counts, || format!("counts {:?}", totals.counts));
 
     let rows = d.recv_rows();
     let recv = EpDispatch {

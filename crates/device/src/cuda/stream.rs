@@ -148,6 +148,16 @@ impl CudaStream {
         unsafe { self.copy(dst.addr(), src.addr(), src.len_bytes()) }
     }
 
+    /// Queues the writing of `byte` to a piece of device memory, and keeps it until that has run.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn fill_memory(&self, dst: &CudaMemory, byte: u8) -> Result<()> {
+        self.hold(|| Arc::new(dst.clone()));
+        // SAFETY: the range is as long as said, and held.
+        unsafe { self.fill(dst.addr(), byte, dst.len_bytes()) }
+    }
+
     /// Queues the writing of `byte` to `len` bytes at a device address.
     ///
     /// # Safety

@@ -74,7 +74,7 @@ impl<'a> Layer<'a> {
         let recv_weights = d1(cap);
         Ok(Self {
             m,
-            handle: comm.ep.handle(),
+            handle: comm.ep.handle()?,
             topk: Tensor::from_slice(&topk, Shape::d2(rows, c.top_k))?,
             weights: d2(rows, c.top_k),
             d_weights: d2(rows, c.top_k),

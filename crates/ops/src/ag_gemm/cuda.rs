@@ -9,7 +9,7 @@ use super::AgGemmDesc;
 use super::config::AgTask;
 use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
 use crate::common::cuda::{addr, hold, no_kernel, together_on};
-use crate::common::lanes::{Enter, Lane, Lanes};
+use crate::common::lanes::{Enter, Lane, Lanes, Poison};
 use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
 use crate::gemm::BOrder;
 use crate::gemm::cuda::{GemmKernels, Matrix, Product};
@@ -64,7 +64,8 @@ pub(super) fn launch(
     ];
     together_on(stream, &given)?;
     let outs = [Some(&t.out), t.aux_out.as_ref(), t.gathered.as_ref()];
-    let outs: Vec<_> = outs.into_iter().flatten().map(|t| t.cuda()).collect::<Result<_>>()?;
+    let outs = outs.into_iter().flatten().map(|t| Ok(Poison::value(t.cuda()?)));
+    let outs = outs.collect::<Result<Vec<_>>>()?;
     let launch = plan.core.begin(stream, format_args!("m={}", shape.m))?;
     // Begun, so prepared.
     let Some(prepared) = plan.cuda.get() else {
@@ -73,18 +74,12 @@ pub(super) fn launch(
     let flags = DATA..DATA + shape.config.sub_chunks;
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
-    plan.core.run_on(
-        lane,
-        (stream, launch.ctx.seq()),
-        &enter,
-        &outs.iter().collect::<Vec<_>>(),
-        |l| {
-            hold(l.main, t.clone());
-            let run = Run { l, plan, gemm: &prepared.gemm, s: shape, t: &t, x: x.clone() };
-            run.copies()?;
-            run.compute()
-        },
-    )?;
+    plan.core.run_on(lane, (stream, launch.ctx.seq()), &enter, &outs, |l| {
+        hold(l.main, t.clone());
+        let run = Run { l, plan, gemm: &prepared.gemm, s: shape, t: &t, x: x.clone() };
+        run.copies()?;
+        run.compute()
+    })?;
     Pending::new(t, stream, Some(plan.core.team().fault().clone()))
 }
 

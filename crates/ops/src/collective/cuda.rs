@@ -10,7 +10,7 @@ use tilewire_symm::{OneSided, SymBuf};
 use super::config::Phase;
 use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveDesc, CollectiveKind, ReduceOp};
-use crate::common::lanes::{Enter, Lane, Lanes, Reducer, Sum, on_device};
+use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum, on_device};
 
 /// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;
@@ -51,7 +51,7 @@ pub(super) fn launch(
     let launch = core.begin(stream, format_args!("m={m}"))?;
     // A second phase has slots of its own: its flags lie behind the first's.
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags: DATA..DATA + 1 };
-    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[&to], |l| {
+    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[Poison::value(to.clone())], |l| {
         let run = Run { l, plan, row: plan.desc.cols * plan.desc.dtype.size() };
         run.first(&first, second.as_ref(), (&from, &to))
     })?;

@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
-use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Event, Node, Stream};
 use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
 
 use super::cuda::no_kernel;
-use super::lanes::{Enter, Lane, Lanes, stream_on};
+use super::lanes::{Enter, Lane, Lanes, Poison, stream_on};
 use super::overlap::MOST_CANDIDATE_CHUNKS;
 use super::{Algo, Explain, OverlapConfig};
 
@@ -232,7 +231,7 @@ impl PlanCore {
         lane: &Lane,
         (stream, seq): (&Stream, u64),
         enter: &Enter<'_>,
-        outs: &[&CudaMemory],
+        outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
         let queue = || {

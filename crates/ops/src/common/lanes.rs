@@ -29,6 +29,16 @@ pub(crate) struct Enter<'a> {
     pub flags: std::ops::Range<usize>,
 }
 
+/// An output, and the byte that it is filled with after a fault.
+pub(crate) struct Poison(pub CudaMemory, pub u8);
+
+impl Poison {
+    /// Values become NaN, indices -1.
+    pub fn value(memory: CudaMemory) -> Self {
+        Self(memory, DType::POISON)
+    }
+}
+
 /// The two streams of one launch.
 pub(crate) struct Lanes<'a> {
     pub os: &'a VmmOneSided,
@@ -50,12 +60,21 @@ impl Lane {
         self.os.context()
     }
 
+    pub fn one_sided(&self) -> &VmmOneSided {
+        &self.os
+    }
+
+    /// Bytes from a rank's chunk to the next one's, as this device sees them.
+    pub fn stride(&self) -> u64 {
+        self.os.stride()
+    }
+
     /// Queues one launch. `main` and `side` must be behind all earlier launches of the plan.
     pub fn run(
         &self,
         (main, side): (&CudaStream, &CudaStream),
         enter: &Enter<'_>,
-        outs: &[&CudaMemory],
+        outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
         let (s, flags) = (enter.signals, &enter.flags);
@@ -68,7 +87,7 @@ impl Lane {
         // Joined whatever happened: a capture would not be whole otherwise.
         lanes.join()?;
         done?;
-        outs.iter().try_for_each(|o| self.os.poison_if_over(main, o))
+        outs.iter().try_for_each(|o| self.os.poison_if_over(main, &o.0, o.1))
     }
 }
 

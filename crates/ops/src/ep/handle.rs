@@ -1,12 +1,13 @@
 //! Handles: the routing of one microbatch, in device memory.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
-use tilewire_device::Tensor;
+use tilewire_device::{Device, Tensor};
 
 use super::config::Routing;
+use super::cuda::DeviceHandle;
 use super::{EpDesc, Overflow};
 
 /// What arrived: for each source rank its records in order.
@@ -23,7 +24,6 @@ pub(super) struct Record {
 
 pub(super) struct State {
     pub routing: Routing,
-    pub capacity: usize,
     /// Filled by dispatch.
     pub arrived: Arrived,
 }
@@ -35,6 +35,12 @@ pub(super) struct Inner {
     pub dropped: Tensor,
     pub row_index: Tensor,
     desc: EpDesc,
+    /// On a CUDA device.
+    device: Option<DeviceHandle>,
+    /// Tokens of the routing, in program order.
+    tokens: AtomicUsize,
+    /// Rows that the last routing in program order was for.
+    capacity: AtomicUsize,
     /// Sequence number of the launch that routes it, 0 before the first: equal on all ranks.
     routed: AtomicU64,
 }
@@ -58,21 +64,49 @@ pub struct EpTotals {
 }
 
 impl EpHandle {
-    pub(super) fn new(desc: &EpDesc, me: usize) -> Self {
+    pub(super) fn new(desc: &EpDesc, me: usize, on: &Device) -> Result<Self> {
         let local = desc.experts_per_rank[me];
-        Self(Arc::new(Inner {
-            state: Mutex::new(State {
-                routing: Routing::default(),
-                capacity: 0,
-                arrived: Vec::new(),
-            }),
-            m_splits: Tensor::zeros(DType::I64, Shape::d1(local)),
-            total: Tensor::zeros(DType::I64, Shape::d1(1)),
-            dropped: Tensor::zeros(DType::I64, Shape::d1(1)),
-            row_index: Tensor::zeros(DType::I32, Shape::d1(desc.capacity)),
+        let zeros = |dtype, n| match on {
+            Device::Host => Ok(Tensor::zeros(dtype, Shape::d1(n))),
+            device => Tensor::zeros(dtype, Shape::d1(n)).to(device),
+        };
+        let device = match on {
+            Device::Host => None,
+            Device::Cuda(ctx) => Some(DeviceHandle::new(ctx, desc, me)?),
+        };
+        Ok(Self(Arc::new(Inner {
+            state: Mutex::new(State { routing: Routing::default(), arrived: Vec::new() }),
+            m_splits: zeros(DType::I64, local)?,
+            total: zeros(DType::I64, 1)?,
+            dropped: zeros(DType::I64, 1)?,
+            row_index: zeros(DType::I32, desc.capacity)?,
             desc: desc.clone(),
+            device,
+            tokens: AtomicUsize::new(0),
+            capacity: AtomicUsize::new(0),
             routed: AtomicU64::new(0),
-        }))
+        })))
+    }
+
+    pub(super) fn device(&self) -> Option<&DeviceHandle> {
+        self.0.device.as_ref()
+    }
+
+    /// Notes tokens and capacity of a routing, in program order.
+    pub(super) fn set_tokens(&self, tokens: usize, capacity: usize) {
+        self.0.tokens.store(tokens, Ordering::Release);
+        self.0.capacity.store(capacity, Ordering::Release);
+    }
+
+    /// Fails unless `rows` tokens were routed.
+    pub(super) fn check_tokens(&self, rows: usize) -> Result<()> {
+        let routed = self.0.tokens.load(Ordering::Acquire);
+        if routed == rows {
+            return Ok(());
+        }
+        Err(Error::invalid("the tokens are not those that were routed")
+            .expected(format_args!("{routed} tokens"))
+            .seen(format_args!("{rows} tokens")))
     }
 
     /// Notes the launch whose routing the handle holds from now on, in program order.
@@ -128,13 +162,19 @@ impl EpHandle {
     }
 
     /// True numbers of the last routing that has run.
-    pub fn totals(&self) -> EpTotals {
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn totals(&self) -> Result<EpTotals> {
+        if let Some(d) = &self.0.device {
+            return d.totals(&self.0.total);
+        }
         let s = self.state();
-        EpTotals {
+        Ok(EpTotals {
             counts: s.routing.counts.clone(),
             rows: s.routing.offsets.last().copied().unwrap_or(0),
             dropped: s.routing.dropped.clone(),
-        }
+        })
     }
 
     /// With [`Overflow::Error`]: fails if the last routing dropped copies anywhere. The answer
@@ -143,13 +183,13 @@ impl EpHandle {
     /// # Errors
     /// `Exhausted` with the capacity and the true counts.
     pub fn check(&self) -> Result<()> {
-        let t = self.totals();
+        let t = self.totals()?;
         if self.0.desc.overflow == Overflow::Drop || t.dropped.iter().all(|&d| d == 0) {
             return Ok(());
         }
         Err(Error::new(ErrorKind::Exhausted, "more tokens than the capacity holds")
             .op("ep_prepare")
-            .expected(format_args!("at most {} rows", self.state().capacity))
+            .expected(format_args!("at most {} rows", self.0.capacity.load(Ordering::Acquire)))
             .seen(format_args!(
                 "{} copies too many, by rank {:?}",
                 t.dropped.iter().sum::<usize>(),

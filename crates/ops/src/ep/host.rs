@@ -128,7 +128,6 @@ impl Run {
         set_i64(handle.dropped(), &[routing.dropped[me.idx()]])?;
         let mut state = handle.state();
         state.routing = routing;
-        state.capacity = capacity;
         state.arrived = Vec::new();
         Ok(())
     }

@@ -16,6 +16,7 @@
 //! A token that names an expert twice gets two copies there.
 
 mod config;
+mod cuda;
 mod desc;
 mod handle;
 mod host;

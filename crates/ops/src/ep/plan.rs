@@ -1,11 +1,12 @@
 //! The plan of an expert-parallel layer.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
+use super::cuda::{self, Phase, Prepared};
 use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
 use super::{EpDesc, EpHandle};
 use crate::common::{Launch, PlanCore, expect_tensor};
@@ -28,6 +29,17 @@ pub struct EpMemory {
     pub handle: usize,
 }
 
+/// Bytes of symmetric memory for a record: the same on every backend.
+fn token_area(d: &EpDesc) -> usize {
+    let s = cuda::strides(d);
+    record_bytes(d).max(s.row + s.meta)
+}
+
+/// Those for what comes back.
+fn return_area(d: &EpDesc) -> usize {
+    return_bytes(d).max(cuda::strides(d).back)
+}
+
 /// Results of a dispatch. Row order as the layout says; rows without a token are zero.
 #[derive(Clone, Debug)]
 pub struct EpDispatch {
@@ -47,6 +59,8 @@ pub struct EpPlan {
     tokens: SymBuf,
     returns: SymBuf,
     signals: Arc<Signals>,
+    /// On a heap in device memory, made by `prepare`.
+    cuda: OnceLock<Prepared>,
 }
 
 /// An output, and what it holds after a fault.
@@ -84,7 +98,7 @@ impl EpPlan {
     /// What a layer takes on each rank.
     pub fn memory(desc: &EpDesc) -> EpMemory {
         let (size, k) = (desc.experts_per_rank.len(), desc.top_k);
-        let areas = size * desc.max_tokens * (record_bytes(desc) + return_bytes(desc));
+        let areas = size * desc.max_tokens * (token_area(desc) + return_area(desc));
         EpMemory {
             symmetric: areas + size * desc.num_experts() * 4,
             received: desc.recv_rows() * (desc.hidden * desc.dtype.size() + 4 * desc.num_scales),
@@ -104,14 +118,15 @@ impl EpPlan {
         let alloc = |bytes, tag| heap.alloc(bytes, tag).map_err(|e| e.op("ep"));
         let names =
             ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
-        let first = PlanCore::new("ep", heap, &desc)?;
-        let core = |n| Ok(PlanCore::new(n, heap, &desc)?.share_order(&first));
+        let first = PlanCore::any("ep", heap, &desc)?;
+        let core = |n| Ok(PlanCore::any(n, heap, &desc)?.share_order(&first));
         let [a, b, c, d, e] = names.map(core);
         Ok(Self {
             cores: [a?, b?, c?, d?, e?],
             counts: alloc(size * desc.num_experts() * 4, "ep counts")?,
-            tokens: alloc(area * record_bytes(&desc), "ep tokens")?,
-            returns: alloc(area * return_bytes(&desc), "ep returns")?,
+            tokens: alloc(area * token_area(&desc), "ep tokens")?,
+            returns: alloc(area * return_area(&desc), "ep returns")?,
+            cuda: OnceLock::new(),
             signals: Arc::new(heap.team().signals(6, "ep")?),
             desc,
         })
@@ -127,12 +142,37 @@ impl EpPlan {
     /// # Errors
     /// `Mismatch` if the ranks' layers differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if let Some(lane) = self.cores[0].lane()
+            && self.cuda.get().is_none()
+        {
+            let areas =
+                cuda::Areas { counts: &self.counts, tokens: &self.tokens, returns: &self.returns };
+            let new = Prepared::new(lane, stream, &self.desc, &areas).map_err(|e| e.op("ep"))?;
+            self.cuda.get_or_init(|| new);
+        }
         self.cores.iter().try_for_each(|c| c.prepare(stream))
     }
 
+    /// One launch on a heap in device memory; `None` on the host.
+    fn phase<'a>(&'a self, which: usize, handle: &'a EpHandle) -> Result<Option<Phase<'a>>> {
+        let core = &self.cores[which];
+        let Some(lane) = core.lane() else { return Ok(None) };
+        let p = self.cuda.get().ok_or_else(|| {
+            Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .op(core.op())
+                .hint("call `plan.prepare(&stream)` on all ranks first")
+        })?;
+        let (desc, signals) = (&self.desc, &*self.signals);
+        Ok(Some(Phase { core, lane, desc, signals, p, handle }))
+    }
+
     /// A handle for one microbatch.
-    pub fn handle(&self) -> EpHandle {
-        EpHandle::new(&self.desc, self.cores[0].team().rank().idx())
+    ///
+    /// # Errors
+    /// `Exhausted` if the device has no room.
+    pub fn handle(&self) -> Result<EpHandle> {
+        let heap = self.cores[0].heap();
+        EpHandle::new(&self.desc, heap.team().rank().idx(), &heap.device())
     }
 
     /// In words, what it takes and does.
@@ -210,6 +250,15 @@ impl EpPlan {
                 .seen(format_args!("{} {shape}", topk_idx.dtype())));
         }
         handle.check_layer(d).map_err(|e| e.op("ep_prepare"))?;
+        handle.set_tokens(shape.dim(0), capacity);
+        if let Some(phase) = self.phase(PREPARE, handle)? {
+            let given = [("topk_idx", Some(topk_idx))];
+            phase.together(stream, &given).map_err(|e| e.op("ep_prepare"))?;
+            let launch = self.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
+            handle.set_routing(launch.ctx.seq());
+            phase.route((stream, launch.ctx.seq()), topk_idx, capacity)?;
+            return self.pending(handle.clone(), stream);
+        }
         let launch = self.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
         handle.set_routing(launch.ctx.seq());
         let (run, idx, h) = (self.base(), topk_idx.clone(), handle.clone());
@@ -218,6 +267,29 @@ impl EpPlan {
         let outs = outs.into_iter().chain(counts.map(|t| Poison::Count(t.clone()))).collect();
         self.run(PREPARE, stream, launch, move |l| run.route(l, &idx, capacity, &h), outs)?;
         self.pending(handle.clone(), stream)
+    }
+
+    /// Queues a combine-type phase on a heap in device memory; false on the host.
+    fn back_on_device(
+        &self,
+        which: usize,
+        stream: &Stream,
+        handle: &EpHandle,
+        detail: &std::fmt::Arguments<'_>,
+        back: &Back,
+    ) -> Result<bool> {
+        let Some(phase) = self.phase(which, handle)? else { return Ok(false) };
+        handle.check_tokens(back.out.shape().dim(0))?;
+        let given = [
+            ("y", Some(&back.y)),
+            ("weights", back.weights.as_ref()),
+            ("d_weights", back.dw.as_ref()),
+            ("out", Some(&back.out)),
+            ("dw", back.dw_out.as_ref()),
+        ];
+        phase.together(stream, &given)?;
+        let seq = self.cores[which].begin(stream, detail)?.ctx.seq();
+        phase.back((stream, seq), back).map(|()| true)
     }
 
     fn pending<T>(&self, out: T, stream: &Stream) -> Result<Pending<T>> {
@@ -279,6 +351,21 @@ impl EpPlan {
         self.check_recv(out, d.dtype, topk_weights.is_some(), scales.is_some()).map_err(op)?;
         let routing = handle.routing(d).map_err(op)?;
         let detail = format_args!("routing={routing} weights={}", topk_weights.is_some());
+        if let Some(phase) = self.phase(DISPATCH, handle)? {
+            handle.check_tokens(rows).map_err(op)?;
+            let given = [
+                ("x", Some(x)),
+                ("topk_weights", topk_weights),
+                ("scales", scales),
+                ("received x", Some(&out.x)),
+                ("received weights", out.weights.as_ref()),
+                ("received scales", out.scales.as_ref()),
+            ];
+            phase.together(stream, &given).map_err(op)?;
+            let seq = self.cores[DISPATCH].begin(stream, detail)?.ctx.seq();
+            phase.dispatch((stream, seq), x, (topk_weights, scales), out)?;
+            return self.pending(out.clone(), stream);
+        }
         let launch = self.cores[DISPATCH].begin(stream, detail)?;
         let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
         let (run, h, o) = (self.base(), handle.clone(), Out::Dispatch(out.clone()));
@@ -312,7 +399,6 @@ impl EpPlan {
         self.rows("out", out, d.out, d.hidden).map_err(op)?;
         let routing = handle.routing(d).map_err(op)?;
         let detail = format_args!("routing={routing} weighted={}", weights.is_some());
-        let launch = self.cores[COMBINE].begin(stream, detail)?;
         let back = Back {
             y: y.clone(),
             weights: weights.cloned(),
@@ -321,6 +407,10 @@ impl EpPlan {
             out: out.clone(),
             dw_out: None,
         };
+        if self.back_on_device(COMBINE, stream, handle, &detail, &back).map_err(op)? {
+            return self.pending(out.clone(), stream);
+        }
+        let launch = self.cores[COMBINE].begin(stream, detail)?;
         let (run, h) = (self.base(), handle.clone());
         let outs = Poison::values([Some(out.clone())]);
         self.run(COMBINE, stream, launch, move |l| run.back(l, &h, &back), outs)?;
@@ -353,7 +443,6 @@ impl EpPlan {
         }
         let routing = handle.routing(d).map_err(op)?;
         let detail = format_args!("routing={routing} weights={}", dw.is_some());
-        let launch = self.cores[DISPATCH_BWD].begin(stream, detail)?;
         let back = Back {
             y: d_recv.clone(),
             weights: None,
@@ -362,6 +451,10 @@ impl EpPlan {
             out: dx.clone(),
             dw_out: dw.cloned(),
         };
+        if self.back_on_device(DISPATCH_BWD, stream, handle, &detail, &back).map_err(op)? {
+            return self.pending(dx.clone(), stream);
+        }
+        let launch = self.cores[DISPATCH_BWD].begin(stream, detail)?;
         let (run, h) = (self.base(), handle.clone());
         let outs = Poison::values([Some(dx.clone()), dw.cloned()]);
         self.run(DISPATCH_BWD, stream, launch, move |l| run.back(l, &h, &back), outs)?;
@@ -393,6 +486,20 @@ impl EpPlan {
         }
         let routing = handle.routing(d).map_err(op)?;
         let detail = format_args!("routing={routing} weighted={}", weighted.is_some());
+        if let Some(phase) = self.phase(COMBINE_BWD, handle)? {
+            handle.check_tokens(d_out.shape().dim(0)).map_err(op)?;
+            let given = [
+                ("d_out", Some(d_out)),
+                ("dy", Some(dy)),
+                ("weights", weighted.map(|w| w.0)),
+                ("y", weighted.map(|w| w.1)),
+                ("d_weights", weighted.map(|w| w.2)),
+            ];
+            phase.together(stream, &given).map_err(op)?;
+            let seq = self.cores[COMBINE_BWD].begin(stream, detail)?.ctx.seq();
+            phase.combine_bwd((stream, seq), d_out, weighted, dy)?;
+            return self.pending(dy.clone(), stream);
+        }
         let launch = self.cores[COMBINE_BWD].begin(stream, detail)?;
         let send = Send { x: d_out.clone(), weights: None, scales: None };
         let out = Out::CombineBwd {
@@ -412,6 +519,11 @@ impl EpPlan {
     /// # Errors
     /// `NotPrepared` if the handle has no routing yet.
     pub fn predict(&self, handle: &EpHandle) -> Result<(Traffic, Traffic, Traffic)> {
+        if self.cores[0].lane().is_some() {
+            return Err(Error::new(ErrorKind::Unsupported, "kernels move the rows, uncounted")
+                .op("ep")
+                .hint("count the records from the routing instead"));
+        }
         let (d, me) = (&self.desc, self.cores[0].team().rank().idx());
         let size = d.experts_per_rank.len();
         let s = handle.state();

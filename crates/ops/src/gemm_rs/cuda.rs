@@ -15,7 +15,7 @@ use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
 use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
 use crate::common::cuda::{addr, hold, no_kernel, together_on, workspace};
-use crate::common::lanes::{Enter, Lane, Lanes, Reducer, Sum};
+use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
 use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
 use crate::gemm::GemmDesc;
 use crate::gemm::cuda::{GemmKernels, Matrix, Product};
@@ -98,7 +98,7 @@ pub(crate) fn launch(
     let ways = 1 + usize::from(job.gather.is_some());
     let flags = DATA..DATA + ways * job.shape.config.sub_chunks;
     let enter = Enter { signals: job.signals, credit: CREDIT, flags };
-    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[&out], |l| {
+    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[Poison::value(out.clone())], |l| {
         hold(l.main, t.clone());
         hold(l.main, (p.partial.clone(), p.own.clone()));
         Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() }.run()

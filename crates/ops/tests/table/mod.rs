@@ -141,7 +141,7 @@ fn ep(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     let (y, dx, dw) = (all.rows(0, 4)?, all.rows(4, 4)?, out(4, 2));
     let vector = || Tensor::poisoned(DType::F32, Shape::d1(desc.capacity));
     let recv = EpDispatch { x: out(desc.capacity, N), scales: None, weights: Some(vector()) };
-    let (d_recv, d_weights, handle) = (out(desc.capacity, N), vector(), plan.handle());
+    let (d_recv, d_weights, handle) = (out(desc.capacity, N), vector(), plan.handle().unwrap());
     let inputs = vec![idx.clone(), x.clone(), w.clone(), g.clone()];
     let round = move |s: &Stream| -> Result<()> {
         let h = plan.route(s, &idx, None, &handle)?.join(s)?;

@@ -14,6 +14,23 @@ use crate::sink::AbortSink;
 /// Reasons in a report, as in `comm/signal.cu`.
 const TIMEOUT: u64 = 1;
 const ABORTED: u64 = 3;
+const OTHER: u64 = 5;
+
+/// What a kernel may find wrong with an input.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BadInput {
+    /// An index of an expert that does not exist.
+    Expert = 1,
+}
+
+impl BadInput {
+    fn text(what: u64) -> &'static str {
+        match what {
+            1 => "`topk_idx` names an expert that does not exist",
+            _ => "an input that cannot be",
+        }
+    }
+}
 
 impl VmmStore {
     /// The first failure on this device, if there is one that the host does not know.
@@ -48,6 +65,11 @@ impl VmmStore {
                     "is that rank stuck, or does it make fewer calls? TILEWIRE_TIMEOUT_S raises \
                      the limit",
                 ),
+            ),
+            OTHER => Some(
+                Error::new(ErrorKind::InvalidArgument, BadInput::text(get(1)))
+                    .rank(self.team.rank())
+                    .peer(self.team.rank()),
             ),
             ABORTED => {
                 // Passed on as it was heard: by a wait of the host it would be the same error.

@@ -20,6 +20,7 @@ mod tests;
 
 use tilewire_device::jit::KernelSpec;
 
+pub use fault::BadInput;
 pub use onesided::VmmOneSided;
 pub(crate) use store::VmmStore;
 

@@ -7,6 +7,7 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 use tilewire_device::Buffer;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 
+use super::fault::BadInput;
 use super::store::VmmStore;
 use crate::control::{NUM_SIGNALS, OFF_SIGNALS};
 use crate::heap::Heap;
@@ -49,6 +50,23 @@ impl VmmOneSided {
     pub fn addr(&self, peer: Rank, offset: usize, len: usize) -> Result<u64> {
         self.heap.check_range(peer, offset, len)?;
         self.store.heap.addr(peer, offset, len)
+    }
+
+    /// Bytes from a rank's chunk to the next one's, as this device sees them.
+    pub fn stride(&self) -> u64 {
+        self.store.heap.stride() as u64
+    }
+
+    /// Queues zeros to `len` bytes at `offset` of my own chunk.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the range is not in the heap.
+    pub fn clear(&self, stream: &CudaStream, offset: usize, len: usize) -> Result<()> {
+        let at = self.addr(self.team().rank(), offset, len)?;
+        self.hold(stream, None);
+        // SAFETY: the range was checked and is held; that nobody else uses it meanwhile is the
+        // protocol's business, as for every one-sided transfer.
+        unsafe { stream.fill(at, 0, len) }
     }
 
     fn team(&self) -> &crate::LiveTeam {
@@ -122,18 +140,36 @@ impl VmmOneSided {
         self.launch_slots(stream, &self.store.kernels.wait_peers, 64, (slot.index(), 0, 0))
     }
 
-    /// Fills `out` with poison if the team is over by then: the last work of a launch, so that
+    /// Fills `out` with `byte` if the team is over by then: the last work of a launch, so that
     /// what a failed launch left cannot be taken for a result.
     ///
     /// # Errors
     /// The fault of the team.
-    pub fn poison_if_over(&self, stream: &CudaStream, out: &CudaMemory) -> Result<()> {
+    pub fn poison_if_over(&self, stream: &CudaStream, out: &CudaMemory, byte: u8) -> Result<()> {
         self.hold(stream, Some(out));
         let (addr, len) = (out.addr(), out.len_bytes() as u64);
-        let args = LaunchArgs::new().arg(&self.store.param).arg(&addr).arg(&len);
+        let byte = u32::from(byte);
+        let args = LaunchArgs::new().arg(&self.store.param).arg(&addr).arg(&len).arg(&byte);
         let blocks = (len / 65536).clamp(1, 64) as u32;
-        // SAFETY: the kernel takes (TwTeam, u8*, u64); the output is held; lifetimes as in `launch`.
+        // SAFETY: the kernel takes (TwTeam, u8*, u64, u32); the output is held; lifetimes as in `launch`.
         unsafe { self.store.kernels.poison.launch(stream, Grid::new(blocks, 256), args) }
+    }
+
+    /// Ends the team if the word `status` is not 0 by then: a kernel of this stream has found an
+    /// input that cannot be. `status` must be one u32.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a status of another size; the fault of the team.
+    pub fn fail_if(&self, stream: &CudaStream, status: &CudaMemory, what: BadInput) -> Result<()> {
+        if status.len_bytes() != 4 {
+            return Err(Error::invalid("a status is one u32").seen(status.len_bytes()));
+        }
+        self.team().check()?;
+        self.hold(stream, Some(status));
+        let (addr, what) = (status.addr(), what as u32);
+        let args = LaunchArgs::new().arg(&self.store.param).arg(&addr).arg(&what);
+        // SAFETY: the kernel takes (TwTeam, u32*, u32); the status is held; lifetimes as in `launch`.
+        unsafe { self.store.kernels.fail_if.launch(stream, Grid::new(1, 1), args) }
     }
 
     /// The address of my counter on `dst`'s page.

@@ -51,6 +51,7 @@ pub(super) struct Kernels {
     pub enter: Kernel,
     pub wait_peers: Kernel,
     pub poison: Kernel,
+    pub fail_if: Kernel,
 }
 
 pub(crate) struct VmmStore {
@@ -194,6 +195,7 @@ impl Parts {
                 enter: module.kernel("tw_enter")?,
                 wait_peers: module.kernel("tw_wait_peers")?,
                 poison: module.kernel("tw_poison")?,
+                fail_if: module.kernel("tw_fail_if")?,
             },
             abort_stream: CudaStream::new(&ctx)?,
             ctx,
