@@ -81,7 +81,14 @@ pub const SM80_GEMM: Source = Source {
     name: "gemm/sm80_gemm.cu",
     parts: &[MMA, include_str!("gemm/mainloop.cuh"), include_str!("gemm/sm80_gemm.cu")],
     defines: &[],
-    kernels: &["tw_gemm_nt", "tw_gemm_nn", "tw_gemm_tn", "tw_gemm_tt", "tw_gemm_f32"],
+    kernels: &[
+        "tw_gemm_nt",
+        "tw_gemm_nn",
+        "tw_gemm_tn",
+        "tw_gemm_tt",
+        "tw_gemm_f32",
+        "tw_gemm_row_sums",
+    ],
 };
 
 /// The same products of groups whose rows are counted in device memory.
@@ -93,7 +100,13 @@ pub const SM80_GROUPED_GEMM: Source = Source {
         include_str!("grouped_gemm/sm80_grouped_gemm.cu"),
     ],
     defines: &[],
-    kernels: &["tw_grouped_nt", "tw_grouped_nn", "tw_grouped_tn"],
+    kernels: &[
+        "tw_grouped_nt",
+        "tw_grouped_nn",
+        "tw_grouped_tn",
+        "tw_grouped_dbias",
+        "tw_grouped_dact",
+    ],
 };
 
 /// Every compilation unit.

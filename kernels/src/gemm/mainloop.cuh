@@ -36,6 +36,9 @@ enum : u32 {
     TW_FM = TW_WM / 16,
     TW_FN = TW_WN / 8,
     TW_THREADS = 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N,
+    // 512 threads on a multiprocessor: up to 128 registers each. Without the number, ptxas spills
+    // in small tiles rather than take more than 80.
+    TW_MIN_BLOCKS = 512 / TW_THREADS > 0 ? 512 / TW_THREADS : 1,
     TW_A_BYTES = TW_BM * TW_BK * 2,
     TW_B_BYTES = TW_BN * TW_BK * 2,
     TW_STAGE_BYTES = TW_A_BYTES + TW_B_BYTES,
@@ -53,6 +56,11 @@ enum : u32 {
     TW_ACCUMULATE = 16,  // D = A B + D (+ bias)
     TW_A_KM = 32,        // the f32 kernel only: A is [k, m]
     TW_B_KN = 64,        // the f32 kernel only: B is [k, n]
+    // The activation is the derivative at `aux` (GELU: DGELU; SwiGLU: DSwiGLU, whose D has 2 n
+    // columns), by which the product is multiplied. 128 is used by the grouped kernels.
+    TW_DACT = 256,
+    TW_RELU = 1,
+    TW_GELU = 2,
     TW_SWIGLU = 3,
 };
 
@@ -66,13 +74,18 @@ struct TwGemm {
     const float* bias;  // [n], or null
     i64 lda, ldb, ldd;
     u32 m, n, k, flags;
+    void* aux;  // null, or of D's type: with TW_DACT read, else the pre-activation [m, n] is stored
+    i64 ldaux;
 };
 
 __device__ __forceinline__ u32 tw_act(const TwGemm& g) {
-    return g.flags >> TW_ACT_SHIFT & 3;
+    return g.flags & TW_DACT ? 0 : g.flags >> TW_ACT_SHIFT & 3;
+}
+__device__ __forceinline__ u32 tw_dact(const TwGemm& g) {
+    return g.flags & TW_DACT ? g.flags >> TW_ACT_SHIFT & 3 : 0;
 }
 
-// Columns of D, and how many of them a block makes.
+// Columns of D (DSwiGLU: of its first half), and how many of them a block makes.
 __device__ __forceinline__ u32 tw_out_cols(const TwGemm& g) {
     return tw_act(g) == TW_SWIGLU ? g.n / 2 : g.n;
 }
@@ -229,6 +242,12 @@ __device__ __forceinline__ float tw_gelu(float x) {
     return 0.5f * x * (1.0f + tanhf(0.7978846f * (x + 0.044715f * x * x * x)));
 }
 
+__device__ __forceinline__ float tw_dgelu(float x) {
+    const float t = tanhf(0.7978846f * (x + 0.044715f * x * x * x));
+    const float dt = 0.7978846f * (1.0f + 3.0f * 0.044715f * x * x);
+    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * dt;
+}
+
 __device__ __forceinline__ float tw_load_out(const void* d, i64 at, u32 type) {
     if (type == 2) return ((const float*)d)[at];
     const u16 h = ((const u16*)d)[at];
@@ -273,6 +292,32 @@ __device__ __forceinline__ void tw_read8(float (&y)[8], const float* x) {
     y[4] = b.x, y[5] = b.y, y[6] = b.z, y[7] = b.w;
 }
 
+// One number at D[at].
+__device__ __forceinline__ void tw_store1(void* d, i64 at, u32 type, float x) {
+    if (type == 2) ((float*)d)[at] = x;
+    else ((u16*)d)[at] = (u16)tw_pair(x, 0.0f, type);
+}
+
+// The gradient of SwiGLU's gate and up from that of its result.
+__device__ __forceinline__ void tw_dswiglu(float d, float gate, float up, float& d_gate, float& d_up) {
+    const float s = 1.0f / (1.0f + expf(-gate));
+    d_gate = d * up * s * (1.0f + gate * (1.0f - s));
+    d_up = d * gate * s;
+}
+
+// Eight columns of a row times the derivative of the activation at `aux`; v is the up half of
+// DSwiGLU.
+__device__ __forceinline__ void tw_derive8(const TwGemm& g, i64 at, float (&y)[8], float (&v)[8], u32 num) {
+    const u32 type = g.flags & TW_OUT, dact = tw_dact(g);
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        if (i >= num) continue;
+        const float x = tw_load_out(g.aux, at + i, type);
+        if (dact == TW_GELU) y[i] *= tw_dgelu(x);
+        if (dact == TW_SWIGLU) tw_dswiglu(y[i], x, tw_load_out(g.aux, at + g.n + i, type), y[i], v[i]);
+    }
+}
+
 // Eight columns of a row of D from `col` on: x is the product, `up` the other half of SwiGLU's.
 __device__ __forceinline__ void tw_finish8(const TwGemm& g, u32 row, u32 col, const float* x, const float* up) {
     const u32 cols = tw_out_cols(g), act = tw_act(g), type = g.flags & TW_OUT;
@@ -286,15 +331,24 @@ __device__ __forceinline__ void tw_finish8(const TwGemm& g, u32 row, u32 col, co
         if (i >= num) continue;
         if (g.flags & TW_ACCUMULATE) y[i] += tw_load_out(g.d, at + i, type);
         if (g.bias) y[i] += g.bias[col + i];
+        if (g.bias && act == TW_SWIGLU) v[i] += g.bias[cols + col + i];
+    }
+    if (g.aux) {
+        const i64 aux_at = (i64)row * g.ldaux + col;
+        if (g.flags & TW_DACT) tw_derive8(g, aux_at, y, v, num);
+        else tw_store8(g.aux, aux_at, type, y, num);
+        if (act == TW_SWIGLU) tw_store8(g.aux, aux_at + cols, type, v, num);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        if (i >= num) continue;
         // Not fmaxf, which turns NaN into 0.
-        if (act == 1) y[i] = y[i] < 0.0f ? 0.0f : y[i];
-        if (act == 2) y[i] = tw_gelu(y[i]);
-        if (act == TW_SWIGLU) {
-            const float u = g.bias ? v[i] + g.bias[cols + col + i] : v[i];
-            y[i] = y[i] / (1.0f + expf(-y[i])) * u;
-        }
+        if (act == TW_RELU) y[i] = y[i] < 0.0f ? 0.0f : y[i];
+        if (act == TW_GELU) y[i] = tw_gelu(y[i]);
+        if (act == TW_SWIGLU) y[i] = y[i] / (1.0f + expf(-y[i])) * v[i];
     }
     tw_store8(g.d, at, type, y, num);
+    if (tw_dact(g) == TW_SWIGLU) tw_store8(g.d, at + cols, type, v, num);
 }
 
 // `rows` x BN products in shared memory to D. Row r of them is row0 + r / 16 * jump + r % 16 of D;
@@ -332,4 +386,22 @@ __device__ __forceinline__ void tw_epilogue(const TwGemm& g, const TwAcc& acc, u
         tw_finish<TW_BN, TW_THREADS>(g, out, TW_GEMM_WARPS_M * 16, row0 + 16 * i, TW_WM, end, col0);
         __syncthreads();
     }
+}
+
+// ---- Sums of columns, for gradients of biases.
+
+// out[c] = the sum of `rows` rows of column c, for 32 columns from `col0` on; 256 threads. Each
+// warp takes every eighth row, and the warps' sums are added in their order: always the same bits.
+__device__ __forceinline__ void tw_column_sums(const void* a, i64 ld, u32 type, u32 rows, u32 cols, u32 col0,
+                                               float* out) {
+    float* sums = (float*)tw_smem;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = col0 + lane;
+    float sum = 0;
+    if (col < cols)
+        for (u32 r = warp; r < rows; r += 8) sum += tw_load_out(a, (i64)r * ld + col, type);
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (warp != 0 || col >= cols) return;
+    for (u32 w = 1; w < 8; w++) sum += sums[32 * w + lane];
+    out[col] = sum;
 }

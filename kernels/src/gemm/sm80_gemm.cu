@@ -11,6 +11,7 @@
 //   product, 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N threads, TW_GEMM_STAGES * (TW_GEMM_M +
 //   TW_GEMM_N) * 64 bytes of dynamic shared memory (64 KiB by default: above 48 KiB the host must
 //   allow it). tw_gemm_f32: tiles of 64x64, 256 threads, 18432 bytes.
+//   tw_gemm_row_sums: 256 threads, 1024 bytes, ceil(m / 32) blocks.
 // Algorithm: the multi-stage pipeline of CUTLASS 2.x for sm_80 (cp.async, ldmatrix, mma.sync);
 //   each sum is one chain in the order of k, so results do not depend on the grid.
 
@@ -35,19 +36,19 @@ __device__ __forceinline__ void tw_gemm(const TwGemm& g) {
     tw_epilogue(g, acc, tw_smem, t.m, g.m, t.n);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_gemm_nt(const __grid_constant__ TwGemm g) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_gemm_nt(const __grid_constant__ TwGemm g) {
     tw_gemm<true, true>(g);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_gemm_nn(const __grid_constant__ TwGemm g) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_gemm_nn(const __grid_constant__ TwGemm g) {
     tw_gemm<true, false>(g);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_gemm_tn(const __grid_constant__ TwGemm g) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_gemm_tn(const __grid_constant__ TwGemm g) {
     tw_gemm<false, false>(g);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_gemm_tt(const __grid_constant__ TwGemm g) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_gemm_tt(const __grid_constant__ TwGemm g) {
     tw_gemm<false, true>(g);
 }
 
@@ -87,4 +88,23 @@ extern "C" __global__ void __launch_bounds__(256) tw_gemm_f32(const __grid_const
     for (u32 i = 0; i < 16; i++) a[(y + i / 4) * (64 + TW_EPI_PAD) + x + i % 4] = acc[i / 4][i % 4];
     __syncthreads();
     tw_finish<64, 256>(g, a, 64, t.m, 16, g.m, t.n);
+}
+
+// out[i] = the sum of row i of op(A), i < m: A [m, k], or [k, m] with TW_A_KM in `flags`, whose type
+// bits are those of A. Always in the same order.
+extern "C" __global__ void __launch_bounds__(256)
+tw_gemm_row_sums(const void* a, i64 lda, u32 m, u32 k, u32 flags, float* out) {
+    const u32 type = flags & TW_OUT;
+    if (flags & TW_A_KM) {
+        tw_column_sums(a, lda, type, k, m, blockIdx.x * 32, out);
+        return;
+    }
+    const u32 lane = threadIdx.x % 32, first = blockIdx.x * 32 + threadIdx.x / 32 * 4;
+    for (u32 row = first; row < min(first + 4, m); row++) {
+        float sum = 0;
+        for (u32 z = lane; z < k; z += 32) sum += tw_load_out(a, (i64)row * lda + z, type);
+#pragma unroll
+        for (u32 by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
+        if (lane == 0) out[row] = sum;
+    }
 }

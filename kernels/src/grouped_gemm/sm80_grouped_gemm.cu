@@ -1,6 +1,7 @@
 // Products of groups whose sizes lie in device memory, in one launch, on any GPU from sm_80 on.
 //
-// Shapes: splits [groups] i64 counts of rows, row ranges one after the other, `capacity` = g.m
+// Shapes: splits [groups] i64 (or i32) counts of rows, or the ends of the groups; row ranges one
+// after the other, `capacity` = g.m
 // (g.k for wgrad) rows in all packed tensors.
 //   tw_grouped_nt: D [capacity, n] = act(A [capacity, k] B_e^T + bias_e), B [groups][n, k], bias [groups, n]
 //   tw_grouped_nn: the same with B [groups][k, n] (dgrad)
@@ -18,11 +19,13 @@
 
 enum : u32 {
     TW_ZERO_TAIL = 128,
+    TW_ENDS = 512,         // splits are the ends of groups, not their counts
+    TW_NARROW_SPLITS = 1024,  // splits are i32
 };
 
 struct TwGrouped {
     TwGemm g;
-    const i64* splits;
+    const void* splits;
     u32* status;
     const u8* accumulate;  // [groups], or null: wgrad of group e adds if it is not 0
     i64 stride;            // elements from group to group: of B, for tn of D
@@ -37,6 +40,10 @@ struct TwFound {
     u32 tile;               // tiles of rows before it
 };
 
+__device__ __forceinline__ i64 tw_split(const TwGrouped& p, u32 e) {
+    return p.g.flags & TW_NARROW_SPLITS ? ((const int*)p.splits)[e] : ((const i64*)p.splits)[e];
+}
+
 // Looks for the group that holds tile of rows `index`, or for group `index`.
 template <bool BY_TILE>
 __device__ __forceinline__ TwFound tw_find(const TwGrouped& p, u32 capacity, u32 index) {
@@ -45,16 +52,19 @@ __device__ __forceinline__ TwFound tw_find(const TwGrouped& p, u32 capacity, u32
     u64 rows = 0, tiles = 0;
     for (u32 base = 0; base < p.groups; base += 32) {
         const u32 e = base + lane;
-        const i64 v = e < p.groups ? p.splits[e] : 0;
-        // Clamped, so that no sum overflows.
-        const u64 num = v < 0 ? 0 : min((u64)v, (u64)capacity + 1), own = (num + TW_BM - 1) / TW_BM;
+        const bool ends = p.g.flags & TW_ENDS;
+        const i64 before = ends && e > 0 && e < p.groups ? tw_split(p, e - 1) : 0;
+        const i64 v = e < p.groups ? tw_split(p, e) : before;
+        // Clamped, so that no sum overflows. Where the last of them is good, so are all before.
+        const u64 num = v < before ? 0 : min((u64)v - (u64)before, (u64)capacity + 1);
+        const u64 own = (num + TW_BM - 1) / TW_BM;
         u64 end = num, last = own;
         for (u32 by = 1; by < 32; by *= 2) {
             const u64 r = __shfl_up_sync(all, end, by), t = __shfl_up_sync(all, last, by);
             if (lane >= by) end += r, last += t;
         }
         end += rows, last += tiles;
-        const u32 code = v < 0 ? 1 : end > capacity ? 2 : 0;
+        const u32 code = v < before ? 1 : end > capacity ? 2 : 0;
         const u32 bad = __ballot_sync(all, code != 0);
         if (bad) {
             f.code = __shfl_sync(all, code, __ffs(bad) - 1);
@@ -78,14 +88,14 @@ __device__ __forceinline__ void tw_report(const TwGrouped& p, const TwFound& f) 
     if (f.code && blockIdx.x == 0 && threadIdx.x == 0) *p.status = f.code;
 }
 
-// Rows of D from `first` on, by all blocks.
+// Rows of D (and of the pre-activation) from `first` on, by all blocks.
 __device__ __forceinline__ void tw_zero_tail(const TwGemm& g, u32 first) {
+    const u32 type = g.flags & TW_OUT;
     for (u32 row = first + blockIdx.x; row < g.m; row += gridDim.x) {
-        const i64 at = (i64)row * g.ldd;
-        for (u32 col = threadIdx.x; col < tw_out_cols(g); col += TW_THREADS) {
-            if ((g.flags & TW_OUT) == 2) ((float*)g.d)[at + col] = 0;
-            else ((u16*)g.d)[at + col] = 0;
-        }
+        for (u32 col = threadIdx.x; col < tw_out_cols(g); col += TW_THREADS)
+            tw_store1(g.d, (i64)row * g.ldd + col, type, 0.0f);
+        for (u32 col = threadIdx.x; g.aux && col < g.n; col += TW_THREADS)
+            tw_store1(g.aux, (i64)row * g.ldaux + col, type, 0.0f);
     }
 }
 
@@ -109,15 +119,15 @@ __device__ __forceinline__ void tw_grouped_rows(const TwGrouped& p) {
     tw_epilogue(g, acc, tw_smem, row0, end, t.n * cols);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_grouped_nt(const __grid_constant__ TwGrouped p) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_grouped_nt(const __grid_constant__ TwGrouped p) {
     tw_grouped_rows<true>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_grouped_nn(const __grid_constant__ TwGrouped p) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_grouped_nn(const __grid_constant__ TwGrouped p) {
     tw_grouped_rows<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_grouped_tn(const __grid_constant__ TwGrouped p) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_grouped_tn(const __grid_constant__ TwGrouped p) {
     TwGemm g = p.g;
     const u32 tiles_m = (g.m + TW_BM - 1) / TW_BM, tiles_n = (g.n + TW_BN - 1) / TW_BN;
     const u32 tiles = max(tiles_m * tiles_n, 1u);
@@ -136,4 +146,42 @@ extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_grouped_tn(const __g
     TwAcc acc;
     tw_mainloop<false, false>(acc, tw_smem, a, b, f.rows);
     tw_epilogue(g, acc, tw_smem, t.m * TW_BM, g.m, t.n * TW_BN);
+}
+
+// bias [groups, n] f32 = sums of the rows of each group of A [capacity, n] (type of TW_OUT, capacity
+// g.k); groups * ceil(n / 32) blocks of 256 threads with 1024 bytes, at least 1.
+extern "C" __global__ void __launch_bounds__(256) tw_grouped_dbias(const __grid_constant__ TwGrouped p) {
+    const TwGemm& g = p.g;
+    const u32 blocks = max((g.n + 31) / 32, 1u);
+    const TwFound f = tw_find<false>(p, g.k, blockIdx.x / blocks);
+    tw_report(p, f);
+    if (f.code || !f.found) return;
+    const u32 type = g.flags & TW_OUT;
+    const u8* rows = (const u8*)g.a + (u64)f.row0 * g.lda * (type == 2 ? 4 : 2);
+    tw_column_sums(rows, g.lda, type, f.rows, g.n, blockIdx.x % blocks * 32, (float*)g.d + (u64)f.group * g.n);
+}
+
+// D = A * act'(aux) for the rows of all groups: A [capacity, n], D and aux the same, or with twice
+// the columns for SwiGLU. Any grid of TW_THREADS.
+extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_grouped_dact(const __grid_constant__ TwGrouped p) {
+    const TwGemm& g = p.g;
+    const u32 type = g.flags & TW_OUT, act = g.flags >> TW_ACT_SHIFT & 3;
+    const TwFound f = tw_find<false>(p, g.m, 0);
+    tw_report(p, f);
+    if (f.code) return;
+    for (u32 row = blockIdx.x; row < g.m; row += gridDim.x) {
+        const bool tail = row >= f.total;
+        if (tail && !(g.flags & TW_ZERO_TAIL)) return;
+        const i64 from = (i64)row * g.lda, at = (i64)row * g.ldd, aux = (i64)row * g.ldaux;
+        for (u32 col = threadIdx.x; col < g.n; col += TW_THREADS) {
+            const float d = tail ? 0.0f : tw_load_out(g.a, from + col, type);
+            const float x = tail ? 0.0f : tw_load_out(g.aux, aux + col, type);
+            float y = d, up = 0;
+            if (act == TW_RELU) y = x > 0.0f ? d : 0.0f;
+            if (act == TW_GELU) y = d * tw_dgelu(x);
+            if (act == TW_SWIGLU && !tail) tw_dswiglu(d, x, tw_load_out(g.aux, aux + g.n + col, type), y, up);
+            tw_store1(g.d, at + col, type, tail ? 0.0f : y);
+            if (act == TW_SWIGLU) tw_store1(g.d, at + g.n + col, type, up);
+        }
+    }
 }

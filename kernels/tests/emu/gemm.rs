@@ -63,7 +63,7 @@ pub fn load(s: &Source, text: String, sizes: Sizes, probes: &[&'static str]) -> 
 }
 
 /// The text as it is: 128x128, eight warps, four stages, bf16.
-static BF16: LazyLock<Build> =
+pub static BF16: LazyLock<Build> =
     LazyLock::new(|| load(&SM80_GEMM, SM80_GEMM.emu_text(), (128, 128, 2, 4, 4, 0), &PROBES));
 /// 64x64, four warps, three stages, f16.
 pub static F16: LazyLock<Build> =
@@ -122,6 +122,8 @@ pub struct Param {
     pub n: u32,
     pub k: u32,
     pub flags: u32,
+    pub aux: u64,
+    pub ldaux: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -149,6 +151,10 @@ pub const NONE: u32 = 0;
 pub const RELU: u32 = 1;
 pub const GELU: u32 = 2;
 pub const SWIGLU: u32 = 3;
+/// The bit of derivatives beside them.
+pub const DERIVATIVE: u32 = 256 >> 2;
+pub const DGELU: u32 = DERIVATIVE | GELU;
+pub const DSWIGLU: u32 = DERIVATIVE | SWIGLU;
 
 /// A product. `pad` elements lie between rows of A, B and D.
 #[derive(Clone, Copy, Debug)]
@@ -161,14 +167,16 @@ pub struct Case {
     pub act: u32,
     pub bias: bool,
     pub accumulate: bool,
+    /// The pre-activation is stored, too.
+    pub aux: bool,
     pub pad: usize,
     /// Small integers.
     pub exact: bool,
 }
 
 pub fn case(layout: Layout, m: usize, n: usize, k: usize) -> Case {
-    let (act, bias, accumulate, pad, exact) = (NONE, false, false, 0, false);
-    Case { layout, m, n, k, out: Type::F32, act, bias, accumulate, pad, exact }
+    let (act, bias, accumulate, aux, pad, exact) = (NONE, false, false, false, 0, false);
+    Case { layout, m, n, k, out: Type::F32, act, bias, accumulate, aux, pad, exact }
 }
 
 /// Numbers in -1..1, or the integers of it.
@@ -180,14 +188,14 @@ pub fn number(exact: bool, tensor: u64, i: usize) -> f32 {
 }
 
 /// A matrix in memory: the space between its rows holds NaN.
-struct Matrix {
-    values: Vec<f32>,
-    ld: usize,
-    bytes: Vec<u8>,
+pub struct Matrix {
+    pub values: Vec<f32>,
+    pub ld: usize,
+    pub bytes: Vec<u8>,
 }
 
 impl Matrix {
-    fn new(rows: usize, cols: usize, pad: usize, t: Type, f: impl Fn(usize) -> f32) -> Self {
+    pub fn new(rows: usize, cols: usize, pad: usize, t: Type, f: impl Fn(usize) -> f32) -> Self {
         let ld = cols + pad;
         let values: Vec<f32> = (0..rows * cols).map(|i| t.round(f(i))).collect();
         let len = if rows == 0 { 0 } else { (rows - 1) * ld + cols };
@@ -196,7 +204,7 @@ impl Matrix {
         Self { values, ld, bytes }
     }
 
-    fn memory(&self, name: &str) -> Memory {
+    pub fn memory(&self, name: &str) -> Memory {
         let m = Memory::new(name, ANY, self.bytes.len());
         m.write(&self.bytes);
         m
@@ -205,7 +213,19 @@ impl Matrix {
 
 impl Case {
     pub fn cols(&self) -> usize {
-        if self.act == SWIGLU { self.n / 2 } else { self.n }
+        match self.act {
+            SWIGLU => self.n / 2,
+            DSWIGLU => 2 * self.n,
+            _ => self.n,
+        }
+    }
+
+    /// What derivatives are taken at, or where the pre-activation goes.
+    fn aux(&self) -> Matrix {
+        let cols = if self.act == DSWIGLU { 2 * self.n } else { self.n };
+        Matrix::new(self.m, cols, self.pad, self.out, |i| {
+            if self.aux { f32::NAN } else { 2.0 * number(false, 5, i) }
+        })
     }
 
     fn matrices(&self, t: Type) -> [Matrix; 3] {
@@ -228,14 +248,13 @@ impl Case {
         self.out as u32 | self.act << 2 | u32::from(self.accumulate) << 4 | layout
     }
 
-    /// `D`, and how far an element may be from it.
-    fn reference(&self, [a, b, d]: &[Matrix; 3]) -> Vec<(f64, f64)> {
+    /// The pre-activation and its error.
+    fn pre_activation(&self, [a, b, d]: &[Matrix; 3]) -> Vec<(f64, f64)> {
         let (m, n, k) = (self.m, self.n, self.k);
         let a_at = |i, z| a.values[if self.layout.a_km() { z * m + i } else { i * k + z }];
         let b_at = |z, j| b.values[if self.layout.b_nk() { j * k + z } else { z * n + j }];
         let bias = self.bias();
-        // The pre-activation and its error.
-        let z = |i: usize, j: usize| {
+        let z = |(i, j): (usize, usize)| {
             let terms = || (0..k).map(|z| f64::from(a_at(i, z)) * f64::from(b_at(z, j)));
             let old = if self.accumulate { f64::from(d.values[i * n + j]) } else { 0.0 };
             let bias = if self.bias { f64::from(bias[j]) } else { 0.0 };
@@ -243,10 +262,18 @@ impl Case {
             let e = 4.0 * 2f64.powi(-24) * (k.max(1) as f64).sqrt() * magnitude;
             (terms().sum::<f64>() + old + bias, e)
         };
+        (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(z).collect()
+    }
+
+    /// `D`, and how far an element may be from it.
+    fn reference(&self, z: &[(f64, f64)], aux: &Matrix) -> Vec<(f64, f64)> {
+        let (m, n) = (self.m, self.n);
+        let z = |i: usize, j: usize| z[i * n + j];
+        let at = |i: usize, j: usize| f64::from(aux.values[i * (aux.ld - self.pad) + j]);
         let (u, tiny) = self.out.roundoff();
         let silu = |x: f64| x / (1.0 + (-x).exp());
         let out = |i: usize, j: usize| {
-            let (x, e) = z(i, j);
+            let (x, e) = z(i, j % n);
             let (y, e) = match self.act {
                 RELU => (x.max(0.0), e),
                 GELU => {
@@ -257,6 +284,16 @@ impl Case {
                     let (up, eu) = z(i, self.n / 2 + j);
                     let e = 1.2 * up.abs() * e + silu(x).abs() * eu + 1e-6 * (x * up).abs();
                     (silu(x) * up, e + 1e-10)
+                }
+                DGELU => {
+                    let slope = dgelu(at(i, j));
+                    (x * slope, 1.2 * e + 1e-6 * x.abs())
+                }
+                DSWIGLU => {
+                    let (gate, up) = (at(i, j % n), at(i, n + j % n));
+                    let s = 1.0 / (1.0 + (-gate).exp());
+                    let slope = if j < n { up * s * (1.0 + gate * (1.0 - s)) } else { gate * s };
+                    (x * slope, (e + 2e-6 * x.abs()) * (1.0 + gate.abs()) * (1.0 + up.abs()))
                 }
                 _ => (x, e),
             };
@@ -272,10 +309,14 @@ impl Case {
         let [a, b, d] = [(0, "A"), (1, "B"), (2, "D")].map(|(i, name)| matrices[i].memory(name));
         let bias = Memory::new("bias", ANY, 4 * self.n);
         bias.write(&self.bias());
+        let aux = self.aux();
+        let saved = aux.memory("aux");
         let param = Param {
             a: a.addr(),
             b: b.addr(),
             d: d.addr(),
+            aux: if self.aux || self.act >= DERIVATIVE { saved.addr() } else { 0 },
+            ldaux: aux.ld as u64,
             bias: if self.bias { bias.addr() } else { 0 },
             ld: [0, 1, 2].map(|i: usize| matrices[i].ld as u64),
             m: self.m as u32,
@@ -293,18 +334,27 @@ impl Case {
         let blocks = self.m.div_ceil(bm) * self.n.div_ceil(bn);
         let k = on.lib.kernel(name);
         let launch = k.grid([blocks.max(1) as u32, 1, 1], [threads, 1, 1]).smem(smem).arg(&param);
-        let mut run = Run::new(seed).memory([&a, &b, &d, &bias]).stream(0, vec![launch]);
+        let mut run = Run::new(seed).memory([&a, &b, &d, &bias, &saved]).stream(0, vec![launch]);
         // Even seeds change between threads often.
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 10 };
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
         let bytes = d.read::<u8>();
-        self.compare(&matrices, &bytes);
+        let z = self.pre_activation(&matrices);
+        self.compare(&self.reference(&z, &aux), self.cols(), &bytes);
+        let after = saved.read::<u8>();
+        if self.aux {
+            let (u, tiny) = self.out.roundoff();
+            let z: Vec<_> =
+                z.iter().map(|(y, e)| (*y, e * (1.0 + u) + u * y.abs() + tiny)).collect();
+            self.compare(&z, self.n, &after);
+        } else {
+            assert!(after[..aux.bytes.len()] == aux.bytes, "{self:?}: aux was written");
+        }
         bytes
     }
 
-    fn compare(&self, matrices: &[Matrix; 3], bytes: &[u8]) {
-        let (got, cols, ld) = (self.out.values(bytes), self.cols(), self.cols() + self.pad);
-        let want = self.reference(matrices);
+    fn compare(&self, want: &[(f64, f64)], cols: usize, bytes: &[u8]) {
+        let (got, ld) = (self.out.values(bytes), cols + self.pad);
         for (i, g) in got.iter().enumerate() {
             if i % ld >= cols {
                 assert!(g.is_nan(), "{self:?}: {g} between rows, at {i}");
@@ -315,6 +365,12 @@ impl Case {
             assert!((g - y).abs() <= e, "{self:?}: {g}, not {y} +- {e} at {} {}", i / ld, i % ld);
         }
     }
+}
+
+fn dgelu(x: f64) -> f64 {
+    let root = (2.0 / std::f64::consts::PI).sqrt();
+    let t = (root * (x + 0.044715 * x.powi(3))).tanh();
+    0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * root * (1.0 + 3.0 * 0.044715 * x * x)
 }
 
 fn matrix_fragments_and_instructions() {
@@ -420,7 +476,7 @@ fn tile_order_agrees_with_rust() {
     }
 }
 
-const LAYOUTS: [Layout; 4] = [Nt, Nn, Tn, Tt];
+pub const LAYOUTS: [Layout; 4] = [Nt, Nn, Tn, Tt];
 /// Exact tiles, edges in each direction, rows that are not aligned, nothing.
 const SHAPES: [(usize, usize, usize); 9] = [
     (128, 128, 32),

@@ -61,14 +61,33 @@ struct Case {
     zero_tail: bool,
     /// Wgrad adds to the groups of odd number.
     accumulate: bool,
+    /// Splits are given as ends, and as i32.
+    ends: bool,
+    narrow: bool,
+    /// The pre-activation is stored, too.
+    aux: bool,
     out: Type,
     exact: bool,
 }
 
 fn case(pass: Pass, splits: &[i64], capacity: usize, k: usize, n: usize) -> Case {
     let (act, out, splits) = (NONE, Type::F32, splits.to_vec());
-    let (bias, zero_tail, accumulate, exact) = (false, false, false, false);
-    Case { pass, splits, capacity, k, n, act, bias, zero_tail, accumulate, out, exact }
+    Case {
+        pass,
+        splits,
+        capacity,
+        k,
+        n,
+        act,
+        bias: false,
+        zero_tail: false,
+        accumulate: false,
+        ends: false,
+        narrow: false,
+        aux: false,
+        out,
+        exact: false,
+    }
 }
 
 /// Operands as f32, rounded to f16: A, B, what D holds, bias.
@@ -155,7 +174,18 @@ impl Case {
         out
     }
 
-    fn param(&self, [a, b, d, bias, splits, status, add]: [u64; 7]) -> GroupedParam {
+    /// Splits as the kernel is given them.
+    fn split_bytes(&self) -> Vec<u8> {
+        let mut v = self.splits.clone();
+        if self.ends {
+            (1..v.len()).for_each(|i| v[i] = v[i].wrapping_add(v[i - 1]));
+        }
+        let narrow: Vec<i32> = v.iter().map(|&s| s as i32).collect();
+        let (wide, narrow) = (bytemuck::cast_slice(&v), bytemuck::cast_slice(&narrow));
+        if self.narrow { narrow } else { wide }.to_vec()
+    }
+
+    fn param(&self, [a, b, d, bias, splits, status, add, aux]: [u64; 8]) -> GroupedParam {
         let (k, n, cols) = (self.k as u64, self.n as u64, self.cols() as u64);
         let (m, len) =
             if self.pass == Wgrad { (self.k, self.capacity) } else { (self.capacity, self.k) };
@@ -170,7 +200,13 @@ impl Case {
                 m: m as u32,
                 n: self.n as u32,
                 k: len as u32,
-                flags: self.out as u32 | self.act << 2 | u32::from(self.zero_tail) << 7,
+                flags: self.out as u32
+                    | self.act << 2
+                    | u32::from(self.zero_tail) << 7
+                    | u32::from(self.ends) << 9
+                    | u32::from(self.narrow) << 10,
+                aux: if self.aux { aux } else { 0 },
+                ldaux: self.n as u64,
             },
             splits,
             status,
@@ -196,9 +232,10 @@ impl Case {
             store("B", &Type::F16.bytes(&x.b)),
             store("D", &self.out.bytes(&x.d)),
             store("bias", &Type::F32.bytes(&x.bias)),
-            store("splits", bytemuck::cast_slice(&self.splits)),
+            store("splits", &self.split_bytes()),
             store("status", &[9, 0, 0, 0]),
             store("accumulate", &add),
+            store("aux", &self.out.bytes(&vec![f32::NAN; self.capacity * self.n])),
         ];
         let param = self.param(all.each_ref().map(Memory::addr));
         let (bm, bn) = on.tile;
@@ -213,6 +250,7 @@ impl Case {
         let mut run = Run::new(seed).memory(&all).stream(0, vec![launch.arg(&param)]);
         run.yield_permille = 20;
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
+        self.check_aux(&x, &all[7].read());
         (all[5].read::<u32>()[0], all[2].read())
     }
 
@@ -233,6 +271,27 @@ impl Case {
 }
 
 impl Case {
+    /// The pre-activation is the product without activation; zero behind the groups, or as it was.
+    fn check_aux(&self, x: &Operands, bytes: &[u8]) {
+        let got = self.out.values(bytes);
+        if !self.aux {
+            assert!(got.iter().all(|v| v.is_nan()), "{self:?}: aux was written");
+            return;
+        }
+        let plain = Case { act: NONE, ..self.clone() };
+        let room = Operands {
+            a: x.a.clone(),
+            b: x.b.clone(),
+            d: vec![0.0; got.len()],
+            bias: x.bias.clone(),
+        };
+        let (u, tiny) = self.out.roundoff();
+        for (i, (g, (y, e))) in got.iter().zip(plain.reference(&room)).enumerate() {
+            let good = (f64::from(*g) - y).abs() <= e * (1.0 + u) + u * y.abs() + tiny;
+            assert!(good || (g.is_nan() && y.is_nan()), "{self:?}: aux {g}, not {y} at {i}");
+        }
+    }
+
     /// Gradients that nothing is added to keep their bits: -0 too.
     fn kept(&self, x: &Operands, bytes: &[u8]) {
         if self.pass != Wgrad || !self.accumulate {
@@ -261,6 +320,14 @@ fn rows_of(on: &Build, pass: Pass) {
     case(pass, &[], 7, 16, 16).check(on);
     case(pass, &[2, 1], 3, 0, 8).check(on);
     case(pass, &[0], 0, 8, 8).check(on);
+    let splits = [[5, 0, 70, 9], [0, 3, 1, 66]];
+    for (i, s) in splits.iter().enumerate() {
+        let (ends, narrow, zero_tail) = (true, i == 0, i == 1);
+        let c = Case { ends, narrow, zero_tail, aux: true, ..case(pass, s, 90, 24, 40) };
+        Case { act: SWIGLU, bias: true, ..c.clone() }.check(on);
+        Case { act: RELU, ends: false, narrow: true, out: Type::F16, ..c }.check(on);
+    }
+    Case { ends: true, ..case(pass, &many(), 60, 16, 24) }.check(on);
 }
 
 fn grouped_fprop_and_dgrad() {
@@ -273,6 +340,7 @@ fn wgrad_of(on: &Build) {
     Case { accumulate: true, exact: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 21, 70) }.check(on);
     Case { out: Type::F16, ..case(Wgrad, &many(), 30, 16, 8) }.check(on);
     case(Wgrad, &[0, 0], 5, 16, 16).check(on);
+    Case { ends: true, narrow: true, ..case(Wgrad, &[3, 0, 20], 30, 16, 24) }.check(on);
 }
 
 fn grouped_wgrad() {
@@ -301,8 +369,24 @@ fn bad_splits(on: &Build) {
     }
 }
 
+/// Ends that fall, and that pass the capacity: the first that is bad decides.
+fn bad_ends(on: &Build) {
+    let cases =
+        [(vec![4, 3, 5], 1), (vec![4, 11, 3], 2), (vec![4, -9, 50], 1), (vec![i64::MAX, 0], 2)];
+    for (ends, status) in cases {
+        // `split_bytes` makes them ends again.
+        let mut splits = ends.clone();
+        (1..ends.len()).for_each(|i| splits[i] = ends[i].wrapping_sub(ends[i - 1]));
+        let c = Case { ends: true, zero_tail: true, ..case(Fprop, &splits, 10, 16, 24) };
+        let (got, bytes) = c.run(on, 3);
+        assert_eq!(got, status, "{ends:?}");
+        assert!(bytes == c.out.bytes(&c.operands().d), "{c:?} wrote something");
+    }
+}
+
 fn grouped_splits_that_cannot_be_used_write_nothing() {
     bad_splits(&LIB);
+    bad_ends(&LIB);
 }
 
 const MUTANTS: &[Planted] = &[
@@ -324,7 +408,12 @@ const MUTANTS: &[Planted] = &[
         "tiles =",
         good,
     ),
-    Planted("bad splits do not stop it", "    if (f.code) return;\n", "", bad),
+    Planted(
+        "bad splits do not stop it",
+        "    if (f.code) return;\n    if (g.flags",
+        "    if (g.flags",
+        bad,
+    ),
     Planted("the last bad split decides", "__ffs(bad) - 1", "31 - __clz((int)bad)", bad),
     Planted(
         "the tail is zeroed one row late",
@@ -333,6 +422,14 @@ const MUTANTS: &[Planted] = &[
         good,
     ),
     Planted("the mask of gradients", "p.accumulate[f.group]", "!p.accumulate[f.group]", good),
+    Planted("ends taken for counts", "ends && e > 0 && e < p.groups ?", "false ?", good),
+    Planted(
+        "an end that falls",
+        "const u32 code = v < before ? 1",
+        "const u32 code = v < 0 ? 1",
+        bad,
+    ),
+    Planted("the tail of aux", "g.aux && col < g.n;", "g.aux && col < 0;", good),
     Planted("zeros are added", "    if (add && f.rows == 0) return;\n", "", good),
     Planted("bias of the first group", "g.bias += (i64)f.group * g.n;", "g.bias += 0;", good),
 ];
@@ -345,6 +442,7 @@ fn good(lib: &'static Lib) {
 
 fn bad(lib: &'static Lib) {
     bad_splits(&Build { lib, ..*LIB });
+    bad_ends(&Build { lib, ..*LIB });
 }
 
 fn grouped_mutants() {

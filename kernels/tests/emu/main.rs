@@ -7,6 +7,7 @@
 mod compile;
 mod convert;
 mod gemm;
+mod gemm_aux;
 mod gemm_mutants;
 mod grouped;
 mod host;
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
         orders::TESTS,
         mutants::TESTS,
         gemm::TESTS,
+        gemm_aux::TESTS,
         gemm_mutants::TESTS,
         grouped::TESTS,
         convert::TESTS,

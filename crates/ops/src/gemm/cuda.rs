@@ -20,6 +20,10 @@ pub(crate) const ACT_SHIFT: u32 = 2;
 const ACCUMULATE: u32 = 16;
 const A_KM: u32 = 32;
 const B_KN: u32 = 64;
+const DACT: u32 = 256;
+
+/// Threads, sums and shared memory of a block of `tw_gemm_row_sums`.
+pub(crate) const SUMS: Tile = Tile { m: 1, n: 32, threads: 256, shared_bytes: 1024 };
 
 /// What a block makes, and what it takes.
 #[derive(Clone, Copy)]
@@ -38,7 +42,7 @@ impl Tile {
 }
 
 /// `TwGemm` of `gemm/mainloop.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
+#[derive(Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct Param {
     pub a: u64,
@@ -52,6 +56,8 @@ pub(crate) struct Param {
     pub n: u32,
     pub k: u32,
     pub flags: u32,
+    pub aux: u64,
+    pub ldaux: i64,
 }
 
 /// A matrix on the device: its address, and elements from row to row.
@@ -77,6 +83,8 @@ pub(crate) struct Product {
     pub d: Matrix,
     /// `[n]` f32, or 0.
     pub bias: u64,
+    /// Pre-activation `[m, aux_cols]`: read by derivatives, else stored; address 0 for none.
+    pub aux: Matrix,
     /// Add to what D holds.
     pub accumulate: bool,
 }
@@ -95,17 +103,15 @@ pub(crate) fn out_code(dtype: DType) -> Result<u32> {
 }
 
 /// The code of an activation of the epilogue.
-pub(crate) fn act_code(act: Activation) -> Result<u32> {
-    match act {
-        Activation::None => Ok(0),
-        Activation::Relu => Ok(1),
-        Activation::Gelu => Ok(2),
-        Activation::SwiGlu => Ok(3),
-        Activation::DGelu | Activation::DSwiGlu => Err(no_kernel(
-            format!("the epilogue {act:?}"),
-            "take the plain product and multiply by the derivative behind it",
-        )),
-    }
+pub(crate) fn act_code(act: Activation) -> u32 {
+    let derivative = if act.reads_aux() { DACT >> ACT_SHIFT } else { 0 };
+    derivative
+        | match act {
+            Activation::None => 0,
+            Activation::Relu => 1,
+            Activation::Gelu | Activation::DGelu => 2,
+            Activation::SwiGlu | Activation::DSwiGlu => 3,
+        }
 }
 
 /// Definitions of the units of `gemm/` and `grouped_gemm/` for operands of `dtype`.
@@ -127,17 +133,7 @@ pub(crate) fn check_operand(dtype: DType) -> Result<()> {
 /// What a launch needs, or why there is no kernel for `d`. Pure.
 fn plan(d: &GemmDesc) -> Result<(&'static str, Tile, u32)> {
     check_operand(d.a)?;
-    let e = &d.epilogue;
-    let mut flags = out_code(d.out)? | act_code(e.activation)? << ACT_SHIFT;
-    if e.aux {
-        return Err(no_kernel(
-            "a product that also stores its pre-activation",
-            "take the plain product and apply the activation behind it",
-        ));
-    }
-    if e.bgrad {
-        return Err(no_kernel("a product that also stores sums of rows", "sum them in a pass"));
-    }
+    let mut flags = out_code(d.out)? | act_code(d.epilogue.activation) << ACT_SHIFT;
     fit_32_bits("a product", &[d.m, d.n, d.k])?;
     let tile = if d.a == DType::F32 { TILE_F32 } else { TILE };
     fit_32_bits("tiles of a product", &[d.m.div_ceil(tile.m) * d.n.div_ceil(tile.n)])?;
@@ -200,6 +196,8 @@ impl GemmKernels {
             n: n as u32,
             k: k as u32,
             flags: self.flags | accumulate,
+            aux: p.aux.addr,
+            ldaux: p.aux.ld as i64,
         };
         let blocks = m.div_ceil(self.tile.m) * n.div_ceil(self.tile.n);
         // SAFETY: every kernel of the unit takes one `TwGemm` by value; the caller's contract for
@@ -212,11 +210,18 @@ impl GemmKernels {
 pub(crate) struct Prepared {
     desc: GemmDesc,
     kernels: GemmKernels,
+    /// With `bgrad`.
+    row_sums: Option<Kernel>,
 }
 
 impl Prepared {
     pub fn new(ctx: &CudaContext, desc: &GemmDesc) -> Result<Self> {
-        Ok(Self { desc: *desc, kernels: GemmKernels::new(ctx, desc)? })
+        let row_sums = desc
+            .epilogue
+            .bgrad
+            .then(|| load(ctx, &SM80_GEMM, defines(desc.a))?.kernel("tw_gemm_row_sums"));
+        let kernels = GemmKernels::new(ctx, desc)?;
+        Ok(Self { desc: *desc, kernels, row_sums: row_sums.transpose()? })
     }
 
     /// Queues the product of tensors that were checked.
@@ -229,13 +234,31 @@ impl Prepared {
             b: at(&t.b.data, if d.b_order == BOrder::Nk { d.k } else { d.n })?,
             d: at(&t.out, d.epilogue.activation.out_cols(d.n))?,
             bias: addr(t.bias.as_ref())?,
+            aux: Matrix {
+                addr: addr(t.aux_in.as_ref().or(t.aux_out.as_ref()))?,
+                ld: d.epilogue.activation.aux_cols(d.n),
+            },
             accumulate: d.epilogue.accumulate,
         };
+        let bgrad = addr(t.bgrad.as_ref())?;
         hold(stream, t);
+        self.row_sums(stream, product.a, m, bgrad)?;
         // SAFETY: the tensors were checked against the description that the kernel was made for,
         // lie on this device, and are held; that the caller orders other work on them behind this
         // stream is what every launch asks for.
         unsafe { self.kernels.launch(stream, &product) }
+    }
+
+    /// Queues the sums of the rows of op(A), if they are asked for. The tensors are held.
+    fn row_sums(&self, stream: &CudaStream, a: Matrix, m: usize, out: u64) -> Result<()> {
+        let (Some(kernel), true) = (&self.row_sums, m > 0) else { return Ok(()) };
+        let d = &self.desc;
+        let (ld, m32, k) = (a.ld as i64, m as u32, d.k as u32);
+        let flags = out_code(d.a)? | if d.a_order == AOrder::Km { A_KM } else { 0 };
+        let args = LaunchArgs::new().arg(&a.addr).arg(&ld).arg(&m32).arg(&k).arg(&flags).arg(&out);
+        // SAFETY: `tw_gemm_row_sums` takes (const void*, i64, u32, u32, u32, float*); A and the sums
+        // were checked against the description, lie on this device, and are held.
+        unsafe { kernel.launch(stream, SUMS.grid(m.div_ceil(SUMS.n)), args) }
     }
 }
 

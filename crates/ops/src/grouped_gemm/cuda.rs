@@ -8,10 +8,17 @@ use tilewire_kernels::SM80_GROUPED_GEMM;
 
 use super::{GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel};
-use crate::gemm::cuda::{ACT_SHIFT, Param, TILE, act_code, check_operand, defines, out_code};
+use crate::gemm::cuda::{
+    ACT_SHIFT, Param, SUMS, TILE, Tile, act_code, check_operand, defines, out_code,
+};
 
-/// Flag of `TwGrouped`'s product.
+/// Flags of `TwGrouped`'s product.
 const ZERO_TAIL: u32 = 128;
+const ENDS: u32 = 512;
+const NARROW_SPLITS: u32 = 1024;
+
+/// Most blocks of `tw_grouped_dact`, which takes rows in rounds.
+const DACT_BLOCKS: usize = 1024;
 
 /// `TwGrouped` of `grouped_gemm/sm80_grouped_gemm.cu`.
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -32,6 +39,8 @@ pub(super) struct Prepared {
     nt: Kernel,
     nn: Kernel,
     tn: Kernel,
+    dbias: Kernel,
+    dact: Kernel,
     /// `[1]` i32.
     pub status: Tensor,
 }
@@ -43,7 +52,6 @@ fn check(d: &GroupedDesc) -> Result<()> {
         return Err(no_kernel("grouped products of f32", "use bf16 or f16, or the host"));
     }
     out_code(d.out)?;
-    act_code(d.activation)?;
     let rows = d.capacity / TILE.m + d.groups;
     let wgrad = d.groups * d.n.div_ceil(TILE.m) * d.k.div_ceil(TILE.n);
     let blocks = [rows * d.n.div_ceil(TILE.n), rows * d.k.div_ceil(TILE.n), wgrad];
@@ -51,14 +59,10 @@ fn check(d: &GroupedDesc) -> Result<()> {
     fit_32_bits("tiles of grouped products", &blocks)
 }
 
-fn check_splits(s: &Splits) -> Result<()> {
-    if s.kind == SplitKind::Ends || s.values.dtype() != DType::I64 {
-        return Err(no_kernel(
-            format!("{:?} in {} as splits", s.kind, s.values.dtype()),
-            "give the counts as i64: `Splits::counts`",
-        ));
-    }
-    Ok(())
+/// How splits are told from counts in i64.
+fn split_flags(s: &Splits) -> u32 {
+    let ends = if s.kind == SplitKind::Ends { ENDS } else { 0 };
+    ends | if s.values.dtype() == DType::I32 { NARROW_SPLITS } else { 0 }
 }
 
 /// The one matrix of all groups.
@@ -75,6 +79,7 @@ fn packed(w: &Weights) -> Result<&Tensor> {
 /// The part of a launch that the passes differ in.
 struct Pass<'a> {
     kernel: &'a Kernel,
+    tile: Tile,
     g: Param,
     blocks: usize,
     mask: u64,
@@ -93,6 +98,8 @@ impl Prepared {
             nt: kernel("tw_grouped_nt")?,
             nn: kernel("tw_grouped_nn")?,
             tn: kernel("tw_grouped_tn")?,
+            dbias: module.kernel("tw_grouped_dbias")?,
+            dact: module.kernel("tw_grouped_dact")?,
             status: Tensor::zeros(DType::I32, Shape::d1(1)).to(&Device::Cuda(ctx.clone()))?,
         })
     }
@@ -104,12 +111,6 @@ impl Prepared {
 
     pub fn fprop(&self, stream: &CudaStream, t: &GroupedFprop) -> Result<()> {
         let d = &self.desc;
-        if t.aux_out.is_some() {
-            return Err(no_kernel(
-                "a grouped product that also stores its pre-activation",
-                "take it without activation, and apply that behind it",
-            ));
-        }
         let g = Param {
             a: addr(&t.x.data)?,
             b: addr(packed(&t.w)?)?,
@@ -121,9 +122,11 @@ impl Prepared {
             m: d.capacity as u32,
             n: d.n as u32,
             k: d.k as u32,
-            flags: out_code(d.out)? | act_code(d.activation)? << ACT_SHIFT | self.tail(),
+            flags: out_code(d.out)? | act_code(d.activation) << ACT_SHIFT | self.tail(),
+            aux: addr(t.aux_out.as_ref())?,
+            ldaux: d.n as i64,
         };
-        let pass = Pass { kernel: &self.nt, g, blocks: self.row_blocks(d.n), mask: 0 };
+        let pass = Pass { kernel: &self.nt, tile: TILE, g, blocks: self.row_blocks(d.n), mask: 0 };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
@@ -141,16 +144,15 @@ impl Prepared {
             n: d.k as u32,
             k: d.n as u32,
             flags: out_code(d.out)? | self.tail(),
+            aux: 0,
+            ldaux: 0,
         };
-        let pass = Pass { kernel: &self.nn, g, blocks: self.row_blocks(d.k), mask: 0 };
+        let pass = Pass { kernel: &self.nn, tile: TILE, g, blocks: self.row_blocks(d.k), mask: 0 };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
     pub fn wgrad(&self, stream: &CudaStream, t: &GroupedWgrad) -> Result<()> {
         let d = &self.desc;
-        if t.dbias.is_some() {
-            return Err(no_kernel("the gradient of grouped biases", "sum the rows of `dy`"));
-        }
         let g = Param {
             a: addr(&t.dy.data)?,
             b: addr(&t.x.data)?,
@@ -163,19 +165,43 @@ impl Prepared {
             n: d.k as u32,
             k: d.capacity as u32,
             flags: out_code(d.grad)?,
+            aux: 0,
+            ldaux: 0,
         };
         let blocks = d.groups * (d.n.div_ceil(TILE.m) * d.k.div_ceil(TILE.n)).max(1);
-        let pass = Pass { kernel: &self.tn, g, blocks, mask: addr(t.mask.as_ref())? };
+        let mask = addr(t.mask.as_ref())?;
+        let pass = Pass { kernel: &self.tn, tile: TILE, g, blocks, mask };
+        self.launch(stream, &t.splits, &pass, t.clone())?;
+        let Some(dbias) = &t.dbias else { return Ok(()) };
+        let g = Param { b: 0, d: addr(dbias)?, n: d.n as u32, flags: out_code(d.dtype)?, ..g };
+        let blocks = d.groups * d.n.div_ceil(SUMS.n).max(1);
+        let pass = Pass { kernel: &self.dbias, tile: SUMS, g, blocks, mask: 0 };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
     pub fn dactivation(
         &self,
-        _stream: &CudaStream,
-        _splits: &Splits,
-        (_dy, _aux, _dz): (&Tensor, &Tensor, &Tensor),
+        stream: &CudaStream,
+        splits: &Splits,
+        (dy, aux, dz): (&Tensor, &Tensor, &Tensor),
     ) -> Result<()> {
-        Err(no_kernel("the gradient of grouped activations", "run that part on the host"))
+        let d = &self.desc;
+        let g = Param {
+            a: addr(dy)?,
+            d: addr(dz)?,
+            lda: d.out_cols() as i64,
+            ldd: d.n as i64,
+            m: d.capacity as u32,
+            n: d.out_cols() as u32,
+            flags: out_code(d.out)? | act_code(d.activation) << ACT_SHIFT | self.tail(),
+            aux: addr(aux)?,
+            ldaux: d.n as i64,
+            ..Param::default()
+        };
+        let blocks = d.capacity.min(DACT_BLOCKS);
+        let tile = Tile { shared_bytes: 0, ..TILE };
+        let pass = Pass { kernel: &self.dact, tile, g, blocks, mask: 0 };
+        self.launch(stream, splits, &pass, (splits.clone(), dy.clone(), aux.clone(), dz.clone()))
     }
 
     fn tail(&self) -> u32 {
@@ -190,9 +216,8 @@ impl Prepared {
         pass: &Pass<'_>,
         held: T,
     ) -> Result<()> {
-        check_splits(splits)?;
         let p = Grouped {
-            g: pass.g,
+            g: Param { flags: pass.g.flags | split_flags(splits), ..pass.g },
             splits: addr(&splits.values)?,
             status: addr(&self.status)?,
             accumulate: pass.mask,
@@ -204,7 +229,7 @@ impl Prepared {
         let args = LaunchArgs::new().arg(&p);
         // SAFETY: every kernel of the unit takes one `TwGrouped` by value; the tensors were checked
         // against the description, lie on this device, and are held.
-        unsafe { pass.kernel.launch(stream, TILE.grid(pass.blocks), args) }
+        unsafe { pass.kernel.launch(stream, pass.tile.grid(pass.blocks), args) }
     }
 
     /// Queues the clearing of the status.
@@ -223,15 +248,8 @@ mod tests {
     fn what_no_kernel_does_is_said_with_a_way_out() {
         let d = |dtype| GroupedDesc::new(4, 100, 32, 16, dtype);
         check(&d(DType::BF16)).unwrap();
-        let t = Tensor::zeros(DType::I32, Shape::d1(4));
         let list = Weights::Discrete(Vec::new());
-        for e in [
-            check(&d(DType::F32)),
-            check(&d(DType::F8E4M3)),
-            check_splits(&Splits::ends(&t)),
-            check_splits(&Splits::counts(&t)),
-            packed(&list).map(|_| ()),
-        ] {
+        for e in [check(&d(DType::F32)), check(&d(DType::F8E4M3)), packed(&list).map(|_| ())] {
             let e = e.unwrap_err();
             assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
         }

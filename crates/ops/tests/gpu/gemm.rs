@@ -1,7 +1,7 @@
 //! `gemm` against the oracle.
 
 use tilewire_core::numerics::Bound;
-use tilewire_core::{DType, Rng};
+use tilewire_core::{DType, Rng, Shape};
 use tilewire_device::Tensor;
 use tilewire_ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmDesc, GemmInputs, GemmPlan};
 use tilewire_oracle::gemm as oracle;
@@ -51,7 +51,10 @@ struct Problem {
     b: Mat,
     bias: Mat,
     c: Mat,
+    aux_in: Mat,
     out: Out,
+    aux_out: Out,
+    bgrad: Out,
     inputs: GemmInputs,
 }
 
@@ -66,15 +69,22 @@ impl Problem {
         if e.accumulate {
             out.t.write(|o| o.copy_from_slice(&c.to_bytes(desc.out))).unwrap();
         }
+        let aux_in = random(rng, m, e.activation.aux_cols(n), desc.out);
+        let aux_out = g.out(desc.out, m, n);
+        // One sum a row, so that there is poison on both sides.
+        let bgrad = g.out(DType::F32, m, 1);
         let inputs = GemmInputs {
             bias: e.bias.then(|| g.put_f32(&bias.data)),
+            aux_in: e.activation.reads_aux().then(|| g.put_shifted(&aux_in, desc.out)),
+            aux_out: e.aux.then(|| aux_out.t.clone()),
+            bgrad: e.bgrad.then(|| bgrad.t.reshape(Shape::d1(m)).unwrap()),
             ..GemmInputs::new(
                 g.put_shifted(&turned(&a, desc.a_order == AOrder::Km), desc.a),
                 g.put_shifted(&turned(&b, desc.b_order == BOrder::Kn), desc.b),
                 out.t.clone(),
             )
         };
-        Self { desc, m, a, b, bias, c, out, inputs }
+        Self { desc, m, a, b, bias, c, aux_in, out, aux_out, bgrad, inputs }
     }
 
     fn run(&self, g: &Gpu, plan: &GemmPlan) -> Tensor {
@@ -86,7 +96,11 @@ impl Problem {
         let (d, e) = (&self.desc, self.desc.epilogue);
         let want = oracle::gemm(&oracle::Gemm {
             bias: e.bias.then_some(&self.bias.data[..]),
-            act: to_oracle(e.activation),
+            act: if e.activation.reads_aux() {
+                oracle::Activation::None
+            } else {
+                to_oracle(e.activation)
+            },
             c: e.accumulate.then_some(&self.c),
             ..oracle::Gemm::new(&self.a, &self.b)
         });
@@ -96,18 +110,43 @@ impl Problem {
             let c = if e.accumulate { self.c.at(i, j).abs() } else { 0.0 };
             product.at(i, j) + bias + c
         });
-        let half = d.n / 2;
-        let mag = match e.activation {
-            // Slopes below 1.2, and a few roundings of the function itself.
-            Activation::Gelu => z.map(|v| 1.2 * v + 1.0),
-            Activation::SwiGlu => Mat::from_fn(self.m, half, |i, j| {
-                let (gate, up) = (want.aux.at(i, j).abs(), want.aux.at(i, half + j).abs());
-                1.2 * up * z.at(i, j) + gate * z.at(i, half + j) + gate * up + 1.0
-            }),
-            _ => z.clone(),
-        };
         let what = format!("{d} with {} rows", self.m);
-        self.out.check(&what, &want.d, &mag, &Bound::local(d.out, d.k));
+        let bound = Bound::local(d.out, d.k);
+        let want_d = match e.activation.reads_aux() {
+            true => oracle::activate_bwd(to_oracle(e.activation), &self.aux_in, &want.d),
+            false => want.d.clone(),
+        };
+        self.out.check(&what, &want_d, &self.magnitude(&z, &want.aux), &bound);
+        if e.aux {
+            self.aux_out.check(&format!("aux of {what}"), &want.aux, &z, &bound);
+        }
+        if e.bgrad {
+            let sums = |f: fn(f64) -> f64| {
+                let sum = |i: usize| self.a.row(i).iter().map(|v| f(*v)).sum();
+                Mat::new(self.m, 1, (0..self.m).map(sum).collect())
+            };
+            let bound = Bound::local(DType::F32, d.k);
+            self.bgrad.check(&format!("bgrad of {what}"), &sums(|v| v), &sums(f64::abs), &bound);
+        }
+    }
+
+    /// What errors of the pre-activation, whose magnitude is `mag`, and of the activation become.
+    fn magnitude(&self, mag: &Mat, z: &Mat) -> Mat {
+        let (n, half) = (self.desc.n, self.desc.n / 2);
+        let aux = |i: usize, j: usize| self.aux_in.at(i, j).abs();
+        match self.desc.epilogue.activation {
+            // Slopes below 1.2, and a few roundings of the function itself.
+            Activation::Gelu | Activation::DGelu => mag.map(|v| 1.2 * v + 1.0),
+            Activation::SwiGlu => Mat::from_fn(self.m, half, |i, j| {
+                let (gate, up) = (z.at(i, j).abs(), z.at(i, half + j).abs());
+                1.2 * up * mag.at(i, j) + gate * mag.at(i, half + j) + gate * up + 1.0
+            }),
+            Activation::DSwiGlu => Mat::from_fn(self.m, 2 * n, |i, j| {
+                let (gate, up) = (aux(i, j % n), aux(i, n + j % n));
+                2.0 * (1.0 + gate) * (1.0 + up) * mag.at(i, j % n)
+            }),
+            _ => mag.clone(),
+        }
     }
 }
 
@@ -127,6 +166,11 @@ fn every_shape(dtype: DType) {
         epilogue(false, Activation::Gelu),
         epilogue(true, Activation::SwiGlu),
         Epilogue { accumulate: true, bias: true, ..Epilogue::NONE },
+        Epilogue { aux: true, ..epilogue(true, Activation::SwiGlu) },
+        Epilogue { aux: true, bgrad: true, ..epilogue(true, Activation::Gelu) },
+        epilogue(false, Activation::DGelu),
+        epilogue(false, Activation::DSwiGlu),
+        Epilogue { bgrad: true, ..Epilogue::NONE },
     ];
     let outs = [dtype, DType::F32];
     for (s, (m, n, k)) in SHAPES.into_iter().enumerate() {
@@ -205,6 +249,10 @@ fn replays_are_as_eager() {
             ..GemmDesc::nt(200, 130, 70, DType::BF16)
         },
         GemmDesc {
+            epilogue: Epilogue { aux: true, bgrad: true, ..epilogue(true, Activation::Gelu) },
+            ..GemmDesc::nt(200, 130, 70, DType::BF16)
+        },
+        GemmDesc {
             a_order: AOrder::Km,
             b_order: BOrder::Kn,
             out: DType::F32,
@@ -216,9 +264,13 @@ fn replays_are_as_eager() {
         let p = Problem::new(&g, &mut rng, desc, 190);
         let plan = plan(&g, desc);
         let before = p.c.to_bytes(desc.out);
+        let mut outs = vec![&p.out.t];
+        if desc.epilogue.aux {
+            outs.extend([&p.aux_out.t, &p.bgrad.t]);
+        }
         let reset = || match desc.epilogue.accumulate {
             true => p.out.t.write(|o| o.copy_from_slice(&before)).unwrap(),
-            false => p.out.t.poison().unwrap(),
+            false => outs.iter().for_each(|t| t.poison().unwrap()),
         };
         let change = |_| {
             refill(&p.inputs.a.data, &mut rng);
@@ -227,7 +279,7 @@ fn replays_are_as_eager() {
         let launch = || {
             plan.launch(&g.stream, p.inputs.clone()).unwrap().join(&g.stream).unwrap();
         };
-        g.replays(&[&p.out.t], change, reset, launch);
+        g.replays(&outs, change, reset, launch);
         p.out.alone("replays");
     }
 }

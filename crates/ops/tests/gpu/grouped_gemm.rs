@@ -5,7 +5,8 @@ use tilewire_core::{DType, Rng, Shape};
 use tilewire_device::{Buffer, Tensor};
 use tilewire_ops::gemm::Activation;
 use tilewire_ops::grouped_gemm::{
-    GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits, Weights,
+    GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, SplitKind, Splits,
+    Weights,
 };
 use tilewire_oracle::Mat;
 use tilewire_oracle::gemm as gemm_oracle;
@@ -37,7 +38,34 @@ struct Problem {
     bias: Mat,
     before: Vec<Mat>,
     mask: Vec<bool>,
+    dact: Mat,
+    saved: Mat,
+    form: Form,
     on: Tensors,
+}
+
+/// How splits are given.
+#[derive(Clone, Copy, Default, Debug)]
+struct Form {
+    ends: bool,
+    narrow: bool,
+}
+
+impl Form {
+    fn all() -> [Form; 4] {
+        [(false, false), (true, false), (false, true), (true, true)]
+            .map(|(ends, narrow)| Form { ends, narrow })
+    }
+
+    fn bytes(self, counts: &[i64]) -> Vec<u8> {
+        let mut v = counts.to_vec();
+        if self.ends {
+            (1..v.len()).for_each(|i| v[i] += v[i - 1]);
+        }
+        let narrow: Vec<i32> = v.iter().map(|&s| s as i32).collect();
+        let (wide, narrow) = (bytemuck::cast_slice(&v), bytemuck::cast_slice(&narrow));
+        if self.narrow { narrow } else { wide }.to_vec()
+    }
 }
 
 struct Tensors {
@@ -45,8 +73,15 @@ struct Tensors {
     dy: Tensor,
     w: Tensor,
     bias: Tensor,
+    /// In the form of `form`.
     splits: Tensor,
     mask: Tensor,
+    /// Gradient of the result, and the pre-activation that it is taken at.
+    dact: Tensor,
+    saved: Tensor,
+    dz: Out,
+    aux: Out,
+    dbias: Out,
     out: Out,
     dx: Out,
     dw: Out,
@@ -61,7 +96,7 @@ fn counts(splits: &[usize]) -> Vec<i64> {
 }
 
 impl Problem {
-    fn new(g: &Gpu, rng: &mut Rng, d: GroupedDesc, splits: &[usize]) -> Self {
+    fn new(g: &Gpu, rng: &mut Rng, d: GroupedDesc, splits: &[usize], form: Form) -> Self {
         let (groups, cap, n, k) = (d.groups, d.capacity, d.n, d.k);
         let x = random(rng, cap, k, d.dtype);
         let dy = random(rng, cap, n, d.dtype);
@@ -70,26 +105,55 @@ impl Problem {
         let before: Vec<Mat> = (0..groups).map(|_| random(rng, n, k, d.grad)).collect();
         let mask: Vec<bool> = (0..groups).map(|e| e % 2 == 0).collect();
         let bytes: Vec<u8> = mask.iter().map(|&m| 3 * u8::from(m)).collect();
+        let (dact, saved) = (random(rng, cap, d.out_cols(), d.out), random(rng, cap, n, d.out));
         let on = Tensors {
             x: g.put_shifted(&x, d.dtype),
             dy: g.put_shifted(&dy, d.dtype),
             w: g.put_shifted(&Mat::vstack(&w), d.dtype),
             bias: g.put(&bias, DType::F32),
-            splits: g.move_here(&Tensor::from_slice(&counts(splits), Shape::d1(groups)).unwrap()),
+            splits: {
+                let dtype = if form.narrow { DType::I32 } else { DType::I64 };
+                let t = Tensor::zeros(dtype, Shape::d1(groups));
+                t.upload(&form.bytes(&counts(splits))).unwrap();
+                g.move_here(&t)
+            },
+            dact: g.put_shifted(&dact, d.out),
+            saved: g.put_shifted(&saved, d.out),
+            dz: g.out(d.out, cap, n),
+            aux: g.out(d.out, cap, n),
+            dbias: g.out(DType::F32, groups, n),
             mask: g.move_here(&Tensor::from_slice(&bytes, Shape::d1(groups)).unwrap()),
             out: g.out(d.out, cap, d.out_cols()),
             dx: g.out(d.out, cap, k),
             dw: g.out(d.grad, groups * n, k),
         };
-        let p = Self { d, splits: splits.to_vec(), x, dy, w, bias, before, mask, on };
+        let p = Self {
+            d,
+            splits: splits.to_vec(),
+            x,
+            dy,
+            w,
+            bias,
+            before,
+            mask,
+            dact,
+            saved,
+            form,
+            on,
+        };
         p.reset();
         p
+    }
+
+    fn outs(&self) -> [&Tensor; 6] {
+        let t = &self.on;
+        [&t.out, &t.dx, &t.dw, &t.dz, &t.aux, &t.dbias].map(|o| &o.t)
     }
 
     /// Poison in the results, but for what is added to.
     fn reset(&self) {
         let t = &self.on;
-        [&t.out.t, &t.dx.t, &t.dw.t].into_iter().for_each(|t| t.poison().unwrap());
+        self.outs().into_iter().for_each(|t| t.poison().unwrap());
         for (e, m) in self.before.iter().enumerate().filter(|(e, _)| self.mask[*e]) {
             let rows = t.dw.t.rows(e * self.d.n, self.d.n).unwrap();
             rows.upload(&m.to_bytes(self.d.grad)).unwrap();
@@ -99,14 +163,15 @@ impl Problem {
     /// Queues all passes.
     fn run(&self, g: &Gpu, plan: &GroupedGemmPlan) {
         let (s, t) = (&g.stream, &self.on);
-        let splits = Splits::counts(&t.splits);
+        let ends = if self.form.ends { SplitKind::Ends } else { SplitKind::Counts };
+        let splits = Splits { values: t.splits.clone(), kind: ends };
         let fprop = GroupedFprop {
             x: (&t.x).into(),
             w: Weights::from(&t.w),
             bias: Some(t.bias.clone()),
             splits: splits.clone(),
             out: t.out.t.clone(),
-            aux_out: None,
+            aux_out: Some(t.aux.t.clone()),
         };
         plan.fprop(s, fprop).unwrap().join(s).unwrap();
         let dgrad = GroupedDgrad {
@@ -119,12 +184,14 @@ impl Problem {
         let wgrad = GroupedWgrad {
             x: (&t.x).into(),
             dy: (&t.dy).into(),
-            splits,
+            splits: splits.clone(),
             dw: Weights::from(&t.dw.t),
             mask: Some(t.mask.clone()),
-            dbias: None,
+            dbias: Some(t.dbias.t.clone()),
         };
         plan.wgrad(s, wgrad).unwrap().join(s).unwrap();
+        let (dy, aux) = (&t.dact, &t.saved);
+        plan.dactivation(s, &splits, dy, aux, &t.dz.t).unwrap().join(s).unwrap();
     }
 
     /// Rows of groups against the reference, and the rows behind them.
@@ -146,17 +213,15 @@ impl Problem {
         let (bias, mag) = (abs(&self.bias), abs(&self.x));
         let z = oracle::grouped_fprop(&self.x, &self.w, Some(&self.bias), &self.splits, zero);
         let mag = oracle::grouped_fprop(&mag, &all, Some(&bias), &self.splits, zero);
-        let act = match d.activation {
-            Activation::SwiGlu => gemm_oracle::Activation::SwiGlu,
-            Activation::Relu => gemm_oracle::Activation::Relu,
-            _ => gemm_oracle::Activation::None,
-        };
+        self.rows("aux", &self.on.aux, &z, &mag, d.k);
+        let act = self.act();
         let half = d.n / 2;
         let mag = match d.activation {
             Activation::SwiGlu => Mat::from_fn(d.capacity, half, |i, j| {
                 let (gate, up) = (z.at(i, j).abs(), z.at(i, half + j).abs());
                 1.2 * up * mag.at(i, j) + gate * mag.at(i, half + j) + gate * up + 1.0
             }),
+            Activation::Gelu => mag.map(|v| 1.2 * v + 1.0),
             _ => mag,
         };
         self.rows("fprop", &self.on.out, &gemm_oracle::activate(act, &z), &mag, d.k);
@@ -164,6 +229,23 @@ impl Problem {
         let mag = oracle::grouped_dgrad(&abs(&self.dy), &all, &self.splits, zero);
         self.rows("dgrad", &self.on.dx, &want, &mag, d.n);
         self.check_wgrad();
+        let want = gemm_oracle::activate_bwd(self.act(), &self.saved, &self.dact);
+        let cols = d.out_cols().max(1);
+        let mag = Mat::from_fn(d.capacity, d.n, |i, j| {
+            let size = |j: usize| 1.0 + self.saved.at(i, j).abs();
+            let up = if half == cols { size(half + j % cols) } else { 1.0 };
+            2.0 * self.dact.at(i, j % cols).abs() * size(j % cols) * up
+        });
+        self.rows("dactivation", &self.on.dz, &want, &mag, 1);
+    }
+
+    fn act(&self) -> gemm_oracle::Activation {
+        match self.d.activation {
+            Activation::SwiGlu => gemm_oracle::Activation::SwiGlu,
+            Activation::Gelu => gemm_oracle::Activation::Gelu,
+            Activation::Relu => gemm_oracle::Activation::Relu,
+            _ => gemm_oracle::Activation::None,
+        }
     }
 
     fn check_wgrad(&self) {
@@ -175,6 +257,10 @@ impl Problem {
         let what = format!("wgrad of {} with {:?}", self.d, self.splits);
         let bound = Bound::local(self.d.grad, self.d.capacity);
         self.on.dw.check(&what, &Mat::vstack(&want), &Mat::vstack(&mag), &bound);
+        let want = oracle::grouped_dbias(&self.dy, &self.splits);
+        let mag = oracle::grouped_dbias(&abs(&self.dy), &self.splits);
+        let bound = Bound::local(DType::F32, self.d.capacity);
+        self.on.dbias.check(&format!("dbias, {what}"), &want, &mag, &bound);
     }
 }
 
@@ -188,17 +274,17 @@ fn every_case(dtype: DType) {
     let Some(g) = gpu("grouped_gemm") else { return };
     let mut rng = Rng::new(13);
     let sizes = [(72, 40), (128, 136), (22, 33), (130, 1), (2, 64)];
-    let acts = [Activation::None, Activation::SwiGlu, Activation::Relu];
+    let acts = [Activation::None, Activation::SwiGlu, Activation::Relu, Activation::Gelu];
     for (i, (capacity, splits)) in cases().into_iter().enumerate() {
         for (j, (n, k)) in sizes.into_iter().enumerate() {
             let desc = GroupedDesc {
-                activation: acts[(i + j) % 3],
+                activation: if n % 2 == 0 { acts[(i + j) % 4] } else { Activation::None },
                 zero_tail: (i + j) % 2 == 0,
                 out: [dtype, DType::F32][j % 2],
                 grad: [DType::F32, dtype][j % 2],
                 ..GroupedDesc::new(splits.len(), capacity + j, n, k, dtype)
             };
-            let p = Problem::new(&g, &mut rng, desc, &splits);
+            let p = Problem::new(&g, &mut rng, desc, &splits, Form::all()[(i + j / 2) % 4]);
             let plan = plan(&g, desc);
             p.run(&g, &plan);
             g.stream.synchronize().unwrap();
@@ -223,7 +309,8 @@ fn passes_of_f16() {
 fn bad_splits_write_nothing() {
     let Some(g) = gpu("grouped_gemm") else { return };
     let d = GroupedDesc { zero_tail: true, ..GroupedDesc::new(3, 100, 40, 24, DType::BF16) };
-    let (p, plan) = (Problem::new(&g, &mut Rng::new(14), d, &[40, 0, 50]), plan(&g, d));
+    let (p, plan) =
+        (Problem::new(&g, &mut Rng::new(14), d, &[40, 0, 50], Form::default()), plan(&g, d));
     let put = |s: [i64; 3]| p.on.splits.upload(bytemuck::cast_slice(&s)).unwrap();
     for (bad, status) in [([40, -1, 0], 1), ([40, 61, 0], 2), ([1, i64::MAX, i64::MAX], 2)] {
         put(bad);
@@ -232,7 +319,9 @@ fn bad_splits_write_nothing() {
         p.run(&g, &plan);
         g.stream.synchronize().unwrap();
         assert_eq!(plan.status().to_vec::<i32>().unwrap(), [status]);
-        assert!(p.on.out.t.download().unwrap().iter().all(|&b| b == DType::POISON));
+        for t in p.outs().into_iter().filter(|t| !t.shares_memory(&p.on.dw.t)) {
+            assert!(t.download().unwrap().iter().all(|&b| b == DType::POISON), "written");
+        }
         assert!(p.on.dw.t.download().unwrap() == before);
         put([40, 0, 50]);
         p.run(&g, &plan);
@@ -256,7 +345,14 @@ fn replays_follow_the_splits() {
         activation: Activation::SwiGlu,
         ..GroupedDesc::new(6, 400, 96, 72, DType::BF16)
     };
-    let (p, plan) = (Problem::new(&g, &mut rng, d, &[0; 6]), plan(&g, d));
+    for form in Form::all() {
+        let p = Problem::new(&g, &mut rng, d, &[0; 6], form);
+        replays(&g, &mut rng, &p, &plan(&g, d));
+    }
+}
+
+/// Twenty replays with other splits each time.
+fn replays(g: &Gpu, rng: &mut Rng, p: &Problem, plan: &GroupedGemmPlan) {
     let change = |round: u64| {
         let mut left = 400;
         let splits: Vec<i64> = (0..6)
@@ -266,12 +362,11 @@ fn replays_follow_the_splits() {
                 some as i64
             })
             .collect();
-        p.on.splits.upload(bytemuck::cast_slice(&splits)).unwrap();
-        refill(&p.on.x, &mut rng);
-        refill(&p.on.dy, &mut rng);
+        p.on.splits.upload(&p.form.bytes(&splits)).unwrap();
+        refill(&p.on.x, rng);
+        refill(&p.on.dy, rng);
     };
-    let outs = [&p.on.out.t, &p.on.dx.t, &p.on.dw.t];
-    g.replays(&outs, change, || p.reset(), || p.run(&g, &plan));
+    g.replays(&p.outs(), change, || p.reset(), || p.run(g, plan));
     plan.check().unwrap();
 }
 
@@ -283,7 +378,7 @@ fn what_cannot_run_is_said() {
     assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     let host = Tensor::zeros(DType::I64, Shape::d1(2));
     let d = GroupedDesc::new(2, 8, 8, 8, DType::F16);
-    let (p, plan) = (Problem::new(&g, &mut Rng::new(16), d, &[1, 2]), plan(&g, d));
+    let (p, plan) = (Problem::new(&g, &mut Rng::new(16), d, &[1, 2], Form::default()), plan(&g, d));
     let t = GroupedDgrad {
         dy: (&p.on.dy).into(),
         w: Weights::from(&p.on.w),
