@@ -23,7 +23,7 @@ pub const QUANT_THREADS: u64 = 256;
 /// Rows and columns that a block of `tw_quant_*` takes.
 pub const QUANT_TILE: u64 = 128;
 
-/// Largest magnitudes, scales and codes.
+/// Largest magnitudes, scales and codes, and back.
 pub const QUANT: Source = Source {
     name: "quant/sm80_quant.cu",
     parts: &[CONVERT, CONVERSIONS, include_str!("quant/sm80_quant.cu")],
@@ -36,6 +36,7 @@ pub const QUANT: Source = Source {
         "tw_amax",
         "tw_scale",
         "tw_scale_delayed",
+        "tw_dequant",
     ],
 };
 

@@ -36,19 +36,24 @@ __device__ __forceinline__ void tw_gemm(const TwGemm& g) {
     tw_epilogue(g, acc, tw_smem, t.m, g.m, t.n);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_gemm_nt(const __grid_constant__ TwGemm g) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
+tw_gemm_nt(const __grid_constant__ TwGemm g) {
     tw_gemm<true, true>(g);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_gemm_nn(const __grid_constant__ TwGemm g) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
+tw_gemm_nn(const __grid_constant__ TwGemm g) {
     tw_gemm<true, false>(g);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_gemm_tn(const __grid_constant__ TwGemm g) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
+tw_gemm_tn(const __grid_constant__ TwGemm g) {
     tw_gemm<false, false>(g);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_gemm_tt(const __grid_constant__ TwGemm g) {
+// No layer needs this order often: more registers than spills.
+extern "C" __global__ void __launch_bounds__(TW_THREADS, 1)
+tw_gemm_tt(const __grid_constant__ TwGemm g) {
     tw_gemm<false, true>(g);
 }
 

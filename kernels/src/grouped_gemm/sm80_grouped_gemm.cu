@@ -119,15 +119,18 @@ __device__ __forceinline__ void tw_grouped_rows(const TwGrouped& p) {
     tw_epilogue(g, acc, tw_smem, row0, end, t.n * cols);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_grouped_nt(const __grid_constant__ TwGrouped p) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
+tw_grouped_nt(const __grid_constant__ TwGrouped p) {
     tw_grouped_rows<true>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_grouped_nn(const __grid_constant__ TwGrouped p) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
+tw_grouped_nn(const __grid_constant__ TwGrouped p) {
     tw_grouped_rows<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS) tw_grouped_tn(const __grid_constant__ TwGrouped p) {
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
+tw_grouped_tn(const __grid_constant__ TwGrouped p) {
     TwGemm g = p.g;
     const u32 tiles_m = (g.m + TW_BM - 1) / TW_BM, tiles_n = (g.n + TW_BN - 1) / TW_BN;
     const u32 tiles = max(tiles_m * tiles_n, 1u);

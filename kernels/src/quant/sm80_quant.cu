@@ -334,3 +334,58 @@ tw_scale_delayed(const float* parts, u32 num, float* history, u32 window, i64* s
     double next = (double)top / TW_MAX * __longlong_as_double((i64)(1023 + margin) << 52);
     *state = fmaxf((float)next, __uint_as_float(1u << 23));
 }
+
+// ---- Back: codes times scales.
+
+struct TwDequant {
+    const u8* x;         // [rows, cols]
+    const void* scales;  // as `layout` says
+    void* out;           // [rows, cols] of TW_SRC_MANTISSA bits
+    u32 rows, cols;
+    u32 layout;  // TW_TENSOR to TW_MX, or TW_MX_TILES
+    u32 chunks;  // blocks of a row
+};
+enum { TW_MX_TILES = TW_MX + 1 };
+
+// The scale of element (r, c).
+__device__ __forceinline__ float tw_scale_at(const TwDequant& q, u32 r, u32 c) {
+    const float* f = (const float*)q.scales;
+    const u8* e8m0 = (const u8*)q.scales;
+    const u32 block = c / 32;
+    if (q.layout == TW_TENSOR) return *f;
+    if (q.layout == TW_1X128) return f[(u64)r * tw_ceil(q.cols, 128) + c / 128];
+    if (q.layout == TW_128X128) return f[(u64)(r / 128) * tw_ceil(q.cols, 128) + c / 128];
+    if (q.layout == TW_MX) return tw_e8m0_to_f32(e8m0[(u64)r * tw_ceil(q.cols, 32) + block]);
+    const u64 tile = (u64)(r / 128) * tw_ceil(q.cols, 128) + block / 4;
+    return tw_e8m0_to_f32(e8m0[tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4]);
+}
+
+// The product as the host forms it: a NaN of the code stays that one.
+__device__ __forceinline__ u32 tw_dequantised(u32 code, float scale) {
+#if TW_DST_MANTISSA == 3
+    const float v = tw_e4m3_to_f32(code);
+#else
+    const float v = tw_e5m2_to_f32(code);
+#endif
+    return Src::round(tw_is_nan(v) ? v : __fmul_rn(v, scale));
+}
+
+// out = x * scale, rounded once. A thread has four elements of a row, which share a scale: rows *
+// chunks blocks, chunks = ceil(cols / (4 * TW_QUANT_THREADS)).
+extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS) tw_dequant(TwDequant q) {
+    const u32 r = blockIdx.x / q.chunks, c = (blockIdx.x % q.chunks * TW_QUANT_THREADS + threadIdx.x) * 4;
+    if (c >= q.cols) return;
+    const u64 at = (u64)r * q.cols + c;
+    const float scale = tw_scale_at(q, r, c);
+    Src::Bits* out = (Src::Bits*)q.out + at;
+    if (q.cols % 4 == 0 && tw_aligned(q.x, 4) && tw_aligned(q.out, sizeof(TwQuad))) {
+        const u32 codes = *(const u32*)(q.x + at);
+        TwQuad v;
+        v.clear();
+#pragma unroll
+        for (int j = 0; j < 4; j++) v.set(j, tw_dequantised(codes >> 8 * j & 0xff, scale));
+        *(TwQuad*)out = v;
+        return;
+    }
+    for (u32 j = 0; j < 4 && c + j < q.cols; j++) out[j] = (Src::Bits)tw_dequantised(q.x[at + j], scale);
+}

@@ -367,7 +367,7 @@ impl Case {
     }
 }
 
-fn dgelu(x: f64) -> f64 {
+pub fn dgelu(x: f64) -> f64 {
     let root = (2.0 / std::f64::consts::PI).sqrt();
     let t = (root * (x + 0.044715 * x.powi(3))).tanh();
     0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * root * (1.0 + 3.0 * 0.044715 * x * x)

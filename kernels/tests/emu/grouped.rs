@@ -21,20 +21,20 @@ pub const TESTS: &[Test] = tests![
 ];
 
 /// 64x64, four warps, three stages, f16.
-static LIB: LazyLock<Build> =
+pub static LIB: LazyLock<Build> =
     LazyLock::new(|| load(&SM80_GROUPED_GEMM, SM80_GROUPED_GEMM.emu_text(), SMALL, &[]));
 
 /// `TwGrouped`.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct GroupedParam {
-    g: Param,
-    splits: u64,
-    status: u64,
-    accumulate: u64,
-    stride: u64,
-    groups: u32,
-    pad: u32,
+pub struct GroupedParam {
+    pub g: Param,
+    pub splits: u64,
+    pub status: u64,
+    pub accumulate: u64,
+    pub stride: u64,
+    pub groups: u32,
+    pub pad: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]

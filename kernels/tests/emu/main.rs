@@ -6,10 +6,12 @@
 
 mod compile;
 mod convert;
+mod dequant;
 mod gemm;
 mod gemm_aux;
 mod gemm_mutants;
 mod grouped;
+mod grouped_grad;
 mod host;
 mod memory;
 mod mutants;
@@ -53,8 +55,10 @@ fn main() -> ExitCode {
         gemm_aux::TESTS,
         gemm_mutants::TESTS,
         grouped::TESTS,
+        grouped_grad::TESTS,
         convert::TESTS,
         quant::TESTS,
+        dequant::TESTS,
         permute::TESTS,
         reduce::TESTS,
     ]

@@ -31,9 +31,9 @@ pub const TESTS: &[Test] = tests![
 ];
 
 /// In the order of `WIDE_MANTISSAS` and `FP8_MANTISSAS`.
-const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-const FP8: [DType; 2] = [DType::F8E4M3, DType::F8E5M2];
-const LAYOUTS: [ScaleLayout; 5] = [
+pub const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+pub const FP8: [DType; 2] = [DType::F8E4M3, DType::F8E5M2];
+pub const LAYOUTS: [ScaleLayout; 5] = [
     ScaleLayout::Tensor,
     ScaleLayout::Block1x128,
     ScaleLayout::Block128x128,
@@ -46,12 +46,12 @@ const POISON: u8 = 0xA5;
 const TAIL: usize = 24;
 
 /// The kernels for `WIDE[src]` and `FP8[dst]`.
-fn lib(src: usize, dst: usize) -> &'static Lib {
+pub fn lib(src: usize, dst: usize) -> &'static Lib {
     static LIBS: [[OnceLock<&'static Lib>; 2]; 3] = [const { [const { OnceLock::new() }; 2] }; 3];
     LIBS[src][dst].get_or_init(|| load(QUANT.emu_text(), src, dst))
 }
 
-fn load(text: String, src: usize, dst: usize) -> &'static Lib {
+pub fn load(text: String, src: usize, dst: usize) -> &'static Lib {
     let defines = quant_defines(WIDE_MANTISSAS[src], FP8_MANTISSAS[dst]);
     let values = QUANT.defines.iter().zip(defines).map(|(n, (_, v))| (*n, v)).collect();
     RUNTIME.load(&Unit {

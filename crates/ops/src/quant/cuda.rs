@@ -6,7 +6,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, L
 use tilewire_device::{Buffer, Device, Tensor};
 use tilewire_kernels::portable::{QUANT, QUANT_THREADS, QUANT_TILE, quant_defines};
 
-use super::{QuantDesc, QuantInputs, Quantized, Scaling, Scope};
+use super::{DequantDesc, QuantDesc, QuantInputs, Quantized, Scaling, Scope};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, no_kernel, workspace};
 
 /// Elements for which `tw_amax` has a block, up to the most blocks.
@@ -165,6 +165,64 @@ impl Prepared {
         // SAFETY: `tw_scale_delayed` takes (const float*, u32, float*, u32, i64*, float*, int,
         // float*, float*); the history has `window` elements, and all of it is held.
         unsafe { self.scale_delayed.launch(stream, grid(1), args) }
+    }
+}
+
+/// `TwDequant` of `quant/sm80_quant.cu`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct DequantParam {
+    x: u64,
+    scales: u64,
+    out: u64,
+    rows: u32,
+    cols: u32,
+    layout: u32,
+    chunks: u32,
+}
+
+/// The kernel of a dequantisation.
+pub(super) struct Dequant {
+    desc: DequantDesc,
+    kernel: Kernel,
+    /// Blocks of a row.
+    chunks: usize,
+}
+
+impl Dequant {
+    pub fn new(ctx: &CudaContext, desc: &DequantDesc) -> Result<Self> {
+        let chunks = desc.cols.div_ceil(4 * QUANT_THREADS as usize);
+        fit_32_bits("dequantisation", &[desc.rows, desc.cols, desc.rows.saturating_mul(chunks)])?;
+        let module = load(ctx, &QUANT, quant_defines(mantissa(desc.out), mantissa(desc.src)))?;
+        Ok(Self { desc: *desc, kernel: module.kernel("tw_dequant")?, chunks })
+    }
+
+    /// Queues the dequantisation of tensors that were checked.
+    pub fn launch(&self, stream: &CudaStream, q: &Quantized, out: &Tensor) -> Result<()> {
+        let rows = out.shape().dim(0);
+        if rows * self.chunks == 0 {
+            return Ok(());
+        }
+        let p = DequantParam {
+            x: addr(&q.data)?,
+            scales: addr(&q.scales)?,
+            out: addr(out)?,
+            rows: rows as u32,
+            cols: self.desc.cols as u32,
+            layout: match self.desc.layout {
+                ScaleLayout::Tensor => 0,
+                ScaleLayout::Block1x128 => 1,
+                ScaleLayout::Block128x128 => 2,
+                ScaleLayout::Mx1x32 => 3,
+                ScaleLayout::Mx1x32Swizzled => 4,
+            },
+            chunks: self.chunks as u32,
+        };
+        hold(stream, (q.clone(), out.clone()));
+        let args = LaunchArgs::new().arg(&p);
+        // SAFETY: `tw_dequant` takes a `TwDequant`; its tensors were checked to be of these shapes
+        // and types and on this device, and are held.
+        unsafe { self.kernel.launch(stream, grid(rows * self.chunks), args) }
     }
 }
 

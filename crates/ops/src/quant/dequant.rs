@@ -5,8 +5,8 @@ use std::fmt;
 use tilewire_core::{DType, Error, Result, ScaleLayout, convert_from_f32};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
-use super::Quantized;
-use crate::common::cuda::{Ready, no_kernel, together_on};
+use super::{Quantized, cuda};
+use crate::common::cuda::{Ready, together_on};
 use crate::common::expect_tensor;
 use crate::gemm::Operand;
 
@@ -50,7 +50,7 @@ impl fmt::Display for DequantDesc {
 /// A dequantisation. Local: no team.
 pub struct DequantPlan {
     desc: DequantDesc,
-    ready: Ready<()>,
+    ready: Ready<cuda::Dequant>,
 }
 
 impl DequantPlan {
@@ -68,14 +68,14 @@ impl DequantPlan {
         &self.desc
     }
 
-    /// Makes lazy state (there is none on the host).
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host, a kernel
+    /// on a CUDA device.
     ///
     /// # Errors
-    /// `InvalidArgument` during capture; `Unsupported` on a CUDA device.
+    /// `InvalidArgument` during capture, or if the plan is prepared for another device;
+    /// `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |_: &_| {
-            Err(no_kernel("dequantisation", "move the data to the host, or multiply by the scales"))
-        };
+        let make = |ctx: &_| cuda::Dequant::new(ctx, &self.desc);
         self.ready.prepare(stream, make).map_err(|e| e.op("dequant"))
     }
 
@@ -90,12 +90,15 @@ impl DequantPlan {
     /// `NotPrepared`; `InvalidArgument` for tensors that do not fit.
     pub fn launch(&self, stream: &Stream, q: &Quantized, out: &Tensor) -> Result<Pending<Tensor>> {
         let check = || {
-            self.ready.on(stream)?;
+            let ready = self.ready.on(stream)?;
             self.check_inputs(q, out)?;
             let tensors = [("q", Some(&q.data)), ("q scales", Some(&q.scales)), ("out", Some(out))];
-            together_on(stream, &tensors)
+            together_on(stream, &tensors)?;
+            ready.map(|(s, p)| p.launch(s, q, out)).transpose()
         };
-        check().map_err(|e| e.op("dequant"))?;
+        if check().map_err(|e| e.op("dequant"))?.is_some() {
+            return Pending::new(out.clone(), stream, None);
+        }
         let (operand, target) = (Operand::from(q), out.clone());
         stream.launch(Node::new("dequant", move || {
             operand.with_wide(|v| target.write(|b| convert_from_f32(target.dtype(), v, b)))?

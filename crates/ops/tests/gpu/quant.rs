@@ -2,7 +2,9 @@
 
 use tilewire_core::{DType, Rng, ScaleLayout, Shape};
 use tilewire_device::{Buffer, Device, Stream, Tensor};
-use tilewire_ops::quant::{QuantDesc, QuantInputs, QuantPlan, Quantized, Scaling, Sides};
+use tilewire_ops::quant::{
+    DequantDesc, DequantPlan, QuantDesc, QuantInputs, QuantPlan, Quantized, Scaling, Sides,
+};
 use tilewire_oracle::Mat;
 
 use crate::common::{Gpu, WIDE, gpu, same};
@@ -88,10 +90,45 @@ fn every_layout(src: DType) {
                     ..QuantDesc::new(rows + 5, cols, src, dst, layout)
                 };
                 let x = tensor(&data(&mut rng, rows, cols), src);
-                Both::new(&g, desc).check(&g, &x);
+                let both = Both::new(&g, desc);
+                both.check(&g, &x);
+                back(&g, &both, &x);
             }
         }
     }
+}
+
+/// Every code and scale of `x` back to `src`, on both devices.
+fn back(g: &Gpu, both: &Both, x: &Tensor) {
+    let d = *both.here.desc();
+    let want = QuantInputs::new(&d, x).unwrap();
+    both.here.launch(&both.host, want.clone()).unwrap().wait().unwrap();
+    each(&want, |q| {
+        let shape = q.data.shape();
+        let desc = DequantDesc {
+            rows: shape.dim(0) + 1,
+            cols: shape.dim(1),
+            src: d.dst,
+            layout: d.layout,
+            out: d.src,
+        };
+        let plan = |stream: &Stream| {
+            let p = DequantPlan::new(desc).unwrap();
+            p.prepare(stream).unwrap();
+            p
+        };
+        let here = Tensor::poisoned(d.src, shape);
+        plan(&both.host).launch(&both.host, q, &here).unwrap().wait().unwrap();
+        let out = g.out(d.src, shape.dim(0), shape.dim(1));
+        let moved = Quantized {
+            data: g.move_here(&q.data),
+            scales: g.move_here(&q.scales),
+            layout: q.layout,
+        };
+        plan(&g.stream).launch(&g.stream, &moved, &out.t).unwrap().wait().unwrap();
+        out.alone("dequantisation");
+        same(&format!("dequantisation {desc}"), &out.t, &here);
+    });
 }
 
 #[test]
@@ -155,6 +192,32 @@ fn replays_are_as_eager() {
             plan.launch(&g.stream, t.clone()).unwrap().join(&g.stream).unwrap();
         };
         g.replays(&outs, change, reset, launch);
+    }
+}
+
+/// Quantised and back in one graph.
+#[test]
+fn replays_of_dequantisation_are_as_eager() {
+    let Some(g) = gpu("quant") else { return };
+    let mut rng = Rng::new(17);
+    for layout in LAYOUTS {
+        let desc = QuantDesc::new(140, 200, DType::BF16, FP8[0], layout);
+        let plan = QuantPlan::new(desc, None).unwrap();
+        plan.prepare(&g.stream).unwrap();
+        let back = DequantDesc { rows: 140, cols: 200, src: FP8[0], layout, out: DType::F16 };
+        let back = DequantPlan::new(back).unwrap();
+        back.prepare(&g.stream).unwrap();
+        let x = g.move_here(&tensor(&data(&mut rng, 135, 200), DType::BF16));
+        let t = QuantInputs::new(&desc, &x).unwrap();
+        let out = g.out(DType::F16, 135, 200);
+        let change = |_| x.upload(&data(&mut rng, 135, 200).to_bytes(DType::BF16)).unwrap();
+        let launch = || {
+            plan.launch(&g.stream, t.clone()).unwrap().join(&g.stream).unwrap();
+            let q = t.row.as_ref().unwrap();
+            back.launch(&g.stream, q, &out.t).unwrap().join(&g.stream).unwrap();
+        };
+        g.replays(&[&out.t], change, || out.t.poison().unwrap(), launch);
+        out.alone("replays");
     }
 }
 
