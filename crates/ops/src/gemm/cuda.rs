@@ -1,13 +1,13 @@
 //! GEMM on CUDA devices, by the portable kernels (`gemm/sm80_gemm.cu`).
 
 use bytemuck::{Pod, Zeroable};
-use tilewire_core::{DType, Result};
-use tilewire_device::Tensor;
-use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_core::{DType, Result, ScaleLayout};
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::SM80_GEMM;
 
-use super::{AOrder, Activation, BOrder, GemmDesc, GemmInputs};
-use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel};
+use super::{AOrder, Activation, BOrder, GemmDesc, GemmInputs, Operand};
+use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
+use crate::quant::cuda::{Codes, Widen};
 
 /// Rows and columns of a block's tile, threads and dynamic shared memory of the 16-bit kernels, as
 /// `gemm/mainloop.cuh` defines them where nothing else is defined.
@@ -206,43 +206,89 @@ impl GemmKernels {
     }
 }
 
+/// FP8 operands become f32 before the product: every bit of them and of their scales counts.
+struct Widened {
+    a: (Widen, CudaMemory),
+    b: (Widen, CudaMemory),
+    /// The scale of an operand without scales.
+    one: CudaMemory,
+}
+
+impl Widened {
+    fn new(ctx: &CudaContext, d: &GemmDesc) -> Result<Self> {
+        for (rows, cols) in [(d.m, d.k), (d.k, d.m), (d.n, d.k), (d.k, d.n)] {
+            Widen::check(rows, cols)?;
+        }
+        let one = |dtype, rows: usize| -> Result<_> {
+            Ok((Widen::new(ctx, dtype, DType::F32)?, workspace(ctx, 4 * rows * d.k)?))
+        };
+        Ok(Self {
+            a: one(d.a, d.m)?,
+            b: one(d.b, d.n)?,
+            one: CudaMemory::from_bytes(ctx, &1f32.to_ne_bytes())?,
+        })
+    }
+
+    /// Queues the widening of `o`, which is checked and held; where its elements are then.
+    fn queue(&self, stream: &CudaStream, o: &Operand, is_a: bool) -> Result<u64> {
+        let (widen, to) = if is_a { &self.a } else { &self.b };
+        let (scales, layout) = match &o.scales {
+            Some((s, layout)) => (addr(s)?, *layout),
+            None => (self.one.addr(), ScaleLayout::Tensor),
+        };
+        let s = o.data.shape();
+        let codes = Codes { x: addr(&o.data)?, scales, layout, shape: (s.dim(0), s.dim(1)) };
+        // SAFETY: the operand was checked and is held; the workspace has room for the plan's most
+        // rows, and is held by `launch`.
+        unsafe { widen.launch(stream, &codes, to.addr()) }.map(|()| to.addr())
+    }
+}
+
 /// What a plan has on a CUDA device.
 pub(crate) struct Prepared {
+    /// What the kernels compute: with f32 in place of FP8.
     desc: GemmDesc,
     kernels: GemmKernels,
     /// With `bgrad`.
     row_sums: Option<Kernel>,
+    /// With FP8 operands.
+    widened: Option<Widened>,
 }
 
 impl Prepared {
     pub fn new(ctx: &CudaContext, desc: &GemmDesc) -> Result<Self> {
+        let fp8 = desc.a.is_fp8();
+        let kernel_desc =
+            if fp8 { GemmDesc { a: DType::F32, b: DType::F32, ..*desc } } else { *desc };
+        let kernels = GemmKernels::new(ctx, &kernel_desc)?;
         let row_sums = desc
             .epilogue
             .bgrad
-            .then(|| load(ctx, &SM80_GEMM, defines(desc.a))?.kernel("tw_gemm_row_sums"));
-        let kernels = GemmKernels::new(ctx, desc)?;
-        Ok(Self { desc: *desc, kernels, row_sums: row_sums.transpose()? })
+            .then(|| load(ctx, &SM80_GEMM, defines(kernel_desc.a))?.kernel("tw_gemm_row_sums"));
+        let widened = fp8.then(|| Widened::new(ctx, desc)).transpose()?;
+        Ok(Self { desc: kernel_desc, kernels, row_sums: row_sums.transpose()?, widened })
     }
 
     /// Queues the product of tensors that were checked.
     pub fn launch(&self, stream: &CudaStream, m: usize, t: GemmInputs) -> Result<()> {
         let d = &self.desc;
-        let at = |t: &Tensor, ld: usize| Ok::<_, tilewire_core::Error>(Matrix::new(addr(t)?, ld));
+        let held = self.widened.as_ref().map(|w| (w.a.1.clone(), w.b.1.clone(), w.one.clone()));
+        hold(stream, (t.clone(), held));
+        let place = |o: &Operand, is_a: bool| match &self.widened {
+            Some(w) => w.queue(stream, o, is_a),
+            None => addr(&o.data),
+        };
+        let act = d.epilogue.activation;
         let product = Product {
             shape: (m, d.n, d.k),
-            a: at(&t.a.data, if d.a_order == AOrder::Mk { d.k } else { m })?,
-            b: at(&t.b.data, if d.b_order == BOrder::Nk { d.k } else { d.n })?,
-            d: at(&t.out, d.epilogue.activation.out_cols(d.n))?,
+            a: Matrix::new(place(&t.a, true)?, if d.a_order == AOrder::Mk { d.k } else { m }),
+            b: Matrix::new(place(&t.b, false)?, if d.b_order == BOrder::Nk { d.k } else { d.n }),
+            d: Matrix::new(addr(&t.out)?, act.out_cols(d.n)),
             bias: addr(t.bias.as_ref())?,
-            aux: Matrix {
-                addr: addr(t.aux_in.as_ref().or(t.aux_out.as_ref()))?,
-                ld: d.epilogue.activation.aux_cols(d.n),
-            },
+            aux: Matrix::new(addr(t.aux_in.as_ref().or(t.aux_out.as_ref()))?, act.aux_cols(d.n)),
             accumulate: d.epilogue.accumulate,
         };
-        let bgrad = addr(t.bgrad.as_ref())?;
-        hold(stream, t);
-        self.row_sums(stream, product.a, m, bgrad)?;
+        self.row_sums(stream, product.a, m, addr(t.bgrad.as_ref())?)?;
         // SAFETY: the tensors were checked against the description that the kernel was made for,
         // lie on this device, and are held; that the caller orders other work on them behind this
         // stream is what every launch asks for.

@@ -135,7 +135,8 @@ impl GemmPlan {
     }
 
     /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
-    /// on a CUDA device.
+    /// on a CUDA device, and for FP8 operands room to widen them to f32. That workspace is shared by
+    /// all launches: with FP8, launches on several streams must be ordered.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;

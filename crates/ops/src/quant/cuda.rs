@@ -181,48 +181,92 @@ struct DequantParam {
     chunks: u32,
 }
 
-/// The kernel of a dequantisation.
-pub(super) struct Dequant {
-    desc: DequantDesc,
-    kernel: Kernel,
-    /// Blocks of a row.
-    chunks: usize,
+/// A quantised matrix on the device: `[rows, cols]` codes and scales as their layout says.
+pub(crate) struct Codes {
+    pub x: u64,
+    pub scales: u64,
+    pub layout: ScaleLayout,
+    pub shape: (usize, usize),
 }
 
-impl Dequant {
-    pub fn new(ctx: &CudaContext, desc: &DequantDesc) -> Result<Self> {
-        let chunks = desc.cols.div_ceil(4 * QUANT_THREADS as usize);
-        fit_32_bits("dequantisation", &[desc.rows, desc.cols, desc.rows.saturating_mul(chunks)])?;
-        let module = load(ctx, &QUANT, quant_defines(mantissa(desc.out), mantissa(desc.src)))?;
-        Ok(Self { desc: *desc, kernel: module.kernel("tw_dequant")?, chunks })
+/// The kernel that multiplies codes by their scales, on raw addresses.
+pub(crate) struct Widen(Kernel);
+
+impl Widen {
+    /// For codes of type `src`, to f32, bf16 or f16.
+    ///
+    /// # Errors
+    /// As [`CudaContext::module`].
+    pub fn new(ctx: &CudaContext, src: DType, out: DType) -> Result<Self> {
+        let module = load(ctx, &QUANT, quant_defines(mantissa(out), mantissa(src)))?;
+        Ok(Self(module.kernel("tw_dequant")?))
     }
 
-    /// Queues the dequantisation of tensors that were checked.
-    pub fn launch(&self, stream: &CudaStream, q: &Quantized, out: &Tensor) -> Result<()> {
-        let rows = out.shape().dim(0);
-        if rows * self.chunks == 0 {
+    /// Blocks of a row.
+    fn chunks(cols: usize) -> usize {
+        cols.div_ceil(4 * QUANT_THREADS as usize)
+    }
+
+    /// Checks that the blocks of a launch can be counted.
+    pub fn check(rows: usize, cols: usize) -> Result<()> {
+        let blocks = rows.saturating_mul(Self::chunks(cols));
+        fit_32_bits("dequantisation", &[rows, cols, blocks])
+    }
+
+    /// Queues `out = codes * scales`, rounded once; the caller holds the memory.
+    ///
+    /// # Safety
+    /// The addresses must be mapped on the stream's device for a matrix of that shape until the work
+    /// has run (and be held by the graph if captured); nothing else may use `out` meanwhile.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub unsafe fn launch(&self, stream: &CudaStream, q: &Codes, out: u64) -> Result<()> {
+        let ((rows, cols), chunks) = (q.shape, Self::chunks(q.shape.1));
+        if rows * chunks == 0 {
             return Ok(());
         }
         let p = DequantParam {
-            x: addr(&q.data)?,
-            scales: addr(&q.scales)?,
-            out: addr(out)?,
+            x: q.x,
+            scales: q.scales,
+            out,
             rows: rows as u32,
-            cols: self.desc.cols as u32,
-            layout: match self.desc.layout {
+            cols: cols as u32,
+            layout: match q.layout {
                 ScaleLayout::Tensor => 0,
                 ScaleLayout::Block1x128 => 1,
                 ScaleLayout::Block128x128 => 2,
                 ScaleLayout::Mx1x32 => 3,
                 ScaleLayout::Mx1x32Swizzled => 4,
             },
-            chunks: self.chunks as u32,
+            chunks: chunks as u32,
+        };
+        // SAFETY: `tw_dequant` takes a `TwDequant`; the caller's contract for what it points to.
+        unsafe { self.0.launch(stream, grid(rows * chunks), LaunchArgs::new().arg(&p)) }
+    }
+}
+
+/// The kernel of a dequantisation plan.
+pub(super) struct Dequant(Widen);
+
+impl Dequant {
+    pub fn new(ctx: &CudaContext, desc: &DequantDesc) -> Result<Self> {
+        Widen::check(desc.rows, desc.cols)?;
+        Widen::new(ctx, desc.src, desc.out).map(Self)
+    }
+
+    /// Queues the dequantisation of tensors that were checked.
+    pub fn launch(&self, stream: &CudaStream, q: &Quantized, out: &Tensor) -> Result<()> {
+        let codes = Codes {
+            x: addr(&q.data)?,
+            scales: addr(&q.scales)?,
+            layout: q.layout,
+            shape: (out.shape().dim(0), out.shape().dim(1)),
         };
         hold(stream, (q.clone(), out.clone()));
-        let args = LaunchArgs::new().arg(&p);
-        // SAFETY: `tw_dequant` takes a `TwDequant`; its tensors were checked to be of these shapes
-        // and types and on this device, and are held.
-        unsafe { self.kernel.launch(stream, grid(rows * self.chunks), args) }
+        // SAFETY: the tensors were checked to be of these shapes and types and on this device, and
+        // are held.
+        unsafe { self.0.launch(stream, &codes, addr(out)?) }
     }
 }
 

@@ -1,11 +1,14 @@
 //! `gemm` against the oracle.
 
 use tilewire_core::numerics::Bound;
-use tilewire_core::{DType, Rng, Shape};
+use tilewire_core::{DType, QTensor, Rng, ScaleLayout, Shape};
 use tilewire_device::Tensor;
-use tilewire_ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmDesc, GemmInputs, GemmPlan};
+use tilewire_ops::gemm::{
+    AOrder, Activation, BOrder, Epilogue, GemmDesc, GemmInputs, GemmPlan, Operand,
+};
 use tilewire_oracle::gemm as oracle;
-use tilewire_oracle::{Mat, matmul_abs};
+use tilewire_oracle::quant::{QuantSpec, dequantize, quantize};
+use tilewire_oracle::{Mat, matmul, matmul_abs};
 
 use crate::common::{Gpu, Out, WIDE, gpu, random, refill};
 
@@ -238,12 +241,82 @@ fn integers_are_exact() {
     }
 }
 
+fn quantised(g: &Gpu, q: &QTensor, scales: bool) -> Operand {
+    let over = |bytes: &[u8], dtype: DType, shape| {
+        let t = Tensor::zeros(dtype, shape);
+        t.write(|b| b.copy_from_slice(bytes)).unwrap();
+        g.move_here(&t)
+    };
+    let data = over(&q.data, q.dtype, q.shape);
+    let dtype = q.layout.dtype();
+    let num = q.scales.len() / dtype.size();
+    let s = scales.then(|| (over(&q.scales, dtype, Shape::d1(num)), q.layout));
+    Operand { data, scales: s }
+}
+
+/// FP8 of both types with every layout of scales, in every order.
+#[test]
+fn products_of_fp8() {
+    let Some(g) = gpu("gemm") else { return };
+    let mut rng = Rng::new(18);
+    let (m, n, k) = (70, 140, 150);
+    let layouts = [
+        ScaleLayout::Tensor,
+        ScaleLayout::Block1x128,
+        ScaleLayout::Block128x128,
+        ScaleLayout::Mx1x32,
+        ScaleLayout::Mx1x32Swizzled,
+    ];
+    for (i, layout) in layouts.into_iter().enumerate() {
+        for (a_order, b_order) in ORDERS {
+            let types = [DType::F8E4M3, DType::F8E5M2];
+            let desc = GemmDesc {
+                a: types[i % 2],
+                b: types[1 - i % 2],
+                a_order,
+                b_order,
+                epilogue: Epilogue { bgrad: true, ..Epilogue::NONE },
+                ..GemmDesc::nt(m + 2, n, k, DType::F8E4M3)
+            };
+            let turned = |x: Mat, yes: bool| if yes { x.transpose() } else { x };
+            let (ta, tb) = (a_order == AOrder::Km, b_order == BOrder::Kn);
+            let a = turned(random(&mut rng, m, k, DType::F32), ta);
+            let b = turned(random(&mut rng, n, k, DType::F32), tb);
+            let qa = quantize(&a, QuantSpec::new(desc.a, layout));
+            let qb = quantize(&b, QuantSpec::new(desc.b, layout));
+            let scaled = layout != ScaleLayout::Tensor || ta;
+            let value = |q: &QTensor, x: &Mat| match scaled {
+                true => dequantize(q),
+                false => Mat::from_bytes(x.rows, x.cols, q.dtype, &q.data),
+            };
+            let (da, db) = (turned(value(&qa, &a), ta), turned(value(&qb, &b), !tb));
+            let (out, sums) = (g.out(desc.out, m, n), g.out(DType::F32, m, 1));
+            let inputs = GemmInputs {
+                bgrad: Some(sums.t.reshape(Shape::d1(m)).unwrap()),
+                ..GemmInputs::new(
+                    quantised(&g, &qa, scaled),
+                    quantised(&g, &qb, scaled),
+                    out.t.clone(),
+                )
+            };
+            plan(&g, desc).launch(&g.stream, inputs).unwrap().wait().unwrap();
+            let what = format!("{desc} {layout:?}");
+            out.check(&what, &matmul(&da, &db), &matmul_abs(&da, &db), &Bound::local(desc.out, k));
+            let sum = |f: fn(f64) -> f64| {
+                Mat::from_fn(m, 1, |i, _| da.row(i).iter().map(|v| f(*v)).sum())
+            };
+            sums.check(&what, &sum(|v| v), &sum(f64::abs), &Bound::local(DType::F32, k));
+        }
+    }
+}
+
 #[test]
 fn replays_are_as_eager() {
     let Some(g) = gpu("gemm") else { return };
     let mut rng = Rng::new(3);
     let descs = [
         GemmDesc::nt(200, 130, 70, DType::F32),
+        GemmDesc::nt(200, 130, 70, DType::F8E4M3),
         GemmDesc {
             epilogue: epilogue(true, Activation::SwiGlu),
             ..GemmDesc::nt(200, 130, 70, DType::BF16)
@@ -288,7 +361,8 @@ fn replays_are_as_eager() {
 #[test]
 fn what_cannot_run_is_said() {
     let Some(g) = gpu("gemm") else { return };
-    let bad = GemmPlan::new(GemmDesc::nt(8, 8, 8, DType::F8E4M3)).unwrap();
+    let bad = GemmDesc { out: DType::F8E4M3, ..GemmDesc::nt(8, 8, 8, DType::BF16) };
+    let bad = GemmPlan::new(bad).unwrap();
     let e = bad.prepare(&g.stream).unwrap_err();
     assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     let desc = GemmDesc::nt(8, 8, 8, DType::BF16);
