@@ -106,6 +106,7 @@ pub const SM80_GROUPED_GEMM: Source = Source {
         "tw_grouped_tn",
         "tw_grouped_dbias",
         "tw_grouped_dact",
+        "tw_grouped_table",
     ],
 };
 

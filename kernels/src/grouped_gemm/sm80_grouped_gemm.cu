@@ -30,6 +30,7 @@ struct TwGrouped {
     const u8* accumulate;  // [groups], or null: wgrad of group e adds if it is not 0
     i64 stride;            // elements from group to group: of B, for tn of D
     u32 groups, pad;
+    const u64* table;  // [groups] addresses of B (for tn of D), or null: one tensor and a stride
 };
 
 // What a block needs to know of the splits.
@@ -99,6 +100,17 @@ __device__ __forceinline__ void tw_zero_tail(const TwGemm& g, u32 first) {
     }
 }
 
+// Addresses of tensors, by value: so that a captured launch has them in itself.
+struct TwAddresses {
+    u64 at[64];
+};
+
+// table[i] = a.at[i], i < num <= 64; one block of 64 threads.
+extern "C" __global__ void __launch_bounds__(64)
+tw_grouped_table(const __grid_constant__ TwAddresses a, u32 num, u64* table) {
+    if (threadIdx.x < num) table[threadIdx.x] = a.at[threadIdx.x];
+}
+
 template <bool B_NK>
 __device__ __forceinline__ void tw_grouped_rows(const TwGrouped& p) {
     TwGemm g = p.g;
@@ -112,7 +124,8 @@ __device__ __forceinline__ void tw_grouped_rows(const TwGrouped& p) {
     const u32 row0 = f.row0 + t.m * TW_BM, end = f.row0 + f.rows;
     if (g.bias) g.bias += (i64)f.group * g.n;
     const TwOperand a = tw_operand<true>(g.a, g.lda, end, row0, false);
-    const TwOperand b = tw_operand<B_NK>((const u16*)g.b + f.group * p.stride, g.ldb, tw_out_cols(g), t.n * cols,
+    const u16* weights = p.table ? (const u16*)p.table[f.group] : (const u16*)g.b + f.group * p.stride;
+    const TwOperand b = tw_operand<B_NK>(weights, g.ldb, tw_out_cols(g), t.n * cols,
                                          tw_act(g) == TW_SWIGLU);
     TwAcc acc;
     tw_mainloop<true, B_NK>(acc, tw_smem, a, b, g.k);
@@ -143,7 +156,7 @@ tw_grouped_tn(const __grid_constant__ TwGrouped p) {
     if (add && f.rows == 0) return;
     if (add) g.flags |= TW_ACCUMULATE;
     const u64 bytes = (g.flags & TW_OUT) == 2 ? 4 : 2;
-    g.d = (u8*)g.d + f.group * p.stride * bytes;
+    g.d = p.table ? (void*)p.table[f.group] : (u8*)g.d + f.group * p.stride * bytes;
     const TwOperand a = tw_operand<false>((const u16*)g.a + f.row0 * g.lda, g.lda, g.m, t.m * TW_BM, false);
     const TwOperand b = tw_operand<false>((const u16*)g.b + f.row0 * g.ldb, g.ldb, g.n, t.n * TW_BN, false);
     TwAcc acc;

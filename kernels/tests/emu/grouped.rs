@@ -35,6 +35,7 @@ pub struct GroupedParam {
     pub stride: u64,
     pub groups: u32,
     pub pad: u32,
+    pub table: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -66,6 +67,8 @@ struct Case {
     narrow: bool,
     /// The pre-activation is stored, too.
     aux: bool,
+    /// Weights, or their gradients, are found by a table: the last group's come first.
+    table: bool,
     out: Type,
     exact: bool,
 }
@@ -85,6 +88,7 @@ fn case(pass: Pass, splits: &[i64], capacity: usize, k: usize, n: usize) -> Case
         ends: false,
         narrow: false,
         aux: false,
+        table: false,
         out,
         exact: false,
     }
@@ -214,6 +218,7 @@ impl Case {
             stride: k * n,
             groups: self.splits.len() as u32,
             pad: 0,
+            table: 0,
         }
     }
 
@@ -237,7 +242,17 @@ impl Case {
             store("accumulate", &add),
             store("aux", &self.out.bytes(&vec![f32::NAN; self.capacity * self.n])),
         ];
-        let param = self.param(all.each_ref().map(Memory::addr));
+        let mut param = self.param(all.each_ref().map(Memory::addr));
+        let table = Memory::new("table", ANY, 8 * groups);
+        let size = (self.k * self.n) as u64 * if self.pass == Wgrad { self.size() } else { 2 };
+        if self.table {
+            let which = &all[if self.pass == Wgrad { 2 } else { 1 }];
+            which.write(&reversed(&which.read::<u8>(), size as usize));
+            let at: Vec<u64> =
+                (0..groups).map(|e| which.addr() + (groups - 1 - e) as u64 * size).collect();
+            table.write(&at);
+            param.table = table.addr();
+        }
         let (bm, bn) = on.tile;
         let tiles_n = self.n.div_ceil(bn);
         let (name, blocks) = match self.pass {
@@ -247,11 +262,20 @@ impl Case {
         };
         let k = on.lib.kernel(name);
         let launch = k.grid([blocks.max(1) as u32, 1, 1], [on.threads, 1, 1]).smem(on.smem);
-        let mut run = Run::new(seed).memory(&all).stream(0, vec![launch.arg(&param)]);
+        let mut run =
+            Run::new(seed).memory(all.iter().chain([&table])).stream(0, vec![launch.arg(&param)]);
         run.yield_permille = 20;
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
         self.check_aux(&x, &all[7].read());
-        (all[5].read::<u32>()[0], all[2].read())
+        let d = all[2].read::<u8>();
+        let turned = self.table && self.pass == Wgrad;
+        let d = if turned { reversed(&d, size as usize) } else { d };
+        (all[5].read::<u32>()[0], d)
+    }
+
+    /// Bytes of an element of D.
+    fn size(&self) -> u64 {
+        self.out.bytes(&[0.0]).len() as u64
     }
 
     fn check(&self, on: &Build) {
@@ -305,6 +329,11 @@ impl Case {
     }
 }
 
+/// The pieces of `len` bytes, the last one first.
+fn reversed(bytes: &[u8], len: usize) -> Vec<u8> {
+    bytes.chunks(len.max(1)).rev().flatten().copied().collect()
+}
+
 /// Groups without rows, of one row, of more than a tile; more groups than a warp has lanes.
 fn many() -> Vec<i64> {
     (0..40).map(|e| i64::from(e % 7 == 3) * (e % 5)).collect()
@@ -328,6 +357,7 @@ fn rows_of(on: &Build, pass: Pass) {
         Case { act: RELU, ends: false, narrow: true, out: Type::F16, ..c }.check(on);
     }
     Case { ends: true, ..case(pass, &many(), 60, 16, 24) }.check(on);
+    Case { table: true, ..case(pass, &many(), 60, 16, 24) }.check(on);
 }
 
 fn grouped_fprop_and_dgrad() {
@@ -340,6 +370,7 @@ fn wgrad_of(on: &Build) {
     Case { accumulate: true, exact: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 21, 70) }.check(on);
     Case { out: Type::F16, ..case(Wgrad, &many(), 30, 16, 8) }.check(on);
     case(Wgrad, &[0, 0], 5, 16, 16).check(on);
+    Case { table: true, accumulate: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 24, 40) }.check(on);
     Case { ends: true, narrow: true, ..case(Wgrad, &[3, 0, 20], 30, 16, 24) }.check(on);
 }
 

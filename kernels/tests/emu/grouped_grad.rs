@@ -11,8 +11,12 @@ use crate::planted::{Planted, all_are_killed};
 use crate::run::Run;
 use crate::{Test, tests};
 
-pub const TESTS: &[Test] =
-    tests![grouped_gradients_of_biases, grouped_gradients_of_activations, grouped_grad_mutants];
+pub const TESTS: &[Test] = tests![
+    grouped_gradients_of_biases,
+    grouped_gradients_of_activations,
+    addresses_by_value,
+    grouped_grad_mutants
+];
 
 const GOOD: [&[i64]; 5] = [&[3, 0, 70, 1], &[0, 0], &[9], &[], &[20, 20, 34]];
 /// The bad one is behind the first 32, which a warp looks at together.
@@ -158,6 +162,19 @@ fn dact(on: &Build) {
 
 fn grouped_gradients_of_activations() {
     dact(&LIB);
+}
+
+fn addresses_by_value() {
+    let at: [u64; 64] = std::array::from_fn(|i| i as u64 * 77 + 5);
+    for num in [0u32, 1, 37, 64] {
+        let table = store("table", &[0xA5; 512]);
+        let k = LIB.lib.kernel("tw_grouped_table");
+        let launch = k.launch(64).arg(&at).arg(&num).arg(&table.addr());
+        Run::new(1).memory([&table]).stream(0, vec![launch]).go().unwrap();
+        let (got, n) = (table.read::<u64>(), num as usize);
+        assert_eq!(got[..n], at[..n]);
+        assert!(got[n..].iter().all(|v| *v == u64::from_ne_bytes([0xA5; 8])));
+    }
 }
 
 const MUTANTS: &[Planted] = &[

@@ -2,12 +2,12 @@
 
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Result, Shape};
-use tilewire_device::cuda::{CudaContext, CudaStream, Kernel, LaunchArgs};
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Device, Tensor};
 use tilewire_kernels::SM80_GROUPED_GEMM;
 
 use super::{GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights};
-use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel};
+use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
 use crate::gemm::cuda::{
     ACT_SHIFT, Param, SUMS, TILE, Tile, act_code, check_operand, defines, out_code,
 };
@@ -31,6 +31,14 @@ struct Grouped {
     stride: i64,
     groups: u32,
     pad: u32,
+    table: u64,
+}
+
+/// `TwAddresses`: what one `tw_grouped_table` writes.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Addresses {
+    at: [u64; 64],
 }
 
 /// Kernels and status word of a plan.
@@ -41,6 +49,9 @@ pub(super) struct Prepared {
     tn: Kernel,
     dbias: Kernel,
     dact: Kernel,
+    fill_table: Kernel,
+    /// `[groups]` addresses of the matrices of a launch with one tensor for each group.
+    table: CudaMemory,
     /// `[1]` i32.
     pub status: Tensor,
 }
@@ -65,17 +76,6 @@ fn split_flags(s: &Splits) -> u32 {
     ends | if s.values.dtype() == DType::I32 { NARROW_SPLITS } else { 0 }
 }
 
-/// The one matrix of all groups.
-fn packed(w: &Weights) -> Result<&Tensor> {
-    match w {
-        Weights::Packed(w) => Ok(&w.data),
-        Weights::Discrete(_) => Err(no_kernel(
-            "weights in a tensor for each group",
-            "keep them in one tensor: `Weights::Packed`",
-        )),
-    }
-}
-
 /// The part of a launch that the passes differ in.
 struct Pass<'a> {
     kernel: &'a Kernel,
@@ -83,6 +83,8 @@ struct Pass<'a> {
     g: Param,
     blocks: usize,
     mask: u64,
+    /// The table, or 0 for packed weights.
+    table: u64,
 }
 
 impl Prepared {
@@ -100,6 +102,8 @@ impl Prepared {
             tn: kernel("tw_grouped_tn")?,
             dbias: module.kernel("tw_grouped_dbias")?,
             dact: module.kernel("tw_grouped_dact")?,
+            fill_table: module.kernel("tw_grouped_table")?,
+            table: workspace(ctx, 8 * desc.groups)?,
             status: Tensor::zeros(DType::I32, Shape::d1(1)).to(&Device::Cuda(ctx.clone()))?,
         })
     }
@@ -109,11 +113,33 @@ impl Prepared {
         (self.desc.capacity / TILE.m + self.desc.groups) * cols.div_ceil(TILE.n).max(1)
     }
 
+    /// Address of packed weights, or of the table that is filled before the launch: one of them 0.
+    fn weights(&self, stream: &CudaStream, w: &Weights) -> Result<(u64, u64)> {
+        let list = match w {
+            Weights::Packed(w) => return Ok((addr(&w.data)?, 0)),
+            Weights::Discrete(list) => list,
+        };
+        hold(stream, self.table.clone());
+        for (i, part) in list.chunks(64).enumerate() {
+            let mut a = Addresses { at: [0; 64] };
+            for (to, w) in a.at.iter_mut().zip(part) {
+                *to = addr(&w.data)?;
+            }
+            let (num, at) = (part.len() as u32, self.table.addr() + 512 * i as u64);
+            let args = LaunchArgs::new().arg(&a).arg(&num).arg(&at);
+            // SAFETY: `tw_grouped_table` takes (TwAddresses, u32, u64*); the table has a word for
+            // each group, and is held.
+            unsafe { self.fill_table.launch(stream, Grid::new(1, 64), args)? };
+        }
+        Ok((0, self.table.addr()))
+    }
+
     pub fn fprop(&self, stream: &CudaStream, t: &GroupedFprop) -> Result<()> {
         let d = &self.desc;
+        let (b, table) = self.weights(stream, &t.w)?;
         let g = Param {
             a: addr(&t.x.data)?,
-            b: addr(packed(&t.w)?)?,
+            b,
             d: addr(&t.out)?,
             bias: addr(t.bias.as_ref())?,
             lda: d.k as i64,
@@ -126,15 +152,17 @@ impl Prepared {
             aux: addr(t.aux_out.as_ref())?,
             ldaux: d.n as i64,
         };
-        let pass = Pass { kernel: &self.nt, tile: TILE, g, blocks: self.row_blocks(d.n), mask: 0 };
+        let blocks = self.row_blocks(d.n);
+        let pass = Pass { kernel: &self.nt, tile: TILE, g, blocks, mask: 0, table };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
     pub fn dgrad(&self, stream: &CudaStream, t: &GroupedDgrad) -> Result<()> {
         let d = &self.desc;
+        let (b, table) = self.weights(stream, &t.w)?;
         let g = Param {
             a: addr(&t.dy.data)?,
-            b: addr(packed(&t.w)?)?,
+            b,
             d: addr(&t.dx)?,
             bias: 0,
             lda: d.n as i64,
@@ -147,16 +175,18 @@ impl Prepared {
             aux: 0,
             ldaux: 0,
         };
-        let pass = Pass { kernel: &self.nn, tile: TILE, g, blocks: self.row_blocks(d.k), mask: 0 };
+        let blocks = self.row_blocks(d.k);
+        let pass = Pass { kernel: &self.nn, tile: TILE, g, blocks, mask: 0, table };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
     pub fn wgrad(&self, stream: &CudaStream, t: &GroupedWgrad) -> Result<()> {
         let d = &self.desc;
+        let (dw, table) = self.weights(stream, &t.dw)?;
         let g = Param {
             a: addr(&t.dy.data)?,
             b: addr(&t.x.data)?,
-            d: addr(packed(&t.dw)?)?,
+            d: dw,
             bias: 0,
             lda: d.n as i64,
             ldb: d.k as i64,
@@ -170,12 +200,12 @@ impl Prepared {
         };
         let blocks = d.groups * (d.n.div_ceil(TILE.m) * d.k.div_ceil(TILE.n)).max(1);
         let mask = addr(t.mask.as_ref())?;
-        let pass = Pass { kernel: &self.tn, tile: TILE, g, blocks, mask };
+        let pass = Pass { kernel: &self.tn, tile: TILE, g, blocks, mask, table };
         self.launch(stream, &t.splits, &pass, t.clone())?;
         let Some(dbias) = &t.dbias else { return Ok(()) };
         let g = Param { b: 0, d: addr(dbias)?, n: d.n as u32, flags: out_code(d.dtype)?, ..g };
         let blocks = d.groups * d.n.div_ceil(SUMS.n).max(1);
-        let pass = Pass { kernel: &self.dbias, tile: SUMS, g, blocks, mask: 0 };
+        let pass = Pass { kernel: &self.dbias, tile: SUMS, g, blocks, mask: 0, table: 0 };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
@@ -200,7 +230,7 @@ impl Prepared {
         };
         let blocks = d.capacity.min(DACT_BLOCKS);
         let tile = Tile { shared_bytes: 0, ..TILE };
-        let pass = Pass { kernel: &self.dact, tile, g, blocks, mask: 0 };
+        let pass = Pass { kernel: &self.dact, tile, g, blocks, mask: 0, table: 0 };
         self.launch(stream, splits, &pass, (splits.clone(), dy.clone(), aux.clone(), dz.clone()))
     }
 
@@ -224,6 +254,7 @@ impl Prepared {
             stride: (self.desc.n * self.desc.k) as i64,
             groups: self.desc.groups as u32,
             pad: 0,
+            table: pass.table,
         };
         hold(stream, (held, self.status.clone()));
         let args = LaunchArgs::new().arg(&p);
@@ -248,8 +279,7 @@ mod tests {
     fn what_no_kernel_does_is_said_with_a_way_out() {
         let d = |dtype| GroupedDesc::new(4, 100, 32, 16, dtype);
         check(&d(DType::BF16)).unwrap();
-        let list = Weights::Discrete(Vec::new());
-        for e in [check(&d(DType::F32)), check(&d(DType::F8E4M3)), packed(&list).map(|_| ())] {
+        for e in [check(&d(DType::F32)), check(&d(DType::F8E4M3))] {
             let e = e.unwrap_err();
             assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
         }

@@ -82,8 +82,9 @@ impl GroupedGemmPlan {
         &self.desc
     }
 
-    /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
-    /// and the status on a CUDA device.
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host; kernels,
+    /// the status and a table for [`Weights::Discrete`] on a CUDA device. Status and table are shared
+    /// by all launches: launches on several streams must be ordered.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;

@@ -44,17 +44,22 @@ struct Problem {
     on: Tensors,
 }
 
-/// How splits are given.
+/// How splits and weights are given.
 #[derive(Clone, Copy, Default, Debug)]
 struct Form {
     ends: bool,
     narrow: bool,
+    /// Weights and their gradients are in a tensor for each group.
+    discrete: bool,
 }
 
 impl Form {
     fn all() -> [Form; 4] {
-        [(false, false), (true, false), (false, true), (true, true)]
-            .map(|(ends, narrow)| Form { ends, narrow })
+        [(false, false), (true, false), (false, true), (true, true)].map(|(ends, narrow)| Form {
+            ends,
+            narrow,
+            discrete: ends != narrow,
+        })
     }
 
     fn bytes(self, counts: &[i64]) -> Vec<u8> {
@@ -145,6 +150,15 @@ impl Problem {
         p
     }
 
+    /// The rows of each group as tensors of their own, or all in one.
+    fn weights(&self, t: &Tensor) -> Weights {
+        if !self.form.discrete {
+            return Weights::from(t);
+        }
+        let one = |e: usize| (&t.rows(e * self.d.n, self.d.n).unwrap()).into();
+        Weights::Discrete((0..self.d.groups).map(one).collect())
+    }
+
     fn outs(&self) -> [&Tensor; 6] {
         let t = &self.on;
         [&t.out, &t.dx, &t.dw, &t.dz, &t.aux, &t.dbias].map(|o| &o.t)
@@ -167,7 +181,7 @@ impl Problem {
         let splits = Splits { values: t.splits.clone(), kind: ends };
         let fprop = GroupedFprop {
             x: (&t.x).into(),
-            w: Weights::from(&t.w),
+            w: self.weights(&t.w),
             bias: Some(t.bias.clone()),
             splits: splits.clone(),
             out: t.out.t.clone(),
@@ -176,7 +190,7 @@ impl Problem {
         plan.fprop(s, fprop).unwrap().join(s).unwrap();
         let dgrad = GroupedDgrad {
             dy: (&t.dy).into(),
-            w: Weights::from(&t.w),
+            w: self.weights(&t.w),
             splits: splits.clone(),
             dx: t.dx.t.clone(),
         };
@@ -185,7 +199,7 @@ impl Problem {
             x: (&t.x).into(),
             dy: (&t.dy).into(),
             splits: splits.clone(),
-            dw: Weights::from(&t.dw.t),
+            dw: self.weights(&t.dw.t),
             mask: Some(t.mask.clone()),
             dbias: Some(t.dbias.t.clone()),
         };
