@@ -461,6 +461,13 @@ const MUTANTS: &[Planted] = &[
         bad,
     ),
     Planted("the tail of aux", "g.aux && col < g.n;", "g.aux && col < 0;", good),
+    Planted(
+        "the first entry of the table",
+        "(const u16*)p.table[f.group]",
+        "(const u16*)p.table[0]",
+        good,
+    ),
+    Planted("gradients to the first entry", "(void*)p.table[f.group]", "(void*)p.table[0]", good),
     Planted("zeros are added", "    if (add && f.rows == 0) return;\n", "", good),
     Planted("bias of the first group", "g.bias += (i64)f.group * g.n;", "g.bias += 0;", good),
 ];

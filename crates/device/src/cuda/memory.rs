@@ -98,6 +98,9 @@ impl Buffer for CudaMemory {
 
     fn upload(&self, bytes: &[u8]) -> Result<()> {
         check_len(self.len, bytes.len())?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
         self.owner.ctx.bind()?;
         // SAFETY: both sides are `len` bytes long.
         let code = unsafe { sys::cuMemcpyHtoD_v2(self.addr(), bytes.as_ptr().cast(), self.len) };
@@ -106,6 +109,9 @@ impl Buffer for CudaMemory {
     }
 
     fn download(&self) -> Result<Vec<u8>> {
+        if self.len == 0 {
+            return Ok(Vec::new());
+        }
         self.owner.ctx.bind()?;
         let mut out = vec![0; self.len];
         // SAFETY: both sides are `len` bytes long.
