@@ -158,6 +158,7 @@ pub(crate) struct GemmKernels {
 
 impl GemmKernels {
     /// The kernel for the orders, types and activation of `desc`, for products of at most its size.
+    /// Bias, pre-activation and accumulation are those of each [`Product`].
     ///
     /// # Errors
     /// `Unsupported` for what no kernel does; as [`CudaContext::module`].
