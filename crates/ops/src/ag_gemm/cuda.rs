@@ -152,7 +152,8 @@ impl Run<'_> {
         };
         // Activations that pair columns have tiles over all columns.
         let act = d.epilogue.activation;
-        let out_cols = act.out_cols(d.n);
+        let (out_cols, aux_cols) = (act.out_cols(d.n), act.aux_cols(d.n));
+        let aux = addr(t.aux_in.as_ref().or(t.aux_out.as_ref()))?;
         let elems = |width: usize| rows.start * width + cols.start;
         let product = Product {
             shape: (rows.len(), cols.len(), d.k),
@@ -160,6 +161,7 @@ impl Run<'_> {
             b: Matrix::new(at(addr(&t.w)?, b_first, d.w.size()), ldb),
             d: Matrix::new(at(addr(&t.out)?, elems(out_cols), d.out.size()), out_cols),
             bias: at(addr(t.bias.as_ref())?, cols.start, 4),
+            aux: Matrix::new(at(aux, elems(aux_cols), d.out.size()), aux_cols),
             accumulate: false,
         };
         // SAFETY: the tensors were checked against the description that the kernel was made for and

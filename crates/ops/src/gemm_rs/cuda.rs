@@ -166,6 +166,7 @@ impl Run<'_> {
             b: Matrix::new(addr(&self.t.w)?, ldb),
             d: Matrix::new(to, d.n),
             bias: 0,
+            aux: Matrix::default(),
             accumulate: false,
         };
         // SAFETY: the tensors were checked against the description that the kernels were made for;
