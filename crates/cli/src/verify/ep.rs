@@ -1,13 +1,14 @@
 //! Cases of expert parallelism: layouts, dtypes, capacities, uneven tokens and experts, backward.
 
 use tilewire::core::numerics::Bound;
+use tilewire::device::Device;
 use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
 use tilewire::prelude::*;
+use tilewire::symm::Traffic;
 use tilewire_oracle::Mat;
 use tilewire_oracle::ep as oracle;
 use tilewire_oracle::permute::TopK;
 
-use super::ctx::tensor;
 use super::{Case, Ctx};
 
 const VARIANTS: [&str; 7] = ["expert", "aligned", "rank", "flat", "drop", "uneven", "one"];
@@ -122,9 +123,21 @@ fn idx_tensor(ctx: &Ctx, t: &TopK) -> Result<Tensor> {
     let shape = Shape::d2(t.num_tokens, t.k);
     // Both index types are accepted; ranks may even differ.
     if ctx.team.rank().idx().is_multiple_of(2) {
-        return Tensor::from_slice(&t.idx, shape);
+        return ctx.place(Tensor::from_slice(&t.idx, shape)?);
     }
-    Tensor::from_slice(&t.idx.iter().map(|&i| i as i32).collect::<Vec<_>>(), shape)
+    ctx.place(Tensor::from_slice(&t.idx.iter().map(|&i| i as i32).collect::<Vec<_>>(), shape)?)
+}
+
+/// What the plan predicts for each phase; on devices kernels move the rows, and nobody counts them.
+fn predicted(
+    ctx: &Ctx,
+    plan: &EpPlan,
+    handle: &EpHandle,
+) -> Result<Option<(Traffic, Traffic, Traffic)>> {
+    match ctx.heap.device() {
+        Device::Host => plan.predict(handle).map(Some),
+        Device::Cuda(_) => Ok(None),
+    }
 }
 
 fn mat_1(v: &[f64]) -> Mat {
@@ -151,20 +164,22 @@ fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispa
 
     let rows = d.recv_rows();
     let recv = EpDispatch {
-        x: Tensor::poisoned(d.dtype, Shape::d2(rows, d.hidden)),
+        x: ctx.poisoned(d.dtype, Shape::d2(rows, d.hidden))?,
         scales: (d.num_scales > 0)
-            .then(|| Tensor::poisoned(DType::F32, Shape::d2(rows, d.num_scales))),
-        weights: Some(Tensor::poisoned(DType::F32, Shape::d1(d.capacity))),
+            .then(|| ctx.poisoned(DType::F32, Shape::d2(rows, d.num_scales)))
+            .transpose()?,
+        weights: Some(ctx.poisoned(DType::F32, Shape::d1(d.capacity))?),
     };
     let scales_of =
         |x: &Mat| Mat::from_fn(x.rows, d.num_scales, |r, c| (100 * r + c) as f64 + x.at(r, 0));
-    let (x, w) = (tensor(&b.x[me], d.dtype)?, tensor(&b.w[me], DType::F32)?);
+    let (x, w) = (ctx.tensor(&b.x[me], d.dtype)?, ctx.tensor(&b.w[me], DType::F32)?);
     let scales =
-        (d.num_scales > 0).then(|| tensor(&scales_of(&b.x[me]), DType::F32)).transpose()?;
+        (d.num_scales > 0).then(|| ctx.tensor(&scales_of(&b.x[me]), DType::F32)).transpose()?;
     ctx.timed(|s| plan.dispatch(s, &handle, &x, (Some(&w), scales.as_ref()), &recv))?;
-    let (routed, sent, _) = plan.predict(&handle)?;
-    ctx.traffic_between("ep_prepare", &before, &now, &routed);
-    ctx.traffic("ep_dispatch", &now, &sent);
+    if let Some((routed, sent, _)) = predicted(ctx, plan, &handle)? {
+        ctx.traffic_between("ep_prepare", &before, &now, &routed);
+        ctx.traffic("ep_dispatch", &now, &sent);
+    }
 
     // Expected rows: per copy, or per (token, rank).
     let gather = |x: &[Mat]| -> Mat {
@@ -186,7 +201,7 @@ fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispa
     };
     let exact = |m: &Mat| (Mat::zeros(m.rows, m.cols), Bound::local(DType::F32, 1));
     let want = gather(&b.x);
-    ctx.same_bits("dispatched x", &recv.x, &tensor(&want, d.dtype)?)?;
+    ctx.same_bits("dispatched x", &recv.x, &ctx.tensor(&want, d.dtype)?)?;
     if let Some(s) = &recv.scales {
         let want = gather(&b.x.iter().map(scales_of).collect::<Vec<_>>());
         let (mag, bound) = exact(&want);
@@ -226,7 +241,7 @@ fn finish(
     let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
     let size = ctx.team.size();
     let y: Vec<Mat> = (0..size).map(|_| ctx.random(d.capacity, d.hidden, d.out)).collect();
-    let y_t = tensor(&y[me], d.out)?;
+    let y_t = ctx.tensor(&y[me], d.out)?;
     let tokens = b.x[me].rows;
     let bound = Bound { out: d.out, wire: d.out, acc: DType::F32, num_partials: size, k: d.top_k };
     let abs = |m: &[Mat]| m.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>();
@@ -234,21 +249,25 @@ fn finish(
         let w_t = weighted.then(|| recv.weights.clone()).flatten();
         let oracle_w = weighted.then_some(&b.w[..]);
         let before = ctx.team.traffic();
-        let out = Tensor::poisoned(d.out, Shape::d2(tokens, d.hidden));
+        let out = ctx.poisoned(d.out, Shape::d2(tokens, d.hidden))?;
         ctx.timed(|s| plan.combine(s, handle, &y_t, w_t.as_ref(), &out))?;
-        ctx.traffic("ep_combine", &before, &plan.predict(handle)?.2);
+        if let Some(p) = predicted(ctx, plan, handle)? {
+            ctx.traffic("ep_combine", &before, &p.2);
+        }
         let want = oracle::combine(&b.layout, &y, oracle_w).swap_remove(me);
         let abs_w = oracle_w.map(abs);
         let mag = oracle::combine(&b.layout, &abs(&y), abs_w.as_deref()).swap_remove(me);
         ctx.compare("combine", &out, &want, &mag, &bound)?;
 
         let before = ctx.team.traffic();
-        let dy = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.hidden));
-        let dw = Tensor::poisoned(DType::F32, Shape::d1(d.capacity));
-        let d_out = tensor(&b.d_out[me], d.out)?;
+        let dy = ctx.poisoned(d.out, Shape::d2(d.capacity, d.hidden))?;
+        let dw = ctx.poisoned(DType::F32, Shape::d1(d.capacity))?;
+        let d_out = ctx.tensor(&b.d_out[me], d.out)?;
         let extra = w_t.as_ref().map(|w| (w, &y_t, &dw));
         ctx.timed(|s| plan.combine_bwd(s, handle, &d_out, extra, &dy))?;
-        ctx.traffic("ep_combine_bwd", &before, &plan.predict(handle)?.1);
+        if let Some(p) = predicted(ctx, plan, handle)? {
+            ctx.traffic("ep_combine_bwd", &before, &p.1);
+        }
         let want = oracle::combine_bwd(&b.layout, &y, oracle_w, &b.d_out);
         let mag = want.dy[me].map(f64::abs);
         ctx.compare("combine_bwd", &dy, &want.dy[me], &mag, &Bound::local(d.out, 1))?;
@@ -261,15 +280,17 @@ fn finish(
                 _ => (0..size).map(|_| ctx.random(d.recv_rows(), d.hidden, d.out)).collect(),
             };
             let (dx, dw_home) = (
-                Tensor::poisoned(d.out, Shape::d2(tokens, d.hidden)),
-                Tensor::poisoned(DType::F32, Shape::d2(tokens, d.top_k)),
+                ctx.poisoned(d.out, Shape::d2(tokens, d.hidden))?,
+                ctx.poisoned(DType::F32, Shape::d2(tokens, d.top_k))?,
             );
-            let d_recv_t = tensor(&d_recv[me], d.out)?;
+            let d_recv_t = ctx.tensor(&d_recv[me], d.out)?;
             let before = ctx.team.traffic();
             ctx.timed(|s| {
                 plan.dispatch_bwd(s, handle, (&d_recv_t, Some(&dw)), (&dx, Some(&dw_home)))
             })?;
-            ctx.traffic("ep_dispatch_bwd", &before, &plan.predict(handle)?.2);
+            if let Some(p) = predicted(ctx, plan, handle)? {
+                ctx.traffic("ep_dispatch_bwd", &before, &p.2);
+            }
             if let Some(w) = &want.dw {
                 let mag = oracle::combine_bwd(&b.layout, &abs(&y), oracle_w, &abs(&b.d_out)).dw;
                 let mag = mag.map_or_else(|| w[me].clone(), |mut m| m.swap_remove(me));
