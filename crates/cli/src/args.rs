@@ -329,6 +329,25 @@ pub struct ModelArgs {
 /// `tilewire bench`
 #[derive(Debug, Args)]
 pub struct BenchArgs {
+    /// Where tensors and symmetric memory lie: `host`, or `vmm` for GPUs (one for each rank), where
+    /// collectives and `ep` are timed. Default: TILEWIRE_BACKEND, or `host`.
+    #[arg(long)]
+    pub backend: Option<BackendKind>,
+    /// On GPUs: bytes of a collective's whole vector.
+    #[arg(long, value_delimiter = ',', default_values_t = [1024, 65536, 1 << 20, 8 << 20, 64 << 20, 256 << 20])]
+    pub bytes: Vec<usize>,
+    /// On GPUs: tokens of a rank for `ep`.
+    #[arg(long, default_value_t = 4096)]
+    pub tokens: usize,
+    /// On GPUs: elements of a token for `ep`.
+    #[arg(long, default_value_t = 7168)]
+    pub hidden: usize,
+    /// On GPUs: experts in all for `ep`.
+    #[arg(long, default_value_t = 256)]
+    pub experts: usize,
+    /// On GPUs: choices of a token for `ep`.
+    #[arg(long, default_value_t = 8)]
+    pub top_k: usize,
     /// Only these operations.
     #[arg(long, value_delimiter = ',')]
     pub op: Vec<String>,

@@ -7,6 +7,7 @@ use tilewire::prelude::*;
 
 use crate::args::{BenchArgs, PlaceArgs};
 use crate::bench::{self, Options};
+use crate::bench_device;
 use crate::rows::{ROW_VERSION, Row};
 use crate::{complain, say, worlds};
 
@@ -15,6 +16,10 @@ use crate::{complain, say, worlds};
 /// # Errors
 /// Bad arguments, files, the fault of a team.
 pub fn run(args: &BenchArgs) -> Result<i32> {
+    let backend = worlds::backend(args.backend)?;
+    if backend != BackendKind::Host {
+        return on_devices(args, backend);
+    }
     let options = Options {
         ops: if args.op.is_empty() { every_op(args.dtype) } else { args.op.clone() },
         dtype: args.dtype,
@@ -47,6 +52,57 @@ pub fn run(args: &BenchArgs) -> Result<i32> {
         .swap_remove(0)
     };
     print(&rows, args);
+    let mut code = i32::from(rows.iter().any(|r| r.wrong > 0));
+    if let Some(old) = &args.compare {
+        code |= i32::from(compare(&rows, old, args.threshold)? > 0);
+    }
+    Ok(code)
+}
+
+/// The operations that are timed on devices.
+fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
+    let all = || bench_device::OPS.map(str::to_owned).to_vec();
+    let options = bench_device::Options {
+        ops: if args.op.is_empty() { all() } else { args.op.clone() },
+        backend,
+        dtype: args.dtype,
+        bytes: args.bytes.clone(),
+        tokens: args.tokens,
+        hidden: args.hidden,
+        experts: (args.experts, args.top_k),
+        iters: args.iters,
+    };
+    if options.iters == 0 || options.tokens == 0 || options.hidden == 0 || args.bytes.contains(&0) {
+        return Err(Error::invalid("sizes and iterations must be positive"));
+    }
+    let visible = !args.json && !args.csv && !args.md;
+    let place = worlds::place(&PlaceArgs::default())?;
+    let one = |world: &World| {
+        bench_device::run(world, &options, |op| {
+            if visible && world.rank().get() == 0 {
+                complain(format_args!("bench {op} on {} GPUs ...", world.size()));
+            }
+        })
+    };
+    let rows = if worlds::launched(&place) {
+        let world = worlds::join(&place, 60.0)?;
+        let rows = one(&world)?;
+        world.everyone("end")?.agree(true)?;
+        if world.rank().get() != 0 {
+            return Ok(i32::from(rows.iter().any(|r| r.wrong > 0)));
+        }
+        rows
+    } else {
+        World::run_threads(args.ranks, worlds::world_cfg(60.0)?, |world| one(&world))?
+            .swap_remove(0)
+    };
+    print(&rows, args);
+    if visible {
+        for r in &rows {
+            let note = r.note.as_deref().unwrap_or_default();
+            say(format_args!("{} {}: {note}", r.op, r.shape));
+        }
+    }
     let mut code = i32::from(rows.iter().any(|r| r.wrong > 0));
     if let Some(old) = &args.compare {
         code |= i32::from(compare(&rows, old, args.threshold)? > 0);
@@ -112,7 +168,10 @@ fn print(rows: &[Row], args: &BenchArgs) {
                 c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
             )
         };
-        say("# host backend, times in us: median over iterations of the slowest rank");
+        let backend = rows.first().map_or("host", |r| &r.backend);
+        say(format_args!(
+            "# {backend} backend, times in us: median over iterations of the slowest rank"
+        ));
         say(line(&HEAD.map(str::to_owned)));
         rows.iter().for_each(|r| say(line(&cells(r))));
     }

@@ -4,6 +4,7 @@
 pub mod args;
 pub mod bench;
 pub mod bench_cmd;
+mod bench_device;
 pub mod doctor;
 pub mod dump;
 pub mod kernels_cmd;

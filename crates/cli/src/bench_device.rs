@@ -1,0 +1,320 @@
+//! `tilewire bench` on GPUs: collectives and expert parallelism, timed by events.
+//!
+//! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A time
+//! is the median over samples, of the slowest rank. Results are checked element by element, on inputs
+//! whose sums are exact in the element type, before anything is timed; what is timed has random data.
+
+use tilewire::device::cuda::{CudaEvent, CudaStream};
+use tilewire::device::{Device, GraphExec};
+use tilewire::ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
+use tilewire::ops::ep::{EpDesc, EpDispatch, EpLayout, EpPlan};
+use tilewire::prelude::*;
+use tilewire::symm::{OneSided, VmmOneSided};
+
+use crate::rows::Row;
+
+/// What to time.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Operations.
+    pub ops: Vec<String>,
+    /// Where the heap lies.
+    pub backend: BackendKind,
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes of collectives: bytes of the whole vector.
+    pub bytes: Vec<usize>,
+    /// Tokens of a rank, elements of a token.
+    pub tokens: usize,
+    /// Elements of a token.
+    pub hidden: usize,
+    /// Experts in all, and choices of a token.
+    pub experts: (usize, usize),
+    /// Timed samples.
+    pub iters: usize,
+}
+
+/// Operations that can be timed on devices.
+pub const OPS: [&str; 6] =
+    ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"];
+
+/// Replays of a sample.
+const REPLAYS: usize = 10;
+/// Elements of a row of a collective.
+const COLS: usize = 8;
+
+struct Bench<'a> {
+    o: &'a Options,
+    team: LiveTeam,
+    heap: Heap,
+    os: VmmOneSided,
+    stream: Stream,
+    device: Device,
+}
+
+/// Collective: one row per operation and size; the same on every rank.
+///
+/// # Errors
+/// `InvalidArgument` for an unknown operation; the fault of the team.
+pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result<Vec<Row>> {
+    if let Some(bad) = o.ops.iter().find(|op| !OPS.contains(&op.as_str())) {
+        let names = OPS.join(", ");
+        return Err(Error::invalid(format!("`{bad}` is not timed on devices; one of {names}")));
+    }
+    let mut rows = Vec::new();
+    for op in &o.ops {
+        progress(op);
+        let is_ep = op.starts_with("ep_");
+        for &bytes in if is_ep { &[0][..] } else { &o.bytes } {
+            let team = world.everyone("bench")?;
+            let heap_bytes = match is_ep {
+                true => EpPlan::memory(&ep_desc(o, team.size())).symmetric,
+                false => 2 * bytes,
+            };
+            let heap = team.heap(o.backend, HeapCfg::new(heap_bytes + (64 << 20)))?;
+            let Device::Cuda(ctx) = heap.device() else {
+                return Err(Error::invalid("this bench is for devices"));
+            };
+            let os = VmmOneSided::new(&heap)?;
+            let (stream, device) = (Stream::on(&ctx)?, heap.device());
+            let b = Bench { o, team, heap, os, stream, device };
+            rows.push(if is_ep { b.ep(op)? } else { b.collective(op, bytes)? });
+        }
+    }
+    Ok(rows)
+}
+
+fn ep_desc(o: &Options, size: usize) -> EpDesc {
+    let (experts, top_k) = o.experts;
+    let mut d = EpDesc::new(size, experts, o.tokens, o.hidden, top_k);
+    d.layout = EpLayout::ExpertMajor { align: 128 };
+    (d.dtype, d.out) = (o.dtype, o.dtype);
+    // Twice the mean: nothing of a uniform routing is dropped.
+    let local = d.experts_per_rank.iter().copied().max().unwrap_or(0);
+    d.capacity = d.worst_case().min(2 * o.tokens * top_k + 128 * local);
+    d
+}
+
+/// A small whole number for element `i` of rank `r`: sums of 64 are exact in bf16.
+fn value(r: usize, i: usize) -> f32 {
+    let mixed = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(r as u32 % 64 + 17);
+    ((mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 61) as i64 - 4) as f32 * 0.5
+}
+
+impl Bench<'_> {
+    fn cuda(&self) -> Result<&CudaStream> {
+        self.stream.cuda()
+    }
+
+    fn place(&self, values: &[f32], shape: Shape) -> Result<Tensor> {
+        Tensor::from_f32(values, self.o.dtype, shape)?.to(&self.device)
+    }
+
+    fn poisoned(&self, dtype: DType, shape: Shape) -> Result<Tensor> {
+        Tensor::poisoned(dtype, shape).to(&self.device)
+    }
+
+    fn random(&self, rows: usize, cols: usize) -> Result<Tensor> {
+        let mut rng = tilewire::core::Rng::new(1 + self.team.rank().idx() as u64);
+        let v: Vec<f32> = (0..rows * cols).map(|_| rng.normal()).collect();
+        self.place(&v, Shape::d2(rows, cols))
+    }
+
+    /// Median microseconds of the slowest rank.
+    fn time(&self, queue: impl Fn() -> Result<()>) -> Result<f64> {
+        let ctx = self.os.context();
+        let graph: GraphExec = {
+            self.stream.begin_capture()?;
+            let queued = queue();
+            let graph = self.stream.end_capture()?;
+            queued?;
+            graph.instantiate()?
+        };
+        let (start, end) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
+        let mut times = Vec::with_capacity(self.o.iters);
+        for i in 0..self.o.iters + 3 {
+            self.os.barrier(self.cuda()?, 60)?;
+            tilewire::device::Queue::record(self.cuda()?, &start)?;
+            for _ in 0..REPLAYS {
+                self.stream.replay(&graph)?;
+            }
+            tilewire::device::Queue::record(self.cuda()?, &end)?;
+            self.stream.synchronize()?;
+            self.team.check()?;
+            if i >= 3 {
+                times.push(end.us_since(&start)? / REPLAYS as f64);
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        self.slowest(times[times.len() / 2])
+    }
+
+    fn slowest(&self, us: f64) -> Result<f64> {
+        let all = self.team.exchange("time", &us.to_le_bytes())?;
+        let number = |b: &Vec<u8>| b.as_slice().try_into().map_or(f64::NAN, f64::from_le_bytes);
+        Ok(all.iter().map(number).fold(0.0, f64::max))
+    }
+
+    fn wrong(&self, mine: u64) -> Result<u64> {
+        let all = self.team.exchange("wrong", &mine.to_le_bytes())?;
+        let number = |b: &Vec<u8>| b.as_slice().try_into().map_or(u64::MAX, u64::from_le_bytes);
+        Ok(all.iter().map(number).fold(0, u64::saturating_add))
+    }
+
+    fn row(&self, op: &str, shape: String, us: f64, wrong: u64, note: String) -> Result<Row> {
+        let Device::Cuda(ctx) = &self.device else {
+            return Err(Error::internal("a device bench on the host"));
+        };
+        Ok(Row {
+            op: op.to_owned(),
+            backend: self.o.backend.to_string(),
+            device: ctx.name()?,
+            dtype: self.o.dtype.to_string(),
+            ranks: self.team.size(),
+            shape,
+            t_gemm_us: None,
+            t_comm_us: None,
+            t_seq_us: None,
+            t_ours_us: Some(us),
+            max_err: (wrong == 0).then_some(0.0),
+            wrong,
+            unsupported: false,
+            note: Some(note),
+        })
+    }
+
+    /// Global rows of my shard, and all rows.
+    fn rows(&self, bytes: usize) -> Result<(Vec<usize>, usize)> {
+        let m = (bytes / (COLS * self.o.dtype.size())).max(1);
+        Ok((Shards::Even.rows(m, self.team.size())?, m))
+    }
+
+    fn collective(&self, op: &str, bytes: usize) -> Result<Row> {
+        let (size, me) = (self.team.size(), self.team.rank().idx());
+        let (rows, m) = self.rows(bytes)?;
+        let start: usize = rows[..me].iter().sum();
+        let part = m / size;
+        let (kind, rows_in, rows_out) = match op {
+            "all_gather" => (CollectiveKind::AllGather(Shards::Even), rows[me], m),
+            "reduce_scatter" => {
+                (CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum), m, rows[me])
+            }
+            "all_reduce" => (CollectiveKind::AllReduce(ReduceOp::Sum), m, m),
+            _ => (CollectiveKind::AllToAll(vec![vec![part; size]; size]), part * size, part * size),
+        };
+        let want = |i: usize| -> f32 {
+            let (row, col) = (i / COLS, i % COLS);
+            let sum = |i: usize| (0..size).map(|r| value(r, i)).sum();
+            match op {
+                "all_gather" => {
+                    let mut first = 0;
+                    let owner = rows.iter().position(|n| {
+                        first += n;
+                        row < first
+                    });
+                    let owner = owner.unwrap_or(0);
+                    value(owner, (row + rows[owner] - first) * COLS + col)
+                }
+                "reduce_scatter" => sum(start * COLS + i),
+                "all_reduce" => sum(i),
+                _ => value(row / part.max(1), (me * part + row % part.max(1)) * COLS + col),
+            }
+        };
+        let plan = CollectivePlan::new(
+            CollectiveDesc { kind, m, cols: COLS, dtype: self.o.dtype },
+            &self.heap,
+        )?;
+        plan.prepare(&self.stream)?;
+        let exact: Vec<f32> = (0..rows_in * COLS).map(|i| value(me, i)).collect();
+        let x = self.place(&exact, Shape::d2(rows_in, COLS))?;
+        let out = self.poisoned(self.o.dtype, Shape::d2(rows_out, COLS))?;
+        plan.launch(&self.stream, m, &x, &out)?.wait()?;
+        let got = out.to_f32()?;
+        let bad = got.iter().enumerate().filter(|(i, v)| **v != want(*i)).count() as u64;
+        let x = self.random(rows_in, COLS)?;
+        let us =
+            self.time(|| plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ()))?;
+        // As nccl-tests counts: all_reduce moves everything twice.
+        let factor = if op == "all_reduce" { 2.0 } else { 1.0 };
+        let moved = (m * COLS * self.o.dtype.size()) as f64 * (size - 1) as f64 / size as f64;
+        let note = format!("{:.1} GB/s bus", factor * moved / us / 1e3);
+        self.row(op, format!("bytes={bytes}"), us, self.wrong(bad)?, note)
+    }
+
+    /// Dispatch or combine, with the preparation that belongs to the first, under uniform routing.
+    fn ep(&self, op: &str) -> Result<Row> {
+        let (size, me) = (self.team.size(), self.team.rank().idx());
+        let d = ep_desc(self.o, size);
+        let (t, h, k) = (self.o.tokens, self.o.hidden, d.top_k);
+        let plan = EpPlan::new(d.clone(), &self.heap)?;
+        plan.prepare(&self.stream)?;
+        let handle = plan.handle()?;
+        let idx: Vec<Vec<i64>> = (0..size).map(|r| routing(r, t, k, d.num_experts())).collect();
+        let idx_t = Tensor::from_slice(&idx[me], Shape::d2(t, k))?.to(&self.device)?;
+        let exact: Vec<f32> = (0..t * h).map(|i| value(me, i)).collect();
+        let x = self.place(&exact, Shape::d2(t, h))?;
+        let recv = EpDispatch {
+            x: self.poisoned(d.dtype, Shape::d2(d.capacity, h))?,
+            scales: None,
+            weights: Some(self.poisoned(DType::F32, Shape::d1(d.capacity))?),
+        };
+        let w =
+            Tensor::from_f32(&vec![1.0; t * k], DType::F32, Shape::d2(t, k))?.to(&self.device)?;
+        let out = self.poisoned(d.out, Shape::d2(t, h))?;
+        let dispatch = |x: &Tensor| -> Result<()> {
+            plan.route(&self.stream, &idx_t, None, &handle)?.join(&self.stream)?;
+            plan.dispatch(&self.stream, &handle, x, (Some(&w), None), &recv)?
+                .join(&self.stream)
+                .map(|_| ())
+        };
+        let combine = || {
+            plan.combine(&self.stream, &handle, &recv.x, None, &out)?.join(&self.stream).map(|_| ())
+        };
+        // What was dispatched comes back once for each choice: k times the token, exactly.
+        dispatch(&x)?;
+        combine()?;
+        self.stream.synchronize()?;
+        self.team.check()?;
+        let got = out.to_f32()?;
+        let bad = got.iter().zip(&exact).filter(|(g, e)| **g != k as f32 * **e).count() as u64;
+        let x = self.random(t, h)?;
+        let us = match op {
+            "ep_dispatch" => self.time(|| dispatch(&x))?,
+            _ => self.time(combine)?,
+        };
+        let rows: usize = idx[me].chunks_exact(k).map(|c| ranks_of(c, &d)).sum();
+        let moved = (rows * h * d.dtype.size()) as f64;
+        let note =
+            format!("{:.1} GB/s of rows to other ranks, preparation included", moved / us / 1e3);
+        let shape = format!("tokens={t} hidden={h} top_k={k} experts={}", d.num_experts());
+        self.row(op, shape, us, self.wrong(bad)?, note)
+    }
+}
+
+/// Different experts for each choice of a token, uniform.
+fn routing(rank: usize, tokens: usize, k: usize, experts: usize) -> Vec<i64> {
+    let mut rng = tilewire::core::Rng::new(1000 + rank as u64);
+    let mut out = Vec::with_capacity(tokens * k);
+    for _ in 0..tokens {
+        let mut row: Vec<i64> = Vec::with_capacity(k);
+        while row.len() < k.min(experts) {
+            let e = rng.below(experts as u64) as i64;
+            if !row.contains(&e) {
+                row.push(e);
+            }
+        }
+        row.resize(k, -1);
+        out.extend(row);
+    }
+    out
+}
+
+/// How many ranks a token goes to, its own included with the share that it has of all.
+fn ranks_of(choices: &[i64], d: &EpDesc) -> usize {
+    let owner =
+        |e: i64| (0..d.experts_per_rank.len()).rev().find(|&r| d.first_expert(r) <= e as usize);
+    let mut seen: Vec<_> = choices.iter().filter(|e| **e >= 0).filter_map(|&e| owner(e)).collect();
+    seen.sort_unstable();
+    seen.dedup();
+    seen.len()
+}
