@@ -4,6 +4,7 @@
 //! one ignored test with its reason, which `cargo xtask test` counts as skipped.
 #![expect(clippy::print_stdout, reason = "a test harness reports on stdout, as libtest does")]
 
+mod attention;
 mod compile;
 mod convert;
 mod gemm;
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         convert::TESTS,
         quant::TESTS,
         permute::TESTS,
+        attention::TESTS,
     ]
     .concat();
     let chosen: Vec<Test> = all

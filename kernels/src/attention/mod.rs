@@ -1,0 +1,89 @@
+//! The attention kernels: which text for which attention, and how it is launched.
+
+use crate::{MATH, MMA, Source};
+
+/// Attention of 16-bit types on any GPU from sm_80 on. See [`Variant`] for its definitions.
+pub const SM80_ATTENTION: Source = Source {
+    name: "attention/sm80_attention.cu",
+    parts: &[
+        MMA,
+        MATH,
+        include_str!("common.cuh"),
+        include_str!("forward.cuh"),
+        include_str!("sm80_attention.cu"),
+    ],
+    defines: &[],
+    kernels: &["tw_attn_fwd"],
+};
+
+/// One compilation of [`SM80_ATTENTION`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Variant {
+    /// f16 in place of bf16.
+    pub f16: bool,
+    /// Head dimension of q and k, a multiple of 8 up to 256.
+    pub dqk: u64,
+    /// Head dimension of v and out, a multiple of 8 up to 256.
+    pub dv: u64,
+    /// Softcap, bias, dropout or a scale that is not positive.
+    pub extra: bool,
+}
+
+/// Rows of a tile and warps of a block of one kernel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Tile {
+    /// Queries.
+    pub m: u64,
+    /// Keys.
+    pub n: u64,
+    /// Warps of a block.
+    pub warps: u64,
+}
+
+impl Variant {
+    /// Tiles of the forward kernel.
+    pub fn forward(&self) -> Tile {
+        match (self.dqk.max(self.dv), self.extra) {
+            (0..=128, false) => Tile { m: 128, n: 64, warps: 4 },
+            (0..=192, _) => Tile { m: 64, n: 64, warps: 4 },
+            // So that an A100's shared memory is enough.
+            _ => Tile { m: 64, n: 32, warps: 4 },
+        }
+    }
+
+    /// Dynamic shared memory of the forward kernel: the queries, then two stages of keys and values.
+    pub fn forward_shared_bytes(&self) -> u64 {
+        let (t, qk, v) =
+            (self.forward(), self.dqk.next_multiple_of(64), self.dv.next_multiple_of(64));
+        2 * (t.m * qk.max(v) + 2 * t.n * (qk + v))
+    }
+
+    /// The definitions that the text takes.
+    pub fn defines(&self) -> Vec<(String, u64)> {
+        let f = self.forward();
+        let all = [
+            ("TW_ATTN_TYPE", u64::from(self.f16)),
+            ("TW_ATTN_DQK", self.dqk),
+            ("TW_ATTN_DV", self.dv),
+            ("TW_ATTN_EXTRA", u64::from(self.extra)),
+            ("TW_ATTN_M", f.m),
+            ("TW_ATTN_N", f.n),
+            ("TW_ATTN_WARPS", f.warps),
+        ];
+        all.iter().map(|(n, v)| ((*n).to_owned(), *v)).collect()
+    }
+}
+
+/// Variants that are compiled ahead and tested: the usual head dimensions.
+pub fn variants() -> Vec<Variant> {
+    let dims = [(128, 128), (64, 64), (256, 256), (192, 128)];
+    let all = dims.iter().flat_map(|&(dqk, dv)| {
+        [(false, false), (true, false), (false, true)].map(|(f16, extra)| Variant {
+            f16,
+            dqk,
+            dv,
+            extra,
+        })
+    });
+    all.collect()
+}
