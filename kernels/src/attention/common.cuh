@@ -90,6 +90,7 @@ struct TwTile {
     u32 row, num;  // rows of the local tensor; none behind the last tile
     u32 global;
     int pos;
+    u32 head;
 };
 
 // The other tiles with positions in lo..end, kept in shared memory: every register counts. Thread 0
@@ -97,14 +98,19 @@ struct TwTile {
 // and n + 1 is loaded, n + 2 is made.
 struct TwWalk {
     TwTile tiles[4];
-    u32 seg, rest;
+    u32 seg, rest, heads;
     int lo, end;
 
-    template <u32 ROWS> __device__ __forceinline__ void step(const TwAttn& a, u32 end_seg, u32 n) {
+    template <u32 ROWS> __device__ __forceinline__ void step(const TwAttn& a, const TwSeg& own, u32 n) {
         TwTile t = tiles[(n - 1) % 4];
         t.row += ROWS, t.global += ROWS, t.pos += ROWS;
         u32 left = rest - min(rest, ROWS);
-        while (left == 0 && seg != end_seg) {
+        while (left == 0) {
+            if (seg == own.end) {
+                if (heads == 0) break;
+                heads--, t.head++, seg = own.first;
+                continue;
+            }
             const TwSeg s = a.other[seg++];
             const int first = max(lo - (int)s.pos, 0), last = min(end - (int)s.pos, (int)s.len);
             if (first >= last) continue;
@@ -117,13 +123,13 @@ struct TwWalk {
         tiles[n % 4] = t;
     }
 
-    // The first two tiles; a barrier must follow.
-    template <u32 ROWS> __device__ __forceinline__ void begin(const TwAttn& a, const TwSeg& own, int from, int to) {
-        if (threadIdx.x != 0) return;
-        seg = own.first, rest = 0, lo = from, end = to;
-        tiles[3] = {0, 0, 0, 0};
-        step<ROWS>(a, own.end, 4);
-        step<ROWS>(a, own.end, 5);
+    // The first two tiles of `num` heads from `head` on, one head after the other.
+    template <u32 ROWS>
+    __device__ __forceinline__ void begin(const TwAttn& a, const TwSeg& own, int from, int to, u32 head, u32 num) {
+        seg = own.first, rest = 0, lo = from, end = to, heads = num - 1;
+        tiles[3] = {0, 0, 0, 0, head};
+        step<ROWS>(a, own, 4);
+        step<ROWS>(a, own, 5);
     }
 };
 
@@ -196,6 +202,103 @@ template <u32 DP> __device__ __forceinline__ void tw_frag_t(u32 (&f)[4], u32 at,
     ldmatrix_x4_trans_b16(f, tw_place<DP>(at, r, k));
 }
 
+// s = x y^T: this warp's rows of tile `x` and all of tile `y`, of D columns.
+template <u32 MT, u32 NT, u32 D, u32 DP>
+__device__ __forceinline__ void tw_products(float (&s)[MT][NT][4], u32 x, u32 y) {
+#pragma unroll
+    for (u32 i = 0; i < MT; i++)
+#pragma unroll
+        for (u32 j = 0; j < NT; j++)
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) s[i][j][e] = 0;
+    x += threadIdx.x / 32 * (16 * MT) * (DP * 2) + tw_lane_a<DP>();
+    y += tw_lane_b<DP>();
+#pragma unroll
+    for (u32 k = 0; k < D / 16; k++) {
+        u32 fx[MT][4];
+#pragma unroll
+        for (u32 i = 0; i < MT; i++) tw_frag<DP>(fx[i], x, 16 * i, k);
+#pragma unroll
+        for (u32 j = 0; j < NT; j += 2) {
+            u32 f[4];
+            tw_frag<DP>(f, y, 8 * j, k);
+            const u32 f0[2] = {f[0], f[1]}, f1[2] = {f[2], f[3]};
+#pragma unroll
+            for (u32 i = 0; i < MT; i++) tw_mma(s[i][j], fx[i], f0), tw_mma(s[i][j + 1], fx[i], f1);
+        }
+    }
+}
+
+// o += p y, with p rounded to the type of y.
+template <u32 MT, u32 NT, u32 DT, u32 DP>
+__device__ __forceinline__ void tw_accumulate(float (&o)[MT][DT][4], const float (&p)[MT][NT][4], u32 y) {
+    y += tw_lane_a<DP>();
+#pragma unroll
+    for (u32 k = 0; k < NT / 2; k++) {
+        u32 fp[MT][4];
+#pragma unroll
+        for (u32 i = 0; i < MT; i++)
+#pragma unroll
+            for (u32 e = 0; e < 4; e++)
+                fp[i][e] = tw_pair(p[i][2 * k + e / 2][e % 2 * 2], p[i][2 * k + e / 2][e % 2 * 2 + 1], TW_ATTN_TYPE);
+#pragma unroll
+        for (u32 j = 0; j < DT; j += 2) {
+            u32 f[4];
+            tw_frag_t<DP>(f, y, 16 * k, j / 2);
+            const u32 f0[2] = {f[0], f[1]}, f1[2] = {f[2], f[3]};
+#pragma unroll
+            for (u32 i = 0; i < MT; i++) tw_mma(o[i][j], fp[i], f0), tw_mma(o[i][j + 1], fp[i], f1);
+        }
+    }
+}
+
+// Row of a block's tile that element e of part i of an accumulator belongs to.
+template <u32 MT> __device__ __forceinline__ u32 tw_row(u32 i, u32 e) {
+    return threadIdx.x / 32 * (16 * MT) + 16 * i + threadIdx.x % 32 / 4 + e / 2 * 8;
+}
+
+// Rows of `o` times their factors to memory, `num` of them, from element `at` on: 16-bit types
+// through this warp's rows of a tile at `stage`, which only this warp uses.
+template <u32 MT, u32 DT, u32 D, u32 DP>
+__device__ __forceinline__ void tw_store(void* out, u32 type, i64 at, i64 ld, u32 num, const float (&o)[MT][DT][4],
+                                         const float (&factor)[MT][2], u32 stage) {
+    const u32 lane = threadIdx.x % 32;
+    if (type == 2) {
+#pragma unroll
+        for (u32 i = 0; i < MT; i++)
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                const u32 row = tw_row<MT>(i, 2 * half);
+                const float f = factor[i][half];
+                float* to = (float*)out + at + (i64)row * ld + lane % 4 * 2;
+#pragma unroll
+                for (u32 j = 0; j < DT; j++)
+                    if (row < num && (D % 16 == 0 || 8 * j < D))
+                        *(float2*)(to + 8 * j) = make_float2(o[i][j][2 * half] * f, o[i][j][2 * half + 1] * f);
+            }
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < MT; i++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const u32 row = tw_row<MT>(i, 2 * half);
+            const float f = factor[i][half];
+#pragma unroll
+            for (u32 j = 0; j < DT; j++)
+                *(u32*)(tw_smem + stage + tw_at<DP>(row, j) + lane % 4 * 4) =
+                    tw_pair(o[i][j][2 * half] * f, o[i][j][2 * half + 1] * f, type);
+        }
+    __syncwarp();
+    const u32 chunks = D / 8, rows = 16 * MT, row0 = threadIdx.x / 32 * rows;
+#pragma unroll 4
+    for (u32 i = lane; i < rows * chunks; i += 32) {
+        const u32 row = row0 + i / chunks, c = i % chunks;
+        if (row < num)
+            *(uint4*)((u16*)out + at + (i64)row * ld + 8 * c) = *(const uint4*)(tw_smem + stage + tw_at<DP>(row, c));
+    }
+}
+
 // What all threads of a block know, in shared memory.
 struct TwBlock {
     TwSeg own;
@@ -219,6 +322,17 @@ __device__ __forceinline__ float tw_quad_max(float x) {
 
 // ---- What only some attentions have.
 
+// The score of a pair, from its product, and its derivative by product times scale.
+__device__ __forceinline__ float tw_score(const TwAttn& a, float product, const float* bias, float& slope) {
+    float z = product * a.scale;
+    slope = 1.0f;
+    if (a.softcap > 0) {
+        const float t = tanhf(z / a.softcap);
+        z = a.softcap * t, slope = 1.0f - t * t;
+    }
+    return bias ? z + *bias : z;
+}
+
 // SplitMix64 finaliser, as in `tilewire_core::Rng`.
 __device__ __forceinline__ u64 tw_mix(u64 z) {
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -235,8 +349,8 @@ __device__ __forceinline__ u64 tw_drop_seed(const TwAttn& a) {
     return tw_mix(a.drop_seed ^ 0x9e3779b97f4a7c15ull);
 }
 
-// The bias of a pair of positions.
-__device__ __forceinline__ i64 tw_bias_at(const TwAttn& a, u32 head, u32 i, u32 j) {
+// The bias of a pair of positions, or null.
+__device__ __forceinline__ const float* tw_bias(const TwAttn& a, u32 head, u32 i, u32 j) {
     const u32 h = a.bias_heads == 1 ? 0 : a.first_head + head;
-    return ((i64)h * a.bias_sq + i) * a.bias_skv + j;
+    return a.bias ? a.bias + ((i64)h * a.bias_sq + i) * a.bias_skv + j : nullptr;
 }

@@ -10,10 +10,11 @@ pub const SM80_ATTENTION: Source = Source {
         MATH,
         include_str!("common.cuh"),
         include_str!("forward.cuh"),
+        include_str!("backward.cuh"),
         include_str!("sm80_attention.cu"),
     ],
     defines: &[],
-    kernels: &["tw_attn_fwd"],
+    kernels: &["tw_attn_fwd", "tw_attn_delta", "tw_attn_dq"],
 };
 
 /// One compilation of [`SM80_ATTENTION`].
@@ -51,24 +52,68 @@ impl Variant {
         }
     }
 
+    /// Tiles of the kernel of dq.
+    pub fn dq(&self) -> Tile {
+        let m = if self.dqk.max(self.dv) <= 128 && !self.extra { 128 } else { 64 };
+        Tile { m, n: 32, warps: 4 }
+    }
+
+    /// Tiles of the kernel of dk and dv, or of each.
+    pub fn dkv(&self) -> Tile {
+        match self.dqk.max(self.dv) <= 128 && !self.extra {
+            true => Tile { m: 64, n: 128, warps: 8 },
+            false => Tile { m: 32, n: 64, warps: 4 },
+        }
+    }
+
+    /// Whether dk and dv are made by two kernels, because both do not fit into the registers.
+    pub fn split(&self) -> bool {
+        self.dqk.max(self.dv) > 128
+    }
+
+    /// Columns of a row in shared memory, of q and k and of v.
+    fn padded(&self) -> (u64, u64) {
+        (self.dqk.next_multiple_of(64), self.dv.next_multiple_of(64))
+    }
+
     /// Dynamic shared memory of the forward kernel: the queries, then two stages of keys and values.
     pub fn forward_shared_bytes(&self) -> u64 {
-        let (t, qk, v) =
-            (self.forward(), self.dqk.next_multiple_of(64), self.dv.next_multiple_of(64));
+        let (t, (qk, v)) = (self.forward(), self.padded());
         2 * (t.m * qk.max(v) + 2 * t.n * (qk + v))
+    }
+
+    /// Dynamic shared memory of the kernel of dq: queries and gradients, then two stages of keys
+    /// and values.
+    pub fn dq_shared_bytes(&self) -> u64 {
+        let (t, (qk, v)) = (self.dq(), self.padded());
+        2 * (t.m + 2 * t.n) * (qk + v)
+    }
+
+    /// Dynamic shared memory of the kernels of dk and dv: keys and values, then two stages of
+    /// queries, gradients and two numbers of each query.
+    pub fn dkv_shared_bytes(&self) -> u64 {
+        let (t, (qk, v)) = (self.dkv(), self.padded());
+        2 * (t.n + 2 * t.m) * (qk + v) + 16 * t.m
     }
 
     /// The definitions that the text takes.
     pub fn defines(&self) -> Vec<(String, u64)> {
-        let f = self.forward();
+        let (f, q, kv) = (self.forward(), self.dq(), self.dkv());
         let all = [
             ("TW_ATTN_TYPE", u64::from(self.f16)),
             ("TW_ATTN_DQK", self.dqk),
             ("TW_ATTN_DV", self.dv),
             ("TW_ATTN_EXTRA", u64::from(self.extra)),
+            ("TW_ATTN_SPLIT", u64::from(self.split())),
             ("TW_ATTN_M", f.m),
             ("TW_ATTN_N", f.n),
             ("TW_ATTN_WARPS", f.warps),
+            ("TW_ATTN_DQ_M", q.m),
+            ("TW_ATTN_DQ_N", q.n),
+            ("TW_ATTN_DQ_WARPS", q.warps),
+            ("TW_ATTN_DKV_M", kv.m),
+            ("TW_ATTN_DKV_N", kv.n),
+            ("TW_ATTN_DKV_WARPS", kv.warps),
         ];
         all.iter().map(|(n, v)| ((*n).to_owned(), *v)).collect()
     }

@@ -15,3 +15,31 @@
 extern "C" __global__ void __launch_bounds__(TW_F_THREADS) tw_attn_fwd(const __grid_constant__ TwAttn a) {
     tw_forward(a);
 }
+
+extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
+    tw_delta(a, TW_DV, [](const void* p, i64 e) {
+        const u16 h = ((const u16*)p)[e];
+        return TW_ATTN_TYPE == 0 ? __uint_as_float((u32)h << 16) : cvt_f32_f16(h);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(TwDq::THREADS) tw_attn_dq(const __grid_constant__ TwAttn a) {
+    __shared__ TwBlock b;
+    tw_backward<TwDq, TW_SUM1>(a, b);
+}
+
+#if TW_ATTN_SPLIT
+extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dk(const __grid_constant__ TwAttn a) {
+    __shared__ TwBlock b;
+    tw_backward<TwDkv, TW_SUM1>(a, b);
+}
+extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dv(const __grid_constant__ TwAttn a) {
+    __shared__ TwBlock b;
+    tw_backward<TwDkv, TW_SUM2>(a, b);
+}
+#else
+extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dkv(const __grid_constant__ TwAttn a) {
+    __shared__ TwBlock b;
+    tw_backward<TwDkv, TW_SUM1 | TW_SUM2>(a, b);
+}
+#endif

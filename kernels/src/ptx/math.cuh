@@ -15,3 +15,10 @@ __device__ __forceinline__ float rcp_approx_ftz_f32(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// 4 bytes from global to shared memory: `bytes` of them (4 or none) are read, else they are zero.
+__device__ __forceinline__ void cp_async_ca_4_zfill(void* dst, const void* src, u32 bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(dst)),
+                 "l"(src), "r"(bytes)
+                 : "memory");
+}

@@ -5,11 +5,11 @@ use std::sync::LazyLock;
 
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::Rng;
-use tilewire_kernels::attention::{SM80_ATTENTION, Variant};
+use tilewire_kernels::attention::{SM80_ATTENTION, Tile, Variant};
 
 use crate::compile::Unit;
 use crate::gemm::{Type, number};
-use crate::host::{Lib, RUNTIME};
+use crate::host::{Kernel, Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
 use crate::run::Run;
 use crate::{Test, tests};
@@ -25,27 +25,67 @@ pub const TESTS: &[Test] = tests![
 /// What a text was compiled for.
 #[derive(Clone, Copy)]
 pub struct Build {
-    pub lib: &'static Lib,
+    pub lib: Option<&'static Lib>,
     pub f16: bool,
     pub dqk: usize,
     pub dv: usize,
-    /// Queries, keys and warps of a forward block, and its shared memory.
-    pub m: usize,
-    pub n: usize,
-    pub warps: usize,
-    pub smem: u32,
+    pub tiles: Tiles,
 }
 
-/// dqk, dv, m, n, warps, f16, extra.
-pub type Sizes = (usize, usize, usize, usize, usize, bool, bool);
-pub const PLAIN: Sizes = (64, 64, 64, 32, 2, false, false);
-/// Neither dimension is a multiple of 16, and they differ.
-pub const EXTRA: Sizes = (40, 24, 32, 16, 2, true, true);
+/// Tiles of the forward kernel, of dq, and of dk and dv; and whether these are two kernels.
+#[derive(Clone, Copy)]
+pub struct Tiles {
+    pub fwd: Tile,
+    pub dq: Tile,
+    pub dkv: Tile,
+    pub split: bool,
+}
 
-pub fn load(text: String, (dqk, dv, m, n, warps, f16, extra): Sizes) -> Build {
-    let pad = |d: usize| d.next_multiple_of(64);
-    let smem = 2 * (m * pad(dqk).max(pad(dv)) + 2 * n * (pad(dqk) + pad(dv)));
-    let lib = RUNTIME.load(&Unit {
+/// dqk, dv, f16, extra, tiles.
+pub type Sizes = (usize, usize, bool, bool, Tiles);
+
+const fn tile(m: u64, n: u64, warps: u64) -> Tile {
+    Tile { m, n, warps }
+}
+/// Two rows of matrix instructions to a warp where the usual tiles have them.
+pub const PLAIN: Sizes = (64, 64, false, false, {
+    Tiles { fwd: tile(64, 32, 2), dq: tile(64, 16, 2), dkv: tile(16, 32, 2), split: false }
+});
+/// Neither dimension is a multiple of 16, and they differ.
+pub const EXTRA: Sizes = (40, 24, true, true, {
+    Tiles { fwd: tile(32, 16, 2), dq: tile(32, 16, 2), dkv: tile(16, 32, 2), split: true }
+});
+
+impl Build {
+    pub fn kernel(&self, name: &str) -> Kernel {
+        self.lib.unwrap().kernel(name)
+    }
+
+    fn smem(&self, rows: u64) -> usize {
+        let pad = |d: usize| d.next_multiple_of(64) as u64;
+        2 * (rows * (pad(self.dqk) + pad(self.dv))) as usize
+    }
+
+    pub fn fwd_smem(&self) -> usize {
+        let widest = self.dqk.max(self.dv).next_multiple_of(64);
+        self.smem(2 * self.tiles.fwd.n) + 2 * self.tiles.fwd.m as usize * widest
+    }
+
+    pub fn dq_smem(&self) -> usize {
+        self.smem(self.tiles.dq.m + 2 * self.tiles.dq.n)
+    }
+
+    pub fn dkv_smem(&self) -> usize {
+        let t = self.tiles.dkv;
+        self.smem(t.n + 2 * t.m) + 16 * t.m as usize
+    }
+}
+
+pub fn load(text: String, (dqk, dv, f16, extra, tiles): Sizes) -> Build {
+    let Tiles { fwd, dq, dkv, split } = tiles;
+    let mut b = Build { lib: None, f16, dqk, dv, tiles };
+    let last: &[&str] = if split { &["tw_attn_dk", "tw_attn_dv"] } else { &["tw_attn_dkv"] };
+    b.lib = Some(RUNTIME.load(&Unit {
         name: SM80_ATTENTION.name,
         text,
         defines: vec![
@@ -53,14 +93,21 @@ pub fn load(text: String, (dqk, dv, m, n, warps, f16, extra): Sizes) -> Build {
             ("TW_ATTN_DQK", dqk as u64),
             ("TW_ATTN_DV", dv as u64),
             ("TW_ATTN_EXTRA", u64::from(extra)),
-            ("TW_ATTN_M", m as u64),
-            ("TW_ATTN_N", n as u64),
-            ("TW_ATTN_WARPS", warps as u64),
+            ("TW_ATTN_SPLIT", u64::from(split)),
+            ("TW_ATTN_M", fwd.m),
+            ("TW_ATTN_N", fwd.n),
+            ("TW_ATTN_WARPS", fwd.warps),
+            ("TW_ATTN_DQ_M", dq.m),
+            ("TW_ATTN_DQ_N", dq.n),
+            ("TW_ATTN_DQ_WARPS", dq.warps),
+            ("TW_ATTN_DKV_M", dkv.m),
+            ("TW_ATTN_DKV_N", dkv.n),
+            ("TW_ATTN_DKV_WARPS", dkv.warps),
         ],
-        kernels: SM80_ATTENTION.kernels.to_vec(),
-        smem,
-    });
-    Build { lib, f16, dqk, dv, m, n, warps, smem: smem as u32 }
+        kernels: [SM80_ATTENTION.kernels, last].concat(),
+        smem: b.fwd_smem().max(b.dq_smem()).max(b.dkv_smem()),
+    }));
+    b
 }
 
 pub static SMALL: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), PLAIN));
@@ -69,7 +116,7 @@ pub static ODD: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(
 /// `TwSeg` in `attention/common.cuh`.
 #[derive(Clone, Copy, Pod, Zeroable, Debug, PartialEq)]
 #[repr(C)]
-struct Seg {
+pub struct Seg {
     row: u32,
     len: u32,
     pos: u32,
@@ -84,37 +131,37 @@ const GAP: i32 = i32::MIN;
 /// `TwAttn` in `attention/common.cuh`.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct Param {
-    q: u64,
-    k: u64,
-    v: u64,
-    out: u64,
-    lse: u64,
-    bias: u64,
-    sink: u64,
-    own: u64,
-    other: u64,
-    d_out: u64,
-    delta: u64,
-    grads: [u64; 3],
-    dbias: u64,
-    dsink: u64,
-    ld: [u64; 4],
-    drop_seed: u64,
-    drop_below: u64,
-    num_own: u32,
-    tiles: u32,
-    tokens_q: u32,
-    heads_q: u32,
-    heads_kv: u32,
-    first_head: u32,
-    bias_dims: [u32; 3],
-    window: [i32; 2],
-    scale: f32,
-    softcap: f32,
-    keep: f32,
-    out_type: u32,
-    plain: [u32; 3],
+pub struct Param {
+    pub q: u64,
+    pub k: u64,
+    pub v: u64,
+    pub out: u64,
+    pub lse: u64,
+    pub bias: u64,
+    pub sink: u64,
+    pub own: u64,
+    pub other: u64,
+    pub d_out: u64,
+    pub delta: u64,
+    pub grads: [u64; 3],
+    pub dbias: u64,
+    pub dsink: u64,
+    pub ld: [u64; 4],
+    pub drop_seed: u64,
+    pub drop_below: u64,
+    pub num_own: u32,
+    pub tiles: u32,
+    pub tokens_q: u32,
+    pub heads_q: u32,
+    pub heads_kv: u32,
+    pub first_head: u32,
+    pub bias_dims: [u32; 3],
+    pub window: [i32; 2],
+    pub scale: f32,
+    pub softcap: f32,
+    pub keep: f32,
+    pub out_type: u32,
+    pub plain: [u32; 3],
 }
 
 /// An attention.
@@ -137,6 +184,23 @@ pub struct Case {
     pub out: Type,
     /// Elements between rows.
     pub pad: usize,
+}
+
+/// A query and a key that see each other.
+pub struct Pair {
+    /// Score, and its derivative by the product.
+    pub z: f64,
+    pub slope: f64,
+    /// Factor of dropout.
+    pub keep: f64,
+    /// Local row of the key; positions of both in their sequence.
+    pub l: usize,
+    pub i: usize,
+    pub j: usize,
+}
+
+pub fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
 /// One sequence, scores of some magnitude.
@@ -182,12 +246,12 @@ impl Case {
         c
     }
 
-    fn rows(spans: &[Range<usize>]) -> usize {
+    pub fn rows(spans: &[Range<usize>]) -> usize {
         spans.iter().map(Range::len).sum()
     }
 
     /// The segments of the rows here, and the sequence of each (none for rows between them).
-    fn segs(&self, of_q: bool) -> Vec<(Seg, Option<usize>)> {
+    pub fn segs(&self, of_q: bool) -> Vec<(Seg, Option<usize>)> {
         let spans = if of_q { &self.q } else { &self.kv };
         let (mut out, mut row) = (Vec::<(Seg, Option<usize>)>::new(), 0);
         let owner =
@@ -214,7 +278,7 @@ impl Case {
     }
 
     /// Own and other segments, and the tiles of the own ones.
-    fn tables(&self, of_q: bool, tile: usize) -> (Vec<Seg>, Vec<Seg>, u32) {
+    pub fn tables(&self, of_q: bool, tile: u64) -> (Vec<Seg>, Vec<Seg>, u32) {
         let (mut own, other) = (self.segs(of_q), self.segs(!of_q));
         let mut tiles = 0;
         for (s, seq) in &mut own {
@@ -231,99 +295,112 @@ impl Case {
         (only(own), only(other), tiles)
     }
 
-    fn narrow(on: &Build) -> Type {
+    pub fn narrow(on: &Build) -> Type {
         if on.f16 { Type::F16 } else { Type::Bf16 }
     }
 
     /// Tensor `t`, `[rows, heads, d]`, of global rows `spans`.
-    fn tensor(on: &Build, t: u64, spans: &[Range<usize>], width: usize) -> Vec<f32> {
+    pub fn tensor(on: &Build, t: u64, spans: &[Range<usize>], width: usize) -> Vec<f32> {
         let ty = Self::narrow(on);
         let at = |g: usize, c: usize| ty.round(number(false, t, g * width + c));
         spans.iter().cloned().flatten().flat_map(|g| (0..width).map(move |c| at(g, c))).collect()
     }
 
-    fn sink_of(head: usize) -> f32 {
+    pub fn sink_of(head: usize) -> f32 {
         1.5 - head as f32
     }
 
-    fn bias_of(&self, head: usize, i: usize, j: usize) -> f32 {
+    pub fn bias_of(&self, head: usize, i: usize, j: usize) -> f32 {
         let head = if self.bias == 1 { 0 } else { head };
         number(false, 7, head << 16 | i << 8 | j)
     }
 
-    fn longest(&self) -> (usize, usize) {
+    pub fn longest(&self) -> (usize, usize) {
         let most = |f: fn(&(Range<usize>, Range<usize>)) -> usize| self.seqs.iter().map(f).max();
         (most(|s| s.0.len()).unwrap_or(0), most(|s| s.1.len()).unwrap_or(0))
     }
 
-    /// For each local row, head by head: lse, and each element of the output with its bound.
-    fn reference(&self, on: &Build) -> Vec<Vec<(f64, Vec<(f64, f64)>)>> {
+    /// What query row `r`, head `h`, sees of the keys that are here; none for rows of no sequence.
+    pub fn pairs(&self, on: &Build, x: &[Vec<f32>; 3], h: usize, r: usize) -> Option<Vec<Pair>> {
         let (hq, hkv) = self.heads;
-        let q = Self::tensor(on, 1, &self.q, hq * on.dqk);
-        let k = Self::tensor(on, 2, &self.kv, hkv * on.dqk);
-        let v = Self::tensor(on, 3, &self.kv, hkv * on.dv);
-        let (u, tiny) = Self::narrow(on).roundoff();
-        let (out_u, out_tiny) = self.out.roundoff();
-        let kv_rows: Vec<usize> = self.kv.iter().cloned().flatten().collect();
-        let rng = Rng::new(77);
-        let row = |h: usize, r: usize, g: usize| {
-            let Some((sq, skv)) = self.seqs.iter().find(|(q, _)| q.contains(&g)) else {
-                return (f64::NEG_INFINITY, vec![(0.0, 0.0); on.dv]);
-            };
-            let (i, kvh) = (g - sq.start, h / (hq / hkv));
-            let mut terms = Vec::new();
-            for (l, gk) in kv_rows.iter().enumerate().filter(|(_, gk)| skv.contains(gk)) {
-                let j = gk - skv.start;
-                let behind = j as i64 - (i as i64 + skv.len() as i64 - sq.len() as i64);
-                if self.left.is_some_and(|b| behind < -(b as i64))
-                    || self.right.is_some_and(|b| behind > b as i64)
-                {
-                    continue;
-                }
-                let dot = |d: usize| {
-                    f64::from(q[(r * hq + h) * on.dqk + d])
-                        * f64::from(k[(l * hkv + kvh) * on.dqk + d])
-                };
-                let mut z = (0..on.dqk).map(dot).sum::<f64>() * f64::from(self.scale);
-                if self.softcap > 0.0 {
-                    z = f64::from(self.softcap) * (z / f64::from(self.softcap)).tanh();
-                }
-                if self.bias > 0 {
-                    z += f64::from(self.bias_of(h, i, j));
-                }
-                let key = (h as u64) << 48 | (g as u64) << 24 | *gk as u64;
-                let keep = if self.drop == 0.0 {
-                    1.0
-                } else {
-                    f64::from(rng.f64_at(key) >= self.drop) / (1.0 - self.drop)
-                };
-                terms.push((z, keep, l));
+        let g = self.q.iter().cloned().flatten().nth(r).unwrap();
+        let (sq, skv) = self.seqs.iter().find(|(q, _)| q.contains(&g))?;
+        let (i, kvh, rng) = (g - sq.start, h / (hq / hkv), Rng::new(77));
+        let pair = |(l, gk): (usize, usize)| {
+            let j = gk - skv.start;
+            let behind = j as i64 - (i as i64 + skv.len() as i64 - sq.len() as i64);
+            let hidden = self.left.is_some_and(|b| behind < -(b as i64))
+                || self.right.is_some_and(|b| behind > b as i64);
+            if hidden {
+                return None;
             }
-            let sink = self.sink.then(|| f64::from(Self::sink_of(h)));
-            let all = terms.iter().map(|t| t.0).chain(sink);
-            let max = all.clone().fold(f64::NEG_INFINITY, f64::max);
-            if max == f64::NEG_INFINITY {
-                return (max, vec![(0.0, 0.0); on.dv]);
+            let (qr, kr) = (&x[0][(r * hq + h) * on.dqk..], &x[1][(l * hkv + kvh) * on.dqk..]);
+            let mut z = dot(&qr[..on.dqk], kr) * f64::from(self.scale);
+            let mut slope = f64::from(self.scale);
+            if self.softcap > 0.0 {
+                let t = (z / f64::from(self.softcap)).tanh();
+                (z, slope) = (f64::from(self.softcap) * t, slope * (1.0 - t * t));
             }
-            let lse = max + all.map(|z| (z - max).exp()).sum::<f64>().ln();
-            let element = |d: usize| {
-                let (mut y, mut sum) = (0.0, 0.0);
-                for (z, keep, l) in &terms {
-                    let t = (z - lse).exp() * keep * f64::from(v[(l * hkv + kvh) * on.dv + d]);
-                    (y, sum) = (y + t, sum + t.abs());
-                }
-                // Probabilities are rounded before the product; the rest is f32.
-                let e = (u + 1e-5) * sum + 64.0 * tiny;
-                (y, e * (1.0 + out_u) + out_u * y.abs() + out_tiny)
-            };
-            (lse, (0..on.dv).map(element).collect())
+            if self.bias > 0 {
+                z += f64::from(self.bias_of(h, i, j));
+            }
+            let keep = rng.f64_at((h as u64) << 48 | (g as u64) << 24 | gk as u64) >= self.drop;
+            let keep = if self.drop == 0.0 { 1.0 } else { f64::from(keep) / (1.0 - self.drop) };
+            Some(Pair { z, slope, keep, l, i, j })
         };
-        let q_rows: Vec<usize> = self.q.iter().cloned().flatten().collect();
-        (0..hq).map(|h| q_rows.iter().enumerate().map(|(r, g)| row(h, r, *g)).collect()).collect()
+        let keys = self.kv.iter().cloned().flatten().enumerate();
+        Some(keys.filter(|(_, gk)| skv.contains(gk)).filter_map(pair).collect())
+    }
+
+    /// Natural logarithm of the sum of the exponentials of what row `r` sees.
+    pub fn lse(&self, h: usize, pairs: Option<&[Pair]>) -> f64 {
+        let Some(pairs) = pairs else { return f64::NEG_INFINITY };
+        let sink = self.sink.then(|| f64::from(Self::sink_of(h)));
+        let all = pairs.iter().map(|t| t.z).chain(sink);
+        let max = all.clone().fold(f64::NEG_INFINITY, f64::max);
+        if max == f64::NEG_INFINITY {
+            max
+        } else {
+            max + all.map(|z| (z - max).exp()).sum::<f64>().ln()
+        }
+    }
+
+    /// q, k and v.
+    pub fn inputs(&self, on: &Build) -> [Vec<f32>; 3] {
+        let (hq, hkv) = self.heads;
+        let (qk, v) = (on.dqk, on.dv);
+        [(1, &self.q, hq * qk), (2, &self.kv, hkv * qk), (3, &self.kv, hkv * v)]
+            .map(|(t, spans, width)| Self::tensor(on, t, spans, width))
+    }
+
+    /// lse and the output of row `r`, each element with its bound.
+    pub fn reference(
+        &self,
+        on: &Build,
+        x: &[Vec<f32>; 3],
+        h: usize,
+        r: usize,
+    ) -> (f64, Vec<(f64, f64)>) {
+        let (hq, hkv) = self.heads;
+        let ((u, tiny), (out_u, out_tiny)) = (Self::narrow(on).roundoff(), self.out.roundoff());
+        let pairs = self.pairs(on, x, h, r);
+        let lse = self.lse(h, pairs.as_deref());
+        let (pairs, kvh) = (pairs.unwrap_or_default(), h / (hq / hkv));
+        let element = |d: usize| {
+            let (mut y, mut sum) = (0.0, 0.0);
+            for p in &pairs {
+                let t = (p.z - lse).exp() * p.keep * f64::from(x[2][(p.l * hkv + kvh) * on.dv + d]);
+                (y, sum) = (y + t, sum + t.abs());
+            }
+            // Probabilities are rounded before the product; the rest is f32.
+            let e = (u + 1e-5) * sum + 64.0 * tiny;
+            (y, e * (1.0 + out_u) + out_u * y.abs() + out_tiny)
+        };
+        (lse, (0..on.dv).map(element).collect())
     }
 
     /// A tensor in memory: NaN between rows.
-    fn memory(name: &str, t: Type, values: &[f32], width: usize, pad: usize) -> Memory {
+    pub fn memory(name: &str, t: Type, values: &[f32], width: usize, pad: usize) -> Memory {
         let row = |r: &[f32]| [r, &vec![f32::NAN; pad]].concat();
         let bytes = t.bytes(&values.chunks(width.max(1)).flat_map(row).collect::<Vec<_>>());
         let m = Memory::new(name, ANY, bytes.len());
@@ -331,7 +408,20 @@ impl Case {
         m
     }
 
-    fn param(&self, on: &Build) -> Param {
+    pub fn bias_memory(&self) -> Memory {
+        let (sq, skv) = self.longest();
+        let at = |x: usize| self.bias_of(x / (sq * skv), x / skv % sq, x % skv);
+        let all: Vec<_> = (0..self.bias * sq * skv).map(at).collect();
+        Self::memory("bias", Type::F32, &all, 1, 0)
+    }
+
+    pub fn table(name: &str, s: &[Seg]) -> Memory {
+        let m = Memory::new(name, ANY, size_of_val(s));
+        m.write(s);
+        m
+    }
+
+    pub fn param(&self, on: &Build) -> Param {
         let window = [self.left, self.right].map(|b| b.map_or(1 << 30, |b| b as i32));
         let (sq, skv) = self.longest();
         let (hq, hkv) = self.heads;
@@ -367,19 +457,11 @@ impl Case {
         let poison = vec![f32::NAN; rows * hq * on.dv];
         let out = Self::memory("out", self.out, &poison, hq * on.dv, self.pad);
         let lse = Self::memory("lse", Type::F32, &vec![f32::NAN; rows * hq], 1, 0);
-        let (sq, skv) = self.longest();
-        let all =
-            (0..self.bias * sq * skv).map(|x| self.bias_of(x / (sq * skv), x / skv % sq, x % skv));
-        let bias = Self::memory("bias", Type::F32, &all.collect::<Vec<_>>(), 1, 0);
+        let bias = self.bias_memory();
         let sinks: Vec<f32> = (0..hq).map(Self::sink_of).collect();
         let sink = Self::memory("sink", Type::F32, &sinks, 1, 0);
-        let (own, other, tiles) = self.tables(true, on.m);
-        let table = |name, s: &[Seg]| {
-            let m = Memory::new(name, ANY, size_of_val(s));
-            m.write(s);
-            m
-        };
-        let (own_m, other_m) = (table("own", &own), table("other", &other));
+        let (own, other, tiles) = self.tables(true, on.tiles.fwd.m);
+        let (own_m, other_m) = (Self::table("own", &own), Self::table("other", &other));
         let p = Param {
             q: q.addr(),
             k: k.addr(),
@@ -394,9 +476,12 @@ impl Case {
             tiles,
             ..self.param(on)
         };
-        let kernel = on.lib.kernel("tw_attn_fwd");
+        let kernel = on.kernel("tw_attn_fwd");
         let grid = [tiles * hq as u32, 1, 1];
-        let launch = kernel.grid(grid, [32 * on.warps as u32, 1, 1]).smem(on.smem).arg(&p);
+        let launch = kernel
+            .grid(grid, [32 * on.tiles.fwd.warps as u32, 1, 1])
+            .smem(on.fwd_smem() as u32)
+            .arg(&p);
         let memory = [&q, &k, &v, &out, &lse, &bias, &sink, &own_m, &other_m];
         let mut run = Run::new(seed).memory(memory).stream(0, vec![launch]);
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 5 };
@@ -407,24 +492,21 @@ impl Case {
     }
 
     fn compare(&self, on: &Build, out: &[u8], lse: &[f32]) {
-        let (got, want, hq) = (self.out.values(out), self.reference(on), self.heads.0);
+        let (got, hq, x) = (self.out.values(out), self.heads.0, self.inputs(on));
         let (rows, ld) = (Self::rows(&self.q), hq * on.dv + self.pad);
-        for h in 0..hq {
-            for r in 0..rows {
-                let (l, y) = &want[h][r];
-                let seen = f64::from(lse[h * rows + r]);
-                let good = seen == *l || (seen - l).abs() <= 2e-6 * (4.0 + l.abs());
-                assert!(good, "{self:?}: lse {seen}, not {l}, at head {h} row {r}");
-                for (d, (y, e)) in y.iter().enumerate() {
-                    let g = f64::from(got[r * ld + h * on.dv + d]);
-                    let at = format_args!("head {h} row {r} column {d}");
-                    assert!((g - y).abs() <= *e, "{self:?}: {g}, not {y} +- {e} at {at}");
-                }
+        for (h, r) in (0..hq).flat_map(|h| (0..rows).map(move |r| (h, r))) {
+            let (l, y) = self.reference(on, &x, h, r);
+            let seen = f64::from(lse[h * rows + r]);
+            let good = seen == l || (seen - l).abs() <= 2e-6 * (4.0 + l.abs());
+            assert!(good, "{self:?}: lse {seen}, not {l}, at head {h} row {r}");
+            for (d, (y, e)) in y.iter().enumerate() {
+                let g = f64::from(got[r * ld + h * on.dv + d]);
+                let at = format_args!("head {h} row {r} column {d}");
+                assert!((g - y).abs() <= *e, "{self:?}: {g}, not {y} +- {e} at {at}");
             }
         }
-        for r in 0..rows {
-            let between = &got[r * ld + hq * on.dv..(r + 1) * ld];
-            assert!(between.iter().all(|x| x.is_nan()), "{self:?}: written between rows, at {r}");
+        for row in got.chunks(ld) {
+            assert!(row[hq * on.dv..].iter().all(|x| x.is_nan()), "{self:?}: written between rows");
         }
     }
 }
@@ -469,10 +551,10 @@ fn attention_extras() {
 /// The tiles that are used on GPUs.
 fn attention_of_usual_tiles() {
     let v = Variant { f16: false, dqk: 128, dv: 128, extra: false };
-    let t = v.forward();
-    let sizes = (128, 128, t.m as usize, t.n as usize, t.warps as usize, false, false);
-    let b = load(SM80_ATTENTION.emu_text(), sizes);
-    assert_eq!(u64::from(b.smem), v.forward_shared_bytes());
+    let tiles = Tiles { fwd: v.forward(), dq: v.dq(), dkv: v.dkv(), split: v.split() };
+    let b = load(SM80_ATTENTION.emu_text(), (128, 128, false, false, tiles));
+    let ours = [v.forward_shared_bytes(), v.dq_shared_bytes(), v.dkv_shared_bytes()];
+    assert_eq!([b.fwd_smem(), b.dq_smem(), b.dkv_smem()].map(|x| x as u64), ours);
     Case { out: Type::Bf16, heads: (1, 1), ..case(150, 170) }.causal().check(&b, 1);
 }
 

@@ -5,6 +5,7 @@
 #![expect(clippy::print_stdout, reason = "a test harness reports on stdout, as libtest does")]
 
 mod attention;
+mod attention_grad;
 mod compile;
 mod convert;
 mod gemm;
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
         quant::TESTS,
         permute::TESTS,
         attention::TESTS,
+        attention_grad::TESTS,
     ]
     .concat();
     let chosen: Vec<Test> = all
