@@ -99,6 +99,7 @@ pub const ALL: &[Source] = &[
     portable::QUANT,
     portable::PERMUTE,
     attention::SM80_ATTENTION,
+    attention::PLAIN_ATTENTION,
 ];
 
 #[cfg(test)]

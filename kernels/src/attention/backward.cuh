@@ -271,18 +271,3 @@ template <class T, u32 WHAT> __device__ __forceinline__ void tw_backward(const T
 
 typedef TwBack<true, TW_ATTN_DQ_M, TW_ATTN_DQ_N, TW_ATTN_DQ_WARPS> TwDq;
 typedef TwBack<false, TW_ATTN_DKV_N, TW_ATTN_DKV_M, TW_ATTN_DKV_WARPS> TwDkv;
-
-// delta = <d_out, out> of one row and head, by one warp.
-template <class F> __device__ __forceinline__ void tw_delta(const TwAttn& a, u32 dv, F at) {
-    const u64 i = (u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (i >= (u64)a.tokens_q * a.heads_q) return;
-    const u32 row = (u32)(i / a.heads_q), head = (u32)(i % a.heads_q);
-    float sum = 0.0f;
-    for (u32 c = threadIdx.x % 32; c < dv; c += 32) {
-        const i64 e = (i64)row * a.ld_o + head * dv + c;
-        sum = fmaf(at(a.out, e), at(a.d_out, e), sum);
-    }
-#pragma unroll
-    for (u32 by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
-    if (threadIdx.x % 32 == 0) a.delta[(i64)head * a.tokens_q + row] = sum;
-}

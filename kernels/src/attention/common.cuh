@@ -70,7 +70,6 @@ enum : u32 {
     TW_DQP = (TW_DQ + 63) / 64 * 64,
     TW_DVP = (TW_DV + 63) / 64 * 64,
 };
-static_assert(TW_DQ % 8 == 0 && TW_DV % 8 == 0, "rows are whole chunks of 16 bytes");
 
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
@@ -353,4 +352,32 @@ __device__ __forceinline__ u64 tw_drop_seed(const TwAttn& a) {
 __device__ __forceinline__ const float* tw_bias(const TwAttn& a, u32 head, u32 i, u32 j) {
     const u32 h = a.bias_heads == 1 ? 0 : a.first_head + head;
     return a.bias ? a.bias + ((i64)h * a.bias_sq + i) * a.bias_skv + j : nullptr;
+}
+
+// delta = <d_out, out> of one row and head, by one warp.
+template <class F> __device__ __forceinline__ void tw_delta(const TwAttn& a, u32 dv, F at) {
+    const u64 i = (u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (i >= (u64)a.tokens_q * a.heads_q) return;
+    const u32 row = (u32)(i / a.heads_q), head = (u32)(i % a.heads_q);
+    float sum = 0.0f;
+    for (u32 c = threadIdx.x % 32; c < dv; c += 32) {
+        const i64 e = (i64)row * a.ld_o + head * dv + c;
+        sum = fmaf(at(a.out, e), at(a.d_out, e), sum);
+    }
+#pragma unroll
+    for (u32 by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
+    if (threadIdx.x % 32 == 0) a.delta[(i64)head * a.tokens_q + row] = sum;
+}
+
+// Segments as an argument, so that a launch brings its own tables: queued, captured, never copied
+// from the host's memory.
+enum : u32 { TW_TABLE = 96 };
+struct TwTable {
+    TwSeg* to;
+    u32 num, pad;
+    TwSeg segs[TW_TABLE];
+};
+
+extern "C" __global__ void __launch_bounds__(96) tw_attn_table(const __grid_constant__ TwTable t) {
+    if (threadIdx.x < t.num) t.to[threadIdx.x] = t.segs[threadIdx.x];
 }

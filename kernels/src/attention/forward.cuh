@@ -24,6 +24,7 @@ enum : u32 {
     TW_F_Q_BYTES = TW_FM * (TW_DQP > TW_DVP ? TW_DQP : TW_DVP) * 2,
 };
 static_assert(TW_FM % (16 * TW_ATTN_WARPS) == 0 && TW_FN % 16 == 0, "whole matrix instructions");
+static_assert(TW_DQ % 8 == 0 && TW_DV % 8 == 0, "rows are whole chunks of 16 bytes");
 
 typedef float TwScores[TW_F_MT][TW_F_NT][4];
 typedef float TwOut[TW_F_MT][TW_F_DT][4];

@@ -14,8 +14,55 @@ pub const SM80_ATTENTION: Source = Source {
         include_str!("sm80_attention.cu"),
     ],
     defines: &[],
-    kernels: &["tw_attn_fwd", "tw_attn_delta", "tw_attn_dq"],
+    kernels: &["tw_attn_table", "tw_attn_fwd", "tw_attn_delta", "tw_attn_dq"],
 };
+
+/// Attention of any types, and the gradients of bias and sink. See [`Plain`] for its definitions.
+pub const PLAIN_ATTENTION: Source = Source {
+    name: "attention/plain_attention.cu",
+    parts: &[MMA, MATH, include_str!("common.cuh"), include_str!("plain_attention.cu")],
+    defines: &[],
+    kernels: &[
+        "tw_attn_table",
+        "tw_attn_fwd",
+        "tw_attn_delta",
+        "tw_attn_dq",
+        "tw_attn_dkv",
+        "tw_attn_dbias",
+        "tw_attn_dsink",
+    ],
+};
+
+/// Rows of a tile of the kernels of [`PLAIN_ATTENTION`].
+pub const PLAIN_ROWS: u64 = 4;
+/// Segments that one launch of `tw_attn_table` writes.
+pub const TABLE: usize = 96;
+
+/// One compilation of [`PLAIN_ATTENTION`]. A type is 0 bf16, 1 f16 or 2 f32.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Plain {
+    /// Of q, k and v.
+    pub input: u64,
+    /// Of out and the gradients.
+    pub output: u64,
+    /// Head dimension of q and k.
+    pub dqk: u64,
+    /// Head dimension of v and out.
+    pub dv: u64,
+}
+
+impl Plain {
+    /// The definitions that the text takes.
+    pub fn defines(&self) -> Vec<(String, u64)> {
+        let all = [
+            ("TW_ATTN_IN", self.input),
+            ("TW_ATTN_OUT", self.output),
+            ("TW_ATTN_DQK", self.dqk),
+            ("TW_ATTN_DV", self.dv),
+        ];
+        all.iter().map(|(n, v)| ((*n).to_owned(), *v)).collect()
+    }
+}
 
 /// One compilation of [`SM80_ATTENTION`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -131,4 +178,17 @@ pub fn variants() -> Vec<Variant> {
         })
     });
     all.collect()
+}
+
+/// The same of [`Plain`].
+pub fn plain_variants() -> Vec<Plain> {
+    [(2, 2, 64), (0, 2, 40), (1, 1, 33)]
+        .map(|(input, output, d)| Plain { input, output, dqk: d, dv: d })
+        .to_vec()
+}
+
+/// Every unit of this module with the definitions of every variant.
+pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
+    let tiles = variants().into_iter().map(|v| (SM80_ATTENTION, v.defines()));
+    tiles.chain(plain_variants().into_iter().map(|p| (PLAIN_ATTENTION, p.defines()))).collect()
 }

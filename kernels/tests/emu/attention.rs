@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::Rng;
-use tilewire_kernels::attention::{SM80_ATTENTION, Tile, Variant};
+use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, Tile, Variant};
 
 use crate::compile::Unit;
 use crate::gemm::{Type, number};
@@ -20,13 +20,17 @@ pub const TESTS: &[Test] = tests![
     attention_extras,
     attention_of_usual_tiles,
     attention_parts_are_exact,
+    attention_plain,
 ];
 
 /// What a text was compiled for.
 #[derive(Clone, Copy)]
 pub struct Build {
     pub lib: Option<&'static Lib>,
-    pub f16: bool,
+    /// Type of q, k and v.
+    pub input: Type,
+    /// The plain kernels, whose output and its gradient are of one type.
+    pub plain: bool,
     pub dqk: usize,
     pub dv: usize,
     pub tiles: Tiles,
@@ -62,11 +66,17 @@ impl Build {
     }
 
     fn smem(&self, rows: u64) -> usize {
+        if self.plain {
+            return 0;
+        }
         let pad = |d: usize| d.next_multiple_of(64) as u64;
         2 * (rows * (pad(self.dqk) + pad(self.dv))) as usize
     }
 
     pub fn fwd_smem(&self) -> usize {
+        if self.plain {
+            return 0;
+        }
         let widest = self.dqk.max(self.dv).next_multiple_of(64);
         self.smem(2 * self.tiles.fwd.n) + 2 * self.tiles.fwd.m as usize * widest
     }
@@ -77,13 +87,20 @@ impl Build {
 
     pub fn dkv_smem(&self) -> usize {
         let t = self.tiles.dkv;
-        self.smem(t.n + 2 * t.m) + 16 * t.m as usize
+        self.smem(t.n + 2 * t.m) + if self.plain { 0 } else { 16 * t.m as usize }
     }
 }
 
 pub fn load(text: String, (dqk, dv, f16, extra, tiles): Sizes) -> Build {
     let Tiles { fwd, dq, dkv, split } = tiles;
-    let mut b = Build { lib: None, f16, dqk, dv, tiles };
+    let mut b = Build {
+        lib: None,
+        input: if f16 { Type::F16 } else { Type::Bf16 },
+        plain: false,
+        dqk,
+        dv,
+        tiles,
+    };
     let last: &[&str] = if split { &["tw_attn_dk", "tw_attn_dv"] } else { &["tw_attn_dkv"] };
     b.lib = Some(RUNTIME.load(&Unit {
         name: SM80_ATTENTION.name,
@@ -110,7 +127,28 @@ pub fn load(text: String, (dqk, dv, f16, extra, tiles): Sizes) -> Build {
     b
 }
 
+/// The plain kernels.
+pub fn load_plain(text: String, (dqk, dv, t, out): (usize, usize, Type, Type)) -> Build {
+    let rows = tile(PLAIN_ROWS, PLAIN_ROWS, 4);
+    let tiles = Tiles { fwd: rows, dq: rows, dkv: rows, split: false };
+    let lib = RUNTIME.load(&Unit {
+        name: PLAIN_ATTENTION.name,
+        text,
+        defines: vec![
+            ("TW_ATTN_IN", t as u64),
+            ("TW_ATTN_OUT", out as u64),
+            ("TW_ATTN_DQK", dqk as u64),
+            ("TW_ATTN_DV", dv as u64),
+        ],
+        kernels: PLAIN_ATTENTION.kernels.to_vec(),
+        smem: 16,
+    });
+    Build { lib: Some(lib), input: t, plain: true, dqk, dv, tiles }
+}
+
 pub static SMALL: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), PLAIN));
+pub static F32: LazyLock<Build> =
+    LazyLock::new(|| load_plain(PLAIN_ATTENTION.emu_text(), (40, 37, Type::F32, Type::F32)));
 pub static ODD: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), EXTRA));
 
 /// `TwSeg` in `attention/common.cuh`.
@@ -296,7 +334,7 @@ impl Case {
     }
 
     pub fn narrow(on: &Build) -> Type {
-        if on.f16 { Type::F16 } else { Type::Bf16 }
+        on.input
     }
 
     /// Tensor `t`, `[rows, heads, d]`, of global rows `spans`.
@@ -556,6 +594,21 @@ fn attention_of_usual_tiles() {
     let ours = [v.forward_shared_bytes(), v.dq_shared_bytes(), v.dkv_shared_bytes()];
     assert_eq!([b.fwd_smem(), b.dq_smem(), b.dkv_smem()].map(|x| x as u64), ours);
     Case { out: Type::Bf16, heads: (1, 1), ..case(150, 170) }.causal().check(&b, 1);
+}
+
+/// The plain kernels: everything at once, and types that differ.
+fn attention_plain() {
+    for (i, (sq, skv)) in [(1, 1), (33, 65), (65, 31)].into_iter().enumerate() {
+        let c = Case { pad: i, ..case(sq, skv) };
+        c.clone().check(&F32, 1);
+        c.clone().causal().check(&F32, 2);
+        let c = Case { softcap: 2.0, bias: 2, sink: true, drop: 0.2, scale: -0.7, ..c };
+        c.window(20, 3).check(&F32, 1);
+    }
+    let c = Case { heads: (4, 2), sink: true, ..Case::packed(&[(20, 30), (0, 3), (17, 9)]) };
+    c.clone().causal().check(&F32, 3);
+    let b = load_plain(PLAIN_ATTENTION.emu_text(), (20, 33, Type::Bf16, Type::F16));
+    Case { out: Type::F16, ..c }.check(&b, 1);
 }
 
 /// The rows of a rank of context parallelism: chunks of sequences, at their global positions.

@@ -1,6 +1,6 @@
 //! The backward pass of `attention/sm80_attention.cu` against an f64 reference.
 
-use crate::attention::{Build, Case, ODD, Pair, Param, SMALL, case, dot};
+use crate::attention::{Build, Case, F32, ODD, Pair, Param, SMALL, case, dot};
 use crate::gemm::{Type, number};
 use crate::memory::Memory;
 use crate::run::Run;
@@ -11,6 +11,8 @@ pub const TESTS: &[Test] = tests![
     attention_grads_packed_rows_and_groups,
     attention_grads_extras,
     attention_grads_of_parts,
+    attention_grads_plain,
+    attention_grads_of_bias_and_sink,
 ];
 
 /// Tensors of the backward pass: with what the forward pass left.
@@ -22,12 +24,17 @@ struct Saved {
     pairs: Vec<Vec<Pair>>,
 }
 
+/// Type of the output that is read, and of its gradient.
+fn saved_type(c: &Case, on: &Build) -> Type {
+    if on.plain { c.out } else { on.input }
+}
+
 /// Elements with their bounds.
 type Bounded = Vec<(f64, f64)>;
 
 impl Saved {
     fn new(c: &Case, on: &Build) -> Self {
-        let (x, hq, rows, t) = (c.inputs(on), c.heads.0, Case::rows(&c.q), Case::narrow(on));
+        let (x, hq, rows, t) = (c.inputs(on), c.heads.0, Case::rows(&c.q), saved_type(c, on));
         let width = hq * on.dv;
         let (mut out, mut lse, mut pairs) = (vec![0.0; rows * width], Vec::new(), Vec::new());
         for (h, r) in (0..hq).flat_map(|h| (0..rows).map(move |r| (h, r))) {
@@ -90,8 +97,8 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
     let widths = [hq * on.dqk, hkv * on.dqk, hkv * on.dv];
     let tensor = |name, v: &[f32], width| Case::memory(name, t, v, width, c.pad);
     let inputs = [0, 1, 2].map(|i| tensor(["q", "k", "v"][i], &saved.x[i], widths[i]));
-    let [out, d_out] =
-        [("out", &saved.out), ("d_out", &saved.d_out)].map(|(n, v)| tensor(n, v, hq * on.dv));
+    let [out, d_out] = [("out", &saved.out), ("d_out", &saved.d_out)]
+        .map(|(n, v)| Case::memory(n, saved_type(c, on), v, hq * on.dv, c.pad));
     let lse = Case::memory("lse", Type::F32, &saved.lse, 1, 0);
     let delta = Case::memory("delta", Type::F32, &vec![f32::NAN; saved.lse.len()], 1, 0);
     let grads = [0, 1, 2].map(|i| {
@@ -199,4 +206,77 @@ fn attention_grads_of_parts() {
     let (q, kv) = (zigzag(whole.q[0].end), zigzag(whole.kv[0].end));
     check(&Case { q: q.clone(), kv: kv.clone(), ..whole.clone() }, &SMALL, 1);
     check(&Case { q, kv, drop: 0.25, ..whole }, &ODD, 2);
+}
+
+fn attention_grads_plain() {
+    check(&Case { pad: 3, ..case(33, 50) }, &F32, 1);
+    let c = Case { heads: (4, 2), ..Case::packed(&[(20, 30), (0, 3), (17, 9)]) };
+    check(&c.clone().causal(), &F32, 2);
+    check(&Case { softcap: 2.0, bias: 1, sink: true, drop: 0.2, ..c }.window(9, 2), &F32, 1);
+}
+
+/// Local rows of some global ones, of sequences that share the bias.
+fn attention_grads_of_bias_and_sink() {
+    for (heads, drop) in [(1, 0.0), (2, 0.25)] {
+        let c = Case { bias: heads, sink: true, drop, ..Case::packed(&[(9, 12), (14, 10)]) };
+        let c = Case { q: vec![0..13, 15..c.q[0].end], softcap: 2.0, ..c }.window(8, 3);
+        let on = &*F32;
+        let (saved, (hq, _), rows) = (Saved::new(&c, on), c.heads, Case::rows(&c.q));
+        let (sq, skv) = c.longest();
+        let mut dbias = vec![0.0; heads * sq * skv];
+        let mut dsink = vec![0.0; hq];
+        let mut deltas = vec![0.0f32; hq * rows];
+        for (h, r) in (0..hq).flat_map(|h| (0..rows).map(move |r| (h, r))) {
+            let at = r * hq + h;
+            let d_out = &saved.d_out[at * on.dv..][..on.dv];
+            let delta = dot(d_out, &saved.out[at * on.dv..]);
+            let lse = f64::from(saved.lse[h * rows + r]);
+            deltas[h * rows + r] = delta as f32;
+            if lse > f64::NEG_INFINITY {
+                dsink[h] -= (f64::from(Case::sink_of(h)) - lse).exp() * delta;
+            }
+            for p in &saved.pairs[h * rows + r] {
+                let dp = dot(d_out, &saved.x[2][p.l * on.dv..][..on.dv]) * p.keep;
+                let of = if heads == 1 { 0 } else { h };
+                dbias[(of * sq + p.i) * skv + p.j] += (p.z - lse).exp() * (dp - delta);
+            }
+        }
+        let f32s = |name, v: &[f32]| Case::memory(name, Type::F32, v, 1, 0);
+        let [q, k, v] = [0, 1, 2].map(|i| f32s(["q", "k", "v"][i], &saved.x[i]));
+        let (d_out, lse, delta) =
+            (f32s("d_out", &saved.d_out), f32s("lse", &saved.lse), f32s("delta", &deltas));
+        let (bias, sinks) = (c.bias_memory(), (0..hq).map(Case::sink_of).collect::<Vec<_>>());
+        let sink = f32s("sink", &sinks);
+        let got = [f32s("dbias", &vec![f32::NAN; dbias.len()]), f32s("dsink", &vec![f32::NAN; hq])];
+        let (own, other, tiles) = c.tables(true, 4);
+        let (own_m, other_m) = (Case::table("own", &own), Case::table("other", &other));
+        let p = Param {
+            q: q.addr(),
+            k: k.addr(),
+            v: v.addr(),
+            d_out: d_out.addr(),
+            lse: lse.addr(),
+            delta: delta.addr(),
+            bias: bias.addr(),
+            sink: sink.addr(),
+            dbias: got[0].addr(),
+            dsink: got[1].addr(),
+            own: own_m.addr(),
+            other: other_m.addr(),
+            num_own: own.len() as u32,
+            tiles,
+            ..c.param(on)
+        };
+        let kernels = [on.kernel("tw_attn_dbias"), on.kernel("tw_attn_dsink")];
+        let grids = [(dbias.len() as u32).div_ceil(256), hq as u32];
+        let launches = [0, 1].map(|i| kernels[i].grid([grids[i], 1, 1], [256, 1, 1]).arg(&p));
+        let memory = [&q, &k, &v, &d_out, &lse, &delta, &bias, &sink, &own_m, &other_m];
+        let run = Run::new(1).memory(memory.into_iter().chain(&got));
+        run.stream(0, launches.to_vec()).go().unwrap_or_else(|e| panic!("{c:?}: {e}"));
+        for (got, want) in got.iter().zip([dbias, dsink]) {
+            for (i, (g, y)) in got.read::<f32>().iter().zip(&want).enumerate() {
+                assert!((f64::from(*g) - y).abs() <= 1e-4, "{c:?}: {g}, not {y}, at {i}");
+            }
+        }
+    }
 }
