@@ -67,7 +67,16 @@ pub const SIGNAL: Source = Source {
     name: "comm/signal.cu",
     parts: &[LD_ST, include_str!("comm/signal.cu")],
     defines: &["TW_OFF_ABORT", "TW_OFF_INBOX", "TW_OFF_SIGNALS", "TW_INBOX_ROW"],
-    kernels: &["tw_signal", "tw_bump_epoch", "tw_wait", "tw_barrier"],
+    kernels: &[
+        "tw_signal",
+        "tw_bump_epoch",
+        "tw_wait",
+        "tw_barrier",
+        "tw_advance",
+        "tw_enter",
+        "tw_wait_peers",
+        "tw_poison",
+    ],
 };
 
 /// Matrix product with epilogue on any GPU from sm_80 on. `TW_GEMM_*` at the head of
@@ -76,7 +85,7 @@ pub const SM80_GEMM: Source = Source {
     name: "gemm/sm80_gemm.cu",
     parts: &[MMA, include_str!("gemm/mainloop.cuh"), include_str!("gemm/sm80_gemm.cu")],
     defines: &[],
-    kernels: &["tw_gemm_nt", "tw_gemm_nn", "tw_gemm_tn", "tw_gemm_f32"],
+    kernels: &["tw_gemm_nt", "tw_gemm_nn", "tw_gemm_tn", "tw_gemm_tt", "tw_gemm_f32"],
 };
 
 /// The same products of groups whose rows are counted in device memory.
@@ -98,6 +107,7 @@ pub const ALL: &[Source] = &[
     SM80_GROUPED_GEMM,
     portable::QUANT,
     portable::PERMUTE,
+    portable::REDUCE,
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
 ];

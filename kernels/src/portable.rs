@@ -1,4 +1,5 @@
-//! Kernels that any GPU from sm_80 on runs: quantisation and permutation, and the variants of each.
+//! Kernels that any GPU from sm_80 on runs: quantisation, permutation and sums of parts, and the
+//! variants of each.
 //!
 //! An element type is passed to them as its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3
 //! e4m3, 2 e5m2.
@@ -72,6 +73,27 @@ pub fn permute_defines(src: u64) -> Vec<(String, u64)> {
     with(PERMUTE.defines, &[src, PERMUTE_THREADS, PERMUTE_CHUNK, PERMUTE_BAD_INDEX])
 }
 
+/// Threads of a block of [`REDUCE`].
+pub const REDUCE_THREADS: u64 = 256;
+
+/// Sums of parts that peers have pushed, in the order of the ranks.
+pub const REDUCE: Source = Source {
+    name: "collective/sm80_reduce.cu",
+    parts: &[CONVERT, CONVERSIONS, include_str!("collective/sm80_reduce.cu")],
+    defines: &["TW_WIRE_MANTISSA", "TW_OWN_MANTISSA", "TW_OUT_MANTISSA", "TW_REDUCE_THREADS"],
+    kernels: &["tw_reduce"],
+};
+
+/// Mantissa bits of (slots, own part, output) that [`REDUCE`] is used with: all of one type, or a
+/// part of one's own that was not rounded.
+pub const REDUCE_MANTISSAS: [[u64; 3]; 7] =
+    [[23, 23, 23], [10, 10, 10], [7, 7, 7], [10, 23, 10], [7, 23, 7], [10, 23, 23], [7, 23, 23]];
+
+/// [`REDUCE`]'s definitions for these types.
+pub fn reduce_defines([wire, own, out]: [u64; 3]) -> Vec<(String, u64)> {
+    with(REDUCE.defines, &[wire, own, out, REDUCE_THREADS])
+}
+
 /// The definitions of a source with their values, in its order.
 fn with(names: &[&str], values: &[u64]) -> Vec<(String, u64)> {
     assert_eq!(names.len(), values.len(), "a value for each definition");
@@ -83,5 +105,7 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
     let quant = WIDE_MANTISSAS
         .iter()
         .flat_map(|src| FP8_MANTISSAS.iter().map(|dst| (QUANT, quant_defines(*src, *dst))));
-    quant.chain(WIDE_MANTISSAS.iter().map(|src| (PERMUTE, permute_defines(*src)))).collect()
+    let permute = WIDE_MANTISSAS.iter().map(|src| (PERMUTE, permute_defines(*src)));
+    let reduce = REDUCE_MANTISSAS.iter().map(|types| (REDUCE, reduce_defines(*types)));
+    quant.chain(permute).chain(reduce).collect()
 }

@@ -131,6 +131,10 @@ pub struct VerifyArgs {
     /// Rank counts, each as threads of this process. Under a launcher the job's size is used.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4])]
     pub ranks: Vec<usize>,
+    /// Where tensors and symmetric memory lie: `host`, or `vmm` for GPUs (one for each rank).
+    /// Default: TILEWIRE_BACKEND, or `host`.
+    #[arg(long)]
+    pub backend: Option<BackendKind>,
     /// Only these operations.
     #[arg(long, value_delimiter = ',')]
     pub op: Vec<String>,

@@ -331,6 +331,7 @@ impl Bench<'_> {
             t_ours_us: Some(d.t_ours),
             max_err: max_err.is_finite().then_some(max_err),
             wrong: all.iter().map(|b| number(&b[8..]) as u64).sum(),
+            unsupported: false,
             note: None,
         })
     }

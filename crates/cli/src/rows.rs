@@ -32,6 +32,9 @@ pub struct Row {
     pub max_err: Option<f64>,
     /// Elements (or other checks) that are wrong, over all ranks.
     pub wrong: u64,
+    /// The backend has no such operation, and said so before anything ran.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unsupported: bool,
     /// What went wrong first, in words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,

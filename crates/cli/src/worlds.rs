@@ -25,6 +25,14 @@ pub fn place(args: &PlaceArgs) -> Result<Place> {
     detect(&flags, &vars)
 }
 
+/// The backend that was asked for, by a flag or by the environment.
+///
+/// # Errors
+/// `Config` for a bad variable.
+pub fn backend(flag: Option<BackendKind>) -> Result<BackendKind> {
+    flag.map_or_else(|| Config::from_env().map(|c| c.backend), Ok)
+}
+
 /// True if this process was started as one of several ranks (or told so).
 pub fn launched(place: &Place) -> bool {
     place.launcher != Launcher::Single

@@ -9,10 +9,11 @@ use std::time::Duration;
 use crate::{Error, ErrorKind, Result};
 
 /// Where symmetric memory comes from.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 #[non_exhaustive]
 pub enum BackendKind {
     /// Ranks are threads or processes on the CPU, memory is a memfd.
+    #[default]
     Host,
     /// CUDA virtual memory shared by file descriptors.
     Vmm,

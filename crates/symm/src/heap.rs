@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use tilewire_core::{BackendKind, Deadline, Error, ErrorKind, Rank, Result, inject};
-use tilewire_device::{Stream, Tracer};
+use tilewire_device::{Device, Stream, Tracer};
 
 use crate::alloc::Allocator;
 use crate::buf::SymBuf;
@@ -278,9 +278,16 @@ impl Heap {
         if let Some(s) = self.0.copies.get() {
             return Ok(s);
         }
-        let name = format!("copy {}", self.0.team.name());
-        let new = Stream::with_tracer(name, tracer)?;
+        let new = match &self.0.vmm {
+            Some(store) => Stream::on(&store.ctx)?,
+            None => Stream::with_tracer(format!("copy {}", self.0.team.name()), tracer)?,
+        };
         Ok(self.0.copies.get_or_init(|| new))
+    }
+
+    /// Where this rank's part lies.
+    pub fn device(&self) -> Device {
+        self.0.vmm.as_ref().map_or(Device::Host, |s| Device::Cuda(s.ctx.clone()))
     }
 
     /// Bytes per rank: free, and in all.

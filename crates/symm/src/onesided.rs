@@ -111,6 +111,32 @@ pub trait OneSided: Clone + Send + Sync {
         self.signal(stream, dst.0, slot, 1)
     }
 
+    /// Raises the totals of `num` slots from `first` on, for every peer, by one: what this
+    /// launch's [`OneSided::put_flag`]s will publish. One piece of work for all of them, where
+    /// [`OneSided::put_signal`] needs one between any two copies.
+    ///
+    /// Each (slot, peer) must then be published by exactly one `put_flag`, of no bytes if there is
+    /// nothing to send: a total that nobody publishes lets a later wait pass too early. The stream
+    /// must be behind all flags of earlier totals: a flag carries what the total is when it is
+    /// copied.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there are no such slots; the fault of the team.
+    fn advance(&self, stream: &Self::Stream, first: SignalSlot, num: usize) -> Result<()>;
+
+    /// A put and, behind it, the total that [`OneSided::advance`] made for the slot. The stream
+    /// must be ordered behind that call.
+    ///
+    /// # Errors
+    /// As [`OneSided::put`].
+    fn put_flag(
+        &self,
+        stream: &Self::Stream,
+        dst: (Rank, usize),
+        src: &Self::Buffer,
+        slot: SignalSlot,
+    ) -> Result<()>;
+
     /// Orders earlier puts before later ones, without waiting for them.
     ///
     /// # Errors
@@ -198,6 +224,25 @@ impl OneSided for HostOneSided {
         self.launch(stream, "barrier", move |c| c.barrier(channel, "barrier"))
     }
 
+    /// A signal of the host adds to the count: there is no total to make first.
+    fn advance(&self, _stream: &Stream, first: SignalSlot, num: usize) -> Result<()> {
+        check_slots(first, num)?;
+        self.heap.team().check()
+    }
+
+    fn put_flag(
+        &self,
+        stream: &Stream,
+        dst: (Rank, usize),
+        src: &Tensor,
+        slot: SignalSlot,
+    ) -> Result<()> {
+        if src.len_bytes() > 0 {
+            self.put(stream, dst.0, dst.1, src)?;
+        }
+        self.signal(stream, dst.0, slot, 1)
+    }
+
     fn fence(&self, stream: &Stream) -> Result<()> {
         self.launch(stream, "fence", |_| {
             std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
@@ -223,4 +268,13 @@ pub(crate) fn check_channel(channel: usize) -> Result<()> {
     Err(Error::invalid(format!("no barrier channel {channel}"))
         .expected(format_args!("less than {num}"))
         .seen(channel))
+}
+
+pub(crate) fn check_slots(first: SignalSlot, num: usize) -> Result<()> {
+    let all = crate::control::NUM_SIGNALS;
+    if first.0.checked_add(num).is_some_and(|end| end <= all) {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("no {num} signal slots from {} on", first.0))
+        .expected(format_args!("at most {all} in all")))
 }

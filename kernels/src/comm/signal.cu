@@ -149,3 +149,57 @@ extern "C" __global__ void __launch_bounds__(64) tw_barrier(TwTeam t, u32 channe
     TwWait w = {TW_OP_BARRIER, channel, p, 0, 0, round, 0, 0};
     tw_poll(t, tw_word(t, t.me, at + 8 * p), w);
 }
+
+// One more count for `num` slots from `first` on and every peer: what copy engines will carry behind
+// the data of one launch. One kernel for all of them: a kernel between two copies costs more than
+// the flag.
+__device__ __forceinline__ void tw_raise(const TwTeam& t, u32 first, u32 num) {
+    u64* sent = t.sent + (u64)first * t.size;
+    for (u64 i = threadIdx.x; i < (u64)num * t.size; i += blockDim.x)
+        if (i % t.size != t.me) sent[i] += 1;
+}
+
+extern "C" __global__ void __launch_bounds__(256) tw_advance(TwTeam t, u32 first, u32 num) {
+    const bool over = __syncthreads_or(tw_is_over(t));
+    if (over) return;
+    tw_raise(t, first, num);
+    fence_acq_rel_sys();
+}
+
+// The beginning of a launch: everybody tells everybody that its receive areas are free, waits for
+// the same of all, and makes the totals that this launch's copies will carry.
+extern "C" __global__ void __launch_bounds__(64) tw_enter(TwTeam t, u32 credit, u32 first, u32 num) {
+    u32 p = threadIdx.x;
+    const bool over = __syncthreads_or(tw_is_over(t));
+    if (over) return;
+    tw_raise(t, first, num);
+    // Everything before, of other streams that were joined too, is ordered before the credit.
+    fence_acq_rel_sys();
+    if (p >= t.size || p == t.me) return;
+    u64* sent = t.sent + (u64)credit * t.size + p;
+    u64* expected = t.expected + (u64)credit * t.size + p;
+    *sent += 1;
+    *expected += 1;
+    u64* there = tw_count(t, p, credit, t.me);
+    st_release_sys_u64(there, *sent);
+    TwWait w = {TW_OP_WAIT, credit, p, 0, 0, *expected, 0, 0};
+    tw_poll(t, tw_count(t, t.me, credit, p), w);
+}
+
+// One more count of every peer on one slot.
+extern "C" __global__ void __launch_bounds__(64) tw_wait_peers(TwTeam t, u32 slot) {
+    u32 p = threadIdx.x;
+    const bool over = __syncthreads_or(tw_is_over(t));
+    if (over || p >= t.size || p == t.me) return;
+    u64* expected = t.expected + (u64)slot * t.size + p;
+    *expected += 1;
+    TwWait w = {TW_OP_WAIT, slot, p, 0, 0, *expected, 0, 0};
+    tw_poll(t, tw_count(t, t.me, slot, p), w);
+}
+
+// Fills an output with the poison of its type once the team is over: nobody takes it for a result.
+// The first words of a team in good order are all that is read.
+extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, unsigned char* out, u64 len) {
+    if (!tw_is_over(t)) return;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < len; i += (u64)gridDim.x * blockDim.x) out[i] = 0xff;
+}

@@ -123,6 +123,10 @@ template <int MANTISSA> struct __align__(4 * sizeof(typename TwElem<MANTISSA>::B
         if (sizeof(typename Elem::Bits) == 4) return Elem::widen(w[j]);
         return Elem::widen(w[j / 2] >> 16 * (j % 2) & 0xffff);
     }
+    __device__ __forceinline__ u32 bits(int j) const {
+        if (sizeof(typename Elem::Bits) == 4) return w[j];
+        return w[j / 2] >> 16 * (j % 2) & 0xffff;
+    }
     // In a quad that was zero.
     __device__ __forceinline__ void set(int j, u32 bits) {
         if (sizeof(typename Elem::Bits) == 4) w[j] = bits;

@@ -2,6 +2,7 @@
 //
 // Shapes: D [m, n] ([m, n/2] for SwiGLU, whose gate is the first half of the columns).
 //   tw_gemm_nt: A [m, k], B [n, k];  tw_gemm_nn: A [m, k], B [k, n];  tw_gemm_tn: A [k, m], B [k, n].
+//   tw_gemm_tt: A [k, m], B [n, k].
 //   tw_gemm_f32: each of them, by TW_A_KM and TW_B_KN.
 // All row-major, rows `ld` elements apart. Any m, n, k, and 0 of each. Where a row of A or B does
 // not begin at a multiple of 16 bytes, elements are read one by one.
@@ -44,6 +45,10 @@ extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_gemm_nn(const __grid
 
 extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_gemm_tn(const __grid_constant__ TwGemm g) {
     tw_gemm<false, false>(g);
+}
+
+extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_gemm_tt(const __grid_constant__ TwGemm g) {
+    tw_gemm<false, true>(g);
 }
 
 // 64 x 16 elements of a f32 operand to shared memory, as [16][64].

@@ -6,8 +6,9 @@
 //   tw_grouped_nn: the same with B [groups][k, n] (dgrad)
 //   tw_grouped_tn: D [groups][m, n] = A_e^T B_e (+ D), A [capacity, m], B [capacity, n] (wgrad)
 // Rows behind the last group keep what they hold, or are zeroed by TW_ZERO_TAIL. A group without
-// rows has a zero gradient. Splits that cannot be used set the status word (1 negative, 2 more
-// than the capacity; 0 if they are good) and nothing else is written.
+// rows has a zero gradient, or keeps its bits when it is added to. Splits that cannot be used set
+// the status word (1 negative, 2 more than the capacity) and nothing else is written; good ones
+// leave it as it is, so that what was found stays until the host has looked.
 // Types: as sm80_gemm.cu, bf16 or f16.
 // Launch: for nt and nn (capacity / TW_GEMM_M + groups) * tiles_n blocks, at least 1: an upper
 //   bound of the tiles, so that the host need not know the splits. For tn groups * tiles_m *
@@ -74,7 +75,7 @@ __device__ __forceinline__ TwFound tw_find(const TwGrouped& p, u32 capacity, u32
 }
 
 __device__ __forceinline__ void tw_report(const TwGrouped& p, const TwFound& f) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.status = f.code;
+    if (f.code && blockIdx.x == 0 && threadIdx.x == 0) *p.status = f.code;
 }
 
 // Rows of D from `first` on, by all blocks.
@@ -124,7 +125,10 @@ extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_grouped_tn(const __g
     tw_report(p, f);
     if (f.code || !f.found || tiles_m * tiles_n == 0) return;
     const TwTile t = tw_tile(blockIdx.x % tiles, tiles_m, tiles_n);
-    if (p.accumulate && p.accumulate[f.group]) g.flags |= TW_ACCUMULATE;
+    const bool add = p.accumulate && p.accumulate[f.group];
+    // Adding zeros would turn -0 into 0.
+    if (add && f.rows == 0) return;
+    if (add) g.flags |= TW_ACCUMULATE;
     const u64 bytes = (g.flags & TW_OUT) == 2 ? 4 : 2;
     g.d = (u8*)g.d + f.group * p.stride * bytes;
     const TwOperand a = tw_operand<false>((const u16*)g.a + f.row0 * g.lda, g.lda, g.m, t.m * TW_BM, false);

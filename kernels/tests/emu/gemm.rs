@@ -129,8 +129,21 @@ pub enum Layout {
     Nt,
     Nn,
     Tn,
+    Tt,
 }
-use Layout::{Nn, Nt, Tn};
+use Layout::{Nn, Nt, Tn, Tt};
+
+impl Layout {
+    /// A is [k, m].
+    fn a_km(self) -> bool {
+        matches!(self, Tn | Tt)
+    }
+
+    /// B is [n, k].
+    fn b_nk(self) -> bool {
+        matches!(self, Nt | Tt)
+    }
+}
 
 pub const NONE: u32 = 0;
 pub const RELU: u32 = 1;
@@ -196,8 +209,8 @@ impl Case {
     }
 
     fn matrices(&self, t: Type) -> [Matrix; 3] {
-        let (a_rows, a_cols) = if self.layout == Tn { (self.k, self.m) } else { (self.m, self.k) };
-        let (b_rows, b_cols) = if self.layout == Nt { (self.n, self.k) } else { (self.k, self.n) };
+        let (a_rows, a_cols) = if self.layout.a_km() { (self.k, self.m) } else { (self.m, self.k) };
+        let (b_rows, b_cols) = if self.layout.b_nk() { (self.n, self.k) } else { (self.k, self.n) };
         let a = Matrix::new(a_rows, a_cols, self.pad, t, |i| number(self.exact, 1, i));
         let b = Matrix::new(b_rows, b_cols, self.pad, t, |i| number(self.exact, 2, i));
         let d = Matrix::new(self.m, self.cols(), self.pad, self.out, |i| {
@@ -211,15 +224,15 @@ impl Case {
     }
 
     fn flags(&self) -> u32 {
-        let layout = u32::from(self.layout == Tn) << 5 | u32::from(self.layout != Nt) << 6;
+        let layout = u32::from(self.layout.a_km()) << 5 | u32::from(!self.layout.b_nk()) << 6;
         self.out as u32 | self.act << 2 | u32::from(self.accumulate) << 4 | layout
     }
 
     /// `D`, and how far an element may be from it.
     fn reference(&self, [a, b, d]: &[Matrix; 3]) -> Vec<(f64, f64)> {
         let (m, n, k) = (self.m, self.n, self.k);
-        let a_at = |i, z| a.values[if self.layout == Tn { z * m + i } else { i * k + z }];
-        let b_at = |z, j| b.values[if self.layout == Nt { j * k + z } else { z * n + j }];
+        let a_at = |i, z| a.values[if self.layout.a_km() { z * m + i } else { i * k + z }];
+        let b_at = |z, j| b.values[if self.layout.b_nk() { j * k + z } else { z * n + j }];
         let bias = self.bias();
         // The pre-activation and its error.
         let z = |i: usize, j: usize| {
@@ -275,6 +288,7 @@ impl Case {
             Nt => ("tw_gemm_nt", on.tile, on.threads, on.smem),
             Nn => ("tw_gemm_nn", on.tile, on.threads, on.smem),
             Tn => ("tw_gemm_tn", on.tile, on.threads, on.smem),
+            Tt => ("tw_gemm_tt", on.tile, on.threads, on.smem),
         };
         let blocks = self.m.div_ceil(bm) * self.n.div_ceil(bn);
         let k = on.lib.kernel(name);
@@ -406,7 +420,7 @@ fn tile_order_agrees_with_rust() {
     }
 }
 
-const LAYOUTS: [Layout; 3] = [Nt, Nn, Tn];
+const LAYOUTS: [Layout; 4] = [Nt, Nn, Tn, Tt];
 /// Exact tiles, edges in each direction, rows that are not aligned, nothing.
 const SHAPES: [(usize, usize, usize); 9] = [
     (128, 128, 32),

@@ -19,6 +19,7 @@ mod permute;
 mod planted;
 mod probes;
 mod quant;
+mod reduce;
 mod run;
 mod signal;
 mod team;
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
         permute::TESTS,
         attention::TESTS,
         attention_grad::TESTS,
+        reduce::TESTS,
     ]
     .concat();
     let chosen: Vec<Test> = all

@@ -12,7 +12,7 @@ use crate::orders::orders;
 use crate::run::words;
 use crate::signal::{
     LIB, abort, after_fault, another_generation, barriers, copies, deadline, fault_at_a_barrier,
-    first_failure, host_abort, last_look, missing, ring,
+    first_failure, host_abort, last_look, launches, missing, poison, ring,
 };
 use crate::{Test, team, tests};
 
@@ -24,6 +24,10 @@ fn short_ring(lib: &'static Lib) {
 
 fn short_barriers(lib: &'static Lib) {
     barriers(lib, 3, 2, 1);
+}
+
+fn short_launches(lib: &'static Lib) {
+    launches(lib, 3, 3, 4);
 }
 
 fn one_abort(lib: &'static Lib) {
@@ -228,6 +232,35 @@ const MUTANTS: &[Mutant] = &[
         "__syncthreads();",
         after_fault,
     ),
+    Mutant("a launch raises one slot", "(u64)num * t.size", "(u64)t.size", short_launches),
+    Mutant("a launch raises other slots", "(u64)first * t.size", "(u64)first", short_launches),
+    Mutant(
+        "a launch raises its own column",
+        "if (i % t.size != t.me) sent",
+        "sent",
+        short_launches,
+    ),
+    Mutant("totals are made twice", "sent[i] += 1;", "sent[i] += 2;", short_launches),
+    Mutant(
+        "enter does not wait",
+        "    TwWait w = {TW_OP_WAIT, credit,",
+        "    return;\n    TwWait w = {TW_OP_WAIT, credit,",
+        short_launches,
+    ),
+    Mutant(
+        "enter counts from one again",
+        "st_release_sys_u64(there, *sent);",
+        "st_release_sys_u64(there, 1);",
+        short_launches,
+    ),
+    Mutant(
+        "no peer is waited for",
+        "    TwWait w = {TW_OP_WAIT, slot, p,",
+        "    return;\n    TwWait w = {TW_OP_WAIT, slot, p,",
+        short_launches,
+    ),
+    Mutant("an output in good order is poisoned", "if (!tw_is_over(t)) return;", "", poison),
+    Mutant("poison of one block only", "out[i] = 0xff;", "if (i < 8) out[i] = 0xff;", poison),
 ];
 
 /// What `f` panics with.

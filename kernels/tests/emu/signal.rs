@@ -15,6 +15,8 @@ pub const TESTS: &[Test] = tests![
     signals_and_waits_count_over_ten_thousand_rounds,
     ranks_on_threads_of_their_own,
     copies_of_the_epoch_word_count_as_signals,
+    launches_enter_copy_flags_and_wait,
+    only_a_team_that_is_over_poisons,
     a_barrier_on_each_of_64_channels,
     a_barrier_of_64_ranks,
     an_abort_is_passed_on_as_it_came,
@@ -118,6 +120,68 @@ pub fn copies(lib: &'static Lib) {
 
 fn copies_of_the_epoch_word_count_as_signals() {
     copies(*LIB);
+}
+
+/// The way of a plan: enter with `num` slots, copies with a flag for each slot and peer, waits for
+/// all peers; then a launch whose totals are made without entering.
+pub fn launches(lib: &'static Lib, size: usize, num: usize, rounds: u64) {
+    let team = Team::new(lib, size);
+    let (credit, first) = (3, 4090);
+    let mut run = team.run(size as u64);
+    let slots = first..first + num;
+    for r in 0..size {
+        let peers = || (1..size).map(move |i| (r + i) % size);
+        let flag = |slot: usize, p: usize| {
+            let there = team.ranks[r].control.addr_of(p) + team.count_offset(slot, r) as u64;
+            let total = team.ranks[r].sent.addr() + 8 * (slot * size + p) as u64;
+            team.copy(there, total)
+        };
+        let round = |i: u64| {
+            let mut v = match i % 2 {
+                0 => vec![team.enter_launch(r, credit, first, num)],
+                // In two steps, with the barrier's credit.
+                _ => vec![team.barrier(r, 1), team.advance(r, first, num)],
+            };
+            v.extend(peers().map(|p| team.put(r, p, i)));
+            v.extend(
+                slots.clone().flat_map(|s| peers().map(move |p| (s, p))).map(|(s, p)| flag(s, p)),
+            );
+            v.extend(slots.clone().rev().map(|s| team.wait_peers(r, s)));
+            v.extend(peers().map(|p| team.check(r, p, i)));
+            v
+        };
+        run = run.stream(r as u32, (1..=rounds).flat_map(round).collect());
+    }
+    run.max_steps = 100_000_000;
+    run.go().unwrap();
+    team.assert_settled();
+    for s in slots {
+        assert_eq!(team.count(0, s, 1), rounds, "slot {s}");
+    }
+}
+
+fn launches_enter_copy_flags_and_wait() {
+    for (size, num, rounds) in [(2, 1, 200), (3, 5, 60), (4, 2, 60), (2, 6, 60)] {
+        launches(*LIB, size, num, rounds);
+    }
+}
+
+/// An output of a team in good order stays, that of one that is over is all poison.
+pub fn poison(lib: &'static Lib) {
+    let team = Team::new(lib, 2);
+    let out = &team.ranks[0].data;
+    let before = team.snapshot();
+    let go = || team.run(1).stream(0, vec![team.poison(0, out.addr(), 13)]).go().unwrap();
+    go();
+    assert!(team.snapshot() == before, "a team in good order");
+    team.ranks[0].fault.set(0, 0, team.code(1, 0, 4));
+    go();
+    let words = [out.get(0, 0), out.get(0, 8)];
+    assert_eq!(words, [u64::MAX, (1 << 40) - 1], "13 bytes and no more");
+}
+
+fn only_a_team_that_is_over_poisons() {
+    poison(*LIB);
 }
 
 /// `rounds` barriers on each channel in an order that is the same on all ranks, and beside them
@@ -323,9 +387,15 @@ pub fn after_fault(lib: &'static Lib) {
         assert_eq!((e.op, e.addr), ("ld.relaxed.gpu", team.ranks[0].fault.addr()), "{}", e.kernel);
         ops.push(e.kernel.to_owned());
     });
-    run.stream(0, kernels.into_iter().chain([team.barrier(0, 0)]).collect()).go().unwrap();
+    let blocks = [
+        team.barrier(0, 0),
+        team.advance(0, 3, 2),
+        team.enter_launch(0, 1, 3, 2),
+        team.wait_peers(0, 3),
+    ];
+    run.stream(0, kernels.into_iter().chain(blocks).collect()).go().unwrap();
     assert!(team.snapshot() == before, "a kernel wrote something");
-    assert_eq!(ops.len(), 3 + 64, "one look of each thread");
+    assert_eq!(ops.len(), 3 + 64 + 256 + 64 + 64, "one look of each thread");
 }
 
 fn after_a_fault_kernels_return_at_once() {

@@ -150,9 +150,8 @@ impl Team {
                 errors: own("errors", 1),
             }
         });
-        let names = ["tw_signal", "tw_bump_epoch", "tw_wait", "tw_barrier"];
         let own = ["t_put", "t_check", "t_copy", "t_enter", "t_left"];
-        let kernels = names.into_iter().chain(own).map(|n| (n, lib.kernel(n)));
+        let kernels = SIGNAL.kernels.iter().copied().chain(own).map(|n| (n, lib.kernel(n)));
         Self {
             size,
             generation: 7,
@@ -215,6 +214,28 @@ impl Team {
     /// One block of 64 threads, as `VmmOneSided::barrier` launches it.
     pub fn barrier(&self, rank: usize, channel: usize) -> Launch<'_> {
         self.kernel("tw_barrier").launch(64).arg(&self.param(rank)).arg(&(channel as u32))
+    }
+
+    /// One block of 256 threads, as `VmmOneSided::advance` launches it.
+    pub fn advance(&self, rank: usize, first: usize, num: usize) -> Launch<'_> {
+        let launch = self.kernel("tw_advance").launch(256).arg(&self.param(rank));
+        launch.arg(&(first as u32)).arg(&(num as u32))
+    }
+
+    /// One block of 64 threads, as `VmmOneSided::enter` launches it.
+    pub fn enter_launch(&self, rank: usize, credit: usize, first: usize, num: usize) -> Launch<'_> {
+        let launch = self.kernel("tw_enter").launch(64).arg(&self.param(rank));
+        launch.arg(&(credit as u32)).arg(&(first as u32)).arg(&(num as u32))
+    }
+
+    /// One block of 64 threads, as `VmmOneSided::wait_peers` launches it.
+    pub fn wait_peers(&self, rank: usize, slot: usize) -> Launch<'_> {
+        self.kernel("tw_wait_peers").launch(64).arg(&self.param(rank)).arg(&(slot as u32))
+    }
+
+    /// One block of 256 threads over `len` bytes at `out`.
+    pub fn poison(&self, rank: usize, out: u64, len: u64) -> Launch<'_> {
+        self.kernel("tw_poison").launch(256).arg(&self.param(rank)).arg(&out).arg(&len)
     }
 
     fn own<A: NoUninit, B: NoUninit>(&self, name: &str, a: &A, b: &B) -> Launch<'_> {

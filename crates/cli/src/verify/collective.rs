@@ -129,10 +129,10 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
             problems.push((m / 2, problem(ctx, case, m / 2, false)?));
         }
         for (m, p) in problems {
-            let x = tensor(&p.x, dtype)?;
+            let x = ctx.place(tensor(&p.x, dtype)?)?;
             let mut first: Option<Tensor> = None;
             for _ in 0..2 {
-                let out = Tensor::poisoned(dtype, Shape::d2(p.out_rows, cols));
+                let out = ctx.place(Tensor::poisoned(dtype, Shape::d2(p.out_rows, cols)))?;
                 let (before, predicted) = (ctx.team.traffic(), plan.predict(m)?);
                 ctx.timed(|s| plan.launch(s, m, &x, &out))?;
                 ctx.traffic(&case.op, &before, &predicted);

@@ -4,8 +4,13 @@ use std::time::Instant;
 
 use tilewire::core::Rng;
 use tilewire::core::numerics::{Bound, compare};
+use tilewire::device::Device;
+use tilewire::ops::ag_gemm::AgGemmInputs;
+use tilewire::ops::bulk::BulkInputs;
+use tilewire::ops::gemm::{GemmInputs, Operand};
+use tilewire::ops::gemm_rs::GemmRsInputs;
 use tilewire::prelude::*;
-use tilewire::symm::Traffic;
+use tilewire::symm::{OneSided, Traffic, VmmOneSided};
 use tilewire_oracle::Mat;
 
 use super::{Case, Options};
@@ -40,11 +45,14 @@ pub struct Ctx {
 impl Ctx {
     pub(super) fn new(world: &World, case: &Case, options: &Options) -> Result<Self> {
         let team = world.everyone("case")?;
-        let heap = team.heap(BackendKind::Host, HeapCfg::new(heap_bytes(case, world.size())))?;
+        let heap = team.heap(options.backend, HeapCfg::new(heap_bytes(case, world.size())))?;
         let tolerance = (options.atol.is_some() || options.rtol.is_some())
             .then(|| (options.atol.unwrap_or(0.0), options.rtol.unwrap_or(0.0)));
         Ok(Self {
-            stream: Stream::new("verify")?,
+            stream: match heap.device() {
+                Device::Host => Stream::new("verify")?,
+                Device::Cuda(ctx) => Stream::on(&ctx)?,
+            },
             team,
             heap,
             rng: Rng::new(options.seed),
@@ -61,6 +69,41 @@ impl Ctx {
     /// A random matrix of small integers. Equal on all ranks.
     pub fn integers(&mut self, rows: usize, cols: usize, max: u32) -> Mat {
         Mat::random_ints(&mut self.rng, rows, cols, max)
+    }
+
+    /// Moves tensors to where the heap lies.
+    ///
+    /// # Errors
+    /// `Exhausted` if the device has no room.
+    pub fn place<T: Place>(&self, t: T) -> Result<T> {
+        match self.heap.device() {
+            Device::Host => Ok(t),
+            device => t.place(&device),
+        }
+    }
+
+    /// A matrix as a tensor of `dtype`, where the heap lies.
+    ///
+    /// # Errors
+    /// As [`Ctx::place`].
+    pub(super) fn tensor(&self, m: &Mat, dtype: DType) -> Result<Tensor> {
+        self.place(tensor(m, dtype)?)
+    }
+
+    /// A poisoned tensor where the heap lies.
+    ///
+    /// # Errors
+    /// As [`Ctx::place`].
+    pub(super) fn poisoned(&self, dtype: DType, shape: Shape) -> Result<Tensor> {
+        self.place(Tensor::poisoned(dtype, shape))
+    }
+
+    /// Name of the device that computes.
+    pub fn device(&self) -> String {
+        match self.heap.device() {
+            Device::Host => "cpu".to_owned(),
+            Device::Cuda(ctx) => ctx.name().unwrap_or_else(|_| "cuda".to_owned()),
+        }
     }
 
     /// Notes a failed check.
@@ -161,7 +204,11 @@ impl Ctx {
     pub(super) fn finish(mut self) -> Result<Tally> {
         // Everybody's launches have ended before counters are looked at.
         self.team.agree(true)?;
-        if let Err(e) = self.team.check_counters() {
+        let counters = match self.heap.device() {
+            Device::Host => self.team.check_counters(),
+            Device::Cuda(_) => VmmOneSided::new(&self.heap)?.check_counters(),
+        };
+        if let Err(e) = counters {
             self.fail(e.to_string());
         }
         Ok(self.tally)
@@ -185,4 +232,79 @@ fn heap_bytes(case: &Case, size: usize) -> usize {
 /// Never for a matrix whose data fits its shape.
 pub(super) fn tensor(m: &Mat, dtype: DType) -> Result<Tensor> {
     Tensor::from_f32(&m.to_f32(), dtype, Shape::d2(m.rows, m.cols))
+}
+
+/// Tensors that a launch takes, as a whole.
+pub trait Place: Sized {
+    /// The same on `device`.
+    ///
+    /// # Errors
+    /// `Exhausted` if the device has no room.
+    fn place(self, device: &Device) -> Result<Self>;
+}
+
+impl Place for Tensor {
+    fn place(self, device: &Device) -> Result<Self> {
+        self.to(device)
+    }
+}
+
+impl<T: Place> Place for Option<T> {
+    fn place(self, device: &Device) -> Result<Self> {
+        self.map(|t| t.place(device)).transpose()
+    }
+}
+
+impl Place for AgGemmInputs {
+    fn place(self, d: &Device) -> Result<Self> {
+        Ok(Self {
+            x: self.x.place(d)?,
+            w: self.w.place(d)?,
+            bias: self.bias.place(d)?,
+            scale: self.scale.place(d)?,
+            aux_in: self.aux_in.place(d)?,
+            out: self.out.place(d)?,
+            aux_out: self.aux_out.place(d)?,
+            gathered: self.gathered.place(d)?,
+        })
+    }
+}
+
+impl Place for GemmRsInputs {
+    fn place(self, d: &Device) -> Result<Self> {
+        Ok(Self {
+            x: self.x.place(d)?,
+            w: self.w.place(d)?,
+            bias: self.bias.place(d)?,
+            scale: self.scale.place(d)?,
+            out: self.out.place(d)?,
+        })
+    }
+}
+
+impl Place for Operand {
+    fn place(self, d: &Device) -> Result<Self> {
+        let scales = self.scales.map(|(s, layout)| Ok::<_, Error>((s.place(d)?, layout)));
+        Ok(Self { data: self.data.place(d)?, scales: scales.transpose()? })
+    }
+}
+
+impl Place for GemmInputs {
+    fn place(self, d: &Device) -> Result<Self> {
+        Ok(Self {
+            a: self.a.place(d)?,
+            b: self.b.place(d)?,
+            bias: self.bias.place(d)?,
+            aux_in: self.aux_in.place(d)?,
+            out: self.out.place(d)?,
+            aux_out: self.aux_out.place(d)?,
+            bgrad: self.bgrad.place(d)?,
+        })
+    }
+}
+
+impl Place for BulkInputs {
+    fn place(self, d: &Device) -> Result<Self> {
+        Ok(Self { gemm: self.gemm.place(d)?, m: self.m, x: self.x.place(d)?, y: self.y.place(d)? })
+    }
 }

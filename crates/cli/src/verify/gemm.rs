@@ -92,7 +92,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         let out_shape = Shape::d2(m, e.activation.out_cols(n));
         let aux_shape = Shape::d2(m, e.activation.aux_cols(n));
         let stored = |x: &Mat, t: bool| tensor(&if t { x.transpose() } else { x.clone() }, dtype);
-        let inputs = GemmInputs {
+        let inputs = ctx.place(GemmInputs {
             a: stored(&a, a_order == AOrder::Km)?.into(),
             b: stored(&b, b_order == BOrder::Kn)?.into(),
             bias: e
@@ -103,7 +103,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
             out: if e.accumulate { tensor(&c, dtype)? } else { Tensor::poisoned(dtype, out_shape) },
             aux_out: e.aux.then(|| Tensor::poisoned(dtype, aux_shape)),
             bgrad: e.bgrad.then(|| Tensor::poisoned(DType::F32, Shape::d1(m))),
-        };
+        })?;
         let (aux_out, bgrad) = (inputs.aux_out.clone(), inputs.bgrad.clone());
         let out = ctx.timed(|s| plan.launch(s, inputs))?;
 
@@ -172,7 +172,7 @@ fn run_fp8(ctx: &mut Ctx, case: &Case) -> Result<()> {
         let plan = GemmPlan::new(desc)?;
         plan.prepare(&ctx.stream)?;
         let out = Tensor::poisoned(DType::BF16, Shape::d2(m, n));
-        let inputs = GemmInputs::new(quantised(&qa)?, quantised(&qb)?, out);
+        let inputs = ctx.place(GemmInputs::new(quantised(&qa)?, quantised(&qb)?, out))?;
         let out = ctx.timed(|s| plan.launch(s, inputs))?;
         let want = matmul(&da, &db.transpose());
         let mag = matmul_abs(&da, &db.transpose());

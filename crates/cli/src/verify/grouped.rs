@@ -7,7 +7,6 @@ use tilewire::prelude::*;
 use tilewire_oracle::grouped_gemm as oracle;
 use tilewire_oracle::{Mat, gemm as gemm_oracle};
 
-use super::ctx::tensor;
 use super::{Case, Ctx};
 
 pub(super) fn cases() -> Vec<Case> {
@@ -51,6 +50,7 @@ fn splits(ctx: &Ctx, s: &[usize], round: usize) -> Result<Splits> {
         0 => Tensor::from_slice(&v, shape)?,
         _ => Tensor::from_slice(&v.iter().map(|&x| x as i32).collect::<Vec<_>>(), shape)?,
     };
+    let t = ctx.place(t)?;
     Ok(if ends { Splits::ends(&t) } else { Splits::counts(&t) })
 }
 
@@ -88,9 +88,9 @@ fn one(ctx: &mut Ctx, case: &Case, round: usize, activation: Activation) -> Resu
     let plan = GroupedGemmPlan::new(desc)?;
     plan.prepare(&ctx.stream)?;
     let s = splits(ctx, &p.splits, round)?;
-    let packed = tensor(&Mat::vstack(&p.w), dtype)?;
+    let packed = ctx.tensor(&Mat::vstack(&p.w), dtype)?;
     let discrete =
-        p.w.iter().map(|w| Ok(Operand::from(tensor(w, dtype)?))).collect::<Result<Vec<_>>>()?;
+        p.w.iter().map(|w| Ok(Operand::from(ctx.tensor(w, dtype)?))).collect::<Result<Vec<_>>>()?;
     let w =
         if round.is_multiple_of(2) { Weights::from(&packed) } else { Weights::Discrete(discrete) };
     let used: usize = p.splits.iter().sum();
@@ -127,12 +127,12 @@ fn fprop(
     used: usize,
 ) -> Result<()> {
     let d = *plan.desc();
-    let out = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.out_cols()));
-    let aux = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.n));
+    let out = ctx.poisoned(d.out, Shape::d2(d.capacity, d.out_cols()))?;
+    let aux = ctx.poisoned(d.out, Shape::d2(d.capacity, d.n))?;
     let t = GroupedFprop {
-        x: tensor(&p.x, d.dtype)?.into(),
+        x: ctx.tensor(&p.x, d.dtype)?.into(),
         w: w.clone(),
-        bias: Some(tensor(&p.bias, DType::F32)?),
+        bias: Some(ctx.tensor(&p.bias, DType::F32)?),
         splits: s.clone(),
         out: out.clone(),
         aux_out: Some(aux.clone()),
@@ -161,8 +161,8 @@ fn fprop(
     tail(ctx, "fprop", plan, &out, used)?;
     if swiglu {
         let dy = ctx.random(d.capacity, d.out_cols(), d.out);
-        let dz = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.n));
-        let dy_t = tensor(&dy, d.out)?;
+        let dz = ctx.poisoned(d.out, Shape::d2(d.capacity, d.n))?;
+        let dy_t = ctx.tensor(&dy, d.out)?;
         ctx.timed(|st| plan.dactivation(st, s, &dy_t, &aux, &dz))?;
         let saved = Mat::from_f32(used, d.n, &aux.rows(0, used)?.to_f32()?);
         let want = gemm_oracle::activate_bwd(act, &saved, &dy.slice_rows(0..used));
@@ -183,9 +183,9 @@ fn dgrad(
     used: usize,
 ) -> Result<()> {
     let d = *plan.desc();
-    let dx = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.k));
+    let dx = ctx.poisoned(d.out, Shape::d2(d.capacity, d.k))?;
     let t = GroupedDgrad {
-        dy: tensor(&p.dy, d.dtype)?.into(),
+        dy: ctx.tensor(&p.dy, d.dtype)?.into(),
         w: w.clone(),
         splits: s.clone(),
         dx: dx.clone(),
@@ -210,18 +210,18 @@ fn wgrad(
     let mask: Vec<bool> = (0..d.groups).map(|e| round > 0 && e % 2 == 0).collect();
     // What is overwritten is poisoned before: it must not be read.
     let before: Vec<Mat> = p.before.clone();
-    let dw = tensor(&Mat::vstack(&before), DType::F32)?;
+    let dw = ctx.tensor(&Mat::vstack(&before), DType::F32)?;
     for (e, _) in mask.iter().enumerate().filter(|(_, m)| !**m) {
         dw.rows(e * d.n, d.n)?.poison()?;
     }
-    let dbias = Tensor::poisoned(DType::F32, Shape::d2(d.groups, d.n));
+    let dbias = ctx.poisoned(DType::F32, Shape::d2(d.groups, d.n))?;
     let bytes: Vec<u8> = mask.iter().map(|&m| u8::from(m)).collect();
     let t = GroupedWgrad {
-        x: tensor(&p.x, d.dtype)?.into(),
-        dy: tensor(&p.dy, d.dtype)?.into(),
+        x: ctx.tensor(&p.x, d.dtype)?.into(),
+        dy: ctx.tensor(&p.dy, d.dtype)?.into(),
         splits: s.clone(),
         dw: (&dw).into(),
-        mask: Some(Tensor::from_slice(&bytes, Shape::d1(d.groups))?),
+        mask: Some(ctx.place(Tensor::from_slice(&bytes, Shape::d1(d.groups))?)?),
         dbias: Some(dbias.clone()),
     };
     ctx.timed(|st| plan.wgrad(st, t))?;
@@ -245,11 +245,11 @@ fn refused(ctx: &mut Ctx, case: &Case) -> Result<()> {
         plan.prepare(&ctx.stream)?;
         let mut v = vec![0i64; groups];
         v[0] = first;
-        let s = Splits::counts(&Tensor::from_slice(&v, Shape::d1(groups))?);
-        let out = Tensor::poisoned(dtype, Shape::d2(cap, n));
+        let s = Splits::counts(&ctx.place(Tensor::from_slice(&v, Shape::d1(groups))?)?);
+        let out = ctx.poisoned(dtype, Shape::d2(cap, n))?;
         let t = GroupedFprop {
-            x: Tensor::zeros(dtype, Shape::d2(cap, k)).into(),
-            w: (&Tensor::zeros(dtype, Shape::d2(groups * n, k))).into(),
+            x: ctx.place(Tensor::zeros(dtype, Shape::d2(cap, k)))?.into(),
+            w: (&ctx.place(Tensor::zeros(dtype, Shape::d2(groups * n, k)))?).into(),
             bias: None,
             splits: s,
             out: out.clone(),

@@ -82,6 +82,8 @@ pub struct Options {
     pub atol: Option<f64>,
     /// Relative tolerance instead of the rule of the design.
     pub rtol: Option<f64>,
+    /// Where the heap lies.
+    pub backend: BackendKind,
 }
 
 /// Names of all operations.
@@ -162,6 +164,9 @@ struct Finding {
     wrong: u64,
     note: Option<String>,
     time_us: f64,
+    /// The backend has no such operation, and said so.
+    unsupported: bool,
+    device: String,
 }
 
 /// Collective: runs the cases on all ranks of `world`; the rows are the same on every rank.
@@ -189,10 +194,16 @@ pub fn run(
             .collect::<std::result::Result<_, _>>()
             .map_err(|e| Error::new(ErrorKind::Protocol, format!("a peer's finding: {e}")))?;
         let finite = all.iter().all(|f| f.max_err.is_some());
+        // A rank alone that refuses would leave its peers waiting: that is wrong.
+        let odd = all.iter().any(|f| f.unsupported) && !all.iter().all(|f| f.unsupported);
         rows.push(Row {
             op: case.op.clone(),
-            backend: "host".to_owned(),
-            device: "cpu".to_owned(),
+            backend: options.backend.to_string(),
+            device: all
+                .iter()
+                .map(|f| f.device.clone())
+                .find(|d| !d.is_empty())
+                .unwrap_or_default(),
             dtype: case.dtype.to_string(),
             ranks: world.size(),
             shape: case.shape_text(),
@@ -201,7 +212,8 @@ pub fn run(
             t_seq_us: None,
             t_ours_us: Some(all.iter().map(|f| f.time_us).fold(0.0, f64::max)),
             max_err: finite.then(|| all.iter().filter_map(|f| f.max_err).fold(0.0, f64::max)),
-            wrong: all.iter().map(|f| f.wrong).sum(),
+            wrong: all.iter().map(|f| f.wrong).sum::<u64>() + u64::from(odd),
+            unsupported: all.iter().all(|f| f.unsupported),
             note: first_cause(&all),
         });
     }
@@ -215,7 +227,9 @@ fn first_cause(all: &[Finding]) -> Option<String> {
 }
 
 fn run_one(world: &World, case: &Case, options: &Options) -> Finding {
+    let mut device = String::new();
     let done = Ctx::new(world, case, options).and_then(|mut ctx| {
+        device = ctx.device();
         (case.run)(&mut ctx, case)?;
         ctx.finish()
     });
@@ -225,7 +239,14 @@ fn run_one(world: &World, case: &Case, options: &Options) -> Finding {
             wrong: t.wrong,
             note: t.note,
             time_us: t.time_us,
+            unsupported: false,
+            device,
         },
-        Err(e) => Finding { max_err: None, wrong: 1, note: Some(e.to_string()), time_us: 0.0 },
+        // Refused before anything was queued, and by all ranks alike.
+        Err(e) if e.kind() == ErrorKind::Unsupported && options.backend != BackendKind::Host => {
+            let note = Some(e.to_string());
+            Finding { note, unsupported: true, device, ..Finding::default() }
+        }
+        Err(e) => Finding { wrong: 1, note: Some(e.to_string()), device, ..Finding::default() },
     }
 }

@@ -6,7 +6,6 @@ use tilewire::prelude::*;
 use tilewire_oracle::Mat;
 use tilewire_oracle::permute as oracle;
 
-use super::ctx::tensor;
 use super::{Case, Ctx};
 
 const VARIANTS: [&str; 4] = ["plain", "aligned", "drop", "one"];
@@ -84,6 +83,7 @@ fn route(
     } else {
         Tensor::from_slice(&topk.idx.iter().map(|&i| i as i32).collect::<Vec<_>>(), shape)?
     };
+    let idx = ctx.place(idx)?;
     let map = plan.map(t)?;
     ctx.timed(|s| plan.route(s, &idx, &map))?;
     map.check()?;
@@ -108,22 +108,22 @@ fn forward(ctx: &mut Ctx, plan: &PermutePlan, b: &Batch) -> Result<()> {
     let (d, t) = (*plan.desc(), b.topk.num_tokens);
     let (x, w) = (ctx.random(t, d.hidden, d.dtype), ctx.random(t, d.top_k, DType::F32));
     let scales = (d.num_scales > 0).then(|| ctx.random(t, d.num_scales, DType::F32));
-    let poisoned = |cols| Tensor::poisoned(DType::F32, Shape::d2(d.capacity, cols));
+    let poisoned = |cols| ctx.poisoned(DType::F32, Shape::d2(d.capacity, cols));
     let tokens = Tokens {
-        x: tensor(&x, d.dtype)?,
-        weights: Some(tensor(&w, DType::F32)?),
-        scales: scales.as_ref().map(|s| tensor(s, DType::F32)).transpose()?,
+        x: ctx.tensor(&x, d.dtype)?,
+        weights: Some(ctx.tensor(&w, DType::F32)?),
+        scales: scales.as_ref().map(|s| ctx.tensor(s, DType::F32)).transpose()?,
     };
     let out = Permuted {
-        x: Tensor::poisoned(d.dtype, Shape::d2(d.capacity, d.hidden)),
-        weights: Some(Tensor::poisoned(DType::F32, Shape::d1(d.capacity))),
-        scales: scales.as_ref().map(|_| poisoned(d.num_scales)),
+        x: ctx.poisoned(d.dtype, Shape::d2(d.capacity, d.hidden))?,
+        weights: Some(ctx.poisoned(DType::F32, Shape::d1(d.capacity))?),
+        scales: scales.as_ref().map(|_| poisoned(d.num_scales)).transpose()?,
     };
     let out = ctx.timed(|s| plan.permute(s, &b.map, &tokens, &out))?;
     let want = oracle::permute(&x, &b.layout);
-    ctx.same_bits("permuted x", &out.x, &tensor(&want, d.dtype)?)?;
+    ctx.same_bits("permuted x", &out.x, &ctx.tensor(&want, d.dtype)?)?;
     let want = oracle::permute_weights(&w, &b.layout);
-    let want = tensor(&Mat::new(want.len(), 1, want), DType::F32)?;
+    let want = ctx.tensor(&Mat::new(want.len(), 1, want), DType::F32)?;
     for got in out.weights.iter() {
         ctx.same_bits("permuted weights", got, &want)?;
     }
@@ -131,7 +131,7 @@ fn forward(ctx: &mut Ctx, plan: &PermutePlan, b: &Batch) -> Result<()> {
         ctx.same_bits(
             "permuted scales",
             got,
-            &tensor(&oracle::permute(s, &b.layout), DType::F32)?,
+            &ctx.tensor(&oracle::permute(s, &b.layout), DType::F32)?,
         )?;
     }
     Ok(())
@@ -142,23 +142,26 @@ fn back(ctx: &mut Ctx, plan: &PermutePlan, b: &Batch) -> Result<()> {
     let (d, t) = (*plan.desc(), b.topk.num_tokens);
     let (rows, w) = (ctx.random(d.capacity, d.hidden, d.out), ctx.random(t, d.top_k, DType::F32));
     let dy = ctx.random(t, d.hidden, d.out);
-    let (rows_t, w_t) = (tensor(&rows, d.out)?, tensor(&w, DType::F32)?);
+    let (rows_t, w_t) = (ctx.tensor(&rows, d.out)?, ctx.tensor(&w, DType::F32)?);
     let mag = |r, c, v: usize| Mat::from_fn(r, c, |_, _| v as f64);
     for weighted in [false, true] {
-        let out = Tensor::poisoned(d.out, Shape::d2(t, d.hidden));
+        let out = ctx.poisoned(d.out, Shape::d2(t, d.hidden))?;
         let y =
             ctx.timed(|s| plan.unpermute(s, &b.map, (&rows_t, weighted.then_some(&w_t)), &out))?;
         let want = oracle::unpermute(&rows, weighted.then_some(&w), &b.layout);
         let bound = Bound::local(d.out, d.top_k);
         ctx.compare("unpermute", &y, &want, &mag(t, d.hidden, d.top_k), &bound)?;
         let g = UnpermuteGrads {
-            d_out: tensor(&dy, d.out)?,
-            d_rows: Tensor::poisoned(d.out, Shape::d2(d.capacity, d.hidden)),
-            weighted: weighted.then(|| WeightedGrads {
-                weights: w_t.clone(),
-                rows: rows_t.clone(),
-                d_weights: Tensor::poisoned(DType::F32, Shape::d2(t, d.top_k)),
-            }),
+            d_out: ctx.tensor(&dy, d.out)?,
+            d_rows: ctx.poisoned(d.out, Shape::d2(d.capacity, d.hidden))?,
+            weighted: match weighted {
+                false => None,
+                true => Some(WeightedGrads {
+                    weights: w_t.clone(),
+                    rows: rows_t.clone(),
+                    d_weights: ctx.poisoned(DType::F32, Shape::d2(t, d.top_k))?,
+                }),
+            },
         };
         let g = ctx.timed(|s| plan.unpermute_bwd(s, &b.map, &g))?;
         let want = oracle::unpermute_bwd(&rows, weighted.then_some(&w), &dy, &b.layout);
@@ -177,13 +180,13 @@ fn gradients(ctx: &mut Ctx, plan: &PermutePlan, b: &Batch) -> Result<()> {
     let (d, t) = (*plan.desc(), b.topk.num_tokens);
     let (g, gw) = (ctx.random(d.capacity, d.hidden, d.out), ctx.random(d.capacity, 1, DType::F32));
     let given = Permuted {
-        x: tensor(&g, d.out)?,
-        weights: Some(tensor(&gw, DType::F32)?.reshape(Shape::d1(d.capacity))?),
+        x: ctx.tensor(&g, d.out)?,
+        weights: Some(ctx.tensor(&gw, DType::F32)?.reshape(Shape::d1(d.capacity))?),
         scales: None,
     };
     let out = Tokens {
-        x: Tensor::poisoned(d.out, Shape::d2(t, d.hidden)),
-        weights: Some(Tensor::poisoned(DType::F32, Shape::d2(t, d.top_k))),
+        x: ctx.poisoned(d.out, Shape::d2(t, d.hidden))?,
+        weights: Some(ctx.poisoned(DType::F32, Shape::d2(t, d.top_k))?),
         scales: None,
     };
     let out = ctx.timed(|s| plan.permute_bwd(s, &b.map, &given, &out))?;
@@ -192,7 +195,7 @@ fn gradients(ctx: &mut Ctx, plan: &PermutePlan, b: &Batch) -> Result<()> {
     ctx.compare("d_tokens", &out.x, &want, &mag, &Bound::local(d.out, d.top_k))?;
     let want = Mat::from_fn(t, d.top_k, |i, j| b.layout.slot(i, j).map_or(0.0, |r| gw.at(r, 0)));
     for got in out.weights.iter() {
-        ctx.same_bits("d_topk_weights", got, &tensor(&want, DType::F32)?)?;
+        ctx.same_bits("d_topk_weights", got, &ctx.tensor(&want, DType::F32)?)?;
     }
     Ok(())
 }

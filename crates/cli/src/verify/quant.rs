@@ -8,7 +8,6 @@ use tilewire::symm::LinkTraffic;
 use tilewire_oracle::quant as oracle;
 use tilewire_oracle::{Mat, fp8};
 
-use super::ctx::tensor;
 use super::{Case, Ctx};
 
 const LAYOUTS: [(&str, ScaleLayout); 5] = [
@@ -88,7 +87,7 @@ fn run_local(ctx: &mut Ctx, case: &Case) -> Result<()> {
             };
             let plan = QuantPlan::new(desc, None)?;
             plan.prepare(&ctx.stream)?;
-            let t = QuantInputs::new(&desc, &tensor(&x, src)?)?;
+            let t = QuantInputs::new(&desc, &ctx.tensor(&x, src)?)?;
             let got = ctx.timed(|s| plan.launch(s, t))?;
             let q = oracle::quantize(&x, spec);
             same(ctx, "row", &got.row, &q)?;
@@ -105,7 +104,7 @@ fn dequantise(ctx: &mut Ctx, got: &Quantized, q: &QTensor, out: DType) -> Result
     let (rows, cols) = (q.shape.dim(0), q.shape.dim(1));
     let plan = DequantPlan::new(DequantDesc { rows, cols, src: q.dtype, layout: q.layout, out })?;
     plan.prepare(&ctx.stream)?;
-    let y = Tensor::poisoned(out, q.shape);
+    let y = ctx.poisoned(out, q.shape)?;
     let y = ctx.timed(|s| plan.launch(s, got, &y))?;
     let want = oracle::dequantize(q);
     let nan = q.data.iter().any(|&c| fp8::decode(q.dtype, c).is_nan());
@@ -146,7 +145,7 @@ fn run_team(ctx: &mut Ctx, case: &Case) -> Result<()> {
         plan.prepare(&ctx.stream)?;
         for _ in 0..3 {
             let parts = parts(ctx, case);
-            let t = QuantInputs::new(&desc, &tensor(&parts[me], case.dtype)?)?;
+            let t = QuantInputs::new(&desc, &ctx.tensor(&parts[me], case.dtype)?)?;
             let before = ctx.team.traffic();
             let got = ctx.timed(|s| plan.launch(s, t))?;
             ctx.traffic(&case.op, &before, &plan.predict());
@@ -173,7 +172,7 @@ fn run_delayed(ctx: &mut Ctx, case: &Case) -> Result<()> {
             if step == 2 {
                 parts.iter_mut().for_each(|p| p.data.fill(0.0));
             }
-            let t = QuantInputs::new(&desc, &tensor(&parts[me], case.dtype)?)?;
+            let t = QuantInputs::new(&desc, &ctx.tensor(&parts[me], case.dtype)?)?;
             let before = ctx.team.traffic();
             let got = ctx.timed(|s| plan.launch(s, t))?;
             let still = vec![LinkTraffic::default(); ctx.team.size()];

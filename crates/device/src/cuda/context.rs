@@ -143,6 +143,18 @@ impl CudaContext {
         Ok(self.attribute(which)?.max(0) as u32)
     }
 
+    /// Bytes of the device's memory that are free and that there are, of all processes.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn memory_info(&self) -> Result<(usize, usize)> {
+        self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: a context is current, the outputs are valid.
+        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
+        Ok((free, total))
+    }
+
     /// The machine code of `spec` (whose architecture should be [`CudaContext::arch`]), found or
     /// made, and loaded: once for all plans of the process.
     ///

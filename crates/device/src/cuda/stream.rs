@@ -12,8 +12,10 @@ use super::context::CudaContext;
 use super::error::check;
 use super::event::CudaEvent;
 use super::graph::{CudaGraph, Held};
+use super::memory::CudaMemory;
 use crate::pending::timed_out;
-use crate::{Point, Queue};
+use crate::queue::check_len;
+use crate::{Buffer, Point, Queue};
 
 /// A queue of work on a CUDA device. Clones are the same stream.
 #[derive(Clone)]
@@ -131,6 +133,19 @@ impl CudaStream {
         // What is freed now may have a stream of its own: not under the lock.
         drop(f);
         drop(done);
+    }
+
+    /// Queues a copy of one piece of device memory to another, and keeps both until it has run.
+    /// That nothing else uses them meanwhile is the caller's business: what it would see are other
+    /// bytes, not other memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the lengths differ; what the driver reports.
+    pub fn copy_memory(&self, dst: &CudaMemory, src: &CudaMemory) -> Result<()> {
+        check_len(dst.len_bytes(), src.len_bytes())?;
+        self.hold(|| Arc::new((dst.clone(), src.clone())));
+        // SAFETY: both ranges are as long as said, and held.
+        unsafe { self.copy(dst.addr(), src.addr(), src.len_bytes()) }
     }
 
     /// Queues the writing of `byte` to `len` bytes at a device address.

@@ -11,6 +11,7 @@
 //! beside the dgrad) and is a local `gemm` with `a_order: Km` and `bgrad` for the bias.
 
 mod config;
+mod cuda;
 mod desc;
 mod host;
 mod plan;

@@ -1,13 +1,14 @@
 //! The plan of AG+GEMM.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{DType, Error, Result};
+use tilewire_core::{BackendKind, DType, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::AgGemmDesc;
 use super::config::schedule;
+use super::cuda::{self, Prepared};
 use super::host::Run;
 use crate::common::{Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor};
 use crate::gemm::BOrder;
@@ -47,12 +48,14 @@ impl AgGemmInputs {
 
 /// AG+GEMM with its gather buffer.
 pub struct AgGemmPlan {
-    desc: AgGemmDesc,
-    core: PlanCore,
-    gather: SymBuf,
-    signals: Arc<Signals>,
+    pub(super) desc: AgGemmDesc,
+    pub(super) core: PlanCore,
+    pub(super) gather: SymBuf,
+    pub(super) signals: Arc<Signals>,
     choice: Choice,
     machine: Machine,
+    /// On a heap in device memory, made by `prepare`.
+    pub(super) cuda: OnceLock<Prepared>,
 }
 
 impl AgGemmPlan {
@@ -70,12 +73,18 @@ impl AgGemmPlan {
     pub fn new(desc: AgGemmDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("ag_gemm"))?;
-        let choice = Choice::new(config).map_err(|e| e.op("ag_gemm"))?;
+        let mut choice = Choice::new(config).map_err(|e| e.op("ag_gemm"))?;
+        let mut slots = 2;
+        if heap.backend() != BackendKind::Host {
+            choice = choice.on_device().map_err(|e| e.op("ag_gemm"))?;
+            slots = 1 + choice.max_chunks();
+        }
         let gather = heap.alloc(Self::memory(&desc), "ag_gemm")?;
-        let signals = Arc::new(heap.team().signals(2, "ag_gemm")?);
+        let signals = Arc::new(heap.team().signals(slots, "ag_gemm")?);
         let core =
-            PlanCore::new("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?;
-        Ok(Self { desc, core, gather, signals, choice, machine: Machine::default() })
+            PlanCore::any("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?;
+        let (machine, cuda) = (Machine::default(), OnceLock::new());
+        Ok(Self { desc, core, gather, signals, choice, machine, cuda })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -83,6 +92,12 @@ impl AgGemmPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if let Some(lane) = self.core.lane()
+            && self.cuda.get().is_none()
+        {
+            let new = Prepared::new(lane, &self.desc).map_err(|e| e.op("ag_gemm"))?;
+            self.cuda.get_or_init(|| new);
+        }
         self.core.prepare_with(stream, &self.choice, || {
             explain(&self.desc, self.core.team().size(), &self.machine)
         })
@@ -188,6 +203,10 @@ impl AgGemmPlan {
         let config = self.choice.get().map_err(|e| e.op("ag_gemm"))?;
         let whole = self.desc.epilogue.activation.pairs_columns();
         let tasks = schedule(team.rank(), &rows, self.desc.n, &config, whole);
+        if let Some(lane) = self.core.lane() {
+            let shape = cuda::Shape { m, rows: &rows, tasks: &tasks, config };
+            return cuda::launch(self, lane, stream, &shape, t).map_err(|e| e.op("ag_gemm"));
+        }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(Run {

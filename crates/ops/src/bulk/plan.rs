@@ -1,7 +1,7 @@
 //! The plan of a bulk overlap: a GEMM plan and a collective plan, launched side by side.
 
 use tilewire_core::Result;
-use tilewire_device::{Event, Pending, Stream, Tensor};
+use tilewire_device::{Device, Event, Pending, Stream, Tensor};
 use tilewire_symm::{Heap, Traffic};
 
 use crate::collective::{CollectiveDesc, CollectivePlan};
@@ -50,7 +50,10 @@ impl BulkPlan {
         Ok(Self {
             gemm: GemmPlan::new(gemm)?,
             collective: CollectivePlan::new(collective, heap)?,
-            side: Stream::new("bulk")?,
+            side: match heap.device() {
+                Device::Host => Stream::new("bulk")?,
+                Device::Cuda(ctx) => Stream::on(&ctx)?,
+            },
         })
     }
 
@@ -83,7 +86,7 @@ impl BulkPlan {
     /// runs.
     pub fn launch(&self, stream: &Stream, t: BulkInputs) -> Result<Pending<BulkOut>> {
         self.collective.check(t.m, &t.x, &t.y)?;
-        self.gemm.check(&t.gemm)?;
+        self.gemm.check(stream, &t.gemm)?;
         let (fork, join) = (Event::new(), Event::new());
         stream.record(&fork)?;
         self.side.wait(&fork)?;

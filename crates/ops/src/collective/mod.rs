@@ -6,6 +6,7 @@
 //! ranks see the same bits. Protocol page: `docs/protocols/collective.md`.
 
 mod config;
+mod cuda;
 mod desc;
 mod host;
 mod plan;

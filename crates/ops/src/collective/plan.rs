@@ -1,13 +1,14 @@
 //! The plan of a collective: staging, signals, launch.
 
 use std::fmt::Write as _;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, LiveTeam, Signals, SymBuf, Traffic};
 
 use super::config::{self, Phase};
+use super::cuda::{self, Prepared};
 use super::host::Run;
 use super::{CollectiveDesc, CollectiveKind};
 use crate::common::{PlanCore, Shards, expect_tensor};
@@ -18,15 +19,17 @@ pub(super) const DATA: usize = 1;
 
 /// A collective with its staging area.
 pub struct CollectivePlan {
-    desc: CollectiveDesc,
-    core: PlanCore,
+    pub(super) desc: CollectiveDesc,
+    pub(super) core: PlanCore,
     /// Rows that peers push to me: gathered rows, or one slot per source.
-    staging: SymBuf,
+    pub(super) staging: SymBuf,
     /// All-reduce: the reduced rows of the other owners.
-    staging2: Option<SymBuf>,
-    signals: Arc<Signals>,
-    signals2: Option<Arc<Signals>>,
-    slot_rows: usize,
+    pub(super) staging2: Option<SymBuf>,
+    pub(super) signals: Arc<Signals>,
+    pub(super) signals2: Option<Arc<Signals>>,
+    pub(super) slot_rows: usize,
+    /// On a heap in device memory, made by `prepare`.
+    pub(super) cuda: OnceLock<Prepared>,
 }
 
 impl CollectivePlan {
@@ -59,8 +62,17 @@ impl CollectivePlan {
             CollectiveKind::ReduceScatter(s, _) => s.max_rows(desc.m, size),
             _ => Shards::Even.max_rows(desc.m, size),
         };
-        let core = PlanCore::new(name, heap, &desc)?;
-        Ok(Self { desc, core, staging, staging2, signals, signals2, slot_rows })
+        let core = PlanCore::any(name, heap, &desc)?;
+        Ok(Self {
+            desc,
+            core,
+            staging,
+            staging2,
+            signals,
+            signals2,
+            slot_rows,
+            cuda: OnceLock::new(),
+        })
     }
 
     /// What it does.
@@ -73,6 +85,12 @@ impl CollectivePlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if let Some(lane) = self.core.lane()
+            && self.cuda.get().is_none()
+        {
+            let new = Prepared::new(lane, &self.desc).map_err(|e| e.op(self.core.op()))?;
+            self.cuda.get_or_init(|| new);
+        }
         self.core.prepare(stream)
     }
 
@@ -165,6 +183,9 @@ impl CollectivePlan {
     ) -> Result<Pending<Tensor>> {
         self.check(m, x, out)?;
         let (first, second) = self.phases(m).map_err(|e| e.op(self.core.op()))?;
+        if let Some(lane) = self.core.lane() {
+            return cuda::launch(self, lane, (stream, m), (first, second), (x, out));
+        }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(Run {

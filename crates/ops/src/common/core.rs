@@ -6,10 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
+use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Event, Node, Stream};
 use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
 
-use super::{Explain, OverlapConfig};
+use super::cuda::no_kernel;
+use super::lanes::{Enter, Lane, Lanes, stream_on};
+use super::overlap::MOST_CANDIDATE_CHUNKS;
+use super::{Algo, Explain, OverlapConfig};
 
 /// Identity of a plan on its team: name, fingerprint, whether it is prepared.
 pub struct PlanCore {
@@ -18,6 +22,8 @@ pub struct PlanCore {
     text: String,
     prepared: AtomicBool,
     order: Arc<Order>,
+    /// On a heap in device memory.
+    lane: Option<Lane>,
 }
 
 /// Keeps launches that share receive areas one after the other, whatever streams they are on.
@@ -48,10 +54,8 @@ impl Order {
 
     /// Notes that what is queued on `stream` now is the last launch.
     fn done(&self, stream: &Stream) -> Result<()> {
-        let e = Event::new();
-        stream.record(&e)?;
-        *self.last() = Some(e);
-        Ok(())
+        // Recording moves the event; a wait refers to the last record before it.
+        stream.record(self.last().get_or_insert_default())
     }
 
     /// Runs `f` unless a launch is running. Eager launches follow each other by events; replays of
@@ -114,15 +118,44 @@ impl Choice {
         Ok(Self { given, used })
     }
 
+    /// The same for a heap in device memory: its GEMMs choose their tiles themselves, and the tiles
+    /// of the caller say nothing.
+    ///
+    /// # Errors
+    /// `Unsupported` for an algorithm that has no kernel there.
+    pub fn on_device(self) -> Result<Self> {
+        match self.given {
+            None => Ok(self),
+            Some(c) if on_devices(c.algo) => {
+                Self::new(Some(OverlapConfig::of(c.algo, c.sub_chunks)))
+            }
+            Some(c) => Err(no_kernel(
+                format!("the algorithm `{}`", c.algo),
+                "use pipelined or sequential, or leave the choice to `prepare`",
+            )),
+        }
+    }
+
+    /// The most chunks of a shard: each has a flag of its own on a device.
+    pub fn max_chunks(&self) -> usize {
+        self.given.map_or(MOST_CANDIDATE_CHUNKS, |c| c.sub_chunks)
+    }
+
     /// For the fingerprint: what the caller gave.
     pub fn text(&self) -> String {
         self.given.map_or("auto".to_owned(), |c| c.to_string())
     }
 
     /// Collective: where the caller gave none, what is fastest for the slowest rank.
-    fn settle(&self, team: &LiveTeam, explain: impl FnOnce() -> Explain) -> Result<()> {
+    fn settle(
+        &self,
+        team: &LiveTeam,
+        device: bool,
+        explain: impl FnOnce() -> Explain,
+    ) -> Result<()> {
         if self.used.get().is_none() {
-            let list = explain().candidates;
+            let mut list = explain().candidates;
+            list.retain(|c| !device || on_devices(c.config.algo));
             let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
             let chosen = fastest(team, &costs)?;
             self.used.get_or_init(|| chosen);
@@ -134,6 +167,11 @@ impl Choice {
     pub fn get(&self) -> Result<OverlapConfig> {
         self.used.get().copied().ok_or_else(not_prepared)
     }
+}
+
+/// Algorithms with a path on CUDA devices.
+fn on_devices(algo: Algo) -> bool {
+    matches!(algo, Algo::Pipelined | Algo::Sequential)
 }
 
 fn not_prepared() -> Error {
@@ -161,13 +199,54 @@ impl PlanCore {
                 .op(op)
                 .hint("make the heap on the `host` backend"));
         }
+        Self::any(op, heap, text)
+    }
+
+    /// As [`PlanCore::new`], for an operation with a path on every backend.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub(crate) fn any(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
+        let lane = match heap.backend() {
+            BackendKind::Host => None,
+            _ => Some(Lane::new(heap).map_err(|e| e.op(op))?),
+        };
         Ok(Self {
             op,
             heap: heap.clone(),
             text: text.to_string(),
             prepared: AtomicBool::new(false),
             order: Arc::default(),
+            lane,
         })
+    }
+
+    /// What launches on a heap in device memory go through.
+    pub(crate) fn lane(&self) -> Option<&Lane> {
+        self.lane.as_ref()
+    }
+
+    /// Queues one launch on a heap in device memory: see [`Lane::run`].
+    pub(crate) fn run_on(
+        &self,
+        lane: &Lane,
+        (stream, seq): (&Stream, u64),
+        enter: &Enter<'_>,
+        outs: &[&CudaMemory],
+        f: impl FnOnce(&Lanes<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let queue = || {
+            let (main, side) = (stream_on(stream, lane.context())?, self.heap.copy_stream()?);
+            let captured = stream.is_capturing();
+            if !captured {
+                self.order.follow(stream)?;
+            }
+            self.team().set_state(seq, EntryState::Running);
+            lane.run((main, side.cuda()?), enter, outs, f)?;
+            if captured { Ok(()) } else { self.order.done(stream) }
+        };
+        // The launch is on record: if it cannot be queued, the peers must not wait for it.
+        queue().map_err(|e| self.team().fail(e.op(self.op).seq(seq)))
     }
 
     /// Makes launches of this plan and of `other` follow each other: they share receive areas.
@@ -196,6 +275,9 @@ impl PlanCore {
     /// # Errors
     /// `Mismatch` with both ranks' words; `InvalidArgument` during capture.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if let Some(lane) = &self.lane {
+            stream_on(stream, lane.context()).map_err(|e| e.op(self.op))?;
+        }
         if stream.is_capturing() {
             return Err(Error::invalid("`prepare` cannot be captured")
                 .op(self.op)
@@ -217,7 +299,7 @@ impl PlanCore {
         explain: impl FnOnce() -> Explain,
     ) -> Result<()> {
         self.prepare(stream)?;
-        choice.settle(self.team(), explain).map_err(|e| e.op(self.op))
+        choice.settle(self.team(), self.lane.is_some(), explain).map_err(|e| e.op(self.op))
     }
 
     /// Notes a launch on `stream`; `detail` holds what may differ from launch to launch.

@@ -2,6 +2,8 @@
 
 mod check;
 mod core;
+pub(crate) mod cuda;
+pub(crate) mod lanes;
 mod overlap;
 mod shards;
 

@@ -113,6 +113,9 @@ impl OverlapConfig {
     }
 }
 
+/// The most chunks of a shard that a candidate has.
+pub(crate) const MOST_CANDIDATE_CHUNKS: usize = 4;
+
 /// What this machine does, for predictions. Measured by `tilewire bench`; the defaults are those
 /// of one core of a laptop.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -180,7 +183,7 @@ impl Explain {
             candidates.push(Candidate { config, predicted_us, measured_us: None });
         };
         add(OverlapConfig::of(Algo::Sequential, 1), gemm + wire + m.latency_us);
-        for sub_chunks in [1, 2, 4] {
+        for sub_chunks in [1, 2, MOST_CANDIDATE_CHUNKS] {
             let chunks = (size * sub_chunks) as f64;
             let overlapped = gemm.max(wire) + gemm.min(wire) / chunks + chunks * m.latency_us;
             add(OverlapConfig::of(Algo::Pipelined, sub_chunks), overlapped);

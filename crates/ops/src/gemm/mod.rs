@@ -5,6 +5,7 @@
 //! Products are accumulated in f32. The source of the epilogues' definitions is
 //! `tilewire_oracle::gemm` (tanh form of GELU; SwiGLU: gate is the first half of the columns).
 
+pub(crate) mod cuda;
 mod desc;
 pub(crate) mod host;
 mod plan;

@@ -2,16 +2,14 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use tilewire_core::{
-    DType, Error, ErrorKind, Result, ScaleLayout, convert_from_f32, convert_to_f32,
-};
+use tilewire_core::{DType, Error, Result, ScaleLayout, convert_from_f32, convert_to_f32};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::host::{Mat, activate_row, add_bias, matmul, row_sums};
-use super::{AOrder, BOrder, GemmDesc};
-use crate::common::{apart, expect_tensor, wide};
+use super::{AOrder, BOrder, GemmDesc, cuda};
+use crate::common::cuda::{Ready, together_on};
+use crate::common::{Named, apart, expect_tensor, wide};
 
 /// An operand: a plain tensor, or FP8 data with its scales (`value = data * scale`).
 #[derive(Clone, Debug)]
@@ -50,6 +48,11 @@ impl Operand {
             }
         }
         Ok(())
+    }
+
+    /// Its tensors with their name.
+    pub(crate) fn named(&self, what: &'static str) -> [Named<'_>; 2] {
+        [(what, Some(&self.data)), (what, self.scales.as_ref().map(|(s, _)| s))]
     }
 
     /// Runs `f` on the values as f32, row-major as they lie.
@@ -92,12 +95,28 @@ impl GemmInputs {
     pub fn new(a: impl Into<Operand>, b: impl Into<Operand>, out: Tensor) -> Self {
         Self { a: a.into(), b: b.into(), bias: None, aux_in: None, out, aux_out: None, bgrad: None }
     }
+
+    /// Every tensor with its name.
+    fn named(&self) -> [Named<'_>; 9] {
+        let ([a, a_scales], [b, b_scales]) = (self.a.named("a"), self.b.named("b"));
+        [
+            a,
+            a_scales,
+            b,
+            b_scales,
+            ("bias", self.bias.as_ref()),
+            ("aux_in", self.aux_in.as_ref()),
+            ("out", Some(&self.out)),
+            ("aux_out", self.aux_out.as_ref()),
+            ("bgrad", self.bgrad.as_ref()),
+        ]
+    }
 }
 
 /// A prepared GEMM. Local: no team.
 pub struct GemmPlan {
     desc: GemmDesc,
-    prepared: AtomicBool,
+    ready: Ready<cuda::Prepared>,
 }
 
 impl GemmPlan {
@@ -107,7 +126,7 @@ impl GemmPlan {
     /// As [`GemmDesc::check`].
     pub fn new(desc: GemmDesc) -> Result<Self> {
         desc.check().map_err(|e| e.op("gemm"))?;
-        Ok(Self { desc, prepared: AtomicBool::new(false) })
+        Ok(Self { desc, ready: Ready::new() })
     }
 
     /// What it computes.
@@ -115,16 +134,15 @@ impl GemmPlan {
         &self.desc
     }
 
-    /// Makes lazy state (there is none on the host).
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
+    /// on a CUDA device.
     ///
     /// # Errors
-    /// `InvalidArgument` during capture.
+    /// `InvalidArgument` during capture, or if the plan is prepared for another device;
+    /// `Unsupported` for what no CUDA kernel does; `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if stream.is_capturing() {
-            return Err(Error::invalid("`prepare` cannot be captured").op("gemm"));
-        }
-        self.prepared.store(true, Ordering::Release);
-        Ok(())
+        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        self.ready.prepare(stream, make).map_err(|e| e.op("gemm"))
     }
 
     fn check_inputs(&self, t: &GemmInputs) -> Result<usize> {
@@ -174,22 +192,27 @@ impl GemmPlan {
     }
 
     /// The rows of a launch with these tensors; fails where the launch would.
-    pub(crate) fn check(&self, inputs: &GemmInputs) -> Result<usize> {
-        if !self.prepared.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .op("gemm")
-                .hint("call `plan.prepare(&stream)` first"));
-        }
-        self.check_inputs(inputs).map_err(|e| e.op("gemm"))
+    pub(crate) fn check(&self, stream: &Stream, inputs: &GemmInputs) -> Result<usize> {
+        let check = || {
+            self.ready.on(stream)?;
+            let m = self.check_inputs(inputs)?;
+            together_on(stream, &inputs.named()).map(|()| m)
+        };
+        check().map_err(|e| e.op("gemm"))
     }
 
     /// Queues the product on `stream`; `m` is that of `out`.
     ///
     /// # Errors
-    /// `NotPrepared`; `InvalidArgument` for a tensor that does not fit the description.
+    /// `NotPrepared`; `InvalidArgument` for a tensor that does not fit the description, or lies on
+    /// another device than `stream`.
     pub fn launch(&self, stream: &Stream, inputs: GemmInputs) -> Result<Pending<Tensor>> {
-        let m = self.check(&inputs)?;
+        let m = self.check(stream, &inputs)?;
         let (desc, out) = (self.desc, inputs.out.clone());
+        if let Some((s, p)) = self.ready.on(stream)? {
+            p.launch(s, m, inputs).map_err(|e| e.op("gemm"))?;
+            return Pending::new(out, stream, None);
+        }
         let t = Arc::new(inputs);
         stream.launch(Node::new("gemm", move || run(&desc, m, &t)))?;
         Pending::new(out, stream, None)

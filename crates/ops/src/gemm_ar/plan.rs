@@ -1,14 +1,16 @@
 //! The plan of GEMM+AR.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{Error, Result};
+use tilewire_core::{BackendKind, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
 use super::GemmArDesc;
+use super::config::arrivals;
 use super::host::Run;
 use crate::common::{Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, range_of};
+use crate::gemm_rs::cuda::{self, Prepared};
 use crate::gemm_rs::host::{Handoff, Run as Scatter};
 use crate::gemm_rs::{GemmRsInputs, GemmRsPlan, schedule};
 
@@ -22,6 +24,8 @@ pub struct GemmArPlan {
     gather_signals: Arc<Signals>,
     choice: Choice,
     machine: Machine,
+    /// On a heap in device memory, made by `prepare`.
+    cuda: OnceLock<Prepared>,
 }
 
 impl GemmArPlan {
@@ -39,16 +43,32 @@ impl GemmArPlan {
     pub fn new(desc: GemmArDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_ar"))?;
-        let choice = Choice::new(config).map_err(|e| e.op("gemm_ar"))?;
+        let mut choice = Choice::new(config).map_err(|e| e.op("gemm_ar"))?;
+        // On a device each chunk has a flag of its own, both ways, and one credit serves both.
+        let mut num_signals = 2;
+        if heap.backend() != BackendKind::Host {
+            choice = choice.on_device().map_err(|e| e.op("gemm_ar"))?;
+            num_signals = 1 + 2 * choice.max_chunks();
+        }
         let d = &desc.0;
         let slots = heap.alloc(GemmRsPlan::memory(d, size), "gemm_ar slots")?;
         let gather = heap.alloc(d.m * d.n * d.out.size(), "gemm_ar gather")?;
-        let scatter_signals = Arc::new(heap.team().signals(2, "gemm_ar scatter")?);
+        let scatter_signals = Arc::new(heap.team().signals(num_signals, "gemm_ar scatter")?);
         let gather_signals = Arc::new(heap.team().signals(2, "gemm_ar gather")?);
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
-        let core = PlanCore::new("gemm_ar", heap, text)?;
-        let machine = Machine::default();
-        Ok(Self { desc, core, slots, gather, scatter_signals, gather_signals, choice, machine })
+        let core = PlanCore::any("gemm_ar", heap, text)?;
+        let (machine, cuda) = (Machine::default(), OnceLock::new());
+        Ok(Self {
+            desc,
+            core,
+            slots,
+            gather,
+            scatter_signals,
+            gather_signals,
+            choice,
+            machine,
+            cuda,
+        })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -56,6 +76,13 @@ impl GemmArPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if let Some(lane) = self.core.lane()
+            && self.cuda.get().is_none()
+        {
+            let size = self.core.team().size();
+            let new = Prepared::new(lane, &self.desc.0, size).map_err(|e| e.op("gemm_ar"))?;
+            self.cuda.get_or_init(|| new);
+        }
         self.core.prepare_with(stream, &self.choice, || self.candidates())
     }
 
@@ -89,7 +116,9 @@ impl GemmArPlan {
         for (_, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != team.rank().idx()) {
             link.puts += if d.n == 0 { 0 } else { mine.min(cfg.sub_chunks) as u64 };
             link.put_bytes += (mine * d.n * d.out.size()) as u64;
-            link.signals += 1 + cfg.sub_chunks as u64;
+            // On a device, the credit of the scatter is that of the way back, too.
+            let credit = u64::from(self.core.lane().is_none());
+            link.signals += credit + cfg.sub_chunks as u64;
         }
         Ok(t)
     }
@@ -110,6 +139,19 @@ impl GemmArPlan {
         let rows = d.shards.rows(m, size).map_err(|e| e.op("gemm_ar"))?;
         t.check(d, m, m).map_err(|e| e.op("gemm_ar"))?;
         let config = self.choice.get().map_err(|e| e.op("gemm_ar"))?;
+        if let Some(lane) = self.core.lane() {
+            let tasks = schedule(me, &rows, d.n, &config);
+            let arrivals: Vec<_> = arrivals(me, &rows, config.sub_chunks).collect();
+            let job = cuda::Job {
+                desc: d,
+                prepared: self.cuda.get(),
+                slots: &self.slots,
+                signals: &self.scatter_signals,
+                shape: cuda::Shape { m, rows: &rows, tasks: &tasks, config },
+                gather: Some((&self.gather, &arrivals)),
+            };
+            return cuda::launch(&self.core, lane, stream, &job, t).map_err(|e| e.op("gemm_ar"));
+        }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let (seq, out) = (launch.ctx.seq(), t.out.clone());
         let run = Arc::new(Run {

@@ -13,6 +13,7 @@
 //! shard (then it must be all-reduced), of all rows if taken from the gathered dY (reduced).
 
 mod config;
+pub(crate) mod cuda;
 mod desc;
 pub(crate) mod host;
 mod plan;

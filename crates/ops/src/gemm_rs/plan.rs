@@ -1,13 +1,14 @@
 //! The plan of GEMM+RS.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{DType, Error, Result};
+use tilewire_core::{BackendKind, DType, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::GemmRsDesc;
 use super::config::schedule;
+use super::cuda::{self, Prepared};
 use super::host::{Handoff, Run};
 use crate::common::{
     Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
@@ -77,6 +78,8 @@ pub struct GemmRsPlan {
     signals: Arc<Signals>,
     choice: Choice,
     machine: Machine,
+    /// On a heap in device memory, made by `prepare`.
+    cuda: OnceLock<Prepared>,
 }
 
 /// Rows of one slot: enough for any `m` up to the plan's.
@@ -99,12 +102,18 @@ impl GemmRsPlan {
     pub fn new(desc: GemmRsDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_rs"))?;
-        let choice = Choice::new(config).map_err(|e| e.op("gemm_rs"))?;
+        let mut choice = Choice::new(config).map_err(|e| e.op("gemm_rs"))?;
+        let mut num_signals = 2;
+        if heap.backend() != BackendKind::Host {
+            choice = choice.on_device().map_err(|e| e.op("gemm_rs"))?;
+            num_signals = 1 + choice.max_chunks();
+        }
         let slots = heap.alloc(Self::memory(&desc, size), "gemm_rs")?;
-        let signals = Arc::new(heap.team().signals(2, "gemm_rs")?);
+        let signals = Arc::new(heap.team().signals(num_signals, "gemm_rs")?);
         let core =
-            PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?;
-        Ok(Self { desc, core, slots, signals, choice, machine: Machine::default() })
+            PlanCore::any("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?;
+        let (machine, cuda) = (Machine::default(), OnceLock::new());
+        Ok(Self { desc, core, slots, signals, choice, machine, cuda })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -112,6 +121,13 @@ impl GemmRsPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        if let Some(lane) = self.core.lane()
+            && self.cuda.get().is_none()
+        {
+            let size = self.core.team().size();
+            let new = Prepared::new(lane, &self.desc, size).map_err(|e| e.op("gemm_rs"))?;
+            self.cuda.get_or_init(|| new);
+        }
         self.core.prepare_with(stream, &self.choice, || {
             explain(&self.desc, self.core.team().size(), 1.0, &self.machine)
         })
@@ -156,6 +172,18 @@ impl GemmRsPlan {
         let rows = self.desc.shards.rows(m, size).map_err(|e| e.op("gemm_rs"))?;
         t.check(&self.desc, m, rows[me.idx()]).map_err(|e| e.op("gemm_rs"))?;
         let config = self.choice.get().map_err(|e| e.op("gemm_rs"))?;
+        if let Some(lane) = self.core.lane() {
+            let tasks = schedule(me, &rows, self.desc.n, &config);
+            let job = cuda::Job {
+                desc: &self.desc,
+                prepared: self.cuda.get(),
+                slots: &self.slots,
+                signals: &self.signals,
+                shape: cuda::Shape { m, rows: &rows, tasks: &tasks, config },
+                gather: None,
+            };
+            return cuda::launch(&self.core, lane, stream, &job, t).map_err(|e| e.op("gemm_rs"));
+        }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let (seq, out) = (launch.ctx.seq(), t.out.clone());
         let run = Arc::new(Run {

@@ -5,7 +5,7 @@ use std::fmt;
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
 
-use crate::common::expect_tensor;
+use crate::common::{Named, expect_tensor};
 use crate::gemm::{AOrder, Activation, BOrder, Epilogue, GemmDesc, Operand};
 
 /// Meaning of the split values.
@@ -35,6 +35,11 @@ impl Splits {
     /// End of each group.
     pub fn ends(values: &Tensor) -> Self {
         Self { values: values.clone(), kind: SplitKind::Ends }
+    }
+
+    /// The tensor with its name.
+    pub(super) fn named(&self) -> [Named<'_>; 1] {
+        [("splits", Some(&self.values))]
     }
 }
 

@@ -13,6 +13,7 @@
 //! An expert without rows gets an exactly zero gradient, or keeps what it has when accumulating.
 
 mod config;
+mod cuda;
 mod desc;
 mod host;
 mod plan;

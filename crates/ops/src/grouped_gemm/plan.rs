@@ -1,14 +1,15 @@
 //! The plan of a grouped GEMM.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
+use tilewire_core::{DType, Error, Result, Shape};
+use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
-use super::host;
 use super::{GroupedDesc, Splits, Weights};
-use crate::common::{apart, expect_tensor};
+use super::{cuda, host};
+use crate::common::cuda::{Ready, together_on};
+use crate::common::{Named, apart, expect_tensor};
 use crate::gemm::Operand;
 
 /// Tensors of an fprop.
@@ -62,7 +63,7 @@ pub struct GroupedWgrad {
 pub struct GroupedGemmPlan {
     desc: GroupedDesc,
     status: Tensor,
-    prepared: AtomicBool,
+    ready: Ready<cuda::Prepared>,
 }
 
 impl GroupedGemmPlan {
@@ -73,7 +74,7 @@ impl GroupedGemmPlan {
     pub fn new(desc: GroupedDesc) -> Result<Self> {
         desc.check().map_err(|e| e.op("grouped_gemm"))?;
         let status = Tensor::zeros(DType::I32, Shape::d1(1));
-        Ok(Self { desc, status, prepared: AtomicBool::new(false) })
+        Ok(Self { desc, status, ready: Ready::new() })
     }
 
     /// What it computes.
@@ -81,22 +82,21 @@ impl GroupedGemmPlan {
         &self.desc
     }
 
-    /// Makes lazy state (there is none on the host).
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
+    /// and the status on a CUDA device.
     ///
     /// # Errors
-    /// `InvalidArgument` during capture.
+    /// `InvalidArgument` during capture, or if the plan is prepared for another device;
+    /// `Unsupported` for what no CUDA kernel does; `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if stream.is_capturing() {
-            return Err(Error::invalid("`prepare` cannot be captured").op("grouped_gemm"));
-        }
-        self.prepared.store(true, Ordering::Release);
-        Ok(())
+        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        self.ready.prepare(stream, make).map_err(|e| e.op("grouped_gemm"))
     }
 
     /// Status on the device, `[1]` i32: 0 good, 1 a negative split, 2 splits above the capacity.
     /// Set by the work; stays until [`GroupedGemmPlan::reset`].
     pub fn status(&self) -> &Tensor {
-        &self.status
+        self.ready.cuda().map_or(&self.status, |(_, p)| &p.status)
     }
 
     /// Raises what the work has found in the splits; call after waiting for it.
@@ -104,7 +104,7 @@ impl GroupedGemmPlan {
     /// # Errors
     /// `InvalidArgument` if splits were negative or above the capacity; nothing was written then.
     pub fn check(&self) -> Result<()> {
-        match self.status.to_vec::<i32>()?[0] {
+        match self.status().to_vec::<i32>()?[0] {
             0 => Ok(()),
             1 => Err(Error::invalid("a split is negative").op("grouped_gemm")),
             _ => Err(Error::invalid("the splits sum to more rows than there are")
@@ -120,20 +120,32 @@ impl GroupedGemmPlan {
     /// # Errors
     /// As [`Stream::launch`].
     pub fn reset(&self, stream: &Stream) -> Result<()> {
+        if let (Some((_, p)), Stream::Cuda(s)) = (self.ready.cuda(), stream) {
+            return p.reset(s);
+        }
         let status = self.status.clone();
         stream.launch(Node::new("grouped_gemm", move || status.write(|b| b.fill(0))))
     }
 
+    /// Queues one pass, of which each device has its form. `tensors` and `weights` must lie on that
+    /// of `stream`.
     fn queue<T>(
         &self,
         stream: &Stream,
-        out: T,
+        (tensors, weights): (&[Named<'_>], Option<&Weights>),
+        (out, cuda): (T, impl FnOnce(&cuda::Prepared, &CudaStream) -> Result<()>),
         run: impl Fn(&GroupedDesc) -> Result<i32> + Send + Sync + 'static,
     ) -> Result<Pending<T>> {
-        if !self.prepared.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .op("grouped_gemm")
-                .hint("call `plan.prepare(&stream)` first"));
+        let on = || {
+            let ready = self.ready.on(stream)?;
+            together_on(stream, tensors)?;
+            for w in weights.into_iter().flat_map(Weights::all) {
+                together_on(stream, &w.named("weights"))?;
+            }
+            ready.map(|(s, p)| cuda(p, s)).transpose()
+        };
+        if on().map_err(|e| e.op("grouped_gemm"))?.is_some() {
+            return Pending::new(out, stream, None);
         }
         let (desc, status) = (self.desc, self.status.clone());
         stream.launch(Node::new("grouped_gemm", move || match run(&desc)? {
@@ -170,8 +182,16 @@ impl GroupedGemmPlan {
             t.w.all().try_for_each(|w| apart(&outs, &[("w", Some(&w.data))]))
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
-        let (out, t) = (t.out.clone(), Arc::new(t));
-        self.queue(stream, out, move |d| host::fprop(d, &t))
+        let t = Arc::new(t);
+        let tensors = [
+            &t.x.named("x")[..],
+            &t.splits.named(),
+            &[("out", Some(&t.out)), ("bias", t.bias.as_ref()), ("aux_out", t.aux_out.as_ref())],
+        ]
+        .concat();
+        let out = (t.out.clone(), |p: &cuda::Prepared, s: &_| p.fprop(s, &t));
+        let run = t.clone();
+        self.queue(stream, (&tensors, Some(&t.w)), out, move |d| host::fprop(d, &run))
     }
 
     /// Queues `dX_e = dY_e W_e`. The derivative of the activation is not part of it: feed `dy` as
@@ -191,8 +211,11 @@ impl GroupedGemmPlan {
             t.w.all().try_for_each(|w| apart(&outs, &[("w", Some(&w.data))]))
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
-        let (out, t) = (t.dx.clone(), Arc::new(t));
-        self.queue(stream, out, move |d| host::dgrad(d, &t))
+        let t = Arc::new(t);
+        let tensors = [&t.dy.named("dy")[..], &t.splits.named(), &[("dx", Some(&t.dx))]].concat();
+        let out = (t.dx.clone(), |p: &cuda::Prepared, s: &_| p.dgrad(s, &t));
+        let run = t.clone();
+        self.queue(stream, (&tensors, Some(&t.w)), out, move |d| host::dgrad(d, &run))
     }
 
     /// Queues `dZ = dY * act'(aux)` for the rows of the groups: `dy` is `[capacity, out_cols]`,
@@ -217,8 +240,13 @@ impl GroupedGemmPlan {
             apart(&[("dz", Some(dz))], &[("dy", Some(dy)), ("aux", Some(aux))])
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
-        let (splits, dy, aux, out) = (splits.clone(), dy.clone(), aux.clone(), dz.clone());
-        self.queue(stream, dz.clone(), move |d| host::dactivation(d, &splits, &dy, &aux, &out))
+        let tensors =
+            [&splits.named()[..], &[("dy", Some(dy)), ("aux", Some(aux)), ("dz", Some(dz))]]
+                .concat();
+        let cuda = |p: &cuda::Prepared, s: &_| p.dactivation(s, splits, (dy, aux, dz));
+        let (copy, dy, aux, to) = (splits.clone(), dy.clone(), aux.clone(), dz.clone());
+        let run = move |d: &GroupedDesc| host::dactivation(d, &copy, &dy, &aux, &to);
+        self.queue(stream, (&tensors, None), (dz.clone(), cuda), run)
     }
 
     /// Queues `dW_e (+)= dY_e^T X_e` and, if asked, the bias gradient.
@@ -248,7 +276,16 @@ impl GroupedGemmPlan {
             t.dw.all().try_for_each(|w| apart(&[("dw", Some(&w.data))], &ins))
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
-        let (out, t) = (t.dw.clone(), Arc::new(t));
-        self.queue(stream, out, move |d| host::wgrad(d, &t))
+        let t = Arc::new(t);
+        let tensors = [
+            &t.x.named("x")[..],
+            &t.dy.named("dy"),
+            &t.splits.named(),
+            &[("mask", t.mask.as_ref()), ("dbias", t.dbias.as_ref())],
+        ]
+        .concat();
+        let out = (t.dw.clone(), |p: &cuda::Prepared, s: &_| p.wgrad(s, &t));
+        let run = t.clone();
+        self.queue(stream, (&tensors, Some(&t.dw)), out, move |d| host::wgrad(d, &run))
     }
 }

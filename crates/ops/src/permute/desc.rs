@@ -5,7 +5,7 @@ use std::fmt;
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
 
-use crate::common::expect_tensor;
+use crate::common::{Named, expect_tensor};
 
 /// A permutation of at most `max_tokens` tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -146,6 +146,11 @@ pub struct Permuted {
 }
 
 impl Tokens {
+    /// Every tensor with its name.
+    pub(super) fn named(&self) -> [Named<'_>; 3] {
+        named("x", [Some(&self.x), self.weights.as_ref(), self.scales.as_ref()])
+    }
+
     pub(super) fn check(&self, d: &PermuteDesc, dtype: DType, tokens: usize) -> Result<()> {
         expect_tensor("x", &self.x, dtype, &[tokens, d.hidden])?;
         optional("topk_weights", &self.weights, &[tokens, d.top_k])?;
@@ -154,11 +159,20 @@ impl Tokens {
 }
 
 impl Permuted {
+    /// Every tensor with its name.
+    pub(super) fn named(&self) -> [Named<'_>; 3] {
+        named("permuted x", [Some(&self.x), self.weights.as_ref(), self.scales.as_ref()])
+    }
+
     pub(super) fn check(&self, d: &PermuteDesc, dtype: DType) -> Result<()> {
         expect_tensor("permuted x", &self.x, dtype, &[d.capacity, d.hidden])?;
         optional("permuted weights", &self.weights, &[d.capacity])?;
         optional("permuted scales", &self.scales, &[d.capacity, d.num_scales])
     }
+}
+
+fn named<'a>(x: &'static str, [a, b, c]: [Option<&'a Tensor>; 3]) -> [Named<'a>; 3] {
+    [(x, a), ("weights", b), ("scales", c)]
 }
 
 fn optional(what: &str, t: &Option<Tensor>, shape: &[usize]) -> Result<()> {

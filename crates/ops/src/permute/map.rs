@@ -3,10 +3,13 @@
 use std::sync::Arc;
 
 use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
-use tilewire_device::Tensor;
+use tilewire_device::cuda::CudaContext;
+use tilewire_device::{Device, Tensor};
 
 use super::PermuteDesc;
 use super::config::Layout;
+use super::cuda::Scratch;
+use crate::common::Named;
 
 /// Status words.
 pub(super) const GOOD: i32 = 0;
@@ -22,6 +25,8 @@ struct Inner {
     total: Tensor,
     dropped: Tensor,
     status: Tensor,
+    /// On a CUDA device only.
+    scratch: Option<Scratch>,
 }
 
 /// Routing of one batch. Clones are the same map; make one for each batch in flight.
@@ -32,24 +37,38 @@ struct Inner {
 pub struct PermuteMap(Arc<Inner>);
 
 impl PermuteMap {
-    pub(super) fn new(desc: &PermuteDesc, tokens: usize) -> Result<Self> {
+    pub(super) fn new(desc: &PermuteDesc, tokens: usize, on: Option<&CudaContext>) -> Result<Self> {
         if tokens > desc.max_tokens {
             return Err(Error::invalid("more tokens than the plan was made for")
                 .op("permute")
                 .expected(format_args!("at most {}", desc.max_tokens))
                 .seen(tokens));
         }
-        let one = |d| Tensor::zeros(d, Shape::d1(1));
+        let device = on.map_or(Device::Host, |ctx| Device::Cuda(ctx.clone()));
+        let put = |t: Tensor| if on.is_some() { t.to(&device) } else { Ok(t) };
+        let one = |d| put(Tensor::zeros(d, Shape::d1(1)));
+        let slots = Tensor::poisoned(DType::I32, Shape::d2(tokens, desc.top_k));
         Ok(Self(Arc::new(Inner {
             desc: *desc,
             tokens,
-            slots: Tensor::poisoned(DType::I32, Shape::d2(tokens, desc.top_k)),
-            sources: Tensor::poisoned(DType::I32, Shape::d1(desc.capacity)),
-            m_splits: Tensor::zeros(DType::I64, Shape::d1(desc.num_experts)),
-            total: one(DType::I64),
-            dropped: one(DType::I64),
-            status: Tensor::from_slice(&[NOT_ROUTED], Shape::d1(1))?,
+            slots: put(slots)?,
+            sources: put(Tensor::poisoned(DType::I32, Shape::d1(desc.capacity)))?,
+            m_splits: put(Tensor::zeros(DType::I64, Shape::d1(desc.num_experts)))?,
+            total: one(DType::I64)?,
+            dropped: one(DType::I64)?,
+            status: put(Tensor::from_slice(&[NOT_ROUTED], Shape::d1(1))?)?,
+            scratch: on.map(|ctx| Scratch::new(ctx, desc, tokens)).transpose()?,
         })))
+    }
+
+    /// What `route` works in on a CUDA device.
+    pub(super) fn scratch(&self) -> Result<&Scratch> {
+        self.0.scratch.as_ref().ok_or_else(|| Error::internal("a map of the host on a device"))
+    }
+
+    /// A tensor for all of them: they lie on one device.
+    pub(super) fn named(&self) -> Named<'_> {
+        ("map", Some(&self.0.status))
     }
 
     /// Number of tokens it is for.

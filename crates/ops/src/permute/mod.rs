@@ -15,6 +15,7 @@
 //! The definitions are those of `tilewire_oracle::permute`. Page: `docs/protocols/permute.md`.
 
 mod config;
+mod cuda;
 mod desc;
 mod host;
 mod map;

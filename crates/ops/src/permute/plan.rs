@@ -1,13 +1,13 @@
 //! The plan of a permutation.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_core::{DType, Error, Result};
+use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::desc::together;
-use super::{PermuteDesc, PermuteMap, PermuteMemory, Permuted, Tokens, host};
-use crate::common::expect_tensor;
+use super::{PermuteDesc, PermuteMap, PermuteMemory, Permuted, Tokens, cuda, host};
+use crate::common::cuda::{Ready, together_on};
+use crate::common::{Named, expect_tensor};
 
 /// Tensors of a weighted unpermute's backward.
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ pub struct UnpermuteGrads {
 /// A permutation of tokens. Local: no team.
 pub struct PermutePlan {
     desc: PermuteDesc,
-    prepared: AtomicBool,
+    ready: Ready<cuda::Prepared>,
 }
 
 impl PermutePlan {
@@ -53,7 +53,7 @@ impl PermutePlan {
     /// As [`PermuteDesc::check`].
     pub fn new(desc: PermuteDesc) -> Result<Self> {
         desc.check()?;
-        Ok(Self { desc, prepared: AtomicBool::new(false) })
+        Ok(Self { desc, ready: Ready::new() })
     }
 
     /// What it does.
@@ -61,16 +61,15 @@ impl PermutePlan {
         &self.desc
     }
 
-    /// Makes lazy state (there is none on the host).
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
+    /// on a CUDA device.
     ///
     /// # Errors
-    /// `InvalidArgument` during capture.
+    /// `InvalidArgument` during capture, or if the plan is prepared for another device;
+    /// `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if stream.is_capturing() {
-            return Err(Error::invalid("`prepare` cannot be captured").op("permute"));
-        }
-        self.prepared.store(true, Ordering::Release);
-        Ok(())
+        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        self.ready.prepare(stream, make).map_err(|e| e.op("permute"))
     }
 
     /// In words, what it takes and does.
@@ -79,25 +78,29 @@ impl PermutePlan {
         format!("permute {}\nlocal; map {} bytes, permuted {}", self.desc, m.map, m.permuted)
     }
 
-    /// A map for one batch of `tokens` tokens.
+    /// A map for one batch of `tokens` tokens, on the device that the plan is prepared for; before
+    /// that, in the CPU's memory.
     ///
     /// # Errors
-    /// `InvalidArgument` for more tokens than the plan's.
+    /// `InvalidArgument` for more tokens than the plan's; `Exhausted` if there is no room.
     pub fn map(&self, tokens: usize) -> Result<PermuteMap> {
-        PermuteMap::new(&self.desc, tokens)
+        PermuteMap::new(&self.desc, tokens, self.ready.cuda().map(|(ctx, _)| ctx))
     }
 
+    /// Queues one work, of which each device has its form. `tensors` must lie on that of `stream`.
     fn queue<T>(
         &self,
         stream: &Stream,
         op: &'static str,
-        out: T,
+        tensors: &[Named<'_>],
+        (out, cuda): (T, impl FnOnce(&cuda::Prepared, &CudaStream) -> Result<()>),
         run: impl Fn(&PermuteDesc) -> Result<()> + Send + Sync + 'static,
     ) -> Result<Pending<T>> {
-        if !self.prepared.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .op(op)
-                .hint("call `plan.prepare(&stream)` first"));
+        let ready = self.ready.on(stream).map_err(|e| e.op(op))?;
+        together_on(stream, tensors).map_err(|e| e.op(op))?;
+        if let Some((s, p)) = ready {
+            cuda(p, s).map_err(|e| e.op(op))?;
+            return Pending::new(out, stream, None);
         }
         let desc = self.desc;
         stream.launch(Node::new(op, move || run(&desc)))?;
@@ -122,7 +125,10 @@ impl PermutePlan {
         expect_tensor("topk_idx", topk_idx, dtype, &shape)
             .map_err(|e| op(e.hint("`topk_idx` is i32 or i64")))?;
         let (idx, m) = (topk_idx.clone(), map.clone());
-        self.queue(stream, "permute_route", map.clone(), move |d| host::route(d, &idx, &m))
+        let tensors = [map.named(), ("topk_idx", Some(topk_idx))];
+        let cuda = |p: &cuda::Prepared, s: &_| p.route(s, &self.desc, (topk_idx, map));
+        let out = (map.clone(), cuda);
+        self.queue(stream, "permute_route", &tensors, out, move |d| host::route(d, &idx, &m))
     }
 
     /// Queues `out.x[slot(t, j)] = t.x[t]`, and the same for weights and scales.
@@ -146,8 +152,10 @@ impl PermutePlan {
             together("scales", t.scales.is_some(), d.num_scales > 0)
         };
         check().map_err(|e| e.op("permute"))?;
-        let (m, t, o) = (map.clone(), t.clone(), out.clone());
-        self.queue(stream, "permute", out.clone(), move |d| host::permute(d, &m, &t, &o))
+        let tensors = [&[map.named()][..], &t.named(), &out.named()].concat();
+        let cuda = |p: &cuda::Prepared, s: &_| p.permute(s, d, map, (t, out));
+        let (m, t, o, both) = (map.clone(), t.clone(), out.clone(), (out.clone(), cuda));
+        self.queue(stream, "permute", &tensors, both, move |d| host::permute(d, &m, &t, &o))
     }
 
     /// Queues `out[t] = sum_j w[t, j] rows[slot(t, j)]`: `rows` is `[capacity, hidden]`,
@@ -172,8 +180,11 @@ impl PermutePlan {
             expect_tensor("out", out, d.out, &[map.tokens(), d.hidden])
         };
         check().map_err(|e| e.op("unpermute"))?;
+        let tensors =
+            [map.named(), ("rows", Some(rows)), ("topk_weights", topk_weights), ("out", Some(out))];
+        let cuda = |p: &cuda::Prepared, s: &_| p.unpermute(s, d, map, (rows, topk_weights, out));
         let (m, r, w, o) = (map.clone(), rows.clone(), topk_weights.cloned(), out.clone());
-        self.queue(stream, "unpermute", out.clone(), move |d| {
+        self.queue(stream, "unpermute", &tensors, (out.clone(), cuda), move |d| {
             host::unpermute(d, &m, (&r, w.as_ref()), &o)
         })
     }
@@ -202,8 +213,10 @@ impl PermutePlan {
             Ok(())
         };
         check().map_err(|e| e.op("permute_bwd"))?;
-        let (m, g, o) = (map.clone(), g.clone(), out.clone());
-        self.queue(stream, "permute_bwd", out.clone(), move |d| host::permute_bwd(d, &m, &g, &o))
+        let tensors = [&[map.named()][..], &g.named(), &out.named()].concat();
+        let cuda = |p: &cuda::Prepared, s: &_| p.permute_bwd(s, d, map, (g, out));
+        let (m, g, o, both) = (map.clone(), g.clone(), out.clone(), (out.clone(), cuda));
+        self.queue(stream, "permute_bwd", &tensors, both, move |d| host::permute_bwd(d, &m, &g, &o))
     }
 
     /// Queues the backward of unpermute: `d_rows[slot(t, j)] = w[t, j] d_out[t]` and, with weights,
@@ -229,7 +242,17 @@ impl PermutePlan {
             expect_tensor("d_weights", &w.d_weights, DType::F32, &choices)
         };
         check().map_err(|e| e.op("unpermute_bwd"))?;
-        let (m, t) = (map.clone(), g.clone());
-        self.queue(stream, "unpermute_bwd", g.clone(), move |d| host::unpermute_bwd(d, &m, &t))
+        let w = g.weighted.as_ref();
+        let tensors = [
+            map.named(),
+            ("d_out", Some(&g.d_out)),
+            ("d_rows", Some(&g.d_rows)),
+            ("weights", w.map(|w| &w.weights)),
+            ("rows", w.map(|w| &w.rows)),
+            ("d_weights", w.map(|w| &w.d_weights)),
+        ];
+        let cuda = |p: &cuda::Prepared, s: &_| p.unpermute_bwd(s, d, map, g);
+        let (m, t, both) = (map.clone(), g.clone(), (g.clone(), cuda));
+        self.queue(stream, "unpermute_bwd", &tensors, both, move |d| host::unpermute_bwd(d, &m, &t))
     }
 }

@@ -1,12 +1,12 @@
 //! FP8 with scales back to plain elements.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use tilewire_core::{DType, Error, ErrorKind, Result, ScaleLayout, convert_from_f32};
+use tilewire_core::{DType, Error, Result, ScaleLayout, convert_from_f32};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::Quantized;
+use crate::common::cuda::{Ready, no_kernel, together_on};
 use crate::common::expect_tensor;
 use crate::gemm::Operand;
 
@@ -50,7 +50,7 @@ impl fmt::Display for DequantDesc {
 /// A dequantisation. Local: no team.
 pub struct DequantPlan {
     desc: DequantDesc,
-    prepared: AtomicBool,
+    ready: Ready<()>,
 }
 
 impl DequantPlan {
@@ -60,7 +60,7 @@ impl DequantPlan {
     /// As [`DequantDesc::check`].
     pub fn new(desc: DequantDesc) -> Result<Self> {
         desc.check().map_err(|e| e.op("dequant"))?;
-        Ok(Self { desc, prepared: AtomicBool::new(false) })
+        Ok(Self { desc, ready: Ready::new() })
     }
 
     /// What it does.
@@ -71,13 +71,12 @@ impl DequantPlan {
     /// Makes lazy state (there is none on the host).
     ///
     /// # Errors
-    /// `InvalidArgument` during capture.
+    /// `InvalidArgument` during capture; `Unsupported` on a CUDA device.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if stream.is_capturing() {
-            return Err(Error::invalid("`prepare` cannot be captured").op("dequant"));
-        }
-        self.prepared.store(true, Ordering::Release);
-        Ok(())
+        let make = |_: &_| {
+            Err(no_kernel("dequantisation", "move the data to the host, or multiply by the scales"))
+        };
+        self.ready.prepare(stream, make).map_err(|e| e.op("dequant"))
     }
 
     /// In words, what a launch does.
@@ -90,12 +89,13 @@ impl DequantPlan {
     /// # Errors
     /// `NotPrepared`; `InvalidArgument` for tensors that do not fit.
     pub fn launch(&self, stream: &Stream, q: &Quantized, out: &Tensor) -> Result<Pending<Tensor>> {
-        if !self.prepared.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .op("dequant")
-                .hint("call `plan.prepare(&stream)` first"));
-        }
-        self.check_inputs(q, out).map_err(|e| e.op("dequant"))?;
+        let check = || {
+            self.ready.on(stream)?;
+            self.check_inputs(q, out)?;
+            let tensors = [("q", Some(&q.data)), ("q scales", Some(&q.scales)), ("out", Some(out))];
+            together_on(stream, &tensors)
+        };
+        check().map_err(|e| e.op("dequant"))?;
         let (operand, target) = (Operand::from(q), out.clone());
         stream.launch(Node::new("dequant", move || {
             operand.with_wide(|v| target.write(|b| convert_from_f32(target.dtype(), v, b)))?

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use tilewire_core::{DType, Error, Result, ScaleLayout, Shape};
-use tilewire_device::Tensor;
+use tilewire_device::{Device, Tensor};
 
 use super::config::Recipe;
 use crate::common::expect_tensor;
@@ -176,6 +176,12 @@ impl Quantized {
             scales: Tensor::poisoned(layout.dtype(), Shape::d1(layout.num_scales(rows, cols))),
             layout,
         }
+    }
+
+    /// A copy on `device`.
+    pub(super) fn to(&self, device: &Device) -> Result<Self> {
+        let (data, scales) = (self.data.to(device)?, self.scales.to(device)?);
+        Ok(Self { data, scales, layout: self.layout })
     }
 
     /// Checks that this can hold (or is) a `rows x cols` matrix of `dtype`.

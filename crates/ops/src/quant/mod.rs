@@ -16,6 +16,7 @@
 //! Protocol page: `docs/protocols/quant.md`.
 
 mod config;
+mod cuda;
 mod dequant;
 mod desc;
 mod host;

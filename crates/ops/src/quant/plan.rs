@@ -1,15 +1,15 @@
 //! The plan of a quantisation.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
+use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::host::Run;
-use super::{QuantDesc, Quantized, Scaling, Scope};
-use crate::common::{PlanCore, expect_tensor};
+use super::{QuantDesc, Quantized, Scaling, Scope, cuda};
+use crate::common::cuda::{Ready, together_on};
+use crate::common::{Named, PlanCore, expect_tensor};
 
 /// Signal slots of a plan over a team.
 pub(super) const CREDIT: usize = 0;
@@ -27,22 +27,38 @@ pub struct QuantInputs {
 }
 
 impl QuantInputs {
-    /// Fresh poisoned results for `x` under `desc`.
+    /// Fresh poisoned results for `x` under `desc`, on the device of `x`.
     ///
     /// # Errors
-    /// `InvalidArgument` if `x` does not have two dimensions.
+    /// `InvalidArgument` if `x` does not have two dimensions; `Exhausted` if there is no room.
     pub fn new(desc: &QuantDesc, x: &Tensor) -> Result<Self> {
         let s = x.shape();
         if s.ndim() != 2 {
             return Err(Error::invalid(format!("`x` has two dimensions, not {s}")).op("quant"));
         }
         let (rows, cols) = (s.dim(0), s.dim(1));
-        let make = |yes: bool, r, c| yes.then(|| Quantized::poisoned(desc.dst, desc.layout, r, c));
+        let device = x.device();
+        let make = |yes: bool, r, c| {
+            let made = yes.then(|| Quantized::poisoned(desc.dst, desc.layout, r, c));
+            made.map(|q| q.to(&device)).transpose()
+        };
         Ok(Self {
             x: x.clone(),
-            row: make(desc.sides.row(), rows, cols),
-            column: make(desc.sides.column(), cols, rows),
+            row: make(desc.sides.row(), rows, cols)?,
+            column: make(desc.sides.column(), cols, rows)?,
         })
+    }
+
+    /// Every tensor with its name.
+    fn named(&self) -> [Named<'_>; 5] {
+        let (row, column) = (self.row.as_ref(), self.column.as_ref());
+        [
+            ("x", Some(&self.x)),
+            ("row", row.map(|q| &q.data)),
+            ("row scales", row.map(|q| &q.scales)),
+            ("column", column.map(|q| &q.data)),
+            ("column scales", column.map(|q| &q.scales)),
+        ]
     }
 }
 
@@ -68,7 +84,7 @@ pub struct QuantPlan {
     desc: QuantDesc,
     shared: Option<Shared>,
     state: Option<Arc<State>>,
-    prepared: AtomicBool,
+    ready: Ready<cuda::Prepared>,
 }
 
 impl QuantPlan {
@@ -107,7 +123,7 @@ impl QuantPlan {
                 steps: Tensor::zeros(DType::I64, Shape::d1(1)),
             })),
         };
-        Ok(Self { desc, shared, state, prepared: AtomicBool::new(false) })
+        Ok(Self { desc, shared, state, ready: Ready::new() })
     }
 
     /// What it does.
@@ -117,28 +133,41 @@ impl QuantPlan {
 
     /// With delayed scaling: the scale of the coming step, `[1]` f32 on the device.
     pub fn scale(&self) -> Option<&Tensor> {
-        self.state.as_ref().map(|s| &s.scale)
+        match self.on_device() {
+            Some(s) => Some(&s.scale),
+            None => self.state.as_ref().map(|s| &s.scale),
+        }
     }
 
     /// With delayed scaling: the magnitudes of the window, `[window]` f32 on the device. The step
     /// that is recorded next replaces element `steps mod window`.
     pub fn history(&self) -> Option<&Tensor> {
-        self.state.as_ref().map(|s| &s.history)
+        match self.on_device() {
+            Some(s) => Some(&s.history),
+            None => self.state.as_ref().map(|s| &s.history),
+        }
     }
 
-    /// Makes lazy state; collective over the team with [`Scope::Team`].
+    fn on_device(&self) -> Option<&cuda::State> {
+        self.ready.cuda().and_then(|(_, p)| p.state.as_ref())
+    }
+
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels,
+    /// workspace and the state of delayed scaling on a CUDA device. Collective over the team with
+    /// [`Scope::Team`].
+    ///
+    /// The workspace is shared by all launches: launches on several streams must be ordered.
     ///
     /// # Errors
-    /// `InvalidArgument` during capture; `Mismatch` if the ranks' plans differ.
+    /// `InvalidArgument` during capture, or if the plan is prepared for another device;
+    /// `Mismatch` if the ranks' plans differ; `Unsupported` for what no CUDA kernel does.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if stream.is_capturing() {
-            return Err(Error::invalid("`prepare` cannot be captured").op("quant"));
+        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        self.ready.prepare(stream, make).map_err(|e| e.op("quant"))?;
+        match &self.shared {
+            Some(s) => s.core.prepare(stream),
+            None => Ok(()),
         }
-        if let Some(s) = &self.shared {
-            s.core.prepare(stream)?;
-        }
-        self.prepared.store(true, Ordering::Release);
-        Ok(())
     }
 
     /// In words, what a launch does.
@@ -196,12 +225,15 @@ impl QuantPlan {
     /// # Errors
     /// `NotPrepared`; `InvalidArgument` for tensors that do not fit; the fault of the team.
     pub fn launch(&self, stream: &Stream, t: QuantInputs) -> Result<Pending<QuantInputs>> {
-        if !self.prepared.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .op("quant")
-                .hint("call `plan.prepare(&stream)` first"));
+        let check = || {
+            let ready = self.ready.on(stream)?;
+            self.check_inputs(&t)?;
+            together_on(stream, &t.named()).map(|()| ready)
+        };
+        if let Some((s, p)) = check().map_err(|e| e.op("quant"))? {
+            p.launch(s, &t).map_err(|e| e.op("quant"))?;
+            return Pending::new(t, stream, None);
         }
-        self.check_inputs(&t).map_err(|e| e.op("quant"))?;
         let (desc, state) = (self.desc, self.state.clone());
         let Some(s) = &self.shared else {
             let run = Run { desc, t: t.clone(), state, team: None };

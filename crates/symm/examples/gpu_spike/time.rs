@@ -17,7 +17,7 @@ const MIB: usize = 1 << 20;
 
 type Check = fn() -> Result<String>;
 
-pub const ALL: [(&str, Check); 8] = [
+pub const ALL: [(&str, Check); 10] = [
     ("signal, in one kernel", in_kernel),
     ("signal + wait, eager", || ping_pong(false)),
     ("signal + wait, graph", || ping_pong(true)),
@@ -26,6 +26,8 @@ pub const ALL: [(&str, Check); 8] = [
     ("1000 graph replays", replays),
     ("timeout", timeout),
     ("abort", abort),
+    ("hundred heaps", hundred),
+    ("killed", killed),
 ];
 
 const KERNELS: &str = r#"
@@ -170,32 +172,44 @@ fn flag_cost() -> Result<String> {
     first(run(TIMEOUT, |world: World| {
         let s = setup::<Vmm>(&world, 64 * MIB)?;
         let peer = s.team.rank().offset(1, 2);
-        let sig = s.team.signals(1, "flags")?;
+        let sig = s.team.signals(65, "flags")?;
         let src = s.buffer(&vec![1; 64 * MIB])?;
-        let capture = |flags: bool| {
+        let capture = |flags: u32| {
             s.stream.begin_capture()?;
+            if flags == 1 {
+                s.os.advance(&s.stream, sig.slot(1), 64)?;
+            }
             for i in 0..64 {
                 let piece = src.slice(i * MIB, MIB)?;
                 match flags {
-                    true => s.os.put_signal(&s.stream, (peer, i * MIB), &piece, sig.slot(0))?,
-                    false => s.os.put(&s.stream, peer, i * MIB, &piece)?,
+                    2 => s.os.put_signal(&s.stream, (peer, i * MIB), &piece, sig.slot(0))?,
+                    1 => s.os.put_flag(&s.stream, (peer, i * MIB), &piece, sig.slot(1 + i))?,
+                    _ => s.os.put(&s.stream, peer, i * MIB, &piece)?,
                 }
             }
             s.stream.end_capture()
         };
-        let (plain, flagged) = (capture(false)?, capture(true)?);
-        let mut us = [0.0; 2];
-        for (g, us) in [&plain, &flagged].into_iter().zip(&mut us) {
+        let graphs = [capture(0)?, capture(1)?, capture(2)?];
+        let mut us = [0.0; 3];
+        for (g, us) in graphs.iter().zip(&mut us) {
             s.stream.replay(g)?;
             s.os.barrier(&s.stream, 0)?;
             *us = timed(&s, 20, || s.stream.replay(g))?;
         }
         s.os.barrier(&s.stream, 0)?;
         s.os.wait(&s.stream, peer, sig.slot(0), 64 * 21)?;
+        for i in 0..64 {
+            s.os.wait(&s.stream, peer, sig.slot(1 + i), 21)?;
+        }
         s.finish()?;
         s.os.check_counters()?;
-        let each = (us[1] - us[0]) / 64.0;
-        Ok(format!("64 x 1 MiB: {:.0} us without, {:.0} us with; {each:.2} us each", us[0], us[1]))
+        let each = |i: usize| (us[i] - us[0]) / 64.0;
+        Ok(format!(
+            "64 x 1 MiB: {:.0} us without; put_flag {:.2} us each, put_signal {:.2} us each",
+            us[0],
+            each(1),
+            each(2)
+        ))
     }))
 }
 
@@ -282,7 +296,7 @@ fn timeout() -> Result<String> {
 
 /// Rank 0 aborts; how long until rank 1's kernel has ended and its caller has the error?
 fn abort() -> Result<String> {
-    let at = Mutex::new(Instant::now());
+    let at = Mutex::new(None::<Instant>);
     let all = run(TIMEOUT, |world: World| {
         let s = setup::<Vmm>(&world, MIB)?;
         let sig = s.team.signals(1, "never")?;
@@ -291,17 +305,80 @@ fn abort() -> Result<String> {
         s.os.wait(&s.stream, peer, sig.slot(0), 1)?;
         if s.team.rank().get() == 0 {
             std::thread::sleep(Duration::from_millis(50));
-            *at.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+            *at.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
             s.team.abort("spike");
         }
         let e = s.finish().err().ok_or_else(|| Error::internal("no error"))?;
-        let us = at.lock().unwrap_or_else(PoisonError::into_inner).elapsed().as_secs_f64() * 1e6;
+        // A rank in another process does not know when rank 0 aborted.
+        let at = *at.lock().unwrap_or_else(PoisonError::into_inner);
+        let us = at.map_or("?".to_owned(), |t| format!("{:.0}", t.elapsed().as_secs_f64() * 1e6));
         let again = reform(&world)?.as_secs_f64() * 1e3;
-        Ok(format!(
-            "rank {}: {us:.0} us to `{}`, new team {again:.0} ms",
-            s.team.rank(),
-            e.message()
-        ))
+        Ok(format!("rank {}: {us} us to `{}`, new team {again:.0} ms", s.team.rank(), e.message()))
     })?;
     Ok(all.join("; "))
+}
+
+/// A hundred teams with a heap leave no descriptor and no device memory behind.
+fn hundred() -> Result<String> {
+    let all = run(TIMEOUT, |world: World| {
+        let outer = world.everyone("outer")?;
+        let look = |s: &Setup<Vmm>| -> Result<(usize, usize)> {
+            let fds = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+            Ok((fds, s.os.context().memory_info()?.0))
+        };
+        let (mut first, mut last) = (None, (0, 0));
+        let start = Instant::now();
+        for _ in 0..100 {
+            let s = setup::<Vmm>(&world, 16 * MIB)?;
+            s.os.barrier(&s.stream, 0)?;
+            s.finish()?;
+            // Everybody holds as much while somebody looks.
+            outer.agree(true)?;
+            last = look(&s)?;
+            first.get_or_insert(last);
+            outer.agree(true)?;
+        }
+        let ms = start.elapsed().as_secs_f64() * 10.0;
+        let first = first.unwrap_or_default();
+        let lost = first.1.saturating_sub(last.1);
+        if last.0 > first.0 + 4 || lost > 8 * MIB {
+            return Err(Error::internal("heaps leave something behind")
+                .expected(format_args!("{first:?} descriptors and free bytes"))
+                .seen(format_args!("{last:?}")));
+        }
+        Ok(format!("{ms:.1} ms each, descriptors {} -> {}, {lost} bytes less", first.0, last.0))
+    });
+    first(all)
+}
+
+/// As processes: one is killed while the others' kernels wait for it.
+fn killed() -> Result<String> {
+    let all = run(Duration::from_secs(8), |world: World| {
+        let s = setup::<Vmm>(&world, MIB)?;
+        let (n, me) = (s.team.size(), s.team.rank());
+        let victim = tilewire_core::Rank::new(n as u32 - 1);
+        let sig = s.team.signals(1, "never")?;
+        s.team.agree(true)?;
+        if me == victim {
+            std::thread::sleep(Duration::from_millis(300));
+            let own = std::process::id().to_string();
+            // Nothing of this process runs after it.
+            let _status = std::process::Command::new("kill").args(["-9", &own]).status();
+        }
+        s.os.wait(&s.stream, victim, sig.slot(0), 1)?;
+        let start = Instant::now();
+        let e = s.finish().err().ok_or_else(|| Error::internal("no error"))?;
+        let ms = start.elapsed().as_secs_f64() * 1e3 - 300.0;
+        let rest = world.alive();
+        let team = world.team(&rest, "rest")?.ok_or_else(|| Error::internal("not in the rest"))?;
+        let heap = team.heap(tilewire_core::BackendKind::Vmm, tilewire_symm::HeapCfg::new(MIB))?;
+        let os = <Vmm as crate::cases::Backend>::one_sided(&heap)?;
+        let stream = <Vmm as crate::cases::Backend>::stream(&os)?;
+        os.barrier(&stream, 0)?;
+        tilewire_device::Queue::synchronize_until(&stream, Some(Deadline::after_s(5.0)))?;
+        team.check()?;
+        println!("killed: {ms:.0} ms after the death: {e}; {} ranks go on", team.size());
+        Ok(String::new())
+    });
+    first(all)
 }

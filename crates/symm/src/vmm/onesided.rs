@@ -10,7 +10,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, L
 use super::store::VmmStore;
 use crate::control::{NUM_SIGNALS, OFF_SIGNALS};
 use crate::heap::Heap;
-use crate::onesided::{Caps, OneSided, SignalSlot, check_channel};
+use crate::onesided::{Caps, OneSided, SignalSlot, check_channel, check_slots};
 
 /// [`OneSided`] on the `vmm` backend.
 ///
@@ -76,6 +76,72 @@ impl VmmOneSided {
         unsafe { kernel.launch(stream, Grid::new(1, 1), args) }
     }
 
+    /// A kernel of the team that takes (TwTeam, u32, u32, u32).
+    fn launch_slots(
+        &self,
+        stream: &CudaStream,
+        kernel: &Kernel,
+        threads: u32,
+        (a, b, c): (usize, usize, usize),
+    ) -> Result<()> {
+        self.team().check()?;
+        self.hold(stream, None);
+        let (a, b, c) = (a as u32, b as u32, c as u32);
+        let args = LaunchArgs::new().arg(&self.store.param).arg(&a).arg(&b).arg(&c);
+        // SAFETY: the kernels that are passed here take a team and up to three u32 (more arguments
+        // than a kernel has are not read); lifetimes as in `launch`.
+        unsafe { kernel.launch(stream, Grid::new(1, threads), args) }
+    }
+
+    /// The beginning of a launch, as one kernel: tells every peer on slot `credit` that my receive
+    /// areas are free, waits for the same of all peers, and raises the totals of `num` slots from
+    /// `first` on as [`OneSided::advance`] does.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there are no such slots; the fault of the team.
+    pub fn enter(
+        &self,
+        stream: &CudaStream,
+        credit: SignalSlot,
+        first: SignalSlot,
+        num: usize,
+    ) -> Result<()> {
+        check_slots(first, num)?;
+        for p in self.team().peers() {
+            self.team().0.traffic.signal(p);
+        }
+        let at = (credit.index(), first.index(), num);
+        self.launch_slots(stream, &self.store.kernels.enter, 64, at)
+    }
+
+    /// Waits for one more count of every peer on `slot`, as one kernel.
+    ///
+    /// # Errors
+    /// The fault of the team.
+    pub fn wait_peers(&self, stream: &CudaStream, slot: SignalSlot) -> Result<()> {
+        self.launch_slots(stream, &self.store.kernels.wait_peers, 64, (slot.index(), 0, 0))
+    }
+
+    /// Fills `out` with poison if the team is over by then: the last work of a launch, so that
+    /// what a failed launch left cannot be taken for a result.
+    ///
+    /// # Errors
+    /// The fault of the team.
+    pub fn poison_if_over(&self, stream: &CudaStream, out: &CudaMemory) -> Result<()> {
+        self.hold(stream, Some(out));
+        let (addr, len) = (out.addr(), out.len_bytes() as u64);
+        let args = LaunchArgs::new().arg(&self.store.param).arg(&addr).arg(&len);
+        let blocks = (len / 65536).clamp(1, 64) as u32;
+        // SAFETY: the kernel takes (TwTeam, u8*, u64); the output is held; lifetimes as in `launch`.
+        unsafe { self.store.kernels.poison.launch(stream, Grid::new(blocks, 256), args) }
+    }
+
+    /// The address of my counter on `dst`'s page.
+    fn flag_addr(&self, dst: Rank, slot: SignalSlot) -> Result<u64> {
+        let column = (slot.index() * self.team().size() + self.team().rank().idx()) * 16;
+        self.store.control.addr(dst, OFF_SIGNALS + column, 8)
+    }
+
     fn copy(&self, stream: &CudaStream, dst: u64, src: u64, buffer: &CudaMemory) -> Result<()> {
         self.team().check()?;
         self.hold(stream, Some(buffer));
@@ -105,7 +171,9 @@ impl OneSided for VmmOneSided {
         src: &CudaMemory,
     ) -> Result<()> {
         let to = self.addr(dst, dst_offset, src.len_bytes())?;
-        self.team().0.traffic.put(dst, src.len_bytes());
+        if dst != self.team().rank() {
+            self.team().0.traffic.put(dst, src.len_bytes());
+        }
         self.copy(stream, to, src.addr(), src)
     }
 
@@ -117,7 +185,9 @@ impl OneSided for VmmOneSided {
         out: &CudaMemory,
     ) -> Result<()> {
         let from = self.addr(src, src_offset, out.len_bytes())?;
-        self.team().0.traffic.get(src, out.len_bytes());
+        if src != self.team().rank() {
+            self.team().0.traffic.get(src, out.len_bytes());
+        }
         self.copy(stream, out.addr(), from, out)
     }
 
@@ -156,10 +226,30 @@ impl OneSided for VmmOneSided {
         // ahead would let the peer's next wait pass before its data.
         let at = self.slot(dst.0, slot)?;
         self.addr(dst.0, dst.1, src.len_bytes())?;
-        let column = (slot.index() * self.team().size() + self.team().rank().idx()) * 16;
-        let flag = self.store.control.addr(dst.0, OFF_SIGNALS + column, 8)?;
         self.launch(stream, &self.store.kernels.bump_epoch, at, 1)?;
-        self.put(stream, dst.0, dst.1, src)?;
+        self.put_flag(stream, dst, src, slot)
+    }
+
+    fn advance(&self, stream: &CudaStream, first: SignalSlot, num: usize) -> Result<()> {
+        check_slots(first, num)?;
+        let at = (first.index(), num, 0);
+        self.launch_slots(stream, &self.store.kernels.advance, 256, at)
+    }
+
+    fn put_flag(
+        &self,
+        stream: &CudaStream,
+        dst: (Rank, usize),
+        src: &CudaMemory,
+        slot: SignalSlot,
+    ) -> Result<()> {
+        self.slot(dst.0, slot)?;
+        let flag = self.flag_addr(dst.0, slot)?;
+        if src.len_bytes() > 0 {
+            self.put(stream, dst.0, dst.1, src)?;
+        }
+        self.team().check()?;
+        self.hold(stream, None);
         self.team().0.traffic.signal(dst.0);
         let total = self.store.counters.sent(slot.index(), dst.0);
         // SAFETY: 8 bytes each; only this rank writes the flag, and the total changes only by

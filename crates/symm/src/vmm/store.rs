@@ -47,11 +47,15 @@ pub(super) struct Kernels {
     pub bump_epoch: Kernel,
     pub wait: Kernel,
     pub barrier: Kernel,
+    pub advance: Kernel,
+    pub enter: Kernel,
+    pub wait_peers: Kernel,
+    pub poison: Kernel,
 }
 
 pub(crate) struct VmmStore {
     pub(super) team: LiveTeam,
-    pub(super) ctx: CudaContext,
+    pub(crate) ctx: CudaContext,
     pub(super) heap: VmmRange,
     pub(super) control: VmmRange,
     pub(super) counters: Counters,
@@ -186,6 +190,10 @@ impl Parts {
                 bump_epoch: module.kernel("tw_bump_epoch")?,
                 wait: module.kernel("tw_wait")?,
                 barrier: module.kernel("tw_barrier")?,
+                advance: module.kernel("tw_advance")?,
+                enter: module.kernel("tw_enter")?,
+                wait_peers: module.kernel("tw_wait_peers")?,
+                poison: module.kernel("tw_poison")?,
             },
             abort_stream: CudaStream::new(&ctx)?,
             ctx,

@@ -22,6 +22,7 @@ pub trait Backend {
     fn one_sided(heap: &Heap) -> Result<Self::OneSided>;
     fn stream(os: &Self::OneSided) -> Result<StreamOf<Self>>;
     fn buffer(os: &Self::OneSided, bytes: &[u8]) -> Result<BufferOf<Self>>;
+    fn slice(b: &BufferOf<Self>, offset: usize, len: usize) -> Result<BufferOf<Self>>;
 }
 
 pub type StreamOf<B> = <<B as Backend>::OneSided as OneSided>::Stream;
@@ -44,6 +45,10 @@ impl Backend for Host {
     fn buffer(_: &HostOneSided, bytes: &[u8]) -> Result<Tensor> {
         Tensor::from_slice(bytes, Shape::d1(bytes.len()))
     }
+
+    fn slice(b: &Tensor, offset: usize, len: usize) -> Result<Tensor> {
+        b.rows(offset, len)
+    }
 }
 
 pub struct Vmm;
@@ -62,6 +67,10 @@ impl Backend for Vmm {
 
     fn buffer(os: &VmmOneSided, bytes: &[u8]) -> Result<CudaMemory> {
         CudaMemory::from_bytes(os.context(), bytes)
+    }
+
+    fn slice(b: &CudaMemory, offset: usize, len: usize) -> Result<CudaMemory> {
+        b.slice(offset, len)
     }
 }
 
@@ -143,6 +152,71 @@ pub fn put_signal_wait<B: Backend>(world: World) -> Result<()> {
         assert_eq!((t.puts, t.put_bytes, t.signals), (20, 20 * len as u64, 40));
     }
     Ok(())
+}
+
+/// Pieces with a flag each, whose totals were made by one call: eager, and as a graph. Some pieces
+/// are empty. A piece is there when its own flag is, not only when all are.
+pub fn put_flag<B: Backend>(world: World) -> Result<()> {
+    const PIECES: usize = 5;
+    let s = setup::<B>(&world, 256 * KIB)?;
+    let (n, me) = (s.team.size(), s.team.rank());
+    let lens = [3000, 0, 8, 1, 4096];
+    let (len, start) = (lens.iter().sum::<usize>(), |i: usize| lens[..i].iter().sum::<usize>());
+    let recv = s.heap.alloc(n * len, "recv")?;
+    let sig = s.team.signals(1 + PIECES, "credit+pieces")?;
+    let seed =
+        |round: usize, src: Rank, dst: Rank| (round * 4096 + src.idx() * 64 + dst.idx()) as u64;
+    let data: Vec<_> = Rank::all(n).map(|_| s.poisoned(len)).collect::<Result<_>>()?;
+    let got: Vec<_> = Rank::all(n).map(|_| s.poisoned(len)).collect::<Result<_>>()?;
+    let exchange = || -> Result<()> {
+        for p in s.team.peers() {
+            s.os.signal(&s.stream, p, sig.slot(0), 1)?;
+        }
+        for p in s.team.peers() {
+            s.os.wait(&s.stream, p, sig.slot(0), 1)?;
+        }
+        s.os.advance(&s.stream, sig.slot(1), PIECES)?;
+        for (i, num) in lens.into_iter().enumerate() {
+            for p in s.team.peers() {
+                let piece = B::slice(&data[p.idx()], start(i), num)?;
+                let at = recv.range(me.idx() * len + start(i), num);
+                s.os.put_flag(&s.stream, (p, at), &piece, sig.slot(1 + i))?;
+            }
+        }
+        // Last pieces first: each has a count of its own.
+        for i in (0..PIECES).rev() {
+            for p in s.team.peers() {
+                s.os.wait(&s.stream, p, sig.slot(1 + i), 1)?;
+                let out = B::slice(&got[p.idx()], start(i), lens[i])?;
+                s.os.get(&s.stream, me, recv.range(p.idx() * len + start(i), lens[i]), &out)?;
+            }
+        }
+        Ok(())
+    };
+    let round = |round: usize, run: &dyn Fn() -> Result<()>| -> Result<()> {
+        for p in s.team.peers() {
+            data[p.idx()].upload(&pattern(seed(round, me, p), len))?;
+            got[p.idx()].upload(&vec![DType::POISON; len])?;
+        }
+        run()?;
+        s.finish()?;
+        for p in s.team.peers() {
+            let want = pattern(seed(round, p, me), len);
+            assert_eq!(got[p.idx()].download()?, want, "round {round} from {p}");
+        }
+        Ok(())
+    };
+    for r in 0..10 {
+        round(r, &exchange)?;
+    }
+    s.stream.begin_capture()?;
+    exchange()?;
+    let graph = s.stream.end_capture()?;
+    for r in 10..60 {
+        round(r, &|| s.stream.replay(&graph))?;
+    }
+    assert!(s.os.advance(&s.stream, sig.slot(0), NUM_SIGNALS + 1).is_err());
+    s.os.check_counters()
 }
 
 /// Every rank publishes; every rank gets from every other. Bad arguments are refused.

@@ -1,0 +1,190 @@
+//! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each.
+
+use tilewire_core::{Rank, Result};
+use tilewire_device::cuda::CudaMemory;
+use tilewire_device::{Buffer, Pending, Stream};
+use tilewire_symm::OneSided;
+
+use super::AgGemmDesc;
+use super::config::AgTask;
+use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
+use crate::common::cuda::{addr, hold, no_kernel, together_on};
+use crate::common::lanes::{Enter, Lane, Lanes};
+use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
+use crate::gemm::BOrder;
+use crate::gemm::cuda::{GemmKernels, Matrix, Product};
+
+/// What `prepare` makes.
+pub(super) struct Prepared {
+    gemm: GemmKernels,
+}
+
+impl Prepared {
+    pub fn new(lane: &Lane, desc: &AgGemmDesc) -> Result<Self> {
+        Ok(Self { gemm: GemmKernels::new(lane.context(), &desc.gemm())? })
+    }
+}
+
+/// The schedule of one launch.
+pub(super) struct Shape<'a> {
+    pub m: usize,
+    pub rows: &'a [usize],
+    pub tasks: &'a [AgTask],
+    pub config: OverlapConfig,
+}
+
+struct Run<'a> {
+    l: &'a Lanes<'a>,
+    plan: &'a AgGemmPlan,
+    gemm: &'a GemmKernels,
+    s: &'a Shape<'a>,
+    t: &'a AgGemmInputs,
+    x: CudaMemory,
+}
+
+/// Queues one launch of tensors that were checked.
+pub(super) fn launch(
+    plan: &AgGemmPlan,
+    lane: &Lane,
+    stream: &Stream,
+    shape: &Shape<'_>,
+    t: AgGemmInputs,
+) -> Result<Pending<AgGemmInputs>> {
+    if t.scale.is_some() {
+        return Err(no_kernel("a product with a scale", "scale the output behind it"));
+    }
+    let given = [
+        ("x", Some(&t.x)),
+        ("w", Some(&t.w)),
+        ("bias", t.bias.as_ref()),
+        ("aux_in", t.aux_in.as_ref()),
+        ("out", Some(&t.out)),
+        ("aux_out", t.aux_out.as_ref()),
+        ("gathered", t.gathered.as_ref()),
+    ];
+    together_on(stream, &given)?;
+    let outs = [Some(&t.out), t.aux_out.as_ref(), t.gathered.as_ref()];
+    let outs: Vec<_> = outs.into_iter().flatten().map(|t| t.cuda()).collect::<Result<_>>()?;
+    let launch = plan.core.begin(stream, format_args!("m={}", shape.m))?;
+    // Begun, so prepared.
+    let Some(prepared) = plan.cuda.get() else {
+        return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
+    };
+    let flags = DATA..DATA + shape.config.sub_chunks;
+    let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
+    let x = t.x.cuda()?;
+    plan.core.run_on(
+        lane,
+        (stream, launch.ctx.seq()),
+        &enter,
+        &outs.iter().collect::<Vec<_>>(),
+        |l| {
+            hold(l.main, t.clone());
+            let run = Run { l, plan, gemm: &prepared.gemm, s: shape, t: &t, x: x.clone() };
+            run.copies()?;
+            run.compute()
+        },
+    )?;
+    Pending::new(t, stream, Some(plan.core.team().fault().clone()))
+}
+
+impl Run<'_> {
+    fn row(&self) -> usize {
+        self.plan.desc.k * self.plan.desc.x.size()
+    }
+
+    fn me(&self) -> Rank {
+        self.plan.core.team().rank()
+    }
+
+    /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order.
+    fn copies(&self) -> Result<()> {
+        let (row, me, chunks) = (self.row(), self.me(), self.s.config.sub_chunks);
+        let first = range_of(self.s.rows, me).start;
+        for chunk in 0..chunks {
+            let r = chunk_rows(self.s.rows, me, chunk, chunks);
+            let part = self.x.slice((r.start - first) * row, r.len() * row)?;
+            let at = self.plan.gather.range(r.start * row, part.len_bytes());
+            for p in self.plan.core.team().peers() {
+                let slot = self.plan.signals.slot(DATA + chunk);
+                self.l.os.put_flag(self.l.side, (p, at), &part, slot)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Compute lane: the task table.
+    fn compute(&self) -> Result<()> {
+        let (os, main, me) = (self.l.os, self.l.main, self.me());
+        let own = range_of(self.s.rows, me);
+        if self.s.config.algo == Algo::Sequential && self.x.len_bytes() > 0 {
+            // One product over all rows: mine must lie among the others'.
+            os.put(
+                main,
+                me,
+                self.plan.gather.range(own.start * self.row(), self.x.len_bytes()),
+                &self.x,
+            )?;
+        }
+        for task in self.s.tasks {
+            match task {
+                AgTask::Wait { src, chunk } => {
+                    os.wait(main, *src, self.plan.signals.slot(DATA + chunk), 1)?;
+                }
+                AgTask::Tile { rows, cols } => self.tile(rows, cols)?,
+            }
+        }
+        self.keep_gathered()
+    }
+
+    /// Product of global rows with columns of W.
+    fn tile(&self, rows: &std::ops::Range<usize>, cols: &std::ops::Range<usize>) -> Result<()> {
+        let (d, t, row) = (&self.plan.desc, self.t, self.row());
+        let own = range_of(self.s.rows, self.me());
+        let mine = rows.start >= own.start && rows.end <= own.end;
+        let a = if mine {
+            self.x.addr() + ((rows.start - own.start) * row) as u64
+        } else {
+            let at = self.plan.gather.range(rows.start * row, rows.len() * row);
+            self.l.os.addr(self.me(), at, rows.len() * row)?
+        };
+        let at = |base: u64, elems: usize, size: usize| {
+            if base == 0 { 0 } else { base + (elems * size) as u64 }
+        };
+        let (b_first, ldb) = match d.w_order {
+            BOrder::Nk => (cols.start * d.k, d.k),
+            BOrder::Kn => (cols.start, d.n),
+        };
+        // Activations that pair columns have tiles over all columns.
+        let act = d.epilogue.activation;
+        let out_cols = act.out_cols(d.n);
+        let elems = |width: usize| rows.start * width + cols.start;
+        let product = Product {
+            shape: (rows.len(), cols.len(), d.k),
+            a: Matrix::new(a, d.k),
+            b: Matrix::new(at(addr(&t.w)?, b_first, d.w.size()), ldb),
+            d: Matrix::new(at(addr(&t.out)?, elems(out_cols), d.out.size()), out_cols),
+            bias: at(addr(t.bias.as_ref())?, cols.start, 4),
+            accumulate: false,
+        };
+        // SAFETY: the tensors were checked against the description that the kernel was made for and
+        // are held; the rows of the gather buffer were waited for (`each_tile_once_after_its_chunk`),
+        // and get no credit to be written again before the next launch.
+        unsafe { self.gemm.launch(self.l.main, &product) }
+    }
+
+    /// Copies X of all ranks to the output that asks for it.
+    fn keep_gathered(&self) -> Result<()> {
+        let Some(g) = &self.t.gathered else { return Ok(()) };
+        let (g, row, me) = (g.cuda()?, self.row(), self.me());
+        let own = range_of(self.s.rows, me);
+        for part in [0..own.start, own.end..self.s.m] {
+            let out = g.slice(part.start * row, part.len() * row)?;
+            if out.len_bytes() > 0 {
+                let at = self.plan.gather.range(part.start * row, out.len_bytes());
+                self.l.os.get(self.l.main, me, at, &out)?;
+            }
+        }
+        self.l.main.copy_memory(&g.slice(own.start * row, own.len() * row)?, &self.x)
+    }
+}

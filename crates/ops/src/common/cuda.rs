@@ -1,0 +1,214 @@
+//! What the plans of CUDA devices share: where a plan was prepared, where its tensors must lie,
+//! and how its kernels are loaded.
+
+use std::any::Any;
+use std::sync::{Arc, OnceLock};
+
+use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaModule, CudaStream};
+use tilewire_device::jit::KernelSpec;
+use tilewire_device::{Device, Stream, Tensor};
+use tilewire_kernels::Source;
+
+use super::check::Named;
+
+/// What `prepare` has made of a plan: nothing on the host, kernels and workspace (`T`) on a CUDA
+/// device. A plan is prepared for one device.
+pub(crate) struct Ready<T>(OnceLock<Place<T>>);
+
+enum Place<T> {
+    Host,
+    Cuda(CudaContext, T),
+}
+
+impl<T> Ready<T> {
+    pub fn new() -> Self {
+        Self(OnceLock::new())
+    }
+
+    /// Prepares for the device of `stream`, the first time by `make`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` during capture, or if the plan is prepared for another device; those of
+    /// `make`.
+    pub fn prepare(
+        &self,
+        stream: &Stream,
+        make: impl FnOnce(&CudaContext) -> Result<T>,
+    ) -> Result<()> {
+        if stream.is_capturing() {
+            return Err(Error::invalid("`prepare` cannot be captured"));
+        }
+        if self.0.get().is_none() {
+            let new = match stream {
+                Stream::Host(_) => Place::Host,
+                Stream::Cuda(s) => Place::Cuda(s.context().clone(), make(s.context())?),
+            };
+            // Losing a race leaves what the other thread made.
+            let _first = self.0.set(new);
+        }
+        agree("the stream", self.device(), of_stream(stream))
+            .map_err(|e| e.hint("a plan is prepared for one device: make one plan for each"))
+    }
+
+    /// The context and what was made for it, if the plan is prepared for a CUDA device.
+    pub fn cuda(&self) -> Option<(&CudaContext, &T)> {
+        match self.0.get() {
+            Some(Place::Cuda(ctx, t)) => Some((ctx, t)),
+            _ => None,
+        }
+    }
+
+    /// The ordinal of the device, or the host.
+    fn device(&self) -> Option<u32> {
+        self.cuda().map(|(ctx, _)| ctx.ordinal())
+    }
+
+    /// For a launch on `stream`: what it needs on a CUDA device, nothing on the host.
+    ///
+    /// # Errors
+    /// `NotPrepared`; `InvalidArgument` if the plan is prepared for another device.
+    pub fn on<'a>(&'a self, stream: &'a Stream) -> Result<Option<(&'a CudaStream, &'a T)>> {
+        let Some(place) = self.0.get() else {
+            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+                .hint("call `plan.prepare(&stream)` first"));
+        };
+        agree("the stream", self.device(), of_stream(stream))
+            .map_err(|e| e.hint("launch on a stream of the device that it was prepared for"))?;
+        match (place, stream) {
+            (Place::Cuda(_, t), Stream::Cuda(s)) => Ok(Some((s, t))),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// Fails unless two things are of one device: a CUDA device's ordinal, or the host.
+fn agree(what: &str, want: Option<u32>, have: Option<u32>) -> Result<()> {
+    let name = |d: Option<u32>| d.map_or("the host".to_owned(), |o| format!("CUDA device {o}"));
+    if want == have {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("{what} is on another device"))
+        .expected(name(want))
+        .seen(name(have)))
+}
+
+fn of_stream(stream: &Stream) -> Option<u32> {
+    match stream {
+        Stream::Host(_) => None,
+        Stream::Cuda(s) => Some(s.context().ordinal()),
+    }
+}
+
+fn of_tensor(t: &Tensor) -> Option<u32> {
+    match t.device() {
+        Device::Host => None,
+        Device::Cuda(ctx) => Some(ctx.ordinal()),
+    }
+}
+
+/// Checks that all tensors lie on the device of `stream`.
+///
+/// # Errors
+/// `InvalidArgument` naming the first that does not.
+pub(crate) fn together_on(stream: &Stream, tensors: &[Named<'_>]) -> Result<()> {
+    let want = of_stream(stream);
+    let given = tensors.iter().filter_map(|&(what, t)| Some((what, t?)));
+    for (what, t) in given {
+        lies(what, want, of_tensor(t))?;
+    }
+    Ok(())
+}
+
+fn lies(what: &str, want: Option<u32>, have: Option<u32>) -> Result<()> {
+    agree(&format!("`{what}`"), want, have)
+        .map_err(|e| e.hint("move it with `tensor.to(&device)` before the launch"))
+}
+
+/// The device address of a tensor that lies on a CUDA device; 0 of none.
+pub(crate) fn addr<'a>(t: impl Into<Option<&'a Tensor>>) -> Result<u64> {
+    t.into().map_or(Ok(0), |t| Ok(t.cuda()?.addr()))
+}
+
+/// Keeps what the work that is queued next refers to by address.
+pub(crate) fn hold<T: Any + Send + Sync>(stream: &CudaStream, thing: T) {
+    stream.hold(|| -> Arc<dyn Any + Send + Sync> { Arc::new(thing) });
+}
+
+/// The kernels of `source`, compiled with `defines` for the device and loaded.
+pub(crate) fn load(
+    ctx: &CudaContext,
+    source: &Source,
+    defines: Vec<(String, u64)>,
+) -> Result<CudaModule> {
+    ctx.module(&KernelSpec {
+        name: source.name.to_owned(),
+        text: source.text(),
+        defines,
+        arch: ctx.arch()?,
+    })
+}
+
+/// Zeroed workspace.
+pub(crate) fn workspace(ctx: &CudaContext, len_bytes: usize) -> Result<CudaMemory> {
+    CudaMemory::zeroed(ctx, len_bytes)
+}
+
+/// `Unsupported`: what no kernel does, and what to do instead.
+pub(crate) fn no_kernel(what: impl Into<String>, instead: &'static str) -> Error {
+    let what = what.into();
+    Error::new(ErrorKind::Unsupported, format!("no CUDA kernel for {what}")).hint(instead)
+}
+
+/// Checks extents: kernels count rows, columns and blocks in 32 bits.
+pub(crate) fn fit_32_bits(what: &str, numbers: &[usize]) -> Result<()> {
+    match numbers.iter().find(|&&n| n > i32::MAX as usize) {
+        None => Ok(()),
+        Some(n) => Err(Error::invalid(format!("{what}: too large for the kernels"))
+            .expected(format_args!("at most {}", i32::MAX))
+            .seen(n)),
+    }
+}
+
+/// Number of mantissa bits, which is how kernels are told a type.
+pub(crate) fn mantissa(dtype: DType) -> u64 {
+    match dtype {
+        DType::F16 => 10,
+        DType::BF16 => 7,
+        DType::F8E4M3 => 3,
+        DType::F8E5M2 => 2,
+        _ => 23,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tilewire_core::Shape;
+
+    #[test]
+    fn things_of_different_devices_are_refused_with_a_hint() {
+        for (want, have) in [(None, Some(0)), (Some(0), None), (Some(0), Some(1))] {
+            let e = lies("x", want, have).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            assert!(e.to_string().contains("`x`") && e.get_hint().is_some(), "{e}");
+        }
+        let t = Tensor::zeros(DType::F32, Shape::d1(1));
+        let s = Stream::new("test").unwrap();
+        together_on(&s, &[("x", Some(&t)), ("y", None)]).unwrap();
+        assert!(lies("x", Some(1), of_tensor(&t)).is_err() && addr(&t).is_err());
+        assert_eq!(addr(None).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_plan_is_prepared_before_it_is_launched() {
+        let (ready, s) = (Ready::<()>::new(), Stream::new("test").unwrap());
+        let e = ready.on(&s).err().unwrap();
+        assert!(e.kind() == ErrorKind::NotPrepared && e.get_hint().is_some());
+        s.begin_capture().unwrap();
+        assert!(ready.prepare(&s, |_| Ok(())).is_err());
+        s.end_capture().unwrap();
+        ready.prepare(&s, |_| Ok(())).unwrap();
+        assert!(ready.on(&s).unwrap().is_none() && ready.cuda().is_none());
+    }
+}

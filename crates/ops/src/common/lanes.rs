@@ -1,0 +1,201 @@
+//! How plans on a heap in device memory launch: two streams, forked and joined by events.
+//!
+//! A launch is queued in this order, on the caller's stream (`main`) and on the heap's copy stream
+//! (`side`): enter (credits to and from all peers, totals of this launch's flags), fork, then the
+//! operation's copies on `side` and its waits and kernels on `main`, join, poison if the team is
+//! over. Nothing waits for the host, so all of it can be captured.
+
+use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_device::cuda::{
+    CudaContext, CudaEvent, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs,
+};
+use tilewire_device::{Queue, Stream, Tensor};
+use tilewire_kernels::portable::{REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, reduce_defines};
+use tilewire_symm::{Heap, OneSided, Signals, VmmOneSided};
+
+use super::cuda::{load, mantissa, no_kernel};
+
+/// What a plan keeps for its launches.
+pub(crate) struct Lane {
+    os: VmmOneSided,
+    fork: CudaEvent,
+    join: CudaEvent,
+}
+
+/// Slots that a launch enters with: a credit, and flags that each peer is sent exactly once.
+pub(crate) struct Enter<'a> {
+    pub signals: &'a Signals,
+    pub credit: usize,
+    pub flags: std::ops::Range<usize>,
+}
+
+/// The two streams of one launch.
+pub(crate) struct Lanes<'a> {
+    pub os: &'a VmmOneSided,
+    pub main: &'a CudaStream,
+    pub side: &'a CudaStream,
+    lane: &'a Lane,
+}
+
+impl Lane {
+    /// For a heap in device memory.
+    pub fn new(heap: &Heap) -> Result<Self> {
+        let os = VmmOneSided::new(heap)?;
+        let event = || CudaEvent::new(os.context(), false);
+        let (fork, join) = (event()?, event()?);
+        Ok(Self { os, fork, join })
+    }
+
+    pub fn context(&self) -> &CudaContext {
+        self.os.context()
+    }
+
+    /// Queues one launch. `main` and `side` must be behind all earlier launches of the plan.
+    pub fn run(
+        &self,
+        (main, side): (&CudaStream, &CudaStream),
+        enter: &Enter<'_>,
+        outs: &[&CudaMemory],
+        f: impl FnOnce(&Lanes<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let (s, flags) = (enter.signals, &enter.flags);
+        // Without flags any slot will do as the first of none.
+        let first = s.slot(flags.start.min(s.len() - 1));
+        self.os.enter(main, s.slot(enter.credit), first, flags.len())?;
+        let lanes = Lanes { os: &self.os, main, side, lane: self };
+        lanes.fork()?;
+        let done = f(&lanes);
+        // Joined whatever happened: a capture would not be whole otherwise.
+        lanes.join()?;
+        done?;
+        outs.iter().try_for_each(|o| self.os.poison_if_over(main, o))
+    }
+}
+
+impl Lanes<'_> {
+    /// `side` goes on behind what is queued on `main` now.
+    pub fn fork(&self) -> Result<()> {
+        // One event serves every fork: a wait refers to the last record before it.
+        self.main.record(&self.lane.fork)?;
+        self.side.wait(&self.lane.fork)
+    }
+
+    /// `main` goes on behind what is queued on `side` now.
+    pub fn join(&self) -> Result<()> {
+        self.side.record(&self.lane.join)?;
+        self.main.wait(&self.lane.join)
+    }
+}
+
+/// A tensor's memory on the device of a heap.
+///
+/// # Errors
+/// `InvalidArgument` for a tensor that lies elsewhere.
+pub(crate) fn on_device(what: &str, t: &Tensor, ctx: &CudaContext) -> Result<CudaMemory> {
+    let memory = t.cuda().map_err(|e| {
+        let text = format!("`{what}` lies in the CPU's memory, the heap on a CUDA device");
+        e.reworded(text)
+    })?;
+    if memory.context().ordinal() != ctx.ordinal() {
+        return Err(Error::invalid(format!("`{what}` lies on another CUDA device than the heap"))
+            .expected(ctx.ordinal())
+            .seen(memory.context().ordinal()));
+    }
+    Ok(memory)
+}
+
+/// The stream of a launch on the device of a heap.
+///
+/// # Errors
+/// `Unsupported` for a stream of another device.
+pub(crate) fn stream_on<'a>(stream: &'a Stream, ctx: &CudaContext) -> Result<&'a CudaStream> {
+    let s = stream.cuda()?;
+    if s.context().ordinal() != ctx.ordinal() {
+        return Err(Error::new(ErrorKind::Unsupported, "the stream is of another device")
+            .expected(ctx.ordinal())
+            .seen(s.context().ordinal()));
+    }
+    Ok(s)
+}
+
+/// Sums of parts in the order of the ranks: `collective/sm80_reduce.cu`.
+pub(crate) struct Reducer {
+    kernel: Kernel,
+    num_sms: u32,
+}
+
+/// `TwReduce` of the kernel.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Param {
+    slots: u64,
+    stride: u64,
+    own: u64,
+    out: u64,
+    bias: u64,
+    num: u64,
+    cols: u32,
+    me: u32,
+    size: u32,
+    scale: f32,
+}
+
+/// One sum: addresses on the device, `stride` in bytes from rank to rank.
+pub(crate) struct Sum<'a> {
+    pub slots: u64,
+    pub stride: u64,
+    pub own: u64,
+    pub out: u64,
+    pub bias: Option<&'a CudaMemory>,
+    pub rows: usize,
+    pub cols: usize,
+    pub scale: f32,
+}
+
+impl Reducer {
+    /// For parts of `wire`, an own part of `own`, and results of `out`.
+    ///
+    /// # Errors
+    /// `Unsupported` for types that there is no kernel for.
+    pub fn new(ctx: &CudaContext, [wire, own, out]: [DType; 3]) -> Result<Self> {
+        let types = [wire, own, out].map(mantissa);
+        let floats = [wire, own, out].iter().all(|d| d.is_float());
+        if !floats || !REDUCE_MANTISSAS.contains(&types) {
+            return Err(no_kernel(
+                format!("a sum of {wire} parts with {own} of one's own to {out}"),
+                "use f32, bf16 or f16 for all of them",
+            ));
+        }
+        let kernel = load(ctx, &REDUCE, reduce_defines(types))?.kernel("tw_reduce")?;
+        Ok(Self { kernel, num_sms: ctx.num_sms()? })
+    }
+
+    /// Queues the sum. The addresses must stay valid as those of the launch do: symmetric memory,
+    /// and tensors that the caller has given to `stream.hold`.
+    pub fn launch(&self, l: &Lanes<'_>, sum: &Sum<'_>) -> Result<()> {
+        let num = (sum.rows * sum.cols) as u64;
+        if num == 0 {
+            return Ok(());
+        }
+        let team = l.os.heap().team();
+        let param = Param {
+            slots: sum.slots,
+            stride: sum.stride,
+            own: sum.own,
+            out: sum.out,
+            bias: sum.bias.map_or(0, CudaMemory::addr),
+            num,
+            cols: sum.cols as u32,
+            me: team.rank().get(),
+            size: team.size() as u32,
+            scale: sum.scale,
+        };
+        let threads = REDUCE_THREADS as u32;
+        let blocks = num.div_ceil(4 * REDUCE_THREADS).min(u64::from(self.num_sms) * 8) as u32;
+        // SAFETY: the kernel takes one TwReduce, whose layout is that of `Param`; the ranges are
+        // those of a checked launch, held by it.
+        unsafe {
+            self.kernel.launch(l.main, Grid::new(blocks, threads), LaunchArgs::new().arg(&param))
+        }
+    }
+}

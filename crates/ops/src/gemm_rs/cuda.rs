@@ -1,0 +1,254 @@
+//! GEMM+RS and GEMM+AR on CUDA devices: a GEMM for each chunk of a peer's rows, pushed by copy
+//! engine behind it; one kernel adds what came, in the order of the ranks.
+//!
+//! A chunk lies in its slot as it was computed: rows of all columns, in the wire's type. My own part
+//! stays f32 until it is added.
+
+use std::ops::Range;
+
+use tilewire_core::{DType, Error, Rank, Result};
+use tilewire_device::cuda::CudaMemory;
+use tilewire_device::{Buffer, Pending, Stream, Tensor};
+use tilewire_symm::{OneSided, Signals, SymBuf};
+
+use super::GemmRsDesc;
+use super::config::{RsTask, RsTile};
+use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
+use crate::common::cuda::{addr, hold, no_kernel, together_on, workspace};
+use crate::common::lanes::{Enter, Lane, Lanes, Reducer, Sum};
+use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
+use crate::gemm::GemmDesc;
+use crate::gemm::cuda::{GemmKernels, Matrix, Product};
+
+/// What `prepare` makes.
+pub(crate) struct Prepared {
+    /// Peers' rows, in the wire's type.
+    theirs: GemmKernels,
+    /// My rows, in f32.
+    mine: GemmKernels,
+    reducer: Reducer,
+    /// Products on their way to peers: `[m, n]` of the wire's type.
+    partial: CudaMemory,
+    /// My rows: `[slot_rows, n]` f32.
+    own: CudaMemory,
+}
+
+impl Prepared {
+    pub fn new(lane: &Lane, d: &GemmRsDesc, size: usize) -> Result<Self> {
+        let ctx = lane.context();
+        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..d.gemm() });
+        Ok(Self {
+            theirs: gemm(d.wire)?,
+            mine: gemm(DType::F32)?,
+            reducer: Reducer::new(ctx, [d.wire, DType::F32, d.out])?,
+            partial: workspace(ctx, d.m * d.n * d.wire.size())?,
+            own: workspace(ctx, slot_rows(d, size) * d.n * 4)?,
+        })
+    }
+}
+
+/// The schedule of one launch.
+pub(crate) struct Shape<'a> {
+    pub m: usize,
+    pub rows: &'a [usize],
+    pub tasks: &'a [RsTask],
+    pub config: OverlapConfig,
+}
+
+/// Reduced rows that come back: source, rows, whether they are its last.
+type Arrival = (Rank, Range<usize>, bool);
+
+/// One launch of either operation.
+pub(crate) struct Job<'a> {
+    pub desc: &'a GemmRsDesc,
+    pub prepared: Option<&'a Prepared>,
+    pub slots: &'a SymBuf,
+    pub signals: &'a Signals,
+    pub shape: Shape<'a>,
+    /// GEMM+AR: where reduced rows return to, and in which order.
+    pub gather: Option<(&'a SymBuf, &'a [Arrival])>,
+}
+
+struct Run<'a> {
+    l: &'a Lanes<'a>,
+    job: &'a Job<'a>,
+    p: &'a Prepared,
+    t: &'a GemmRsInputs,
+    me: Rank,
+    out: CudaMemory,
+}
+
+/// Queues one launch of tensors that were checked.
+pub(crate) fn launch(
+    core: &PlanCore,
+    lane: &Lane,
+    stream: &Stream,
+    job: &Job<'_>,
+    t: GemmRsInputs,
+) -> Result<Pending<Tensor>> {
+    if t.scale.is_some() {
+        return Err(no_kernel("a product with a scale", "scale the output behind it"));
+    }
+    let given =
+        [("x", Some(&t.x)), ("w", Some(&t.w)), ("bias", t.bias.as_ref()), ("out", Some(&t.out))];
+    together_on(stream, &given)?;
+    let out = t.out.cuda()?;
+    let launch = core.begin(stream, format_args!("m={}", job.shape.m))?;
+    let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
+    let ways = 1 + usize::from(job.gather.is_some());
+    let flags = DATA..DATA + ways * job.shape.config.sub_chunks;
+    let enter = Enter { signals: job.signals, credit: CREDIT, flags };
+    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[&out], |l| {
+        hold(l.main, t.clone());
+        hold(l.main, (p.partial.clone(), p.own.clone()));
+        Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() }.run()
+    })?;
+    Pending::new(t.out, stream, Some(core.team().fault().clone()))
+}
+
+/// All rows of a chunk: its tiles span all columns.
+fn span(tiles: &[RsTile]) -> Range<usize> {
+    tiles.first().map_or(0, |t| t.rows.start)..tiles.last().map_or(0, |t| t.rows.end)
+}
+
+impl Run<'_> {
+    fn run(&self) -> Result<()> {
+        let sequential = self.job.shape.config.algo == Algo::Sequential;
+        let mut held = Vec::new();
+        for task in self.job.shape.tasks {
+            match task {
+                RsTask::Push { owner, chunk, tiles } => {
+                    let rows = span(tiles);
+                    self.product(&rows, false)?;
+                    if sequential {
+                        held.push((*owner, *chunk, rows));
+                    } else {
+                        self.l.fork()?;
+                        self.push(*owner, *chunk, &rows)?;
+                    }
+                }
+                RsTask::Reduce { chunk, tiles } => {
+                    let rows = span(tiles);
+                    self.product(&rows, true)?;
+                    if !held.is_empty() {
+                        self.l.fork()?;
+                        held.drain(..).try_for_each(|(o, c, r)| self.push(o, c, &r))?;
+                    }
+                    self.reduce(*chunk, &rows)?;
+                    self.give_back(*chunk, &rows)?;
+                }
+            }
+        }
+        self.take_back()
+    }
+
+    /// The product of global rows, to where they are pushed from or to my own part.
+    fn product(&self, rows: &Range<usize>, mine: bool) -> Result<()> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let d = self.job.desc;
+        let own = range_of(self.job.shape.rows, self.me);
+        let (kernels, to) = match mine {
+            true => (&self.p.mine, self.p.own.addr() + ((rows.start - own.start) * d.n * 4) as u64),
+            false => {
+                let at = rows.start * d.n * d.wire.size();
+                (&self.p.theirs, self.p.partial.addr() + at as u64)
+            }
+        };
+        let ldb = match d.w_order {
+            crate::gemm::BOrder::Nk => d.k,
+            crate::gemm::BOrder::Kn => d.n,
+        };
+        let product = Product {
+            shape: (rows.len(), d.n, d.k),
+            a: Matrix::new(addr(&self.t.x)? + (rows.start * d.k * d.x.size()) as u64, d.k),
+            b: Matrix::new(addr(&self.t.w)?, ldb),
+            d: Matrix::new(to, d.n),
+            bias: 0,
+            accumulate: false,
+        };
+        // SAFETY: the tensors were checked against the description that the kernels were made for;
+        // they and the workspace are held, and the workspace is used by one launch at a time.
+        unsafe { kernels.launch(self.l.main, &product) }
+    }
+
+    /// Bytes of my slot at `owner`, from element `at` on.
+    fn slot(&self, src: Rank, at: usize, num: usize) -> usize {
+        let (d, wire) = (self.job.desc, self.job.desc.wire.size());
+        let first = src.idx() * slot_rows(d, self.job.shape.rows.len()) * d.n + at;
+        self.job.slots.range(first * wire, num * wire)
+    }
+
+    fn push(&self, owner: Rank, chunk: usize, rows: &Range<usize>) -> Result<()> {
+        let d = self.job.desc;
+        let (first, num) = (range_of(self.job.shape.rows, owner).start, rows.len() * d.n);
+        let wire = d.wire.size();
+        let part = self.p.partial.slice(rows.start * d.n * wire, num * wire)?;
+        let at = self.slot(self.me, rows.start.saturating_sub(first) * d.n, num);
+        let flag = self.job.signals.slot(DATA + chunk);
+        self.l.os.put_flag(self.l.side, (owner, at), &part, flag)
+    }
+
+    /// Adds all parts of my rows of a chunk, and the bias once.
+    fn reduce(&self, chunk: usize, rows: &Range<usize>) -> Result<()> {
+        let (d, os) = (self.job.desc, self.l.os);
+        os.wait_peers(self.l.main, self.job.signals.slot(DATA + chunk))?;
+        let own = range_of(self.job.shape.rows, self.me);
+        let (size, row) = (self.job.shape.rows.len(), d.n * d.wire.size());
+        let first = rows.start.saturating_sub(own.start);
+        let stride = slot_rows(d, size) * row;
+        let whole = os.addr(self.me, self.job.slots.range(0, size * stride), size * stride)?;
+        let bias = self.t.bias.as_ref().map(Tensor::cuda).transpose()?;
+        // GEMM+AR stores my rows among all.
+        let at = if self.job.gather.is_some() { rows.start } else { first };
+        let sum = Sum {
+            slots: whole + (first * row) as u64,
+            stride: stride as u64,
+            own: self.p.own.addr() + (first * d.n * 4) as u64,
+            out: self.out.addr() + (at * d.n * d.out.size()) as u64,
+            bias: bias.as_ref(),
+            rows: rows.len(),
+            cols: d.n,
+            scale: 1.0,
+        };
+        self.p.reducer.launch(self.l, &sum)
+    }
+
+    /// GEMM+AR: reduced rows of a chunk to all peers.
+    fn give_back(&self, chunk: usize, rows: &Range<usize>) -> Result<()> {
+        let Some((gather, _)) = self.job.gather else { return Ok(()) };
+        let row = self.job.desc.n * self.job.desc.out.size();
+        let part = self.out.slice(rows.start * row, rows.len() * row)?;
+        let at = gather.range(rows.start * row, part.len_bytes());
+        let flag = self.job.signals.slot(DATA + self.job.shape.config.sub_chunks + chunk);
+        self.l.fork()?;
+        for p in self.l.os.heap().team().peers() {
+            self.l.os.put_flag(self.l.side, (p, at), &part, flag)?;
+        }
+        Ok(())
+    }
+
+    /// GEMM+AR: takes in what the other owners have reduced.
+    fn take_back(&self) -> Result<()> {
+        let Some((gather, arrivals)) = self.job.gather else { return Ok(()) };
+        let (os, row) = (self.l.os, self.job.desc.n * self.job.desc.out.size());
+        let chunks = self.job.shape.config.sub_chunks;
+        let mut came = vec![0; self.job.shape.rows.len()];
+        for (src, rows, _) in arrivals {
+            let chunk = came[src.idx()];
+            came[src.idx()] += 1;
+            os.wait(self.l.main, *src, self.job.signals.slot(DATA + chunks + chunk), 1)?;
+            let out = self.out.slice(rows.start * row, rows.len() * row)?;
+            if out.len_bytes() > 0 {
+                os.get(
+                    self.l.main,
+                    self.me,
+                    gather.range(rows.start * row, out.len_bytes()),
+                    &out,
+                )?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,14 @@
+//! Operations of one rank on CUDA device 0, against the oracle or the host plan: every element.
+//!
+//! Where there is no CUDA, each test checks that this is said with a hint, and that it did not run.
+
+#[path = "gpu/common.rs"]
+mod common;
+#[path = "gpu/gemm.rs"]
+mod gemm;
+#[path = "gpu/grouped_gemm.rs"]
+mod grouped_gemm;
+#[path = "gpu/permute.rs"]
+mod permute;
+#[path = "gpu/quant.rs"]
+mod quant;

@@ -1,0 +1,88 @@
+// Sums of parts that peers have pushed: the owner's half of reduce_scatter, all_reduce and GEMM+RS.
+//
+// out[i] = round(scale * (part_0[i] + part_1[i] + ... + part_{size-1}[i]) + bias[i % cols]), added in
+// f32 in the order of the ranks and rounded once, so that the bits depend on nothing but the inputs.
+// The part of rank r lies at slots + r * stride; that of `me` at `own`, in a type of its own.
+//
+// Types by mantissa bits (23 f32, 10 f16, 7 bf16): TW_WIRE_MANTISSA of the slots, TW_OWN_MANTISSA,
+// TW_OUT_MANTISSA. `num` elements; any alignment of the elements' size, fastest with 4 elements'.
+// Launch: any grid of blocks of TW_REDUCE_THREADS; a thread takes four elements at a time.
+//
+// The slots are symmetric memory: plain loads, behind the wait for their writers.
+
+struct TwReduce {
+    u64 slots;
+    u64 stride;  // bytes
+    u64 own;
+    u64 out;
+    const float* bias;  // [cols], or null
+    u64 num;
+    u32 cols, me, size;
+    float scale;
+};
+
+typedef TwElem<TW_WIRE_MANTISSA> Wire;
+typedef TwElem<TW_OWN_MANTISSA> Own;
+typedef TwElem<TW_OUT_MANTISSA> Out;
+typedef TwQuads<TW_WIRE_MANTISSA> WireQuad;
+typedef TwQuads<TW_OWN_MANTISSA> OwnQuad;
+typedef TwQuads<TW_OUT_MANTISSA> OutQuad;
+
+// Elements 4 * n and the three behind it; 0 from `num` on.
+template <class Quad> __device__ __forceinline__ Quad tw_quad(u64 p, u64 n, u64 num) {
+    typedef typename Quad::Elem::Bits Bits;
+    if (p % sizeof(Quad) == 0 && 4 * n + 4 <= num) return ((const Quad*)p)[n];
+    Quad q;
+    q.clear();
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        if (4 * n + j < num) q.set(j, ((const Bits*)p)[4 * n + j]);
+    return q;
+}
+
+__device__ __forceinline__ void tw_add(float (&sum)[4], float a, float b, float c, float d, bool first) {
+    sum[0] = first ? a : __fadd_rn(sum[0], a);
+    sum[1] = first ? b : __fadd_rn(sum[1], b);
+    sum[2] = first ? c : __fadd_rn(sum[2], c);
+    sum[3] = first ? d : __fadd_rn(sum[3], d);
+}
+
+extern "C" __global__ void __launch_bounds__(TW_REDUCE_THREADS) tw_reduce(const __grid_constant__ TwReduce a) {
+    const u64 quads = (a.num + 3) / 4;
+    for (u64 n = (u64)blockIdx.x * TW_REDUCE_THREADS + threadIdx.x; n < quads;
+         n += (u64)gridDim.x * TW_REDUCE_THREADS) {
+        float sum[4];
+        const OwnQuad mine = tw_quad<OwnQuad>(a.own, n, a.num);
+        // Eight loads in flight, whatever the number of ranks.
+        for (u32 r0 = 0; r0 < a.size; r0 += 8) {
+            WireQuad part[8];
+#pragma unroll
+            for (u32 k = 0; k < 8; k++)
+                if (r0 + k < a.size && r0 + k != a.me)
+                    part[k] = tw_quad<WireQuad>(a.slots + (r0 + k) * a.stride, n, a.num);
+#pragma unroll
+            for (u32 k = 0; k < 8; k++) {
+                if (r0 + k >= a.size) break;
+                if (r0 + k == a.me)
+                    tw_add(sum, mine.at(0), mine.at(1), mine.at(2), mine.at(3), r0 + k == 0);
+                else
+                    tw_add(sum, part[k].at(0), part[k].at(1), part[k].at(2), part[k].at(3), r0 + k == 0);
+            }
+        }
+        OutQuad out;
+        out.clear();
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float v = __fmul_rn(sum[j], a.scale);
+            if (a.bias) v = __fadd_rn(v, a.bias[(4 * n + j) % a.cols]);
+            out.set(j, Out::round(v));
+        }
+        if (a.out % sizeof(OutQuad) == 0 && 4 * n + 4 <= a.num) {
+            ((OutQuad*)a.out)[n] = out;
+            continue;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (4 * n + j < a.num) ((Out::Bits*)a.out)[4 * n + j] = (Out::Bits)out.bits(j);
+    }
+}
