@@ -9,7 +9,7 @@ use tilewire_kernels::attention::{
 };
 
 use super::desc::bound;
-use super::table::{Seg, number_tiles, segments};
+use super::table::{Seg, number_tiles, whole};
 use super::{AttentionDesc, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
 
@@ -298,7 +298,7 @@ impl Prepared {
         let mut held = inputs(x);
         held.extend([out.out.clone(), out.lse.clone()]);
         self.hold_all(stream, held);
-        let (q, kv) = segments(&[0..rows.q], &[0..rows.kv], seqs);
+        let (q, kv) = whole(seqs);
         let f = &self.forward.fwd;
         let other = self.write(stream, 2, kv, 1)?;
         let own = self.write(stream, 0, q, f.rows)?;
@@ -334,7 +334,7 @@ impl Prepared {
         held.extend([&grads.dq, &grads.dk, &grads.dv].map(Tensor::clone));
         held.extend(grads.dbias.iter().chain(&grads.dsink).cloned());
         self.hold_all(stream, held);
-        let (q, kv) = segments(&[0..rows.q], &[0..rows.kv], seqs);
+        let (q, kv) = whole(seqs);
         let kv_rows = b.dkv.first().map_or(1, |k| k.rows);
         let keys = self.write(stream, 2, kv, kv_rows)?;
         let queries = self.write(stream, 1, q, b.dq.rows)?;
