@@ -5,7 +5,9 @@
 #![expect(clippy::print_stdout, reason = "a test harness reports on stdout, as libtest does")]
 
 mod attention;
+mod attention_fwd;
 mod attention_grad;
+mod attention_mutants;
 mod compile;
 mod convert;
 mod gemm;
@@ -56,8 +58,9 @@ fn main() -> ExitCode {
         convert::TESTS,
         quant::TESTS,
         permute::TESTS,
-        attention::TESTS,
+        attention_fwd::TESTS,
         attention_grad::TESTS,
+        attention_mutants::TESTS,
         reduce::TESTS,
     ]
     .concat();
