@@ -6,7 +6,8 @@
 //   for tiles of 4 rows. tw_attn_delta: a warp for each row and head, 256 threads. tw_attn_dbias: a
 //   thread for each element of the bias, 256 threads. tw_attn_dsink: Hq blocks of 256 threads.
 // Algorithm: a warp makes a row; each lane takes every 32nd row of the other side, then every 32nd
-//   column of the sum. Slow and simple; sums have one order.
+//   column of the sum. Slow and simple; sums have one order. One block to a multiprocessor is asked
+//   for, because else ptxas spills for the sake of occupancy.
 #ifndef TW_ATTN_IN
 #define TW_ATTN_IN 2
 #endif
@@ -100,7 +101,7 @@ template <bool QUERIES, class F> __device__ __forceinline__ void tw_others(const
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128) tw_attn_fwd(const __grid_constant__ TwAttn a) {
+extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_fwd(const __grid_constant__ TwAttn a) {
     const TwMine m = tw_mine(a, a.heads_q);
     if (!m.there) return;
     const u32 lane = threadIdx.x % 32, kv_head = m.head / (a.heads_q / a.heads_kv);
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(128) tw_attn_fwd(const __grid_const
         if (lane + 32 * i < TW_DV) tw_put(a.out, (i64)m.row * a.ld_o + m.head * TW_DV + lane + 32 * i, acc[i] * f);
 }
 
-extern "C" __global__ void __launch_bounds__(128) tw_attn_dq(const __grid_constant__ TwAttn a) {
+extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_dq(const __grid_constant__ TwAttn a) {
     const TwMine m = tw_mine(a, a.heads_q);
     if (!m.there) return;
     const u32 lane = threadIdx.x % 32, kv_head = m.head / (a.heads_q / a.heads_kv);
@@ -168,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(128) tw_attn_dq(const __grid_consta
         if (lane + 32 * i < TW_DQ) tw_put(a.dq, (i64)m.row * a.ld_q + m.head * TW_DQ + lane + 32 * i, acc[i] * a.scale);
 }
 
-extern "C" __global__ void __launch_bounds__(128) tw_attn_dkv(const __grid_constant__ TwAttn a) {
+extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_dkv(const __grid_constant__ TwAttn a) {
     const TwMine m = tw_mine(a, a.heads_kv);
     if (!m.there) return;
     const u32 lane = threadIdx.x % 32, group = a.heads_q / a.heads_kv;

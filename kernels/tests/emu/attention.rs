@@ -261,6 +261,7 @@ impl Case {
     }
 
     /// Sequences one after the other, with one row between them.
+    #[expect(clippy::single_range_in_vec_init, reason = "spans that happen to be one")]
     pub fn packed(lens: &[(usize, usize)]) -> Self {
         let (mut q, mut kv) = (1, 0);
         let mut c = case(0, 0);
