@@ -120,14 +120,16 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwBack {
         }
     }
 
-    // lse and delta of the query of element (i, j, e), from the tile's numbers at `y`.
-    __device__ __forceinline__ float lse_of(u32 y, u32 i, u32 j, u32 e) const {
-        if (QUERIES) return lse[i][e / 2];
-        return base2(((const float*)(tw_smem + y))[8 * j + threadIdx.x % 4 * 2 + e % 2]);
+    // lse (in base 2) and delta of the queries of elements 2h and 2h + 1 of part (i, j), from the
+    // tile's numbers at `y`.
+    __device__ __forceinline__ float2 lse_of(u32 y, u32 i, u32 j, u32 h) const {
+        if (QUERIES) return make_float2(lse[i][h], lse[i][h]);
+        const float2 x = ((const float2*)(tw_smem + y))[4 * j + threadIdx.x % 4];
+        return make_float2(base2(x.x), base2(x.y));
     }
-    __device__ __forceinline__ float delta_of(u32 y, u32 i, u32 j, u32 e) const {
-        if (QUERIES) return delta[i][e / 2];
-        return ((const float*)(tw_smem + y))[Y + 8 * j + threadIdx.x % 4 * 2 + e % 2];
+    __device__ __forceinline__ float2 delta_of(u32 y, u32 i, u32 j, u32 h) const {
+        if (QUERIES) return make_float2(delta[i][h], delta[i][h]);
+        return ((const float2*)(tw_smem + y))[Y / 2 + 4 * j + threadIdx.x % 4];
     }
 
     // Zeros for what the mask hides, and for what is behind the tile's rows.
@@ -169,7 +171,8 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwBack {
 #pragma unroll
                 for (u32 e = 0; e < 4; e++) {
                     float& x = s[i][j][e];
-                    const float base = lse_of(y, i, j, e);
+                    const float2 both = lse_of(y, i, j, e / 2);
+                    const float base = e % 2 ? both.y : both.x;
                     if (TW_ATTN_EXTRA) {
                         const u32 row = tw_row<MT>(i, e), col = 8 * j + threadIdx.x % 4 * 2 + e % 2;
                         x = tw_score(a, x, bias(a, b, t, row, col), slope[i][j][e]) * TW_LOG2E - base;
@@ -226,7 +229,8 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwBack {
                     for (u32 e = 0; e < 4; e++) {
                         float d = g[i][j][e];
                         if (drop) d = kept(a, b, t, seed, i, j, e) ? d * a.keep : 0.0f;
-                        g[i][j][e] = p[i][j][e] * (d - delta_of(numbers, i, j, e));
+                        const float2 delta = delta_of(numbers, i, j, e / 2);
+                        g[i][j][e] = p[i][j][e] * (d - (e % 2 ? delta.y : delta.x));
                         if (TW_ATTN_EXTRA) g[i][j][e] *= slope[i][j][e];
                     }
             tw_accumulate<MT, NT, TW_DQ16 / 8, TW_DQP>(sum1, g, y);

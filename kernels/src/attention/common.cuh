@@ -147,11 +147,16 @@ __device__ __forceinline__ void tw_load_tile(u8* tile, const u16* base, i64 ld, 
         const u32 c = threadIdx.x % chunks, r0 = threadIdx.x / chunks, step = THREADS / chunks;
         const u16* from = base + (i64)r0 * ld + 8 * c;
         u8* to = tile + tw_at<DP>(r0, c);
+        if (D % 16 == 0 && num >= ROWS) {
+            // Nearly all tiles: no row must be looked at.
 #pragma unroll
-        for (u32 r = 0; r < ROWS; r += step) {
+            for (u32 r = 0; r < ROWS; r += step, from += (i64)step * ld) cp_async_cg_16_zfill(to + r * (DP * 2), from, 16);
+            return;
+        }
+#pragma unroll 2
+        for (u32 r = 0; r < ROWS; r += step, from += (i64)step * ld) {
             const bool there = r + r0 < num && (D % 16 == 0 || c < D / 8);
             cp_async_cg_16_zfill(to + r * (DP * 2), there ? from : base, there ? 16 : 0);
-            from += (i64)step * ld;
         }
     } else {
 #pragma unroll 1

@@ -23,7 +23,13 @@ extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_con
     });
 }
 
-extern "C" __global__ void __launch_bounds__(TwDq::THREADS) tw_attn_dq(const __grid_constant__ TwAttn a) {
+// With extras one block is asked for, because else ptxas spills for the sake of occupancy.
+#if TW_ATTN_EXTRA
+#define TW_DQ_BOUNDS __launch_bounds__(TwDq::THREADS, 1)
+#else
+#define TW_DQ_BOUNDS __launch_bounds__(TwDq::THREADS)
+#endif
+extern "C" __global__ void TW_DQ_BOUNDS tw_attn_dq(const __grid_constant__ TwAttn a) {
     __shared__ TwBlock b;
     tw_backward<TwDq, TW_SUM1>(a, b);
 }

@@ -232,8 +232,8 @@ const MUTANTS: &[Planted] = &[
         "own.shift : own.shift",
         grads,
     ),
-    Planted("no delta", "(d - delta_of(numbers, i, j, e))", "d", grads),
-    Planted("the row's delta for columns", "[Y + 8 * j", "[8 * j", grads),
+    Planted("no delta", "(d - (e % 2 ? delta.y : delta.x))", "d", grads),
+    Planted("the row's delta for columns", "[Y / 2 + 4 * j", "[4 * j", grads),
     Planted("lse in base e", "TW_INF : lse * TW_LOG2E", "TW_INF : lse", grads),
     Planted(
         "no scale of the gradients",
