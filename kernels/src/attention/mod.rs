@@ -30,6 +30,7 @@ pub const PLAIN_ATTENTION: Source = Source {
         "tw_attn_dkv",
         "tw_attn_dbias",
         "tw_attn_dsink",
+        "tw_attn_merge",
     ],
 };
 

@@ -253,3 +253,34 @@ extern "C" __global__ void __launch_bounds__(256) tw_attn_dsink(const __grid_con
     }
     if (threadIdx.x == 0) a.dsink[a.first_head + head] = -sums[0];
 }
+
+// Attention over all keys from results over disjoint parts of them, in f32 and normalised:
+// lse = ln(sum_p exp(lse_p)), out = sum_p exp(lse_p - lse) out_p, in the order of parts. A sink
+// belongs into one part. A warp for each row and head, 256 threads.
+struct TwMerge {
+    const float* parts;  // [num, tokens_q, Hq, dv]
+    const float* lses;   // [num, Hq, tokens_q]
+    void* out;           // [tokens_q, Hq, dv]
+    float* lse;          // [Hq, tokens_q]
+    u32 num, tokens_q, heads_q, pad;
+};
+
+extern "C" __global__ void __launch_bounds__(256) tw_attn_merge(const __grid_constant__ TwMerge a) {
+    const u64 i = (u64)blockIdx.x * 8 + threadIdx.x / 32, rows = (u64)a.tokens_q * a.heads_q;
+    if (i >= rows) return;
+    const u64 at = i % a.heads_q * a.tokens_q + i / a.heads_q;
+    float top = -TW_INF, total = 0.0f;
+    for (u32 p = 0; p < a.num; p++) top = fmaxf(top, a.lses[p * rows + at]);
+    const float base = top == -TW_INF ? 0.0f : top;
+    for (u32 p = 0; p < a.num; p++) total += expf(a.lses[p * rows + at] - base);
+    const float lse = total == 0.0f ? -TW_INF : base + logf(total);
+    if (threadIdx.x % 32 == 0) a.lse[at] = lse;
+    for (u32 c = threadIdx.x % 32; c < TW_DV; c += 32) {
+        float sum = 0.0f;
+        for (u32 p = 0; p < a.num; p++) {
+            const float weight = expf(a.lses[p * rows + at] - base);
+            sum = fmaf(weight, a.parts[(p * rows + i) * TW_DV + c], sum);
+        }
+        tw_put(a.out, (i64)i * TW_DV + c, total == 0.0f ? 0.0f : sum / total);
+    }
+}

@@ -520,7 +520,8 @@ impl Case {
         (bytes, lse)
     }
 
-    fn compare(&self, on: &Build, out: &[u8], lse: &[f32]) {
+    /// Panics if an element of the output or lse is wrong.
+    pub fn compare(&self, on: &Build, out: &[u8], lse: &[f32]) {
         let (got, hq, x) = (self.out.values(out), self.heads.0, self.inputs(on));
         let (rows, ld) = (Self::rows(&self.q), hq * on.dv + self.pad);
         for (h, r) in (0..hq).flat_map(|h| (0..rows).map(move |r| (h, r))) {

@@ -1,9 +1,11 @@
 //! The forward pass of attention against an f64 reference: masks, packed rows, groups, extras.
 
+use bytemuck::{Pod, Zeroable};
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION, Variant};
 
 use crate::attention::{Case, F32, ODD, SMALL, Tiles, case, load, load_plain};
 use crate::gemm::Type;
+use crate::run::Run;
 use crate::{Test, tests};
 
 pub const TESTS: &[Test] = tests![
@@ -13,6 +15,7 @@ pub const TESTS: &[Test] = tests![
     attention_of_usual_tiles,
     attention_parts_are_exact,
     attention_plain,
+    attention_parts_merge,
 ];
 
 fn attention_masks_and_lengths() {
@@ -92,4 +95,49 @@ fn attention_parts_are_exact() {
     // Some of the keys only: a part that is merged with others.
     c.kv = zigzag(rows_kv);
     c.check(&ODD, 1);
+}
+
+/// `TwMerge` in `attention/plain_attention.cu`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Merge {
+    parts: u64,
+    lses: u64,
+    out: u64,
+    lse: u64,
+    num: u32,
+    tokens_q: u32,
+    heads_q: u32,
+    pad: u32,
+}
+
+/// Results over parts of the keys, merged, are the result over all keys.
+fn attention_parts_merge() {
+    let whole = Case { heads: (2, 1), ..Case::packed(&[(33, 40), (9, 20)]) }.causal();
+    let (on, rows, hq) = (&*F32, Case::rows(&whole.q), whole.heads.0);
+    let (mut parts, mut lses) = (Vec::new(), Vec::new());
+    // Some rows see nothing of some parts.
+    for kv in [30..whole.kv[0].end, 0..17, 17..30] {
+        let (bytes, lse) = Case { kv: vec![kv], ..whole.clone() }.check(on, 1);
+        parts.extend(Type::F32.values(&bytes));
+        lses.extend(lse);
+    }
+    let f32s = |name, v: &[f32]| Case::memory(name, Type::F32, v, 1, 0);
+    let (parts, lses) = (f32s("parts", &parts), f32s("lses", &lses));
+    let out = f32s("out", &vec![f32::NAN; rows * hq * on.dv]);
+    let lse = f32s("lse", &vec![f32::NAN; rows * hq]);
+    let p = Merge {
+        parts: parts.addr(),
+        lses: lses.addr(),
+        out: out.addr(),
+        lse: lse.addr(),
+        num: 3,
+        tokens_q: rows as u32,
+        heads_q: hq as u32,
+        pad: 0,
+    };
+    let kernel = on.kernel("tw_attn_merge");
+    let launch = kernel.grid([(rows * hq).div_ceil(8) as u32, 1, 1], [256, 1, 1]).arg(&p);
+    Run::new(1).memory([&parts, &lses, &out, &lse]).stream(0, vec![launch]).go().unwrap();
+    whole.compare(on, &out.read::<u8>(), &lse.read::<f32>());
 }
