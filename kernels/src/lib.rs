@@ -6,6 +6,7 @@
 //! written twice: the Rust side passes its constants as definitions.
 #![forbid(unsafe_code)]
 
+pub mod attention;
 pub mod gemm;
 pub mod portable;
 
@@ -50,10 +51,14 @@ pub const LD_ST: &str = include_str!("ptx/ld_st.cuh");
 /// Warp matrix instructions and asynchronous copies, from sm_80 on.
 pub const MMA: &str = include_str!("ptx/mma.cuh");
 
+/// Approximate functions, and the types of 8 and 16 bits.
+pub const MATH: &str = include_str!("ptx/math.cuh");
+
 /// The files of `ptx/`, each with its second body for the emulator.
 const PTX_TWINS: &[(&str, &str)] = &[
     (LD_ST, include_str!("ptx/ld_st_emu.h")),
     (MMA, include_str!("ptx/mma_emu.h")),
+    (MATH, include_str!("ptx/math_emu.h")),
     (portable::CONVERT, portable::CONVERT_EMU),
 ];
 
@@ -119,6 +124,8 @@ pub const ALL: &[Source] = &[
     portable::PERMUTE,
     portable::REDUCE,
     portable::EP,
+    attention::SM80_ATTENTION,
+    attention::PLAIN_ATTENTION,
 ];
 
 #[cfg(test)]

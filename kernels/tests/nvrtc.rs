@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use tilewire_device::cuda::{Nvrtc, load_nvrtc};
 use tilewire_device::jit::{Compiler, KernelSpec, kernel_uses};
+use tilewire_kernels::attention::attention;
 use tilewire_kernels::portable::portable;
 use tilewire_kernels::{ALL, Source};
 
@@ -24,7 +25,7 @@ const SMALL_F16: [(&str, u64); 4] =
 
 /// Units and definitions beside those of [`Source::defines`].
 fn variants(s: &Source) -> Vec<Vec<(String, u64)>> {
-    let all = portable().into_iter().filter(|(p, _)| p.name == s.name);
+    let all = portable().into_iter().chain(attention()).filter(|(p, _)| p.name == s.name);
     let portable: Vec<_> = all.map(|(_, defines)| defines).collect();
     if !portable.is_empty() {
         return portable;

@@ -9,6 +9,7 @@ use tilewire::device::cuda::{Nvrtc, load_nvrtc};
 use tilewire::device::jit::{Cache, Compiled, Compiler, KernelSpec, kernel_uses};
 use tilewire::prelude::*;
 use tilewire::symm::kernel_specs;
+use tilewire_kernels::attention::attention;
 use tilewire_kernels::portable::portable;
 use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
 
@@ -39,13 +40,18 @@ fn specs(arch: &str) -> Vec<KernelSpec> {
     let gemm = |s| [0, 1].map(|f16| one(s, vec![("TW_GEMM_F16".to_owned(), f16)]));
     let mut all = kernel_specs(arch);
     all.extend([SM80_GEMM, SM80_GROUPED_GEMM].iter().flat_map(gemm));
-    all.extend(portable().into_iter().map(|(s, defines)| one(&s, defines)));
+    let more = portable().into_iter().chain(attention());
+    all.extend(more.map(|(s, defines)| one(&s, defines)));
     all
 }
 
+/// Definitions that tell the variants of attention apart.
+const VARIES: [&str; 6] =
+    ["TW_ATTN_TYPE", "TW_ATTN_DQK", "TW_ATTN_DV", "TW_ATTN_EXTRA", "TW_ATTN_IN", "TW_ATTN_OUT"];
+
 /// The definitions that make a variant, in words.
 fn variant(s: &KernelSpec) -> String {
-    let differ = |n: &str| n.contains("MANTISSA") || n.contains("F16");
+    let differ = |n: &str| n.contains("MANTISSA") || n.contains("F16") || VARIES.contains(&n);
     let words = s.defines.iter().filter(|(n, _)| differ(n)).map(|(n, v)| format!("{n}={v}"));
     words.collect::<Vec<_>>().join(" ")
 }

@@ -2,6 +2,8 @@
 //!
 //! Where there is no CUDA, each test checks that this is said with a hint, and that it did not run.
 
+#[path = "gpu/attention.rs"]
+mod attention;
 #[path = "gpu/common.rs"]
 mod common;
 #[path = "gpu/gemm.rs"]

@@ -191,11 +191,11 @@ impl Lib {
         }
     }
 
-    /// N of `__launch_bounds__(N) name(`, or what a block may have at most.
+    /// N of `__launch_bounds__(N) name(` or `__launch_bounds__(N, M) name(`, or what a block may have at most.
     fn launch_bound(&self, name: &str) -> u32 {
         let head = self.text.split(&format!(" {name}(")).next().unwrap_or("");
         let bound = head.rsplit_once("__launch_bounds__(").map(|(_, rest)| rest);
-        let bound = bound.and_then(|b| b.strip_suffix(')')).and_then(|b| b.parse().ok());
+        let bound = bound.and_then(|b| b.strip_suffix(')')?.split(',').next()?.parse().ok());
         bound.unwrap_or(1024)
     }
 

@@ -4,6 +4,10 @@
 //! one ignored test with its reason, which `cargo xtask test` counts as skipped.
 #![expect(clippy::print_stdout, reason = "a test harness reports on stdout, as libtest does")]
 
+mod attention;
+mod attention_fwd;
+mod attention_grad;
+mod attention_mutants;
 mod compile;
 mod convert;
 mod dequant;
@@ -60,6 +64,9 @@ fn main() -> ExitCode {
         quant::TESTS,
         dequant::TESTS,
         permute::TESTS,
+        attention_fwd::TESTS,
+        attention_grad::TESTS,
+        attention_mutants::TESTS,
         reduce::TESTS,
     ]
     .concat();

@@ -22,11 +22,13 @@
 //! shapes alone: equal inputs give equal bits. Protocol page: `docs/protocols/attention.md`.
 
 mod config;
+mod cuda;
 mod desc;
 mod grad;
 pub(crate) mod host;
 pub(crate) mod plan;
 mod sequences;
+mod table;
 mod tensors;
 #[cfg(test)]
 mod tests;

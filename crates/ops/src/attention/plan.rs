@@ -1,23 +1,24 @@
 //! The plan of a local attention.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_core::Result;
+use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream};
 
 use super::grad::{Grads, Upstream, rows_first};
 use super::host::{Core, Dims, Operands, State, store};
 use super::{
     AttentionDesc, AttnConfig, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences,
-    Slice, slices,
+    Slice, cuda, slices,
 };
+use crate::common::cuda::{Ready, together_on};
 
 /// A prepared attention. Local: no team.
 pub struct AttentionPlan {
     desc: AttentionDesc,
     config: AttnConfig,
-    prepared: AtomicBool,
+    ready: Ready<cuda::Prepared>,
 }
 
 impl AttentionPlan {
@@ -28,7 +29,7 @@ impl AttentionPlan {
     pub fn new(desc: AttentionDesc, config: Option<AttnConfig>) -> Result<Self> {
         let config = config.unwrap_or_default();
         desc.check().and_then(|()| config.check()).map_err(|e| e.op("attention"))?;
-        Ok(Self { desc, config, prepared: AtomicBool::new(false) })
+        Ok(Self { desc, config, ready: Ready::new() })
     }
 
     /// What it computes.
@@ -43,31 +44,33 @@ impl AttentionPlan {
 
     /// In words, what a launch does.
     pub fn explain(&self) -> String {
-        format!("attention {}\none rank, tiles {}, f32 arithmetic", self.desc, self.config)
+        let how = match self.ready.cuda() {
+            Some((_, p)) => p.explain(),
+            None => format!("tiles {}", self.config),
+        };
+        format!("attention {}\none rank, {how}, f32 arithmetic", self.desc)
     }
 
-    /// Makes lazy state (there is none on the host).
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
+    /// and workspace on a CUDA device. There the launches of one plan must not overlap.
     ///
     /// # Errors
-    /// `InvalidArgument` during capture.
+    /// `InvalidArgument` during capture, or if the plan is prepared for another device;
+    /// `Unavailable` without a compiler; `Unsupported` for FP8 and head dimensions above 256 on a
+    /// CUDA device.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if stream.is_capturing() {
-            return Err(Error::invalid("`prepare` cannot be captured").op("attention"));
-        }
-        self.prepared.store(true, Ordering::Release);
-        Ok(())
+        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        self.ready.prepare(stream, make).map_err(|e| e.op("attention"))
     }
 
     /// The sequences of a launch, and its rows.
-    fn begin(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
-        if !self.prepared.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .hint("call `plan.prepare(&stream)` first"));
-        }
+    fn begin(&self, stream: &Stream, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
+        self.ready.on(stream)?;
         let s = x.sequences.clone().unwrap_or_else(|| self.desc.sequences.clone());
         self.desc.check_launch(&s)?;
         let rows = LocalRows { q: s.tokens_q, kv: s.tokens_kv };
         x.check(&self.desc, rows)?;
+        together_on(stream, &x.named())?;
         Ok((s, rows))
     }
 
@@ -81,8 +84,16 @@ impl AttentionPlan {
         inputs: &AttnInputs,
         out: AttnOut,
     ) -> Result<Pending<AttnOut>> {
-        let (seqs, rows) = self.begin(inputs).map_err(|e| e.op("attention"))?;
+        let (seqs, rows) = self.begin(stream, inputs).map_err(|e| e.op("attention"))?;
         out.check(&self.desc, rows, inputs).map_err(|e| e.op("attention"))?;
+        let fwd = |s: &CudaStream, p: &cuda::Prepared| {
+            together_on(stream, &[("out", Some(&out.out)), ("lse", Some(&out.lse))])?;
+            p.launch_fwd(s, &self.desc, inputs, (&seqs, rows), &out)
+        };
+        if let Some((s, p)) = self.ready.on(stream)? {
+            fwd(s, p).map_err(|e| e.op("attention"))?;
+            return Pending::new(out, stream, None);
+        }
         let (run, o) = (self.run(inputs, seqs, rows), out.clone());
         stream.launch(Node::new("attention", move || run.forward(&o)))?;
         Pending::new(out, stream, None)
@@ -99,8 +110,17 @@ impl AttentionPlan {
         saved: AttnSaved,
         grads: AttnGrads,
     ) -> Result<Pending<AttnGrads>> {
-        let (seqs, rows) = self.begin(inputs).map_err(|e| e.op("attention"))?;
+        let (seqs, rows) = self.begin(stream, inputs).map_err(|e| e.op("attention"))?;
         grads.check(&self.desc, rows, inputs, &saved).map_err(|e| e.op("attention"))?;
+        let bwd = |s: &CudaStream, p: &cuda::Prepared| {
+            together_on(stream, &grads.named())?;
+            together_on(stream, &saved.named())?;
+            p.launch_bwd(s, &self.desc, inputs, (&seqs, rows), (&saved, &grads))
+        };
+        if let Some((s, p)) = self.ready.on(stream)? {
+            bwd(s, p).map_err(|e| e.op("attention"))?;
+            return Pending::new(grads, stream, None);
+        }
         let (run, g) = (self.run(inputs, seqs, rows), grads.clone());
         stream.launch(Node::new("attention", move || run.backward(&saved, &g)))?;
         Pending::new(grads, stream, None)

@@ -130,7 +130,7 @@ impl AttnInputs {
         expect_optional("sink", &self.sink, d.sink.then_some(&[d.heads_q]))
     }
 
-    fn named(&self) -> [Named<'_>; 8] {
+    pub(crate) fn named(&self) -> [Named<'_>; 8] {
         [
             ("q", Some(&self.q.data)),
             ("k", Some(&self.k.data)),
@@ -197,6 +197,10 @@ impl AttnSaved {
         expect_packed("d_out", &self.d_out, d.out, (rows.q, d.heads_q, d.dv))
     }
 
+    pub(crate) fn named(&self) -> [Named<'_>; 3] {
+        [("out", &self.out), ("lse", &self.lse), ("d_out", &self.d_out)].map(|(w, t)| (w, Some(t)))
+    }
+
     /// `delta = <d_out, out>`, `[Hq, rows]`.
     pub(crate) fn delta(&self, d: &AttentionDesc) -> Result<Vec<f32>> {
         let (hq, dv) = (d.heads_q, d.dv);
@@ -257,16 +261,18 @@ impl AttnGrads {
         if self.dsink.is_some() {
             expect_optional("dsink", &self.dsink, d.sink.then_some(&[d.heads_q]))?;
         }
-        let outs = [
+        let outs = self.named();
+        apart(&outs, &x.named()).and_then(|()| apart(&outs, &saved.named()))
+    }
+
+    pub(crate) fn named(&self) -> [Named<'_>; 5] {
+        [
             ("dq", Some(&self.dq)),
             ("dk", Some(&self.dk)),
             ("dv", Some(&self.dv)),
             ("dbias", self.dbias.as_ref()),
             ("dsink", self.dsink.as_ref()),
-        ];
-        let saved = [("out", &saved.out), ("lse", &saved.lse), ("d_out", &saved.d_out)]
-            .map(|(w, t)| (w, Some(t)));
-        apart(&outs, &x.named()).and_then(|()| apart(&outs, &saved))
+        ]
     }
 
     pub(crate) fn poison(&self) {

@@ -1,0 +1,81 @@
+//! Times of attention on CUDA device 0: causal, bf16, 32 query and 8 key heads of 128.
+//!
+//! `cargo run --release -p tilewire-ops --example attention_bench [SEQ ...]`. Medians of 20 runs after a
+//! warm-up, random inputs; a causal mask counts half of the products.
+#![expect(clippy::print_stdout, reason = "a program that prints its results")]
+
+use tilewire_core::{DType, Result, Rng, Shape};
+use tilewire_device::cuda::{CudaContext, CudaEvent};
+use tilewire_device::{Device, Queue, Stream, Tensor};
+use tilewire_ops::attention::{
+    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
+};
+
+const RUNS: usize = 20;
+const HEADS: (usize, usize) = (32, 8);
+const DIM: usize = 128;
+
+fn main() -> Result<()> {
+    let ctx = CudaContext::new(0)?;
+    println!("{}, {} SMs", ctx.name()?, ctx.num_sms()?);
+    let seqs: Vec<usize> = std::env::args().skip(1).filter_map(|a| a.parse().ok()).collect();
+    for seq in if seqs.is_empty() { vec![4096, 16384] } else { seqs } {
+        bench(&ctx, seq)?;
+    }
+    Ok(())
+}
+
+fn bench(ctx: &CudaContext, seq: usize) -> Result<()> {
+    let (stream, device) = (Stream::on(ctx)?, Device::Cuda(ctx.clone()));
+    let desc = AttentionDesc::new(seq, HEADS, DIM, DType::BF16, AttnMask::CAUSAL);
+    let plan = AttentionPlan::new(desc, None)?;
+    plan.prepare(&stream)?;
+    let mut rng = Rng::new(1);
+    let mut random = |heads: usize| -> Result<Tensor> {
+        // Normal numbers repeat after a while: what they are matters to power, not to time.
+        let few: Vec<f32> = (0..65_521).map(|_| rng.normal()).collect();
+        let v: Vec<f32> = (0..seq * heads * DIM).map(|i| few[i % few.len()]).collect();
+        Tensor::from_f32(&v, DType::BF16, Shape::d3(seq, heads, DIM))?.to(&device)
+    };
+    let x = AttnInputs::new(random(HEADS.0)?, random(HEADS.1)?, random(HEADS.1)?);
+    let d_out = random(HEADS.0)?;
+    let empty = |dtype, shape| Tensor::zeros(dtype, shape).to(&device);
+    let like = |h: usize| empty(DType::BF16, Shape::d3(seq, h, DIM));
+    let (out, lse) = (like(HEADS.0)?, empty(DType::F32, Shape::d2(HEADS.0, seq))?);
+    let grads = AttnGrads::new(like(HEADS.0)?, like(HEADS.1)?, like(HEADS.1)?);
+    let fwd = || {
+        let out = AttnOut { out: out.clone(), lse: lse.clone() };
+        plan.launch_fwd(&stream, &x, out).map(drop)
+    };
+    let bwd = || {
+        let saved = AttnSaved { out: out.clone(), lse: lse.clone(), d_out: d_out.clone() };
+        plan.launch_bwd(&stream, &x, saved, grads.clone()).map(drop)
+    };
+    // Two products of 2 S^2 d each, half of them visible.
+    let flops = 2.0 * (seq * seq * DIM * HEADS.0) as f64;
+    for (name, us, products) in [
+        ("forward", median(ctx, &stream, fwd)?, 1.0),
+        ("backward", median(ctx, &stream, bwd)?, 2.5),
+    ] {
+        let tflops = flops * products / us / 1e6;
+        println!("S {seq:>6}  {name:<8} {us:>10.1} us  {tflops:>7.1} TFLOP/s");
+    }
+    Ok(())
+}
+
+/// Median time of `launch` in microseconds.
+fn median(ctx: &CudaContext, stream: &Stream, launch: impl Fn() -> Result<()>) -> Result<f64> {
+    let s = stream.cuda()?;
+    (0..5).try_for_each(|_| launch())?;
+    let mut us = Vec::new();
+    for _ in 0..RUNS {
+        let (a, b) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
+        s.record(&a)?;
+        launch()?;
+        s.record(&b)?;
+        stream.synchronize()?;
+        us.push(b.us_since(&a)?);
+    }
+    us.sort_by(f64::total_cmp);
+    Ok(us[RUNS / 2])
+}

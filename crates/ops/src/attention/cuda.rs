@@ -1,0 +1,438 @@
+//! Attention on CUDA devices, by the portable kernels (`kernels/src/attention`).
+
+use bytemuck::{Pod, Zeroable};
+use tilewire_core::{DType, Error, Result};
+use tilewire_device::Tensor;
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_kernels::attention::{
+    PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, TABLE, Tile, Variant,
+};
+
+use super::desc::bound;
+use super::table::{Seg, number_tiles, whole};
+use super::{AttentionDesc, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
+use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
+
+/// `TwAttn` in `attention/common.cuh`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Param {
+    q: u64,
+    k: u64,
+    v: u64,
+    out: u64,
+    lse: u64,
+    bias: u64,
+    sink: u64,
+    own: u64,
+    other: u64,
+    d_out: u64,
+    delta: u64,
+    dq: u64,
+    dk: u64,
+    dv: u64,
+    dbias: u64,
+    dsink: u64,
+    ld_q: u64,
+    ld_k: u64,
+    ld_v: u64,
+    ld_o: u64,
+    drop_seed: u64,
+    drop_below: u64,
+    num_own: u32,
+    tiles: u32,
+    tokens_q: u32,
+    heads_q: u32,
+    heads_kv: u32,
+    first_head: u32,
+    bias_heads: u32,
+    bias_sq: u32,
+    bias_skv: u32,
+    left: i32,
+    right: i32,
+    scale: f32,
+    softcap: f32,
+    keep: f32,
+    out_type: u32,
+    unused: [u32; 3],
+}
+
+/// `TwTable` in `attention/common.cuh`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Table {
+    to: u64,
+    num: u32,
+    pad: u32,
+    segs: [Seg; TABLE],
+}
+
+/// How kernels are told a type.
+fn code(t: DType) -> u32 {
+    match t {
+        DType::BF16 => 0,
+        DType::F16 => 1,
+        _ => 2,
+    }
+}
+
+/// A kernel, the rows of its tiles, and its blocks.
+struct Tiled {
+    kernel: Kernel,
+    rows: u64,
+    threads: u32,
+    shared_bytes: u32,
+}
+
+impl Tiled {
+    fn new(kernel: Kernel, rows: u64, t: Tile, shared_bytes: u64) -> Result<Self> {
+        let (threads, shared_bytes) = (32 * t.warps as u32, shared_bytes as u32);
+        if shared_bytes > 48 << 10 {
+            kernel.allow_shared(shared_bytes)?;
+        }
+        Ok(Self { kernel, rows, threads, shared_bytes })
+    }
+
+    fn grid(&self, tiles: u32, heads: usize) -> Grid {
+        Grid::new(tiles * heads as u32, self.threads).shared(self.shared_bytes)
+    }
+}
+
+/// The kernels of one direction and type.
+struct Forward {
+    fwd: Tiled,
+    table: Kernel,
+    name: String,
+}
+
+struct Backward {
+    delta: Kernel,
+    dq: Tiled,
+    /// dk and dv, together or one after the other.
+    dkv: Vec<Tiled>,
+    bias_and_sink: Option<(Kernel, Kernel)>,
+    /// `[Hq, tokens_q]` f32.
+    delta_memory: CudaMemory,
+}
+
+/// Segments of queries for the forward kernel and for dq, and of keys: three tables in device
+/// memory. Written by a kernel in front of each launch, because launches may bring their own.
+struct Tables {
+    memory: CudaMemory,
+    /// Most segments of one table.
+    room: usize,
+}
+
+/// Kernels and workspace of a plan. Its launches must not overlap: one stream at a time.
+pub(super) struct Prepared {
+    forward: Forward,
+    backward: Backward,
+    tables: Tables,
+}
+
+/// The compilation for matrix instructions, if there is one for these dimensions.
+fn variant(d: &AttentionDesc, extra: bool) -> Option<Variant> {
+    let fits = |x: usize| x.is_multiple_of(8) && (8..=256).contains(&x);
+    let narrow = matches!(d.dtype, DType::BF16 | DType::F16);
+    let v = Variant { f16: d.dtype == DType::F16, dqk: d.dqk as u64, dv: d.dv as u64, extra };
+    (narrow && fits(d.dqk) && fits(d.dv)).then_some(v)
+}
+
+/// What needs the text with all features.
+fn extra(d: &AttentionDesc) -> bool {
+    d.softcap.is_some() || d.bias.is_some() || d.dropout.is_some() || d.scale as f32 <= 0.0
+}
+
+fn plain(d: &AttentionDesc) -> Plain {
+    let [input, output] = [d.dtype, d.out].map(|t| u64::from(code(t)));
+    Plain { input, output, dqk: d.dqk as u64, dv: d.dv as u64 }
+}
+
+/// The tile of plain kernels: a warp to a row.
+const ROWS: Tile = Tile { m: PLAIN_ROWS, n: PLAIN_ROWS, warps: PLAIN_ROWS };
+
+impl Forward {
+    fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+        let with = |v: Variant| -> Result<Self> {
+            let (m, t) = (load(ctx, &SM80_ATTENTION, v.defines())?, v.forward());
+            let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, t.m, t, v.forward_shared_bytes())?;
+            let name = format!("tiles {}x{}", t.m, t.n);
+            Ok(Self { fwd, table: m.kernel("tw_attn_table")?, name })
+        };
+        match variant(d, extra(d)) {
+            // Devices with less shared memory take the smaller tiles of the text with all features.
+            Some(v) if !v.extra => with(v).or_else(|_| with(Variant { extra: true, ..v })),
+            Some(v) => with(v),
+            None => {
+                let m = load(ctx, &PLAIN_ATTENTION, plain(d).defines())?;
+                let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, PLAIN_ROWS, ROWS, 0)?;
+                Ok(Self { fwd, table: m.kernel("tw_attn_table")?, name: "plain".to_owned() })
+            }
+        }
+    }
+}
+
+impl Backward {
+    fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+        // The matrix kernels read an output and its gradient of the inputs' type.
+        let v = variant(d, extra(d)).filter(|_| d.out == d.dtype);
+        let (delta, dq, dkv) = match v {
+            Some(v) if !v.extra => {
+                Self::tiled(ctx, v).or_else(|_| Self::tiled(ctx, Variant { extra: true, ..v }))?
+            }
+            Some(v) => Self::tiled(ctx, v)?,
+            None => {
+                let m = load(ctx, &PLAIN_ATTENTION, plain(d).defines())?;
+                let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
+                (m.kernel("tw_attn_delta")?, rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?])
+            }
+        };
+        let bias_and_sink = match d.bias.is_some() || d.sink {
+            false => None,
+            true => {
+                let m = load(ctx, &PLAIN_ATTENTION, plain(d).defines())?;
+                Some((m.kernel("tw_attn_dbias")?, m.kernel("tw_attn_dsink")?))
+            }
+        };
+        let delta_memory = workspace(ctx, 4 * d.heads_q * d.sequences.tokens_q)?;
+        Ok(Self { delta, dq, dkv, bias_and_sink, delta_memory })
+    }
+
+    fn tiled(ctx: &CudaContext, v: Variant) -> Result<(Kernel, Tiled, Vec<Tiled>)> {
+        let m = load(ctx, &SM80_ATTENTION, v.defines())?;
+        let (q, kv) = (v.dq(), v.dkv());
+        let names: &[_] = if v.split() { &["tw_attn_dk", "tw_attn_dv"] } else { &["tw_attn_dkv"] };
+        let make = |n: &&'static str| Tiled::new(m.kernel(n)?, kv.n, kv, v.dkv_shared_bytes());
+        let dkv = names.iter().map(make).collect::<Result<Vec<_>>>()?;
+        let dq = Tiled::new(m.kernel("tw_attn_dq")?, q.m, q, v.dq_shared_bytes())?;
+        Ok((m.kernel("tw_attn_delta")?, dq, dkv))
+    }
+}
+
+/// One table of a launch.
+struct Side {
+    at: u64,
+    num: u32,
+    tiles: u32,
+}
+
+impl Prepared {
+    pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+        if d.dtype.is_fp8() {
+            return Err(no_kernel(
+                format!("attention of {}", d.dtype),
+                "dequantise q, k and v to bf16, or run the plan on the host",
+            ));
+        }
+        if d.dqk.max(d.dv) > 256 {
+            return Err(no_kernel(
+                format!("attention with head dimensions {} and {}", d.dqk, d.dv),
+                "head dimensions go to 256 on CUDA devices; the host has no bound",
+            ));
+        }
+        let s = &d.sequences;
+        // Positions, and positions beyond a window, are 32-bit numbers.
+        if s.tokens_q.max(s.tokens_kv) >= 1 << 29 {
+            return Err(Error::invalid("too many rows for the kernels")
+                .expected("less than 2^29")
+                .seen(s.tokens_q.max(s.tokens_kv)));
+        }
+        let tiles = s.tokens_q.max(s.tokens_kv) / PLAIN_ROWS as usize + 2 * s.q.len() + 2;
+        fit_32_bits("attention", &[tiles * d.heads_q])?;
+        // Between two sequences may lie rows of none. Launches may have more sequences.
+        let room = 2 * s.q.len().max(512) + 1;
+        Ok(Self {
+            forward: Forward::new(ctx, d)?,
+            backward: Backward::new(ctx, d)?,
+            tables: Tables { memory: workspace(ctx, 3 * room * size_of::<Seg>())?, room },
+        })
+    }
+
+    /// How it is computed, in words.
+    pub fn explain(&self) -> String {
+        format!("CUDA, {}", self.forward.name)
+    }
+
+    /// Queues the writing of table `which`.
+    fn write(
+        &self,
+        stream: &CudaStream,
+        which: usize,
+        mut segs: Vec<Seg>,
+        rows: u64,
+    ) -> Result<Side> {
+        if segs.len() > self.tables.room {
+            return Err(Error::invalid("more sequences than the plan has room for")
+                .expected(format_args!("at most {}", self.tables.room / 2))
+                .seen(segs.len()));
+        }
+        let tiles = number_tiles(&mut segs, rows);
+        let at = self.tables.memory.addr() + (which * self.tables.room * size_of::<Seg>()) as u64;
+        for (i, part) in segs.chunks(TABLE).enumerate() {
+            let to = at + (i * TABLE * size_of::<Seg>()) as u64;
+            let mut t = Table { to, num: part.len() as u32, pad: 0, segs: [Seg::zeroed(); TABLE] };
+            t.segs[..part.len()].copy_from_slice(part);
+            let args = LaunchArgs::new().arg(&t);
+            // SAFETY: the argument is the kernel's `TwTable`; it writes `num` segments at `to`, inside
+            // of the tables (checked above), which `hold_all` keeps until the kernel has run.
+            unsafe { self.forward.table.launch(stream, Grid::new(1, TABLE as u32), args)? };
+        }
+        Ok(Side { at, num: segs.len() as u32, tiles })
+    }
+
+    /// Keeps what queued kernels refer to.
+    fn hold_all(&self, stream: &CudaStream, tensors: Vec<Tensor>) {
+        hold(stream, (tensors, self.tables.memory.clone(), self.backward.delta_memory.clone()));
+    }
+
+    pub fn launch_fwd(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        x: &AttnInputs,
+        (seqs, rows): (&Sequences, LocalRows),
+        out: &AttnOut,
+    ) -> Result<()> {
+        let p = Param { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
+        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
+        let mut held = inputs(x);
+        held.extend([out.out.clone(), out.lse.clone()]);
+        self.hold_all(stream, held);
+        let (q, kv) = whole(seqs);
+        let f = &self.forward.fwd;
+        let other = self.write(stream, 2, kv, 1)?;
+        let own = self.write(stream, 0, q, f.rows)?;
+        launch(stream, f, d.heads_q, &p, (&own, &other))
+    }
+
+    pub fn launch_bwd(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        x: &AttnInputs,
+        (seqs, rows): (&Sequences, LocalRows),
+        (saved, grads): (&AttnSaved, &AttnGrads),
+    ) -> Result<()> {
+        let b = &self.backward;
+        let p = Param {
+            out: addr(&saved.out)?,
+            lse: addr(&saved.lse)?,
+            d_out: addr(&saved.d_out)?,
+            delta: b.delta_memory.addr(),
+            dq: addr(&grads.dq)?,
+            dk: addr(&grads.dk)?,
+            dv: addr(&grads.dv)?,
+            dbias: addr(grads.dbias.as_ref())?,
+            dsink: addr(grads.dsink.as_ref())?,
+            ..param(d, x, rows)?
+        };
+        let all = [("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out), ("d_out", p.d_out)];
+        aligned(d, &all)?;
+        aligned(d, &[("dq", p.dq), ("dk", p.dk), ("dv", p.dv)])?;
+        let mut held = inputs(x);
+        held.extend([&saved.out, &saved.lse, &saved.d_out].map(Tensor::clone));
+        held.extend([&grads.dq, &grads.dk, &grads.dv].map(Tensor::clone));
+        held.extend(grads.dbias.iter().chain(&grads.dsink).cloned());
+        self.hold_all(stream, held);
+        let (q, kv) = whole(seqs);
+        let kv_rows = b.dkv.first().map_or(1, |k| k.rows);
+        let keys = self.write(stream, 2, kv, kv_rows)?;
+        let queries = self.write(stream, 1, q, b.dq.rows)?;
+        let warps = rows.q * d.heads_q;
+        run(stream, &b.delta, Grid::new(warps.div_ceil(8) as u32, 256), &p)?;
+        launch(stream, &b.dq, d.heads_q, &p, (&queries, &keys))?;
+        for kernel in &b.dkv {
+            launch(stream, kernel, d.heads_kv, &p, (&keys, &queries))?;
+        }
+        self.bias_and_sink(
+            stream,
+            d,
+            Param { own: queries.at, other: keys.at, num_own: queries.num, ..p },
+        )
+    }
+
+    fn bias_and_sink(&self, stream: &CudaStream, d: &AttentionDesc, p: Param) -> Result<()> {
+        let Some((dbias, dsink)) = &self.backward.bias_and_sink else { return Ok(()) };
+        if let (Some(b), true) = (d.bias, p.dbias != 0) {
+            let elements = b.heads * b.sq * b.skv;
+            run(stream, dbias, Grid::new(elements.div_ceil(256) as u32, 256), &p)?;
+        }
+        if d.sink && p.dsink != 0 {
+            run(stream, dsink, Grid::new(d.heads_q as u32, 256), &p)?;
+        }
+        Ok(())
+    }
+}
+
+/// Tensors that a launch reads.
+fn inputs(x: &AttnInputs) -> Vec<Tensor> {
+    let given = [&x.q.data, &x.k.data, &x.v.data].into_iter().chain(&x.bias).chain(&x.sink);
+    given.cloned().collect()
+}
+
+/// What all kernels of a launch are told.
+fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Result<Param> {
+    let window =
+        [d.mask.left, d.mask.right].map(|b| b.map_or(1 << 30, |b| bound(b).min(1 << 30)) as i32);
+    let bias = d.bias.map_or([0; 3], |b| [b.heads, b.sq, b.skv].map(|n| n as u32));
+    Ok(Param {
+        q: addr(&x.q.data)?,
+        k: addr(&x.k.data)?,
+        v: addr(&x.v.data)?,
+        bias: addr(x.bias.as_ref())?,
+        sink: addr(x.sink.as_ref())?,
+        ld_q: (d.heads_q * d.dqk) as u64,
+        ld_k: (d.heads_kv * d.dqk) as u64,
+        ld_v: (d.heads_kv * d.dv) as u64,
+        ld_o: (d.heads_q * d.dv) as u64,
+        drop_seed: d.dropout.map_or(0, |x| x.seed),
+        // 53 random bits are below p 2^53 exactly if the number that they stand for is below p.
+        drop_below: d.dropout.map_or(0, |x| (x.p * (1u64 << 53) as f64).ceil() as u64),
+        tokens_q: rows.q as u32,
+        heads_q: d.heads_q as u32,
+        heads_kv: d.heads_kv as u32,
+        bias_heads: bias[0],
+        bias_sq: bias[1],
+        bias_skv: bias[2],
+        left: window[0],
+        right: window[1],
+        scale: d.scale as f32,
+        softcap: d.softcap.map_or(0.0, |c| c as f32),
+        keep: d.dropout.map_or(1.0, |x| 1.0 / (1.0 - x.p)) as f32,
+        out_type: code(d.out),
+        ..Param::zeroed()
+    })
+}
+
+/// The kernels copy 16 bytes at a time; rows are multiples of that, so only beginnings can be wrong.
+fn aligned(d: &AttentionDesc, tensors: &[(&str, u64)]) -> Result<()> {
+    match tensors.iter().find(|(_, at)| at % 16 != 0) {
+        Some((what, _)) if variant(d, false).is_some() => {
+            Err(Error::invalid(format!("`{what}` does not begin at a multiple of 16 bytes"))
+                .hint("copy it to a tensor of its own"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn launch(
+    stream: &CudaStream,
+    k: &Tiled,
+    heads: usize,
+    p: &Param,
+    (own, other): (&Side, &Side),
+) -> Result<()> {
+    let (num_own, tiles) = (own.num, own.tiles);
+    let p = Param { own: own.at, other: other.at, num_own, tiles, ..*p };
+    run(stream, &k.kernel, k.grid(tiles, heads), &p)
+}
+
+/// Queues a kernel of attention, unless there is nothing to do.
+fn run(stream: &CudaStream, k: &Kernel, grid: Grid, p: &Param) -> Result<()> {
+    if grid.blocks.contains(&0) {
+        return Ok(());
+    }
+    // SAFETY: the argument is the kernel's `TwAttn`. What it points to was checked against the
+    // description (shapes, types, the same device) and is held by the stream (`hold_all`).
+    unsafe { k.launch(stream, grid, LaunchArgs::new().arg(p)) }
+}

@@ -1,0 +1,318 @@
+//! `attention` against the oracle: every element of out, lse and all gradients.
+
+use tilewire_core::{DType, Rng, Shape};
+use tilewire_device::{Stream, Tensor};
+use tilewire_ops::attention::{
+    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, BiasShape,
+    Dropout, Sequences,
+};
+use tilewire_oracle::Mat;
+use tilewire_oracle::attention as oracle;
+
+use crate::common::{Gpu, Out, WIDE, gpu, random, refill};
+
+/// Operands, as the oracle takes them.
+struct Data {
+    q: Mat,
+    k: Mat,
+    v: Mat,
+    d_out: Mat,
+    bias: Option<oracle::Bias>,
+    sink: Option<Vec<f64>>,
+}
+
+impl Data {
+    fn new(d: &AttentionDesc, rng: &mut Rng) -> Self {
+        let s = &d.sequences;
+        let mut m = |rows, cols, t| random(rng, rows, cols, t);
+        let q = m(s.tokens_q, d.heads_q * d.dqk, d.dtype);
+        let k = m(s.tokens_kv, d.heads_kv * d.dqk, d.dtype);
+        let v = m(s.tokens_kv, d.heads_kv * d.dv, d.dtype);
+        let d_out = m(s.tokens_q, d.heads_q * d.dv, d.out);
+        let bias = d
+            .bias
+            .map(|b| oracle::Bias::new(b.heads, b.sq, b.skv, m(b.heads * b.sq, b.skv, DType::F32)));
+        let sink = d.sink.then(|| m(1, d.heads_q, DType::F32).data);
+        Self { q, k, v, d_out, bias, sink }
+    }
+
+    fn inputs(&self) -> oracle::AttnInputs<'_> {
+        oracle::AttnInputs {
+            bias: self.bias.as_ref(),
+            sink: self.sink.as_deref(),
+            ..oracle::AttnInputs::new(&self.q, &self.k, &self.v)
+        }
+    }
+}
+
+fn spec(d: &AttentionDesc) -> (oracle::AttnSpec, oracle::Sequences) {
+    let spec = oracle::AttnSpec {
+        heads_q: d.heads_q,
+        heads_kv: d.heads_kv,
+        scale: d.scale,
+        mask: oracle::AttnMask { left: d.mask.left, right: d.mask.right },
+        softcap: d.softcap,
+        dropout: d.dropout.map(|x| oracle::Dropout { p: x.p, seed: x.seed }),
+    };
+    let seqs = oracle::Sequences { q: d.sequences.q.clone(), kv: d.sequences.kv.clone() };
+    (spec, seqs)
+}
+
+/// Unit roundoff.
+fn roundoff(t: DType) -> f64 {
+    match t {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F16 => 2f64.powi(-11),
+        _ => 2f64.powi(-24),
+    }
+}
+
+/// What may be wrong with sums, before they are rounded: probabilities and the gradients of scores
+/// are rounded to the inputs' type before their products, and `delta` is made of the rounded output.
+struct Magnitudes {
+    out: Mat,
+    dq: Mat,
+    dk: Mat,
+    dv: Mat,
+}
+
+/// Softmax and products in f32.
+const SMALL: f64 = 3e-5;
+
+fn magnitudes(d: &AttentionDesc, x: &Data, want: &oracle::AttnOut) -> Magnitudes {
+    let (spec, seqs) = spec(d);
+    let u = roundoff(d.dtype) * 1.1 + SMALL;
+    let abs = |m: &Mat| m.map(f64::abs);
+    let (v, d_out) = (abs(&x.v), abs(&x.d_out));
+    let out = oracle::attention(&spec, &oracle::AttnInputs { v: &v, ..x.inputs() }, &seqs).o;
+    let dv = oracle::attention_bwd(&spec, &x.inputs(), &seqs, &d_out).dv;
+    let (mut dq, mut dk) = (Mat::zeros(x.q.rows, x.q.cols), Mat::zeros(x.k.rows, x.k.cols));
+    let group = d.heads_q / d.heads_kv;
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    for (h, s) in (0..d.heads_q).flat_map(|h| (0..seqs.q.len()).map(move |s| (h, s))) {
+        let (sq, skv) = (&seqs.q[s], &seqs.kv[s]);
+        let (qc, kc, oc, vc) = (h * d.dqk, h / group * d.dqk, h * d.dv, h / group * d.dv);
+        for (i, r) in sq.clone().enumerate() {
+            let g = &x.d_out.row(r)[oc..oc + d.dv];
+            let o = &want.o.row(r)[oc..oc + d.dv];
+            // How far `delta` may be off.
+            let off = dot(&abs_of(g), &abs_of(o)) * (roundoff(d.out) * 1.1 + SMALL)
+                + dot(&abs_of(g), &out.row(r)[oc..oc + d.dv]) * u;
+            let delta = dot(g, o);
+            for (j, c) in skv.clone().enumerate() {
+                if !spec.mask.sees(i, j, sq.len(), skv.len()) {
+                    continue;
+                }
+                let (qr, kr) = (&x.q.row(r)[qc..qc + d.dqk], &x.k.row(c)[kc..kc + d.dqk]);
+                let mut z = dot(qr, kr) * d.scale;
+                z = d.softcap.map_or(z, |cap| cap * (z / cap).tanh());
+                let bias = x.bias.as_ref();
+                z +=
+                    bias.map_or(0.0, |b| b.data.at(if b.heads == 1 { i } else { h * b.sq + i }, j));
+                let p = (z - want.lse.at(h, r)).exp();
+                let keep = d.dropout.map_or(1.0, |x| 1.0 / (1.0 - x.p));
+                let vr = &x.v.row(c)[vc..vc + d.dv];
+                let dp = dot(&abs_of(g), &abs_of(vr)) * keep;
+                let e = p
+                    * ((dot(g, vr).abs() * keep + delta.abs()) * u
+                        + (dp + delta.abs() + 1.0) * SMALL
+                        + off);
+                for n in 0..d.dqk {
+                    *dq.at_mut(r, qc + n) += e * kr[n].abs() * d.scale.abs();
+                    *dk.at_mut(c, kc + n) += e * qr[n].abs() * d.scale.abs();
+                }
+            }
+        }
+    }
+    Magnitudes { out: out.map(|x| x * u), dq, dk, dv: dv.map(|x| x * u) }
+}
+
+fn abs_of(x: &[f64]) -> Vec<f64> {
+    x.iter().map(|x| x.abs()).collect()
+}
+
+/// Every element within the unit roundoff of its type and `off`.
+fn check(what: &str, got: &Out, want: &Mat, off: &Mat) {
+    got.alone(what);
+    close(what, &got.t, want, off);
+}
+
+fn close(what: &str, got: &Tensor, want: &Mat, off: &Mat) {
+    let (u, tiny) = (roundoff(got.dtype()), if got.dtype() == DType::F16 { 1e-6 } else { 1e-9 });
+    let values = got.to_f32().unwrap();
+    assert_eq!(values.len(), want.data.len(), "{what}");
+    let mut worst = 0.0f64;
+    for (i, (g, y)) in values.iter().zip(&want.data).enumerate() {
+        if f64::from(*g) == *y {
+            continue;
+        }
+        let (err, allowed) =
+            ((f64::from(*g) - y).abs(), u * y.abs() + (1.0 + u) * off.data[i] + tiny);
+        assert!(y.is_finite() && err <= allowed, "{what}: {g}, not {y} +- {allowed} at {i}");
+        worst = worst.max(err / allowed);
+    }
+    assert!(worst <= 1.0, "{what}");
+}
+
+/// Tensors of a plan on the device.
+struct Side {
+    plan: AttentionPlan,
+    x: AttnInputs,
+    d_out: Tensor,
+    out: Out,
+    lse: Out,
+    grads: [Out; 3],
+    dbias: Option<Tensor>,
+    dsink: Option<Tensor>,
+}
+
+impl Side {
+    fn new(g: &Gpu, d: &AttentionDesc, x: &Data) -> Self {
+        let plan = AttentionPlan::new(d.clone(), None).unwrap();
+        plan.prepare(&g.stream).unwrap();
+        let put = |m: &Mat| g.put(m, d.dtype);
+        let mut inputs = AttnInputs::new(put(&x.q), put(&x.k), put(&x.v));
+        inputs.bias = x.bias.as_ref().map(|b| g.put(&b.data, DType::F32));
+        inputs.sink = x.sink.as_ref().map(|s| g.put_f32(s));
+        let like = |m: &Mat| g.out(d.out, m.rows, m.cols);
+        let poisoned = |t: &Tensor| g.move_here(&Tensor::poisoned(DType::F32, t.shape()));
+        Self {
+            plan,
+            d_out: g.put(&x.d_out, d.out),
+            out: like(&x.d_out),
+            lse: g.out(DType::F32, d.heads_q, d.sequences.tokens_q),
+            grads: [like(&x.q), like(&x.k), like(&x.v)],
+            dbias: inputs.bias.as_ref().map(poisoned),
+            dsink: inputs.sink.as_ref().map(poisoned),
+            x: inputs,
+        }
+    }
+
+    fn launch(&self, stream: &Stream) {
+        let out = AttnOut { out: self.out.t.clone(), lse: self.lse.t.clone() };
+        let _out = self.plan.launch_fwd(stream, &self.x, out).unwrap();
+        let [dq, dk, dv] = self.grads.each_ref().map(|g| g.t.clone());
+        let (dbias, dsink) = (self.dbias.clone(), self.dsink.clone());
+        let (out, lse, d_out) = (self.out.t.clone(), self.lse.t.clone(), self.d_out.clone());
+        let saved = AttnSaved { out, lse, d_out };
+        let grads = AttnGrads { dbias, dsink, ..AttnGrads::new(dq, dk, dv) };
+        let _grads = self.plan.launch_bwd(stream, &self.x, saved, grads).unwrap();
+    }
+
+    fn results(&self) -> Vec<&Tensor> {
+        let all = [&self.out, &self.lse].into_iter().chain(&self.grads).map(|o| &o.t);
+        all.chain(&self.dbias).chain(&self.dsink).collect()
+    }
+}
+
+/// Forward and backward of one description, against the oracle.
+fn run(g: &Gpu, d: &AttentionDesc) {
+    let what = format!("{d}");
+    let x = Data::new(d, &mut Rng::new(11));
+    let side = Side::new(g, d, &x);
+    side.launch(&g.stream);
+    g.stream.synchronize().unwrap();
+    let (spec, seqs) = spec(d);
+    let want = oracle::attention(&spec, &x.inputs(), &seqs);
+    let off = magnitudes(d, &x, &want);
+    check(&format!("{what} lse"), &side.lse, &want.lse, &want.lse.map(|l| 1e-5 * (4.0 + l.abs())));
+    check(&format!("{what} out"), &side.out, &want.o, &off.out);
+    let grads = oracle::attention_bwd(&spec, &x.inputs(), &seqs, &x.d_out);
+    let all = [(&grads.dq, &off.dq), (&grads.dk, &off.dk), (&grads.dv, &off.dv)];
+    for ((got, (want, off)), name) in side.grads.iter().zip(all).zip(["dq", "dk", "dv"]) {
+        check(&format!("{what} {name}"), got, want, off);
+    }
+    // Sums over rows of what the rounding of the output moves.
+    let loose = |n: usize| (4.0 * roundoff(d.out) + 1e-4) * (n as f64).sqrt() * 4.0;
+    let rows = d.sequences.tokens_q * d.heads_q;
+    if let (Some(got), Some(want)) = (&side.dbias, &grads.dbias) {
+        close(
+            &format!("{what} dbias"),
+            got,
+            &want.data,
+            &want.data.map(|_| loose(d.heads_q * d.dv)),
+        );
+    }
+    if let (Some(got), Some(want)) = (&side.dsink, &grads.dsink) {
+        let want = Mat::new(1, want.len(), want.clone());
+        close(&format!("{what} dsink"), got, &want, &want.map(|_| loose(rows * d.dv)));
+    }
+}
+
+fn base(seq: usize, d: usize, dtype: DType, mask: AttnMask) -> AttentionDesc {
+    AttentionDesc::new(seq, (4, 2), d, dtype, mask)
+}
+
+#[test]
+fn attention_of_masks_lengths_and_dimensions() {
+    let Some(g) = gpu("attention_of_masks_lengths_and_dimensions") else { return };
+    for dtype in WIDE {
+        for (seq, d) in [(1, 64), (63, 64), (65, 128), (200, 128), (130, 256), (77, 40), (50, 33)] {
+            run(&g, &base(seq, d, dtype, AttnMask::CAUSAL));
+            run(&g, &base(seq, d, dtype, AttnMask::FULL));
+        }
+        run(&g, &base(300, 64, dtype, AttnMask::window(70, 3)));
+        run(&g, &AttentionDesc { dv: 128, ..base(150, 192, dtype, AttnMask::CAUSAL) });
+        run(&g, &AttentionDesc { out: DType::F32, ..base(150, 64, dtype, AttnMask::CAUSAL) });
+    }
+}
+
+#[test]
+fn attention_of_packed_rows_with_extras() {
+    let Some(g) = gpu("attention_of_packed_rows_with_extras") else { return };
+    let cu = |x: &[usize]| x.to_vec();
+    let (q, room_q) = (cu(&[0, 70, 70, 203, 210]), cu(&[0, 72, 72, 205, 220]));
+    let (kv, room_kv) = (cu(&[0, 90, 100, 233, 233]), cu(&[0, 90, 104, 240, 240]));
+    let sequences = Sequences::padded((&q, &room_q), (&kv, &room_kv)).unwrap();
+    for dtype in WIDE {
+        let packed =
+            AttentionDesc { sequences: sequences.clone(), ..base(1, 64, dtype, AttnMask::CAUSAL) };
+        run(&g, &packed);
+        run(&g, &AttentionDesc { sink: true, ..packed.clone() });
+        run(&g, &AttentionDesc { softcap: Some(3.0), scale: -0.3, ..packed.clone() });
+        let dropout = Some(Dropout { p: 0.2, seed: 9 });
+        run(&g, &AttentionDesc { dropout, ..packed.clone() });
+        for heads in [1, 4] {
+            let bias = Some(BiasShape { heads, sq: 140, skv: 133 });
+            run(
+                &g,
+                &AttentionDesc { bias, sink: true, dropout, softcap: Some(5.0), ..packed.clone() },
+            );
+        }
+    }
+}
+
+#[test]
+fn attention_replays_with_changed_inputs_and_the_same_bits() {
+    let Some(g) = gpu("attention_replays_with_changed_inputs_and_the_same_bits") else { return };
+    for dtype in WIDE {
+        let d = base(190, 128, dtype, AttnMask::CAUSAL);
+        let x = Data::new(&d, &mut Rng::new(3));
+        let side = Side::new(&g, &d, &x);
+        let results = side.results();
+        let change = |round| {
+            let mut rng = Rng::new(100 + round);
+            let all = [&side.x.q.data, &side.x.k.data, &side.x.v.data, &side.d_out];
+            all.iter().for_each(|t| refill(t, &mut rng));
+        };
+        let reset = || results.iter().for_each(|t| t.poison().unwrap());
+        g.replays(&results, change, reset, || side.launch(&g.stream));
+    }
+}
+
+#[test]
+fn attention_refuses_what_it_cannot_do() {
+    let Some(g) = gpu("attention_refuses_what_it_cannot_do") else { return };
+    for (d, dtype) in [(64, DType::F8E4M3), (264, DType::BF16)] {
+        let plan = AttentionPlan::new(base(8, d, dtype, AttnMask::FULL), None).unwrap();
+        let e = plan.prepare(&g.stream).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+    }
+    let plan = AttentionPlan::new(base(8, 64, DType::BF16, AttnMask::FULL), None).unwrap();
+    plan.prepare(&g.stream).unwrap();
+    assert!(plan.explain().contains("CUDA"), "{}", plan.explain());
+    let host = |h: usize| Tensor::zeros(DType::BF16, Shape::d2(8, h * 64));
+    let x = AttnInputs::new(host(4), host(2), host(2));
+    let out = AttnOut { out: host(4), lse: Tensor::zeros(DType::F32, Shape::d2(4, 8)) };
+    assert!(plan.launch_fwd(&g.stream, &x, out).is_err(), "tensors of the host");
+}

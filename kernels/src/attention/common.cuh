@@ -1,0 +1,388 @@
+// What the attention kernels share: arguments, tables of rows, masks, tiles in shared memory.
+//
+// A tile in shared memory is [rows][TW_DQP or TW_DVP] of 16-bit elements with 16-byte chunk c of row
+// r at place c ^ (r % 8): the eight rows that ldmatrix reads together lie in different banks.
+#ifndef TW_ATTN_TYPE
+#define TW_ATTN_TYPE 0  // 0 bf16, 1 f16
+#endif
+#ifndef TW_ATTN_DQK
+#define TW_ATTN_DQK 128
+#endif
+#ifndef TW_ATTN_DV
+#define TW_ATTN_DV 128
+#endif
+// 1: softcap, bias, dropout and factors that are not positive are possible.
+#ifndef TW_ATTN_EXTRA
+#define TW_ATTN_EXTRA 0
+#endif
+
+// Rows of the tensors that lie together and belong to one sequence. A kernel works on tiles of
+// "own" ones; each names the "other" ones that its rows may meet, in the order of their sum.
+struct TwSeg {
+    u32 row, len;    // rows of the local tensor
+    u32 pos;         // of its first row in the sequence
+    u32 global;      // of its first row in the global tensors
+    u32 tile;        // own: tiles of the own segments before it
+    u32 first, end;  // own: the others' indices
+    // Own: `skv - sq` of the sequence (query i sits at key position i + shift), or TW_ATTN_GAP if
+    // the rows belong to no sequence.
+    int shift;
+};
+enum : int { TW_ATTN_GAP = -0x7fffffff - 1 };
+
+// One attention. Rows lie `ld_*` elements apart, heads side by side in them.
+struct TwAttn {
+    const void *q, *k, *v;
+    void* out;           // [.., Hq, dv]; the backward pass reads it
+    float* lse;          // [Hq, tokens_q], natural logarithm; the backward pass reads it
+    const float* bias;   // [heads, sq, skv], or null
+    const float* sink;   // [Hq], or null
+    const TwSeg* own;    // of queries (forward, dq) or keys (dk, dv)
+    const TwSeg* other;  // of the other side
+    // The backward pass only.
+    const void* d_out;
+    float* delta;  // [Hq, tokens_q]
+    void *dq, *dk, *dv;
+    float *dbias, *dsink;
+    i64 ld_q, ld_k, ld_v, ld_o;
+    u64 drop_seed;   // of `tilewire_core::Rng`
+    u64 drop_below;  // a pair is dropped if 53 bits of its number are below; 0 is no dropout
+    u32 num_own, tiles, tokens_q, heads_q, heads_kv;
+    u32 first_head;            // global number of the first query head
+    u32 bias_heads, bias_sq, bias_skv;
+    int left, right;           // of the window, at most 2^30
+    float scale, softcap;      // softcap 0 is none
+    float keep;                // factor of what dropout keeps
+    u32 out_type;              // of `out` in the forward pass: 0 bf16, 1 f16, 2 f32
+    u32 dqk, dv_dim, in_type;  // plain kernels only
+};
+
+#define TW_LOG2E 1.4426950408889634f
+#define TW_LN2 0.6931471805599453f
+#define TW_INF __uint_as_float(0x7f800000u)
+
+enum : u32 {
+    TW_DQ = TW_ATTN_DQK,
+    TW_DV = TW_ATTN_DV,
+    // Whole matrix instructions, and whole rows of eight chunks.
+    TW_DQ16 = (TW_DQ + 15) / 16 * 16,
+    TW_DV16 = (TW_DV + 15) / 16 * 16,
+    TW_DQP = (TW_DQ + 63) / 64 * 64,
+    TW_DVP = (TW_DV + 63) / 64 * 64,
+};
+
+extern __shared__ __align__(128) unsigned char tw_smem[];
+
+// The own segment of tile `t`, by bisection.
+__device__ __forceinline__ TwSeg tw_own(const TwAttn& a, u32 t) {
+    u32 lo = 0, hi = a.num_own;
+    while (hi - lo > 1) {
+        const u32 mid = (lo + hi) / 2;
+        if (a.own[mid].tile <= t) lo = mid;
+        else hi = mid;
+    }
+    return a.own[lo];
+}
+
+// A tile of other rows.
+struct TwTile {
+    u32 row, num;  // rows of the local tensor; none behind the last tile
+    u32 global;
+    int pos;
+    u32 head;
+};
+
+// The other tiles with positions in lo..end, kept in shared memory: every register counts. Thread 0
+// steps, a barrier or more before a tile is read. Tile n lies in place n % 4: while tile n is in use
+// and n + 1 is loaded, n + 2 is made.
+struct TwWalk {
+    TwTile tiles[4];
+    u32 seg, rest, heads;
+    int lo, end;
+
+    template <u32 ROWS> __device__ __forceinline__ void step(const TwAttn& a, const TwSeg& own, u32 n) {
+        TwTile t = tiles[(n - 1) % 4];
+        t.row += ROWS, t.global += ROWS, t.pos += ROWS;
+        u32 left = rest - min(rest, ROWS);
+        while (left == 0) {
+            if (seg == own.end) {
+                if (heads == 0) break;
+                heads--, t.head++, seg = own.first;
+                continue;
+            }
+            const TwSeg s = a.other[seg++];
+            const int first = max(lo - (int)s.pos, 0), last = min(end - (int)s.pos, (int)s.len);
+            if (first >= last) continue;
+            // Tiles begin at the same rows, whatever the mask hides.
+            const u32 skip = (u32)first / ROWS * ROWS;
+            left = (u32)last - skip, t.row = s.row + skip, t.global = s.global + skip;
+            t.pos = (int)(s.pos + skip);
+        }
+        rest = left, t.num = min(left, ROWS);
+        tiles[n % 4] = t;
+    }
+
+    // The first two tiles of `num` heads from `head` on, one head after the other.
+    template <u32 ROWS>
+    __device__ __forceinline__ void begin(const TwAttn& a, const TwSeg& own, int from, int to, u32 head, u32 num) {
+        seg = own.first, rest = 0, lo = from, end = to, heads = num - 1;
+        tiles[3] = {0, 0, 0, 0, head};
+        step<ROWS>(a, own, 4);
+        step<ROWS>(a, own, 5);
+    }
+};
+
+// Where chunk `c` of row `r` lies in a tile with rows of DP elements, in bytes.
+template <u32 DP>
+__device__ __forceinline__ u32 tw_at(u32 r, u32 c) {
+    return r * (DP * 2) + ((c ^ (r & 7)) << 4);
+}
+
+// Copies rows of a head to a tile of ROWS: those from `num` on, and columns from D on, are zeros.
+template <u32 ROWS, u32 D, u32 DP, u32 THREADS>
+__device__ __forceinline__ void tw_load_tile(u8* tile, const u16* base, i64 ld, u32 num) {
+    const u32 chunks = (D + 15) / 16 * 2;
+    if constexpr (THREADS % chunks == 0 && THREADS / chunks % 8 == 0 && ROWS % (THREADS / chunks) == 0) {
+        // Each thread stays in one column and one row modulo 8.
+        const u32 c = threadIdx.x % chunks, r0 = threadIdx.x / chunks, step = THREADS / chunks;
+        const u16* from = base + (i64)r0 * ld + 8 * c;
+        u8* to = tile + tw_at<DP>(r0, c);
+        if (D % 16 == 0 && num >= ROWS) {
+            // Nearly all tiles: no row must be looked at.
+#pragma unroll
+            for (u32 r = 0; r < ROWS; r += step, from += (i64)step * ld) cp_async_cg_16_zfill(to + r * (DP * 2), from, 16);
+            return;
+        }
+#pragma unroll 2
+        for (u32 r = 0; r < ROWS; r += step, from += (i64)step * ld) {
+            const bool there = r + r0 < num && (D % 16 == 0 || c < D / 8);
+            cp_async_cg_16_zfill(to + r * (DP * 2), there ? from : base, there ? 16 : 0);
+        }
+    } else {
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < ROWS * chunks; i += THREADS) {
+            const u32 r = i / chunks, c = i % chunks;
+            const bool there = r < num && c < D / 8;
+            cp_async_cg_16_zfill(tile + tw_at<DP>(r, c), there ? base + (i64)r * ld + 8 * c : base, there ? 16 : 0);
+        }
+    }
+}
+
+__device__ __forceinline__ void tw_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if TW_ATTN_TYPE == 1
+    mma_m16n8k16_f32_f16(d, a, b);
+#else
+    mma_m16n8k16_f32_bf16(d, a, b);
+#endif
+}
+
+__device__ __forceinline__ u32 tw_pair(float low, float high, u32 type) {
+    return type == 0 ? cvt_rn_bf16x2_f32(low, high) : cvt_rn_f16x2_f32(low, high);
+}
+
+// What a lane adds to a tile's address for fragments of A and of transposed B, and for the others.
+template <u32 DP> __device__ __forceinline__ u32 tw_lane_a() {
+    return tw_at<DP>(threadIdx.x % 16, threadIdx.x % 32 / 16);
+}
+template <u32 DP> __device__ __forceinline__ u32 tw_lane_b() {
+    return tw_at<DP>(threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x % 16 / 8);
+}
+
+// Row `r` (a multiple of 8) and chunks 2k and 2k + 1 of a tile, from a lane's address on. Four
+// exclusive ors serve all k: the rest of the address is a constant of the instruction.
+template <u32 DP> __device__ __forceinline__ const u8* tw_place(u32 at, u32 r, u32 k) {
+    return tw_smem + (at ^ k % 4 << 5) + (r * (DP * 2) + k / 4 * 128);
+}
+
+// Fragments of a tile. `at` is its offset in shared memory plus tw_lane_a or tw_lane_b.
+// A: rows r..r+16 and columns 16k..16k+16 (tw_lane_a).
+// Two of B: columns are rows r..r+8 and r+8..r+16 of the tile, for k in 16k..16k+16 (tw_lane_b).
+template <u32 DP> __device__ __forceinline__ void tw_frag(u32 (&f)[4], u32 at, u32 r, u32 k) {
+    ldmatrix_x4_b16(f, tw_place<DP>(at, r, k));
+}
+// Two of B whose columns are columns 16k.. of the tile, for k in its rows r..r+16 (tw_lane_a).
+// A of the transposed tile: its columns 16k.. are A's rows, its rows r.. A's columns (tw_lane_b).
+template <u32 DP> __device__ __forceinline__ void tw_frag_t(u32 (&f)[4], u32 at, u32 r, u32 k) {
+    ldmatrix_x4_trans_b16(f, tw_place<DP>(at, r, k));
+}
+
+// s = x y^T: this warp's rows of tile `x` and all of tile `y`, of D columns.
+template <u32 MT, u32 NT, u32 D, u32 DP>
+__device__ __forceinline__ void tw_products(float (&s)[MT][NT][4], u32 x, u32 y) {
+#pragma unroll
+    for (u32 i = 0; i < MT; i++)
+#pragma unroll
+        for (u32 j = 0; j < NT; j++)
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) s[i][j][e] = 0;
+    x += threadIdx.x / 32 * (16 * MT) * (DP * 2) + tw_lane_a<DP>();
+    y += tw_lane_b<DP>();
+#pragma unroll
+    for (u32 k = 0; k < D / 16; k++) {
+        u32 fx[MT][4];
+#pragma unroll
+        for (u32 i = 0; i < MT; i++) tw_frag<DP>(fx[i], x, 16 * i, k);
+#pragma unroll
+        for (u32 j = 0; j < NT; j += 2) {
+            u32 f[4];
+            tw_frag<DP>(f, y, 8 * j, k);
+            const u32 f0[2] = {f[0], f[1]}, f1[2] = {f[2], f[3]};
+#pragma unroll
+            for (u32 i = 0; i < MT; i++) tw_mma(s[i][j], fx[i], f0), tw_mma(s[i][j + 1], fx[i], f1);
+        }
+    }
+}
+
+// o += p y, with p rounded to the type of y.
+template <u32 MT, u32 NT, u32 DT, u32 DP>
+__device__ __forceinline__ void tw_accumulate(float (&o)[MT][DT][4], const float (&p)[MT][NT][4], u32 y) {
+    y += tw_lane_a<DP>();
+#pragma unroll
+    for (u32 k = 0; k < NT / 2; k++) {
+        u32 fp[MT][4];
+#pragma unroll
+        for (u32 i = 0; i < MT; i++)
+#pragma unroll
+            for (u32 e = 0; e < 4; e++)
+                fp[i][e] = tw_pair(p[i][2 * k + e / 2][e % 2 * 2], p[i][2 * k + e / 2][e % 2 * 2 + 1], TW_ATTN_TYPE);
+#pragma unroll
+        for (u32 j = 0; j < DT; j += 2) {
+            u32 f[4];
+            tw_frag_t<DP>(f, y, 16 * k, j / 2);
+            const u32 f0[2] = {f[0], f[1]}, f1[2] = {f[2], f[3]};
+#pragma unroll
+            for (u32 i = 0; i < MT; i++) tw_mma(o[i][j], fp[i], f0), tw_mma(o[i][j + 1], fp[i], f1);
+        }
+    }
+}
+
+// Row of a block's tile that element e of part i of an accumulator belongs to.
+template <u32 MT> __device__ __forceinline__ u32 tw_row(u32 i, u32 e) {
+    return threadIdx.x / 32 * (16 * MT) + 16 * i + threadIdx.x % 32 / 4 + e / 2 * 8;
+}
+
+// Rows of `o` times their factors to memory, `num` of them, from element `at` on: 16-bit types
+// through this warp's rows of a tile at `stage`, which only this warp uses.
+template <u32 MT, u32 DT, u32 D, u32 DP>
+__device__ __forceinline__ void tw_store(void* out, u32 type, i64 at, i64 ld, u32 num, const float (&o)[MT][DT][4],
+                                         const float (&factor)[MT][2], u32 stage) {
+    const u32 lane = threadIdx.x % 32;
+    if (type == 2) {
+#pragma unroll
+        for (u32 i = 0; i < MT; i++)
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                const u32 row = tw_row<MT>(i, 2 * half);
+                const float f = factor[i][half];
+                float* to = (float*)out + at + (i64)row * ld + lane % 4 * 2;
+#pragma unroll
+                for (u32 j = 0; j < DT; j++)
+                    if (row < num && (D % 16 == 0 || 8 * j < D))
+                        *(float2*)(to + 8 * j) = make_float2(o[i][j][2 * half] * f, o[i][j][2 * half + 1] * f);
+            }
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < MT; i++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const u32 row = tw_row<MT>(i, 2 * half);
+            const float f = factor[i][half];
+#pragma unroll
+            for (u32 j = 0; j < DT; j++)
+                *(u32*)(tw_smem + stage + tw_at<DP>(row, j) + lane % 4 * 4) =
+                    tw_pair(o[i][j][2 * half] * f, o[i][j][2 * half + 1] * f, type);
+        }
+    __syncwarp();
+    const u32 chunks = D / 8, rows = 16 * MT, row0 = threadIdx.x / 32 * rows;
+#pragma unroll 4
+    for (u32 i = lane; i < rows * chunks; i += 32) {
+        const u32 row = row0 + i / chunks, c = i % chunks;
+        if (row < num)
+            *(uint4*)((u16*)out + at + (i64)row * ld + 8 * c) = *(const uint4*)(tw_smem + stage + tw_at<DP>(row, c));
+    }
+}
+
+// What all threads of a block know, in shared memory.
+struct TwBlock {
+    TwSeg own;
+    u32 head, kv_head;
+    // The tile's first row in its segment, and its rows.
+    u32 first, num;
+    // Position in the other side's sequence of the first row and of the last.
+    int at, at_last;
+    TwWalk walk;
+};
+
+// The sum, and the greatest, of the four lanes that share a row of an accumulator.
+__device__ __forceinline__ float tw_quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+__device__ __forceinline__ float tw_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// ---- What only some attentions have.
+
+// The score of a pair, from its product, and its derivative by product times scale.
+__device__ __forceinline__ float tw_score(const TwAttn& a, float product, const float* bias, float& slope) {
+    float z = product * a.scale;
+    slope = 1.0f;
+    if (a.softcap > 0) {
+        const float t = tanhf(z / a.softcap);
+        z = a.softcap * t, slope = 1.0f - t * t;
+    }
+    return bias ? z + *bias : z;
+}
+
+// SplitMix64 finaliser, as in `tilewire_core::Rng`.
+__device__ __forceinline__ u64 tw_mix(u64 z) {
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+    return z ^ z >> 31;
+}
+
+// Whether dropout keeps a pair of global rows; `seed` is mixed.
+__device__ __forceinline__ bool tw_kept(const TwAttn& a, u64 seed, u32 head, u32 q_row, u32 kv_row) {
+    const u64 at = (u64)(a.first_head + head) << 48 | (u64)q_row << 24 | kv_row;
+    return tw_mix(seed + at * 0x9e3779b97f4a7c15ull + 1) >> 11 >= a.drop_below;
+}
+__device__ __forceinline__ u64 tw_drop_seed(const TwAttn& a) {
+    return tw_mix(a.drop_seed ^ 0x9e3779b97f4a7c15ull);
+}
+
+// The bias of a pair of positions, or null.
+__device__ __forceinline__ const float* tw_bias(const TwAttn& a, u32 head, u32 i, u32 j) {
+    const u32 h = a.bias_heads == 1 ? 0 : a.first_head + head;
+    return a.bias ? a.bias + ((i64)h * a.bias_sq + i) * a.bias_skv + j : nullptr;
+}
+
+// delta = <d_out, out> of one row and head, by one warp.
+template <class F> __device__ __forceinline__ void tw_delta(const TwAttn& a, u32 dv, F at) {
+    const u64 i = (u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (i >= (u64)a.tokens_q * a.heads_q) return;
+    const u32 row = (u32)(i / a.heads_q), head = (u32)(i % a.heads_q);
+    float sum = 0.0f;
+    for (u32 c = threadIdx.x % 32; c < dv; c += 32) {
+        const i64 e = (i64)row * a.ld_o + head * dv + c;
+        sum = fmaf(at(a.out, e), at(a.d_out, e), sum);
+    }
+#pragma unroll
+    for (u32 by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
+    if (threadIdx.x % 32 == 0) a.delta[(i64)head * a.tokens_q + row] = sum;
+}
+
+// Segments as an argument, so that a launch brings its own tables: queued, captured, never copied
+// from the host's memory.
+enum : u32 { TW_TABLE = 96 };
+struct TwTable {
+    TwSeg* to;
+    u32 num, pad;
+    TwSeg segs[TW_TABLE];
+};
+
+extern "C" __global__ void __launch_bounds__(96) tw_attn_table(const __grid_constant__ TwTable t) {
+    if (threadIdx.x < t.num) t.to[threadIdx.x] = t.segs[threadIdx.x];
+}

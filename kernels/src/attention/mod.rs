@@ -1,0 +1,195 @@
+//! The attention kernels: which text for which attention, and how it is launched.
+
+use crate::{MATH, MMA, Source};
+
+/// Attention of 16-bit types on any GPU from sm_80 on. See [`Variant`] for its definitions.
+pub const SM80_ATTENTION: Source = Source {
+    name: "attention/sm80_attention.cu",
+    parts: &[
+        MMA,
+        MATH,
+        include_str!("common.cuh"),
+        include_str!("forward.cuh"),
+        include_str!("backward.cuh"),
+        include_str!("sm80_attention.cu"),
+    ],
+    defines: &[],
+    kernels: &["tw_attn_table", "tw_attn_fwd", "tw_attn_delta", "tw_attn_dq"],
+};
+
+/// Attention of any types, and the gradients of bias and sink. See [`Plain`] for its definitions.
+pub const PLAIN_ATTENTION: Source = Source {
+    name: "attention/plain_attention.cu",
+    parts: &[MMA, MATH, include_str!("common.cuh"), include_str!("plain_attention.cu")],
+    defines: &[],
+    kernels: &[
+        "tw_attn_table",
+        "tw_attn_fwd",
+        "tw_attn_delta",
+        "tw_attn_dq",
+        "tw_attn_dkv",
+        "tw_attn_dbias",
+        "tw_attn_dsink",
+        "tw_attn_merge",
+    ],
+};
+
+/// Rows of a tile of the kernels of [`PLAIN_ATTENTION`].
+pub const PLAIN_ROWS: u64 = 4;
+/// Segments that one launch of `tw_attn_table` writes.
+pub const TABLE: usize = 96;
+
+/// One compilation of [`PLAIN_ATTENTION`]. A type is 0 bf16, 1 f16 or 2 f32.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Plain {
+    /// Of q, k and v.
+    pub input: u64,
+    /// Of out and the gradients.
+    pub output: u64,
+    /// Head dimension of q and k.
+    pub dqk: u64,
+    /// Head dimension of v and out.
+    pub dv: u64,
+}
+
+impl Plain {
+    /// The definitions that the text takes.
+    pub fn defines(&self) -> Vec<(String, u64)> {
+        let all = [
+            ("TW_ATTN_IN", self.input),
+            ("TW_ATTN_OUT", self.output),
+            ("TW_ATTN_DQK", self.dqk),
+            ("TW_ATTN_DV", self.dv),
+        ];
+        all.iter().map(|(n, v)| ((*n).to_owned(), *v)).collect()
+    }
+}
+
+/// One compilation of [`SM80_ATTENTION`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Variant {
+    /// f16 in place of bf16.
+    pub f16: bool,
+    /// Head dimension of q and k, a multiple of 8 up to 256.
+    pub dqk: u64,
+    /// Head dimension of v and out, a multiple of 8 up to 256.
+    pub dv: u64,
+    /// Softcap, bias, dropout or a scale that is not positive.
+    pub extra: bool,
+}
+
+/// Rows of a tile and warps of a block of one kernel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Tile {
+    /// Queries.
+    pub m: u64,
+    /// Keys.
+    pub n: u64,
+    /// Warps of a block.
+    pub warps: u64,
+}
+
+impl Variant {
+    /// Tiles of the forward kernel.
+    pub fn forward(&self) -> Tile {
+        match (self.dqk.max(self.dv), self.extra) {
+            (0..=128, false) => Tile { m: 128, n: 64, warps: 4 },
+            (0..=192, _) => Tile { m: 64, n: 64, warps: 4 },
+            // So that an A100's shared memory is enough.
+            _ => Tile { m: 64, n: 32, warps: 4 },
+        }
+    }
+
+    /// Tiles of the kernel of dq.
+    pub fn dq(&self) -> Tile {
+        let m = if self.dqk.max(self.dv) <= 128 && !self.extra { 128 } else { 64 };
+        Tile { m, n: 32, warps: 4 }
+    }
+
+    /// Tiles of the kernel of dk and dv, or of each.
+    pub fn dkv(&self) -> Tile {
+        match self.dqk.max(self.dv) <= 128 && !self.extra {
+            true => Tile { m: 64, n: 128, warps: 8 },
+            false => Tile { m: 32, n: 64, warps: 4 },
+        }
+    }
+
+    /// Whether dk and dv are made by two kernels, because both do not fit into the registers.
+    pub fn split(&self) -> bool {
+        self.dqk.max(self.dv) > 128
+    }
+
+    /// Columns of a row in shared memory, of q and k and of v.
+    fn padded(&self) -> (u64, u64) {
+        (self.dqk.next_multiple_of(64), self.dv.next_multiple_of(64))
+    }
+
+    /// Dynamic shared memory of the forward kernel: the queries, then two stages of keys and values.
+    pub fn forward_shared_bytes(&self) -> u64 {
+        let (t, (qk, v)) = (self.forward(), self.padded());
+        2 * (t.m * qk.max(v) + 2 * t.n * (qk + v))
+    }
+
+    /// Dynamic shared memory of the kernel of dq: queries and gradients, then two stages of keys
+    /// and values.
+    pub fn dq_shared_bytes(&self) -> u64 {
+        let (t, (qk, v)) = (self.dq(), self.padded());
+        2 * (t.m + 2 * t.n) * (qk + v)
+    }
+
+    /// Dynamic shared memory of the kernels of dk and dv: keys and values, then two stages of
+    /// queries, gradients and two numbers of each query.
+    pub fn dkv_shared_bytes(&self) -> u64 {
+        let (t, (qk, v)) = (self.dkv(), self.padded());
+        2 * (t.n + 2 * t.m) * (qk + v) + 16 * t.m
+    }
+
+    /// The definitions that the text takes.
+    pub fn defines(&self) -> Vec<(String, u64)> {
+        let (f, q, kv) = (self.forward(), self.dq(), self.dkv());
+        let all = [
+            ("TW_ATTN_TYPE", u64::from(self.f16)),
+            ("TW_ATTN_DQK", self.dqk),
+            ("TW_ATTN_DV", self.dv),
+            ("TW_ATTN_EXTRA", u64::from(self.extra)),
+            ("TW_ATTN_SPLIT", u64::from(self.split())),
+            ("TW_ATTN_M", f.m),
+            ("TW_ATTN_N", f.n),
+            ("TW_ATTN_WARPS", f.warps),
+            ("TW_ATTN_DQ_M", q.m),
+            ("TW_ATTN_DQ_N", q.n),
+            ("TW_ATTN_DQ_WARPS", q.warps),
+            ("TW_ATTN_DKV_M", kv.m),
+            ("TW_ATTN_DKV_N", kv.n),
+            ("TW_ATTN_DKV_WARPS", kv.warps),
+        ];
+        all.iter().map(|(n, v)| ((*n).to_owned(), *v)).collect()
+    }
+}
+
+/// Variants that are compiled ahead and tested: the usual head dimensions.
+pub fn variants() -> Vec<Variant> {
+    let dims = [(128, 128), (64, 64), (256, 256), (192, 128)];
+    let all = dims.iter().flat_map(|&(dqk, dv)| {
+        [(false, false), (true, false), (false, true)].map(|(f16, extra)| Variant {
+            f16,
+            dqk,
+            dv,
+            extra,
+        })
+    });
+    all.collect()
+}
+
+/// The same of [`Plain`].
+pub fn plain_variants() -> Vec<Plain> {
+    [(2, 2, 64), (0, 2, 40), (1, 1, 33)]
+        .map(|(input, output, d)| Plain { input, output, dqk: d, dv: d })
+        .to_vec()
+}
+
+/// Every unit of this module with the definitions of every variant.
+pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
+    let tiles = variants().into_iter().map(|v| (SM80_ATTENTION, v.defines()));
+    tiles.chain(plain_variants().into_iter().map(|p| (PLAIN_ATTENTION, p.defines()))).collect()
+}

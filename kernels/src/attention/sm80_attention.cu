@@ -1,0 +1,51 @@
+// Attention, forward and backward, on any GPU from sm_80 on; 16-bit types.
+//
+// Shapes: q [tokens_q, Hq, DQK], k [tokens_kv, Hkv, DQK], v [tokens_kv, Hkv, DV], out [tokens_q, Hq,
+//   DV], lse [Hq, tokens_q]; rows `ld` elements apart, at multiples of 16 bytes. DQK and DV are
+//   definitions, multiples of 8 up to 256. Query head h uses key head h / (Hq / Hkv).
+//   Which rows meet is said by two tables of segments (`TwSeg`): packed sequences, the chunks of a
+//   rank of context parallelism, and rows between sequences alike.
+// Types: q, k, v bf16 or f16 (TW_ATTN_TYPE); products, softmax and sums f32; out bf16, f16 or f32
+//   (f32 with its lse is what a merge of parts takes); lse f32, natural logarithm.
+// Launch: tw_attn_fwd: grid tiles * Hq blocks with tiles of TW_ATTN_M queries of each own segment,
+//   32 * TW_ATTN_WARPS threads, TW_F_Q_BYTES + 2 * TW_F_STAGE bytes of dynamic shared memory.
+// Algorithm: FlashAttention-2 (Dao, 2023) with cp.async, ldmatrix and mma.sync. Every sum has one
+//   order, which depends on shapes alone: no atomics, equal inputs give equal bits.
+
+extern "C" __global__ void __launch_bounds__(TW_F_THREADS) tw_attn_fwd(const __grid_constant__ TwAttn a) {
+    tw_forward(a);
+}
+
+extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
+    tw_delta(a, TW_DV, [](const void* p, i64 e) {
+        const u16 h = ((const u16*)p)[e];
+        return TW_ATTN_TYPE == 0 ? __uint_as_float((u32)h << 16) : cvt_f32_f16(h);
+    });
+}
+
+// With extras one block is asked for, because else ptxas spills for the sake of occupancy.
+#if TW_ATTN_EXTRA
+#define TW_DQ_BOUNDS __launch_bounds__(TwDq::THREADS, 1)
+#else
+#define TW_DQ_BOUNDS __launch_bounds__(TwDq::THREADS)
+#endif
+extern "C" __global__ void TW_DQ_BOUNDS tw_attn_dq(const __grid_constant__ TwAttn a) {
+    __shared__ TwBlock b;
+    tw_backward<TwDq, TW_SUM1>(a, b);
+}
+
+#if TW_ATTN_SPLIT
+extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dk(const __grid_constant__ TwAttn a) {
+    __shared__ TwBlock b;
+    tw_backward<TwDkv, TW_SUM1>(a, b);
+}
+extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dv(const __grid_constant__ TwAttn a) {
+    __shared__ TwBlock b;
+    tw_backward<TwDkv, TW_SUM2>(a, b);
+}
+#else
+extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dkv(const __grid_constant__ TwAttn a) {
+    __shared__ TwBlock b;
+    tw_backward<TwDkv, TW_SUM1 | TW_SUM2>(a, b);
+}
+#endif

@@ -1,0 +1,542 @@
+//! What the tests of attention share: builds, cases, an f64 reference, and the forward pass.
+
+use std::ops::Range;
+use std::sync::LazyLock;
+
+use bytemuck::{Pod, Zeroable};
+use tilewire_core::Rng;
+use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, Tile};
+
+use crate::compile::Unit;
+use crate::gemm::{Type, number};
+use crate::host::{Kernel, Lib, RUNTIME};
+use crate::memory::{ANY, Memory};
+use crate::run::Run;
+
+/// What a text was compiled for.
+#[derive(Clone, Copy)]
+pub struct Build {
+    pub lib: Option<&'static Lib>,
+    /// Type of q, k and v.
+    pub input: Type,
+    /// The plain kernels, whose output and its gradient are of one type.
+    pub plain: bool,
+    pub dqk: usize,
+    pub dv: usize,
+    pub tiles: Tiles,
+}
+
+/// Tiles of the forward kernel, of dq, and of dk and dv; and whether these are two kernels.
+#[derive(Clone, Copy)]
+pub struct Tiles {
+    pub fwd: Tile,
+    pub dq: Tile,
+    pub dkv: Tile,
+    pub split: bool,
+}
+
+/// dqk, dv, f16, extra, tiles.
+pub type Sizes = (usize, usize, bool, bool, Tiles);
+
+const fn tile(m: u64, n: u64, warps: u64) -> Tile {
+    Tile { m, n, warps }
+}
+/// Two rows of matrix instructions to a warp where the usual tiles have them.
+pub const PLAIN: Sizes = (64, 64, false, false, {
+    Tiles { fwd: tile(64, 32, 2), dq: tile(64, 16, 2), dkv: tile(16, 32, 2), split: false }
+});
+/// Neither dimension is a multiple of 16, and they differ.
+pub const EXTRA: Sizes = (40, 24, true, true, {
+    Tiles { fwd: tile(32, 16, 2), dq: tile(32, 16, 2), dkv: tile(16, 32, 2), split: true }
+});
+
+impl Build {
+    pub fn kernel(&self, name: &str) -> Kernel {
+        self.lib.unwrap().kernel(name)
+    }
+
+    fn smem(&self, rows: u64) -> usize {
+        if self.plain {
+            return 0;
+        }
+        let pad = |d: usize| d.next_multiple_of(64) as u64;
+        2 * (rows * (pad(self.dqk) + pad(self.dv))) as usize
+    }
+
+    pub fn fwd_smem(&self) -> usize {
+        if self.plain {
+            return 0;
+        }
+        let widest = self.dqk.max(self.dv).next_multiple_of(64);
+        self.smem(2 * self.tiles.fwd.n) + 2 * self.tiles.fwd.m as usize * widest
+    }
+
+    pub fn dq_smem(&self) -> usize {
+        self.smem(self.tiles.dq.m + 2 * self.tiles.dq.n)
+    }
+
+    pub fn dkv_smem(&self) -> usize {
+        let t = self.tiles.dkv;
+        self.smem(t.n + 2 * t.m) + if self.plain { 0 } else { 16 * t.m as usize }
+    }
+}
+
+pub fn load(text: String, (dqk, dv, f16, extra, tiles): Sizes) -> Build {
+    let Tiles { fwd, dq, dkv, split } = tiles;
+    let mut b = Build {
+        lib: None,
+        input: if f16 { Type::F16 } else { Type::Bf16 },
+        plain: false,
+        dqk,
+        dv,
+        tiles,
+    };
+    let last: &[&str] = if split { &["tw_attn_dk", "tw_attn_dv"] } else { &["tw_attn_dkv"] };
+    b.lib = Some(RUNTIME.load(&Unit {
+        name: SM80_ATTENTION.name,
+        text,
+        defines: vec![
+            ("TW_ATTN_TYPE", u64::from(f16)),
+            ("TW_ATTN_DQK", dqk as u64),
+            ("TW_ATTN_DV", dv as u64),
+            ("TW_ATTN_EXTRA", u64::from(extra)),
+            ("TW_ATTN_SPLIT", u64::from(split)),
+            ("TW_ATTN_M", fwd.m),
+            ("TW_ATTN_N", fwd.n),
+            ("TW_ATTN_WARPS", fwd.warps),
+            ("TW_ATTN_DQ_M", dq.m),
+            ("TW_ATTN_DQ_N", dq.n),
+            ("TW_ATTN_DQ_WARPS", dq.warps),
+            ("TW_ATTN_DKV_M", dkv.m),
+            ("TW_ATTN_DKV_N", dkv.n),
+            ("TW_ATTN_DKV_WARPS", dkv.warps),
+        ],
+        kernels: [SM80_ATTENTION.kernels, last].concat(),
+        smem: b.fwd_smem().max(b.dq_smem()).max(b.dkv_smem()),
+    }));
+    b
+}
+
+/// The plain kernels.
+pub fn load_plain(text: String, (dqk, dv, t, out): (usize, usize, Type, Type)) -> Build {
+    let rows = tile(PLAIN_ROWS, PLAIN_ROWS, 4);
+    let tiles = Tiles { fwd: rows, dq: rows, dkv: rows, split: false };
+    let lib = RUNTIME.load(&Unit {
+        name: PLAIN_ATTENTION.name,
+        text,
+        defines: vec![
+            ("TW_ATTN_IN", t as u64),
+            ("TW_ATTN_OUT", out as u64),
+            ("TW_ATTN_DQK", dqk as u64),
+            ("TW_ATTN_DV", dv as u64),
+        ],
+        kernels: PLAIN_ATTENTION.kernels.to_vec(),
+        smem: 16,
+    });
+    Build { lib: Some(lib), input: t, plain: true, dqk, dv, tiles }
+}
+
+pub static SMALL: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), PLAIN));
+pub static F32: LazyLock<Build> =
+    LazyLock::new(|| load_plain(PLAIN_ATTENTION.emu_text(), (40, 37, Type::F32, Type::F32)));
+pub static ODD: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), EXTRA));
+
+/// `TwSeg` in `attention/common.cuh`.
+#[derive(Clone, Copy, Pod, Zeroable, Debug, PartialEq)]
+#[repr(C)]
+pub struct Seg {
+    row: u32,
+    len: u32,
+    pos: u32,
+    global: u32,
+    tile: u32,
+    first: u32,
+    end: u32,
+    shift: i32,
+}
+const GAP: i32 = i32::MIN;
+
+/// `TwAttn` in `attention/common.cuh`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct Param {
+    pub q: u64,
+    pub k: u64,
+    pub v: u64,
+    pub out: u64,
+    pub lse: u64,
+    pub bias: u64,
+    pub sink: u64,
+    pub own: u64,
+    pub other: u64,
+    pub d_out: u64,
+    pub delta: u64,
+    pub grads: [u64; 3],
+    pub dbias: u64,
+    pub dsink: u64,
+    pub ld: [u64; 4],
+    pub drop_seed: u64,
+    pub drop_below: u64,
+    pub num_own: u32,
+    pub tiles: u32,
+    pub tokens_q: u32,
+    pub heads_q: u32,
+    pub heads_kv: u32,
+    pub first_head: u32,
+    pub bias_dims: [u32; 3],
+    pub window: [i32; 2],
+    pub scale: f32,
+    pub softcap: f32,
+    pub keep: f32,
+    pub out_type: u32,
+    pub plain: [u32; 3],
+}
+
+/// An attention.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub heads: (usize, usize),
+    /// Rows of queries and keys of each sequence, in the global tensors.
+    pub seqs: Vec<(Range<usize>, Range<usize>)>,
+    /// Global rows that are here.
+    pub q: Vec<Range<usize>>,
+    pub kv: Vec<Range<usize>>,
+    pub left: Option<usize>,
+    pub right: Option<usize>,
+    pub scale: f32,
+    pub softcap: f32,
+    pub drop: f64,
+    /// Heads of the bias.
+    pub bias: usize,
+    pub sink: bool,
+    pub out: Type,
+    /// Elements between rows.
+    pub pad: usize,
+}
+
+/// A query and a key that see each other.
+pub struct Pair {
+    /// Score, and its derivative by the product.
+    pub z: f64,
+    pub slope: f64,
+    /// Factor of dropout.
+    pub keep: f64,
+    /// Local row of the key; positions of both in their sequence.
+    pub l: usize,
+    pub i: usize,
+    pub j: usize,
+}
+
+pub fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+/// One sequence, scores of some magnitude.
+#[expect(clippy::single_range_in_vec_init, reason = "spans that happen to be one")]
+pub fn case(sq: usize, skv: usize) -> Case {
+    Case {
+        heads: (2, 1),
+        seqs: vec![(0..sq, 0..skv)],
+        q: vec![0..sq],
+        kv: vec![0..skv],
+        left: None,
+        right: None,
+        scale: 0.8,
+        softcap: 0.0,
+        drop: 0.0,
+        bias: 0,
+        sink: false,
+        out: Type::F32,
+        pad: 0,
+    }
+}
+
+impl Case {
+    pub fn causal(self) -> Self {
+        Self { right: Some(0), ..self }
+    }
+
+    pub fn window(self, left: usize, right: usize) -> Self {
+        Self { left: Some(left), right: Some(right), ..self }
+    }
+
+    /// Sequences one after the other, with one row between them.
+    #[expect(clippy::single_range_in_vec_init, reason = "spans that happen to be one")]
+    pub fn packed(lens: &[(usize, usize)]) -> Self {
+        let (mut q, mut kv) = (1, 0);
+        let mut c = case(0, 0);
+        c.seqs.clear();
+        for &(sq, skv) in lens {
+            c.seqs.push((q..q + sq, kv..kv + skv));
+            q += sq + 1;
+            kv += skv + 1;
+        }
+        (c.q, c.kv) = (vec![0..q], vec![0..kv]);
+        c
+    }
+
+    pub fn rows(spans: &[Range<usize>]) -> usize {
+        spans.iter().map(Range::len).sum()
+    }
+
+    /// The segments of the rows here, and the sequence of each (none for rows between them).
+    pub fn segs(&self, of_q: bool) -> Vec<(Seg, Option<usize>)> {
+        let spans = if of_q { &self.q } else { &self.kv };
+        let (mut out, mut row) = (Vec::<(Seg, Option<usize>)>::new(), 0);
+        let owner =
+            |g: usize| self.seqs.iter().position(|(q, kv)| if of_q { q } else { kv }.contains(&g));
+        for span in spans {
+            for g in span.clone() {
+                let seq = owner(g);
+                let begin = seq
+                    .map_or(0, |s| if of_q { self.seqs[s].0.start } else { self.seqs[s].1.start });
+                match out.last_mut() {
+                    Some((last, old)) if *old == seq && g > span.start => last.len += 1,
+                    _ => {
+                        let pos = if seq.is_some() { g - begin } else { 0 };
+                        let (row, pos, global) = (row as u32, pos as u32, g as u32);
+                        let s =
+                            Seg { row, len: 1, pos, global, tile: 0, first: 0, end: 0, shift: GAP };
+                        out.push((s, seq));
+                    }
+                }
+                row += 1;
+            }
+        }
+        out
+    }
+
+    /// Own and other segments, and the tiles of the own ones.
+    pub fn tables(&self, of_q: bool, tile: u64) -> (Vec<Seg>, Vec<Seg>, u32) {
+        let (mut own, other) = (self.segs(of_q), self.segs(!of_q));
+        let mut tiles = 0;
+        for (s, seq) in &mut own {
+            s.tile = tiles;
+            tiles += s.len.div_ceil(tile as u32);
+            let Some(seq) = *seq else { continue };
+            let (q, kv) = &self.seqs[seq];
+            s.shift = kv.len() as i32 - q.len() as i32;
+            let of = |(_, o): &(Seg, Option<usize>)| *o == Some(seq);
+            s.first = other.iter().position(of).unwrap_or(0) as u32;
+            s.end = s.first + other.iter().filter(|o| of(o)).count() as u32;
+        }
+        let only = |v: Vec<(Seg, Option<usize>)>| v.into_iter().map(|(s, _)| s).collect();
+        (only(own), only(other), tiles)
+    }
+
+    pub fn narrow(on: &Build) -> Type {
+        on.input
+    }
+
+    /// Tensor `t`, `[rows, heads, d]`, of global rows `spans`.
+    pub fn tensor(on: &Build, t: u64, spans: &[Range<usize>], width: usize) -> Vec<f32> {
+        let ty = Self::narrow(on);
+        let at = |g: usize, c: usize| ty.round(number(false, t, g * width + c));
+        spans.iter().cloned().flatten().flat_map(|g| (0..width).map(move |c| at(g, c))).collect()
+    }
+
+    pub fn sink_of(head: usize) -> f32 {
+        1.5 - head as f32
+    }
+
+    pub fn bias_of(&self, head: usize, i: usize, j: usize) -> f32 {
+        let head = if self.bias == 1 { 0 } else { head };
+        number(false, 7, head << 16 | i << 8 | j)
+    }
+
+    pub fn longest(&self) -> (usize, usize) {
+        let most = |f: fn(&(Range<usize>, Range<usize>)) -> usize| self.seqs.iter().map(f).max();
+        (most(|s| s.0.len()).unwrap_or(0), most(|s| s.1.len()).unwrap_or(0))
+    }
+
+    /// What query row `r`, head `h`, sees of the keys that are here; none for rows of no sequence.
+    pub fn pairs(&self, on: &Build, x: &[Vec<f32>; 3], h: usize, r: usize) -> Option<Vec<Pair>> {
+        let (hq, hkv) = self.heads;
+        let g = self.q.iter().cloned().flatten().nth(r).unwrap();
+        let (sq, skv) = self.seqs.iter().find(|(q, _)| q.contains(&g))?;
+        let (i, kvh, rng) = (g - sq.start, h / (hq / hkv), Rng::new(77));
+        let pair = |(l, gk): (usize, usize)| {
+            let j = gk - skv.start;
+            let behind = j as i64 - (i as i64 + skv.len() as i64 - sq.len() as i64);
+            let hidden = self.left.is_some_and(|b| behind < -(b as i64))
+                || self.right.is_some_and(|b| behind > b as i64);
+            if hidden {
+                return None;
+            }
+            let (qr, kr) = (&x[0][(r * hq + h) * on.dqk..], &x[1][(l * hkv + kvh) * on.dqk..]);
+            let mut z = dot(&qr[..on.dqk], kr) * f64::from(self.scale);
+            let mut slope = f64::from(self.scale);
+            if self.softcap > 0.0 {
+                let t = (z / f64::from(self.softcap)).tanh();
+                (z, slope) = (f64::from(self.softcap) * t, slope * (1.0 - t * t));
+            }
+            if self.bias > 0 {
+                z += f64::from(self.bias_of(h, i, j));
+            }
+            let keep = rng.f64_at((h as u64) << 48 | (g as u64) << 24 | gk as u64) >= self.drop;
+            let keep = if self.drop == 0.0 { 1.0 } else { f64::from(keep) / (1.0 - self.drop) };
+            Some(Pair { z, slope, keep, l, i, j })
+        };
+        let keys = self.kv.iter().cloned().flatten().enumerate();
+        Some(keys.filter(|(_, gk)| skv.contains(gk)).filter_map(pair).collect())
+    }
+
+    /// Natural logarithm of the sum of the exponentials of what row `r` sees.
+    pub fn lse(&self, h: usize, pairs: Option<&[Pair]>) -> f64 {
+        let Some(pairs) = pairs else { return f64::NEG_INFINITY };
+        let sink = self.sink.then(|| f64::from(Self::sink_of(h)));
+        let all = pairs.iter().map(|t| t.z).chain(sink);
+        let max = all.clone().fold(f64::NEG_INFINITY, f64::max);
+        if max == f64::NEG_INFINITY {
+            max
+        } else {
+            max + all.map(|z| (z - max).exp()).sum::<f64>().ln()
+        }
+    }
+
+    /// q, k and v.
+    pub fn inputs(&self, on: &Build) -> [Vec<f32>; 3] {
+        let (hq, hkv) = self.heads;
+        let (qk, v) = (on.dqk, on.dv);
+        [(1, &self.q, hq * qk), (2, &self.kv, hkv * qk), (3, &self.kv, hkv * v)]
+            .map(|(t, spans, width)| Self::tensor(on, t, spans, width))
+    }
+
+    /// lse and the output of row `r`, each element with its bound.
+    pub fn reference(
+        &self,
+        on: &Build,
+        x: &[Vec<f32>; 3],
+        h: usize,
+        r: usize,
+    ) -> (f64, Vec<(f64, f64)>) {
+        let (hq, hkv) = self.heads;
+        let ((u, tiny), (out_u, out_tiny)) = (Self::narrow(on).roundoff(), self.out.roundoff());
+        let pairs = self.pairs(on, x, h, r);
+        let lse = self.lse(h, pairs.as_deref());
+        let (pairs, kvh) = (pairs.unwrap_or_default(), h / (hq / hkv));
+        let element = |d: usize| {
+            let (mut y, mut sum) = (0.0, 0.0);
+            for p in &pairs {
+                let t = (p.z - lse).exp() * p.keep * f64::from(x[2][(p.l * hkv + kvh) * on.dv + d]);
+                (y, sum) = (y + t, sum + t.abs());
+            }
+            // Probabilities are rounded before the product; the rest is f32.
+            let e = (u + 1e-5) * sum + 64.0 * tiny;
+            (y, e * (1.0 + out_u) + out_u * y.abs() + out_tiny)
+        };
+        (lse, (0..on.dv).map(element).collect())
+    }
+
+    /// A tensor in memory: NaN between rows.
+    pub fn memory(name: &str, t: Type, values: &[f32], width: usize, pad: usize) -> Memory {
+        let row = |r: &[f32]| [r, &vec![f32::NAN; pad]].concat();
+        let bytes = t.bytes(&values.chunks(width.max(1)).flat_map(row).collect::<Vec<_>>());
+        let m = Memory::new(name, ANY, bytes.len());
+        m.write(&bytes);
+        m
+    }
+
+    pub fn bias_memory(&self) -> Memory {
+        let (sq, skv) = self.longest();
+        let at = |x: usize| self.bias_of(x / (sq * skv), x / skv % sq, x % skv);
+        let all: Vec<_> = (0..self.bias * sq * skv).map(at).collect();
+        Self::memory("bias", Type::F32, &all, 1, 0)
+    }
+
+    pub fn table(name: &str, s: &[Seg]) -> Memory {
+        let m = Memory::new(name, ANY, size_of_val(s));
+        m.write(s);
+        m
+    }
+
+    pub fn param(&self, on: &Build) -> Param {
+        let window = [self.left, self.right].map(|b| b.map_or(1 << 30, |b| b as i32));
+        let (sq, skv) = self.longest();
+        let (hq, hkv) = self.heads;
+        let ld =
+            [hq * on.dqk, hkv * on.dqk, hkv * on.dv, hq * on.dv].map(|w| (w + self.pad) as u64);
+        Param {
+            ld,
+            drop_seed: 77,
+            drop_below: (self.drop * 2f64.powi(53)).ceil() as u64,
+            tokens_q: Self::rows(&self.q) as u32,
+            heads_q: hq as u32,
+            heads_kv: hkv as u32,
+            bias_dims: [self.bias, sq, skv].map(|x| x as u32),
+            window,
+            scale: self.scale,
+            softcap: self.softcap,
+            keep: (1.0 / (1.0 - self.drop)) as f32,
+            out_type: self.out as u32,
+            ..Param::zeroed()
+        }
+    }
+
+    /// Runs the forward pass; the bytes of the output and lse. Panics if an element is wrong.
+    pub fn check(&self, on: &Build, seed: u64) -> (Vec<u8>, Vec<f32>) {
+        let (ty, (hq, hkv)) = (Self::narrow(on), self.heads);
+        let tensor = |name, t, spans: &[Range<usize>], width| {
+            Self::memory(name, ty, &Self::tensor(on, t, spans, width), width, self.pad)
+        };
+        let q = tensor("q", 1, &self.q, hq * on.dqk);
+        let k = tensor("k", 2, &self.kv, hkv * on.dqk);
+        let v = tensor("v", 3, &self.kv, hkv * on.dv);
+        let rows = Self::rows(&self.q);
+        let poison = vec![f32::NAN; rows * hq * on.dv];
+        let out = Self::memory("out", self.out, &poison, hq * on.dv, self.pad);
+        let lse = Self::memory("lse", Type::F32, &vec![f32::NAN; rows * hq], 1, 0);
+        let bias = self.bias_memory();
+        let sinks: Vec<f32> = (0..hq).map(Self::sink_of).collect();
+        let sink = Self::memory("sink", Type::F32, &sinks, 1, 0);
+        let (own, other, tiles) = self.tables(true, on.tiles.fwd.m);
+        let (own_m, other_m) = (Self::table("own", &own), Self::table("other", &other));
+        let p = Param {
+            q: q.addr(),
+            k: k.addr(),
+            v: v.addr(),
+            out: out.addr(),
+            lse: lse.addr(),
+            bias: if self.bias > 0 { bias.addr() } else { 0 },
+            sink: if self.sink { sink.addr() } else { 0 },
+            own: own_m.addr(),
+            other: other_m.addr(),
+            num_own: own.len() as u32,
+            tiles,
+            ..self.param(on)
+        };
+        let kernel = on.kernel("tw_attn_fwd");
+        let grid = [tiles * hq as u32, 1, 1];
+        let launch = kernel
+            .grid(grid, [32 * on.tiles.fwd.warps as u32, 1, 1])
+            .smem(on.fwd_smem() as u32)
+            .arg(&p);
+        let memory = [&q, &k, &v, &out, &lse, &bias, &sink, &own_m, &other_m];
+        let mut run = Run::new(seed).memory(memory).stream(0, vec![launch]);
+        run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 5 };
+        run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
+        let (bytes, lse) = (out.read::<u8>(), lse.read::<f32>());
+        self.compare(on, &bytes, &lse);
+        (bytes, lse)
+    }
+
+    /// Panics if an element of the output or lse is wrong.
+    pub fn compare(&self, on: &Build, out: &[u8], lse: &[f32]) {
+        let (got, hq, x) = (self.out.values(out), self.heads.0, self.inputs(on));
+        let (rows, ld) = (Self::rows(&self.q), hq * on.dv + self.pad);
+        for (h, r) in (0..hq).flat_map(|h| (0..rows).map(move |r| (h, r))) {
+            let (l, y) = self.reference(on, &x, h, r);
+            let seen = f64::from(lse[h * rows + r]);
+            let good = seen == l || l.is_finite() && (seen - l).abs() <= 2e-6 * (4.0 + l.abs());
+            assert!(good, "{self:?}: lse {seen}, not {l}, at head {h} row {r}");
+            for (d, (y, e)) in y.iter().enumerate() {
+                let g = f64::from(got[r * ld + h * on.dv + d]);
+                let at = format_args!("head {h} row {r} column {d}");
+                assert!((g - y).abs() <= *e, "{self:?}: {g}, not {y} +- {e} at {at}");
+            }
+        }
+        for row in got.chunks(ld) {
+            assert!(row[hq * on.dv..].iter().all(|x| x.is_nan()), "{self:?}: written between rows");
+        }
+    }
+}
