@@ -123,6 +123,7 @@ pub const ALL: &[Source] = &[
     portable::QUANT,
     portable::PERMUTE,
     portable::REDUCE,
+    portable::MOVE,
     portable::EP,
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,

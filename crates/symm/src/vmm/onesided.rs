@@ -172,6 +172,11 @@ impl VmmOneSided {
         unsafe { self.store.kernels.fail_if.launch(stream, Grid::new(1, 1), args) }
     }
 
+    /// Counts what a kernel of the caller writes to `dst`'s chunk, as a put.
+    pub fn count_put(&self, dst: Rank, len: usize) {
+        self.team().0.traffic.put(dst, len);
+    }
+
     /// The address of my counter on `dst`'s page.
     fn flag_addr(&self, dst: Rank, slot: SignalSlot) -> Result<u64> {
         let column = (slot.index() * self.team().size() + self.team().rank().idx()) * 16;
