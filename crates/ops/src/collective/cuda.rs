@@ -1,10 +1,9 @@
 //! Collectives on CUDA devices, by one of two ways.
 //!
 //! - **Kernel**: enter, one kernel that writes to all peers, enter again (everybody has written), one
-//!   kernel that takes in or adds. Few launches, so it is the way of small vectors; and of every
-//!   reduction, where the sum has to wait for the last part anyway.
+//!   kernel that takes in or adds. Few launches, so it is the way of small vectors.
 //! - **Copy engines**: pushes with a flag behind each, taken in one by one as they arrive. The way of
-//!   large vectors that are only moved: no SM, and what came is copied while the next comes.
+//!   large vectors: no SM, and what came is copied while the next comes.
 
 use std::sync::Arc;
 
@@ -21,13 +20,13 @@ use crate::common::lanes::{Enter, Lane, Lanes, Mover, Poison, Reducer, Sum, on_d
 /// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;
 
-/// Vectors up to this size are moved by kernels. Measured on 8 H200: at 64 MiB a kernel's
-/// all_gather takes less than that of copy engines, at 256 MiB more.
+/// Vectors up to this size are moved by kernels. Measured on 8 H200, bus GB/s of kernels and of copy
+/// engines: reduce_scatter of 64 MiB 271 and 244, of 256 MiB 289 and 306.
 const BY_KERNEL_BYTES: usize = 96 << 20;
 
 /// True if kernels move a vector of `bytes` in all. Equal on all ranks, as `bytes` is.
-pub(super) fn by_kernel(kind: &CollectiveKind, bytes: usize) -> bool {
-    matches!(kind, CollectiveKind::ReduceScatter(..)) || bytes <= BY_KERNEL_BYTES
+pub(super) fn by_kernel(bytes: usize) -> bool {
+    bytes <= BY_KERNEL_BYTES
 }
 
 /// What `prepare` makes.
@@ -52,7 +51,7 @@ struct Run<'a> {
     plan: &'a CollectivePlan,
     p: &'a Prepared,
     row: usize,
-    /// The second phase of an all_reduce, or all of a gather, is moved by kernels.
+    /// Kernels move it.
     small: bool,
 }
 
@@ -70,10 +69,9 @@ pub(super) fn launch(
     let launch = core.begin(stream, format_args!("m={m}"))?;
     let p = plan.cuda.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
     let row = plan.desc.cols * plan.desc.dtype.size();
-    let small = by_kernel(&plan.desc.kind, plan.moved_rows(m) * row);
-    let reduces = matches!(plan.desc.kind, CollectiveKind::AllReduce(_));
+    let small = by_kernel(plan.moved_rows(m) * row);
     // Copies carry flags; kernels meet instead.
-    let flags = if small || reduces { DATA..DATA } else { DATA..DATA + 1 };
+    let flags = if small { DATA..DATA } else { DATA..DATA + 1 };
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
     core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[Poison::value(to.clone())], |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
@@ -151,6 +149,16 @@ impl Run<'_> {
         self.l.os.enter(self.l.main, slot, slot, 0)
     }
 
+    /// Everybody's parts to their owners, and the owner's wait for all.
+    fn scatter(&self, phase: &Phase, from: &CudaMemory) -> Result<()> {
+        if self.small {
+            self.write(phase, from, &self.plan.staging, None)?;
+            return self.meet(&self.plan.signals);
+        }
+        self.push(phase, from, &self.plan.staging, (false, DATA))?;
+        self.l.os.wait_peers(self.l.main, self.plan.signals.slot(DATA))
+    }
+
     fn first(
         &self,
         first: &Phase,
@@ -170,8 +178,7 @@ impl Run<'_> {
                 self.collect(first, to, &plan.staging, (false, DATA))
             }
             CollectiveKind::ReduceScatter(_, op) => {
-                self.write(first, from, &plan.staging, None)?;
-                self.meet(&plan.signals)?;
+                self.scatter(first, from)?;
                 self.reduce(first, *op, from, (to, 0))
             }
             CollectiveKind::AllReduce(op) => {
@@ -180,8 +187,7 @@ impl Run<'_> {
                 else {
                     return Err(Error::internal("all_reduce without second phase"));
                 };
-                self.write(first, from, &plan.staging, None)?;
-                self.meet(&plan.signals)?;
+                self.scatter(first, from)?;
                 self.reduce(first, *op, from, (to, second.own.1.start))?;
                 let mine = self.rows(to, &second.own.1)?;
                 if self.small {

@@ -143,7 +143,7 @@ impl CollectivePlan {
             // A credit and an arrival for each phase. Kernels write both phases behind one credit.
             let one_credit = self.core.lane().is_some()
                 && sent.len() == 2
-                && cuda::by_kernel(&self.desc.kind, self.moved_rows(m) * row_bytes as usize);
+                && cuda::by_kernel(self.moved_rows(m) * row_bytes as usize);
             link.signals = 2 * sent.len() as u64 - u64::from(one_credit);
         }
         Ok(t)

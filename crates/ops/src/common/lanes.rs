@@ -90,7 +90,8 @@ impl Lane {
         // Joined whatever happened: a capture would not be whole otherwise.
         lanes.join()?;
         done?;
-        outs.iter().try_for_each(|o| self.os.poison_if_over(main, &o.0, o.1))
+        let outs: Vec<_> = outs.iter().map(|o| (o.0.clone(), o.1)).collect();
+        self.os.poison_if_over(main, &outs)
     }
 }
 
