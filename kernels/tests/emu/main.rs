@@ -11,6 +11,7 @@ mod attention_mutants;
 mod compile;
 mod convert;
 mod dequant;
+mod ep;
 mod gemm;
 mod gemm_aux;
 mod gemm_mutants;
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
         attention_grad::TESTS,
         attention_mutants::TESTS,
         reduce::TESTS,
+        ep::TESTS,
     ]
     .concat();
     let chosen: Vec<Test> = all
