@@ -4,6 +4,7 @@
 //! Values are held against the oracle by `tilewire verify --backend vmm`. Where there are fewer than two
 //! devices, each test says that it did not run.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tilewire_core::{BackendKind, DType, Error, ErrorKind, Rank, Result, Rng, Shape};
@@ -224,9 +225,21 @@ fn heap(world: &World, name: &str) -> Result<(Heap, Stream)> {
     Ok((heap, Stream::on(&ctx)?))
 }
 
+/// A panic shows the error of the rank that met it; what the others say of it shows nothing.
+fn told(op: &Op, r: Result<()>) -> Result<()> {
+    match r {
+        Err(e) if e.kind() != ErrorKind::Aborted => panic!("{}: {e}", op.name),
+        r => r,
+    }
+}
+
+/// One test at a time: each counts on its devices doing nothing else.
+static DEVICES: Mutex<()> = Mutex::new(());
+
 #[test]
 fn replays_with_changed_inputs_equal_eager_launches() {
     let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
         for make in ALL {
@@ -234,7 +247,7 @@ fn replays_with_changed_inputs_equal_eager_launches() {
             let op = make(&heap, &stream)?;
             let me = u64::from(heap.team().rank().get());
             stream.begin_capture()?;
-            (op.launch)(&stream)?;
+            told(&op, (op.launch)(&stream))?;
             let graph = stream.end_capture()?.instantiate()?;
             let rounds = if op.outs[0].len_bytes() > 1 << 20 { 2 } else { 12 };
             for round in 0..rounds {
@@ -244,12 +257,12 @@ fn replays_with_changed_inputs_equal_eager_launches() {
                     op.poison()?;
                     heap.team().agree(true)?;
                     if replay {
-                        stream.replay(&graph)?;
+                        told(&op, stream.replay(&graph))?;
                     } else {
-                        (op.launch)(&stream)?;
+                        told(&op, (op.launch)(&stream))?;
                     }
                     stream.synchronize()?;
-                    heap.team().check()?;
+                    told(&op, heap.team().check())?;
                     seen.push(op.bits()?);
                 }
                 assert!(seen[0] == seen[1] && seen[1] == seen[2], "{} round {round}", op.name);
@@ -265,6 +278,7 @@ fn replays_with_changed_inputs_equal_eager_launches() {
 #[test]
 fn a_rank_that_never_launches_is_named_and_outputs_are_poison() {
     let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_millis(700), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
         for make in ALL {
