@@ -1,0 +1,309 @@
+"""Runs the programs of this folder on GPUs: see run.sh."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 60
+CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_replay", "timeout_and_reform",
+         "abort_and_reform"]
+# Operations of `verify`, a configuration each: it must end in a minute.
+OPS = ["all_gather", "gemm", "ag_gemm", "gemm_rs", "grouped_gemm", "quant", "permute", "ep"]
+TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
+           "1000 graph replays", "hundred heaps"]
+
+
+class Config:
+    """One program to run: its name, command, how its output is judged, and whether it may compile."""
+
+    def __init__(self, name, argv, judge=None, jit=False, env=None, preload=True, needs=None):
+        self.name, self.argv, self.judge, self.jit = name, argv, judge or by_status, jit
+        self.env, self.preload, self.needs = env or {}, preload, needs
+
+
+def program(name):
+    return str(HERE / name)
+
+
+def ranks_of(n, *argv):
+    return [program("tilewire"), "run", "-n", str(n), "--no-prefix", "--", *argv]
+
+
+def up_to(n, counts):
+    return [c for c in counts if c <= n]
+
+
+# What a run says of itself: (state, summary).
+
+
+def by_status(rc, out):
+    lines = [line for line in out.splitlines() if line.strip()]
+    return ("passed" if rc == 0 else "failed"), (lines[-1][:300] if lines else "")
+
+
+def by_tests(rc, out):
+    """A libtest harness: nothing that ran is no success."""
+    found = [line for line in out.splitlines() if line.startswith("test result:")]
+    ran = sum(int(line.split(" passed")[0].rsplit(" ", 1)[-1]) for line in found)
+    return ("passed" if rc == 0 and ran > 0 else "failed"), (found[-1] if found else by_status(rc, out)[1])
+
+
+def rows_of(out):
+    rows = []
+    for line in out.splitlines():
+        if line.startswith("{"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                pass
+    return rows
+
+
+def by_rows(rc, out):
+    """Rows of `verify --json`: none wrong; all unsupported is told apart from success."""
+    rows = [r for r in rows_of(out) if "wrong" in r]
+    wrong = [r for r in rows if r["wrong"]]
+    none = [r for r in rows if not r["wrong"] and r.get("unsupported")]
+    text = f"{len(rows)} rows, {len(wrong)} wrong, {len(none)} unsupported"
+    if wrong:
+        r = wrong[0]
+        text += f"; {r['op']} {r['dtype']} ranks={r['ranks']} {r['shape']}: {str(r.get('note'))[:300]}"
+    if rows and not wrong and len(none) == len(rows):
+        return "skipped", text
+    if not rows:
+        text += "; " + by_status(rc, out)[1]
+    return ("passed" if rc == 0 and rows and not wrong else "failed"), text
+
+
+def by_bench(rc, out):
+    rows = rows_of(out)
+    wrong = [r for r in rows if r.get("wrong")]
+    return ("passed" if rc == 0 and rows and not wrong else "failed"), f"{len(rows)} rows, {len(wrong)} wrong"
+
+
+def by_survivors(num):
+    def judge(_rc, out):
+        lines = [line for line in out.splitlines() if "ranks go on" in line]
+        good = len(lines) == num and all(f"{num} ranks go on" in line for line in lines)
+        return ("passed" if good else "failed"), f"{len(lines)} of {num} survivors go on; " + (lines or [""])[0][:200]
+    return judge
+
+
+def by_sanitizer(rc, out):
+    found = [line for line in out.splitlines() if "ERROR SUMMARY" in line]
+    clean = rc == 0 and found and all(" 0 errors" in line for line in found)
+    return ("passed" if clean else "failed"), (found[-1].strip() if found else by_status(rc, out)[1])
+
+
+# Modes
+
+
+def smoke(n):
+    yield Config("doctor", [program("tilewire"), "doctor"], jit=True)
+    yield Config("topo", [program("tilewire"), "topo"], jit=True)
+    yield Config("kernels-list", [program("tilewire"), "kernels", "list"])
+    tiny = ["--backend", "vmm", "--json", "--op", "gemm", "--shape", "m=64,n=64,k=64"]
+    yield Config("verify-tiny", [program("tilewire"), "verify", "--ranks", "1", *tiny], by_rows)
+    if n > 1:
+        gather = ["--backend", "vmm", "--json", "--op", "all_gather"]
+        yield Config("verify-tiny-2", [program("tilewire"), "verify", "--ranks", "2", *gather], by_rows)
+
+
+def verify_ops():
+    """The operations that the program knows; OPS where there is no program, to list configurations."""
+    try:
+        argv = [program("tilewire"), "verify", "--op", "?"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except OSError:
+        return OPS
+    text = done.stderr.split("one of ", 1)
+    known = [w.strip() for w in text[1].splitlines()[0].split(",")] if len(text) == 2 else []
+    return known or OPS
+
+
+def conformance(n):
+    tests = program("conformance")
+    yield Config("one-sided-threads-1", [tests, "vmm_alone"], by_tests)
+    for case in CASES if n > 1 else []:
+        yield Config(f"one-sided-threads-{case}", [tests, f"vmm_threads::{case}", "--exact"], by_tests)
+    for ranks in up_to(n, [2, 3, 4, 5, 8]):
+        for case in CASES:
+            yield Config(f"one-sided-processes-{ranks}-{case}", ranks_of(ranks, program("gpu_spike"), case))
+    for test in ["gpu", "gpu_attention"]:
+        if (HERE / test).exists():
+            yield Config(f"ops-{test}", [program(test)], by_tests)
+    yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
+    for op in verify_ops():
+        flags = ["verify", "--backend", "vmm", "--json", "--op", op]
+        for ranks in up_to(n, [1, 2, 4, 8]):
+            threads = [program("tilewire"), *flags, "--ranks", str(ranks)]
+            yield Config(f"verify-threads-{ranks}-{op}", threads, by_rows)
+            if ranks > 1:
+                yield Config(f"verify-processes-{ranks}-{op}", ranks_of(ranks, program("tilewire"), *flags), by_rows)
+    yield from sanitized(n)
+
+
+def sanitized(n):
+    places = ["/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"]
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *places]))
+    small = [(1, op, "m=64,n=64,k=64") for op in ["gemm"]] + [(1, op, None) for op in ["quant", "permute"]]
+    small += [(2, op, None) for op in ["all_gather", "reduce_scatter", "ep"]]
+    for tool in ["memcheck", "synccheck"]:
+        for ranks, op, shape in small:
+            if ranks > n:
+                continue
+            verify = [program("tilewire"), "verify", "--backend", "vmm", "--op", op, "--dtype", "bf16", "--ranks",
+                      str(ranks), "--timeout-s", "50"]
+            verify += ["--shape", shape] if shape else []
+            argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *verify]
+            yield Config(f"{tool}-{ranks}-{op}", argv, by_sanitizer, preload=False,
+                         needs=None if sanitizer else "compute-sanitizer is not there")
+
+
+def faults(n):
+    spike = program("gpu_spike")
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    for ranks in up_to(n, [2, 4]):
+        for extra, tag in [({}, ""), (one, "-one-connection")]:
+            for case in ["timeout", "abort"]:
+                yield Config(f"{case}-{ranks}{tag}", ranks_of(ranks, spike, case), env=extra)
+            # The launcher ends the ranks that are left when one fails: they ignore that.
+            stay = ["bash", "-c", f'trap "" TERM; exec "{spike}" killed']
+            yield Config(f"killed-{ranks}{tag}", ranks_of(ranks, *stay), by_survivors(ranks - 1), env=extra)
+            yield Config(f"after-{ranks}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
+    if n < 2:
+        yield Config("faults", [], needs="needs two GPUs")
+
+
+def bench(n):
+    if n < 2:
+        yield Config("links", [], needs="needs two GPUs")
+        return
+    for ranks in sorted({2, n}):
+        links = [program("tilewire"), "bench", "links", "--json", "--ranks", str(ranks)]
+        yield Config(f"links-{ranks}", links, by_bench)
+    for part in TIMINGS:
+        name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
+        yield Config(name, [program("gpu_spike"), part], jit=True)
+
+
+MODES = {"smoke": smoke, "conformance": conformance, "faults": faults, "bench": bench}
+
+
+# Running
+
+
+def gpus():
+    """How many GPUs there are, by their files: no library is needed."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([d for d in visible.split(",") if d.strip()])
+    return len([d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()])
+
+
+def first_devices(n):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [d.strip() for d in visible.split(",") if d.strip()] if visible else [str(i) for i in range(n)]
+    return ",".join(names[:n])
+
+
+class Runner:
+    def __init__(self, out, n):
+        self.out, self.n = out, n
+        self.results, self.logs = out / "results.jsonl", out / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.count = {"passed": 0, "failed": 0, "skipped": 0}
+        self.cache = tempfile.mkdtemp(prefix="tilewire-run-")
+        self.preload = self.interposer()
+
+    def interposer(self):
+        """A library that makes cuMulticastCreate fail, if there is a compiler to make it with."""
+        gcc, lib = shutil.which("gcc"), Path(self.cache) / "nomulticast.so"
+        if not gcc:
+            return None
+        argv = [gcc, "-shared", "-fPIC", "-O1", "-o", str(lib), str(HERE / "nomulticast.c"), "-ldl"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        if done.returncode:
+            print("the multicast interposer does not compile:\n" + done.stderr, file=sys.stderr)
+            return None
+        return str(lib)
+
+    def environment(self, c, log):
+        env = dict(os.environ, **c.env)
+        env["CUDA_VISIBLE_DEVICES"] = first_devices(self.n)
+        env["TILEWIRE_CACHE_DIR"] = self.cache
+        # Every kernel of the operations must be among the files of this folder.
+        env["TILEWIRE_JIT"] = "auto" if c.jit else "off"
+        if c.preload and self.preload:
+            env["LD_PRELOAD"] = self.preload
+            env["TW_MULTICAST_LOG"] = str(log)
+        return env
+
+    def run(self, mode, c):
+        start, name = time.monotonic(), f"{mode}/{c.name}"
+        multicast = Path(self.cache) / "multicast.log"
+        multicast.unlink(missing_ok=True)
+        if c.needs:
+            rc, state, summary = None, "skipped", c.needs
+        else:
+            argv = ["timeout", "-k", "5", str(LIMIT_S), *c.argv]
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                  env=self.environment(c, multicast), cwd=self.cache, check=False)
+            out, rc = done.stdout.decode(errors="replace"), done.returncode
+            (self.logs / (name.replace("/", "-") + ".txt")).write_text(out[-256 * 1024:])
+            state, summary = c.judge(rc, out)
+            if rc in (124, 137):
+                state, summary = "failed", f"ended after {LIMIT_S} s: " + summary
+        line = {"config": name, "gpus": self.n, "state": state, "rc": rc,
+                "seconds": round(time.monotonic() - start, 2), "summary": summary}
+        if c.preload and self.preload and not c.needs:
+            seen = multicast.read_text().split() if multicast.exists() else []
+            line["multicast_calls"] = seen.count("cuMulticastCreate") if "loaded" in seen else None
+            if line["multicast_calls"]:
+                line["state"] = state = "failed"
+        if mode == "bench" and not c.needs:
+            line["rows"] = rows_of(out)
+        self.count[state] += 1
+        with self.results.open("a") as f:
+            f.write(json.dumps(line) + "\n")
+        print(f"{state:<8} {line['seconds']:>6.1f} s  {name:<48} {summary}", flush=True)
+
+
+def main():
+    p = argparse.ArgumentParser(prog="run.sh")
+    p.add_argument("mode", choices=[*MODES, "all"])
+    p.add_argument("n", nargs="?", type=int, help="GPUs to use, from the first on")
+    p.add_argument("--only", action="append", default=[], help="only configurations whose name contains this")
+    p.add_argument("--list", action="store_true", help="print the configurations instead of running them")
+    a = p.parse_args()
+    have = gpus()
+    n = a.n if a.n is not None else have
+    if n < 1 or (not a.list and n > have):
+        p.error(f"{n} GPUs asked for, {have} are there (/dev/nvidia*, CUDA_VISIBLE_DEVICES)")
+    modes = list(MODES) if a.mode == "all" else [a.mode]
+    wanted = [(m, c) for m in modes for c in MODES[m](n)
+              if not a.only or any(part in f"{m}/{c.name}" for part in a.only)]
+    if a.list:
+        for mode, c in wanted:
+            print(f"{mode}/{c.name}")
+        return 0
+    runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n)
+    try:
+        for mode, c in wanted:
+            runner.run(mode, c)
+    finally:
+        shutil.rmtree(runner.cache, ignore_errors=True)
+    skipped = f", {runner.count['skipped']} skipped" if runner.count["skipped"] else ""
+    print(f"{runner.count['passed']} passed, {runner.count['failed']} failed{skipped}")
+    return 1 if runner.count["failed"] or not runner.count["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
