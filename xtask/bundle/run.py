@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,10 @@ def program(name):
 
 def ranks_of(n, *argv):
     return [program("tilewire"), "run", "-n", str(n), "--no-prefix", "--", *argv]
+
+
+def search(*more):
+    return os.pathsep.join([os.environ.get("PATH", ""), *more])
 
 
 def up_to(n, counts):
@@ -102,6 +107,55 @@ def by_sanitizer(rc, out):
     return ("passed" if clean else "failed"), (found[-1].strip() if found else by_status(rc, out)[1])
 
 
+# Lines of limits.cu (a program that is not ours, put here by whoever has it) and our rows of the same: pattern, and
+# (operation, shape) for each group behind the first.
+LIMITS = [
+    (r"CE ring +(\d+) KiB: get \S+ us (\S+) GB/s \| put \S+ us (\S+) GB/s",
+     lambda kib: [("get", f"len={int(kib) // 1024}MiB"), ("put", f"len={int(kib) // 1024}MiB")]),
+    (r"CE all-gather shard +(\d+) MiB, 1 streams: .*push \S+ us (\S+) GB/s", lambda s: [("all_gather", f"shard={s}MiB")]),
+    (r"ld/st ring +(\d+) CTAs: push (\S+) GB/s \| pull (\S+) GB/s",
+     lambda c: [("st_put", f"ctas={c} len=256MiB"), ("ld_get", f"ctas={c} len=256MiB")]),
+    (r"TMA store->next peer +(\d+) CTAs chunk 16384 x8: (\S+) GB/s", lambda c: [("bulk_put", BULK.format(c))]),
+    (r"TMA store->all peers +(\d+) CTAs chunk 14336 x8: (\S+) GB/s", lambda c: [("bulk_put_all", BULK.format(c))]),
+    (r"TMA load from peer, local store +(\d+) CTAs: (\S+) GB/s", lambda c: [("bulk_get", BULK.format(c))]),
+]
+BULK = "ctas={} chunk=16KiB len=256MiB"
+
+
+def by_limits(rc, out):
+    return ("passed" if rc == 0 and "CE ring" in out else "failed"), by_status(rc, out)[1]
+
+
+def against_limits(text, rows):
+    """Our rates over those of limits.cu: [(ratio, what)], the lowest first."""
+    rates = {}
+    for r in rows:
+        words = str(r.get("note")).split(" GB/s")
+        if len(words) == 2:
+            rates[r["op"].removeprefix("links/"), r["shape"]] = float(words[0])
+    found = []
+    for pattern, names in LIMITS:
+        for m in re.finditer(pattern, text):
+            for (op, shape), theirs in zip(names(m[1]), m.groups()[1:]):
+                if (op, shape) in rates and float(theirs) > 0:
+                    ratio = rates[op, shape] / float(theirs)
+                    found.append((ratio, f"{op} {shape} {rates[op, shape]:.0f} of {float(theirs):.0f} GB/s"))
+    return sorted(found)
+
+
+def leftovers():
+    """Processes of this folder's programs that are still there."""
+    mine = {}
+    for exe in Path("/proc").glob("[0-9]*/exe"):
+        try:
+            target = os.readlink(exe)
+        except OSError:
+            continue
+        if target.startswith(f"{HERE}/"):
+            mine[exe.parent.name] = target
+    return mine
+
+
 # Modes
 
 
@@ -136,23 +190,25 @@ def conformance(n):
     for ranks in up_to(n, [2, 3, 4, 5, 8]):
         for case in CASES:
             yield Config(f"one-sided-processes-{ranks}-{case}", ranks_of(ranks, program("gpu_spike"), case))
-    for test in ["gpu", "gpu_attention"]:
-        if (HERE / test).exists():
-            yield Config(f"ops-{test}", [program(test)], by_tests)
+    # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
+    yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests)
+    yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for op in verify_ops():
+        jit = "attention" in op
         flags = ["verify", "--backend", "vmm", "--json", "--op", op]
         for ranks in up_to(n, [1, 2, 4, 8]):
             threads = [program("tilewire"), *flags, "--ranks", str(ranks)]
-            yield Config(f"verify-threads-{ranks}-{op}", threads, by_rows)
+            yield Config(f"verify-threads-{ranks}-{op}", threads, by_rows, jit)
             if ranks > 1:
-                yield Config(f"verify-processes-{ranks}-{op}", ranks_of(ranks, program("tilewire"), *flags), by_rows)
+                processes = ranks_of(ranks, program("tilewire"), *flags)
+                yield Config(f"verify-processes-{ranks}-{op}", processes, by_rows, jit)
     yield from sanitized(n)
 
 
 def sanitized(n):
-    places = ["/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"]
-    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *places]))
+    places = search("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+    sanitizer = shutil.which("compute-sanitizer", path=places)
     small = [(1, op, "m=64,n=64,k=64") for op in ["gemm"]] + [(1, op, None) for op in ["quant", "permute"]]
     small += [(2, op, None) for op in ["all_gather", "reduce_scatter", "ep"]]
     for tool in ["memcheck", "synccheck"]:
@@ -178,6 +234,7 @@ def faults(n):
             stay = ["bash", "-c", f'trap "" TERM; exec "{spike}" killed']
             yield Config(f"killed-{ranks}{tag}", ranks_of(ranks, *stay), by_survivors(ranks - 1), env=extra)
             yield Config(f"after-{ranks}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
+        yield Config(f"leaks-{ranks}", ranks_of(ranks, spike, "hundred heaps"))
     if n < 2:
         yield Config("faults", [], needs="needs two GPUs")
 
@@ -186,12 +243,22 @@ def bench(n):
     if n < 2:
         yield Config("links", [], needs="needs two GPUs")
         return
+    limits = HERE / "limits.cu"
+    if limits.exists():
+        nvcc = shutil.which("nvcc", path=search("/usr/local/cuda/bin"))
+        needs = None if nvcc else "nvcc is not there"
+        build = [nvcc or "nvcc", "-O3", "-std=c++20", "-arch=sm_90a", "-o", "limits", str(limits), "-lcublas"]
+        yield Config("limits-build", build, preload=False, needs=needs)
+        yield Config("limits", ["./limits", str(n)], by_limits, preload=False, needs=needs)
     for ranks in sorted({2, n}):
         links = [program("tilewire"), "bench", "links", "--json", "--ranks", str(ranks)]
         yield Config(f"links-{ranks}", links, by_bench)
     for part in TIMINGS:
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
         yield Config(name, [program("gpu_spike"), part], jit=True)
+    for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"]:
+        argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
+        yield Config(f"op-{op}", [*argv, "--ranks", str(n)], by_bench)
 
 
 MODES = {"smoke": smoke, "conformance": conformance, "faults": faults, "bench": bench}
@@ -215,13 +282,14 @@ def first_devices(n):
 
 
 class Runner:
-    def __init__(self, out, n):
-        self.out, self.n = out, n
+    def __init__(self, out, n, interpose):
+        self.n = n
         self.results, self.logs = out / "results.jsonl", out / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.count = {"passed": 0, "failed": 0, "skipped": 0}
         self.cache = tempfile.mkdtemp(prefix="tilewire-run-")
-        self.preload = self.interposer()
+        self.preload = self.interposer() if interpose else None
+        self.limits, self.links = "", []
 
     def interposer(self):
         """A library that makes cuMulticastCreate fail, if there is a compiler to make it with."""
@@ -254,13 +322,18 @@ class Runner:
             rc, state, summary = None, "skipped", c.needs
         else:
             argv = ["timeout", "-k", "5", str(LIMIT_S), *c.argv]
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  env=self.environment(c, multicast), cwd=self.cache, check=False)
-            out, rc = done.stdout.decode(errors="replace"), done.returncode
-            (self.logs / (name.replace("/", "-") + ".txt")).write_text(out[-256 * 1024:])
+            log = self.logs / (name.replace("/", "-") + ".txt")
+            # A file, not a pipe: nobody who keeps it open keeps us waiting.
+            with log.open("wb") as f:
+                rc = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, cwd=self.cache,
+                                    env=self.environment(c, multicast), check=False).returncode
+            out = log.read_text(errors="replace")
             state, summary = c.judge(rc, out)
             if rc in (124, 137):
                 state, summary = "failed", f"ended after {LIMIT_S} s: " + summary
+            left = self.settle()
+            if left:
+                state, summary = "failed", f"left behind: {left}; " + summary
         line = {"config": name, "gpus": self.n, "state": state, "rc": rc,
                 "seconds": round(time.monotonic() - start, 2), "summary": summary}
         if c.preload and self.preload and not c.needs:
@@ -270,6 +343,30 @@ class Runner:
                 line["state"] = state = "failed"
         if mode == "bench" and not c.needs:
             line["rows"] = rows_of(out)
+            self.limits = out if c.name == "limits" else self.limits
+            self.links = line["rows"] if c.name == f"links-{self.n}" else self.links
+        self.note(line)
+
+    def settle(self):
+        """What is left of the last program a second after its end."""
+        for _ in range(20):
+            left = leftovers()
+            if not left:
+                break
+            time.sleep(0.05)
+        return left
+
+    def compare(self):
+        """A line that says how far our links are from limits.cu."""
+        ratios = against_limits(self.limits, self.links)
+        if ratios:
+            worst = "; ".join(f"{ratio:.3f} {what}" for ratio, what in ratios[:5])
+            state = "passed" if ratios[0][0] >= 0.95 else "failed"
+            self.note({"config": "bench/against-limits", "gpus": self.n, "state": state, "rc": None, "seconds": 0.0,
+                       "summary": f"{len(ratios)} rates, lowest: {worst}"})
+
+    def note(self, line):
+        state, name, summary = line["state"], line["config"], line["summary"]
         self.count[state] += 1
         with self.results.open("a") as f:
             f.write(json.dumps(line) + "\n")
@@ -281,6 +378,7 @@ def main():
     p.add_argument("mode", choices=[*MODES, "all"])
     p.add_argument("n", nargs="?", type=int, help="GPUs to use, from the first on")
     p.add_argument("--only", action="append", default=[], help="only configurations whose name contains this")
+    p.add_argument("--no-interposer", action="store_true", help="do not preload what counts cuMulticastCreate")
     p.add_argument("--list", action="store_true", help="print the configurations instead of running them")
     a = p.parse_args()
     have = gpus()
@@ -294,10 +392,11 @@ def main():
         for mode, c in wanted:
             print(f"{mode}/{c.name}")
         return 0
-    runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n)
+    runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer)
     try:
         for mode, c in wanted:
             runner.run(mode, c)
+        runner.compare()
     finally:
         shutil.rmtree(runner.cache, ignore_errors=True)
     skipped = f", {runner.count['skipped']} skipped" if runner.count["skipped"] else ""

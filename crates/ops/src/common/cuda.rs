@@ -165,7 +165,10 @@ pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
     let gemm = [SM80_GEMM, SM80_GROUPED_GEMM].into_iter().flat_map(|source| {
         [DType::BF16, DType::F16].map(|d| (source, crate::gemm::cuda::defines(d)))
     });
-    gemm.chain(portable()).chain(attention()).map(|(source, defines)| spec(&source, defines, arch)).collect()
+    gemm.chain(portable())
+        .chain(attention())
+        .map(|(source, defines)| spec(&source, defines, arch))
+        .collect()
 }
 
 /// Zeroed workspace.
