@@ -101,6 +101,35 @@ def by_survivors(num):
     return judge
 
 
+def by_refusal(rc, out):
+    """An error that says what to do, and no panic."""
+    good = rc in (1, 2) and "hint" in out and "panicked" not in out
+    lines = [line for line in out.splitlines() if "error" in line]
+    return ("passed" if good else "failed"), (lines or [by_status(rc, out)[1]])[0][:300]
+
+
+def by_either(rc, out):
+    """It works, or it says what to do."""
+    rows = by_rows(rc, out)
+    return rows if rows[0] == "passed" else by_refusal(rc, out)
+
+
+def by_warning(word):
+    def judge(rc, out):
+        lines = out.splitlines()
+        at = [i for i, line in enumerate(lines) if line.startswith("warn") and word in line]
+        good = rc == 0 and at and lines[at[0] + 1].lstrip().startswith("->")
+        return ("passed" if good else "failed"), (lines[at[0]] if at else f"no warning of {word}")
+    return judge
+
+
+def by_shared_gpu(rc, out):
+    """Right, and warned of."""
+    state, text = by_rows(rc, out)
+    warned = "share the GPU" in out
+    return ("passed" if state == "passed" and warned else "failed"), f"{text}; {'' if warned else 'not '}warned"
+
+
 def by_sanitizer(rc, out):
     found = [line for line in out.splitlines() if "ERROR SUMMARY" in line]
     clean = rc == 0 and found and all(" 0 errors" in line for line in found)
@@ -223,7 +252,31 @@ def sanitized(n):
                          needs=None if sanitizer else "compute-sanitizer is not there")
 
 
+def bad_input(n):
+    """Places that are not as they should be: each works, or says what to do."""
+    verify = [program("tilewire"), "verify", "--backend", "vmm", "--json", "--op", "all_gather", "--dtype", "bf16"]
+    devices = first_devices(n).split(",")
+    for ranks in up_to(n, [3, 5, 6, 7]):
+        yield Config(f"ranks-{ranks}", [*verify, "--ranks", str(ranks)], by_rows)
+    if n > 1:
+        turned = {"CUDA_VISIBLE_DEVICES": ",".join(reversed(devices))}
+        yield Config("devices-permuted", [*verify, "--ranks", str(n)], by_rows, env=turned)
+        processes = ranks_of(n, *verify)
+        yield Config("devices-permuted-processes", processes, by_rows, env=turned)
+        each = f'export CUDA_VISIBLE_DEVICES=$(echo {first_devices(n)} | cut -d, -f$((RANK + 1))); exec "$@"'
+        yield Config("one-device-visible-to-each", ranks_of(n, "bash", "-c", each, "bash", *verify), by_rows)
+    one = {"CUDA_VISIBLE_DEVICES": devices[0]}
+    yield Config("two-ranks-on-one-gpu", [*verify, "--ranks", "2"], by_shared_gpu, env=one)
+    yield Config("no-device", [*verify, "--ranks", "1"], by_refusal, env={"CUDA_VISIBLE_DEVICES": ""})
+    few = ["bash", "-c", 'ulimit -n 20; exec "$@"', "bash", *verify, "--ranks", "1"]
+    yield Config("few-descriptors", few, by_either, preload=False)
+    yield Config("cache-not-writable", [*verify, "--ranks", "1"], by_rows, env={"TILEWIRE_CACHE_DIR": "/proc/none"})
+    off = {name: "1" for name in ["NCCL_NVLS_ENABLE"]} | {name: "0" for name in ["NVSHMEM_DISABLE_NVLS"]}
+    yield Config("multicast-not-off", [program("tilewire"), "doctor"], by_warning("NVLink multicast"), env=off, jit=True)
+
+
 def faults(n):
+    yield from bad_input(n)
     spike = program("gpu_spike")
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     for ranks in up_to(n, [2, 4]):
@@ -236,7 +289,7 @@ def faults(n):
             yield Config(f"after-{ranks}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
         yield Config(f"leaks-{ranks}", ranks_of(ranks, spike, "hundred heaps"))
     if n < 2:
-        yield Config("faults", [], needs="needs two GPUs")
+        yield Config("peers", [], needs="needs two GPUs")
 
 
 def bench(n):
@@ -275,6 +328,17 @@ def gpus():
     return len([d for d in Path("/dev").glob("nvidia[0-9]*") if d.name[6:].isdigit()])
 
 
+def unusable(n):
+    """Why the driver does not see so many GPUs; tests that find none pass, and would mean nothing."""
+    env = dict(os.environ, CUDA_VISIBLE_DEVICES=first_devices(n))
+    done = subprocess.run([program("tilewire"), "topo", "--json"], capture_output=True, text=True, check=False, env=env,
+                          timeout=LIMIT_S)
+    if done.returncode:
+        return done.stderr.strip() or f"tilewire topo: {done.returncode}"
+    seen = len(json.loads(done.stdout)["gpus"])
+    return None if seen == n else f"the driver sees {seen} GPUs of {n}"
+
+
 def first_devices(n):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [d.strip() for d in visible.split(",") if d.strip()] if visible else [str(i) for i in range(n)]
@@ -304,18 +368,17 @@ class Runner:
         return str(lib)
 
     def environment(self, c, log):
-        env = dict(os.environ, **c.env)
-        env["CUDA_VISIBLE_DEVICES"] = first_devices(self.n)
-        env["TILEWIRE_CACHE_DIR"] = self.cache
+        env = dict(os.environ, CUDA_VISIBLE_DEVICES=first_devices(self.n), TILEWIRE_CACHE_DIR=self.cache)
         # Every kernel of the operations must be among the files of this folder.
         env["TILEWIRE_JIT"] = "auto" if c.jit else "off"
         if c.preload and self.preload:
             env["LD_PRELOAD"] = self.preload
             env["TW_MULTICAST_LOG"] = str(log)
+        env.update(c.env)
         return env
 
     def run(self, mode, c):
-        start, name = time.monotonic(), f"{mode}/{c.name}"
+        start, name, before = time.monotonic(), f"{mode}/{c.name}", leftovers()
         multicast = Path(self.cache) / "multicast.log"
         multicast.unlink(missing_ok=True)
         if c.needs:
@@ -331,7 +394,7 @@ class Runner:
             state, summary = c.judge(rc, out)
             if rc in (124, 137):
                 state, summary = "failed", f"ended after {LIMIT_S} s: " + summary
-            left = self.settle()
+            left = self.settle(before)
             if left:
                 state, summary = "failed", f"left behind: {left}; " + summary
         line = {"config": name, "gpus": self.n, "state": state, "rc": rc,
@@ -347,10 +410,10 @@ class Runner:
             self.links = line["rows"] if c.name == f"links-{self.n}" else self.links
         self.note(line)
 
-    def settle(self):
+    def settle(self, before):
         """What is left of the last program a second after its end."""
         for _ in range(20):
-            left = leftovers()
+            left = {pid: exe for pid, exe in leftovers().items() if pid not in before}
             if not left:
                 break
             time.sleep(0.05)
@@ -366,6 +429,7 @@ class Runner:
                        "summary": f"{len(ratios)} rates, lowest: {worst}"})
 
     def note(self, line):
+        line["summary"] = " ".join(line["summary"].split())
         state, name, summary = line["state"], line["config"], line["summary"]
         self.count[state] += 1
         with self.results.open("a") as f:
@@ -392,6 +456,10 @@ def main():
         for mode, c in wanted:
             print(f"{mode}/{c.name}")
         return 0
+    why = unusable(n)
+    if why:
+        print(f"{why}\n0 passed, 1 failed")
+        return 2
     runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer)
     try:
         for mode, c in wanted:

@@ -259,6 +259,8 @@ mod tests {
             "conformance/verify-processes-2-ep",
             "conformance/memcheck-1-gemm",
             "conformance/synccheck-2-all_gather",
+            "faults/ranks-7",
+            "faults/two-ranks-on-one-gpu",
             "faults/killed-4-one-connection",
             "bench/links-8",
         ] {
