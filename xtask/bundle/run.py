@@ -238,17 +238,19 @@ def conformance(n):
 def sanitized(n):
     places = search("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
     sanitizer = shutil.which("compute-sanitizer", path=places)
-    small = [(1, op, "m=64,n=64,k=64") for op in ["gemm"]] + [(1, op, None) for op in ["quant", "permute"]]
-    small += [(2, op, None) for op in ["all_gather", "reduce_scatter", "ep"]]
+    # GPUs, ranks, operation: ranks that share a GPU are virtual ones.
+    small = [(1, 1, op) for op in ["gemm", "quant", "permute"]] + [(1, 2, "all_gather")]
+    small += [(2, 2, op) for op in ["all_gather", "reduce_scatter", "ep"]]
     for tool in ["memcheck", "synccheck"]:
-        for ranks, op, shape in small:
-            if ranks > n:
+        for devices, ranks, op in small:
+            if devices > n:
                 continue
+            name = f"{tool}-{devices}{'-virtual' if ranks > devices else ''}-{op}"
             verify = [program("tilewire"), "verify", "--backend", "vmm", "--op", op, "--dtype", "bf16", "--ranks",
                       str(ranks), "--timeout-s", "50"]
-            verify += ["--shape", shape] if shape else []
+            verify += ["--shape", "m=64,n=64,k=64"] if op == "gemm" else []
             argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *verify]
-            yield Config(f"{tool}-{ranks}-{op}", argv, by_sanitizer, preload=False,
+            yield Config(name, argv, by_sanitizer, preload=False, env={"CUDA_VISIBLE_DEVICES": first_devices(devices)},
                          needs=None if sanitizer else "compute-sanitizer is not there")
 
 
@@ -443,6 +445,7 @@ def main():
     p.add_argument("n", nargs="?", type=int, help="GPUs to use, from the first on")
     p.add_argument("--only", action="append", default=[], help="only configurations whose name contains this")
     p.add_argument("--no-interposer", action="store_true", help="do not preload what counts cuMulticastCreate")
+    p.add_argument("--for", type=float, dest="seconds", default=float("inf"), help="begin nothing after so many seconds")
     p.add_argument("--list", action="store_true", help="print the configurations instead of running them")
     a = p.parse_args()
     have = gpus()
@@ -462,14 +465,20 @@ def main():
         return 2
     runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer)
     try:
+        start, late = time.monotonic(), []
         for mode, c in wanted:
-            runner.run(mode, c)
+            if time.monotonic() - start > a.seconds:
+                late.append(f"{mode}/{c.name}")
+            else:
+                runner.run(mode, c)
         runner.compare()
     finally:
         shutil.rmtree(runner.cache, ignore_errors=True)
+    if late:
+        print(f"{len(late)} not begun, from {late[0]} on")
     skipped = f", {runner.count['skipped']} skipped" if runner.count["skipped"] else ""
     print(f"{runner.count['passed']} passed, {runner.count['failed']} failed{skipped}")
-    return 1 if runner.count["failed"] or not runner.count["passed"] else 0
+    return 1 if late or runner.count["failed"] or not runner.count["passed"] else 0
 
 
 if __name__ == "__main__":

@@ -245,6 +245,26 @@ mod tests {
         assert_eq!(names, ["device", "tilewire"]);
     }
 
+    /// However it is looked up, the call fails and is noted.
+    #[test]
+    fn the_interposer_counts_calls() {
+        if Command::new("gcc").arg("--version").output().is_err() {
+            return;
+        }
+        let dir = Folder::new("multicast");
+        let (lib, log) = (dir.0.join("lib.so"), dir.0.join("log"));
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/bundle/nomulticast.c");
+        let gcc = ["-shared", "-fPIC", "-Wall", "-Werror", source, "-ldl", "-o"];
+        output(Command::new("gcc").args(gcc).arg(&lib)).unwrap();
+        let script = "import ctypes; print(ctypes.CDLL(None).cuMulticastCreate(None, None))";
+        let mut python = Command::new("python3");
+        python.args(["-c", script]).env("LD_PRELOAD", &lib).env("TW_MULTICAST_LOG", &log);
+        assert_eq!(output(&mut python).unwrap().trim(), "801");
+        let log = fs::read_to_string(log).unwrap();
+        let calls = log.lines().filter(|l| *l == "cuMulticastCreate").count();
+        assert!(log.starts_with("loaded") && calls == 1, "{log}");
+    }
+
     /// The runner itself, without a GPU: the configurations of every mode.
     #[test]
     fn the_runner_lists_its_configurations() {
@@ -258,6 +278,7 @@ mod tests {
             "conformance/verify-threads-8-gemm",
             "conformance/verify-processes-2-ep",
             "conformance/memcheck-1-gemm",
+            "conformance/memcheck-1-virtual-all_gather",
             "conformance/synccheck-2-all_gather",
             "faults/ranks-7",
             "faults/two-ranks-on-one-gpu",
