@@ -255,11 +255,45 @@ mod tests {
         for types in REDUCE_MANTISSAS {
             assert!(is_listed(&spec(&REDUCE, reduce_defines(types), "sm_90a")), "{types:?}");
         }
+        assert!(is_listed(&spec(&MOVE, move_defines(), "sm_90a")));
         let all = kernel_specs("sm_90a");
         let mut keys: Vec<String> = all.iter().map(|s| s.key().to_string()).collect();
         keys.sort();
         keys.dedup();
         assert_eq!(keys.len(), all.len(), "a key for each");
         assert!(!is_listed(&spec(&QUANT, quant_defines(3, 2), "sm_90a")));
+    }
+
+    /// A unit that a plan loads is one of those above.
+    #[test]
+    fn every_unit_of_a_plan_is_listed() {
+        let mut folders =
+            vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
+        let mut text = String::new();
+        while let Some(path) = folders.pop() {
+            match std::fs::read_dir(&path) {
+                Ok(inside) => folders.extend(inside.map(|e| e.unwrap().path())),
+                Err(_) => text += &std::fs::read_to_string(&path).unwrap(),
+            }
+        }
+        let call = concat!("load(", "ctx, &");
+        let loaded: std::collections::BTreeSet<&str> =
+            text.split(call).skip(1).filter_map(|t| t.split(',').next()).collect();
+        let listed = [
+            "EP",
+            "MOVE",
+            "PERMUTE",
+            "PLAIN_ATTENTION",
+            "QUANT",
+            "REDUCE",
+            "SM80_ATTENTION",
+            "SM80_GEMM",
+            "SM80_GROUPED_GEMM",
+        ];
+        assert_eq!(
+            loaded.into_iter().collect::<Vec<_>>(),
+            listed,
+            "list it, and test its variants"
+        );
     }
 }
