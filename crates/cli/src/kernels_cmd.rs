@@ -25,7 +25,7 @@ pub fn run(command: &KernelsCommand) -> Result<i32> {
 }
 
 /// Every kernel, in each of its variants: the very specs that plans look for.
-fn specs(arch: &str) -> Vec<KernelSpec> {
+pub(crate) fn specs(arch: &str) -> Vec<KernelSpec> {
     let mut all = tilewire::symm::kernel_specs(arch);
     all.extend(tilewire::ops::kernel_specs(arch));
     all

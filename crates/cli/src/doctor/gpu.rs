@@ -1,6 +1,7 @@
 //! What `doctor` says of the GPUs: looked at one by one, and in pairs by really sharing memory.
 
-use std::path::PathBuf;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use tilewire::boot::NO_MULTICAST;
@@ -10,7 +11,7 @@ use tilewire::device::cuda::{
 use tilewire::prelude::*;
 
 use super::{Finding, State, finding};
-use crate::topo;
+use crate::{kernels_cmd, topo};
 
 /// The oldest GPUs that there are kernels for.
 const MIN_SM: u32 = 80;
@@ -35,6 +36,9 @@ pub(super) fn examine() -> Vec<Finding> {
         Err(e) => v.push(failed("p2p", "how the GPUs reach each other is not known", &e)),
     }
     v.push(fabric(&all));
+    let archs: BTreeSet<String> = all.iter().map(DeviceInfo::arch).collect();
+    let beside = std::env::current_exe().ok().and_then(|p| Some(p.parent()?.join("cubins")));
+    v.extend(archs.iter().map(|arch| built_in(beside.as_deref(), arch)));
     v.extend(nvlinks());
     v.push(multicast(|name| std::env::var(name).ok()));
     v
@@ -158,6 +162,27 @@ fn fabric(all: &[DeviceInfo]) -> Finding {
     finding("fabric", State::Ok, text, "")
 }
 
+/// Kernels that came with the program: all of them, or none.
+fn built_in(folder: Option<&Path>, arch: &str) -> Finding {
+    let all = kernels_cmd::specs(arch);
+    let is_there = |key: String| folder.is_some_and(|f| f.join(format!("{key}.cubin")).is_file());
+    let num = all.iter().filter(|s| is_there(s.key().to_string())).count();
+    if num == 0 {
+        let text = format!("kernels for {arch}: none is built in, they are compiled at first use");
+        return finding("built-in", State::Ok, text, "");
+    }
+    let text = format!("kernels for {arch}: {num} of {} are built in", all.len());
+    match num == all.len() {
+        true => finding("built-in", State::Ok, text, ""),
+        false => finding(
+            "built-in",
+            State::Warn,
+            format!("{text}: the folder `cubins` is of another version of this program"),
+            "`tilewire kernels compile --out cubins` beside the program, or remove the folder",
+        ),
+    }
+}
+
 /// NVLinks as `nvidia-smi` tells them, if it is there.
 fn nvlinks() -> Option<Finding> {
     let out = Command::new("nvidia-smi").args(["nvlink", "--status"]).output().ok()?;
@@ -251,6 +276,21 @@ mod tests {
         for (name, want) in NO_MULTICAST {
             assert!(remedy.contains(&format!("{name}={want}")), "{remedy}");
         }
+    }
+
+    #[test]
+    fn kernels_of_another_version_are_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let look = || built_in(Some(dir.path()), "sm_90a");
+        assert!(look().state == State::Ok && look().text.contains("none"));
+        let all = kernels_cmd::specs("sm_90a");
+        for s in &all {
+            let f = look();
+            assert!(f.text.contains("none") || (f.state == State::Warn && f.remedy.is_some()));
+            std::fs::write(dir.path().join(format!("{}.cubin", s.key())), "code").unwrap();
+        }
+        assert!(look().state == State::Ok && !look().text.contains("none"));
+        assert_eq!(built_in(None, "sm_90a").state, State::Ok);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use tilewire_core::{Config, Error, ErrorKind, Result};
 use super::error::check;
 use super::loader::available;
 use super::module::CudaModule;
-use super::probe::{DeviceInfo, describe};
+use super::probe::{DeviceInfo, arch, describe};
 use crate::jit::{Jit, KernelSpec, Key};
 
 /// Number of devices that this process may use.
@@ -167,11 +167,7 @@ impl CudaContext {
     /// # Errors
     /// What the driver reports.
     pub fn arch(&self) -> Result<String> {
-        use CUdevice_attribute as A;
-        let major = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        let suffix = if major >= 9 { "a" } else { "" };
-        Ok(format!("sm_{major}{minor}{suffix}"))
+        Ok(arch(capability(self.0.device)?.max(0) as u32))
     }
 
     /// Number of multiprocessors.

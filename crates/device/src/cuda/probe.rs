@@ -31,6 +31,17 @@ pub struct DeviceInfo {
     pub fabric: bool,
 }
 
+impl DeviceInfo {
+    /// The architecture to compile for: `sm_90a` for instance.
+    pub fn arch(&self) -> String {
+        arch(self.sm)
+    }
+}
+
+pub(super) fn arch(sm: u32) -> String {
+    format!("sm_{sm}{}", if sm >= 90 { "a" } else { "" })
+}
+
 /// How one device reaches the memory of another.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PeerInfo {

@@ -129,8 +129,9 @@ impl Counters {
 impl VmmStore {
     /// Collective: makes and maps the chunks of all ranks.
     pub fn create(team: &LiveTeam, cfg: &HeapCfg) -> Result<Arc<Self>> {
-        let made = Parts::make(team, cfg).and_then(|p| Ok((p.ctx.info()?.pci, p)));
-        let (pci, parts) = team.settle("vmm-make", made)?;
+        let parts = team.settle("vmm-make", Parts::make(team, cfg))?;
+        // One whose address is not known is taken for a GPU of its own.
+        let pci = parts.ctx.info().map_or_else(|_| format!("rank {}", team.rank()), |i| i.pci);
         warn_of_shared(team, &team.exchange("vmm-gpu", pci.as_bytes())?);
         let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
         let own = vec![parts.heap.1.as_fd(), parts.control.1.as_fd()];
