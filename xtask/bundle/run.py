@@ -239,6 +239,9 @@ def conformance(n):
     # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
+    for test in sorted(HERE.glob("gpu_*")):
+        if test.name != "gpu_spike":
+            yield Config(f"ops-{test.name}", [str(test)], by_tests)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for op in verify_ops():
         jit, judge = "attention" in op, by_rows_if_any if op in NOT_ON_DEVICES else by_rows

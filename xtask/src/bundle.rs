@@ -22,9 +22,6 @@ const TEXTS: [(&str, &str); 3] = [
     ("nomulticast.c", include_str!("../bundle/nomulticast.c")),
 ];
 
-/// Tests of operations on GPUs that may not be there yet.
-const OPS_TESTS: [&str; 2] = ["gpu", "gpu_attention"];
-
 /// Makes the bundle; what went wrong.
 pub fn make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Vec<String> {
     match try_make(root, archs, nvrtc) {
@@ -83,11 +80,8 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
 
 /// Builds the programs: their names in the bundle, and where they are.
 fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
-    let tests = OPS_TESTS.iter().filter(|t| {
-        let tests = root.join("crates/ops/tests");
-        tests.join(format!("{t}.rs")).exists() || tests.join(t).join("main.rs").exists()
-    });
-    let tests: Vec<&str> = tests.flat_map(|t| ["--test", t]).collect();
+    let tests = gpu_tests(&root.join("crates/ops/tests"));
+    let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();
     let build = "build --release -p tilewire-cli -p tilewire-symm --bin tilewire \
                  --example gpu_spike";
     let conformance = "test --release --no-run -p tilewire-symm -p tilewire-ops --test conformance";
@@ -106,6 +100,18 @@ fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
         }
     }
     Ok(found)
+}
+
+/// Tests of operations on GPUs: `gpu.rs`, `gpu_team.rs` ...
+fn gpu_tests(dir: &Path) -> Vec<String> {
+    let files = fs::read_dir(dir).into_iter().flatten().flatten();
+    let names = files.filter_map(|e| e.file_name().into_string().ok());
+    let tests = names
+        .filter(|n| n.starts_with("gpu"))
+        .filter_map(|n| Some(n.strip_suffix(".rs")?.to_owned()));
+    let mut tests: Vec<String> = tests.collect();
+    tests.sort();
+    tests
 }
 
 /// Programs in cargo's messages; the tests of a library are called as its crate without `tilewire`.
@@ -243,6 +249,16 @@ mod tests {
         let found = executables(json);
         let names: Vec<_> = found.keys().collect();
         assert_eq!(names, ["device", "tilewire"]);
+    }
+
+    #[test]
+    fn every_test_on_gpus_is_taken() {
+        let tests =
+            gpu_tests(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/ops/tests")));
+        assert!(
+            tests.iter().any(|t| t == "gpu") && tests.iter().any(|t| t == "gpu_team"),
+            "{tests:?}"
+        );
     }
 
     /// However it is looked up, the call fails and is noted.
