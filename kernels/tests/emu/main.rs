@@ -18,6 +18,7 @@ mod gemm_mutants;
 mod grouped;
 mod grouped_grad;
 mod host;
+mod links;
 mod memory;
 mod mutants;
 mod orders;
@@ -70,6 +71,7 @@ fn main() -> ExitCode {
         attention_mutants::TESTS,
         reduce::TESTS,
         ep::TESTS,
+        links::TESTS,
     ]
     .concat();
     let chosen: Vec<Test> = all
