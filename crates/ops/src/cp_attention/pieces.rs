@@ -381,3 +381,7 @@ impl Pieces<'_> {
         t
     }
 }
+
+#[cfg(test)]
+#[path = "pieces_tests.rs"]
+mod tests;
