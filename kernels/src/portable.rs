@@ -137,8 +137,17 @@ pub const REDUCE: Source = Source {
 
 /// Mantissa bits of (slots, own part, output) that [`REDUCE`] is used with: all of one type, or a
 /// part of one's own that was not rounded.
-pub const REDUCE_MANTISSAS: [[u64; 3]; 7] =
-    [[23, 23, 23], [10, 10, 10], [7, 7, 7], [10, 23, 10], [7, 23, 7], [10, 23, 23], [7, 23, 23]];
+pub const REDUCE_MANTISSAS: [[u64; 3]; 9] = [
+    [23, 23, 23],
+    [10, 10, 10],
+    [7, 7, 7],
+    [10, 23, 10],
+    [7, 23, 7],
+    [10, 23, 23],
+    [7, 23, 23],
+    [23, 23, 10],
+    [23, 23, 7],
+];
 
 /// [`REDUCE`]'s definitions for these types.
 pub fn reduce_defines([wire, own, out]: [u64; 3]) -> Vec<(String, u64)> {

@@ -14,6 +14,10 @@
 #ifndef TW_ATTN_OUT
 #define TW_ATTN_OUT 2
 #endif
+// Of dk and dv: f32 where they are parts of a sum.
+#ifndef TW_ATTN_DKV
+#define TW_ATTN_DKV TW_ATTN_OUT
+#endif
 
 enum : u32 { TW_P_ROWS = 4, TW_P_DQ = (TW_DQ + 31) / 32, TW_P_DV = (TW_DV + 31) / 32, TW_ALL = 0xffffffffu };
 
@@ -23,10 +27,12 @@ template <u32 TYPE> __device__ __forceinline__ float tw_get(const void* p, i64 a
     return TYPE == 0 ? __uint_as_float((u32)h << 16) : cvt_f32_f16(h);
 }
 
-__device__ __forceinline__ void tw_put(void* p, i64 at, float x) {
-    if (TW_ATTN_OUT == 2) ((float*)p)[at] = x;
-    else ((u16*)p)[at] = (u16)(TW_ATTN_OUT == 0 ? cvt_rn_bf16x2_f32(x, 0.0f) : cvt_rn_f16x2_f32(x, 0.0f));
+template <u32 TYPE> __device__ __forceinline__ void tw_put_as(void* p, i64 at, float x) {
+    if (TYPE == 2) ((float*)p)[at] = x;
+    else ((u16*)p)[at] = (u16)(TYPE == 0 ? cvt_rn_bf16x2_f32(x, 0.0f) : cvt_rn_f16x2_f32(x, 0.0f));
 }
+__device__ __forceinline__ void tw_put(void* p, i64 at, float x) { tw_put_as<TW_ATTN_OUT>(p, at, x); }
+__device__ __forceinline__ void tw_grad(void* p, i64 at, float x) { tw_put_as<TW_ATTN_DKV>(p, at, x); }
 
 __device__ __forceinline__ float tw_warp_sum(float x) {
 #pragma unroll
@@ -197,10 +203,10 @@ extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_dkv(const __grid_co
     }
 #pragma unroll
     for (u32 i = 0; i < TW_P_DQ; i++)
-        if (lane + 32 * i < TW_DQ) tw_put(a.dk, (i64)m.row * a.ld_k + m.head * TW_DQ + lane + 32 * i, dk[i] * a.scale);
+        if (lane + 32 * i < TW_DQ) tw_grad(a.dk, (i64)m.row * a.ld_k + m.head * TW_DQ + lane + 32 * i, dk[i] * a.scale);
 #pragma unroll
     for (u32 i = 0; i < TW_P_DV; i++)
-        if (lane + 32 * i < TW_DV) tw_put(a.dv, (i64)m.row * a.ld_v + m.head * TW_DV + lane + 32 * i, dv[i]);
+        if (lane + 32 * i < TW_DV) tw_grad(a.dv, (i64)m.row * a.ld_v + m.head * TW_DV + lane + 32 * i, dv[i]);
 }
 
 extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {

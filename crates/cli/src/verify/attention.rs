@@ -49,12 +49,13 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     for config in [None, Some(small)] {
         let plan = AttentionPlan::new(desc.clone(), config)?;
         plan.prepare(&ctx.stream)?;
-        let x = p.inputs(&q, &kv)?;
+        let x = p.inputs(ctx, &q, &kv)?;
         let mut first: Option<(AttnOut, AttnGrads)> = None;
         for _ in 0..2 {
-            let o = ctx.timed(|st| plan.launch_fwd(st, &x, p.out(s.tokens_q)))?;
+            let o = p.out(ctx, s.tokens_q)?;
+            let o = ctx.timed(|st| plan.launch_fwd(st, &x, o))?;
             p.check_out(ctx, &w, &o, &q)?;
-            let (saved, grads) = (p.saved(&o, &q)?, p.grads(s.tokens_q, s.tokens_kv));
+            let (saved, grads) = (p.saved(ctx, &o, &q)?, p.grads(ctx, s.tokens_q, s.tokens_kv)?);
             let g = ctx.timed(|st| plan.launch_bwd(st, &x, saved, grads))?;
             p.check_grads(ctx, &w, &g, (&q, &kv), (DType::F32, 0))?;
             same_bits(ctx, &mut first, (o, g))?;

@@ -91,7 +91,7 @@ fn pass(
     fewer: Option<Sequences>,
 ) -> Result<()> {
     let (q, kv) = (plan.rows_q(fewer.as_ref()), plan.rows_kv(fewer.as_ref()));
-    let mut x = p.inputs(&q, &kv)?;
+    let mut x = p.inputs(ctx, &q, &kv)?;
     x.sequences = fewer.clone();
     if plan.desc().fp8_kv {
         p.quantise_kv();
@@ -102,11 +102,12 @@ fn pass(
     let mut first = None;
     for _ in 0..2 {
         let before = ctx.team.traffic();
-        let o = ctx.timed(|s| plan.launch_fwd(s, &x, p.out(rows_q)))?;
+        let o = p.out(ctx, rows_q)?;
+        let o = ctx.timed(|s| plan.launch_fwd(s, &x, o))?;
         ctx.traffic("forward", &before, &plan.predict(fewer.as_ref(), Pass::Forward)?);
         p.check_out(ctx, &w, &o, &q)?;
         let before = ctx.team.traffic();
-        let (saved, grads) = (p.saved(&o, &q)?, p.grads(rows_q, rows_kv));
+        let (saved, grads) = (p.saved(ctx, &o, &q)?, p.grads(ctx, rows_q, rows_kv)?);
         let g = ctx.timed(|s| plan.launch_bwd(s, &x, saved, grads))?;
         ctx.traffic("backward", &before, &plan.predict(fewer.as_ref(), Pass::Backward)?);
         // Partials travel between groups, and where key heads are shared, inside of them.

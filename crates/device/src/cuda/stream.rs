@@ -190,6 +190,50 @@ impl CudaStream {
         // SAFETY: the caller's contract.
         check(unsafe { sys::cuMemcpyAsync(dst, src, len, self.0.raw) }, "cuMemcpyAsync")
     }
+
+    /// Queues a copy of `rows` rows of `width` bytes; `dst` and `src` are a device address and the
+    /// bytes from a row to the next.
+    ///
+    /// # Safety
+    /// As [`CudaStream::copy`], of all rows.
+    ///
+    /// # Errors
+    /// What the driver reports; it refuses rows that overlap.
+    pub unsafe fn copy_rows(
+        &self,
+        dst: (u64, usize),
+        src: (u64, usize),
+        (width, rows): (usize, usize),
+    ) -> Result<()> {
+        if rows <= 1 || (dst.1 == width && src.1 == width) {
+            // SAFETY: the caller's contract; the rows follow each other.
+            return unsafe { self.copy(dst.0, src.0, width * rows) };
+        }
+        if width == 0 {
+            return Ok(());
+        }
+        self.0.ctx.bind()?;
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+            srcHost: std::ptr::null(),
+            srcDevice: src.0,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: src.1,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: dst.0,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: dst.1,
+            WidthInBytes: width,
+            Height: rows,
+        };
+        // SAFETY: the caller's contract; the description lives for the call.
+        check(unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.0.raw) }, "cuMemcpy2DAsync")
+    }
 }
 
 impl Queue for CudaStream {

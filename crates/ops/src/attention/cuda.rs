@@ -13,48 +13,48 @@ use super::table::{Seg, number_tiles, whole};
 use super::{AttentionDesc, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
 
-/// `TwAttn` in `attention/common.cuh`.
+/// `TwAttn` in `attention/common.cuh`: where the tensors of a launch lie, and what its kernels are told.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct Param {
-    q: u64,
-    k: u64,
-    v: u64,
-    out: u64,
-    lse: u64,
-    bias: u64,
-    sink: u64,
-    own: u64,
-    other: u64,
-    d_out: u64,
-    delta: u64,
-    dq: u64,
-    dk: u64,
-    dv: u64,
-    dbias: u64,
-    dsink: u64,
-    ld_q: u64,
-    ld_k: u64,
-    ld_v: u64,
-    ld_o: u64,
-    drop_seed: u64,
-    drop_below: u64,
-    num_own: u32,
-    tiles: u32,
-    tokens_q: u32,
-    heads_q: u32,
-    heads_kv: u32,
-    first_head: u32,
-    bias_heads: u32,
-    bias_sq: u32,
-    bias_skv: u32,
-    left: i32,
-    right: i32,
-    scale: f32,
-    softcap: f32,
-    keep: f32,
-    out_type: u32,
-    unused: [u32; 3],
+pub(crate) struct Param {
+    pub q: u64,
+    pub k: u64,
+    pub v: u64,
+    pub out: u64,
+    pub lse: u64,
+    pub bias: u64,
+    pub sink: u64,
+    pub own: u64,
+    pub other: u64,
+    pub d_out: u64,
+    pub delta: u64,
+    pub dq: u64,
+    pub dk: u64,
+    pub dv: u64,
+    pub dbias: u64,
+    pub dsink: u64,
+    pub ld_q: u64,
+    pub ld_k: u64,
+    pub ld_v: u64,
+    pub ld_o: u64,
+    pub drop_seed: u64,
+    pub drop_below: u64,
+    pub num_own: u32,
+    pub tiles: u32,
+    pub tokens_q: u32,
+    pub heads_q: u32,
+    pub heads_kv: u32,
+    pub first_head: u32,
+    pub bias_heads: u32,
+    pub bias_sq: u32,
+    pub bias_skv: u32,
+    pub left: i32,
+    pub right: i32,
+    pub scale: f32,
+    pub softcap: f32,
+    pub keep: f32,
+    pub out_type: u32,
+    pub unused: [u32; 3],
 }
 
 /// `TwTable` in `attention/common.cuh`.
@@ -92,8 +92,8 @@ impl Tiled {
         Ok(Self { kernel, rows, threads, shared_bytes })
     }
 
-    fn grid(&self, tiles: u32, heads: usize) -> Grid {
-        Grid::new(tiles * heads as u32, self.threads).shared(self.shared_bytes)
+    fn grid(&self, tiles: u32, heads: u32) -> Grid {
+        Grid::new(tiles * heads, self.threads).shared(self.shared_bytes)
     }
 }
 
@@ -109,6 +109,8 @@ struct Backward {
     dq: Tiled,
     /// dk and dv, together or one after the other.
     dkv: Vec<Tiled>,
+    /// Type of dk and dv.
+    dkv_type: u32,
     bias_and_sink: Option<(Kernel, Kernel)>,
     /// `[Hq, tokens_q]` f32.
     delta_memory: CudaMemory,
@@ -122,8 +124,18 @@ struct Tables {
     room: usize,
 }
 
+/// What the launches of a plan need at most, and in which type they make dk and dv.
+pub(crate) struct Room {
+    /// Queries times heads.
+    pub queries: usize,
+    /// Spans of rows, of queries or keys, that do not follow each other.
+    pub spans: usize,
+    /// The output's, or f32.
+    pub dkv: DType,
+}
+
 /// Kernels and workspace of a plan. Its launches must not overlap: one stream at a time.
-pub(super) struct Prepared {
+pub(crate) struct Prepared {
     forward: Forward,
     backward: Backward,
     tables: Tables,
@@ -172,7 +184,7 @@ impl Forward {
 }
 
 impl Backward {
-    fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+    fn new(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
         // The matrix kernels read an output and its gradient of the inputs' type.
         let v = variant(d, extra(d)).filter(|_| d.out == d.dtype);
         let (delta, dq, dkv) = match v {
@@ -181,7 +193,9 @@ impl Backward {
             }
             Some(v) => Self::tiled(ctx, v)?,
             None => {
-                let m = load(ctx, &PLAIN_ATTENTION, plain(d).defines())?;
+                let mut defines = plain(d).defines();
+                defines.push(("TW_ATTN_DKV".to_owned(), u64::from(code(room.dkv))));
+                let m = load(ctx, &PLAIN_ATTENTION, defines)?;
                 let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
                 (m.kernel("tw_attn_delta")?, rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?])
             }
@@ -193,8 +207,8 @@ impl Backward {
                 Some((m.kernel("tw_attn_dbias")?, m.kernel("tw_attn_dsink")?))
             }
         };
-        let delta_memory = workspace(ctx, 4 * d.heads_q * d.sequences.tokens_q)?;
-        Ok(Self { delta, dq, dkv, bias_and_sink, delta_memory })
+        let (delta_memory, dkv_type) = (workspace(ctx, 4 * room.queries)?, code(room.dkv));
+        Ok(Self { delta, dq, dkv, dkv_type, bias_and_sink, delta_memory })
     }
 
     fn tiled(ctx: &CudaContext, v: Variant) -> Result<(Kernel, Tiled, Vec<Tiled>)> {
@@ -216,7 +230,13 @@ struct Side {
 }
 
 impl Prepared {
+    /// For all rows of the description on one rank.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+        let queries = d.heads_q * d.sequences.tokens_q;
+        Self::sized(ctx, d, &Room { queries, spans: 1, dkv: d.out })
+    }
+
+    pub fn sized(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
         if d.dtype.is_fp8() {
             return Err(no_kernel(
                 format!("attention of {}", d.dtype),
@@ -236,14 +256,14 @@ impl Prepared {
                 .expected("less than 2^29")
                 .seen(s.tokens_q.max(s.tokens_kv)));
         }
-        let tiles = s.tokens_q.max(s.tokens_kv) / PLAIN_ROWS as usize + 2 * s.q.len() + 2;
-        fit_32_bits("attention", &[tiles * d.heads_q])?;
         // Between two sequences may lie rows of none. Launches may have more sequences.
-        let room = 2 * s.q.len().max(512) + 1;
+        let segs = 2 * s.q.len().max(512) + 1 + room.spans;
+        let tiles = s.tokens_q.max(s.tokens_kv) / PLAIN_ROWS as usize + segs;
+        fit_32_bits("attention", &[tiles * d.heads_q])?;
         Ok(Self {
             forward: Forward::new(ctx, d)?,
-            backward: Backward::new(ctx, d)?,
-            tables: Tables { memory: workspace(ctx, 3 * room * size_of::<Seg>())?, room },
+            backward: Backward::new(ctx, d, room)?,
+            tables: Tables { memory: workspace(ctx, 3 * segs * size_of::<Seg>())?, room: segs },
         })
     }
 
@@ -280,8 +300,13 @@ impl Prepared {
     }
 
     /// Keeps what queued kernels refer to.
-    fn hold_all(&self, stream: &CudaStream, tensors: Vec<Tensor>) {
+    pub fn hold_all(&self, stream: &CudaStream, tensors: Vec<Tensor>) {
         hold(stream, (tensors, self.tables.memory.clone(), self.backward.delta_memory.clone()));
+    }
+
+    /// Where [`Prepared::delta`] puts its numbers.
+    pub fn delta_memory(&self) -> &CudaMemory {
+        &self.backward.delta_memory
     }
 
     pub fn launch_fwd(
@@ -293,15 +318,25 @@ impl Prepared {
         out: &AttnOut,
     ) -> Result<()> {
         let p = Param { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
-        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
         let mut held = inputs(x);
         held.extend([out.out.clone(), out.lse.clone()]);
         self.hold_all(stream, held);
-        let (q, kv) = whole(seqs);
+        self.forward(stream, d, &p, whole(seqs))
+    }
+
+    /// Queues the forward pass of tensors that are held, with the rows of the tables.
+    pub fn forward(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        p: &Param,
+        (q, kv): (Vec<Seg>, Vec<Seg>),
+    ) -> Result<()> {
+        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
         let f = &self.forward.fwd;
         let other = self.write(stream, 2, kv, 1)?;
         let own = self.write(stream, 0, q, f.rows)?;
-        launch(stream, f, d.heads_q, &p, (&own, &other))
+        launch(stream, f, p.heads_q, p, (&own, &other))
     }
 
     pub fn launch_bwd(
@@ -312,41 +347,43 @@ impl Prepared {
         (seqs, rows): (&Sequences, LocalRows),
         (saved, grads): (&AttnSaved, &AttnGrads),
     ) -> Result<()> {
+        let p = param_bwd(d, x, rows, (saved, grads))?;
+        let p = Param { delta: self.backward.delta_memory.addr(), ..p };
+        self.hold_all(stream, inputs_bwd(x, saved, grads));
+        self.delta(stream, &p)?;
+        self.backward(stream, d, &p, whole(seqs))
+    }
+
+    /// Queues `delta = <d_out, out>`.
+    pub fn delta(&self, stream: &CudaStream, p: &Param) -> Result<()> {
+        let warps = u64::from(p.tokens_q) * u64::from(p.heads_q);
+        run(stream, &self.backward.delta, Grid::new(warps.div_ceil(8) as u32, 256), p)
+    }
+
+    /// Queues the backward pass of tensors that are held, with the rows of the tables; `delta` is
+    /// there. Every row of the tables gets its gradients.
+    pub fn backward(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        p: &Param,
+        (q, kv): (Vec<Seg>, Vec<Seg>),
+    ) -> Result<()> {
         let b = &self.backward;
-        let p = Param {
-            out: addr(&saved.out)?,
-            lse: addr(&saved.lse)?,
-            d_out: addr(&saved.d_out)?,
-            delta: b.delta_memory.addr(),
-            dq: addr(&grads.dq)?,
-            dk: addr(&grads.dk)?,
-            dv: addr(&grads.dv)?,
-            dbias: addr(grads.dbias.as_ref())?,
-            dsink: addr(grads.dsink.as_ref())?,
-            ..param(d, x, rows)?
-        };
-        let all = [("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out), ("d_out", p.d_out)];
-        aligned(d, &all)?;
+        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out), ("d_out", p.d_out)])?;
         aligned(d, &[("dq", p.dq), ("dk", p.dk), ("dv", p.dv)])?;
-        let mut held = inputs(x);
-        held.extend([&saved.out, &saved.lse, &saved.d_out].map(Tensor::clone));
-        held.extend([&grads.dq, &grads.dk, &grads.dv].map(Tensor::clone));
-        held.extend(grads.dbias.iter().chain(&grads.dsink).cloned());
-        self.hold_all(stream, held);
-        let (q, kv) = whole(seqs);
         let kv_rows = b.dkv.first().map_or(1, |k| k.rows);
         let keys = self.write(stream, 2, kv, kv_rows)?;
         let queries = self.write(stream, 1, q, b.dq.rows)?;
-        let warps = rows.q * d.heads_q;
-        run(stream, &b.delta, Grid::new(warps.div_ceil(8) as u32, 256), &p)?;
-        launch(stream, &b.dq, d.heads_q, &p, (&queries, &keys))?;
+        launch(stream, &b.dq, p.heads_q, p, (&queries, &keys))?;
+        let parts = Param { out_type: b.dkv_type, ..*p };
         for kernel in &b.dkv {
-            launch(stream, kernel, d.heads_kv, &p, (&keys, &queries))?;
+            launch(stream, kernel, p.heads_kv, &parts, (&keys, &queries))?;
         }
         self.bias_and_sink(
             stream,
             d,
-            Param { own: queries.at, other: keys.at, num_own: queries.num, ..p },
+            Param { own: queries.at, other: keys.at, num_own: queries.num, ..*p },
         )
     }
 
@@ -357,20 +394,49 @@ impl Prepared {
             run(stream, dbias, Grid::new(elements.div_ceil(256) as u32, 256), &p)?;
         }
         if d.sink && p.dsink != 0 {
-            run(stream, dsink, Grid::new(d.heads_q as u32, 256), &p)?;
+            run(stream, dsink, Grid::new(p.heads_q, 256), &p)?;
         }
         Ok(())
     }
 }
 
 /// Tensors that a launch reads.
-fn inputs(x: &AttnInputs) -> Vec<Tensor> {
+pub(crate) fn inputs(x: &AttnInputs) -> Vec<Tensor> {
     let given = [&x.q.data, &x.k.data, &x.v.data].into_iter().chain(&x.bias).chain(&x.sink);
     given.cloned().collect()
 }
 
+/// Tensors of a backward pass.
+pub(crate) fn inputs_bwd(x: &AttnInputs, saved: &AttnSaved, grads: &AttnGrads) -> Vec<Tensor> {
+    let mut held = inputs(x);
+    held.extend([&saved.out, &saved.lse, &saved.d_out].map(Tensor::clone));
+    held.extend([&grads.dq, &grads.dk, &grads.dv].map(Tensor::clone));
+    held.extend(grads.dbias.iter().chain(&grads.dsink).cloned());
+    held
+}
+
+/// What the kernels of a backward pass are told; `delta` is left open.
+pub(crate) fn param_bwd(
+    d: &AttentionDesc,
+    x: &AttnInputs,
+    rows: LocalRows,
+    (saved, grads): (&AttnSaved, &AttnGrads),
+) -> Result<Param> {
+    Ok(Param {
+        out: addr(&saved.out)?,
+        lse: addr(&saved.lse)?,
+        d_out: addr(&saved.d_out)?,
+        dq: addr(&grads.dq)?,
+        dk: addr(&grads.dk)?,
+        dv: addr(&grads.dv)?,
+        dbias: addr(grads.dbias.as_ref())?,
+        dsink: addr(grads.dsink.as_ref())?,
+        ..param(d, x, rows)?
+    })
+}
+
 /// What all kernels of a launch are told.
-fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Result<Param> {
+pub(crate) fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Result<Param> {
     let window =
         [d.mask.left, d.mask.right].map(|b| b.map_or(1 << 30, |b| bound(b).min(1 << 30)) as i32);
     let bias = d.bias.map_or([0; 3], |b| [b.heads, b.sq, b.skv].map(|n| n as u32));
@@ -417,7 +483,7 @@ fn aligned(d: &AttentionDesc, tensors: &[(&str, u64)]) -> Result<()> {
 fn launch(
     stream: &CudaStream,
     k: &Tiled,
-    heads: usize,
+    heads: u32,
     p: &Param,
     (own, other): (&Side, &Side),
 ) -> Result<()> {

@@ -22,13 +22,13 @@
 //! shapes alone: equal inputs give equal bits. Protocol page: `docs/protocols/attention.md`.
 
 mod config;
-mod cuda;
+pub(crate) mod cuda;
 mod desc;
 mod grad;
 pub(crate) mod host;
 pub(crate) mod plan;
 mod sequences;
-mod table;
+pub(crate) mod table;
 mod tensors;
 #[cfg(test)]
 mod tests;

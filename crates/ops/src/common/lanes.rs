@@ -196,11 +196,21 @@ impl Reducer {
     /// Queues the sum. The addresses must stay valid as those of the launch do: symmetric memory,
     /// and tensors that the caller has given to `stream.hold`.
     pub fn launch(&self, l: &Lanes<'_>, sum: &Sum<'_>) -> Result<()> {
+        let team = l.os.heap().team();
+        self.launch_parts(l, sum, (Some(team.rank().idx()), team.size()))
+    }
+
+    /// As [`Reducer::launch`], of any number of parts, of which one may be `own`.
+    pub fn launch_parts(
+        &self,
+        l: &Lanes<'_>,
+        sum: &Sum<'_>,
+        (own, parts): (Option<usize>, usize),
+    ) -> Result<()> {
         let num = (sum.rows * sum.cols) as u64;
         if num == 0 {
             return Ok(());
         }
-        let team = l.os.heap().team();
         let param = Param {
             slots: sum.slots,
             stride: sum.stride,
@@ -209,8 +219,8 @@ impl Reducer {
             bias: sum.bias.map_or(0, CudaMemory::addr),
             num,
             cols: sum.cols as u32,
-            me: team.rank().get(),
-            size: team.size() as u32,
+            me: own.map_or(u32::MAX, |own| own as u32),
+            size: parts as u32,
             scale: sum.scale,
         };
         let threads = REDUCE_THREADS as u32;

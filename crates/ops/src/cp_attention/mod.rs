@@ -26,6 +26,7 @@
 //! `docs/protocols/cp_attention.md`.
 
 mod config;
+mod cuda;
 mod desc;
 mod exchange;
 mod explain;
@@ -33,6 +34,7 @@ mod grad;
 mod heads;
 mod host;
 mod lane;
+mod pieces;
 mod plan;
 mod predict;
 #[cfg(test)]

@@ -2,16 +2,17 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{Error, ErrorKind, Result};
-use tilewire_device::{Pending, Stream};
+use tilewire_core::{BackendKind, Error, ErrorKind, Result};
+use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, Signals, Traffic};
 
 use super::config::{Schedule, Strategy, num_rows};
 use super::explain::{CpExplain, buffer_bytes, explain};
 use super::host::{Buffers, Run};
 use super::lane::Queue;
+use super::pieces::{Pieces, Sizes};
 use super::predict::{self, Pass};
-use super::{CpAttentionDesc, CpConfig};
+use super::{CpAttentionDesc, CpConfig, cuda};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::{Machine, PlanCore, fastest};
 
@@ -41,6 +42,14 @@ impl Work {
             Work::Backward(b) => b.1.poison(),
         }
     }
+
+    /// What the pass writes.
+    pub fn outputs(&self) -> Vec<&Tensor> {
+        match self {
+            Work::Forward(o) => vec![&o.out, &o.lse],
+            Work::Backward(b) => b.1.named().into_iter().filter_map(|(_, t)| t).collect(),
+        }
+    }
 }
 
 /// Context-parallel attention with its buffers.
@@ -51,6 +60,7 @@ pub struct CpAttentionPlan {
     buffers: [tilewire_symm::SymBuf; 4],
     signals: Arc<Signals>,
     used: OnceLock<CpConfig>,
+    cuda: OnceLock<cuda::Prepared>,
 }
 
 impl CpAttentionPlan {
@@ -65,10 +75,14 @@ impl CpAttentionPlan {
     ///
     /// # Errors
     /// `InvalidArgument` for the description, or heads that the strategy cannot scatter;
-    /// `Exhausted` if the heap is too small.
+    /// `Exhausted` if the heap is too small; `Unsupported` on a heap in device memory for `ring`,
+    /// FP8 keys and FP8 partial gradients.
     pub fn new(desc: CpAttentionDesc, heap: &Heap, config: Option<CpConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op(OP))?;
+        if heap.backend() != BackendKind::Host {
+            cuda::check(&desc, config.map(|c| c.strategy)).map_err(|e| e.op(OP))?;
+        }
         let used = OnceLock::new();
         if let Some(c) = config {
             c.strategy.check(&desc, size).and_then(|()| c.tiles.check()).map_err(|e| e.op(OP))?;
@@ -79,8 +93,8 @@ impl CpAttentionPlan {
         let buffers = [take(a)?, take(b)?, take(c)?, take(d)?];
         let signals = Arc::new(heap.team().signals(NUM_SLOTS, OP)?);
         let choice = config.map_or("auto".to_owned(), |c| c.to_string());
-        let core = PlanCore::new(OP, heap, format_args!("{choice} {desc}"))?;
-        Ok(Self { desc, core, buffers, signals, used })
+        let core = PlanCore::any(OP, heap, format_args!("{choice} {desc}"))?;
+        Ok(Self { desc, core, buffers, signals, used, cuda: OnceLock::new() })
     }
 
     /// What it computes.
@@ -88,11 +102,15 @@ impl CpAttentionPlan {
         &self.desc
     }
 
-    /// Collective: must be called by all ranks before the first launch.
+    /// Collective: must be called by all ranks before the first launch. On a heap in device memory
+    /// it also loads kernels and takes workspace.
     ///
     /// # Errors
-    /// `Mismatch` if the ranks' plans differ.
+    /// `Mismatch` if the ranks' plans differ; on devices `Unavailable` without a compiler and
+    /// `Unsupported` for head dimensions above 256.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        // With a strategy, what cannot be is found before any rank waits for another.
+        self.make(self.used.get())?;
         self.core.prepare(stream)?;
         if self.used.get().is_some() {
             return Ok(());
@@ -100,7 +118,26 @@ impl CpAttentionPlan {
         let list = self.explain().candidates;
         let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
         let chosen = fastest(self.core.team(), &costs).map_err(|e| e.op(OP))?;
+        // Out of memory is one rank's own: its peers must not wait for it. What cannot be is known
+        // to all.
+        self.make(Some(&chosen)).map_err(|e| match e.kind() {
+            ErrorKind::Unsupported => e,
+            _ => self.core.team().fail(e),
+        })?;
         self.used.get_or_init(|| chosen);
+        Ok(())
+    }
+
+    /// Kernels and workspace on a device, once.
+    fn make(&self, config: Option<&CpConfig>) -> Result<()> {
+        if let (Some(lane), Some(c)) = (self.core.lane(), config)
+            && self.cuda.get().is_none()
+        {
+            let size = self.core.team().size();
+            let new = cuda::Prepared::new(lane, &self.desc, c.strategy, size);
+            let new = new.map_err(|e| e.op(OP))?;
+            self.cuda.get_or_init(|| new);
+        }
         Ok(())
     }
 
@@ -119,6 +156,10 @@ impl CpAttentionPlan {
     /// Candidates with their predicted times.
     pub fn explain(&self) -> CpExplain {
         let mut e = explain(&self.desc, self.core.team().size(), &Machine::default());
+        if self.core.lane().is_some() {
+            e.candidates.retain(|c| cuda::on_devices(c.config.strategy));
+            e.chosen = e.candidates.first().map_or(e.chosen, |c| c.config);
+        }
         e.chosen = self.used.get().copied().unwrap_or(e.chosen);
         e
     }
@@ -147,8 +188,13 @@ impl CpAttentionPlan {
         let s = sequences.unwrap_or(&self.desc.attn.sequences);
         self.desc.attn.check_launch(s).map_err(|e| e.op(OP))?;
         let team = self.core.team();
-        let place = (team.rank(), team.size());
-        Ok(predict::predict(&self.desc, s, &self.config()?, pass, place))
+        let (config, place) = (self.config()?, (team.rank(), team.size()));
+        if self.core.lane().is_some() {
+            let sched = Schedule::new(&self.desc, s, config.strategy, place.0, place.1);
+            let sizes = Sizes::new(&self.desc, config.strategy, place.1);
+            return Ok(Pieces { sizes: &sizes, sched: &sched, me: place.0 }.traffic(pass));
+        }
+        Ok(predict::predict(&self.desc, s, &config, pass, place))
     }
 
     /// Queues the forward pass on this rank's rows.
@@ -212,11 +258,21 @@ impl CpAttentionPlan {
         let (config, team) = (self.config()?, self.core.team());
         let (me, size) = (team.rank(), team.size());
         let pass = if matches!(work, Work::Forward(_)) { "fwd" } else { "bwd" };
+        if self.core.lane().is_some() {
+            cuda::together(stream, x, &work).map_err(|e| e.op(OP))?;
+        }
+        let sched = Schedule::new(&self.desc, &seqs, config.strategy, me, size);
         let launch = self.core.begin(stream, format_args!("{pass} {seqs}"))?;
         let seq = launch.ctx.seq();
+        if let (Some(lane), Some(p)) = (self.core.lane(), self.cuda.get()) {
+            let (core, desc, signals) = (&self.core, &self.desc, &*self.signals);
+            let (buffers, sched, seqs) = (&self.buffers, &sched, &seqs);
+            let op = cuda::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
+            return cuda::launch(&op, (stream, seq), x, &work);
+        }
         let run = Arc::new(Run {
             launch,
-            sched: Schedule::new(&self.desc, &seqs, config.strategy, me, size),
+            sched,
             desc: self.desc.clone(),
             tiles: config.tiles,
             seqs,

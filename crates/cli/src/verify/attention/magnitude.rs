@@ -6,7 +6,9 @@
 //!
 //! The backward pass takes `delta = <d_out, out>` from the output as it was stored: the rounding of
 //! the output type enters, but of `<|d_out|, |out|>` alone. That part is weighted by `stored`, the
-//! output's roundoff as a multiple of what the bound allows for one unit of magnitude.
+//! output's roundoff as a multiple of what the bound allows for one unit of magnitude. Kernels that
+//! round probabilities and the gradients of scores before their products enter in the same way:
+//! `rounded` weighs the sums of absolute values themselves.
 
 use tilewire_oracle::Mat;
 use tilewire_oracle::attention::{AttnInputs, AttnOut, AttnSpec, Sequences, keep};
@@ -20,6 +22,15 @@ pub struct Magnitudes {
     pub dv: Mat,
     pub dbias: Option<Mat>,
     pub dsink: Option<Mat>,
+}
+
+/// Roundings beside those of f32, as multiples of what the bound allows for one unit of magnitude.
+#[derive(Clone, Copy)]
+pub struct Roundings {
+    /// Of the stored output.
+    pub stored: f64,
+    /// Of probabilities and gradients of scores.
+    pub rounded: f64,
 }
 
 struct Pair {
@@ -40,6 +51,7 @@ struct Row {
     lse: f64,
     /// Weighted `<|d_o|, |o|>`.
     stored: f64,
+    rounded: f64,
 }
 
 /// All magnitudes; `out` is the oracle's.
@@ -48,7 +60,7 @@ pub fn magnitudes(
     x: &AttnInputs<'_>,
     seqs: &Sequences,
     d_o: &Mat,
-    (out, stored): (&AttnOut, f64),
+    (out, by): (&AttnOut, Roundings),
 ) -> Magnitudes {
     let zeros = |m: &Mat| Mat::zeros(m.rows, m.cols);
     let mut m = Magnitudes {
@@ -67,8 +79,8 @@ pub fn magnitudes(
                 let (lse, kv_head) = (out.lse.at(head, q_row), head / group);
                 let dv = d_o.cols / spec.heads_q;
                 let product = |c: usize| (d_o.at(q_row, c) * out.o.at(q_row, c)).abs();
-                let stored = stored * (head * dv..(head + 1) * dv).map(product).sum::<f64>();
-                let row = Row { head, kv_head, q_row, i, lse, stored };
+                let stored = by.stored * (head * dv..(head + 1) * dv).map(product).sum::<f64>();
+                let row = Row { head, kv_head, q_row, i, lse, stored, rounded: by.rounded };
                 let pairs = pairs(spec, x, (q.len(), kv), &row, d_o);
                 add(spec, x, &row, &pairs, d_o, &mut m);
             }
@@ -133,14 +145,16 @@ fn add(
     for e in pairs {
         for c in 0..dv {
             let (oc, vc) = (row.head * dv + c, row.kv_head * dv + c);
-            *m.o.at_mut(row.q_row, oc) += amp * e.p * e.keep * x.v.at(e.kv_row, vc).abs();
-            *m.dv.at_mut(e.kv_row, vc) += amp * e.p * e.keep * d_o.at(row.q_row, oc).abs();
+            let p = (amp + row.rounded) * e.p * e.keep;
+            *m.o.at_mut(row.q_row, oc) += p * x.v.at(e.kv_row, vc).abs();
+            *m.dv.at_mut(e.kv_row, vc) += p * d_o.at(row.q_row, oc).abs();
         }
         let (ds, stored) = (amp * e.p * (e.dp_mag + delta), e.p * row.stored);
+        let rounded = row.rounded * e.p * (e.dp_mag + delta);
         let slope = spec.scale.abs() * (1.0 + spec.softcap.map_or(0.0, |c| 2.0 * e.score_mag / c));
         for c in 0..dqk {
             let (qc, kc) = (row.head * dqk + c, row.kv_head * dqk + c);
-            let by = ds * slope + stored * spec.scale.abs();
+            let by = ds * slope + (stored + rounded) * spec.scale.abs();
             *m.dq.at_mut(row.q_row, qc) += by * x.k.at(e.kv_row, kc).abs();
             *m.dk.at_mut(e.kv_row, kc) += by * x.q.at(row.q_row, qc).abs();
         }

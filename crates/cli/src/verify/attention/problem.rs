@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use tilewire::core::numerics::Bound;
 use tilewire::core::{QTensor, ScaleLayout};
+use tilewire::device::Device;
 use tilewire::ops::attention::*;
 use tilewire::prelude::*;
 use tilewire_oracle::Mat;
@@ -11,8 +12,7 @@ use tilewire_oracle::attention as oracle;
 use tilewire_oracle::quant::{QuantSpec, dequantize, quantize};
 
 use super::super::Ctx;
-use super::super::ctx::tensor;
-use super::magnitude::{Magnitudes, magnitudes};
+use super::magnitude::{Magnitudes, Roundings, magnitudes};
 
 /// A tensor of the problem: its values, and its codes and scales if it is FP8.
 pub struct Operand {
@@ -31,13 +31,13 @@ impl Operand {
         Self { values: Mat::new(rows, heads * d, dequantize(&q).data), heads, quantised: Some(q) }
     }
 
-    /// The rows of `spans` as a tensor of `dtype`.
-    fn tensor(&self, dtype: DType, spans: &[Range<usize>]) -> Result<AttnOperand> {
+    /// The rows of `spans` as a tensor of `dtype`, where the heap lies.
+    fn tensor(&self, ctx: &Ctx, dtype: DType, spans: &[Range<usize>]) -> Result<AttnOperand> {
         let rows = rows_of(&self.values, spans);
         let d = self.values.cols / self.heads;
         let shape = Shape::d3(rows.rows, self.heads, d);
         let Some(q) = &self.quantised else {
-            return Ok(Tensor::from_f32(&rows.to_f32(), dtype, shape)?.into());
+            return Ok(ctx.place(Tensor::from_f32(&rows.to_f32(), dtype, shape)?)?.into());
         };
         let pick = |x: &[u8], width: usize| -> Vec<u8> {
             let each = spans.iter().map(|s| x[s.start * width..s.end * width].to_vec());
@@ -47,7 +47,8 @@ impl Operand {
         let data = Tensor::over(memory(&pick(&q.data, self.values.cols)), 0, dtype, shape)?;
         let scales = memory(&pick(&q.scales, 4 * self.heads));
         let shape = Shape::d2(rows.rows, self.heads);
-        Ok(AttnOperand { data, scales: Some(Tensor::over(scales, 0, DType::F32, shape)?) })
+        let scales = ctx.place(Tensor::over(scales, 0, DType::F32, shape)?)?;
+        Ok(AttnOperand { data: ctx.place(data)?, scales: Some(scales) })
     }
 }
 
@@ -72,6 +73,8 @@ pub struct Problem {
     bias: Option<oracle::Bias>,
     sink: Option<Vec<f64>>,
     d_o: Mat,
+    /// Kernels round probabilities to the inputs' type before their products; the host does not.
+    rounds: bool,
 }
 
 /// What the oracle says, and the magnitudes of the error bound.
@@ -143,7 +146,8 @@ impl Problem {
             oracle::Bias::new(b.heads, b.sq, b.skv, data)
         });
         let sink = a.sink.then(|| ctx.random(1, a.heads_q, DType::F32).data);
-        Self { desc, q, k, v, bias, sink, d_o }
+        let rounds = !matches!(ctx.heap.device(), Device::Host) && a.dtype != DType::F32;
+        Self { desc, q, k, v, bias, sink, d_o, rounds }
     }
 
     /// As if K and V had travelled as e4m3 with one scale for each (token, head).
@@ -155,51 +159,53 @@ impl Problem {
     }
 
     /// Tensors of the rows of a rank.
-    pub fn inputs(&self, q: &[Range<usize>], kv: &[Range<usize>]) -> Result<AttnInputs> {
+    pub fn inputs(&self, ctx: &Ctx, q: &[Range<usize>], kv: &[Range<usize>]) -> Result<AttnInputs> {
         let dtype = self.desc.dtype;
         let flat = |v: &[f64], shape| {
-            Tensor::from_f32(&v.iter().map(|x| *x as f32).collect::<Vec<_>>(), DType::F32, shape)
+            let v: Vec<f32> = v.iter().map(|x| *x as f32).collect();
+            ctx.place(Tensor::from_f32(&v, DType::F32, shape)?)
         };
         let bias = self.bias.as_ref();
         Ok(AttnInputs {
             bias: bias.map(|b| flat(&b.data.data, Shape::d3(b.heads, b.sq, b.skv))).transpose()?,
             sink: self.sink.as_ref().map(|s| flat(s, Shape::d1(s.len()))).transpose()?,
             ..AttnInputs::new(
-                self.q.tensor(dtype, q)?,
-                self.k.tensor(dtype, kv)?,
-                self.v.tensor(dtype, kv)?,
+                self.q.tensor(ctx, dtype, q)?,
+                self.k.tensor(ctx, dtype, kv)?,
+                self.v.tensor(ctx, dtype, kv)?,
             )
         })
     }
 
     /// Poisoned outputs for `rows` queries.
-    pub fn out(&self, rows: usize) -> AttnOut {
+    pub fn out(&self, ctx: &Ctx, rows: usize) -> Result<AttnOut> {
         let d = &self.desc;
-        AttnOut {
-            out: Tensor::poisoned(d.out, Shape::d2(rows, d.heads_q * d.dv)),
-            lse: Tensor::poisoned(DType::F32, Shape::d2(d.heads_q, rows)),
-        }
+        Ok(AttnOut {
+            out: ctx.poisoned(d.out, Shape::d2(rows, d.heads_q * d.dv))?,
+            lse: ctx.poisoned(DType::F32, Shape::d2(d.heads_q, rows))?,
+        })
     }
 
     /// What the backward pass reads after the forward pass wrote `o`.
-    pub fn saved(&self, o: &AttnOut, q: &[Range<usize>]) -> Result<AttnSaved> {
-        let d_out = tensor(&rows_of(&self.d_o, q), self.desc.out)?;
+    pub fn saved(&self, ctx: &Ctx, o: &AttnOut, q: &[Range<usize>]) -> Result<AttnSaved> {
+        let d_out = ctx.tensor(&rows_of(&self.d_o, q), self.desc.out)?;
         Ok(AttnSaved { out: o.out.clone(), lse: o.lse.clone(), d_out })
     }
 
     /// Poisoned gradients.
-    pub fn grads(&self, rows_q: usize, rows_kv: usize) -> AttnGrads {
+    pub fn grads(&self, ctx: &Ctx, rows_q: usize, rows_kv: usize) -> Result<AttnGrads> {
         let d = &self.desc;
-        let t = |rows, cols| Tensor::poisoned(d.out, Shape::d2(rows, cols));
-        AttnGrads {
-            dbias: d.bias.map(|b| Tensor::poisoned(DType::F32, Shape::d3(b.heads, b.sq, b.skv))),
-            dsink: d.sink.then(|| Tensor::poisoned(DType::F32, Shape::d1(d.heads_q))),
+        let t = |rows, cols| ctx.poisoned(d.out, Shape::d2(rows, cols));
+        let wide = |shape| ctx.poisoned(DType::F32, shape);
+        Ok(AttnGrads {
+            dbias: d.bias.map(|b| wide(Shape::d3(b.heads, b.sq, b.skv))).transpose()?,
+            dsink: d.sink.then(|| wide(Shape::d1(d.heads_q))).transpose()?,
             ..AttnGrads::new(
-                t(rows_q, d.heads_q * d.dqk),
-                t(rows_kv, d.heads_kv * d.dqk),
-                t(rows_kv, d.heads_kv * d.dv),
+                t(rows_q, d.heads_q * d.dqk)?,
+                t(rows_kv, d.heads_kv * d.dqk)?,
+                t(rows_kv, d.heads_kv * d.dv)?,
             )
-        }
+        })
     }
 
     pub fn want(&self) -> Want {
@@ -225,7 +231,9 @@ impl Problem {
         // What `Bound::local` allows for one unit of magnitude.
         let unit = 4.0 * DType::F32.unit_roundoff() * (self.k_len() as f64).sqrt();
         let stored = self.desc.out.unit_roundoff() / unit;
-        let mag = magnitudes(&spec, &inputs, &seqs, &self.d_o, (&out, stored));
+        let rounded = if self.rounds { self.desc.dtype.unit_roundoff() / unit } else { 0.0 };
+        let by = Roundings { stored, rounded };
+        let mag = magnitudes(&spec, &inputs, &seqs, &self.d_o, (&out, by));
         Want { out, grads, mag }
     }
 

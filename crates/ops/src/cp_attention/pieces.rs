@@ -1,0 +1,387 @@
+//! What moves between ranks on devices, as rows of bytes: one pure list for each phase.
+//!
+//! Owners publish, whoever needs rows gets them; only the keys of `all_gather` are pushed. Rows of
+//! keys lie in the order of the ranks ("dense"), so that one table of segments serves all.
+
+use std::ops::Range;
+
+use tilewire_core::{DType, Rank};
+use tilewire_symm::{LinkTraffic, Traffic};
+
+use super::config::{Schedule, Strategy, kv_heads, num_rows};
+use super::{CpAttentionDesc, Pass};
+use crate::attention::table::Seg;
+
+/// Segments of queries and of keys.
+pub(super) type Tables = (Vec<Seg>, Vec<Seg>);
+
+/// The buffers of a plan.
+pub(super) const SCATTER: usize = 0;
+pub(super) const AREA: usize = 1;
+pub(super) const DKV: usize = 2;
+pub(super) const GATHER: usize = 3;
+
+/// Rows of bytes in a buffer of `peer`, and where they go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Piece {
+    pub peer: Rank,
+    pub src: usize,
+    pub src_pitch: usize,
+    pub dst: usize,
+    pub dst_pitch: usize,
+    pub width: usize,
+    pub rows: usize,
+}
+
+/// Rows of a rank, from its row `at` on, which are rows `dense..` of all.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Run {
+    peer: Rank,
+    at: usize,
+    dense: usize,
+    num: usize,
+}
+
+/// Columns of a tensor of rows: `(first byte, bytes of a row, first byte of the columns)`.
+type Side = (usize, usize, usize);
+
+fn piece(r: &Run, (src, src_pitch, src_col): Side, (dst, dst_pitch, dst_col): Side) -> Piece {
+    Piece {
+        peer: r.peer,
+        src: src + src_col,
+        src_pitch,
+        dst: dst + dst_col,
+        dst_pitch,
+        width: 0,
+        rows: r.num,
+    }
+}
+
+impl Piece {
+    fn wide(self, width: usize) -> Self {
+        Self { width, ..self }
+    }
+}
+
+/// Sizes of a plan, in bytes and rows, and where its tensors lie in the buffers. The same on all
+/// ranks but for the heads.
+#[derive(Clone, Debug)]
+pub(super) struct Sizes {
+    pub strategy: Strategy,
+    pub size: usize,
+    pub inner: usize,
+    pub groups: usize,
+    /// Places of a group that share a key head.
+    pub share: usize,
+    /// Most rows of a rank.
+    pub max_q: usize,
+    pub max_kv: usize,
+    /// Heads in all, and of a rank.
+    pub all_q: usize,
+    pub all_kv: usize,
+    pub hq: usize,
+    pub hkv: usize,
+    pub dqk: usize,
+    pub dv: usize,
+    /// Bytes of an element of the inputs, of the outputs, and of dk and dv as the kernel makes them.
+    pub input: usize,
+    pub out: usize,
+    pub part: usize,
+}
+
+impl Sizes {
+    pub fn new(d: &CpAttentionDesc, strategy: Strategy, size: usize) -> Self {
+        let (a, inner) = (&d.attn, strategy.inner(d, size));
+        let s = &a.sequences;
+        let mut sizes = Self {
+            strategy,
+            size,
+            inner,
+            groups: size / inner,
+            share: (inner / a.heads_kv).max(1),
+            max_q: d.layout.max_rows(s.tokens_q, size),
+            max_kv: d.layout.max_rows(s.tokens_kv, size),
+            all_q: a.heads_q,
+            all_kv: a.heads_kv,
+            hq: a.heads_q / inner,
+            hkv: kv_heads(a.heads_kv, inner, 0).len(),
+            dqk: a.dqk,
+            dv: a.dv,
+            input: a.dtype.size(),
+            out: a.out.size(),
+            part: DType::F32.size(),
+        };
+        if !sizes.adds() {
+            sizes.part = sizes.out;
+        }
+        sizes
+    }
+
+    /// Whether dk and dv are sums over ranks; otherwise one rank has the whole of each.
+    pub fn adds(&self) -> bool {
+        self.groups * self.share > 1
+    }
+
+    /// Parts of dk and dv that the owner of a row adds.
+    pub fn num_parts(&self) -> usize {
+        self.groups * self.share
+    }
+
+    /// Which part rank `p` has.
+    fn part_of(&self, p: usize) -> usize {
+        p / self.inner * self.share + p % self.inner % self.share
+    }
+
+    /// Most rows of keys of all ranks.
+    pub fn all_keys(&self) -> usize {
+        self.size * self.max_kv
+    }
+
+    /// Where a rank publishes k and v: buffer, and the first bytes.
+    pub fn published(&self) -> (usize, usize, usize) {
+        let row = self.all_kv * self.dqk * self.input;
+        if self.inner > 1 {
+            let k = self.max_q * self.all_q * self.dqk * self.input;
+            return (SCATTER, k, k + self.max_kv * row);
+        }
+        let rows = if self.strategy == Strategy::AllGather { self.all_keys() } else { self.max_kv };
+        (AREA, 0, rows * row)
+    }
+
+    /// Where d_out, lse and delta are published in the scatter buffer, behind q, k and v.
+    pub fn upstream(&self) -> [usize; 3] {
+        let (_, _, v) = self.published();
+        let d_out = v + self.max_kv * self.all_kv * self.dv * self.input;
+        let lse = d_out + self.max_q * self.all_q * self.dv * self.out;
+        [d_out, lse, lse + 4 * self.max_q * self.all_q]
+    }
+
+    /// Where a rank's dk and dv of all rows are published: buffer, and the first bytes.
+    pub fn parts(&self) -> (usize, usize, usize) {
+        let buffer = if self.groups > 1 { DKV } else { GATHER };
+        (buffer, 0, self.all_keys() * self.hkv * self.dqk * self.part)
+    }
+
+    /// Where dq of the group is published in the gather buffer.
+    pub fn dq(&self) -> usize {
+        let (buffer, _, dv) = self.parts();
+        if buffer == GATHER { dv + self.all_keys() * self.hkv * self.dv * self.part } else { 0 }
+    }
+
+    /// Where lse of the group is published in the gather buffer, behind out.
+    pub fn lse(&self) -> usize {
+        self.inner * self.max_q * self.hq * self.dv * self.out
+    }
+
+    /// Bytes of one part of dk and dv of my rows, and where dv begins in it.
+    pub fn slot(&self) -> (usize, usize) {
+        let dv = 4 * self.max_kv * self.all_kv * self.dqk;
+        (dv + 4 * self.max_kv * self.all_kv * self.dv, dv)
+    }
+}
+
+/// The lists of one launch of one rank.
+pub(super) struct Pieces<'a> {
+    pub sizes: &'a Sizes,
+    pub sched: &'a Schedule,
+    pub me: Rank,
+}
+
+impl Pieces<'_> {
+    /// Spans of keys of rank `p`, and the place of the first in its area.
+    fn spans(&self, p: usize) -> (Range<usize>, &[Range<usize>]) {
+        let area = &self.sched.areas[p / self.sizes.inner];
+        let num = area.len() / self.sizes.inner;
+        let first = p % self.sizes.inner * num;
+        (first..first + num, &area[first..first + num])
+    }
+
+    /// First dense row of the keys of rank `p`.
+    pub fn first_key(&self, p: usize) -> usize {
+        (0..p).map(|r| num_rows(self.spans(r).1)).sum()
+    }
+
+    /// First row of member `m` among the queries of my group.
+    fn first_query(&self, m: usize) -> usize {
+        self.sched.member_q[..m].iter().map(|s| num_rows(s)).sum()
+    }
+
+    /// All ranks, me first, then in rotated order.
+    fn ranks(&self) -> impl Iterator<Item = usize> + use<> {
+        let (me, size) = (self.me.idx(), self.sizes.size);
+        (0..size).map(move |i| (me + i) % size)
+    }
+
+    /// Runs of rows of rank `owner` in spans that are `wanted` (flags of its area).
+    fn runs(&self, owner: usize, wanted: &[bool], peer: usize) -> Vec<Run> {
+        let (at, spans) = self.spans(owner);
+        let first = self.first_key(owner);
+        let peer = Rank::new(peer as u32);
+        let mut out: Vec<Run> = Vec::new();
+        let mut row = 0;
+        for (span, want) in spans.iter().zip(&wanted[at]) {
+            let new = Run { peer, at: row, dense: first + row, num: span.len() };
+            row += span.len();
+            match out.last_mut() {
+                _ if !want || new.num == 0 => {}
+                Some(last) if last.at + last.num == new.at => last.num += new.num,
+                _ => out.push(new),
+            }
+        }
+        out
+    }
+
+    /// k and v of my heads, of all rows that my group's queries see, to dense tensors.
+    pub fn keys(&self) -> [Vec<Piece>; 2] {
+        let s = self.sizes;
+        let (_, k_at, v_at) = s.published();
+        let head = kv_heads(s.all_kv, s.inner, self.sched.grid.at).start;
+        let runs: Vec<Run> =
+            self.ranks().flat_map(|p| self.runs(p, &self.sched.needed[p / s.inner], p)).collect();
+        [(k_at, s.dqk), (v_at, s.dv)].map(|(at, dim)| {
+            let one = |r: &Run| {
+                let (there, here) = (s.all_kv * dim * s.input, s.hkv * dim * s.input);
+                let src = (at + r.at * there, there, head * dim * s.input);
+                piece(r, src, (r.dense * here, here, 0)).wide(here)
+            };
+            runs.iter().map(one).collect()
+        })
+    }
+
+    /// Queries of my group: each member's rows.
+    fn members(&self) -> Vec<Run> {
+        let (g, inner) = (&self.sched.grid, self.sizes.inner);
+        let run = |i: usize| {
+            let m = (g.at + i) % inner;
+            let num = num_rows(&self.sched.member_q[m]);
+            Run { peer: g.member(m), at: 0, dense: self.first_query(m), num }
+        };
+        (0..inner).map(run).collect()
+    }
+
+    /// My heads of q (`at` 0) or d_out, with heads of `dim` elements of `elem` bytes.
+    pub fn queries(&self, at: usize, dim: usize, elem: usize) -> Vec<Piece> {
+        let s = self.sizes;
+        let (there, here) = (s.all_q * dim * elem, s.hq * dim * elem);
+        let col = self.sched.first_head * dim * elem;
+        let one = |r: Run| piece(&r, (at, there, col), (r.dense * here, here, 0)).wide(here);
+        self.members().into_iter().map(one).collect()
+    }
+
+    /// My heads of a number for each (head, query), which lie head by head.
+    pub fn stats(&self, at: usize) -> Vec<Piece> {
+        let s = self.sizes;
+        let (first, rows) = (self.sched.first_head, self.sched.rows_q());
+        let one = |r: Run| {
+            let row = 4 * r.num;
+            let heads = Run { num: s.hq, ..r };
+            piece(&heads, (at + first * row, row, 0), (4 * r.dense, 4 * rows, 0)).wide(row)
+        };
+        self.members().into_iter().map(one).collect()
+    }
+
+    /// My rows of what each member has made for its heads: out (`at` 0) or dq.
+    pub fn results(&self, at: usize, dim: usize) -> Vec<Piece> {
+        let s = self.sizes;
+        let (there, all) = (s.hq * dim * s.out, s.all_q * dim * s.out);
+        let one = |r: Run| {
+            let src = (at + self.first_query(self.sched.grid.at) * there, there, 0);
+            let col = r.peer.idx() % s.inner * there;
+            let mine = Run { num: self.my_queries(), ..r };
+            piece(&mine, src, (0, all, col)).wide(there)
+        };
+        self.members().into_iter().map(one).collect()
+    }
+
+    fn my_queries(&self) -> usize {
+        num_rows(&self.sched.member_q[self.sched.grid.at])
+    }
+
+    /// My rows of each member's lse.
+    pub fn lse(&self) -> Vec<Piece> {
+        let s = self.sizes;
+        let (rows, mine) = (4 * self.sched.rows_q(), 4 * self.my_queries());
+        let one = |r: Run| {
+            let src = (s.lse(), rows, 4 * self.first_query(self.sched.grid.at));
+            let heads = Run { num: s.hq, ..r };
+            piece(&heads, src, (r.peer.idx() % s.inner * s.hq * mine, mine, 0)).wide(mine)
+        };
+        self.members().into_iter().map(one).collect()
+    }
+
+    /// dk and dv of my rows from all ranks: to slots of parts, or to the gradients themselves where
+    /// each is the whole of its heads. My own part of all heads is used where it lies.
+    pub fn parts(&self) -> [Vec<Piece>; 2] {
+        let s = self.sizes;
+        let (_, dk, dv) = s.parts();
+        let (slot, second) = s.slot();
+        let own = s.inner == 1;
+        let ranks = self.ranks().filter(|p| !own || *p != self.me.idx());
+        let all = vec![true; self.sched.areas[self.sched.grid.group].len()];
+        // A whole gradient is there for every row, a part only where queries of its rank see keys.
+        let asked = |p: usize| if s.adds() { &self.sched.asked[p / s.inner] } else { &all };
+        let runs: Vec<Run> = ranks.flat_map(|p| self.runs(self.me.idx(), asked(p), p)).collect();
+        [(dk, 0, s.dqk), (dv, second, s.dv)].map(|(at, second, dim)| {
+            let one = |r: &Run| {
+                let (there, here) = (s.hkv * dim * s.part, s.all_kv * dim * s.part);
+                let p = r.peer.idx();
+                let head = kv_heads(s.all_kv, s.inner, p % s.inner).start;
+                let to = if s.adds() { s.part_of(p) * slot + second } else { 0 };
+                let src = (at + r.dense * there, there, 0);
+                piece(r, src, (to + r.at * here, here, head * dim * s.part)).wide(there)
+            };
+            runs.iter().map(one).collect()
+        })
+    }
+
+    /// What one launch moves to and from each peer.
+    pub fn traffic(&self, pass: Pass) -> Traffic {
+        let s = self.sizes;
+        let mut t = vec![LinkTraffic::default(); s.size];
+        if s.size == 1 {
+            return t;
+        }
+        let backward = pass == Pass::Backward;
+        let mut gets: Vec<Piece> = Vec::new();
+        if s.strategy == Strategy::AllGather {
+            let rows = num_rows(self.spans(self.me.idx()).1);
+            for bytes in [s.dqk, s.dv].map(|dim| rows * s.all_kv * dim * s.input) {
+                t.iter_mut().filter(|_| bytes > 0).for_each(|l| l.puts += 1);
+                t.iter_mut().for_each(|l| l.put_bytes += bytes as u64);
+            }
+        } else {
+            gets.extend(self.keys().concat());
+        }
+        if s.inner > 1 {
+            gets.extend(self.queries(0, s.dqk, s.input));
+            match backward {
+                true => {
+                    let [d_out, lse, delta] = s.upstream();
+                    gets.extend(self.queries(d_out, s.dv, s.out));
+                    gets.extend([lse, delta].map(|at| self.stats(at)).concat());
+                    gets.extend(self.results(s.dq(), s.dqk));
+                }
+                false => {
+                    gets.extend(self.results(0, s.dv));
+                    gets.extend(self.lse());
+                }
+            }
+        }
+        if backward {
+            gets.extend(self.parts().concat());
+        }
+        for p in gets.iter().filter(|p| p.width * p.rows > 0) {
+            t[p.peer.idx()].gets += 1;
+            t[p.peer.idx()].get_bytes += (p.width * p.rows) as u64;
+        }
+        // A credit, the keys, and what goes back.
+        let signals = 2 + u64::from(backward || s.inner > 1);
+        t.iter_mut().for_each(|l| l.signals = signals);
+        t[self.me.idx()] = LinkTraffic::default();
+        t
+    }
+}
+
+#[cfg(test)]
+#[path = "pieces_tests.rs"]
+mod tests;

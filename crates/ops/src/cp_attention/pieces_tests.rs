@@ -1,0 +1,327 @@
+//! The lists of pieces, carried out on small numbers: everybody ends with the rows that are its.
+
+use tilewire_core::{DType, Rank};
+use tilewire_symm::Traffic;
+
+use super::super::config::Schedule;
+use super::super::{CpAttentionDesc, CpConfig, Layout, Pass, Strategy, predict};
+use super::*;
+use crate::attention::table::segments;
+use crate::attention::{AttentionDesc, AttnMask, Sequences};
+
+/// `(ranks, a2a_size, key heads of 8)`.
+const GRIDS: [(usize, usize, usize); 7] =
+    [(1, 1, 8), (2, 2, 8), (3, 1, 4), (4, 2, 4), (4, 2, 1), (8, 4, 2), (8, 2, 8)];
+
+fn problems() -> Vec<(Sequences, AttnMask)> {
+    let packed = Sequences::packed(&[0, 5, 5, 17, 29], &[0, 7, 9, 17, 31]).unwrap();
+    let padded = Sequences::padded((&[0, 4, 9], &[0, 6, 13]), (&[0, 3, 9], &[0, 5, 11])).unwrap();
+    vec![
+        (Sequences::one(29, 29), AttnMask::CAUSAL),
+        (Sequences::one(3, 2), AttnMask::FULL),
+        (packed, AttnMask::window(3, 1)),
+        (padded, AttnMask::CAUSAL),
+    ]
+}
+
+struct World {
+    d: CpAttentionDesc,
+    sizes: Sizes,
+    scheds: Vec<Schedule>,
+    seqs: Sequences,
+}
+
+impl World {
+    fn lists(&self, r: usize) -> Pieces<'_> {
+        Pieces { sizes: &self.sizes, sched: &self.scheds[r], me: Rank::new(r as u32) }
+    }
+
+    fn rows(&self, tokens: usize, r: usize) -> Vec<usize> {
+        let spans = self.d.layout.spans(tokens, Rank::new(r as u32), self.sizes.size);
+        spans.into_iter().flatten().collect()
+    }
+}
+
+fn worlds(mut f: impl FnMut(&World)) {
+    for (size, a2a_size, hkv) in GRIDS {
+        for (layout, (seqs, mask)) in
+            Layout::NAMES.iter().flat_map(|l| problems().into_iter().map(move |p| (l.1, p)))
+        {
+            for (_, strategy) in Strategy::NAMES.iter().filter(|s| s.1 != Strategy::Ring) {
+                let mut attn = AttentionDesc::new(1, (8, hkv), 3, DType::F32, mask);
+                (attn.dv, attn.sequences) = (2, seqs.clone());
+                let d = CpAttentionDesc { layout, a2a_size, ..CpAttentionDesc::new(attn) };
+                if strategy.check(&d, size).is_err() {
+                    continue;
+                }
+                let sched = |r| Schedule::new(&d, &seqs, *strategy, r, size);
+                let scheds = Rank::all(size).map(sched).collect();
+                let sizes = Sizes::new(&d, *strategy, size);
+                f(&World { d, sizes, scheds, seqs: seqs.clone() });
+            }
+        }
+    }
+}
+
+/// f32 numbers as a buffer of bytes.
+type Buffer = Vec<f32>;
+
+fn put(b: &mut Buffer, at: usize, x: impl IntoIterator<Item = f32>) {
+    for (i, x) in x.into_iter().enumerate() {
+        b[at / 4 + i] = x;
+    }
+}
+
+fn carry_out(pieces: &[Piece], from: &[Buffer], to: &mut Buffer) {
+    for p in pieces {
+        for r in 0..p.rows {
+            let (src, dst) = ((p.src + r * p.src_pitch) / 4, (p.dst + r * p.dst_pitch) / 4);
+            let row = &from[p.peer.idx()][src..src + p.width / 4];
+            to[dst..dst + p.width / 4].copy_from_slice(row);
+        }
+    }
+}
+
+/// Every element has a number of its own.
+fn number(row: usize, head: usize, c: usize) -> f32 {
+    (row * 100 + head * 10 + c + 1) as f32
+}
+
+fn tensor(rows: &[usize], heads: std::ops::Range<usize>, dim: usize) -> Buffer {
+    let each = |r: &usize| {
+        let r = *r;
+        heads.clone().flat_map(move |h| (0..dim).map(move |c| number(r, h, c)))
+    };
+    rows.iter().flat_map(each).collect()
+}
+
+fn bytes_of(w: &World, buffer: usize) -> Buffer {
+    let (slots, bytes) = predict::buffers(&w.d, w.sizes.strategy, w.sizes.size)[buffer];
+    vec![-1.0; (slots * bytes).div_ceil(4)]
+}
+
+#[test]
+fn keys_that_are_needed_come_to_their_dense_rows() {
+    worlds(|w| {
+        let s = &w.sizes;
+        if s.size == 1 || s.strategy == Strategy::AllGather {
+            return;
+        }
+        let (buffer, k_at, v_at) = s.published();
+        let chunks: Vec<Buffer> = (0..s.size)
+            .map(|r| {
+                let (mut b, rows) = (bytes_of(w, buffer), w.rows(w.seqs.tokens_kv, r));
+                put(&mut b, k_at, tensor(&rows, 0..s.all_kv, 3));
+                put(&mut b, v_at, tensor(&rows, 0..s.all_kv, 2));
+                b
+            })
+            .collect();
+        let dense: Vec<usize> = (0..s.size).flat_map(|r| w.rows(w.seqs.tokens_kv, r)).collect();
+        for r in 0..s.size {
+            let grid = w.scheds[r].grid;
+            let heads = kv_heads(s.all_kv, s.inner, grid.at);
+            let needed: Vec<bool> = w.scheds[r]
+                .areas
+                .iter()
+                .zip(&w.scheds[r].needed)
+                .flat_map(|(a, n)| a.iter().zip(n).flat_map(|(s, n)| vec![*n; s.len()]))
+                .collect();
+            for (pieces, dim) in w.lists(r).keys().iter().zip([3, 2]) {
+                let mut got = vec![-2.0; s.all_keys() * s.hkv * dim];
+                carry_out(pieces, &chunks, &mut got);
+                let want = tensor(&dense, heads.clone(), dim);
+                for (i, x) in want.iter().enumerate() {
+                    let here = needed[i / (heads.len() * dim)];
+                    assert_eq!(got[i], if here { *x } else { -2.0 }, "{:?} rank {r}", s.strategy);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn queries_of_a_group_come_and_results_go_back() {
+    worlds(|w| {
+        let s = &w.sizes;
+        if s.inner == 1 {
+            return;
+        }
+        let rows: Vec<_> = (0..s.size).map(|r| w.rows(w.seqs.tokens_q, r)).collect();
+        let stat = |rows: &[usize], heads: std::ops::Range<usize>| -> Buffer {
+            heads.flat_map(|h| rows.iter().map(move |r| number(*r, h, 0))).collect()
+        };
+        let [d_out, lse, delta] = s.upstream();
+        let mut sent: Vec<Buffer> = Vec::new();
+        for r in &rows {
+            let mut b = bytes_of(w, SCATTER);
+            put(&mut b, 0, tensor(r, 0..8, 3));
+            put(&mut b, d_out, tensor(r, 0..8, 2));
+            put(&mut b, lse, stat(r, 0..8));
+            put(&mut b, delta, stat(r, 0..8));
+            sent.push(b);
+        }
+        // What each rank has of its group, and publishes as its result.
+        let mut back: Vec<Buffer> = Vec::new();
+        for r in 0..s.size {
+            let g = w.scheds[r].grid;
+            let heads = w.scheds[r].first_head..w.scheds[r].first_head + s.hq;
+            let group = rows[g.group * s.inner..(g.group + 1) * s.inner].concat();
+            let mut all = Vec::new();
+            for (at, dim) in [(0, 3), (d_out, 2)] {
+                let mut got = vec![0.0; group.len() * s.hq * dim];
+                carry_out(&w.lists(r).queries(at, dim, 4), &sent, &mut got);
+                assert_eq!(got, tensor(&group, heads.clone(), dim));
+                all.push(got);
+            }
+            for at in [lse, delta] {
+                let mut got = vec![0.0; group.len() * s.hq];
+                carry_out(&w.lists(r).stats(at), &sent, &mut got);
+                assert_eq!(got, stat(&group, heads.clone()));
+                all.push(got);
+            }
+            let mut b = bytes_of(w, GATHER);
+            put(&mut b, 0, all[1].clone());
+            put(&mut b, s.lse(), all[2].clone());
+            back.push(b);
+        }
+        for r in 0..s.size {
+            let (mut out, mut l) = (vec![0.0; rows[r].len() * 16], vec![0.0; rows[r].len() * 8]);
+            carry_out(&w.lists(r).results(0, 2), &back, &mut out);
+            carry_out(&w.lists(r).lse(), &back, &mut l);
+            assert_eq!((out, l), (tensor(&rows[r], 0..8, 2), stat(&rows[r], 0..8)));
+        }
+    });
+}
+
+/// Parts of which each is a power of ten: the sum says who was added, and each only once.
+#[test]
+fn each_rank_that_sees_a_row_adds_its_part_once() {
+    worlds(|w| {
+        let s = &w.sizes;
+        if s.size == 1 {
+            return;
+        }
+        let (buffer, k_at, v_at) = s.parts();
+        let dense: usize = w.seqs.tokens_kv;
+        let chunks: Vec<Buffer> = (0..s.size)
+            .map(|r| {
+                let mut b = bytes_of(w, buffer);
+                let own = (1u32 << r) as f32;
+                put(&mut b, k_at, vec![own; dense * s.hkv * 3]);
+                put(&mut b, v_at, vec![own; dense * s.hkv * 2]);
+                b
+            })
+            .collect();
+        for r in 0..s.size {
+            let rows = w.rows(dense, r).len();
+            let (slot, second) = s.slot();
+            let (first, g) = (w.lists(r).first_key(r), w.scheds[r].grid);
+            for (i, (pieces, dim)) in w.lists(r).parts().iter().zip([3, 2]).enumerate() {
+                let len = if s.adds() { s.num_parts() * slot } else { rows * s.all_kv * dim * 4 };
+                let mut to = vec![0.0; len / 4];
+                carry_out(pieces, &chunks, &mut to);
+                for (row, h) in (0..rows).flat_map(|x| (0..s.all_kv).map(move |h| (x, h))) {
+                    let at = (row * s.all_kv + h) * dim;
+                    let skip = if i == 1 { second / 4 } else { 0 };
+                    let slots = if s.adds() { s.num_parts() } else { 1 };
+                    let part = |n: usize| match s.adds() {
+                        true => to[n * slot / 4 + skip + at],
+                        false => to[at],
+                    };
+                    // The own part is used where it lies.
+                    let own = if s.inner == 1 { (1u32 << r) as f32 } else { 0.0 };
+                    let got = (0..slots).map(part).sum::<f32>() + own;
+                    let want: u32 = (0..s.size)
+                        .filter(|p| kv_heads(s.all_kv, s.inner, p % s.inner).contains(&h))
+                        .filter(|p| {
+                            let asked = &w.scheds[r].asked[p / s.inner];
+                            !s.adds()
+                                || (s.inner == 1 && *p == r)
+                                || sees(w, asked, g.group, first + row)
+                        })
+                        .map(|p| 1 << p)
+                        .sum();
+                    assert_eq!(got as u32, want, "{:?} rank {r} row {row} head {h}", s.strategy);
+                }
+            }
+        }
+    });
+}
+
+/// Whether the span of area `group` that holds dense row `row` is flagged.
+fn sees(w: &World, flags: &[bool], group: usize, row: usize) -> bool {
+    let areas = &w.scheds[0].areas;
+    let mut at: usize = areas[..group].iter().map(|a| num_rows(a)).sum();
+    for (span, flag) in areas[group].iter().zip(flags) {
+        if (at..at + span.len()).contains(&row) {
+            return *flag;
+        }
+        at += span.len();
+    }
+    panic!("no such row");
+}
+
+/// The tables that a launch hands to the kernels: over all ranks each pair of rows of a sequence
+/// once for every head, and each row of queries and of keys once on every rank that has it.
+#[test]
+fn tables_of_all_ranks_hold_each_pair_once() {
+    worlds(|w| {
+        let (nq, nkv) = (w.seqs.tokens_q, w.seqs.tokens_kv);
+        let mut done = vec![0u8; 8 * nq * nkv];
+        for sched in &w.scheds {
+            let (qs, kvs) = segments(&sched.member_q.concat(), &sched.areas.concat(), &w.seqs);
+            let queries: Vec<usize> = sched.member_q.concat().into_iter().flatten().collect();
+            let keys: Vec<usize> = sched.areas.concat().into_iter().flatten().collect();
+            assert_eq!(
+                (qs.iter().map(|s| s.len).sum::<u32>(), keys.len()),
+                (queries.len() as u32, nkv)
+            );
+            for q in &qs {
+                for kv in &kvs[q.first as usize..q.end as usize] {
+                    for (i, j) in (0..q.len).flat_map(|i| (0..kv.len).map(move |j| (i, j))) {
+                        let (a, b) = (queries[(q.row + i) as usize], keys[(kv.row + j) as usize]);
+                        assert_eq!((a, b), ((q.global + i) as usize, (kv.global + j) as usize));
+                        for h in sched.first_head..sched.first_head + sched.dims.hq {
+                            done[(h * nq + a) * nkv + b] += 1;
+                        }
+                    }
+                }
+            }
+        }
+        let of = |x: usize, r: &[Range<usize>]| r.iter().position(|r| r.contains(&x));
+        for (at, n) in done.iter().enumerate() {
+            let (q, kv) = (of(at / nkv % nq, &w.seqs.q), of(at % nkv, &w.seqs.kv));
+            assert_eq!(*n, u8::from(q.is_some() && q == kv));
+        }
+    });
+}
+
+/// Bytes over each link are those of the definitions, which the host's protocol is held to:
+/// whoever gets what the host puts turns the link around. Spans that nobody sees stay where they
+/// are, which inside of a group the host does not look at; between groups the ring of `hybrid` takes
+/// other links.
+#[test]
+fn bytes_are_those_of_the_definitions() {
+    worlds(|w| {
+        let (s, config) = (&w.sizes, CpConfig::of(w.sizes.strategy));
+        for pass in [Pass::Forward, Pass::Backward] {
+            let host: Vec<Traffic> = Rank::all(s.size)
+                .map(|r| predict::predict(&w.d, &w.seqs, &config, pass, (r, s.size)))
+                .collect();
+            let here: Vec<Traffic> = (0..s.size).map(|r| w.lists(r).traffic(pass)).collect();
+            for (r, p) in (0..s.size).flat_map(|r| (0..s.size).map(move |p| (r, p))) {
+                let want = match (s.strategy, pass) {
+                    // Parts are pushed by the host, and keys as here.
+                    (Strategy::Get, _) => host[r][p].get_bytes + host[p][r].put_bytes,
+                    _ => host[p][r].put_bytes,
+                };
+                let got = here[r][p].get_bytes + here[p][r].put_bytes;
+                match s.strategy {
+                    Strategy::Hybrid => {}
+                    Strategy::AllToAll => assert!(got <= want, "{r}<-{p}: {got} > {want}"),
+                    _ => assert_eq!(got, want, "{:?} {r}<-{p}", s.strategy),
+                }
+            }
+        }
+    });
+}
