@@ -17,8 +17,6 @@ CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_re
          "abort_and_reform"]
 # Operations of `verify`, a configuration each: it must end in a minute.
 OPS = ["all_gather", "gemm", "ag_gemm", "gemm_rs", "grouped_gemm", "quant", "permute", "ep"]
-# Of those of `verify`, the ones that may have no path on devices.
-NOT_ON_DEVICES = ["cp_attention"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
 
@@ -71,14 +69,6 @@ def rows_of(out):
             except ValueError:
                 pass
     return rows
-
-
-def by_rows_if_any(rc, out):
-    """As by_rows, where nothing may be supported yet."""
-    state, text = by_rows(rc, out)
-    rows = [r for r in rows_of(out) if "wrong" in r]
-    none = rows and all(not r["wrong"] and r.get("unsupported") for r in rows)
-    return ("skipped" if none else state), text
 
 
 def by_rows(rc, out):
@@ -244,14 +234,14 @@ def conformance(n):
             yield Config(f"ops-{test.name}", [str(test)], by_tests)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for op in verify_ops():
-        jit, judge = "attention" in op, by_rows_if_any if op in NOT_ON_DEVICES else by_rows
+        jit = "attention" in op
         flags = ["verify", "--backend", "vmm", "--json", "--op", op]
         for ranks in up_to(n, [1, 2, 4, 8]):
             threads = [program("tilewire"), *flags, "--ranks", str(ranks)]
-            yield Config(f"verify-threads-{ranks}-{op}", threads, judge, jit)
+            yield Config(f"verify-threads-{ranks}-{op}", threads, by_rows, jit)
             if ranks > 1:
                 processes = ranks_of(ranks, program("tilewire"), *flags)
-                yield Config(f"verify-processes-{ranks}-{op}", processes, judge, jit)
+                yield Config(f"verify-processes-{ranks}-{op}", processes, by_rows, jit)
     yield from sanitized(n)
 
 
