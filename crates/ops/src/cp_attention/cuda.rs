@@ -101,7 +101,11 @@ impl Prepared {
         let (ctx, sizes) = (lane.context(), Sizes::new(d, strategy, size));
         let dkv = if sizes.adds() { DType::F32 } else { d.attn.out };
         let queries = sizes.max_q * d.attn.heads_q;
-        let attention = Attention::sized(ctx, &d.attn, &Room { queries, spans: 4 * size, dkv })?;
+        let attention = Attention::sized(
+            ctx,
+            &d.attn,
+            &Room { queries, spans: 4 * size, dkv, out: d.attn.out },
+        )?;
         let adds = d.backward && sizes.adds();
         let types = [DType::F32, DType::F32, d.attn.out];
         let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;
@@ -357,7 +361,9 @@ impl Run<'_> {
                 self.main().fill_memory(&t.cuda()?, 0)?;
             }
         }
-        attention.backward(self.main(), d, &p, self.tables())?;
+        let tables = attention.tables(self.main(), self.tables())?;
+        attention.keys(self.main(), d, &p, &tables)?;
+        attention.queries(self.main(), d, &p, &tables)?;
         if s.size == 1 {
             return Ok(());
         }
