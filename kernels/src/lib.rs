@@ -29,6 +29,17 @@ impl Source {
         self.parts.concat()
     }
 
+    /// The oldest architecture that has its instructions, as in 90 for `sm_90`.
+    pub fn min_sm(&self) -> u32 {
+        if self.parts.contains(&BULK) { 90 } else { 80 }
+    }
+
+    /// True if `arch`, as in `sm_90a`, has its instructions.
+    pub fn runs_on(&self, arch: &str) -> bool {
+        let number = arch.trim_start_matches("sm_").trim_end_matches(|c: char| !c.is_ascii_digit());
+        number.parse().is_ok_and(|sm: u32| sm >= self.min_sm())
+    }
+
     /// The whole text for the emulator in `emu/`: the kernel's own parts as they are, and the
     /// second bodies of the wrappers in place of inline PTX.
     ///
@@ -54,11 +65,15 @@ pub const MMA: &str = include_str!("ptx/mma.cuh");
 /// Approximate functions, and the types of 8 and 16 bits.
 pub const MATH: &str = include_str!("ptx/math.cuh");
 
+/// Bulk copies and the barriers they complete on, from sm_90 on.
+pub const BULK: &str = include_str!("ptx/bulk.cuh");
+
 /// The files of `ptx/`, each with its second body for the emulator.
 const PTX_TWINS: &[(&str, &str)] = &[
     (LD_ST, include_str!("ptx/ld_st_emu.h")),
     (MMA, include_str!("ptx/mma_emu.h")),
     (MATH, include_str!("ptx/math_emu.h")),
+    (BULK, include_str!("ptx/bulk_emu.h")),
     (portable::CONVERT, portable::CONVERT_EMU),
 ];
 
@@ -115,6 +130,17 @@ pub const SM80_GROUPED_GEMM: Source = Source {
     ],
 };
 
+/// Stages of a block of `tw_link_bulk`: its dynamic shared memory is so many chunks.
+pub const LINK_STAGES: u32 = 8;
+
+/// What a link can do.
+pub const LINKS: Source = Source {
+    name: "bench/links.cu",
+    parts: &[LD_ST, BULK, include_str!("bench/links.cu")],
+    defines: &[],
+    kernels: &["tw_link_store", "tw_link_load", "tw_link_bulk", "tw_link_ping", "tw_link_empty"],
+};
+
 /// Every compilation unit.
 pub const ALL: &[Source] = &[
     SIGNAL,
@@ -123,9 +149,11 @@ pub const ALL: &[Source] = &[
     portable::QUANT,
     portable::PERMUTE,
     portable::REDUCE,
+    portable::MOVE,
     portable::EP,
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
+    LINKS,
 ];
 
 #[cfg(test)]
@@ -144,6 +172,15 @@ mod tests {
                 assert!(text.contains(d), "{d}");
             }
         }
+    }
+
+    #[test]
+    fn architectures_have_their_instructions() {
+        for (arch, links) in [("sm_80", false), ("sm_90a", true), ("sm_100a", true), ("x", false)] {
+            assert_eq!(LINKS.runs_on(arch), links, "{arch}");
+            assert_eq!(SIGNAL.runs_on(arch), arch != "x", "{arch}");
+        }
+        assert!(LINKS.text().contains(&format!("TW_STAGES = {LINK_STAGES};")));
     }
 
     #[test]

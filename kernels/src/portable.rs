@@ -74,6 +74,24 @@ pub fn permute_defines(src: u64) -> Vec<(String, u64)> {
     with(PERMUTE.defines, &[src, PERMUTE_THREADS, PERMUTE_CHUNK, PERMUTE_BAD_INDEX])
 }
 
+/// Threads of a block of [`MOVE`].
+pub const MOVE_THREADS: u64 = 512;
+/// The most segments of a launch of [`MOVE`].
+pub const MOVE_SEGMENTS: usize = 64;
+
+/// Pieces of memory from here to there, on other devices too.
+pub const MOVE: Source = Source {
+    name: "collective/sm80_move.cu",
+    parts: &[CONVERT, include_str!("collective/sm80_move.cu")],
+    defines: &["TW_MOVE_THREADS"],
+    kernels: &["tw_move"],
+};
+
+/// [`MOVE`]'s definitions.
+pub fn move_defines() -> Vec<(String, u64)> {
+    with(MOVE.defines, &[MOVE_THREADS])
+}
+
 /// Threads of a block of every kernel of [`EP`].
 pub const EP_THREADS: u64 = 256;
 /// Choices that a block of `tw_ep_count` and `tw_ep_place` takes.
@@ -150,5 +168,6 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
     let permute = WIDE_MANTISSAS.iter().map(|src| (PERMUTE, permute_defines(*src)));
     let reduce = REDUCE_MANTISSAS.iter().map(|types| (REDUCE, reduce_defines(*types)));
     let ep = WIDE_MANTISSAS.iter().map(|out| (EP, ep_defines(*out)));
-    quant.chain(permute).chain(reduce).chain(ep).collect()
+    let moves = std::iter::once((MOVE, move_defines()));
+    quant.chain(permute).chain(reduce).chain(moves).chain(ep).collect()
 }

@@ -2,6 +2,7 @@
 
 mod acceptance;
 mod api;
+mod bundle;
 mod stages;
 mod tidy;
 
@@ -36,6 +37,15 @@ enum Command {
         #[arg(long)]
         bless: bool,
     },
+    /// Make target/gpu-bundle: programs, kernels and `run.sh` for a machine with GPUs.
+    GpuBundle {
+        /// Architectures to compile kernels for.
+        #[arg(long, value_delimiter = ',', default_value = "sm_90a")]
+        arch: Vec<String>,
+        /// NVRTC to use, a file or its folder. Default: the pinned wheel, then what is found.
+        #[arg(long)]
+        nvrtc: Option<PathBuf>,
+    },
     /// Check that docs/acceptance.md accounts for every line and names existing tests.
     Acceptance,
 }
@@ -49,6 +59,7 @@ fn main() -> ExitCode {
     let problems = match Cli::parse().command {
         Command::Test { only, list } => return stages::run(&root, only.as_deref(), list),
         Command::Tidy => tidy::check(&root),
+        Command::GpuBundle { arch, nvrtc } => bundle::make(&root, &arch, nvrtc.as_deref()),
         Command::Acceptance => acceptance::check(&root),
         Command::Api { bless } => match api::check(&root, bless) {
             api::Verdict::Problems(p) => p,

@@ -255,9 +255,18 @@ fn dependencies(root: &Path) -> Outcome {
     o
 }
 
+/// Where the pinned compiler is put, and the folder with its libraries.
+const WHEEL: &str = "target/python-nvrtc";
+const WHEEL_LIB: &str = "nvidia/cu13/lib";
+
+/// The folder of the pinned compiler, if it has been fetched.
+pub fn nvrtc_wheel(root: &Path) -> Option<PathBuf> {
+    Some(root.join(WHEEL).join(WHEEL_LIB)).filter(|p| p.exists())
+}
+
 /// Compiles every kernel for three architectures with the pinned NVRTC wheel; needs no GPU.
 fn kernels(root: &Path) -> Outcome {
-    let site = root.join("target/python-nvrtc");
+    let site = root.join(WHEEL);
     let mut o = Outcome::default();
     if !site.join("nvidia").exists() {
         let dir = site.display().to_string();
@@ -271,7 +280,7 @@ fn kernels(root: &Path) -> Outcome {
         o.downloaded = size_of(&site);
     }
     // As a user would, who has the wheel and no GPU.
-    let lib = site.join("nvidia/cu13/lib").display().to_string();
+    let lib = site.join(WHEEL_LIB).display().to_string();
     let bin = binary(root).display().to_string();
     let args = ["kernels", "compile", "--nvrtc", &lib];
     let table = [&args[..], &["--arch", "sm_90a"]].concat();

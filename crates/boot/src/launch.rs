@@ -17,8 +17,8 @@ use crate::mesh::MAX_RANKS;
 use crate::secret::{Secret, hex, random_bytes};
 use crate::tcp_store::{StoreAddr, StoreServer};
 
-/// Variables that keep every library off NVLink multicast.
-const NO_MULTICAST: [(&str, &str); 4] = [
+/// Variables that keep every library off NVLink multicast, with their values.
+pub const NO_MULTICAST: [(&str, &str); 4] = [
     ("NCCL_NVLS_ENABLE", "0"),
     ("NVSHMEM_DISABLE_NVLS", "1"),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),

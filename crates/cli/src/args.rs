@@ -32,6 +32,8 @@ pub enum Command {
     /// List, compile and cache the kernels; needs no GPU.
     #[command(subcommand)]
     Kernels(KernelsCommand),
+    /// List the GPUs and how each reaches the others.
+    Topo(TopoArgs),
     /// Say what works on this machine, and what to do about what does not.
     Doctor(DoctorArgs),
     /// List the environment variables that tilewire reads, with their values.
@@ -191,6 +193,14 @@ pub struct DoctorArgs {
     pub shm: PathBuf,
 }
 
+/// `tilewire topo`
+#[derive(Debug, Args)]
+pub struct TopoArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// What to learn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 pub enum Task {
@@ -326,9 +336,31 @@ pub struct ModelArgs {
     pub no_experts: bool,
 }
 
+/// Other things to time than operations.
+#[derive(Debug, Subcommand)]
+pub enum BenchWhat {
+    /// What the links between the GPUs of this host can do.
+    Links(LinksArgs),
+}
+
+/// `tilewire bench links`
+#[derive(Debug, Args)]
+pub struct LinksArgs {
+    /// Number of GPUs, from the first on, each with a thread of this process. Default: all.
+    #[arg(long)]
+    pub ranks: Option<usize>,
+    /// Print one JSON object per row.
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `tilewire bench`
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct BenchArgs {
+    /// Time something else than operations.
+    #[command(subcommand)]
+    pub what: Option<BenchWhat>,
     /// Where tensors and symmetric memory lie: `host`, or `vmm` for GPUs (one for each rank), where
     /// collectives and `ep` are timed. Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]

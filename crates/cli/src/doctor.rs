@@ -1,5 +1,7 @@
 //! `tilewire doctor`: what works here, and what to do about what does not.
 
+mod gpu;
+
 use std::path::Path;
 
 use serde::Serialize;
@@ -54,6 +56,7 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
         let remedy = remedy.and_then(|e| e.get_hint());
         finding("backend", state, text, remedy.unwrap_or("the `host` backend runs everywhere"))
     }));
+    v.extend(gpu::examine());
     let places = Places::of_process();
     v.extend(LIBRARIES.iter().map(|l| library(&places, l)));
     v.push(kernel_cache());

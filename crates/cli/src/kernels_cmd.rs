@@ -8,10 +8,6 @@ use serde_json::json;
 use tilewire::device::cuda::{Nvrtc, load_nvrtc};
 use tilewire::device::jit::{Cache, Compiled, Compiler, KernelSpec, kernel_uses};
 use tilewire::prelude::*;
-use tilewire::symm::kernel_specs;
-use tilewire_kernels::attention::attention;
-use tilewire_kernels::portable::portable;
-use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
 
 use crate::args::{KernelsCacheArgs, KernelsCommand, KernelsCompileArgs, KernelsListArgs};
 use crate::say;
@@ -28,20 +24,10 @@ pub fn run(command: &KernelsCommand) -> Result<i32> {
     }
 }
 
-/// Every kernel, in each of its variants.
-fn specs(arch: &str) -> Vec<KernelSpec> {
-    let one = |s: &Source, defines| KernelSpec {
-        name: s.name.to_owned(),
-        text: s.text(),
-        defines,
-        arch: arch.to_owned(),
-    };
-    // Tiles as they are by default; bf16 and f16.
-    let gemm = |s| [0, 1].map(|f16| one(s, vec![("TW_GEMM_F16".to_owned(), f16)]));
-    let mut all = kernel_specs(arch);
-    all.extend([SM80_GEMM, SM80_GROUPED_GEMM].iter().flat_map(gemm));
-    let more = portable().into_iter().chain(attention());
-    all.extend(more.map(|(s, defines)| one(&s, defines)));
+/// Every kernel, in each of its variants: the very specs that plans look for.
+pub(crate) fn specs(arch: &str) -> Vec<KernelSpec> {
+    let mut all = tilewire::symm::kernel_specs(arch);
+    all.extend(tilewire::ops::kernel_specs(arch));
     all
 }
 

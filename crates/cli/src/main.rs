@@ -5,9 +5,10 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
 use tilewire::prelude::*;
-use tilewire_cli::args::{Cli, Command};
+use tilewire_cli::args::{BenchWhat, Cli, Command};
 use tilewire_cli::{
-    bench_cmd, complain, doctor, dump, kernels_cmd, launch, report, trace, train, verify_cmd,
+    bench_cmd, complain, doctor, dump, kernels_cmd, launch, links, report, topo, trace, train,
+    verify_cmd,
 };
 
 /// Log lines go to standard error, as one line each.
@@ -63,7 +64,11 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Run(args) => launch::run(args),
         Command::Verify(args) => verify_cmd::run(args),
         Command::Train(args) => train::run(args),
-        Command::Bench(args) => bench_cmd::run(args),
+        Command::Bench(args) => match &args.what {
+            Some(BenchWhat::Links(args)) => links::run(args),
+            None => bench_cmd::run(args),
+        },
+        Command::Topo(args) => topo::run(args),
         Command::Dump(args) => dump::run(args),
         Command::Trace(args) => trace::run(args),
         Command::Kernels(command) => kernels_cmd::run(command),

@@ -152,6 +152,11 @@ const ROWS: &[Row] = &[
     row("kernels cache", "--clear", &[], 0, |off, on| {
         off.out.starts_with("1 kernels") && on.out.contains("removed") && on.cached == 0
     }),
+    // Without two GPUs, an error that says what to do.
+    row("bench links", "--json", &["--ranks", "1"], 2, |off, on| {
+        let told = |s: &Seen| s.err.contains("hint") && s.out.is_empty();
+        told(off) && told(on)
+    }),
     row("doctor", "--json", &["--shm", "nowhere"], 0, |off, on| {
         let findings: Option<Vec<Value>> = serde_json::from_str(&on.out).ok();
         off.out.starts_with("ok ")
@@ -221,6 +226,8 @@ fn every_flag_has_a_row() {
         ROWS.iter().map(|r| (r.command.to_owned(), r.flag.to_owned())).collect();
     // Needs the compiler: the test stage `kernels` runs it both ways.
     rows.insert(("kernels compile".to_owned(), "--json".to_owned()));
+    // Needs GPUs: tests/gpus.rs runs it where they are, and looks at the error where they are not.
+    rows.insert(("topo".to_owned(), "--json".to_owned()));
     assert_eq!(known, rows, "left: flags of the parser, right: flags that are run");
 }
 

@@ -24,4 +24,5 @@ pub mod grouped_gemm;
 pub mod permute;
 pub mod quant;
 
+pub use common::cuda::kernel_specs;
 pub use common::{Algo, Machine, Shards};

@@ -219,6 +219,16 @@ fn a_world_of_one_does_everything_alone() {
     }
 }
 
+/// One rank, one GPU.
+#[test]
+fn vmm_alone() {
+    use cases::{barrier, get_after_signal, graph_replay, put_signal_wait};
+    for case in [put_signal_wait::<Vmm>, get_after_signal::<Vmm>, barrier::<Vmm>] {
+        gpus(1, case);
+    }
+    gpus(1, graph_replay::<Vmm>);
+}
+
 #[test]
 fn a_dead_rank_is_named_at_once_and_the_others_form_a_new_team() {
     let start = Instant::now();

@@ -197,11 +197,18 @@ extern "C" __global__ void __launch_bounds__(64) tw_wait_peers(TwTeam t, u32 slo
     tw_poll(t, tw_count(t, t.me, slot, p), w);
 }
 
-// Fills an output with the poison of its type once the team is over: nobody takes it for a result.
-// The first words of a team in good order are all that is read.
-extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, unsigned char* out, u64 len, u32 byte) {
+// Fills outputs with the poison of their types once the team is over: nobody takes them for results. The
+// fault word of a team in good order is all that is read.
+struct TwPoison {
+    u64 out[8], len[8];
+    unsigned char byte[8];
+};
+
+extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, TwPoison p) {
     if (!tw_is_over(t)) return;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < len; i += (u64)gridDim.x * blockDim.x) out[i] = (unsigned char)byte;
+    for (u32 o = 0; o < 8; o++)
+        for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < p.len[o]; i += (u64)gridDim.x * blockDim.x)
+            ((unsigned char*)p.out[o])[i] = p.byte[o];
 }
 
 // Ends the team if a kernel of this stream has found an input that cannot be: `what` is told.

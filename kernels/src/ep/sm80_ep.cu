@@ -126,36 +126,56 @@ __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
     return before;
 }
 
+// The rank of an expert.
+__device__ __forceinline__ u32 tw_owner(const TwEp& l, u32 e) {
+    u32 r = 0;
+    while (e >= l.first[r + 1]) r++;
+    return r;
+}
+
 // Rows from everybody's counts: a.next[e] and a.chunks become the row of my first copy of e, and of the
-// first in each chunk; the counts of the handle. Grid: 1.
+// first in each chunk; the counts of the handle. One pass over all experts: the rows of a rank begin where
+// the sum over all earlier ranks' experts ends. Grid: 1.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_scan(const __grid_constant__ TwEp l, const __grid_constant__ TwRouting a, const __grid_constant__ TwHandle h) {
+    __shared__ u64 lost[64], rows[65];
     const u32* counts = (const u32*)(l.counts + l.me * l.stride);
-    for (u32 r = 0; r < l.size; r++) {
-        const u32 first = l.first[r], end = l.first[r + 1];
-        i64 row = 0, lost = 0, all;
-        for (u32 e0 = first; e0 < end; e0 += THREADS) {
-            const u32 e = e0 + threadIdx.x;
-            i64 total = 0, mine = 0;
-            for (u32 s = 0; e < end && s < l.size; s++) {
-                const u32 c = counts[(u64)s * l.experts + e];
-                mine += s < l.me ? c : 0;
-                total += c;
-            }
-            const i64 padded = (total + l.align - 1) / l.align * l.align, cap = l.capacity;
-            const i64 at = row + tw_before(padded, &all);
-            row += all;
-            if (e >= end) continue;
-            a.next[e] = at + mine;
-            lost += max(at + total, cap) - max(at, cap);
-            if (r != l.me) continue;
-            h.counts[e - first] = total;
-            h.m_splits[e - first] = min(at + padded, cap) - min(at, cap);
+    const i64 cap = l.capacity;
+    if (threadIdx.x < 64) lost[threadIdx.x] = 0;
+    i64 sum = 0, all;
+    for (u32 e0 = 0; e0 < l.experts; e0 += THREADS) {
+        const u32 e = e0 + threadIdx.x;
+        i64 total = 0;
+        for (u32 s = 0; e < l.experts && s < l.size; s++) total += counts[(u64)s * l.experts + e];
+        const i64 at = sum + tw_before((total + l.align - 1) / l.align * l.align, &all);
+        sum += all;
+        if (e < l.experts) a.next[e] = at;
+    }
+    __syncthreads();
+    // Where each rank begins; a rank without experts begins where the next one does.
+    for (u32 r = threadIdx.x; r <= l.size; r += THREADS) rows[r] = l.first[r] < l.experts ? a.next[l.first[r]] : sum;
+    __syncthreads();
+    for (u32 e = threadIdx.x; e < l.experts; e += THREADS) {
+        const u32 r = tw_owner(l, e);
+        i64 total = 0, mine = 0;
+        for (u32 s = 0; s < l.size; s++) {
+            const u32 c = counts[(u64)s * l.experts + e];
+            mine += s < l.me ? c : 0;
+            total += c;
         }
-        tw_before(lost, &all);
-        if (threadIdx.x != 0) continue;
-        h.lost[r] = all;
-        if (r == l.me) *h.total = row, *h.dropped = all;
+        const i64 at = a.next[e] - (i64)rows[r], padded = (total + l.align - 1) / l.align * l.align;
+        a.next[e] = at + mine;
+        const i64 left = max(at + total, cap) - max(at, cap);
+        // Sums of integers: their order decides nothing.
+        if (left > 0) atomicAdd(&lost[r], (u64)left);
+        if (r != l.me) continue;
+        h.counts[e - l.first[r]] = total;
+        h.m_splits[e - l.first[r]] = min(at + padded, cap) - min(at, cap);
+    }
+    __syncthreads();
+    for (u32 r = threadIdx.x; r < l.size; r += THREADS) {
+        h.lost[r] = (i64)lost[r];
+        if (r == l.me) *h.total = (i64)(rows[r + 1] - rows[r]), *h.dropped = (i64)lost[r];
     }
     __syncthreads();
     for (u32 e = threadIdx.x; e < l.experts; e += THREADS) {

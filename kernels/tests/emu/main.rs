@@ -11,12 +11,14 @@ mod attention_mutants;
 mod compile;
 mod convert;
 mod dequant;
+mod ep;
 mod gemm;
 mod gemm_aux;
 mod gemm_mutants;
 mod grouped;
 mod grouped_grad;
 mod host;
+mod links;
 mod memory;
 mod mutants;
 mod orders;
@@ -68,6 +70,8 @@ fn main() -> ExitCode {
         attention_grad::TESTS,
         attention_mutants::TESTS,
         reduce::TESTS,
+        ep::TESTS,
+        links::TESTS,
     ]
     .concat();
     let chosen: Vec<Test> = all

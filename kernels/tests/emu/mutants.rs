@@ -259,11 +259,17 @@ const MUTANTS: &[Mutant] = &[
         "    return;\n    TwWait w = {TW_OP_WAIT, slot, p,",
         short_launches,
     ),
+    Mutant(
+        "only the first output is poisoned",
+        "o < 8; o++)\n        for (u64 i",
+        "o < 1; o++)\n        for (u64 i",
+        poison,
+    ),
     Mutant("an output in good order is poisoned", "if (!tw_is_over(t)) return;", "", poison),
     Mutant(
         "poison of one block only",
-        "out[i] = (unsigned char)byte;",
-        "if (i < 8) out[i] = (unsigned char)byte;",
+        "((unsigned char*)p.out[o])[i] = p.byte[o];",
+        "if (i < 8) ((unsigned char*)p.out[o])[i] = p.byte[o];",
         poison,
     ),
 ];

@@ -82,6 +82,15 @@ pub struct TeamParam {
     pad: u32,
 }
 
+/// `TwPoison` of `comm/signal.cu`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct PoisonParam {
+    out: [u64; 8],
+    len: [u64; 8],
+    byte: [u8; 8],
+}
+
 /// `TwPages` of `signal_probes.cu`.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
@@ -235,7 +244,10 @@ impl Team {
 
     /// One block of 256 threads over `len` bytes at `out`.
     pub fn poison(&self, rank: usize, out: u64, len: u64) -> Launch<'_> {
-        self.kernel("tw_poison").launch(256).arg(&self.param(rank)).arg(&out).arg(&len).arg(&255u32)
+        let mut p = PoisonParam { out: [0; 8], len: [0; 8], byte: [0; 8] };
+        // The second of two outputs, the first of no bytes.
+        (p.out[1], p.len[1], p.byte[1]) = (out, len, 255);
+        self.kernel("tw_poison").launch(256).arg(&self.param(rank)).arg(&p)
     }
 
     fn own<A: NoUninit, B: NoUninit>(&self, name: &str, a: &A, b: &B) -> Launch<'_> {

@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
-use tilewire_core::{Config, Error, Result};
+use tilewire_core::{Config, Error, ErrorKind, Result};
 
 use super::error::check;
 use super::loader::available;
 use super::module::CudaModule;
+use super::probe::{DeviceInfo, arch, describe};
 use crate::jit::{Jit, KernelSpec, Key};
 
 /// Number of devices that this process may use.
@@ -33,6 +34,35 @@ pub fn driver_version() -> Result<u32> {
     // SAFETY: the driver is initialised; `v` is valid.
     check(unsafe { sys::cuDriverGetVersion(&mut v) }, "cuDriverGetVersion")?;
     Ok(v.max(0) as u32)
+}
+
+/// The oldest GPUs that there are kernels for.
+const MIN_SM: i32 = 80;
+
+/// As in 90.
+fn capability(device: CUdevice) -> Result<i32> {
+    use CUdevice_attribute as A;
+    let (mut major, mut minor) = (0, 0);
+    let (x, y) = (
+        A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    );
+    // SAFETY: valid outputs and device.
+    unsafe {
+        check(sys::cuDeviceGetAttribute(&mut major, x, device), "cuDeviceGetAttribute")?;
+        check(sys::cuDeviceGetAttribute(&mut minor, y, device), "cuDeviceGetAttribute")?;
+    }
+    Ok(10 * major + minor)
+}
+
+fn has_kernels(ordinal: u32, sm: i32) -> Result<()> {
+    if sm >= MIN_SM {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Unsupported, format!("CUDA device {ordinal} is too old"))
+        .expected(format_args!("sm_{MIN_SM} or newer"))
+        .seen(format_args!("sm_{sm}"))
+        .hint("hide it with CUDA_VISIBLE_DEVICES, or use the `host` backend"))
 }
 
 /// The primary context of one device, shared with every other library of the process and kept until
@@ -74,9 +104,11 @@ impl CudaContext {
             return Ok(c.clone());
         }
         let (mut device, mut raw) = (0, std::ptr::null_mut());
-        // SAFETY: the driver is initialised, the ordinal is in range, the outputs are valid.
+        // SAFETY: the driver is initialised, the ordinal is in range, the output is valid.
+        check(unsafe { sys::cuDeviceGet(&mut device, ordinal as i32) }, "cuDeviceGet")?;
+        has_kernels(ordinal, capability(device)?)?;
+        // SAFETY: a device of the driver and a valid output.
         unsafe {
-            check(sys::cuDeviceGet(&mut device, ordinal as i32), "cuDeviceGet")?;
             check(sys::cuDevicePrimaryCtxRetain(&mut raw, device), "cuDevicePrimaryCtxRetain")?;
         }
         let new = Self(Arc::new(Inner {
@@ -114,6 +146,14 @@ impl CudaContext {
         Ok(String::from_utf8_lossy(&buf[..len]).into_owned())
     }
 
+    /// What the device is.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn info(&self) -> Result<DeviceInfo> {
+        describe(self.0.ordinal)
+    }
+
     pub(crate) fn attribute(&self, which: CUdevice_attribute) -> Result<i32> {
         let mut v = 0;
         // SAFETY: valid output and device.
@@ -127,11 +167,7 @@ impl CudaContext {
     /// # Errors
     /// What the driver reports.
     pub fn arch(&self) -> Result<String> {
-        use CUdevice_attribute as A;
-        let major = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = self.attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        let suffix = if major >= 9 { "a" } else { "" };
-        Ok(format!("sm_{major}{minor}{suffix}"))
+        Ok(arch(capability(self.0.device)?.max(0) as u32))
     }
 
     /// Number of multiprocessors.
@@ -214,5 +250,20 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: retained once in `new`. A failure at the end of the process is harmless.
         unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_device_is_refused_with_a_hint() {
+        for sm in [80, 90, 100, 120] {
+            has_kernels(0, sm).unwrap();
+        }
+        let e = has_kernels(3, 75).unwrap_err();
+        assert!(e.kind() == ErrorKind::Unsupported && e.get_hint().is_some(), "{e}");
+        assert!(e.to_string().contains("sm_75") && e.message().contains('3'), "{e}");
     }
 }

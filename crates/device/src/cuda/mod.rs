@@ -20,6 +20,7 @@ mod memory;
 mod module;
 mod nvrtc;
 mod places;
+mod probe;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -35,5 +36,6 @@ pub use nvrtc::{Nvrtc, load_nvrtc};
 pub use places::{
     CUBLASLT, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,
 };
+pub use probe::{DeviceInfo, PeerInfo, devices, peer_info, try_share};
 pub use stream::CudaStream;
 pub use vmm::{VmmChunk, VmmRange, granularity};

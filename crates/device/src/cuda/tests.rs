@@ -14,8 +14,31 @@ fn a_machine_without_cuda_gets_a_typed_error() {
                 CudaContext::new(0).map(|_| ()),
                 device_count().map(|_| ()),
                 driver_version().map(|_| ()),
+                devices().map(|_| ()),
+                peer_info(0, 1).map(|_| ()),
             ] {
                 assert!(r.unwrap_err().is_unavailable());
+            }
+        }
+    }
+}
+
+/// Every pair of devices that says it can share memory does.
+#[test]
+fn devices_describe_themselves_and_share_memory() {
+    let all = match devices() {
+        Ok(all) => all,
+        Err(e) => return assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}"),
+    };
+    for d in &all {
+        assert!(d.sm >= 50 && d.num_sms > 0 && d.memory_bytes > 1 << 30, "{d:?}");
+        assert!(!d.name.is_empty() && d.pci.contains(':'), "{d:?}");
+        assert!(peer_info(d.ordinal, d.ordinal).is_err());
+        for o in all.iter().filter(|o| o.ordinal != d.ordinal) {
+            let link = peer_info(d.ordinal, o.ordinal).unwrap();
+            if link.access && d.vmm && o.vmm && d.posix_fd {
+                let context = |i: &DeviceInfo| CudaContext::new(i.ordinal).unwrap();
+                try_share(&context(d), &context(o)).unwrap();
             }
         }
     }

@@ -140,10 +140,23 @@ impl CollectivePlan {
             };
             link.puts = sent.iter().filter(|&&r| r > 0 && row_bytes > 0).count() as u64;
             link.put_bytes = sent.iter().sum::<usize>() as u64 * row_bytes;
-            // A credit and an arrival for each phase.
-            link.signals = 2 * sent.len() as u64;
+            // A credit and an arrival for each phase. Kernels write both phases behind one credit.
+            let one_credit = self.core.lane().is_some()
+                && sent.len() == 2
+                && cuda::by_kernel(self.moved_rows(m) * row_bytes as usize);
+            link.signals = 2 * sent.len() as u64 - u64::from(one_credit);
         }
         Ok(t)
+    }
+
+    /// Rows of the whole vector: by its size one of the ways on devices is chosen.
+    pub(super) fn moved_rows(&self, m: usize) -> usize {
+        match &self.desc.kind {
+            CollectiveKind::AllToAll(splits) => {
+                splits.iter().flatten().sum::<usize>() / splits.len().max(1)
+            }
+            _ => m,
+        }
     }
 
     /// Fails where a launch with these arguments would.

@@ -8,7 +8,9 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaModule, CudaStream};
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Device, Stream, Tensor};
-use tilewire_kernels::Source;
+use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION, attention};
+use tilewire_kernels::portable::portable;
+use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
 
 use super::check::Named;
 
@@ -135,18 +137,38 @@ pub(crate) fn hold<T: Any + Send + Sync>(stream: &CudaStream, thing: T) {
     stream.hold(|| -> Arc<dyn Any + Send + Sync> { Arc::new(thing) });
 }
 
-/// The kernels of `source`, compiled with `defines` for the device and loaded.
+/// The kernels of `source`, compiled with `defines` for the device and loaded. Must be one of
+/// [`kernel_specs`]: those are what is built before a program is taken to a machine without a
+/// compiler. Only attention may have others: it has a variant for each pair of head dimensions.
 pub(crate) fn load(
     ctx: &CudaContext,
     source: &Source,
     defines: Vec<(String, u64)>,
 ) -> Result<CudaModule> {
-    ctx.module(&KernelSpec {
-        name: source.name.to_owned(),
-        text: source.text(),
-        defines,
-        arch: ctx.arch()?,
-    })
+    let spec = spec(source, defines, &ctx.arch()?);
+    let any = [SM80_ATTENTION.name, PLAIN_ATTENTION.name].contains(&source.name);
+    debug_assert!(any || is_listed(&spec), "{} is used in a variant that nobody lists", spec.name);
+    ctx.module(&spec)
+}
+
+fn spec(source: &Source, defines: Vec<(String, u64)>, arch: &str) -> KernelSpec {
+    KernelSpec { name: source.name.to_owned(), text: source.text(), defines, arch: arch.to_owned() }
+}
+
+fn is_listed(spec: &KernelSpec) -> bool {
+    kernel_specs(&spec.arch).contains(spec)
+}
+
+/// Every kernel of the operations, in each variant that a plan may ask for, for one architecture
+/// (as in `sm_90a`). Of attention, those of the usual head dimensions.
+pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
+    let gemm = [SM80_GEMM, SM80_GROUPED_GEMM].into_iter().flat_map(|source| {
+        [DType::BF16, DType::F16].map(|d| (source, crate::gemm::cuda::defines(d)))
+    });
+    gemm.chain(portable())
+        .chain(attention())
+        .map(|(source, defines)| spec(&source, defines, arch))
+        .collect()
 }
 
 /// Zeroed workspace.
@@ -210,5 +232,68 @@ mod tests {
         s.end_capture().unwrap();
         ready.prepare(&s, |_| Ok(())).unwrap();
         assert!(ready.on(&s).unwrap().is_none() && ready.cuda().is_none());
+    }
+
+    /// What plans pass to `load`, by the functions that they make it with.
+    #[test]
+    fn every_variant_of_a_plan_is_listed() {
+        use tilewire_kernels::portable::*;
+        let gemms = DType::ALL.map(crate::gemm::cuda::defines);
+        for defines in gemms {
+            for source in [SM80_GEMM, SM80_GROUPED_GEMM] {
+                assert!(is_listed(&spec(&source, defines.clone(), "sm_90a")), "{defines:?}");
+            }
+        }
+        for wide in [DType::F32, DType::BF16, DType::F16].map(mantissa) {
+            for small in [DType::F8E4M3, DType::F8E5M2].map(mantissa) {
+                assert!(is_listed(&spec(&QUANT, quant_defines(wide, small), "sm_90a")));
+            }
+            for (source, defines) in [(PERMUTE, permute_defines(wide)), (EP, ep_defines(wide))] {
+                assert!(is_listed(&spec(&source, defines, "sm_90a")), "{wide}");
+            }
+        }
+        for types in REDUCE_MANTISSAS {
+            assert!(is_listed(&spec(&REDUCE, reduce_defines(types), "sm_90a")), "{types:?}");
+        }
+        assert!(is_listed(&spec(&MOVE, move_defines(), "sm_90a")));
+        let all = kernel_specs("sm_90a");
+        let mut keys: Vec<String> = all.iter().map(|s| s.key().to_string()).collect();
+        keys.sort();
+        keys.dedup();
+        assert_eq!(keys.len(), all.len(), "a key for each");
+        assert!(!is_listed(&spec(&QUANT, quant_defines(3, 2), "sm_90a")));
+    }
+
+    /// A unit that a plan loads is one of those above.
+    #[test]
+    fn every_unit_of_a_plan_is_listed() {
+        let mut folders =
+            vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
+        let mut text = String::new();
+        while let Some(path) = folders.pop() {
+            match std::fs::read_dir(&path) {
+                Ok(inside) => folders.extend(inside.map(|e| e.unwrap().path())),
+                Err(_) => text += &std::fs::read_to_string(&path).unwrap(),
+            }
+        }
+        let call = concat!("load(", "ctx, &");
+        let loaded: std::collections::BTreeSet<&str> =
+            text.split(call).skip(1).filter_map(|t| t.split(',').next()).collect();
+        let listed = [
+            "EP",
+            "MOVE",
+            "PERMUTE",
+            "PLAIN_ATTENTION",
+            "QUANT",
+            "REDUCE",
+            "SM80_ATTENTION",
+            "SM80_GEMM",
+            "SM80_GROUPED_GEMM",
+        ];
+        assert_eq!(
+            loaded.into_iter().collect::<Vec<_>>(),
+            listed,
+            "list it, and test its variants"
+        );
     }
 }

@@ -10,7 +10,10 @@ use tilewire_device::cuda::{
     CudaContext, CudaEvent, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs,
 };
 use tilewire_device::{Queue, Stream, Tensor};
-use tilewire_kernels::portable::{REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, reduce_defines};
+use tilewire_kernels::portable::{
+    MOVE, MOVE_SEGMENTS, MOVE_THREADS, REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, move_defines,
+    reduce_defines,
+};
 use tilewire_symm::{Heap, OneSided, Signals, VmmOneSided};
 
 use super::cuda::{load, mantissa, no_kernel};
@@ -87,7 +90,8 @@ impl Lane {
         // Joined whatever happened: a capture would not be whole otherwise.
         lanes.join()?;
         done?;
-        outs.iter().try_for_each(|o| self.os.poison_if_over(main, &o.0, o.1))
+        let outs: Vec<_> = outs.iter().map(|o| (o.0.clone(), o.1)).collect();
+        self.os.poison_if_over(main, &outs)
     }
 }
 
@@ -226,5 +230,54 @@ impl Reducer {
         unsafe {
             self.kernel.launch(l.main, Grid::new(blocks, threads), LaunchArgs::new().arg(&param))
         }
+    }
+}
+
+/// Copies by a kernel, many at once: `collective/sm80_move.cu`.
+pub(crate) struct Mover {
+    kernel: Kernel,
+    num_sms: u32,
+}
+
+/// `TwMoves` of the kernel.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Moves {
+    src: [u64; MOVE_SEGMENTS],
+    dst: [u64; MOVE_SEGMENTS],
+    len: [u64; MOVE_SEGMENTS],
+}
+
+/// Bytes that are worth a block of their own.
+const BLOCK_BYTES: u64 = 8192;
+
+impl Mover {
+    pub fn new(ctx: &CudaContext) -> Result<Self> {
+        let kernel = load(ctx, &MOVE, move_defines())?.kernel("tw_move")?;
+        Ok(Self { kernel, num_sms: ctx.num_sms()? })
+    }
+
+    /// Queues copies of `(source, destination, bytes)` on `main`; those of no bytes are left out. The
+    /// addresses must stay valid as those of the launch do: symmetric memory, and tensors that the
+    /// caller has given to `stream.hold`.
+    pub fn launch(&self, l: &Lanes<'_>, copies: &[(u64, u64, usize)]) -> Result<()> {
+        let copies: Vec<_> = copies.iter().filter(|c| c.2 > 0).collect();
+        for some in copies.chunks(MOVE_SEGMENTS) {
+            let mut m: Moves = bytemuck::Zeroable::zeroed();
+            for (i, (src, dst, len)) in some.iter().enumerate() {
+                (m.src[i], m.dst[i], m.len[i]) = (*src, *dst, *len as u64);
+            }
+            let largest = m.len.iter().copied().max().unwrap_or(0);
+            let most = u64::from(2 * self.num_sms).div_ceil(some.len() as u64);
+            let blocks = largest.div_ceil(BLOCK_BYTES).clamp(1, most) as u32;
+            let grid = Grid {
+                blocks: [blocks, some.len() as u32, 1],
+                ..Grid::new(1, MOVE_THREADS as u32)
+            };
+            // SAFETY: the kernel takes one TwMoves, whose layout is that of `Moves`; the ranges are
+            // those of a checked launch, held by it.
+            unsafe { self.kernel.launch(l.main, grid, LaunchArgs::new().arg(&m))? };
+        }
+        Ok(())
     }
 }

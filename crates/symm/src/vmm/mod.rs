@@ -13,6 +13,7 @@
 //!    8-byte copies into the fault word and the peers' slots, which need no SM.
 
 mod fault;
+mod links;
 mod onesided;
 mod store;
 #[cfg(test)]
@@ -21,10 +22,15 @@ mod tests;
 use tilewire_device::jit::KernelSpec;
 
 pub use fault::BadInput;
+pub use links::{LinkProbe, Piece};
 pub use onesided::VmmOneSided;
 pub(crate) use store::VmmStore;
 
-/// Every kernel of symmetric memory, for one architecture.
+/// Every kernel of symmetric memory that runs on an architecture (as in `sm_90a`).
 pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
-    vec![store::signal_spec(arch)]
+    let mut all = vec![store::signal_spec(arch)];
+    if tilewire_kernels::LINKS.runs_on(arch) {
+        all.push(links::links_spec(arch));
+    }
+    all
 }

@@ -23,6 +23,15 @@ pub struct VmmOneSided {
     store: Arc<VmmStore>,
 }
 
+/// `TwPoison` in `comm/signal.cu`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Poisons {
+    out: [u64; 8],
+    len: [u64; 8],
+    byte: [u8; 8],
+}
+
 impl VmmOneSided {
     /// One-sided access to `heap`.
     ///
@@ -168,19 +177,25 @@ impl VmmOneSided {
         self.launch_slots(stream, &self.store.kernels.wait_peers, 64, (slot.index(), 0, 0))
     }
 
-    /// Fills `out` with `byte` if the team is over by then: the last work of a launch, so that
-    /// what a failed launch left cannot be taken for a result.
+    /// Fills each output with its byte if the team is over by then: the last work of a launch, so
+    /// that what a failed launch left cannot be taken for a result. One kernel for eight outputs.
     ///
     /// # Errors
-    /// The fault of the team.
-    pub fn poison_if_over(&self, stream: &CudaStream, out: &CudaMemory, byte: u8) -> Result<()> {
-        self.hold(stream, Some(out));
-        let (addr, len) = (out.addr(), out.len_bytes() as u64);
-        let byte = u32::from(byte);
-        let args = LaunchArgs::new().arg(&self.store.param).arg(&addr).arg(&len).arg(&byte);
-        let blocks = (len / 65536).clamp(1, 64) as u32;
-        // SAFETY: the kernel takes (TwTeam, u8*, u64, u32); the output is held; lifetimes as in `launch`.
-        unsafe { self.store.kernels.poison.launch(stream, Grid::new(blocks, 256), args) }
+    /// What the driver reports.
+    pub fn poison_if_over(&self, stream: &CudaStream, outs: &[(CudaMemory, u8)]) -> Result<()> {
+        for some in outs.chunks(8) {
+            let mut p = Poisons { out: [0; 8], len: [0; 8], byte: [0; 8] };
+            for (i, (m, byte)) in some.iter().enumerate() {
+                self.hold(stream, Some(m));
+                (p.out[i], p.len[i], p.byte[i]) = (m.addr(), m.len_bytes() as u64, *byte);
+            }
+            let args = LaunchArgs::new().arg(&self.store.param).arg(&p);
+            let most = p.len.iter().copied().max().unwrap_or(0);
+            let grid = Grid::new((most / 65536).clamp(1, 64) as u32, 256);
+            // SAFETY: the kernel takes (TwTeam, TwPoison); outputs are held; lifetimes as in `launch`.
+            unsafe { self.store.kernels.poison.launch(stream, grid, args)? };
+        }
+        Ok(())
     }
 
     /// Ends the team if the word `status` is not 0 by then: a kernel of this stream has found an
@@ -198,6 +213,11 @@ impl VmmOneSided {
         let args = LaunchArgs::new().arg(&self.store.param).arg(&addr).arg(&what);
         // SAFETY: the kernel takes (TwTeam, u32*, u32); the status is held; lifetimes as in `launch`.
         unsafe { self.store.kernels.fail_if.launch(stream, Grid::new(1, 1), args) }
+    }
+
+    /// Counts what a kernel of the caller writes to `dst`'s chunk, as a put.
+    pub fn count_put(&self, dst: Rank, len: usize) {
+        self.team().0.traffic.put(dst, len);
     }
 
     /// The address of my counter on `dst`'s page.

@@ -130,6 +130,9 @@ impl VmmStore {
     /// Collective: makes and maps the chunks of all ranks.
     pub fn create(team: &LiveTeam, cfg: &HeapCfg) -> Result<Arc<Self>> {
         let parts = team.settle("vmm-make", Parts::make(team, cfg))?;
+        // One whose address is not known is taken for a GPU of its own.
+        let pci = parts.ctx.info().map_or_else(|_| format!("rank {}", team.rank()), |i| i.pci);
+        warn_of_shared(team, &team.exchange("vmm-gpu", pci.as_bytes())?);
         let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
         let own = vec![parts.heap.1.as_fd(), parts.control.1.as_fd()];
         let fds = exchange_chunks(team, Ok(own))?.0;
@@ -167,6 +170,24 @@ impl VmmStore {
         team.0.sinks.add(Arc::downgrade(&sink));
         Ok(store)
     }
+}
+
+/// Ranks may share a GPU, but it is rarely meant.
+fn warn_of_shared(team: &LiveTeam, gpus: &[Vec<u8>]) {
+    if let Some((a, b)) = shared(gpus).filter(|_| team.rank().get() == 0) {
+        log::warn!(
+            "team {}: ranks {a} and {b} share the GPU at {}: it works, but nothing runs at the same \
+             time, and freeing memory may stall; start no more ranks than there are GPUs",
+            team.name(),
+            String::from_utf8_lossy(&gpus[a])
+        );
+    }
+}
+
+/// The first two ranks on one GPU.
+pub(super) fn shared(gpus: &[Vec<u8>]) -> Option<(usize, usize)> {
+    let before = |b: usize| gpus[..b].iter().position(|a| *a == gpus[b]);
+    (1..gpus.len()).find_map(|b| Some((before(b)?, b)))
 }
 
 impl Parts {

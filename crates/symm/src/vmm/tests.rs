@@ -2,23 +2,26 @@ use std::mem::size_of;
 
 use tilewire_device::cuda::Nvrtc;
 use tilewire_device::jit::{Compiler, kernel_uses};
-use tilewire_kernels::SIGNAL;
+use tilewire_kernels::{LINKS, SIGNAL};
 
-use super::store::TeamParam;
+use super::links::BulkParam;
+use super::store::{TeamParam, shared};
 use crate::{HeapCfg, VmmOneSided, World, WorldCfg, kernel_specs};
 use tilewire_core::{BackendKind, ErrorKind};
 
 #[test]
 fn kernels_compile_where_the_compiler_is() {
     assert_eq!(size_of::<TeamParam>(), 80, "8 words and 4 half words, as in comm/signal.cu");
+    assert_eq!(size_of::<BulkParam>(), 48, "4 words and 4 half words, as in bench/links.cu");
     for arch in ["sm_80", "sm_90a", "sm_100a"] {
         for spec in kernel_specs(arch) {
             let named: Vec<&str> = spec.defines.iter().map(|(n, _)| &**n).collect();
-            assert_eq!(named, SIGNAL.defines);
+            let source = [SIGNAL, LINKS].into_iter().find(|s| s.name == spec.name).unwrap();
+            assert_eq!(named, source.defines);
             match Nvrtc.compile(&spec) {
                 Ok(c) => {
                     let uses = kernel_uses(&c.log);
-                    assert_eq!(uses.len(), SIGNAL.kernels.len());
+                    assert_eq!(uses.len(), source.kernels.len());
                     assert!(uses.iter().all(|k| k.spill_bytes == 0), "{uses:?}");
                 }
                 Err(e) => assert!(e.is_unavailable(), "{e}"),
@@ -34,4 +37,12 @@ fn a_host_heap_gives_no_device_access() {
     let heap = team.heap(BackendKind::Host, HeapCfg::new(4096)).unwrap();
     let e = VmmOneSided::new(&heap).err().unwrap();
     assert_eq!(e.kind(), ErrorKind::Unsupported);
+}
+
+#[test]
+fn ranks_on_one_gpu_are_found() {
+    let gpus = |names: &[&str]| names.iter().map(|n| n.as_bytes().to_vec()).collect::<Vec<_>>();
+    assert_eq!(shared(&gpus(&["0:1", "0:2", "0:3"])), None);
+    assert_eq!(shared(&gpus(&["0:1", "0:2", "0:2", "0:1"])), Some((1, 2)));
+    assert_eq!(shared(&[]), None);
 }

@@ -1,0 +1,339 @@
+//! Operations of a team on CUDA devices, a rank to a device: captured and replayed with inputs that
+//! change, against eager launches, to the bit; and what a rank that never launches does to the others.
+//!
+//! Values are held against the oracle by `tilewire verify --backend vmm`. Where there are fewer than two
+//! devices, each test says that it did not run.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tilewire_core::{BackendKind, DType, Error, ErrorKind, Rank, Result, Rng, Shape};
+use tilewire_device::{Device, Stream, Tensor, cuda};
+use tilewire_ops::Shards;
+use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
+use tilewire_ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
+use tilewire_ops::common::{Algo, OverlapConfig};
+use tilewire_ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
+use tilewire_ops::gemm_ar::{GemmArDesc, GemmArPlan};
+use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
+use tilewire_symm::{Heap, HeapCfg, World, WorldCfg};
+
+const M: usize = 93;
+const N: usize = 40;
+const K: usize = 48;
+
+type Launch = Box<dyn Fn(&Stream) -> Result<()>>;
+
+/// One operation with its tensors.
+struct Op {
+    name: &'static str,
+    /// Tensors that change between launches, and how.
+    inputs: Vec<(Tensor, Fill)>,
+    outs: Vec<Tensor>,
+    launch: Launch,
+}
+
+#[derive(Clone, Copy)]
+enum Fill {
+    Normal,
+    /// Experts of tokens: different ones in a row of so many, sometimes none.
+    Experts(usize, usize),
+}
+
+impl Op {
+    fn refill(&self, seed: u64) -> Result<()> {
+        for (i, (t, fill)) in self.inputs.iter().enumerate() {
+            let mut rng = Rng::new(seed * 100 + i as u64);
+            let n = t.shape().num_elems();
+            let new = match fill {
+                Fill::Normal => {
+                    let v: Vec<f32> = (0..n).map(|_| rng.normal()).collect();
+                    Tensor::from_f32(&v, t.dtype(), t.shape())?
+                }
+                Fill::Experts(experts, k) => {
+                    let mut v = Vec::with_capacity(n);
+                    for i in 0..n {
+                        let base = (i / k * 3 + seed as usize) % experts;
+                        let e = ((base + i % k) % experts) as i64;
+                        v.push(if rng.below(6) == 0 { -1 } else { e });
+                    }
+                    Tensor::from_slice(&v, t.shape())?
+                }
+            };
+            new.read(|b| t.write(|out| out.copy_from_slice(b)))??;
+        }
+        Ok(())
+    }
+
+    fn poison(&self) -> Result<()> {
+        self.outs.iter().try_for_each(Tensor::poison)
+    }
+
+    fn bits(&self) -> Result<Vec<Vec<u8>>> {
+        self.outs.iter().map(|t| t.read(<[u8]>::to_vec)).collect()
+    }
+}
+
+/// How an operation is made on a rank.
+type Make = fn(&Heap, &Stream) -> Result<Op>;
+
+fn tensor(heap: &Heap, dtype: DType, rows: usize, cols: usize) -> Result<Tensor> {
+    Tensor::poisoned(dtype, Shape::d2(rows, cols)).to(&heap.device())
+}
+
+fn mine(heap: &Heap, m: usize) -> usize {
+    let (size, me) = (heap.team().size(), heap.team().rank().idx());
+    m / size + usize::from(me < m % size)
+}
+
+fn collective(name: &'static str, heap: &Heap, s: &Stream, m: usize) -> Result<Op> {
+    let size = heap.team().size();
+    let (kind, rows_in, rows_out) = match name {
+        "all_gather" => (CollectiveKind::AllGather(Shards::Even), mine(heap, m), m),
+        "reduce_scatter" => {
+            (CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Avg), m, mine(heap, m))
+        }
+        "all_reduce" => (CollectiveKind::AllReduce(ReduceOp::Sum), m, m),
+        _ => (
+            CollectiveKind::AllToAll(vec![vec![m / size; size]; size]),
+            m / size * size,
+            m / size * size,
+        ),
+    };
+    let plan = CollectivePlan::new(CollectiveDesc { kind, m, cols: N, dtype: DType::BF16 }, heap)?;
+    plan.prepare(s)?;
+    let x = tensor(heap, DType::BF16, rows_in, N)?;
+    let out = tensor(heap, DType::BF16, rows_out, N)?;
+    Ok(Op {
+        name,
+        inputs: vec![(x.clone(), Fill::Normal)],
+        outs: vec![out.clone()],
+        launch: Box::new(move |s| plan.launch(s, m, &x, &out)?.join(s).map(|_| ())),
+    })
+}
+
+fn ag_gemm(algo: Algo, heap: &Heap, s: &Stream) -> Result<Op> {
+    let desc = AgGemmDesc::new(M, N, K, DType::BF16);
+    let plan = AgGemmPlan::new(desc, heap, Some(OverlapConfig::of(algo, 2)))?;
+    plan.prepare(s)?;
+    let (x, w) = (tensor(heap, DType::BF16, mine(heap, M), K)?, tensor(heap, DType::BF16, N, K)?);
+    let (out, gathered) = (tensor(heap, DType::BF16, M, N)?, tensor(heap, DType::BF16, M, K)?);
+    let t = AgGemmInputs {
+        gathered: Some(gathered.clone()),
+        ..AgGemmInputs::new(x.clone(), w.clone(), out.clone())
+    };
+    Ok(Op {
+        name: "ag_gemm",
+        inputs: vec![(x, Fill::Normal), (w, Fill::Normal)],
+        outs: vec![out, gathered],
+        launch: Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ())),
+    })
+}
+
+fn gemm_reduce(scatter: bool, algo: Algo, heap: &Heap, s: &Stream) -> Result<Op> {
+    let desc = GemmRsDesc { bias: true, ..GemmRsDesc::new(M, N, K, DType::BF16) };
+    let config = Some(OverlapConfig::of(algo, 2));
+    let (x, w) = (tensor(heap, DType::BF16, M, K)?, tensor(heap, DType::BF16, N, K)?);
+    let bias = Tensor::from_f32(&[0.5; N], DType::F32, Shape::d1(N))?.to(&heap.device())?;
+    let out = tensor(heap, DType::BF16, if scatter { mine(heap, M) } else { M }, N)?;
+    let t =
+        GemmRsInputs { bias: Some(bias), ..GemmRsInputs::new(x.clone(), w.clone(), out.clone()) };
+    let launch: Launch = if scatter {
+        let plan = GemmRsPlan::new(desc, heap, config)?;
+        plan.prepare(s)?;
+        Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
+    } else {
+        let plan = GemmArPlan::new(GemmArDesc(desc), heap, config)?;
+        plan.prepare(s)?;
+        Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
+    };
+    Ok(Op {
+        name: if scatter { "gemm_rs" } else { "gemm_ar" },
+        inputs: vec![(x, Fill::Normal), (w, Fill::Normal)],
+        outs: vec![out],
+        launch,
+    })
+}
+
+/// Routing, dispatch and weighted combine, with routing that changes.
+fn ep(layout: EpLayout, heap: &Heap, s: &Stream) -> Result<Op> {
+    let (size, tokens, k, experts) = (heap.team().size(), 21, 3, 7);
+    let mut desc = EpDesc::new(size, experts, tokens, N, k);
+    (desc.dtype, desc.out, desc.layout) = (DType::BF16, DType::BF16, layout);
+    desc.capacity = desc.worst_case();
+    let plan = EpPlan::new(desc.clone(), heap)?;
+    plan.prepare(s)?;
+    let handle: EpHandle = plan.handle()?;
+    let place = |t: Tensor| t.to(&heap.device());
+    let idx = place(Tensor::zeros(DType::I64, Shape::d2(tokens, k)))?;
+    let (x, w) = (tensor(heap, DType::BF16, tokens, N)?, tensor(heap, DType::F32, tokens, k)?);
+    let recv = EpDispatch {
+        x: tensor(heap, DType::BF16, desc.recv_rows(), N)?,
+        scales: None,
+        weights: Some(place(Tensor::poisoned(DType::F32, Shape::d1(desc.capacity)))?),
+    };
+    let (y, out) =
+        (tensor(heap, DType::BF16, desc.capacity, N)?, tensor(heap, DType::BF16, tokens, N)?);
+    let outs =
+        vec![recv.x.clone(), handle.row_index().clone(), handle.m_splits().clone(), out.clone()];
+    let inputs = vec![
+        (idx.clone(), Fill::Experts(experts, k)),
+        (x.clone(), Fill::Normal),
+        (w.clone(), Fill::Normal),
+        (y.clone(), Fill::Normal),
+    ];
+    let launch = move |s: &Stream| -> Result<()> {
+        plan.route(s, &idx, None, &handle)?.join(s)?;
+        plan.dispatch(s, &handle, &x, (Some(&w), None), &recv)?.join(s)?;
+        plan.combine(s, &handle, &y, recv.weights.as_ref(), &out)?.join(s).map(|_| ())
+    };
+    Ok(Op { name: "ep", inputs, outs, launch: Box::new(launch) })
+}
+
+const ALL: [Make; 13] = [
+    |h, s| collective("all_gather", h, s, M),
+    |h, s| collective("reduce_scatter", h, s, M),
+    |h, s| collective("all_reduce", h, s, M),
+    |h, s| collective("all_to_all", h, s, M),
+    // By copy engines: above the size that kernels move.
+    |h, s| collective("all_gather", h, s, 1_400_000),
+    |h, s| collective("all_reduce", h, s, 1_400_000),
+    |h, s| ag_gemm(Algo::Pipelined, h, s),
+    |h, s| ag_gemm(Algo::Sequential, h, s),
+    |h, s| gemm_reduce(true, Algo::Pipelined, h, s),
+    |h, s| gemm_reduce(true, Algo::Sequential, h, s),
+    |h, s| gemm_reduce(false, Algo::Pipelined, h, s),
+    |h, s| ep(EpLayout::ExpertMajor { align: 4 }, h, s),
+    |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
+];
+
+/// As many ranks as there are devices, at most four; `None` if that is no team.
+fn ranks() -> Option<usize> {
+    match cuda::device_count() {
+        Ok(n) if n > 1 => Some((n as usize).min(4)),
+        Ok(_) => None,
+        Err(e) => {
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            None
+        }
+    }
+}
+
+fn heap(world: &World, name: &str) -> Result<(Heap, Stream)> {
+    let heap = world.everyone(name)?.heap(BackendKind::Vmm, HeapCfg::new(600 << 20))?;
+    let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
+    Ok((heap, Stream::on(&ctx)?))
+}
+
+/// A panic shows the error of the rank that met it; what the others say of it shows nothing.
+fn told(op: &Op, r: Result<()>) -> Result<()> {
+    match r {
+        Err(e) if e.kind() != ErrorKind::Aborted => panic!("{}: {e}", op.name),
+        r => r,
+    }
+}
+
+/// One test at a time: each counts on its devices doing nothing else.
+static DEVICES: Mutex<()> = Mutex::new(());
+
+#[test]
+fn replays_with_changed_inputs_equal_eager_launches() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
+    World::run_threads(n, cfg, |world| {
+        for make in ALL {
+            let (heap, stream) = heap(&world, "replays")?;
+            let op = make(&heap, &stream)?;
+            let me = u64::from(heap.team().rank().get());
+            stream.begin_capture()?;
+            told(&op, (op.launch)(&stream))?;
+            let graph = stream.end_capture()?.instantiate()?;
+            let rounds = if op.outs[0].len_bytes() > 1 << 20 { 2 } else { 12 };
+            for round in 0..rounds {
+                op.refill(1 + round * 64 + me)?;
+                let mut seen = Vec::new();
+                for replay in [true, false, true] {
+                    op.poison()?;
+                    heap.team().agree(true)?;
+                    if replay {
+                        told(&op, stream.replay(&graph))?;
+                    } else {
+                        told(&op, (op.launch)(&stream))?;
+                    }
+                    stream.synchronize()?;
+                    told(&op, heap.team().check())?;
+                    seen.push(op.bits()?);
+                }
+                assert!(seen[0] == seen[1] && seen[1] == seen[2], "{} round {round}", op.name);
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The last rank never launches: the others are told who is missing, their outputs are poison, and a new
+/// team of all works.
+#[test]
+fn a_rank_that_never_launches_is_named_and_outputs_are_poison() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cfg = WorldCfg { timeout: Duration::from_millis(700), ..WorldCfg::default() };
+    World::run_threads(n, cfg, |world| {
+        for make in ALL {
+            let (heap, stream) = heap(&world, "stalled")?;
+            let op = make(&heap, &stream)?;
+            let team = heap.team().clone();
+            op.refill(5)?;
+            let silent = Rank::new(n as u32 - 1);
+            team.agree(true)?;
+            let start = Instant::now();
+            let e = if team.rank() == silent {
+                loop {
+                    match team.check() {
+                        Ok(()) if start.elapsed() < Duration::from_secs(5) => {
+                            std::thread::sleep(Duration::from_millis(1));
+                        }
+                        Ok(()) => break Error::internal("nobody told the silent rank"),
+                        Err(e) => break e,
+                    }
+                }
+            } else {
+                // Whoever hears of it while it still queues has its error at once.
+                let queued = (op.launch)(&stream);
+                stream.synchronize()?;
+                let e = queued.and_then(|()| team.check()).expect_err(op.name);
+                assert!(op.outs.iter().all(all_poison), "{}: outputs look like results", op.name);
+                e
+            };
+            assert!(start.elapsed() < Duration::from_secs(4), "{}: {:?}", op.name, start.elapsed());
+            assert!(
+                matches!(e.kind(), ErrorKind::Timeout | ErrorKind::Aborted),
+                "{}: {e}",
+                op.name
+            );
+            if e.is_timeout() {
+                assert_eq!(e.get_peer(), Some(silent), "{}: {e}", op.name);
+            }
+            // The same devices, new memory.
+            let (heap, stream) = self::heap(&world, "again")?;
+            let op = make(&heap, &stream)?;
+            op.refill(6)?;
+            op.poison()?;
+            heap.team().agree(true)?;
+            (op.launch)(&stream)?;
+            stream.synchronize()?;
+            heap.team().check()?;
+            assert!(!op.outs.iter().all(all_poison), "{} on the new team", op.name);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Every byte is poison, or a count that is 0.
+fn all_poison(t: &Tensor) -> bool {
+    let byte = if t.dtype() == DType::I64 { 0 } else { DType::POISON };
+    t.read(|b| b.iter().all(|&x| x == byte)).unwrap()
+}

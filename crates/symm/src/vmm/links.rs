@@ -1,0 +1,271 @@
+//! Transfers that do nothing but move bytes, for measuring links: `tilewire bench links`.
+
+use tilewire_core::{Error, Rank, Result};
+use tilewire_device::Buffer;
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_device::jit::KernelSpec;
+use tilewire_kernels::{LINK_STAGES, LINKS};
+
+use super::onesided::VmmOneSided;
+use crate::heap::Heap;
+use crate::onesided::OneSided;
+
+/// Parameters of `tw_link_bulk`; mirrors `TwBulk` in `bench/links.cu`.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct BulkParam {
+    dst: u64,
+    stride: u64,
+    src: u64,
+    bytes: u64,
+    chunk: u32,
+    me: u32,
+    size: u32,
+    num: u32,
+}
+
+/// A piece of the heap or of the rank's own buffer, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Piece {
+    /// Where it begins.
+    pub offset: usize,
+    /// How long it is.
+    pub len: usize,
+}
+
+/// Kernels and a buffer to measure the links of a heap in device memory with.
+///
+/// Nothing here orders anything: whoever calls it waits for the stream, and for the peers, before it
+/// looks at the bytes or drops the heap.
+pub struct LinkProbe {
+    os: VmmOneSided,
+    local: CudaMemory,
+    store: Kernel,
+    load: Kernel,
+    bulk: Kernel,
+    ping: Kernel,
+    empty: Kernel,
+}
+
+pub(crate) fn links_spec(arch: &str) -> KernelSpec {
+    KernelSpec {
+        name: LINKS.name.to_owned(),
+        text: LINKS.text(),
+        defines: Vec::new(),
+        arch: arch.to_owned(),
+    }
+}
+
+impl LinkProbe {
+    /// For `heap`, with an own buffer of `local_bytes` zeros.
+    ///
+    /// # Errors
+    /// `Unsupported` if the heap is not in device memory or the device is older than sm_90;
+    /// `Exhausted` without memory for the buffer.
+    pub fn new(heap: &Heap, local_bytes: usize) -> Result<Self> {
+        let os = VmmOneSided::new(heap)?;
+        let ctx = os.context();
+        let arch = ctx.arch()?;
+        if !LINKS.runs_on(&arch) {
+            return Err(Error::new(
+                tilewire_core::ErrorKind::Unsupported,
+                format!("bulk copies need sm_{} or newer", LINKS.min_sm()),
+            )
+            .seen(arch));
+        }
+        let module = ctx.module(&links_spec(&arch))?;
+        Ok(Self {
+            local: CudaMemory::zeroed(ctx, local_bytes)?,
+            store: module.kernel("tw_link_store")?,
+            load: module.kernel("tw_link_load")?,
+            bulk: module.kernel("tw_link_bulk")?,
+            ping: module.kernel("tw_link_ping")?,
+            empty: module.kernel("tw_link_empty")?,
+            os,
+        })
+    }
+
+    /// The rank's device.
+    pub fn context(&self) -> &CudaContext {
+        self.os.context()
+    }
+
+    /// One-sided access to the heap.
+    pub fn one_sided(&self) -> &VmmOneSided {
+        &self.os
+    }
+
+    /// The rank's own buffer.
+    pub fn local(&self) -> &CudaMemory {
+        &self.local
+    }
+
+    fn own(&self, p: Piece) -> Result<u64> {
+        Ok(self.local.slice(p.offset, p.len)?.addr())
+    }
+
+    fn me(&self) -> Rank {
+        self.os.heap().team().rank()
+    }
+
+    /// A copy engine moves `from` of my buffer to `offset` of `peer`'s heap.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a piece that does not exist.
+    pub fn put(&self, stream: &CudaStream, peer: Rank, offset: usize, from: Piece) -> Result<()> {
+        let (to, from_addr) = (self.os.addr(peer, offset, from.len)?, self.own(from)?);
+        // SAFETY: both ranges were checked; they live as long as `self`, whose `Drop` waits for the
+        // device. What the bytes are then is the caller's business.
+        unsafe { stream.copy(to, from_addr, from.len) }
+    }
+
+    /// A copy engine moves `offset` of `peer`'s heap into `to` of my buffer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a piece that does not exist.
+    pub fn get(&self, stream: &CudaStream, peer: Rank, offset: usize, to: Piece) -> Result<()> {
+        let (from, to_addr) = (self.os.addr(peer, offset, to.len)?, self.own(to)?);
+        // SAFETY: as for `put`.
+        unsafe { stream.copy(to_addr, from, to.len) }
+    }
+
+    /// Loads and stores of `blocks` blocks do what [`LinkProbe::put`] (or [`LinkProbe::get`] if
+    /// `pull`) does between the same offset of both; rounded down to 16 bytes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a piece that does not exist.
+    pub fn ld_st(
+        &self,
+        stream: &CudaStream,
+        blocks: u32,
+        peer: Rank,
+        piece: Piece,
+        pull: bool,
+    ) -> Result<()> {
+        let (there, here) = (self.os.addr(peer, piece.offset, piece.len)?, self.own(piece)?);
+        let (kernel, dst, src) = match pull {
+            true => (&self.load, here, there),
+            false => (&self.store, there, here),
+        };
+        let n = (piece.len / 16) as u64;
+        let args = LaunchArgs::new().arg(&dst).arg(&src).arg(&n);
+        // SAFETY: both kernels take (u64, u64, u64); ranges and lifetimes as for `put`.
+        unsafe { kernel.launch(stream, Grid::new(blocks, 512), args) }
+    }
+
+    /// Bulk copies of `blocks` blocks put `piece` of my buffer to the same offset of the `num` ranks
+    /// behind me, in chunks of `chunk` bytes in turn.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a piece, a chunk or ranks that cannot be.
+    pub fn bulk_put(
+        &self,
+        stream: &CudaStream,
+        blocks: u32,
+        num: u32,
+        chunk: u32,
+        piece: Piece,
+    ) -> Result<()> {
+        let size = self.os.heap().team().size() as u32;
+        if num == 0 || num >= size {
+            return Err(Error::invalid("peers to put to").expected("1 to size - 1").seen(num));
+        }
+        let mut param = self.bulk_param(chunk, piece)?;
+        param.num = num;
+        param.src = self.own(piece)?;
+        param.dst = self.os.addr(Rank::new(0), piece.offset, piece.len)?;
+        self.launch_bulk(stream, blocks, param)
+    }
+
+    /// Bulk loads of `piece` of `peer`'s heap, stored to the same offset of my buffer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a piece or a chunk that cannot be.
+    pub fn bulk_get(
+        &self,
+        stream: &CudaStream,
+        blocks: u32,
+        peer: Rank,
+        chunk: u32,
+        piece: Piece,
+    ) -> Result<()> {
+        let mut param = self.bulk_param(chunk, piece)?;
+        param.src = self.os.addr(peer, piece.offset, piece.len)?;
+        param.dst = self.own(piece)?;
+        self.launch_bulk(stream, blocks, param)
+    }
+
+    fn bulk_param(&self, chunk: u32, piece: Piece) -> Result<BulkParam> {
+        if chunk == 0 || chunk > 24 << 10 || !(chunk | piece.offset as u32).is_multiple_of(16) {
+            return Err(Error::invalid("chunks and offsets are multiples of 16 bytes")
+                .expected("a chunk of 16 to 24576")
+                .seen(chunk));
+        }
+        Ok(BulkParam {
+            dst: 0,
+            stride: self.os.stride(),
+            src: 0,
+            bytes: piece.len as u64,
+            chunk,
+            me: self.me().get(),
+            size: self.os.heap().team().size() as u32,
+            num: 0,
+        })
+    }
+
+    fn launch_bulk(&self, stream: &CudaStream, blocks: u32, param: BulkParam) -> Result<()> {
+        let grid = Grid::new(blocks, 32).shared(param.chunk * LINK_STAGES);
+        // SAFETY: the kernel takes a `TwBulk`; the callers checked both ranges (the heap's is as
+        // long for every rank); lifetimes as for `put`.
+        unsafe { self.bulk.launch(stream, grid, LaunchArgs::new().arg(&param)) }
+    }
+
+    /// Allows chunks of up to `chunk` bytes: before the first bulk copy, and once.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the device has not as much shared memory.
+    pub fn allow_chunks(&self, chunk: u32) -> Result<()> {
+        self.bulk.allow_shared(chunk * LINK_STAGES)
+    }
+
+    /// `n` flags there and back between two ranks, inside one kernel on each: the nanoseconds of
+    /// one way. The word at `offset` of both heaps must be zero.
+    ///
+    /// # Errors
+    /// `Timeout` if the peer does not answer within 2 s.
+    pub fn ping(&self, stream: &CudaStream, peer: Rank, offset: usize, n: u64) -> Result<f64> {
+        let (mine, theirs) = (self.os.addr(self.me(), offset, 8)?, self.os.addr(peer, offset, 8)?);
+        let out = self.local.slice(0, 8)?;
+        let (first, at) = (u32::from(self.me() < peer), out.addr());
+        let args = LaunchArgs::new().arg(&mine).arg(&theirs).arg(&at).arg(&n).arg(&first);
+        // SAFETY: the kernel takes (u64*, u64*, u64*, u64, u32); ranges and lifetimes as for `put`;
+        // it ends by itself.
+        unsafe { self.ping.launch(stream, Grid::new(1, 1), args)? };
+        tilewire_device::Queue::synchronize_until(
+            stream,
+            Some(tilewire_core::Deadline::after_s(10.0)),
+        )?;
+        match bytemuck::pod_read_unaligned::<u64>(&out.download()?) {
+            0 => Err(Error::new(tilewire_core::ErrorKind::Timeout, "a flag was not answered")
+                .peer(peer)
+                .rank(self.me())),
+            ns => Ok(ns as f64 / (2 * n) as f64),
+        }
+    }
+
+    /// A kernel of one block that does nothing.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn empty(&self, stream: &CudaStream) -> Result<()> {
+        // SAFETY: the kernel takes nothing and touches nothing.
+        unsafe { self.empty.launch(stream, Grid::new(1, 64), LaunchArgs::new()) }
+    }
+}
+
+impl Drop for LinkProbe {
+    fn drop(&mut self) {
+        // Work that names the buffer and the heap may be in flight.
+        self.context().synchronize().ok();
+    }
+}

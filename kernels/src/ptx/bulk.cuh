@@ -1,0 +1,67 @@
+// Thin wrappers of bulk copies (TMA without a tensor map) and of the barriers in shared memory that
+// they complete on: sm_90 and newer. Addresses and lengths are multiples of 16.
+// No includes: fixed-width names are made here.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// A barrier that completes a phase after `count` arrivals and all bytes that they announced.
+__device__ __forceinline__ void mbarrier_init(u64* bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(bar)), "r"(count) : "memory");
+}
+
+// Makes barriers known to bulk copies.
+__device__ __forceinline__ void fence_mbarrier_init_release_cluster() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and announces `bytes` that bulk loads will bring.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(bar)), "r"(bytes) : "memory");
+}
+
+// True once the phase of this parity is complete; may wait a while.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(u64* bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"((u32)__cvta_generic_to_shared(bar)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// From global to shared memory; its bytes arrive at `bar`.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 bytes, u64* bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     (u32)__cvta_generic_to_shared(shared)),
+                 "l"(global), "r"(bytes), "r"((u32)__cvta_generic_to_shared(bar))
+                 : "memory");
+}
+
+// From shared to global memory, of a peer too; part of the thread's open group.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                 "r"((u32)__cvta_generic_to_shared(shared)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all groups of this thread but the latest N have read their shared memory.
+template <int N>
+__device__ __forceinline__ void bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+// Waits until all groups of this thread but the latest N have been written.
+template <int N>
+__device__ __forceinline__ void bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}

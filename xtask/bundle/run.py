@@ -1,0 +1,495 @@
+"""Runs the programs of this folder on GPUs: see run.sh."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 60
+CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_replay", "timeout_and_reform",
+         "abort_and_reform"]
+# Operations of `verify`, a configuration each: it must end in a minute.
+OPS = ["all_gather", "gemm", "ag_gemm", "gemm_rs", "grouped_gemm", "quant", "permute", "ep"]
+# Of those of `verify`, the ones that may have no path on devices.
+NOT_ON_DEVICES = ["cp_attention"]
+TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
+           "1000 graph replays", "hundred heaps"]
+
+
+class Config:
+    """One program to run: its name, command, how its output is judged, and whether it may compile."""
+
+    def __init__(self, name, argv, judge=None, jit=False, env=None, preload=True, needs=None):
+        self.name, self.argv, self.judge, self.jit = name, argv, judge or by_status, jit
+        self.env, self.preload, self.needs = env or {}, preload, needs
+
+
+def program(name):
+    return str(HERE / name)
+
+
+def ranks_of(n, *argv):
+    return [program("tilewire"), "run", "-n", str(n), "--no-prefix", "--", *argv]
+
+
+def search(*more):
+    return os.pathsep.join([os.environ.get("PATH", ""), *more])
+
+
+def up_to(n, counts):
+    return [c for c in counts if c <= n]
+
+
+# What a run says of itself: (state, summary).
+
+
+def by_status(rc, out):
+    lines = [line for line in out.splitlines() if line.strip()]
+    return ("passed" if rc == 0 else "failed"), (lines[-1][:300] if lines else "")
+
+
+def by_tests(rc, out):
+    """A libtest harness: nothing that ran is no success."""
+    found = [line for line in out.splitlines() if line.startswith("test result:")]
+    ran = sum(int(line.split(" passed")[0].rsplit(" ", 1)[-1]) for line in found)
+    return ("passed" if rc == 0 and ran > 0 else "failed"), (found[-1] if found else by_status(rc, out)[1])
+
+
+def rows_of(out):
+    rows = []
+    for line in out.splitlines():
+        if line.startswith("{"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                pass
+    return rows
+
+
+def by_rows_if_any(rc, out):
+    """As by_rows, where nothing may be supported yet."""
+    state, text = by_rows(rc, out)
+    rows = [r for r in rows_of(out) if "wrong" in r]
+    none = rows and all(not r["wrong"] and r.get("unsupported") for r in rows)
+    return ("skipped" if none else state), text
+
+
+def by_rows(rc, out):
+    """Rows of `verify --json`: some ran, and none is wrong."""
+    rows = [r for r in rows_of(out) if "wrong" in r]
+    wrong = [r for r in rows if r["wrong"]]
+    none = [r for r in rows if not r["wrong"] and r.get("unsupported")]
+    text = f"{len(rows)} rows, {len(wrong)} wrong, {len(none)} unsupported"
+    if wrong:
+        r = wrong[0]
+        text += f"; {r['op']} {r['dtype']} ranks={r['ranks']} {r['shape']}: {str(r.get('note'))[:300]}"
+    if not rows:
+        text += "; " + by_status(rc, out)[1]
+    elif len(none) == len(rows):
+        text += f": {str(none[0].get('note'))[:300]}"
+    return ("passed" if rc == 0 and len(none) < len(rows) and not wrong else "failed"), text
+
+
+def by_doctor(rc, out):
+    lines = out.splitlines()
+    bad = [line for line in lines if line.startswith("FAIL")]
+    good = sum(line.startswith("ok") for line in lines)
+    return ("passed" if rc == 0 and good else "failed"), f"{good} good, {len(bad)} fail: {' | '.join(bad)[:500]}"
+
+
+def by_bench(rc, out):
+    rows = rows_of(out)
+    wrong = [r for r in rows if r.get("wrong")]
+    return ("passed" if rc == 0 and rows and not wrong else "failed"), f"{len(rows)} rows, {len(wrong)} wrong"
+
+
+def by_survivors(num):
+    def judge(_rc, out):
+        lines = [line for line in out.splitlines() if "ranks go on" in line]
+        good = len(lines) == num and all(f"{num} ranks go on" in line for line in lines)
+        return ("passed" if good else "failed"), f"{len(lines)} of {num} survivors go on; " + (lines or [""])[0][:200]
+    return judge
+
+
+def by_refusal(rc, out):
+    """An error that says what to do, and no panic."""
+    good = rc in (1, 2) and "hint" in out and "panicked" not in out
+    lines = [line for line in out.splitlines() if "error" in line]
+    return ("passed" if good else "failed"), (lines or [by_status(rc, out)[1]])[0][:300]
+
+
+def by_either(rc, out):
+    """It works, or it says what to do."""
+    rows = by_rows(rc, out)
+    return rows if rows[0] == "passed" else by_refusal(rc, out)
+
+
+def by_warning(word):
+    def judge(rc, out):
+        lines = out.splitlines()
+        at = [i for i, line in enumerate(lines) if line.startswith("warn") and word in line]
+        good = rc == 0 and at and lines[at[0] + 1].lstrip().startswith("->")
+        return ("passed" if good else "failed"), (lines[at[0]] if at else f"no warning of {word}")
+    return judge
+
+
+def by_shared_gpu(rc, out):
+    """Right, and warned of."""
+    state, text = by_rows(rc, out)
+    warned = "share the GPU" in out
+    return ("passed" if state == "passed" and warned else "failed"), f"{text}; {'' if warned else 'not '}warned"
+
+
+def by_sanitizer(rc, out):
+    found = [line for line in out.splitlines() if "ERROR SUMMARY" in line]
+    clean = rc == 0 and found and all(" 0 errors" in line for line in found)
+    return ("passed" if clean else "failed"), (found[-1].strip() if found else by_status(rc, out)[1])
+
+
+# Lines of limits.cu (a program that is not ours, put here by whoever has it) and our rows of the same: pattern, and
+# (operation, shape) for each group behind the first.
+LIMITS = [
+    (r"CE ring +(\d+) KiB: get \S+ us (\S+) GB/s \| put \S+ us (\S+) GB/s",
+     lambda kib: [("get", f"len={int(kib) // 1024}MiB"), ("put", f"len={int(kib) // 1024}MiB")]),
+    (r"CE all-gather shard +(\d+) MiB, 1 streams: .*push \S+ us (\S+) GB/s", lambda s: [("all_gather", f"shard={s}MiB")]),
+    (r"ld/st ring +(\d+) CTAs: push (\S+) GB/s \| pull (\S+) GB/s",
+     lambda c: [("st_put", f"ctas={c} len=256MiB"), ("ld_get", f"ctas={c} len=256MiB")]),
+    (r"TMA store->next peer +(\d+) CTAs chunk 16384 x8: (\S+) GB/s", lambda c: [("bulk_put", BULK.format(c))]),
+    (r"TMA store->all peers +(\d+) CTAs chunk 14336 x8: (\S+) GB/s", lambda c: [("bulk_put_all", BULK.format(c))]),
+    (r"TMA load from peer, local store +(\d+) CTAs: (\S+) GB/s", lambda c: [("bulk_get", BULK.format(c))]),
+]
+BULK = "ctas={} chunk=16KiB len=256MiB"
+
+
+def by_limits(rc, out):
+    return ("passed" if rc == 0 and "CE ring" in out else "failed"), by_status(rc, out)[1]
+
+
+def against_limits(text, rows):
+    """Our rates over those of limits.cu: [(ratio, what)], the lowest first."""
+    rates = {}
+    for r in rows:
+        words = str(r.get("note")).split(" GB/s")
+        if len(words) == 2:
+            rates[r["op"].removeprefix("links/"), r["shape"]] = float(words[0])
+    found = []
+    for pattern, names in LIMITS:
+        for m in re.finditer(pattern, text):
+            for (op, shape), theirs in zip(names(m[1]), m.groups()[1:]):
+                if (op, shape) in rates and float(theirs) > 0:
+                    ratio = rates[op, shape] / float(theirs)
+                    found.append((ratio, f"{op} {shape} {rates[op, shape]:.0f} of {float(theirs):.0f} GB/s"))
+    return sorted(found)
+
+
+def leftovers():
+    """Processes of this folder's programs that are still there."""
+    mine = {}
+    for exe in Path("/proc").glob("[0-9]*/exe"):
+        try:
+            target = os.readlink(exe)
+        except OSError:
+            continue
+        if target.startswith(f"{HERE}/"):
+            mine[exe.parent.name] = target
+    return mine
+
+
+# Modes
+
+
+def smoke(n):
+    yield Config("doctor", [program("tilewire"), "doctor"], by_doctor, jit=True)
+    yield Config("topo", [program("tilewire"), "topo"], jit=True)
+    yield Config("kernels-list", [program("tilewire"), "kernels", "list"])
+    tiny = ["--backend", "vmm", "--json", "--op", "gemm", "--shape", "m=64,n=64,k=64"]
+    yield Config("verify-tiny", [program("tilewire"), "verify", "--ranks", "1", *tiny], by_rows)
+    if n > 1:
+        gather = ["--backend", "vmm", "--json", "--op", "all_gather"]
+        yield Config("verify-tiny-2", [program("tilewire"), "verify", "--ranks", "2", *gather], by_rows)
+
+
+def verify_ops():
+    """The operations that the program knows; OPS where there is no program, to list configurations."""
+    try:
+        argv = [program("tilewire"), "verify", "--op", "?"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except OSError:
+        return OPS
+    text = done.stderr.split("one of ", 1)
+    known = [w.strip() for w in text[1].splitlines()[0].split(",")] if len(text) == 2 else []
+    return known or OPS
+
+
+def conformance(n):
+    tests = program("conformance")
+    yield Config("one-sided-threads-1", [tests, "vmm_alone"], by_tests)
+    for case in CASES if n > 1 else []:
+        yield Config(f"one-sided-threads-{case}", [tests, f"vmm_threads::{case}", "--exact"], by_tests)
+    for ranks in up_to(n, [2, 3, 4, 5, 8]):
+        for case in CASES:
+            yield Config(f"one-sided-processes-{ranks}-{case}", ranks_of(ranks, program("gpu_spike"), case))
+    # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
+    yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests)
+    yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
+    for test in sorted(HERE.glob("gpu_*")):
+        if test.name != "gpu_spike":
+            yield Config(f"ops-{test.name}", [str(test)], by_tests)
+    yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
+    for op in verify_ops():
+        jit, judge = "attention" in op, by_rows_if_any if op in NOT_ON_DEVICES else by_rows
+        flags = ["verify", "--backend", "vmm", "--json", "--op", op]
+        for ranks in up_to(n, [1, 2, 4, 8]):
+            threads = [program("tilewire"), *flags, "--ranks", str(ranks)]
+            yield Config(f"verify-threads-{ranks}-{op}", threads, judge, jit)
+            if ranks > 1:
+                processes = ranks_of(ranks, program("tilewire"), *flags)
+                yield Config(f"verify-processes-{ranks}-{op}", processes, judge, jit)
+    yield from sanitized(n)
+
+
+def sanitized(n):
+    places = search("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+    sanitizer = shutil.which("compute-sanitizer", path=places)
+    # GPUs, ranks, operation: ranks that share a GPU are virtual ones.
+    small = [(1, 1, op) for op in ["gemm", "quant", "permute"]] + [(1, 2, "all_gather")]
+    small += [(2, 2, op) for op in ["all_gather", "reduce_scatter", "ep"]]
+    for tool in ["memcheck", "synccheck"]:
+        for devices, ranks, op in small:
+            if devices > n:
+                continue
+            name = f"{tool}-{devices}{'-virtual' if ranks > devices else ''}-{op}"
+            verify = [program("tilewire"), "verify", "--backend", "vmm", "--op", op, "--dtype", "bf16", "--ranks",
+                      str(ranks), "--timeout-s", "50"]
+            verify += ["--shape", "m=64,n=64,k=64"] if op == "gemm" else []
+            argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *verify]
+            yield Config(name, argv, by_sanitizer, preload=False, env={"CUDA_VISIBLE_DEVICES": first_devices(devices)},
+                         needs=None if sanitizer else "compute-sanitizer is not there")
+
+
+def bad_input(n):
+    """Places that are not as they should be: each works, or says what to do."""
+    verify = [program("tilewire"), "verify", "--backend", "vmm", "--json", "--op", "all_gather", "--dtype", "bf16"]
+    devices = first_devices(n).split(",")
+    for ranks in up_to(n, [3, 5, 6, 7]):
+        yield Config(f"ranks-{ranks}", [*verify, "--ranks", str(ranks)], by_rows)
+    if n > 1:
+        turned = {"CUDA_VISIBLE_DEVICES": ",".join(reversed(devices))}
+        yield Config("devices-permuted", [*verify, "--ranks", str(n)], by_rows, env=turned)
+        processes = ranks_of(n, *verify)
+        yield Config("devices-permuted-processes", processes, by_rows, env=turned)
+        each = f'export CUDA_VISIBLE_DEVICES=$(echo {first_devices(n)} | cut -d, -f$((RANK + 1))); exec "$@"'
+        yield Config("one-device-visible-to-each", ranks_of(n, "bash", "-c", each, "bash", *verify), by_rows)
+    one = {"CUDA_VISIBLE_DEVICES": devices[0]}
+    yield Config("two-ranks-on-one-gpu", [*verify, "--ranks", "2"], by_shared_gpu, env=one)
+    yield Config("no-device", [*verify, "--ranks", "1"], by_refusal, env={"CUDA_VISIBLE_DEVICES": ""})
+    few = ["bash", "-c", 'ulimit -n 20; exec "$@"', "bash", *verify, "--ranks", "1"]
+    yield Config("few-descriptors", few, by_either, preload=False)
+    yield Config("cache-not-writable", [*verify, "--ranks", "1"], by_rows, env={"TILEWIRE_CACHE_DIR": "/proc/none"})
+    off = {name: "1" for name in ["NCCL_NVLS_ENABLE"]} | {name: "0" for name in ["NVSHMEM_DISABLE_NVLS"]}
+    yield Config("multicast-not-off", [program("tilewire"), "doctor"], by_warning("NVLink multicast"), env=off, jit=True)
+
+
+def faults(n):
+    yield from bad_input(n)
+    spike = program("gpu_spike")
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    for ranks in up_to(n, [2, 4]):
+        for extra, tag in [({}, ""), (one, "-one-connection")]:
+            for case in ["timeout", "abort"]:
+                yield Config(f"{case}-{ranks}{tag}", ranks_of(ranks, spike, case), env=extra)
+            # The launcher ends the ranks that are left when one fails: they ignore that.
+            stay = ["bash", "-c", f'trap "" TERM; exec "{spike}" killed']
+            yield Config(f"killed-{ranks}{tag}", ranks_of(ranks, *stay), by_survivors(ranks - 1), env=extra)
+            yield Config(f"after-{ranks}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
+        yield Config(f"leaks-{ranks}", ranks_of(ranks, spike, "hundred heaps"))
+    if n < 2:
+        yield Config("peers", [], needs="needs two GPUs")
+
+
+def bench(n):
+    if n < 2:
+        yield Config("links", [], needs="needs two GPUs")
+        return
+    limits = HERE / "limits.cu"
+    if limits.exists():
+        nvcc = shutil.which("nvcc", path=search("/usr/local/cuda/bin"))
+        needs = None if nvcc else "nvcc is not there"
+        build = [nvcc or "nvcc", "-O3", "-std=c++20", "-arch=sm_90a", "-o", "limits", str(limits), "-lcublas"]
+        yield Config("limits-build", build, preload=False, needs=needs)
+        yield Config("limits", ["./limits", str(n)], by_limits, preload=False, needs=needs)
+    for ranks in sorted({2, n}):
+        links = [program("tilewire"), "bench", "links", "--json", "--ranks", str(ranks)]
+        yield Config(f"links-{ranks}", links, by_bench)
+    for part in TIMINGS:
+        name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
+        yield Config(name, [program("gpu_spike"), part], jit=True)
+    for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"]:
+        argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
+        yield Config(f"op-{op}", [*argv, "--ranks", str(n)], by_bench)
+
+
+MODES = {"smoke": smoke, "conformance": conformance, "faults": faults, "bench": bench}
+
+
+# Running
+
+
+def gpus():
+    """How many GPUs the driver shows, or why none: tests that find none pass, and would mean nothing."""
+    try:
+        done = subprocess.run([program("tilewire"), "topo", "--json"], capture_output=True, text=True, check=False,
+                              timeout=LIMIT_S)
+        return (len(json.loads(done.stdout)["gpus"]), None) if done.returncode == 0 else (0, done.stderr.strip())
+    except (OSError, ValueError, subprocess.TimeoutExpired) as e:
+        return 0, f"tilewire topo: {e}"
+
+
+def first_devices(n):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [d.strip() for d in visible.split(",") if d.strip()] if visible else [str(i) for i in range(n)]
+    return ",".join(names[:n])
+
+
+class Runner:
+    def __init__(self, out, n, interpose):
+        self.n = n
+        self.results, self.logs = out / "results.jsonl", out / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.count = {"passed": 0, "failed": 0, "skipped": 0}
+        self.cache = tempfile.mkdtemp(prefix="tilewire-run-")
+        self.preload = self.interposer() if interpose else None
+        self.limits, self.links = "", []
+
+    def interposer(self):
+        """A library that makes cuMulticastCreate fail, if there is a compiler to make it with."""
+        gcc, lib = shutil.which("gcc"), Path(self.cache) / "nomulticast.so"
+        if not gcc:
+            return None
+        argv = [gcc, "-shared", "-fPIC", "-O1", "-o", str(lib), str(HERE / "nomulticast.c"), "-ldl"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        if done.returncode:
+            print("the multicast interposer does not compile:\n" + done.stderr, file=sys.stderr)
+            return None
+        return str(lib)
+
+    def environment(self, c, log):
+        env = dict(os.environ, CUDA_VISIBLE_DEVICES=first_devices(self.n), TILEWIRE_CACHE_DIR=self.cache)
+        # Every kernel of the operations must be among the files of this folder.
+        env["TILEWIRE_JIT"] = "auto" if c.jit else "off"
+        if c.preload and self.preload:
+            env["LD_PRELOAD"] = self.preload
+            env["TW_MULTICAST_LOG"] = str(log)
+        env.update(c.env)
+        return env
+
+    def run(self, mode, c):
+        start, name, before = time.monotonic(), f"{mode}/{c.name}", leftovers()
+        multicast = Path(self.cache) / "multicast.log"
+        multicast.unlink(missing_ok=True)
+        if c.needs:
+            rc, state, summary = None, "skipped", c.needs
+        else:
+            argv = ["timeout", "-k", "5", str(LIMIT_S), *c.argv]
+            log = self.logs / (name.replace("/", "-") + ".txt")
+            # A file, not a pipe: nobody who keeps it open keeps us waiting.
+            with log.open("wb") as f:
+                rc = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, cwd=self.cache,
+                                    env=self.environment(c, multicast), check=False).returncode
+            out = log.read_text(errors="replace")
+            state, summary = c.judge(rc, out)
+            if rc in (124, 137):
+                state, summary = "failed", f"ended after {LIMIT_S} s: " + summary
+            left = self.settle(before)
+            if left:
+                state, summary = "failed", f"left behind: {left}; " + summary
+        line = {"config": name, "gpus": self.n, "state": state, "rc": rc,
+                "seconds": round(time.monotonic() - start, 2), "summary": summary}
+        if c.preload and self.preload and not c.needs:
+            seen = multicast.read_text().split() if multicast.exists() else []
+            line["multicast_calls"] = seen.count("cuMulticastCreate") if "loaded" in seen else None
+            if line["multicast_calls"]:
+                line["state"] = state = "failed"
+        if mode == "bench" and not c.needs:
+            line["rows"] = rows_of(out)
+            self.limits = out if c.name == "limits" else self.limits
+            self.links = line["rows"] if c.name == f"links-{self.n}" else self.links
+        self.note(line)
+
+    def settle(self, before):
+        """What is left of the last program a second after its end."""
+        for _ in range(20):
+            left = {pid: exe for pid, exe in leftovers().items() if pid not in before}
+            if not left:
+                break
+            time.sleep(0.05)
+        return left
+
+    def compare(self):
+        """A line that says how far our links are from limits.cu."""
+        ratios = against_limits(self.limits, self.links)
+        if ratios:
+            worst = "; ".join(f"{ratio:.3f} {what}" for ratio, what in ratios[:5])
+            state = "passed" if ratios[0][0] >= 0.95 else "failed"
+            self.note({"config": "bench/against-limits", "gpus": self.n, "state": state, "rc": None, "seconds": 0.0,
+                       "summary": f"{len(ratios)} rates, lowest: {worst}"})
+
+    def note(self, line):
+        line["summary"] = " ".join(line["summary"].split())
+        state, name, summary = line["state"], line["config"], line["summary"]
+        self.count[state] += 1
+        with self.results.open("a") as f:
+            f.write(json.dumps(line) + "\n")
+        print(f"{state:<8} {line['seconds']:>6.1f} s  {name:<48} {summary}", flush=True)
+
+
+def main():
+    p = argparse.ArgumentParser(prog="run.sh")
+    p.add_argument("mode", choices=[*MODES, "all"])
+    p.add_argument("n", nargs="?", type=int, help="GPUs to use, from the first on")
+    p.add_argument("--only", action="append", default=[], help="only configurations whose name contains this")
+    p.add_argument("--no-interposer", action="store_true", help="do not preload what counts cuMulticastCreate")
+    p.add_argument("--for", type=float, dest="seconds", default=float("inf"), help="begin nothing after so many seconds")
+    p.add_argument("--list", action="store_true", help="print the configurations instead of running them")
+    a = p.parse_args()
+    n = a.n
+    if not a.list:
+        have, why = gpus()
+        n = have if n is None else n
+        if why or not 1 <= n <= have:
+            print(f"{why or f'{n} GPUs asked for, the driver shows {have}'}\n0 passed, 1 failed")
+            return 2
+    modes = list(MODES) if a.mode == "all" else [a.mode]
+    wanted = [(m, c) for m in modes for c in MODES[m](n or 8)
+              if not a.only or any(part in f"{m}/{c.name}" for part in a.only)]
+    if a.list:
+        for mode, c in wanted:
+            print(f"{mode}/{c.name}")
+        return 0
+    runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer)
+    try:
+        start, late = time.monotonic(), []
+        for mode, c in wanted:
+            if time.monotonic() - start > a.seconds:
+                late.append(f"{mode}/{c.name}")
+            else:
+                runner.run(mode, c)
+        runner.compare()
+    finally:
+        shutil.rmtree(runner.cache, ignore_errors=True)
+    if late:
+        print(f"{len(late)} not begun, from {late[0]} on")
+    skipped = f", {runner.count['skipped']} skipped" if runner.count["skipped"] else ""
+    print(f"{runner.count['passed']} passed, {runner.count['failed']} failed{skipped}")
+    return 1 if late or runner.count["failed"] or not runner.count["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

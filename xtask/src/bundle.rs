@@ -1,0 +1,312 @@
+//! `cargo xtask gpu-bundle`: a folder with everything that a machine with GPUs needs to check and
+//! measure tilewire, and nothing to install there but the driver.
+//!
+//! `target/gpu-bundle/`: the command, test programs, `cubins/` beside them (where programs look for
+//! kernels that were built with them), and `run.sh`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+/// Most bytes of a bundle: it travels.
+const MAX_BYTES: u64 = 40 << 20;
+
+/// What is not built: the runner and its interposer.
+const TEXTS: [(&str, &str); 3] = [
+    ("run.sh", include_str!("../bundle/run.sh")),
+    ("run.py", include_str!("../bundle/run.py")),
+    ("nomulticast.c", include_str!("../bundle/nomulticast.c")),
+];
+
+/// Makes the bundle; what went wrong.
+pub fn make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Vec<String> {
+    match try_make(root, archs, nvrtc) {
+        Ok(text) => {
+            println!("{text}");
+            Vec::new()
+        }
+        Err(why) => vec![why],
+    }
+}
+
+fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<String, String> {
+    let dir = root.join("target/gpu-bundle");
+    if dir.exists() {
+        fs::remove_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    }
+    let cubins = dir.join("cubins");
+    fs::create_dir_all(&cubins).map_err(|e| format!("{}: {e}", cubins.display()))?;
+    for (name, from) in programs(root)? {
+        let to = dir.join(&name);
+        fs::copy(&from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
+        output(Command::new("strip").arg(&to))?;
+    }
+    for (name, text) in TEXTS {
+        let to = dir.join(name);
+        let mode = fs::Permissions::from_mode(if name.ends_with(".sh") { 0o755 } else { 0o644 });
+        fs::write(&to, text)
+            .and_then(|()| fs::set_permissions(&to, mode))
+            .map_err(|e| format!("{}: {e}", to.display()))?;
+    }
+    let program = dir.join("tilewire");
+    let wheel = crate::stages::nvrtc_wheel(root);
+    let mut compile = Command::new(&program);
+    compile.args(["kernels", "compile", "--arch", &archs.join(","), "--out"]).arg(&cubins);
+    if let Some(lib) = nvrtc.or(wheel.as_deref()) {
+        compile.arg("--nvrtc").arg(lib);
+    }
+    output(&mut compile)?;
+    let mut keys = Vec::new();
+    for arch in archs {
+        let list = ["kernels", "list", "--json", "--arch", arch];
+        keys.extend(keys_of(&output(Command::new(&program).args(list))?));
+    }
+    check_keys(&cubins, &keys)?;
+    let sizes = sizes(&dir);
+    check_sizes(&sizes, MAX_BYTES)?;
+    let total: u64 = sizes.values().sum();
+    Ok(format!(
+        "{}: {:.1} MiB, {} kernels for {}",
+        dir.display(),
+        total as f64 / f64::from(1 << 20),
+        keys.len(),
+        archs.join(", ")
+    ))
+}
+
+/// Builds the programs: their names in the bundle, and where they are.
+fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
+    let tests = gpu_tests(&root.join("crates/ops/tests"));
+    let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();
+    let build = "build --release -p tilewire-cli -p tilewire-symm --bin tilewire \
+                 --example gpu_spike";
+    let conformance = "test --release --no-run -p tilewire-symm -p tilewire-ops --test conformance";
+    let device = "test --release --no-run -p tilewire-device --lib";
+    let mut found = BTreeMap::new();
+    for (line, more) in [(build, &[][..]), (conformance, &tests), (device, &[])] {
+        println!("$ cargo {line} {}", more.join(" "));
+        let mut cargo = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()));
+        cargo.args(line.split_whitespace()).args(more).current_dir(root);
+        let json = output(cargo.arg("--message-format=json-render-diagnostics"))?;
+        found.extend(executables(&json));
+    }
+    for name in ["tilewire", "gpu_spike", "conformance", "gpu", "device"] {
+        if !found.contains_key(name) {
+            return Err(format!("cargo built no `{name}`"));
+        }
+    }
+    Ok(found)
+}
+
+/// Tests of operations on GPUs: `gpu.rs`, `gpu_team.rs` ...
+fn gpu_tests(dir: &Path) -> Vec<String> {
+    let files = fs::read_dir(dir).into_iter().flatten().flatten();
+    let names = files.filter_map(|e| e.file_name().into_string().ok());
+    let tests = names
+        .filter(|n| n.starts_with("gpu"))
+        .filter_map(|n| Some(n.strip_suffix(".rs")?.to_owned()));
+    let mut tests: Vec<String> = tests.collect();
+    tests.sort();
+    tests
+}
+
+/// Programs in cargo's messages; the tests of a library are called as its crate without `tilewire`.
+fn executables(json: &str) -> BTreeMap<String, PathBuf> {
+    let messages = json.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+    let program = |m: Value| {
+        let name = m["target"]["name"].as_str()?.trim_start_matches("tilewire_").to_owned();
+        Some((name, PathBuf::from(m["executable"].as_str()?)))
+    };
+    messages.filter_map(program).collect()
+}
+
+/// Runs a command; its standard output.
+fn output(command: &mut Command) -> Result<String, String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let done = command
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|e| format!("{name} cannot be started: {e}"))?;
+    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    match done.status.success() {
+        true => Ok(text),
+        // Cargo's messages are for programs; what people read went to standard error.
+        false => {
+            let lines: Vec<_> = text.lines().filter(|l| !l.starts_with('{')).collect();
+            Err(format!("{name} failed ({}) {}", done.status, lines.join("\n")))
+        }
+    }
+}
+
+/// Keys in the rows of `tilewire kernels list --json`.
+fn keys_of(rows: &str) -> Vec<String> {
+    let rows = rows.lines().filter_map(|l| serde_json::from_str::<Value>(l).ok());
+    rows.filter_map(|r| r["key"].as_str().map(str::to_owned)).collect()
+}
+
+/// Every key has its machine code, under the name that programs look for.
+fn check_keys(cubins: &Path, keys: &[String]) -> Result<(), String> {
+    if keys.is_empty() {
+        return Err("no kernel is listed".to_owned());
+    }
+    let has = |k: &&String| {
+        let code = fs::read(cubins.join(format!("{k}.cubin"))).unwrap_or_default();
+        code.starts_with(b"\x7fELF")
+    };
+    let missing: Vec<&str> = keys.iter().filter(|k| !has(k)).map(|k| &**k).collect();
+    match missing.is_empty() {
+        true => Ok(()),
+        false => Err(format!("{}: no machine code of {}", cubins.display(), missing.join(", "))),
+    }
+}
+
+/// Bytes of every file below `dir`, by its path there.
+fn sizes(dir: &Path) -> BTreeMap<PathBuf, u64> {
+    let mut out = BTreeMap::new();
+    for e in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = PathBuf::from(e.file_name());
+        match e.metadata() {
+            Ok(m) if m.is_dir() => {
+                out.extend(sizes(&e.path()).into_iter().map(|(p, n)| (name.join(p), n)));
+            }
+            Ok(m) => drop(out.insert(name, m.len())),
+            Err(_) => {}
+        }
+    }
+    out
+}
+
+fn check_sizes(sizes: &BTreeMap<PathBuf, u64>, most: u64) -> Result<(), String> {
+    let total: u64 = sizes.values().sum();
+    if total <= most {
+        return Ok(());
+    }
+    let mut list: Vec<_> = sizes.iter().collect();
+    list.sort_by_key(|(_, n)| std::cmp::Reverse(**n));
+    let list: Vec<_> =
+        list.iter().take(8).map(|(p, n)| format!("  {n:>10} {}", p.display())).collect();
+    Err(format!("the bundle has {total} bytes, the most is {most}:\n{}", list.join("\n")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder that goes with the test.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let dir = std::env::temp_dir().join(format!("xtask-{name}-{}", std::process::id()));
+            fs::create_dir_all(dir.join("cubins")).unwrap();
+            Self(dir)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            fs::remove_dir_all(&self.0).ok();
+        }
+    }
+
+    #[test]
+    fn a_bundle_that_is_too_large_names_its_largest_files() {
+        let dir = Folder::new("sizes");
+        fs::write(dir.0.join("cubins/a.cubin"), [0; 100]).unwrap();
+        fs::write(dir.0.join("tilewire"), [0; 1000]).unwrap();
+        let sizes = sizes(&dir.0);
+        assert_eq!(sizes[Path::new("cubins/a.cubin")], 100);
+        check_sizes(&sizes, 1100).unwrap();
+        let e = check_sizes(&sizes, 1099).unwrap_err();
+        assert!(e.contains("1100 bytes") && e.find("tilewire") < e.find("a.cubin"), "{e}");
+    }
+
+    #[test]
+    fn a_key_without_machine_code_is_named() {
+        let dir = Folder::new("keys");
+        let keys = keys_of("{\"key\": \"k1\"}\nno row\n{\"key\": \"k2\"}\n");
+        assert_eq!(keys, ["k1", "k2"]);
+        let cubins = dir.0.join("cubins");
+        fs::write(cubins.join("k1.cubin"), b"\x7fELF...").unwrap();
+        fs::write(cubins.join("k2.cubin"), b"not code").unwrap();
+        let e = check_keys(&cubins, &keys).unwrap_err();
+        assert!(e.contains("k2") && !e.contains("k1"), "{e}");
+        fs::write(cubins.join("k2.cubin"), b"\x7fELF...").unwrap();
+        check_keys(&cubins, &keys).unwrap();
+        assert!(check_keys(&cubins, &[]).is_err());
+    }
+
+    #[test]
+    fn programs_are_found_in_cargos_messages() {
+        let json = r#"{"reason":"compiler-artifact","target":{"name":"tilewire_device"},"executable":"/t/device-1"}
+{"reason":"compiler-artifact","target":{"name":"tilewire_core"},"executable":null}
+{"reason":"compiler-artifact","target":{"name":"tilewire"},"executable":"/t/tilewire"}"#;
+        let found = executables(json);
+        let names: Vec<_> = found.keys().collect();
+        assert_eq!(names, ["device", "tilewire"]);
+    }
+
+    #[test]
+    fn every_test_on_gpus_is_taken() {
+        let tests =
+            gpu_tests(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/ops/tests")));
+        assert!(
+            tests.iter().any(|t| t == "gpu") && tests.iter().any(|t| t == "gpu_team"),
+            "{tests:?}"
+        );
+    }
+
+    /// However it is looked up, the call fails and is noted.
+    #[test]
+    fn the_interposer_counts_calls() {
+        if Command::new("gcc").arg("--version").output().is_err() {
+            return;
+        }
+        let dir = Folder::new("multicast");
+        let (lib, log) = (dir.0.join("lib.so"), dir.0.join("log"));
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/bundle/nomulticast.c");
+        let gcc = ["-shared", "-fPIC", "-Wall", "-Werror", source, "-ldl", "-o"];
+        output(Command::new("gcc").args(gcc).arg(&lib)).unwrap();
+        let script = "import ctypes; print(ctypes.CDLL(None).cuMulticastCreate(None, None))";
+        let mut python = Command::new("python3");
+        python.args(["-c", script]).env("LD_PRELOAD", &lib).env("TW_MULTICAST_LOG", &log);
+        assert_eq!(output(&mut python).unwrap().trim(), "801");
+        let log = fs::read_to_string(log).unwrap();
+        let calls = log.lines().filter(|l| *l == "cuMulticastCreate").count();
+        assert!(log.starts_with("loaded") && calls == 1, "{log}");
+    }
+
+    /// The runner itself, without a GPU: the configurations of every mode.
+    #[test]
+    fn the_runner_lists_its_configurations() {
+        let run = concat!(env!("CARGO_MANIFEST_DIR"), "/bundle/run.sh");
+        let list = |args: &[&str]| output(Command::new("bash").arg(run).args(args).arg("--list"));
+        let all = list(&["all", "8"]).unwrap();
+        for wanted in [
+            "smoke/doctor",
+            "conformance/one-sided-threads-put_flag",
+            "conformance/one-sided-processes-3-barrier",
+            "conformance/verify-threads-8-gemm",
+            "conformance/verify-processes-2-ep",
+            "conformance/memcheck-1-gemm",
+            "conformance/memcheck-1-virtual-all_gather",
+            "conformance/synccheck-2-all_gather",
+            "faults/ranks-7",
+            "faults/two-ranks-on-one-gpu",
+            "faults/killed-4-one-connection",
+            "bench/links-8",
+        ] {
+            assert!(all.lines().any(|l| l == wanted), "{wanted} is not in\n{all}");
+        }
+        let names: std::collections::BTreeSet<&str> = all.lines().collect();
+        assert_eq!(names.len(), all.lines().count(), "each has a name of its own");
+        let two = list(&["conformance", "2", "--only", "verify"]).unwrap();
+        assert!(two.lines().all(|l| l.contains("verify") && !l.contains("-4-")), "{two}");
+        assert!(list(&["nothing"]).is_err());
+    }
+}
