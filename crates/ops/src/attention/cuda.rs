@@ -67,6 +67,13 @@ struct Table {
     segs: [Seg; TABLE],
 }
 
+impl Param {
+    /// Where the result over some of the keys goes, in f32.
+    pub fn part(self, out: u64, lse: u64) -> Self {
+        Self { out, lse, out_type: code(DType::F32), ..self }
+    }
+}
+
 /// How kernels are told a type.
 fn code(t: DType) -> u32 {
     match t {
@@ -198,7 +205,9 @@ impl Backward {
             Some(v) => Self::tiled(ctx, v)?,
             None => {
                 let mut defines = plain(d).defines();
-                defines.push(("TW_ATTN_DKV".to_owned(), u64::from(code(room.dkv))));
+                if room.dkv != d.out {
+                    defines.push(("TW_ATTN_DKV".to_owned(), u64::from(code(room.dkv))));
+                }
                 let m = load(ctx, &PLAIN_ATTENTION, defines)?;
                 let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
                 (m.kernel("tw_attn_delta")?, rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?])
