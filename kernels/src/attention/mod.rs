@@ -188,8 +188,16 @@ pub fn plain_variants() -> Vec<Plain> {
         .to_vec()
 }
 
+/// The compilation of [`PLAIN_ATTENTION`] whose `tw_attn_merge` makes outputs of a type (0 bf16, 1
+/// f16, 2 f32) and head dimension.
+pub fn merge(output: u64, dv: u64) -> Plain {
+    Plain { input: output, output, dqk: dv, dv }
+}
+
 /// Every unit of this module with the definitions of every variant.
 pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
     let tiles = variants().into_iter().map(|v| (SM80_ATTENTION, v.defines()));
-    tiles.chain(plain_variants().into_iter().map(|p| (PLAIN_ATTENTION, p.defines()))).collect()
+    let merges = [64, 128, 256].into_iter().flat_map(|dv| [0, 1].map(|output| merge(output, dv)));
+    let plain = plain_variants().into_iter().chain(merges);
+    tiles.chain(plain.map(|p| (PLAIN_ATTENTION, p.defines()))).collect()
 }

@@ -75,7 +75,7 @@ impl Param {
 }
 
 /// How kernels are told a type.
-fn code(t: DType) -> u32 {
+pub(super) fn code(t: DType) -> u32 {
     match t {
         DType::BF16 => 0,
         DType::F16 => 1,
@@ -163,7 +163,7 @@ fn extra(d: &AttentionDesc) -> bool {
     d.softcap.is_some() || d.bias.is_some() || d.dropout.is_some() || d.scale as f32 <= 0.0
 }
 
-pub(super) fn plain(d: &AttentionDesc) -> Plain {
+fn plain(d: &AttentionDesc) -> Plain {
     let [input, output] = [d.dtype, d.out].map(|t| u64::from(code(t)));
     Plain { input, output, dqk: d.dqk as u64, dv: d.dv as u64 }
 }

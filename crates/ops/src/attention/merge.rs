@@ -3,10 +3,10 @@
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::Result;
 use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
-use tilewire_kernels::attention::PLAIN_ATTENTION;
+use tilewire_kernels::attention::{PLAIN_ATTENTION, merge};
 
 use super::AttentionDesc;
-use super::cuda::plain;
+use super::cuda::code;
 use crate::common::cuda::load;
 
 /// `TwMerge` of the kernel.
@@ -41,7 +41,8 @@ pub(crate) struct Merge(Kernel);
 impl Merge {
     /// For outputs of the description's type.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
-        Ok(Self(load(ctx, &PLAIN_ATTENTION, plain(d).defines())?.kernel("tw_attn_merge")?))
+        let defines = merge(u64::from(code(d.out)), d.dv as u64).defines();
+        Ok(Self(load(ctx, &PLAIN_ATTENTION, defines)?.kernel("tw_attn_merge")?))
     }
 
     /// Queues the merge. What the addresses refer to must be held by the stream.
