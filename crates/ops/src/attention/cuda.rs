@@ -204,10 +204,8 @@ impl Backward {
             }
             Some(v) => Self::tiled(ctx, v)?,
             None => {
-                let mut defines = plain(d).defines();
-                if room.dkv != d.out {
-                    defines.push(("TW_ATTN_DKV".to_owned(), u64::from(code(room.dkv))));
-                }
+                let p = plain(d);
+                let defines = if room.dkv == d.out { p.defines() } else { p.parts() };
                 let m = load(ctx, &PLAIN_ATTENTION, defines)?;
                 let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
                 (m.kernel("tw_attn_delta")?, rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?])

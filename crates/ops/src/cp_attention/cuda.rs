@@ -304,9 +304,11 @@ impl Run<'_> {
         }
         self.publish_all(saved)?;
         self.meet(MEET_KEYS)?;
+        // Two streams: two copies at a time.
+        self.l.fork()?;
         let [k, v] = self.pieces().keys();
-        self.get(SCATTER, &k, &m.k)?;
-        self.get(SCATTER, &v, &m.v)?;
+        self.get_on(self.l.side, SCATTER, &k, &m.k)?;
+        self.get_on(self.l.side, SCATTER, &v, &m.v)?;
         self.get(SCATTER, &self.pieces().queries(0, s.dqk, s.input), &m.q)?;
         if saved.is_some() {
             let [d_out, lse, delta] = s.upstream();
@@ -314,6 +316,7 @@ impl Run<'_> {
             self.get(SCATTER, &self.pieces().stats(lse), &m.lse)?;
             self.get(SCATTER, &self.pieces().stats(delta), &m.delta)?;
         }
+        self.l.join()?;
         Ok(Param {
             q: m.q.addr(),
             k: m.k.addr(),
