@@ -34,7 +34,7 @@ fn main() -> Result<()> {
             })
             .collect();
         let handle = ep
-            .route(&stream, &Tensor::from_slice(&idx, Shape::d2(T, K))?, None, &ep.handle())?
+            .route(&stream, &Tensor::from_slice(&idx, Shape::d2(T, K))?, None, &ep.handle()?)?
             .join(&stream)?;
         let recv = EpDispatch {
             x: Tensor::poisoned(DType::F32, Shape::d2(desc.capacity, H)),
@@ -62,7 +62,7 @@ fn main() -> Result<()> {
         let out = Tensor::poisoned(DType::F32, Shape::d2(T, H));
         let out = ep.combine(&stream, &handle, &y, None, &out)?.wait()?;
         assert!(out.to_vec::<f32>()?.iter().all(|&v| v == K as f32));
-        Ok(handle.totals().counts)
+        Ok(handle.totals()?.counts)
     })?;
     writeln!(std::io::stdout(), "tokens per expert: {counts:?}").map_err(|e| Error::io("stdout", e))
 }
