@@ -151,8 +151,14 @@ pub(super) fn launch(
     let flags = if pushes { KEYS..KEYS + 1 } else { KEYS..KEYS };
     let enter = Enter { signals: op.signals, credit: CREDIT, flags };
     op.core.run_on(op.lane, (stream, seq), &enter, &outs, |l| {
-        hold(l.main, op.p.memory.all());
-        let run = Run { op, l, x, s: &op.p.sizes };
+        let held = match work {
+            Work::Forward(o) => {
+                let outs = [o.out.clone(), o.lse.clone()];
+                inputs(x).into_iter().chain(outs).collect()
+            }
+            Work::Backward(b) => inputs_bwd(x, &b.0, &b.1),
+        };
+        let run = Run { op, l, x, s: &op.p.sizes, held };
         match work {
             Work::Forward(o) if run.s.begins_at_once() => run.forward_at_once(o),
             Work::Forward(o) => run.forward(o),
@@ -179,6 +185,7 @@ struct Run<'a> {
     l: &'a Lanes<'a>,
     x: &'a AttnInputs,
     s: &'a Sizes,
+    held: Vec<Tensor>,
 }
 
 impl Run<'_> {
@@ -188,6 +195,13 @@ impl Run<'_> {
 
     fn main(&self) -> &CudaStream {
         self.l.main
+    }
+
+    /// Keeps what the kernels that are queued next refer to. Not once for a launch: what is held long
+    /// before its work may be let go, and copies hold much.
+    fn keep(&self) {
+        self.op.p.attention.hold_all(self.main(), self.held.clone());
+        hold(self.main(), self.op.p.memory.all());
     }
 
     fn pieces(&self) -> Pieces<'_> {
@@ -353,9 +367,6 @@ impl Run<'_> {
     }
 
     fn param_fwd(&self, o: &AttnOut) -> Result<Param> {
-        let mut held = inputs(self.x);
-        held.extend([o.out.clone(), o.lse.clone()]);
-        self.op.p.attention.hold_all(self.main(), held);
         let (out, lse) = (o.out.cuda()?.addr(), o.lse.cuda()?.addr());
         Ok(Param { out, lse, ..param(&self.op.desc.attn, self.x, self.op.rows)? })
     }
@@ -363,7 +374,7 @@ impl Run<'_> {
     /// With delta, of my rows and all heads: the output need not travel.
     fn param_bwd(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<Param> {
         let attention = &self.op.p.attention;
-        attention.hold_all(self.main(), inputs_bwd(self.x, saved, g));
+        self.keep();
         let delta = attention.delta_memory().addr();
         let p = param_bwd(&self.op.desc.attn, self.x, self.op.rows, (saved, g))?;
         let p = Param { delta, ..p };
@@ -379,8 +390,10 @@ impl Run<'_> {
         let rows = op.rows.q;
         let (outs, lses) = (m.outs.addr(), m.lses.addr());
         let own = base.part(outs, lses);
+        self.keep();
         op.p.attention.forward(self.main(), d, &own, self.pieces().own_tables(op.seqs))?;
         let (k, v) = self.end_keys()?;
+        self.keep();
         let (out, lse) = ((rows * s.hq * s.dv * 4) as u64, (rows * s.hq * 4) as u64);
         // The sink belongs to one part.
         let others = Param { k, v, sink: 0, ..base.part(outs + out, lses + lse) };
@@ -401,10 +414,12 @@ impl Run<'_> {
         let (dk, dv) = (self.own(buffer, dk, keys * s.dqk)?, self.own(buffer, dv, keys * s.dv)?);
         let first = (lists.first_key(self.me().idx()) * s.hkv * s.part) as u64;
         let at = |base: u64, dim: usize| base + first * dim as u64;
+        self.keep();
         let own = Param { dk: at(dk, s.dqk), dv: at(dv, s.dv), ..base };
         attention.keys(main, d, &own, &attention.tables(main, lists.own_tables(op.seqs))?)?;
         let (k, v) = self.end_keys()?;
         let all = Param { k, v, dk, dv, ..base };
+        self.keep();
         attention.keys(main, d, &all, &attention.tables(main, lists.other_tables(op.seqs))?)?;
         self.meet(MEET_BACK)?;
         self.l.fork()?;
@@ -413,6 +428,7 @@ impl Run<'_> {
         for pieces in lists.parts() {
             self.get_on(self.l.side, buffer, &pieces, &m.slots)?;
         }
+        self.keep();
         attention.queries(main, d, &all, &attention.tables(main, lists.all_tables(op.seqs))?)?;
         self.l.join()?;
         self.add_all(g)
@@ -425,6 +441,7 @@ impl Run<'_> {
         if self.scatters() {
             p.out = self.own(GATHER, 0, rows * s.dv * s.out)?;
         }
+        self.keep();
         op.p.attention.forward(self.main(), d, &p, self.pieces().all_tables(op.seqs))?;
         if !self.scatters() {
             return Ok(());
@@ -450,6 +467,7 @@ impl Run<'_> {
                 main.fill_memory(&t.cuda()?, 0)?;
             }
         }
+        self.keep();
         let tables = attention.tables(main, self.pieces().all_tables(op.seqs))?;
         attention.keys(main, d, &p, &tables)?;
         attention.queries(main, d, &p, &tables)?;
@@ -476,6 +494,7 @@ impl Run<'_> {
     }
 
     fn add_all(&self, g: &AttnGrads) -> Result<()> {
+        self.keep();
         let (_, dk, dv) = self.s.parts();
         let (stride, second) = self.s.slot();
         self.add((dk, self.s.dqk), (0, stride), &g.dk.cuda()?)?;
