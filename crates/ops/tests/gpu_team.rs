@@ -11,8 +11,10 @@ use tilewire_core::{BackendKind, DType, Error, ErrorKind, Rank, Result, Rng, Sha
 use tilewire_device::{Device, Stream, Tensor, cuda};
 use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
+use tilewire_ops::attention::{AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved};
 use tilewire_ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
 use tilewire_ops::common::{Algo, OverlapConfig};
+use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Strategy};
 use tilewire_ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
 use tilewire_ops::gemm_ar::{GemmArDesc, GemmArPlan};
 use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
@@ -190,7 +192,33 @@ fn ep(layout: EpLayout, heap: &Heap, s: &Stream) -> Result<Op> {
     Ok(Op { name: "ep", inputs, outs, launch: Box::new(launch) })
 }
 
-const ALL: [Make; 13] = [
+/// Forward and backward, with the output of the one in the other.
+fn cp_attention(strategy: Strategy, heap: &Heap, s: &Stream) -> Result<Op> {
+    // As many heads as two, three or four ranks can trade.
+    let (heads, d, t) = (12, 64, DType::BF16);
+    let desc = AttentionDesc::new(M, (heads, heads), d, t, AttnMask::CAUSAL);
+    let desc = CpAttentionDesc::new(desc);
+    let plan = CpAttentionPlan::new(desc, heap, Some(CpConfig::of(strategy)))?;
+    plan.prepare(s)?;
+    let rows = plan.rows_q(None).iter().map(|r| r.len()).sum();
+    let new = || tensor(heap, t, rows, heads * d);
+    let (q, k, v, d_out) = (new()?, new()?, new()?, new()?);
+    let lse = tensor(heap, DType::F32, heads, rows)?;
+    let o = AttnOut { out: new()?, lse: lse.clone() };
+    let (dq, dk, dv) = (new()?, new()?, new()?);
+    let inputs = [&q, &k, &v, &d_out].map(|t| (t.clone(), Fill::Normal)).to_vec();
+    let outs = vec![o.out.clone(), lse.clone(), dq.clone(), dk.clone(), dv.clone()];
+    let x = AttnInputs::new(q, k, v);
+    let launch = move |s: &Stream| -> Result<()> {
+        plan.launch_fwd(s, &x, o.clone())?.join(s)?;
+        let saved = AttnSaved { out: o.out.clone(), lse: lse.clone(), d_out: d_out.clone() };
+        let grads = AttnGrads::new(dq.clone(), dk.clone(), dv.clone());
+        plan.launch_bwd(s, &x, saved, grads)?.join(s).map(|_| ())
+    };
+    Ok(Op { name: "cp_attention", inputs, outs, launch: Box::new(launch) })
+}
+
+const ALL: [Make; 16] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
@@ -205,6 +233,9 @@ const ALL: [Make; 13] = [
     |h, s| gemm_reduce(false, Algo::Pipelined, h, s),
     |h, s| ep(EpLayout::ExpertMajor { align: 4 }, h, s),
     |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
+    |h, s| cp_attention(Strategy::AllGather, h, s),
+    |h, s| cp_attention(Strategy::Get, h, s),
+    |h, s| cp_attention(Strategy::AllToAll, h, s),
 ];
 
 /// As many ranks as there are devices, at most four; `None` if that is no team.

@@ -63,6 +63,15 @@ impl Plain {
         ];
         all.iter().map(|(n, v)| ((*n).to_owned(), *v)).collect()
     }
+
+    /// The same with dk and dv in f32: parts of a sum over ranks.
+    pub fn parts(&self) -> Vec<(String, u64)> {
+        let mut defines = self.defines();
+        if self.output != 2 {
+            defines.push(("TW_ATTN_DKV".to_owned(), 2));
+        }
+        defines
+    }
 }
 
 /// One compilation of [`SM80_ATTENTION`].
@@ -188,8 +197,17 @@ pub fn plain_variants() -> Vec<Plain> {
         .to_vec()
 }
 
+/// The compilation of [`PLAIN_ATTENTION`] whose `tw_attn_merge` makes outputs of a type (0 bf16, 1
+/// f16, 2 f32) and head dimension.
+pub fn merge(output: u64, dv: u64) -> Plain {
+    Plain { input: output, output, dqk: dv, dv }
+}
+
 /// Every unit of this module with the definitions of every variant.
 pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
     let tiles = variants().into_iter().map(|v| (SM80_ATTENTION, v.defines()));
-    tiles.chain(plain_variants().into_iter().map(|p| (PLAIN_ATTENTION, p.defines()))).collect()
+    let merges = [64, 128, 256].into_iter().flat_map(|dv| [0, 1].map(|output| merge(output, dv)));
+    let plain = plain_variants().into_iter().chain(merges).map(|p| p.defines());
+    let parts = plain_variants().into_iter().filter(|p| p.output != 2).map(|p| p.parts());
+    tiles.chain(plain.chain(parts).map(|defines| (PLAIN_ATTENTION, defines))).collect()
 }

@@ -334,7 +334,12 @@ const PLAIN_MUTANTS: &[Planted] = &[
     ),
     Planted("lanes behind the last are seen", "mine <= last, (u32)", "true, (u32)", plain_all),
     Planted("no rescale", "acc[i] *= shrink;", "", plain_all),
-    Planted("lse without its maximum", "base + logf(total)", "logf(total)", plain_all),
+    Planted(
+        "lse without its maximum",
+        "-TW_INF : base + logf(total);\n    const float f",
+        "-TW_INF : logf(total);\n    const float f",
+        plain_all,
+    ),
     Planted("delta is left out", "(dp * keep - a.delta[at])", "(dp * keep)", plain_all),
     Planted(
         "one head of the group",

@@ -67,8 +67,15 @@ struct Table {
     segs: [Seg; TABLE],
 }
 
+impl Param {
+    /// Where the result over some of the keys goes, in f32.
+    pub fn part(self, out: u64, lse: u64) -> Self {
+        Self { out, lse, out_type: code(DType::F32), ..self }
+    }
+}
+
 /// How kernels are told a type.
-fn code(t: DType) -> u32 {
+pub(super) fn code(t: DType) -> u32 {
     match t {
         DType::BF16 => 0,
         DType::F16 => 1,
@@ -124,7 +131,7 @@ struct Tables {
     room: usize,
 }
 
-/// What the launches of a plan need at most, and in which type they make dk and dv.
+/// What the launches of a plan need at most, and what types they make.
 pub(crate) struct Room {
     /// Queries times heads.
     pub queries: usize,
@@ -132,6 +139,8 @@ pub(crate) struct Room {
     pub spans: usize,
     /// The output's, or f32.
     pub dkv: DType,
+    /// Type of the forward pass's output: the description's, or f32 if it is a part.
+    pub out: DType,
 }
 
 /// Kernels and workspace of a plan. Its launches must not overlap: one stream at a time.
@@ -163,7 +172,7 @@ fn plain(d: &AttentionDesc) -> Plain {
 const ROWS: Tile = Tile { m: PLAIN_ROWS, n: PLAIN_ROWS, warps: PLAIN_ROWS };
 
 impl Forward {
-    fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+    fn new(ctx: &CudaContext, d: &AttentionDesc, out: DType) -> Result<Self> {
         let with = |v: Variant| -> Result<Self> {
             let (m, t) = (load(ctx, &SM80_ATTENTION, v.defines())?, v.forward());
             let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, t.m, t, v.forward_shared_bytes())?;
@@ -175,7 +184,9 @@ impl Forward {
             Some(v) if !v.extra => with(v).or_else(|_| with(Variant { extra: true, ..v })),
             Some(v) => with(v),
             None => {
-                let m = load(ctx, &PLAIN_ATTENTION, plain(d).defines())?;
+                let output = u64::from(code(out));
+                let defines = Plain { output, ..plain(d) }.defines();
+                let m = load(ctx, &PLAIN_ATTENTION, defines)?;
                 let fwd = Tiled::new(m.kernel("tw_attn_fwd")?, PLAIN_ROWS, ROWS, 0)?;
                 Ok(Self { fwd, table: m.kernel("tw_attn_table")?, name: "plain".to_owned() })
             }
@@ -193,8 +204,8 @@ impl Backward {
             }
             Some(v) => Self::tiled(ctx, v)?,
             None => {
-                let mut defines = plain(d).defines();
-                defines.push(("TW_ATTN_DKV".to_owned(), u64::from(code(room.dkv))));
+                let p = plain(d);
+                let defines = if room.dkv == d.out { p.defines() } else { p.parts() };
                 let m = load(ctx, &PLAIN_ATTENTION, defines)?;
                 let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
                 (m.kernel("tw_attn_delta")?, rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?])
@@ -229,11 +240,17 @@ struct Side {
     tiles: u32,
 }
 
+/// The tables of a backward pass.
+pub(crate) struct Sides {
+    queries: Side,
+    keys: Side,
+}
+
 impl Prepared {
     /// For all rows of the description on one rank.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
         let queries = d.heads_q * d.sequences.tokens_q;
-        Self::sized(ctx, d, &Room { queries, spans: 1, dkv: d.out })
+        Self::sized(ctx, d, &Room { queries, spans: 1, dkv: d.out, out: d.out })
     }
 
     pub fn sized(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
@@ -261,7 +278,7 @@ impl Prepared {
         let tiles = s.tokens_q.max(s.tokens_kv) / PLAIN_ROWS as usize + segs;
         fit_32_bits("attention", &[tiles * d.heads_q])?;
         Ok(Self {
-            forward: Forward::new(ctx, d)?,
+            forward: Forward::new(ctx, d, room.out)?,
             backward: Backward::new(ctx, d, room)?,
             tables: Tables { memory: workspace(ctx, 3 * segs * size_of::<Seg>())?, room: segs },
         })
@@ -351,7 +368,9 @@ impl Prepared {
         let p = Param { delta: self.backward.delta_memory.addr(), ..p };
         self.hold_all(stream, inputs_bwd(x, saved, grads));
         self.delta(stream, &p)?;
-        self.backward(stream, d, &p, whole(seqs))
+        let tables = self.tables(stream, whole(seqs))?;
+        self.keys(stream, d, &p, &tables)?;
+        self.queries(stream, d, &p, &tables)
     }
 
     /// Queues `delta = <d_out, out>`.
@@ -360,31 +379,36 @@ impl Prepared {
         run(stream, &self.backward.delta, Grid::new(warps.div_ceil(8) as u32, 256), p)
     }
 
-    /// Queues the backward pass of tensors that are held, with the rows of the tables; `delta` is
-    /// there. Every row of the tables gets its gradients.
-    pub fn backward(
+    /// Queues the tables of a backward pass. They serve until the next ones are queued.
+    pub fn tables(&self, stream: &CudaStream, (q, kv): (Vec<Seg>, Vec<Seg>)) -> Result<Sides> {
+        let b = &self.backward;
+        let keys = self.write(stream, 2, kv, b.dkv.first().map_or(1, |k| k.rows))?;
+        Ok(Sides { keys, queries: self.write(stream, 1, q, b.dq.rows)? })
+    }
+
+    /// Queues dk and dv of every row of keys of the tables, from tensors that are held; `delta` is
+    /// there.
+    pub fn keys(&self, stream: &CudaStream, d: &AttentionDesc, p: &Param, t: &Sides) -> Result<()> {
+        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("d_out", p.d_out)])?;
+        aligned(d, &[("dk", p.dk), ("dv", p.dv)])?;
+        let p = Param { out_type: self.backward.dkv_type, ..*p };
+        let dkv = |k| launch(stream, k, p.heads_kv, &p, (&t.keys, &t.queries));
+        self.backward.dkv.iter().try_for_each(dkv)
+    }
+
+    /// Queues dq of every row of queries, and what these contribute to the gradients of bias and
+    /// sink.
+    pub fn queries(
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
         p: &Param,
-        (q, kv): (Vec<Seg>, Vec<Seg>),
+        t: &Sides,
     ) -> Result<()> {
-        let b = &self.backward;
-        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out), ("d_out", p.d_out)])?;
-        aligned(d, &[("dq", p.dq), ("dk", p.dk), ("dv", p.dv)])?;
-        let kv_rows = b.dkv.first().map_or(1, |k| k.rows);
-        let keys = self.write(stream, 2, kv, kv_rows)?;
-        let queries = self.write(stream, 1, q, b.dq.rows)?;
-        launch(stream, &b.dq, p.heads_q, p, (&queries, &keys))?;
-        let parts = Param { out_type: b.dkv_type, ..*p };
-        for kernel in &b.dkv {
-            launch(stream, kernel, p.heads_kv, &parts, (&keys, &queries))?;
-        }
-        self.bias_and_sink(
-            stream,
-            d,
-            Param { own: queries.at, other: keys.at, num_own: queries.num, ..*p },
-        )
+        aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("d_out", p.d_out), ("dq", p.dq)])?;
+        launch(stream, &self.backward.dq, p.heads_q, p, (&t.queries, &t.keys))?;
+        let (own, other, num_own) = (t.queries.at, t.keys.at, t.queries.num);
+        self.bias_and_sink(stream, d, Param { own, other, num_own, ..*p })
     }
 
     fn bias_and_sink(&self, stream: &CudaStream, d: &AttentionDesc, p: Param) -> Result<()> {

@@ -26,6 +26,7 @@ pub(crate) mod cuda;
 mod desc;
 mod grad;
 pub(crate) mod host;
+pub(crate) mod merge;
 pub(crate) mod plan;
 mod sequences;
 pub(crate) mod table;

@@ -1,8 +1,10 @@
 //! Context-parallel attention on CUDA devices: copies by copy engines, the kernels of `attention`.
 //!
 //! A launch is: enter (everybody's buffers are free), publish what peers need in my own chunk, meet
-//! (everybody has), get what I need, attend over all keys at once, publish what others own, meet,
-//! get what I own. With `all_gather` keys are pushed instead, with a flag behind them.
+//! (everybody has), get what I need, attend, publish what others own, meet, get what I own. With
+//! `all_gather` keys are pushed instead, with a flag behind them. Where heads are not traded, the
+//! arithmetic begins with my own keys while those of others come, and parts of dk and dv travel
+//! while dq is made.
 
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
@@ -11,12 +13,12 @@ use tilewire_symm::{OneSided, Signals, SymBuf};
 
 use super::CpAttentionDesc;
 use super::config::{Schedule, Strategy};
-use super::pieces::{self, AREA, Piece, Pieces, SCATTER, Sizes};
+use super::pieces::{AREA, GATHER, Piece, Pieces, SCATTER, Sizes};
 use super::plan::Work;
 use crate::attention::cuda::{
     Param, Prepared as Attention, Room, inputs, inputs_bwd, param, param_bwd,
 };
-use crate::attention::table::segments;
+use crate::attention::merge::{Merge, Parts};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::PlanCore;
 use crate::common::cuda::{hold, no_kernel, together_on, workspace};
@@ -63,6 +65,9 @@ struct Memory {
     delta: CudaMemory,
     /// Parts of dk and dv of my rows.
     slots: CudaMemory,
+    /// Results over my own keys and over those of others, and their lse.
+    outs: CudaMemory,
+    lses: CudaMemory,
 }
 
 impl Memory {
@@ -70,6 +75,7 @@ impl Memory {
         let some = |there: bool, len: usize| workspace(ctx, if there { len } else { 0 });
         let (scatters, gets) = (s.inner > 1, s.size > 1 && s.strategy != Strategy::AllGather);
         let (rows, keys) = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
+        let split = s.begins_at_once();
         Ok(Self {
             q: some(scatters, rows * s.dqk * s.input)?,
             k: some(gets, keys * s.dqk * s.input)?,
@@ -78,12 +84,15 @@ impl Memory {
             lse: some(scatters, rows * 4)?,
             delta: some(scatters && backward, rows * 4)?,
             slots: some(backward && s.adds(), s.num_parts() * s.slot().0)?,
+            outs: some(split, 2 * rows * s.dv * 4)?,
+            lses: some(split, 2 * rows * 4)?,
         })
     }
 
-    fn all(&self) -> [CudaMemory; 7] {
-        [&self.q, &self.k, &self.v, &self.d_out, &self.lse, &self.delta, &self.slots]
-            .map(Clone::clone)
+    fn all(&self) -> Vec<CudaMemory> {
+        let a = [&self.q, &self.k, &self.v, &self.d_out, &self.lse];
+        let b = [&self.delta, &self.slots, &self.outs, &self.lses];
+        a.into_iter().chain(b).cloned().collect()
     }
 }
 
@@ -94,19 +103,25 @@ pub(super) struct Prepared {
     memory: Memory,
     /// Adds parts of dk and dv.
     sum: Option<Reducer>,
+    /// Merges results over parts of the keys.
+    merge: Option<Merge>,
 }
 
 impl Prepared {
     pub fn new(lane: &Lane, d: &CpAttentionDesc, strategy: Strategy, size: usize) -> Result<Self> {
         let (ctx, sizes) = (lane.context(), Sizes::new(d, strategy, size));
         let dkv = if sizes.adds() { DType::F32 } else { d.attn.out };
+        let split = sizes.begins_at_once();
         let queries = sizes.max_q * d.attn.heads_q;
-        let attention = Attention::sized(ctx, &d.attn, &Room { queries, spans: 4 * size, dkv })?;
+        let out = if split { DType::F32 } else { d.attn.out };
+        let room = Room { queries, spans: 4 * size, dkv, out };
+        let attention = Attention::sized(ctx, &d.attn, &room)?;
         let adds = d.backward && sizes.adds();
         let types = [DType::F32, DType::F32, d.attn.out];
         let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;
+        let merge = split.then(|| Merge::new(ctx, &d.attn)).transpose()?;
         let memory = Memory::new(ctx, &sizes, d.backward)?;
-        Ok(Self { attention, sizes, memory, sum })
+        Ok(Self { attention, sizes, memory, sum, merge })
     }
 }
 
@@ -136,10 +151,18 @@ pub(super) fn launch(
     let flags = if pushes { KEYS..KEYS + 1 } else { KEYS..KEYS };
     let enter = Enter { signals: op.signals, credit: CREDIT, flags };
     op.core.run_on(op.lane, (stream, seq), &enter, &outs, |l| {
-        hold(l.main, op.p.memory.all());
-        let run = Run { op, l, x, s: &op.p.sizes };
+        let held = match work {
+            Work::Forward(o) => {
+                let outs = [o.out.clone(), o.lse.clone()];
+                inputs(x).into_iter().chain(outs).collect()
+            }
+            Work::Backward(b) => inputs_bwd(x, &b.0, &b.1),
+        };
+        let run = Run { op, l, x, s: &op.p.sizes, held };
         match work {
+            Work::Forward(o) if run.s.begins_at_once() => run.forward_at_once(o),
             Work::Forward(o) => run.forward(o),
+            Work::Backward(b) if run.s.begins_at_once() => run.backward_at_once(&b.0, &b.1),
             Work::Backward(b) => run.backward(&b.0, &b.1),
         }
     })
@@ -162,6 +185,7 @@ struct Run<'a> {
     l: &'a Lanes<'a>,
     x: &'a AttnInputs,
     s: &'a Sizes,
+    held: Vec<Tensor>,
 }
 
 impl Run<'_> {
@@ -171,6 +195,13 @@ impl Run<'_> {
 
     fn main(&self) -> &CudaStream {
         self.l.main
+    }
+
+    /// Keeps what the kernels that are queued next refer to. Not once for a launch: what is held long
+    /// before its work may be let go, and copies hold much.
+    fn keep(&self) {
+        self.op.p.attention.hold_all(self.main(), self.held.clone());
+        hold(self.main(), self.op.p.memory.all());
     }
 
     fn pieces(&self) -> Pieces<'_> {
@@ -207,42 +238,107 @@ impl Run<'_> {
     }
 
     fn get(&self, buffer: usize, pieces: &[Piece], to: &CudaMemory) -> Result<()> {
+        self.get_on(self.main(), buffer, pieces, to)
+    }
+
+    fn get_on(
+        &self,
+        stream: &CudaStream,
+        buffer: usize,
+        pieces: &[Piece],
+        to: &CudaMemory,
+    ) -> Result<()> {
         for p in pieces.iter().filter(|p| p.width * p.rows > 0) {
             let src = self.op.buffers[buffer].range(p.src, (p.rows - 1) * p.src_pitch + p.width);
             let out = to.slice(p.dst, (p.rows - 1) * p.dst_pitch + p.width)?;
             let shape = (p.width, p.rows);
-            self.l.os.get_rows(
-                self.main(),
-                (p.peer, src, p.src_pitch),
-                (&out, p.dst_pitch),
-                shape,
-            )?;
+            self.l.os.get_rows(stream, (p.peer, src, p.src_pitch), (&out, p.dst_pitch), shape)?;
         }
         Ok(())
     }
 
-    /// Brings keys (and queries, where heads are traded) here: what `base` is told, with addresses,
-    /// strides and heads of what this rank computes. `saved` in the backward pass.
+    /// Begins to bring the keys of others, on the copy stream.
+    fn begin_keys(&self, backward: bool) -> Result<()> {
+        let (s, m, x) = (self.s, &self.op.p.memory, self.x);
+        if s.strategy == Strategy::AllGather {
+            return self.push_keys(backward);
+        }
+        let (buffer, k, v) = s.published();
+        self.publish_tensor(buffer, k, &x.k.data)?;
+        self.publish_tensor(buffer, v, &x.v.data)?;
+        self.meet(MEET_KEYS)?;
+        self.l.fork()?;
+        let [k, v] = self.pieces().keys();
+        self.get_on(self.l.side, buffer, &k, &m.k)?;
+        self.get_on(self.l.side, buffer, &v, &m.v)
+    }
+
+    /// My keys to everybody, and in the backward pass to their place among all.
+    fn push_keys(&self, backward: bool) -> Result<()> {
+        let (s, op, x, os) = (self.s, self.op, self.x, self.l.os);
+        let (_, k_at, v_at) = s.published();
+        let (k, v) = (x.k.data.cuda()?, x.v.data.cuda()?);
+        let first = self.pieces().first_key(self.me().idx());
+        let k_at = k_at + first * s.all_kv * s.dqk * s.input;
+        let v_at = v_at + first * s.all_kv * s.dv * s.input;
+        for p in op.core.team().peers() {
+            if k.len_bytes() > 0 {
+                os.put(self.l.side, p, op.buffers[AREA].range(k_at, k.len_bytes()), &k)?;
+            }
+            let at = op.buffers[AREA].range(v_at, v.len_bytes());
+            os.put_flag(self.l.side, (p, at), &v, op.signals.slot(KEYS))?;
+        }
+        if !backward {
+            return Ok(());
+        }
+        self.publish(AREA, k_at, &k)?;
+        self.publish(AREA, v_at, &v)
+    }
+
+    /// What comes from here on finds the keys of all ranks at the addresses that it returns.
+    fn end_keys(&self) -> Result<(u64, u64)> {
+        let (s, m) = (self.s, &self.op.p.memory);
+        if s.strategy != Strategy::AllGather {
+            self.l.join()?;
+            return Ok((m.k.addr(), m.v.addr()));
+        }
+        self.l.os.wait_peers(self.main(), self.op.signals.slot(KEYS))?;
+        let (_, k, v) = s.published();
+        let heads = s.all_keys() * s.all_kv * s.input;
+        Ok((self.own(AREA, k, heads * s.dqk)?, self.own(AREA, v, heads * s.dv)?))
+    }
+
+    /// Where heads are traded, brings the keys of all ranks and the queries of my group: what `base`
+    /// is told, with addresses, strides and heads of what this rank computes. `saved` in the
+    /// backward pass.
     fn bring(&self, base: Param, saved: Option<&AttnSaved>) -> Result<Param> {
         let (s, m) = (self.s, &self.op.p.memory);
-        if s.size == 1 {
+        if !self.scatters() {
             return Ok(base);
         }
-        let (k, v) = match s.strategy {
-            Strategy::AllGather => self.push_keys()?,
-            _ => {
-                self.publish_all(saved)?;
-                self.meet(MEET_KEYS)?;
-                let [k, v] = self.pieces().keys();
-                let buffer = s.published().0;
-                self.get(buffer, &k, &m.k)?;
-                self.get(buffer, &v, &m.v)?;
-                (m.k.addr(), m.v.addr())
-            }
-        };
-        let p = Param {
-            k,
-            v,
+        self.publish_all(saved)?;
+        self.meet(MEET_KEYS)?;
+        // Two streams: two copies at a time.
+        self.l.fork()?;
+        let [k, v] = self.pieces().keys();
+        self.get_on(self.l.side, SCATTER, &k, &m.k)?;
+        self.get_on(self.l.side, SCATTER, &v, &m.v)?;
+        self.get(SCATTER, &self.pieces().queries(0, s.dqk, s.input), &m.q)?;
+        if saved.is_some() {
+            let [d_out, lse, delta] = s.upstream();
+            self.get(SCATTER, &self.pieces().queries(d_out, s.dv, s.out), &m.d_out)?;
+            self.get(SCATTER, &self.pieces().stats(lse), &m.lse)?;
+            self.get(SCATTER, &self.pieces().stats(delta), &m.delta)?;
+        }
+        self.l.join()?;
+        Ok(Param {
+            q: m.q.addr(),
+            k: m.k.addr(),
+            v: m.v.addr(),
+            d_out: m.d_out.addr(),
+            lse: m.lse.addr(),
+            delta: m.delta.addr(),
+            out: 0,
             ld_q: (s.hq * s.dqk) as u64,
             ld_k: (s.hkv * s.dqk) as u64,
             ld_v: (s.hkv * s.dv) as u64,
@@ -252,52 +348,15 @@ impl Run<'_> {
             first_head: self.op.sched.first_head as u32,
             tokens_q: self.op.sched.rows_q() as u32,
             ..base
-        };
-        if !self.scatters() {
-            return Ok(p);
-        }
-        self.get(SCATTER, &self.pieces().queries(0, s.dqk, s.input), &m.q)?;
-        if saved.is_some() {
-            let [d_out, lse, delta] = s.upstream();
-            self.get(SCATTER, &self.pieces().queries(d_out, s.dv, s.out), &m.d_out)?;
-            self.get(SCATTER, &self.pieces().stats(lse), &m.lse)?;
-            self.get(SCATTER, &self.pieces().stats(delta), &m.delta)?;
-        }
-        let (q, d_out) = (m.q.addr(), m.d_out.addr());
-        Ok(Param { q, d_out, lse: m.lse.addr(), delta: m.delta.addr(), out: 0, ..p })
+        })
     }
 
-    /// My keys to everybody; where those of all ranks are once their flags have come.
-    fn push_keys(&self) -> Result<(u64, u64)> {
-        let (s, op, x, os) = (self.s, self.op, self.x, self.l.os);
-        let (_, k_at, v_at) = s.published();
-        let (k, v) = (x.k.data.cuda()?, x.v.data.cuda()?);
-        let first = self.pieces().first_key(self.me().idx());
-        let (k_row, v_row) = (s.all_kv * s.dqk * s.input, s.all_kv * s.dv * s.input);
-        let (k_at, v_at) = (k_at + first * k_row, v_at + first * v_row);
-        for p in op.core.team().peers() {
-            if k.len_bytes() > 0 {
-                os.put(self.l.side, p, op.buffers[AREA].range(k_at, k.len_bytes()), &k)?;
-            }
-            let at = op.buffers[AREA].range(v_at, v.len_bytes());
-            os.put_flag(self.l.side, (p, at), &v, op.signals.slot(KEYS))?;
-        }
-        self.publish(AREA, k_at, &k)?;
-        self.publish(AREA, v_at, &v)?;
-        os.wait_peers(self.main(), op.signals.slot(KEYS))?;
-        let keys = s.all_keys();
-        let (_, k_at, v_at) = s.published();
-        Ok((self.own(AREA, k_at, keys * k_row)?, self.own(AREA, v_at, keys * v_row)?))
-    }
-
+    /// What my group and the owners of my heads need of mine.
     fn publish_all(&self, saved: Option<&AttnSaved>) -> Result<()> {
         let (s, x) = (self.s, self.x);
         let (buffer, k, v) = s.published();
         self.publish_tensor(buffer, k, &x.k.data)?;
         self.publish_tensor(buffer, v, &x.v.data)?;
-        if !self.scatters() {
-            return Ok(());
-        }
         self.publish_tensor(SCATTER, 0, &x.q.data)?;
         let Some(saved) = saved else { return Ok(()) };
         let [d_out, lse, delta] = s.upstream();
@@ -307,64 +366,116 @@ impl Run<'_> {
         self.publish(SCATTER, delta, &own.slice(0, 4 * s.all_q * self.op.rows.q)?)
     }
 
-    /// My group's queries and everybody's keys, as they lie here.
-    fn tables(&self) -> pieces::Tables {
-        let s = self.op.sched;
-        segments(&s.member_q.concat(), &s.areas.concat(), self.op.seqs)
+    fn param_fwd(&self, o: &AttnOut) -> Result<Param> {
+        let (out, lse) = (o.out.cuda()?.addr(), o.lse.cuda()?.addr());
+        Ok(Param { out, lse, ..param(&self.op.desc.attn, self.x, self.op.rows)? })
+    }
+
+    /// With delta, of my rows and all heads: the output need not travel.
+    fn param_bwd(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<Param> {
+        let attention = &self.op.p.attention;
+        self.keep();
+        let delta = attention.delta_memory().addr();
+        let p = param_bwd(&self.op.desc.attn, self.x, self.op.rows, (saved, g))?;
+        let p = Param { delta, ..p };
+        attention.delta(self.main(), &p)?;
+        Ok(p)
+    }
+
+    /// My queries against my own keys while those of others come, then against those.
+    fn forward_at_once(&self, o: &AttnOut) -> Result<()> {
+        let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.desc.attn);
+        let base = self.param_fwd(o)?;
+        self.begin_keys(false)?;
+        let rows = op.rows.q;
+        let (outs, lses) = (m.outs.addr(), m.lses.addr());
+        let own = base.part(outs, lses);
+        self.keep();
+        op.p.attention.forward(self.main(), d, &own, self.pieces().own_tables(op.seqs))?;
+        let (k, v) = self.end_keys()?;
+        self.keep();
+        let (out, lse) = ((rows * s.hq * s.dv * 4) as u64, (rows * s.hq * 4) as u64);
+        // The sink belongs to one part.
+        let others = Param { k, v, sink: 0, ..base.part(outs + out, lses + lse) };
+        op.p.attention.forward(self.main(), d, &others, self.pieces().other_tables(op.seqs))?;
+        let merge = op.p.merge.as_ref().ok_or_else(|| Error::internal("no kernel that merges"))?;
+        let (out, lse, heads) = (base.out, base.lse, s.hq);
+        let parts = Parts { parts: outs, lses, num: 2, rows, heads, out, lse };
+        merge.launch(self.main(), &parts)
+    }
+
+    /// Parts of dk and dv first, so that they travel while dq is made.
+    fn backward_at_once(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<()> {
+        let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.desc.attn);
+        let (attention, lists, main) = (&op.p.attention, self.pieces(), self.main());
+        let base = self.param_bwd(saved, g)?;
+        self.begin_keys(true)?;
+        let (keys, (buffer, dk, dv)) = (s.all_keys() * s.hkv * s.part, s.parts());
+        let (dk, dv) = (self.own(buffer, dk, keys * s.dqk)?, self.own(buffer, dv, keys * s.dv)?);
+        let first = (lists.first_key(self.me().idx()) * s.hkv * s.part) as u64;
+        let at = |base: u64, dim: usize| base + first * dim as u64;
+        self.keep();
+        let own = Param { dk: at(dk, s.dqk), dv: at(dv, s.dv), ..base };
+        attention.keys(main, d, &own, &attention.tables(main, lists.own_tables(op.seqs))?)?;
+        let (k, v) = self.end_keys()?;
+        let all = Param { k, v, dk, dv, ..base };
+        self.keep();
+        attention.keys(main, d, &all, &attention.tables(main, lists.other_tables(op.seqs))?)?;
+        self.meet(MEET_BACK)?;
+        self.l.fork()?;
+        // Parts that are not asked for are zeros.
+        self.l.side.fill_memory(&m.slots, 0)?;
+        for pieces in lists.parts() {
+            self.get_on(self.l.side, buffer, &pieces, &m.slots)?;
+        }
+        self.keep();
+        attention.queries(main, d, &all, &attention.tables(main, lists.all_tables(op.seqs))?)?;
+        self.l.join()?;
+        self.add_all(g)
     }
 
     fn forward(&self, o: &AttnOut) -> Result<()> {
         let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.desc.attn);
-        let mut held = inputs(self.x);
-        held.extend([o.out.clone(), o.lse.clone()]);
-        op.p.attention.hold_all(self.main(), held);
-        let (out, lse) = (o.out.cuda()?, o.lse.cuda()?);
-        let base = Param { out: out.addr(), lse: lse.addr(), ..param(d, self.x, op.rows)? };
-        let mut p = self.bring(base, None)?;
+        let mut p = self.bring(self.param_fwd(o)?, None)?;
         let rows = op.sched.rows_q() * s.hq;
         if self.scatters() {
-            p.out = self.own(pieces::GATHER, 0, rows * s.dv * s.out)?;
+            p.out = self.own(GATHER, 0, rows * s.dv * s.out)?;
         }
-        op.p.attention.forward(self.main(), d, &p, self.tables())?;
+        self.keep();
+        op.p.attention.forward(self.main(), d, &p, self.pieces().all_tables(op.seqs))?;
         if !self.scatters() {
             return Ok(());
         }
-        self.publish(pieces::GATHER, s.lse(), &m.lse.slice(0, 4 * rows)?)?;
+        self.publish(GATHER, s.lse(), &m.lse.slice(0, 4 * rows)?)?;
         self.meet(MEET_BACK)?;
-        self.get(pieces::GATHER, &self.pieces().results(0, s.dv), &out)?;
-        self.get(pieces::GATHER, &self.pieces().lse(), &lse)
+        self.get(GATHER, &self.pieces().results(0, s.dv), &o.out.cuda()?)?;
+        self.get(GATHER, &self.pieces().lse(), &o.lse.cuda()?)
     }
 
     fn backward(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<()> {
-        let (op, s, d) = (self.op, self.s, &self.op.desc.attn);
+        let (op, s, d, main) = (self.op, self.s, &self.op.desc.attn, self.main());
         let attention = &op.p.attention;
-        attention.hold_all(self.main(), inputs_bwd(self.x, saved, g));
-        let delta = attention.delta_memory().addr();
-        let base = Param { delta, ..param_bwd(d, self.x, op.rows, (saved, g))? };
-        // Of my rows and all heads: the output need not travel.
-        attention.delta(self.main(), &base)?;
-        let mut p = self.bring(base, Some(saved))?;
-        let (keys, (buffer, dk, dv)) = (s.all_keys() * s.hkv, s.parts());
-        if s.size > 1 {
-            p.dk = self.own(buffer, dk, keys * s.dqk * s.part)?;
-            p.dv = self.own(buffer, dv, keys * s.dv * s.part)?;
-        }
+        let mut p = self.bring(self.param_bwd(saved, g)?, Some(saved))?;
         if self.scatters() {
+            let (keys, (buffer, dk, dv)) = (s.all_keys() * s.hkv * s.part, s.parts());
+            p.dk = self.own(buffer, dk, keys * s.dqk)?;
+            p.dv = self.own(buffer, dv, keys * s.dv)?;
             let len = op.sched.rows_q() * s.hq * s.dqk * s.out;
-            p.dq = self.own(pieces::GATHER, s.dq(), len)?;
+            p.dq = self.own(GATHER, s.dq(), len)?;
             // Heads of others stay zero.
             if let Some(t) = &g.dsink {
-                self.main().fill_memory(&t.cuda()?, 0)?;
+                main.fill_memory(&t.cuda()?, 0)?;
             }
         }
-        attention.backward(self.main(), d, &p, self.tables())?;
-        if s.size == 1 {
+        self.keep();
+        let tables = attention.tables(main, self.pieces().all_tables(op.seqs))?;
+        attention.keys(main, d, &p, &tables)?;
+        attention.queries(main, d, &p, &tables)?;
+        if !self.scatters() {
             return Ok(());
         }
         self.meet(MEET_BACK)?;
-        if self.scatters() {
-            self.get(pieces::GATHER, &self.pieces().results(s.dq(), s.dqk), &g.dq.cuda()?)?;
-        }
+        self.get(GATHER, &self.pieces().results(s.dq(), s.dqk), &g.dq.cuda()?)?;
         self.collect(g)
     }
 
@@ -372,19 +483,22 @@ impl Run<'_> {
     fn collect(&self, g: &AttnGrads) -> Result<()> {
         let (s, m, buffer) = (self.s, &self.op.p.memory, self.s.parts().0);
         let [k, v] = self.pieces().parts();
-        let (dk, dv) = (g.dk.cuda()?, g.dv.cuda()?);
         if !s.adds() {
-            self.get(buffer, &k, &dk)?;
-            return self.get(buffer, &v, &dv);
+            self.get(buffer, &k, &g.dk.cuda()?)?;
+            return self.get(buffer, &v, &g.dv.cuda()?);
         }
-        // Parts that were not asked for are zeros.
         self.main().fill_memory(&m.slots, 0)?;
         self.get(buffer, &k, &m.slots)?;
         self.get(buffer, &v, &m.slots)?;
-        let (_, dk_at, dv_at) = s.parts();
-        let (stride, second) = s.slot();
-        self.add((dk_at, s.dqk), (0, stride), &dk)?;
-        self.add((dv_at, s.dv), (second, stride), &dv)
+        self.add_all(g)
+    }
+
+    fn add_all(&self, g: &AttnGrads) -> Result<()> {
+        self.keep();
+        let (_, dk, dv) = self.s.parts();
+        let (stride, second) = self.s.slot();
+        self.add((dk, self.s.dqk), (0, stride), &g.dk.cuda()?)?;
+        self.add((dv, self.s.dv), (second, stride), &g.dv.cuda()?)
     }
 
     /// Adds the parts at byte `at` of each slot in their order; my own, if of all heads, lies where

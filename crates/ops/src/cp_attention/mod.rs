@@ -22,7 +22,10 @@
 //! Backward: keys and values travel once more, partial dK and dV go straight to the owner in f32
 //! and are added in rank order, so that equal inputs give equal bits. Where K and V travel as e4m3
 //! (`kv_wire`), every rank computes with the quantised values, its own included: the result does
-//! not depend on the strategy or the number of ranks. Protocol page:
+//! not depend on the strategy or the number of ranks.
+//!
+//! On CUDA devices all but `ring` are one-sided: owners publish, readers get (`all_gather`: owners
+//! push), and results over own keys and over those of others are merged in f32. Protocol page:
 //! `docs/protocols/cp_attention.md`.
 
 mod config;

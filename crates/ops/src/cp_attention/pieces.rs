@@ -10,7 +10,8 @@ use tilewire_symm::{LinkTraffic, Traffic};
 
 use super::config::{Schedule, Strategy, kv_heads, num_rows};
 use super::{CpAttentionDesc, Pass};
-use crate::attention::table::Seg;
+use crate::attention::Sequences;
+use crate::attention::table::{Seg, segments};
 
 /// Segments of queries and of keys.
 pub(super) type Tables = (Vec<Seg>, Vec<Seg>);
@@ -120,6 +121,12 @@ impl Sizes {
     /// Whether dk and dv are sums over ranks; otherwise one rank has the whole of each.
     pub fn adds(&self) -> bool {
         self.groups * self.share > 1
+    }
+
+    /// Whether keys are the only thing that moves before the arithmetic: then it begins with a rank's
+    /// own keys while those of others come.
+    pub fn begins_at_once(&self) -> bool {
+        self.inner == 1 && self.size > 1
     }
 
     /// Parts of dk and dv that the owner of a row adds.
@@ -278,6 +285,29 @@ impl Pieces<'_> {
             piece(&heads, (at + first * row, row, 0), (4 * r.dense, 4 * rows, 0)).wide(row)
         };
         self.members().into_iter().map(one).collect()
+    }
+
+    /// My queries against my own keys, in rows of my tensors.
+    pub fn own_tables(&self, seqs: &Sequences) -> Tables {
+        segments(&self.sched.member_q.concat(), self.spans(self.me.idx()).1, seqs)
+    }
+
+    /// My group's queries against everybody's keys, in dense rows.
+    pub fn all_tables(&self, seqs: &Sequences) -> Tables {
+        segments(&self.sched.member_q.concat(), &self.sched.areas.concat(), seqs)
+    }
+
+    /// My queries against the keys of others, in dense rows.
+    pub fn other_tables(&self, seqs: &Sequences) -> Tables {
+        let me = self.me.idx();
+        let others = (0..self.sizes.size).filter(|p| *p != me);
+        let others: Vec<_> = others.flat_map(|p| self.spans(p).1.to_vec()).collect();
+        let (q, mut kv) = segments(&self.sched.member_q.concat(), &others, seqs);
+        let (first, mine) = (self.first_key(me), num_rows(self.spans(me).1));
+        for s in kv.iter_mut().filter(|s| s.row as usize >= first) {
+            s.row += mine as u32;
+        }
+        (q, kv)
     }
 
     /// My rows of what each member has made for its heads: out (`at` 0) or dq.

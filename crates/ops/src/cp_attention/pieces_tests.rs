@@ -1,12 +1,11 @@
 //! The lists of pieces, carried out on small numbers: everybody ends with the rows that are its.
 
-use tilewire_core::{DType, Rank};
+use tilewire_core::{DType, ErrorKind, Rank};
 use tilewire_symm::Traffic;
 
 use super::super::config::Schedule;
-use super::super::{CpAttentionDesc, CpConfig, Layout, Pass, Strategy, predict};
+use super::super::{CpAttentionDesc, CpConfig, Layout, Pass, Strategy, cuda, predict};
 use super::*;
-use crate::attention::table::segments;
 use crate::attention::{AttentionDesc, AttnMask, Sequences};
 
 /// `(ranks, a2a_size, key heads of 8)`.
@@ -184,16 +183,44 @@ fn queries_of_a_group_come_and_results_go_back() {
             put(&mut b, s.lse(), all[2].clone());
             back.push(b);
         }
-        for r in 0..s.size {
-            let (mut out, mut l) = (vec![0.0; rows[r].len() * 16], vec![0.0; rows[r].len() * 8]);
+        for (r, rows) in rows.iter().enumerate() {
+            let (mut out, mut l) = (vec![0.0; rows.len() * 16], vec![0.0; rows.len() * 8]);
             carry_out(&w.lists(r).results(0, 2), &back, &mut out);
             carry_out(&w.lists(r).lse(), &back, &mut l);
-            assert_eq!((out, l), (tensor(&rows[r], 0..8, 2), stat(&rows[r], 0..8)));
+            assert_eq!((out, l), (tensor(rows, 0..8, 2), stat(rows, 0..8)));
         }
     });
 }
 
-/// Parts of which each is a power of ten: the sum says who was added, and each only once.
+#[test]
+fn dq_fits_behind_the_parts() {
+    worlds(|w| {
+        let s = &w.sizes;
+        if s.inner > 1 {
+            let end = s.dq() + s.inner * s.max_q * s.hq * s.dqk * s.out;
+            assert!(end <= bytes_of(w, GATHER).len() * 4, "{:?} {s:?}", s.strategy);
+        }
+    });
+}
+
+#[test]
+fn what_has_no_path_on_devices_is_refused_with_a_hint() {
+    let d = CpAttentionDesc::new(AttentionDesc::new(8, (4, 4), 8, DType::BF16, AttnMask::CAUSAL));
+    for (_, s) in Strategy::NAMES {
+        assert_eq!(cuda::check(&d, Some(s)).is_ok(), s != Strategy::Ring);
+    }
+    let bad = [
+        (CpAttentionDesc { fp8_kv: true, ..d.clone() }, None),
+        (CpAttentionDesc { dkv_wire: DType::F8E5M2, ..d.clone() }, None),
+        (d, Some(Strategy::Ring)),
+    ];
+    for (d, s) in bad {
+        let e = cuda::check(&d, s).unwrap_err();
+        assert!(e.kind() == ErrorKind::Unsupported && e.get_hint().is_some(), "{e}");
+    }
+}
+
+/// Parts of which each is a power of two: the sum says who was added, and each only once.
 #[test]
 fn each_rank_that_sees_a_row_adds_its_part_once() {
     worlds(|w| {
@@ -268,8 +295,8 @@ fn tables_of_all_ranks_hold_each_pair_once() {
     worlds(|w| {
         let (nq, nkv) = (w.seqs.tokens_q, w.seqs.tokens_kv);
         let mut done = vec![0u8; 8 * nq * nkv];
-        for sched in &w.scheds {
-            let (qs, kvs) = segments(&sched.member_q.concat(), &sched.areas.concat(), &w.seqs);
+        for (r, sched) in w.scheds.iter().enumerate() {
+            let (qs, kvs) = w.lists(r).all_tables(&w.seqs);
             let queries: Vec<usize> = sched.member_q.concat().into_iter().flatten().collect();
             let keys: Vec<usize> = sched.areas.concat().into_iter().flatten().collect();
             assert_eq!(
@@ -292,6 +319,43 @@ fn tables_of_all_ranks_hold_each_pair_once() {
         for (at, n) in done.iter().enumerate() {
             let (q, kv) = (of(at / nkv % nq, &w.seqs.q), of(at % nkv, &w.seqs.kv));
             assert_eq!(*n, u8::from(q.is_some() && q == kv));
+        }
+    });
+}
+
+/// Own keys and those of others are all keys, each once, at the rows where they lie.
+#[test]
+fn own_and_other_keys_are_all_keys() {
+    worlds(|w| {
+        if !w.sizes.begins_at_once() {
+            return;
+        }
+        let pairs = |(q, kv): Tables, first: u32| -> Vec<[u32; 6]> {
+            let mut out = Vec::new();
+            for q in &q {
+                for k in &kv[q.first as usize..q.end as usize] {
+                    for (i, j) in (0..q.len).flat_map(|i| (0..k.len).map(move |j| (i, j))) {
+                        let (row, shift) = (k.row + j + first, q.shift as u32);
+                        out.push([q.row + i, row, q.pos + i, k.pos + j, k.global + j, shift]);
+                    }
+                }
+            }
+            out
+        };
+        for r in 0..w.sizes.size {
+            let lists = w.lists(r);
+            let mut both = pairs(lists.own_tables(&w.seqs), lists.first_key(r) as u32);
+            both.extend(pairs(lists.other_tables(&w.seqs), 0));
+            let mut all = pairs(lists.all_tables(&w.seqs), 0);
+            both.sort_unstable();
+            all.sort_unstable();
+            assert_eq!(both, all);
+            // Every row of mine is written once by each part.
+            for t in [lists.own_tables(&w.seqs), lists.other_tables(&w.seqs)] {
+                let mut rows: Vec<u32> = t.0.iter().flat_map(|s| s.row..s.row + s.len).collect();
+                rows.sort_unstable();
+                assert_eq!(rows, (0..w.scheds[r].rows_q() as u32).collect::<Vec<_>>());
+            }
         }
     });
 }

@@ -110,7 +110,9 @@ impl CpAttentionPlan {
     /// `Unsupported` for head dimensions above 256.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         // With a strategy, what cannot be is found before any rank waits for another.
-        self.make(self.used.get())?;
+        if !stream.is_capturing() {
+            self.make(self.used.get())?;
+        }
         self.core.prepare(stream)?;
         if self.used.get().is_some() {
             return Ok(());

@@ -1,0 +1,68 @@
+//! Results over parts of the keys to the result over all of them.
+
+use bytemuck::{Pod, Zeroable};
+use tilewire_core::Result;
+use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_kernels::attention::{PLAIN_ATTENTION, merge};
+
+use super::AttentionDesc;
+use super::cuda::code;
+use crate::common::cuda::load;
+
+/// `TwMerge` of the kernel.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Param {
+    parts: u64,
+    lses: u64,
+    out: u64,
+    lse: u64,
+    num: u32,
+    tokens_q: u32,
+    heads_q: u32,
+    pad: u32,
+}
+
+/// Parts and their merge, as addresses: `num` of `[rows, heads, dv]` and `[heads, rows]`, f32, one
+/// behind the other.
+pub(crate) struct Parts {
+    pub parts: u64,
+    pub lses: u64,
+    pub num: usize,
+    pub rows: usize,
+    pub heads: usize,
+    pub out: u64,
+    pub lse: u64,
+}
+
+/// The kernel that merges.
+pub(crate) struct Merge(Kernel);
+
+impl Merge {
+    /// For outputs of the description's type.
+    pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
+        let defines = merge(u64::from(code(d.out)), d.dv as u64).defines();
+        Ok(Self(load(ctx, &PLAIN_ATTENTION, defines)?.kernel("tw_attn_merge")?))
+    }
+
+    /// Queues the merge. What the addresses refer to must be held by the stream.
+    pub fn launch(&self, stream: &CudaStream, p: &Parts) -> Result<()> {
+        if p.rows * p.heads == 0 {
+            return Ok(());
+        }
+        let param = Param {
+            parts: p.parts,
+            lses: p.lses,
+            out: p.out,
+            lse: p.lse,
+            num: p.num as u32,
+            tokens_q: p.rows as u32,
+            heads_q: p.heads as u32,
+            pad: 0,
+        };
+        let blocks = (p.rows * p.heads).div_ceil(8) as u32;
+        // SAFETY: the argument is the kernel's `TwMerge`; the caller holds what it points to, of the
+        // sizes that it says.
+        unsafe { self.0.launch(stream, Grid::new(blocks, 256), LaunchArgs::new().arg(&param)) }
+    }
+}
