@@ -243,6 +243,20 @@ __device__ __forceinline__ void tw_copy(const u64* to, u32 num, u64 src, u64 len
     else tw_copy_pieces<u8>(to, num, src, len);
 }
 
+// The same to one place, which needs no array.
+template <class Piece> __device__ __forceinline__ void tw_copy_piece(u64 to, u64 src, u64 len) {
+#pragma unroll 1
+    for (u64 i = threadIdx.x; i < len / sizeof(Piece); i += THREADS) ((Piece*)to)[i] = ((const Piece*)src)[i];
+}
+
+__device__ __forceinline__ void tw_copy_one(u64 to, u64 src, u64 len) {
+    const u64 bits = to | src | len;
+    if (bits % 16 == 0) tw_copy_piece<TwPiece>(to, src, len);
+    else if (bits % 4 == 0) tw_copy_piece<u32>(to, src, len);
+    else if (bits % 2 == 0) tw_copy_piece<u16>(to, src, len);
+    else tw_copy_piece<u8>(to, src, len);
+}
+
 __device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {
     return l.meta + rank * l.stride + record * l.meta_stride;
 }
@@ -360,7 +374,7 @@ tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64
     if (record < 0) {
         for (u64 i = threadIdx.x; i < row_bytes; i += THREADS) ((u8*)to)[i] = 0;
     } else {
-        tw_copy(&to, 1, l.tokens + l.me * l.stride + record * l.row_stride, row_bytes);
+        tw_copy_one(to, l.tokens + l.me * l.stride + record * l.row_stride, row_bytes);
     }
     if (!scales) return;
     const float* from = (const float*)(tw_meta(l, l.me, record < 0 ? 0 : record) + sizeof(TwMeta) +

@@ -125,6 +125,9 @@ fn layer_param(pages: &Memory, side: &Side, me: usize, capacity: usize) -> Layer
     }
 }
 
+/// The launches of a rank, from its number, memory, layer and handle.
+type Phase<'a> = dyn Fn(usize, &Side, Layer, [u64; 11]) -> Vec<Launch<'static>> + 'a;
+
 /// Everything of one routing, on all ranks: dispatch with weights, then a weighted combine.
 fn exchange(lib: &'static Lib, seed: u64, capacity: usize) {
     let mut rng = Rng::new(seed);
@@ -171,7 +174,7 @@ fn exchange(lib: &'static Lib, seed: u64, capacity: usize) {
     let pages = Pages::new(RANKS, 8192);
     let views: Vec<Memory> = (0..RANKS).map(|r| pages.map("symmetric", r as u32)).collect();
     // Kernels of all ranks between two meetings; the meeting is the end of the run.
-    let phase = |make: &dyn Fn(usize, &Side, Layer, [u64; 11]) -> Vec<Launch<'static>>| {
+    let phase = |make: &Phase<'_>| {
         let mut run = Run::new(seed);
         for (r, s) in sides.iter().enumerate() {
             let handle: Vec<u64> = s.handle.iter().map(Memory::addr).collect();
@@ -280,14 +283,14 @@ fn exchange(lib: &'static Lib, seed: u64, capacity: usize) {
     for (r, s) in sides.iter().enumerate() {
         let mut out = vec![0.0f32; s.tokens * HIDDEN];
         for t in 0..s.tokens {
-            for home in 0..RANKS {
+            for (home, y) in y.iter().enumerate() {
                 let mut part = [0.0f32; HIDDEN];
                 let mut any = false;
                 for j in 0..K {
                     let slot = want.slots[r][t * K + j].as_ref().filter(|s| s.rank == home);
                     let Some(slot) = slot else { continue };
                     any = true;
-                    let from = &y[home][slot.row * HIDDEN..][..HIDDEN];
+                    let from = &y[slot.row * HIDDEN..][..HIDDEN];
                     part.iter_mut().zip(from).for_each(|(p, v)| *p += w[r][t * K + j] * v);
                 }
                 if any {
