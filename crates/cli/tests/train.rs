@@ -99,22 +99,25 @@ fn the_copy_task_is_learned_and_needs_attention() {
 /// attention alone, because copying is linear in the embedding; so the experts' share is shown on
 /// the weights that were trained with them.
 #[test]
-fn a_trained_model_is_worse_without_its_experts_and_lost_without_attention() {
+fn a_trained_model_cannot_copy_without_its_experts_or_attention() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
+    // The default model: a tiny one does half of its copying without experts.
     let train = ["train", "--task", "copy", "--ranks", "2", "--metrics", "m"];
-    good(d, &with(&train, &["--steps", "100", "--checkpoint", "c"]));
+    let all = |more: &[&'static str]| [&train, more].concat();
+    good(d, &all(&["--steps", "100", "--checkpoint", "c"]));
     // The loss of the next step is that of the restored weights.
     let next = |ablated: &[&str]| {
         let args = [&["--steps", "101", "--resume", "c"], ablated].concat();
-        good(d, &with(&train, &args));
+        good(d, &[&train[..], &args].concat());
         *losses(&d.join("m")).last().unwrap()
     };
     let (whole, no_experts, no_attention) =
         (next(&[]), next(&["--no-experts"]), next(&["--no-attention"]));
     assert!(whole <= 0.5, "{whole} nats");
-    assert!(no_experts > 1.5 * whole, "without experts {no_experts} nats, with them {whole}");
-    assert!(no_attention > 0.5, "without attention {no_attention} nats");
+    // Far above what counts as copied: 2.5 and 5.1 nats when this was written.
+    assert!(no_experts > 1.0, "without experts {no_experts} nats, with them {whole}");
+    assert!(no_attention > 1.0, "without attention {no_attention} nats");
 }
 
 #[test]
