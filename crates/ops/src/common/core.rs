@@ -307,6 +307,11 @@ impl PlanCore {
     /// `NotPrepared`; `InvalidArgument` if another stream of this heap is being captured; the
     /// fault of the team.
     pub fn begin(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<Launch> {
+        // Before the launch is on record: a stream of another device is the caller's mistake, not the
+        // end of the team.
+        if let Some(lane) = &self.lane {
+            stream_on(stream, lane.context()).map_err(|e| e.op(self.op))?;
+        }
         // The copy stream of the heap serves one capture, or none: half of this launch would go
         // into the graph of another stream.
         let side = self.heap.copy_stream()?;
