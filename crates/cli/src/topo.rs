@@ -64,7 +64,9 @@ fn lines(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Vec<String> {
         let cells = links.iter().map(|l| word(*l));
         out.push(row(std::iter::once(format!("GPU{}", d.ordinal)).chain(cells).collect()));
     }
-    out.push("P2Pn: peer access, n the performance rank (0 is best); a: native atomics".to_owned());
+    out.push(
+        "P2P: peer access, with the performance rank (0 is best); a: native atomics".to_owned(),
+    );
     out
 }
 

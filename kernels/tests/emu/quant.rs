@@ -495,8 +495,8 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted(
         "swizzled tiles of rows are mixed",
-        "r % 32 * 16 + r % 128 / 32 * 4 + block % 4",
-        "r % 128 * 4 + block % 4",
+        "((u8*)scales)[tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4]",
+        "((u8*)scales)[tile * 512 + r % 128 * 4 + block % 4]",
         even,
     ),
     Planted(
