@@ -151,6 +151,8 @@ pub const ALL: &[Source] = &[
     portable::REDUCE,
     portable::MOVE,
     portable::EP,
+    portable::LAYERS,
+    portable::OPTIMIZER,
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
     LINKS,

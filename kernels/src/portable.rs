@@ -154,6 +154,45 @@ pub fn reduce_defines([wire, own, out]: [u64; 3]) -> Vec<(String, u64)> {
     with(REDUCE.defines, &[wire, own, out, REDUCE_THREADS])
 }
 
+/// Threads of a block of every kernel of [`LAYERS`] and [`OPTIMIZER`].
+pub const LAYERS_THREADS: u64 = 256;
+
+/// Mantissa bits of the types that layers compute in: f32, bf16.
+pub const LAYERS_MANTISSAS: [u64; 2] = [23, 7];
+
+/// Embedding, norm, rotation of heads, router, loss, and their gradients.
+pub const LAYERS: Source = Source {
+    name: "layers/sm80_layers.cu",
+    parts: &[CONVERT, CONVERSIONS, include_str!("layers/sm80_layers.cu")],
+    defines: &["TW_SRC_MANTISSA", "TW_LAYERS_THREADS"],
+    kernels: &[
+        "tw_embed",
+        "tw_embed_bwd",
+        "tw_add_norm",
+        "tw_norm_bwd",
+        "tw_sum_rows",
+        "tw_heads",
+        "tw_router",
+        "tw_router_stats",
+        "tw_router_bwd",
+        "tw_cross_entropy",
+        "tw_total",
+    ],
+};
+
+/// The norm of the gradient, AdamW, and first values.
+pub const OPTIMIZER: Source = Source {
+    name: "layers/sm80_optimizer.cu",
+    parts: &[CONVERT, CONVERSIONS, include_str!("layers/sm80_optimizer.cu")],
+    defines: &["TW_SRC_MANTISSA", "TW_LAYERS_THREADS"],
+    kernels: &["tw_square_sum", "tw_square_total", "tw_adamw", "tw_count_step", "tw_init"],
+};
+
+/// The definitions of [`LAYERS`] and [`OPTIMIZER`] for activations with `src` mantissa bits.
+pub fn layers_defines(src: u64) -> Vec<(String, u64)> {
+    with(LAYERS.defines, &[src, LAYERS_THREADS])
+}
+
 /// The definitions of a source with their values, in its order.
 fn with(names: &[&str], values: &[u64]) -> Vec<(String, u64)> {
     assert_eq!(names.len(), values.len(), "a value for each definition");
@@ -169,5 +208,8 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
     let reduce = REDUCE_MANTISSAS.iter().map(|types| (REDUCE, reduce_defines(*types)));
     let ep = WIDE_MANTISSAS.iter().map(|out| (EP, ep_defines(*out)));
     let moves = std::iter::once((MOVE, move_defines()));
-    quant.chain(permute).chain(reduce).chain(moves).chain(ep).collect()
+    let layers = LAYERS_MANTISSAS
+        .iter()
+        .flat_map(|src| [LAYERS, OPTIMIZER].map(|s| (s, layers_defines(*src))));
+    quant.chain(permute).chain(reduce).chain(moves).chain(ep).chain(layers).collect()
 }

@@ -240,9 +240,20 @@ pub struct TrainArgs {
     /// Seed of parameters and batches.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Learning rate.
-    #[arg(long, default_value_t = 3e-3)]
-    pub lr: f64,
+    /// Learning rate [small: 0.003, h200: 0.0003].
+    #[arg(long)]
+    pub lr: Option<f64>,
+    /// Where ranks keep symmetric memory, and so where they compute: `host`, or `vmm` for GPUs (one for
+    /// each rank). Default: TILEWIRE_BACKEND, or `host`.
+    #[arg(long)]
+    pub backend: Option<BackendKind>,
+    /// Type of weights and activations, f32 or bf16 (with f32 masters) [default: f32 on the host,
+    /// bf16 on GPUs].
+    #[arg(long)]
+    pub dtype: Option<DType>,
+    /// Queue every step anew on GPUs, instead of replaying the second one.
+    #[arg(long)]
+    pub no_graph: bool,
     /// First measure what share of the communication is hidden (needs more than one rank).
     #[arg(long)]
     pub calibrate: bool,
@@ -295,39 +306,51 @@ pub struct TrainPlaceArgs {
     pub store: Option<String>,
 }
 
-/// Sizes of the model that `train` makes.
+/// A model and how it is trained, by name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+pub enum Preset {
+    /// A model that a laptop trains in seconds.
+    Small,
+    /// Hidden size 4096, 64 experts, sequences of 4096: for a host of H200.
+    H200,
+}
+
+/// Sizes of the model that `train` makes; those of the preset where they are not given.
 #[derive(Debug, Args)]
 pub struct ModelArgs {
-    /// Layers.
-    #[arg(long, default_value_t = 2)]
-    pub layers: usize,
-    /// Elements of a token.
-    #[arg(long, default_value_t = 128)]
-    pub d_model: usize,
-    /// Query heads.
-    #[arg(long, default_value_t = 4)]
-    pub heads: usize,
-    /// Key and value heads.
-    #[arg(long, default_value_t = 2)]
-    pub kv_heads: usize,
-    /// Elements of a head.
-    #[arg(long, default_value_t = 32)]
-    pub head_dim: usize,
-    /// Experts.
-    #[arg(long, default_value_t = 8)]
-    pub experts: usize,
-    /// Experts of a token.
-    #[arg(long, default_value_t = 2)]
-    pub top_k: usize,
-    /// Inner features of an expert.
-    #[arg(long, default_value_t = 128)]
-    pub d_ff: usize,
-    /// Tokens of a sequence.
-    #[arg(long, default_value_t = 256)]
-    pub seq: usize,
-    /// Sequences of the global batch.
-    #[arg(long, default_value_t = 24)]
-    pub batch: usize,
+    /// Sizes and learning rate.
+    #[arg(long, value_enum, default_value = "small")]
+    pub preset: Preset,
+    /// Layers [small: 2, h200: 4].
+    #[arg(long)]
+    pub layers: Option<usize>,
+    /// Elements of a token [small: 128, h200: 4096].
+    #[arg(long)]
+    pub d_model: Option<usize>,
+    /// Query heads [small: 4, h200: 32].
+    #[arg(long)]
+    pub heads: Option<usize>,
+    /// Key and value heads [small: 2, h200: 8].
+    #[arg(long)]
+    pub kv_heads: Option<usize>,
+    /// Elements of a head [small: 32, h200: 128].
+    #[arg(long)]
+    pub head_dim: Option<usize>,
+    /// Experts [small: 8, h200: 64].
+    #[arg(long)]
+    pub experts: Option<usize>,
+    /// Experts of a token [small: 2, h200: 2].
+    #[arg(long)]
+    pub top_k: Option<usize>,
+    /// Inner features of an expert [small: 128, h200: 1536].
+    #[arg(long)]
+    pub d_ff: Option<usize>,
+    /// Tokens of a sequence [small: 256, h200: 4096].
+    #[arg(long)]
+    pub seq: Option<usize>,
+    /// Sequences of the global batch [small: 24, h200: 8].
+    #[arg(long)]
+    pub batch: Option<usize>,
     /// Train without attention, to see that it matters.
     #[arg(long)]
     pub no_attention: bool,

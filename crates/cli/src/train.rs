@@ -9,10 +9,12 @@ use std::time::Instant;
 use indicatif::{ProgressBar, ProgressStyle};
 use tilewire::boot::Launch;
 use tilewire::device::Tracer;
-use tilewire::nn::{AdamW, Data, Grid, Model, ModelCfg, StepReport, TrainCfg, Trainer, checkpoint};
+use tilewire::nn::{
+    AdamW, Data, Grid, Model, ModelCfg, StepReport, Target, TrainCfg, Trainer, checkpoint,
+};
 use tilewire::prelude::*;
 
-use crate::args::{PlaceArgs, Task, TrainArgs};
+use crate::args::{PlaceArgs, Preset, Task, TrainArgs};
 use crate::{complain, plot, say, trace, worlds};
 
 /// Runs the command; returns the exit code.
@@ -26,9 +28,7 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     let launched = worlds::launched(&place);
     let ranks = if launched { place.size } else { args.ranks };
     let cfg = model_cfg(args)?;
-    if !(args.lr.is_finite() && args.lr > 0.0) {
-        return Err(Error::invalid(format!("--lr {}: must be a positive number", args.lr)));
-    }
+    let (optim, target) = (optim(args)?, target(args)?);
     if args.generate.as_ref().is_some_and(String::is_empty) {
         return Err(Error::invalid("--generate: the prompt is empty"));
     }
@@ -41,7 +41,7 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     if args.processes && !launched {
         return spawn(args);
     }
-    let job = Job { args, cfg, grid, data: &data, start: Instant::now() };
+    let job = Job { args, cfg, grid, target, optim, data: &data, start: Instant::now() };
     if launched {
         let world = worlds::join(&place, args.timeout_s)?;
         job.rank(world)?;
@@ -51,23 +51,51 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     Ok(0)
 }
 
+/// The sizes of the preset, but for those that are given.
 fn model_cfg(args: &TrainArgs) -> Result<ModelCfg> {
     let m = &args.model;
+    let p = match m.preset {
+        Preset::Small => ModelCfg::default(),
+        Preset::H200 => ModelCfg::h200(),
+    };
     let cfg = ModelCfg {
-        layers: m.layers,
-        d_model: m.d_model,
-        heads: m.heads,
-        kv_heads: m.kv_heads,
-        head_dim: m.head_dim,
-        experts: m.experts,
-        top_k: m.top_k,
-        d_ff: m.d_ff,
-        seq: m.seq,
-        batch: m.batch,
+        layers: m.layers.unwrap_or(p.layers),
+        d_model: m.d_model.unwrap_or(p.d_model),
+        heads: m.heads.unwrap_or(p.heads),
+        kv_heads: m.kv_heads.unwrap_or(p.kv_heads),
+        head_dim: m.head_dim.unwrap_or(p.head_dim),
+        experts: m.experts.unwrap_or(p.experts),
+        top_k: m.top_k.unwrap_or(p.top_k),
+        d_ff: m.d_ff.unwrap_or(p.d_ff),
+        seq: m.seq.unwrap_or(p.seq),
+        batch: m.batch.unwrap_or(p.batch),
         no_attention: m.no_attention,
         no_experts: m.no_experts,
     };
     cfg.check().map(|()| cfg)
+}
+
+/// The optimizer of the preset, with the learning rate that is given.
+fn optim(args: &TrainArgs) -> Result<AdamW> {
+    let usual = AdamW::default();
+    let lr = args.lr.unwrap_or(match args.model.preset {
+        Preset::Small => usual.lr,
+        Preset::H200 => 3e-4,
+    });
+    if !(lr.is_finite() && lr > 0.0) {
+        return Err(Error::invalid(format!("--lr {lr}: must be a positive number")));
+    }
+    Ok(AdamW { lr, ..usual })
+}
+
+fn target(args: &TrainArgs) -> Result<Target> {
+    let usual = Target::new(worlds::backend(args.backend)?);
+    let target = Target { dtype: args.dtype.unwrap_or(usual.dtype), ..usual };
+    if args.trace.is_some() && target.backend != BackendKind::Host {
+        let text = format!("--trace: no spans are recorded on backend `{}`", target.backend);
+        return Err(Error::new(ErrorKind::Unsupported, text).hint("trace on the host"));
+    }
+    target.check().map(|()| target)
 }
 
 /// Starts the same command once per rank.
@@ -87,6 +115,8 @@ struct Job<'a> {
     args: &'a TrainArgs,
     cfg: ModelCfg,
     grid: Grid,
+    target: Target,
+    optim: AdamW,
     data: &'a Data,
     start: Instant,
 }
@@ -96,9 +126,10 @@ impl Job<'_> {
     fn rank(&self, world: World) -> Result<()> {
         let (args, first) = (self.args, world.rank().get() == 0);
         let tracer = args.trace.is_some().then(|| Arc::new(Tracer::new(self.start)));
-        let model = Model::new(&world, self.cfg, self.grid, args.seed, tracer.clone())?;
-        let optim = AdamW { lr: args.lr, ..AdamW::default() };
-        let mut t = Trainer::new(model, TrainCfg { seed: args.seed, optim });
+        let sizes = (self.cfg, self.grid);
+        let model = Model::new(&world, sizes, self.target, args.seed, tracer.clone())?;
+        let mut t = Trainer::new(model, TrainCfg { seed: args.seed, optim: self.optim });
+        t.use_graph &= !args.no_graph;
         let done = self.work(&mut t, first, tracer.as_deref());
         if let (Err(_), Some(folder)) = (&done, &args.dump) {
             // It helps to understand the error, and must not take its place.

@@ -23,6 +23,11 @@ impl Rng {
         Self { seed: mix(seed ^ 0x9e37_79b9_7f4a_7c15), counter: 0 }
     }
 
+    /// What the numbers depend on beside the position: for code elsewhere that computes [`Rng::at`].
+    pub fn key(&self) -> u64 {
+        self.seed
+    }
+
     /// 64 random bits for position `i`, independent of the sequence.
     pub fn at(&self, i: u64) -> u64 {
         mix(self.seed.wrapping_add(i.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_add(1))

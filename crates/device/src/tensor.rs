@@ -67,6 +67,33 @@ impl Tensor {
         Self { mem, offset_bytes: 0, dtype, shape }
     }
 
+    /// Zeros on `device`.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is not enough memory.
+    pub fn zeros_on(device: &Device, dtype: DType, shape: Shape) -> Result<Self> {
+        Self::filled_on(device, dtype, shape, 0)
+    }
+
+    /// NaN everywhere, as [`Tensor::poisoned`], on `device`.
+    ///
+    /// # Errors
+    /// As [`Tensor::zeros_on`].
+    pub fn poisoned_on(device: &Device, dtype: DType, shape: Shape) -> Result<Self> {
+        Self::filled_on(device, dtype, shape, DType::POISON)
+    }
+
+    fn filled_on(device: &Device, dtype: DType, shape: Shape, byte: u8) -> Result<Self> {
+        match device {
+            Device::Host if byte == 0 => Ok(Self::zeros(dtype, shape)),
+            Device::Host => Ok(Self::poisoned(dtype, shape)),
+            Device::Cuda(ctx) => {
+                let len = shape.num_elems() * dtype.size();
+                Self::over_cuda(CudaMemory::filled(ctx, len, byte)?, dtype, shape)
+            }
+        }
+    }
+
     /// A copy of `data`.
     ///
     /// # Errors

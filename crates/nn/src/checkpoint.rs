@@ -6,6 +6,7 @@ use std::path::Path;
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_device::Tensor;
 
 use crate::config::{Grid, ModelCfg};
 use crate::params::{Kind, Param};
@@ -27,10 +28,10 @@ fn writes(t: &Trainer, p: &Param) -> bool {
 /// The part of each parameter's state that a rank contributes.
 fn local(p: &Param, which: &str) -> Result<Vec<f32>> {
     match which {
-        "g" => Ok(p.g.clone()),
-        "m" => Ok(p.m.clone()),
-        "v" => Ok(p.v.clone()),
-        _ => p.w.to_f32(),
+        "g" => p.g.to_f32(),
+        "m" => p.m.to_f32(),
+        "v" => p.v.to_f32(),
+        _ => p.values().to_f32(),
     }
 }
 
@@ -211,7 +212,7 @@ pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
             .seen(format_args!("{:?}", info.model)));
     }
     let file = SafeTensors::deserialize(&bytes).map_err(|e| corrupt(path, e))?;
-    for p in &mut t.model.params {
+    for p in &t.model.params {
         for which in ["w", "m", "v"] {
             let name = format!("{}.{which}", p.name);
             let view = file.tensor(&name).map_err(|e| corrupt(path, format!("{name}: {e}")))?;
@@ -223,16 +224,27 @@ pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
             p.runs(|local, at, len| {
                 values[local..local + len].copy_from_slice(&global[at..at + len])
             });
-            match which {
-                "m" => p.m = values,
-                "v" => p.v = values,
-                _ => p.w.write(|b| b.copy_from_slice(bytemuck::cast_slice(&values)))?,
-            }
+            put(p, which, &values)?;
         }
     }
-    t.step = info.step;
     t.cfg.seed = info.seed;
-    Ok(())
+    t.resume_at(info.step)
+}
+
+/// Restores one tensor of a parameter; of the values, both forms.
+fn put(p: &Param, which: &str, values: &[f32]) -> Result<()> {
+    let write = |t: &Tensor| {
+        let narrow = Tensor::from_f32(values, t.dtype(), t.shape())?;
+        narrow.read(|b| tilewire_device::Buffer::upload(t, b))?
+    };
+    match which {
+        "m" => write(&p.m),
+        "v" => write(&p.v),
+        _ => {
+            p.master.as_ref().map_or(Ok(()), write)?;
+            write(&p.w)
+        }
+    }
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use tilewire_core::{BackendKind, DType, Result, Shape};
-use tilewire_device::{Stream, Tensor, Tracer};
+use tilewire_core::{DType, Error, Result};
+use tilewire_device::{Device, Stream, Tensor, Tracer};
 use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
 use tilewire_ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
@@ -14,6 +14,7 @@ use tilewire_symm::{Heap, HeapCfg, LiveTeam, World};
 
 use crate::attn::{Attn, token_order};
 use crate::config::{Coord, Grid, ModelCfg};
+use crate::place::{Place, Target};
 
 /// A sum over a team of vectors of one length.
 pub struct Sum {
@@ -21,33 +22,29 @@ pub struct Sum {
     len: usize,
 }
 
+fn sum_desc(len: usize) -> CollectiveDesc {
+    let kind = CollectiveKind::AllReduce(ReduceOp::Sum);
+    CollectiveDesc { kind, m: len, cols: 1, dtype: DType::F32 }
+}
+
 impl Sum {
     fn new(len: usize, heap: &Heap, stream: &Stream) -> Result<Self> {
-        let desc = CollectiveDesc {
-            kind: CollectiveKind::AllReduce(ReduceOp::Sum),
-            m: len,
-            cols: 1,
-            dtype: DType::F32,
-        };
-        let plan = CollectivePlan::new(desc, heap)?;
+        let plan = CollectivePlan::new(sum_desc(len), heap)?;
         plan.prepare(stream)?;
         Ok(Self { plan, len })
     }
 
+    /// Symmetric memory of one, on a team of `size`.
     fn bytes(len: usize, size: usize) -> usize {
-        (len.div_ceil(size) * size + len) * 4 + 1024
+        CollectivePlan::memory(&sum_desc(len), size) + (1 << 14)
     }
 
-    /// Replaces `v` by its sum over the team; the same bits on every rank.
+    /// Queues `out` = the sum of `x` over the team, both `[len, 1]` f32; the same bits on every rank.
     ///
     /// # Errors
     /// The fault of the team.
-    pub fn run(&self, stream: &Stream, v: &mut [f32]) -> Result<()> {
-        let shape = Shape::d2(self.len, 1);
-        let x = Tensor::from_slice(v, shape)?;
-        let out = Tensor::poisoned(DType::F32, shape);
-        let out = self.plan.launch(stream, self.len, &x, &out)?.wait()?;
-        out.read(|b| v.copy_from_slice(bytemuck::cast_slice(b)))
+    pub fn run(&self, stream: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+        self.plan.launch(stream, self.len, x, out)?.join(stream).map(|_| ())
     }
 }
 
@@ -58,6 +55,62 @@ pub struct Rows {
     pub attn: Vec<usize>,
     /// The part of them that belongs to this rank between attention blocks.
     pub own: std::ops::Range<usize>,
+}
+
+impl Rows {
+    fn new(m: &ModelCfg, grid: &Grid, c: Coord) -> Result<Self> {
+        let attn = token_order(m, grid, c)?;
+        let own = Shards::Even.rows(attn.len(), grid.tp)?;
+        let start: usize = own[..c.tp].iter().sum();
+        Ok(Self { attn, own: start..start + own[c.tp] })
+    }
+}
+
+/// The projections over a tp team.
+pub struct Projections {
+    /// `all_gather(x) W^T` for queries, keys and values.
+    pub qkv: AgGemmPlan,
+    /// `reduce_scatter(o W^T)` for the projection back.
+    pub out: GemmRsPlan,
+    /// Backward of `out`: `all_gather(dy) W`.
+    pub out_bwd: AgGemmPlan,
+    /// Backward of `qkv`: `reduce_scatter(dqkv W)`.
+    pub qkv_bwd: GemmRsPlan,
+}
+
+impl Projections {
+    /// For `n` rows in all.
+    fn new(
+        (tp, target, tracer): (&LiveTeam, &Target, Option<Arc<Tracer>>),
+        (m, n): (&ModelCfg, usize),
+        stream: &Stream,
+    ) -> Result<(Self, Heap)> {
+        let (d, size, t) = (m.d_model, tp.size(), target.dtype);
+        let q = m.heads / size * m.head_dim;
+        let cols = q + 2 * (m.kv_heads / size * m.head_dim);
+        let kn = BOrder::Kn;
+        let gather = |n_out| AgGemmDesc::new(n, n_out, d, t);
+        let scatter = |k| GemmRsDesc::new(n, d, k, t);
+        let (qkv, out_bwd) = (gather(cols), AgGemmDesc { w_order: kn, ..gather(q) });
+        let (out, qkv_bwd) = (scatter(q), GemmRsDesc { w_order: kn, ..scatter(cols) });
+        let bytes = [&qkv, &out_bwd].map(AgGemmPlan::memory).iter().sum::<usize>()
+            + [&out, &qkv_bwd].map(|d| GemmRsPlan::memory(d, size)).iter().sum::<usize>();
+        let heap = tp.heap(target.backend, HeapCfg::new(bytes + (1 << 16)))?;
+        if matches!(heap.device(), Device::Host) {
+            heap.copy_stream_traced(tracer)?;
+        }
+        let all = Self {
+            qkv: AgGemmPlan::new(qkv, &heap, None)?,
+            out: GemmRsPlan::new(out, &heap, None)?,
+            out_bwd: AgGemmPlan::new(out_bwd, &heap, None)?,
+            qkv_bwd: GemmRsPlan::new(qkv_bwd, &heap, None)?,
+        };
+        all.qkv.prepare(stream)?;
+        all.out.prepare(stream)?;
+        all.out_bwd.prepare(stream)?;
+        all.qkv_bwd.prepare(stream)?;
+        Ok((all, heap))
+    }
 }
 
 /// All communication of one rank.
@@ -72,14 +125,8 @@ pub struct Comm {
     pub shard: LiveTeam,
     /// Rows of this rank.
     pub rows: Rows,
-    /// `all_gather(x) W^T` for queries, keys and values.
-    pub qkv: AgGemmPlan,
-    /// `reduce_scatter(o W^T)` for the projection back.
-    pub out: GemmRsPlan,
-    /// Backward of `out`: `all_gather(dy) W`.
-    pub out_bwd: AgGemmPlan,
-    /// Backward of `qkv`: `reduce_scatter(dqkv W)`.
-    pub qkv_bwd: GemmRsPlan,
+    /// Products over the tp team.
+    pub proj: Projections,
     /// Attention over the cp team.
     pub attn: Attn,
     /// Experts over everybody.
@@ -88,15 +135,33 @@ pub struct Comm {
     pub sum_all: Sum,
     /// Sum of gradients of sharded parameters.
     pub sum_shard: Sum,
-    /// Sum of expert counts and a few scalars.
+    /// Sum of how often experts were chosen, and of their probabilities.
+    pub sum_stats: Sum,
+    /// Sum of [`SMALL`] scalars.
     pub sum_small: Sum,
     /// The stream that everything runs on.
     pub stream: Stream,
+    /// Where tensors lie.
+    pub place: Place,
+    /// Where heaps lie.
+    pub target: Target,
     heaps: Vec<Heap>,
 }
 
-/// Numbers that ride with the expert counts: loss, squares of gradients.
-pub const SMALL_EXTRA: usize = 4;
+/// Scalars that are summed over all ranks: loss, and the square of the gradient's norm in two parts.
+pub const SMALL: usize = 4;
+
+fn teams(world: &World, grid: &Grid) -> Result<[LiveTeam; 4]> {
+    let c = grid.coord(world.rank());
+    let everyone = world.everyone("world")?;
+    let one = |members: Vec<_>, name: &str| {
+        world.team(&members, name)?.ok_or_else(|| Error::internal("not in my own team"))
+    };
+    let tp = one(grid.ranks(|o| (o.dp, o.cp) == (c.dp, c.cp)), &format!("tp{}.{}", c.dp, c.cp))?;
+    let cp = one(grid.ranks(|o| (o.dp, o.tp) == (c.dp, c.tp)), &format!("cp{}.{}", c.dp, c.tp))?;
+    let shard = one(grid.ranks(|o| o.tp == c.tp), &format!("shard{}", c.tp))?;
+    Ok([everyone, tp, cp, shard])
+}
 
 impl Comm {
     /// Collective over the world: forms teams, allocates, prepares every plan. `lens` are the
@@ -106,92 +171,51 @@ impl Comm {
     /// Whatever forming teams and making plans gives.
     pub fn new(
         world: &World,
-        m: &ModelCfg,
-        grid: &Grid,
+        (m, grid): (&ModelCfg, &Grid),
+        target: Target,
         lens: (usize, usize),
         tracer: Option<Arc<Tracer>>,
     ) -> Result<Self> {
-        let c = grid.coord(world.rank());
-        let everyone = world.everyone("world")?;
-        let one = |members: Vec<_>, name: &str| {
-            world
-                .team(&members, name)?
-                .ok_or_else(|| tilewire_core::Error::internal("not in my own team"))
+        target.check()?;
+        let [everyone, tp, cp, shard] = teams(world, grid)?;
+        let rows = Rows::new(m, grid, grid.coord(world.rank()))?;
+        let (n, size) = (rows.attn.len(), everyone.size());
+        // The most that any rank of the world has: zigzag parts differ by the rest of a division.
+        let most = (m.seq * (m.batch / grid.dp)).div_ceil(grid.cp) + 2 * grid.cp;
+        let mut ep_desc = EpDesc::new(size, m.experts, most.div_ceil(grid.tp), m.d_model, m.top_k);
+        (ep_desc.dtype, ep_desc.out) = (target.dtype, target.dtype);
+        let stats = 2 * m.experts;
+        let bytes = EpPlan::memory(&ep_desc).symmetric
+            + [lens.0, stats, SMALL].map(|len| Sum::bytes(len, size)).iter().sum::<usize>();
+        let heap = everyone.heap(target.backend, HeapCfg::new(bytes + (1 << 16)))?;
+        let place = Place { device: heap.device(), dtype: target.dtype };
+        let stream = match &place.device {
+            Device::Host => Stream::with_tracer("main", tracer.clone())?,
+            Device::Cuda(ctx) => Stream::on(ctx)?,
         };
-        let tp =
-            one(grid.ranks(|o| (o.dp, o.cp) == (c.dp, c.cp)), &format!("tp{}.{}", c.dp, c.cp))?;
-        let cp =
-            one(grid.ranks(|o| (o.dp, o.tp) == (c.dp, c.tp)), &format!("cp{}.{}", c.dp, c.tp))?;
-        let shard = one(grid.ranks(|o| o.tp == c.tp), &format!("shard{}", c.tp))?;
-
-        let stream = Stream::with_tracer("main", tracer.clone())?;
-        let part = m.seq * (m.batch / grid.dp);
-        let attn_rows = token_order(m, grid, c)?;
-        let n = attn_rows.len();
-        let most = part.div_ceil(grid.cp) + 2 * grid.cp;
-        let own_rows = Shards::Even.rows(n, grid.tp)?;
-        let start: usize = own_rows[..c.tp].iter().sum();
-        let rows = Rows { attn: attn_rows, own: start..start + own_rows[c.tp] };
-
-        let (d, tp_size) = (m.d_model, grid.tp);
-        let q = m.heads / tp_size * m.head_dim;
-        let qkv_cols = q + 2 * (m.kv_heads / tp_size * m.head_dim);
-        let f32s = |x: usize| x * 4;
-        let tp_bytes = f32s(2 * n * d) + 2 * f32s((n + tp_size) * d) + (1 << 16);
-        let tp_heap = tp.heap(BackendKind::Host, HeapCfg::new(tp_bytes))?;
-        tp_heap.copy_stream_traced(tracer.clone())?;
-        let qkv = AgGemmPlan::new(AgGemmDesc::new(n, qkv_cols, d, DType::F32), &tp_heap, None)?;
-        let out = GemmRsPlan::new(GemmRsDesc::new(n, d, q, DType::F32), &tp_heap, None)?;
-        let out_bwd = AgGemmPlan::new(
-            AgGemmDesc { w_order: BOrder::Kn, ..AgGemmDesc::new(n, q, d, DType::F32) },
-            &tp_heap,
-            None,
-        )?;
-        let qkv_bwd = GemmRsPlan::new(
-            GemmRsDesc { w_order: BOrder::Kn, ..GemmRsDesc::new(n, d, qkv_cols, DType::F32) },
-            &tp_heap,
-            None,
-        )?;
-        qkv.prepare(&stream)?;
-        out.prepare(&stream)?;
-        out_bwd.prepare(&stream)?;
-        qkv_bwd.prepare(&stream)?;
-
-        let attn = Attn::new(&cp, m, grid, &stream)?;
-
-        let size = everyone.size();
-        let max_tokens = most.div_ceil(tp_size);
-        let ep_desc = EpDesc::new(size, m.experts, max_tokens, d, m.top_k);
-        let small = m.experts + SMALL_EXTRA;
-        let world_bytes = EpPlan::memory(&ep_desc).symmetric
-            + Sum::bytes(lens.0, size)
-            + Sum::bytes(small, size)
-            + (1 << 16);
-        let world_heap = everyone.heap(BackendKind::Host, HeapCfg::new(world_bytes))?;
-        let ep = EpPlan::new(ep_desc, &world_heap)?;
+        let (proj, tp_heap) = Projections::new((&tp, &target, tracer), (m, n), &stream)?;
+        let attn = Attn::new(&cp, m, grid, (&target, &stream))?;
+        let ep = EpPlan::new(ep_desc, &heap)?;
         ep.prepare(&stream)?;
-        let sum_all = Sum::new(lens.0, &world_heap, &stream)?;
-        let sum_small = Sum::new(small, &world_heap, &stream)?;
         let shard_bytes = Sum::bytes(lens.1, shard.size()) + (1 << 16);
-        let shard_heap = shard.heap(BackendKind::Host, HeapCfg::new(shard_bytes))?;
-        let sum_shard = Sum::new(lens.1, &shard_heap, &stream)?;
+        let shard_heap = shard.heap(target.backend, HeapCfg::new(shard_bytes))?;
         Ok(Self {
+            sum_all: Sum::new(lens.0, &heap, &stream)?,
+            sum_stats: Sum::new(stats, &heap, &stream)?,
+            sum_small: Sum::new(SMALL, &heap, &stream)?,
+            sum_shard: Sum::new(lens.1, &shard_heap, &stream)?,
+            heaps: vec![tp_heap, heap, shard_heap],
             world: everyone,
             tp,
             cp,
             shard,
             rows,
-            qkv,
-            out,
-            out_bwd,
-            qkv_bwd,
+            proj,
             attn,
             ep,
-            sum_all,
-            sum_shard,
-            sum_small,
             stream,
-            heaps: vec![tp_heap, world_heap, shard_heap],
+            place,
+            target,
         })
     }
 
@@ -205,51 +229,34 @@ impl Comm {
         self.heaps.iter().map(|h| h.usage().1).sum()
     }
 
-    /// Runs an AG+GEMM on rows of `k` elements and returns its output, rows of `cols`, and the
-    /// gathered rows. Neither number follows from `x`, which may have no rows.
+    /// Queues an AG+GEMM of this rank's rows, which also stores the gathered rows.
     ///
     /// # Errors
     /// The fault of the team.
     pub fn gather_gemm(
         &self,
         plan: &AgGemmPlan,
-        x: &[f32],
-        w: &Tensor,
-        (cols, k): (usize, usize),
-    ) -> Result<(Vec<f32>, Vec<f32>)> {
-        let n = self.rows.attn.len();
-        let gathered = Tensor::poisoned(DType::F32, Shape::d2(n, k));
+        (x, w): (&Tensor, &Tensor),
+        (out, gathered): (&Tensor, &Tensor),
+    ) -> Result<()> {
         let inputs = AgGemmInputs {
             gathered: Some(gathered.clone()),
-            ..AgGemmInputs::new(
-                Tensor::from_slice(x, Shape::d2(self.rows.own.len(), k))?,
-                w.clone(),
-                Tensor::poisoned(DType::F32, Shape::d2(n, cols)),
-            )
+            ..AgGemmInputs::new(x.clone(), w.clone(), out.clone())
         };
-        let done = plan.launch(&self.stream, n, inputs)?.wait()?;
-        Ok((done.out.to_vec()?, gathered.to_vec()?))
+        plan.launch(&self.stream, self.rows.attn.len(), inputs)?.join(&self.stream).map(|_| ())
     }
 
-    /// Runs a GEMM+RS on rows of `k` elements and returns the rows of this rank, of `cols`.
+    /// Queues a GEMM+RS to this rank's rows.
     ///
     /// # Errors
     /// The fault of the team.
     pub fn gemm_scatter(
         &self,
         plan: &GemmRsPlan,
-        x: &[f32],
-        w: &Tensor,
-        (cols, k): (usize, usize),
-    ) -> Result<Vec<f32>> {
-        let n = self.rows.attn.len();
-        let out = Tensor::poisoned(DType::F32, Shape::d2(self.rows.own.len(), cols));
-        let x = Tensor::from_slice(x, Shape::d2(n, k))?;
-        plan.launch(&self.stream, n, GemmRsInputs::new(x, w.clone(), out))?.wait()?.to_vec()
-    }
-
-    /// Coordinates of this rank.
-    pub fn coord(&self, grid: &Grid) -> Coord {
-        grid.coord(self.world.rank())
+        (x, w): (&Tensor, &Tensor),
+        out: &Tensor,
+    ) -> Result<()> {
+        let inputs = GemmRsInputs::new(x.clone(), w.clone(), out.clone());
+        plan.launch(&self.stream, self.rows.attn.len(), inputs)?.join(&self.stream).map(|_| ())
     }
 }

@@ -57,6 +57,23 @@ impl Default for ModelCfg {
 }
 
 impl ModelCfg {
+    /// A model for a host of H200: 1.2 billion parameters of experts a layer.
+    pub fn h200() -> Self {
+        Self {
+            layers: 4,
+            d_model: 4096,
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            experts: 64,
+            top_k: 2,
+            d_ff: 1536,
+            seq: 4096,
+            batch: 8,
+            ..Self::default()
+        }
+    }
+
     /// Checks the sizes against each other.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! The experts of a rank: their products, forward and backward, on rows that `ep_dispatch` brings.
 
-use tilewire_core::{DType, Result, Shape};
+use tilewire_core::{DType, Result};
 use tilewire_device::{Stream, Tensor};
 use tilewire_ops::gemm::Activation;
 use tilewire_ops::grouped_gemm::{
@@ -8,6 +8,7 @@ use tilewire_ops::grouped_gemm::{
 };
 
 use crate::config::ModelCfg;
+use crate::place::Place;
 
 /// Plans, made once, used by every layer.
 pub struct Experts {
@@ -29,18 +30,14 @@ pub(crate) struct ExpertOut {
 }
 
 impl ExpertOut {
-    pub fn new(c: &ModelCfg, capacity: usize) -> Self {
-        let [aux, act, y] = [2 * c.d_ff, c.d_ff, c.d_model].map(|n| rows(capacity, n));
-        Self { aux, act, y }
+    pub fn new(c: &ModelCfg, capacity: usize, place: &Place) -> Result<Self> {
+        let room = |n| place.room(capacity, n);
+        Ok(Self { aux: room(2 * c.d_ff)?, act: room(c.d_ff)?, y: room(c.d_model)? })
     }
 }
 
-/// What the backward pass writes.
+/// What the backward pass writes beside the gradients of the weights.
 pub(crate) struct ExpertGrads {
-    /// Gradient of the weights of gate and up.
-    pub up: Tensor,
-    /// Gradient of the weights of down.
-    pub down: Tensor,
     /// Gradient of the received rows, `[capacity, d_model]`.
     pub x: Tensor,
     act: Tensor,
@@ -48,15 +45,10 @@ pub(crate) struct ExpertGrads {
 }
 
 impl ExpertGrads {
-    pub fn new(c: &ModelCfg, capacity: usize, (up, down): (&Tensor, &Tensor)) -> Self {
-        let like = |w: &Tensor| Tensor::zeros(DType::F32, w.shape());
-        let [x, act, aux] = [c.d_model, c.d_ff, 2 * c.d_ff].map(|n| rows(capacity, n));
-        Self { up: like(up), down: like(down), x, act, aux }
+    pub fn new(c: &ModelCfg, capacity: usize, place: &Place) -> Result<Self> {
+        let room = |n| place.room(capacity, n);
+        Ok(Self { x: room(c.d_model)?, act: room(c.d_ff)?, aux: room(2 * c.d_ff)? })
     }
-}
-
-fn rows(capacity: usize, cols: usize) -> Tensor {
-    Tensor::poisoned(DType::F32, Shape::d2(capacity, cols))
 }
 
 impl Experts {
@@ -64,15 +56,20 @@ impl Experts {
     ///
     /// # Errors
     /// What making plans gives.
-    pub fn new(m: &ModelCfg, stream: &Stream, capacity: usize, local: usize) -> Result<Self> {
+    pub fn new(
+        m: &ModelCfg,
+        (stream, dtype): (&Stream, DType),
+        capacity: usize,
+        local: usize,
+    ) -> Result<Self> {
         let up = GroupedDesc {
             activation: Activation::SwiGlu,
             zero_tail: true,
-            ..GroupedDesc::new(local, capacity, 2 * m.d_ff, m.d_model, DType::F32)
+            ..GroupedDesc::new(local, capacity, 2 * m.d_ff, m.d_model, dtype)
         };
         let down = GroupedDesc {
             zero_tail: true,
-            ..GroupedDesc::new(local, capacity, m.d_model, m.d_ff, DType::F32)
+            ..GroupedDesc::new(local, capacity, m.d_model, m.d_ff, dtype)
         };
         let (up, down) = (GroupedGemmPlan::new(up)?, GroupedGemmPlan::new(down)?);
         up.prepare(stream)?;
@@ -80,7 +77,7 @@ impl Experts {
         Ok(Self { up, down })
     }
 
-    /// Runs the forward pass to its end; `splits` are the rows of each expert.
+    /// Queues the forward pass; `splits` are the rows of each expert.
     ///
     /// # Errors
     /// What the products give.
@@ -101,10 +98,11 @@ impl Experts {
         };
         let up = fprop(x, w.0, &out.act, Some(out.aux.clone()));
         self.up.fprop(s, up)?.join(s)?;
-        self.down.fprop(s, fprop(&out.act, w.1, &out.y, None))?.wait().map(|_| ())
+        self.down.fprop(s, fprop(&out.act, w.1, &out.y, None))?.join(s).map(|_| ())
     }
 
-    /// Runs the backward pass to its end, from the forward pass and the gradient of its `y`.
+    /// Queues the backward pass, from the forward pass and the gradient of its `y`; `dw` receive
+    /// the gradients of the weights.
     ///
     /// # Errors
     /// What the products give.
@@ -114,7 +112,7 @@ impl Experts {
         splits: &Tensor,
         (x, w): ExpertIn<'_>,
         (out, dy): (&ExpertOut, &Tensor),
-        g: &ExpertGrads,
+        (g, dw): (&ExpertGrads, (&Tensor, &Tensor)),
     ) -> Result<()> {
         let wgrad = |x: &Tensor, dy: &Tensor, dw: &Tensor| GroupedWgrad {
             x: x.into(),
@@ -130,11 +128,11 @@ impl Experts {
             splits: Splits::counts(splits),
             dx: dx.clone(),
         };
-        self.down.wgrad(s, wgrad(&out.act, dy, &g.down))?.join(s)?;
+        self.down.wgrad(s, wgrad(&out.act, dy, dw.1))?.join(s)?;
         self.down.dgrad(s, dgrad(dy, w.1, &g.act))?.join(s)?;
         let splits = Splits::counts(splits);
         self.up.dactivation(s, &splits, &g.act, &out.aux, &g.aux)?.join(s)?;
-        self.up.wgrad(s, wgrad(x, &g.aux, &g.up))?.join(s)?;
-        self.up.dgrad(s, dgrad(&g.aux, w.0, &g.x))?.wait().map(|_| ())
+        self.up.wgrad(s, wgrad(x, &g.aux, dw.0))?.join(s)?;
+        self.up.dgrad(s, dgrad(&g.aux, w.0, &g.x))?.join(s).map(|_| ())
     }
 }

@@ -1,215 +1,220 @@
 //! One layer, forward and backward.
 
-use tilewire_core::{DType, Result, Shape};
+use tilewire_core::Result;
 use tilewire_device::Tensor;
-use tilewire_ops::attention::AttnOut;
-use tilewire_ops::ep::{EpDispatch, EpHandle};
+use tilewire_ops::layers::{AddNorm, Heads, LayersPlan, NormBwd, Router, RouterBwd, Work};
 
 use crate::attn::Qkv;
-use crate::comm::{Comm, SMALL_EXTRA};
+use crate::comm::Comm;
 use crate::config::ModelCfg;
-use crate::experts::{ExpertGrads, ExpertOut, Experts};
-use crate::local::{linear, linear_dgrad, linear_wgrad};
-use crate::math::{self, Routed};
+use crate::experts::Experts;
+use crate::local::{Linear, Product};
 use crate::params::{self, Param};
-
-/// What the forward pass of a layer keeps for its backward pass.
-pub struct Saved {
-    x: Vec<f32>,
-    gathered: Vec<f32>,
-    qkv: Qkv,
-    attn: AttnOut,
-    x1: Vec<f32>,
-    h2: Vec<f32>,
-    routed: Routed,
-    /// Share of the global choices that went to each expert.
-    load: Vec<f32>,
-    handle: EpHandle,
-    recv: EpDispatch,
-    experts: ExpertOut,
-}
+use crate::rooms::{Both, Rooms, Saved};
 
 /// What all layers share.
-pub struct Shared<'a> {
+pub(crate) struct Shared<'a> {
     /// Sizes.
     pub cfg: &'a ModelCfg,
     /// Communication.
     pub comm: &'a Comm,
     /// Products of the experts.
     pub experts: &'a Experts,
-    /// Position in its sequence of each row that attention sees here.
-    pub positions: &'a [usize],
+    /// What lies between products.
+    pub works: &'a LayersPlan,
+    /// Local products.
+    pub local: &'a Local,
+    /// Parameters.
+    pub params: &'a [Param],
+    /// Tensors.
+    pub rooms: &'a Rooms,
     /// Weight of the load-balancing loss.
     pub balance: f32,
 }
 
-fn add(a: &mut [f32], b: &[f32]) {
-    a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
+/// Local products of the model.
+pub(crate) struct Local {
+    pub router: Linear,
+    pub head: Linear,
+    /// Gradients of the projections' weights.
+    pub qkv: Product,
+    pub out: Product,
 }
 
 impl Shared<'_> {
-    fn rope(&self, rows: &mut [f32], sign: f32) {
-        math::rope(rows, self.positions, self.comm.attn.rope_layout(), sign);
+    pub fn run(&self, work: &impl Work) -> Result<()> {
+        self.works.run(&self.comm.stream, work)
     }
 
-    fn tensor(&self, v: &[f32], cols: usize) -> Result<Tensor> {
-        Tensor::from_slice(v, Shape::d2(v.len() / cols, cols))
+    fn product(&self, p: &Product, (a, b): (&Tensor, &Tensor), out: &Tensor) -> Result<()> {
+        p.run(&self.comm.stream, a, b, out)
     }
 
-    /// Forward of layer `l` on this rank's rows; also the layer's load-balancing loss.
+    /// Queues `sum = x + y` and its norm by parameter `w`; returns what was normed: `x` itself
+    /// where nothing is added.
+    pub fn add_norm<'t>(
+        &self,
+        (x, y): (&'t Tensor, Option<&Tensor>),
+        sum: &'t Tensor,
+        (w, out): (usize, &Tensor),
+    ) -> Result<&'t Tensor> {
+        let add = y.map(|y| (y.clone(), sum.clone()));
+        let normed = if add.is_some() { sum } else { x };
+        let w = self.params[w].w.clone();
+        self.run(&AddNorm { x: x.clone(), add, w, out: out.clone() })?;
+        Ok(normed)
+    }
+
+    /// Queues `to = residual + ` the gradient of the norm of `x` by parameter `w`, from `dy`.
+    pub fn norm_bwd(
+        &self,
+        (x, w): (&Tensor, usize),
+        dy: &Tensor,
+        residual: Option<&Both>,
+        to: &Both,
+    ) -> Result<()> {
+        let p = &self.params[w];
+        self.run(&NormBwd {
+            x: x.clone(),
+            w: p.w.clone(),
+            dy: dy.clone(),
+            residual: residual.map(|r| r.wide.clone()),
+            dx: to.wide.clone(),
+            narrow: to.second(),
+            dw: p.part.clone(),
+        })
+    }
+
+    fn heads(&self, rows: &Tensor, qkv: &Qkv, join: bool) -> Result<()> {
+        self.run(&Heads {
+            rows: rows.clone(),
+            q: qkv.q.clone(),
+            k: qkv.k.clone(),
+            v: qkv.v.clone(),
+            positions: self.rooms.positions.clone(),
+            table: self.rooms.rope.clone(),
+            join,
+        })
+    }
+
+    /// What lies before layer `l` and is added to it: the input's place, and what is added there.
+    fn input(&self, l: usize) -> (&Tensor, Option<&Tensor>) {
+        match l.checked_sub(1) {
+            None => (&self.rooms.layers[0].x, None),
+            Some(before) => self.output(before),
+        }
+    }
+
+    /// The two parts of the output of layer `l`.
+    pub fn output(&self, l: usize) -> (&Tensor, Option<&Tensor>) {
+        (self.after_attention(l), (!self.cfg.no_experts).then_some(&self.rooms.scratch.moe))
+    }
+
+    /// What layer `l` makes of its input by attention: `x1`, or the input where there is none.
+    fn after_attention(&self, l: usize) -> &Tensor {
+        let s = &self.rooms.layers[l];
+        if self.cfg.no_attention { self.before_attention(l) } else { &s.x1 }
+    }
+
+    /// What the first norm of layer `l` has normed.
+    fn before_attention(&self, l: usize) -> &Tensor {
+        match l {
+            0 => &self.rooms.layers[0].x,
+            _ if self.cfg.no_experts => self.after_attention(l - 1),
+            _ => &self.rooms.layers[l].x,
+        }
+    }
+
+    /// Queues the forward pass of layer `l` on this rank's rows.
     ///
     /// # Errors
     /// The fault of a team.
-    pub fn forward(&self, l: usize, p: &[Param], x: Vec<f32>) -> Result<(Vec<f32>, f64, Saved)> {
-        let (c, comm, i) = (self.cfg, self.comm, params::layer(l));
-        let w = |n: usize| p[n].w.to_f32();
-        let h1 = math::rms_norm(&x, &w(i.norm1)?);
-        let (cols, q) = (p[i.qkv].w.shape().dim(0), p[i.out].w.shape().dim(1));
-        let shape = (cols, c.d_model);
-        let (mut qkv, gathered) = comm.gather_gemm(&comm.qkv, &h1, &p[i.qkv].w, shape)?;
-        self.rope(&mut qkv, 1.0);
-        let qkv = comm.attn.split(&qkv)?;
-        let attn = comm.attn.forward(&comm.stream, &qkv)?;
-        let o = attn.out.to_f32()?;
-        let mut x1 = comm.gemm_scatter(&comm.out, &o, &p[i.out].w, (c.d_model, q))?;
-        if c.no_attention {
-            x1.fill(0.0);
-        }
-        add(&mut x1, &x);
+    pub fn forward(&self, l: usize) -> Result<()> {
+        let (comm, i, p) = (self.comm, params::layer(l), self.params);
+        let (s, r) = (&self.rooms.layers[l], &self.rooms.scratch);
+        let x = self.add_norm(self.input(l), &s.x, (i.norm1, &r.h))?;
+        comm.gather_gemm(&comm.proj.qkv, (&r.h, &p[i.qkv].w), (&r.rows, &s.gathered))?;
+        self.heads(&r.rows, &s.qkv, false)?;
+        comm.attn.forward(&comm.stream, &s.qkv, &s.attn)?;
+        comm.gemm_scatter(&comm.proj.out, (&s.attn.out, &p[i.out].w), &r.proj)?;
+        let attended = (!self.cfg.no_attention).then_some(&r.proj);
+        self.add_norm((x, attended), &s.x1, (i.norm2, &s.h2))?;
 
-        let h2 = math::rms_norm(&x1, &w(i.norm2)?);
-        let logits = linear(&comm.stream, &h2, &p[i.router].w)?;
-        let routed = math::router(logits, c.experts, c.top_k);
-        let (load, aux_loss) = self.balance(&routed)?;
-        let (handle, recv) = self.dispatch(&h2, &routed)?;
-        let experts = ExpertOut::new(c, comm.ep.desc().capacity);
-        let w = (&p[i.up].w, &p[i.down].w);
-        self.experts.forward(&comm.stream, handle.m_splits(), (&recv.x, w), &experts)?;
-        let rows = self.comm.rows.own.len();
-        let out = Tensor::poisoned(DType::F32, Shape::d2(rows, c.d_model));
-        let weights = recv.weights.as_ref();
-        let moe = comm.ep.combine(&comm.stream, &handle, &experts.y, weights, &out)?.wait()?;
-        let mut x2 = moe.to_f32()?;
-        if c.no_experts {
-            x2.fill(0.0);
-        }
-        add(&mut x2, &x1);
-        let saved = Saved { x, gathered, qkv, attn, x1, h2, routed, load, handle, recv, experts };
-        Ok((x2, aux_loss, saved))
+        self.product(&self.local.router.fwd, (&s.h2, &p[i.router].w), &r.logits)?;
+        self.run(&Router {
+            logits: r.logits.clone(),
+            probs: s.probs.clone(),
+            topk: s.topk.clone(),
+            weights: s.weights.clone(),
+            stats: s.stats.clone(),
+        })?;
+        comm.sum_stats.run(&comm.stream, &s.stats, &s.load)?;
+        self.expert_forward(i, s)
     }
 
-    /// Share of each expert in the global choices, and the load-balancing loss
-    /// `E sum_e f_e p_e` over the global batch (Fedus et al., Switch Transformers, eq. 4).
-    fn balance(&self, r: &Routed) -> Result<(Vec<f32>, f64)> {
-        let (c, e) = (self.cfg, self.cfg.experts);
-        // Two rounds: choices, then probabilities, in one vector each.
-        let mut counts = vec![0.0f32; e + SMALL_EXTRA];
-        r.topk.iter().for_each(|&t| counts[t as usize] += 1.0);
-        self.comm.sum_small.run(&self.comm.stream, &mut counts)?;
-        let mut probs = vec![0.0f32; e + SMALL_EXTRA];
-        for row in r.probs.chunks_exact(e) {
-            add(&mut probs[..e], row);
-        }
-        self.comm.sum_small.run(&self.comm.stream, &mut probs)?;
-        let choices = (c.tokens() * c.top_k) as f32;
-        let load: Vec<f32> = counts[..e].iter().map(|n| n / choices).collect();
-        let mean = |p: f32| f64::from(p) / c.tokens() as f64;
-        let loss =
-            e as f64 * load.iter().zip(&probs).map(|(&f, &p)| f64::from(f) * mean(p)).sum::<f64>();
-        Ok((load, loss))
+    fn expert_forward(&self, i: params::LayerIdx, s: &Saved) -> Result<()> {
+        let (comm, st, p) = (self.comm, &self.comm.stream, self.params);
+        comm.ep.route(st, &s.topk, None, &s.handle)?.join(st)?;
+        let weights = (Some(&s.weights), None);
+        comm.ep.dispatch(st, &s.handle, &s.h2, weights, &s.recv)?.join(st)?;
+        let x = (&s.recv.x, (&p[i.up].w, &p[i.down].w));
+        self.experts.forward(st, s.handle.m_splits(), x, &s.experts)?;
+        let (y, out) = (&s.experts.y, &self.rooms.scratch.moe);
+        comm.ep.combine(st, &s.handle, y, Some(&s.recv_weights), out)?.join(st).map(|_| ())
     }
 
-    fn dispatch(&self, h: &[f32], r: &Routed) -> Result<(EpHandle, EpDispatch)> {
-        let (c, comm) = (self.cfg, self.comm);
-        let (rows, cap) = (comm.rows.own.len(), comm.ep.desc().capacity);
-        let idx = Tensor::from_slice(&r.topk, Shape::d2(rows, c.top_k))?;
-        let handle = comm.ep.route(&comm.stream, &idx, None, &comm.ep.handle()?)?.wait()?;
-        let recv = EpDispatch {
-            x: Tensor::poisoned(DType::F32, Shape::d2(cap, c.d_model)),
-            scales: None,
-            weights: Some(Tensor::poisoned(DType::F32, Shape::d1(cap))),
-        };
-        let (x, w) = (self.tensor(h, c.d_model)?, self.tensor(&r.weights, c.top_k)?);
-        let recv = comm.ep.dispatch(&comm.stream, &handle, &x, (Some(&w), None), &recv)?.wait()?;
-        Ok((handle, recv))
-    }
-
-    /// Backward of layer `l`: takes the gradient of its output, returns that of its input, adds
-    /// to the parameters' gradients.
+    /// Queues the backward pass of layer `l`: from the gradient of its output to that of its input.
+    /// The parts of its parameters' gradients are written.
     ///
     /// # Errors
     /// The fault of a team.
-    pub fn backward(
-        &self,
-        l: usize,
-        p: &mut [Param],
-        s: &Saved,
-        dx2: Vec<f32>,
-    ) -> Result<Vec<f32>> {
-        let (c, comm, i) = (self.cfg, self.comm, params::layer(l));
-        let d = c.d_model;
-        let mut dx1 = dx2.clone();
-        let (dh2, dw) = if c.no_experts {
-            (vec![0.0; dx2.len()], vec![0.0; s.routed.weights.len()])
-        } else {
-            self.expert_backward(p, i, s, &dx2)?
-        };
-        let per_prob = self.balance * c.experts as f32 / c.tokens() as f32;
-        let d_prob: Vec<f32> = s.load.iter().map(|f| f * per_prob).collect();
-        let d_logits = math::router_bwd(&s.routed, &dw, &d_prob, c.top_k);
-        linear_wgrad(&comm.stream, &d_logits, &s.h2, (c.experts, d), &mut p[i.router].g)?;
-        let mut dh2 = dh2;
-        add(&mut dh2, &linear_dgrad(&comm.stream, &d_logits, &p[i.router].w)?);
-        let w = p[i.norm2].w.to_f32()?;
-        add(&mut dx1, &math::rms_norm_bwd(&s.x1, &w, &dh2, &mut p[i.norm2].g));
-
-        let mut dx = dx1.clone();
-        if c.no_attention {
-            return Ok(dx);
+    pub fn backward(&self, l: usize, dx2: &Both, dx1: &Both) -> Result<()> {
+        let (c, comm, i, p) = (self.cfg, self.comm, params::layer(l), self.params);
+        let (s, r, st) = (&self.rooms.layers[l], &self.rooms.scratch, &self.comm.stream);
+        if !c.no_experts {
+            self.expert_backward(i, s, &dx2.narrow)?;
         }
-        let cols = p[i.out].w.shape().dim(1);
-        let (d_o, gathered) = comm.gather_gemm(&comm.out_bwd, &dx1, &p[i.out].w, (cols, d))?;
-        linear_wgrad(&comm.stream, &gathered, &s.attn.out.to_f32()?, (d, cols), &mut p[i.out].g)?;
-        let mut dqkv = comm.attn.backward(&comm.stream, &s.qkv, &s.attn, &d_o)?;
-        self.rope(&mut dqkv, -1.0);
-        let width = p[i.qkv].w.shape().dim(0);
-        linear_wgrad(&comm.stream, &dqkv, &s.gathered, (width, d), &mut p[i.qkv].g)?;
-        let dh1 = comm.gemm_scatter(&comm.qkv_bwd, &dqkv, &p[i.qkv].w, (d, width))?;
-        let w = p[i.norm1].w.to_f32()?;
-        add(&mut dx, &math::rms_norm_bwd(&s.x, &w, &dh1, &mut p[i.norm1].g));
-        Ok(dx)
+        self.run(&RouterBwd {
+            probs: s.probs.clone(),
+            topk: s.topk.clone(),
+            weights: s.weights.clone(),
+            d_weights: (!c.no_experts).then(|| r.d_weights.clone()),
+            load: s.load.clone(),
+            // E sum_e f_e p_e, with f of choices and p of tokens.
+            scale: self.balance * c.experts as f32
+                / (c.tokens() as f32 * (c.tokens() * c.top_k) as f32),
+            d_logits: r.d_logits.clone(),
+        })?;
+        let router = &self.local.router;
+        self.product(&router.wgrad, (&r.d_logits, &s.h2), &p[i.router].part)?;
+        let dgrad = if c.no_experts { &router.dgrad } else { &router.dgrad_add };
+        self.product(dgrad, (&r.d_logits, &p[i.router].w), &r.dh)?;
+        self.norm_bwd((self.after_attention(l), i.norm2), &r.dh, Some(dx2), dx1)?;
+        if c.no_attention {
+            return Ok(());
+        }
+        let proj = &comm.proj;
+        let out = (&r.d_o, &r.gathered);
+        comm.gather_gemm(&proj.out_bwd, (&dx1.narrow, &p[i.out].w), out)?;
+        self.product(&self.local.out, (&r.gathered, &s.attn.out), &p[i.out].part)?;
+        comm.attn.backward(st, (&s.qkv, &s.attn), &r.d_o, &r.d_qkv)?;
+        self.heads(&r.rows, &r.d_qkv, true)?;
+        self.product(&self.local.qkv, (&r.rows, &s.gathered), &p[i.qkv].part)?;
+        comm.gemm_scatter(&proj.qkv_bwd, (&r.rows, &p[i.qkv].w), &r.dh)?;
+        self.norm_bwd((self.before_attention(l), i.norm1), &r.dh, Some(dx1), dx2)
     }
 
-    /// Gradients of the dispatched rows and of the routing weights.
-    fn expert_backward(
-        &self,
-        p: &mut [Param],
-        i: params::LayerIdx,
-        s: &Saved,
-        d_out: &[f32],
-    ) -> Result<(Vec<f32>, Vec<f32>)> {
-        let (c, comm, st) = (self.cfg, self.comm, &self.comm.stream);
-        let cap = comm.ep.desc().capacity;
-        let dy = Tensor::poisoned(DType::F32, Shape::d2(cap, c.d_model));
-        let d_weights = Tensor::poisoned(DType::F32, Shape::d1(cap));
-        let d_out = self.tensor(d_out, c.d_model)?;
-        let weights = s.recv.weights.as_ref().map(|w| (w, &s.experts.y, &d_weights));
-        let dy = comm.ep.combine_bwd(st, &s.handle, &d_out, weights, &dy)?.join(st)?;
-
-        let w = (&p[i.up].w, &p[i.down].w);
-        let g = ExpertGrads::new(c, cap, w);
-        let (splits, x) = (s.handle.m_splits(), (&s.recv.x, w));
-        self.experts.backward(st, splits, x, (&s.experts, &dy), &g)?;
-        add(&mut p[i.up].g, &g.up.to_f32()?);
-        add(&mut p[i.down].g, &g.down.to_f32()?);
-
-        let rows = comm.rows.own.len();
-        let dx = Tensor::poisoned(DType::F32, Shape::d2(rows, c.d_model));
-        let dw = Tensor::poisoned(DType::F32, Shape::d2(rows, c.top_k));
-        let dx = comm
-            .ep
-            .dispatch_bwd(st, &s.handle, (&g.x, Some(&d_weights)), (&dx, Some(&dw)))?
-            .wait()?;
-        Ok((dx.to_f32()?, dw.to_f32()?))
+    /// Gradients of the dispatched rows, of the routing weights and of the experts' weights.
+    fn expert_backward(&self, i: params::LayerIdx, s: &Saved, d_out: &Tensor) -> Result<()> {
+        let (comm, st, p) = (self.comm, &self.comm.stream, self.params);
+        let r = &self.rooms.scratch;
+        let weights = Some((&s.recv_weights, &s.experts.y, &r.d_recv_weights));
+        comm.ep.combine_bwd(st, &s.handle, d_out, weights, &r.dy)?.join(st)?;
+        let x = (&s.recv.x, (&p[i.up].w, &p[i.down].w));
+        let grads = (&r.experts, (&p[i.up].part, &p[i.down].part));
+        self.experts.backward(st, s.handle.m_splits(), x, (&s.experts, &r.dy), grads)?;
+        let from = (&r.experts.x, Some(&r.d_recv_weights));
+        let to = (&r.dh, Some(&r.d_weights));
+        comm.ep.dispatch_bwd(st, &s.handle, from, to)?.join(st).map(|_| ())
     }
 }

@@ -5,6 +5,9 @@
 //! over tp (projection back), residual; norm, router, `ep_dispatch` over all ranks, two
 //! `grouped_gemm`s with SwiGLU between, `ep_combine`, residual. The backward pass mirrors it through
 //! the same plans. N ranks compute what one rank computes, up to rounding.
+//!
+//! One model for the host and for GPUs ([`Target`]): it queues operations on one stream, on tensors
+//! that are made once, and reads nothing until the step has run. On GPUs a step is one graph.
 #![forbid(unsafe_code)]
 
 pub mod attn;
@@ -14,17 +17,18 @@ pub mod comm;
 pub mod config;
 pub mod data;
 pub mod experts;
-pub mod layer;
+mod layer;
 mod local;
-pub mod math;
 pub mod model;
-pub mod optim;
 pub mod params;
+pub mod place;
+mod rooms;
 pub mod train;
 
 pub use checkpoint::{load, save};
 pub use config::{Grid, ModelCfg};
 pub use data::Data;
 pub use model::Model;
-pub use optim::AdamW;
+pub use place::Target;
+pub use tilewire_ops::layers::AdamW;
 pub use train::{StepReport, TrainCfg, Trainer};

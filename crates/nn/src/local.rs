@@ -1,61 +1,59 @@
 //! Local products of the model, through the `gemm` operation.
 
-use tilewire_core::{DType, Result, Shape};
+use tilewire_core::{DType, Result};
 use tilewire_device::{Stream, Tensor};
-use tilewire_ops::gemm::{AOrder, BOrder, GemmDesc, GemmInputs, GemmPlan};
+use tilewire_ops::gemm::{AOrder, BOrder, Epilogue, GemmDesc, GemmInputs, GemmPlan};
 
-fn run(stream: &Stream, d: GemmDesc, a: Tensor, b: Tensor, out: Tensor) -> Result<Vec<f32>> {
-    if d.m == 0 {
-        return Ok(Vec::new());
+/// One product, unless it has no rows.
+pub(crate) struct Product(Option<GemmPlan>);
+
+impl Product {
+    fn new(desc: GemmDesc, stream: &Stream) -> Result<Self> {
+        if desc.m == 0 {
+            return Ok(Self(None));
+        }
+        let plan = GemmPlan::new(desc)?;
+        plan.prepare(stream)?;
+        Ok(Self(Some(plan)))
     }
-    let plan = GemmPlan::new(d)?;
-    plan.prepare(stream)?;
-    plan.launch(stream, GemmInputs::new(a, b, out))?.wait()?.to_vec()
-}
 
-/// `x w^T`: `x` is `[m, k]`, `w` is `[n, k]`.
-///
-/// # Errors
-/// If shapes do not fit.
-pub fn linear(stream: &Stream, x: &[f32], w: &Tensor) -> Result<Vec<f32>> {
-    let (n, k) = (w.shape().dim(0), w.shape().dim(1));
-    let m = x.len() / k;
-    let out = Tensor::poisoned(DType::F32, Shape::d2(m, n));
-    let x = Tensor::from_slice(x, Shape::d2(m, k))?;
-    run(stream, GemmDesc::nt(m, n, k, DType::F32), x, w.clone(), out)
-}
-
-/// `dy w`: the gradient of the input of [`linear`].
-///
-/// # Errors
-/// If shapes do not fit.
-pub fn linear_dgrad(stream: &Stream, dy: &[f32], w: &Tensor) -> Result<Vec<f32>> {
-    let (n, k) = (w.shape().dim(0), w.shape().dim(1));
-    let m = dy.len() / n;
-    let d = GemmDesc { b_order: BOrder::Kn, ..GemmDesc::nt(m, k, n, DType::F32) };
-    let out = Tensor::poisoned(DType::F32, Shape::d2(m, k));
-    run(stream, d, Tensor::from_slice(dy, Shape::d2(m, n))?, w.clone(), out)
-}
-
-/// Adds `dy^T x` to `grad` (`[n, k]`): the gradient of the weight of [`linear`].
-///
-/// # Errors
-/// If shapes do not fit.
-pub fn linear_wgrad(
-    stream: &Stream,
-    dy: &[f32],
-    x: &[f32],
-    (n, k): (usize, usize),
-    grad: &mut [f32],
-) -> Result<()> {
-    let m = dy.len() / n;
-    let d =
-        GemmDesc { a_order: AOrder::Km, b_order: BOrder::Kn, ..GemmDesc::nt(n, k, m, DType::F32) };
-    let out = Tensor::poisoned(DType::F32, Shape::d2(n, k));
-    let (a, b) =
-        (Tensor::from_slice(dy, Shape::d2(m, n))?, Tensor::from_slice(x, Shape::d2(m, k))?);
-    for (g, v) in grad.iter_mut().zip(run(stream, d, a, b, out)?) {
-        *g += v;
+    /// `dw = dy^T x` in f32: `dy` is `[m, n]`, `x` is `[m, k]`, both `dtype`.
+    pub fn wgrad(stream: &Stream, (m, n, k): (usize, usize, usize), dtype: DType) -> Result<Self> {
+        let desc = GemmDesc {
+            a_order: AOrder::Km,
+            b_order: BOrder::Kn,
+            out: DType::F32,
+            ..GemmDesc::nt(n, k, m, dtype)
+        };
+        Self::new(desc, stream)
     }
-    Ok(())
+
+    pub fn run(&self, stream: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
+        let Some(plan) = &self.0 else { return Ok(()) };
+        plan.launch(stream, GemmInputs::new(a, b, out.clone()))?.join(stream).map(|_| ())
+    }
+}
+
+/// `x w^T` with logits in f32, and its gradients: `x` is `[m, k]`, `w` is `[n, k]`.
+pub(crate) struct Linear {
+    pub fwd: Product,
+    /// `dx = dy w`.
+    pub dgrad: Product,
+    /// `dx += dy w`.
+    pub dgrad_add: Product,
+    pub wgrad: Product,
+}
+
+impl Linear {
+    pub fn new(stream: &Stream, (m, n, k): (usize, usize, usize), dtype: DType) -> Result<Self> {
+        let fwd = GemmDesc { out: DType::F32, ..GemmDesc::nt(m, n, k, dtype) };
+        let dgrad = GemmDesc { b_order: BOrder::Kn, ..GemmDesc::nt(m, k, n, dtype) };
+        let epilogue = Epilogue { accumulate: true, ..Epilogue::NONE };
+        Ok(Self {
+            fwd: Product::new(fwd, stream)?,
+            dgrad: Product::new(dgrad, stream)?,
+            dgrad_add: Product::new(GemmDesc { epilogue, ..dgrad }, stream)?,
+            wgrad: Product::wgrad(stream, (m, n, k), dtype)?,
+        })
+    }
 }

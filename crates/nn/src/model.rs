@@ -4,17 +4,21 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use tilewire_core::{Error, Result};
-use tilewire_device::Tracer;
+use tilewire_device::{Stream, Tensor, Tracer};
+use tilewire_ops::layers::{
+    AdamStep, AdamW, CountStep, CrossEntropy, Embed, EmbedBwd, LayersDesc, LayersPlan, SquareSum,
+};
 use tilewire_symm::World;
 
-use crate::comm::{Comm, SMALL_EXTRA};
+use crate::comm::Comm;
 use crate::config::{Coord, Grid, ModelCfg, VOCAB};
 use crate::data::Data;
 use crate::experts::Experts;
-use crate::layer::Shared;
-use crate::local::{linear, linear_dgrad, linear_wgrad};
-use crate::math;
-use crate::params::{self, EMBED, HEAD, Kind, NORM, Param};
+use crate::layer::{Local, Shared};
+use crate::local::{Linear, Product};
+use crate::params::{self, EMBED, Flat, HEAD, Kind, NORM, Param, Params};
+use crate::place::Target;
+use crate::rooms::{Both, Rooms};
 
 /// One rank's part of the model.
 pub struct Model {
@@ -26,11 +30,13 @@ pub struct Model {
     pub coord: Coord,
     /// Parameters of this rank.
     pub params: Vec<Param>,
+    flats: [Flat; 3],
     /// Communication.
     pub comm: Comm,
     pub(crate) experts: Experts,
-    /// Position in its sequence of each row of attention.
-    positions: Vec<usize>,
+    works: LayersPlan,
+    local: Local,
+    pub(crate) rooms: Rooms,
     /// Weight of the load-balancing loss.
     pub balance: f32,
 }
@@ -67,8 +73,8 @@ impl Model {
     /// `InvalidArgument` if the model does not fit the grid; what forming teams gives.
     pub fn new(
         world: &World,
-        cfg: ModelCfg,
-        grid: Grid,
+        (cfg, grid): (ModelCfg, Grid),
+        target: Target,
         seed: u64,
         tracer: Option<Arc<Tracer>>,
     ) -> Result<Self> {
@@ -79,14 +85,39 @@ impl Model {
                 .seen(grid.size()));
         }
         let coord = grid.coord(world.rank());
-        let experts = experts_of(cfg.experts, world.rank().idx(), world.size());
-        let params = params::make(&cfg, &grid, coord, experts.clone(), seed)?;
-        let len = |k: Kind| params.iter().filter(|p| p.kind == k).map(Param::len).sum();
+        let mine = experts_of(cfg.experts, world.rank().idx(), world.size());
+        let specs = params::specs(&cfg, &grid, coord, mine.clone());
+        let len = |kind| params::len_of(&specs, kind);
         let lens = (len(Kind::Replicated), len(Kind::Sharded));
-        let comm = Comm::new(world, &cfg, &grid, lens, tracer)?;
-        let positions = comm.rows.attn.iter().map(|t| t % cfg.seq).collect();
-        let experts = Experts::new(&cfg, &comm.stream, comm.ep.desc().capacity, experts.len())?;
-        Ok(Self { cfg, grid, coord, params, comm, experts, positions, balance: 0.01 })
+        let comm = Comm::new(world, (&cfg, &grid), target, lens, tracer)?;
+        let stream = &comm.stream;
+        let works = LayersPlan::new(LayersDesc {
+            dtype: target.dtype,
+            rows: comm.rows.attn.len(),
+            cols: cfg.d_model,
+            experts: cfg.experts,
+        })?;
+        works.prepare(stream)?;
+        let Params { all, flats } = params::make(&specs, &comm.place, (&works, stream), seed)?;
+        let capacity = comm.ep.desc().capacity;
+        let experts = Experts::new(&cfg, (stream, target.dtype), capacity, mine.len())?;
+        let local = local(&cfg, &comm, &all)?;
+        let rooms = Rooms::new(&cfg, &comm)?;
+        stream.synchronize()?;
+        let balance = 0.01;
+        Ok(Self {
+            cfg,
+            grid,
+            coord,
+            params: all,
+            flats,
+            comm,
+            experts,
+            works,
+            local,
+            rooms,
+            balance,
+        })
     }
 
     /// Number of parameters of the whole model.
@@ -117,17 +148,151 @@ impl Model {
             cfg: &self.cfg,
             comm: &self.comm,
             experts: &self.experts,
-            positions: &self.positions,
+            works: &self.works,
+            local: &self.local,
+            params: &self.params,
+            rooms: &self.rooms,
             balance: self.balance,
         }
     }
 
-    fn embed(&self, tokens: &[u8]) -> Result<Vec<f32>> {
-        let d = self.cfg.d_model;
-        self.params[EMBED].w.read(|b| {
-            let w: &[f32] = bytemuck::cast_slice(b);
-            tokens.iter().flat_map(|&t| w[t as usize * d..][..d].iter().copied()).collect()
-        })
+    /// Puts a batch where the next step reads it. No step may be in flight.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for another number of rows; what the device reports.
+    pub fn load(&self, b: &Batch) -> Result<()> {
+        let targets: Vec<i32> = b.targets.iter().map(|&t| t as i32).collect();
+        upload(&self.rooms.tokens, &b.tokens)?;
+        upload(&self.rooms.targets, bytemuck::cast_slice(&targets))
+    }
+
+    /// Queues the forward pass up to the logits.
+    fn queue_forward(&self) -> Result<()> {
+        let (s, r, layers) = (self.shared(), &self.rooms, self.cfg.layers);
+        s.run(&Embed {
+            tokens: r.tokens.clone(),
+            table: self.params[EMBED].w.clone(),
+            x: r.layers[0].x.clone(),
+        })?;
+        (0..layers).try_for_each(|l| s.forward(l))?;
+        s.add_norm(s.output(layers - 1), &r.x, (NORM, &r.scratch.h))?;
+        let w = &self.params[HEAD].w;
+        self.local.head.fwd.run(&self.comm.stream, &r.scratch.h, w, &r.logits)
+    }
+
+    /// Queues forward and backward of the batch that was loaded: writes this rank's parts of the
+    /// gradients of all parameters, of the mean loss over `num_targets` plus the weighted
+    /// load-balancing loss. Collective.
+    ///
+    /// # Errors
+    /// The fault of a team.
+    pub fn queue_forward_backward(&self, num_targets: usize) -> Result<()> {
+        self.queue_forward()?;
+        let (s, r, p, stream) = (self.shared(), &self.rooms, &self.params, &self.comm.stream);
+        s.run(&CrossEntropy {
+            logits: r.logits.clone(),
+            targets: r.targets.clone(),
+            scale: 1.0 / num_targets as f64,
+            d_logits: r.d_logits.clone(),
+            loss: r.small.clone(),
+        })?;
+        let head = &self.local.head;
+        head.wgrad.run(stream, &r.d_logits, &r.scratch.h, &p[HEAD].part)?;
+        head.dgrad.run(stream, &r.d_logits, &p[HEAD].w, &r.scratch.dh)?;
+        let [mut dx, mut other]: [&Both; 2] = r.scratch.dx.each_ref();
+        // What was normed last: the last layer's output.
+        let last = if self.cfg.no_experts { s.output(self.cfg.layers - 1).0 } else { &r.x };
+        s.norm_bwd((last, NORM), &r.scratch.dh, None, dx)?;
+        for l in (0..self.cfg.layers).rev() {
+            s.backward(l, dx, other)?;
+            if self.cfg.no_attention {
+                (dx, other) = (other, dx);
+            }
+        }
+        let grad = p[EMBED].part.clone();
+        s.run(&EmbedBwd { tokens: r.tokens.clone(), dx: dx.wide.clone(), grad })
+    }
+
+    /// Queues the sums of gradients over the ranks that hold the same parameters, and then those of
+    /// the loss and of the squares of the gradient of the whole model. Collective.
+    ///
+    /// # Errors
+    /// The fault of a team.
+    pub fn queue_reduce(&self) -> Result<()> {
+        let (comm, stream) = (&self.comm, &self.comm.stream);
+        let [replicated, sharded, experts] = &self.flats;
+        comm.sum_all.run(stream, &replicated.part, &replicated.sum)?;
+        comm.sum_shard.run(stream, &sharded.part, &sharded.sum)?;
+        // Each element counts once: replicated ones on rank 0, shards on one rank of each tp
+        // coordinate, experts where they live.
+        let first = comm.world.rank().idx() == 0;
+        let first_of_shard = (self.coord.dp, self.coord.cp) == (0, 0);
+        let counted = [(replicated, first), (sharded, first_of_shard), (experts, true)];
+        let of = counted.iter().filter(|c| c.1).map(|c| c.0.sum.clone()).collect();
+        self.shared().run(&SquareSum { of, out: self.rooms.small.rows(1, 2)? })?;
+        comm.sum_small.run(stream, &self.rooms.small, &self.rooms.small_sum)
+    }
+
+    /// Queues the optimizer's step, which is taken by all ranks or by none.
+    ///
+    /// # Errors
+    /// What queueing gives.
+    pub fn queue_optimizer(&self, cfg: &AdamW) -> Result<()> {
+        let (small, count) = (&self.rooms.small_sum, &self.rooms.count);
+        for p in self.params.iter().filter(|p| !p.is_empty()) {
+            self.shared().run(&AdamStep {
+                cfg: *cfg,
+                decay: p.decay,
+                w: p.w.clone(),
+                master: p.master.clone(),
+                g: p.g.clone(),
+                m: p.m.clone(),
+                v: p.v.clone(),
+                small: small.clone(),
+                count: count.clone(),
+            })?;
+        }
+        self.shared().run(&CountStep { small: small.clone(), count: count.clone() })
+    }
+
+    /// Waits for what is queued.
+    ///
+    /// # Errors
+    /// The fault of a team; what the device reports.
+    pub fn finish(&self) -> Result<()> {
+        self.comm.stream.synchronize()?;
+        self.comm.teams().iter().try_for_each(|t| t.check())
+    }
+
+    /// Sets the number of steps taken.
+    pub(crate) fn set_count(&self, steps: usize) -> Result<()> {
+        upload(&self.rooms.count, &(steps as i32).to_ne_bytes())
+    }
+
+    /// The losses of the last step that has run, and the norm of its gradient.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn losses(&self) -> Result<(Losses, f64)> {
+        let small = self.rooms.small_sum.to_f32()?;
+        let square = f64::from(small[1]) + f64::from(small[2]);
+        // Rounding may leave a hair below zero; a NaN must stay one.
+        let norm = if square < 0.0 { 0.0 } else { square.sqrt() };
+        Ok((Losses { loss: f64::from(small[0]), balance: self.balance_loss()? }, norm))
+    }
+
+    /// The mean over layers of `E sum_e f_e p_e` over the global batch (Fedus et al., Switch
+    /// Transformers, eq. 4).
+    fn balance_loss(&self) -> Result<f64> {
+        let (c, e) = (&self.cfg, self.cfg.experts);
+        let (choices, tokens) = ((c.tokens() * c.top_k) as f64, c.tokens() as f64);
+        let mut sum = 0.0;
+        for l in &self.rooms.layers {
+            let load = l.load.to_f32()?;
+            let share = |i: usize| f64::from(load[i]) / choices * f64::from(load[e + i]) / tokens;
+            sum += e as f64 * (0..e).map(share).sum::<f64>();
+        }
+        Ok(sum / c.layers as f64)
     }
 
     /// Logits of this rank's rows. Collective.
@@ -135,106 +300,44 @@ impl Model {
     /// # Errors
     /// The fault of a team.
     pub fn logits(&self, tokens: &[u8]) -> Result<Vec<f32>> {
-        let mut x = self.embed(tokens)?;
-        for l in 0..self.cfg.layers {
-            x = self.shared().forward(l, &self.params, x)?.0;
-        }
-        let h = math::rms_norm(&x, &self.params[NORM].w.to_f32()?);
-        linear(&self.comm.stream, &h, &self.params[HEAD].w)
+        upload(&self.rooms.tokens, tokens)?;
+        self.queue_forward()?;
+        self.finish()?;
+        self.rooms.logits.to_f32()
     }
 
-    /// Forward and backward: sets the gradients of all parameters (of the mean loss plus the
-    /// weighted load-balancing loss), not yet summed over ranks. Collective.
+    /// Forward, backward and the sums over ranks, to their end; returns losses and the norm of the
+    /// gradient. Collective.
     ///
     /// # Errors
     /// The fault of a team.
-    pub fn forward_backward(&mut self, b: &Batch) -> Result<Losses> {
-        self.params.iter_mut().for_each(|p| p.g.fill(0.0));
-        let (layers, d) = (self.cfg.layers, self.cfg.d_model);
-        let mut x = self.embed(&b.tokens)?;
-        let (mut saved, mut balance) = (Vec::new(), 0.0);
-        for l in 0..layers {
-            let (y, aux, s) = self.shared().forward(l, &self.params, x)?;
-            x = y;
-            balance += aux / layers as f64;
-            saved.push(s);
-        }
-        let gain = self.params[NORM].w.to_f32()?;
-        let h = math::rms_norm(&x, &gain);
-        let logits = linear(&self.comm.stream, &h, &self.params[HEAD].w)?;
-        let scale = 1.0 / b.num_targets as f32;
-        let (sum, d_logits) = math::cross_entropy(&logits, &b.targets, VOCAB, scale);
-        let stream = self.comm.stream.clone();
-        linear_wgrad(&stream, &d_logits, &h, (VOCAB, d), &mut self.params[HEAD].g)?;
-        let dh = linear_dgrad(&stream, &d_logits, &self.params[HEAD].w)?;
-        let mut dx = math::rms_norm_bwd(&x, &gain, &dh, &mut self.params[NORM].g);
-        // The parameters are taken out so that layers can read the rest of the model.
-        let mut params = std::mem::take(&mut self.params);
-        let mut back = || -> Result<()> {
-            for (l, s) in saved.iter().enumerate().rev() {
-                dx = self.shared().backward(l, &mut params, s, std::mem::take(&mut dx))?;
-            }
-            Ok(())
-        };
-        let done = back();
-        self.params = params;
-        done?;
-        for (row, &t) in dx.chunks_exact(d).zip(&b.tokens) {
-            let g = &mut self.params[EMBED].g[t as usize * d..][..d];
-            g.iter_mut().zip(row).for_each(|(g, v)| *g += v);
-        }
-        let mut small = vec![0.0f32; self.cfg.experts + SMALL_EXTRA];
-        small[0] = (sum / b.num_targets as f64) as f32;
-        self.comm.sum_small.run(&stream, &mut small)?;
-        Ok(Losses { loss: f64::from(small[0]), balance })
+    pub fn gradients(&self, b: &Batch) -> Result<(Losses, f64)> {
+        self.load(b)?;
+        self.queue_forward_backward(b.num_targets)?;
+        self.queue_reduce()?;
+        self.finish()?;
+        self.losses()
     }
 
-    /// Sums gradients over the ranks that hold the same parameters, and returns the norm of the
-    /// gradient of the whole model. Collective.
-    ///
-    /// # Errors
-    /// The fault of a team.
-    pub fn reduce_gradients(&mut self) -> Result<f64> {
-        for (kind, sum) in
-            [(Kind::Replicated, &self.comm.sum_all), (Kind::Sharded, &self.comm.sum_shard)]
-        {
-            let of_kind = |p: &&mut Param| p.kind == kind;
-            let mut flat: Vec<f32> = self
-                .params
-                .iter()
-                .filter(|p| p.kind == kind)
-                .flat_map(|p| p.g.iter().copied())
-                .collect();
-            sum.run(&self.comm.stream, &mut flat)?;
-            let mut at = 0;
-            for p in self.params.iter_mut().filter(of_kind) {
-                let n = p.len();
-                p.g.copy_from_slice(&flat[at..at + n]);
-                at += n;
-            }
-        }
-        // Each element counts once: replicated ones on rank 0, shards on one rank of each tp
-        // coordinate, experts where they live.
-        let first = self.comm.world.rank().idx() == 0;
-        let first_of_shard = (self.coord.dp, self.coord.cp) == (0, 0);
-        let square = |p: &Param| p.g.iter().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>();
-        let mine: f64 = self
-            .params
-            .iter()
-            .filter(|p| match p.kind {
-                Kind::Replicated => first,
-                Kind::Sharded => first_of_shard,
-                Kind::Expert => true,
-            })
-            .map(square)
-            .sum();
-        // Two floats carry a double's worth of digits.
-        let mut small = vec![0.0f32; self.cfg.experts + SMALL_EXTRA];
-        small[0] = mine as f32;
-        small[1] = (mine - f64::from(small[0])) as f32;
-        self.comm.sum_small.run(&self.comm.stream, &mut small)?;
-        let square = f64::from(small[0]) + f64::from(small[1]);
-        // Rounding may leave a hair below zero; a NaN must stay one.
-        Ok(if square < 0.0 { 0.0 } else { square.sqrt() })
+    /// The stream that everything runs on.
+    pub fn stream(&self) -> &Stream {
+        &self.comm.stream
     }
+}
+
+fn upload(t: &Tensor, bytes: &[u8]) -> Result<()> {
+    tilewire_device::Buffer::upload(t, bytes)
+}
+
+fn local(c: &ModelCfg, comm: &Comm, p: &[Param]) -> Result<Local> {
+    let (s, t, i) = (&comm.stream, comm.place.dtype, params::layer(0));
+    let (own, n, d) = (comm.rows.own.len(), comm.rows.attn.len(), c.d_model);
+    let dims = |i: usize| (p[i].w.shape().dim(0), p[i].w.shape().dim(1));
+    let (qkv, out) = (dims(i.qkv), dims(i.out));
+    Ok(Local {
+        router: Linear::new(s, (own, c.experts, d), t)?,
+        head: Linear::new(s, (own, VOCAB, d), t)?,
+        qkv: Product::wgrad(s, (n, qkv.0, qkv.1), t)?,
+        out: Product::wgrad(s, (n, out.0, out.1), t)?,
+    })
 }

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
-use tilewire_core::{DType, Result, Rng, Shape};
-use tilewire_device::Tensor;
+use tilewire_core::{DType, Result, Shape};
+use tilewire_device::{Stream, Tensor};
+use tilewire_ops::layers::{Init, LayersPlan};
 
 use crate::config::{Coord, Grid, ModelCfg, VOCAB};
+use crate::place::Place;
 
 /// Which part of a parameter a rank holds, and over which ranks its gradient is summed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,25 +41,34 @@ pub struct Param {
     pub kind: Kind,
     /// Weight decay applies.
     pub decay: bool,
-    /// Local values.
+    /// Local values, in the model's type.
     pub w: Tensor,
-    /// Local gradient.
-    pub g: Vec<f32>,
-    /// First moment.
-    pub m: Vec<f32>,
-    /// Second moment.
-    pub v: Vec<f32>,
+    /// The same in f32, if the model's type is another.
+    pub master: Option<Tensor>,
+    /// Gradient from this rank's rows, f32; all of it is written in each step.
+    pub part: Tensor,
+    /// Gradient, f32: the parts of all ranks that hold this; of experts, `part` itself.
+    pub g: Tensor,
+    /// First moment, f32.
+    pub m: Tensor,
+    /// Second moment, f32.
+    pub v: Tensor,
 }
 
 impl Param {
     /// Number of local elements.
     pub fn len(&self) -> usize {
-        self.g.len()
+        self.w.shape().num_elems()
     }
 
     /// True if this rank holds nothing of it.
     pub fn is_empty(&self) -> bool {
-        self.g.is_empty()
+        self.len() == 0
+    }
+
+    /// The values in f32.
+    pub fn values(&self) -> &Tensor {
+        self.master.as_ref().unwrap_or(&self.w)
     }
 
     /// Calls `f(local offset, global offset, length)` for each contiguous run.
@@ -72,20 +83,41 @@ impl Param {
     }
 }
 
-/// Standard normal of position `i`.
-fn normal_at(rng: &Rng, i: u64) -> f64 {
-    let u = 1.0 - rng.f64_at(2 * i);
-    (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * rng.f64_at(2 * i + 1)).cos()
+/// What a parameter is, before it has memory.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    name: String,
+    global: (usize, usize),
+    pieces: Vec<Piece>,
+    kind: Kind,
+    /// Standard deviation of the first values; 0: ones.
+    std: f64,
 }
 
-/// Makes parameters whose values depend on name, seed and global position alone.
+impl Spec {
+    /// Local rows and columns.
+    fn shape(&self) -> (usize, usize) {
+        let rows = self.pieces.iter().map(|p| p.rows.len()).sum();
+        (rows, self.pieces.first().map_or(self.global.1, |p| p.cols.len()))
+    }
+
+    /// Local elements, in whole lines: what it takes in the vectors that are summed.
+    fn padded(&self) -> usize {
+        let (rows, cols) = self.shape();
+        (rows * cols).next_multiple_of(LINE)
+    }
+}
+
+/// Elements to whose multiples parameters are aligned in the vectors that are summed over ranks.
+const LINE: usize = 64;
+
+/// Lists parameters.
 struct Maker<'a> {
     cfg: &'a ModelCfg,
     grid: &'a Grid,
     coord: Coord,
     experts: Range<usize>,
-    seed: u64,
-    out: Vec<Param>,
+    out: Vec<Spec>,
 }
 
 impl Maker<'_> {
@@ -96,48 +128,21 @@ impl Maker<'_> {
         pieces: Vec<Piece>,
         kind: Kind,
         std: f64,
-    ) -> Result<()> {
-        let rows: usize = pieces.iter().map(|p| p.rows.len()).sum();
-        let cols = pieces.first().map_or(global.1, |p| p.cols.len());
-        let mut word = [0; 8];
-        word.copy_from_slice(&blake3::hash(name.as_bytes()).as_bytes()[..8]);
-        let rng = Rng::new(self.seed ^ u64::from_le_bytes(word));
-        let n = rows * cols;
-        let mut p = Param {
-            decay: global.0 > 1,
-            name,
-            global,
-            pieces,
-            kind,
-            w: Tensor::zeros(DType::F32, Shape::d2(rows, cols)),
-            g: vec![0.0; n],
-            m: vec![0.0; n],
-            v: vec![0.0; n],
-        };
-        let mut w = vec![0.0f32; n];
-        p.runs(|local, at, len| {
-            for i in 0..len {
-                // Gains start at one, matrices at random.
-                w[local + i] =
-                    if std == 0.0 { 1.0 } else { (std * normal_at(&rng, (at + i) as u64)) as f32 };
-            }
-        });
-        p.w = Tensor::from_slice(&w, Shape::d2(rows, cols))?;
-        self.out.push(p);
-        Ok(())
+    ) {
+        self.out.push(Spec { name, global, pieces, kind, std });
     }
 
-    fn whole(&mut self, name: String, rows: usize, cols: usize, std: f64) -> Result<()> {
+    fn whole(&mut self, name: String, rows: usize, cols: usize, std: f64) {
         let piece = Piece { rows: 0..rows, cols: 0..cols };
-        self.add(name, (rows, cols), vec![piece], Kind::Replicated, std)
+        self.add(name, (rows, cols), vec![piece], Kind::Replicated, std);
     }
 
-    fn layer(&mut self, l: usize) -> Result<()> {
+    fn layer(&mut self, l: usize) {
         let c = *self.cfg;
         let (d, hd, tp, t) = (c.d_model, c.head_dim, self.grid.tp, self.coord.tp);
         let depth = (2.0 * c.layers as f64).sqrt();
         let std = 1.0 / (d as f64).sqrt();
-        self.whole(format!("layers.{l}.norm1"), 1, d, 0.0)?;
+        self.whole(format!("layers.{l}.norm1"), 1, d, 0.0);
         let (q, kv) = (c.heads / tp * hd, c.kv_heads / tp * hd);
         let all_cols = |rows: Range<usize>| Piece { rows, cols: 0..d };
         let (k0, v0) = (c.heads * hd, (c.heads + c.kv_heads) * hd);
@@ -147,30 +152,20 @@ impl Maker<'_> {
             all_cols(v0 + t * kv..v0 + (t + 1) * kv),
         ];
         let rows = (c.heads + 2 * c.kv_heads) * hd;
-        self.add(format!("layers.{l}.qkv"), (rows, d), pieces, Kind::Sharded, std)?;
+        self.add(format!("layers.{l}.qkv"), (rows, d), pieces, Kind::Sharded, std);
         let piece = Piece { rows: 0..d, cols: t * q..(t + 1) * q };
         let o_std = 1.0 / ((c.heads * hd) as f64).sqrt() / depth;
-        self.add(format!("layers.{l}.out"), (d, c.heads * hd), vec![piece], Kind::Sharded, o_std)?;
-        self.whole(format!("layers.{l}.norm2"), 1, d, 0.0)?;
-        self.whole(format!("layers.{l}.router"), c.experts, d, std)?;
+        self.add(format!("layers.{l}.out"), (d, c.heads * hd), vec![piece], Kind::Sharded, o_std);
+        self.whole(format!("layers.{l}.norm2"), 1, d, 0.0);
+        self.whole(format!("layers.{l}.router"), c.experts, d, std);
         let e = self.experts.clone();
         let up = Piece { rows: e.start * 2 * c.d_ff..e.end * 2 * c.d_ff, cols: 0..d };
-        self.add(
-            format!("layers.{l}.up"),
-            (c.experts * 2 * c.d_ff, d),
-            vec![up],
-            Kind::Expert,
-            std,
-        )?;
+        let whole = (c.experts * 2 * c.d_ff, d);
+        self.add(format!("layers.{l}.up"), whole, vec![up], Kind::Expert, std);
         let down = Piece { rows: e.start * d..e.end * d, cols: 0..c.d_ff };
         let d_std = 1.0 / (c.d_ff as f64).sqrt() / depth;
-        self.add(
-            format!("layers.{l}.down"),
-            (c.experts * d, c.d_ff),
-            vec![down],
-            Kind::Expert,
-            d_std,
-        )
+        let whole = (c.experts * d, c.d_ff);
+        self.add(format!("layers.{l}.down"), whole, vec![down], Kind::Expert, d_std);
     }
 }
 
@@ -215,40 +210,147 @@ pub fn layer(l: usize) -> LayerIdx {
 }
 
 /// All parameters of a rank; `experts` are the global numbers of its experts.
+pub fn specs(cfg: &ModelCfg, grid: &Grid, coord: Coord, experts: Range<usize>) -> Vec<Spec> {
+    let mut m = Maker { cfg, grid, coord, experts, out: Vec::new() };
+    let d = cfg.d_model;
+    m.whole("embed".to_owned(), VOCAB, d, 1.0);
+    m.whole("norm".to_owned(), 1, d, 0.0);
+    m.whole("head".to_owned(), VOCAB, d, 0.5 / (d as f64).sqrt());
+    (0..cfg.layers).for_each(|l| m.layer(l));
+    m.out
+}
+
+/// Elements of the vector of all gradients of one kind.
+pub fn len_of(specs: &[Spec], kind: Kind) -> usize {
+    specs.iter().filter(|s| s.kind == kind).map(Spec::padded).sum()
+}
+
+/// The gradients of all parameters of one kind, one behind the other.
+pub struct Flat {
+    /// From this rank's rows, `[len, 1]` f32.
+    pub part: Tensor,
+    /// Summed over ranks; of experts, `part` itself.
+    pub sum: Tensor,
+    next: usize,
+}
+
+impl Flat {
+    fn new(place: &Place, specs: &[Spec], kind: Kind) -> Result<Self> {
+        let zeros = || place.zeros(DType::F32, len_of(specs, kind), 1);
+        let part = zeros()?;
+        let sum = if kind == Kind::Expert { part.clone() } else { zeros()? };
+        Ok(Self { part, sum, next: 0 })
+    }
+
+    /// The places of the next parameter.
+    fn take(&mut self, s: &Spec) -> Result<(Tensor, Tensor)> {
+        let (rows, cols) = s.shape();
+        let cut = |t: &Tensor| t.rows(self.next, rows * cols)?.reshape(Shape::d2(rows, cols));
+        let both = (cut(&self.part)?, cut(&self.sum)?);
+        self.next += s.padded();
+        Ok(both)
+    }
+}
+
+/// Parameters of a rank, and the vectors that their gradients lie in.
+pub struct Params {
+    /// In the order of their specs.
+    pub all: Vec<Param>,
+    /// Of [`Kind::Replicated`], [`Kind::Sharded`], [`Kind::Expert`].
+    pub flats: [Flat; 3],
+}
+
+/// Makes parameters whose first values depend on name, seed and global position alone.
 ///
 /// # Errors
-/// If there is no memory.
+/// `Exhausted` if there is no memory; what the device reports.
 pub fn make(
-    cfg: &ModelCfg,
-    grid: &Grid,
-    coord: Coord,
-    experts: Range<usize>,
+    specs: &[Spec],
+    place: &Place,
+    (layers, stream): (&LayersPlan, &Stream),
     seed: u64,
-) -> Result<Vec<Param>> {
-    let mut m = Maker { cfg, grid, coord, experts, seed, out: Vec::new() };
-    let d = cfg.d_model;
-    m.whole("embed".to_owned(), VOCAB, d, 1.0)?;
-    m.whole("norm".to_owned(), 1, d, 0.0)?;
-    m.whole("head".to_owned(), VOCAB, d, 0.5 / (d as f64).sqrt())?;
-    (0..cfg.layers).try_for_each(|l| m.layer(l))?;
-    Ok(m.out)
+) -> Result<Params> {
+    let kinds = [Kind::Replicated, Kind::Sharded, Kind::Expert];
+    let flat = |k: Kind| Flat::new(place, specs, k);
+    let mut flats = [flat(kinds[0])?, flat(kinds[1])?, flat(kinds[2])?];
+    let mut all = Vec::with_capacity(specs.len());
+    for s in specs {
+        let (rows, cols) = s.shape();
+        let (part, g) = flats[s.kind as usize].take(s)?;
+        let zeros = |dtype| place.zeros(dtype, rows, cols);
+        let master = (place.dtype != DType::F32).then(|| zeros(DType::F32)).transpose()?;
+        let p = Param {
+            name: s.name.clone(),
+            global: s.global,
+            pieces: s.pieces.clone(),
+            kind: s.kind,
+            decay: s.global.0 > 1,
+            w: zeros(place.dtype)?,
+            master,
+            part,
+            g,
+            m: zeros(DType::F32)?,
+            v: zeros(DType::F32)?,
+        };
+        first_values(&p, s, (layers, stream), seed)?;
+        all.push(p);
+    }
+    Ok(Params { all, flats })
+}
+
+fn first_values(
+    p: &Param,
+    s: &Spec,
+    (layers, stream): (&LayersPlan, &Stream),
+    seed: u64,
+) -> Result<()> {
+    let mut word = [0; 8];
+    word.copy_from_slice(&blake3::hash(s.name.as_bytes()).as_bytes()[..8]);
+    let mut row = 0;
+    for piece in &s.pieces {
+        let num = piece.rows.len();
+        let work = Init {
+            w: p.w.rows(row, num)?,
+            master: p.master.as_ref().map(|m| m.rows(row, num)).transpose()?,
+            origin: (piece.rows.start, piece.cols.start),
+            global_cols: s.global.1,
+            seed: seed ^ u64::from_le_bytes(word),
+            std: s.std,
+        };
+        layers.run(stream, &work)?;
+        row += num;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use tilewire_core::Rank;
+    use tilewire_device::Device;
+    use tilewire_ops::layers::LayersDesc;
 
     /// The parts of all ranks together are the global parameter, value for value.
     #[test]
     fn parts_are_slices_of_the_whole() {
         let cfg = ModelCfg::default();
         let solo = Grid { dp: 1, cp: 1, tp: 1 };
-        let whole = make(&cfg, &solo, solo.coord(Rank::new(0)), 0..8, 5).unwrap();
+        let stream = Stream::new("test").unwrap();
+        let desc = LayersDesc { dtype: DType::F32, rows: 1, cols: 1, experts: 1 };
+        let layers = LayersPlan::new(desc).unwrap();
+        layers.prepare(&stream).unwrap();
+        let place = Place { device: Device::Host, dtype: DType::F32 };
+        let make = |grid: &Grid, r: Rank, experts| {
+            let specs = specs(&cfg, grid, grid.coord(r), experts);
+            let all = make(&specs, &place, (&layers, &stream), 5).unwrap().all;
+            stream.synchronize().unwrap();
+            all
+        };
+        let whole = make(&solo, Rank::new(0), 0..8);
         let grid = Grid { dp: 1, cp: 2, tp: 2 };
         for r in Rank::all(4) {
             let e = r.idx() * 2..r.idx() * 2 + 2;
-            let part = make(&cfg, &grid, grid.coord(r), e, 5).unwrap();
+            let part = make(&grid, r, e);
             assert_eq!(part.len(), whole.len());
             for (p, w) in part.iter().zip(&whole) {
                 assert_eq!((&p.name, p.global), (&w.name, w.global));

@@ -4,10 +4,11 @@ use std::time::Instant;
 
 use serde::Serialize;
 use tilewire_core::{Error, Result};
+use tilewire_device::{Device, GraphExec};
+use tilewire_ops::layers::AdamW;
 
 use crate::data::Data;
 use crate::model::Model;
-use crate::optim::AdamW;
 
 /// How to train.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -47,12 +48,17 @@ pub struct Trainer {
     pub step: usize,
     /// Share of communication that is hidden, once calibrated.
     pub hidden: Option<f64>,
+    /// Replay one graph from the second step on; the default on GPUs.
+    pub use_graph: bool,
+    /// A whole step for batches with so many targets.
+    graph: Option<(usize, GraphExec)>,
 }
 
 impl Trainer {
     /// A trainer at step 0.
     pub fn new(model: Model, cfg: TrainCfg) -> Self {
-        Self { model, cfg, step: 0, hidden: None }
+        let use_graph = matches!(model.comm.place.device, Device::Cuda(_));
+        Self { model, cfg, step: 0, hidden: None, use_graph, graph: None }
     }
 
     /// Collective: measures the share of communication that is hidden (see
@@ -65,6 +71,30 @@ impl Trainer {
         Ok(())
     }
 
+    /// Queues a whole step on the batch that was loaded.
+    fn queue(&self, num_targets: usize) -> Result<()> {
+        self.model.queue_forward_backward(num_targets)?;
+        self.model.queue_reduce()?;
+        self.model.queue_optimizer(&self.cfg.optim)
+    }
+
+    /// Runs a step on the batch that was loaded: the first directly, the others as one graph.
+    fn run(&mut self, num_targets: usize) -> Result<()> {
+        let stream = self.model.stream().clone();
+        // The first step is not captured: it is what a graph is compared with.
+        if !self.use_graph || self.step == 0 {
+            return self.queue(num_targets);
+        }
+        if self.graph.as_ref().is_none_or(|(n, _)| *n != num_targets) {
+            stream.begin_capture()?;
+            let queued = self.queue(num_targets);
+            let graph = stream.end_capture();
+            queued?;
+            self.graph = Some((num_targets, graph?.instantiate()?));
+        }
+        self.graph.as_ref().map_or(Ok(()), |(_, g)| stream.replay(g))
+    }
+
     /// One step on global batch number `self.step`. Collective. The optimizer's step is taken by
     /// all ranks or by none.
     ///
@@ -73,23 +103,17 @@ impl Trainer {
     pub fn step(&mut self, data: &Data) -> Result<StepReport> {
         let start = Instant::now();
         let batch = self.model.batch(data, self.cfg.seed, self.step);
-        let losses = self.model.forward_backward(&batch)?;
-        let norm = self.model.reduce_gradients()?;
+        self.model.load(&batch)?;
+        self.run(batch.num_targets)?;
+        self.model.finish()?;
+        let (losses, norm) = self.model.losses()?;
+        // The optimizer looks at the same numbers, which have the same bits on every rank.
         let good = losses.loss.is_finite() && norm.is_finite();
         if !self.model.comm.world.agree(good)? {
             return Err(Error::internal(format!(
                 "step {}: loss {} or gradient norm {norm} is not finite",
                 self.step, losses.loss
             )));
-        }
-        let scale = self.cfg.optim.clip_factor(norm);
-        for p in &mut self.model.params {
-            let (decay, step) = (p.decay, self.step);
-            let (g, m, v) = (&p.g, &mut p.m, &mut p.v);
-            p.w.write(|b| {
-                let w: &mut [f32] = bytemuck::cast_slice_mut(b);
-                self.cfg.optim.step(step, scale, decay, (w, g, m, v));
-            })?;
         }
         let report = StepReport {
             step: self.step,
@@ -102,6 +126,15 @@ impl Trainer {
         };
         self.step += 1;
         Ok(report)
+    }
+
+    /// Sets the number of the next step, as a checkpoint says.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub(crate) fn resume_at(&mut self, step: usize) -> Result<()> {
+        self.step = step;
+        self.model.set_count(step)
     }
 
     /// Continues `prompt` by `num` bytes, each the most likely one. Collective; all ranks return

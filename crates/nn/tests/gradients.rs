@@ -4,7 +4,8 @@
 use std::collections::HashMap;
 
 use tilewire_core::Rng;
-use tilewire_nn::{Data, Grid, Model, ModelCfg};
+use tilewire_nn::{Data, Grid, Model, ModelCfg, Target};
+use tilewire_ops::layers::math::NORM_EPS;
 use tilewire_oracle::attention::{AttnInputs, AttnMask, AttnSpec, Sequences, attention};
 use tilewire_oracle::gemm::silu;
 use tilewire_oracle::nn as oracle;
@@ -61,7 +62,7 @@ fn expert(c: &ModelCfg, up: &Mat, down: &Mat, e: usize, h: &Mat) -> Mat {
 /// Mean cross-entropy plus `balance` times the layers' load-balancing losses.
 fn loss(c: &ModelCfg, w: &Weights, tokens: &[u8], targets: &[i64], balance: f64) -> f64 {
     let ids: Vec<usize> = tokens.iter().map(|&t| t as usize).collect();
-    let eps = f64::from(tilewire_nn::math::NORM_EPS);
+    let eps = f64::from(NORM_EPS);
     let mut x = oracle::embedding(&w["embed"], &ids);
     let mut total = 0.0;
     for l in 0..c.layers {
@@ -93,7 +94,7 @@ fn every_parameters_gradient_is_the_finite_difference() {
         b"0123456789abcdefghijklmnopqrstuvwxyz,.".iter().copied().cycle().take(300).collect();
     let grid = Grid { dp: 1, cp: 1, tp: 1 };
     World::run_threads(1, WorldCfg::default(), |world| {
-        let mut m = Model::new(&world, c, grid, 3, None)?;
+        let mut m = Model::new(&world, (c, grid), Target::default(), 3, None)?;
         m.balance = 0.3;
         let balance = f64::from(m.balance);
         let batch = m.batch(&Data::Text(text.clone()), 3, 0);
@@ -101,19 +102,20 @@ fn every_parameters_gradient_is_the_finite_difference() {
         for p in &m.params {
             weights.insert(p.name.clone(), Mat::from_f32(p.global.0, p.global.1, &p.w.to_f32()?));
         }
-        let losses = m.forward_backward(&batch)?;
+        let (losses, _) = m.gradients(&batch)?;
         let want = loss(&c, &weights, &batch.tokens, &batch.targets, balance);
         let have = losses.loss + balance * losses.balance * c.layers as f64;
         assert!((have - want).abs() < 1e-5, "loss {have} for {want}");
 
         let mut rng = Rng::new(11);
         for p in &m.params {
-            let most = p.g.iter().fold(0.0f32, |a, g| a.max(g.abs()));
+            let g = p.g.to_f32()?;
+            let most = g.iter().fold(0.0f32, |a, g| a.max(g.abs()));
             assert!(most > 0.0, "{} has no gradient", p.name);
             // The largest element and a few at random.
             let mut picks: Vec<usize> =
-                (0..6).map(|_| rng.below(p.g.len() as u64) as usize).collect();
-            picks.extend(p.g.iter().position(|g| g.abs() == most));
+                (0..6).map(|_| rng.below(g.len() as u64) as usize).collect();
+            picks.extend(g.iter().position(|g| g.abs() == most));
             for i in picks {
                 let h = 1e-5;
                 let at = |delta: f64| {
@@ -122,7 +124,7 @@ fn every_parameters_gradient_is_the_finite_difference() {
                     loss(&c, &w, &batch.tokens, &batch.targets, balance)
                 };
                 let slope = (at(h) - at(-h)) / (2.0 * h);
-                let (got, scale) = (f64::from(p.g[i]), f64::from(most));
+                let (got, scale) = (f64::from(g[i]), f64::from(most));
                 assert!((got - slope).abs() <= 2e-4 * scale, "{}[{i}]: {got} for {slope}", p.name);
             }
         }

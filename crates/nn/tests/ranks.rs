@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use tilewire_core::{ErrorKind, Result};
-use tilewire_nn::{AdamW, Data, Grid, Model, ModelCfg, TrainCfg, Trainer, checkpoint};
+use tilewire_nn::{AdamW, Data, Grid, Model, ModelCfg, Target, TrainCfg, Trainer, checkpoint};
 use tilewire_symm::{World, WorldCfg};
 
 fn small() -> ModelCfg {
@@ -29,7 +29,7 @@ fn text() -> Data {
 }
 
 fn trainer(world: &World, cfg: ModelCfg, grid: Grid) -> Result<Trainer> {
-    let model = Model::new(world, cfg, grid, 7, None)?;
+    let model = Model::new(world, (cfg, grid), Target::default(), 7, None)?;
     let optim = AdamW { warmup: 2, ..AdamW::default() };
     Ok(Trainer::new(model, TrainCfg { seed: 7, optim }))
 }
@@ -39,10 +39,9 @@ type First = (f64, f64, Vec<(String, Vec<f32>)>);
 
 fn first_step(cfg: ModelCfg, grid: Grid) -> First {
     let out = World::run_threads(grid.size(), WorldCfg::default(), |world| {
-        let mut t = trainer(&world, cfg, grid)?;
+        let t = trainer(&world, cfg, grid)?;
         let batch = t.model.batch(&text(), 7, 0);
-        let losses = t.model.forward_backward(&batch)?;
-        let norm = t.model.reduce_gradients()?;
+        let (losses, norm) = t.model.gradients(&batch)?;
         let mut grads = Vec::new();
         for p in &t.model.params {
             grads.push((p.name.clone(), checkpoint::gather(&t, p, "g")?));
@@ -165,6 +164,26 @@ fn a_resumed_run_is_the_uninterrupted_run_bit_for_bit_and_on_any_grid() {
     }
 }
 
+/// A step is one graph: replayed with other batches it gives the bits of steps that are queued.
+#[test]
+fn a_replayed_step_is_the_queued_step_bit_for_bit() {
+    let grid = Grid { dp: 1, cp: 2, tp: 2 };
+    let run = |use_graph| {
+        World::run_threads(grid.size(), WorldCfg::default(), |world| {
+            let mut t = trainer(&world, small(), grid)?;
+            t.use_graph = use_graph;
+            let steps = (0..5).map(|_| t.step(&text()).map(|r| r.loss.to_bits()));
+            let losses = steps.collect::<Result<Vec<_>>>()?;
+            t.model.comm.world.agree(true)?;
+            Ok(losses)
+        })
+        .expect("training runs")
+    };
+    let (graph, queued) = (run(true), run(false));
+    assert_eq!(graph, queued);
+    assert!(queued.iter().all(|l| l == &queued[0]), "ranks report one loss: {queued:?}");
+}
+
 /// Rank 0 alone renames: if it cannot, all ranks hear of it and go on together.
 #[test]
 fn a_checkpoint_that_cannot_be_put_in_place_is_an_error_on_every_rank() {
@@ -215,17 +234,20 @@ fn damaged_and_foreign_checkpoints_are_refused() {
 fn a_model_that_does_not_fit_the_grid_is_refused() {
     World::run_threads(4, WorldCfg::default(), |world| {
         let tp4 = Grid { dp: 1, cp: 1, tp: 4 };
-        let e = Model::new(&world, small(), tp4, 1, None).err().expect("tp 4 with 2 kv heads");
+        let e = Model::new(&world, (small(), tp4), Target::default(), 1, None)
+            .err()
+            .expect("tp 4 with 2 kv heads");
         assert!(e.to_string().contains("key/value heads"), "{e}");
         let e = Model::new(
             &world,
-            ModelCfg { batch: 5, ..small() },
-            Grid { dp: 4, cp: 1, tp: 1 },
+            (ModelCfg { batch: 5, ..small() }, Grid { dp: 4, cp: 1, tp: 1 }),
+            Target::default(),
             1,
             None,
         );
         assert!(e.err().expect("batch 5 over dp 4").to_string().contains("batch of 5"));
-        let e = Model::new(&world, small(), Grid { dp: 1, cp: 1, tp: 2 }, 1, None);
+        let e =
+            Model::new(&world, (small(), Grid { dp: 1, cp: 1, tp: 2 }), Target::default(), 1, None);
         assert!(e.err().expect("a grid of 2 for 4 ranks").to_string().contains("expected 4"));
         Ok(())
     })

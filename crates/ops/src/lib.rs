@@ -21,6 +21,7 @@ pub mod gemm;
 pub mod gemm_ar;
 pub mod gemm_rs;
 pub mod grouped_gemm;
+pub mod layers;
 pub mod permute;
 pub mod quant;
 

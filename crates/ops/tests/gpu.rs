@@ -10,6 +10,8 @@ mod common;
 mod gemm;
 #[path = "gpu/grouped_gemm.rs"]
 mod grouped_gemm;
+#[path = "gpu/layers.rs"]
+mod layers;
 #[path = "gpu/permute.rs"]
 mod permute;
 #[path = "gpu/quant.rs"]

@@ -32,6 +32,14 @@ impl CudaMemory {
     /// # Errors
     /// `Exhausted` if there is not enough memory.
     pub fn zeroed(ctx: &CudaContext, len_bytes: usize) -> Result<Self> {
+        Self::filled(ctx, len_bytes, 0)
+    }
+
+    /// `len_bytes` times `byte` on `ctx`'s device.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is not enough memory.
+    pub fn filled(ctx: &CudaContext, len_bytes: usize, byte: u8) -> Result<Self> {
         ctx.bind()?;
         let (mut ptr, len) = (0, len_bytes.max(1));
         // SAFETY: a context is current and the output is valid.
@@ -40,7 +48,7 @@ impl CudaMemory {
         let me =
             Self { owner: Arc::new(Owner { ctx: ctx.clone(), ptr }), offset: 0, len: len_bytes };
         // SAFETY: just allocated, nobody else knows it.
-        check(unsafe { sys::cuMemsetD8_v2(ptr, 0, len) }, "cuMemsetD8")?;
+        check(unsafe { sys::cuMemsetD8_v2(ptr, byte, len) }, "cuMemsetD8")?;
         settle()?;
         Ok(me)
     }

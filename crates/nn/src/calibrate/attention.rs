@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use tilewire_core::{BackendKind, DType, Error, ErrorKind, Result, Shape};
+use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
 use tilewire_device::Tensor;
 use tilewire_ops::attention::{
     AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnOut, AttnSaved, Sequences,
@@ -26,8 +26,10 @@ pub(super) fn measure(clock: &Clock<'_>, m: &Model) -> Result<Vec<Times>> {
     local.prepare(s)?;
 
     let rows = comm.rows.attn.len();
-    let (ours, alone) =
-        (Room::new(global, (rows, rows)), Room::new(global, (rows, sequences.tokens_kv)));
+    let (ours, alone) = (
+        Room::new(comm, global, (rows, rows))?,
+        Room::new(comm, global, (rows, sequences.tokens_kv))?,
+    );
     let wire = Wire::new(comm, Pass::Forward)?;
     let mut times = vec![clock.measure(
         &|| plan.launch_fwd(s, &ours.x, ours.y.clone())?.wait().map(|_| ()),
@@ -71,16 +73,17 @@ struct Room {
 }
 
 impl Room {
-    fn new(d: &AttentionDesc, (rows_q, rows_kv): (usize, usize)) -> Self {
-        let zeros = |rows, cols| Tensor::zeros(DType::F32, Shape::d2(rows, cols));
-        let q = || zeros(rows_q, d.heads_q * d.dqk);
-        let kv = || zeros(rows_kv, d.heads_kv * d.dqk);
-        Self {
-            x: AttnInputs::new(q(), kv(), kv()),
-            y: AttnOut { out: q(), lse: zeros(d.heads_q, rows_q) },
-            d_out: q(),
-            g: AttnGrads::new(q(), kv(), kv()),
-        }
+    fn new(comm: &Comm, d: &AttentionDesc, (rows_q, rows_kv): (usize, usize)) -> Result<Self> {
+        let p = &comm.place;
+        let q = || p.zeros(p.dtype, rows_q, d.heads_q * d.dqk);
+        let kv = || p.zeros(p.dtype, rows_kv, d.heads_kv * d.dqk);
+        let lse = p.zeros(DType::F32, d.heads_q, rows_q)?;
+        Ok(Self {
+            x: AttnInputs::new(q()?, kv()?, kv()?),
+            y: AttnOut { out: q()?, lse },
+            d_out: q()?,
+            g: AttnGrads::new(q()?, kv()?, kv()?),
+        })
     }
 
     fn saved(&self) -> AttnSaved {
@@ -110,7 +113,7 @@ impl Wire {
         if all.iter().any(|t| t.len() != mine.len()) {
             return Err(Error::new(ErrorKind::Protocol, "a peer has another number of links"));
         }
-        // What a rank puts it sends; what it gets the other sends. Everything is f32 here.
+        // What a rank puts it sends; what it gets the other sends. In words of four bytes.
         let ranks = 0..cp.size();
         let link = |src: usize, dst: usize| match src == dst {
             true => 0,
@@ -122,11 +125,11 @@ impl Wire {
         let kind = CollectiveKind::AllToAll(splits);
         let desc = CollectiveDesc { kind, m: 0, cols: 1, dtype: DType::F32 };
         let bytes = CollectivePlan::memory(&desc, cp.size()) + (1 << 14);
-        let heap = cp.heap(BackendKind::Host, HeapCfg::new(bytes))?;
+        let heap = cp.heap(comm.target.backend, HeapCfg::new(bytes))?;
         let plan = CollectivePlan::new(desc, &heap)?;
         plan.prepare(&comm.stream)?;
-        let zeros = |rows| Tensor::zeros(DType::F32, Shape::d2(rows, 1));
-        Ok(Self { plan, x: zeros(sent), out: zeros(got) })
+        let zeros = |rows| Tensor::zeros_on(&comm.place.device, DType::F32, Shape::d2(rows, 1));
+        Ok(Self { plan, x: zeros(sent)?, out: zeros(got)? })
     }
 
     fn run(&self, comm: &Comm) -> Result<()> {

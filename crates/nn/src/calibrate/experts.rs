@@ -58,6 +58,8 @@ struct Layer<'a> {
     out: ExpertOut,
     dy: Tensor,
     grads: ExpertGrads,
+    d_up: Tensor,
+    d_down: Tensor,
 }
 
 impl<'a> Layer<'a> {
@@ -69,27 +71,32 @@ impl<'a> Layer<'a> {
         let choices = 0..rows * c.top_k;
         let topk: Vec<i64> =
             choices.map(|n| ((n + me * c.experts / size) % c.experts) as i64).collect();
-        let d2 = |rows, cols| Tensor::zeros(DType::F32, Shape::d2(rows, cols));
-        let d1 = |len| Tensor::zeros(DType::F32, Shape::d1(len));
-        let recv_weights = d1(cap);
+        let p = &comm.place;
+        let d2 = |rows, cols| p.zeros(p.dtype, rows, cols);
+        let wide = |rows, cols| p.zeros(DType::F32, rows, cols);
+        let d1 = |len| Tensor::zeros_on(&p.device, DType::F32, Shape::d1(len));
+        let like = |w: &Tensor| wide(w.shape().dim(0), w.shape().dim(1));
+        let recv_weights = d1(cap)?;
         Ok(Self {
             m,
             handle: comm.ep.handle()?,
-            topk: Tensor::from_slice(&topk, Shape::d2(rows, c.top_k))?,
-            weights: d2(rows, c.top_k),
-            d_weights: d2(rows, c.top_k),
-            x: d2(rows, c.d_model),
-            back: d2(rows, c.d_model),
+            topk: p.put(&Tensor::from_slice(&topk, Shape::d2(rows, c.top_k))?)?,
+            weights: wide(rows, c.top_k)?,
+            d_weights: wide(rows, c.top_k)?,
+            x: d2(rows, c.d_model)?,
+            back: d2(rows, c.d_model)?,
             recv: EpDispatch {
-                x: d2(cap, c.d_model),
+                x: d2(cap, c.d_model)?,
                 scales: None,
                 weights: Some(recv_weights.clone()),
             },
             recv_weights,
-            d_recv_weights: d1(cap),
-            out: ExpertOut::new(c, cap),
-            dy: d2(cap, c.d_model),
-            grads: ExpertGrads::new(c, cap, (&m.params[i.up].w, &m.params[i.down].w)),
+            d_recv_weights: d1(cap)?,
+            out: ExpertOut::new(c, cap, p)?,
+            dy: d2(cap, c.d_model)?,
+            grads: ExpertGrads::new(c, cap, p)?,
+            d_up: like(&m.params[i.up].w)?,
+            d_down: like(&m.params[i.down].w)?,
         })
     }
 
@@ -107,7 +114,8 @@ impl<'a> Layer<'a> {
 
     fn forward(&self) -> Result<()> {
         let (s, splits) = (&self.m.comm.stream, self.handle.m_splits());
-        self.m.experts.forward(s, splits, self.input(), &self.out)
+        self.m.experts.forward(s, splits, self.input(), &self.out)?;
+        s.synchronize()
     }
 
     fn combine(&self) -> Result<()> {
@@ -124,7 +132,9 @@ impl<'a> Layer<'a> {
 
     fn backward(&self) -> Result<()> {
         let (s, splits) = (&self.m.comm.stream, self.handle.m_splits());
-        self.m.experts.backward(s, splits, self.input(), (&self.out, &self.dy), &self.grads)
+        let grads = (&self.grads, (&self.d_up, &self.d_down));
+        self.m.experts.backward(s, splits, self.input(), (&self.out, &self.dy), grads)?;
+        s.synchronize()
     }
 
     fn dispatch_bwd(&self) -> Result<()> {

@@ -1,6 +1,6 @@
 //! The four projections of a layer over the tp team.
 
-use tilewire_core::{BackendKind, DType, Result, Shape};
+use tilewire_core::Result;
 use tilewire_device::Tensor;
 use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmInputs, AgGemmPlan};
@@ -24,10 +24,6 @@ struct Projection<'a> {
     n: usize,
 }
 
-fn tensor(rows: usize, cols: usize) -> Tensor {
-    Tensor::zeros(DType::F32, Shape::d2(rows, cols))
-}
-
 /// Collective. Both passes of both projections; without attention there is no backward pass.
 pub(super) fn measure(clock: &Clock<'_>, m: &Model) -> Result<Vec<Times>> {
     let (comm, i) = (&m.comm, params::layer(0));
@@ -35,17 +31,21 @@ pub(super) fn measure(clock: &Clock<'_>, m: &Model) -> Result<Vec<Times>> {
     let (cols, d, q) = (qkv.shape().dim(0), qkv.shape().dim(1), out.shape().dim(1));
     let of = |w, order, k, n| Projection { clock, comm, w, order, k, n };
     let mut times = vec![
-        of(qkv, BOrder::Nk, d, cols).gather(&comm.qkv)?,
-        of(out, BOrder::Nk, q, d).scatter(&comm.out)?,
+        of(qkv, BOrder::Nk, d, cols).gather(&comm.proj.qkv)?,
+        of(out, BOrder::Nk, q, d).scatter(&comm.proj.out)?,
     ];
     if !m.cfg.no_attention {
-        times.push(of(out, BOrder::Kn, d, q).gather(&comm.out_bwd)?);
-        times.push(of(qkv, BOrder::Kn, cols, d).scatter(&comm.qkv_bwd)?);
+        times.push(of(out, BOrder::Kn, d, q).gather(&comm.proj.out_bwd)?);
+        times.push(of(qkv, BOrder::Kn, cols, d).scatter(&comm.proj.qkv_bwd)?);
     }
     Ok(times)
 }
 
 impl Projection<'_> {
+    fn tensor(&self, rows: usize, cols: usize) -> Result<Tensor> {
+        self.comm.place.zeros(self.comm.place.dtype, rows, cols)
+    }
+
     fn rows(&self) -> (usize, usize) {
         (self.comm.rows.attn.len(), self.comm.rows.own.len())
     }
@@ -53,7 +53,7 @@ impl Projection<'_> {
     fn gemm(&self) -> Result<GemmPlan> {
         let desc = GemmDesc {
             b_order: self.order,
-            ..GemmDesc::nt(self.rows().0, self.n, self.k, DType::F32)
+            ..GemmDesc::nt(self.rows().0, self.n, self.k, self.comm.place.dtype)
         };
         let plan = GemmPlan::new(desc)?;
         plan.prepare(&self.comm.stream)?;
@@ -61,9 +61,9 @@ impl Projection<'_> {
     }
 
     fn collective(&self, kind: CollectiveKind, cols: usize) -> Result<CollectivePlan> {
-        let desc = CollectiveDesc { kind, m: self.rows().0, cols, dtype: DType::F32 };
+        let desc = CollectiveDesc { kind, m: self.rows().0, cols, dtype: self.comm.place.dtype };
         let bytes = CollectivePlan::memory(&desc, self.comm.tp.size()) + (1 << 14);
-        let heap = self.comm.tp.heap(BackendKind::Host, HeapCfg::new(bytes))?;
+        let heap = self.comm.tp.heap(self.comm.target.backend, HeapCfg::new(bytes))?;
         let plan = CollectivePlan::new(desc, &heap)?;
         plan.prepare(&self.comm.stream)?;
         Ok(plan)
@@ -74,7 +74,8 @@ impl Projection<'_> {
         let (s, (m, own)) = (&self.comm.stream, self.rows());
         let gemm = self.gemm()?;
         let wire = self.collective(CollectiveKind::AllGather(Shards::Even), self.k)?;
-        let (x, all, out) = (tensor(own, self.k), tensor(m, self.k), tensor(m, self.n));
+        let (x, all, out) =
+            (self.tensor(own, self.k)?, self.tensor(m, self.k)?, self.tensor(m, self.n)?);
         self.clock.measure(
             &|| {
                 let t = AgGemmInputs {
@@ -94,7 +95,8 @@ impl Projection<'_> {
         let gemm = self.gemm()?;
         let sum = CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum);
         let wire = self.collective(sum, self.n)?;
-        let (x, all, out) = (tensor(m, self.k), tensor(m, self.n), tensor(own, self.n));
+        let (x, all, out) =
+            (self.tensor(m, self.k)?, self.tensor(m, self.n)?, self.tensor(own, self.n)?);
         self.clock.measure(
             &|| {
                 let t = GemmRsInputs::new(x.clone(), self.w.clone(), out.clone());

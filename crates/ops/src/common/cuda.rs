@@ -256,6 +256,11 @@ mod tests {
             assert!(is_listed(&spec(&REDUCE, reduce_defines(types), "sm_90a")), "{types:?}");
         }
         assert!(is_listed(&spec(&MOVE, move_defines(), "sm_90a")));
+        for source in [LAYERS, OPTIMIZER] {
+            for wide in [DType::F32, DType::BF16].map(mantissa) {
+                assert!(is_listed(&spec(&source, layers_defines(wide), "sm_90a")), "{wide}");
+            }
+        }
         let all = kernel_specs("sm_90a");
         let mut keys: Vec<String> = all.iter().map(|s| s.key().to_string()).collect();
         keys.sort();
@@ -281,7 +286,9 @@ mod tests {
             text.split(call).skip(1).filter_map(|t| t.split(',').next()).collect();
         let listed = [
             "EP",
+            "LAYERS",
             "MOVE",
+            "OPTIMIZER",
             "PERMUTE",
             "PLAIN_ATTENTION",
             "QUANT",

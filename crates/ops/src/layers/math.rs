@@ -1,4 +1,4 @@
-//! Row-wise functions of the model and their gradients, in f32 on the host.
+//! Row-wise functions of a transformer and their gradients, in f32 on the host.
 //!
 //! Definitions and sources are those of `tilewire_oracle::nn`, against which they are tested.
 
@@ -38,25 +38,37 @@ pub fn rms_norm_bwd(x: &[f32], w: &[f32], dy: &[f32], dw: &mut [f32]) -> Vec<f32
     dx
 }
 
-/// Rotates pairs `(i, i + d/2)` of each head by `position * base^(-2i/d)`, in place; `sign` -1
-/// undoes it (and is the gradient). Rows have `heads * dim` elements from `at` on, `width` in all.
-pub fn rope(x: &mut [f32], positions: &[usize], layout: RopeLayout, sign: f32) {
+/// Cosines and then sines of `position * base^(-2i/dim)`, `[positions, dim]`: i runs over half a head.
+pub fn rope_table(positions: usize, dim: usize) -> Vec<f32> {
+    let mut out = Vec::with_capacity(positions * dim);
+    let angle = |p: usize, i: usize| p as f64 * ROPE_BASE.powf(-2.0 * i as f64 / dim as f64);
+    for p in 0..positions {
+        out.extend((0..dim / 2).map(|i| angle(p, i).cos() as f32));
+        out.extend((0..dim / 2).map(|i| angle(p, i).sin() as f32));
+    }
+    out
+}
+
+/// Rotates pairs `(i, i + d/2)` of each head by its position's row of `table` ([`rope_table`]), in
+/// place; `sign` -1 undoes it (and is the gradient). Rows have `heads * dim` elements from `at` on,
+/// `width` in all.
+pub fn rope(x: &mut [f32], positions: &[i32], table: &[f32], layout: RopeLayout, sign: f32) {
     let half = layout.dim / 2;
     for (row, &p) in x.chunks_exact_mut(layout.width).zip(positions) {
+        let (cos, sin) = table[p as usize * layout.dim..][..layout.dim].split_at(half);
         for h in 0..layout.heads {
             let head = &mut row[layout.at + h * layout.dim..][..layout.dim];
             let (a, b) = head.split_at_mut(half);
             for i in 0..half {
-                let freq = ROPE_BASE.powf(-2.0 * i as f64 / layout.dim as f64);
-                let (sin, cos) = (p as f64 * freq).sin_cos();
-                let (sin, cos) = (sign * sin as f32, cos as f32);
+                let (sin, cos) = (sign * sin[i], cos[i]);
                 (a[i], b[i]) = (a[i] * cos - b[i] * sin, a[i] * sin + b[i] * cos);
             }
         }
     }
 }
 
-const ROPE_BASE: f64 = 10_000.0;
+/// Base of the rotary frequencies.
+pub const ROPE_BASE: f64 = 10_000.0;
 
 /// Where the heads to rotate lie in a row.
 #[derive(Clone, Copy, Debug)]
@@ -190,15 +202,16 @@ mod tests {
     fn rope_is_the_oracles_and_undoes_itself() {
         let mut rng = Rng::new(2);
         let x = random(&mut rng, 4, 16);
-        let positions = [0usize, 3, 100, 255];
+        let positions = [0i32, 3, 100, 255];
+        let table = rope_table(256, 8);
         let layout = RopeLayout { width: 16, at: 0, heads: 2, dim: 8 };
         let mut got = x.to_f32();
-        rope(&mut got, &positions, layout, 1.0);
+        rope(&mut got, &positions, &table, layout, 1.0);
         let spec =
             oracle::RopeSpec { head_dim: 8, base: ROPE_BASE, style: oracle::RopeStyle::HalfSplit };
         let p: Vec<_> = positions.iter().map(|&p| p as _).collect();
         close(&got, &oracle::rope(&x, &p, spec).data);
-        rope(&mut got, &positions, layout, -1.0);
+        rope(&mut got, &positions, &table, layout, -1.0);
         close(&got, &x.data);
     }
 

@@ -1,0 +1,129 @@
+//! The model on GPUs: one against the host, several against one, a graph against queued steps.
+//!
+//! Where there is no CUDA, each test checks that this is said with a hint, and that it did not run.
+
+use tilewire_core::{BackendKind, Result};
+use tilewire_device::cuda::{CudaContext, device_count};
+use tilewire_nn::{AdamW, Data, Grid, Model, ModelCfg, Target, TrainCfg, Trainer, checkpoint};
+use tilewire_symm::{World, WorldCfg};
+
+fn small() -> ModelCfg {
+    ModelCfg {
+        layers: 2,
+        d_model: 128,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 64,
+        experts: 8,
+        top_k: 2,
+        d_ff: 96,
+        seq: 96,
+        batch: 4,
+        no_attention: false,
+        no_experts: false,
+    }
+}
+
+fn text() -> Data {
+    let line = b"Tiles over wires: what moves is hidden behind what computes. 0123456789\n";
+    Data::Text(line.iter().copied().cycle().take(4000).collect())
+}
+
+/// Number of GPUs; none where it is said why.
+#[expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
+fn gpus(test: &str) -> usize {
+    if let Err(e) = CudaContext::new(0) {
+        assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+        println!("{test} did not run: {e}");
+        return 0;
+    }
+    device_count().unwrap() as usize
+}
+
+const SOLO: Grid = Grid { dp: 1, cp: 1, tp: 1 };
+
+/// Loss, norm and every gradient of the first step, on rank 0.
+fn first_step(target: Target, grid: Grid) -> (f64, f64, Vec<(String, Vec<f32>)>) {
+    let out = World::run_threads(grid.size(), WorldCfg::default(), |world| {
+        let model = Model::new(&world, (small(), grid), target, 7, None)?;
+        let t = Trainer::new(model, TrainCfg { seed: 7, optim: AdamW::default() });
+        let batch = t.model.batch(&text(), 7, 0);
+        let (losses, norm) = t.model.gradients(&batch)?;
+        let mut grads = Vec::new();
+        for p in &t.model.params {
+            grads.push((p.name.clone(), checkpoint::gather(&t, p, "g")?));
+        }
+        t.model.comm.world.agree(true)?;
+        Ok((losses.loss, norm, grads))
+    });
+    out.expect("training runs").swap_remove(0)
+}
+
+fn rms(v: impl Iterator<Item = f64>) -> f64 {
+    let (sum, n) = v.fold((0.0, 0usize), |(s, n), x| (s + x * x, n + 1));
+    (sum / n as f64).sqrt()
+}
+
+/// Gradients in bf16 are those in f32 up to rounding: a product of k terms errs by about 2^-8 of its
+/// size, and a step is a chain of some thirty of them; a token with a near tie may go elsewhere.
+#[test]
+fn gradients_are_those_of_the_host() {
+    if gpus("gradients_are_those_of_the_host") == 0 {
+        return;
+    }
+    let host = first_step(Target::default(), SOLO);
+    let gpu = first_step(Target::new(BackendKind::Vmm), SOLO);
+    assert!((host.0 - gpu.0).abs() < 5e-3 * host.0, "loss {} for {}", gpu.0, host.0);
+    assert!((host.1 - gpu.1).abs() < 3e-2 * host.1, "norm {} for {}", gpu.1, host.1);
+    for ((name, want), (_, got)) in host.2.iter().zip(&gpu.2) {
+        let error = rms(want.iter().zip(got).map(|(w, g)| f64::from(w - g)));
+        let size = rms(want.iter().map(|&w| f64::from(w)));
+        assert!(error <= 0.08 * size, "{name}: error {error:e} of {size:e}");
+    }
+}
+
+fn losses(grid: Grid, use_graph: bool, steps: usize) -> Vec<Vec<f64>> {
+    World::run_threads(grid.size(), WorldCfg::default(), |world| {
+        let target = Target::new(BackendKind::Vmm);
+        let model = Model::new(&world, (small(), grid), target, 7, None)?;
+        let optim = AdamW { warmup: 2, ..AdamW::default() };
+        let mut t = Trainer::new(model, TrainCfg { seed: 7, optim });
+        t.use_graph = use_graph;
+        let out = (0..steps).map(|_| Ok(t.step(&text())?.loss)).collect::<Result<Vec<_>>>()?;
+        t.model.comm.world.agree(true)?;
+        Ok(out)
+    })
+    .expect("training runs")
+}
+
+fn grids(num: usize) -> Vec<Grid> {
+    let all = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 2, 2), (4, 1, 1), (2, 2, 2)];
+    all.iter().map(|&(dp, cp, tp)| Grid { dp, cp, tp }).filter(|g| g.size() <= num).collect()
+}
+
+/// The bits of a replayed step are those of a queued one, and every rank reports one loss.
+#[test]
+fn a_replayed_step_is_the_queued_step_bit_for_bit() {
+    for grid in grids(gpus("a_replayed_step_is_the_queued_step_bit_for_bit")) {
+        let (graph, queued) = (losses(grid, true, 6), losses(grid, false, 6));
+        assert_eq!(graph, queued, "{grid:?}");
+        assert!(queued.iter().all(|l| l == &queued[0]), "{grid:?}: {queued:?}");
+    }
+}
+
+/// Several GPUs learn what one does, within the rounding of bf16.
+#[test]
+fn curves_of_n_gpus_are_that_of_one() {
+    let num = gpus("curves_of_n_gpus_are_that_of_one");
+    if num == 0 {
+        return;
+    }
+    let one = losses(SOLO, true, 12).swap_remove(0);
+    assert!(one[11] < 0.8 * one[0], "it learns: {one:?}");
+    for grid in grids(num) {
+        let n = losses(grid, true, 12).swap_remove(0);
+        for (step, (a, b)) in n.iter().zip(&one).enumerate() {
+            assert!((a - b).abs() <= 2e-2 * b, "{grid:?} step {step}: {a} for {b}");
+        }
+    }
+}

@@ -1,0 +1,499 @@
+//! The works on CUDA devices, by the portable kernels (`layers/sm80_layers.cu`,
+//! `layers/sm80_optimizer.cu`).
+
+use bytemuck::{Pod, Zeroable};
+use tilewire_core::{DType, Result, Rng};
+use tilewire_device::Tensor;
+use tilewire_device::cuda::{CudaContext, CudaMemory, Grid, Kernel, LaunchArgs};
+use tilewire_kernels::portable::{LAYERS, LAYERS_THREADS, OPTIMIZER, layers_defines};
+
+use super::desc::{
+    AdamStep, AddNorm, CountStep, CrossEntropy, Embed, EmbedBwd, Heads, Init, LayersDesc, NormBwd,
+    Router, RouterBwd, SQUARES, SquareSum,
+};
+use super::plan::On;
+use crate::common::cuda::{addr, fit_32_bits, load, mantissa, no_kernel, workspace};
+
+const THREADS: usize = LAYERS_THREADS as usize;
+const WARPS: usize = THREADS / 32;
+/// Blocks whose parts of a gradient are summed: not of the device, so that results are not either.
+const NORM_BLOCKS: usize = 528;
+/// Those of the router's sums.
+const STATS_BLOCKS: usize = 128;
+/// Those of a sum of squares.
+const SQUARE_BLOCKS: usize = 1024;
+/// Shared memory that a kernel has without asking.
+const SHARED: usize = 48 << 10;
+
+/// Kernels and workspace.
+pub(super) struct Prepared {
+    embed: Kernel,
+    embed_bwd: Kernel,
+    add_norm: Kernel,
+    norm_bwd: Kernel,
+    sum_rows: Kernel,
+    heads: Kernel,
+    router: Kernel,
+    router_stats: Kernel,
+    router_bwd: Kernel,
+    cross_entropy: Kernel,
+    total: Kernel,
+    square_sum: Kernel,
+    square_total: Kernel,
+    adamw: Kernel,
+    count_step: Kernel,
+    init: Kernel,
+    /// Parts of sums over rows, f32.
+    partial: CudaMemory,
+    /// Losses of rows, f32.
+    row_loss: CudaMemory,
+    /// Parts of sums of squares, f64.
+    squares: CudaMemory,
+    /// Blocks for works on elements.
+    blocks: u32,
+}
+
+/// Shared memory of `tw_norm_bwd`.
+fn norm_bwd_shared(dtype: DType, cols: usize) -> usize {
+    cols * (8 + dtype.size())
+}
+
+impl Prepared {
+    pub fn new(ctx: &CudaContext, d: &LayersDesc) -> Result<Self> {
+        fit_32_bits("layers", &[d.rows, d.cols, d.experts])?;
+        let defines = || layers_defines(mantissa(d.dtype));
+        let m = load(ctx, &LAYERS, defines())?;
+        let o = load(ctx, &OPTIMIZER, defines())?;
+        let (add_norm, norm_bwd) = (m.kernel("tw_add_norm")?, m.kernel("tw_norm_bwd")?);
+        let router_stats = m.kernel("tw_router_stats")?;
+        let asked = [
+            (&add_norm, 4 * d.cols),
+            (&norm_bwd, norm_bwd_shared(d.dtype, d.cols)),
+            (&router_stats, WARPS * 8 * d.experts),
+        ];
+        for (kernel, bytes) in asked {
+            if bytes > SHARED {
+                kernel.allow_shared(bytes as u32)?;
+            }
+        }
+        let partial = (NORM_BLOCKS * d.cols).max(STATS_BLOCKS * 2 * d.experts);
+        Ok(Self {
+            embed: m.kernel("tw_embed")?,
+            embed_bwd: m.kernel("tw_embed_bwd")?,
+            add_norm,
+            norm_bwd,
+            sum_rows: m.kernel("tw_sum_rows")?,
+            heads: m.kernel("tw_heads")?,
+            router: m.kernel("tw_router")?,
+            router_stats,
+            router_bwd: m.kernel("tw_router_bwd")?,
+            cross_entropy: m.kernel("tw_cross_entropy")?,
+            total: m.kernel("tw_total")?,
+            square_sum: o.kernel("tw_square_sum")?,
+            square_total: o.kernel("tw_square_total")?,
+            adamw: o.kernel("tw_adamw")?,
+            count_step: o.kernel("tw_count_step")?,
+            init: o.kernel("tw_init")?,
+            partial: workspace(ctx, 4 * partial)?,
+            row_loss: workspace(ctx, 4 * d.rows)?,
+            squares: workspace(ctx, 8 * SQUARES * SQUARE_BLOCKS)?,
+            blocks: 8 * ctx.num_sms()?,
+        })
+    }
+}
+
+/// `TwNorm`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Norm {
+    x: u64,
+    y: u64,
+    w: u64,
+    sum: u64,
+    out: u64,
+    d: u32,
+    _pad: u32,
+}
+
+/// `TwNormBwd`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct NormGrad {
+    x: u64,
+    w: u64,
+    dy: u64,
+    residual: u64,
+    dx: u64,
+    narrow: u64,
+    partial: u64,
+    n: u32,
+    d: u32,
+}
+
+/// `TwHeads`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct HeadsOf {
+    rows: u64,
+    q: u64,
+    k: u64,
+    v: u64,
+    positions: u64,
+    table: u64,
+    heads: u32,
+    kv_heads: u32,
+    dim: u32,
+    join: u32,
+}
+
+/// `TwRouter`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Routing {
+    logits: u64,
+    probs: u64,
+    topk: u64,
+    weights: u64,
+    n: u32,
+    experts: u32,
+    k: u32,
+    _pad: u32,
+}
+
+/// `TwRouterBwd`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct RoutingGrad {
+    probs: u64,
+    topk: u64,
+    weights: u64,
+    d_weights: u64,
+    load: u64,
+    d_logits: u64,
+    scale: f32,
+    n: u32,
+    experts: u32,
+    k: u32,
+}
+
+/// `TwLoss`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Loss {
+    logits: u64,
+    targets: u64,
+    row_loss: u64,
+    d_logits: u64,
+    scale: f32,
+    n: u32,
+    cols: u32,
+    _pad: u32,
+}
+
+/// `TwAdamW`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Adam {
+    w: u64,
+    master: u64,
+    g: u64,
+    m: u64,
+    v: u64,
+    small: u64,
+    count: u64,
+    n: u64,
+    lr: f64,
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    decay: f64,
+    clip: f64,
+    warmup: u32,
+    total: u32,
+}
+
+/// `TwInit`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct First {
+    w: u64,
+    master: u64,
+    n: u64,
+    cols: u64,
+    row0: u64,
+    col0: u64,
+    global_cols: u64,
+    seed: u64,
+    std: f64,
+}
+
+fn grid(blocks: usize) -> Grid {
+    Grid::new(blocks as u32, LAYERS_THREADS as u32)
+}
+
+/// Rows and columns; both fit 32 bits, as the plan's do.
+fn dims(t: &Tensor) -> (usize, usize) {
+    (t.shape().dim(0), t.shape().dim(1))
+}
+
+/// Kernels move four elements at once.
+fn quads(what: &str, cols: usize) -> Result<()> {
+    if cols.is_multiple_of(4) {
+        return Ok(());
+    }
+    Err(no_kernel(format!("{what} of {cols} elements"), "make it a multiple of 4"))
+}
+
+/// Every kernel takes what its struct or its arguments say, in that order. The tensors were checked
+/// against the plan's description, lie on this device, and are held by the stream; the workspace has
+/// room for the plan's sizes. That the caller orders other work on the tensors behind this stream is
+/// what every launch asks for.
+impl On<'_> {
+    fn one(&self, kernel: &Kernel, grid: Grid, param: &impl Pod) -> Result<()> {
+        // SAFETY: see the block's comment; `param` is the kernel's one parameter.
+        unsafe { kernel.launch(self.stream, grid, LaunchArgs::new().arg(param)) }
+    }
+
+    pub fn embed(&self, a: &Embed) -> Result<()> {
+        let (n, d) = dims(&a.x);
+        quads("rows", d)?;
+        if n == 0 {
+            return Ok(());
+        }
+        let (tokens, table, x, d) = (addr(&a.tokens)?, addr(&a.table)?, addr(&a.x)?, d as u32);
+        let args = LaunchArgs::new().arg(&tokens).arg(&table).arg(&x).arg(&d);
+        // SAFETY: see the block's comment: (const u8*, const Bits*, float*, u32), a block a row.
+        unsafe { self.kernels.embed.launch(self.stream, grid(n), args) }
+    }
+
+    pub fn embed_bwd(&self, a: &EmbedBwd) -> Result<()> {
+        let (n, d) = dims(&a.dx);
+        quads("rows", d)?;
+        let blocks = 256 * d.div_ceil(4 * THREADS);
+        let (tokens, dx, g) = (addr(&a.tokens)?, addr(&a.dx)?, addr(&a.grad)?);
+        let (n, d) = (n as u32, d as u32);
+        let args = LaunchArgs::new().arg(&tokens).arg(&dx).arg(&g).arg(&n).arg(&d);
+        // SAFETY: see the block's comment: (const u8*, const float*, float*, u32, u32).
+        unsafe { self.kernels.embed_bwd.launch(self.stream, grid(blocks), args) }
+    }
+
+    pub fn add_norm(&self, a: &AddNorm) -> Result<()> {
+        let (n, d) = dims(&a.x);
+        quads("rows", d)?;
+        if n == 0 {
+            return Ok(());
+        }
+        let (y, sum) = a.add.as_ref().map(|(y, sum)| (y, sum)).unzip();
+        let p = Norm {
+            x: addr(&a.x)?,
+            y: addr(y)?,
+            w: addr(&a.w)?,
+            sum: addr(sum)?,
+            out: addr(&a.out)?,
+            d: d as u32,
+            _pad: 0,
+        };
+        self.one(&self.kernels.add_norm, grid(n).shared(4 * d as u32), &p)
+    }
+
+    pub fn norm_bwd(&self, a: &NormBwd) -> Result<()> {
+        let (n, d) = dims(&a.x);
+        quads("rows", d)?;
+        let shared = norm_bwd_shared(a.dy.dtype(), d);
+        let blocks = n.clamp(1, NORM_BLOCKS);
+        let p = NormGrad {
+            x: addr(&a.x)?,
+            w: addr(&a.w)?,
+            dy: addr(&a.dy)?,
+            residual: addr(a.residual.as_ref())?,
+            dx: addr(&a.dx)?,
+            narrow: addr(a.narrow.as_ref())?,
+            partial: self.kernels.partial.addr(),
+            n: n as u32,
+            d: d as u32,
+        };
+        self.one(&self.kernels.norm_bwd, grid(blocks).shared(shared as u32), &p)?;
+        self.sum_rows(blocks, d, addr(&a.dw)?)
+    }
+
+    /// `out[c]` = the sum of the first `rows` rows of the workspace.
+    fn sum_rows(&self, rows: usize, cols: usize, out: u64) -> Result<()> {
+        let (from, rows, blocks) = (self.kernels.partial.addr(), rows as u32, cols.div_ceil(32));
+        let cols = cols as u32;
+        let args = LaunchArgs::new().arg(&from).arg(&out).arg(&rows).arg(&cols);
+        // SAFETY: see the block's comment: (const float*, float*, u32, u32).
+        unsafe { self.kernels.sum_rows.launch(self.stream, grid(blocks), args) }
+    }
+
+    pub fn heads(&self, a: &Heads) -> Result<()> {
+        let (heads, kv, dim) = a.sizes()?;
+        let n = dims(&a.rows).0;
+        quads("half a head", dim / 2)?;
+        if n == 0 {
+            return Ok(());
+        }
+        let p = HeadsOf {
+            rows: addr(&a.rows)?,
+            q: addr(&a.q)?,
+            k: addr(&a.k)?,
+            v: addr(&a.v)?,
+            positions: addr(&a.positions)?,
+            table: addr(&a.table)?,
+            heads: heads as u32,
+            kv_heads: kv as u32,
+            dim: dim as u32,
+            join: u32::from(a.join),
+        };
+        self.one(&self.kernels.heads, grid(n), &p)
+    }
+
+    pub fn router(&self, a: &Router) -> Result<()> {
+        let ((n, e), (_, k)) = (dims(&a.logits), dims(&a.topk));
+        let (probs, topk) = (addr(&a.probs)?, addr(&a.topk)?);
+        let p = Routing {
+            logits: addr(&a.logits)?,
+            probs,
+            topk,
+            weights: addr(&a.weights)?,
+            n: n as u32,
+            experts: e as u32,
+            k: k as u32,
+            _pad: 0,
+        };
+        if n > 0 {
+            self.one(&self.kernels.router, grid(n.div_ceil(WARPS)), &p)?;
+        }
+        let partial = self.kernels.partial.addr();
+        let args = LaunchArgs::new().arg(&probs).arg(&topk).arg(&partial);
+        let args = args.arg(&p.n).arg(&p.experts).arg(&p.k);
+        let stats = grid(STATS_BLOCKS).shared((WARPS * 8 * e) as u32);
+        // SAFETY: see the block's comment: (const float*, const i64*, float*, u32, u32, u32).
+        unsafe { self.kernels.router_stats.launch(self.stream, stats, args)? };
+        self.sum_rows(STATS_BLOCKS, 2 * e, addr(&a.stats)?)
+    }
+
+    pub fn router_bwd(&self, a: &RouterBwd) -> Result<()> {
+        let ((n, e), (_, k)) = (dims(&a.probs), dims(&a.topk));
+        if n == 0 {
+            return Ok(());
+        }
+        let p = RoutingGrad {
+            probs: addr(&a.probs)?,
+            topk: addr(&a.topk)?,
+            weights: addr(&a.weights)?,
+            d_weights: addr(a.d_weights.as_ref())?,
+            load: addr(&a.load)?,
+            d_logits: addr(&a.d_logits)?,
+            scale: a.scale,
+            n: n as u32,
+            experts: e as u32,
+            k: k as u32,
+        };
+        self.one(&self.kernels.router_bwd, grid(n.div_ceil(WARPS)), &p)
+    }
+
+    pub fn cross_entropy(&self, a: &CrossEntropy) -> Result<()> {
+        let (n, cols) = dims(&a.logits);
+        let shared = WARPS * 4 * cols;
+        if shared > SHARED {
+            return Err(no_kernel(format!("a loss over {cols} classes"), "run it on the host"));
+        }
+        let (row_loss, loss) = (self.kernels.row_loss.addr(), addr(&a.loss)?);
+        let p = Loss {
+            logits: addr(&a.logits)?,
+            targets: addr(&a.targets)?,
+            row_loss,
+            d_logits: addr(&a.d_logits)?,
+            scale: a.scale as f32,
+            n: n as u32,
+            cols: cols as u32,
+            _pad: 0,
+        };
+        if n > 0 {
+            let grid = grid(n.div_ceil(WARPS)).shared(shared as u32);
+            self.one(&self.kernels.cross_entropy, grid, &p)?;
+        }
+        let args = LaunchArgs::new().arg(&row_loss).arg(&loss).arg(&a.scale).arg(&p.n);
+        // SAFETY: see the block's comment: (const float*, float*, double, u32).
+        unsafe { self.kernels.total.launch(self.stream, grid(1), args) }
+    }
+
+    pub fn square_sum(&self, a: &SquareSum) -> Result<()> {
+        let at = |i: usize| self.kernels.squares.addr() + (8 * i * SQUARE_BLOCKS) as u64;
+        for (i, t) in a.of.iter().enumerate() {
+            let (g, partial, n) = (addr(t)?, at(i), t.shape().num_elems() as u64);
+            let args = LaunchArgs::new().arg(&g).arg(&partial).arg(&n);
+            // SAFETY: see the block's comment: (const float*, double*, u64).
+            unsafe { self.kernels.square_sum.launch(self.stream, grid(SQUARE_BLOCKS), args)? };
+        }
+        let (from, out, n) = (at(0), addr(&a.out)?, (a.of.len() * SQUARE_BLOCKS) as u32);
+        let args = LaunchArgs::new().arg(&from).arg(&out).arg(&n);
+        // SAFETY: see the block's comment: (const double*, float*, u32).
+        unsafe { self.kernels.square_total.launch(self.stream, grid(1), args) }
+    }
+
+    /// Blocks for `n` elements, each thread with at least one.
+    fn elements(&self, n: usize) -> Grid {
+        Grid::new((n.div_ceil(THREADS).max(1) as u32).min(self.kernels.blocks), THREADS as u32)
+    }
+
+    pub fn adam_step(&self, a: &AdamStep) -> Result<()> {
+        let n = a.w.shape().num_elems();
+        let p = Adam {
+            w: addr(&a.w)?,
+            master: addr(a.master.as_ref())?,
+            g: addr(&a.g)?,
+            m: addr(&a.m)?,
+            v: addr(&a.v)?,
+            small: addr(&a.small)?,
+            count: addr(&a.count)?,
+            n: n as u64,
+            lr: a.cfg.lr,
+            beta1: a.cfg.beta1,
+            beta2: a.cfg.beta2,
+            eps: a.cfg.eps,
+            decay: if a.decay { a.cfg.weight_decay } else { 0.0 },
+            clip: a.cfg.clip,
+            warmup: a.cfg.warmup as u32,
+            total: a.cfg.total as u32,
+        };
+        self.one(&self.kernels.adamw, self.elements(n), &p)
+    }
+
+    pub fn count_step(&self, a: &CountStep) -> Result<()> {
+        let (small, count) = (addr(&a.small)?, addr(&a.count)?);
+        let args = LaunchArgs::new().arg(&small).arg(&count);
+        // SAFETY: see the block's comment: (const float*, int*), one thread.
+        unsafe { self.kernels.count_step.launch(self.stream, Grid::new(1, 1), args) }
+    }
+
+    pub fn init(&self, a: &Init) -> Result<()> {
+        let (rows, cols) = dims(&a.w);
+        let p = First {
+            w: addr(&a.w)?,
+            master: addr(a.master.as_ref())?,
+            n: (rows * cols) as u64,
+            cols: cols.max(1) as u64,
+            row0: a.origin.0 as u64,
+            col0: a.origin.1 as u64,
+            global_cols: a.global_cols as u64,
+            seed: Rng::new(a.seed).key(),
+            std: a.std,
+        };
+        self.one(&self.kernels.init, self.elements(rows * cols), &p)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_kernel_does_is_said_with_a_way_out() {
+        let e = quads("rows", 6).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        quads("rows", 8).unwrap();
+
+        assert_eq!(norm_bwd_shared(DType::BF16, 4096), 40960);
+    }
+}
