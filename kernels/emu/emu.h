@@ -300,6 +300,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 extern "C" {
 float expf(float), exp2f(float), logf(float), log2f(float), sqrtf(float), rintf(float), floorf(float), ceilf(float);
 float ldexpf(float, int), tanhf(float), powf(float, float);
+double sqrt(double), cos(double), log(double), pow(double, double);
 }
 inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 // The device's fast forms are less exact; tests of a kernel must allow for that anyway.

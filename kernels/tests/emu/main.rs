@@ -18,6 +18,7 @@ mod gemm_mutants;
 mod grouped;
 mod grouped_grad;
 mod host;
+mod layers;
 mod links;
 mod memory;
 mod mutants;
@@ -71,6 +72,7 @@ fn main() -> ExitCode {
         attention_mutants::TESTS,
         reduce::TESTS,
         ep::TESTS,
+        layers::TESTS,
         links::TESTS,
     ]
     .concat();
