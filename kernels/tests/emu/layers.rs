@@ -674,7 +674,12 @@ const OF_OPTIMIZER: &[Planted] = &[
     Planted("bias of the first moment", "m * f.first", "m", planted_optimizer),
     Planted("bias of the second moment", "sqrtf(v * f.second)", "sqrtf(v)", planted_optimizer),
     Planted("weights do not decay", "+ decay * w", "", planted_optimizer),
-    Planted("the master is forgotten", "        master[i] = w;\n        if", "        if", planted_optimizer),
+    Planted(
+        "the master is forgotten",
+        "        master[i] = w;\n        if",
+        "        if",
+        planted_optimizer,
+    ),
     Planted(
         "weights are forgotten",
         "if (a.master) a.w[i] =",
