@@ -12,9 +12,11 @@
 //! - NVLink multicast and managed memory are never used.
 
 mod context;
+mod cublaslt;
 mod error;
 mod event;
 mod graph;
+mod library;
 mod loader;
 mod memory;
 mod module;
@@ -27,6 +29,7 @@ mod tests;
 mod vmm;
 
 pub use context::{CudaContext, device_count, driver_version};
+pub use cublaslt::{CublasLt, LtAlgo, LtDesc, LtProduct};
 pub use event::CudaEvent;
 pub use graph::CudaGraph;
 pub use loader::available;
@@ -34,7 +37,7 @@ pub use memory::{CudaMemory, Pinned};
 pub use module::{CudaModule, Grid, Kernel, LaunchArgs};
 pub use nvrtc::{Nvrtc, load_nvrtc};
 pub use places::{
-    CUBLASLT, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,
+    CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,
 };
 pub use probe::{DeviceInfo, PeerInfo, devices, peer_info, try_share};
 pub use stream::CudaStream;

@@ -7,9 +7,9 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use tilewire_core::{Error, ErrorKind, Result};
 
+use super::library::Lib;
 use super::places::{Found, NVRTC, Places, entries};
 use crate::jit::{Compiled, Compiler, KernelSpec};
 
@@ -36,38 +36,23 @@ struct Api {
     destroy: unsafe extern "C" fn(*mut Raw) -> Code,
 }
 
-/// The symbol `name` of `lib`.
-///
-/// # Safety
-/// `T` must be the type of the function of that name.
-unsafe fn symbol<T: Copy>(lib: &Library, path: &Path, name: &str) -> Result<T> {
-    // SAFETY: the caller's contract.
-    let found = unsafe { lib.get::<T>(name.as_bytes()) };
-    found.map(|s| *s).map_err(|e| {
-        let text = format!("{} has no `{name}`: {e}", path.display());
-        Error::new(ErrorKind::Unavailable, text).op("cuda").hint(NVRTC.install)
-    })
-}
-
 impl Api {
     fn open(path: &Path) -> Result<Self> {
         let lib = preload(path)?;
         // SAFETY: the types are those of `nvrtc.h`.
         let api = unsafe {
             Self {
-                version: symbol(&lib, path, "nvrtcVersion")?,
-                create: symbol(&lib, path, "nvrtcCreateProgram")?,
-                compile: symbol(&lib, path, "nvrtcCompileProgram")?,
-                cubin_size: symbol(&lib, path, "nvrtcGetCUBINSize")?,
-                cubin: symbol(&lib, path, "nvrtcGetCUBIN")?,
-                log_size: symbol(&lib, path, "nvrtcGetProgramLogSize")?,
-                log: symbol(&lib, path, "nvrtcGetProgramLog")?,
-                error_string: symbol(&lib, path, "nvrtcGetErrorString")?,
-                destroy: symbol(&lib, path, "nvrtcDestroyProgram")?,
+                version: lib.symbol("nvrtcVersion")?,
+                create: lib.symbol("nvrtcCreateProgram")?,
+                compile: lib.symbol("nvrtcCompileProgram")?,
+                cubin_size: lib.symbol("nvrtcGetCUBINSize")?,
+                cubin: lib.symbol("nvrtcGetCUBIN")?,
+                log_size: lib.symbol("nvrtcGetProgramLogSize")?,
+                log: lib.symbol("nvrtcGetProgramLog")?,
+                error_string: lib.symbol("nvrtcGetErrorString")?,
+                destroy: lib.symbol("nvrtcDestroyProgram")?,
             }
         };
-        // Never unloaded: the table points into it.
-        std::mem::forget(lib);
         Ok(api)
     }
 
@@ -85,23 +70,17 @@ impl Api {
 }
 
 /// Loads the file and what it opens by bare name itself, which lies beside it.
-fn preload(main: &Path) -> Result<Library> {
+fn preload(main: &Path) -> Result<Lib<'_>> {
     let name = |p: &Path| p.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let folder = main.parent().unwrap_or(main);
     let builtins =
         entries(folder).into_iter().find(|p| name(p).starts_with("libnvrtc-builtins.so.13"));
-    let open = |p: &Path| {
-        // SAFETY: NVRTC's initialisers have no preconditions.
-        unsafe { Library::open(Some(p), RTLD_NOW | RTLD_GLOBAL) }.map_err(|e| {
-            let text = format!("{} cannot be loaded: {e}", p.display());
-            Error::new(ErrorKind::Unavailable, text).op("cuda").hint(NVRTC.install)
-        })
-    };
     if let Some(b) = builtins {
-        // Never unloaded: NVRTC keeps pointers into it.
-        std::mem::forget(open(&b)?);
+        // SAFETY: NVRTC's initialisers have no preconditions.
+        unsafe { Lib::open(&b, &NVRTC, true)? };
     }
-    open(main)
+    // SAFETY: as above.
+    unsafe { Lib::open(main, &NVRTC, true) }
 }
 
 /// The copy in use; the first call of a process decides.

@@ -36,6 +36,13 @@ pub const CUBLASLT: LibrarySpec = LibrarySpec {
     install: "pip install nvidia-cublas",
 };
 
+/// Matrix products, as CUDA 12 has them: used where the newer one is not.
+pub const CUBLASLT_12: LibrarySpec = LibrarySpec {
+    name: "cuBLASLt",
+    soname: "libcublasLt.so.12",
+    install: "pip install nvidia-cublas-cu12",
+};
+
 /// Collectives.
 pub const NCCL: LibrarySpec =
     LibrarySpec { name: "NCCL", soname: "libnccl.so.2", install: "pip install nvidia-nccl-cu13" };

@@ -3,7 +3,7 @@
 use tilewire_core::{Rank, Result};
 use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Buffer, Pending, Stream};
-use tilewire_symm::OneSided;
+use tilewire_symm::{LiveTeam, OneSided};
 
 use super::AgGemmDesc;
 use super::config::AgTask;
@@ -11,8 +11,8 @@ use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
 use crate::common::cuda::{addr, hold, no_kernel, together_on};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison};
 use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
-use crate::gemm::BOrder;
 use crate::gemm::cuda::{GemmKernels, Matrix, Product};
+use crate::gemm::{BOrder, GemmBackend};
 
 /// What `prepare` makes.
 pub(super) struct Prepared {
@@ -21,7 +21,16 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub fn new(lane: &Lane, desc: &AgGemmDesc) -> Result<Self> {
-        Ok(Self { gemm: GemmKernels::new(lane.context(), &desc.gemm())? })
+        Ok(Self { gemm: GemmKernels::new(lane.context(), &desc.gemm(), GemmBackend::Auto)? })
+    }
+
+    /// Collective: see [`GemmKernels::agree`].
+    pub fn agree(&self, team: &LiveTeam) -> Result<()> {
+        self.gemm.agree(team)
+    }
+
+    pub fn explain(&self) -> String {
+        self.gemm.explain()
     }
 }
 

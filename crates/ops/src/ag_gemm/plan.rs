@@ -100,7 +100,9 @@ impl AgGemmPlan {
         }
         self.core.prepare_with(stream, &self.choice, || {
             explain(&self.desc, self.core.team().size(), &self.machine)
-        })
+        })?;
+        let team = self.core.team();
+        self.cuda.get().map_or(Ok(()), |p| p.agree(team)).map_err(|e| e.op("ag_gemm"))
     }
 
     /// The configuration in use.
@@ -111,10 +113,13 @@ impl AgGemmPlan {
         self.choice.get()
     }
 
-    /// Candidates with their predicted times.
+    /// Candidates with their predicted times; on a device, once prepared, what makes the products.
     pub fn explain(&self) -> Explain {
         let mut e = explain(&self.desc, self.core.team().size(), &self.machine);
         e.chosen = self.choice.get().unwrap_or(e.chosen);
+        if let Some(p) = self.cuda.get() {
+            e.what = format!("{}\n{}", e.what, p.explain());
+        }
         e
     }
 

@@ -1,11 +1,17 @@
-//! GEMM on CUDA devices, by the portable kernels (`gemm/sm80_gemm.cu`).
+//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else by the portable kernels
+//! (`gemm/sm80_gemm.cu`).
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytemuck::{Pod, Zeroable};
-use tilewire_core::{DType, Result, ScaleLayout};
+use tilewire_core::{DType, Error, ErrorKind, Result, ScaleLayout};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::SM80_GEMM;
+use tilewire_symm::LiveTeam;
 
-use super::{AOrder, Activation, BOrder, GemmDesc, GemmInputs, Operand};
+use super::backend::unfit;
+use super::cublaslt::Lt;
+use super::{AOrder, Activation, BOrder, GemmBackend, GemmDesc, GemmInputs, Operand};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
 use crate::quant::cuda::{Codes, Widen};
 
@@ -149,24 +155,67 @@ fn plan(d: &GemmDesc) -> Result<(&'static str, Tile, u32)> {
     Ok((name, tile, flags))
 }
 
-/// The kernel of a product on raw addresses: for one plan, or for the tiles of another operation.
+/// A product on raw addresses: for one plan, or for the tiles of another operation.
 pub(crate) struct GemmKernels {
     kernel: Kernel,
     tile: Tile,
     flags: u32,
+    backend: GemmBackend,
+    /// Or why not.
+    lt: std::result::Result<Lt, String>,
+    /// Another rank of the team makes its products in another way.
+    differs: AtomicBool,
 }
 
 impl GemmKernels {
-    /// The kernel for the orders, types and activation of `desc`, for products of at most its size.
-    /// Bias, pre-activation and accumulation are those of each [`Product`].
+    /// What makes products of the orders, types and activation of `desc`, of at most its size. Bias,
+    /// pre-activation and accumulation are those of each [`Product`].
     ///
     /// # Errors
-    /// `Unsupported` for what no kernel does; as [`CudaContext::module`].
-    pub fn new(ctx: &CudaContext, desc: &GemmDesc) -> Result<Self> {
+    /// `Unsupported` for what no kernel does, and `Unavailable` without cuBLASLt, if `backend` asks
+    /// for it; as [`CudaContext::module`].
+    pub fn new(ctx: &CudaContext, desc: &GemmDesc, backend: GemmBackend) -> Result<Self> {
         let (name, tile, flags) = plan(desc)?;
         let kernel = load(ctx, &SM80_GEMM, defines(desc.a))?.kernel(name)?;
         kernel.allow_shared(tile.shared_bytes)?;
-        Ok(Self { kernel, tile, flags })
+        let lt = match (backend, unfit(desc)) {
+            (GemmBackend::Portable, _) => Err("it was asked for".to_owned()),
+            (GemmBackend::CublasLt, Some(why)) => return Err(not_cublaslt(&why)),
+            (GemmBackend::CublasLt, None) => Ok(Lt::new(ctx, desc)?),
+            (GemmBackend::Auto, Some(why)) => Err(why),
+            (GemmBackend::Auto, None) => match Lt::new(ctx, desc) {
+                Err(e) if e.is_unavailable() || e.is_unsupported() => Err(e.to_string()),
+                r => Ok(r?),
+            },
+        };
+        Ok(Self { kernel, tile, flags, backend, lt, differs: AtomicBool::new(false) })
+    }
+
+    /// Collective: where a rank has another library, or none, all take the portable kernel.
+    ///
+    /// # Errors
+    /// As [`LiveTeam::exchange`].
+    pub fn agree(&self, team: &LiveTeam) -> Result<()> {
+        let mine = self.lt.as_ref().map_or("portable".to_owned(), Lt::text);
+        let all = team.exchange("gemm", mine.as_bytes())?;
+        let differs = all.iter().any(|text| text != mine.as_bytes());
+        self.differs.store(differs, Ordering::Release);
+        Ok(())
+    }
+
+    fn lt(&self) -> std::result::Result<&Lt, &str> {
+        if self.differs.load(Ordering::Acquire) {
+            return Err("the ranks do not all have the same cuBLASLt");
+        }
+        self.lt.as_ref().map_err(String::as_str)
+    }
+
+    /// What makes the products, and why.
+    pub fn explain(&self) -> String {
+        match self.lt() {
+            Ok(lt) => format!("products: {}", lt.explain()),
+            Err(why) => format!("products: the portable kernel, because {why}"),
+        }
     }
 
     /// Queues `D = act(A B (+ D) + bias)`. Allocates nothing, so it can be captured; the caller
@@ -178,12 +227,33 @@ impl GemmKernels {
     /// other work may write A, B or bias, or use D, meanwhile.
     ///
     /// # Errors
-    /// What the driver reports.
+    /// What the driver reports; `Unsupported` for addresses that cuBLASLt does not take, if only it
+    /// was asked for.
     pub unsafe fn launch(&self, stream: &CudaStream, p: &Product) -> Result<()> {
-        let (m, n, k) = p.shape;
+        let (m, n, _) = p.shape;
         if m == 0 || n == 0 {
             return Ok(());
         }
+        if let Ok(lt) = self.lt() {
+            match lt.refuses(p) {
+                // SAFETY: the caller's contract.
+                None => return unsafe { lt.launch(stream, p) },
+                Some(why) if self.backend == GemmBackend::CublasLt => {
+                    return Err(not_cublaslt(&why));
+                }
+                Some(_) => {}
+            }
+        }
+        // SAFETY: the caller's contract.
+        unsafe { self.portable(stream, p) }
+    }
+
+    /// As [`GemmKernels::launch`], by the portable kernel.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn portable(&self, stream: &CudaStream, p: &Product) -> Result<()> {
+        let (m, n, k) = p.shape;
         let accumulate = if p.accumulate { ACCUMULATE } else { 0 };
         let param = Param {
             a: p.a.addr,
@@ -205,6 +275,11 @@ impl GemmKernels {
         // what it points to.
         unsafe { self.kernel.launch(stream, self.tile.grid(blocks), LaunchArgs::new().arg(&param)) }
     }
+}
+
+fn not_cublaslt(why: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("cuBLASLt cannot make this product: {why}"))
+        .hint("use the backend `auto`, which takes the portable kernel then")
 }
 
 /// FP8 operands become f32 before the product: every bit of them and of their scales counts.
@@ -257,17 +332,22 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    pub fn new(ctx: &CudaContext, desc: &GemmDesc) -> Result<Self> {
+    pub fn new(ctx: &CudaContext, desc: &GemmDesc, backend: GemmBackend) -> Result<Self> {
         let fp8 = desc.a.is_fp8();
         let kernel_desc =
             if fp8 { GemmDesc { a: DType::F32, b: DType::F32, ..*desc } } else { *desc };
-        let kernels = GemmKernels::new(ctx, &kernel_desc)?;
+        let kernels = GemmKernels::new(ctx, &kernel_desc, backend)?;
         let row_sums = desc
             .epilogue
             .bgrad
             .then(|| load(ctx, &SM80_GEMM, defines(kernel_desc.a))?.kernel("tw_gemm_row_sums"));
         let widened = fp8.then(|| Widened::new(ctx, desc)).transpose()?;
         Ok(Self { desc: kernel_desc, kernels, row_sums: row_sums.transpose()?, widened })
+    }
+
+    /// What makes the products, and why.
+    pub fn explain(&self) -> String {
+        self.kernels.explain()
     }
 
     /// Queues the product of tensors that were checked.

@@ -5,10 +5,13 @@
 //! Products are accumulated in f32. The source of the epilogues' definitions is
 //! `tilewire_oracle::gemm` (tanh form of GELU; SwiGLU: gate is the first half of the columns).
 
+mod backend;
+mod cublaslt;
 pub(crate) mod cuda;
 mod desc;
 pub(crate) mod host;
 mod plan;
 
+pub use backend::GemmBackend;
 pub use desc::{AOrder, Activation, BOrder, Epilogue, GemmDesc};
 pub use plan::{GemmInputs, GemmPlan, Operand};

@@ -7,7 +7,7 @@ use tilewire_core::{DType, Error, Result, ScaleLayout, convert_from_f32, convert
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::host::{Mat, activate_row, add_bias, matmul, row_sums};
-use super::{AOrder, BOrder, GemmDesc, cuda};
+use super::{AOrder, BOrder, GemmBackend, GemmDesc, cuda};
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{Named, apart, expect_tensor, wide};
 
@@ -116,17 +116,35 @@ impl GemmInputs {
 /// A prepared GEMM. Local: no team.
 pub struct GemmPlan {
     desc: GemmDesc,
+    backend: GemmBackend,
     ready: Ready<cuda::Prepared>,
 }
 
 impl GemmPlan {
-    /// A plan for at most `desc.m` rows.
+    /// A plan for at most `desc.m` rows; what makes its products on a device is chosen at `prepare`.
     ///
     /// # Errors
     /// As [`GemmDesc::check`].
     pub fn new(desc: GemmDesc) -> Result<Self> {
+        Self::with_backend(desc, GemmBackend::Auto)
+    }
+
+    /// As [`GemmPlan::new`], with products on CUDA devices made by `backend`.
+    ///
+    /// # Errors
+    /// As [`GemmDesc::check`].
+    pub fn with_backend(desc: GemmDesc, backend: GemmBackend) -> Result<Self> {
         desc.check().map_err(|e| e.op("gemm"))?;
-        Ok(Self { desc, ready: Ready::new() })
+        Ok(Self { desc, backend, ready: Ready::new() })
+    }
+
+    /// In words, what makes the products, and why it does: known after [`GemmPlan::prepare`].
+    pub fn explain(&self) -> String {
+        let how = self.ready.cuda().map_or_else(
+            || "products: on the host, or not prepared yet".to_owned(),
+            |(_, p)| p.explain(),
+        );
+        format!("gemm {}\n{how}", self.desc)
     }
 
     /// What it computes.
@@ -136,13 +154,15 @@ impl GemmPlan {
 
     /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
     /// on a CUDA device, and for FP8 operands room to widen them to f32. That workspace is shared by
-    /// all launches: with FP8, launches on several streams must be ordered.
+    /// all launches: with FP8, launches on several streams must be ordered. What cuBLASLt needs beside
+    /// is shared, too: launches order themselves, replays of several graphs must be ordered.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
-    /// `Unsupported` for what no CUDA kernel does; `Unavailable` without a compiler.
+    /// `Unsupported` for what no CUDA kernel does, or not the backend that was asked for;
+    /// `Unavailable` without a compiler, or without that backend.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc, self.backend);
         self.ready.prepare(stream, make).map_err(|e| e.op("gemm"))
     }
 

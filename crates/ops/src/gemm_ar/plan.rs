@@ -83,7 +83,9 @@ impl GemmArPlan {
             let new = Prepared::new(lane, &self.desc.0, size).map_err(|e| e.op("gemm_ar"))?;
             self.cuda.get_or_init(|| new);
         }
-        self.core.prepare_with(stream, &self.choice, || self.candidates())
+        self.core.prepare_with(stream, &self.choice, || self.candidates())?;
+        let team = self.core.team();
+        self.cuda.get().map_or(Ok(()), |p| p.agree(team)).map_err(|e| e.op("gemm_ar"))
     }
 
     fn candidates(&self) -> Explain {
@@ -98,10 +100,13 @@ impl GemmArPlan {
         self.choice.get()
     }
 
-    /// Candidates with their predicted times.
+    /// Candidates with their predicted times; on a device, once prepared, what makes the products.
     pub fn explain(&self) -> Explain {
         let mut e = self.candidates();
         e.chosen = self.choice.get().unwrap_or(e.chosen);
+        if let Some(p) = self.cuda.get() {
+            e.what = format!("{}\n{}", e.what, p.explain());
+        }
         e
     }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Buffer, Pending, Stream, Tensor};
-use tilewire_symm::{OneSided, Signals, SymBuf};
+use tilewire_symm::{LiveTeam, OneSided, Signals, SymBuf};
 
 use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
@@ -17,8 +17,8 @@ use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
 use crate::common::cuda::{addr, hold, no_kernel, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
 use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
-use crate::gemm::GemmDesc;
 use crate::gemm::cuda::{GemmKernels, Matrix, Product};
+use crate::gemm::{GemmBackend, GemmDesc};
 
 /// What `prepare` makes.
 pub(crate) struct Prepared {
@@ -36,7 +36,7 @@ pub(crate) struct Prepared {
 impl Prepared {
     pub fn new(lane: &Lane, d: &GemmRsDesc, size: usize) -> Result<Self> {
         let ctx = lane.context();
-        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..d.gemm() });
+        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..d.gemm() }, GemmBackend::Auto);
         Ok(Self {
             theirs: gemm(d.wire)?,
             mine: gemm(DType::F32)?,
@@ -44,6 +44,16 @@ impl Prepared {
             partial: workspace(ctx, d.m * d.n * d.wire.size())?,
             own: workspace(ctx, slot_rows(d, size) * d.n * 4)?,
         })
+    }
+
+    /// Collective: see [`GemmKernels::agree`].
+    pub fn agree(&self, team: &LiveTeam) -> Result<()> {
+        self.theirs.agree(team)?;
+        self.mine.agree(team)
+    }
+
+    pub fn explain(&self) -> String {
+        format!("{}\nmine: {}", self.theirs.explain(), self.mine.explain())
     }
 }
 

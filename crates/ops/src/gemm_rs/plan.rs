@@ -130,7 +130,9 @@ impl GemmRsPlan {
         }
         self.core.prepare_with(stream, &self.choice, || {
             explain(&self.desc, self.core.team().size(), 1.0, &self.machine)
-        })
+        })?;
+        let team = self.core.team();
+        self.cuda.get().map_or(Ok(()), |p| p.agree(team)).map_err(|e| e.op("gemm_rs"))
     }
 
     /// The configuration in use.
@@ -141,10 +143,13 @@ impl GemmRsPlan {
         self.choice.get()
     }
 
-    /// Candidates with their predicted times.
+    /// Candidates with their predicted times; on a device, once prepared, what makes the products.
     pub fn explain(&self) -> Explain {
         let mut e = explain(&self.desc, self.core.team().size(), 1.0, &self.machine);
         e.chosen = self.choice.get().unwrap_or(e.chosen);
+        if let Some(p) = self.cuda.get() {
+            e.what = format!("{}\n{}", e.what, p.explain());
+        }
         e
     }
 

@@ -2,9 +2,9 @@
 
 use tilewire_core::numerics::Bound;
 use tilewire_core::{DType, QTensor, Rng, ScaleLayout, Shape};
-use tilewire_device::Tensor;
+use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_ops::gemm::{
-    AOrder, Activation, BOrder, Epilogue, GemmDesc, GemmInputs, GemmPlan, Operand,
+    AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan, Operand,
 };
 use tilewire_oracle::gemm as oracle;
 use tilewire_oracle::quant::{QuantSpec, dequantize, quantize};
@@ -154,7 +154,11 @@ impl Problem {
 }
 
 fn plan(g: &Gpu, desc: GemmDesc) -> GemmPlan {
-    let plan = GemmPlan::new(desc).unwrap();
+    plan_by(g, desc, GemmBackend::Portable)
+}
+
+fn plan_by(g: &Gpu, desc: GemmDesc, backend: GemmBackend) -> GemmPlan {
+    let plan = GemmPlan::with_backend(desc, backend).unwrap();
     plan.prepare(&g.stream).unwrap();
     plan
 }
@@ -198,6 +202,126 @@ fn every_shape(dtype: DType) {
             }
         }
     }
+}
+
+/// As [`Problem::check`], by cuBLASLt; none if it is not there, which is said with a hint.
+fn with_cublaslt(g: &Gpu) -> Option<()> {
+    let desc = GemmDesc::nt(16, 16, 16, DType::BF16);
+    let forced = GemmPlan::with_backend(desc, GemmBackend::CublasLt).unwrap();
+    let auto = plan_by(g, desc, GemmBackend::Auto).explain();
+    match forced.prepare(&g.stream) {
+        Ok(()) => {
+            assert!(
+                forced.explain().contains("cuBLASLt 1") && auto.contains("cuBLASLt 1"),
+                "{auto}"
+            );
+            Some(())
+        }
+        Err(e) => {
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            assert!(auto.contains("portable kernel, because"), "{auto}");
+            None
+        }
+    }
+}
+
+/// Every order, type, result, accumulation and bias that the library takes, with the plan's most
+/// rows and with fewer.
+#[test]
+fn products_by_cublaslt() {
+    let Some(g) = gpu("gemm") else { return };
+    let Some(()) = with_cublaslt(&g) else { return };
+    let mut rng = Rng::new(21);
+    let with = |bias, accumulate| Epilogue { bias, accumulate, ..Epilogue::NONE };
+    let shapes = [(16, 8, 8), (136, 264, 72), (256, 64, 2048), (1, 256, 128), (250, 96, 520)];
+    for dtype in WIDE {
+        for (m, n, k) in shapes {
+            for (a_order, b_order) in ORDERS {
+                for out in [dtype, DType::F32] {
+                    for e in
+                        [with(false, false), with(false, true), with(true, false), with(true, true)]
+                    {
+                        let base =
+                            GemmDesc { a_order, b_order, out, ..GemmDesc::nt(m, n, k, dtype) };
+                        let desc = GemmDesc { epilogue: e, ..base };
+                        let turned = a_order == AOrder::Km;
+                        // Its stride is the number of rows, and each row must be aligned.
+                        if ((e.bias || e.accumulate) && out != DType::F32) || (turned && m % 8 != 0)
+                        {
+                            continue;
+                        }
+                        let plan = plan_by(&g, desc, GemmBackend::CublasLt);
+                        for m in [m, m.div_ceil(24) * 8] {
+                            let p = Problem::new(&g, &mut rng, desc, m.min(desc.m));
+                            p.run(&g, &plan);
+                            p.check();
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What is not aligned, or fused, takes the portable kernel with `auto`, and is an error of the
+/// library alone: at prepare where the description says it, else at launch.
+#[test]
+fn what_cublaslt_does_not_take() {
+    let Some(g) = gpu("gemm") else { return };
+    let Some(()) = with_cublaslt(&g) else { return };
+    let mut rng = Rng::new(22);
+    let odd = GemmDesc::nt(40, 30, 33, DType::BF16);
+    let gelu = GemmDesc {
+        epilogue: epilogue(true, Activation::Gelu),
+        ..GemmDesc::nt(8, 8, 8, DType::BF16)
+    };
+    for desc in [odd, gelu] {
+        let e = GemmPlan::with_backend(desc, GemmBackend::CublasLt).unwrap();
+        let e = e.prepare(&g.stream).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        let auto = plan_by(&g, desc, GemmBackend::Auto);
+        assert!(auto.explain().contains("portable kernel, because"), "{}", auto.explain());
+        let p = Problem::new(&g, &mut rng, desc, desc.m);
+        p.run(&g, &auto);
+        p.check();
+    }
+    // 41 rows of [k, m]: known at launch only.
+    let desc = GemmDesc {
+        a_order: AOrder::Km,
+        b_order: BOrder::Kn,
+        ..GemmDesc::nt(48, 64, 32, DType::BF16)
+    };
+    let p = Problem::new(&g, &mut rng, desc, 41);
+    let forced = plan_by(&g, desc, GemmBackend::CublasLt);
+    let e = forced.launch(&g.stream, p.inputs.clone()).err().unwrap();
+    assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+    p.run(&g, &plan_by(&g, desc, GemmBackend::Auto));
+    p.check();
+}
+
+/// A contraction that the library cuts in parts: its workspace is used by one launch at a time, on
+/// whatever streams; each launch gives the same bits.
+#[test]
+fn cublaslt_gives_the_same_bits_on_two_streams() {
+    let Some(g) = gpu("gemm") else { return };
+    let Some(()) = with_cublaslt(&g) else { return };
+    let mut rng = Rng::new(23);
+    let Device::Cuda(ctx) = &g.device else { return };
+    let streams = [g.stream.clone(), Stream::on(ctx).unwrap()];
+    let desc = GemmDesc { out: DType::F32, ..GemmDesc::nt(64, 64, 65536, DType::BF16) };
+    let plan = plan_by(&g, desc, GemmBackend::CublasLt);
+    let problems = [0, 1].map(|_| Problem::new(&g, &mut rng, desc, 64));
+    let mut first: Vec<Vec<u8>> = Vec::new();
+    for round in 0..20 {
+        for i in 0..8 {
+            drop(plan.launch(&streams[i % 2], problems[i % 2].inputs.clone()).unwrap());
+        }
+        streams.iter().for_each(|s| s.synchronize().unwrap());
+        let bits: Vec<_> = problems.iter().map(|p| p.out.t.download().unwrap()).collect();
+        assert!(round == 0 || bits == first, "round {round}");
+        first = bits;
+    }
+    problems.iter().for_each(Problem::check);
 }
 
 #[test]
@@ -333,9 +457,15 @@ fn replays_are_as_eager() {
             ..GemmDesc::nt(200, 130, 70, DType::F16)
         },
     ];
-    for desc in descs {
-        let p = Problem::new(&g, &mut rng, desc, 190);
-        let plan = plan(&g, desc);
+    let aligned = [
+        GemmDesc::nt(200, 128, 4096, DType::BF16),
+        GemmDesc { a_order: AOrder::Km, ..GemmDesc::nt(200, 128, 80, DType::F16) },
+    ];
+    let by = |backend| move |desc| (desc, backend);
+    let all = descs.map(by(GemmBackend::Portable)).into_iter();
+    for (desc, backend) in all.chain(aligned.map(by(GemmBackend::Auto))) {
+        let p = Problem::new(&g, &mut rng, desc, 192);
+        let plan = plan_by(&g, desc, backend);
         let before = p.c.to_bytes(desc.out);
         let mut outs = vec![&p.out.t];
         if desc.epilogue.aux {
@@ -367,10 +497,10 @@ fn what_cannot_run_is_said() {
     assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     let desc = GemmDesc::nt(8, 8, 8, DType::BF16);
     let (p, there) = (plan(&g, desc), Problem::new(&g, &mut Rng::new(4), desc, 8));
-    let b = there.inputs.b.data.to(&tilewire_device::Device::Host).unwrap();
+    let b = there.inputs.b.data.to(&Device::Host).unwrap();
     let inputs = GemmInputs { b: b.into(), ..there.inputs.clone() };
     let e = p.launch(&g.stream, inputs).err().unwrap();
     assert!(e.to_string().contains("`b`") && e.get_hint().is_some(), "{e}");
-    let host = tilewire_device::Stream::new("host").unwrap();
+    let host = Stream::new("host").unwrap();
     assert!(p.prepare(&host).is_err() && p.launch(&host, there.inputs.clone()).is_err());
 }
