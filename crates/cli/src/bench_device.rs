@@ -6,7 +6,9 @@
 
 use tilewire::device::cuda::{CudaEvent, CudaStream};
 use tilewire::device::{Device, GraphExec};
-use tilewire::ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
+use tilewire::ops::collective::{
+    CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
+};
 use tilewire::ops::ep::{EpDesc, EpDispatch, EpLayout, EpPlan};
 use tilewire::prelude::*;
 use tilewire::symm::{OneSided, VmmOneSided};
@@ -69,7 +71,8 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
             let team = world.everyone("bench")?;
             let heap_bytes = match is_ep {
                 true => EpPlan::memory(&ep_desc(o, team.size())).symmetric,
-                false => 2 * bytes,
+                // All-reduce has two areas of the vector's size; there are two plans.
+                false => 4 * bytes,
             };
             let heap = team.heap(o.backend, HeapCfg::new(heap_bytes + (64 << 20)))?;
             let Device::Cuda(ctx) = heap.device() else {
@@ -237,8 +240,20 @@ impl Bench<'_> {
         // As nccl-tests counts: all_reduce moves everything twice.
         let factor = if op == "all_reduce" { 2.0 } else { 1.0 };
         let moved = (m * COLS * self.o.dtype.size()) as f64 * (size - 1) as f64 / size as f64;
-        let note = format!("{:.1} GB/s bus", factor * moved / us / 1e3);
+        let nccl = match self.by_nccl(plan.desc().clone(), m, (&x, &out)) {
+            Ok(us) => format!("{us:.1} us, {:.1} GB/s bus", factor * moved / us / 1e3),
+            Err(e) if e.is_unavailable() => "not there".to_owned(),
+            Err(e) => return Err(e),
+        };
+        let note = format!("{:.1} GB/s bus; NCCL: {nccl}", factor * moved / us / 1e3);
         self.row(op, format!("bytes={bytes}"), us, self.wrong(bad)?, note)
+    }
+
+    /// The time of the same collective through NCCL.
+    fn by_nccl(&self, desc: CollectiveDesc, m: usize, (x, out): (&Tensor, &Tensor)) -> Result<f64> {
+        let plan = CollectivePlan::with_backend(desc, &self.heap, CollectiveBackend::Nccl)?;
+        plan.prepare(&self.stream)?;
+        self.time(|| plan.launch(&self.stream, m, x, out)?.join(&self.stream).map(|_| ()))
     }
 
     /// Dispatch or combine, with the preparation that belongs to the first, under uniform routing.

@@ -12,7 +12,9 @@ use tilewire_device::{Device, Stream, Tensor, cuda};
 use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
 use tilewire_ops::attention::{AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved};
-use tilewire_ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
+use tilewire_ops::collective::{
+    CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
+};
 use tilewire_ops::common::{Algo, OverlapConfig};
 use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Strategy};
 use tilewire_ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
@@ -89,6 +91,15 @@ fn mine(heap: &Heap, m: usize) -> usize {
 }
 
 fn collective(name: &'static str, heap: &Heap, s: &Stream, m: usize) -> Result<Op> {
+    collective_by(name, heap, s, (m, CollectiveBackend::Put))
+}
+
+fn collective_by(
+    name: &'static str,
+    heap: &Heap,
+    s: &Stream,
+    (m, backend): (usize, CollectiveBackend),
+) -> Result<Op> {
     let size = heap.team().size();
     let (kind, rows_in, rows_out) = match name {
         "all_gather" => (CollectiveKind::AllGather(Shards::Even), mine(heap, m), m),
@@ -102,7 +113,8 @@ fn collective(name: &'static str, heap: &Heap, s: &Stream, m: usize) -> Result<O
             m / size * size,
         ),
     };
-    let plan = CollectivePlan::new(CollectiveDesc { kind, m, cols: N, dtype: DType::BF16 }, heap)?;
+    let desc = CollectiveDesc { kind, m, cols: N, dtype: DType::BF16 };
+    let plan = CollectivePlan::with_backend(desc, heap, backend)?;
     plan.prepare(s)?;
     let x = tensor(heap, DType::BF16, rows_in, N)?;
     let out = tensor(heap, DType::BF16, rows_out, N)?;
@@ -238,6 +250,27 @@ const ALL: [Make; 16] = [
     |h, s| cp_attention(Strategy::AllToAll, h, s),
 ];
 
+/// Where there is NCCL: even shards, uneven ones, and the choice by the clock.
+const BY_NCCL: [Make; 6] = [
+    |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Nccl)),
+    |h, s| collective_by("reduce_scatter", h, s, (M, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_reduce", h, s, (M, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_to_all", h, s, (M, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_gather", h, s, (1_400_000 - 1_400_000 % 12, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Fastest)),
+];
+
+/// All that this machine has.
+fn every_op() -> Vec<Make> {
+    match cuda::NcclComm::library() {
+        Ok(_) => ALL.into_iter().chain(BY_NCCL).collect(),
+        Err(e) => {
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            ALL.to_vec()
+        }
+    }
+}
+
 /// As many ranks as there are devices, at most four; `None` if that is no team.
 fn ranks() -> Option<usize> {
     match cuda::device_count() {
@@ -273,7 +306,7 @@ fn replays_with_changed_inputs_equal_eager_launches() {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
-        for make in ALL {
+        for make in every_op() {
             let (heap, stream) = heap(&world, "replays")?;
             let op = make(&heap, &stream)?;
             let me = u64::from(heap.team().rank().get());
@@ -312,7 +345,7 @@ fn a_rank_that_never_launches_is_named_and_outputs_are_poison() {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_millis(700), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
-        for make in ALL {
+        for make in every_op() {
             let (heap, stream) = heap(&world, "stalled")?;
             let op = make(&heap, &stream)?;
             let team = heap.team().clone();

@@ -9,6 +9,7 @@ use tilewire_device::{Device, Stream, Tracer};
 use crate::alloc::Allocator;
 use crate::buf::SymBuf;
 use crate::map::{Mapping, PAGE, shared_file};
+use crate::nccl::NcclTeam;
 use crate::team::{LiveTeam, lock};
 use crate::told::exchange_parts;
 use crate::vmm::VmmStore;
@@ -53,6 +54,7 @@ pub(crate) struct HeapInner {
     alloc: Mutex<Allocator>,
     dropped: Mutex<Vec<(usize, usize)>>,
     copies: OnceLock<Stream>,
+    pub nccl: OnceLock<Arc<NcclTeam>>,
 }
 
 /// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
@@ -102,6 +104,7 @@ impl LiveTeam {
             alloc: Mutex::new(Allocator::new(len, ALIGN)),
             dropped: Mutex::new(Vec::new()),
             copies: OnceLock::new(),
+            nccl: OnceLock::new(),
         })))
     }
 }

@@ -12,7 +12,7 @@
 //! 3. A data word is read only after an acquire of a signal that its writer released later.
 //! 4. No collective hides in an allocation, a `Drop` or a destructor: collectives are
 //!    [`World::team`], [`LiveTeam::heap`], [`Heap::collect`], [`Heap::grow`],
-//!    [`LiveTeam::prepare_agree`] and [`LiveTeam::agree`].
+//!    [`LiveTeam::prepare_agree`], [`LiveTeam::agree`] and [`Heap::nccl`].
 //! 5. Every wait ends: by its signal, by the abort of the team, by a death, or at its deadline.
 //!
 //! The protocol itself is in `protocol`, generic over the atomic words, so that loom can check
@@ -24,6 +24,7 @@ mod control;
 mod heap;
 mod hook;
 mod map;
+mod nccl;
 mod onesided;
 mod port;
 pub mod protocol;
@@ -41,6 +42,7 @@ pub use buf::SymBuf;
 pub use control::NUM_SIGNALS;
 pub use heap::{Heap, HeapCfg};
 pub use hook::{HookAction, HookPoint, StepKind};
+pub use nccl::NcclTeam;
 pub use onesided::{Caps, HostOneSided, OneSided, SignalSlot};
 pub use port::OpCtx;
 pub use recorder::{Entry, EntryKind, EntryState, Fingerprint};

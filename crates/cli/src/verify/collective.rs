@@ -1,7 +1,9 @@
 //! Cases of the four collectives.
 
 use tilewire::core::numerics::Bound;
-use tilewire::ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
+use tilewire::ops::collective::{
+    CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
+};
 use tilewire::prelude::*;
 use tilewire_oracle::{Mat, collective as oracle};
 
@@ -21,8 +23,16 @@ pub(super) fn cases() -> Vec<Case> {
         v.push(Case::new("all_gather", dtype, &[("m", 19), ("cols", 7)], run));
         v.push(Case::new("all_to_all", dtype, &[("m", 19), ("cols", 7)], run));
     }
+    for op in ["all_gather", "reduce_scatter", "reduce_scatter/avg", "all_reduce", "all_to_all"] {
+        for dtype in [DType::F32, DType::BF16] {
+            v.push(Case::new(format!("{op}{NCCL}"), dtype, &[("m", 37), ("cols", 24)], run));
+        }
+    }
     v
 }
+
+/// What names a case that goes through NCCL: on devices only.
+pub(super) const NCCL: &str = "/nccl";
 
 /// Inputs of all ranks, the expected output of mine, and |A||B|.
 struct Problem {
@@ -50,7 +60,7 @@ fn problem(ctx: &mut Ctx, case: &Case, m: usize, uneven: bool) -> Result<Problem
         true => ctx.random(r, cols, case.dtype),
         false => ctx.integers(r, cols, 100).map(f64::abs),
     };
-    let op = if case.op.ends_with("avg") { ReduceOp::Avg } else { ReduceOp::Sum };
+    let op = if case.op.contains("/avg") { ReduceOp::Avg } else { ReduceOp::Sum };
     let oracle_op = if op == ReduceOp::Avg { oracle::ReduceOp::Avg } else { oracle::ReduceOp::Sum };
     let abs = |x: &[Mat]| {
         oracle::reduce(&x.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>(), oracle_op)
@@ -120,8 +130,14 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     for uneven in [false, true] {
         let p = problem(ctx, case, m, uneven)?;
         let desc = CollectiveDesc { kind: p.kind.clone(), m, cols, dtype };
-        let plan = CollectivePlan::new(desc, &ctx.heap)?;
-        plan.prepare(&ctx.stream)?;
+        let nccl = case.op.ends_with(NCCL);
+        let backend = if nccl { CollectiveBackend::Nccl } else { CollectiveBackend::Put };
+        let plan = CollectivePlan::with_backend(desc, &ctx.heap, backend)?;
+        // A machine without it has no such operation.
+        plan.prepare(&ctx.stream).map_err(|e| match e.is_unavailable() {
+            true => Error::new(ErrorKind::Unsupported, e.to_string()),
+            false => e,
+        })?;
         // Even shards also run with fewer rows than the plan was made for.
         let fewer = !uneven && !matches!(p.kind, CollectiveKind::AllToAll(_));
         let mut problems = vec![(m, p)];
@@ -137,7 +153,9 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 ctx.timed(|s| plan.launch(s, m, &x, &out))?;
                 ctx.traffic(&case.op, &before, &predicted);
                 let k = ctx.team.size();
-                let bound = Bound { num_partials: p.num_partials, ..Bound::local(dtype, k) };
+                // NCCL rounds a sum at each rank that it passes.
+                let num_partials = if nccl { k } else { p.num_partials };
+                let bound = Bound { num_partials, ..Bound::local(dtype, k) };
                 ctx.compare(&case.op, &out, &p.want, &p.mag, &bound)?;
                 match &first {
                     Some(f) => ctx.same_bits("second run", f, &out)?,

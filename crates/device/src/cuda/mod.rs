@@ -20,6 +20,7 @@ mod library;
 mod loader;
 mod memory;
 mod module;
+mod nccl;
 mod nvrtc;
 mod places;
 mod probe;
@@ -35,6 +36,7 @@ pub use graph::CudaGraph;
 pub use loader::available;
 pub use memory::{CudaMemory, Pinned};
 pub use module::{CudaModule, Grid, Kernel, LaunchArgs};
+pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum};
 pub use nvrtc::{Nvrtc, load_nvrtc};
 pub use places::{
     CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,

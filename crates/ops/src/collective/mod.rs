@@ -5,11 +5,14 @@
 //! Sums are formed in f32 in rank order by the one owner of an element and rounded once, so all
 //! ranks see the same bits. Protocol page: `docs/protocols/collective.md`.
 
+mod backend;
 mod config;
 mod cuda;
 mod desc;
 mod host;
+mod nccl;
 mod plan;
 
+pub use backend::CollectiveBackend;
 pub use desc::{CollectiveDesc, CollectiveKind, ReduceOp};
 pub use plan::CollectivePlan;

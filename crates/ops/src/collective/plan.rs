@@ -5,12 +5,14 @@ use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
-use tilewire_symm::{Heap, LinkTraffic, LiveTeam, Signals, SymBuf, Traffic};
+use tilewire_symm::{Heap, LinkTraffic, LiveTeam, NcclTeam, Signals, SymBuf, Traffic};
 
 use super::config::{self, Phase};
 use super::cuda::{self, Prepared};
 use super::host::Run;
-use super::{CollectiveDesc, CollectiveKind};
+use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, nccl};
+use crate::common::cuda::no_kernel;
+use crate::common::lanes::Lane;
 use crate::common::{PlanCore, Shards, expect_tensor};
 
 /// Signal slots of a plan.
@@ -30,6 +32,9 @@ pub struct CollectivePlan {
     pub(super) slot_rows: usize,
     /// On a heap in device memory, made by `prepare`.
     pub(super) cuda: OnceLock<Prepared>,
+    pub(super) backend: CollectiveBackend,
+    /// Decided by `prepare`, unless `backend` is puts.
+    pub(super) used: nccl::Used,
 }
 
 impl CollectivePlan {
@@ -49,6 +54,18 @@ impl CollectivePlan {
     /// # Errors
     /// `InvalidArgument` for a bad description, `Exhausted` if the heap is too small.
     pub fn new(desc: CollectiveDesc, heap: &Heap) -> Result<Self> {
+        Self::with_backend(desc, heap, CollectiveBackend::Put)
+    }
+
+    /// As [`CollectivePlan::new`], through `backend` on CUDA devices: the host has puts only.
+    ///
+    /// # Errors
+    /// As [`CollectivePlan::new`]; `Unsupported` for NCCL on a heap of the host.
+    pub fn with_backend(
+        desc: CollectiveDesc,
+        heap: &Heap,
+        backend: CollectiveBackend,
+    ) -> Result<Self> {
         let (size, name) = (heap.team().size(), desc.kind.name());
         desc.check(size).map_err(|e| e.op(name))?;
         let row_bytes = desc.cols * desc.dtype.size();
@@ -62,7 +79,12 @@ impl CollectivePlan {
             CollectiveKind::ReduceScatter(s, _) => s.max_rows(desc.m, size),
             _ => Shards::Even.max_rows(desc.m, size),
         };
-        let core = PlanCore::any(name, heap, &desc)?;
+        let core = PlanCore::any(name, heap, format_args!("{desc} {backend}"))?;
+        if core.lane().is_none() && backend == CollectiveBackend::Nccl {
+            return Err(
+                no_kernel("NCCL on the host", "make the heap on the `vmm` backend").op(name)
+            );
+        }
         Ok(Self {
             desc,
             core,
@@ -72,6 +94,8 @@ impl CollectivePlan {
             signals2,
             slot_rows,
             cuda: OnceLock::new(),
+            backend,
+            used: nccl::Used::default(),
         })
     }
 
@@ -83,7 +107,7 @@ impl CollectivePlan {
     /// Collective: must be called by all ranks before the first launch.
     ///
     /// # Errors
-    /// `Mismatch` if the ranks' plans differ.
+    /// `Mismatch` if the ranks' plans differ; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         if let Some(lane) = self.core.lane()
             && self.cuda.get().is_none()
@@ -91,7 +115,13 @@ impl CollectivePlan {
             let new = Prepared::new(lane, &self.desc).map_err(|e| e.op(self.core.op()))?;
             self.cuda.get_or_init(|| new);
         }
-        self.core.prepare(stream)
+        self.core.prepare(stream)?;
+        match self.core.lane() {
+            Some(lane) if self.backend != CollectiveBackend::Put => {
+                nccl::decide(self, lane, stream).map_err(|e| e.op(self.core.op()))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// In words, what a launch does.
@@ -103,10 +133,13 @@ impl CollectivePlan {
             "push, one copy stream, peers in rotated order; staging {} bytes on each of {size} ranks",
             Self::memory(&self.desc, size)
         );
+        if let Some(used) = self.used.text() {
+            let _infallible = write!(s, "\nused: {used}");
+        }
         s
     }
 
-    fn phases(&self, m: usize) -> Result<(Phase, Option<Phase>)> {
+    pub(super) fn phases(&self, m: usize) -> Result<(Phase, Option<Phase>)> {
         let team = self.core.team();
         let (me, size) = (team.rank(), team.size());
         let rows = config::shard_rows(&self.desc, m, size)?;
@@ -127,6 +160,12 @@ impl CollectivePlan {
     pub fn predict(&self, m: usize) -> Result<Traffic> {
         let team = self.core.team();
         let (me, size) = (team.rank().idx(), team.size());
+        if self.used.nccl().is_some() {
+            // What NCCL moves is not counted here: the meeting of the launch is.
+            let mut t = vec![LinkTraffic { signals: 1, ..LinkTraffic::default() }; size];
+            t[me] = LinkTraffic::default();
+            return Ok(t);
+        }
         let row_bytes = (self.desc.cols * self.desc.dtype.size()) as u64;
         let rows = config::shard_rows(&self.desc, m, size)?;
         let mut t = vec![LinkTraffic::default(); size];
@@ -195,10 +234,10 @@ impl CollectivePlan {
         out: &Tensor,
     ) -> Result<Pending<Tensor>> {
         self.check(m, x, out)?;
-        let (first, second) = self.phases(m).map_err(|e| e.op(self.core.op()))?;
         if let Some(lane) = self.core.lane() {
-            return cuda::launch(self, lane, (stream, m), (first, second), (x, out));
+            return self.launch_by(self.used.nccl(), lane, stream, m, (x, out));
         }
+        let (first, second) = self.phases(m).map_err(|e| e.op(self.core.op()))?;
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(Run {
@@ -222,6 +261,29 @@ impl CollectivePlan {
             seq,
         )?;
         Pending::new(out.clone(), stream, Some(self.core.team().fault().clone()))
+    }
+}
+
+impl CollectivePlan {
+    /// A launch on a device, of tensors that were checked.
+    pub(super) fn launch_by(
+        &self,
+        nccl: Option<&Arc<NcclTeam>>,
+        lane: &Lane,
+        stream: &Stream,
+        m: usize,
+        t: (&Tensor, &Tensor),
+    ) -> Result<Pending<Tensor>> {
+        if let Some(n) = nccl {
+            return nccl::launch(self, n, lane, (stream, m), t);
+        }
+        let phases = self.phases(m).map_err(|e| e.op(self.core.op()))?;
+        cuda::launch(self, lane, (stream, m), phases, t)
+    }
+
+    /// Rows of the input and of the output on this rank.
+    pub(super) fn io_rows(&self, m: usize) -> Result<(usize, usize)> {
+        Ok(io_rows(&self.desc.kind, &self.phases(m)?.0, m))
     }
 }
 

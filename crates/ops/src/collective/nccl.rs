@@ -1,0 +1,297 @@
+//! Collectives on CUDA devices by NCCL: one call where shards are even, a group of calls where they
+//! are not; and the choice between it and puts.
+//!
+//! A launch enters as every launch does: NCCL's kernels know no deadline, so the ranks must have met
+//! before one of them spins.
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use tilewire_core::{Rank, Result, Shape};
+use tilewire_device::cuda::{CudaContext, CudaEvent, NcclOp, NcclSum};
+use tilewire_device::{Pending, Queue, Stream, Tensor};
+use tilewire_symm::NcclTeam;
+
+use super::config::{Phase, shard_rows};
+use super::plan::{CREDIT, CollectivePlan, DATA};
+use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, ReduceOp};
+use crate::common::cuda::workspace;
+use crate::common::fastest;
+use crate::common::lanes::{Enter, Lane, Poison, on_device};
+
+/// Launches before and in a measurement.
+const WARM: usize = 3;
+const TIMED: usize = 10;
+
+/// What a plan goes through, decided at `prepare`.
+#[derive(Default)]
+pub(super) struct Used(OnceLock<(Option<Arc<NcclTeam>>, String)>);
+
+impl Used {
+    pub fn nccl(&self) -> Option<&Arc<NcclTeam>> {
+        self.0.get().and_then(|(n, _)| n.as_ref())
+    }
+
+    /// In words.
+    pub fn text(&self) -> Option<&str> {
+        self.0.get().map(|(_, text)| text.as_str())
+    }
+}
+
+/// Collective: decides what a prepared plan goes through. Whatever is taken has run once, so that no
+/// launch connects or loads.
+pub(super) fn decide(plan: &CollectivePlan, lane: &Lane, stream: &Stream) -> Result<()> {
+    if plan.used.0.get().is_some() {
+        return Ok(());
+    }
+    let set = |nccl, text: String| {
+        plan.used.0.get_or_init(|| (nccl, text));
+    };
+    let nccl = match (plan.backend, plan.core.heap().nccl()) {
+        (CollectiveBackend::Fastest, Err(e)) if e.is_unavailable() => {
+            set(None, format!("puts, because NCCL is not there: {e}"));
+            return Ok(());
+        }
+        (_, r) => r?,
+    };
+    // Only this rank knows that it has no room, and the others are about to meet it.
+    let scratch = Scratch::new(plan, lane.context()).map_err(|e| plan.core.team().fail(e))?;
+    let by_nccl = scratch.time(plan, lane, stream, Some(&nccl))?;
+    if plan.backend == CollectiveBackend::Nccl {
+        set(Some(nccl.clone()), nccl.library().to_owned());
+        return Ok(());
+    }
+    let by_puts = scratch.time(plan, lane, stream, None)?;
+    let team = plan.core.team();
+    let first = fastest(team, &[(false, by_puts), (true, by_nccl)])?;
+    let name = if first { nccl.library() } else { "puts" };
+    let text =
+        format!("{name}, the faster: on this rank NCCL took {by_nccl:.1} us, puts {by_puts:.1} us");
+    set(first.then_some(nccl.clone()), text);
+    Ok(())
+}
+
+/// Tensors of the plan's most rows.
+struct Scratch {
+    x: Tensor,
+    out: Tensor,
+    start: CudaEvent,
+    end: CudaEvent,
+}
+
+impl Scratch {
+    fn new(plan: &CollectivePlan, ctx: &CudaContext) -> Result<Self> {
+        let (rows_in, rows_out) = plan.io_rows(plan.desc.m)?;
+        let (t, cols) = (plan.desc.dtype, plan.desc.cols);
+        let tensor = |rows: usize| {
+            let memory = workspace(ctx, rows * cols * t.size())?;
+            Tensor::over_cuda(memory, t, Shape::d2(rows, cols))
+        };
+        let event = || CudaEvent::new(ctx, true);
+        Ok(Self { x: tensor(rows_in)?, out: tensor(rows_out)?, start: event()?, end: event()? })
+    }
+
+    /// Collective: microseconds of a launch on this rank.
+    fn time(
+        &self,
+        plan: &CollectivePlan,
+        lane: &Lane,
+        stream: &Stream,
+        nccl: Option<&Arc<NcclTeam>>,
+    ) -> Result<f64> {
+        let s = stream.cuda()?;
+        for i in 0..WARM + TIMED {
+            if i == WARM {
+                s.record(&self.start)?;
+            }
+            drop(plan.launch_by(nccl, lane, stream, plan.desc.m, (&self.x, &self.out))?);
+        }
+        s.record(&self.end)?;
+        stream.synchronize()?;
+        plan.core.team().check()?;
+        Ok(self.end.us_since(&self.start)? / TIMED as f64)
+    }
+}
+
+/// Queues the collective.
+pub(super) fn launch(
+    plan: &CollectivePlan,
+    nccl: &Arc<NcclTeam>,
+    lane: &Lane,
+    (stream, m): (&Stream, usize),
+    (x, out): (&Tensor, &Tensor),
+) -> Result<Pending<Tensor>> {
+    let (core, name) = (&plan.core, plan.core.op());
+    let on = |what, t| on_device(what, t, lane.context()).map_err(|e| e.op(name));
+    let (from, to) = (on("x", x)?, on("out", out)?);
+    let rows = shard_rows(&plan.desc, m, core.team().size()).map_err(|e| e.op(name))?;
+    let (phase, _) = plan.phases(m).map_err(|e| e.op(name))?;
+    let (sum, ops) =
+        calls(&plan.desc, core.team().rank(), (&rows, &phase), (from.addr(), to.addr()));
+    let launch = core.begin(stream, format_args!("m={m}"))?;
+    let enter = Enter { signals: &plan.signals, credit: CREDIT, flags: DATA..DATA };
+    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[Poison::value(to.clone())], |l| {
+        l.main.hold(|| Arc::new((from.clone(), to.clone())));
+        // SAFETY: the tensors were checked against the description, from which the calls are made,
+        // lie on this device and are held; all ranks agree on the description at `prepare`, and on
+        // the rows by the rules of a launch.
+        unsafe { nccl.queue(l.main, (plan.desc.dtype, sum), &ops) }
+    })?;
+    Pending::new(out.clone(), stream, Some(core.team().fault().clone()))
+}
+
+/// What this rank calls, all of it as one group.
+fn calls(
+    desc: &CollectiveDesc,
+    me: Rank,
+    (rows, phase): (&[usize], &Phase),
+    (x, out): (u64, u64),
+) -> (NcclSum, Vec<NcclOp>) {
+    let (cols, row) = (desc.cols, (desc.cols * desc.dtype.size()) as u64);
+    let at = |base: u64, r: usize| base + r as u64 * row;
+    let even = rows.windows(2).all(|w| w[0] == w[1]);
+    let starts = |i: usize| rows[..i].iter().sum::<usize>();
+    let roots = (0..rows.len()).filter(|&i| rows[i] > 0);
+    let how = |op: &ReduceOp| if *op == ReduceOp::Avg { NcclSum::Avg } else { NcclSum::Sum };
+    let mine = rows[me.idx()] * cols;
+    match &desc.kind {
+        CollectiveKind::AllGather(_) if even => {
+            (NcclSum::Sum, vec![NcclOp::AllGather { src: x, dst: out, count: mine }])
+        }
+        CollectiveKind::AllGather(_) => {
+            let one = |i: usize| NcclOp::Broadcast {
+                src: x,
+                dst: at(out, starts(i)),
+                count: rows[i] * cols,
+                root: i as u32,
+            };
+            (NcclSum::Sum, roots.map(one).collect())
+        }
+        CollectiveKind::ReduceScatter(_, op) if even => {
+            (how(op), vec![NcclOp::ReduceScatter { src: x, dst: out, count: mine }])
+        }
+        CollectiveKind::ReduceScatter(_, op) => {
+            let one = |i: usize| NcclOp::Reduce {
+                src: at(x, starts(i)),
+                dst: out,
+                count: rows[i] * cols,
+                root: i as u32,
+            };
+            (how(op), roots.map(one).collect())
+        }
+        CollectiveKind::AllReduce(op) => {
+            let count = rows.iter().sum::<usize>() * cols;
+            (how(op), vec![NcclOp::AllReduce { src: x, dst: out, count }])
+        }
+        CollectiveKind::AllToAll(_) => {
+            let send = |peer: Rank, rows: &Range<usize>| NcclOp::Send {
+                src: at(x, rows.start),
+                count: rows.len() * cols,
+                peer: peer.get(),
+            };
+            let recv = |peer: Rank, rows: &Range<usize>| NcclOp::Recv {
+                dst: at(out, rows.start),
+                count: rows.len() * cols,
+                peer: peer.get(),
+            };
+            let mut ops = vec![send(me, &phase.own.0), recv(me, &phase.own.1)];
+            ops.extend(phase.sends.iter().map(|s| send(s.dst, &s.rows)));
+            ops.extend(phase.recvs.iter().map(|r| recv(r.src, &r.out)));
+            (NcclSum::Sum, ops)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use tilewire_core::DType;
+    use tilewire_symm::{HeapCfg, World, WorldCfg};
+
+    use super::super::config;
+    use super::*;
+    use crate::Shards;
+
+    const COLS: usize = 3;
+
+    fn of_all(kind: &CollectiveKind, m: usize, size: usize) -> Vec<Vec<NcclOp>> {
+        let desc = CollectiveDesc { kind: kind.clone(), m, cols: COLS, dtype: DType::F32 };
+        let rows = shard_rows(&desc, m, size).unwrap();
+        let of = |me| {
+            let phase = match kind {
+                CollectiveKind::AllToAll(splits) => config::exchange(me, splits),
+                _ => config::gather(me, &rows),
+            };
+            calls(&desc, me, (&rows, &phase), (0, 1 << 40)).1
+        };
+        Rank::all(size).map(of).collect()
+    }
+
+    /// Element, and number of elements, of what is received at `dst`.
+    fn place(dst: u64, count: usize) -> Range<usize> {
+        let first = ((dst - (1 << 40)) / 4) as usize;
+        first..first + count
+    }
+
+    proptest! {
+        #[test]
+        fn all_ranks_make_the_same_calls(rows in prop::collection::vec(0usize..5, 1..9)) {
+            let (m, size) = (rows.iter().sum(), rows.len());
+            for kind in [
+                CollectiveKind::AllGather(Shards::Explicit(rows.clone())),
+                CollectiveKind::ReduceScatter(Shards::Explicit(rows.clone()), ReduceOp::Avg),
+                CollectiveKind::AllReduce(ReduceOp::Sum),
+            ] {
+                let calls = of_all(&kind, m, size);
+                // The root and the number of elements of each; both are the same everywhere.
+                let words = |ops: &Vec<NcclOp>| ops.iter().map(|op| match *op {
+                    NcclOp::Broadcast { count, root, .. } | NcclOp::Reduce { count, root, .. } => (count, root),
+                    NcclOp::AllGather { count, .. } | NcclOp::ReduceScatter { count, .. }
+                    | NcclOp::AllReduce { count, .. } => (count, u32::MAX),
+                    _ => (0, 0),
+                }).collect::<Vec<_>>();
+                prop_assert!(calls.iter().all(|c| words(c) == words(&calls[0])), "{calls:?}");
+                let all: usize = words(&calls[0]).iter().map(|(n, root)| {
+                    let parts = if *root == u32::MAX && !matches!(kind, CollectiveKind::AllReduce(_)) { size } else { 1 };
+                    n * parts
+                }).sum();
+                prop_assert_eq!(all, m * COLS);
+            }
+        }
+
+        #[test]
+        fn what_is_sent_is_received_and_fills_the_output(size in 1usize..6, seed in any::<u64>()) {
+            let mut rng = tilewire_core::Rng::new(seed);
+            let splits: Vec<Vec<usize>> =
+                (0..size).map(|_| (0..size).map(|_| rng.below(4) as usize).collect()).collect();
+            let calls = of_all(&CollectiveKind::AllToAll(splits), 0, size);
+            for (me, ops) in calls.iter().enumerate() {
+                let mut seen = Vec::new();
+                for op in ops {
+                    let NcclOp::Recv { dst, count, peer } = *op else { continue };
+                    seen.extend(place(dst, count));
+                    let sent = calls[peer as usize].iter().any(|op| matches!(*op,
+                        NcclOp::Send { count: c, peer: p, .. } if c == count && p as usize == me));
+                    prop_assert!(sent, "{me} from {peer}");
+                }
+                seen.sort_unstable();
+                prop_assert_eq!(&seen, &(0..seen.len()).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn the_host_has_puts_only() {
+        let world = World::solo(WorldCfg::for_tests()).unwrap();
+        let team = world.everyone("nccl").unwrap();
+        let heap = team.heap(tilewire_core::BackendKind::Host, HeapCfg::new(4096)).unwrap();
+        let kind = CollectiveKind::AllReduce(ReduceOp::Sum);
+        let desc = CollectiveDesc { kind, m: 2, cols: 2, dtype: DType::F32 };
+        let plan = |b| CollectivePlan::with_backend(desc.clone(), &heap, b);
+        let e = plan(CollectiveBackend::Nccl).err().unwrap();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        plan(CollectiveBackend::Fastest).unwrap();
+        let e = heap.nccl().err().unwrap();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+    }
+}

@@ -1,0 +1,162 @@
+//! NCCL over the members of a team: a communicator that ends with the team.
+//!
+//! # Invariants
+//! 1. The communicator is made by all members at one `prepare`, or by none.
+//! 2. No call waits for a peer past the fault of the team.
+//! 3. Its kernels know no deadline. A launch meets by kernels of `vmm` before it queues one, so that a
+//!    peer that does not come is seen there; a thread of this process watches the team and aborts the
+//!    communicator once the team is over, which ends the kernels that run.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use tilewire_core::{DType, Deadline, Error, ErrorKind, Result};
+use tilewire_device::cuda::{CudaContext, CudaStream, NcclComm, NcclId, NcclOp, NcclSum};
+
+use crate::heap::Heap;
+use crate::team::LiveTeam;
+
+/// How often the team is looked at: a peer that died is named by the monitor at once, and kernels
+/// that wait for it end so much later.
+const WATCH: Duration = Duration::from_millis(5);
+/// Between the end of a team and the abort: kernels that are queued behind a meeting that has just
+/// been given up start in that time, and must find the communicator's memory.
+const GRACE: Duration = Duration::from_millis(50);
+/// Polls before a wait for the library's own thread yields.
+const SPINS: u32 = 2000;
+
+/// NCCL's communicator of a team, on the device of a heap.
+pub struct NcclTeam {
+    team: LiveTeam,
+    comm: Arc<NcclComm>,
+    library: String,
+}
+
+impl NcclTeam {
+    /// Collective.
+    fn meet(team: &LiveTeam, ctx: &CudaContext) -> Result<Arc<Self>> {
+        let library = || -> Result<_> {
+            let (version, found) = NcclComm::library()?;
+            let first = team.rank().idx() == 0;
+            let id = first.then(NcclComm::unique_id).transpose()?;
+            Ok((version, found, id))
+        };
+        let (version, found, id) = team.settle("nccl", library())?;
+        let words = [version.as_bytes(), id.as_ref().map_or(&[][..], |id| &id.0)].concat();
+        let all = team.exchange("nccl id", &words)?;
+        let mut id = NcclId([0; 128]);
+        for (i, theirs) in all.iter().enumerate() {
+            let (text, place) = theirs.split_at(version.len().min(theirs.len()));
+            if text != version.as_bytes() || place.len() != if i == 0 { 128 } else { 0 } {
+                return Err(Error::new(ErrorKind::Mismatch, "the ranks have different NCCLs")
+                    .op("nccl")
+                    .expected(&version)
+                    .seen(String::from_utf8_lossy(text)));
+            }
+            if i == 0 {
+                id.0.copy_from_slice(place);
+            }
+        }
+        let me = (team.rank().get(), team.size());
+        // The others are about to meet me there.
+        let comm = NcclComm::join(ctx, id, me).map_err(|e| team.fail(e))?;
+        let library = format!("NCCL {version} ({}: {})", found.how, found.path.display());
+        let new = Arc::new(Self { team: team.clone(), comm, library });
+        let deadline = Deadline::after(team.0.cfg.rendezvous_timeout);
+        new.settled(Some(deadline)).map_err(|e| team.fail(e.op("nccl").phase("rendezvous")))?;
+        watch(&new)?;
+        Ok(new)
+    }
+
+    /// Which library, for people.
+    pub fn library(&self) -> &str {
+        &self.library
+    }
+
+    /// Waits until the library's own thread has done what it was given.
+    fn settled(&self, deadline: Option<Deadline>) -> Result<()> {
+        for polls in 0u32.. {
+            if self.comm.is_ready()? {
+                return Ok(());
+            }
+            if polls < SPINS {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.team.check()?;
+            if deadline.as_ref().is_some_and(Deadline::expired) {
+                let text = "NCCL's ranks did not meet in time";
+                return Err(Error::new(ErrorKind::Timeout, text));
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Err(Error::internal("unreachable: 2^32 polls"))
+    }
+
+    /// Queues operations as one group, behind a meeting of the launch (see the module), and returns
+    /// when they are on the stream. The stream, or the graph that it is captured into, holds the
+    /// communicator.
+    ///
+    /// # Safety
+    /// As [`NcclComm::queue`].
+    ///
+    /// # Errors
+    /// The fault of the team; as [`NcclComm::queue`].
+    pub unsafe fn queue(
+        self: &Arc<Self>,
+        stream: &CudaStream,
+        what: (DType, NcclSum),
+        ops: &[NcclOp],
+    ) -> Result<()> {
+        self.team.check()?;
+        let me = self.clone();
+        stream.hold(|| me);
+        // SAFETY: the caller's contract.
+        let queued =
+            unsafe { self.comm.queue(stream, what, ops) }.and_then(|()| self.settled(None));
+        queued.map_err(|e| self.team.check().err().unwrap_or(e))
+    }
+}
+
+/// Aborts the communicator when the team is over, and tells the team what goes wrong in the library.
+fn watch(team: &Arc<NcclTeam>) -> Result<()> {
+    let weak = Arc::downgrade(team);
+    let body = move || {
+        while let Some(t) = Weak::upgrade(&weak) {
+            let failed = t.team.check().is_err();
+            if failed {
+                std::thread::sleep(GRACE);
+                t.comm.abort();
+                return;
+            }
+            if let Err(e) = t.comm.is_ready() {
+                t.team.fail(e);
+                continue;
+            }
+            drop(t);
+            std::thread::sleep(WATCH);
+        }
+    };
+    let thread = std::thread::Builder::new().name("nccl-watch".to_owned()).spawn(body);
+    thread.map(drop).map_err(|e| Error::io("a thread that watches NCCL", e))
+}
+
+impl Heap {
+    /// Collective at the first call: NCCL over the members of this heap's team, on its devices.
+    ///
+    /// # Errors
+    /// On all ranks, `Unavailable` if one has no NCCL or has not set `NCCL_NVLS_ENABLE=0`, and
+    /// `Mismatch` if they have different ones; `Unsupported` for a heap of the host.
+    pub fn nccl(&self) -> Result<Arc<NcclTeam>> {
+        if let Some(n) = self.0.nccl.get() {
+            return Ok(n.clone());
+        }
+        let tilewire_device::Device::Cuda(ctx) = self.device() else {
+            return Err(Error::new(ErrorKind::Unsupported, "NCCL is for heaps in device memory")
+                .op("nccl")
+                .hint("make the heap on the `vmm` backend"));
+        };
+        let new = NcclTeam::meet(self.team(), &ctx).map_err(|e| e.op("nccl"))?;
+        Ok(self.0.nccl.get_or_init(|| new).clone())
+    }
+}
