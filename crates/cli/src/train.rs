@@ -80,7 +80,7 @@ fn optim(args: &TrainArgs) -> Result<AdamW> {
     let usual = AdamW::default();
     let lr = args.lr.unwrap_or(match args.model.preset {
         Preset::Small => usual.lr,
-        Preset::H200 => 3e-4,
+        Preset::H200 => 1e-4,
     });
     if !(lr.is_finite() && lr > 0.0) {
         return Err(Error::invalid(format!("--lr {lr}: must be a positive number")));

@@ -4,16 +4,20 @@
 // Source: host.rs of that folder. Activations and weights have the type T of TW_SRC_MANTISSA bits (23
 // f32, 10 f16, 7 bf16); the residual stream, its gradient, logits, probabilities and weight gradients
 // are f32. Sums have a fixed order: equal inputs give equal bits. `d` and columns of T rows are
-// multiples of 4, half a head, too.
+// multiples of 4, a head is one of 16.
 //
 // Blocks of TW_LAYERS_THREADS. A block a row: tw_embed, tw_add_norm, tw_heads. Any number of blocks,
-// each with some of the rows: tw_norm_bwd, tw_router_stats. A warp a row: tw_router, tw_router_bwd,
-// tw_cross_entropy. tw_sum_rows: a block for 32 columns; tw_embed_bwd: a block for a token's value
-// and 4 * THREADS columns; tw_total: one block.
+// each with some of the rows: tw_norm_bwd, tw_router_stats. A warp a row, of at most TW_CLASSES
+// columns: tw_router, tw_router_bwd, tw_cross_entropy. tw_sum_rows: a block for 32 columns;
+// tw_embed_bwd: a block for a token's value, 4 * THREADS columns and a part of the rows; tw_total: one
+// block.
 
 typedef TwElem<TW_SRC_MANTISSA> T;
 typedef T::Bits Bits;
 typedef TwQuads<TW_SRC_MANTISSA> TwQuad;
+struct __align__(16) TwOct {
+    TwQuad quad[2];
+};
 enum { THREADS = TW_LAYERS_THREADS, WARPS = THREADS / 32 };
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "whole warps");
 
@@ -69,29 +73,39 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
     }
 }
 
-// g[v] = sum of dx[r] over the rows r of token v, in their order. Block (v, columns).
+// partial[split][v] = sum of dx[r] over the rows r of token v in that part of the rows, in their order.
+// Block (v, columns, split).
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
-    tw_embed_bwd(const u8* tokens, const float* dx, float* g, u32 n, u32 d) {
-    __shared__ u32 here[WARPS];
-    u32 value = blockIdx.x % 256, quad = blockIdx.x / 256 * THREADS + threadIdx.x;
+    tw_embed_bwd(const u8* tokens, const float* dx, float* partial, u32 n, u32 d, u32 splits) {
+    __shared__ u32 counts[WARPS];
+    __shared__ u32 rows[THREADS];
+    u32 parts = (d / 4 + THREADS - 1) / THREADS, value = blockIdx.x % 256, split = blockIdx.x / 256 / parts;
+    u32 quad = blockIdx.x / 256 % parts * THREADS + threadIdx.x, warp = threadIdx.x / 32;
+    u32 per = (n + splits - 1) / splits, end = min(n, (split + 1) * per);
+    bool mine = quad < d / 4;
+    const float4* from = (const float4*)dx + quad;
     float4 sum = make_float4(0, 0, 0, 0);
-    for (u32 r0 = 0; r0 < n; r0 += THREADS) {
+    for (u32 r0 = split * per; r0 < end; r0 += THREADS) {
         u32 r = r0 + threadIdx.x;
-        u32 mask = __ballot_sync(TW_ALL, r < n && tokens[r] == value);
-        // The last round's masks have been read.
+        bool is = r < end && tokens[r] == value;
+        u32 mask = __ballot_sync(TW_ALL, is), num = 0, before = 0;
+        // The last round's rows have been read.
         __syncthreads();
-        if (threadIdx.x % 32 == 0) here[threadIdx.x / 32] = mask;
+        if (threadIdx.x % 32 == 0) counts[warp] = __popc(mask);
         __syncthreads();
         for (u32 w = 0; w < WARPS; w++) {
-            for (u32 m = here[w]; m != 0; m &= m - 1) {
-                u64 row = r0 + 32 * w + __ffs(m) - 1;
-                if (quad >= d / 4) continue;
-                float4 v = ((const float4*)(dx + row * d))[quad];
-                sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-            }
+            before += w < warp ? counts[w] : 0;
+            num += counts[w];
+        }
+        if (is) rows[before + __popc(mask & ((1u << threadIdx.x % 32) - 1))] = r;
+        __syncthreads();
+#pragma unroll 4
+        for (u32 i = 0; mine && i < num; i++) {
+            float4 v = from[(u64)rows[i] * (d / 4)];
+            sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
         }
     }
-    if (quad < d / 4) ((float4*)(g + (u64)value * d))[quad] = sum;
+    if (mine) ((float4*)(partial + ((u64)split * 256 + value) * d))[quad] = sum;
 }
 
 struct TwNorm {
@@ -222,33 +236,36 @@ struct TwHeads {
 // Takes rows apart, turning queries and keys by their position; or the reverse.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_heads(TwHeads a) {
     u64 row = blockIdx.x;
-    u32 half = a.dim / 2, per = half / 4, turned = a.heads + a.kv_heads;
+    u32 half = a.dim / 2, per = half / 8, turned = a.heads + a.kv_heads;
     u64 width = (u64)(turned + a.kv_heads) * a.dim;
     Bits* rows = a.rows + row * width;
     const float* table = a.table + (u64)a.positions[row] * a.dim;
     for (u32 i = threadIdx.x; i < turned * per; i += THREADS) {
-        u32 h = i / per, j = i % per * 4;
+        u32 h = i / per, j = i % per * 8;
         Bits* apart = h < a.heads ? a.q + (row * a.heads + h) * a.dim : a.k + (row * a.kv_heads + h - a.heads) * a.dim;
         Bits* packed = rows + (u64)h * a.dim;
         const Bits* from = (a.join ? apart : packed) + j;
         Bits* to = (a.join ? packed : apart) + j;
-        TwQuad x = *(const TwQuad*)from, y = *(const TwQuad*)(from + half), u, v;
-        float4 cos = *(const float4*)(table + j), sin = *(const float4*)(table + half + j);
-        const float c[4] = {cos.x, cos.y, cos.z, cos.w}, s[4] = {sin.x, sin.y, sin.z, sin.w};
-        u.clear();
-        v.clear();
+        TwOct x = *(const TwOct*)from, y = *(const TwOct*)(from + half), u, v;
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            float t = a.join ? -s[n] : s[n];
-            u.set(n, T::round(x.at(n) * c[n] - y.at(n) * t));
-            v.set(n, T::round(x.at(n) * t + y.at(n) * c[n]));
+        for (int q = 0; q < 2; q++) {
+            float4 cos = *(const float4*)(table + j + 4 * q), sin = *(const float4*)(table + half + j + 4 * q);
+            const float c[4] = {cos.x, cos.y, cos.z, cos.w}, s[4] = {sin.x, sin.y, sin.z, sin.w};
+            u.quad[q].clear();
+            v.quad[q].clear();
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                float t = a.join ? -s[n] : s[n], first = x.quad[q].at(n), second = y.quad[q].at(n);
+                u.quad[q].set(n, T::round(first * c[n] - second * t));
+                v.quad[q].set(n, T::round(first * t + second * c[n]));
+            }
         }
-        *(TwQuad*)to = u;
-        *(TwQuad*)(to + half) = v;
+        *(TwOct*)to = u;
+        *(TwOct*)(to + half) = v;
     }
-    u32 values = a.kv_heads * a.dim / 4;
-    TwQuad* packed = (TwQuad*)(rows + (u64)turned * a.dim);
-    TwQuad* apart = (TwQuad*)(a.v + row * a.kv_heads * a.dim);
+    u32 values = a.kv_heads * a.dim / 8;
+    TwOct* packed = (TwOct*)(rows + (u64)turned * a.dim);
+    TwOct* apart = (TwOct*)(a.v + row * a.kv_heads * a.dim);
     for (u32 i = threadIdx.x; i < values; i += THREADS) {
         if (a.join) packed[i] = apart[i];
         else apart[i] = packed[i];
@@ -261,18 +278,29 @@ __device__ __forceinline__ u32 tw_row_of_warp(u32 n) {
     return row < n ? (u32)row : n;
 }
 
-// probs = softmax(logits), by a warp; both [cols].
-__device__ __forceinline__ void tw_softmax(const float* logits, float* probs, u32 cols) {
+// The most columns of a row that a warp keeps.
+#define TW_CLASSES 512
+// What a lane keeps of a row: column 32 * i + lane.
+typedef float TwKept[TW_CLASSES / 32];
+
+// p = softmax(logits), by a warp. Columns that are not there are 0.
+__device__ __forceinline__ void tw_softmax(TwKept& p, const float* logits, u32 cols) {
+    u32 lane = threadIdx.x % 32;
     float most = -TW_INF, sum = 0;
-    for (u32 c = threadIdx.x % 32; c < cols; c += 32) most = fmaxf(most, logits[c]);
+#pragma unroll
+    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+        p[i] = 32 * i + lane < cols ? logits[32 * i + lane] : -TW_INF;
+        most = fmaxf(most, p[i]);
+    }
     most = tw_warp_max(most);
-    for (u32 c = threadIdx.x % 32; c < cols; c += 32) {
-        float p = expf(logits[c] - most);
-        probs[c] = p;
-        sum += p;
+#pragma unroll
+    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+        p[i] = 32 * i + lane < cols ? expf(p[i] - most) : 0;
+        sum += p[i];
     }
     sum = tw_warp_sum(sum);
-    for (u32 c = threadIdx.x % 32; c < cols; c += 32) probs[c] = probs[c] / sum;
+#pragma unroll
+    for (u32 i = 0; i < TW_CLASSES / 32; i++) p[i] /= sum;
 }
 
 struct TwRouter {
@@ -288,19 +316,25 @@ struct TwRouter {
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router(TwRouter a) {
     u32 row = tw_row_of_warp(a.n), lane = threadIdx.x % 32;
     if (row == a.n) return;
-    float* probs = a.probs + (u64)row * a.experts;
     i64* topk = a.topk + (u64)row * a.k;
     float* weights = a.weights + (u64)row * a.k;
-    tw_softmax(a.logits + (u64)row * a.experts, probs, a.experts);
+    TwKept probs;
+    tw_softmax(probs, a.logits + (u64)row * a.experts, a.experts);
+#pragma unroll
+    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+        if (32 * i + lane < a.experts) a.probs[(u64)row * a.experts + 32 * i + lane] = probs[i];
+    }
     float last = TW_INF, sum = 0;
     u32 at = a.experts;
     for (u32 j = 0; j < a.k; j++) {
-        // The first in the order that comes after the last pick. Each lane sees what it wrote itself.
+        // The first in the order that comes after the last pick.
         float best = -1;
         u32 expert = a.experts;
-        for (u32 e = lane; e < a.experts; e += 32) {
-            float p = probs[e];
-            bool after = p < last || (p == last && e > at);
+#pragma unroll
+        for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+            u32 e = 32 * i + lane;
+            float p = probs[i];
+            bool after = e < a.experts && (p < last || (p == last && e > at));
             if (after && p > best) best = p, expert = e;
         }
 #pragma unroll
@@ -388,16 +422,19 @@ struct TwLoss {
     u32 n, cols;
 };
 
-// row_loss = -log p[target]; d_logits = scale * its gradient. Shared: WARPS rows of floats.
+// row_loss = -log p[target]; d_logits = scale * its gradient.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_cross_entropy(TwLoss a) {
     u32 row = tw_row_of_warp(a.n), lane = threadIdx.x % 32;
     if (row == a.n) return;
-    float* probs = (float*)tw_smem + threadIdx.x / 32 * a.cols;
     int target = a.targets[row];
     Bits* out = a.d_logits + (u64)row * a.cols;
-    tw_softmax(a.logits + (u64)row * a.cols, probs, a.cols);
-    for (u32 c = lane; c < a.cols; c += 32) {
-        float p = probs[c], d = target < 0 ? 0.0f : a.scale * (p - ((int)c == target ? 1.0f : 0.0f));
+    TwKept probs;
+    tw_softmax(probs, a.logits + (u64)row * a.cols, a.cols);
+#pragma unroll
+    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+        u32 c = 32 * i + lane;
+        if (c >= a.cols) continue;
+        float p = probs[i], d = target < 0 ? 0.0f : a.scale * (p - ((int)c == target ? 1.0f : 0.0f));
         out[c] = (Bits)T::round(d);
         // A NaN stays one.
         if ((int)c == target) a.row_loss[row] = -logf(p < 1.17549435e-38f ? 1.17549435e-38f : p);

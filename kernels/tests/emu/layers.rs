@@ -119,7 +119,7 @@ struct Case {
 }
 
 fn cases(t: usize) -> Vec<Case> {
-    [(5, 64, 8, 2), (3, 300, 40, 5), (9, 4, 3, 3)]
+    [(50, 64, 8, 2), (3, 300, 40, 5), (9, 4, 3, 3)]
         .into_iter()
         .enumerate()
         .map(|(i, (n, d, experts, k))| Case { t, n, d, experts, k, rng: Rng::new(50 + i as u64) })
@@ -148,10 +148,17 @@ fn embedding(lib: &'static Lib, c: &mut Case) {
     let (embed, bwd) = (lib.kernel("tw_embed"), lib.kernel("tw_embed_bwd"));
     let (grid, block) = blocks(n);
     let first = embed.grid(grid, block).arg(&tokens.addr()).arg(&at.addr()).arg(&x.addr());
-    let (grid, block) = blocks(256 * d.div_ceil(4 * THREADS as usize));
-    let second = bwd.grid(grid, block).arg(&tokens.addr()).arg(&dx_at.addr()).arg(&g.addr());
-    let second = second.arg(&(n as u32)).arg(&(d as u32));
-    run(vec![first.arg(&(d as u32)), second], &[&tokens, &at, &dx_at, &x, &g]);
+    let splits = 3usize;
+    let partial = On::room(DType::F32, splits, 256 * d);
+    let (grid, block) = blocks(256 * d.div_ceil(4 * THREADS as usize) * splits);
+    let second = bwd.grid(grid, block).arg(&tokens.addr()).arg(&dx_at.addr()).arg(&partial.addr());
+    let second = second.arg(&(n as u32)).arg(&(d as u32)).arg(&(splits as u32));
+    let sums = lib.kernel("tw_sum_rows");
+    let (grid, block) = blocks((256 * d).div_ceil(32));
+    let third = sums.grid(grid, block).arg(&partial.addr()).arg(&g.addr()).arg(&(splits as u32));
+    let third = third.arg(&(256 * d as u32));
+    let work = vec![first.arg(&(d as u32)), second, third];
+    run(work, &[&tokens, &at, &dx_at, &x, &g, &partial]);
     x.close("embed", &nn::embedding(&table, &ids), 0.0);
     g.close("embed_bwd", &nn::embedding_bwd(&dx, &ids, 256), 1e-6);
 }
@@ -372,7 +379,7 @@ fn loss(lib: &'static Lib, c: &mut Case) {
     };
     let kernels = ["tw_cross_entropy", "tw_total"].map(|k| lib.kernel(k));
     let ((grid, block), (one, _)) = (blocks(n.div_ceil(WARPS)), blocks(1));
-    let first = kernels[0].grid(grid, block).smem((WARPS * 4 * cols) as u32).arg(&p);
+    let first = kernels[0].grid(grid, block).arg(&p);
     let second = kernels[1].grid(one, block).arg(&row_loss.addr()).arg(&total.addr());
     let work = vec![first, second.arg(&scale).arg(&(n as u32))];
     run(work, &[&at, &logits_at, &d_logits, &row_loss, &total]);
@@ -543,10 +550,15 @@ fn planted_optimizer(lib: &'static Lib) {
 }
 
 const OF_LAYERS: &[Planted] = &[
-    Planted("a token's first row only", "m != 0; m &= m - 1", "m != 0; m = 0", planted_layers),
+    Planted(
+        "a token's first row only",
+        "mine && i < num; i++",
+        "mine && i < min(num, 1u); i++",
+        planted_layers,
+    ),
     Planted(
         "columns of the first block",
-        "blockIdx.x / 256 * THREADS + threadIdx.x",
+        "blockIdx.x / 256 % parts * THREADS + threadIdx.x",
         "threadIdx.x",
         planted_layers,
     ),
@@ -583,8 +595,8 @@ const OF_LAYERS: &[Planted] = &[
     ),
     Planted(
         "joining turns again",
-        "float t = a.join ? -s[n] : s[n];",
-        "float t = s[n];",
+        "float t = a.join ? -s[n] : s[n], first",
+        "float t = s[n], first",
         planted_layers,
     ),
     Planted(
@@ -595,7 +607,7 @@ const OF_LAYERS: &[Planted] = &[
     ),
     Planted(
         "values are not copied",
-        "u32 values = a.kv_heads * a.dim / 4;",
+        "u32 values = a.kv_heads * a.dim / 8;",
         "u32 values = 0;",
         planted_layers,
     ),

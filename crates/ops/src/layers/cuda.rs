@@ -22,8 +22,12 @@ const NORM_BLOCKS: usize = 528;
 const STATS_BLOCKS: usize = 128;
 /// Those of a sum of squares.
 const SQUARE_BLOCKS: usize = 1024;
-/// Shared memory that a kernel has without asking.
-const SHARED: usize = 48 << 10;
+/// Parts of the rows whose sums by token are summed.
+const EMBED_SPLITS: usize = 16;
+/// Dynamic shared memory that a kernel has without asking: 48 KiB less what it has of its own.
+const SHARED: usize = 40 << 10;
+/// `TW_CLASSES` of the kernels.
+const CLASSES: usize = 512;
 
 /// Kernels and workspace.
 pub(super) struct Prepared {
@@ -76,7 +80,14 @@ impl Prepared {
                 kernel.allow_shared(bytes as u32)?;
             }
         }
-        let partial = (NORM_BLOCKS * d.cols).max(STATS_BLOCKS * 2 * d.experts);
+        if d.experts > CLASSES {
+            return Err(no_kernel(
+                format!("a router of {} experts", d.experts),
+                "kernels take up to 512: run it on the host",
+            ));
+        }
+        let of_rows = NORM_BLOCKS.max(EMBED_SPLITS * 256) * d.cols;
+        let partial = of_rows.max(STATS_BLOCKS * 2 * d.experts);
         Ok(Self {
             embed: m.kernel("tw_embed")?,
             embed_bwd: m.kernel("tw_embed_bwd")?,
@@ -269,12 +280,14 @@ impl On<'_> {
     pub fn embed_bwd(&self, a: &EmbedBwd) -> Result<()> {
         let (n, d) = dims(&a.dx);
         quads("rows", d)?;
-        let blocks = 256 * d.div_ceil(4 * THREADS);
-        let (tokens, dx, g) = (addr(&a.tokens)?, addr(&a.dx)?, addr(&a.grad)?);
-        let (n, d) = (n as u32, d as u32);
-        let args = LaunchArgs::new().arg(&tokens).arg(&dx).arg(&g).arg(&n).arg(&d);
-        // SAFETY: see the block's comment: (const u8*, const float*, float*, u32, u32).
-        unsafe { self.kernels.embed_bwd.launch(self.stream, grid(blocks), args) }
+        let blocks = 256 * d.div_ceil(4 * THREADS) * EMBED_SPLITS;
+        let (tokens, dx, partial) = (addr(&a.tokens)?, addr(&a.dx)?, self.kernels.partial.addr());
+        let (n, cols, splits) = (n as u32, d as u32, EMBED_SPLITS as u32);
+        let args = LaunchArgs::new().arg(&tokens).arg(&dx).arg(&partial);
+        let args = args.arg(&n).arg(&cols).arg(&splits);
+        // SAFETY: see the block's comment: (const u8*, const float*, float*, u32, u32, u32).
+        unsafe { self.kernels.embed_bwd.launch(self.stream, grid(blocks), args)? };
+        self.sum_rows(EMBED_SPLITS, 256 * d, addr(&a.grad)?)
     }
 
     pub fn add_norm(&self, a: &AddNorm) -> Result<()> {
@@ -328,7 +341,7 @@ impl On<'_> {
     pub fn heads(&self, a: &Heads) -> Result<()> {
         let (heads, kv, dim) = a.sizes()?;
         let n = dims(&a.rows).0;
-        quads("half a head", dim / 2)?;
+        quads("a quarter of a head", dim / 4)?;
         if n == 0 {
             return Ok(());
         }
@@ -394,8 +407,7 @@ impl On<'_> {
 
     pub fn cross_entropy(&self, a: &CrossEntropy) -> Result<()> {
         let (n, cols) = dims(&a.logits);
-        let shared = WARPS * 4 * cols;
-        if shared > SHARED {
+        if cols > CLASSES {
             return Err(no_kernel(format!("a loss over {cols} classes"), "run it on the host"));
         }
         let (row_loss, loss) = (self.kernels.row_loss.addr(), addr(&a.loss)?);
@@ -410,8 +422,7 @@ impl On<'_> {
             _pad: 0,
         };
         if n > 0 {
-            let grid = grid(n.div_ceil(WARPS)).shared(shared as u32);
-            self.one(&self.kernels.cross_entropy, grid, &p)?;
+            self.one(&self.kernels.cross_entropy, grid(n.div_ceil(WARPS)), &p)?;
         }
         let args = LaunchArgs::new().arg(&row_loss).arg(&loss).arg(&a.scale).arg(&p.n);
         // SAFETY: see the block's comment: (const float*, float*, double, u32).
