@@ -14,7 +14,7 @@
 #define TW_GEMM_WARPS_M 2
 #endif
 #ifndef TW_GEMM_WARPS_N
-#define TW_GEMM_WARPS_N 4
+#define TW_GEMM_WARPS_N 2
 #endif
 #ifndef TW_GEMM_STAGES
 #define TW_GEMM_STAGES 4
@@ -36,9 +36,11 @@ enum : u32 {
     TW_FM = TW_WM / 16,
     TW_FN = TW_WN / 8,
     TW_THREADS = 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N,
-    // 512 threads on a multiprocessor: up to 128 registers each. Without the number, ptxas spills
-    // in small tiles rather than take more than 80.
-    TW_MIN_BLOCKS = 512 / TW_THREADS > 0 ? 512 / TW_THREADS : 1,
+    // Blocks on a multiprocessor: two of them hide each other's barriers and epilogues. A warp of 64 x
+    // 64 products takes most registers there are for 256 threads; smaller ones leave room for 512.
+    // Without the number, ptxas spills in small tiles rather than take more than 80 registers.
+    TW_RESIDENT = TW_FM * TW_FN > 16 ? 256 : 512,
+    TW_MIN_BLOCKS = TW_RESIDENT / TW_THREADS > 0 ? TW_RESIDENT / TW_THREADS : 1,
     TW_A_BYTES = TW_BM * TW_BK * 2,
     TW_B_BYTES = TW_BN * TW_BK * 2,
     TW_STAGE_BYTES = TW_A_BYTES + TW_B_BYTES,
@@ -160,6 +162,51 @@ __device__ __forceinline__ void tw_load(u8* tile, const TwOperand& o, u32 k, u32
     }
 }
 
+// What a thread copies of each tile of an operand whose rows are aligned, worked out once: chunks that
+// lie `jump` elements apart, at places that differ by a constant, because ROWS is a multiple of 8.
+template <bool K_MAJOR, u32 EXTENT> struct TwLoader {
+    enum : u32 {
+        PER_ROW = K_MAJOR ? TW_BK / 8 : EXTENT / 8,
+        NUM = EXTENT * TW_BK / 8 / TW_THREADS,
+        ROWS = TW_THREADS / PER_ROW,
+        STEP_BYTES = ROWS * (K_MAJOR ? TW_BK : EXTENT) * 2,
+    };
+    static_assert(EXTENT * TW_BK / 8 % TW_THREADS == 0 && ROWS % (K_MAJOR ? 16 : 8) == 0 && NUM <= 6, "whole rounds");
+    const u16* p;
+    i64 step, jump;  // elements to the next tile, to the next chunk
+    u32 place;
+    u32 there;  // bytes of each chunk, five bits apart
+
+    __device__ __forceinline__ explicit TwLoader(const TwOperand& o) {
+        const u32 r = threadIdx.x / PER_ROW, c = threadIdx.x % PER_ROW;
+        const u32 local = K_MAJOR ? r : 8 * c, group = local / 8;
+        const u32 x = o.first + (o.pairs ? group / 2 * 8 + local % 8 : local);
+        const u32 shift = o.pairs && group % 2 ? o.extent : 0;
+        const u32 rows = K_MAJOR && o.pairs ? ROWS / 2 : ROWS;
+        p = o.p + (K_MAJOR ? (i64)(x + shift) * o.ld + 8 * c : (i64)r * o.ld + x + shift);
+        step = K_MAJOR ? (i64)TW_BK : TW_BK * o.ld;
+        jump = rows * o.ld;
+        place = tw_place<K_MAJOR, EXTENT>(r, c);
+        there = 0;
+#pragma unroll
+        for (u32 i = 0; i < NUM; i++) {
+            const u32 at = K_MAJOR ? x + i * rows : x;
+            const u32 num = K_MAJOR ? (at < o.extent ? 8 : 0) : min(o.extent - min(at, o.extent), 8u);
+            there |= 2 * num << 5 * i;
+        }
+    }
+
+    // Copies tile `s`, all 32 of k of which exist.
+    __device__ __forceinline__ void copy(u8* tile, const TwOperand& o, u32 s) const {
+        const u16* from = p + s * step;
+#pragma unroll
+        for (u32 i = 0; i < NUM; i++) {
+            const u32 bytes = there >> 5 * i & 31;
+            cp_async_cg_16_zfill(tile + place + i * STEP_BYTES, bytes > 0 ? from + i * jump : o.p, bytes);
+        }
+    }
+};
+
 __device__ __forceinline__ void tw_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #if TW_GEMM_F16
     mma_m16n8k16_f32_f16(d, a, b);
@@ -212,9 +259,16 @@ __device__ __forceinline__ void tw_mainloop(TwAcc& acc, u8* smem, const TwOperan
         for (u32 j = 0; j < TW_FN; j++)
 #pragma unroll
             for (u32 e = 0; e < 4; e++) acc[i][j][e] = 0;
+    const TwLoader<A_MK, TW_BM> fast_a(a);
+    const TwLoader<B_NK, TW_BN> fast_b(b);
+    // Tiles that every thread may copy without a look at k.
+    const u32 whole = a.wide && b.wide ? k / TW_BK : 0;
     const auto copy = [&](u32 step) {
         u8* stage = smem + step % TW_STAGES * TW_STAGE_BYTES;
-        if (step < steps) {
+        if (step < whole) {
+            fast_a.copy(stage, a, step);
+            fast_b.copy(stage + TW_A_BYTES, b, step);
+        } else if (step < steps) {
             tw_load<A_MK, TW_BM>(stage, a, k, step * TW_BK);
             tw_load<B_NK, TW_BN>(stage + TW_A_BYTES, b, k, step * TW_BK);
         }

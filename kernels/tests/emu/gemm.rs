@@ -62,9 +62,9 @@ pub fn load(s: &Source, text: String, sizes: Sizes, probes: &[&'static str]) -> 
     Build { lib, f16: f16 == 1, tile: (m, n), threads, smem: smem as u32 }
 }
 
-/// The text as it is: 128x128, eight warps, four stages, bf16.
+/// The text as it is: 128x128, four warps, four stages, bf16.
 pub static BF16: LazyLock<Build> =
-    LazyLock::new(|| load(&SM80_GEMM, SM80_GEMM.emu_text(), (128, 128, 2, 4, 4, 0), &PROBES));
+    LazyLock::new(|| load(&SM80_GEMM, SM80_GEMM.emu_text(), (128, 128, 2, 2, 4, 0), &PROBES));
 /// 64x64, four warps, three stages, f16.
 pub static F16: LazyLock<Build> =
     LazyLock::new(|| load(&SM80_GEMM, SM80_GEMM.emu_text(), SMALL, &[]));

@@ -17,7 +17,7 @@ use crate::quant::cuda::{Codes, Widen};
 
 /// Rows and columns of a block's tile, threads and dynamic shared memory of the 16-bit kernels, as
 /// `gemm/mainloop.cuh` defines them where nothing else is defined.
-pub(crate) const TILE: Tile = Tile { m: 128, n: 128, threads: 256, shared_bytes: 65536 };
+pub(crate) const TILE: Tile = Tile { m: 128, n: 128, threads: 128, shared_bytes: 65536 };
 /// Those of the f32 kernel.
 const TILE_F32: Tile = Tile { m: 64, n: 64, threads: 256, shared_bytes: 18432 };
 
