@@ -222,7 +222,9 @@ def conformance(n):
     tests = program("conformance")
     yield Config("one-sided-threads-1", [tests, "vmm_alone"], by_tests)
     for case in CASES if n > 1 else []:
-        yield Config(f"one-sided-threads-{case}", [tests, f"vmm_threads::{case}", "--exact"], by_tests)
+        for backend in ["vmm", "nccl"]:
+            argv = [tests, f"{backend}_threads::{case}", "--exact"]
+            yield Config(f"one-sided-threads-{backend}-{case}", argv, by_tests)
     for ranks in up_to(n, [2, 3, 4, 5, 8]):
         for case in CASES:
             yield Config(f"one-sided-processes-{ranks}-{case}", ranks_of(ranks, program("gpu_spike"), case))

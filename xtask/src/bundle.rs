@@ -289,7 +289,7 @@ mod tests {
         let all = list(&["all", "8"]).unwrap();
         for wanted in [
             "smoke/doctor",
-            "conformance/one-sided-threads-put_flag",
+            "conformance/one-sided-threads-vmm-put_flag",
             "conformance/one-sided-processes-3-barrier",
             "conformance/verify-threads-8-gemm",
             "conformance/verify-processes-2-ep",

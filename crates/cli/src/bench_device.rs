@@ -242,7 +242,7 @@ impl Bench<'_> {
         let moved = (m * COLS * self.o.dtype.size()) as f64 * (size - 1) as f64 / size as f64;
         let nccl = match self.by_nccl(plan.desc().clone(), m, (&x, &out)) {
             Ok(us) => format!("{us:.1} us, {:.1} GB/s bus", factor * moved / us / 1e3),
-            Err(e) if e.is_unavailable() => "not there".to_owned(),
+            Err(e) if e.is_unavailable() || e.is_unsupported() => "not here".to_owned(),
             Err(e) => return Err(e),
         };
         let note = format!("{:.1} GB/s bus; NCCL: {nccl}", factor * moved / us / 1e3);

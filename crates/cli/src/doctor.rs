@@ -48,6 +48,8 @@ fn finding(code: &'static str, state: State, text: impl Into<String>, remedy: &s
 pub fn examine(shm: &Path) -> Vec<Finding> {
     let mut v =
         vec![environment(), place(), cores(), descriptors(), leftovers(shm), host_backend()];
+    // As another program would find them: a look at the backends loads some.
+    let places = Places::of_process();
     v.extend(backends().into_iter().filter(|b| b.kind != BackendKind::Host).map(|b| {
         let text = format!("backend {}: {}", b.kind, b.why_not.as_deref().unwrap_or("available"));
         let state = if b.why_not.is_some() { State::Warn } else { State::Ok };
@@ -57,7 +59,6 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
         finding("backend", state, text, remedy.unwrap_or("the `host` backend runs everywhere"))
     }));
     v.extend(gpu::examine());
-    let places = Places::of_process();
     v.extend(LIBRARIES.iter().map(|l| library(&places, l)));
     v.push(kernel_cache());
     v

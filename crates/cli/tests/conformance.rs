@@ -55,11 +55,18 @@ fn the_list_above_is_complete() {
         "gemm_ar",
         "gemm_rs",
         "grouped_gemm",
+        "nccl",
         "permute",
         "quant",
         "reduce_scatter",
     ];
     assert_eq!(verify::ops(), here);
+    // On devices only.
+    let nccl = |backend| {
+        let o = Options { ops: vec!["nccl".to_owned()], backend, ..Options::default() };
+        verify::cases(&o).unwrap().len()
+    };
+    assert_eq!((nccl(BackendKind::Host), nccl(BackendKind::Vmm) > 0), (0, true));
 }
 
 #[test]

@@ -4,12 +4,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use tilewire_core::{BackendKind, Deadline, Error, ErrorKind, Rank, Result, inject};
+use tilewire_device::cuda::NcclWindow;
 use tilewire_device::{Device, Stream, Tracer};
 
 use crate::alloc::Allocator;
 use crate::buf::SymBuf;
 use crate::map::{Mapping, PAGE, shared_file};
-use crate::nccl::NcclTeam;
+use crate::nccl::{self, NcclTeam};
 use crate::team::{LiveTeam, lock};
 use crate::told::exchange_parts;
 use crate::vmm::VmmStore;
@@ -27,7 +28,7 @@ pub struct HeapCfg {
     pub len_bytes: usize,
     /// Address range per rank that the heap may grow into. Default: four times `len_bytes`.
     pub reserve_bytes: Option<usize>,
-    /// CUDA device that holds this rank's part (backend `vmm` only). Default: the world rank,
+    /// CUDA device that holds this rank's part (not on the host). Default: the world rank,
     /// modulo the number of devices.
     pub device: Option<u32>,
 }
@@ -46,6 +47,8 @@ impl HeapCfg {
 
 pub(crate) struct HeapInner {
     pub team: LiveTeam,
+    /// On devices, made when it is first asked for. It goes before the memory that it may know.
+    pub nccl: OnceLock<Arc<NcclTeam>>,
     /// The chunks of the host backend; empty on a device heap.
     pub map: Mapping,
     /// The chunks of the `vmm` backend.
@@ -54,7 +57,8 @@ pub(crate) struct HeapInner {
     alloc: Mutex<Allocator>,
     dropped: Mutex<Vec<(usize, usize)>>,
     copies: OnceLock<Stream>,
-    pub nccl: OnceLock<Arc<NcclTeam>>,
+    pub window: OnceLock<NcclWindow>,
+    kind: BackendKind,
 }
 
 /// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
@@ -78,6 +82,9 @@ impl LiveTeam {
         if stride == MOST {
             return Err(too_large());
         }
+        if backend == BackendKind::Nccl {
+            nccl::check(self).map_err(|e| of_backend(backend, e).team(self.name()))?;
+        }
         let (map, vmm, own) = match backend {
             BackendKind::Host => {
                 let own = shared_file("tilewire-heap", len);
@@ -86,17 +93,14 @@ impl LiveTeam {
                 let map = Mapping::new(&fds.concat_fds(), len, stride);
                 (self.settle("heap-map", map)?, None, Some(own?))
             }
-            BackendKind::Vmm => {
-                let store =
-                    VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg }).map_err(|e| {
-                        let text = format!("backend `{backend}`: {}", e.message());
-                        e.reworded(text).op("heap").team(self.name())
-                    })?;
+            BackendKind::Vmm | BackendKind::Nccl => {
+                let store = VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg })
+                    .map_err(|e| of_backend(backend, e).team(self.name()))?;
                 (Mapping::new(&[], 0, PAGE)?, Some(store), None)
             }
             _ => return Err(crate::world::unavailable(backend).op("heap").team(self.name())),
         };
-        Ok(Heap(Arc::new(HeapInner {
+        let heap = Heap(Arc::new(HeapInner {
             team: self.clone(),
             map,
             vmm,
@@ -105,8 +109,19 @@ impl LiveTeam {
             dropped: Mutex::new(Vec::new()),
             copies: OnceLock::new(),
             nccl: OnceLock::new(),
-        })))
+            window: OnceLock::new(),
+            kind: backend,
+        }));
+        if backend == BackendKind::Nccl {
+            heap.register().map_err(|e| of_backend(backend, e).team(self.name()))?;
+        }
+        Ok(heap)
     }
+}
+
+fn of_backend(backend: BackendKind, e: Error) -> Error {
+    let text = format!("backend `{backend}`: {}", e.message());
+    e.reworded(text).op("heap")
 }
 
 fn too_large() -> Error {
@@ -172,7 +187,7 @@ impl Heap {
 
     /// Where the memory is.
     pub fn backend(&self) -> BackendKind {
-        if self.0.vmm.is_some() { BackendKind::Vmm } else { BackendKind::Host }
+        self.0.kind
     }
 
     /// Checks that `len` bytes at `offset` of `peer`'s chunk exist.

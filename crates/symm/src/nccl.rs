@@ -1,4 +1,9 @@
-//! NCCL over the members of a team: a communicator that ends with the team.
+//! NCCL over the members of a team: a communicator that ends with the team, and the backend `nccl`.
+//!
+//! The backend's memory is that of `vmm`, each rank's chunk registered as a window besides. Peers are
+//! addressed through our own mappings of their chunks: the host has no call for the addresses of the
+//! library's before 2.29 (`ncclGetPeerDevicePointer`), and what 2.28 has (`ncclGetLsaPointer`) is for
+//! kernels that are compiled with its headers.
 //!
 //! # Invariants
 //! 1. The communicator is made by all members at one `prepare`, or by none.
@@ -11,10 +16,13 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tilewire_core::{DType, Deadline, Error, ErrorKind, Result};
-use tilewire_device::cuda::{CudaContext, CudaStream, NcclComm, NcclId, NcclOp, NcclSum};
+use tilewire_device::cuda::{
+    CudaContext, CudaStream, NcclComm, NcclId, NcclOp, NcclSum, NcclWindow,
+};
 
 use crate::heap::Heap;
 use crate::team::LiveTeam;
+use crate::vmm::{VmmOneSided, gpus, shared};
 
 /// How often the team is looked at: a peer that died is named by the monitor at once, and kernels
 /// that wait for it end so much later.
@@ -44,6 +52,12 @@ impl NcclTeam {
         let (version, found, id) = team.settle("nccl", library())?;
         let words = [version.as_bytes(), id.as_ref().map_or(&[][..], |id| &id.0)].concat();
         let all = team.exchange("nccl id", &words)?;
+        if let Some((a, b)) = shared(&gpus(team, ctx)?) {
+            let text = format!("ranks {a} and {b} share a GPU: NCCL wants one for each");
+            return Err(Error::new(ErrorKind::Unsupported, text).op("nccl").hint(
+                "start no more ranks than there are GPUs, or use puts and the `vmm` backend",
+            ));
+        }
         let mut id = NcclId([0; 128]);
         for (i, theirs) in all.iter().enumerate() {
             let (text, place) = theirs.split_at(version.len().min(theirs.len()));
@@ -91,6 +105,21 @@ impl NcclTeam {
             std::thread::sleep(Duration::from_micros(50));
         }
         Err(Error::internal("unreachable: 2^32 polls"))
+    }
+
+    /// Collective: registers my chunk of a heap.
+    fn register(&self, addr: u64, len: usize) -> Result<NcclWindow> {
+        // SAFETY: the chunk of a heap, which lives as long as the work that is queued on it, and is
+        // dropped behind its communicator.
+        let window = unsafe { self.comm.register(addr, len)? };
+        self.settled(Some(Deadline::after(self.team.0.cfg.rendezvous_timeout)))?;
+        if window.handle().is_none() {
+            let text = format!("{} has no symmetric memory for these devices", self.library);
+            return Err(Error::new(ErrorKind::Unsupported, text).op("nccl").hint(
+                "NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE must not be 0; or use the `vmm` backend",
+            ));
+        }
+        Ok(window)
     }
 
     /// Queues operations as one group, behind a meeting of the launch (see the module), and returns
@@ -141,12 +170,36 @@ fn watch(team: &Arc<NcclTeam>) -> Result<()> {
     thread.map(drop).map_err(|e| Error::io("a thread that watches NCCL", e))
 }
 
+/// Collective: whether all ranks can open NCCL, asked before memory is taken.
+pub(crate) fn check(team: &LiveTeam) -> Result<()> {
+    team.settle("nccl", NcclComm::library()).map(drop)
+}
+
 impl Heap {
+    /// Collective: registers every rank's chunk as a window of NCCL.
+    pub(crate) fn register(&self) -> Result<()> {
+        let nccl = self.nccl()?;
+        let os = VmmOneSided::new(self)?;
+        let len = self.usage().1;
+        let window = nccl.register(os.addr(self.team().rank(), 0, len)?, len);
+        // A rank without a window tells the others.
+        let window = self.team().settle("nccl window", window)?;
+        self.0.window.get_or_init(|| window);
+        Ok(())
+    }
+
+    /// NCCL's handle of this heap (`ncclWindow_t`), whose offsets are those of [`SymBuf`](crate::SymBuf)s,
+    /// for kernels that are compiled with NCCL's device headers: of the backend `nccl` only.
+    pub fn nccl_window(&self) -> Option<u64> {
+        self.0.window.get().and_then(NcclWindow::handle)
+    }
+
     /// Collective at the first call: NCCL over the members of this heap's team, on its devices.
     ///
     /// # Errors
     /// On all ranks, `Unavailable` if one has no NCCL or has not set `NCCL_NVLS_ENABLE=0`, and
-    /// `Mismatch` if they have different ones; `Unsupported` for a heap of the host.
+    /// `Mismatch` if they have different ones; `Unsupported` for a heap of the host, and if ranks share
+    /// a GPU.
     pub fn nccl(&self) -> Result<Arc<NcclTeam>> {
         if let Some(n) = self.0.nccl.get() {
             return Ok(n.clone());

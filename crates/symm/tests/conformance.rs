@@ -12,7 +12,7 @@ use tilewire_symm::*;
 
 mod cases;
 
-use cases::{Host, KIB, Vmm};
+use cases::{Host, KIB, Nccl, Vmm};
 
 type Setup = cases::Setup<Host>;
 
@@ -179,6 +179,14 @@ fn gpus(n: usize, case: fn(World) -> Result<()>) {
     }
 }
 
+/// As [`gpus`], where NCCL can be opened; else says why not.
+fn gpus_with_nccl(n: usize, case: fn(World) -> Result<()>) {
+    match tilewire_device::cuda::NcclComm::library() {
+        Ok(_) => gpus(n, case),
+        Err(e) => assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}"),
+    }
+}
+
 macro_rules! conformance {
     ($model:ident, $backend:ident, $run:path, $ns:tt; $($own:ident)*) => {
         mod $model {
@@ -207,6 +215,7 @@ macro_rules! conformance {
 conformance!(host_threads, Host, super::threads, [2, 3, 5];
     teams mismatch heap_rules tampered_signals);
 conformance!(vmm_threads, Vmm, super::gpus, [2, 3, 4, 5, 8];);
+conformance!(nccl_threads, Nccl, super::gpus_with_nccl, [2, 3, 4, 5, 8];);
 
 #[test]
 fn a_world_of_one_does_everything_alone() {
@@ -310,6 +319,10 @@ fn backends_are_listed_without_a_world() {
         let can = match s.kind {
             BackendKind::Host => true,
             BackendKind::Vmm => tilewire_device::cuda::available().is_ok(),
+            BackendKind::Nccl => {
+                let nccl = tilewire_device::cuda::NcclComm::library();
+                tilewire_device::cuda::available().is_ok() && nccl.is_ok()
+            }
             _ => false,
         };
         assert_eq!(can, s.why_not.is_none(), "{s:?}");

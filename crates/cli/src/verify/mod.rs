@@ -123,7 +123,7 @@ pub fn cases(options: &Options) -> Result<Vec<Case>> {
     let mut selected: Vec<Case> = all_cases()
         .into_iter()
         .filter(|c| options.ops.is_empty() || options.ops.iter().any(|o| o == c.family()))
-        .filter(|c| !c.op.ends_with(collective::NCCL) || options.backend != BackendKind::Host)
+        .filter(|c| c.family() != collective::NCCL || options.backend != BackendKind::Host)
         .filter(|c| options.dtypes.is_empty() || options.dtypes.contains(&c.dtype))
         .collect();
     for (name, &value) in &options.shape {

@@ -50,4 +50,13 @@ impl<'a> Lib<'a> {
             Error::new(ErrorKind::Unavailable, text).op("cuda").hint(self.spec.install)
         })
     }
+
+    /// The function `name`, if the library has it: newer ones have more.
+    ///
+    /// # Safety
+    /// As [`Lib::symbol`].
+    pub unsafe fn optional<T: Copy>(&self, name: &str) -> Option<T> {
+        // SAFETY: the caller's contract.
+        unsafe { self.symbol(name) }.ok()
+    }
 }

@@ -36,7 +36,7 @@ pub use graph::CudaGraph;
 pub use loader::available;
 pub use memory::{CudaMemory, Pinned};
 pub use module::{CudaModule, Grid, Kernel, LaunchArgs};
-pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum};
+pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum, NcclWindow};
 pub use nvrtc::{Nvrtc, load_nvrtc};
 pub use places::{
     CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,

@@ -6,6 +6,7 @@
 //! - The library is not opened unless `NCCL_NVLS_ENABLE=0` keeps it off NVLink multicast.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
@@ -22,6 +23,8 @@ const SUCCESS: Code = 0;
 const IN_PROGRESS: Code = 7;
 /// The oldest whose calls are used here, as `ncclGetVersion` writes it.
 const MIN_VERSION: c_int = 22700;
+/// `NCCL_WIN_COLL_SYMMETRIC`: every rank's part lies at the same offset.
+const WINDOW_SYMMETRIC: c_int = 1;
 const NO_MULTICAST: &str = "NCCL_NVLS_ENABLE";
 
 /// `ncclUniqueId`: where the members of a communicator meet.
@@ -81,6 +84,7 @@ struct Api {
     broadcast: unsafe extern "C" fn(u64, u64, usize, c_int, c_int, Raw, Raw) -> Code,
     send: Transfer,
     recv: Transfer,
+    window: Option<unsafe extern "C" fn(Raw, u64, usize, *mut Raw, c_int) -> Code>,
 }
 
 impl Api {
@@ -121,6 +125,7 @@ impl Api {
                 broadcast: lib.symbol("ncclBroadcast")?,
                 send: lib.symbol("ncclSend")?,
                 recv: lib.symbol("ncclRecv")?,
+                window: lib.optional("ncclCommWindowRegister"),
                 found: found.clone(),
             })
         }
@@ -420,6 +425,32 @@ impl NcclComm {
         api.check(code, "NCCL")
     }
 
+    /// Collective: begins to register `len` bytes at `addr`, memory of [`VmmChunk`](super::VmmChunk)s
+    /// from the beginning of a mapping on. Done, and told by [`NcclWindow::handle`], when
+    /// [`NcclComm::is_ready`] says so.
+    ///
+    /// # Safety
+    /// The memory must stay mapped as long as work of the communicator uses it: the library has a
+    /// mapping of its own, but knows this one, too.
+    ///
+    /// # Errors
+    /// `Unsupported` if the library has no windows; `Aborted`; what the library reports.
+    pub unsafe fn register(&self, addr: u64, len: usize) -> Result<NcclWindow> {
+        let Some(register) = self.api.window else {
+            let text = format!("NCCL {} has no windows", text(self.api.version));
+            return Err(Error::new(ErrorKind::Unsupported, text).op("nccl").hint(NCCL.install));
+        };
+        let handle = self.lock();
+        let raw = handle.as_ref().ok_or_else(aborted)?.0;
+        self.ctx.bind()?;
+        // A thread of the library writes it, even after this one has given up: never freed.
+        let out: &'static AtomicPtr<c_void> = Box::leak(Box::default());
+        // SAFETY: a live communicator; an output that lives for ever; the caller's contract for the
+        // memory.
+        let code = unsafe { register(raw, addr, len, out.as_ptr(), WINDOW_SYMMETRIC) };
+        self.api.check(code, "ncclCommWindowRegister").map(|()| NcclWindow(out))
+    }
+
     /// Ends what runs and what is queued on the device, and the communicator. Waits for no peer.
     pub fn abort(&self) {
         let Some(handle) = self.lock().take() else { return };
@@ -431,6 +462,19 @@ impl NcclComm {
         if let Err(e) = self.api.check(unsafe { (self.api.abort)(handle.0) }, "ncclCommAbort") {
             log::warn!("{e}");
         }
+    }
+}
+
+/// A registration of memory with a communicator, which ends with it.
+#[derive(Clone, Copy, Debug)]
+pub struct NcclWindow(&'static AtomicPtr<c_void>);
+
+impl NcclWindow {
+    /// `ncclWindow_t`, for kernels that are compiled with NCCL's device headers; none if the library
+    /// has no symmetric memory for these devices.
+    pub fn handle(&self) -> Option<u64> {
+        let p = self.0.load(Ordering::Acquire);
+        (!p.is_null()).then_some(p as u64)
     }
 }
 

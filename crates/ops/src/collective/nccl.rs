@@ -48,8 +48,8 @@ pub(super) fn decide(plan: &CollectivePlan, lane: &Lane, stream: &Stream) -> Res
         plan.used.0.get_or_init(|| (nccl, text));
     };
     let nccl = match (plan.backend, plan.core.heap().nccl()) {
-        (CollectiveBackend::Fastest, Err(e)) if e.is_unavailable() => {
-            set(None, format!("puts, because NCCL is not there: {e}"));
+        (CollectiveBackend::Fastest, Err(e)) if e.is_unavailable() || e.is_unsupported() => {
+            set(None, format!("puts, because NCCL cannot be used: {e}"));
             return Ok(());
         }
         (_, r) => r?,

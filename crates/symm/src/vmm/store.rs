@@ -130,9 +130,7 @@ impl VmmStore {
     /// Collective: makes and maps the chunks of all ranks.
     pub fn create(team: &LiveTeam, cfg: &HeapCfg) -> Result<Arc<Self>> {
         let parts = team.settle("vmm-make", Parts::make(team, cfg))?;
-        // One whose address is not known is taken for a GPU of its own.
-        let pci = parts.ctx.info().map_or_else(|_| format!("rank {}", team.rank()), |i| i.pci);
-        warn_of_shared(team, &team.exchange("vmm-gpu", pci.as_bytes())?);
+        warn_of_shared(team, &gpus(team, &parts.ctx)?);
         let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
         let own = vec![parts.heap.1.as_fd(), parts.control.1.as_fd()];
         let fds = exchange_chunks(team, Ok(own))?.0;
@@ -172,6 +170,13 @@ impl VmmStore {
     }
 }
 
+/// Collective: where the GPU of each rank is. One whose address is not known is taken for a GPU of its
+/// own.
+pub(crate) fn gpus(team: &LiveTeam, ctx: &CudaContext) -> Result<Vec<Vec<u8>>> {
+    let pci = ctx.info().map_or_else(|_| format!("rank {}", team.rank()), |i| i.pci);
+    team.exchange("gpu", pci.as_bytes())
+}
+
 /// Ranks may share a GPU, but it is rarely meant.
 fn warn_of_shared(team: &LiveTeam, gpus: &[Vec<u8>]) {
     if let Some((a, b)) = shared(gpus).filter(|_| team.rank().get() == 0) {
@@ -185,7 +190,7 @@ fn warn_of_shared(team: &LiveTeam, gpus: &[Vec<u8>]) {
 }
 
 /// The first two ranks on one GPU.
-pub(super) fn shared(gpus: &[Vec<u8>]) -> Option<(usize, usize)> {
+pub(crate) fn shared(gpus: &[Vec<u8>]) -> Option<(usize, usize)> {
     let before = |b: usize| gpus[..b].iter().position(|a| *a == gpus[b]);
     (1..gpus.len()).find_map(|b| Some((before(b)?, b)))
 }

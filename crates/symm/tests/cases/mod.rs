@@ -74,6 +74,31 @@ impl Backend for Vmm {
     }
 }
 
+/// Memory of `vmm`, registered with NCCL.
+pub struct Nccl;
+
+impl Backend for Nccl {
+    type OneSided = VmmOneSided;
+    const KIND: BackendKind = BackendKind::Nccl;
+
+    fn one_sided(heap: &Heap) -> Result<VmmOneSided> {
+        assert!(heap.nccl_window().is_some() && heap.backend() == Self::KIND);
+        VmmOneSided::new(heap)
+    }
+
+    fn stream(os: &VmmOneSided) -> Result<CudaStream> {
+        Vmm::stream(os)
+    }
+
+    fn buffer(os: &VmmOneSided, bytes: &[u8]) -> Result<CudaMemory> {
+        Vmm::buffer(os, bytes)
+    }
+
+    fn slice(b: &CudaMemory, offset: usize, len: usize) -> Result<CudaMemory> {
+        Vmm::slice(b, offset, len)
+    }
+}
+
 pub struct Setup<B: Backend> {
     // Streams first: they drain before the memory that their work uses goes.
     pub stream: StreamOf<B>,
