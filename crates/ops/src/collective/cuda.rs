@@ -15,7 +15,8 @@ use tilewire_symm::{OneSided, Signals, SymBuf};
 use super::config::Phase;
 use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveDesc, CollectiveKind, ReduceOp};
-use crate::common::lanes::{Enter, Lane, Lanes, Mover, Poison, Reducer, Sum, on_device};
+use crate::common::cuda::together_on;
+use crate::common::lanes::{Enter, Lane, Lanes, Mover, Poison, Reducer, Sum};
 
 /// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;
@@ -63,9 +64,9 @@ pub(super) fn launch(
     (first, second): (Phase, Option<Phase>),
     (x, out): (&Tensor, &Tensor),
 ) -> Result<Pending<Tensor>> {
-    let (core, name) = (&plan.core, plan.core.op());
-    let on = |what, t| on_device(what, t, lane.context()).map_err(|e| e.op(name));
-    let (from, to) = (on("x", x)?, on("out", out)?);
+    let core = &plan.core;
+    together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(core.op()))?;
+    let (from, to) = (x.cuda()?, out.cuda()?);
     let launch = core.begin(stream, format_args!("m={m}"))?;
     let p = plan.cuda.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
     let row = plan.desc.cols * plan.desc.dtype.size();

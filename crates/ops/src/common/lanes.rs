@@ -9,7 +9,7 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaEvent, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs,
 };
-use tilewire_device::{Queue, Stream, Tensor};
+use tilewire_device::{Queue, Stream};
 use tilewire_kernels::portable::{
     MOVE, MOVE_SEGMENTS, MOVE_THREADS, REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, move_defines,
     reduce_defines,
@@ -108,23 +108,6 @@ impl Lanes<'_> {
         self.side.record(&self.lane.join)?;
         self.main.wait(&self.lane.join)
     }
-}
-
-/// A tensor's memory on the device of a heap.
-///
-/// # Errors
-/// `InvalidArgument` for a tensor that lies elsewhere.
-pub(crate) fn on_device(what: &str, t: &Tensor, ctx: &CudaContext) -> Result<CudaMemory> {
-    let memory = t.cuda().map_err(|e| {
-        let text = format!("`{what}` lies in the CPU's memory, the heap on a CUDA device");
-        e.reworded(text)
-    })?;
-    if memory.context().ordinal() != ctx.ordinal() {
-        return Err(Error::invalid(format!("`{what}` lies on another CUDA device than the heap"))
-            .expected(ctx.ordinal())
-            .seen(memory.context().ordinal()));
-    }
-    Ok(memory)
 }
 
 /// The stream of a launch on the device of a heap.
