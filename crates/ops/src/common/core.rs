@@ -245,7 +245,14 @@ impl PlanCore {
             if captured { Ok(()) } else { self.order.done(stream) }
         };
         // The launch is on record: if it cannot be queued, the peers must not wait for it.
-        queue().map_err(|e| self.team().fail(e.op(self.op).seq(seq)))
+        queue().map_err(|e| {
+            self.team().set_state(seq, EntryState::Failed);
+            let e = self.team().fail(e.op(self.op).seq(seq));
+            if let Ok(main) = stream.cuda() {
+                Lane::spoil(main, outs);
+            }
+            e
+        })
     }
 
     /// Makes launches of this plan and of `other` follow each other: they share receive areas.

@@ -93,6 +93,16 @@ impl Lane {
         let outs: Vec<_> = outs.iter().map(|o| (o.0.clone(), o.1)).collect();
         self.os.poison_if_over(main, &outs)
     }
+
+    /// Poisons the outputs of a launch that could not be queued whole: some of its kernels may run,
+    /// and whoever joins other work of the stream must not take what they leave for a result.
+    pub fn spoil(main: &CudaStream, outs: &[Poison]) {
+        for o in outs {
+            // The error to tell is the one before. If nothing can be queued any more, the stream is
+            // at its end, and nothing of it is a result.
+            main.fill_memory(&o.0, o.1).ok();
+        }
+    }
 }
 
 impl Lanes<'_> {
