@@ -17,7 +17,11 @@ pub struct Pending<T, Q: Queue = Stream> {
     stream: Q,
     done: Q::Event,
     fault: Option<Arc<Fault>>,
+    told: Option<Told>,
 }
+
+/// Who wants to hear how the work ended.
+type Told = Box<dyn FnOnce(bool) + Send + Sync>;
 
 impl<T, Q: Queue> Pending<T, Q> {
     /// Work that is complete when `stream` gets past what is queued on it now.
@@ -27,7 +31,13 @@ impl<T, Q: Queue> Pending<T, Q> {
     pub fn new(out: T, stream: &Q, fault: Option<Arc<Fault>>) -> Result<Self> {
         let done = stream.event()?;
         stream.record(&done)?;
-        Ok(Self { out, stream: stream.clone(), done, fault })
+        Ok(Self { out, stream: stream.clone(), done, fault, told: None })
+    }
+
+    /// Calls `f` once [`Pending::wait`] or [`Pending::wait_until`] knows how the work ended, with
+    /// whether it went well. After [`Pending::join`] nobody knows, and `f` is not called.
+    pub fn on_end(self, f: impl FnOnce(bool) + Send + Sync + 'static) -> Self {
+        Self { told: Some(Box::new(f)), ..self }
     }
 
     /// Blocks until the work is complete and hands out the result.
@@ -38,7 +48,7 @@ impl<T, Q: Queue> Pending<T, Q> {
     /// `InvalidArgument` during capture: captured work does not run, so it cannot be waited for.
     pub fn wait(self) -> Result<T> {
         self.done.synchronize(None)?;
-        self.finish()
+        self.ended()
     }
 
     /// As [`Pending::wait`], giving up at `deadline`.
@@ -47,7 +57,7 @@ impl<T, Q: Queue> Pending<T, Q> {
     /// As [`Pending::wait`], and `Timeout`.
     pub fn wait_until(self, deadline: Deadline) -> Result<T> {
         self.done.synchronize(Some(deadline))?;
-        self.finish()
+        self.ended()
     }
 
     /// Makes `stream` wait for the work, without blocking the caller, and hands out the result
@@ -58,6 +68,15 @@ impl<T, Q: Queue> Pending<T, Q> {
     pub fn join(self, stream: &Q) -> Result<T> {
         stream.wait(&self.done)?;
         self.finish()
+    }
+
+    fn ended(mut self) -> Result<T> {
+        let told = self.told.take();
+        let result = self.finish();
+        if let Some(f) = told {
+            f(result.is_ok());
+        }
+        result
     }
 
     /// The result, unless the team or the work itself is known to have failed.

@@ -89,6 +89,24 @@ fn a_result_is_not_handed_out_when_its_work_failed() {
     assert!(p.wait_until(Deadline::after_s(5.0)).unwrap_err().is_timeout());
 }
 
+/// The flight recorder takes the end of a device's launches from here.
+#[test]
+fn who_asks_hears_how_the_work_ended_once_it_is_waited_for() {
+    let heard = |fails: bool| {
+        let s = Stream::new("s").unwrap();
+        s.launch(Node::new("work", move || {
+            if fails { Err(Error::new(ErrorKind::Timeout, "late")) } else { Ok(()) }
+        }))
+        .unwrap();
+        let (tx, rx) = std::sync::mpsc::channel();
+        let p = Pending::new(1, &s, None).unwrap().on_end(move |good| tx.send(good).unwrap());
+        assert!(rx.try_recv().is_err(), "nobody has waited yet");
+        assert_eq!(p.wait_until(Deadline::after_s(5.0)).is_err(), fails);
+        rx.try_iter().collect::<Vec<_>>()
+    };
+    assert_eq!((heard(false), heard(true)), (vec![true], vec![false]));
+}
+
 #[test]
 fn an_error_on_a_side_lane_of_a_graph_is_reported() {
     let (a, b) = (Stream::new("a").unwrap(), Stream::new("b").unwrap());

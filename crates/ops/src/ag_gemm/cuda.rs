@@ -75,7 +75,7 @@ pub(super) fn launch(
     let outs = [Some(&t.out), t.aux_out.as_ref(), t.gathered.as_ref()];
     let outs = outs.into_iter().flatten().map(|t| Ok(Poison::value(t.cuda()?)));
     let outs = outs.collect::<Result<Vec<_>>>()?;
-    let launch = plan.core.begin(stream, format_args!("m={}", shape.m))?;
+    let seq = plan.core.begin(stream, format_args!("m={}", shape.m))?.ctx.seq();
     // Begun, so prepared.
     let Some(prepared) = plan.cuda.get() else {
         return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
@@ -83,13 +83,13 @@ pub(super) fn launch(
     let flags = DATA..DATA + shape.config.sub_chunks;
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
-    plan.core.run_on(lane, (stream, launch.ctx.seq()), &enter, &outs, |l| {
+    plan.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
         hold(l.main, t.clone());
         let run = Run { l, plan, gemm: &prepared.gemm, s: shape, t: &t, x: x.clone() };
         run.copies()?;
         run.compute()
     })?;
-    Pending::new(t, stream, Some(plan.core.team().fault().clone()))
+    plan.core.pending(t, stream, seq)
 }
 
 impl Run<'_> {

@@ -67,18 +67,18 @@ pub(super) fn launch(
     let core = &plan.core;
     together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(core.op()))?;
     let (from, to) = (x.cuda()?, out.cuda()?);
-    let launch = core.begin(stream, format_args!("m={m}"))?;
+    let seq = core.begin(stream, format_args!("m={m}"))?.ctx.seq();
     let p = plan.cuda.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
     let row = plan.desc.cols * plan.desc.dtype.size();
     let small = by_kernel(plan.moved_rows(m) * row);
     // Copies carry flags; kernels meet instead.
     let flags = if small { DATA..DATA } else { DATA..DATA + 1 };
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
-    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[Poison::value(to.clone())], |l| {
+    core.run_on(lane, (stream, seq), &enter, &[Poison::value(to.clone())], |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         Run { l, plan, p, row, small }.first(&first, second.as_ref(), (&from, &to))
     })?;
-    Pending::new(out.clone(), stream, Some(core.team().fault().clone()))
+    core.pending(out.clone(), stream, seq)
 }
 
 impl Run<'_> {

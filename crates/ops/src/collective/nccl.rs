@@ -15,9 +15,10 @@ use tilewire_symm::NcclTeam;
 use super::config::{Phase, shard_rows};
 use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, ReduceOp};
+use crate::common::cuda::together_on;
 use crate::common::cuda::workspace;
 use crate::common::fastest;
-use crate::common::lanes::{Enter, Lane, Poison, on_device};
+use crate::common::lanes::{Enter, Lane, Poison};
 
 /// Launches before and in a measurement.
 const WARM: usize = 3;
@@ -122,8 +123,8 @@ pub(super) fn launch(
     (x, out): (&Tensor, &Tensor),
 ) -> Result<Pending<Tensor>> {
     let (core, name) = (&plan.core, plan.core.op());
-    let on = |what, t| on_device(what, t, lane.context()).map_err(|e| e.op(name));
-    let (from, to) = (on("x", x)?, on("out", out)?);
+    together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(name))?;
+    let (from, to) = (x.cuda()?, out.cuda()?);
     let rows = shard_rows(&plan.desc, m, core.team().size()).map_err(|e| e.op(name))?;
     let (phase, _) = plan.phases(m).map_err(|e| e.op(name))?;
     let (sum, ops) =

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
-use tilewire_device::{Event, Node, Stream};
+use tilewire_device::{Event, Node, Pending, Stream};
 use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
 
 use super::cuda::no_kernel;
@@ -253,6 +253,20 @@ impl PlanCore {
             }
             e
         })
+    }
+
+    /// The token of launch `seq`, which is queued on `stream`. Nodes of the host note themselves how
+    /// far a launch came; of a device's the flight recorder hears when somebody has waited.
+    pub(crate) fn pending<T>(&self, out: T, stream: &Stream, seq: u64) -> Result<Pending<T>> {
+        let pending = Pending::new(out, stream, Some(self.team().fault().clone()))?;
+        if self.lane.is_none() {
+            return Ok(pending);
+        }
+        let team = self.team().clone();
+        Ok(pending.on_end(move |good| {
+            let state = if good { EntryState::Done } else { EntryState::Failed };
+            team.set_state(seq, state);
+        }))
     }
 
     /// Makes launches of this plan and of `other` follow each other: they share receive areas.

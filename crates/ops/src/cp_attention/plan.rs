@@ -211,8 +211,8 @@ impl CpAttentionPlan {
     ) -> Result<Pending<AttnOut>> {
         let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
         out.check(&self.desc.attn, rows, inputs).map_err(|e| e.op(OP))?;
-        self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
-        Pending::new(out, stream, Some(self.core.team().fault().clone()))
+        let seq = self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
+        self.core.pending(out, stream, seq)
     }
 
     /// Queues the backward pass on this rank's rows.
@@ -231,12 +231,9 @@ impl CpAttentionPlan {
         }
         let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
         grads.check(&self.desc.attn, rows, inputs, &saved).map_err(|e| e.op(OP))?;
-        self.launch(
-            stream,
-            (inputs, seqs, rows),
-            Work::Backward(Box::new((saved, grads.clone()))),
-        )?;
-        Pending::new(grads, stream, Some(self.core.team().fault().clone()))
+        let work = Work::Backward(Box::new((saved, grads.clone())));
+        let seq = self.launch(stream, (inputs, seqs, rows), work)?;
+        self.core.pending(grads, stream, seq)
     }
 
     /// The sequences of a launch and my rows.
@@ -251,12 +248,13 @@ impl CpAttentionPlan {
         Ok((s, rows))
     }
 
+    /// Queues a launch; returns its number.
     fn launch(
         &self,
         stream: &Stream,
         (x, seqs, rows): (&AttnInputs, Sequences, LocalRows),
         work: Work,
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let (config, team) = (self.config()?, self.core.team());
         let (me, size) = (team.rank(), team.size());
         let pass = if matches!(work, Work::Forward(_)) { "fwd" } else { "bwd" };
@@ -270,7 +268,7 @@ impl CpAttentionPlan {
             let (core, desc, signals) = (&self.core, &self.desc, &*self.signals);
             let (buffers, sched, seqs) = (&self.buffers, &sched, &seqs);
             let op = cuda::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
-            return cuda::launch(&op, (stream, seq), x, &work);
+            return cuda::launch(&op, (stream, seq), x, &work).map(|()| seq);
         }
         let run = Arc::new(Run {
             launch,
@@ -292,7 +290,8 @@ impl CpAttentionPlan {
             move || compute.compute(),
             move || poison.work.poison(),
             seq,
-        )
+        )?;
+        Ok(seq)
     }
 
     fn slots(&self, strategy: Strategy, size: usize) -> Buffers {

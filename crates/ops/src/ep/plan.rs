@@ -254,10 +254,11 @@ impl EpPlan {
         if let Some(phase) = self.phase(PREPARE, handle)? {
             let given = [("topk_idx", Some(topk_idx))];
             phase.together(stream, &given).map_err(|e| e.op("ep_prepare"))?;
-            let launch = self.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
-            handle.set_routing(launch.ctx.seq());
-            phase.route((stream, launch.ctx.seq()), topk_idx, capacity)?;
-            return self.pending(handle.clone(), stream);
+            let detail = format_args!("capacity={capacity}");
+            let seq = self.cores[PREPARE].begin(stream, detail)?.ctx.seq();
+            handle.set_routing(seq);
+            phase.route((stream, seq), topk_idx, capacity)?;
+            return self.cores[PREPARE].pending(handle.clone(), stream, seq);
         }
         let launch = self.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
         handle.set_routing(launch.ctx.seq());
@@ -269,7 +270,8 @@ impl EpPlan {
         self.pending(handle.clone(), stream)
     }
 
-    /// Queues a combine-type phase on a heap in device memory; false on the host.
+    /// Queues a combine-type phase on a heap in device memory, and returns the number of the launch;
+    /// nothing on the host.
     fn back_on_device(
         &self,
         which: usize,
@@ -277,8 +279,8 @@ impl EpPlan {
         handle: &EpHandle,
         detail: &std::fmt::Arguments<'_>,
         back: &Back,
-    ) -> Result<bool> {
-        let Some(phase) = self.phase(which, handle)? else { return Ok(false) };
+    ) -> Result<Option<u64>> {
+        let Some(phase) = self.phase(which, handle)? else { return Ok(None) };
         handle.check_tokens(back.out.shape().dim(0))?;
         let given = [
             ("y", Some(&back.y)),
@@ -289,7 +291,7 @@ impl EpPlan {
         ];
         phase.together(stream, &given)?;
         let seq = self.cores[which].begin(stream, detail)?.ctx.seq();
-        phase.back((stream, seq), back).map(|()| true)
+        phase.back((stream, seq), back).map(|()| Some(seq))
     }
 
     fn pending<T>(&self, out: T, stream: &Stream) -> Result<Pending<T>> {
@@ -364,7 +366,7 @@ impl EpPlan {
             phase.together(stream, &given).map_err(op)?;
             let seq = self.cores[DISPATCH].begin(stream, detail)?.ctx.seq();
             phase.dispatch((stream, seq), x, (topk_weights, scales), out)?;
-            return self.pending(out.clone(), stream);
+            return self.cores[DISPATCH].pending(out.clone(), stream, seq);
         }
         let launch = self.cores[DISPATCH].begin(stream, detail)?;
         let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
@@ -407,8 +409,10 @@ impl EpPlan {
             out: out.clone(),
             dw_out: None,
         };
-        if self.back_on_device(COMBINE, stream, handle, &detail, &back).map_err(op)? {
-            return self.pending(out.clone(), stream);
+        if let Some(seq) =
+            self.back_on_device(COMBINE, stream, handle, &detail, &back).map_err(op)?
+        {
+            return self.cores[COMBINE].pending(out.clone(), stream, seq);
         }
         let launch = self.cores[COMBINE].begin(stream, detail)?;
         let (run, h) = (self.base(), handle.clone());
@@ -451,8 +455,10 @@ impl EpPlan {
             out: dx.clone(),
             dw_out: dw.cloned(),
         };
-        if self.back_on_device(DISPATCH_BWD, stream, handle, &detail, &back).map_err(op)? {
-            return self.pending(dx.clone(), stream);
+        if let Some(seq) =
+            self.back_on_device(DISPATCH_BWD, stream, handle, &detail, &back).map_err(op)?
+        {
+            return self.cores[DISPATCH_BWD].pending(dx.clone(), stream, seq);
         }
         let launch = self.cores[DISPATCH_BWD].begin(stream, detail)?;
         let (run, h) = (self.base(), handle.clone());
@@ -498,7 +504,7 @@ impl EpPlan {
             phase.together(stream, &given).map_err(op)?;
             let seq = self.cores[COMBINE_BWD].begin(stream, detail)?.ctx.seq();
             phase.combine_bwd((stream, seq), d_out, weighted, dy)?;
-            return self.pending(dy.clone(), stream);
+            return self.cores[COMBINE_BWD].pending(dy.clone(), stream, seq);
         }
         let launch = self.cores[COMBINE_BWD].begin(stream, detail)?;
         let send = Send { x: d_out.clone(), weights: None, scales: None };

@@ -103,17 +103,17 @@ pub(crate) fn launch(
         [("x", Some(&t.x)), ("w", Some(&t.w)), ("bias", t.bias.as_ref()), ("out", Some(&t.out))];
     together_on(stream, &given)?;
     let out = t.out.cuda()?;
-    let launch = core.begin(stream, format_args!("m={}", job.shape.m))?;
+    let seq = core.begin(stream, format_args!("m={}", job.shape.m))?.ctx.seq();
     let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
     let ways = 1 + usize::from(job.gather.is_some());
     let flags = DATA..DATA + ways * job.shape.config.sub_chunks;
     let enter = Enter { signals: job.signals, credit: CREDIT, flags };
-    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[Poison::value(out.clone())], |l| {
+    core.run_on(lane, (stream, seq), &enter, &[Poison::value(out.clone())], |l| {
         hold(l.main, t.clone());
         hold(l.main, (p.partial.clone(), p.own.clone()));
         Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() }.run()
     })?;
-    Pending::new(t.out, stream, Some(core.team().fault().clone()))
+    core.pending(t.out, stream, seq)
 }
 
 /// All rows of a chunk: its tiles span all columns.
