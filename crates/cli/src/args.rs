@@ -240,7 +240,7 @@ pub struct TrainArgs {
     /// Seed of parameters and batches.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Learning rate [small: 0.003, h200: 0.0001].
+    /// Learning rate [small: 0.001, h200: 0.0001].
     #[arg(long)]
     pub lr: Option<f64>,
     /// Where ranks keep symmetric memory, and so where they compute: `host`, or `vmm` for GPUs (one for

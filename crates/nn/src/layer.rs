@@ -30,6 +30,9 @@ pub(crate) struct Shared<'a> {
     pub rooms: &'a Rooms,
     /// Weight of the load-balancing loss.
     pub balance: f32,
+    /// Layer whose closest choice of experts is turned over.
+    #[cfg(test)]
+    pub flip: Option<usize>,
 }
 
 /// Local products of the model.
@@ -148,6 +151,11 @@ impl Shared<'_> {
             weights: s.weights.clone(),
             stats: s.stats.clone(),
         })?;
+        #[cfg(test)]
+        if self.flip == Some(l) {
+            comm.stream.synchronize()?;
+            crate::flips::turn_over(s)?;
+        }
         comm.sum_stats.run(&comm.stream, &s.stats, &s.load)?;
         self.expert_forward(i, s)
     }

@@ -17,6 +17,8 @@ pub mod comm;
 pub mod config;
 pub mod data;
 pub mod experts;
+#[cfg(test)]
+mod flips;
 mod layer;
 mod local;
 pub mod model;

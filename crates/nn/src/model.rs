@@ -39,6 +39,9 @@ pub struct Model {
     pub(crate) rooms: Rooms,
     /// Weight of the load-balancing loss.
     pub balance: f32,
+    /// Layer whose closest choice of experts is turned over.
+    #[cfg(test)]
+    pub(crate) flip: Option<usize>,
 }
 
 /// Tokens and targets of this rank's rows.
@@ -117,6 +120,8 @@ impl Model {
             local,
             rooms,
             balance,
+            #[cfg(test)]
+            flip: None,
         })
     }
 
@@ -153,6 +158,8 @@ impl Model {
             params: &self.params,
             rooms: &self.rooms,
             balance: self.balance,
+            #[cfg(test)]
+            flip: self.flip,
         }
     }
 

@@ -83,6 +83,11 @@ impl Param {
     }
 }
 
+/// Standard deviation of the first logits of the router. Larger than one, so that experts are chosen
+/// by a clear margin: few tokens are near a tie that rounding could turn over, and the expert that
+/// changes then has a small weight.
+const ROUTER_SPREAD: f64 = 4.0;
+
 /// What a parameter is, before it has memory.
 #[derive(Clone, Debug)]
 pub struct Spec {
@@ -157,7 +162,7 @@ impl Maker<'_> {
         let o_std = 1.0 / ((c.heads * hd) as f64).sqrt() / depth;
         self.add(format!("layers.{l}.out"), (d, c.heads * hd), vec![piece], Kind::Sharded, o_std);
         self.whole(format!("layers.{l}.norm2"), 1, d, 0.0);
-        self.whole(format!("layers.{l}.router"), c.experts, d, std);
+        self.whole(format!("layers.{l}.router"), c.experts, d, ROUTER_SPREAD * std);
         let e = self.experts.clone();
         let up = Piece { rows: e.start * 2 * c.d_ff..e.end * 2 * c.d_ff, cols: 0..d };
         let whole = (c.experts * 2 * c.d_ff, d);
