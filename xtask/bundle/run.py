@@ -15,8 +15,10 @@ HERE = Path(__file__).resolve().parent
 LIMIT_S = 60
 CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_replay", "timeout_and_reform",
          "abort_and_reform"]
-# Operations of `verify`, a configuration each: it must end in a minute.
-OPS = ["all_gather", "gemm", "ag_gemm", "gemm_rs", "grouped_gemm", "quant", "permute", "ep"]
+# Operations of `verify` that share a configuration, which must end in a minute; others have one together.
+GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "quant", "permute"],
+          "products": ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk"], "ep": ["ep"],
+          "attention": ["attention", "cp_attention"], "nccl": ["nccl"]}
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
 
@@ -206,44 +208,45 @@ def smoke(n):
         yield Config("verify-tiny-2", [program("tilewire"), "verify", "--ranks", "2", *gather], by_rows)
 
 
-def verify_ops():
-    """The operations that the program knows; OPS where there is no program, to list configurations."""
+def verify_groups():
+    """The operations that the program knows, by group; GROUPS where there is no program, to list configurations."""
     try:
         argv = [program("tilewire"), "verify", "--op", "?"]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     except OSError:
-        return OPS
+        return GROUPS
     text = done.stderr.split("one of ", 1)
     known = [w.strip() for w in text[1].splitlines()[0].split(",")] if len(text) == 2 else []
-    return known or OPS
+    groups = {name: [op for op in ops if op in known] for name, ops in GROUPS.items()}
+    groups["others"] = [op for op in known if not any(op in ops for ops in GROUPS.values())]
+    return {name: ops for name, ops in groups.items() if ops} if known else GROUPS
 
 
 def conformance(n):
     tests = program("conformance")
     yield Config("one-sided-threads-1", [tests, "vmm_alone"], by_tests)
-    for case in CASES if n > 1 else []:
-        for backend in ["vmm", "nccl"]:
-            argv = [tests, f"{backend}_threads::{case}", "--exact"]
-            yield Config(f"one-sided-threads-{backend}-{case}", argv, by_tests)
+    for backend in ["vmm", "nccl"] if n > 1 else []:
+        argv = [tests, f"{backend}_threads::", "--test-threads", "1"]
+        yield Config(f"one-sided-threads-{backend}", argv, by_tests)
     for ranks in up_to(n, [2, 3, 4, 5, 8]):
-        for case in CASES:
-            yield Config(f"one-sided-processes-{ranks}-{case}", ranks_of(ranks, program("gpu_spike"), case))
+        yield Config(f"one-sided-processes-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
     # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
     for test in sorted(HERE.glob("gpu_*")):
         if test.name != "gpu_spike":
-            yield Config(f"ops-{test.name}", [str(test)], by_tests)
+            yield Config(f"ops-{test.name}", [str(test), "--test-threads", "1"], by_tests, jit=True)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
-    for op in verify_ops():
-        jit = "attention" in op
-        flags = ["verify", "--backend", "vmm", "--json", "--op", op]
+    for name, ops in verify_groups().items():
+        flags = ["verify", "--backend", "vmm", "--json", "--op", ",".join(ops)]
         for ranks in up_to(n, [1, 2, 4, 8]):
+            if name == "nccl" and ranks == 1:
+                continue
             threads = [program("tilewire"), *flags, "--ranks", str(ranks)]
-            yield Config(f"verify-threads-{ranks}-{op}", threads, by_rows, jit)
+            yield Config(f"verify-threads-{ranks}-{name}", threads, by_rows, name == "attention")
             if ranks > 1:
                 processes = ranks_of(ranks, program("tilewire"), *flags)
-                yield Config(f"verify-processes-{ranks}-{op}", processes, by_rows, jit)
+                yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name == "attention")
     yield from sanitized(n)
 
 
@@ -323,6 +326,13 @@ def bench(n):
     for part in TIMINGS:
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
         yield Config(name, [program("gpu_spike"), part], jit=True)
+    for rates in ["layers", "gemm", "attention"]:
+        yield Config(f"rates-{rates}", [program(f"{rates}_bench")], jit=True)
+    # Any text will do: what is learned is not what is measured.
+    train = [program("tilewire"), "train", "--backend", "vmm", "--preset", "h200", "--data", str(HERE / "run.py")]
+    for ranks in sorted({1, n}):
+        argv = [*train, "--ranks", str(ranks), "--layers", "1", "--steps", "20", "--metrics", "/dev/stdout"]
+        yield Config(f"train-{ranks}", argv, by_bench, jit=True)
     for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"]:
         argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
         yield Config(f"op-{op}", [*argv, "--ranks", str(n)], by_bench)

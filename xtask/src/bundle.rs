@@ -80,11 +80,12 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
 
 /// Builds the programs: their names in the bundle, and where they are.
 fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
-    let tests = gpu_tests(&root.join("crates/ops/tests"));
+    let tests = ["ops", "nn"].map(|c| gpu_tests(&root.join(format!("crates/{c}/tests")))).concat();
     let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();
-    let build = "build --release -p tilewire-cli -p tilewire-symm --bin tilewire \
-                 --example gpu_spike";
-    let conformance = "test --release --no-run -p tilewire-symm -p tilewire-ops --test conformance";
+    let build = "build --release -p tilewire-cli -p tilewire-symm -p tilewire-ops --bin tilewire \
+                 --example gpu_spike --example layers_bench --example gemm_bench \
+                 --example attention_bench";
+    let conformance = "test --release --no-run -p tilewire-symm -p tilewire-ops -p tilewire-nn --test conformance";
     let device = "test --release --no-run -p tilewire-device --lib";
     let mut found = BTreeMap::new();
     for (line, more) in [(build, &[][..]), (conformance, &tests), (device, &[])] {
@@ -253,6 +254,8 @@ mod tests {
 
     #[test]
     fn every_test_on_gpus_is_taken() {
+        let nn = gpu_tests(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/nn/tests")));
+        assert_eq!(nn, ["gpu_model"]);
         let tests =
             gpu_tests(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/ops/tests")));
         assert!(
@@ -289,9 +292,9 @@ mod tests {
         let all = list(&["all", "8"]).unwrap();
         for wanted in [
             "smoke/doctor",
-            "conformance/one-sided-threads-vmm-put_flag",
-            "conformance/one-sided-processes-3-barrier",
-            "conformance/verify-threads-8-gemm",
+            "conformance/one-sided-threads-vmm",
+            "conformance/one-sided-processes-3",
+            "conformance/verify-threads-8-products",
             "conformance/verify-processes-2-ep",
             "conformance/memcheck-1-gemm",
             "conformance/memcheck-1-virtual-all_gather",
@@ -300,6 +303,8 @@ mod tests {
             "faults/two-ranks-on-one-gpu",
             "faults/killed-4-one-connection",
             "bench/links-8",
+            "bench/rates-layers",
+            "bench/train-8",
         ] {
             assert!(all.lines().any(|l| l == wanted), "{wanted} is not in\n{all}");
         }

@@ -342,11 +342,13 @@ fn impossible_routing_is_explained() {
     .unwrap_err();
     assert!(e.to_string().contains("names an expert that does not exist"), "{e}");
     let e = world(
-        |_, plan, s| {
+        |team, plan, s| {
             let idx = Tensor::from_slice(&[0i64, 1, 2, 3], Shape::d2(2, 2))?;
             let h = plan.route(s, &idx, None, &plan.handle().unwrap())?.wait()?;
             let recv = EpDispatch { x: out(4, N), scales: None, weights: None };
-            plan.dispatch(s, &h, &zeros(3, N), (None, None), &recv)?.wait().map(|_| ())
+            // One rank alone: whoever comes second hears that the first has ended the team.
+            let rows = if team.rank().get() == 0 { 3 } else { 2 };
+            plan.dispatch(s, &h, &zeros(rows, N), (None, None), &recv)?.wait().map(|_| ())
         },
         Overflow::Drop,
     )
