@@ -265,7 +265,9 @@ def sanitized(n):
                       str(ranks), "--timeout-s", "50"]
             verify += ["--shape", "m=64,n=64,k=64"] if op == "gemm" else []
             argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *verify]
-            yield Config(name, argv, by_sanitizer, preload=False, env={"CUDA_VISIBLE_DEVICES": first_devices(devices)},
+            # Kernels that are loaded while a rank on the same GPU waits would wait for it.
+            env = {"CUDA_VISIBLE_DEVICES": first_devices(devices), "CUDA_MODULE_LOADING": "EAGER"}
+            yield Config(name, argv, by_sanitizer, preload=False, env=env,
                          needs=None if sanitizer else "compute-sanitizer is not there")
 
 

@@ -160,9 +160,10 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 ctx.timed(|s| plan.launch(s, m, &x, &out))?;
                 ctx.traffic(&case.op, &before, &predicted);
                 let k = ctx.team.size();
-                // NCCL rounds a sum at each rank that it passes.
-                let num_partials = if nccl { k } else { p.num_partials };
-                let bound = Bound { num_partials, ..Bound::local(dtype, k) };
+                // NCCL rounds a sum to the element type at each rank that it passes.
+                let local = Bound { num_partials: p.num_partials, ..Bound::local(dtype, k) };
+                let bound =
+                    if nccl { Bound { num_partials: k, wire: dtype, ..local } } else { local };
                 ctx.compare(&case.op, &out, &p.want, &p.mag, &bound)?;
                 match &first {
                     Some(f) => ctx.same_bits("second run", f, &out)?,
