@@ -289,18 +289,23 @@ __device__ __forceinline__ void tw_softmax(TwKept& p, const float* logits, u32 c
     float most = -TW_INF, sum = 0;
 #pragma unroll
     for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+        p[i] = 0;
+        if (32 * i >= cols) continue;
         p[i] = 32 * i + lane < cols ? logits[32 * i + lane] : -TW_INF;
         most = fmaxf(most, p[i]);
     }
     most = tw_warp_max(most);
 #pragma unroll
     for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+        if (32 * i >= cols) continue;
         p[i] = 32 * i + lane < cols ? expf(p[i] - most) : 0;
         sum += p[i];
     }
     sum = tw_warp_sum(sum);
 #pragma unroll
-    for (u32 i = 0; i < TW_CLASSES / 32; i++) p[i] /= sum;
+    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+        if (32 * i < cols) p[i] /= sum;
+    }
 }
 
 struct TwRouter {
@@ -332,6 +337,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router(TwRout
         u32 expert = a.experts;
 #pragma unroll
         for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+            if (32 * i >= a.experts) continue;
             u32 e = 32 * i + lane;
             float p = probs[i];
             bool after = e < a.experts && (p < last || (p == last && e > at));
@@ -447,10 +453,13 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
     tw_total(const float* v, float* out, double scale, u32 n) {
     __shared__ double sums[THREADS];
     double sum = 0;
+#pragma unroll 8
     for (u32 i = threadIdx.x; i < n; i += THREADS) sum += v[i];
     sums[threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (u32 t = 1; t < THREADS; t++) sum += sums[t];
-    *out = (float)(sum * scale);
+    for (u32 half = THREADS / 2; half > 0; half /= 2) {
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *out = (float)(sums[0] * scale);
 }

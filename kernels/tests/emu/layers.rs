@@ -648,8 +648,8 @@ const OF_LAYERS: &[Planted] = &[
     ),
     Planted(
         "one thread's losses",
-        "for (u32 t = 1; t < THREADS; t++) sum += sums[t];",
-        "",
+        "if (threadIdx.x < half) sums",
+        "if (false) sums",
         planted_layers,
     ),
 ];
