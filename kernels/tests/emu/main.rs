@@ -22,6 +22,7 @@ mod layers;
 mod links;
 mod memory;
 mod mutants;
+mod optimizer;
 mod orders;
 mod permute;
 mod planted;
@@ -73,6 +74,7 @@ fn main() -> ExitCode {
         reduce::TESTS,
         ep::TESTS,
         layers::TESTS,
+        optimizer::TESTS,
         links::TESTS,
     ]
     .concat();

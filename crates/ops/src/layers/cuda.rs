@@ -2,32 +2,21 @@
 //! `layers/sm80_optimizer.cu`).
 
 use bytemuck::{Pod, Zeroable};
-use tilewire_core::{DType, Result, Rng};
+use tilewire_core::{Result, Rng};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::portable::{LAYERS, LAYERS_THREADS, OPTIMIZER, layers_defines};
 
+use super::config::{
+    CLASSES, EMBED_SPLITS, NORM_BLOCKS, Room, SHARED, SQUARE_BLOCKS, STATS_BLOCKS, THREADS, WARPS,
+    norm_bwd_shared,
+};
 use super::desc::{
     AdamStep, AddNorm, CountStep, CrossEntropy, Embed, EmbedBwd, Heads, Init, LayersDesc, NormBwd,
-    Router, RouterBwd, SQUARES, SquareSum,
+    Router, RouterBwd, SquareSum,
 };
 use super::plan::On;
 use crate::common::cuda::{addr, fit_32_bits, load, mantissa, no_kernel, workspace};
-
-const THREADS: usize = LAYERS_THREADS as usize;
-const WARPS: usize = THREADS / 32;
-/// Blocks whose parts of a gradient are summed: not of the device, so that results are not either.
-const NORM_BLOCKS: usize = 528;
-/// Those of the router's sums.
-const STATS_BLOCKS: usize = 128;
-/// Those of a sum of squares.
-const SQUARE_BLOCKS: usize = 1024;
-/// Parts of the rows whose sums by token are summed.
-const EMBED_SPLITS: usize = 16;
-/// Dynamic shared memory that a kernel has without asking: 48 KiB less what it has of its own.
-const SHARED: usize = 40 << 10;
-/// `TW_CLASSES` of the kernels.
-const CLASSES: usize = 512;
 
 /// Kernels and workspace.
 pub(super) struct Prepared {
@@ -57,11 +46,6 @@ pub(super) struct Prepared {
     blocks: u32,
 }
 
-/// Shared memory of `tw_norm_bwd`.
-fn norm_bwd_shared(dtype: DType, cols: usize) -> usize {
-    cols * (8 + dtype.size())
-}
-
 impl Prepared {
     pub fn new(ctx: &CudaContext, d: &LayersDesc) -> Result<Self> {
         fit_32_bits("layers", &[d.rows, d.cols, d.experts])?;
@@ -86,8 +70,7 @@ impl Prepared {
                 "kernels take up to 512: run it on the host",
             ));
         }
-        let of_rows = NORM_BLOCKS.max(EMBED_SPLITS * 256) * d.cols;
-        let partial = of_rows.max(STATS_BLOCKS * 2 * d.experts);
+        let room = Room::new(d);
         Ok(Self {
             embed: m.kernel("tw_embed")?,
             embed_bwd: m.kernel("tw_embed_bwd")?,
@@ -105,9 +88,9 @@ impl Prepared {
             adamw: o.kernel("tw_adamw")?,
             count_step: o.kernel("tw_count_step")?,
             init: o.kernel("tw_init")?,
-            partial: workspace(ctx, 4 * partial)?,
-            row_loss: workspace(ctx, 4 * d.rows)?,
-            squares: workspace(ctx, 8 * SQUARES * SQUARE_BLOCKS)?,
+            partial: workspace(ctx, room.partial)?,
+            row_loss: workspace(ctx, room.row_loss)?,
+            squares: workspace(ctx, room.squares)?,
             blocks: 8 * ctx.num_sms()?,
         })
     }
@@ -504,7 +487,5 @@ mod tests {
         let e = quads("rows", 6).unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
         quads("rows", 8).unwrap();
-
-        assert_eq!(norm_bwd_shared(DType::BF16, 4096), 40960);
     }
 }

@@ -18,9 +18,10 @@
 //!
 //! Activations and weights have the plan's type (f32 or bf16); the residual stream and its gradient,
 //! logits, probabilities and gradients of weights are f32. Sums have a fixed order. Definitions are
-//! those of `tilewire_oracle::nn`.
+//! those of `tilewire_oracle::nn`. Page: `docs/protocols/layers.md`.
 
 mod adamw;
+mod config;
 mod cuda;
 mod desc;
 mod host;
