@@ -141,6 +141,14 @@ pub const LINKS: Source = Source {
     kernels: &["tw_link_store", "tw_link_load", "tw_link_bulk", "tw_link_ping", "tw_link_empty"],
 };
 
+/// The orders that the protocol rests on, for `gpu_litmus`.
+pub const LITMUS: Source = Source {
+    name: "bench/litmus.cu",
+    parts: &[LD_ST, BULK, include_str!("bench/litmus.cu")],
+    defines: &[],
+    kernels: &["tw_litmus_bulk", "tw_litmus_fill", "tw_litmus_count"],
+};
+
 /// Every compilation unit.
 pub const ALL: &[Source] = &[
     SIGNAL,
@@ -156,6 +164,7 @@ pub const ALL: &[Source] = &[
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
     LINKS,
+    LITMUS,
 ];
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_re
 GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "quant", "permute"],
           "products": ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk"], "ep": ["ep"],
           "attention": ["attention", "cp_attention"], "nccl": ["nccl"]}
+LITMUS = ["bulk_store_flag", "copy_push_flag", "counter_flag", "credit"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
 
@@ -100,6 +101,16 @@ def by_bench(rc, out):
     rows = rows_of(out)
     wrong = [r for r in rows if r.get("wrong")]
     return ("passed" if rc == 0 and rows and not wrong else "failed"), f"{len(rows)} rows, {len(wrong)} wrong"
+
+
+def by_litmus(rc, out):
+    """Nothing wrong in any round, and the planted mistakes are seen."""
+    rows = [r for r in rows_of(out) if "litmus" in r]
+    good = [r for r in rows if r["expect"] == "none wrong"]
+    seen = [r["litmus"] for r in rows if r["expect"] != "none wrong" and r["wrong"]]
+    text = "; ".join(f"{r['litmus']}: {r['wrong']} wrong in {r['rounds']} rounds of {r['us_per_round']} us" for r in good)
+    ok = rc == 0 and good and all(r["ok"] for r in rows)
+    return ("passed" if ok else "failed"), f"{text}; seen: {seen}" if rows else by_status(rc, out)[1]
 
 
 def by_survivors(num):
@@ -230,11 +241,13 @@ def conformance(n):
         yield Config(f"one-sided-threads-{backend}", argv, by_tests)
     for ranks in up_to(n, [2, 3, 4, 5, 8]):
         yield Config(f"one-sided-processes-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
+    for part in LITMUS:
+        yield Config(f"litmus-{part}", [program("gpu_litmus"), part], by_litmus, needs=None if n > 1 else "needs two GPUs")
     # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
     for test in sorted(HERE.glob("gpu_*")):
-        if test.name != "gpu_spike":
+        if test.name not in ("gpu_spike", "gpu_litmus"):
             yield Config(f"ops-{test.name}", [str(test), "--test-threads", "1"], by_tests, jit=True)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():

@@ -83,7 +83,7 @@ fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
     let tests = ["ops", "nn"].map(|c| gpu_tests(&root.join(format!("crates/{c}/tests")))).concat();
     let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();
     let build = "build --release -p tilewire-cli -p tilewire-symm -p tilewire-ops --bin tilewire \
-                 --example gpu_spike --example layers_bench --example gemm_bench \
+                 --example gpu_spike --example gpu_litmus --example layers_bench --example gemm_bench \
                  --example attention_bench";
     let conformance = "test --release --no-run -p tilewire-symm -p tilewire-ops -p tilewire-nn --test conformance";
     let device = "test --release --no-run -p tilewire-device --lib";
@@ -95,7 +95,7 @@ fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
         let json = output(cargo.arg("--message-format=json-render-diagnostics"))?;
         found.extend(executables(&json));
     }
-    for name in ["tilewire", "gpu_spike", "conformance", "gpu", "device"] {
+    for name in ["tilewire", "gpu_spike", "gpu_litmus", "conformance", "gpu", "device"] {
         if !found.contains_key(name) {
             return Err(format!("cargo built no `{name}`"));
         }
@@ -294,6 +294,7 @@ mod tests {
             "smoke/doctor",
             "conformance/one-sided-threads-vmm",
             "conformance/one-sided-processes-3",
+            "conformance/litmus-copy_push_flag",
             "conformance/verify-threads-8-products",
             "conformance/verify-processes-2-ep",
             "conformance/memcheck-1-gemm",

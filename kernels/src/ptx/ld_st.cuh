@@ -38,6 +38,13 @@ __device__ __forceinline__ u64 atom_cas_acq_rel_gpu_u64(u64* p, u64 expect, u64 
     return old;
 }
 
+// Returns the value found.
+__device__ __forceinline__ u64 atom_add_acq_rel_gpu_u64(u64* p, u64 v) {
+    u64 old;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
+    return old;
+}
+
 __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }

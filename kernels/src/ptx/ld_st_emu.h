@@ -36,6 +36,12 @@ __device__ __forceinline__ u64 atom_cas_acq_rel_gpu_u64(u64* p, u64 expect, u64 
     return expect;
 }
 
+// Returns the value found.
+__device__ __forceinline__ u64 atom_add_acq_rel_gpu_u64(u64* p, u64 v) {
+    emu_point("atom.acq_rel.gpu.add", p, 8);
+    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+}
+
 __device__ __forceinline__ void fence_acq_rel_sys() {
     emu_point("fence.acq_rel.sys", nullptr, 0);
     __atomic_thread_fence(__ATOMIC_ACQ_REL);

@@ -20,6 +20,7 @@ mod grouped_grad;
 mod host;
 mod layers;
 mod links;
+mod litmus;
 mod memory;
 mod mutants;
 mod optimizer;
@@ -76,6 +77,7 @@ fn main() -> ExitCode {
         layers::TESTS,
         optimizer::TESTS,
         links::TESTS,
+        litmus::TESTS,
     ]
     .concat();
     let chosen: Vec<Test> = all

@@ -4,7 +4,7 @@ use tilewire_core::{Error, Rank, Result};
 use tilewire_device::Buffer;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::jit::KernelSpec;
-use tilewire_kernels::{LINK_STAGES, LINKS};
+use tilewire_kernels::{LINK_STAGES, LINKS, Source};
 
 use super::onesided::VmmOneSided;
 use crate::heap::Heap;
@@ -47,10 +47,11 @@ pub struct LinkProbe {
     empty: Kernel,
 }
 
-pub(crate) fn links_spec(arch: &str) -> KernelSpec {
+/// A unit without definitions.
+pub(super) fn spec(source: &Source, arch: &str) -> KernelSpec {
     KernelSpec {
-        name: LINKS.name.to_owned(),
-        text: LINKS.text(),
+        name: source.name.to_owned(),
+        text: source.text(),
         defines: Vec::new(),
         arch: arch.to_owned(),
     }
@@ -73,7 +74,7 @@ impl LinkProbe {
             )
             .seen(arch));
         }
-        let module = ctx.module(&links_spec(&arch))?;
+        let module = ctx.module(&spec(&LINKS, &arch))?;
         Ok(Self {
             local: CudaMemory::zeroed(ctx, local_bytes)?,
             store: module.kernel("tw_link_store")?,

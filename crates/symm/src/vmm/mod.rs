@@ -30,7 +30,8 @@ pub(crate) use store::{VmmStore, gpus, shared};
 pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
     let mut all = vec![store::signal_spec(arch)];
     if tilewire_kernels::LINKS.runs_on(arch) {
-        all.push(links::links_spec(arch));
+        all.push(links::spec(&tilewire_kernels::LINKS, arch));
+        all.push(links::spec(&tilewire_kernels::LITMUS, arch));
     }
     all
 }

@@ -2,7 +2,7 @@ use std::mem::size_of;
 
 use tilewire_device::cuda::Nvrtc;
 use tilewire_device::jit::{Compiler, kernel_uses};
-use tilewire_kernels::{LINKS, SIGNAL};
+use tilewire_kernels::{LINKS, LITMUS, SIGNAL};
 
 use super::links::BulkParam;
 use super::store::{TeamParam, shared};
@@ -16,7 +16,7 @@ fn kernels_compile_where_the_compiler_is() {
     for arch in ["sm_80", "sm_90a", "sm_100a"] {
         for spec in kernel_specs(arch) {
             let named: Vec<&str> = spec.defines.iter().map(|(n, _)| &**n).collect();
-            let source = [SIGNAL, LINKS].into_iter().find(|s| s.name == spec.name).unwrap();
+            let source = [SIGNAL, LINKS, LITMUS].into_iter().find(|s| s.name == spec.name).unwrap();
             assert_eq!(named, source.defines);
             match Nvrtc.compile(&spec) {
                 Ok(c) => {
