@@ -1,28 +1,88 @@
-// Preloaded: cuMulticastCreate fails, and says so in the file that TW_MULTICAST_LOG names. However
-// it is looked up: by the linker, by dlsym, or by cuGetProcAddress.
+// Preloaded: cuMulticastCreate fails, and says so in the file that TW_MULTICAST_LOG names. And calls of the
+// driver that allocate, load or wait for the device are noted in the file of the thread that makes
+// them, if there is one: TW_CALLS_DIR/<thread id>. The launch of an operation makes none.
+// However a function is looked up: by the linker (cuMulticastCreate only), by dlsym, or by cuGetProcAddress.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-static void note(const char* line) {
-    const char* path = getenv("TW_MULTICAST_LOG");
-    int fd = path ? open(path, O_WRONLY | O_APPEND | O_CREAT, 0600) : -1;
+static void note(const char* path, int flags, const char* name) {
+    int fd = path ? open(path, O_WRONLY | O_APPEND | flags, 0600) : -1;
     if (fd < 0) return;
-    if (write(fd, line, strlen(line)) < 0) abort();
+    char line[80];
+    int len = snprintf(line, sizeof line, "%s\n", name);
+    if (write(fd, line, len) < 0) abort();
     close(fd);
 }
 
 // Loaded: without this line a log without calls would mean nothing.
-__attribute__((constructor)) static void loaded(void) { note("loaded\n"); }
+__attribute__((constructor)) static void loaded(void) { note(getenv("TW_MULTICAST_LOG"), O_CREAT, "loaded"); }
 
 int cuMulticastCreate(void* handle, const void* prop) {
     (void)handle;
     (void)prop;
-    note("cuMulticastCreate\n");
+    note(getenv("TW_MULTICAST_LOG"), O_CREAT, "cuMulticastCreate");
     return 801;  // CUDA_ERROR_NOT_SUPPORTED
+}
+
+static void called(const char* name) {
+    const char* dir = getenv("TW_CALLS_DIR");
+    char path[512];
+    if (!dir || snprintf(path, sizeof path, "%s/%d", dir, gettid()) >= (int)sizeof path) return;
+    note(path, 0, name);
+}
+
+// Each has a function of its own that counts and calls the driver's. None takes a float, and none more than
+// eight words: what a function does not take is not read.
+#define COUNTED(X)                                                                                             \
+    X(cuMemAlloc) X(cuMemAlloc_v2) X(cuMemAllocPitch_v2) X(cuMemAllocManaged) X(cuMemAllocHost_v2)             \
+    X(cuMemHostAlloc) X(cuMemHostRegister_v2) X(cuMemAllocAsync) X(cuMemAllocFromPoolAsync) X(cuMemCreate)     \
+    X(cuMemAddressReserve) X(cuMemMap) X(cuMemSetAccess) X(cuMemFree_v2) X(cuMemFreeHost) X(cuMemFreeAsync)    \
+    X(cuMemHostUnregister) X(cuMemUnmap) X(cuMemRelease) X(cuMemAddressFree) X(cuCtxSynchronize)               \
+    X(cuCtxSynchronize_v2) X(cuStreamSynchronize) X(cuStreamSynchronize_ptsz) X(cuEventSynchronize)            \
+    X(cuMemcpy) X(cuMemcpyDtoH_v2) X(cuMemcpyHtoD_v2) X(cuMemcpyDtoD_v2) X(cuMemcpyPeer) X(cuMemcpy2D_v2)      \
+    X(cuMemcpy2DUnaligned_v2) X(cuMemcpy3D_v2) X(cuMemsetD8_v2) X(cuMemsetD16_v2) X(cuMemsetD32_v2)            \
+    X(cuModuleLoad) X(cuModuleLoadData) X(cuModuleLoadDataEx) X(cuModuleLoadFatBinary) X(cuModuleUnload)       \
+    X(cuLibraryLoadData) X(cuLibraryLoadFromFile) X(cuLibraryUnload) X(cuFuncLoad) X(cuStreamCreate)           \
+    X(cuStreamCreateWithPriority) X(cuStreamDestroy_v2) X(cuGraphInstantiateWithFlags)                         \
+    X(cuGraphInstantiateWithParams)
+
+typedef unsigned long long Word;
+typedef int (*Call)(Word, Word, Word, Word, Word, Word, Word, Word);
+
+#define WRAPPER(name)                                                                             \
+    static Call real_##name;                                                                      \
+    static int my_##name(Word a, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {        \
+        called(#name);                                                                            \
+        return real_##name(a, b, c, d, e, f, g, h);                                               \
+    }
+COUNTED(WRAPPER)
+#undef WRAPPER
+
+static const struct {
+    const char* name;
+    Call* real;
+    Call mine;
+} COUNTERS[] = {
+#define ROW(name) {#name, &real_##name, my_##name},
+    COUNTED(ROW)
+#undef ROW
+};
+
+// What a caller gets who looked up `name` and found `found`.
+static void* counted(const char* name, void* found) {
+    for (size_t i = 0; found && i < sizeof COUNTERS / sizeof *COUNTERS; i++) {
+        if (strcmp(name, COUNTERS[i].name) != 0) continue;
+        // cuGetProcAddress gives other versions of a function to others: only the first is counted.
+        if (*COUNTERS[i].real && *COUNTERS[i].real != (Call)found) return found;
+        *COUNTERS[i].real = (Call)found;
+        return (void*)COUNTERS[i].mine;
+    }
+    return found;
 }
 
 typedef void* (*Dlsym)(void*, const char*);
@@ -32,6 +92,7 @@ static Get real_get, real_get_v2;
 static int get(Get real, const char* name, void** out, int version, unsigned long long flags, void* status) {
     int code = real(name, out, version, flags, status);
     if (code == 0 && name && out && strcmp(name, "cuMulticastCreate") == 0) *out = (void*)cuMulticastCreate;
+    if (code == 0 && name && out) *out = counted(name, *out);
     return code;
 }
 static int get_v1(const char* n, void** o, int v, unsigned long long f) { return get(real_get, n, o, v, f, NULL); }
@@ -52,5 +113,5 @@ void* dlsym(void* handle, const char* name) {
         real_get_v2 = (Get)found;
         return (void*)get_v2;
     }
-    return found;
+    return counted(name, found);
 }

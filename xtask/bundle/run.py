@@ -63,6 +63,12 @@ def by_tests(rc, out):
     return ("passed" if rc == 0 and ran > 0 else "failed"), (found[-1] if found else by_status(rc, out)[1])
 
 
+def by_launches(rc, out):
+    """Without what it counts with, it says that it did not run."""
+    state, text = by_tests(rc, out)
+    return ("failed", "nothing was counted") if "did not run" in out else (state, text)
+
+
 def rows_of(out):
     rows = []
     for line in out.splitlines():
@@ -246,8 +252,11 @@ def conformance(n):
     # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
+    # With the interposer, it and `gpu` count what launches ask of the driver.
+    launches = None if n > 1 and shutil.which("gcc") else "needs two GPUs and gcc"
+    yield Config("launch-calls", [program("gpu_launch"), "--nocapture"], by_launches, needs=launches)
     for test in sorted(HERE.glob("gpu_*")):
-        if test.name not in ("gpu_spike", "gpu_litmus"):
+        if test.name not in ("gpu_spike", "gpu_litmus", "gpu_launch"):
             yield Config(f"ops-{test.name}", [str(test), "--test-threads", "1"], by_tests, jit=True)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():
@@ -402,8 +411,11 @@ class Runner:
         # Every kernel of the operations must be among the files of this folder.
         env["TILEWIRE_JIT"] = "auto" if c.jit else "off"
         if c.preload and self.preload:
+            calls = Path(self.cache) / "calls"
+            calls.mkdir(exist_ok=True)
             env["LD_PRELOAD"] = self.preload
             env["TW_MULTICAST_LOG"] = str(log)
+            env["TW_CALLS_DIR"] = str(calls)
         env.update(c.env)
         return env
 

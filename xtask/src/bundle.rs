@@ -284,6 +284,36 @@ mod tests {
         assert!(log.starts_with("loaded") && calls == 1, "{log}");
     }
 
+    /// Calls of a thread are told where that thread has a file, and otherwise not.
+    #[test]
+    fn the_interposer_tells_what_a_thread_calls() {
+        let dir = Folder::new("calls");
+        let (lib, fake) = (dir.0.join("lib.so"), dir.0.join("fake.so"));
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/bundle/nomulticast.c");
+        let gcc = ["-shared", "-fPIC", "-Wall", "-Werror", source, "-ldl", "-o"];
+        output(Command::new("gcc").args(gcc).arg(&lib)).unwrap();
+        let driver = dir.0.join("fake.c");
+        let text = "int cuMemAlloc_v2(long *p, long n) { *p = n; return 0; }\n\
+                    int cuModuleLoadDataEx(long a, long b, long c, long d, long e) { return a * b - c + d * e; }\n\
+                    int cuLaunchKernel(void) { return 7; }\n";
+        fs::write(&driver, text).unwrap();
+        let build = ["-shared", "-fPIC", "-o"];
+        output(Command::new("gcc").args(build).arg(&fake).arg(&driver)).unwrap();
+        let script = "import ctypes, os, sys, threading\n\
+            d = ctypes.CDLL(sys.argv[1])\n\
+            out, mine = ctypes.c_long(), f'{sys.argv[2]}/{threading.get_native_id()}'\n\
+            assert d.cuMemAlloc_v2(ctypes.byref(out), 5) == 0 and out.value == 5\n\
+            open(mine, 'w').close()\n\
+            t = threading.Thread(target=lambda: d.cuMemAlloc_v2(ctypes.byref(out), 6))\n\
+            t.start(), t.join()\n\
+            assert d.cuModuleLoadDataEx(2, 3, 4, 5, 6) == 32 and d.cuLaunchKernel() == 7\n\
+            print(open(mine).read().split(), out.value)";
+        let mut python = Command::new("python3");
+        python.args(["-c", script]).arg(&fake).arg(&dir.0);
+        python.env("LD_PRELOAD", &lib).env("TW_CALLS_DIR", &dir.0);
+        assert_eq!(output(&mut python).unwrap().trim(), "['cuModuleLoadDataEx'] 6");
+    }
+
     /// The runner itself, without a GPU: the configurations of every mode.
     #[test]
     fn the_runner_lists_its_configurations() {
@@ -295,6 +325,7 @@ mod tests {
             "conformance/one-sided-threads-vmm",
             "conformance/one-sided-processes-3",
             "conformance/litmus-copy_push_flag",
+            "conformance/launch-calls",
             "conformance/verify-threads-8-products",
             "conformance/verify-processes-2-ep",
             "conformance/memcheck-1-gemm",

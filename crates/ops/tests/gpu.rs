@@ -4,6 +4,8 @@
 
 #[path = "gpu/attention.rs"]
 mod attention;
+#[path = "gpu/calls.rs"]
+mod calls;
 #[path = "gpu/common.rs"]
 mod common;
 #[path = "gpu/gemm.rs"]

@@ -6,6 +6,8 @@ use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_oracle::Mat;
 
+use crate::calls;
+
 pub const WIDE: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// Device 0 and a stream of it.
@@ -60,7 +62,7 @@ impl Gpu {
     }
 
     /// Captures `launch`, and replays it 20 times: each time after `change` of the inputs in place,
-    /// and each time `outs` must be as after an eager launch. `reset` is what they are before.
+    /// and each time `outs` must be as after an eager launch, which may not allocate or wait. `reset` is what they are before.
     pub fn replays(
         &self,
         outs: &[&Tensor],
@@ -77,7 +79,8 @@ impl Gpu {
         for round in 1..=20 {
             change(round);
             reset();
-            launch();
+            let calls = calls::of(&launch);
+            assert!(round == 1 || calls.is_empty(), "a launch calls {calls:?}");
             self.stream.synchronize().unwrap();
             let eager = bytes();
             reset();

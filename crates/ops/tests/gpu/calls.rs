@@ -1,0 +1,26 @@
+//! What a launch asks of the driver, as the preloaded library of the GPU bundle tells it.
+
+use std::path::PathBuf;
+
+/// Names of the functions of the driver that `f` has called on this thread and that a launch must not call:
+/// those that allocate, load code or wait for the device. Nothing is told without the library.
+pub fn of(f: impl FnOnce()) -> Vec<String> {
+    let Some(file) = file() else {
+        f();
+        return Vec::new();
+    };
+    // The library writes where there is a file.
+    std::fs::write(&file, "").unwrap();
+    f();
+    let calls = std::fs::read_to_string(&file).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    calls.lines().map(str::to_owned).collect()
+}
+
+/// Where the library tells of this thread, if it is there.
+fn file() -> Option<PathBuf> {
+    let dir = std::env::var_os("TW_CALLS_DIR")?;
+    // <process>/task/<thread>
+    let thread = std::fs::read_link("/proc/thread-self").unwrap();
+    Some(PathBuf::from(dir).join(thread.file_name().unwrap()))
+}

@@ -1,0 +1,283 @@
+//! Operations of a team on CUDA devices, each with tensors of a small and of a large size.
+
+use tilewire_core::{BackendKind, DType, Result, Rng, Shape};
+use tilewire_device::{Device, Stream, Tensor, cuda};
+use tilewire_ops::Shards;
+use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
+use tilewire_ops::attention::{AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved};
+use tilewire_ops::collective::{
+    CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
+};
+use tilewire_ops::common::{Algo, OverlapConfig};
+use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Strategy};
+use tilewire_ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
+use tilewire_ops::gemm_ar::{GemmArDesc, GemmArPlan};
+use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
+use tilewire_symm::{Heap, HeapCfg, World};
+
+pub const M: usize = 93;
+const N: usize = 40;
+const K: usize = 48;
+
+pub type Launch = Box<dyn Fn(&Stream) -> Result<()>>;
+
+/// One operation with its tensors.
+pub struct Op {
+    pub name: &'static str,
+    /// Tensors that change between launches, and how.
+    pub inputs: Vec<(Tensor, Fill)>,
+    pub outs: Vec<Tensor>,
+    pub launch: Launch,
+}
+
+#[derive(Clone, Copy)]
+pub enum Fill {
+    Normal,
+    /// Experts of tokens: different ones in a row of so many, sometimes none.
+    Experts(usize, usize),
+}
+
+impl Op {
+    pub fn refill(&self, seed: u64) -> Result<()> {
+        for (i, (t, fill)) in self.inputs.iter().enumerate() {
+            let mut rng = Rng::new(seed * 100 + i as u64);
+            let n = t.shape().num_elems();
+            let new = match fill {
+                Fill::Normal => {
+                    let v: Vec<f32> = (0..n).map(|_| rng.normal()).collect();
+                    Tensor::from_f32(&v, t.dtype(), t.shape())?
+                }
+                Fill::Experts(experts, k) => {
+                    let mut v = Vec::with_capacity(n);
+                    for i in 0..n {
+                        let base = (i / k * 3 + seed as usize) % experts;
+                        let e = ((base + i % k) % experts) as i64;
+                        v.push(if rng.below(6) == 0 { -1 } else { e });
+                    }
+                    Tensor::from_slice(&v, t.shape())?
+                }
+            };
+            new.read(|b| t.write(|out| out.copy_from_slice(b)))??;
+        }
+        Ok(())
+    }
+
+    pub fn poison(&self) -> Result<()> {
+        self.outs.iter().try_for_each(Tensor::poison)
+    }
+
+    pub fn bits(&self) -> Result<Vec<Vec<u8>>> {
+        self.outs.iter().map(|t| t.read(<[u8]>::to_vec)).collect()
+    }
+}
+
+/// How an operation is made on a rank.
+pub type Make = fn(&Heap, &Stream) -> Result<Op>;
+
+fn tensor(heap: &Heap, dtype: DType, rows: usize, cols: usize) -> Result<Tensor> {
+    Tensor::poisoned(dtype, Shape::d2(rows, cols)).to(&heap.device())
+}
+
+fn mine(heap: &Heap, m: usize) -> usize {
+    let (size, me) = (heap.team().size(), heap.team().rank().idx());
+    m / size + usize::from(me < m % size)
+}
+
+fn collective(name: &'static str, heap: &Heap, s: &Stream, m: usize) -> Result<Op> {
+    collective_by(name, heap, s, (m, CollectiveBackend::Put))
+}
+
+fn collective_by(
+    name: &'static str,
+    heap: &Heap,
+    s: &Stream,
+    (m, backend): (usize, CollectiveBackend),
+) -> Result<Op> {
+    let size = heap.team().size();
+    let (kind, rows_in, rows_out) = match name {
+        "all_gather" => (CollectiveKind::AllGather(Shards::Even), mine(heap, m), m),
+        "reduce_scatter" => {
+            (CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Avg), m, mine(heap, m))
+        }
+        "all_reduce" => (CollectiveKind::AllReduce(ReduceOp::Sum), m, m),
+        _ => (
+            CollectiveKind::AllToAll(vec![vec![m / size; size]; size]),
+            m / size * size,
+            m / size * size,
+        ),
+    };
+    let desc = CollectiveDesc { kind, m, cols: N, dtype: DType::BF16 };
+    let plan = CollectivePlan::with_backend(desc, heap, backend)?;
+    plan.prepare(s)?;
+    let x = tensor(heap, DType::BF16, rows_in, N)?;
+    let out = tensor(heap, DType::BF16, rows_out, N)?;
+    Ok(Op {
+        name,
+        inputs: vec![(x.clone(), Fill::Normal)],
+        outs: vec![out.clone()],
+        launch: Box::new(move |s| plan.launch(s, m, &x, &out)?.join(s).map(|_| ())),
+    })
+}
+
+fn ag_gemm(algo: Algo, heap: &Heap, s: &Stream) -> Result<Op> {
+    let desc = AgGemmDesc::new(M, N, K, DType::BF16);
+    let plan = AgGemmPlan::new(desc, heap, Some(OverlapConfig::of(algo, 2)))?;
+    plan.prepare(s)?;
+    let (x, w) = (tensor(heap, DType::BF16, mine(heap, M), K)?, tensor(heap, DType::BF16, N, K)?);
+    let (out, gathered) = (tensor(heap, DType::BF16, M, N)?, tensor(heap, DType::BF16, M, K)?);
+    let t = AgGemmInputs {
+        gathered: Some(gathered.clone()),
+        ..AgGemmInputs::new(x.clone(), w.clone(), out.clone())
+    };
+    Ok(Op {
+        name: "ag_gemm",
+        inputs: vec![(x, Fill::Normal), (w, Fill::Normal)],
+        outs: vec![out, gathered],
+        launch: Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ())),
+    })
+}
+
+fn gemm_reduce(scatter: bool, algo: Algo, heap: &Heap, s: &Stream) -> Result<Op> {
+    let desc = GemmRsDesc { bias: true, ..GemmRsDesc::new(M, N, K, DType::BF16) };
+    let config = Some(OverlapConfig::of(algo, 2));
+    let (x, w) = (tensor(heap, DType::BF16, M, K)?, tensor(heap, DType::BF16, N, K)?);
+    let bias = Tensor::from_f32(&[0.5; N], DType::F32, Shape::d1(N))?.to(&heap.device())?;
+    let out = tensor(heap, DType::BF16, if scatter { mine(heap, M) } else { M }, N)?;
+    let t =
+        GemmRsInputs { bias: Some(bias), ..GemmRsInputs::new(x.clone(), w.clone(), out.clone()) };
+    let launch: Launch = if scatter {
+        let plan = GemmRsPlan::new(desc, heap, config)?;
+        plan.prepare(s)?;
+        Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
+    } else {
+        let plan = GemmArPlan::new(GemmArDesc(desc), heap, config)?;
+        plan.prepare(s)?;
+        Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
+    };
+    Ok(Op {
+        name: if scatter { "gemm_rs" } else { "gemm_ar" },
+        inputs: vec![(x, Fill::Normal), (w, Fill::Normal)],
+        outs: vec![out],
+        launch,
+    })
+}
+
+/// Routing, dispatch and weighted combine, with routing that changes.
+fn ep(layout: EpLayout, heap: &Heap, s: &Stream) -> Result<Op> {
+    let (size, tokens, k, experts) = (heap.team().size(), 21, 3, 7);
+    let mut desc = EpDesc::new(size, experts, tokens, N, k);
+    (desc.dtype, desc.out, desc.layout) = (DType::BF16, DType::BF16, layout);
+    desc.capacity = desc.worst_case();
+    let plan = EpPlan::new(desc.clone(), heap)?;
+    plan.prepare(s)?;
+    let handle: EpHandle = plan.handle()?;
+    let place = |t: Tensor| t.to(&heap.device());
+    let idx = place(Tensor::zeros(DType::I64, Shape::d2(tokens, k)))?;
+    let (x, w) = (tensor(heap, DType::BF16, tokens, N)?, tensor(heap, DType::F32, tokens, k)?);
+    let recv = EpDispatch {
+        x: tensor(heap, DType::BF16, desc.recv_rows(), N)?,
+        scales: None,
+        weights: Some(place(Tensor::poisoned(DType::F32, Shape::d1(desc.capacity)))?),
+    };
+    let (y, out) =
+        (tensor(heap, DType::BF16, desc.capacity, N)?, tensor(heap, DType::BF16, tokens, N)?);
+    let outs =
+        vec![recv.x.clone(), handle.row_index().clone(), handle.m_splits().clone(), out.clone()];
+    let inputs = vec![
+        (idx.clone(), Fill::Experts(experts, k)),
+        (x.clone(), Fill::Normal),
+        (w.clone(), Fill::Normal),
+        (y.clone(), Fill::Normal),
+    ];
+    let launch = move |s: &Stream| -> Result<()> {
+        plan.route(s, &idx, None, &handle)?.join(s)?;
+        plan.dispatch(s, &handle, &x, (Some(&w), None), &recv)?.join(s)?;
+        plan.combine(s, &handle, &y, recv.weights.as_ref(), &out)?.join(s).map(|_| ())
+    };
+    Ok(Op { name: "ep", inputs, outs, launch: Box::new(launch) })
+}
+
+/// Forward and backward, with the output of the one in the other.
+fn cp_attention(strategy: Strategy, heap: &Heap, s: &Stream) -> Result<Op> {
+    // As many heads as two, three or four ranks can trade.
+    let (heads, d, t) = (12, 64, DType::BF16);
+    let desc = AttentionDesc::new(M, (heads, heads), d, t, AttnMask::CAUSAL);
+    let desc = CpAttentionDesc::new(desc);
+    let plan = CpAttentionPlan::new(desc, heap, Some(CpConfig::of(strategy)))?;
+    plan.prepare(s)?;
+    let rows = plan.rows_q(None).iter().map(|r| r.len()).sum();
+    let new = || tensor(heap, t, rows, heads * d);
+    let (q, k, v, d_out) = (new()?, new()?, new()?, new()?);
+    let lse = tensor(heap, DType::F32, heads, rows)?;
+    let o = AttnOut { out: new()?, lse: lse.clone() };
+    let (dq, dk, dv) = (new()?, new()?, new()?);
+    let inputs = [&q, &k, &v, &d_out].map(|t| (t.clone(), Fill::Normal)).to_vec();
+    let outs = vec![o.out.clone(), lse.clone(), dq.clone(), dk.clone(), dv.clone()];
+    let x = AttnInputs::new(q, k, v);
+    let launch = move |s: &Stream| -> Result<()> {
+        plan.launch_fwd(s, &x, o.clone())?.join(s)?;
+        let saved = AttnSaved { out: o.out.clone(), lse: lse.clone(), d_out: d_out.clone() };
+        let grads = AttnGrads::new(dq.clone(), dk.clone(), dv.clone());
+        plan.launch_bwd(s, &x, saved, grads)?.join(s).map(|_| ())
+    };
+    Ok(Op { name: "cp_attention", inputs, outs, launch: Box::new(launch) })
+}
+
+const ALL: [Make; 16] = [
+    |h, s| collective("all_gather", h, s, M),
+    |h, s| collective("reduce_scatter", h, s, M),
+    |h, s| collective("all_reduce", h, s, M),
+    |h, s| collective("all_to_all", h, s, M),
+    // By copy engines: above the size that kernels move.
+    |h, s| collective("all_gather", h, s, 1_400_000),
+    |h, s| collective("all_reduce", h, s, 1_400_000),
+    |h, s| ag_gemm(Algo::Pipelined, h, s),
+    |h, s| ag_gemm(Algo::Sequential, h, s),
+    |h, s| gemm_reduce(true, Algo::Pipelined, h, s),
+    |h, s| gemm_reduce(true, Algo::Sequential, h, s),
+    |h, s| gemm_reduce(false, Algo::Pipelined, h, s),
+    |h, s| ep(EpLayout::ExpertMajor { align: 4 }, h, s),
+    |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
+    |h, s| cp_attention(Strategy::AllGather, h, s),
+    |h, s| cp_attention(Strategy::Get, h, s),
+    |h, s| cp_attention(Strategy::AllToAll, h, s),
+];
+
+/// Where there is NCCL: even shards, uneven ones, and the choice by the clock.
+const BY_NCCL: [Make; 6] = [
+    |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Nccl)),
+    |h, s| collective_by("reduce_scatter", h, s, (M, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_reduce", h, s, (M, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_to_all", h, s, (M, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_gather", h, s, (1_400_000 - 1_400_000 % 12, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Fastest)),
+];
+
+/// All that this machine has.
+pub fn every_op() -> Vec<Make> {
+    match cuda::NcclComm::library() {
+        Ok(_) => ALL.into_iter().chain(BY_NCCL).collect(),
+        Err(e) => {
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            ALL.to_vec()
+        }
+    }
+}
+
+/// As many ranks as there are devices, at most four; `None` if that is no team.
+pub fn ranks() -> Option<usize> {
+    match cuda::device_count() {
+        Ok(n) if n > 1 => Some((n as usize).min(4)),
+        Ok(_) => None,
+        Err(e) => {
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            None
+        }
+    }
+}
+
+pub fn heap(world: &World, name: &str) -> Result<(Heap, Stream)> {
+    let heap = world.everyone(name)?.heap(BackendKind::Vmm, HeapCfg::new(600 << 20))?;
+    let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
+    Ok((heap, Stream::on(&ctx)?))
+}
