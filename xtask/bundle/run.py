@@ -119,6 +119,12 @@ def by_litmus(rc, out):
     return ("passed" if ok else "failed"), f"{text}; seen: {seen}" if rows else by_status(rc, out)[1]
 
 
+def by_trace(rc, out):
+    """A timeline with the work of the last steps."""
+    found = re.search(r"(\d+) events", out)
+    return ("passed" if rc == 0 and found and int(found[1]) > 100 else "failed"), by_status(rc, out)[1]
+
+
 def by_survivors(num):
     def judge(_rc, out):
         lines = [line for line in out.splitlines() if "ranks go on" in line]
@@ -269,6 +275,9 @@ def conformance(n):
             if ranks > 1:
                 processes = ranks_of(ranks, program("tilewire"), *flags)
                 yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name == "attention")
+    ranks = max(up_to(n, [1, 2, 4, 8]))
+    train = f'"$0" train --backend vmm --task copy --steps 5 --ranks {ranks} --trace t.json && "$0" trace t.json --html t.html'
+    yield Config(f"train-trace-{ranks}", ["bash", "-c", train, program("tilewire")], by_trace, jit=True)
     yield from sanitized(n)
 
 

@@ -91,10 +91,6 @@ fn optim(args: &TrainArgs) -> Result<AdamW> {
 fn target(args: &TrainArgs) -> Result<Target> {
     let usual = Target::new(worlds::backend(args.backend)?);
     let target = Target { dtype: args.dtype.unwrap_or(usual.dtype), ..usual };
-    if args.trace.is_some() && target.backend != BackendKind::Host {
-        let text = format!("--trace: no spans are recorded on backend `{}`", target.backend);
-        return Err(Error::new(ErrorKind::Unsupported, text).hint("trace on the host"));
-    }
     target.check().map(|()| target)
 }
 
@@ -129,7 +125,8 @@ impl Job<'_> {
         let sizes = (self.cfg, self.grid);
         let model = Model::new(&world, sizes, self.target, args.seed, tracer.clone())?;
         let mut t = Trainer::new(model, TrainCfg { seed: args.seed, optim: self.optim });
-        t.use_graph &= !args.no_graph;
+        // A graph leaves no spans.
+        t.use_graph &= !args.no_graph && args.trace.is_none();
         let done = self.work(&mut t, first, tracer.as_deref());
         if let (Err(_), Some(folder)) = (&done, &args.dump) {
             // It helps to understand the error, and must not take its place.

@@ -45,6 +45,19 @@ impl Stream {
         CudaStream::new(ctx).map(Stream::Cuda)
     }
 
+    /// As [`Stream::on`]; `tracer` gets a span for each operation, in the lane `name`. Not of work that is
+    /// captured: replays of a graph leave no spans.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn on_with_tracer(
+        ctx: &CudaContext,
+        name: impl Into<String>,
+        tracer: Option<Arc<Tracer>>,
+    ) -> Result<Self> {
+        CudaStream::with_tracer(ctx, name, tracer).map(Stream::Cuda)
+    }
+
     /// The stream of the host, for work that only runs there.
     ///
     /// # Errors

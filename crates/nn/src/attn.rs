@@ -1,7 +1,9 @@
 //! Attention of the model: packed equal-length sequences, divided over the cp team.
 
+use std::sync::Arc;
+
 use tilewire_core::{Rank, Result};
-use tilewire_device::{Stream, Tensor};
+use tilewire_device::{Stream, Tensor, Tracer};
 use tilewire_ops::attention::{
     AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, Sequences,
 };
@@ -51,7 +53,7 @@ impl Attn {
         cp: &LiveTeam,
         m: &ModelCfg,
         grid: &Grid,
-        (target, stream): (&Target, &Stream),
+        (target, stream, tracer): (&Target, &Stream, Option<Arc<Tracer>>),
     ) -> Result<Self> {
         let (heads, kv_heads) = (m.heads / grid.tp, m.kv_heads / grid.tp);
         let batch = m.batch / grid.dp;
@@ -61,6 +63,7 @@ impl Attn {
         let desc = CpAttentionDesc { layout: LAYOUT, ..CpAttentionDesc::new(desc) };
         let bytes = CpAttentionPlan::memory(&desc, cp.size(), None) + (1 << 16);
         let heap = cp.heap(target.backend, HeapCfg::new(bytes))?;
+        heap.copy_stream_traced(tracer)?;
         let plan = CpAttentionPlan::new(desc, &heap, None)?;
         plan.prepare(stream)?;
         let rows = LAYOUT.spans(m.seq * batch, cp.rank(), cp.size()).iter().map(|r| r.len()).sum();

@@ -96,9 +96,7 @@ impl Projections {
         let bytes = [&qkv, &out_bwd].map(AgGemmPlan::memory).iter().sum::<usize>()
             + [&out, &qkv_bwd].map(|d| GemmRsPlan::memory(d, size)).iter().sum::<usize>();
         let heap = tp.heap(target.backend, HeapCfg::new(bytes + (1 << 16)))?;
-        if matches!(heap.device(), Device::Host) {
-            heap.copy_stream_traced(tracer)?;
-        }
+        heap.copy_stream_traced(tracer)?;
         let all = Self {
             qkv: AgGemmPlan::new(qkv, &heap, None)?,
             out: GemmRsPlan::new(out, &heap, None)?,
@@ -188,17 +186,19 @@ impl Comm {
         let bytes = EpPlan::memory(&ep_desc).symmetric
             + [lens.0, stats, SMALL].map(|len| Sum::bytes(len, size)).iter().sum::<usize>();
         let heap = everyone.heap(target.backend, HeapCfg::new(bytes + (1 << 16)))?;
+        heap.copy_stream_traced(tracer.clone())?;
         let place = Place { device: heap.device(), dtype: target.dtype };
         let stream = match &place.device {
             Device::Host => Stream::with_tracer("main", tracer.clone())?,
-            Device::Cuda(ctx) => Stream::on(ctx)?,
+            Device::Cuda(ctx) => Stream::on_with_tracer(ctx, "main", tracer.clone())?,
         };
-        let (proj, tp_heap) = Projections::new((&tp, &target, tracer), (m, n), &stream)?;
-        let attn = Attn::new(&cp, m, grid, (&target, &stream))?;
+        let (proj, tp_heap) = Projections::new((&tp, &target, tracer.clone()), (m, n), &stream)?;
+        let attn = Attn::new(&cp, m, grid, (&target, &stream, tracer.clone()))?;
         let ep = EpPlan::new(ep_desc, &heap)?;
         ep.prepare(&stream)?;
         let shard_bytes = Sum::bytes(lens.1, shard.size()) + (1 << 16);
         let shard_heap = shard.heap(target.backend, HeapCfg::new(shard_bytes))?;
+        shard_heap.copy_stream_traced(tracer)?;
         Ok(Self {
             sum_all: Sum::new(lens.0, &heap, &stream)?,
             sum_stats: Sum::new(stats, &heap, &stream)?,

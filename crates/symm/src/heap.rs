@@ -296,9 +296,10 @@ impl Heap {
         if let Some(s) = self.0.copies.get() {
             return Ok(s);
         }
+        let name = format!("copy {}", self.0.team.name());
         let new = match &self.0.vmm {
-            Some(store) => Stream::on(&store.ctx)?,
-            None => Stream::with_tracer(format!("copy {}", self.0.team.name()), tracer)?,
+            Some(store) => Stream::on_with_tracer(&store.ctx, name, tracer)?,
+            None => Stream::with_tracer(name, tracer)?,
         };
         Ok(self.0.copies.get_or_init(|| new))
     }

@@ -22,8 +22,10 @@ mod memory;
 mod module;
 mod nccl;
 mod nvrtc;
+mod nvtx;
 mod places;
 mod probe;
+mod span;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -42,5 +44,7 @@ pub use places::{
     CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,
 };
 pub use probe::{DeviceInfo, PeerInfo, devices, peer_info, try_share};
+pub use span::CudaSpan;
+pub(crate) use span::DeviceSpans;
 pub use stream::CudaStream;
 pub use vmm::{VmmChunk, VmmRange, granularity};

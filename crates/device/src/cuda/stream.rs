@@ -13,9 +13,10 @@ use super::error::check;
 use super::event::CudaEvent;
 use super::graph::{CudaGraph, Held};
 use super::memory::CudaMemory;
+use super::nvtx;
 use crate::pending::timed_out;
 use crate::queue::check_len;
-use crate::{Buffer, Point, Queue};
+use crate::{Buffer, Point, Queue, Tracer};
 
 /// A queue of work on a CUDA device. Clones are the same stream.
 #[derive(Clone)]
@@ -27,7 +28,11 @@ struct Inner {
     /// What the capture in progress refers to; shared by all streams that joined it.
     capture: Mutex<Option<Arc<Held>>>,
     flight: Mutex<Flight>,
+    /// The lane of its spans, and who collects them.
+    trace: Option<Trace>,
 }
+
+type Trace = (Arc<str>, Arc<Tracer>);
 
 type Thing = Arc<dyn Any + Send + Sync>;
 
@@ -58,6 +63,11 @@ impl CudaStream {
     /// # Errors
     /// What the driver reports.
     pub fn new(ctx: &CudaContext) -> Result<Self> {
+        Self::make(ctx, None)
+    }
+
+    pub(super) fn make(ctx: &CudaContext, trace: Option<Trace>) -> Result<Self> {
+        nvtx::load();
         ctx.bind()?;
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
@@ -68,12 +78,17 @@ impl CudaStream {
             raw,
             capture: Mutex::new(None),
             flight: Mutex::default(),
+            trace,
         })))
     }
 
     /// The context.
     pub fn context(&self) -> &CudaContext {
         &self.0.ctx
+    }
+
+    pub(super) fn trace(&self) -> Option<&Trace> {
+        self.0.trace.as_ref()
     }
 
     pub(crate) fn raw(&self) -> CUstream {

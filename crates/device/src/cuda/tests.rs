@@ -69,3 +69,39 @@ fn the_compiler_compiles_or_says_where_it_was_looked_for() {
         }
     }
 }
+
+/// Times of spans come from events: of more spans than are looked at together, and of none in a graph.
+#[test]
+fn a_traced_stream_tells_what_ran_and_when() {
+    use crate::{Buffer, Queue, Tracer};
+    let Ok(ctx) = CudaContext::new(0) else { return };
+    let start = std::time::Instant::now();
+    let tracer = std::sync::Arc::new(Tracer::new(start));
+    let stream = CudaStream::with_tracer(&ctx, "main", Some(tracer.clone())).unwrap();
+    let (small, large) =
+        (CudaMemory::zeroed(&ctx, 1 << 10).unwrap(), CudaMemory::zeroed(&ctx, 1 << 28).unwrap());
+    let fill = |name, m: &CudaMemory| {
+        let _span = stream.span(name);
+        stream.fill_memory(m, 1).unwrap();
+    };
+    (0..1500).for_each(|_| fill("small", &small));
+    fill("large", &large);
+    let spans = tracer.take();
+    assert_eq!((spans.len(), tracer.take().len()), (1501, 0));
+    let end_us = start.elapsed().as_secs_f64() * 1e6;
+    for two in spans.windows(2) {
+        // The driver tells half a microsecond.
+        assert!(two[0].start_us + two[0].len_us <= two[1].start_us + 1.0, "{two:?}");
+    }
+    let (small, last) = (&spans[7], spans.last().unwrap());
+    assert!(small.name == "small" && last.name == "large" && last.lane == "main", "{last:?}");
+    assert!(small.start_us > 0.0 && last.start_us + last.len_us < end_us + 100.0, "{last:?}");
+    // 256 MiB at less than 10 TB/s.
+    assert!(last.len_us > 26.0 && small.len_us < last.len_us, "{small:?} {last:?}");
+    stream.begin_capture().unwrap();
+    fill("captured", &large);
+    let graph = stream.end_capture().unwrap();
+    stream.replay(&graph).unwrap();
+    stream.synchronize_until(None).unwrap();
+    assert!(tracer.take().is_empty() && large.download().unwrap().iter().all(|b| *b == 1));
+}

@@ -91,6 +91,7 @@ impl AttentionPlan {
             p.launch_fwd(s, &self.desc, inputs, (&seqs, rows), &out)
         };
         if let Some((s, p)) = self.ready.on(stream)? {
+            let _span = s.span("attention");
             fwd(s, p).map_err(|e| e.op("attention"))?;
             return Pending::new(out, stream, None);
         }
@@ -118,6 +119,7 @@ impl AttentionPlan {
             p.launch_bwd(s, &self.desc, inputs, (&seqs, rows), (&saved, &grads))
         };
         if let Some((s, p)) = self.ready.on(stream)? {
+            let _span = s.span("attention_bwd");
             bwd(s, p).map_err(|e| e.op("attention"))?;
             return Pending::new(grads, stream, None);
         }

@@ -208,7 +208,7 @@ impl PlanCore {
     pub(crate) fn any(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
         let lane = match heap.backend() {
             BackendKind::Host => None,
-            _ => Some(Lane::new(heap).map_err(|e| e.op(op))?),
+            _ => Some(Lane::new(op, heap).map_err(|e| e.op(op))?),
         };
         Ok(Self {
             op,

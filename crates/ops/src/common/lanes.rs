@@ -20,6 +20,7 @@ use super::cuda::{load, mantissa, no_kernel};
 
 /// What a plan keeps for its launches.
 pub(crate) struct Lane {
+    op: &'static str,
     os: VmmOneSided,
     fork: CudaEvent,
     join: CudaEvent,
@@ -51,12 +52,12 @@ pub(crate) struct Lanes<'a> {
 }
 
 impl Lane {
-    /// For a heap in device memory.
-    pub fn new(heap: &Heap) -> Result<Self> {
+    /// For launches of `op` on a heap in device memory.
+    pub fn new(op: &'static str, heap: &Heap) -> Result<Self> {
         let os = VmmOneSided::new(heap)?;
         let event = || CudaEvent::new(os.context(), false);
         let (fork, join) = (event()?, event()?);
-        Ok(Self { os, fork, join })
+        Ok(Self { op, os, fork, join })
     }
 
     pub fn context(&self) -> &CudaContext {
@@ -80,13 +81,16 @@ impl Lane {
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
+        let _span = main.span(self.op);
         let (s, flags) = (enter.signals, &enter.flags);
         // Without flags any slot will do as the first of none.
         let first = s.slot(flags.start.min(s.len() - 1));
         self.os.enter(main, s.slot(enter.credit), first, flags.len())?;
         let lanes = Lanes { os: &self.os, main, side, lane: self };
         lanes.fork()?;
+        let pushes = side.span(self.op);
         let done = f(&lanes);
+        drop(pushes);
         // Joined whatever happened: a capture would not be whole otherwise.
         lanes.join()?;
         done?;

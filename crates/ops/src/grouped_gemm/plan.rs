@@ -143,6 +143,7 @@ impl GroupedGemmPlan {
             for w in weights.into_iter().flat_map(Weights::all) {
                 together_on(stream, &w.named("weights"))?;
             }
+            let _span = ready.map(|(s, _)| s.span("grouped_gemm"));
             ready.map(|(s, p)| cuda(p, s)).transpose()
         };
         if on().map_err(|e| e.op("grouped_gemm"))?.is_some() {

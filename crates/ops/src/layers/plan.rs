@@ -113,6 +113,7 @@ impl LayersPlan {
             together_on(stream, &work.tensors(&self.desc)?)?;
             match ready {
                 Some((stream, kernels)) => {
+                    let _span = stream.span(W::NAME);
                     crate::common::cuda::hold(stream, work.clone());
                     work.on_cuda(On { kernels, stream })
                 }

@@ -99,6 +99,7 @@ impl PermutePlan {
         let ready = self.ready.on(stream).map_err(|e| e.op(op))?;
         together_on(stream, tensors).map_err(|e| e.op(op))?;
         if let Some((s, p)) = ready {
+            let _span = s.span(op);
             cuda(p, s).map_err(|e| e.op(op))?;
             return Pending::new(out, stream, None);
         }

@@ -94,6 +94,7 @@ impl DequantPlan {
             self.check_inputs(q, out)?;
             let tensors = [("q", Some(&q.data)), ("q scales", Some(&q.scales)), ("out", Some(out))];
             together_on(stream, &tensors)?;
+            let _span = ready.map(|(s, _)| s.span("dequant"));
             ready.map(|(s, p)| p.launch(s, q, out)).transpose()
         };
         if check().map_err(|e| e.op("dequant"))?.is_some() {

@@ -231,6 +231,7 @@ impl QuantPlan {
             together_on(stream, &t.named()).map(|()| ready)
         };
         if let Some((s, p)) = check().map_err(|e| e.op("quant"))? {
+            let _span = s.span("quant");
             p.launch(s, &t).map_err(|e| e.op("quant"))?;
             return Pending::new(t, stream, None);
         }
