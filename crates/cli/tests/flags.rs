@@ -131,6 +131,8 @@ const ROWS: &[Row] = &[
         let first = |s: &Seen| s.err.contains("failed first");
         !first(off) && first(on)
     }),
+    // Queued or replayed, a step has the same bits.
+    row("train", "--no-graph", TRAIN, 0, |off, on| off.step("loss") == on.step("loss")),
     row("train", "--calibrate", TRAIN, 0, |off, on| {
         off.step("hidden").is_null() && on.step("hidden").as_f64().is_some_and(|h| h <= 1.0)
     }),
