@@ -1,5 +1,6 @@
 //! Contexts: one per device and process.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -77,7 +78,12 @@ struct Inner {
     jit: OnceLock<Jit>,
     /// Machine code that was loaded: as long as the context, that is, as the process.
     modules: Mutex<HashMap<Key, CudaModule>>,
+    /// What queued work has used, and no longer does: see [`CudaContext::retire`].
+    retired: Mutex<Vec<Thing>>,
 }
+
+/// Something that queued work refers to by address.
+pub(super) type Thing = Arc<dyn Any + Send + Sync>;
 
 // SAFETY: contexts may be made current on any thread; the fields never change.
 unsafe impl Send for Inner {}
@@ -117,6 +123,7 @@ impl CudaContext {
             ordinal,
             jit: OnceLock::new(),
             modules: Mutex::default(),
+            retired: Mutex::default(),
         }));
         kept.push(new.clone());
         Ok(new)
@@ -126,6 +133,20 @@ impl CudaContext {
     pub(crate) fn bind(&self) -> Result<()> {
         // SAFETY: the context is retained as long as `self` lives.
         check(unsafe { sys::cuCtxSetCurrent(self.0.raw) }, "cuCtxSetCurrent")
+    }
+
+    /// Takes things that a launch has found to be done with. It must not free them: that may wait for
+    /// the device, and a kernel there for what this thread is about to queue.
+    pub(super) fn retire(&self, things: impl IntoIterator<Item = Thing>) {
+        self.0.retired.lock().unwrap_or_else(PoisonError::into_inner).extend(things);
+    }
+
+    /// Frees what was retired: where the caller allocates or waits anyway, and at the end of a stream.
+    pub(super) fn free_retired(&self) {
+        let things =
+            std::mem::take(&mut *self.0.retired.lock().unwrap_or_else(PoisonError::into_inner));
+        // Not under the lock: a thing may have a stream, whose end comes here again.
+        drop(things);
     }
 
     /// The device's number.

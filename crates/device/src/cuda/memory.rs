@@ -40,6 +40,8 @@ impl CudaMemory {
     /// # Errors
     /// `Exhausted` if there is not enough memory.
     pub fn filled(ctx: &CudaContext, len_bytes: usize, byte: u8) -> Result<Self> {
+        // First: there may be no room without it.
+        ctx.free_retired();
         ctx.bind()?;
         let (mut ptr, len) = (0, len_bytes.max(1));
         // SAFETY: a context is current and the output is valid.

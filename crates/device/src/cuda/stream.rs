@@ -8,7 +8,7 @@ use std::time::Duration;
 use cudarc::driver::sys::{self, CUresult, CUstream};
 use tilewire_core::{Deadline, Error, Result};
 
-use super::context::CudaContext;
+use super::context::{CudaContext, Thing};
 use super::error::check;
 use super::event::CudaEvent;
 use super::graph::{CudaGraph, Held};
@@ -34,10 +34,9 @@ struct Inner {
 
 type Trace = (Arc<str>, Arc<Tracer>);
 
-type Thing = Arc<dyn Any + Send + Sync>;
-
 /// What queued work refers to by address. The driver may, but need not, finish that work before it
-/// frees memory; so the stream keeps it until an event behind the work has been reached.
+/// frees memory; so the stream keeps it until an event behind the work has been reached, and a
+/// launch frees nothing even then.
 #[derive(Default)]
 struct Flight {
     /// Held since the last event, oldest first.
@@ -130,9 +129,9 @@ impl CudaStream {
             return;
         }
         let mut f = self.0.flight.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut done = Vec::new();
         while f.closed.front().is_some_and(|(e, _)| e.is_done()) {
-            done.extend(f.closed.pop_front());
+            let done = f.closed.pop_front();
+            self.0.ctx.retire(done.into_iter().flat_map(|(_, things)| things));
         }
         if f.open.len() >= BATCH {
             // Without an event they stay: memory is held longer, nothing worse.
@@ -145,9 +144,6 @@ impl CudaStream {
             }
         }
         f.open.push(thing());
-        // What is freed now may have a stream of its own: not under the lock.
-        drop(f);
-        drop(done);
     }
 
     /// Queues a copy of one piece of device memory to another, and keeps both until it has run.
@@ -320,7 +316,9 @@ impl Queue for CudaStream {
     fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()> {
         let e = self.event()?;
         self.record(&e)?;
-        e.synchronize(deadline)
+        e.synchronize(deadline)?;
+        self.0.ctx.free_retired();
+        Ok(())
     }
 }
 
@@ -369,5 +367,6 @@ impl Drop for Inner {
         }
         // SAFETY: created by us, destroyed once.
         unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        self.ctx.free_retired();
     }
 }

@@ -105,3 +105,51 @@ fn a_traced_stream_tells_what_ran_and_when() {
     stream.synchronize_until(None).unwrap();
     assert!(tracer.take().is_empty() && large.download().unwrap().iter().all(|b| *b == 1));
 }
+
+/// Queuing work frees nothing, as that may wait for the device; waiting for the stream does.
+#[test]
+fn what_work_has_used_is_not_freed_by_a_launch() {
+    use std::cell::Cell;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use crate::{Point, Queue};
+    thread_local!(static LAUNCHES: Cell<bool> = const { Cell::new(false) });
+    #[derive(Default)]
+    struct Ends {
+        all: AtomicUsize,
+        in_launches: AtomicUsize,
+    }
+    struct Thing(Arc<Ends>);
+    impl Drop for Thing {
+        fn drop(&mut self) {
+            self.0.all.fetch_add(1, Ordering::Relaxed);
+            self.0.in_launches.fetch_add(usize::from(LAUNCHES.get()), Ordering::Relaxed);
+        }
+    }
+    let Ok(ctx) = CudaContext::new(0) else { return };
+    let (stream, ends) = (CudaStream::new(&ctx).unwrap(), Arc::new(Ends::default()));
+    for _ in 0..5 {
+        for _ in 0..100 {
+            LAUNCHES.set(true);
+            stream.hold(|| Arc::new(Thing(ends.clone())));
+            LAUNCHES.set(false);
+        }
+        let e = stream.event().unwrap();
+        stream.record(&e).unwrap();
+        e.synchronize(None).unwrap();
+    }
+    stream.synchronize_until(None).unwrap();
+    // Another test may have taken some, and be about to free them.
+    let reached = |n: usize| {
+        let start = std::time::Instant::now();
+        while ends.all.load(Ordering::Relaxed) < n && start.elapsed().as_secs() < 5 {
+            std::thread::yield_now();
+        }
+        ends.all.load(Ordering::Relaxed)
+    };
+    let ended = reached(300);
+    assert!((300..500).contains(&ended), "all but the latest are freed: {ended} of 500");
+    drop(stream);
+    assert_eq!((reached(500), ends.in_launches.load(Ordering::Relaxed)), (500, 0));
+}
