@@ -280,32 +280,27 @@ __device__ __forceinline__ u32 tw_row_of_warp(u32 n) {
 
 // The most columns of a row that a warp keeps.
 #define TW_CLASSES 512
-// What a lane keeps of a row: column 32 * i + lane.
-typedef float TwKept[TW_CLASSES / 32];
 
+// What a lane keeps of a row of at most 32 * KEPT columns: p[i] is column 32 * i + lane.
 // p = softmax(logits), by a warp. Columns that are not there are 0.
-__device__ __forceinline__ void tw_softmax(TwKept& p, const float* logits, u32 cols) {
+template <u32 KEPT>
+__device__ __forceinline__ void tw_softmax(float (&p)[KEPT], const float* logits, u32 cols) {
     u32 lane = threadIdx.x % 32;
     float most = -TW_INF, sum = 0;
 #pragma unroll
-    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
-        p[i] = 0;
-        if (32 * i >= cols) continue;
+    for (u32 i = 0; i < KEPT; i++) {
         p[i] = 32 * i + lane < cols ? logits[32 * i + lane] : -TW_INF;
         most = fmaxf(most, p[i]);
     }
     most = tw_warp_max(most);
 #pragma unroll
-    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
-        if (32 * i >= cols) continue;
+    for (u32 i = 0; i < KEPT; i++) {
         p[i] = 32 * i + lane < cols ? expf(p[i] - most) : 0;
         sum += p[i];
     }
     sum = tw_warp_sum(sum);
 #pragma unroll
-    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
-        if (32 * i < cols) p[i] /= sum;
-    }
+    for (u32 i = 0; i < KEPT; i++) p[i] /= sum;
 }
 
 struct TwRouter {
@@ -318,15 +313,15 @@ struct TwRouter {
 
 // Probabilities, the k most likely experts (ties to the lower), and their probabilities scaled to sum
 // to one. Rows that are no numbers go to the first experts, with weights that are none either.
-extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router(TwRouter a) {
-    u32 row = tw_row_of_warp(a.n), lane = threadIdx.x % 32;
-    if (row == a.n) return;
+template <u32 KEPT>
+__device__ __forceinline__ void tw_route(const TwRouter& a, u32 row) {
+    u32 lane = threadIdx.x % 32;
     i64* topk = a.topk + (u64)row * a.k;
     float* weights = a.weights + (u64)row * a.k;
-    TwKept probs;
+    float probs[KEPT];
     tw_softmax(probs, a.logits + (u64)row * a.experts, a.experts);
 #pragma unroll
-    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+    for (u32 i = 0; i < KEPT; i++) {
         if (32 * i + lane < a.experts) a.probs[(u64)row * a.experts + 32 * i + lane] = probs[i];
     }
     float last = TW_INF, sum = 0;
@@ -336,8 +331,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router(TwRout
         float best = -1;
         u32 expert = a.experts;
 #pragma unroll
-        for (u32 i = 0; i < TW_CLASSES / 32; i++) {
-            if (32 * i >= a.experts) continue;
+        for (u32 i = 0; i < KEPT; i++) {
             u32 e = 32 * i + lane;
             float p = probs[i];
             bool after = e < a.experts && (p < last || (p == last && e > at));
@@ -359,6 +353,14 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router(TwRout
     }
     if (lane != 0) return;
     for (u32 j = 0; j < a.k; j++) weights[j] /= sum;
+}
+
+extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router(TwRouter a) {
+    u32 row = tw_row_of_warp(a.n);
+    if (row == a.n) return;
+    if (a.experts <= 64) tw_route<2>(a, row);
+    else if (a.experts <= 256) tw_route<8>(a, row);
+    else tw_route<TW_CLASSES / 32>(a, row);
 }
 
 // partial[block] = how often each expert was chosen, then its probabilities' sum. Shared: WARPS rows.
@@ -429,15 +431,15 @@ struct TwLoss {
 };
 
 // row_loss = -log p[target]; d_logits = scale * its gradient.
-extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_cross_entropy(TwLoss a) {
-    u32 row = tw_row_of_warp(a.n), lane = threadIdx.x % 32;
-    if (row == a.n) return;
+template <u32 KEPT>
+__device__ __forceinline__ void tw_loss(const TwLoss& a, u32 row) {
+    u32 lane = threadIdx.x % 32;
     int target = a.targets[row];
     Bits* out = a.d_logits + (u64)row * a.cols;
-    TwKept probs;
+    float probs[KEPT];
     tw_softmax(probs, a.logits + (u64)row * a.cols, a.cols);
 #pragma unroll
-    for (u32 i = 0; i < TW_CLASSES / 32; i++) {
+    for (u32 i = 0; i < KEPT; i++) {
         u32 c = 32 * i + lane;
         if (c >= a.cols) continue;
         float p = probs[i], d = target < 0 ? 0.0f : a.scale * (p - ((int)c == target ? 1.0f : 0.0f));
@@ -446,6 +448,13 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_cross_entropy
         if ((int)c == target) a.row_loss[row] = -logf(p < 1.17549435e-38f ? 1.17549435e-38f : p);
     }
     if (target < 0 && lane == 0) a.row_loss[row] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_cross_entropy(TwLoss a) {
+    u32 row = tw_row_of_warp(a.n);
+    if (row == a.n) return;
+    if (a.cols <= 256) tw_loss<8>(a, row);
+    else tw_loss<TW_CLASSES / 32>(a, row);
 }
 
 // out = scale * the sum of v, in f64.

@@ -110,7 +110,7 @@ struct Case {
 }
 
 fn cases(t: usize) -> Vec<Case> {
-    [(50, 64, 8, 2), (3, 300, 40, 5), (9, 4, 3, 3)]
+    [(50, 64, 8, 2), (3, 300, 70, 5), (9, 4, 3, 3), (2, 8, 300, 4)]
         .into_iter()
         .enumerate()
         .map(|(i, (n, d, experts, k))| Case { t, n, d, experts, k, rng: Rng::new(50 + i as u64) })
@@ -351,7 +351,7 @@ struct Loss {
 }
 
 fn loss(lib: &'static Lib, c: &mut Case) {
-    let (t, n, cols) = (c.dtype(), c.n, 37);
+    let (t, n, cols) = (c.dtype(), c.n, c.experts.max(37));
     let logits = c.random(DType::F32, n, cols).map(|v| 3.0 * v).rounded(DType::F32);
     // The first row does not count.
     let targets: Vec<i64> =
