@@ -184,6 +184,16 @@ inline int __any_sync(unsigned mask, int p, unsigned line = __builtin_LINE()) {
 inline int __all_sync(unsigned mask, int p, unsigned line = __builtin_LINE()) {
     return __ballot_sync(mask, !p, line) == 0;
 }
+inline unsigned __match_any_sync(unsigned mask, int v, unsigned line = __builtin_LINE()) {
+    const auto g = [](const EmuWarp<int, unsigned>& w) {
+        for (unsigned l = 0; l < 32; l++) {
+            if (!w.has(l)) continue;
+            w.out(l) = 0;
+            for (unsigned o = 0; o < 32; o++) w.out(l) |= w.has(o) && w.in(o) == w.in(l) ? 1u << o : 0;
+        }
+    };
+    return emu_collective<int, unsigned>(mask, "__match_any_sync", v, g, line);
+}
 inline unsigned __reduce_add_sync(unsigned mask, unsigned v, unsigned line = __builtin_LINE()) {
     const auto g = [](const EmuWarp<unsigned, unsigned>& w) {
         unsigned sum = 0;

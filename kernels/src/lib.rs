@@ -77,11 +77,14 @@ const PTX_TWINS: &[(&str, &str)] = &[
     (portable::CONVERT, portable::CONVERT_EMU),
 ];
 
+/// A team as kernels see it; stands behind [`LD_ST`].
+pub const TEAM: &str = include_str!("comm/team.cuh");
+
 /// Signal, wait, barrier and the epoch word of copy-engine pushes.
 pub const SIGNAL: Source = Source {
     name: "comm/signal.cu",
-    parts: &[LD_ST, include_str!("comm/signal.cu")],
-    defines: &["TW_OFF_ABORT", "TW_OFF_INBOX", "TW_OFF_SIGNALS", "TW_INBOX_ROW"],
+    parts: &[LD_ST, TEAM, include_str!("comm/signal.cu")],
+    defines: &["TW_OFF_INBOX", "TW_OFF_SIGNALS", "TW_INBOX_ROW"],
     kernels: &[
         "tw_signal",
         "tw_bump_epoch",
@@ -159,6 +162,7 @@ pub const ALL: &[Source] = &[
     portable::REDUCE,
     portable::MOVE,
     portable::EP,
+    portable::EP_BULK,
     portable::LAYERS,
     portable::OPTIMIZER,
     attention::SM80_ATTENTION,

@@ -4,7 +4,7 @@
 //! An element type is passed to them as its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3
 //! e4m3, 2 e5m2.
 
-use crate::Source;
+use crate::{BULK, LD_ST, Source, TEAM};
 
 /// Conversions that some architectures have an instruction for.
 pub const CONVERT: &str = include_str!("ptx/convert.cuh");
@@ -92,36 +92,58 @@ pub fn move_defines() -> Vec<(String, u64)> {
     with(MOVE.defines, &[MOVE_THREADS])
 }
 
-/// Threads of a block of every kernel of [`EP`].
+/// Threads of a block of the kernels of [`EP`] that stay on one rank.
 pub const EP_THREADS: u64 = 256;
-/// Choices that a block of `tw_ep_count` and `tw_ep_place` takes.
-pub const EP_CHUNK: u64 = 2048;
+/// Threads of a block of those that meet other ranks.
+pub const EP_MOVERS: u64 = 1024;
+/// Warps of a block that send rows by bulk copies, and bytes of a copy: together the block's dynamic
+/// shared memory.
+pub const EP_BULK_WARPS: u64 = 8;
+/// Most bytes of a bulk copy: a row of 7168 in bf16.
+pub const EP_BULK_PIECE: u64 = 14336;
+
+const EP_LAYER: &str = include_str!("ep/layer.cuh");
 
 /// Expert parallelism: routing, dispatch, combine and their gradients.
 pub const EP: Source = Source {
     name: "ep/sm80_ep.cu",
-    parts: &[CONVERT, CONVERSIONS, include_str!("ep/sm80_ep.cu")],
-    defines: &["TW_OUT_MANTISSA", "TW_EP_THREADS", "TW_EP_CHUNK"],
+    parts: &[CONVERT, CONVERSIONS, LD_ST, TEAM, EP_LAYER, include_str!("ep/sm80_ep.cu")],
+    defines: &["TW_OUT_MANTISSA", "TW_EP_THREADS", "TW_EP_MOVERS"],
     kernels: &[
-        "tw_ep_count",
-        "tw_ep_publish",
-        "tw_ep_scan",
-        "tw_ep_place",
-        "tw_ep_push",
-        "tw_ep_index",
+        "tw_ep_route",
+        "tw_ep_send",
+        "tw_ep_leave",
         "tw_ep_flat",
         "tw_ep_rank_major",
         "tw_ep_row_index",
         "tw_ep_gather",
-        "tw_ep_return",
-        "tw_ep_sum",
+        "tw_ep_back",
         "tw_ep_gather_bwd",
     ],
 };
 
 /// [`EP`]'s definitions for results with `out` mantissa bits.
 pub fn ep_defines(out: u64) -> Vec<(String, u64)> {
-    with(EP.defines, &[out, EP_THREADS, EP_CHUNK])
+    with(EP.defines, &[out, EP_THREADS, EP_MOVERS])
+}
+
+/// Dispatch by bulk copies.
+pub const EP_BULK: Source = Source {
+    name: "ep/sm90_ep.cu",
+    parts: &[CONVERT, CONVERSIONS, LD_ST, BULK, TEAM, EP_LAYER, include_str!("ep/sm90_ep.cu")],
+    defines: &[
+        "TW_OUT_MANTISSA",
+        "TW_EP_THREADS",
+        "TW_EP_MOVERS",
+        "TW_EP_BULK_WARPS",
+        "TW_EP_BULK_PIECE",
+    ],
+    kernels: &["tw_ep_send_bulk"],
+};
+
+/// [`EP_BULK`]'s definitions. It moves bytes: the type of results is any.
+pub fn ep_bulk_defines() -> Vec<(String, u64)> {
+    with(EP_BULK.defines, &[7, EP_THREADS, EP_MOVERS, EP_BULK_WARPS, EP_BULK_PIECE])
 }
 
 /// Threads of a block of [`REDUCE`].
@@ -207,7 +229,7 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
     let permute = WIDE_MANTISSAS.iter().map(|src| (PERMUTE, permute_defines(*src)));
     let reduce = REDUCE_MANTISSAS.iter().map(|types| (REDUCE, reduce_defines(*types)));
     let ep = WIDE_MANTISSAS.iter().map(|out| (EP, ep_defines(*out)));
-    let moves = std::iter::once((MOVE, move_defines()));
+    let moves = [(MOVE, move_defines()), (EP_BULK, ep_bulk_defines())];
     let layers = LAYERS_MANTISSAS
         .iter()
         .flat_map(|src| [LAYERS, OPTIMIZER].map(|s| (s, layers_defines(*src))));

@@ -1,111 +1,132 @@
-// Expert parallelism: tokens to the ranks of their experts and back; crates/ops/src/ep on the device.
-//
-// Source: config.rs of that folder (which row a copy gets), research notes EP §5 (one row over the wire
-// for each (token, rank); slots from counts, without atomics or sorting). Equal inputs give equal bits.
-//
-// P ranks, E experts in all, T = max_tokens of a rank, k choices, capacity rows on each rank.
-// Symmetric areas of a rank, at base + rank * stride for every rank:
-//   counts  [P][E] u32                 copies that each rank sends to each expert
-//   meta    [P * T] TwMeta + k TwCopy + scales f32, `meta_stride` bytes each
-//   tokens  [P * T] rows, `row_stride` bytes each
-//   back    [P * T] rows of results, then k f32 gradients of weights, `back_stride` bytes each
-// What comes from token t of rank s lies at index s * T + t of an area: no place is negotiated. A
-// record is there if its `num` is not 0; who has read it sets it back before it grants the next launch.
-//
-// Between the kernels below stand tw_enter of comm/signal.cu (everybody has done its part; everybody
-// may write again). Peers' memory is written with plain stores, read never.
-// Blocks of TW_EP_THREADS. Types of results by mantissa bits: TW_OUT_MANTISSA (23 f32, 10 f16, 7 bf16);
-// payload of a dispatch is bytes.
-
-enum { THREADS = TW_EP_THREADS, CHUNK = TW_EP_CHUNK, WARPS = THREADS / 32 };
-static_assert(CHUNK % THREADS == 0 && THREADS % 32 == 0, "whole rounds of whole warps");
-
-typedef TwElem<TW_OUT_MANTISSA> Out;
-typedef TwQuads<TW_OUT_MANTISSA> OutQuad;
-
-struct TwMeta {
-    u32 num;  // copies, 0 if there is no record
-    u32 pad;
-};
-
-struct TwCopy {
-    int choice, row;
-    float weight;
-};
-
-// The layer and the team, and where their memory is.
-struct TwEp {
-    u64 counts, meta, tokens, back;  // addresses of rank 0's areas; rank r's are r * stride behind
-    u64 stride;
-    const u32* first;       // [P + 1] first expert of each rank
-    u64 meta_stride, row_stride, back_stride;
-    u32 size, me, max_tokens, top_k, experts, capacity, align, scales;
-};
-
-// The routing of one microbatch, in this rank's memory.
-struct TwHandle {
-    int* rows;       // [T * k] row of each choice of mine at its rank, or -1
-    int* ranks;      // [T * k] that rank
-    u32* num;        // [P * T] copies of each record that came
-    TwCopy* copies;  // [P * T * k]
-    int* source;     // [capacity] record of each expert-major row, or -1
-    int* place;      // [P * T] received row of each record (flat layout)
-    i64* counts;     // [local experts] true number of copies
-    i64* m_splits;   // [local experts] rows, with padding, within the capacity
-    i64* total;      // [1] rows needed
-    i64* dropped;    // [1] copies left out here
-    i64* lost;       // [P] copies left out at each rank
-};
+// Expert parallelism on any device; layer.cuh says what lies where. Three kernels meet the other ranks
+// inside: tw_ep_route, tw_ep_send and tw_ep_back. Their blocks wait for what other ranks' blocks do
+// before they wait for anything, so few of them that run are enough, in the order of their numbers.
 
 struct TwRouting {
     const void* idx;  // [tokens * k] i32, or i64 if `wide`; -1 is masked
-    u32* chunks;      // scratch [num_chunks][E + 1]; the last column counts indices that are no expert
-    i64* next;        // scratch [E]
-    u32* status;      // 1: an index is no expert
-    u32 choices, wide, num_chunks, pad;
+    u32* blocks;      // scratch [blocks][E]: copies of each block's choices
+    u32 choices, wide;
+    u32 span;         // choices of a warp, a multiple of 32
+    u32 bad_input;    // what is told of an index that is no expert
 };
 
-__device__ __forceinline__ i64 tw_index(const TwRouting& a, u64 i) {
-    return a.wide ? ((const i64*)a.idx)[i] : ((const int*)a.idx)[i];
+// Shared memory of tw_ep_route: [warps][E] u32, then of each expert its next row i64, copies of all ranks,
+// of earlier ranks, and its rank u32.
+struct TwTable {
+    u32* warp;
+    i64* next;
+    u32 *all, *earlier, *owner;
+};
+
+extern __shared__ __align__(128) unsigned char tw_smem[];
+
+__device__ __forceinline__ TwTable tw_table(const TwEp& l) {
+    TwTable s;
+    s.next = (i64*)tw_smem;
+    s.all = (u32*)(s.next + l.experts);
+    s.earlier = s.all + l.experts;
+    s.owner = s.earlier + l.experts;
+    s.warp = s.owner + l.experts;
+    return s;
 }
 
 // The expert of choice i: -1 none, E if there is no such expert.
 __device__ __forceinline__ int tw_choice(const TwEp& l, const TwRouting& a, u64 i) {
     if (i >= a.choices) return -1;
-    const i64 e = tw_index(a, i);
+    const i64 e = a.wide ? ((const i64*)a.idx)[i] : ((const int*)a.idx)[i];
     if (e == -1) return -1;
     return e < 0 || e >= l.experts ? (int)l.experts : (int)e;
 }
 
-// Copies of each expert in each chunk of choices. Grid: num_chunks (at least 1).
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_count(const __grid_constant__ TwEp l, const __grid_constant__ TwRouting a) {
-    u32* row = a.chunks + (u64)blockIdx.x * (l.experts + 1);
-    for (u32 e = threadIdx.x; e <= l.experts; e += THREADS) row[e] = 0;
+// The first choice of this warp.
+__device__ __forceinline__ u64 tw_span(const TwRouting& a) {
+    return ((u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * a.span;
+}
+
+// Copies of each expert among the choices before each warp of the block, and among all of the block's.
+// False if an index is no expert.
+__device__ __forceinline__ bool tw_route_count(const TwEp& l, const TwRouting& a, const TwTable& s) {
+    const u32 warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    for (u32 i = threadIdx.x; i < warps * l.experts; i += blockDim.x) s.warp[i] = 0;
     __syncthreads();
-    for (u32 n = threadIdx.x; n < CHUNK; n += THREADS) {
-        const int e = tw_choice(l, a, (u64)blockIdx.x * CHUNK + n);
-        // Sums of integers: their order decides nothing.
-        if (e >= 0) atomicAdd(&row[e], 1u);
+    u32* mine = s.warp + threadIdx.x / 32 * l.experts;
+    bool bad = false;
+    for (u32 n = 0; n < a.span; n += 32) {
+        const int e = tw_choice(l, a, tw_span(a) + n + lane);
+        bad |= e == (int)l.experts;
+        const u32 same = __match_any_sync(0xffffffffu, e);
+        if (e >= 0 && e < (int)l.experts && (int)lane == __ffs(same) - 1) mine[e] += __popc(same);
+        __syncwarp();
+    }
+    if (__syncthreads_or(bad)) return false;
+    for (u32 e = threadIdx.x; e < l.experts; e += blockDim.x) {
+        u32 sum = 0;
+        for (u32 w = 0; w < warps; w++) {
+            const u32 num = s.warp[w * l.experts + e];
+            s.warp[w * l.experts + e] = sum;
+            sum += num;
+        }
+        a.blocks[(u64)blockIdx.x * l.experts + e] = sum;
+        s.all[e] = sum;
+    }
+    return true;
+}
+
+__device__ __forceinline__ u64* tw_counts(const TwEp& l, u64 epoch, u32 rank, u32 writer) {
+    return (u64*)(l.counts + rank * l.stride) + ((epoch & 1) * l.size + writer) * l.experts;
+}
+
+// My counts to every rank, mine included, by the block that comes last. Two buffers in turn are enough: who
+// writes the next one has everybody's counts of this launch, so that everybody has begun it and read the
+// one before. Number and count are one word, so nothing else has to be ordered.
+__device__ __forceinline__ void tw_route_publish(const TwEp& l, const TwRouting& a, const TwTable& s, u64 epoch) {
+    for (u32 e = threadIdx.x; e < l.experts; e += blockDim.x) {
+        u32 sum = gridDim.x == 1 ? s.all[e] : 0;
+        for (u32 b = 0; gridDim.x > 1 && b < gridDim.x; b++) sum += a.blocks[(u64)b * l.experts + e];
+        if (gridDim.x > 1) __threadfence();
+        for (u32 i = 1; i <= l.size; i++) {
+            const u32 p = (l.me + i) % l.size;
+            st_relaxed_sys_u64(tw_counts(l, epoch, p, l.me) + e, epoch << 32 | sum);
+        }
     }
 }
 
-// My counts to every rank, mine included. Grid: P.
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_publish(const __grid_constant__ TwEp l, const __grid_constant__ TwRouting a) {
-    const u32 p = (l.me + blockIdx.x) % l.size;
-    u32* to = (u32*)(l.counts + p * l.stride) + (u64)l.me * l.experts;
-    for (u32 e = threadIdx.x; e <= l.experts; e += THREADS) {
-        u32 sum = 0;
-        for (u32 c = 0; c < a.num_chunks; c++) sum += a.chunks[(u64)c * (l.experts + 1) + e];
-        if (e < l.experts) to[e] = sum;
-        else if (blockIdx.x == 0) *a.status = sum != 0;
+// Everybody's counts of each expert: of all ranks, and of those before me. False if the team is over.
+__device__ __forceinline__ bool tw_route_collect(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwTable& s, u64 epoch) {
+    bool good = true;
+    for (u32 e = threadIdx.x; good && e < l.experts; e += blockDim.x) {
+        u32 all = 0, earlier = 0;
+        for (u32 r0 = 0; good && r0 < l.size; r0 += 8) {
+            u64 seen[8];
+            // Eight words in flight; who is late is waited for.
+#pragma unroll
+            for (u32 i = 0; i < 8; i++)
+                if (r0 + i < l.size) seen[i] = ld_relaxed_sys_u64(tw_counts(l, epoch, l.me, r0 + i) + e);
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                const u32 r = r0 + i;
+                if (!good || r >= l.size) continue;
+                const u64* word = tw_counts(l, epoch, l.me, r) + e;
+                if (seen[i] >> 32 != (u32)epoch) {
+                    const TwWait w = {TW_OP_WAIT, m.slot, r, 0, 0, epoch << 32, 0, 0, 0};
+                    good = tw_await(t, word, w);
+                    seen[i] = ld_relaxed_sys_u64(word);
+                }
+                all += (u32)seen[i];
+                earlier += r < l.me ? (u32)seen[i] : 0;
+            }
+        }
+        s.all[e] = all;
+        s.earlier[e] = earlier;
     }
+    // What my other blocks wrote before the counts were published is behind my own word.
+    __threadfence();
+    return !__syncthreads_or(!good);
 }
 
 // The sum of `v` over earlier threads; `all` over the block.
 __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
-    __shared__ i64 sums[WARPS];
+    __shared__ i64 sums[32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 upto = v;
 #pragma unroll
@@ -117,7 +138,7 @@ __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
     __syncthreads();
     i64 before = upto - v;
     *all = 0;
-    for (u32 w = 0; w < WARPS; w++) {
+    for (u32 w = 0; w < blockDim.x / 32; w++) {
         before += w < warp ? sums[w] : 0;
         *all += sums[w];
     }
@@ -133,117 +154,149 @@ __device__ __forceinline__ u32 tw_owner(const TwEp& l, u32 e) {
     return r;
 }
 
-// Rows from everybody's counts: a.next[e] and a.chunks become the row of my first copy of e, and of the
-// first in each chunk; the counts of the handle. One pass over all experts: the rows of a rank begin where
-// the sum over all earlier ranks' experts ends. Grid: 1.
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_scan(const __grid_constant__ TwEp l, const __grid_constant__ TwRouting a, const __grid_constant__ TwHandle h) {
+// Rows from everybody's counts: s.next[e] becomes the row of the first copy of e among this block's choices;
+// the first block writes the counts of the handle. One pass over all experts: the rows of a rank begin
+// where the sum over all earlier ranks' experts ends.
+__device__ __forceinline__ void tw_route_scan(const TwEp& l, const TwRouting& a, const TwHandle& h, const TwTable& s) {
     __shared__ u64 lost[64], rows[65];
-    const u32* counts = (const u32*)(l.counts + l.me * l.stride);
     const i64 cap = l.capacity;
     if (threadIdx.x < 64) lost[threadIdx.x] = 0;
     i64 sum = 0, all;
-    for (u32 e0 = 0; e0 < l.experts; e0 += THREADS) {
+    for (u32 e0 = 0; e0 < l.experts; e0 += blockDim.x) {
         const u32 e = e0 + threadIdx.x;
-        i64 total = 0;
-        for (u32 s = 0; e < l.experts && s < l.size; s++) total += counts[(u64)s * l.experts + e];
+        const i64 total = e < l.experts ? s.all[e] : 0;
         const i64 at = sum + tw_before((total + l.align - 1) / l.align * l.align, &all);
         sum += all;
-        if (e < l.experts) a.next[e] = at;
+        if (e < l.experts) s.next[e] = at;
     }
     __syncthreads();
     // Where each rank begins; a rank without experts begins where the next one does.
-    for (u32 r = threadIdx.x; r <= l.size; r += THREADS) rows[r] = l.first[r] < l.experts ? a.next[l.first[r]] : sum;
+    for (u32 r = threadIdx.x; r <= l.size; r += blockDim.x) rows[r] = l.first[r] < l.experts ? s.next[l.first[r]] : sum;
     __syncthreads();
-    for (u32 e = threadIdx.x; e < l.experts; e += THREADS) {
-        const u32 r = tw_owner(l, e);
-        i64 total = 0, mine = 0;
-        for (u32 s = 0; s < l.size; s++) {
-            const u32 c = counts[(u64)s * l.experts + e];
-            mine += s < l.me ? c : 0;
-            total += c;
-        }
-        const i64 at = a.next[e] - (i64)rows[r], padded = (total + l.align - 1) / l.align * l.align;
-        a.next[e] = at + mine;
+    for (u32 e = threadIdx.x; e < l.experts; e += blockDim.x) {
+        u32 r = 0;
+        while (e >= l.first[r + 1]) r++;
+        const i64 total = s.all[e], at = s.next[e] - (i64)rows[r], padded = (total + l.align - 1) / l.align * l.align;
+        u32 blocks = 0;
+        for (u32 b = 0; b < blockIdx.x; b++) blocks += a.blocks[(u64)b * l.experts + e];
+        s.next[e] = at + s.earlier[e] + blocks;
+        s.owner[e] = r;
         const i64 left = max(at + total, cap) - max(at, cap);
         // Sums of integers: their order decides nothing.
         if (left > 0) atomicAdd(&lost[r], (u64)left);
-        if (r != l.me) continue;
+        if (r != l.me || blockIdx.x != 0) continue;
         h.counts[e - l.first[r]] = total;
         h.m_splits[e - l.first[r]] = min(at + padded, cap) - min(at, cap);
     }
     __syncthreads();
-    for (u32 r = threadIdx.x; r < l.size; r += THREADS) {
+    for (u32 r = threadIdx.x; blockIdx.x == 0 && r < l.size; r += blockDim.x) {
         h.lost[r] = (i64)lost[r];
         if (r == l.me) *h.total = (i64)(rows[r + 1] - rows[r]), *h.dropped = (i64)lost[r];
     }
-    __syncthreads();
-    for (u32 e = threadIdx.x; e < l.experts; e += THREADS) {
-        u32 sum = 0;
-        for (u32 c = 0; c < a.num_chunks; c++) {
-            u32* here = &a.chunks[(u64)c * (l.experts + 1) + e];
-            const u32 num = *here;
-            *here = sum;
-            sum += num;
-        }
-    }
 }
 
-// The row of each choice. Grid: num_chunks (at least 1).
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_place(const __grid_constant__ TwEp l, const __grid_constant__ TwRouting a, const __grid_constant__ TwHandle h) {
-    __shared__ int experts[THREADS];
-    u32* counts = a.chunks + (u64)blockIdx.x * (l.experts + 1);
-    for (u32 n = 0; n < CHUNK; n += THREADS) {
-        const u64 i = (u64)blockIdx.x * CHUNK + n + threadIdx.x;
-        int e = tw_choice(l, a, i);
-        if (e == (int)l.experts) e = -1;
-        experts[threadIdx.x] = e;
-        __syncthreads();
-        u32 before = 0, after = 0;
-        for (u32 t = 0; t < THREADS; t++) {
-            const bool same = experts[t] == e;
-            before += same && t < threadIdx.x;
-            after += same && t > threadIdx.x;
-        }
-        const i64 at = e >= 0 ? a.next[e] + counts[e] + before : l.capacity;
+// The row of each choice of the block.
+__device__ __forceinline__ void tw_route_place(const TwEp& l, const TwRouting& a, const TwHandle& h, const TwTable& s) {
+    const u32 lane = threadIdx.x % 32;
+    u32* mine = s.warp + threadIdx.x / 32 * l.experts;
+    for (u32 n = 0; n < a.span; n += 32) {
+        const u64 i = tw_span(a) + n + lane;
+        const int e = tw_choice(l, a, i);
+        const u32 same = __match_any_sync(0xffffffffu, e);
+        const i64 at = e >= 0 ? s.next[e] + mine[e] + __popc(same & ((1u << lane) - 1)) : l.capacity;
         if (i < a.choices) {
-            int rank = -1;
-            for (u32 r = 0; e >= 0 && r < l.size; r++)
-                if ((u32)e >= l.first[r] && (u32)e < l.first[r + 1]) rank = (int)r;
             h.rows[i] = at < l.capacity ? (int)at : -1;
-            h.ranks[i] = rank;
+            h.ranks[i] = e >= 0 ? (int)s.owner[e] : -1;
         }
-        __syncthreads();
-        // The last of an expert's choices counts them.
-        if (e >= 0 && after == 0) counts[e] += before + 1;
-        __syncthreads();
+        __syncwarp();
+        if (e >= 0 && (int)lane == __ffs(same) - 1) mine[e] += __popc(same);
+        __syncwarp();
     }
 }
 
-// `len` bytes from `src` to `num` places, in the largest pieces that all of them allow.
+// The routing: counts to everybody, rows from everybody's counts. Each warp takes a.span choices. Grid: at
+// most 16 blocks, which must all be alive at once.
+extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
+tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
+            const __grid_constant__ TwRouting a, const __grid_constant__ TwHandle h, const __grid_constant__ TwPoison out) {
+    const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
+    const TwTable s = tw_table(l);
+    bool good = !__syncthreads_or(tw_is_over(t));
+    if (good && !tw_route_count(l, a, s)) {
+        good = false;
+        const TwWait w = {TW_OP_INPUT, a.bad_input, l.me, TW_OTHER, l.me, 0, 1, 0, 0};
+        if (threadIdx.x == 0) tw_fail(t, w);
+    }
+    // Each block comes by here once, whatever it met.
+    const bool last = gridDim.x == 1 || tw_comes_last(m.ticket + 1);
+    if (last && good && !__syncthreads_or(tw_is_over(t))) tw_route_publish(l, a, s, epoch);
+    if (good && tw_route_collect(t, l, m, s, epoch)) {
+        tw_route_scan(l, a, h, s);
+        __syncthreads();
+        tw_route_place(l, a, h, s);
+    }
+    if (!tw_comes_last(m.ticket)) return;
+    if (threadIdx.x == 0) *m.epoch = epoch;
+    if (tw_is_over(t)) tw_spoil(out);
+}
+
+// By a warp: a row to the ranks of `mask`, from me + 1 on.
 template <class Piece>
-__device__ __forceinline__ void tw_copy_pieces(const u64* to, u32 num, u64 src, u64 len) {
-    for (u64 i = threadIdx.x; i < len / sizeof(Piece); i += THREADS) {
-        const Piece v = ((const Piece*)src)[i];
-        for (u32 d = 0; d < num; d++) ((Piece*)to[d])[i] = v;
+__device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwSend& in, u32 t, u64 mask) {
+    const u64 from = in.x + t * in.row_bytes, to = l.tokens + ((u64)l.me * l.max_tokens + t) * l.row_stride;
+    for (u64 i = threadIdx.x % 32; i < in.row_bytes / sizeof(Piece); i += 64) {
+        const u64 k = i + 32;
+        const bool two = k < in.row_bytes / sizeof(Piece);
+        const Piece a = ((const Piece*)from)[i], b = ((const Piece*)from)[two ? k : i];
+        for (u32 n = 1; n <= l.size; n++) {
+            const u32 r = (l.me + n) % l.size;
+            if (!(mask >> r & 1)) continue;
+            ((Piece*)(to + r * l.stride))[i] = a;
+            if (two) ((Piece*)(to + r * l.stride))[k] = b;
+        }
     }
 }
 
-struct __align__(16) TwPiece {
-    u32 w[4];
-};
-
-__device__ __forceinline__ void tw_copy(const u64* to, u32 num, u64 src, u64 len) {
-    u64 bits = src | len;
-    for (u32 d = 0; d < num; d++) bits |= to[d];
-    if (bits % 16 == 0) tw_copy_pieces<TwPiece>(to, num, src, len);
-    else if (bits % 4 == 0) tw_copy_pieces<u32>(to, num, src, len);
-    else if (bits % 2 == 0) tw_copy_pieces<u16>(to, num, src, len);
-    else tw_copy_pieces<u8>(to, num, src, len);
+// A record of each of my tokens to each rank that has a kept copy of it.
+__device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwSend& in,
+                                        u64 epoch) {
+    if (!tw_granted(t, l, m, epoch)) return;
+    const u32 warps = m.senders * (MOVERS / 32), lane = threadIdx.x % 32;
+    for (u32 c = blockIdx.x + threadIdx.x / 32 * m.senders; c < m.chunks; c += warps) {
+        const u32 end = min((c + 1) * m.chunk, in.tokens);
+        for (u32 token = c * m.chunk; token < end; token++) {
+            const u64 mask = tw_send_metas(l, h, in, epoch, token);
+            const u64 bits = in.x | in.row_bytes | l.tokens | l.row_stride | l.stride;
+            if (bits % 16 == 0) tw_push_pieces<TwPiece>(l, in, token, mask);
+            else if (bits % 4 == 0) tw_push_pieces<u32>(l, in, token, mask);
+            else if (bits % 2 == 0) tw_push_pieces<u16>(l, in, token, mask);
+            else tw_push_pieces<u8>(l, in, token, mask);
+        }
+        tw_send_flags(t, l, m, epoch, c);
+    }
 }
 
-// The same to one place, which needs no array.
+// A dispatch: m.senders blocks send, those behind them lay out what comes, with expert-major rows to `recv`.
+// Without recv.x the rows stay in the area for a later kernel. Grid: more blocks than m.senders.
+extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
+tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
+           const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
+           const __grid_constant__ TwPoison out) {
+    const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
+    if (blockIdx.x < m.senders) tw_push(t, l, m, h, in, epoch);
+    else tw_receive(t, l, m, h, recv, epoch);
+    tw_end(t, l, m, epoch, out);
+}
+
+// The end of a phase whose area was read by kernels behind tw_ep_send. Grid: 1.
+extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
+tw_ep_leave(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m) {
+    const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
+    __syncthreads();
+    tw_grant(t, l, m, epoch);
+}
+
+// `len` bytes by a block, in the largest pieces that both places allow.
 template <class Piece> __device__ __forceinline__ void tw_copy_piece(u64 to, u64 src, u64 len) {
 #pragma unroll 1
     for (u64 i = threadIdx.x; i < len / sizeof(Piece); i += THREADS) ((Piece*)to)[i] = ((const Piece*)src)[i];
@@ -255,77 +308,6 @@ __device__ __forceinline__ void tw_copy_one(u64 to, u64 src, u64 len) {
     else if (bits % 4 == 0) tw_copy_piece<u32>(to, src, len);
     else if (bits % 2 == 0) tw_copy_piece<u16>(to, src, len);
     else tw_copy_piece<u8>(to, src, len);
-}
-
-__device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {
-    return l.meta + rank * l.stride + record * l.meta_stride;
-}
-
-// A record of each of my tokens to each rank that has a kept copy of it, ranks from me + 1 on. Weights
-// [tokens, k] and scales [tokens, scales] may be null. Grid: tokens.
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_push(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, const u8* x, u64 row_bytes,
-           const float* weights, const float* scales) {
-    __shared__ u64 to[64], scale_to[64];
-    __shared__ u32 num_to;
-    const u32 t = blockIdx.x, k = l.top_k;
-    const u64 record = (u64)l.me * l.max_tokens + t;
-    // One thread for a rank: its copies in the order of choices.
-    if (threadIdx.x == 0) num_to = 0;
-    __syncthreads();
-    if (threadIdx.x < l.size) {
-        const u32 r = threadIdx.x;
-        const u64 meta = tw_meta(l, r, record);
-        TwCopy* copies = (TwCopy*)(meta + sizeof(TwMeta));
-        u32 n = 0;
-        for (u32 j = 0; j < k; j++) {
-            const u64 i = (u64)t * k + j;
-            if (h.ranks[i] != (int)r || h.rows[i] < 0) continue;
-            TwCopy c = {(int)j, h.rows[i], weights ? weights[i] : 0.0f};
-            copies[n++] = c;
-        }
-        if (n > 0) ((TwMeta*)meta)->num = n;
-        to[r] = n > 0 ? l.tokens + r * l.stride + record * l.row_stride : 0;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        // In rotated order, so that not everybody writes to one rank first.
-        u64 list[64];
-        u32 n = 0;
-        for (u32 i = 1; i <= l.size; i++) {
-            const u32 r = (l.me + i) % l.size;
-            if (!to[r]) continue;
-            list[n] = to[r];
-            scale_to[n++] = tw_meta(l, r, record) + sizeof(TwMeta) + (u64)k * sizeof(TwCopy);
-        }
-        for (u32 i = 0; i < n; i++) to[i] = list[i];
-        num_to = n;
-    }
-    __syncthreads();
-    if (num_to == 0) return;
-    tw_copy(to, num_to, (u64)x + t * row_bytes, row_bytes);
-    if (scales) tw_copy(scale_to, num_to, (u64)(scales + (u64)t * l.scales), (u64)l.scales * 4);
-}
-
-// What came: the handle's records, the record of each expert-major row, weights by rows (may be null,
-// must be 0 before). `source` must be -1 before. Clears the records. Grid: P * T / THREADS, rounded up.
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_index(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, float* weights) {
-    const u64 record = (u64)blockIdx.x * THREADS + threadIdx.x;
-    if (record >= (u64)l.size * l.max_tokens) return;
-    TwMeta* meta = (TwMeta*)tw_meta(l, l.me, record);
-    const TwCopy* copies = (const TwCopy*)(meta + 1);
-    const u32 num = meta->num < l.top_k ? meta->num : l.top_k;
-    h.num[record] = num;
-    for (u32 n = 0; n < num; n++) {
-        const TwCopy c = copies[n];
-        h.copies[record * l.top_k + n] = c;
-        // Rows within the capacity are all that a peer sends; another would be outside of the memory.
-        if ((u32)c.row >= l.capacity) continue;
-        h.source[c.row] = (int)record;
-        if (weights) weights[c.row] = c.weight;
-    }
-    meta->num = 0;
 }
 
 // Received rows without gaps, by source and token: h.place of each record, and the record of each row in
@@ -407,70 +389,134 @@ __device__ __forceinline__ void tw_store(u64 row, u32 n, u32 hidden, const float
         if (4 * n + j < hidden) ((Out::Bits*)row)[4 * n + j] = (Out::Bits)q.bits(j);
 }
 
-// The sum of each record's copies in the order of choices, in f32, rounded once, to the rank it came from,
-// with the gradients of its weights. With `expert_major`, y has a row for each copy and is weighted by
-// `weights` if given; else it has a row for each record. Grid: P * T, sources from me + 1 on.
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_return(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, const Out::Bits* y,
-             const float* weights, const float* dw, u32 hidden, u32 expert_major) {
-    const u32 s = (l.me + 1 + blockIdx.x / l.max_tokens) % l.size, t = blockIdx.x % l.max_tokens;
+// What goes back: y with a row for each copy (`expert_major`, weighted by `weights` if given), or for each
+// record; gradients of weights by rows. `out` [tokens, hidden] and `dw_out` [tokens, k] take what comes.
+struct TwBack {
+    const Out::Bits* y;
+    const float *weights, *dw;
+    Out::Bits* out;
+    float* dw_out;
+    u32 hidden, expert_major, tokens, pad;
+};
+
+// By a warp: a slice of the sum of a record's copies in the order of choices, in f32, rounded once, to the
+// rank `s` that it came from; with the first slice the gradients of its weights.
+__device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, const TwBack& b, u32 s, u32 t, u32 j, u32 slices) {
     const u64 record = (u64)s * l.max_tokens + t;
-    const u32 num = h.num[record];
+    const u32 num = h.num[record], lane = threadIdx.x % 32, rows = b.expert_major ? num : 1;
     if (num == 0) return;
     const TwCopy* copies = h.copies + record * l.top_k;
     const u64 to = l.back + s * l.stride + ((u64)l.me * l.max_tokens + t) * l.back_stride;
-    for (u32 n = threadIdx.x; n < tw_ceil(hidden, 4); n += THREADS) {
-        float sum[4] = {0, 0, 0, 0};
-        for (u32 c = 0; c < (expert_major ? num : 1); c++) {
-            const u64 row = expert_major ? copies[c].row : h.place[record];
-            const float w = expert_major && weights ? weights[row] : 1.0f;
-            const OutQuad q = tw_quad((u64)(y + row * hidden), n, hidden);
+    u64 begin, end;
+    tw_slice(tw_ceil(b.hidden, 4), j, slices, &begin, &end);
+    for (u64 n = begin + lane; n < end; n += 128) {
+        float sum[4][4] = {};
+        for (u32 c = 0; c < rows; c++) {
+            const u64 row = b.expert_major ? copies[c].row : h.place[record];
+            const float w = b.expert_major && b.weights ? b.weights[row] : 1.0f;
+            OutQuad q[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) sum[j] = __fadd_rn(sum[j], __fmul_rn(w, q.at(j)));
+            for (u32 i = 0; i < 4; i++)
+                if (n + 32 * i < end) q[i] = tw_quad((u64)(b.y + row * b.hidden), n + 32 * i, b.hidden);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                if (n + 32 * i >= end) break;
+#pragma unroll
+                for (int v = 0; v < 4; v++) sum[i][v] = __fadd_rn(sum[i][v], __fmul_rn(w, q[i].at(v)));
+            }
         }
-        tw_store(to, n, hidden, sum);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            if (n + 32 * i < end) tw_store(to, n + 32 * i, b.hidden, sum[i]);
     }
     float* grads = (float*)(to + l.back_stride) - l.top_k;
-    if (dw)
-        for (u32 n = threadIdx.x; n < num; n += THREADS) grads[n] = dw[copies[n].row];
+    if (b.dw && j == 0)
+        for (u32 n = lane; n < num; n += 32) grads[n] = b.dw[copies[n].row];
 }
 
-// out[t] = the sum of what came back for it, in the order of the ranks, in f32, rounded once; dw[t, j] the
-// gradient that came with choice j, 0 if it was not sent. Grid: tokens.
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_sum(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, Out::Bits* out, float* dw, u32 hidden) {
-    __shared__ u64 from[64];
-    __shared__ u32 num_from;
-    const u32 t = blockIdx.x, k = l.top_k;
+// Chunk by chunk, to all ranks from me + 1 on; a block for each, so that one fence does for many rows.
+__device__ __forceinline__ void tw_return_all(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
+                                              const TwBack& b, u64 epoch) {
+    const bool good = tw_granted(t, l, m, epoch);
+    if (!__syncthreads_and(good)) return;
+    const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    for (u32 i = blockIdx.x; i < m.chunks * l.size; i += m.senders) {
+        const u32 c = i / l.size, s = (l.me + 1 + i % l.size) % l.size, first = c * m.chunk;
+        const u32 num = (min(first + m.chunk, l.max_tokens) - first) * m.slices;
+        for (u32 n = warp; n < num; n += warps) tw_return(l, h, b, s, first + n / m.slices, n % m.slices, m.slices);
+        __syncthreads();
+        if (threadIdx.x != 0) continue;
+        fence_acq_rel_sys();
+        st_relaxed_sys_u64(tw_arrival(l, m, s, l.me, c), epoch);
+    }
+}
+
+// By a warp: a slice of what came back for token t, in the order of the ranks, in f32, rounded once; with
+// the first slice the gradient that came with each choice, 0 if it was not sent.
+__device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const TwBack& b, u32 t, u32 j, u32 slices) {
+    const u32 k = l.top_k, lane = threadIdx.x % 32;
     const u64 mine = l.back + l.me * l.stride;
-    if (threadIdx.x == 0) {
-        u32 n = 0;
+    const int *ranks = h.ranks + (u64)t * k, *rows = h.rows + (u64)t * k;
+    u64 mask = 0;
+    for (u32 i = 0; i < k; i++) mask |= rows[i] >= 0 ? 1ull << ranks[i] : 0;
+    u64 begin, end;
+    tw_slice(tw_ceil(b.hidden, 4), j, slices, &begin, &end);
+    for (u64 n = begin + lane; n < end; n += 128) {
+        float sum[4][4] = {};
         for (u32 r = 0; r < l.size; r++) {
-            bool any = false;
-            for (u32 j = 0; j < k; j++) any |= h.ranks[(u64)t * k + j] == (int)r && h.rows[(u64)t * k + j] >= 0;
-            if (any) from[n++] = mine + ((u64)r * l.max_tokens + t) * l.back_stride;
-        }
-        num_from = n;
-    }
-    __syncthreads();
-    for (u32 n = threadIdx.x; n < tw_ceil(hidden, 4); n += THREADS) {
-        float sum[4] = {0, 0, 0, 0};
-        for (u32 r = 0; r < num_from; r++) {
-            const OutQuad q = tw_quad(from[r], n, hidden);
+            if (!(mask >> r & 1)) continue;
+            const u64 from = mine + ((u64)r * l.max_tokens + t) * l.back_stride;
+            OutQuad q[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) sum[j] = __fadd_rn(sum[j], q.at(j));
+            for (u32 i = 0; i < 4; i++)
+                if (n + 32 * i < end) q[i] = tw_quad(from, n + 32 * i, b.hidden);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                if (n + 32 * i >= end) break;
+#pragma unroll
+                for (int v = 0; v < 4; v++) sum[i][v] = __fadd_rn(sum[i][v], q[i].at(v));
+            }
         }
-        tw_store((u64)(out + (u64)t * hidden), n, hidden, sum);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            if (n + 32 * i < end) tw_store((u64)(b.out + (u64)t * b.hidden), n + 32 * i, b.hidden, sum[i]);
     }
-    if (!dw || threadIdx.x >= k) return;
-    for (u32 j = threadIdx.x; j < k; j += THREADS) {
-        const int r = h.ranks[(u64)t * k + j];
+    for (u32 i = lane; b.dw_out && j == 0 && i < k; i += 32) {
+        const bool sent = rows[i] >= 0;
         u32 n = 0;  // earlier choices of the same rank that were kept
-        for (u32 i = 0; i < j; i++) n += h.ranks[(u64)t * k + i] == r && h.rows[(u64)t * k + i] >= 0;
-        const bool sent = r >= 0 && h.rows[(u64)t * k + j] >= 0;
-        const u64 back = mine + ((u64)(sent ? r : 0) * l.max_tokens + t) * l.back_stride;
-        dw[(u64)t * k + j] = sent ? ((const float*)(back + l.back_stride) - k)[n] : 0.0f;
+        for (u32 e = 0; e < i; e++) n += ranks[e] == ranks[i] && rows[e] >= 0;
+        const u64 back = mine + ((u64)(sent ? ranks[i] : 0) * l.max_tokens + t) * l.back_stride;
+        b.dw_out[(u64)t * k + i] = sent ? ((const float*)(back + l.back_stride) - k)[n] : 0.0f;
     }
+}
+
+// Chunks as they come back from all ranks: a warp for each slice of a token.
+__device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
+                                           const TwBack& b, u64 epoch) {
+    if (tw_is_over(t)) return;
+    const u32 all = blockDim.x / 32, first = (blockIdx.x - m.senders) * all + threadIdx.x / 32;
+    for (u32 i = first; i < b.tokens * m.slices; i += (gridDim.x - m.senders) * all) {
+        const u32 token = i / m.slices;
+        // All sources at once, a lane for each.
+        bool good = true;
+        for (u32 r = threadIdx.x % 32; good && r < l.size; r += 32) {
+            const TwWait w = {TW_OP_WAIT, m.slot + 1, r, 0, 0, epoch, 0, 0, 0};
+            good = tw_await(t, tw_arrival(l, m, l.me, r, token / m.chunk), w);
+        }
+        if (!__all_sync(0xffffffffu, good)) return;
+        tw_sum(l, h, b, token, i % m.slices, m.slices);
+    }
+}
+
+// Combine, and the backward of dispatch: m.senders blocks return what came here, those behind them add what
+// comes back. Grid: more blocks than m.senders.
+extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
+tw_ep_back(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
+           const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {
+    const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
+    if (blockIdx.x < m.senders) tw_return_all(t, l, m, h, b, epoch);
+    else tw_sum_all(t, l, m, h, b, epoch);
+    tw_end(t, l, m, epoch, out);
 }
 
 // dy[row] = weights[row] * g of the row's record (g itself without weights), 0 in padding; with weights also

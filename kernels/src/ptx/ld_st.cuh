@@ -16,6 +16,12 @@ __device__ __forceinline__ u64 ld_relaxed_gpu_u64(const u64* p) {
     return v;
 }
 
+__device__ __forceinline__ u64 ld_relaxed_sys_u64(const u64* p) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void st_release_sys_u64(u64* p, u64 v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }

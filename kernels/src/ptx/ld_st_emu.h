@@ -14,6 +14,11 @@ __device__ __forceinline__ u64 ld_relaxed_gpu_u64(const u64* p) {
     return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
 
+__device__ __forceinline__ u64 ld_relaxed_sys_u64(const u64* p) {
+    emu_point("ld.relaxed.sys", p, 8);
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
 __device__ __forceinline__ void st_release_sys_u64(u64* p, u64 v) {
     emu_point("st.release.sys", p, 8);
     __atomic_store_n(p, v, __ATOMIC_RELEASE);

@@ -1,33 +1,56 @@
-//! `ep/sm80_ep.cu` on four ranks: routing against the oracle, rows and sums against the arithmetic of the
-//! host operation, to the bit.
+//! `ep/sm80_ep.cu` and `ep/sm90_ep.cu` on four ranks: routing against the oracle, rows and sums against the
+//! arithmetic of the host operation, to the bit; launch after launch in one memory; a rank that stays away.
+
+use std::sync::LazyLock;
 
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
-use tilewire_kernels::portable::{EP, EP_THREADS, ep_defines};
+use tilewire_kernels::portable::{EP, EP_BULK, EP_THREADS, ep_defines};
+use tilewire_kernels::{SIGNAL, Source};
 use tilewire_oracle::ep::{EpLayout, EpSpec};
 use tilewire_oracle::permute::TopK;
 
 use crate::compile::Unit;
 use crate::host::{Kernel, Launch, Lib, RUNTIME};
 use crate::memory::{ANY, Memory, Pages};
-use crate::planted::{Planted, all_are_killed};
 use crate::run::Run;
+use crate::team::{self, RankMemory, Team};
 use crate::{Test, tests};
 
-pub const TESTS: &[Test] =
-    tests![tokens_go_to_their_experts_and_back, mutants_of_expert_parallelism_are_killed];
+pub const TESTS: &[Test] = tests![
+    tokens_go_to_their_experts_and_back,
+    tokens_go_by_bulk_copies,
+    a_rank_that_stays_away_poisons_the_others,
+];
 
 const RANKS: usize = 4;
-const TOKENS: usize = 5;
+const TOKENS: usize = 24;
 const K: usize = 3;
-const HIDDEN: usize = 6;
 const ALIGN: usize = 2;
 const EXPERTS: [usize; RANKS] = [2, 0, 2, 1];
 const NUM: usize = 5;
 const META: usize = 64;
-const ROW: usize = 32;
-const BACK: usize = 48;
+const ROW: usize = 160;
+const BACK: usize = 176;
+/// Elements of a row: more words than a warp has lanes, and a whole number of pieces.
+const ODD: usize = 38;
+const WHOLE: usize = 8;
+const PIECE: usize = 16;
 const THREADS: u32 = 64;
+const CHUNK: usize = 5;
+const SLICES: usize = 2;
+const CHUNKS: usize = TOKENS.div_ceil(CHUNK);
+const RECORDS: usize = RANKS * TOKENS;
+/// Where the areas of a rank lie.
+const AT_META: usize = 512;
+const AT_TOKENS: usize = AT_META + RECORDS * META;
+const AT_BACK: usize = AT_TOKENS + RECORDS * ROW;
+const AT_FLAGS: usize = AT_BACK + RECORDS * BACK;
+const FLAGS: usize = (RANKS + RANKS * CHUNKS) * 8;
+/// Blocks of the routing, and of what moves rows.
+const ROUTERS: u32 = 2;
+const BLOCKS: u32 = 3;
+const SMEM: u32 = 512;
 
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
@@ -48,47 +71,113 @@ struct Layer {
 
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
+struct Meet {
+    flags: u64,
+    epoch: u64,
+    ticket: u64,
+    slot: u32,
+    chunk: u32,
+    slices: u32,
+    chunks: u32,
+    senders: u32,
+    leave: u32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
 struct Routing {
     idx: u64,
-    chunks: u64,
-    next: u64,
-    status: u64,
+    blocks: u64,
     choices: u32,
     wide: u32,
-    num_chunks: u32,
+    span: u32,
+    bad: u32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Send {
+    x: u64,
+    weights: u64,
+    scales: u64,
+    row_bytes: u64,
+    tokens: u32,
     pad: u32,
 }
 
-fn load(text: String) -> &'static Lib {
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Recv {
+    x: u64,
+    weights: u64,
+    scales: u64,
+    index: u64,
+    row_bytes: u64,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Back {
+    y: u64,
+    weights: u64,
+    dw: u64,
+    out: u64,
+    dw_out: u64,
+    hidden: u32,
+    expert_major: u32,
+    tokens: u32,
+    pad: u32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Poison {
+    out: [u64; 8],
+    len: [u64; 8],
+    byte: [u8; 8],
+}
+
+fn poison(outs: &[(&Memory, u8)]) -> Poison {
+    let mut p = Poison { out: [0; 8], len: [0; 8], byte: [0; 8] };
+    for (i, (m, byte)) in outs.iter().enumerate() {
+        (p.out[i], p.len[i], p.byte[i]) = (m.addr(), m.len_bytes() as u64, *byte);
+    }
+    p
+}
+
+fn unit(source: &Source, text: String) -> &'static Lib {
     let value = |d: &&'static str| {
-        let all = ep_defines(23);
-        let own = all.iter().find(|(n, _)| n == *d).expect("a definition").1;
-        // Small blocks: several chunks with few choices.
-        (*d, if *d == "TW_OUT_MANTISSA" { own } else { u64::from(THREADS) })
+        let own = match *d {
+            "TW_OUT_MANTISSA" => ep_defines(23)[0].1,
+            "TW_EP_BULK_WARPS" => 2,
+            // Two pieces a row.
+            "TW_EP_BULK_PIECE" => PIECE as u64,
+            // Small blocks: several of them with few choices.
+            _ => u64::from(THREADS),
+        };
+        (*d, own)
     };
     assert!(EP_THREADS.is_multiple_of(u64::from(THREADS)));
     RUNTIME.load(&Unit {
-        name: EP.name,
+        name: source.name,
         text,
-        defines: EP.defines.iter().map(value).collect(),
-        kernels: EP.kernels.to_vec(),
-        smem: 0,
+        defines: source.defines.iter().map(value).collect(),
+        kernels: source.kernels.to_vec(),
+        smem: SMEM as usize,
     })
 }
 
-/// One rank's own memory: the handle's eleven arrays, scratch, inputs and outputs.
-struct Side {
-    handle: Vec<Memory>,
-    scratch: [Memory; 4],
-    idx: Memory,
-    x: Memory,
-    w: Memory,
-    recv: Memory,
-    recv_w: Memory,
-    y: Memory,
-    out: Memory,
-    tokens: usize,
+pub fn load(text: String) -> &'static Lib {
+    unit(&EP, text)
 }
+
+pub fn load_bulk(text: String) -> &'static Lib {
+    unit(&EP_BULK, text)
+}
+
+/// Kernels of the portable unit, for tests of the other.
+static PORTABLE: LazyLock<&'static Lib> = LazyLock::new(|| load(EP.emu_text()));
+static SIGNALS: LazyLock<&'static Lib> = LazyLock::new(|| team::load(SIGNAL.emu_text()));
 
 fn filled<T: Pod>(v: &[T]) -> Memory {
     let m = Memory::new("input", ANY, size_of_val(v));
@@ -100,284 +189,408 @@ fn filled<T: Pod>(v: &[T]) -> Memory {
 
 fn poisoned(len: usize) -> Memory {
     let m = Memory::new("output", ANY, len);
-    m.write(&vec![0xffu8; len]);
+    m.write(&vec![0x77u8; len]);
     m
 }
 
-fn layer_param(pages: &Memory, side: &Side, me: usize, capacity: usize) -> Layer {
-    let base = pages.addr();
-    let records = (RANKS * TOKENS) as u64;
-    let meta = 512;
-    let tokens = meta + records * META as u64;
-    Layer {
-        areas: [base, base + meta, base + tokens, base + tokens + records * ROW as u64],
-        stride: pages.stride(),
-        first: side.scratch[3].addr(),
-        strides: [META as u64, ROW as u64, BACK as u64],
-        size: RANKS as u32,
-        me: me as u32,
-        max_tokens: TOKENS as u32,
-        top_k: K as u32,
-        experts: NUM as u32,
-        capacity: capacity as u32,
-        align: ALIGN as u32,
-        scales: 0,
+/// A team with its areas, for one launch after the other.
+struct Layers {
+    team: Team,
+    views: Vec<Memory>,
+    /// Launches of three areas, and their tickets.
+    states: Vec<Memory>,
+    first: Memory,
+    blocks: Vec<Memory>,
+    /// The portable kernels, and those of the dispatch.
+    libs: (&'static Lib, &'static Lib),
+    hidden: usize,
+}
+
+impl Layers {
+    fn new(libs: (&'static Lib, &'static Lib), hidden: usize) -> Self {
+        let pages = Pages::new(RANKS, AT_FLAGS + 2 * FLAGS);
+        let first: Vec<u32> =
+            (0..=RANKS).map(|r| EXPERTS[..r].iter().sum::<usize>() as u32).collect();
+        let own = |len: usize| (0..RANKS).map(|_| Memory::new("own", ANY, len)).collect();
+        Self {
+            team: Team::new(*SIGNALS, RANKS),
+            views: (0..RANKS).map(|r| pages.map("symmetric", r as u32)).collect(),
+            states: own(48),
+            first: filled(&first),
+            blocks: own(4 * ROUTERS as usize * NUM),
+            libs,
+            hidden,
+        }
+    }
+
+    fn layer(&self, me: usize, capacity: usize) -> Layer {
+        let base = self.views[me].addr();
+        Layer {
+            areas: [0, AT_META, AT_TOKENS, AT_BACK].map(|at| base + at as u64),
+            stride: self.views[me].stride(),
+            first: self.first.addr(),
+            strides: [META as u64, ROW as u64, BACK as u64],
+            size: RANKS as u32,
+            me: me as u32,
+            max_tokens: TOKENS as u32,
+            top_k: K as u32,
+            experts: NUM as u32,
+            capacity: capacity as u32,
+            align: ALIGN as u32,
+            scales: 0,
+        }
+    }
+
+    /// Area 0 counts, 1 tokens, 2 what comes back.
+    fn meet(&self, me: usize, area: usize, senders: u32) -> Meet {
+        let at = self.states[me].addr() + 8 * area as u64;
+        let flags = AT_FLAGS + if area == 2 { FLAGS } else { 0 };
+        Meet {
+            flags: self.views[me].addr() + flags as u64,
+            epoch: at,
+            ticket: at + 24,
+            slot: 4,
+            chunk: CHUNK as u32,
+            slices: SLICES as u32,
+            chunks: CHUNKS as u32,
+            senders,
+            leave: 1,
+        }
+    }
+
+    /// Runs one launch or more of each of `ranks`, at once.
+    fn run(
+        &self,
+        at: (u64, usize),
+        batch: &Batch,
+        make: &dyn Fn(usize, &Side) -> Vec<Launch<'static>>,
+    ) {
+        self.run_all(at, &[batch], &|r| make(r, &batch.sides[r]));
+    }
+
+    fn run_all(
+        &self,
+        (seed, ranks): (u64, usize),
+        batches: &[&Batch],
+        make: &dyn Fn(usize) -> Vec<Launch<'static>>,
+    ) {
+        let mut run = Run::new(seed);
+        run.max_steps = 50_000_000;
+        for r in 0..ranks {
+            run = run.stream(r as u32, make(r));
+            run = run.memory([&self.views[r], &self.states[r], &self.blocks[r]]);
+            for s in batches.iter().map(|b| &b.sides[r]) {
+                run = run.memory(&s.handle);
+                run = run.memory([&s.idx, &s.x, &s.w, &s.recv, &s.recv_w, &s.index, &s.y, &s.out]);
+            }
+        }
+        let team = self.team.ranks.iter().flat_map(RankMemory::all);
+        run.memory(team).memory([&self.first]).go().unwrap();
     }
 }
 
-/// The launches of a rank, from its number, memory, layer and handle.
-type Phase<'a> = dyn Fn(usize, &Side, Layer, [u64; 11]) -> Vec<Launch<'static>> + 'a;
+/// One rank's own memory for a routing: the handle's eleven arrays, inputs and outputs.
+struct Side {
+    handle: Vec<Memory>,
+    idx: Memory,
+    x: Memory,
+    w: Memory,
+    recv: Memory,
+    recv_w: Memory,
+    index: Memory,
+    y: Memory,
+    out: Memory,
+    tokens: usize,
+}
 
-/// Everything of one routing, on all ranks: dispatch with weights, then a weighted combine.
-fn exchange(lib: &'static Lib, seed: u64, capacity: usize) {
+impl Side {
+    fn handle(&self) -> [u64; 11] {
+        self.handle.iter().map(Memory::addr).collect::<Vec<_>>().try_into().unwrap()
+    }
+}
+
+fn go(lib: &'static Lib, name: &str, blocks: u32) -> Launch<'static> {
+    // A few hundred bytes for each launch of a test.
+    let kernel: &'static Kernel = Box::leak(Box::new(lib.kernel(name)));
+    kernel.grid([blocks, 1, 1], [THREADS, 1, 1])
+}
+
+impl Layers {
+    fn route(&self, r: usize, s: &Side, capacity: usize) -> Launch<'static> {
+        let a = Routing {
+            idx: s.idx.addr(),
+            blocks: self.blocks[r].addr(),
+            choices: (s.tokens * K) as u32,
+            wide: 1,
+            span: 32,
+            bad: 1,
+        };
+        let outs = poison(&[(&s.index, 255), (&s.handle[7], 0), (&s.handle[8], 0)]);
+        let k = go(self.libs.0, "tw_ep_route", ROUTERS).smem(SMEM).arg(&self.team.param(r));
+        let k = k.arg(&self.layer(r, capacity)).arg(&self.meet(r, 0, 0)).arg(&a);
+        k.arg(&s.handle()).arg(&outs)
+    }
+
+    /// In one kernel, or with the rows left to a second one.
+    fn dispatch(&self, r: usize, s: &Side, capacity: usize, whole: bool) -> Vec<Launch<'static>> {
+        let row_bytes = 4 * self.hidden as u64;
+        let (layer, team) = (self.layer(r, capacity), self.team.param(r));
+        let send = Send {
+            x: s.x.addr(),
+            weights: s.w.addr(),
+            scales: 0,
+            row_bytes,
+            tokens: s.tokens as u32,
+            pad: 0,
+        };
+        let one = |p: u64| if whole { p } else { 0 };
+        let recv = Recv {
+            x: one(s.recv.addr()),
+            weights: s.recv_w.addr(),
+            scales: 0,
+            index: one(s.index.addr()),
+            row_bytes,
+        };
+        let meet = Meet { leave: u32::from(whole), ..self.meet(r, 1, 1) };
+        let outs = poison(&[(&s.recv, 255), (&s.recv_w, 255), (&s.index, 255)]);
+        let bulk = !std::ptr::eq(self.libs.0, self.libs.1);
+        let name = if bulk { "tw_ep_send_bulk" } else { "tw_ep_send" };
+        let k = go(self.libs.1, name, BLOCKS).smem(if bulk { 2 * PIECE as u32 } else { 0 });
+        let k = k.arg(&team).arg(&layer).arg(&meet).arg(&s.handle()).arg(&send).arg(&recv);
+        let mut list = vec![k.arg(&outs)];
+        if !whole {
+            assert!(!bulk, "a run is of one unit");
+            let index = go(self.libs.0, "tw_ep_row_index", capacity.div_ceil(64) as u32);
+            list.push(index.arg(&layer).arg(&s.handle()).arg(&0u64).arg(&s.index.addr()));
+            let gather = go(self.libs.0, "tw_ep_gather", capacity as u32).arg(&layer);
+            let gather = gather.arg(&s.handle[4].addr()).arg(&s.recv.addr());
+            list.push(gather.arg(&row_bytes).arg(&0u64));
+            list.push(go(self.libs.0, "tw_ep_leave", 1).arg(&team).arg(&layer).arg(&meet));
+        }
+        list
+    }
+
+    fn combine(&self, r: usize, s: &Side, capacity: usize) -> Launch<'static> {
+        let back = Back {
+            y: s.y.addr(),
+            weights: s.recv_w.addr(),
+            dw: 0,
+            out: s.out.addr(),
+            dw_out: 0,
+            hidden: self.hidden as u32,
+            expert_major: 1,
+            tokens: s.tokens as u32,
+            pad: 0,
+        };
+        let outs = poison(&[(&s.out, 255)]);
+        let k = go(self.libs.0, "tw_ep_back", BLOCKS).arg(&self.team.param(r));
+        let k = k.arg(&self.layer(r, capacity)).arg(&self.meet(r, 2, 2)).arg(&s.handle());
+        k.arg(&back).arg(&outs)
+    }
+}
+
+/// A routing with its data, and what must come of it.
+struct Batch {
+    want: EpLayout,
+    x: Vec<Vec<f32>>,
+    w: Vec<Vec<f32>>,
+    y: Vec<Vec<f32>>,
+    sides: Vec<Side>,
+    capacity: usize,
+}
+
+fn batch(seed: u64, capacity: usize, hidden: usize) -> Batch {
     let mut rng = Rng::new(seed);
-    let tokens = [TOKENS, 0, 3, 4];
+    let tokens = [TOKENS, 0, 13, 20];
     let topks: Vec<TopK> =
         tokens.iter().map(|&t| TopK::random(&mut rng, (t, K), NUM, 0.2)).collect();
     let spec =
         EpSpec { experts_per_rank: EXPERTS.to_vec(), align: ALIGN, capacity: Some(capacity) };
-    let want = EpLayout::new(&spec, &topks);
     let mut some = |n: usize| -> Vec<f32> { (0..n).map(|_| rng.normal()).collect() };
-    let x: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * HIDDEN)).collect();
+    let x: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * hidden)).collect();
     let w: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * K)).collect();
-    let y: Vec<Vec<f32>> = (0..RANKS).map(|_| some(capacity * HIDDEN)).collect();
-    let first: Vec<u32> = (0..=RANKS).map(|r| EXPERTS[..r].iter().sum::<usize>() as u32).collect();
-    let records = RANKS * TOKENS;
-    let sides: Vec<Side> = (0..RANKS)
-        .map(|r| Side {
-            handle: [
-                4 * TOKENS * K,
-                4 * TOKENS * K,
-                4 * records,
-                12 * records * K,
-                4 * capacity,
-                4 * records,
-                8 * EXPERTS[r].max(1),
-                8 * EXPERTS[r].max(1),
-                8,
-                8,
-                8 * RANKS,
-            ]
-            .map(poisoned)
-            .into(),
-            scratch: [poisoned(4 * 2 * (NUM + 1)), poisoned(8 * NUM), poisoned(4), filled(&first)],
+    let y: Vec<Vec<f32>> = (0..RANKS).map(|_| some(capacity * hidden)).collect();
+    let ints = [4 * TOKENS * K, 4 * TOKENS * K, 4 * RECORDS, 12 * RECORDS * K];
+    let sides = (0..RANKS).map(|r| {
+        let local = 8 * EXPERTS[r].max(1);
+        let rest = [4 * capacity, 4 * RECORDS, local, local, 8, 8, 8 * RANKS];
+        Side {
+            handle: ints.into_iter().chain(rest).map(poisoned).collect(),
             idx: filled(&topks[r].idx),
             x: filled(&x[r]),
             w: filled(&w[r]),
-            recv: poisoned(4 * capacity * HIDDEN),
-            recv_w: filled(&vec![0.0f32; capacity]),
+            recv: poisoned(4 * capacity * hidden),
+            recv_w: poisoned(4 * capacity),
+            index: poisoned(4 * capacity),
             y: filled(&y[r]),
-            out: poisoned(4 * tokens[r] * HIDDEN),
+            out: poisoned(4 * tokens[r] * hidden),
             tokens: tokens[r],
-        })
-        .collect();
-    let pages = Pages::new(RANKS, 8192);
-    let views: Vec<Memory> = (0..RANKS).map(|r| pages.map("symmetric", r as u32)).collect();
-    // Kernels of all ranks between two meetings; the meeting is the end of the run.
-    let phase = |make: &Phase<'_>| {
-        let mut run = Run::new(seed);
-        for (r, s) in sides.iter().enumerate() {
-            let handle: Vec<u64> = s.handle.iter().map(Memory::addr).collect();
-            let layer = layer_param(&views[r], s, r, capacity);
-            let launches = make(r, s, layer, handle.try_into().unwrap());
-            run = run.stream(r as u32, launches).memory(&s.handle).memory(&s.scratch);
-            run = run.memory([&s.idx, &s.x, &s.w, &s.recv, &s.recv_w, &s.y, &s.out, &views[r]]);
         }
-        run.go().unwrap();
-    };
-    let go = |name: &str, blocks: usize| {
-        // A few hundred bytes for each launch of a test.
-        let kernel: &'static Kernel = Box::leak(Box::new(lib.kernel(name)));
-        kernel.grid([blocks as u32, 1, 1], [THREADS, 1, 1])
-    };
-    let routing = |s: &Side| Routing {
-        idx: s.idx.addr(),
-        chunks: s.scratch[0].addr(),
-        next: s.scratch[1].addr(),
-        status: s.scratch[2].addr(),
-        choices: (s.tokens * K) as u32,
-        wide: 1,
-        num_chunks: 1,
-        pad: 0,
-    };
-    phase(&|_, s, l, _| {
-        let a = routing(s);
-        let two = |l: &Layer| {
-            [go("tw_ep_count", 1), go("tw_ep_publish", RANKS)].map(|k| k.arg(l).arg(&a))
-        };
-        two(&l).into()
     });
-    phase(&|_, s, l, h| {
-        let a = routing(s);
-        [go("tw_ep_scan", 1), go("tw_ep_place", 1)].map(|k| k.arg(&l).arg(&a).arg(&h)).into()
-    });
-    for (r, s) in sides.iter().enumerate() {
-        let ints = |i: usize| s.handle[i].read::<i64>();
-        let rank = &want.ranks[r];
-        let n = EXPERTS[r];
-        let counts: Vec<i64> = rank.counts.iter().map(|&c| c as i64).collect();
-        let splits: Vec<i64> = rank.m_splits().iter().map(|&c| c as i64).collect();
-        assert_eq!((&ints(6)[..n], &ints(7)[..n]), (&counts[..], &splits[..]), "rank {r}");
-        assert_eq!(ints(8), [rank.total_padded() as i64]);
+    let sides = sides.collect();
+    Batch { want: EpLayout::new(&spec, &topks), x, w, y, sides, capacity }
+}
+
+impl Batch {
+    fn routed(&self) {
+        let want = &self.want;
         let lost: Vec<i64> =
             want.ranks.iter().map(|r| r.overflow.iter().sum::<usize>() as i64).collect();
-        assert_eq!((ints(9)[0], ints(10)), (lost[r], lost.clone()));
-        let rows = s.handle[0].read::<i32>();
-        let slots = &want.slots[r];
-        let kept: Vec<i32> =
-            slots.iter().map(|s| s.as_ref().map_or(-1, |s| s.row as i32)).collect();
-        assert_eq!(rows[..kept.len()], kept, "rows of rank {r}");
-        assert_eq!(s.scratch[2].read::<u32>(), [0]);
+        for (r, s) in self.sides.iter().enumerate() {
+            let ints = |i: usize| s.handle[i].read::<i64>();
+            let (rank, n) = (&want.ranks[r], EXPERTS[r]);
+            let counts: Vec<i64> = rank.counts.iter().map(|&c| c as i64).collect();
+            let splits: Vec<i64> = rank.m_splits().iter().map(|&c| c as i64).collect();
+            assert_eq!((&ints(6)[..n], &ints(7)[..n]), (&counts[..], &splits[..]), "rank {r}");
+            assert_eq!(ints(8), [rank.total_padded() as i64]);
+            assert_eq!((ints(9)[0], ints(10)), (lost[r], lost.clone()));
+            let rows = s.handle[0].read::<i32>();
+            let row =
+                |s: &Option<tilewire_oracle::ep::Slot>| s.as_ref().map_or(-1, |s| s.row as i32);
+            let kept: Vec<i32> = want.slots[r].iter().map(row).collect();
+            assert_eq!(rows[..kept.len()], kept, "rows of rank {r}");
+        }
     }
-    let row_bytes = 4 * HIDDEN as u64;
-    phase(&|_, s, l, h| {
-        if s.tokens == 0 {
-            return Vec::new();
-        }
-        let k = go("tw_ep_push", s.tokens).arg(&l).arg(&h).arg(&s.x.addr()).arg(&row_bytes);
-        vec![k.arg(&s.w.addr()).arg(&0u64)]
-    });
-    for s in &sides {
-        s.handle[4].write(&vec![-1i32; capacity]);
-    }
-    phase(&|_, s, l, h| {
-        let index = go("tw_ep_index", records.div_ceil(THREADS as usize));
-        let gather = go("tw_ep_gather", capacity).arg(&l).arg(&s.handle[4].addr());
-        vec![
-            index.arg(&l).arg(&h).arg(&s.recv_w.addr()),
-            gather.arg(&s.recv.addr()).arg(&row_bytes).arg(&0u64),
-        ]
-    });
-    for (r, s) in sides.iter().enumerate() {
-        let there = |i: usize| views[r].get(r, 512 + META * i) as u32;
-        assert!((0..records).all(|i| there(i) == 0), "records that were read are there no more");
-        let mut num = vec![0u32; records];
-        for (src, slots) in want.slots.iter().enumerate() {
-            let here = slots.iter().enumerate().filter(|(_, s)| s.is_some_and(|s| s.rank == r));
-            here.for_each(|(i, _)| num[src * TOKENS + i / K] += 1);
-        }
-        assert_eq!(s.handle[2].read::<u32>(), num, "copies of the records at {r}");
-        let (mut rows, mut weights) = (vec![0.0f32; capacity * HIDDEN], vec![0.0f32; capacity]);
-        for (src, slots) in want.slots.iter().enumerate() {
-            for (i, slot) in slots.iter().enumerate() {
-                let Some(slot) = slot.as_ref().filter(|s| s.rank == r) else { continue };
-                let from = &x[src][i / K * HIDDEN..][..HIDDEN];
-                rows[slot.row * HIDDEN..][..HIDDEN].copy_from_slice(from);
-                weights[slot.row] = w[src][i];
-            }
-        }
-        assert_eq!(s.recv.read::<f32>(), rows, "received by {r}");
-        assert_eq!(s.recv_w.read::<f32>(), weights, "weights of {r}");
-    }
-    phase(&|_, s, l, h| {
-        let k = go("tw_ep_return", records).arg(&l).arg(&h).arg(&s.y.addr()).arg(&s.recv_w.addr());
-        vec![k.arg(&0u64).arg(&(HIDDEN as u32)).arg(&1u32)]
-    });
-    phase(&|_, s, l, h| {
-        if s.tokens == 0 {
-            return Vec::new();
-        }
-        let k = go("tw_ep_sum", s.tokens).arg(&l).arg(&h).arg(&s.out.addr()).arg(&0u64);
-        vec![k.arg(&(HIDDEN as u32))]
-    });
-    for (r, s) in sides.iter().enumerate() {
-        let mut out = vec![0.0f32; s.tokens * HIDDEN];
-        for t in 0..s.tokens {
-            for (home, y) in y.iter().enumerate() {
-                let mut part = [0.0f32; HIDDEN];
-                let mut any = false;
-                for j in 0..K {
-                    let slot = want.slots[r][t * K + j].as_ref().filter(|s| s.rank == home);
-                    let Some(slot) = slot else { continue };
-                    any = true;
-                    let from = &y[slot.row * HIDDEN..][..HIDDEN];
-                    part.iter_mut().zip(from).for_each(|(p, v)| *p += w[r][t * K + j] * v);
-                }
-                if any {
-                    let sum = &mut out[t * HIDDEN..][..HIDDEN];
-                    sum.iter_mut().zip(part).for_each(|(o, p)| *o += p);
+
+    fn dispatched(&self, hidden: usize) {
+        let (want, capacity) = (&self.want, self.capacity);
+        for (r, s) in self.sides.iter().enumerate() {
+            let mut num = vec![0u32; RECORDS];
+            let (mut rows, mut weights) = (vec![0.0f32; capacity * hidden], vec![0.0f32; capacity]);
+            let mut index = vec![-1i32; capacity];
+            for (src, slots) in want.slots.iter().enumerate() {
+                for (i, slot) in slots.iter().enumerate() {
+                    let Some(slot) = slot.as_ref().filter(|s| s.rank == r) else { continue };
+                    num[src * TOKENS + i / K] += 1;
+                    let from = &self.x[src][i / K * hidden..][..hidden];
+                    rows[slot.row * hidden..][..hidden].copy_from_slice(from);
+                    weights[slot.row] = self.w[src][i];
+                    index[slot.row] = slot.row as i32;
                 }
             }
+            assert_eq!(s.handle[2].read::<u32>(), num, "copies of the records at {r}");
+            assert!(s.recv.read::<f32>() == rows, "received by {r}");
+            assert_eq!(s.recv_w.read::<f32>(), weights, "weights of {r}");
+            assert_eq!(s.index.read::<i32>(), index, "index of {r}");
         }
-        let mut bytes = vec![0; 4 * out.len()];
-        convert_from_f32(DType::F32, &out, &mut bytes);
-        let mut again = vec![0.0; out.len()];
-        convert_to_f32(DType::F32, &bytes, &mut again);
-        assert_eq!(s.out.read::<f32>(), again, "combined on {r}");
+    }
+
+    fn combined(&self, hidden: usize) {
+        for (r, s) in self.sides.iter().enumerate() {
+            let mut out = vec![0.0f32; s.tokens * hidden];
+            for t in 0..s.tokens {
+                for (home, y) in self.y.iter().enumerate() {
+                    let mut part = vec![0.0f32; hidden];
+                    let mut any = false;
+                    for j in 0..K {
+                        let slot = self.want.slots[r][t * K + j].as_ref();
+                        let Some(slot) = slot.filter(|s| s.rank == home) else { continue };
+                        any = true;
+                        let from = &y[slot.row * hidden..][..hidden];
+                        let weight = self.w[r][t * K + j];
+                        part.iter_mut().zip(from).for_each(|(p, v)| *p += weight * v);
+                    }
+                    if any {
+                        let sum = &mut out[t * hidden..][..hidden];
+                        sum.iter_mut().zip(part).for_each(|(o, p)| *o += p);
+                    }
+                }
+            }
+            let mut bytes = vec![0; 4 * out.len()];
+            convert_from_f32(DType::F32, &out, &mut bytes);
+            let mut again = vec![0.0; out.len()];
+            convert_to_f32(DType::F32, &bytes, &mut again);
+            assert_eq!(s.out.read::<f32>(), again, "combined on {r}");
+        }
     }
 }
 
-fn some_routings(lib: &'static Lib) {
-    for (seed, capacity) in [(1, 40), (2, 40), (3, 6), (4, 1)] {
-        exchange(lib, seed, capacity);
+/// Launch after launch: dispatch with weights, then a weighted combine.
+fn exchanges(layers: &Layers, cases: &[(u64, usize, bool)]) {
+    let h = layers.hidden;
+    for &(seed, capacity, whole) in cases {
+        let b = batch(seed, capacity, h);
+        let at = (seed, RANKS);
+        layers.run(at, &b, &|r, s| vec![layers.route(r, s, capacity)]);
+        b.routed();
+        layers.run(at, &b, &|r, s| layers.dispatch(r, s, capacity, whole));
+        b.dispatched(h);
+        layers.run(at, &b, &|r, s| vec![layers.combine(r, s, capacity)]);
+        b.combined(h);
+    }
+}
+
+pub fn some_routings(lib: &'static Lib) {
+    let layers = Layers::new((lib, lib), ODD);
+    exchanges(&layers, &[(1, 150, true), (2, 150, false), (3, 20, true), (4, 1, true)]);
+    // Two batches in flight, without a meeting between launches: a rank may be one ahead of another.
+    let (a, b) = (batch(5, 150, ODD), batch(6, 150, ODD));
+    for seed in 0..3 {
+        layers.run_all((seed, RANKS), &[&a, &b], &|r| {
+            let (a, b) = (&a.sides[r], &b.sides[r]);
+            [a, b, a, b].map(|s| layers.route(r, s, 150)).into()
+        });
+        a.routed();
+        b.routed();
+    }
+    layers.run_all((5, RANKS), &[&a, &b], &|r| {
+        let (a, b) = (&a.sides[r], &b.sides[r]);
+        let mut all: Vec<_> = [a, b, a, b].map(|s| layers.route(r, s, 150)).into();
+        for s in [a, b] {
+            all.extend(layers.dispatch(r, s, 150, true));
+        }
+        all.extend([a, b].map(|s| layers.combine(r, s, 150)));
+        all
+    });
+    for batch in [&a, &b] {
+        batch.routed();
+        batch.dispatched(ODD);
+        batch.combined(ODD);
     }
 }
 
 fn tokens_go_to_their_experts_and_back() {
-    some_routings(load(EP.emu_text()));
+    some_routings(*PORTABLE);
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted(
-        "own counts count as earlier ones",
-        "mine += s < l.me",
-        "mine += s <= l.me",
-        some_routings,
-    ),
-    Planted(
-        "experts are not aligned",
-        "(total + l.align - 1) / l.align * l.align, &all",
-        "total, &all",
-        some_routings,
-    ),
-    Planted(
-        "rows of all ranks in one",
-        "a.next[e] - (i64)rows[r], padded",
-        "a.next[e], padded",
-        some_routings,
-    ),
-    Planted(
-        "rows beyond the capacity",
-        "at < l.capacity ? (int)at",
-        "at <= l.capacity ? (int)at",
-        some_routings,
-    ),
-    Planted(
-        "choices of a chunk share a row",
-        "a.next[e] + counts[e] + before",
-        "a.next[e] + counts[e]",
-        some_routings,
-    ),
-    Planted(
-        "records of another rank",
-        "(u64)l.me * l.max_tokens + t;\n    // One",
-        "(u64)t;\n    // One",
-        some_routings,
-    ),
-    Planted("dropped copies are sent", "|| h.rows[i] < 0) continue;", ") continue;", some_routings),
-    Planted("records stay", "    meta->num = 0;\n", "", some_routings),
-    Planted("no weights", "c.row] = c.weight", "c.row] = 1.0f", some_routings),
-    Planted("padding is not written", "((u8*)to)[i] = 0;", ";", some_routings),
-    Planted(
-        "returned without weights",
-        "expert_major && weights ? weights[row]",
-        "false ? weights[row]",
-        some_routings,
-    ),
-    Planted(
-        "returned to the wrong place",
-        "((u64)l.me * l.max_tokens + t) * l.back_stride;\n    for",
-        "(u64)t * l.back_stride;\n    for",
-        some_routings,
-    ),
-    Planted(
-        "ranks from the last to the first",
-        "for (u32 r = 0; r < num_from; r++)",
-        "for (u32 r = num_from; r-- > 0;)",
-        some_routings,
-    ),
-];
+pub fn some_bulk_routings(lib: &'static Lib) {
+    let layers = Layers::new((*PORTABLE, lib), WHOLE);
+    exchanges(&layers, &[(1, 150, true), (2, 150, true), (3, 20, true)]);
+}
 
-fn mutants_of_expert_parallelism_are_killed() {
-    all_are_killed(&EP.emu_text(), load, MUTANTS);
+fn tokens_go_by_bulk_copies() {
+    some_bulk_routings(load_bulk(EP_BULK.emu_text()));
+}
+
+/// The last rank makes no launch: the others end, and nothing that they leave looks like a result.
+pub fn staying_away(lib: &'static Lib) {
+    for phase in 0..3 {
+        let layers = Layers::new((lib, lib), ODD);
+        let b = batch(7, 150, ODD);
+        let make = |r: usize, s: &Side, phase: usize| match phase {
+            0 => vec![layers.route(r, s, 150)],
+            1 => layers.dispatch(r, s, 150, true),
+            _ => vec![layers.combine(r, s, 150)],
+        };
+        for done in 0..phase {
+            layers.run((7, RANKS), &b, &|r, s| make(r, s, done));
+        }
+        layers.run((7, RANKS - 1), &b, &|r, s| make(r, s, phase));
+        for (r, s) in b.sides.iter().enumerate().take(RANKS - 1) {
+            // A rank without tokens has nothing to wait for in a combine.
+            let waits = phase < 2 || s.tokens > 0;
+            assert_eq!(layers.team.fault(r) != 0, waits, "rank {r} knows");
+            let all = |m: &Memory, byte: u8| m.read::<u8>().iter().all(|&b| b == byte);
+            let spoiled = match phase {
+                0 => all(&s.index, 255) && all(&s.handle[7], 0) && all(&s.handle[8], 0),
+                1 => all(&s.recv, 255) && all(&s.recv_w, 255) && all(&s.index, 255),
+                _ => !waits || all(&s.out, 255),
+            };
+            assert!(spoiled, "phase {phase} of rank {r} looks like a result");
+        }
+    }
+}
+
+fn a_rank_that_stays_away_poisons_the_others() {
+    staying_away(*PORTABLE);
 }

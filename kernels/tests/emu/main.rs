@@ -12,6 +12,7 @@ mod compile;
 mod convert;
 mod dequant;
 mod ep;
+mod ep_mutants;
 mod gemm;
 mod gemm_aux;
 mod gemm_mutants;
@@ -74,6 +75,7 @@ fn main() -> ExitCode {
         attention_mutants::TESTS,
         reduce::TESTS,
         ep::TESTS,
+        ep_mutants::TESTS,
         layers::TESTS,
         optimizer::TESTS,
         links::TESTS,

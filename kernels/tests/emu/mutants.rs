@@ -43,8 +43,7 @@ const LOOK: &str = "            w.seen = ld_acquire_sys_u64(p);
 const CLAIM: &str = "    if (atom_cas_acq_rel_gpu_u64(t.fault, 0, code) != 0) return;\n";
 const REPORT: &str = "    u64* report = t.pinned + 8;\n    st_relaxed_sys_u64(report + 1, w.slot);";
 const HEAD: &str = "    st_release_sys_u64(report, 1ull << 63 | (u64)w.op << 8 | w.reason);\n";
-const TELL: &str =
-    "if (p != t.me) st_release_sys_u64(tw_word(t, p, TW_OFF_ABORT + 8 * t.me), code);";
+const TELL: &str = "if (p != t.me) st_release_sys_u64(tw_word(t, p, t.abort + 8 * t.me), code);";
 const HEARD: &str = "if (word >> 63 && (u32)word == t.generation) {";
 const ROW: &str = "u64 at = TW_OFF_INBOX + (u64)channel * TW_INBOX_ROW;";
 const ARRIVE: &str = "    TwWait w = {TW_OP_BARRIER,";
@@ -134,7 +133,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant(
         "peers are told in the wrong slot",
         TELL,
-        "if (p != t.me) st_release_sys_u64(tw_word(t, p, TW_OFF_ABORT + 8 * p), code);",
+        "if (p != t.me) st_release_sys_u64(tw_word(t, p, t.abort + 8 * p), code);",
         deadline,
     ),
     Mutant(
@@ -171,7 +170,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant(
         "abort is heard and not passed on",
         TELL,
-        "if (p != t.me && w.heard == 0) st_release_sys_u64(tw_word(t, p, TW_OFF_ABORT + 8 * t.me), code);",
+        "if (p != t.me && w.heard == 0) st_release_sys_u64(tw_word(t, p, t.abort + 8 * t.me), code);",
         one_abort,
     ),
     Mutant(

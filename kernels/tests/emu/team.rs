@@ -79,7 +79,7 @@ pub struct TeamParam {
     me: u32,
     size: u32,
     generation: u32,
-    pad: u32,
+    abort: u32,
 }
 
 /// `TwPoison` of `comm/signal.cu`.
@@ -184,7 +184,7 @@ impl Team {
             me: rank as u32,
             size: self.size as u32,
             generation: self.generation,
-            pad: 0,
+            abort: LAYOUT.abort as u32,
         }
     }
 

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
+use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Event, Node, Pending, Stream};
 use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
 
@@ -234,6 +235,27 @@ impl PlanCore {
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
+        self.queue_on(lane, (stream, seq), outs, |streams| lane.run(streams, enter, outs, f))
+    }
+
+    /// Queues one launch of kernels that meet the other ranks, and poison their outputs, themselves.
+    pub(crate) fn run_alone(
+        &self,
+        lane: &Lane,
+        (stream, seq): (&Stream, u64),
+        outs: &[Poison],
+        f: impl FnOnce(&Lanes<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.queue_on(lane, (stream, seq), outs, |streams| f(&lane.lanes(streams)))
+    }
+
+    fn queue_on(
+        &self,
+        lane: &Lane,
+        (stream, seq): (&Stream, u64),
+        outs: &[Poison],
+        f: impl FnOnce((&CudaStream, &CudaStream)) -> Result<()>,
+    ) -> Result<()> {
         let queue = || {
             let (main, side) = (stream_on(stream, lane.context())?, self.heap.copy_stream()?);
             let captured = stream.is_capturing();
@@ -241,7 +263,7 @@ impl PlanCore {
                 self.order.follow(stream)?;
             }
             self.team().set_state(seq, EntryState::Running);
-            lane.run((main, side.cuda()?), enter, outs, f)?;
+            f((main, side.cuda()?))?;
             if captured { Ok(()) } else { self.order.done(stream) }
         };
         // The launch is on record: if it cannot be queued, the peers must not wait for it.

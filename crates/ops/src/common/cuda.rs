@@ -167,6 +167,7 @@ pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
     });
     gemm.chain(portable())
         .chain(attention())
+        .filter(|(source, _)| source.runs_on(arch))
         .map(|(source, defines)| spec(&source, defines, arch))
         .collect()
 }
@@ -256,6 +257,8 @@ mod tests {
             assert!(is_listed(&spec(&REDUCE, reduce_defines(types), "sm_90a")), "{types:?}");
         }
         assert!(is_listed(&spec(&MOVE, move_defines(), "sm_90a")));
+        assert!(is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_90a")));
+        assert!(!is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_80")));
         for source in [LAYERS, OPTIMIZER] {
             for wide in [DType::F32, DType::BF16].map(mantissa) {
                 assert!(is_listed(&spec(&source, layers_defines(wide), "sm_90a")), "{wide}");
@@ -286,6 +289,7 @@ mod tests {
             text.split(call).skip(1).filter_map(|t| t.split(',').next()).collect();
         let listed = [
             "EP",
+            "EP_BULK",
             "LAYERS",
             "MOVE",
             "OPTIMIZER",

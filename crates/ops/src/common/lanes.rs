@@ -86,7 +86,7 @@ impl Lane {
         // Without flags any slot will do as the first of none.
         let first = s.slot(flags.start.min(s.len() - 1));
         self.os.enter(main, s.slot(enter.credit), first, flags.len())?;
-        let lanes = Lanes { os: &self.os, main, side, lane: self };
+        let lanes = self.lanes((main, side));
         lanes.fork()?;
         let pushes = side.span(self.op);
         let done = f(&lanes);
@@ -96,6 +96,11 @@ impl Lane {
         done?;
         let outs: Vec<_> = outs.iter().map(|o| (o.0.clone(), o.1)).collect();
         self.os.poison_if_over(main, &outs)
+    }
+
+    /// The streams of a launch whose kernels meet the other ranks themselves.
+    pub fn lanes<'a>(&'a self, (main, side): (&'a CudaStream, &'a CudaStream)) -> Lanes<'a> {
+        Lanes { os: &self.os, main, side, lane: self }
     }
 
     /// Poisons the outputs of a launch that could not be queued whole: some of its kernels may run,

@@ -1,76 +1,91 @@
-//! Expert parallelism on CUDA devices, by `ep/sm80_ep.cu`.
+//! Expert parallelism on CUDA devices, by `ep/sm80_ep.cu` and `ep/sm90_ep.cu`.
 //!
-//! A phase is: enter (everybody's area of this phase is free), a kernel that writes to peers, enter
-//! again on the phase's second slot (everybody has written), and kernels on what came. What comes
-//! from token t of rank s has the place `s * max_tokens + t`, so that no numbers travel.
+//! A phase is one kernel that meets the other ranks itself: some blocks send, the others lay out what
+//! comes, as it comes. What comes from token t of rank s has the place `s * max_tokens + t`, so that no
+//! numbers travel. Layouts other than expert-major, and the backward of combine, leave the rows in the
+//! area for kernels behind it, and `tw_ep_leave` grants the area when those have read it.
 
-use bytemuck::{Pod, Zeroable};
-use tilewire_core::{DType, Error, Rank, Result};
+use bytemuck::Zeroable;
+use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Buffer, Stream, Tensor};
-use tilewire_kernels::portable::{EP, EP_CHUNK, EP_THREADS, ep_defines};
-use tilewire_symm::{BadInput, OneSided, Signals, SymBuf};
+use tilewire_kernels::portable::{
+    EP, EP_BULK, EP_BULK_PIECE, EP_BULK_WARPS, EP_MOVERS, EP_THREADS, ep_bulk_defines, ep_defines,
+};
+use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
 
+use super::params::{
+    BackParam, HandleParam, LayerParam, MeetParam, PoisonParam, RecvParam, RoutingParam, SendParam,
+};
 use super::plan::{COUNTS, EpDispatch, RETURNS, TOKENS};
 use super::{EpDesc, EpHandle, EpLayout, EpTotals};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
-use crate::common::lanes::{Enter, Lane, Lanes, Poison};
+use crate::common::lanes::{Lane, Lanes, Poison};
 use crate::common::{Named, PlanCore};
 
 const THREADS: u32 = EP_THREADS as u32;
+const MOVERS: u32 = EP_MOVERS as u32;
+/// Blocks that write rows to peers: they saturate the links.
+const SENDERS: u32 = 16;
+/// The most blocks of a routing, and choices that are worth one.
+const ROUTERS: usize = 16;
+const ROUTER_CHOICES: usize = 2048;
+/// Chunks of a rank's rows that a dispatch sends, about.
+const SEND_CHUNKS: usize = 1024;
+/// Chunks that a combine returns if there are few: a block of an H200 for each.
+const BACK_CHUNKS: usize = 204;
+/// Threads of a block of the combine, so that two share a multiprocessor.
+const BACK_THREADS: u32 = 512;
 
-/// `TwEp` of the kernels.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct LayerParam {
-    counts: u64,
-    meta: u64,
-    tokens: u64,
-    back: u64,
-    stride: u64,
-    first: u64,
-    meta_stride: u64,
-    row_stride: u64,
-    back_stride: u64,
-    size: u32,
-    me: u32,
-    max_tokens: u32,
-    top_k: u32,
-    experts: u32,
-    capacity: u32,
-    align: u32,
-    scales: u32,
+/// How the rows of a rank are cut: a chunk of tokens arrives as a whole, and warps share its rows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Cut {
+    chunk: usize,
+    slices: usize,
+    chunks: usize,
 }
 
-/// `TwHandle` of the kernels.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct HandleParam {
-    rows: u64,
-    ranks: u64,
-    num: u64,
-    copies: u64,
-    source: u64,
-    place: u64,
-    counts: u64,
-    m_splits: u64,
-    total: u64,
-    dropped: u64,
-    lost: u64,
+impl Cut {
+    fn of(d: &EpDesc, chunk: usize, slices: usize) -> Self {
+        // Parts of a kilobyte or more.
+        let most = (d.hidden * d.out.size() / 1024).clamp(1, 8);
+        let chunks = d.max_tokens.div_ceil(chunk).max(1);
+        Self { chunk, slices: slices.clamp(1, most), chunks }
+    }
+
+    /// A warp sends a chunk, and warps lay it out: few tokens go alone, and several share a row.
+    fn send(d: &EpDesc) -> Self {
+        let chunk = d.max_tokens.div_ceil(SEND_CHUNKS).max(1);
+        let warps = 116 * EP_MOVERS as usize / 32;
+        let parts = d.max_tokens.div_ceil(chunk).max(1) * d.experts_per_rank.len();
+        Self::of(d, chunk, warps / parts)
+    }
+
+    /// A block returns a chunk to one rank: one for each block if that is enough, else small ones, so
+    /// that they come back in order and are added while others travel.
+    fn back(d: &EpDesc) -> Self {
+        let pairs = d.max_tokens * d.experts_per_rank.len();
+        let chunk = pairs.div_ceil(BACK_CHUNKS).clamp(1, 8);
+        Self::of(d, chunk, 32usize.div_ceil(chunk))
+    }
 }
 
-/// `TwRouting` of the kernels.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct RoutingParam {
-    idx: u64,
-    chunks: u64,
-    next: u64,
-    status: u64,
-    choices: u32,
-    wide: u32,
-    num_chunks: u32,
-    pad: u32,
+/// Bytes of a rank's credits and arrivals of one area.
+fn flags_of_area(d: &EpDesc) -> usize {
+    d.experts_per_rank.len() * (1 + Cut::send(d).chunks.max(Cut::back(d).chunks)) * 8
+}
+
+/// Bytes of a rank's flags: of tokens, and of what comes back.
+pub(super) fn flag_area(d: &EpDesc) -> usize {
+    2 * flags_of_area(d)
+}
+
+/// Areas that count their launches.
+#[derive(Clone, Copy)]
+enum Area {
+    Counts,
+    Tokens,
+    Returns,
 }
 
 /// Bytes from record to record: copies and scales, payload, and what comes back.
@@ -137,14 +152,20 @@ impl DeviceHandle {
 /// What `prepare` makes.
 pub(super) struct Prepared {
     kernels: Vec<(&'static str, Kernel)>,
+    team: TeamParam,
     layer: LayerParam,
-    chunks: CudaMemory,
-    next: CudaMemory,
-    status: CudaMemory,
+    cuts: [Cut; 2],
+    /// Address of rank 0's flags.
+    flags: u64,
+    flags_of_area: u64,
+    blocks: CudaMemory,
+    /// Launches of each area u64, then two tickets u32 of each.
+    state: CudaMemory,
     /// `[ranks + 1]` u32; the layer has its address.
     first: CudaMemory,
     /// Record of each received row of the rank-major and flat layouts.
     row_source: CudaMemory,
+    num_sms: u32,
 }
 
 /// The areas of a plan in symmetric memory.
@@ -152,27 +173,21 @@ pub(super) struct Areas<'a> {
     pub counts: &'a SymBuf,
     pub tokens: &'a SymBuf,
     pub returns: &'a SymBuf,
+    pub flags: &'a SymBuf,
 }
 
-impl Prepared {
-    /// Collective only in that no peer may launch before all ranks have come this far.
-    pub fn new(lane: &Lane, stream: &Stream, d: &EpDesc, areas: &Areas<'_>) -> Result<Self> {
-        let (ctx, os) = (lane.context(), lane.one_sided());
+impl Areas<'_> {
+    fn layer(&self, lane: &Lane, d: &EpDesc, first: &CudaMemory) -> Result<LayerParam> {
+        let os = lane.one_sided();
         let (size, me) = (d.experts_per_rank.len(), os.heap().team().rank());
-        let s = strides(d);
-        let records = size * d.max_tokens;
-        fit_32_bits("an expert-parallel layer", &[records * d.top_k, d.capacity, d.num_experts()])?;
+        let (s, records) = (strides(d), size * d.max_tokens);
         let rank0 =
             |b: &SymBuf, at: usize, len: usize| os.addr(Rank::new(0), b.range(at, len), len);
-        let choices = d.max_tokens * d.top_k;
-        let num_chunks = choices.div_ceil(EP_CHUNK as usize).max(1);
-        let first: Vec<u32> = (0..=size).map(|r| d.first_expert(r) as u32).collect();
-        let first = CudaMemory::from_bytes(ctx, bytemuck::cast_slice(&first))?;
-        let layer = LayerParam {
-            counts: rank0(areas.counts, 0, 4 * size * d.num_experts())?,
-            meta: rank0(areas.tokens, records * s.row, records * s.meta)?,
-            tokens: rank0(areas.tokens, 0, records * s.row)?,
-            back: rank0(areas.returns, 0, records * s.back)?,
+        Ok(LayerParam {
+            counts: rank0(self.counts, 0, 16 * size * d.num_experts())?,
+            meta: rank0(self.tokens, records * s.row, records * s.meta)?,
+            tokens: rank0(self.tokens, 0, records * s.row)?,
+            back: rank0(self.returns, 0, records * s.back)?,
             stride: lane.stride(),
             first: first.addr(),
             meta_stride: s.meta as u64,
@@ -186,30 +201,105 @@ impl Prepared {
             capacity: d.capacity as u32,
             align: d.layout.align() as u32,
             scales: d.num_scales as u32,
-        };
+        })
+    }
+
+    /// No launch has written a word yet, whatever the memory was used for before.
+    fn clear(&self, lane: &Lane, stream: &CudaStream, d: &EpDesc) -> Result<()> {
+        let (s, records) = (strides(d), d.experts_per_rank.len() * d.max_tokens);
+        let words = [
+            (self.counts, 0, 16 * d.experts_per_rank.len() * d.num_experts()),
+            (self.tokens, records * s.row, records * s.meta),
+            (self.flags, 0, flag_area(d)),
+        ];
+        for (b, at, len) in words {
+            lane.one_sided().clear(stream, b.range(at, len), len)?;
+        }
+        tilewire_device::Queue::synchronize_until(stream, None)
+    }
+}
+
+/// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
+fn router(d: &EpDesc) -> Result<(u32, u32)> {
+    let experts = d.num_experts();
+    let threads = if experts <= 1024 { MOVERS } else { THREADS };
+    let bytes = experts * (8 + 12 + 4 * threads as usize / 32);
+    if bytes > 160 << 10 {
+        return Err(Error::new(ErrorKind::Unsupported, "too many experts for the routing kernel")
+            .expected("at most 3150")
+            .seen(experts));
+    }
+    Ok((threads, bytes as u32))
+}
+
+impl Prepared {
+    /// Collective only in that no peer may launch before all ranks have come this far.
+    pub fn new(lane: &Lane, stream: &Stream, d: &EpDesc, areas: &Areas<'_>) -> Result<Self> {
+        let (ctx, os) = (lane.context(), lane.one_sided());
+        let size = d.experts_per_rank.len();
+        let choices = size * d.max_tokens * d.top_k;
+        fit_32_bits("an expert-parallel layer", &[choices, d.capacity, d.num_experts()])?;
+        let first: Vec<u32> = (0..=size).map(|r| d.first_expert(r) as u32).collect();
+        let first = CudaMemory::from_bytes(ctx, bytemuck::cast_slice(&first))?;
+        let layer = areas.layer(lane, d, &first)?;
+        let mut kernels = Vec::new();
         let module = load(ctx, &EP, ep_defines(mantissa(d.out)))?;
-        let kernels = EP.kernels.iter().map(|k| Ok((*k, module.kernel(k)?)));
-        let stream = stream.cuda()?;
-        // No record is there before one has come.
-        let meta = areas.tokens.range(records * s.row, records * s.meta);
-        os.clear(stream, meta, records * s.meta)?;
-        tilewire_device::Queue::synchronize_until(stream, None)?;
-        Ok(Self {
-            kernels: kernels.collect::<Result<_>>()?,
+        for k in EP.kernels {
+            kernels.push((*k, module.kernel(k)?));
+        }
+        if EP_BULK.runs_on(&ctx.arch()?) {
+            let kernel = load(ctx, &EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
+            kernel.allow_shared(BULK_BYTES)?;
+            kernels.push((EP_BULK.kernels[0], kernel));
+        }
+        areas.clear(lane, stream.cuda()?, d)?;
+        let len = flag_area(d);
+        let new = Self {
+            kernels,
+            team: os.team_param(),
             layer,
-            chunks: workspace(ctx, 4 * num_chunks * (d.num_experts() + 1))?,
-            next: workspace(ctx, 8 * d.num_experts())?,
-            status: workspace(ctx, 4)?,
+            cuts: [Cut::send(d), Cut::back(d)],
+            flags: os.addr(Rank::new(0), areas.flags.range(0, len), len)?,
+            flags_of_area: flags_of_area(d) as u64,
+            blocks: workspace(ctx, 4 * ROUTERS * d.num_experts())?,
+            state: workspace(ctx, 3 * 16)?,
             first,
             row_source: workspace(ctx, 4 * d.recv_rows())?,
-        })
+            num_sms: ctx.num_sms()?,
+        };
+        new.kernel("tw_ep_route")?.allow_shared(router(d)?.1)?;
+        Ok(new)
     }
 
     fn kernel(&self, name: &str) -> Result<&Kernel> {
         let found = self.kernels.iter().find(|(n, _)| *n == name).map(|(_, k)| k);
         found.ok_or_else(|| Error::internal(format!("no kernel {name}")))
     }
+
+    /// How a launch of `area` meets.
+    fn meet(&self, signals: &Signals, area: Area, senders: u32) -> MeetParam {
+        let (slot, at) = match area {
+            Area::Counts => (COUNTS.1, 0),
+            Area::Tokens => (TOKENS.0, 0),
+            Area::Returns => (RETURNS.0, self.flags_of_area),
+        };
+        let Cut { chunk, slices, chunks } = self.cuts[usize::from(matches!(area, Area::Returns))];
+        MeetParam {
+            flags: self.flags + at,
+            epoch: self.state.addr() + 8 * area as u64,
+            ticket: self.state.addr() + 24 + 8 * area as u64,
+            slot: signals.slot(slot).index() as u32,
+            chunk: chunk as u32,
+            slices: slices as u32,
+            chunks: chunks as u32,
+            senders,
+            leave: 1,
+        }
+    }
 }
+
+/// Shared memory of `tw_ep_send_bulk`.
+const BULK_BYTES: u32 = (EP_BULK_WARPS * EP_BULK_PIECE) as u32;
 
 /// One launch of one phase.
 pub(super) struct Phase<'a> {
@@ -251,49 +341,49 @@ impl Phase<'_> {
         if blocks == 0 {
             return Ok(());
         }
+        self.go_in(main, name, Grid::new(blocks as u32, THREADS), args)
+    }
+
+    fn go_in(&self, main: &CudaStream, name: &str, grid: Grid, args: LaunchArgs<'_>) -> Result<()> {
         // SAFETY: every call site passes what the kernel takes (`ep/sm80_ep.cu`); tensors were
         // checked against the layer and are held, as are the handle and the plan's memory.
-        unsafe { self.p.kernel(name)?.launch(main, Grid::new(blocks as u32, THREADS), args) }
+        unsafe { self.p.kernel(name)?.launch(main, grid, args) }
     }
 
     fn run(
         &self,
-        (stream, seq): (&Stream, u64),
-        slots: (usize, usize),
+        at: (&Stream, u64),
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
-        let enter = Enter { signals: self.signals, credit: slots.0, flags: slots.1..slots.1 };
-        self.core.run_on(self.lane, (stream, seq), &enter, outs, |l| {
-            hold(l.main, self.handle.clone());
+        self.core.run_alone(self.lane, at, outs, |l| {
+            self.core.team().check()?;
+            hold(l.main, (self.handle.clone(), l.os.heap().clone()));
+            hold(l.main, outs.iter().map(|o| o.0.clone()).collect::<Vec<_>>());
             let p = self.p;
-            let own = [&p.chunks, &p.next, &p.status, &p.first, &p.row_source].map(Clone::clone);
-            hold(l.main, own);
+            hold(l.main, [&p.blocks, &p.state, &p.first, &p.row_source].map(Clone::clone));
+            for peer in self.core.team().peers() {
+                l.os.count_signal(peer);
+            }
             f(l)
         })
     }
 
-    /// Everybody has written to everybody.
-    fn meet(&self, l: &Lanes<'_>, slot: usize) -> Result<()> {
-        let slot = self.signals.slot(slot);
-        l.os.enter(l.main, slot, slot, 0)
-    }
-
     /// The routing of `idx` for `capacity` rows.
     pub fn route(&self, at: (&Stream, u64), idx: &Tensor, capacity: usize) -> Result<()> {
-        let (d, h) = (self.desc, self.handle()?);
+        let (p, h) = (self.p, self.handle()?);
         let choices = idx.shape().num_elems();
-        let num_chunks = choices.div_ceil(EP_CHUNK as usize).max(1);
-        let layer = LayerParam { capacity: capacity as u32, ..self.p.layer };
+        let blocks = choices.div_ceil(ROUTER_CHOICES).clamp(1, ROUTERS);
+        let (threads, shared) = router(self.desc)?;
+        let warps = blocks * threads as usize / 32;
+        let layer = LayerParam { capacity: capacity as u32, ..p.layer };
         let a = RoutingParam {
             idx: addr(idx)?,
-            chunks: self.p.chunks.addr(),
-            next: self.p.next.addr(),
-            status: self.p.status.addr(),
+            blocks: p.blocks.addr(),
             choices: choices as u32,
             wide: u32::from(idx.dtype() == DType::I64),
-            num_chunks: num_chunks as u32,
-            pad: 0,
+            span: choices.div_ceil(warps).next_multiple_of(32) as u32,
+            bad_input: BadInput::Expert as u32,
         };
         let zero = |t: &Tensor| Ok::<_, Error>(Poison(t.cuda()?, 0));
         let outs = [
@@ -302,42 +392,58 @@ impl Phase<'_> {
             zero(self.handle.total())?,
             zero(self.handle.dropped())?,
         ];
-        self.run(at, COUNTS, &outs, |l| {
+        let meet = p.meet(self.signals, Area::Counts, 0);
+        self.run(at, &outs, |l| {
             hold(l.main, idx.clone());
-            let two = || LaunchArgs::new().arg(&layer).arg(&a);
-            self.go(l.main, "tw_ep_count", num_chunks, two())?;
-            self.go(l.main, "tw_ep_publish", d.experts_per_rank.len(), two())?;
-            l.os.fail_if(l.main, &self.p.status, BadInput::Expert)?;
-            self.meet(l, COUNTS.1)?;
-            self.go(l.main, "tw_ep_scan", 1, two().arg(&h))?;
-            self.go(l.main, "tw_ep_place", num_chunks, two().arg(&h))
+            let poison = PoisonParam::new(&outs);
+            let args = LaunchArgs::new().arg(&p.team).arg(&layer).arg(&meet).arg(&a).arg(&h);
+            let grid = Grid::new(blocks as u32, threads).shared(shared);
+            self.go_in(l.main, "tw_ep_route", grid, args.arg(&poison))
         })
     }
 
-    /// Records of my tokens to their ranks, and what came to the handle.
+    /// Records of my tokens to their ranks; what comes to the handle, and to `recv`.
     fn exchange(
         &self,
         l: &Lanes<'_>,
-        x: &Tensor,
-        (weights, scales): (Option<&Tensor>, Option<&Tensor>),
-        weights_out: Option<&Tensor>,
+        (x, weights, scales): (&Tensor, Option<&Tensor>, Option<&Tensor>),
+        recv: &RecvParam,
+        (leave, outs): (bool, &[Poison]),
     ) -> Result<()> {
-        let (d, layer, h) = (self.desc, &self.p.layer, self.handle()?);
-        let row = (d.hidden * x.dtype().size()) as u64;
-        let (x_at, w_at, s_at) = (addr(x)?, addr(weights)?, addr(scales)?);
-        hold(l.main, (x.clone(), weights.cloned(), scales.cloned(), weights_out.cloned()));
-        let args = LaunchArgs::new().arg(layer).arg(&h).arg(&x_at).arg(&row).arg(&w_at).arg(&s_at);
-        self.go(l.main, "tw_ep_push", x.shape().dim(0), args)?;
-        self.meet(l, TOKENS.1)?;
-        let device = self.handle.device().ok_or_else(|| Error::internal("a handle of the host"))?;
-        l.main.fill_memory(&device.source, 0xff)?;
-        if let Some(w) = weights_out {
-            l.main.fill_memory(&w.cuda()?, 0)?;
-        }
-        let out = addr(weights_out)?;
-        let records = d.experts_per_rank.len() * d.max_tokens;
-        let args = LaunchArgs::new().arg(layer).arg(&h).arg(&out);
-        self.go(l.main, "tw_ep_index", records.div_ceil(THREADS as usize), args)
+        let p = self.p;
+        let send = SendParam {
+            x: addr(x)?,
+            weights: addr(weights)?,
+            scales: addr(scales)?,
+            row_bytes: (self.desc.hidden * x.dtype().size()) as u64,
+            tokens: x.shape().dim(0) as u32,
+            pad: 0,
+        };
+        hold(l.main, (x.clone(), weights.cloned(), scales.cloned()));
+        // Half of a small device at most, so that somebody lays out.
+        let senders = SENDERS.min(p.num_sms / 2).max(1);
+        let meet =
+            MeetParam { leave: u32::from(leave), ..p.meet(self.signals, Area::Tokens, senders) };
+        let poison = PoisonParam::new(if leave { outs } else { &[] });
+        let grid = Grid::new(p.num_sms.max(2), MOVERS);
+        let whole = (send.x | send.row_bytes).is_multiple_of(16);
+        let bulk = whole && p.kernels.iter().any(|(n, _)| EP_BULK.kernels.contains(n));
+        let (name, grid) = match bulk {
+            true => (EP_BULK.kernels[0], grid.shared(BULK_BYTES)),
+            false => ("tw_ep_send", grid),
+        };
+        let h = self.handle()?;
+        let args = LaunchArgs::new().arg(&p.team).arg(&p.layer).arg(&meet).arg(&h);
+        self.go_in(l.main, name, grid, args.arg(&send).arg(recv).arg(&poison))
+    }
+
+    /// The area of tokens was read: behind the kernels of a phase that keep the rows there.
+    fn leave(&self, l: &Lanes<'_>, outs: &[Poison]) -> Result<()> {
+        let meet = self.p.meet(self.signals, Area::Tokens, 0);
+        let args = LaunchArgs::new().arg(&self.p.team).arg(&self.p.layer).arg(&meet);
+        self.go(l.main, "tw_ep_leave", 1, args)?;
+        let outs: Vec<_> = outs.iter().map(|o| (o.0.clone(), o.1)).collect();
+        l.os.poison_if_over(l.main, &outs)
     }
 
     pub fn dispatch(
@@ -351,33 +457,50 @@ impl Phase<'_> {
         let all = [Some(&out.x), out.weights.as_ref(), out.scales.as_ref()];
         let all = all.into_iter().flatten().chain([self.handle.row_index()]);
         let outs = all.map(|t| t.cuda().map(Poison::value)).collect::<Result<Vec<_>>>()?;
-        self.run(at, TOKENS, &outs, |l| {
-            hold(l.main, out.clone());
-            self.exchange(l, x, given, out.weights.as_ref())?;
-            let (layer, h) = (&self.p.layer, self.handle()?);
-            let records = d.experts_per_rank.len() * d.max_tokens;
-            let rows = self.p.row_source.addr();
-            let three = || LaunchArgs::new().arg(layer).arg(&h).arg(&rows);
-            let (mut source, mut place) = (rows, h.place);
-            match d.layout {
-                EpLayout::ExpertMajor { .. } => (source, place) = (h.source, 0),
-                EpLayout::RankMajor { .. } => {
-                    let blocks = records.div_ceil(THREADS as usize);
-                    self.go(l.main, "tw_ep_rank_major", blocks, three())?;
-                }
-                EpLayout::Flat { .. } => {
-                    l.main.fill_memory(&self.p.row_source, 0xff)?;
-                    self.go(l.main, "tw_ep_flat", 1, three())?;
-                }
+        let expert_major = matches!(d.layout, EpLayout::ExpertMajor { .. });
+        let row_bytes = (d.hidden * d.dtype.size()) as u64;
+        let mut recv = RecvParam {
+            x: 0,
+            weights: addr(out.weights.as_ref())?,
+            scales: 0,
+            index: 0,
+            row_bytes,
+        };
+        if expert_major {
+            recv.x = addr(&out.x)?;
+            recv.scales = addr(out.scales.as_ref())?;
+            recv.index = addr(self.handle.row_index())?;
+        }
+        self.run(at, &outs, |l| {
+            self.exchange(l, (x, given.0, given.1), &recv, (expert_major, &outs))?;
+            if expert_major {
+                return Ok(());
             }
-            let index = addr(self.handle.row_index())?;
-            let args = LaunchArgs::new().arg(layer).arg(&h).arg(&place).arg(&index);
-            self.go(l.main, "tw_ep_row_index", d.capacity.div_ceil(THREADS as usize), args)?;
-            let (to, scales) = (addr(&out.x)?, addr(out.scales.as_ref())?);
-            let row = (d.hidden * d.dtype.size()) as u64;
-            let args = LaunchArgs::new().arg(layer).arg(&source).arg(&to).arg(&row).arg(&scales);
-            self.go(l.main, "tw_ep_gather", d.recv_rows(), args)
+            self.spread(l, out)?;
+            self.leave(l, &outs)
         })
+    }
+
+    /// Rows of the rank-major and flat layouts from the area of tokens.
+    fn spread(&self, l: &Lanes<'_>, out: &EpDispatch) -> Result<()> {
+        let (d, layer, h) = (self.desc, &self.p.layer, self.handle()?);
+        let records = d.experts_per_rank.len() * d.max_tokens;
+        let rows = self.p.row_source.addr();
+        let three = LaunchArgs::new().arg(layer).arg(&h).arg(&rows);
+        if let EpLayout::RankMajor { .. } = d.layout {
+            let blocks = records.div_ceil(THREADS as usize);
+            self.go(l.main, "tw_ep_rank_major", blocks, three)?;
+        } else {
+            l.main.fill_memory(&self.p.row_source, 0xff)?;
+            self.go(l.main, "tw_ep_flat", 1, three)?;
+        }
+        let index = addr(self.handle.row_index())?;
+        let args = LaunchArgs::new().arg(layer).arg(&h).arg(&h.place).arg(&index);
+        self.go(l.main, "tw_ep_row_index", d.capacity.div_ceil(THREADS as usize), args)?;
+        let (to, scales) = (addr(&out.x)?, addr(out.scales.as_ref())?);
+        let row = (d.hidden * d.dtype.size()) as u64;
+        let args = LaunchArgs::new().arg(layer).arg(&rows).arg(&to).arg(&row).arg(&scales);
+        self.go(l.main, "tw_ep_gather", d.recv_rows(), args)
     }
 
     pub fn combine_bwd(
@@ -391,38 +514,48 @@ impl Phase<'_> {
         let all = [Some(dy), weighted.map(|w| w.2)];
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));
         let outs = outs.collect::<Result<Vec<_>>>()?;
-        self.run(at, TOKENS, &outs, |l| {
-            self.exchange(l, d_out, (None, None), None)?;
+        let recv: RecvParam = Zeroable::zeroed();
+        self.run(at, &outs, |l| {
+            self.exchange(l, (d_out, None, None), &recv, (false, &outs))?;
             let (layer, h, hidden) = (&self.p.layer, self.handle()?, d.hidden as u32);
             let of = |f: fn((&Tensor, &Tensor, &Tensor)) -> Result<u64>| weighted.map_or(Ok(0), f);
             let (w, y, g) = (of(|t| addr(t.0))?, of(|t| addr(t.1))?, of(|t| addr(t.2))?);
             let to = addr(dy)?;
-            let kept = weighted.map(|(w, y, g)| (w.clone(), y.clone(), g.clone()));
-            hold(l.main, (dy.clone(), kept));
+            hold(l.main, weighted.map(|(w, y, _)| (w.clone(), y.clone())));
             let args = LaunchArgs::new().arg(layer).arg(&h).arg(&to).arg(&w).arg(&y);
-            self.go(l.main, "tw_ep_gather_bwd", d.capacity, args.arg(&g).arg(&hidden))
+            self.go(l.main, "tw_ep_gather_bwd", d.capacity, args.arg(&g).arg(&hidden))?;
+            self.leave(l, &outs)
         })
     }
 
     /// Combine and the backward of dispatch.
     pub fn back(&self, at: (&Stream, u64), b: &super::host::Back) -> Result<()> {
-        let d = self.desc;
+        let (d, p, h) = (self.desc, self.p, self.handle()?);
         let all = [Some(&b.out), b.dw_out.as_ref()];
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));
         let outs = outs.collect::<Result<Vec<_>>>()?;
-        self.run(at, RETURNS, &outs, |l| {
+        let param = BackParam {
+            y: addr(&b.y)?,
+            weights: addr(b.weights.as_ref())?,
+            dw: addr(b.dw.as_ref())?,
+            out: addr(&b.out)?,
+            dw_out: addr(b.dw_out.as_ref())?,
+            hidden: d.hidden as u32,
+            expert_major: u32::from(b.expert_major),
+            tokens: b.out.shape().dim(0) as u32,
+            pad: 0,
+        };
+        let blocks = 2 * p.num_sms;
+        // 205 blocks of an H200 return: a whole number of chunks of 8 of 4096 tokens for each. Few chunks
+        // leave more of them to add.
+        let chunks = p.cuts[1].chunks as u32 * p.layer.size;
+        let senders = (blocks * 7 / 9).min(chunks).max(1);
+        let meet = p.meet(self.signals, Area::Returns, senders);
+        self.run(at, &outs, |l| {
             hold(l.main, (b.y.clone(), b.weights.clone(), b.dw.clone()));
-            hold(l.main, (b.out.clone(), b.dw_out.clone()));
-            let (layer, h, hidden) = (&self.p.layer, self.handle()?, d.hidden as u32);
-            let (y, w, dw) = (addr(&b.y)?, addr(b.weights.as_ref())?, addr(b.dw.as_ref())?);
-            let expert_major = u32::from(b.expert_major);
-            let args = LaunchArgs::new().arg(layer).arg(&h).arg(&y).arg(&w).arg(&dw);
-            let records = d.experts_per_rank.len() * d.max_tokens;
-            self.go(l.main, "tw_ep_return", records, args.arg(&hidden).arg(&expert_major))?;
-            self.meet(l, RETURNS.1)?;
-            let (out, dw_out) = (addr(&b.out)?, addr(b.dw_out.as_ref())?);
-            let args = LaunchArgs::new().arg(layer).arg(&h).arg(&out).arg(&dw_out).arg(&hidden);
-            self.go(l.main, "tw_ep_sum", b.out.shape().dim(0), args)
+            let poison = PoisonParam::new(&outs);
+            let args = LaunchArgs::new().arg(&p.team).arg(&p.layer).arg(&meet).arg(&h).arg(&param);
+            self.go_in(l.main, "tw_ep_back", Grid::new(blocks, BACK_THREADS), args.arg(&poison))
         })
     }
 }

@@ -20,6 +20,7 @@ mod cuda;
 mod desc;
 mod handle;
 mod host;
+mod params;
 mod plan;
 
 pub use desc::{EpDesc, EpLayout, Overflow};

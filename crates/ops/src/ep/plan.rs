@@ -35,6 +35,11 @@ fn token_area(d: &EpDesc) -> usize {
     record_bytes(d).max(s.row + s.meta)
 }
 
+/// Bytes that one rank's counts take: on devices a word has the number of its launch, in two buffers.
+fn count_area(d: &EpDesc) -> usize {
+    d.experts_per_rank.len() * d.num_experts() * 2 * 8
+}
+
 /// Those for what comes back.
 fn return_area(d: &EpDesc) -> usize {
     return_bytes(d).max(cuda::strides(d).back)
@@ -58,6 +63,8 @@ pub struct EpPlan {
     counts: SymBuf,
     tokens: SymBuf,
     returns: SymBuf,
+    /// Credits and arrivals, on devices.
+    flags: SymBuf,
     signals: Arc<Signals>,
     /// On a heap in device memory, made by `prepare`.
     cuda: OnceLock<Prepared>,
@@ -100,7 +107,7 @@ impl EpPlan {
         let (size, k) = (desc.experts_per_rank.len(), desc.top_k);
         let areas = size * desc.max_tokens * (token_area(desc) + return_area(desc));
         EpMemory {
-            symmetric: areas + size * desc.num_experts() * 4,
+            symmetric: areas + count_area(desc) + cuda::flag_area(desc),
             received: desc.recv_rows() * (desc.hidden * desc.dtype.size() + 4 * desc.num_scales),
             expert_out: desc.capacity * desc.hidden * desc.out.size(),
             handle: desc.max_tokens * k * 8 + desc.capacity * 4 + desc.num_experts() * 8,
@@ -123,9 +130,10 @@ impl EpPlan {
         let [a, b, c, d, e] = names.map(core);
         Ok(Self {
             cores: [a?, b?, c?, d?, e?],
-            counts: alloc(size * desc.num_experts() * 4, "ep counts")?,
+            counts: alloc(count_area(&desc), "ep counts")?,
             tokens: alloc(area * token_area(&desc), "ep tokens")?,
             returns: alloc(area * return_area(&desc), "ep returns")?,
+            flags: alloc(cuda::flag_area(&desc), "ep flags")?,
             cuda: OnceLock::new(),
             signals: Arc::new(heap.team().signals(6, "ep")?),
             desc,
@@ -145,8 +153,12 @@ impl EpPlan {
         if let Some(lane) = self.cores[0].lane()
             && self.cuda.get().is_none()
         {
-            let areas =
-                cuda::Areas { counts: &self.counts, tokens: &self.tokens, returns: &self.returns };
+            let areas = cuda::Areas {
+                counts: &self.counts,
+                tokens: &self.tokens,
+                returns: &self.returns,
+                flags: &self.flags,
+            };
             let new = Prepared::new(lane, stream, &self.desc, &areas).map_err(|e| e.op("ep"))?;
             self.cuda.get_or_init(|| new);
         }

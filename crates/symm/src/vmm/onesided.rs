@@ -8,7 +8,7 @@ use tilewire_device::Buffer;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 
 use super::fault::BadInput;
-use super::store::VmmStore;
+use super::store::{TeamParam, VmmStore};
 use crate::control::{NUM_SIGNALS, OFF_SIGNALS};
 use crate::heap::Heap;
 use crate::onesided::{Caps, OneSided, SignalSlot, check_channel, check_slots};
@@ -104,6 +104,12 @@ impl VmmOneSided {
         // SAFETY: both ranges were checked and are held; that nobody else uses them meanwhile is
         // the protocol's business (credits), as for every one-sided transfer.
         unsafe { stream.copy_rows((to.addr(), out.1), (from, src.2), (width, rows)) }
+    }
+
+    /// The team as a parameter of kernels that meet by themselves: `TwTeam` of `comm/team.cuh`. What it
+    /// points to lives as long as the heap.
+    pub fn team_param(&self) -> TeamParam {
+        self.store.param
     }
 
     fn team(&self) -> &crate::LiveTeam {
@@ -218,6 +224,11 @@ impl VmmOneSided {
     /// Counts what a kernel of the caller writes to `dst`'s chunk, as a put.
     pub fn count_put(&self, dst: Rank, len: usize) {
         self.team().0.traffic.put(dst, len);
+    }
+
+    /// Counts a word that a kernel of the caller writes to `dst`, as a signal.
+    pub fn count_signal(&self, dst: Rank) {
+        self.team().0.traffic.signal(dst);
     }
 
     /// The address of my counter on `dst`'s page.

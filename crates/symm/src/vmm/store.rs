@@ -24,22 +24,29 @@ pub(super) const PINNED_CODE: usize = 1;
 pub(super) const PINNED_REPORT: usize = 8;
 const PINNED_WORDS: usize = 16;
 
-/// The kernels' view of a team; mirrors `TwTeam` in `comm/signal.cu`.
+/// The kernels' view of a team, as a parameter of a kernel; mirrors `TwTeam` in `comm/team.cuh`.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-pub(super) struct TeamParam {
+pub struct TeamParam {
     control: u64,
     stride: u64,
     sent: u64,
     expected: u64,
     epoch: u64,
-    pub fault: u64,
+    fault: u64,
     pinned: u64,
     timeout_ns: u64,
     me: u32,
     size: u32,
     generation: u32,
-    pad: u32,
+    abort: u32,
+}
+
+impl TeamParam {
+    /// Address of the fault word.
+    pub(super) fn fault(&self) -> u64 {
+        self.fault
+    }
 }
 
 pub(super) struct Kernels {
@@ -81,7 +88,6 @@ struct Parts {
 /// The kernels of `comm/signal.cu` with the offsets of the control page.
 pub(crate) fn signal_spec(arch: &str) -> KernelSpec {
     let defines = [
-        ("TW_OFF_ABORT", OFF_ABORT as u64),
         ("TW_OFF_INBOX", OFF_INBOX as u64),
         ("TW_OFF_SIGNALS", OFF_SIGNALS as u64),
         ("TW_INBOX_ROW", INBOX_ROW as u64),
@@ -241,7 +247,7 @@ impl Parts {
             me: team.rank().get(),
             size: team.size() as u32,
             generation: team.generation() as u32,
-            pad: 0,
+            abort: OFF_ABORT as u32,
         };
         VmmStore {
             team: team.clone(),

@@ -1,0 +1,131 @@
+//! Parameters of the kernels of expert parallelism, as they lie in `ep/layer.cuh` and `ep/sm80_ep.cu`.
+
+use bytemuck::{Pod, Zeroable};
+use tilewire_device::Buffer;
+
+use crate::common::lanes::Poison;
+
+/// `TwEp` of the kernels.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct LayerParam {
+    pub counts: u64,
+    pub meta: u64,
+    pub tokens: u64,
+    pub back: u64,
+    pub stride: u64,
+    pub first: u64,
+    pub meta_stride: u64,
+    pub row_stride: u64,
+    pub back_stride: u64,
+    pub size: u32,
+    pub me: u32,
+    pub max_tokens: u32,
+    pub top_k: u32,
+    pub experts: u32,
+    pub capacity: u32,
+    pub align: u32,
+    pub scales: u32,
+}
+
+/// `TwMeet` of the kernels.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct MeetParam {
+    pub flags: u64,
+    pub epoch: u64,
+    pub ticket: u64,
+    pub slot: u32,
+    pub chunk: u32,
+    pub slices: u32,
+    pub chunks: u32,
+    pub senders: u32,
+    pub leave: u32,
+}
+
+/// `TwSend` of the kernels.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct SendParam {
+    pub x: u64,
+    pub weights: u64,
+    pub scales: u64,
+    pub row_bytes: u64,
+    pub tokens: u32,
+    pub pad: u32,
+}
+
+/// `TwRecv` of the kernels.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct RecvParam {
+    pub x: u64,
+    pub weights: u64,
+    pub scales: u64,
+    pub index: u64,
+    pub row_bytes: u64,
+}
+
+/// `TwBack` of the kernels.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct BackParam {
+    pub y: u64,
+    pub weights: u64,
+    pub dw: u64,
+    pub out: u64,
+    pub dw_out: u64,
+    pub hidden: u32,
+    pub expert_major: u32,
+    pub tokens: u32,
+    pub pad: u32,
+}
+
+/// `TwPoison` of the kernels.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct PoisonParam {
+    pub out: [u64; 8],
+    pub len: [u64; 8],
+    pub byte: [u8; 8],
+}
+
+impl PoisonParam {
+    /// Of the at most eight outputs of a phase.
+    pub fn new(outs: &[Poison]) -> Self {
+        let mut p: Self = Zeroable::zeroed();
+        for (i, o) in outs.iter().enumerate() {
+            (p.out[i], p.len[i], p.byte[i]) = (o.0.addr(), o.0.len_bytes() as u64, o.1);
+        }
+        p
+    }
+}
+
+/// `TwHandle` of the kernels.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct HandleParam {
+    pub rows: u64,
+    pub ranks: u64,
+    pub num: u64,
+    pub copies: u64,
+    pub source: u64,
+    pub place: u64,
+    pub counts: u64,
+    pub m_splits: u64,
+    pub total: u64,
+    pub dropped: u64,
+    pub lost: u64,
+}
+
+/// `TwRouting` of the kernels.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct RoutingParam {
+    pub idx: u64,
+    pub blocks: u64,
+    pub choices: u32,
+    pub wide: u32,
+    pub span: u32,
+    pub bad_input: u32,
+}

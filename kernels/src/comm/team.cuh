@@ -1,0 +1,108 @@
+// A team as its kernels see it: how it ends, and waits that end.
+//
+// A wait ends by its signal, by an abort (of a peer, or of this host), or at its deadline. Nothing
+// traps: the first failure claims the fault word, writes a 64-byte report into pinned memory and
+// tells all peers; every later kernel of the team returns at once.
+
+struct TwTeam {
+    u64 control;     // base of the control pages
+    u64 stride;      // bytes from one page to the next
+    u64* sent;       // [slot][dst]: counts raised so far
+    u64* expected;   // [slot][src]: counts waited for so far
+    u64* epoch;      // [channel]: barrier rounds entered so far
+    u64* fault;      // 0, or why this team is over
+    u64* pinned;     // word 0: host abort; words 8..15: report
+    u64 timeout_ns;  // of every wait
+    u32 me, size, generation;
+    u32 abort;       // where the abort words are in a control page
+};
+
+enum { TW_TIMEOUT = 1, TW_ABORTED = 3, TW_OTHER = 5, TW_HOST = 6 };  // reasons, as in protocol::AbortCode
+enum { TW_OP_WAIT = 1, TW_OP_BARRIER = 2, TW_OP_INPUT = 3 };
+
+struct TwWait {
+    u32 op, slot, peer, reason, about;
+    u64 expected, seen, elapsed_ns;
+    u64 heard;  // the abort word that ended the wait, or 0
+};
+
+__device__ __forceinline__ u64* tw_word(const TwTeam& t, u32 page, u64 offset) {
+    return (u64*)(t.control + page * t.stride + offset);
+}
+
+__device__ __forceinline__ bool tw_is_over(const TwTeam& t) {
+    return ld_relaxed_gpu_u64(t.fault) != 0;
+}
+
+// The first failure of this rank: reports it and tells the peers.
+__device__ void tw_fail(const TwTeam& t, const TwWait& w) {
+    // One that was heard is passed on as it is, so that all ranks name the rank that began.
+    u64 code = w.heard;
+    if (code == 0) code = 1ull << 63 | (u64)t.me << 48 | (u64)w.about << 40 | (u64)w.reason << 32 | t.generation;
+    if (atom_cas_acq_rel_gpu_u64(t.fault, 0, code) != 0) return;
+    u64* report = t.pinned + 8;
+    st_relaxed_sys_u64(report + 1, w.slot);
+    st_relaxed_sys_u64(report + 2, w.peer);
+    st_relaxed_sys_u64(report + 3, w.expected);
+    st_relaxed_sys_u64(report + 4, w.seen);
+    st_relaxed_sys_u64(report + 5, w.elapsed_ns);
+    st_relaxed_sys_u64(report + 6, code);
+    st_relaxed_sys_u64(report + 7, t.generation);
+    st_release_sys_u64(report, 1ull << 63 | (u64)w.op << 8 | w.reason);
+    for (u32 p = 0; p < t.size; p++)
+        if (p != t.me) st_release_sys_u64(tw_word(t, p, t.abort + 8 * t.me), code);
+}
+
+// True if the team is over or was aborted; says why in `w`.
+__device__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
+    if (tw_is_over(t)) return true;
+    for (u32 p = 0; p < t.size; p++) {
+        u64 word = p == t.me ? 0 : ld_acquire_sys_u64(tw_word(t, t.me, t.abort + 8 * p));
+        if (word >> 63 && (u32)word == t.generation) {
+            w.reason = TW_ABORTED;
+            w.about = word >> 48 & 0xff;
+            w.heard = word;
+            return true;
+        }
+    }
+    u64 host = ld_acquire_sys_u64(t.pinned);
+    if (host != 0) {
+        w.reason = TW_HOST;
+        w.about = t.me;
+        w.heard = host;
+        return true;
+    }
+    return false;
+}
+
+// Polls `p` until it reaches w.expected. False once the wait had to end.
+__device__ bool tw_poll(const TwTeam& t, const u64* p, TwWait w) {
+    u64 start = globaltimer();
+    for (u32 polls = 1;; polls++) {
+        w.seen = ld_acquire_sys_u64(p);
+        if ((i64)(w.seen - w.expected) >= 0) return true;
+        if (polls % 64 != 0) continue;
+        w.elapsed_ns = globaltimer() - start;
+        bool over = tw_heard_abort(t, w);
+        if (!over && w.elapsed_ns > t.timeout_ns) {
+            w.reason = TW_TIMEOUT;
+            w.about = w.peer;
+            over = true;
+        }
+        if (over) {
+            // The last look comes after the reason to end: a peer that signalled and then ended
+            // is not taken for missing.
+            w.seen = ld_acquire_sys_u64(p);
+            if ((i64)(w.seen - w.expected) >= 0) return true;
+            tw_fail(t, w);
+            return false;
+        }
+        if (w.elapsed_ns > 100000) nanosleep(200);
+    }
+}
+
+// Outputs of a launch, their bytes, and what they hold after a fault.
+struct TwPoison {
+    u64 out[8], len[8];
+    unsigned char byte[8];
+};

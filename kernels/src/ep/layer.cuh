@@ -1,0 +1,366 @@
+// Expert parallelism: the layer, the routing, and how the ranks meet; crates/ops/src/ep on the device.
+//
+// Source: config.rs of that folder (which row a copy gets), research notes EP §5 (one row over the wire
+// for each (token, rank); slots from counts, without atomics or sorting). Equal inputs give equal bits.
+//
+// P ranks, E experts in all, T = max_tokens of a rank, k choices, capacity rows on each rank.
+// Symmetric areas of a rank, at base + rank * stride for every rank:
+//   counts  [2][P][E] u64              number of the launch << 32 | copies that a rank sends to an expert
+//   meta    [P * T] TwMeta + k TwCopy + scales f32, `meta_stride` bytes each
+//   tokens  [P * T] rows, `row_stride` bytes each
+//   back    [P * T] rows of results, then k f32 gradients of weights, `back_stride` bytes each
+//   flags   credits [P] u64, then arrivals [P][chunks] u64, of tokens and of what comes back
+// What comes from token t of rank s lies at index s * T + t of an area: no place is negotiated. Each
+// area counts its launches (`epoch`, the same on all ranks); a word of a launch carries its number, so
+// nothing is ever cleared. A rank that has read an area grants it, by its credit, for the next launch.
+//
+// Peers' memory is written, read never. THREADS of blocks that lay out, MOVERS of those that meet.
+// Types of results by mantissa bits: TW_OUT_MANTISSA (23 f32, 10 f16, 7 bf16); payload is bytes.
+
+enum { THREADS = TW_EP_THREADS, MOVERS = TW_EP_MOVERS, WARPS = THREADS / 32 };
+static_assert(THREADS % 32 == 0 && MOVERS % 32 == 0, "whole warps");
+
+typedef TwElem<TW_OUT_MANTISSA> Out;
+typedef TwQuads<TW_OUT_MANTISSA> OutQuad;
+
+struct TwMeta {
+    u64 num;  // number of the launch << 32 | copies
+};
+
+struct TwCopy {
+    int choice, row;
+    float weight;
+};
+
+// The layer and the team, and where their memory is.
+struct TwEp {
+    u64 counts, meta, tokens, back;  // addresses of rank 0's areas; rank r's are r * stride behind
+    u64 stride;
+    const u32* first;       // [P + 1] first expert of each rank
+    u64 meta_stride, row_stride, back_stride;
+    u32 size, me, max_tokens, top_k, experts, capacity, align, scales;
+};
+
+// The routing of one microbatch, in this rank's memory.
+struct TwHandle {
+    int* rows;       // [T * k] row of each choice of mine at its rank, or -1
+    int* ranks;      // [T * k] that rank
+    u32* num;        // [P * T] copies of each record that came
+    TwCopy* copies;  // [P * T * k]
+    int* source;     // [capacity] record of each expert-major row, or -1
+    int* place;      // [P * T] received row of each record (flat layout)
+    i64* counts;     // [local experts] true number of copies
+    i64* m_splits;   // [local experts] rows, with padding, within the capacity
+    i64* total;      // [1] rows needed
+    i64* dropped;    // [1] copies left out here
+    i64* lost;       // [P] copies left out at each rank
+};
+
+// How a launch of one area meets: a chunk of tokens arrives as a whole.
+struct TwMeet {
+    u64 flags;   // address of rank 0's credits and arrivals of this area
+    u64* epoch;  // launches so far
+    u32* ticket; // [2] blocks that are through; 0 between launches
+    u32 slot;    // for reports: the credit's; the arrival's is the next
+    u32 chunk, slices;  // tokens of a chunk; parts of a row for so many warps
+    u32 chunks;
+    u32 senders; // blocks, from the first on, that write to peers
+    u32 leave;   // 1: the last block grants the next launch; 0: tw_ep_leave will
+};
+
+__device__ __forceinline__ u64* tw_credit(const TwEp& l, const TwMeet& m, u32 rank, u32 writer) {
+    return (u64*)(m.flags + rank * l.stride) + writer;
+}
+
+__device__ __forceinline__ u64* tw_arrival(const TwEp& l, const TwMeet& m, u32 rank, u32 writer, u32 c) {
+    return (u64*)(m.flags + rank * l.stride) + l.size + (u64)writer * m.chunks + c;
+}
+
+__device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {
+    return l.meta + rank * l.stride + record * l.meta_stride;
+}
+
+// True in all threads of the block that comes last; what the others did before is visible to it.
+__device__ __forceinline__ bool tw_comes_last(u32* ticket) {
+    __shared__ u32 last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+        if (last) *ticket = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    const bool mine = last;
+    // The next call writes the word again.
+    __syncthreads();
+    return mine;
+}
+
+// By one block: bytes of each output, in pieces where they are whole.
+__device__ __noinline__ void tw_spoil(const TwPoison& p) {
+    for (u32 o = 0; o < 8; o++) {
+        const u32 byte = p.byte[o], word = byte << 24 | byte << 16 | byte << 8 | byte;
+        const u64 words = p.out[o] % 4 == 0 ? p.len[o] / 4 : 0;
+        for (u64 i = threadIdx.x; i < words; i += blockDim.x) ((u32*)p.out[o])[i] = word;
+        for (u64 i = 4 * words + threadIdx.x; i < p.len[o]; i += blockDim.x) ((u8*)p.out[o])[i] = (u8)byte;
+    }
+}
+
+// The launch is counted, and the area is everybody's for the next one. By one block, behind all readers.
+__device__ __forceinline__ void tw_grant(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch) {
+    if (threadIdx.x == 0) *m.epoch = epoch;
+    if (tw_is_over(t)) return;
+    fence_acq_rel_sys();
+    for (u32 r = threadIdx.x; r < l.size; r += blockDim.x) st_relaxed_sys_u64(tw_credit(l, m, r, l.me), epoch);
+}
+
+// The end of every block of a launch that meets: the last one grants the next launch, and fills the
+// outputs of a team that is over, since other blocks may have written what looks like results.
+__device__ __forceinline__ void tw_end(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, const TwPoison& p) {
+    if (!tw_comes_last(m.ticket)) return;
+    if (m.leave) tw_grant(t, l, m, epoch);
+    if (tw_is_over(t)) tw_spoil(p);
+}
+
+// As tw_poll, for a thousand waiters: the words of the host lie behind its bus, which so many would fill, so each
+// looks there only every 2 ms. Whoever finds that the team is over tells the others by the fault word.
+__device__ __noinline__ bool tw_await(const TwTeam& t, const u64* p, TwWait w) {
+    const u64 start = globaltimer();
+    u64 looked = start;
+    for (;;) {
+        for (u32 polls = 0; polls < 64; polls++) {
+            if ((i64)(ld_relaxed_sys_u64(p) - w.expected) < 0) continue;
+            // What was written before the word is read behind it.
+            w.seen = ld_acquire_sys_u64(p);
+            return true;
+        }
+        const u64 now = globaltimer();
+        w.elapsed_ns = now - start;
+        bool over = tw_is_over(t);
+        if (!over && (now - looked > 2000000 || w.elapsed_ns > t.timeout_ns)) {
+            looked = now;
+            over = tw_heard_abort(t, w);
+            if (!over && w.elapsed_ns > t.timeout_ns) {
+                w.reason = TW_TIMEOUT;
+                w.about = w.peer;
+                over = true;
+            }
+        }
+        if (over) {
+            // A peer that has written and then ended is not taken for missing.
+            w.seen = ld_acquire_sys_u64(p);
+            if ((i64)(w.seen - w.expected) >= 0) return true;
+            tw_fail(t, w);
+            return false;
+        }
+        if (w.elapsed_ns > 100000) nanosleep(200);
+    }
+}
+
+// By a warp: all peers have granted this launch. False if the team is over.
+__device__ __forceinline__ bool tw_granted(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch) {
+    bool good = !tw_is_over(t);
+    for (u32 r = threadIdx.x % 32; good && r < l.size; r += 32) {
+        const TwWait w = {TW_OP_WAIT, m.slot, r, 0, 0, epoch - 1, 0, 0, 0};
+        good = tw_await(t, tw_credit(l, m, l.me, r), w);
+    }
+    return __all_sync(0xffffffffu, good);
+}
+
+// By a warp: chunk `c` of `src` has come. False if the team is over.
+__device__ __forceinline__ bool tw_arrived(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, u32 src, u32 c) {
+    bool good = true;
+    if (threadIdx.x % 32 == 0) {
+        const TwWait w = {TW_OP_WAIT, m.slot + 1, src, 0, 0, epoch, 0, 0, 0};
+        good = tw_await(t, tw_arrival(l, m, l.me, src, c), w);
+    }
+    return __all_sync(0xffffffffu, good);
+}
+
+struct __align__(16) TwPiece {
+    u32 w[4];
+};
+
+// Slice `j` of `num` things.
+__device__ __forceinline__ void tw_slice(u64 num, u32 j, u32 slices, u64* begin, u64* end) {
+    const u64 per = (num + slices - 1) / slices;
+    *begin = min(j * per, num);
+    *end = min(*begin + per, num);
+}
+
+// By a warp: a slice of a row to one place or two (0: none), four pieces of a lane in flight.
+template <class Piece>
+__device__ __forceinline__ void tw_lay_pieces(u64 from, u64 len, const u64 (&to)[2], u32 j, u32 slices) {
+    u64 begin, end;
+    tw_slice(len / sizeof(Piece), j, slices, &begin, &end);
+    for (u64 i = begin + threadIdx.x % 32; i < end; i += 128) {
+        Piece v[4];
+#pragma unroll
+        for (u32 n = 0; n < 4; n++)
+            if (i + 32 * n < end) v[n] = ((const Piece*)from)[i + 32 * n];
+#pragma unroll
+        for (u32 n = 0; n < 4; n++) {
+            if (i + 32 * n >= end) break;
+            ((Piece*)to[0])[i + 32 * n] = v[n];
+            if (to[1]) ((Piece*)to[1])[i + 32 * n] = v[n];
+        }
+    }
+}
+
+// The same in the largest pieces that all of them allow.
+__device__ __forceinline__ void tw_lay(u64 from, u64 len, const u64 (&to)[2], u32 j, u32 slices) {
+    const u64 bits = from | to[0] | to[1] | len;
+    if (bits % 16 == 0) tw_lay_pieces<TwPiece>(from, len, to, j, slices);
+    else if (bits % 4 == 0) tw_lay_pieces<u32>(from, len, to, j, slices);
+    else if (bits % 2 == 0) tw_lay_pieces<u16>(from, len, to, j, slices);
+    else tw_lay_pieces<u8>(from, len, to, j, slices);
+}
+
+// What a dispatch delivers; any may be 0. Rows are expert-major.
+struct TwRecv {
+    u64 x;
+    float* weights;
+    float* scales;
+    int* index;
+    u64 row_bytes;
+};
+
+// By a warp: a row that nobody feeds.
+__device__ __forceinline__ void tw_pad_row(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 row) {
+    const u32 lane = threadIdx.x % 32;
+    if (lane == 0) {
+        h.source[row] = -1;
+        if (out.weights) out.weights[row] = 0.0f;
+        if (out.index) out.index[row] = -1;
+    }
+    if (out.scales)
+        for (u32 i = lane; i < l.scales; i += 32) out.scales[row * l.scales + i] = 0.0f;
+    if (!out.x) return;
+    const u64 to = out.x + row * out.row_bytes;
+    const TwPiece zero = {{0, 0, 0, 0}};
+    const u64 pieces = to % 16 == 0 ? out.row_bytes / 16 : 0;
+    for (u64 i = lane; i < pieces; i += 32) ((TwPiece*)to)[i] = zero;
+    for (u64 i = 16 * pieces + lane; i < out.row_bytes; i += 32) ((u8*)to)[i] = 0;
+}
+
+// Rows that nobody feeds, from the counts of the routing: warp `w` of `num` takes every num-th. They are
+// known before anything has come.
+__device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 w, u64 num) {
+    const u32 local = l.first[l.me + 1] - l.first[l.me], lane = threadIdx.x % 32;
+    i64 at = 0;
+    u64 next = w;  // of the rows that nobody feeds, from here on
+    for (u32 e0 = 0; e0 < local; e0 += 32) {
+        const u32 e = e0 + lane;
+        const i64 mine = e < local ? h.m_splits[e] : 0, fed = e < local ? min(h.counts[e], mine) : 0;
+        for (u32 i = 0; i < 32 && e0 + i < local; i++) {
+            const i64 rows = __shfl_sync(0xffffffffu, mine, i), used = __shfl_sync(0xffffffffu, fed, i);
+            for (; next < (u64)(rows - used); next += num) tw_pad_row(l, h, out, at + used + next);
+            next -= rows - used;
+            at += rows;
+        }
+    }
+    for (; at + (i64)next < (i64)l.capacity; next += num) tw_pad_row(l, h, out, at + next);
+}
+
+// By a warp: a slice of a record that has come, to the rows of its copies; with the first slice what the
+// handle keeps of it.
+__device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u64 epoch,
+                                              u32 j, u32 slices) {
+    const u32 lane = threadIdx.x % 32;
+    const TwMeta* meta = (const TwMeta*)tw_meta(l, l.me, record);
+    const TwCopy* copies = (const TwCopy*)(meta + 1);
+    const u64 word = meta->num;
+    u32 num = (u32)(word >> 32) == (u32)epoch ? (u32)word : 0;
+    if (num > l.top_k) num = l.top_k;
+    if (j == 0 && lane == 0) h.num[record] = num;
+    const float* scales = (const float*)(copies + l.top_k);
+    for (u32 n = 0; n < num; n += 2) {
+        u64 to[2] = {0, 0};
+        const TwCopy two[2] = {copies[n], copies[n + 1 < num ? n + 1 : n]};
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            if (n + i >= num) break;
+            const TwCopy c = two[i];
+            if (j == 0 && lane == 0) h.copies[record * l.top_k + n + i] = c;
+            // Rows within the capacity are all that a peer sends; another would be outside of the memory.
+            if ((u32)c.row >= l.capacity) continue;
+            to[i] = out.x ? out.x + c.row * out.row_bytes : 0;
+            if (j == 0 && lane == 0) {
+                h.source[c.row] = (int)record;
+                if (out.weights) out.weights[c.row] = c.weight;
+                if (out.index) out.index[c.row] = c.row;
+            }
+            if (j == 0 && out.scales)
+                for (u32 s = lane; s < l.scales; s += 32) out.scales[(u64)c.row * l.scales + s] = scales[s];
+        }
+        if (!to[0]) to[0] = to[1], to[1] = 0;
+        if (to[0]) tw_lay(l.tokens + l.me * l.stride + record * l.row_stride, out.row_bytes, to, j, slices);
+    }
+}
+
+// Blocks behind the senders: rows that nobody feeds while the others travel, then what comes, as it comes.
+__device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
+                                           const TwRecv& out, u64 epoch) {
+    const u32 warps = MOVERS / 32;
+    const u64 w = (u64)(blockIdx.x - m.senders) * warps + threadIdx.x / 32, num = (u64)(gridDim.x - m.senders) * warps;
+    if (tw_is_over(t)) return;
+    tw_pad(l, h, out, w, num);
+    for (u64 i = w; i < (u64)m.chunks * l.size * m.slices; i += num) {
+        const u32 j = i % m.slices, c = i / m.slices / l.size, s = (l.me + 1 + i / m.slices % l.size) % l.size;
+        if (!tw_arrived(t, l, m, epoch, s, c)) return;
+        const u32 end = min((c + 1) * m.chunk, l.max_tokens);
+        for (u32 token = c * m.chunk; token < end; token++)
+            tw_lay_record(l, h, out, (u64)s * l.max_tokens + token, epoch, j, m.slices);
+    }
+}
+
+// What is sent: rows, and weights [tokens, k] and scales [tokens, scales], which may be null.
+struct TwSend {
+    u64 x;
+    const float* weights;
+    const float* scales;
+    u64 row_bytes;
+    u32 tokens, pad;
+};
+
+// By a warp: the copies of token t to the ranks `r` of the lanes, in the order of choices. Which ranks get any
+// (bit of a lane). Choices are read at once, a lane for each: one after the other they would take longer
+// than the row.
+__device__ __forceinline__ u32 tw_send_meta(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t, u32 r) {
+    const u32 lane = threadIdx.x % 32;
+    const u64 meta = tw_meta(l, r, (u64)l.me * l.max_tokens + t);
+    TwCopy* copies = (TwCopy*)(meta + sizeof(TwMeta));
+    u32 n = 0;
+    for (u32 j0 = 0; j0 < l.top_k; j0 += 32) {
+        const u64 i = (u64)t * l.top_k + j0 + lane;
+        const bool mine = j0 + lane < l.top_k;
+        const int row = mine ? h.rows[i] : -1, rank = mine ? h.ranks[i] : -1;
+        const float weight = mine && in.weights ? in.weights[i] : 0.0f;
+        for (u32 j = 0; j < 32 && j0 + j < l.top_k; j++) {
+            const TwCopy c = {(int)(j0 + j), __shfl_sync(0xffffffffu, row, j), __shfl_sync(0xffffffffu, weight, j)};
+            const int to = __shfl_sync(0xffffffffu, rank, j);
+            if (to == (int)r && r < l.size && c.row >= 0) copies[n++] = c;
+        }
+    }
+    if (n > 0) {
+        ((TwMeta*)meta)->num = epoch << 32 | n;
+        float* scales = (float*)(copies + l.top_k);
+        for (u32 s = 0; in.scales && s < l.scales; s++) scales[s] = in.scales[(u64)t * l.scales + s];
+    }
+    return __ballot_sync(0xffffffffu, n > 0);
+}
+
+// The ranks that token t goes to.
+__device__ __forceinline__ u64 tw_send_metas(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t) {
+    const u32 lane = threadIdx.x % 32;
+    const u64 low = tw_send_meta(l, h, in, epoch, t, lane);
+    return l.size <= 32 ? low : low | (u64)tw_send_meta(l, h, in, epoch, t, lane + 32) << 32;
+}
+
+// By a warp whose lanes have written everything of chunk `c`: it has come.
+__device__ __forceinline__ void tw_send_flags(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, u32 c) {
+    __syncwarp();
+    fence_acq_rel_sys();
+    for (u32 r = threadIdx.x % 32; r < l.size; r += 32) st_relaxed_sys_u64(tw_arrival(l, m, r, l.me, c), epoch);
+}
