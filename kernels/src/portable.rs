@@ -96,11 +96,14 @@ pub fn move_defines() -> Vec<(String, u64)> {
 pub const EP_THREADS: u64 = 256;
 /// Threads of a block of those that meet other ranks.
 pub const EP_MOVERS: u64 = 1024;
-/// Warps of a block that send rows by bulk copies, and bytes of a copy: together the block's dynamic
-/// shared memory.
-pub const EP_BULK_WARPS: u64 = 8;
-/// Most bytes of a bulk copy: a row of 7168 in bf16.
-pub const EP_BULK_PIECE: u64 = 14336;
+/// Warps of a block that send rows by bulk copies, and that lay out what comes.
+pub const EP_BULK_SEND: u64 = 6;
+/// The latter.
+pub const EP_BULK_LAY: u64 = 9;
+/// Most bytes of a bulk copy. Each of those warps has shared memory for two.
+pub const EP_BULK_PIECE: u64 = 7168;
+/// Bytes of shared memory that are 0.
+pub const EP_BULK_ZERO: u64 = 14336;
 
 const EP_LAYER: &str = include_str!("ep/layer.cuh");
 
@@ -135,15 +138,62 @@ pub const EP_BULK: Source = Source {
         "TW_OUT_MANTISSA",
         "TW_EP_THREADS",
         "TW_EP_MOVERS",
-        "TW_EP_BULK_WARPS",
+        "TW_EP_BULK_SEND",
+        "TW_EP_BULK_LAY",
         "TW_EP_BULK_PIECE",
+        "TW_EP_BULK_ZERO",
     ],
     kernels: &["tw_ep_send_bulk"],
 };
 
 /// [`EP_BULK`]'s definitions. It moves bytes: the type of results is any.
 pub fn ep_bulk_defines() -> Vec<(String, u64)> {
-    with(EP_BULK.defines, &[7, EP_THREADS, EP_MOVERS, EP_BULK_WARPS, EP_BULK_PIECE])
+    let own = [EP_BULK_SEND, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_ZERO];
+    with(EP_BULK.defines, &[&[7, EP_THREADS, EP_MOVERS][..], &own].concat())
+}
+
+/// Warps of a block that return sums of copies.
+pub const EP_BACK_RETURN: u64 = 9;
+/// Those that add what comes back.
+pub const EP_BACK_SUM: u64 = 5;
+/// Bytes of a bulk load of the combine.
+pub const EP_BACK_SLICE: u64 = 3584;
+/// Loads that a warp has on their way; it has shared memory for one more.
+pub const EP_BACK_STAGES: u64 = 3;
+/// The most tokens of a chunk that a combine by bulk loads takes.
+pub const EP_BACK_TOKENS: u64 = 8;
+/// The most copies of a token, and ranks.
+pub const EP_BACK_ENTRIES: u64 = 16;
+
+/// Combine by bulk loads.
+pub const EP_BACK: Source = Source {
+    name: "ep/sm90_back.cu",
+    parts: &[CONVERT, CONVERSIONS, LD_ST, BULK, TEAM, EP_LAYER, include_str!("ep/sm90_back.cu")],
+    defines: &[
+        "TW_OUT_MANTISSA",
+        "TW_EP_THREADS",
+        "TW_EP_MOVERS",
+        "TW_EP_BACK_RETURN",
+        "TW_EP_BACK_SUM",
+        "TW_EP_BACK_SLICE",
+        "TW_EP_BACK_STAGES",
+        "TW_EP_BACK_TOKENS",
+        "TW_EP_BACK_ENTRIES",
+    ],
+    kernels: &["tw_ep_back_bulk"],
+};
+
+/// [`EP_BACK`]'s definitions for results with `out` mantissa bits.
+pub fn ep_back_defines(out: u64) -> Vec<(String, u64)> {
+    let own = [
+        EP_BACK_RETURN,
+        EP_BACK_SUM,
+        EP_BACK_SLICE,
+        EP_BACK_STAGES,
+        EP_BACK_TOKENS,
+        EP_BACK_ENTRIES,
+    ];
+    with(EP_BACK.defines, &[&[out, EP_THREADS, EP_MOVERS][..], &own].concat())
 }
 
 /// Threads of a block of [`REDUCE`].
@@ -228,7 +278,9 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
         .flat_map(|src| FP8_MANTISSAS.iter().map(|dst| (QUANT, quant_defines(*src, *dst))));
     let permute = WIDE_MANTISSAS.iter().map(|src| (PERMUTE, permute_defines(*src)));
     let reduce = REDUCE_MANTISSAS.iter().map(|types| (REDUCE, reduce_defines(*types)));
-    let ep = WIDE_MANTISSAS.iter().map(|out| (EP, ep_defines(*out)));
+    let ep = WIDE_MANTISSAS
+        .iter()
+        .flat_map(|out| [(EP, ep_defines(*out)), (EP_BACK, ep_back_defines(*out))]);
     let moves = [(MOVE, move_defines()), (EP_BULK, ep_bulk_defines())];
     let layers = LAYERS_MANTISSAS
         .iter()

@@ -403,6 +403,12 @@ pub struct BenchArgs {
     /// On GPUs: choices of a token for `ep`.
     #[arg(long, default_value_t = 8)]
     pub top_k: usize,
+    /// On GPUs: rows of each expert are a multiple of this, for `ep`.
+    #[arg(long, default_value_t = 128)]
+    pub align: usize,
+    /// On GPUs: multiprocessors that `ep` may take (default: as the operation does).
+    #[arg(long)]
+    pub sms: Option<usize>,
     /// Only these operations.
     #[arg(long, value_delimiter = ',')]
     pub op: Vec<String>,

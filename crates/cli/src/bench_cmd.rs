@@ -70,9 +70,16 @@ fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
         tokens: args.tokens,
         hidden: args.hidden,
         experts: (args.experts, args.top_k),
+        align: args.align,
+        sms: args.sms,
         iters: args.iters,
     };
-    if options.iters == 0 || options.tokens == 0 || options.hidden == 0 || args.bytes.contains(&0) {
+    if options.iters == 0
+        || options.tokens == 0
+        || options.hidden == 0
+        || args.bytes.contains(&0)
+        || args.align == 0
+    {
         return Err(Error::invalid("sizes and iterations must be positive"));
     }
     let visible = !args.json && !args.csv && !args.md;

@@ -32,6 +32,10 @@ pub struct Options {
     pub hidden: usize,
     /// Experts in all, and choices of a token.
     pub experts: (usize, usize),
+    /// Rows of each expert are a multiple of this.
+    pub align: usize,
+    /// Multiprocessors that expert parallelism may take.
+    pub sms: Option<usize>,
     /// Timed samples.
     pub iters: usize,
 }
@@ -90,11 +94,11 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
 fn ep_desc(o: &Options, size: usize) -> EpDesc {
     let (experts, top_k) = o.experts;
     let mut d = EpDesc::new(size, experts, o.tokens, o.hidden, top_k);
-    d.layout = EpLayout::ExpertMajor { align: 128 };
+    d.layout = EpLayout::ExpertMajor { align: o.align };
     (d.dtype, d.out) = (o.dtype, o.dtype);
     // A quarter more than the mean: nothing of a uniform routing is dropped.
     let local = d.experts_per_rank.iter().copied().max().unwrap_or(0);
-    d.capacity = d.worst_case().min(o.tokens * top_k * 5 / 4 + 128 * local);
+    d.capacity = d.worst_case().min(o.tokens * top_k * 5 / 4 + o.align * local);
     d
 }
 
@@ -262,6 +266,10 @@ impl Bench<'_> {
         let d = ep_desc(self.o, size);
         let (t, h, k) = (self.o.tokens, self.o.hidden, d.top_k);
         let plan = EpPlan::new(d.clone(), &self.heap)?;
+        let plan = match self.o.sms {
+            Some(n) => plan.with_num_sms(n),
+            None => plan,
+        };
         plan.prepare(&self.stream)?;
         let handle = plan.handle()?;
         let idx: Vec<Vec<i64>> = (0..size).map(|r| routing(r, t, k, d.num_experts())).collect();
@@ -301,7 +309,12 @@ impl Bench<'_> {
         let moved = (rows * h * d.dtype.size()) as f64;
         let note =
             format!("{:.1} GB/s of rows to other ranks, preparation included", moved / us / 1e3);
-        let shape = format!("tokens={t} hidden={h} top_k={k} experts={}", d.num_experts());
+        let sms = self.o.sms.map_or(String::new(), |n| format!(" sms={n}"));
+        let align = d.layout.align();
+        let shape = format!(
+            "tokens={t} hidden={h} top_k={k} experts={} align={align}{sms}",
+            d.num_experts()
+        );
         self.row(op, shape, us, self.wrong(bad)?, note)
     }
 }

@@ -123,6 +123,22 @@ template <int MANTISSA> struct __align__(4 * sizeof(typename TwElem<MANTISSA>::B
         if (sizeof(typename Elem::Bits) == 4) return Elem::widen(w[j]);
         return Elem::widen(w[j / 2] >> 16 * (j % 2) & 0xffff);
     }
+    // As at(), for sums and products: they make a NaN quiet, so that the conversion need not.
+    __device__ __forceinline__ float term(int j) const {
+        if (MANTISSA == 7) return __uint_as_float(j % 2 == 0 ? w[j / 2] << 16 : w[j / 2] & 0xffff0000);
+        return at(j);
+    }
+    // Results of arithmetic, rounded.
+    __device__ __forceinline__ void round_all(const float (&v)[4]) {
+        if (MANTISSA == 7) {
+            w[0] = cvt_rn_bf16x2_f32(v[1], v[0]);
+            w[1] = cvt_rn_bf16x2_f32(v[3], v[2]);
+            return;
+        }
+        clear();
+#pragma unroll
+        for (int j = 0; j < 4; j++) set(j, Elem::round(v[j]));
+    }
     __device__ __forceinline__ u32 bits(int j) const {
         if (sizeof(typename Elem::Bits) == 4) return w[j];
         return w[j / 2] >> 16 * (j % 2) & 0xffff;

@@ -60,7 +60,8 @@ struct TwHandle {
 struct TwMeet {
     u64 flags;   // address of rank 0's credits and arrivals of this area
     u64* epoch;  // launches so far
-    u32* ticket; // [2] blocks that are through; 0 between launches
+    u32* ticket; // [4] blocks that are through, twice, and chunks that were taken, to send and to lay out;
+                 // 0 between launches
     u32 slot;    // for reports: the credit's; the arrival's is the next
     u32 chunk, slices;  // tokens of a chunk; parts of a row for so many warps
     u32 chunks;
@@ -119,6 +120,7 @@ __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwEp& l, const T
 // outputs of a team that is over, since other blocks may have written what looks like results.
 __device__ __forceinline__ void tw_end(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, const TwPoison& p) {
     if (!tw_comes_last(m.ticket)) return;
+    if (threadIdx.x < 2) m.ticket[2 + threadIdx.x] = 0;
     if (m.leave) tw_grant(t, l, m, epoch);
     if (tw_is_over(t)) tw_spoil(p);
 }
@@ -175,12 +177,21 @@ __device__ __forceinline__ bool tw_arrived(const TwTeam& t, const TwEp& l, const
         const TwWait w = {TW_OP_WAIT, m.slot + 1, src, 0, 0, epoch, 0, 0, 0};
         good = tw_await(t, tw_arrival(l, m, l.me, src, c), w);
     }
+    // The other lanes read behind the word that lane 0 has seen.
+    __syncwarp();
     return __all_sync(0xffffffffu, good);
 }
 
 struct __align__(16) TwPiece {
     u32 w[4];
 };
+
+// By a warp: the next thing that no warp of this rank has taken.
+__device__ __forceinline__ u32 tw_claim(u32* taken) {
+    u32 i = 0;
+    if (threadIdx.x % 32 == 0) i = atomicAdd(taken, 1u);
+    return __shfl_sync(0xffffffffu, i, 0);
+}
 
 // Slice `j` of `num` things.
 __device__ __forceinline__ void tw_slice(u64 num, u32 j, u32 slices, u64* begin, u64* end) {
@@ -226,27 +237,37 @@ struct TwRecv {
     u64 row_bytes;
 };
 
-// By a warp: a row that nobody feeds.
-__device__ __forceinline__ void tw_pad_row(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 row) {
-    const u32 lane = threadIdx.x % 32;
-    if (lane == 0) {
-        h.source[row] = -1;
-        if (out.weights) out.weights[row] = 0.0f;
-        if (out.index) out.index[row] = -1;
+// By a warp: zeros, by plain stores.
+struct TwZeros {
+    __device__ __forceinline__ void operator()(u64 to, u64 len) const {
+        const TwPiece zero = {{0, 0, 0, 0}};
+        const u64 pieces = to % 16 == 0 ? len / 16 : 0;
+        for (u64 i = threadIdx.x % 32; i < pieces; i += 32) ((TwPiece*)to)[i] = zero;
+        for (u64 i = 16 * pieces + threadIdx.x % 32; i < len; i += 32) ((u8*)to)[i] = 0;
     }
+};
+
+// A row that nobody feeds, but for its bytes.
+__device__ __forceinline__ void tw_no_source(const TwHandle& h, const TwRecv& out, u64 row) {
+    h.source[row] = -1;
+    if (out.weights) out.weights[row] = 0.0f;
+    if (out.index) out.index[row] = -1;
+}
+
+// By a warp: a row that pads its expert's, of bytes that `fill` writes.
+template <class Fill>
+__device__ __forceinline__ void tw_pad_row(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 row, const Fill& fill) {
+    const u32 lane = threadIdx.x % 32;
+    if (lane == 0) tw_no_source(h, out, row);
     if (out.scales)
         for (u32 i = lane; i < l.scales; i += 32) out.scales[row * l.scales + i] = 0.0f;
-    if (!out.x) return;
-    const u64 to = out.x + row * out.row_bytes;
-    const TwPiece zero = {{0, 0, 0, 0}};
-    const u64 pieces = to % 16 == 0 ? out.row_bytes / 16 : 0;
-    for (u64 i = lane; i < pieces; i += 32) ((TwPiece*)to)[i] = zero;
-    for (u64 i = 16 * pieces + lane; i < out.row_bytes; i += 32) ((u8*)to)[i] = 0;
+    if (out.x) fill(out.x + row * out.row_bytes, out.row_bytes);
 }
 
 // Rows that nobody feeds, from the counts of the routing: warp `w` of `num` takes every num-th. They are
-// known before anything has come.
-__device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 w, u64 num) {
+// known before anything has come. Behind the rows of all experts nothing is filled: nobody reads there.
+template <class Fill>
+__device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 w, u64 num, const Fill& fill) {
     const u32 local = l.first[l.me + 1] - l.first[l.me], lane = threadIdx.x % 32;
     i64 at = 0;
     u64 next = w;  // of the rows that nobody feeds, from here on
@@ -255,12 +276,12 @@ __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const T
         const i64 mine = e < local ? h.m_splits[e] : 0, fed = e < local ? min(h.counts[e], mine) : 0;
         for (u32 i = 0; i < 32 && e0 + i < local; i++) {
             const i64 rows = __shfl_sync(0xffffffffu, mine, i), used = __shfl_sync(0xffffffffu, fed, i);
-            for (; next < (u64)(rows - used); next += num) tw_pad_row(l, h, out, at + used + next);
+            for (; next < (u64)(rows - used); next += num) tw_pad_row(l, h, out, at + used + next, fill);
             next -= rows - used;
             at += rows;
         }
     }
-    for (; at + (i64)next < (i64)l.capacity; next += num) tw_pad_row(l, h, out, at + next);
+    for (u64 row = at + 32 * w + lane; row < l.capacity; row += 32 * num) tw_no_source(h, out, row);
 }
 
 // By a warp: a slice of a record that has come, to the rows of its copies; with the first slice what the
@@ -305,7 +326,7 @@ __device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const
     const u32 warps = MOVERS / 32;
     const u64 w = (u64)(blockIdx.x - m.senders) * warps + threadIdx.x / 32, num = (u64)(gridDim.x - m.senders) * warps;
     if (tw_is_over(t)) return;
-    tw_pad(l, h, out, w, num);
+    tw_pad(l, h, out, w, num, TwZeros());
     for (u64 i = w; i < (u64)m.chunks * l.size * m.slices; i += num) {
         const u32 j = i % m.slices, c = i / m.slices / l.size, s = (l.me + 1 + i / m.slices % l.size) % l.size;
         if (!tw_arrived(t, l, m, epoch, s, c)) return;
@@ -364,3 +385,38 @@ __device__ __forceinline__ void tw_send_flags(const TwTeam& t, const TwEp& l, co
     fence_acq_rel_sys();
     for (u32 r = threadIdx.x % 32; r < l.size; r += 32) st_relaxed_sys_u64(tw_arrival(l, m, r, l.me, c), epoch);
 }
+
+// Four elements of a row of `hidden`; 0 behind its end.
+__device__ __forceinline__ OutQuad tw_quad(u64 row, u32 n, u32 hidden) {
+    if (hidden % 4 == 0 && row % sizeof(OutQuad) == 0) return ((const OutQuad*)row)[n];
+    OutQuad q;
+    q.clear();
+#pragma unroll
+    for (u32 j = 0; j < 4; j++)
+        if (4 * n + j < hidden) q.set(j, ((const Out::Bits*)row)[4 * n + j]);
+    return q;
+}
+
+__device__ __forceinline__ void tw_store(u64 row, u32 n, u32 hidden, const float (&v)[4]) {
+    OutQuad q;
+    q.clear();
+#pragma unroll
+    for (int j = 0; j < 4; j++) q.set(j, Out::round(v[j]));
+    if (hidden % 4 == 0 && row % sizeof(OutQuad) == 0) {
+        ((OutQuad*)row)[n] = q;
+        return;
+    }
+#pragma unroll
+    for (u32 j = 0; j < 4; j++)
+        if (4 * n + j < hidden) ((Out::Bits*)row)[4 * n + j] = (Out::Bits)q.bits(j);
+}
+
+// What goes back: y with a row for each copy (`expert_major`, weighted by `weights` if given), or for each
+// record; gradients of weights by rows. `out` [tokens, hidden] and `dw_out` [tokens, k] take what comes.
+struct TwBack {
+    const Out::Bits* y;
+    const float *weights, *dw;
+    Out::Bits* out;
+    float* dw_out;
+    u32 hidden, expert_major, tokens, pad;
+};

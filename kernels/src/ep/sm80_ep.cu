@@ -364,41 +364,6 @@ tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64
     for (u32 i = threadIdx.x; i < l.scales; i += THREADS) scales[row * l.scales + i] = record < 0 ? 0.0f : from[i];
 }
 
-// Four elements of a row of `hidden`; 0 behind its end.
-__device__ __forceinline__ OutQuad tw_quad(u64 row, u32 n, u32 hidden) {
-    if (hidden % 4 == 0 && row % sizeof(OutQuad) == 0) return ((const OutQuad*)row)[n];
-    OutQuad q;
-    q.clear();
-#pragma unroll
-    for (u32 j = 0; j < 4; j++)
-        if (4 * n + j < hidden) q.set(j, ((const Out::Bits*)row)[4 * n + j]);
-    return q;
-}
-
-__device__ __forceinline__ void tw_store(u64 row, u32 n, u32 hidden, const float (&v)[4]) {
-    OutQuad q;
-    q.clear();
-#pragma unroll
-    for (int j = 0; j < 4; j++) q.set(j, Out::round(v[j]));
-    if (hidden % 4 == 0 && row % sizeof(OutQuad) == 0) {
-        ((OutQuad*)row)[n] = q;
-        return;
-    }
-#pragma unroll
-    for (u32 j = 0; j < 4; j++)
-        if (4 * n + j < hidden) ((Out::Bits*)row)[4 * n + j] = (Out::Bits)q.bits(j);
-}
-
-// What goes back: y with a row for each copy (`expert_major`, weighted by `weights` if given), or for each
-// record; gradients of weights by rows. `out` [tokens, hidden] and `dw_out` [tokens, k] take what comes.
-struct TwBack {
-    const Out::Bits* y;
-    const float *weights, *dw;
-    Out::Bits* out;
-    float* dw_out;
-    u32 hidden, expert_major, tokens, pad;
-};
-
 // By a warp: a slice of the sum of a record's copies in the order of choices, in f32, rounded once, to the
 // rank `s` that it came from; with the first slice the gradients of its weights.
 __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, const TwBack& b, u32 s, u32 t, u32 j, u32 slices) {
@@ -422,7 +387,7 @@ __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, cons
             for (u32 i = 0; i < 4; i++) {
                 if (n + 32 * i >= end) break;
 #pragma unroll
-                for (int v = 0; v < 4; v++) sum[i][v] = __fadd_rn(sum[i][v], __fmul_rn(w, q[i].at(v)));
+                for (int v = 0; v < 4; v++) sum[i][v] = __fadd_rn(sum[i][v], __fmul_rn(w, q[i].term(v)));
             }
         }
 #pragma unroll
@@ -474,7 +439,7 @@ __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const T
             for (u32 i = 0; i < 4; i++) {
                 if (n + 32 * i >= end) break;
 #pragma unroll
-                for (int v = 0; v < 4; v++) sum[i][v] = __fadd_rn(sum[i][v], q[i].at(v));
+                for (int v = 0; v < 4; v++) sum[i][v] = __fadd_rn(sum[i][v], q[i].term(v));
             }
         }
 #pragma unroll

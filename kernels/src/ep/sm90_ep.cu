@@ -1,60 +1,94 @@
-// Dispatch by bulk copies, from sm_90 on: tw_ep_send of sm80_ep.cu with rows that go through shared memory,
-// read once and stored to each rank by one instruction. Rows, their addresses and strides are multiples
+// Dispatch by bulk copies, from sm_90 on: as tw_ep_send of sm80_ep.cu, with rows that go through shared memory,
+// read once and stored to each place by one instruction. Rows, their addresses and strides are multiples
 // of 16.
+//
+// Every block has SEND warps that write rows to peers, LAY warps that lay out what comes, and one that
+// writes rows that nobody feeds. Warps take the next chunk that nobody has taken, so the launch ends with
+// any number of blocks that run at once.
 
-enum { SENDERS = TW_EP_BULK_WARPS, PIECE = TW_EP_BULK_PIECE };
-static_assert(SENDERS * 32 <= MOVERS && PIECE % 16 == 0, "warps of a block, whole units");
+enum { SEND = TW_EP_BULK_SEND, LAY = TW_EP_BULK_LAY, PIECE = TW_EP_BULK_PIECE, ZERO = TW_EP_BULK_ZERO };
+enum { BULK_WARPS = SEND + LAY + 1 };
+static_assert(PIECE % 16 == 0 && ZERO % 16 == 0, "whole units");
 
+// [SEND + LAY][2][PIECE], then ZERO bytes that are 0.
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
-// By lane 0 of a warp: a piece of a row, on its way to the warp's shared memory.
-__device__ __forceinline__ void tw_bulk_fetch(u64 from, u64 bytes, u64* full) {
-    if (threadIdx.x % 32 != 0) return;
-    const u32 len = (u32)min((u64)PIECE, bytes);
-    mbarrier_arrive_expect_tx(full, len);
-    bulk_load(tw_smem + threadIdx.x / 32 * PIECE, (const void*)from, len, full);
+// A warp's two pieces of shared memory, their barriers, and how many loads were asked for and used: while one
+// piece is stored, the next one comes.
+struct TwStage {
+    unsigned char* piece;
+    u64* full;
+    u32 asked, used;
+};
+
+__device__ __forceinline__ TwStage tw_stage(u64* barriers) {
+    const u32 warp = threadIdx.x / 32;
+    const TwStage s = {tw_smem + warp * 2 * PIECE, barriers + 2 * warp, 0, 0};
+    if (threadIdx.x % 32 == 0) {
+        mbarrier_init(s.full, 1);
+        mbarrier_init(s.full + 1, 1);
+        fence_mbarrier_init_release_cluster();
+    }
+    __syncwarp();
+    return s;
 }
 
-// By a warp: a row whose first piece was fetched, piece by piece, to the ranks of `mask`, a lane for each.
-// `full` is the warp's barrier and `turn` the number of its pieces so far.
-__device__ __forceinline__ void tw_bulk_row(const TwEp& l, const TwSend& in, u32 token, u64 mask, u64* full, u32* turn) {
-    const u64 from = in.x + token * in.row_bytes, to = l.tokens + ((u64)l.me * l.max_tokens + token) * l.row_stride;
-    for (u64 at = 0; at < in.row_bytes; at += PIECE, ++*turn) {
-        const u32 len = (u32)min((u64)PIECE, in.row_bytes - at);
-        if (at > 0) tw_bulk_fetch(from + at, in.row_bytes - at, full);
-        __syncwarp();
-        // The bytes of our own load: they always come.
-        while (!mbarrier_try_wait_parity(full, *turn & 1)) {
+__device__ __forceinline__ unsigned char* tw_piece(const TwStage& s, u32 turn) {
+    return s.piece + turn % 2 * PIECE;
+}
+
+// By a warp: the piece of a row at `from`, of which `bytes` are left, on its way to a free piece.
+__device__ __forceinline__ void tw_bulk_fetch(TwStage& s, u64 from, u64 bytes) {
+    if (threadIdx.x % 32 == 0) {
+        const u32 len = (u32)min((u64)PIECE, bytes);
+        u64* full = s.full + s.asked % 2;
+        mbarrier_arrive_expect_tx(full, len);
+        bulk_load(tw_piece(s, s.asked), (const void*)from, len, full);
+    }
+    s.asked++;
+}
+
+// By a warp: the next piece has come. The bytes of our own load always do.
+__device__ __forceinline__ const unsigned char* tw_bulk_await(TwStage& s) {
+    while (!mbarrier_try_wait_parity(s.full + s.used % 2, s.used / 2 & 1)) {
+    }
+    return tw_piece(s, s.used++);
+}
+
+// By a warp: its stores of a piece are a group, and the piece before this one is free again.
+__device__ __forceinline__ void tw_bulk_stored() {
+    bulk_commit_group();
+    bulk_wait_group_read<1>();
+    __syncwarp();
+}
+
+// By a warp: the rows of tokens [token, end) to the ranks that their choices name, a lane for each rank.
+__device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 token,
+                                             u32 end, TwStage& s) {
+    const u64 to = l.tokens + (u64)l.me * l.max_tokens * l.row_stride;
+    if (token < end) tw_bulk_fetch(s, in.x + token * in.row_bytes, in.row_bytes);
+    for (; token < end; token++) {
+        const u64 from = in.x + token * in.row_bytes;
+        // The row comes while its ranks are found.
+        const u64 mask = tw_send_metas(l, h, in, epoch, token);
+        for (u64 at = 0; at < in.row_bytes; at += PIECE) {
+            const u64 left = in.row_bytes - at;
+            const unsigned char* piece = tw_bulk_await(s);
+            for (u32 r = threadIdx.x % 32; r < l.size; r += 32)
+                if (mask >> r & 1)
+                    bulk_store((void*)(to + r * l.stride + token * l.row_stride + at), piece, (u32)min((u64)PIECE, left));
+            tw_bulk_stored();
+            if (left > PIECE) tw_bulk_fetch(s, from + at + PIECE, left - PIECE);
+            else if (token + 1 < end) tw_bulk_fetch(s, from + in.row_bytes, in.row_bytes);
         }
-        for (u32 r = threadIdx.x % 32; r < l.size; r += 32)
-            if (mask >> r & 1) bulk_store((void*)(to + r * l.stride + at), tw_smem + threadIdx.x / 32 * PIECE, len);
-        bulk_commit_group();
-        // The next load may take the piece once all lanes' stores have read it.
-        bulk_wait_group_read<0>();
-        __syncwarp();
     }
 }
 
 __device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                             const TwSend& in, u64 epoch) {
-    __shared__ __align__(8) u64 barriers[SENDERS];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp >= SENDERS || !tw_granted(t, l, m, epoch)) return;
-    u64* full = barriers + warp;
-    if (lane == 0) {
-        mbarrier_init(full, 1);
-        fence_mbarrier_init_release_cluster();
-    }
-    __syncwarp();
-    u32 turn = 0;
-    for (u32 c = blockIdx.x + warp * m.senders; c < m.chunks; c += m.senders * SENDERS) {
-        const u32 end = min((c + 1) * m.chunk, in.tokens);
-        for (u32 token = c * m.chunk; token < end; token++) {
-            // The row comes while its ranks are found.
-            tw_bulk_fetch(in.x + token * in.row_bytes, in.row_bytes, full);
-            const u64 mask = tw_send_metas(l, h, in, epoch, token);
-            tw_bulk_row(l, in, token, mask, full, &turn);
-        }
+                                             const TwSend& in, u64 epoch, TwStage s) {
+    if (!tw_granted(t, l, m, epoch)) return;
+    for (u32 c; (c = tw_claim(m.ticket + 2)) < m.chunks;) {
+        tw_bulk_rows(l, h, in, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
         // Written, and known to the lane that will say so, before the flags.
         bulk_wait_group<0>();
         fence_proxy_async();
@@ -62,13 +96,104 @@ __device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, con
     }
 }
 
-// As tw_ep_send. Dynamic shared memory: SENDERS * PIECE.
-extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
+// By a warp: what the handle and the outputs keep of a record of `num` copies; a lane for each copy.
+__device__ __forceinline__ void tw_bulk_meta(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u32 num) {
+    const TwCopy* copies = (const TwCopy*)((const TwMeta*)tw_meta(l, l.me, record) + 1);
+    const float* scales = (const float*)(copies + l.top_k);
+    for (u32 n = threadIdx.x % 32; n < num; n += 32) {
+        const TwCopy c = copies[n];
+        h.copies[record * l.top_k + n] = c;
+        // Rows within the capacity are all that a peer sends; another would be outside of the memory.
+        if ((u32)c.row >= l.capacity) continue;
+        h.source[c.row] = (int)record;
+        if (out.weights) out.weights[c.row] = c.weight;
+        if (out.index) out.index[c.row] = c.row;
+        for (u32 i = 0; out.scales && i < l.scales; i++) out.scales[(u64)c.row * l.scales + i] = scales[i];
+    }
+}
+
+// By a warp: records first + j, of `num` copies each (lane j has it), to the rows of their copies.
+__device__ __forceinline__ void tw_bulk_records(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 first, u32 num,
+                                                TwStage& s) {
+    const u64 from = l.tokens + l.me * l.stride + first * l.row_stride;
+    u32 live = __ballot_sync(0xffffffffu, num > 0);
+    if (out.x && live != 0) tw_bulk_fetch(s, from + (__ffs(live) - 1) * l.row_stride, out.row_bytes);
+    while (live != 0) {
+        const u32 j = __ffs(live) - 1, copies = __shfl_sync(0xffffffffu, num, j);
+        live &= live - 1;
+        tw_bulk_meta(l, h, out, first + j, copies);
+        const TwCopy* list = (const TwCopy*)((const TwMeta*)tw_meta(l, l.me, first + j) + 1);
+        for (u64 at = 0; out.x && at < out.row_bytes; at += PIECE) {
+            const u64 left = out.row_bytes - at;
+            const unsigned char* piece = tw_bulk_await(s);
+            for (u32 n = threadIdx.x % 32; n < copies; n += 32) {
+                const u32 row = (u32)list[n].row;
+                if (row < l.capacity) bulk_store((void*)(out.x + row * out.row_bytes + at), piece, (u32)min((u64)PIECE, left));
+            }
+            tw_bulk_stored();
+            if (left > PIECE) tw_bulk_fetch(s, from + j * l.row_stride + at + PIECE, left - PIECE);
+            else if (live != 0) tw_bulk_fetch(s, from + (__ffs(live) - 1) * l.row_stride, out.row_bytes);
+        }
+    }
+}
+
+// What comes, chunk after chunk: of each chunk all sources, from me + 1 on.
+__device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
+                                                const TwRecv& out, u64 epoch, TwStage s) {
+    const u32 lane = threadIdx.x % 32;
+    if (tw_is_over(t)) return;
+    for (u32 i; (i = tw_claim(m.ticket + 3)) < m.chunks * l.size;) {
+        const u32 c = i / l.size, src = (l.me + 1 + i % l.size) % l.size;
+        if (!tw_arrived(t, l, m, epoch, src, c)) return;
+        // Rows were written by a peer's bulk copies, and are read by mine.
+        fence_proxy_async();
+        const u32 begin = c * m.chunk, end = min(begin + m.chunk, l.max_tokens);
+        for (u32 token = begin; token < end; token += 32) {
+            const u64 first = (u64)src * l.max_tokens + token;
+            u32 num = 0;
+            if (token + lane < end) {
+                const u64 word = ((const TwMeta*)tw_meta(l, l.me, first + lane))->num;
+                num = (u32)(word >> 32) == (u32)epoch ? min((u32)word, l.top_k) : 0;
+                h.num[first + lane] = num;
+            }
+            tw_bulk_records(l, h, out, first, num, s);
+        }
+    }
+}
+
+// Rows that nobody feeds, stored from bytes that are 0.
+struct TwBulkZeros {
+    const unsigned char* zeros;
+
+    __device__ __forceinline__ void operator()(u64 to, u64 len) const {
+        for (u64 at = threadIdx.x % 32 * ZERO; at < len; at += 32 * ZERO)
+            bulk_store((void*)(to + at), zeros, (u32)min((u64)ZERO, len - at));
+        bulk_commit_group();
+    }
+};
+
+__device__ __forceinline__ void tw_bulk_pad(const TwTeam& t, const TwEp& l, const TwHandle& h, const TwRecv& out) {
+    const u32 lane = threadIdx.x % 32;
+    const TwBulkZeros fill = {tw_smem + (SEND + LAY) * 2 * PIECE};
+    for (u32 i = lane; i < ZERO / 4; i += 32) ((u32*)fill.zeros)[i] = 0;
+    fence_proxy_async();
+    __syncwarp();
+    if (!tw_is_over(t)) tw_pad(l, h, out, blockIdx.x, gridDim.x, fill);
+}
+
+// As tw_ep_send, with any number of blocks. Dynamic shared memory: (SEND + LAY) * 2 * PIECE + ZERO.
+extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32)
 tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
                 const __grid_constant__ TwPoison out) {
+    __shared__ __align__(8) u64 barriers[2 * (SEND + LAY)];
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
-    if (blockIdx.x < m.senders) tw_bulk_push(t, l, m, h, in, epoch);
-    else tw_receive(t, l, m, h, recv, epoch);
+    const u32 warp = threadIdx.x / 32;
+    if (warp < SEND) tw_bulk_push(t, l, m, h, in, epoch, tw_stage(barriers));
+    else if (warp < SEND + LAY) tw_bulk_receive(t, l, m, h, recv, epoch, tw_stage(barriers));
+    else tw_bulk_pad(t, l, h, recv);
+    // What a lane has stored is there, and no shared memory is read any more.
+    bulk_wait_group<0>();
+    fence_proxy_async();
     tw_end(t, l, m, epoch, out);
 }

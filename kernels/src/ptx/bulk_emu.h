@@ -71,3 +71,7 @@ __device__ __forceinline__ void bulk_wait_group() {
 // issues next.
 __device__ __forceinline__ void fence_proxy_async() {
 }
+
+// The same of what it did to shared memory alone.
+__device__ __forceinline__ void fence_proxy_async_shared_cta() {
+}

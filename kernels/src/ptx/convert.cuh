@@ -6,6 +6,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+__device__ __forceinline__ u32 tw_f32_to_bf16(float v);
 __device__ __forceinline__ u32 tw_f32_to_e4m3(float v);
 __device__ __forceinline__ u32 tw_f32_to_e5m2(float v);
 __device__ __forceinline__ u32 tw_fp8_code(u32 code, float v);
@@ -19,6 +20,13 @@ __device__ __forceinline__ u32 cvt_rn_satfinite_e4m3x2_f32(float hi, float lo) {
 #else
     return tw_fp8_code(tw_f32_to_e4m3(hi), hi) << 8 | tw_fp8_code(tw_f32_to_e4m3(lo), lo);
 #endif
+}
+
+// Two bf16 of results of arithmetic, whose only NaN is 0x7fffffff, that of `lo` in the low half: nearest even.
+__device__ __forceinline__ u32 cvt_rn_bf16x2_f32(float hi, float lo) {
+    u32 codes;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(hi), "f"(lo));
+    return codes;
 }
 
 __device__ __forceinline__ u32 cvt_rn_satfinite_e5m2x2_f32(float hi, float lo) {

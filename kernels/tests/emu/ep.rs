@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
-use tilewire_kernels::portable::{EP, EP_BULK, EP_THREADS, ep_defines};
+use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK, EP_THREADS, ep_defines};
 use tilewire_kernels::{SIGNAL, Source};
 use tilewire_oracle::ep::{EpLayout, EpSpec};
 use tilewire_oracle::permute::TopK;
@@ -20,6 +20,7 @@ use crate::{Test, tests};
 pub const TESTS: &[Test] = tests![
     tokens_go_to_their_experts_and_back,
     tokens_go_by_bulk_copies,
+    tokens_come_back_by_bulk_loads,
     a_rank_that_stays_away_poisons_the_others,
 ];
 
@@ -36,6 +37,7 @@ const BACK: usize = 176;
 const ODD: usize = 38;
 const WHOLE: usize = 8;
 const PIECE: usize = 16;
+const ENTRIES: usize = 4;
 const THREADS: u32 = 64;
 const CHUNK: usize = 5;
 const SLICES: usize = 2;
@@ -50,7 +52,7 @@ const FLAGS: usize = (RANKS + RANKS * CHUNKS) * 8;
 /// Blocks of the routing, and of what moves rows.
 const ROUTERS: u32 = 2;
 const BLOCKS: u32 = 3;
-const SMEM: u32 = 512;
+const SMEM: u32 = 1024;
 
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
@@ -149,7 +151,14 @@ fn unit(source: &Source, text: String) -> &'static Lib {
     let value = |d: &&'static str| {
         let own = match *d {
             "TW_OUT_MANTISSA" => ep_defines(23)[0].1,
-            "TW_EP_BULK_WARPS" => 2,
+            "TW_EP_BULK_SEND" | "TW_EP_BULK_LAY" | "TW_EP_BACK_RETURN" => 2,
+            "TW_EP_BACK_SUM" => 1,
+            "TW_EP_BACK_STAGES" => 3,
+            "TW_EP_BACK_SLICE" => PIECE as u64,
+            "TW_EP_BACK_TOKENS" => CHUNK as u64,
+            "TW_EP_BACK_ENTRIES" => ENTRIES as u64,
+            // Two stores a row.
+            "TW_EP_BULK_ZERO" => PIECE as u64,
             // Two pieces a row.
             "TW_EP_BULK_PIECE" => PIECE as u64,
             // Small blocks: several of them with few choices.
@@ -175,6 +184,10 @@ pub fn load_bulk(text: String) -> &'static Lib {
     unit(&EP_BULK, text)
 }
 
+pub fn load_back(text: String) -> &'static Lib {
+    unit(&EP_BACK, text)
+}
+
 /// Kernels of the portable unit, for tests of the other.
 static PORTABLE: LazyLock<&'static Lib> = LazyLock::new(|| load(EP.emu_text()));
 static SIGNALS: LazyLock<&'static Lib> = LazyLock::new(|| team::load(SIGNAL.emu_text()));
@@ -193,6 +206,20 @@ fn poisoned(len: usize) -> Memory {
     m
 }
 
+/// The portable kernels, and those of dispatch and combine by bulk copies.
+#[derive(Clone, Copy)]
+struct Libs {
+    plain: &'static Lib,
+    send: Option<&'static Lib>,
+    back: Option<&'static Lib>,
+}
+
+impl Libs {
+    fn plain(plain: &'static Lib) -> Self {
+        Self { plain, send: None, back: None }
+    }
+}
+
 /// A team with its areas, for one launch after the other.
 struct Layers {
     team: Team,
@@ -201,13 +228,12 @@ struct Layers {
     states: Vec<Memory>,
     first: Memory,
     blocks: Vec<Memory>,
-    /// The portable kernels, and those of the dispatch.
-    libs: (&'static Lib, &'static Lib),
+    libs: Libs,
     hidden: usize,
 }
 
 impl Layers {
-    fn new(libs: (&'static Lib, &'static Lib), hidden: usize) -> Self {
+    fn new(libs: Libs, hidden: usize) -> Self {
         let pages = Pages::new(RANKS, AT_FLAGS + 2 * FLAGS);
         let first: Vec<u32> =
             (0..=RANKS).map(|r| EXPERTS[..r].iter().sum::<usize>() as u32).collect();
@@ -215,7 +241,7 @@ impl Layers {
         Self {
             team: Team::new(*SIGNALS, RANKS),
             views: (0..RANKS).map(|r| pages.map("symmetric", r as u32)).collect(),
-            states: own(48),
+            states: own(24 + 3 * 16),
             first: filled(&first),
             blocks: own(4 * ROUTERS as usize * NUM),
             libs,
@@ -243,12 +269,12 @@ impl Layers {
 
     /// Area 0 counts, 1 tokens, 2 what comes back.
     fn meet(&self, me: usize, area: usize, senders: u32) -> Meet {
-        let at = self.states[me].addr() + 8 * area as u64;
+        let at = self.states[me].addr();
         let flags = AT_FLAGS + if area == 2 { FLAGS } else { 0 };
         Meet {
             flags: self.views[me].addr() + flags as u64,
-            epoch: at,
-            ticket: at + 24,
+            epoch: at + 8 * area as u64,
+            ticket: at + 24 + 16 * area as u64,
             slot: 4,
             chunk: CHUNK as u32,
             slices: SLICES as u32,
@@ -310,9 +336,13 @@ impl Side {
 }
 
 fn go(lib: &'static Lib, name: &str, blocks: u32) -> Launch<'static> {
+    go_with(lib, name, blocks, THREADS)
+}
+
+fn go_with(lib: &'static Lib, name: &str, blocks: u32, threads: u32) -> Launch<'static> {
     // A few hundred bytes for each launch of a test.
     let kernel: &'static Kernel = Box::leak(Box::new(lib.kernel(name)));
-    kernel.grid([blocks, 1, 1], [THREADS, 1, 1])
+    kernel.grid([blocks, 1, 1], [threads, 1, 1])
 }
 
 impl Layers {
@@ -326,7 +356,7 @@ impl Layers {
             bad: 1,
         };
         let outs = poison(&[(&s.index, 255), (&s.handle[7], 0), (&s.handle[8], 0)]);
-        let k = go(self.libs.0, "tw_ep_route", ROUTERS).smem(SMEM).arg(&self.team.param(r));
+        let k = go(self.libs.plain, "tw_ep_route", ROUTERS).smem(SMEM).arg(&self.team.param(r));
         let k = k.arg(&self.layer(r, capacity)).arg(&self.meet(r, 0, 0)).arg(&a);
         k.arg(&s.handle()).arg(&outs)
     }
@@ -353,19 +383,20 @@ impl Layers {
         };
         let meet = Meet { leave: u32::from(whole), ..self.meet(r, 1, 1) };
         let outs = poison(&[(&s.recv, 255), (&s.recv_w, 255), (&s.index, 255)]);
-        let bulk = !std::ptr::eq(self.libs.0, self.libs.1);
-        let name = if bulk { "tw_ep_send_bulk" } else { "tw_ep_send" };
-        let k = go(self.libs.1, name, BLOCKS).smem(if bulk { 2 * PIECE as u32 } else { 0 });
+        let k = match self.libs.send {
+            Some(lib) => go_with(lib, "tw_ep_send_bulk", BLOCKS, 5 * 32).smem(9 * PIECE as u32),
+            None => go(self.libs.plain, "tw_ep_send", BLOCKS),
+        };
         let k = k.arg(&team).arg(&layer).arg(&meet).arg(&s.handle()).arg(&send).arg(&recv);
         let mut list = vec![k.arg(&outs)];
         if !whole {
-            assert!(!bulk, "a run is of one unit");
-            let index = go(self.libs.0, "tw_ep_row_index", capacity.div_ceil(64) as u32);
+            assert!(self.libs.send.is_none(), "a run is of one unit");
+            let index = go(self.libs.plain, "tw_ep_row_index", capacity.div_ceil(64) as u32);
             list.push(index.arg(&layer).arg(&s.handle()).arg(&0u64).arg(&s.index.addr()));
-            let gather = go(self.libs.0, "tw_ep_gather", capacity as u32).arg(&layer);
+            let gather = go(self.libs.plain, "tw_ep_gather", capacity as u32).arg(&layer);
             let gather = gather.arg(&s.handle[4].addr()).arg(&s.recv.addr());
             list.push(gather.arg(&row_bytes).arg(&0u64));
-            list.push(go(self.libs.0, "tw_ep_leave", 1).arg(&team).arg(&layer).arg(&meet));
+            list.push(go(self.libs.plain, "tw_ep_leave", 1).arg(&team).arg(&layer).arg(&meet));
         }
         list
     }
@@ -383,8 +414,17 @@ impl Layers {
             pad: 0,
         };
         let outs = poison(&[(&s.out, 255)]);
-        let k = go(self.libs.0, "tw_ep_back", BLOCKS).arg(&self.team.param(r));
-        let k = k.arg(&self.layer(r, capacity)).arg(&self.meet(r, 2, 2)).arg(&s.handle());
+        let list = CHUNK * (4 + 8 * ENTRIES);
+        let k = match self.libs.back {
+            Some(lib) => go_with(lib, "tw_ep_back_bulk", BLOCKS, 3 * 32)
+                .smem((3 * (4 * PIECE + list)) as u32),
+            None => go(self.libs.plain, "tw_ep_back", BLOCKS),
+        };
+        let k = k
+            .arg(&self.team.param(r))
+            .arg(&self.layer(r, capacity))
+            .arg(&self.meet(r, 2, 2))
+            .arg(&s.handle());
         k.arg(&back).arg(&outs)
     }
 }
@@ -469,7 +509,9 @@ impl Batch {
                 }
             }
             assert_eq!(s.handle[2].read::<u32>(), num, "copies of the records at {r}");
-            assert!(s.recv.read::<f32>() == rows, "received by {r}");
+            // Behind the rows of all experts nothing is promised.
+            let used = want.ranks[r].m_splits().iter().sum::<usize>() * hidden;
+            assert!(s.recv.read::<f32>()[..used] == rows[..used], "received by {r}");
             assert_eq!(s.recv_w.read::<f32>(), weights, "weights of {r}");
             assert_eq!(s.index.read::<i32>(), index, "index of {r}");
         }
@@ -521,7 +563,7 @@ fn exchanges(layers: &Layers, cases: &[(u64, usize, bool)]) {
 }
 
 pub fn some_routings(lib: &'static Lib) {
-    let layers = Layers::new((lib, lib), ODD);
+    let layers = Layers::new(Libs::plain(lib), ODD);
     exchanges(&layers, &[(1, 150, true), (2, 150, false), (3, 20, true), (4, 1, true)]);
     // Two batches in flight, without a meeting between launches: a rank may be one ahead of another.
     let (a, b) = (batch(5, 150, ODD), batch(6, 150, ODD));
@@ -533,7 +575,15 @@ pub fn some_routings(lib: &'static Lib) {
         a.routed();
         b.routed();
     }
-    layers.run_all((5, RANKS), &[&a, &b], &|r| {
+    for seed in 5..9 {
+        in_flight(&layers, seed, &[&a, &b]);
+    }
+}
+
+/// Routings, dispatches and combines of two batches, one behind the other.
+fn in_flight(layers: &Layers, seed: u64, batches: &[&Batch; 2]) {
+    let [a, b] = batches;
+    layers.run_all((seed, RANKS), batches, &|r| {
         let (a, b) = (&a.sides[r], &b.sides[r]);
         let mut all: Vec<_> = [a, b, a, b].map(|s| layers.route(r, s, 150)).into();
         for s in [a, b] {
@@ -542,7 +592,7 @@ pub fn some_routings(lib: &'static Lib) {
         all.extend([a, b].map(|s| layers.combine(r, s, 150)));
         all
     });
-    for batch in [&a, &b] {
+    for batch in batches {
         batch.routed();
         batch.dispatched(ODD);
         batch.combined(ODD);
@@ -554,8 +604,17 @@ fn tokens_go_to_their_experts_and_back() {
 }
 
 pub fn some_bulk_routings(lib: &'static Lib) {
-    let layers = Layers::new((*PORTABLE, lib), WHOLE);
-    exchanges(&layers, &[(1, 150, true), (2, 150, true), (3, 20, true)]);
+    let libs = Libs { send: Some(lib), ..Libs::plain(*PORTABLE) };
+    exchanges(&Layers::new(libs, WHOLE), &[(1, 150, true), (2, 150, true), (3, 20, true)]);
+}
+
+pub fn some_bulk_returns(lib: &'static Lib) {
+    let libs = Libs { back: Some(lib), ..Libs::plain(*PORTABLE) };
+    exchanges(&Layers::new(libs, WHOLE), &[(1, 150, true), (2, 150, true), (3, 20, true)]);
+}
+
+fn tokens_come_back_by_bulk_loads() {
+    some_bulk_returns(load_back(EP_BACK.emu_text()));
 }
 
 fn tokens_go_by_bulk_copies() {
@@ -564,33 +623,45 @@ fn tokens_go_by_bulk_copies() {
 
 /// The last rank makes no launch: the others end, and nothing that they leave looks like a result.
 pub fn staying_away(lib: &'static Lib) {
-    for phase in 0..3 {
-        let layers = Layers::new((lib, lib), ODD);
-        let b = batch(7, 150, ODD);
-        let make = |r: usize, s: &Side, phase: usize| match phase {
-            0 => vec![layers.route(r, s, 150)],
-            1 => layers.dispatch(r, s, 150, true),
-            _ => vec![layers.combine(r, s, 150)],
+    (0..3).for_each(|phase| stay_away(Libs::plain(lib), ODD, phase));
+}
+
+pub fn staying_away_bulk(lib: &'static Lib) {
+    stay_away(Libs { send: Some(lib), ..Libs::plain(*PORTABLE) }, WHOLE, 1);
+}
+
+pub fn staying_away_back(lib: &'static Lib) {
+    stay_away(Libs { back: Some(lib), ..Libs::plain(*PORTABLE) }, WHOLE, 2);
+}
+
+fn stay_away(libs: Libs, hidden: usize, phase: usize) {
+    let layers = Layers::new(libs, hidden);
+    let b = batch(7, 150, hidden);
+    let make = |r: usize, s: &Side, phase: usize| match phase {
+        0 => vec![layers.route(r, s, 150)],
+        1 => layers.dispatch(r, s, 150, true),
+        _ => vec![layers.combine(r, s, 150)],
+    };
+    for done in 0..phase {
+        layers.run((7, RANKS), &b, &|r, s| make(r, s, done));
+    }
+    layers.run((7, RANKS - 1), &b, &|r, s| make(r, s, phase));
+    for (r, s) in b.sides.iter().enumerate().take(RANKS - 1) {
+        // A rank without tokens has nothing to wait for in a combine.
+        let waits = phase < 2 || s.tokens > 0;
+        assert_eq!(layers.team.fault(r) != 0, waits, "rank {r} knows");
+        let all = |m: &Memory, byte: u8| m.read::<u8>().iter().all(|&b| b == byte);
+        let spoiled = match phase {
+            0 => all(&s.index, 255) && all(&s.handle[7], 0) && all(&s.handle[8], 0),
+            1 => all(&s.recv, 255) && all(&s.recv_w, 255) && all(&s.index, 255),
+            _ => !waits || all(&s.out, 255),
         };
-        for done in 0..phase {
-            layers.run((7, RANKS), &b, &|r, s| make(r, s, done));
-        }
-        layers.run((7, RANKS - 1), &b, &|r, s| make(r, s, phase));
-        for (r, s) in b.sides.iter().enumerate().take(RANKS - 1) {
-            // A rank without tokens has nothing to wait for in a combine.
-            let waits = phase < 2 || s.tokens > 0;
-            assert_eq!(layers.team.fault(r) != 0, waits, "rank {r} knows");
-            let all = |m: &Memory, byte: u8| m.read::<u8>().iter().all(|&b| b == byte);
-            let spoiled = match phase {
-                0 => all(&s.index, 255) && all(&s.handle[7], 0) && all(&s.handle[8], 0),
-                1 => all(&s.recv, 255) && all(&s.recv_w, 255) && all(&s.index, 255),
-                _ => !waits || all(&s.out, 255),
-            };
-            assert!(spoiled, "phase {phase} of rank {r} looks like a result");
-        }
+        assert!(spoiled, "phase {phase} of rank {r} looks like a result");
     }
 }
 
 fn a_rank_that_stays_away_poisons_the_others() {
     staying_away(*PORTABLE);
+    staying_away_bulk(load_bulk(EP_BULK.emu_text()));
+    staying_away_back(load_back(EP_BACK.emu_text()));
 }

@@ -1,13 +1,19 @@
 //! `ep/sm80_ep.cu` and `ep/sm90_ep.cu`, broken on purpose: every mutant must fail its scenario.
 
-use tilewire_kernels::portable::{EP, EP_BULK};
+use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK};
 
-use crate::ep::{load, load_bulk, some_bulk_routings, some_routings, staying_away};
+use crate::ep::{
+    load, load_back, load_bulk, some_bulk_returns, some_bulk_routings, some_routings, staying_away,
+    staying_away_back, staying_away_bulk,
+};
 use crate::planted::{Planted, all_are_killed};
 use crate::{Test, tests};
 
-pub const TESTS: &[Test] =
-    tests![mutants_of_expert_parallelism_are_killed, mutants_of_bulk_dispatch_are_killed];
+pub const TESTS: &[Test] = tests![
+    mutants_of_expert_parallelism_are_killed,
+    mutants_of_bulk_dispatch_are_killed,
+    mutants_of_bulk_combine_are_killed,
+];
 
 const MUTANTS: &[Planted] = &[
     Planted(
@@ -81,7 +87,12 @@ const MUTANTS: &[Planted] = &[
         some_routings,
     ),
     Planted("no weights", "c.row] = c.weight", "c.row] = 1.0f", some_routings),
-    Planted("padding is not written", "((u8*)to)[i] = 0;\n}", ";\n}", some_routings),
+    Planted(
+        "padding is not written",
+        "((u8*)to)[i] = 0;\n    }\n};",
+        ";\n    }\n};",
+        some_routings,
+    ),
     Planted(
         "weights of padding",
         "out.weights[row] = 0.0f",
@@ -143,42 +154,189 @@ fn mutants_of_expert_parallelism_are_killed() {
 const BULK_MUTANTS: &[Planted] = &[
     Planted(
         "pieces of all warps in one",
-        "tw_smem + threadIdx.x / 32 * PIECE, (const",
-        "tw_smem, (const",
+        "tw_smem + warp * 2 * PIECE",
+        "tw_smem",
         some_bulk_routings,
     ),
     Planted(
-        "every piece to the row's beginning",
-        "l.stride + at), tw_smem",
-        "l.stride), tw_smem",
+        "a row sent to its beginning",
+        "l.row_stride + at), piece",
+        "l.row_stride), piece",
+        some_bulk_routings,
+    ),
+    Planted(
+        "a row laid to its beginning",
+        "row_bytes + at), piece",
+        "row_bytes), piece",
         some_bulk_routings,
     ),
     Planted(
         "always the first piece",
-        "tw_bulk_fetch(from + at,",
-        "tw_bulk_fetch(from,",
+        "tw_bulk_fetch(s, from + at + PIECE,",
+        "tw_bulk_fetch(s, from,",
         some_bulk_routings,
     ),
     Planted(
-        "to nobody",
-        "if (mask >> r & 1) bulk_store",
-        "if (false) bulk_store",
+        "always the first piece of what came",
+        "tw_bulk_fetch(s, from + j * l.row_stride + at + PIECE",
+        "tw_bulk_fetch(s, from + j * l.row_stride",
         some_bulk_routings,
     ),
     Planted(
-        "only the first piece",
-        "at < in.row_bytes; at += PIECE",
-        "at < in.row_bytes; at += in.row_bytes",
+        "the same token again",
+        "tw_bulk_fetch(s, from + in.row_bytes,",
+        "tw_bulk_fetch(s, from,",
+        some_bulk_routings,
+    ),
+    Planted(
+        "the same record again",
+        "else if (live != 0) tw_bulk_fetch(s, from + (__ffs(live) - 1) *",
+        "else if (live != 0) tw_bulk_fetch(s, from + j *",
+        some_bulk_routings,
+    ),
+    Planted("to nobody", "if (mask >> r & 1)\n", "if (false)\n", some_bulk_routings),
+    Planted("to no row", "if (row < l.capacity) bulk", "if (false) bulk", some_bulk_routings),
+    Planted(
+        "the other piece",
+        "return tw_piece(s, s.used++)",
+        "return tw_piece(s, ++s.used)",
         some_bulk_routings,
     ),
     Planted(
         "nobody is told",
-        "tw_send_flags(t, l, m, epoch, c);\n    }\n}\n\n// As",
-        "}\n}\n\n// As",
+        "tw_send_flags(t, l, m, epoch, c);\n    }\n}\n\n// By",
+        "}\n}\n\n// By",
         some_bulk_routings,
     ),
+    Planted(
+        "rows are not waited for",
+        "if (!tw_arrived(t, l, m, epoch, src, c)) return;",
+        "",
+        some_bulk_routings,
+    ),
+    Planted("records of earlier launches", "== (u32)epoch ? min", ">= 0 ? min", some_bulk_routings),
+    Planted(
+        "what was taken stays",
+        "if (threadIdx.x < 2) m.ticket",
+        "if (false) m.ticket",
+        some_bulk_routings,
+    ),
+    Planted(
+        "padding of one piece",
+        "at < len; at += 32 * ZERO",
+        "at < ZERO; at += 32 * ZERO",
+        some_bulk_routings,
+    ),
+    Planted(
+        "padding is not zero",
+        "((u32*)fill.zeros)[i] = 0",
+        "((u32*)fill.zeros)[i] = 1",
+        some_bulk_routings,
+    ),
+    Planted(
+        "a load is not waited for",
+        "s.used / 2 & 1)",
+        "~(s.used / 2) & 1)",
+        some_bulk_routings,
+    ),
+    Planted("rows are not spoiled", "if (tw_is_over(t)) tw_spoil(p);", "", staying_away_bulk),
 ];
 
 fn mutants_of_bulk_dispatch_are_killed() {
     all_are_killed(&EP_BULK.emu_text(), load_bulk, BULK_MUTANTS);
+}
+
+const BACK_MUTANTS: &[Planted] = &[
+    Planted(
+        "slices of all warps in one",
+        "tw_smem + warp * (STAGES + 1) * SLICE",
+        "tw_smem",
+        some_bulk_returns,
+    ),
+    Planted("always the first slice", "rows.stride + c.at;", "rows.stride;", some_bulk_returns),
+    Planted(
+        "slices to the row's beginning",
+        "(to(j) + at), ring",
+        "(to(j)), ring",
+        some_bulk_returns,
+    ),
+    Planted(
+        "the first row again",
+        "list.e[c.token][c.n].row",
+        "list.e[c.token][0].row",
+        some_bulk_returns,
+    ),
+    Planted(
+        "the first token again",
+        "list.e[c.token][c.n].row",
+        "list.e[0][c.n].row",
+        some_bulk_returns,
+    ),
+    Planted(
+        "the weight of the first",
+        "list.e[j][n].weight",
+        "list.e[j][0].weight",
+        some_bulk_returns,
+    ),
+    Planted(
+        "no weights",
+        "WEIGHTED ? __fmul_rn(w, v.term(k))",
+        "false ? __fmul_rn(w, v.term(k))",
+        some_bulk_returns,
+    ),
+    Planted(
+        "a load is not waited for",
+        "ring.used / STAGES & 1",
+        "~(ring.used / STAGES) & 1",
+        some_bulk_returns,
+    ),
+    Planted("loads are not counted", "ring.asked++;", "", some_bulk_returns),
+    Planted(
+        "tokens without rows are left",
+        "if (list.num[j] == 0 && !zeros) continue;",
+        "if (list.num[j] == 0) continue;",
+        some_bulk_returns,
+    ),
+    Planted(
+        "ranks from the last to the first",
+        "for (u32 r = 0; r < l.size; r++) {\n            if (!__any",
+        "for (u32 r = l.size; r-- > 0;) {\n            if (!__any",
+        some_bulk_returns,
+    ),
+    Planted("dropped copies come back", "&& h.rows[i] >= 0 ?", "?", some_bulk_returns),
+    Planted(
+        "to the wrong place",
+        "((u64)l.me * l.max_tokens + token) * l.back_stride;\n        tw_list",
+        "(u64)token * l.back_stride;\n        tw_list",
+        some_bulk_returns,
+    ),
+    Planted(
+        "of another rank",
+        "(u64)s * l.max_tokens + token;",
+        "(u64)l.me * l.max_tokens + token;",
+        some_bulk_returns,
+    ),
+    Planted(
+        "what came back before is enough",
+        "m.slot + 1, r, 0, 0, epoch,",
+        "m.slot + 1, r, 0, 0, epoch - 1,",
+        some_bulk_returns,
+    ),
+    Planted(
+        "nobody is told",
+        "st_relaxed_sys_u64(tw_arrival(l, m, s, l.me, c), epoch);",
+        "",
+        some_bulk_returns,
+    ),
+    Planted(
+        "what was taken stays",
+        "if (threadIdx.x < 2) m.ticket",
+        "if (false) m.ticket",
+        some_bulk_returns,
+    ),
+    Planted("results are not spoiled", "if (tw_is_over(t)) tw_spoil(p);", "", staying_away_back),
+];
+
+fn mutants_of_bulk_combine_are_killed() {
+    all_are_killed(&EP_BACK.emu_text(), load_back, BACK_MUTANTS);
 }

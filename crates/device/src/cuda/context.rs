@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr};
 use tilewire_core::{Config, Error, ErrorKind, Result};
 
 use super::error::check;
@@ -80,6 +80,8 @@ struct Inner {
     modules: Mutex<HashMap<Key, CudaModule>>,
     /// What queued work has used, and no longer does: see [`CudaContext::retire`].
     retired: Mutex<Vec<Thing>>,
+    /// Device memory that is not freed although nobody uses it: see [`CudaContext::keep_memory`].
+    kept: Mutex<Option<Vec<CUdeviceptr>>>,
 }
 
 /// Something that queued work refers to by address.
@@ -124,6 +126,7 @@ impl CudaContext {
             jit: OnceLock::new(),
             modules: Mutex::default(),
             retired: Mutex::default(),
+            kept: Mutex::default(),
         }));
         kept.push(new.clone());
         Ok(new)
@@ -147,6 +150,30 @@ impl CudaContext {
             std::mem::take(&mut *self.0.retired.lock().unwrap_or_else(PoisonError::into_inner));
         // Not under the lock: a thing may have a stream, whose end comes here again.
         drop(things);
+    }
+
+    /// From now on device memory is freed only when there is none left. For ranks that share a device in one
+    /// process: a free waits for all kernels there, under a lock of the driver, and a kernel of
+    /// this rank may wait for one that another rank's thread could then not launch.
+    pub fn keep_memory(&self) {
+        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
+    }
+
+    /// True if `ptr` was taken, not to be freed now.
+    pub(super) fn keeps(&self, ptr: CUdeviceptr) -> bool {
+        let mut kept = self.0.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.as_mut().map(|list| list.push(ptr)).is_some()
+    }
+
+    /// Frees what was kept; true if there was anything.
+    pub(super) fn free_kept(&self) -> bool {
+        let mut kept = self.0.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let list = kept.as_mut().map(std::mem::take).unwrap_or_default();
+        // SAFETY: allocated by `CudaMemory`, whose last owner gave them here instead of freeing them.
+        list.iter().for_each(|ptr| unsafe {
+            sys::cuMemFree_v2(*ptr);
+        });
+        !list.is_empty()
     }
 
     /// The device's number.

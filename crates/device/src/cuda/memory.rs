@@ -45,7 +45,9 @@ impl CudaMemory {
         ctx.bind()?;
         let (mut ptr, len) = (0, len_bytes.max(1));
         // SAFETY: a context is current and the output is valid.
-        check(unsafe { sys::cuMemAlloc_v2(&mut ptr, len) }, "cuMemAlloc")
+        let mut alloc = || check(unsafe { sys::cuMemAlloc_v2(&mut ptr, len) }, "cuMemAlloc");
+        alloc()
+            .or_else(|e| if ctx.free_kept() { alloc() } else { Err(e) })
             .map_err(|e| e.expected(format_args!("{len} bytes")).seen("no room"))?;
         let me =
             Self { owner: Arc::new(Owner { ctx: ctx.clone(), ptr }), offset: 0, len: len_bytes };
@@ -139,7 +141,7 @@ impl std::fmt::Debug for CudaMemory {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if self.ctx.bind().is_ok() {
+        if !self.ctx.keeps(self.ptr) && self.ctx.bind().is_ok() {
             // SAFETY: allocated by us, freed once; the driver finishes pending work first.
             unsafe { sys::cuMemFree_v2(self.ptr) };
         }

@@ -258,6 +258,7 @@ mod tests {
         }
         assert!(is_listed(&spec(&MOVE, move_defines(), "sm_90a")));
         assert!(is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_90a")));
+        assert!(is_listed(&spec(&EP_BACK, ep_back_defines(7), "sm_90a")));
         assert!(!is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_80")));
         for source in [LAYERS, OPTIMIZER] {
             for wide in [DType::F32, DType::BF16].map(mantissa) {
@@ -289,6 +290,7 @@ mod tests {
             text.split(call).skip(1).filter_map(|t| t.split(',').next()).collect();
         let listed = [
             "EP",
+            "EP_BACK",
             "EP_BULK",
             "LAYERS",
             "MOVE",

@@ -10,7 +10,9 @@ use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Buffer, Stream, Tensor};
 use tilewire_kernels::portable::{
-    EP, EP_BULK, EP_BULK_PIECE, EP_BULK_WARPS, EP_MOVERS, EP_THREADS, ep_bulk_defines, ep_defines,
+    EP, EP_BACK, EP_BACK_ENTRIES, EP_BACK_RETURN, EP_BACK_SLICE, EP_BACK_STAGES, EP_BACK_SUM,
+    EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_SEND, EP_BULK_ZERO, EP_MOVERS,
+    EP_THREADS, ep_back_defines, ep_bulk_defines, ep_defines,
 };
 use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
 
@@ -25,15 +27,15 @@ use crate::common::{Named, PlanCore};
 
 const THREADS: u32 = EP_THREADS as u32;
 const MOVERS: u32 = EP_MOVERS as u32;
-/// Blocks that write rows to peers: they saturate the links.
-const SENDERS: u32 = 16;
+/// Multiprocessors that a phase takes unless it is told otherwise.
+pub(super) const NUM_SMS: usize = 32;
 /// The most blocks of a routing, and choices that are worth one.
 const ROUTERS: usize = 16;
 const ROUTER_CHOICES: usize = 2048;
 /// Chunks of a rank's rows that a dispatch sends, about.
 const SEND_CHUNKS: usize = 1024;
-/// Chunks that a combine returns if there are few: a block of an H200 for each.
-const BACK_CHUNKS: usize = 204;
+/// Pairs of chunk and rank that a combine returns, about: several for each warp.
+const BACK_CHUNKS: usize = 1024;
 /// Threads of a block of the combine, so that two share a multiprocessor.
 const BACK_THREADS: u32 = 512;
 
@@ -61,11 +63,11 @@ impl Cut {
         Self::of(d, chunk, warps / parts)
     }
 
-    /// A block returns a chunk to one rank: one for each block if that is enough, else small ones, so
-    /// that they come back in order and are added while others travel.
+    /// Small chunks, so that they come back in order and are added while others travel. In the portable
+    /// kernel a block returns one, and its warps share rows if there are few.
     fn back(d: &EpDesc) -> Self {
         let pairs = d.max_tokens * d.experts_per_rank.len();
-        let chunk = pairs.div_ceil(BACK_CHUNKS).clamp(1, 8);
+        let chunk = pairs.div_ceil(BACK_CHUNKS).clamp(1, EP_BACK_TOKENS as usize);
         Self::of(d, chunk, 32usize.div_ceil(chunk))
     }
 }
@@ -159,13 +161,14 @@ pub(super) struct Prepared {
     flags: u64,
     flags_of_area: u64,
     blocks: CudaMemory,
-    /// Launches of each area u64, then two tickets u32 of each.
+    /// Launches of each area u64, then four counters u32 of each.
     state: CudaMemory,
     /// `[ranks + 1]` u32; the layer has its address.
     first: CudaMemory,
     /// Record of each received row of the rank-major and flat layouts.
     row_source: CudaMemory,
-    num_sms: u32,
+    /// Of the device, for this rank.
+    pub num_sms: u32,
 }
 
 /// The areas of a plan in symmetric memory.
@@ -251,6 +254,10 @@ impl Prepared {
             let kernel = load(ctx, &EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
             kernel.allow_shared(BULK_BYTES)?;
             kernels.push((EP_BULK.kernels[0], kernel));
+            let back = load(ctx, &EP_BACK, ep_back_defines(mantissa(d.out)))?;
+            let back = back.kernel(EP_BACK.kernels[0])?;
+            back.allow_shared(BACK_BYTES)?;
+            kernels.push((EP_BACK.kernels[0], back));
         }
         areas.clear(lane, stream.cuda()?, d)?;
         let len = flag_area(d);
@@ -262,13 +269,17 @@ impl Prepared {
             flags: os.addr(Rank::new(0), areas.flags.range(0, len), len)?,
             flags_of_area: flags_of_area(d) as u64,
             blocks: workspace(ctx, 4 * ROUTERS * d.num_experts())?,
-            state: workspace(ctx, 3 * 16)?,
+            state: workspace(ctx, 3 * (8 + 16))?,
             first,
             row_source: workspace(ctx, 4 * d.recv_rows())?,
-            num_sms: ctx.num_sms()?,
+            num_sms: os.num_sms()?,
         };
         new.kernel("tw_ep_route")?.allow_shared(router(d)?.1)?;
         Ok(new)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.kernels.iter().any(|(n, _)| *n == name)
     }
 
     fn kernel(&self, name: &str) -> Result<&Kernel> {
@@ -287,7 +298,7 @@ impl Prepared {
         MeetParam {
             flags: self.flags + at,
             epoch: self.state.addr() + 8 * area as u64,
-            ticket: self.state.addr() + 24 + 8 * area as u64,
+            ticket: self.state.addr() + 24 + 16 * area as u64,
             slot: signals.slot(slot).index() as u32,
             chunk: chunk as u32,
             slices: slices as u32,
@@ -299,7 +310,16 @@ impl Prepared {
 }
 
 /// Shared memory of `tw_ep_send_bulk`.
-const BULK_BYTES: u32 = (EP_BULK_WARPS * EP_BULK_PIECE) as u32;
+const BULK_BYTES: u32 = ((EP_BULK_SEND + EP_BULK_LAY) * 2 * EP_BULK_PIECE + EP_BULK_ZERO) as u32;
+/// Its threads: one warp fills rows that nobody feeds.
+const BULK_THREADS: u32 = 32 * (EP_BULK_SEND + EP_BULK_LAY + 1) as u32;
+
+/// Shared memory of `tw_ep_back_bulk`: slices, and a list of rows for each warp.
+const BACK_BYTES: u32 = ((EP_BACK_RETURN + EP_BACK_SUM)
+    * ((EP_BACK_STAGES + 1) * EP_BACK_SLICE + EP_BACK_TOKENS * (4 + 8 * EP_BACK_ENTRIES)))
+    as u32;
+/// Its threads.
+const BACK_BULK_THREADS: u32 = 32 * (EP_BACK_RETURN + EP_BACK_SUM) as u32;
 
 /// One launch of one phase.
 pub(super) struct Phase<'a> {
@@ -309,6 +329,8 @@ pub(super) struct Phase<'a> {
     pub signals: &'a Signals,
     pub p: &'a Prepared,
     pub handle: &'a EpHandle,
+    /// Multiprocessors to take.
+    pub sms: u32,
 }
 
 impl Phase<'_> {
@@ -373,7 +395,7 @@ impl Phase<'_> {
     pub fn route(&self, at: (&Stream, u64), idx: &Tensor, capacity: usize) -> Result<()> {
         let (p, h) = (self.p, self.handle()?);
         let choices = idx.shape().num_elems();
-        let blocks = choices.div_ceil(ROUTER_CHOICES).clamp(1, ROUTERS);
+        let blocks = choices.div_ceil(ROUTER_CHOICES).clamp(1, ROUTERS.min(self.sms as usize));
         let (threads, shared) = router(self.desc)?;
         let warps = blocks * threads as usize / 32;
         let layer = LayerParam { capacity: capacity as u32, ..p.layer };
@@ -420,17 +442,16 @@ impl Phase<'_> {
             pad: 0,
         };
         hold(l.main, (x.clone(), weights.cloned(), scales.cloned()));
-        // Half of a small device at most, so that somebody lays out.
-        let senders = SENDERS.min(p.num_sms / 2).max(1);
+        // Of the portable kernel: the others lay out.
+        let senders = (self.sms / 3).max(1);
         let meet =
             MeetParam { leave: u32::from(leave), ..p.meet(self.signals, Area::Tokens, senders) };
         let poison = PoisonParam::new(if leave { outs } else { &[] });
-        let grid = Grid::new(p.num_sms.max(2), MOVERS);
         let whole = (send.x | send.row_bytes).is_multiple_of(16);
-        let bulk = whole && p.kernels.iter().any(|(n, _)| EP_BULK.kernels.contains(n));
+        let bulk = whole && p.has(EP_BULK.kernels[0]);
         let (name, grid) = match bulk {
-            true => (EP_BULK.kernels[0], grid.shared(BULK_BYTES)),
-            false => ("tw_ep_send", grid),
+            true => (EP_BULK.kernels[0], Grid::new(self.sms, BULK_THREADS).shared(BULK_BYTES)),
+            false => ("tw_ep_send", Grid::new(self.sms.max(2), MOVERS)),
         };
         let h = self.handle()?;
         let args = LaunchArgs::new().arg(&p.team).arg(&p.layer).arg(&meet).arg(&h);
@@ -545,17 +566,22 @@ impl Phase<'_> {
             tokens: b.out.shape().dim(0) as u32,
             pad: 0,
         };
-        let blocks = 2 * p.num_sms;
-        // 205 blocks of an H200 return: a whole number of chunks of 8 of 4096 tokens for each. Few chunks
-        // leave more of them to add.
+        let whole = (param.y | param.out | (d.hidden * d.out.size()) as u64).is_multiple_of(16);
+        let most = EP_BACK_ENTRIES as usize;
+        let few = d.top_k <= most && d.experts_per_rank.len() <= most;
+        let (name, grid) = match whole && few && p.has(EP_BACK.kernels[0]) {
+            true => (EP_BACK.kernels[0], Grid::new(self.sms, BACK_BULK_THREADS).shared(BACK_BYTES)),
+            false => ("tw_ep_back", Grid::new(2 * self.sms, BACK_THREADS)),
+        };
+        // Of the portable kernel: few chunks leave more blocks to add.
         let chunks = p.cuts[1].chunks as u32 * p.layer.size;
-        let senders = (blocks * 7 / 9).min(chunks).max(1);
+        let senders = (2 * self.sms * 7 / 9).min(chunks).max(1);
         let meet = p.meet(self.signals, Area::Returns, senders);
         self.run(at, &outs, |l| {
             hold(l.main, (b.y.clone(), b.weights.clone(), b.dw.clone()));
             let poison = PoisonParam::new(&outs);
             let args = LaunchArgs::new().arg(&p.team).arg(&p.layer).arg(&meet).arg(&h).arg(&param);
-            self.go_in(l.main, "tw_ep_back", Grid::new(blocks, BACK_THREADS), args.arg(&poison))
+            self.go_in(l.main, name, grid, args.arg(&poison))
         })
     }
 }

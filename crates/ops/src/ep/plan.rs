@@ -45,7 +45,9 @@ fn return_area(d: &EpDesc) -> usize {
     return_bytes(d).max(cuda::strides(d).back)
 }
 
-/// Results of a dispatch. Row order as the layout says; rows without a token are zero.
+/// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for those
+/// behind the last expert's of the expert-major order, which may be left as they are: no split
+/// reaches there.
 #[derive(Clone, Debug)]
 pub struct EpDispatch {
     /// Tokens `[recv_rows, hidden]`.
@@ -68,6 +70,7 @@ pub struct EpPlan {
     signals: Arc<Signals>,
     /// On a heap in device memory, made by `prepare`.
     cuda: OnceLock<Prepared>,
+    num_sms: usize,
 }
 
 /// An output, and what it holds after a fault.
@@ -135,9 +138,19 @@ impl EpPlan {
             returns: alloc(area * return_area(&desc), "ep returns")?,
             flags: alloc(cuda::flag_area(&desc), "ep flags")?,
             cuda: OnceLock::new(),
+            num_sms: cuda::NUM_SMS,
             signals: Arc::new(heap.team().signals(6, "ep")?),
             desc,
         })
+    }
+
+    /// Multiprocessors of a GPU that a phase may take (default: 32), at least one. Its blocks wait for those
+    /// of peers, so phases of several plans that ranks begin in different orders must fit
+    /// side by side. Ranks may differ. It means nothing on the host.
+    #[must_use]
+    pub fn with_num_sms(mut self, num: usize) -> Self {
+        self.num_sms = num.max(1);
+        self
     }
 
     /// What it does.
@@ -175,7 +188,8 @@ impl EpPlan {
                 .hint("call `plan.prepare(&stream)` on all ranks first")
         })?;
         let (desc, signals) = (&self.desc, &*self.signals);
-        Ok(Some(Phase { core, lane, desc, signals, p, handle }))
+        let sms = u32::try_from(self.num_sms).unwrap_or(u32::MAX).min(p.num_sms);
+        Ok(Some(Phase { core, lane, desc, signals, p, handle, sms }))
     }
 
     /// A handle for one microbatch.

@@ -253,6 +253,10 @@ const BY_NCCL: [Make; 6] = [
     |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Fastest)),
 ];
 
+/// Of [`every_op`], those that do not go through NCCL come first.
+#[allow(dead_code, reason = "one of the two tests asks")]
+pub const OWN: usize = ALL.len();
+
 /// All that this machine has.
 pub fn every_op() -> Vec<Make> {
     match cuda::NcclComm::library() {

@@ -51,6 +51,15 @@ impl VmmOneSided {
         &self.store.ctx
     }
 
+    /// Multiprocessors that this rank may count on: those of its device, divided among the team's ranks
+    /// there. A kernel that waits for peers must leave room for theirs.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn num_sms(&self) -> Result<u32> {
+        Ok((self.store.ctx.num_sms()? / self.store.on_device as u32).max(1))
+    }
+
     /// Device address, on this rank's device, of `len` bytes at `offset` of `peer`'s chunk: what
     /// kernels compute as base + rank * stride + offset.
     ///

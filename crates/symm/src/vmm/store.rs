@@ -70,6 +70,8 @@ pub(crate) struct VmmStore {
     pub(super) pinned: Pinned,
     pub(super) kernels: Kernels,
     pub(super) param: TeamParam,
+    /// Ranks of the team on this rank's device, itself among them.
+    pub(super) on_device: usize,
     /// Carries abort codes past kernels that spin on other streams.
     pub(super) abort_stream: CudaStream,
 }
@@ -136,7 +138,12 @@ impl VmmStore {
     /// Collective: makes and maps the chunks of all ranks.
     pub fn create(team: &LiveTeam, cfg: &HeapCfg) -> Result<Arc<Self>> {
         let parts = team.settle("vmm-make", Parts::make(team, cfg))?;
-        warn_of_shared(team, &gpus(team, &parts.ctx)?);
+        let gpus = gpus(team, &parts.ctx)?;
+        warn_of_shared(team, &gpus);
+        let on_device = gpus.iter().filter(|g| **g == gpus[team.rank().idx()]).count();
+        if on_device > 1 {
+            parts.ctx.keep_memory();
+        }
         let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
         let own = vec![parts.heap.1.as_fd(), parts.control.1.as_fd()];
         let fds = exchange_chunks(team, Ok(own))?.0;
@@ -167,7 +174,7 @@ impl VmmStore {
             control::check_header(&got, &want, r)
         });
         team.settle("vmm-see", seen)?;
-        let store = Arc::new(parts.into_store(team, heap, control));
+        let store = Arc::new(parts.into_store(team, (heap, control), on_device));
         let probe: Arc<dyn Probe> = store.clone();
         team.fault().watch(Arc::downgrade(&probe));
         let sink: Arc<dyn AbortSink> = store.clone();
@@ -187,8 +194,8 @@ pub(crate) fn gpus(team: &LiveTeam, ctx: &CudaContext) -> Result<Vec<Vec<u8>>> {
 fn warn_of_shared(team: &LiveTeam, gpus: &[Vec<u8>]) {
     if let Some((a, b)) = shared(gpus).filter(|_| team.rank().get() == 0) {
         log::warn!(
-            "team {}: ranks {a} and {b} share the GPU at {}: it works, but nothing runs at the same \
-             time, and freeing memory may stall; start no more ranks than there are GPUs",
+            "team {}: ranks {a} and {b} share the GPU at {}: it works, but slowly, and memory is freed \
+             only when there is none left; start no more ranks than there are GPUs",
             team.name(),
             String::from_utf8_lossy(&gpus[a])
         );
@@ -234,7 +241,12 @@ impl Parts {
         })
     }
 
-    fn into_store(self, team: &LiveTeam, heap: VmmRange, control: VmmRange) -> VmmStore {
+    fn into_store(
+        self,
+        team: &LiveTeam,
+        (heap, control): (VmmRange, VmmRange),
+        on_device: usize,
+    ) -> VmmStore {
         let param = TeamParam {
             control: control.base(),
             stride: control.stride() as u64,
@@ -258,6 +270,7 @@ impl Parts {
             pinned: self.pinned,
             kernels: self.kernels,
             param,
+            on_device,
             abort_stream: self.abort_stream,
         }
     }

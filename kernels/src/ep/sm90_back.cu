@@ -1,0 +1,271 @@
+// Combine by bulk loads, from sm_90 on: as tw_ep_back of sm80_ep.cu, with rows that come through shared memory,
+// a ring of slices for each warp, so that few multiprocessors have enough bytes on their way. Rows, their
+// addresses and strides are multiples of 16; a chunk has at most TOKENS tokens, a token at most
+// ENTRIES copies, ranks at most as many.
+//
+// Every block has RETURN warps that add the copies of a record and send the sum to its rank, and SUM warps
+// that add what comes back; those that find nothing to return any more add, too. Warps take the next chunk
+// that nobody has taken, so the launch ends with any number of blocks that run at once.
+
+enum { RETURN = TW_EP_BACK_RETURN, SUM = TW_EP_BACK_SUM, SLICE = TW_EP_BACK_SLICE, STAGES = TW_EP_BACK_STAGES };
+enum { TOKENS = TW_EP_BACK_TOKENS, ENTRIES = TW_EP_BACK_ENTRIES, BACK_WARPS = RETURN + SUM };
+enum { QUADS = SLICE / (32 * sizeof(OutQuad)) + (SLICE % (32 * sizeof(OutQuad)) != 0) };
+static_assert(SLICE % 16 == 0 && ENTRIES <= 32, "whole units, a lane for each entry");
+
+// [BACK_WARPS][STAGES + 1][SLICE], the last for sums, then a TwList for each warp.
+extern __shared__ __align__(128) unsigned char tw_smem[];
+
+struct TwEntry {
+    u32 row;
+    float weight;
+};
+
+// The rows of a chunk's tokens.
+struct TwList {
+    u32 num[TOKENS];
+    TwEntry e[TOKENS][ENTRIES];
+};
+
+// A warp's slices and one for sums, their barriers, and how many loads were asked for and used.
+struct TwRing {
+    unsigned char* at;
+    u64* full;
+    u32 asked, used;
+};
+
+// Where rows are that a list names.
+struct TwRows {
+    u64 base, stride, bytes;
+};
+
+// The next load of a list: slice by slice of a token, its rows in turn.
+struct TwCursor {
+    u32 token, n;
+    u64 at;
+};
+
+__device__ __forceinline__ void tw_skip(const TwList& list, u32 tokens, TwCursor& c) {
+    while (c.token < tokens && list.num[c.token] == 0) c.token++;
+}
+
+// By a warp: asks for the next load, if there is one; its stage is free.
+__device__ __forceinline__ void tw_ask(const TwList& list, u32 tokens, const TwRows& rows, TwCursor& c, TwRing& ring) {
+    if (c.token >= tokens) return;
+    if (threadIdx.x % 32 == 0) {
+        const u32 stage = ring.asked % STAGES, len = (u32)min((u64)SLICE, rows.bytes - c.at);
+        mbarrier_arrive_expect_tx(ring.full + stage, len);
+        const u64 from = rows.base + list.e[c.token][c.n].row * rows.stride + c.at;
+        bulk_load(ring.at + stage * SLICE, (const void*)from, len, ring.full + stage);
+    }
+    ring.asked++;
+    if (++c.n < list.num[c.token]) return;
+    c.n = 0;
+    c.at += SLICE;
+    if (c.at < rows.bytes) return;
+    c.at = 0;
+    c.token++;
+    tw_skip(list, tokens, c);
+}
+
+// By a warp: adds a slice of `quads` to the sums; without conditions where it is FULL, so that the reads of
+// shared memory do not wait for each other.
+template <bool FULL, bool WEIGHTED>
+__device__ __forceinline__ void tw_add_slice(float (&sum)[QUADS][4], const OutQuad* slice, u32 quads, float w) {
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (u32 i = 0; i < QUADS; i++) {
+        if (!FULL && lane + 32 * i >= quads) continue;
+        const OutQuad v = slice[lane + 32 * i];
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum[i][k] = __fadd_rn(sum[i][k], WEIGHTED ? __fmul_rn(w, v.term(k)) : v.term(k));
+    }
+}
+
+// By a warp: the sum of `num` slices in their order, in f32, each times its weight if `WEIGHTED`; rounded once
+// to the ring's own slice.
+template <bool FULL, bool WEIGHTED>
+__device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, const TwRows& rows, TwRing& ring, u32 j, u32 quads,
+                                              TwCursor& next) {
+    const u32 lane = threadIdx.x % 32;
+    float sum[QUADS][4] = {};
+    for (u32 n = 0; n < list.num[j]; n++) {
+        const u32 stage = ring.used % STAGES;
+        // The bytes of our own load: they always come.
+        while (!mbarrier_try_wait_parity(ring.full + stage, ring.used / STAGES & 1)) {
+        }
+        ring.used++;
+        tw_add_slice<FULL, WEIGHTED>(sum, (const OutQuad*)(ring.at + stage * SLICE), quads, list.e[j][n].weight);
+        // All lanes have read the stage.
+        __syncwarp();
+        tw_ask(list, tokens, rows, next, ring);
+    }
+    OutQuad* out = (OutQuad*)(ring.at + STAGES * SLICE);
+    // The sum before this one has left.
+    bulk_wait_group_read<0>();
+    __syncwarp();
+#pragma unroll
+    for (u32 i = 0; i < QUADS; i++) {
+        if (!FULL && lane + 32 * i >= quads) continue;
+        OutQuad v;
+        v.round_all(sum[i]);
+        out[lane + 32 * i] = v;
+    }
+    fence_proxy_async_shared_cta();
+    __syncwarp();
+}
+
+// By a warp: the sum of each token's rows to the row at to(token); 0 where a token has none, if `zeros`.
+template <bool WEIGHTED, class To>
+__device__ __forceinline__ void tw_add(const TwList& list, u32 tokens, const TwRows& rows, TwRing& ring, bool zeros, const To& to) {
+    TwCursor next = {0, 0, 0};
+    tw_skip(list, tokens, next);
+    for (u32 i = 0; i < STAGES; i++) tw_ask(list, tokens, rows, next, ring);
+    for (u32 j = 0; j < tokens; j++) {
+        if (list.num[j] == 0 && !zeros) continue;
+        for (u64 at = 0; at < rows.bytes; at += SLICE) {
+            const u32 len = (u32)min((u64)SLICE, rows.bytes - at), quads = len / sizeof(OutQuad);
+            if (quads == 32 * QUADS) tw_add_slices<true, WEIGHTED>(list, tokens, rows, ring, j, quads, next);
+            else tw_add_slices<false, WEIGHTED>(list, tokens, rows, ring, j, quads, next);
+            if (threadIdx.x % 32 == 0) bulk_store((void*)(to(j) + at), ring.at + STAGES * SLICE, len);
+            bulk_commit_group();
+        }
+    }
+}
+
+// By a warp: the copies of `tokens` records from `first` on.
+__device__ __forceinline__ void tw_list_copies(const TwEp& l, const TwHandle& h, const TwBack& b, u64 first, u32 tokens, TwList& list) {
+    const u32 lane = threadIdx.x % 32;
+    u32 num[TOKENS];
+    TwCopy c[TOKENS];
+    int place[TOKENS];
+    // What lies behind the last copy of a record is of another launch, and not used.
+#pragma unroll
+    for (u32 j = 0; j < TOKENS; j++) {
+        if (j >= tokens) continue;
+        num[j] = h.num[first + j];
+        if (lane < l.top_k) c[j] = h.copies[(first + j) * l.top_k + lane];
+        place[j] = b.expert_major ? 0 : h.place[first + j];
+    }
+#pragma unroll
+    for (u32 j = 0; j < TOKENS; j++) {
+        if (j >= tokens) continue;
+        const bool mine = lane < (b.expert_major ? num[j] : min(num[j], 1u));
+        const u32 row = b.expert_major ? c[j].row : place[j];
+        if (mine) list.e[j][lane] = {row, b.expert_major && b.weights ? b.weights[row] : 1.0f};
+        const u32 all = __popc(__ballot_sync(0xffffffffu, mine));
+        if (lane == 0) list.num[j] = all;
+    }
+    __syncwarp();
+}
+
+// Chunk by chunk, to all ranks from me + 1 on.
+__device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
+                                               const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
+    const u32 lane = threadIdx.x % 32;
+    if (!tw_granted(t, l, m, epoch)) return;
+    const TwRows rows = {(u64)b.y, (u64)b.hidden * sizeof(Out::Bits), (u64)b.hidden * sizeof(Out::Bits)};
+    for (u32 i; (i = tw_claim(m.ticket + 2)) < m.chunks * l.size;) {
+        const u32 c = i / l.size, s = (l.me + 1 + i % l.size) % l.size, token = c * m.chunk;
+        const u32 tokens = min(m.chunk, l.max_tokens - token);
+        const u64 first = (u64)s * l.max_tokens + token;
+        const u64 to = l.back + s * l.stride + ((u64)l.me * l.max_tokens + token) * l.back_stride;
+        tw_list_copies(l, h, b, first, tokens, list);
+        const auto row = [&](u32 j) { return to + j * l.back_stride; };
+        if (b.weights) tw_add<true>(list, tokens, rows, ring, false, row);
+        else tw_add<false>(list, tokens, rows, ring, false, row);
+        for (u32 j = 0; b.dw && j < tokens; j++) {
+            float* grads = (float*)(to + (j + 1) * l.back_stride) - l.top_k;
+            const TwCopy* copies = h.copies + (first + j) * l.top_k;
+            for (u32 n = lane; n < h.num[first + j]; n += 32) grads[n] = b.dw[copies[n].row];
+        }
+        __syncwarp();
+        if (lane != 0) continue;
+        // Written, and known to this lane, before the flag.
+        bulk_wait_group<0>();
+        fence_proxy_async();
+        fence_acq_rel_sys();
+        st_relaxed_sys_u64(tw_arrival(l, m, s, l.me, c), epoch);
+    }
+}
+
+// By a warp: what comes back for `tokens` tokens from `token` on, in the order of the ranks.
+__device__ __forceinline__ void tw_list_ranks(const TwEp& l, const TwHandle& h, u32 token, u32 tokens, TwList& list) {
+    const u32 lane = threadIdx.x % 32;
+    int rank[TOKENS];
+#pragma unroll
+    for (u32 j = 0; j < TOKENS; j++) {
+        const u64 i = (u64)(token + j) * l.top_k + lane;
+        rank[j] = j < tokens && lane < l.top_k && h.rows[i] >= 0 ? h.ranks[i] : -1;
+    }
+#pragma unroll
+    for (u32 j = 0; j < TOKENS; j++) {
+        if (j >= tokens) continue;
+        u32 n = 0;
+        for (u32 r = 0; r < l.size; r++) {
+            if (!__any_sync(0xffffffffu, rank[j] == (int)r)) continue;
+            if (lane == 0) list.e[j][n] = {r * l.max_tokens + token + j, 1.0f};
+            n++;
+        }
+        if (lane == 0) list.num[j] = n;
+    }
+    __syncwarp();
+}
+
+// The gradient that came with each choice of a token, 0 if it was not sent.
+__device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h, const TwBack& b, u32 token) {
+    const u32 i = threadIdx.x % 32, k = l.top_k;
+    if (i >= k) return;
+    const int *ranks = h.ranks + (u64)token * k, *rows = h.rows + (u64)token * k;
+    const bool sent = rows[i] >= 0;
+    u32 n = 0;  // earlier choices of the same rank that were kept
+    for (u32 e = 0; e < i; e++) n += ranks[e] == ranks[i] && rows[e] >= 0;
+    const u64 back = l.back + l.me * l.stride + ((u64)(sent ? ranks[i] : 0) * l.max_tokens + token) * l.back_stride;
+    b.dw_out[(u64)token * k + i] = sent ? ((const float*)(back + l.back_stride) - k)[n] : 0.0f;
+}
+
+// Chunks as they come back from all ranks.
+__device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
+                                            const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
+    if (tw_is_over(t)) return;
+    const TwRows rows = {l.back + l.me * l.stride, l.back_stride, (u64)b.hidden * sizeof(Out::Bits)};
+    for (u32 c; (c = tw_claim(m.ticket + 3)) * m.chunk < b.tokens;) {
+        const u32 token = c * m.chunk, tokens = min(m.chunk, b.tokens - token);
+        tw_list_ranks(l, h, token, tokens, list);
+        // All sources at once, a lane for each.
+        bool good = true;
+        for (u32 r = threadIdx.x % 32; good && r < l.size; r += 32) {
+            const TwWait w = {TW_OP_WAIT, m.slot + 1, r, 0, 0, epoch, 0, 0, 0};
+            good = tw_await(t, tw_arrival(l, m, l.me, r, c), w);
+        }
+        if (!__all_sync(0xffffffffu, good)) return;
+        // Every lane reads behind the words that the others have seen, and lane 0 by bulk loads.
+        __syncwarp();
+        fence_proxy_async();
+        const u64 to = (u64)(b.out + (u64)token * b.hidden);
+        tw_add<false>(list, tokens, rows, ring, true, [&](u32 j) { return to + j * rows.bytes; });
+        for (u32 j = 0; b.dw_out && j < tokens; j++) tw_choice_grads(l, h, b, token + j);
+        __syncwarp();
+    }
+}
+
+// As tw_ep_back, with any number of blocks. Dynamic shared memory: BACK_WARPS * ((STAGES + 1) * SLICE + sizeof(TwList)).
+extern "C" __global__ void __launch_bounds__(BACK_WARPS * 32)
+tw_ep_back_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
+                const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {
+    __shared__ __align__(8) u64 barriers[BACK_WARPS][STAGES];
+    const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
+    const u32 warp = threadIdx.x / 32;
+    TwRing ring = {tw_smem + warp * (STAGES + 1) * SLICE, barriers[warp], 0, 0};
+    TwList& list = ((TwList*)(tw_smem + BACK_WARPS * (STAGES + 1) * SLICE))[warp];
+    if (threadIdx.x % 32 == 0) {
+        for (u32 i = 0; i < STAGES; i++) mbarrier_init(ring.full + i, 1);
+        fence_mbarrier_init_release_cluster();
+    }
+    __syncwarp();
+    if (warp < RETURN) tw_bulk_return(t, l, m, h, b, epoch, ring, list);
+    tw_bulk_sum(t, l, m, h, b, epoch, ring, list);
+    // What a lane has stored is there, and no shared memory is read any more.
+    bulk_wait_group<0>();
+    fence_proxy_async();
+    tw_end(t, l, m, epoch, out);
+}
