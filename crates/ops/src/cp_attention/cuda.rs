@@ -2,7 +2,8 @@
 //!
 //! A launch is: enter (everybody's buffers are free), publish what peers need in my own chunk, meet
 //! (everybody has), get what I need, attend, publish what others own, meet, get what I own. With
-//! `all_gather` keys are pushed instead, with a flag behind them. Where heads are not traded, the
+//! `all_gather` keys are pushed instead, with a flag behind them; with `ring` they go from neighbour
+//! to neighbour. Where heads are not traded, the
 //! arithmetic begins with my own keys while those of others come, and parts of dk and dv travel
 //! while dq is made.
 
@@ -13,7 +14,7 @@ use tilewire_symm::{OneSided, Signals, SymBuf};
 
 use super::CpAttentionDesc;
 use super::config::{Schedule, Strategy};
-use super::pieces::{AREA, GATHER, Piece, Pieces, SCATTER, Sizes};
+use super::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use super::plan::Work;
 use crate::attention::cuda::{
     Param, Prepared as Attention, Room, inputs, inputs_bwd, param, param_bwd,
@@ -24,14 +25,17 @@ use crate::common::PlanCore;
 use crate::common::cuda::{hold, no_kernel, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
 
-/// Signal slots on devices: a credit, the flag of pushed keys, and two meetings.
+/// Signal slots on devices: a credit, the flag of pushed keys, two meetings, and the credit of a slot
+/// of the ring.
 const CREDIT: usize = 0;
-const KEYS: usize = 1;
-const MEET_KEYS: usize = 2;
+pub(super) const KEYS: usize = 1;
+pub(super) const MEET_KEYS: usize = 2;
 const MEET_BACK: usize = 3;
+pub(super) const RING_CREDIT: usize = 4;
 
-/// Strategies with a path on devices.
-pub(super) fn on_devices(s: Strategy) -> bool {
+/// Strategies that `prepare` may choose on devices. Each device is one hop away from every other, so
+/// a ring sends the same bytes over fewer links: it is there for who asks for it.
+pub(super) fn may_choose(s: Strategy) -> bool {
     s != Strategy::Ring
 }
 
@@ -39,11 +43,7 @@ pub(super) fn on_devices(s: Strategy) -> bool {
 ///
 /// # Errors
 /// `Unsupported`, with what to use instead.
-pub(super) fn check(d: &CpAttentionDesc, strategy: Option<Strategy>) -> Result<()> {
-    if strategy.is_some_and(|s| !on_devices(s)) {
-        let what = "context parallelism by `ring`";
-        return Err(no_kernel(what, "use get or all_gather: every device is one hop away"));
-    }
+pub(super) fn check(d: &CpAttentionDesc) -> Result<()> {
     if d.kv_wire().1 {
         let what = "context parallelism with e4m3 keys and values";
         return Err(no_kernel(what, "pass bf16 or f16 and leave `fp8_kv` off"));
@@ -56,10 +56,10 @@ pub(super) fn check(d: &CpAttentionDesc, strategy: Option<Strategy>) -> Result<(
 }
 
 /// Private memory of a plan. Empty where a strategy has no use for it.
-struct Memory {
+pub(super) struct Memory {
     q: CudaMemory,
-    k: CudaMemory,
-    v: CudaMemory,
+    /// Tensors of keys of all ranks.
+    pub keys: Vec<CudaMemory>,
     d_out: CudaMemory,
     lse: CudaMemory,
     delta: CudaMemory,
@@ -78,8 +78,7 @@ impl Memory {
         let split = s.begins_at_once();
         Ok(Self {
             q: some(scatters, rows * s.dqk * s.input)?,
-            k: some(gets, keys * s.dqk * s.input)?,
-            v: some(gets, keys * s.dv * s.input)?,
+            keys: s.wire.iter().map(|b| some(gets, keys * b)).collect::<Result<_>>()?,
             d_out: some(scatters && backward, rows * s.dv * s.out)?,
             lse: some(scatters, rows * 4)?,
             delta: some(scatters && backward, rows * 4)?,
@@ -90,9 +89,9 @@ impl Memory {
     }
 
     fn all(&self) -> Vec<CudaMemory> {
-        let a = [&self.q, &self.k, &self.v, &self.d_out, &self.lse];
-        let b = [&self.delta, &self.slots, &self.outs, &self.lses];
-        a.into_iter().chain(b).cloned().collect()
+        let a = [&self.q, &self.d_out, &self.lse, &self.delta];
+        let b = [&self.slots, &self.outs, &self.lses];
+        a.into_iter().chain(b).chain(&self.keys).cloned().collect()
     }
 }
 
@@ -100,7 +99,7 @@ impl Memory {
 pub(super) struct Prepared {
     attention: Attention,
     sizes: Sizes,
-    memory: Memory,
+    pub memory: Memory,
     /// Adds parts of dk and dv.
     sum: Option<Reducer>,
     /// Merges results over parts of the keys.
@@ -180,20 +179,20 @@ pub(super) fn together(stream: &Stream, x: &AttnInputs, work: &Work) -> Result<(
     }
 }
 
-struct Run<'a> {
-    op: &'a Op<'a>,
-    l: &'a Lanes<'a>,
-    x: &'a AttnInputs,
-    s: &'a Sizes,
+pub(super) struct Run<'a> {
+    pub op: &'a Op<'a>,
+    pub l: &'a Lanes<'a>,
+    pub x: &'a AttnInputs,
+    pub s: &'a Sizes,
     held: Vec<Tensor>,
 }
 
 impl Run<'_> {
-    fn me(&self) -> Rank {
+    pub(super) fn me(&self) -> Rank {
         self.op.core.team().rank()
     }
 
-    fn main(&self) -> &CudaStream {
+    pub(super) fn main(&self) -> &CudaStream {
         self.l.main
     }
 
@@ -204,7 +203,7 @@ impl Run<'_> {
         hold(self.main(), self.op.p.memory.all());
     }
 
-    fn pieces(&self) -> Pieces<'_> {
+    pub(super) fn pieces(&self) -> Pieces<'_> {
         Pieces { sizes: self.s, sched: self.op.sched, me: self.me() }
     }
 
@@ -214,12 +213,12 @@ impl Run<'_> {
     }
 
     /// Address of `len` bytes of my own chunk.
-    fn own(&self, buffer: usize, at: usize, len: usize) -> Result<u64> {
+    pub(super) fn own(&self, buffer: usize, at: usize, len: usize) -> Result<u64> {
         self.l.os.addr(self.me(), self.op.buffers[buffer].range(at, len), len)
     }
 
     /// Copies `from` to my own chunk.
-    fn publish(&self, buffer: usize, at: usize, from: &CudaMemory) -> Result<()> {
+    pub(super) fn publish(&self, buffer: usize, at: usize, from: &CudaMemory) -> Result<()> {
         let len = from.len_bytes();
         if len == 0 {
             return Ok(());
@@ -232,7 +231,7 @@ impl Run<'_> {
     }
 
     /// Everybody has published.
-    fn meet(&self, slot: usize) -> Result<()> {
+    pub(super) fn meet(&self, slot: usize) -> Result<()> {
         let slot = self.op.signals.slot(slot);
         self.l.os.enter(self.main(), slot, slot, 0)
     }
@@ -241,7 +240,7 @@ impl Run<'_> {
         self.get_on(self.main(), buffer, pieces, to)
     }
 
-    fn get_on(
+    pub(super) fn get_on(
         &self,
         stream: &CudaStream,
         buffer: usize,
@@ -257,57 +256,6 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Begins to bring the keys of others, on the copy stream.
-    fn begin_keys(&self, backward: bool) -> Result<()> {
-        let (s, m, x) = (self.s, &self.op.p.memory, self.x);
-        if s.strategy == Strategy::AllGather {
-            return self.push_keys(backward);
-        }
-        let (buffer, k, v) = s.published();
-        self.publish_tensor(buffer, k, &x.k.data)?;
-        self.publish_tensor(buffer, v, &x.v.data)?;
-        self.meet(MEET_KEYS)?;
-        self.l.fork()?;
-        let [k, v] = self.pieces().keys();
-        self.get_on(self.l.side, buffer, &k, &m.k)?;
-        self.get_on(self.l.side, buffer, &v, &m.v)
-    }
-
-    /// My keys to everybody, and in the backward pass to their place among all.
-    fn push_keys(&self, backward: bool) -> Result<()> {
-        let (s, op, x, os) = (self.s, self.op, self.x, self.l.os);
-        let (_, k_at, v_at) = s.published();
-        let (k, v) = (x.k.data.cuda()?, x.v.data.cuda()?);
-        let first = self.pieces().first_key(self.me().idx());
-        let k_at = k_at + first * s.all_kv * s.dqk * s.input;
-        let v_at = v_at + first * s.all_kv * s.dv * s.input;
-        for p in op.core.team().peers() {
-            if k.len_bytes() > 0 {
-                os.put(self.l.side, p, op.buffers[AREA].range(k_at, k.len_bytes()), &k)?;
-            }
-            let at = op.buffers[AREA].range(v_at, v.len_bytes());
-            os.put_flag(self.l.side, (p, at), &v, op.signals.slot(KEYS))?;
-        }
-        if !backward {
-            return Ok(());
-        }
-        self.publish(AREA, k_at, &k)?;
-        self.publish(AREA, v_at, &v)
-    }
-
-    /// What comes from here on finds the keys of all ranks at the addresses that it returns.
-    fn end_keys(&self) -> Result<(u64, u64)> {
-        let (s, m) = (self.s, &self.op.p.memory);
-        if s.strategy != Strategy::AllGather {
-            self.l.join()?;
-            return Ok((m.k.addr(), m.v.addr()));
-        }
-        self.l.os.wait_peers(self.main(), self.op.signals.slot(KEYS))?;
-        let (_, k, v) = s.published();
-        let heads = s.all_keys() * s.all_kv * s.input;
-        Ok((self.own(AREA, k, heads * s.dqk)?, self.own(AREA, v, heads * s.dv)?))
-    }
-
     /// Where heads are traded, brings the keys of all ranks and the queries of my group: what `base`
     /// is told, with addresses, strides and heads of what this rank computes. `saved` in the
     /// backward pass.
@@ -320,9 +268,7 @@ impl Run<'_> {
         self.meet(MEET_KEYS)?;
         // Two streams: two copies at a time.
         self.l.fork()?;
-        let [k, v] = self.pieces().keys();
-        self.get_on(self.l.side, SCATTER, &k, &m.k)?;
-        self.get_on(self.l.side, SCATTER, &v, &m.v)?;
+        self.get_keys(SCATTER)?;
         self.get(SCATTER, &self.pieces().queries(0, s.dqk, s.input), &m.q)?;
         if saved.is_some() {
             let [d_out, lse, delta] = s.upstream();
@@ -333,8 +279,8 @@ impl Run<'_> {
         self.l.join()?;
         Ok(Param {
             q: m.q.addr(),
-            k: m.k.addr(),
-            v: m.v.addr(),
+            k: m.keys[0].addr(),
+            v: m.keys[1].addr(),
             d_out: m.d_out.addr(),
             lse: m.lse.addr(),
             delta: m.delta.addr(),
@@ -354,9 +300,7 @@ impl Run<'_> {
     /// What my group and the owners of my heads need of mine.
     fn publish_all(&self, saved: Option<&AttnSaved>) -> Result<()> {
         let (s, x) = (self.s, self.x);
-        let (buffer, k, v) = s.published();
-        self.publish_tensor(buffer, k, &x.k.data)?;
-        self.publish_tensor(buffer, v, &x.v.data)?;
+        self.publish_keys()?;
         self.publish_tensor(SCATTER, 0, &x.q.data)?;
         let Some(saved) = saved else { return Ok(()) };
         let [d_out, lse, delta] = s.upstream();

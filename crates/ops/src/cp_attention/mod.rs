@@ -24,8 +24,8 @@
 //! (`kv_wire`), every rank computes with the quantised values, its own included: the result does
 //! not depend on the strategy or the number of ranks.
 //!
-//! On CUDA devices all but `ring` are one-sided: owners publish, readers get (`all_gather`: owners
-//! push), and results over own keys and over those of others are merged in f32. Protocol page:
+//! On CUDA devices owners publish and readers get (`all_gather`: owners push; `ring`: from neighbour
+//! to neighbour), and results over own keys and over those of others are merged in f32. Protocol page:
 //! `docs/protocols/cp_attention.md`.
 
 mod config;
@@ -36,6 +36,7 @@ mod explain;
 mod grad;
 mod heads;
 mod host;
+mod keys;
 mod lane;
 mod pieces;
 mod plan;

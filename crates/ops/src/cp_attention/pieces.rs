@@ -22,6 +22,34 @@ pub(super) const AREA: usize = 1;
 pub(super) const DKV: usize = 2;
 pub(super) const GATHER: usize = 3;
 
+/// Slots of a ring, in turn.
+const RING_SLOTS: usize = 2;
+
+/// One step of a rank in a ring.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Hop {
+    /// Send message `t` to the next rank: my keys, or what came as message `t - 1`. With `acquires`
+    /// after the next rank has emptied the slot.
+    Send { t: usize, acquires: bool },
+    /// Wait for message `t` of the rank before me and take it out of its slot. With `grants` the slot
+    /// has another message to come.
+    Take { t: usize, grants: bool },
+}
+
+/// The steps of each rank of a ring of `size`, in their order. Messages `0..size - 1`; the first ones
+/// find their slots free when a launch begins.
+pub(super) fn hops(size: usize) -> Vec<Hop> {
+    let num = size.saturating_sub(1);
+    let send = |t| Hop::Send { t, acquires: t >= RING_SLOTS };
+    let mut out = Vec::with_capacity(2 * num);
+    out.extend((num > 0).then(|| send(0)));
+    for t in 0..num {
+        out.push(Hop::Take { t, grants: t + RING_SLOTS < num });
+        out.extend((t + 1 < num).then(|| send(t + 1)));
+    }
+    out
+}
+
 /// Rows of bytes in a buffer of `peer`, and where they go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Piece {
@@ -84,6 +112,8 @@ pub(super) struct Sizes {
     pub hkv: usize,
     pub dqk: usize,
     pub dv: usize,
+    /// Bytes of a row and key head of what travels of keys: k, then v.
+    pub wire: Vec<usize>,
     /// Bytes of an element of the inputs, of the outputs, and of dk and dv as the kernel makes them.
     pub input: usize,
     pub out: usize,
@@ -108,6 +138,7 @@ impl Sizes {
             hkv: kv_heads(a.heads_kv, inner, 0).len(),
             dqk: a.dqk,
             dv: a.dv,
+            wire: [a.dqk, a.dv].map(|dim| dim * a.dtype.size()).to_vec(),
             input: a.dtype.size(),
             out: a.out.size(),
             part: DType::F32.size(),
@@ -144,21 +175,37 @@ impl Sizes {
         self.size * self.max_kv
     }
 
-    /// Where a rank publishes k and v: buffer, and the first bytes.
-    pub fn published(&self) -> (usize, usize, usize) {
-        let row = self.all_kv * self.dqk * self.input;
+    /// Where a rank publishes the tensors of its keys: buffer, and the first bytes.
+    pub fn published(&self) -> (usize, Vec<usize>) {
         if self.inner > 1 {
-            let k = self.max_q * self.all_q * self.dqk * self.input;
-            return (SCATTER, k, k + self.max_kv * row);
+            let first = self.max_q * self.all_q * self.dqk * self.input;
+            return (SCATTER, self.keys_from(first, self.max_kv).0);
         }
         let rows = if self.strategy == Strategy::AllGather { self.all_keys() } else { self.max_kv };
-        (AREA, 0, rows * row)
+        (AREA, self.keys_from(0, rows).0)
+    }
+
+    /// Places of the tensors of `rows` rows of keys of all heads, one behind the other from `first`
+    /// on, and their end.
+    fn keys_from(&self, first: usize, rows: usize) -> (Vec<usize>, usize) {
+        let mut end = first;
+        let mut place = |bytes: &usize| {
+            end += rows * self.all_kv * bytes;
+            end - rows * self.all_kv * bytes
+        };
+        (self.wire.iter().map(&mut place).collect(), end)
+    }
+
+    /// Places of the tensors of message `t` of a ring, in the area of the rank that it comes to.
+    pub fn ring_slot(&self, t: usize) -> Vec<usize> {
+        let slot = self.keys_from(0, self.max_kv).1;
+        self.keys_from(t % RING_SLOTS * slot, self.max_kv).0
     }
 
     /// Where d_out, lse and delta are published in the scatter buffer, behind q, k and v.
     pub fn upstream(&self) -> [usize; 3] {
-        let (_, _, v) = self.published();
-        let d_out = v + self.max_kv * self.all_kv * self.dv * self.input;
+        let first = self.max_q * self.all_q * self.dqk * self.input;
+        let d_out = self.keys_from(first, self.max_kv).1;
         let lse = d_out + self.max_q * self.all_q * self.dv * self.out;
         [d_out, lse, lse + 4 * self.max_q * self.all_q]
     }
@@ -239,20 +286,27 @@ impl Pieces<'_> {
     }
 
     /// k and v of my heads, of all rows that my group's queries see, to dense tensors.
-    pub fn keys(&self) -> [Vec<Piece>; 2] {
+    pub fn keys(&self) -> Vec<Vec<Piece>> {
         let s = self.sizes;
-        let (_, k_at, v_at) = s.published();
         let head = kv_heads(s.all_kv, s.inner, self.sched.grid.at).start;
         let runs: Vec<Run> =
             self.ranks().flat_map(|p| self.runs(p, &self.sched.needed[p / s.inner], p)).collect();
-        [(k_at, s.dqk), (v_at, s.dv)].map(|(at, dim)| {
+        let tensor = |(at, bytes): (usize, &usize)| {
             let one = |r: &Run| {
-                let (there, here) = (s.all_kv * dim * s.input, s.hkv * dim * s.input);
-                let src = (at + r.at * there, there, head * dim * s.input);
+                let (there, here) = (s.all_kv * bytes, s.hkv * bytes);
+                let src = (at + r.at * there, there, head * bytes);
                 piece(r, src, (r.dense * here, here, 0)).wide(here)
             };
             runs.iter().map(one).collect()
-        })
+        };
+        s.published().1.into_iter().zip(&s.wire).map(tensor).collect()
+    }
+
+    /// The rank whose keys message `t` to me is, of a ring, and its dense rows.
+    pub fn ring_rows(&self, t: usize) -> Range<usize> {
+        let p = (self.me.idx() + self.sizes.size - 1 - t) % self.sizes.size;
+        let first = self.first_key(p);
+        first..first + num_rows(self.spans(p).1)
     }
 
     /// Queries of my group: each member's rows.
@@ -373,14 +427,21 @@ impl Pieces<'_> {
         }
         let backward = pass == Pass::Backward;
         let mut gets: Vec<Piece> = Vec::new();
-        if s.strategy == Strategy::AllGather {
-            let rows = num_rows(self.spans(self.me.idx()).1);
-            for bytes in [s.dqk, s.dv].map(|dim| rows * s.all_kv * dim * s.input) {
-                t.iter_mut().filter(|_| bytes > 0).for_each(|l| l.puts += 1);
-                t.iter_mut().for_each(|l| l.put_bytes += bytes as u64);
+        let put = |l: &mut LinkTraffic, rows: usize| {
+            for bytes in s.wire.iter().map(|b| rows * s.all_kv * b) {
+                l.puts += u64::from(bytes > 0);
+                l.put_bytes += bytes as u64;
             }
-        } else {
-            gets.extend(self.keys().concat());
+        };
+        let mine = num_rows(self.spans(self.me.idx()).1);
+        match s.strategy {
+            Strategy::AllGather => t.iter_mut().for_each(|l| put(l, mine)),
+            Strategy::Ring => {
+                let next = (self.me.idx() + 1) % s.size;
+                put(&mut t[next], mine);
+                (0..s.size - 2).for_each(|m| put(&mut t[next], self.ring_rows(m).len()));
+            }
+            _ => gets.extend(self.keys().concat()),
         }
         if s.inner > 1 {
             gets.extend(self.queries(0, s.dqk, s.input));
@@ -405,8 +466,22 @@ impl Pieces<'_> {
             t[p.peer.idx()].get_bytes += (p.width * p.rows) as u64;
         }
         // A credit, the keys, and what goes back.
-        let signals = 2 + u64::from(backward || s.inner > 1);
+        let signals = 1 + u64::from(backward || s.inner > 1);
         t.iter_mut().for_each(|l| l.signals = signals);
+        match s.strategy {
+            Strategy::Ring => {
+                for hop in hops(s.size) {
+                    match hop {
+                        Hop::Send { .. } => t[(self.me.idx() + 1) % s.size].signals += 1,
+                        Hop::Take { grants: true, .. } => {
+                            t[(self.me.idx() + s.size - 1) % s.size].signals += 1;
+                        }
+                        Hop::Take { .. } => {}
+                    }
+                }
+            }
+            _ => t.iter_mut().for_each(|l| l.signals += 1),
+        }
         t[self.me.idx()] = LinkTraffic::default();
         t
     }

@@ -46,7 +46,7 @@ fn worlds(mut f: impl FnMut(&World)) {
         for (layout, (seqs, mask)) in
             Layout::NAMES.iter().flat_map(|l| problems().into_iter().map(move |p| (l.1, p)))
         {
-            for (_, strategy) in Strategy::NAMES.iter().filter(|s| s.1 != Strategy::Ring) {
+            for (_, strategy) in &Strategy::NAMES {
                 let mut attn = AttentionDesc::new(1, (8, hkv), 3, DType::F32, mask);
                 (attn.dv, attn.sequences) = (2, seqs.clone());
                 let d = CpAttentionDesc { layout, a2a_size, ..CpAttentionDesc::new(attn) };
@@ -103,15 +103,15 @@ fn bytes_of(w: &World, buffer: usize) -> Buffer {
 fn keys_that_are_needed_come_to_their_dense_rows() {
     worlds(|w| {
         let s = &w.sizes;
-        if s.size == 1 || s.strategy == Strategy::AllGather {
+        if s.size == 1 || matches!(s.strategy, Strategy::AllGather | Strategy::Ring) {
             return;
         }
-        let (buffer, k_at, v_at) = s.published();
+        let (buffer, at) = s.published();
         let chunks: Vec<Buffer> = (0..s.size)
             .map(|r| {
                 let (mut b, rows) = (bytes_of(w, buffer), w.rows(w.seqs.tokens_kv, r));
-                put(&mut b, k_at, tensor(&rows, 0..s.all_kv, 3));
-                put(&mut b, v_at, tensor(&rows, 0..s.all_kv, 2));
+                put(&mut b, at[0], tensor(&rows, 0..s.all_kv, 3));
+                put(&mut b, at[1], tensor(&rows, 0..s.all_kv, 2));
                 b
             })
             .collect();
@@ -206,18 +206,76 @@ fn dq_fits_behind_the_parts() {
 #[test]
 fn what_has_no_path_on_devices_is_refused_with_a_hint() {
     let d = CpAttentionDesc::new(AttentionDesc::new(8, (4, 4), 8, DType::BF16, AttnMask::CAUSAL));
-    for (_, s) in Strategy::NAMES {
-        assert_eq!(cuda::check(&d, Some(s)).is_ok(), s != Strategy::Ring);
-    }
+    cuda::check(&d).unwrap();
     let bad = [
-        (CpAttentionDesc { fp8_kv: true, ..d.clone() }, None),
-        (CpAttentionDesc { dkv_wire: DType::F8E5M2, ..d.clone() }, None),
-        (d, Some(Strategy::Ring)),
+        CpAttentionDesc { fp8_kv: true, ..d.clone() },
+        CpAttentionDesc { dkv_wire: DType::F8E5M2, ..d },
     ];
-    for (d, s) in bad {
-        let e = cuda::check(&d, s).unwrap_err();
+    for d in bad {
+        let e = cuda::check(&d).unwrap_err();
         assert!(e.kind() == ErrorKind::Unsupported && e.get_hint().is_some(), "{e}");
     }
+}
+
+/// All ranks' steps at once: a message is taken after it was sent and before its slot is sent to again,
+/// every credit that is granted is acquired, and what is taken is the keys of the rank that the
+/// schedule says.
+#[test]
+fn a_ring_brings_all_keys_through_two_slots() {
+    for size in 1..=8usize {
+        let (mut at, mut credits) = (vec![0; size], vec![0usize; size]);
+        // What lies in the slots of each rank: the owner of the keys, or nothing.
+        let mut slots = vec![[None; 2]; size];
+        let mut taken = vec![Vec::new(); size];
+        let steps = hops(size);
+        loop {
+            let mut moved = false;
+            for r in 0..size {
+                let Some(hop) = steps.get(at[r]) else { continue };
+                let (next, before) = ((r + 1) % size, (r + size - 1) % size);
+                match *hop {
+                    Hop::Send { acquires: true, .. } if credits[r] == 0 => continue,
+                    Hop::Send { t, acquires } => {
+                        credits[r] -= usize::from(acquires);
+                        let owner = if t == 0 { r } else { taken[r][t - 1] };
+                        assert_eq!(slots[next][t % 2].replace(owner), None, "{size}: {hop:?}");
+                    }
+                    Hop::Take { t, .. } if slots[r][t % 2].is_none() => continue,
+                    Hop::Take { t, grants } => {
+                        assert_eq!(taken[r].len(), t);
+                        taken[r].extend(slots[r][t % 2].take());
+                        credits[before] += usize::from(grants);
+                    }
+                }
+                (at[r], moved) = (at[r] + 1, true);
+            }
+            if !moved {
+                break;
+            }
+        }
+        assert!(at.iter().all(|a| *a == steps.len()), "{size}: a rank waits for ever");
+        assert_eq!(credits, vec![0; size], "{size}: a credit that nobody takes");
+        for (r, taken) in taken.iter().enumerate() {
+            let want: Vec<usize> = (1..size).map(|t| (r + size - t) % size).collect();
+            assert_eq!(*taken, want);
+        }
+    }
+    worlds(|w| {
+        if w.sizes.strategy != Strategy::Ring {
+            return;
+        }
+        let s = &w.sizes;
+        for r in 0..s.size {
+            let mut rows: Vec<usize> =
+                (0..s.size - 1).flat_map(|t| w.lists(r).ring_rows(t)).collect();
+            let first = w.lists(r).first_key(r);
+            rows.extend(first..first + w.rows(w.seqs.tokens_kv, r).len());
+            rows.sort_unstable();
+            assert_eq!(rows, (0..w.seqs.tokens_kv).collect::<Vec<_>>());
+        }
+        let end = s.ring_slot(1)[1] + s.max_kv * s.all_kv * s.wire[1];
+        assert!(s.size == 1 || end <= bytes_of(w, AREA).len() * 4, "{s:?}");
+    });
 }
 
 /// Parts of which each is a power of two: the sum says who was added, and each only once.

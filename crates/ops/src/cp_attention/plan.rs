@@ -75,13 +75,13 @@ impl CpAttentionPlan {
     ///
     /// # Errors
     /// `InvalidArgument` for the description, or heads that the strategy cannot scatter;
-    /// `Exhausted` if the heap is too small; `Unsupported` on a heap in device memory for `ring`,
-    /// FP8 keys and FP8 partial gradients.
+    /// `Exhausted` if the heap is too small; `Unsupported` on a heap in device memory for FP8
+    /// keys and FP8 partial gradients.
     pub fn new(desc: CpAttentionDesc, heap: &Heap, config: Option<CpConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op(OP))?;
         if heap.backend() != BackendKind::Host {
-            cuda::check(&desc, config.map(|c| c.strategy)).map_err(|e| e.op(OP))?;
+            cuda::check(&desc).map_err(|e| e.op(OP))?;
         }
         let used = OnceLock::new();
         if let Some(c) = config {
@@ -159,7 +159,7 @@ impl CpAttentionPlan {
     pub fn explain(&self) -> CpExplain {
         let mut e = explain(&self.desc, self.core.team().size(), &Machine::default());
         if self.core.lane().is_some() {
-            e.candidates.retain(|c| cuda::on_devices(c.config.strategy));
+            e.candidates.retain(|c| cuda::may_choose(c.config.strategy));
             e.chosen = e.candidates.first().map_or(e.chosen, |c| c.config);
         }
         e.chosen = self.used.get().copied().unwrap_or(e.chosen);
