@@ -1,13 +1,16 @@
 //! Quantisation on CUDA devices, by the portable kernels (`quant/sm80_quant.cu`).
 
 use bytemuck::{Pod, Zeroable};
-use tilewire_core::{DType, Result, ScaleLayout, Shape};
+use tilewire_core::{DType, Rank, Result, ScaleLayout, Shape};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Buffer, Device, Tensor};
 use tilewire_kernels::portable::{QUANT, QUANT_THREADS, QUANT_TILE, quant_defines};
+use tilewire_symm::{OneSided, Signals, SymBuf};
 
-use super::{DequantDesc, QuantDesc, QuantInputs, Quantized, Scaling, Scope};
-use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, no_kernel, workspace};
+use super::plan::DATA;
+use super::{DequantDesc, QuantDesc, QuantInputs, Quantized, Scaling};
+use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, workspace};
+use crate::common::lanes::{Lanes, Poison};
 
 /// Elements for which `tw_amax` has a block, up to the most blocks.
 const AMAX_SHARE: usize = 16 * QUANT_THREADS as usize;
@@ -31,12 +34,6 @@ struct Param {
 
 /// Fails for what no kernel does. Pure.
 pub(super) fn check(d: &QuantDesc) -> Result<()> {
-    if d.scope == Scope::Team {
-        return Err(no_kernel(
-            "the largest magnitude of a team's ranks",
-            "use `Scope::Local`, blocks with scales of their own, or the host",
-        ));
-    }
     let tile = QUANT_TILE as usize;
     fit_32_bits("quantisation", &[d.rows, d.cols, d.rows.div_ceil(tile) * d.cols.div_ceil(tile)])
 }
@@ -71,7 +68,7 @@ pub(super) struct Prepared {
     amax: Kernel,
     scale: Kernel,
     scale_delayed: Kernel,
-    /// Partial maxima, f32.
+    /// Partial maxima, f32; behind them my own maximum, for the team.
     parts: CudaMemory,
     pub state: Option<State>,
 }
@@ -95,13 +92,60 @@ impl Prepared {
             amax: module.kernel("tw_amax")?,
             scale: module.kernel("tw_scale")?,
             scale_delayed: module.kernel("tw_scale_delayed")?,
-            parts: workspace(ctx, 4 * AMAX_BLOCKS)?,
+            parts: workspace(ctx, 4 * (AMAX_BLOCKS + 1))?,
             state,
         })
     }
 
     /// Queues the quantisation of tensors that were checked.
     pub fn launch(&self, stream: &CudaStream, t: &QuantInputs) -> Result<()> {
+        self.queue(stream, t, |p, n| {
+            let num = self.amax(stream, p, n)?;
+            self.scale(stream, p, self.parts.addr(), num)
+        })
+    }
+
+    /// As [`Prepared::launch`], with the largest magnitude of all ranks: one f32 to every peer, a flag
+    /// behind it.
+    pub fn launch_team(
+        &self,
+        l: &Lanes<'_>,
+        (area, signals): (&SymBuf, &Signals),
+        t: &QuantInputs,
+    ) -> Result<()> {
+        let (os, team) = (l.os, l.os.heap().team());
+        let at = |r: Rank| area.range(4 * r.idx(), 4);
+        self.queue(l.main, t, |p, n| {
+            let num = self.amax(l.main, p, n)?;
+            let mine = self.parts.slice(4 * AMAX_BLOCKS, 4)?;
+            self.top(l.main, num, mine.addr())?;
+            l.fork()?;
+            for peer in team.peers() {
+                let to = (peer, at(team.rank()));
+                os.put_flag(l.side, to, &mine, signals.slot(DATA))?;
+            }
+            os.put(l.main, team.rank(), at(team.rank()), &mine)?;
+            os.wait_peers(l.main, signals.slot(DATA))?;
+            let all = os.addr(team.rank(), area.range(0, 4 * team.size()), 4 * team.size())?;
+            self.scale(l.main, p, all, team.size())
+        })
+    }
+
+    /// What a launch over a team poisons: its results, and the state of delayed scaling, which may have
+    /// taken a maximum that never came.
+    pub fn poisons(&self, t: &QuantInputs) -> Result<Vec<Poison>> {
+        let results = t.row.iter().chain(&t.column).flat_map(|q| [&q.data, &q.scales]);
+        let state = self.state.iter().flat_map(|s| [&s.history, &s.scale]);
+        results.chain(state).map(|t| Ok(Poison::value(t.cuda()?))).collect()
+    }
+
+    /// Queues codes, and before them the scale of a tensor, which `scale` queues for its elements.
+    fn queue(
+        &self,
+        stream: &CudaStream,
+        t: &QuantInputs,
+        scale: impl FnOnce(&Param, usize) -> Result<()>,
+    ) -> Result<()> {
         let d = &self.desc;
         let data = |q: &Option<Quantized>| addr(q.as_ref().map(|q| &q.data));
         let scales = |q: &Option<Quantized>| addr(q.as_ref().map(|q| &q.scales));
@@ -121,7 +165,7 @@ impl Prepared {
         };
         self.hold(stream, t);
         if d.layout == ScaleLayout::Tensor {
-            self.scale(stream, &p, rows * cols)?;
+            scale(&p, rows * cols)?;
         }
         let tile = QUANT_TILE as usize;
         let tiles = rows.div_ceil(tile) * cols.div_ceil(tile);
@@ -140,18 +184,32 @@ impl Prepared {
         hold(stream, (t.clone(), self.parts.clone(), state));
     }
 
-    /// Queues the per-tensor scale of `n` elements.
-    fn scale(&self, stream: &CudaStream, p: &Param, n: usize) -> Result<()> {
+    /// Queues the partial maxima of `n` elements; returns their number.
+    fn amax(&self, stream: &CudaStream, p: &Param, n: usize) -> Result<usize> {
         let (num, parts) = (n.div_ceil(AMAX_SHARE).min(AMAX_BLOCKS), self.parts.addr());
         debug_assert!(4 * num <= self.parts.len_bytes());
-        let (len, zero) = (n as u64, 0u64);
+        let len = n as u64;
         if num > 0 {
             let args = LaunchArgs::new().arg(&p.x).arg(&len).arg(&parts);
             // SAFETY: `tw_amax` takes (const Bits*, u64, float*): x has `n` elements, and each of
             // `num` blocks writes one of the parts; all are held.
             unsafe { self.amax.launch(stream, grid(num), args)? };
         }
-        let num = num as u32;
+        Ok(num)
+    }
+
+    /// Queues the largest of `num` partial maxima, to one f32 at `to`.
+    fn top(&self, stream: &CudaStream, num: usize, to: u64) -> Result<()> {
+        let (parts, num, pow2, none) = (self.parts.addr(), num as u32, 0u32, 0u64);
+        let args = LaunchArgs::new().arg(&parts).arg(&num).arg(&pow2);
+        let args = args.arg(&to).arg(&none).arg(&none);
+        // SAFETY: as in `scale`; the maximum is one f32 of the workspace, which is held.
+        unsafe { self.scale.launch(stream, grid(1), args) }
+    }
+
+    /// Queues the per-tensor scale from `num` maxima at `parts`.
+    fn scale(&self, stream: &CudaStream, p: &Param, parts: u64, num: usize) -> Result<()> {
+        let (num, zero) = (num as u32, 0u64);
         let args = LaunchArgs::new().arg(&parts).arg(&num);
         let Some(s) = &self.state else {
             let args = args.arg(&p.pow2).arg(&zero).arg(&p.row_scales).arg(&p.column_scales);
@@ -279,12 +337,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_kernel_does_is_said_with_a_way_out() {
+    fn what_no_kernel_can_count_is_refused() {
         let (src, dst) = (DType::BF16, DType::F8E4M3);
         let d = QuantDesc::new(8, 8, src, dst, ScaleLayout::Tensor);
         check(&d).unwrap();
-        let e = check(&QuantDesc { scope: Scope::Team, ..d }).unwrap_err();
-        assert!(e.is_unsupported() && e.get_hint().is_some());
         assert!(check(&QuantDesc { rows: usize::MAX / 256, ..d }).is_err());
     }
 }

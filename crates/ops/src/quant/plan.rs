@@ -8,7 +8,8 @@ use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::host::Run;
 use super::{QuantDesc, Quantized, Scaling, Scope, cuda};
-use crate::common::cuda::{Ready, together_on};
+use crate::common::cuda::{Ready, no_kernel, together_on};
+use crate::common::lanes::{Enter, Lanes};
 use crate::common::{Named, PlanCore, expect_tensor};
 
 /// Signal slots of a plan over a team.
@@ -109,7 +110,7 @@ impl QuantPlan {
             (Scope::Team, Some(h)) => {
                 let bytes = Self::memory(&desc, h.team().size());
                 Some(Shared {
-                    core: PlanCore::new("quant", h, desc)?,
+                    core: PlanCore::any("quant", h, desc)?,
                     area: h.alloc(bytes, "quant").map_err(|e| e.op("quant"))?,
                     signals: Arc::new(h.team().signals(2, "quant")?),
                 })
@@ -162,6 +163,14 @@ impl QuantPlan {
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
     /// `Mismatch` if the ranks' plans differ; `Unsupported` for what no CUDA kernel does.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        let hosts = self.shared.as_ref().is_some_and(|s| s.core.lane().is_none());
+        if hosts && matches!(stream, Stream::Cuda(_)) {
+            return Err(no_kernel(
+                "the largest magnitude of a team on the host",
+                "make the heap on the backend `vmm`, or prepare for a stream of the host",
+            )
+            .op("quant"));
+        }
         let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
         self.ready.prepare(stream, make).map_err(|e| e.op("quant"))?;
         match &self.shared {
@@ -231,10 +240,35 @@ impl QuantPlan {
             together_on(stream, &t.named()).map(|()| ready)
         };
         if let Some((s, p)) = check().map_err(|e| e.op("quant"))? {
+            if let Some(shared) = &self.shared {
+                return self.launch_team(stream, shared, p, t);
+            }
             let _span = s.span("quant");
             p.launch(s, &t).map_err(|e| e.op("quant"))?;
             return Pending::new(t, stream, None);
         }
+        self.launch_host(stream, t)
+    }
+
+    /// Over the ranks' devices.
+    fn launch_team(
+        &self,
+        stream: &Stream,
+        s: &Shared,
+        p: &cuda::Prepared,
+        t: QuantInputs,
+    ) -> Result<Pending<QuantInputs>> {
+        let no_lane = || Error::internal("a team on the host, prepared for a device");
+        let lane = s.core.lane().ok_or_else(no_lane)?;
+        let outs = p.poisons(&t).map_err(|e| e.op("quant"))?;
+        let seq = s.core.begin(stream, "")?.ctx.seq();
+        let enter = Enter { signals: &s.signals, credit: CREDIT, flags: DATA..DATA + 1 };
+        let run = |l: &Lanes<'_>| p.launch_team(l, (&s.area, &s.signals), &t);
+        s.core.run_on(lane, (stream, seq), &enter, &outs, run)?;
+        s.core.pending(t, stream, seq)
+    }
+
+    fn launch_host(&self, stream: &Stream, t: QuantInputs) -> Result<Pending<QuantInputs>> {
         let (desc, state) = (self.desc, self.state.clone());
         let Some(s) = &self.shared else {
             let run = Run { desc, t: t.clone(), state, team: None };
