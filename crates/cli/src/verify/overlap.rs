@@ -66,6 +66,15 @@ fn operand(ctx: &mut Ctx, rows: usize, cols: usize, dtype: DType, exact: bool) -
     if exact { ctx.integers(rows, cols, 1) } else { ctx.random(rows, cols, dtype) }
 }
 
+/// FP8 operands have a scale for their product; what is exact has none.
+fn scale_of(dtype: DType, exact: bool, rank: usize) -> Option<f32> {
+    (dtype.is_fp8() && !exact).then_some(0.3 + rank as f32 / 8.0)
+}
+
+fn scale_tensor(scale: Option<f32>) -> Result<Option<Tensor>> {
+    scale.map(|s| Tensor::from_slice(&[s], Shape::d1(1))).transpose()
+}
+
 struct Launched {
     out: Tensor,
     predicted: Traffic,
@@ -151,9 +160,11 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
             let rows = shards.rows(m, size)?;
             let start: usize = rows[..me.idx()].iter().sum();
             let mine = x.slice_rows(start..start + rows[me.idx()]);
+            let scale = scale_of(dtype, exact, 0);
+            let scaled = w.map(|v| v * f64::from(scale.unwrap_or(1.0)));
             let z = oracle::gemm(&oracle::Gemm {
                 bias: bias.as_ref().map(|b| &b.data[..]),
-                ..oracle::Gemm::new(&x, &w)
+                ..oracle::Gemm::new(&x, &scaled)
             })
             .d;
             let oracle_act = match act {
@@ -165,7 +176,7 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 true => oracle::activate_bwd(oracle_act, &aux_in, &z),
                 false => oracle::activate(oracle_act, &z),
             };
-            let z_mag = matmul_abs(&x, &w.transpose()).map(|v| v + 2.0);
+            let z_mag = matmul_abs(&x, &scaled.transpose()).map(|v| v + 2.0);
             let most = z_mag.data.iter().fold(1.0f64, |a, &b| a.max(b));
             let mag = if act == Activation::None {
                 z_mag
@@ -191,6 +202,7 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 })?;
                 let inputs = ctx.place(AgGemmInputs {
                     bias: bias_t.clone(),
+                    scale: scale_tensor(scale)?,
                     aux_in: aux_t.clone(),
                     aux_out: e.aux.then(|| Tensor::poisoned(out_dtype, Shape::d2(m, n))),
                     gathered: Some(Tensor::poisoned(dtype, Shape::d2(m, k))),
@@ -206,7 +218,7 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
                     ctx.same_bits("gathered", g, &tensor(&x, dtype)?)?;
                 }
                 if let Some(a) = &done.aux_out {
-                    let mag = matmul_abs(&x, &w.transpose()).map(|v| v + 2.0);
+                    let mag = matmul_abs(&x, &scaled.transpose()).map(|v| v + 2.0);
                     ctx.compare("aux", a, &z, &mag, &Bound::local(out_dtype, k))?;
                 }
                 Ok(Launched { out: done.out, predicted: plan.predict(m)? })
@@ -250,6 +262,7 @@ struct Partial {
     x: Tensor,
     w: Tensor,
     bias: Option<Tensor>,
+    scale: Option<Tensor>,
     want: Mat,
     mag: Mat,
     bound: Bound,
@@ -273,12 +286,19 @@ fn partial(ctx: &mut Ctx, case: &Case, i: usize, exact: bool) -> Result<(usize, 
     let w_order = if i == 2 { BOrder::Kn } else { BOrder::Nk };
     let desc =
         GemmRsDesc { shards, bias: with_bias, w_order, ..GemmRsDesc::new(max_m, n, ks[me], dtype) };
+    // Each rank's part of the contraction has a scale of its own.
+    let ranks: Vec<usize> = ks.iter().enumerate().flat_map(|(r, &n)| vec![r; n]).collect();
+    let scale = |r| scale_of(dtype, exact, r);
+    let scaled = Mat::from_fn(n, k, |i, j| {
+        let s = ranks.get(j).and_then(|&r| scale(r));
+        w.at(i, j) * f64::from(s.unwrap_or(1.0))
+    });
     let z = oracle::gemm(&oracle::Gemm {
         bias: with_bias.then_some(&bias.data[..]),
-        ..oracle::Gemm::new(&x, &w)
+        ..oracle::Gemm::new(&x, &scaled)
     })
     .d;
-    let mag = matmul_abs(&x, &w.transpose()).map(|v| v + f64::from(u8::from(with_bias)));
+    let mag = matmul_abs(&x, &scaled.transpose()).map(|v| v + f64::from(u8::from(with_bias)));
     let bound = Bound { out: desc.out, wire: desc.wire, acc: DType::F32, num_partials: size, k };
     let w_stored = if w_order == BOrder::Kn { w_me.transpose() } else { w_me };
     Ok((
@@ -289,6 +309,7 @@ fn partial(ctx: &mut Ctx, case: &Case, i: usize, exact: bool) -> Result<(usize, 
             bias: with_bias
                 .then(|| Tensor::from_f32(&bias.to_f32(), DType::F32, Shape::d1(n)))
                 .transpose()?,
+            scale: scale_tensor(scale(me))?,
             desc,
             want: z,
             mag,
@@ -315,6 +336,7 @@ fn run_rs(ctx: &mut Ctx, case: &Case) -> Result<()> {
             let out = Tensor::poisoned(p.desc.out, want_shape(&want));
             let inputs = ctx.place(GemmRsInputs {
                 bias: p.bias.clone(),
+                scale: p.scale.clone(),
                 ..GemmRsInputs::new(p.x.clone(), p.w.clone(), out)
             })?;
             let out = ctx.timed(|s| plan.launch(s, m, inputs))?;
@@ -339,6 +361,7 @@ fn run_ar(ctx: &mut Ctx, case: &Case) -> Result<()> {
             let out = Tensor::poisoned(p.desc.out, want_shape(&p.want));
             let inputs = ctx.place(GemmRsInputs {
                 bias: p.bias.clone(),
+                scale: p.scale.clone(),
                 ..GemmRsInputs::new(p.x.clone(), p.w.clone(), out)
             })?;
             let out = ctx.timed(|s| plan.launch(s, m, inputs))?;

@@ -1,6 +1,7 @@
-//! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each.
+//! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each. FP8
+//! travels as it is; what came is widened to f32 before its product, W with the scale.
 
-use tilewire_core::{Rank, Result};
+use tilewire_core::{DType, Rank, Result};
 use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Buffer, Pending, Stream};
 use tilewire_symm::{LiveTeam, OneSided};
@@ -8,20 +9,25 @@ use tilewire_symm::{LiveTeam, OneSided};
 use super::AgGemmDesc;
 use super::config::AgTask;
 use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
-use crate::common::cuda::{addr, hold, no_kernel, together_on};
+use crate::common::cuda::{addr, hold, together_on};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison};
 use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
-use crate::gemm::cuda::{GemmKernels, Matrix, Product};
+use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
+use crate::gemm::widen::{Widened, kernel_desc};
 use crate::gemm::{BOrder, GemmBackend};
 
 /// What `prepare` makes.
 pub(super) struct Prepared {
     gemm: GemmKernels,
+    /// With FP8 operands: all rows of X, and W.
+    widened: Option<Widened>,
 }
 
 impl Prepared {
     pub fn new(lane: &Lane, desc: &AgGemmDesc) -> Result<Self> {
-        Ok(Self { gemm: GemmKernels::new(lane.context(), &desc.gemm(), GemmBackend::Auto)? })
+        let (ctx, d) = (lane.context(), desc.gemm());
+        let gemm = GemmKernels::new(ctx, &kernel_desc(&d), GemmBackend::Auto)?;
+        Ok(Self { gemm, widened: Widened::of(ctx, &d)? })
     }
 
     /// Collective: see [`GemmKernels::agree`].
@@ -45,7 +51,7 @@ pub(super) struct Shape<'a> {
 struct Run<'a> {
     l: &'a Lanes<'a>,
     plan: &'a AgGemmPlan,
-    gemm: &'a GemmKernels,
+    p: &'a Prepared,
     s: &'a Shape<'a>,
     t: &'a AgGemmInputs,
     x: CudaMemory,
@@ -59,13 +65,14 @@ pub(super) fn launch(
     shape: &Shape<'_>,
     t: AgGemmInputs,
 ) -> Result<Pending<AgGemmInputs>> {
-    if t.scale.is_some() {
-        return Err(no_kernel("a product with a scale", "scale the output behind it"));
+    if t.scale.is_some() && !plan.desc.x.is_fp8() {
+        return Err(unscaled(plan.desc.x));
     }
     let given = [
         ("x", Some(&t.x)),
         ("w", Some(&t.w)),
         ("bias", t.bias.as_ref()),
+        ("scale", t.scale.as_ref()),
         ("aux_in", t.aux_in.as_ref()),
         ("out", Some(&t.out)),
         ("aux_out", t.aux_out.as_ref()),
@@ -84,9 +91,10 @@ pub(super) fn launch(
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
     plan.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
-        hold(l.main, t.clone());
-        let run = Run { l, plan, gemm: &prepared.gemm, s: shape, t: &t, x: x.clone() };
+        hold(l.main, (t.clone(), prepared.widened.as_ref().map(Widened::held)));
+        let run = Run { l, plan, p: prepared, s: shape, t: &t, x: x.clone() };
         run.copies()?;
+        run.widen_own()?;
         run.compute()
     })?;
     plan.core.pending(t, stream, seq)
@@ -134,6 +142,7 @@ impl Run<'_> {
             match task {
                 AgTask::Wait { src, chunk } => {
                     os.wait(main, *src, self.plan.signals.slot(DATA + chunk), 1)?;
+                    self.widen(*src, *chunk)?;
                 }
                 AgTask::Tile { rows, cols } => self.tile(rows, cols)?,
             }
@@ -141,9 +150,40 @@ impl Run<'_> {
         self.keep_gathered()
     }
 
-    /// Product of global rows with columns of W.
-    fn tile(&self, rows: &std::ops::Range<usize>, cols: &std::ops::Range<usize>) -> Result<()> {
-        let (d, t, row) = (&self.plan.desc, self.t, self.row());
+    /// With FP8: my own rows and W, as f32.
+    fn widen_own(&self) -> Result<()> {
+        let (Some(w), d) = (&self.p.widened, &self.plan.desc) else { return Ok(()) };
+        let own = range_of(self.s.rows, self.me());
+        let w_shape = match d.w_order {
+            BOrder::Nk => (d.n, d.k),
+            BOrder::Kn => (d.k, d.n),
+        };
+        let (weight, scale) = (addr(&self.t.w)?, addr(self.t.scale.as_ref())?);
+        // SAFETY: the tensors were checked against the description that the room was made for, and
+        // all is held.
+        unsafe {
+            w.b.rows(self.l.main, (weight, scale), 0, w_shape)?;
+            w.a.rows(self.l.main, (self.x.addr(), 0), own.start, (own.len(), d.k))
+        }
+    }
+
+    /// With FP8: a chunk that has come, as f32.
+    fn widen(&self, src: Rank, chunk: usize) -> Result<()> {
+        let (Some(w), k) = (&self.p.widened, self.plan.desc.k) else { return Ok(()) };
+        let rows = chunk_rows(self.s.rows, src, chunk, self.s.config.sub_chunks);
+        let at = self.plan.gather.range(rows.start * k, rows.len() * k);
+        let codes = self.l.os.addr(self.me(), at, rows.len() * k)?;
+        // SAFETY: rows of the gather buffer, waited for; the room has all rows, and is held.
+        unsafe { w.a.rows(self.l.main, (codes, 0), rows.start, (rows.len(), k)) }
+    }
+
+    /// Address of global rows of X, and of W, as the kernel reads them, with the bytes of an element.
+    fn operands(&self, rows: &std::ops::Range<usize>) -> Result<(u64, u64, usize)> {
+        let (d, row) = (&self.plan.desc, self.row());
+        if let Some(w) = &self.p.widened {
+            let size = DType::F32.size();
+            return Ok((w.a.addr() + (rows.start * d.k * size) as u64, w.b.addr(), size));
+        }
         let own = range_of(self.s.rows, self.me());
         let mine = rows.start >= own.start && rows.end <= own.end;
         let a = if mine {
@@ -152,6 +192,13 @@ impl Run<'_> {
             let at = self.plan.gather.range(rows.start * row, rows.len() * row);
             self.l.os.addr(self.me(), at, rows.len() * row)?
         };
+        Ok((a, addr(&self.t.w)?, d.w.size()))
+    }
+
+    /// Product of global rows with columns of W.
+    fn tile(&self, rows: &std::ops::Range<usize>, cols: &std::ops::Range<usize>) -> Result<()> {
+        let (d, t) = (&self.plan.desc, self.t);
+        let (a, w, w_size) = self.operands(rows)?;
         let at = |base: u64, elems: usize, size: usize| {
             if base == 0 { 0 } else { base + (elems * size) as u64 }
         };
@@ -167,7 +214,7 @@ impl Run<'_> {
         let product = Product {
             shape: (rows.len(), cols.len(), d.k),
             a: Matrix::new(a, d.k),
-            b: Matrix::new(at(addr(&t.w)?, b_first, d.w.size()), ldb),
+            b: Matrix::new(at(w, b_first, w_size), ldb),
             d: Matrix::new(at(addr(&t.out)?, elems(out_cols), d.out.size()), out_cols),
             bias: at(addr(t.bias.as_ref())?, cols.start, 4),
             aux: Matrix::new(at(aux, elems(aux_cols), d.out.size()), aux_cols),
@@ -176,7 +223,7 @@ impl Run<'_> {
         // SAFETY: the tensors were checked against the description that the kernel was made for and
         // are held; the rows of the gather buffer were waited for (`each_tile_once_after_its_chunk`),
         // and get no credit to be written again before the next launch.
-        unsafe { self.gemm.launch(self.l.main, &product) }
+        unsafe { self.p.gemm.launch(self.l.main, &product) }
     }
 
     /// Copies X of all ranks to the output that asks for it.

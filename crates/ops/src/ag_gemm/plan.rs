@@ -27,7 +27,7 @@ pub struct AgGemmInputs {
     pub bias: Option<Tensor>,
     /// One f32 that multiplies the product before the bias: the product of the FP8 scales. It
     /// multiplies the rows of all ranks, so X must have been quantised with one scale for the team
-    /// (`quant::Scope::Team`).
+    /// (`quant::Scope::Team`). On devices for FP8 operands only.
     pub scale: Option<Tensor>,
     /// Saved pre-activation `[m, aux_cols]` for the backward activations.
     pub aux_in: Option<Tensor>,

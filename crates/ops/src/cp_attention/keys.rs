@@ -117,7 +117,8 @@ impl Run<'_> {
     /// Those rows of the keys of all ranks.
     fn dense(&self, rows: std::ops::Range<usize>) -> Result<Vec<CudaMemory>> {
         let row = |bytes: &usize| self.s.hkv * bytes;
-        let part = |(m, b): (&CudaMemory, &usize)| m.slice(rows.start * row(b), rows.len() * row(b));
+        let part =
+            |(m, b): (&CudaMemory, &usize)| m.slice(rows.start * row(b), rows.len() * row(b));
         self.op.p.memory.keys.iter().zip(&self.s.wire).map(part).collect()
     }
 

@@ -4,16 +4,16 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytemuck::{Pod, Zeroable};
-use tilewire_core::{DType, Error, ErrorKind, Result, ScaleLayout};
-use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::SM80_GEMM;
 use tilewire_symm::LiveTeam;
 
 use super::backend::unfit;
 use super::cublaslt::Lt;
+use super::widen::{Widened, kernel_desc};
 use super::{AOrder, Activation, BOrder, GemmBackend, GemmDesc, GemmInputs, Operand};
-use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
-use crate::quant::cuda::{Codes, Widen};
+use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel};
 
 /// Rows and columns of a block's tile, threads and dynamic shared memory of the 16-bit kernels, as
 /// `gemm/mainloop.cuh` defines them where nothing else is defined.
@@ -134,6 +134,14 @@ pub(crate) fn check_operand(dtype: DType) -> Result<()> {
         ));
     }
     Ok(())
+}
+
+/// Why a product of `dtype` takes no scale: it is applied where FP8 operands are widened.
+pub(crate) fn unscaled(dtype: DType) -> Error {
+    no_kernel(
+        format!("a product of {dtype} with a scale"),
+        "scales are for FP8 operands: scale the output behind it",
+    )
 }
 
 /// What a launch needs, or why there is no kernel for `d`. Pure.
@@ -282,44 +290,6 @@ fn not_cublaslt(why: &str) -> Error {
         .hint("use the backend `auto`, which takes the portable kernel then")
 }
 
-/// FP8 operands become f32 before the product: every bit of them and of their scales counts.
-struct Widened {
-    a: (Widen, CudaMemory),
-    b: (Widen, CudaMemory),
-    /// The scale of an operand without scales.
-    one: CudaMemory,
-}
-
-impl Widened {
-    fn new(ctx: &CudaContext, d: &GemmDesc) -> Result<Self> {
-        for (rows, cols) in [(d.m, d.k), (d.k, d.m), (d.n, d.k), (d.k, d.n)] {
-            Widen::check(rows, cols)?;
-        }
-        let one = |dtype, rows: usize| -> Result<_> {
-            Ok((Widen::new(ctx, dtype, DType::F32)?, workspace(ctx, 4 * rows * d.k)?))
-        };
-        Ok(Self {
-            a: one(d.a, d.m)?,
-            b: one(d.b, d.n)?,
-            one: CudaMemory::from_bytes(ctx, &1f32.to_ne_bytes())?,
-        })
-    }
-
-    /// Queues the widening of `o`, which is checked and held; where its elements are then.
-    fn queue(&self, stream: &CudaStream, o: &Operand, is_a: bool) -> Result<u64> {
-        let (widen, to) = if is_a { &self.a } else { &self.b };
-        let (scales, layout) = match &o.scales {
-            Some((s, layout)) => (addr(s)?, *layout),
-            None => (self.one.addr(), ScaleLayout::Tensor),
-        };
-        let s = o.data.shape();
-        let codes = Codes { x: addr(&o.data)?, scales, layout, shape: (s.dim(0), s.dim(1)) };
-        // SAFETY: the operand was checked and is held; the workspace has room for the plan's most
-        // rows, and is held by `launch`.
-        unsafe { widen.launch(stream, &codes, to.addr()) }.map(|()| to.addr())
-    }
-}
-
 /// What a plan has on a CUDA device.
 pub(crate) struct Prepared {
     /// What the kernels compute: with f32 in place of FP8.
@@ -333,16 +303,14 @@ pub(crate) struct Prepared {
 
 impl Prepared {
     pub fn new(ctx: &CudaContext, desc: &GemmDesc, backend: GemmBackend) -> Result<Self> {
-        let fp8 = desc.a.is_fp8();
-        let kernel_desc =
-            if fp8 { GemmDesc { a: DType::F32, b: DType::F32, ..*desc } } else { *desc };
-        let kernels = GemmKernels::new(ctx, &kernel_desc, backend)?;
+        let widened = Widened::of(ctx, desc)?;
+        let desc = kernel_desc(desc);
+        let kernels = GemmKernels::new(ctx, &desc, backend)?;
         let row_sums = desc
             .epilogue
             .bgrad
-            .then(|| load(ctx, &SM80_GEMM, defines(kernel_desc.a))?.kernel("tw_gemm_row_sums"));
-        let widened = fp8.then(|| Widened::new(ctx, desc)).transpose()?;
-        Ok(Self { desc: kernel_desc, kernels, row_sums: row_sums.transpose()?, widened })
+            .then(|| load(ctx, &SM80_GEMM, defines(desc.a))?.kernel("tw_gemm_row_sums"));
+        Ok(Self { desc, kernels, row_sums: row_sums.transpose()?, widened })
     }
 
     /// What makes the products, and why.
@@ -353,10 +321,11 @@ impl Prepared {
     /// Queues the product of tensors that were checked.
     pub fn launch(&self, stream: &CudaStream, m: usize, t: GemmInputs) -> Result<()> {
         let d = &self.desc;
-        let held = self.widened.as_ref().map(|w| (w.a.1.clone(), w.b.1.clone(), w.one.clone()));
-        hold(stream, (t.clone(), held));
+        hold(stream, (t.clone(), self.widened.as_ref().map(Widened::held)));
         let place = |o: &Operand, is_a: bool| match &self.widened {
-            Some(w) => w.queue(stream, o, is_a),
+            // SAFETY: the operands were checked against the description that the room was made for,
+            // and all is held.
+            Some(w) => unsafe { if is_a { &w.a } else { &w.b }.operand(stream, o) },
             None => addr(&o.data),
         };
         let act = d.epilogue.activation;

@@ -11,6 +11,7 @@ pub(crate) mod cuda;
 mod desc;
 pub(crate) mod host;
 mod plan;
+pub(crate) mod widen;
 
 pub use backend::GemmBackend;
 pub use desc::{AOrder, Activation, BOrder, Epilogue, GemmDesc};

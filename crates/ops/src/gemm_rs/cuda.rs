@@ -2,7 +2,7 @@
 //! engine behind it; one kernel adds what came, in the order of the ranks.
 //!
 //! A chunk lies in its slot as it was computed: rows of all columns, in the wire's type. My own part
-//! stays f32 until it is added.
+//! stays f32 until it is added. FP8 operands are widened to f32 first, W with the scale.
 
 use std::ops::Range;
 
@@ -14,11 +14,12 @@ use tilewire_symm::{LiveTeam, OneSided, Signals, SymBuf};
 use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
 use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
-use crate::common::cuda::{addr, hold, no_kernel, together_on, workspace};
+use crate::common::cuda::{addr, hold, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
 use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
-use crate::gemm::cuda::{GemmKernels, Matrix, Product};
-use crate::gemm::{GemmBackend, GemmDesc};
+use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
+use crate::gemm::widen::{Widened, kernel_desc};
+use crate::gemm::{BOrder, GemmBackend, GemmDesc};
 
 /// What `prepare` makes.
 pub(crate) struct Prepared {
@@ -31,18 +32,22 @@ pub(crate) struct Prepared {
     partial: CudaMemory,
     /// My rows: `[slot_rows, n]` f32.
     own: CudaMemory,
+    /// With FP8 operands.
+    widened: Option<Widened>,
 }
 
 impl Prepared {
     pub fn new(lane: &Lane, d: &GemmRsDesc, size: usize) -> Result<Self> {
         let ctx = lane.context();
-        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..d.gemm() }, GemmBackend::Auto);
+        let desc = kernel_desc(&d.gemm());
+        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..desc }, GemmBackend::Auto);
         Ok(Self {
             theirs: gemm(d.wire)?,
             mine: gemm(DType::F32)?,
             reducer: Reducer::new(ctx, [d.wire, DType::F32, d.out])?,
             partial: workspace(ctx, d.m * d.n * d.wire.size())?,
             own: workspace(ctx, slot_rows(d, size) * d.n * 4)?,
+            widened: Widened::of(ctx, &d.gemm())?,
         })
     }
 
@@ -96,11 +101,16 @@ pub(crate) fn launch(
     job: &Job<'_>,
     t: GemmRsInputs,
 ) -> Result<Pending<Tensor>> {
-    if t.scale.is_some() {
-        return Err(no_kernel("a product with a scale", "scale the output behind it"));
+    if t.scale.is_some() && !job.desc.x.is_fp8() {
+        return Err(unscaled(job.desc.x));
     }
-    let given =
-        [("x", Some(&t.x)), ("w", Some(&t.w)), ("bias", t.bias.as_ref()), ("out", Some(&t.out))];
+    let given = [
+        ("x", Some(&t.x)),
+        ("w", Some(&t.w)),
+        ("bias", t.bias.as_ref()),
+        ("scale", t.scale.as_ref()),
+        ("out", Some(&t.out)),
+    ];
     together_on(stream, &given)?;
     let out = t.out.cuda()?;
     let seq = core.begin(stream, format_args!("m={}", job.shape.m))?.ctx.seq();
@@ -110,7 +120,7 @@ pub(crate) fn launch(
     let enter = Enter { signals: job.signals, credit: CREDIT, flags };
     core.run_on(lane, (stream, seq), &enter, &[Poison::value(out.clone())], |l| {
         hold(l.main, t.clone());
-        hold(l.main, (p.partial.clone(), p.own.clone()));
+        hold(l.main, (p.partial.clone(), p.own.clone(), p.widened.as_ref().map(Widened::held)));
         Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() }.run()
     })?;
     core.pending(t.out, stream, seq)
@@ -123,6 +133,7 @@ fn span(tiles: &[RsTile]) -> Range<usize> {
 
 impl Run<'_> {
     fn run(&self) -> Result<()> {
+        self.widen()?;
         let sequential = self.job.shape.config.algo == Algo::Sequential;
         let mut held = Vec::new();
         for task in self.job.shape.tasks {
@@ -152,6 +163,23 @@ impl Run<'_> {
         self.take_back()
     }
 
+    /// With FP8: X and W, as f32.
+    fn widen(&self) -> Result<()> {
+        let (Some(w), d) = (&self.p.widened, self.job.desc) else { return Ok(()) };
+        let w_shape = match d.w_order {
+            BOrder::Nk => (d.n, d.k),
+            BOrder::Kn => (d.k, d.n),
+        };
+        let codes = (addr(&self.t.w)?, addr(self.t.scale.as_ref())?);
+        let x = (addr(&self.t.x)?, 0);
+        // SAFETY: the tensors were checked against the description that the room was made for, and
+        // all is held.
+        unsafe {
+            w.b.rows(self.l.main, codes, 0, w_shape)?;
+            w.a.rows(self.l.main, x, 0, (self.job.shape.m, d.k))
+        }
+    }
+
     /// The product of global rows, to where they are pushed from or to my own part.
     fn product(&self, rows: &Range<usize>, mine: bool) -> Result<()> {
         if rows.is_empty() {
@@ -167,13 +195,17 @@ impl Run<'_> {
             }
         };
         let ldb = match d.w_order {
-            crate::gemm::BOrder::Nk => d.k,
-            crate::gemm::BOrder::Kn => d.n,
+            BOrder::Nk => d.k,
+            BOrder::Kn => d.n,
+        };
+        let (x, w, size) = match &self.p.widened {
+            Some(w) => (w.a.addr(), w.b.addr(), DType::F32.size()),
+            None => (addr(&self.t.x)?, addr(&self.t.w)?, d.x.size()),
         };
         let product = Product {
             shape: (rows.len(), d.n, d.k),
-            a: Matrix::new(addr(&self.t.x)? + (rows.start * d.k * d.x.size()) as u64, d.k),
-            b: Matrix::new(addr(&self.t.w)?, ldb),
+            a: Matrix::new(x + (rows.start * d.k * size) as u64, d.k),
+            b: Matrix::new(w, ldb),
             d: Matrix::new(to, d.n),
             bias: 0,
             aux: Matrix::default(),

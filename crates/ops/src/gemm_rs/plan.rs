@@ -27,7 +27,8 @@ pub struct GemmRsInputs {
     pub w: Tensor,
     /// Bias `[n]` f32; equal on all ranks, added once.
     pub bias: Option<Tensor>,
-    /// One f32 that multiplies my partial product: the product of the FP8 scales.
+    /// One f32 that multiplies my partial product: the product of the FP8 scales. On devices for FP8
+    /// operands only.
     pub scale: Option<Tensor>,
     /// Output: `[rows of me, n]` for `gemm_rs`, `[m, n]` for `gemm_ar`.
     pub out: Tensor,

@@ -1,6 +1,6 @@
 //! Operations of a team on CUDA devices, each with tensors of a small and of a large size.
 
-use tilewire_core::{BackendKind, DType, Result, Rng, Shape};
+use tilewire_core::{BackendKind, DType, Result, Rng, ScaleLayout, Shape};
 use tilewire_device::{Device, Stream, Tensor, cuda};
 use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
@@ -13,6 +13,7 @@ use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Str
 use tilewire_ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
 use tilewire_ops::gemm_ar::{GemmArDesc, GemmArPlan};
 use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
+use tilewire_ops::quant::{QuantDesc, QuantInputs, QuantPlan, Scope, Sides};
 use tilewire_symm::{Heap, HeapCfg, World};
 
 pub const M: usize = 93;
@@ -119,32 +120,45 @@ fn collective_by(
     })
 }
 
-fn ag_gemm(algo: Algo, heap: &Heap, s: &Stream) -> Result<Op> {
-    let desc = AgGemmDesc::new(M, N, K, DType::BF16);
+/// The scale of a product of FP8.
+fn scale(heap: &Heap, t: DType) -> Result<Option<Tensor>> {
+    let new = || Tensor::poisoned(DType::F32, Shape::d1(1)).to(&heap.device());
+    t.is_fp8().then(new).transpose()
+}
+
+fn ag_gemm((algo, t): (Algo, DType), heap: &Heap, s: &Stream) -> Result<Op> {
+    let desc = AgGemmDesc::new(M, N, K, t);
+    let out = desc.out;
     let plan = AgGemmPlan::new(desc, heap, Some(OverlapConfig::of(algo, 2)))?;
     plan.prepare(s)?;
-    let (x, w) = (tensor(heap, DType::BF16, mine(heap, M), K)?, tensor(heap, DType::BF16, N, K)?);
-    let (out, gathered) = (tensor(heap, DType::BF16, M, N)?, tensor(heap, DType::BF16, M, K)?);
+    let (x, w) = (tensor(heap, t, mine(heap, M), K)?, tensor(heap, t, N, K)?);
+    let (out, gathered) = (tensor(heap, out, M, N)?, tensor(heap, t, M, K)?);
+    let mut inputs = vec![(x.clone(), Fill::Normal), (w.clone(), Fill::Normal)];
+    let scale = scale(heap, t)?;
+    inputs.extend(scale.iter().map(|s| (s.clone(), Fill::Normal)));
     let t = AgGemmInputs {
         gathered: Some(gathered.clone()),
-        ..AgGemmInputs::new(x.clone(), w.clone(), out.clone())
+        scale,
+        ..AgGemmInputs::new(x, w, out.clone())
     };
     Ok(Op {
         name: "ag_gemm",
-        inputs: vec![(x, Fill::Normal), (w, Fill::Normal)],
+        inputs,
         outs: vec![out, gathered],
         launch: Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ())),
     })
 }
 
-fn gemm_reduce(scatter: bool, algo: Algo, heap: &Heap, s: &Stream) -> Result<Op> {
-    let desc = GemmRsDesc { bias: true, ..GemmRsDesc::new(M, N, K, DType::BF16) };
+fn gemm_reduce((scatter, algo, t): (bool, Algo, DType), heap: &Heap, s: &Stream) -> Result<Op> {
+    let desc = GemmRsDesc { bias: true, ..GemmRsDesc::new(M, N, K, t) };
     let config = Some(OverlapConfig::of(algo, 2));
-    let (x, w) = (tensor(heap, DType::BF16, M, K)?, tensor(heap, DType::BF16, N, K)?);
+    let (x, w) = (tensor(heap, t, M, K)?, tensor(heap, t, N, K)?);
+    let mut inputs = vec![(x.clone(), Fill::Normal), (w.clone(), Fill::Normal)];
+    let scale = scale(heap, t)?;
+    inputs.extend(scale.iter().map(|s| (s.clone(), Fill::Normal)));
     let bias = Tensor::from_f32(&[0.5; N], DType::F32, Shape::d1(N))?.to(&heap.device())?;
-    let out = tensor(heap, DType::BF16, if scatter { mine(heap, M) } else { M }, N)?;
-    let t =
-        GemmRsInputs { bias: Some(bias), ..GemmRsInputs::new(x.clone(), w.clone(), out.clone()) };
+    let out = tensor(heap, desc.out, if scatter { mine(heap, M) } else { M }, N)?;
+    let t = GemmRsInputs { bias: Some(bias), scale, ..GemmRsInputs::new(x, w, out.clone()) };
     let launch: Launch = if scatter {
         let plan = GemmRsPlan::new(desc, heap, config)?;
         plan.prepare(s)?;
@@ -154,11 +168,25 @@ fn gemm_reduce(scatter: bool, algo: Algo, heap: &Heap, s: &Stream) -> Result<Op>
         plan.prepare(s)?;
         Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
     };
+    Ok(Op { name: if scatter { "gemm_rs" } else { "gemm_ar" }, inputs, outs: vec![out], launch })
+}
+
+/// Codes with the scale of the team.
+fn quant(heap: &Heap, s: &Stream) -> Result<Op> {
+    let desc = QuantDesc {
+        scope: Scope::Team,
+        sides: Sides::Both,
+        ..QuantDesc::new(M, N, DType::BF16, DType::F8E4M3, ScaleLayout::Tensor)
+    };
+    let plan = QuantPlan::new(desc, Some(heap))?;
+    plan.prepare(s)?;
+    let t = QuantInputs::new(&desc, &tensor(heap, DType::BF16, mine(heap, M), N)?)?;
+    let outs = t.row.iter().chain(&t.column).flat_map(|q| [q.data.clone(), q.scales.clone()]);
     Ok(Op {
-        name: if scatter { "gemm_rs" } else { "gemm_ar" },
-        inputs: vec![(x, Fill::Normal), (w, Fill::Normal)],
-        outs: vec![out],
-        launch,
+        name: "quant",
+        inputs: vec![(t.x.clone(), Fill::Normal)],
+        outs: outs.collect(),
+        launch: Box::new(move |s| plan.launch(s, t.clone())?.join(s).map(|_| ())),
     })
 }
 
@@ -223,7 +251,7 @@ fn cp_attention(strategy: Strategy, heap: &Heap, s: &Stream) -> Result<Op> {
     Ok(Op { name: "cp_attention", inputs, outs, launch: Box::new(launch) })
 }
 
-const ALL: [Make; 16] = [
+const ALL: [Make; 21] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
@@ -231,15 +259,20 @@ const ALL: [Make; 16] = [
     // By copy engines: above the size that kernels move.
     |h, s| collective("all_gather", h, s, 1_400_000),
     |h, s| collective("all_reduce", h, s, 1_400_000),
-    |h, s| ag_gemm(Algo::Pipelined, h, s),
-    |h, s| ag_gemm(Algo::Sequential, h, s),
-    |h, s| gemm_reduce(true, Algo::Pipelined, h, s),
-    |h, s| gemm_reduce(true, Algo::Sequential, h, s),
-    |h, s| gemm_reduce(false, Algo::Pipelined, h, s),
+    |h, s| ag_gemm((Algo::Pipelined, DType::BF16), h, s),
+    |h, s| ag_gemm((Algo::Sequential, DType::BF16), h, s),
+    |h, s| ag_gemm((Algo::Pipelined, DType::F8E4M3), h, s),
+    |h, s| gemm_reduce((true, Algo::Pipelined, DType::BF16), h, s),
+    |h, s| gemm_reduce((true, Algo::Sequential, DType::BF16), h, s),
+    |h, s| gemm_reduce((true, Algo::Pipelined, DType::F8E4M3), h, s),
+    |h, s| gemm_reduce((false, Algo::Pipelined, DType::BF16), h, s),
+    |h, s| gemm_reduce((false, Algo::Sequential, DType::F8E5M2), h, s),
+    quant,
     |h, s| ep(EpLayout::ExpertMajor { align: 4 }, h, s),
     |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
     |h, s| cp_attention(Strategy::AllGather, h, s),
     |h, s| cp_attention(Strategy::Get, h, s),
+    |h, s| cp_attention(Strategy::Ring, h, s),
     |h, s| cp_attention(Strategy::AllToAll, h, s),
 ];
 
