@@ -127,6 +127,7 @@ pub const SM80_GROUPED_GEMM: Source = Source {
         "tw_grouped_nt",
         "tw_grouped_nn",
         "tw_grouped_tn",
+        "tw_grouped_f32",
         "tw_grouped_dbias",
         "tw_grouped_dact",
         "tw_grouped_table",

@@ -442,6 +442,55 @@ __device__ __forceinline__ void tw_epilogue(const TwGemm& g, const TwAcc& acc, u
     }
 }
 
+// ---- Products of f32: tiles of 64 x 64, 256 threads, 18432 bytes.
+
+enum : u32 { TW_F32_TILE = 64 };
+
+// A f32 operand of a block's tile, as TwOperand.
+struct TwWide {
+    const float* p;
+    i64 ld;
+    bool k_major;
+    u32 extent, first;
+    bool pairs;
+};
+
+// 64 x 16 elements to shared memory, as [16][64].
+__device__ __forceinline__ void tw_load_f32(float* tile, const TwWide& o, u32 k, u32 k0) {
+#pragma unroll
+    for (u32 i = threadIdx.x; i < TW_F32_TILE * 16; i += 256) {
+        const u32 r = o.k_major ? i / 16 : i % 64, kk = o.k_major ? i % 16 : i / 64;
+        const u32 x = o.first + (o.pairs ? r / 16 * 8 + r % 8 : r), z = k0 + kk;
+        const u64 at = x + (o.pairs && r / 8 % 2 ? o.extent : 0);
+        const bool there = x < o.extent && z < k;
+        tile[kk * 64 + r] = there ? o.p[o.k_major ? (i64)at * o.ld + z : (i64)z * o.ld + (i64)at] : 0.0f;
+    }
+}
+
+// The product of a tile, and its epilogue: rows of D from row0 on and below `end`, columns from col0.
+__device__ __forceinline__ void tw_product_f32(const TwGemm& g, const TwWide& a, const TwWide& b, u32 k, u32 row0,
+                                               u32 end, u32 col0) {
+    float *ta = (float*)tw_smem, *tb = ta + 16 * TW_F32_TILE;
+    const u32 y = threadIdx.x / 16 * 4, x = threadIdx.x % 16 * 4;
+    float acc[4][4] = {};
+#pragma unroll 1
+    for (u32 k0 = 0; k0 < k; k0 += 16) {
+        tw_load_f32(ta, a, k, k0);
+        tw_load_f32(tb, b, k, k0);
+        __syncthreads();
+#pragma unroll
+        for (u32 kk = 0; kk < 16; kk++)
+#pragma unroll
+            for (u32 i = 0; i < 16; i++)
+                acc[i / 4][i % 4] = fmaf(ta[kk * 64 + y + i / 4], tb[kk * 64 + x + i % 4], acc[i / 4][i % 4]);
+        __syncthreads();
+    }
+#pragma unroll
+    for (u32 i = 0; i < 16; i++) ta[(y + i / 4) * (TW_F32_TILE + TW_EPI_PAD) + x + i % 4] = acc[i / 4][i % 4];
+    __syncthreads();
+    tw_finish<TW_F32_TILE, 256>(g, ta, TW_F32_TILE, row0, 16, end, col0);
+}
+
 // ---- Sums of columns, for gradients of biases.
 
 // out[c] = the sum of `rows` rows of column c, for 32 columns from `col0` on; 256 threads. Each

@@ -57,42 +57,12 @@ tw_gemm_tt(const __grid_constant__ TwGemm g) {
     tw_gemm<false, true>(g);
 }
 
-// 64 x 16 elements of a f32 operand to shared memory, as [16][64].
-__device__ __forceinline__ void tw_load_f32(float* tile, const float* p, i64 ld, bool k_major, u32 extent, u32 first,
-                                            bool pairs, u32 k, u32 k0) {
-#pragma unroll
-    for (u32 i = threadIdx.x; i < 64 * 16; i += 256) {
-        const u32 r = k_major ? i / 16 : i % 64, kk = k_major ? i % 16 : i / 64;
-        const u32 x = first + (pairs ? r / 16 * 8 + r % 8 : r), z = k0 + kk;
-        const u64 at = x + (pairs && r / 8 % 2 ? extent : 0);
-        const bool there = x < extent && z < k;
-        tile[kk * 64 + r] = there ? p[k_major ? (i64)at * ld + z : (i64)z * ld + (i64)at] : 0.0f;
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(256) tw_gemm_f32(const __grid_constant__ TwGemm g) {
     TwTile t;
-    if (!tw_my_tile(g, 64, 64, t)) return;
-    float *a = (float*)tw_smem, *b = a + 16 * 64;
-    const u32 y = threadIdx.x / 16 * 4, x = threadIdx.x % 16 * 4;
-    float acc[4][4] = {};
-#pragma unroll 1
-    for (u32 k0 = 0; k0 < g.k; k0 += 16) {
-        tw_load_f32(a, (const float*)g.a, g.lda, !(g.flags & TW_A_KM), g.m, t.m, false, g.k, k0);
-        tw_load_f32(b, (const float*)g.b, g.ldb, !(g.flags & TW_B_KN), tw_out_cols(g), t.n, tw_act(g) == TW_SWIGLU,
-                    g.k, k0);
-        __syncthreads();
-#pragma unroll
-        for (u32 kk = 0; kk < 16; kk++)
-#pragma unroll
-            for (u32 i = 0; i < 16; i++)
-                acc[i / 4][i % 4] = fmaf(a[kk * 64 + y + i / 4], b[kk * 64 + x + i % 4], acc[i / 4][i % 4]);
-        __syncthreads();
-    }
-#pragma unroll
-    for (u32 i = 0; i < 16; i++) a[(y + i / 4) * (64 + TW_EPI_PAD) + x + i % 4] = acc[i / 4][i % 4];
-    __syncthreads();
-    tw_finish<64, 256>(g, a, 64, t.m, 16, g.m, t.n);
+    if (!tw_my_tile(g, TW_F32_TILE, TW_F32_TILE, t)) return;
+    const TwWide a = {(const float*)g.a, g.lda, !(g.flags & TW_A_KM), g.m, t.m, false};
+    const TwWide b = {(const float*)g.b, g.ldb, !(g.flags & TW_B_KN), tw_out_cols(g), t.n, tw_act(g) == TW_SWIGLU};
+    tw_product_f32(g, a, b, g.k, t.m, g.m, t.n);
 }
 
 // out[i] = the sum of row i of op(A), i < m: A [m, k], or [k, m] with TW_A_KM in `flags`, whose type

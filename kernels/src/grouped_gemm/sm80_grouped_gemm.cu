@@ -10,10 +10,12 @@
 // rows has a zero gradient, or keeps its bits when it is added to. Splits that cannot be used set
 // the status word (1 negative, 2 more than the capacity) and nothing else is written; good ones
 // leave it as it is, so that what was found stays until the host has looked.
+//   tw_grouped_f32: each of them, of f32: tn with TW_A_KM, nn with TW_B_KN.
 // Types: as sm80_gemm.cu, bf16 or f16.
 // Launch: for nt and nn (capacity / TW_GEMM_M + groups) * tiles_n blocks, at least 1: an upper
 //   bound of the tiles, so that the host need not know the splits. For tn groups * tiles_m *
-//   tiles_n, at least 1. Threads and shared memory as sm80_gemm.cu.
+//   tiles_n, at least 1. Threads and shared memory as sm80_gemm.cu; tw_grouped_f32 with tiles of 64 x
+//   64, as tw_gemm_f32.
 // Algorithm: each warp of each block scans the splits for itself, 32 at a time; then the mainloop
 //   of gemm/mainloop.cuh. `tw_tile` orders the tiles of each group.
 
@@ -46,7 +48,7 @@ __device__ __forceinline__ i64 tw_split(const TwGrouped& p, u32 e) {
 }
 
 // Looks for the group that holds tile of rows `index`, or for group `index`.
-template <bool BY_TILE>
+template <bool BY_TILE, u32 BM = TW_BM>
 __device__ __forceinline__ TwFound tw_find(const TwGrouped& p, u32 capacity, u32 index) {
     const u32 lane = threadIdx.x % 32, all = 0xffffffff;
     TwFound f = {};
@@ -58,7 +60,7 @@ __device__ __forceinline__ TwFound tw_find(const TwGrouped& p, u32 capacity, u32
         const i64 v = e < p.groups ? tw_split(p, e) : before;
         // Clamped, so that no sum overflows. Where the last of them is good, so are all before.
         const u64 num = v < before ? 0 : min((u64)v - (u64)before, (u64)capacity + 1);
-        const u64 own = (num + TW_BM - 1) / TW_BM;
+        const u64 own = (num + BM - 1) / BM;
         u64 end = num, last = own;
         for (u32 by = 1; by < 32; by *= 2) {
             const u64 r = __shfl_up_sync(all, end, by), t = __shfl_up_sync(all, last, by);
@@ -93,9 +95,9 @@ __device__ __forceinline__ void tw_report(const TwGrouped& p, const TwFound& f) 
 __device__ __forceinline__ void tw_zero_tail(const TwGemm& g, u32 first) {
     const u32 type = g.flags & TW_OUT;
     for (u32 row = first + blockIdx.x; row < g.m; row += gridDim.x) {
-        for (u32 col = threadIdx.x; col < tw_out_cols(g); col += TW_THREADS)
+        for (u32 col = threadIdx.x; col < tw_out_cols(g); col += blockDim.x)
             tw_store1(g.d, (i64)row * g.ldd + col, type, 0.0f);
-        for (u32 col = threadIdx.x; g.aux && col < g.n; col += TW_THREADS)
+        for (u32 col = threadIdx.x; g.aux && col < g.n; col += blockDim.x)
             tw_store1(g.aux, (i64)row * g.ldaux + col, type, 0.0f);
     }
 }
@@ -111,20 +113,30 @@ tw_grouped_table(const __grid_constant__ TwAddresses a, u32 num, u64* table) {
     if (threadIdx.x < num) table[threadIdx.x] = a.at[threadIdx.x];
 }
 
-template <bool B_NK>
+// Of 16-bit operands, B as B_NK says, or of f32, as TW_B_KN says.
+template <bool F32, bool B_NK>
 __device__ __forceinline__ void tw_grouped_rows(const TwGrouped& p) {
+    const u32 BM = F32 ? TW_F32_TILE : TW_BM, BN = F32 ? TW_F32_TILE : TW_BN;
     TwGemm g = p.g;
-    const u32 cols = tw_block_cols(g, TW_BN), tiles_n = max((tw_out_cols(g) + cols - 1) / cols, 1u);
-    const TwFound f = tw_find<true>(p, g.m, blockIdx.x / tiles_n);
+    const u32 cols = tw_block_cols(g, BN), tiles_n = max((tw_out_cols(g) + cols - 1) / cols, 1u);
+    const TwFound f = tw_find<true, BM>(p, g.m, blockIdx.x / tiles_n);
     tw_report(p, f);
     if (f.code) return;
     if (g.flags & TW_ZERO_TAIL) tw_zero_tail(g, f.total);
     if (!f.found) return;
-    const TwTile t = tw_tile(blockIdx.x - f.tile * tiles_n, (f.rows + TW_BM - 1) / TW_BM, tiles_n);
-    const u32 row0 = f.row0 + t.m * TW_BM, end = f.row0 + f.rows;
+    const TwTile t = tw_tile(blockIdx.x - f.tile * tiles_n, (f.rows + BM - 1) / BM, tiles_n);
+    const u32 row0 = f.row0 + t.m * BM, end = f.row0 + f.rows;
     if (g.bias) g.bias += (i64)f.group * g.n;
+    const u64 bytes = F32 ? 4 : 2;
+    const u8* weights = p.table ? (const u8*)p.table[f.group] : (const u8*)g.b + f.group * p.stride * bytes;
+    if (F32) {
+        const TwWide a = {(const float*)g.a, g.lda, true, end, row0, false};
+        const TwWide b = {(const float*)weights, g.ldb, !(g.flags & TW_B_KN), tw_out_cols(g), t.n * cols,
+                          tw_act(g) == TW_SWIGLU};
+        tw_product_f32(g, a, b, g.k, row0, end, t.n * cols);
+        return;
+    }
     const TwOperand a = tw_operand<true>(g.a, g.lda, end, row0, false);
-    const u16* weights = p.table ? (const u16*)p.table[f.group] : (const u16*)g.b + f.group * p.stride;
     const TwOperand b = tw_operand<B_NK>(weights, g.ldb, tw_out_cols(g), t.n * cols,
                                          tw_act(g) == TW_SWIGLU);
     TwAcc acc;
@@ -134,18 +146,19 @@ __device__ __forceinline__ void tw_grouped_rows(const TwGrouped& p) {
 
 extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
 tw_grouped_nt(const __grid_constant__ TwGrouped p) {
-    tw_grouped_rows<true>(p);
+    tw_grouped_rows<false, true>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
 tw_grouped_nn(const __grid_constant__ TwGrouped p) {
-    tw_grouped_rows<false>(p);
+    tw_grouped_rows<false, false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
-tw_grouped_tn(const __grid_constant__ TwGrouped p) {
+template <bool F32>
+__device__ __forceinline__ void tw_grouped_columns(const TwGrouped& p) {
+    const u32 BM = F32 ? TW_F32_TILE : TW_BM, BN = F32 ? TW_F32_TILE : TW_BN;
     TwGemm g = p.g;
-    const u32 tiles_m = (g.m + TW_BM - 1) / TW_BM, tiles_n = (g.n + TW_BN - 1) / TW_BN;
+    const u32 tiles_m = (g.m + BM - 1) / BM, tiles_n = (g.n + BN - 1) / BN;
     const u32 tiles = max(tiles_m * tiles_n, 1u);
     const TwFound f = tw_find<false>(p, g.k, blockIdx.x / tiles);
     tw_report(p, f);
@@ -157,11 +170,27 @@ tw_grouped_tn(const __grid_constant__ TwGrouped p) {
     if (add) g.flags |= TW_ACCUMULATE;
     const u64 bytes = (g.flags & TW_OUT) == 2 ? 4 : 2;
     g.d = p.table ? (void*)p.table[f.group] : (u8*)g.d + f.group * p.stride * bytes;
+    if (F32) {
+        const TwWide a = {(const float*)g.a + f.row0 * g.lda, g.lda, false, g.m, t.m * BM, false};
+        const TwWide b = {(const float*)g.b + f.row0 * g.ldb, g.ldb, false, g.n, t.n * BN, false};
+        tw_product_f32(g, a, b, f.rows, t.m * BM, g.m, t.n * BN);
+        return;
+    }
     const TwOperand a = tw_operand<false>((const u16*)g.a + f.row0 * g.lda, g.lda, g.m, t.m * TW_BM, false);
     const TwOperand b = tw_operand<false>((const u16*)g.b + f.row0 * g.ldb, g.ldb, g.n, t.n * TW_BN, false);
     TwAcc acc;
     tw_mainloop<false, false>(acc, tw_smem, a, b, f.rows);
     tw_epilogue(g, acc, tw_smem, t.m * TW_BM, g.m, t.n * TW_BN);
+}
+
+extern "C" __global__ void __launch_bounds__(TW_THREADS, TW_MIN_BLOCKS)
+tw_grouped_tn(const __grid_constant__ TwGrouped p) {
+    tw_grouped_columns<false>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(256) tw_grouped_f32(const __grid_constant__ TwGrouped p) {
+    if (p.g.flags & TW_A_KM) tw_grouped_columns<true>(p);
+    else tw_grouped_rows<true, true>(p);
 }
 
 // bias [groups, n] f32 = sums of the rows of each group of A [capacity, n] (type of TW_OUT, capacity

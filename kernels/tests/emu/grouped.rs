@@ -16,6 +16,7 @@ use crate::{Test, tests};
 pub const TESTS: &[Test] = tests![
     grouped_fprop_and_dgrad,
     grouped_wgrad,
+    grouped_f32,
     grouped_splits_that_cannot_be_used_write_nothing,
     grouped_mutants,
 ];
@@ -69,6 +70,8 @@ struct Case {
     aux: bool,
     /// Weights, or their gradients, are found by a table: the last group's come first.
     table: bool,
+    /// Of the operands, f16 or f32.
+    input: Type,
     out: Type,
     exact: bool,
 }
@@ -89,12 +92,13 @@ fn case(pass: Pass, splits: &[i64], capacity: usize, k: usize, n: usize) -> Case
         narrow: false,
         aux: false,
         table: false,
+        input: Type::F16,
         out,
         exact: false,
     }
 }
 
-/// Operands as f32, rounded to f16: A, B, what D holds, bias.
+/// Operands as f32, rounded to their type: A, B, what D holds, bias.
 struct Operands {
     a: Vec<f32>,
     b: Vec<f32>,
@@ -108,8 +112,8 @@ impl Case {
     }
 
     fn operands(&self) -> Operands {
-        let f16 = |num: usize, tensor| -> Vec<f32> {
-            (0..num).map(|i| Type::F16.round(number(self.exact, tensor, i))).collect()
+        let rounded = |num: usize, tensor| -> Vec<f32> {
+            (0..num).map(|i| self.input.round(number(self.exact, tensor, i))).collect()
         };
         let groups = self.splits.len();
         let (b, d) = match self.pass {
@@ -119,7 +123,7 @@ impl Case {
         let poison = |i: usize| self.accumulate && i / (self.k * self.n).max(1) % 2 == 1;
         let d = (0..d).map(|i| if poison(i) { -number(true, 3, i) } else { f32::NAN }).collect();
         let bias = (0..groups * self.n).map(|i| number(self.exact, 4, i)).collect();
-        Operands { a: f16(self.capacity * self.k, 1), b: f16(b, 2), d, bias }
+        Operands { a: rounded(self.capacity * self.k, 1), b: rounded(b, 2), d, bias }
     }
 
     /// Group and rows of each.
@@ -208,7 +212,8 @@ impl Case {
                     | self.act << 2
                     | u32::from(self.zero_tail) << 7
                     | u32::from(self.ends) << 9
-                    | u32::from(self.narrow) << 10,
+                    | u32::from(self.narrow) << 10
+                    | self.order_flags(),
                 aux: if self.aux { aux } else { 0 },
                 ldaux: self.n as u64,
             },
@@ -219,6 +224,15 @@ impl Case {
             groups: self.splits.len() as u32,
             pad: 0,
             table: 0,
+        }
+    }
+
+    /// The kernel of f32 is told the order.
+    fn order_flags(&self) -> u32 {
+        match (self.input, self.pass) {
+            (Type::F32, Wgrad) => 32,
+            (Type::F32, Dgrad) => 64,
+            _ => 0,
         }
     }
 
@@ -233,8 +247,8 @@ impl Case {
         let groups = self.splits.len();
         let add: Vec<u8> = (0..groups).map(|e| (e % 2) as u8).collect();
         let all = [
-            store("A", &Type::F16.bytes(&x.a)),
-            store("B", &Type::F16.bytes(&x.b)),
+            store("A", &self.input.bytes(&x.a)),
+            store("B", &self.input.bytes(&x.b)),
             store("D", &self.out.bytes(&x.d)),
             store("bias", &Type::F32.bytes(&x.bias)),
             store("splits", &self.split_bytes()),
@@ -244,7 +258,8 @@ impl Case {
         ];
         let mut param = self.param(all.each_ref().map(Memory::addr));
         let table = Memory::new("table", ANY, 8 * groups);
-        let size = (self.k * self.n) as u64 * if self.pass == Wgrad { self.size() } else { 2 };
+        let of = if self.pass == Wgrad { self.out } else { self.input };
+        let size = of.bytes(&vec![0.0; self.k * self.n]).len() as u64;
         if self.table {
             let which = &all[if self.pass == Wgrad { 2 } else { 1 }];
             which.write(&reversed(&which.read::<u8>(), size as usize));
@@ -253,15 +268,17 @@ impl Case {
             table.write(&at);
             param.table = table.addr();
         }
-        let (bm, bn) = on.tile;
+        let wide = self.input == Type::F32;
+        let ((bm, bn), threads, smem) =
+            if wide { ((64, 64), 256, 18432) } else { (on.tile, on.threads, on.smem) };
         let tiles_n = self.n.div_ceil(bn);
         let (name, blocks) = match self.pass {
             Fprop => ("tw_grouped_nt", (self.capacity / bm + groups) * tiles_n),
             Dgrad => ("tw_grouped_nn", (self.capacity / bm + groups) * tiles_n),
             Wgrad => ("tw_grouped_tn", groups * self.k.div_ceil(bm) * tiles_n),
         };
-        let k = on.lib.kernel(name);
-        let launch = k.grid([blocks.max(1) as u32, 1, 1], [on.threads, 1, 1]).smem(on.smem);
+        let k = on.lib.kernel(if wide { "tw_grouped_f32" } else { name });
+        let launch = k.grid([blocks.max(1) as u32, 1, 1], [threads, 1, 1]).smem(smem);
         let mut run =
             Run::new(seed).memory(all.iter().chain([&table])).stream(0, vec![launch.arg(&param)]);
         run.yield_permille = 20;
@@ -271,11 +288,6 @@ impl Case {
         let turned = self.table && self.pass == Wgrad;
         let d = if turned { reversed(&d, size as usize) } else { d };
         (all[5].read::<u32>()[0], d)
-    }
-
-    /// Bytes of an element of D.
-    fn size(&self) -> u64 {
-        self.out.bytes(&[0.0]).len() as u64
     }
 
     fn check(&self, on: &Build) {
@@ -378,6 +390,30 @@ fn grouped_wgrad() {
     wgrad_of(&LIB);
 }
 
+/// Every pass of f32, with what is its own: tiles of 64, the order by flags, four bytes.
+fn f32_of(on: &Build) {
+    let wide = |c: Case| Case { input: Type::F32, ..c };
+    for pass in [Fprop, Dgrad] {
+        wide(case(pass, &[3, 0, 70, 1, 0], 74, 40, 72)).check(on);
+        wide(Case { act: SWIGLU, bias: true, aux: true, ..case(pass, &[5, 0, 9], 20, 24, 40) })
+            .check(on);
+        let table =
+            Case { table: true, zero_tail: true, ends: true, ..case(pass, &many(), 60, 17, 24) };
+        wide(Case { out: Type::F16, ..table }).check(on);
+        wide(Case { exact: true, ..case(pass, &[2, 1], 3, 0, 8) }).check(on);
+    }
+    wide(case(Wgrad, &[3, 0, 70, 1, 0], 80, 72, 40)).check(on);
+    let add = Case { accumulate: true, exact: true, ..case(Wgrad, &[9, 0, 0, 33], 42, 21, 70) };
+    wide(Case { table: true, ..add }).check(on);
+    let c = wide(Case { zero_tail: true, ..case(Fprop, &[4, 7, 0], 10, 16, 24) });
+    let (got, bytes) = c.run(on, 3);
+    assert!(got == 2 && bytes == c.out.bytes(&c.operands().d), "{c:?}");
+}
+
+fn grouped_f32() {
+    f32_of(&LIB);
+}
+
 /// Splits, and the status they set.
 fn bad_splits(on: &Build) {
     let far: Vec<i64> = (0..40).map(|e| if e == 35 { -1 } else { 0 }).collect();
@@ -423,14 +459,14 @@ fn grouped_splits_that_cannot_be_used_write_nothing() {
 const MUTANTS: &[Planted] = &[
     Planted(
         "rows of the next group",
-        "const u32 row0 = f.row0 + t.m * TW_BM, end = f.row0 + f.rows;",
-        "const u32 row0 = f.row0 + t.m * TW_BM, end = g.m;",
+        "const u32 row0 = f.row0 + t.m * BM, end = f.row0 + f.rows;",
+        "const u32 row0 = f.row0 + t.m * BM, end = g.m;",
         good,
     ),
     Planted(
         "weights of the first group",
-        "(const u16*)g.b + f.group * p.stride",
-        "(const u16*)g.b",
+        "(const u8*)g.b + f.group * p.stride * bytes",
+        "(const u8*)g.b",
         good,
     ),
     Planted(
@@ -463,12 +499,39 @@ const MUTANTS: &[Planted] = &[
     Planted("the tail of aux", "g.aux && col < g.n;", "g.aux && col < 0;", good),
     Planted(
         "the first entry of the table",
-        "(const u16*)p.table[f.group]",
-        "(const u16*)p.table[0]",
+        "(const u8*)p.table[f.group]",
+        "(const u8*)p.table[0]",
         good,
     ),
     Planted("gradients to the first entry", "(void*)p.table[f.group]", "(void*)p.table[0]", good),
     Planted("zeros are added", "    if (add && f.rows == 0) return;\n", "", good),
+    Planted("f32 weights as far apart as f16", "F32 ? 4 : 2", "2", wide),
+    Planted("f32 always [n, k]", "!(g.flags & TW_B_KN)", "true", wide),
+    Planted("f32 tiles counted as others", "(num + BM - 1) / BM", "(num + 127) / 128", wide),
+    Planted(
+        "f32 rows of the next group",
+        "tw_product_f32(g, a, b, g.k, row0, end,",
+        "tw_product_f32(g, a, b, g.k, row0, g.m,",
+        wide,
+    ),
+    Planted(
+        "f32 gradients of the first group's rows",
+        "(const float*)g.b + f.row0 * g.ldb",
+        "(const float*)g.b",
+        wide,
+    ),
+    Planted(
+        "f32 gradients over all rows",
+        "tw_product_f32(g, a, b, f.rows,",
+        "tw_product_f32(g, a, b, g.k,",
+        wide,
+    ),
+    Planted(
+        "a step of f32 is read before it is there",
+        "tw_load_f32(tb, b, k, k0);\n        __syncthreads();",
+        "tw_load_f32(tb, b, k, k0);",
+        wide,
+    ),
     Planted("bias of the first group", "g.bias += (i64)f.group * g.n;", "g.bias += 0;", good),
 ];
 
@@ -476,6 +539,10 @@ fn good(lib: &'static Lib) {
     let on = &Build { lib, ..*LIB };
     rows_of(on, Fprop);
     wgrad_of(on);
+}
+
+fn wide(lib: &'static Lib) {
+    f32_of(&Build { lib, ..*LIB });
 }
 
 fn bad(lib: &'static Lib) {

@@ -19,13 +19,13 @@ use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel};
 /// `gemm/mainloop.cuh` defines them where nothing else is defined.
 pub(crate) const TILE: Tile = Tile { m: 128, n: 128, threads: 128, shared_bytes: 65536 };
 /// Those of the f32 kernel.
-const TILE_F32: Tile = Tile { m: 64, n: 64, threads: 256, shared_bytes: 18432 };
+pub(crate) const TILE_F32: Tile = Tile { m: 64, n: 64, threads: 256, shared_bytes: 18432 };
 
 /// Flags of `TwGemm`.
 pub(crate) const ACT_SHIFT: u32 = 2;
 const ACCUMULATE: u32 = 16;
-const A_KM: u32 = 32;
-const B_KN: u32 = 64;
+pub(crate) const A_KM: u32 = 32;
+pub(crate) const B_KN: u32 = 64;
 const DACT: u32 = 256;
 
 /// Threads, sums and shared memory of a block of `tw_gemm_row_sums`.
@@ -325,7 +325,7 @@ impl Prepared {
         let place = |o: &Operand, is_a: bool| match &self.widened {
             // SAFETY: the operands were checked against the description that the room was made for,
             // and all is held.
-            Some(w) => unsafe { if is_a { &w.a } else { &w.b }.operand(stream, o) },
+            Some(w) => unsafe { if is_a { &w.a } else { &w.b }.operand(stream, o, 0) },
             None => addr(&o.data),
         };
         let act = d.epilogue.activation;

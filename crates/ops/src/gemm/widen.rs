@@ -49,23 +49,25 @@ impl Wide {
         self.memory.addr()
     }
 
-    /// Queues the widening of an operand.
+    /// Queues the widening of an operand to the room's elements from `first` on; where they are.
     ///
     /// # Safety
-    /// The operand must be checked, of the room's device and size at most, and held; [`Wide::held`],
-    /// too.
+    /// The operand must be checked, of the room's device, inside of the room, and held;
+    /// [`Wide::held`], too.
     ///
     /// # Errors
     /// What the driver reports.
-    pub unsafe fn operand(&self, stream: &CudaStream, o: &Operand) -> Result<u64> {
+    pub unsafe fn operand(&self, stream: &CudaStream, o: &Operand, first: usize) -> Result<u64> {
         let (scales, layout) = match &o.scales {
             Some((s, layout)) => (addr(s)?, *layout),
             None => (self.one.addr(), ScaleLayout::Tensor),
         };
         let s = o.data.shape();
         let codes = Codes { x: addr(&o.data)?, scales, layout, shape: (s.dim(0), s.dim(1)) };
+        debug_assert!(4 * (first + s.num_elems()) <= self.memory.len_bytes());
+        let to = self.addr() + 4 * first as u64;
         // SAFETY: the caller's contract.
-        unsafe { self.widen.launch(stream, &codes, self.addr()) }.map(|()| self.addr())
+        unsafe { self.widen.launch(stream, &codes, to) }.map(|()| to)
     }
 
     /// Queues the widening of `shape.0` rows at address `x`, with one scale for all (of address 0: 1),

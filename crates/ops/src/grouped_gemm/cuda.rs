@@ -1,4 +1,5 @@
-//! Grouped GEMM on CUDA devices, by the portable kernels (`grouped_gemm/sm80_grouped_gemm.cu`).
+//! Grouped GEMM on CUDA devices, by the portable kernels (`grouped_gemm/sm80_grouped_gemm.cu`). FP8
+//! operands are widened to f32 first.
 
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Result, Shape};
@@ -7,10 +8,12 @@ use tilewire_device::{Device, Tensor};
 use tilewire_kernels::SM80_GROUPED_GEMM;
 
 use super::{GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights};
-use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
+use crate::common::cuda::{addr, fit_32_bits, hold, load, workspace};
+use crate::gemm::Operand;
 use crate::gemm::cuda::{
-    ACT_SHIFT, Param, SUMS, TILE, Tile, act_code, check_operand, defines, out_code,
+    A_KM, ACT_SHIFT, B_KN, Param, SUMS, TILE, TILE_F32, Tile, act_code, defines, out_code,
 };
+use crate::gemm::widen::Wide;
 
 /// Flags of `TwGrouped`'s product.
 const ZERO_TAIL: u32 = 128;
@@ -41,12 +44,28 @@ struct Addresses {
     at: [u64; 64],
 }
 
+/// A kernel of products, and the flags that make it one of its order.
+struct Products {
+    kernel: Kernel,
+    flags: u32,
+}
+
+/// Room for the f32 of FP8 operands.
+struct Widened {
+    x: Wide,
+    dy: Wide,
+    w: Wide,
+}
+
 /// Kernels and status word of a plan.
 pub(super) struct Prepared {
+    /// What the kernels compute: with f32 in place of FP8.
     desc: GroupedDesc,
-    nt: Kernel,
-    nn: Kernel,
-    tn: Kernel,
+    tile: Tile,
+    nt: Products,
+    nn: Products,
+    tn: Products,
+    widened: Option<Widened>,
     dbias: Kernel,
     dact: Kernel,
     fill_table: Kernel,
@@ -56,18 +75,16 @@ pub(super) struct Prepared {
     pub status: Tensor,
 }
 
-/// Fails for what no kernel does. Pure.
-fn check(d: &GroupedDesc) -> Result<()> {
-    check_operand(d.dtype)?;
-    if d.dtype == DType::F32 {
-        return Err(no_kernel("grouped products of f32", "use bf16 or f16, or the host"));
-    }
+/// Fails for what no kernel does; else the tile of the products. Pure.
+fn check(d: &GroupedDesc) -> Result<Tile> {
+    let wide = d.dtype == DType::F32 || d.dtype.is_fp8();
+    let tile = if wide { TILE_F32 } else { TILE };
     out_code(d.out)?;
-    let rows = d.capacity / TILE.m + d.groups;
-    let wgrad = d.groups * d.n.div_ceil(TILE.m) * d.k.div_ceil(TILE.n);
-    let blocks = [rows * d.n.div_ceil(TILE.n), rows * d.k.div_ceil(TILE.n), wgrad];
+    let rows = d.capacity / tile.m + d.groups;
+    let wgrad = d.groups * d.n.div_ceil(tile.m) * d.k.div_ceil(tile.n);
+    let blocks = [rows * d.n.div_ceil(tile.n), rows * d.k.div_ceil(tile.n), wgrad];
     fit_32_bits("grouped products", &[d.capacity, d.n, d.k, d.groups])?;
-    fit_32_bits("tiles of grouped products", &blocks)
+    fit_32_bits("tiles of grouped products", &blocks).map(|()| tile)
 }
 
 /// How splits are told from counts in i64.
@@ -87,19 +104,38 @@ struct Pass<'a> {
     table: u64,
 }
 
+impl Widened {
+    fn new(ctx: &CudaContext, d: &GroupedDesc) -> Result<Self> {
+        Ok(Self {
+            x: Wide::new(ctx, d.dtype, d.capacity, d.k)?,
+            dy: Wide::new(ctx, d.dtype, d.capacity, d.n)?,
+            w: Wide::new(ctx, d.dtype, d.groups * d.n, d.k)?,
+        })
+    }
+}
+
 impl Prepared {
     pub fn new(ctx: &CudaContext, desc: &GroupedDesc) -> Result<Self> {
-        check(desc)?;
+        let tile = check(desc)?;
+        let widened = desc.dtype.is_fp8().then(|| Widened::new(ctx, desc)).transpose()?;
+        let desc = &match widened {
+            Some(_) => GroupedDesc { dtype: DType::F32, ..*desc },
+            None => *desc,
+        };
         let module = load(ctx, &SM80_GROUPED_GEMM, defines(desc.dtype))?;
-        let kernel = |name| {
-            let k = module.kernel(name)?;
-            k.allow_shared(TILE.shared_bytes).map(|()| k)
+        let kernel = |name, f32_flags| {
+            let (name, flags) =
+                if desc.dtype == DType::F32 { ("tw_grouped_f32", f32_flags) } else { (name, 0) };
+            let kernel = module.kernel(name)?;
+            kernel.allow_shared(tile.shared_bytes).map(|()| Products { kernel, flags })
         };
         Ok(Self {
             desc: *desc,
-            nt: kernel("tw_grouped_nt")?,
-            nn: kernel("tw_grouped_nn")?,
-            tn: kernel("tw_grouped_tn")?,
+            tile,
+            nt: kernel("tw_grouped_nt", 0)?,
+            nn: kernel("tw_grouped_nn", B_KN)?,
+            tn: kernel("tw_grouped_tn", A_KM)?,
+            widened,
             dbias: module.kernel("tw_grouped_dbias")?,
             dact: module.kernel("tw_grouped_dact")?,
             fill_table: module.kernel("tw_grouped_table")?,
@@ -110,7 +146,34 @@ impl Prepared {
 
     /// Blocks of a pass whose rows are grouped, for `cols` columns of the product.
     fn row_blocks(&self, cols: usize) -> usize {
-        (self.desc.capacity / TILE.m + self.desc.groups) * cols.div_ceil(TILE.n).max(1)
+        (self.desc.capacity / self.tile.m + self.desc.groups) * cols.div_ceil(self.tile.n).max(1)
+    }
+
+    /// Where the kernels find an operand, with what queues its f32 if it is FP8.
+    fn operand(
+        &self,
+        stream: &CudaStream,
+        o: &Operand,
+        room: impl FnOnce(&Widened) -> &Wide,
+    ) -> Result<u64> {
+        let Some(w) = &self.widened else { return addr(&o.data) };
+        let room = room(w);
+        hold(stream, (o.clone(), room.held()));
+        // SAFETY: the operand was checked against the description that the room was made for, and is
+        // held, as the room is.
+        unsafe { room.operand(stream, o, 0) }
+    }
+
+    /// As [`Prepared::weights`] of operands: FP8 is widened to packed weights.
+    fn operands(&self, stream: &CudaStream, w: &Weights) -> Result<(u64, u64)> {
+        let Some(wide) = &self.widened else { return self.weights(stream, w) };
+        hold(stream, (w.clone(), wide.w.held()));
+        let len = self.desc.n * self.desc.k;
+        for (e, o) in w.all().enumerate() {
+            // SAFETY: as in `operand`: one matrix of all groups, or one of each.
+            unsafe { wide.w.operand(stream, o, e * len)? };
+        }
+        Ok((wide.w.addr(), 0))
     }
 
     /// Address of packed weights, or of the table that is filled before the launch: one of them 0.
@@ -136,9 +199,9 @@ impl Prepared {
 
     pub fn fprop(&self, stream: &CudaStream, t: &GroupedFprop) -> Result<()> {
         let d = &self.desc;
-        let (b, table) = self.weights(stream, &t.w)?;
+        let (b, table) = self.operands(stream, &t.w)?;
         let g = Param {
-            a: addr(&t.x.data)?,
+            a: self.operand(stream, &t.x, |w| &w.x)?,
             b,
             d: addr(&t.out)?,
             bias: addr(t.bias.as_ref())?,
@@ -148,20 +211,23 @@ impl Prepared {
             m: d.capacity as u32,
             n: d.n as u32,
             k: d.k as u32,
-            flags: out_code(d.out)? | act_code(d.activation) << ACT_SHIFT | self.tail(),
+            flags: out_code(d.out)?
+                | act_code(d.activation) << ACT_SHIFT
+                | self.tail()
+                | self.nt.flags,
             aux: addr(t.aux_out.as_ref())?,
             ldaux: d.n as i64,
         };
         let blocks = self.row_blocks(d.n);
-        let pass = Pass { kernel: &self.nt, tile: TILE, g, blocks, mask: 0, table };
+        let pass = Pass { kernel: &self.nt.kernel, tile: self.tile, g, blocks, mask: 0, table };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
     pub fn dgrad(&self, stream: &CudaStream, t: &GroupedDgrad) -> Result<()> {
         let d = &self.desc;
-        let (b, table) = self.weights(stream, &t.w)?;
+        let (b, table) = self.operands(stream, &t.w)?;
         let g = Param {
-            a: addr(&t.dy.data)?,
+            a: self.operand(stream, &t.dy, |w| &w.dy)?,
             b,
             d: addr(&t.dx)?,
             bias: 0,
@@ -171,12 +237,12 @@ impl Prepared {
             m: d.capacity as u32,
             n: d.k as u32,
             k: d.n as u32,
-            flags: out_code(d.out)? | self.tail(),
+            flags: out_code(d.out)? | self.tail() | self.nn.flags,
             aux: 0,
             ldaux: 0,
         };
         let blocks = self.row_blocks(d.k);
-        let pass = Pass { kernel: &self.nn, tile: TILE, g, blocks, mask: 0, table };
+        let pass = Pass { kernel: &self.nn.kernel, tile: self.tile, g, blocks, mask: 0, table };
         self.launch(stream, &t.splits, &pass, t.clone())
     }
 
@@ -184,8 +250,8 @@ impl Prepared {
         let d = &self.desc;
         let (dw, table) = self.weights(stream, &t.dw)?;
         let g = Param {
-            a: addr(&t.dy.data)?,
-            b: addr(&t.x.data)?,
+            a: self.operand(stream, &t.dy, |w| &w.dy)?,
+            b: self.operand(stream, &t.x, |w| &w.x)?,
             d: dw,
             bias: 0,
             lda: d.n as i64,
@@ -194,13 +260,13 @@ impl Prepared {
             m: d.n as u32,
             n: d.k as u32,
             k: d.capacity as u32,
-            flags: out_code(d.grad)?,
+            flags: out_code(d.grad)? | self.tn.flags,
             aux: 0,
             ldaux: 0,
         };
-        let blocks = d.groups * (d.n.div_ceil(TILE.m) * d.k.div_ceil(TILE.n)).max(1);
+        let blocks = d.groups * (d.n.div_ceil(self.tile.m) * d.k.div_ceil(self.tile.n)).max(1);
         let mask = addr(t.mask.as_ref())?;
-        let pass = Pass { kernel: &self.tn, tile: TILE, g, blocks, mask, table };
+        let pass = Pass { kernel: &self.tn.kernel, tile: self.tile, g, blocks, mask, table };
         self.launch(stream, &t.splits, &pass, t.clone())?;
         let Some(dbias) = &t.dbias else { return Ok(()) };
         let g = Param { b: 0, d: addr(dbias)?, n: d.n as u32, flags: out_code(d.dtype)?, ..g };
@@ -278,10 +344,12 @@ mod tests {
     #[test]
     fn what_no_kernel_does_is_said_with_a_way_out() {
         let d = |dtype| GroupedDesc::new(4, 100, 32, 16, dtype);
-        check(&d(DType::BF16)).unwrap();
-        for e in [check(&d(DType::F32)), check(&d(DType::F8E4M3))] {
-            let e = e.unwrap_err();
-            assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        for dtype in [DType::BF16, DType::F16, DType::F32, DType::F8E4M3, DType::F8E5M2] {
+            let wide = !matches!(dtype, DType::BF16 | DType::F16);
+            assert_eq!(check(&d(dtype)).unwrap().m, if wide { TILE_F32.m } else { TILE.m });
         }
+        let bad = GroupedDesc { out: DType::F8E4M3, ..d(DType::BF16) };
+        let e = check(&bad).err().unwrap();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     }
 }

@@ -287,6 +287,8 @@ fn plan(g: &Gpu, d: GroupedDesc) -> GroupedGemmPlan {
 fn every_case(dtype: DType) {
     let Some(g) = gpu("grouped_gemm") else { return };
     let mut rng = Rng::new(13);
+    // Results are never FP8.
+    let wide = if dtype.is_fp8() { DType::BF16 } else { dtype };
     let sizes = [(72, 40), (128, 136), (22, 33), (130, 1), (2, 64)];
     let acts = [Activation::None, Activation::SwiGlu, Activation::Relu, Activation::Gelu];
     for (i, (capacity, splits)) in cases().into_iter().enumerate() {
@@ -294,8 +296,8 @@ fn every_case(dtype: DType) {
             let desc = GroupedDesc {
                 activation: if n % 2 == 0 { acts[(i + j) % 4] } else { Activation::None },
                 zero_tail: (i + j) % 2 == 0,
-                out: [dtype, DType::F32][j % 2],
-                grad: [DType::F32, dtype][j % 2],
+                out: [wide, DType::F32][j % 2],
+                grad: [DType::F32, wide][j % 2],
                 ..GroupedDesc::new(splits.len(), capacity + j, n, k, dtype)
             };
             let p = Problem::new(&g, &mut rng, desc, &splits, Form::all()[(i + j / 2) % 4]);
@@ -316,6 +318,17 @@ fn passes_of_bf16() {
 #[test]
 fn passes_of_f16() {
     every_case(DType::F16);
+}
+
+#[test]
+fn passes_of_f32() {
+    every_case(DType::F32);
+}
+
+#[test]
+fn passes_of_fp8() {
+    every_case(DType::F8E4M3);
+    every_case(DType::F8E5M2);
 }
 
 /// Splits that cannot be used: nothing is written, and the status stays until it is cleared.
@@ -359,7 +372,10 @@ fn replays_follow_the_splits() {
         activation: Activation::SwiGlu,
         ..GroupedDesc::new(6, 400, 96, 72, DType::BF16)
     };
-    for form in Form::all() {
+    for (i, form) in Form::all().into_iter().enumerate() {
+        let dtype = [DType::BF16, DType::F32, DType::F8E4M3][i % 3];
+        let out = if dtype == DType::F32 { dtype } else { DType::BF16 };
+        let d = GroupedDesc { dtype, out, ..d };
         let p = Problem::new(&g, &mut rng, d, &[0; 6], form);
         replays(&g, &mut rng, &p, &plan(&g, d));
     }
@@ -387,7 +403,11 @@ fn replays(g: &Gpu, rng: &mut Rng, p: &Problem, plan: &GroupedGemmPlan) {
 #[test]
 fn what_cannot_run_is_said() {
     let Some(g) = gpu("grouped_gemm") else { return };
-    let bad = GroupedGemmPlan::new(GroupedDesc::new(2, 8, 8, 8, DType::F32)).unwrap();
+    let bad = GroupedGemmPlan::new(GroupedDesc {
+        out: DType::F8E4M3,
+        ..GroupedDesc::new(2, 8, 8, 8, DType::BF16)
+    })
+    .unwrap();
     let e = bad.prepare(&g.stream).unwrap_err();
     assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     let host = Tensor::zeros(DType::I64, Shape::d1(2));
