@@ -342,10 +342,10 @@ struct TwDequant {
     const void* scales;  // as `layout` says
     void* out;           // [rows, cols] of TW_SRC_MANTISSA bits
     u32 rows, cols;
-    u32 layout;  // TW_TENSOR to TW_MX, or TW_MX_TILES
+    u32 layout;  // TW_TENSOR to TW_MX, TW_MX_TILES, or TW_ROWS: one f32 a row
     u32 chunks;  // blocks of a row
 };
-enum { TW_MX_TILES = TW_MX + 1 };
+enum { TW_MX_TILES = TW_MX + 1, TW_ROWS };
 
 // The scale of element (r, c).
 __device__ __forceinline__ float tw_scale_at(const TwDequant& q, u32 r, u32 c) {
@@ -353,6 +353,7 @@ __device__ __forceinline__ float tw_scale_at(const TwDequant& q, u32 r, u32 c) {
     const u8* e8m0 = (const u8*)q.scales;
     const u32 block = c / 32;
     if (q.layout == TW_TENSOR) return *f;
+    if (q.layout == TW_ROWS) return f[r];
     if (q.layout == TW_1X128) return f[(u64)r * tw_ceil(q.cols, 128) + c / 128];
     if (q.layout == TW_128X128) return f[(u64)(r / 128) * tw_ceil(q.cols, 128) + c / 128];
     if (q.layout == TW_MX) return tw_e8m0_to_f32(e8m0[(u64)r * tw_ceil(q.cols, 32) + block]);

@@ -38,20 +38,30 @@ fn stored(name: &str, bytes: &[u8], skip: usize) -> Memory {
     m
 }
 
+/// One f32 a row, which is no layout of a matrix: as `LAYOUTS.len()`.
+fn scale_idx(layout: usize, (r, c): (usize, usize), cols: usize) -> usize {
+    LAYOUTS.get(layout).map_or(r, |l| l.scale_idx(r, c, cols))
+}
+
+fn num_scales(layout: usize, rows: usize, cols: usize) -> usize {
+    LAYOUTS.get(layout).map_or(rows, |l| l.num_scales(rows, cols))
+}
+
 /// All codes in turn, with random scales; `shift` elements in front of codes and results.
 fn check(lib: &'static Lib, (src, dst): (usize, usize), layout: usize, size: [usize; 3]) {
     let [rows, cols, shift] = size;
-    let (l, mut rng) = (LAYOUTS[layout], Rng::new(layout as u64));
+    let l = LAYOUTS.get(layout).copied().unwrap_or(ScaleLayout::Tensor);
+    let mut rng = Rng::new(layout as u64);
     let codes: Vec<u8> = (0..rows * cols).map(|i| (i * 7 % 256) as u8).collect();
     let scales: Vec<f32> = match l {
-        ScaleLayout::Mx1x32 | ScaleLayout::Mx1x32Swizzled => {
-            (0..l.num_scales(rows, cols)).map(|_| 2f32.powi(rng.below(40) as i32 - 20)).collect()
-        }
-        _ => (0..l.num_scales(rows, cols)).map(|_| rng.uniform(0.01, 2.0)).collect(),
+        ScaleLayout::Mx1x32 | ScaleLayout::Mx1x32Swizzled => (0..num_scales(layout, rows, cols))
+            .map(|_| 2f32.powi(rng.below(40) as i32 - 20))
+            .collect(),
+        _ => (0..num_scales(layout, rows, cols)).map(|_| rng.uniform(0.01, 2.0)).collect(),
     };
     let mut scale_bytes = vec![0; scales.len() * l.dtype().size()];
     convert_from_f32(l.dtype(), &scales, &mut scale_bytes);
-    let at = |i: usize| l.scale_idx(i / cols, i % cols, cols);
+    let at = |i: usize| scale_idx(layout, (i / cols, i % cols), cols);
     let values: Vec<f32> =
         widened(FP8[dst], &codes).iter().enumerate().map(|(i, v)| v * scales[at(i)]).collect();
     let elem = WIDE[src].size();
@@ -87,7 +97,7 @@ fn all(lib: &'static Lib, types: (usize, usize)) {
         [140, 257, 0],
         [2, 1030, 3],
     ];
-    for layout in 0..LAYOUTS.len() {
+    for layout in 0..=LAYOUTS.len() {
         sizes.into_iter().for_each(|size| check(lib, types, layout, size));
     }
 }
@@ -115,6 +125,7 @@ const MUTANTS: &[Planted] = &[
         "tw_is_nan(v) ? __uint_as_float(0x7fffffff) : __fmul_rn(v, scale)",
         first,
     ),
+    Planted("a scale a row", "TW_ROWS) return f[r];", "TW_ROWS) return f[0];", first),
     Planted("columns behind the row", "j < 4 && c + j < q.cols", "j < 4", first),
     Planted(
         "unaligned words",

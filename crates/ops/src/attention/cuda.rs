@@ -9,6 +9,7 @@ use tilewire_kernels::attention::{
 };
 
 use super::desc::bound;
+use super::fp8::{Wide, kernel_desc};
 use super::table::{Seg, number_tiles, whole};
 use super::{AttentionDesc, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
@@ -148,6 +149,8 @@ pub(crate) struct Prepared {
     forward: Forward,
     backward: Backward,
     tables: Tables,
+    /// With FP8 inputs of one rank.
+    wide: Option<Wide>,
 }
 
 /// The compilation for matrix instructions, if there is one for these dimensions.
@@ -250,16 +253,17 @@ impl Prepared {
     /// For all rows of the description on one rank.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
         let queries = d.heads_q * d.sequences.tokens_q;
-        Self::sized(ctx, d, &Room { queries, spans: 1, dkv: d.out, out: d.out })
+        let room = Room { queries, spans: 1, dkv: d.out, out: d.out };
+        if !d.dtype.is_fp8() {
+            return Self::sized(ctx, d, &room);
+        }
+        let rows = (queries, d.heads_kv * d.sequences.tokens_kv);
+        let new = Self::sized(ctx, &kernel_desc(d), &room)?;
+        Ok(Self { wide: Some(Wide::new(ctx, d, rows)?), ..new })
     }
 
+    /// For a description of wide types.
     pub fn sized(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
-        if d.dtype.is_fp8() {
-            return Err(no_kernel(
-                format!("attention of {}", d.dtype),
-                "dequantise q, k and v to bf16, or run the plan on the host",
-            ));
-        }
         if d.dqk.max(d.dv) > 256 {
             return Err(no_kernel(
                 format!("attention with head dimensions {} and {}", d.dqk, d.dv),
@@ -281,12 +285,14 @@ impl Prepared {
             forward: Forward::new(ctx, d, room.out)?,
             backward: Backward::new(ctx, d, room)?,
             tables: Tables { memory: workspace(ctx, 3 * segs * size_of::<Seg>())?, room: segs },
+            wide: None,
         })
     }
 
     /// How it is computed, in words.
     pub fn explain(&self) -> String {
-        format!("CUDA, {}", self.forward.name)
+        let fp8 = if self.wide.is_some() { ", FP8 widened to f32" } else { "" };
+        format!("CUDA, {}{fp8}", self.forward.name)
     }
 
     /// Queues the writing of table `which`.
@@ -318,7 +324,8 @@ impl Prepared {
 
     /// Keeps what queued kernels refer to.
     pub fn hold_all(&self, stream: &CudaStream, tensors: Vec<Tensor>) {
-        hold(stream, (tensors, self.tables.memory.clone(), self.backward.delta_memory.clone()));
+        let own = (self.tables.memory.clone(), self.backward.delta_memory.clone());
+        hold(stream, (tensors, own, self.wide.as_ref().map(Wide::held)));
     }
 
     /// Where [`Prepared::delta`] puts its numbers.
@@ -338,7 +345,19 @@ impl Prepared {
         let mut held = inputs(x);
         held.extend([out.out.clone(), out.lse.clone()]);
         self.hold_all(stream, held);
+        let p = self.widened(stream, d, (x, rows), p)?;
         self.forward(stream, d, &p, whole(seqs))
+    }
+
+    /// With FP8, queues q, k and v in f32. The inputs are held.
+    fn widened(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        x: (&AttnInputs, LocalRows),
+        p: Param,
+    ) -> Result<Param> {
+        self.wide.as_ref().map_or(Ok(p), |w| w.inputs(stream, d, x, p))
     }
 
     /// Queues the forward pass of tensors that are held, with the rows of the tables.
@@ -368,6 +387,7 @@ impl Prepared {
         let p = Param { delta: self.backward.delta_memory.addr(), ..p };
         self.hold_all(stream, inputs_bwd(x, saved, grads));
         self.delta(stream, &p)?;
+        let p = self.widened(stream, d, (x, rows), p)?;
         let tables = self.tables(stream, whole(seqs))?;
         self.keys(stream, d, &p, &tables)?;
         self.queries(stream, d, &p, &tables)
@@ -426,8 +446,7 @@ impl Prepared {
 
 /// Tensors that a launch reads.
 pub(crate) fn inputs(x: &AttnInputs) -> Vec<Tensor> {
-    let given = [&x.q.data, &x.k.data, &x.v.data].into_iter().chain(&x.bias).chain(&x.sink);
-    given.cloned().collect()
+    x.named().into_iter().filter_map(|(_, t)| t.cloned()).collect()
 }
 
 /// Tensors of a backward pass.

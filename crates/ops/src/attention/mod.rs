@@ -24,6 +24,7 @@
 mod config;
 pub(crate) mod cuda;
 mod desc;
+pub(crate) mod fp8;
 mod grad;
 pub(crate) mod host;
 pub(crate) mod merge;

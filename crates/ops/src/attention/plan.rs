@@ -56,8 +56,8 @@ impl AttentionPlan {
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
-    /// `Unavailable` without a compiler; `Unsupported` for FP8 and head dimensions above 256 on a
-    /// CUDA device.
+    /// `Unavailable` without a compiler; `Unsupported` for head dimensions above 256 on a CUDA
+    /// device.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
         self.ready.prepare(stream, make).map_err(|e| e.op("attention"))

@@ -14,15 +14,19 @@ use tilewire_symm::{OneSided, Signals, SymBuf};
 
 use super::CpAttentionDesc;
 use super::config::{Schedule, Strategy};
+use super::fp8::{self, Fp8};
 use super::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use super::plan::Work;
 use crate::attention::cuda::{
     Param, Prepared as Attention, Room, inputs, inputs_bwd, param, param_bwd,
 };
+use crate::attention::fp8::kernel_desc;
 use crate::attention::merge::{Merge, Parts};
-use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
+use crate::attention::{
+    AttentionDesc, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences,
+};
 use crate::common::PlanCore;
-use crate::common::cuda::{hold, no_kernel, together_on, workspace};
+use crate::common::cuda::{hold, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
 
 /// Signal slots on devices: a credit, the flag of pushed keys, two meetings, and the credit of a slot
@@ -44,27 +48,20 @@ pub(super) fn may_choose(s: Strategy) -> bool {
 /// # Errors
 /// `Unsupported`, with what to use instead.
 pub(super) fn check(d: &CpAttentionDesc) -> Result<()> {
-    if d.kv_wire().1 {
-        let what = "context parallelism with e4m3 keys and values";
-        return Err(no_kernel(what, "pass bf16 or f16 and leave `fp8_kv` off"));
-    }
-    if d.dkv_wire != DType::F32 {
-        let what = format!("partial dk and dv in {}", d.dkv_wire);
-        return Err(no_kernel(what, "leave `dkv_wire` at f32"));
-    }
-    Ok(())
+    fp8::check(d)
 }
 
 /// Private memory of a plan. Empty where a strategy has no use for it.
 pub(super) struct Memory {
-    q: CudaMemory,
+    /// Tensors of queries of my group.
+    q: Vec<CudaMemory>,
     /// Tensors of keys of all ranks.
     pub keys: Vec<CudaMemory>,
     d_out: CudaMemory,
     lse: CudaMemory,
     delta: CudaMemory,
     /// Parts of dk and dv of my rows.
-    slots: CudaMemory,
+    pub slots: CudaMemory,
     /// Results over my own keys and over those of others, and their lse.
     outs: CudaMemory,
     lses: CudaMemory,
@@ -77,7 +74,7 @@ impl Memory {
         let (rows, keys) = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
         let split = s.begins_at_once();
         Ok(Self {
-            q: some(scatters, rows * s.dqk * s.input)?,
+            q: s.q_wire.iter().map(|b| some(scatters, rows * b)).collect::<Result<_>>()?,
             keys: s.wire.iter().map(|b| some(gets, keys * b)).collect::<Result<_>>()?,
             d_out: some(scatters && backward, rows * s.dv * s.out)?,
             lse: some(scatters, rows * 4)?,
@@ -89,15 +86,17 @@ impl Memory {
     }
 
     fn all(&self) -> Vec<CudaMemory> {
-        let a = [&self.q, &self.d_out, &self.lse, &self.delta];
-        let b = [&self.slots, &self.outs, &self.lses];
-        a.into_iter().chain(b).chain(&self.keys).cloned().collect()
+        let a = [&self.d_out, &self.lse, &self.delta, &self.slots, &self.outs, &self.lses];
+        a.into_iter().chain(&self.q).chain(&self.keys).cloned().collect()
     }
 }
 
 /// What `prepare` makes.
 pub(super) struct Prepared {
     attention: Attention,
+    /// What its kernels compute: of f32 where keys travel as FP8.
+    desc: AttentionDesc,
+    pub fp8: Fp8,
     sizes: Sizes,
     pub memory: Memory,
     /// Adds parts of dk and dv.
@@ -114,13 +113,15 @@ impl Prepared {
         let queries = sizes.max_q * d.attn.heads_q;
         let out = if split { DType::F32 } else { d.attn.out };
         let room = Room { queries, spans: 4 * size, dkv, out };
-        let attention = Attention::sized(ctx, &d.attn, &room)?;
+        let desc = if d.kv_wire().1 { kernel_desc(&d.attn) } else { d.attn.clone() };
+        let attention = Attention::sized(ctx, &desc, &room)?;
         let adds = d.backward && sizes.adds();
         let types = [DType::F32, DType::F32, d.attn.out];
         let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;
         let merge = split.then(|| Merge::new(ctx, &d.attn)).transpose()?;
         let memory = Memory::new(ctx, &sizes, d.backward)?;
-        Ok(Self { attention, sizes, memory, sum, merge })
+        let fp8 = Fp8::new(ctx, d, &sizes)?;
+        Ok(Self { attention, desc, fp8, sizes, memory, sum, merge })
     }
 }
 
@@ -158,6 +159,8 @@ pub(super) fn launch(
             Work::Backward(b) => inputs_bwd(x, &b.0, &b.1),
         };
         let run = Run { op, l, x, s: &op.p.sizes, held };
+        run.keep();
+        run.begin()?;
         match work {
             Work::Forward(o) if run.s.begins_at_once() => run.forward_at_once(o),
             Work::Forward(o) => run.forward(o),
@@ -198,9 +201,9 @@ impl Run<'_> {
 
     /// Keeps what the kernels that are queued next refer to. Not once for a launch: what is held long
     /// before its work may be let go, and copies hold much.
-    fn keep(&self) {
+    pub(super) fn keep(&self) {
         self.op.p.attention.hold_all(self.main(), self.held.clone());
-        hold(self.main(), self.op.p.memory.all());
+        hold(self.main(), (self.op.p.memory.all(), self.op.p.fp8.all()));
     }
 
     pub(super) fn pieces(&self) -> Pieces<'_> {
@@ -262,14 +265,16 @@ impl Run<'_> {
     fn bring(&self, base: Param, saved: Option<&AttnSaved>) -> Result<Param> {
         let (s, m) = (self.s, &self.op.p.memory);
         if !self.scatters() {
-            return Ok(base);
+            return self.own_operands(base);
         }
         self.publish_all(saved)?;
         self.meet(MEET_KEYS)?;
         // Two streams: two copies at a time.
         self.l.fork()?;
         self.get_keys(SCATTER)?;
-        self.get(SCATTER, &self.pieces().queries(0, s.dqk, s.input), &m.q)?;
+        for (pieces, to) in self.pieces().query_tensors().iter().zip(&m.q) {
+            self.get(SCATTER, pieces, to)?;
+        }
         if saved.is_some() {
             let [d_out, lse, delta] = s.upstream();
             self.get(SCATTER, &self.pieces().queries(d_out, s.dv, s.out), &m.d_out)?;
@@ -277,10 +282,15 @@ impl Run<'_> {
             self.get(SCATTER, &self.pieces().stats(delta), &m.delta)?;
         }
         self.l.join()?;
+        self.keep();
+        let rows = self.op.sched.rows_q();
+        let q = self.wide_queries((m.q[0].addr(), m.q.get(1).map_or(0, |m| m.addr())), rows)?;
+        let at: Vec<u64> = m.keys.iter().map(CudaMemory::addr).collect();
+        let (k, v) = self.wide_keys(&at)?;
         Ok(Param {
-            q: m.q.addr(),
-            k: m.keys[0].addr(),
-            v: m.keys[1].addr(),
+            q,
+            k,
+            v,
             d_out: m.d_out.addr(),
             lse: m.lse.addr(),
             delta: m.delta.addr(),
@@ -292,7 +302,7 @@ impl Run<'_> {
             heads_q: s.hq as u32,
             heads_kv: s.hkv as u32,
             first_head: self.op.sched.first_head as u32,
-            tokens_q: self.op.sched.rows_q() as u32,
+            tokens_q: rows as u32,
             ..base
         })
     }
@@ -302,6 +312,9 @@ impl Run<'_> {
         let (s, x) = (self.s, self.x);
         self.publish_keys()?;
         self.publish_tensor(SCATTER, 0, &x.q.data)?;
+        if let Some(scales) = &x.q.scales {
+            self.publish_tensor(SCATTER, s.query_scales(), scales)?;
+        }
         let Some(saved) = saved else { return Ok(()) };
         let [d_out, lse, delta] = s.upstream();
         self.publish_tensor(SCATTER, d_out, &saved.d_out)?;
@@ -328,13 +341,14 @@ impl Run<'_> {
 
     /// My queries against my own keys while those of others come, then against those.
     fn forward_at_once(&self, o: &AttnOut) -> Result<()> {
-        let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.desc.attn);
+        let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.p.desc);
         let base = self.param_fwd(o)?;
         self.begin_keys(false)?;
+        self.keep();
+        let base = self.own_operands(base)?;
         let rows = op.rows.q;
         let (outs, lses) = (m.outs.addr(), m.lses.addr());
         let own = base.part(outs, lses);
-        self.keep();
         op.p.attention.forward(self.main(), d, &own, self.pieces().own_tables(op.seqs))?;
         let (k, v) = self.end_keys()?;
         self.keep();
@@ -350,36 +364,41 @@ impl Run<'_> {
 
     /// Parts of dk and dv first, so that they travel while dq is made.
     fn backward_at_once(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<()> {
-        let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.desc.attn);
+        let (op, s, d) = (self.op, self.s, &self.op.p.desc);
         let (attention, lists, main) = (&op.p.attention, self.pieces(), self.main());
         let base = self.param_bwd(saved, g)?;
         self.begin_keys(true)?;
-        let (keys, (buffer, dk, dv)) = (s.all_keys() * s.hkv * s.part, s.parts());
-        let (dk, dv) = (self.own(buffer, dk, keys * s.dqk)?, self.own(buffer, dv, keys * s.dv)?);
+        self.keep();
+        let base = self.own_operands(base)?;
+        let (dk, dv) = self.part_addrs()?;
         let first = (lists.first_key(self.me().idx()) * s.hkv * s.part) as u64;
         let at = |base: u64, dim: usize| base + first * dim as u64;
-        self.keep();
         let own = Param { dk: at(dk, s.dqk), dv: at(dv, s.dv), ..base };
         attention.keys(main, d, &own, &attention.tables(main, lists.own_tables(op.seqs))?)?;
         let (k, v) = self.end_keys()?;
         let all = Param { k, v, dk, dv, ..base };
         self.keep();
         attention.keys(main, d, &all, &attention.tables(main, lists.other_tables(op.seqs))?)?;
+        self.publish_parts()?;
         self.meet(MEET_BACK)?;
         self.l.fork()?;
-        // Parts that are not asked for are zeros.
-        self.l.side.fill_memory(&m.slots, 0)?;
-        for pieces in lists.parts() {
-            self.get_on(self.l.side, buffer, &pieces, &m.slots)?;
-        }
+        self.get_parts(self.l.side)?;
         self.keep();
         attention.queries(main, d, &all, &attention.tables(main, lists.all_tables(op.seqs))?)?;
         self.l.join()?;
+        self.widen_parts()?;
         self.add_all(g)
     }
 
+    /// Parts of my rows of all ranks. Those that are not asked for are zeros.
+    fn get_parts(&self, stream: &CudaStream) -> Result<()> {
+        let (to, buffer) = (self.part_slots()?, self.s.parts().0);
+        stream.fill_memory(to, 0)?;
+        self.pieces().parts().iter().try_for_each(|p| self.get_on(stream, buffer, p, to))
+    }
+
     fn forward(&self, o: &AttnOut) -> Result<()> {
-        let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.desc.attn);
+        let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.p.desc);
         let mut p = self.bring(self.param_fwd(o)?, None)?;
         let rows = op.sched.rows_q() * s.hq;
         if self.scatters() {
@@ -397,13 +416,11 @@ impl Run<'_> {
     }
 
     fn backward(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<()> {
-        let (op, s, d, main) = (self.op, self.s, &self.op.desc.attn, self.main());
+        let (op, s, d, main) = (self.op, self.s, &self.op.p.desc, self.main());
         let attention = &op.p.attention;
         let mut p = self.bring(self.param_bwd(saved, g)?, Some(saved))?;
         if self.scatters() {
-            let (keys, (buffer, dk, dv)) = (s.all_keys() * s.hkv * s.part, s.parts());
-            p.dk = self.own(buffer, dk, keys * s.dqk)?;
-            p.dv = self.own(buffer, dv, keys * s.dv)?;
+            (p.dk, p.dv) = self.part_addrs()?;
             let len = op.sched.rows_q() * s.hq * s.dqk * s.out;
             p.dq = self.own(GATHER, s.dq(), len)?;
             // Heads of others stay zero.
@@ -418,6 +435,7 @@ impl Run<'_> {
         if !self.scatters() {
             return Ok(());
         }
+        self.publish_parts()?;
         self.meet(MEET_BACK)?;
         self.get(GATHER, &self.pieces().results(s.dq(), s.dqk), &g.dq.cuda()?)?;
         self.collect(g)
@@ -425,21 +443,19 @@ impl Run<'_> {
 
     /// dk and dv of my rows, from all ranks.
     fn collect(&self, g: &AttnGrads) -> Result<()> {
-        let (s, m, buffer) = (self.s, &self.op.p.memory, self.s.parts().0);
-        let [k, v] = self.pieces().parts();
-        if !s.adds() {
-            self.get(buffer, &k, &g.dk.cuda()?)?;
-            return self.get(buffer, &v, &g.dv.cuda()?);
+        if !self.s.adds() {
+            let (lists, buffer) = (self.pieces().parts(), self.s.parts().0);
+            self.get(buffer, &lists[0], &g.dk.cuda()?)?;
+            return self.get(buffer, &lists[1], &g.dv.cuda()?);
         }
-        self.main().fill_memory(&m.slots, 0)?;
-        self.get(buffer, &k, &m.slots)?;
-        self.get(buffer, &v, &m.slots)?;
+        self.get_parts(self.main())?;
+        self.widen_parts()?;
         self.add_all(g)
     }
 
     fn add_all(&self, g: &AttnGrads) -> Result<()> {
         self.keep();
-        let (_, dk, dv) = self.s.parts();
+        let (dk, dv) = self.part_addrs()?;
         let (stride, second) = self.s.slot();
         self.add((dk, self.s.dqk), (0, stride), &g.dk.cuda()?)?;
         self.add((dv, self.s.dv), (second, stride), &g.dv.cuda()?)
@@ -449,7 +465,7 @@ impl Run<'_> {
     /// the kernel put it.
     fn add(
         &self,
-        (own_at, dim): (usize, usize),
+        (parts, dim): (u64, usize),
         (at, stride): (usize, usize),
         out: &CudaMemory,
     ) -> Result<()> {
@@ -459,10 +475,7 @@ impl Run<'_> {
         let slots = m.slots.addr() + at as u64;
         let me = (s.inner == 1).then_some(self.me().idx());
         let own = match me {
-            Some(me) if rows > 0 => {
-                let first = self.pieces().first_key(me);
-                self.own(s.parts().0, own_at + first * row, rows * row)?
-            }
+            Some(me) if rows > 0 => parts + (self.pieces().first_key(me) * row) as u64,
             _ => slots,
         };
         let cols = s.all_kv * dim;

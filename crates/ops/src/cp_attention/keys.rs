@@ -10,11 +10,6 @@ use super::cuda::{KEYS, MEET_KEYS, RING_CREDIT, Run};
 use super::pieces::{AREA, Hop, hops};
 
 impl Run<'_> {
-    /// What travels of my keys.
-    fn own_keys(&self) -> Result<Vec<CudaMemory>> {
-        Ok(vec![self.x.k.data.cuda()?, self.x.v.data.cuda()?])
-    }
-
     /// My keys to my own chunk, for whoever gets them.
     pub(super) fn publish_keys(&self) -> Result<()> {
         let (buffer, at) = self.s.published();
@@ -122,15 +117,19 @@ impl Run<'_> {
         self.op.p.memory.keys.iter().zip(&self.s.wire).map(part).collect()
     }
 
-    /// What comes from here on finds the keys of all ranks at the addresses that it returns.
+    /// What comes from here on finds the keys of all ranks at the addresses that it returns,
+    /// as the kernels read them.
     pub(super) fn end_keys(&self) -> Result<(u64, u64)> {
         let (s, m) = (self.s, &self.op.p.memory);
         if s.strategy != Strategy::AllGather {
             self.l.join()?;
-            return Ok((m.keys[0].addr(), m.keys[1].addr()));
+            let at: Vec<u64> = m.keys.iter().map(CudaMemory::addr).collect();
+            return self.wide_keys(&at);
         }
         self.l.os.wait_peers(self.main(), self.op.signals.slot(KEYS))?;
-        let (at, keys) = (s.published().1, s.all_keys() * s.all_kv);
-        Ok((self.own(AREA, at[0], keys * s.wire[0])?, self.own(AREA, at[1], keys * s.wire[1])?))
+        let (places, keys) = (s.published().1, s.all_keys() * s.all_kv);
+        let addr = |(at, bytes): (usize, &usize)| self.own(AREA, at, keys * bytes);
+        let at = places.into_iter().zip(&s.wire).map(addr).collect::<Result<Vec<_>>>()?;
+        self.wide_keys(&at)
     }
 }

@@ -22,6 +22,23 @@ pub(super) const AREA: usize = 1;
 pub(super) const DKV: usize = 2;
 pub(super) const GATHER: usize = 3;
 
+/// Bytes of a row and head of two tensors of `dtype`, then of their scales if it is FP8.
+fn wire(dqk: usize, dv: usize, dtype: DType) -> Vec<usize> {
+    let scales = if dtype.is_fp8() { 2 } else { 0 };
+    [dqk, dv].map(|dim| dim * dtype.size()).into_iter().chain(vec![4; scales]).collect()
+}
+
+/// Places of tensors of `rows` rows of so many bytes each, from `first` on, and their end. Scales, which
+/// stand behind two tensors of codes, lie in front of them: kernels read them at multiples of 4.
+pub(super) fn place(first: usize, rows: usize, wire: &[usize]) -> (Vec<usize>, usize) {
+    let (mut at, mut end) = (vec![0; wire.len()], first);
+    for i in (2..wire.len()).chain(0..2) {
+        at[i] = end;
+        end += rows * wire[i];
+    }
+    (at, end)
+}
+
 /// Slots of a ring, in turn.
 const RING_SLOTS: usize = 2;
 
@@ -112,10 +129,14 @@ pub(super) struct Sizes {
     pub hkv: usize,
     pub dqk: usize,
     pub dv: usize,
-    /// Bytes of a row and key head of what travels of keys: k, then v.
+    /// Bytes of a row and query head of what travels of queries: q, then its scales if it is FP8.
+    pub q_wire: Vec<usize>,
+    /// Bytes of a row and key head of what travels of keys: k, v, then the scales of each if they
+    /// travel as FP8.
     pub wire: Vec<usize>,
-    /// Bytes of an element of the inputs, of the outputs, and of dk and dv as the kernel makes them.
-    pub input: usize,
+    /// The same of parts of dk and dv.
+    pub part_wire: Vec<usize>,
+    /// Bytes of an element of the outputs, and of dk and dv as the kernel makes them.
     pub out: usize,
     pub part: usize,
 }
@@ -138,20 +159,27 @@ impl Sizes {
             hkv: kv_heads(a.heads_kv, inner, 0).len(),
             dqk: a.dqk,
             dv: a.dv,
-            wire: [a.dqk, a.dv].map(|dim| dim * a.dtype.size()).to_vec(),
-            input: a.dtype.size(),
+            q_wire: if a.dtype.is_fp8() { vec![a.dqk, 4] } else { vec![a.dqk * a.dtype.size()] },
+            wire: wire(a.dqk, a.dv, d.kv_wire().0),
+            part_wire: wire(a.dqk, a.dv, d.dkv_wire),
             out: a.out.size(),
             part: DType::F32.size(),
         };
         if !sizes.adds() {
             sizes.part = sizes.out;
+            sizes.part_wire = wire(a.dqk, a.dv, a.out);
         }
         sizes
     }
 
+    /// Parts of dk and dv travel as FP8.
+    pub fn fp8_parts(&self) -> bool {
+        self.part_wire.len() > 2
+    }
+
     /// Whether dk and dv are sums over ranks; otherwise one rank has the whole of each.
     pub fn adds(&self) -> bool {
-        self.groups * self.share > 1
+        self.groups * self.share > 1 || (self.size > 1 && self.fp8_parts())
     }
 
     /// Whether keys are the only thing that moves before the arithmetic: then it begins with a rank's
@@ -178,22 +206,24 @@ impl Sizes {
     /// Where a rank publishes the tensors of its keys: buffer, and the first bytes.
     pub fn published(&self) -> (usize, Vec<usize>) {
         if self.inner > 1 {
-            let first = self.max_q * self.all_q * self.dqk * self.input;
-            return (SCATTER, self.keys_from(first, self.max_kv).0);
+            return (SCATTER, self.keys_from(self.end_of_queries(), self.max_kv).0);
         }
         let rows = if self.strategy == Strategy::AllGather { self.all_keys() } else { self.max_kv };
         (AREA, self.keys_from(0, rows).0)
     }
 
-    /// Places of the tensors of `rows` rows of keys of all heads, one behind the other from `first`
-    /// on, and their end.
+    /// Places of the tensors of `rows` rows of keys of all heads from `first` on, and their end.
     fn keys_from(&self, first: usize, rows: usize) -> (Vec<usize>, usize) {
-        let mut end = first;
-        let mut place = |bytes: &usize| {
-            end += rows * self.all_kv * bytes;
-            end - rows * self.all_kv * bytes
-        };
-        (self.wire.iter().map(&mut place).collect(), end)
+        place(first, rows * self.all_kv, &self.wire)
+    }
+
+    /// Where the scales of published queries are, if there are any: the codes are in front.
+    pub fn query_scales(&self) -> usize {
+        self.max_q * self.all_q * self.q_wire[0]
+    }
+
+    fn end_of_queries(&self) -> usize {
+        self.max_q * self.all_q * self.q_wire.iter().sum::<usize>()
     }
 
     /// Places of the tensors of message `t` of a ring, in the area of the rank that it comes to.
@@ -204,22 +234,28 @@ impl Sizes {
 
     /// Where d_out, lse and delta are published in the scatter buffer, behind q, k and v.
     pub fn upstream(&self) -> [usize; 3] {
-        let first = self.max_q * self.all_q * self.dqk * self.input;
-        let d_out = self.keys_from(first, self.max_kv).1;
+        let d_out = self.keys_from(self.end_of_queries(), self.max_kv).1;
         let lse = d_out + self.max_q * self.all_q * self.dv * self.out;
         [d_out, lse, lse + 4 * self.max_q * self.all_q]
     }
 
     /// Where a rank's dk and dv of all rows are published: buffer, and the first bytes.
-    pub fn parts(&self) -> (usize, usize, usize) {
+    pub fn parts(&self) -> (usize, Vec<usize>) {
         let buffer = if self.groups > 1 { DKV } else { GATHER };
-        (buffer, 0, self.all_keys() * self.hkv * self.dqk * self.part)
+        // Kernels write dq, and parts that are not FP8, where they are published: at multiples of 16
+        // bytes where their dimensions are. Bytes of FP8 need not be, so they go behind.
+        let behind_dq = buffer == GATHER && self.fp8_parts();
+        let dq = self.inner * self.max_q * self.hq * self.dqk * self.out;
+        let first = if behind_dq { dq } else { 0 };
+        (buffer, place(first, self.all_keys() * self.hkv, &self.part_wire).0)
     }
 
     /// Where dq of the group is published in the gather buffer.
     pub fn dq(&self) -> usize {
-        let (buffer, _, dv) = self.parts();
-        if buffer == GATHER { dv + self.all_keys() * self.hkv * self.dv * self.part } else { 0 }
+        match self.groups > 1 || self.fp8_parts() {
+            true => 0,
+            false => place(0, self.all_keys() * self.hkv, &self.part_wire).1,
+        }
     }
 
     /// Where lse of the group is published in the gather buffer, behind out.
@@ -227,7 +263,13 @@ impl Sizes {
         self.inner * self.max_q * self.hq * self.dv * self.out
     }
 
-    /// Bytes of one part of dk and dv of my rows, and where dv begins in it.
+    /// The same as they travel, of FP8: places of the tensors, and bytes from part to part.
+    pub fn packed_slot(&self) -> (Vec<usize>, usize) {
+        let (at, end) = place(0, self.max_kv * self.all_kv, &self.part_wire);
+        (at, end.next_multiple_of(16))
+    }
+
+    /// Bytes of one part of dk and dv of my rows in f32, and where dv begins in it.
     pub fn slot(&self) -> (usize, usize) {
         let dv = 4 * self.max_kv * self.all_kv * self.dqk;
         (dv + 4 * self.max_kv * self.all_kv * self.dv, dv)
@@ -329,6 +371,13 @@ impl Pieces<'_> {
         self.members().into_iter().map(one).collect()
     }
 
+    /// My heads of what travels of queries: q, and its scales if it has any.
+    pub fn query_tensors(&self) -> Vec<Vec<Piece>> {
+        let places = [0, self.sizes.query_scales()];
+        let tensor = |(at, bytes): (usize, &usize)| self.queries(at, *bytes, 1);
+        places.into_iter().zip(&self.sizes.q_wire).map(tensor).collect()
+    }
+
     /// My heads of a number for each (head, query), which lie head by head.
     pub fn stats(&self, at: usize) -> Vec<Piece> {
         let s = self.sizes;
@@ -395,27 +444,31 @@ impl Pieces<'_> {
 
     /// dk and dv of my rows from all ranks: to slots of parts, or to the gradients themselves where
     /// each is the whole of its heads. My own part of all heads is used where it lies.
-    pub fn parts(&self) -> [Vec<Piece>; 2] {
+    pub fn parts(&self) -> Vec<Vec<Piece>> {
         let s = self.sizes;
-        let (_, dk, dv) = s.parts();
         let (slot, second) = s.slot();
+        let (places, slot) = match s.fp8_parts() {
+            true => s.packed_slot(),
+            false => (vec![0, second], slot),
+        };
         let own = s.inner == 1;
         let ranks = self.ranks().filter(|p| !own || *p != self.me.idx());
         let all = vec![true; self.sched.areas[self.sched.grid.group].len()];
         // A whole gradient is there for every row, a part only where queries of its rank see keys.
         let asked = |p: usize| if s.adds() { &self.sched.asked[p / s.inner] } else { &all };
         let runs: Vec<Run> = ranks.flat_map(|p| self.runs(self.me.idx(), asked(p), p)).collect();
-        [(dk, 0, s.dqk), (dv, second, s.dv)].map(|(at, second, dim)| {
+        let tensor = |((at, place), bytes): ((usize, usize), &usize)| {
             let one = |r: &Run| {
-                let (there, here) = (s.hkv * dim * s.part, s.all_kv * dim * s.part);
+                let (there, here) = (s.hkv * bytes, s.all_kv * bytes);
                 let p = r.peer.idx();
                 let head = kv_heads(s.all_kv, s.inner, p % s.inner).start;
-                let to = if s.adds() { s.part_of(p) * slot + second } else { 0 };
+                let to = if s.adds() { s.part_of(p) * slot + place } else { 0 };
                 let src = (at + r.dense * there, there, 0);
-                piece(r, src, (to + r.at * here, here, head * dim * s.part)).wide(there)
+                piece(r, src, (to + r.at * here, here, head * bytes)).wide(there)
             };
             runs.iter().map(one).collect()
-        })
+        };
+        s.parts().1.into_iter().zip(places).zip(&s.part_wire).map(tensor).collect()
     }
 
     /// What one launch moves to and from each peer.
@@ -444,7 +497,7 @@ impl Pieces<'_> {
             _ => gets.extend(self.keys().concat()),
         }
         if s.inner > 1 {
-            gets.extend(self.queries(0, s.dqk, s.input));
+            gets.extend(self.query_tensors().concat());
             match backward {
                 true => {
                     let [d_out, lse, delta] = s.upstream();

@@ -4,7 +4,7 @@ use tilewire_core::{DType, ErrorKind, Rank};
 use tilewire_symm::Traffic;
 
 use super::super::config::Schedule;
-use super::super::{CpAttentionDesc, CpConfig, Layout, Pass, Strategy, cuda, predict};
+use super::super::{CpAttentionDesc, CpConfig, Layout, Pass, Strategy, fp8, predict};
 use super::*;
 use crate::attention::{AttentionDesc, AttnMask, Sequences};
 
@@ -41,7 +41,26 @@ impl World {
     }
 }
 
-fn worlds(mut f: impl FnMut(&World)) {
+fn worlds(f: impl FnMut(&World)) {
+    worlds_of(|d| d, f);
+}
+
+/// Keys that travel as FP8 although they are wider, FP8 inputs, parts in FP8, and both.
+fn worlds_of_fp8(mut f: impl FnMut(&World)) {
+    let parts = |d| CpAttentionDesc { dkv_wire: DType::F8E5M2, ..d };
+    let keys = |d| CpAttentionDesc { fp8_kv: true, ..d };
+    worlds_of(parts, &mut f);
+    worlds_of(keys, &mut f);
+    worlds_of(|d| parts(keys(d)), &mut f);
+    let inputs = |d: CpAttentionDesc| {
+        let attn = AttentionDesc { dtype: DType::F8E4M3, out: DType::BF16, ..d.attn };
+        CpAttentionDesc { attn, ..d }
+    };
+    worlds_of(inputs, &mut f);
+    worlds_of(|d| parts(inputs(d)), &mut f);
+}
+
+fn worlds_of(change: impl Fn(CpAttentionDesc) -> CpAttentionDesc, mut f: impl FnMut(&World)) {
     for (size, a2a_size, hkv) in GRIDS {
         for (layout, (seqs, mask)) in
             Layout::NAMES.iter().flat_map(|l| problems().into_iter().map(move |p| (l.1, p)))
@@ -49,7 +68,7 @@ fn worlds(mut f: impl FnMut(&World)) {
             for (_, strategy) in &Strategy::NAMES {
                 let mut attn = AttentionDesc::new(1, (8, hkv), 3, DType::F32, mask);
                 (attn.dv, attn.sequences) = (2, seqs.clone());
-                let d = CpAttentionDesc { layout, a2a_size, ..CpAttentionDesc::new(attn) };
+                let d = change(CpAttentionDesc { layout, a2a_size, ..CpAttentionDesc::new(attn) });
                 if strategy.check(&d, size).is_err() {
                     continue;
                 }
@@ -193,26 +212,68 @@ fn queries_of_a_group_come_and_results_go_back() {
 }
 
 #[test]
-fn dq_fits_behind_the_parts() {
-    worlds(|w| {
+fn what_is_published_fits_and_nothing_overlaps() {
+    let fits = |w: &World| {
         let s = &w.sizes;
-        if s.inner > 1 {
-            let end = s.dq() + s.inner * s.max_q * s.hq * s.dqk * s.out;
-            assert!(end <= bytes_of(w, GATHER).len() * 4, "{:?} {s:?}", s.strategy);
+        let room = |buffer: usize| {
+            let (slots, bytes) = predict::buffers(&w.d, s.strategy, s.size)[buffer];
+            slots * bytes
+        };
+        // What is in each buffer in a backward pass: first bytes and lengths.
+        let mut all: Vec<(usize, usize, usize)> = Vec::new();
+        if s.size == 1 {
+            return;
         }
-    });
+        let (buffer, at) = s.parts();
+        let keys = s.all_keys() * s.hkv;
+        all.extend(at.iter().zip(&s.part_wire).map(|(at, b)| (buffer, *at, keys * b)));
+        let (buffer, at) = s.published();
+        let rows = if s.strategy == Strategy::AllGather { s.all_keys() } else { s.max_kv };
+        all.extend(at.iter().zip(&s.wire).map(|(at, b)| (buffer, *at, rows * s.all_kv * b)));
+        if s.inner > 1 {
+            let queries = s.max_q * s.all_q;
+            all.push((GATHER, s.dq(), s.inner * s.max_q * s.hq * s.dqk * s.out));
+            let places = [0, s.query_scales()];
+            all.extend(places.iter().zip(&s.q_wire).map(|(at, b)| (SCATTER, *at, queries * b)));
+            let [d_out, lse, delta] = s.upstream();
+            all.push((SCATTER, d_out, queries * s.dv * s.out));
+            all.extend([lse, delta].map(|at| (SCATTER, at, 4 * queries)));
+        }
+        all.sort_unstable();
+        for (i, (buffer, at, len)) in all.iter().enumerate() {
+            let next = all.get(i + 1).filter(|n| n.0 == *buffer).map_or(room(*buffer), |n| n.1);
+            assert!(at + len <= next, "{:?} {all:?} {s:?}", s.strategy);
+        }
+        // Kernels write f32 where these are.
+        assert!(
+            s.packed_slot().1.is_multiple_of(4) && s.packed_slot().0[0].is_multiple_of(4)
+                || !s.fp8_parts()
+        );
+    };
+    worlds(fits);
+    worlds_of_fp8(fits);
+}
+
+/// Places of what has scales: scales first, at multiples of four bytes, and nothing overlaps.
+#[test]
+fn scales_lie_in_front_of_codes() {
+    assert_eq!(place(8, 3, &[5, 7]), (vec![8, 23], 44));
+    assert_eq!(place(8, 3, &[5, 7, 4, 4]), (vec![32, 47, 8, 20], 68));
 }
 
 #[test]
 fn what_has_no_path_on_devices_is_refused_with_a_hint() {
     let d = CpAttentionDesc::new(AttentionDesc::new(8, (4, 4), 8, DType::BF16, AttnMask::CAUSAL));
-    cuda::check(&d).unwrap();
-    let bad = [
-        CpAttentionDesc { fp8_kv: true, ..d.clone() },
-        CpAttentionDesc { dkv_wire: DType::F8E5M2, ..d },
-    ];
-    for d in bad {
-        let e = cuda::check(&d).unwrap_err();
+    let large = AttentionDesc { dv: 136, ..d.attn.clone() };
+    let kv =
+        |attn: &AttentionDesc| CpAttentionDesc { fp8_kv: true, attn: attn.clone(), ..d.clone() };
+    let parts = CpAttentionDesc { dkv_wire: DType::F8E5M2, ..d.clone() };
+    let fp8 = AttentionDesc { dtype: DType::F8E4M3, ..large.clone() };
+    for good in [d.clone(), kv(&d.attn), kv(&fp8), parts.clone()] {
+        fp8::check(&good).unwrap();
+    }
+    for bad in [kv(&large), CpAttentionDesc { attn: large.clone(), ..parts }] {
+        let e = fp8::check(&bad).unwrap_err();
         assert!(e.kind() == ErrorKind::Unsupported && e.get_hint().is_some(), "{e}");
     }
 }
@@ -286,7 +347,8 @@ fn each_rank_that_sees_a_row_adds_its_part_once() {
         if s.size == 1 {
             return;
         }
-        let (buffer, k_at, v_at) = s.parts();
+        let (buffer, at) = s.parts();
+        let (k_at, v_at) = (at[0], at[1]);
         let dense: usize = w.seqs.tokens_kv;
         let chunks: Vec<Buffer> = (0..s.size)
             .map(|r| {
@@ -424,7 +486,12 @@ fn own_and_other_keys_are_all_keys() {
 /// other links.
 #[test]
 fn bytes_are_those_of_the_definitions() {
-    worlds(|w| {
+    worlds(bytes_are_defined);
+    worlds_of_fp8(bytes_are_defined);
+}
+
+fn bytes_are_defined(w: &World) {
+    {
         let (s, config) = (&w.sizes, CpConfig::of(w.sizes.strategy));
         for pass in [Pass::Forward, Pass::Backward] {
             let host: Vec<Traffic> = Rank::all(s.size)
@@ -445,5 +512,5 @@ fn bytes_are_those_of_the_definitions() {
                 }
             }
         }
-    });
+    }
 }

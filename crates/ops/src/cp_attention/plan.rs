@@ -75,8 +75,8 @@ impl CpAttentionPlan {
     ///
     /// # Errors
     /// `InvalidArgument` for the description, or heads that the strategy cannot scatter;
-    /// `Exhausted` if the heap is too small; `Unsupported` on a heap in device memory for FP8
-    /// keys and FP8 partial gradients.
+    /// `Exhausted` if the heap is too small; `Unsupported` on a heap in device memory for heads
+    /// above 128 that would be quantised.
     pub fn new(desc: CpAttentionDesc, heap: &Heap, config: Option<CpConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op(OP))?;

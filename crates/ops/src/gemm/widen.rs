@@ -6,7 +6,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 
 use super::{GemmDesc, Operand};
 use crate::common::cuda::{addr, workspace};
-use crate::quant::cuda::{Codes, Widen};
+use crate::quant::cuda::{Codes, Scales, Widen};
 
 /// What the kernels compute for `d`: with f32 in place of FP8.
 pub(crate) fn kernel_desc(d: &GemmDesc) -> GemmDesc {
@@ -59,8 +59,8 @@ impl Wide {
     /// What the driver reports.
     pub unsafe fn operand(&self, stream: &CudaStream, o: &Operand, first: usize) -> Result<u64> {
         let (scales, layout) = match &o.scales {
-            Some((s, layout)) => (addr(s)?, *layout),
-            None => (self.one.addr(), ScaleLayout::Tensor),
+            Some((s, layout)) => (addr(s)?, Scales::Of(*layout)),
+            None => (self.one.addr(), Scales::Of(ScaleLayout::Tensor)),
         };
         let s = o.data.shape();
         let codes = Codes { x: addr(&o.data)?, scales, layout, shape: (s.dim(0), s.dim(1)) };
@@ -88,7 +88,7 @@ impl Wide {
     ) -> Result<()> {
         debug_assert!(4 * (first + shape.0) * shape.1 <= self.memory.len_bytes());
         let scales = if scale == 0 { self.one.addr() } else { scale };
-        let codes = Codes { x, scales, layout: ScaleLayout::Tensor, shape };
+        let codes = Codes { x, scales, layout: Scales::Of(ScaleLayout::Tensor), shape };
         // SAFETY: the caller's contract.
         unsafe { self.widen.launch(stream, &codes, self.addr() + (4 * first * shape.1) as u64) }
     }

@@ -239,11 +239,32 @@ struct DequantParam {
     chunks: u32,
 }
 
+/// How the scales of a matrix lie.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Scales {
+    Of(ScaleLayout),
+    /// One f32 for each row, however long it is.
+    Rows,
+}
+
+impl Scales {
+    fn code(self) -> u32 {
+        match self {
+            Scales::Of(ScaleLayout::Tensor) => 0,
+            Scales::Of(ScaleLayout::Block1x128) => 1,
+            Scales::Of(ScaleLayout::Block128x128) => 2,
+            Scales::Of(ScaleLayout::Mx1x32) => 3,
+            Scales::Of(ScaleLayout::Mx1x32Swizzled) => 4,
+            Scales::Rows => 5,
+        }
+    }
+}
+
 /// A quantised matrix on the device: `[rows, cols]` codes and scales as their layout says.
 pub(crate) struct Codes {
     pub x: u64,
     pub scales: u64,
-    pub layout: ScaleLayout,
+    pub layout: Scales,
     pub shape: (usize, usize),
 }
 
@@ -290,17 +311,66 @@ impl Widen {
             out,
             rows: rows as u32,
             cols: cols as u32,
-            layout: match q.layout {
-                ScaleLayout::Tensor => 0,
-                ScaleLayout::Block1x128 => 1,
-                ScaleLayout::Block128x128 => 2,
-                ScaleLayout::Mx1x32 => 3,
-                ScaleLayout::Mx1x32Swizzled => 4,
-            },
+            layout: q.layout.code(),
             chunks: chunks as u32,
         };
         // SAFETY: `tw_dequant` takes a `TwDequant`; the caller's contract for what it points to.
         unsafe { self.0.launch(stream, grid(rows * chunks), LaunchArgs::new().arg(&p)) }
+    }
+}
+
+/// The kernel that gives each row of a matrix codes and a scale of its own, on raw addresses.
+pub(crate) struct Narrow(Kernel);
+
+impl Narrow {
+    /// Most columns of a row.
+    pub const MOST_COLS: usize = 128;
+
+    /// From f32, bf16 or f16 to codes of type `dst`.
+    ///
+    /// # Errors
+    /// As [`CudaContext::module`].
+    pub fn new(ctx: &CudaContext, src: DType, dst: DType) -> Result<Self> {
+        let module = load(ctx, &QUANT, quant_defines(mantissa(src), mantissa(dst)))?;
+        Ok(Self(module.kernel("tw_quant_1x128")?))
+    }
+
+    /// Queues codes `[rows, cols]` and scales `[rows]` of `x`; the caller holds the memory.
+    ///
+    /// # Safety
+    /// The addresses must be mapped on the stream's device for matrices of that shape until the work
+    /// has run (and be held by the graph if captured), scales at a multiple of 4; nothing else may
+    /// use the results meanwhile.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub unsafe fn launch(
+        &self,
+        stream: &CudaStream,
+        x: u64,
+        (codes, scales): (u64, u64),
+        (rows, cols): (usize, usize),
+    ) -> Result<()> {
+        // A block of scales is a row: else there would be more than one.
+        debug_assert!(cols <= Self::MOST_COLS);
+        if rows * cols == 0 {
+            return Ok(());
+        }
+        let p = Param {
+            x,
+            row: codes,
+            row_scales: scales,
+            column: 0,
+            column_scales: 0,
+            scale: 0,
+            rows: rows as u32,
+            cols: cols as u32,
+            pow2: 0,
+            swizzled: 0,
+        };
+        let blocks = rows.div_ceil(QUANT_TILE as usize);
+        // SAFETY: `tw_quant_1x128` takes a `TwQuant`; the caller's contract for what it points to.
+        unsafe { self.0.launch(stream, grid(blocks), LaunchArgs::new().arg(&p)) }
     }
 }
 
@@ -318,7 +388,7 @@ impl Dequant {
         let codes = Codes {
             x: addr(&q.data)?,
             scales: addr(&q.scales)?,
-            layout: q.layout,
+            layout: Scales::Of(q.layout),
             shape: (out.shape().dim(0), out.shape().dim(1)),
         };
         hold(stream, (q.clone(), out.clone()));

@@ -3,8 +3,8 @@
 use tilewire_core::{DType, Rng, Shape};
 use tilewire_device::{Stream, Tensor};
 use tilewire_ops::attention::{
-    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, BiasShape,
-    Dropout, Sequences,
+    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOperand, AttnOut, AttnSaved,
+    BiasShape, Dropout, Sequences,
 };
 use tilewire_oracle::Mat;
 use tilewire_oracle::attention as oracle;
@@ -13,6 +13,8 @@ use crate::common::{Gpu, Out, WIDE, gpu, random, refill};
 
 /// Operands, as the oracle takes them.
 struct Data {
+    /// Of FP8: codes and scales `[tokens, heads]` of q, k and v.
+    codes: Option<[(Mat, Mat); 3]>,
     q: Mat,
     k: Mat,
     v: Mat,
@@ -25,6 +27,26 @@ impl Data {
     fn new(d: &AttentionDesc, rng: &mut Rng) -> Self {
         let s = &d.sequences;
         let mut m = |rows, cols, t| random(rng, rows, cols, t);
+        if d.dtype.is_fp8() {
+            let scale = |v: f64| f64::from((0.2 + v.abs()) as f32);
+            let mut coded = |rows, heads, dim| {
+                (m(rows, heads * dim, d.dtype), m(rows, heads, DType::F32).map(scale))
+            };
+            let codes = [
+                coded(s.tokens_q, d.heads_q, d.dqk),
+                coded(s.tokens_kv, d.heads_kv, d.dqk),
+                coded(s.tokens_kv, d.heads_kv, d.dv),
+            ];
+            let wide = AttentionDesc { dtype: DType::F32, ..d.clone() };
+            let [q, k, v] = codes.each_ref().map(|(x, s)| {
+                let dim = x.cols / s.cols;
+                // Rounded once to f32, as every bit counts.
+                Mat::from_fn(x.rows, x.cols, |i, j| {
+                    f64::from(x.at(i, j) as f32 * s.at(i, j / dim) as f32)
+                })
+            });
+            return Self { codes: Some(codes), q, k, v, ..Self::new(&wide, rng) };
+        }
         let q = m(s.tokens_q, d.heads_q * d.dqk, d.dtype);
         let k = m(s.tokens_kv, d.heads_kv * d.dqk, d.dtype);
         let v = m(s.tokens_kv, d.heads_kv * d.dv, d.dtype);
@@ -33,7 +55,7 @@ impl Data {
             .bias
             .map(|b| oracle::Bias::new(b.heads, b.sq, b.skv, m(b.heads * b.sq, b.skv, DType::F32)));
         let sink = d.sink.then(|| m(1, d.heads_q, DType::F32).data);
-        Self { q, k, v, d_out, bias, sink }
+        Self { codes: None, q, k, v, d_out, bias, sink }
     }
 
     fn inputs(&self) -> oracle::AttnInputs<'_> {
@@ -172,6 +194,12 @@ impl Side {
         plan.prepare(&g.stream).unwrap();
         let put = |m: &Mat| g.put(m, d.dtype);
         let mut inputs = AttnInputs::new(put(&x.q), put(&x.k), put(&x.v));
+        if let Some(codes) = &x.codes {
+            let [q, k, v] = codes
+                .each_ref()
+                .map(|(x, s)| AttnOperand { data: put(x), scales: Some(g.put(s, DType::F32)) });
+            (inputs.q, inputs.k, inputs.v) = (q, k, v);
+        }
         inputs.bias = x.bias.as_ref().map(|b| g.put(&b.data, DType::F32));
         inputs.sink = x.sink.as_ref().map(|s| g.put_f32(s));
         let like = |m: &Mat| g.out(d.out, m.rows, m.cols);
@@ -283,9 +311,25 @@ fn attention_of_packed_rows_with_extras() {
 }
 
 #[test]
+fn attention_of_fp8() {
+    let Some(g) = gpu("attention_of_fp8") else { return };
+    let t = DType::F8E4M3;
+    for (seq, d) in [(1, 64), (65, 128), (50, 33), (40, 256)] {
+        run(&g, &base(seq, d, t, AttnMask::CAUSAL));
+    }
+    let packed = Sequences::packed(&[0, 40, 40, 103, 110], &[0, 30, 60, 133, 133]).unwrap();
+    let packed = AttentionDesc { sequences: packed, ..base(1, 64, t, AttnMask::window(50, 3)) };
+    run(&g, &packed);
+    let dropout = Some(Dropout { p: 0.2, seed: 9 });
+    let bias = Some(BiasShape { heads: 4, sq: 63, skv: 73 });
+    run(&g, &AttentionDesc { bias, sink: true, dropout, softcap: Some(5.0), ..packed.clone() });
+    run(&g, &AttentionDesc { dv: 40, out: DType::F32, ..packed });
+}
+
+#[test]
 fn attention_replays_with_changed_inputs_and_the_same_bits() {
     let Some(g) = gpu("attention_replays_with_changed_inputs_and_the_same_bits") else { return };
-    for dtype in WIDE {
+    for dtype in WIDE.into_iter().chain([DType::F8E4M3]) {
         let d = base(190, 128, dtype, AttnMask::CAUSAL);
         let x = Data::new(&d, &mut Rng::new(3));
         let side = Side::new(&g, &d, &x);
@@ -303,7 +347,7 @@ fn attention_replays_with_changed_inputs_and_the_same_bits() {
 #[test]
 fn attention_refuses_what_it_cannot_do() {
     let Some(g) = gpu("attention_refuses_what_it_cannot_do") else { return };
-    for (d, dtype) in [(64, DType::F8E4M3), (264, DType::BF16)] {
+    for (d, dtype) in [(264, DType::F8E4M3), (264, DType::BF16)] {
         let plan = AttentionPlan::new(base(8, d, dtype, AttnMask::FULL), None).unwrap();
         let e = plan.prepare(&g.stream).unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");

@@ -4,7 +4,9 @@ use tilewire_core::{BackendKind, DType, Result, Rng, ScaleLayout, Shape};
 use tilewire_device::{Device, Stream, Tensor, cuda};
 use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
-use tilewire_ops::attention::{AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved};
+use tilewire_ops::attention::{
+    AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOperand, AttnOut, AttnSaved,
+};
 use tilewire_ops::collective::{
     CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
 };
@@ -227,21 +229,38 @@ fn ep(layout: EpLayout, heap: &Heap, s: &Stream) -> Result<Op> {
 
 /// Forward and backward, with the output of the one in the other.
 fn cp_attention(strategy: Strategy, heap: &Heap, s: &Stream) -> Result<Op> {
+    cp_attention_of(DType::BF16, |d| d, (strategy, heap, s))
+}
+
+fn cp_attention_of(
+    input: DType,
+    change: impl Fn(CpAttentionDesc) -> CpAttentionDesc,
+    (strategy, heap, s): (Strategy, &Heap, &Stream),
+) -> Result<Op> {
     // As many heads as two, three or four ranks can trade.
-    let (heads, d, t) = (12, 64, DType::BF16);
-    let desc = AttentionDesc::new(M, (heads, heads), d, t, AttnMask::CAUSAL);
-    let desc = CpAttentionDesc::new(desc);
+    let (heads, d) = (12, 64);
+    let desc = AttentionDesc::new(M, (heads, heads), d, input, AttnMask::CAUSAL);
+    let desc = change(CpAttentionDesc::new(desc));
+    let t = desc.attn.out;
     let plan = CpAttentionPlan::new(desc, heap, Some(CpConfig::of(strategy)))?;
     plan.prepare(s)?;
     let rows = plan.rows_q(None).iter().map(|r| r.len()).sum();
     let new = || tensor(heap, t, rows, heads * d);
-    let (q, k, v, d_out) = (new()?, new()?, new()?, new()?);
+    let d_out = new()?;
+    let mut inputs = vec![(d_out.clone(), Fill::Normal)];
+    let mut operand = || -> Result<AttnOperand> {
+        let data = tensor(heap, input, rows, heads * d)?;
+        let scales = input.is_fp8().then(|| tensor(heap, DType::F32, rows, heads)).transpose()?;
+        inputs.extend(
+            [Some(&data), scales.as_ref()].into_iter().flatten().map(|t| (t.clone(), Fill::Normal)),
+        );
+        Ok(AttnOperand { data, scales })
+    };
+    let x = AttnInputs::new(operand()?, operand()?, operand()?);
     let lse = tensor(heap, DType::F32, heads, rows)?;
     let o = AttnOut { out: new()?, lse: lse.clone() };
     let (dq, dk, dv) = (new()?, new()?, new()?);
-    let inputs = [&q, &k, &v, &d_out].map(|t| (t.clone(), Fill::Normal)).to_vec();
     let outs = vec![o.out.clone(), lse.clone(), dq.clone(), dk.clone(), dv.clone()];
-    let x = AttnInputs::new(q, k, v);
     let launch = move |s: &Stream| -> Result<()> {
         plan.launch_fwd(s, &x, o.clone())?.join(s)?;
         let saved = AttnSaved { out: o.out.clone(), lse: lse.clone(), d_out: d_out.clone() };
@@ -251,7 +270,12 @@ fn cp_attention(strategy: Strategy, heap: &Heap, s: &Stream) -> Result<Op> {
     Ok(Op { name: "cp_attention", inputs, outs, launch: Box::new(launch) })
 }
 
-const ALL: [Make; 21] = [
+/// Keys and values, and parts of their gradients, travel as FP8.
+fn fp8_wires(d: CpAttentionDesc) -> CpAttentionDesc {
+    CpAttentionDesc { fp8_kv: true, dkv_wire: DType::F8E4M3, ..d }
+}
+
+const ALL: [Make; 24] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
@@ -273,6 +297,9 @@ const ALL: [Make; 21] = [
     |h, s| cp_attention(Strategy::AllGather, h, s),
     |h, s| cp_attention(Strategy::Get, h, s),
     |h, s| cp_attention(Strategy::Ring, h, s),
+    |h, s| cp_attention_of(DType::F8E4M3, |d| d, (Strategy::Ring, h, s)),
+    |h, s| cp_attention_of(DType::BF16, fp8_wires, (Strategy::AllGather, h, s)),
+    |h, s| cp_attention_of(DType::BF16, fp8_wires, (Strategy::AllToAll, h, s)),
     |h, s| cp_attention(Strategy::AllToAll, h, s),
 ];
 

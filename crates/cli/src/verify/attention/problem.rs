@@ -73,7 +73,7 @@ pub struct Problem {
     bias: Option<oracle::Bias>,
     sink: Option<Vec<f64>>,
     d_o: Mat,
-    /// Kernels round probabilities to the inputs' type before their products; the host does not.
+    /// Kernels of 16-bit types round probabilities to these before their products; others do not.
     rounds: bool,
 }
 
@@ -146,12 +146,14 @@ impl Problem {
             oracle::Bias::new(b.heads, b.sq, b.skv, data)
         });
         let sink = a.sink.then(|| ctx.random(1, a.heads_q, DType::F32).data);
-        let rounds = !matches!(ctx.heap.device(), Device::Host) && a.dtype != DType::F32;
+        let narrow = matches!(a.dtype, DType::BF16 | DType::F16);
+        let rounds = !matches!(ctx.heap.device(), Device::Host) && narrow;
         Self { desc, q, k, v, bias, sink, d_o, rounds }
     }
 
     /// As if K and V had travelled as e4m3 with one scale for each (token, head).
     pub fn quantise_kv(&mut self) {
+        self.rounds = false;
         for x in [&mut self.k, &mut self.v] {
             let q = per_head(&x.values, x.heads);
             x.values.data = dequantize(&q).data;

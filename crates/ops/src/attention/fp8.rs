@@ -1,0 +1,85 @@
+//! FP8 q, k and v on CUDA devices: rows of heads, each with a scale, become f32, which the plain
+//! kernels take. Every bit counts, as on the host.
+
+use tilewire_core::{DType, Result};
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
+
+use super::cuda::Param;
+use super::{AttentionDesc, AttnInputs, LocalRows};
+use crate::common::cuda::{addr, workspace};
+use crate::quant::cuda::{Codes, Scales, Widen};
+
+/// What the kernels compute where q, k and v are widened.
+pub(crate) fn kernel_desc(d: &AttentionDesc) -> AttentionDesc {
+    AttentionDesc { dtype: DType::F32, ..d.clone() }
+}
+
+/// Room for f32 queries, keys and values, and the kernel that fills it from e4m3.
+pub(crate) struct Wide {
+    widen: Widen,
+    pub q: CudaMemory,
+    pub k: CudaMemory,
+    pub v: CudaMemory,
+}
+
+impl Wide {
+    /// For `rows` of heads: of queries, and of keys.
+    ///
+    /// # Errors
+    /// Out of memory; `InvalidArgument` for more than the kernel can count.
+    pub fn new(ctx: &CudaContext, d: &AttentionDesc, (q, kv): (usize, usize)) -> Result<Self> {
+        for (rows, dim) in [(q, d.dqk), (kv, d.dqk), (kv, d.dv)] {
+            Widen::check(rows, dim)?;
+        }
+        Ok(Self {
+            widen: Widen::new(ctx, DType::F8E4M3, DType::F32)?,
+            q: workspace(ctx, 4 * q * d.dqk)?,
+            k: workspace(ctx, 4 * kv * d.dqk)?,
+            v: workspace(ctx, 4 * kv * d.dv)?,
+        })
+    }
+
+    /// What queued work refers to.
+    pub fn held(&self) -> [CudaMemory; 3] {
+        [self.q.clone(), self.k.clone(), self.v.clone()]
+    }
+
+    /// Queues `codes * scales` of `rows` of heads of `dim` elements to `out`.
+    ///
+    /// # Safety
+    /// The addresses must be mapped for so many rows until the work has run, and held.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub unsafe fn fill(
+        &self,
+        stream: &CudaStream,
+        (x, scales): (u64, u64),
+        (rows, dim): (usize, usize),
+        out: u64,
+    ) -> Result<()> {
+        let codes = Codes { x, scales, layout: Scales::Rows, shape: (rows, dim) };
+        // SAFETY: the caller's contract.
+        unsafe { self.widen.launch(stream, &codes, out) }
+    }
+
+    /// Queues q, k and v of one rank; what `p` becomes. The inputs were checked and are held.
+    pub(super) fn inputs(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        (x, rows): (&AttnInputs, LocalRows),
+        p: Param,
+    ) -> Result<Param> {
+        let (q, kv) = (rows.q * d.heads_q, rows.kv * d.heads_kv);
+        let all =
+            [(&x.q, q, d.dqk, &self.q), (&x.k, kv, d.dqk, &self.k), (&x.v, kv, d.dv, &self.v)];
+        for (o, rows, dim, to) in all {
+            let from = (addr(&o.data)?, addr(o.scales.as_ref())?);
+            // SAFETY: the operand was checked against the description, which the room was made for;
+            // both are held.
+            unsafe { self.fill(stream, from, (rows, dim), to.addr())? };
+        }
+        Ok(Param { q: self.q.addr(), k: self.k.addr(), v: self.v.addr(), ..p })
+    }
+}

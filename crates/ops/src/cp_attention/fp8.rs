@@ -1,0 +1,266 @@
+//! FP8 on devices: keys, values and queries that travel as e4m3 with a scale for each (row, head),
+//! and parts of dk and dv that travel as FP8. Arithmetic is f32: codes are widened where they are
+//! used, a rank's own too.
+
+use tilewire_core::{DType, Error, Result};
+use tilewire_device::cuda::{CudaContext, CudaMemory};
+
+use super::CpAttentionDesc;
+use super::cuda::Run;
+use super::pieces::{Sizes, place};
+use crate::attention::cuda::Param;
+use crate::attention::fp8::Wide;
+use crate::common::cuda::{no_kernel, workspace};
+use crate::common::lanes::{Reducer, Sum};
+use crate::quant::cuda::{Codes, Narrow, Scales, Widen};
+
+/// Refuses heads that no kernel quantises.
+///
+/// # Errors
+/// `Unsupported`, with what to use instead.
+pub(super) fn check(d: &CpAttentionDesc) -> Result<()> {
+    let narrows = d.fp8_kv && !d.attn.dtype.is_fp8() || d.dkv_wire.is_fp8();
+    let dim = d.attn.dqk.max(d.attn.dv);
+    if narrows && dim > Narrow::MOST_COLS {
+        return Err(no_kernel(
+            format!("keys, values or their gradients in FP8 with heads of {dim}"),
+            "heads of at most 128 are quantised; leave `fp8_kv` off and `dkv_wire` at f32",
+        ));
+    }
+    Ok(())
+}
+
+/// Kernels and room of a plan.
+pub(super) struct Fp8 {
+    keys: Option<Keys>,
+    parts: Option<Parts>,
+}
+
+/// Keys that travel as e4m3.
+struct Keys {
+    /// f32 of my heads: of the queries of my group, and of the keys of all ranks.
+    wide: Wide,
+    /// Wider inputs are quantised: the kernel, then codes and scales of my keys as they travel.
+    narrow: Option<(Narrow, Vec<CudaMemory>)>,
+    /// 16-bit queries to f32.
+    convert: Option<Reducer>,
+}
+
+/// Parts of dk and dv that travel as FP8.
+struct Parts {
+    narrow: Narrow,
+    widen: Widen,
+    /// dk, then dv, of the keys of all ranks, as the kernels make them: f32.
+    raw: CudaMemory,
+    /// The same as they travel.
+    packed: CudaMemory,
+    /// Parts of my rows as they travel.
+    slots: CudaMemory,
+}
+
+impl Fp8 {
+    pub fn new(ctx: &CudaContext, d: &CpAttentionDesc, s: &Sizes) -> Result<Self> {
+        let keys = d.kv_wire().1.then(|| Keys::new(ctx, d, s)).transpose()?;
+        let parts = (d.backward && s.fp8_parts()).then(|| Parts::new(ctx, d, s)).transpose()?;
+        Ok(Self { keys, parts })
+    }
+
+    pub fn all(&self) -> Vec<CudaMemory> {
+        let keys = self.keys.iter().flat_map(|k| {
+            let own = k.narrow.iter().flat_map(|(_, own)| own.clone());
+            k.wide.held().into_iter().chain(own)
+        });
+        let parts = self.parts.iter().flat_map(|p| [&p.raw, &p.packed, &p.slots].map(Clone::clone));
+        keys.chain(parts).collect()
+    }
+}
+
+impl Keys {
+    fn new(ctx: &CudaContext, d: &CpAttentionDesc, s: &Sizes) -> Result<Self> {
+        let (a, own) = (&d.attn, s.max_kv * s.all_kv);
+        let rows = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
+        let narrow = match a.dtype.is_fp8() {
+            true => None,
+            false => {
+                let own = s.wire.iter().map(|b| workspace(ctx, own * b)).collect::<Result<_>>()?;
+                Some((Narrow::new(ctx, a.dtype, DType::F8E4M3)?, own))
+            }
+        };
+        let short = matches!(a.dtype, DType::BF16 | DType::F16);
+        let convert = short.then(|| Reducer::new(ctx, [a.dtype, DType::F32, DType::F32]));
+        Ok(Self { wide: Wide::new(ctx, a, rows)?, narrow, convert: convert.transpose()? })
+    }
+}
+
+impl Parts {
+    fn new(ctx: &CudaContext, d: &CpAttentionDesc, s: &Sizes) -> Result<Self> {
+        let rows = s.all_keys() * s.hkv;
+        Widen::check(rows, s.dqk.max(s.dv))?;
+        Ok(Self {
+            narrow: Narrow::new(ctx, DType::F32, d.dkv_wire)?,
+            widen: Widen::new(ctx, d.dkv_wire, DType::F32)?,
+            raw: workspace(ctx, 4 * rows * (s.dqk + s.dv))?,
+            packed: workspace(ctx, place(0, rows, &s.part_wire).1)?,
+            slots: workspace(ctx, s.num_parts() * s.packed_slot().1)?,
+        })
+    }
+}
+
+impl Run<'_> {
+    fn keys8(&self) -> Option<&Keys> {
+        self.op.p.fp8.keys.as_ref()
+    }
+
+    fn parts8(&self) -> Result<&Parts> {
+        let none = || Error::internal("no kernel for parts in FP8");
+        self.op.p.fp8.parts.as_ref().ok_or_else(none)
+    }
+
+    /// What travels of my keys: as they are, or codes and scales, which `begin` has queued.
+    pub(super) fn own_keys(&self) -> Result<Vec<CudaMemory>> {
+        let (x, s) = (self.x, self.s);
+        if let Some((_, own)) = self.keys8().and_then(|k| k.narrow.as_ref()) {
+            let rows = self.op.rows.kv * s.all_kv;
+            return own.iter().zip(&s.wire).map(|(m, b)| m.slice(0, rows * b)).collect();
+        }
+        let all = [Some(&x.k.data), Some(&x.v.data), x.k.scales.as_ref(), x.v.scales.as_ref()];
+        all.into_iter().flatten().map(|t| t.cuda()).collect()
+    }
+
+    /// Queues codes and scales of my keys, if they travel narrower than they are. The copy stream goes
+    /// on behind them.
+    pub(super) fn begin(&self) -> Result<()> {
+        let Some((narrow, own)) = self.keys8().and_then(|k| k.narrow.as_ref()) else {
+            return Ok(());
+        };
+        let rows = self.op.rows.kv * self.s.all_kv;
+        for (i, (t, dim)) in [(&self.x.k, self.s.dqk), (&self.x.v, self.s.dv)].iter().enumerate() {
+            let to = (own[i].addr(), own[i + 2].addr());
+            // SAFETY: the tensor was checked and is held; the room has all rows of a rank, and is
+            // held (`keep`).
+            unsafe { narrow.launch(self.main(), t.data.cuda()?.addr(), to, (rows, *dim))? };
+        }
+        self.l.fork()
+    }
+
+    /// With FP8 keys: what `base` becomes where the kernels read my own queries, and my own keys.
+    pub(super) fn own_operands(&self, base: Param) -> Result<Param> {
+        let Some(keys) = self.keys8() else { return Ok(base) };
+        let scales = self.x.q.scales.as_ref().map_or(Ok(0), |t| t.cuda().map(|m| m.addr()))?;
+        let q = self.wide_queries((base.q, scales), self.op.rows.q)?;
+        let own: Vec<u64> = self.own_keys()?.iter().map(CudaMemory::addr).collect();
+        let first = self.pieces().first_key(self.me().idx());
+        // Heads are not traded: mine are all, and lie where they do among those of all ranks.
+        let (k, v) = self.fill_keys(keys, &own, first, self.op.rows.kv)?;
+        Ok(Param { q, k, v, ..base })
+    }
+
+    /// Queues the f32 of `rows` rows of queries of my heads, at `q` with scales there, if there are
+    /// any; returns where they are.
+    pub(super) fn wide_queries(&self, (q, scales): (u64, u64), rows: usize) -> Result<u64> {
+        let Some(keys) = self.keys8() else { return Ok(q) };
+        let (s, to) = (self.s, keys.wide.q.addr());
+        if let Some(convert) = &keys.convert {
+            let sum = Sum {
+                slots: q,
+                stride: 0,
+                own: q,
+                out: to,
+                bias: None,
+                rows: rows * s.hq,
+                cols: s.dqk,
+                scale: 1.0,
+            };
+            return convert.launch_parts(self.l, &sum, (None, 1)).map(|()| to);
+        }
+        if scales == 0 {
+            return Ok(q);
+        }
+        // SAFETY: rows of a checked launch, or of the group as the schedule has them; the caller holds
+        // them, and the room has all of a group.
+        unsafe { keys.wide.fill(self.main(), (q, scales), (rows * s.hq, s.dqk), to)? };
+        Ok(to)
+    }
+
+    /// Queues the f32 of the keys of all ranks, if `at` are codes and scales; returns where k and v
+    /// are.
+    pub(super) fn wide_keys(&self, at: &[u64]) -> Result<(u64, u64)> {
+        let Some(keys) = self.keys8() else { return Ok((at[0], at[1])) };
+        self.fill_keys(keys, at, 0, self.op.seqs.tokens_kv)
+    }
+
+    /// Queues the f32 of `rows` rows of keys, codes and scales at `at`, to dense row `first`.
+    fn fill_keys(&self, keys: &Keys, at: &[u64], first: usize, rows: usize) -> Result<(u64, u64)> {
+        let (s, wide) = (self.s, &keys.wide);
+        let mut to = [0; 2];
+        for (i, (m, dim)) in [(&wide.k, s.dqk), (&wide.v, s.dv)].into_iter().enumerate() {
+            to[i] = m.addr() + (4 * first * s.hkv * dim) as u64;
+            // SAFETY: rows of my own tensors, or of all ranks' keys, which have come; the room has
+            // those of all ranks, and all is held.
+            unsafe { wide.fill(self.main(), (at[i], at[i + 2]), (rows * s.hkv, dim), to[i])? };
+        }
+        Ok((to[0], to[1]))
+    }
+
+    /// Where the kernels put dk and dv of the keys of all ranks: in my chunk, or beside it if they
+    /// travel as FP8.
+    pub(super) fn part_addrs(&self) -> Result<(u64, u64)> {
+        let (s, rows) = (self.s, self.s.all_keys() * self.s.hkv);
+        if s.fp8_parts() {
+            let raw = self.parts8()?.raw.addr();
+            return Ok((raw, raw + (4 * rows * s.dqk) as u64));
+        }
+        let (buffer, at) = s.parts();
+        let addr = |i: usize| self.own(buffer, at[i], rows * s.part_wire[i]);
+        Ok((addr(0)?, addr(1)?))
+    }
+
+    /// With parts in FP8: codes and scales of what the kernels have made, to my chunk.
+    pub(super) fn publish_parts(&self) -> Result<()> {
+        let s = self.s;
+        if !s.fp8_parts() {
+            return Ok(());
+        }
+        self.keep();
+        let (p, (k, v)) = (self.parts8()?, self.part_addrs()?);
+        let at = place(0, s.all_keys() * s.hkv, &s.part_wire).0;
+        let rows = self.op.seqs.tokens_kv * s.hkv;
+        let to = |i: usize| p.packed.addr() + at[i] as u64;
+        for (i, (from, dim)) in [(k, s.dqk), (v, s.dv)].into_iter().enumerate() {
+            // SAFETY: both memories are as large as the keys of all ranks, scales come first, and all
+            // is held.
+            unsafe { p.narrow.launch(self.main(), from, (to(i), to(i + 2)), (rows, dim))? };
+        }
+        let (buffer, to) = s.parts();
+        self.publish(buffer, to.into_iter().min().unwrap_or(0), &p.packed)
+    }
+
+    /// Where parts of my rows are got to.
+    pub(super) fn part_slots(&self) -> Result<&CudaMemory> {
+        match self.s.fp8_parts() {
+            true => Ok(&self.parts8()?.slots),
+            false => Ok(&self.op.p.memory.slots),
+        }
+    }
+
+    /// With parts in FP8: the f32 of those of my rows, to the slots that are added.
+    pub(super) fn widen_parts(&self) -> Result<()> {
+        let (s, rows) = (self.s, self.op.rows.kv * self.s.all_kv);
+        if !s.fp8_parts() {
+            return Ok(());
+        }
+        let (p, (at, packed), (stride, second)) = (self.parts8()?, s.packed_slot(), s.slot());
+        self.keep();
+        for part in 0..s.num_parts() {
+            let from = |i: usize| p.slots.addr() + (part * packed + at[i]) as u64;
+            for (i, (first, dim)) in [(0, s.dqk), (second, s.dv)].into_iter().enumerate() {
+                let shape = (rows, dim);
+                let codes = Codes { x: from(i), scales: from(i + 2), layout: Scales::Rows, shape };
+                let to = self.op.p.memory.slots.addr() + (part * stride + first) as u64;
+                // SAFETY: both slots have all rows of a rank, and are held.
+                unsafe { p.widen.launch(self.main(), &codes, to)? };
+            }
+        }
+        Ok(())
+    }
+}
