@@ -1,5 +1,6 @@
 //! Cases of grouped GEMM: fprop, dgrad, wgrad; counts and ends; empty groups; capacity rows.
 
+use tilewire::core::ScaleLayout;
 use tilewire::core::numerics::Bound;
 use tilewire::ops::gemm::{Activation, Operand};
 use tilewire::ops::grouped_gemm::*;
@@ -11,7 +12,7 @@ use super::{Case, Ctx};
 
 pub(super) fn cases() -> Vec<Case> {
     let mut v = Vec::new();
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
+    for dtype in [DType::F32, DType::BF16, DType::F16, DType::F8E4M3, DType::F8E5M2] {
         for (groups, rows) in [(5, 40), (1, 7), (70, 90)] {
             let shape = [("groups", groups), ("m", rows), ("n", 10), ("k", 12)];
             v.push(Case::new("grouped_gemm", dtype, &shape, run));
@@ -63,9 +64,53 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     refused(ctx, case)
 }
 
+/// Scales of FP8 operands: those of a row do not depend on the rows around it.
+const LAYOUT: ScaleLayout = ScaleLayout::Block1x128;
+
+/// An operand: its values, and what they are stored as.
+struct Coded {
+    values: Mat,
+    stored: Mat,
+    /// Of FP8.
+    scales: Option<Vec<f32>>,
+}
+
+impl Coded {
+    fn new(ctx: &mut Ctx, rows: usize, cols: usize, dtype: DType) -> Self {
+        let stored = ctx.random(rows, cols, dtype);
+        if !dtype.is_fp8() {
+            return Self { values: stored.clone(), stored, scales: None };
+        }
+        let num = LAYOUT.num_scales(rows, cols);
+        let scales: Vec<f32> = (0..num).map(|_| ctx.rng.uniform(0.2, 2.0)).collect();
+        // Rounded once to f32, as every bit counts.
+        let values = Mat::from_fn(rows, cols, |r, c| {
+            f64::from(stored.at(r, c) as f32 * scales[LAYOUT.scale_idx(r, c, cols)])
+        });
+        Self { values, stored, scales: Some(scales) }
+    }
+
+    fn stack(parts: &[Coded]) -> Self {
+        let all = |f: fn(&Coded) -> Mat| Mat::vstack(&parts.iter().map(f).collect::<Vec<_>>());
+        let scales: Option<Vec<_>> = parts.iter().map(|p| p.scales.clone()).collect();
+        Self {
+            values: all(|p| p.values.clone()),
+            stored: all(|p| p.stored.clone()),
+            scales: scales.map(|s| s.concat()),
+        }
+    }
+
+    fn operand(&self, ctx: &Ctx, dtype: DType) -> Result<Operand> {
+        let scales = self.scales.as_ref().map(|s| -> Result<_> {
+            Ok((ctx.place(Tensor::from_slice(s, Shape::d1(s.len()))?)?, LAYOUT))
+        });
+        Ok(Operand { data: ctx.tensor(&self.stored, dtype)?, scales: scales.transpose()? })
+    }
+}
+
 struct Problem {
-    x: Mat,
-    dy: Mat,
+    x: Coded,
+    dy: Coded,
     w: Vec<Mat>,
     bias: Mat,
     before: Vec<Mat>,
@@ -75,10 +120,12 @@ struct Problem {
 fn one(ctx: &mut Ctx, case: &Case, round: usize, activation: Activation) -> Result<()> {
     let (groups, cap, n, k, dtype) =
         (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
+    let (x, dy) = (Coded::new(ctx, cap, k, dtype), Coded::new(ctx, cap, n, dtype));
+    let w: Vec<Coded> = (0..groups).map(|_| Coded::new(ctx, n, k, dtype)).collect();
     let p = Problem {
-        x: ctx.random(cap, k, dtype),
-        dy: ctx.random(cap, n, dtype),
-        w: (0..groups).map(|_| ctx.random(n, k, dtype)).collect(),
+        x,
+        dy,
+        w: w.iter().map(|w| w.values.clone()).collect(),
         bias: ctx.random(groups, n, DType::F32),
         before: (0..groups).map(|_| ctx.random(n, k, DType::F32)).collect(),
         splits: draw(ctx, groups, cap, round),
@@ -88,11 +135,10 @@ fn one(ctx: &mut Ctx, case: &Case, round: usize, activation: Activation) -> Resu
     let plan = GroupedGemmPlan::new(desc)?;
     plan.prepare(&ctx.stream)?;
     let s = splits(ctx, &p.splits, round)?;
-    let packed = ctx.tensor(&Mat::vstack(&p.w), dtype)?;
-    let discrete =
-        p.w.iter().map(|w| Ok(Operand::from(ctx.tensor(w, dtype)?))).collect::<Result<Vec<_>>>()?;
-    let w =
-        if round.is_multiple_of(2) { Weights::from(&packed) } else { Weights::Discrete(discrete) };
+    let w = match round.is_multiple_of(2) {
+        true => Weights::Packed(Coded::stack(&w).operand(ctx, dtype)?),
+        false => Weights::Discrete(w.iter().map(|w| w.operand(ctx, dtype)).collect::<Result<_>>()?),
+    };
     let used: usize = p.splits.iter().sum();
     fprop(ctx, &plan, &p, (&w, &s), used)?;
     if activation == Activation::None {
@@ -130,7 +176,7 @@ fn fprop(
     let out = ctx.poisoned(d.out, Shape::d2(d.capacity, d.out_cols()))?;
     let aux = ctx.poisoned(d.out, Shape::d2(d.capacity, d.n))?;
     let t = GroupedFprop {
-        x: ctx.tensor(&p.x, d.dtype)?.into(),
+        x: p.x.operand(ctx, d.dtype)?,
         w: w.clone(),
         bias: Some(ctx.tensor(&p.bias, DType::F32)?),
         splits: s.clone(),
@@ -138,15 +184,16 @@ fn fprop(
         aux_out: Some(aux.clone()),
     };
     ctx.timed(|st| plan.fprop(st, t))?;
-    let z = oracle::grouped_fprop(&p.x, &p.w, Some(&p.bias), &p.splits, oracle::Tail::Zero)
+    let z = oracle::grouped_fprop(&p.x.values, &p.w, Some(&p.bias), &p.splits, oracle::Tail::Zero)
         .slice_rows(0..used);
     let swiglu = d.activation == Activation::SwiGlu;
     let act = if swiglu { gemm_oracle::Activation::SwiGlu } else { gemm_oracle::Activation::None };
     let want = gemm_oracle::activate(act, &z);
     let bias = p.bias.map(f64::abs);
     let tail_zero = oracle::Tail::Zero;
-    let z_mag = oracle::grouped_fprop(&abs(&p.x), &all(&p.w), Some(&bias), &p.splits, tail_zero)
-        .slice_rows(0..used);
+    let z_mag =
+        oracle::grouped_fprop(&abs(&p.x.values), &all(&p.w), Some(&bias), &p.splits, tail_zero)
+            .slice_rows(0..used);
     ctx.compare("aux", &aux.rows(0, used)?, &z, &z_mag, &Bound::local(d.out, d.k))?;
     // SwiGLU: the error of each factor times the other; its slope is below 1.1.
     let half = d.n / 2;
@@ -185,15 +232,15 @@ fn dgrad(
     let d = *plan.desc();
     let dx = ctx.poisoned(d.out, Shape::d2(d.capacity, d.k))?;
     let t = GroupedDgrad {
-        dy: ctx.tensor(&p.dy, d.dtype)?.into(),
+        dy: p.dy.operand(ctx, d.dtype)?,
         w: w.clone(),
         splits: s.clone(),
         dx: dx.clone(),
     };
     ctx.timed(|st| plan.dgrad(st, t))?;
-    let want =
-        oracle::grouped_dgrad(&p.dy, &p.w, &p.splits, oracle::Tail::Zero).slice_rows(0..used);
-    let mag = oracle::grouped_dgrad(&abs(&p.dy), &all(&p.w), &p.splits, oracle::Tail::Zero)
+    let want = oracle::grouped_dgrad(&p.dy.values, &p.w, &p.splits, oracle::Tail::Zero)
+        .slice_rows(0..used);
+    let mag = oracle::grouped_dgrad(&abs(&p.dy.values), &all(&p.w), &p.splits, oracle::Tail::Zero)
         .slice_rows(0..used);
     ctx.compare("dgrad", &dx.rows(0, used)?, &want, &mag, &Bound::local(d.out, d.n))?;
     tail(ctx, "dgrad", plan, &dx, used)
@@ -217,8 +264,8 @@ fn wgrad(
     let dbias = ctx.poisoned(DType::F32, Shape::d2(d.groups, d.n))?;
     let bytes: Vec<u8> = mask.iter().map(|&m| u8::from(m)).collect();
     let t = GroupedWgrad {
-        x: ctx.tensor(&p.x, d.dtype)?.into(),
-        dy: ctx.tensor(&p.dy, d.dtype)?.into(),
+        x: p.x.operand(ctx, d.dtype)?,
+        dy: p.dy.operand(ctx, d.dtype)?,
         splits: s.clone(),
         dw: (&dw).into(),
         mask: Some(ctx.place(Tensor::from_slice(&bytes, Shape::d1(d.groups))?)?),
@@ -226,13 +273,18 @@ fn wgrad(
     };
     ctx.timed(|st| plan.wgrad(st, t))?;
     let acc = oracle::Accumulate { c: &before, mask: &mask };
-    let want = Mat::vstack(&oracle::grouped_wgrad(&p.x, &p.dy, &p.splits, Some(acc)));
+    let want = Mat::vstack(&oracle::grouped_wgrad(&p.x.values, &p.dy.values, &p.splits, Some(acc)));
     let c = all(&before);
     let acc = oracle::Accumulate { c: &c, mask: &mask };
-    let mag = Mat::vstack(&oracle::grouped_wgrad(&abs(&p.x), &abs(&p.dy), &p.splits, Some(acc)));
+    let mag = Mat::vstack(&oracle::grouped_wgrad(
+        &abs(&p.x.values),
+        &abs(&p.dy.values),
+        &p.splits,
+        Some(acc),
+    ));
     ctx.compare("wgrad", &dw, &want, &mag, &Bound::local(DType::F32, d.capacity))?;
-    let want = oracle::grouped_dbias(&p.dy, &p.splits);
-    let mag = oracle::grouped_dbias(&abs(&p.dy), &p.splits);
+    let want = oracle::grouped_dbias(&p.dy.values, &p.splits);
+    let mag = oracle::grouped_dbias(&abs(&p.dy.values), &p.splits);
     ctx.compare("dbias", &dbias, &want, &mag, &Bound::local(DType::F32, d.capacity))
 }
 
@@ -246,7 +298,7 @@ fn refused(ctx: &mut Ctx, case: &Case) -> Result<()> {
         let mut v = vec![0i64; groups];
         v[0] = first;
         let s = Splits::counts(&ctx.place(Tensor::from_slice(&v, Shape::d1(groups))?)?);
-        let out = ctx.poisoned(dtype, Shape::d2(cap, n))?;
+        let out = ctx.poisoned(plan.desc().out, Shape::d2(cap, n))?;
         let t = GroupedFprop {
             x: ctx.place(Tensor::zeros(dtype, Shape::d2(cap, k)))?.into(),
             w: (&ctx.place(Tensor::zeros(dtype, Shape::d2(groups * n, k)))?).into(),
