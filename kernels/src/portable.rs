@@ -82,7 +82,7 @@ pub const MOVE_SEGMENTS: usize = 64;
 /// Pieces of memory from here to there, on other devices too.
 pub const MOVE: Source = Source {
     name: "collective/sm80_move.cu",
-    parts: &[CONVERT, include_str!("collective/sm80_move.cu")],
+    parts: &[CONVERT, CONVERSIONS, include_str!("collective/sm80_move.cu")],
     defines: &["TW_MOVE_THREADS"],
     kernels: &["tw_move"],
 };
