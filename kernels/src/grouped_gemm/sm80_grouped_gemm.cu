@@ -188,7 +188,8 @@ tw_grouped_tn(const __grid_constant__ TwGrouped p) {
     tw_grouped_columns<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(256) tw_grouped_f32(const __grid_constant__ TwGrouped p) {
+// Two blocks on a multiprocessor: left alone, ptxas takes 64 registers for sm_100a, and spills.
+extern "C" __global__ void __launch_bounds__(256, 2) tw_grouped_f32(const __grid_constant__ TwGrouped p) {
     if (p.g.flags & TW_A_KM) tw_grouped_columns<true>(p);
     else tw_grouped_rows<true, true>(p);
 }
