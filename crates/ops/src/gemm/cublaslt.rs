@@ -134,7 +134,8 @@ impl Lt {
         let found = self.lib.found();
         format!(
             "{} ({}: {}), the library's first choice for each of {} numbers of rows, workspace {room} \
-             bytes; the portable kernel where an address or a row is no multiple of {ALIGN_BYTES} bytes",
+             bytes; the portable kernel where an address or a row is no multiple of {ALIGN_BYTES} \
+             bytes, or the library refuses so few rows",
             self.text(),
             found.how,
             found.path.display(),

@@ -244,8 +244,15 @@ impl GemmKernels {
         }
         if let Ok(lt) = self.lt() {
             match lt.refuses(p) {
+                // An algorithm that was chosen for more rows may refuse these few, before it queues
+                // anything: seen with f32, one row, n and k of 64, on an H200. Which, depends on
+                // the shape alone.
+                //
                 // SAFETY: the caller's contract.
-                None => return unsafe { lt.launch(stream, p) },
+                None => match unsafe { lt.launch(stream, p) } {
+                    Err(e) if e.is_unsupported() && self.backend == GemmBackend::Auto => {}
+                    r => return r,
+                },
                 Some(why) if self.backend == GemmBackend::CublasLt => {
                     return Err(not_cublaslt(&why));
                 }
