@@ -321,11 +321,47 @@ fn a_ring_brings_all_keys_through_two_slots() {
             assert_eq!(*taken, want);
         }
     }
+}
+
+/// The same with elements: what a launch puts to slots, takes out of them, and sends on.
+#[test]
+fn keys_of_a_ring_come_to_their_dense_rows() {
     worlds(|w| {
         if w.sizes.strategy != Strategy::Ring {
             return;
         }
         let s = &w.sizes;
+        let rows: Vec<_> = (0..s.size).map(|r| w.rows(w.seqs.tokens_kv, r)).collect();
+        for (i, dim) in [3, 2].into_iter().enumerate() {
+            let row = s.all_kv * dim;
+            let mut area: Vec<Buffer> = (0..s.size).map(|_| bytes_of(w, AREA)).collect();
+            let mut dense = vec![vec![-2.0; w.seqs.tokens_kv * row]; s.size];
+            for (r, own) in rows.iter().enumerate() {
+                put(
+                    &mut dense[r],
+                    4 * row * w.lists(r).first_key(r),
+                    tensor(own, 0..s.all_kv, dim),
+                );
+            }
+            // All send, then all take: an order that the credits allow.
+            for t in 0..s.size.saturating_sub(1) {
+                for r in 0..s.size {
+                    let lists = w.lists(r);
+                    let first = lists.first_key(r);
+                    let own = first..first + rows[r].len();
+                    let from = if t == 0 { own } else { lists.ring_rows(t - 1) };
+                    let sent = dense[r][from.start * row..from.end * row].to_vec();
+                    put(&mut area[(r + 1) % s.size], s.ring_slot(t)[i], sent);
+                }
+                for r in 0..s.size {
+                    let (to, at) = (w.lists(r).ring_rows(t), s.ring_slot(t)[i] / 4);
+                    let came = area[r][at..at + to.len() * row].to_vec();
+                    put(&mut dense[r], 4 * row * to.start, came);
+                }
+            }
+            let want = tensor(&rows.concat(), 0..s.all_kv, dim);
+            assert!(dense.iter().all(|d| *d == want), "{} ranks", s.size);
+        }
         for r in 0..s.size {
             let mut rows: Vec<usize> =
                 (0..s.size - 1).flat_map(|t| w.lists(r).ring_rows(t)).collect();
