@@ -14,6 +14,9 @@
 // area counts its launches (`epoch`, the same on all ranks); a word of a launch carries its number, so
 // nothing is ever cleared. A rank that has read an area grants it, by its credit, for the next launch.
 //
+// What the host exchanges itself takes two launches: one whose blocks all send, to areas that stand for those of
+// the ranks and with flags of their own that are always up, and one whose blocks all receive.
+//
 // Peers' memory is written, read never. THREADS of blocks that lay out, MOVERS of those that meet.
 // Types of results by mantissa bits: TW_OUT_MANTISSA (23 f32, 10 f16, 7 bf16); payload is bytes.
 
@@ -59,6 +62,7 @@ struct TwHandle {
 // How a launch of one area meets: a chunk of tokens arrives as a whole.
 struct TwMeet {
     u64 flags;   // address of rank 0's credits and arrivals of this area
+    u64 stride;  // from rank to rank
     u64* epoch;  // launches so far
     u32* ticket; // [4] blocks that are through, twice, and chunks that were taken, to send and to lay out;
                  // 0 between launches
@@ -70,11 +74,11 @@ struct TwMeet {
 };
 
 __device__ __forceinline__ u64* tw_credit(const TwEp& l, const TwMeet& m, u32 rank, u32 writer) {
-    return (u64*)(m.flags + rank * l.stride) + writer;
+    return (u64*)(m.flags + rank * m.stride) + writer;
 }
 
 __device__ __forceinline__ u64* tw_arrival(const TwEp& l, const TwMeet& m, u32 rank, u32 writer, u32 c) {
-    return (u64*)(m.flags + rank * l.stride) + l.size + (u64)writer * m.chunks + c;
+    return (u64*)(m.flags + rank * m.stride) + l.size + (u64)writer * m.chunks + c;
 }
 
 __device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {

@@ -8,7 +8,11 @@ struct TwRouting {
     u32 choices, wide;
     u32 span;         // choices of a warp, a multiple of 32
     u32 bad_input;    // what is told of an index that is no expert
+    u32 part, pad;    // TW_WHOLE, or half of it
 };
+
+// Counts and places; the counts, which somebody else takes to the ranks; the places, from counts that are there.
+enum { TW_WHOLE = 0, TW_COUNTS = 1, TW_PLACES = 2 };
 
 // Shared memory of tw_ep_route: [warps][E] u32, then of each expert its next row i64, copies of all ranks,
 // of earlier ranks, and its rank u32.
@@ -229,14 +233,14 @@ tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, co
     }
     // Each block comes by here once, whatever it met.
     const bool last = gridDim.x == 1 || tw_comes_last(m.ticket + 1);
-    if (last && good && !__syncthreads_or(tw_is_over(t))) tw_route_publish(l, a, s, epoch);
-    if (good && tw_route_collect(t, l, m, s, epoch)) {
+    if (a.part != TW_PLACES && last && good && !__syncthreads_or(tw_is_over(t))) tw_route_publish(l, a, s, epoch);
+    if (a.part != TW_COUNTS && good && tw_route_collect(t, l, m, s, epoch)) {
         tw_route_scan(l, a, h, s);
         __syncthreads();
         tw_route_place(l, a, h, s);
     }
     if (!tw_comes_last(m.ticket)) return;
-    if (threadIdx.x == 0) *m.epoch = epoch;
+    if (threadIdx.x == 0 && a.part != TW_COUNTS) *m.epoch = epoch;
     if (tw_is_over(t)) tw_spoil(out);
 }
 
@@ -276,8 +280,8 @@ __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const Tw
     }
 }
 
-// A dispatch: m.senders blocks send, those behind them lay out what comes, with expert-major rows to `recv`.
-// Without recv.x the rows stay in the area for a later kernel. Grid: more blocks than m.senders.
+// A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what comes, with expert-major rows to `recv`.
+// Without recv.x the rows stay in the area for a later kernel.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
 tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
@@ -474,7 +478,7 @@ __device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const
 }
 
 // Combine, and the backward of dispatch: m.senders blocks return what came here, those behind them add what
-// comes back. Grid: more blocks than m.senders.
+// comes back.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
 tw_ep_back(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {

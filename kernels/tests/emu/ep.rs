@@ -75,6 +75,7 @@ struct Layer {
 #[repr(C)]
 struct Meet {
     flags: u64,
+    stride: u64,
     epoch: u64,
     ticket: u64,
     slot: u32,
@@ -94,6 +95,8 @@ struct Routing {
     wide: u32,
     span: u32,
     bad: u32,
+    part: u32,
+    pad: u32,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -273,6 +276,7 @@ impl Layers {
         let flags = AT_FLAGS + if area == 2 { FLAGS } else { 0 };
         Meet {
             flags: self.views[me].addr() + flags as u64,
+            stride: self.views[me].stride(),
             epoch: at + 8 * area as u64,
             ticket: at + 24 + 16 * area as u64,
             slot: 4,
@@ -354,6 +358,8 @@ impl Layers {
             wide: 1,
             span: 32,
             bad: 1,
+            part: 0,
+            pad: 0,
         };
         let outs = poison(&[(&s.index, 255), (&s.handle[7], 0), (&s.handle[8], 0)]);
         let k = go(self.libs.plain, "tw_ep_route", ROUTERS).smem(SMEM).arg(&self.team.param(r));

@@ -1,14 +1,12 @@
 //! Cases of the four collectives.
 
 use tilewire::core::numerics::Bound;
-use tilewire::ops::collective::{
-    CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
-};
+use tilewire::ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
 use tilewire::prelude::*;
 use tilewire_oracle::{Mat, collective as oracle};
 
 use super::ctx::tensor;
-use super::{Case, Ctx};
+use super::{Case, Ctx, NCCL};
 
 pub(super) fn cases() -> Vec<Case> {
     let mut v = Vec::new();
@@ -31,14 +29,9 @@ pub(super) fn cases() -> Vec<Case> {
     v
 }
 
-/// The family of the cases that go through NCCL: on devices only, and apart from the others, because
-/// the library does what sanitizers report.
-pub(super) const NCCL: &str = "nccl";
-
 /// What a case computes, whoever moves the data.
 fn name(case: &Case) -> &str {
-    let op = case.op.strip_prefix(NCCL).map_or(&*case.op, |rest| rest.trim_start_matches('/'));
-    op.split('/').next().unwrap_or(op)
+    case.bare().split('/').next().unwrap_or_default()
 }
 
 /// Inputs of all ranks, the expected output of mine, and |A||B|.
@@ -137,14 +130,8 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     for uneven in [false, true] {
         let p = problem(ctx, case, m, uneven)?;
         let desc = CollectiveDesc { kind: p.kind.clone(), m, cols, dtype };
-        let nccl = case.family() == NCCL;
-        let backend = if nccl { CollectiveBackend::Nccl } else { CollectiveBackend::Put };
-        let plan = CollectivePlan::with_backend(desc, &ctx.heap, backend)?;
-        // A machine without it has no such operation.
-        plan.prepare(&ctx.stream).map_err(|e| match e.is_unavailable() {
-            true => Error::new(ErrorKind::Unsupported, e.to_string()),
-            false => e,
-        })?;
+        let plan = CollectivePlan::with_backend(desc, &ctx.heap, case.backend())?;
+        plan.prepare(&ctx.stream)?;
         // Even shards also run with fewer rows than the plan was made for.
         let fewer = !uneven && !matches!(p.kind, CollectiveKind::AllToAll(_));
         let mut problems = vec![(m, p)];
@@ -162,8 +149,11 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 let k = ctx.team.size();
                 // NCCL rounds a sum to the element type at each rank that it passes.
                 let local = Bound { num_partials: p.num_partials, ..Bound::local(dtype, k) };
-                let bound =
-                    if nccl { Bound { num_partials: k, wire: dtype, ..local } } else { local };
+                let bound = if case.by_nccl() {
+                    Bound { num_partials: k, wire: dtype, ..local }
+                } else {
+                    local
+                };
                 ctx.compare(&case.op, &out, &p.want, &p.mag, &bound)?;
                 match &first {
                     Some(f) => ctx.same_bits("second run", f, &out)?,

@@ -5,7 +5,7 @@ use tilewire::ops::cp_attention::*;
 use tilewire::prelude::*;
 
 use super::attention::{Problem, describe, same_bits, words};
-use super::{Case, Ctx};
+use super::{Case, Ctx, NCCL};
 
 /// Layout, features, dtype. `kv8`: keys and values travel as e4m3; `dkv8`, `dkv5`: partial
 /// gradients as e4m3, e5m2.
@@ -37,11 +37,20 @@ pub(super) fn cases() -> Vec<Case> {
         v.push(Case::new(op, DType::F32, &[("seq", 3), ("d", 4)], run));
     }
     v.push(Case::new("cp_attention/auto/zigzag/causal", DType::F32, &[("seq", 29), ("d", 8)], run));
+    // Where heads are traded rows are packed, and key heads are shared.
+    for (strategy, _) in Strategy::NAMES.iter().filter(|s| s.1 != Strategy::Ring) {
+        for (layout, words, dtype) in &COMBOS[..3] {
+            let op = format!("{NCCL}/cp_attention/{strategy}/{layout}/{words}");
+            v.push(Case::new(op, *dtype, &[("seq", 29), ("d", 8)], run));
+        }
+        let op = format!("{NCCL}/cp_attention/{strategy}/zigzag/causal+gqa+tiny");
+        v.push(Case::new(op, DType::F32, &[("seq", 3), ("d", 4)], run));
+    }
     v
 }
 
 fn config(case: &Case) -> Option<CpConfig> {
-    let name = case.op.split('/').nth(1)?;
+    let name = case.bare().split('/').nth(1)?;
     let tiles = AttnConfig { block_q: 8, block_kv: 6 };
     name.parse().ok().map(|strategy| CpConfig { strategy, tiles })
 }
@@ -56,7 +65,7 @@ fn description(ctx: &Ctx, case: &Case) -> Result<CpAttentionDesc> {
         // Half of the query heads, or (all_to_all on 8) a divisor of the ranks.
         attn.heads_kv = heads / 2;
     }
-    let layout = case.op.split('/').nth(2).unwrap_or("zigzag").parse()?;
+    let layout = case.bare().split('/').nth(2).unwrap_or("zigzag").parse()?;
     let a2a_size = if size % 2 == 0 { 2 } else { 1 };
     let dkv_wire = match () {
         () if has("dkv8") => DType::F8E4M3,
@@ -69,7 +78,8 @@ fn description(ctx: &Ctx, case: &Case) -> Result<CpAttentionDesc> {
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let desc = description(ctx, case)?;
-    let plan = CpAttentionPlan::new(desc.clone(), &ctx.heap, config(case))?;
+    let plan =
+        CpAttentionPlan::with_backend(desc.clone(), &ctx.heap, config(case), case.backend())?;
     plan.prepare(&ctx.stream)?;
     let mut problem = Problem::new(ctx, desc.attn.clone());
     pass(ctx, &plan, &mut problem, None)?;

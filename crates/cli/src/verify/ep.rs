@@ -9,7 +9,7 @@ use tilewire_oracle::Mat;
 use tilewire_oracle::ep as oracle;
 use tilewire_oracle::permute::TopK;
 
-use super::{Case, Ctx};
+use super::{Case, Ctx, NCCL};
 
 const VARIANTS: [&str; 7] = ["expert", "aligned", "rank", "flat", "drop", "uneven", "one"];
 
@@ -21,7 +21,12 @@ pub(super) fn cases() -> Vec<Case> {
             v.push(Case::new(format!("ep/{variant}"), dtype, &shape, run));
         }
     }
+    for variant in VARIANTS {
+        let shape = [("tokens", 11), ("hidden", 12), ("experts", 9), ("top_k", 3)];
+        v.push(Case::new(format!("{NCCL}/ep/{variant}"), DType::BF16, &shape, run));
+    }
     let shape = [("tokens", 7), ("hidden", 16), ("experts", 5), ("top_k", 2)];
+    v.push(Case::new(format!("{NCCL}/ep/flat"), DType::F8E4M3, &shape, run));
     v.push(Case::new("ep/expert", DType::F16, &shape, run));
     v.push(Case::new("ep/aligned", DType::F8E4M3, &shape, run));
     v.push(Case::new("ep/flat", DType::F8E4M3, &shape, run));
@@ -97,14 +102,14 @@ fn describe(ctx: &Ctx, case: &Case, variant: &str) -> EpDesc {
 }
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
-    let variant = case.op.split('/').nth(1).unwrap_or("expert").to_owned();
+    let variant = case.bare().split('/').nth(1).unwrap_or("expert").to_owned();
     let desc = describe(ctx, case, &variant);
     let spec = oracle::EpSpec {
         experts_per_rank: desc.experts_per_rank.clone(),
         align: desc.layout.align(),
         capacity: Some(desc.capacity),
     };
-    let plan = EpPlan::new(desc.clone(), &ctx.heap)?;
+    let plan = EpPlan::with_backend(desc.clone(), &ctx.heap, case.backend())?;
     plan.prepare(&ctx.stream)?;
     // Two microbatches in flight: both routed and dispatched before the first is combined.
     let batches =

@@ -20,11 +20,16 @@ mod quant;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use tilewire::ops::collective::CollectiveBackend;
 use tilewire::prelude::*;
 
 pub use ctx::{Ctx, Tally};
 
 use crate::rows::Row;
+
+/// The family of the cases that go through NCCL: on devices only, and apart from the others, because
+/// the library does what sanitizers report.
+const NCCL: &str = "nccl";
 
 /// One thing to verify.
 #[derive(Clone, Debug)]
@@ -60,6 +65,23 @@ impl Case {
     /// Sizes in words.
     pub fn shape_text(&self) -> String {
         self.shape.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>().join(" ")
+    }
+
+    /// True if everything moves through NCCL.
+    fn by_nccl(&self) -> bool {
+        self.family() == NCCL
+    }
+
+    /// Operation and variant, whoever moves the data.
+    fn bare(&self) -> &str {
+        match self.by_nccl() {
+            true => self.op[NCCL.len()..].trim_start_matches('/'),
+            false => &self.op,
+        }
+    }
+
+    fn backend(&self) -> CollectiveBackend {
+        if self.by_nccl() { CollectiveBackend::Nccl } else { CollectiveBackend::Put }
     }
 
     fn family(&self) -> &str {
@@ -123,7 +145,7 @@ pub fn cases(options: &Options) -> Result<Vec<Case>> {
     let mut selected: Vec<Case> = all_cases()
         .into_iter()
         .filter(|c| options.ops.is_empty() || options.ops.iter().any(|o| o == c.family()))
-        .filter(|c| c.family() != collective::NCCL || options.backend != BackendKind::Host)
+        .filter(|c| !c.by_nccl() || options.backend != BackendKind::Host)
         .filter(|c| options.dtypes.is_empty() || options.dtypes.contains(&c.dtype))
         .collect();
     for (name, &value) in &options.shape {
@@ -243,8 +265,12 @@ fn run_one(world: &World, case: &Case, options: &Options) -> Finding {
             unsupported: false,
             device,
         },
-        // Refused before anything was queued, and by all ranks alike.
-        Err(e) if e.kind() == ErrorKind::Unsupported && options.backend != BackendKind::Host => {
+        // Refused before anything was queued, and by all ranks alike; without NCCL there is no such
+        // operation.
+        Err(e)
+            if (e.is_unsupported() || case.by_nccl() && e.is_unavailable())
+                && options.backend != BackendKind::Host =>
+        {
             let note = Some(e.to_string());
             Finding { note, unsupported: true, device, ..Finding::default() }
         }

@@ -15,7 +15,7 @@ use tilewire_oracle::gemm as oracle;
 use tilewire_oracle::{Mat, matmul_abs};
 
 use super::ctx::tensor;
-use super::{Case, Ctx};
+use super::{Case, Ctx, NCCL};
 
 pub(super) fn cases() -> Vec<Case> {
     let mut v = Vec::new();
@@ -28,13 +28,22 @@ pub(super) fn cases() -> Vec<Case> {
     v.push(Case::new("ag_gemm", DType::F32, &[("m", 3), ("n", 1), ("k", 5)], run_ag));
     v.push(Case::new("gemm_rs", DType::F32, &[("m", 3), ("n", 1), ("k", 5)], run_rs));
     v.push(Case::new("gemm_ar", DType::F32, &[("m", 3), ("n", 1), ("k", 5)], run_ar));
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        v.push(Case::new(format!("{NCCL}/ag_gemm"), dtype, &shape, run_ag));
+        v.push(Case::new(format!("{NCCL}/gemm_rs"), dtype, &shape, run_rs));
+        v.push(Case::new(format!("{NCCL}/gemm_ar"), dtype, &shape, run_ar));
+    }
     v.push(Case::new("bulk", DType::F32, &shape, run_bulk));
     v.push(Case::new("bulk", DType::BF16, &shape, run_bulk));
     v
 }
 
-/// Every way to do it, and the choice of the cost model.
-fn configs() -> Vec<Option<OverlapConfig>> {
+/// Every way to do it, and the choice of the cost model; or by NCCL, behind what it must equal on integers.
+fn configs(case: &Case) -> Vec<Option<OverlapConfig>> {
+    if case.by_nccl() {
+        let of = |algo| Some(OverlapConfig::of(algo, 1));
+        return vec![of(Algo::SequentialNccl), of(Algo::Sequential)];
+    }
     let small =
         |algo, sub_chunks| Some(OverlapConfig { algo, block_m: 4, block_n: 16, sub_chunks });
     vec![
@@ -80,10 +89,11 @@ struct Launched {
     predicted: Traffic,
 }
 
-/// Runs `launch` for every configuration and both input kinds, and compares. `m_list`: row counts.
+/// Runs `launch` for every configuration of a case twice, and compares; with `exact` inputs all of them
+/// to the bit. The bound is that of sums in any order, with a rounding at each rank.
 fn sweep(
     ctx: &mut Ctx,
-    what: &str,
+    (what, case): (&str, &Case),
     exact: bool,
     want: (&Mat, &Mat, &Bound),
     mut launch: impl FnMut(&mut Ctx, Option<OverlapConfig>) -> Result<Launched>,
@@ -92,7 +102,7 @@ fn sweep(
     let host = matches!(ctx.heap.device(), Device::Host);
     // Devices have no fused kernels yet, and say so.
     let usable = |c: &Option<OverlapConfig>| host || c.is_none_or(|c| c.algo != Algo::Fused);
-    for config in configs().into_iter().filter(usable) {
+    for config in configs(case).into_iter().filter(usable) {
         let mut first: Option<Tensor> = None;
         for _ in 0..2 {
             let before = ctx.team.traffic();
@@ -194,7 +204,7 @@ fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
                 .transpose()?;
             let aux_t = act.reads_aux().then(|| tensor(&aux_in, out_dtype)).transpose()?;
             let mut plans = PlanCache::default();
-            sweep(ctx, "ag_gemm", exact, (&want, &mag, &bound), |ctx, config| {
+            sweep(ctx, ("ag_gemm", case), exact, (&want, &mag, &bound), |ctx, config| {
                 let plan = plans.get(config, || {
                     let p = AgGemmPlan::new(desc.clone(), &ctx.heap, config)?;
                     p.prepare(&ctx.stream)?;
@@ -327,7 +337,7 @@ fn run_rs(ctx: &mut Ctx, case: &Case) -> Result<()> {
         let range = start..start + p.rows[me];
         let (want, mag) = (p.want.slice_rows(range.clone()), p.mag.slice_rows(range));
         let mut plans = PlanCache::default();
-        sweep(ctx, "gemm_rs", exact, (&want, &mag, &p.bound), |ctx, config| {
+        sweep(ctx, ("gemm_rs", case), exact, (&want, &mag, &p.bound), |ctx, config| {
             let plan = plans.get(config, || {
                 let plan = GemmRsPlan::new(p.desc.clone(), &ctx.heap, config)?;
                 plan.prepare(&ctx.stream)?;
@@ -352,7 +362,7 @@ fn run_ar(ctx: &mut Ctx, case: &Case) -> Result<()> {
     for (i, exact) in [(0, true), (0, false), (1, false), (2, false)] {
         let (m, p) = partial(ctx, case, i, exact)?;
         let mut plans = PlanCache::default();
-        sweep(ctx, "gemm_ar", exact, (&p.want, &p.mag, &p.bound), |ctx, config| {
+        sweep(ctx, ("gemm_ar", case), exact, (&p.want, &p.mag, &p.bound), |ctx, config| {
             let plan = plans.get(config, || {
                 let plan = GemmArPlan::new(GemmArDesc(p.desc.clone()), &ctx.heap, config)?;
                 plan.prepare(&ctx.stream)?;

@@ -47,8 +47,9 @@ pub fn schedule(
         (0..cfg.sub_chunks).map(move |c| (c, chunk_rows(rows, owner, c, cfg.sub_chunks)))
     };
     let owners = (0..size).map(|i| me.offset(i, size));
-    if cfg.algo == Algo::Sequential {
-        for src in owners.skip(1) {
+    if matches!(cfg.algo, Algo::Sequential | Algo::SequentialNccl) {
+        // NCCL has no flags: its work is done when the stream goes on.
+        for src in owners.skip(1).filter(|_| cfg.algo == Algo::Sequential) {
             tasks.extend((0..cfg.sub_chunks).map(|chunk| AgTask::Wait { src, chunk }));
         }
         let m = rows.iter().sum();
@@ -132,6 +133,13 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn nccl_has_gathered_before_the_one_product() {
+        let cfg = OverlapConfig::of(Algo::SequentialNccl, 2);
+        let tasks = schedule(Rank::new(1), &[2, 3], 4, &cfg, false);
+        assert_eq!(tasks, [AgTask::Tile { rows: 0..5, cols: 0..4 }]);
     }
 
     #[test]

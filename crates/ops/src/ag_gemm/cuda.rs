@@ -1,5 +1,6 @@
-//! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each. FP8
-//! travels as it is; what came is widened to f32 before its product, W with the scale.
+//! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each; or gathered
+//! by NCCL, and one GEMM behind that. FP8 travels as it is; what came is widened to f32 before its
+//! product, W with the scale.
 
 use tilewire_core::{DType, Rank, Result};
 use tilewire_device::cuda::CudaMemory;
@@ -9,8 +10,10 @@ use tilewire_symm::{LiveTeam, OneSided};
 use super::AgGemmDesc;
 use super::config::AgTask;
 use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
+use crate::collective::nccl::gather;
 use crate::common::cuda::{addr, hold, together_on};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison};
+use crate::common::nccl::ByNccl;
 use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
 use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::widen::{Widened, kernel_desc};
@@ -21,13 +24,30 @@ pub(super) struct Prepared {
     gemm: GemmKernels,
     /// With FP8 operands: all rows of X, and W.
     widened: Option<Widened>,
+    nccl: ByNccl,
 }
 
 impl Prepared {
     pub fn new(lane: &Lane, desc: &AgGemmDesc) -> Result<Self> {
         let (ctx, d) = (lane.context(), desc.gemm());
         let gemm = GemmKernels::new(ctx, &kernel_desc(&d), GemmBackend::Auto)?;
-        Ok(Self { gemm, widened: Widened::of(ctx, &d)? })
+        Ok(Self { gemm, widened: Widened::of(ctx, &d)?, nccl: ByNccl::default() })
+    }
+
+    /// Collective, behind the agreement: NCCL, if the configuration is of it.
+    pub fn connect(&self, plan: &AgGemmPlan, lane: &Lane, stream: &Stream) -> Result<()> {
+        let (team, d) = (plan.core.team(), &plan.desc);
+        if plan.config()?.algo != Algo::SequentialNccl {
+            return Ok(());
+        }
+        let rows = d.shards.rows(d.m, team.size())?;
+        let row = d.k * d.x.size();
+        let all = lane.one_sided().addr(team.rank(), plan.gather.range(0, d.m * row), d.m * row)?;
+        let own = all + (range_of(&rows, team.rank()).start * row) as u64;
+        let ops = gather(team.rank(), &rows, (d.k, d.x.size()), (own, all));
+        // SAFETY: the gather buffer of a plan of which nothing is launched yet; its heap outlives this call,
+        // and all ranks agree on the description.
+        unsafe { self.nccl.prepare(&plan.core, stream, (d.x, &ops)) }
     }
 
     /// Collective: see [`GemmKernels::agree`].
@@ -36,7 +56,8 @@ impl Prepared {
     }
 
     pub fn explain(&self) -> String {
-        self.gemm.explain()
+        let nccl = self.nccl.explain().map_or(String::new(), |n| format!("\ngather: {n}"));
+        self.gemm.explain() + &nccl
     }
 }
 
@@ -87,13 +108,18 @@ pub(super) fn launch(
     let Some(prepared) = plan.cuda.get() else {
         return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
     };
-    let flags = DATA..DATA + shape.config.sub_chunks;
+    let nccl = shape.config.algo == Algo::SequentialNccl;
+    let flags = if nccl { DATA..DATA } else { DATA..DATA + shape.config.sub_chunks };
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
     plan.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
         hold(l.main, (t.clone(), prepared.widened.as_ref().map(Widened::held)));
         let run = Run { l, plan, p: prepared, s: shape, t: &t, x: x.clone() };
-        run.copies()?;
+        if nccl {
+            run.gather(&prepared.nccl)?;
+        } else {
+            run.copies()?;
+        }
         run.widen_own()?;
         run.compute()
     })?;
@@ -107,6 +133,17 @@ impl Run<'_> {
 
     fn me(&self) -> Rank {
         self.plan.core.team().rank()
+    }
+
+    /// Everybody's shards by NCCL.
+    fn gather(&self, nccl: &ByNccl) -> Result<()> {
+        let (d, len) = (&self.plan.desc, self.s.m * self.row());
+        let all = self.l.os.addr(self.me(), self.plan.gather.range(0, len), len)?;
+        let ops = gather(self.me(), self.s.rows, (d.k, d.x.size()), (self.x.addr(), all));
+        hold(self.l.main, self.plan.core.heap().clone());
+        // SAFETY: X was checked against the description and is held; the gather buffer has room for all rows,
+        // and nobody writes it but this call: the ranks have met, and none launches anything else before.
+        unsafe { nccl.queue(self.l.main, d.x, &ops) }
     }
 
     /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order.

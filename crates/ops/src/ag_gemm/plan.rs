@@ -10,7 +10,9 @@ use super::AgGemmDesc;
 use super::config::schedule;
 use super::cuda::{self, Prepared};
 use super::host::Run;
-use crate::common::{Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor};
+use crate::common::{
+    Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor, only_meets,
+};
 use crate::gemm::BOrder;
 
 pub(super) const CREDIT: usize = 0;
@@ -73,10 +75,9 @@ impl AgGemmPlan {
     pub fn new(desc: AgGemmDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("ag_gemm"))?;
-        let mut choice = Choice::new(config).map_err(|e| e.op("ag_gemm"))?;
+        let choice = Choice::new(config, heap.backend()).map_err(|e| e.op("ag_gemm"))?;
         let mut slots = 2;
         if heap.backend() != BackendKind::Host {
-            choice = choice.on_device().map_err(|e| e.op("ag_gemm"))?;
             slots = 1 + choice.max_chunks();
         }
         let gather = heap.alloc(Self::memory(&desc), "ag_gemm")?;
@@ -101,8 +102,10 @@ impl AgGemmPlan {
         self.core.prepare_with(stream, &self.choice, || {
             explain(&self.desc, self.core.team().size(), &self.machine)
         })?;
-        let team = self.core.team();
-        self.cuda.get().map_or(Ok(()), |p| p.agree(team)).map_err(|e| e.op("ag_gemm"))
+        let (Some(lane), Some(p)) = (self.core.lane(), self.cuda.get()) else { return Ok(()) };
+        p.agree(self.core.team())
+            .and_then(|()| p.connect(self, lane, stream))
+            .map_err(|e| e.op("ag_gemm"))
     }
 
     /// The configuration in use.
@@ -129,7 +132,11 @@ impl AgGemmPlan {
     /// `InvalidArgument` if `m` does not fit the shards; `NotPrepared`.
     pub fn predict(&self, m: usize) -> Result<Traffic> {
         let team = self.core.team();
-        let (me, size, s) = (team.rank().idx(), team.size(), self.choice.get()?.sub_chunks);
+        let (me, size, config) = (team.rank().idx(), team.size(), self.choice.get()?);
+        if config.algo == Algo::SequentialNccl {
+            return Ok(only_meets(team));
+        }
+        let s = config.sub_chunks;
         let mine = self.desc.shards.rows(m, size)?[me];
         let mut t = vec![LinkTraffic::default(); size];
         for (_, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != me) {

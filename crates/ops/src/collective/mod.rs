@@ -10,7 +10,7 @@ mod config;
 mod cuda;
 mod desc;
 mod host;
-mod nccl;
+pub(crate) mod nccl;
 mod plan;
 
 pub use backend::CollectiveBackend;

@@ -150,36 +150,11 @@ fn calls(
 ) -> (NcclSum, Vec<NcclOp>) {
     let (cols, row) = (desc.cols, (desc.cols * desc.dtype.size()) as u64);
     let at = |base: u64, r: usize| base + r as u64 * row;
-    let even = rows.windows(2).all(|w| w[0] == w[1]);
-    let starts = |i: usize| rows[..i].iter().sum::<usize>();
-    let roots = (0..rows.len()).filter(|&i| rows[i] > 0);
     let how = |op: &ReduceOp| if *op == ReduceOp::Avg { NcclSum::Avg } else { NcclSum::Sum };
-    let mine = rows[me.idx()] * cols;
+    let shape = (cols, desc.dtype.size());
     match &desc.kind {
-        CollectiveKind::AllGather(_) if even => {
-            (NcclSum::Sum, vec![NcclOp::AllGather { src: x, dst: out, count: mine }])
-        }
-        CollectiveKind::AllGather(_) => {
-            let one = |i: usize| NcclOp::Broadcast {
-                src: x,
-                dst: at(out, starts(i)),
-                count: rows[i] * cols,
-                root: i as u32,
-            };
-            (NcclSum::Sum, roots.map(one).collect())
-        }
-        CollectiveKind::ReduceScatter(_, op) if even => {
-            (how(op), vec![NcclOp::ReduceScatter { src: x, dst: out, count: mine }])
-        }
-        CollectiveKind::ReduceScatter(_, op) => {
-            let one = |i: usize| NcclOp::Reduce {
-                src: at(x, starts(i)),
-                dst: out,
-                count: rows[i] * cols,
-                root: i as u32,
-            };
-            (how(op), roots.map(one).collect())
-        }
+        CollectiveKind::AllGather(_) => (NcclSum::Sum, gather(me, rows, shape, (x, out))),
+        CollectiveKind::ReduceScatter(_, op) => (how(op), scatter(me, rows, shape, (x, out))),
         CollectiveKind::AllReduce(op) => {
             let count = rows.iter().sum::<usize>() * cols;
             (how(op), vec![NcclOp::AllReduce { src: x, dst: out, count }])
@@ -201,6 +176,57 @@ fn calls(
             (NcclSum::Sum, ops)
         }
     }
+}
+
+/// All ranks' rows (`cols` elements of `elem` bytes each): mine at `x`, those of all at `out`.
+pub(crate) fn gather(
+    me: Rank,
+    rows: &[usize],
+    (cols, elem): (usize, usize),
+    (x, out): (u64, u64),
+) -> Vec<NcclOp> {
+    if even(rows) {
+        return vec![NcclOp::AllGather { src: x, dst: out, count: rows[me.idx()] * cols }];
+    }
+    let one = |i: usize| NcclOp::Broadcast {
+        src: x,
+        dst: out + (before(rows, i) * cols * elem) as u64,
+        count: rows[i] * cols,
+        root: i as u32,
+    };
+    roots(rows).map(one).collect()
+}
+
+/// The sum of all ranks' `x`, of which rank `i` gets `rows[i]` rows.
+pub(crate) fn scatter(
+    me: Rank,
+    rows: &[usize],
+    (cols, elem): (usize, usize),
+    (x, out): (u64, u64),
+) -> Vec<NcclOp> {
+    if even(rows) {
+        return vec![NcclOp::ReduceScatter { src: x, dst: out, count: rows[me.idx()] * cols }];
+    }
+    let one = |i: usize| NcclOp::Reduce {
+        src: x + (before(rows, i) * cols * elem) as u64,
+        dst: out,
+        count: rows[i] * cols,
+        root: i as u32,
+    };
+    roots(rows).map(one).collect()
+}
+
+fn even(rows: &[usize]) -> bool {
+    rows.windows(2).all(|w| w[0] == w[1])
+}
+
+fn before(rows: &[usize], i: usize) -> usize {
+    rows[..i].iter().sum()
+}
+
+/// Ranks with rows.
+fn roots(rows: &[usize]) -> impl Iterator<Item = usize> {
+    (0..rows.len()).filter(|&i| rows[i] > 0)
 }
 
 #[cfg(test)]
@@ -292,6 +318,31 @@ mod tests {
         let e = plan(CollectiveBackend::Nccl).err().unwrap();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
         plan(CollectiveBackend::Fastest).unwrap();
+        use crate::common::{Algo, OverlapConfig};
+        let by = Some(OverlapConfig::of(Algo::SequentialNccl, 1));
+        let ag = crate::ag_gemm::AgGemmDesc::new(2, 2, 2, DType::F32);
+        let rs = crate::gemm_rs::GemmRsDesc::new(2, 2, 2, DType::F32);
+        let ar = crate::gemm_ar::GemmArDesc(rs.clone());
+        let ep = crate::ep::EpDesc::new(1, 2, 2, 2, 1);
+        let ep = |b| crate::ep::EpPlan::with_backend(ep.clone(), &heap, b).err();
+        let mask = crate::attention::AttnMask::CAUSAL;
+        let cp = crate::attention::AttentionDesc::new(2, (1, 1), 4, DType::F32, mask);
+        let cp = crate::cp_attention::CpAttentionDesc::new(cp);
+        let cp = |b| {
+            crate::cp_attention::CpAttentionPlan::with_backend(cp.clone(), &heap, None, b).err()
+        };
+        for e in [
+            crate::ag_gemm::AgGemmPlan::new(ag, &heap, by).err(),
+            crate::gemm_rs::GemmRsPlan::new(rs, &heap, by).err(),
+            crate::gemm_ar::GemmArPlan::new(ar, &heap, by).err(),
+            ep(CollectiveBackend::Nccl),
+            ep(CollectiveBackend::Fastest),
+            cp(CollectiveBackend::Nccl),
+            cp(CollectiveBackend::Fastest),
+        ] {
+            let e = e.unwrap();
+            assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        }
         let e = heap.nccl().err().unwrap();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     }

@@ -13,7 +13,7 @@ use super::host::Run;
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, nccl};
 use crate::common::cuda::no_kernel;
 use crate::common::lanes::Lane;
-use crate::common::{PlanCore, Shards, expect_tensor};
+use crate::common::{PlanCore, Shards, expect_tensor, only_meets};
 
 /// Signal slots of a plan.
 pub(super) const CREDIT: usize = 0;
@@ -161,10 +161,7 @@ impl CollectivePlan {
         let team = self.core.team();
         let (me, size) = (team.rank().idx(), team.size());
         if self.used.nccl().is_some() {
-            // What NCCL moves is not counted here: the meeting of the launch is.
-            let mut t = vec![LinkTraffic { signals: 1, ..LinkTraffic::default() }; size];
-            t[me] = LinkTraffic::default();
-            return Ok(t);
+            return Ok(only_meets(team));
         }
         let row_bytes = (self.desc.cols * self.desc.dtype.size()) as u64;
         let rows = config::shard_rows(&self.desc, m, size)?;

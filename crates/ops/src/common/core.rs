@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
 use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Event, Node, Pending, Stream};
-use tilewire_symm::{EntryState, Fingerprint, Heap, LiveTeam, OpCtx};
+use tilewire_symm::{EntryState, Fingerprint, Heap, LinkTraffic, LiveTeam, OpCtx, Traffic};
 
 use super::cuda::no_kernel;
 use super::lanes::{Enter, Lane, Lanes, Poison, stream_on};
@@ -109,31 +109,19 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    pub fn new(given: Option<OverlapConfig>) -> Result<Self> {
-        given.map_or(Ok(()), |c| c.check())?;
+    /// For a plan on memory of `backend`. On a device GEMMs choose their tiles themselves, and the tiles
+    /// of the caller say nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a bad configuration; `Unsupported` or `Unavailable` for an algorithm that
+    /// the backend has no path for.
+    pub fn new(given: Option<OverlapConfig>, backend: BackendKind) -> Result<Self> {
+        let given = given.map(|c| fit(c, backend)).transpose()?;
         let used = OnceLock::new();
         if let Some(c) = given {
             used.get_or_init(|| c);
         }
         Ok(Self { given, used })
-    }
-
-    /// The same for a heap in device memory: its GEMMs choose their tiles themselves, and the tiles
-    /// of the caller say nothing.
-    ///
-    /// # Errors
-    /// `Unsupported` for an algorithm that has no kernel there.
-    pub fn on_device(self) -> Result<Self> {
-        match self.given {
-            None => Ok(self),
-            Some(c) if on_devices(c.algo) => {
-                Self::new(Some(OverlapConfig::of(c.algo, c.sub_chunks)))
-            }
-            Some(c) => Err(no_kernel(
-                format!("the algorithm `{}`", c.algo),
-                "use pipelined or sequential, or leave the choice to `prepare`",
-            )),
-        }
     }
 
     /// The most chunks of a shard: each has a flag of its own on a device.
@@ -169,9 +157,31 @@ impl Choice {
     }
 }
 
+/// A configuration as `backend` carries it out.
+fn fit(c: OverlapConfig, backend: BackendKind) -> Result<OverlapConfig> {
+    c.check()?;
+    if backend == BackendKind::Host {
+        return c.algo.check_host().map(|()| c);
+    }
+    if on_devices(c.algo) {
+        return Ok(OverlapConfig::of(c.algo, c.sub_chunks));
+    }
+    Err(no_kernel(
+        format!("the algorithm `{}`", c.algo),
+        "use pipelined, sequential or sequential_nccl, or leave the choice to `prepare`",
+    ))
+}
+
 /// Algorithms with a path on CUDA devices.
 fn on_devices(algo: Algo) -> bool {
-    matches!(algo, Algo::Pipelined | Algo::Sequential)
+    matches!(algo, Algo::Pipelined | Algo::Sequential | Algo::SequentialNccl)
+}
+
+/// What a launch by NCCL moves that is counted: its meeting. What NCCL moves is its own business.
+pub(crate) fn only_meets(team: &tilewire_core::Team) -> Traffic {
+    let mut t = vec![LinkTraffic { signals: 1, ..LinkTraffic::default() }; team.size()];
+    t[team.rank().idx()] = LinkTraffic::default();
+    t
 }
 
 fn not_prepared() -> Error {

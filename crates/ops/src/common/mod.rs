@@ -4,10 +4,11 @@ mod check;
 mod core;
 pub(crate) mod cuda;
 pub(crate) mod lanes;
+pub(crate) mod nccl;
 mod overlap;
 mod shards;
 
-pub(crate) use self::core::{Choice, fastest};
+pub(crate) use self::core::{Choice, fastest, only_meets};
 pub use self::core::{Launch, PlanCore};
 pub use check::expect_tensor;
 pub(crate) use check::{Named, apart, narrow_into, wide};

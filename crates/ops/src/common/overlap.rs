@@ -6,6 +6,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tilewire_core::{Error, ErrorKind, Result};
 
+use super::cuda::no_kernel;
+
 /// The way a comm+GEMM operation is carried out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -17,16 +19,20 @@ pub enum Algo {
     Pipelined,
     /// All communication before (or after) one GEMM: the baseline.
     Sequential,
+    /// As `Sequential`, by the collective of NVIDIA NCCL, opened at run time: on devices only, and only
+    /// where it is asked for, because its sums are rounded on their way, in an order of its choice.
+    SequentialNccl,
     /// NVIDIA cuBLASMp, opened at run time.
     Cublasmp,
 }
 
 impl Algo {
     /// All values with their names.
-    pub const NAMES: [(&'static str, Algo); 4] = [
+    pub const NAMES: [(&'static str, Algo); 5] = [
         ("fused", Algo::Fused),
         ("pipelined", Algo::Pipelined),
         ("sequential", Algo::Sequential),
+        ("sequential_nccl", Algo::SequentialNccl),
         ("cublasmp", Algo::Cublasmp),
     ];
 
@@ -38,8 +44,15 @@ impl Algo {
     /// Fails where the host backend has no such algorithm.
     ///
     /// # Errors
-    /// `Unavailable` for `cublasmp`.
+    /// `Unavailable` for `cublasmp`, `Unsupported` for `sequential_nccl`.
     pub fn check_host(self) -> Result<()> {
+        if self == Algo::SequentialNccl {
+            return Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend"));
+        }
+        self.check_any()
+    }
+
+    fn check_any(self) -> Result<()> {
         if self == Algo::Cublasmp {
             return Err(Error::new(
                 ErrorKind::Unavailable,
@@ -100,7 +113,7 @@ impl OverlapConfig {
         Self { algo, block_m, block_n, sub_chunks }
     }
 
-    /// Checks that every size is positive and the algorithm exists here.
+    /// Checks that every size is positive and the algorithm exists.
     ///
     /// # Errors
     /// `InvalidArgument` or `Unavailable`.
@@ -109,7 +122,7 @@ impl OverlapConfig {
             return Err(Error::invalid(format!("bad tile configuration `{self}`"))
                 .hint("tile sizes must be positive, sub_chunks 1 to 64"));
         }
-        self.algo.check_host()
+        self.algo.check_any()
     }
 }
 
@@ -206,8 +219,10 @@ mod tests {
             assert_eq!(n.parse::<Algo>().unwrap(), a);
         }
         let e = "nccl".parse::<Algo>().unwrap_err().to_string();
-        assert!(e.contains("fused, pipelined, sequential, cublasmp"), "{e}");
+        assert!(e.contains("fused, pipelined, sequential, sequential_nccl, cublasmp"), "{e}");
         assert!(OverlapConfig::of(Algo::Cublasmp, 1).check().unwrap_err().is_unavailable());
+        OverlapConfig::of(Algo::SequentialNccl, 1).check().unwrap();
+        assert!(Algo::SequentialNccl.check_host().unwrap_err().is_unsupported());
         assert!(
             OverlapConfig { sub_chunks: 0, ..OverlapConfig::of(Algo::Fused, 1) }.check().is_err()
         );

@@ -5,7 +5,8 @@
 //! `all_gather` keys are pushed instead, with a flag behind them; with `ring` they go from neighbour
 //! to neighbour. Where heads are not traded, the
 //! arithmetic begins with my own keys while those of others come, and parts of dk and dv travel
-//! while dq is made.
+//! while dq is made. Through NCCL (`nccl.rs`) nothing is published: one exchange stands before the
+//! arithmetic, and one behind it.
 
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
@@ -15,6 +16,7 @@ use tilewire_symm::{OneSided, Signals, SymBuf};
 use super::CpAttentionDesc;
 use super::config::{Schedule, Strategy};
 use super::fp8::{self, Fp8};
+use super::nccl::Exchange;
 use super::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use super::plan::Work;
 use crate::attention::cuda::{
@@ -54,12 +56,12 @@ pub(super) fn check(d: &CpAttentionDesc) -> Result<()> {
 /// Private memory of a plan. Empty where a strategy has no use for it.
 pub(super) struct Memory {
     /// Tensors of queries of my group.
-    q: Vec<CudaMemory>,
+    pub q: Vec<CudaMemory>,
     /// Tensors of keys of all ranks.
     pub keys: Vec<CudaMemory>,
-    d_out: CudaMemory,
-    lse: CudaMemory,
-    delta: CudaMemory,
+    pub d_out: CudaMemory,
+    pub lse: CudaMemory,
+    pub delta: CudaMemory,
     /// Parts of dk and dv of my rows.
     pub slots: CudaMemory,
     /// Results over my own keys and over those of others, and their lse.
@@ -70,7 +72,8 @@ pub(super) struct Memory {
 impl Memory {
     fn new(ctx: &CudaContext, s: &Sizes, backward: bool) -> Result<Self> {
         let some = |there: bool, len: usize| workspace(ctx, if there { len } else { 0 });
-        let (scatters, gets) = (s.inner > 1, s.size > 1 && s.strategy != Strategy::AllGather);
+        let scatters = s.inner > 1;
+        let gets = s.size > 1 && (s.sequential || s.strategy != Strategy::AllGather);
         let (rows, keys) = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
         let split = s.begins_at_once();
         Ok(Self {
@@ -93,21 +96,28 @@ impl Memory {
 
 /// What `prepare` makes.
 pub(super) struct Prepared {
-    attention: Attention,
+    pub attention: Attention,
     /// What its kernels compute: of f32 where keys travel as FP8.
     desc: AttentionDesc,
     pub fp8: Fp8,
-    sizes: Sizes,
+    pub sizes: Sizes,
     pub memory: Memory,
     /// Adds parts of dk and dv.
     sum: Option<Reducer>,
     /// Merges results over parts of the keys.
     merge: Option<Merge>,
+    pub nccl: Option<Exchange>,
 }
 
 impl Prepared {
-    pub fn new(lane: &Lane, d: &CpAttentionDesc, strategy: Strategy, size: usize) -> Result<Self> {
-        let (ctx, sizes) = (lane.context(), Sizes::new(d, strategy, size));
+    pub fn new(
+        lane: &Lane,
+        d: &CpAttentionDesc,
+        (strategy, nccl): (Strategy, bool),
+        size: usize,
+    ) -> Result<Self> {
+        let (ctx, mut sizes) = (lane.context(), Sizes::new(d, strategy, size));
+        sizes.sequential = nccl;
         let dkv = if sizes.adds() { DType::F32 } else { d.attn.out };
         let split = sizes.begins_at_once();
         let queries = sizes.max_q * d.attn.heads_q;
@@ -121,7 +131,17 @@ impl Prepared {
         let merge = split.then(|| Merge::new(ctx, &d.attn)).transpose()?;
         let memory = Memory::new(ctx, &sizes, d.backward)?;
         let fp8 = Fp8::new(ctx, d, &sizes)?;
-        Ok(Self { attention, desc, fp8, sizes, memory, sum, merge })
+        let nccl = nccl.then(|| Exchange::new(ctx, &sizes, d.backward)).transpose()?;
+        Ok(Self { attention, desc, fp8, sizes, memory, sum, merge, nccl })
+    }
+
+    /// Collective, behind the agreement: NCCL, if rows go through it.
+    pub fn connect(&self, core: &PlanCore, stream: &Stream) -> Result<()> {
+        self.nccl.as_ref().map_or(Ok(()), |n| n.connect(core, stream))
+    }
+
+    pub fn explain(&self) -> Option<&str> {
+        self.nccl.as_ref().and_then(Exchange::explain)
     }
 }
 
@@ -147,7 +167,8 @@ pub(super) fn launch(
 ) -> Result<()> {
     let outs = work.outputs();
     let outs = outs.into_iter().map(|t| t.cuda().map(Poison::value)).collect::<Result<Vec<_>>>()?;
-    let pushes = op.p.sizes.strategy == Strategy::AllGather && op.p.sizes.size > 1;
+    let all_gather = op.p.sizes.strategy == Strategy::AllGather;
+    let pushes = op.p.nccl.is_none() && all_gather && op.p.sizes.size > 1;
     let flags = if pushes { KEYS..KEYS + 1 } else { KEYS..KEYS };
     let enter = Enter { signals: op.signals, credit: CREDIT, flags };
     op.core.run_on(op.lane, (stream, seq), &enter, &outs, |l| {
@@ -158,7 +179,8 @@ pub(super) fn launch(
             }
             Work::Backward(b) => inputs_bwd(x, &b.0, &b.1),
         };
-        let run = Run { op, l, x, s: &op.p.sizes, held };
+        let others = if op.p.nccl.is_some() { others(op) } else { Vec::new() };
+        let run = Run { op, l, x, s: &op.p.sizes, held, others };
         run.keep();
         run.begin()?;
         match work {
@@ -188,6 +210,14 @@ pub(super) struct Run<'a> {
     pub x: &'a AttnInputs,
     pub s: &'a Sizes,
     held: Vec<Tensor>,
+    /// Through NCCL, the schedules of the other ranks; none for mine.
+    pub others: Vec<Option<Schedule>>,
+}
+
+fn others(op: &Op<'_>) -> Vec<Option<Schedule>> {
+    let (me, s) = (op.core.team().rank(), &op.p.sizes);
+    let of = |r| Schedule::new(op.desc, op.seqs, s.strategy, r, s.size);
+    Rank::all(s.size).map(|r| (r != me).then(|| of(r))).collect()
 }
 
 impl Run<'_> {
@@ -211,7 +241,7 @@ impl Run<'_> {
     }
 
     /// Heads are traded: my queries are those of my group.
-    fn scatters(&self) -> bool {
+    pub fn scatters(&self) -> bool {
         self.s.inner > 1
     }
 
@@ -264,29 +294,19 @@ impl Run<'_> {
     /// backward pass.
     fn bring(&self, base: Param, saved: Option<&AttnSaved>) -> Result<Param> {
         let (s, m) = (self.s, &self.op.p.memory);
-        if !self.scatters() {
-            return self.own_operands(base);
+        match &self.op.p.nccl {
+            Some(n) if s.size > 1 => self.bring_by_nccl(n, saved)?,
+            _ if self.scatters() => self.bring_by_gets(saved)?,
+            _ => return self.own_operands(base),
         }
-        self.publish_all(saved)?;
-        self.meet(MEET_KEYS)?;
-        // Two streams: two copies at a time.
-        self.l.fork()?;
-        self.get_keys(SCATTER)?;
-        for (pieces, to) in self.pieces().query_tensors().iter().zip(&m.q) {
-            self.get(SCATTER, pieces, to)?;
-        }
-        if saved.is_some() {
-            let [d_out, lse, delta] = s.upstream();
-            self.get(SCATTER, &self.pieces().queries(d_out, s.dv, s.out), &m.d_out)?;
-            self.get(SCATTER, &self.pieces().stats(lse), &m.lse)?;
-            self.get(SCATTER, &self.pieces().stats(delta), &m.delta)?;
-        }
-        self.l.join()?;
         self.keep();
-        let rows = self.op.sched.rows_q();
-        let q = self.wide_queries((m.q[0].addr(), m.q.get(1).map_or(0, |m| m.addr())), rows)?;
         let at: Vec<u64> = m.keys.iter().map(CudaMemory::addr).collect();
         let (k, v) = self.wide_keys(&at)?;
+        if !self.scatters() {
+            return Ok(Param { k, v, ..base });
+        }
+        let rows = self.op.sched.rows_q();
+        let q = self.wide_queries((m.q[0].addr(), m.q.get(1).map_or(0, |m| m.addr())), rows)?;
         Ok(Param {
             q,
             k,
@@ -305,6 +325,25 @@ impl Run<'_> {
             tokens_q: rows as u32,
             ..base
         })
+    }
+
+    fn bring_by_gets(&self, saved: Option<&AttnSaved>) -> Result<()> {
+        let (s, m) = (self.s, &self.op.p.memory);
+        self.publish_all(saved)?;
+        self.meet(MEET_KEYS)?;
+        // Two streams: two copies at a time.
+        self.l.fork()?;
+        self.get_keys(SCATTER)?;
+        for (pieces, to) in self.pieces().query_tensors().iter().zip(&m.q) {
+            self.get(SCATTER, pieces, to)?;
+        }
+        if saved.is_some() {
+            let [d_out, lse, delta] = s.upstream();
+            self.get(SCATTER, &self.pieces().queries(d_out, s.dv, s.out), &m.d_out)?;
+            self.get(SCATTER, &self.pieces().stats(lse), &m.lse)?;
+            self.get(SCATTER, &self.pieces().stats(delta), &m.delta)?;
+        }
+        self.l.join()
     }
 
     /// What my group and the owners of my heads need of mine.
@@ -409,6 +448,9 @@ impl Run<'_> {
         if !self.scatters() {
             return Ok(());
         }
+        if let Some(n) = &op.p.nccl {
+            return self.give_out(n, o);
+        }
         self.publish(GATHER, s.lse(), &m.lse.slice(0, 4 * rows)?)?;
         self.meet(MEET_BACK)?;
         self.get(GATHER, &self.pieces().results(0, s.dv), &o.out.cuda()?)?;
@@ -419,8 +461,12 @@ impl Run<'_> {
         let (op, s, d, main) = (self.op, self.s, &self.op.p.desc, self.main());
         let attention = &op.p.attention;
         let mut p = self.bring(self.param_bwd(saved, g)?, Some(saved))?;
-        if self.scatters() {
+        // Without heads that are traded or ranks to give to, dk and dv are the gradients themselves.
+        let parts = self.scatters() || s.size > 1;
+        if parts {
             (p.dk, p.dv) = self.part_addrs()?;
+        }
+        if self.scatters() {
             let len = op.sched.rows_q() * s.hq * s.dqk * s.out;
             p.dq = self.own(GATHER, s.dq(), len)?;
             // Heads of others stay zero.
@@ -432,8 +478,11 @@ impl Run<'_> {
         let tables = attention.tables(main, self.pieces().all_tables(op.seqs))?;
         attention.keys(main, d, &p, &tables)?;
         attention.queries(main, d, &p, &tables)?;
-        if !self.scatters() {
+        if !parts {
             return Ok(());
+        }
+        if let Some(n) = &op.p.nccl {
+            return self.give_grads(n, g);
         }
         self.publish_parts()?;
         self.meet(MEET_BACK)?;
@@ -453,7 +502,7 @@ impl Run<'_> {
         self.add_all(g)
     }
 
-    fn add_all(&self, g: &AttnGrads) -> Result<()> {
+    pub fn add_all(&self, g: &AttnGrads) -> Result<()> {
         self.keep();
         let (dk, dv) = self.part_addrs()?;
         let (stride, second) = self.s.slot();

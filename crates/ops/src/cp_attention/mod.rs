@@ -39,6 +39,7 @@ mod heads;
 mod host;
 mod keys;
 mod lane;
+mod nccl;
 mod pieces;
 mod plan;
 mod predict;

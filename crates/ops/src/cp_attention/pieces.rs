@@ -139,6 +139,8 @@ pub(super) struct Sizes {
     /// Bytes of an element of the outputs, and of dk and dv as the kernel makes them.
     pub out: usize,
     pub part: usize,
+    /// Everything has come before the arithmetic begins: through NCCL.
+    pub sequential: bool,
 }
 
 impl Sizes {
@@ -164,6 +166,7 @@ impl Sizes {
             part_wire: wire(a.dqk, a.dv, d.dkv_wire),
             out: a.out.size(),
             part: DType::F32.size(),
+            sequential: false,
         };
         if !sizes.adds() {
             sizes.part = sizes.out;
@@ -185,7 +188,7 @@ impl Sizes {
     /// Whether keys are the only thing that moves before the arithmetic: then it begins with a rank's
     /// own keys while those of others come.
     pub fn begins_at_once(&self) -> bool {
-        self.inner == 1 && self.size > 1
+        !self.sequential && self.inner == 1 && self.size > 1
     }
 
     /// Parts of dk and dv that the owner of a row adds.

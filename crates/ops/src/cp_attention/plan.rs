@@ -14,7 +14,9 @@ use super::pieces::{Pieces, Sizes};
 use super::predict::{self, Pass};
 use super::{CpAttentionDesc, CpConfig, cuda};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
-use crate::common::{Machine, PlanCore, fastest};
+use crate::collective::CollectiveBackend;
+use crate::common::nccl::put_or_nccl;
+use crate::common::{Machine, PlanCore, fastest, only_meets};
 
 /// Signal slots of a plan.
 pub(super) const CREDIT_SCATTER: usize = 0;
@@ -61,6 +63,7 @@ pub struct CpAttentionPlan {
     signals: Arc<Signals>,
     used: OnceLock<CpConfig>,
     cuda: OnceLock<cuda::Prepared>,
+    backend: CollectiveBackend,
 }
 
 impl CpAttentionPlan {
@@ -78,10 +81,30 @@ impl CpAttentionPlan {
     /// `Exhausted` if the heap is too small; `Unsupported` on a heap in device memory for heads
     /// above 128 that would be quantised.
     pub fn new(desc: CpAttentionDesc, heap: &Heap, config: Option<CpConfig>) -> Result<Self> {
+        Self::with_backend(desc, heap, config, CollectiveBackend::Put)
+    }
+
+    /// As [`CpAttentionPlan::new`], through `backend` on CUDA devices. By NCCL everything comes before the
+    /// arithmetic begins: `get` and the strategies that trade heads by sends and receives, `all_gather` by
+    /// its collective; partial dk and dv are added in rank order all the same.
+    ///
+    /// # Errors
+    /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for `fastest`.
+    pub fn with_backend(
+        desc: CpAttentionDesc,
+        heap: &Heap,
+        config: Option<CpConfig>,
+        backend: CollectiveBackend,
+    ) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op(OP))?;
+        put_or_nccl(heap, backend).map_err(|e| e.op(OP))?;
         if heap.backend() != BackendKind::Host {
             cuda::check(&desc).map_err(|e| e.op(OP))?;
+        }
+        if backend == CollectiveBackend::Nccl {
+            let strategy = config.map(|c| c.strategy);
+            super::nccl::check(&desc, strategy).map_err(|e| e.op(OP))?;
         }
         let used = OnceLock::new();
         if let Some(c) = config {
@@ -93,8 +116,8 @@ impl CpAttentionPlan {
         let buffers = [take(a)?, take(b)?, take(c)?, take(d)?];
         let signals = Arc::new(heap.team().signals(NUM_SLOTS, OP)?);
         let choice = config.map_or("auto".to_owned(), |c| c.to_string());
-        let core = PlanCore::any(OP, heap, format_args!("{choice} {desc}"))?;
-        Ok(Self { desc, core, buffers, signals, used, cuda: OnceLock::new() })
+        let core = PlanCore::any(OP, heap, format_args!("{choice} {desc} {backend}"))?;
+        Ok(Self { desc, core, buffers, signals, used, cuda: OnceLock::new(), backend })
     }
 
     /// What it computes.
@@ -107,16 +130,22 @@ impl CpAttentionPlan {
     ///
     /// # Errors
     /// `Mismatch` if the ranks' plans differ; on devices `Unavailable` without a compiler and
-    /// `Unsupported` for head dimensions above 256.
+    /// `Unsupported` for head dimensions above 256; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         // With a strategy, what cannot be is found before any rank waits for another.
         if !stream.is_capturing() {
             self.make(self.used.get())?;
         }
         self.core.prepare(stream)?;
-        if self.used.get().is_some() {
-            return Ok(());
+        if self.used.get().is_none() {
+            self.choose()?;
         }
+        let connected = self.cuda.get().map_or(Ok(()), |p| p.connect(&self.core, stream));
+        connected.map_err(|e| e.op(OP))
+    }
+
+    /// Collective: the strategy, and what it needs.
+    fn choose(&self) -> Result<()> {
         let list = self.explain().candidates;
         let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
         let chosen = fastest(self.core.team(), &costs).map_err(|e| e.op(OP))?;
@@ -136,7 +165,8 @@ impl CpAttentionPlan {
             && self.cuda.get().is_none()
         {
             let size = self.core.team().size();
-            let new = cuda::Prepared::new(lane, &self.desc, c.strategy, size);
+            let nccl = self.backend == CollectiveBackend::Nccl;
+            let new = cuda::Prepared::new(lane, &self.desc, (c.strategy, nccl), size);
             let new = new.map_err(|e| e.op(OP))?;
             self.cuda.get_or_init(|| new);
         }
@@ -163,6 +193,9 @@ impl CpAttentionPlan {
             e.chosen = e.candidates.first().map_or(e.chosen, |c| c.config);
         }
         e.chosen = self.used.get().copied().unwrap_or(e.chosen);
+        if let Some(n) = self.cuda.get().and_then(cuda::Prepared::explain) {
+            e.what = format!("{}\nby {n}", e.what);
+        }
         e
     }
 
@@ -191,6 +224,9 @@ impl CpAttentionPlan {
         self.desc.attn.check_launch(s).map_err(|e| e.op(OP))?;
         let team = self.core.team();
         let (config, place) = (self.config()?, (team.rank(), team.size()));
+        if self.backend == CollectiveBackend::Nccl {
+            return Ok(only_meets(team));
+        }
         if self.core.lane().is_some() {
             let sched = Schedule::new(&self.desc, s, config.strategy, place.0, place.1);
             let sizes = Sizes::new(&self.desc, config.strategy, place.1);

@@ -4,6 +4,7 @@
 //! comes, as it comes. What comes from token t of rank s has the place `s * max_tokens + t`, so that no
 //! numbers travel. Layouts other than expert-major, and the backward of combine, leave the rows in the
 //! area for kernels behind it, and `tw_ep_leave` grants the area when those have read it.
+//! Through NCCL a phase is two kernels, with a group of sends and receives between them (`nccl.rs`).
 
 use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
@@ -14,15 +15,17 @@ use tilewire_kernels::portable::{
     EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_SEND, EP_BULK_ZERO, EP_MOVERS,
     EP_THREADS, ep_back_defines, ep_bulk_defines, ep_defines,
 };
-use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
+use tilewire_symm::{BadInput, OneSided, Signals, TeamParam};
 
+use super::areas::{Areas, Cut, flag_area, flags_of_area};
+use super::nccl::{Staging, What};
 use super::params::{
     BackParam, HandleParam, LayerParam, MeetParam, PoisonParam, RecvParam, RoutingParam, SendParam,
 };
 use super::plan::{COUNTS, EpDispatch, RETURNS, TOKENS};
 use super::{EpDesc, EpHandle, EpLayout, EpTotals};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
-use crate::common::lanes::{Lane, Lanes, Poison};
+use crate::common::lanes::{Enter, Lane, Lanes, Poison};
 use crate::common::{Named, PlanCore};
 
 const THREADS: u32 = EP_THREADS as u32;
@@ -32,55 +35,8 @@ pub(super) const NUM_SMS: usize = 32;
 /// The most blocks of a routing, and choices that are worth one.
 const ROUTERS: usize = 16;
 const ROUTER_CHOICES: usize = 2048;
-/// Chunks of a rank's rows that a dispatch sends, about.
-const SEND_CHUNKS: usize = 1024;
-/// Pairs of chunk and rank that a combine returns, about: several for each warp.
-const BACK_CHUNKS: usize = 1024;
 /// Threads of a block of the combine, so that two share a multiprocessor.
 const BACK_THREADS: u32 = 512;
-
-/// How the rows of a rank are cut: a chunk of tokens arrives as a whole, and warps share its rows.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Cut {
-    chunk: usize,
-    slices: usize,
-    chunks: usize,
-}
-
-impl Cut {
-    fn of(d: &EpDesc, chunk: usize, slices: usize) -> Self {
-        // Parts of a kilobyte or more.
-        let most = (d.hidden * d.out.size() / 1024).clamp(1, 8);
-        let chunks = d.max_tokens.div_ceil(chunk).max(1);
-        Self { chunk, slices: slices.clamp(1, most), chunks }
-    }
-
-    /// A warp sends a chunk, and warps lay it out: few tokens go alone, and several share a row.
-    fn send(d: &EpDesc) -> Self {
-        let chunk = d.max_tokens.div_ceil(SEND_CHUNKS).max(1);
-        let warps = 116 * EP_MOVERS as usize / 32;
-        let parts = d.max_tokens.div_ceil(chunk).max(1) * d.experts_per_rank.len();
-        Self::of(d, chunk, warps / parts)
-    }
-
-    /// Small chunks, so that they come back in order and are added while others travel. In the portable
-    /// kernel a block returns one, and its warps share rows if there are few.
-    fn back(d: &EpDesc) -> Self {
-        let pairs = d.max_tokens * d.experts_per_rank.len();
-        let chunk = pairs.div_ceil(BACK_CHUNKS).clamp(1, EP_BACK_TOKENS as usize);
-        Self::of(d, chunk, 32usize.div_ceil(chunk))
-    }
-}
-
-/// Bytes of a rank's credits and arrivals of one area.
-fn flags_of_area(d: &EpDesc) -> usize {
-    d.experts_per_rank.len() * (1 + Cut::send(d).chunks.max(Cut::back(d).chunks)) * 8
-}
-
-/// Bytes of a rank's flags: of tokens, and of what comes back.
-pub(super) fn flag_area(d: &EpDesc) -> usize {
-    2 * flags_of_area(d)
-}
 
 /// Areas that count their launches.
 #[derive(Clone, Copy)]
@@ -88,24 +44,6 @@ enum Area {
     Counts,
     Tokens,
     Returns,
-}
-
-/// Bytes from record to record: copies and scales, payload, and what comes back.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Strides {
-    pub meta: usize,
-    pub row: usize,
-    pub back: usize,
-}
-
-/// Pieces of 16 bytes, so that whole rows are copied in such.
-pub(super) fn strides(d: &EpDesc) -> Strides {
-    let up = |bytes: usize| bytes.next_multiple_of(16);
-    Strides {
-        meta: up(8 + 12 * d.top_k + 4 * d.num_scales),
-        row: up(d.hidden * d.dtype.size().max(d.out.size())),
-        back: up(up(d.hidden * d.out.size()) + 4 * d.top_k),
-    }
 }
 
 /// What a handle has in device memory.
@@ -167,59 +105,10 @@ pub(super) struct Prepared {
     first: CudaMemory,
     /// Record of each received row of the rank-major and flat layouts.
     row_source: CudaMemory,
+    /// Through NCCL.
+    staging: Option<Staging>,
     /// Of the device, for this rank.
     pub num_sms: u32,
-}
-
-/// The areas of a plan in symmetric memory.
-pub(super) struct Areas<'a> {
-    pub counts: &'a SymBuf,
-    pub tokens: &'a SymBuf,
-    pub returns: &'a SymBuf,
-    pub flags: &'a SymBuf,
-}
-
-impl Areas<'_> {
-    fn layer(&self, lane: &Lane, d: &EpDesc, first: &CudaMemory) -> Result<LayerParam> {
-        let os = lane.one_sided();
-        let (size, me) = (d.experts_per_rank.len(), os.heap().team().rank());
-        let (s, records) = (strides(d), size * d.max_tokens);
-        let rank0 =
-            |b: &SymBuf, at: usize, len: usize| os.addr(Rank::new(0), b.range(at, len), len);
-        Ok(LayerParam {
-            counts: rank0(self.counts, 0, 16 * size * d.num_experts())?,
-            meta: rank0(self.tokens, records * s.row, records * s.meta)?,
-            tokens: rank0(self.tokens, 0, records * s.row)?,
-            back: rank0(self.returns, 0, records * s.back)?,
-            stride: lane.stride(),
-            first: first.addr(),
-            meta_stride: s.meta as u64,
-            row_stride: s.row as u64,
-            back_stride: s.back as u64,
-            size: size as u32,
-            me: me.get(),
-            max_tokens: d.max_tokens as u32,
-            top_k: d.top_k as u32,
-            experts: d.num_experts() as u32,
-            capacity: d.capacity as u32,
-            align: d.layout.align() as u32,
-            scales: d.num_scales as u32,
-        })
-    }
-
-    /// No launch has written a word yet, whatever the memory was used for before.
-    fn clear(&self, lane: &Lane, stream: &CudaStream, d: &EpDesc) -> Result<()> {
-        let (s, records) = (strides(d), d.experts_per_rank.len() * d.max_tokens);
-        let words = [
-            (self.counts, 0, 16 * d.experts_per_rank.len() * d.num_experts()),
-            (self.tokens, records * s.row, records * s.meta),
-            (self.flags, 0, flag_area(d)),
-        ];
-        for (b, at, len) in words {
-            lane.one_sided().clear(stream, b.range(at, len), len)?;
-        }
-        tilewire_device::Queue::synchronize_until(stream, None)
-    }
 }
 
 /// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
@@ -237,7 +126,12 @@ fn router(d: &EpDesc) -> Result<(u32, u32)> {
 
 impl Prepared {
     /// Collective only in that no peer may launch before all ranks have come this far.
-    pub fn new(lane: &Lane, stream: &Stream, d: &EpDesc, areas: &Areas<'_>) -> Result<Self> {
+    pub fn new(
+        lane: &Lane,
+        stream: &Stream,
+        (d, nccl): (&EpDesc, bool),
+        areas: &Areas<'_>,
+    ) -> Result<Self> {
         let (ctx, os) = (lane.context(), lane.one_sided());
         let size = d.experts_per_rank.len();
         let choices = size * d.max_tokens * d.top_k;
@@ -272,10 +166,21 @@ impl Prepared {
             state: workspace(ctx, 3 * (8 + 16))?,
             first,
             row_source: workspace(ctx, 4 * d.recv_rows())?,
+            staging: nccl.then(|| Staging::new(ctx, d)).transpose()?,
             num_sms: os.num_sms()?,
         };
         new.kernel("tw_ep_route")?.allow_shared(router(d)?.1)?;
         Ok(new)
+    }
+
+    /// Collective, behind the agreement: NCCL, if rows go through it.
+    pub fn connect(&self, core: &PlanCore, stream: &Stream, d: &EpDesc) -> Result<()> {
+        let Some(s) = &self.staging else { return Ok(()) };
+        s.connect(core, stream, d, &self.layer)
+    }
+
+    pub fn explain(&self) -> Option<&str> {
+        self.staging.as_ref().and_then(Staging::explain)
     }
 
     fn has(&self, name: &str) -> bool {
@@ -295,8 +200,13 @@ impl Prepared {
             Area::Returns => (RETURNS.0, self.flags_of_area),
         };
         let Cut { chunk, slices, chunks } = self.cuts[usize::from(matches!(area, Area::Returns))];
+        let (flags, stride) = match &self.staging {
+            Some(s) => (s.flags(), 0),
+            None => (self.flags, self.layer.stride),
+        };
         MeetParam {
-            flags: self.flags + at,
+            flags: flags + at,
+            stride,
             epoch: self.state.addr() + 8 * area as u64,
             ticket: self.state.addr() + 24 + 16 * area as u64,
             slot: signals.slot(slot).index() as u32,
@@ -320,6 +230,25 @@ const BACK_BYTES: u32 = ((EP_BACK_RETURN + EP_BACK_SUM)
     as u32;
 /// Its threads.
 const BACK_BULK_THREADS: u32 = 32 * (EP_BACK_RETURN + EP_BACK_SUM) as u32;
+
+/// Which part of a phase a kernel is; numbers as `part` of `TwRouting`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Half {
+    Whole = 0,
+    First = 1,
+    Second = 2,
+}
+
+impl Half {
+    /// How many of `blocks` send, if `some` do where others receive.
+    fn senders(self, blocks: u32, some: u32) -> u32 {
+        match self {
+            Half::Whole => some,
+            Half::First => blocks,
+            Half::Second => 0,
+        }
+    }
+}
 
 /// One launch of one phase.
 pub(super) struct Phase<'a> {
@@ -372,23 +301,47 @@ impl Phase<'_> {
         unsafe { self.p.kernel(name)?.launch(main, grid, args) }
     }
 
+    /// Queues a launch whose kernels meet the others, or which meets them (by the signal `credit`) before
+    /// it goes through NCCL.
     fn run(
         &self,
         at: (&Stream, u64),
+        credit: usize,
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
-        self.core.run_alone(self.lane, at, outs, |l| {
+        let queue = |l: &Lanes<'_>| {
             self.core.team().check()?;
             hold(l.main, (self.handle.clone(), l.os.heap().clone()));
             hold(l.main, outs.iter().map(|o| o.0.clone()).collect::<Vec<_>>());
             let p = self.p;
             hold(l.main, [&p.blocks, &p.state, &p.first, &p.row_source].map(Clone::clone));
+            f(l)
+        };
+        if self.p.staging.is_some() {
+            let enter = Enter { signals: self.signals, credit, flags: credit..credit };
+            return self.core.run_on(self.lane, at, &enter, outs, queue);
+        }
+        self.core.run_alone(self.lane, at, outs, |l| {
             for peer in self.core.team().peers() {
                 l.os.count_signal(peer);
             }
-            f(l)
+            queue(l)
         })
+    }
+
+    /// The halves of a phase: what a kernel is told of the layer, and which part of it that is. Through NCCL
+    /// the first writes to blocks of this rank, and they are exchanged behind it.
+    fn halves(
+        &self,
+        l: &Lanes<'_>,
+        (layer, what): (&LayerParam, What),
+        go: impl Fn(&LayerParam, Half) -> Result<()>,
+    ) -> Result<()> {
+        let Some(s) = &self.p.staging else { return go(layer, Half::Whole) };
+        go(&s.writer(self.desc, layer, what), Half::First)?;
+        s.exchange(l.main, self.core, self.desc, (layer, what))?;
+        go(layer, Half::Second)
     }
 
     /// The routing of `idx` for `capacity` rows.
@@ -406,6 +359,8 @@ impl Phase<'_> {
             wide: u32::from(idx.dtype() == DType::I64),
             span: choices.div_ceil(warps).next_multiple_of(32) as u32,
             bad_input: BadInput::Expert as u32,
+            part: 0,
+            pad: 0,
         };
         let zero = |t: &Tensor| Ok::<_, Error>(Poison(t.cuda()?, 0));
         let outs = [
@@ -415,12 +370,15 @@ impl Phase<'_> {
             zero(self.handle.dropped())?,
         ];
         let meet = p.meet(self.signals, Area::Counts, 0);
-        self.run(at, &outs, |l| {
+        self.run(at, COUNTS.0, &outs, |l| {
             hold(l.main, idx.clone());
             let poison = PoisonParam::new(&outs);
-            let args = LaunchArgs::new().arg(&p.team).arg(&layer).arg(&meet).arg(&a).arg(&h);
-            let grid = Grid::new(blocks as u32, threads).shared(shared);
-            self.go_in(l.main, "tw_ep_route", grid, args.arg(&poison))
+            self.halves(l, (&layer, What::Counts), |layer, half| {
+                let a = RoutingParam { part: half as u32, ..a };
+                let args = LaunchArgs::new().arg(&p.team).arg(layer).arg(&meet).arg(&a).arg(&h);
+                let grid = Grid::new(blocks as u32, threads).shared(shared);
+                self.go_in(l.main, "tw_ep_route", grid, args.arg(&poison))
+            })
         })
     }
 
@@ -442,20 +400,23 @@ impl Phase<'_> {
             pad: 0,
         };
         hold(l.main, (x.clone(), weights.cloned(), scales.cloned()));
-        // Of the portable kernel: the others lay out.
-        let senders = (self.sms / 3).max(1);
-        let meet =
-            MeetParam { leave: u32::from(leave), ..p.meet(self.signals, Area::Tokens, senders) };
         let poison = PoisonParam::new(if leave { outs } else { &[] });
         let whole = (send.x | send.row_bytes).is_multiple_of(16);
-        let bulk = whole && p.has(EP_BULK.kernels[0]);
+        let bulk = whole && p.staging.is_none() && p.has(EP_BULK.kernels[0]);
+        let blocks = self.sms.max(2);
         let (name, grid) = match bulk {
             true => (EP_BULK.kernels[0], Grid::new(self.sms, BULK_THREADS).shared(BULK_BYTES)),
-            false => ("tw_ep_send", Grid::new(self.sms.max(2), MOVERS)),
+            false => ("tw_ep_send", Grid::new(blocks, MOVERS)),
         };
         let h = self.handle()?;
-        let args = LaunchArgs::new().arg(&p.team).arg(&p.layer).arg(&meet).arg(&h);
-        self.go_in(l.main, name, grid, args.arg(&send).arg(recv).arg(&poison))
+        self.halves(l, (&p.layer, What::Tokens), |layer, half| {
+            // Of the portable kernel: the others lay out.
+            let senders = half.senders(blocks, (self.sms / 3).max(1));
+            let leave = u32::from(leave && half != Half::First);
+            let meet = MeetParam { leave, ..p.meet(self.signals, Area::Tokens, senders) };
+            let args = LaunchArgs::new().arg(&p.team).arg(layer).arg(&meet).arg(&h);
+            self.go_in(l.main, name, grid, args.arg(&send).arg(recv).arg(&poison))
+        })
     }
 
     /// The area of tokens was read: behind the kernels of a phase that keep the rows there.
@@ -492,7 +453,7 @@ impl Phase<'_> {
             recv.scales = addr(out.scales.as_ref())?;
             recv.index = addr(self.handle.row_index())?;
         }
-        self.run(at, &outs, |l| {
+        self.run(at, TOKENS.0, &outs, |l| {
             self.exchange(l, (x, given.0, given.1), &recv, (expert_major, &outs))?;
             if expert_major {
                 return Ok(());
@@ -536,7 +497,7 @@ impl Phase<'_> {
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));
         let outs = outs.collect::<Result<Vec<_>>>()?;
         let recv: RecvParam = Zeroable::zeroed();
-        self.run(at, &outs, |l| {
+        self.run(at, TOKENS.0, &outs, |l| {
             self.exchange(l, (d_out, None, None), &recv, (false, &outs))?;
             let (layer, h, hidden) = (&self.p.layer, self.handle()?, d.hidden as u32);
             let of = |f: fn((&Tensor, &Tensor, &Tensor)) -> Result<u64>| weighted.map_or(Ok(0), f);
@@ -569,19 +530,25 @@ impl Phase<'_> {
         let whole = (param.y | param.out | (d.hidden * d.out.size()) as u64).is_multiple_of(16);
         let most = EP_BACK_ENTRIES as usize;
         let few = d.top_k <= most && d.experts_per_rank.len() <= most;
-        let (name, grid) = match whole && few && p.has(EP_BACK.kernels[0]) {
+        let bulk = whole && few && p.staging.is_none() && p.has(EP_BACK.kernels[0]);
+        let blocks = 2 * self.sms;
+        let (name, grid) = match bulk {
             true => (EP_BACK.kernels[0], Grid::new(self.sms, BACK_BULK_THREADS).shared(BACK_BYTES)),
-            false => ("tw_ep_back", Grid::new(2 * self.sms, BACK_THREADS)),
+            false => ("tw_ep_back", Grid::new(blocks, BACK_THREADS)),
         };
         // Of the portable kernel: few chunks leave more blocks to add.
         let chunks = p.cuts[1].chunks as u32 * p.layer.size;
-        let senders = (2 * self.sms * 7 / 9).min(chunks).max(1);
-        let meet = p.meet(self.signals, Area::Returns, senders);
-        self.run(at, &outs, |l| {
+        let senders = (blocks * 7 / 9).min(chunks).max(1);
+        self.run(at, RETURNS.0, &outs, |l| {
             hold(l.main, (b.y.clone(), b.weights.clone(), b.dw.clone()));
             let poison = PoisonParam::new(&outs);
-            let args = LaunchArgs::new().arg(&p.team).arg(&p.layer).arg(&meet).arg(&h).arg(&param);
-            self.go_in(l.main, name, grid, args.arg(&poison))
+            self.halves(l, (&p.layer, What::Returns), |layer, half| {
+                let senders = half.senders(blocks, senders);
+                let leave = u32::from(half != Half::First);
+                let meet = MeetParam { leave, ..p.meet(self.signals, Area::Returns, senders) };
+                let args = LaunchArgs::new().arg(&p.team).arg(layer).arg(&meet).arg(&h).arg(&param);
+                self.go_in(l.main, name, grid, args.arg(&poison))
+            })
         })
     }
 }

@@ -15,11 +15,13 @@
 //!
 //! A token that names an expert twice gets two copies there.
 
+mod areas;
 mod config;
 mod cuda;
 mod desc;
 mod handle;
 mod host;
+mod nccl;
 mod params;
 mod plan;
 

@@ -33,6 +33,7 @@ pub(super) struct LayerParam {
 #[repr(C)]
 pub(super) struct MeetParam {
     pub flags: u64,
+    pub stride: u64,
     pub epoch: u64,
     pub ticket: u64,
     pub slot: u32,
@@ -128,4 +129,6 @@ pub(super) struct RoutingParam {
     pub wide: u32,
     pub span: u32,
     pub bad_input: u32,
+    pub part: u32,
+    pub pad: u32,
 }

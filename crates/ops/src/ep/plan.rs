@@ -6,9 +6,12 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
+use super::areas::{Areas, flag_area, strides};
 use super::cuda::{self, Phase, Prepared};
 use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
 use super::{EpDesc, EpHandle};
+use crate::collective::CollectiveBackend;
+use crate::common::nccl::put_or_nccl;
 use crate::common::{Launch, PlanCore, expect_tensor};
 
 /// Signal slots: credit and arrival of counts, tokens and returns.
@@ -31,7 +34,7 @@ pub struct EpMemory {
 
 /// Bytes of symmetric memory for a record: the same on every backend.
 fn token_area(d: &EpDesc) -> usize {
-    let s = cuda::strides(d);
+    let s = strides(d);
     record_bytes(d).max(s.row + s.meta)
 }
 
@@ -42,7 +45,7 @@ fn count_area(d: &EpDesc) -> usize {
 
 /// Those for what comes back.
 fn return_area(d: &EpDesc) -> usize {
-    return_bytes(d).max(cuda::strides(d).back)
+    return_bytes(d).max(strides(d).back)
 }
 
 /// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for those
@@ -61,6 +64,7 @@ pub struct EpDispatch {
 /// An expert-parallel layer with its receive areas.
 pub struct EpPlan {
     desc: EpDesc,
+    backend: CollectiveBackend,
     cores: [PlanCore; 5],
     counts: SymBuf,
     tokens: SymBuf,
@@ -110,7 +114,7 @@ impl EpPlan {
         let (size, k) = (desc.experts_per_rank.len(), desc.top_k);
         let areas = size * desc.max_tokens * (token_area(desc) + return_area(desc));
         EpMemory {
-            symmetric: areas + count_area(desc) + cuda::flag_area(desc),
+            symmetric: areas + count_area(desc) + flag_area(desc),
             received: desc.recv_rows() * (desc.hidden * desc.dtype.size() + 4 * desc.num_scales),
             expert_out: desc.capacity * desc.hidden * desc.out.size(),
             handle: desc.max_tokens * k * 8 + desc.capacity * 4 + desc.num_experts() * 8,
@@ -122,25 +126,38 @@ impl EpPlan {
     /// # Errors
     /// `InvalidArgument` for a bad description, `Exhausted` if the heap is too small.
     pub fn new(desc: EpDesc, heap: &Heap) -> Result<Self> {
+        Self::with_backend(desc, heap, CollectiveBackend::Put)
+    }
+
+    /// As [`EpPlan::new`], through `backend` on CUDA devices. By NCCL a phase is sequential, and moves
+    /// `max_tokens` records between each two ranks whatever the routing: captured sizes cannot change.
+    /// Results have the same bits.
+    ///
+    /// # Errors
+    /// As [`EpPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for `fastest`.
+    pub fn with_backend(desc: EpDesc, heap: &Heap, backend: CollectiveBackend) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size)?;
+        put_or_nccl(heap, backend).map_err(|e| e.op("ep"))?;
         let area = size * desc.max_tokens;
         let alloc = |bytes, tag| heap.alloc(bytes, tag).map_err(|e| e.op("ep"));
         let names =
             ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
-        let first = PlanCore::any("ep", heap, &desc)?;
-        let core = |n| Ok(PlanCore::any(n, heap, &desc)?.share_order(&first));
+        let text = format!("{desc} {backend}");
+        let first = PlanCore::any("ep", heap, &text)?;
+        let core = |n| Ok(PlanCore::any(n, heap, &text)?.share_order(&first));
         let [a, b, c, d, e] = names.map(core);
         Ok(Self {
             cores: [a?, b?, c?, d?, e?],
             counts: alloc(count_area(&desc), "ep counts")?,
             tokens: alloc(area * token_area(&desc), "ep tokens")?,
             returns: alloc(area * return_area(&desc), "ep returns")?,
-            flags: alloc(cuda::flag_area(&desc), "ep flags")?,
+            flags: alloc(flag_area(&desc), "ep flags")?,
             cuda: OnceLock::new(),
             num_sms: cuda::NUM_SMS,
             signals: Arc::new(heap.team().signals(6, "ep")?),
             desc,
+            backend,
         })
     }
 
@@ -161,21 +178,25 @@ impl EpPlan {
     /// Collective: must be called by all ranks before anything else.
     ///
     /// # Errors
-    /// `Mismatch` if the ranks' layers differ.
+    /// `Mismatch` if the ranks' layers differ; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         if let Some(lane) = self.cores[0].lane()
             && self.cuda.get().is_none()
         {
-            let areas = cuda::Areas {
+            let areas = Areas {
                 counts: &self.counts,
                 tokens: &self.tokens,
                 returns: &self.returns,
                 flags: &self.flags,
             };
-            let new = Prepared::new(lane, stream, &self.desc, &areas).map_err(|e| e.op("ep"))?;
+            let nccl = self.backend == CollectiveBackend::Nccl;
+            let new = Prepared::new(lane, stream, (&self.desc, nccl), &areas);
+            let new = new.map_err(|e| e.op("ep"))?;
             self.cuda.get_or_init(|| new);
         }
-        self.cores.iter().try_for_each(|c| c.prepare(stream))
+        self.cores.iter().try_for_each(|c| c.prepare(stream))?;
+        let Some(p) = self.cuda.get() else { return Ok(()) };
+        p.connect(&self.cores[0], stream, &self.desc).map_err(|e| e.op("ep"))
     }
 
     /// One launch on a heap in device memory; `None` on the host.
@@ -214,7 +235,11 @@ impl EpPlan {
             m.received,
             m.expert_out,
             m.handle
-        )
+        ) + &self
+            .cuda
+            .get()
+            .and_then(|p| p.explain())
+            .map_or(String::new(), |n| format!("\nby {n}"))
     }
 
     fn run(

@@ -43,11 +43,10 @@ impl GemmArPlan {
     pub fn new(desc: GemmArDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_ar"))?;
-        let mut choice = Choice::new(config).map_err(|e| e.op("gemm_ar"))?;
+        let choice = Choice::new(config, heap.backend()).map_err(|e| e.op("gemm_ar"))?;
         // On a device each chunk has a flag of its own, both ways, and one credit serves both.
         let mut num_signals = 2;
         if heap.backend() != BackendKind::Host {
-            choice = choice.on_device().map_err(|e| e.op("gemm_ar"))?;
             num_signals = 1 + 2 * choice.max_chunks();
         }
         let d = &desc.0;
@@ -84,8 +83,12 @@ impl GemmArPlan {
             self.cuda.get_or_init(|| new);
         }
         self.core.prepare_with(stream, &self.choice, || self.candidates())?;
-        let team = self.core.team();
-        self.cuda.get().map_or(Ok(()), |p| p.agree(team)).map_err(|e| e.op("gemm_ar"))
+        let Some(p) = self.cuda.get() else { return Ok(()) };
+        let nccl = self.config()?.algo == Algo::SequentialNccl;
+        let connect = || p.connect(&self.core, stream, &self.desc.0, true);
+        p.agree(self.core.team())
+            .and_then(|()| if nccl { connect() } else { Ok(()) })
+            .map_err(|e| e.op("gemm_ar"))
     }
 
     fn candidates(&self) -> Explain {
@@ -117,6 +120,9 @@ impl GemmArPlan {
     pub fn predict(&self, m: usize) -> Result<Traffic> {
         let (d, team, cfg) = (&self.desc.0, self.core.team(), self.choice.get()?);
         let mut t = crate::gemm_rs::predict(d, team, m, &cfg)?;
+        if cfg.algo == Algo::SequentialNccl {
+            return Ok(t);
+        }
         let mine = d.shards.rows(m, team.size())?[team.rank().idx()];
         for (_, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != team.rank().idx()) {
             link.puts += if d.n == 0 { 0 } else { mine.min(cfg.sub_chunks) as u64 };

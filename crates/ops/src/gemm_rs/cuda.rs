@@ -2,20 +2,23 @@
 //! engine behind it; one kernel adds what came, in the order of the ranks.
 //!
 //! A chunk lies in its slot as it was computed: rows of all columns, in the wire's type. My own part
-//! stays f32 until it is added. FP8 operands are widened to f32 first, W with the scale.
+//! stays f32 until it is added. FP8 operands are widened to f32 first, W with the scale. Through NCCL it
+//! is one GEMM and one collective.
 
 use std::ops::Range;
 
 use tilewire_core::{DType, Error, Rank, Result};
-use tilewire_device::cuda::CudaMemory;
+use tilewire_device::cuda::{CudaMemory, NcclOp};
 use tilewire_device::{Buffer, Pending, Stream, Tensor};
 use tilewire_symm::{LiveTeam, OneSided, Signals, SymBuf};
 
 use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
 use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
+use crate::collective::nccl::scatter;
 use crate::common::cuda::{addr, hold, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
+use crate::common::nccl::ByNccl;
 use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
 use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::widen::{Widened, kernel_desc};
@@ -34,6 +37,7 @@ pub(crate) struct Prepared {
     own: CudaMemory,
     /// With FP8 operands.
     widened: Option<Widened>,
+    nccl: ByNccl,
 }
 
 impl Prepared {
@@ -48,7 +52,35 @@ impl Prepared {
             partial: workspace(ctx, d.m * d.n * d.wire.size())?,
             own: workspace(ctx, slot_rows(d, size) * d.n * 4)?,
             widened: Widened::of(ctx, &d.gemm())?,
+            nccl: ByNccl::default(),
         })
+    }
+
+    /// Collective, behind the agreement: NCCL for sums of `d.m` rows, to their owners or to all.
+    pub fn connect(
+        &self,
+        core: &PlanCore,
+        stream: &Stream,
+        d: &GemmRsDesc,
+        to_all: bool,
+    ) -> Result<()> {
+        let team = core.team();
+        let rows = d.shards.rows(d.m, team.size())?;
+        let ops = match to_all {
+            true => vec![self.sum_to_all(d.m * d.n, self.partial.addr())],
+            false => self.sum_to_owners(d, team.rank(), &rows, self.own.addr()),
+        };
+        // SAFETY: workspace of a plan of which nothing is launched yet, made for as many rows; all ranks
+        // agree on the description.
+        unsafe { self.nccl.prepare(core, stream, (d.wire, &ops)) }
+    }
+
+    fn sum_to_all(&self, count: usize, dst: u64) -> NcclOp {
+        NcclOp::AllReduce { src: self.partial.addr(), dst, count }
+    }
+
+    fn sum_to_owners(&self, d: &GemmRsDesc, me: Rank, rows: &[usize], dst: u64) -> Vec<NcclOp> {
+        scatter(me, rows, (d.n, d.wire.size()), (self.partial.addr(), dst))
     }
 
     /// Collective: see [`GemmKernels::agree`].
@@ -58,6 +90,9 @@ impl Prepared {
     }
 
     pub fn explain(&self) -> String {
+        if let Some(n) = self.nccl.explain() {
+            return format!("{}\nsum: {n}", self.theirs.explain());
+        }
         format!("{}\nmine: {}", self.theirs.explain(), self.mine.explain())
     }
 }
@@ -115,7 +150,10 @@ pub(crate) fn launch(
     let out = t.out.cuda()?;
     let seq = core.begin(stream, format_args!("m={}", job.shape.m))?.ctx.seq();
     let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
-    let ways = 1 + usize::from(job.gather.is_some());
+    let ways = match job.shape.config.algo {
+        Algo::SequentialNccl => 0,
+        _ => 1 + usize::from(job.gather.is_some()),
+    };
     let flags = DATA..DATA + ways * job.shape.config.sub_chunks;
     let enter = Enter { signals: job.signals, credit: CREDIT, flags };
     core.run_on(lane, (stream, seq), &enter, &[Poison::value(out.clone())], |l| {
@@ -132,8 +170,37 @@ fn span(tiles: &[RsTile]) -> Range<usize> {
 }
 
 impl Run<'_> {
+    /// One product of all rows, its sum over the ranks by NCCL, and the bias.
+    fn by_nccl(&self) -> Result<()> {
+        let (d, p, s) = (self.job.desc, self.p, &self.job.shape);
+        self.product(&(0..s.m), false)?;
+        let to_all = self.job.gather.is_some();
+        let rows = if to_all { s.m } else { s.rows[self.me.idx()] };
+        // NCCL adds to one type and knows no bias: what it cannot store as it is goes through my workspace.
+        let direct = d.wire == d.out && !d.bias;
+        let room = if to_all { p.partial.addr() } else { p.own.addr() };
+        let dst = if direct { self.out.addr() } else { room };
+        let ops = match to_all {
+            true => vec![p.sum_to_all(s.m * d.n, dst)],
+            false => p.sum_to_owners(d, self.me, s.rows, dst),
+        };
+        // SAFETY: `partial` has all rows of the wire's type; the output was checked against the description, and
+        // `own` has room for my rows in f32; all are held. Only this stream uses them.
+        unsafe { p.nccl.queue(self.l.main, d.wire, &ops)? };
+        if direct {
+            return Ok(());
+        }
+        let bias = self.t.bias.as_ref().map(Tensor::cuda).transpose()?;
+        let (out, bias) = (self.out.addr(), bias.as_ref());
+        let sum = Sum { slots: dst, stride: 0, own: dst, out, bias, rows, cols: d.n, scale: 1.0 };
+        p.reducer.launch_parts(self.l, &sum, (None, 1))
+    }
+
     fn run(&self) -> Result<()> {
         self.widen()?;
+        if self.job.shape.config.algo == Algo::SequentialNccl {
+            return self.by_nccl();
+        }
         let sequential = self.job.shape.config.algo == Algo::Sequential;
         let mut held = Vec::new();
         for task in self.job.shape.tasks {

@@ -11,7 +11,7 @@ use super::config::schedule;
 use super::cuda::{self, Prepared};
 use super::host::{Handoff, Run};
 use crate::common::{
-    Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
+    Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor, only_meets,
 };
 use crate::gemm::BOrder;
 
@@ -103,10 +103,9 @@ impl GemmRsPlan {
     pub fn new(desc: GemmRsDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_rs"))?;
-        let mut choice = Choice::new(config).map_err(|e| e.op("gemm_rs"))?;
+        let choice = Choice::new(config, heap.backend()).map_err(|e| e.op("gemm_rs"))?;
         let mut num_signals = 2;
         if heap.backend() != BackendKind::Host {
-            choice = choice.on_device().map_err(|e| e.op("gemm_rs"))?;
             num_signals = 1 + choice.max_chunks();
         }
         let slots = heap.alloc(Self::memory(&desc, size), "gemm_rs")?;
@@ -132,8 +131,12 @@ impl GemmRsPlan {
         self.core.prepare_with(stream, &self.choice, || {
             explain(&self.desc, self.core.team().size(), 1.0, &self.machine)
         })?;
-        let team = self.core.team();
-        self.cuda.get().map_or(Ok(()), |p| p.agree(team)).map_err(|e| e.op("gemm_rs"))
+        let Some(p) = self.cuda.get() else { return Ok(()) };
+        let nccl = self.config()?.algo == Algo::SequentialNccl;
+        let connect = || p.connect(&self.core, stream, &self.desc, false);
+        p.agree(self.core.team())
+            .and_then(|()| if nccl { connect() } else { Ok(()) })
+            .map_err(|e| e.op("gemm_rs"))
     }
 
     /// The configuration in use.
@@ -233,6 +236,9 @@ pub(crate) fn predict(
 ) -> Result<Traffic> {
     let (me, size) = (team.rank().idx(), team.size());
     let rows = d.shards.rows(m, size)?;
+    if cfg.algo == Algo::SequentialNccl {
+        return Ok(only_meets(team));
+    }
     let s = cfg.sub_chunks;
     let mut t = vec![LinkTraffic::default(); size];
     for (p, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != me) {

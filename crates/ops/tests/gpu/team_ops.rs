@@ -194,11 +194,15 @@ fn quant(heap: &Heap, s: &Stream) -> Result<Op> {
 
 /// Routing, dispatch and weighted combine, with routing that changes.
 fn ep(layout: EpLayout, heap: &Heap, s: &Stream) -> Result<Op> {
+    ep_by((layout, CollectiveBackend::Put), heap, s)
+}
+
+fn ep_by((layout, backend): (EpLayout, CollectiveBackend), heap: &Heap, s: &Stream) -> Result<Op> {
     let (size, tokens, k, experts) = (heap.team().size(), 21, 3, 7);
     let mut desc = EpDesc::new(size, experts, tokens, N, k);
     (desc.dtype, desc.out, desc.layout) = (DType::BF16, DType::BF16, layout);
     desc.capacity = desc.worst_case();
-    let plan = EpPlan::new(desc.clone(), heap)?;
+    let plan = EpPlan::with_backend(desc.clone(), heap, backend)?;
     plan.prepare(s)?;
     let handle: EpHandle = plan.handle()?;
     let place = |t: Tensor| t.to(&heap.device());
@@ -229,20 +233,25 @@ fn ep(layout: EpLayout, heap: &Heap, s: &Stream) -> Result<Op> {
 
 /// Forward and backward, with the output of the one in the other.
 fn cp_attention(strategy: Strategy, heap: &Heap, s: &Stream) -> Result<Op> {
-    cp_attention_of(DType::BF16, |d| d, (strategy, heap, s))
+    cp_attention_of(DType::BF16, |d| d, (strategy, CollectiveBackend::Put), (heap, s))
+}
+
+fn cp_by(by: (Strategy, CollectiveBackend), heap: &Heap, s: &Stream) -> Result<Op> {
+    cp_attention_of(DType::BF16, |d| d, by, (heap, s))
 }
 
 fn cp_attention_of(
     input: DType,
     change: impl Fn(CpAttentionDesc) -> CpAttentionDesc,
-    (strategy, heap, s): (Strategy, &Heap, &Stream),
+    (strategy, backend): (Strategy, CollectiveBackend),
+    (heap, s): (&Heap, &Stream),
 ) -> Result<Op> {
     // As many heads as two, three or four ranks can trade.
     let (heads, d) = (12, 64);
     let desc = AttentionDesc::new(M, (heads, heads), d, input, AttnMask::CAUSAL);
     let desc = change(CpAttentionDesc::new(desc));
     let t = desc.attn.out;
-    let plan = CpAttentionPlan::new(desc, heap, Some(CpConfig::of(strategy)))?;
+    let plan = CpAttentionPlan::with_backend(desc, heap, Some(CpConfig::of(strategy)), backend)?;
     plan.prepare(s)?;
     let rows = plan.rows_q(None).iter().map(|r| r.len()).sum();
     let new = || tensor(heap, t, rows, heads * d);
@@ -297,20 +306,41 @@ const ALL: [Make; 24] = [
     |h, s| cp_attention(Strategy::AllGather, h, s),
     |h, s| cp_attention(Strategy::Get, h, s),
     |h, s| cp_attention(Strategy::Ring, h, s),
-    |h, s| cp_attention_of(DType::F8E4M3, |d| d, (Strategy::Ring, h, s)),
-    |h, s| cp_attention_of(DType::BF16, fp8_wires, (Strategy::AllGather, h, s)),
-    |h, s| cp_attention_of(DType::BF16, fp8_wires, (Strategy::AllToAll, h, s)),
+    |h, s| cp_attention_of(DType::F8E4M3, |d| d, (Strategy::Ring, CollectiveBackend::Put), (h, s)),
+    |h, s| {
+        cp_attention_of(
+            DType::BF16,
+            fp8_wires,
+            (Strategy::AllGather, CollectiveBackend::Put),
+            (h, s),
+        )
+    },
+    |h, s| {
+        cp_attention_of(
+            DType::BF16,
+            fp8_wires,
+            (Strategy::AllToAll, CollectiveBackend::Put),
+            (h, s),
+        )
+    },
     |h, s| cp_attention(Strategy::AllToAll, h, s),
 ];
 
 /// Where there is NCCL: even shards, uneven ones, and the choice by the clock.
-const BY_NCCL: [Make; 6] = [
+const BY_NCCL: [Make; 13] = [
     |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Nccl)),
     |h, s| collective_by("reduce_scatter", h, s, (M, CollectiveBackend::Nccl)),
     |h, s| collective_by("all_reduce", h, s, (M, CollectiveBackend::Nccl)),
     |h, s| collective_by("all_to_all", h, s, (M, CollectiveBackend::Nccl)),
     |h, s| collective_by("all_gather", h, s, (1_400_000 - 1_400_000 % 12, CollectiveBackend::Nccl)),
     |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Fastest)),
+    |h, s| ag_gemm(Algo::SequentialNccl, h, s),
+    |h, s| gemm_reduce(true, Algo::SequentialNccl, h, s),
+    |h, s| gemm_reduce(false, Algo::SequentialNccl, h, s),
+    |h, s| ep_by((EpLayout::ExpertMajor { align: 4 }, CollectiveBackend::Nccl), h, s),
+    |h, s| cp_by((Strategy::Get, CollectiveBackend::Nccl), h, s),
+    |h, s| cp_by((Strategy::AllGather, CollectiveBackend::Nccl), h, s),
+    |h, s| cp_by((Strategy::AllToAll, CollectiveBackend::Nccl), h, s),
 ];
 
 /// Of [`every_op`], those that do not go through NCCL come first.

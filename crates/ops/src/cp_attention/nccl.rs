@@ -1,0 +1,322 @@
+//! The lists of pieces by NCCL: rows from each rank to each, as sends and receives of one group.
+//!
+//! NCCL moves runs of bytes. Rows that do not lie one behind the other are packed into a workspace before
+//! they are sent, and unpacked where they are wanted. Each rank computes the lists of all, so that whoever
+//! owns rows knows who wants them: nothing is published, and no sizes travel. Nothing overlaps with
+//! arithmetic: this is the baseline, and the way where peers' memory cannot be read.
+
+use tilewire_core::{DType, Error, Rank, Result};
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, NcclOp};
+use tilewire_device::{Buffer, Stream, Tensor};
+
+use super::CpAttentionDesc;
+use super::config::{Schedule, Strategy};
+use super::cuda::Run;
+use super::pieces::{GATHER, Piece, Pieces, Sizes};
+use crate::attention::{AttnGrads, AttnOut, AttnSaved};
+use crate::collective::nccl::gather;
+use crate::common::PlanCore;
+use crate::common::cuda::{hold, no_kernel, workspace};
+use crate::common::nccl::ByNccl;
+
+/// Bytes of a rank in the first call, which connects.
+const PROBE: usize = 16;
+
+/// Rows of bytes from one place of this device to another.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Rows {
+    pub from: u64,
+    pub from_pitch: usize,
+    pub to: u64,
+    pub to_pitch: usize,
+    pub width: usize,
+    pub rows: usize,
+}
+
+/// What moves from tensors that begin at `src` on their ranks to one that begins at `dst` here: the pieces
+/// that this rank wants, and those that every rank wants.
+pub(super) struct List {
+    pub src: u64,
+    pub dst: u64,
+    pub mine: Vec<Piece>,
+    pub all: Vec<Vec<Piece>>,
+}
+
+/// One exchange of a rank.
+#[derive(Default)]
+pub(super) struct Trip {
+    pub pack: Vec<Rows>,
+    pub calls: Vec<NcclOp>,
+    pub unpack: Vec<Rows>,
+    /// Bytes of workspace that are sent, and received.
+    pub sent: usize,
+    pub received: usize,
+}
+
+fn is_run(p: &Piece, pitch: usize) -> bool {
+    p.rows == 1 || pitch == p.width
+}
+
+/// Calls between two ranks are in the same order on both: by list, then as the receiver's pieces are.
+pub(super) fn trip(me: Rank, lists: &[List], (send_at, recv_at): (u64, u64)) -> Trip {
+    let mut t = Trip::default();
+    for list in lists {
+        let some = |p: &&Piece| p.width * p.rows > 0;
+        for p in list.mine.iter().filter(some) {
+            let (to, to_pitch, count) = (list.dst + p.dst as u64, p.dst_pitch, p.width * p.rows);
+            let (width, rows) = (p.width, p.rows);
+            if p.peer == me {
+                let from = list.src.wrapping_add(p.src as u64);
+                let from_pitch = p.src_pitch;
+                t.unpack.push(Rows { from, from_pitch, to, to_pitch, width, rows });
+                continue;
+            }
+            let mut dst = to;
+            if !is_run(p, to_pitch) {
+                dst = recv_at + t.received as u64;
+                t.received += count;
+                t.unpack.push(Rows { from: dst, from_pitch: width, to, to_pitch, width, rows });
+            }
+            t.calls.push(NcclOp::Recv { dst, count, peer: p.peer.get() });
+        }
+        let others = list.all.iter().enumerate().filter(|(r, _)| *r != me.idx());
+        for (r, theirs) in others {
+            for p in theirs.iter().filter(some).filter(|p| p.peer == me) {
+                let (from, from_pitch) = (list.src.wrapping_add(p.src as u64), p.src_pitch);
+                let (width, rows, count) = (p.width, p.rows, p.width * p.rows);
+                let mut src = from;
+                if !is_run(p, from_pitch) {
+                    src = send_at + t.sent as u64;
+                    t.sent += count;
+                    t.pack.push(Rows { from, from_pitch, to: src, to_pitch: width, width, rows });
+                }
+                t.calls.push(NcclOp::Send { src, count, peer: r as u32 });
+            }
+        }
+    }
+    t
+}
+
+/// Refuses what is not exchanged by NCCL.
+///
+/// # Errors
+/// `Unsupported`, with what to use instead.
+pub(super) fn check(d: &CpAttentionDesc, strategy: Option<Strategy>) -> Result<()> {
+    let use_puts = "use `CollectiveBackend::Put`";
+    if d.attn.dtype.is_fp8() || d.kv_wire().1 || d.dkv_wire.is_fp8() {
+        return Err(no_kernel("FP8 through NCCL", use_puts));
+    }
+    if strategy == Some(Strategy::Ring) {
+        return Err(no_kernel("a ring through NCCL", use_puts));
+    }
+    Ok(())
+}
+
+/// The most bytes of one exchange that are packed, on either side. Without traded heads rows are whole.
+pub(super) fn room(s: &Sizes, backward: bool) -> usize {
+    if s.inner == 1 {
+        return 0;
+    }
+    let (queries, keys) = (s.max_q * s.all_q, s.all_keys() * s.hkv);
+    let sum = |bytes: &[usize]| bytes.iter().sum::<usize>();
+    let upstream = if backward { s.dv * s.out + 8 } else { 0 };
+    let there = keys * sum(&s.wire) + queries * (sum(&s.q_wire) + upstream);
+    let parts = if backward { keys * sum(&s.part_wire) } else { 0 };
+    let back = queries * (s.dqk.max(s.dv) * s.out + 4) + parts;
+    there.max(back)
+}
+
+/// What a plan has for it.
+pub(super) struct Exchange {
+    nccl: ByNccl,
+    send: CudaMemory,
+    recv: CudaMemory,
+}
+
+impl Exchange {
+    pub fn new(ctx: &CudaContext, s: &Sizes, backward: bool) -> Result<Self> {
+        let room = room(s, backward).max(PROBE * s.size);
+        let nccl = ByNccl::default();
+        Ok(Self { nccl, send: workspace(ctx, room)?, recv: workspace(ctx, room)? })
+    }
+
+    /// Collective, behind the agreement of `prepare`.
+    pub fn connect(&self, core: &PlanCore, stream: &Stream) -> Result<()> {
+        if self.nccl.explain().is_some() {
+            return Ok(());
+        }
+        let (me, size) = (core.team().rank(), core.team().size());
+        let at = |r: usize| (r * PROBE) as u64;
+        let src = self.send.addr();
+        let own = self.recv.addr() + at(me.idx());
+        let mut calls = vec![NcclOp::AllGather { src: own, dst: self.recv.addr(), count: PROBE }];
+        // SAFETY: workspace of this plan, of which nothing is launched yet, with room for all ranks.
+        unsafe { self.nccl.prepare(core, stream, (DType::U8, &calls))? };
+        calls.clear();
+        for peer in (0..size).filter(|p| *p != me.idx()) {
+            let dst = self.recv.addr() + at(peer);
+            calls.push(NcclOp::Send { src: src + at(peer), count: PROBE, peer: peer as u32 });
+            calls.push(NcclOp::Recv { dst, count: PROBE, peer: peer as u32 });
+        }
+        let main = stream.cuda()?;
+        hold(main, [self.send.clone(), self.recv.clone()]);
+        // SAFETY: as above.
+        unsafe { self.nccl.queue(main, DType::U8, &calls) }
+    }
+
+    /// Queues calls on bytes, as one group.
+    ///
+    /// # Safety
+    /// As [`ByNccl::queue`].
+    pub unsafe fn queue(&self, main: &CudaStream, calls: &[NcclOp]) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { self.nccl.queue(main, DType::U8, calls) }
+    }
+
+    /// Queues an exchange. Everything that the lists refer to must be held by `keep`, which is called
+    /// before each piece of work.
+    ///
+    /// # Safety
+    /// The lists must be of tensors on the stream's device that hold all their pieces, and that nothing else
+    /// uses meanwhile; all ranks must have made theirs from the same description and sequences.
+    pub unsafe fn run(
+        &self,
+        (main, me): (&CudaStream, Rank),
+        lists: &[List],
+        keep: &dyn Fn(),
+    ) -> Result<()> {
+        let t = trip(me, lists, (self.send.addr(), self.recv.addr()));
+        if t.sent.max(t.received) > self.send.len_bytes() {
+            return Err(Error::internal("an exchange that is larger than its workspace"));
+        }
+        let copies = |list: &[Rows]| {
+            list.iter().try_for_each(|r| {
+                keep();
+                hold(main, [self.send.clone(), self.recv.clone()]);
+                let shape = (r.width, r.rows);
+                // SAFETY: the caller's contract; the workspace has room and is held.
+                unsafe { main.copy_rows((r.to, r.to_pitch), (r.from, r.from_pitch), shape) }
+            })
+        };
+        copies(&t.pack)?;
+        keep();
+        hold(main, [self.send.clone(), self.recv.clone()]);
+        if !t.calls.is_empty() {
+            // SAFETY: as above.
+            unsafe { self.queue(main, &t.calls)? };
+        }
+        copies(&t.unpack)
+    }
+
+    pub fn explain(&self) -> Option<&str> {
+        self.nccl.explain()
+    }
+}
+
+impl Run<'_> {
+    /// A list from what begins at `src` (where the pieces' buffer would begin) to `dst`.
+    fn list(&self, src: u64, dst: u64, f: impl Fn(&Pieces<'_>) -> Vec<Piece>) -> List {
+        let of = |(r, sched): (usize, &Option<Schedule>)| {
+            let me = Rank::new(r as u32);
+            let pieces = |sched| f(&Pieces { sizes: self.s, sched, me });
+            sched.as_ref().map_or(Vec::new(), pieces)
+        };
+        let all = self.others.iter().enumerate().map(of).collect();
+        List { src, dst, mine: f(&self.pieces()), all }
+    }
+
+    fn swap(&self, n: &Exchange, lists: &[List]) -> Result<()> {
+        let keep = || {
+            self.keep();
+            hold(self.main(), self.op.core.heap().clone());
+        };
+        // SAFETY: the lists are of checked tensors of the launch, of the plan's memory and of its buffers, with
+        // the sizes that `Sizes` has for all of them; ranks agree on the description at `prepare`, and on the
+        // sequences by the rules of a launch. All of it is held, and used by this stream only.
+        unsafe { n.run((self.main(), self.me()), lists, &keep) }
+    }
+
+    /// Keys of all ranks, and where heads are traded what my group has for mine.
+    pub fn bring_by_nccl(&self, n: &Exchange, saved: Option<&AttnSaved>) -> Result<()> {
+        let (s, m, x) = (self.s, &self.op.p.memory, self.x);
+        if s.strategy == Strategy::AllGather {
+            return self.gather_keys(n);
+        }
+        let at = s.published().1;
+        let (k_from, v_from) = (begins(&x.k.data, at[0])?, begins(&x.v.data, at[1])?);
+        let mut lists = vec![
+            self.list(k_from, m.keys[0].addr(), |p| p.keys()[0].clone()),
+            self.list(v_from, m.keys[1].addr(), |p| p.keys()[1].clone()),
+        ];
+        if self.scatters() {
+            let from = begins(&x.q.data, 0)?;
+            lists.push(self.list(from, m.q[0].addr(), |p| p.query_tensors()[0].clone()));
+        }
+        if let (true, Some(saved)) = (self.scatters(), saved) {
+            let [d_out, lse, delta] = s.upstream();
+            let from = begins(&saved.d_out, d_out)?;
+            lists.push(self.list(from, m.d_out.addr(), |p| p.queries(d_out, s.dv, s.out)));
+            lists.push(self.list(begins(&saved.lse, lse)?, m.lse.addr(), |p| p.stats(lse)));
+            let from = self.op.p.attention.delta_memory().addr().wrapping_sub(delta as u64);
+            lists.push(self.list(from, m.delta.addr(), |p| p.stats(delta)));
+        }
+        self.swap(n, &lists)
+    }
+
+    /// All keys of all ranks, needed or not, as one collective for each of k and v.
+    fn gather_keys(&self, n: &Exchange) -> Result<()> {
+        let (s, m, x, lists) = (self.s, &self.op.p.memory, self.x, self.pieces());
+        let first = |r: usize| lists.first_key(r);
+        let rows: Vec<usize> = (0..s.size).map(|r| first(r + 1) - first(r)).collect();
+        for (t, to, bytes) in
+            [(&x.k.data, &m.keys[0], s.wire[0]), (&x.v.data, &m.keys[1], s.wire[1])]
+        {
+            let (from, row) = (t.cuda()?, s.all_kv * bytes);
+            self.keep();
+            let calls = gather(self.me(), &rows, (row, 1), (from.addr(), to.addr()));
+            // SAFETY: a checked tensor of the launch to the plan's memory, which has room for the rows of all
+            // ranks; both are held.
+            unsafe { n.queue(self.main(), &calls)? };
+        }
+        Ok(())
+    }
+
+    /// Results and lse of traded heads, to the owners of their rows.
+    pub fn give_out(&self, n: &Exchange, o: &AttnOut) -> Result<()> {
+        let s = self.s;
+        let (out, lse) = (o.out.cuda()?.addr(), o.lse.cuda()?.addr());
+        let lse_from = self.op.p.memory.lse.addr().wrapping_sub(s.lse() as u64);
+        let out = self.list(self.own(GATHER, 0, 0)?, out, |p| p.results(0, s.dv));
+        self.swap(n, &[out, self.list(lse_from, lse, |p| p.lse())])
+    }
+
+    /// dk and dv, and where heads are traded dq, to the owners of their rows.
+    pub fn give_grads(&self, n: &Exchange, g: &AttnGrads) -> Result<()> {
+        let (s, m) = (self.s, &self.op.p.memory);
+        let from = self.own(s.parts().0, 0, 0)?;
+        let to = match s.adds() {
+            true => [m.slots.addr(); 2],
+            false => [g.dk.cuda()?.addr(), g.dv.cuda()?.addr()],
+        };
+        let mut lists = vec![
+            self.list(from, to[0], |p| p.parts()[0].clone()),
+            self.list(from, to[1], |p| p.parts()[1].clone()),
+        ];
+        if self.scatters() {
+            let from = self.own(GATHER, 0, 0)?;
+            lists.push(self.list(from, g.dq.cuda()?.addr(), |p| p.results(s.dq(), s.dqk)));
+        }
+        if s.adds() {
+            // Parts that are not asked for are zeros.
+            self.keep();
+            self.main().fill_memory(&m.slots, 0)?;
+        }
+        self.swap(n, &lists)?;
+        if s.adds() { self.add_all(g) } else { Ok(()) }
+    }
+}
+
+/// Where the buffer of a tensor would begin that lay `at` bytes behind its beginning.
+fn begins(t: &Tensor, at: usize) -> Result<u64> {
+    Ok(t.cuda()?.addr().wrapping_sub(at as u64))
+}

@@ -1,0 +1,128 @@
+//! Where an expert-parallel layer lies in symmetric memory on devices, and how its rows are cut.
+
+use tilewire_core::{Rank, Result};
+use tilewire_device::cuda::{CudaMemory, CudaStream};
+use tilewire_device::Queue;
+use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS};
+use tilewire_symm::{OneSided, SymBuf};
+
+use super::EpDesc;
+use super::params::LayerParam;
+use crate::common::lanes::Lane;
+
+/// Chunks of a rank's rows that a dispatch sends, about.
+const SEND_CHUNKS: usize = 1024;
+/// Pairs of chunk and rank that a combine returns, about: several for each warp.
+const BACK_CHUNKS: usize = 1024;
+
+/// How the rows of a rank are cut: a chunk of tokens arrives as a whole, and warps share its rows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Cut {
+    pub chunk: usize,
+    pub slices: usize,
+    pub chunks: usize,
+}
+
+impl Cut {
+    fn of(d: &EpDesc, chunk: usize, slices: usize) -> Self {
+        // Parts of a kilobyte or more.
+        let most = (d.hidden * d.out.size() / 1024).clamp(1, 8);
+        let chunks = d.max_tokens.div_ceil(chunk).max(1);
+        Self { chunk, slices: slices.clamp(1, most), chunks }
+    }
+
+    /// A warp sends a chunk, and warps lay it out: few tokens go alone, and several share a row.
+    pub fn send(d: &EpDesc) -> Self {
+        let chunk = d.max_tokens.div_ceil(SEND_CHUNKS).max(1);
+        let warps = 116 * EP_MOVERS as usize / 32;
+        let parts = d.max_tokens.div_ceil(chunk).max(1) * d.experts_per_rank.len();
+        Self::of(d, chunk, warps / parts)
+    }
+
+    /// Small chunks, so that they come back in order and are added while others travel. In the portable
+    /// kernel a block returns one, and its warps share rows if there are few.
+    pub fn back(d: &EpDesc) -> Self {
+        let pairs = d.max_tokens * d.experts_per_rank.len();
+        let chunk = pairs.div_ceil(BACK_CHUNKS).clamp(1, EP_BACK_TOKENS as usize);
+        Self::of(d, chunk, 32usize.div_ceil(chunk))
+    }
+}
+
+/// Bytes of a rank's credits and arrivals of one area.
+pub(super) fn flags_of_area(d: &EpDesc) -> usize {
+    d.experts_per_rank.len() * (1 + Cut::send(d).chunks.max(Cut::back(d).chunks)) * 8
+}
+
+/// Bytes of a rank's flags: of tokens, and of what comes back.
+pub(super) fn flag_area(d: &EpDesc) -> usize {
+    2 * flags_of_area(d)
+}
+
+/// Bytes from record to record: copies and scales, payload, and what comes back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Strides {
+    pub meta: usize,
+    pub row: usize,
+    pub back: usize,
+}
+
+/// Pieces of 16 bytes, so that whole rows are copied in such.
+pub(super) fn strides(d: &EpDesc) -> Strides {
+    let up = |bytes: usize| bytes.next_multiple_of(16);
+    Strides {
+        meta: up(8 + 12 * d.top_k + 4 * d.num_scales),
+        row: up(d.hidden * d.dtype.size().max(d.out.size())),
+        back: up(up(d.hidden * d.out.size()) + 4 * d.top_k),
+    }
+}
+
+/// The areas of a plan in symmetric memory.
+pub(super) struct Areas<'a> {
+    pub counts: &'a SymBuf,
+    pub tokens: &'a SymBuf,
+    pub returns: &'a SymBuf,
+    pub flags: &'a SymBuf,
+}
+
+impl Areas<'_> {
+    pub fn layer(&self, lane: &Lane, d: &EpDesc, first: &CudaMemory) -> Result<LayerParam> {
+        let os = lane.one_sided();
+        let (size, me) = (d.experts_per_rank.len(), os.heap().team().rank());
+        let (s, records) = (strides(d), size * d.max_tokens);
+        let rank0 =
+            |b: &SymBuf, at: usize, len: usize| os.addr(Rank::new(0), b.range(at, len), len);
+        Ok(LayerParam {
+            counts: rank0(self.counts, 0, 16 * size * d.num_experts())?,
+            meta: rank0(self.tokens, records * s.row, records * s.meta)?,
+            tokens: rank0(self.tokens, 0, records * s.row)?,
+            back: rank0(self.returns, 0, records * s.back)?,
+            stride: lane.stride(),
+            first: first.addr(),
+            meta_stride: s.meta as u64,
+            row_stride: s.row as u64,
+            back_stride: s.back as u64,
+            size: size as u32,
+            me: me.get(),
+            max_tokens: d.max_tokens as u32,
+            top_k: d.top_k as u32,
+            experts: d.num_experts() as u32,
+            capacity: d.capacity as u32,
+            align: d.layout.align() as u32,
+            scales: d.num_scales as u32,
+        })
+    }
+
+    /// No launch has written a word yet, whatever the memory was used for before.
+    pub fn clear(&self, lane: &Lane, stream: &CudaStream, d: &EpDesc) -> Result<()> {
+        let (s, records) = (strides(d), d.experts_per_rank.len() * d.max_tokens);
+        let words = [
+            (self.counts, 0, 16 * d.experts_per_rank.len() * d.num_experts()),
+            (self.tokens, records * s.row, records * s.meta),
+            (self.flags, 0, flag_area(d)),
+        ];
+        for (b, at, len) in words {
+            lane.one_sided().clear(stream, b.range(at, len), len)?;
+        }
+        stream.synchronize_until(None)
+    }
+}
