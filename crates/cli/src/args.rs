@@ -384,8 +384,8 @@ pub struct BenchArgs {
     /// Time something else than operations.
     #[command(subcommand)]
     pub what: Option<BenchWhat>,
-    /// Where tensors and symmetric memory lie: `host`, or `vmm` for GPUs (one for each rank), where
-    /// collectives and `ep` are timed. Default: TILEWIRE_BACKEND, or `host`.
+    /// Where tensors and symmetric memory lie: `host`, or `vmm` for GPUs (one for each rank), where every
+    /// operation is timed. Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
     /// On GPUs: bytes of a collective's whole vector.

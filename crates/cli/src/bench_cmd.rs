@@ -61,7 +61,7 @@ pub fn run(args: &BenchArgs) -> Result<i32> {
 
 /// The operations that are timed on devices.
 fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
-    let all = || bench_device::OPS.map(str::to_owned).to_vec();
+    let all = || bench_device::ops().into_iter().map(str::to_owned).collect();
     let options = bench_device::Options {
         ops: if args.op.is_empty() { all() } else { args.op.clone() },
         backend,
@@ -72,6 +72,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
         experts: (args.experts, args.top_k),
         align: args.align,
         sms: args.sms,
+        shape: (args.m, args.n, args.k),
         iters: args.iters,
     };
     if options.iters == 0
@@ -142,7 +143,11 @@ fn cells(r: &Row) -> Vec<String> {
         cell(r.t_ours_us),
         cell(r.speedup()),
         cell(r.hidden()),
-        r.max_err.map_or("not finite".to_owned(), |e| format!("{e:.1e}")),
+        match r.max_err {
+            Some(e) => format!("{e:.1e}"),
+            None if r.wrong == 0 => "-".to_owned(),
+            None => "not finite".to_owned(),
+        },
         r.wrong.to_string(),
     ]
 }
@@ -152,12 +157,21 @@ const HEAD: [&str; 12] = [
     "max_err", "#wrong",
 ];
 
+/// Version of NVIDIA's driver, where there is one.
+fn driver() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
+    text.split_whitespace().find(|w| w.split('.').count() >= 3).map(str::to_owned)
+}
+
 fn print(rows: &[Row], args: &BenchArgs) {
     if args.json {
         for r in rows {
             // A row is plain numbers and text: it always has a JSON form.
             if let Ok(mut v) = serde_json::to_value(r) {
                 v["version"] = ROW_VERSION.into();
+                v["driver"] = driver().into();
+                v["commit"] = option_env!("TILEWIRE_COMMIT").into();
+                v["command"] = std::env::args().collect::<Vec<_>>().join(" ").into();
                 say(v);
             }
         }

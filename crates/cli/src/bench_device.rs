@@ -1,4 +1,5 @@
-//! `tilewire bench` on GPUs: collectives and expert parallelism, timed by events.
+//! `tilewire bench` on GPUs: collectives and expert parallelism, timed by events; products are in
+//! `bench_products.rs`.
 //!
 //! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A time
 //! is the median over samples, of the slowest rank. Results are checked element by element, on inputs
@@ -13,6 +14,7 @@ use tilewire::ops::ep::{EpDesc, EpDispatch, EpLayout, EpPlan};
 use tilewire::prelude::*;
 use tilewire::symm::{OneSided, VmmOneSided};
 
+use crate::bench_products as products;
 use crate::rows::Row;
 
 /// What to time.
@@ -36,26 +38,33 @@ pub struct Options {
     pub align: usize,
     /// Multiprocessors that expert parallelism may take.
     pub sms: Option<usize>,
+    /// Rows in all, columns and contraction of a rank, of what multiplies.
+    pub shape: (usize, usize, usize),
     /// Timed samples.
     pub iters: usize,
 }
 
-/// Operations that can be timed on devices.
-pub const OPS: [&str; 6] =
+/// Operations that can be timed on devices, beside those of [`products`].
+const MOVES: [&str; 6] =
     ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"];
+
+/// Operations that can be timed on devices.
+pub fn ops() -> Vec<&'static str> {
+    MOVES.into_iter().chain(products::OPS).collect()
+}
 
 /// Replays of a sample.
 const REPLAYS: usize = 10;
 /// Elements of a row of a collective.
 const COLS: usize = 8;
 
-struct Bench<'a> {
-    o: &'a Options,
-    team: LiveTeam,
-    heap: Heap,
+pub(crate) struct Bench<'a> {
+    pub o: &'a Options,
+    pub team: LiveTeam,
+    pub heap: Heap,
     os: VmmOneSided,
-    stream: Stream,
-    device: Device,
+    pub stream: Stream,
+    pub device: Device,
 }
 
 /// Collective: one row per operation and size; the same on every rank.
@@ -63,18 +72,19 @@ struct Bench<'a> {
 /// # Errors
 /// `InvalidArgument` for an unknown operation; the fault of the team.
 pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result<Vec<Row>> {
-    if let Some(bad) = o.ops.iter().find(|op| !OPS.contains(&op.as_str())) {
-        let names = OPS.join(", ");
+    if let Some(bad) = o.ops.iter().find(|op| !ops().contains(&op.as_str())) {
+        let names = ops().join(", ");
         return Err(Error::invalid(format!("`{bad}` is not timed on devices; one of {names}")));
     }
     let mut rows = Vec::new();
     for op in &o.ops {
         progress(op);
-        let is_ep = op.starts_with("ep_");
-        for &bytes in if is_ep { &[0][..] } else { &o.bytes } {
+        let (is_ep, multiplies) = (op.starts_with("ep_"), products::OPS.contains(&op.as_str()));
+        for &bytes in if is_ep || multiplies { &[0][..] } else { &o.bytes } {
             let team = world.everyone("bench")?;
             let heap_bytes = match is_ep {
                 true => EpPlan::memory(&ep_desc(o, team.size())).symmetric,
+                false if multiplies => Bench::products_heap(o, team.size()),
                 // All-reduce has two areas of the vector's size; there are two plans.
                 false => 4 * bytes,
             };
@@ -85,7 +95,11 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
             let os = VmmOneSided::new(&heap)?;
             let (stream, device) = (Stream::on(&ctx)?, heap.device());
             let b = Bench { o, team, heap, os, stream, device };
-            rows.push(if is_ep { b.ep(op)? } else { b.collective(op, bytes)? });
+            rows.extend(match is_ep {
+                _ if multiplies => b.products(op)?,
+                true => vec![b.ep(op)?],
+                false => vec![b.collective(op, bytes)?],
+            });
         }
     }
     Ok(rows)
@@ -113,12 +127,12 @@ impl Bench<'_> {
         self.stream.cuda()
     }
 
-    fn place(&self, values: &[f32], shape: Shape) -> Result<Tensor> {
+    pub fn place(&self, values: &[f32], shape: Shape) -> Result<Tensor> {
         Tensor::from_f32(values, self.o.dtype, shape)?.to(&self.device)
     }
 
-    fn poisoned(&self, dtype: DType, shape: Shape) -> Result<Tensor> {
-        Tensor::poisoned(dtype, shape).to(&self.device)
+    pub fn poisoned(&self, dtype: DType, shape: Shape) -> Result<Tensor> {
+        Tensor::poisoned_on(&self.device, dtype, shape)
     }
 
     fn random(&self, rows: usize, cols: usize) -> Result<Tensor> {
@@ -128,7 +142,7 @@ impl Bench<'_> {
     }
 
     /// Median microseconds of the slowest rank.
-    fn time(&self, queue: impl Fn() -> Result<()>) -> Result<f64> {
+    pub fn time(&self, queue: impl Fn() -> Result<()>) -> Result<f64> {
         let ctx = self.os.context();
         let graph: GraphExec = {
             self.stream.begin_capture()?;
@@ -162,13 +176,13 @@ impl Bench<'_> {
         Ok(all.iter().map(number).fold(0.0, f64::max))
     }
 
-    fn wrong(&self, mine: u64) -> Result<u64> {
+    pub fn wrong(&self, mine: u64) -> Result<u64> {
         let all = self.team.exchange("wrong", &mine.to_le_bytes())?;
         let number = |b: &Vec<u8>| b.as_slice().try_into().map_or(u64::MAX, u64::from_le_bytes);
         Ok(all.iter().map(number).fold(0, u64::saturating_add))
     }
 
-    fn row(&self, op: &str, shape: String, us: f64, wrong: u64, note: String) -> Result<Row> {
+    pub fn row(&self, op: &str, shape: String, us: f64, wrong: u64, note: String) -> Result<Row> {
         let Device::Cuda(ctx) = &self.device else {
             return Err(Error::internal("a device bench on the host"));
         };

@@ -1,0 +1,529 @@
+//! `tilewire bench` on GPUs of what multiplies: products, products beside a collective, attention.
+//!
+//! Comm+GEMM operations have a row for each way, timed in the same run: `sequential` by our collective and
+//! by NCCL (the faster is `t_seq`), `pipelined` with several chunks, and what `prepare` chooses. `t_gemm` is
+//! the product of all rows alone (compute only), `t_comm` the faster of our collective and NCCL's alone.
+//! Results are checked element by element on inputs whose products are sums of eight small integers, so that
+//! they are exact in every type and order; what is timed has random data.
+
+use std::ops::Range;
+
+use tilewire::core::Rng;
+use tilewire::ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
+use tilewire::ops::attention::{
+    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved,
+};
+use tilewire::ops::collective::{
+    CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
+};
+use tilewire::ops::common::OverlapConfig;
+use tilewire::ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Strategy};
+use tilewire::ops::gemm::{GemmDesc, GemmInputs, GemmPlan};
+use tilewire::ops::gemm_ar::{GemmArDesc, GemmArPlan};
+use tilewire::ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
+use tilewire::ops::grouped_gemm::{
+    GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits,
+};
+use tilewire::prelude::*;
+
+use crate::bench_device::Bench;
+use crate::rows::Row;
+
+/// What these functions time.
+pub(crate) const OPS: [&str; 7] =
+    ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "attention", "cp_attention"];
+
+/// Columns of an operand repeat after so many: products are sums of so many terms, times a whole number.
+const PERIOD: usize = 8;
+/// Groups of grouped products, of random sizes.
+const GROUPS: usize = 32;
+/// Heads of queries and of keys, and their width: causal attention over `m` rows.
+const HEADS: (usize, usize) = (32, 8);
+const WIDTH: usize = 128;
+
+enum Plan {
+    Ag(AgGemmPlan),
+    Rs(GemmRsPlan),
+    Ar(GemmArPlan),
+}
+
+/// Operands and output of a comm+GEMM operation on this rank.
+struct Tensors {
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+}
+
+impl Plan {
+    fn new(b: &Bench<'_>, op: &str, config: Option<OverlapConfig>) -> Result<Self> {
+        let (m, n, k) = b.sizes();
+        let plan = match op {
+            "ag_gemm" => {
+                Plan::Ag(AgGemmPlan::new(AgGemmDesc::new(m, n, k, b.o.dtype), &b.heap, config)?)
+            }
+            "gemm_rs" => {
+                Plan::Rs(GemmRsPlan::new(GemmRsDesc::new(m, n, k, b.o.dtype), &b.heap, config)?)
+            }
+            _ => {
+                let desc = GemmArDesc(GemmRsDesc::new(m, n, k, b.o.dtype));
+                Plan::Ar(GemmArPlan::new(desc, &b.heap, config)?)
+            }
+        };
+        match &plan {
+            Plan::Ag(p) => p.prepare(&b.stream)?,
+            Plan::Rs(p) => p.prepare(&b.stream)?,
+            Plan::Ar(p) => p.prepare(&b.stream)?,
+        }
+        Ok(plan)
+    }
+
+    fn config(&self) -> Result<OverlapConfig> {
+        match self {
+            Plan::Ag(p) => p.config(),
+            Plan::Rs(p) => p.config(),
+            Plan::Ar(p) => p.config(),
+        }
+    }
+
+    fn launch(&self, s: &Stream, m: usize, t: &Tensors) -> Result<()> {
+        let (x, w, out) = (t.x.clone(), t.w.clone(), t.out.clone());
+        match self {
+            Plan::Ag(p) => p.launch(s, m, AgGemmInputs::new(x, w, out))?.join(s).map(|_| ()),
+            Plan::Rs(p) => p.launch(s, m, GemmRsInputs::new(x, w, out))?.join(s).map(|_| ()),
+            Plan::Ar(p) => p.launch(s, m, GemmRsInputs::new(x, w, out))?.join(s).map(|_| ()),
+        }
+    }
+}
+
+/// -1, 0 or 1 for row `i` of operand `which`, column `j` modulo [`PERIOD`].
+fn small(which: usize, i: usize, j: usize) -> f32 {
+    let seed = (which as u64) << 48 ^ (i as u64) << 8 ^ j as u64;
+    let mixed = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 33) as f32 % 3.0 - 1.0
+}
+
+/// The first [`PERIOD`] columns of rows of operand `which`.
+fn columns(which: usize, rows: Range<usize>) -> Vec<[f32; PERIOD]> {
+    rows.map(|i| std::array::from_fn(|j| small(which, i, j))).collect()
+}
+
+/// Operands of rank `r`.
+fn x_of(r: usize) -> usize {
+    2 * r
+}
+
+fn w_of(r: usize) -> usize {
+    2 * r + 1
+}
+
+fn tflops(flop: f64, us: f64) -> String {
+    format!("{:.1} TFLOP/s", flop / us / 1e6)
+}
+
+impl Bench<'_> {
+    fn sizes(&self) -> (usize, usize, usize) {
+        self.o.shape
+    }
+
+    /// Bytes of the heap that [`Bench::products`] needs.
+    pub(crate) fn products_heap(o: &crate::bench_device::Options, size: usize) -> usize {
+        let (m, n, k) = o.shape;
+        let attention = m * (HEADS.0 + 2 * HEADS.1) * WIDTH * 4;
+        6 * (m + 64 * size) * n.max(k) * o.dtype.size() + 12 * attention
+    }
+
+    /// Rows of one operation.
+    pub(crate) fn products(&self, op: &str) -> Result<Vec<Row>> {
+        let (m, n, k) = self.sizes();
+        if m < self.team.size() || n == 0 || k == 0 || !k.is_multiple_of(PERIOD) {
+            return Err(Error::invalid(format!(
+                "m={m} n={n} k={k}: rows for each rank are wanted"
+            ))
+            .hint(format!("and k a multiple of {PERIOD}, so that results are exact")));
+        }
+        match op {
+            "gemm" => Ok(vec![self.gemm_row()?]),
+            "grouped_gemm" => self.grouped_rows(),
+            "attention" => self.attention_rows(),
+            "cp_attention" => self.cp_rows(),
+            _ => self.overlapped(op),
+        }
+    }
+
+    fn shape_text(&self) -> String {
+        let (m, n, k) = self.sizes();
+        format!("m={m} n={n} k={k}")
+    }
+
+    /// Normal numbers repeat after a while: what they are matters to power, not to results.
+    fn noise(&self, rows: usize, cols: usize) -> Result<Tensor> {
+        let mut rng = Rng::new(1 + self.team.rank().idx() as u64);
+        let few: Vec<f32> = (0..65_521).map(|_| rng.normal()).collect();
+        let few = Tensor::from_f32(&few, self.o.dtype, Shape::d1(few.len()))?;
+        let all = self.poisoned(self.o.dtype, Shape::d2(rows, cols))?;
+        few.read(|few| {
+            all.write(|out| {
+                for part in out.chunks_mut(few.len()) {
+                    part.copy_from_slice(&few[..part.len()]);
+                }
+            })
+        })??;
+        Ok(all)
+    }
+
+    /// Rows `rows` of operand `which`, on the device.
+    fn exact(&self, which: usize, rows: Range<usize>) -> Result<Tensor> {
+        let (num, k) = (rows.len(), self.sizes().2);
+        let mut v = Vec::with_capacity(num * k);
+        for row in columns(which, rows) {
+            (0..k / PERIOD).for_each(|_| v.extend_from_slice(&row));
+        }
+        self.place(&v, Shape::d2(num, k))
+    }
+
+    /// Elements of `out` (rows `rows` of the product, summed over `pairs` of operands) that are wrong.
+    fn count_wrong(
+        &self,
+        out: &Tensor,
+        rows: Range<usize>,
+        pairs: &[(usize, usize)],
+    ) -> Result<u64> {
+        let (_, n, k) = self.sizes();
+        let operands: Vec<_> =
+            pairs.iter().map(|&(x, w)| (columns(x, rows.clone()), columns(w, 0..n))).collect();
+        let got = out.to_f32()?;
+        let times = (k / PERIOD) as f32;
+        let mut bad = u64::from(got.len() != rows.len() * n);
+        for (i, line) in got.chunks_exact(n).enumerate() {
+            for (j, v) in line.iter().enumerate() {
+                let dot = |a: &[f32; PERIOD], b: &[f32; PERIOD]| -> f32 {
+                    a.iter().zip(b).map(|(a, b)| a * b).sum()
+                };
+                let sum: f32 = operands.iter().map(|(x, w)| dot(&x[i], &w[j])).sum();
+                bad += u64::from(*v != times * sum);
+            }
+        }
+        Ok(bad)
+    }
+
+    /// The product alone: microseconds and wrong elements.
+    fn gemm(&self) -> Result<(f64, u64)> {
+        let (m, n, k) = self.sizes();
+        let me = self.team.rank().idx();
+        let plan = GemmPlan::new(GemmDesc::nt(m, n, k, self.o.dtype))?;
+        plan.prepare(&self.stream)?;
+        let (x, w) = (self.exact(x_of(me), 0..m)?, self.exact(w_of(me), 0..n)?);
+        let out = self.poisoned(self.o.dtype, Shape::d2(m, n))?;
+        plan.launch(&self.stream, GemmInputs::new(&x, &w, out.clone()))?.wait()?;
+        let bad = self.count_wrong(&out, 0..m, &[(x_of(me), w_of(me))])?;
+        let (x, w) = (self.noise(m, k)?, self.noise(n, k)?);
+        let us = self.time(|| {
+            let t = GemmInputs::new(&x, &w, out.clone());
+            plan.launch(&self.stream, t)?.join(&self.stream).map(|_| ())
+        })?;
+        Ok((us, self.wrong(bad)?))
+    }
+
+    fn flop(&self) -> f64 {
+        let (m, n, k) = self.sizes();
+        2.0 * (m * n) as f64 * k as f64
+    }
+
+    fn gemm_row(&self) -> Result<Row> {
+        let (us, wrong) = self.gemm()?;
+        let row = self.row("gemm", self.shape_text(), us, wrong, tflops(self.flop(), us))?;
+        Ok(Row { t_gemm_us: Some(us), ..row })
+    }
+
+    /// A collective alone; `None` without NCCL.
+    fn alone(&self, op: &str, backend: CollectiveBackend) -> Result<Option<f64>> {
+        let (m, n, k) = self.sizes();
+        let mine = self.my_rows()?.len();
+        let sum = ReduceOp::Sum;
+        let (kind, cols, rows_in, rows_out) = match op {
+            "ag_gemm" => (CollectiveKind::AllGather(Shards::Even), k, mine, m),
+            "gemm_rs" => (CollectiveKind::ReduceScatter(Shards::Even, sum), n, m, mine),
+            _ => (CollectiveKind::AllReduce(sum), n, m, m),
+        };
+        let desc = CollectiveDesc { kind, m, cols, dtype: self.o.dtype };
+        let plan = CollectivePlan::with_backend(desc, &self.heap, backend)?;
+        match plan.prepare(&self.stream) {
+            Err(e) if e.is_unavailable() || e.is_unsupported() => return Ok(None),
+            r => r?,
+        }
+        let (x, out) =
+            (self.noise(rows_in, cols)?, self.poisoned(self.o.dtype, Shape::d2(rows_out, cols))?);
+        self.time(|| plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ()))
+            .map(Some)
+    }
+
+    fn my_rows(&self) -> Result<Range<usize>> {
+        let rows = Shards::Even.rows(self.sizes().0, self.team.size())?;
+        let me = self.team.rank().idx();
+        let start: usize = rows[..me].iter().sum();
+        Ok(start..start + rows[me])
+    }
+
+    /// Exact operands of this rank, random ones, and the rows that it stores.
+    fn operands(&self, op: &str) -> Result<(Tensors, Tensors, Range<usize>)> {
+        let (m, n, k) = self.sizes();
+        let (me, mine) = (self.team.rank().idx(), self.my_rows()?);
+        // The gathered X is one matrix, that of rank 0.
+        let (which, rows) =
+            if op == "ag_gemm" { (x_of(0), mine.clone()) } else { (x_of(me), 0..m) };
+        let stored = if op == "gemm_rs" { mine } else { 0..m };
+        let out = self.poisoned(self.o.dtype, Shape::d2(stored.len(), n))?;
+        let num = rows.len();
+        let (x, w) = (self.exact(which, rows)?, self.exact(w_of(me), 0..n)?);
+        let noise = Tensors { x: self.noise(num, k)?, w: self.noise(n, k)?, out: out.clone() };
+        Ok((Tensors { x, w, out }, noise, stored))
+    }
+
+    /// All ways of a comm+GEMM operation.
+    fn overlapped(&self, op: &str) -> Result<Vec<Row>> {
+        let (size, m, flop) = (self.team.size(), self.sizes().0, self.flop());
+        let me = self.team.rank().idx();
+        let (t_gemm, gemm_wrong) = self.gemm()?;
+        let ours = self.alone(op, CollectiveBackend::Put)?;
+        self.heap.collect()?;
+        let nccl = self.alone(op, CollectiveBackend::Nccl)?;
+        self.heap.collect()?;
+        let (exact, noise, stored) = self.operands(op)?;
+        let pairs: Vec<_> = match op {
+            "ag_gemm" => vec![(x_of(0), w_of(me))],
+            _ => (0..size).map(|r| (x_of(r), w_of(r))).collect(),
+        };
+        let of = |algo, chunks| Some(OverlapConfig::of(algo, chunks));
+        let mut ways = vec![of(Algo::Sequential, 1)];
+        if nccl.is_some() {
+            ways.push(of(Algo::SequentialNccl, 1));
+        }
+        ways.extend([1, 2, 4].map(|chunks| of(Algo::Pipelined, chunks)));
+        ways.push(None);
+        let mut rows = Vec::new();
+        for config in ways {
+            let plan = Plan::new(self, op, config)?;
+            exact.out.poison()?;
+            plan.launch(&self.stream, m, &exact)?;
+            self.stream.synchronize()?;
+            self.team.check()?;
+            let bad = self.count_wrong(&exact.out, stored.clone(), &pairs)?;
+            let us = self.time(|| plan.launch(&self.stream, m, &noise))?;
+            let way = match (config, plan.config()?) {
+                (Some(_), c) => format!("{op}/{} s{}", c.algo, c.sub_chunks),
+                (None, _) => op.to_owned(),
+            };
+            let text = match config {
+                Some(_) => String::new(),
+                None => format!("; chosen: {}", plan.config()?),
+            };
+            let wrong = self.wrong(bad)? + gemm_wrong;
+            let note = format!("{}{text}", tflops(flop, us));
+            rows.push(self.row(&way, self.shape_text(), us, wrong, note)?);
+            drop(plan);
+            self.heap.collect()?;
+        }
+        let least = |a: Option<f64>, b: Option<f64>| match (a, b) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        let t_comm_us = least(ours, nccl);
+        let sequential = rows.iter().filter(|r| r.op.contains("/sequential"));
+        let t_seq_us = sequential.map(|r| r.t_ours_us).fold(None, least);
+        let word = |t: Option<f64>| t.map_or("not here".to_owned(), |us| format!("{us:.1} us"));
+        let comm = format!("collective alone: puts {}, NCCL {}", word(ours), word(nccl));
+        Ok(rows
+            .into_iter()
+            .map(|r| {
+                let note = r.note.as_ref().map(|n| format!("{n}; {comm}"));
+                Row { t_gemm_us: Some(t_gemm), t_comm_us, t_seq_us, note, ..r }
+            })
+            .collect())
+    }
+
+    /// Products of groups with ends at random places: `m` rows in all. Not compared here.
+    fn grouped_rows(&self) -> Result<Vec<Row>> {
+        let (m, n, k) = self.sizes();
+        let mut rng = Rng::new(2);
+        let mut ends: Vec<i64> =
+            (1..GROUPS).map(|_| rng.below(m as u64 + 1) as i64).chain([m as i64]).collect();
+        ends.sort_unstable();
+        let ends = Tensor::from_slice(&ends, Shape::d1(GROUPS))?.to(&self.device)?;
+        let splits = Splits::ends(&ends);
+        let plan = GroupedGemmPlan::new(GroupedDesc::new(GROUPS, m, n, k, self.o.dtype))?;
+        plan.prepare(&self.stream)?;
+        let (x, dy, w) = (self.noise(m, k)?, self.noise(m, n)?, self.noise(GROUPS * n, k)?);
+        let (y, dx) = (
+            self.poisoned(self.o.dtype, Shape::d2(m, n))?,
+            self.poisoned(self.o.dtype, Shape::d2(m, k))?,
+        );
+        let dw = self.poisoned(DType::F32, Shape::d2(GROUPS * n, k))?;
+        let s = &self.stream;
+        let fprop = || {
+            let (x, w, splits, out) = ((&x).into(), (&w).into(), splits.clone(), y.clone());
+            let t = GroupedFprop { x, w, bias: None, splits, out, aux_out: None };
+            plan.fprop(s, t)?.join(s).map(|_| ())
+        };
+        let dgrad = || {
+            let (dy, w, splits, dx) = ((&dy).into(), (&w).into(), splits.clone(), dx.clone());
+            plan.dgrad(s, GroupedDgrad { dy, w, splits, dx })?.join(s).map(|_| ())
+        };
+        let wgrad = || {
+            let (x, dy, splits, dw) = ((&x).into(), (&dy).into(), splits.clone(), (&dw).into());
+            let t = GroupedWgrad { x, dy, splits, dw, mask: None, dbias: None };
+            plan.wgrad(s, t)?.join(s).map(|_| ())
+        };
+        let passes: [(&str, &dyn Fn() -> Result<()>); 3] =
+            [("fprop", &fprop), ("dgrad", &dgrad), ("wgrad", &wgrad)];
+        let shape = format!("groups={GROUPS} {}", self.shape_text());
+        let row = |(name, launch): (&str, &dyn Fn() -> Result<()>)| {
+            let us = self.time(launch)?;
+            let row = self.row(
+                &format!("grouped_gemm/{name}"),
+                shape.clone(),
+                us,
+                0,
+                tflops(self.flop(), us),
+            )?;
+            Ok(Row { t_gemm_us: Some(us), max_err: None, ..row })
+        };
+        passes.into_iter().map(row).collect()
+    }
+}
+
+/// Tensors of a forward and a backward pass over some rows.
+struct Pass {
+    x: AttnInputs,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    grads: AttnGrads,
+}
+
+impl Pass {
+    /// Random; with `flat` all values are one half, and so is every result.
+    fn new(b: &Bench<'_>, rows: usize, flat: bool) -> Result<Self> {
+        let (q, kv) = (HEADS.0 * WIDTH, HEADS.1 * WIDTH);
+        let v = match flat {
+            true => b.place(&vec![0.5; rows * kv], Shape::d2(rows, kv))?,
+            false => b.noise(rows, kv)?,
+        };
+        let x = AttnInputs::new(b.noise(rows, q)?, b.noise(rows, kv)?, v);
+        let like = |cols| b.poisoned(b.o.dtype, Shape::d2(rows, cols));
+        let grads = AttnGrads::new(like(q)?, like(kv)?, like(kv)?);
+        let lse = b.poisoned(DType::F32, Shape::d2(HEADS.0, rows))?;
+        Ok(Self { x, out: like(q)?, lse, d_out: b.noise(rows, q)?, grads })
+    }
+
+    fn outputs(&self) -> AttnOut {
+        AttnOut { out: self.out.clone(), lse: self.lse.clone() }
+    }
+
+    fn saved(&self) -> AttnSaved {
+        let (out, lse, d_out) = (self.out.clone(), self.lse.clone(), self.d_out.clone());
+        AttnSaved { out, lse, d_out }
+    }
+
+    /// Results that are not the values' one half, but for rounding.
+    fn count_wrong(&self) -> Result<u64> {
+        let got = self.out.to_f32()?;
+        let good = |v: &f32| (v - 0.5).abs() <= 0.01;
+        Ok(got.iter().filter(|v| !good(v)).count() as u64)
+    }
+}
+
+impl Bench<'_> {
+    fn attention_desc(&self) -> AttentionDesc {
+        AttentionDesc::new(self.sizes().0, HEADS, WIDTH, self.o.dtype, AttnMask::CAUSAL)
+    }
+
+    /// Rows of both passes of an operation; `flop` of the forward pass on this rank.
+    fn passes(
+        &self,
+        op: &str,
+        rows: usize,
+        flop: f64,
+        fwd: impl Fn(&Pass) -> Result<()>,
+        bwd: impl Fn(&Pass) -> Result<()>,
+    ) -> Result<Vec<Row>> {
+        let flat = Pass::new(self, rows, true)?;
+        fwd(&flat)?;
+        self.stream.synchronize()?;
+        self.team.check()?;
+        let wrong = self.wrong(flat.count_wrong()?)?;
+        drop(flat);
+        let p = Pass::new(self, rows, false)?;
+        let times =
+            [("fwd", self.time(|| fwd(&p))?, flop), ("bwd", self.time(|| bwd(&p))?, 2.5 * flop)];
+        let shape = format!("m={} heads={}/{} d={WIDTH}", self.sizes().0, HEADS.0, HEADS.1);
+        let row = |(pass, us, flop): (&str, f64, f64)| {
+            let name = format!("{op}/{pass}");
+            // The backward pass is compared by `verify` only.
+            let r = self.row(&name, shape.clone(), us, wrong, tflops(flop, us))?;
+            Ok(Row { max_err: r.max_err.filter(|_| pass == "fwd"), ..r })
+        };
+        times.into_iter().map(row).collect()
+    }
+
+    /// Two products of 2 m^2 d each, half of them visible.
+    fn attention_flop(&self) -> f64 {
+        let m = self.sizes().0;
+        2.0 * (m * m) as f64 * (WIDTH * HEADS.0) as f64
+    }
+
+    /// All rows on every GPU.
+    fn attention_rows(&self) -> Result<Vec<Row>> {
+        let plan = AttentionPlan::new(self.attention_desc(), None)?;
+        plan.prepare(&self.stream)?;
+        let s = &self.stream;
+        let fwd = |p: &Pass| plan.launch_fwd(s, &p.x, p.outputs())?.join(s).map(|_| ());
+        let bwd =
+            |p: &Pass| plan.launch_bwd(s, &p.x, p.saved(), p.grads.clone())?.join(s).map(|_| ());
+        self.passes("attention", self.sizes().0, self.attention_flop(), fwd, bwd)
+    }
+
+    fn cp_way(&self, strategy: Strategy, backend: CollectiveBackend) -> Result<Vec<Row>> {
+        let (desc, config) = (CpAttentionDesc::new(self.attention_desc()), CpConfig::of(strategy));
+        let plan = CpAttentionPlan::with_backend(desc, &self.heap, Some(config), backend)?;
+        plan.prepare(&self.stream)?;
+        let s = &self.stream;
+        let rows = plan.rows_q(None).iter().map(Range::len).sum();
+        let fwd = |p: &Pass| plan.launch_fwd(s, &p.x, p.outputs())?.join(s).map(|_| ());
+        let bwd =
+            |p: &Pass| plan.launch_bwd(s, &p.x, p.saved(), p.grads.clone())?.join(s).map(|_| ());
+        let way = if backend == CollectiveBackend::Nccl { "nccl" } else { "put" };
+        let name = format!("cp_attention/{strategy}/{way}");
+        let flop = self.attention_flop() / self.team.size() as f64;
+        let done = self.passes(&name, rows, flop, fwd, bwd)?;
+        drop(plan);
+        self.heap.collect()?;
+        Ok(done)
+    }
+
+    /// Each strategy by puts and gets and by NCCL. `t_gemm` is the rank's part of local attention over
+    /// all rows, `t_seq` the fastest through NCCL.
+    fn cp_rows(&self) -> Result<Vec<Row>> {
+        let size = self.team.size();
+        let local: Vec<_> = self.attention_rows()?.iter().map(|r| r.t_ours_us).collect();
+        let mut rows = Vec::new();
+        for strategy in [Strategy::Get, Strategy::AllGather, Strategy::AllToAll] {
+            for backend in [CollectiveBackend::Put, CollectiveBackend::Nccl] {
+                match self.cp_way(strategy, backend) {
+                    Err(e) if e.is_unavailable() || e.is_unsupported() => {}
+                    r => rows.extend(r?),
+                }
+            }
+        }
+        let of = |pass: &str| {
+            let by_nccl = rows.iter().filter(|r| r.op.ends_with(&format!("nccl/{pass}")));
+            by_nccl.filter_map(|r| r.t_ours_us).min_by(f64::total_cmp)
+        };
+        let best = [of("fwd"), of("bwd")];
+        let with = |r: Row| {
+            let i = usize::from(r.op.ends_with("bwd"));
+            let t_gemm_us = local.get(i).copied().flatten().map(|us| us / size as f64);
+            Row { t_gemm_us, t_seq_us: best[i], ..r }
+        };
+        Ok(rows.into_iter().map(with).collect())
+    }
+}
