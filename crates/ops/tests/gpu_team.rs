@@ -10,7 +10,7 @@ mod team_ops;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use team_ops::{Op, every_op, heap, ranks};
+use team_ops::{Make, Op, by_nccl, by_puts, heap, ranks};
 use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
 use tilewire_device::Tensor;
 use tilewire_symm::{World, WorldCfg};
@@ -28,11 +28,20 @@ static DEVICES: Mutex<()> = Mutex::new(());
 
 #[test]
 fn replays_with_changed_inputs_equal_eager_launches() {
+    replays(by_puts());
+}
+
+#[test]
+fn replays_by_nccl_equal_eager_launches() {
+    replays(by_nccl());
+}
+
+fn replays(ops: &[Make]) {
     let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
-        for make in every_op() {
+        for make in ops {
             let (heap, stream) = heap(&world, "replays")?;
             let op = make(&heap, &stream)?;
             let me = u64::from(heap.team().rank().get());
@@ -67,11 +76,20 @@ fn replays_with_changed_inputs_equal_eager_launches() {
 /// team of all works.
 #[test]
 fn a_rank_that_never_launches_is_named_and_outputs_are_poison() {
+    silent(by_puts());
+}
+
+#[test]
+fn a_rank_that_never_launches_is_named_by_nccl_too() {
+    silent(by_nccl());
+}
+
+fn silent(ops: &[Make]) {
     let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_millis(700), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
-        for make in every_op() {
+        for make in ops {
             let (heap, stream) = heap(&world, "stalled")?;
             let op = make(&heap, &stream)?;
             let team = heap.team().clone();

@@ -11,6 +11,7 @@ use crate::alloc::Allocator;
 use crate::buf::SymBuf;
 use crate::map::{Mapping, PAGE, shared_file};
 use crate::nccl::{self, NcclTeam};
+use crate::nvshmem;
 use crate::team::{LiveTeam, lock};
 use crate::told::exchange_parts;
 use crate::vmm::VmmStore;
@@ -85,6 +86,9 @@ impl LiveTeam {
         if backend == BackendKind::Nccl {
             nccl::check(self).map_err(|e| of_backend(backend, e).team(self.name()))?;
         }
+        if backend == BackendKind::Nvshmem {
+            nvshmem::check(self).map_err(|e| of_backend(backend, e).team(self.name()))?;
+        }
         let (map, vmm, own) = match backend {
             BackendKind::Host => {
                 let own = shared_file("tilewire-heap", len);
@@ -93,8 +97,9 @@ impl LiveTeam {
                 let map = Mapping::new(&fds.concat_fds(), len, stride);
                 (self.settle("heap-map", map)?, None, Some(own?))
             }
-            BackendKind::Vmm | BackendKind::Nccl => {
-                let store = VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg })
+            BackendKind::Vmm | BackendKind::Nccl | BackendKind::Nvshmem => {
+                let own = backend != BackendKind::Nvshmem;
+                let store = VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg }, own)
                     .map_err(|e| of_backend(backend, e).team(self.name()))?;
                 (Mapping::new(&[], 0, PAGE)?, Some(store), None)
             }

@@ -25,6 +25,7 @@ mod heap;
 mod hook;
 mod map;
 mod nccl;
+mod nvshmem;
 mod onesided;
 mod port;
 pub mod protocol;

@@ -253,6 +253,10 @@ fn why_not(kind: BackendKind) -> Option<String> {
             .and_then(|()| tilewire_device::cuda::NcclComm::library().map(drop))
             .err()
             .map(|e| e.message().to_owned()),
+        BackendKind::Nvshmem => tilewire_device::cuda::available()
+            .and_then(|()| tilewire_device::cuda::Nvshmem::library().map(drop))
+            .err()
+            .map(|e| e.message().to_owned()),
         _ => Some("it is not part of this version".to_owned()),
     }
 }

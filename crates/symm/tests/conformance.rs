@@ -294,7 +294,12 @@ fn messages_name_the_backend_in_use() {
         for s in backends() {
             let team = world.everyone(s.kind.name())?;
             let Err(e) = team.heap(s.kind, HeapCfg::new(4096)) else { continue };
-            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            // NVSHMEM, wherever it is, is not for threads.
+            let refused = match s.kind {
+                BackendKind::Nvshmem => e.is_unsupported(),
+                _ => e.is_unavailable(),
+            };
+            assert!(refused && e.get_hint().is_some(), "{e}");
             for (name, kind) in BackendKind::NAMES {
                 let named = e.message().contains(&format!("`{name}`"));
                 assert_eq!(named, *kind == s.kind, "{}", e.message());
@@ -322,6 +327,10 @@ fn backends_are_listed_without_a_world() {
             BackendKind::Nccl => {
                 let nccl = tilewire_device::cuda::NcclComm::library();
                 tilewire_device::cuda::available().is_ok() && nccl.is_ok()
+            }
+            BackendKind::Nvshmem => {
+                let nvshmem = tilewire_device::cuda::Nvshmem::library();
+                tilewire_device::cuda::available().is_ok() && nvshmem.is_ok()
             }
             _ => false,
         };

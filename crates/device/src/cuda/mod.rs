@@ -22,6 +22,7 @@ mod memory;
 mod module;
 mod nccl;
 mod nvrtc;
+mod nvshmem;
 mod nvtx;
 mod places;
 mod probe;
@@ -40,6 +41,7 @@ pub use memory::{CudaMemory, Pinned};
 pub use module::{CudaModule, Grid, Kernel, LaunchArgs};
 pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum, NcclWindow};
 pub use nvrtc::{Nvrtc, load_nvrtc};
+pub use nvshmem::{Nvshmem, NvshmemId};
 pub use places::{
     CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,
 };

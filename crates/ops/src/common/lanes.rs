@@ -69,7 +69,7 @@ impl Lane {
     }
 
     /// Bytes from a rank's chunk to the next one's, as this device sees them.
-    pub fn stride(&self) -> u64 {
+    pub fn stride(&self) -> Result<u64> {
         self.os.stride()
     }
 

@@ -1,8 +1,8 @@
 //! Where an expert-parallel layer lies in symmetric memory on devices, and how its rows are cut.
 
 use tilewire_core::{Rank, Result};
-use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_device::Queue;
+use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS};
 use tilewire_symm::{OneSided, SymBuf};
 
@@ -96,7 +96,7 @@ impl Areas<'_> {
             meta: rank0(self.tokens, records * s.row, records * s.meta)?,
             tokens: rank0(self.tokens, 0, records * s.row)?,
             back: rank0(self.returns, 0, records * s.back)?,
-            stride: lane.stride(),
+            stride: lane.stride()?,
             first: first.addr(),
             meta_stride: s.meta as u64,
             row_stride: s.row as u64,

@@ -284,7 +284,7 @@ fn fp8_wires(d: CpAttentionDesc) -> CpAttentionDesc {
     CpAttentionDesc { fp8_kv: true, dkv_wire: DType::F8E4M3, ..d }
 }
 
-const ALL: [Make; 24] = [
+static ALL: [Make; 24] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
@@ -327,7 +327,7 @@ const ALL: [Make; 24] = [
 ];
 
 /// Where there is NCCL: even shards, uneven ones, and the choice by the clock.
-const BY_NCCL: [Make; 13] = [
+static BY_NCCL: [Make; 13] = [
     |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Nccl)),
     |h, s| collective_by("reduce_scatter", h, s, (M, CollectiveBackend::Nccl)),
     |h, s| collective_by("all_reduce", h, s, (M, CollectiveBackend::Nccl)),
@@ -343,17 +343,18 @@ const BY_NCCL: [Make; 13] = [
     |h, s| cp_by((Strategy::AllToAll, CollectiveBackend::Nccl), h, s),
 ];
 
-/// Of [`every_op`], those that do not go through NCCL come first.
-#[allow(dead_code, reason = "one of the two tests asks")]
-pub const OWN: usize = ALL.len();
+/// By puts and gets.
+pub fn by_puts() -> &'static [Make] {
+    &ALL
+}
 
-/// All that this machine has.
-pub fn every_op() -> Vec<Make> {
+/// None on a machine without NCCL.
+pub fn by_nccl() -> &'static [Make] {
     match cuda::NcclComm::library() {
-        Ok(_) => ALL.into_iter().chain(BY_NCCL).collect(),
+        Ok(_) => &BY_NCCL,
         Err(e) => {
             assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
-            ALL.to_vec()
+            &[]
         }
     }
 }

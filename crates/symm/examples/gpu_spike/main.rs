@@ -4,7 +4,8 @@
 //! `gpu_spike [part of a name]` runs the checks whose name contains it: one check to a process, in a
 //! shell loop, keeps a device error from spoiling the rest. Needs two GPUs that reach each other's
 //! memory, a driver, and NVRTC. With one GPU both ranks share it, which proves nothing about
-//! ordering, and frees may stall. Under `tilewire run -n 2 -- gpu_spike` the ranks are processes.
+//! ordering, and frees may stall. Under `tilewire run -n 2 -- gpu_spike` the ranks are processes, and
+//! `gpu_spike nvshmem` runs the cases on that backend.
 #![allow(clippy::print_stdout, missing_docs)]
 
 #[path = "../../tests/cases/mod.rs"]
@@ -18,14 +19,16 @@ use tilewire_core::{Config, Deadline, Result};
 use tilewire_device::cuda::{CudaContext, available, device_count, driver_version};
 use tilewire_symm::{World, WorldCfg};
 
-use cases::Vmm;
+use cases::{Backend, Nvshmem, Vmm};
 
 /// Every wait of the spike gives up after this.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const RANKS: usize = 2;
 
 fn run<R: Send>(timeout: Duration, f: impl Fn(World) -> Result<R> + Sync) -> Result<Vec<R>> {
-    let cfg = WorldCfg { timeout, ..WorldCfg::for_tests() };
+    // NVSHMEM takes its time to meet.
+    let rendezvous_timeout = Duration::from_secs(20);
+    let cfg = WorldCfg { timeout, rendezvous_timeout, ..WorldCfg::for_tests() };
     let vars = std::env::vars().collect();
     let place = detect(&Flags::of_process(), &vars)?;
     if place.size == 1 {
@@ -40,6 +43,22 @@ fn run<R: Send>(timeout: Duration, f: impl Fn(World) -> Result<R> + Sync) -> Res
 fn wanted(name: &str) -> bool {
     let mut parts = std::env::args().skip(1).peekable();
     parts.peek().is_none() || parts.any(|part| name.contains(&part))
+}
+
+type Case = fn(World) -> Result<()>;
+
+/// The one-sided conformance cases.
+fn suite<B: Backend>() -> [(&'static str, Case); 8] {
+    [
+        ("put_signal_wait", cases::put_signal_wait::<B>),
+        ("put_flag", cases::put_flag::<B>),
+        ("get_after_signal", cases::get_after_signal::<B>),
+        ("barrier", cases::barrier::<B>),
+        ("graph_replay", cases::graph_replay::<B>),
+        ("timeout_and_reform", cases::timeout_and_reform::<B>),
+        ("abort_and_reform", cases::abort_and_reform::<B>),
+        ("put_signal_wait afterwards", cases::put_signal_wait::<B>),
+    ]
 }
 
 /// Prints one line; true if it went well.
@@ -91,18 +110,15 @@ fn main() {
             println!("        ^ {name} failed; the rest runs on new teams");
         }
     };
-    for (name, f) in [
-        ("put_signal_wait", cases::put_signal_wait::<Vmm> as fn(World) -> Result<()>),
-        ("put_flag", cases::put_flag::<Vmm>),
-        ("get_after_signal", cases::get_after_signal::<Vmm>),
-        ("barrier", cases::barrier::<Vmm>),
-        ("graph_replay", cases::graph_replay::<Vmm>),
-        ("timeout_and_reform", cases::timeout_and_reform::<Vmm>),
-        ("abort_and_reform", cases::abort_and_reform::<Vmm>),
-        ("put_signal_wait afterwards", cases::put_signal_wait::<Vmm>),
-    ] {
+    for (name, f) in suite::<Vmm>() {
         if wanted(name) {
             check(name, line(name, || case(f)));
+        }
+    }
+    // NVSHMEM wants a process for each rank, which is for whoever starts this to see to.
+    if std::env::args().nth(1).is_some_and(|a| a == "nvshmem") {
+        for (name, f) in suite::<Nvshmem>() {
+            check(name, line(&format!("nvshmem {name}"), || case(f)));
         }
     }
     for (name, f) in time::ALL {

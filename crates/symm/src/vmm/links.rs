@@ -204,7 +204,7 @@ impl LinkProbe {
         }
         Ok(BulkParam {
             dst: 0,
-            stride: self.os.stride(),
+            stride: self.os.stride()?,
             src: 0,
             bytes: piece.len as u64,
             chunk,

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result};
 use tilewire_device::Buffer;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 
@@ -13,7 +13,7 @@ use crate::control::{NUM_SIGNALS, OFF_SIGNALS};
 use crate::heap::Heap;
 use crate::onesided::{Caps, OneSided, SignalSlot, check_channel, check_slots};
 
-/// [`OneSided`] on the `vmm` backend.
+/// [`OneSided`] on the backends in device memory: `vmm`, `nccl` and `nvshmem`.
 ///
 /// Data moves by copy engines; signals, waits and barriers are kernels of one block. A
 /// [`OneSided::put_signal`] is a data copy and an 8-byte copy of the running total behind it.
@@ -70,9 +70,12 @@ impl VmmOneSided {
         self.store.heap.addr(peer, offset, len)
     }
 
-    /// Bytes from a rank's chunk to the next one's, as this device sees them.
-    pub fn stride(&self) -> u64 {
-        self.store.heap.stride() as u64
+    /// Bytes from a rank's chunk to the next one's, as this device sees them; addresses wrap.
+    ///
+    /// # Errors
+    /// `Unsupported` if they do not lie in even steps: with more than two ranks of the backend `nvshmem`.
+    pub fn stride(&self) -> Result<u64> {
+        self.store.heap.stride()
     }
 
     /// Queues zeros to `len` bytes at `offset` of my own chunk.
@@ -264,7 +267,9 @@ impl OneSided for VmmOneSided {
     }
 
     fn caps(&self) -> Caps {
-        Caps { direct_peer: true, get: true, graph: true, recoverable: true }
+        // A death leaves NVSHMEM's ranks without one of theirs, for good.
+        let recoverable = self.heap.backend() != BackendKind::Nvshmem;
+        Caps { direct_peer: true, get: true, graph: true, recoverable }
     }
 
     fn put(

@@ -16,6 +16,7 @@ use crate::control::{
     self, INBOX_ROW, NUM_CHANNELS, NUM_SIGNALS, OFF_ABORT, OFF_INBOX, OFF_SIGNALS,
 };
 use crate::heap::{HeapCfg, exchange_chunks};
+use crate::nvshmem;
 use crate::sink::AbortSink;
 use crate::team::LiveTeam;
 
@@ -61,10 +62,34 @@ pub(super) struct Kernels {
     pub fail_if: Kernel,
 }
 
+/// The chunks of a heap, as this device sees them.
+pub(super) enum HeapMemory {
+    Own(VmmRange),
+    Nvshmem(nvshmem::Block),
+}
+
+impl HeapMemory {
+    /// Device address of `len` bytes at `offset` of `rank`'s chunk.
+    pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
+        match self {
+            HeapMemory::Own(r) => r.addr(rank, offset, len),
+            HeapMemory::Nvshmem(b) => b.addr(rank, offset, len),
+        }
+    }
+
+    /// Bytes from each rank's chunk to the next one's; addresses wrap.
+    pub fn stride(&self) -> Result<u64> {
+        match self {
+            HeapMemory::Own(r) => Ok(r.stride() as u64),
+            HeapMemory::Nvshmem(b) => b.stride(),
+        }
+    }
+}
+
 pub(crate) struct VmmStore {
     pub(super) team: LiveTeam,
     pub(crate) ctx: CudaContext,
-    pub(super) heap: VmmRange,
+    pub(super) heap: HeapMemory,
     pub(super) control: VmmRange,
     pub(super) counters: Counters,
     pub(super) pinned: Pinned,
@@ -79,7 +104,8 @@ pub(crate) struct VmmStore {
 /// What one rank makes before it meets the others.
 struct Parts {
     ctx: CudaContext,
-    heap: (VmmChunk, OwnedFd),
+    /// Not if the memory is NVSHMEM's.
+    heap: Option<(VmmChunk, OwnedFd)>,
     control: (VmmChunk, OwnedFd),
     counters: Counters,
     pinned: Pinned,
@@ -135,20 +161,25 @@ impl Counters {
 }
 
 impl VmmStore {
-    /// Collective: makes and maps the chunks of all ranks.
-    pub fn create(team: &LiveTeam, cfg: &HeapCfg) -> Result<Arc<Self>> {
-        let parts = team.settle("vmm-make", Parts::make(team, cfg))?;
+    /// Collective: makes and maps the chunks of all ranks. The heap's are our own, or NVSHMEM's.
+    pub fn create(team: &LiveTeam, cfg: &HeapCfg, own: bool) -> Result<Arc<Self>> {
+        let parts = team.settle("vmm-make", Parts::make(team, cfg, own))?;
         let gpus = gpus(team, &parts.ctx)?;
         warn_of_shared(team, &gpus);
         let on_device = gpus.iter().filter(|g| **g == gpus[team.rank().idx()]).count();
         if on_device > 1 {
             parts.ctx.keep_memory();
         }
-        let (len, page) = (parts.heap.0.len_bytes(), parts.control.0.len_bytes());
-        let own = vec![parts.heap.1.as_fd(), parts.control.1.as_fd()];
-        let fds = exchange_chunks(team, Ok(own))?.0;
-        let own = [&parts.heap.0, &parts.control.0];
-        let map = |which: usize, len: usize| {
+        let block = match own {
+            true => None,
+            false => Some(nvshmem::block(team, &parts.ctx, cfg.len_bytes)?),
+        };
+        // The control page first: a heap of NVSHMEM's has no chunk.
+        let own: Vec<_> = std::iter::once(&parts.control).chain(&parts.heap).collect();
+        let fds = exchange_chunks(team, Ok(own.iter().map(|c| c.1.as_fd()).collect()))?.0;
+        let own: Vec<_> = own.iter().map(|c| &c.0).collect();
+        let map = |which: usize| {
+            let len = own[which].len_bytes();
             // The own chunk as it is: an imported one may take the path of a peer's.
             let import = |(i, list): (usize, &Vec<OwnedFd>)| match i == team.rank().idx() {
                 true => Ok(None),
@@ -158,8 +189,12 @@ impl VmmStore {
             let chunks: Vec<_> = peers.iter().map(|c| c.as_ref().unwrap_or(own[which])).collect();
             VmmRange::map(&parts.ctx, &chunks, len)
         };
-        let mapped = map(0, len).and_then(|heap| {
-            let control = map(1, page)?;
+        let heap = match block {
+            Some(block) => Ok(HeapMemory::Nvshmem(block)),
+            None => map(1).map(HeapMemory::Own),
+        };
+        let mapped = heap.and_then(|heap| {
+            let control = map(0)?;
             control.zero(team.rank())?;
             let words = control::header(team.rank(), team.size(), team.id(), team.generation());
             control.write(team.rank(), 0, bytemuck::cast_slice(&words))?;
@@ -209,7 +244,7 @@ pub(crate) fn shared(gpus: &[Vec<u8>]) -> Option<(usize, usize)> {
 }
 
 impl Parts {
-    fn make(team: &LiveTeam, cfg: &HeapCfg) -> Result<Self> {
+    fn make(team: &LiveTeam, cfg: &HeapCfg, own: bool) -> Result<Self> {
         let count = device_count()?;
         let ordinal = cfg.device.unwrap_or(team.world_rank(team.rank()).get() % count.max(1));
         let ctx = CudaContext::new(ordinal)?;
@@ -221,7 +256,7 @@ impl Parts {
         };
         let module = ctx.module(&signal_spec(&ctx.arch()?))?;
         Ok(Self {
-            heap: chunk(cfg.len_bytes)?,
+            heap: own.then(|| chunk(cfg.len_bytes)).transpose()?,
             control: chunk(control::device_page_bytes(team.size()))?,
             counters: Counters::new(&ctx, team.size())?,
             pinned: Pinned::zeroed(&ctx, PINNED_WORDS)?,
@@ -244,7 +279,7 @@ impl Parts {
     fn into_store(
         self,
         team: &LiveTeam,
-        (heap, control): (VmmRange, VmmRange),
+        (heap, control): (HeapMemory, VmmRange),
         on_device: usize,
     ) -> VmmStore {
         let param = TeamParam {

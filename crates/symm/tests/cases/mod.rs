@@ -74,6 +74,31 @@ impl Backend for Vmm {
     }
 }
 
+/// Memory of NVSHMEM: a process for each rank, so in `gpu_spike` only.
+pub struct Nvshmem;
+
+impl Backend for Nvshmem {
+    type OneSided = VmmOneSided;
+    const KIND: BackendKind = BackendKind::Nvshmem;
+
+    fn one_sided(heap: &Heap) -> Result<VmmOneSided> {
+        assert!(heap.backend() == Self::KIND);
+        VmmOneSided::new(heap)
+    }
+
+    fn stream(os: &VmmOneSided) -> Result<CudaStream> {
+        Vmm::stream(os)
+    }
+
+    fn buffer(os: &VmmOneSided, bytes: &[u8]) -> Result<CudaMemory> {
+        Vmm::buffer(os, bytes)
+    }
+
+    fn slice(b: &CudaMemory, offset: usize, len: usize) -> Result<CudaMemory> {
+        Vmm::slice(b, offset, len)
+    }
+}
+
 /// Memory of `vmm`, registered with NCCL.
 pub struct Nccl;
 

@@ -1,0 +1,307 @@
+//! The backend `nvshmem`: a heap's memory from NVSHMEM's symmetric heap, peers reached through its mappings
+//! of theirs (`nvshmem_ptr`), and the control pages and kernels of `vmm`.
+//!
+//! # Invariants
+//! 1. NVSHMEM lives once in a process: its ranks are those of the first team that asks, a process for each
+//!    (and a GPU: that ranks may share one is NVSHMEM's business, and rarely meant). Later teams of the same members, in the same order, use it too; others cannot.
+//! 2. Its collectives (`init`, `malloc`) know no deadline: they run on a thread that is left behind at ours,
+//!    and NVSHMEM is not used in this process again.
+//! 3. Memory is never given back to NVSHMEM, which would be a collective: a block that a heap has dropped is
+//!    used again once every rank has dropped it.
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
+use tilewire_device::cuda::{CudaContext, Nvshmem, NvshmemId};
+
+use crate::team::LiveTeam;
+use crate::vmm::shared;
+
+/// Blocks are multiples of this, so that a little more or less fits the same one.
+const GRAIN: usize = 2 << 20;
+/// How often the team is looked at while NVSHMEM is waited for.
+const POLL: Duration = Duration::from_millis(5);
+
+/// What this process has of NVSHMEM.
+enum State {
+    /// Nothing yet.
+    None,
+    /// It met as rank `me.0` of `me.1`, at the place of this identity.
+    Ready { id: [u8; 128], me: (u32, usize), made: usize, free: Vec<(usize, Piece)> },
+    /// One of its collectives was given up, or failed.
+    Broken,
+}
+
+/// A block: how long it is, and where this rank's part is.
+#[derive(Clone, Copy)]
+struct Piece {
+    len: usize,
+    addr: u64,
+}
+
+static STATE: Mutex<State> = Mutex::new(State::None);
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn broken() -> Error {
+    Error::new(ErrorKind::Unavailable, "NVSHMEM was given up in this process")
+        .op("nvshmem")
+        .hint("start the ranks again, or use the `vmm` backend")
+}
+
+/// Memory of one heap, the same on all ranks.
+pub(crate) struct Block {
+    ctx: CudaContext,
+    number: usize,
+    piece: Piece,
+    /// Where each rank's part is, as this device sees it.
+    bases: Vec<u64>,
+}
+
+impl Block {
+    /// The address of `len` bytes at `offset` of `rank`'s part.
+    pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
+        within(&self.bases, self.piece.len, (rank, offset, len))
+    }
+
+    /// Bytes from each rank's part to the next one's (below zero, too: addresses wrap).
+    pub fn stride(&self) -> Result<u64> {
+        stride(&self.bases)
+    }
+}
+
+impl Drop for Block {
+    /// Kernels of this device may still use the block; every wait ends by itself. Those of the others are
+    /// why it is used again only when all have dropped it.
+    fn drop(&mut self) {
+        if self.ctx.synchronize().is_err() {
+            // It stays taken: nobody knows what the device still does.
+            return;
+        }
+        if let State::Ready { free, .. } = &mut *state() {
+            free.push((self.number, self.piece));
+        }
+    }
+}
+
+/// The address of `len` bytes at `offset` of a rank's part of `total` bytes.
+fn within(bases: &[u64], total: usize, (rank, offset, len): (Rank, usize, usize)) -> Result<u64> {
+    let end = offset.checked_add(len).filter(|e| *e <= total);
+    match (bases.get(rank.idx()), end) {
+        (Some(base), Some(_)) => Ok(base + offset as u64),
+        _ => Err(Error::invalid("symmetric access out of range")
+            .peer(rank)
+            .expected(format_args!("{} ranks of {total} bytes", bases.len()))
+            .seen(format_args!("{offset}+{len}"))),
+    }
+}
+
+/// # Errors
+/// `Unsupported` if the parts do not lie in even steps.
+fn stride(bases: &[u64]) -> Result<u64> {
+    let step = |w: &[u64]| w[1].wrapping_sub(w[0]);
+    let first = bases.windows(2).map(step).next().unwrap_or(0);
+    if bases.windows(2).all(|w| step(w) == first) {
+        return Ok(first);
+    }
+    let text = "NVSHMEM has mapped the ranks' memory in uneven steps";
+    Err(Error::new(ErrorKind::Unsupported, text)
+        .op("nvshmem")
+        .hint("kernels that write to all peers want even ones: use the `vmm` backend"))
+}
+
+/// Of this process among others on the host: its number, and what gives numbers.
+fn process() -> String {
+    let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    format!("{} of {}", std::process::id(), space.display())
+}
+
+/// Collective: whether all ranks can use NVSHMEM, asked before memory is taken.
+pub(crate) fn check(team: &LiveTeam) -> Result<()> {
+    let all = team.exchange("processes", process().as_bytes())?;
+    if let Some((a, b)) = shared(&all) {
+        let text = format!("ranks {a} and {b} are of one process: NVSHMEM wants one for each GPU");
+        return Err(Error::new(ErrorKind::Unsupported, text)
+            .op("nvshmem")
+            .hint("start the ranks with `tilewire run`, or use the `vmm` backend"));
+    }
+    team.settle("nvshmem", Nvshmem::library()).map(drop)
+}
+
+/// Collective: memory of `len` bytes on each rank.
+pub(crate) fn block(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<Block> {
+    meet(team, ctx)?;
+    let len = len.next_multiple_of(GRAIN);
+    let (number, piece) = match reuse(team, len)? {
+        Some(found) => found,
+        None => allocate(team, ctx, len)?,
+    };
+    let bases = Rank::all(team.size()).map(|r| base(ctx, piece.addr, r));
+    let bases = bases.collect::<Result<Vec<_>>>();
+    let ctx = ctx.clone();
+    team.settle("nvshmem peers", bases.map(|bases| Block { ctx, number, piece, bases }))
+}
+
+fn base(ctx: &CudaContext, addr: u64, rank: Rank) -> Result<u64> {
+    // SAFETY: the address came from `malloc`, of the ranks of this team.
+    unsafe { Nvshmem::peer(ctx, addr, rank.get())? }.ok_or_else(|| {
+        Error::new(ErrorKind::Unsupported, format!("NVSHMEM cannot map the memory of {rank}"))
+            .op("nvshmem")
+            .peer(rank)
+            .hint("`tilewire topo` shows which GPUs reach each other")
+    })
+}
+
+/// Collective: NVSHMEM of exactly this team's members, made by the first that asks.
+fn meet(team: &LiveTeam, ctx: &CudaContext) -> Result<()> {
+    let me = (team.rank().get(), team.size());
+    let mine: Result<Option<[u8; 128]>> = match &*state() {
+        State::None => Ok(None),
+        State::Ready { id, me: then, .. } if *then == me => Ok(Some(*id)),
+        State::Ready { me: (rank, size), .. } => Err(others(format!("rank {rank} of {size}"))),
+        State::Broken => Err(broken()),
+    };
+    let mine = team.settle("nvshmem state", mine)?;
+    let all = team.exchange("nvshmem id", mine.as_ref().map_or(&[][..], |id| id))?;
+    if all.iter().any(|theirs| *theirs != all[0]) {
+        return Err(others("another rank"));
+    }
+    if mine.is_some() {
+        return Ok(());
+    }
+    let first = team.rank().idx() == 0;
+    let id = team.settle("nvshmem place", first.then(Nvshmem::unique_id).transpose())?;
+    let all = team.exchange("nvshmem place", id.as_ref().map_or(&[][..], |id| &id.0))?;
+    let place: [u8; 128] = all[0].as_slice().try_into().map_err(|_| {
+        Error::new(ErrorKind::Protocol, "rank 0 sent no place to meet").op("nvshmem")
+    })?;
+    let theirs = ctx.clone();
+    guarded(team, "init", move || Nvshmem::init(&theirs, &NvshmemId(place), me))?;
+    *state() = State::Ready { id: place, me, made: 0, free: Vec::new() };
+    Ok(())
+}
+
+fn others(seen: impl std::fmt::Display) -> Error {
+    Error::new(
+        ErrorKind::Unsupported,
+        "NVSHMEM lives once in a process, with other ranks than these",
+    )
+    .op("nvshmem")
+    .seen(seen)
+    .hint("make heaps of this backend on one team, or use the `vmm` backend")
+}
+
+/// Collective: a block that no rank uses any more; the smallest that is large enough.
+fn reuse(team: &LiveTeam, len: usize) -> Result<Option<(usize, Piece)>> {
+    let mine: Vec<(usize, usize)> = match &*state() {
+        State::Ready { free, .. } => free.iter().map(|(n, p)| (*n, p.len)).collect(),
+        _ => Vec::new(),
+    };
+    let all = team.intersect("nvshmem blocks", &mine)?;
+    let fits = all.into_iter().filter(|(_, l)| *l >= len);
+    let Some((number, _)) = fits.min_by_key(|(n, l)| (*l, *n)) else { return Ok(None) };
+    let mut state = state();
+    let State::Ready { free, .. } = &mut *state else { return Err(broken()) };
+    let at = free.iter().position(|(n, _)| *n == number);
+    Ok(at.map(|i| free.swap_remove(i)))
+}
+
+/// Collective: a new block.
+fn allocate(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<(usize, Piece)> {
+    let theirs = ctx.clone();
+    // SAFETY: `meet` has initialised it.
+    let addr = guarded(team, "malloc", move || unsafe { Nvshmem::malloc(&theirs, len) })?;
+    let mut state = state();
+    let State::Ready { made, .. } = &mut *state else { return Err(broken()) };
+    *made += 1;
+    Ok((*made, Piece { len, addr }))
+}
+
+/// A collective of NVSHMEM on a thread of its own: returns at the fault of the team, or at the deadline of a
+/// rendezvous, whatever becomes of the thread. What fails here ends the team: the others wait inside.
+fn guarded<T: Send + 'static>(
+    team: &LiveTeam,
+    phase: &'static str,
+    f: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (tx, rx) = channel();
+    let body = move || drop(tx.send(f()));
+    let spawned = std::thread::Builder::new().name(format!("nvshmem-{phase}")).spawn(body);
+    let deadline = Deadline::after(team.0.cfg.rendezvous_timeout);
+    let wait = || -> Result<T> {
+        spawned.map_err(|e| Error::io("a thread for NVSHMEM", e))?;
+        loop {
+            match rx.recv_timeout(POLL) {
+                Ok(done) => return done,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::internal("the thread of NVSHMEM has ended"));
+                }
+                Err(RecvTimeoutError::Timeout) => team.check()?,
+            }
+            if deadline.expired() {
+                let text = format!("NVSHMEM's ranks did not meet in time ({phase})");
+                return Err(Error::new(ErrorKind::Timeout, text));
+            }
+        }
+    };
+    wait().map_err(|e| {
+        // Nobody knows where the others stand.
+        *state() = State::Broken;
+        team.fail(e.op("nvshmem").phase(phase))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use tilewire_core::BackendKind;
+
+    use super::*;
+    use crate::{HeapCfg, World, WorldCfg};
+
+    #[test]
+    fn even_steps_of_either_sign_are_a_stride() {
+        assert_eq!(stride(&[7]).unwrap(), 0);
+        assert_eq!(stride(&[100, 300, 500]).unwrap(), 200);
+        // Each rank's own part first: of two ranks, the second sees them the other way round.
+        let down = stride(&[300, 100]).unwrap();
+        assert_eq!(300u64.wrapping_add(down), 100);
+        let e = stride(&[0, 100, 300]).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+    }
+
+    #[test]
+    fn addresses_stay_within_a_rank_s_part() {
+        let at = |rank, offset, len| within(&[1000, 5000], 64, (Rank::new(rank), offset, len));
+        assert_eq!(at(1, 16, 48).unwrap(), 5016);
+        for (rank, offset, len) in [(1, 17, 48), (2, 0, 1), (0, usize::MAX, 2)] {
+            assert!(at(rank, offset, len).is_err());
+        }
+    }
+
+    #[test]
+    fn threads_of_one_process_are_refused() {
+        World::run_threads(2, WorldCfg::for_tests(), |world| {
+            let team = world.everyone("nvshmem")?;
+            let e = team.heap(BackendKind::Nvshmem, HeapCfg::new(4096)).err().unwrap();
+            assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+            assert!(e.to_string().contains("of one process"), "{e}");
+            // The team goes on.
+            team.heap(BackendKind::Host, HeapCfg::new(4096)).map(drop)
+        })
+        .unwrap();
+    }
+
+    /// Without a driver or the library there is an error that says what to do.
+    #[test]
+    fn one_process_gets_as_far_as_the_library() {
+        let world = World::solo(WorldCfg::for_tests()).unwrap();
+        let team = world.everyone("alone").unwrap();
+        if let Err(e) = team.heap(BackendKind::Nvshmem, HeapCfg::new(4096)) {
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+        }
+    }
+}
