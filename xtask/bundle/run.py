@@ -245,6 +245,15 @@ def verify_groups():
     return {name: ops for name, ops in groups.items() if ops} if known else GROUPS
 
 
+def has(backend):
+    """Whether the program can use a backend here."""
+    try:
+        done = subprocess.run([program("tilewire"), "doctor"], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return f"backend {backend}: available" in done.stdout
+
+
 def conformance(n):
     tests = program("conformance")
     yield Config("one-sided-threads-1", [tests, "vmm_alone"], by_tests)
@@ -253,6 +262,12 @@ def conformance(n):
         yield Config(f"one-sided-threads-{backend}", argv, by_tests)
     for ranks in up_to(n, [2, 3, 4, 5, 8]):
         yield Config(f"one-sided-processes-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
+    # A process for each rank, and more than one GPU of them.
+    needs = None if n > 1 and has("nvshmem") else "needs two GPUs and NVSHMEM"
+    for ranks in up_to(n, [2, 4, 8]) or [2]:
+        yield Config(f"one-sided-nvshmem-{ranks}", ranks_of(ranks, program("gpu_spike"), "nvshmem"), needs=needs)
+    moves = [program("tilewire"), "verify", "--backend", "nvshmem", "--json", "--op", "all_gather,reduce_scatter,ag_gemm,gemm_rs"]
+    yield Config("verify-nvshmem", ranks_of(2, *moves), by_rows, needs=needs)
     for part in LITMUS:
         yield Config(f"litmus-{part}", [program("gpu_litmus"), part], by_litmus, needs=None if n > 1 else "needs two GPUs")
     # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
@@ -263,7 +278,12 @@ def conformance(n):
     yield Config("launch-calls", [program("gpu_launch"), "--nocapture"], by_launches, needs=launches)
     for test in sorted(HERE.glob("gpu_*")):
         if test.name not in ("gpu_spike", "gpu_litmus", "gpu_launch"):
-            yield Config(f"ops-{test.name}", [str(test), "--test-threads", "1"], by_tests, jit=True)
+            argv = [str(test), "--test-threads", "1"]
+            if test.name == "gpu_team":
+                # Communicators take their time: tests of NCCL have a minute of their own.
+                yield Config(f"ops-{test.name}-nccl", [*argv, "nccl"], by_tests, jit=True)
+                argv += ["--skip", "nccl"]
+            yield Config(f"ops-{test.name}", argv, by_tests, jit=True)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():
         flags = ["verify", "--backend", "vmm", "--json", "--op", ",".join(ops)]
@@ -369,6 +389,11 @@ def bench(n):
     for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"]:
         argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
         yield Config(f"op-{op}", [*argv, "--ranks", str(n)], by_bench)
+    cube = ["--m", "8192", "--n", "8192", "--k", "8192"]
+    for op, shape in [("gemm", cube), ("ag_gemm", cube), ("gemm_rs", cube), ("gemm_ar", cube),
+                      ("cp_attention", ["--m", "16384", "--n", "1024", "--k", "1024"])]:
+        argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--iters", "9", "--op", op]
+        yield Config(f"op-{op}", [*argv, *shape, "--ranks", str(n)], by_bench)
 
 
 MODES = {"smoke": smoke, "conformance": conformance, "faults": faults, "bench": bench}

@@ -169,6 +169,8 @@ fn print(rows: &[Row], args: &BenchArgs) {
             // A row is plain numbers and text: it always has a JSON form.
             if let Ok(mut v) = serde_json::to_value(r) {
                 v["version"] = ROW_VERSION.into();
+                v["speedup"] = r.speedup().into();
+                v["hidden_percent"] = r.hidden().into();
                 v["driver"] = driver().into();
                 v["commit"] = option_env!("TILEWIRE_COMMIT").into();
                 v["command"] = std::env::args().collect::<Vec<_>>().join(" ").into();
