@@ -204,10 +204,17 @@ fn reuse(team: &LiveTeam, len: usize) -> Result<Option<(usize, Piece)>> {
     let all = team.intersect("nvshmem blocks", &mine)?;
     let fits = all.into_iter().filter(|(_, l)| *l >= len);
     let Some((number, _)) = fits.min_by_key(|(n, l)| (*l, *n)) else { return Ok(None) };
-    let mut state = state();
-    let State::Ready { free, .. } = &mut *state else { return Err(broken()) };
-    let at = free.iter().position(|(n, _)| *n == number);
-    Ok(at.map(|i| free.swap_remove(i)))
+    let mine = match &mut *state() {
+        State::Ready { free, .. } => {
+            free.iter().position(|(n, _)| *n == number).map(|at| free.swap_remove(at))
+        }
+        _ => None,
+    };
+    mine.map(Some).ok_or_else(|| {
+        // The others take it: heaps of this backend are made one after the other.
+        let text = "another thread makes a heap of NVSHMEM at the same time";
+        team.fail(Error::new(ErrorKind::Protocol, text).op("nvshmem"))
+    })
 }
 
 /// Collective: a new block.

@@ -161,7 +161,9 @@ impl Exchange {
         let main = stream.cuda()?;
         hold(main, [self.send.clone(), self.recv.clone()]);
         // SAFETY: as above.
-        unsafe { self.nccl.queue(main, DType::U8, &calls) }
+        let queued = unsafe { self.nccl.queue(main, DType::U8, &calls) };
+        // Only this rank knows that it failed, and the others wait for it.
+        queued.map_err(|e| core.team().fail(e))
     }
 
     /// Queues calls on bytes, as one group.
