@@ -275,10 +275,10 @@ def conformance(n):
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
     # With the interposer, it and `gpu` count what launches ask of the driver.
     launches = None if n > 1 and shutil.which("gcc") else "needs two GPUs and gcc"
-    yield Config("launch-calls", [program("gpu_launch"), "--nocapture"], by_launches, needs=launches)
+    yield Config("launch-calls", [program("gpu_team"), "launches", "--nocapture"], by_launches, jit=True, needs=launches)
     for test in sorted(HERE.glob("gpu_*")):
-        if test.name not in ("gpu_spike", "gpu_litmus", "gpu_launch"):
-            argv = [str(test), "--test-threads", "1"]
+        if test.name not in ("gpu_spike", "gpu_litmus"):
+            argv = [str(test), "--test-threads", "1", "--skip", "launches"]
             if test.name == "gpu_team":
                 # Communicators take their time: tests of NCCL have a minute of their own.
                 yield Config(f"ops-{test.name}-nccl", [*argv, "nccl"], by_tests, jit=True)

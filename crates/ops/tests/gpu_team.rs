@@ -4,6 +4,10 @@
 //! Values are held against the oracle by `tilewire verify --backend vmm`. Where there are fewer than two
 //! devices, each test says that it did not run.
 
+#[path = "gpu/calls.rs"]
+mod calls;
+#[path = "gpu/launches.rs"]
+mod launches;
 #[path = "gpu/team_ops.rs"]
 mod team_ops;
 

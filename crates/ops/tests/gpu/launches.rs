@@ -3,18 +3,16 @@
 //! by their own tests, with every replay.
 #![expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
 
-#[path = "gpu/calls.rs"]
-mod calls;
-#[path = "gpu/team_ops.rs"]
-mod team_ops;
-
 use std::collections::BTreeMap;
+use std::sync::PoisonError;
 use std::time::Duration;
 
-use team_ops::{M, by_nccl, by_puts, heap, ranks};
 use tilewire_core::{DType, Result, Shape};
 use tilewire_device::Tensor;
 use tilewire_symm::{World, WorldCfg};
+
+use crate::team_ops::{M, by_nccl, by_puts, heap, ranks};
+use crate::{DEVICES, calls};
 
 /// The devices have to be there, and the library.
 fn ready() -> Option<usize> {
@@ -29,6 +27,7 @@ fn ready() -> Option<usize> {
 #[test]
 fn launches_neither_allocate_nor_wait() {
     let Some(n) = ready() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     let found = World::run_threads(n, cfg, |world| {
         let mut found = BTreeMap::new();
