@@ -275,10 +275,10 @@ def conformance(n):
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
     # With the interposer, it and `gpu` count what launches ask of the driver.
     launches = None if n > 1 and shutil.which("gcc") else "needs two GPUs and gcc"
-    yield Config("launch-calls", [program("gpu_team"), "launches", "--nocapture"], by_launches, jit=True, needs=launches)
+    yield Config("launch-calls", [program("gpu_team"), "launches_neither", "--nocapture"], by_launches, jit=True, needs=launches)
     for test in sorted(HERE.glob("gpu_*")):
         if test.name not in ("gpu_spike", "gpu_litmus"):
-            argv = [str(test), "--test-threads", "1", "--skip", "launches"]
+            argv = [str(test), "--test-threads", "1", "--skip", "launches_neither", "--skip", "opposite"]
             if test.name == "gpu_team":
                 # Communicators take their time: tests of NCCL have a minute of their own.
                 yield Config(f"ops-{test.name}-nccl", [*argv, "nccl"], by_tests, jit=True)
@@ -358,6 +358,10 @@ def faults(n):
             yield Config(f"killed-{ranks}{tag}", ranks_of(ranks, *stay), by_survivors(ranks - 1), env=extra)
             yield Config(f"after-{ranks}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
         yield Config(f"leaks-{ranks}", ranks_of(ranks, spike, "hundred heaps"))
+    if n > 1:
+        orders = [program("gpu_team"), "opposite"]
+        yield Config("opposite-orders", orders, by_tests, jit=True)
+        yield Config("opposite-orders-one-connection", orders, by_tests, jit=True, env=one)
     if n < 2:
         yield Config("peers", [], needs="needs two GPUs")
 

@@ -8,6 +8,8 @@
 mod calls;
 #[path = "gpu/launches.rs"]
 mod launches;
+#[path = "gpu/orders.rs"]
+mod orders;
 #[path = "gpu/team_ops.rs"]
 mod team_ops;
 

@@ -348,6 +348,19 @@ pub fn by_puts() -> &'static [Make] {
     &ALL
 }
 
+/// Operations of each way of meeting: by a kernel of one block, by kernels of many, by flags of copy engines.
+pub fn for_orders() -> Vec<Make> {
+    vec![
+        |h, s| collective("all_gather", h, s, M),
+        |h, s| ep(EpLayout::ExpertMajor { align: 4 }, h, s),
+        |h, s| ag_gemm((Algo::Pipelined, DType::BF16), h, s),
+        |h, s| collective("all_reduce", h, s, 1_400_000),
+        |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
+        |h, s| gemm_reduce((true, Algo::Pipelined, DType::BF16), h, s),
+        |h, s| cp_attention(Strategy::Get, h, s),
+    ]
+}
+
 /// None on a machine without NCCL.
 pub fn by_nccl() -> &'static [Make] {
     match cuda::NcclComm::library() {
