@@ -278,7 +278,7 @@ def conformance(n):
     yield Config("launch-calls", [program("gpu_team"), "launches_neither", "--nocapture"], by_launches, jit=True, needs=launches)
     for test in sorted(HERE.glob("gpu_*")):
         if test.name not in ("gpu_spike", "gpu_litmus"):
-            argv = [str(test), "--test-threads", "1", "--skip", "launches_neither", "--skip", "opposite"]
+            argv = [str(test), "--test-threads", "1", "--skip", "launches_neither", "--skip", "order"]
             if test.name == "gpu_team":
                 # Communicators take their time: tests of NCCL have a minute of their own.
                 yield Config(f"ops-{test.name}-nccl", [*argv, "nccl"], by_tests, jit=True)
@@ -359,9 +359,10 @@ def faults(n):
             yield Config(f"after-{ranks}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
         yield Config(f"leaks-{ranks}", ranks_of(ranks, spike, "hundred heaps"))
     if n > 1:
-        orders = [program("gpu_team"), "opposite"]
-        yield Config("opposite-orders", orders, by_tests, jit=True)
-        yield Config("opposite-orders-one-connection", orders, by_tests, jit=True, env=one)
+        orders = [program("gpu_team"), "--test-threads", "1"]
+        yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
+        # The streams of a device are one queue then: ranks must launch in one order.
+        yield Config("one-order-one-connection", [*orders, "one_order"], by_tests, jit=True, env=one)
     if n < 2:
         yield Config("peers", [], needs="needs two GPUs")
 

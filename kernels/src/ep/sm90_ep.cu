@@ -7,14 +7,14 @@
 // any number of blocks that run at once.
 
 enum { SEND = TW_EP_BULK_SEND, LAY = TW_EP_BULK_LAY, PIECE = TW_EP_BULK_PIECE, ZERO = TW_EP_BULK_ZERO };
-enum { BULK_WARPS = SEND + LAY + 1 };
+enum { BULK_WARPS = SEND + LAY + 1, PIECES = TW_EP_BULK_PIECES };
 static_assert(PIECE % 16 == 0 && ZERO % 16 == 0, "whole units");
 
-// [SEND + LAY][2][PIECE], then ZERO bytes that are 0.
+// [SEND + LAY][PIECES][PIECE], then ZERO bytes that are 0.
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
-// A warp's two pieces of shared memory, their barriers, and how many loads were asked for and used: while one
-// piece is stored, the next one comes.
+// A warp's pieces of shared memory, their barriers, and how many loads were asked for and used: with more than
+// one, the next one comes while one is stored.
 struct TwStage {
     unsigned char* piece;
     u64* full;
@@ -23,10 +23,9 @@ struct TwStage {
 
 __device__ __forceinline__ TwStage tw_stage(u64* barriers) {
     const u32 warp = threadIdx.x / 32;
-    const TwStage s = {tw_smem + warp * 2 * PIECE, barriers + 2 * warp, 0, 0};
+    const TwStage s = {tw_smem + warp * PIECES * PIECE, barriers + PIECES * warp, 0, 0};
     if (threadIdx.x % 32 == 0) {
-        mbarrier_init(s.full, 1);
-        mbarrier_init(s.full + 1, 1);
+        for (u32 i = 0; i < PIECES; i++) mbarrier_init(s.full + i, 1);
         fence_mbarrier_init_release_cluster();
     }
     __syncwarp();
@@ -34,14 +33,14 @@ __device__ __forceinline__ TwStage tw_stage(u64* barriers) {
 }
 
 __device__ __forceinline__ unsigned char* tw_piece(const TwStage& s, u32 turn) {
-    return s.piece + turn % 2 * PIECE;
+    return s.piece + turn % PIECES * PIECE;
 }
 
 // By a warp: the piece of a row at `from`, of which `bytes` are left, on its way to a free piece.
 __device__ __forceinline__ void tw_bulk_fetch(TwStage& s, u64 from, u64 bytes) {
     if (threadIdx.x % 32 == 0) {
         const u32 len = (u32)min((u64)PIECE, bytes);
-        u64* full = s.full + s.asked % 2;
+        u64* full = s.full + s.asked % PIECES;
         mbarrier_arrive_expect_tx(full, len);
         bulk_load(tw_piece(s, s.asked), (const void*)from, len, full);
     }
@@ -50,15 +49,15 @@ __device__ __forceinline__ void tw_bulk_fetch(TwStage& s, u64 from, u64 bytes) {
 
 // By a warp: the next piece has come. The bytes of our own load always do.
 __device__ __forceinline__ const unsigned char* tw_bulk_await(TwStage& s) {
-    while (!mbarrier_try_wait_parity(s.full + s.used % 2, s.used / 2 & 1)) {
+    while (!mbarrier_try_wait_parity(s.full + s.used % PIECES, s.used / PIECES & 1)) {
     }
     return tw_piece(s, s.used++);
 }
 
-// By a warp: its stores of a piece are a group, and the piece before this one is free again.
+// By a warp: its stores of a piece are a group, and the piece that comes next is free again.
 __device__ __forceinline__ void tw_bulk_stored() {
     bulk_commit_group();
-    bulk_wait_group_read<1>();
+    bulk_wait_group_read<PIECES - 1>();
     __syncwarp();
 }
 
@@ -174,19 +173,19 @@ struct TwBulkZeros {
 
 __device__ __forceinline__ void tw_bulk_pad(const TwTeam& t, const TwEp& l, const TwHandle& h, const TwRecv& out) {
     const u32 lane = threadIdx.x % 32;
-    const TwBulkZeros fill = {tw_smem + (SEND + LAY) * 2 * PIECE};
+    const TwBulkZeros fill = {tw_smem + (SEND + LAY) * PIECES * PIECE};
     for (u32 i = lane; i < ZERO / 4; i += 32) ((u32*)fill.zeros)[i] = 0;
     fence_proxy_async();
     __syncwarp();
     if (!tw_is_over(t)) tw_pad(l, h, out, blockIdx.x, gridDim.x, fill);
 }
 
-// As tw_ep_send, with any number of blocks. Dynamic shared memory: (SEND + LAY) * 2 * PIECE + ZERO.
+// As tw_ep_send, with any number of blocks. Dynamic shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
 extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32)
 tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
                 const __grid_constant__ TwPoison out) {
-    __shared__ __align__(8) u64 barriers[2 * (SEND + LAY)];
+    __shared__ __align__(8) u64 barriers[PIECES * (SEND + LAY)];
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     const u32 warp = threadIdx.x / 32;
     if (warp < SEND) tw_bulk_push(t, l, m, h, in, epoch, tw_stage(barriers));

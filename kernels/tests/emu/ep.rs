@@ -160,6 +160,7 @@ fn unit(source: &Source, text: String) -> &'static Lib {
             "TW_EP_BACK_SLICE" => PIECE as u64,
             "TW_EP_BACK_TOKENS" => CHUNK as u64,
             "TW_EP_BACK_ENTRIES" => ENTRIES as u64,
+            "TW_EP_BULK_PIECES" => 2,
             // Two stores a row.
             "TW_EP_BULK_ZERO" => PIECE as u64,
             // Two pieces a row.

@@ -154,7 +154,7 @@ fn mutants_of_expert_parallelism_are_killed() {
 const BULK_MUTANTS: &[Planted] = &[
     Planted(
         "pieces of all warps in one",
-        "tw_smem + warp * 2 * PIECE",
+        "tw_smem + warp * PIECES * PIECE",
         "tw_smem",
         some_bulk_routings,
     ),
@@ -235,8 +235,8 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "a load is not waited for",
-        "s.used / 2 & 1)",
-        "~(s.used / 2) & 1)",
+        "s.used / PIECES & 1)",
+        "~(s.used / PIECES) & 1)",
         some_bulk_routings,
     ),
     Planted("rows are not spoiled", "if (tw_is_over(t)) tw_spoil(p);", "", staying_away_bulk),

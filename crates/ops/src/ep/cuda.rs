@@ -12,8 +12,8 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, L
 use tilewire_device::{Buffer, Stream, Tensor};
 use tilewire_kernels::portable::{
     EP, EP_BACK, EP_BACK_ENTRIES, EP_BACK_RETURN, EP_BACK_SLICE, EP_BACK_STAGES, EP_BACK_SUM,
-    EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_SEND, EP_BULK_ZERO, EP_MOVERS,
-    EP_THREADS, ep_back_defines, ep_bulk_defines, ep_defines,
+    EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_SEND,
+    EP_BULK_ZERO, EP_MOVERS, EP_THREADS, ep_back_defines, ep_bulk_defines, ep_defines,
 };
 use tilewire_symm::{BadInput, OneSided, Signals, TeamParam};
 
@@ -220,7 +220,8 @@ impl Prepared {
 }
 
 /// Shared memory of `tw_ep_send_bulk`.
-const BULK_BYTES: u32 = ((EP_BULK_SEND + EP_BULK_LAY) * 2 * EP_BULK_PIECE + EP_BULK_ZERO) as u32;
+const BULK_BYTES: u32 =
+    ((EP_BULK_SEND + EP_BULK_LAY) * EP_BULK_PIECES * EP_BULK_PIECE + EP_BULK_ZERO) as u32;
 /// Its threads: one warp fills rows that nobody feeds.
 const BULK_THREADS: u32 = 32 * (EP_BULK_SEND + EP_BULK_LAY + 1) as u32;
 

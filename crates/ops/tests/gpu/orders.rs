@@ -1,4 +1,4 @@
-//! Plans that ranks launch in different orders, each on a stream of its own, with NCCL on a third one: nobody
+//! Plans that ranks launch in different orders or one, each on a stream of its own, with NCCL on a third: nobody
 //! waits for anybody in a circle, and results are those of launches one after the other.
 
 use std::sync::PoisonError;
@@ -19,6 +19,17 @@ fn launch(ops: &[(Op, Stream)], backwards: bool) -> Result<()> {
 
 #[test]
 fn opposite_orders_of_launches_go_on() {
+    in_orders(true);
+}
+
+/// With one connection to the device (`CUDA_DEVICE_MAX_CONNECTIONS=1`) its streams are one queue: a launch there
+/// waits for those before it, so that ranks must launch in one order.
+#[test]
+fn one_order_of_launches_goes_on() {
+    in_orders(false);
+}
+
+fn in_orders(opposite: bool) {
     let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(10), ..WorldCfg::default() };
@@ -57,7 +68,8 @@ fn opposite_orders_of_launches_go_on() {
             };
             let want = run(&one_by_one)?;
             for round in 0..4 {
-                let backwards = (world.rank().idx() + round) % 2 == 1;
+                let me = if opposite { world.rank().idx() } else { 0 };
+                let backwards = (me + round) % 2 == 1;
                 let got = run(&|| (0..3).try_for_each(|_| launch(&ops, backwards)))?;
                 let names: Vec<_> = ops.iter().map(|(op, _)| op.name).collect();
                 assert!(got == want, "{names:?} round {round}");
