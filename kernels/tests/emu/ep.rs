@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Pod;
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
 use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK, EP_THREADS, ep_defines};
 use tilewire_kernels::{SIGNAL, Source};
@@ -11,6 +11,7 @@ use tilewire_oracle::ep::{EpLayout, EpSpec};
 use tilewire_oracle::permute::TopK;
 
 use crate::compile::Unit;
+use crate::ep_params::{Back, Layer, Meet, Recv, Routing, Send, poison};
 use crate::host::{Kernel, Launch, Lib, RUNTIME};
 use crate::memory::{ANY, Memory, Pages};
 use crate::run::Run;
@@ -53,102 +54,6 @@ const FLAGS: usize = (RANKS + RANKS * CHUNKS) * 8;
 const ROUTERS: u32 = 2;
 const BLOCKS: u32 = 3;
 const SMEM: u32 = 1024;
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Layer {
-    areas: [u64; 4],
-    stride: u64,
-    first: u64,
-    strides: [u64; 3],
-    size: u32,
-    me: u32,
-    max_tokens: u32,
-    top_k: u32,
-    experts: u32,
-    capacity: u32,
-    align: u32,
-    scales: u32,
-}
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Meet {
-    flags: u64,
-    stride: u64,
-    epoch: u64,
-    ticket: u64,
-    slot: u32,
-    chunk: u32,
-    slices: u32,
-    chunks: u32,
-    senders: u32,
-    leave: u32,
-}
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Routing {
-    idx: u64,
-    blocks: u64,
-    choices: u32,
-    wide: u32,
-    span: u32,
-    bad: u32,
-    part: u32,
-    pad: u32,
-}
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Send {
-    x: u64,
-    weights: u64,
-    scales: u64,
-    row_bytes: u64,
-    tokens: u32,
-    pad: u32,
-}
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Recv {
-    x: u64,
-    weights: u64,
-    scales: u64,
-    index: u64,
-    row_bytes: u64,
-}
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Back {
-    y: u64,
-    weights: u64,
-    dw: u64,
-    out: u64,
-    dw_out: u64,
-    hidden: u32,
-    expert_major: u32,
-    tokens: u32,
-    pad: u32,
-}
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Poison {
-    out: [u64; 8],
-    len: [u64; 8],
-    byte: [u8; 8],
-}
-
-fn poison(outs: &[(&Memory, u8)]) -> Poison {
-    let mut p = Poison { out: [0; 8], len: [0; 8], byte: [0; 8] };
-    for (i, (m, byte)) in outs.iter().enumerate() {
-        (p.out[i], p.len[i], p.byte[i]) = (m.addr(), m.len_bytes() as u64, *byte);
-    }
-    p
-}
 
 fn unit(source: &Source, text: String) -> &'static Lib {
     let value = |d: &&'static str| {

@@ -13,6 +13,7 @@ mod convert;
 mod dequant;
 mod ep;
 mod ep_mutants;
+mod ep_params;
 mod gemm;
 mod gemm_aux;
 mod gemm_mutants;

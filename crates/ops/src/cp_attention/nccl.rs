@@ -322,3 +322,7 @@ impl Run<'_> {
 fn begins(t: &Tensor, at: usize) -> Result<u64> {
     Ok(t.cuda()?.addr().wrapping_sub(at as u64))
 }
+
+#[cfg(test)]
+#[path = "nccl_tests.rs"]
+mod tests;

@@ -545,4 +545,4 @@ impl Pieces<'_> {
 
 #[cfg(test)]
 #[path = "pieces_tests.rs"]
-mod tests;
+pub(super) mod tests;

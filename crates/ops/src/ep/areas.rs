@@ -7,6 +7,7 @@ use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS};
 use tilewire_symm::{OneSided, SymBuf};
 
 use super::EpDesc;
+use super::host::{record_bytes, return_bytes};
 use super::params::LayerParam;
 use crate::common::lanes::Lane;
 
@@ -74,6 +75,22 @@ pub(super) fn strides(d: &EpDesc) -> Strides {
         row: up(d.hidden * d.dtype.size().max(d.out.size())),
         back: up(up(d.hidden * d.out.size()) + 4 * d.top_k),
     }
+}
+
+/// Bytes of symmetric memory for a record: the same on every backend.
+pub(super) fn token_area(d: &EpDesc) -> usize {
+    let s = strides(d);
+    record_bytes(d).max(s.row + s.meta)
+}
+
+/// Bytes that one rank's counts take: on devices a word has the number of its launch, in two buffers.
+pub(super) fn count_area(d: &EpDesc) -> usize {
+    d.experts_per_rank.len() * d.num_experts() * 2 * 8
+}
+
+/// Those for what comes back.
+pub(super) fn return_area(d: &EpDesc) -> usize {
+    return_bytes(d).max(strides(d).back)
 }
 
 /// The areas of a plan in symmetric memory.

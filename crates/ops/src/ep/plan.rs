@@ -6,7 +6,7 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
-use super::areas::{Areas, flag_area, strides};
+use super::areas::{Areas, count_area, flag_area, return_area, token_area};
 use super::cuda::{self, Phase, Prepared};
 use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
 use super::{EpDesc, EpHandle};
@@ -30,22 +30,6 @@ pub struct EpMemory {
     pub expert_out: usize,
     /// One handle.
     pub handle: usize,
-}
-
-/// Bytes of symmetric memory for a record: the same on every backend.
-fn token_area(d: &EpDesc) -> usize {
-    let s = strides(d);
-    record_bytes(d).max(s.row + s.meta)
-}
-
-/// Bytes that one rank's counts take: on devices a word has the number of its launch, in two buffers.
-fn count_area(d: &EpDesc) -> usize {
-    d.experts_per_rank.len() * d.num_experts() * 2 * 8
-}
-
-/// Those for what comes back.
-fn return_area(d: &EpDesc) -> usize {
-    return_bytes(d).max(strides(d).back)
 }
 
 /// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for those
