@@ -142,7 +142,14 @@ pub const LINKS: Source = Source {
     name: "bench/links.cu",
     parts: &[LD_ST, BULK, include_str!("bench/links.cu")],
     defines: &[],
-    kernels: &["tw_link_store", "tw_link_load", "tw_link_bulk", "tw_link_ping", "tw_link_empty"],
+    kernels: &[
+        "tw_link_store",
+        "tw_link_load",
+        "tw_link_bulk",
+        "tw_link_ping",
+        "tw_link_empty",
+        "tw_link_delay",
+    ],
 };
 
 /// The orders that the protocol rests on, for `gpu_litmus`.

@@ -15,6 +15,7 @@ pub const TESTS: &[Test] = tests![
     loads_and_stores_move_every_word,
     bulk_copies_go_to_peers_in_turn,
     pings_are_answered,
+    a_delay_ends_in_time,
     mutants_of_the_links_are_killed,
 ];
 
@@ -168,7 +169,21 @@ fn pings_are_answered() {
     pings(load(LINKS.emu_text()));
 }
 
+fn delay(lib: &'static Lib) {
+    let out = Memory::new("out", ANY, 8);
+    let kernel = lib.kernel("tw_link_delay");
+    let launch = kernel.launch(1).arg(&out.addr()).arg(&5000u64);
+    Run::new(1).memory([&out]).stream(0, vec![launch]).go().unwrap();
+    let ns = out.get(0, 0);
+    assert!((5000..10_000).contains(&ns), "{ns} ns");
+}
+
+fn a_delay_ends_in_time() {
+    delay(load(LINKS.emu_text()));
+}
+
 const MUTANTS: &[Planted] = &[
+    Planted("no delay", "globaltimer() - start < ns", "globaltimer() - start > ns", delay),
     Planted(
         "a block does only its first words",
         "i < n; i += step) ((uint4",

@@ -43,6 +43,7 @@ pub(super) fn examine() -> Vec<Finding> {
     v.extend(archs.iter().map(|arch| built_in(beside.as_deref(), arch)));
     v.extend(nvlinks());
     v.push(multicast(|name| std::env::var(name).ok()));
+    v.extend(connections(std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().as_deref()));
     v
 }
 
@@ -236,6 +237,19 @@ fn multicast(value: impl Fn(&str) -> Option<String>) -> Finding {
     )
 }
 
+/// With one connection to a device its streams are one queue.
+fn connections(value: Option<&str>) -> Option<Finding> {
+    (value? == "1").then(|| {
+        finding(
+            "connections",
+            State::Warn,
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: the streams of a GPU are one queue, and ranks that launch in different \
+             orders wait for each other",
+            "unset it, or launch in one order on all ranks",
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -264,6 +278,13 @@ mod tests {
         assert_eq!(access(&all[..2], &links).state, State::Ok);
         assert_eq!(pairs(&all[..2], &links).count(), 2);
         assert_eq!(named(&["a"; 6].map(str::to_owned)), "a, a, a, a and 2 more");
+    }
+
+    #[test]
+    fn one_connection_is_warned_of() {
+        assert!(connections(None).is_none() && connections(Some("8")).is_none());
+        let f = connections(Some("1")).unwrap();
+        assert!(f.state == State::Warn && f.remedy.is_some(), "{f:?}");
     }
 
     #[test]

@@ -45,6 +45,8 @@ pub struct LinkProbe {
     bulk: Kernel,
     ping: Kernel,
     empty: Kernel,
+    delay: Kernel,
+    delayed: CudaMemory,
 }
 
 /// A unit without definitions.
@@ -82,6 +84,8 @@ impl LinkProbe {
             bulk: module.kernel("tw_link_bulk")?,
             ping: module.kernel("tw_link_ping")?,
             empty: module.kernel("tw_link_empty")?,
+            delay: module.kernel("tw_link_delay")?,
+            delayed: CudaMemory::zeroed(ctx, 8)?,
             os,
         })
     }
@@ -261,6 +265,18 @@ impl LinkProbe {
     pub fn empty(&self, stream: &CudaStream) -> Result<()> {
         // SAFETY: the kernel takes nothing and touches nothing.
         unsafe { self.empty.launch(stream, Grid::new(1, 64), LaunchArgs::new()) }
+    }
+
+    /// Keeps the stream busy for `ns` nanoseconds: what is queued meanwhile begins at once behind it, however
+    /// long the host took.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn delay(&self, stream: &CudaStream, ns: u64) -> Result<()> {
+        let out = self.delayed.addr();
+        let args = LaunchArgs::new().arg(&out).arg(&ns);
+        // SAFETY: the kernel writes one word, of memory that lives as long as `self`, whose `Drop` waits.
+        unsafe { self.delay.launch(stream, Grid::new(1, 1), args) }
     }
 }
 
