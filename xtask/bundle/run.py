@@ -278,7 +278,7 @@ def conformance(n):
     yield Config("launch-calls", [program("gpu_team"), "launches_neither", "--nocapture"], by_launches, jit=True, needs=launches)
     for test in sorted(HERE.glob("gpu_*")):
         if test.name not in ("gpu_spike", "gpu_litmus"):
-            argv = [str(test), "--test-threads", "1", "--skip", "launches_neither", "--skip", "order"]
+            argv = [str(test), "--test-threads", "1", "--skip", "launches_neither", "--skip", "order", "--skip", "parked"]
             if test.name == "gpu_team":
                 # Communicators take their time: tests of NCCL have a minute of their own.
                 yield Config(f"ops-{test.name}-nccl", [*argv, "nccl"], by_tests, jit=True)
@@ -360,6 +360,7 @@ def faults(n):
         yield Config(f"leaks-{ranks}", ranks_of(ranks, spike, "hundred heaps"))
     if n > 1:
         orders = [program("gpu_team"), "--test-threads", "1"]
+        yield Config("parked-inside", [*orders, "parked"], by_tests, jit=True)
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.
         yield Config("one-order-one-connection", [*orders, "one_order"], by_tests, jit=True, env=one)
@@ -381,6 +382,7 @@ def bench(n):
     for ranks in sorted({2, n}):
         links = [program("tilewire"), "bench", "links", "--json", "--ranks", str(ranks)]
         yield Config(f"links-{ranks}", links, by_bench)
+    yield Config(f"rendezvous-{n}", ranks_of(n, program("gpu_spike"), "rendezvous"), jit=True)
     for part in TIMINGS:
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
         yield Config(name, [program("gpu_spike"), part], jit=True)

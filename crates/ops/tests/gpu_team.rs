@@ -10,6 +10,8 @@ mod calls;
 mod launches;
 #[path = "gpu/orders.rs"]
 mod orders;
+#[path = "gpu/parked.rs"]
+mod parked;
 #[path = "gpu/team_ops.rs"]
 mod team_ops;
 

@@ -1,5 +1,7 @@
 //! Operations of a team on CUDA devices, each with tensors of a small and of a large size.
 
+use std::rc::Rc;
+
 use tilewire_core::{BackendKind, DType, Result, Rng, ScaleLayout, Shape};
 use tilewire_device::{Device, Stream, Tensor, cuda};
 use tilewire_ops::Shards;
@@ -31,7 +33,12 @@ pub struct Op {
     pub inputs: Vec<(Tensor, Fill)>,
     pub outs: Vec<Tensor>,
     pub launch: Launch,
+    /// How many launches it is, and the first so many of them.
+    pub steps: Option<(usize, Rc<Steps>)>,
 }
+
+/// The first launches of an operation.
+pub type Steps = dyn Fn(&Stream, usize) -> Result<()>;
 
 #[derive(Clone, Copy)]
 pub enum Fill {
@@ -41,6 +48,18 @@ pub enum Fill {
 }
 
 impl Op {
+    /// One that is several launches in turn.
+    fn of_steps(
+        name: &'static str,
+        inputs: Vec<(Tensor, Fill)>,
+        outs: Vec<Tensor>,
+        steps: (usize, Rc<Steps>),
+    ) -> Self {
+        let (num, go) = (steps.0, steps.1.clone());
+        let launch = Box::new(move |s: &Stream| go(s, num));
+        Self { name, inputs, outs, launch, steps: Some(steps) }
+    }
+
     pub fn refill(&self, seed: u64) -> Result<()> {
         for (i, (t, fill)) in self.inputs.iter().enumerate() {
             let mut rng = Rng::new(seed * 100 + i as u64);
@@ -119,6 +138,7 @@ fn collective_by(
         inputs: vec![(x.clone(), Fill::Normal)],
         outs: vec![out.clone()],
         launch: Box::new(move |s| plan.launch(s, m, &x, &out)?.join(s).map(|_| ())),
+        steps: None,
     })
 }
 
@@ -148,6 +168,7 @@ fn ag_gemm((algo, t): (Algo, DType), heap: &Heap, s: &Stream) -> Result<Op> {
         inputs,
         outs: vec![out, gathered],
         launch: Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ())),
+        steps: None,
     })
 }
 
@@ -170,7 +191,13 @@ fn gemm_reduce((scatter, algo, t): (bool, Algo, DType), heap: &Heap, s: &Stream)
         plan.prepare(s)?;
         Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
     };
-    Ok(Op { name: if scatter { "gemm_rs" } else { "gemm_ar" }, inputs, outs: vec![out], launch })
+    Ok(Op {
+        name: if scatter { "gemm_rs" } else { "gemm_ar" },
+        inputs,
+        outs: vec![out],
+        launch,
+        steps: None,
+    })
 }
 
 /// Codes with the scale of the team.
@@ -189,6 +216,7 @@ fn quant(heap: &Heap, s: &Stream) -> Result<Op> {
         inputs: vec![(t.x.clone(), Fill::Normal)],
         outs: outs.collect(),
         launch: Box::new(move |s| plan.launch(s, t.clone())?.join(s).map(|_| ())),
+        steps: None,
     })
 }
 
@@ -223,12 +251,17 @@ fn ep_by((layout, backend): (EpLayout, CollectiveBackend), heap: &Heap, s: &Stre
         (w.clone(), Fill::Normal),
         (y.clone(), Fill::Normal),
     ];
-    let launch = move |s: &Stream| -> Result<()> {
+    let steps = move |s: &Stream, num: usize| -> Result<()> {
         plan.route(s, &idx, None, &handle)?.join(s)?;
-        plan.dispatch(s, &handle, &x, (Some(&w), None), &recv)?.join(s)?;
-        plan.combine(s, &handle, &y, recv.weights.as_ref(), &out)?.join(s).map(|_| ())
+        if num > 1 {
+            plan.dispatch(s, &handle, &x, (Some(&w), None), &recv)?.join(s)?;
+        }
+        if num > 2 {
+            plan.combine(s, &handle, &y, recv.weights.as_ref(), &out)?.join(s)?;
+        }
+        Ok(())
     };
-    Ok(Op { name: "ep", inputs, outs, launch: Box::new(launch) })
+    Ok(Op::of_steps("ep", inputs, outs, (3, Rc::new(steps))))
 }
 
 /// Forward and backward, with the output of the one in the other.
@@ -270,13 +303,16 @@ fn cp_attention_of(
     let o = AttnOut { out: new()?, lse: lse.clone() };
     let (dq, dk, dv) = (new()?, new()?, new()?);
     let outs = vec![o.out.clone(), lse.clone(), dq.clone(), dk.clone(), dv.clone()];
-    let launch = move |s: &Stream| -> Result<()> {
+    let steps = move |s: &Stream, num: usize| -> Result<()> {
         plan.launch_fwd(s, &x, o.clone())?.join(s)?;
-        let saved = AttnSaved { out: o.out.clone(), lse: lse.clone(), d_out: d_out.clone() };
-        let grads = AttnGrads::new(dq.clone(), dk.clone(), dv.clone());
-        plan.launch_bwd(s, &x, saved, grads)?.join(s).map(|_| ())
+        if num > 1 {
+            let saved = AttnSaved { out: o.out.clone(), lse: lse.clone(), d_out: d_out.clone() };
+            let grads = AttnGrads::new(dq.clone(), dk.clone(), dv.clone());
+            plan.launch_bwd(s, &x, saved, grads)?.join(s)?;
+        }
+        Ok(())
     };
-    Ok(Op { name: "cp_attention", inputs, outs, launch: Box::new(launch) })
+    Ok(Op::of_steps("cp_attention", inputs, outs, (2, Rc::new(steps))))
 }
 
 /// Keys and values, and parts of their gradients, travel as FP8.
@@ -358,6 +394,26 @@ pub fn for_orders() -> Vec<Make> {
         |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
         |h, s| gemm_reduce((true, Algo::Pipelined, DType::BF16), h, s),
         |h, s| cp_attention(Strategy::Get, h, s),
+    ]
+}
+
+/// Operations that are several launches in turn.
+pub fn in_steps() -> Vec<Make> {
+    vec![
+        |h, s| ep(EpLayout::ExpertMajor { align: 4 }, h, s),
+        |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
+        |h, s| cp_attention(Strategy::Get, h, s),
+        |h, s| cp_attention(Strategy::AllToAll, h, s),
+    ]
+}
+
+/// Operations whose rows go by the copy stream.
+pub fn by_copies() -> Vec<Make> {
+    vec![
+        |h, s| collective("all_gather", h, s, 1_400_000),
+        |h, s| ag_gemm((Algo::Pipelined, DType::BF16), h, s),
+        |h, s| gemm_reduce((true, Algo::Pipelined, DType::BF16), h, s),
+        |h, s| cp_attention(Strategy::AllGather, h, s),
     ]
 }
 

@@ -110,6 +110,17 @@ fn main() {
             println!("        ^ {name} failed; the rest runs on new teams");
         }
     };
+    if wanted("rendezvous") {
+        // The first meeting waits for the last process to start; the second is the meeting itself.
+        let meet = || run(TIMEOUT, |_| Ok(()));
+        let timed = || {
+            meet()?;
+            let start = Instant::now();
+            meet()?;
+            Ok(format!("{:.1} ms to meet again", start.elapsed().as_secs_f64() * 1e3))
+        };
+        check("rendezvous", line("rendezvous", timed));
+    }
     for (name, f) in suite::<Vmm>() {
         if wanted(name) {
             check(name, line(name, || case(f)));
