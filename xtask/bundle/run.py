@@ -19,6 +19,8 @@ CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_re
 GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "quant", "permute"],
           "products": ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk"], "ep": ["ep"],
           "attention": ["attention", "cp_attention"], "nccl": ["nccl"]}
+TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and", "nccl-replays": "replays_by_nccl",
+              "nccl-silent": "named_by_nccl"}
 LITMUS = ["bulk_store_flag", "copy_push_flag", "counter_flag", "credit"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
@@ -277,13 +279,11 @@ def conformance(n):
     launches = None if n > 1 and shutil.which("gcc") else "needs two GPUs and gcc"
     yield Config("launch-calls", [program("gpu_team"), "launches_neither", "--nocapture"], by_launches, jit=True, needs=launches)
     for test in sorted(HERE.glob("gpu_*")):
-        if test.name not in ("gpu_spike", "gpu_litmus"):
-            argv = [str(test), "--test-threads", "1", "--skip", "launches_neither", "--skip", "order", "--skip", "parked"]
-            if test.name == "gpu_team":
-                # Communicators take their time: tests of NCCL have a minute of their own.
-                yield Config(f"ops-{test.name}-nccl", [*argv, "nccl"], by_tests, jit=True)
-                argv += ["--skip", "nccl"]
-            yield Config(f"ops-{test.name}", argv, by_tests, jit=True)
+        if test.name not in ("gpu_spike", "gpu_litmus", "gpu_team"):
+            yield Config(f"ops-{test.name}", [str(test), "--test-threads", "1"], by_tests, jit=True)
+    # Tests of many operations: each has a minute of its own.
+    for name, part in TEAM_TESTS.items():
+        yield Config(f"ops-gpu_team-{name}", [program("gpu_team"), part], by_tests, jit=True)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():
         flags = ["verify", "--backend", "vmm", "--json", "--op", ",".join(ops)]

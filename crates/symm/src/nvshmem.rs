@@ -60,6 +60,8 @@ pub(crate) struct Block {
     piece: Piece,
     /// Where each rank's part is, as this device sees it.
     bases: Vec<u64>,
+    /// They lie in even steps, as every rank sees them.
+    even: bool,
 }
 
 impl Block {
@@ -70,7 +72,7 @@ impl Block {
 
     /// Bytes from each rank's part to the next one's (below zero, too: addresses wrap).
     pub fn stride(&self) -> Result<u64> {
-        stride(&self.bases)
+        stride(&self.bases).and_then(|s| if self.even { Ok(s) } else { Err(uneven()) })
     }
 }
 
@@ -108,14 +110,18 @@ fn stride(bases: &[u64]) -> Result<u64> {
     if bases.windows(2).all(|w| step(w) == first) {
         return Ok(first);
     }
+    Err(uneven())
+}
+
+fn uneven() -> Error {
     let text = "NVSHMEM has mapped the ranks' memory in uneven steps";
-    Err(Error::new(ErrorKind::Unsupported, text)
+    Error::new(ErrorKind::Unsupported, text)
         .op("nvshmem")
-        .hint("kernels that write to all peers want even ones: use the `vmm` backend"))
+        .hint("kernels that write to all peers want even ones: use the `vmm` backend")
 }
 
 /// Of this process among others on the host: its number, and what gives numbers.
-fn process() -> String {
+pub(crate) fn process() -> String {
     let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
     format!("{} of {}", std::process::id(), space.display())
 }
@@ -143,7 +149,10 @@ pub(crate) fn block(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<Bl
     let bases = Rank::all(team.size()).map(|r| base(ctx, piece.addr, r));
     let bases = bases.collect::<Result<Vec<_>>>();
     let ctx = ctx.clone();
-    team.settle("nvshmem peers", bases.map(|bases| Block { ctx, number, piece, bases }))
+    let bases = team.settle("nvshmem peers", bases)?;
+    // All ranks say the same of it: one that goes on alone would wait for the others.
+    let even = team.agree(stride(&bases).is_ok())?;
+    Ok(Block { ctx, number, piece, bases, even })
 }
 
 fn base(ctx: &CudaContext, addr: u64, rank: Rank) -> Result<u64> {

@@ -163,6 +163,8 @@ __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, c
                                                const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
     const u32 lane = threadIdx.x % 32;
     if (!tw_granted(t, l, m, epoch)) return;
+    // The rows were read by bulk loads before they were granted, and are written by bulk stores.
+    fence_proxy_async();
     const TwRows rows = {(u64)b.y, (u64)b.hidden * sizeof(Out::Bits), (u64)b.hidden * sizeof(Out::Bits)};
     for (u32 i; (i = tw_claim(m.ticket + 2)) < m.chunks * l.size;) {
         const u32 c = i / l.size, s = (l.me + 1 + i % l.size) % l.size, token = c * m.chunk;

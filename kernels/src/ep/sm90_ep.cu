@@ -86,6 +86,8 @@ __device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, c
 __device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                              const TwSend& in, u64 epoch, TwStage s) {
     if (!tw_granted(t, l, m, epoch)) return;
+    // The rows were read by bulk loads before they were granted, and are written by bulk stores.
+    fence_proxy_async();
     for (u32 c; (c = tw_claim(m.ticket + 2)) < m.chunks;) {
         tw_bulk_rows(l, h, in, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
         // Written, and known to the lane that will say so, before the flags.

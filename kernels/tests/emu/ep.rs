@@ -55,7 +55,7 @@ const ROUTERS: u32 = 2;
 const BLOCKS: u32 = 3;
 const SMEM: u32 = 1024;
 
-fn unit(source: &Source, text: String) -> &'static Lib {
+fn unit(source: &Source, text: String, pieces: u64) -> &'static Lib {
     let value = |d: &&'static str| {
         let own = match *d {
             "TW_OUT_MANTISSA" => ep_defines(23)[0].1,
@@ -65,7 +65,7 @@ fn unit(source: &Source, text: String) -> &'static Lib {
             "TW_EP_BACK_SLICE" => PIECE as u64,
             "TW_EP_BACK_TOKENS" => CHUNK as u64,
             "TW_EP_BACK_ENTRIES" => ENTRIES as u64,
-            "TW_EP_BULK_PIECES" => 2,
+            "TW_EP_BULK_PIECES" => pieces,
             // Two stores a row.
             "TW_EP_BULK_ZERO" => PIECE as u64,
             // Two pieces a row.
@@ -86,15 +86,15 @@ fn unit(source: &Source, text: String) -> &'static Lib {
 }
 
 pub fn load(text: String) -> &'static Lib {
-    unit(&EP, text)
+    unit(&EP, text, 1)
 }
 
 pub fn load_bulk(text: String) -> &'static Lib {
-    unit(&EP_BULK, text)
+    unit(&EP_BULK, text, 2)
 }
 
 pub fn load_back(text: String) -> &'static Lib {
-    unit(&EP_BACK, text)
+    unit(&EP_BACK, text, 1)
 }
 
 /// Kernels of the portable unit, for tests of the other.
@@ -531,6 +531,7 @@ fn tokens_come_back_by_bulk_loads() {
 
 fn tokens_go_by_bulk_copies() {
     some_bulk_routings(load_bulk(EP_BULK.emu_text()));
+    some_bulk_routings(unit(&EP_BULK, EP_BULK.emu_text(), 1));
 }
 
 /// The last rank makes no launch: the others end, and nothing that they leave looks like a result.

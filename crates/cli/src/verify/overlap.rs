@@ -28,7 +28,7 @@ pub(super) fn cases() -> Vec<Case> {
     v.push(Case::new("ag_gemm", DType::F32, &[("m", 3), ("n", 1), ("k", 5)], run_ag));
     v.push(Case::new("gemm_rs", DType::F32, &[("m", 3), ("n", 1), ("k", 5)], run_rs));
     v.push(Case::new("gemm_ar", DType::F32, &[("m", 3), ("n", 1), ("k", 5)], run_ar));
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
+    for dtype in [DType::F32, DType::BF16, DType::F16, DType::F8E4M3] {
         v.push(Case::new(format!("{NCCL}/ag_gemm"), dtype, &shape, run_ag));
         v.push(Case::new(format!("{NCCL}/gemm_rs"), dtype, &shape, run_rs));
         v.push(Case::new(format!("{NCCL}/gemm_ar"), dtype, &shape, run_ar));

@@ -165,7 +165,7 @@ impl CudaContext {
         kept.as_mut().map(|list| list.push(ptr)).is_some()
     }
 
-    /// Frees what was kept; true if there was anything.
+    /// Frees what was kept; true if there was anything: memory that was not there may be now.
     pub(super) fn free_kept(&self) -> bool {
         let mut kept = self.0.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let list = kept.as_mut().map(std::mem::take).unwrap_or_default();
@@ -224,6 +224,15 @@ impl CudaContext {
     /// What the driver reports.
     pub fn num_sms(&self) -> Result<u32> {
         let which = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(self.attribute(which)?.max(0) as u32)
+    }
+
+    /// Bytes of shared memory that a block may have.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn max_shared_bytes(&self) -> Result<u32> {
+        let which = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         Ok(self.attribute(which)?.max(0) as u32)
     }
 

@@ -66,8 +66,10 @@ impl VmmChunk {
         ctx.bind()?;
         let mut handle = 0;
         // SAFETY: valid output and properties.
-        let code = unsafe { sys::cuMemCreate(&mut handle, len_bytes, &properties(ctx), 0) };
-        check(code, "cuMemCreate")?;
+        let mut create =
+            || unsafe { sys::cuMemCreate(&mut handle, len_bytes, &properties(ctx), 0) };
+        check(create(), "cuMemCreate")
+            .or_else(|e| if ctx.free_kept() { check(create(), "cuMemCreate") } else { Err(e) })?;
         Ok(Self { ctx: ctx.clone(), handle, len: len_bytes })
     }
 

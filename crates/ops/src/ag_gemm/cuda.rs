@@ -121,6 +121,10 @@ pub(super) fn launch(
             run.copies()?;
         }
         run.widen_own()?;
+        if nccl {
+            // No flag says which rows have come: all have.
+            run.widen_rows(0..shape.m)?;
+        }
         run.compute()
     })?;
     plan.core.pending(t, stream, seq)
@@ -206,8 +210,12 @@ impl Run<'_> {
 
     /// With FP8: a chunk that has come, as f32.
     fn widen(&self, src: Rank, chunk: usize) -> Result<()> {
+        self.widen_rows(chunk_rows(self.s.rows, src, chunk, self.s.config.sub_chunks))
+    }
+
+    /// The same of rows of the gather buffer that have come.
+    fn widen_rows(&self, rows: std::ops::Range<usize>) -> Result<()> {
         let (Some(w), k) = (&self.p.widened, self.plan.desc.k) else { return Ok(()) };
-        let rows = chunk_rows(self.s.rows, src, chunk, self.s.config.sub_chunks);
         let at = self.plan.gather.range(rows.start * k, rows.len() * k);
         let codes = self.l.os.addr(self.me(), at, rows.len() * k)?;
         // SAFETY: rows of the gather buffer, waited for; the room has all rows, and is held.

@@ -144,7 +144,8 @@ impl Prepared {
         for k in EP.kernels {
             kernels.push((*k, module.kernel(k)?));
         }
-        if EP_BULK.runs_on(&ctx.arch()?) {
+        let room = ctx.max_shared_bytes()? >= BULK_BYTES.max(BACK_BYTES) + STATIC_BYTES;
+        if EP_BULK.runs_on(&ctx.arch()?) && room {
             let kernel = load(ctx, &EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
             kernel.allow_shared(BULK_BYTES)?;
             kernels.push((EP_BULK.kernels[0], kernel));
@@ -218,6 +219,9 @@ impl Prepared {
         }
     }
 }
+
+/// What the kernels by bulk copies have of static shared memory, at most.
+const STATIC_BYTES: u32 = 1024;
 
 /// Shared memory of `tw_ep_send_bulk`.
 const BULK_BYTES: u32 =
@@ -402,7 +406,7 @@ impl Phase<'_> {
         };
         hold(l.main, (x.clone(), weights.cloned(), scales.cloned()));
         let poison = PoisonParam::new(if leave { outs } else { &[] });
-        let whole = (send.x | send.row_bytes).is_multiple_of(16);
+        let whole = (send.x | send.row_bytes | recv.x).is_multiple_of(16) && self.desc.hidden > 0;
         let bulk = whole && p.staging.is_none() && p.has(EP_BULK.kernels[0]);
         let blocks = self.sms.max(2);
         let (name, grid) = match bulk {
@@ -528,7 +532,8 @@ impl Phase<'_> {
             tokens: b.out.shape().dim(0) as u32,
             pad: 0,
         };
-        let whole = (param.y | param.out | (d.hidden * d.out.size()) as u64).is_multiple_of(16);
+        let whole = (param.y | param.out | (d.hidden * d.out.size()) as u64).is_multiple_of(16)
+            && d.hidden > 0;
         let most = EP_BACK_ENTRIES as usize;
         let few = d.top_k <= most && d.experts_per_rank.len() <= most;
         let bulk = whole && few && p.staging.is_none() && p.has(EP_BACK.kernels[0]);

@@ -219,11 +219,9 @@ impl EpPlan {
             m.received,
             m.expert_out,
             m.handle
-        ) + &self
-            .cuda
-            .get()
-            .and_then(|p| p.explain())
-            .map_or(String::new(), |n| format!("\nby {n}"))
+        ) + &self.cuda.get().and_then(|p| p.explain()).map_or(String::new(), |n| {
+            format!("\nby {n}, max_tokens records between each two ranks")
+        })
     }
 
     fn run(

@@ -167,8 +167,14 @@ impl VmmStore {
         let gpus = gpus(team, &parts.ctx)?;
         warn_of_shared(team, &gpus);
         let on_device = gpus.iter().filter(|g| **g == gpus[team.rank().idx()]).count();
-        if on_device > 1 {
-            parts.ctx.keep_memory();
+        if shared(&gpus).is_some() {
+            // Ranks of other processes have contexts of their own.
+            let processes = team.exchange("processes", nvshmem::process().as_bytes())?;
+            let me = team.rank().idx();
+            let beside = |r: usize| r != me && gpus[r] == gpus[me] && processes[r] == processes[me];
+            if (0..team.size()).any(beside) {
+                parts.ctx.keep_memory();
+            }
         }
         let block = match own {
             true => None,
