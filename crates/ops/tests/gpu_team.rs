@@ -4,6 +4,8 @@
 //! Values are held against the oracle by `tilewire verify --backend vmm`. Where there are fewer than two
 //! devices, each test says that it did not run.
 
+#![expect(clippy::print_stdout, reason = "which operation it was must be seen")]
+
 #[path = "gpu/calls.rs"]
 mod calls;
 #[path = "gpu/launches.rs"]
@@ -21,7 +23,14 @@ use std::time::{Duration, Instant};
 use team_ops::{Make, Op, by_nccl, by_puts, heap, ranks};
 use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
 use tilewire_device::Tensor;
-use tilewire_symm::{World, WorldCfg};
+use tilewire_symm::{Heap, World, WorldCfg};
+
+/// Says which operation is next: an error of the device names none, and the output of a test that fails is shown.
+fn begins(i: usize, op: &Op, heap: &Heap) {
+    if heap.team().rank().get() == 0 {
+        println!("operation {i}: {}", op.name);
+    }
+}
 
 /// A panic shows the error of the rank that met it; what the others say of it shows nothing.
 fn told(op: &Op, r: Result<()>) -> Result<()> {
@@ -49,9 +58,10 @@ fn replays(ops: &[Make]) {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
-        for make in ops {
+        for (i, make) in ops.iter().enumerate() {
             let (heap, stream) = heap(&world, "replays")?;
             let op = make(&heap, &stream)?;
+            begins(i, &op, &heap);
             let me = u64::from(heap.team().rank().get());
             stream.begin_capture()?;
             told(&op, (op.launch)(&stream))?;
@@ -97,9 +107,10 @@ fn silent(ops: &[Make]) {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_millis(700), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
-        for make in ops {
+        for (i, make) in ops.iter().enumerate() {
             let (heap, stream) = heap(&world, "stalled")?;
             let op = make(&heap, &stream)?;
+            begins(i, &op, &heap);
             let team = heap.team().clone();
             op.refill(5)?;
             let silent = Rank::new(n as u32 - 1);

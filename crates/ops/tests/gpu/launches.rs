@@ -12,7 +12,7 @@ use tilewire_device::Tensor;
 use tilewire_symm::{World, WorldCfg};
 
 use crate::team_ops::{M, by_nccl, by_puts, heap, ranks};
-use crate::{DEVICES, calls};
+use crate::{DEVICES, begins, calls};
 
 /// The devices have to be there, and the library.
 fn ready() -> Option<usize> {
@@ -34,6 +34,7 @@ fn launches_neither_allocate_nor_wait() {
         for (i, make) in by_puts().iter().chain(by_nccl()).enumerate() {
             let (heap, stream) = heap(&world, "calls")?;
             let op = make(&heap, &stream)?;
+            begins(i, &op, &heap);
             op.refill(3)?;
             op.poison()?;
             let before = op.bits()?;

@@ -9,7 +9,7 @@ use tilewire_device::Stream;
 use tilewire_symm::{Heap, LinkProbe, World, WorldCfg};
 
 use crate::team_ops::{Make, Op, by_copies, heap, in_steps, ranks};
-use crate::{DEVICES, all_poison};
+use crate::{DEVICES, all_poison, begins};
 
 const TIMEOUT: Duration = Duration::from_millis(700);
 
@@ -19,6 +19,7 @@ type Stop<'a> = &'a dyn Fn(&Op, &Heap, &Stream) -> Result<()>;
 fn parked(world: &World, make: &Make, stop: Stop<'_>) -> Result<()> {
     let (heap, stream) = heap(world, "parked")?;
     let op = make(&heap, &stream)?;
+    begins(0, &op, &heap);
     let team = heap.team().clone();
     op.refill(5)?;
     op.poison()?;
