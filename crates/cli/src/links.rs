@@ -278,8 +278,6 @@ impl Bench<'_> {
         let mut us = Vec::with_capacity(n);
         for i in 1..=n {
             self.meet.wait()?;
-            // The host queues meanwhile: its time is not the link's.
-            self.probe.delay(&self.stream, 50_000)?;
             self.stream.record(&self.events.0)?;
             f(i)?;
             self.stream.record(&self.events.1)?;
