@@ -19,8 +19,10 @@ CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_re
 GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "quant", "permute"],
           "products": ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk"], "ep": ["ep"],
           "attention": ["attention", "cp_attention"], "nccl": ["nccl"]}
-TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and", "nccl-replays": "replays_by_nccl",
-              "nccl-silent": "named_by_nccl"}
+TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and"}
+TEAM_TESTS_NCCL = {"replays": "replays_by_nccl", "silent": "named_by_nccl"}
+# Operations of the team tests that share a process: an error of the device ends only that.
+TEAM_OPS, TEAM_OPS_NCCL = ["0-5", "6-13", "14-16", "17-19", "20-23"], ["24-29", "30-36"]
 LITMUS = ["bulk_store_flag", "copy_push_flag", "counter_flag", "credit"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
@@ -277,13 +279,18 @@ def conformance(n):
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
     # With the interposer, it and `gpu` count what launches ask of the driver.
     launches = None if n > 1 and shutil.which("gcc") else "needs two GPUs and gcc"
-    yield Config("launch-calls", [program("gpu_team"), "launches_neither", "--nocapture"], by_launches, jit=True, needs=launches)
+    for ops in TEAM_OPS + TEAM_OPS_NCCL:
+        argv = [program("gpu_team"), "launches_neither", "--nocapture"]
+        yield Config(f"launch-calls-{ops}", argv, by_launches, jit=True, needs=launches, env={"TW_TEAM_OPS": ops})
     for test in sorted(HERE.glob("gpu_*")):
         if test.name not in ("gpu_spike", "gpu_litmus", "gpu_team"):
             yield Config(f"ops-{test.name}", [str(test), "--test-threads", "1"], by_tests, jit=True)
-    # Tests of many operations: each has a minute of its own.
     for name, part in TEAM_TESTS.items():
-        yield Config(f"ops-gpu_team-{name}", [program("gpu_team"), part], by_tests, jit=True)
+        for ops in TEAM_OPS:
+            argv = [program("gpu_team"), part]
+            yield Config(f"ops-gpu_team-{name}-{ops}", argv, by_tests, jit=True, env={"TW_TEAM_OPS": ops})
+    for name, part in TEAM_TESTS_NCCL.items():
+        yield Config(f"ops-gpu_team-nccl-{name}", [program("gpu_team"), part], by_tests, jit=True)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():
         flags = ["verify", "--backend", "vmm", "--json", "--op", ",".join(ops)]
@@ -360,7 +367,8 @@ def faults(n):
         yield Config(f"leaks-{ranks}", ranks_of(ranks, spike, "hundred heaps"))
     if n > 1:
         orders = [program("gpu_team"), "--test-threads", "1"]
-        yield Config("parked-inside", [*orders, "parked"], by_tests, jit=True)
+        yield Config("parked-between", [*orders, "stops_between"], by_tests, jit=True)
+        yield Config("parked-copies", [*orders, "copies_hang"], by_tests, jit=True)
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.
         yield Config("one-order-one-connection", [*orders, "one_order"], by_tests, jit=True, env=one)

@@ -20,7 +20,7 @@ mod team_ops;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use team_ops::{Make, Op, by_nccl, by_puts, heap, ranks};
+use team_ops::{Make, Op, asked, by_nccl, by_puts, heap, ranks};
 use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
 use tilewire_device::Tensor;
 use tilewire_symm::{Heap, World, WorldCfg};
@@ -58,7 +58,7 @@ fn replays(ops: &[Make]) {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
-        for (i, make) in ops.iter().enumerate() {
+        for (i, make) in asked(ops) {
             let (heap, stream) = heap(&world, "replays")?;
             let op = make(&heap, &stream)?;
             begins(i, &op, &heap);
@@ -107,7 +107,7 @@ fn silent(ops: &[Make]) {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_millis(700), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
-        for (i, make) in ops.iter().enumerate() {
+        for (i, make) in asked(ops) {
             let (heap, stream) = heap(&world, "stalled")?;
             let op = make(&heap, &stream)?;
             begins(i, &op, &heap);

@@ -11,7 +11,7 @@ use tilewire_core::{DType, Result, Shape};
 use tilewire_device::Tensor;
 use tilewire_symm::{World, WorldCfg};
 
-use crate::team_ops::{M, by_nccl, by_puts, heap, ranks};
+use crate::team_ops::{M, asked, by_nccl, by_puts, heap, ranks};
 use crate::{DEVICES, begins, calls};
 
 /// The devices have to be there, and the library.
@@ -31,7 +31,7 @@ fn launches_neither_allocate_nor_wait() {
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     let found = World::run_threads(n, cfg, |world| {
         let mut found = BTreeMap::new();
-        for (i, make) in by_puts().iter().chain(by_nccl()).enumerate() {
+        for (i, make) in asked(&[by_puts(), by_nccl()].concat()) {
             let (heap, stream) = heap(&world, "calls")?;
             let op = make(&heap, &stream)?;
             begins(i, &op, &heap);

@@ -379,6 +379,19 @@ static BY_NCCL: [Make; 13] = [
     |h, s| cp_by((Strategy::AllToAll, CollectiveBackend::Nccl), h, s),
 ];
 
+/// Those of `ops` that `TW_TEAM_OPS=FIRST-LAST` asks for (all without it), with their numbers: a process for some of
+/// them, so that one that ends its device does not hide the others.
+pub fn asked(ops: &[Make]) -> Vec<(usize, Make)> {
+    let range = std::env::var("TW_TEAM_OPS").map_or(0..=usize::MAX, |text| {
+        let ends = text.split_once('-').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+        let (first, last) = ends.unwrap_or_else(|| panic!("TW_TEAM_OPS is FIRST-LAST, not {text}"));
+        first..=last
+    });
+    let found: Vec<_> = ops.iter().copied().enumerate().filter(|o| range.contains(&o.0)).collect();
+    assert!(!found.is_empty() || ops.is_empty(), "no operation in {range:?}");
+    found
+}
+
 /// By puts and gets.
 pub fn by_puts() -> &'static [Make] {
     &ALL
