@@ -325,7 +325,7 @@ mod tests {
             "conformance/one-sided-threads-vmm",
             "conformance/one-sided-processes-3",
             "conformance/litmus-copy_push_flag",
-            "conformance/launch-calls",
+            "conformance/launch-calls-14-16",
             "conformance/verify-threads-8-products",
             "conformance/verify-processes-2-ep",
             "conformance/memcheck-1-gemm",
