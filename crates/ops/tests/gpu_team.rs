@@ -143,20 +143,25 @@ fn silent(ops: &[Make]) {
             if e.is_timeout() {
                 assert_eq!(e.get_peer(), Some(silent), "{}: {e}", op.name);
             }
-            // The same devices, new memory.
-            let (heap, stream) = self::heap(&world, "again")?;
-            let op = make(&heap, &stream)?;
-            op.refill(6)?;
-            op.poison()?;
-            heap.team().agree(true)?;
-            (op.launch)(&stream)?;
-            stream.synchronize()?;
-            heap.team().check()?;
-            assert!(!op.outs.iter().all(all_poison), "{} on the new team", op.name);
+            computes_again(&world, &make)?;
         }
         Ok(())
     })
     .unwrap();
+}
+
+/// A new team on the same devices computes, on new memory.
+fn computes_again(world: &World, make: &Make) -> Result<()> {
+    let (heap, stream) = heap(world, "again")?;
+    let op = make(&heap, &stream)?;
+    op.refill(6)?;
+    op.poison()?;
+    heap.team().agree(true)?;
+    (op.launch)(&stream)?;
+    stream.synchronize()?;
+    heap.team().check()?;
+    assert!(!op.outs.iter().all(all_poison), "{} on the new team", op.name);
+    Ok(())
 }
 
 /// Every byte is poison, or a count that is 0.

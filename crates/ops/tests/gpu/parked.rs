@@ -9,7 +9,7 @@ use tilewire_device::Stream;
 use tilewire_symm::{Heap, LinkProbe, World, WorldCfg};
 
 use crate::team_ops::{Make, Op, by_copies, heap, in_steps, ranks};
-use crate::{DEVICES, all_poison, begins};
+use crate::{DEVICES, all_poison, begins, computes_again};
 
 const TIMEOUT: Duration = Duration::from_millis(700);
 
@@ -44,17 +44,7 @@ fn parked(world: &World, make: &Make, stop: Stop<'_>) -> Result<()> {
     heap.copy_stream()?.synchronize()?;
     let last = op.outs.last().expect("an operation with an output");
     assert!(all_poison(last), "{}: rank {} has what looks like a result", op.name, team.rank());
-    // The same devices, new memory.
-    let (heap, stream) = self::heap(world, "again")?;
-    let op = make(&heap, &stream)?;
-    op.refill(6)?;
-    op.poison()?;
-    heap.team().agree(true)?;
-    (op.launch)(&stream)?;
-    stream.synchronize()?;
-    heap.team().check()?;
-    assert!(!op.outs.iter().all(all_poison), "{} on the new team", op.name);
-    Ok(())
+    computes_again(world, make)
 }
 
 fn on_all_ranks(f: impl Fn(&World) -> Result<()> + Sync) {
