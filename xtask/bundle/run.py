@@ -327,6 +327,12 @@ def sanitized(n):
             env = {"CUDA_VISIBLE_DEVICES": first_devices(devices), "CUDA_MODULE_LOADING": "EAGER"}
             yield Config(name, argv, by_sanitizer, preload=False, env=env,
                          needs=None if sanitizer else "compute-sanitizer is not there")
+        # Every operation of a team, once.
+        for ops in TEAM_OPS if n > 1 else []:
+            argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", program("gpu_team")]
+            env = {"CUDA_VISIBLE_DEVICES": first_devices(2), "CUDA_MODULE_LOADING": "EAGER", "TW_TEAM_OPS": ops}
+            yield Config(f"{tool}-2-team-{ops}", [*argv, "every_operation"], by_sanitizer, jit=True, preload=False, env=env,
+                         needs=None if sanitizer else "compute-sanitizer is not there")
 
 
 def bad_input(n):

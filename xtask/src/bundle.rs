@@ -53,7 +53,7 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
             .map_err(|e| format!("{}: {e}", to.display()))?;
     }
     let program = dir.join("tilewire");
-    let wheel = crate::stages::nvrtc_wheel(root);
+    let wheel = nvrtc.map_or_else(|| crate::stages::nvrtc_wheel(root), |_| None);
     let mut compile = Command::new(&program);
     compile.args(["kernels", "compile", "--arch", &archs.join(","), "--out"]).arg(&cubins);
     if let Some(lib) = nvrtc.or(wheel.as_deref()) {

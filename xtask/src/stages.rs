@@ -259,28 +259,34 @@ fn dependencies(root: &Path) -> Outcome {
 const WHEEL: &str = "target/python-nvrtc";
 const WHEEL_LIB: &str = "nvidia/cu13/lib";
 
-/// The folder of the pinned compiler, if it has been fetched.
+/// The folder of the pinned compiler, fetched if it is not there; none where it cannot be.
 pub fn nvrtc_wheel(root: &Path) -> Option<PathBuf> {
-    Some(root.join(WHEEL).join(WHEEL_LIB)).filter(|p| p.exists())
-}
-
-/// Compiles every kernel for three architectures with the pinned NVRTC wheel; needs no GPU.
-fn kernels(root: &Path) -> Outcome {
     let site = root.join(WHEEL);
-    let mut o = Outcome::default();
     if !site.join("nvidia").exists() {
         let dir = site.display().to_string();
         let wheel = "nvidia-cuda-nvrtc==13.0.88";
         let args = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", &dir, wheel];
         if !exec(root, "python3", &args, Duration::from_secs(900)) {
-            println!("{wheel} cannot be installed here: skipped");
-            o.skipped = 1;
-            return o;
+            println!("{wheel} cannot be installed here");
+            return None;
         }
-        o.downloaded = size_of(&site);
+    }
+    Some(site.join(WHEEL_LIB)).filter(|p| p.exists())
+}
+
+/// Compiles every kernel for three architectures with the pinned NVRTC wheel; needs no GPU.
+fn kernels(root: &Path) -> Outcome {
+    let mut o = Outcome::default();
+    let there = root.join(WHEEL).join("nvidia").exists();
+    let Some(lib) = nvrtc_wheel(root) else {
+        o.skipped = 1;
+        return o;
+    };
+    if !there {
+        o.downloaded = size_of(&root.join(WHEEL));
     }
     // As a user would, who has the wheel and no GPU.
-    let lib = site.join(WHEEL_LIB).display().to_string();
+    let lib = lib.display().to_string();
     let bin = binary(root).display().to_string();
     let args = ["kernels", "compile", "--nvrtc", &lib];
     let table = [&args[..], &["--arch", "sm_90a"]].concat();
