@@ -150,6 +150,24 @@ fn silent(ops: &[Make]) {
     .unwrap();
 }
 
+/// Each operation once: short enough for a sanitizer, which sees what no result shows.
+#[test]
+fn every_operation_computes() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cfg = WorldCfg { timeout: Duration::from_secs(50), ..WorldCfg::default() };
+    World::run_threads(n, cfg, |world| {
+        for (i, make) in asked(by_puts()) {
+            if world.rank().get() == 0 {
+                println!("operation {i}");
+            }
+            computes_again(&world, &make)?;
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// A new team on the same devices computes, on new memory.
 fn computes_again(world: &World, make: &Make) -> Result<()> {
     let (heap, stream) = heap(world, "again")?;

@@ -2,7 +2,8 @@
 //
 // out[i] = round(scale * (part_0[i] + part_1[i] + ... + part_{size-1}[i]) + bias[i % cols]), added in
 // f32 in the order of the ranks and rounded once, so that the bits depend on nothing but the inputs.
-// The part of rank r lies at slots + r * stride; that of `me` at `own`, in a type of its own.
+// The part of rank r lies at slots + r * stride; that of `me` at `own`, in a type of its own. With `me` no
+// rank all parts lie in slots, and `own` is not read.
 //
 // Types by mantissa bits (23 f32, 10 f16, 7 bf16): TW_WIRE_MANTISSA of the slots, TW_OWN_MANTISSA,
 // TW_OUT_MANTISSA. `num` elements; any alignment of the elements' size, fastest with 4 elements'.
@@ -52,7 +53,9 @@ extern "C" __global__ void __launch_bounds__(TW_REDUCE_THREADS) tw_reduce(const 
     for (u64 n = (u64)blockIdx.x * TW_REDUCE_THREADS + threadIdx.x; n < quads;
          n += (u64)gridDim.x * TW_REDUCE_THREADS) {
         float sum[4];
-        const OwnQuad mine = tw_quad<OwnQuad>(a.own, n, a.num);
+        OwnQuad mine;
+        mine.clear();
+        if (a.me < a.size) mine = tw_quad<OwnQuad>(a.own, n, a.num);
         // Eight loads in flight, whatever the number of ranks.
         for (u32 r0 = 0; r0 < a.size; r0 += 8) {
             WireQuad part[8];

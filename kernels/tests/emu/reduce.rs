@@ -97,7 +97,7 @@ fn sum(lib: &'static Lib, types: [u64; 3], (size, me, rows, cols, shift, with, s
     let param = Param {
         slots: slots.addr() + at as u64,
         stride: stride as u64,
-        own: own.addr() + own_at as u64,
+        own: if me < size { own.addr() + own_at as u64 } else { 0 },
         out: out.addr() + (shift * t_out.size()) as u64,
         bias: if with { bias.addr() } else { 0 },
         num: num as u64,
@@ -127,7 +127,7 @@ fn sum(lib: &'static Lib, types: [u64; 3], (size, me, rows, cols, shift, with, s
     assert!(around.copied().all(|b| b == 0xa5), "bytes around the output");
 }
 
-const CASES: [Case; 7] = [
+const CASES: [Case; 9] = [
     (1, 0, 3, 5, 0, false, 1.0),
     (2, 1, 7, 9, 0, true, 1.0),
     (3, 0, 1, 1, 1, false, 0.25),
@@ -135,6 +135,9 @@ const CASES: [Case; 7] = [
     (9, 8, 20, 33, 2, true, 1.0),
     (17, 3, 5, 8, 0, false, 1.0 / 17.0),
     (2, 0, 0, 4, 0, false, 1.0),
+    // All parts in slots.
+    (1, 99, 6, 12, 0, false, 1.0),
+    (3, 99, 5, 7, 1, true, 0.5),
 ];
 
 fn all(lib: &'static Lib, types: [u64; 3]) {
@@ -155,6 +158,7 @@ fn planted(lib: &'static Lib) {
 
 const MUTANTS: &[Planted] = &[
     Planted("the own part is left out", "if (r0 + k == a.me)\n", "if (false)\n", planted),
+    Planted("an own part that is not there is read", "if (a.me < a.size) mine", "mine", planted),
     Planted("ranks from 8 on are left out", "r0 < a.size; r0 += 8", "r0 < 8; r0 += 8", planted),
     Planted("slots lie side by side", "(r0 + k) * a.stride", "(r0 + k) * a.num * 2", planted),
     Planted("the scale comes behind the bias", "__fmul_rn(sum[j], a.scale)", "sum[j]", planted),

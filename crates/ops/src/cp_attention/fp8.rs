@@ -164,7 +164,7 @@ impl Run<'_> {
             let sum = Sum {
                 slots: q,
                 stride: 0,
-                own: q,
+                own: 0,
                 out: to,
                 bias: None,
                 rows: rows * s.hq,
