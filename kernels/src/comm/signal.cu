@@ -97,10 +97,10 @@ extern "C" __global__ void __launch_bounds__(64) tw_wait_peers(TwTeam t, u32 slo
     tw_poll(t, tw_count(t, t.me, slot, p), w);
 }
 
-// Fills outputs with the poison of their types once the team is over: nobody takes them for results. The
-// fault word of a team in good order is all that is read.
+// Fills outputs with the poison of their types once the team is over, here or at a peer: nobody takes them for
+// results. What a peer has told may not be known to any kernel here: all that this rank waited for had come.
 extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, TwPoison p) {
-    if (!tw_is_over(t)) return;
+    if (!tw_told(t)) return;
     for (u32 o = 0; o < 8; o++)
         for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < p.len[o]; i += (u64)gridDim.x * blockDim.x)
             ((unsigned char*)p.out[o])[i] = p.byte[o];

@@ -53,6 +53,17 @@ __device__ void tw_fail(const TwTeam& t, const TwWait& w) {
         if (p != t.me) st_release_sys_u64(tw_word(t, p, t.abort + 8 * t.me), code);
 }
 
+// By all threads of a block: the team is over, or a peer has told this rank that it is. Words of this device
+// alone: none of the host's.
+__device__ __forceinline__ bool tw_told(const TwTeam& t) {
+    bool over = tw_is_over(t);
+    for (u32 p = threadIdx.x; p < t.size; p += blockDim.x) {
+        const u64 word = p == t.me ? 0 : ld_acquire_sys_u64(tw_word(t, t.me, t.abort + 8 * p));
+        over |= word >> 63 && (u32)word == t.generation;
+    }
+    return __syncthreads_or(over);
+}
+
 // True if the team is over or was aborted; says why in `w`.
 __device__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
     if (tw_is_over(t)) return true;

@@ -126,7 +126,7 @@ __device__ __forceinline__ void tw_end(const TwTeam& t, const TwEp& l, const TwM
     if (!tw_comes_last(m.ticket)) return;
     if (threadIdx.x < 2) m.ticket[2 + threadIdx.x] = 0;
     if (m.leave) tw_grant(t, l, m, epoch);
-    if (tw_is_over(t)) tw_spoil(p);
+    if (tw_told(t)) tw_spoil(p);
 }
 
 // As tw_poll, for a thousand waiters: the words of the host lie behind its bus, which so many would fill, so each

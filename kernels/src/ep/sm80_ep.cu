@@ -241,7 +241,7 @@ tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, co
     }
     if (!tw_comes_last(m.ticket)) return;
     if (threadIdx.x == 0 && a.part != TW_COUNTS) *m.epoch = epoch;
-    if (tw_is_over(t)) tw_spoil(out);
+    if (tw_told(t)) tw_spoil(out);
 }
 
 // By a warp: a row to the ranks of `mask`, from me + 1 on.

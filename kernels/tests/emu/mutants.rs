@@ -264,7 +264,19 @@ const MUTANTS: &[Mutant] = &[
         "o < 1; o++)\n        for (u64 i",
         poison,
     ),
-    Mutant("an output in good order is poisoned", "if (!tw_is_over(t)) return;", "", poison),
+    Mutant("an output in good order is poisoned", "if (!tw_told(t)) return;", "", poison),
+    Mutant(
+        "what a peer has told is not heard",
+        "if (!tw_told(t)) return;",
+        "if (!tw_is_over(t)) return;",
+        poison,
+    ),
+    Mutant(
+        "what an earlier team was told counts",
+        "over |= word >> 63 && (u32)word == t.generation;",
+        "over |= word >> 63 != 0;",
+        poison,
+    ),
     Mutant(
         "poison of one block only",
         "((unsigned char*)p.out[o])[i] = p.byte[o];",

@@ -166,18 +166,27 @@ fn launches_enter_copy_flags_and_wait() {
     }
 }
 
-/// An output of a team in good order stays, that of one that is over is all poison.
+/// An output of a team in good order stays, that of one that is over, here or as a peer has told, is all
+/// poison.
 pub fn poison(lib: &'static Lib) {
-    let team = Team::new(lib, 2);
-    let out = &team.ranks[0].data;
-    let before = team.snapshot();
-    let go = || team.run(1).stream(0, vec![team.poison(0, out.addr(), 13)]).go().unwrap();
-    go();
-    assert!(team.snapshot() == before, "a team in good order");
-    team.ranks[0].fault.set(0, 0, team.code(1, 0, 4));
-    go();
-    let words = [out.get(0, 0), out.get(0, 8)];
-    assert_eq!(words, [u64::MAX, (1 << 40) - 1], "13 bytes and no more");
+    for told in [false, true] {
+        let team = Team::new(lib, 2);
+        let out = &team.ranks[0].data;
+        // What an earlier team has told on the same page does not count.
+        team.set_abort(0, 1, team.code(1, 0, 4) ^ 1);
+        let before = team.snapshot();
+        let go = || team.run(1).stream(0, vec![team.poison(0, out.addr(), 13)]).go().unwrap();
+        go();
+        assert!(team.snapshot() == before, "a team in good order");
+        if told {
+            team.set_abort(0, 1, team.code(1, 0, 4));
+        } else {
+            team.ranks[0].fault.set(0, 0, team.code(1, 0, 4));
+        }
+        go();
+        let words = [out.get(0, 0), out.get(0, 8)];
+        assert_eq!(words, [u64::MAX, (1 << 40) - 1], "13 bytes and no more");
+    }
 }
 
 fn only_a_team_that_is_over_poisons() {
