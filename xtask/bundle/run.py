@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -22,18 +24,19 @@ GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and"}
 TEAM_TESTS_NCCL = {"replays": "replays_by_nccl", "silent": "named_by_nccl"}
 # Operations of the team tests that share a process: an error of the device ends only that.
-TEAM_OPS, TEAM_OPS_NCCL = ["0-5", "6-13", "14-16", "17-19", "20-23"], ["24-29", "30-36"]
+TEAM_OPS, TEAM_OPS_NCCL = ["0-5", "6-13", "14-17", "18-20", "21-24"], ["25-30", "31-37"]
 LITMUS = ["bulk_store_flag", "copy_push_flag", "counter_flag", "credit"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
 
 
 class Config:
-    """One program to run: its name, command, how its output is judged, and whether it may compile."""
+    """One program to run: its name, command, how its output is judged, and whether it may compile. One that `takes` some
+    GPUs only runs beside others; without it alone."""
 
-    def __init__(self, name, argv, judge=None, jit=False, env=None, preload=True, needs=None):
+    def __init__(self, name, argv, judge=None, jit=False, env=None, preload=True, needs=None, takes=None):
         self.name, self.argv, self.judge, self.jit = name, argv, judge or by_status, jit
-        self.env, self.preload, self.needs = env or {}, preload, needs
+        self.env, self.preload, self.needs, self.takes = env or {}, preload, needs, takes
 
 
 def program(name):
@@ -208,15 +211,16 @@ def against_limits(text, rows):
     return sorted(found)
 
 
-def leftovers():
-    """Processes of this folder's programs that are still there."""
+def leftovers(name):
+    """Processes of this folder's programs that are still there and were begun for the configuration `name`."""
     mine = {}
     for exe in Path("/proc").glob("[0-9]*/exe"):
         try:
             target = os.readlink(exe)
+            theirs = (exe.parent / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if target.startswith(f"{HERE}/"):
+        if target.startswith(f"{HERE}/") and f"TW_RUN_CONFIG={name}".encode() in theirs:
             mine[exe.parent.name] = target
     return mine
 
@@ -260,7 +264,7 @@ def has(backend):
 
 def conformance(n):
     tests = program("conformance")
-    yield Config("one-sided-threads-1", [tests, "vmm_alone"], by_tests)
+    yield Config("one-sided-threads-1", [tests, "vmm_alone"], by_tests, takes=1)
     for backend in ["vmm", "nccl"] if n > 1 else []:
         argv = [tests, f"{backend}_threads::", "--test-threads", "1"]
         yield Config(f"one-sided-threads-{backend}", argv, by_tests)
@@ -275,8 +279,8 @@ def conformance(n):
     for part in LITMUS:
         yield Config(f"litmus-{part}", [program("gpu_litmus"), part], by_litmus, needs=None if n > 1 else "needs two GPUs")
     # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
-    yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests)
-    yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True)
+    yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests, takes=1)
+    yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
     # With the interposer, it and `gpu` count what launches ask of the driver.
     launches = None if n > 1 and shutil.which("gcc") else "needs two GPUs and gcc"
     for ops in TEAM_OPS + TEAM_OPS_NCCL:
@@ -297,11 +301,11 @@ def conformance(n):
         for ranks in up_to(n, [1, 2, 4, 8]):
             if name == "nccl" and ranks == 1:
                 continue
-            threads = [program("tilewire"), *flags, "--ranks", str(ranks)]
-            yield Config(f"verify-threads-{ranks}-{name}", threads, by_rows, name == "attention")
+            threads, takes = [program("tilewire"), *flags, "--ranks", str(ranks)], ranks if ranks < n else None
+            yield Config(f"verify-threads-{ranks}-{name}", threads, by_rows, name == "attention", takes=takes)
             if ranks > 1:
                 processes = ranks_of(ranks, program("tilewire"), *flags)
-                yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name == "attention")
+                yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name == "attention", takes=takes)
     ranks = max(up_to(n, [1, 2, 4, 8]))
     train = f'"$0" train --backend vmm --task copy --steps 5 --ranks {ranks} --trace t.json && "$0" trace t.json --html t.html'
     yield Config(f"train-trace-{ranks}", ["bash", "-c", train, program("tilewire")], by_trace, jit=True)
@@ -324,15 +328,15 @@ def sanitized(n):
             verify += ["--shape", "m=64,n=64,k=64"] if op == "gemm" else []
             argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *verify]
             # Kernels that are loaded while a rank on the same GPU waits would wait for it.
-            env = {"CUDA_VISIBLE_DEVICES": first_devices(devices), "CUDA_MODULE_LOADING": "EAGER"}
-            yield Config(name, argv, by_sanitizer, preload=False, env=env,
+            env = {"CUDA_MODULE_LOADING": "EAGER"}
+            yield Config(name, argv, by_sanitizer, preload=False, env=env, takes=devices,
                          needs=None if sanitizer else "compute-sanitizer is not there")
         # Every operation of a team, once.
         for ops in TEAM_OPS if n > 1 else []:
             argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", program("gpu_team")]
-            env = {"CUDA_VISIBLE_DEVICES": first_devices(2), "CUDA_MODULE_LOADING": "EAGER", "TW_TEAM_OPS": ops}
+            env = {"CUDA_MODULE_LOADING": "EAGER", "TW_TEAM_OPS": ops}
             yield Config(f"{tool}-2-team-{ops}", [*argv, "every_operation"], by_sanitizer, jit=True, preload=False, env=env,
-                         needs=None if sanitizer else "compute-sanitizer is not there")
+                         takes=2, needs=None if sanitizer else "compute-sanitizer is not there")
 
 
 def bad_input(n):
@@ -433,10 +437,32 @@ def gpus():
         return 0, f"tilewire topo: {e}"
 
 
-def first_devices(n):
+def devices_of(n):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [d.strip() for d in visible.split(",") if d.strip()] if visible else [str(i) for i in range(n)]
-    return ",".join(names[:n])
+    return names[:n]
+
+
+def first_devices(n):
+    return ",".join(devices_of(n))
+
+
+class Pool:
+    """GPUs for configurations that run beside each other."""
+
+    def __init__(self, devices):
+        self.free, self.changed = list(devices), threading.Condition()
+
+    def take(self, num):
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.free) >= num)
+            mine, self.free = self.free[:num], self.free[num:]
+            return mine
+
+    def give(self, mine):
+        with self.changed:
+            self.free += mine
+            self.changed.notify_all()
 
 
 class Runner:
@@ -448,6 +474,7 @@ class Runner:
         self.cache = tempfile.mkdtemp(prefix="tilewire-run-")
         self.preload = self.interposer() if interpose else None
         self.limits, self.links = "", []
+        self.noting = threading.Lock()
 
     def interposer(self):
         """A library that makes cuMulticastCreate fail, if there is a compiler to make it with."""
@@ -461,12 +488,13 @@ class Runner:
             return None
         return str(lib)
 
-    def environment(self, c, log):
-        env = dict(os.environ, CUDA_VISIBLE_DEVICES=first_devices(self.n), TILEWIRE_CACHE_DIR=self.cache)
+    def environment(self, c, log, name, devices):
+        visible = ",".join(devices) if devices else first_devices(self.n)
+        env = dict(os.environ, CUDA_VISIBLE_DEVICES=visible, TILEWIRE_CACHE_DIR=self.cache, TW_RUN_CONFIG=name)
         # Every kernel of the operations must be among the files of this folder.
         env["TILEWIRE_JIT"] = "auto" if c.jit else "off"
         if c.preload and self.preload:
-            calls = Path(self.cache) / "calls"
+            calls = log.with_suffix(".calls")
             calls.mkdir(exist_ok=True)
             env["LD_PRELOAD"] = self.preload
             env["TW_MULTICAST_LOG"] = str(log)
@@ -474,10 +502,24 @@ class Runner:
         env.update(c.env)
         return env
 
-    def run(self, mode, c):
-        start, name, before = time.monotonic(), f"{mode}/{c.name}", leftovers()
-        multicast = Path(self.cache) / "multicast.log"
-        multicast.unlink(missing_ok=True)
+    def beside(self, configs):
+        """Runs configurations that take some of the GPUs, as many at once as there are GPUs for."""
+        pool = Pool(devices_of(self.n))
+
+        def one(mode, c):
+            mine = pool.take(c.takes)
+            try:
+                self.run(mode, c, mine)
+            finally:
+                pool.give(mine)
+
+        with ThreadPoolExecutor(max_workers=self.n) as threads:
+            for done in [threads.submit(one, mode, c) for mode, c in configs]:
+                done.result()
+
+    def run(self, mode, c, devices=None):
+        start, name = time.monotonic(), f"{mode}/{c.name}"
+        multicast = Path(self.cache) / (name.replace("/", "-") + ".multicast")
         if c.needs:
             rc, state, summary = None, "skipped", c.needs
         else:
@@ -486,13 +528,13 @@ class Runner:
             # A file, not a pipe: nobody who keeps it open keeps us waiting.
             with log.open("wb") as f:
                 rc = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, cwd=self.cache,
-                                    env=self.environment(c, multicast), check=False).returncode
+                                    env=self.environment(c, multicast, name, devices), check=False).returncode
             out = log.read_text(errors="replace")
             state, summary = c.judge(rc, out)
             # A program that a signal ended may give the same code: only time tells.
             if rc in (124, 137) and time.monotonic() - start >= LIMIT_S:
                 state, summary = "failed", f"ended after {LIMIT_S} s: " + summary
-            left = self.settle(before)
+            left = self.settle(name)
             if left:
                 state, summary = "failed", f"left behind: {left}; " + summary
         line = {"config": name, "gpus": self.n, "state": state, "rc": rc,
@@ -508,10 +550,10 @@ class Runner:
             self.links = line["rows"] if c.name == f"links-{self.n}" else self.links
         self.note(line)
 
-    def settle(self, before):
-        """What is left of the last program a second after its end."""
+    def settle(self, name):
+        """What is left of a program a second after its end."""
         for _ in range(20):
-            left = {pid: exe for pid, exe in leftovers().items() if pid not in before}
+            left = leftovers(name)
             if not left:
                 break
             time.sleep(0.05)
@@ -529,10 +571,11 @@ class Runner:
     def note(self, line):
         line["summary"] = " ".join(line["summary"].split())
         state, name, summary = line["state"], line["config"], line["summary"]
-        self.count[state] += 1
-        with self.results.open("a") as f:
-            f.write(json.dumps(line) + "\n")
-        print(f"{state:<8} {line['seconds']:>6.1f} s  {name:<48} {summary}", flush=True)
+        with self.noting:
+            self.count[state] += 1
+            with self.results.open("a") as f:
+                f.write(json.dumps(line) + "\n")
+            print(f"{state:<8} {line['seconds']:>6.1f} s  {name:<48} {summary}", flush=True)
 
 
 def main():
@@ -561,7 +604,10 @@ def main():
     runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer)
     try:
         start, late = time.monotonic(), []
-        for mode, c in wanted:
+        # Large ones first, so that no GPUs are left over at the end.
+        some = sorted((w for w in wanted if w[1].takes), key=lambda w: -w[1].takes)
+        runner.beside(some)
+        for mode, c in (w for w in wanted if not w[1].takes):
             if time.monotonic() - start > a.seconds:
                 late.append(f"{mode}/{c.name}")
             else:
