@@ -409,6 +409,9 @@ pub struct BenchArgs {
     /// On GPUs: multiprocessors that `ep` may take (default: as the operation does).
     #[arg(long)]
     pub sms: Option<usize>,
+    /// On GPUs: `ep_dispatch` brings rows straight to a receive buffer in symmetric memory.
+    #[arg(long)]
+    pub zero_copy: bool,
     /// Only these operations.
     #[arg(long, value_delimiter = ',')]
     pub op: Vec<String>,

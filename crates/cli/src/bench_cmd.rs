@@ -72,6 +72,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
         experts: (args.experts, args.top_k),
         align: args.align,
         sms: args.sms,
+        zero_copy: args.zero_copy,
         shape: (args.m, args.n, args.k),
         iters: args.iters,
     };

@@ -38,6 +38,8 @@ pub struct Options {
     pub align: usize,
     /// Multiprocessors that expert parallelism may take.
     pub sms: Option<usize>,
+    /// Rows of `ep` come straight to where they stay.
+    pub zero_copy: bool,
     /// Rows in all, columns and contraction of a rank, of what multiplies.
     pub shape: (usize, usize, usize),
     /// Timed samples.
@@ -83,7 +85,10 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
         for &bytes in if is_ep || multiplies { &[0][..] } else { &o.bytes } {
             let team = world.everyone("bench")?;
             let heap_bytes = match is_ep {
-                true => EpPlan::memory(&ep_desc(o, team.size())).symmetric,
+                true => {
+                    let m = EpPlan::memory(&ep_desc(o, team.size()));
+                    m.symmetric + if o.zero_copy { m.received } else { 0 }
+                }
                 false if multiplies => Bench::products_heap(o, team.size()),
                 // All-reduce has two areas of the vector's size; there are two plans.
                 false => 4 * bytes,
@@ -290,8 +295,15 @@ impl Bench<'_> {
         let idx_t = Tensor::from_slice(&idx[me], Shape::d2(t, k))?.to(&self.device)?;
         let exact: Vec<f32> = (0..t * h).map(|i| value(me, i)).collect();
         let x = self.place(&exact, Shape::d2(t, h))?;
+        let straight = || {
+            let x = plan.zero_copy_recv()?;
+            x.poison().map(|()| x)
+        };
         let recv = EpDispatch {
-            x: self.poisoned(d.dtype, Shape::d2(d.capacity, h))?,
+            x: match self.o.zero_copy {
+                true => straight()?,
+                false => self.poisoned(d.dtype, Shape::d2(d.capacity, h))?,
+            },
             scales: None,
             weights: Some(self.poisoned(DType::F32, Shape::d1(d.capacity))?),
         };
@@ -323,7 +335,8 @@ impl Bench<'_> {
         let moved = (rows * h * d.dtype.size()) as f64;
         let note =
             format!("{:.1} GB/s of rows to other ranks, preparation included", moved / us / 1e3);
-        let sms = self.o.sms.map_or(String::new(), |n| format!(" sms={n}"));
+        let sms = self.o.sms.map_or(String::new(), |n| format!(" sms={n}"))
+            + if self.o.zero_copy { " zero_copy" } else { "" };
         let align = d.layout.align();
         let shape = format!(
             "tokens={t} hidden={h} top_k={k} experts={} align={align}{sms}",

@@ -34,6 +34,11 @@ __device__ __forceinline__ bool tw_is_over(const TwTeam& t) {
     return ld_relaxed_gpu_u64(t.fault) != 0;
 }
 
+// By a warp: the same answer in all lanes, whenever the word changes.
+__device__ __forceinline__ bool tw_warp_is_over(const TwTeam& t) {
+    return __any_sync(0xffffffffu, tw_is_over(t));
+}
+
 // The first failure of this rank: reports it and tells the peers.
 __device__ void tw_fail(const TwTeam& t, const TwWait& w) {
     // One that was heard is passed on as it is, so that all ranks name the rank that began.

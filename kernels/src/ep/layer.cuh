@@ -9,10 +9,15 @@
 //   meta    [P * T] TwMeta + k TwCopy + scales f32, `meta_stride` bytes each
 //   tokens  [P * T] rows, `row_stride` bytes each
 //   back    [P * T] rows of results, then k f32 gradients of weights, `back_stride` bytes each
-//   flags   credits [P] u64, then arrivals [P][chunks] u64, of tokens and of what comes back
+//   flags   credits [P] u64, receive buffers [P] u64, then arrivals [P][chunks] u64, of tokens and of what
+//           comes back
+//   rows    where a dispatch is told so: receive buffers that rows of peers come to directly (zero copy)
 // What comes from token t of rank s lies at index s * T + t of an area: no place is negotiated. Each
 // area counts its launches (`epoch`, the same on all ranks); a word of a launch carries its number, so
 // nothing is ever cleared. A rank that has read an area grants it, by its credit, for the next launch.
+// Rows that go straight to a receive buffer have no place by token, but the first of the rows that their
+// copies have at that rank, and the receiver adds the others. Its stream may use the buffer up to the launch
+// itself, so it says then, by number of the launch and of the buffer, that rows may come.
 //
 // What the host exchanges itself takes two launches: one whose blocks all send, to areas that stand for those of
 // the ranks and with flags of their own that are always up, and one whose blocks all receive.
@@ -78,7 +83,12 @@ __device__ __forceinline__ u64* tw_credit(const TwEp& l, const TwMeet& m, u32 ra
 }
 
 __device__ __forceinline__ u64* tw_arrival(const TwEp& l, const TwMeet& m, u32 rank, u32 writer, u32 c) {
-    return (u64*)(m.flags + rank * m.stride) + l.size + (u64)writer * m.chunks + c;
+    return (u64*)(m.flags + rank * m.stride) + 2 * l.size + (u64)writer * m.chunks + c;
+}
+
+// Number of the launch << 16 | the receive buffer that `writer` takes its rows to.
+__device__ __forceinline__ u64* tw_buffer(const TwEp& l, const TwMeet& m, u32 rank, u32 writer) {
+    return (u64*)(m.flags + rank * m.stride) + l.size + writer;
 }
 
 __device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {
@@ -232,14 +242,46 @@ __device__ __forceinline__ void tw_lay(u64 from, u64 len, const u64 (&to)[2], u3
     else tw_lay_pieces<u8>(from, len, to, j, slices);
 }
 
-// What a dispatch delivers; any may be 0. Rows are expert-major.
+// What a dispatch delivers; any may be 0. Rows are expert-major. With a `buffer`, x lies in symmetric memory,
+// at the same place of all ranks, and their rows come to it directly.
 struct TwRecv {
     u64 x;
     float* weights;
     float* scales;
     int* index;
     u64 row_bytes;
+    u32 buffer, bad_input;
 };
+
+// Row `row` of the receive buffer of rank `r`.
+__device__ __forceinline__ u64 tw_recv_row(const TwEp& l, const TwRecv& out, u32 r, u64 row) {
+    return out.x + (u64)r * l.stride - (u64)l.me * l.stride + row * out.row_bytes;
+}
+
+// By the first warp of a launch: from now on rows may come to the buffer.
+__device__ __forceinline__ void tw_announce(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwRecv& out, u64 epoch) {
+    if (blockIdx.x != 0 || threadIdx.x >= 32 || tw_is_over(t)) return;
+    fence_acq_rel_sys();
+    for (u32 r = threadIdx.x; r < l.size; r += 32) st_relaxed_sys_u64(tw_buffer(l, m, r, l.me), epoch << 16 | out.buffer);
+}
+
+// By a warp: all ranks take the rows of this launch to the buffer that I do. False if the team is over.
+__device__ __forceinline__ bool tw_accepted(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwRecv& out, u64 epoch) {
+    if (out.buffer == 0) return true;
+    bool good = true;
+    for (u32 r = threadIdx.x % 32; good && r < l.size; r += 32) {
+        const TwWait w = {TW_OP_WAIT, m.slot, r, 0, 0, epoch << 16, 0, 0, 0};
+        good = tw_await(t, tw_buffer(l, m, l.me, r), w);
+        // A rank that has all of this launch may be at the next one.
+        const u64 word = ld_relaxed_sys_u64(tw_buffer(l, m, l.me, r));
+        if (good && word >> 16 == epoch && (u32)(word & 0xffff) != out.buffer) {
+            const TwWait bad = {TW_OP_INPUT, out.bad_input, l.me, TW_OTHER, l.me, 0, 1, 0, 0};
+            tw_fail(t, bad);
+            good = false;
+        }
+    }
+    return __all_sync(0xffffffffu, good);
+}
 
 // By a warp: zeros, by plain stores.
 struct TwZeros {
@@ -300,6 +342,8 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
     if (num > l.top_k) num = l.top_k;
     if (j == 0 && lane == 0) h.num[record] = num;
     const float* scales = (const float*)(copies + l.top_k);
+    u64 from = l.tokens + l.me * l.stride + record * l.row_stride;
+    if (out.buffer && num > 0) from = tw_recv_row(l, out, l.me, (u32)copies[0].row);
     for (u32 n = 0; n < num; n += 2) {
         u64 to[2] = {0, 0};
         const TwCopy two[2] = {copies[n], copies[n + 1 < num ? n + 1 : n]};
@@ -310,7 +354,8 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
             if (j == 0 && lane == 0) h.copies[record * l.top_k + n + i] = c;
             // Rows within the capacity are all that a peer sends; another would be outside of the memory.
             if ((u32)c.row >= l.capacity) continue;
-            to[i] = out.x ? out.x + c.row * out.row_bytes : 0;
+            // The first one is where it stays if it came to a receive buffer.
+            if (!out.buffer || n + i > 0) to[i] = out.x ? out.x + c.row * out.row_bytes : 0;
             if (j == 0 && lane == 0) {
                 h.source[c.row] = (int)record;
                 if (out.weights) out.weights[c.row] = c.weight;
@@ -320,7 +365,7 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
                 for (u32 s = lane; s < l.scales; s += 32) out.scales[(u64)c.row * l.scales + s] = scales[s];
         }
         if (!to[0]) to[0] = to[1], to[1] = 0;
-        if (to[0]) tw_lay(l.tokens + l.me * l.stride + record * l.row_stride, out.row_bytes, to, j, slices);
+        if (to[0]) tw_lay(from, out.row_bytes, to, j, slices);
     }
 }
 
@@ -329,7 +374,7 @@ __device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const
                                            const TwRecv& out, u64 epoch) {
     const u32 warps = MOVERS / 32;
     const u64 w = (u64)(blockIdx.x - m.senders) * warps + threadIdx.x / 32, num = (u64)(gridDim.x - m.senders) * warps;
-    if (tw_is_over(t)) return;
+    if (tw_warp_is_over(t)) return;
     tw_pad(l, h, out, w, num, TwZeros());
     for (u64 i = w; i < (u64)m.chunks * l.size * m.slices; i += num) {
         const u32 j = i % m.slices, c = i / m.slices / l.size, s = (l.me + 1 + i / m.slices % l.size) % l.size;
@@ -349,10 +394,11 @@ struct TwSend {
     u32 tokens, pad;
 };
 
-// By a warp: the copies of token t to the ranks `r` of the lanes, in the order of choices. Which ranks get any
-// (bit of a lane). Choices are read at once, a lane for each: one after the other they would take longer
-// than the row.
-__device__ __forceinline__ u32 tw_send_meta(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t, u32 r) {
+// By a warp: the copies of token t to the ranks `r` of the lanes, in the order of choices; `row` of the first.
+// Which ranks get any (bit of a lane). Choices are read at once, a lane for each: one after the other they
+// would take longer than the row.
+__device__ __forceinline__ u32 tw_send_meta(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t, u32 r,
+                                            u32& row0) {
     const u32 lane = threadIdx.x % 32;
     const u64 meta = tw_meta(l, r, (u64)l.me * l.max_tokens + t);
     TwCopy* copies = (TwCopy*)(meta + sizeof(TwMeta));
@@ -365,7 +411,10 @@ __device__ __forceinline__ u32 tw_send_meta(const TwEp& l, const TwHandle& h, co
         for (u32 j = 0; j < 32 && j0 + j < l.top_k; j++) {
             const TwCopy c = {(int)(j0 + j), __shfl_sync(0xffffffffu, row, j), __shfl_sync(0xffffffffu, weight, j)};
             const int to = __shfl_sync(0xffffffffu, rank, j);
-            if (to == (int)r && r < l.size && c.row >= 0) copies[n++] = c;
+            if (to == (int)r && r < l.size && c.row >= 0) {
+                if (n == 0) row0 = (u32)c.row;
+                copies[n++] = c;
+            }
         }
     }
     if (n > 0) {
@@ -376,11 +425,12 @@ __device__ __forceinline__ u32 tw_send_meta(const TwEp& l, const TwHandle& h, co
     return __ballot_sync(0xffffffffu, n > 0);
 }
 
-// The ranks that token t goes to.
-__device__ __forceinline__ u64 tw_send_metas(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t) {
+// The ranks that token t goes to; `rows`, of the ranks `lane` and `lane + 32`, of their first copies.
+__device__ __forceinline__ u64 tw_send_metas(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t,
+                                             u32 (&rows)[2]) {
     const u32 lane = threadIdx.x % 32;
-    const u64 low = tw_send_meta(l, h, in, epoch, t, lane);
-    return l.size <= 32 ? low : low | (u64)tw_send_meta(l, h, in, epoch, t, lane + 32) << 32;
+    const u64 low = tw_send_meta(l, h, in, epoch, t, lane, rows[0]);
+    return l.size <= 32 ? low : low | (u64)tw_send_meta(l, h, in, epoch, t, lane + 32, rows[1]) << 32;
 }
 
 // By a warp whose lanes have written everything of chunk `c`: it has come.

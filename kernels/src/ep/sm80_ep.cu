@@ -261,15 +261,30 @@ __device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwSend& in, 
     }
 }
 
+// By a warp: a row to the receive buffers of the ranks of `mask`, from me + 1 on; `rows` as `tw_send_metas` says.
+__device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwSend& in, const TwRecv& recv, u32 t, u64 mask,
+                                             const u32 (&rows)[2]) {
+    for (u32 n = 1; n <= l.size; n++) {
+        const u32 r = (l.me + n) % l.size, row = __shfl_sync(0xffffffffu, rows[r / 32], r % 32);
+        const u64 to[2] = {tw_recv_row(l, recv, r, row), 0};
+        if (mask >> r & 1) tw_lay(in.x + t * in.row_bytes, in.row_bytes, to, 0, 1);
+    }
+}
+
 // A record of each of my tokens to each rank that has a kept copy of it.
 __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwSend& in,
-                                        u64 epoch) {
-    if (!tw_granted(t, l, m, epoch)) return;
+                                        const TwRecv& recv, u64 epoch) {
+    if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
     const u32 warps = m.senders * (MOVERS / 32), lane = threadIdx.x % 32;
     for (u32 c = blockIdx.x + threadIdx.x / 32 * m.senders; c < m.chunks; c += warps) {
         const u32 end = min((c + 1) * m.chunk, in.tokens);
         for (u32 token = c * m.chunk; token < end; token++) {
-            const u64 mask = tw_send_metas(l, h, in, epoch, token);
+            u32 rows[2] = {0, 0};
+            const u64 mask = tw_send_metas(l, h, in, epoch, token, rows);
+            if (recv.buffer) {
+                tw_push_rows(l, in, recv, token, mask, rows);
+                continue;
+            }
             const u64 bits = in.x | in.row_bytes | l.tokens | l.row_stride | l.stride;
             if (bits % 16 == 0) tw_push_pieces<TwPiece>(l, in, token, mask);
             else if (bits % 4 == 0) tw_push_pieces<u32>(l, in, token, mask);
@@ -287,7 +302,8 @@ tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, con
            const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
            const __grid_constant__ TwPoison out) {
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
-    if (blockIdx.x < m.senders) tw_push(t, l, m, h, in, epoch);
+    tw_announce(t, l, m, recv, epoch);
+    if (blockIdx.x < m.senders) tw_push(t, l, m, h, in, recv, epoch);
     else tw_receive(t, l, m, h, recv, epoch);
     tw_end(t, l, m, epoch, out);
 }
@@ -462,7 +478,7 @@ __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const T
 // Chunks as they come back from all ranks: a warp for each slice of a token.
 __device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                            const TwBack& b, u64 epoch) {
-    if (tw_is_over(t)) return;
+    if (tw_warp_is_over(t)) return;
     const u32 all = blockDim.x / 32, first = (blockIdx.x - m.senders) * all + threadIdx.x / 32;
     for (u32 i = first; i < b.tokens * m.slices; i += (gridDim.x - m.senders) * all) {
         const u32 token = i / m.slices;

@@ -228,7 +228,7 @@ __device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h
 // Chunks as they come back from all ranks.
 __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                             const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
-    if (tw_is_over(t)) return;
+    if (tw_warp_is_over(t)) return;
     const TwRows rows = {l.back + l.me * l.stride, l.back_stride, (u64)b.hidden * sizeof(Out::Bits)};
     for (u32 c; (c = tw_claim(m.ticket + 3)) * m.chunk < b.tokens;) {
         const u32 token = c * m.chunk, tokens = min(m.chunk, b.tokens - token);

@@ -2,8 +2,8 @@
 // read once and stored to each place by one instruction. Rows, their addresses and strides are multiples
 // of 16.
 //
-// Every block has SEND warps that write rows to peers, LAY warps that lay out what comes, and one that
-// writes rows that nobody feeds. Warps take the next chunk that nobody has taken, so the launch ends with
+// Every block has SEND warps that write rows to peers and then help LAY warps, which lay out what comes, and one
+// that writes rows that nobody feeds. Warps take the next chunk that nobody has taken, so the launch ends with
 // any number of blocks that run at once.
 
 enum { SEND = TW_EP_BULK_SEND, LAY = TW_EP_BULK_LAY, PIECE = TW_EP_BULK_PIECE, ZERO = TW_EP_BULK_ZERO };
@@ -61,21 +61,27 @@ __device__ __forceinline__ void tw_bulk_stored() {
     __syncwarp();
 }
 
+// Where the row of a token goes at rank `r`: to its place by number, or to the first row of its copies.
+__device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, u32 r, u32 token, u32 row) {
+    if (recv.buffer) return tw_recv_row(l, recv, r, row);
+    return l.tokens + r * l.stride + ((u64)l.me * l.max_tokens + token) * l.row_stride;
+}
+
 // By a warp: the rows of tokens [token, end) to the ranks that their choices name, a lane for each rank.
-__device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 token,
-                                             u32 end, TwStage& s) {
-    const u64 to = l.tokens + (u64)l.me * l.max_tokens * l.row_stride;
+__device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, const TwSend& in, const TwRecv& recv,
+                                             u64 epoch, u32 token, u32 end, TwStage& s) {
     if (token < end) tw_bulk_fetch(s, in.x + token * in.row_bytes, in.row_bytes);
     for (; token < end; token++) {
         const u64 from = in.x + token * in.row_bytes;
         // The row comes while its ranks are found.
-        const u64 mask = tw_send_metas(l, h, in, epoch, token);
+        u32 rows[2] = {0, 0};
+        const u64 mask = tw_send_metas(l, h, in, epoch, token, rows);
         for (u64 at = 0; at < in.row_bytes; at += PIECE) {
             const u64 left = in.row_bytes - at;
             const unsigned char* piece = tw_bulk_await(s);
             for (u32 r = threadIdx.x % 32; r < l.size; r += 32)
                 if (mask >> r & 1)
-                    bulk_store((void*)(to + r * l.stride + token * l.row_stride + at), piece, (u32)min((u64)PIECE, left));
+                    bulk_store((void*)(tw_bulk_to(l, recv, r, token, rows[r / 32]) + at), piece, (u32)min((u64)PIECE, left));
             tw_bulk_stored();
             if (left > PIECE) tw_bulk_fetch(s, from + at + PIECE, left - PIECE);
             else if (token + 1 < end) tw_bulk_fetch(s, from + in.row_bytes, in.row_bytes);
@@ -84,12 +90,12 @@ __device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, c
 }
 
 __device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                             const TwSend& in, u64 epoch, TwStage s) {
-    if (!tw_granted(t, l, m, epoch)) return;
+                                             const TwSend& in, const TwRecv& recv, u64 epoch, TwStage& s) {
+    if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
     // The rows were read by bulk loads before they were granted, and are written by bulk stores.
     fence_proxy_async();
     for (u32 c; (c = tw_claim(m.ticket + 2)) < m.chunks;) {
-        tw_bulk_rows(l, h, in, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
+        tw_bulk_rows(l, h, in, recv, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
         // Written, and known to the lane that will say so, before the flags.
         bulk_wait_group<0>();
         fence_proxy_async();
@@ -113,36 +119,51 @@ __device__ __forceinline__ void tw_bulk_meta(const TwEp& l, const TwHandle& h, c
     }
 }
 
+// By a warp: where the payload of record first + lane is, if it has `num` copies and any of them is still to be
+// laid out; else 0. In a receive buffer the first copy is in its place.
+__device__ __forceinline__ u64 tw_bulk_payload(const TwEp& l, const TwRecv& out, u64 record, u32 num) {
+    if (!out.x || num == 0) return 0;
+    if (!out.buffer) return l.tokens + l.me * l.stride + record * l.row_stride;
+    if (num == 1) return 0;
+    const u32 row = (u32)((const TwCopy*)((const TwMeta*)tw_meta(l, l.me, record) + 1))->row;
+    return row < l.capacity ? tw_recv_row(l, out, l.me, row) : 0;
+}
+
 // By a warp: records first + j, of `num` copies each (lane j has it), to the rows of their copies.
 __device__ __forceinline__ void tw_bulk_records(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 first, u32 num,
                                                 TwStage& s) {
-    const u64 from = l.tokens + l.me * l.stride + first * l.row_stride;
-    u32 live = __ballot_sync(0xffffffffu, num > 0);
-    if (out.x && live != 0) tw_bulk_fetch(s, from + (__ffs(live) - 1) * l.row_stride, out.row_bytes);
-    while (live != 0) {
-        const u32 j = __ffs(live) - 1, copies = __shfl_sync(0xffffffffu, num, j);
-        live &= live - 1;
+    const u32 full = 0xffffffffu;
+    const u64 payload = tw_bulk_payload(l, out, first + threadIdx.x % 32, num);
+    u32 there = __ballot_sync(full, num > 0), live = __ballot_sync(full, payload != 0);
+    const u64 begin = __shfl_sync(full, payload, live != 0 ? __ffs(live) - 1 : 0);
+    if (live != 0) tw_bulk_fetch(s, begin, out.row_bytes);
+    while (there != 0) {
+        const u32 j = __ffs(there) - 1, copies = __shfl_sync(full, num, j);
+        const bool lays = live >> j & 1;
+        there &= there - 1;
+        live &= ~(1u << j);
+        const u64 from = __shfl_sync(full, payload, j), next = __shfl_sync(full, payload, live != 0 ? __ffs(live) - 1 : 0);
         tw_bulk_meta(l, h, out, first + j, copies);
         const TwCopy* list = (const TwCopy*)((const TwMeta*)tw_meta(l, l.me, first + j) + 1);
-        for (u64 at = 0; out.x && at < out.row_bytes; at += PIECE) {
+        for (u64 at = 0; lays && at < out.row_bytes; at += PIECE) {
             const u64 left = out.row_bytes - at;
             const unsigned char* piece = tw_bulk_await(s);
-            for (u32 n = threadIdx.x % 32; n < copies; n += 32) {
+            for (u32 n = threadIdx.x % 32 + (out.buffer ? 1 : 0); n < copies; n += 32) {
                 const u32 row = (u32)list[n].row;
                 if (row < l.capacity) bulk_store((void*)(out.x + row * out.row_bytes + at), piece, (u32)min((u64)PIECE, left));
             }
             tw_bulk_stored();
-            if (left > PIECE) tw_bulk_fetch(s, from + j * l.row_stride + at + PIECE, left - PIECE);
-            else if (live != 0) tw_bulk_fetch(s, from + (__ffs(live) - 1) * l.row_stride, out.row_bytes);
+            if (left > PIECE) tw_bulk_fetch(s, from + at + PIECE, left - PIECE);
+            else if (live != 0) tw_bulk_fetch(s, next, out.row_bytes);
         }
     }
 }
 
 // What comes, chunk after chunk: of each chunk all sources, from me + 1 on.
 __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                                const TwRecv& out, u64 epoch, TwStage s) {
+                                                const TwRecv& out, u64 epoch, TwStage& s) {
     const u32 lane = threadIdx.x % 32;
-    if (tw_is_over(t)) return;
+    if (tw_warp_is_over(t)) return;
     for (u32 i; (i = tw_claim(m.ticket + 3)) < m.chunks * l.size;) {
         const u32 c = i / l.size, src = (l.me + 1 + i % l.size) % l.size;
         if (!tw_arrived(t, l, m, epoch, src, c)) return;
@@ -179,7 +200,7 @@ __device__ __forceinline__ void tw_bulk_pad(const TwTeam& t, const TwEp& l, cons
     for (u32 i = lane; i < ZERO / 4; i += 32) ((u32*)fill.zeros)[i] = 0;
     fence_proxy_async();
     __syncwarp();
-    if (!tw_is_over(t)) tw_pad(l, h, out, blockIdx.x, gridDim.x, fill);
+    if (!tw_warp_is_over(t)) tw_pad(l, h, out, blockIdx.x, gridDim.x, fill);
 }
 
 // As tw_ep_send, with any number of blocks. Dynamic shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
@@ -190,9 +211,15 @@ tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
     __shared__ __align__(8) u64 barriers[PIECES * (SEND + LAY)];
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     const u32 warp = threadIdx.x / 32;
-    if (warp < SEND) tw_bulk_push(t, l, m, h, in, epoch, tw_stage(barriers));
-    else if (warp < SEND + LAY) tw_bulk_receive(t, l, m, h, recv, epoch, tw_stage(barriers));
-    else tw_bulk_pad(t, l, h, recv);
+    tw_announce(t, l, m, recv, epoch);
+    if (warp < SEND + LAY) {
+        TwStage s = tw_stage(barriers);
+        if (warp < SEND) tw_bulk_push(t, l, m, h, in, recv, epoch, s);
+        // What has sent lays out, too.
+        tw_bulk_receive(t, l, m, h, recv, epoch, s);
+    } else {
+        tw_bulk_pad(t, l, h, recv);
+    }
     // What a lane has stored is there, and no shared memory is read any more.
     bulk_wait_group<0>();
     fence_proxy_async();

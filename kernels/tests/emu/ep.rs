@@ -22,10 +22,9 @@ pub const TESTS: &[Test] = tests![
     tokens_go_to_their_experts_and_back,
     tokens_go_by_bulk_copies,
     tokens_come_back_by_bulk_loads,
-    a_rank_that_stays_away_poisons_the_others,
 ];
 
-const RANKS: usize = 4;
+pub const RANKS: usize = 4;
 const TOKENS: usize = 24;
 const K: usize = 3;
 const ALIGN: usize = 2;
@@ -35,8 +34,8 @@ const META: usize = 64;
 const ROW: usize = 160;
 const BACK: usize = 176;
 /// Elements of a row: more words than a warp has lanes, and a whole number of pieces.
-const ODD: usize = 38;
-const WHOLE: usize = 8;
+pub const ODD: usize = 38;
+pub const WHOLE: usize = 8;
 const PIECE: usize = 16;
 const ENTRIES: usize = 4;
 const THREADS: u32 = 64;
@@ -49,13 +48,20 @@ const AT_META: usize = 512;
 const AT_TOKENS: usize = AT_META + RECORDS * META;
 const AT_BACK: usize = AT_TOKENS + RECORDS * ROW;
 const AT_FLAGS: usize = AT_BACK + RECORDS * BACK;
-const FLAGS: usize = (RANKS + RANKS * CHUNKS) * 8;
+const FLAGS: usize = (2 * RANKS + RANKS * CHUNKS) * 8;
+/// Receive buffers, each with room for the most rows of the longest.
+const AT_ROWS: usize = AT_FLAGS + 2 * FLAGS;
+pub const MOST_ROWS: usize = 150;
+const BUFFER: usize = MOST_ROWS * ROW;
+pub const BUFFERS: usize = 2;
+/// What a kernel says of receive buffers that differ.
+const DIFFER: u32 = 9;
 /// Blocks of the routing, and of what moves rows.
 const ROUTERS: u32 = 2;
 const BLOCKS: u32 = 3;
 const SMEM: u32 = 1024;
 
-fn unit(source: &Source, text: String, pieces: u64) -> &'static Lib {
+pub fn unit(source: &Source, text: String, pieces: u64) -> &'static Lib {
     let value = |d: &&'static str| {
         let own = match *d {
             "TW_OUT_MANTISSA" => ep_defines(23)[0].1,
@@ -98,10 +104,10 @@ pub fn load_back(text: String) -> &'static Lib {
 }
 
 /// Kernels of the portable unit, for tests of the other.
-static PORTABLE: LazyLock<&'static Lib> = LazyLock::new(|| load(EP.emu_text()));
+pub static PORTABLE: LazyLock<&'static Lib> = LazyLock::new(|| load(EP.emu_text()));
 static SIGNALS: LazyLock<&'static Lib> = LazyLock::new(|| team::load(SIGNAL.emu_text()));
 
-fn filled<T: Pod>(v: &[T]) -> Memory {
+pub fn filled<T: Pod>(v: &[T]) -> Memory {
     let m = Memory::new("input", ANY, size_of_val(v));
     if !v.is_empty() {
         m.write(v);
@@ -117,33 +123,33 @@ fn poisoned(len: usize) -> Memory {
 
 /// The portable kernels, and those of dispatch and combine by bulk copies.
 #[derive(Clone, Copy)]
-struct Libs {
-    plain: &'static Lib,
-    send: Option<&'static Lib>,
-    back: Option<&'static Lib>,
+pub struct Libs {
+    pub plain: &'static Lib,
+    pub send: Option<&'static Lib>,
+    pub back: Option<&'static Lib>,
 }
 
 impl Libs {
-    fn plain(plain: &'static Lib) -> Self {
+    pub fn plain(plain: &'static Lib) -> Self {
         Self { plain, send: None, back: None }
     }
 }
 
 /// A team with its areas, for one launch after the other.
-struct Layers {
-    team: Team,
-    views: Vec<Memory>,
+pub struct Layers {
+    pub team: Team,
+    pub views: Vec<Memory>,
     /// Launches of three areas, and their tickets.
-    states: Vec<Memory>,
-    first: Memory,
+    pub states: Vec<Memory>,
+    pub first: Memory,
     blocks: Vec<Memory>,
-    libs: Libs,
-    hidden: usize,
+    pub libs: Libs,
+    pub hidden: usize,
 }
 
 impl Layers {
-    fn new(libs: Libs, hidden: usize) -> Self {
-        let pages = Pages::new(RANKS, AT_FLAGS + 2 * FLAGS);
+    pub fn new(libs: Libs, hidden: usize) -> Self {
+        let pages = Pages::new(RANKS, AT_ROWS + BUFFERS * BUFFER);
         let first: Vec<u32> =
             (0..=RANKS).map(|r| EXPERTS[..r].iter().sum::<usize>() as u32).collect();
         let own = |len: usize| (0..RANKS).map(|_| Memory::new("own", ANY, len)).collect();
@@ -158,7 +164,7 @@ impl Layers {
         }
     }
 
-    fn layer(&self, me: usize, capacity: usize) -> Layer {
+    pub fn layer(&self, me: usize, capacity: usize) -> Layer {
         let base = self.views[me].addr();
         Layer {
             areas: [0, AT_META, AT_TOKENS, AT_BACK].map(|at| base + at as u64),
@@ -194,8 +200,29 @@ impl Layers {
         }
     }
 
+    /// Address of receive buffer `n`, from 1 on, of rank `r` as it sees it.
+    pub fn buffer(&self, r: usize, n: usize) -> u64 {
+        self.views[r].addr_of(r) + (AT_ROWS + (n - 1) * BUFFER) as u64
+    }
+
+    /// Fills a receive buffer of all ranks with what no launch writes.
+    pub fn refill(&self, n: usize) {
+        for (r, v) in self.views.iter().enumerate() {
+            let at = AT_ROWS + (n - 1) * BUFFER;
+            (0..BUFFER / 8).for_each(|i| v.set(r, at + 8 * i, 0x7777_7777_7777_7777));
+        }
+    }
+
+    /// The first `num` elements of a receive buffer.
+    pub fn received(&self, r: usize, n: usize, num: usize) -> Vec<f32> {
+        let at = AT_ROWS + (n - 1) * BUFFER;
+        let words = (0..num.div_ceil(2)).map(|i| self.views[r].get(r, at + 8 * i));
+        let all = words.flat_map(|w| [w as u32, (w >> 32) as u32].map(f32::from_bits));
+        all.take(num).collect()
+    }
+
     /// Runs one launch or more of each of `ranks`, at once.
-    fn run(
+    pub fn run(
         &self,
         at: (u64, usize),
         batch: &Batch,
@@ -204,7 +231,7 @@ impl Layers {
         self.run_all(at, &[batch], &|r| make(r, &batch.sides[r]));
     }
 
-    fn run_all(
+    pub fn run_all(
         &self,
         (seed, ranks): (u64, usize),
         batches: &[&Batch],
@@ -226,17 +253,17 @@ impl Layers {
 }
 
 /// One rank's own memory for a routing: the handle's eleven arrays, inputs and outputs.
-struct Side {
-    handle: Vec<Memory>,
-    idx: Memory,
-    x: Memory,
-    w: Memory,
-    recv: Memory,
-    recv_w: Memory,
-    index: Memory,
+pub struct Side {
+    pub handle: Vec<Memory>,
+    pub idx: Memory,
+    pub x: Memory,
+    pub w: Memory,
+    pub recv: Memory,
+    pub recv_w: Memory,
+    pub index: Memory,
     y: Memory,
-    out: Memory,
-    tokens: usize,
+    pub out: Memory,
+    pub tokens: usize,
 }
 
 impl Side {
@@ -245,7 +272,7 @@ impl Side {
     }
 }
 
-fn go(lib: &'static Lib, name: &str, blocks: u32) -> Launch<'static> {
+pub fn go(lib: &'static Lib, name: &str, blocks: u32) -> Launch<'static> {
     go_with(lib, name, blocks, THREADS)
 }
 
@@ -256,7 +283,7 @@ fn go_with(lib: &'static Lib, name: &str, blocks: u32, threads: u32) -> Launch<'
 }
 
 impl Layers {
-    fn route(&self, r: usize, s: &Side, capacity: usize) -> Launch<'static> {
+    pub fn route(&self, r: usize, s: &Side, capacity: usize) -> Launch<'static> {
         let a = Routing {
             idx: s.idx.addr(),
             blocks: self.blocks[r].addr(),
@@ -274,7 +301,24 @@ impl Layers {
     }
 
     /// In one kernel, or with the rows left to a second one.
-    fn dispatch(&self, r: usize, s: &Side, capacity: usize, whole: bool) -> Vec<Launch<'static>> {
+    pub fn dispatch(
+        &self,
+        r: usize,
+        s: &Side,
+        capacity: usize,
+        whole: bool,
+    ) -> Vec<Launch<'static>> {
+        self.dispatch_to(r, s, capacity, (whole, 0))
+    }
+
+    /// As `dispatch`, to a receive buffer if it is not 0.
+    pub fn dispatch_to(
+        &self,
+        r: usize,
+        s: &Side,
+        capacity: usize,
+        (whole, buffer): (bool, usize),
+    ) -> Vec<Launch<'static>> {
         let row_bytes = 4 * self.hidden as u64;
         let (layer, team) = (self.layer(r, capacity), self.team.param(r));
         let send = Send {
@@ -286,15 +330,19 @@ impl Layers {
             pad: 0,
         };
         let one = |p: u64| if whole { p } else { 0 };
+        let x = if buffer > 0 { self.buffer(r, buffer) } else { s.recv.addr() };
         let recv = Recv {
-            x: one(s.recv.addr()),
+            x: one(x),
             weights: s.recv_w.addr(),
             scales: 0,
             index: one(s.index.addr()),
             row_bytes,
+            buffer: buffer as u32,
+            bad_input: DIFFER,
         };
         let meet = Meet { leave: u32::from(whole), ..self.meet(r, 1, 1) };
-        let outs = poison(&[(&s.recv, 255), (&s.recv_w, 255), (&s.index, 255)]);
+        let mut outs = poison(&[(&s.recv, 255), (&s.recv_w, 255), (&s.index, 255)]);
+        outs.out[0] = x;
         let k = match self.libs.send {
             Some(lib) => go_with(lib, "tw_ep_send_bulk", BLOCKS, 5 * 32).smem(9 * PIECE as u32),
             None => go(self.libs.plain, "tw_ep_send", BLOCKS),
@@ -313,7 +361,7 @@ impl Layers {
         list
     }
 
-    fn combine(&self, r: usize, s: &Side, capacity: usize) -> Launch<'static> {
+    pub fn combine(&self, r: usize, s: &Side, capacity: usize) -> Launch<'static> {
         let back = Back {
             y: s.y.addr(),
             weights: s.recv_w.addr(),
@@ -342,16 +390,16 @@ impl Layers {
 }
 
 /// A routing with its data, and what must come of it.
-struct Batch {
+pub struct Batch {
     want: EpLayout,
     x: Vec<Vec<f32>>,
     w: Vec<Vec<f32>>,
     y: Vec<Vec<f32>>,
-    sides: Vec<Side>,
+    pub sides: Vec<Side>,
     capacity: usize,
 }
 
-fn batch(seed: u64, capacity: usize, hidden: usize) -> Batch {
+pub fn batch(seed: u64, capacity: usize, hidden: usize) -> Batch {
     let mut rng = Rng::new(seed);
     let tokens = [TOKENS, 0, 13, 20];
     let topks: Vec<TopK> =
@@ -404,7 +452,12 @@ impl Batch {
         }
     }
 
-    fn dispatched(&self, hidden: usize) {
+    pub fn dispatched(&self, hidden: usize) {
+        self.dispatched_to(hidden, |s, _, used| s.recv.read::<f32>()[..used].to_vec());
+    }
+
+    /// `read` gives the first elements of what a rank has received.
+    pub fn dispatched_to(&self, hidden: usize, read: impl Fn(&Side, usize, usize) -> Vec<f32>) {
         let (want, capacity) = (&self.want, self.capacity);
         for (r, s) in self.sides.iter().enumerate() {
             let mut num = vec![0u32; RECORDS];
@@ -423,7 +476,7 @@ impl Batch {
             assert_eq!(s.handle[2].read::<u32>(), num, "copies of the records at {r}");
             // Behind the rows of all experts nothing is promised.
             let used = want.ranks[r].m_splits().iter().sum::<usize>() * hidden;
-            assert!(s.recv.read::<f32>()[..used] == rows[..used], "received by {r}");
+            assert!(read(s, r, used) == rows[..used], "received by {r}");
             assert_eq!(s.recv_w.read::<f32>(), weights, "weights of {r}");
             assert_eq!(s.index.read::<i32>(), index, "index of {r}");
         }
@@ -532,49 +585,4 @@ fn tokens_come_back_by_bulk_loads() {
 fn tokens_go_by_bulk_copies() {
     some_bulk_routings(load_bulk(EP_BULK.emu_text()));
     some_bulk_routings(unit(&EP_BULK, EP_BULK.emu_text(), 1));
-}
-
-/// The last rank makes no launch: the others end, and nothing that they leave looks like a result.
-pub fn staying_away(lib: &'static Lib) {
-    (0..3).for_each(|phase| stay_away(Libs::plain(lib), ODD, phase));
-}
-
-pub fn staying_away_bulk(lib: &'static Lib) {
-    stay_away(Libs { send: Some(lib), ..Libs::plain(*PORTABLE) }, WHOLE, 1);
-}
-
-pub fn staying_away_back(lib: &'static Lib) {
-    stay_away(Libs { back: Some(lib), ..Libs::plain(*PORTABLE) }, WHOLE, 2);
-}
-
-fn stay_away(libs: Libs, hidden: usize, phase: usize) {
-    let layers = Layers::new(libs, hidden);
-    let b = batch(7, 150, hidden);
-    let make = |r: usize, s: &Side, phase: usize| match phase {
-        0 => vec![layers.route(r, s, 150)],
-        1 => layers.dispatch(r, s, 150, true),
-        _ => vec![layers.combine(r, s, 150)],
-    };
-    for done in 0..phase {
-        layers.run((7, RANKS), &b, &|r, s| make(r, s, done));
-    }
-    layers.run((7, RANKS - 1), &b, &|r, s| make(r, s, phase));
-    for (r, s) in b.sides.iter().enumerate().take(RANKS - 1) {
-        // A rank without tokens has nothing to wait for in a combine.
-        let waits = phase < 2 || s.tokens > 0;
-        assert_eq!(layers.team.fault(r) != 0, waits, "rank {r} knows");
-        let all = |m: &Memory, byte: u8| m.read::<u8>().iter().all(|&b| b == byte);
-        let spoiled = match phase {
-            0 => all(&s.index, 255) && all(&s.handle[7], 0) && all(&s.handle[8], 0),
-            1 => all(&s.recv, 255) && all(&s.recv_w, 255) && all(&s.index, 255),
-            _ => !waits || all(&s.out, 255),
-        };
-        assert!(spoiled, "phase {phase} of rank {r} looks like a result");
-    }
-}
-
-fn a_rank_that_stays_away_poisons_the_others() {
-    staying_away(*PORTABLE);
-    staying_away_bulk(load_bulk(EP_BULK.emu_text()));
-    staying_away_back(load_back(EP_BACK.emu_text()));
 }

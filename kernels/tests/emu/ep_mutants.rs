@@ -2,10 +2,9 @@
 
 use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK};
 
-use crate::ep::{
-    load, load_back, load_bulk, some_bulk_returns, some_bulk_routings, some_routings, staying_away,
-    staying_away_back, staying_away_bulk,
-};
+use crate::ep::{load, load_back, load_bulk, some_bulk_returns, some_bulk_routings, some_routings};
+use crate::ep_away::{staying_away, staying_away_back, staying_away_bulk};
+use crate::ep_straight::{some_straight, some_straight_bulk};
 use crate::planted::{Planted, all_are_killed};
 use crate::{Test, tests};
 
@@ -16,6 +15,44 @@ pub const TESTS: &[Test] = tests![
 ];
 
 const MUTANTS: &[Planted] = &[
+    Planted(
+        "rows come to a buffer that is in use",
+        " || !tw_accepted(t, l, m, recv, epoch)) return;",
+        ") return;",
+        some_straight,
+    ),
+    Planted(
+        "a buffer is free too early",
+        "r, 0, 0, epoch << 16, 0, 0, 0}",
+        "r, 0, 0, (epoch - 1) << 16, 0, 0, 0}",
+        some_straight,
+    ),
+    Planted(
+        "different buffers are not seen",
+        "(u32)(word & 0xffff) != out.buffer",
+        "false",
+        some_straight,
+    ),
+    Planted("buffers are not told", "epoch << 16 | out.buffer", "epoch << 16", some_straight),
+    Planted("the first row is the last", "if (n == 0) row0 =", "row0 =", some_straight),
+    Planted(
+        "copies are made from the area",
+        "if (out.buffer && num > 0) from =",
+        "if (false) from =",
+        some_straight,
+    ),
+    Planted(
+        "rows of another rank's buffer",
+        "out.x + (u64)r * l.stride - (u64)l.me * l.stride +",
+        "out.x +",
+        some_straight,
+    ),
+    Planted(
+        "lanes of a warp do not agree",
+        "if (tw_warp_is_over(t)) return;\n    tw_pad(",
+        "if (tw_is_over(t)) return;\n    tw_pad(",
+        some_straight,
+    ),
     Planted(
         "own counts count as earlier ones",
         "r < l.me ? (u32)",
@@ -66,7 +103,7 @@ const MUTANTS: &[Planted] = &[
         "(u64)t);\n    TwCopy*",
         some_routings,
     ),
-    Planted("dropped copies are sent", "&& c.row >= 0) copies", ") copies", some_routings),
+    Planted("dropped copies are sent", "&& c.row >= 0) {", ") {", some_routings),
     Planted(
         "records of earlier launches",
         "(u32)(word >> 32) == (u32)epoch ? (u32)word : 0",
@@ -143,8 +180,8 @@ const MUTANTS: &[Planted] = &[
         some_routings,
     ),
     Planted("the ticket stays", "if (last) *ticket = 0;", "", some_routings),
-    Planted("routing is not spoiled", "if (tw_is_over(t)) tw_spoil(out);", "", staying_away),
-    Planted("rows are not spoiled", "if (tw_is_over(t)) tw_spoil(p);", "", staying_away),
+    Planted("routing is not spoiled", "if (tw_told(t)) tw_spoil(out);", "", staying_away),
+    Planted("rows are not spoiled", "if (tw_told(t)) tw_spoil(p);", "", staying_away),
 ];
 
 fn mutants_of_expert_parallelism_are_killed() {
@@ -153,6 +190,31 @@ fn mutants_of_expert_parallelism_are_killed() {
 
 const BULK_MUTANTS: &[Planted] = &[
     Planted(
+        "different buffers are not seen",
+        "(u32)(word & 0xffff) != out.buffer",
+        "false",
+        some_straight_bulk,
+    ),
+    Planted(
+        "rows come before they may",
+        " || !tw_accepted(t, l, m, recv, epoch)) return;",
+        ") return;",
+        some_straight_bulk,
+    ),
+    Planted(
+        "rows to the area",
+        "if (recv.buffer) return tw_recv_row",
+        "if (false) return tw_recv_row",
+        some_straight_bulk,
+    ),
+    Planted(
+        "rows from the area",
+        "if (!out.buffer) return l.tokens",
+        "return l.tokens",
+        some_straight_bulk,
+    ),
+    Planted("single copies only", "if (num == 1) return 0;", "return 0;", some_straight_bulk),
+    Planted(
         "pieces of all warps in one",
         "tw_smem + warp * PIECES * PIECE",
         "tw_smem",
@@ -160,8 +222,8 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "a row sent to its beginning",
-        "l.row_stride + at), piece",
-        "l.row_stride), piece",
+        "rows[r / 32]) + at), piece",
+        "rows[r / 32])), piece",
         some_bulk_routings,
     ),
     Planted(
@@ -172,14 +234,14 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "always the first piece",
-        "tw_bulk_fetch(s, from + at + PIECE,",
-        "tw_bulk_fetch(s, from,",
+        "tw_bulk_fetch(s, from + at + PIECE, left - PIECE);\n            else if (token",
+        "tw_bulk_fetch(s, from, left - PIECE);\n            else if (token",
         some_bulk_routings,
     ),
     Planted(
         "always the first piece of what came",
-        "tw_bulk_fetch(s, from + j * l.row_stride + at + PIECE",
-        "tw_bulk_fetch(s, from + j * l.row_stride",
+        "tw_bulk_fetch(s, from + at + PIECE, left - PIECE);\n            else if (live",
+        "tw_bulk_fetch(s, from, left - PIECE);\n            else if (live",
         some_bulk_routings,
     ),
     Planted(
@@ -190,8 +252,8 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "the same record again",
-        "else if (live != 0) tw_bulk_fetch(s, from + (__ffs(live) - 1) *",
-        "else if (live != 0) tw_bulk_fetch(s, from + j *",
+        "else if (live != 0) tw_bulk_fetch(s, next,",
+        "else if (live != 0) tw_bulk_fetch(s, from,",
         some_bulk_routings,
     ),
     Planted("to nobody", "if (mask >> r & 1)\n", "if (false)\n", some_bulk_routings),
@@ -239,7 +301,7 @@ const BULK_MUTANTS: &[Planted] = &[
         "~(s.used / PIECES) & 1)",
         some_bulk_routings,
     ),
-    Planted("rows are not spoiled", "if (tw_is_over(t)) tw_spoil(p);", "", staying_away_bulk),
+    Planted("rows are not spoiled", "if (tw_told(t)) tw_spoil(p);", "", staying_away_bulk),
 ];
 
 fn mutants_of_bulk_dispatch_are_killed() {
@@ -334,7 +396,7 @@ const BACK_MUTANTS: &[Planted] = &[
         "if (false) m.ticket",
         some_bulk_returns,
     ),
-    Planted("results are not spoiled", "if (tw_is_over(t)) tw_spoil(p);", "", staying_away_back),
+    Planted("results are not spoiled", "if (tw_told(t)) tw_spoil(p);", "", staying_away_back),
 ];
 
 fn mutants_of_bulk_combine_are_killed() {

@@ -68,6 +68,8 @@ pub struct Recv {
     pub scales: u64,
     pub index: u64,
     pub row_bytes: u64,
+    pub buffer: u32,
+    pub bad_input: u32,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]

@@ -12,8 +12,10 @@ mod compile;
 mod convert;
 mod dequant;
 mod ep;
+mod ep_away;
 mod ep_mutants;
 mod ep_params;
+mod ep_straight;
 mod gemm;
 mod gemm_aux;
 mod gemm_mutants;
@@ -76,6 +78,8 @@ fn main() -> ExitCode {
         attention_mutants::TESTS,
         reduce::TESTS,
         ep::TESTS,
+        ep_away::TESTS,
+        ep_straight::TESTS,
         ep_mutants::TESTS,
         layers::TESTS,
         optimizer::TESTS,

@@ -11,6 +11,8 @@ use tilewire_oracle::permute::TopK;
 
 use super::{Case, Ctx, NCCL};
 
+/// Rows come straight to receive buffers in symmetric memory.
+const ZERO_COPY: &str = "ep/zero_copy";
 const VARIANTS: [&str; 7] = ["expert", "aligned", "rank", "flat", "drop", "uneven", "one"];
 
 pub(super) fn cases() -> Vec<Case> {
@@ -28,6 +30,11 @@ pub(super) fn cases() -> Vec<Case> {
     let shape = [("tokens", 7), ("hidden", 16), ("experts", 5), ("top_k", 2)];
     v.push(Case::new(format!("{NCCL}/ep/flat"), DType::F8E4M3, &shape, run));
     v.push(Case::new("ep/expert", DType::F16, &shape, run));
+    // By plain stores, and in pieces of 16 bytes.
+    for (dtype, hidden) in [(DType::BF16, 13), (DType::F32, 12), (DType::F8E4M3, 16)] {
+        let shape = [("tokens", 11), ("hidden", hidden), ("experts", 9), ("top_k", 3)];
+        v.push(Case::new(ZERO_COPY, dtype, &shape, run));
+    }
     v.push(Case::new("ep/aligned", DType::F8E4M3, &shape, run));
     v.push(Case::new("ep/flat", DType::F8E4M3, &shape, run));
     v
@@ -116,7 +123,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         [batch(ctx, case, &desc, &spec, &variant), batch(ctx, case, &desc, &spec, &variant)];
     let mut flying = Vec::new();
     for b in &batches {
-        flying.push(forward(ctx, &plan, b)?);
+        flying.push(forward(ctx, &plan, b, case.bare() == ZERO_COPY)?);
     }
     for (b, (handle, recv)) in batches.iter().zip(&flying) {
         finish(ctx, &plan, b, handle, recv)?;
@@ -149,7 +156,22 @@ fn mat_1(v: &[f64]) -> Mat {
     Mat::new(v.len(), 1, v.to_vec())
 }
 
-fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispatch)> {
+/// Poison where the rows of a dispatch will be.
+fn recv_x(ctx: &Ctx, plan: &EpPlan, straight: bool) -> Result<Tensor> {
+    let d = plan.desc();
+    if !straight {
+        return ctx.poisoned(d.dtype, Shape::d2(d.recv_rows(), d.hidden));
+    }
+    let x = plan.zero_copy_recv()?;
+    x.poison().map(|()| x)
+}
+
+fn forward(
+    ctx: &mut Ctx,
+    plan: &EpPlan,
+    b: &Batch,
+    straight: bool,
+) -> Result<(EpHandle, EpDispatch)> {
     let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
     let handle = plan.handle()?;
     let idx = idx_tensor(ctx, &b.topks[me])?;
@@ -169,7 +191,7 @@ fn forward(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<(EpHandle, EpDispa
 
     let rows = d.recv_rows();
     let recv = EpDispatch {
-        x: ctx.poisoned(d.dtype, Shape::d2(rows, d.hidden))?,
+        x: recv_x(ctx, plan, straight)?,
         scales: (d.num_scales > 0)
             .then(|| ctx.poisoned(DType::F32, Shape::d2(rows, d.num_scales)))
             .transpose()?,

@@ -1,5 +1,6 @@
 //! Memory: on the device, and pinned on the host.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -24,6 +25,8 @@ pub struct CudaMemory {
 struct Owner {
     ctx: CudaContext,
     ptr: CUdeviceptr,
+    /// What the memory belongs to, if not to us.
+    lender: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl CudaMemory {
@@ -49,8 +52,8 @@ impl CudaMemory {
         alloc()
             .or_else(|e| if ctx.free_kept() { alloc() } else { Err(e) })
             .map_err(|e| e.expected(format_args!("{len} bytes")).seen("no room"))?;
-        let me =
-            Self { owner: Arc::new(Owner { ctx: ctx.clone(), ptr }), offset: 0, len: len_bytes };
+        let owner = Arc::new(Owner { ctx: ctx.clone(), ptr, lender: None });
+        let me = Self { owner, offset: 0, len: len_bytes };
         // SAFETY: just allocated, nobody else knows it.
         check(unsafe { sys::cuMemsetD8_v2(ptr, byte, len) }, "cuMemsetD8")?;
         settle()?;
@@ -65,6 +68,21 @@ impl CudaMemory {
         let me = Self::zeroed(ctx, bytes.len())?;
         me.upload(bytes)?;
         Ok(me)
+    }
+
+    /// `len_bytes` at `addr` that belong to `lender`, which is kept as long as the last clone or slice. They
+    /// are not freed here.
+    ///
+    /// # Safety
+    /// The bytes must be mapped on `ctx`'s device, for reading and writing, as long as `lender` lives.
+    pub unsafe fn lent(
+        ctx: &CudaContext,
+        addr: u64,
+        len_bytes: usize,
+        lender: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        let owner = Owner { ctx: ctx.clone(), ptr: addr, lender: Some(lender) };
+        Self { owner: Arc::new(owner), offset: 0, len: len_bytes }
     }
 
     /// Bytes `offset..offset + len` of this piece.
@@ -141,7 +159,7 @@ impl std::fmt::Debug for CudaMemory {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if !self.ctx.keeps(self.ptr) && self.ctx.bind().is_ok() {
+        if self.lender.is_none() && !self.ctx.keeps(self.ptr) && self.ctx.bind().is_ok() {
             // SAFETY: allocated by us, freed once; the driver finishes pending work first.
             unsafe { sys::cuMemFree_v2(self.ptr) };
         }

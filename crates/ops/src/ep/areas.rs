@@ -49,9 +49,9 @@ impl Cut {
     }
 }
 
-/// Bytes of a rank's credits and arrivals of one area.
+/// Bytes of a rank's credits, receive buffers and arrivals of one area.
 pub(super) fn flags_of_area(d: &EpDesc) -> usize {
-    d.experts_per_rank.len() * (1 + Cut::send(d).chunks.max(Cut::back(d).chunks)) * 8
+    d.experts_per_rank.len() * (2 + Cut::send(d).chunks.max(Cut::back(d).chunks)) * 8
 }
 
 /// Bytes of a rank's flags: of tokens, and of what comes back.

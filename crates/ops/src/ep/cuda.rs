@@ -6,6 +6,8 @@
 //! area for kernels behind it, and `tw_ep_leave` grants the area when those have read it.
 //! Through NCCL a phase is two kernels, with a group of sends and receives between them (`nccl.rs`).
 
+use std::sync::Arc;
+
 use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
@@ -15,15 +17,15 @@ use tilewire_kernels::portable::{
     EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_SEND,
     EP_BULK_ZERO, EP_MOVERS, EP_THREADS, ep_back_defines, ep_bulk_defines, ep_defines,
 };
-use tilewire_symm::{BadInput, OneSided, Signals, TeamParam};
+use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
 
 use super::areas::{Areas, Cut, flag_area, flags_of_area};
 use super::nccl::{Staging, What};
 use super::params::{
     BackParam, HandleParam, LayerParam, MeetParam, PoisonParam, RecvParam, RoutingParam, SendParam,
 };
-use super::plan::{COUNTS, EpDispatch, RETURNS, TOKENS};
-use super::{EpDesc, EpHandle, EpLayout, EpTotals};
+use super::plan::{COUNTS, RETURNS, TOKENS};
+use super::{EpDesc, EpDispatch, EpHandle, EpLayout, EpTotals};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison};
 use crate::common::{Named, PlanCore};
@@ -44,6 +46,18 @@ enum Area {
     Counts,
     Tokens,
     Returns,
+}
+
+/// All of `buf` of this rank.
+///
+/// # Errors
+/// What the heap reports.
+pub(super) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
+    let (os, len) = (lane.one_sided(), buf.len_bytes());
+    let me = os.heap().team().rank();
+    let addr = os.addr(me, buf.range(0, len), len)?;
+    // SAFETY: the chunk of this rank is mapped as long as the heap lives, which the buffer keeps.
+    Ok(unsafe { CudaMemory::lent(lane.context(), addr, len, Arc::new(buf.clone())) })
 }
 
 /// What a handle has in device memory.
@@ -438,7 +452,7 @@ impl Phase<'_> {
         at: (&Stream, u64),
         x: &Tensor,
         given: (Option<&Tensor>, Option<&Tensor>),
-        out: &EpDispatch,
+        (out, buffer): (&EpDispatch, u32),
     ) -> Result<()> {
         let d = self.desc;
         let all = [Some(&out.x), out.weights.as_ref(), out.scales.as_ref()];
@@ -452,6 +466,8 @@ impl Phase<'_> {
             scales: 0,
             index: 0,
             row_bytes,
+            buffer,
+            bad_input: BadInput::Buffer as u32,
         };
         if expert_major {
             recv.x = addr(&out.x)?;

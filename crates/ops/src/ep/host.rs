@@ -13,8 +13,8 @@ use tilewire_symm::{OpCtx, Signals, SymBuf};
 
 use super::config::{Record, count, route};
 use super::handle::Arrived;
-use super::plan::{COUNTS, EpDispatch, RETURNS, TOKENS};
-use super::{EpDesc, EpHandle, EpLayout};
+use super::plan::{COUNTS, RETURNS, TOKENS};
+use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::{Launch, narrow_into, wide};
 
 const TOKEN_BYTES: usize = 4;

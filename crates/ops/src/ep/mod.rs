@@ -4,7 +4,8 @@
 //!   everybody, and computes the slot of each copy from all counts: deterministic, no atomics, no
 //!   sort (EP research notes, §5.2). The result lives in an [`EpHandle`].
 //! - **dispatch**: each token goes once to each rank that has an expert of it, with the list of its
-//!   slots there; the receiver lays the copies out.
+//!   slots there; the receiver lays the copies out. Into a buffer of [`EpPlan::zero_copy_recv`] the
+//!   first copy comes to its row directly, and the receiver adds the others.
 //! - **combine**: each rank adds the expert outputs of a token in the order of its choices and
 //!   sends one row back; the token's rank adds the rows in rank order.
 //! - **dispatch_bwd** is a combine with a weight gradient per copy; **combine_bwd** is a dispatch of
@@ -24,7 +25,9 @@ mod host;
 mod nccl;
 mod params;
 mod plan;
+mod recv;
 
 pub use desc::{EpDesc, EpLayout, Overflow};
 pub use handle::{EpHandle, EpTotals};
-pub use plan::{EpDispatch, EpMemory, EpPlan};
+pub use plan::{EpMemory, EpPlan};
+pub use recv::EpDispatch;

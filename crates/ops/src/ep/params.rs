@@ -65,6 +65,8 @@ pub(super) struct RecvParam {
     pub scales: u64,
     pub index: u64,
     pub row_bytes: u64,
+    pub buffer: u32,
+    pub bad_input: u32,
 }
 
 /// `TwBack` of the kernels.

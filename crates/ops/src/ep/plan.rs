@@ -1,6 +1,6 @@
 //! The plan of an expert-parallel layer.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::{Pending, Stream, Tensor};
@@ -9,7 +9,7 @@ use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 use super::areas::{Areas, count_area, flag_area, return_area, token_area};
 use super::cuda::{self, Phase, Prepared};
 use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
-use super::{EpDesc, EpHandle};
+use super::{EpDesc, EpDispatch, EpHandle};
 use crate::collective::CollectiveBackend;
 use crate::common::nccl::put_or_nccl;
 use crate::common::{Launch, PlanCore, expect_tensor};
@@ -32,24 +32,11 @@ pub struct EpMemory {
     pub handle: usize,
 }
 
-/// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for those
-/// behind the last expert's of the expert-major order, which may be left as they are: no split
-/// reaches there.
-#[derive(Clone, Debug)]
-pub struct EpDispatch {
-    /// Tokens `[recv_rows, hidden]`.
-    pub x: Tensor,
-    /// Scales `[recv_rows, num_scales]` f32, with FP8 tokens.
-    pub scales: Option<Tensor>,
-    /// Weight of the copy in each expert-major row, `[capacity]` f32, if weights were given.
-    pub weights: Option<Tensor>,
-}
-
 /// An expert-parallel layer with its receive areas.
 pub struct EpPlan {
-    desc: EpDesc,
-    backend: CollectiveBackend,
-    cores: [PlanCore; 5],
+    pub(super) desc: EpDesc,
+    pub(super) backend: CollectiveBackend,
+    pub(super) cores: [PlanCore; 5],
     counts: SymBuf,
     tokens: SymBuf,
     returns: SymBuf,
@@ -59,6 +46,8 @@ pub struct EpPlan {
     /// On a heap in device memory, made by `prepare`.
     cuda: OnceLock<Prepared>,
     num_sms: usize,
+    /// Receive buffers that peers write to, in the order in which they were made.
+    pub(super) direct: Mutex<Vec<SymBuf>>,
 }
 
 /// An output, and what it holds after a fault.
@@ -139,6 +128,7 @@ impl EpPlan {
             flags: alloc(flag_area(&desc), "ep flags")?,
             cuda: OnceLock::new(),
             num_sms: cuda::NUM_SMS,
+            direct: Mutex::default(),
             signals: Arc::new(heap.team().signals(6, "ep")?),
             desc,
             backend,
@@ -385,7 +375,9 @@ impl EpPlan {
         }
         self.check_recv(out, d.dtype, topk_weights.is_some(), scales.is_some()).map_err(op)?;
         let routing = handle.routing(d).map_err(op)?;
-        let detail = format_args!("routing={routing} weights={}", topk_weights.is_some());
+        let buffer = self.buffer_of(&out.x).map_err(op)?;
+        let detail =
+            format_args!("routing={routing} weights={} buffer={buffer}", topk_weights.is_some());
         if let Some(phase) = self.phase(DISPATCH, handle)? {
             handle.check_tokens(rows).map_err(op)?;
             let given = [
@@ -398,7 +390,7 @@ impl EpPlan {
             ];
             phase.together(stream, &given).map_err(op)?;
             let seq = self.cores[DISPATCH].begin(stream, detail)?.ctx.seq();
-            phase.dispatch((stream, seq), x, (topk_weights, scales), out)?;
+            phase.dispatch((stream, seq), x, (topk_weights, scales), (out, buffer))?;
             return self.cores[DISPATCH].pending(out.clone(), stream, seq);
         }
         let launch = self.cores[DISPATCH].begin(stream, detail)?;

@@ -225,7 +225,17 @@ fn ep(layout: EpLayout, heap: &Heap, s: &Stream) -> Result<Op> {
     ep_by((layout, CollectiveBackend::Put), heap, s)
 }
 
-fn ep_by((layout, backend): (EpLayout, CollectiveBackend), heap: &Heap, s: &Stream) -> Result<Op> {
+fn ep_by(by: (EpLayout, CollectiveBackend), heap: &Heap, s: &Stream) -> Result<Op> {
+    ep_to(false, by, heap, s)
+}
+
+/// With `straight`, rows come to where they stay.
+fn ep_to(
+    straight: bool,
+    (layout, backend): (EpLayout, CollectiveBackend),
+    heap: &Heap,
+    s: &Stream,
+) -> Result<Op> {
     let (size, tokens, k, experts) = (heap.team().size(), 21, 3, 7);
     let mut desc = EpDesc::new(size, experts, tokens, N, k);
     (desc.dtype, desc.out, desc.layout) = (DType::BF16, DType::BF16, layout);
@@ -237,7 +247,10 @@ fn ep_by((layout, backend): (EpLayout, CollectiveBackend), heap: &Heap, s: &Stre
     let idx = place(Tensor::zeros(DType::I64, Shape::d2(tokens, k)))?;
     let (x, w) = (tensor(heap, DType::BF16, tokens, N)?, tensor(heap, DType::F32, tokens, k)?);
     let recv = EpDispatch {
-        x: tensor(heap, DType::BF16, desc.recv_rows(), N)?,
+        x: match straight {
+            true => plan.zero_copy_recv()?,
+            false => tensor(heap, DType::BF16, desc.recv_rows(), N)?,
+        },
         scales: None,
         weights: Some(place(Tensor::poisoned(DType::F32, Shape::d1(desc.capacity)))?),
     };
@@ -320,7 +333,7 @@ fn fp8_wires(d: CpAttentionDesc) -> CpAttentionDesc {
     CpAttentionDesc { fp8_kv: true, dkv_wire: DType::F8E4M3, ..d }
 }
 
-static ALL: [Make; 24] = [
+static ALL: [Make; 25] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
@@ -339,6 +352,10 @@ static ALL: [Make; 24] = [
     quant,
     |h, s| ep(EpLayout::ExpertMajor { align: 4 }, h, s),
     |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
+    |h, s| {
+        let by = (EpLayout::ExpertMajor { align: 4 }, CollectiveBackend::Put);
+        ep_to(true, by, h, s)
+    },
     |h, s| cp_attention(Strategy::AllGather, h, s),
     |h, s| cp_attention(Strategy::Get, h, s),
     |h, s| cp_attention(Strategy::Ring, h, s),

@@ -21,12 +21,15 @@ const OTHER: u64 = 5;
 pub enum BadInput {
     /// An index of an expert that does not exist.
     Expert = 1,
+    /// Receive buffers of a dispatch that are not the same on all ranks.
+    Buffer = 2,
 }
 
 impl BadInput {
     fn text(what: u64) -> &'static str {
         match what {
             1 => "`topk_idx` names an expert that does not exist",
+            2 => "the ranks dispatch into different receive buffers",
             _ => "an input that cannot be",
         }
     }

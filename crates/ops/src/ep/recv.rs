@@ -1,0 +1,77 @@
+//! Where a dispatch delivers: tensors of the caller, or buffers that peers write to.
+
+use std::sync::PoisonError;
+
+use tilewire_core::{Error, ErrorKind, Result, Shape};
+use tilewire_device::Tensor;
+
+use super::{EpLayout, EpPlan, cuda};
+use crate::collective::CollectiveBackend;
+
+/// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for those
+/// behind the last expert's of the expert-major order, which may be left as they are: no split
+/// reaches there.
+#[derive(Clone, Debug)]
+pub struct EpDispatch {
+    /// Tokens `[recv_rows, hidden]`.
+    pub x: Tensor,
+    /// Scales `[recv_rows, num_scales]` f32, with FP8 tokens.
+    pub scales: Option<Tensor>,
+    /// Weight of the copy in each expert-major row, `[capacity]` f32, if weights were given.
+    pub weights: Option<Tensor>,
+}
+
+impl EpPlan {
+    /// A receive buffer for [`EpDispatch::x`], `[recv_rows, hidden]`, in symmetric memory: on devices rows of
+    /// peers come straight to where they stay (zero copy), instead of to an area from where they are laid
+    /// out. Collective in program order: all ranks make the same buffers, and dispatch into the same one at a
+    /// time. Make one for each microbatch in flight; they live as long as the plan. A dispatch takes the
+    /// buffer over when its turn on the stream comes: what used its rows must be queued before.
+    ///
+    /// After a fault peers may still write to the buffer until their launches have ended, over its poison: weights,
+    /// row index and the error say that its rows are no result.
+    ///
+    /// On the host, where nothing is gained, it is a tensor like any other.
+    ///
+    /// # Errors
+    /// `Exhausted` if the heap has no room; `Unsupported` for layouts other than expert-major, and through
+    /// NCCL, on devices.
+    pub fn zero_copy_recv(&self) -> Result<Tensor> {
+        let (d, heap) = (&self.desc, self.cores[0].heap());
+        let shape = Shape::d2(d.recv_rows(), d.hidden);
+        let Some(lane) = self.cores[0].lane() else { return Ok(Tensor::zeros(d.dtype, shape)) };
+        let expert_major = matches!(d.layout, EpLayout::ExpertMajor { .. });
+        if !expert_major || self.backend == CollectiveBackend::Nccl {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "rows cannot come straight to this layer",
+            )
+            .op("ep")
+            .expected("expert-major rows, by puts")
+            .seen(format_args!("{:?} by {}", d.layout, self.backend))
+            .hint("dispatch into a tensor of your own"));
+        }
+        let mut direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
+        if direct.len() >= usize::from(u16::MAX) {
+            return Err(Error::new(ErrorKind::Exhausted, "too many receive buffers").op("ep"));
+        }
+        let bytes = d.recv_rows() * d.hidden * d.dtype.size();
+        let buf = heap.alloc(bytes, "ep rows").map_err(|e| e.op("ep"))?;
+        let memory = cuda::whole(lane, &buf)?;
+        direct.push(buf);
+        Tensor::over_cuda(memory, d.dtype, shape)
+    }
+
+    /// Which receive buffer of the plan `x` is, from 1 on; 0 if it is another tensor.
+    pub(super) fn buffer_of(&self, x: &Tensor) -> Result<u32> {
+        let Some(lane) = self.cores[0].lane() else { return Ok(0) };
+        let direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
+        let addr = x.cuda()?.addr();
+        for (i, b) in direct.iter().enumerate() {
+            if cuda::whole(lane, b)?.addr() == addr {
+                return Ok(i as u32 + 1);
+            }
+        }
+        Ok(0)
+    }
+}

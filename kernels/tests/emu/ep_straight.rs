@@ -1,0 +1,136 @@
+//! Dispatches of expert parallelism straight to receive buffers (zero copy), by both kernels: rows against the
+//! host's arithmetic, to the bit; a buffer that is used again; ranks that take different ones.
+
+use tilewire_kernels::portable::EP_BULK;
+
+use crate::ep::{
+    BUFFERS, Layers, Libs, MOST_ROWS, ODD, PORTABLE, RANKS, WHOLE, batch, filled, go, load_bulk,
+    unit,
+};
+use crate::host::Lib;
+use crate::run::Run;
+use crate::team::RankMemory;
+use crate::{Test, tests};
+
+pub const TESTS: &[Test] =
+    tests![rows_go_straight_to_where_they_stay, rows_go_straight_by_bulk_copies];
+
+/// Dispatches into receive buffers, alone and in turn with others.
+fn straight(layers: &Layers, cases: &[(u64, usize, usize)]) {
+    let h = layers.hidden;
+    for &(seed, capacity, buffer) in cases {
+        let b = batch(seed, capacity, h);
+        let at = (seed, RANKS);
+        layers.run(at, &b, &|r, s| vec![layers.route(r, s, capacity)]);
+        if buffer == 0 {
+            layers.run(at, &b, &|r, s| layers.dispatch(r, s, capacity, true));
+            b.dispatched(h);
+            continue;
+        }
+        layers.refill(buffer);
+        layers.run(at, &b, &|r, s| layers.dispatch_to(r, s, capacity, (true, buffer)));
+        b.dispatched_to(h, |_, r, used| layers.received(r, buffer, used));
+    }
+}
+
+const STRAIGHT: [(u64, usize, usize); 5] =
+    [(1, MOST_ROWS, 1), (2, MOST_ROWS, 2), (3, 20, 1), (4, MOST_ROWS, 0), (5, 1, 1)];
+
+/// Two batches through one buffer, each read by a kernel behind its dispatch: the second one's rows may not
+/// come before, although a rank may be ahead of another.
+fn in_turn(layers: &Layers, seed: u64) {
+    let (a, b) = (batch(5, MOST_ROWS, layers.hidden), batch(6, MOST_ROWS, layers.hidden));
+    let rows: Vec<i32> = (0..MOST_ROWS as i32).collect();
+    let rows = filled(&rows);
+    let row_bytes = 4 * layers.hidden as u64;
+    layers.run((seed, RANKS), &a, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    layers.run((seed, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    layers.refill(1);
+    let mut run = Run::new(seed);
+    run.max_steps = 50_000_000;
+    for r in 0..RANKS {
+        let mut list = Vec::new();
+        for s in [&a.sides[r], &b.sides[r]] {
+            list.extend(layers.dispatch_to(r, s, MOST_ROWS, (true, 1)));
+            // What stands for tokens is the buffer.
+            let mut layer = layers.layer(r, MOST_ROWS);
+            layer.areas[2] = layers.buffer(r, 1) - r as u64 * layer.stride;
+            layer.strides[1] = row_bytes;
+            // Again and again: the last one has to find the same rows.
+            for _ in 0..4 {
+                let gather = go(layers.libs.plain, "tw_ep_gather", MOST_ROWS as u32).arg(&layer);
+                let gather = gather.arg(&rows.addr()).arg(&s.recv.addr());
+                list.push(gather.arg(&row_bytes).arg(&0u64));
+            }
+            run = run.memory(&s.handle).memory([&s.x, &s.w, &s.recv, &s.recv_w, &s.index]);
+        }
+        run = run.stream(r as u32, list).memory([&layers.views[r], &layers.states[r]]);
+    }
+    let team = layers.team.ranks.iter().flat_map(RankMemory::all);
+    run.memory(team).memory([&layers.first, &rows]).go().unwrap();
+    a.dispatched(layers.hidden);
+    b.dispatched(layers.hidden);
+}
+
+/// One rank takes its rows elsewhere: nobody's output looks like a result, and everybody is told why.
+fn differ(layers: &Layers, buffers: [usize; RANKS]) {
+    let b = batch(7, MOST_ROWS, layers.hidden);
+    layers.run((7, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    (1..=BUFFERS).for_each(|n| layers.refill(n));
+    layers.run((7, RANKS), &b, &|r, s| layers.dispatch_to(r, s, MOST_ROWS, (true, buffers[r])));
+    for (r, s) in b.sides.iter().enumerate() {
+        assert_eq!(layers.team.fault(r) >> 32 & 0xff, 5, "rank {r} is told of a bad input");
+        let bits = |v: Vec<f32>| v.iter().all(|v| v.to_bits() == u32::MAX);
+        let x = match buffers[r] {
+            0 => s.recv.read::<f32>(),
+            n => layers.received(r, n, MOST_ROWS * layers.hidden),
+        };
+        assert!(bits(x) && bits(s.recv_w.read::<f32>()), "rank {r} has what looks like a result");
+    }
+}
+
+pub fn some_straight(lib: &'static Lib) {
+    let layers = || Layers::new(Libs::plain(lib), ODD);
+    straight(&layers(), &STRAIGHT);
+    let turns = layers();
+    (0..6).for_each(|seed| in_turn(&turns, seed));
+    (6..9).for_each(|seed| ahead(&turns, seed));
+    differ(&layers(), [1, 1, 2, 1]);
+    differ(&layers(), [1, 0, 1, 1]);
+}
+
+pub fn some_straight_bulk(lib: &'static Lib) {
+    let libs = Libs { send: Some(lib), ..Libs::plain(*PORTABLE) };
+    let layers = || Layers::new(libs, WHOLE);
+    straight(&layers(), &STRAIGHT);
+    let turns = layers();
+    (0..6).for_each(|seed| ahead(&turns, seed));
+    differ(&layers(), [2, 1, 1, 1]);
+    differ(&layers(), [0, 1, 1, 1]);
+}
+
+/// Two batches to two buffers, one behind the other: a rank that has all rows of the first says that those of
+/// the second may come while warps of others have not looked yet.
+fn ahead(layers: &Layers, seed: u64) {
+    let (a, b) = (batch(5, MOST_ROWS, layers.hidden), batch(6, MOST_ROWS, layers.hidden));
+    for batch in [&a, &b] {
+        layers.run((seed, RANKS), batch, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    }
+    (1..=BUFFERS).for_each(|n| layers.refill(n));
+    layers.run_all((seed, RANKS), &[&a, &b], &|r| {
+        let mut list = layers.dispatch_to(r, &a.sides[r], MOST_ROWS, (true, 1));
+        list.extend(layers.dispatch_to(r, &b.sides[r], MOST_ROWS, (true, 2)));
+        list
+    });
+    a.dispatched_to(layers.hidden, |_, r, used| layers.received(r, 1, used));
+    b.dispatched_to(layers.hidden, |_, r, used| layers.received(r, 2, used));
+}
+
+fn rows_go_straight_to_where_they_stay() {
+    some_straight(*PORTABLE);
+}
+
+fn rows_go_straight_by_bulk_copies() {
+    some_straight_bulk(load_bulk(EP_BULK.emu_text()));
+    some_straight_bulk(unit(&EP_BULK, EP_BULK.emu_text(), 1));
+}
