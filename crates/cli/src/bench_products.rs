@@ -299,6 +299,7 @@ impl Bench<'_> {
             ways.push(of(Algo::SequentialNccl, 1));
         }
         ways.extend([1, 2, 4].map(|chunks| of(Algo::Pipelined, chunks)));
+        ways.extend([1, 4].map(|chunks| of(Algo::Ring, chunks)));
         ways.push(None);
         let mut rows = Vec::new();
         for config in ways {

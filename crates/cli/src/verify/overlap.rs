@@ -50,9 +50,12 @@ fn configs(case: &Case) -> Vec<Option<OverlapConfig>> {
         Some(OverlapConfig::of(Algo::Sequential, 1)),
         Some(OverlapConfig::of(Algo::Pipelined, 1)),
         Some(OverlapConfig::of(Algo::Pipelined, 3)),
+        Some(OverlapConfig::of(Algo::Ring, 1)),
+        Some(OverlapConfig::of(Algo::Ring, 3)),
         Some(OverlapConfig::of(Algo::Fused, 2)),
         small(Algo::Fused, 1),
         small(Algo::Pipelined, 2),
+        small(Algo::Ring, 2),
         small(Algo::Sequential, 2),
         None,
     ]

@@ -31,8 +31,8 @@ const RASTER_ROWS: usize = 12;
 /// What rank `me` does, in order. `rows` are the rows of all ranks, `n` my columns;
 /// `whole_rows` asks for tiles over all columns (activations that pair columns).
 ///
-/// Owner of step `i` is `me + i`; step 0 is the own shard and needs no flag. Inside an owner:
-/// chunk by chunk, row tiles in groups of twelve over all columns.
+/// Owner of step `i` is `me + i`, of a ring `me - i`; step 0 is the own shard and needs no flag. Inside an
+/// owner: chunk by chunk, row tiles in groups of twelve over all columns.
 pub fn schedule(
     me: Rank,
     rows: &[usize],
@@ -46,7 +46,8 @@ pub fn schedule(
     let chunks = |owner: Rank| {
         (0..cfg.sub_chunks).map(move |c| (c, chunk_rows(rows, owner, c, cfg.sub_chunks)))
     };
-    let owners = (0..size).map(|i| me.offset(i, size));
+    let ring = cfg.algo == Algo::Ring;
+    let owners = (0..size).map(|i| me.offset(if ring { (size - i) % size } else { i }, size));
     if matches!(cfg.algo, Algo::Sequential | Algo::SequentialNccl) {
         // NCCL has no flags: its work is done when the stream goes on.
         for src in owners.skip(1).filter(|_| cfg.algo == Algo::Sequential) {
@@ -91,6 +92,7 @@ fn raster(rows: &Range<usize>, n: usize, block_m: usize, block_n: usize, out: &m
 mod tests {
     use super::*;
     use crate::common::range_of;
+    use crate::common::ring::arrivals;
     use proptest::prelude::*;
 
     proptest! {
@@ -102,7 +104,9 @@ mod tests {
             n in 0usize..50,
             blocks in (1usize..20, 1usize..20),
             chunks in 1usize..5,
-            algo in prop::sample::select(vec![Algo::Fused, Algo::Pipelined, Algo::Sequential]),
+            algo in prop::sample::select(vec![
+                Algo::Fused, Algo::Pipelined, Algo::Ring, Algo::Sequential,
+            ]),
         ) {
             let cfg = OverlapConfig { algo, block_m: blocks.0, block_n: blocks.1, sub_chunks: chunks };
             let m: usize = rows.iter().sum();
@@ -142,18 +146,33 @@ mod tests {
         assert_eq!(tasks, [AgTask::Tile { rows: 0..5, cols: 0..4 }]);
     }
 
+    fn waits(tasks: &[AgTask]) -> Vec<(u32, usize)> {
+        let wait = |t: &AgTask| match t {
+            AgTask::Wait { src, chunk } => Some((src.get(), *chunk)),
+            AgTask::Tile { .. } => None,
+        };
+        tasks.iter().filter_map(wait).collect()
+    }
+
     #[test]
     fn own_rows_first_then_the_next_ranks() {
         let cfg = OverlapConfig::of(Algo::Pipelined, 1);
         let tasks = schedule(Rank::new(1), &[2, 2, 2], 4, &cfg, false);
-        let waits: Vec<_> = tasks
-            .iter()
-            .filter_map(|t| match t {
-                AgTask::Wait { src, .. } => Some(src.get()),
-                AgTask::Tile { .. } => None,
-            })
-            .collect();
-        assert_eq!(waits, [2, 0]);
+        assert_eq!(waits(&tasks), [(2, 0), (0, 0)]);
         assert_eq!(tasks[0], AgTask::Tile { rows: 2..4, cols: 0..4 });
+    }
+
+    /// The lanes of a ring meet at each arrival: they must take them in one order.
+    #[test]
+    fn a_ring_waits_in_the_order_of_arrivals() {
+        for (size, chunks) in [(1, 2), (2, 3), (5, 2)] {
+            let rows = vec![3; size];
+            for me in Rank::all(size) {
+                let cfg = OverlapConfig::of(Algo::Ring, chunks);
+                let come = arrivals(me, &rows, chunks).map(|a| (a.src.get(), a.chunk));
+                let tasks = schedule(me, &rows, 4, &cfg, false);
+                assert_eq!(waits(&tasks), come.collect::<Vec<_>>());
+            }
+        }
     }
 }

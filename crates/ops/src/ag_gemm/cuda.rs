@@ -1,5 +1,5 @@
 //! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each; or gathered
-//! by NCCL, and one GEMM behind that. FP8 travels as it is; what came is widened to f32 before its
+//! from neighbour to neighbour, or by NCCL, and one GEMM behind that. FP8 travels as it is; what came is widened to f32 before its
 //! product, W with the scale.
 
 use tilewire_core::{DType, Rank, Result};
@@ -14,6 +14,7 @@ use crate::collective::nccl::gather;
 use crate::common::cuda::{addr, hold, together_on};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison};
 use crate::common::nccl::ByNccl;
+use crate::common::ring::{Arrival, arrivals, neighbours};
 use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
 use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::widen::{Widened, kernel_desc};
@@ -109,7 +110,11 @@ pub(super) fn launch(
         return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
     };
     let nccl = shape.config.algo == Algo::SequentialNccl;
-    let flags = if nccl { DATA..DATA } else { DATA..DATA + shape.config.sub_chunks };
+    // A ring signals one peer alone, message by message: its totals are not made for all at once.
+    let flags = match shape.config.algo {
+        Algo::SequentialNccl | Algo::Ring => DATA..DATA,
+        _ => DATA..DATA + shape.config.sub_chunks,
+    };
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
     plan.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
@@ -150,7 +155,7 @@ impl Run<'_> {
         unsafe { nccl.queue(self.l.main, d.x, &ops) }
     }
 
-    /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order.
+    /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order; of a ring to the next rank.
     fn copies(&self) -> Result<()> {
         let (row, me, chunks) = (self.row(), self.me(), self.s.config.sub_chunks);
         let first = range_of(self.s.rows, me).start;
@@ -158,12 +163,38 @@ impl Run<'_> {
             let r = chunk_rows(self.s.rows, me, chunk, chunks);
             let part = self.x.slice((r.start - first) * row, r.len() * row)?;
             let at = self.plan.gather.range(r.start * row, part.len_bytes());
+            if self.ring() {
+                let next = neighbours(me, self.s.rows.len()).1;
+                if next != me {
+                    let slot = self.plan.signals.slot(DATA);
+                    self.l.os.put_signal(self.l.side, (next, at), &part, slot)?;
+                }
+                continue;
+            }
             for p in self.plan.core.team().peers() {
                 let slot = self.plan.signals.slot(DATA + chunk);
                 self.l.os.put_flag(self.l.side, (p, at), &part, slot)?;
             }
         }
         Ok(())
+    }
+
+    fn ring(&self) -> bool {
+        self.s.config.algo == Algo::Ring
+    }
+
+    /// Of a ring: takes what comes next on the copy stream, lets the caller's go on behind it, and passes it on
+    /// while it is multiplied.
+    fn take(&self, a: &Arrival) -> Result<()> {
+        let (l, slot, row) = (self.l, self.plan.signals.slot(DATA), self.row());
+        l.os.wait(l.side, a.from, slot, 1)?;
+        l.join()?;
+        if !a.passes {
+            return Ok(());
+        }
+        let next = neighbours(self.me(), self.s.rows.len()).1;
+        let at = self.plan.gather.range(a.rows.start * row, a.rows.len() * row);
+        l.os.pass_signal(l.side, (next, at), (at, a.rows.len() * row), slot)
     }
 
     /// Compute lane: the task table.
@@ -179,10 +210,14 @@ impl Run<'_> {
                 &self.x,
             )?;
         }
+        let mut ring = arrivals(me, self.s.rows, self.s.config.sub_chunks);
         for task in self.s.tasks {
             match task {
                 AgTask::Wait { src, chunk } => {
-                    os.wait(main, *src, self.plan.signals.slot(DATA + chunk), 1)?;
+                    match ring.next() {
+                        Some(a) if self.ring() => self.take(&a)?,
+                        _ => os.wait(main, *src, self.plan.signals.slot(DATA + chunk), 1)?,
+                    }
                     self.widen(*src, *chunk)?;
                 }
                 AgTask::Tile { rows, cols } => self.tile(rows, cols)?,

@@ -9,7 +9,10 @@ use tilewire_symm::{Signals, SymBuf};
 use super::AgGemmDesc;
 use super::config::AgTask;
 use super::plan::{AgGemmInputs, CREDIT, DATA};
-use crate::common::{Launch, OverlapConfig, chunk_rows, narrow_into, range_of, wide};
+use crate::common::ring::{arrivals, neighbours};
+use crate::common::{
+    Algo, Handoff, Launch, OverlapConfig, chunk_rows, narrow_into, range_of, wide,
+};
 use crate::gemm::BOrder;
 use crate::gemm::host::{Mat, activate_row, matmul};
 
@@ -21,6 +24,8 @@ pub(super) struct Run {
     pub tasks: Vec<AgTask>,
     pub gather: SymBuf,
     pub signals: Arc<Signals>,
+    /// Of a ring: the copy lane, which passes on what comes, tells the compute lane of each chunk.
+    pub came: Handoff<()>,
     pub t: AgGemmInputs,
 }
 
@@ -36,7 +41,7 @@ impl Run {
         self.desc.k * self.desc.x.size()
     }
 
-    /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order.
+    /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order; of a ring to the next rank.
     pub fn copies(&self) -> Result<()> {
         let (ctx, row) = (&self.launch.ctx, self.row_bytes());
         let (me, chunks) = (ctx.rank(), self.config.sub_chunks);
@@ -45,9 +50,12 @@ impl Run {
         for &p in &peers {
             ctx.acquire(p, self.signals.slot(CREDIT), self.launch.tag, "credit")?;
         }
+        let ring = self.config.algo == Algo::Ring;
+        let next = neighbours(me, self.rows.len()).1;
+        let receivers = if ring { vec![next; peers.len().min(1)] } else { peers };
         for chunk in 0..chunks {
             let r = chunk_rows(&self.rows, me, chunk, chunks);
-            for &p in &peers {
+            for &p in &receivers {
                 if !r.is_empty() && row > 0 {
                     self.t.x.read(|b| {
                         let bytes = &b[(r.start - first) * row..(r.end - first) * row];
@@ -57,7 +65,41 @@ impl Run {
                 ctx.signal(p, self.signals.slot(DATA), 1, "chunk");
             }
         }
+        if ring { self.pass(next) } else { Ok(()) }
+    }
+
+    /// Of a ring: each chunk that comes, to the compute lane and to the next rank.
+    fn pass(&self, next: Rank) -> Result<()> {
+        let (ctx, row, slot) = (&self.launch.ctx, self.row_bytes(), self.signals.slot(DATA));
+        for a in arrivals(ctx.rank(), &self.rows, self.config.sub_chunks) {
+            match a.last {
+                true => ctx.wait_last(a.from, slot, 1, "chunk")?,
+                false => ctx.wait(a.from, slot, 1, "chunk")?,
+            }
+            self.came.send(())?;
+            if !a.passes {
+                continue;
+            }
+            if !a.rows.is_empty() && row > 0 {
+                let len = a.rows.len() * row;
+                let at = self.gather.range(a.rows.start * row, len);
+                // SAFETY: the chunk was waited for just now, and its writer gets no credit before the next
+                // launch, which is behind this lane.
+                ctx.put(next, at, unsafe { ctx.local(at, len) }, "pass");
+            }
+            ctx.signal(next, slot, 1, "chunk");
+        }
         Ok(())
+    }
+
+    /// Compute lane: a chunk of `src` has come.
+    fn arrive(&self, src: Rank, last: bool) -> Result<()> {
+        let (ctx, slot) = (&self.launch.ctx, self.signals.slot(DATA));
+        match last {
+            _ if self.config.algo == Algo::Ring => self.came.receive(ctx),
+            true => ctx.wait_last(src, slot, 1, "chunk"),
+            false => ctx.wait(src, slot, 1, "chunk"),
+        }
     }
 
     /// Compute lane: the task table.
@@ -81,12 +123,7 @@ impl Run {
             for task in &self.tasks {
                 match task {
                     AgTask::Wait { src, chunk } => {
-                        let last = chunk + 1 == self.config.sub_chunks;
-                        let slot = self.signals.slot(DATA);
-                        match last {
-                            true => ctx.wait_last(*src, slot, 1, "chunk")?,
-                            false => ctx.wait(*src, slot, 1, "chunk")?,
-                        }
+                        self.arrive(*src, chunk + 1 == self.config.sub_chunks)?;
                         if let Some(g) = &self.t.gathered {
                             let r = chunk_rows(&self.rows, *src, *chunk, self.config.sub_chunks);
                             self.keep_gathered(g, &r)?;

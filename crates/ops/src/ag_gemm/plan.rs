@@ -11,7 +11,8 @@ use super::config::schedule;
 use super::cuda::{self, Prepared};
 use super::host::Run;
 use crate::common::{
-    Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor, only_meets,
+    Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
+    only_meets, ring,
 };
 use crate::gemm::BOrder;
 
@@ -137,8 +138,16 @@ impl AgGemmPlan {
             return Ok(only_meets(team));
         }
         let s = config.sub_chunks;
-        let mine = self.desc.shards.rows(m, size)?[me];
+        let rows = self.desc.shards.rows(m, size)?;
         let mut t = vec![LinkTraffic::default(); size];
+        if config.algo == Algo::Ring {
+            let row = self.desc.k * self.desc.x.size();
+            t[ring::neighbours(team.rank(), size).1.idx()] = ring::sent(team.rank(), &rows, row, s);
+            t.iter_mut().for_each(|link| link.signals += 1);
+            t[me] = LinkTraffic::default();
+            return Ok(t);
+        }
+        let mine = rows[me];
         for (_, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != me) {
             link.puts = if self.desc.k == 0 { 0 } else { mine.min(s) as u64 };
             link.put_bytes = (mine * self.desc.k * self.desc.x.size()) as u64;
@@ -229,6 +238,7 @@ impl AgGemmPlan {
             tasks,
             gather: self.gather.clone(),
             signals: self.signals.clone(),
+            came: Handoff::new(),
             t: t.clone(),
         });
         let (copies, compute, poison) = (run.clone(), run.clone(), t.clone());

@@ -168,13 +168,13 @@ fn fit(c: OverlapConfig, backend: BackendKind) -> Result<OverlapConfig> {
     }
     Err(no_kernel(
         format!("the algorithm `{}`", c.algo),
-        "use pipelined, sequential or sequential_nccl, or leave the choice to `prepare`",
+        "use pipelined, ring, sequential or sequential_nccl, or leave the choice to `prepare`",
     ))
 }
 
 /// Algorithms with a path on CUDA devices.
 fn on_devices(algo: Algo) -> bool {
-    matches!(algo, Algo::Pipelined | Algo::Sequential | Algo::SequentialNccl)
+    matches!(algo, Algo::Pipelined | Algo::Ring | Algo::Sequential | Algo::SequentialNccl)
 }
 
 /// What a launch by NCCL moves that is counted: its meeting. What NCCL moves is its own business.

@@ -3,15 +3,18 @@
 mod check;
 mod core;
 pub(crate) mod cuda;
+mod handoff;
 pub(crate) mod lanes;
 pub(crate) mod nccl;
 mod overlap;
+pub(crate) mod ring;
 mod shards;
 
 pub(crate) use self::core::{Choice, fastest, only_meets};
 pub use self::core::{Launch, PlanCore};
 pub use check::expect_tensor;
 pub(crate) use check::{Named, apart, narrow_into, wide};
+pub(crate) use handoff::{Handoff, receive};
 pub use overlap::{Algo, Candidate, Explain, Machine, OverlapConfig};
 pub use shards::Shards;
 pub(crate) use shards::{chunk_rows, part, range_of};

@@ -17,6 +17,9 @@ pub enum Algo {
     Fused,
     /// One GEMM per arriving (or leaving) chunk.
     Pipelined,
+    /// As `Pipelined`, with the exchange of TransformerEngine's Userbuffers: gathered rows go from neighbour
+    /// to neighbour, a GEMM behind each arrival; rows to reduce go owner by owner, their sums at the end.
+    Ring,
     /// All communication before (or after) one GEMM: the baseline.
     Sequential,
     /// As `Sequential`, by the collective of NVIDIA NCCL, opened at run time: on devices only, and only
@@ -28,9 +31,10 @@ pub enum Algo {
 
 impl Algo {
     /// All values with their names.
-    pub const NAMES: [(&'static str, Algo); 5] = [
+    pub const NAMES: [(&'static str, Algo); 6] = [
         ("fused", Algo::Fused),
         ("pipelined", Algo::Pipelined),
+        ("ring", Algo::Ring),
         ("sequential", Algo::Sequential),
         ("sequential_nccl", Algo::SequentialNccl),
         ("cublasmp", Algo::Cublasmp),
@@ -58,7 +62,7 @@ impl Algo {
                 ErrorKind::Unavailable,
                 "`cublasmp` runs on GPUs only; this heap is on the `host` backend",
             )
-            .hint("use fused, pipelined or sequential"));
+            .hint("use fused, pipelined, ring or sequential"));
         }
         Ok(())
     }
@@ -202,6 +206,9 @@ impl Explain {
             add(OverlapConfig::of(Algo::Pipelined, sub_chunks), overlapped);
             // Tiles cost a little arithmetic efficiency on the host and win nothing there.
             add(OverlapConfig::of(Algo::Fused, sub_chunks), overlapped + 0.02 * gemm);
+            // The same bytes through every rank, one flag behind the other.
+            let hops = chunks * m.latency_us;
+            add(OverlapConfig::of(Algo::Ring, sub_chunks), overlapped + hops);
         }
         candidates.sort_by(|a, b| a.predicted_us.total_cmp(&b.predicted_us));
         let chosen = candidates[0].config;
@@ -219,7 +226,7 @@ mod tests {
             assert_eq!(n.parse::<Algo>().unwrap(), a);
         }
         let e = "nccl".parse::<Algo>().unwrap_err().to_string();
-        assert!(e.contains("fused, pipelined, sequential, sequential_nccl, cublasmp"), "{e}");
+        assert!(e.contains("fused, pipelined, ring, sequential, sequential_nccl, cublasmp"), "{e}");
         assert!(OverlapConfig::of(Algo::Cublasmp, 1).check().unwrap_err().is_unavailable());
         OverlapConfig::of(Algo::SequentialNccl, 1).check().unwrap();
         assert!(Algo::SequentialNccl.check_host().unwrap_err().is_unsupported());

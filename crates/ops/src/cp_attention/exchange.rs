@@ -8,8 +8,9 @@ use tilewire_core::{Error, Rank, Result};
 
 use super::config::{CpTask, Schedule, Strategy, num_rows};
 use super::host::Run;
-use super::lane::{Bytes, Job, receive};
+use super::lane::{Bytes, Job};
 use super::plan::{CREDIT_KV, DATA_KV};
+use crate::common::receive;
 
 /// Where the keys of a group are.
 enum Area {

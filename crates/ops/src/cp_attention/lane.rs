@@ -2,14 +2,14 @@
 //! host's stand-in for an event per chunk.
 
 use std::ops::Range;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use tilewire_core::{Error, Rank, Result};
 use tilewire_symm::{OpCtx, SignalSlot, Signals};
 
 use super::plan::{CREDIT_KV, DATA_KV};
+use crate::common::receive;
 
 /// What a put sends.
 pub(super) enum Bytes {
@@ -111,19 +111,4 @@ fn send(
     }
     ctx.signal(dst, data, 1, "arrival");
     Ok(())
-}
-
-/// The next thing that the other lane hands over; ends with the fault of the team.
-pub(super) fn receive<T>(rx: &Receiver<T>, ctx: &OpCtx) -> Result<T> {
-    loop {
-        match rx.recv_timeout(Duration::from_millis(20)) {
-            Ok(v) => return Ok(v),
-            // The other lane will never send once the team is faulted.
-            Err(RecvTimeoutError::Timeout) => ctx.team().fault().check()?,
-            Err(RecvTimeoutError::Disconnected) => {
-                ctx.team().fault().check()?;
-                return Err(Error::internal("the other lane is gone"));
-            }
-        }
-    }
 }

@@ -9,9 +9,11 @@ use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 use super::GemmArDesc;
 use super::config::arrivals;
 use super::host::Run;
-use crate::common::{Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, range_of};
+use crate::common::{
+    Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, range_of, ring,
+};
 use crate::gemm_rs::cuda::{self, Prepared};
-use crate::gemm_rs::host::{Handoff, Run as Scatter};
+use crate::gemm_rs::host::Run as Scatter;
 use crate::gemm_rs::{GemmRsInputs, GemmRsPlan, schedule};
 
 /// GEMM+AR with its slots and the buffer that reduced rows return to.
@@ -123,13 +125,25 @@ impl GemmArPlan {
         if cfg.algo == Algo::SequentialNccl {
             return Ok(t);
         }
-        let mine = d.shards.rows(m, team.size())?[team.rank().idx()];
-        for (_, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != team.rank().idx()) {
+        let rows = d.shards.rows(m, team.size())?;
+        let mine = rows[team.rank().idx()];
+        let next = ring::neighbours(team.rank(), team.size()).1;
+        // On a device, the credit of the scatter is that of the way back, too.
+        let credit = u64::from(self.core.lane().is_none());
+        for (p, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != team.rank().idx()) {
+            link.signals += credit;
+            if cfg.algo == Algo::Ring {
+                if p == next.idx() {
+                    let all = ring::sent(team.rank(), &rows, d.n * d.out.size(), cfg.sub_chunks);
+                    link.puts += all.puts;
+                    link.put_bytes += all.put_bytes;
+                    link.signals += all.signals;
+                }
+                continue;
+            }
             link.puts += if d.n == 0 { 0 } else { mine.min(cfg.sub_chunks) as u64 };
             link.put_bytes += (mine * d.n * d.out.size()) as u64;
-            // On a device, the credit of the scatter is that of the way back, too.
-            let credit = u64::from(self.core.lane().is_none());
-            link.signals += credit + cfg.sub_chunks as u64;
+            link.signals += cfg.sub_chunks as u64;
         }
         Ok(t)
     }
@@ -152,7 +166,7 @@ impl GemmArPlan {
         let config = self.choice.get().map_err(|e| e.op("gemm_ar"))?;
         if let Some(lane) = self.core.lane() {
             let tasks = schedule(me, &rows, d.n, &config);
-            let arrivals: Vec<_> = arrivals(me, &rows, config.sub_chunks).collect();
+            let arrivals = arrivals(me, &rows, &config);
             let job = cuda::Job {
                 desc: d,
                 prepared: self.cuda.get(),
@@ -181,7 +195,7 @@ impl GemmArPlan {
             },
             gather: self.gather.clone(),
             signals: self.gather_signals.clone(),
-            chunks: config.sub_chunks,
+            config,
         });
         let (copies, compute, poison) = (run.clone(), run.clone(), out.clone());
         self.core.run(

@@ -67,23 +67,27 @@ pub fn chunk_tiles(
 }
 
 /// What rank `me` does, in order: chunk by chunk, owners `me + 1, ..., me + size - 1`, own rows
-/// last, so that every round ends with rows that are complete.
+/// last, so that every round ends with rows that are complete. A ring goes owner by owner instead, each
+/// chunk by chunk, so that all its sums stand at the end; with one chunk that is the same order.
 ///
 /// `Sequential` has one round and the same order; it differs in that nothing is pushed before
 /// everything is computed, which the host does by deferring the pushes.
 pub fn schedule(me: Rank, rows: &[usize], n: usize, cfg: &OverlapConfig) -> Vec<RsTask> {
     let size = rows.len();
     let mut tasks = Vec::new();
-    for chunk in 0..cfg.sub_chunks {
-        for i in 1..=size {
-            let owner = me.offset(i, size);
-            let tiles = chunk_tiles(rows, owner, chunk, n, cfg);
-            tasks.push(if owner == me {
-                RsTask::Reduce { chunk, tiles }
-            } else {
-                RsTask::Push { owner, chunk, tiles }
-            });
-        }
+    let steps = size * cfg.sub_chunks;
+    for step in 0..steps {
+        let (chunk, i) = match cfg.algo {
+            Algo::Ring => (step % cfg.sub_chunks, 1 + step / cfg.sub_chunks),
+            _ => (step / size, 1 + step % size),
+        };
+        let owner = me.offset(i, size);
+        let tiles = chunk_tiles(rows, owner, chunk, n, cfg);
+        tasks.push(if owner == me {
+            RsTask::Reduce { chunk, tiles }
+        } else {
+            RsTask::Push { owner, chunk, tiles }
+        });
     }
     if cfg.algo == Algo::Sequential {
         // All products first: pushes in order, then the reductions.
@@ -106,7 +110,9 @@ mod tests {
             n in 0usize..40,
             blocks in (1usize..20, 1usize..20),
             chunks in 1usize..5,
-            algo in prop::sample::select(vec![Algo::Fused, Algo::Pipelined, Algo::Sequential]),
+            algo in prop::sample::select(vec![
+                Algo::Fused, Algo::Pipelined, Algo::Ring, Algo::Sequential,
+            ]),
         ) {
             let cfg = OverlapConfig { algo, block_m: blocks.0, block_n: blocks.1, sub_chunks: chunks };
             let m: usize = rows.iter().sum();
@@ -134,14 +140,17 @@ mod tests {
 
     #[test]
     fn next_rank_first_own_rows_last() {
-        let cfg = OverlapConfig::of(Algo::Fused, 2);
-        let owners: Vec<u32> = schedule(Rank::new(1), &[4, 4, 4], 8, &cfg)
-            .iter()
-            .map(|t| match t {
-                RsTask::Push { owner, .. } => owner.get(),
-                RsTask::Reduce { .. } => 1,
-            })
-            .collect();
-        assert_eq!(owners, [2, 0, 1, 2, 0, 1]);
+        let owners = |algo, chunks| -> Vec<(u32, usize)> {
+            let cfg = OverlapConfig::of(algo, chunks);
+            let step = |t: &RsTask| match t {
+                RsTask::Push { owner, chunk, .. } => (owner.get(), *chunk),
+                RsTask::Reduce { chunk, .. } => (1, *chunk),
+            };
+            schedule(Rank::new(1), &[4, 4, 4], 8, &cfg).iter().map(step).collect()
+        };
+        assert_eq!(owners(Algo::Fused, 2), [(2, 0), (0, 0), (1, 0), (2, 1), (0, 1), (1, 1)]);
+        // Owner by owner, sums at the end; the same with one chunk.
+        assert_eq!(owners(Algo::Ring, 2), [(2, 0), (2, 1), (0, 0), (0, 1), (1, 0), (1, 1)]);
+        assert_eq!(owners(Algo::Ring, 1), owners(Algo::Pipelined, 1));
     }
 }

@@ -19,6 +19,7 @@ use crate::collective::nccl::scatter;
 use crate::common::cuda::{addr, hold, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
 use crate::common::nccl::ByNccl;
+use crate::common::ring::{Arrival, neighbours};
 use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
 use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::widen::{Widened, kernel_desc};
@@ -105,9 +106,6 @@ pub(crate) struct Shape<'a> {
     pub config: OverlapConfig,
 }
 
-/// Reduced rows that come back: source, rows, whether they are its last.
-type Arrival = (Rank, Range<usize>, bool);
-
 /// One launch of either operation.
 pub(crate) struct Job<'a> {
     pub desc: &'a GemmRsDesc,
@@ -152,6 +150,8 @@ pub(crate) fn launch(
     let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
     let ways = match job.shape.config.algo {
         Algo::SequentialNccl => 0,
+        // What goes around a ring is signalled to one peer alone, message by message.
+        Algo::Ring => 1,
         _ => 1 + usize::from(job.gather.is_some()),
     };
     let flags = DATA..DATA + ways * job.shape.config.sub_chunks;
@@ -331,8 +331,17 @@ impl Run<'_> {
         let row = self.job.desc.n * self.job.desc.out.size();
         let part = self.out.slice(rows.start * row, rows.len() * row)?;
         let at = gather.range(rows.start * row, part.len_bytes());
-        let flag = self.job.signals.slot(DATA + self.job.shape.config.sub_chunks + chunk);
+        let first = DATA + self.job.shape.config.sub_chunks;
         self.l.fork()?;
+        if self.ring() {
+            let next = neighbours(self.me, self.job.shape.rows.len()).1;
+            if next == self.me {
+                return Ok(());
+            }
+            let slot = self.job.signals.slot(first);
+            return self.l.os.put_signal(self.l.side, (next, at), &part, slot);
+        }
+        let flag = self.job.signals.slot(first + chunk);
         for p in self.l.os.heap().team().peers() {
             self.l.os.put_flag(self.l.side, (p, at), &part, flag)?;
         }
@@ -343,22 +352,29 @@ impl Run<'_> {
     fn take_back(&self) -> Result<()> {
         let Some((gather, arrivals)) = self.job.gather else { return Ok(()) };
         let (os, row) = (self.l.os, self.job.desc.n * self.job.desc.out.size());
-        let chunks = self.job.shape.config.sub_chunks;
-        let mut came = vec![0; self.job.shape.rows.len()];
-        for (src, rows, _) in arrivals {
-            let chunk = came[src.idx()];
-            came[src.idx()] += 1;
-            os.wait(self.l.main, *src, self.job.signals.slot(DATA + chunks + chunk), 1)?;
-            let out = self.out.slice(rows.start * row, rows.len() * row)?;
+        let first = DATA + self.job.shape.config.sub_chunks;
+        let next = neighbours(self.me, self.job.shape.rows.len()).1;
+        for a in arrivals {
+            let out = self.out.slice(a.rows.start * row, a.rows.len() * row)?;
+            let at = gather.range(a.rows.start * row, out.len_bytes());
+            if self.ring() {
+                let slot = self.job.signals.slot(first);
+                os.wait(self.l.side, a.from, slot, 1)?;
+                self.l.join()?;
+                if a.passes {
+                    os.pass_signal(self.l.side, (next, at), (at, out.len_bytes()), slot)?;
+                }
+            } else {
+                os.wait(self.l.main, a.from, self.job.signals.slot(first + a.chunk), 1)?;
+            }
             if out.len_bytes() > 0 {
-                os.get(
-                    self.l.main,
-                    self.me,
-                    gather.range(rows.start * row, out.len_bytes()),
-                    &out,
-                )?;
+                os.get(self.l.main, self.me, at, &out)?;
             }
         }
         Ok(())
+    }
+
+    fn ring(&self) -> bool {
+        self.job.shape.config.algo == Algo::Ring
     }
 }

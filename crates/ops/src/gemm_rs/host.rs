@@ -4,46 +4,26 @@
 //! epilogue does. The other algorithms hand finished chunks to the copy lane.
 
 use std::ops::Range;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
-use tilewire_core::{Error, Rank, Result, convert_from_f32};
+use tilewire_core::{Rank, Result, convert_from_f32};
 use tilewire_symm::{Signals, SymBuf};
 
 use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
 use super::plan::{CREDIT, DATA, GemmRsInputs};
-use crate::common::{Launch, narrow_into, range_of, wide};
+use crate::common::{Handoff, Launch, narrow_into, range_of, wide};
 use crate::gemm::BOrder;
 use crate::gemm::host::{Mat, add_bias, matmul};
 
 /// A finished chunk on its way from the compute lane to the copy lane.
-type Chunk = (Rank, Vec<(usize, Vec<u8>)>);
-
-/// The local queue between the lanes: the host's stand-in for an event per chunk.
-pub(crate) struct Handoff {
-    tx: Mutex<Sender<Chunk>>,
-    rx: Mutex<Receiver<Chunk>>,
-}
-
-impl Handoff {
-    pub fn new() -> Self {
-        let (tx, rx) = channel();
-        Self { tx: Mutex::new(tx), rx: Mutex::new(rx) }
-    }
-
-    fn send(&self, chunk: Chunk) -> Result<()> {
-        let tx = self.tx.lock().unwrap_or_else(PoisonError::into_inner);
-        tx.send(chunk).map_err(|_| Error::internal("the copy lane is gone"))
-    }
-}
+pub(crate) type Chunk = (Rank, Vec<(usize, Vec<u8>)>);
 
 pub(crate) struct Run {
     pub launch: Launch,
     pub desc: GemmRsDesc,
     pub tasks: Vec<RsTask>,
-    pub handoff: Option<Handoff>,
+    pub handoff: Option<Handoff<Chunk>>,
     /// Nothing is handed over before all products are computed.
     pub sequential: bool,
     pub slot_rows: usize,
@@ -78,17 +58,7 @@ impl Run {
         let num = self.tasks.iter().filter(|t| matches!(t, RsTask::Push { .. })).count();
         let mut credited = 0u64;
         for _ in 0..num {
-            let (owner, tiles) = loop {
-                let rx = h.rx.lock().unwrap_or_else(PoisonError::into_inner);
-                match rx.recv_timeout(Duration::from_millis(20)) {
-                    Ok(chunk) => break chunk,
-                    // The compute lane will never send once the team is faulted.
-                    Err(RecvTimeoutError::Timeout) => ctx.team().fault().check()?,
-                    Err(RecvTimeoutError::Disconnected) => {
-                        return Err(Error::internal("the compute lane is gone"));
-                    }
-                }
-            };
+            let (owner, tiles) = h.receive(ctx)?;
             self.credit(owner, &mut credited)?;
             self.push(owner, &tiles);
         }

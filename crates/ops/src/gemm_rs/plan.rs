@@ -9,9 +9,10 @@ use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 use super::GemmRsDesc;
 use super::config::schedule;
 use super::cuda::{self, Prepared};
-use super::host::{Handoff, Run};
+use super::host::Run;
 use crate::common::{
-    Algo, Choice, Explain, Machine, OverlapConfig, PlanCore, apart, expect_tensor, only_meets,
+    Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
+    only_meets,
 };
 use crate::gemm::BOrder;
 

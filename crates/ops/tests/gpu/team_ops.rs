@@ -333,7 +333,7 @@ fn fp8_wires(d: CpAttentionDesc) -> CpAttentionDesc {
     CpAttentionDesc { fp8_kv: true, dkv_wire: DType::F8E4M3, ..d }
 }
 
-static ALL: [Make; 25] = [
+static ALL: [Make; 30] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
@@ -377,6 +377,11 @@ static ALL: [Make; 25] = [
         )
     },
     |h, s| cp_attention(Strategy::AllToAll, h, s),
+    |h, s| ag_gemm((Algo::Ring, DType::BF16), h, s),
+    |h, s| ag_gemm((Algo::Ring, DType::F8E4M3), h, s),
+    |h, s| gemm_reduce((true, Algo::Ring, DType::BF16), h, s),
+    |h, s| gemm_reduce((false, Algo::Ring, DType::BF16), h, s),
+    |h, s| gemm_reduce((false, Algo::Ring, DType::F8E5M2), h, s),
 ];
 
 /// Where there is NCCL: even shards, uneven ones, and the choice by the clock.

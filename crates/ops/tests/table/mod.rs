@@ -47,7 +47,15 @@ pub fn out(rows: usize, cols: usize) -> Tensor {
 }
 
 fn ag(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
-    let config = OverlapConfig { algo: Algo::Fused, block_m: 2, block_n: 4, sub_chunks: 2 };
+    ag_of(Algo::Fused, heap, stream, prepare)
+}
+
+fn ag_ring(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    ag_of(Algo::Ring, heap, stream, prepare)
+}
+
+fn ag_of(algo: Algo, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    let config = OverlapConfig { algo, block_m: 2, block_n: 4, sub_chunks: 2 };
     let plan = AgGemmPlan::new(AgGemmDesc::new(M, N, K, DType::F32), heap, Some(config))?;
     prepared_if(prepare, || plan.prepare(stream))?;
     let (x, w, y) = (zeros(mine(heap), K), zeros(N, K), out(M, N));
@@ -76,12 +84,24 @@ fn rs_fused(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     rs_of(Algo::Fused, heap, stream, prepare)
 }
 
+fn rs_ring(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    rs_of(Algo::Ring, heap, stream, prepare)
+}
+
 fn rs_pipelined(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     rs_of(Algo::Pipelined, heap, stream, prepare)
 }
 
 fn ar(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
-    let config = OverlapConfig { algo: Algo::Fused, block_m: 2, block_n: 4, sub_chunks: 2 };
+    ar_of(Algo::Fused, heap, stream, prepare)
+}
+
+fn ar_ring(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    ar_of(Algo::Ring, heap, stream, prepare)
+}
+
+fn ar_of(algo: Algo, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    let config = OverlapConfig { algo, block_m: 2, block_n: 4, sub_chunks: 2 };
     let plan = GemmArPlan::new(GemmArDesc::new(M, N, K, DType::F32), heap, Some(config))?;
     prepared_if(prepare, || plan.prepare(stream))?;
     let (x, w, y) = (zeros(M, K), zeros(N, K), out(M, N));
@@ -163,12 +183,15 @@ fn ep(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     })
 }
 
-pub const OPS: [(&str, Make); 9] = [
+pub const OPS: [(&str, Make); 12] = [
     ("ep", ep),
     ("ag_gemm", ag),
+    ("ag_gemm ring", ag_ring),
     ("gemm_rs fused", rs_fused),
     ("gemm_rs pipelined", rs_pipelined),
+    ("gemm_rs ring", rs_ring),
     ("gemm_ar", ar),
+    ("gemm_ar ring", ar_ring),
     ("all_gather", gather),
     ("reduce_scatter", scatter),
     ("all_reduce", reduce),

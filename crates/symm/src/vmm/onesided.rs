@@ -233,6 +233,47 @@ impl VmmOneSided {
         unsafe { self.store.kernels.fail_if.launch(stream, Grid::new(1, 1), args) }
     }
 
+    /// As [`OneSided::put_signal`] of `from.1` bytes at `from.0` of my own chunk: how a rank passes on what
+    /// has come to it.
+    ///
+    /// # Errors
+    /// As [`OneSided::put`].
+    pub fn pass_signal(
+        &self,
+        stream: &CudaStream,
+        dst: (Rank, usize),
+        (from, len): (usize, usize),
+        slot: SignalSlot,
+    ) -> Result<()> {
+        // Refused before the total moves, as in `put_signal`.
+        let at = self.slot(dst.0, slot)?;
+        let (to, src) = (self.addr(dst.0, dst.1, len)?, self.addr(self.team().rank(), from, len)?);
+        self.launch(stream, &self.store.kernels.bump_epoch, at, 1)?;
+        if len > 0 {
+            if dst.0 != self.team().rank() {
+                self.team().0.traffic.put(dst.0, len);
+            }
+            self.team().check()?;
+            self.hold(stream, None);
+            // SAFETY: both ranges were checked and are held; that nobody else uses them meanwhile is
+            // the protocol's business (credits), as for every one-sided transfer.
+            unsafe { stream.copy(to, src, len)? };
+        }
+        self.flag(stream, dst.0, slot)
+    }
+
+    /// The total of (slot, dst), to `dst`'s control page.
+    fn flag(&self, stream: &CudaStream, dst: Rank, slot: SignalSlot) -> Result<()> {
+        let flag = self.flag_addr(dst, slot)?;
+        self.team().check()?;
+        self.hold(stream, None);
+        self.team().0.traffic.signal(dst);
+        let total = self.store.counters.sent(slot.index(), dst);
+        // SAFETY: 8 bytes each; only this rank writes the flag, and the total changes only by
+        // later kernels of this stream (one stream at a time for each slot and destination).
+        unsafe { stream.copy(flag, total, 8) }
+    }
+
     /// Counts what a kernel of the caller writes to `dst`'s chunk, as a put.
     pub fn count_put(&self, dst: Rank, len: usize) {
         self.team().0.traffic.put(dst, len);
@@ -353,17 +394,11 @@ impl OneSided for VmmOneSided {
         slot: SignalSlot,
     ) -> Result<()> {
         self.slot(dst.0, slot)?;
-        let flag = self.flag_addr(dst.0, slot)?;
+        self.flag_addr(dst.0, slot)?;
         if src.len_bytes() > 0 {
             self.put(stream, dst.0, dst.1, src)?;
         }
-        self.team().check()?;
-        self.hold(stream, None);
-        self.team().0.traffic.signal(dst.0);
-        let total = self.store.counters.sent(slot.index(), dst.0);
-        // SAFETY: 8 bytes each; only this rank writes the flag, and the total changes only by
-        // later kernels of this stream (one stream at a time for each slot and destination).
-        unsafe { stream.copy(flag, total, 8) }
+        self.flag(stream, dst.0, slot)
     }
 
     fn fence(&self, _stream: &CudaStream) -> Result<()> {
