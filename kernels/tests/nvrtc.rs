@@ -17,6 +17,14 @@ use tilewire_kernels::portable::portable;
 use tilewire_kernels::{ALL, Source};
 
 const ARCHS: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
+/// What is compiled for tests of the device layer alone.
+const INTEROP: Source = Source {
+    name: "device/src/cuda/interop_tests.cu",
+    parts: &[tilewire_kernels::BULK, include_str!("../../crates/device/src/cuda/interop_tests.cu")],
+    defines: &[],
+    kernels: &["test_cluster", "test_tile"],
+};
+
 /// Where `cargo xtask` puts the pinned wheel.
 const WHEEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/python-nvrtc/nvidia/cu13/lib");
 
@@ -71,6 +79,7 @@ fn compile(s: &Source, defines: &[(String, u64)], arch: &str) -> Result<String, 
 fn compile_all() -> usize {
     let jobs: Vec<_> = ALL
         .iter()
+        .chain([&INTEROP])
         .flat_map(|s| variants(s).into_iter().enumerate().map(move |(i, d)| (s, i, d)))
         // Variants differ in sizes only: one architecture is enough for them.
         .flat_map(|(s, i, d)| {

@@ -84,6 +84,20 @@ struct Inner {
     kept: Mutex<Option<Vec<CUdeviceptr>>>,
 }
 
+/// One of our calls to the driver. At its end the calling thread has the context that it had before, or none:
+/// the runtime API of CUDA, in the caller's code, takes the current context for the device that was chosen.
+#[must_use = "the caller's context is current again once this is dropped"]
+pub(crate) struct Current(Option<CUcontext>);
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if let Some(before) = self.0 {
+            // SAFETY: it was current on this thread. If somebody has destroyed it meanwhile, the driver says so.
+            unsafe { sys::cuCtxSetCurrent(before) };
+        }
+    }
+}
+
 /// Something that queued work refers to by address.
 pub(super) type Thing = Arc<dyn Any + Send + Sync>;
 
@@ -132,10 +146,21 @@ impl CudaContext {
         Ok(new)
     }
 
-    /// Makes the context current on the calling thread.
-    pub(crate) fn bind(&self) -> Result<()> {
+    /// Makes the context current on the calling thread, until the result is dropped.
+    pub(crate) fn bind(&self) -> Result<Current> {
+        let mut before = std::ptr::null_mut();
+        // SAFETY: the driver is initialised; valid output.
+        check(unsafe { sys::cuCtxGetCurrent(&mut before) }, "cuCtxGetCurrent")?;
+        if before == self.0.raw {
+            return Ok(Current(None));
+        }
         // SAFETY: the context is retained as long as `self` lives.
-        check(unsafe { sys::cuCtxSetCurrent(self.0.raw) }, "cuCtxSetCurrent")
+        check(unsafe { sys::cuCtxSetCurrent(self.0.raw) }, "cuCtxSetCurrent")?;
+        Ok(Current(Some(before)))
+    }
+
+    pub(super) fn raw(&self) -> CUcontext {
+        self.0.raw
     }
 
     /// Takes things that a launch has found to be done with. It must not free them: that may wait for
@@ -215,7 +240,12 @@ impl CudaContext {
     /// # Errors
     /// What the driver reports.
     pub fn arch(&self) -> Result<String> {
-        Ok(arch(capability(self.0.device)?.max(0) as u32))
+        Ok(arch(self.sm()?))
+    }
+
+    /// Compute capability, as in 90.
+    pub(super) fn sm(&self) -> Result<u32> {
+        Ok(capability(self.0.device)?.max(0) as u32)
     }
 
     /// Number of multiprocessors.
@@ -241,7 +271,7 @@ impl CudaContext {
     /// # Errors
     /// What the driver reports.
     pub fn memory_info(&self) -> Result<(usize, usize)> {
-        self.bind()?;
+        let _current = self.bind()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: a context is current, the outputs are valid.
         check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
@@ -293,7 +323,7 @@ impl CudaContext {
     /// # Errors
     /// `DeviceLost` if a kernel failed.
     pub fn synchronize(&self) -> Result<()> {
-        self.bind()?;
+        let _current = self.bind()?;
         // SAFETY: a context is current.
         check(unsafe { sys::cuCtxSynchronize() }, "cuCtxSynchronize")
     }

@@ -291,7 +291,7 @@ impl CublasLt {
         if let Some(lt) = kept.iter().find(|lt| lt.ctx.ordinal() == ctx.ordinal()) {
             return Ok(lt.clone());
         }
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a context is current and the output is valid.
         api.check(unsafe { (api.create)(&mut raw) }, "cublasLtCreate")?;
@@ -351,7 +351,7 @@ impl CublasLt {
         (align_bytes, max_workspace_bytes): (u32, usize),
         top: usize,
     ) -> Result<Vec<LtAlgo>> {
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         let (api, l) = (self.api, self.layouts(d, p)?);
         // SAFETY: a valid output.
         let create = |raw| unsafe { (api.pref_create)(raw) };
@@ -411,7 +411,7 @@ impl CublasLt {
                 .expected(format_args!("{} bytes", algo.workspace_bytes))
                 .seen(room));
         }
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         if let Some(w) = workspace {
             stream.hold(|| Arc::new(w.clone()));
         }

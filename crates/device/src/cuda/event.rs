@@ -30,7 +30,7 @@ impl CudaEvent {
     /// # Errors
     /// What the driver reports.
     pub fn new(ctx: &CudaContext, timing: bool) -> Result<Self> {
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let mut raw = std::ptr::null_mut();
         let flags = if timing { 0 } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 };
         // SAFETY: a context is current, the output is valid.
@@ -43,7 +43,7 @@ impl CudaEvent {
     /// # Errors
     /// `InvalidArgument` otherwise.
     pub fn us_since(&self, earlier: &CudaEvent) -> Result<f64> {
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         let mut ms = 0.0;
         // SAFETY: both are alive, the output is valid.
         let code = unsafe { sys::cuEventElapsedTime_v2(&mut ms, earlier.raw, self.raw) };
@@ -73,9 +73,11 @@ impl Point for CudaEvent {
     fn is_done(&self) -> bool {
         // The driver would invalidate a capture in progress if it were asked. An error ends the
         // waiting, too: `synchronize` raises it.
-        self.capture().is_none()
-            && self.ctx.bind().is_ok()
-            && self.query() != CUresult::CUDA_ERROR_NOT_READY
+        if self.capture().is_some() {
+            return false;
+        }
+        let Ok(_current) = self.ctx.bind() else { return false };
+        self.query() != CUresult::CUDA_ERROR_NOT_READY
     }
 
     fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {
@@ -85,14 +87,14 @@ impl Point for CudaEvent {
             )
             .hint("use `Pending::join` during capture, and wait for the graph's launch instead"));
         }
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         poll(deadline, || self.query())
     }
 }
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        if self.ctx.bind().is_ok() {
+        if let Ok(_current) = self.ctx.bind() {
             // SAFETY: created by us, destroyed once.
             unsafe { sys::cuEventDestroy_v2(self.raw) };
         }

@@ -1,6 +1,7 @@
 //! Captured graphs.
 
 use std::any::Any;
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,9 +16,68 @@ use super::error::check;
 pub(super) struct Held {
     things: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
     ended: AtomicBool,
+    /// The number of the capture, if it was begun elsewhere.
+    foreign: Option<u64>,
+}
+
+/// What a graph that is not ours refers to.
+struct Kept {
+    ctx: CudaContext,
+    held: Arc<Held>,
+}
+
+/// Makes `graph` the owner of `kept`.
+///
+/// # Safety
+/// The graph must be alive.
+unsafe fn give(graph: CUgraph, kept: Box<Kept>) -> Result<()> {
+    let (kept, mut object) = (Box::into_raw(kept).cast(), std::ptr::null_mut());
+    let no_sync = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
+    // SAFETY: valid output; a destructor for what it is given.
+    let code = unsafe { sys::cuUserObjectCreate(&mut object, kept, Some(let_go), 1, no_sync) };
+    check(code, "cuUserObjectCreate").inspect_err(|_| {
+        // SAFETY: the driver did not take it.
+        drop(unsafe { Box::from_raw(kept.cast::<Kept>()) });
+    })?;
+    let to_graph = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
+    // SAFETY: both are alive; the one reference goes to the graph.
+    let code = unsafe { sys::cuGraphRetainUserObject(graph, object, 1, to_graph) };
+    check(code, "cuGraphRetainUserObject").inspect_err(|_| {
+        // SAFETY: the reference is still ours.
+        unsafe { sys::cuUserObjectRelease(object, 1) };
+    })
+}
+
+/// The driver calls it when the graph, and all that was made of it, is gone.
+unsafe extern "C" fn let_go(kept: *mut c_void) {
+    // SAFETY: `Held::of_graph` made it with `Box::into_raw`, and it comes back once.
+    let kept = unsafe { Box::from_raw(kept.cast::<Kept>()) };
+    let things = &mut *kept.held.things.lock().unwrap_or_else(PoisonError::into_inner);
+    // It must not call the driver, as freeing memory does.
+    kept.ctx.retire(std::mem::take(things));
 }
 
 impl Held {
+    /// For capture `id`, begun elsewhere, into `graph`: the graph keeps it. If it cannot, it is kept for ever.
+    ///
+    /// # Safety
+    /// The graph must be alive.
+    pub unsafe fn of_graph(ctx: &CudaContext, id: u64, graph: CUgraph) -> Arc<Self> {
+        let held = Arc::new(Self { foreign: Some(id), ..Self::default() });
+        let kept = Box::new(Kept { ctx: ctx.clone(), held: held.clone() });
+        // SAFETY: the caller's contract.
+        if let Err(e) = unsafe { give(graph, kept) } {
+            log::warn!("a captured graph cannot keep what it refers to, which is leaked: {e}");
+            std::mem::forget(held.clone());
+        }
+        held
+    }
+
+    /// The number of a capture that was begun elsewhere.
+    pub fn foreign(&self) -> Option<u64> {
+        self.foreign
+    }
+
     pub fn push(&self, thing: Arc<dyn Any + Send + Sync>) {
         self.things.lock().unwrap_or_else(PoisonError::into_inner).push(thing);
     }
@@ -77,7 +137,7 @@ impl CudaGraph {
 
 impl Drop for CudaGraph {
     fn drop(&mut self) {
-        if self.ctx.bind().is_ok() {
+        if let Ok(_current) = self.ctx.bind() {
             // SAFETY: instantiated by us, destroyed once; the driver lets a launch finish.
             unsafe { sys::cuGraphExecDestroy(self.raw) };
         }

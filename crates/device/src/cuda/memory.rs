@@ -45,7 +45,7 @@ impl CudaMemory {
     pub fn filled(ctx: &CudaContext, len_bytes: usize, byte: u8) -> Result<Self> {
         // First: there may be no room without it.
         ctx.free_retired();
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let (mut ptr, len) = (0, len_bytes.max(1));
         // SAFETY: a context is current and the output is valid.
         let mut alloc = || check(unsafe { sys::cuMemAlloc_v2(&mut ptr, len) }, "cuMemAlloc");
@@ -131,7 +131,7 @@ impl Buffer for CudaMemory {
         if bytes.is_empty() {
             return Ok(());
         }
-        self.owner.ctx.bind()?;
+        let _current = self.owner.ctx.bind()?;
         // SAFETY: both sides are `len` bytes long.
         let code = unsafe { sys::cuMemcpyHtoD_v2(self.addr(), bytes.as_ptr().cast(), self.len) };
         check(code, "cuMemcpyHtoD")?;
@@ -142,7 +142,7 @@ impl Buffer for CudaMemory {
         if self.len == 0 {
             return Ok(Vec::new());
         }
-        self.owner.ctx.bind()?;
+        let _current = self.owner.ctx.bind()?;
         let mut out = vec![0; self.len];
         // SAFETY: both sides are `len` bytes long.
         let code = unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), self.addr(), self.len) };
@@ -159,7 +159,10 @@ impl std::fmt::Debug for CudaMemory {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if self.lender.is_none() && !self.ctx.keeps(self.ptr) && self.ctx.bind().is_ok() {
+        if self.lender.is_none()
+            && !self.ctx.keeps(self.ptr)
+            && let Ok(_current) = self.ctx.bind()
+        {
             // SAFETY: allocated by us, freed once; the driver finishes pending work first.
             unsafe { sys::cuMemFree_v2(self.ptr) };
         }
@@ -185,7 +188,7 @@ impl Pinned {
     /// # Errors
     /// `Exhausted` if no memory can be pinned.
     pub fn zeroed(ctx: &CudaContext, num: usize) -> Result<Self> {
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let (mut host, mut device) = (std::ptr::null_mut(), 0);
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: valid output.
@@ -217,7 +220,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.ctx.bind().is_ok() {
+        if let Ok(_current) = self.ctx.bind() {
             // SAFETY: allocated by us, freed once; the driver finishes pending work first.
             unsafe { sys::cuMemFreeHost(self.host.cast()) };
         }

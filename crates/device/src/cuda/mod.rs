@@ -2,13 +2,14 @@
 //!
 //! Nothing here links CUDA: the libraries are opened on first use, and their absence is an error
 //! of kind `Unavailable` that says where they were looked for. Every object keeps its context
-//! alive and makes it current before it calls the driver, so that any thread may use it.
+//! alive and makes it current for its calls of the driver, so that any thread may use it; then the caller's
+//! is current again.
 //!
 //! # Rules
 //! - A [`CudaMemory`] that queued work names is held by its stream until the work has run, or by the
 //!   graph that it was captured into: the driver promises neither to finish pending work before it
 //!   frees memory nor not to wait for it.
-//! - Streams never wait for the legacy default stream.
+//! - Streams of our own never wait for the legacy default stream.
 //! - NVLink multicast and managed memory are never used.
 
 mod context;
@@ -16,6 +17,8 @@ mod cublaslt;
 mod error;
 mod event;
 mod graph;
+#[cfg(test)]
+mod interop_tests;
 mod library;
 mod loader;
 mod memory;
@@ -28,6 +31,7 @@ mod places;
 mod probe;
 mod span;
 mod stream;
+mod tensor_map;
 #[cfg(test)]
 mod tests;
 mod vmm;
@@ -49,4 +53,5 @@ pub use probe::{DeviceInfo, PeerInfo, devices, peer_info, try_share};
 pub use span::CudaSpan;
 pub(crate) use span::DeviceSpans;
 pub use stream::CudaStream;
+pub use tensor_map::{MapSwizzle, TensorMap, TensorMapDesc};
 pub use vmm::{VmmChunk, VmmRange, granularity};

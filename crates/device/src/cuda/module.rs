@@ -5,11 +5,12 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction, CUmodule};
-use tilewire_core::{Error, Result};
+use tilewire_core::{Error, ErrorKind, Result};
 
 use super::context::CudaContext;
 use super::error::check;
 use super::stream::CudaStream;
+use super::tensor_map::TensorMap;
 
 /// Machine code loaded into a context.
 #[derive(Clone)]
@@ -31,7 +32,7 @@ impl CudaModule {
     /// # Errors
     /// What the driver reports, for instance code for another architecture.
     pub fn load(ctx: &CudaContext, cubin: &[u8]) -> Result<Self> {
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a complete cubin; the driver copies it.
         let code = unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) };
@@ -45,7 +46,7 @@ impl CudaModule {
     /// # Errors
     /// If there is no such kernel.
     pub fn kernel(&self, name: &'static str) -> Result<Kernel> {
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
         let c = CString::new(name).map_err(|_| Error::invalid("a zero byte in a kernel's name"))?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a live module, a valid name and output.
@@ -63,7 +64,7 @@ impl CudaModule {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.ctx.bind().is_ok() {
+        if let Ok(_current) = self.ctx.bind() {
             // SAFETY: loaded by us, unloaded once, after the last kernel handle.
             unsafe { sys::cuModuleUnload(self.raw) };
         }
@@ -98,6 +99,13 @@ impl<'a> LaunchArgs<'a> {
         self.0.push(std::ptr::from_ref(v).cast_mut().cast());
         self
     }
+
+    /// Adds a tensor map, of a kernel that takes one by value. What it describes must be alive until the kernel
+    /// has run: give a clone of the map to [`CudaStream::hold`].
+    pub fn map(mut self, map: &'a TensorMap) -> Self {
+        self.0.push(std::ptr::from_ref(map.raw()).cast_mut().cast());
+        self
+    }
 }
 
 /// The shape of a launch.
@@ -109,18 +117,54 @@ pub struct Grid {
     pub threads: u32,
     /// Bytes of dynamic shared memory of a block.
     pub shared_bytes: u32,
+    /// Blocks of a cluster in x, y and z, which run at once and reach each other's shared memory. They divide
+    /// `blocks`, and are at most 8 in all. `[1, 1, 1]` is no cluster.
+    pub cluster: [u32; 3],
 }
+
+/// The most blocks of a cluster that every device with clusters takes.
+const MAX_CLUSTER: u64 = 8;
 
 impl Grid {
     /// `blocks` of `threads`, without dynamic shared memory.
     pub fn new(blocks: u32, threads: u32) -> Self {
-        Self { blocks: [blocks, 1, 1], threads, shared_bytes: 0 }
+        Self { blocks: [blocks, 1, 1], threads, shared_bytes: 0, cluster: [1; 3] }
     }
 
     /// The same with `shared_bytes` of dynamic shared memory.
     #[must_use]
     pub fn shared(self, shared_bytes: u32) -> Self {
         Self { shared_bytes, ..self }
+    }
+
+    /// The same in clusters of `cluster` blocks.
+    #[must_use]
+    pub fn clusters(self, cluster: [u32; 3]) -> Self {
+        Self { cluster, ..self }
+    }
+
+    /// Refuses clusters that no launch on a device of compute capability `sm` can have.
+    fn check_cluster(&self, sm: impl FnOnce() -> Result<u32>) -> Result<()> {
+        if self.cluster == [1; 3] {
+            return Ok(());
+        }
+        let num: u64 = self.cluster.iter().map(|&n| u64::from(n)).product();
+        if !(1..=MAX_CLUSTER).contains(&num) {
+            return Err(Error::invalid("no such cluster of blocks")
+                .expected(format_args!("1 to {MAX_CLUSTER} blocks"))
+                .seen(format_args!("{:?}", self.cluster)));
+        }
+        if self.blocks.iter().zip(&self.cluster).any(|(b, c)| b % c != 0) {
+            return Err(Error::invalid("the blocks of a launch are not whole clusters")
+                .expected(format_args!("multiples of {:?}", self.cluster))
+                .seen(format_args!("{:?}", self.blocks)));
+        }
+        match sm()? {
+            90.. => Ok(()),
+            sm => Err(Error::new(ErrorKind::Unsupported, "this device has no clusters of blocks")
+                .expected("sm_90 or newer")
+                .seen(format_args!("sm_{sm}"))),
+        }
     }
 }
 
@@ -131,7 +175,7 @@ impl Kernel {
     /// # Errors
     /// `InvalidArgument` if the device has less.
     pub fn allow_shared(&self, shared_bytes: u32) -> Result<()> {
-        self.module.0.ctx.bind()?;
+        let _current = self.module.0.ctx.bind()?;
         let what = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: a live function.
         let code = unsafe { sys::cuFuncSetAttribute(self.raw, what, shared_bytes as i32) };
@@ -143,7 +187,7 @@ impl Kernel {
     /// # Errors
     /// What the driver reports.
     pub fn blocks_per_sm(&self, grid: Grid) -> Result<u32> {
-        self.module.0.ctx.bind()?;
+        let _current = self.module.0.ctx.bind()?;
         let mut num = 0;
         let shared = grid.shared_bytes as usize;
         // SAFETY: a live function and a valid output.
@@ -174,8 +218,13 @@ impl Kernel {
         grid: Grid,
         mut args: LaunchArgs<'_>,
     ) -> Result<()> {
-        self.module.0.ctx.bind()?;
+        grid.check_cluster(|| self.module.0.ctx.sm()).map_err(|e| e.phase(self.name))?;
+        let _current = self.module.0.ctx.bind()?;
         stream.hold(|| Arc::new(self.module.clone()));
+        if grid.cluster != [1; 3] {
+            // SAFETY: the caller's contract.
+            return unsafe { self.launch_clusters(stream, grid, args) };
+        }
         // SAFETY: the caller's contract; the driver copies the arguments before it returns.
         let code = unsafe {
             sys::cuLaunchKernel(
@@ -193,5 +242,60 @@ impl Kernel {
             )
         };
         check(code, "cuLaunchKernel").map_err(|e| e.phase(self.name))
+    }
+
+    /// # Safety
+    /// As [`Kernel::launch`].
+    unsafe fn launch_clusters(
+        &self,
+        stream: &CudaStream,
+        grid: Grid,
+        mut args: LaunchArgs<'_>,
+    ) -> Result<()> {
+        let [x, y, z] = grid.cluster;
+        let clusters = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x, y, z };
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { clusterDim: clusters },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.blocks[0],
+            gridDimY: grid.blocks[1],
+            gridDimZ: grid.blocks[2],
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared_bytes,
+            hStream: stream.raw(),
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        let args = args.0.as_mut_ptr();
+        // SAFETY: the caller's contract; the driver copies the arguments and the configuration.
+        let code = unsafe { sys::cuLaunchKernelEx(&config, self.raw, args, std::ptr::null_mut()) };
+        check(code, "cuLaunchKernelEx").map_err(|e| e.phase(self.name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_that_cannot_be_are_refused_before_the_driver() {
+        let grid = |blocks, cluster| Grid { blocks, ..Grid::new(1, 32).clusters(cluster) };
+        let kind = |g: Grid, sm| g.check_cluster(|| Ok(sm)).map_err(|e| e.kind());
+        kind(grid([8, 4, 2], [4, 2, 1]), 90).unwrap();
+        kind(grid([8, 1, 1], [8, 1, 1]), 100).unwrap();
+        // Nobody asks for the device where there is no cluster.
+        grid([5, 3, 1], [1; 3]).check_cluster(|| Err(Error::internal("asked"))).unwrap();
+        for cluster in [[16, 1, 1], [3, 3, 1], [0, 1, 1], [u32::MAX; 3]] {
+            let blocks = cluster.map(|c| c.max(1));
+            assert_eq!(kind(grid(blocks, cluster), 90), Err(ErrorKind::InvalidArgument));
+        }
+        assert_eq!(kind(grid([6, 1, 1], [4, 1, 1]), 90), Err(ErrorKind::InvalidArgument));
+        assert_eq!(kind(grid([4, 3, 1], [2, 2, 1]), 90), Err(ErrorKind::InvalidArgument));
+        assert_eq!(kind(grid([4, 1, 1], [2, 1, 1]), 89), Err(ErrorKind::Unsupported));
     }
 }

@@ -307,7 +307,7 @@ impl NcclComm {
     /// As [`NcclComm::library`]; what the library reports.
     pub fn join(ctx: &CudaContext, id: NcclId, (rank, size): (u32, usize)) -> Result<Arc<Self>> {
         let api = Api::get()?;
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let (mut raw, mut config) = (std::ptr::null_mut(), RawConfig::non_blocking());
         // SAFETY: a context is current; valid output and configuration, which is copied.
         let code = unsafe { (api.init)(&mut raw, size as c_int, id, rank as c_int, &mut config) };
@@ -358,7 +358,7 @@ impl NcclComm {
         }
         let handle = self.lock();
         let raw = handle.as_ref().ok_or_else(aborted)?.0;
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         let api = self.api;
         // SAFETY: groups belong to this thread, and this one is ended below.
         api.check(unsafe { (api.group_start)() }, "ncclGroupStart")?;
@@ -442,7 +442,7 @@ impl NcclComm {
         };
         let handle = self.lock();
         let raw = handle.as_ref().ok_or_else(aborted)?.0;
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         // A thread of the library writes it, even after this one has given up: never freed.
         let out: &'static AtomicPtr<c_void> = Box::leak(Box::default());
         // SAFETY: a live communicator; an output that lives for ever; the caller's contract for the
@@ -454,10 +454,10 @@ impl NcclComm {
     /// Ends what runs and what is queued on the device, and the communicator. Waits for no peer.
     pub fn abort(&self) {
         let Some(handle) = self.lock().take() else { return };
-        if let Err(e) = self.ctx.bind() {
-            log::warn!("an NCCL communicator is leaked: {e}");
-            return;
-        }
+        let _current = match self.ctx.bind() {
+            Ok(current) => current,
+            Err(e) => return log::warn!("an NCCL communicator is leaked: {e}"),
+        };
         // SAFETY: a live communicator, which nobody uses any more: it was taken out of the lock.
         if let Err(e) = self.api.check(unsafe { (self.api.abort)(handle.0) }, "ncclCommAbort") {
             log::warn!("{e}");

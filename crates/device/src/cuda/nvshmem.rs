@@ -202,7 +202,7 @@ impl Nvshmem {
     /// As [`Nvshmem::library`]; what the library reports.
     pub fn init(ctx: &CudaContext, id: &NvshmemId, (rank, size): (u32, usize)) -> Result<()> {
         let api = Api::get()?;
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let mut attr = InitAttr::new();
         // SAFETY: a valid identity and attributes with their versions.
         let code = unsafe { (api.set_id)(rank as c_int, size as c_int, id, &mut attr) };
@@ -230,7 +230,7 @@ impl Nvshmem {
     /// `Exhausted` if a rank has not as much.
     pub unsafe fn malloc(ctx: &CudaContext, len_bytes: usize) -> Result<u64> {
         let api = Api::get()?;
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         // SAFETY: the caller's contract.
         match unsafe { (api.malloc)(len_bytes) } {
             0 => Err(Error::new(ErrorKind::Exhausted, format!("NVSHMEM has no {len_bytes} bytes"))
@@ -249,7 +249,7 @@ impl Nvshmem {
     /// As [`Nvshmem::library`].
     pub unsafe fn peer(ctx: &CudaContext, addr: u64, rank: u32) -> Result<Option<u64>> {
         let api = Api::get()?;
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         // SAFETY: the caller's contract.
         let at = unsafe { (api.peer)(addr, rank as c_int) };
         Ok((at != 0).then_some(at))

@@ -2,10 +2,11 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use cudarc::driver::sys::{self, CUresult, CUstream};
+use cudarc::driver::sys::{self, CUgraph, CUresult, CUstream, CUstreamCaptureStatus};
 use tilewire_core::{Deadline, Error, Result};
 
 use super::context::{CudaContext, Thing};
@@ -25,6 +26,8 @@ pub struct CudaStream(Arc<Inner>);
 struct Inner {
     ctx: CudaContext,
     raw: CUstream,
+    /// Made and destroyed by somebody else, who may capture it, too.
+    borrowed: bool,
     /// What the capture in progress refers to; shared by all streams that joined it.
     capture: Mutex<Option<Arc<Held>>>,
     flight: Mutex<Flight>,
@@ -67,18 +70,57 @@ impl CudaStream {
 
     pub(super) fn make(ctx: &CudaContext, trace: Option<Trace>) -> Result<Self> {
         nvtx::load();
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current, the output is valid.
         check(unsafe { sys::cuStreamCreate(&mut raw, flags) }, "cuStreamCreate")?;
-        Ok(Self(Arc::new(Inner {
+        Ok(Self::of(ctx, raw, false, trace))
+    }
+
+    fn of(ctx: &CudaContext, raw: CUstream, borrowed: bool, trace: Option<Trace>) -> Self {
+        Self(Arc::new(Inner {
             ctx: ctx.clone(),
             raw,
+            borrowed,
             capture: Mutex::new(None),
             flight: Mutex::default(),
             trace,
-        })))
+        }))
+    }
+
+    /// A stream that somebody else has made (a `CUstream` or `cudaStream_t`; null is the legacy default
+    /// stream), and will destroy. If it is captured there, our work becomes part of that graph, which
+    /// keeps what the work refers to until the graph and all that was made of it are destroyed.
+    ///
+    /// # Safety
+    /// The handle must be of a stream that is alive until the last clone of the result is gone. Operations
+    /// keep clones until their [`Pending`](crate::Pending) is gone; the end of the last one waits for the stream.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a stream of another context, or the default stream of the calling thread,
+    /// which is another one on each thread.
+    pub unsafe fn borrow(ctx: &CudaContext, raw: *mut c_void) -> Result<Self> {
+        const PER_THREAD: usize = 2;
+        if raw.addr() == PER_THREAD {
+            return Err(Error::invalid("the default stream of a thread cannot be borrowed").hint(
+                "its handle means another stream on every thread: pass one that was created",
+            ));
+        }
+        nvtx::load();
+        let _current = ctx.bind()?;
+        let (raw, mut of) = (raw.cast(), std::ptr::null_mut());
+        // SAFETY: the caller's contract for the handle; a context is current, as null needs it; valid output.
+        check(unsafe { sys::cuStreamGetCtx(raw, &mut of) }, "cuStreamGetCtx")?;
+        if of != ctx.raw() {
+            return Err(Error::invalid("the stream is not of this context")
+                .expected(format_args!("the primary context of device {}", ctx.ordinal()))
+                .seen("another context")
+                .hint(
+                    "make it with this device's primary context current, as the runtime API does",
+                ));
+        }
+        Ok(Self::of(ctx, raw, true, None))
     }
 
     /// The context.
@@ -97,10 +139,30 @@ impl CudaStream {
     fn capture(&self) -> std::sync::MutexGuard<'_, Option<Arc<Held>>> {
         let mut c = self.0.capture.lock().unwrap_or_else(PoisonError::into_inner);
         // The capture that this stream had joined may have ended on its first stream.
-        if c.as_ref().is_some_and(|h| h.has_ended()) {
+        if c.as_ref().is_some_and(|h| h.has_ended() || self.has_left(h)) {
             *c = None;
         }
+        if c.is_none() && self.0.borrowed {
+            // A stream that the driver cannot say it of takes no work, either.
+            *c = self.foreign().ok().flatten();
+        }
         c
+    }
+
+    /// A capture that was begun elsewhere, and that this stream is not part of any more.
+    fn has_left(&self, held: &Held) -> bool {
+        held.foreign().is_some_and(|id| {
+            let _current = self.0.ctx.bind();
+            !matches!(capture_info(self.0.raw), Ok(Some((now, _))) if now == id)
+        })
+    }
+
+    /// The capture in progress that somebody else has begun: its graph is given what our work refers to.
+    fn foreign(&self) -> Result<Option<Arc<Held>>> {
+        let _current = self.0.ctx.bind()?;
+        let Some((id, graph)) = capture_info(self.0.raw)? else { return Ok(None) };
+        // SAFETY: the graph that the stream is being captured into.
+        Ok(Some(unsafe { Held::of_graph(&self.0.ctx, id, graph) }))
     }
 
     pub(super) fn held(&self) -> Option<Arc<Held>> {
@@ -180,7 +242,7 @@ impl CudaStream {
         if len == 0 {
             return Ok(());
         }
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
         // SAFETY: the caller's contract.
         check(unsafe { sys::cuMemsetD8Async(dst, byte, len, self.0.raw) }, "cuMemsetD8Async")
     }
@@ -197,7 +259,7 @@ impl CudaStream {
         if len == 0 {
             return Ok(());
         }
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
         // SAFETY: the caller's contract.
         check(unsafe { sys::cuMemcpyAsync(dst, src, len, self.0.raw) }, "cuMemcpyAsync")
     }
@@ -223,7 +285,7 @@ impl CudaStream {
         if width == 0 {
             return Ok(());
         }
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
         let copy = sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
             srcY: 0,
@@ -256,7 +318,7 @@ impl Queue for CudaStream {
     }
 
     fn record(&self, event: &CudaEvent) -> Result<()> {
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
         // SAFETY: both are alive.
         check(unsafe { sys::cuEventRecord(event.raw(), self.0.raw) }, "cuEventRecord")?;
         event.set_capture(self.held());
@@ -264,7 +326,7 @@ impl Queue for CudaStream {
     }
 
     fn wait(&self, event: &CudaEvent) -> Result<()> {
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
         // SAFETY: both are alive; 0 is the default flag.
         check(unsafe { sys::cuStreamWaitEvent(self.0.raw, event.raw(), 0) }, "cuStreamWaitEvent")?;
         if let Some(h) = event.capture() {
@@ -274,7 +336,7 @@ impl Queue for CudaStream {
     }
 
     fn begin_capture(&self) -> Result<()> {
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
         if self.held().is_some() {
             return Err(Error::invalid("the stream is already captured"));
         }
@@ -287,7 +349,11 @@ impl Queue for CudaStream {
     }
 
     fn end_capture(&self) -> Result<CudaGraph> {
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
+        if self.held().is_some_and(|h| h.foreign().is_some()) {
+            return Err(Error::invalid("this capture was begun elsewhere")
+                .hint("whoever has begun it must end it; its graph has our work in it"));
+        }
         let held = self.capture().take();
         if let Some(h) = &held {
             h.end();
@@ -302,7 +368,7 @@ impl Queue for CudaStream {
         if self.held().is_some() {
             return Err(Error::invalid("a graph cannot be launched into a capture"));
         }
-        self.0.ctx.bind()?;
+        let _current = self.0.ctx.bind()?;
         // SAFETY: both are alive.
         check(unsafe { sys::cuGraphLaunch(graph.raw(), self.0.raw) }, "cuGraphLaunch")
     }
@@ -320,6 +386,33 @@ impl Queue for CudaStream {
         self.0.ctx.free_retired();
         Ok(())
     }
+}
+
+/// Number and graph of the capture that a stream is part of.
+fn capture_info(raw: CUstream) -> Result<Option<(u64, CUgraph)>> {
+    let (mut status, mut id, mut graph) =
+        (CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0, std::ptr::null_mut());
+    let none = std::ptr::null_mut;
+    // SAFETY: a live stream and valid outputs; the other three are not asked for.
+    let code = unsafe {
+        let (edges, nodes) = (none(), none());
+        sys::cuStreamGetCaptureInfo_v3(
+            raw,
+            &mut status,
+            &mut id,
+            &mut graph,
+            nodes,
+            edges.cast(),
+            none().cast(),
+        )
+    };
+    if code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+        // The legacy stream, while another one is captured: it is no part of that.
+        return Ok(None);
+    }
+    check(code, "cuStreamGetCaptureInfo")?;
+    let active = status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    Ok(active.then_some((id, graph)))
 }
 
 /// Polls `query` until it is done or `deadline` passes.
@@ -342,11 +435,10 @@ pub(super) fn poll(deadline: Option<Deadline>, query: impl Fn() -> CUresult) -> 
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.ctx.bind().is_err() {
-            return;
-        }
+        let Ok(_current) = self.ctx.bind() else { return };
         let capture = self.capture.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(h) = capture.filter(|h| !h.has_ended()) {
+        let ours = |h: &Arc<Held>| !h.has_ended() && h.foreign().is_none();
+        if let Some(h) = capture.filter(ours) {
             // A capture that was given up: as long as it is open, synchronising fails.
             h.end();
             let mut graph = std::ptr::null_mut();
@@ -360,13 +452,17 @@ impl Drop for Inner {
         }
         let flight = std::mem::take(self.flight.get_mut().unwrap_or_else(PoisonError::into_inner));
         let limit = Some(Deadline::after_s(LAST_WAIT_S));
+        // The question would spoil a capture that somebody else has begun meanwhile.
+        let captured = self.borrowed && !matches!(capture_info(self.raw), Ok(None));
         // SAFETY: a live stream.
-        if poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }).is_err() {
+        if captured || poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }).is_err() {
             log::warn!("a stream ended with work that does not end: what it uses is leaked");
             std::mem::forget(flight);
         }
-        // SAFETY: created by us, destroyed once.
-        unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        if !self.borrowed {
+            // SAFETY: created by us, destroyed once.
+            unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
         self.ctx.free_retired();
     }
 }

@@ -39,7 +39,7 @@ fn properties(ctx: &CudaContext) -> CUmemAllocationProp {
 /// # Errors
 /// What the driver reports.
 pub fn granularity(ctx: &CudaContext) -> Result<usize> {
-    ctx.bind()?;
+    let _current = ctx.bind()?;
     let mut g = 0;
     let how = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
     // SAFETY: valid output and properties.
@@ -63,7 +63,7 @@ impl VmmChunk {
     /// # Errors
     /// `Exhausted` if there is not enough memory; `Unsupported` if it cannot be shared.
     pub fn create(ctx: &CudaContext, len_bytes: usize) -> Result<Self> {
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let mut handle = 0;
         // SAFETY: valid output and properties.
         let mut create =
@@ -83,7 +83,7 @@ impl VmmChunk {
     /// # Errors
     /// `Exhausted` if no descriptor is free.
     pub fn export(&self) -> Result<OwnedFd> {
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         let mut fd: i32 = -1;
         // SAFETY: for this handle type the output is an `int`.
         let code = unsafe {
@@ -103,7 +103,7 @@ impl VmmChunk {
     /// # Errors
     /// `InvalidArgument` if it is not one of ours; `Permission` if the driver refuses.
     pub fn import(ctx: &CudaContext, fd: &OwnedFd, len_bytes: usize) -> Result<Self> {
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let mut handle = 0;
         // For this handle type the "pointer" is the descriptor itself.
         let os = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
@@ -121,7 +121,7 @@ impl VmmChunk {
 
 impl Drop for VmmChunk {
     fn drop(&mut self) {
-        if self.ctx.bind().is_ok() {
+        if let Ok(_current) = self.ctx.bind() {
             // SAFETY: created or imported by us, released once; mappings keep the memory.
             unsafe { sys::cuMemRelease(self.handle) };
         }
@@ -153,7 +153,7 @@ impl VmmRange {
                 "chunks must be equally long, and no longer than the stride",
             ));
         }
-        ctx.bind()?;
+        let _current = ctx.bind()?;
         let mut base = 0;
         // SAFETY: valid output; no wish for an address.
         let code = unsafe { sys::cuMemAddressReserve(&mut base, chunks.len() * stride, 0, 0, 0) };
@@ -214,7 +214,7 @@ impl VmmRange {
     /// What the driver reports.
     pub fn zero(&self, rank: Rank) -> Result<()> {
         let at = self.addr(rank, 0, self.len)?;
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         // SAFETY: `len` mapped bytes.
         check(unsafe { sys::cuMemsetD8_v2(at, 0, self.len) }, "cuMemsetD8")?;
         settle()
@@ -226,7 +226,7 @@ impl VmmRange {
     /// `InvalidArgument` if they lie outside of it.
     pub fn read(&self, rank: Rank, offset: usize, out: &mut [u8]) -> Result<()> {
         let at = self.addr(rank, offset, out.len())?;
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         // SAFETY: `out.len()` mapped bytes on one side, `out` on the other.
         let code = unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), at, out.len()) };
         check(code, "cuMemcpyDtoH")
@@ -238,7 +238,7 @@ impl VmmRange {
     /// `InvalidArgument` if they lie outside of it.
     pub fn write(&self, rank: Rank, offset: usize, bytes: &[u8]) -> Result<()> {
         let at = self.addr(rank, offset, bytes.len())?;
-        self.ctx.bind()?;
+        let _current = self.ctx.bind()?;
         // SAFETY: as for `read`.
         let code = unsafe { sys::cuMemcpyHtoD_v2(at, bytes.as_ptr().cast(), bytes.len()) };
         check(code, "cuMemcpyHtoD")?;
