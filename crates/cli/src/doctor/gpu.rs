@@ -6,7 +6,8 @@ use std::process::Command;
 
 use tilewire::boot::NO_MULTICAST;
 use tilewire::device::cuda::{
-    CudaContext, DeviceInfo, PeerInfo, Places, available, devices, driver_version, try_share,
+    CudaContext, DeviceInfo, PeerInfo, Places, ShareBy, available, devices, driver_version,
+    fabric_handles, try_share,
 };
 use tilewire::prelude::*;
 
@@ -34,10 +35,10 @@ pub(super) fn examine() -> Vec<Finding> {
         Ok(links) => {
             v.push(access(&all, &links));
             v.push(sharing(&all, &links));
+            v.push(fabric(&all, &links));
         }
         Err(e) => v.push(failed("p2p", "how the GPUs reach each other is not known", &e)),
     }
-    v.push(fabric(&all));
     let archs: BTreeSet<String> = all.iter().map(DeviceInfo::arch).collect();
     let beside = std::env::current_exe().ok().and_then(|p| Some(p.parent()?.join("cubins")));
     v.extend(archs.iter().map(|arch| built_in(beside.as_deref(), arch)));
@@ -129,7 +130,8 @@ fn sharing(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
             continue;
         }
         num += 1;
-        let shared = CudaContext::new(owner).and_then(|o| try_share(&o, &CudaContext::new(peer)?));
+        let shared = CudaContext::new(owner)
+            .and_then(|o| try_share(&o, &CudaContext::new(peer)?, ShareBy::Fd));
         if let Err(e) = shared {
             bad.push(format!("{owner} -> {peer}"));
             first.get_or_insert(e);
@@ -159,9 +161,44 @@ fn sharing(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
     }
 }
 
-fn fabric(all: &[DeviceInfo]) -> Finding {
-    let num = all.iter().filter(|d| d.fabric).count();
-    let text = format!("fabric handles: {num} of {} GPUs (not needed on one host)", all.len());
+/// Done, too, as a rank does it alone; and between all pairs that can.
+fn fabric(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
+    let tried = all.iter().map(|d| {
+        let found = CudaContext::new(d.ordinal).and_then(|c| fabric_handles(&c));
+        (d.ordinal, found.err().map(|e| e.message().to_owned()))
+    });
+    let tried: Vec<_> = tried.collect();
+    let can = |d: u32| tried.iter().any(|(o, why)| *o == d && why.is_none());
+    let open = |l: &(u32, u32, PeerInfo)| l.2.access && can(l.0) && can(l.1);
+    let pairs = pairs(all, links).filter(open).map(|(a, b, _)| {
+        let shared =
+            CudaContext::new(a).and_then(|o| try_share(&o, &CudaContext::new(b)?, ShareBy::Fabric));
+        shared.map_err(|e| format!("{a} -> {b}: {}", e.message()))
+    });
+    fabric_found(&tried, &pairs.collect::<Vec<_>>())
+}
+
+fn fabric_found(
+    tried: &[(u32, Option<String>)],
+    pairs: &[std::result::Result<(), String>],
+) -> Finding {
+    let num = tried.iter().filter(|t| t.1.is_none()).count();
+    let text = format!("fabric handles: done on {num} of {} GPUs", tried.len());
+    if let Some(why) = pairs.iter().find_map(|p| p.as_ref().err()) {
+        return finding(
+            "fabric",
+            State::Fail,
+            format!("{text}, but not between them: {why}"),
+            "stop nvidia-imex or take its channels away: then memory travels as file descriptors",
+        );
+    }
+    let text = match tried.iter().find_map(|(d, why)| Some((d, why.as_ref()?))) {
+        None if tried.is_empty() => "fabric handles: no GPU to try them with".to_owned(),
+        None => format!("{text} and {} pairs", pairs.len()),
+        Some((d, why)) => {
+            format!("{text}; GPU {d}: {why}: memory travels as file descriptors, as one host needs")
+        }
+    };
     finding("fabric", State::Ok, text, "")
 }
 
@@ -278,6 +315,21 @@ mod tests {
         assert_eq!(access(&all[..2], &links).state, State::Ok);
         assert_eq!(pairs(&all[..2], &links).count(), 2);
         assert_eq!(named(&["a"; 6].map(str::to_owned)), "a, a, a, a and 2 more");
+    }
+
+    #[test]
+    fn the_fall_back_from_fabric_handles_says_why() {
+        let why = || Some("there is no IMEX channel in /dev/x".to_owned());
+        let f = fabric_found(&[(0, None), (1, why())], &[]);
+        assert!(f.state == State::Ok && f.text.contains("1 of 2"), "{f:?}");
+        assert!(
+            f.text.contains("GPU 1: there is no IMEX") && f.text.contains("file desc"),
+            "{f:?}"
+        );
+        let f = fabric_found(&[(0, None), (1, None)], &[Ok(()), Ok(())]);
+        assert!(f.state == State::Ok && f.text.contains("2 of 2 GPUs and 2 pairs"), "{f:?}");
+        let f = fabric_found(&[(0, None), (1, None)], &[Ok(()), Err("1 -> 0: no".into())]);
+        assert!(f.state == State::Fail && f.remedy.is_some() && f.text.contains("1 -> 0"), "{f:?}");
     }
 
     #[test]

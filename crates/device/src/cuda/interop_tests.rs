@@ -279,7 +279,7 @@ fn use_device(ctx: &CudaContext) -> Result<()> {
     stream.wait(&e)?;
     e.synchronize(None)?;
     assert!(e.is_done() && a.download()?.iter().all(|x| *x == 7));
-    let chunk = VmmChunk::create(ctx, granularity(ctx)?)?;
+    let chunk = VmmChunk::create(ctx, granularity(ctx)?, ShareBy::Fd)?;
     let range = VmmRange::map(ctx, &[&chunk], chunk.len_bytes())?;
     range.zero(Rank::new(0))?;
     drop((range, chunk));

@@ -54,4 +54,4 @@ pub use span::CudaSpan;
 pub(crate) use span::DeviceSpans;
 pub use stream::CudaStream;
 pub use tensor_map::{MapSwizzle, TensorMap, TensorMapDesc};
-pub use vmm::{VmmChunk, VmmRange, granularity};
+pub use vmm::{FabricHandle, ShareBy, VmmChunk, VmmRange, fabric_handles, granularity};

@@ -6,7 +6,7 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 use super::context::{CudaContext, device_count};
 use super::error::check;
-use super::vmm::{VmmChunk, VmmRange, granularity};
+use super::vmm::{ShareBy, VmmChunk, VmmRange, granularity};
 
 /// One device that this process may use.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -133,17 +133,20 @@ pub fn peer_info(from: u32, to: u32) -> Result<PeerInfo> {
     })
 }
 
-/// Does what the `vmm` backend does between two ranks: memory of `owner` is exported as a file
-/// descriptor, imported and mapped by `peer`, and what `peer` writes is read by `owner`.
+/// Does what the `vmm` backend does between two ranks: memory of `owner` is exported, imported and mapped by
+/// `peer`, and what `peer` writes is read by `owner`.
 ///
 /// # Errors
 /// The step that failed, with the reason.
-pub fn try_share(owner: &CudaContext, peer: &CudaContext) -> Result<()> {
+pub fn try_share(owner: &CudaContext, peer: &CudaContext, by: ShareBy) -> Result<()> {
     const WORD: [u8; 8] = *b"tilewire";
     let zero = Rank::new(0);
-    let chunk = VmmChunk::create(owner, granularity(owner)?.max(granularity(peer)?))?;
-    let fd = chunk.export()?;
-    let imported = VmmChunk::import(peer, &fd, chunk.len_bytes())?;
+    let chunk = VmmChunk::create(owner, granularity(owner)?.max(granularity(peer)?), by)?;
+    let len = chunk.len_bytes();
+    let imported = match by {
+        ShareBy::Fd => VmmChunk::import(peer, &chunk.export()?, len)?,
+        ShareBy::Fabric => VmmChunk::import_fabric(peer, &chunk.export_fabric()?, len)?,
+    };
     let own = VmmRange::map(owner, &[&chunk], chunk.len_bytes())?;
     own.zero(zero)?;
     let theirs = VmmRange::map(peer, &[&imported], chunk.len_bytes())?;

@@ -38,7 +38,7 @@ fn devices_describe_themselves_and_share_memory() {
             let link = peer_info(d.ordinal, o.ordinal).unwrap();
             if link.access && d.vmm && o.vmm && d.posix_fd {
                 let context = |i: &DeviceInfo| CudaContext::new(i.ordinal).unwrap();
-                try_share(&context(d), &context(o)).unwrap();
+                try_share(&context(d), &context(o), ShareBy::Fd).unwrap();
             }
         }
     }

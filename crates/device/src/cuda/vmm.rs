@@ -1,6 +1,9 @@
 //! Virtual memory: physical chunks that travel as descriptors, and flat ranges they are mapped to.
 
+use std::ffi::OsString;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemAllocationHandleType, CUmemAllocationProp};
 use tilewire_core::{Error, ErrorKind, Rank, Result};
@@ -8,9 +11,64 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 use super::context::CudaContext;
 use super::error::check;
 use super::memory::settle;
+use super::probe::try_share;
 
-const POSIX_FD: CUmemAllocationHandleType =
-    CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+/// How physical memory travels to other processes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ShareBy {
+    /// As 64 bytes that any process of the NVLink domain can import, also on other hosts. Needs an IMEX channel:
+    /// see [`fabric_handles`].
+    Fabric,
+    /// As a file descriptor, on one host.
+    Fd,
+}
+
+impl ShareBy {
+    fn raw(self) -> CUmemAllocationHandleType {
+        match self {
+            ShareBy::Fabric => CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC,
+            ShareBy::Fd => CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        }
+    }
+}
+
+/// What a fabric handle is made of.
+pub type FabricHandle = [u8; 64];
+
+/// Where the driver shows the IMEX channels that this process may use.
+const CHANNELS: &str = "/dev/nvidia-caps-imex-channels";
+
+/// Fails, with the reason, where memory of `ctx`'s device cannot travel as fabric handles. Done once for a device, by
+/// exporting memory and importing it again.
+///
+/// # Errors
+/// `Unsupported` if the device has none; `Unavailable` without an IMEX channel; the step that failed.
+pub fn fabric_handles(ctx: &CudaContext) -> Result<()> {
+    static KNOWN: Mutex<Vec<(u32, Result<()>)>> = Mutex::new(Vec::new());
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, found)) = known.iter().find(|k| k.0 == ctx.ordinal()) {
+        return found.clone();
+    }
+    let found = has_fabric(ctx.info()?.fabric, Path::new(CHANNELS))
+        .and_then(|()| try_share(ctx, ctx, ShareBy::Fabric));
+    known.push((ctx.ordinal(), found.clone()));
+    found
+}
+
+/// What can be known without trying.
+fn has_fabric(supported: bool, channels: &Path) -> Result<()> {
+    if !supported {
+        return Err(Error::new(ErrorKind::Unsupported, "the device has no fabric handles"));
+    }
+    let is_channel = |name: OsString| name.to_string_lossy().starts_with("channel");
+    let mut names = std::fs::read_dir(channels).into_iter().flatten().flatten();
+    if names.any(|e| is_channel(e.file_name())) {
+        return Ok(());
+    }
+    let text = format!("there is no IMEX channel in {}", channels.display());
+    Err(Error::new(ErrorKind::Unavailable, text)
+        .hint("start nvidia-imex and make a channel (`nvidia-modprobe -i 0`); one host needs none"))
+}
 
 fn location(ctx: &CudaContext) -> sys::CUmemLocation {
     sys::CUmemLocation {
@@ -19,10 +77,10 @@ fn location(ctx: &CudaContext) -> sys::CUmemLocation {
     }
 }
 
-fn properties(ctx: &CudaContext) -> CUmemAllocationProp {
+fn properties(ctx: &CudaContext, by: ShareBy) -> CUmemAllocationProp {
     CUmemAllocationProp {
         type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes: POSIX_FD,
+        requestedHandleTypes: by.raw(),
         location: location(ctx),
         win32HandleMetaData: std::ptr::null_mut(),
         allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {
@@ -43,7 +101,8 @@ pub fn granularity(ctx: &CudaContext) -> Result<usize> {
     let mut g = 0;
     let how = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
     // SAFETY: valid output and properties.
-    let code = unsafe { sys::cuMemGetAllocationGranularity(&mut g, &properties(ctx), how) };
+    let code =
+        unsafe { sys::cuMemGetAllocationGranularity(&mut g, &properties(ctx, ShareBy::Fd), how) };
     check(code, "cuMemGetAllocationGranularity")?;
     Ok(g.max(1))
 }
@@ -58,16 +117,16 @@ pub struct VmmChunk {
 }
 
 impl VmmChunk {
-    /// `len_bytes` (a multiple of [`granularity`]) on `ctx`'s device.
+    /// `len_bytes` (a multiple of [`granularity`]) on `ctx`'s device, to be shared in one way.
     ///
     /// # Errors
     /// `Exhausted` if there is not enough memory; `Unsupported` if it cannot be shared.
-    pub fn create(ctx: &CudaContext, len_bytes: usize) -> Result<Self> {
+    pub fn create(ctx: &CudaContext, len_bytes: usize, by: ShareBy) -> Result<Self> {
         let _current = ctx.bind()?;
         let mut handle = 0;
         // SAFETY: valid output and properties.
         let mut create =
-            || unsafe { sys::cuMemCreate(&mut handle, len_bytes, &properties(ctx), 0) };
+            || unsafe { sys::cuMemCreate(&mut handle, len_bytes, &properties(ctx, by), 0) };
         check(create(), "cuMemCreate")
             .or_else(|e| if ctx.free_kept() { check(create(), "cuMemCreate") } else { Err(e) })?;
         Ok(Self { ctx: ctx.clone(), handle, len: len_bytes })
@@ -87,7 +146,12 @@ impl VmmChunk {
         let mut fd: i32 = -1;
         // SAFETY: for this handle type the output is an `int`.
         let code = unsafe {
-            sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.handle, POSIX_FD, 0)
+            sys::cuMemExportToShareableHandle(
+                (&raw mut fd).cast(),
+                self.handle,
+                ShareBy::Fd.raw(),
+                0,
+            )
         };
         check(code, "cuMemExportToShareableHandle")?;
         // SAFETY: the driver has just opened it for us.
@@ -108,7 +172,8 @@ impl VmmChunk {
         // For this handle type the "pointer" is the descriptor itself.
         let os = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
         // SAFETY: valid output; the driver duplicates what it keeps of the descriptor.
-        let code = unsafe { sys::cuMemImportFromShareableHandle(&mut handle, os, POSIX_FD) };
+        let code =
+            unsafe { sys::cuMemImportFromShareableHandle(&mut handle, os, ShareBy::Fd.raw()) };
         check(code, "cuMemImportFromShareableHandle").map_err(|e| {
             e.hint(
                 "is the peer's GPU visible in this container, and may this process share memory \
@@ -116,6 +181,42 @@ impl VmmChunk {
             )
         })?;
         Ok(Self { ctx: ctx.clone(), handle, len: len_bytes })
+    }
+
+    /// Bytes by which a process of the NVLink domain can import the chunk: of one made for [`ShareBy::Fabric`].
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn export_fabric(&self) -> Result<FabricHandle> {
+        let _current = self.ctx.bind()?;
+        let mut out = sys::CUmemFabricHandle { data: [0; 64] };
+        let kind = ShareBy::Fabric.raw();
+        // SAFETY: for this handle type the output is the 64 bytes.
+        let code = unsafe {
+            sys::cuMemExportToShareableHandle((&raw mut out).cast(), self.handle, kind, 0)
+        };
+        check(code, "cuMemExportToShareableHandle")?;
+        Ok(out.data)
+    }
+
+    /// The chunk behind a peer's fabric handle.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it is not one; what the driver reports.
+    pub fn import_fabric(
+        ctx: &CudaContext,
+        handle: &FabricHandle,
+        len_bytes: usize,
+    ) -> Result<Self> {
+        let _current = ctx.bind()?;
+        let (mut data, mut out) = (sys::CUmemFabricHandle { data: *handle }, 0);
+        let os = (&raw mut data).cast();
+        // SAFETY: valid output; for this handle type the pointer is to the 64 bytes.
+        let code =
+            unsafe { sys::cuMemImportFromShareableHandle(&mut out, os, ShareBy::Fabric.raw()) };
+        check(code, "cuMemImportFromShareableHandle")
+            .map_err(|e| e.hint("the ranks must be of one NVLink domain and IMEX channel"))?;
+        Ok(Self { ctx: ctx.clone(), handle: out, len: len_bytes })
     }
 }
 
@@ -259,5 +360,23 @@ impl Drop for VmmRange {
         }
         // SAFETY: reserved by us, nothing is mapped in it any more.
         unsafe { sys::cuMemAddressFree(self.base, self.num * self.stride) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fabric_handles_need_a_device_and_a_channel() {
+        let dir = tempfile::tempdir().unwrap();
+        let kind = |supported, path: &Path| has_fabric(supported, path).map_err(|e| e.kind());
+        assert_eq!(kind(false, dir.path()), Err(ErrorKind::Unsupported));
+        assert_eq!(kind(true, &dir.path().join("none")), Err(ErrorKind::Unavailable));
+        std::fs::write(dir.path().join("other"), "").unwrap();
+        let e = has_fabric(true, dir.path()).unwrap_err();
+        assert!(e.kind() == ErrorKind::Unavailable && e.get_hint().is_some(), "{e}");
+        std::fs::write(dir.path().join("channel0"), "").unwrap();
+        kind(true, dir.path()).unwrap();
     }
 }

@@ -3,11 +3,11 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use tilewire_core::{Error, Rank, Result};
+use tilewire_core::{Error, ErrorKind, Rank, Result};
 use tilewire_device::Probe;
 use tilewire_device::cuda::{
-    CudaContext, CudaMemory, CudaStream, Kernel, Pinned, VmmChunk, VmmRange, device_count,
-    granularity,
+    CudaContext, CudaMemory, CudaStream, FabricHandle, Kernel, Pinned, ShareBy, VmmChunk, VmmRange,
+    device_count, fabric_handles, granularity,
 };
 use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::SIGNAL;
@@ -105,8 +105,8 @@ pub(crate) struct VmmStore {
 struct Parts {
     ctx: CudaContext,
     /// Not if the memory is NVSHMEM's.
-    heap: Option<(VmmChunk, OwnedFd)>,
-    control: (VmmChunk, OwnedFd),
+    heap: Option<(VmmChunk, Handle)>,
+    control: (VmmChunk, Handle),
     counters: Counters,
     pinned: Pinned,
     kernels: Kernels,
@@ -163,7 +163,9 @@ impl Counters {
 impl VmmStore {
     /// Collective: makes and maps the chunks of all ranks. The heap's are our own, or NVSHMEM's.
     pub fn create(team: &LiveTeam, cfg: &HeapCfg, own: bool) -> Result<Arc<Self>> {
-        let parts = team.settle("vmm-make", Parts::make(team, cfg, own))?;
+        let ctx = team.settle("vmm-device", device(team, cfg))?;
+        let by = share_by(team, fabric_handles(&ctx))?;
+        let parts = team.settle("vmm-make", Parts::make(team, (cfg, ctx), own, by))?;
         let gpus = gpus(team, &parts.ctx)?;
         warn_of_shared(team, &gpus);
         let on_device = gpus.iter().filter(|g| **g == gpus[team.rank().idx()]).count();
@@ -182,16 +184,17 @@ impl VmmStore {
         };
         // The control page first: a heap of NVSHMEM's has no chunk.
         let own: Vec<_> = std::iter::once(&parts.control).chain(&parts.heap).collect();
-        let fds = exchange_chunks(team, Ok(own.iter().map(|c| c.1.as_fd()).collect()))?.0;
+        let handles: Vec<_> = own.iter().map(|c| &c.1).collect();
+        let all = Handles::exchange(team, &handles)?;
         let own: Vec<_> = own.iter().map(|c| &c.0).collect();
         let map = |which: usize| {
             let len = own[which].len_bytes();
             // The own chunk as it is: an imported one may take the path of a peer's.
-            let import = |(i, list): (usize, &Vec<OwnedFd>)| match i == team.rank().idx() {
+            let import = |r: Rank| match r == team.rank() {
                 true => Ok(None),
-                false => VmmChunk::import(&parts.ctx, &list[which], len).map(Some),
+                false => all.import(&parts.ctx, (r, which), len).map(Some),
             };
-            let peers = fds.iter().enumerate().map(import).collect::<Result<Vec<_>>>()?;
+            let peers = Rank::all(team.size()).map(import).collect::<Result<Vec<_>>>()?;
             let chunks: Vec<_> = peers.iter().map(|c| c.as_ref().unwrap_or(own[which])).collect();
             VmmRange::map(&parts.ctx, &chunks, len)
         };
@@ -224,6 +227,81 @@ impl VmmStore {
     }
 }
 
+/// How a chunk of mine travels.
+pub(super) enum Handle {
+    Fd(OwnedFd),
+    Fabric(FabricHandle),
+}
+
+/// The same chunks of all ranks, in the order of the ranks.
+pub(super) enum Handles {
+    Fds(Vec<Vec<OwnedFd>>),
+    Fabric(Vec<Vec<FabricHandle>>),
+}
+
+impl Handles {
+    /// Collective. `own` are all of one kind, the same on all ranks.
+    pub fn exchange(team: &LiveTeam, own: &[&Handle]) -> Result<Self> {
+        let fabric = own.iter().filter_map(|h| match h {
+            Handle::Fabric(bytes) => Some(*bytes),
+            Handle::Fd(_) => None,
+        });
+        let fabric: Vec<FabricHandle> = fabric.collect();
+        if fabric.is_empty() {
+            let fds = own.iter().filter_map(|h| match h {
+                Handle::Fd(fd) => Some(fd.as_fd()),
+                Handle::Fabric(_) => None,
+            });
+            return Ok(Self::Fds(exchange_chunks(team, Ok(fds.collect()))?.0));
+        }
+        let lists = team.exchange("fabric", fabric.as_flattened())?;
+        let list = |(i, bytes): (usize, Vec<u8>)| {
+            let (list, rest) = bytes.as_chunks::<64>();
+            if list.len() == own.len() && rest.is_empty() {
+                return Ok(list.to_vec());
+            }
+            Err(Error::new(ErrorKind::Protocol, "a peer sent no memory")
+                .op("heap")
+                .peer(Rank::new(i as u32))
+                .expected(64 * own.len())
+                .seen(bytes.len()))
+        };
+        lists.into_iter().enumerate().map(list).collect::<Result<_>>().map(Self::Fabric)
+    }
+
+    fn import(
+        &self,
+        ctx: &CudaContext,
+        (peer, which): (Rank, usize),
+        len: usize,
+    ) -> Result<VmmChunk> {
+        match self {
+            Handles::Fds(all) => VmmChunk::import(ctx, &all[peer.idx()][which], len),
+            Handles::Fabric(all) => VmmChunk::import_fabric(ctx, &all[peer.idx()][which], len),
+        }
+    }
+}
+
+/// Collective: fabric handles if every rank can use them, else file descriptors. Why not is logged.
+pub(super) fn share_by(team: &LiveTeam, mine: Result<()>) -> Result<ShareBy> {
+    let why = mine.err().map_or_else(String::new, |e| e.message().to_owned());
+    let all = team.exchange("handles", why.as_bytes())?;
+    let Some(first) = all.iter().position(|why| !why.is_empty()) else {
+        return Ok(ShareBy::Fabric);
+    };
+    if team.rank().get() == 0 {
+        let why = String::from_utf8_lossy(&all[first]);
+        let name = team.name();
+        log::info!("team {name}: memory travels as file descriptors: rank {first}: {why}");
+    }
+    Ok(ShareBy::Fd)
+}
+
+fn device(team: &LiveTeam, cfg: &HeapCfg) -> Result<CudaContext> {
+    let count = device_count()?;
+    CudaContext::new(cfg.device.unwrap_or(team.world_rank(team.rank()).get() % count.max(1)))
+}
+
 /// Collective: where the GPU of each rank is. One whose address is not known is taken for a GPU of its
 /// own.
 pub(crate) fn gpus(team: &LiveTeam, ctx: &CudaContext) -> Result<Vec<Vec<u8>>> {
@@ -250,15 +328,20 @@ pub(crate) fn shared(gpus: &[Vec<u8>]) -> Option<(usize, usize)> {
 }
 
 impl Parts {
-    fn make(team: &LiveTeam, cfg: &HeapCfg, own: bool) -> Result<Self> {
-        let count = device_count()?;
-        let ordinal = cfg.device.unwrap_or(team.world_rank(team.rank()).get() % count.max(1));
-        let ctx = CudaContext::new(ordinal)?;
+    fn make(
+        team: &LiveTeam,
+        (cfg, ctx): (&HeapCfg, CudaContext),
+        own: bool,
+        by: ShareBy,
+    ) -> Result<Self> {
         let grain = granularity(&ctx)?;
         let chunk = |len: usize| {
-            let chunk = VmmChunk::create(&ctx, len.next_multiple_of(grain))?;
-            let fd = chunk.export()?;
-            Ok::<_, Error>((chunk, fd))
+            let chunk = VmmChunk::create(&ctx, len.next_multiple_of(grain), by)?;
+            let handle = match by {
+                ShareBy::Fd => Handle::Fd(chunk.export()?),
+                ShareBy::Fabric => Handle::Fabric(chunk.export_fabric()?),
+            };
+            Ok::<_, Error>((chunk, handle))
         };
         let module = ctx.module(&signal_spec(&ctx.arch()?))?;
         Ok(Self {

@@ -5,9 +5,10 @@ use tilewire_device::jit::{Compiler, kernel_uses};
 use tilewire_kernels::{LINKS, LITMUS, SIGNAL};
 
 use super::links::BulkParam;
-use super::store::{TeamParam, shared};
+use super::store::{Handle, Handles, TeamParam, share_by, shared};
 use crate::{HeapCfg, VmmOneSided, World, WorldCfg, kernel_specs};
-use tilewire_core::{BackendKind, ErrorKind};
+use tilewire_core::{BackendKind, Error, ErrorKind};
+use tilewire_device::cuda::ShareBy;
 
 #[test]
 fn kernels_compile_where_the_compiler_is() {
@@ -45,4 +46,29 @@ fn ranks_on_one_gpu_are_found() {
     assert_eq!(shared(&gpus(&["0:1", "0:2", "0:3"])), None);
     assert_eq!(shared(&gpus(&["0:1", "0:2", "0:2", "0:1"])), Some((1, 2)));
     assert_eq!(shared(&[]), None);
+}
+
+/// One rank that cannot is enough, and all ranks know it.
+#[test]
+fn memory_travels_in_one_way_on_all_ranks() {
+    World::run_threads(3, WorldCfg::for_tests(), |w| {
+        let team = w.everyone("handles")?;
+        let me = team.rank().get();
+        let mine = |who: Option<u32>| match who {
+            Some(r) if r == me => Err(Error::new(ErrorKind::Unavailable, "no channel")),
+            _ => Ok(()),
+        };
+        for (who, want) in [(None, ShareBy::Fabric), (Some(0), ShareBy::Fd), (Some(2), ShareBy::Fd)]
+        {
+            assert_eq!(share_by(&team, mine(who))?, want);
+        }
+        let own = [Handle::Fabric([me as u8; 64]), Handle::Fabric([me as u8 + 100; 64])];
+        let Handles::Fabric(all) = Handles::exchange(&team, &[&own[0], &own[1]])? else {
+            panic!("handles of another kind");
+        };
+        let want: Vec<_> = (0..3).map(|r| vec![[r; 64], [r + 100; 64]]).collect();
+        assert_eq!(all, want);
+        team.agree(true).map(|_| ())
+    })
+    .unwrap();
 }
