@@ -400,7 +400,8 @@ def bench(n):
     for ranks in sorted({2, n}):
         links = [program("tilewire"), "bench", "links", "--json", "--ranks", str(ranks)]
         yield Config(f"links-{ranks}", links, by_bench)
-    yield Config(f"rendezvous-{n}", ranks_of(n, program("gpu_spike"), "rendezvous"), jit=True)
+    for ranks in sorted({n, 8}):
+        yield Config(f"rendezvous-{ranks}", ranks_of(ranks, program("gpu_spike"), "rendezvous"), jit=True)
     for part in TIMINGS:
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
         yield Config(name, [program("gpu_spike"), part], jit=True)
@@ -414,6 +415,14 @@ def bench(n):
     for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"]:
         argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
         yield Config(f"op-{op}", [*argv, "--ranks", str(n)], by_bench)
+    # Expert parallelism: fewer multiprocessors, rows that come straight to where they stay, a step of inference.
+    few = ["--tokens", "128", "--align", "16"]
+    for op, name, flags in [("ep_dispatch", "16", ["--sms", "16"]), ("ep_combine", "16", ["--sms", "16"]),
+                            ("ep_dispatch", "zero_copy", ["--zero-copy"]),
+                            ("ep_dispatch", "zero_copy-16", ["--zero-copy", "--sms", "16"]),
+                            ("ep_dispatch", "few", [*few, "--zero-copy"]), ("ep_combine", "few", few)]:
+        argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
+        yield Config(f"op-{op}-{name}", [*argv, *flags, "--ranks", str(n)], by_bench)
     cube = ["--m", "8192", "--n", "8192", "--k", "8192"]
     for op, shape in [("gemm", cube), ("ag_gemm", cube), ("gemm_rs", cube), ("gemm_ar", cube),
                       ("cp_attention", ["--m", "16384", "--n", "1024", "--k", "1024"])]:
