@@ -80,6 +80,12 @@ const PTX_TWINS: &[(&str, &str)] = &[
 /// A team as kernels see it; stands behind [`LD_ST`].
 pub const TEAM: &str = include_str!("comm/team.cuh");
 
+/// What kernels share that meet inside; stands behind [`TEAM`].
+pub(crate) const MEET: &str = include_str!("comm/meet.cuh");
+
+/// Rows through shared memory; stands behind [`BULK`].
+pub(crate) const STAGE: &str = include_str!("comm/stage.cuh");
+
 /// Signal, wait, barrier and the epoch word of copy-engine pushes.
 pub const SIGNAL: Source = Source {
     name: "comm/signal.cu",
@@ -169,8 +175,10 @@ pub const ALL: &[Source] = &[
     portable::PERMUTE,
     portable::REDUCE,
     portable::MOVE,
+    portable::COLLECTIVE,
     portable::EP,
     portable::EP_BULK,
+    portable::EP_BACK,
     portable::LAYERS,
     portable::OPTIMIZER,
     attention::SM80_ATTENTION,

@@ -4,7 +4,7 @@
 //! An element type is passed to them as its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3
 //! e4m3, 2 e5m2.
 
-use crate::{BULK, LD_ST, Source, TEAM};
+use crate::{BULK, LD_ST, MEET, STAGE, Source, TEAM};
 
 /// Conversions that some architectures have an instruction for.
 pub const CONVERT: &str = include_str!("ptx/convert.cuh");
@@ -112,7 +112,7 @@ const EP_LAYER: &str = include_str!("ep/layer.cuh");
 /// Expert parallelism: routing, dispatch, combine and their gradients.
 pub const EP: Source = Source {
     name: "ep/sm80_ep.cu",
-    parts: &[CONVERT, CONVERSIONS, LD_ST, TEAM, EP_LAYER, include_str!("ep/sm80_ep.cu")],
+    parts: &[CONVERT, CONVERSIONS, LD_ST, TEAM, MEET, EP_LAYER, include_str!("ep/sm80_ep.cu")],
     defines: &["TW_OUT_MANTISSA", "TW_EP_THREADS", "TW_EP_MOVERS"],
     kernels: &[
         "tw_ep_route",
@@ -135,7 +135,17 @@ pub fn ep_defines(out: u64) -> Vec<(String, u64)> {
 /// Dispatch by bulk copies.
 pub const EP_BULK: Source = Source {
     name: "ep/sm90_ep.cu",
-    parts: &[CONVERT, CONVERSIONS, LD_ST, BULK, TEAM, EP_LAYER, include_str!("ep/sm90_ep.cu")],
+    parts: &[
+        CONVERT,
+        CONVERSIONS,
+        LD_ST,
+        BULK,
+        TEAM,
+        MEET,
+        STAGE,
+        EP_LAYER,
+        include_str!("ep/sm90_ep.cu"),
+    ],
     defines: &[
         "TW_OUT_MANTISSA",
         "TW_EP_THREADS",
@@ -171,7 +181,16 @@ pub const EP_BACK_ENTRIES: u64 = 16;
 /// Combine by bulk loads.
 pub const EP_BACK: Source = Source {
     name: "ep/sm90_back.cu",
-    parts: &[CONVERT, CONVERSIONS, LD_ST, BULK, TEAM, EP_LAYER, include_str!("ep/sm90_back.cu")],
+    parts: &[
+        CONVERT,
+        CONVERSIONS,
+        LD_ST,
+        BULK,
+        TEAM,
+        MEET,
+        EP_LAYER,
+        include_str!("ep/sm90_back.cu"),
+    ],
     defines: &[
         "TW_OUT_MANTISSA",
         "TW_EP_THREADS",
@@ -199,13 +218,16 @@ pub fn ep_back_defines(out: u64) -> Vec<(String, u64)> {
     with(EP_BACK.defines, &[&[out, EP_THREADS, EP_MOVERS][..], &own].concat())
 }
 
+/// Elements of sums.
+const SUM: &str = include_str!("collective/sum.cuh");
+
 /// Threads of a block of [`REDUCE`].
 pub const REDUCE_THREADS: u64 = 256;
 
 /// Sums of parts that peers have pushed, in the order of the ranks.
 pub const REDUCE: Source = Source {
     name: "collective/sm80_reduce.cu",
-    parts: &[CONVERT, CONVERSIONS, include_str!("collective/sm80_reduce.cu")],
+    parts: &[CONVERT, CONVERSIONS, SUM, include_str!("collective/sm80_reduce.cu")],
     defines: &["TW_WIRE_MANTISSA", "TW_OWN_MANTISSA", "TW_OUT_MANTISSA", "TW_REDUCE_THREADS"],
     kernels: &["tw_reduce"],
 };
@@ -227,6 +249,52 @@ pub const REDUCE_MANTISSAS: [[u64; 3]; 9] = [
 /// [`REDUCE`]'s definitions for these types.
 pub fn reduce_defines([wire, own, out]: [u64; 3]) -> Vec<(String, u64)> {
     with(REDUCE.defines, &[wire, own, out, REDUCE_THREADS])
+}
+
+/// Warps of a block of [`COLLECTIVE`].
+pub const COLLECTIVE_WARPS: u64 = 16;
+/// Bytes of shared memory of each, for what is taken in.
+pub const COLLECTIVE_PIECE: u64 = 7168;
+/// Warps of a block that send first.
+pub const COLLECTIVE_SEND: u64 = 4;
+/// Most bytes of a bulk copy of theirs.
+pub const COLLECTIVE_CHUNK: u64 = 7168;
+/// Copies that each has shared memory for; half of them are being loaded.
+pub const COLLECTIVE_STAGES: u64 = 4;
+/// The most ranks.
+pub const COLLECTIVE_RANKS: usize = 16;
+
+/// A collective as one kernel that meets the other ranks itself, by bulk copies.
+pub const COLLECTIVE: Source = Source {
+    name: "collective/sm90_collective.cu",
+    parts: &[
+        CONVERT,
+        CONVERSIONS,
+        LD_ST,
+        BULK,
+        TEAM,
+        MEET,
+        STAGE,
+        SUM,
+        include_str!("collective/sm90_collective.cu"),
+    ],
+    defines: &[
+        "TW_OUT_MANTISSA",
+        "TW_COLLECTIVE_WARPS",
+        "TW_COLLECTIVE_PIECE",
+        "TW_COLLECTIVE_SEND",
+        "TW_COLLECTIVE_CHUNK",
+        "TW_COLLECTIVE_STAGES",
+        "TW_COLLECTIVE_RANKS",
+    ],
+    kernels: &["tw_collective", "tw_collective_leave"],
+};
+
+/// [`COLLECTIVE`]'s definitions for sums of elements with `out` mantissa bits.
+pub fn collective_defines(out: u64) -> Vec<(String, u64)> {
+    let take = [out, COLLECTIVE_WARPS, COLLECTIVE_PIECE];
+    let send = [COLLECTIVE_SEND, COLLECTIVE_CHUNK, COLLECTIVE_STAGES];
+    with(COLLECTIVE.defines, &[&take[..], &send, &[COLLECTIVE_RANKS as u64]].concat())
 }
 
 /// Threads of a block of every kernel of [`LAYERS`] and [`OPTIMIZER`].
@@ -285,8 +353,10 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
         .iter()
         .flat_map(|out| [(EP, ep_defines(*out)), (EP_BACK, ep_back_defines(*out))]);
     let moves = [(MOVE, move_defines()), (EP_BULK, ep_bulk_defines())];
+    let collective = WIDE_MANTISSAS.iter().map(|out| (COLLECTIVE, collective_defines(*out)));
     let layers = LAYERS_MANTISSAS
         .iter()
         .flat_map(|src| [LAYERS, OPTIMIZER].map(|s| (s, layers_defines(*src))));
-    quant.chain(permute).chain(reduce).chain(moves).chain(ep).chain(layers).collect()
+    let all = quant.chain(permute).chain(reduce).chain(collective).chain(moves);
+    all.chain(ep).chain(layers).collect()
 }

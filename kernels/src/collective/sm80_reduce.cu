@@ -29,25 +29,6 @@ typedef TwQuads<TW_WIRE_MANTISSA> WireQuad;
 typedef TwQuads<TW_OWN_MANTISSA> OwnQuad;
 typedef TwQuads<TW_OUT_MANTISSA> OutQuad;
 
-// Elements 4 * n and the three behind it; 0 from `num` on.
-template <class Quad> __device__ __forceinline__ Quad tw_quad(u64 p, u64 n, u64 num) {
-    typedef typename Quad::Elem::Bits Bits;
-    if (p % sizeof(Quad) == 0 && 4 * n + 4 <= num) return ((const Quad*)p)[n];
-    Quad q;
-    q.clear();
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        if (4 * n + j < num) q.set(j, ((const Bits*)p)[4 * n + j]);
-    return q;
-}
-
-__device__ __forceinline__ void tw_add(float (&sum)[4], float a, float b, float c, float d, bool first) {
-    sum[0] = first ? a : __fadd_rn(sum[0], a);
-    sum[1] = first ? b : __fadd_rn(sum[1], b);
-    sum[2] = first ? c : __fadd_rn(sum[2], c);
-    sum[3] = first ? d : __fadd_rn(sum[3], d);
-}
-
 extern "C" __global__ void __launch_bounds__(TW_REDUCE_THREADS) tw_reduce(const __grid_constant__ TwReduce a) {
     const u64 quads = (a.num + 3) / 4;
     for (u64 n = (u64)blockIdx.x * TW_REDUCE_THREADS + threadIdx.x; n < quads;
@@ -80,12 +61,6 @@ extern "C" __global__ void __launch_bounds__(TW_REDUCE_THREADS) tw_reduce(const 
             if (a.bias) v = __fadd_rn(v, a.bias[(4 * n + j) % a.cols]);
             out.set(j, Out::round(v));
         }
-        if (a.out % sizeof(OutQuad) == 0 && 4 * n + 4 <= a.num) {
-            ((OutQuad*)a.out)[n] = out;
-            continue;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (4 * n + j < a.num) ((Out::Bits*)a.out)[4 * n + j] = (Out::Bits)out.bits(j);
+        tw_put_quad<OutQuad>(a.out, n, a.num, out);
     }
 }

@@ -95,33 +95,6 @@ __device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {
     return l.meta + rank * l.stride + record * l.meta_stride;
 }
 
-// True in all threads of the block that comes last; what the others did before is visible to it.
-__device__ __forceinline__ bool tw_comes_last(u32* ticket) {
-    __shared__ u32 last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(ticket, 1u) == gridDim.x - 1;
-        if (last) *ticket = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    const bool mine = last;
-    // The next call writes the word again.
-    __syncthreads();
-    return mine;
-}
-
-// By one block: bytes of each output, in pieces where they are whole.
-__device__ __noinline__ void tw_spoil(const TwPoison& p) {
-    for (u32 o = 0; o < 8; o++) {
-        const u32 byte = p.byte[o], word = byte << 24 | byte << 16 | byte << 8 | byte;
-        const u64 words = p.out[o] % 4 == 0 ? p.len[o] / 4 : 0;
-        for (u64 i = threadIdx.x; i < words; i += blockDim.x) ((u32*)p.out[o])[i] = word;
-        for (u64 i = 4 * words + threadIdx.x; i < p.len[o]; i += blockDim.x) ((u8*)p.out[o])[i] = (u8)byte;
-    }
-}
-
 // The launch is counted, and the area is everybody's for the next one. By one block, behind all readers.
 __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch) {
     if (threadIdx.x == 0) *m.epoch = epoch;
@@ -137,41 +110,6 @@ __device__ __forceinline__ void tw_end(const TwTeam& t, const TwEp& l, const TwM
     if (threadIdx.x < 2) m.ticket[2 + threadIdx.x] = 0;
     if (m.leave) tw_grant(t, l, m, epoch);
     if (tw_told(t)) tw_spoil(p);
-}
-
-// As tw_poll, for a thousand waiters: the words of the host lie behind its bus, which so many would fill, so each
-// looks there only every 2 ms. Whoever finds that the team is over tells the others by the fault word.
-__device__ __noinline__ bool tw_await(const TwTeam& t, const u64* p, TwWait w) {
-    const u64 start = globaltimer();
-    u64 looked = start;
-    for (;;) {
-        for (u32 polls = 0; polls < 64; polls++) {
-            if ((i64)(ld_relaxed_sys_u64(p) - w.expected) < 0) continue;
-            // What was written before the word is read behind it.
-            w.seen = ld_acquire_sys_u64(p);
-            return true;
-        }
-        const u64 now = globaltimer();
-        w.elapsed_ns = now - start;
-        bool over = tw_is_over(t);
-        if (!over && (now - looked > 2000000 || w.elapsed_ns > t.timeout_ns)) {
-            looked = now;
-            over = tw_heard_abort(t, w);
-            if (!over && w.elapsed_ns > t.timeout_ns) {
-                w.reason = TW_TIMEOUT;
-                w.about = w.peer;
-                over = true;
-            }
-        }
-        if (over) {
-            // A peer that has written and then ended is not taken for missing.
-            w.seen = ld_acquire_sys_u64(p);
-            if ((i64)(w.seen - w.expected) >= 0) return true;
-            tw_fail(t, w);
-            return false;
-        }
-        if (w.elapsed_ns > 100000) nanosleep(200);
-    }
 }
 
 // By a warp: all peers have granted this launch. False if the team is over.
@@ -194,52 +132,6 @@ __device__ __forceinline__ bool tw_arrived(const TwTeam& t, const TwEp& l, const
     // The other lanes read behind the word that lane 0 has seen.
     __syncwarp();
     return __all_sync(0xffffffffu, good);
-}
-
-struct __align__(16) TwPiece {
-    u32 w[4];
-};
-
-// By a warp: the next thing that no warp of this rank has taken.
-__device__ __forceinline__ u32 tw_claim(u32* taken) {
-    u32 i = 0;
-    if (threadIdx.x % 32 == 0) i = atomicAdd(taken, 1u);
-    return __shfl_sync(0xffffffffu, i, 0);
-}
-
-// Slice `j` of `num` things.
-__device__ __forceinline__ void tw_slice(u64 num, u32 j, u32 slices, u64* begin, u64* end) {
-    const u64 per = (num + slices - 1) / slices;
-    *begin = min(j * per, num);
-    *end = min(*begin + per, num);
-}
-
-// By a warp: a slice of a row to one place or two (0: none), four pieces of a lane in flight.
-template <class Piece>
-__device__ __forceinline__ void tw_lay_pieces(u64 from, u64 len, const u64 (&to)[2], u32 j, u32 slices) {
-    u64 begin, end;
-    tw_slice(len / sizeof(Piece), j, slices, &begin, &end);
-    for (u64 i = begin + threadIdx.x % 32; i < end; i += 128) {
-        Piece v[4];
-#pragma unroll
-        for (u32 n = 0; n < 4; n++)
-            if (i + 32 * n < end) v[n] = ((const Piece*)from)[i + 32 * n];
-#pragma unroll
-        for (u32 n = 0; n < 4; n++) {
-            if (i + 32 * n >= end) break;
-            ((Piece*)to[0])[i + 32 * n] = v[n];
-            if (to[1]) ((Piece*)to[1])[i + 32 * n] = v[n];
-        }
-    }
-}
-
-// The same in the largest pieces that all of them allow.
-__device__ __forceinline__ void tw_lay(u64 from, u64 len, const u64 (&to)[2], u32 j, u32 slices) {
-    const u64 bits = from | to[0] | to[1] | len;
-    if (bits % 16 == 0) tw_lay_pieces<TwPiece>(from, len, to, j, slices);
-    else if (bits % 4 == 0) tw_lay_pieces<u32>(from, len, to, j, slices);
-    else if (bits % 2 == 0) tw_lay_pieces<u16>(from, len, to, j, slices);
-    else tw_lay_pieces<u8>(from, len, to, j, slices);
 }
 
 // What a dispatch delivers; any may be 0. Rows are expert-major. With a `buffer`, x lies in symmetric memory,

@@ -13,53 +13,7 @@ static_assert(PIECE % 16 == 0 && ZERO % 16 == 0, "whole units");
 // [SEND + LAY][PIECES][PIECE], then ZERO bytes that are 0.
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
-// A warp's pieces of shared memory, their barriers, and how many loads were asked for and used: with more than
-// one, the next one comes while one is stored.
-struct TwStage {
-    unsigned char* piece;
-    u64* full;
-    u32 asked, used;
-};
-
-__device__ __forceinline__ TwStage tw_stage(u64* barriers) {
-    const u32 warp = threadIdx.x / 32;
-    const TwStage s = {tw_smem + warp * PIECES * PIECE, barriers + PIECES * warp, 0, 0};
-    if (threadIdx.x % 32 == 0) {
-        for (u32 i = 0; i < PIECES; i++) mbarrier_init(s.full + i, 1);
-        fence_mbarrier_init_release_cluster();
-    }
-    __syncwarp();
-    return s;
-}
-
-__device__ __forceinline__ unsigned char* tw_piece(const TwStage& s, u32 turn) {
-    return s.piece + turn % PIECES * PIECE;
-}
-
-// By a warp: the piece of a row at `from`, of which `bytes` are left, on its way to a free piece.
-__device__ __forceinline__ void tw_bulk_fetch(TwStage& s, u64 from, u64 bytes) {
-    if (threadIdx.x % 32 == 0) {
-        const u32 len = (u32)min((u64)PIECE, bytes);
-        u64* full = s.full + s.asked % PIECES;
-        mbarrier_arrive_expect_tx(full, len);
-        bulk_load(tw_piece(s, s.asked), (const void*)from, len, full);
-    }
-    s.asked++;
-}
-
-// By a warp: the next piece has come. The bytes of our own load always do.
-__device__ __forceinline__ const unsigned char* tw_bulk_await(TwStage& s) {
-    while (!mbarrier_try_wait_parity(s.full + s.used % PIECES, s.used / PIECES & 1)) {
-    }
-    return tw_piece(s, s.used++);
-}
-
-// By a warp: its stores of a piece are a group, and the piece that comes next is free again.
-__device__ __forceinline__ void tw_bulk_stored() {
-    bulk_commit_group();
-    bulk_wait_group_read<PIECES - 1>();
-    __syncwarp();
-}
+typedef TwStage<PIECE, PIECES> Stage;
 
 // Where the row of a token goes at rank `r`: to its place by number, or to the first row of its copies.
 __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, u32 r, u32 token, u32 row) {
@@ -69,7 +23,7 @@ __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, u32
 
 // By a warp: the rows of tokens [token, end) to the ranks that their choices name, a lane for each rank.
 __device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, const TwSend& in, const TwRecv& recv,
-                                             u64 epoch, u32 token, u32 end, TwStage& s) {
+                                             u64 epoch, u32 token, u32 end, Stage& s) {
     if (token < end) tw_bulk_fetch(s, in.x + token * in.row_bytes, in.row_bytes);
     for (; token < end; token++) {
         const u64 from = in.x + token * in.row_bytes;
@@ -82,7 +36,7 @@ __device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, c
             for (u32 r = threadIdx.x % 32; r < l.size; r += 32)
                 if (mask >> r & 1)
                     bulk_store((void*)(tw_bulk_to(l, recv, r, token, rows[r / 32]) + at), piece, (u32)min((u64)PIECE, left));
-            tw_bulk_stored();
+            tw_bulk_stored(s);
             if (left > PIECE) tw_bulk_fetch(s, from + at + PIECE, left - PIECE);
             else if (token + 1 < end) tw_bulk_fetch(s, from + in.row_bytes, in.row_bytes);
         }
@@ -90,7 +44,7 @@ __device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, c
 }
 
 __device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                             const TwSend& in, const TwRecv& recv, u64 epoch, TwStage& s) {
+                                             const TwSend& in, const TwRecv& recv, u64 epoch, Stage& s) {
     if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
     // The rows were read by bulk loads before they were granted, and are written by bulk stores.
     fence_proxy_async();
@@ -131,7 +85,7 @@ __device__ __forceinline__ u64 tw_bulk_payload(const TwEp& l, const TwRecv& out,
 
 // By a warp: records first + j, of `num` copies each (lane j has it), to the rows of their copies.
 __device__ __forceinline__ void tw_bulk_records(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 first, u32 num,
-                                                TwStage& s) {
+                                                Stage& s) {
     const u32 full = 0xffffffffu;
     const u64 payload = tw_bulk_payload(l, out, first + threadIdx.x % 32, num);
     u32 there = __ballot_sync(full, num > 0), live = __ballot_sync(full, payload != 0);
@@ -152,7 +106,7 @@ __device__ __forceinline__ void tw_bulk_records(const TwEp& l, const TwHandle& h
                 const u32 row = (u32)list[n].row;
                 if (row < l.capacity) bulk_store((void*)(out.x + row * out.row_bytes + at), piece, (u32)min((u64)PIECE, left));
             }
-            tw_bulk_stored();
+            tw_bulk_stored(s);
             if (left > PIECE) tw_bulk_fetch(s, from + at + PIECE, left - PIECE);
             else if (live != 0) tw_bulk_fetch(s, next, out.row_bytes);
         }
@@ -161,7 +115,7 @@ __device__ __forceinline__ void tw_bulk_records(const TwEp& l, const TwHandle& h
 
 // What comes, chunk after chunk: of each chunk all sources, from me + 1 on.
 __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                                const TwRecv& out, u64 epoch, TwStage& s) {
+                                                const TwRecv& out, u64 epoch, Stage& s) {
     const u32 lane = threadIdx.x % 32;
     if (tw_warp_is_over(t)) return;
     for (u32 i; (i = tw_claim(m.ticket + 3)) < m.chunks * l.size;) {
@@ -213,7 +167,7 @@ tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
     const u32 warp = threadIdx.x / 32;
     tw_announce(t, l, m, recv, epoch);
     if (warp < SEND + LAY) {
-        TwStage s = tw_stage(barriers);
+        Stage s = tw_stage<PIECE, PIECES>(tw_smem, barriers);
         if (warp < SEND) tw_bulk_push(t, l, m, h, in, recv, epoch, s);
         // What has sent lays out, too.
         tw_bulk_receive(t, l, m, h, recv, epoch, s);

@@ -216,8 +216,8 @@ const BULK_MUTANTS: &[Planted] = &[
     Planted("single copies only", "if (num == 1) return 0;", "return 0;", some_straight_bulk),
     Planted(
         "pieces of all warps in one",
-        "tw_smem + warp * PIECES * PIECE",
-        "tw_smem",
+        "memory + warp * PIECES * PIECE",
+        "memory",
         some_bulk_routings,
     ),
     Planted(

@@ -8,6 +8,7 @@ mod attention;
 mod attention_fwd;
 mod attention_grad;
 mod attention_mutants;
+mod collective;
 mod compile;
 mod convert;
 mod dequant;
@@ -77,6 +78,7 @@ fn main() -> ExitCode {
         attention_grad::TESTS,
         attention_mutants::TESTS,
         reduce::TESTS,
+        collective::TESTS,
         ep::TESTS,
         ep_away::TESTS,
         ep_straight::TESTS,

@@ -165,8 +165,8 @@ const MUTANTS: &[Planted] = &[
     Planted("bias of another column", "(4 * n + j) % a.cols", "j % a.cols", planted),
     Planted(
         "the last quad is cut",
-        "if (4 * n + j < a.num) ((Out",
-        "if (4 * n + 3 < a.num) ((Out",
+        "if (4 * n + j < num) ((Bits*)p)",
+        "if (4 * n + 3 < num) ((Bits*)p)",
         planted,
     ),
     Planted(

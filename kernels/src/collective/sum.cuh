@@ -1,0 +1,32 @@
+// Elements of a sum, four at a time, at any alignment.
+
+// Elements 4 * n and the three behind it; 0 from `num` on.
+template <class Quad> __device__ __forceinline__ Quad tw_quad(u64 p, u64 n, u64 num) {
+    typedef typename Quad::Elem::Bits Bits;
+    if (p % sizeof(Quad) == 0 && 4 * n + 4 <= num) return ((const Quad*)p)[n];
+    Quad q;
+    q.clear();
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        if (4 * n + j < num) q.set(j, ((const Bits*)p)[4 * n + j]);
+    return q;
+}
+
+// The same to memory; nothing from `num` on.
+template <class Quad> __device__ __forceinline__ void tw_put_quad(u64 p, u64 n, u64 num, const Quad& q) {
+    typedef typename Quad::Elem::Bits Bits;
+    if (p % sizeof(Quad) == 0 && 4 * n + 4 <= num) {
+        ((Quad*)p)[n] = q;
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        if (4 * n + j < num) ((Bits*)p)[4 * n + j] = (Bits)q.bits(j);
+}
+
+__device__ __forceinline__ void tw_add(float (&sum)[4], float a, float b, float c, float d, bool first) {
+    sum[0] = first ? a : __fadd_rn(sum[0], a);
+    sum[1] = first ? b : __fadd_rn(sum[1], b);
+    sum[2] = first ? c : __fadd_rn(sum[2], c);
+    sum[3] = first ? d : __fadd_rn(sum[3], d);
+}

@@ -1,0 +1,598 @@
+//! `collective/sm90_collective.cu`: gathers, exchanges and sums of several ranks against the host's bits, launch after
+//! launch in one memory without meetings between; a rank that stays away.
+
+use std::sync::LazyLock;
+
+use bytemuck::{Pod, Zeroable};
+use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
+use tilewire_kernels::SIGNAL;
+use tilewire_kernels::portable::COLLECTIVE;
+
+use crate::compile::Unit;
+use crate::ep_params::poison;
+use crate::host::{Kernel, Launch, Lib, RUNTIME};
+use crate::memory::{Memory, Pages};
+use crate::planted::{Planted, all_are_killed};
+use crate::run::Run;
+use crate::team::{self, RankMemory, Team};
+use crate::{Test, tests};
+
+pub const TESTS: &[Test] = tests![
+    parts_and_sums_have_the_hosts_bits,
+    a_rank_that_stays_away_is_named,
+    mutants_of_collectives_are_killed,
+];
+
+const MOST: usize = 8;
+const WARPS: u32 = 4;
+const PIECE: usize = 32;
+/// Warps that send, and the most chunks of their rings.
+const SEND: usize = 2;
+const STAGES: usize = 4;
+/// Bytes behind a flag: two bulk copies, and two sums.
+const FLAGGED: usize = 2 * PIECE;
+const FLAGS: usize = 12;
+/// Bytes of an area, and where those of a rank lie.
+const AREA: usize = 4096;
+const AT_FLAGS: usize = 2 * AREA;
+
+static SIGNALS: LazyLock<&'static Lib> = LazyLock::new(|| team::load(SIGNAL.emu_text()));
+
+fn unit(text: String, mantissa: u64, stages: u64) -> &'static Lib {
+    let value = |d: &&'static str| {
+        let own = match *d {
+            "TW_OUT_MANTISSA" => mantissa,
+            "TW_COLLECTIVE_WARPS" => u64::from(WARPS),
+            "TW_COLLECTIVE_STAGES" => stages,
+            "TW_COLLECTIVE_SEND" => SEND as u64,
+            "TW_COLLECTIVE_PIECE" | "TW_COLLECTIVE_CHUNK" => PIECE as u64,
+            _ => MOST as u64,
+        };
+        (*d, own)
+    };
+    RUNTIME.load(&Unit {
+        name: COLLECTIVE.name,
+        text,
+        defines: COLLECTIVE.defines.iter().map(value).collect(),
+        kernels: COLLECTIVE.kernels.to_vec(),
+        smem: (WARPS as usize + SEND * STAGES) * PIECE,
+    })
+}
+
+/// `TwPart`, `TwCollective` and `TwTotal` of the kernel.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Part {
+    src: u64,
+    dst: u64,
+    len: u64,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Param {
+    flags: [u64; MOST],
+    epoch: u64,
+    ticket: u64,
+    slot: u32,
+    pieces: u32,
+    piece: u32,
+    slice: u32,
+    sends: u32,
+    sums: u32,
+    takes: u32,
+    same: u32,
+    summers: u32,
+    pad: u32,
+    send: [Part; MOST],
+    take: [Part; MOST],
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Total {
+    slots: u64,
+    stride: u64,
+    own: u64,
+    len: u64,
+    to: [u64; MOST],
+    scale: f32,
+    pad: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Op {
+    Gather,
+    Exchange,
+    Scatter,
+    Reduce,
+}
+
+const OPS: [Op; 4] = [Op::Gather, Op::Exchange, Op::Scatter, Op::Reduce];
+
+/// A team with its areas.
+struct Ranks {
+    size: usize,
+    team: Team,
+    views: Vec<Memory>,
+    states: Vec<Memory>,
+    lib: &'static Lib,
+    /// Bytes behind a flag.
+    flagged: usize,
+}
+
+/// One collective with its data: bytes from each rank to each.
+struct Batch {
+    op: Op,
+    split: Vec<Vec<usize>>,
+    x: Vec<Memory>,
+    out: Vec<Memory>,
+    want: Vec<Vec<u8>>,
+    scale: f32,
+}
+
+/// Bytes from an aligned address where tensors begin: of some ranks they are views.
+fn shift(rank: usize) -> usize {
+    [0, 2, 0, 8][rank % 4]
+}
+
+fn bytes(dtype: DType, v: &[f32]) -> Vec<u8> {
+    let mut out = vec![0; v.len() * dtype.size()];
+    convert_from_f32(dtype, v, &mut out);
+    out
+}
+
+fn wide(dtype: DType, b: &[u8]) -> Vec<f32> {
+    let mut out = vec![0.0; b.len() / dtype.size()];
+    convert_to_f32(dtype, b, &mut out);
+    out
+}
+
+/// `len` bytes of 0x77 from the rank's shift on, with some around.
+fn tensor(rank: usize, data: &[u8]) -> Memory {
+    let m = Memory::new("tensor", rank as u32, data.len() + 32);
+    let mut all = vec![0x77u8; m.len_bytes()];
+    all[shift(rank)..][..data.len()].copy_from_slice(data);
+    m.write(&all);
+    m
+}
+
+/// Where the part of each begins.
+fn starts(lens: impl Iterator<Item = usize>) -> Vec<usize> {
+    lens.scan(0, |at, len| {
+        *at += len;
+        Some(*at - len)
+    })
+    .collect()
+}
+
+impl Batch {
+    fn new((op, dtype): (Op, DType), size: usize, seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        // The second rank has nothing, but where all must own some.
+        let own: Vec<usize> = (0..size)
+            .map(|r| match (op, r) {
+                (Op::Gather | Op::Scatter, 1) => 0,
+                _ => 16 * (1 + rng.below(20) as usize),
+            })
+            .collect();
+        let split: Vec<Vec<usize>> = (0..size)
+            .map(|src| match op {
+                Op::Gather => vec![own[src]; size],
+                Op::Exchange => (0..size).map(|_| 16 * rng.below(12) as usize).collect(),
+                _ => own.clone(),
+            })
+            .collect();
+        let rows = |r: usize| match op {
+            Op::Gather => own[r],
+            _ => split[r].iter().sum(),
+        };
+        let data: Vec<Vec<u8>> = (0..size)
+            .map(|r| {
+                let mut v: Vec<f32> =
+                    (0..rows(r) / dtype.size()).map(|_| rng.normal() * 8.0).collect();
+                // A sum of these alone is what it was.
+                v.iter_mut().step_by(5).for_each(|v| *v = -0.0);
+                bytes(dtype, &v)
+            })
+            .collect();
+        let scale = if seed.is_multiple_of(2) { 1.0 } else { 1.0 / size as f32 };
+        let sum = || {
+            let parts: Vec<Vec<f32>> = data.iter().map(|d| wide(dtype, d)).collect();
+            let one = |i| parts[1..].iter().fold(parts[0][i], |s, p| s + p[i]) * scale;
+            bytes(dtype, &(0..parts[0].len()).map(one).collect::<Vec<_>>())
+        };
+        let part = |src: usize, dst: usize| {
+            let at = starts(split[src].iter().copied())[dst];
+            &data[src][at..][..split[src][dst]]
+        };
+        let want: Vec<Vec<u8>> = (0..size)
+            .map(|r| match op {
+                Op::Gather => data.concat(),
+                Op::Exchange => (0..size).flat_map(|src| part(src, r).to_vec()).collect(),
+                Op::Scatter => sum()[starts(own.iter().copied())[r]..][..own[r]].to_vec(),
+                Op::Reduce => sum(),
+            })
+            .collect();
+        let x = data.iter().enumerate().map(|(r, d)| tensor(r, d)).collect();
+        let out = want.iter().enumerate().map(|(r, w)| tensor(r, &vec![0x77; w.len()])).collect();
+        Self { op, split, x, out, want, scale }
+    }
+
+    fn check(&self) {
+        for (r, want) in self.want.iter().enumerate() {
+            let (got, at) = (self.out[r].read::<u8>(), shift(r));
+            assert!(got[at..][..want.len()] == want[..], "{:?} on rank {r}", self.op);
+            let mut around = got[..at].iter().chain(&got[at + want.len()..]);
+            assert!(around.all(|b| *b == 0x77), "{:?}: bytes around the output of {r}", self.op);
+        }
+    }
+}
+
+impl Ranks {
+    fn new(lib: &'static Lib, size: usize) -> Self {
+        let pages = Pages::new(size, AT_FLAGS + 8 * size * (1 + 2 * FLAGS));
+        Self {
+            size,
+            team: Team::new(*SIGNALS, size),
+            views: (0..size).map(|r| pages.map("symmetric", r as u32)).collect(),
+            states: (0..size).map(|r| Memory::new("state", r as u32, 24)).collect(),
+            lib,
+            flagged: FLAGGED,
+        }
+    }
+
+    /// Byte `at` of rank `r`'s memory, as `me` sees it.
+    fn at(&self, me: usize, r: usize, at: usize) -> u64 {
+        self.views[me].addr() + r as u64 * self.views[me].stride() + at as u64
+    }
+
+    fn param(&self, me: usize, b: &Batch) -> (Param, Total) {
+        let (mut p, mut t): (Param, Total) = (Zeroable::zeroed(), Zeroable::zeroed());
+        for r in 0..self.size {
+            p.flags[r] = self.at(me, r, AT_FLAGS);
+        }
+        p.epoch = self.states[me].addr();
+        (p.ticket, p.slot, p.pieces) = (p.epoch + 8, 4, FLAGS as u32);
+        (p.piece, p.slice) = (self.flagged as u32, PIECE as u32);
+        let (x, out) = (b.x[me].addr() + shift(me) as u64, b.out[me].addr() + shift(me) as u64);
+        let from = starts(b.split[me].iter().copied());
+        let came = |r: usize| starts(b.split.iter().map(|s| s[r]));
+        let reduces = matches!(b.op, Op::Scatter | Op::Reduce);
+        let slot = b.split.iter().flatten().copied().max().unwrap_or(0);
+        p.same = u32::from(b.op == Op::Gather);
+        for (r, at) in from.iter().enumerate() {
+            let src = x + if b.op == Op::Gather { 0 } else { *at as u64 };
+            let (len, own) = (b.split[me][r] as u64, out + came(r)[me] as u64);
+            let dst = match (r == me, reduces) {
+                (true, true) => continue,
+                (true, false) => own,
+                (false, true) => self.at(me, r, me * slot),
+                (false, false) => self.at(me, r, came(r)[me]),
+            };
+            p.send[r] = Part { src, dst, len };
+        }
+        for r in (0..self.size).filter(|r| *r != me) {
+            let (at, len) = (came(me)[r], b.split[r][me]);
+            // Of sums: rows of their owners.
+            let (at, len, area) = match b.op {
+                Op::Reduce => (from[r], b.split[me][r], AREA),
+                Op::Scatter => continue,
+                _ => (at, len, 0),
+            };
+            let (src, dst) = (self.at(me, me, area + at), out + at as u64);
+            p.take[r] = Part { src, dst, len: len as u64 };
+        }
+        if reduces {
+            t = Total {
+                slots: self.at(me, me, 0),
+                stride: slot as u64,
+                own: x + from[me] as u64,
+                len: b.split[me][me] as u64,
+                to: [0; MOST],
+                scale: b.scale,
+                pad: 0,
+            };
+            t.to[me] = out + if b.op == Op::Reduce { from[me] as u64 } else { 0 };
+            for r in (0..self.size).filter(|r| *r != me && b.op == Op::Reduce) {
+                t.to[r] = self.at(me, r, AREA + from[me]);
+            }
+        }
+        let most = |parts: &[Part], bytes: usize| {
+            parts.iter().map(|s| (s.len as usize).div_ceil(bytes) as u32).max().unwrap_or(0)
+        };
+        p.sends = most(&p.send, self.flagged);
+        p.sums = (t.len as usize).div_ceil(PIECE) as u32;
+        p.takes = most(&p.take, if reduces { PIECE } else { self.flagged });
+        p.summers = if b.op == Op::Reduce { WARPS - 1 } else { WARPS };
+        (p, t)
+    }
+
+    fn launch(&self, me: usize, b: &Batch, blocks: u32) -> Launch<'static> {
+        let (p, t) = self.param(me, b);
+        let k = self.kernel("tw_collective").grid([blocks, 1, 1], [32 * WARPS, 1, 1]);
+        let k = k.smem(((WARPS as usize + SEND * STAGES) * PIECE) as u32).arg(&self.team.param(me));
+        // What looks like a result lies where the tensor begins.
+        let mut outs = poison(&[(&b.out[me], 255)]);
+        (outs.out[0], outs.len[0]) = (outs.out[0] + shift(me) as u64, b.want[me].len() as u64);
+        k.arg(&p).arg(&t).arg(&outs)
+    }
+
+    fn leave(&self, me: usize, b: &Batch) -> Launch<'static> {
+        let k = self.kernel("tw_collective_leave").grid([1, 1, 1], [64, 1, 1]);
+        k.arg(&self.team.param(me)).arg(&self.param(me, b).0)
+    }
+
+    fn kernel(&self, name: &str) -> &'static Kernel {
+        // A few hundred bytes for each launch of a test.
+        Box::leak(Box::new(self.lib.kernel(name)))
+    }
+
+    /// Runs what `make` says on each of `ranks`, at once.
+    fn run(
+        &self,
+        (seed, ranks): (u64, usize),
+        batches: &[Batch],
+        make: &dyn Fn(usize) -> Vec<Launch<'static>>,
+    ) {
+        let mut run = Run::new(seed);
+        run.max_steps = 50_000_000;
+        for r in 0..ranks {
+            run = run.stream(r as u32, make(r));
+            run = run.memory([&self.views[r], &self.states[r]]);
+            run = run.memory(batches.iter().flat_map(|b| [&b.x[r], &b.out[r]]));
+        }
+        run.memory(self.team.ranks.iter().flat_map(RankMemory::all)).go().unwrap();
+    }
+}
+
+/// All operations in turn, on one memory without meetings between: a rank may be one ahead of another.
+fn all_in_turn(lib: &'static Lib, dtype: DType) {
+    for (size, seed) in [(4, 1), (4, 2), (5, 3)] {
+        let ranks = Ranks::new(lib, size);
+        let ops = [OPS, OPS].concat();
+        let batches: Vec<Batch> =
+            ops.iter().zip(seed..).map(|(op, s)| Batch::new((*op, dtype), size, s)).collect();
+        // Launches that went another way read nothing here.
+        let leaves = |n: usize| n % 3 == 1;
+        ranks.run((seed, size), &batches, &|r| {
+            let go = |(n, b): (usize, &Batch)| {
+                let launch = ranks.launch(r, b, 1 + n as u32 % 3);
+                let leave = leaves(n).then(|| ranks.leave(r, b));
+                [Some(launch), leave].into_iter().flatten()
+            };
+            batches.iter().enumerate().flat_map(go).collect()
+        });
+        batches.iter().for_each(Batch::check);
+        let launches = (0..ops.len()).map(|n| 1 + u64::from(leaves(n))).sum::<u64>();
+        for r in 0..size {
+            assert_eq!((ranks.team.fault(r), ranks.states[r].get(0, 0)), (0, launches));
+        }
+    }
+}
+
+/// Flags of pieces come behind all that they tell of: more chunks to a piece than a ring has.
+fn told_early(lib: &'static Lib) {
+    for seed in 20..28 {
+        let ranks = Ranks { flagged: 12 * PIECE, ..Ranks::new(lib, 4) };
+        let batches = [Batch::new((Op::Gather, DType::F32), 4, seed)];
+        ranks.run((seed, 4), &batches, &|r| vec![ranks.launch(r, &batches[0], 1)]);
+        batches[0].check();
+    }
+}
+
+fn in_f32(lib: &'static Lib) {
+    all_in_turn(lib, DType::F32);
+}
+
+fn parts_and_sums_have_the_hosts_bits() {
+    for (mantissa, dtype) in [(23, DType::F32), (7, DType::BF16), (10, DType::F16)] {
+        all_in_turn(unit(COLLECTIVE.emu_text(), mantissa, 4), dtype);
+    }
+    all_in_turn(unit(COLLECTIVE.emu_text(), 7, 2), DType::BF16);
+    told_early(load(COLLECTIVE.emu_text()));
+}
+
+/// The last rank makes no launch: the others say so, and nothing that they leave looks like a result.
+fn staying_away(lib: &'static Lib) {
+    for (i, op) in OPS.iter().enumerate() {
+        stay_away(Ranks::new(lib, 4), *op, 10 + i as u64, true);
+        // Who waits for whom first differs.
+        for seed in 20..if *op == Op::Reduce { 32 } else { 22 } {
+            stay_away(Ranks::new(lib, 4), *op, seed, false);
+        }
+    }
+}
+
+fn stay_away(ranks: Ranks, op: Op, seed: u64, before: bool) {
+    let batches = [Batch::new((op, DType::F32), 4, seed)];
+    let launches = |r: usize| vec![ranks.launch(r, &batches[0], 2)];
+    if before {
+        ranks.run((seed, 4), &batches, &launches);
+        batches[0].check();
+    }
+    ranks.run((seed, 3), &batches, &launches);
+    let b = &batches[0];
+    for r in 0..3 {
+        // Who takes nothing from the last rank, and owns no sums, has its result.
+        let waits = match op {
+            Op::Gather | Op::Exchange => b.split[3][r] > 0,
+            Op::Scatter => b.split[r][r] > 0,
+            Op::Reduce => true,
+        };
+        if !waits {
+            continue;
+        }
+        assert_ne!(ranks.team.fault(r), 0, "{op:?}: rank {r} knows");
+        let (got, at) = (b.out[r].read::<u8>(), shift(r));
+        assert!(
+            got[at..][..b.want[r].len()].iter().all(|b| *b == 255),
+            "{op:?} of {r} is a result"
+        );
+        let about = ranks.team.fault(r) >> 40 & 0xff;
+        assert_eq!(about, 3, "{op:?}: rank {r} names who is missing");
+    }
+}
+
+fn a_rank_that_stays_away_is_named() {
+    staying_away(load(COLLECTIVE.emu_text()));
+}
+
+fn load(text: String) -> &'static Lib {
+    unit(text, 23, 4)
+}
+
+fn mutants_of_collectives_are_killed() {
+    all_are_killed(&COLLECTIVE.emu_text(), load, MUTANTS);
+}
+
+const MUTANTS: &[Planted] = &[
+    Planted("pieces of all warps in one", "memory + warp * PIECES * PIECE", "memory", in_f32),
+    Planted("rings of all warps in one", "PIECE + warp * STAGES * CHUNK", "PIECE", in_f32),
+    Planted(
+        "chunks of a ring in one",
+        "ring.at + stage * CHUNK, (const",
+        "ring.at, (const",
+        in_f32,
+    ),
+    Planted(
+        "flags of all ranks in one",
+        "(u64)(phase * t.size + writer) * c.pieces + n",
+        "(u64)(phase * t.size) * c.pieces + n",
+        in_f32,
+    ),
+    Planted(
+        "flags of both phases in one",
+        "(u64)(phase * t.size + writer) * c.pieces + n",
+        "(u64)writer * c.pieces + n",
+        in_f32,
+    ),
+    Planted("one flag for all pieces", "* c.pieces + n;", "* c.pieces;", in_f32),
+    Planted(
+        "launches are not granted",
+        "if (!tw_all_reached(t, c.slot, epoch - 1, credit)) return;",
+        "",
+        in_f32,
+    ),
+    Planted("an earlier grant is enough", "epoch - 1, credit", "epoch - 2, credit", in_f32),
+    Planted(
+        "pieces of earlier launches are enough",
+        "tw_all_reached(t, c.slot + 1, epoch,",
+        "tw_all_reached(t, c.slot + 1, 1,",
+        in_f32,
+    ),
+    Planted(
+        "what is taken in came before",
+        "c.slot + 1, r, 0, 0, epoch,",
+        "c.slot + 1, r, 0, 0, 1,",
+        in_f32,
+    ),
+    Planted("sums do not wait", "if (!tw_all_came(t, c, epoch, at / c.piece)) break;", "", in_f32),
+    Planted(
+        "sums wait for another piece",
+        "tw_all_came(t, c, epoch, at / c.piece)",
+        "tw_all_came(t, c, epoch, 0)",
+        in_f32,
+    ),
+    Planted(
+        "a chunk is loaded twice",
+        "(c.send[cut.r].src + cut.at)",
+        "(c.send[cut.r].src + cut.at / c.piece * c.piece)",
+        in_f32,
+    ),
+    Planted("a chunk to the beginning", "c.send[r].dst + k.at", "c.send[r].dst", in_f32),
+    Planted("of all ranks the first part", "(c.send[cut.r].src +", "(c.send[0].src +", in_f32),
+    Planted("a load is not waited for", "stored / STAGES & 1", "~(stored / STAGES) & 1", in_f32),
+    Planted(
+        "pieces beyond the end",
+        "min(cut.at + c.piece, c.send",
+        "max(cut.at + c.piece, c.send",
+        in_f32,
+    ),
+    Planted(
+        "a piece is told of by its first chunk",
+        "if (!k.last) continue;",
+        "if (k.at % c.piece != 0) continue;",
+        told_early,
+    ),
+    Planted(
+        "the last pieces are not told of",
+        "tw_tell_chunks(t, c, epoch, ring, told, stored);",
+        "",
+        in_f32,
+    ),
+    Planted(
+        "one rank is not told",
+        "j < (c.same ? t.size : 1); j++) {\n            const u32 r = (t.me + 1 + (c.same ? j : k.item % fan)) % t.size;\n            if",
+        "j < (c.same ? 2 : 1); j++) {\n            const u32 r = (t.me + 1 + (c.same ? j : k.item % fan)) % t.size;\n            if",
+        in_f32,
+    ),
+    Planted(
+        "unaligned parts are left",
+        "tw_lay(part.src + cut.at, cut.end - cut.at, to, 0, 1);",
+        "",
+        in_f32,
+    ),
+    Planted(
+        "nobody is told of unaligned parts",
+        "tw_tell(t, c, epoch, 0, lane < (c.same ? t.size : 1), r, i / fan);",
+        "",
+        in_f32,
+    ),
+    Planted(
+        "unaligned parts are taken for whole",
+        "(mine.src | mine.dst | mine.len) % 16 == 0",
+        "mine.len % 16 == 0",
+        in_f32,
+    ),
+    Planted("what came unaligned is left", "tw_lay(from, len, places, 0, 1);", "", in_f32),
+    Planted("what came is all of one copy", "from + at + PIECE,", "from,", in_f32),
+    Planted("copies to the beginning", "(void*)(to + at), piece", "(void*)to, piece", in_f32),
+    Planted(
+        "nobody is told of sums",
+        "if (c.takes > 0) tw_tell(t, c, epoch, 1, lane < t.size, r, i);",
+        "",
+        in_f32,
+    ),
+    Planted("slots lie at one place", "a.slots + r * a.stride", "a.slots", in_f32),
+    Planted("no part of one's own", "r == t.me ? a.own : a.slots", "a.slots", in_f32),
+    Planted(
+        "sums in another order",
+        "tw_part(t, a, min(r0 + k, t.size - 1))",
+        "tw_part(t, a, t.size - 1 - min(r0 + k, t.size - 1))",
+        in_f32,
+    ),
+    Planted(
+        "unaligned sums in another order",
+        "tw_part(t, a, r) + at, n, num",
+        "tw_part(t, a, t.size - 1 - r) + at, n, num",
+        in_f32,
+    ),
+    Planted("the last rank again and again", "if (r0 + k < t.size) {", "if (true) {", in_f32),
+    Planted("the first part is added to 0", "q.term(3), r0 + k == 0)", "q.term(3), false)", in_f32),
+    Planted("sums of whole groups only", "if (i / 32 * 32 < units)", "if (false)", in_f32),
+    Planted("sums without scale", "sum[d][w][j] = __fmul_rn(sum[d][w][j], a.scale);", ";", in_f32),
+    Planted("unaligned sums without scale", "sum[j] = __fmul_rn(sum[j], a.scale);", ";", in_f32),
+    Planted("sums to the beginning", "(void*)(to + at), s.piece", "(void*)to, s.piece", in_f32),
+    Planted(
+        "a launch of another way is not counted",
+        "    __syncthreads();\n    tw_grant(t, c, epoch);\n}",
+        "    __syncthreads();\n}",
+        in_f32,
+    ),
+    Planted("the launch is not counted", "if (threadIdx.x == 0) *c.epoch = epoch;", "", in_f32),
+    Planted(
+        "what was taken stays",
+        "if (threadIdx.x < 3) c.ticket",
+        "if (threadIdx.x < 2) c.ticket",
+        in_f32,
+    ),
+    Planted("the ticket stays", "if (last) *ticket = 0;", "", in_f32),
+    Planted("results are not spoiled", "if (tw_is_over(t)) tw_spoil(out);", "", staying_away),
+    Planted(
+        "those who wait are taken for missing",
+        "if (phase && !tw_all_came(t, c, epoch, 0)) return;",
+        "",
+        staying_away,
+    ),
+];
