@@ -24,7 +24,8 @@ GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and"}
 TEAM_TESTS_NCCL = {"replays": "replays_by_nccl", "silent": "named_by_nccl"}
 # Operations of the team tests that share a process: an error of the device ends only that.
-TEAM_OPS, TEAM_OPS_NCCL = ["0-5", "6-13", "14-17", "18-20", "21-24", "25-29"], ["30-35", "36-42"]
+TEAM_OPS = ["0-5", "6-13", "14-17", "18-20", "21-24", "25-29", "30-37"]
+TEAM_OPS_NCCL = ["38-43", "44-50"]
 LITMUS = ["bulk_store_flag", "copy_push_flag", "counter_flag", "credit"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]

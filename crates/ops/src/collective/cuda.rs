@@ -1,6 +1,8 @@
-//! Collectives on CUDA devices, by one of two ways.
+//! Collectives on CUDA devices, by one of three ways.
 //!
-//! - **Kernel**: enter, one kernel that writes to all peers, enter again (everybody has written), one
+//! - **Meeting** (`meeting.rs`): one kernel that writes to all peers by bulk copies, meets them inside, and takes in
+//!   what comes as it comes. From sm_90 on, for rows of whole 16 bytes.
+//! - **Kernels**: enter, one kernel that writes to all peers, enter again (everybody has written), one
 //!   kernel that takes in or adds. Few launches, so it is the way of small vectors.
 //! - **Copy engines**: pushes with a flag behind each, taken in one by one as they arrive. The way of
 //!   large vectors: no SM, and what came is copied while the next comes.
@@ -13,8 +15,9 @@ use tilewire_device::{Buffer, Pending, Stream, Tensor};
 use tilewire_symm::{OneSided, Signals, SymBuf};
 
 use super::config::Phase;
+use super::meeting::{self, Meeting};
 use super::plan::{CREDIT, CollectivePlan, DATA};
-use super::{CollectiveDesc, CollectiveKind, ReduceOp};
+use super::{CollectiveKind, ReduceOp};
 use crate::common::cuda::together_on;
 use crate::common::lanes::{Enter, Lane, Lanes, Mover, Poison, Reducer, Sum};
 
@@ -25,24 +28,69 @@ const ONE_BY_ONE_BYTES: usize = 1 << 20;
 /// engines: reduce_scatter of 64 MiB 271 and 244, of 256 MiB 289 and 306.
 const BY_KERNEL_BYTES: usize = 96 << 20;
 
-/// True if kernels move a vector of `bytes` in all. Equal on all ranks, as `bytes` is.
-pub(super) fn by_kernel(bytes: usize) -> bool {
-    bytes <= BY_KERNEL_BYTES
+/// True if one kernel that meets the others moves a vector of `bytes` in all faster than the other ways. Measured on
+/// 4 H200 (`docs/lab/collective.md`): first sizes where latency counts, then those where bandwidth does. Copy engines
+/// are as fast from the last bound on, and take no multiprocessor.
+fn best_meeting(kind: &CollectiveKind, bytes: usize) -> bool {
+    const KIB: usize = 1 << 10;
+    const MIB: usize = 1 << 20;
+    let (small, from, to) = match kind {
+        CollectiveKind::AllGather(_) => (2 * MIB, 16 * MIB, 384 * MIB),
+        CollectiveKind::ReduceScatter(..) => (8 * KIB, 48 * MIB, usize::MAX),
+        CollectiveKind::AllReduce(_) => (8 * KIB, 4 * MIB, usize::MAX),
+        CollectiveKind::AllToAll(_) => (128 * KIB, 48 * MIB, 128 * MIB),
+    };
+    bytes <= small || (from < bytes && bytes <= to)
+}
+
+/// Who moves a vector.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Way {
+    Meeting,
+    Kernels,
+    Engines,
+}
+
+impl Way {
+    /// Of `rows` rows and `bytes` in all. Equal on all ranks, as the arguments are.
+    pub fn of(
+        kind: &CollectiveKind,
+        meets: bool,
+        size: usize,
+        (rows, bytes): (usize, usize),
+    ) -> Self {
+        // The kernel learns from each rank's first piece that it has begun: every rank owns rows of a sum.
+        let owned = !matches!(kind, CollectiveKind::AllReduce(_)) || rows >= size;
+        if meets && owned && best_meeting(kind, bytes) {
+            return Way::Meeting;
+        }
+        if bytes <= BY_KERNEL_BYTES { Way::Kernels } else { Way::Engines }
+    }
+
+    pub fn words(self) -> &'static str {
+        match self {
+            Way::Meeting => "by one kernel that meets the other ranks",
+            Way::Kernels => "by kernels between two meetings",
+            Way::Engines => "by copy engines",
+        }
+    }
 }
 
 /// What `prepare` makes.
 pub(super) struct Prepared {
     reducer: Option<Reducer>,
     mover: Mover,
+    meeting: Option<Meeting>,
 }
 
 impl Prepared {
-    pub fn new(lane: &Lane, desc: &CollectiveDesc) -> Result<Self> {
-        let reduces =
-            matches!(desc.kind, CollectiveKind::ReduceScatter(..) | CollectiveKind::AllReduce(_));
-        let types = [desc.dtype; 3];
-        let reducer = reduces.then(|| Reducer::new(lane.context(), types)).transpose()?;
-        Ok(Self { reducer, mover: Mover::new(lane.context())? })
+    pub fn new(plan: &CollectivePlan, lane: &Lane, stream: &Stream) -> Result<Self> {
+        let (desc, ctx) = (&plan.desc, lane.context());
+        let reduces = desc.kind.reduces();
+        let reducer = reduces.then(|| Reducer::new(ctx, [desc.dtype; 3])).transpose()?;
+        let flags = plan.flags.as_ref();
+        let meeting = flags.map(|(f, len)| Meeting::new(lane, stream, desc, (f, *len)));
+        Ok(Self { reducer, mover: Mover::new(ctx)?, meeting: meeting.transpose()? })
     }
 }
 
@@ -70,13 +118,22 @@ pub(super) fn launch(
     let seq = core.begin(stream, format_args!("m={m}"))?.ctx.seq();
     let p = plan.cuda.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
     let row = plan.desc.cols * plan.desc.dtype.size();
-    let small = by_kernel(plan.moved_rows(m) * row);
+    let (way, outs) = (plan.way(m), [Poison::value(to.clone())]);
+    if let (Way::Meeting, Some(meeting)) = (way, &p.meeting) {
+        core.run_alone(lane, (stream, seq), &outs, |l| {
+            let run = meeting::Run { l, plan, meeting, row };
+            run.launch(m, (&first, second.as_ref()), (&from, &to))
+        })?;
+        return core.pending(out.clone(), stream, seq);
+    }
+    let small = way == Way::Kernels;
     // Copies carry flags; kernels meet instead.
     let flags = if small { DATA..DATA } else { DATA..DATA + 1 };
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
-    core.run_on(lane, (stream, seq), &enter, &[Poison::value(to.clone())], |l| {
+    core.run_on(lane, (stream, seq), &enter, &outs, |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
-        Run { l, plan, p, row, small }.first(&first, second.as_ref(), (&from, &to))
+        Run { l, plan, p, row, small }.first(&first, second.as_ref(), (&from, &to))?;
+        p.meeting.as_ref().map_or(Ok(()), |meeting| meeting.leave(l, plan))
     })?;
     core.pending(out.clone(), stream, seq)
 }
@@ -271,5 +328,35 @@ impl Run<'_> {
             scale: if op == ReduceOp::Avg { 1.0 / size as f32 } else { 1.0 },
         };
         reducer.launch(self.l, &sum)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Shards;
+
+    #[test]
+    fn sizes_and_rows_choose_the_way() {
+        let all = [
+            CollectiveKind::AllGather(Shards::Even),
+            CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum),
+            CollectiveKind::AllReduce(ReduceOp::Sum),
+            CollectiveKind::AllToAll(vec![vec![1; 4]; 4]),
+        ];
+        let way = |k: usize, meets, rows, bytes| Way::of(&all[k], meets, 4, (rows, bytes));
+        for k in 0..4 {
+            assert_eq!(way(k, true, 8, 1024), Way::Meeting, "{k}");
+            assert_eq!(way(k, true, 1 << 20, 64 << 20), Way::Meeting, "{k}");
+            assert_eq!(way(k, false, 8, 1024), Way::Kernels, "{k}");
+            assert_eq!(way(k, false, 1 << 20, 256 << 20), Way::Engines, "{k}");
+        }
+        assert_eq!(way(0, true, 1 << 20, 8 << 20), Way::Kernels);
+        assert_eq!(way(0, true, 1 << 20, 1 << 30), Way::Engines);
+        assert_eq!(way(1, true, 1 << 20, 1 << 30), Way::Meeting);
+        assert_eq!(way(3, true, 1 << 20, 256 << 20), Way::Engines);
+        // A rank that owns no rows says nothing of itself.
+        assert_eq!(way(2, true, 3, 48), Way::Kernels);
+        assert_eq!(way(1, true, 3, 48), Way::Meeting);
     }
 }

@@ -40,6 +40,11 @@ impl CollectiveKind {
             CollectiveKind::AllToAll(_) => "all_to_all",
         }
     }
+
+    /// True if parts are added.
+    pub(super) fn reduces(&self) -> bool {
+        matches!(self, CollectiveKind::ReduceScatter(..) | CollectiveKind::AllReduce(_))
+    }
 }
 
 impl FromStr for ReduceOp {
@@ -73,9 +78,7 @@ impl CollectiveDesc {
     /// # Errors
     /// `InvalidArgument` if shards or splits are for another team, or the dtype cannot be added.
     pub fn check(&self, size: usize) -> Result<()> {
-        let reduces =
-            matches!(self.kind, CollectiveKind::ReduceScatter(..) | CollectiveKind::AllReduce(_));
-        if reduces && !matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) {
+        if self.kind.reduces() && !matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) {
             return Err(Error::invalid(format!("cannot add {} over ranks", self.dtype))
                 .expected("f32, bf16 or f16")
                 .seen(self.dtype));

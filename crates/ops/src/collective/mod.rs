@@ -10,6 +10,7 @@ mod config;
 mod cuda;
 mod desc;
 mod host;
+mod meeting;
 pub(crate) mod nccl;
 mod plan;
 

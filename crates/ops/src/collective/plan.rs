@@ -8,9 +8,9 @@ use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, LiveTeam, NcclTeam, Signals, SymBuf, Traffic};
 
 use super::config::{self, Phase};
-use super::cuda::{self, Prepared};
+use super::cuda::{self, Prepared, Way};
 use super::host::Run;
-use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, nccl};
+use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, meeting, nccl};
 use crate::common::cuda::no_kernel;
 use crate::common::lanes::Lane;
 use crate::common::{PlanCore, Shards, expect_tensor, only_meets};
@@ -30,6 +30,8 @@ pub struct CollectivePlan {
     pub(super) signals: Arc<Signals>,
     pub(super) signals2: Option<Arc<Signals>>,
     pub(super) slot_rows: usize,
+    /// Where one kernel can do it: its credits and arrivals, and their bytes.
+    pub(super) flags: Option<(SymBuf, usize)>,
     /// On a heap in device memory, made by `prepare`.
     pub(super) cuda: OnceLock<Prepared>,
     pub(super) backend: CollectiveBackend,
@@ -45,7 +47,7 @@ impl CollectivePlan {
     /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
     pub fn memory(desc: &CollectiveDesc, size: usize) -> usize {
         let (first, second) = staging_rows(desc, size);
-        (first + second) * desc.cols * desc.dtype.size()
+        (first + second) * desc.cols * desc.dtype.size() + meeting::flag_bytes(desc, size)
     }
 
     /// A plan on `heap`. Takes staging and signals; not collective, but all ranks must make the
@@ -80,6 +82,14 @@ impl CollectivePlan {
             _ => Shards::Even.max_rows(desc.m, size),
         };
         let core = PlanCore::any(name, heap, format_args!("{desc} {backend}"))?;
+        let possible = |lane: &Lane| meeting::is_possible(&desc, lane, size);
+        let flags = match core.lane().map(possible).transpose()? {
+            Some(true) => {
+                let len = meeting::flag_bytes(&desc, size);
+                Some((heap.alloc(len, name)?, len))
+            }
+            _ => None,
+        };
         if core.lane().is_none() && backend == CollectiveBackend::Nccl {
             return Err(
                 no_kernel("NCCL on the host", "make the heap on the `vmm` backend").op(name)
@@ -93,6 +103,7 @@ impl CollectivePlan {
             signals,
             signals2,
             slot_rows,
+            flags,
             cuda: OnceLock::new(),
             backend,
             used: nccl::Used::default(),
@@ -112,7 +123,7 @@ impl CollectivePlan {
         if let Some(lane) = self.core.lane()
             && self.cuda.get().is_none()
         {
-            let new = Prepared::new(lane, &self.desc).map_err(|e| e.op(self.core.op()))?;
+            let new = Prepared::new(self, lane, stream).map_err(|e| e.op(self.core.op()))?;
             self.cuda.get_or_init(|| new);
         }
         self.core.prepare(stream)?;
@@ -133,6 +144,9 @@ impl CollectivePlan {
             "push, one copy stream, peers in rotated order; staging {} bytes on each of {size} ranks",
             Self::memory(&self.desc, size)
         );
+        if self.core.lane().is_some() {
+            let _infallible = write!(s, "\nall rows: {}", self.way(self.desc.m).words());
+        }
         if let Some(used) = self.used.text() {
             let _infallible = write!(s, "\nused: {used}");
         }
@@ -177,16 +191,22 @@ impl CollectivePlan {
             link.puts = sent.iter().filter(|&&r| r > 0 && row_bytes > 0).count() as u64;
             link.put_bytes = sent.iter().sum::<usize>() as u64 * row_bytes;
             // A credit and an arrival for each phase. Kernels write both phases behind one credit.
-            let one_credit = self.core.lane().is_some()
-                && sent.len() == 2
-                && cuda::by_kernel(self.moved_rows(m) * row_bytes as usize);
+            let one_credit =
+                self.core.lane().is_some() && sent.len() == 2 && self.way(m) != Way::Engines;
             link.signals = 2 * sent.len() as u64 - u64::from(one_credit);
         }
         Ok(t)
     }
 
+    /// Who moves `m` rows on a device.
+    pub(super) fn way(&self, m: usize) -> Way {
+        let rows = self.moved_rows(m);
+        let bytes = rows * self.desc.cols * self.desc.dtype.size();
+        Way::of(&self.desc.kind, self.flags.is_some(), self.core.team().size(), (rows, bytes))
+    }
+
     /// Rows of the whole vector: by its size one of the ways on devices is chosen.
-    pub(super) fn moved_rows(&self, m: usize) -> usize {
+    fn moved_rows(&self, m: usize) -> usize {
         match &self.desc.kind {
             CollectiveKind::AllToAll(splits) => {
                 splits.iter().flatten().sum::<usize>() / splits.len().max(1)

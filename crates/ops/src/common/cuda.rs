@@ -257,6 +257,9 @@ mod tests {
             assert!(is_listed(&spec(&REDUCE, reduce_defines(types), "sm_90a")), "{types:?}");
         }
         assert!(is_listed(&spec(&MOVE, move_defines(), "sm_90a")));
+        for wide in [DType::F32, DType::BF16, DType::F16].map(mantissa) {
+            assert!(is_listed(&spec(&COLLECTIVE, collective_defines(wide), "sm_90a")), "{wide}");
+        }
         assert!(is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_90a")));
         assert!(is_listed(&spec(&EP_BACK, ep_back_defines(7), "sm_90a")));
         assert!(!is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_80")));
@@ -289,6 +292,7 @@ mod tests {
         let loaded: std::collections::BTreeSet<&str> =
             text.split(call).skip(1).filter_map(|t| t.split(',').next()).collect();
         let listed = [
+            "COLLECTIVE",
             "EP",
             "EP_BACK",
             "EP_BULK",

@@ -9,7 +9,7 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaEvent, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs,
 };
-use tilewire_device::{Queue, Stream};
+use tilewire_device::{Buffer, Queue, Stream};
 use tilewire_kernels::portable::{
     MOVE, MOVE_SEGMENTS, MOVE_THREADS, REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, move_defines,
     reduce_defines,
@@ -40,6 +40,26 @@ impl Poison {
     /// Values become NaN, indices -1.
     pub fn value(memory: CudaMemory) -> Self {
         Self(memory, DType::POISON)
+    }
+}
+
+/// `TwPoison` of the kernels.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(crate) struct PoisonParam {
+    pub out: [u64; 8],
+    pub len: [u64; 8],
+    pub byte: [u8; 8],
+}
+
+impl PoisonParam {
+    /// Of the at most eight outputs of a phase.
+    pub fn new(outs: &[Poison]) -> Self {
+        let mut p: Self = bytemuck::Zeroable::zeroed();
+        for (i, o) in outs.iter().enumerate() {
+            (p.out[i], p.len[i], p.byte[i]) = (o.0.addr(), o.0.len_bytes() as u64, o.1);
+        }
+        p
     }
 }
 

@@ -22,12 +22,12 @@ use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
 use super::areas::{Areas, Cut, flag_area, flags_of_area};
 use super::nccl::{Staging, What};
 use super::params::{
-    BackParam, HandleParam, LayerParam, MeetParam, PoisonParam, RecvParam, RoutingParam, SendParam,
+    BackParam, HandleParam, LayerParam, MeetParam, RecvParam, RoutingParam, SendParam,
 };
 use super::plan::{COUNTS, RETURNS, TOKENS};
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout, EpTotals};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
-use crate::common::lanes::{Enter, Lane, Lanes, Poison};
+use crate::common::lanes::{Enter, Lane, Lanes, Poison, PoisonParam};
 use crate::common::{Named, PlanCore};
 
 const THREADS: u32 = EP_THREADS as u32;

@@ -1,9 +1,6 @@
 //! Parameters of the kernels of expert parallelism, as they lie in `ep/layer.cuh` and `ep/sm80_ep.cu`.
 
 use bytemuck::{Pod, Zeroable};
-use tilewire_device::Buffer;
-
-use crate::common::lanes::Poison;
 
 /// `TwEp` of the kernels.
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -82,26 +79,6 @@ pub(super) struct BackParam {
     pub expert_major: u32,
     pub tokens: u32,
     pub pad: u32,
-}
-
-/// `TwPoison` of the kernels.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct PoisonParam {
-    pub out: [u64; 8],
-    pub len: [u64; 8],
-    pub byte: [u8; 8],
-}
-
-impl PoisonParam {
-    /// Of the at most eight outputs of a phase.
-    pub fn new(outs: &[Poison]) -> Self {
-        let mut p: Self = Zeroable::zeroed();
-        for (i, o) in outs.iter().enumerate() {
-            (p.out[i], p.len[i], p.byte[i]) = (o.0.addr(), o.0.len_bytes() as u64, o.1);
-        }
-        p
-    }
 }
 
 /// `TwHandle` of the kernels.

@@ -22,6 +22,10 @@ use tilewire_symm::{Heap, HeapCfg, World};
 
 pub const M: usize = 93;
 const N: usize = 40;
+const ODD: usize = 37;
+/// Rows of N of a vector of which every rank sends many pieces, and of a large one: that of ODD goes by copy engines.
+const MID: usize = 700_000;
+const LARGE: usize = 1_500_000;
 const K: usize = 48;
 
 pub type Launch = Box<dyn Fn(&Stream) -> Result<()>>;
@@ -106,14 +110,19 @@ fn mine(heap: &Heap, m: usize) -> usize {
 }
 
 fn collective(name: &'static str, heap: &Heap, s: &Stream, m: usize) -> Result<Op> {
-    collective_by(name, heap, s, (m, CollectiveBackend::Put))
+    collective_by(name, heap, s, (m, N, CollectiveBackend::Put))
+}
+
+/// With rows that are no whole 16 bytes: not by the kernel that meets the others itself.
+fn collective_odd(name: &'static str, heap: &Heap, s: &Stream, m: usize) -> Result<Op> {
+    collective_by(name, heap, s, (m, ODD, CollectiveBackend::Put))
 }
 
 fn collective_by(
     name: &'static str,
     heap: &Heap,
     s: &Stream,
-    (m, backend): (usize, CollectiveBackend),
+    (m, cols, backend): (usize, usize, CollectiveBackend),
 ) -> Result<Op> {
     let size = heap.team().size();
     let (kind, rows_in, rows_out) = match name {
@@ -128,11 +137,11 @@ fn collective_by(
             m / size * size,
         ),
     };
-    let desc = CollectiveDesc { kind, m, cols: N, dtype: DType::BF16 };
+    let desc = CollectiveDesc { kind, m, cols, dtype: DType::BF16 };
     let plan = CollectivePlan::with_backend(desc, heap, backend)?;
     plan.prepare(s)?;
-    let x = tensor(heap, DType::BF16, rows_in, N)?;
-    let out = tensor(heap, DType::BF16, rows_out, N)?;
+    let x = tensor(heap, DType::BF16, rows_in, cols)?;
+    let out = tensor(heap, DType::BF16, rows_out, cols)?;
     Ok(Op {
         name,
         inputs: vec![(x.clone(), Fill::Normal)],
@@ -333,14 +342,14 @@ fn fp8_wires(d: CpAttentionDesc) -> CpAttentionDesc {
     CpAttentionDesc { fp8_kv: true, dkv_wire: DType::F8E4M3, ..d }
 }
 
-static ALL: [Make; 30] = [
+static ALL: [Make; 38] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
     |h, s| collective("all_to_all", h, s, M),
     // By copy engines: above the size that kernels move.
-    |h, s| collective("all_gather", h, s, 1_400_000),
-    |h, s| collective("all_reduce", h, s, 1_400_000),
+    |h, s| collective_odd("all_gather", h, s, LARGE),
+    |h, s| collective_odd("all_reduce", h, s, LARGE),
     |h, s| ag_gemm((Algo::Pipelined, DType::BF16), h, s),
     |h, s| ag_gemm((Algo::Sequential, DType::BF16), h, s),
     |h, s| ag_gemm((Algo::Pipelined, DType::F8E4M3), h, s),
@@ -382,16 +391,27 @@ static ALL: [Make; 30] = [
     |h, s| gemm_reduce((true, Algo::Ring, DType::BF16), h, s),
     |h, s| gemm_reduce((false, Algo::Ring, DType::BF16), h, s),
     |h, s| gemm_reduce((false, Algo::Ring, DType::F8E5M2), h, s),
+    // By one kernel, in many pieces; and by kernels between two meetings.
+    |h, s| collective("all_gather", h, s, MID),
+    |h, s| collective("reduce_scatter", h, s, MID),
+    |h, s| collective("all_reduce", h, s, MID),
+    |h, s| collective("all_to_all", h, s, MID),
+    |h, s| collective("reduce_scatter", h, s, LARGE),
+    |h, s| collective("all_reduce", h, s, LARGE),
+    |h, s| collective_odd("all_reduce", h, s, M),
+    |h, s| collective_odd("all_to_all", h, s, M),
 ];
 
 /// Where there is NCCL: even shards, uneven ones, and the choice by the clock.
 static BY_NCCL: [Make; 13] = [
-    |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Nccl)),
-    |h, s| collective_by("reduce_scatter", h, s, (M, CollectiveBackend::Nccl)),
-    |h, s| collective_by("all_reduce", h, s, (M, CollectiveBackend::Nccl)),
-    |h, s| collective_by("all_to_all", h, s, (M, CollectiveBackend::Nccl)),
-    |h, s| collective_by("all_gather", h, s, (1_400_000 - 1_400_000 % 12, CollectiveBackend::Nccl)),
-    |h, s| collective_by("all_gather", h, s, (M, CollectiveBackend::Fastest)),
+    |h, s| collective_by("all_gather", h, s, (M, N, CollectiveBackend::Nccl)),
+    |h, s| collective_by("reduce_scatter", h, s, (M, N, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_reduce", h, s, (M, N, CollectiveBackend::Nccl)),
+    |h, s| collective_by("all_to_all", h, s, (M, N, CollectiveBackend::Nccl)),
+    |h, s| {
+        collective_by("all_gather", h, s, (1_400_000 - 1_400_000 % 12, N, CollectiveBackend::Nccl))
+    },
+    |h, s| collective_by("all_gather", h, s, (M, N, CollectiveBackend::Fastest)),
     |h, s| ag_gemm((Algo::SequentialNccl, DType::BF16), h, s),
     |h, s| gemm_reduce((true, Algo::SequentialNccl, DType::BF16), h, s),
     |h, s| gemm_reduce((false, Algo::SequentialNccl, DType::BF16), h, s),
@@ -422,10 +442,11 @@ pub fn by_puts() -> &'static [Make] {
 /// Operations of each way of meeting: by a kernel of one block, by kernels of many, by flags of copy engines.
 pub fn for_orders() -> Vec<Make> {
     vec![
-        |h, s| collective("all_gather", h, s, M),
+        |h, s| collective_odd("all_gather", h, s, M),
+        |h, s| collective("all_reduce", h, s, LARGE),
         |h, s| ep(EpLayout::ExpertMajor { align: 4 }, h, s),
         |h, s| ag_gemm((Algo::Pipelined, DType::BF16), h, s),
-        |h, s| collective("all_reduce", h, s, 1_400_000),
+        |h, s| collective_odd("all_reduce", h, s, LARGE),
         |h, s| ep(EpLayout::Flat { align: 1 }, h, s),
         |h, s| gemm_reduce((true, Algo::Pipelined, DType::BF16), h, s),
         |h, s| cp_attention(Strategy::Get, h, s),
@@ -445,7 +466,7 @@ pub fn in_steps() -> Vec<Make> {
 /// Operations whose rows go by the copy stream.
 pub fn by_copies() -> Vec<Make> {
     vec![
-        |h, s| collective("all_gather", h, s, 1_400_000),
+        |h, s| collective_odd("all_gather", h, s, LARGE),
         |h, s| ag_gemm((Algo::Pipelined, DType::BF16), h, s),
         |h, s| gemm_reduce((true, Algo::Pipelined, DType::BF16), h, s),
         |h, s| cp_attention(Strategy::AllGather, h, s),

@@ -1,0 +1,397 @@
+//! A collective as one kernel that meets the other ranks itself: `collective/sm90_collective.cu`.
+//!
+//! Every rank pushes pieces of its parts with a flag behind each, and takes in what comes as it comes, so that
+//! neither a second meeting nor the taking in costs time of its own. A flag holds the number of its launch; the end
+//! of a launch grants the memory for the next one. A launch that goes another way grants it behind itself.
+
+use std::sync::Arc;
+
+use bytemuck::{Pod, Zeroable};
+use tilewire_core::{DType, Error, Rank, Result};
+use tilewire_device::cuda::{CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_device::{Queue, Stream};
+use tilewire_kernels::portable::{
+    COLLECTIVE, COLLECTIVE_CHUNK, COLLECTIVE_PIECE, COLLECTIVE_RANKS, COLLECTIVE_SEND,
+    COLLECTIVE_STAGES, COLLECTIVE_WARPS, collective_defines,
+};
+use tilewire_symm::{OneSided, SymBuf, TeamParam};
+
+use super::config::{Phase, shard_rows};
+use super::plan::{CREDIT, CollectivePlan, DATA};
+use super::{CollectiveDesc, CollectiveKind, ReduceOp};
+use crate::common::cuda::{load, mantissa, workspace};
+use crate::common::lanes::{Lane, Lanes, Poison, PoisonParam};
+
+/// Multiprocessors that a launch takes at most: four plans that wait for different ranks run at once. A launch goes on
+/// with one of them, if slowly, so that a large sum may ask for more.
+const NUM_SMS: u32 = 32;
+const NUM_SMS_OF_SUMS: u32 = 64;
+/// Vectors above this size are large.
+const LARGE_BYTES: usize = 96 << 20;
+/// Bytes of dynamic shared memory, and the most of static.
+const SHARED_BYTES: u32 = (COLLECTIVE_WARPS * COLLECTIVE_PIECE
+    + COLLECTIVE_SEND * COLLECTIVE_STAGES * COLLECTIVE_CHUNK) as u32;
+const STATIC_BYTES: u32 = 2048;
+const THREADS: u32 = 32 * COLLECTIVE_WARPS as u32;
+/// Pieces of a part that is not large, and what their bytes are a multiple of.
+const FEW_PIECES: usize = 128;
+const STEP: usize = 1024;
+/// Most bytes of such a piece, of one of a larger part, and of one where each rank is sent bytes of its own and all
+/// of them are at least so many: the fence before a flag is paid once for so much.
+const FEW_BYTES: usize = 2 * COLLECTIVE_PIECE as usize;
+const MORE_BYTES: usize = 4 * COLLECTIVE_PIECE as usize;
+const MOST: (usize, usize) = (8 * COLLECTIVE_PIECE as usize, 40 << 20);
+
+/// Largest part that any rank sends to another, in rows, of a launch with `m` rows.
+fn largest_part(desc: &CollectiveDesc, m: usize, size: usize) -> Result<usize> {
+    let rows = match &desc.kind {
+        CollectiveKind::AllToAll(splits) => splits.iter().flatten().copied().max(),
+        _ => shard_rows(desc, m, size)?.into_iter().max(),
+    };
+    Ok(rows.unwrap_or(0))
+}
+
+/// Bytes behind a flag, of parts of at most `part` bytes for each of `peers`. Equal on all ranks. Where they are
+/// added, a piece is a whole number of slices.
+fn piece_bytes(kind: &CollectiveKind, part: usize, peers: usize) -> usize {
+    let few = part.div_ceil(FEW_PIECES).next_multiple_of(STEP).max(2 * STEP);
+    let scatters = matches!(kind, CollectiveKind::ReduceScatter(..) | CollectiveKind::AllToAll(_));
+    match few {
+        few if few <= FEW_BYTES => few,
+        _ if scatters && part * peers >= MOST.1 => MOST.0,
+        _ => MORE_BYTES,
+    }
+}
+
+/// Bytes that are added at a time, of such a piece.
+fn slice_bytes(piece: usize) -> usize {
+    (piece / 2).min(COLLECTIVE_PIECE as usize)
+}
+
+/// Flags of parts of at most `part` bytes: as many as there are slices.
+fn pieces(part: usize) -> usize {
+    (2 * FEW_PIECES).max(part.div_ceil(COLLECTIVE_PIECE as usize))
+}
+
+/// Bytes of a rank's flags.
+pub(super) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
+    let shards = match &desc.kind {
+        CollectiveKind::AllGather(s) | CollectiveKind::ReduceScatter(s, _) => {
+            s.max_rows(desc.m, size)
+        }
+        CollectiveKind::AllReduce(_) => desc.m.div_ceil(size),
+        CollectiveKind::AllToAll(splits) => splits.iter().flatten().copied().max().unwrap_or(0),
+    };
+    let part = shards * desc.cols * desc.dtype.size();
+    8 * size * (1 + 2 * pieces(part))
+}
+
+/// True if the devices and the rows are such that one kernel can do it. Equal on all ranks of like devices.
+pub(super) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Result<bool> {
+    let (ctx, row) = (lane.context(), desc.cols * desc.dtype.size());
+    let room = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;
+    let whole = row > 0 && row.is_multiple_of(16);
+    Ok(room && whole && (2..=COLLECTIVE_RANKS).contains(&size) && COLLECTIVE.runs_on(&ctx.arch()?))
+}
+
+/// `TwPart` of the kernel.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Part {
+    src: u64,
+    dst: u64,
+    len: u64,
+}
+
+/// `TwCollective` of the kernel.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Param {
+    flags: [u64; COLLECTIVE_RANKS],
+    epoch: u64,
+    ticket: u64,
+    slot: u32,
+    pieces: u32,
+    piece: u32,
+    slice: u32,
+    sends: u32,
+    sums: u32,
+    takes: u32,
+    same: u32,
+    summers: u32,
+    pad: u32,
+    send: [Part; COLLECTIVE_RANKS],
+    take: [Part; COLLECTIVE_RANKS],
+}
+
+/// `TwTotal` of the kernel.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Total {
+    slots: u64,
+    stride: u64,
+    own: u64,
+    len: u64,
+    to: [u64; COLLECTIVE_RANKS],
+    scale: f32,
+    pad: u32,
+}
+
+/// What `prepare` makes.
+pub(super) struct Meeting {
+    kernel: Kernel,
+    leave: Kernel,
+    team: TeamParam,
+    flags: [u64; COLLECTIVE_RANKS],
+    pieces: u32,
+    /// Launches so far u64, then four counters u32.
+    state: CudaMemory,
+    num_sms: u32,
+}
+
+impl Meeting {
+    /// Collective only in that no peer may launch before all ranks have come this far.
+    pub fn new(
+        lane: &Lane,
+        stream: &Stream,
+        desc: &CollectiveDesc,
+        (flags, len): (&SymBuf, usize),
+    ) -> Result<Self> {
+        let (ctx, os) = (lane.context(), lane.one_sided());
+        let size = os.heap().team().size();
+        // Without sums the type of elements is any.
+        let out = if desc.kind.reduces() { desc.dtype } else { DType::F32 };
+        let module = load(ctx, &COLLECTIVE, collective_defines(mantissa(out)))?;
+        let kernel = module.kernel(COLLECTIVE.kernels[0])?;
+        kernel.allow_shared(SHARED_BYTES)?;
+        let mut at = [0; COLLECTIVE_RANKS];
+        for r in Rank::all(size) {
+            at[r.idx()] = os.addr(r, flags.range(0, len), len)?;
+        }
+        // No launch has written a word yet, whatever the memory was used for before.
+        let main = stream.cuda()?;
+        os.clear(main, flags.range(0, len), len)?;
+        main.synchronize_until(None)?;
+        Ok(Self {
+            kernel,
+            leave: module.kernel(COLLECTIVE.kernels[1])?,
+            team: os.team_param(),
+            flags: at,
+            pieces: ((len / 8 / size - 1) / 2) as u32,
+            state: workspace(ctx, 8 + 16)?,
+            num_sms: os.num_sms()?,
+        })
+    }
+
+    fn param(&self, plan: &CollectivePlan) -> Param {
+        let mut p: Param = Zeroable::zeroed();
+        (p.flags, p.pieces) = (self.flags, self.pieces);
+        (p.epoch, p.ticket) = (self.state.addr(), self.state.addr() + 8);
+        const { assert!(DATA == CREDIT + 1, "the kernel takes the one for the slot behind the other") };
+        p.slot = plan.signals.slot(CREDIT).index() as u32;
+        p
+    }
+
+    fn hold(&self, l: &Lanes<'_>) {
+        l.main.hold(|| Arc::new((self.state.clone(), l.os.heap().clone())));
+    }
+
+    /// Grants what the launch before it has read, which went another way.
+    pub fn leave(&self, l: &Lanes<'_>, plan: &CollectivePlan) -> Result<()> {
+        self.hold(l);
+        let param = self.param(plan);
+        let args = LaunchArgs::new().arg(&self.team).arg(&param);
+        // SAFETY: the kernel takes (TwTeam, TwCollective), whose layout is that of `Param`; what they point
+        // to is held.
+        unsafe { self.leave.launch(l.main, Grid::new(1, 64), args) }
+    }
+
+    /// Blocks that have something to do, within the budget.
+    fn blocks(&self, p: &Param, size: usize, large: bool) -> u32 {
+        let most = if large && p.sums > 0 && p.takes > 0 { NUM_SMS_OF_SUMS } else { NUM_SMS };
+        let peers = size as u32 - 1;
+        let sends = p.sends * if p.same == 1 { 1 } else { peers };
+        let rest = COLLECTIVE_WARPS as u32 - COLLECTIVE_SEND as u32;
+        let takes = (p.sums + p.takes * peers).div_ceil(rest);
+        sends.div_ceil(COLLECTIVE_SEND as u32).max(takes).clamp(1, most.min(self.num_sms))
+    }
+
+    fn go(&self, main: &CudaStream, blocks: u32, args: LaunchArgs<'_>) -> Result<()> {
+        let grid = Grid::new(blocks, THREADS).shared(SHARED_BYTES);
+        // SAFETY: the kernel takes (TwTeam, TwCollective, TwTotal, TwPoison), whose layouts are those of the
+        // structs above; the ranges are those of a checked launch, held by it.
+        unsafe { self.kernel.launch(main, grid, args) }
+    }
+}
+
+/// One launch.
+pub(super) struct Run<'a> {
+    pub l: &'a Lanes<'a>,
+    pub plan: &'a CollectivePlan,
+    pub meeting: &'a Meeting,
+    /// Bytes of a row.
+    pub row: usize,
+}
+
+impl Run<'_> {
+    fn staged(&self, r: Rank, area: &SymBuf, row: usize, rows: usize) -> Result<u64> {
+        let len = rows * self.row;
+        self.l.os.addr(r, area.range(row * self.row, len), len)
+    }
+
+    fn count_put(&self, dst: Rank, rows: usize) {
+        if rows > 0 {
+            self.l.os.count_put(dst, rows * self.row);
+        }
+    }
+
+    /// Parts of `from` to the ranks' first areas.
+    fn sends(&self, p: &mut Param, phase: &Phase, from: &CudaMemory) -> Result<()> {
+        for s in &phase.sends {
+            p.send[s.dst.idx()] = Part {
+                src: from.addr() + (s.rows.start * self.row) as u64,
+                dst: self.staged(s.dst, &self.plan.staging, s.at, s.rows.len())?,
+                len: (s.rows.len() * self.row) as u64,
+            };
+            self.count_put(s.dst, s.rows.len());
+        }
+        Ok(())
+    }
+
+    /// What comes to `area` to the output.
+    fn takes(&self, p: &mut Param, phase: &Phase, area: &SymBuf, to: &CudaMemory) -> Result<()> {
+        let me = self.l.os.heap().team().rank();
+        for r in &phase.recvs {
+            p.take[r.src.idx()] = Part {
+                src: self.staged(me, area, r.staging.start, r.staging.len())?,
+                dst: to.addr() + (r.out.start * self.row) as u64,
+                len: (r.out.len() * self.row) as u64,
+            };
+        }
+        Ok(())
+    }
+
+    /// The sum of my rows, to row `at` of the output, and of `then` to the others.
+    fn total(
+        &self,
+        phase: &Phase,
+        op: ReduceOp,
+        (from, to, at): (&CudaMemory, &CudaMemory, usize),
+        then: Option<(&Phase, &SymBuf)>,
+    ) -> Result<Total> {
+        let team = self.l.os.heap().team();
+        let (me, size) = (team.rank(), team.size());
+        let mut t: Total = Zeroable::zeroed();
+        t.slots = self.staged(me, &self.plan.staging, 0, size * self.plan.slot_rows)?;
+        t.stride = (self.plan.slot_rows * self.row) as u64;
+        t.own = from.addr() + (phase.own.0.start * self.row) as u64;
+        t.len = (phase.own.0.len() * self.row) as u64;
+        t.to[me.idx()] = to.addr() + (at * self.row) as u64;
+        t.scale = if op == ReduceOp::Avg { 1.0 / size as f32 } else { 1.0 };
+        if let Some((second, area)) = then {
+            for s in &second.sends {
+                t.to[s.dst.idx()] = self.staged(s.dst, area, s.at, s.rows.len())?;
+                self.count_put(s.dst, s.rows.len());
+            }
+        }
+        Ok(t)
+    }
+
+    pub fn launch(
+        &self,
+        m: usize,
+        (first, second): (&Phase, Option<&Phase>),
+        (from, to): (&CudaMemory, &CudaMemory),
+    ) -> Result<()> {
+        let (plan, l) = (self.plan, self.l);
+        plan.core.team().check()?;
+        self.meeting.hold(l);
+        l.main.hold(|| Arc::new((from.clone(), to.clone())));
+        let size = l.os.heap().team().size();
+        let mut p = self.meeting.param(plan);
+        self.sends(&mut p, first, from)?;
+        let mut t: Total = Zeroable::zeroed();
+        match &plan.desc.kind {
+            CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) => {
+                p.send[l.os.heap().team().rank().idx()] = Part {
+                    src: from.addr() + (first.own.0.start * self.row) as u64,
+                    dst: to.addr() + (first.own.1.start * self.row) as u64,
+                    len: (first.own.0.len() * self.row) as u64,
+                };
+                p.same = u32::from(matches!(plan.desc.kind, CollectiveKind::AllGather(_)));
+                self.takes(&mut p, first, &plan.staging, to)?;
+            }
+            CollectiveKind::ReduceScatter(_, op) => {
+                t = self.total(first, *op, (from, to, 0), None)?;
+            }
+            CollectiveKind::AllReduce(op) => {
+                let (Some(second), Some(area)) = (second, &plan.staging2) else {
+                    return Err(Error::internal("all_reduce without second phase"));
+                };
+                let at = second.own.1.start;
+                t = self.total(first, *op, (from, to, at), Some((second, area)))?;
+                self.takes(&mut p, second, area, to)?;
+            }
+        }
+        let part = largest_part(&plan.desc, m, size)? * self.row;
+        let piece = piece_bytes(&plan.desc.kind, part, size - 1);
+        cut(&mut p, &t, piece);
+        if p.takes.max(p.sums).max(p.sends) > p.pieces {
+            return Err(Error::internal("more pieces than flags"));
+        }
+        let large = m * self.row > LARGE_BYTES;
+        let phases = 1 + u32::from(second.is_some());
+        for peer in plan.core.team().peers() {
+            (0..=phases).for_each(|_| l.os.count_signal(peer));
+        }
+        let poison = PoisonParam::new(&[Poison::value(to.clone())]);
+        let args = LaunchArgs::new().arg(&self.meeting.team).arg(&p).arg(&t).arg(&poison);
+        self.meeting.go(l.main, self.meeting.blocks(&p, size, large), args)
+    }
+}
+
+/// How many pieces of so many bytes there are.
+fn cut(p: &mut Param, t: &Total, piece: usize) {
+    let slice = slice_bytes(piece);
+    (p.piece, p.slice) = (piece as u32, slice as u32);
+    let most = |parts: &[Part], bytes: usize| {
+        parts.iter().map(|s| (s.len as usize).div_ceil(bytes) as u32).max().unwrap_or(0)
+    };
+    p.sends = most(&p.send, piece);
+    p.sums = (t.len as usize).div_ceil(slice) as u32;
+    p.takes = most(&p.take, if t.len > 0 { slice } else { piece });
+    // Where sums go on, some warps take them in from the beginning.
+    let warps = COLLECTIVE_WARPS as u32;
+    p.summers = match (p.sums, p.takes) {
+        (0, _) => 0,
+        (_, 0) => warps,
+        _ => warps - warps / 4,
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Shards;
+
+    /// Every piece is whole slices, which a warp has room for, and has a flag.
+    #[test]
+    fn pieces_are_whole_slices_with_flags() {
+        let kinds = [
+            CollectiveKind::AllGather(Shards::Even),
+            CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum),
+            CollectiveKind::AllReduce(ReduceOp::Sum),
+        ];
+        for kind in kinds {
+            for part in (0..34).map(|e| (1usize << e) + 48) {
+                for peers in [1, 3, 7] {
+                    let piece = piece_bytes(&kind, part, peers);
+                    let slice = slice_bytes(piece);
+                    assert!(piece.is_multiple_of(slice) && slice.is_multiple_of(512), "{part}");
+                    assert!(slice <= COLLECTIVE_PIECE as usize, "{part}: room for a sum");
+                    assert!(part.div_ceil(slice) <= pieces(part), "{part}: a flag for each");
+                }
+            }
+        }
+    }
+}
