@@ -12,7 +12,8 @@ pub(super) fn cases() -> Vec<Case> {
     let mut v = Vec::new();
     for op in ["all_gather", "reduce_scatter", "reduce_scatter/avg", "all_reduce", "all_to_all"] {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            for (m, cols) in [(37, 24), (5, 3)] {
+            // Half of 7 rows are fewer than ranks.
+            for (m, cols) in [(37, 24), (7, 24), (5, 3)] {
                 v.push(Case::new(op, dtype, &[("m", m), ("cols", cols)], run));
             }
         }
@@ -137,6 +138,8 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         let mut problems = vec![(m, p)];
         if fewer {
             problems.push((m / 2, problem(ctx, case, m / 2, false)?));
+            // Behind a launch that may have gone another way.
+            problems.push((m, problem(ctx, case, m, false)?));
         }
         for (m, p) in problems {
             let x = ctx.place(tensor(&p.x, dtype)?)?;
