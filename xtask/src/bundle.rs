@@ -83,8 +83,7 @@ fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
     let tests = ["ops", "nn"].map(|c| gpu_tests(&root.join(format!("crates/{c}/tests")))).concat();
     let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();
     let build = "build --release -p tilewire-cli -p tilewire-symm -p tilewire-ops --bin tilewire \
-                 --example gpu_spike --example gpu_litmus --example layers_bench --example gemm_bench \
-                 --example attention_bench";
+                 --example gpu_spike --example gpu_litmus --example rates";
     let conformance = "test --release --no-run -p tilewire-symm -p tilewire-ops -p tilewire-nn --test conformance";
     let device = "test --release --no-run -p tilewire-device --lib";
     let mut found = BTreeMap::new();

@@ -30,7 +30,8 @@ pub fn kernel_uses(log: &str) -> Vec<KernelUse> {
         };
         if line.contains("bytes spill stores") {
             let stores = before(" bytes spill stores").unwrap_or(0);
-            last.spill_bytes = stores + before(" bytes spill loads").unwrap_or(0);
+            // Functions that were not inlined are told of behind their kernel, each on a line of its own.
+            last.spill_bytes += stores + before(" bytes spill loads").unwrap_or(0);
         }
         if line.contains(" registers") {
             last.registers = before(" registers").unwrap_or(0);
@@ -54,6 +55,8 @@ mod tests {
             ptxas info    : Compiling entry function 'tw_a' for 'sm_90a'\n\
             ptxas info    : Function properties for tw_a\n    \
             8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n\
+            ptxas info    : Function properties for tw_called\n    \
+            0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
             ptxas info    : Used 255 registers, used 1 barriers, 8 bytes cumulative stack size, 1024 bytes smem\n\
             ptxas info    : Compiling entry function 'tw_b' for 'sm_90a'\n    \
             0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\

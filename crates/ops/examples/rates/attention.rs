@@ -1,8 +1,7 @@
 //! Times of attention on CUDA device 0: causal, bf16, 32 query and 8 key heads of 128.
 //!
-//! `cargo run --release -p tilewire-ops --example attention_bench [SEQ ...]`. Medians of 20 runs after a
+//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`. Medians of 20 runs after a
 //! warm-up, random inputs; a causal mask counts half of the products.
-#![expect(clippy::print_stdout, reason = "a program that prints its results")]
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};
@@ -15,10 +14,10 @@ const RUNS: usize = 20;
 const HEADS: (usize, usize) = (32, 8);
 const DIM: usize = 128;
 
-fn main() -> Result<()> {
+pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
     println!("{}, {} SMs", ctx.name()?, ctx.num_sms()?);
-    let seqs: Vec<usize> = std::env::args().skip(1).filter_map(|a| a.parse().ok()).collect();
+    let seqs: Vec<usize> = std::env::args().skip(2).filter_map(|a| a.parse().ok()).collect();
     for seq in if seqs.is_empty() { vec![4096, 16384] } else { seqs } {
         bench(&ctx, seq)?;
     }

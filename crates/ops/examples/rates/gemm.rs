@@ -1,8 +1,7 @@
 //! Times of GEMM on CUDA device 0, by cuBLASLt and by the portable kernel, and what a team of no peers
 //! would see: medians of 20 runs after a warm-up, random inputs.
 //!
-//! `cargo run --release -p tilewire-ops --example gemm_bench [M,N,K ...]`.
-#![expect(clippy::print_stdout, reason = "a program that prints its results")]
+//! `cargo run --release -p tilewire-ops --example rates gemm [M,N,K ...]`.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};
@@ -14,14 +13,14 @@ use tilewire_ops::grouped_gemm::{
 
 const RUNS: usize = 20;
 
-fn main() -> Result<()> {
+pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
     println!("{}, {} SMs", ctx.name()?, ctx.num_sms()?);
     let shape = |a: String| {
         let v: Vec<usize> = a.split(',').filter_map(|x| x.parse().ok()).collect();
         <[usize; 3]>::try_from(v).ok()
     };
-    let mut shapes: Vec<[usize; 3]> = std::env::args().skip(1).filter_map(shape).collect();
+    let mut shapes: Vec<[usize; 3]> = std::env::args().skip(2).filter_map(shape).collect();
     if shapes.is_empty() {
         shapes = vec![[4096; 3], [8192; 3], [512, 512, 65536], [64, 4096, 4096]];
     }

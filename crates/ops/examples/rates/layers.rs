@@ -1,9 +1,8 @@
 //! Rates of the works of `layers` on CUDA device 0, against a copy on the same device.
 //!
-//! `cargo run --release -p tilewire-ops --example layers_bench`. One JSON object a line: microseconds
+//! `cargo run --release -p tilewire-ops --example rates layers`. One JSON object a line: microseconds
 //! (median of 20 runs after a warm-up), bytes that must be read and written once, and their rate
 //! as a share of that of a copy between two buffers of 1 GiB. 32768 rows of 4096, 64 experts, bf16.
-#![expect(clippy::print_stdout, reason = "a program that prints its results")]
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};
@@ -30,7 +29,7 @@ struct Bench {
     copy_gb_s: f64,
 }
 
-fn main() -> Result<()> {
+pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
     let stream = Stream::on(&ctx)?;
     let desc = LayersDesc { dtype: DType::BF16, rows: ROWS, cols: COLS, experts: EXPERTS };
