@@ -215,7 +215,7 @@ __device__ __noinline__ void tw_push_any(const TwTeam& t, const TwCollective& c,
 // By a warp: my parts to all ranks.
 __device__ __forceinline__ void tw_push(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring) {
     const u32 lane = threadIdx.x % 32;
-    if (tw_is_over(t)) return;
+    if (tw_warp_is_over(t)) return;
     const auto credit = [&](u32 r) { return tw_credit(c, t.me, r); };
     if (!tw_all_reached(t, c.slot, epoch - 1, credit)) return;
     // What was there was read by bulk loads before it was granted, and is written by bulk stores.
@@ -331,7 +331,7 @@ __device__ __forceinline__ void tw_sum(const TwTeam& t, const TwCollective& c, c
 // What comes to the output: what was sent, or sums.
 __device__ __forceinline__ void tw_take(const TwTeam& t, const TwCollective& c, u64 epoch, Stage& s) {
     const u32 lane = threadIdx.x % 32, phase = c.sums > 0, fan = t.size - 1, bytes = phase ? c.slice : c.piece;
-    if (c.takes == 0 || tw_is_over(t)) return;
+    if (c.takes == 0 || tw_warp_is_over(t)) return;
     // A rank that has not begun is told as such: sums of others may be missing because of it.
     if (phase && !tw_all_came(t, c, epoch, 0)) return;
     for (u32 i; (i = tw_claim(c.ticket + 3)) < c.takes * fan;) {
@@ -387,7 +387,7 @@ tw_collective(const __grid_constant__ TwTeam t, const __grid_constant__ TwCollec
     if (threadIdx.x < 3) c.ticket[1 + threadIdx.x] = 0;
     tw_grant(t, c, epoch);
     // Other blocks may have written what looks like results.
-    if (tw_is_over(t)) tw_spoil(out);
+    if (tw_told(t)) tw_spoil(out);
 }
 
 // Behind a launch that went another way: it is counted, and its memory is granted. One block.

@@ -40,7 +40,7 @@ __device__ __forceinline__ bool tw_warp_is_over(const TwTeam& t) {
 }
 
 // The first failure of this rank: reports it and tells the peers.
-__device__ void tw_fail(const TwTeam& t, const TwWait& w) {
+__device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
     // One that was heard is passed on as it is, so that all ranks name the rank that began.
     u64 code = w.heard;
     if (code == 0) code = 1ull << 63 | (u64)t.me << 48 | (u64)w.about << 40 | (u64)w.reason << 32 | t.generation;
@@ -58,19 +58,8 @@ __device__ void tw_fail(const TwTeam& t, const TwWait& w) {
         if (p != t.me) st_release_sys_u64(tw_word(t, p, t.abort + 8 * t.me), code);
 }
 
-// By all threads of a block: the team is over, or a peer has told this rank that it is. Words of this device
-// alone: none of the host's.
-__device__ __forceinline__ bool tw_told(const TwTeam& t) {
-    bool over = tw_is_over(t);
-    for (u32 p = threadIdx.x; p < t.size; p += blockDim.x) {
-        const u64 word = p == t.me ? 0 : ld_acquire_sys_u64(tw_word(t, t.me, t.abort + 8 * p));
-        over |= word >> 63 && (u32)word == t.generation;
-    }
-    return __syncthreads_or(over);
-}
-
 // True if the team is over or was aborted; says why in `w`.
-__device__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
+__device__ __noinline__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
     if (tw_is_over(t)) return true;
     for (u32 p = 0; p < t.size; p++) {
         u64 word = p == t.me ? 0 : ld_acquire_sys_u64(tw_word(t, t.me, t.abort + 8 * p));
@@ -89,6 +78,20 @@ __device__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
         return true;
     }
     return false;
+}
+
+// By all threads of a block: the team is over, or a peer has told this rank that it is, which then is the fault of
+// this rank, too. Words of this device alone: none of the host's.
+__device__ __forceinline__ bool tw_told(const TwTeam& t) {
+    bool over = tw_is_over(t);
+    for (u32 p = threadIdx.x; p < t.size && !over; p += blockDim.x) {
+        const u64 word = p == t.me ? 0 : ld_acquire_sys_u64(tw_word(t, t.me, t.abort + 8 * p));
+        if (!(word >> 63) || (u32)word != t.generation) continue;
+        const TwWait w = {TW_OP_WAIT, 0, p, TW_ABORTED, (u32)(word >> 48 & 0xff), 0, 0, 0, word};
+        tw_fail(t, w);
+        over = true;
+    }
+    return __syncthreads_or(over);
 }
 
 // Polls `p` until it reaches w.expected. False once the wait had to end.

@@ -235,7 +235,7 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
     if (j == 0 && lane == 0) h.num[record] = num;
     const float* scales = (const float*)(copies + l.top_k);
     u64 from = l.tokens + l.me * l.stride + record * l.row_stride;
-    if (out.buffer && num > 0) from = tw_recv_row(l, out, l.me, (u32)copies[0].row);
+    if (out.buffer && num > 0) from = tw_recv_row(l, out, l.me, min((u32)copies[0].row, l.capacity - 1));
     for (u32 n = 0; n < num; n += 2) {
         u64 to[2] = {0, 0};
         const TwCopy two[2] = {copies[n], copies[n + 1 < num ? n + 1 : n]};
@@ -264,7 +264,7 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
 // Blocks behind the senders: rows that nobody feeds while the others travel, then what comes, as it comes.
 __device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                            const TwRecv& out, u64 epoch) {
-    const u32 warps = MOVERS / 32;
+    const u32 warps = blockDim.x / 32;
     const u64 w = (u64)(blockIdx.x - m.senders) * warps + threadIdx.x / 32, num = (u64)(gridDim.x - m.senders) * warps;
     if (tw_warp_is_over(t)) return;
     tw_pad(l, h, out, w, num, TwZeros());

@@ -220,7 +220,7 @@ __device__ __forceinline__ void tw_route_place(const TwEp& l, const TwRouting& a
 
 // The routing: counts to everybody, rows from everybody's counts. Each warp takes a.span choices. Grid: at
 // most 16 blocks, which must all be alive at once.
-extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
+extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS, 1)
 tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
             const __grid_constant__ TwRouting a, const __grid_constant__ TwHandle h, const __grid_constant__ TwPoison out) {
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
@@ -275,7 +275,7 @@ __device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwSend& in, co
 __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwSend& in,
                                         const TwRecv& recv, u64 epoch) {
     if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
-    const u32 warps = m.senders * (MOVERS / 32), lane = threadIdx.x % 32;
+    const u32 warps = m.senders * (blockDim.x / 32), lane = threadIdx.x % 32;
     for (u32 c = blockIdx.x + threadIdx.x / 32 * m.senders; c < m.chunks; c += warps) {
         const u32 end = min((c + 1) * m.chunk, in.tokens);
         for (u32 token = c * m.chunk; token < end; token++) {
@@ -297,7 +297,7 @@ __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const Tw
 
 // A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what comes, with expert-major rows to `recv`.
 // Without recv.x the rows stay in the area for a later kernel.
-extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
+extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
 tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
            const __grid_constant__ TwPoison out) {
@@ -495,7 +495,7 @@ __device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const
 
 // Combine, and the backward of dispatch: m.senders blocks return what came here, those behind them add what
 // comes back.
-extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS)
+extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
 tw_ep_back(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;

@@ -33,15 +33,16 @@ struct TwRing {
     u32 asked, used;
 };
 
-// Where rows are that a list names.
+// Where rows are that a list names. Rows of less than 2^20 elements: 32 bits, for registers are what this kernel
+// is short of.
 struct TwRows {
-    u64 base, stride, bytes;
+    u64 base;
+    u32 stride, bytes;
 };
 
 // The next load of a list: slice by slice of a token, its rows in turn.
 struct TwCursor {
-    u32 token, n;
-    u64 at;
+    u32 token, n, at;
 };
 
 __device__ __forceinline__ void tw_skip(const TwList& list, u32 tokens, TwCursor& c) {
@@ -52,9 +53,9 @@ __device__ __forceinline__ void tw_skip(const TwList& list, u32 tokens, TwCursor
 __device__ __forceinline__ void tw_ask(const TwList& list, u32 tokens, const TwRows& rows, TwCursor& c, TwRing& ring) {
     if (c.token >= tokens) return;
     if (threadIdx.x % 32 == 0) {
-        const u32 stage = ring.asked % STAGES, len = (u32)min((u64)SLICE, rows.bytes - c.at);
+        const u32 stage = ring.asked % STAGES, len = min((u32)SLICE, rows.bytes - c.at);
         mbarrier_arrive_expect_tx(ring.full + stage, len);
-        const u64 from = rows.base + list.e[c.token][c.n].row * rows.stride + c.at;
+        const u64 from = rows.base + (u64)list.e[c.token][c.n].row * rows.stride + c.at;
         bulk_load(ring.at + stage * SLICE, (const void*)from, len, ring.full + stage);
     }
     ring.asked++;
@@ -122,8 +123,8 @@ __device__ __forceinline__ void tw_add(const TwList& list, u32 tokens, const TwR
     for (u32 i = 0; i < STAGES; i++) tw_ask(list, tokens, rows, next, ring);
     for (u32 j = 0; j < tokens; j++) {
         if (list.num[j] == 0 && !zeros) continue;
-        for (u64 at = 0; at < rows.bytes; at += SLICE) {
-            const u32 len = (u32)min((u64)SLICE, rows.bytes - at), quads = len / sizeof(OutQuad);
+        for (u32 at = 0; at < rows.bytes; at += SLICE) {
+            const u32 len = min((u32)SLICE, rows.bytes - at), quads = len / sizeof(OutQuad);
             if (quads == 32 * QUADS) tw_add_slices<true, WEIGHTED>(list, tokens, rows, ring, j, quads, next);
             else tw_add_slices<false, WEIGHTED>(list, tokens, rows, ring, j, quads, next);
             if (threadIdx.x % 32 == 0) bulk_store((void*)(to(j) + at), ring.at + STAGES * SLICE, len);
@@ -165,7 +166,7 @@ __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, c
     if (!tw_granted(t, l, m, epoch)) return;
     // The rows were read by bulk loads before they were granted, and are written by bulk stores.
     fence_proxy_async();
-    const TwRows rows = {(u64)b.y, (u64)b.hidden * sizeof(Out::Bits), (u64)b.hidden * sizeof(Out::Bits)};
+    const TwRows rows = {(u64)b.y, b.hidden * (u32)sizeof(Out::Bits), b.hidden * (u32)sizeof(Out::Bits)};
     for (u32 i; (i = tw_claim(m.ticket + 2)) < m.chunks * l.size;) {
         const u32 c = i / l.size, s = (l.me + 1 + i % l.size) % l.size, token = c * m.chunk;
         const u32 tokens = min(m.chunk, l.max_tokens - token);
@@ -229,7 +230,7 @@ __device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h
 __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                             const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
     if (tw_warp_is_over(t)) return;
-    const TwRows rows = {l.back + l.me * l.stride, l.back_stride, (u64)b.hidden * sizeof(Out::Bits)};
+    const TwRows rows = {l.back + l.me * l.stride, (u32)l.back_stride, b.hidden * (u32)sizeof(Out::Bits)};
     for (u32 c; (c = tw_claim(m.ticket + 3)) * m.chunk < b.tokens;) {
         const u32 token = c * m.chunk, tokens = min(m.chunk, b.tokens - token);
         tw_list_ranks(l, h, token, tokens, list);
@@ -244,14 +245,14 @@ __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, cons
         __syncwarp();
         fence_proxy_async();
         const u64 to = (u64)(b.out + (u64)token * b.hidden);
-        tw_add<false>(list, tokens, rows, ring, true, [&](u32 j) { return to + j * rows.bytes; });
+        tw_add<false>(list, tokens, rows, ring, true, [&](u32 j) { return to + (u64)j * rows.bytes; });
         for (u32 j = 0; b.dw_out && j < tokens; j++) tw_choice_grads(l, h, b, token + j);
         __syncwarp();
     }
 }
 
 // As tw_ep_back, with any number of blocks. Dynamic shared memory: BACK_WARPS * ((STAGES + 1) * SLICE + sizeof(TwList)).
-extern "C" __global__ void __launch_bounds__(BACK_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(BACK_WARPS * 32, 1)
 tw_ep_back_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {
     __shared__ __align__(8) u64 barriers[BACK_WARPS][STAGES];

@@ -158,7 +158,7 @@ __device__ __forceinline__ void tw_bulk_pad(const TwTeam& t, const TwEp& l, cons
 }
 
 // As tw_ep_send, with any number of blocks. Dynamic shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
-extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32, 1)
 tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
                 const __grid_constant__ TwPoison out) {

@@ -588,7 +588,7 @@ const MUTANTS: &[Planted] = &[
         in_f32,
     ),
     Planted("the ticket stays", "if (last) *ticket = 0;", "", in_f32),
-    Planted("results are not spoiled", "if (tw_is_over(t)) tw_spoil(out);", "", staying_away),
+    Planted("results are not spoiled", "if (tw_told(t)) tw_spoil(out);", "", staying_away),
     Planted(
         "those who wait are taken for missing",
         "if (phase && !tw_all_came(t, c, epoch, 0)) return;",

@@ -273,8 +273,8 @@ const MUTANTS: &[Mutant] = &[
     ),
     Mutant(
         "what an earlier team was told counts",
-        "over |= word >> 63 && (u32)word == t.generation;",
-        "over |= word >> 63 != 0;",
+        "if (!(word >> 63) || (u32)word != t.generation) continue;",
+        "if (!(word >> 63)) continue;",
         poison,
     ),
     Mutant(

@@ -186,6 +186,8 @@ pub fn poison(lib: &'static Lib) {
         go();
         let words = [out.get(0, 0), out.get(0, 8)];
         assert_eq!(words, [u64::MAX, (1 << 40) - 1], "13 bytes and no more");
+        // Whoever waits for the launch is told why.
+        assert_eq!(team.fault(0), team.code(1, 0, 4));
     }
 }
 

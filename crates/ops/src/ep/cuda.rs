@@ -37,8 +37,8 @@ pub(super) const NUM_SMS: usize = 32;
 /// The most blocks of a routing, and choices that are worth one.
 const ROUTERS: usize = 16;
 const ROUTER_CHOICES: usize = 2048;
-/// Threads of a block of the combine, so that two share a multiprocessor.
-const BACK_THREADS: u32 = 512;
+/// Threads of a block of the portable combine.
+const BACK_THREADS: u32 = MOVERS / 2;
 
 /// Areas that count their launches.
 #[derive(Clone, Copy)]
@@ -425,7 +425,7 @@ impl Phase<'_> {
         let blocks = self.sms.max(2);
         let (name, grid) = match bulk {
             true => (EP_BULK.kernels[0], Grid::new(self.sms, BULK_THREADS).shared(BULK_BYTES)),
-            false => ("tw_ep_send", Grid::new(blocks, MOVERS)),
+            false => ("tw_ep_send", Grid::new(blocks, MOVERS / 2)),
         };
         let h = self.handle()?;
         self.halves(l, (&p.layer, What::Tokens), |layer, half| {
@@ -553,7 +553,7 @@ impl Phase<'_> {
         let most = EP_BACK_ENTRIES as usize;
         let few = d.top_k <= most && d.experts_per_rank.len() <= most;
         let bulk = whole && few && p.staging.is_none() && p.has(EP_BACK.kernels[0]);
-        let blocks = 2 * self.sms;
+        let blocks = self.sms.max(2);
         let (name, grid) = match bulk {
             true => (EP_BACK.kernels[0], Grid::new(self.sms, BACK_BULK_THREADS).shared(BACK_BYTES)),
             false => ("tw_ep_back", Grid::new(blocks, BACK_THREADS)),
