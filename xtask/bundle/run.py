@@ -407,7 +407,7 @@ def bench(n):
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
         yield Config(name, [program("gpu_spike"), part], jit=True)
     for rates in ["layers", "gemm", "attention"]:
-        yield Config(f"rates-{rates}", [program(f"{rates}_bench")], jit=True)
+        yield Config(f"rates-{rates}", [program("rates"), rates], jit=True)
     # Any text will do: what is learned is not what is measured.
     train = [program("tilewire"), "train", "--backend", "vmm", "--preset", "h200", "--data", str(HERE / "run.py")]
     for ranks in sorted({1, n}):
@@ -512,20 +512,25 @@ class Runner:
         env.update(c.env)
         return env
 
-    def beside(self, configs):
-        """Runs configurations that take some of the GPUs, as many at once as there are GPUs for."""
-        pool = Pool(devices_of(self.n))
+    def beside(self, configs, is_late):
+        """Runs configurations that take some of the GPUs, as many at once as there are GPUs for. Those that there was no
+        time for."""
+        pool, late = Pool(devices_of(self.n)), []
 
         def one(mode, c):
             mine = pool.take(c.takes)
             try:
-                self.run(mode, c, mine)
+                if is_late():
+                    late.append(f"{mode}/{c.name}")
+                else:
+                    self.run(mode, c, mine)
             finally:
                 pool.give(mine)
 
         with ThreadPoolExecutor(max_workers=self.n) as threads:
             for done in [threads.submit(one, mode, c) for mode, c in configs]:
                 done.result()
+        return late
 
     def run(self, mode, c, devices=None):
         start, name = time.monotonic(), f"{mode}/{c.name}"
@@ -613,12 +618,16 @@ def main():
         return 0
     runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer)
     try:
-        start, late = time.monotonic(), []
+        start = time.monotonic()
+
+        def is_late():
+            return time.monotonic() - start > a.seconds
+
         # Large ones first, so that no GPUs are left over at the end.
         some = sorted((w for w in wanted if w[1].takes), key=lambda w: -w[1].takes)
-        runner.beside(some)
+        late = runner.beside(some, is_late)
         for mode, c in (w for w in wanted if not w[1].takes):
-            if time.monotonic() - start > a.seconds:
+            if is_late():
                 late.append(f"{mode}/{c.name}")
             else:
                 runner.run(mode, c)

@@ -178,7 +178,10 @@ impl CudaStream {
     pub fn same_capture(&self, other: &CudaStream) -> bool {
         match (self.held(), other.held()) {
             (None, None) => true,
-            (Some(a), Some(b)) => Arc::ptr_eq(&a, &b),
+            // Each borrow of a stream that somebody else captures has a keeper of its own.
+            (Some(a), Some(b)) => {
+                Arc::ptr_eq(&a, &b) || a.foreign().is_some() && a.foreign() == b.foreign()
+            }
             _ => false,
         }
     }
@@ -192,8 +195,10 @@ impl CudaStream {
         }
         let mut f = self.0.flight.lock().unwrap_or_else(PoisonError::into_inner);
         while f.closed.front().is_some_and(|(e, _)| e.is_done()) {
-            let done = f.closed.pop_front();
-            self.0.ctx.retire(done.into_iter().flat_map(|(_, things)| things));
+            let Some((event, things)) = f.closed.pop_front() else { break };
+            // Before the lock of what is retired, which the driver may hold up when it lets a graph go.
+            drop(event);
+            self.0.ctx.retire(things);
         }
         if f.open.len() >= BATCH {
             // Without an event they stay: memory is held longer, nothing worse.
@@ -452,10 +457,12 @@ impl Drop for Inner {
         }
         let flight = std::mem::take(self.flight.get_mut().unwrap_or_else(PoisonError::into_inner));
         let limit = Some(Deadline::after_s(LAST_WAIT_S));
+        let idle = flight.open.is_empty() && flight.closed.is_empty();
         // The question would spoil a capture that somebody else has begun meanwhile.
         let captured = self.borrowed && !matches!(capture_info(self.raw), Ok(None));
         // SAFETY: a live stream.
-        if captured || poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }).is_err() {
+        let ended = || poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }).is_ok();
+        if !(self.borrowed && idle) && (captured || !ended()) {
             log::warn!("a stream ended with work that does not end: what it uses is leaked");
             std::mem::forget(flight);
         }

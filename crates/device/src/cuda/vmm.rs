@@ -354,6 +354,7 @@ impl Drop for VmmRange {
             // A lost device frees its memory with the process.
             return;
         }
+        let _current = self.ctx.bind();
         for i in 0..self.mapped {
             // SAFETY: mapped by us, unmapped once, and no work of this device is left.
             unsafe { sys::cuMemUnmap(self.base + (i * self.stride) as u64, self.len) };

@@ -18,7 +18,8 @@ pub enum Algo {
     /// One GEMM per arriving (or leaving) chunk.
     Pipelined,
     /// As `Pipelined`, with the exchange of TransformerEngine's Userbuffers: gathered rows go from neighbour
-    /// to neighbour, a GEMM behind each arrival; rows to reduce go owner by owner, their sums at the end.
+    /// to neighbour, a GEMM behind each arrival; rows to reduce go owner by owner, their sums at the end. On
+    /// devices its waits stand on the copy stream: ranks launch such plans in one order.
     Ring,
     /// All communication before (or after) one GEMM: the baseline.
     Sequential,

@@ -46,8 +46,8 @@ pub struct EpPlan {
     /// On a heap in device memory, made by `prepare`.
     cuda: OnceLock<Prepared>,
     num_sms: usize,
-    /// Receive buffers that peers write to, in the order in which they were made.
-    pub(super) direct: Mutex<Vec<SymBuf>>,
+    /// Receive buffers that peers write to and their addresses, in the order in which they were made.
+    pub(super) direct: Mutex<Vec<(u64, SymBuf)>>,
 }
 
 /// An output, and what it holds after a fault.

@@ -4,6 +4,7 @@ use std::sync::PoisonError;
 
 use tilewire_core::{Error, ErrorKind, Result, Shape};
 use tilewire_device::Tensor;
+use tilewire_symm::Fingerprint;
 
 use super::{EpLayout, EpPlan, cuda};
 use crate::collective::CollectiveBackend;
@@ -34,8 +35,8 @@ impl EpPlan {
     /// On the host, where nothing is gained, it is a tensor like any other.
     ///
     /// # Errors
-    /// `Exhausted` if the heap has no room; `Unsupported` for layouts other than expert-major, and through
-    /// NCCL, on devices.
+    /// `Exhausted` if the heap has no room; `Mismatch` if the ranks have not allocated alike; `Unsupported` for
+    /// layouts other than expert-major, and through NCCL, on devices.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {
         let (d, heap) = (&self.desc, self.cores[0].heap());
         let shape = Shape::d2(d.recv_rows(), d.hidden);
@@ -57,21 +58,22 @@ impl EpPlan {
         }
         let bytes = d.recv_rows() * d.hidden * d.dtype.size();
         let buf = heap.alloc(bytes, "ep rows").map_err(|e| e.op("ep"))?;
+        // Peers find the buffer by its offset alone.
+        let place = format_args!("{d} {} {} {}", direct.len(), buf.offset(), heap.digest());
+        let fp = Fingerprint::new("ep_receive", place);
+        heap.team().prepare_agree(&fp).map_err(|e| e.op("ep"))?;
         let memory = cuda::whole(lane, &buf)?;
-        direct.push(buf);
+        direct.push((memory.addr(), buf));
         Tensor::over_cuda(memory, d.dtype, shape)
     }
 
     /// Which receive buffer of the plan `x` is, from 1 on; 0 if it is another tensor.
     pub(super) fn buffer_of(&self, x: &Tensor) -> Result<u32> {
-        let Some(lane) = self.cores[0].lane() else { return Ok(0) };
-        let direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
-        let addr = x.cuda()?.addr();
-        for (i, b) in direct.iter().enumerate() {
-            if cuda::whole(lane, b)?.addr() == addr {
-                return Ok(i as u32 + 1);
-            }
+        if self.cores[0].lane().is_none() {
+            return Ok(0);
         }
-        Ok(0)
+        let addr = x.cuda()?.addr();
+        let direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(direct.iter().position(|b| b.0 == addr).map_or(0, |i| i as u32 + 1))
     }
 }
