@@ -28,6 +28,9 @@ const MID: usize = 700_000;
 const LARGE: usize = 1_500_000;
 const K: usize = 48;
 
+/// Numbers after which those of a large tensor repeat: no multiple of a row, a shard or a piece.
+const PERIOD: usize = 1_000_003;
+
 pub type Launch = Box<dyn Fn(&Stream) -> Result<()>>;
 
 /// One operation with its tensors.
@@ -70,7 +73,9 @@ impl Op {
             let n = t.shape().num_elems();
             let new = match fill {
                 Fill::Normal => {
-                    let v: Vec<f32> = (0..n).map(|_| rng.normal()).collect();
+                    // Large ones repeat: ranks must not be apart by the time that random numbers take.
+                    let some: Vec<f32> = (0..n.min(PERIOD)).map(|_| rng.normal()).collect();
+                    let v: Vec<f32> = some.iter().copied().cycle().take(n).collect();
                     Tensor::from_f32(&v, t.dtype(), t.shape())?
                 }
                 Fill::Experts(experts, k) => {
