@@ -100,6 +100,10 @@ pub trait Mesh: Send + Sync {
     ///
     /// A mesh that is dropped without it counts as died.
     fn leave(&self);
+
+    /// Tells the others that this rank has died. For a rank that is a thread and panics; of a process its end
+    /// tells, and nothing is done here.
+    fn die(&self) {}
 }
 
 /// What both kinds of mesh require of the arguments of an exchange.

@@ -123,6 +123,12 @@ impl Mesh for ThreadMesh {
             self.tell_others(PeerExit::Left);
         }
     }
+
+    fn die(&self) {
+        if !self.left.swap(true, Ordering::AcqRel) {
+            self.tell_others(PeerExit::Died);
+        }
+    }
 }
 
 pub(crate) fn left_error(tag: &str, me: Rank) -> Error {

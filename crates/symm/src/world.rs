@@ -223,6 +223,9 @@ impl Drop for World {
             let death = Error::new(ErrorKind::PeerDead, text).rank(team.rank()).peer(team.rank());
             let _told = team.fail(death);
         }
+        // What keeps the mesh may stay (memory of work that does not end): peers that meet anew must not
+        // wait for this rank.
+        self.0.mesh.die();
     }
 }
 

@@ -429,6 +429,24 @@ fn a_panic_with_work_in_flight_is_a_death() {
 
 /// Ranks that came too late for each other meet at a later try.
 #[test]
+fn who_meets_anew_does_not_wait_for_a_rank_that_panicked() {
+    let start = Instant::now();
+    let out = World::run_threads(3, WorldCfg::default(), |world| {
+        let heap = world.everyone("first")?.heap(BackendKind::Host, HeapCfg::new(4096))?;
+        if world.rank().get() == 2 {
+            // As memory of work that does not end would: it keeps the team, and so the mesh.
+            std::mem::forget(heap.clone());
+            panic!("gone");
+        }
+        let Err(e) = world.everyone("second") else { panic!("a team with a rank that is gone") };
+        assert_eq!((e.kind(), e.get_peer()), (ErrorKind::PeerDead, Some(Rank::new(2))), "{e}");
+        Ok(())
+    });
+    assert_eq!(out.unwrap_err().message(), "a rank panicked: gone");
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+#[test]
 fn a_rank_that_came_too_late_catches_up() {
     let cfg = WorldCfg { rendezvous_timeout: Duration::from_millis(200), ..WorldCfg::default() };
     let tries = World::run_threads(3, cfg, |world| {
