@@ -439,7 +439,8 @@ fn who_meets_anew_does_not_wait_for_a_rank_that_panicked() {
             panic!("gone");
         }
         let Err(e) = world.everyone("second") else { panic!("a team with a rank that is gone") };
-        assert_eq!((e.kind(), e.get_peer()), (ErrorKind::PeerDead, Some(Rank::new(2))), "{e}");
+        // Rank 2, or the other one, which has heard of it and ended.
+        assert_eq!(e.kind(), ErrorKind::PeerDead, "{e}");
         Ok(())
     });
     assert_eq!(out.unwrap_err().message(), "a rank panicked: gone");
