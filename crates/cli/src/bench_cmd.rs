@@ -20,6 +20,9 @@ pub fn run(args: &BenchArgs) -> Result<i32> {
     if backend != BackendKind::Host {
         return on_devices(args, backend);
     }
+    if args.zero_copy {
+        return Err(Error::invalid("`--zero-copy` is for GPUs").hint("add `--backend vmm`"));
+    }
     let options = Options {
         ops: if args.op.is_empty() { every_op(args.dtype) } else { args.op.clone() },
         dtype: args.dtype,

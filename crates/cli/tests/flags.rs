@@ -230,7 +230,17 @@ fn every_flag_has_a_row() {
     rows.insert(("kernels compile".to_owned(), "--json".to_owned()));
     // Needs GPUs: tests/gpus.rs runs it where they are, and looks at the error where they are not.
     rows.insert(("topo".to_owned(), "--json".to_owned()));
+    // Needs GPUs: `run.sh bench` runs it there, and the test below on the host.
+    rows.insert(("bench".to_owned(), "--zero-copy".to_owned()));
     assert_eq!(known, rows, "left: flags of the parser, right: flags that are run");
+}
+
+#[test]
+fn zero_copy_is_for_gpus() {
+    let row = row("bench", "--zero-copy", BENCH, 2, |_, _| true);
+    let seen = run(&row, &[row.flag]);
+    assert_eq!(seen.code, Some(2), "{seen:#?}");
+    assert!(seen.err.contains("--backend vmm") && seen.out.is_empty(), "{seen:#?}");
 }
 
 #[test]

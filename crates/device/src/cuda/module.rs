@@ -148,7 +148,7 @@ impl Grid {
         if self.cluster == [1; 3] {
             return Ok(());
         }
-        let num: u64 = self.cluster.iter().map(|&n| u64::from(n)).product();
+        let num = self.cluster.iter().fold(1u64, |num, &n| num.saturating_mul(u64::from(n)));
         if !(1..=MAX_CLUSTER).contains(&num) {
             return Err(Error::invalid("no such cluster of blocks")
                 .expected(format_args!("1 to {MAX_CLUSTER} blocks"))
