@@ -46,7 +46,8 @@ fn parked(world: &World, make: &Make, stop: Stop<'_>) -> Result<()> {
     let e = queued.and_then(|()| team.check()).expect_err(op.name);
     assert!(start.elapsed() < OVER, "{}: {:?}", op.name, start.elapsed());
     assert!(matches!(e.kind(), ErrorKind::Timeout | ErrorKind::Aborted), "{}: {e}", op.name);
-    if e.is_timeout() {
+    // The victim waits for those who wait for it, and cannot know that it is the cause.
+    if e.is_timeout() && team.rank() != victim {
         assert_eq!(e.get_peer(), Some(victim), "{}: {e}", op.name);
     }
     stream.synchronize()?;
