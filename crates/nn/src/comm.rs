@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::{Device, Stream, Tensor, Tracer};
-use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
 use tilewire_ops::collective::{CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp};
 use tilewire_ops::ep::{EpDesc, EpPlan};
 use tilewire_ops::gemm::BOrder;
 use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
+use tilewire_ops::{Shards, compile_ahead};
 use tilewire_symm::{Heap, HeapCfg, LiveTeam, World};
 
 use crate::attn::{Attn, token_order};
@@ -188,6 +188,7 @@ impl Comm {
         let heap = everyone.heap(target.backend, HeapCfg::new(bytes + (1 << 16)))?;
         heap.copy_stream_traced(tracer.clone())?;
         let place = Place { device: heap.device(), dtype: target.dtype };
+        compile_ahead(&place.device, target.dtype, &[(m.head_dim, m.head_dim)])?;
         let stream = match &place.device {
             Device::Host => Stream::with_tracer("main", tracer.clone())?,
             Device::Cuda(ctx) => Stream::on_with_tracer(ctx, "main", tracer.clone())?,

@@ -25,5 +25,5 @@ pub mod layers;
 pub mod permute;
 pub mod quant;
 
-pub use common::cuda::kernel_specs;
+pub use common::cuda::{compile_ahead, kernel_specs};
 pub use common::{Algo, Machine, Shards};

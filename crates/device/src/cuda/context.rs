@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr};
@@ -292,6 +293,35 @@ impl CudaContext {
         // Not under the lock: a compilation takes seconds, and others need other kernels.
         let new = CudaModule::load(self, &self.jit()?.cubin(spec)?.0)?;
         Ok(loaded().entry(key).or_insert(new).clone())
+    }
+
+    /// Compiles those of `specs` that are neither embedded nor cached, on all cores, and loads them; how many there were.
+    /// Plans that ask for them one by one would compile on one core. What fails is left for the plan that needs it,
+    /// which says why.
+    ///
+    /// # Errors
+    /// As [`CudaContext::jit`].
+    pub fn compile_ahead(&self, specs: &[KernelSpec]) -> Result<usize> {
+        let jit = self.jit()?;
+        let missing: Vec<_> = specs.iter().filter(|s| jit.would_compile(s)).collect();
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while let Some(spec) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if let Err(e) = self.module(spec) {
+                    log::debug!("`{}` ahead of its plan: {e}", spec.name);
+                }
+            }
+        };
+        if !missing.is_empty() {
+            log::info!("compiling {} kernels for {}", missing.len(), self.arch()?);
+        }
+        std::thread::scope(|s| {
+            for _ in 0..cores.min(missing.len()) {
+                s.spawn(work);
+            }
+        });
+        Ok(missing.len())
     }
 
     /// Where this device's kernels come from: as the environment says when it is first asked.

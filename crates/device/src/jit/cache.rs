@@ -92,6 +92,11 @@ impl Cache {
         }
     }
 
+    /// Whether there is a file for the code of `key` by `compiler`; it may be damaged.
+    pub fn holds(&self, key: &Key, compiler: &str) -> bool {
+        self.path(key, compiler).exists()
+    }
+
     /// The code of `key` by any compiler.
     pub fn load_any(&self, key: &Key) -> Option<Vec<u8>> {
         let start = format!("{key}-");

@@ -144,6 +144,18 @@ impl Jit {
         Ok((cubin, Origin::Compiled))
     }
 
+    /// Whether [`Jit::cubin`] would compile `spec`: it is neither embedded nor cached, and there is a compiler.
+    pub fn would_compile(&self, spec: &KernelSpec) -> bool {
+        let key = spec.key();
+        if self.mode == JitMode::Off
+            || self.embedded.iter().any(|dir| dir.join(format!("{key}.cubin")).exists())
+        {
+            return false;
+        }
+        let Ok(version) = self.compiler.version() else { return false };
+        !self.cache.as_ref().is_ok_and(|c| c.holds(&key, &version))
+    }
+
     /// The disk cache.
     ///
     /// # Errors

@@ -113,6 +113,28 @@ fn built_in_kernels_come_first_and_switched_off_is_off() {
 }
 
 #[test]
+fn what_would_be_compiled_is_known_ahead() {
+    let (dir, built) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let compiler = fake("nvrtc13.0");
+    let at = |mode, compiler: &Arc<Fake>| {
+        let dirs = vec![built.path().to_owned()];
+        Jit::with(mode, dirs, Cache::open(Some(dir.path())), compiler.clone())
+    };
+    assert!(at(JitMode::Auto, &compiler).would_compile(&spec("a")));
+    assert!(!at(JitMode::Off, &compiler).would_compile(&spec("a")));
+    assert!(!at(JitMode::Auto, &no_compiler()).would_compile(&spec("a")));
+    assert_eq!(compiler.compiled.load(Ordering::Relaxed), 0);
+    at(JitMode::Auto, &compiler).cubin(&spec("a")).unwrap();
+    assert!(!at(JitMode::Auto, &compiler).would_compile(&spec("a")), "it is cached");
+    assert!(at(JitMode::Auto, &fake("nvrtc13.1")).would_compile(&spec("a")), "by another compiler");
+    std::fs::write(built.path().join(format!("{}.cubin", spec("b").key())), "built").unwrap();
+    assert!(!at(JitMode::Auto, &compiler).would_compile(&spec("b")), "it is built in");
+    let no_cache = Err(Error::new(ErrorKind::Permission, "no cache"));
+    let without = Jit::with(JitMode::Auto, Vec::new(), no_cache, compiler.clone());
+    assert!(without.would_compile(&spec("a")));
+}
+
+#[test]
 fn a_damaged_entry_is_compiled_anew() {
     let dir = tempfile::tempdir().unwrap();
     let compiler = fake("nvrtc13.0");

@@ -4,6 +4,7 @@ use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_kernels::Source;
 use tilewire_kernels::attention::{
     PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, TABLE, Tile, Variant,
 };
@@ -11,7 +12,9 @@ use tilewire_kernels::attention::{
 use super::desc::bound;
 use super::fp8::{Wide, kernel_desc};
 use super::table::{Seg, number_tiles, whole};
-use super::{AttentionDesc, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
+use super::{
+    AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, LocalRows, Sequences,
+};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
 
 /// `TwAttn` in `attention/common.cuh`: where the tensors of a launch lie, and what its kernels are told.
@@ -159,6 +162,15 @@ fn variant(d: &AttentionDesc, extra: bool) -> Option<Variant> {
     let narrow = matches!(d.dtype, DType::BF16 | DType::F16);
     let v = Variant { f16: d.dtype == DType::F16, dqk: d.dqk as u64, dv: d.dv as u64, extra };
     (narrow && fits(d.dqk) && fits(d.dv)).then_some(v)
+}
+
+/// The compilation that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`.
+pub(crate) fn unit(dtype: DType, (dqk, dv): (usize, usize)) -> (Source, Vec<(String, u64)>) {
+    let d = AttentionDesc { dv, ..AttentionDesc::new(1, (1, 1), dqk, dtype, AttnMask::CAUSAL) };
+    match variant(&d, false) {
+        Some(v) => (SM80_ATTENTION, v.defines()),
+        None => (PLAIN_ATTENTION, plain(&d).defines()),
+    }
 }
 
 /// What needs the text with all features.
