@@ -406,7 +406,7 @@ pub struct BenchArgs {
     /// On GPUs: rows of each expert are a multiple of this, for `ep`.
     #[arg(long, default_value_t = 128)]
     pub align: usize,
-    /// On GPUs: multiprocessors that `ep` may take (default: as the operation does).
+    /// On GPUs: multiprocessors that a collective or `ep` may take (default: as the operation does).
     #[arg(long)]
     pub sms: Option<usize>,
     /// On GPUs: `ep_dispatch` brings rows straight to a receive buffer in symmetric memory.

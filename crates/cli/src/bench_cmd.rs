@@ -90,11 +90,22 @@ fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
     let visible = !args.json && !args.csv && !args.md;
     let place = worlds::place(&PlaceArgs::default())?;
     let one = |world: &World| {
-        bench_device::run(world, &options, |op| {
-            if visible && world.rank().get() == 0 {
-                complain(format_args!("bench {op} on {} GPUs ...", world.size()));
-            }
-        })
+        let first = world.rank().get() == 0;
+        bench_device::run(
+            world,
+            &options,
+            |op| {
+                if visible && first {
+                    complain(format_args!("bench {op} on {} GPUs ...", world.size()));
+                }
+            },
+            // Who stops it keeps what is done.
+            |row| {
+                if args.json && first {
+                    print(std::slice::from_ref(row), args);
+                }
+            },
+        )
     };
     let rows = if worlds::launched(&place) {
         let world = worlds::join(&place, 60.0)?;
@@ -108,7 +119,9 @@ fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
         World::run_threads(args.ranks, worlds::world_cfg(60.0)?, |world| one(&world))?
             .swap_remove(0)
     };
-    print(&rows, args);
+    if !args.json {
+        print(&rows, args);
+    }
     if visible {
         for r in &rows {
             let note = r.note.as_deref().unwrap_or_default();

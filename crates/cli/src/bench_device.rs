@@ -36,7 +36,7 @@ pub struct Options {
     pub experts: (usize, usize),
     /// Rows of each expert are a multiple of this.
     pub align: usize,
-    /// Multiprocessors that expert parallelism may take.
+    /// Multiprocessors that a collective or expert parallelism may take.
     pub sms: Option<usize>,
     /// Rows of `ep` come straight to where they stay.
     pub zero_copy: bool,
@@ -69,11 +69,16 @@ pub(crate) struct Bench<'a> {
     pub device: Device,
 }
 
-/// Collective: one row per operation and size; the same on every rank.
+/// Collective: one row per operation and size; the same on every rank. `done` is called with each as soon as it is measured.
 ///
 /// # Errors
 /// `InvalidArgument` for an unknown operation; the fault of the team.
-pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result<Vec<Row>> {
+pub fn run(
+    world: &World,
+    o: &Options,
+    mut progress: impl FnMut(&str),
+    mut done: impl FnMut(&Row),
+) -> Result<Vec<Row>> {
     if let Some(bad) = o.ops.iter().find(|op| !ops().contains(&op.as_str())) {
         let names = ops().join(", ");
         return Err(Error::invalid(format!("`{bad}` is not timed on devices; one of {names}")));
@@ -100,11 +105,13 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
             let os = VmmOneSided::new(&heap)?;
             let (stream, device) = (Stream::on(&ctx)?, heap.device());
             let b = Bench { o, team, heap, os, stream, device };
-            rows.extend(match is_ep {
+            let new = match is_ep {
                 _ if multiplies => b.products(op)?,
                 true => vec![b.ep(op)?],
                 false => vec![b.collective(op, bytes)?],
-            });
+            };
+            new.iter().for_each(&mut done);
+            rows.extend(new);
         }
     }
     Ok(rows)
@@ -127,6 +134,27 @@ fn value(r: usize, i: usize) -> f32 {
     ((mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 61) as i64 - 4) as f32 * 0.5
 }
 
+/// Elements that are not what `want` says of their place, counted on several cores.
+fn count_wrong(got: &[f32], want: impl Fn(usize) -> f32 + Sync) -> u64 {
+    const THREADS: usize = 8;
+    let len = got.len().div_ceil(THREADS).max(1 << 16);
+    let want = &want;
+    std::thread::scope(|s| {
+        let parts: Vec<_> = got
+            .chunks(len)
+            .enumerate()
+            .map(|(c, part)| {
+                let wrong = move || {
+                    part.iter().enumerate().filter(|(i, v)| **v != want(c * len + i)).count() as u64
+                };
+                s.spawn(wrong)
+            })
+            .collect();
+        // A thread that panicked has compared nothing.
+        parts.into_iter().map(|t| t.join().unwrap_or(u64::MAX)).fold(0, u64::saturating_add)
+    })
+}
+
 impl Bench<'_> {
     fn cuda(&self) -> Result<&CudaStream> {
         self.stream.cuda()
@@ -142,7 +170,9 @@ impl Bench<'_> {
 
     fn random(&self, rows: usize, cols: usize) -> Result<Tensor> {
         let mut rng = tilewire::core::Rng::new(1 + self.team.rank().idx() as u64);
-        let v: Vec<f32> = (0..rows * cols).map(|_| rng.normal()).collect();
+        // Drawing a number takes longer than moving it: large tensors repeat four million of them.
+        let drawn: Vec<f32> = (0..(rows * cols).min(1 << 22)).map(|_| rng.normal()).collect();
+        let v: Vec<f32> = drawn.iter().copied().cycle().take(rows * cols).collect();
         self.place(&v, Shape::d2(rows, cols))
     }
 
@@ -228,35 +258,35 @@ impl Bench<'_> {
             "all_reduce" => (CollectiveKind::AllReduce(ReduceOp::Sum), m, m),
             _ => (CollectiveKind::AllToAll(vec![vec![part; size]; size]), part * size, part * size),
         };
+        // First rows of all ranks.
+        let firsts: Vec<usize> = (0..size).map(|r| rows[..r].iter().sum()).collect();
         let want = |i: usize| -> f32 {
             let (row, col) = (i / COLS, i % COLS);
             let sum = |i: usize| (0..size).map(|r| value(r, i)).sum();
-            match op {
-                "all_gather" => {
-                    let mut first = 0;
-                    let owner = rows.iter().position(|n| {
-                        first += n;
-                        row < first
-                    });
-                    let owner = owner.unwrap_or(0);
-                    value(owner, (row + rows[owner] - first) * COLS + col)
+            match &kind {
+                CollectiveKind::AllGather(_) => {
+                    let owner = firsts.partition_point(|&f| f <= row) - 1;
+                    value(owner, (row - firsts[owner]) * COLS + col)
                 }
-                "reduce_scatter" => sum(start * COLS + i),
-                "all_reduce" => sum(i),
+                CollectiveKind::ReduceScatter(..) => sum(start * COLS + i),
+                CollectiveKind::AllReduce(_) => sum(i),
                 _ => value(row / part.max(1), (me * part + row % part.max(1)) * COLS + col),
             }
         };
         let plan = CollectivePlan::new(
-            CollectiveDesc { kind, m, cols: COLS, dtype: self.o.dtype },
+            CollectiveDesc { kind: kind.clone(), m, cols: COLS, dtype: self.o.dtype },
             &self.heap,
         )?;
+        let plan = match self.o.sms {
+            Some(n) => plan.with_num_sms(n),
+            None => plan,
+        };
         plan.prepare(&self.stream)?;
         let exact: Vec<f32> = (0..rows_in * COLS).map(|i| value(me, i)).collect();
         let x = self.place(&exact, Shape::d2(rows_in, COLS))?;
         let out = self.poisoned(self.o.dtype, Shape::d2(rows_out, COLS))?;
         plan.launch(&self.stream, m, &x, &out)?.wait()?;
-        let got = out.to_f32()?;
-        let bad = got.iter().enumerate().filter(|(i, v)| **v != want(*i)).count() as u64;
+        let bad = count_wrong(&out.to_f32()?, want);
         let x = self.random(rows_in, COLS)?;
         let us =
             self.time(|| plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ()))?;

@@ -9,6 +9,7 @@ mod attention_fwd;
 mod attention_grad;
 mod attention_mutants;
 mod collective;
+mod collective_mutants;
 mod compile;
 mod convert;
 mod dequant;
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
         attention_mutants::TESTS,
         reduce::TESTS,
         collective::TESTS,
+        collective_mutants::TESTS,
         ep::TESTS,
         ep_away::TESTS,
         ep_straight::TESTS,

@@ -37,16 +37,26 @@ fn best_meeting(kind: &CollectiveKind, bytes: usize) -> bool {
     let (small, from, to) = match kind {
         CollectiveKind::AllGather(_) => (2 * MIB, 16 * MIB, 384 * MIB),
         CollectiveKind::ReduceScatter(..) => (8 * KIB, 48 * MIB, usize::MAX),
-        CollectiveKind::AllReduce(_) => (8 * KIB, 4 * MIB, usize::MAX),
+        CollectiveKind::AllReduce(_) => (0, 4 * MIB, usize::MAX),
         CollectiveKind::AllToAll(_) => (128 * KIB, 48 * MIB, 128 * MIB),
     };
     bytes <= small || (from < bytes && bytes <= to)
+}
+
+/// Bytes of all vectors that a rank takes in where each is sent whole to everybody: a second phase would take longer.
+const WHOLE_BYTES: usize = 2 << 20;
+
+/// Rows of a vector of all-reduce, of `row` bytes each, that are sent whole to everybody.
+pub(super) fn whole_rows(row: usize, size: usize) -> usize {
+    WHOLE_BYTES.checked_div(row * size).unwrap_or(0)
 }
 
 /// Who moves a vector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Way {
     Meeting,
+    /// The same kernel: everybody sends all rows to all, and adds them.
+    Whole,
     Kernels,
     Engines,
 }
@@ -59,8 +69,12 @@ impl Way {
         size: usize,
         (rows, bytes): (usize, usize),
     ) -> Self {
+        let sums_all = matches!(kind, CollectiveKind::AllReduce(_));
+        if meets && sums_all && rows > 0 && bytes * size <= WHOLE_BYTES {
+            return Way::Whole;
+        }
         // The kernel learns from each rank's first piece that it has begun: every rank owns rows of a sum.
-        let owned = !matches!(kind, CollectiveKind::AllReduce(_)) || rows >= size;
+        let owned = !sums_all || rows >= size;
         if meets && owned && best_meeting(kind, bytes) {
             return Way::Meeting;
         }
@@ -70,6 +84,7 @@ impl Way {
     pub fn words(self) -> &'static str {
         match self {
             Way::Meeting => "by one kernel that meets the other ranks",
+            Way::Whole => "by one kernel, all rows to all ranks",
             Way::Kernels => "by kernels between two meetings",
             Way::Engines => "by copy engines",
         }
@@ -119,9 +134,9 @@ pub(super) fn launch(
     let p = plan.cuda.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
     let row = plan.desc.cols * plan.desc.dtype.size();
     let (way, outs) = (plan.way(m), [Poison::value(to.clone())]);
-    if let (Way::Meeting, Some(meeting)) = (way, &p.meeting) {
+    if let (Way::Meeting | Way::Whole, Some(meeting)) = (way, &p.meeting) {
         core.run_alone(lane, (stream, seq), &outs, |l| {
-            let run = meeting::Run { l, plan, meeting, row };
+            let run = meeting::Run { l, plan, meeting, row, whole: way == Way::Whole };
             run.launch(m, (&first, second.as_ref()), (&from, &to))
         })?;
         return core.pending(out.clone(), stream, seq);
@@ -346,7 +361,8 @@ mod tests {
         ];
         let way = |k: usize, meets, rows, bytes| Way::of(&all[k], meets, 4, (rows, bytes));
         for k in 0..4 {
-            assert_eq!(way(k, true, 8, 1024), Way::Meeting, "{k}");
+            let few = if k == 2 { Way::Whole } else { Way::Meeting };
+            assert_eq!(way(k, true, 8, 1024), few, "{k}");
             assert_eq!(way(k, true, 1 << 20, 64 << 20), Way::Meeting, "{k}");
             assert_eq!(way(k, false, 8, 1024), Way::Kernels, "{k}");
             assert_eq!(way(k, false, 1 << 20, 256 << 20), Way::Engines, "{k}");
@@ -356,7 +372,12 @@ mod tests {
         assert_eq!(way(1, true, 1 << 20, 1 << 30), Way::Meeting);
         assert_eq!(way(3, true, 1 << 20, 256 << 20), Way::Engines);
         // A rank that owns no rows says nothing of itself.
-        assert_eq!(way(2, true, 3, 48), Way::Kernels);
+        assert_eq!(way(2, true, 3, 6 << 20), Way::Kernels);
+        assert_eq!(way(2, true, 3, 48), Way::Whole);
+        assert_eq!(way(2, true, 0, 0), Way::Kernels);
+        assert_eq!(way(2, true, 1 << 10, 512 << 10), Way::Whole);
+        assert_eq!(way(2, true, 1 << 10, 513 << 10), Way::Kernels);
+        assert_eq!((whole_rows(512, 4), whole_rows(0, 4), whole_rows(4 << 20, 2)), (1024, 0, 0));
         assert_eq!(way(1, true, 3, 48), Way::Meeting);
     }
 }

@@ -17,6 +17,7 @@ use tilewire_kernels::portable::{
 use tilewire_symm::{OneSided, SymBuf, TeamParam};
 
 use super::config::{Phase, shard_rows};
+use super::cuda::whole_rows;
 use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::{load, mantissa, workspace};
@@ -73,13 +74,19 @@ fn pieces(part: usize) -> usize {
     (2 * FEW_PIECES).max(part.div_ceil(COLLECTIVE_PIECE as usize))
 }
 
+/// The most rows that a launch of all-reduce sends whole.
+pub(super) fn most_whole_rows(desc: &CollectiveDesc, size: usize) -> usize {
+    whole_rows(desc.cols * desc.dtype.size(), size).min(desc.m)
+}
+
 /// Bytes of a rank's flags.
 pub(super) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
     let shards = match &desc.kind {
         CollectiveKind::AllGather(s) | CollectiveKind::ReduceScatter(s, _) => {
             s.max_rows(desc.m, size)
         }
-        CollectiveKind::AllReduce(_) => desc.m.div_ceil(size),
+        // A part, or the vector if it is sent whole.
+        CollectiveKind::AllReduce(_) => desc.m.div_ceil(size).max(most_whole_rows(desc, size)),
         CollectiveKind::AllToAll(splits) => splits.iter().flatten().copied().max().unwrap_or(0),
     };
     let part = shards * desc.cols * desc.dtype.size();
@@ -206,9 +213,10 @@ impl Meeting {
         unsafe { self.leave.launch(l.main, Grid::new(1, 64), args) }
     }
 
-    /// Blocks that have something to do, within the budget.
-    fn blocks(&self, p: &Param, size: usize, large: bool) -> u32 {
-        let most = if large && p.sums > 0 && p.takes > 0 { NUM_SMS_OF_SUMS } else { NUM_SMS };
+    /// Blocks that have something to do, within the budget: the plan's, or ours.
+    fn blocks(&self, p: &Param, size: usize, large: bool, asked: Option<u32>) -> u32 {
+        let ours = if large && p.sums > 0 && p.takes > 0 { NUM_SMS_OF_SUMS } else { NUM_SMS };
+        let most = asked.unwrap_or(ours);
         let peers = size as u32 - 1;
         let sends = p.sends * if p.same == 1 { 1 } else { peers };
         let rest = COLLECTIVE_WARPS as u32 - COLLECTIVE_SEND as u32;
@@ -231,6 +239,8 @@ pub(super) struct Run<'a> {
     pub meeting: &'a Meeting,
     /// Bytes of a row.
     pub row: usize,
+    /// All rows to all ranks.
+    pub whole: bool,
 }
 
 impl Run<'_> {
@@ -297,6 +307,30 @@ impl Run<'_> {
         Ok(t)
     }
 
+    /// All rows of `from` to a slot of every rank, also here, and their sum to `to`.
+    fn sends_whole(
+        &self,
+        p: &mut Param,
+        (m, op): (usize, ReduceOp),
+        (from, to): (&CudaMemory, &CudaMemory),
+    ) -> Result<Total> {
+        let team = self.l.os.heap().team();
+        let (me, size, len) = (team.rank(), team.size(), (m * self.row) as u64);
+        for r in Rank::all(size) {
+            let dst = self.staged(r, &self.plan.staging, me.idx() * m, m)?;
+            p.send[r.idx()] = Part { src: from.addr(), dst, len };
+            if r != me {
+                self.count_put(r, m);
+            }
+        }
+        p.same = 1;
+        let mut t: Total = Zeroable::zeroed();
+        (t.slots, t.stride) = (self.staged(me, &self.plan.staging, 0, size * m)?, len);
+        (t.own, t.len, t.to[me.idx()]) = (from.addr(), len, to.addr());
+        t.scale = if op == ReduceOp::Avg { 1.0 / size as f32 } else { 1.0 };
+        Ok(t)
+    }
+
     pub fn launch(
         &self,
         m: usize,
@@ -309,9 +343,14 @@ impl Run<'_> {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         let size = l.os.heap().team().size();
         let mut p = self.meeting.param(plan);
-        self.sends(&mut p, first, from)?;
         let mut t: Total = Zeroable::zeroed();
+        if !self.whole {
+            self.sends(&mut p, first, from)?;
+        }
         match &plan.desc.kind {
+            CollectiveKind::AllReduce(op) if self.whole => {
+                t = self.sends_whole(&mut p, (m, *op), (from, to))?;
+            }
             CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) => {
                 p.send[l.os.heap().team().rank().idx()] = Part {
                     src: from.addr() + (first.own.0.start * self.row) as u64,
@@ -333,20 +372,22 @@ impl Run<'_> {
                 self.takes(&mut p, second, area, to)?;
             }
         }
-        let part = largest_part(&plan.desc, m, size)? * self.row;
+        let rows = if self.whole { m } else { largest_part(&plan.desc, m, size)? };
+        let part = rows * self.row;
         let piece = piece_bytes(&plan.desc.kind, part, size - 1);
         cut(&mut p, &t, piece);
         if p.takes.max(p.sums).max(p.sends) > p.pieces {
             return Err(Error::internal("more pieces than flags"));
         }
         let large = m * self.row > LARGE_BYTES;
-        let phases = 1 + u32::from(second.is_some());
+        let phases = 1 + u32::from(second.is_some() && !self.whole);
         for peer in plan.core.team().peers() {
             (0..=phases).for_each(|_| l.os.count_signal(peer));
         }
         let poison = PoisonParam::new(&[Poison::value(to.clone())]);
         let args = LaunchArgs::new().arg(&self.meeting.team).arg(&p).arg(&t).arg(&poison);
-        self.meeting.go(l.main, self.meeting.blocks(&p, size, large), args)
+        let blocks = self.meeting.blocks(&p, size, large, plan.num_sms);
+        self.meeting.go(l.main, blocks, args)
     }
 }
 

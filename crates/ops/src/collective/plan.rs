@@ -35,6 +35,8 @@ pub struct CollectivePlan {
     /// On a heap in device memory, made by `prepare`.
     pub(super) cuda: OnceLock<Prepared>,
     pub(super) backend: CollectiveBackend,
+    /// Multiprocessors that one kernel may take, if the caller has said so.
+    pub(super) num_sms: Option<u32>,
     /// Decided by `prepare`, unless `backend` is puts.
     pub(super) used: nccl::Used,
 }
@@ -106,8 +108,18 @@ impl CollectivePlan {
             flags,
             cuda: OnceLock::new(),
             backend,
+            num_sms: None,
             used: nccl::Used::default(),
         })
+    }
+
+    /// On GPUs: how many multiprocessors a launch may take at most, at least 1, where one kernel does it
+    /// ([`CollectivePlan::explain`] says so); copy engines take none. 32 by default, 64 for sums of more than 96 MiB. It
+    /// goes on with fewer, if slowly. Results do not depend on it, and ranks need not agree.
+    #[must_use]
+    pub fn with_num_sms(mut self, num: usize) -> Self {
+        self.num_sms = Some(u32::try_from(num.max(1)).unwrap_or(u32::MAX));
+        self
     }
 
     /// What it does.
@@ -185,6 +197,7 @@ impl CollectivePlan {
             let sent: Vec<usize> = match &self.desc.kind {
                 CollectiveKind::AllGather(_) => vec![rows[me]],
                 CollectiveKind::ReduceScatter(..) => vec![rows[p]],
+                CollectiveKind::AllReduce(_) if self.way(m) == Way::Whole => vec![m],
                 CollectiveKind::AllReduce(_) => vec![rows[p], rows[me]],
                 CollectiveKind::AllToAll(splits) => vec![splits[me][p]],
             };
@@ -323,7 +336,11 @@ fn staging_rows(desc: &CollectiveDesc, size: usize) -> (usize, usize) {
     match &desc.kind {
         CollectiveKind::AllGather(_) => (desc.m, 0),
         CollectiveKind::ReduceScatter(s, _) => (size * s.max_rows(desc.m, size), 0),
-        CollectiveKind::AllReduce(_) => (size * Shards::Even.max_rows(desc.m, size), desc.m),
+        CollectiveKind::AllReduce(_) => {
+            let slot =
+                Shards::Even.max_rows(desc.m, size).max(meeting::most_whole_rows(desc, size));
+            (size * slot, desc.m)
+        }
         CollectiveKind::AllToAll(splits) => {
             let most =
                 (0..size).map(|d| splits.iter().map(|s| s.get(d).copied().unwrap_or(0)).sum());
