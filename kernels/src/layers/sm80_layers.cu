@@ -7,8 +7,8 @@
 // multiples of 4, a head is one of 16.
 //
 // Blocks of TW_LAYERS_THREADS. A block a row: tw_embed, tw_add_norm, tw_heads. Any number of blocks,
-// each with some of the rows: tw_norm_bwd, tw_router_stats. A warp a row, of at most TW_CLASSES
-// columns: tw_router, tw_router_bwd, tw_cross_entropy. tw_sum_rows: a block for 32 columns;
+// each with some of the rows: tw_norm_bwd, tw_router_stats. A warp a row, of at most TW_CLASSES columns: tw_router,
+// tw_router_bwd, tw_cross_entropy; the first two take four rows a warp of at most TW_FEW_CLASSES columns. tw_sum_rows: a block for 32 columns;
 // tw_embed_bwd: a block for a token's value, 4 * THREADS columns and a part of the rows; tw_total: one
 // block.
 
@@ -32,12 +32,6 @@ extern __shared__ __align__(16) unsigned char tw_smem[];
 __device__ __forceinline__ float tw_warp_sum(float v) {
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) v += __shfl_xor_sync(TW_ALL, v, by);
-    return v;
-}
-
-__device__ __forceinline__ float tw_warp_max(float v) {
-#pragma unroll
-    for (int by = 16; by > 0; by /= 2) v = fmaxf(v, __shfl_xor_sync(TW_ALL, v, by));
     return v;
 }
 
@@ -74,36 +68,56 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
 }
 
 // partial[split][v] = sum of dx[r] over the rows r of token v in that part of the rows, in their order.
-// Block (v, columns, split).
+// Block (v, columns, split). A list of rows first: of one token there are few among those that a block looks at
+// together, and loads that wait for each other would be all that it does.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
     tw_embed_bwd(const u8* tokens, const float* dx, float* partial, u32 n, u32 d, u32 splits) {
-    __shared__ u32 counts[WARPS];
-    __shared__ u32 rows[THREADS];
+    enum { EACH = 4, AHEAD = 8, ROUND = EACH * THREADS, LIST = 2 * ROUND };
+    // Of every other round: written again only when all have read it.
+    __shared__ u32 counts[2][WARPS];
+    __shared__ u32 rows[LIST];
     u32 parts = (d / 4 + THREADS - 1) / THREADS, value = blockIdx.x % 256, split = blockIdx.x / 256 / parts;
     u32 quad = blockIdx.x / 256 % parts * THREADS + threadIdx.x, warp = threadIdx.x / 32;
     u32 per = (n + splits - 1) / splits, end = min(n, (split + 1) * per);
+    u32 below = (1u << threadIdx.x % 32) - 1, num = 0;
     bool mine = quad < d / 4;
     const float4* from = (const float4*)dx + quad;
     float4 sum = make_float4(0, 0, 0, 0);
-    for (u32 r0 = split * per; r0 < end; r0 += THREADS) {
-        u32 r = r0 + threadIdx.x;
-        bool is = r < end && tokens[r] == value;
-        u32 mask = __ballot_sync(TW_ALL, is), num = 0, before = 0;
-        // The last round's rows have been read.
+    for (u32 r0 = split * per, round = 0; r0 < end; r0 += ROUND, round ^= 1) {
+        u32 r = r0 + EACH * threadIdx.x, before = 0, count = 0;
+        bool is[EACH];
+#pragma unroll
+        for (u32 j = 0; j < EACH; j++) is[j] = r + j < end && tokens[r + j] == value;
+#pragma unroll
+        for (u32 j = 0; j < EACH; j++) {
+            u32 mask = __ballot_sync(TW_ALL, is[j]);
+            before += __popc(mask & below);
+            count += __popc(mask);
+        }
+        if (threadIdx.x % 32 == 0) counts[round][warp] = count;
         __syncthreads();
-        if (threadIdx.x % 32 == 0) counts[warp] = __popc(mask);
-        __syncthreads();
+        u32 at = num + before;
         for (u32 w = 0; w < WARPS; w++) {
-            before += w < warp ? counts[w] : 0;
-            num += counts[w];
+            at += w < warp ? counts[round][w] : 0;
+            num += counts[round][w];
         }
-        if (is) rows[before + __popc(mask & ((1u << threadIdx.x % 32) - 1))] = r;
+#pragma unroll
+        for (u32 j = 0; j < EACH; j++)
+            if (is[j]) rows[at++] = r + j;
+        if (num + ROUND <= LIST && r0 + ROUND < end) continue;
         __syncthreads();
-#pragma unroll 4
-        for (u32 i = 0; mine && i < num; i++) {
-            float4 v = from[(u64)rows[i] * (d / 4)];
-            sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+        for (u32 i = 0; mine && i < num; i += AHEAD) {
+            float4 v[AHEAD];
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; j++)
+                if (i + j < num) v[j] = from[(u64)rows[i + j] * (d / 4)];
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; j++)
+                if (i + j < num) sum = make_float4(sum.x + v[j].x, sum.y + v[j].y, sum.z + v[j].z, sum.w + v[j].w);
         }
+        num = 0;
+        // The list is read.
+        __syncthreads();
     }
     if (mine) ((float4*)(partial + ((u64)split * 256 + value) * d))[quad] = sum;
 }
@@ -272,33 +286,45 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_heads(TwHeads
     }
 }
 
-// The row of a warp, or `n` if there is none.
-__device__ __forceinline__ u32 tw_row_of_warp(u32 n) {
-    u64 row = (u64)blockIdx.x * WARPS + threadIdx.x / 32;
+// The row of a group of LANES lanes. It may be `n`: none.
+template <u32 LANES>
+__device__ __forceinline__ u32 tw_row_of_group(u32 n) {
+    u64 row = ((u64)blockIdx.x * THREADS + threadIdx.x) / LANES;
     return row < n ? (u32)row : n;
 }
 
-// The most columns of a row that a warp keeps.
-#define TW_CLASSES 512
+template <u32 LANES>
+__device__ __forceinline__ float tw_group_sum(float v) {
+#pragma unroll
+    for (int by = LANES / 2; by > 0; by /= 2) v += __shfl_xor_sync(TW_ALL, v, by);
+    return v;
+}
 
-// What a lane keeps of a row of at most 32 * KEPT columns: p[i] is column 32 * i + lane.
-// p = softmax(logits), by a warp. Columns that are not there are 0.
-template <u32 KEPT>
+// The most columns of a row that a warp keeps, and those of a row that a quarter of a warp keeps: fewer steps of a
+// reduction, of four rows at once.
+#define TW_CLASSES 512
+#define TW_FEW_CLASSES 64
+enum { FEW = 8 };
+
+// What a lane keeps of a row of at most LANES * KEPT columns: p[i] is column LANES * i + lane.
+// p = softmax(logits), by a group of lanes; all lanes of the warp call it. Columns that are not there are 0.
+template <u32 LANES, u32 KEPT>
 __device__ __forceinline__ void tw_softmax(float (&p)[KEPT], const float* logits, u32 cols) {
-    u32 lane = threadIdx.x % 32;
+    u32 lane = threadIdx.x % LANES;
     float most = -TW_INF, sum = 0;
 #pragma unroll
     for (u32 i = 0; i < KEPT; i++) {
-        p[i] = 32 * i + lane < cols ? logits[32 * i + lane] : -TW_INF;
+        p[i] = LANES * i + lane < cols ? logits[LANES * i + lane] : -TW_INF;
         most = fmaxf(most, p[i]);
     }
-    most = tw_warp_max(most);
+#pragma unroll
+    for (int by = LANES / 2; by > 0; by /= 2) most = fmaxf(most, __shfl_xor_sync(TW_ALL, most, by));
 #pragma unroll
     for (u32 i = 0; i < KEPT; i++) {
-        p[i] = 32 * i + lane < cols ? expf(p[i] - most) : 0;
+        p[i] = LANES * i + lane < cols ? expf(p[i] - most) : 0;
         sum += p[i];
     }
-    sum = tw_warp_sum(sum);
+    sum = tw_group_sum<LANES>(sum);
 #pragma unroll
     for (u32 i = 0; i < KEPT; i++) p[i] /= sum;
 }
@@ -313,16 +339,19 @@ struct TwRouter {
 
 // Probabilities, the k most likely experts (ties to the lower), and their probabilities scaled to sum
 // to one. Rows that are no numbers go to the first experts, with weights that are none either.
-template <u32 KEPT>
-__device__ __forceinline__ void tw_route(const TwRouter& a, u32 row) {
-    u32 lane = threadIdx.x % 32;
+template <u32 LANES, u32 KEPT>
+__device__ __forceinline__ void tw_route(const TwRouter& a) {
+    u32 lane = threadIdx.x % LANES, row = tw_row_of_group<LANES>(a.n);
+    // Lanes without a row go along with the last one's, and write nothing.
+    const bool mine = row < a.n;
+    row = min(row, a.n - 1);
     i64* topk = a.topk + (u64)row * a.k;
     float* weights = a.weights + (u64)row * a.k;
     float probs[KEPT];
-    tw_softmax(probs, a.logits + (u64)row * a.experts, a.experts);
+    tw_softmax<LANES>(probs, a.logits + (u64)row * a.experts, a.experts);
 #pragma unroll
     for (u32 i = 0; i < KEPT; i++) {
-        if (32 * i + lane < a.experts) a.probs[(u64)row * a.experts + 32 * i + lane] = probs[i];
+        if (mine && LANES * i + lane < a.experts) a.probs[(u64)row * a.experts + LANES * i + lane] = probs[i];
     }
     float last = TW_INF, sum = 0;
     u32 at = a.experts;
@@ -332,13 +361,13 @@ __device__ __forceinline__ void tw_route(const TwRouter& a, u32 row) {
         u32 expert = a.experts;
 #pragma unroll
         for (u32 i = 0; i < KEPT; i++) {
-            u32 e = 32 * i + lane;
+            u32 e = LANES * i + lane;
             float p = probs[i];
             bool after = e < a.experts && (p < last || (p == last && e > at));
             if (after && p > best) best = p, expert = e;
         }
 #pragma unroll
-        for (int by = 16; by > 0; by /= 2) {
+        for (int by = LANES / 2; by > 0; by /= 2) {
             float p = __shfl_xor_sync(TW_ALL, best, by);
             u32 e = __shfl_xor_sync(TW_ALL, expert, by);
             if (p > best || (p == best && e < expert)) best = p, expert = e;
@@ -347,36 +376,63 @@ __device__ __forceinline__ void tw_route(const TwRouter& a, u32 row) {
         sum += best;
         last = best;
         at = expert;
-        if (lane != 0) continue;
+        if (lane != 0 || !mine) continue;
         topk[j] = expert;
         weights[j] = best;
     }
-    if (lane != 0) return;
+    if (lane != 0 || !mine) return;
     for (u32 j = 0; j < a.k; j++) weights[j] /= sum;
 }
 
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router(TwRouter a) {
-    u32 row = tw_row_of_warp(a.n);
-    if (row == a.n) return;
-    if (a.experts <= 64) tw_route<2>(a, row);
-    else if (a.experts <= 256) tw_route<8>(a, row);
-    else tw_route<TW_CLASSES / 32>(a, row);
+    if (a.n == 0) return;
+    if (a.experts <= TW_FEW_CLASSES) tw_route<FEW, TW_FEW_CLASSES / FEW>(a);
+    else if (a.experts <= 256) tw_route<32, 8>(a);
+    else tw_route<32, TW_CLASSES / 32>(a);
 }
 
-// partial[block] = how often each expert was chosen, then its probabilities' sum. Shared: WARPS rows.
+// partial[block] = how often each expert was chosen, then its probabilities' sum. Shared: WARPS rows. A warp reads DEEP
+// rows before it adds them.
+template <u32 KEPT, u32 DEEP>
+__device__ __forceinline__ void tw_stats(const float* probs, const i64* topk, float* mine, u32 n, u32 experts, u32 k) {
+    u32 lane = threadIdx.x % 32;
+    float sum[KEPT] = {};
+    for (u64 row = ((u64)blockIdx.x * WARPS + threadIdx.x / 32) * DEEP; row < n; row += (u64)gridDim.x * WARPS * DEEP) {
+        float p[DEEP][KEPT];
+        u32 pick[DEEP];
+#pragma unroll
+        for (u32 r = 0; r < DEEP; r++) {
+            bool is = row + r < n;
+#pragma unroll
+            for (u32 i = 0; i < KEPT; i++)
+                p[r][i] = is && 32 * i + lane < experts ? probs[(row + r) * experts + 32 * i + lane] : 0;
+            pick[r] = is && lane < k ? (u32)topk[(row + r) * k + lane] : experts;
+        }
+#pragma unroll
+        for (u32 r = 0; r < DEEP; r++) {
+#pragma unroll
+            for (u32 i = 0; i < KEPT; i++) sum[i] += p[r][i];
+            // The experts of a row differ, so lanes do not meet.
+            if (pick[r] < experts) mine[pick[r]] += 1;
+            for (u32 j = lane + 32; row + r < n && j < k; j += 32) mine[topk[(row + r) * k + j]] += 1;
+            __syncwarp();
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < KEPT; i++)
+        if (32 * i + lane < experts) mine[experts + 32 * i + lane] = sum[i];
+}
+
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
     tw_router_stats(const float* probs, const i64* topk, float* partial, u32 n, u32 experts, u32 k) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = 2 * experts;
+    u32 lane = threadIdx.x % 32, cols = 2 * experts;
     float* all = (float*)tw_smem;
-    float* mine = all + warp * cols;
+    float* mine = all + threadIdx.x / 32 * cols;
     for (u32 c = lane; c < cols; c += 32) mine[c] = 0;
     __syncwarp();
-    for (u64 row = (u64)blockIdx.x * WARPS + warp; row < n; row += (u64)gridDim.x * WARPS) {
-        for (u32 e = lane; e < experts; e += 32) mine[experts + e] += probs[row * experts + e];
-        // The experts of a row differ, so lanes do not meet.
-        for (u32 j = lane; j < k; j += 32) mine[topk[row * k + j]] += 1;
-        __syncwarp();
-    }
+    if (experts <= 64) tw_stats<2, 8>(probs, topk, mine, n, experts, k);
+    else if (experts <= 256) tw_stats<8, 2>(probs, topk, mine, n, experts, k);
+    else tw_stats<TW_CLASSES / 32, 1>(probs, topk, mine, n, experts, k);
     __syncthreads();
     for (u32 c = threadIdx.x; c < cols; c += THREADS) {
         float sum = 0;
@@ -396,29 +452,48 @@ struct TwRouterBwd {
     u32 n, experts, k;
 };
 
-extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router_bwd(TwRouterBwd a) {
-    u32 row = tw_row_of_warp(a.n), lane = threadIdx.x % 32;
-    if (row == a.n) return;
+template <u32 LANES, u32 KEPT>
+__device__ __forceinline__ void tw_route_bwd(const TwRouterBwd& a) {
+    u32 row = tw_row_of_group<LANES>(a.n), lane = threadIdx.x % LANES;
+    const bool mine = row < a.n;
+    row = min(row, a.n - 1);
     const float* probs = a.probs + (u64)row * a.experts;
     const i64* topk = a.topk + (u64)row * a.k;
     const float* weights = a.weights + (u64)row * a.k;
     const float* d_weights = a.d_weights + (u64)row * a.k;
-    float sum = 0, mean = 0, dot = 0;
+    float p[KEPT], d[KEPT], sum = 0, mean = 0, dot = 0;
+#pragma unroll
+    for (u32 i = 0; i < KEPT; i++) {
+        u32 e = LANES * i + lane;
+        p[i] = e < a.experts ? probs[e] : 0;
+        d[i] = e < a.experts ? a.load[e] * a.scale : 0;
+    }
     for (u32 j = 0; j < a.k; j++) {
         sum += probs[topk[j]];
         if (a.d_weights) mean += weights[j] * d_weights[j];
     }
-    for (u32 pass = 0; pass < 2; pass++) {
-        for (u32 e = lane; e < a.experts; e += 32) {
-            float p = probs[e], d = a.load[e] * a.scale;
-            for (u32 j = 0; a.d_weights && j < a.k; j++) {
-                if (topk[j] == e) d += (d_weights[j] - mean) / sum;
-            }
-            if (pass == 0) dot += p * d;
-            else a.d_logits[(u64)row * a.experts + e] = (Bits)T::round(p * (d - dot));
-        }
-        if (pass == 0) dot = tw_warp_sum(dot);
+    for (u32 j = 0; a.d_weights && j < a.k; j++) {
+        u32 expert = (u32)topk[j];
+        float by = (d_weights[j] - mean) / sum;
+#pragma unroll
+        for (u32 i = 0; i < KEPT; i++)
+            if (expert == LANES * i + lane) d[i] += by;
     }
+#pragma unroll
+    for (u32 i = 0; i < KEPT; i++) dot += p[i] * d[i];
+    dot = tw_group_sum<LANES>(dot);
+#pragma unroll
+    for (u32 i = 0; i < KEPT; i++) {
+        u32 e = LANES * i + lane;
+        if (mine && e < a.experts) a.d_logits[(u64)row * a.experts + e] = (Bits)T::round(p[i] * (d[i] - dot));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_router_bwd(TwRouterBwd a) {
+    if (a.n == 0) return;
+    if (a.experts <= TW_FEW_CLASSES) tw_route_bwd<FEW, TW_FEW_CLASSES / FEW>(a);
+    else if (a.experts <= 256) tw_route_bwd<32, 8>(a);
+    else tw_route_bwd<32, TW_CLASSES / 32>(a);
 }
 
 struct TwLoss {
@@ -437,7 +512,7 @@ __device__ __forceinline__ void tw_loss(const TwLoss& a, u32 row) {
     int target = a.targets[row];
     Bits* out = a.d_logits + (u64)row * a.cols;
     float probs[KEPT];
-    tw_softmax(probs, a.logits + (u64)row * a.cols, a.cols);
+    tw_softmax<32>(probs, a.logits + (u64)row * a.cols, a.cols);
 #pragma unroll
     for (u32 i = 0; i < KEPT; i++) {
         u32 c = 32 * i + lane;
@@ -451,7 +526,7 @@ __device__ __forceinline__ void tw_loss(const TwLoss& a, u32 row) {
 }
 
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_cross_entropy(TwLoss a) {
-    u32 row = tw_row_of_warp(a.n);
+    u32 row = tw_row_of_group<32>(a.n);
     if (row == a.n) return;
     if (a.cols <= 256) tw_loss<8>(a, row);
     else tw_loss<TW_CLASSES / 32>(a, row);

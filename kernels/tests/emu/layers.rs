@@ -129,7 +129,8 @@ impl Case {
 
 fn embedding(lib: &'static Lib, c: &mut Case) {
     let (t, n, d) = (c.dtype(), c.n, c.d);
-    let ids: Vec<usize> = (0..n).map(|_| c.rng.below(3) as usize * 100).collect();
+    // Of the first there are so many that they are added in several turns, where there are many rows.
+    let ids: Vec<usize> = (0..n).map(|_| c.rng.below(8).saturating_sub(5) as usize * 100).collect();
     let tokens = Memory::new("tokens", ANY, n);
     tokens.write(&ids.iter().map(|&i| i as u8).collect::<Vec<u8>>());
     let tokens = On { memory: tokens, dtype: DType::U8, shape: (1, n) };
@@ -321,14 +322,15 @@ fn router(lib: &'static Lib, c: &mut Case) {
         let (grid, block) = blocks(num);
         kernels[i].grid(grid, block)
     };
+    let rows_blocks = n.div_ceil(if e <= 64 { 4 * WARPS } else { WARPS });
     let sums = launch(1, blocks_of_stats).smem((WARPS * 8 * e) as u32).arg(&probs.addr());
     let sums = sums.arg(&topk.addr()).arg(&partial.addr()).arg(&sizes[0]).arg(&sizes[1]);
     let all = launch(2, (2 * e).div_ceil(32)).arg(&partial.addr()).arg(&stats.addr());
     let work = vec![
-        launch(0, n.div_ceil(WARPS)).arg(&first),
+        launch(0, rows_blocks).arg(&first),
         sums.arg(&sizes[2]),
         all.arg(&(blocks_of_stats as u32)).arg(&(2 * e as u32)),
-        launch(3, n.div_ceil(WARPS)).arg(&bwd),
+        launch(3, rows_blocks).arg(&bwd),
     ];
     let memory = [&at, &probs, &weights, &topk, &partial, &stats, &d_w_at, &d_logits];
     run(work, &memory);
@@ -379,7 +381,14 @@ fn loss(lib: &'static Lib, c: &mut Case) {
     d_logits.close("cross_entropy", &grad, 2e-6);
 }
 
+/// Rows of one token by the hundred.
+fn many_rows(lib: &'static Lib, t: usize) {
+    let c = Case { t, n: 2000, d: 4, experts: 3, k: 1, rng: Rng::new(60) };
+    embedding(lib, &mut { c });
+}
+
 fn all_layers(lib: &'static Lib, t: usize) {
+    many_rows(lib, t);
     for mut c in cases(t) {
         embedding(lib, &mut c);
         norms(lib, &mut c);
@@ -400,10 +409,25 @@ fn planted_layers(lib: &'static Lib) {
 const OF_LAYERS: &[Planted] = &[
     Planted(
         "a token's first row only",
-        "mine && i < num; i++",
-        "mine && i < min(num, 1u); i++",
+        "mine && i < num; i += AHEAD",
+        "mine && i < min(num, 1u); i += LIST",
         planted_layers,
     ),
+    Planted(
+        "a full list goes on",
+        "num + ROUND <= LIST && r0 + ROUND < end",
+        "r0 + ROUND < end",
+        planted_layers,
+    ),
+    Planted("a list is added again", "num = 0;\n        // The list is read.", "", planted_layers),
+    Planted(
+        "tokens of one lane in turn",
+        "rows[at++] = r + j;",
+        "rows[at] = r + j;",
+        planted_layers,
+    ),
+    Planted("a row of a warp", "threadIdx.x) / LANES", "threadIdx.x) / 32", planted_layers),
+    Planted("rows beyond the end", "is && lane < k ?", "lane < k ?", planted_layers),
     Planted(
         "columns of the first block",
         "blockIdx.x / 256 % parts * THREADS + threadIdx.x",
@@ -475,18 +499,23 @@ const OF_LAYERS: &[Planted] = &[
     ),
     Planted(
         "choices are not counted",
-        "mine[topk[row * k + j]] += 1;",
-        "mine[topk[row * k + j]] += 0;",
+        "mine[pick[r]] += 1;",
+        "mine[pick[r]] += 0;",
         planted_layers,
     ),
-    Planted("the load does not matter", "d = a.load[e] * a.scale;", "d = 0;", planted_layers),
+    Planted("the load does not matter", "a.load[e] * a.scale :", "0.0f :", planted_layers),
     Planted(
         "the mean is not taken off",
         "(d_weights[j] - mean) / sum",
         "d_weights[j] / sum",
         planted_layers,
     ),
-    Planted("the softmax is not differentiated", "p * (d - dot)", "p * d", planted_layers),
+    Planted(
+        "the softmax is not differentiated",
+        "p[i] * (d[i] - dot)",
+        "p[i] * d[i]",
+        planted_layers,
+    ),
     Planted("rows that do not count", "target < 0 ? 0.0f : a.scale", "a.scale", planted_layers),
     Planted(
         "the target's own gradient",

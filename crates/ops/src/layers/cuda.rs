@@ -225,6 +225,11 @@ fn grid(blocks: usize) -> Grid {
     Grid::new(blocks as u32, LAYERS_THREADS as u32)
 }
 
+/// Blocks of the router's kernels: a warp for four rows of few experts (`TW_FEW_CLASSES` of the kernels), else for one.
+fn blocks_of_rows(n: usize, experts: usize) -> usize {
+    n.div_ceil(if experts <= 64 { 4 * WARPS } else { WARPS })
+}
+
 /// Rows and columns; both fit 32 bits, as the plan's do.
 fn dims(t: &Tensor) -> (usize, usize) {
     (t.shape().dim(0), t.shape().dim(1))
@@ -357,7 +362,7 @@ impl On<'_> {
             _pad: 0,
         };
         if n > 0 {
-            self.one(&self.kernels.router, grid(n.div_ceil(WARPS)), &p)?;
+            self.one(&self.kernels.router, grid(blocks_of_rows(n, e)), &p)?;
         }
         let partial = self.kernels.partial.addr();
         let args = LaunchArgs::new().arg(&probs).arg(&topk).arg(&partial);
@@ -385,7 +390,7 @@ impl On<'_> {
             experts: e as u32,
             k: k as u32,
         };
-        self.one(&self.kernels.router_bwd, grid(n.div_ceil(WARPS)), &p)
+        self.one(&self.kernels.router_bwd, grid(blocks_of_rows(n, e)), &p)
     }
 
     pub fn cross_entropy(&self, a: &CrossEntropy) -> Result<()> {
