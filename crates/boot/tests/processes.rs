@@ -376,6 +376,10 @@ fn joining_by_our_own_variable_with_the_store_served_by_rank_0() {
 }
 
 #[test]
+#[cfg_attr(
+    not(debug_assertions),
+    ignore = "faults are injected only in builds with debug assertions"
+)]
 fn start_up_that_failed_at_any_step_can_be_tried_again() {
     for faulty in 0..2 {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

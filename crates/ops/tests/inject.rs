@@ -102,6 +102,10 @@ fn settled() -> [usize; 3] {
 }
 
 #[test]
+#[cfg_attr(
+    not(debug_assertions),
+    ignore = "faults are injected only in builds with debug assertions"
+)]
 fn a_fault_at_any_step_is_told_leaks_nothing_and_can_be_tried_again() {
     for (name, make) in all_ops().filter(|(n, _)| !n.ends_with("hybrid")) {
         let steps = World::run_threads(2, WorldCfg::for_tests(), |w| every_step(&w, name, make))

@@ -166,6 +166,10 @@ fn a_damaged_entry_is_compiled_anew() {
 }
 
 #[test]
+#[cfg_attr(
+    not(debug_assertions),
+    ignore = "faults are injected only in builds with debug assertions"
+)]
 fn a_cache_that_cannot_be_used_costs_compilations_only() {
     let compiler = fake("nvrtc13.0");
     // A full disk, in the middle of the file.
