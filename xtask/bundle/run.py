@@ -15,8 +15,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 60
-CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_replay", "timeout_and_reform",
-         "abort_and_reform"]
+CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_replay", "growth",
+         "timeout_and_reform", "abort_and_reform"]
 # Operations of `verify` that share a configuration, which must end in a minute; others have one together.
 GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "quant", "permute"],
           "products": ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk"], "ep": ["ep"],

@@ -52,6 +52,8 @@ pub(crate) struct HeapInner {
     pub nccl: OnceLock<Arc<NcclTeam>>,
     /// The chunks of the host backend; empty on a device heap.
     pub map: Mapping,
+    /// Bytes per rank that there are addresses for.
+    stride: usize,
     /// The chunks of the `vmm` backend.
     pub vmm: Option<Arc<VmmStore>>,
     own: Option<OwnedFd>,
@@ -99,7 +101,10 @@ impl LiveTeam {
             }
             BackendKind::Vmm | BackendKind::Nccl | BackendKind::Nvshmem => {
                 let own = backend != BackendKind::Nvshmem;
-                let store = VmmStore::create(self, &HeapCfg { len_bytes: len, ..cfg }, own)
+                // A window of NCCL's is registered once.
+                let reserve = if backend == BackendKind::Vmm { stride } else { len };
+                let of_chunks = HeapCfg { len_bytes: len, reserve_bytes: Some(reserve), ..cfg };
+                let store = VmmStore::create(self, &of_chunks, own)
                     .map_err(|e| of_backend(backend, e).team(self.name()))?;
                 (Mapping::new(&[], 0, PAGE)?, Some(store), None)
             }
@@ -108,6 +113,7 @@ impl LiveTeam {
         let heap = Heap(Arc::new(HeapInner {
             team: self.clone(),
             map,
+            stride,
             vmm,
             own,
             alloc: Mutex::new(Allocator::new(len, ALIGN)),
@@ -241,21 +247,21 @@ impl Heap {
         self.0.team.collect_signals()
     }
 
-    /// Collective: makes the heap larger, up to its reserve. Addresses do not change.
+    /// Collective: makes the heap larger, up to its reserve. Addresses do not change; plans and captured graphs go on. On
+    /// an error it has its old length.
     ///
     /// # Errors
-    /// `Exhausted` past the reserve; otherwise as [`LiveTeam::heap`].
+    /// `Exhausted` past the reserve, or if a rank has no memory left; `Unsupported` on `nccl` and `nvshmem`; otherwise
+    /// as [`LiveTeam::heap`].
     pub fn grow(&self, len_bytes: usize) -> Result<()> {
-        let Some(own) = &self.0.own else {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a heap in device memory cannot grow yet",
-            )
-            .op("heap.grow")
-            .hint("make it large enough at once: Plan::memory says what each plan needs"));
-        };
+        if !matches!(self.backend(), BackendKind::Host | BackendKind::Vmm) {
+            let text = format!("a heap of the backend `{}` cannot grow", self.backend());
+            return Err(Error::new(ErrorKind::Unsupported, text).op("heap.grow").hint(
+                "make it large enough at once (Plan::memory says what each plan needs), or use `vmm`",
+            ));
+        }
         let len = len_bytes.checked_next_multiple_of(PAGE).ok_or_else(too_large)?;
-        let (old, stride) = (self.usage().1, self.0.map.stride());
+        let (old, stride) = (self.usage().1, self.0.stride);
         if len > stride {
             return Err(Error::new(ErrorKind::Exhausted, "the heap cannot grow past its reserve")
                 .op("heap.grow")
@@ -263,6 +269,23 @@ impl Heap {
                 .seen(len)
                 .hint("give HeapCfg::reserve_bytes when making the heap"));
         }
+        let team = &self.0.team;
+        same_request(team, self.backend(), len.max(old), stride)?;
+        match (&self.0.vmm, &self.0.own) {
+            (Some(store), _) if len > old => {
+                store.grow(len).map_err(|e| e.op("heap.grow").team(team.name()))?;
+            }
+            (None, Some(own)) => self.grow_file(own, (old, len))?,
+            _ => {}
+        }
+        if len > old {
+            lock(&self.0.alloc).grow(len - old);
+        }
+        Ok(())
+    }
+
+    /// Collective: everybody's file is at least `len` bytes, and mapped.
+    fn grow_file(&self, own: &OwnedFd, (old, len): (usize, usize)) -> Result<()> {
         let enlarge = || {
             inject::step("growing shared memory")?;
             let io = |e| Error::io("growing of the heap", e).op("heap.grow");
@@ -272,14 +295,11 @@ impl Heap {
             }
             rustix::fs::ftruncate(own, len as u64).map_err(io)
         };
-        same_request(&self.0.team, self.backend(), len.max(old), stride)?;
         let grown = if len > old { enlarge() } else { Ok(()) };
-        let team = &self.0.team;
         let part = grown.map(|()| vec![own.as_fd()]);
-        let fds = exchange_chunks(team, part)?.concat_fds();
+        let fds = exchange_chunks(&self.0.team, part)?.concat_fds();
         if len > old {
-            team.settle("heap-map", self.0.map.extend(&fds, len))?;
-            lock(&self.0.alloc).grow(len - old);
+            self.0.team.settle("heap-map", self.0.map.extend(&fds, len))?;
         }
         Ok(())
     }

@@ -120,10 +120,6 @@ impl Mapping {
         self.len.load(Ordering::Acquire)
     }
 
-    pub fn stride(&self) -> usize {
-        self.stride
-    }
-
     fn at(&self, rank: usize, offset: usize, len: usize) -> NonNull<u8> {
         let end = offset.checked_add(len);
         assert!(

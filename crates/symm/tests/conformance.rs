@@ -1,7 +1,7 @@
 //! One suite, held against every backend and process model by one macro line each.
 //!
 //! What `OneSided` promises is in `cases`, generic over the backend; what only the host backend
-//! has (hooks, growth, the flight recorder) is here.
+//! has (hooks, the flight recorder) is here.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -191,7 +191,7 @@ macro_rules! conformance {
     ($model:ident, $backend:ident, $run:path, $ns:tt; $($own:ident)*) => {
         mod $model {
             conformance!(@generic $backend, $run, $ns, put_signal_wait put_flag get_after_signal
-                barrier graph_replay timeout_and_reform abort_and_reform);
+                barrier graph_replay growth timeout_and_reform abort_and_reform);
             conformance!(@case $run, $ns, $($own)*);
         }
     };

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemAllocationHandleType, CUmemAllocationProp};
@@ -229,60 +230,115 @@ impl Drop for VmmChunk {
     }
 }
 
-/// One reserved range with a chunk of each rank: address = base + rank * stride + offset.
+/// One reserved range with memory of each rank: address = base + rank * stride + offset.
 pub struct VmmRange {
     ctx: CudaContext,
     base: CUdeviceptr,
     stride: usize,
     num: usize,
-    /// Chunks mapped so far, and their length.
-    mapped: usize,
-    len: usize,
+    /// Lengths of the chunks of each rank, one behind the other.
+    parts: Mutex<Vec<usize>>,
+    /// Their sum.
+    len: AtomicUsize,
 }
 
 impl VmmRange {
     /// Maps `chunks`, equally long, side by side, readable and writable by `ctx`'s device. The
-    /// range keeps the memory alive; the chunks may be dropped.
+    /// range keeps the memory alive; the chunks may be dropped. It can be extended up to `stride`.
     ///
     /// # Errors
     /// `InvalidArgument` for unequal chunks or a stride that is too small; `Exhausted` if there is
     /// no address range.
     pub fn map(ctx: &CudaContext, chunks: &[&VmmChunk], stride: usize) -> Result<Self> {
-        let len = chunks.first().map_or(0, |c| c.len);
-        if len == 0 || stride < len || chunks.iter().any(|c| c.len != len) {
-            return Err(Error::invalid(
-                "chunks must be equally long, and no longer than the stride",
-            ));
-        }
+        let total = chunks.len().checked_mul(stride).filter(|t| *t > 0).ok_or_else(|| {
+            Error::new(ErrorKind::Exhausted, "no range of addresses is so long")
+                .seen(format_args!("{} chunks, {stride} bytes apart", chunks.len()))
+        })?;
         let _current = ctx.bind()?;
         let mut base = 0;
         // SAFETY: valid output; no wish for an address.
-        let code = unsafe { sys::cuMemAddressReserve(&mut base, chunks.len() * stride, 0, 0, 0) };
+        let code = unsafe { sys::cuMemAddressReserve(&mut base, total, 0, 0, 0) };
         check(code, "cuMemAddressReserve")?;
-        let mut me = Self { ctx: ctx.clone(), base, stride, num: chunks.len(), mapped: 0, len };
-        for (i, c) in chunks.iter().enumerate() {
-            me.map_one(c).map_err(|e| e.peer(Rank::new(i as u32)))?;
-        }
+        let (parts, len) = (Mutex::new(Vec::new()), AtomicUsize::new(0));
+        let me = Self { ctx: ctx.clone(), base, stride, num: chunks.len(), parts, len };
+        me.extend(chunks)?;
         Ok(me)
     }
 
-    fn map_one(&mut self, chunk: &VmmChunk) -> Result<()> {
-        let at = self.base + (self.mapped * self.stride) as u64;
+    /// Maps `chunks`, equally long, one behind what is mapped of each rank. Addresses do not change. All of them, or
+    /// none.
+    ///
+    /// # Errors
+    /// As [`VmmRange::map`].
+    pub fn extend(&self, chunks: &[&VmmChunk]) -> Result<()> {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let (old, more) = (self.len_bytes(), chunks.first().map_or(0, |c| c.len));
+        let fits = more > 0 && old.checked_add(more).is_some_and(|len| len <= self.stride);
+        if !fits || chunks.len() != self.num || chunks.iter().any(|c| c.len != more) {
+            return Err(Error::invalid(
+                "chunks must be one for each rank, equally long, and fit into the stride",
+            ));
+        }
+        let _current = self.ctx.bind()?;
+        for (i, chunk) in chunks.iter().enumerate() {
+            if let Err(e) = self.map_one(chunk, i * self.stride + old) {
+                self.unmap(i, (old, more));
+                return Err(e.peer(Rank::new(i as u32)));
+            }
+        }
+        parts.push(more);
+        self.len.store(old + more, Ordering::Release);
+        Ok(())
+    }
+
+    /// Undoes the last [`VmmRange::extend`], whose memory nobody may use.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn take_back(&self) -> Result<()> {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let _current = self.ctx.bind()?;
+        if let Some(len) = parts.pop() {
+            let old = self.len_bytes() - len;
+            self.len.store(old, Ordering::Release);
+            self.unmap(self.num, (old, len));
+        }
+        Ok(())
+    }
+
+    fn map_one(&self, chunk: &VmmChunk, offset: usize) -> Result<()> {
+        let at = self.base + offset as u64;
         // SAFETY: inside our own reservation, where nothing is mapped yet.
-        check(unsafe { sys::cuMemMap(at, self.len, 0, chunk.handle, 0) }, "cuMemMap")?;
-        self.mapped += 1;
+        check(unsafe { sys::cuMemMap(at, chunk.len, 0, chunk.handle, 0) }, "cuMemMap")?;
         let access = sys::CUmemAccessDesc {
             location: location(&self.ctx),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
         // SAFETY: mapped just now; one valid descriptor.
-        let code = unsafe { sys::cuMemSetAccess(at, self.len, &access, 1) };
-        check(code, "cuMemSetAccess").map_err(|e| match e.kind() {
-            ErrorKind::InvalidArgument => {
-                e.hint("can these GPUs reach each other? `nvidia-smi topo -p2p rw` shows it")
+        let code = unsafe { sys::cuMemSetAccess(at, chunk.len, &access, 1) };
+        check(code, "cuMemSetAccess").map_err(|e| {
+            // SAFETY: mapped just now, and nobody knows of it.
+            unsafe { sys::cuMemUnmap(at, chunk.len) };
+            match e.kind() {
+                ErrorKind::InvalidArgument => {
+                    e.hint("can these GPUs reach each other? `nvidia-smi topo -p2p rw` shows it")
+                }
+                _ => e,
             }
-            _ => e,
         })
+    }
+
+    /// Bytes `[offset, offset + len)` of the first `num` ranks; a context must be current.
+    fn unmap(&self, num: usize, (offset, len): (usize, usize)) {
+        for i in 0..num {
+            // SAFETY: mapped by us as one, unmapped once, and no work of this device is left that knows of it.
+            unsafe { sys::cuMemUnmap(self.base + (i * self.stride + offset) as u64, len) };
+        }
+    }
+
+    /// Bytes of each rank that are mapped.
+    pub fn len_bytes(&self) -> usize {
+        self.len.load(Ordering::Acquire)
     }
 
     /// Device address of rank 0's chunk.
@@ -300,10 +356,10 @@ impl VmmRange {
     /// # Errors
     /// `InvalidArgument` if they lie outside of it.
     pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
-        if rank.idx() >= self.num || offset.checked_add(len).is_none_or(|e| e > self.len) {
+        if rank.idx() >= self.num || offset.checked_add(len).is_none_or(|e| e > self.len_bytes()) {
             return Err(Error::invalid("symmetric access out of range")
                 .peer(rank)
-                .expected(format_args!("{} ranks of {} bytes", self.num, self.len))
+                .expected(format_args!("{} ranks of {} bytes", self.num, self.len_bytes()))
                 .seen(format_args!("{offset}+{len}")));
         }
         Ok(self.base + (rank.idx() * self.stride + offset) as u64)
@@ -314,10 +370,11 @@ impl VmmRange {
     /// # Errors
     /// What the driver reports.
     pub fn zero(&self, rank: Rank) -> Result<()> {
-        let at = self.addr(rank, 0, self.len)?;
+        let len = self.len_bytes();
+        let at = self.addr(rank, 0, len)?;
         let _current = self.ctx.bind()?;
         // SAFETY: `len` mapped bytes.
-        check(unsafe { sys::cuMemsetD8_v2(at, 0, self.len) }, "cuMemsetD8")?;
+        check(unsafe { sys::cuMemsetD8_v2(at, 0, len) }, "cuMemsetD8")?;
         settle()
     }
 
@@ -355,9 +412,10 @@ impl Drop for VmmRange {
             return;
         }
         let _current = self.ctx.bind();
-        for i in 0..self.mapped {
-            // SAFETY: mapped by us, unmapped once, and no work of this device is left.
-            unsafe { sys::cuMemUnmap(self.base + (i * self.stride) as u64, self.len) };
+        let mut offset = 0;
+        for len in self.parts.get_mut().unwrap_or_else(PoisonError::into_inner).split_off(0) {
+            self.unmap(self.num, (offset, len));
+            offset += len;
         }
         // SAFETY: reserved by us, nothing is mapped in it any more.
         unsafe { sys::cuMemAddressFree(self.base, self.num * self.stride) };

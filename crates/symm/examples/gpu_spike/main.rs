@@ -48,13 +48,14 @@ fn wanted(name: &str) -> bool {
 type Case = fn(World) -> Result<()>;
 
 /// The one-sided conformance cases.
-fn suite<B: Backend>() -> [(&'static str, Case); 8] {
+fn suite<B: Backend>() -> [(&'static str, Case); 9] {
     [
         ("put_signal_wait", cases::put_signal_wait::<B>),
         ("put_flag", cases::put_flag::<B>),
         ("get_after_signal", cases::get_after_signal::<B>),
         ("barrier", cases::barrier::<B>),
         ("graph_replay", cases::graph_replay::<B>),
+        ("growth", cases::growth::<B>),
         ("timeout_and_reform", cases::timeout_and_reform::<B>),
         ("abort_and_reform", cases::abort_and_reform::<B>),
         ("put_signal_wait afterwards", cases::put_signal_wait::<B>),

@@ -89,6 +89,8 @@ impl HeapMemory {
 pub(crate) struct VmmStore {
     pub(super) team: LiveTeam,
     pub(crate) ctx: CudaContext,
+    /// How memory travels to the other ranks.
+    by: ShareBy,
     pub(super) heap: HeapMemory,
     pub(super) control: VmmRange,
     pub(super) counters: Counters,
@@ -187,23 +189,19 @@ impl VmmStore {
         let handles: Vec<_> = own.iter().map(|c| &c.1).collect();
         let all = Handles::exchange(team, &handles)?;
         let own: Vec<_> = own.iter().map(|c| &c.0).collect();
-        let map = |which: usize| {
-            let len = own[which].len_bytes();
-            // The own chunk as it is: an imported one may take the path of a peer's.
-            let import = |r: Rank| match r == team.rank() {
-                true => Ok(None),
-                false => all.import(&parts.ctx, (r, which), len).map(Some),
-            };
-            let peers = Rank::all(team.size()).map(import).collect::<Result<Vec<_>>>()?;
-            let chunks: Vec<_> = peers.iter().map(|c| c.as_ref().unwrap_or(own[which])).collect();
-            VmmRange::map(&parts.ctx, &chunks, len)
+        let map = |which: usize, reserve: usize| {
+            let stride = reserve.max(own[which].len_bytes());
+            let stride = stride.next_multiple_of(granularity(&parts.ctx)?);
+            all.with_chunks(&parts.ctx, team.rank(), (which, own[which]), |chunks| {
+                VmmRange::map(&parts.ctx, chunks, stride)
+            })
         };
         let heap = match block {
             Some(block) => Ok(HeapMemory::Nvshmem(block)),
-            None => map(1).map(HeapMemory::Own),
+            None => map(1, cfg.reserve_bytes.unwrap_or(0)).map(HeapMemory::Own),
         };
         let mapped = heap.and_then(|heap| {
-            let control = map(0)?;
+            let control = map(0, 0)?;
             control.zero(team.rank())?;
             let words = control::header(team.rank(), team.size(), team.id(), team.generation());
             control.write(team.rank(), 0, bytemuck::cast_slice(&words))?;
@@ -218,13 +216,47 @@ impl VmmStore {
             control::check_header(&got, &want, r)
         });
         team.settle("vmm-see", seen)?;
-        let store = Arc::new(parts.into_store(team, (heap, control), on_device));
+        let store = Arc::new(parts.into_store(team, (heap, control), on_device, by));
         let probe: Arc<dyn Probe> = store.clone();
         team.fault().watch(Arc::downgrade(&probe));
         let sink: Arc<dyn AbortSink> = store.clone();
         team.0.sinks.add(Arc::downgrade(&sink));
         Ok(store)
     }
+
+    /// Collective: at least `len` bytes of every rank, which all have asked for. On an error no rank has more than before.
+    pub fn grow(&self, len: usize) -> Result<()> {
+        let HeapMemory::Own(range) = &self.heap else {
+            return Err(Error::internal("memory that is not ours cannot grow"));
+        };
+        let (ctx, team) = (&self.ctx, &self.team);
+        let old = range.len_bytes();
+        let grain = granularity(ctx)?;
+        let more = len.next_multiple_of(grain).saturating_sub(old);
+        if more == 0 {
+            // What it was rounded up to is enough.
+            return Ok(());
+        }
+        let (chunk, handle) = team.settle("vmm-grow", chunk(ctx, more, self.by))?;
+        let all = Handles::exchange(team, &[&handle])?;
+        let mapped = all.with_chunks(ctx, team.rank(), (0, &chunk), |chunks| range.extend(chunks));
+        let mine = mapped.is_ok();
+        team.settle("vmm-map", mapped).inspect_err(|_| {
+            if mine && let Err(undo) = range.take_back() {
+                log::warn!("memory that a heap did not grow by: {undo}");
+            }
+        })
+    }
+}
+
+/// Memory of this device, of a multiple of its granularity, that the others can map.
+fn chunk(ctx: &CudaContext, len: usize, by: ShareBy) -> Result<(VmmChunk, Handle)> {
+    let chunk = VmmChunk::create(ctx, len, by)?;
+    let handle = match by {
+        ShareBy::Fd => Handle::Fd(chunk.export()?),
+        ShareBy::Fabric => Handle::Fabric(chunk.export_fabric()?),
+    };
+    Ok((chunk, handle))
 }
 
 /// How a chunk of mine travels.
@@ -267,6 +299,26 @@ impl Handles {
                 .seen(bytes.len()))
         };
         lists.into_iter().enumerate().map(list).collect::<Result<_>>().map(Self::Fabric)
+    }
+
+    /// `f` of chunk `which` of all ranks. The own one as it is: an imported one may take the path of a peer's.
+    fn with_chunks<T>(
+        &self,
+        ctx: &CudaContext,
+        me: Rank,
+        (which, own): (usize, &VmmChunk),
+        f: impl FnOnce(&[&VmmChunk]) -> Result<T>,
+    ) -> Result<T> {
+        let size = match self {
+            Handles::Fds(all) => all.len(),
+            Handles::Fabric(all) => all.len(),
+        };
+        let import = |r: Rank| match r == me {
+            true => Ok(None),
+            false => self.import(ctx, (r, which), own.len_bytes()).map(Some),
+        };
+        let peers = Rank::all(size).map(import).collect::<Result<Vec<_>>>()?;
+        f(&peers.iter().map(|c| c.as_ref().unwrap_or(own)).collect::<Vec<_>>())
     }
 
     fn import(
@@ -335,14 +387,7 @@ impl Parts {
         by: ShareBy,
     ) -> Result<Self> {
         let grain = granularity(&ctx)?;
-        let chunk = |len: usize| {
-            let chunk = VmmChunk::create(&ctx, len.next_multiple_of(grain), by)?;
-            let handle = match by {
-                ShareBy::Fd => Handle::Fd(chunk.export()?),
-                ShareBy::Fabric => Handle::Fabric(chunk.export_fabric()?),
-            };
-            Ok::<_, Error>((chunk, handle))
-        };
+        let chunk = |len: usize| chunk(&ctx, len.next_multiple_of(grain), by);
         let module = ctx.module(&signal_spec(&ctx.arch()?))?;
         Ok(Self {
             heap: own.then(|| chunk(cfg.len_bytes)).transpose()?,
@@ -370,6 +415,7 @@ impl Parts {
         team: &LiveTeam,
         (heap, control): (HeapMemory, VmmRange),
         on_device: usize,
+        by: ShareBy,
     ) -> VmmStore {
         let param = TeamParam {
             control: control.base(),
@@ -388,6 +434,7 @@ impl Parts {
         VmmStore {
             team: team.clone(),
             ctx: self.ctx,
+            by,
             heap,
             control,
             counters: self.counters,

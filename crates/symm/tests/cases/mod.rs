@@ -169,6 +169,56 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| rng.at(i) as u8).collect()
 }
 
+/// A pattern to the next rank, in `buf`, and what the one before has put.
+fn shift<B: Backend>(s: &Setup<B>, buf: &SymBuf, sig: &Signals, len: usize) -> Result<()> {
+    let (n, me) = (s.team.size(), s.team.rank());
+    let (next, before) = (me.offset(1, n), me.offset(n - 1, n));
+    let data = |r: Rank| pattern((buf.offset() + r.idx()) as u64, len);
+    let own = s.buffer(&data(me))?;
+    s.os.put_signal(&s.stream, (next, buf.range(0, len)), &own, sig.slot(0))?;
+    s.os.wait(&s.stream, before, sig.slot(0), 1)?;
+    assert!(s.own(buf.range(0, len), len)? == data(before), "at {}", buf.offset());
+    Ok(())
+}
+
+/// A heap grows twice; a buffer lies across the end of what was there at first, and what was there stays. What has
+/// not grown anywhere can grow by less.
+pub fn growth<B: Backend>(world: World) -> Result<()> {
+    const MIB: usize = 1 << 20;
+    let s = setup::<B>(&world, 3 * MIB)?;
+    let sig = s.team.signals(1, "data")?;
+    if !matches!(B::KIND, BackendKind::Host | BackendKind::Vmm) {
+        let e = s.heap.grow(4 * MIB).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        return Ok(());
+    }
+    let a = s.heap.alloc(MIB, "a")?;
+    shift(&s, &a, &sig, MIB)?;
+    let old = s.own(a.range(0, MIB), MIB)?;
+    for (total, len) in [(9, 7), (12, 3)] {
+        assert!(s.heap.alloc(len * MIB, "more").is_err());
+        s.heap.grow(total * MIB)?;
+        let more = s.heap.alloc(len * MIB, "more")?;
+        shift(&s, &more, &sig, len * MIB)?;
+        assert!(s.own(a.range(0, MIB), MIB)? == old, "after it has {total} MiB");
+    }
+    assert_eq!(s.heap.grow(13 * MIB).unwrap_err().kind(), ErrorKind::Exhausted);
+    assert_eq!(s.heap.usage().1, 12 * MIB);
+    // All have read: the next team's memory may be this one's.
+    s.team.agree(true)?;
+    if B::KIND == BackendKind::Vmm {
+        let team = world.everyone("large")?;
+        let cfg = HeapCfg { reserve_bytes: Some(MIB << 20), ..HeapCfg::new(MIB) };
+        let heap = team.heap(B::KIND, cfg)?;
+        // No device has so much.
+        let e = heap.grow(MIB << 20).unwrap_err();
+        assert_eq!((e.kind(), heap.usage().1), (ErrorKind::Exhausted, MIB), "{e}");
+        heap.grow(8 * MIB)?;
+        heap.alloc(7 * MIB, "less")?;
+    }
+    Ok(())
+}
+
 /// Every rank puts a different pattern to every other, with credits, many rounds.
 pub fn put_signal_wait<B: Backend>(world: World) -> Result<()> {
     let s = setup::<B>(&world, 256 * KIB)?;
