@@ -49,7 +49,7 @@ enum : u32 {
     TW_EPI_BYTES = TW_GEMM_WARPS_M * 16 * (TW_BN + TW_EPI_PAD) * 4,
 };
 static_assert(TW_BM % 64 == 0 && TW_BN % 64 == 0, "a swizzled row has at least eight chunks");
-static_assert(TW_WM % 16 == 0 && TW_WN % 16 == 0, "whole matrix instructions, two at a time");
+static_assert(TW_WM % 16 == 0 && TW_WN % 32 == 0, "whole matrix instructions, four beside each other");
 static_assert(TW_STAGES >= 2 && TW_EPI_BYTES <= TW_STAGES * TW_STAGE_BYTES, "shared memory");
 
 enum : u32 {
@@ -422,11 +422,75 @@ __device__ __forceinline__ void tw_finish(const TwGemm& g, const float* smem, u3
     }
 }
 
-// The accumulators to D: through shared memory, 16 rows of each warp at a time, so that threads
-// store 16 bytes side by side and SwiGLU finds both halves.
+// Whether D is the product as it is (f32: or added to D), in whole pieces of what a thread stores.
+__device__ __forceinline__ bool tw_direct(const TwGemm& g) {
+    if (g.bias || g.aux || tw_act(g)) return false;
+    if ((g.flags & TW_OUT) == 2) return (u64)g.d % 8 == 0 && (g.n | g.ldd) % 2 == 0;
+    return !(g.flags & TW_ACCUMULATE) && (u64)g.d % 16 == 0 && (g.n | g.ldd) % 8 == 0;
+}
+
+// The accumulators to f32 D, straight from the registers: the four lanes of a row store 32 bytes, which is
+// a whole sector of L2. No meeting, so that other warps' products go on.
+__device__ __forceinline__ void tw_direct_f32(const TwGemm& g, const TwAcc& acc, u32 row, u32 end, u32 col) {
+    const bool add = g.flags & TW_ACCUMULATE;
+#pragma unroll
+    for (u32 i = 0; i < 2 * TW_FM; i++) {
+        if (row + 8 * i >= end) break;
+        float2* to = (float2*)((float*)g.d + (i64)(row + 8 * i) * g.ldd + col);
+        float2 y[TW_FN];
+#pragma unroll
+        for (u32 j = 0; j < TW_FN; j++) {
+            y[j] = make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
+            if (!add || col + 8 * j >= g.n) continue;
+            const float2 old = to[4 * j];
+            y[j].x += old.x, y[j].y += old.y;
+        }
+#pragma unroll
+        for (u32 j = 0; j < TW_FN; j++)
+            if (col + 8 * j < g.n) to[4 * j] = y[j];
+    }
+}
+
+// The same of 16 bits. Four lanes of a row hold two columns of each eight; they exchange them, so that each
+// has all of every fourth eight: 16 bytes a store.
+__device__ __forceinline__ void tw_direct_16(const TwGemm& g, const TwAcc& acc, u32 row, u32 end, u32 col) {
+    const u32 lane = threadIdx.x % 4, all = 0xffffffff, type = g.flags & TW_OUT;
+    const bool odd = lane & 1, high = lane & 2;
+    u16* to = (u16*)g.d + (i64)row * g.ldd + col + 8 * lane;
+#pragma unroll
+    for (u32 i = 0; i < 2 * TW_FM; i++) {
+#pragma unroll
+        for (u32 j = 0; j < TW_FN; j += 4) {
+            u32 w[4];
+#pragma unroll
+            for (u32 x = 0; x < 4; x++) {
+                const float* y = &acc[i / 2][j + x][i % 2 * 2];
+                w[x] = tw_pair(y[0], y[1], type);
+            }
+            // A 4 x 4 transposition: w[x] of lane y becomes w[y] of lane x, first by pairs.
+            const u32 a = __shfl_xor_sync(all, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(all, odd ? w[2] : w[3], 1);
+            if (odd) w[0] = a, w[2] = b;
+            else w[1] = a, w[3] = b;
+            const u32 c = __shfl_xor_sync(all, high ? w[0] : w[2], 2), d = __shfl_xor_sync(all, high ? w[1] : w[3], 2);
+            if (high) w[0] = c, w[1] = d;
+            else w[2] = c, w[3] = d;
+            if (row + 8 * i < end && col + 8 * (j + lane) < g.n)
+                *(uint4*)(to + (i64)(8 * i) * g.ldd + 8 * j) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+}
+
+// The accumulators to D: what must be changed through shared memory, 16 rows of each warp at a time, so that
+// threads store 16 bytes side by side and SwiGLU finds both halves.
 __device__ __forceinline__ void tw_epilogue(const TwGemm& g, const TwAcc& acc, u8* smem, u32 row0, u32 end, u32 col0) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 warp_m = warp / TW_GEMM_WARPS_N, warp_n = warp % TW_GEMM_WARPS_N;
+    if (tw_direct(g)) {
+        const u32 row = row0 + warp_m * TW_WM + lane / 4, col = col0 + warp_n * TW_WN;
+        if ((g.flags & TW_OUT) == 2) tw_direct_f32(g, acc, row, end, col + lane % 4 * 2);
+        else tw_direct_16(g, acc, row, end, col);
+        return;
+    }
     float* out = (float*)smem;
     float* mine = out + (warp_m * 16 + lane / 4) * (TW_BN + TW_EPI_PAD) + warp_n * TW_WN + lane % 4 * 2;
 #pragma unroll

@@ -30,7 +30,20 @@ fn many_orders(lib: &'static Lib) {
 fn epilogue_orders(lib: &'static Lib) {
     let b = &Build { lib, ..*F16 };
     for seed in 1..9 {
-        case(Nt, 64, 64, 32).check(b, false, seed);
+        Case { bias: true, ..case(Nt, 64, 64, 32) }.check(b, false, seed);
+    }
+}
+
+/// Products that go from registers to D, with edges, and those that nearly do.
+fn direct(lib: &'static Lib) {
+    let b = &Build { lib, ..*F16 };
+    for out in [Type::F32, Type::F16, Type::Bf16] {
+        for (m, n, pad) in [(70, 72, 8), (61, 136, 0), (9, 42, 6), (70, 37, 3), (16, 40, 5)] {
+            let c = Case { out, pad, ..case(Tn, m, n, 40) };
+            c.check(b, false, 1);
+            Case { accumulate: true, ..c }.check(b, false, 1);
+            Case { bias: true, ..c }.check(b, false, 1);
+        }
     }
 }
 
@@ -102,6 +115,22 @@ const MUTANTS: &[Planted] = &[
         "end, col0);",
         epilogue_orders,
     ),
+    Planted("direct: rows of D behind m", "if (row + 8 * i >= end) break;", "", direct),
+    Planted("direct: columns of D behind n", "if (col + 8 * j < g.n) to[4", "to[4", direct),
+    Planted("direct: nothing is added", "y[j].x += old.x, y[j].y += old.y;", "", direct),
+    Planted("direct: half of a pair is there", "(g.n | g.ldd) % 2 == 0", "g.ldd % 2 == 0", direct),
+    Planted("direct: the bias", "if (g.bias || g.aux", "if (g.aux", direct),
+    Planted("direct 16: is added to", "return !(g.flags & TW_ACCUMULATE) && ", "return ", direct),
+    Planted("direct 16: not all of eight", "(g.n | g.ldd) % 8 == 0", "g.ldd % 8 == 0", direct),
+    Planted("direct 16: rows of D behind m", "if (row + 8 * i < end && ", "if (", direct),
+    Planted("direct 16: columns behind n", " && col + 8 * (j + lane) < g.n)", ")", direct),
+    Planted("direct 16: the wrong word", "odd ? w[0] : w[1], 1)", "odd ? w[1] : w[0], 1)", direct),
+    Planted(
+        "direct 16: the wrong pair",
+        "high ? w[0] : w[2], 2)",
+        "high ? w[2] : w[0], 2)",
+        direct,
+    ),
     Planted("the edge of k is not zeroed", "k - min(kk, k)", "8u", edges),
     Planted("rows behind k are not zeroed", ": kk < k;", ": true;", edges),
     Planted("the edge of columns is not zeroed", "o.extent - min(x, o.extent)", "8u", edges),
@@ -139,7 +168,7 @@ const MUTANTS: &[Planted] = &[
 
 /// What fails with a mutant must pass without.
 fn gemm_scenarios() {
-    for f in [edges, many_orders, epilogue_orders, epilogues, swiglu, f32_edges] {
+    for f in [edges, many_orders, epilogue_orders, direct, epilogues, swiglu, f32_edges] {
         f(F16.lib);
     }
 }
