@@ -84,6 +84,8 @@ extern __thread EmuThread* emu_self;
 void emu_point(const char* op, const void* p, unsigned bytes);
 // All threads of the block meet; returns how many came with `vote` true.
 unsigned emu_sync(unsigned line, bool vote);
+// Comes to named barrier `id` of `threads` threads; with `wait`, until all have come.
+void emu_bar(unsigned id, unsigned threads, bool wait, unsigned line);
 // The lanes of `mask` meet; the last to come runs `fn` for all of them.
 void emu_warp(unsigned mask, const char* op, unsigned line, const void* in, void* out, EmuWarpFn fn, const void* ctx);
 // A copy of `bytes`, and `zeros` zero bytes behind them, that has happened for certain only when the

@@ -128,6 +128,12 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, unsigned line = __builtin_LI
     emu_collective<EmuNothing, EmuNothing>(mask, "__syncwarp", EmuNothing(), [](const auto&) {}, line);
 }
 
+// A named barrier, to which warps come as wholes.
+inline void emu_barrier(const char* op, unsigned id, unsigned threads, bool wait, unsigned line = __builtin_LINE()) {
+    emu_whole_warp<EmuNothing, EmuNothing>(op, EmuNothing(), [](const auto&) {}, line);
+    emu_bar(id, threads, wait, line);
+}
+
 template <class T> struct EmuShfl {
     T v;
     int by, width;

@@ -31,7 +31,7 @@ typedef unsigned long long u64;
 constexpr size_t PAGE = 4096;
 constexpr size_t STACK = 256 << 10;
 
-enum State { READY, SYNC, WARP, DONE };
+enum State { READY, SYNC, WARP, NAMED, DONE };
 
 struct Block;
 struct Worker;
@@ -61,7 +61,7 @@ struct Fiber : EmuThread {
     // What it does, or waits for.
     const char* op;
     const void* at;
-    unsigned line, mask;
+    unsigned line, mask, barrier;
     std::vector<Copy> copies;
     unsigned groups;  // of copies, ended so far
 };
@@ -98,6 +98,11 @@ struct Run {
     u64 clock;
 };
 
+// A named barrier: who has come, of how many; none of both when nobody has.
+struct Barrier {
+    unsigned come, threads;
+};
+
 struct Block {
     Worker* worker;
     const EmuLaunch* launch;
@@ -109,6 +114,7 @@ struct Block {
     std::vector<char> shared;
     bool started;
     unsigned done, at_sync, sync_line, votes, voted;
+    Barrier barriers[16];
 };
 
 struct Worker {
@@ -263,6 +269,8 @@ std::string where(const Run* r, const Fiber* f) {
         append(s, "waits in __syncthreads @%u@", f->line);
     } else if (f->state == WARP) {
         append(s, "waits in %s of lanes %08x @%u@", f->op, f->mask, f->line);
+    } else if (f->state == NAMED) {
+        append(s, "waits at barrier %u @%u@", f->barrier, f->line);
     } else if (f->op == nullptr) {
         s = "has not begun";
     } else {

@@ -65,6 +65,17 @@ void load_shared(Block* b) {
     *loaded = b;
 }
 
+// Who comes to a barrier and who waits at it must go together, to the end.
+void check_barriers(Block* b) {
+    for (unsigned i = 0; i < 16; i++) {
+        if (b->barriers[i].come == 0) continue;
+        std::string s;
+        append(s, "rank %u %s block %u: ends with %u of %u threads at barrier %u", b->rank, b->launch->kernel, b->number,
+               b->barriers[i].come, b->barriers[i].threads, i);
+        return end_run(b->worker->run, s, false);
+    }
+}
+
 void check_shared(Block* b) {
     unsigned capacity;
     const unsigned char* dynamic = b->launch->smem_of(&capacity);
@@ -122,6 +133,7 @@ void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number) {
     b->module = find_module(w, l);
     b->started = false;
     b->done = b->at_sync = b->votes = 0;
+    memset(b->barriers, 0, sizeof b->barriers);
     b->fibers.resize(n);
     b->ready.clear();
     b->gathers.clear();
@@ -146,6 +158,7 @@ void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number) {
 void finish(Worker* w, Block* b) {
     Run* r = w->run;
     check_shared(b);
+    check_barriers(b);
     w->loaded[b->module] = nullptr;
     for (Fiber& f : b->fibers) w->stacks.push_back(f.stack);
     for (size_t i = 0; i < w->live.size(); i++)
@@ -413,6 +426,34 @@ unsigned emu_sync(unsigned line, bool vote) {
     for (Fiber& other : b->fibers)
         if (other.state == SYNC) wake(b, other.index);
     return b->voted;
+}
+
+void emu_bar(unsigned id, unsigned threads, bool wait, unsigned line) {
+    Fiber* f = self();
+    Inside inside(f);
+    Block* b = f->block;
+    step(f);
+    std::string s;
+    if (id == 0 || id > 15 || threads == 0 || threads % 32 != 0 || threads > b->fibers.size()) {
+        append(s, "comes to barrier %u of %u threads @%u@", id, threads, line);
+        die(f, s);
+    }
+    Barrier* bar = &b->barriers[id];
+    if (bar->come > 0 && bar->threads != threads) {
+        append(s, "comes to barrier %u of %u threads @%u@, where others wait for %u", id, threads, line, bar->threads);
+        die(f, s);
+    }
+    bar->threads = threads;
+    if (++bar->come < threads) {
+        if (!wait) return;
+        f->state = NAMED;
+        f->barrier = id, f->line = line;
+        leave(f);
+        return;
+    }
+    bar->come = 0;
+    for (Fiber& other : b->fibers)
+        if (other.state == NAMED && other.barrier == id) wake(b, other.index);
 }
 
 void emu_warp(unsigned mask, const char* op, unsigned line, const void* in, void* out, EmuWarpFn fn, const void* ctx) {

@@ -65,6 +65,9 @@ pub const MMA: &str = include_str!("ptx/mma.cuh");
 /// Approximate functions, and the types of 8 and 16 bits.
 pub const MATH: &str = include_str!("ptx/math.cuh");
 
+/// Meetings of some of a block's warps.
+pub const BARRIER: &str = include_str!("ptx/barrier.cuh");
+
 /// Bulk copies and the barriers they complete on, from sm_90 on.
 pub const BULK: &str = include_str!("ptx/bulk.cuh");
 
@@ -73,6 +76,7 @@ const PTX_TWINS: &[(&str, &str)] = &[
     (LD_ST, include_str!("ptx/ld_st_emu.h")),
     (MMA, include_str!("ptx/mma_emu.h")),
     (MATH, include_str!("ptx/math_emu.h")),
+    (BARRIER, include_str!("ptx/barrier_emu.h")),
     (BULK, include_str!("ptx/bulk_emu.h")),
     (portable::CONVERT, portable::CONVERT_EMU),
 ];

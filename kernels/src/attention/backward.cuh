@@ -132,24 +132,30 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwBack {
         return ((const float2*)(tw_smem + y))[Y / 2 + 4 * j + threadIdx.x % 4];
     }
 
-    // Zeros for what the mask hides, and for what is behind the tile's rows.
-    static __device__ __forceinline__ void mask(const TwAttn& a, const TwBlock& b, const TwTile& t,
-                                                float (&p)[MT][NT][4]) {
+    // `hidden` for what the mask hides, and for what is behind the tile's rows.
+    template <u32 M>
+    static __device__ __forceinline__ void mask(const TwAttn& a, const TwBlock& b, const TwTile& t, float (&p)[M][NT][4],
+                                                float hidden, u32 thread = threadIdx.x) {
 #pragma unroll
-        for (u32 i = 0; i < MT; i++)
+        for (u32 i = 0; i < M; i++)
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
                 // Relative to this lane's first column, so that columns are constants.
-                const int lane = (int)(threadIdx.x % 4 * 2), own = (int)tw_row<MT>(i, 2 * half) + b.at - t.pos;
+                const int lane = (int)(thread % 4 * 2), own = (int)tw_row<M>(i, 2 * half, thread) + b.at - t.pos;
                 const int first = own - before(a) - lane, last = min(own + behind(a), (int)t.num - 1) - lane;
 #pragma unroll
                 for (u32 j = 0; j < NT; j++)
 #pragma unroll
                     for (u32 e = 0; e < 2; e++) {
                         const int col = (int)(8 * j + e);
-                        if (col < first || col > last) p[i][j][2 * half + e] = 0.0f;
+                        if (col < first || col > last) p[i][j][2 * half + e] = hidden;
                     }
             }
+    }
+
+    // Whether the mask hides nothing of a tile.
+    static __device__ __forceinline__ bool whole(const TwAttn& a, const TwBlock& b, const TwTile& t) {
+        return t.num == Y && t.pos >= b.at_last - before(a) && t.pos + (int)Y - 1 <= b.at + behind(a);
     }
 
     // The bias of element (i, j, e), or null.
@@ -197,9 +203,12 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwBack {
         float p[MT][NT][4], slope[TW_ATTN_EXTRA ? MT : 1][NT][4];
         tw_products<MT, NT, TW_DQ16, TW_DQP>(p, 0, y);
         const TwTile t = b.walk.tiles[n % 4];
+        // What is hidden is scored -inf, so that nothing stands between the exponentials and the next products,
+        // beside which they run. Extras may make a finite score of that: there, p becomes 0.
+        if (!TW_ATTN_EXTRA && !whole(a, b, t)) mask(a, b, t, p, -TW_INF);
+        if (threadIdx.x == 0) b.walk.template step<Y>(a, b.own, n + 2);
         probabilities(a, b, t, numbers, p, (float (&)[MT][NT][4])slope);
-        const bool whole = t.num == Y && t.pos >= b.at_last - before(a) && t.pos + (int)Y - 1 <= b.at + behind(a);
-        if (!whole) mask(a, b, t, p);
+        if (TW_ATTN_EXTRA && !whole(a, b, t)) mask(a, b, t, p, 0.0f);
         const bool drop = TW_ATTN_EXTRA && a.drop_below;
         const u64 seed = drop ? tw_drop_seed(a) : 0;
         if (WHAT & TW_SUM2) {
@@ -216,8 +225,6 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwBack {
                 tw_accumulate<MT, NT, TW_DV16 / 8, TW_DVP>(sum2, p, y + Y1_BYTES);
             }
         }
-        // Here, because the branch keeps the compiler from loading operands before: it would spill.
-        if (threadIdx.x == 0) b.walk.template step<Y>(a, b.own, n + 2);
         if (WHAT & TW_SUM1) {
             float g[MT][NT][4];
             tw_products<MT, NT, TW_DV16, TW_DVP>(g, X1_BYTES, y + Y1_BYTES);

@@ -138,13 +138,13 @@ __device__ __forceinline__ u32 tw_at(u32 r, u32 c) {
     return r * (DP * 2) + ((c ^ (r & 7)) << 4);
 }
 
-// Copies rows of a head to a tile of ROWS: those from `num` on, and columns from D on, are zeros.
+// Copies rows of a head to a tile of ROWS by THREADS of the block: those from `num` on, and columns from D on, are zeros.
 template <u32 ROWS, u32 D, u32 DP, u32 THREADS>
-__device__ __forceinline__ void tw_load_tile(u8* tile, const u16* base, i64 ld, u32 num) {
+__device__ __forceinline__ void tw_load_tile(u8* tile, const u16* base, i64 ld, u32 num, u32 thread = threadIdx.x) {
     const u32 chunks = (D + 15) / 16 * 2;
     if constexpr (THREADS % chunks == 0 && THREADS / chunks % 8 == 0 && ROWS % (THREADS / chunks) == 0) {
         // Each thread stays in one column and one row modulo 8.
-        const u32 c = threadIdx.x % chunks, r0 = threadIdx.x / chunks, step = THREADS / chunks;
+        const u32 c = thread % chunks, r0 = thread / chunks, step = THREADS / chunks;
         const u16* from = base + (i64)r0 * ld + 8 * c;
         u8* to = tile + tw_at<DP>(r0, c);
         if (D % 16 == 0 && num >= ROWS) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ void tw_load_tile(u8* tile, const u16* base, i64 ld, 
         }
     } else {
 #pragma unroll 1
-        for (u32 i = threadIdx.x; i < ROWS * chunks; i += THREADS) {
+        for (u32 i = thread; i < ROWS * chunks; i += THREADS) {
             const u32 r = i / chunks, c = i % chunks;
             const bool there = r < num && c < D / 8;
             cp_async_cg_16_zfill(tile + tw_at<DP>(r, c), there ? base + (i64)r * ld + 8 * c : base, there ? 16 : 0);
@@ -181,11 +181,11 @@ __device__ __forceinline__ u32 tw_pair(float low, float high, u32 type) {
 }
 
 // What a lane adds to a tile's address for fragments of A and of transposed B, and for the others.
-template <u32 DP> __device__ __forceinline__ u32 tw_lane_a() {
-    return tw_at<DP>(threadIdx.x % 16, threadIdx.x % 32 / 16);
+template <u32 DP> __device__ __forceinline__ u32 tw_lane_a(u32 thread = threadIdx.x) {
+    return tw_at<DP>(thread % 16, thread % 32 / 16);
 }
-template <u32 DP> __device__ __forceinline__ u32 tw_lane_b() {
-    return tw_at<DP>(threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x % 16 / 8);
+template <u32 DP> __device__ __forceinline__ u32 tw_lane_b(u32 thread = threadIdx.x) {
+    return tw_at<DP>(thread % 32 / 16 * 8 + thread % 8, thread % 16 / 8);
 }
 
 // Row `r` (a multiple of 8) and chunks 2k and 2k + 1 of a tile, from a lane's address on. Four
@@ -208,15 +208,15 @@ template <u32 DP> __device__ __forceinline__ void tw_frag_t(u32 (&f)[4], u32 at,
 
 // s = x y^T: this warp's rows of tile `x` and all of tile `y`, of D columns.
 template <u32 MT, u32 NT, u32 D, u32 DP>
-__device__ __forceinline__ void tw_products(float (&s)[MT][NT][4], u32 x, u32 y) {
+__device__ __forceinline__ void tw_products(float (&s)[MT][NT][4], u32 x, u32 y, u32 thread = threadIdx.x) {
 #pragma unroll
     for (u32 i = 0; i < MT; i++)
 #pragma unroll
         for (u32 j = 0; j < NT; j++)
 #pragma unroll
             for (u32 e = 0; e < 4; e++) s[i][j][e] = 0;
-    x += threadIdx.x / 32 * (16 * MT) * (DP * 2) + tw_lane_a<DP>();
-    y += tw_lane_b<DP>();
+    x += thread / 32 * (16 * MT) * (DP * 2) + tw_lane_a<DP>(thread);
+    y += tw_lane_b<DP>(thread);
 #pragma unroll
     for (u32 k = 0; k < D / 16; k++) {
         u32 fx[MT][4];
@@ -233,32 +233,35 @@ __device__ __forceinline__ void tw_products(float (&s)[MT][NT][4], u32 x, u32 y)
     }
 }
 
-// o += p y, with p rounded to the type of y.
+// o += p y over rows 16k..16k+16 of y, with p rounded to the type of y. `y` is its offset plus tw_lane_a.
 template <u32 MT, u32 NT, u32 DT, u32 DP>
-__device__ __forceinline__ void tw_accumulate(float (&o)[MT][DT][4], const float (&p)[MT][NT][4], u32 y) {
-    y += tw_lane_a<DP>();
+__device__ __forceinline__ void tw_accumulate16(float (&o)[MT][DT][4], const float (&p)[MT][NT][4], u32 y, u32 k) {
+    u32 fp[MT][4];
 #pragma unroll
-    for (u32 k = 0; k < NT / 2; k++) {
-        u32 fp[MT][4];
+    for (u32 i = 0; i < MT; i++)
 #pragma unroll
-        for (u32 i = 0; i < MT; i++)
+        for (u32 e = 0; e < 4; e++)
+            fp[i][e] = tw_pair(p[i][2 * k + e / 2][e % 2 * 2], p[i][2 * k + e / 2][e % 2 * 2 + 1], TW_ATTN_TYPE);
 #pragma unroll
-            for (u32 e = 0; e < 4; e++)
-                fp[i][e] = tw_pair(p[i][2 * k + e / 2][e % 2 * 2], p[i][2 * k + e / 2][e % 2 * 2 + 1], TW_ATTN_TYPE);
+    for (u32 j = 0; j < DT; j += 2) {
+        u32 f[4];
+        tw_frag_t<DP>(f, y, 16 * k, j / 2);
+        const u32 f0[2] = {f[0], f[1]}, f1[2] = {f[2], f[3]};
 #pragma unroll
-        for (u32 j = 0; j < DT; j += 2) {
-            u32 f[4];
-            tw_frag_t<DP>(f, y, 16 * k, j / 2);
-            const u32 f0[2] = {f[0], f[1]}, f1[2] = {f[2], f[3]};
-#pragma unroll
-            for (u32 i = 0; i < MT; i++) tw_mma(o[i][j], fp[i], f0), tw_mma(o[i][j + 1], fp[i], f1);
-        }
+        for (u32 i = 0; i < MT; i++) tw_mma(o[i][j], fp[i], f0), tw_mma(o[i][j + 1], fp[i], f1);
     }
 }
 
+// The same over all rows of y, from its offset on.
+template <u32 MT, u32 NT, u32 DT, u32 DP>
+__device__ __forceinline__ void tw_accumulate(float (&o)[MT][DT][4], const float (&p)[MT][NT][4], u32 y) {
+#pragma unroll
+    for (u32 k = 0; k < NT / 2; k++) tw_accumulate16<MT, NT, DT, DP>(o, p, y + tw_lane_a<DP>(), k);
+}
+
 // Row of a block's tile that element e of part i of an accumulator belongs to.
-template <u32 MT> __device__ __forceinline__ u32 tw_row(u32 i, u32 e) {
-    return threadIdx.x / 32 * (16 * MT) + 16 * i + threadIdx.x % 32 / 4 + e / 2 * 8;
+template <u32 MT> __device__ __forceinline__ u32 tw_row(u32 i, u32 e, u32 thread = threadIdx.x) {
+    return thread / 32 * (16 * MT) + 16 * i + thread % 32 / 4 + e / 2 * 8;
 }
 
 // Rows of `o` times their factors to memory, `num` of them, from element `at` on: 16-bit types
@@ -266,13 +269,13 @@ template <u32 MT> __device__ __forceinline__ u32 tw_row(u32 i, u32 e) {
 template <u32 MT, u32 DT, u32 D, u32 DP>
 __device__ __forceinline__ void tw_store(void* out, u32 type, i64 at, i64 ld, u32 num, const float (&o)[MT][DT][4],
                                          const float (&factor)[MT][2], u32 stage) {
-    const u32 lane = threadIdx.x % 32;
+    const u32 thread = opaque(threadIdx.x), lane = thread % 32;
     if (type == 2) {
 #pragma unroll
         for (u32 i = 0; i < MT; i++)
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
-                const u32 row = tw_row<MT>(i, 2 * half);
+                const u32 row = tw_row<MT>(i, 2 * half, thread);
                 const float f = factor[i][half];
                 float* to = (float*)out + at + (i64)row * ld + lane % 4 * 2;
 #pragma unroll
@@ -286,7 +289,7 @@ __device__ __forceinline__ void tw_store(void* out, u32 type, i64 at, i64 ld, u3
     for (u32 i = 0; i < MT; i++)
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
-            const u32 row = tw_row<MT>(i, 2 * half);
+            const u32 row = tw_row<MT>(i, 2 * half, thread);
             const float f = factor[i][half];
 #pragma unroll
             for (u32 j = 0; j < DT; j++)
@@ -294,7 +297,7 @@ __device__ __forceinline__ void tw_store(void* out, u32 type, i64 at, i64 ld, u3
                     tw_pair(o[i][j][2 * half] * f, o[i][j][2 * half + 1] * f, type);
         }
     __syncwarp();
-    const u32 chunks = D / 8, rows = 16 * MT, row0 = threadIdx.x / 32 * rows;
+    const u32 chunks = D / 8, rows = 16 * MT, row0 = thread / 32 * rows;
 #pragma unroll 4
     for (u32 i = lane; i < rows * chunks; i += 32) {
         const u32 row = row0 + i / chunks, c = i % chunks;

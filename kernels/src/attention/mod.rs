@@ -1,6 +1,6 @@
 //! The attention kernels: which text for which attention, and how it is launched.
 
-use crate::{MATH, MMA, Source};
+use crate::{BARRIER, MATH, MMA, Source};
 
 /// Attention of 16-bit types on any GPU from sm_80 on. See [`Variant`] for its definitions.
 pub const SM80_ATTENTION: Source = Source {
@@ -8,9 +8,11 @@ pub const SM80_ATTENTION: Source = Source {
     parts: &[
         MMA,
         MATH,
+        BARRIER,
         include_str!("common.cuh"),
         include_str!("forward.cuh"),
         include_str!("backward.cuh"),
+        include_str!("pairs.cuh"),
         include_str!("sm80_attention.cu"),
     ],
     defines: &[],
@@ -20,7 +22,7 @@ pub const SM80_ATTENTION: Source = Source {
 /// Attention of any types, and the gradients of bias and sink. See [`Plain`] for its definitions.
 pub const PLAIN_ATTENTION: Source = Source {
     name: "attention/plain_attention.cu",
-    parts: &[MMA, MATH, include_str!("common.cuh"), include_str!("plain_attention.cu")],
+    parts: &[MMA, MATH, BARRIER, include_str!("common.cuh"), include_str!("plain_attention.cu")],
     defines: &[],
     kernels: &[
         "tw_attn_table",
@@ -128,6 +130,11 @@ impl Variant {
         self.dqk.max(self.dv) > 128
     }
 
+    /// Whether dk and dv are made by pairs of warps (`pairs.cuh`).
+    pub fn pairs(&self) -> bool {
+        self.dqk == self.dv && self.dqk <= 128 && !self.extra
+    }
+
     /// Columns of a row in shared memory, of q and k and of v.
     fn padded(&self) -> (u64, u64) {
         (self.dqk.next_multiple_of(64), self.dv.next_multiple_of(64))
@@ -147,10 +154,11 @@ impl Variant {
     }
 
     /// Dynamic shared memory of the kernels of dk and dv: keys and values, then two stages of
-    /// queries, gradients and two numbers of each query.
+    /// queries, gradients and two numbers of each query; of pairs, then probabilities.
     pub fn dkv_shared_bytes(&self) -> u64 {
         let (t, (qk, v)) = (self.dkv(), self.padded());
-        2 * (t.n + 2 * t.m) * (qk + v) + 16 * t.m
+        let pairs = if self.pairs() { 4 * t.m * t.n } else { 0 };
+        2 * (t.n + 2 * t.m) * (qk + v) + 16 * t.m + pairs
     }
 
     /// The definitions that the text takes.
@@ -162,6 +170,7 @@ impl Variant {
             ("TW_ATTN_DV", self.dv),
             ("TW_ATTN_EXTRA", u64::from(self.extra)),
             ("TW_ATTN_SPLIT", u64::from(self.split())),
+            ("TW_ATTN_PAIRS", u64::from(self.pairs())),
             ("TW_ATTN_M", f.m),
             ("TW_ATTN_N", f.n),
             ("TW_ATTN_WARPS", f.warps),

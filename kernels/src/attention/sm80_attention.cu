@@ -46,6 +46,10 @@ extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dv(const __
 #else
 extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dkv(const __grid_constant__ TwAttn a) {
     __shared__ TwBlock b;
+#if TW_ATTN_PAIRS
+    tw_pairs(a, b);
+#else
     tw_backward<TwDkv, TW_SUM1 | TW_SUM2>(a, b);
+#endif
 }
 #endif

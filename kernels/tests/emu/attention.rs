@@ -26,13 +26,15 @@ pub struct Build {
     pub tiles: Tiles,
 }
 
-/// Tiles of the forward kernel, of dq, and of dk and dv; and whether these are two kernels.
+/// Tiles of the forward kernel, of dq, and of dk and dv; whether these are two kernels, or made by pairs
+/// of warps.
 #[derive(Clone, Copy)]
 pub struct Tiles {
     pub fwd: Tile,
     pub dq: Tile,
     pub dkv: Tile,
     pub split: bool,
+    pub pairs: bool,
 }
 
 /// dqk, dv, f16, extra, tiles.
@@ -43,11 +45,33 @@ const fn tile(m: u64, n: u64, warps: u64) -> Tile {
 }
 /// Two rows of matrix instructions to a warp where the usual tiles have them.
 pub const PLAIN: Sizes = (64, 64, false, false, {
-    Tiles { fwd: tile(64, 32, 2), dq: tile(64, 16, 2), dkv: tile(16, 32, 2), split: false }
+    Tiles {
+        fwd: tile(64, 32, 2),
+        dq: tile(64, 16, 2),
+        dkv: tile(16, 32, 2),
+        split: false,
+        pairs: false,
+    }
+});
+/// dk and dv by two pairs of warps.
+pub const PAIRS: Sizes = (64, 64, false, false, {
+    Tiles {
+        fwd: tile(64, 32, 2),
+        dq: tile(64, 16, 2),
+        dkv: tile(16, 64, 4),
+        split: false,
+        pairs: true,
+    }
 });
 /// Neither dimension is a multiple of 16, and they differ.
 pub const EXTRA: Sizes = (40, 24, true, true, {
-    Tiles { fwd: tile(32, 16, 2), dq: tile(32, 16, 2), dkv: tile(16, 32, 2), split: true }
+    Tiles {
+        fwd: tile(32, 16, 2),
+        dq: tile(32, 16, 2),
+        dkv: tile(16, 32, 2),
+        split: true,
+        pairs: false,
+    }
 });
 
 impl Build {
@@ -77,12 +101,13 @@ impl Build {
 
     pub fn dkv_smem(&self) -> usize {
         let t = self.tiles.dkv;
-        self.smem(t.n + 2 * t.m) + if self.plain { 0 } else { 16 * t.m as usize }
+        let pairs = if self.tiles.pairs { 4 * t.m * t.n } else { 0 };
+        self.smem(t.n + 2 * t.m) + if self.plain { 0 } else { (16 * t.m + pairs) as usize }
     }
 }
 
 pub fn load(text: String, (dqk, dv, f16, extra, tiles): Sizes) -> Build {
-    let Tiles { fwd, dq, dkv, split } = tiles;
+    let Tiles { fwd, dq, dkv, split, pairs } = tiles;
     let mut b = Build {
         lib: None,
         input: if f16 { Type::F16 } else { Type::Bf16 },
@@ -101,6 +126,7 @@ pub fn load(text: String, (dqk, dv, f16, extra, tiles): Sizes) -> Build {
             ("TW_ATTN_DV", dv as u64),
             ("TW_ATTN_EXTRA", u64::from(extra)),
             ("TW_ATTN_SPLIT", u64::from(split)),
+            ("TW_ATTN_PAIRS", u64::from(pairs)),
             ("TW_ATTN_M", fwd.m),
             ("TW_ATTN_N", fwd.n),
             ("TW_ATTN_WARPS", fwd.warps),
@@ -120,7 +146,7 @@ pub fn load(text: String, (dqk, dv, f16, extra, tiles): Sizes) -> Build {
 /// The plain kernels.
 pub fn load_plain(text: String, (dqk, dv, t, out): (usize, usize, Type, Type)) -> Build {
     let rows = tile(PLAIN_ROWS, PLAIN_ROWS, 4);
-    let tiles = Tiles { fwd: rows, dq: rows, dkv: rows, split: false };
+    let tiles = Tiles { fwd: rows, dq: rows, dkv: rows, split: false, pairs: false };
     let lib = RUNTIME.load(&Unit {
         name: PLAIN_ATTENTION.name,
         text,
@@ -137,6 +163,7 @@ pub fn load_plain(text: String, (dqk, dv, t, out): (usize, usize, Type, Type)) -
 }
 
 pub static SMALL: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), PLAIN));
+pub static PAIRED: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), PAIRS));
 pub static F32: LazyLock<Build> =
     LazyLock::new(|| load_plain(PLAIN_ATTENTION.emu_text(), (40, 37, Type::F32, Type::F32)));
 pub static ODD: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), EXTRA));

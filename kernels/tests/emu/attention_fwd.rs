@@ -58,7 +58,8 @@ fn attention_extras() {
 /// The tiles that are used on GPUs.
 fn attention_of_usual_tiles() {
     let v = Variant { f16: false, dqk: 128, dv: 128, extra: false };
-    let tiles = Tiles { fwd: v.forward(), dq: v.dq(), dkv: v.dkv(), split: v.split() };
+    let tiles =
+        Tiles { fwd: v.forward(), dq: v.dq(), dkv: v.dkv(), split: v.split(), pairs: v.pairs() };
     let b = load(SM80_ATTENTION.emu_text(), (128, 128, false, false, tiles));
     let ours = [v.forward_shared_bytes(), v.dq_shared_bytes(), v.dkv_shared_bytes()];
     assert_eq!([b.fwd_smem(), b.dq_smem(), b.dkv_smem()].map(|x| x as u64), ours);

@@ -1,6 +1,6 @@
 //! The backward pass of `attention/sm80_attention.cu` against an f64 reference.
 
-use crate::attention::{Build, Case, F32, ODD, Pair, Param, SMALL, case, dot};
+use crate::attention::{Build, Case, F32, ODD, PAIRED, Pair, Param, SMALL, case, dot};
 use crate::gemm::{Type, number};
 use crate::memory::Memory;
 use crate::run::Run;
@@ -9,6 +9,7 @@ use crate::{Test, tests};
 pub const TESTS: &[Test] = tests![
     attention_grads_masks_and_lengths,
     attention_grads_packed_rows_and_groups,
+    attention_grads_by_pairs,
     attention_grads_extras,
     attention_grads_of_parts,
     attention_grads_plain,
@@ -184,6 +185,23 @@ fn attention_grads_packed_rows_and_groups() {
     check(&Case { sink: true, out: Type::Bf16, ..c.clone().causal() }, &SMALL, 2);
     let first = check(&c.clone().window(10, 5), &SMALL, 3);
     assert!(first == check(&c.window(10, 5), &SMALL, 4), "two runs differ");
+}
+
+/// Pairs of warps make the bits of single ones.
+fn attention_grads_by_pairs() {
+    let lens = [(20, 20), (0, 10), (40, 5), (3, 50), (10, 0), (35, 35)];
+    let packed = Case { heads: (4, 2), ..Case::packed(&lens) };
+    let long = Case { out: Type::Bf16, pad: 8, heads: (2, 1), ..case(130, 150) };
+    for (seed, c) in (1..).zip([case(1, 1), case(16, 64), packed, long]) {
+        for c in [c.clone(), c.clone().causal(), c.window(30, 5)] {
+            let bits = check(&c, &PAIRED, seed);
+            assert!(bits == check(&c, &SMALL, seed + 1), "{c:?}: other bits than by single warps");
+        }
+    }
+    let whole = Case { heads: (2, 1), ..Case::packed(&[(60, 60), (30, 40)]) }.causal();
+    let zigzag = |n: usize| vec![n / 4..n / 2 - 3, n * 3 / 4..n];
+    let (q, kv) = (zigzag(whole.q[0].end), zigzag(whole.kv[0].end));
+    check(&Case { q, kv, ..whole }, &PAIRED, 1);
 }
 
 fn attention_grads_extras() {

@@ -2,7 +2,9 @@
 
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
 
-use crate::attention::{Build, Case, EXTRA, F32, ODD, PLAIN, SMALL, Sizes, case, load, load_plain};
+use crate::attention::{
+    Build, Case, EXTRA, F32, ODD, PAIRED, PAIRS, PLAIN, SMALL, Sizes, case, load, load_plain,
+};
 use crate::attention_grad::check;
 use crate::gemm::Type;
 use crate::host::Lib;
@@ -12,6 +14,7 @@ use crate::{Test, tests};
 pub const TESTS: &[Test] = tests![
     attention_scenarios,
     attention_mutants,
+    attention_pair_mutants,
     attention_extra_mutants,
     attention_plain_mutants
 ];
@@ -66,6 +69,26 @@ fn grad_orders(lib: &'static Lib) {
     let b = &plain(lib);
     for seed in 1..7 {
         check(&case(70, 70), b, seed);
+    }
+}
+
+fn paired(lib: &'static Lib) -> Build {
+    Build { lib: Some(lib), ..*PAIRED }
+}
+
+/// Keys and queries at edges, packed, of groups.
+fn pair_grads(lib: &'static Lib) {
+    let b = &paired(lib);
+    let c = Case { heads: (4, 2), ..Case::packed(&[(70, 40), (3, 5), (20, 73)]) };
+    check(&c.clone().causal(), b, 1);
+    check(&Case { out: Type::Bf16, ..c }.window(9, 2), b, 1);
+}
+
+/// Many tiles in a row, and seeds for which warps are far apart.
+fn pair_orders(lib: &'static Lib) {
+    let b = &paired(lib);
+    for seed in 1..13 {
+        check(&case(150, 70), b, seed);
     }
 }
 
@@ -168,8 +191,8 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted(
         "fragments in another order",
-        "(threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x % 16 / 8)",
-        "(threadIdx.x % 16 / 8 * 8 + threadIdx.x % 8, threadIdx.x % 32 / 16)",
+        "(thread % 32 / 16 * 8 + thread % 8, thread % 16 / 8)",
+        "(thread % 16 / 8 * 8 + thread % 8, thread % 32 / 16)",
         masks,
     ),
     Planted(
@@ -274,6 +297,77 @@ const MUTANTS: &[Planted] = &[
     ),
 ];
 
+/// Not here: p that is overwritten before it is read. Warps do not get far enough apart.
+const PAIR_MUTANTS: &[Planted] = &[
+    Planted(
+        "p of another pair",
+        "thread / 32 % PAIRS * (MT * NT * 32) + thread % 32",
+        "thread % 32",
+        pair_grads,
+    ),
+    Planted("both halves of the pair load q", "(FIRST ? a.d_out : a.q)", "(a.q)", pair_grads),
+    Planted("lse for delta", "(FIRST ? a.lse : a.delta)", "(a.lse)", pair_grads),
+    Planted("numbers behind the tile's", "i < t.num ? 4 : 0);", "4);", pair_grads),
+    Planted(
+        "pairs: edges are taken for whole",
+        "if (!TwDkv::whole(a, b, t)) TwDkv::mask",
+        "if (false) TwDkv::mask",
+        pair_grads,
+    ),
+    Planted("pairs: no delta", "p.y * (s[i][j][1] - delta.y)", "p.y * s[i][j][1]", pair_grads),
+    Planted(
+        "pairs: delta of the next tile",
+        "numbers(n)) + Y / 2 + thread % 4",
+        "numbers(n + 1)) + Y / 2 + thread % 4",
+        pair_grads,
+    ),
+    Planted("pairs: dv is scaled", "FIRST ? 1.0f : a.scale", "a.scale", pair_grads),
+    Planted("pairs: rows behind the keys", "b.num + (FIRST ? 0 : X)", "2 * X", pair_grads),
+    Planted("pairs: dk for dv", "FIRST ? a.dv : a.dk", "FIRST ? a.dk : a.dv", pair_grads),
+    Planted(
+        "the last tile is not finished",
+        "if (n > 0) finish(n - 1, more);",
+        "if (n > 0 && more) finish(n - 1, more);",
+        pair_grads,
+    ),
+    Planted(
+        "pairs: no wait for copies",
+        "cp_async_wait_group<0>();\n        if (FIRST) bar_sync",
+        "if (FIRST) bar_sync",
+        pair_orders,
+    ),
+    Planted(
+        "first warps begin when they like",
+        "if (FIRST) bar_sync(TwPairs::BEGIN",
+        "if (FIRST) bar_arrive(TwPairs::BEGIN",
+        pair_orders,
+    ),
+    Planted(
+        "p is read before it is there",
+        "bar_sync(GIVEN + thread / 32 % PAIRS, 64);",
+        "bar_arrive(GIVEN + thread / 32 % PAIRS, 64);",
+        pair_orders,
+    ),
+    Planted(
+        "d_out is read before it is there",
+        "bar_sync(THERE, 2 * HALF);",
+        "bar_arrive(THERE, 2 * HALF);",
+        pair_orders,
+    ),
+    Planted(
+        "somebody comes once more",
+        "if (more) bar_arrive(TAKEN",
+        "bar_arrive(TAKEN",
+        pair_orders,
+    ),
+    Planted(
+        "pairs: a stage for all tiles",
+        "X_BYTES + n % 2 * TwDkv::STAGE",
+        "X_BYTES",
+        pair_orders,
+    ),
+];
+
 const EXTRA_MUTANTS: &[Planted] = &[
     Planted("softcap without its derivative", "slope = 1.0f - t * t", "slope = 1.0f", extra_grads),
     Planted("scores without softcap", "z = a.softcap * t, ", "", extras),
@@ -356,6 +450,8 @@ fn attention_scenarios() {
     for f in [masks, packed, many_orders, grads, grad_orders] {
         f(SMALL.lib.unwrap());
     }
+    pair_grads(PAIRED.lib.unwrap());
+    pair_orders(PAIRED.lib.unwrap());
     extras(ODD.lib.unwrap());
     extra_grads(ODD.lib.unwrap());
     plain_all(F32.lib.unwrap());
@@ -367,6 +463,10 @@ fn build(text: String, sizes: Sizes) -> &'static Lib {
 
 fn attention_mutants() {
     all_are_killed(&SM80_ATTENTION.emu_text(), |text| build(text, PLAIN), MUTANTS);
+}
+
+fn attention_pair_mutants() {
+    all_are_killed(&SM80_ATTENTION.emu_text(), |text| build(text, PAIRS), PAIR_MUTANTS);
 }
 
 fn attention_extra_mutants() {

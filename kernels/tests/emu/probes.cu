@@ -155,6 +155,25 @@ extern "C" __global__ void p_ping(u64* mine, u64* other, u32 first, u64 rounds) 
     }
 }
 
+// Warps give numbers to each other through named barriers; `wrong` says what goes wrong.
+extern "C" __global__ void p_named(u32* out, u32 wrong) {
+    __shared__ u32 words[32];
+    const u32 lane = threadIdx.x % 32;
+    if (threadIdx.x < 32) {
+        words[lane] = 7 * lane;
+        emu_barrier("bar", wrong == 1 ? 16 : 3, 64, false);
+        if (wrong == 2) emu_barrier("bar", 4, 64, false);
+        emu_barrier("bar", 5, wrong == 3 ? 96 : 64, true);
+        out[lane] = words[lane];
+    } else {
+        emu_barrier("bar", 3, 64, true);
+        const u32 mine = words[31 - lane];
+        __syncwarp();
+        words[lane] = mine + 1;
+        if (wrong != 4) emu_barrier("bar", 5, wrong == 5 ? 32 : 64, wrong == 5);
+    }
+}
+
 // ---- What must be found.
 
 extern "C" __global__ void p_sync_ended(u32 before) {

@@ -24,11 +24,12 @@ pub const TESTS: &[Test] = tests![
     both_kinds_of_fibers_run_alike,
     launches_that_no_device_takes_are_found,
     threads_that_do_not_meet_are_found,
+    warps_meet_at_named_barriers,
     memory_that_is_not_there_is_found,
     hangs_are_found,
 ];
 
-const PROBES: [&str; 25] = [
+const PROBES: [&str; 26] = [
     "p_index",
     "p_block_sum",
     "p_unset",
@@ -39,6 +40,7 @@ const PROBES: [&str; 25] = [
     "p_atomics",
     "p_grid_barrier",
     "p_ping",
+    "p_named",
     "p_sync_ended",
     "p_sync_elsewhere",
     "p_warp_elsewhere",
@@ -313,6 +315,30 @@ fn threads_that_do_not_meet_are_found() {
     let places = ["deadlock", "threads 0-2 waits in __syncwarp", "thread 3 waits in __syncthreads"];
     found("p_deadlock", 32, &[], &places);
     found("p_fail", 1, &[], &["this is not emulated"]);
+}
+
+fn warps_meet_at_named_barriers() {
+    let out = Memory::new("out", ANY, 128);
+    let run = |seed: u64, wrong: u32| {
+        let k = LIB.kernel("p_named");
+        let launch = k.launch(64).arg(&out.addr()).arg(&wrong);
+        Run::new(seed).memory([&out]).stream(0, vec![launch]).go()
+    };
+    let want: Vec<u32> = (0..32).map(|lane| 7 * (31 - lane) + 1).collect();
+    for seed in 0..20 {
+        run(seed, 0).unwrap();
+        assert_eq!(out.read::<u32>(), want, "seed {seed}");
+        for (wrong, words) in [
+            (1, "comes to barrier 16 of 64 threads"),
+            (2, "ends with 32 of 64 threads at barrier 4"),
+            (3, "comes to barrier 5 of 96 threads"),
+            (4, "threads 0-31 waits at barrier 5"),
+            (5, "barrier 5"),
+        ] {
+            let e = run(seed, wrong).unwrap_err();
+            assert!(e.contains(words), "{e}");
+        }
+    }
 }
 
 fn memory_that_is_not_there_is_found() {
