@@ -21,7 +21,8 @@ __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, u32
     return l.tokens + r * l.stride + ((u64)l.me * l.max_tokens + token) * l.row_stride;
 }
 
-// By a warp: the rows of tokens [token, end) to the ranks that their choices name, a lane for each rank.
+// By a warp: the rows of tokens [token, end) to the ranks that their choices name, a lane for each rank; here, if
+// they are laid out, to the row of each copy, a lane for each choice.
 __device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, const TwSend& in, const TwRecv& recv,
                                              u64 epoch, u32 token, u32 end, Stage& s) {
     if (token < end) tw_bulk_fetch(s, in.x + token * in.row_bytes, in.row_bytes);
@@ -29,13 +30,21 @@ __device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, c
         const u64 from = in.x + token * in.row_bytes;
         // The row comes while its ranks are found.
         u32 rows[2] = {0, 0};
-        const u64 mask = tw_send_metas(l, h, in, epoch, token, rows);
+        u64 mask = tw_send_metas(l, h, in, epoch, token, rows);
+        int mine = -1;
+        if (recv.x) {
+            mask &= ~(1ull << l.me);
+            const u64 i = (u64)token * l.top_k + threadIdx.x % 32;
+            if (threadIdx.x % 32 < l.top_k && h.ranks[i] == (int)l.me) mine = h.rows[i];
+        }
         for (u64 at = 0; at < in.row_bytes; at += PIECE) {
             const u64 left = in.row_bytes - at;
             const unsigned char* piece = tw_bulk_await(s);
             for (u32 r = threadIdx.x % 32; r < l.size; r += 32)
                 if (mask >> r & 1)
                     bulk_store((void*)(tw_bulk_to(l, recv, r, token, rows[r / 32]) + at), piece, (u32)min((u64)PIECE, left));
+            if (mine >= 0)
+                bulk_store((void*)(recv.x + (u64)mine * recv.row_bytes + at), piece, (u32)min((u64)PIECE, left));
             tw_bulk_stored(s);
             if (left > PIECE) tw_bulk_fetch(s, from + at + PIECE, left - PIECE);
             else if (token + 1 < end) tw_bulk_fetch(s, from + in.row_bytes, in.row_bytes);
@@ -74,9 +83,9 @@ __device__ __forceinline__ void tw_bulk_meta(const TwEp& l, const TwHandle& h, c
 }
 
 // By a warp: where the payload of record first + lane is, if it has `num` copies and any of them is still to be
-// laid out; else 0. In a receive buffer the first copy is in its place.
+// laid out; else 0. In a receive buffer the first copy is in its place, and this rank's own rows always are.
 __device__ __forceinline__ u64 tw_bulk_payload(const TwEp& l, const TwRecv& out, u64 record, u32 num) {
-    if (!out.x || num == 0) return 0;
+    if (!out.x || num == 0 || record / l.max_tokens == l.me) return 0;
     if (!out.buffer) return l.tokens + l.me * l.stride + record * l.row_stride;
     if (num == 1) return 0;
     const u32 row = (u32)((const TwCopy*)((const TwMeta*)tw_meta(l, l.me, record) + 1))->row;

@@ -228,8 +228,8 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "a row laid to its beginning",
-        "row_bytes + at), piece",
-        "row_bytes), piece",
+        "out.row_bytes + at), piece",
+        "out.row_bytes), piece",
         some_bulk_routings,
     ),
     Planted(
@@ -257,6 +257,20 @@ const BULK_MUTANTS: &[Planted] = &[
         some_bulk_routings,
     ),
     Planted("to nobody", "if (mask >> r & 1)\n", "if (false)\n", some_bulk_routings),
+    Planted(
+        "own rows to their beginning",
+        "recv.row_bytes + at), piece",
+        "recv.row_bytes), piece",
+        some_bulk_routings,
+    ),
+    Planted("own rows stay away", "if (mine >= 0)\n", "if (false)\n", some_bulk_routings),
+    Planted(
+        "own rows of the first choice only",
+        "if (threadIdx.x % 32 < l.top_k &&",
+        "if (threadIdx.x % 32 < 1 &&",
+        some_straight_bulk,
+    ),
+    Planted("own rows of all ranks", "&& h.ranks[i] == (int)l.me)", "&& true)", some_bulk_routings),
     Planted("to no row", "if (row < l.capacity) bulk", "if (false) bulk", some_bulk_routings),
     Planted(
         "the other piece",
