@@ -166,9 +166,9 @@ pub fn ep_bulk_defines() -> Vec<(String, u64)> {
 }
 
 /// Warps of a block that return sums of copies.
-pub const EP_BACK_RETURN: u64 = 9;
+pub const EP_BACK_RETURN: u64 = 11;
 /// Those that add what comes back.
-pub const EP_BACK_SUM: u64 = 5;
+pub const EP_BACK_SUM: u64 = 3;
 /// Bytes of a bulk load of the combine.
 pub const EP_BACK_SLICE: u64 = 3584;
 /// Loads that a warp has on their way; it has shared memory for one more.
