@@ -286,7 +286,8 @@ def conformance(n):
     launches = None if n > 1 and shutil.which("gcc") else "needs two GPUs and gcc"
     for ops in TEAM_OPS + TEAM_OPS_NCCL:
         argv = [program("gpu_team"), "launches_neither", "--nocapture"]
-        yield Config(f"launch-calls-{ops}", argv, by_launches, jit=True, needs=launches, env={"TW_TEAM_OPS": ops})
+        env = {"TW_TEAM_OPS": ops}
+        yield Config(f"launch-calls-{ops}", argv, by_launches, jit=True, needs=launches, env=env, takes=2 if n > 2 else None)
     for test in sorted(HERE.glob("gpu_*")):
         if test.name not in ("gpu_spike", "gpu_litmus", "gpu_team"):
             yield Config(f"ops-{test.name}", [str(test), "--test-threads", "1"], by_tests, jit=True)
@@ -598,6 +599,7 @@ def main():
     p.add_argument("mode", choices=[*MODES, "all"])
     p.add_argument("n", nargs="?", type=int, help="GPUs to use, from the first on")
     p.add_argument("--only", action="append", default=[], help="only configurations whose name contains this")
+    p.add_argument("--skip", action="append", default=[], help="no configurations whose name contains this")
     p.add_argument("--no-interposer", action="store_true", help="do not preload what counts cuMulticastCreate")
     p.add_argument("--for", type=float, dest="seconds", default=float("inf"), help="begin nothing after so many seconds")
     p.add_argument("--list", action="store_true", help="print the configurations instead of running them")
@@ -611,7 +613,8 @@ def main():
             return 2
     modes = list(MODES) if a.mode == "all" else [a.mode]
     wanted = [(m, c) for m in modes for c in MODES[m](n or 8)
-              if not a.only or any(part in f"{m}/{c.name}" for part in a.only)]
+              if (not a.only or any(part in f"{m}/{c.name}" for part in a.only))
+              and not any(part in f"{m}/{c.name}" for part in a.skip)]
     if a.list:
         for mode, c in wanted:
             print(f"{mode}/{c.name}")

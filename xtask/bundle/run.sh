@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh MODE [N] [--only PART] [--for SECONDS]: smoke, conformance, faults, bench or all, on the first N GPUs (all of
+# run.sh MODE [N] [--only PART] [--skip PART] [--for SECONDS]: smoke, conformance, faults, bench or all, on the first N GPUs (all of
 # them without N). Needs a driver, bash and python3; compute-sanitizer and gcc are used if they are
 # there. Each configuration is a line of JSON in $OUT/results.jsonl (./results.jsonl without OUT).
 set -u
