@@ -279,7 +279,7 @@ def conformance(n):
     yield Config("verify-nvshmem", ranks_of(2, *moves), by_rows, needs=needs)
     for part in LITMUS:
         yield Config(f"litmus-{part}", [program("gpu_litmus"), part], by_litmus, needs=None if n > 1 else "needs two GPUs")
-    # Attention has a kernel for each pair of head dimensions: the rare ones are compiled.
+    # Attention, also through NCCL, has a kernel for each pair of head dimensions: the rare ones are compiled.
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests, takes=1)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
     # With the interposer, it and `gpu` count what launches ask of the driver.
@@ -304,10 +304,10 @@ def conformance(n):
             if name == "nccl" and ranks == 1:
                 continue
             threads, takes = [program("tilewire"), *flags, "--ranks", str(ranks)], ranks if ranks < n else None
-            yield Config(f"verify-threads-{ranks}-{name}", threads, by_rows, name == "attention", takes=takes)
+            yield Config(f"verify-threads-{ranks}-{name}", threads, by_rows, name in ["attention", "nccl"], takes=takes)
             if ranks > 1:
                 processes = ranks_of(ranks, program("tilewire"), *flags)
-                yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name == "attention", takes=takes)
+                yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name in ["attention", "nccl"], takes=takes)
     ranks = max(up_to(n, [1, 2, 4, 8]))
     train = f'"$0" train --backend vmm --task copy --steps 5 --ranks {ranks} --trace t.json && "$0" trace t.json --html t.html'
     yield Config(f"train-trace-{ranks}", ["bash", "-c", train, program("tilewire")], by_trace, jit=True)

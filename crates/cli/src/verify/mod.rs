@@ -31,6 +31,10 @@ use crate::rows::Row;
 /// the library does what sanitizers report.
 const NCCL: &str = "nccl";
 
+fn has_no_nccl() -> bool {
+    tilewire::device::cuda::NcclComm::library().is_err()
+}
+
 /// One thing to verify.
 #[derive(Clone, Debug)]
 pub struct Case {
@@ -266,9 +270,9 @@ fn run_one(world: &World, case: &Case, options: &Options) -> Finding {
             device,
         },
         // Refused before anything was queued, and by all ranks alike; without NCCL there is no such
-        // operation.
+        // operation. Something else that is not there, like a kernel, is a failure.
         Err(e)
-            if (e.is_unsupported() || case.by_nccl() && e.is_unavailable())
+            if (e.is_unsupported() || case.by_nccl() && has_no_nccl() && e.is_unavailable())
                 && options.backend != BackendKind::Host =>
         {
             let note = Some(e.to_string());
