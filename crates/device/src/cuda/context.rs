@@ -297,12 +297,15 @@ impl CudaContext {
 
     /// Compiles those of `specs` that are neither embedded nor cached, on all cores, and loads them; how many there were.
     /// Plans that ask for them one by one would compile on one core. What fails is left for the plan that needs it,
-    /// which says why.
+    /// which says why. Nothing is compiled ahead without a cache: its locks keep ranks from all compiling the same.
     ///
     /// # Errors
     /// As [`CudaContext::jit`].
     pub fn compile_ahead(&self, specs: &[KernelSpec]) -> Result<usize> {
         let jit = self.jit()?;
+        if jit.cache().is_err() {
+            return Ok(0);
+        }
         let missing: Vec<_> = specs.iter().filter(|s| jit.would_compile(s)).collect();
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let next = AtomicUsize::new(0);

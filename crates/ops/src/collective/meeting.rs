@@ -74,9 +74,16 @@ fn pieces(part: usize) -> usize {
     (2 * FEW_PIECES).max(part.div_ceil(COLLECTIVE_PIECE as usize))
 }
 
-/// The most rows that a launch of all-reduce sends whole.
+/// The most rows that a launch of all-reduce sends whole: none where this kernel never does it.
 pub(super) fn most_whole_rows(desc: &CollectiveDesc, size: usize) -> usize {
-    whole_rows(desc.cols * desc.dtype.size(), size).min(desc.m)
+    let row = desc.cols * desc.dtype.size();
+    let fits = is_whole(row) && (2..=COLLECTIVE_RANKS).contains(&size);
+    if fits { whole_rows(row, size).min(desc.m) } else { 0 }
+}
+
+/// Rows that bulk copies can take.
+fn is_whole(row: usize) -> bool {
+    row > 0 && row.is_multiple_of(16)
 }
 
 /// Bytes of a rank's flags.
@@ -97,8 +104,10 @@ pub(super) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
 pub(super) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Result<bool> {
     let (ctx, row) = (lane.context(), desc.cols * desc.dtype.size());
     let room = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;
-    let whole = row > 0 && row.is_multiple_of(16);
-    Ok(room && whole && (2..=COLLECTIVE_RANKS).contains(&size) && COLLECTIVE.runs_on(&ctx.arch()?))
+    Ok(room
+        && is_whole(row)
+        && (2..=COLLECTIVE_RANKS).contains(&size)
+        && COLLECTIVE.runs_on(&ctx.arch()?))
 }
 
 /// `TwPart` of the kernel.

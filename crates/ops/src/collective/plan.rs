@@ -115,7 +115,8 @@ impl CollectivePlan {
 
     /// On GPUs: how many multiprocessors a launch may take at most, at least 1, where one kernel does it
     /// ([`CollectivePlan::explain`] says so); copy engines take none. 32 by default, 64 for sums of more than 96 MiB. It
-    /// goes on with fewer, if slowly. Results do not depend on it, and ranks need not agree.
+    /// goes on with fewer, if slowly. Results do not depend on it, and ranks need not agree. Its blocks wait for other ranks
+    /// and a multiprocessor holds one of them: plans that may wait for different ranks at once must fit on the device together.
     #[must_use]
     pub fn with_num_sms(mut self, num: usize) -> Self {
         self.num_sms = Some(u32::try_from(num.max(1)).unwrap_or(u32::MAX));

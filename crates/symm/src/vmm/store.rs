@@ -191,7 +191,10 @@ impl VmmStore {
         let own: Vec<_> = own.iter().map(|c| &c.0).collect();
         let map = |which: usize, reserve: usize| {
             let stride = reserve.max(own[which].len_bytes());
-            let stride = stride.next_multiple_of(granularity(&parts.ctx)?);
+            let stride =
+                stride.checked_next_multiple_of(granularity(&parts.ctx)?).ok_or_else(|| {
+                    Error::new(ErrorKind::Exhausted, "no machine has so many addresses")
+                })?;
             all.with_chunks(&parts.ctx, team.rank(), (which, own[which]), |chunks| {
                 VmmRange::map(&parts.ctx, chunks, stride)
             })
@@ -231,13 +234,14 @@ impl VmmStore {
         };
         let (ctx, team) = (&self.ctx, &self.team);
         let old = range.len_bytes();
-        let grain = granularity(ctx)?;
-        let more = len.next_multiple_of(grain).saturating_sub(old);
-        if more == 0 {
-            // What it was rounded up to is enough.
-            return Ok(());
-        }
-        let (chunk, handle) = team.settle("vmm-grow", chunk(ctx, more, self.by))?;
+        let made = granularity(ctx).and_then(|grain| {
+            match len.next_multiple_of(grain).saturating_sub(old) {
+                // What it was rounded up to is enough.
+                0 => Ok(None),
+                more => chunk(ctx, more, self.by).map(Some),
+            }
+        });
+        let Some((chunk, handle)) = team.settle("vmm-grow", made)? else { return Ok(()) };
         let all = Handles::exchange(team, &[&handle])?;
         let mapped = all.with_chunks(ctx, team.rank(), (0, &chunk), |chunks| range.extend(chunks));
         let mine = mapped.is_ok();
