@@ -196,8 +196,20 @@ pub(crate) fn write_prepare(ctl: &Control, me: Rank, seq: u64, fp: u64) {
     word(older).store(seq, Ordering::Release);
 }
 
+/// What `rank` has at position `seq`: its entry, or, if launches behind it have overwritten that, what
+/// is kept of its last two prepares.
+///
+/// A prepare is noted after its entry. So where the note is there and the entry was not, the entry may
+/// have been written in between: it is looked for once more, this time behind the note.
+pub(crate) fn read_or_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
+    read(ctl, rank, seq).or_else(|| {
+        let noted = read_prepare(ctl, rank, seq)?;
+        Some(read(ctl, rank, seq).unwrap_or(noted))
+    })
+}
+
 /// Prepare number `seq` of `rank`, if it is one of its last two.
-pub(crate) fn read_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
+fn read_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
     let word = |i| ctl.prepare_word(rank, i);
     let at = [0, 2].into_iter().find(|&i| word(i).load(Ordering::Acquire) == seq)?;
     Some(Entry {
@@ -207,4 +219,55 @@ pub(crate) fn read_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry>
         fingerprint: word(at + 1).load(Ordering::Relaxed),
         text: "(a prepare whose words are no longer recorded)".to_owned(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use super::*;
+    use crate::control::page_bytes;
+    use crate::map::{Mapping, shared_file};
+
+    const ROUNDS: u64 = 20_000;
+
+    /// A prepare that is written while it is looked for is found with its words, or not yet.
+    #[test]
+    fn a_prepare_is_never_seen_without_its_words_while_it_is_written() {
+        let bytes = page_bytes(1);
+        let file = shared_file("recorder", bytes).unwrap();
+        let ctl = Control::new(Mapping::new(&[file], bytes, bytes).unwrap(), 1);
+        let (me, read_up_to) = (Rank::new(0), AtomicU64::new(0));
+        let wrong = std::thread::scope(|s| {
+            s.spawn(|| {
+                for seq in 1..=ROUNDS {
+                    let fp = Fingerprint::recorded(seq, format!("op {seq}"));
+                    write(&ctl, me, seq, EntryKind::Prepare, fp.tag(), fp.text());
+                    write_prepare(&ctl, me, seq, fp.tag());
+                    while read_up_to.load(Ordering::Acquire) < seq {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+            let wrong = (1..=ROUNDS).find_map(|seq| {
+                let mut looks = 0u32;
+                let found = loop {
+                    looks += 1;
+                    match read_or_prepare(&ctl, me, seq) {
+                        Some(e) => break e,
+                        // Where the two share a core.
+                        None if looks.is_multiple_of(256) => std::thread::yield_now(),
+                        None => std::hint::spin_loop(),
+                    }
+                };
+                read_up_to.store(seq, Ordering::Release);
+                let right = found.fingerprint == seq && found.text == format!("op {seq}");
+                (!right).then_some(found)
+            });
+            // Whatever was found, the writer must end.
+            read_up_to.store(u64::MAX, Ordering::Release);
+            wrong
+        });
+        assert_eq!(wrong, None);
+    }
 }

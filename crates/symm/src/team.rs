@@ -409,10 +409,7 @@ impl LiveTeam {
                 &WaitCtx { op: "prepare", phase: "agree", seq, peer: p, expected: seq },
                 // A peer may have passed and made so many launches that its entry is gone; the
                 // words of its last two prepares stay.
-                || {
-                    recorder::read(&self.0.ctl, p, seq)
-                        .or_else(|| recorder::read_prepare(&self.0.ctl, p, seq))
-                },
+                || recorder::read_or_prepare(&self.0.ctl, p, seq),
                 || 0,
             );
             let theirs = waited.map_err(|e| self.fail(e))?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tilewire_boot::{Mesh, PeerExit, ThreadMesh};
 use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result, Team};
+use tilewire_device::Fault;
 
 use crate::team::{LiveTeam, TeamInner, lock};
 
@@ -45,6 +46,33 @@ struct WorldInner {
     exits: Mutex<Vec<(Rank, PeerExit)>>,
     /// How often each (name, members) has formed a team: their generations.
     generations: Mutex<HashMap<(String, Vec<Rank>), u64>>,
+    told: Mutex<ToldDeaths>,
+}
+
+/// Deaths that the faults of teams have told. A peer may tell of one before my own mesh knows it.
+#[derive(Default)]
+struct ToldDeaths {
+    /// The faults of teams that may still meet one, and who is in these teams.
+    open: Vec<(Arc<Fault>, Team)>,
+    /// World ranks: bit `i` is rank `i`.
+    mask: u64,
+}
+
+impl ToldDeaths {
+    /// Reads the faults; keeps those that nobody has read to the end and that others can still set.
+    fn read(&mut self) -> u64 {
+        let mask = &mut self.mask;
+        self.open.retain(|(fault, team)| {
+            // Counted first: what nobody else holds cannot be set behind the look at it.
+            let last = Arc::strong_count(fault) == 1;
+            let Some(e) = fault.get() else { return !last };
+            if let Some(peer) = e.get_peer().filter(|_| e.is_peer_dead()) {
+                *mask |= team.members().get(peer.idx()).map_or(0, |r| 1 << r.idx());
+            }
+            false
+        });
+        *mask
+    }
 }
 
 /// All ranks of a job. A value: make and drop as many as you like, several may live side by side.
@@ -63,6 +91,7 @@ impl World {
             teams: Mutex::default(),
             exits: Mutex::default(),
             generations: Mutex::default(),
+            told: Mutex::default(),
         });
         let weak = Arc::downgrade(&inner);
         inner.mesh.on_exit(Box::new(move |rank, how| {
@@ -132,9 +161,11 @@ impl World {
         self.0.mesh.size()
     }
 
-    /// World ranks that have not died or left.
+    /// World ranks that have not died or left, as far as this rank knows. A rank whose death a team of
+    /// mine has raised as its fault is never among them, also where only a peer had noticed it: the
+    /// ranks that are left after a `PeerDead` can form their next team of these at once.
     pub fn alive(&self) -> Vec<Rank> {
-        let gone = self.0.mesh.gone();
+        let gone = self.0.mesh.gone() | lock(&self.0.told).read();
         Rank::all(self.size()).filter(|r| gone >> r.idx() & 1 == 0).collect()
     }
 
@@ -158,7 +189,13 @@ impl World {
         let list: Vec<String> = members.iter().map(|r| r.get().to_string()).collect();
         let digest = blake3::hash(list.join(",").as_bytes()).to_hex();
         let tag = format!("team/{name}/{}/{generation}", &digest[..16]);
-        let team = LiveTeam::meet(self.0.mesh.clone(), info, &tag, generation, self.0.cfg)?;
+        let met = LiveTeam::meet(self.0.mesh.clone(), info.clone(), &tag, generation, self.0.cfg);
+        let team = met?;
+        {
+            let mut told = lock(&self.0.told);
+            told.read();
+            told.open.push((team.fault().clone(), info));
+        }
         let mut teams = lock(&self.0.teams);
         teams.retain(|t| t.strong_count() > 0);
         teams.push(Arc::downgrade(&team.0));

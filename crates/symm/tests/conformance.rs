@@ -246,9 +246,15 @@ fn a_dead_rank_is_named_at_once_and_the_others_form_a_new_team() {
         let victim = Rank::new(2);
         let sig = s.team.signals(1, "x")?;
         if world.rank() == victim {
+            // Not while the others still set up: that would be their error.
+            for peer in s.team.peers() {
+                s.os.wait(&s.stream, peer, sig.slot(0), 1)?;
+            }
+            s.finish()?;
             // A thread that ends without a goodbye: what a crash looks like from outside.
             panic!("gone");
         }
+        s.os.signal(&s.stream, victim, sig.slot(0), 1)?;
         s.os.wait(&s.stream, victim, sig.slot(0), 1)?;
         let p = Pending::new((), &s.stream, Some(s.team.fault().clone()))?;
         let e = p.wait().unwrap_err();
@@ -542,4 +548,37 @@ fn empty_buffers_do_not_upset_the_digest() {
         team.agree(true).map(|_| ())
     })
     .unwrap();
+}
+
+/// A rank hears of a death from a peer before its own connections show it: the dead rank is not among
+/// those alive from then on, whether its team is still there or not.
+#[test]
+fn a_death_that_a_peer_has_told_counts_at_once() {
+    let told = World::run_threads(3, WorldCfg::for_tests(), |world| {
+        // In other numbers than the world's.
+        let reversed: Vec<Rank> = (0..3).rev().map(Rank::new).collect();
+        let team = world.team(&reversed, "all")?.unwrap();
+        let (me, victim) = (world.rank().get(), Rank::new(2));
+        if me == 2 {
+            // Nothing has happened to it; so nobody can have noticed anything by himself.
+            while team.check().is_ok() {
+                std::thread::yield_now();
+            }
+            return Ok(world.alive().len());
+        }
+        if me == 0 {
+            let about = team.team_rank(victim).unwrap();
+            let _first = team.fail(Error::new(ErrorKind::PeerDead, "it is told").peer(about));
+        } else {
+            while team.check().is_ok() {
+                std::thread::yield_now();
+            }
+        }
+        assert_eq!(world.alive().len(), 2, "{:?}", team.check());
+        drop(team);
+        let rest = world.team(&world.alive(), "rest")?.unwrap();
+        assert!(rest.agree(true)?);
+        Ok(rest.size())
+    });
+    assert_eq!(told.unwrap()[..2], [2, 2]);
 }
