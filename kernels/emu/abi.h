@@ -93,6 +93,19 @@ void emu_warp(unsigned mask, const char* op, unsigned line, const void* in, void
 void emu_copy_async(void* dst, const void* src, unsigned bytes, unsigned zeros);
 void emu_copy_commit();               // ends a group
 void emu_copy_wait(unsigned groups);  // for all groups but this many of the latest
+// Barriers in shared memory, as mbarrier.* of PTX; and bulk copies, which happen some time after they were issued.
+void emu_mbar_init(unsigned long long* bar, unsigned count);
+void emu_mbar_arrive(unsigned long long* bar, unsigned bytes);
+bool emu_mbar_done(unsigned long long* bar, unsigned parity);
+void emu_bulk_load(void* shared, const void* global, unsigned bytes, unsigned long long* bar);
+void emu_bulk_store(void* global, const void* shared, unsigned bytes);
+void emu_bulk_commit();                              // ends a group
+void emu_bulk_wait(unsigned groups, bool written);   // for all groups but this many of the latest: read, or written
+// Bulk copies know of barriers that were made; see shared memory as it is; come behind what was acquired, too.
+enum EmuFence : unsigned { EMU_BARRIERS, EMU_SHARED, EMU_ALL };
+void emu_proxy_fence(EmuFence what);
+void emu_acquired();  // this thread has acquired what another, of any block, has written
+void emu_ordered();   // a fence: threads of this block may have told this one of what they did
 void emu_sleep(unsigned ns);
 unsigned long long emu_now();
 // Ends the run with this message.

@@ -257,6 +257,7 @@ template <class T, class E, class V> inline T atomicCAS(T* p, E expect, V v) {
 }
 inline void __threadfence() {
     emu_point("fence.acq_rel.gpu", nullptr, 0);
+    emu_ordered();
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 inline void __threadfence_block() {

@@ -51,6 +51,49 @@ struct Copy {
     unsigned bytes, zeros, group;
 };
 
+// A bulk copy on its way: of a load its barrier, and the phase that its bytes belong to.
+struct Bulk {
+    char* to;
+    const char* from;
+    unsigned bytes, thread, group;
+    u64 read_at, write_at;  // ticks of its block
+    u64* bar;
+    unsigned parity;
+    bool read;
+    std::vector<char> data;  // once it is read
+};
+
+// A load that has come, and that nobody has waited for.
+struct Unseen {
+    u64* bar;
+    unsigned parity;
+};
+
+// What a thread knows of its block by its own doing and by meetings: the latest acquire; the latest behind which there
+// was a proxy fence of all memory; the latest proxy fence.
+struct Known {
+    u64 acquired, fenced, fence;
+
+    void join(const Known& k) {
+        if (k.acquired > acquired) acquired = k.acquired;
+        if (k.fenced > fenced) fenced = k.fenced;
+        if (k.fence > fence) fence = k.fence;
+    }
+};
+
+// Shared memory as bulk copies see it: behind the fence that first told of what is there, for each 16 bytes, and
+// before. Empty: as the block began.
+struct View {
+    std::vector<char> now, before;
+    std::vector<u64> fence;
+};
+
+// What those knew who came to a barrier in shared memory.
+struct Told {
+    u64* bar;
+    Known known;
+};
+
 struct Fiber : EmuThread {
     Context context;
     Block* block;
@@ -64,6 +107,8 @@ struct Fiber : EmuThread {
     unsigned line, mask, barrier;
     std::vector<Copy> copies;
     unsigned groups;  // of copies, ended so far
+    unsigned stored_groups, read_groups;  // up to its latest bulk store; whose shared memory was read for certain
+    Known known;
 };
 
 // A collective that not all of its lanes have reached.
@@ -84,6 +129,7 @@ struct Module {
 
 struct Stream {
     unsigned launch, next, live, done;
+    std::vector<Bulk> late;  // writes of blocks that have ended
 };
 
 struct Run {
@@ -101,6 +147,7 @@ struct Run {
 // A named barrier: who has come, of how many; none of both when nobody has.
 struct Barrier {
     unsigned come, threads;
+    Known known;
 };
 
 struct Block {
@@ -115,6 +162,13 @@ struct Block {
     bool started;
     unsigned done, at_sync, sync_line, votes, voted;
     Barrier barriers[16];
+    std::vector<Bulk> bulks;
+    std::vector<Unseen> unseen;
+    std::vector<u64*> made;   // barriers that bulk copies do not know of
+    std::vector<Told> told;
+    View view;
+    u64 ticks, due;           // steps while there are bulk copies; when the next of them goes on
+    u64 acquires, fences;
 };
 
 struct Worker {
@@ -314,6 +368,9 @@ void yield(Fiber* f) {
     leave(f);
 }
 
+void progress(Fiber* f);
+void check_stores(Fiber* f);
+
 void step(Fiber* f) {
     Worker* w = f->block->worker;
     const EmuRun* cfg = w->run->cfg;
@@ -326,11 +383,23 @@ void step(Fiber* f) {
     }
     if (stopped(w->run))
         for (;;) leave(f);
+    Block* b = f->block;
+    if (!b->bulks.empty() && ++b->ticks >= b->due) progress(f);
 }
 
 void wake(Block* b, unsigned index) {
     b->fibers[index].state = READY;
     b->ready.push_back(index);
+}
+
+// Threads that meet know what each of them knew: those of `mask` from `first` on.
+void meet(Block* b, unsigned first, unsigned mask) {
+    if (b->acquires + b->fences == 0) return;
+    Known all = {};
+    for (unsigned l = 0; l < 32; l++)
+        if (mask >> l & 1) all.join(b->fibers[first + l].known);
+    for (unsigned l = 0; l < 32; l++)
+        if (mask >> l & 1) b->fibers[first + l].known = all;
 }
 
 // Carries out the collectives of a warp for which nobody is missing any more. `but` is the lane
@@ -347,6 +416,7 @@ void settle(Block* b, unsigned warp, unsigned but) {
         if ((g.lanes.mask & there) != g.lanes.active) continue;
         b->gathers.erase(b->gathers.begin() + i);
         g.fn(&g.lanes, g.ctx);
+        meet(b, warp * 32, g.lanes.active);
         for (unsigned l = 0; l < 32; l++)
             if ((g.lanes.active >> l & 1) && warp * 32 + l != but) wake(b, warp * 32 + l);
         return settle(b, warp, but);
@@ -359,6 +429,7 @@ void fiber_main() {
     f->inside = false;
     b->launch->entry(b->launch->args);
     f->inside = true;
+    check_stores(f);
     f->state = DONE;
     b->done++;
     if (b->at_sync > 0) {

@@ -1,4 +1,4 @@
-// The emulator's runtime, second part: blocks on OS threads, launches in streams, and the functions
+// The emulator's runtime, third part: blocks on OS threads, launches in streams, and the functions
 // that kernels and the harness call.
 
 namespace {
@@ -133,7 +133,9 @@ void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number) {
     b->module = find_module(w, l);
     b->started = false;
     b->done = b->at_sync = b->votes = 0;
-    memset(b->barriers, 0, sizeof b->barriers);
+    for (Barrier& bar : b->barriers) bar = {};
+    b->bulks.clear(), b->unseen.clear(), b->made.clear(), b->told.clear(), b->view.now.clear();
+    b->ticks = b->due = b->acquires = b->fences = 0;
     b->fibers.resize(n);
     b->ready.clear();
     b->gathers.clear();
@@ -147,7 +149,8 @@ void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number) {
         f->block = b, f->index = i, f->state = READY, f->inside = true;
         f->op = nullptr, f->at = nullptr;
         f->copies.clear();
-        f->groups = 0;
+        f->groups = f->stored_groups = f->read_groups = 0;
+        f->known = {};
         f->stack = take_stack(w);
         prepare(f);
         b->ready.push_back(i);
@@ -159,6 +162,7 @@ void finish(Worker* w, Block* b) {
     Run* r = w->run;
     check_shared(b);
     check_barriers(b);
+    check_loads(b);
     w->loaded[b->module] = nullptr;
     for (Fiber& f : b->fibers) w->stacks.push_back(f.stack);
     for (size_t i = 0; i < w->live.size(); i++)
@@ -169,8 +173,12 @@ void finish(Worker* w, Block* b) {
     Stream* s = &r->streams[b->stream];
     s->live--;
     s->done++;
+    // What nobody has waited for is written by the end of the kernel, not before.
+    for (Bulk& c : b->bulks)
+        if (c.bar == nullptr) s->late.push_back(std::move(c));
     if (s->done == b->launch->grid[0] * b->launch->grid[1] * b->launch->grid[2]) {
-        *s = {s->launch + 1, 0, 0, 0};
+        for (const Bulk& c : s->late) memcpy(c.to, c.data.data(), c.bytes);
+        *s = {s->launch + 1, 0, 0, 0, {}};
         if (s->launch == r->cfg->streams[b->stream].len) r->open--;
     }
     __atomic_fetch_add(&r->version, 1, __ATOMIC_RELEASE);
@@ -420,6 +428,11 @@ unsigned emu_sync(unsigned line, bool vote) {
         leave(f);
         return b->voted;
     }
+    if (b->acquires + b->fences > 0) {
+        Known all = {};
+        for (const Fiber& other : b->fibers) all.join(other.known);
+        for (Fiber& other : b->fibers) other.known = all;
+    }
     // Nobody can overwrite the result before all have read it: the next meeting needs all.
     b->voted = b->votes;
     b->at_sync = b->votes = 0;
@@ -444,6 +457,7 @@ void emu_bar(unsigned id, unsigned threads, bool wait, unsigned line) {
         die(f, s);
     }
     bar->threads = threads;
+    bar->known.join(f->known);
     if (++bar->come < threads) {
         if (!wait) return;
         f->state = NAMED;
@@ -451,9 +465,13 @@ void emu_bar(unsigned id, unsigned threads, bool wait, unsigned line) {
         leave(f);
         return;
     }
-    bar->come = 0;
-    for (Fiber& other : b->fibers)
-        if (other.state == NAMED && other.barrier == id) wake(b, other.index);
+    f->known = bar->known;
+    for (Fiber& other : b->fibers) {
+        if (other.state != NAMED || other.barrier != id) continue;
+        other.known.join(bar->known);
+        wake(b, other.index);
+    }
+    *bar = {};
 }
 
 void emu_warp(unsigned mask, const char* op, unsigned line, const void* in, void* out, EmuWarpFn fn, const void* ctx) {

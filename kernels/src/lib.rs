@@ -85,7 +85,10 @@ const PTX_TWINS: &[(&str, &str)] = &[
 pub const TEAM: &str = include_str!("comm/team.cuh");
 
 /// What kernels share that meet inside; stands behind [`TEAM`].
-pub(crate) const MEET: &str = include_str!("comm/meet.cuh");
+pub(crate) const MEET: &str =
+    concat!(include_str!("common/last.cuh"), include_str!("comm/meet.cuh"));
+/// A block that comes last.
+pub(crate) const LAST: &str = include_str!("common/last.cuh");
 
 /// Rows through shared memory; stands behind [`BULK`].
 pub(crate) const STAGE: &str = include_str!("comm/stage.cuh");
@@ -162,7 +165,7 @@ pub const LINKS: Source = Source {
     ],
 };
 
-/// The orders that the protocol rests on, for `gpu_litmus`.
+/// The orders that the protocol rests on, for `gpu_spike litmus`.
 pub const LITMUS: Source = Source {
     name: "bench/litmus.cu",
     parts: &[LD_ST, BULK, include_str!("bench/litmus.cu")],

@@ -315,7 +315,8 @@ __device__ __forceinline__ void tw_sum(const TwTeam& t, const TwCollective& c, c
             __syncwarp();
             if (t.size <= 4) tw_add_units<4, 2>(t, a, at, len / 16, (TwUnit*)s.piece);
             else tw_add_units<8, 1>(t, a, at, len / 16, (TwUnit*)s.piece);
-            fence_proxy_async_shared_cta();
+            // Behind the flags that were waited for, and behind the sum.
+            fence_proxy_async();
             __syncwarp();
             if (to) bulk_store((void*)(to + at), s.piece, len);
             bulk_commit_group();

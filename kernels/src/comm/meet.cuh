@@ -1,22 +1,5 @@
-// What kernels share that meet the other ranks inside: a block that comes last, waits of many warps, things that
-// warps take in turn, and copies of any alignment. Stands behind team.cuh.
-
-// True in all threads of the block that comes last; what the others did before is visible to it.
-__device__ __forceinline__ bool tw_comes_last(u32* ticket) {
-    __shared__ u32 last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(ticket, 1u) == gridDim.x - 1;
-        if (last) *ticket = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    const bool mine = last;
-    // The next call writes the word again.
-    __syncthreads();
-    return mine;
-}
+// What kernels share that meet the other ranks inside: waits of many warps, things that warps take in turn, and copies of
+// any alignment. Stands behind team.cuh and common/last.cuh.
 
 // By one block: bytes of each output, in pieces where they are whole.
 __device__ __noinline__ void tw_spoil(const TwPoison& p) {

@@ -6,6 +6,7 @@ typedef long long i64;
 
 __device__ __forceinline__ u64 ld_acquire_sys_u64(const u64* p) {
     emu_point("ld.acquire.sys", p, 8);
+    emu_acquired();
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 
@@ -37,6 +38,7 @@ __device__ __forceinline__ void red_add_release_sys_u64(u64* p, u64 v) {
 // Returns the value found; the exchange happened if that is `expect`.
 __device__ __forceinline__ u64 atom_cas_acq_rel_gpu_u64(u64* p, u64 expect, u64 v) {
     emu_point("atom.acq_rel.gpu.cas", p, 8);
+    emu_acquired();
     __atomic_compare_exchange_n(p, &expect, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return expect;
 }
@@ -44,11 +46,13 @@ __device__ __forceinline__ u64 atom_cas_acq_rel_gpu_u64(u64* p, u64 expect, u64 
 // Returns the value found.
 __device__ __forceinline__ u64 atom_add_acq_rel_gpu_u64(u64* p, u64 v) {
     emu_point("atom.acq_rel.gpu.add", p, 8);
+    emu_acquired();
     return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
 }
 
 __device__ __forceinline__ void fence_acq_rel_sys() {
     emu_point("fence.acq_rel.sys", nullptr, 0);
+    emu_ordered();
     __atomic_thread_fence(__ATOMIC_ACQ_REL);
 }
 

@@ -8,8 +8,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const COMPILER: &str = "g++";
 const ABI: &str = include_str!("../../emu/abi.h");
 const PRELUDE: &str = include_str!("../../emu/emu.h");
-const RUNTIME: [&str; 2] =
-    [include_str!("../../emu/fibers.h"), include_str!("../../emu/runtime.cpp")];
+const RUNTIME: [&str; 3] = [
+    include_str!("../../emu/fibers.h"),
+    include_str!("../../emu/bulk.h"),
+    include_str!("../../emu/runtime.cpp"),
+];
 
 /// A text with kernels, and how to compile it.
 #[derive(Clone)]

@@ -89,7 +89,11 @@ fn loads_and_stores_move_every_word() {
 }
 
 /// Ranks, my rank, peers in turn (0: straight to `dst`), chunks, blocks.
-fn bulk(lib: &'static Lib, (size, me, num, chunks, blocks): (usize, usize, usize, usize, u32)) {
+fn bulk(
+    lib: &'static Lib,
+    seed: u64,
+    (size, me, num, chunks, blocks): (usize, usize, usize, usize, u32),
+) {
     let len = chunks * CHUNK;
     let (src, bytes) = filled("src", len, 7);
     let stride = len + 48;
@@ -108,7 +112,7 @@ fn bulk(lib: &'static Lib, (size, me, num, chunks, blocks): (usize, usize, usize
     let smem = LINK_STAGES * CHUNK as u32;
     let kernel = lib.kernel("tw_link_bulk");
     let launch = kernel.grid([blocks, 1, 1], [32, 1, 1]).smem(smem).arg(&param);
-    Run::new(1).memory([&src, &dst]).stream(0, vec![launch]).go().unwrap();
+    Run::new(seed).memory([&src, &dst]).stream(0, vec![launch]).go().unwrap();
     let mut want = vec![GUARD; size * stride];
     for c in 0..chunks {
         let rank = if num == 0 { 0 } else { (me + 1 + c % num) % size };
@@ -122,15 +126,17 @@ fn bulk(lib: &'static Lib, (size, me, num, chunks, blocks): (usize, usize, usize
 }
 
 fn bulk_cases(lib: &'static Lib) {
-    for case in [
-        (2, 0, 1, 1, 1),
-        (2, 1, 1, 40, 3),
-        (4, 2, 3, 50, 2),
-        (8, 7, 7, 33, 5),
-        (3, 0, 0, 20, 1),
-        (2, 0, 1, 3, 8),
-    ] {
-        bulk(lib, case);
+    for seed in 1..4 {
+        for case in [
+            (2, 0, 1, 1, 1),
+            (2, 1, 1, 40, 3),
+            (4, 2, 3, 50, 2),
+            (8, 7, 7, 33, 5),
+            (3, 0, 0, 20, 1),
+            (2, 0, 1, 3, 8),
+        ] {
+            bulk(lib, seed, case);
+        }
     }
 }
 
@@ -210,6 +216,38 @@ const MUTANTS: &[Planted] = &[
         "no more loads after the first",
         "if (k + TW_STAGES / 2 < mine)",
         "if (false)",
+        bulk_cases,
+    ),
+    Planted(
+        "a load is not waited for",
+        "while (!mbarrier_try_wait_parity(full + s, k / TW_STAGES & 1)) {\n        }",
+        "",
+        bulk_cases,
+    ),
+    Planted(
+        "stages are loaded while they are stored",
+        "bulk_wait_group_read<TW_STAGES / 2 - 1>();",
+        "",
+        bulk_cases,
+    ),
+    Planted(
+        "the oldest stage is not waited for",
+        "bulk_wait_group_read<TW_STAGES / 2 - 1>();",
+        "bulk_wait_group_read<TW_STAGES / 2 + 1>();",
+        bulk_cases,
+    ),
+    Planted("stores are no group", "bulk_commit_group();", "", bulk_cases),
+    Planted("stores are left behind", "    bulk_wait_group<0>();\n", "", bulk_cases),
+    Planted(
+        "the end waits for all but one",
+        "    bulk_wait_group<0>();\n",
+        "    bulk_wait_group<1>();\n",
+        bulk_cases,
+    ),
+    Planted(
+        "copies do not know their barriers",
+        "fence_mbarrier_init_release_cluster();",
+        "",
         bulk_cases,
     ),
     Planted("nobody answers", "if (!first) st_release_sys_u64(peer, i);", "", pings),

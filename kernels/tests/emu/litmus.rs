@@ -41,6 +41,7 @@ struct Param {
 }
 
 const FLAG_FIRST: u32 = 1;
+const NO_WAIT: u32 = 2;
 const NO_CREDIT: u32 = 3;
 const NO_COUNTER: u32 = 4;
 
@@ -212,7 +213,7 @@ fn rounds_in_good_order_show_nothing() {
 /// A mistake whose words are of an earlier round, or of a later one.
 fn mistakes(lib: &'static Lib) {
     let ring = |broken| Ring { broken, reads: 4, ..Ring::new(lib, 2, 2) };
-    for (broken, old) in [(FLAG_FIRST, true), (NO_CREDIT, false)] {
+    for (broken, old) in [(FLAG_FIRST, true), (NO_WAIT, true), (NO_CREDIT, false)] {
         let found = ring(broken).meet("tw_litmus_bulk", 1);
         assert!(found.wrong > 0 && (found.stale > 0) == old, "{broken}: {found:?}");
         assert_eq!(found.rounds, 25, "the rounds go on");
@@ -286,6 +287,32 @@ const MUTANTS: &[Planted] = &[
         "the credit before the last read",
         "k < p.reads; k++",
         "k < p.reads; k++, threadIdx.x == 0 ? st_release_sys_u64(tw_line(p.grant, lane), round) : void()",
+        good,
+    ),
+    Planted(
+        "a load is not waited for",
+        "while (!mbarrier_try_wait_parity(&full, parity)) {\n            }",
+        "",
+        good,
+    ),
+    Planted("a flag before the store is written", "bulk_wait_group<0>();", "", good),
+    Planted(
+        "a flag once the store is read",
+        "bulk_wait_group<0>();",
+        "bulk_wait_group_read<0>();",
+        good,
+    ),
+    Planted("the store is no group", "bulk_commit_group();", "", good),
+    Planted(
+        "the store is not behind the credit",
+        "    fence_proxy_async();\n    bulk_store(",
+        "    bulk_store(",
+        good,
+    ),
+    Planted(
+        "the load is not behind the flag",
+        "fence_proxy_async();\n                mbarrier",
+        "mbarrier",
         good,
     ),
     Planted("a push without a new word", "        *epoch = round;\n", "", good),

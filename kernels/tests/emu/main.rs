@@ -8,6 +8,7 @@ mod attention;
 mod attention_fwd;
 mod attention_grad;
 mod attention_mutants;
+mod bulk_copies;
 mod collective;
 mod collective_mutants;
 mod compile;
@@ -63,6 +64,7 @@ fn main() -> ExitCode {
     let wanted: Vec<&String> = args.iter().filter(|a| !a.starts_with('-')).collect();
     let all = [
         probes::TESTS,
+        bulk_copies::TESTS,
         signal::TESTS,
         orders::TESTS,
         mutants::TESTS,

@@ -1,0 +1,304 @@
+// The emulator's runtime, second part: barriers in shared memory, and bulk copies, which complete late.
+//
+// A copy reads its source some steps of its block after it was issued, and writes some steps after that: at once,
+// or thousands of steps later, as the seed decides. Waits bring about what they promise and nothing more. What
+// bulk copies see of a block's shared memory is kept beside it: it follows at proxy fences.
+
+namespace {
+
+Module* module_of(Block* b);
+char* shared_of(Module* m);
+void check(Fiber* f, const char* op, const void* p, unsigned bytes);
+
+// Steps until a copy goes on. Of the last kind are those that only a wait brings about.
+u64 delay(Worker* w) {
+    constexpr unsigned most[5] = {1, 32, 512, 8192, 1u << 30};
+    const unsigned kind = random(w) % 5;
+    return random(w) % most[kind];
+}
+
+View& view_of(Block* b) {
+    View& v = b->view;
+    const size_t len = module_of(b)->shared_len;
+    if (v.now.empty()) v.now.assign(len, (char)0xff), v.before = v.now, v.fence.assign(len / 16 + 1, 0);
+    return v;
+}
+
+// What copies of a thread that knows of `fence` see of the 16 bytes from byte `at` on.
+const char* seen(const View& v, size_t at, u64 fence) {
+    return (v.fence[at / 16] <= fence ? v.now : v.before).data() + at;
+}
+
+// Behind `fence` copies see what is in `shared`.
+void show(View& v, const char* shared, size_t len, u64 fence) {
+    if (memcmp(v.now.data(), shared, len) == 0) return;
+    for (size_t at = 0; at < len; at += 16) {
+        const size_t n = len - at < 16 ? len - at : 16;
+        if (memcmp(&v.now[at], shared + at, n) == 0) continue;
+        memcpy(&v.before[at], &v.now[at], n);
+        memcpy(&v.now[at], shared + at, n);
+        v.fence[at / 16] = fence;
+    }
+}
+
+bool in_shared(Block* b, const void* p, unsigned bytes) {
+    Module* m = module_of(b);
+    const u64 a = (u64)p, shared = (u64)shared_of(m);
+    return a >= shared && a + bytes <= shared + m->shared_len;
+}
+
+// In a barrier's word: arrivals of a phase, those that are missing, its parity, bytes that are missing.
+unsigned parity_of(u64 word) {
+    return word >> 16 & 1;
+}
+
+void check_barrier(Fiber* f, const u64* bar) {
+    if (!in_shared(f->block, bar, 8) || (u64)bar % 8 != 0) die(f, "a barrier that is not in shared memory");
+    // Zero, or what shared memory begins as.
+    if (*bar == 0 || *bar == ~0ull) die(f, "a barrier that was not made");
+}
+
+void come(Fiber* f, u64* bar, unsigned arrivals, long long bytes) {
+    check_barrier(f, bar);
+    u64 count = *bar & 0xff, missing = *bar >> 8 & 0xff, parity = parity_of(*bar);
+    if (arrivals > missing) die(f, "more arrivals at a barrier than its phase has");
+    const long long tx = ((long long)*bar >> 17) + bytes;
+    missing -= arrivals;
+    if (missing == 0 && tx == 0) missing = count, parity ^= 1;
+    *bar = (u64)tx << 17 | parity << 16 | missing << 8 | count;
+}
+
+Told* told_at(Block* b, u64* bar) {
+    for (Told& t : b->told)
+        if (t.bar == bar) return &t;
+    b->told.push_back({bar, {}});
+    return &b->told.back();
+}
+
+void read_source(Bulk* c) {
+    if (!c->read) c->data.assign(c->from, c->from + c->bytes);
+    c->read = true;
+}
+
+void write_target(Fiber* f, Bulk* c) {
+    memcpy(c->to, c->data.data(), c->bytes);
+    if (c->bar == nullptr) return;
+    // What a copy has written, all copies see.
+    View& v = view_of(f->block);
+    const size_t at = c->to - shared_of(module_of(f->block));
+    memcpy(&v.now[at], c->to, c->bytes);
+    memcpy(&v.before[at], c->to, c->bytes);
+    for (unsigned i = 0; i < c->bytes / 16; i++) v.fence[at / 16 + i] = 0;
+    f->block->unseen.push_back({c->bar, c->parity});
+    come(f, c->bar, 0, -(long long)c->bytes);
+}
+
+void drop(Block* b, size_t i) {
+    if (i + 1 < b->bulks.size()) b->bulks[i] = std::move(b->bulks.back());
+    b->bulks.pop_back();
+}
+
+// What is due of the block's copies. Its shared memory is in place: `f` is running.
+void progress(Fiber* f) {
+    Block* b = f->block;
+    b->due = ~0ull;
+    for (size_t i = 0; i < b->bulks.size();) {
+        Bulk* c = &b->bulks[i];
+        if (b->ticks >= c->read_at) read_source(c);
+        if (c->read && b->ticks >= c->write_at) {
+            write_target(f, c);
+            drop(b, i);
+            continue;
+        }
+        const u64 next = c->read ? c->write_at : c->read_at;
+        if (next < b->due) b->due = next;
+        i++;
+    }
+}
+
+void issue(Fiber* f, const char* op, Bulk c, const void* shared, const void* global) {
+    Block* b = f->block;
+    Worker* w = b->worker;
+    if ((u64)shared % 16 != 0 || (u64)global % 16 != 0 || c.bytes % 16 != 0)
+        die(f, "a bulk copy not in units of 16 bytes");
+    if (!in_shared(b, shared, c.bytes)) die(f, "a bulk copy of shared memory that is not there");
+    // The beginning was checked: the end must be there, too.
+    if (c.bytes > 16) check(f, op, (const char*)global + c.bytes - 16, 16);
+    if (f->known.acquired > f->known.fenced)
+        die(f, "a bulk copy behind an acquire, without fence.proxy.async between");
+    c.thread = f->index, c.group = f->groups;
+    c.read_at = b->ticks + delay(w);
+    c.write_at = c.read_at + delay(w);
+    const bool other = random(w) % 2 == 0;
+    if (other && c.bar != nullptr) {
+        // Nobody may look there until it has come.
+        memset(c.to, 0xa7, c.bytes);
+    } else if (other) {
+        // As early as can be, and only what fences have told of.
+        const size_t at = c.from - shared_of(module_of(b));
+        for (unsigned i = 0; i < c.bytes; i += 16) {
+            const char* unit = seen(view_of(b), at + i, f->known.fence);
+            c.data.insert(c.data.end(), unit, unit + 16);
+        }
+        c.read = true;
+    }
+    b->bulks.push_back(std::move(c));
+    progress(f);
+}
+
+// One of the thread's stores, of all its groups but the latest.
+bool is_of(const Fiber* f, const Bulk& c, unsigned groups) {
+    return c.bar == nullptr && c.thread == f->index && c.group + groups < f->groups;
+}
+
+// A wait for them has to wait.
+bool waits(const Fiber* f, unsigned groups, bool written) {
+    for (const Bulk& c : f->block->bulks)
+        if (is_of(f, c, groups) && (written || !c.read)) return true;
+    return false;
+}
+
+// What a wait for all groups but the latest promises.
+void complete(Fiber* f, unsigned groups, bool written) {
+    Block* b = f->block;
+    if (f->groups > groups && f->read_groups < f->groups - groups) f->read_groups = f->groups - groups;
+    for (size_t i = 0; i < b->bulks.size();) {
+        Bulk* c = &b->bulks[i];
+        const bool mine = is_of(f, *c, groups);
+        if (mine) read_source(c);
+        if (mine && written) {
+            write_target(f, c);
+            drop(b, i);
+        } else {
+            i++;
+        }
+    }
+}
+
+// A thread that ends: nobody else can wait for its groups, and shared memory ends with the block.
+void check_stores(Fiber* f) {
+    if (f->stored_groups > f->read_groups) die(f, "ends with a bulk store whose shared memory may not have been read");
+}
+
+// A block that ends: a load would write memory of another block.
+void check_loads(Block* b) {
+    bool loads = !b->unseen.empty();
+    for (const Bulk& c : b->bulks) loads |= c.bar != nullptr;
+    if (!loads) return;
+    std::string s;
+    append(s, "rank %u %s block %u: ends with a bulk load that nobody has waited for", b->rank, b->launch->kernel,
+           b->number);
+    end_run(b->worker->run, s, false);
+}
+
+}  // namespace
+
+extern "C" {
+
+void emu_mbar_init(u64* bar, unsigned count) {
+    Fiber* f = self();
+    Inside inside(f);
+    if (!in_shared(f->block, bar, 8) || (u64)bar % 8 != 0) die(f, "a barrier that is not in shared memory");
+    if (count == 0 || count > 255) die(f, "a barrier of no threads, or of more than 255");
+    *bar = count << 8 | count;
+    told_at(f->block, bar)->known = {};
+    f->block->made.push_back(bar);
+}
+
+void emu_mbar_arrive(u64* bar, unsigned bytes) {
+    Fiber* f = self();
+    Inside inside(f);
+    if (bytes % 16 != 0 || bytes >= 1u << 20) die(f, "bytes not in units of 16, or 2^20 and more");
+    told_at(f->block, bar)->known.join(f->known);
+    come(f, bar, 1, bytes);
+}
+
+bool emu_mbar_done(u64* bar, unsigned parity) {
+    Fiber* f = self();
+    Inside inside(f);
+    Block* b = f->block;
+    check_barrier(f, bar);
+    if (parity > 1) die(f, "a wait for a parity that is not 0 or 1");
+    const bool done = parity_of(*bar) != parity;
+    if (done) f->known.join(told_at(f->block, bar)->known);
+    for (size_t i = 0; done && i < b->unseen.size();) {
+        if (b->unseen[i].bar != bar || b->unseen[i].parity != parity) {
+            i++;
+            continue;
+        }
+        b->unseen[i] = b->unseen.back();
+        b->unseen.pop_back();
+    }
+    // A wait takes no longer than it must: what is waited for comes soon.
+    for (size_t i = 0; !done && i < b->bulks.size(); i++) {
+        Bulk* c = &b->bulks[i];
+        if (c->bar != bar) continue;
+        if (c->read_at > b->ticks) c->read_at = b->ticks + (c->read_at - b->ticks) / 2;
+        if (c->write_at > b->ticks) c->write_at = b->ticks + (c->write_at - b->ticks) / 2;
+        b->due = 0;
+    }
+    return done;
+}
+
+void emu_bulk_load(void* shared, const void* global, unsigned bytes, u64* bar) {
+    emu_point("bulk.load", global, 16);
+    Fiber* f = self();
+    Inside inside(f);
+    check_barrier(f, bar);
+    for (u64* made : f->block->made)
+        if (made == bar) die(f, "a bulk load to a barrier that no fence has made known");
+    issue(f, "bulk.load", {(char*)shared, (const char*)global, bytes, 0, 0, 0, 0, bar, parity_of(*bar), false, {}}, shared,
+          global);
+}
+
+void emu_bulk_store(void* global, const void* shared, unsigned bytes) {
+    emu_point("bulk.store", global, 16);
+    Fiber* f = self();
+    Inside inside(f);
+    f->stored_groups = f->groups + 1;
+    issue(f, "bulk.store", {(char*)global, (const char*)shared, bytes, 0, 0, 0, 0, nullptr, 0, false, {}}, shared, global);
+}
+
+void emu_bulk_commit() {
+    self()->groups++;
+}
+
+void emu_bulk_wait(unsigned groups, bool written) {
+    Fiber* f = self();
+    Inside inside(f);
+    if (waits(f, groups, written)) {
+        f->op = written ? "bulk.wait_group" : "bulk.wait_group.read";
+        f->at = nullptr;
+        // What others do while this thread waits, they do before the copies.
+        for (u64 turns = random(f->block->worker) % 6; turns > 0; turns--) {
+            yield(f);
+            step(f);
+        }
+    }
+    complete(f, groups, written);
+}
+
+void emu_proxy_fence(EmuFence what) {
+    Fiber* f = self();
+    Inside inside(f);
+    Block* b = f->block;
+    Module* m = module_of(b);
+    b->made.clear();
+    if (what == EMU_BARRIERS || m->shared_len == 0) return;
+    f->known.fence = ++b->fences;
+    show(view_of(b), shared_of(m), m->shared_len, b->fences);
+    if (what == EMU_ALL) f->known.fenced = f->known.acquired;
+}
+
+void emu_acquired() {
+    Fiber* f = self();
+    f->known.acquired = ++f->block->acquires;
+    emu_ordered();
+}
+
+void emu_ordered() {
+    Fiber* f = self();
+    f->known.fence = f->block->fences;
+}
+
+}  // extern "C"
