@@ -78,7 +78,12 @@ __device__ __forceinline__ bool tw_litmus_store(const TwLitmus& p, u32 lane, u64
     u64* credit = tw_line(p.credit, lane);
     u64* flag = tw_line(p.flag, lane);
     if (p.broken != TW_NO_CREDIT && !tw_reached(credit, round - 1, end)) return false;
-    if (p.broken == TW_FLAG_FIRST) st_release_sys_u64(flag, round);
+    if (p.broken == TW_FLAG_FIRST) {
+        st_release_sys_u64(flag, round);
+        // Later than the flag takes: between two GPUs the data has come before it was read.
+        for (const u64 at = globaltimer() + 2000; globaltimer() < at;) {
+        }
+    }
     // The credit was read by a load, the data goes by a bulk store.
     fence_proxy_async();
     bulk_store((void*)(p.put + (u64)lane * p.bytes), tw_smem, p.bytes);

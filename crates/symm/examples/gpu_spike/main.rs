@@ -5,11 +5,12 @@
 //! shell loop, keeps a device error from spoiling the rest. Needs two GPUs that reach each other's
 //! memory, a driver, and NVRTC. With one GPU both ranks share it, which proves nothing about
 //! ordering, and frees may stall. Under `tilewire run -n 2 -- gpu_spike` the ranks are processes, and
-//! `gpu_spike nvshmem` runs the cases on that backend.
+//! `gpu_spike nvshmem` runs the cases on that backend. `gpu_spike litmus` is `litmus.rs`.
 #![allow(clippy::print_stdout, missing_docs)]
 
 #[path = "../../tests/cases/mod.rs"]
 mod cases;
+mod litmus;
 mod time;
 
 use std::time::{Duration, Instant};
@@ -99,6 +100,9 @@ fn watchdog() {
 }
 
 fn main() {
+    if std::env::args().nth(1).is_some_and(|a| a == "litmus") {
+        return litmus::run_all(&std::env::args().nth(2).unwrap_or_default());
+    }
     watchdog();
     if !line("machine", describe) {
         std::process::exit(2);

@@ -2,14 +2,9 @@
 //! and a credit, every word of every round is checked, and nothing may be wrong. Beside each stand
 //! mistakes that must show, or may: what a GPU forgives says nothing, so those are only reported.
 //!
-//! `gpu_litmus [part of a name]` prints a line of JSON for each test; exit code 1 if one failed. All
+//! `gpu_spike litmus [part of a name]` prints a line of JSON for each test; exit code 1 if one failed. All
 //! GPUs of the machine (at most 8) push in a ring at the same time. Needs two that reach each
 //! other's memory, sm_90 or newer, and NVRTC or the kernels beside the program.
-#![allow(clippy::print_stdout, missing_docs)]
-
-#[path = "../../tests/cases/mod.rs"]
-mod cases;
-
 use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Result};
@@ -19,7 +14,7 @@ use tilewire_device::{Buffer, Queue};
 use tilewire_kernels::LITMUS;
 use tilewire_symm::{OneSided, World, WorldCfg};
 
-use cases::{Setup, Vmm, setup};
+use crate::cases::{Setup, Vmm, setup};
 
 /// Of a launch, and so of everything that spins.
 const LIMIT_NS: u64 = 25_000_000_000;
@@ -294,9 +289,9 @@ fn all(part: &str) -> Result<bool> {
     Ok(good)
 }
 
-fn main() {
-    let part = std::env::args().nth(1).unwrap_or_default();
-    match all(&part) {
+/// Those whose name contains `part`. Ends the process if one failed.
+pub fn run_all(part: &str) {
+    match all(part) {
         Ok(true) => println!("all ok"),
         Ok(false) => {
             println!("FAILED");
