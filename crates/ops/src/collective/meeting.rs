@@ -23,12 +23,12 @@ use super::{CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::{load, mantissa, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, PoisonParam};
 
-/// Multiprocessors that a launch takes at most: four plans that wait for different ranks run at once. A launch goes on
-/// with one of them, if slowly, so that a large sum may ask for more.
+/// Multiprocessors that a launch takes at most: four plans that wait for different ranks run at once, or two of large sums
+/// (on 132). A launch goes on with one of them, if slowly, so that a large sum may ask for more.
 const NUM_SMS: u32 = 32;
 const NUM_SMS_OF_SUMS: u32 = 64;
 /// Vectors above this size are large.
-const LARGE_BYTES: usize = 96 << 20;
+const LARGE_BYTES: usize = 32 << 20;
 /// Bytes of dynamic shared memory, and the most of static.
 const SHARED_BYTES: u32 = (COLLECTIVE_WARPS * COLLECTIVE_PIECE
     + COLLECTIVE_SEND * COLLECTIVE_STAGES * COLLECTIVE_CHUNK) as u32;

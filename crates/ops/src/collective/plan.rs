@@ -114,7 +114,7 @@ impl CollectivePlan {
     }
 
     /// On GPUs: how many multiprocessors a launch may take at most, at least 1, where one kernel does it
-    /// ([`CollectivePlan::explain`] says so); copy engines take none. 32 by default, 64 for sums of more than 96 MiB. It
+    /// ([`CollectivePlan::explain`] says so); copy engines take none. 32 by default, 64 for sums of more than 32 MiB. It
     /// goes on with fewer, if slowly. Results do not depend on it, and ranks need not agree. Its blocks wait for other ranks
     /// and a multiprocessor holds one of them: plans that may wait for different ranks at once must fit on the device together.
     #[must_use]
