@@ -4,7 +4,7 @@
 //! An element type is passed to them as its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3
 //! e4m3, 2 e5m2.
 
-use crate::{BULK, LD_ST, MEET, STAGE, Source, TEAM};
+use crate::{BULK, LAST, LD_ST, MEET, STAGE, Source, TEAM};
 
 /// Conversions that some architectures have an instruction for.
 pub const CONVERT: &str = include_str!("ptx/convert.cuh");
@@ -300,26 +300,49 @@ pub fn collective_defines(out: u64) -> Vec<(String, u64)> {
 /// Threads of a block of every kernel of [`LAYERS`] and [`OPTIMIZER`].
 pub const LAYERS_THREADS: u64 = 256;
 
+/// Columns of a row of classes that a lane keeps: 32 lanes, those of the most that kernels take.
+pub const LAYERS_KEPT: u64 = 16;
+/// Rows whose tokens a block sorts.
+pub const LAYERS_TOKENS: u64 = 2048;
+/// Rows of one token that are summed by a block, and the number of such chunks of a token from which on chunks grow.
+pub const LAYERS_CHUNK: u64 = 64;
+/// The latter.
+pub const LAYERS_CHUNKS: u64 = 128;
+
 /// Mantissa bits of the types that layers compute in: f32, bf16.
 pub const LAYERS_MANTISSAS: [u64; 2] = [23, 7];
 
 /// Embedding, norm, rotation of heads, router, loss, and their gradients.
 pub const LAYERS: Source = Source {
     name: "layers/sm80_layers.cu",
-    parts: &[CONVERT, CONVERSIONS, include_str!("layers/sm80_layers.cu")],
-    defines: &["TW_SRC_MANTISSA", "TW_LAYERS_THREADS"],
+    parts: &[
+        CONVERT,
+        CONVERSIONS,
+        LAST,
+        include_str!("layers/sm80_layers.cu"),
+        include_str!("layers/embed.cuh"),
+        include_str!("layers/classes.cuh"),
+    ],
+    defines: &[
+        "TW_SRC_MANTISSA",
+        "TW_LAYERS_THREADS",
+        "TW_LAYERS_KEPT",
+        "TW_LAYERS_TOKENS",
+        "TW_LAYERS_CHUNK",
+        "TW_LAYERS_CHUNKS",
+    ],
     kernels: &[
         "tw_embed",
+        "tw_embed_count",
+        "tw_embed_place",
         "tw_embed_bwd",
         "tw_add_norm",
         "tw_norm_bwd",
         "tw_sum_rows",
         "tw_heads",
         "tw_router",
-        "tw_router_stats",
         "tw_router_bwd",
         "tw_cross_entropy",
-        "tw_total",
     ],
 };
 
@@ -331,9 +354,15 @@ pub const OPTIMIZER: Source = Source {
     kernels: &["tw_square_sum", "tw_square_total", "tw_adamw", "tw_count_step", "tw_init"],
 };
 
-/// The definitions of [`LAYERS`] and [`OPTIMIZER`] for activations with `src` mantissa bits.
+/// The definitions of [`LAYERS`] for activations with `src` mantissa bits.
 pub fn layers_defines(src: u64) -> Vec<(String, u64)> {
-    with(LAYERS.defines, &[src, LAYERS_THREADS])
+    let values = [src, LAYERS_THREADS, LAYERS_KEPT, LAYERS_TOKENS, LAYERS_CHUNK, LAYERS_CHUNKS];
+    with(LAYERS.defines, &values)
+}
+
+/// The definitions of [`OPTIMIZER`] for activations with `src` mantissa bits.
+pub fn optimizer_defines(src: u64) -> Vec<(String, u64)> {
+    with(OPTIMIZER.defines, &[src, LAYERS_THREADS])
 }
 
 /// The definitions of a source with their values, in its order.
@@ -356,7 +385,7 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
     let collective = WIDE_MANTISSAS.iter().map(|out| (COLLECTIVE, collective_defines(*out)));
     let layers = LAYERS_MANTISSAS
         .iter()
-        .flat_map(|src| [LAYERS, OPTIMIZER].map(|s| (s, layers_defines(*src))));
+        .flat_map(|src| [(LAYERS, layers_defines(*src)), (OPTIMIZER, optimizer_defines(*src))]);
     let all = quant.chain(permute).chain(reduce).chain(collective).chain(moves);
     all.chain(ep).chain(layers).collect()
 }

@@ -5,13 +5,15 @@ use std::sync::OnceLock;
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng};
 use tilewire_kernels::Source;
-use tilewire_kernels::portable::{LAYERS, LAYERS_MANTISSAS, layers_defines};
+use tilewire_kernels::portable::{
+    LAYERS, LAYERS_KEPT, LAYERS_MANTISSAS, layers_defines, optimizer_defines,
+};
 use tilewire_oracle::{Mat, nn};
 
 use crate::compile::Unit;
 use crate::host::{Launch, Lib, RUNTIME};
+use crate::layers_mutants::mutants_of_layers_are_killed;
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
 use crate::run::Run;
 use crate::{Test, tests};
 
@@ -22,6 +24,10 @@ pub const TYPES: [DType; 2] = [DType::F32, DType::BF16];
 /// Fewer threads than on a device: several rounds with few columns.
 pub const THREADS: u32 = 64;
 const WARPS: usize = THREADS as usize / 32;
+/// Rows that a block sorts; of a chunk of a token; and chunks of a token from which on they grow.
+const TOKENS: usize = 128;
+const CHUNK: usize = 4;
+const CHUNKS: usize = 3;
 const EPS: f64 = 1e-5;
 /// Shared memory that is the most any test asks for.
 const SMEM: usize = 16 << 10;
@@ -29,9 +35,15 @@ const SMEM: usize = 16 << 10;
 pub fn load(source: &Source, text: String, t: usize) -> &'static Lib {
     let value = |(n, (_, v)): (&&'static str, (String, u64))| match *n {
         "TW_LAYERS_THREADS" => (*n, u64::from(THREADS)),
+        "TW_LAYERS_TOKENS" => (*n, TOKENS as u64),
+        "TW_LAYERS_CHUNK" => (*n, CHUNK as u64),
+        "TW_LAYERS_CHUNKS" => (*n, CHUNKS as u64),
         _ => (*n, v),
     };
-    let defines = layers_defines(LAYERS_MANTISSAS[t]);
+    let defines = match source.name == LAYERS.name {
+        true => layers_defines(LAYERS_MANTISSAS[t]),
+        false => optimizer_defines(LAYERS_MANTISSAS[t]),
+    };
     RUNTIME.load(&Unit {
         name: source.name,
         text,
@@ -110,11 +122,19 @@ struct Case {
 }
 
 fn cases(t: usize) -> Vec<Case> {
-    [(50, 64, 8, 2), (3, 300, 70, 5), (9, 4, 3, 3), (2, 8, 300, 4)]
-        .into_iter()
-        .enumerate()
-        .map(|(i, (n, d, experts, k))| Case { t, n, d, experts, k, rng: Rng::new(50 + i as u64) })
-        .collect()
+    // Fewer and more choices than a row has lanes; rows in whole quads, and not.
+    [
+        (50, 64, 8, 2),
+        (3, 300, 70, 5),
+        (9, 4, 3, 3),
+        (2, 8, 300, 4),
+        (20, 8, 12, 7),
+        (11, 4, 200, 18),
+    ]
+    .into_iter()
+    .enumerate()
+    .map(|(i, (n, d, experts, k))| Case { t, n, d, experts, k, rng: Rng::new(50 + i as u64) })
+    .collect()
 }
 
 impl Case {
@@ -137,22 +157,44 @@ fn embedding(lib: &'static Lib, c: &mut Case) {
     let (table, dx) = (c.random(t, 256, d), c.random(DType::F32, n, d));
     let (at, dx_at) = (On::put(t, &table), On::put(DType::F32, &dx));
     let (x, g) = (On::room(DType::F32, n, d), On::room(DType::F32, 256, d));
-    let (embed, bwd) = (lib.kernel("tw_embed"), lib.kernel("tw_embed_bwd"));
+    // Once more, with the tickets as the first launch leaves them.
+    let again = On::room(DType::F32, 256, d);
+    let embed = lib.kernel("tw_embed");
     let (grid, block) = blocks(n);
     let first = embed.grid(grid, block).arg(&tokens.addr()).arg(&at.addr()).arg(&x.addr());
-    let splits = 3usize;
-    let partial = On::room(DType::F32, splits, 256 * d);
-    let (grid, block) = blocks(256 * d.div_ceil(4 * THREADS as usize) * splits);
-    let second = bwd.grid(grid, block).arg(&tokens.addr()).arg(&dx_at.addr()).arg(&partial.addr());
-    let second = second.arg(&(n as u32)).arg(&(d as u32)).arg(&(splits as u32));
-    let sums = lib.kernel("tw_sum_rows");
-    let (grid, block) = blocks((256 * d).div_ceil(32));
-    let third = sums.grid(grid, block).arg(&partial.addr()).arg(&g.addr()).arg(&(splits as u32));
-    let third = third.arg(&(256 * d as u32));
-    let work = vec![first.arg(&(d as u32)), second, third];
-    run(work, &[&tokens, &at, &dx_at, &x, &g, &partial]);
+    let (sorters, chunks) = (n.div_ceil(TOKENS), n / CHUNK + 256);
+    let parts = d.div_ceil(4 * THREADS as usize);
+    let partial = On::room(DType::F32, chunks, d);
+    let words = |num: usize| On::room(DType::I32, 1, num);
+    let (counts, order, starts) = (words(256 * sorters), words(n), words(2 * 257));
+    let tickets = words(256 * parts);
+    tickets.memory.write(&vec![0u8; tickets.memory.len_bytes()]);
+    let with = |grad: &On| EmbedBwd {
+        at: [&tokens, &dx_at, grad, &partial, &counts, &order, &starts, &tickets].map(On::addr),
+        n: [n as u32, d as u32],
+    };
+    let mut work = vec![first.arg(&(d as u32))];
+    let kernels = ["tw_embed_count", "tw_embed_place", "tw_embed_bwd"].map(|k| lib.kernel(k));
+    for p in [with(&g), with(&again)] {
+        for (kernel, num) in kernels.iter().zip([sorters, sorters, chunks * parts]) {
+            let (grid, block) = blocks(num);
+            work.push(kernel.grid(grid, block).arg(&p));
+        }
+    }
+    let scratch = [&partial, &counts, &order, &starts, &tickets];
+    run(work, &[&[&tokens, &at, &dx_at, &x, &g, &again][..], &scratch].concat());
     x.close("embed", &nn::embedding(&table, &ids), 0.0);
     g.close("embed_bwd", &nn::embedding_bwd(&dx, &ids, 256), 1e-6);
+    assert_eq!(g.memory.read::<u8>(), again.memory.read::<u8>(), "embed_bwd again");
+    assert_eq!(tickets.memory.read::<u32>(), vec![0; 256 * parts]);
+}
+
+/// `TwEmbedBwd`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct EmbedBwd {
+    at: [u64; 8],
+    n: [u32; 2],
 }
 
 /// `TwNorm`.
@@ -268,11 +310,16 @@ fn heads(lib: &'static Lib, c: &mut Case) {
     back.close("joined", &rows, if t == DType::F32 { 1e-6 } else { 1e-2 });
 }
 
+/// Lanes of a row of so many classes.
+fn lanes(classes: usize) -> u32 {
+    classes.div_ceil(LAYERS_KEPT as usize).next_power_of_two().max(4) as u32
+}
+
 /// `TwRouter`.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Router {
-    at: [u64; 4],
+    at: [u64; 7],
     sizes: [u32; 4],
 }
 
@@ -282,8 +329,69 @@ struct Router {
 struct RouterBwd {
     at: [u64; 6],
     scale: f32,
-    sizes: [u32; 3],
+    sizes: [u32; 5],
 }
+
+/// A ticket that no block has taken.
+fn ticket() -> On {
+    let on = On::room(DType::I32, 1, 1);
+    on.memory.write(&[0u8; 4]);
+    on
+}
+
+/// What a router leaves: probabilities, choices, weights, and sums of two launches in turn.
+struct Routed {
+    at: On,
+    probs: On,
+    topk: On,
+    weights: On,
+    stats: [On; 2],
+    partial: On,
+    ticket: On,
+}
+
+impl Routed {
+    fn room(logits: &Mat, k: usize) -> Self {
+        let (n, e) = (logits.rows, logits.cols);
+        let f32s = |rows, cols| On::room(DType::F32, rows, cols);
+        let topk =
+            On { memory: Memory::new("topk", ANY, 8 * n * k), dtype: DType::I64, shape: (n, k) };
+        Self {
+            at: On::put(DType::F32, logits),
+            probs: f32s(n, e),
+            topk,
+            weights: f32s(n, k),
+            stats: [f32s(1, 2 * e), f32s(1, 2 * e)],
+            partial: f32s(BLOCKS, (2 * e).next_multiple_of(4)),
+            ticket: ticket(),
+        }
+    }
+
+    fn all(&self) -> [&On; 8] {
+        let [a, b] = &self.stats;
+        [&self.at, &self.probs, &self.topk, &self.weights, a, b, &self.partial, &self.ticket]
+    }
+
+    fn launches(&self, lib: &'static Lib) -> Vec<Launch<'static>> {
+        let ((n, e), k) = (self.at.shape, self.topk.shape.1);
+        let kernel: &'static _ = Box::leak(Box::new(lib.kernel("tw_router")));
+        let launch = |stats: &On| {
+            let on = [&self.at, &self.probs, &self.topk, &self.weights];
+            let more = [&self.partial, stats, &self.ticket];
+            let at: Vec<u64> = on.into_iter().chain(more).map(On::addr).collect();
+            let p = Router {
+                at: at.try_into().unwrap(),
+                sizes: [n as u32, e as u32, k as u32, lanes(e)],
+            };
+            let (grid, block) = blocks(BLOCKS);
+            kernel.grid(grid, block).smem((4 * (1 + WARPS) * e) as u32).arg(&p)
+        };
+        self.stats.iter().map(launch).collect()
+    }
+}
+
+/// Blocks of router, its gradient and loss: fewer than there are rows for.
+const BLOCKS: usize = 2;
 
 fn router(lib: &'static Lib, c: &mut Case) {
     let (t, n, e, k) = (c.dtype(), c.n, c.experts, c.k);
@@ -291,65 +399,97 @@ fn router(lib: &'static Lib, c: &mut Case) {
     // Ties go to the lower expert.
     logits.row_mut(0).fill(0.5);
     let want = nn::router(&logits, k);
-    let f32s = |rows, cols| On::room(DType::F32, rows, cols);
-    let (at, probs, weights) = (On::put(DType::F32, &logits), f32s(n, e), f32s(n, k));
-    let topk = On { memory: Memory::new("topk", ANY, 8 * n * k), dtype: DType::I64, shape: (n, k) };
-    let (blocks_of_stats, d_w) = (2usize, c.random(DType::F32, n, k));
-    let (partial, stats) = (f32s(blocks_of_stats, 2 * e), f32s(1, 2 * e));
+    let (r, d_w) = (Routed::room(&logits, k), c.random(DType::F32, n, k));
     let (d_w_at, d_logits) = (On::put(DType::F32, &d_w), On::room(t, n, e));
-    let sizes = [n as u32, e as u32, k as u32];
-    let first = Router {
-        at: [at.addr(), probs.addr(), topk.addr(), weights.addr()],
-        sizes: [sizes[0], sizes[1], sizes[2], 0],
-    };
     // d_aux E f_e / T, with f of all choices.
     let d_aux = 0.5;
     let bwd = RouterBwd {
-        at: [
-            probs.addr(),
-            topk.addr(),
-            weights.addr(),
-            d_w_at.addr(),
-            stats.addr(),
-            d_logits.addr(),
-        ],
+        at: [&r.probs, &r.topk, &r.weights, &d_w_at, &r.stats[0], &d_logits].map(On::addr),
         scale: (d_aux * e as f64 / (n * n * k) as f64) as f32,
-        sizes,
+        sizes: [n as u32, e as u32, k as u32, lanes(e), 0],
     };
-    let names = ["tw_router", "tw_router_stats", "tw_sum_rows", "tw_router_bwd"];
-    let kernels = names.map(|k| lib.kernel(k));
-    let launch = |i: usize, num: usize| {
-        let (grid, block) = blocks(num);
-        kernels[i].grid(grid, block)
-    };
-    let rows_blocks = n.div_ceil(if e <= 64 { 4 * WARPS } else { WARPS });
-    let sums = launch(1, blocks_of_stats).smem((WARPS * 8 * e) as u32).arg(&probs.addr());
-    let sums = sums.arg(&topk.addr()).arg(&partial.addr()).arg(&sizes[0]).arg(&sizes[1]);
-    let all = launch(2, (2 * e).div_ceil(32)).arg(&partial.addr()).arg(&stats.addr());
-    let work = vec![
-        launch(0, rows_blocks).arg(&first),
-        sums.arg(&sizes[2]),
-        all.arg(&(blocks_of_stats as u32)).arg(&(2 * e as u32)),
-        launch(3, rows_blocks).arg(&bwd),
-    ];
-    let memory = [&at, &probs, &weights, &topk, &partial, &stats, &d_w_at, &d_logits];
-    run(work, &memory);
-    assert_eq!(topk.memory.read::<i64>(), want.topk.idx, "choices");
-    probs.close("probs", &want.probs, 2e-6);
-    weights.close("weights", &want.weights, 2e-6);
+    // The balancing loss alone.
+    let d_even = On::room(t, n, e);
+    let mut even = bwd;
+    (even.at[3], even.at[5]) = (0, d_even.addr());
+    let kernel = lib.kernel("tw_router_bwd");
+    let (grid, block) = blocks(BLOCKS);
+    let mut work = r.launches(lib);
+    let shared = 4 * LAYERS_KEPT as u32 * lanes(e);
+    work.extend([bwd, even].iter().map(|p| kernel.grid(grid, block).smem(shared).arg(p)));
+    run(work, &[&r.all()[..], &[&d_w_at, &d_logits, &d_even]].concat());
+    assert_eq!(r.topk.memory.read::<i64>(), want.topk.idx, "choices");
+    r.probs.close("probs", &want.probs, 2e-6);
+    r.weights.close("weights", &want.weights, 2e-6);
     let counts = (0..e).map(|e| want.topk.idx.iter().filter(|&&i| i == e as i64).count() as f64);
     let sums = want.probs.col_sums();
-    stats.close("stats", &Mat::new(1, 2 * e, counts.chain(sums).collect()), 1e-6);
+    r.stats[0].close("stats", &Mat::new(1, 2 * e, counts.chain(sums).collect()), 1e-6);
+    let [once, again] = r.stats.each_ref().map(|s| s.memory.read::<u8>());
+    assert_eq!(once, again, "stats again");
     d_logits.close("router_bwd", &nn::router_bwd(&want, &d_w, d_aux), 2e-5);
+    let none = Mat::zeros(n, k);
+    // Of equal loads there is no gradient but roundings.
+    if k < e {
+        d_even.close("router_bwd, even", &nn::router_bwd(&want, &none, d_aux), 2e-5);
+    }
+}
+
+/// Rows that are no numbers go to the first experts; the others do not change.
+fn poisoned_rows(lib: &'static Lib) {
+    let (mut rng, n, e, k) = (Rng::new(70), 21, 24, 5);
+    let good = Mat::random(&mut rng, n, e).rounded(DType::F32);
+    let mut bad = good.clone();
+    bad.row_mut(3)[23] = f64::NAN;
+    bad.row_mut(20)[1] = f64::INFINITY;
+    bad.row_mut(7).fill(f64::NEG_INFINITY);
+    let r = Routed::room(&bad, k);
+    run(r.launches(lib), &r.all());
+    let want = nn::router(&good, k);
+    let (topk, probs, weights) = (r.topk.memory.read::<i64>(), r.probs.get(), r.weights.get());
+    for row in 0..n {
+        let poisoned = [3, 7, 20].contains(&row);
+        let first: Vec<i64> = (0..k as i64).collect();
+        let to = if poisoned { &first } else { &want.topk.idx[row * k..][..k] };
+        assert_eq!(&topk[row * k..][..k], to, "row {row}");
+        let sound = probs.row(row).iter().chain(weights.row(row));
+        assert!(sound.into_iter().all(|v| v.is_nan() == poisoned), "row {row}");
+    }
+    let stats = r.stats[0].get();
+    assert_eq!(stats.row(0)[..e].iter().sum::<f64>(), (n * k) as f64);
+    assert!(stats.row(0)[e..].iter().all(|v| v.is_nan()));
 }
 
 /// `TwLoss`.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Loss {
-    at: [u64; 4],
-    scale: f32,
-    sizes: [u32; 3],
+    at: [u64; 6],
+    scale: f64,
+    sizes: [u32; 4],
+}
+
+/// The losses of two launches in turn, and the gradient.
+fn losses(lib: &'static Lib, t: DType, logits: &Mat, targets: &[i64], scale: f64) -> ([On; 2], On) {
+    let (n, cols) = (logits.rows, logits.cols);
+    let memory = Memory::new("targets", ANY, 4 * n);
+    memory.write(&targets.iter().map(|&t| t as i32).collect::<Vec<i32>>());
+    let at = On { memory, dtype: DType::I32, shape: (1, n) };
+    let (logits_at, d_logits) = (On::put(DType::F32, logits), On::room(t, n, cols));
+    let (partial, ticket) = (On::room(DType::I64, 1, BLOCKS), ticket());
+    let totals = [0, 1].map(|_| On::room(DType::F32, 1, 1));
+    let kernel = lib.kernel("tw_cross_entropy");
+    let launch = |total: &On| {
+        let (grid, block) = blocks(BLOCKS);
+        let p = Loss {
+            at: [&logits_at, &at, &d_logits, total, &partial, &ticket].map(On::addr),
+            scale,
+            sizes: [n as u32, cols as u32, lanes(cols), 0],
+        };
+        kernel.grid(grid, block).arg(&p)
+    };
+    let work = totals.iter().map(launch).collect();
+    run(work, &[&at, &logits_at, &d_logits, &partial, &ticket, &totals[0], &totals[1]]);
+    (totals, d_logits)
 }
 
 fn loss(lib: &'static Lib, c: &mut Case) {
@@ -359,36 +499,51 @@ fn loss(lib: &'static Lib, c: &mut Case) {
     let targets: Vec<i64> =
         (0..n).map(|r| if r == 0 { -1 } else { c.rng.below(cols as u64) as i64 }).collect();
     let want = nn::cross_entropy(&logits, &targets);
-    let memory = Memory::new("targets", ANY, 4 * n);
-    memory.write(&targets.iter().map(|&t| t as i32).collect::<Vec<i32>>());
-    let at = On { memory, dtype: DType::I32, shape: (1, n) };
-    let (logits_at, d_logits) = (On::put(DType::F32, &logits), On::room(t, n, cols));
-    let (row_loss, total) = (On::room(DType::F32, 1, n), On::room(DType::F32, 1, 1));
     let scale = 1.0 / want.num_valid as f64;
-    let p = Loss {
-        at: [logits_at.addr(), at.addr(), row_loss.addr(), d_logits.addr()],
-        scale: scale as f32,
-        sizes: [n as u32, cols as u32, 0],
-    };
-    let kernels = ["tw_cross_entropy", "tw_total"].map(|k| lib.kernel(k));
-    let ((grid, block), (one, _)) = (blocks(n.div_ceil(WARPS)), blocks(1));
-    let first = kernels[0].grid(grid, block).arg(&p);
-    let second = kernels[1].grid(one, block).arg(&row_loss.addr()).arg(&total.addr());
-    let work = vec![first, second.arg(&scale).arg(&(n as u32))];
-    run(work, &[&at, &logits_at, &d_logits, &row_loss, &total]);
-    total.close("loss", &Mat::new(1, 1, vec![want.loss]), 2e-6);
+    let (totals, d_logits) = losses(lib, t, &logits, &targets, scale);
+    for total in totals {
+        total.close("loss", &Mat::new(1, 1, vec![want.loss]), 2e-6);
+    }
     let grad = nn::cross_entropy_bwd(&logits, &targets, 1.0);
     d_logits.close("cross_entropy", &grad, 2e-6);
 }
 
-/// Rows of one token by the hundred.
-fn many_rows(lib: &'static Lib, t: usize) {
-    let c = Case { t, n: 2000, d: 4, experts: 3, k: 1, rng: Rng::new(60) };
-    embedding(lib, &mut { c });
+/// A row that does not count may be no number; of one that counts the loss is none either, nor of a target that is no
+/// class.
+pub fn poisoned_losses(lib: &'static Lib) {
+    let (mut rng, n, cols) = (Rng::new(71), 40, 60);
+    let good = Mat::random(&mut rng, n, cols).rounded(DType::F32);
+    let mut bad = good.clone();
+    bad.row_mut(5)[59] = f64::NAN;
+    let mut targets: Vec<i64> = (0..n).map(|r| r as i64).collect();
+    targets[5] = -1;
+    let want = nn::cross_entropy(&good, &targets);
+    let scale = 1.0 / want.num_valid as f64;
+    let (totals, d_logits) = losses(lib, DType::BF16, &bad, &targets, scale);
+    totals[0].close("loss", &Mat::new(1, 1, vec![want.loss]), 2e-6);
+    d_logits.close("gradient", &nn::cross_entropy_bwd(&good, &targets, 1.0), 2e-6);
+    for (wrong, logits) in [(5, &bad), (60, &good)] {
+        targets[5] = wrong;
+        let (totals, _) = losses(lib, DType::BF16, logits, &targets, scale);
+        assert!(totals[0].get().at(0, 0).is_nan(), "target {wrong}");
+    }
 }
 
-fn all_layers(lib: &'static Lib, t: usize) {
+/// Rows of one token by the hundred.
+fn many_rows(lib: &'static Lib, t: usize) {
+    // Of many columns, too.
+    for (n, d) in [(2000, 4), (60, 300)] {
+        embedding(lib, &mut Case { t, n, d, experts: 3, k: 1, rng: Rng::new(60) });
+    }
+}
+
+pub fn all_layers(lib: &'static Lib, t: usize) {
     many_rows(lib, t);
+    few_chunks(lib);
+    poisoned_rows(lib);
+    if TYPES[t] == DType::BF16 {
+        poisoned_losses(lib);
+    }
     for mut c in cases(t) {
         embedding(lib, &mut c);
         norms(lib, &mut c);
@@ -402,139 +557,21 @@ fn layers_of_every_type_are_the_oracles() {
     (0..2).for_each(|t| all_layers(layers(t), t));
 }
 
-fn planted_layers(lib: &'static Lib) {
-    all_layers(lib, 1);
-}
-
-const OF_LAYERS: &[Planted] = &[
-    Planted(
-        "a token's first row only",
-        "mine && i < num; i += AHEAD",
-        "mine && i < min(num, 1u); i += LIST",
-        planted_layers,
-    ),
-    Planted(
-        "a full list goes on",
-        "num + ROUND <= LIST && r0 + ROUND < end",
-        "r0 + ROUND < end",
-        planted_layers,
-    ),
-    Planted("a list is added again", "num = 0;\n        // The list is read.", "", planted_layers),
-    Planted(
-        "tokens of one lane in turn",
-        "rows[at++] = r + j;",
-        "rows[at] = r + j;",
-        planted_layers,
-    ),
-    Planted("a row of a warp", "threadIdx.x) / LANES", "threadIdx.x) / 32", planted_layers),
-    Planted("rows beyond the end", "is && lane < k ?", "lane < k ?", planted_layers),
-    Planted(
-        "columns of the first block",
-        "blockIdx.x / 256 % parts * THREADS + threadIdx.x",
-        "threadIdx.x",
-        planted_layers,
-    ),
-    Planted("the sum is not stored", "((float4*)(a.sum + at))[i] = v;", "", planted_layers),
-    Planted(
-        "the norm of x alone",
-        "keep[i] = v;",
-        "keep[i] = ((const float4*)(a.x + at))[i];",
-        planted_layers,
-    ),
-    Planted(
-        "the gradient past the norm is lost",
-        "if (a.residual) o =",
-        "if (false) o =",
-        planted_layers,
-    ),
-    Planted(
-        "a block's first row only",
-        "row += gridDim.x) {\n        u64 at",
-        "row += a.n) {\n        u64 at",
-        planted_layers,
-    ),
-    Planted(
-        "sums of another row's columns",
-        "partial[r * cols + c]",
-        "partial[r * cols + lane]",
-        planted_layers,
-    ),
-    Planted(
-        "warps are not added",
-        "for (u32 w = 1; w < WARPS; w++) sum += sums[w][lane];",
-        "",
-        planted_layers,
-    ),
-    Planted(
-        "joining turns again",
-        "float t = a.join ? -s[n] : s[n], first",
-        "float t = s[n], first",
-        planted_layers,
-    ),
-    Planted(
-        "keys lie among queries",
-        "(row * a.kv_heads + h - a.heads)",
-        "(row * a.kv_heads + h - a.heads + 1)",
-        planted_layers,
-    ),
-    Planted(
-        "values are not copied",
-        "u32 values = a.kv_heads * a.dim / 8;",
-        "u32 values = 0;",
-        planted_layers,
-    ),
-    Planted(
-        "ties go to the higher",
-        "(p == best && e < expert)",
-        "(p == best && e > expert)",
-        planted_layers,
-    ),
-    Planted("a tie is chosen once", "(p == last && e > at)", "false", planted_layers),
-    Planted("weights are not scaled", "weights[j] /= sum;", "weights[j] /= 1;", planted_layers),
-    Planted(
-        "one warp's choices",
-        "for (u32 w = 0; w < WARPS; w++) sum += all[w * cols + c];",
-        "sum = all[c];",
-        planted_layers,
-    ),
-    Planted(
-        "choices are not counted",
-        "mine[pick[r]] += 1;",
-        "mine[pick[r]] += 0;",
-        planted_layers,
-    ),
-    Planted("the load does not matter", "a.load[e] * a.scale :", "0.0f :", planted_layers),
-    Planted(
-        "the mean is not taken off",
-        "(d_weights[j] - mean) / sum",
-        "d_weights[j] / sum",
-        planted_layers,
-    ),
-    Planted(
-        "the softmax is not differentiated",
-        "p[i] * (d[i] - dot)",
-        "p[i] * d[i]",
-        planted_layers,
-    ),
-    Planted("rows that do not count", "target < 0 ? 0.0f : a.scale", "a.scale", planted_layers),
-    Planted(
-        "the target's own gradient",
-        "((int)c == target ? 1.0f : 0.0f)",
-        "0.0f",
-        planted_layers,
-    ),
-    Planted(
-        "one thread's losses",
-        "if (threadIdx.x < half) sums",
-        "if (false) sums",
-        planted_layers,
-    ),
-];
-
-fn broken_layers(text: String) -> &'static Lib {
-    load(&LAYERS, text, 1)
-}
-
-fn mutants_of_layers_are_killed() {
-    all_are_killed(&LAYERS.emu_text(), broken_layers, OF_LAYERS);
+/// A token with many rows has few chunks: more would not find room where the blocks end.
+pub fn few_chunks(lib: &'static Lib) {
+    let rows = 100usize;
+    let words = |num: usize| On::room(DType::I32, 1, num);
+    let (tokens, counts, order) = (words(rows.div_ceil(4)), words(256), words(rows));
+    let starts = words(2 * 257);
+    tokens.memory.write(&vec![9u8; tokens.memory.len_bytes()]);
+    let at = [&tokens, &tokens, &tokens, &tokens, &counts, &order, &starts, &tokens].map(On::addr);
+    let p = EmbedBwd { at, n: [rows as u32, 4] };
+    let kernels = ["tw_embed_count", "tw_embed_place"].map(|k| lib.kernel(k));
+    let (grid, block) = blocks(1);
+    let work = kernels.iter().map(|k| k.grid(grid, block).arg(&p)).collect();
+    run(work, &[&tokens, &counts, &order, &starts]);
+    let starts = starts.memory.read::<u64>();
+    assert_eq!(starts[9], 9 << 32);
+    assert_eq!(starts[10], (9 + CHUNKS as u64) << 32 | rows as u64);
+    assert_eq!(order.memory.read::<u32>(), (0..rows as u32).collect::<Vec<_>>());
 }

@@ -26,6 +26,7 @@ mod grouped;
 mod grouped_grad;
 mod host;
 mod layers;
+mod layers_mutants;
 mod links;
 mod litmus;
 mod memory;

@@ -5,11 +5,13 @@ use bytemuck::{Pod, Zeroable};
 use tilewire_core::{Result, Rng};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, Grid, Kernel, LaunchArgs};
-use tilewire_kernels::portable::{LAYERS, LAYERS_THREADS, OPTIMIZER, layers_defines};
+use tilewire_kernels::portable::{
+    LAYERS, LAYERS_KEPT, LAYERS_THREADS, OPTIMIZER, layers_defines, optimizer_defines,
+};
 
 use super::config::{
-    CLASSES, EMBED_SPLITS, NORM_BLOCKS, Room, SHARED, SQUARE_BLOCKS, STATS_BLOCKS, THREADS, WARPS,
-    norm_bwd_shared,
+    CLASS_BLOCKS, CLASSES, NORM_BLOCKS, ROUTER_BLOCKS, Room, SHARED, SQUARE_BLOCKS, THREADS, WARPS,
+    class_blocks, lanes, norm_bwd_shared, token_blocks, token_chunks, token_parts,
 };
 use super::desc::{
     AdamStep, AddNorm, CountStep, CrossEntropy, Embed, EmbedBwd, Heads, Init, LayersDesc, NormBwd,
@@ -21,16 +23,16 @@ use crate::common::cuda::{addr, fit_32_bits, load, mantissa, no_kernel, workspac
 /// Kernels and workspace.
 pub(super) struct Prepared {
     embed: Kernel,
+    embed_count: Kernel,
+    embed_place: Kernel,
     embed_bwd: Kernel,
     add_norm: Kernel,
     norm_bwd: Kernel,
     sum_rows: Kernel,
     heads: Kernel,
     router: Kernel,
-    router_stats: Kernel,
     router_bwd: Kernel,
     cross_entropy: Kernel,
-    total: Kernel,
     square_sum: Kernel,
     square_total: Kernel,
     adamw: Kernel,
@@ -38,10 +40,16 @@ pub(super) struct Prepared {
     init: Kernel,
     /// Parts of sums over rows, f32.
     partial: CudaMemory,
-    /// Losses of rows, f32.
-    row_loss: CudaMemory,
+    /// Parts of losses, f64.
+    losses: CudaMemory,
     /// Parts of sums of squares, f64.
     squares: CudaMemory,
+    /// Counts of tokens by block, rows by token, and where each token's begin.
+    counts: CudaMemory,
+    order: CudaMemory,
+    starts: CudaMemory,
+    /// Tickets, 0 between launches: the router's, the loss', then those of tokens.
+    tickets: CudaMemory,
     /// Blocks for works on elements.
     blocks: u32,
 }
@@ -49,16 +57,10 @@ pub(super) struct Prepared {
 impl Prepared {
     pub fn new(ctx: &CudaContext, d: &LayersDesc) -> Result<Self> {
         fit_32_bits("layers", &[d.rows, d.cols, d.experts])?;
-        let defines = || layers_defines(mantissa(d.dtype));
-        let m = load(ctx, &LAYERS, defines())?;
-        let o = load(ctx, &OPTIMIZER, defines())?;
+        let m = load(ctx, &LAYERS, layers_defines(mantissa(d.dtype)))?;
+        let o = load(ctx, &OPTIMIZER, optimizer_defines(mantissa(d.dtype)))?;
         let (add_norm, norm_bwd) = (m.kernel("tw_add_norm")?, m.kernel("tw_norm_bwd")?);
-        let router_stats = m.kernel("tw_router_stats")?;
-        let asked = [
-            (&add_norm, 4 * d.cols),
-            (&norm_bwd, norm_bwd_shared(d.dtype, d.cols)),
-            (&router_stats, WARPS * 8 * d.experts),
-        ];
+        let asked = [(&add_norm, 4 * d.cols), (&norm_bwd, norm_bwd_shared(d.dtype, d.cols))];
         for (kernel, bytes) in asked {
             if bytes > SHARED {
                 kernel.allow_shared(bytes as u32)?;
@@ -73,27 +75,47 @@ impl Prepared {
         let room = Room::new(d);
         Ok(Self {
             embed: m.kernel("tw_embed")?,
+            embed_count: m.kernel("tw_embed_count")?,
+            embed_place: m.kernel("tw_embed_place")?,
             embed_bwd: m.kernel("tw_embed_bwd")?,
             add_norm,
             norm_bwd,
             sum_rows: m.kernel("tw_sum_rows")?,
             heads: m.kernel("tw_heads")?,
             router: m.kernel("tw_router")?,
-            router_stats,
             router_bwd: m.kernel("tw_router_bwd")?,
             cross_entropy: m.kernel("tw_cross_entropy")?,
-            total: m.kernel("tw_total")?,
             square_sum: o.kernel("tw_square_sum")?,
             square_total: o.kernel("tw_square_total")?,
             adamw: o.kernel("tw_adamw")?,
             count_step: o.kernel("tw_count_step")?,
             init: o.kernel("tw_init")?,
             partial: workspace(ctx, room.partial)?,
-            row_loss: workspace(ctx, room.row_loss)?,
+            losses: workspace(ctx, room.losses)?,
             squares: workspace(ctx, room.squares)?,
+            counts: workspace(ctx, room.counts)?,
+            order: workspace(ctx, room.order)?,
+            starts: workspace(ctx, room.starts)?,
+            tickets: workspace(ctx, room.tickets)?,
             blocks: 8 * ctx.num_sms()?,
         })
     }
+}
+
+/// `TwEmbedBwd`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct EmbedGrad {
+    tokens: u64,
+    dx: u64,
+    grad: u64,
+    partial: u64,
+    counts: u64,
+    order: u64,
+    starts: u64,
+    tickets: u64,
+    n: u32,
+    d: u32,
 }
 
 /// `TwNorm`.
@@ -148,10 +170,13 @@ struct Routing {
     probs: u64,
     topk: u64,
     weights: u64,
+    partial: u64,
+    stats: u64,
+    ticket: u64,
     n: u32,
     experts: u32,
     k: u32,
-    _pad: u32,
+    lanes: u32,
 }
 
 /// `TwRouterBwd`.
@@ -168,6 +193,8 @@ struct RoutingGrad {
     n: u32,
     experts: u32,
     k: u32,
+    lanes: u32,
+    _pad: u32,
 }
 
 /// `TwLoss`.
@@ -176,11 +203,14 @@ struct RoutingGrad {
 struct Loss {
     logits: u64,
     targets: u64,
-    row_loss: u64,
     d_logits: u64,
-    scale: f32,
+    loss: u64,
+    partial: u64,
+    ticket: u64,
+    scale: f64,
     n: u32,
     cols: u32,
+    lanes: u32,
     _pad: u32,
 }
 
@@ -225,11 +255,6 @@ fn grid(blocks: usize) -> Grid {
     Grid::new(blocks as u32, LAYERS_THREADS as u32)
 }
 
-/// Blocks of the router's kernels: a warp for four rows of few experts (`TW_FEW_CLASSES` of the kernels), else for one.
-fn blocks_of_rows(n: usize, experts: usize) -> usize {
-    n.div_ceil(if experts <= 64 { 4 * WARPS } else { WARPS })
-}
-
 /// Rows and columns; both fit 32 bits, as the plan's do.
 fn dims(t: &Tensor) -> (usize, usize) {
     (t.shape().dim(0), t.shape().dim(1))
@@ -268,14 +293,22 @@ impl On<'_> {
     pub fn embed_bwd(&self, a: &EmbedBwd) -> Result<()> {
         let (n, d) = dims(&a.dx);
         quads("rows", d)?;
-        let blocks = 256 * d.div_ceil(4 * THREADS) * EMBED_SPLITS;
-        let (tokens, dx, partial) = (addr(&a.tokens)?, addr(&a.dx)?, self.kernels.partial.addr());
-        let (n, cols, splits) = (n as u32, d as u32, EMBED_SPLITS as u32);
-        let args = LaunchArgs::new().arg(&tokens).arg(&dx).arg(&partial);
-        let args = args.arg(&n).arg(&cols).arg(&splits);
-        // SAFETY: see the block's comment: (const u8*, const float*, float*, u32, u32, u32).
-        unsafe { self.kernels.embed_bwd.launch(self.stream, grid(blocks), args)? };
-        self.sum_rows(EMBED_SPLITS, 256 * d, addr(&a.grad)?)
+        let p = EmbedGrad {
+            tokens: addr(&a.tokens)?,
+            dx: addr(&a.dx)?,
+            grad: addr(&a.grad)?,
+            partial: self.kernels.partial.addr(),
+            counts: self.kernels.counts.addr(),
+            order: self.kernels.order.addr(),
+            starts: self.kernels.starts.addr(),
+            tickets: self.kernels.tickets.addr() + 8,
+            n: n as u32,
+            d: d as u32,
+        };
+        let sorters = grid(token_blocks(n));
+        self.one(&self.kernels.embed_count, sorters, &p)?;
+        self.one(&self.kernels.embed_place, sorters, &p)?;
+        self.one(&self.kernels.embed_bwd, grid(token_chunks(n) * token_parts(d)), &p)
     }
 
     pub fn add_norm(&self, a: &AddNorm) -> Result<()> {
@@ -350,27 +383,25 @@ impl On<'_> {
 
     pub fn router(&self, a: &Router) -> Result<()> {
         let ((n, e), (_, k)) = (dims(&a.logits), dims(&a.topk));
-        let (probs, topk) = (addr(&a.probs)?, addr(&a.topk)?);
         let p = Routing {
             logits: addr(&a.logits)?,
-            probs,
-            topk,
+            probs: addr(&a.probs)?,
+            topk: addr(&a.topk)?,
             weights: addr(&a.weights)?,
+            partial: self.kernels.partial.addr(),
+            stats: addr(&a.stats)?,
+            ticket: self.kernels.tickets.addr(),
             n: n as u32,
             experts: e as u32,
             k: k as u32,
-            _pad: 0,
+            lanes: lanes(e) as u32,
         };
-        if n > 0 {
-            self.one(&self.kernels.router, grid(blocks_of_rows(n, e)), &p)?;
-        }
-        let partial = self.kernels.partial.addr();
-        let args = LaunchArgs::new().arg(&probs).arg(&topk).arg(&partial);
-        let args = args.arg(&p.n).arg(&p.experts).arg(&p.k);
-        let stats = grid(STATS_BLOCKS).shared((WARPS * 8 * e) as u32);
-        // SAFETY: see the block's comment: (const float*, const i64*, float*, u32, u32, u32).
-        unsafe { self.kernels.router_stats.launch(self.stream, stats, args)? };
-        self.sum_rows(STATS_BLOCKS, 2 * e, addr(&a.stats)?)
+        let shared = 4 * (1 + WARPS) * e;
+        self.one(
+            &self.kernels.router,
+            grid(class_blocks(n, e, ROUTER_BLOCKS)).shared(shared as u32),
+            &p,
+        )
     }
 
     pub fn router_bwd(&self, a: &RouterBwd) -> Result<()> {
@@ -389,8 +420,15 @@ impl On<'_> {
             n: n as u32,
             experts: e as u32,
             k: k as u32,
+            lanes: lanes(e) as u32,
+            _pad: 0,
         };
-        self.one(&self.kernels.router_bwd, grid(blocks_of_rows(n, e)), &p)
+        let shared = 4 * LAYERS_KEPT as u32 * p.lanes;
+        self.one(
+            &self.kernels.router_bwd,
+            grid(class_blocks(n, e, CLASS_BLOCKS)).shared(shared),
+            &p,
+        )
     }
 
     pub fn cross_entropy(&self, a: &CrossEntropy) -> Result<()> {
@@ -398,23 +436,20 @@ impl On<'_> {
         if cols > CLASSES {
             return Err(no_kernel(format!("a loss over {cols} classes"), "run it on the host"));
         }
-        let (row_loss, loss) = (self.kernels.row_loss.addr(), addr(&a.loss)?);
         let p = Loss {
             logits: addr(&a.logits)?,
             targets: addr(&a.targets)?,
-            row_loss,
             d_logits: addr(&a.d_logits)?,
-            scale: a.scale as f32,
+            loss: addr(&a.loss)?,
+            partial: self.kernels.losses.addr(),
+            ticket: self.kernels.tickets.addr() + 4,
+            scale: a.scale,
             n: n as u32,
             cols: cols as u32,
+            lanes: lanes(cols) as u32,
             _pad: 0,
         };
-        if n > 0 {
-            self.one(&self.kernels.cross_entropy, grid(n.div_ceil(WARPS)), &p)?;
-        }
-        let args = LaunchArgs::new().arg(&row_loss).arg(&loss).arg(&a.scale).arg(&p.n);
-        // SAFETY: see the block's comment: (const float*, float*, double, u32).
-        unsafe { self.kernels.total.launch(self.stream, grid(1), args) }
+        self.one(&self.kernels.cross_entropy, grid(class_blocks(n, cols, CLASS_BLOCKS)), &p)
     }
 
     pub fn square_sum(&self, a: &SquareSum) -> Result<()> {

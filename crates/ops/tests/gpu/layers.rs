@@ -19,11 +19,13 @@ struct Sizes {
     k: usize,
 }
 
-const SIZES: [Sizes; 4] = [
+const SIZES: [Sizes; 5] = [
     Sizes { n: 37, d: 64, experts: 8, k: 2 },
     Sizes { n: 1, d: 1028, experts: 3, k: 3 },
     Sizes { n: 700, d: 4096, experts: 64, k: 6 },
     Sizes { n: 0, d: 128, experts: 5, k: 1 },
+    // Rows for several turns of a block; rows of classes that no quads fill, and more choices than lanes of a row.
+    Sizes { n: 9001, d: 64, experts: 201, k: 18 },
 ];
 
 fn plan(stream: &Stream, dtype: DType, s: &Sizes) -> LayersPlan {
@@ -114,7 +116,9 @@ fn embedding_and_its_gradient() {
             let x = put(&room(DType::F32, s.n, s.d));
             (Embed { tokens: put(&tokens), table: put(&table), x: x.clone() }, vec![x])
         });
-        both(at, "embed_bwd", 1e-6, |put| {
+        // Of many rows the host's own sum, one after the other, is not more exact.
+        let tolerance = if s.n > 1000 { 4e-6 } else { 1e-6 };
+        both(at, "embed_bwd", tolerance, |put| {
             let grad = put(&room(DType::F32, 256, s.d));
             (EmbedBwd { tokens: put(&tokens), dx: put(&dx), grad: grad.clone() }, vec![grad])
         });
@@ -229,20 +233,23 @@ fn router_and_its_gradient() {
 fn loss_and_its_gradient() {
     each("loss_and_its_gradient", |at, rng| {
         let (_, t, s) = at;
-        let logits = random(rng, DType::F32, s.n, 256);
-        let targets: Vec<i32> = (0..s.n).map(|_| rng.below(257) as i32 - 1).collect();
-        let targets = Tensor::from_slice(&targets, Shape::d1(s.n)).unwrap();
-        both(at, "cross_entropy", 2e-6, |put| {
-            let (d_logits, loss) = (put(&room(t, s.n, 256)), put(&room(DType::F32, 1, 1)));
-            let work = CrossEntropy {
-                logits: put(&logits),
-                targets: put(&targets),
-                scale: 1.0 / 700.0,
-                d_logits: d_logits.clone(),
-                loss: loss.clone(),
-            };
-            (work, vec![d_logits, loss])
-        });
+        for cols in [256, 27, 500] {
+            let logits = random(rng, DType::F32, s.n, cols);
+            let targets: Vec<i32> =
+                (0..s.n).map(|_| rng.below(cols as u64 + 1) as i32 - 1).collect();
+            let targets = Tensor::from_slice(&targets, Shape::d1(s.n)).unwrap();
+            both(at, "cross_entropy", 2e-6, |put| {
+                let (d_logits, loss) = (put(&room(t, s.n, cols)), put(&room(DType::F32, 1, 1)));
+                let work = CrossEntropy {
+                    logits: put(&logits),
+                    targets: put(&targets),
+                    scale: 1.0 / 700.0,
+                    d_logits: d_logits.clone(),
+                    loss: loss.clone(),
+                };
+                (work, vec![d_logits, loss])
+            });
+        }
     });
 }
 
