@@ -6,7 +6,7 @@
 // P ranks, E experts in all, T = max_tokens of a rank, k choices, capacity rows on each rank.
 // Symmetric areas of a rank, at base + rank * stride for every rank:
 //   counts  [2][P][E] u64              number of the launch << 32 | copies that a rank sends to an expert
-//   meta    [P * T] TwMeta + k TwCopy + scales f32, `meta_stride` bytes each
+//   meta    [P * T] k TwCopy + scales f32, `meta_stride` bytes each
 //   tokens  [P * T] rows, `row_stride` bytes each
 //   back    [P * T] rows of results, then k f32 gradients of weights, `back_stride` bytes each
 //   flags   credits [P] u64, receive buffers [P] u64, then arrivals [P][chunks] u64, of tokens and of what
@@ -31,13 +31,12 @@ static_assert(THREADS % 32 == 0 && MOVERS % 32 == 0, "whole warps");
 typedef TwElem<TW_OUT_MANTISSA> Out;
 typedef TwQuads<TW_OUT_MANTISSA> OutQuad;
 
-struct TwMeta {
-    u64 num;  // number of the launch << 32 | copies
-};
-
-struct TwCopy {
+// A copy of a token, one access of 16 bytes. A record has those that this launch has stamped, the first ones: what stands
+// behind them is of earlier launches.
+struct __align__(16) TwCopy {
     int choice, row;
     float weight;
+    u32 stamp;  // number of the launch, its lower half
 };
 
 // The layer and the team, and where their memory is.
@@ -185,6 +184,19 @@ struct TwZeros {
     }
 };
 
+// The copies of a record of my area. By a warp: how many there are, and lane n has the n-th.
+__device__ __forceinline__ u32 tw_copies(const TwEp& l, u64 record, u64 epoch, TwCopy& c) {
+    const u32 lane = threadIdx.x % 32;
+    c.stamp = (u32)epoch - 1;
+    if (lane < l.top_k) c = ((const TwCopy*)tw_meta(l, l.me, record))[lane];
+    return __popc(__ballot_sync(0xffffffffu, c.stamp == (u32)epoch));
+}
+
+// Behind the copies.
+__device__ __forceinline__ float* tw_scales(const TwEp& l, u32 rank, u64 record) {
+    return (float*)(tw_meta(l, rank, record) + (u64)l.top_k * sizeof(TwCopy));
+}
+
 // A row that nobody feeds, but for its bytes.
 __device__ __forceinline__ void tw_no_source(const TwHandle& h, const TwRecv& out, u64 row) {
     h.source[row] = -1;
@@ -206,56 +218,68 @@ __device__ __forceinline__ void tw_pad_row(const TwEp& l, const TwHandle& h, con
 // known before anything has come. Behind the rows of all experts nothing is filled: nobody reads there.
 template <class Fill>
 __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 w, u64 num, const Fill& fill) {
-    const u32 local = l.first[l.me + 1] - l.first[l.me], lane = threadIdx.x % 32;
+    const u32 full = 0xffffffffu, local = l.first[l.me + 1] - l.first[l.me], lane = threadIdx.x % 32;
     i64 at = 0;
-    u64 next = w;  // of the rows that nobody feeds, from here on
+    i64 next = w;  // of the rows that nobody feeds, from here on
     for (u32 e0 = 0; e0 < local; e0 += 32) {
         const u32 e = e0 + lane;
-        const i64 mine = e < local ? h.m_splits[e] : 0, fed = e < local ? min(h.counts[e], mine) : 0;
-        for (u32 i = 0; i < 32 && e0 + i < local; i++) {
-            const i64 rows = __shfl_sync(0xffffffffu, mine, i), used = __shfl_sync(0xffffffffu, fed, i);
-            for (; next < (u64)(rows - used); next += num) tw_pad_row(l, h, out, at + used + next, fill);
-            next -= rows - used;
-            at += rows;
+        const i64 rows = e < local ? h.m_splits[e] : 0, fed = e < local ? min(h.counts[e], rows) : 0;
+        // Rows up to this lane's expert, and those of them that nobody feeds.
+        i64 end = rows, pads = rows - fed;
+#pragma unroll
+        for (u32 by = 1; by < 32; by *= 2) {
+            const i64 a = __shfl_up_sync(full, end, by), b = __shfl_up_sync(full, pads, by);
+            if (lane >= by) end += a, pads += b;
         }
+        for (const i64 all = __shfl_sync(full, pads, 31); next < all; next += num) {
+            // The last row of the expert is that of its last pad.
+            const u32 owner = __popc(__ballot_sync(full, pads <= next));
+            tw_pad_row(l, h, out, at + __shfl_sync(full, end - pads, owner) + next, fill);
+        }
+        next -= __shfl_sync(full, pads, 31);
+        at += __shfl_sync(full, end, 31);
     }
     for (u64 row = at + 32 * w + lane; row < l.capacity; row += 32 * num) tw_no_source(h, out, row);
+}
+
+// Row of the n-th copy of a record, which a receive buffer may already hold: as the copies of a peer are, it is not trusted.
+__device__ __forceinline__ u64 tw_kept_row(const TwEp& l, const TwRecv& out, const TwCopy& c) {
+    return out.x && (u32)c.row < l.capacity ? out.x + (u64)c.row * out.row_bytes : 0;
+}
+
+// What the handle and the outputs keep of the copy `n` of a record, but for scales. Rows within the capacity are all that a
+// peer sends; another would be outside of the memory.
+__device__ __forceinline__ void tw_keep_copy(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u32 n, const TwCopy& c) {
+    h.copies[record * l.top_k + n] = c;
+    if ((u32)c.row >= l.capacity) return;
+    h.source[c.row] = (int)record;
+    if (out.weights) out.weights[c.row] = c.weight;
+    if (out.index) out.index[c.row] = c.row;
+}
+
+// By a warp: the scales of a record to row `row`.
+__device__ __forceinline__ void tw_keep_scales(const TwEp& l, const TwRecv& out, u64 record, u32 row) {
+    if (!out.scales || row >= l.capacity) return;
+    const float* scales = tw_scales(l, l.me, record);
+    for (u32 s = threadIdx.x % 32; s < l.scales; s += 32) out.scales[(u64)row * l.scales + s] = scales[s];
 }
 
 // By a warp: a slice of a record that has come, to the rows of its copies; with the first slice what the
 // handle keeps of it.
 __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u64 epoch,
                                               u32 j, u32 slices) {
-    const u32 lane = threadIdx.x % 32;
-    const TwMeta* meta = (const TwMeta*)tw_meta(l, l.me, record);
-    const TwCopy* copies = (const TwCopy*)(meta + 1);
-    const u64 word = meta->num;
-    u32 num = (u32)(word >> 32) == (u32)epoch ? (u32)word : 0;
-    if (num > l.top_k) num = l.top_k;
+    const u32 full = 0xffffffffu, lane = threadIdx.x % 32;
+    TwCopy c;
+    const u32 num = tw_copies(l, record, epoch, c);
     if (j == 0 && lane == 0) h.num[record] = num;
-    const float* scales = (const float*)(copies + l.top_k);
-    u64 from = l.tokens + l.me * l.stride + record * l.row_stride;
-    if (out.buffer && num > 0) from = tw_recv_row(l, out, l.me, min((u32)copies[0].row, l.capacity - 1));
-    for (u32 n = 0; n < num; n += 2) {
-        u64 to[2] = {0, 0};
-        const TwCopy two[2] = {copies[n], copies[n + 1 < num ? n + 1 : n]};
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            if (n + i >= num) break;
-            const TwCopy c = two[i];
-            if (j == 0 && lane == 0) h.copies[record * l.top_k + n + i] = c;
-            // Rows within the capacity are all that a peer sends; another would be outside of the memory.
-            if ((u32)c.row >= l.capacity) continue;
-            // The first one is where it stays if it came to a receive buffer.
-            if (!out.buffer || n + i > 0) to[i] = out.x ? out.x + c.row * out.row_bytes : 0;
-            if (j == 0 && lane == 0) {
-                h.source[c.row] = (int)record;
-                if (out.weights) out.weights[c.row] = c.weight;
-                if (out.index) out.index[c.row] = c.row;
-            }
-            if (j == 0 && out.scales)
-                for (u32 s = lane; s < l.scales; s += 32) out.scales[(u64)c.row * l.scales + s] = scales[s];
-        }
+    if (j == 0 && lane < num) tw_keep_copy(l, h, out, record, lane, c);
+    for (u32 n = 0; j == 0 && n < num; n++) tw_keep_scales(l, out, record, __shfl_sync(full, (u32)c.row, n));
+    const u64 row = lane < num ? tw_kept_row(l, out, c) : 0, first = __shfl_sync(full, row, 0);
+    const u64 from = out.buffer ? first : l.tokens + l.me * l.stride + record * l.row_stride;
+    // The first one is where it stays if it came to a receive buffer.
+    for (u32 n = out.buffer ? 1 : 0; from && n < num; n += 2) {
+        const u64 a = __shfl_sync(full, row, n), b = __shfl_sync(full, row, n + 1 < num ? n + 1 : n);
+        u64 to[2] = {a, n + 1 < num ? b : 0};
         if (!to[0]) to[0] = to[1], to[1] = 0;
         if (to[0]) tw_lay(from, out.row_bytes, to, j, slices);
     }
@@ -286,43 +310,35 @@ struct TwSend {
     u32 tokens, pad;
 };
 
-// By a warp: the copies of token t to the ranks `r` of the lanes, in the order of choices; `row` of the first.
-// Which ranks get any (bit of a lane). Choices are read at once, a lane for each: one after the other they
-// would take longer than the row.
-__device__ __forceinline__ u32 tw_send_meta(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t, u32 r,
-                                            u32& row0) {
-    const u32 lane = threadIdx.x % 32;
-    const u64 meta = tw_meta(l, r, (u64)l.me * l.max_tokens + t);
-    TwCopy* copies = (TwCopy*)(meta + sizeof(TwMeta));
-    u32 n = 0;
-    for (u32 j0 = 0; j0 < l.top_k; j0 += 32) {
-        const u64 i = (u64)t * l.top_k + j0 + lane;
-        const bool mine = j0 + lane < l.top_k;
-        const int row = mine ? h.rows[i] : -1, rank = mine ? h.ranks[i] : -1;
-        const float weight = mine && in.weights ? in.weights[i] : 0.0f;
-        for (u32 j = 0; j < 32 && j0 + j < l.top_k; j++) {
-            const TwCopy c = {(int)(j0 + j), __shfl_sync(0xffffffffu, row, j), __shfl_sync(0xffffffffu, weight, j)};
-            const int to = __shfl_sync(0xffffffffu, rank, j);
-            if (to == (int)r && r < l.size && c.row >= 0) {
-                if (n == 0) row0 = (u32)c.row;
-                copies[n++] = c;
-            }
-        }
-    }
-    if (n > 0) {
-        ((TwMeta*)meta)->num = epoch << 32 | n;
-        float* scales = (float*)(copies + l.top_k);
-        for (u32 s = 0; in.scales && s < l.scales; s++) scales[s] = in.scales[(u64)t * l.scales + s];
-    }
-    return __ballot_sync(0xffffffffu, n > 0);
-}
+// A choice of a token: its row and rank, and how many kept ones of the token go to that rank before it. Row -1 if it is
+// not kept.
+struct TwPick {
+    int row, rank;
+    u32 nth;
+};
 
-// The ranks that token t goes to; `rows`, of the ranks `lane` and `lane + 32`, of their first copies.
-__device__ __forceinline__ u64 tw_send_metas(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t,
-                                             u32 (&rows)[2]) {
-    const u32 lane = threadIdx.x % 32;
-    const u64 low = tw_send_meta(l, h, in, epoch, t, lane, rows[0]);
-    return l.size <= 32 ? low : low | (u64)tw_send_meta(l, h, in, epoch, t, lane + 32, rows[1]) << 32;
+// By a warp: the copies of tokens [t, end), at most 32 / top_k, to their ranks, in the order of choices. A lane has choice
+// lane % top_k of token t + lane / top_k: all are read at once, since one after the other they would take
+// longer than a row.
+__device__ __forceinline__ TwPick tw_send_copies(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t, u32 end) {
+    const u32 full = 0xffffffffu, lane = threadIdx.x % 32, token = t + lane / l.top_k, i = lane % l.top_k;
+    const bool mine = lane < 32 / l.top_k * l.top_k && token < end;
+    const u64 at = (u64)token * l.top_k + i;
+    TwPick p = {mine ? h.rows[at] : -1, mine ? h.ranks[at] : -1, 0};
+    const float weight = mine && in.weights ? in.weights[at] : 0.0f;
+    const u32 same = __match_any_sync(full, p.row >= 0 ? (int)(token - t) << 6 | p.rank : -1);
+    p.nth = __popc(same & ((1u << lane) - 1));
+    const u64 record = (u64)l.me * l.max_tokens + token;
+    if (p.row >= 0) {
+        const TwCopy c = {(int)i, p.row, weight, (u32)epoch};
+        ((TwCopy*)tw_meta(l, p.rank, record))[p.nth] = c;
+    }
+    for (u32 first = in.scales ? __ballot_sync(full, p.row >= 0 && p.nth == 0) : 0; first != 0; first &= first - 1) {
+        const u32 from = __ffs(first) - 1, of = t + from / l.top_k;
+        float* scales = tw_scales(l, __shfl_sync(full, (u32)p.rank, from), (u64)l.me * l.max_tokens + of);
+        for (u32 s = lane; s < l.scales; s += 32) scales[s] = in.scales[(u64)of * l.scales + s];
+    }
+    return p;
 }
 
 // By a warp whose lanes have written everything of chunk `c`: it has come.

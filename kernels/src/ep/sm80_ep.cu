@@ -15,17 +15,20 @@ struct TwRouting {
 enum { TW_WHOLE = 0, TW_COUNTS = 1, TW_PLACES = 2 };
 
 // Shared memory of tw_ep_route: [warps][E] u32, then of each expert its next row i64, copies of all ranks,
-// of earlier ranks, and its rank u32.
+// of earlier ranks, and its rank u32; and the first expert of each rank.
 struct TwTable {
     u32* warp;
     i64* next;
-    u32 *all, *earlier, *owner;
+    u32 *all, *earlier, *owner, *first;
 };
 
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
 __device__ __forceinline__ TwTable tw_table(const TwEp& l) {
+    __shared__ u32 first[65];
     TwTable s;
+    s.first = first;
+    for (u32 r = threadIdx.x; r <= l.size; r += blockDim.x) first[r] = l.first[r];
     s.next = (i64*)tw_smem;
     s.all = (u32*)(s.next + l.experts);
     s.earlier = s.all + l.experts;
@@ -140,22 +143,18 @@ __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
     }
     if (lane == 31) sums[warp] = upto;
     __syncthreads();
-    i64 before = upto - v;
-    *all = 0;
-    for (u32 w = 0; w < blockDim.x / 32; w++) {
-        before += w < warp ? sums[w] : 0;
-        *all += sums[w];
+    // A lane for each warp: at most 32.
+    i64 before = lane < warp ? sums[lane] : 0;
+    *all = lane < blockDim.x / 32 ? sums[lane] : 0;
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {
+        before += __shfl_xor_sync(0xffffffffu, before, by);
+        *all += __shfl_xor_sync(0xffffffffu, *all, by);
     }
+    before += upto - v;
     // The next call writes the sums again.
     __syncthreads();
     return before;
-}
-
-// The rank of an expert.
-__device__ __forceinline__ u32 tw_owner(const TwEp& l, u32 e) {
-    u32 r = 0;
-    while (e >= l.first[r + 1]) r++;
-    return r;
 }
 
 // Rows from everybody's counts: s.next[e] becomes the row of the first copy of e among this block's choices;
@@ -168,19 +167,20 @@ __device__ __forceinline__ void tw_route_scan(const TwEp& l, const TwRouting& a,
     i64 sum = 0, all;
     for (u32 e0 = 0; e0 < l.experts; e0 += blockDim.x) {
         const u32 e = e0 + threadIdx.x;
-        const i64 total = e < l.experts ? s.all[e] : 0;
-        const i64 at = sum + tw_before((total + l.align - 1) / l.align * l.align, &all);
+        const u32 total = e < l.experts ? s.all[e] : 0;
+        const i64 at = sum + tw_before((i64)tw_ceil(total, l.align) * l.align, &all);
         sum += all;
         if (e < l.experts) s.next[e] = at;
     }
     __syncthreads();
     // Where each rank begins; a rank without experts begins where the next one does.
-    for (u32 r = threadIdx.x; r <= l.size; r += blockDim.x) rows[r] = l.first[r] < l.experts ? s.next[l.first[r]] : sum;
+    for (u32 r = threadIdx.x; r <= l.size; r += blockDim.x) rows[r] = s.first[r] < l.experts ? s.next[s.first[r]] : sum;
     __syncthreads();
     for (u32 e = threadIdx.x; e < l.experts; e += blockDim.x) {
+        // Reads that do not wait for each other.
         u32 r = 0;
-        while (e >= l.first[r + 1]) r++;
-        const i64 total = s.all[e], at = s.next[e] - (i64)rows[r], padded = (total + l.align - 1) / l.align * l.align;
+        for (u32 i = 1; i < l.size; i++) r += e >= s.first[i];
+        const i64 total = s.all[e], at = s.next[e] - (i64)rows[r], padded = (i64)tw_ceil(s.all[e], l.align) * l.align;
         u32 blocks = 0;
         for (u32 b = 0; b < blockIdx.x; b++) blocks += a.blocks[(u64)b * l.experts + e];
         s.next[e] = at + s.earlier[e] + blocks;
@@ -189,8 +189,8 @@ __device__ __forceinline__ void tw_route_scan(const TwEp& l, const TwRouting& a,
         // Sums of integers: their order decides nothing.
         if (left > 0) atomicAdd(&lost[r], (u64)left);
         if (r != l.me || blockIdx.x != 0) continue;
-        h.counts[e - l.first[r]] = total;
-        h.m_splits[e - l.first[r]] = min(at + padded, cap) - min(at, cap);
+        h.counts[e - s.first[r]] = total;
+        h.m_splits[e - s.first[r]] = min(at + padded, cap) - min(at, cap);
     }
     __syncthreads();
     for (u32 r = threadIdx.x; blockIdx.x == 0 && r < l.size; r += blockDim.x) {
@@ -261,13 +261,13 @@ __device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwSend& in, 
     }
 }
 
-// By a warp: a row to the receive buffers of the ranks of `mask`, from me + 1 on; `rows` as `tw_send_metas` says.
-__device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwSend& in, const TwRecv& recv, u32 t, u64 mask,
-                                             const u32 (&rows)[2]) {
-    for (u32 n = 1; n <= l.size; n++) {
-        const u32 r = (l.me + n) % l.size, row = __shfl_sync(0xffffffffu, rows[r / 32], r % 32);
+// By a warp: a row to the receive buffers of the ranks that it goes to, as its choices `p` say.
+__device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwSend& in, const TwRecv& recv, u32 t, const TwPick& p) {
+    for (u32 first = __ballot_sync(0xffffffffu, p.row >= 0 && p.nth == 0); first != 0; first &= first - 1) {
+        const u32 from = __ffs(first) - 1;
+        const u32 r = __shfl_sync(0xffffffffu, (u32)p.rank, from), row = __shfl_sync(0xffffffffu, (u32)p.row, from);
         const u64 to[2] = {tw_recv_row(l, recv, r, row), 0};
-        if (mask >> r & 1) tw_lay(in.x + t * in.row_bytes, in.row_bytes, to, 0, 1);
+        tw_lay(in.x + t * in.row_bytes, in.row_bytes, to, 0, 1);
     }
 }
 
@@ -275,15 +275,19 @@ __device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwSend& in, co
 __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwSend& in,
                                         const TwRecv& recv, u64 epoch) {
     if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
-    const u32 warps = m.senders * (blockDim.x / 32), lane = threadIdx.x % 32;
+    const u32 warps = m.senders * (blockDim.x / 32);
     for (u32 c = blockIdx.x + threadIdx.x / 32 * m.senders; c < m.chunks; c += warps) {
         const u32 end = min((c + 1) * m.chunk, in.tokens);
         for (u32 token = c * m.chunk; token < end; token++) {
-            u32 rows[2] = {0, 0};
-            const u64 mask = tw_send_metas(l, h, in, epoch, token, rows);
+            const TwPick p = tw_send_copies(l, h, in, epoch, token, token + 1);
             if (recv.buffer) {
-                tw_push_rows(l, in, recv, token, mask, rows);
+                tw_push_rows(l, in, recv, token, p);
                 continue;
+            }
+            u64 mask = 0;
+            for (u32 i = 0; i < l.top_k; i++) {
+                const int r = __shfl_sync(0xffffffffu, p.row >= 0 ? p.rank : -1, i);
+                mask |= r >= 0 ? 1ull << r : 0;
             }
             const u64 bits = in.x | in.row_bytes | l.tokens | l.row_stride | l.stride;
             if (bits % 16 == 0) tw_push_pieces<TwPiece>(l, in, token, mask);
@@ -379,8 +383,7 @@ tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64
         tw_copy_one(to, l.tokens + l.me * l.stride + record * l.row_stride, row_bytes);
     }
     if (!scales) return;
-    const float* from = (const float*)(tw_meta(l, l.me, record < 0 ? 0 : record) + sizeof(TwMeta) +
-                                       (u64)l.top_k * sizeof(TwCopy));
+    const float* from = tw_scales(l, l.me, record < 0 ? 0 : record);
     for (u32 i = threadIdx.x; i < l.scales; i += THREADS) scales[row * l.scales + i] = record < 0 ? 0.0f : from[i];
 }
 

@@ -15,50 +15,56 @@ extern __shared__ __align__(128) unsigned char tw_smem[];
 
 typedef TwStage<PIECE, PIECES> Stage;
 
-// Where the row of a token goes at rank `r`: to its place by number, or to the first row of its copies.
-__device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, u32 r, u32 token, u32 row) {
-    if (recv.buffer) return tw_recv_row(l, recv, r, row);
-    return l.tokens + r * l.stride + ((u64)l.me * l.max_tokens + token) * l.row_stride;
+// Where the copy that is this lane's choice `p` of a token goes by itself: the first one of a rank to its place by number
+// or, in a receive buffer, by row; on this rank each one to its row, if rows are laid out. 0: nowhere.
+__device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, const TwPick& p, u32 token) {
+    if (p.row < 0) return 0;
+    if (recv.x && p.rank == (int)l.me) return recv.x + (u64)p.row * recv.row_bytes;
+    if (p.nth != 0) return 0;
+    if (recv.buffer) return tw_recv_row(l, recv, p.rank, p.row);
+    return l.tokens + p.rank * l.stride + ((u64)l.me * l.max_tokens + token) * l.row_stride;
 }
 
-// By a warp: the rows of tokens [token, end) to the ranks that their choices name, a lane for each rank; here, if
-// they are laid out, to the row of each copy, a lane for each choice.
-__device__ __forceinline__ void tw_bulk_rows(const TwEp& l, const TwHandle& h, const TwSend& in, const TwRecv& recv,
-                                             u64 epoch, u32 token, u32 end, Stage& s) {
-    if (token < end) tw_bulk_fetch(s, in.x + token * in.row_bytes, in.row_bytes);
-    for (; token < end; token++) {
-        const u64 from = in.x + token * in.row_bytes;
-        // The row comes while its ranks are found.
-        u32 rows[2] = {0, 0};
-        u64 mask = tw_send_metas(l, h, in, epoch, token, rows);
-        int mine = -1;
-        if (recv.x) {
-            mask &= ~(1ull << l.me);
-            const u64 i = (u64)token * l.top_k + threadIdx.x % 32;
-            if (threadIdx.x % 32 < l.top_k && h.ranks[i] == (int)l.me) mine = h.rows[i];
-        }
-        for (u64 at = 0; at < in.row_bytes; at += PIECE) {
-            const u64 left = in.row_bytes - at;
+// By a warp: rows of `bytes` through its pieces, each to the places of its lanes. Row `i` of `live` begins at from(i), and
+// goes to `to` of those lanes whose `row` it is. The first load is on its way already.
+template <class From>
+__device__ __forceinline__ void tw_bulk_rows(Stage& s, u64 bytes, u32 live, u32 row, u64 to, const From& from) {
+    while (live != 0) {
+        const u32 i = __ffs(live) - 1;
+        live &= live - 1;
+        for (u64 at = 0; at < bytes; at += PIECE) {
+            const u64 left = bytes - at;
             const unsigned char* piece = tw_bulk_await(s);
-            for (u32 r = threadIdx.x % 32; r < l.size; r += 32)
-                if (mask >> r & 1)
-                    bulk_store((void*)(tw_bulk_to(l, recv, r, token, rows[r / 32]) + at), piece, (u32)min((u64)PIECE, left));
-            if (mine >= 0)
-                bulk_store((void*)(recv.x + (u64)mine * recv.row_bytes + at), piece, (u32)min((u64)PIECE, left));
+            if (to && row == i) bulk_store((void*)(to + at), piece, (u32)min((u64)PIECE, left));
             tw_bulk_stored(s);
-            if (left > PIECE) tw_bulk_fetch(s, from + at + PIECE, left - PIECE);
-            else if (token + 1 < end) tw_bulk_fetch(s, from + in.row_bytes, in.row_bytes);
+            if (left > PIECE) tw_bulk_fetch(s, from(i) + at + PIECE, left - PIECE);
+            else if (live != 0) tw_bulk_fetch(s, from(__ffs(live) - 1), bytes);
         }
     }
 }
 
-__device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                             const TwSend& in, const TwRecv& recv, u64 epoch, Stage& s) {
+// By a warp: tokens [token, end) to the ranks that their choices name.
+__device__ __forceinline__ void tw_bulk_send(const TwEp& l, const TwHandle& h, const TwSend& in, const TwRecv& recv,
+                                             u64 epoch, u32 token, u32 end, Stage& s) {
+    const u32 most = 32 / l.top_k, lane = threadIdx.x % 32;
+    for (; token < end; token += most) {
+        const u32 num = min(most, end - token);
+        const auto from = [&](u32 i) { return in.x + (token + i) * in.row_bytes; };
+        // The first row comes while it is found where rows go.
+        tw_bulk_fetch(s, from(0), in.row_bytes);
+        const TwPick p = tw_send_copies(l, h, in, epoch, token, token + num);
+        tw_bulk_rows(s, in.row_bytes, 0xffffffffu >> (32 - num), lane / l.top_k, tw_bulk_to(l, recv, p, token + lane / l.top_k), from);
+    }
+}
+
+// By a warp: chunk `first`, and then those that no warp has taken.
+__device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwSend& in,
+                                             const TwRecv& recv, u64 epoch, u32 first, Stage& s) {
     if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
     // The rows were read by bulk loads before they were granted, and are written by bulk stores.
     fence_proxy_async();
-    for (u32 c; (c = tw_claim(m.ticket + 2)) < m.chunks;) {
-        tw_bulk_rows(l, h, in, recv, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
+    for (u32 c = first; c < m.chunks; c = tw_claim(m.ticket + 2)) {
+        tw_bulk_send(l, h, in, recv, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
         // Written, and known to the lane that will say so, before the flags.
         bulk_wait_group<0>();
         fence_proxy_async();
@@ -66,83 +72,47 @@ __device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, con
     }
 }
 
-// By a warp: what the handle and the outputs keep of a record of `num` copies; a lane for each copy.
-__device__ __forceinline__ void tw_bulk_meta(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u32 num) {
-    const TwCopy* copies = (const TwCopy*)((const TwMeta*)tw_meta(l, l.me, record) + 1);
-    const float* scales = (const float*)(copies + l.top_k);
-    for (u32 n = threadIdx.x % 32; n < num; n += 32) {
-        const TwCopy c = copies[n];
-        h.copies[record * l.top_k + n] = c;
-        // Rows within the capacity are all that a peer sends; another would be outside of the memory.
-        if ((u32)c.row >= l.capacity) continue;
-        h.source[c.row] = (int)record;
-        if (out.weights) out.weights[c.row] = c.weight;
-        if (out.index) out.index[c.row] = c.row;
-        for (u32 i = 0; out.scales && i < l.scales; i++) out.scales[(u64)c.row * l.scales + i] = scales[i];
+// By a warp: records [record, record + num), at most 32 / top_k, to the rows of their copies but for those that are there
+// already: this rank's own, and the first of each in a receive buffer. A lane has copy lane % top_k of record
+// record + lane / top_k.
+__device__ __forceinline__ void tw_bulk_lay(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 epoch, u64 record, u32 num,
+                                            Stage& s) {
+    const u32 full = 0xffffffffu, lane = threadIdx.x % 32, k = l.top_k, i = lane / k, n = lane % k;
+    TwCopy c;
+    c.row = -1, c.stamp = (u32)epoch - 1;
+    if (i < num) c = ((const TwCopy*)tw_meta(l, l.me, record + i))[n];
+    const bool valid = c.stamp == (u32)epoch;
+    const u64 row = valid ? tw_kept_row(l, out, c) : 0, first = __shfl_sync(full, row, i * k % 32);
+    const bool there = record / l.max_tokens == l.me || (out.buffer && (n == 0 || !first));
+    const u64 to = there ? 0 : row;
+    const auto from = [&](u32 r) {
+        return out.buffer ? __shfl_sync(full, first, r * k) : l.tokens + l.me * l.stride + (record + r) * l.row_stride;
+    };
+    const u32 stamped = __ballot_sync(full, valid), open = __ballot_sync(full, to != 0);
+    u32 live = 0;
+    for (u32 r = 0; r < num; r++) live |= (open >> r * k & 0xffffffffu >> (32 - k)) != 0 ? 1u << r : 0;
+    if (live != 0) tw_bulk_fetch(s, from(__ffs(live) - 1), out.row_bytes);
+    if (i < num && n == 0) h.num[record + i] = __popc(stamped >> lane & 0xffffffffu >> (32 - k));
+    if (valid) tw_keep_copy(l, h, out, record + i, n, c);
+    for (u32 some = out.scales ? stamped : 0; some != 0; some &= some - 1) {
+        const u32 of = __ffs(some) - 1;
+        tw_keep_scales(l, out, record + of / k, __shfl_sync(full, (u32)c.row, of));
     }
-}
-
-// By a warp: where the payload of record first + lane is, if it has `num` copies and any of them is still to be
-// laid out; else 0. In a receive buffer the first copy is in its place, and this rank's own rows always are.
-__device__ __forceinline__ u64 tw_bulk_payload(const TwEp& l, const TwRecv& out, u64 record, u32 num) {
-    if (!out.x || num == 0 || record / l.max_tokens == l.me) return 0;
-    if (!out.buffer) return l.tokens + l.me * l.stride + record * l.row_stride;
-    if (num == 1) return 0;
-    const u32 row = (u32)((const TwCopy*)((const TwMeta*)tw_meta(l, l.me, record) + 1))->row;
-    return row < l.capacity ? tw_recv_row(l, out, l.me, row) : 0;
-}
-
-// By a warp: records first + j, of `num` copies each (lane j has it), to the rows of their copies.
-__device__ __forceinline__ void tw_bulk_records(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 first, u32 num,
-                                                Stage& s) {
-    const u32 full = 0xffffffffu;
-    const u64 payload = tw_bulk_payload(l, out, first + threadIdx.x % 32, num);
-    u32 there = __ballot_sync(full, num > 0), live = __ballot_sync(full, payload != 0);
-    const u64 begin = __shfl_sync(full, payload, live != 0 ? __ffs(live) - 1 : 0);
-    if (live != 0) tw_bulk_fetch(s, begin, out.row_bytes);
-    while (there != 0) {
-        const u32 j = __ffs(there) - 1, copies = __shfl_sync(full, num, j);
-        const bool lays = live >> j & 1;
-        there &= there - 1;
-        live &= ~(1u << j);
-        const u64 from = __shfl_sync(full, payload, j), next = __shfl_sync(full, payload, live != 0 ? __ffs(live) - 1 : 0);
-        tw_bulk_meta(l, h, out, first + j, copies);
-        const TwCopy* list = (const TwCopy*)((const TwMeta*)tw_meta(l, l.me, first + j) + 1);
-        for (u64 at = 0; lays && at < out.row_bytes; at += PIECE) {
-            const u64 left = out.row_bytes - at;
-            const unsigned char* piece = tw_bulk_await(s);
-            for (u32 n = threadIdx.x % 32 + (out.buffer ? 1 : 0); n < copies; n += 32) {
-                const u32 row = (u32)list[n].row;
-                if (row < l.capacity) bulk_store((void*)(out.x + row * out.row_bytes + at), piece, (u32)min((u64)PIECE, left));
-            }
-            tw_bulk_stored(s);
-            if (left > PIECE) tw_bulk_fetch(s, from + at + PIECE, left - PIECE);
-            else if (live != 0) tw_bulk_fetch(s, next, out.row_bytes);
-        }
-    }
+    tw_bulk_rows(s, out.row_bytes, live, i, to, from);
 }
 
 // What comes, chunk after chunk: of each chunk all sources, from me + 1 on.
 __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                                const TwRecv& out, u64 epoch, Stage& s) {
-    const u32 lane = threadIdx.x % 32;
+                                                const TwRecv& out, u64 epoch, u32 first, Stage& s) {
     if (tw_warp_is_over(t)) return;
-    for (u32 i; (i = tw_claim(m.ticket + 3)) < m.chunks * l.size;) {
-        const u32 c = i / l.size, src = (l.me + 1 + i % l.size) % l.size;
+    for (u32 j = first; j < m.chunks * l.size; j = tw_claim(m.ticket + 3)) {
+        const u32 c = j / l.size, src = (l.me + 1 + j % l.size) % l.size;
         if (!tw_arrived(t, l, m, epoch, src, c)) return;
         // Rows were written by a peer's bulk copies, and are read by mine.
         fence_proxy_async();
-        const u32 begin = c * m.chunk, end = min(begin + m.chunk, l.max_tokens);
-        for (u32 token = begin; token < end; token += 32) {
-            const u64 first = (u64)src * l.max_tokens + token;
-            u32 num = 0;
-            if (token + lane < end) {
-                const u64 word = ((const TwMeta*)tw_meta(l, l.me, first + lane))->num;
-                num = (u32)(word >> 32) == (u32)epoch ? min((u32)word, l.top_k) : 0;
-                h.num[first + lane] = num;
-            }
-            tw_bulk_records(l, h, out, first, num, s);
-        }
+        const u32 end = min((c + 1) * m.chunk, l.max_tokens), most = 32 / l.top_k;
+        for (u32 token = c * m.chunk; token < end; token += most)
+            tw_bulk_lay(l, h, out, epoch, (u64)src * l.max_tokens + token, min(most, end - token), s);
     }
 }
 
@@ -172,14 +142,23 @@ tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
                 const __grid_constant__ TwPoison out) {
     __shared__ __align__(8) u64 barriers[PIECES * (SEND + LAY)];
+    __shared__ u32 taken[2];
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     const u32 warp = threadIdx.x / 32;
     tw_announce(t, l, m, recv, epoch);
+    // A block takes a share of what there is, no more than a thing for each warp: few tokens go to all blocks, and
+    // warps do not begin with a word that all of them want.
+    const u32 each[2] = {tw_ceil(m.chunks, gridDim.x), tw_ceil(m.chunks * l.size, gridDim.x)};
+    const u32 share[2] = {min((u32)SEND, each[0]), min((u32)LAY, each[1])};
+    if (threadIdx.x == 0) taken[0] = atomicAdd(m.ticket + 2, share[0]), taken[1] = atomicAdd(m.ticket + 3, share[1]);
+    __syncthreads();
     if (warp < SEND + LAY) {
         Stage s = tw_stage<PIECE, PIECES>(tw_smem, barriers);
-        if (warp < SEND) tw_bulk_push(t, l, m, h, in, recv, epoch, s);
+        const u32 send = warp < SEND && warp >= share[0] ? tw_claim(m.ticket + 2) : taken[0] + warp;
+        if (warp < SEND) tw_bulk_push(t, l, m, h, in, recv, epoch, send, s);
         // What has sent lays out, too.
-        tw_bulk_receive(t, l, m, h, recv, epoch, s);
+        const bool has = warp >= SEND && warp - SEND < share[1];
+        tw_bulk_receive(t, l, m, h, recv, epoch, has ? taken[1] + warp - SEND : tw_claim(m.ticket + 3), s);
     } else {
         tw_bulk_pad(t, l, h, recv);
     }

@@ -27,7 +27,8 @@ pub const TESTS: &[Test] = tests![
 pub const RANKS: usize = 4;
 const TOKENS: usize = 24;
 const K: usize = 3;
-const ALIGN: usize = 2;
+const SCALES: usize = 2;
+const ALIGN: usize = 8;
 const EXPERTS: [usize; RANKS] = [2, 0, 2, 1];
 const NUM: usize = 5;
 const META: usize = 64;
@@ -39,7 +40,8 @@ pub const WHOLE: usize = 8;
 const PIECE: usize = 16;
 const ENTRIES: usize = 4;
 const THREADS: u32 = 64;
-const CHUNK: usize = 5;
+/// More tokens than a warp has at a time.
+const CHUNK: usize = 11;
 const SLICES: usize = 2;
 const CHUNKS: usize = TOKENS.div_ceil(CHUNK);
 const RECORDS: usize = RANKS * TOKENS;
@@ -50,16 +52,18 @@ const AT_BACK: usize = AT_TOKENS + RECORDS * ROW;
 const AT_FLAGS: usize = AT_BACK + RECORDS * BACK;
 const FLAGS: usize = (2 * RANKS + RANKS * CHUNKS) * 8;
 /// Receive buffers, each with room for the most rows of the longest.
-const AT_ROWS: usize = AT_FLAGS + 2 * FLAGS;
+pub const AT_ROWS: usize = AT_FLAGS + 2 * FLAGS;
 pub const MOST_ROWS: usize = 150;
-const BUFFER: usize = MOST_ROWS * ROW;
+pub const BUFFER: usize = MOST_ROWS * ROW;
 pub const BUFFERS: usize = 2;
 /// What a kernel says of receive buffers that differ.
 const DIFFER: u32 = 9;
 /// Blocks of the routing, and of what moves rows.
 const ROUTERS: u32 = 2;
 const BLOCKS: u32 = 3;
-const SMEM: u32 = 1024;
+/// Fewer than there are chunks: each takes several.
+const BULK_BLOCKS: u32 = 2;
+const SMEM: u32 = 2048;
 
 pub fn unit(source: &Source, text: String, pieces: u64) -> &'static Lib {
     let value = |d: &&'static str| {
@@ -178,7 +182,7 @@ impl Layers {
             experts: NUM as u32,
             capacity: capacity as u32,
             align: ALIGN as u32,
-            scales: 0,
+            scales: SCALES as u32,
         }
     }
 
@@ -205,22 +209,6 @@ impl Layers {
         self.views[r].addr_of(r) + (AT_ROWS + (n - 1) * BUFFER) as u64
     }
 
-    /// Fills a receive buffer of all ranks with what no launch writes.
-    pub fn refill(&self, n: usize) {
-        for (r, v) in self.views.iter().enumerate() {
-            let at = AT_ROWS + (n - 1) * BUFFER;
-            (0..BUFFER / 8).for_each(|i| v.set(r, at + 8 * i, 0x7777_7777_7777_7777));
-        }
-    }
-
-    /// The first `num` elements of a receive buffer.
-    pub fn received(&self, r: usize, n: usize, num: usize) -> Vec<f32> {
-        let at = AT_ROWS + (n - 1) * BUFFER;
-        let words = (0..num.div_ceil(2)).map(|i| self.views[r].get(r, at + 8 * i));
-        let all = words.flat_map(|w| [w as u32, (w >> 32) as u32].map(f32::from_bits));
-        all.take(num).collect()
-    }
-
     /// Runs one launch or more of each of `ranks`, at once.
     pub fn run(
         &self,
@@ -245,6 +233,7 @@ impl Layers {
             for s in batches.iter().map(|b| &b.sides[r]) {
                 run = run.memory(&s.handle);
                 run = run.memory([&s.idx, &s.x, &s.w, &s.recv, &s.recv_w, &s.index, &s.y, &s.out]);
+                run = run.memory([&s.scales, &s.recv_scales]);
             }
         }
         let team = self.team.ranks.iter().flat_map(RankMemory::all);
@@ -260,6 +249,8 @@ pub struct Side {
     pub w: Memory,
     pub recv: Memory,
     pub recv_w: Memory,
+    scales: Memory,
+    recv_scales: Memory,
     pub index: Memory,
     y: Memory,
     pub out: Memory,
@@ -324,7 +315,7 @@ impl Layers {
         let send = Send {
             x: s.x.addr(),
             weights: s.w.addr(),
-            scales: 0,
+            scales: s.scales.addr(),
             row_bytes,
             tokens: s.tokens as u32,
             pad: 0,
@@ -334,7 +325,7 @@ impl Layers {
         let recv = Recv {
             x: one(x),
             weights: s.recv_w.addr(),
-            scales: 0,
+            scales: one(s.recv_scales.addr()),
             index: one(s.index.addr()),
             row_bytes,
             buffer: buffer as u32,
@@ -344,7 +335,9 @@ impl Layers {
         let mut outs = poison(&[(&s.recv, 255), (&s.recv_w, 255), (&s.index, 255)]);
         outs.out[0] = x;
         let k = match self.libs.send {
-            Some(lib) => go_with(lib, "tw_ep_send_bulk", BLOCKS, 5 * 32).smem(9 * PIECE as u32),
+            Some(lib) => {
+                go_with(lib, "tw_ep_send_bulk", BULK_BLOCKS, 5 * 32).smem(9 * PIECE as u32)
+            }
             None => go(self.libs.plain, "tw_ep_send", BLOCKS),
         };
         let k = k.arg(&team).arg(&layer).arg(&meet).arg(&s.handle()).arg(&send).arg(&recv);
@@ -355,7 +348,7 @@ impl Layers {
             list.push(index.arg(&layer).arg(&s.handle()).arg(&0u64).arg(&s.index.addr()));
             let gather = go(self.libs.plain, "tw_ep_gather", capacity as u32).arg(&layer);
             let gather = gather.arg(&s.handle[4].addr()).arg(&s.recv.addr());
-            list.push(gather.arg(&row_bytes).arg(&0u64));
+            list.push(gather.arg(&row_bytes).arg(&s.recv_scales.addr()));
             list.push(go(self.libs.plain, "tw_ep_leave", 1).arg(&team).arg(&layer).arg(&meet));
         }
         list
@@ -395,6 +388,7 @@ pub struct Batch {
     x: Vec<Vec<f32>>,
     w: Vec<Vec<f32>>,
     y: Vec<Vec<f32>>,
+    scales: Vec<Vec<f32>>,
     pub sides: Vec<Side>,
     capacity: usize,
 }
@@ -410,7 +404,8 @@ pub fn batch(seed: u64, capacity: usize, hidden: usize) -> Batch {
     let x: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * hidden)).collect();
     let w: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * K)).collect();
     let y: Vec<Vec<f32>> = (0..RANKS).map(|_| some(capacity * hidden)).collect();
-    let ints = [4 * TOKENS * K, 4 * TOKENS * K, 4 * RECORDS, 12 * RECORDS * K];
+    let scales: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * SCALES)).collect();
+    let ints = [4 * TOKENS * K, 4 * TOKENS * K, 4 * RECORDS, 16 * RECORDS * K];
     let sides = (0..RANKS).map(|r| {
         let local = 8 * EXPERTS[r].max(1);
         let rest = [4 * capacity, 4 * RECORDS, local, local, 8, 8, 8 * RANKS];
@@ -421,6 +416,8 @@ pub fn batch(seed: u64, capacity: usize, hidden: usize) -> Batch {
             w: filled(&w[r]),
             recv: poisoned(4 * capacity * hidden),
             recv_w: poisoned(4 * capacity),
+            scales: filled(&scales[r]),
+            recv_scales: poisoned(4 * capacity * SCALES),
             index: poisoned(4 * capacity),
             y: filled(&y[r]),
             out: poisoned(4 * tokens[r] * hidden),
@@ -428,7 +425,7 @@ pub fn batch(seed: u64, capacity: usize, hidden: usize) -> Batch {
         }
     });
     let sides = sides.collect();
-    Batch { want: EpLayout::new(&spec, &topks), x, w, y, sides, capacity }
+    Batch { want: EpLayout::new(&spec, &topks), x, w, y, scales, sides, capacity }
 }
 
 impl Batch {
@@ -463,6 +460,7 @@ impl Batch {
             let mut num = vec![0u32; RECORDS];
             let (mut rows, mut weights) = (vec![0.0f32; capacity * hidden], vec![0.0f32; capacity]);
             let mut index = vec![-1i32; capacity];
+            let mut scales = vec![0.0f32; capacity * SCALES];
             for (src, slots) in want.slots.iter().enumerate() {
                 for (i, slot) in slots.iter().enumerate() {
                     let Some(slot) = slot.as_ref().filter(|s| s.rank == r) else { continue };
@@ -470,13 +468,17 @@ impl Batch {
                     let from = &self.x[src][i / K * hidden..][..hidden];
                     rows[slot.row * hidden..][..hidden].copy_from_slice(from);
                     weights[slot.row] = self.w[src][i];
+                    let from = &self.scales[src][i / K * SCALES..][..SCALES];
+                    scales[slot.row * SCALES..][..SCALES].copy_from_slice(from);
                     index[slot.row] = slot.row as i32;
                 }
             }
             assert_eq!(s.handle[2].read::<u32>(), num, "copies of the records at {r}");
             // Behind the rows of all experts nothing is promised.
-            let used = want.ranks[r].m_splits().iter().sum::<usize>() * hidden;
-            assert!(read(s, r, used) == rows[..used], "received by {r}");
+            let used = want.ranks[r].m_splits().iter().sum::<usize>();
+            assert!(read(s, r, used * hidden) == rows[..used * hidden], "received by {r}");
+            let got = s.recv_scales.read::<f32>();
+            assert_eq!(got[..used * SCALES], scales[..used * SCALES], "scales of {r}");
             assert_eq!(s.recv_w.read::<f32>(), weights, "weights of {r}");
             assert_eq!(s.index.read::<i32>(), index, "index of {r}");
         }

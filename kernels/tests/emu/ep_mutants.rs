@@ -1,18 +1,15 @@
 //! `ep/sm80_ep.cu` and `ep/sm90_ep.cu`, broken on purpose: every mutant must fail its scenario.
 
-use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK};
+use tilewire_kernels::portable::{EP, EP_BULK};
 
-use crate::ep::{load, load_back, load_bulk, some_bulk_returns, some_bulk_routings, some_routings};
-use crate::ep_away::{staying_away, staying_away_back, staying_away_bulk};
+use crate::ep::{load, load_bulk, some_bulk_routings, some_routings};
+use crate::ep_away::{staying_away, staying_away_bulk};
 use crate::ep_straight::{some_straight, some_straight_bulk};
 use crate::planted::{Planted, all_are_killed};
 use crate::{Test, tests};
 
-pub const TESTS: &[Test] = tests![
-    mutants_of_expert_parallelism_are_killed,
-    mutants_of_bulk_dispatch_are_killed,
-    mutants_of_bulk_combine_are_killed,
-];
+pub const TESTS: &[Test] =
+    tests![mutants_of_expert_parallelism_are_killed, mutants_of_bulk_dispatch_are_killed,];
 
 const MUTANTS: &[Planted] = &[
     Planted(
@@ -34,11 +31,16 @@ const MUTANTS: &[Planted] = &[
         some_straight,
     ),
     Planted("buffers are not told", "epoch << 16 | out.buffer", "epoch << 16", some_straight),
-    Planted("the first row is the last", "if (n == 0) row0 =", "row0 =", some_straight),
+    Planted(
+        "the row of another rank",
+        "row = __shfl_sync(0xffffffffu, (u32)p.row, from)",
+        "row = __shfl_sync(0xffffffffu, (u32)p.row, 0)",
+        some_straight,
+    ),
     Planted(
         "copies are made from the area",
-        "if (out.buffer && num > 0) from =",
-        "if (false) from =",
+        "const u64 from = out.buffer ? first :",
+        "const u64 from = false ? first :",
         some_straight,
     ),
     Planted(
@@ -61,8 +63,8 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted(
         "experts are not aligned",
-        "(total + l.align - 1) / l.align * l.align, &all",
-        "total, &all",
+        "(i64)tw_ceil(total, l.align) * l.align, &all",
+        "(i64)total, &all",
         some_routings,
     ),
     Planted(
@@ -99,15 +101,64 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted(
         "records of another rank",
-        "(u64)l.me * l.max_tokens + t);\n    TwCopy*",
-        "(u64)t);\n    TwCopy*",
+        "const u64 record = (u64)l.me * l.max_tokens + token;",
+        "const u64 record = token;",
         some_routings,
     ),
-    Planted("dropped copies are sent", "&& c.row >= 0) {", ") {", some_routings),
+    Planted(
+        "dropped copies are sent",
+        "if (p.row >= 0) {\n        const TwCopy",
+        "if (p.rank >= 0) {\n        const TwCopy",
+        some_routings,
+    ),
+    Planted("copies of a rank in one place", "[p.nth] = c;", "[0] = c;", some_routings),
+    Planted(
+        "scales of another token",
+        "scales[s] = in.scales[(u64)of * l.scales + s]",
+        "scales[s] = in.scales[(u64)t * l.scales]",
+        some_routings,
+    ),
+    Planted(
+        "scales of the first copy only",
+        "out, record, __shfl_sync(full, (u32)c.row, n)",
+        "out, record, __shfl_sync(full, (u32)c.row, 0)",
+        some_routings,
+    ),
+    Planted(
+        "no scales of padding",
+        "out.scales[row * l.scales + i] = 0.0f",
+        "out.scales[row * l.scales + i] = 1.0f",
+        some_routings,
+    ),
+    Planted("padding of the expert before", "pads <= next", "pads < next", some_routings),
+    Planted(
+        "padding at the beginning",
+        "__shfl_sync(full, end - pads, owner)",
+        "__shfl_sync(full, end - rows, owner)",
+        some_routings,
+    ),
+    Planted(
+        "padding of every other row",
+        "next < all; next += num",
+        "next < all; next += 2 * num",
+        some_routings,
+    ),
+    Planted(
+        "rows of earlier warps",
+        "lane < warp ? sums[lane]",
+        "lane <= warp ? sums[lane]",
+        some_routings,
+    ),
+    Planted(
+        "an expert of the rank before",
+        "r += e >= s.first[i]",
+        "r += e > s.first[i]",
+        some_routings,
+    ),
     Planted(
         "records of earlier launches",
-        "(u32)(word >> 32) == (u32)epoch ? (u32)word : 0",
-        "(u32)word",
+        "c.stamp == (u32)epoch));",
+        "c.stamp != (u32)epoch - 1));",
         some_routings,
     ),
     Planted("the area is not granted", "epoch - 1, 0, 0, 0}", "0, 0, 0, 0}", some_routings),
@@ -209,11 +260,22 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "rows from the area",
-        "if (!out.buffer) return l.tokens",
-        "return l.tokens",
+        "return out.buffer ? __shfl_sync(full, first, r * k) :",
+        "return false ? __shfl_sync(full, first, r * k) :",
         some_straight_bulk,
     ),
-    Planted("single copies only", "if (num == 1) return 0;", "return 0;", some_straight_bulk),
+    Planted(
+        "single copies only",
+        "(out.buffer && (n == 0 || !first))",
+        "out.buffer",
+        some_straight_bulk,
+    ),
+    Planted(
+        "own rows come twice",
+        "record / l.max_tokens == l.me || (out",
+        "(out",
+        some_straight_bulk,
+    ),
     Planted(
         "pieces of all warps in one",
         "memory + warp * PIECES * PIECE",
@@ -221,57 +283,67 @@ const BULK_MUTANTS: &[Planted] = &[
         some_bulk_routings,
     ),
     Planted(
-        "a row sent to its beginning",
-        "rows[r / 32]) + at), piece",
-        "rows[r / 32])), piece",
-        some_bulk_routings,
-    ),
-    Planted(
-        "a row laid to its beginning",
-        "out.row_bytes + at), piece",
-        "out.row_bytes), piece",
+        "a row to its beginning",
+        "bulk_store((void*)(to + at), piece",
+        "bulk_store((void*)to, piece",
         some_bulk_routings,
     ),
     Planted(
         "always the first piece",
-        "tw_bulk_fetch(s, from + at + PIECE, left - PIECE);\n            else if (token",
-        "tw_bulk_fetch(s, from, left - PIECE);\n            else if (token",
+        "tw_bulk_fetch(s, from(i) + at + PIECE,",
+        "tw_bulk_fetch(s, from(i),",
         some_bulk_routings,
     ),
     Planted(
-        "always the first piece of what came",
-        "tw_bulk_fetch(s, from + at + PIECE, left - PIECE);\n            else if (live",
-        "tw_bulk_fetch(s, from, left - PIECE);\n            else if (live",
+        "the same row again",
+        "tw_bulk_fetch(s, from(__ffs(live) - 1), bytes);",
+        "tw_bulk_fetch(s, from(i), bytes);",
+        some_bulk_routings,
+    ),
+    Planted("to nobody", "if (to && row == i) bulk", "if (false) bulk", some_bulk_routings),
+    Planted(
+        "to places of other rows",
+        "if (to && row == i) bulk",
+        "if (to) bulk",
         some_bulk_routings,
     ),
     Planted(
-        "the same token again",
-        "tw_bulk_fetch(s, from + in.row_bytes,",
-        "tw_bulk_fetch(s, from,",
+        "own rows stay away",
+        "if (recv.x && p.rank == (int)l.me) return",
+        "if (false) return",
         some_bulk_routings,
     ),
     Planted(
-        "the same record again",
-        "else if (live != 0) tw_bulk_fetch(s, next,",
-        "else if (live != 0) tw_bulk_fetch(s, from,",
+        "own rows of all ranks",
+        "if (recv.x && p.rank == (int)l.me) return",
+        "if (recv.x) return",
         some_bulk_routings,
     ),
-    Planted("to nobody", "if (mask >> r & 1)\n", "if (false)\n", some_bulk_routings),
     Planted(
-        "own rows to their beginning",
-        "recv.row_bytes + at), piece",
-        "recv.row_bytes), piece",
+        "tokens are not told apart",
+        "(int)(token - t) << 6 | p.rank : -1",
+        "p.rank : -1",
         some_bulk_routings,
     ),
-    Planted("own rows stay away", "if (mine >= 0)\n", "if (false)\n", some_bulk_routings),
     Planted(
-        "own rows of the first choice only",
-        "if (threadIdx.x % 32 < l.top_k &&",
-        "if (threadIdx.x % 32 < 1 &&",
-        some_straight_bulk,
+        "the first of several tokens only",
+        "for (; token < end; token += most)",
+        "for (; token < end; token += end)",
+        some_bulk_routings,
     ),
-    Planted("own rows of all ranks", "&& h.ranks[i] == (int)l.me)", "&& true)", some_bulk_routings),
-    Planted("to no row", "if (row < l.capacity) bulk", "if (false) bulk", some_bulk_routings),
+    Planted(
+        "scales of another record",
+        "tw_keep_scales(l, out, record + of / k,",
+        "tw_keep_scales(l, out, record,",
+        some_bulk_routings,
+    ),
+    Planted("a chunk for all warps", "taken[0] + warp;", "taken[0];", some_bulk_routings),
+    Planted(
+        "what came for all warps",
+        "taken[1] + warp - SEND :",
+        "taken[1] :",
+        some_bulk_routings,
+    ),
     Planted(
         "the other piece",
         "return tw_piece(s, s.used++)",
@@ -290,7 +362,12 @@ const BULK_MUTANTS: &[Planted] = &[
         "",
         some_bulk_routings,
     ),
-    Planted("records of earlier launches", "== (u32)epoch ? min", ">= 0 ? min", some_bulk_routings),
+    Planted(
+        "records of earlier launches",
+        "valid = c.stamp == (u32)epoch",
+        "valid = c.stamp != (u32)epoch - 1",
+        some_bulk_routings,
+    ),
     Planted(
         "what was taken stays",
         "if (threadIdx.x < 2) m.ticket",
@@ -315,104 +392,81 @@ const BULK_MUTANTS: &[Planted] = &[
         "~(s.used / PIECES) & 1)",
         some_bulk_routings,
     ),
+    Planted(
+        "a piece is stored before it has come",
+        "while (!mbarrier_try_wait_parity(s.full + s.used % PIECES, s.used / PIECES & 1)) {\n    }",
+        "",
+        some_bulk_routings,
+    ),
+    Planted(
+        "a piece is loaded while it is stored",
+        "bulk_wait_group_read<PIECES - 1>();",
+        "",
+        some_bulk_routings,
+    ),
+    Planted(
+        "the oldest piece is not waited for",
+        "bulk_wait_group_read<PIECES - 1>();",
+        "bulk_wait_group_read<PIECES>();",
+        some_bulk_routings,
+    ),
+    Planted(
+        "stores of a piece are no group",
+        "bulk_commit_group();\n    bulk_wait_group_read<PIECES",
+        "bulk_wait_group_read<PIECES",
+        some_bulk_routings,
+    ),
+    Planted(
+        "rows are told of before they are written",
+        "bulk_wait_group<0>();\n        fence_proxy_async();\n        tw_send_flags",
+        "fence_proxy_async();\n        tw_send_flags",
+        some_bulk_routings,
+    ),
+    Planted(
+        "rows are told of once they are read",
+        "bulk_wait_group<0>();\n        fence_proxy_async();\n        tw_send_flags",
+        "bulk_wait_group_read<0>();\n        fence_proxy_async();\n        tw_send_flags",
+        some_bulk_routings,
+    ),
+    Planted(
+        "rows are not behind the grant",
+        "    fence_proxy_async();\n    for (u32 c",
+        "    for (u32 c",
+        some_bulk_routings,
+    ),
+    Planted(
+        "loads are not behind the flag",
+        "fence_proxy_async();\n        const u32 end",
+        "const u32 end",
+        some_bulk_routings,
+    ),
+    Planted(
+        "zeros are not fenced",
+        "fence_proxy_async();\n    __syncwarp();\n    if (!tw_warp_is_over(t)) tw_pad",
+        "__syncwarp();\n    if (!tw_warp_is_over(t)) tw_pad",
+        some_bulk_routings,
+    ),
+    Planted(
+        "stores of zeros are no group",
+        "bulk_commit_group();\n    }\n};",
+        "}\n};",
+        some_bulk_routings,
+    ),
+    Planted(
+        "stores are left behind",
+        "bulk_wait_group<0>();\n    fence_proxy_async();\n    tw_end",
+        "fence_proxy_async();\n    tw_end",
+        some_bulk_routings,
+    ),
+    Planted(
+        "the end waits until stores are read",
+        "bulk_wait_group<0>();\n    fence_proxy_async();\n    tw_end",
+        "bulk_wait_group_read<0>();\n    fence_proxy_async();\n    tw_end",
+        staying_away_bulk,
+    ),
     Planted("rows are not spoiled", "if (tw_told(t)) tw_spoil(p);", "", staying_away_bulk),
 ];
 
 fn mutants_of_bulk_dispatch_are_killed() {
     all_are_killed(&EP_BULK.emu_text(), load_bulk, BULK_MUTANTS);
-}
-
-const BACK_MUTANTS: &[Planted] = &[
-    Planted(
-        "slices of all warps in one",
-        "tw_smem + warp * (STAGES + 1) * SLICE",
-        "tw_smem",
-        some_bulk_returns,
-    ),
-    Planted("always the first slice", "rows.stride + c.at;", "rows.stride;", some_bulk_returns),
-    Planted(
-        "slices to the row's beginning",
-        "(to(j) + at), ring",
-        "(to(j)), ring",
-        some_bulk_returns,
-    ),
-    Planted(
-        "the first row again",
-        "list.e[c.token][c.n].row",
-        "list.e[c.token][0].row",
-        some_bulk_returns,
-    ),
-    Planted(
-        "the first token again",
-        "list.e[c.token][c.n].row",
-        "list.e[0][c.n].row",
-        some_bulk_returns,
-    ),
-    Planted(
-        "the weight of the first",
-        "list.e[j][n].weight",
-        "list.e[j][0].weight",
-        some_bulk_returns,
-    ),
-    Planted(
-        "no weights",
-        "WEIGHTED ? __fmul_rn(w, v.term(k))",
-        "false ? __fmul_rn(w, v.term(k))",
-        some_bulk_returns,
-    ),
-    Planted(
-        "a load is not waited for",
-        "ring.used / STAGES & 1",
-        "~(ring.used / STAGES) & 1",
-        some_bulk_returns,
-    ),
-    Planted("loads are not counted", "ring.asked++;", "", some_bulk_returns),
-    Planted(
-        "tokens without rows are left",
-        "if (list.num[j] == 0 && !zeros) continue;",
-        "if (list.num[j] == 0) continue;",
-        some_bulk_returns,
-    ),
-    Planted(
-        "ranks from the last to the first",
-        "for (u32 r = 0; r < l.size; r++) {\n            if (!__any",
-        "for (u32 r = l.size; r-- > 0;) {\n            if (!__any",
-        some_bulk_returns,
-    ),
-    Planted("dropped copies come back", "&& h.rows[i] >= 0 ?", "?", some_bulk_returns),
-    Planted(
-        "to the wrong place",
-        "((u64)l.me * l.max_tokens + token) * l.back_stride;\n        tw_list",
-        "(u64)token * l.back_stride;\n        tw_list",
-        some_bulk_returns,
-    ),
-    Planted(
-        "of another rank",
-        "(u64)s * l.max_tokens + token;",
-        "(u64)l.me * l.max_tokens + token;",
-        some_bulk_returns,
-    ),
-    Planted(
-        "what came back before is enough",
-        "m.slot + 1, r, 0, 0, epoch,",
-        "m.slot + 1, r, 0, 0, epoch - 1,",
-        some_bulk_returns,
-    ),
-    Planted(
-        "nobody is told",
-        "st_relaxed_sys_u64(tw_arrival(l, m, s, l.me, c), epoch);",
-        "",
-        some_bulk_returns,
-    ),
-    Planted(
-        "what was taken stays",
-        "if (threadIdx.x < 2) m.ticket",
-        "if (false) m.ticket",
-        some_bulk_returns,
-    ),
-    Planted("results are not spoiled", "if (tw_told(t)) tw_spoil(p);", "", staying_away_back),
-];
-
-fn mutants_of_bulk_combine_are_killed() {
-    all_are_killed(&EP_BACK.emu_text(), load_back, BACK_MUTANTS);
 }

@@ -4,8 +4,8 @@
 use tilewire_kernels::portable::EP_BULK;
 
 use crate::ep::{
-    BUFFERS, Layers, Libs, MOST_ROWS, ODD, PORTABLE, RANKS, WHOLE, batch, filled, go, load_bulk,
-    unit,
+    AT_ROWS, BUFFER, BUFFERS, Layers, Libs, MOST_ROWS, ODD, PORTABLE, RANKS, WHOLE, batch, filled,
+    go, load_bulk, unit,
 };
 use crate::host::Lib;
 use crate::run::Run;
@@ -14,6 +14,24 @@ use crate::{Test, tests};
 
 pub const TESTS: &[Test] =
     tests![rows_go_straight_to_where_they_stay, rows_go_straight_by_bulk_copies];
+
+impl Layers {
+    /// Fills a receive buffer of all ranks with what no launch writes.
+    pub fn refill(&self, n: usize) {
+        for (r, v) in self.views.iter().enumerate() {
+            let at = AT_ROWS + (n - 1) * BUFFER;
+            (0..BUFFER / 8).for_each(|i| v.set(r, at + 8 * i, 0x7777_7777_7777_7777));
+        }
+    }
+
+    /// The first `num` elements of a receive buffer.
+    pub fn received(&self, r: usize, n: usize, num: usize) -> Vec<f32> {
+        let at = AT_ROWS + (n - 1) * BUFFER;
+        let words = (0..num.div_ceil(2)).map(|i| self.views[r].get(r, at + 8 * i));
+        let all = words.flat_map(|w| [w as u32, (w >> 32) as u32].map(f32::from_bits));
+        all.take(num).collect()
+    }
+}
 
 /// Dispatches into receive buffers, alone and in turn with others.
 fn straight(layers: &Layers, cases: &[(u64, usize, usize)]) {

@@ -16,6 +16,7 @@ mod convert;
 mod dequant;
 mod ep;
 mod ep_away;
+mod ep_back_mutants;
 mod ep_mutants;
 mod ep_params;
 mod ep_straight;
@@ -87,6 +88,7 @@ fn main() -> ExitCode {
         ep::TESTS,
         ep_away::TESTS,
         ep_straight::TESTS,
+        ep_back_mutants::TESTS,
         ep_mutants::TESTS,
         layers::TESTS,
         optimizer::TESTS,

@@ -71,7 +71,7 @@ pub(super) struct Strides {
 pub(super) fn strides(d: &EpDesc) -> Strides {
     let up = |bytes: usize| bytes.next_multiple_of(16);
     Strides {
-        meta: up(8 + 12 * d.top_k + 4 * d.num_scales),
+        meta: up(16 * d.top_k + 4 * d.num_scales),
         row: up(d.hidden * d.dtype.size().max(d.out.size())),
         back: up(up(d.hidden * d.out.size()) + 4 * d.top_k),
     }

@@ -80,7 +80,7 @@ impl DeviceHandle {
             rows: ints(choices)?,
             ranks: ints(choices)?,
             num: ints(size * d.max_tokens)?,
-            copies: ints(3 * size * choices)?,
+            copies: ints(4 * size * choices)?,
             source: ints(d.capacity)?,
             place: ints(size * d.max_tokens)?,
             counts: ints(2 * d.experts_per_rank[me])?,
@@ -128,7 +128,8 @@ pub(super) struct Prepared {
 /// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
 fn router(d: &EpDesc) -> Result<(u32, u32)> {
     let experts = d.num_experts();
-    let threads = if experts <= 1024 { MOVERS } else { THREADS };
+    // 512 are faster than 256 and 1024: fewer warps to sum over, and enough to read with.
+    let threads = if experts <= 1024 { MOVERS / 2 } else { THREADS };
     let bytes = experts * (8 + 12 + 4 * threads as usize / 32);
     if bytes > 160 << 10 {
         return Err(Error::new(ErrorKind::Unsupported, "too many experts for the routing kernel")
