@@ -119,7 +119,6 @@ pub const EP: Source = Source {
         "tw_ep_send",
         "tw_ep_leave",
         "tw_ep_flat",
-        "tw_ep_rank_major",
         "tw_ep_row_index",
         "tw_ep_gather",
         "tw_ep_back",

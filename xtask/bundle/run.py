@@ -24,8 +24,8 @@ GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and"}
 TEAM_TESTS_NCCL = {"replays": "replays_by_nccl", "silent": "named_by_nccl"}
 # Operations of the team tests that share a process: an error of the device ends only that.
-TEAM_OPS = ["0-5", "6-13", "14-17", "18-20", "21-24", "25-29", "30-37"]
-TEAM_OPS_NCCL = ["38-43", "44-50"]
+TEAM_OPS = ["0-5", "6-13", "14-17", "18-20", "21-24", "25-29", "30-39"]
+TEAM_OPS_NCCL = ["40-45", "46-52"]
 LITMUS = ["bulk_store_flag", "copy_push_flag", "counter_flag", "credit"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
@@ -423,6 +423,9 @@ def bench(n):
     for op, name, flags in [("ep_dispatch", "16", ["--sms", "16"]), ("ep_combine", "16", ["--sms", "16"]),
                             ("ep_dispatch", "zero_copy", ["--zero-copy"]),
                             ("ep_dispatch", "zero_copy-16", ["--zero-copy", "--sms", "16"]),
+                            ("ep_dispatch", "rank_major-16", ["--layout", "rank-major", "--sms", "16"]),
+                            ("ep_dispatch", "rank_major-zero_copy", ["--layout", "rank-major", "--zero-copy"]),
+                            ("ep_dispatch", "rank_major-zero_copy-16", ["--layout", "rank-major", "--zero-copy", "--sms", "16"]),
                             ("ep_dispatch", "few", [*few, "--zero-copy"]), ("ep_combine", "few", few)]:
         argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
         yield Config(f"op-{op}-{name}", [*argv, *flags, "--ranks", str(n)], by_bench)

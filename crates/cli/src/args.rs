@@ -306,6 +306,17 @@ pub struct TrainPlaceArgs {
     pub store: Option<String>,
 }
 
+/// Order of the rows that a dispatch delivers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+pub enum RowOrder {
+    /// Expert after expert, a row for each copy.
+    ExpertMajor,
+    /// A place for each token of each rank, a row for each (token, rank).
+    RankMajor,
+    /// As rank-major, without gaps.
+    Flat,
+}
+
 /// A model and how it is trained, by name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 pub enum Preset {
@@ -406,6 +417,9 @@ pub struct BenchArgs {
     /// On GPUs: rows of each expert are a multiple of this, for `ep`.
     #[arg(long, default_value_t = 128)]
     pub align: usize,
+    /// On GPUs: order of the rows that `ep_dispatch` delivers.
+    #[arg(long, value_enum, default_value_t = RowOrder::ExpertMajor)]
+    pub layout: RowOrder,
     /// On GPUs: multiprocessors that a collective or `ep` may take (default: as the operation does).
     #[arg(long)]
     pub sms: Option<usize>,

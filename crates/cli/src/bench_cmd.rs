@@ -74,6 +74,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
         hidden: args.hidden,
         experts: (args.experts, args.top_k),
         align: args.align,
+        layout: args.layout,
         sms: args.sms,
         zero_copy: args.zero_copy,
         shape: (args.m, args.n, args.k),

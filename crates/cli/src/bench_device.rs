@@ -14,6 +14,7 @@ use tilewire::ops::ep::{EpDesc, EpDispatch, EpLayout, EpPlan};
 use tilewire::prelude::*;
 use tilewire::symm::{OneSided, VmmOneSided};
 
+use crate::args::RowOrder;
 use crate::bench_products as products;
 use crate::rows::Row;
 
@@ -36,6 +37,8 @@ pub struct Options {
     pub experts: (usize, usize),
     /// Rows of each expert are a multiple of this.
     pub align: usize,
+    /// Order of the rows that a dispatch delivers; what a combine takes is expert-major.
+    pub layout: RowOrder,
     /// Multiprocessors that a collective or expert parallelism may take.
     pub sms: Option<usize>,
     /// Rows of `ep` come straight to where they stay.
@@ -91,7 +94,7 @@ pub fn run(
             let team = world.everyone("bench")?;
             let heap_bytes = match is_ep {
                 true => {
-                    let m = EpPlan::memory(&ep_desc(o, team.size()));
+                    let m = EpPlan::memory(&ep_desc(o, team.size(), op));
                     m.symmetric + if o.zero_copy { m.received } else { 0 }
                 }
                 false if multiplies => Bench::products_heap(o, team.size()),
@@ -117,10 +120,15 @@ pub fn run(
     Ok(rows)
 }
 
-fn ep_desc(o: &Options, size: usize) -> EpDesc {
+fn ep_desc(o: &Options, size: usize, op: &str) -> EpDesc {
     let (experts, top_k) = o.experts;
     let mut d = EpDesc::new(size, experts, o.tokens, o.hidden, top_k);
-    d.layout = EpLayout::ExpertMajor { align: o.align };
+    let align = o.align;
+    d.layout = match o.layout {
+        RowOrder::RankMajor if op == "ep_dispatch" => EpLayout::RankMajor { align },
+        RowOrder::Flat if op == "ep_dispatch" => EpLayout::Flat { align },
+        _ => EpLayout::ExpertMajor { align },
+    };
     (d.dtype, d.out) = (o.dtype, o.dtype);
     // A quarter more than the mean: nothing of a uniform routing is dropped.
     let local = d.experts_per_rank.iter().copied().max().unwrap_or(0);
@@ -312,7 +320,8 @@ impl Bench<'_> {
     /// Dispatch or combine, with the preparation that belongs to the first, under uniform routing.
     fn ep(&self, op: &str) -> Result<Row> {
         let (size, me) = (self.team.size(), self.team.rank().idx());
-        let d = ep_desc(self.o, size);
+        let d = ep_desc(self.o, size, op);
+        let expert_major = matches!(d.layout, EpLayout::ExpertMajor { .. });
         let (t, h, k) = (self.o.tokens, self.o.hidden, d.top_k);
         let plan = EpPlan::new(d.clone(), &self.heap)?;
         let plan = match self.o.sms {
@@ -332,7 +341,7 @@ impl Bench<'_> {
         let recv = EpDispatch {
             x: match self.o.zero_copy {
                 true => straight()?,
-                false => self.poisoned(d.dtype, Shape::d2(d.capacity, h))?,
+                false => self.poisoned(d.dtype, Shape::d2(d.recv_rows(), h))?,
             },
             scales: None,
             weights: Some(self.poisoned(DType::F32, Shape::d1(d.capacity))?),
@@ -349,24 +358,37 @@ impl Bench<'_> {
         let combine = || {
             plan.combine(&self.stream, &handle, &recv.x, None, &out)?.join(&self.stream).map(|_| ())
         };
-        // What was dispatched comes back once for each choice: k times the token, exactly.
+        // What was dispatched comes back exactly: k times the token, once for each choice, or, where each rank has a
+        // row of it, as often as it went to ranks.
         dispatch(&x)?;
-        combine()?;
+        if expert_major {
+            combine()?;
+        } else {
+            let given = (&recv.x, None);
+            plan.dispatch_bwd(&self.stream, &handle, given, (&out, None))?.join(&self.stream)?;
+        }
         self.stream.synchronize()?;
         self.team.check()?;
         let got = out.to_f32()?;
-        let bad = got.iter().zip(&exact).filter(|(g, e)| **g != k as f32 * **e).count() as u64;
+        let rows: Vec<usize> = idx[me].chunks_exact(k).map(|c| ranks_of(c, &d)).collect();
+        let times = |i: usize| if expert_major { k } else { rows[i / h] } as f32;
+        let all = got.iter().zip(&exact).enumerate();
+        let bad = all.filter(|(i, (g, e))| **g != times(*i) * **e).count() as u64;
         let x = self.random(t, h)?;
         let us = match op {
             "ep_dispatch" => self.time(|| dispatch(&x))?,
             _ => self.time(combine)?,
         };
-        let rows: usize = idx[me].chunks_exact(k).map(|c| ranks_of(c, &d)).sum();
-        let moved = (rows * h * d.dtype.size()) as f64;
+        let moved = (rows.iter().sum::<usize>() * h * d.dtype.size()) as f64;
         let note =
             format!("{:.1} GB/s of rows to other ranks, preparation included", moved / us / 1e3);
         let sms = self.o.sms.map_or(String::new(), |n| format!(" sms={n}"))
-            + if self.o.zero_copy { " zero_copy" } else { "" };
+            + if self.o.zero_copy { " zero_copy" } else { "" }
+            + match d.layout {
+                EpLayout::RankMajor { .. } => " rank_major",
+                EpLayout::Flat { .. } => " flat",
+                EpLayout::ExpertMajor { .. } => "",
+            };
         let align = d.layout.align();
         let shape = format!(
             "tokens={t} hidden={h} top_k={k} experts={} align={align}{sms}",

@@ -133,8 +133,9 @@ __device__ __forceinline__ bool tw_arrived(const TwTeam& t, const TwEp& l, const
     return __all_sync(0xffffffffu, good);
 }
 
-// What a dispatch delivers; any may be 0. Rows are expert-major. With a `buffer`, x lies in symmetric memory,
-// at the same place of all ranks, and their rows come to it directly.
+// What a dispatch delivers; any may be 0. Rows are expert-major, one for each copy, or `rank_major`: row i is that of
+// record i, zero if it did not come. With a `buffer`, x lies in symmetric memory, at the same place of all ranks, and their rows
+// come to it directly.
 struct TwRecv {
     u64 x;
     float* weights;
@@ -142,9 +143,10 @@ struct TwRecv {
     int* index;
     u64 row_bytes;
     u32 buffer, bad_input;
+    u32 rank_major, pad;
 };
 
-// Row `row` of the receive buffer of rank `r`.
+// Row `row` of the receive buffer of rank `r`; of my own output also where that is no such buffer.
 __device__ __forceinline__ u64 tw_recv_row(const TwEp& l, const TwRecv& out, u32 r, u64 row) {
     return out.x + (u64)r * l.stride - (u64)l.me * l.stride + row * out.row_bytes;
 }
@@ -204,14 +206,19 @@ __device__ __forceinline__ void tw_no_source(const TwHandle& h, const TwRecv& ou
     if (out.index) out.index[row] = -1;
 }
 
-// By a warp: a row that pads its expert's, of bytes that `fill` writes.
+// By a warp: a received row that nobody feeds, of bytes that `fill` writes.
+template <class Fill>
+__device__ __forceinline__ void tw_empty_row(const TwEp& l, const TwRecv& out, u64 row, const Fill& fill) {
+    if (out.scales)
+        for (u32 i = threadIdx.x % 32; i < l.scales; i += 32) out.scales[row * l.scales + i] = 0.0f;
+    if (out.x) fill(out.x + row * out.row_bytes, out.row_bytes);
+}
+
+// By a warp: an expert-major row that pads its expert's.
 template <class Fill>
 __device__ __forceinline__ void tw_pad_row(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 row, const Fill& fill) {
-    const u32 lane = threadIdx.x % 32;
-    if (lane == 0) tw_no_source(h, out, row);
-    if (out.scales)
-        for (u32 i = lane; i < l.scales; i += 32) out.scales[row * l.scales + i] = 0.0f;
-    if (out.x) fill(out.x + row * out.row_bytes, out.row_bytes);
+    if (threadIdx.x % 32 == 0) tw_no_source(h, out, row);
+    if (!out.rank_major) tw_empty_row(l, out, row, fill);
 }
 
 // Rows that nobody feeds, from the counts of the routing: warp `w` of `num` takes every num-th. They are
@@ -242,9 +249,17 @@ __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const T
     for (u64 row = at + 32 * w + lane; row < l.capacity; row += 32 * num) tw_no_source(h, out, row);
 }
 
-// Row of the n-th copy of a record, which a receive buffer may already hold: as the copies of a peer are, it is not trusted.
-__device__ __forceinline__ u64 tw_kept_row(const TwEp& l, const TwRecv& out, const TwCopy& c) {
-    return out.x && (u32)c.row < l.capacity ? out.x + (u64)c.row * out.row_bytes : 0;
+// Address of the row where copy `n` of a record stays, which a receive buffer may already hold; 0 if there is none: rank-major
+// only the first one has a row. As the copies of a peer are, c.row is not trusted.
+__device__ __forceinline__ u64 tw_kept_row(const TwEp& l, const TwRecv& out, u64 record, u32 n, const TwCopy& c) {
+    const u64 row = out.rank_major ? record : (u32)c.row;
+    return out.x && (out.rank_major ? n == 0 : row < l.capacity) ? out.x + row * out.row_bytes : 0;
+}
+
+// By one lane: how many copies of a record came, and the row of a rank-major layout.
+__device__ __forceinline__ void tw_keep_record(const TwHandle& h, const TwRecv& out, u64 record, u32 num) {
+    h.num[record] = num;
+    if (out.rank_major) h.place[record] = num > 0 ? (int)record : -1;
 }
 
 // What the handle and the outputs keep of the copy `n` of a record, but for scales. Rows within the capacity are all that a
@@ -254,14 +269,15 @@ __device__ __forceinline__ void tw_keep_copy(const TwEp& l, const TwHandle& h, c
     if ((u32)c.row >= l.capacity) return;
     h.source[c.row] = (int)record;
     if (out.weights) out.weights[c.row] = c.weight;
-    if (out.index) out.index[c.row] = c.row;
+    if (out.index) out.index[c.row] = out.rank_major ? (int)record : c.row;
 }
 
-// By a warp: the scales of a record to row `row`.
-__device__ __forceinline__ void tw_keep_scales(const TwEp& l, const TwRecv& out, u64 record, u32 row) {
-    if (!out.scales || row >= l.capacity) return;
+// By a warp: the scales of a record to the row of its copy `n`.
+__device__ __forceinline__ void tw_keep_scales(const TwEp& l, const TwRecv& out, u64 record, u32 n, u32 row) {
+    if (!out.scales || (out.rank_major ? n != 0 : row >= l.capacity)) return;
+    const u64 to = out.rank_major ? record : row;
     const float* scales = tw_scales(l, l.me, record);
-    for (u32 s = threadIdx.x % 32; s < l.scales; s += 32) out.scales[(u64)row * l.scales + s] = scales[s];
+    for (u32 s = threadIdx.x % 32; s < l.scales; s += 32) out.scales[to * l.scales + s] = scales[s];
 }
 
 // By a warp: a slice of a record that has come, to the rows of its copies; with the first slice what the
@@ -271,10 +287,11 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
     const u32 full = 0xffffffffu, lane = threadIdx.x % 32;
     TwCopy c;
     const u32 num = tw_copies(l, record, epoch, c);
-    if (j == 0 && lane == 0) h.num[record] = num;
+    if (j == 0 && lane == 0) tw_keep_record(h, out, record, num);
     if (j == 0 && lane < num) tw_keep_copy(l, h, out, record, lane, c);
-    for (u32 n = 0; j == 0 && n < num; n++) tw_keep_scales(l, out, record, __shfl_sync(full, (u32)c.row, n));
-    const u64 row = lane < num ? tw_kept_row(l, out, c) : 0, first = __shfl_sync(full, row, 0);
+    if (j == 0 && num == 0 && out.rank_major) tw_empty_row(l, out, record, TwZeros());
+    for (u32 n = 0; j == 0 && n < num; n++) tw_keep_scales(l, out, record, n, __shfl_sync(full, (u32)c.row, n));
+    const u64 row = lane < num ? tw_kept_row(l, out, record, lane, c) : 0, first = __shfl_sync(full, row, 0);
     const u64 from = out.buffer ? first : l.tokens + l.me * l.stride + record * l.row_stride;
     // The first one is where it stays if it came to a receive buffer.
     for (u32 n = out.buffer ? 1 : 0; from && n < num; n += 2) {

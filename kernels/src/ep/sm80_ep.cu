@@ -266,7 +266,7 @@ __device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwSend& in, co
     for (u32 first = __ballot_sync(0xffffffffu, p.row >= 0 && p.nth == 0); first != 0; first &= first - 1) {
         const u32 from = __ffs(first) - 1;
         const u32 r = __shfl_sync(0xffffffffu, (u32)p.rank, from), row = __shfl_sync(0xffffffffu, (u32)p.row, from);
-        const u64 to[2] = {tw_recv_row(l, recv, r, row), 0};
+        const u64 to[2] = {tw_recv_row(l, recv, r, recv.rank_major ? (u64)l.me * l.max_tokens + t : row), 0};
         tw_lay(in.x + t * in.row_bytes, in.row_bytes, to, 0, 1);
     }
 }
@@ -299,8 +299,8 @@ __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const Tw
     }
 }
 
-// A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what comes, with expert-major rows to `recv`.
-// Without recv.x the rows stay in the area for a later kernel.
+// A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what comes, to `recv`.
+// Without recv.x (flat rows) the rows stay in the area for a later kernel.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
 tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
@@ -348,16 +348,6 @@ tw_ep_flat(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, i
         if (r < records) h.place[r] = there ? (int)at : -1;
         if (there) row_source[at] = (int)r;
     }
-}
-
-// The received row of each record of a rank-major layout is the record's own. Grid: P * T / THREADS.
-extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
-tw_ep_rank_major(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, int* row_source) {
-    const u64 r = (u64)blockIdx.x * THREADS + threadIdx.x;
-    if (r >= (u64)l.size * l.max_tokens) return;
-    const int at = h.num[r] > 0 ? (int)r : -1;
-    h.place[r] = at;
-    row_source[r] = at;
 }
 
 // index[row] = the received row that feeds an expert-major row, -1 in padding. `place` is null where the

@@ -16,13 +16,13 @@ extern __shared__ __align__(128) unsigned char tw_smem[];
 typedef TwStage<PIECE, PIECES> Stage;
 
 // Where the copy that is this lane's choice `p` of a token goes by itself: the first one of a rank to its place by number
-// or, in a receive buffer, by row; on this rank each one to its row, if rows are laid out. 0: nowhere.
+// or, in a receive buffer, to its row; on this rank each one that has a row, if rows are laid out. 0: nowhere.
 __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, const TwPick& p, u32 token) {
-    if (p.row < 0) return 0;
-    if (recv.x && p.rank == (int)l.me) return recv.x + (u64)p.row * recv.row_bytes;
-    if (p.nth != 0) return 0;
-    if (recv.buffer) return tw_recv_row(l, recv, p.rank, p.row);
-    return l.tokens + p.rank * l.stride + ((u64)l.me * l.max_tokens + token) * l.row_stride;
+    const bool mine = recv.x && p.rank == (int)l.me;
+    if (p.row < 0 || (p.nth != 0 && (recv.rank_major || !mine))) return 0;
+    const u64 record = (u64)l.me * l.max_tokens + token;
+    if (mine || recv.buffer) return tw_recv_row(l, recv, p.rank, recv.rank_major ? record : p.row);
+    return l.tokens + p.rank * l.stride + record * l.row_stride;
 }
 
 // By a warp: rows of `bytes` through its pieces, each to the places of its lanes. Row `i` of `live` begins at from(i), and
@@ -72,6 +72,16 @@ __device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, con
     }
 }
 
+// By a warp: rows that nobody feeds, stored from bytes that are 0.
+struct TwBulkZeros {
+    __device__ __forceinline__ void operator()(u64 to, u64 len) const {
+        const unsigned char* zeros = tw_smem + (SEND + LAY) * PIECES * PIECE;
+        for (u64 at = threadIdx.x % 32 * ZERO; at < len; at += 32 * ZERO)
+            bulk_store((void*)(to + at), zeros, (u32)min((u64)ZERO, len - at));
+        bulk_commit_group();
+    }
+};
+
 // By a warp: records [record, record + num), at most 32 / top_k, to the rows of their copies but for those that are there
 // already: this rank's own, and the first of each in a receive buffer. A lane has copy lane % top_k of record
 // record + lane / top_k.
@@ -82,7 +92,7 @@ __device__ __forceinline__ void tw_bulk_lay(const TwEp& l, const TwHandle& h, co
     c.row = -1, c.stamp = (u32)epoch - 1;
     if (i < num) c = ((const TwCopy*)tw_meta(l, l.me, record + i))[n];
     const bool valid = c.stamp == (u32)epoch;
-    const u64 row = valid ? tw_kept_row(l, out, c) : 0, first = __shfl_sync(full, row, i * k % 32);
+    const u64 row = valid ? tw_kept_row(l, out, record + i, n, c) : 0, first = __shfl_sync(full, row, i * k % 32);
     const bool there = record / l.max_tokens == l.me || (out.buffer && (n == 0 || !first));
     const u64 to = there ? 0 : row;
     const auto from = [&](u32 r) {
@@ -92,12 +102,15 @@ __device__ __forceinline__ void tw_bulk_lay(const TwEp& l, const TwHandle& h, co
     u32 live = 0;
     for (u32 r = 0; r < num; r++) live |= (open >> r * k & 0xffffffffu >> (32 - k)) != 0 ? 1u << r : 0;
     if (live != 0) tw_bulk_fetch(s, from(__ffs(live) - 1), out.row_bytes);
-    if (i < num && n == 0) h.num[record + i] = __popc(stamped >> lane & 0xffffffffu >> (32 - k));
+    if (i < num && n == 0) tw_keep_record(h, out, record + i, __popc(stamped >> lane & 0xffffffffu >> (32 - k)));
     if (valid) tw_keep_copy(l, h, out, record + i, n, c);
     for (u32 some = out.scales ? stamped : 0; some != 0; some &= some - 1) {
         const u32 of = __ffs(some) - 1;
-        tw_keep_scales(l, out, record + of / k, __shfl_sync(full, (u32)c.row, of));
+        tw_keep_scales(l, out, record + of / k, of % k, __shfl_sync(full, (u32)c.row, of));
     }
+    // A record that has not come has its row, too.
+    u32 none = __ballot_sync(full, out.rank_major && i < num && n == 0 && !valid);
+    for (; none != 0; none &= none - 1) tw_empty_row(l, out, record + (__ffs(none) - 1) / k, TwBulkZeros());
     tw_bulk_rows(s, out.row_bytes, live, i, to, from);
 }
 
@@ -116,26 +129,6 @@ __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, 
     }
 }
 
-// Rows that nobody feeds, stored from bytes that are 0.
-struct TwBulkZeros {
-    const unsigned char* zeros;
-
-    __device__ __forceinline__ void operator()(u64 to, u64 len) const {
-        for (u64 at = threadIdx.x % 32 * ZERO; at < len; at += 32 * ZERO)
-            bulk_store((void*)(to + at), zeros, (u32)min((u64)ZERO, len - at));
-        bulk_commit_group();
-    }
-};
-
-__device__ __forceinline__ void tw_bulk_pad(const TwTeam& t, const TwEp& l, const TwHandle& h, const TwRecv& out) {
-    const u32 lane = threadIdx.x % 32;
-    const TwBulkZeros fill = {tw_smem + (SEND + LAY) * PIECES * PIECE};
-    for (u32 i = lane; i < ZERO / 4; i += 32) ((u32*)fill.zeros)[i] = 0;
-    fence_proxy_async();
-    __syncwarp();
-    if (!tw_warp_is_over(t)) tw_pad(l, h, out, blockIdx.x, gridDim.x, fill);
-}
-
 // As tw_ep_send, with any number of blocks. Dynamic shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
 extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32, 1)
 tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
@@ -151,6 +144,9 @@ tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
     const u32 each[2] = {tw_ceil(m.chunks, gridDim.x), tw_ceil(m.chunks * l.size, gridDim.x)};
     const u32 share[2] = {min((u32)SEND, each[0]), min((u32)LAY, each[1])};
     if (threadIdx.x == 0) taken[0] = atomicAdd(m.ticket + 2, share[0]), taken[1] = atomicAdd(m.ticket + 3, share[1]);
+    // Read by bulk stores.
+    for (u32 i = threadIdx.x; i < ZERO / 4; i += blockDim.x) ((u32*)(tw_smem + (SEND + LAY) * PIECES * PIECE))[i] = 0;
+    fence_proxy_async();
     __syncthreads();
     if (warp < SEND + LAY) {
         Stage s = tw_stage<PIECE, PIECES>(tw_smem, barriers);
@@ -160,7 +156,7 @@ tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
         const bool has = warp >= SEND && warp - SEND < share[1];
         tw_bulk_receive(t, l, m, h, recv, epoch, has ? taken[1] + warp - SEND : tw_claim(m.ticket + 3), s);
     } else {
-        tw_bulk_pad(t, l, h, recv);
+        if (!tw_warp_is_over(t)) tw_pad(l, h, recv, blockIdx.x, gridDim.x, TwBulkZeros());
     }
     // What a lane has stored is there, and no shared memory is read any more.
     bulk_wait_group<0>();

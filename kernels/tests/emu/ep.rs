@@ -4,13 +4,11 @@
 use std::sync::LazyLock;
 
 use bytemuck::Pod;
-use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
 use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK, EP_THREADS, ep_defines};
 use tilewire_kernels::{SIGNAL, Source};
-use tilewire_oracle::ep::{EpLayout, EpSpec};
-use tilewire_oracle::permute::TopK;
 
 use crate::compile::Unit;
+use crate::ep_batch::{Batch, batch, batch_of};
 use crate::ep_params::{Back, Layer, Meet, Recv, Routing, Send, poison};
 use crate::host::{Kernel, Launch, Lib, RUNTIME};
 use crate::memory::{ANY, Memory, Pages};
@@ -25,12 +23,12 @@ pub const TESTS: &[Test] = tests![
 ];
 
 pub const RANKS: usize = 4;
-const TOKENS: usize = 24;
-const K: usize = 3;
-const SCALES: usize = 2;
-const ALIGN: usize = 8;
-const EXPERTS: [usize; RANKS] = [2, 0, 2, 1];
-const NUM: usize = 5;
+pub const TOKENS: usize = 24;
+pub const K: usize = 3;
+pub const SCALES: usize = 2;
+pub const ALIGN: usize = 8;
+pub const EXPERTS: [usize; RANKS] = [2, 0, 2, 1];
+pub const NUM: usize = 5;
 const META: usize = 64;
 const ROW: usize = 160;
 const BACK: usize = 176;
@@ -44,7 +42,7 @@ const THREADS: u32 = 64;
 const CHUNK: usize = 11;
 const SLICES: usize = 2;
 const CHUNKS: usize = TOKENS.div_ceil(CHUNK);
-const RECORDS: usize = RANKS * TOKENS;
+pub const RECORDS: usize = RANKS * TOKENS;
 /// Where the areas of a rank lie.
 const AT_META: usize = 512;
 const AT_TOKENS: usize = AT_META + RECORDS * META;
@@ -119,7 +117,7 @@ pub fn filled<T: Pod>(v: &[T]) -> Memory {
     m
 }
 
-fn poisoned(len: usize) -> Memory {
+pub fn poisoned(len: usize) -> Memory {
     let m = Memory::new("output", ANY, len);
     m.write(&vec![0x77u8; len]);
     m
@@ -249,10 +247,10 @@ pub struct Side {
     pub w: Memory,
     pub recv: Memory,
     pub recv_w: Memory,
-    scales: Memory,
-    recv_scales: Memory,
+    pub scales: Memory,
+    pub recv_scales: Memory,
     pub index: Memory,
-    y: Memory,
+    pub y: Memory,
     pub out: Memory,
     pub tokens: usize,
 }
@@ -291,25 +289,19 @@ impl Layers {
         k.arg(&s.handle()).arg(&outs)
     }
 
-    /// In one kernel, or with the rows left to a second one.
-    pub fn dispatch(
-        &self,
-        r: usize,
-        s: &Side,
-        capacity: usize,
-        whole: bool,
-    ) -> Vec<Launch<'static>> {
-        self.dispatch_to(r, s, capacity, (whole, 0))
+    /// As the batch says, in one kernel, or with the rows left to a second one.
+    pub fn dispatch(&self, r: usize, b: &Batch, whole: bool) -> Vec<Launch<'static>> {
+        self.dispatch_to(r, b, (whole, 0))
     }
 
     /// As `dispatch`, to a receive buffer if it is not 0.
     pub fn dispatch_to(
         &self,
         r: usize,
-        s: &Side,
-        capacity: usize,
+        b: &Batch,
         (whole, buffer): (bool, usize),
     ) -> Vec<Launch<'static>> {
+        let (s, capacity) = (&b.sides[r], b.capacity);
         let row_bytes = 4 * self.hidden as u64;
         let (layer, team) = (self.layer(r, capacity), self.team.param(r));
         let send = Send {
@@ -330,6 +322,8 @@ impl Layers {
             row_bytes,
             buffer: buffer as u32,
             bad_input: DIFFER,
+            rank_major: u32::from(b.rank_major),
+            pad: 0,
         };
         let meet = Meet { leave: u32::from(whole), ..self.meet(r, 1, 1) };
         let mut outs = poison(&[(&s.recv, 255), (&s.recv_w, 255), (&s.index, 255)]);
@@ -343,7 +337,7 @@ impl Layers {
         let k = k.arg(&team).arg(&layer).arg(&meet).arg(&s.handle()).arg(&send).arg(&recv);
         let mut list = vec![k.arg(&outs)];
         if !whole {
-            assert!(self.libs.send.is_none(), "a run is of one unit");
+            assert!(self.libs.send.is_none() && !b.rank_major, "one unit, expert-major rows");
             let index = go(self.libs.plain, "tw_ep_row_index", capacity.div_ceil(64) as u32);
             list.push(index.arg(&layer).arg(&s.handle()).arg(&0u64).arg(&s.index.addr()));
             let gather = go(self.libs.plain, "tw_ep_gather", capacity as u32).arg(&layer);
@@ -354,7 +348,8 @@ impl Layers {
         list
     }
 
-    pub fn combine(&self, r: usize, s: &Side, capacity: usize) -> Launch<'static> {
+    pub fn combine(&self, r: usize, b: &Batch) -> Launch<'static> {
+        let (s, capacity) = (&b.sides[r], b.capacity);
         let back = Back {
             y: s.y.addr(),
             weights: s.recv_w.addr(),
@@ -362,7 +357,7 @@ impl Layers {
             out: s.out.addr(),
             dw_out: 0,
             hidden: self.hidden as u32,
-            expert_major: 1,
+            expert_major: u32::from(!b.rank_major),
             tokens: s.tokens as u32,
             pad: 0,
         };
@@ -382,156 +377,37 @@ impl Layers {
     }
 }
 
-/// A routing with its data, and what must come of it.
-pub struct Batch {
-    want: EpLayout,
-    x: Vec<Vec<f32>>,
-    w: Vec<Vec<f32>>,
-    y: Vec<Vec<f32>>,
-    scales: Vec<Vec<f32>>,
-    pub sides: Vec<Side>,
-    capacity: usize,
+/// How rows are ordered, and by whom.
+#[derive(Clone, Copy, PartialEq)]
+enum Rows {
+    ExpertMajor,
+    RankMajor,
+    /// Expert-major, by kernels behind the dispatch.
+    Later,
 }
 
-pub fn batch(seed: u64, capacity: usize, hidden: usize) -> Batch {
-    let mut rng = Rng::new(seed);
-    let tokens = [TOKENS, 0, 13, 20];
-    let topks: Vec<TopK> =
-        tokens.iter().map(|&t| TopK::random(&mut rng, (t, K), NUM, 0.2)).collect();
-    let spec =
-        EpSpec { experts_per_rank: EXPERTS.to_vec(), align: ALIGN, capacity: Some(capacity) };
-    let mut some = |n: usize| -> Vec<f32> { (0..n).map(|_| rng.normal()).collect() };
-    let x: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * hidden)).collect();
-    let w: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * K)).collect();
-    let y: Vec<Vec<f32>> = (0..RANKS).map(|_| some(capacity * hidden)).collect();
-    let scales: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * SCALES)).collect();
-    let ints = [4 * TOKENS * K, 4 * TOKENS * K, 4 * RECORDS, 16 * RECORDS * K];
-    let sides = (0..RANKS).map(|r| {
-        let local = 8 * EXPERTS[r].max(1);
-        let rest = [4 * capacity, 4 * RECORDS, local, local, 8, 8, 8 * RANKS];
-        Side {
-            handle: ints.into_iter().chain(rest).map(poisoned).collect(),
-            idx: filled(&topks[r].idx),
-            x: filled(&x[r]),
-            w: filled(&w[r]),
-            recv: poisoned(4 * capacity * hidden),
-            recv_w: poisoned(4 * capacity),
-            scales: filled(&scales[r]),
-            recv_scales: poisoned(4 * capacity * SCALES),
-            index: poisoned(4 * capacity),
-            y: filled(&y[r]),
-            out: poisoned(4 * tokens[r] * hidden),
-            tokens: tokens[r],
-        }
-    });
-    let sides = sides.collect();
-    Batch { want: EpLayout::new(&spec, &topks), x, w, y, scales, sides, capacity }
-}
-
-impl Batch {
-    fn routed(&self) {
-        let want = &self.want;
-        let lost: Vec<i64> =
-            want.ranks.iter().map(|r| r.overflow.iter().sum::<usize>() as i64).collect();
-        for (r, s) in self.sides.iter().enumerate() {
-            let ints = |i: usize| s.handle[i].read::<i64>();
-            let (rank, n) = (&want.ranks[r], EXPERTS[r]);
-            let counts: Vec<i64> = rank.counts.iter().map(|&c| c as i64).collect();
-            let splits: Vec<i64> = rank.m_splits().iter().map(|&c| c as i64).collect();
-            assert_eq!((&ints(6)[..n], &ints(7)[..n]), (&counts[..], &splits[..]), "rank {r}");
-            assert_eq!(ints(8), [rank.total_padded() as i64]);
-            assert_eq!((ints(9)[0], ints(10)), (lost[r], lost.clone()));
-            let rows = s.handle[0].read::<i32>();
-            let row =
-                |s: &Option<tilewire_oracle::ep::Slot>| s.as_ref().map_or(-1, |s| s.row as i32);
-            let kept: Vec<i32> = want.slots[r].iter().map(row).collect();
-            assert_eq!(rows[..kept.len()], kept, "rows of rank {r}");
-        }
-    }
-
-    pub fn dispatched(&self, hidden: usize) {
-        self.dispatched_to(hidden, |s, _, used| s.recv.read::<f32>()[..used].to_vec());
-    }
-
-    /// `read` gives the first elements of what a rank has received.
-    pub fn dispatched_to(&self, hidden: usize, read: impl Fn(&Side, usize, usize) -> Vec<f32>) {
-        let (want, capacity) = (&self.want, self.capacity);
-        for (r, s) in self.sides.iter().enumerate() {
-            let mut num = vec![0u32; RECORDS];
-            let (mut rows, mut weights) = (vec![0.0f32; capacity * hidden], vec![0.0f32; capacity]);
-            let mut index = vec![-1i32; capacity];
-            let mut scales = vec![0.0f32; capacity * SCALES];
-            for (src, slots) in want.slots.iter().enumerate() {
-                for (i, slot) in slots.iter().enumerate() {
-                    let Some(slot) = slot.as_ref().filter(|s| s.rank == r) else { continue };
-                    num[src * TOKENS + i / K] += 1;
-                    let from = &self.x[src][i / K * hidden..][..hidden];
-                    rows[slot.row * hidden..][..hidden].copy_from_slice(from);
-                    weights[slot.row] = self.w[src][i];
-                    let from = &self.scales[src][i / K * SCALES..][..SCALES];
-                    scales[slot.row * SCALES..][..SCALES].copy_from_slice(from);
-                    index[slot.row] = slot.row as i32;
-                }
-            }
-            assert_eq!(s.handle[2].read::<u32>(), num, "copies of the records at {r}");
-            // Behind the rows of all experts nothing is promised.
-            let used = want.ranks[r].m_splits().iter().sum::<usize>();
-            assert!(read(s, r, used * hidden) == rows[..used * hidden], "received by {r}");
-            let got = s.recv_scales.read::<f32>();
-            assert_eq!(got[..used * SCALES], scales[..used * SCALES], "scales of {r}");
-            assert_eq!(s.recv_w.read::<f32>(), weights, "weights of {r}");
-            assert_eq!(s.index.read::<i32>(), index, "index of {r}");
-        }
-    }
-
-    fn combined(&self, hidden: usize) {
-        for (r, s) in self.sides.iter().enumerate() {
-            let mut out = vec![0.0f32; s.tokens * hidden];
-            for t in 0..s.tokens {
-                for (home, y) in self.y.iter().enumerate() {
-                    let mut part = vec![0.0f32; hidden];
-                    let mut any = false;
-                    for j in 0..K {
-                        let slot = self.want.slots[r][t * K + j].as_ref();
-                        let Some(slot) = slot.filter(|s| s.rank == home) else { continue };
-                        any = true;
-                        let from = &y[slot.row * hidden..][..hidden];
-                        let weight = self.w[r][t * K + j];
-                        part.iter_mut().zip(from).for_each(|(p, v)| *p += weight * v);
-                    }
-                    if any {
-                        let sum = &mut out[t * hidden..][..hidden];
-                        sum.iter_mut().zip(part).for_each(|(o, p)| *o += p);
-                    }
-                }
-            }
-            let mut bytes = vec![0; 4 * out.len()];
-            convert_from_f32(DType::F32, &out, &mut bytes);
-            let mut again = vec![0.0; out.len()];
-            convert_to_f32(DType::F32, &bytes, &mut again);
-            assert_eq!(s.out.read::<f32>(), again, "combined on {r}");
-        }
-    }
-}
-
-/// Launch after launch: dispatch with weights, then a weighted combine.
-fn exchanges(layers: &Layers, cases: &[(u64, usize, bool)]) {
+/// Launch after launch: dispatch with weights, then a combine, weighted where rows are expert-major.
+fn exchanges(layers: &Layers, cases: &[(u64, usize, Rows)]) {
     let h = layers.hidden;
-    for &(seed, capacity, whole) in cases {
-        let b = batch(seed, capacity, h);
+    for &(seed, capacity, rows) in cases {
+        let b = batch_of(seed, capacity, h, rows == Rows::RankMajor);
         let at = (seed, RANKS);
         layers.run(at, &b, &|r, s| vec![layers.route(r, s, capacity)]);
         b.routed();
-        layers.run(at, &b, &|r, s| layers.dispatch(r, s, capacity, whole));
+        layers.run(at, &b, &|r, _| layers.dispatch(r, &b, rows != Rows::Later));
         b.dispatched(h);
-        layers.run(at, &b, &|r, s| vec![layers.combine(r, s, capacity)]);
+        layers.run(at, &b, &|r, _| vec![layers.combine(r, &b)]);
         b.combined(h);
     }
 }
 
+use Rows::{ExpertMajor, Later, RankMajor};
+
 pub fn some_routings(lib: &'static Lib) {
     let layers = Layers::new(Libs::plain(lib), ODD);
-    exchanges(&layers, &[(1, 150, true), (2, 150, false), (3, 20, true), (4, 1, true)]);
+    let aligned = [(1, 150, ExpertMajor), (2, 150, Later), (3, 20, ExpertMajor)];
+    exchanges(&layers, &aligned);
+    exchanges(&layers, &[(7, 150, RankMajor), (4, 1, ExpertMajor), (8, 20, RankMajor)]);
     // Two batches in flight, without a meeting between launches: a rank may be one ahead of another.
     let (a, b) = (batch(5, 150, ODD), batch(6, 150, ODD));
     for seed in 0..3 {
@@ -553,10 +429,10 @@ fn in_flight(layers: &Layers, seed: u64, batches: &[&Batch; 2]) {
     layers.run_all((seed, RANKS), batches, &|r| {
         let (a, b) = (&a.sides[r], &b.sides[r]);
         let mut all: Vec<_> = [a, b, a, b].map(|s| layers.route(r, s, 150)).into();
-        for s in [a, b] {
-            all.extend(layers.dispatch(r, s, 150, true));
+        for b in *batches {
+            all.extend(layers.dispatch(r, b, true));
         }
-        all.extend([a, b].map(|s| layers.combine(r, s, 150)));
+        all.extend(batches.map(|b| layers.combine(r, b)));
         all
     });
     for batch in batches {
@@ -570,14 +446,22 @@ fn tokens_go_to_their_experts_and_back() {
     some_routings(*PORTABLE);
 }
 
+const BULK: [(u64, usize, Rows); 5] = [
+    (1, 150, ExpertMajor),
+    (7, 150, RankMajor),
+    (2, 150, ExpertMajor),
+    (3, 20, ExpertMajor),
+    (8, 20, RankMajor),
+];
+
 pub fn some_bulk_routings(lib: &'static Lib) {
     let libs = Libs { send: Some(lib), ..Libs::plain(*PORTABLE) };
-    exchanges(&Layers::new(libs, WHOLE), &[(1, 150, true), (2, 150, true), (3, 20, true)]);
+    exchanges(&Layers::new(libs, WHOLE), &BULK);
 }
 
 pub fn some_bulk_returns(lib: &'static Lib) {
     let libs = Libs { back: Some(lib), ..Libs::plain(*PORTABLE) };
-    exchanges(&Layers::new(libs, WHOLE), &[(1, 150, true), (2, 150, true), (3, 20, true)]);
+    exchanges(&Layers::new(libs, WHOLE), &BULK);
 }
 
 fn tokens_come_back_by_bulk_loads() {

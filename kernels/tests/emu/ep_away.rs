@@ -2,7 +2,8 @@
 
 use tilewire_kernels::portable::{EP_BACK, EP_BULK};
 
-use crate::ep::{Layers, Libs, ODD, PORTABLE, RANKS, Side, WHOLE, batch, load_back, load_bulk};
+use crate::ep::{Layers, Libs, ODD, PORTABLE, RANKS, Side, WHOLE, load_back, load_bulk};
+use crate::ep_batch::batch;
 use crate::host::Lib;
 use crate::memory::Memory;
 use crate::{Test, tests};
@@ -27,8 +28,8 @@ fn stay_away(libs: Libs, hidden: usize, phase: usize) {
     let b = batch(7, 150, hidden);
     let make = |r: usize, s: &Side, phase: usize| match phase {
         0 => vec![layers.route(r, s, 150)],
-        1 => layers.dispatch(r, s, 150, true),
-        _ => vec![layers.combine(r, s, 150)],
+        1 => layers.dispatch(r, &b, true),
+        _ => vec![layers.combine(r, &b)],
     };
     for done in 0..phase {
         layers.run((7, RANKS), &b, &|r, s| make(r, s, done));

@@ -120,8 +120,8 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted(
         "scales of the first copy only",
-        "out, record, __shfl_sync(full, (u32)c.row, n)",
-        "out, record, __shfl_sync(full, (u32)c.row, 0)",
+        "out, record, n, __shfl_sync(full, (u32)c.row, n)",
+        "out, record, n, __shfl_sync(full, (u32)c.row, 0)",
         some_routings,
     ),
     Planted(
@@ -231,6 +231,48 @@ const MUTANTS: &[Planted] = &[
         some_routings,
     ),
     Planted("the ticket stays", "if (last) *ticket = 0;", "", some_routings),
+    Planted(
+        "rank-major rows of copies",
+        "out.rank_major ? record : (u32)c.row",
+        "(u32)c.row",
+        some_routings,
+    ),
+    Planted(
+        "rank-major indices of copies",
+        "out.rank_major ? (int)record : c.row",
+        "c.row",
+        some_routings,
+    ),
+    Planted(
+        "no rank-major rows of records",
+        "if (out.rank_major) h.place[record] =",
+        "if (false) h.place[record] =",
+        some_routings,
+    ),
+    Planted(
+        "rank-major rows of records that did not come",
+        "num > 0 ? (int)record : -1",
+        "(int)record",
+        some_routings,
+    ),
+    Planted(
+        "rank-major rows of the first ones that did not come",
+        "if (j == 0 && num == 0 && out.rank_major)",
+        "if (false)",
+        some_routings,
+    ),
+    Planted(
+        "rank-major scales of copies",
+        "const u64 to = out.rank_major ? record : row;",
+        "const u64 to = row;",
+        some_routings,
+    ),
+    Planted(
+        "rank-major rows of others",
+        "recv.rank_major ? (u64)l.me * l.max_tokens + t : row",
+        "recv.rank_major ? (u64)t : row",
+        some_straight,
+    ),
     Planted("routing is not spoiled", "if (tw_told(t)) tw_spoil(out);", "", staying_away),
     Planted("rows are not spoiled", "if (tw_told(t)) tw_spoil(p);", "", staying_away),
 ];
@@ -254,8 +296,8 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "rows to the area",
-        "if (recv.buffer) return tw_recv_row",
-        "if (false) return tw_recv_row",
+        "if (mine || recv.buffer) return",
+        "if (mine) return",
         some_straight_bulk,
     ),
     Planted(
@@ -309,14 +351,56 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "own rows stay away",
-        "if (recv.x && p.rank == (int)l.me) return",
-        "if (false) return",
+        "mine = recv.x && p.rank == (int)l.me;",
+        "mine = false;",
         some_bulk_routings,
     ),
     Planted(
         "own rows of all ranks",
-        "if (recv.x && p.rank == (int)l.me) return",
-        "if (recv.x) return",
+        "mine = recv.x && p.rank == (int)l.me;",
+        "mine = recv.x;",
+        some_bulk_routings,
+    ),
+    Planted(
+        "one row for all copies of an own token",
+        "(recv.rank_major || !mine)",
+        "(true || !mine)",
+        some_bulk_routings,
+    ),
+    Planted(
+        "rank-major rows of copies in a buffer",
+        "recv.rank_major ? record : p.row",
+        "p.row",
+        some_straight_bulk,
+    ),
+    Planted(
+        "rank-major rows of the first record",
+        "record + (__ffs(none) - 1) / k, TwBulkZeros()",
+        "record, TwBulkZeros()",
+        some_bulk_routings,
+    ),
+    Planted(
+        "rank-major rows that did not come",
+        "__ballot_sync(full, out.rank_major && i < num && n == 0 && !valid)",
+        "0",
+        some_bulk_routings,
+    ),
+    Planted(
+        "rank-major rows of the next chunk",
+        "out.rank_major && i < num && n == 0 && !valid",
+        "out.rank_major && n == 0 && !valid",
+        some_bulk_routings,
+    ),
+    Planted(
+        "rank-major padding",
+        "if (!out.rank_major) tw_empty_row",
+        "tw_empty_row",
+        some_straight_bulk,
+    ),
+    Planted(
+        "rank-major scales of every copy",
+        "out.rank_major ? n != 0 :",
+        "out.rank_major ? n == 0 :",
         some_bulk_routings,
     ),
     Planted(
@@ -382,8 +466,8 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "padding is not zero",
-        "((u32*)fill.zeros)[i] = 0",
-        "((u32*)fill.zeros)[i] = 1",
+        "PIECES * PIECE))[i] = 0",
+        "PIECES * PIECE))[i] = 1",
         some_bulk_routings,
     ),
     Planted(
@@ -442,8 +526,8 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "zeros are not fenced",
-        "fence_proxy_async();\n    __syncwarp();\n    if (!tw_warp_is_over(t)) tw_pad",
-        "__syncwarp();\n    if (!tw_warp_is_over(t)) tw_pad",
+        "fence_proxy_async();\n    __syncthreads();\n    if (warp < SEND",
+        "__syncthreads();\n    if (warp < SEND",
         some_bulk_routings,
     ),
     Planted(

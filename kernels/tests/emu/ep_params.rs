@@ -70,6 +70,8 @@ pub struct Recv {
     pub row_bytes: u64,
     pub buffer: u32,
     pub bad_input: u32,
+    pub rank_major: u32,
+    pub pad: u32,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]

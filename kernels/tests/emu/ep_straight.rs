@@ -4,9 +4,10 @@
 use tilewire_kernels::portable::EP_BULK;
 
 use crate::ep::{
-    AT_ROWS, BUFFER, BUFFERS, Layers, Libs, MOST_ROWS, ODD, PORTABLE, RANKS, WHOLE, batch, filled,
-    go, load_bulk, unit,
+    AT_ROWS, BUFFER, BUFFERS, Layers, Libs, MOST_ROWS, ODD, PORTABLE, RANKS, WHOLE, filled, go,
+    load_bulk, unit,
 };
+use crate::ep_batch::{batch, batch_of};
 use crate::host::Lib;
 use crate::run::Run;
 use crate::team::RankMemory;
@@ -34,25 +35,34 @@ impl Layers {
 }
 
 /// Dispatches into receive buffers, alone and in turn with others.
-fn straight(layers: &Layers, cases: &[(u64, usize, usize)]) {
+fn straight(layers: &Layers, cases: &[(u64, usize, usize, bool)]) {
     let h = layers.hidden;
-    for &(seed, capacity, buffer) in cases {
-        let b = batch(seed, capacity, h);
+    for &(seed, capacity, buffer, rank_major) in cases {
+        let b = batch_of(seed, capacity, h, rank_major);
         let at = (seed, RANKS);
         layers.run(at, &b, &|r, s| vec![layers.route(r, s, capacity)]);
         if buffer == 0 {
-            layers.run(at, &b, &|r, s| layers.dispatch(r, s, capacity, true));
+            layers.run(at, &b, &|r, _| layers.dispatch(r, &b, true));
             b.dispatched(h);
             continue;
         }
         layers.refill(buffer);
-        layers.run(at, &b, &|r, s| layers.dispatch_to(r, s, capacity, (true, buffer)));
+        layers.run(at, &b, &|r, _| layers.dispatch_to(r, &b, (true, buffer)));
         b.dispatched_to(h, |_, r, used| layers.received(r, buffer, used));
     }
 }
 
-const STRAIGHT: [(u64, usize, usize); 5] =
-    [(1, MOST_ROWS, 1), (2, MOST_ROWS, 2), (3, 20, 1), (4, MOST_ROWS, 0), (5, 1, 1)];
+/// Seed, capacity, buffer, rank-major or expert-major.
+const STRAIGHT: [(u64, usize, usize, bool); 8] = [
+    (1, MOST_ROWS, 1, false),
+    (2, MOST_ROWS, 2, false),
+    (7, MOST_ROWS, 1, true),
+    (3, 20, 1, false),
+    (4, MOST_ROWS, 0, false),
+    (8, 20, 2, true),
+    (9, MOST_ROWS, 0, true),
+    (5, 1, 1, false),
+];
 
 /// Two batches through one buffer, each read by a kernel behind its dispatch: the second one's rows may not
 /// come before, although a rank may be ahead of another.
@@ -68,8 +78,9 @@ fn in_turn(layers: &Layers, seed: u64) {
     run.max_steps = 50_000_000;
     for r in 0..RANKS {
         let mut list = Vec::new();
-        for s in [&a.sides[r], &b.sides[r]] {
-            list.extend(layers.dispatch_to(r, s, MOST_ROWS, (true, 1)));
+        for batch in [&a, &b] {
+            let s = &batch.sides[r];
+            list.extend(layers.dispatch_to(r, batch, (true, 1)));
             // What stands for tokens is the buffer.
             let mut layer = layers.layer(r, MOST_ROWS);
             layer.areas[2] = layers.buffer(r, 1) - r as u64 * layer.stride;
@@ -95,7 +106,7 @@ fn differ(layers: &Layers, buffers: [usize; RANKS]) {
     let b = batch(7, MOST_ROWS, layers.hidden);
     layers.run((7, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
     (1..=BUFFERS).for_each(|n| layers.refill(n));
-    layers.run((7, RANKS), &b, &|r, s| layers.dispatch_to(r, s, MOST_ROWS, (true, buffers[r])));
+    layers.run((7, RANKS), &b, &|r, _| layers.dispatch_to(r, &b, (true, buffers[r])));
     for (r, s) in b.sides.iter().enumerate() {
         assert_eq!(layers.team.fault(r) >> 32 & 0xff, 5, "rank {r} is told of a bad input");
         let bits = |v: Vec<f32>| v.iter().all(|v| v.to_bits() == u32::MAX);
@@ -121,6 +132,9 @@ pub fn some_straight_bulk(lib: &'static Lib) {
     let libs = Libs { send: Some(lib), ..Libs::plain(*PORTABLE) };
     let layers = || Layers::new(libs, WHOLE);
     straight(&layers(), &STRAIGHT);
+    // What pads experts has no rank-major row: in some of these it would come behind one that has arrived.
+    let cases: Vec<_> = (10..20).map(|seed| (seed, MOST_ROWS, 1, true)).collect();
+    straight(&layers(), &cases);
     let turns = layers();
     (0..6).for_each(|seed| ahead(&turns, seed));
     differ(&layers(), [2, 1, 1, 1]);
@@ -136,8 +150,8 @@ fn ahead(layers: &Layers, seed: u64) {
     }
     (1..=BUFFERS).for_each(|n| layers.refill(n));
     layers.run_all((seed, RANKS), &[&a, &b], &|r| {
-        let mut list = layers.dispatch_to(r, &a.sides[r], MOST_ROWS, (true, 1));
-        list.extend(layers.dispatch_to(r, &b.sides[r], MOST_ROWS, (true, 2)));
+        let mut list = layers.dispatch_to(r, &a, (true, 1));
+        list.extend(layers.dispatch_to(r, &b, (true, 2)));
         list
     });
     a.dispatched_to(layers.hidden, |_, r, used| layers.received(r, 1, used));

@@ -17,6 +17,7 @@ mod dequant;
 mod ep;
 mod ep_away;
 mod ep_back_mutants;
+mod ep_batch;
 mod ep_mutants;
 mod ep_params;
 mod ep_straight;

@@ -11,8 +11,8 @@ use tilewire_oracle::permute::TopK;
 
 use super::{Case, Ctx, NCCL};
 
-/// Rows come straight to receive buffers in symmetric memory.
-const ZERO_COPY: &str = "ep/zero_copy";
+/// Rows come straight to receive buffers in symmetric memory: expert-major, rank-major.
+const ZERO_COPY: [&str; 2] = ["ep/zero_copy", "ep/zero_copy_rank"];
 const VARIANTS: [&str; 7] = ["expert", "aligned", "rank", "flat", "drop", "uneven", "one"];
 
 pub(super) fn cases() -> Vec<Case> {
@@ -31,10 +31,13 @@ pub(super) fn cases() -> Vec<Case> {
     v.push(Case::new(format!("{NCCL}/ep/flat"), DType::F8E4M3, &shape, run));
     v.push(Case::new("ep/expert", DType::F16, &shape, run));
     // By plain stores, and in pieces of 16 bytes.
-    for (dtype, hidden) in [(DType::BF16, 13), (DType::F32, 12), (DType::F8E4M3, 16)] {
-        let shape = [("tokens", 11), ("hidden", hidden), ("experts", 9), ("top_k", 3)];
-        v.push(Case::new(ZERO_COPY, dtype, &shape, run));
+    for name in ZERO_COPY {
+        for (dtype, hidden) in [(DType::BF16, 13), (DType::F32, 12), (DType::F8E4M3, 16)] {
+            let shape = [("tokens", 11), ("hidden", hidden), ("experts", 9), ("top_k", 3)];
+            v.push(Case::new(name, dtype, &shape, run));
+        }
     }
+    v.push(Case::new("ep/rank", DType::F8E4M3, &shape, run));
     v.push(Case::new("ep/aligned", DType::F8E4M3, &shape, run));
     v.push(Case::new("ep/flat", DType::F8E4M3, &shape, run));
     v
@@ -90,7 +93,7 @@ fn describe(ctx: &Ctx, case: &Case, variant: &str) -> EpDesc {
     d.num_scales = if case.dtype.is_fp8() { 2 } else { 0 };
     let align = if variant == "aligned" { 4 } else { 1 };
     d.layout = match variant {
-        "rank" => EpLayout::RankMajor { align: 2 },
+        "rank" | "zero_copy_rank" => EpLayout::RankMajor { align: 2 },
         "flat" => EpLayout::Flat { align },
         _ => EpLayout::ExpertMajor { align },
     };
@@ -123,7 +126,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         [batch(ctx, case, &desc, &spec, &variant), batch(ctx, case, &desc, &spec, &variant)];
     let mut flying = Vec::new();
     for b in &batches {
-        flying.push(forward(ctx, &plan, b, case.bare() == ZERO_COPY)?);
+        flying.push(forward(ctx, &plan, b, ZERO_COPY.contains(&case.bare()))?);
     }
     for (b, (handle, recv)) in batches.iter().zip(&flying) {
         finish(ctx, &plan, b, handle, recv)?;

@@ -2,7 +2,7 @@
 //!
 //! A phase is one kernel that meets the other ranks itself: some blocks send, the others lay out what
 //! comes, as it comes. What comes from token t of rank s has the place `s * max_tokens + t`, so that no
-//! numbers travel. Layouts other than expert-major, and the backward of combine, leave the rows in the
+//! numbers travel. The flat layout, and the backward of combine, leave the rows in the
 //! area for kernels behind it, and `tw_ep_leave` grants the area when those have read it.
 //! Through NCCL a phase is two kernels, with a group of sends and receives between them (`nccl.rs`).
 
@@ -117,7 +117,7 @@ pub(super) struct Prepared {
     state: CudaMemory,
     /// `[ranks + 1]` u32; the layer has its address.
     first: CudaMemory,
-    /// Record of each received row of the rank-major and flat layouts.
+    /// Record of each received row of the flat layout.
     row_source: CudaMemory,
     /// Through NCCL.
     staging: Option<Staging>,
@@ -459,7 +459,8 @@ impl Phase<'_> {
         let all = [Some(&out.x), out.weights.as_ref(), out.scales.as_ref()];
         let all = all.into_iter().flatten().chain([self.handle.row_index()]);
         let outs = all.map(|t| t.cuda().map(Poison::value)).collect::<Result<Vec<_>>>()?;
-        let expert_major = matches!(d.layout, EpLayout::ExpertMajor { .. });
+        // Flat rows need the number of those before them, which is known when all have come.
+        let flat = matches!(d.layout, EpLayout::Flat { .. });
         let row_bytes = (d.hidden * d.dtype.size()) as u64;
         let mut recv = RecvParam {
             x: 0,
@@ -469,15 +470,17 @@ impl Phase<'_> {
             row_bytes,
             buffer,
             bad_input: BadInput::Buffer as u32,
+            rank_major: u32::from(matches!(d.layout, EpLayout::RankMajor { .. })),
+            pad: 0,
         };
-        if expert_major {
+        if !flat {
             recv.x = addr(&out.x)?;
             recv.scales = addr(out.scales.as_ref())?;
             recv.index = addr(self.handle.row_index())?;
         }
         self.run(at, TOKENS.0, &outs, |l| {
-            self.exchange(l, (x, given.0, given.1), &recv, (expert_major, &outs))?;
-            if expert_major {
+            self.exchange(l, (x, given.0, given.1), &recv, (!flat, &outs))?;
+            if !flat {
                 return Ok(());
             }
             self.spread(l, out)?;
@@ -485,19 +488,12 @@ impl Phase<'_> {
         })
     }
 
-    /// Rows of the rank-major and flat layouts from the area of tokens.
+    /// Rows of the flat layout from the area of tokens.
     fn spread(&self, l: &Lanes<'_>, out: &EpDispatch) -> Result<()> {
         let (d, layer, h) = (self.desc, &self.p.layer, self.handle()?);
-        let records = d.experts_per_rank.len() * d.max_tokens;
         let rows = self.p.row_source.addr();
-        let three = LaunchArgs::new().arg(layer).arg(&h).arg(&rows);
-        if let EpLayout::RankMajor { .. } = d.layout {
-            let blocks = records.div_ceil(THREADS as usize);
-            self.go(l.main, "tw_ep_rank_major", blocks, three)?;
-        } else {
-            l.main.fill_memory(&self.p.row_source, 0xff)?;
-            self.go(l.main, "tw_ep_flat", 1, three)?;
-        }
+        l.main.fill_memory(&self.p.row_source, 0xff)?;
+        self.go(l.main, "tw_ep_flat", 1, LaunchArgs::new().arg(layer).arg(&h).arg(&rows))?;
         let index = addr(self.handle.row_index())?;
         let args = LaunchArgs::new().arg(layer).arg(&h).arg(&h.place).arg(&index);
         self.go(l.main, "tw_ep_row_index", d.capacity.div_ceil(THREADS as usize), args)?;

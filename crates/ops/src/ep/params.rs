@@ -64,6 +64,8 @@ pub(super) struct RecvParam {
     pub row_bytes: u64,
     pub buffer: u32,
     pub bad_input: u32,
+    pub rank_major: u32,
+    pub pad: u32,
 }
 
 /// `TwBack` of the kernels.

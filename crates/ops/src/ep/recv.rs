@@ -36,19 +36,19 @@ impl EpPlan {
     ///
     /// # Errors
     /// `Exhausted` if the heap has no room; `Mismatch` if the ranks have not allocated alike; `Unsupported` for
-    /// layouts other than expert-major, and through NCCL, on devices.
+    /// the flat layout, and through NCCL, on devices.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {
         let (d, heap) = (&self.desc, self.cores[0].heap());
         let shape = Shape::d2(d.recv_rows(), d.hidden);
         let Some(lane) = self.cores[0].lane() else { return Ok(Tensor::zeros(d.dtype, shape)) };
-        let expert_major = matches!(d.layout, EpLayout::ExpertMajor { .. });
-        if !expert_major || self.backend == CollectiveBackend::Nccl {
+        // A sender of flat rows does not know how many come before them.
+        if matches!(d.layout, EpLayout::Flat { .. }) || self.backend == CollectiveBackend::Nccl {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "rows cannot come straight to this layer",
             )
             .op("ep")
-            .expected("expert-major rows, by puts")
+            .expected("expert-major or rank-major rows, by puts")
             .seen(format_args!("{:?} by {}", d.layout, self.backend))
             .hint("dispatch into a tensor of your own"));
         }

@@ -347,7 +347,7 @@ fn fp8_wires(d: CpAttentionDesc) -> CpAttentionDesc {
     CpAttentionDesc { fp8_kv: true, dkv_wire: DType::F8E4M3, ..d }
 }
 
-static ALL: [Make; 38] = [
+static ALL: [Make; 40] = [
     |h, s| collective("all_gather", h, s, M),
     |h, s| collective("reduce_scatter", h, s, M),
     |h, s| collective("all_reduce", h, s, M),
@@ -405,6 +405,11 @@ static ALL: [Make; 38] = [
     |h, s| collective("all_reduce", h, s, LARGE),
     |h, s| collective_odd("all_reduce", h, s, M),
     |h, s| collective_odd("all_to_all", h, s, M),
+    |h, s| ep(EpLayout::RankMajor { align: 4 }, h, s),
+    |h, s| {
+        let by = (EpLayout::RankMajor { align: 1 }, CollectiveBackend::Put);
+        ep_to(true, by, h, s)
+    },
 ];
 
 /// Where there is NCCL: even shards, uneven ones, and the choice by the clock.
