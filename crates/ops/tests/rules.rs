@@ -127,6 +127,7 @@ fn impossible_layers_are_refused() {
     for (bad, says) in [
         (EpDesc { max_tokens: usize::MAX, ..good.clone() }, "max_tokens"),
         (EpDesc { hidden: 1 << 20, ..good.clone() }, "hidden"),
+        (EpDesc { layout: EpLayout::Flat { align: 1 << 32 }, ..good.clone() }, "alignment"),
         (EpDesc { capacity: 1 << 40, ..good.clone() }, "capacity"),
         (EpDesc { num_scales: 1, ..good.clone() }, "f32 tokens have no scales"),
         (EpDesc { top_k: 33, ..good.clone() }, "top_k 33"),

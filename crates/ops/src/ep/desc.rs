@@ -151,6 +151,7 @@ impl EpDesc {
             ("hidden", self.hidden, 1 << 20),
             ("num_scales", self.num_scales, 1 << 20),
             ("experts", self.num_experts(), 1 << 20),
+            ("alignment", self.layout.align(), 1 << 31),
         ] {
             if v >= limit {
                 return bad(format!("{name} {v}: must be less than {limit}"));
