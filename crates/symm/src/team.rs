@@ -259,7 +259,8 @@ impl LiveTeam {
     fn publish(&self, error: &Error) {
         let reason = match error.kind() {
             ErrorKind::Timeout => 1,
-            ErrorKind::PeerDead => 2,
+            // Without a name it is no news of a death: the others would take it for this rank's.
+            ErrorKind::PeerDead if error.get_peer().is_some() => 2,
             ErrorKind::Aborted => 3,
             ErrorKind::Mismatch => 4,
             _ => 5,

@@ -65,7 +65,8 @@ impl ToldDeaths {
         self.open.retain(|(fault, team)| {
             // Counted first: what nobody else holds cannot be set behind the look at it.
             let last = Arc::strong_count(fault) == 1;
-            let Some(e) = fault.get() else { return !last };
+            // What was raised, without a look at devices: this is only a question.
+            let Some(e) = fault.is_set().then(|| fault.get()).flatten() else { return !last };
             if let Some(peer) = e.get_peer().filter(|_| e.is_peer_dead()) {
                 *mask |= team.members().get(peer.idx()).map_or(0, |r| 1 << r.idx());
             }
