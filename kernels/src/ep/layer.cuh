@@ -118,6 +118,8 @@ __device__ __forceinline__ bool tw_granted(const TwTeam& t, const TwEp& l, const
         const TwWait w = {TW_OP_WAIT, m.slot, r, 0, 0, epoch - 1, 0, 0, 0};
         good = tw_await(t, tw_credit(l, m, l.me, r), w);
     }
+    // A lane writes to a rank whose word another one has seen.
+    __syncwarp();
     return __all_sync(0xffffffffu, good);
 }
 
@@ -173,6 +175,7 @@ __device__ __forceinline__ bool tw_accepted(const TwTeam& t, const TwEp& l, cons
             good = false;
         }
     }
+    __syncwarp();
     return __all_sync(0xffffffffu, good);
 }
 

@@ -481,6 +481,8 @@ __device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const
             const TwWait w = {TW_OP_WAIT, m.slot + 1, r, 0, 0, epoch, 0, 0, 0};
             good = tw_await(t, tw_arrival(l, m, l.me, r, token / m.chunk), w);
         }
+        // All lanes read behind the words that single ones have seen.
+        __syncwarp();
         if (!__all_sync(0xffffffffu, good)) return;
         tw_sum(l, h, b, token, i % m.slices, m.slices);
     }

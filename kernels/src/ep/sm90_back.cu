@@ -240,6 +240,8 @@ __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, cons
             const TwWait w = {TW_OP_WAIT, m.slot + 1, r, 0, 0, epoch, 0, 0, 0};
             good = tw_await(t, tw_arrival(l, m, l.me, r, c), w);
         }
+        // All lanes read behind the words that single ones have seen.
+        __syncwarp();
         if (!__all_sync(0xffffffffu, good)) return;
         // Every lane reads behind the words that the others have seen, and lane 0 by bulk loads.
         __syncwarp();

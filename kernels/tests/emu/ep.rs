@@ -289,7 +289,7 @@ impl Layers {
         k.arg(&s.handle()).arg(&outs)
     }
 
-    /// As the batch says, in one kernel, or with the rows left to a second one.
+    /// As the batch says, in one kernel, or with the rows left to a second one; there is none of rank-major rows.
     pub fn dispatch(&self, r: usize, b: &Batch, whole: bool) -> Vec<Launch<'static>> {
         self.dispatch_to(r, b, (whole, 0))
     }
@@ -325,7 +325,7 @@ impl Layers {
             rank_major: u32::from(b.rank_major),
             pad: 0,
         };
-        let meet = Meet { leave: u32::from(whole), ..self.meet(r, 1, 1) };
+        let meet = Meet { leave: u32::from(whole || b.rank_major), ..self.meet(r, 1, 1) };
         let mut outs = poison(&[(&s.recv, 255), (&s.recv_w, 255), (&s.index, 255)]);
         outs.out[0] = x;
         let k = match self.libs.send {
@@ -336,8 +336,8 @@ impl Layers {
         };
         let k = k.arg(&team).arg(&layer).arg(&meet).arg(&s.handle()).arg(&send).arg(&recv);
         let mut list = vec![k.arg(&outs)];
-        if !whole {
-            assert!(self.libs.send.is_none() && !b.rank_major, "one unit, expert-major rows");
+        if !whole && !b.rank_major {
+            assert!(self.libs.send.is_none(), "a run is of one unit");
             let index = go(self.libs.plain, "tw_ep_row_index", capacity.div_ceil(64) as u32);
             list.push(index.arg(&layer).arg(&s.handle()).arg(&0u64).arg(&s.index.addr()));
             let gather = go(self.libs.plain, "tw_ep_gather", capacity as u32).arg(&layer);

@@ -86,12 +86,32 @@ impl Batch {
         self.dispatched_to(hidden, |s, _, used| s.recv.read::<f32>()[..used].to_vec());
     }
 
+    /// What the handle keeps of the records that came.
+    pub fn counted(&self) {
+        for (r, s) in self.sides.iter().enumerate() {
+            let (mut num, mut place) = (vec![0u32; RECORDS], vec![-1i32; RECORDS]);
+            for (src, slots) in self.want.slots.iter().enumerate() {
+                for (i, slot) in slots.iter().enumerate() {
+                    if slot.as_ref().is_some_and(|s| s.rank == r) {
+                        let record = src * TOKENS + i / K;
+                        num[record] += 1;
+                        place[record] = record as i32;
+                    }
+                }
+            }
+            assert_eq!(s.handle[2].read::<u32>(), num, "copies of the records at {r}");
+            if self.rank_major {
+                assert_eq!(s.handle[5].read::<i32>(), place, "rows of the records at {r}");
+            }
+        }
+    }
+
     /// `read` gives the first elements of what a rank has received.
     pub fn dispatched_to(&self, hidden: usize, read: impl Fn(&Side, usize, usize) -> Vec<f32>) {
+        self.counted();
         let (want, capacity) = (&self.want, self.capacity);
         let received = if self.rank_major { RECORDS } else { capacity };
         for (r, s) in self.sides.iter().enumerate() {
-            let (mut num, mut place) = (vec![0u32; RECORDS], vec![-1i32; RECORDS]);
             let (mut rows, mut weights) = (vec![0.0f32; received * hidden], vec![0.0f32; capacity]);
             let mut index = vec![-1i32; capacity];
             let mut scales = vec![0.0f32; received * SCALES];
@@ -100,8 +120,6 @@ impl Batch {
                     let Some(slot) = slot.as_ref().filter(|s| s.rank == r) else { continue };
                     let record = src * TOKENS + i / K;
                     let row = if self.rank_major { record } else { slot.row };
-                    num[record] += 1;
-                    place[record] = record as i32;
                     let from = &self.x[src][i / K * hidden..][..hidden];
                     rows[row * hidden..][..hidden].copy_from_slice(from);
                     weights[slot.row] = self.w[src][i];
@@ -109,10 +127,6 @@ impl Batch {
                     scales[row * SCALES..][..SCALES].copy_from_slice(from);
                     index[slot.row] = row as i32;
                 }
-            }
-            assert_eq!(s.handle[2].read::<u32>(), num, "copies of the records at {r}");
-            if self.rank_major {
-                assert_eq!(s.handle[5].read::<i32>(), place, "rows of the records at {r}");
             }
             // Behind the rows of all experts nothing is promised.
             let experts = want.ranks[r].m_splits().iter().sum::<usize>();

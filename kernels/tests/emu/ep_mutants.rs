@@ -220,7 +220,7 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted(
         "what comes back is not waited for",
-        "if (!__all_sync(0xffffffffu, good)) return;",
+        "__syncwarp();\n        if (!__all_sync(0xffffffffu, good)) return;",
         "",
         some_routings,
     ),

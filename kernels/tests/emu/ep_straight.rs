@@ -4,8 +4,8 @@
 use tilewire_kernels::portable::EP_BULK;
 
 use crate::ep::{
-    AT_ROWS, BUFFER, BUFFERS, Layers, Libs, MOST_ROWS, ODD, PORTABLE, RANKS, WHOLE, filled, go,
-    load_bulk, unit,
+    AT_ROWS, BUFFER, BUFFERS, Layers, Libs, MOST_ROWS, ODD, PORTABLE, RANKS, RECORDS, WHOLE,
+    filled, go, load_bulk, unit,
 };
 use crate::ep_batch::{batch, batch_of};
 use crate::host::Lib;
@@ -66,9 +66,10 @@ const STRAIGHT: [(u64, usize, usize, bool); 8] = [
 
 /// Two batches through one buffer, each read by a kernel behind its dispatch: the second one's rows may not
 /// come before, although a rank may be ahead of another.
-fn in_turn(layers: &Layers, seed: u64) {
-    let (a, b) = (batch(5, MOST_ROWS, layers.hidden), batch(6, MOST_ROWS, layers.hidden));
-    let rows: Vec<i32> = (0..MOST_ROWS as i32).collect();
+fn in_turn(layers: &Layers, seed: u64, rank_major: bool) {
+    let [a, b] = [5, 6].map(|seed| batch_of(seed, MOST_ROWS, layers.hidden, rank_major));
+    let received = if rank_major { RECORDS } else { MOST_ROWS };
+    let rows: Vec<i32> = (0..received as i32).collect();
     let rows = filled(&rows);
     let row_bytes = 4 * layers.hidden as u64;
     layers.run((seed, RANKS), &a, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
@@ -87,7 +88,7 @@ fn in_turn(layers: &Layers, seed: u64) {
             layer.strides[1] = row_bytes;
             // Again and again: the last one has to find the same rows.
             for _ in 0..4 {
-                let gather = go(layers.libs.plain, "tw_ep_gather", MOST_ROWS as u32).arg(&layer);
+                let gather = go(layers.libs.plain, "tw_ep_gather", received as u32).arg(&layer);
                 let gather = gather.arg(&rows.addr()).arg(&s.recv.addr());
                 list.push(gather.arg(&row_bytes).arg(&0u64));
             }
@@ -122,8 +123,10 @@ pub fn some_straight(lib: &'static Lib) {
     let layers = || Layers::new(Libs::plain(lib), ODD);
     straight(&layers(), &STRAIGHT);
     let turns = layers();
-    (0..6).for_each(|seed| in_turn(&turns, seed));
-    (6..9).for_each(|seed| ahead(&turns, seed));
+    (0..6).for_each(|seed| in_turn(&turns, seed, false));
+    (6..9).for_each(|seed| ahead(&turns, seed, false));
+    (9..12).for_each(|seed| in_turn(&turns, seed, true));
+    only_counted(&turns);
     differ(&layers(), [1, 1, 2, 1]);
     differ(&layers(), [1, 0, 1, 1]);
 }
@@ -136,15 +139,24 @@ pub fn some_straight_bulk(lib: &'static Lib) {
     let cases: Vec<_> = (10..20).map(|seed| (seed, MOST_ROWS, 1, true)).collect();
     straight(&layers(), &cases);
     let turns = layers();
-    (0..6).for_each(|seed| ahead(&turns, seed));
+    (0..6).for_each(|seed| ahead(&turns, seed, seed % 2 == 1));
+    only_counted(&turns);
     differ(&layers(), [2, 1, 1, 1]);
     differ(&layers(), [0, 1, 1, 1]);
 }
 
+/// A phase that leaves its rows in the area, as the backward of combine does, tells the rank-major rows of records, too.
+fn only_counted(layers: &Layers) {
+    let b = batch_of(7, MOST_ROWS, layers.hidden, true);
+    layers.run((7, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    layers.run((7, RANKS), &b, &|r, _| layers.dispatch(r, &b, false));
+    b.counted();
+}
+
 /// Two batches to two buffers, one behind the other: a rank that has all rows of the first says that those of
 /// the second may come while warps of others have not looked yet.
-fn ahead(layers: &Layers, seed: u64) {
-    let (a, b) = (batch(5, MOST_ROWS, layers.hidden), batch(6, MOST_ROWS, layers.hidden));
+fn ahead(layers: &Layers, seed: u64, rank_major: bool) {
+    let [a, b] = [5, 6].map(|seed| batch_of(seed, MOST_ROWS, layers.hidden, rank_major));
     for batch in [&a, &b] {
         layers.run((seed, RANKS), batch, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
     }

@@ -470,7 +470,7 @@ impl Phase<'_> {
             row_bytes,
             buffer,
             bad_input: BadInput::Buffer as u32,
-            rank_major: u32::from(matches!(d.layout, EpLayout::RankMajor { .. })),
+            rank_major: u32::from(self.rank_major()),
             pad: 0,
         };
         if !flat {
@@ -488,12 +488,22 @@ impl Phase<'_> {
         })
     }
 
+    fn rank_major(&self) -> bool {
+        matches!(self.desc.layout, EpLayout::RankMajor { .. })
+    }
+
+    /// The received row of each record of the flat layout, from the numbers of copies that came.
+    fn flat_places(&self, l: &Lanes<'_>) -> Result<()> {
+        let (layer, h, rows) = (&self.p.layer, self.handle()?, self.p.row_source.addr());
+        l.main.fill_memory(&self.p.row_source, 0xff)?;
+        self.go(l.main, "tw_ep_flat", 1, LaunchArgs::new().arg(layer).arg(&h).arg(&rows))
+    }
+
     /// Rows of the flat layout from the area of tokens.
     fn spread(&self, l: &Lanes<'_>, out: &EpDispatch) -> Result<()> {
         let (d, layer, h) = (self.desc, &self.p.layer, self.handle()?);
         let rows = self.p.row_source.addr();
-        l.main.fill_memory(&self.p.row_source, 0xff)?;
-        self.go(l.main, "tw_ep_flat", 1, LaunchArgs::new().arg(layer).arg(&h).arg(&rows))?;
+        self.flat_places(l)?;
         let index = addr(self.handle.row_index())?;
         let args = LaunchArgs::new().arg(layer).arg(&h).arg(&h.place).arg(&index);
         self.go(l.main, "tw_ep_row_index", d.capacity.div_ceil(THREADS as usize), args)?;
@@ -514,9 +524,13 @@ impl Phase<'_> {
         let all = [Some(dy), weighted.map(|w| w.2)];
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));
         let outs = outs.collect::<Result<Vec<_>>>()?;
-        let recv: RecvParam = Zeroable::zeroed();
+        // Which received row answers which record is known to a dispatch, and to this phase.
+        let recv = RecvParam { rank_major: u32::from(self.rank_major()), ..Zeroable::zeroed() };
         self.run(at, TOKENS.0, &outs, |l| {
             self.exchange(l, (d_out, None, None), &recv, (false, &outs))?;
+            if let EpLayout::Flat { .. } = d.layout {
+                self.flat_places(l)?;
+            }
             let (layer, h, hidden) = (&self.p.layer, self.handle()?, d.hidden as u32);
             let of = |f: fn((&Tensor, &Tensor, &Tensor)) -> Result<u64>| weighted.map_or(Ok(0), f);
             let (w, y, g) = (of(|t| addr(t.0))?, of(|t| addr(t.1))?, of(|t| addr(t.2))?);
