@@ -300,7 +300,7 @@ __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const Tw
 }
 
 // A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what comes, to `recv`.
-// Without recv.x (flat rows) the rows stay in the area for a later kernel.
+// Without recv.x (flat rows, and gradients of a combine) the rows stay in the area for a later kernel.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
 tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
