@@ -297,8 +297,7 @@ def conformance(n):
             yield Config(f"ops-gpu_team-{name}-{ops}", argv, by_tests, jit=True, env={"TW_TEAM_OPS": ops})
     for name, part in TEAM_TESTS_NCCL.items():
         yield Config(f"ops-gpu_team-nccl-{name}", [program("gpu_team"), part], by_tests, jit=True)
-    # One after the other: side by side, one run in eight loses a capture that a test has begun as somebody else's.
-    yield Config("device", [program("device"), "cuda", "--test-threads", "1"], by_tests, jit=True)
+    yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():
         flags = ["verify", "--backend", "vmm", "--json", "--op", ",".join(ops)]
         for ranks in up_to(n, [1, 2, 4, 8]):
@@ -415,7 +414,8 @@ def bench(n):
     for ranks in sorted({1, n}):
         argv = [*train, "--ranks", str(ranks), "--layers", "1", "--steps", "20", "--metrics", "/dev/stdout"]
         yield Config(f"train-{ranks}", argv, by_bench, jit=True)
-    for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"]:
+    for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine", "ep_dispatch_bwd",
+               "ep_combine_bwd"]:
         argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
         yield Config(f"op-{op}", [*argv, "--ranks", str(n)], by_bench)
     # Expert parallelism: fewer multiprocessors, rows that come straight to where they stay, a step of inference.
@@ -426,6 +426,10 @@ def bench(n):
                             ("ep_dispatch", "rank_major-16", ["--layout", "rank-major", "--sms", "16"]),
                             ("ep_dispatch", "rank_major-zero_copy", ["--layout", "rank-major", "--zero-copy"]),
                             ("ep_dispatch", "rank_major-zero_copy-16", ["--layout", "rank-major", "--zero-copy", "--sms", "16"]),
+                            ("ep_dispatch_bwd", "16", ["--sms", "16"]),
+                            ("ep_dispatch_bwd", "rank_major-16", ["--layout", "rank-major", "--sms", "16"]),
+                            ("ep_combine_bwd", "16", ["--sms", "16"]),
+                            ("ep_combine_bwd", "zero_copy-16", ["--zero-copy", "--sms", "16"]),
                             ("ep_dispatch", "few", [*few, "--zero-copy"]), ("ep_combine", "few", few)]:
         argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]
         yield Config(f"op-{op}-{name}", [*argv, *flags, "--ranks", str(n)], by_bench)

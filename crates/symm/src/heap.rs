@@ -67,8 +67,7 @@ pub(crate) struct HeapInner {
 /// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
 ///
 /// The end of the last clone on a GPU waits for all work of that device before its memory goes, as `cudaFree`
-/// does. As CUDA allows no such wait while a stream of the device is being captured, it ends captures of
-/// other threads too: keep a clone until they have ended.
+/// does. Captures in progress go on.
 #[derive(Clone)]
 pub struct Heap(pub(crate) Arc<HeapInner>);
 

@@ -88,11 +88,36 @@ struct Inner {
 /// One of our calls to the driver. At its end the calling thread has the context that it had before, or none:
 /// the runtime API of CUDA, in the caller's code, takes the current context for the device that was chosen.
 #[must_use = "the caller's context is current again once this is dropped"]
-pub(crate) struct Current(Option<CUcontext>);
+pub(crate) struct Current {
+    before: Option<CUcontext>,
+    _mode: Uncaptured,
+}
+
+/// Calls of this thread that no capture is to see: without it, one that CUDA calls potentially unsafe (an allocation, a look at
+/// an event) ends captures in `global` mode of all threads, and of others those of its own. What belongs to a capture is
+/// queued on its stream, and is seen whatever the mode.
+#[must_use = "the thread's mode is as before once this is dropped"]
+struct Uncaptured(sys::CUstreamCaptureMode);
+
+impl Uncaptured {
+    fn new() -> Self {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: valid in- and output. It fails only for another mode than there are.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        Self(mode)
+    }
+}
+
+impl Drop for Uncaptured {
+    fn drop(&mut self) {
+        // SAFETY: as above; what the thread had before.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
+    }
+}
 
 impl Drop for Current {
     fn drop(&mut self) {
-        if let Some(before) = self.0 {
+        if let Some(before) = self.before {
             // SAFETY: it was current on this thread. If somebody has destroyed it meanwhile, the driver says so.
             unsafe { sys::cuCtxSetCurrent(before) };
         }
@@ -147,17 +172,18 @@ impl CudaContext {
         Ok(new)
     }
 
-    /// Makes the context current on the calling thread, until the result is dropped.
+    /// Makes the context current on the calling thread, until the result is dropped; captures elsewhere go on.
     pub(crate) fn bind(&self) -> Result<Current> {
         let mut before = std::ptr::null_mut();
         // SAFETY: the driver is initialised; valid output.
         check(unsafe { sys::cuCtxGetCurrent(&mut before) }, "cuCtxGetCurrent")?;
+        let _mode = Uncaptured::new();
         if before == self.0.raw {
-            return Ok(Current(None));
+            return Ok(Current { before: None, _mode });
         }
         // SAFETY: the context is retained as long as `self` lives.
         check(unsafe { sys::cuCtxSetCurrent(self.0.raw) }, "cuCtxSetCurrent")?;
-        Ok(Current(Some(before)))
+        Ok(Current { before: Some(before), _mode })
     }
 
     pub(super) fn raw(&self) -> CUcontext {
@@ -351,14 +377,27 @@ impl CudaContext {
         Ok(yes == 1)
     }
 
-    /// Blocks until all work of the context has run.
+    /// Blocks until all work of the context has run. Captures go on.
     ///
     /// # Errors
     /// `DeviceLost` if a kernel failed.
     pub fn synchronize(&self) -> Result<()> {
         let _current = self.bind()?;
-        // SAFETY: a context is current.
-        check(unsafe { sys::cuCtxSynchronize() }, "cuCtxSynchronize")
+        let mut ptr = 0;
+        // `cuCtxSynchronize` ends every capture of the context, of any thread and mode. To free memory waits as well (CUDA
+        // Programming Guide, stream-ordered memory allocator: it synchronises across all streams), and harms no capture.
+        // SAFETY: a context is current, the output is valid; freed once.
+        unsafe {
+            match sys::cuMemAlloc_v2(&mut ptr, 16) {
+                sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                    check(sys::cuCtxSynchronize(), "cuCtxSynchronize")
+                }
+                code => {
+                    check(code, "cuMemAlloc")?;
+                    check(sys::cuMemFree_v2(ptr), "cuMemFree")
+                }
+            }
+        }
     }
 
     pub(crate) fn device(&self) -> CUdevice {

@@ -338,16 +338,70 @@ fn gone<T>(weak: &Weak<T>, ctx: &CudaContext) -> bool {
 }
 
 /// Work of ours in a capture that somebody else has begun: part of that graph, which keeps what it refers to.
+/// As PyTorch captures unless it is told otherwise, as this crate does, and as who cares for nothing.
+const MODES: [sys::CUstreamCaptureMode; 3] = [
+    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+];
+
+#[test]
+fn what_waits_for_the_device_waits_and_leaves_captures_alone() {
+    let Some(ctx) = device() else { return };
+    let stream = CudaStream::new(&ctx).unwrap();
+    let large = CudaMemory::zeroed(&ctx, 1 << 28).unwrap();
+    // 25 GB take 5 ms or more.
+    let busy = || {
+        (0..100).for_each(|_| stream.fill_memory(&large, 1).unwrap());
+        let end = stream.event().unwrap();
+        stream.record(&end).unwrap();
+        end
+    };
+    // Other tests may hold up what queues until the device is idle.
+    let end = (0..100).map(|_| busy()).find(|end| !end.is_done()).expect("work takes its time");
+    ctx.synchronize().unwrap();
+    assert!(end.is_done(), "a stream that does not wait for the legacy one was waited for");
+    let theirs = Theirs::new(&ctx);
+    let out = CudaMemory::zeroed(&ctx, 64).unwrap();
+    // What this crate does elsewhere meanwhile, on this thread and on another one.
+    let meanwhile = || {
+        let end = busy();
+        let _done = end.is_done();
+        end.synchronize(None).unwrap();
+        drop(CudaMemory::zeroed(&ctx, 1 << 20).unwrap());
+        drop(CudaStream::new(&ctx).unwrap());
+        ctx.synchronize().unwrap();
+    };
+    for mode in MODES {
+        let borrowed = theirs.borrow();
+        {
+            let _current = ctx.bind().unwrap();
+            // SAFETY: a live stream.
+            check(unsafe { sys::cuStreamBeginCapture_v2(theirs.0, mode) }, "begin").unwrap();
+        }
+        borrowed.fill_memory(&out, 1).unwrap();
+        std::thread::scope(|s| s.spawn(meanwhile).join().unwrap());
+        meanwhile();
+        borrowed.fill_memory(&out, 2).unwrap();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: valid output; destroyed once.
+        unsafe {
+            check(sys::cuStreamEndCapture(theirs.0, &mut graph), "end").unwrap();
+            check(sys::cuGraphDestroy(graph), "destroy").unwrap();
+        }
+    }
+    assert_eq!(out.download().unwrap()[5], 0, "captured, not run");
+}
+
 #[test]
 fn a_capture_begun_elsewhere_takes_our_work() {
-    use sys::CUstreamCaptureMode as Mode;
     let Some(ctx) = device() else { return };
     let (theirs, side) = (Theirs::new(&ctx), CudaStream::new(&ctx).unwrap());
     let stream = theirs.borrow();
     let (from, out) =
         (CudaMemory::filled(&ctx, 4096, 9).unwrap(), CudaMemory::zeroed(&ctx, 4096).unwrap());
     let (fork, join) = (stream.event().unwrap(), stream.event().unwrap());
-    for mode in [Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, Mode::CU_STREAM_CAPTURE_MODE_RELAXED] {
+    for mode in MODES {
         let held = Arc::new(from.clone());
         let weak = Arc::downgrade(&held);
         out.upload(&[0; 4096]).unwrap();
@@ -390,7 +444,7 @@ fn a_capture_begun_elsewhere_takes_our_work() {
     }
     // A stream that ends in the middle of their capture leaves the capture valid.
     let _current = ctx.bind().unwrap();
-    let mode = Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     // SAFETY: a live stream.
     check(unsafe { sys::cuStreamBeginCapture_v2(theirs.0, mode) }, "begin").unwrap();
     let again = theirs.borrow();

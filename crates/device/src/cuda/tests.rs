@@ -57,7 +57,10 @@ fn the_compiler_compiles_or_says_where_it_was_looked_for() {
     match Nvrtc.compile(&spec) {
         Ok(c) => {
             assert!(c.cubin.starts_with(b"\x7fELF"));
-            assert!(kernel_uses(&c.log).iter().any(|k| k.name == "t" && k.registers > 0));
+            // Also the second time, when the compiler could take it from a cache of its own, without a log.
+            for log in [c.log, Nvrtc.compile(&spec).unwrap().log] {
+                assert!(kernel_uses(&log).iter().any(|k| k.name == "t" && k.registers > 0));
+            }
             spec.text = "this is not C".into();
             let e = Nvrtc.compile(&spec).unwrap_err();
             assert!(e.to_string().contains("error"), "{e}");
@@ -93,7 +96,9 @@ fn a_traced_stream_tells_what_ran_and_when() {
         // The driver tells half a microsecond.
         assert!(two[0].start_us + two[0].len_us <= two[1].start_us + 1.0, "{two:?}");
     }
-    let (small, last) = (&spans[7], spans.last().unwrap());
+    // Other tests share the GPU, and a span may wait for what they do: one in 1500 has not.
+    let last = spans.last().unwrap();
+    let small = spans[..1500].iter().min_by(|a, b| a.len_us.total_cmp(&b.len_us)).unwrap();
     assert!(small.name == "small" && last.name == "large" && last.lane == "main", "{last:?}");
     assert!(small.start_us > 0.0 && last.start_us + last.len_us < end_us + 100.0, "{last:?}");
     // 256 MiB at less than 10 TB/s.
