@@ -377,7 +377,7 @@ tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64
     for (u32 i = threadIdx.x; i < l.scales; i += THREADS) scales[row * l.scales + i] = record < 0 ? 0.0f : from[i];
 }
 
-// By a warp: a slice of the sum of a record's copies in the order of choices, in f32, rounded once, to the
+// By a warp: a slice of the sum of a record's copies in the order of choices, from the first one on, in f32, rounded once, to the
 // rank `s` that it came from; with the first slice the gradients of its weights.
 __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, const TwBack& b, u32 s, u32 t, u32 j, u32 slices) {
     const u64 record = (u64)s * l.max_tokens + t;
@@ -400,7 +400,10 @@ __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, cons
             for (u32 i = 0; i < 4; i++) {
                 if (n + 32 * i >= end) break;
 #pragma unroll
-                for (int v = 0; v < 4; v++) sum[i][v] = __fadd_rn(sum[i][v], __fmul_rn(w, q[i].term(v)));
+                for (int v = 0; v < 4; v++) {
+                    const float term = __fmul_rn(w, q[i].term(v));
+                    sum[i][v] = c == 0 ? term : __fadd_rn(sum[i][v], term);
+                }
             }
         }
 #pragma unroll
@@ -441,6 +444,7 @@ __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const T
     tw_slice(tw_ceil(b.hidden, 4), j, slices, &begin, &end);
     for (u64 n = begin + lane; n < end; n += 128) {
         float sum[4][4] = {};
+        const u64 first = mask & (0 - mask);
         for (u32 r = 0; r < l.size; r++) {
             if (!(mask >> r & 1)) continue;
             const u64 from = mine + ((u64)r * l.max_tokens + t) * l.back_stride;
@@ -452,7 +456,7 @@ __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const T
             for (u32 i = 0; i < 4; i++) {
                 if (n + 32 * i >= end) break;
 #pragma unroll
-                for (int v = 0; v < 4; v++) sum[i][v] = __fadd_rn(sum[i][v], q[i].term(v));
+                for (int v = 0; v < 4; v++) sum[i][v] = first >> r & 1 ? q[i].term(v) : __fadd_rn(sum[i][v], q[i].term(v));
             }
         }
 #pragma unroll
@@ -500,12 +504,17 @@ tw_ep_back(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, con
 }
 
 // dy[row] = weights[row] * g of the row's record (g itself without weights), 0 in padding; with weights also
-// d_weights[row] = <g, y[row]>, added by lanes in their order, then in pairs. Grid: capacity.
+// d_weights[row] = <g, y[row]>, added by lanes in their order, then in pairs. Rows behind the last expert's get no dy:
+// nobody reads there. Grid: capacity.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_gather_bwd(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, Out::Bits* dy,
                  const float* weights, const Out::Bits* y, float* d_weights, u32 hidden) {
     __shared__ float sums[WARPS];
     const u64 row = blockIdx.x;
+    if (row >= (u64)*h.total) {
+        if (weights && threadIdx.x == 0) d_weights[row] = 0.0f;
+        return;
+    }
     const int record = h.source[row];
     const u64 from = l.tokens + l.me * l.stride + (record < 0 ? 0 : record) * l.row_stride;
     float dot = 0;

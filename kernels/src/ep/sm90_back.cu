@@ -8,9 +8,18 @@
 // that nobody has taken, so the launch ends with any number of blocks that run at once.
 
 enum { RETURN = TW_EP_BACK_RETURN, SUM = TW_EP_BACK_SUM, SLICE = TW_EP_BACK_SLICE, STAGES = TW_EP_BACK_STAGES };
+// Tokens of a part of a chunk that is added.
+enum { PART = 4 };
 enum { TOKENS = TW_EP_BACK_TOKENS, ENTRIES = TW_EP_BACK_ENTRIES, BACK_WARPS = RETURN + SUM };
-enum { QUADS = SLICE / (32 * sizeof(OutQuad)) + (SLICE % (32 * sizeof(OutQuad)) != 0) };
-static_assert(SLICE % 16 == 0 && ENTRIES <= 32, "whole units, a lane for each entry");
+// Quads of a unit, and units of a lane.
+enum { QUADS = sizeof(TwPiece) / sizeof(OutQuad), UNITS = (SLICE + 32 * sizeof(TwPiece) - 1) / (32 * sizeof(TwPiece)) };
+static_assert(SLICE % sizeof(TwPiece) == 0 && ENTRIES <= 32, "whole units, a lane for each entry");
+
+// 16 bytes of a row.
+struct __align__(16) TwUnit {
+    OutQuad q[QUADS];
+};
+static_assert(sizeof(TwUnit) == sizeof(TwPiece), "one access");
 
 // [BACK_WARPS][STAGES + 1][SLICE], the last for sums, then a TwList for each warp.
 extern __shared__ __align__(128) unsigned char tw_smem[];
@@ -26,12 +35,17 @@ struct TwList {
     TwEntry e[TOKENS][ENTRIES];
 };
 
-// A warp's slices and one for sums, their barriers, and how many loads were asked for and used.
+// A warp's slices and one for sums, their barriers, the stages to be asked for and used next, and the phase of the latter.
 struct TwRing {
     unsigned char* at;
     u64* full;
-    u32 asked, used;
+    u32 ask, use, phase;
 };
+
+// Counted, not divided: this is done for every slice.
+__device__ __forceinline__ u32 tw_stage_after(u32 stage) {
+    return stage + 1 == STAGES ? 0 : stage + 1;
+}
 
 // Where rows are that a list names. Rows of less than 2^20 elements: 32 bits, for registers are what this kernel
 // is short of.
@@ -53,12 +67,12 @@ __device__ __forceinline__ void tw_skip(const TwList& list, u32 tokens, TwCursor
 __device__ __forceinline__ void tw_ask(const TwList& list, u32 tokens, const TwRows& rows, TwCursor& c, TwRing& ring) {
     if (c.token >= tokens) return;
     if (threadIdx.x % 32 == 0) {
-        const u32 stage = ring.asked % STAGES, len = min((u32)SLICE, rows.bytes - c.at);
-        mbarrier_arrive_expect_tx(ring.full + stage, len);
+        const u32 len = min((u32)SLICE, rows.bytes - c.at);
+        mbarrier_arrive_expect_tx(ring.full + ring.ask, len);
         const u64 from = rows.base + (u64)list.e[c.token][c.n].row * rows.stride + c.at;
-        bulk_load(ring.at + stage * SLICE, (const void*)from, len, ring.full + stage);
+        bulk_load(ring.at + ring.ask * SLICE, (const void*)from, len, ring.full + ring.ask);
     }
-    ring.asked++;
+    ring.ask = tw_stage_after(ring.ask);
     if (++c.n < list.num[c.token]) return;
     c.n = 0;
     c.at += SLICE;
@@ -68,48 +82,80 @@ __device__ __forceinline__ void tw_ask(const TwList& list, u32 tokens, const TwR
     tw_skip(list, tokens, c);
 }
 
-// By a warp: adds a slice of `quads` to the sums; without conditions where it is FULL, so that the reads of
-// shared memory do not wait for each other.
-template <bool FULL, bool WEIGHTED>
-__device__ __forceinline__ void tw_add_slice(float (&sum)[QUADS][4], const OutQuad* slice, u32 quads, float w) {
+// By a warp: adds a slice of `units` to the sums, or begins them with it (FIRST); without conditions where it is FULL, so
+// that the reads of shared memory do not wait for each other.
+template <bool FULL, bool WEIGHTED, bool FIRST>
+__device__ __forceinline__ void tw_add_slice(float (&sum)[UNITS][QUADS][4], const TwUnit* slice, u32 units, float w) {
     const u32 lane = threadIdx.x % 32;
 #pragma unroll
-    for (u32 i = 0; i < QUADS; i++) {
-        if (!FULL && lane + 32 * i >= quads) continue;
-        const OutQuad v = slice[lane + 32 * i];
+    for (u32 i = 0; i < UNITS; i++) {
+        if (!FULL && lane + 32 * i >= units) continue;
+        const TwUnit v = slice[lane + 32 * i];
 #pragma unroll
-        for (int k = 0; k < 4; k++) sum[i][k] = __fadd_rn(sum[i][k], WEIGHTED ? __fmul_rn(w, v.term(k)) : v.term(k));
+        for (int q = 0; q < QUADS; q++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float term = WEIGHTED ? __fmul_rn(w, v.q[q].term(k)) : v.q[q].term(k);
+                sum[i][q][k] = FIRST ? term : __fadd_rn(sum[i][q][k], term);
+            }
     }
 }
 
-// By a warp: the sum of `num` slices in their order, in f32, each times its weight if `WEIGHTED`; rounded once
-// to the ring's own slice.
-template <bool FULL, bool WEIGHTED>
-__device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, const TwRows& rows, TwRing& ring, u32 j, u32 quads,
-                                              TwCursor& next) {
-    const u32 lane = threadIdx.x % 32;
-    float sum[QUADS][4] = {};
-    for (u32 n = 0; n < list.num[j]; n++) {
-        const u32 stage = ring.used % STAGES;
-        // The bytes of our own load: they always come.
-        while (!mbarrier_try_wait_parity(ring.full + stage, ring.used / STAGES & 1)) {
-        }
-        ring.used++;
-        tw_add_slice<FULL, WEIGHTED>(sum, (const OutQuad*)(ring.at + stage * SLICE), quads, list.e[j][n].weight);
-        // All lanes have read the stage.
-        __syncwarp();
-        tw_ask(list, tokens, rows, next, ring);
+// By a warp: the next slice has come. The bytes of our own load always do.
+__device__ __forceinline__ const TwUnit* tw_next_slice(TwRing& ring) {
+    const u32 stage = ring.use;
+    while (!mbarrier_try_wait_parity(ring.full + stage, ring.phase)) {
     }
-    OutQuad* out = (OutQuad*)(ring.at + STAGES * SLICE);
-    // The sum before this one has left.
+    ring.use = tw_stage_after(stage);
+    ring.phase ^= ring.use == 0;
+    return (const TwUnit*)(ring.at + stage * SLICE);
+}
+
+// By a warp: the ring's own slice is free, since the sum before has left.
+__device__ __forceinline__ TwUnit* tw_own_slice(TwRing& ring) {
     bulk_wait_group_read<0>();
     __syncwarp();
+    return (TwUnit*)(ring.at + STAGES * SLICE);
+}
+
+// By a warp: the sum of `num` slices in their order, from the first one on, in f32, each times its weight if `WEIGHTED`; rounded
+// once, to the ring's own slice. A single one without a weight is passed on as it is.
+template <bool FULL, bool WEIGHTED>
+__device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, const TwRows& rows, TwRing& ring, u32 j, u32 units,
+                                              TwCursor& next) {
+    const u32 lane = threadIdx.x % 32, num = list.num[j];
+    if (num == 1 && !WEIGHTED) {
+        const TwUnit* from = tw_next_slice(ring);
+        TwUnit* out = tw_own_slice(ring);
 #pragma unroll
-    for (u32 i = 0; i < QUADS; i++) {
-        if (!FULL && lane + 32 * i >= quads) continue;
-        OutQuad v;
-        v.round_all(sum[i]);
-        out[lane + 32 * i] = v;
+        for (u32 i = 0; i < UNITS; i++)
+            if (FULL || lane + 32 * i < units) out[lane + 32 * i] = from[lane + 32 * i];
+        __syncwarp();
+        tw_ask(list, tokens, rows, next, ring);
+    } else {
+        float sum[UNITS][QUADS][4] = {};
+        // The first one apart: in the loop its sums would be two, more than there are registers for.
+        if (num != 0) {
+            tw_add_slice<FULL, WEIGHTED, true>(sum, tw_next_slice(ring), units, list.e[j][0].weight);
+            // All lanes have read the stage.
+            __syncwarp();
+            tw_ask(list, tokens, rows, next, ring);
+        }
+#pragma unroll 1
+        for (u32 n = 1; n < num; n++) {
+            tw_add_slice<FULL, WEIGHTED, false>(sum, tw_next_slice(ring), units, list.e[j][n].weight);
+            __syncwarp();
+            tw_ask(list, tokens, rows, next, ring);
+        }
+        TwUnit* out = tw_own_slice(ring);
+#pragma unroll
+        for (u32 i = 0; i < UNITS; i++) {
+            if (!FULL && lane + 32 * i >= units) continue;
+            TwUnit v;
+#pragma unroll
+            for (int q = 0; q < QUADS; q++) v.q[q].round_all(sum[i][q]);
+            out[lane + 32 * i] = v;
+        }
     }
     fence_proxy_async_shared_cta();
     __syncwarp();
@@ -124,9 +170,9 @@ __device__ __forceinline__ void tw_add(const TwList& list, u32 tokens, const TwR
     for (u32 j = 0; j < tokens; j++) {
         if (list.num[j] == 0 && !zeros) continue;
         for (u32 at = 0; at < rows.bytes; at += SLICE) {
-            const u32 len = min((u32)SLICE, rows.bytes - at), quads = len / sizeof(OutQuad);
-            if (quads == 32 * QUADS) tw_add_slices<true, WEIGHTED>(list, tokens, rows, ring, j, quads, next);
-            else tw_add_slices<false, WEIGHTED>(list, tokens, rows, ring, j, quads, next);
+            const u32 len = min((u32)SLICE, rows.bytes - at), units = len / sizeof(TwUnit);
+            if (units == 32 * UNITS) tw_add_slices<true, WEIGHTED>(list, tokens, rows, ring, j, units, next);
+            else tw_add_slices<false, WEIGHTED>(list, tokens, rows, ring, j, units, next);
             if (threadIdx.x % 32 == 0) bulk_store((void*)(to(j) + at), ring.at + STAGES * SLICE, len);
             bulk_commit_group();
         }
@@ -226,13 +272,16 @@ __device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h
     b.dw_out[(u64)token * k + i] = sent ? ((const float*)(back + l.back_stride) - k)[n] : 0.0f;
 }
 
-// Chunks as they come back from all ranks.
+// Chunks as they come back from all ranks, in parts, so that warps end together.
 __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                             const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
     if (tw_warp_is_over(t)) return;
     const TwRows rows = {l.back + l.me * l.stride, (u32)l.back_stride, b.hidden * (u32)sizeof(Out::Bits)};
-    for (u32 c; (c = tw_claim(m.ticket + 3)) * m.chunk < b.tokens;) {
-        const u32 token = c * m.chunk, tokens = min(m.chunk, b.tokens - token);
+    const u32 parts = tw_ceil(m.chunk, PART);
+    for (u32 i; (i = tw_claim(m.ticket + 3)) < m.chunks * parts;) {
+        const u32 c = i / parts, token = c * m.chunk + i % parts * PART, end = min((c + 1) * m.chunk, b.tokens);
+        if (token >= end) continue;
+        const u32 tokens = min((u32)PART, end - token);
         tw_list_ranks(l, h, token, tokens, list);
         // All sources at once, a lane for each.
         bool good = true;
@@ -260,7 +309,7 @@ tw_ep_back_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
     __shared__ __align__(8) u64 barriers[BACK_WARPS][STAGES];
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     const u32 warp = threadIdx.x / 32;
-    TwRing ring = {tw_smem + warp * (STAGES + 1) * SLICE, barriers[warp], 0, 0};
+    TwRing ring = {tw_smem + warp * (STAGES + 1) * SLICE, barriers[warp], 0, 0, 0};
     TwList& list = ((TwList*)(tw_smem + BACK_WARPS * (STAGES + 1) * SLICE))[warp];
     if (threadIdx.x % 32 == 0) {
         for (u32 i = 0; i < STAGES; i++) mbarrier_init(ring.full + i, 1);

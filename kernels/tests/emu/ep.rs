@@ -304,10 +304,11 @@ impl Layers {
         let (s, capacity) = (&b.sides[r], b.capacity);
         let row_bytes = 4 * self.hidden as u64;
         let (layer, team) = (self.layer(r, capacity), self.team.param(r));
+        let also = |m: &Memory| if b.rows_only { 0 } else { m.addr() };
         let send = Send {
             x: s.x.addr(),
-            weights: s.w.addr(),
-            scales: s.scales.addr(),
+            weights: also(&s.w),
+            scales: also(&s.scales),
             row_bytes,
             tokens: s.tokens as u32,
             pad: 0,
@@ -316,9 +317,9 @@ impl Layers {
         let x = if buffer > 0 { self.buffer(r, buffer) } else { s.recv.addr() };
         let recv = Recv {
             x: one(x),
-            weights: s.recv_w.addr(),
-            scales: one(s.recv_scales.addr()),
-            index: one(s.index.addr()),
+            weights: also(&s.recv_w),
+            scales: one(also(&s.recv_scales)),
+            index: one(also(&s.index)),
             row_bytes,
             buffer: buffer as u32,
             bad_input: DIFFER,

@@ -17,6 +17,8 @@ pub struct Batch {
     pub capacity: usize,
     /// A row for each (token, rank), at the record's place, not one for each copy.
     pub rank_major: bool,
+    /// Neither weights nor scales, and no index: gradients.
+    pub rows_only: bool,
 }
 
 pub fn batch(seed: u64, capacity: usize, hidden: usize) -> Batch {
@@ -33,7 +35,11 @@ pub fn batch_of(seed: u64, capacity: usize, hidden: usize, rank_major: bool) -> 
         tokens.iter().map(|&t| TopK::random(&mut rng, (t, K), NUM, 0.2)).collect();
     let spec =
         EpSpec { experts_per_rank: EXPERTS.to_vec(), align: ALIGN, capacity: Some(capacity) };
-    let mut some = |n: usize| -> Vec<f32> { (0..n).map(|_| rng.normal()).collect() };
+    // Negative zeros among them: a sum that begins with 0 has none.
+    let mut some = |n: usize| -> Vec<f32> {
+        let one = |i: usize, v: f32| if i % 4 == 3 { -0.0 } else { v };
+        (0..n).map(|i| one(i, rng.normal())).collect()
+    };
     let x: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * hidden)).collect();
     let w: Vec<Vec<f32>> = tokens.iter().map(|t| some(t * K)).collect();
     let y: Vec<Vec<f32>> = (0..RANKS).map(|_| some(received * hidden)).collect();
@@ -58,7 +64,8 @@ pub fn batch_of(seed: u64, capacity: usize, hidden: usize, rank_major: bool) -> 
         }
     });
     let sides = sides.collect();
-    Batch { want: EpLayout::new(&spec, &topks), x, w, y, scales, sides, capacity, rank_major }
+    let want = EpLayout::new(&spec, &topks);
+    Batch { want, x, w, y, scales, sides, capacity, rank_major, rows_only: false }
 }
 
 impl Batch {
@@ -132,6 +139,9 @@ impl Batch {
             let experts = want.ranks[r].m_splits().iter().sum::<usize>();
             let used = if self.rank_major { RECORDS } else { experts };
             assert!(read(s, r, used * hidden) == rows[..used * hidden], "received by {r}");
+            if self.rows_only {
+                continue;
+            }
             let got = s.recv_scales.read::<f32>();
             assert_eq!(got[..used * SCALES], scales[..used * SCALES], "scales of {r}");
             assert_eq!(s.recv_w.read::<f32>(), weights, "weights of {r}");
@@ -143,6 +153,7 @@ impl Batch {
         for (r, s) in self.sides.iter().enumerate() {
             let mut out = vec![0.0f32; s.tokens * hidden];
             for t in 0..s.tokens {
+                let mut begun = false;
                 for (home, y) in self.y.iter().enumerate() {
                     let mut part = vec![0.0f32; hidden];
                     let mut any = false;
@@ -153,15 +164,18 @@ impl Batch {
                         if self.rank_major && any {
                             continue;
                         }
-                        any = true;
+                        let first = !std::mem::replace(&mut any, true);
                         let row = if self.rank_major { r * TOKENS + t } else { slot.row };
                         let from = &y[row * hidden..][..hidden];
                         let weight = if self.rank_major { 1.0 } else { self.w[r][t * K + j] };
-                        part.iter_mut().zip(from).for_each(|(p, v)| *p += weight * v);
+                        let term = |p: f32, v: f32| if first { weight * v } else { p + weight * v };
+                        part.iter_mut().zip(from).for_each(|(p, v)| *p = term(*p, *v));
                     }
                     if any {
                         let sum = &mut out[t * hidden..][..hidden];
-                        sum.iter_mut().zip(part).for_each(|(o, p)| *o += p);
+                        let first = !std::mem::replace(&mut begun, true);
+                        let term = |o: f32, p: f32| if first { p } else { o + p };
+                        sum.iter_mut().zip(part).for_each(|(o, p)| *o = term(*o, p));
                     }
                 }
             }
@@ -169,7 +183,8 @@ impl Batch {
             convert_from_f32(DType::F32, &out, &mut bytes);
             let mut again = vec![0.0; out.len()];
             convert_to_f32(DType::F32, &bytes, &mut again);
-            assert_eq!(s.out.read::<f32>(), again, "combined on {r}");
+            let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+            assert_eq!(bits(s.out.read()), bits(again), "combined on {r}");
         }
     }
 }

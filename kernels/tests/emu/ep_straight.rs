@@ -52,6 +52,22 @@ fn straight(layers: &Layers, cases: &[(u64, usize, usize, bool)]) {
     }
 }
 
+/// The backward of a combine without weights: a dispatch of rows alone, behind one with everything.
+fn gradients(layers: &Layers, seed: u64) {
+    let mut b = batch(seed, MOST_ROWS, layers.hidden);
+    layers.run((seed, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    layers.refill(2);
+    for (rows_only, buffer) in [(false, 0), (true, 2), (true, 0)] {
+        b.rows_only = rows_only;
+        b.sides.iter().for_each(|s| s.recv.write(&vec![0x77u8; 4 * MOST_ROWS * layers.hidden]));
+        layers.run((seed, RANKS), &b, &|r, _| layers.dispatch_to(r, &b, (true, buffer)));
+        b.dispatched_to(layers.hidden, |s, r, used| match buffer {
+            0 => s.recv.read::<f32>()[..used].to_vec(),
+            n => layers.received(r, n, used),
+        });
+    }
+}
+
 /// Seed, capacity, buffer, rank-major or expert-major.
 const STRAIGHT: [(u64, usize, usize, bool); 8] = [
     (1, MOST_ROWS, 1, false),
@@ -127,6 +143,7 @@ pub fn some_straight(lib: &'static Lib) {
     (6..9).for_each(|seed| ahead(&turns, seed, false));
     (9..12).for_each(|seed| in_turn(&turns, seed, true));
     only_counted(&turns);
+    gradients(&turns, 12);
     differ(&layers(), [1, 1, 2, 1]);
     differ(&layers(), [1, 0, 1, 1]);
 }
@@ -141,6 +158,7 @@ pub fn some_straight_bulk(lib: &'static Lib) {
     let turns = layers();
     (0..6).for_each(|seed| ahead(&turns, seed, seed % 2 == 1));
     only_counted(&turns);
+    gradients(&turns, 12);
     differ(&layers(), [2, 1, 1, 1]);
     differ(&layers(), [0, 1, 1, 1]);
 }

@@ -269,7 +269,7 @@ impl Run {
         })
     }
 
-    /// Adds the returned rows of each token in rank order, in f32, and rounds once.
+    /// Adds the returned rows of each token in rank order, from the first one on, in f32, and rounds once.
     fn sum(
         &self,
         ctx: &OpCtx,
@@ -281,14 +281,16 @@ impl Run {
         let rows = b.out.shape().dim(0);
         let mut sums = vec![0.0f32; rows * d.hidden];
         let mut dw = vec![0.0f32; rows * d.top_k];
+        let mut begun = vec![false; rows];
         let row_bytes = d.hidden * d.out.size();
         let grads_at = row_bytes.next_multiple_of(4);
         for rank in Rank::all(ctx.team().size()) {
             for (i, (token, copies)) in sends[rank.idx()].iter().enumerate() {
                 let bytes = record(rank.idx(), i);
                 let row = wide(d.out, &bytes[..row_bytes]);
+                let first = !std::mem::replace(&mut begun[*token], true);
                 for (s, v) in sums[token * d.hidden..][..d.hidden].iter_mut().zip(row.iter()) {
-                    *s += v;
+                    *s = if first { *v } else { *s + v };
                 }
                 for (n, &(choice, _)) in copies.iter().enumerate() {
                     let at = grads_at + 4 * n;
@@ -325,14 +327,17 @@ impl<'a> Reduce<'a> {
         })
     }
 
-    /// The return record of record `i` of rank `src`: rows added in the order of choices.
+    /// The return record of record `i` of rank `src`: rows added in the order of choices, from the first one on, so that a
+    /// single one without a weight is passed on as it is (0 added to it would change a negative zero).
     fn record(&self, arrived: &Arrived, src: usize, i: usize) -> Vec<u8> {
         let (d, h, copies) = (self.desc, self.desc.hidden, &arrived[src][i].copies);
         let mut sum = vec![0.0f32; h];
+        let mut first = true;
         let mut add = |row: usize, weight: f32| {
             for (s, v) in sum.iter_mut().zip(&self.y[row * h..][..h]) {
-                *s += weight * v;
+                *s = if first { weight * v } else { *s + weight * v };
             }
+            first = false;
         };
         if self.expert_major {
             for &(_, row) in copies {
