@@ -417,13 +417,13 @@ pub struct BenchArgs {
     /// On GPUs: rows of each expert are a multiple of this, for `ep`.
     #[arg(long, default_value_t = 128)]
     pub align: usize,
-    /// On GPUs: order of the rows that `ep_dispatch` delivers.
+    /// On GPUs: order of the rows that `ep_dispatch` delivers, and `ep_dispatch_bwd` takes.
     #[arg(long, value_enum, default_value_t = RowOrder::ExpertMajor)]
     pub layout: RowOrder,
     /// On GPUs: multiprocessors that a collective or `ep` may take (default: as the operation does).
     #[arg(long)]
     pub sms: Option<usize>,
-    /// On GPUs: `ep_dispatch` brings rows straight to a receive buffer in symmetric memory.
+    /// On GPUs: `ep_dispatch` and `ep_combine_bwd` bring rows straight to a receive buffer in symmetric memory.
     #[arg(long)]
     pub zero_copy: bool,
     /// Only these operations.

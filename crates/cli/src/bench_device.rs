@@ -1,5 +1,5 @@
-//! `tilewire bench` on GPUs: collectives and expert parallelism, timed by events; products are in
-//! `bench_products.rs`.
+//! `tilewire bench` on GPUs: collectives, timed by events; expert parallelism is in `bench_ep.rs`,
+//! products are in `bench_products.rs`.
 //!
 //! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A time
 //! is the median over samples, of the slowest rank. Results are checked element by element, on inputs
@@ -10,11 +10,12 @@ use tilewire::device::{Device, GraphExec};
 use tilewire::ops::collective::{
     CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan, ReduceOp,
 };
-use tilewire::ops::ep::{EpDesc, EpDispatch, EpLayout, EpPlan};
+use tilewire::ops::ep::EpPlan;
 use tilewire::prelude::*;
 use tilewire::symm::{OneSided, VmmOneSided};
 
 use crate::args::RowOrder;
+use crate::bench_ep;
 use crate::bench_products as products;
 use crate::rows::Row;
 
@@ -37,7 +38,7 @@ pub struct Options {
     pub experts: (usize, usize),
     /// Rows of each expert are a multiple of this.
     pub align: usize,
-    /// Order of the rows that a dispatch delivers; what a combine takes is expert-major.
+    /// Order of the rows that a dispatch delivers, and its backward takes; that of a combine is expert-major.
     pub layout: RowOrder,
     /// Multiprocessors that a collective or expert parallelism may take.
     pub sms: Option<usize>,
@@ -50,8 +51,16 @@ pub struct Options {
 }
 
 /// Operations that can be timed on devices, beside those of [`products`].
-const MOVES: [&str; 6] =
-    ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine"];
+const MOVES: [&str; 8] = [
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "ep_dispatch",
+    "ep_combine",
+    "ep_dispatch_bwd",
+    "ep_combine_bwd",
+];
 
 /// Operations that can be timed on devices.
 pub fn ops() -> Vec<&'static str> {
@@ -94,8 +103,8 @@ pub fn run(
             let team = world.everyone("bench")?;
             let heap_bytes = match is_ep {
                 true => {
-                    let m = EpPlan::memory(&ep_desc(o, team.size(), op));
-                    m.symmetric + if o.zero_copy { m.received } else { 0 }
+                    let m = EpPlan::memory(&bench_ep::desc(o, team.size(), op));
+                    m.symmetric + if o.zero_copy { m.received + m.expert_out } else { 0 }
                 }
                 false if multiplies => Bench::products_heap(o, team.size()),
                 // All-reduce has two areas of the vector's size; there are two plans.
@@ -120,24 +129,8 @@ pub fn run(
     Ok(rows)
 }
 
-fn ep_desc(o: &Options, size: usize, op: &str) -> EpDesc {
-    let (experts, top_k) = o.experts;
-    let mut d = EpDesc::new(size, experts, o.tokens, o.hidden, top_k);
-    let align = o.align;
-    d.layout = match o.layout {
-        RowOrder::RankMajor if op == "ep_dispatch" => EpLayout::RankMajor { align },
-        RowOrder::Flat if op == "ep_dispatch" => EpLayout::Flat { align },
-        _ => EpLayout::ExpertMajor { align },
-    };
-    (d.dtype, d.out) = (o.dtype, o.dtype);
-    // A quarter more than the mean: nothing of a uniform routing is dropped.
-    let local = d.experts_per_rank.iter().copied().max().unwrap_or(0);
-    d.capacity = d.worst_case().min(o.tokens * top_k * 5 / 4 + o.align * local);
-    d
-}
-
 /// A small whole number for element `i` of rank `r`: sums of 64 are exact in bf16.
-fn value(r: usize, i: usize) -> f32 {
+pub fn value(r: usize, i: usize) -> f32 {
     let mixed = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(r as u32 % 64 + 17);
     ((mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 61) as i64 - 4) as f32 * 0.5
 }
@@ -176,7 +169,7 @@ impl Bench<'_> {
         Tensor::poisoned_on(&self.device, dtype, shape)
     }
 
-    fn random(&self, rows: usize, cols: usize) -> Result<Tensor> {
+    pub fn random(&self, rows: usize, cols: usize) -> Result<Tensor> {
         let mut rng = tilewire::core::Rng::new(1 + self.team.rank().idx() as u64);
         // Drawing a number takes longer than moving it: large tensors repeat four million of them.
         let drawn: Vec<f32> = (0..(rows * cols).min(1 << 22)).map(|_| rng.normal()).collect();
@@ -316,112 +309,4 @@ impl Bench<'_> {
         plan.prepare(&self.stream)?;
         self.time(|| plan.launch(&self.stream, m, x, out)?.join(&self.stream).map(|_| ()))
     }
-
-    /// Dispatch or combine, with the preparation that belongs to the first, under uniform routing.
-    fn ep(&self, op: &str) -> Result<Row> {
-        let (size, me) = (self.team.size(), self.team.rank().idx());
-        let d = ep_desc(self.o, size, op);
-        let expert_major = matches!(d.layout, EpLayout::ExpertMajor { .. });
-        let (t, h, k) = (self.o.tokens, self.o.hidden, d.top_k);
-        let plan = EpPlan::new(d.clone(), &self.heap)?;
-        let plan = match self.o.sms {
-            Some(n) => plan.with_num_sms(n),
-            None => plan,
-        };
-        plan.prepare(&self.stream)?;
-        let handle = plan.handle()?;
-        let idx: Vec<Vec<i64>> = (0..size).map(|r| routing(r, t, k, d.num_experts())).collect();
-        let idx_t = Tensor::from_slice(&idx[me], Shape::d2(t, k))?.to(&self.device)?;
-        let exact: Vec<f32> = (0..t * h).map(|i| value(me, i)).collect();
-        let x = self.place(&exact, Shape::d2(t, h))?;
-        let straight = || {
-            let x = plan.zero_copy_recv()?;
-            x.poison().map(|()| x)
-        };
-        let recv = EpDispatch {
-            x: match self.o.zero_copy {
-                true => straight()?,
-                false => self.poisoned(d.dtype, Shape::d2(d.recv_rows(), h))?,
-            },
-            scales: None,
-            weights: Some(self.poisoned(DType::F32, Shape::d1(d.capacity))?),
-        };
-        let w =
-            Tensor::from_f32(&vec![1.0; t * k], DType::F32, Shape::d2(t, k))?.to(&self.device)?;
-        let out = self.poisoned(d.out, Shape::d2(t, h))?;
-        let dispatch = |x: &Tensor| -> Result<()> {
-            plan.route(&self.stream, &idx_t, None, &handle)?.join(&self.stream)?;
-            plan.dispatch(&self.stream, &handle, x, (Some(&w), None), &recv)?
-                .join(&self.stream)
-                .map(|_| ())
-        };
-        let combine = || {
-            plan.combine(&self.stream, &handle, &recv.x, None, &out)?.join(&self.stream).map(|_| ())
-        };
-        // What was dispatched comes back exactly: k times the token, once for each choice, or, where each rank has a
-        // row of it, as often as it went to ranks.
-        dispatch(&x)?;
-        if expert_major {
-            combine()?;
-        } else {
-            let given = (&recv.x, None);
-            plan.dispatch_bwd(&self.stream, &handle, given, (&out, None))?.join(&self.stream)?;
-        }
-        self.stream.synchronize()?;
-        self.team.check()?;
-        let got = out.to_f32()?;
-        let rows: Vec<usize> = idx[me].chunks_exact(k).map(|c| ranks_of(c, &d)).collect();
-        let times = |i: usize| if expert_major { k } else { rows[i / h] } as f32;
-        let all = got.iter().zip(&exact).enumerate();
-        let bad = all.filter(|(i, (g, e))| **g != times(*i) * **e).count() as u64;
-        let x = self.random(t, h)?;
-        let us = match op {
-            "ep_dispatch" => self.time(|| dispatch(&x))?,
-            _ => self.time(combine)?,
-        };
-        let moved = (rows.iter().sum::<usize>() * h * d.dtype.size()) as f64;
-        let note =
-            format!("{:.1} GB/s of rows to other ranks, preparation included", moved / us / 1e3);
-        let sms = self.o.sms.map_or(String::new(), |n| format!(" sms={n}"))
-            + if self.o.zero_copy { " zero_copy" } else { "" }
-            + match d.layout {
-                EpLayout::RankMajor { .. } => " rank_major",
-                EpLayout::Flat { .. } => " flat",
-                EpLayout::ExpertMajor { .. } => "",
-            };
-        let align = d.layout.align();
-        let shape = format!(
-            "tokens={t} hidden={h} top_k={k} experts={} align={align}{sms}",
-            d.num_experts()
-        );
-        self.row(op, shape, us, self.wrong(bad)?, note)
-    }
-}
-
-/// Different experts for each choice of a token, uniform.
-fn routing(rank: usize, tokens: usize, k: usize, experts: usize) -> Vec<i64> {
-    let mut rng = tilewire::core::Rng::new(1000 + rank as u64);
-    let mut out = Vec::with_capacity(tokens * k);
-    for _ in 0..tokens {
-        let mut row: Vec<i64> = Vec::with_capacity(k);
-        while row.len() < k.min(experts) {
-            let e = rng.below(experts as u64) as i64;
-            if !row.contains(&e) {
-                row.push(e);
-            }
-        }
-        row.resize(k, -1);
-        out.extend(row);
-    }
-    out
-}
-
-/// How many ranks a token goes to, its own included with the share that it has of all.
-fn ranks_of(choices: &[i64], d: &EpDesc) -> usize {
-    let owner =
-        |e: i64| (0..d.experts_per_rank.len()).rev().find(|&r| d.first_expert(r) <= e as usize);
-    let mut seen: Vec<_> = choices.iter().filter(|e| **e >= 0).filter_map(|&e| owner(e)).collect();
-    seen.sort_unstable();
-    seen.dedup();
-    seen.len()
 }

@@ -5,6 +5,7 @@ pub mod args;
 pub mod bench;
 pub mod bench_cmd;
 mod bench_device;
+mod bench_ep;
 mod bench_products;
 pub mod doctor;
 pub mod dump;

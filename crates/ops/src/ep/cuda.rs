@@ -2,8 +2,8 @@
 //!
 //! A phase is one kernel that meets the other ranks itself: some blocks send, the others lay out what
 //! comes, as it comes. What comes from token t of rank s has the place `s * max_tokens + t`, so that no
-//! numbers travel. The flat layout, and the backward of combine, leave the rows in the
-//! area for kernels behind it, and `tw_ep_leave` grants the area when those have read it.
+//! numbers travel. The flat layout, and the backward of a combine with weights or not expert-major, leave the
+//! rows in the area for kernels behind it, and `tw_ep_leave` grants the area when those have read it.
 //! Through NCCL a phase is two kernels, with a group of sends and receives between them (`nccl.rs`).
 
 use std::sync::Arc;
@@ -518,12 +518,25 @@ impl Phase<'_> {
         at: (&Stream, u64),
         d_out: &Tensor,
         weighted: Option<(&Tensor, &Tensor, &Tensor)>,
-        dy: &Tensor,
+        (dy, buffer): (&Tensor, u32),
     ) -> Result<()> {
         let d = self.desc;
         let all = [Some(dy), weighted.map(|w| w.2)];
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));
         let outs = outs.collect::<Result<Vec<_>>>()?;
+        if weighted.is_none() && matches!(d.layout, EpLayout::ExpertMajor { .. }) {
+            // Rows as they come are the gradient: a dispatch.
+            let recv = RecvParam {
+                x: addr(dy)?,
+                row_bytes: (d.hidden * d.out.size()) as u64,
+                buffer,
+                bad_input: BadInput::Buffer as u32,
+                ..Zeroable::zeroed()
+            };
+            let whole = (true, &outs[..]);
+            return self
+                .run(at, TOKENS.0, &outs, |l| self.exchange(l, (d_out, None, None), &recv, whole));
+        }
         // Which received row answers which record is known to a dispatch, and to this phase.
         let recv = RecvParam { rank_major: u32::from(self.rank_major()), ..Zeroable::zeroed() };
         self.run(at, TOKENS.0, &outs, |l| {

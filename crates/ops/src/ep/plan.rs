@@ -493,8 +493,10 @@ impl EpPlan {
     }
 
     /// Queues the backward of combine: `d_out` is `[tokens, hidden]`, `dy` `[capacity, hidden]`
-    /// expert-major (padding zero). With the weights of the combine and its `y`, also the
-    /// gradient of the received weights, `d_weights` `[capacity]` f32.
+    /// expert-major (padding zero; rows behind the last expert's may be left as they are). With the weights of the
+    /// combine and its `y`, also the gradient of the received weights, `d_weights` `[capacity]` f32.
+    ///
+    /// Without weights, rows come straight to a `dy` of [`EpPlan::zero_copy_grad`].
     ///
     /// # Errors
     /// As [`EpPlan::dispatch`].
@@ -516,7 +518,10 @@ impl EpPlan {
             expect_tensor("d_weights", d_weights, DType::F32, &[d.capacity]).map_err(op)?;
         }
         let routing = handle.routing(d).map_err(op)?;
-        let detail = format_args!("routing={routing} weighted={}", weighted.is_some());
+        // With weights peers cannot write what `dy` is to hold.
+        let buffer = if weighted.is_none() { self.buffer_of(dy).map_err(op)? } else { 0 };
+        let detail =
+            format_args!("routing={routing} weighted={} buffer={buffer}", weighted.is_some());
         if let Some(phase) = self.phase(COMBINE_BWD, handle)? {
             handle.check_tokens(d_out.shape().dim(0)).map_err(op)?;
             let given = [
@@ -528,7 +533,7 @@ impl EpPlan {
             ];
             phase.together(stream, &given).map_err(op)?;
             let seq = self.cores[COMBINE_BWD].begin(stream, detail)?.ctx.seq();
-            phase.combine_bwd((stream, seq), d_out, weighted, dy)?;
+            phase.combine_bwd((stream, seq), d_out, weighted, (dy, buffer))?;
             return self.cores[COMBINE_BWD].pending(dy.clone(), stream, seq);
         }
         let launch = self.cores[COMBINE_BWD].begin(stream, detail)?;

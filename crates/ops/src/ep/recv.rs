@@ -2,7 +2,7 @@
 
 use std::sync::PoisonError;
 
-use tilewire_core::{Error, ErrorKind, Result, Shape};
+use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
 use tilewire_device::Tensor;
 use tilewire_symm::Fingerprint;
 
@@ -38,33 +38,51 @@ impl EpPlan {
     /// `Exhausted` if the heap has no room; `Mismatch` if the ranks have not allocated alike; `Unsupported` for
     /// the flat layout, and through NCCL, on devices.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {
-        let (d, heap) = (&self.desc, self.cores[0].heap());
-        let shape = Shape::d2(d.recv_rows(), d.hidden);
-        let Some(lane) = self.cores[0].lane() else { return Ok(Tensor::zeros(d.dtype, shape)) };
+        let d = &self.desc;
         // A sender of flat rows does not know how many come before them.
-        if matches!(d.layout, EpLayout::Flat { .. }) || self.backend == CollectiveBackend::Nccl {
+        let knows = !matches!(d.layout, EpLayout::Flat { .. });
+        self.direct(knows, (d.dtype, d.recv_rows()), "expert-major or rank-major rows, by puts")
+    }
+
+    /// As [`EpPlan::zero_copy_recv`], for `dy` of [`EpPlan::combine_bwd`] without weights: `[capacity, hidden]` of type
+    /// `out`. With weights it is a tensor like any other.
+    ///
+    /// # Errors
+    /// As there; `Unsupported` for all layouts but the expert-major one, and through NCCL, on devices.
+    pub fn zero_copy_grad(&self) -> Result<Tensor> {
+        let d = &self.desc;
+        let knows = matches!(d.layout, EpLayout::ExpertMajor { .. });
+        self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts")
+    }
+
+    /// A receive buffer of `rows`, if a sender `knows` where its rows stay.
+    fn direct(&self, knows: bool, (dtype, rows): (DType, usize), expected: &str) -> Result<Tensor> {
+        let (d, heap) = (&self.desc, self.cores[0].heap());
+        let shape = Shape::d2(rows, d.hidden);
+        let Some(lane) = self.cores[0].lane() else { return Ok(Tensor::zeros(dtype, shape)) };
+        if !knows || self.backend == CollectiveBackend::Nccl {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "rows cannot come straight to this layer",
             )
             .op("ep")
-            .expected("expert-major or rank-major rows, by puts")
+            .expected(expected)
             .seen(format_args!("{:?} by {}", d.layout, self.backend))
-            .hint("dispatch into a tensor of your own"));
+            .hint("let them come into a tensor of your own"));
         }
         let mut direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
         if direct.len() >= usize::from(u16::MAX) {
             return Err(Error::new(ErrorKind::Exhausted, "too many receive buffers").op("ep"));
         }
-        let bytes = d.recv_rows() * d.hidden * d.dtype.size();
-        let buf = heap.alloc(bytes, "ep rows").map_err(|e| e.op("ep"))?;
+        let buf = heap.alloc(rows * d.hidden * dtype.size(), "ep rows").map_err(|e| e.op("ep"))?;
         // Peers find the buffer by its offset alone.
-        let place = format_args!("{d} {} {} {}", direct.len(), buf.offset(), heap.digest());
+        let (num, offset) = (direct.len(), buf.offset());
+        let place = format_args!("{d} {dtype} {rows} {num} {offset} {}", heap.digest());
         let fp = Fingerprint::new("ep_receive", place);
         heap.team().prepare_agree(&fp).map_err(|e| e.op("ep"))?;
         let memory = cuda::whole(lane, &buf)?;
         direct.push((memory.addr(), buf));
-        Tensor::over_cuda(memory, d.dtype, shape)
+        Tensor::over_cuda(memory, dtype, shape)
     }
 
     /// Which receive buffer of the plan `x` is, from 1 on; 0 if it is another tensor.

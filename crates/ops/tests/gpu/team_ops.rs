@@ -268,15 +268,24 @@ fn ep_to(
         scales: None,
         weights: Some(place(Tensor::poisoned(DType::F32, Shape::d1(desc.capacity)))?),
     };
-    let (y, out) =
-        (tensor(heap, DType::BF16, desc.capacity, N)?, tensor(heap, DType::BF16, tokens, N)?);
-    let outs =
+    let rows = |num: usize| tensor(heap, DType::BF16, num, N);
+    let vector = |num: usize| place(Tensor::poisoned(DType::F32, Shape::d1(num)));
+    let (y, out, g, dx) = (rows(desc.capacity)?, rows(tokens)?, rows(tokens)?, rows(tokens)?);
+    let (d_recv, d_weights) = (rows(desc.recv_rows())?, vector(desc.capacity)?);
+    let dw = tensor(heap, DType::F32, tokens, k)?;
+    // As kernels behind the phase make it, of a weighted combine, or as rows come, of one without weights.
+    let grad_straight = straight && matches!(layout, EpLayout::ExpertMajor { .. });
+    let dy = if grad_straight { plan.zero_copy_grad()? } else { rows(desc.capacity)? };
+    let mut outs =
         vec![recv.x.clone(), handle.row_index().clone(), handle.m_splits().clone(), out.clone()];
+    outs.extend([&dy, &dx, &dw].map(Clone::clone));
     let inputs = vec![
         (idx.clone(), Fill::Experts(experts, k)),
         (x.clone(), Fill::Normal),
         (w.clone(), Fill::Normal),
         (y.clone(), Fill::Normal),
+        (g.clone(), Fill::Normal),
+        (d_recv.clone(), Fill::Normal),
     ];
     let steps = move |s: &Stream, num: usize| -> Result<()> {
         plan.route(s, &idx, None, &handle)?.join(s)?;
@@ -286,9 +295,18 @@ fn ep_to(
         if num > 2 {
             plan.combine(s, &handle, &y, recv.weights.as_ref(), &out)?.join(s)?;
         }
+        if num > 3 {
+            let weights = recv.weights.as_ref().filter(|_| !grad_straight);
+            let weighted = weights.map(|w| (w, &y, &d_weights));
+            plan.combine_bwd(s, &handle, &g, weighted, &dy)?.join(s)?;
+        }
+        if num > 4 {
+            let given = (&d_recv, recv.weights.as_ref());
+            plan.dispatch_bwd(s, &handle, given, (&dx, Some(&dw)))?.join(s)?;
+        }
         Ok(())
     };
-    Ok(Op::of_steps("ep", inputs, outs, (3, Rc::new(steps))))
+    Ok(Op::of_steps("ep", inputs, outs, (5, Rc::new(steps))))
 }
 
 /// Forward and backward, with the output of the one in the other.
