@@ -67,7 +67,7 @@ pub(crate) struct HeapInner {
 /// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
 ///
 /// The end of the last clone on a GPU waits for all work of that device before its memory goes, as `cudaFree`
-/// does. Captures in progress go on.
+/// does. Captures in progress go on, but for those on a device that ranks of this process share.
 #[derive(Clone)]
 pub struct Heap(pub(crate) Arc<HeapInner>);
 

@@ -377,25 +377,28 @@ impl CudaContext {
         Ok(yes == 1)
     }
 
-    /// Blocks until all work of the context has run. Captures go on.
+    /// Blocks until all work of the context has run. Captures go on, unless memory is kept ([`CudaContext::keep_memory`]) or
+    /// there is none left: then those of this context end.
     ///
     /// # Errors
     /// `DeviceLost` if a kernel failed.
     pub fn synchronize(&self) -> Result<()> {
         let _current = self.bind()?;
+        let keeps = self.0.kept.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         let mut ptr = 0;
         // `cuCtxSynchronize` ends every capture of the context, of any thread and mode. To free memory waits as well (CUDA
         // Programming Guide, stream-ordered memory allocator: it synchronises across all streams), and harms no capture.
-        // SAFETY: a context is current, the output is valid; freed once.
-        unsafe {
-            match sys::cuMemAlloc_v2(&mut ptr, 16) {
-                sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                    check(sys::cuCtxSynchronize(), "cuCtxSynchronize")
-                }
-                code => {
-                    check(code, "cuMemAlloc")?;
-                    check(sys::cuMemFree_v2(ptr), "cuMemFree")
-                }
+        // SAFETY: a context is current, the output is valid.
+        let code = (!keeps).then(|| unsafe { sys::cuMemAlloc_v2(&mut ptr, 16) });
+        match code {
+            // SAFETY: a context is current.
+            None | Some(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY) => unsafe {
+                check(sys::cuCtxSynchronize(), "cuCtxSynchronize")
+            },
+            Some(code) => {
+                check(code, "cuMemAlloc")?;
+                // SAFETY: allocated above, freed once.
+                check(unsafe { sys::cuMemFree_v2(ptr) }, "cuMemFree")
             }
         }
     }

@@ -407,8 +407,11 @@ impl VmmRange {
 impl Drop for VmmRange {
     fn drop(&mut self) {
         // Kernels of this device may still poll; every wait ends by itself.
-        if self.ctx.synchronize().is_err_and(|e| e.kind() == ErrorKind::DeviceLost) {
-            // A lost device frees its memory with the process.
+        if let Err(e) = self.ctx.synchronize() {
+            // A lost device frees its memory with the process, and one that cannot be waited for may still use it.
+            if e.kind() != ErrorKind::DeviceLost {
+                log::warn!("symmetric memory is leaked: its device cannot be waited for: {e}");
+            }
             return;
         }
         let _current = self.ctx.bind();
