@@ -245,6 +245,11 @@ fn the_wrong_handle_is_refused() {
         layer.dispatch(&stream, &a, 2)?;
         layer.dispatch(&stream, &b, 2)?;
         Pending::new((), &stream, Some(team.fault().clone()))?.wait()?;
+        // On devices rows are stored while others are still read.
+        let dy = out(16, N);
+        let done = layer.plan.combine_bwd(&stream, &a, &dy.rows(0, 2).unwrap(), None, &dy);
+        let e: Error = done.err().unwrap();
+        assert!(e.to_string().contains("overlap") && e.get_op() == Some("ep_combine_bwd"), "{e}");
         let h = if team.rank() == Rank::new(0) { &a } else { &b };
         let y = out(2, N);
         let done = layer.plan.combine(&stream, h, &zeros(16, N), None, &y).and_then(Pending::wait);

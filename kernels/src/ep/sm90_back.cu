@@ -278,7 +278,7 @@ __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, cons
     if (tw_warp_is_over(t)) return;
     const TwRows rows = {l.back + l.me * l.stride, (u32)l.back_stride, b.hidden * (u32)sizeof(Out::Bits)};
     const u32 parts = tw_ceil(m.chunk, PART);
-    for (u32 i; (i = tw_claim(m.ticket + 3)) < m.chunks * parts;) {
+    for (u32 i; (i = tw_claim(m.ticket + 3)) < tw_ceil(b.tokens, m.chunk) * parts;) {
         const u32 c = i / parts, token = c * m.chunk + i % parts * PART, end = min((c + 1) * m.chunk, b.tokens);
         if (token >= end) continue;
         const u32 tokens = min((u32)PART, end - token);

@@ -30,6 +30,9 @@ pub(super) fn cases() -> Vec<Case> {
     let shape = [("tokens", 7), ("hidden", 16), ("experts", 5), ("top_k", 2)];
     v.push(Case::new(format!("{NCCL}/ep/flat"), DType::F8E4M3, &shape, run));
     v.push(Case::new("ep/expert", DType::F16, &shape, run));
+    // Rows of several slices of the combine by bulk copies, whole ones and a short one.
+    let long = [("tokens", 11), ("hidden", 3592), ("experts", 9), ("top_k", 3)];
+    v.push(Case::new("ep/expert", DType::BF16, &long, run));
     // By plain stores, and in pieces of 16 bytes.
     for name in ZERO_COPY {
         for (dtype, hidden) in [(DType::BF16, 13), (DType::F32, 12), (DType::F8E4M3, 16)] {

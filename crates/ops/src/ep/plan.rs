@@ -9,10 +9,10 @@ use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 use super::areas::{Areas, count_area, flag_area, return_area, token_area};
 use super::cuda::{self, Phase, Prepared};
 use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
-use super::{EpDesc, EpDispatch, EpHandle};
+use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::collective::CollectiveBackend;
 use crate::common::nccl::put_or_nccl;
-use crate::common::{Launch, PlanCore, expect_tensor};
+use crate::common::{Launch, PlanCore, apart, expect_tensor};
 
 /// Signal slots: credit and arrival of counts, tokens and returns.
 pub(super) const COUNTS: (usize, usize) = (0, 1);
@@ -104,7 +104,7 @@ impl EpPlan {
 
     /// As [`EpPlan::new`], through `backend` on CUDA devices. By NCCL a phase is sequential, and moves
     /// `max_tokens` records between each two ranks whatever the routing: captured sizes cannot change.
-    /// Results have the same bits.
+    /// Results have the same bits, but for those of a NaN.
     ///
     /// # Errors
     /// As [`EpPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for `fastest`.
@@ -374,6 +374,13 @@ impl EpPlan {
             expect_tensor("scales", s, DType::F32, &[rows, d.num_scales]).map_err(op)?;
         }
         self.check_recv(out, d.dtype, topk_weights.is_some(), scales.is_some()).map_err(op)?;
+        let outs = [
+            ("received x", Some(&out.x)),
+            ("received weights", out.weights.as_ref()),
+            ("received scales", out.scales.as_ref()),
+        ];
+        apart(&outs, &[("x", Some(x)), ("topk_weights", topk_weights), ("scales", scales)])
+            .map_err(op)?;
         let routing = handle.routing(d).map_err(op)?;
         let buffer = self.buffer_of(&out.x).map_err(op)?;
         let detail =
@@ -475,7 +482,7 @@ impl EpPlan {
         let back = Back {
             y: d_recv.clone(),
             weights: None,
-            expert_major: matches!(d.layout, super::EpLayout::ExpertMajor { .. }),
+            expert_major: matches!(d.layout, EpLayout::ExpertMajor { .. }),
             dw: d_weights.cloned(),
             out: dx.clone(),
             dw_out: dw.cloned(),
@@ -517,21 +524,20 @@ impl EpPlan {
             expect_tensor("y", y, d.out, &[d.capacity, d.hidden]).map_err(op)?;
             expect_tensor("d_weights", d_weights, DType::F32, &[d.capacity]).map_err(op)?;
         }
+        let (w, y) = (weighted.map(|w| w.0), weighted.map(|w| w.1));
+        let outs = [("dy", Some(dy)), ("d_weights", weighted.map(|w| w.2))];
+        let ins = [("d_out", Some(d_out)), ("weights", w), ("y", y)];
+        apart(&outs, &ins).map_err(op)?;
         let routing = handle.routing(d).map_err(op)?;
-        // With weights peers cannot write what `dy` is to hold.
-        let buffer = if weighted.is_none() { self.buffer_of(dy).map_err(op)? } else { 0 };
+        // With weights, or in another order, peers cannot write what `dy` is to hold.
+        let straight = weighted.is_none() && matches!(d.layout, EpLayout::ExpertMajor { .. });
+        let buffer = if straight { self.buffer_of(dy).map_err(op)? } else { 0 };
         let detail =
             format_args!("routing={routing} weighted={} buffer={buffer}", weighted.is_some());
         if let Some(phase) = self.phase(COMBINE_BWD, handle)? {
             handle.check_tokens(d_out.shape().dim(0)).map_err(op)?;
-            let given = [
-                ("d_out", Some(d_out)),
-                ("dy", Some(dy)),
-                ("weights", weighted.map(|w| w.0)),
-                ("y", weighted.map(|w| w.1)),
-                ("d_weights", weighted.map(|w| w.2)),
-            ];
-            phase.together(stream, &given).map_err(op)?;
+            phase.together(stream, &outs).map_err(op)?;
+            phase.together(stream, &ins).map_err(op)?;
             let seq = self.cores[COMBINE_BWD].begin(stream, detail)?.ctx.seq();
             phase.combine_bwd((stream, seq), d_out, weighted, (dy, buffer))?;
             return self.cores[COMBINE_BWD].pending(dy.clone(), stream, seq);

@@ -276,6 +276,7 @@ fn ep_to(
     // As kernels behind the phase make it, of a weighted combine, or as rows come, of one without weights.
     let grad_straight = straight && matches!(layout, EpLayout::ExpertMajor { .. });
     let dy = if grad_straight { plan.zero_copy_grad()? } else { rows(desc.capacity)? };
+    dy.poison()?;
     let mut outs =
         vec![recv.x.clone(), handle.row_index().clone(), handle.m_splits().clone(), out.clone()];
     outs.extend([&dy, &dx, &dw].map(Clone::clone));
