@@ -11,15 +11,20 @@ enum { RETURN = TW_EP_BACK_RETURN, SUM = TW_EP_BACK_SUM, SLICE = TW_EP_BACK_SLIC
 // Tokens of a part of a chunk that is added.
 enum { PART = 4 };
 enum { TOKENS = TW_EP_BACK_TOKENS, ENTRIES = TW_EP_BACK_ENTRIES, BACK_WARPS = RETURN + SUM };
+// Bytes of a row that a lane reads at a time. With 16 the code for sm_100 has too few registers (bf16: 28 bytes spilled).
+#if __CUDA_ARCH__ >= 1000
+enum { UNIT = sizeof(OutQuad) };
+#else
+enum { UNIT = sizeof(TwPiece) };
+#endif
 // Quads of a unit, and units of a lane.
-enum { QUADS = sizeof(TwPiece) / sizeof(OutQuad), UNITS = (SLICE + 32 * sizeof(TwPiece) - 1) / (32 * sizeof(TwPiece)) };
+enum { QUADS = UNIT / sizeof(OutQuad), UNITS = (SLICE + 32 * UNIT - 1) / (32 * UNIT) };
 static_assert(SLICE % sizeof(TwPiece) == 0 && ENTRIES <= 32, "whole units, a lane for each entry");
 
-// 16 bytes of a row.
-struct __align__(16) TwUnit {
+struct __align__(UNIT) TwUnit {
     OutQuad q[QUADS];
 };
-static_assert(sizeof(TwUnit) == sizeof(TwPiece), "one access");
+static_assert(sizeof(TwUnit) == UNIT, "one access");
 
 // [BACK_WARPS][STAGES + 1][SLICE], the last for sums, then a TwList for each warp.
 extern __shared__ __align__(128) unsigned char tw_smem[];
