@@ -5,7 +5,9 @@ mod gpu;
 use std::path::Path;
 
 use serde::Serialize;
-use tilewire::device::cuda::{LIBRARIES, LibrarySpec, Places};
+use tilewire::device::cuda::{
+    Found, How, LIBRARIES, LibrarySpec, NCCL, NVSHMEM, NVTX, NcclComm, Nvshmem, Places,
+};
 use tilewire::device::jit::Cache;
 use tilewire::prelude::*;
 use tilewire::symm::backends;
@@ -66,13 +68,18 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
 
 /// Where a library for GPUs would come from.
 fn library(places: &Places, spec: &LibrarySpec) -> Finding {
-    match places.find(spec, None) {
-        Ok(f) => {
-            let text = format!("{}: {} ({})", spec.name, f.path.display(), f.how);
+    match places.find_or_older(spec, None) {
+        Ok((_, f)) => {
+            let version = version(spec, &f).map(|v| format!("{v} at ")).unwrap_or_default();
+            let text = format!("{}: {version}{} ({})", spec.name, f.path.display(), f.how);
             finding("library", State::Ok, text, "")
         }
         Err(e) if e.is_unavailable() => {
-            let text = format!("{}: no {} (needed on GPUs only)", spec.name, spec.soname);
+            let only_for = match spec.name == NVTX.name {
+                true => "for ranges in a profiler only",
+                false => "on GPUs only",
+            };
+            let text = format!("{}: no {} (needed {only_for})", spec.name, spec.soname);
             finding("library", State::Warn, text, spec.install)
         }
         Err(e) => finding(
@@ -82,6 +89,17 @@ fn library(places: &Places, spec: &LibrarySpec) -> Finding {
             e.get_hint().unwrap_or("see the error"),
         ),
     }
+}
+
+/// What the library itself says, if it is loaded: none is for this.
+fn version(spec: &LibrarySpec, found: &Found) -> Option<String> {
+    let said = match spec.name {
+        _ if found.how != How::Loaded => None,
+        n if n == NCCL.name => NcclComm::library().ok(),
+        n if n == NVSHMEM.name => Nvshmem::library().ok(),
+        _ => None,
+    };
+    said.map(|(version, _)| version)
 }
 
 fn kernel_cache() -> Finding {

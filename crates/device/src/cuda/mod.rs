@@ -47,7 +47,8 @@ pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum, NcclWindow};
 pub use nvrtc::{Nvrtc, load_nvrtc};
 pub use nvshmem::{Nvshmem, NvshmemId};
 pub use places::{
-    CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, Places,
+    CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, NVTX,
+    NVTX_12, Places,
 };
 pub use probe::{DeviceInfo, PeerInfo, devices, peer_info, try_share};
 pub use span::CudaSpan;

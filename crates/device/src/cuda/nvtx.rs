@@ -1,5 +1,8 @@
 //! Ranges that profilers show. The library is looked for when the first stream is made; where it is not,
 //! nothing happens: it is no part of a driver, and only a profiler has a use for it.
+//!
+//! The library of CUDA 13 is `libnvtx3interop.so.1`, that of CUDA 12 `libnvToolsExt.so.1`. Either one
+//! finds the profiler by itself, by the variable that the profiler sets.
 
 use std::ffi::{c_char, c_int};
 use std::marker::PhantomData;
@@ -8,13 +11,10 @@ use std::sync::OnceLock;
 use tilewire_core::Result;
 
 use super::library::Lib;
-use super::places::{LibrarySpec, Places};
+use super::places::{NVTX, Places};
 
-const NVTX: LibrarySpec = LibrarySpec {
-    name: "NVTX",
-    soname: "libnvToolsExt.so.1",
-    install: "pip install nvidia-nvtx-cu12",
-};
+/// Set by profilers: the library of theirs that NVTX calls.
+const PROFILER: &str = "NVTX_INJECTION64_PATH";
 
 struct Nvtx {
     push: unsafe extern "C" fn(*const c_char) -> c_int,
@@ -26,17 +26,22 @@ static STATE: OnceLock<Option<Nvtx>> = OnceLock::new();
 /// Looks for the library, once in a process: [`range`] does not, as launches read no environment.
 pub(super) fn load() {
     STATE.get_or_init(|| {
-        let found = open(&Places::of_process());
-        found.map_err(|e| log::debug!("no ranges for profilers: {e}")).ok()
+        // Without a profiler nobody misses the ranges.
+        let level = match std::env::var_os(PROFILER) {
+            Some(_) => log::Level::Warn,
+            None => log::Level::Debug,
+        };
+        let opened = open(&Places::of_process());
+        opened.map_err(|e| log::log!(level, "no ranges for the profiler: {e}")).ok()
     });
 }
 
 fn open(places: &Places) -> Result<Nvtx> {
-    let found = places.find(&NVTX, None)?;
+    let (spec, found) = places.find_or_older(&NVTX, None)?;
     // SAFETY: the library has no initialisers with preconditions; both functions have these types
     // since its first version.
     unsafe {
-        let lib = Lib::open(&found.path, &NVTX, false)?;
+        let lib = Lib::open(&found.path, &spec, false)?;
         Ok(Nvtx { push: lib.symbol("nvtxRangePushA")?, pop: lib.symbol("nvtxRangePop")? })
     }
 }
@@ -78,6 +83,7 @@ impl Drop for Range {
 mod tests {
     use std::process::Command;
 
+    use super::super::places::NVTX_12;
     use super::*;
 
     #[test]
@@ -86,9 +92,11 @@ mod tests {
         let places = Places { system: vec![dir.path().to_owned()], ..Places::default() };
         let e = open(&places).err().unwrap();
         assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
-        let lib = dir.path().join(NVTX.soname);
+        // That of CUDA 12 is used where the other one is not.
+        let lib = dir.path().join(NVTX_12.soname);
         std::fs::write(&lib, "no library").unwrap();
         assert!(open(&places).err().unwrap().is_unavailable());
+        let lib = dir.path().join(NVTX.soname);
         // One that answers with the level, or with the length of a name that it was given before.
         let text = "#include <string.h>\nstatic int level;\n\
                     int nvtxRangePushA(const char* s) { level++; return level * 100 + (int)strlen(s); }\n\

@@ -1,9 +1,9 @@
 //! Where NVIDIA's libraries may lie, and which copy is used.
 //!
 //! In this order: a copy that the process has loaded already (a second one beside it would have
-//! its own state); the path that the caller names, an error if another copy is loaded; the wheels
-//! of the active Python environment; conda; `CUDA_HOME`; `/usr/local/cuda`; what the system's
-//! loader knows.
+//! its own state); the path that the caller names (`load_nccl` and its kin, `tilewire --library`), an
+//! error if another copy is loaded; the wheels of the active Python environment; conda; `CUDA_HOME`;
+//! `/usr/local/cuda`; what the system's loader knows.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -61,8 +61,50 @@ pub const CUDNN: LibrarySpec = LibrarySpec {
     install: "pip install nvidia-cudnn-cu13",
 };
 
-/// All of them.
-pub const LIBRARIES: [LibrarySpec; 5] = [NVRTC, CUBLASLT, NCCL, NVSHMEM, CUDNN];
+/// Ranges that profilers show.
+pub const NVTX: LibrarySpec = LibrarySpec {
+    name: "NVTX",
+    soname: "libnvtx3interop.so.1",
+    install: "pip install nvidia-nvtx",
+};
+
+/// The same of CUDA 12, which has no other: used where the newer one is not.
+pub const NVTX_12: LibrarySpec = LibrarySpec {
+    name: "NVTX",
+    soname: "libnvToolsExt.so.1",
+    install: "pip install nvidia-nvtx-cu12",
+};
+
+/// All of them, each in its newest form.
+pub const LIBRARIES: [LibrarySpec; 6] = [NVRTC, CUBLASLT, NCCL, NVSHMEM, CUDNN, NVTX];
+
+impl LibrarySpec {
+    /// The form of it that is used where this one is not.
+    pub fn older(&self) -> Option<LibrarySpec> {
+        match self.soname {
+            s if s == CUBLASLT.soname => Some(CUBLASLT_12),
+            s if s == NVTX.soname => Some(NVTX_12),
+            _ => None,
+        }
+    }
+
+    /// Files carry their whole version: libnccl.so.2.28.9 is a libnccl.so.2.
+    pub(super) fn is_copy(&self, file: &Path) -> bool {
+        let rest = file_name(file).strip_prefix(self.soname).map(str::to_owned);
+        rest.is_some_and(|r| r.is_empty() || r.starts_with('.'))
+    }
+
+    /// A library beside this one, which it opens by bare name itself: it must be of the same copy.
+    fn is_part(&self, file: &Path) -> bool {
+        let name = file_name(file);
+        let part = self.soname == CUDNN.soname && name.starts_with("libcudnn_");
+        part && name.split_once(".so.").is_some_and(|(_, v)| v == "9" || v.starts_with("9."))
+    }
+}
+
+fn file_name(file: &Path) -> String {
+    file.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
 
 /// How a library was found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -163,13 +205,55 @@ impl Places {
         out
     }
 
-    /// Finds the copy of `spec` to use.
+    /// Finds the copy of `spec` to use: `named`, a file or its folder, if given.
     ///
     /// # Errors
-    /// `Mismatch` if two copies are loaded, or another one than `named`; `Unavailable` naming
-    /// every place that was searched and the command that installs it.
+    /// `Mismatch` if two copies are loaded or parts of two, or another one than `named`;
+    /// `Unavailable` naming every place that was searched and the command that installs it.
     pub fn find(&self, spec: &LibrarySpec, named: Option<&Path>) -> Result<Found> {
-        let loaded = self.loaded_copies(spec);
+        let parts = self.loaded_where(|p| spec.is_part(p));
+        // Also where the library itself is not there: the parts alone cannot work together.
+        if let Some(other) = parts.iter().find(|p| !of_one_copy(p, &parts[0])) {
+            return Err(mixed(spec, &parts[0], other));
+        }
+        let found = self.choose(spec, named)?;
+        match parts.first().filter(|p| !of_one_copy(p, &found.path)) {
+            Some(part) => Err(mixed(spec, &found.path, part)),
+            None => Ok(found),
+        }
+    }
+
+    /// As [`Places::find`], and where there is none the [older](LibrarySpec::older) form of the
+    /// library. Which form it is, and the copy.
+    ///
+    /// # Errors
+    /// As [`Places::find`], of the form that `spec` names.
+    pub fn find_or_older(
+        &self,
+        spec: &LibrarySpec,
+        named: Option<&Path>,
+    ) -> Result<(LibrarySpec, Found)> {
+        let Some(older) = spec.older() else { return self.find(spec, named).map(|f| (*spec, f)) };
+        let only_older = |p: &Path| {
+            older.is_copy(p) || (p.join(older.soname).exists() && !p.join(spec.soname).exists())
+        };
+        let is_loaded = |s: &LibrarySpec| self.loaded.iter().any(|p| s.is_copy(p));
+        // What the process has loaded already goes before a newer one that it has not.
+        let take_older = named.map_or(!is_loaded(spec) && is_loaded(&older), only_older);
+        if take_older {
+            return self.find(&older, named).map(|f| (older, f));
+        }
+        match self.find(spec, named) {
+            Err(e) if e.is_unavailable() && named.is_none() => {
+                // What is said of the newer one names the same folders.
+                self.find(&older, None).map(|f| (older, f)).map_err(|_| e)
+            }
+            found => found.map(|f| (*spec, f)),
+        }
+    }
+
+    fn choose(&self, spec: &LibrarySpec, named: Option<&Path>) -> Result<Found> {
+        let loaded = self.loaded_where(|p| spec.is_copy(p));
         if let [first, second, ..] = &loaded[..] {
             return Err(mixed(spec, first, second));
         }
@@ -203,20 +287,29 @@ impl Places {
         )))
     }
 
-    /// Copies of the library that the process has loaded.
-    fn loaded_copies(&self, spec: &LibrarySpec) -> Vec<PathBuf> {
-        // Files carry their whole version: libnccl.so.2.28.9 is a libnccl.so.2.
-        let ours = |p: &PathBuf| {
-            let name = p.file_name().unwrap_or_default().to_string_lossy();
-            name.strip_prefix(spec.soname).is_some_and(|r| r.is_empty() || r.starts_with('.'))
-        };
-        let mut copies: Vec<PathBuf> = self.loaded.iter().filter(|p| ours(p)).cloned().collect();
-        copies.sort();
-        copies.dedup();
-        copies
+    /// Files that the process has loaded, in order, each once.
+    fn loaded_where(&self, wanted: impl Fn(&Path) -> bool) -> Vec<PathBuf> {
+        let mut files: Vec<PathBuf> = self.loaded.iter().filter(|p| wanted(p)).cloned().collect();
+        files.sort();
+        files.dedup();
+        files
     }
 }
 
+/// Whether two files belong to one copy: they lie in one folder, and have one version as far as their
+/// names say it.
+fn of_one_copy(a: &Path, b: &Path) -> bool {
+    let real = |p: &Path| p.canonicalize().unwrap_or_else(|_| p.to_owned());
+    let (a, b) = (real(a), real(b));
+    let version = |p: &Path| {
+        let name = file_name(p);
+        name.split_once(".so.").map(|(_, v)| v.to_owned()).filter(|v| v.contains('.'))
+    };
+    let differ = version(&a).zip(version(&b)).is_some_and(|(a, b)| a != b);
+    a.parent() == b.parent() && !differ
+}
+
+/// Two files that are not of one copy.
 fn mixed(spec: &LibrarySpec, a: &Path, b: &Path) -> Error {
     let text = format!("two copies of {}: {} and {}", spec.name, a.display(), b.display());
     Error::new(ErrorKind::Mismatch, text)
@@ -328,10 +421,78 @@ mod tests {
             e.is_mismatch() && e.message().contains("/a/") && e.message().contains("/b/"),
             "{e}"
         );
-        // Parts of another library are no copy.
-        let loaded = vec!["/a/libcudnn.so.9".into(), "/a/libcudnn_ops.so.9.1".into()];
-        let places = Places { loaded, ..Places::default() };
-        assert_eq!(places.find(&CUDNN, None).unwrap().how, How::Loaded);
+    }
+
+    /// cuDNN is a dozen libraries: parts of one copy and parts of another do not work together.
+    #[test]
+    fn parts_of_two_copies_of_cudnn_are_named() {
+        let find = |loaded: &[&str], system: &Path| {
+            let loaded = loaded.iter().map(PathBuf::from).collect();
+            let system = vec![system.to_owned()];
+            Places { loaded, system, ..Places::default() }.find(&CUDNN, None)
+        };
+        let none = Path::new("/nowhere");
+        for good in [
+            &["/a/libcudnn.so.9"][..],
+            &["/a/libcudnn.so.9", "/a/libcudnn_ops.so.9", "/a/libcudnn_graph.so.9"],
+            &["/a/libcudnn.so.9.1.0", "/a/libcudnn_engines_precompiled.so.9.1.0"],
+            // Other libraries, and cuDNN 8, which is another one.
+            &["/a/libcudnn.so.9", "/b/libcudnn_frontend.so", "/b/libcudnn_ops_infer.so.8"],
+        ] {
+            assert_eq!(find(good, none).unwrap().how, How::Loaded, "{good:?}");
+        }
+        for (bad, names) in [
+            (
+                &["/a/libcudnn.so.9", "/b/libcudnn_ops.so.9"][..],
+                ["/a/libcudnn.so.9", "/b/libcudnn_ops"],
+            ),
+            (
+                &["/a/libcudnn.so.9", "/a/libcudnn_graph.so.9", "/b/libcudnn_heuristic.so.9.2.1"],
+                ["/a/libcudnn", "/b/libcudnn_heuristic"],
+            ),
+            (
+                &["/a/libcudnn.so.9.1.0", "/a/libcudnn_adv.so.9.2.1"],
+                ["/a/libcudnn.so.9.1.0", "/a/libcudnn_adv.so.9.2.1"],
+            ),
+            // The library itself is not loaded, and there is none.
+            (
+                &["/a/libcudnn_cnn.so.9", "/b/libcudnn_ops.so.9"],
+                ["/a/libcudnn_cnn", "/b/libcudnn_ops"],
+            ),
+        ] {
+            let e = find(bad, none).unwrap_err();
+            assert!(e.is_mismatch() && e.get_hint().is_some(), "{bad:?}: {e}");
+            assert!(names.iter().all(|n| e.message().contains(n)), "{bad:?}: {e}");
+        }
+        // One that would be loaded now must lie where the parts are that are loaded already.
+        let dir = tree(&["libcudnn.so.9", "libcudnn_ops.so.9"]);
+        let ops = dir.path().join("libcudnn_ops.so.9").display().to_string();
+        assert_eq!(find(&[&ops], dir.path()).unwrap().how, How::System);
+        let e = find(&["/b/libcudnn_ops.so.9"], dir.path()).unwrap_err();
+        assert!(e.is_mismatch() && e.message().contains("/b/libcudnn_ops"), "{e}");
+    }
+
+    #[test]
+    fn an_older_form_is_taken_where_the_newer_is_not_or_it_is_loaded() {
+        let dir = tree(&["old/libcublasLt.so.12", "new/libcublasLt.so.13"]);
+        let (old, new) = (dir.path().join("old"), dir.path().join("new"));
+        let mut places = Places { system: vec![old.clone()], ..Places::default() };
+        let taken = |p: &Places, named: Option<&Path>| {
+            p.find_or_older(&CUBLASLT, named).map(|(spec, f)| (spec.soname, f.how))
+        };
+        assert_eq!(taken(&places, None).unwrap(), ("libcublasLt.so.12", How::System));
+        places.system.push(new.clone());
+        assert_eq!(taken(&places, None).unwrap(), ("libcublasLt.so.13", How::System));
+        for named in [&old, &old.join("libcublasLt.so.12")] {
+            assert_eq!(taken(&places, Some(named)).unwrap(), ("libcublasLt.so.12", How::Named));
+        }
+        places.loaded.push("/torch/libcublasLt.so.12.8.4".into());
+        assert_eq!(taken(&places, None).unwrap(), ("libcublasLt.so.12", How::Loaded));
+        assert!(taken(&places, Some(&old)).unwrap_err().is_mismatch());
+        assert_eq!(taken(&places, Some(&new)).unwrap(), ("libcublasLt.so.13", How::Named));
+        // Neither: what is said is of the newer.
+        let e = taken(&Places::default(), None).unwrap_err();
+        assert!(e.is_unavailable() && e.message().contains("libcublasLt.so.13"), "{e}");
     }
 
     #[test]
