@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
+use tilewire::device::cuda::load_library;
 use tilewire::prelude::*;
 use tilewire_cli::args::{BenchWhat, Cli, Command};
 use tilewire_cli::{
@@ -36,6 +37,15 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<i32> {
+    if let (Command::Run(_), Some(file)) = (&cli.command, cli.library.first()) {
+        // The launcher itself loads nothing.
+        return Err(Error::invalid("--library is for the program that uses it")
+            .seen(file.display())
+            .hint("write it behind `--`, with the program's own arguments"));
+    }
+    for file in &cli.library {
+        load_library(file)?;
+    }
     match &cli.command {
         // These must work where the environment is broken: they are there to say so.
         Command::Doctor(args) => return Ok(doctor::run(args)),

@@ -10,12 +10,13 @@
 //! - Nothing is allocated or loaded by [`CublasLt::launch`] once the algorithm has run on the device.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
 
 use super::context::CudaContext;
-use super::library::Lib;
+use super::library::{InUse, Lib, Open};
 use super::memory::CudaMemory;
 use super::places::{CUBLASLT, CUBLASLT_12, Found, Places};
 use super::stream::CudaStream;
@@ -61,7 +62,6 @@ const REDUCTION_COMPUTE_TYPE: u32 = 2;
 
 /// The library's functions, as `cublasLt.h` of CUDA 12 and 13 declares them.
 struct Api {
-    found: Found,
     version: unsafe extern "C" fn() -> usize,
     create: unsafe extern "C" fn(*mut Raw) -> Code,
     status: unsafe extern "C" fn(Code) -> *const c_char,
@@ -106,22 +106,21 @@ struct Api {
 }
 
 impl Api {
-    /// The library of CUDA 13, or of 12; looked for once per process.
-    fn get() -> Result<&'static Self> {
-        static STATE: OnceLock<Result<Api>> = OnceLock::new();
-        STATE.get_or_init(Self::open).as_ref().map_err(Clone::clone)
+    /// The library of CUDA 13, or of 12.
+    fn get() -> Result<&'static Open<Self>> {
+        Self::load(None)
     }
 
-    fn open() -> Result<Self> {
-        let places = Places::of_process();
-        let (spec, found) = match places.find(&CUBLASLT, None) {
-            Ok(found) => (CUBLASLT, found),
-            Err(e) if e.is_unavailable() => {
-                // What is said of the newer one names the same folders.
-                (CUBLASLT_12, places.find(&CUBLASLT_12, None).map_err(|_| e)?)
-            }
-            Err(e) => return Err(e),
+    fn load(named: Option<&Path>) -> Result<&'static Open<Self>> {
+        static STATE: InUse<Api> = InUse::new();
+        let find = |named: Option<&Path>| {
+            Places::of_process().find_or_older(&CUBLASLT, named).map(|(_, found)| found)
         };
+        STATE.get(named, find, Self::open)
+    }
+
+    fn open(found: &Found) -> Result<Self> {
+        let spec = if CUBLASLT_12.is_copy(&found.path) { CUBLASLT_12 } else { CUBLASLT };
         // SAFETY: cuBLASLt's initialisers have no preconditions.
         let lib = unsafe { Lib::open(&found.path, &spec, false)? };
         // SAFETY: the types are those of `cublasLt.h`.
@@ -140,7 +139,6 @@ impl Api {
                 pref_destroy: lib.symbol("cublasLtMatmulPreferenceDestroy")?,
                 heuristic: lib.symbol("cublasLtMatmulAlgoGetHeuristic")?,
                 matmul: lib.symbol("cublasLtMatmul")?,
-                found: found.clone(),
             })
         }
     }
@@ -260,7 +258,7 @@ impl PartialEq for LtAlgo {
 
 /// The library on one device. One for each context of the process, and kept as long.
 pub struct CublasLt {
-    api: &'static Api,
+    api: &'static Open<Api>,
     ctx: CudaContext,
     raw: Raw,
 }
@@ -276,6 +274,16 @@ struct Layouts {
     left: Object,
     right: Object,
     d: Object,
+}
+
+/// Loads cuBLASLt, from `named` (a file or its folder) if given, and returns where it is.
+///
+/// # Errors
+/// `Unavailable`, naming every place that was searched and the command that installs it, or if the
+/// file is not cuBLASLt; `Mismatch` if two copies are loaded, or another one than `named` is loaded or
+/// in use.
+pub fn load_cublaslt(named: Option<&Path>) -> Result<Found> {
+    Api::load(named).map(|o| o.found.clone())
 }
 
 impl CublasLt {

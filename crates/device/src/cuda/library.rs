@@ -3,12 +3,14 @@
 //! The functions of a library are looked up in the very copy that the search has found: a binding
 //! that opens the library again by name may open another one.
 
+use std::ops::Deref;
 use std::path::Path;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
 use tilewire_core::{Error, ErrorKind, Result};
 
-use super::places::LibrarySpec;
+use super::places::{CUBLASLT, CUBLASLT_12, Found, LibrarySpec, NCCL, NVRTC, NVSHMEM};
 
 /// An open library. Never unloaded: tables of its functions point into it.
 pub(super) struct Lib<'a> {
@@ -29,7 +31,7 @@ impl<'a> Lib<'a> {
         let flags = RTLD_NOW | if global { RTLD_GLOBAL } else { RTLD_LOCAL };
         // SAFETY: the caller's contract.
         let lib = unsafe { Library::open(Some(path), flags) }.map_err(|e| {
-            let text = format!("{} cannot be loaded: {e}", path.display());
+            let text = format!("{} cannot be loaded: {}", path.display(), words(&e));
             Error::new(ErrorKind::Unavailable, text).op("cuda").hint(spec.install)
         })?;
         Ok(Self { lib: Box::leak(Box::new(lib)), path, spec })
@@ -46,7 +48,7 @@ impl<'a> Lib<'a> {
         // SAFETY: the caller's contract.
         let found = unsafe { self.lib.get::<T>(name.as_bytes()) };
         found.map(|s| *s).map_err(|e| {
-            let text = format!("{} has no `{name}`: {e}", self.path.display());
+            let text = format!("{} has no `{name}`: {}", self.path.display(), words(&e));
             Error::new(ErrorKind::Unavailable, text).op("cuda").hint(self.spec.install)
         })
     }
@@ -58,5 +60,134 @@ impl<'a> Lib<'a> {
     pub unsafe fn optional<T: Copy>(&self, name: &str) -> Option<T> {
         // SAFETY: the caller's contract.
         unsafe { self.symbol(name) }.ok()
+    }
+}
+
+/// What the loader said: the error itself only names the call.
+fn words(e: &libloading::Error) -> String {
+    std::error::Error::source(e).map_or_else(|| e.to_string(), ToString::to_string)
+}
+
+/// A library in use: which copy it is, and the table of its functions.
+pub(super) struct Open<A> {
+    pub found: Found,
+    api: A,
+}
+
+impl<A> Deref for Open<A> {
+    type Target = A;
+
+    fn deref(&self) -> &A {
+        &self.api
+    }
+}
+
+/// The copy of a library that this process uses: the first one that could be opened. What fails is
+/// tried again: a library may be installed, or a variable set, in between.
+pub(super) struct InUse<A> {
+    open: OnceLock<Open<A>>,
+    opening: Mutex<()>,
+}
+
+impl<A> InUse<A> {
+    pub const fn new() -> Self {
+        Self { open: OnceLock::new(), opening: Mutex::new(()) }
+    }
+
+    /// The library in use, and `named` if it is given. Without one, `open` makes its table of the copy
+    /// that `find` finds.
+    ///
+    /// # Errors
+    /// What `find` and `open` say; `Mismatch` if another copy than `named` is in use.
+    pub fn get(
+        &self,
+        named: Option<&Path>,
+        find: impl Fn(Option<&Path>) -> Result<Found>,
+        open: impl FnOnce(&Found) -> Result<A>,
+    ) -> Result<&Open<A>> {
+        if let (Some(o), None) = (self.open.get(), named) {
+            return Ok(o);
+        }
+        let _one = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(o) = self.open.get() {
+            return match named.map(|_| find(named)).transpose()? {
+                Some(f) if !same_file(&f.path, &o.found.path) => Err(in_use(o, &f)),
+                _ => Ok(o),
+            };
+        }
+        let found = find(named)?;
+        let api = open(&found)?;
+        Ok(self.open.get_or_init(|| Open { found, api }))
+    }
+}
+
+/// Loads the library whose file is named, before anything uses another copy: NVRTC, cuBLASLt, NCCL or
+/// NVSHMEM, as the name of the file says. Returns where it is.
+///
+/// # Errors
+/// `InvalidArgument` if it is none of these by its name; as [`load_nvrtc`](super::load_nvrtc),
+/// [`load_cublaslt`](super::load_cublaslt), [`load_nccl`](super::load_nccl) and
+/// [`load_nvshmem`](super::load_nvshmem).
+pub fn load_library(file: &Path) -> Result<Found> {
+    let named = Some(file);
+    match &[NVRTC, CUBLASLT, CUBLASLT_12, NCCL, NVSHMEM].map(|s| s.is_copy(file))[..] {
+        [true, ..] => super::load_nvrtc(named),
+        [_, true, ..] | [_, _, true, ..] => super::load_cublaslt(named),
+        [.., true, _] => super::load_nccl(named),
+        [.., true] => super::load_nvshmem(named),
+        _ => Err(Error::invalid("the file's name is that of no library that could be named")
+            .expected([NVRTC, CUBLASLT, CUBLASLT_12, NCCL, NVSHMEM].map(|s| s.soname).join(", "))
+            .seen(file.display())),
+    }
+}
+
+fn same_file(a: &Path, b: &Path) -> bool {
+    let real = |p: &Path| p.canonicalize().unwrap_or_else(|_| p.to_owned());
+    real(a) == real(b)
+}
+
+fn in_use<A>(used: &Open<A>, wanted: &Found) -> Error {
+    let text = format!("{} is in use already", used.found.path.display());
+    Error::new(ErrorKind::Mismatch, text)
+        .op("cuda")
+        .expected(used.found.path.display())
+        .seen(wanted.path.display())
+        .hint("name a library before anything uses it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::places::How;
+    use super::*;
+
+    #[test]
+    fn the_first_copy_that_opens_is_the_one_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, "").unwrap();
+            path
+        };
+        let (a, b, link) = (file("a"), file("b"), dir.path().join("link"));
+        std::os::unix::fs::symlink(&a, &link).unwrap();
+        let find = |named: Option<&Path>| match named {
+            Some(path) => Ok(Found { path: path.to_owned(), how: How::Named }),
+            None => Err(Error::new(ErrorKind::Unavailable, "not there")),
+        };
+        let library: InUse<u32> = InUse::new();
+        // Neither error decides.
+        assert!(library.get(None, find, |_| Ok(1)).err().unwrap().is_unavailable());
+        let broken = library.get(Some(&b), find, |_| Err(Error::internal("no such symbol")));
+        assert!(broken.err().unwrap().message().contains("symbol"));
+        let first = library.get(Some(&a), find, |_| Ok(2)).unwrap();
+        assert_eq!((**first, &first.found.path), (2, &a));
+        // From now on it is this one, by whatever name.
+        for named in [None, Some(&*a), Some(&*link)] {
+            assert_eq!(**library.get(named, find, |_| Ok(3)).unwrap(), 2);
+        }
+        let e = library.get(Some(&b), find, |_| Ok(4)).err().unwrap();
+        let said = e.to_string();
+        assert!(e.is_mismatch() && e.get_hint().is_some(), "{e}");
+        assert!([&a, &b].iter().all(|p| said.contains(&p.display().to_string())), "{e}");
     }
 }

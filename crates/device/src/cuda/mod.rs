@@ -37,15 +37,16 @@ mod tests;
 mod vmm;
 
 pub use context::{CudaContext, device_count, driver_version};
-pub use cublaslt::{CublasLt, LtAlgo, LtDesc, LtProduct};
+pub use cublaslt::{CublasLt, LtAlgo, LtDesc, LtProduct, load_cublaslt};
 pub use event::CudaEvent;
 pub use graph::CudaGraph;
+pub use library::load_library;
 pub use loader::available;
 pub use memory::{CudaMemory, Pinned};
 pub use module::{CudaModule, Grid, Kernel, LaunchArgs};
-pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum, NcclWindow};
+pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum, NcclWindow, load_nccl};
 pub use nvrtc::{Nvrtc, load_nvrtc};
-pub use nvshmem::{Nvshmem, NvshmemId};
+pub use nvshmem::{Nvshmem, NvshmemId, load_nvshmem};
 pub use places::{
     CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, NVTX,
     NVTX_12, Places,

@@ -1,4 +1,4 @@
-//! NVIDIA's collectives, opened at run time: 2.27 and newer.
+//! NVIDIA's collectives, opened at run time: 2.27 and newer, as far as it is 2.
 //!
 //! # Rules
 //! - Communicators are non-blocking: no call waits for a peer, so whoever waits can give up.
@@ -6,13 +6,14 @@
 //! - The library is not opened unless `NCCL_NVLS_ENABLE=0` keeps it off NVLink multicast.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::path::Path;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
 
 use super::context::CudaContext;
-use super::library::Lib;
+use super::library::{InUse, Lib, Open};
 use super::places::{Found, NCCL, Places};
 use super::stream::CudaStream;
 
@@ -23,6 +24,10 @@ const SUCCESS: Code = 0;
 const IN_PROGRESS: Code = 7;
 /// The oldest whose calls are used here, as `ncclGetVersion` writes it.
 const MIN_VERSION: c_int = 22700;
+/// The only major version whose declarations are used here, and the newest minor one whose functions
+/// `cargo xtask test --only libraries` looks up.
+const MAJOR: c_int = 2;
+const TESTED_MINOR: c_int = 32;
 /// `NCCL_WIN_COLL_SYMMETRIC`: every rank's part lies at the same offset.
 const WINDOW_SYMMETRIC: c_int = 1;
 const NO_MULTICAST: &str = "NCCL_NVLS_ENABLE";
@@ -67,7 +72,6 @@ type Transfer = unsafe extern "C" fn(u64, usize, c_int, c_int, Raw, Raw) -> Code
 
 /// The library's functions, as `nccl.h` declares them.
 struct Api {
-    found: Found,
     version: c_int,
     error_string: unsafe extern "C" fn(Code) -> *const c_char,
     last_error: unsafe extern "C" fn(Raw) -> *const c_char,
@@ -88,15 +92,20 @@ struct Api {
 }
 
 impl Api {
-    fn get() -> Result<&'static Self> {
-        static STATE: OnceLock<Result<Api>> = OnceLock::new();
-        STATE.get_or_init(Self::open).as_ref().map_err(Clone::clone)
+    fn get() -> Result<&'static Open<Self>> {
+        Self::load(None)
     }
 
-    fn open() -> Result<Self> {
-        let set = std::env::var(NO_MULTICAST).ok();
-        no_multicast(set.as_deref())?;
-        let found = Places::of_process().find(&NCCL, None)?;
+    fn load(named: Option<&Path>) -> Result<&'static Open<Self>> {
+        static STATE: InUse<Api> = InUse::new();
+        let find = |named: Option<&Path>| {
+            no_multicast(std::env::var(NO_MULTICAST).ok().as_deref())?;
+            Places::of_process().find(&NCCL, named)
+        };
+        STATE.get(named, find, Self::open)
+    }
+
+    fn open(found: &Found) -> Result<Self> {
         // SAFETY: NCCL's initialisers have no preconditions.
         let lib = unsafe { Lib::open(&found.path, &NCCL, false)? };
         let mut version = 0;
@@ -105,7 +114,7 @@ impl Api {
             let get: unsafe extern "C" fn(*mut c_int) -> Code = lib.symbol("ncclGetVersion")?;
             get(&mut version)
         };
-        new_enough(if code == SUCCESS { version } else { 0 }, &found)?;
+        known(if code == SUCCESS { version } else { 0 }, found)?;
         // SAFETY: the types are those of `nccl.h`, where device addresses are pointers.
         unsafe {
             Ok(Self {
@@ -126,7 +135,6 @@ impl Api {
                 send: lib.symbol("ncclSend")?,
                 recv: lib.symbol("ncclRecv")?,
                 window: lib.optional("ncclCommWindowRegister"),
-                found: found.clone(),
             })
         }
     }
@@ -164,13 +172,22 @@ fn no_multicast(set: Option<&str>) -> Result<()> {
     ))
 }
 
-fn new_enough(version: c_int, found: &Found) -> Result<()> {
-    if version >= MIN_VERSION {
+fn known(version: c_int, found: &Found) -> Result<()> {
+    let (major, minor) = (version / 10_000, version / 100 % 100);
+    if version >= MIN_VERSION && major == MAJOR {
+        if minor > TESTED_MINOR {
+            log::warn!(
+                "NCCL {} at {} is newer than what was tested, {MAJOR}.{TESTED_MINOR}",
+                text(version),
+                found.path.display()
+            );
+        }
         return Ok(());
     }
-    Err(Error::new(ErrorKind::Unavailable, format!("{} is too old", found.path.display()))
+    let what = if version < MIN_VERSION { "is too old" } else { "has another interface" };
+    Err(Error::new(ErrorKind::Unavailable, format!("{} {what}", found.path.display()))
         .op("nccl")
-        .expected(format_args!("{} or newer", text(MIN_VERSION)))
+        .expected(format_args!("{} or a later {MAJOR}", text(MIN_VERSION)))
         .seen(text(version))
         .hint(NCCL.install))
 }
@@ -262,9 +279,17 @@ pub enum NcclSum {
     Avg,
 }
 
+/// Loads NCCL, from `named` (a file or its folder) if given, and returns where it is.
+///
+/// # Errors
+/// As [`NcclComm::library`]; `Mismatch` if another copy than `named` is loaded or in use.
+pub fn load_nccl(named: Option<&Path>) -> Result<Found> {
+    Api::load(named).map(|o| o.found.clone())
+}
+
 /// A communicator of one rank on one device.
 pub struct NcclComm {
-    api: &'static Api,
+    api: &'static Open<Api>,
     ctx: CudaContext,
     /// None once it is aborted. Held during calls: an abort frees what they use.
     raw: Mutex<Option<Handle>>,
@@ -281,8 +306,8 @@ impl NcclComm {
     ///
     /// # Errors
     /// `Unavailable` without the library, naming every place that was searched and the command that
-    /// installs it, for one that is too old, and unless `NCCL_NVLS_ENABLE=0`; `Mismatch` if two
-    /// copies are loaded.
+    /// installs it, for one that is older than 2.27 or newer than 2, and unless `NCCL_NVLS_ENABLE=0`;
+    /// `Mismatch` if two copies are loaded.
     pub fn library() -> Result<(String, Found)> {
         let api = Api::get()?;
         Ok((text(api.version), api.found.clone()))
@@ -503,14 +528,19 @@ mod tests {
     }
 
     #[test]
-    fn an_old_library_is_named() {
+    fn other_interfaces_are_named() {
         let found =
             Found { path: "/x/libnccl.so.2".into(), how: super::super::places::How::System };
-        new_enough(22809, &found).unwrap();
-        let e = new_enough(22605, &found).unwrap_err();
-        let said = e.to_string();
-        assert!(said.contains("/x/libnccl") && said.contains("2.26.5"), "{e}");
-        assert!(e.get_hint().is_some() && e.is_unavailable());
+        // One that is newer than what was tested is used, with a warning.
+        for good in [22700, 22809, 23203, 24000] {
+            known(good, &found).unwrap();
+        }
+        for (bad, name) in [(22605, "2.26.5"), (30000, "3.0.0"), (0, "0.0.0")] {
+            let e = known(bad, &found).unwrap_err();
+            let said = e.to_string();
+            assert!(said.contains("/x/libnccl") && said.contains(name), "{e}");
+            assert!(e.get_hint().is_some() && e.is_unavailable());
+        }
     }
 
     #[test]

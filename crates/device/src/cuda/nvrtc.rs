@@ -4,12 +4,11 @@
 //! found. A binding that opens the library again by name may open another one.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::path::Path;
 
 use tilewire_core::{Error, ErrorKind, Result};
 
-use super::library::Lib;
+use super::library::{InUse, Lib, Open};
 use super::places::{Found, NVRTC, Places, entries};
 use crate::jit::{Compiled, Compiler, KernelSpec};
 
@@ -83,36 +82,19 @@ fn preload(main: &Path) -> Result<Lib<'_>> {
     unsafe { Lib::open(main, &NVRTC, true) }
 }
 
-/// The copy in use; the first call of a process decides.
-static STATE: Mutex<Option<(Found, &'static Api)>> = Mutex::new(None);
-
-fn load(named: Option<&Path>) -> Result<(Found, &'static Api)> {
-    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let (Some(s), None) = (&*state, named) {
-        return Ok(s.clone());
-    }
-    let found = Places::of_process().find(&NVRTC, named)?;
-    if let Some((used, api)) = &*state {
-        let real = |p: &Path| p.canonicalize().unwrap_or_else(|_| PathBuf::from(p));
-        if real(&used.path) == real(&found.path) {
-            return Ok((used.clone(), api));
-        }
-        let text = format!("NVRTC of {} is in use", used.path.display());
-        return Err(Error::new(ErrorKind::Mismatch, text).op("cuda").seen(found.path.display()));
-    }
-    // For the life of the process: the table points into it.
-    let api: &'static Api = Box::leak(Box::new(Api::open(&found.path)?));
-    *state = Some((found.clone(), api));
-    Ok((found, api))
+fn load(named: Option<&Path>) -> Result<&'static Open<Api>> {
+    static STATE: InUse<Api> = InUse::new();
+    let find = |named: Option<&Path>| Places::of_process().find(&NVRTC, named);
+    STATE.get(named, find, |found| Api::open(&found.path))
 }
 
-/// Loads the run-time compiler NVRTC, from `named` if given, and returns where it is.
+/// Loads the run-time compiler NVRTC, from `named` (a file or its folder) if given, and returns where it is.
 ///
 /// # Errors
 /// As [`Places::find`]; `Unavailable` if the file is not NVRTC; `Mismatch` if `named` is not the
 /// copy that is in use.
 pub fn load_nvrtc(named: Option<&Path>) -> Result<Found> {
-    load(named).map(|(found, _)| found)
+    load(named).map(|o| o.found.clone())
 }
 
 /// NVRTC as a [`Compiler`].
@@ -121,7 +103,7 @@ pub struct Nvrtc;
 
 impl Compiler for Nvrtc {
     fn version(&self) -> Result<String> {
-        let (_, api) = load(None)?;
+        let api = load(None)?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: valid outputs.
         api.check(unsafe { (api.version)(&mut major, &mut minor) }, "nvrtcVersion")?;
@@ -129,7 +111,7 @@ impl Compiler for Nvrtc {
     }
 
     fn compile(&self, spec: &KernelSpec) -> Result<Compiled> {
-        let (_, api) = load(None)?;
+        let api = load(None)?;
         let c = |s: &str| CString::new(s).map_err(|_| Error::invalid("a zero byte in a kernel"));
         let mut options = vec![c(&format!("--gpu-architecture={}", spec.arch))?];
         for o in KernelSpec::OPTIONS {

@@ -7,18 +7,21 @@
 //! - The library is not opened unless `NVSHMEM_DISABLE_NVLS=1` keeps it off NVLink multicast.
 
 use std::ffi::{c_int, c_void};
-use std::sync::OnceLock;
+use std::path::Path;
 
 use tilewire_core::{Error, ErrorKind, Result};
 
 use super::context::CudaContext;
-use super::library::Lib;
+use super::library::{InUse, Lib, Open};
 use super::places::{Found, NVSHMEM, Places};
 
 const NO_MULTICAST: &str = "NVSHMEM_DISABLE_NVLS";
-/// The versions whose interface is the one below, first and last of the numbers before the patch.
+/// The first version whose interface is the one below, and the major version that has it.
 const MIN: (c_int, c_int) = (3, 4);
 const MAJOR: c_int = 3;
+/// The newest whose functions `cargo xtask test --only libraries` looks up. Later ones are used, too, with a
+/// warning: they must be told the version of each structure, and keep to it.
+const TESTED_MINOR: c_int = 8;
 /// `NVSHMEMX_INIT_WITH_UNIQUEID`.
 const WITH_UNIQUEID: u32 = 1 << 3;
 
@@ -84,7 +87,6 @@ impl InitAttr {
 
 /// The library's functions, as its headers declare them.
 struct Api {
-    found: Found,
     version: (c_int, c_int, c_int),
     unique_id: unsafe extern "C" fn(*mut NvshmemId) -> c_int,
     set_id: unsafe extern "C" fn(c_int, c_int, *const NvshmemId, *mut InitAttr) -> c_int,
@@ -96,14 +98,20 @@ struct Api {
 }
 
 impl Api {
-    fn get() -> Result<&'static Self> {
-        static STATE: OnceLock<Result<Api>> = OnceLock::new();
-        STATE.get_or_init(Self::open).as_ref().map_err(Clone::clone)
+    fn get() -> Result<&'static Open<Self>> {
+        Self::load(None)
     }
 
-    fn open() -> Result<Self> {
-        no_multicast(std::env::var(NO_MULTICAST).ok().as_deref())?;
-        let found = Places::of_process().find(&NVSHMEM, None)?;
+    fn load(named: Option<&Path>) -> Result<&'static Open<Self>> {
+        static STATE: InUse<Api> = InUse::new();
+        let find = |named: Option<&Path>| {
+            no_multicast(std::env::var(NO_MULTICAST).ok().as_deref())?;
+            Places::of_process().find(&NVSHMEM, named)
+        };
+        STATE.get(named, find, Self::open)
+    }
+
+    fn open(found: &Found) -> Result<Self> {
         // SAFETY: the library's initialisers have no preconditions.
         let lib = unsafe { Lib::open(&found.path, &NVSHMEM, false)? };
         let (mut major, mut minor, mut patch) = (0, 0, 0);
@@ -113,7 +121,7 @@ impl Api {
                 lib.symbol("nvshmemx_vendor_get_version_info")?;
             get(&mut major, &mut minor, &mut patch);
         }
-        known((major, minor, patch), &found)?;
+        known((major, minor, patch), found)?;
         // SAFETY: the types are those of `nvshmem_api.h` and `nvshmemx_api.h`, where addresses are pointers.
         unsafe {
             Ok(Self {
@@ -125,7 +133,6 @@ impl Api {
                 num_pes: lib.symbol("nvshmem_n_pes")?,
                 malloc: lib.symbol("nvshmem_malloc")?,
                 peer: lib.symbol("nvshmem_ptr")?,
-                found: found.clone(),
             })
         }
     }
@@ -152,6 +159,13 @@ fn no_multicast(set: Option<&str>) -> Result<()> {
 
 fn known(v: (c_int, c_int, c_int), found: &Found) -> Result<()> {
     if v.0 == MAJOR && (v.0, v.1) >= MIN {
+        if v.1 > TESTED_MINOR {
+            log::warn!(
+                "NVSHMEM {} at {} is newer than what was tested, {MAJOR}.{TESTED_MINOR}",
+                text_of(v),
+                found.path.display()
+            );
+        }
         return Ok(());
     }
     let text = format!("{} has another interface", found.path.display());
@@ -165,6 +179,14 @@ fn known(v: (c_int, c_int, c_int), found: &Found) -> Result<()> {
 /// As in 3.4.5.
 fn text_of(v: (c_int, c_int, c_int)) -> String {
     format!("{}.{}.{}", v.0, v.1, v.2)
+}
+
+/// Loads NVSHMEM, from `named` (a file or its folder) if given, and returns where it is.
+///
+/// # Errors
+/// As [`Nvshmem::library`]; `Mismatch` if another copy than `named` is loaded or in use.
+pub fn load_nvshmem(named: Option<&Path>) -> Result<Found> {
+    Api::load(named).map(|o| o.found.clone())
 }
 
 /// The library, one for a process.

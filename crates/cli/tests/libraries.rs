@@ -1,0 +1,166 @@
+//! Libraries of NVIDIA's that are named by their file: fakes, which export what is looked up in the real ones.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// What is looked up in each library, beside what says its version.
+const NCCL: [&str; 15] = [
+    "ncclGetErrorString",
+    "ncclGetLastError",
+    "ncclGetUniqueId",
+    "ncclCommInitRankConfig",
+    "ncclCommGetAsyncError",
+    "ncclCommAbort",
+    "ncclGroupStart",
+    "ncclGroupEnd",
+    "ncclAllGather",
+    "ncclReduceScatter",
+    "ncclAllReduce",
+    "ncclReduce",
+    "ncclBroadcast",
+    "ncclSend",
+    "ncclRecv",
+];
+const NVSHMEM: [&str; 7] = [
+    "nvshmemx_get_uniqueid",
+    "nvshmemx_set_attr_uniqueid_args",
+    "nvshmemx_hostlib_init_attr",
+    "nvshmem_my_pe",
+    "nvshmem_n_pes",
+    "nvshmem_malloc",
+    "nvshmem_ptr",
+];
+const CUBLASLT: [&str; 13] = [
+    "cublasLtGetVersion",
+    "cublasLtCreate",
+    "cublasLtGetStatusString",
+    "cublasLtMatmulDescCreate",
+    "cublasLtMatmulDescSetAttribute",
+    "cublasLtMatmulDescDestroy",
+    "cublasLtMatrixLayoutCreate",
+    "cublasLtMatrixLayoutDestroy",
+    "cublasLtMatmulPreferenceCreate",
+    "cublasLtMatmulPreferenceSetAttribute",
+    "cublasLtMatmulPreferenceDestroy",
+    "cublasLtMatmulAlgoGetHeuristic",
+    "cublasLtMatmul",
+];
+
+fn nccl_version(number: u32) -> String {
+    format!("int ncclGetVersion(int* v) {{ *v = {number}; return 0; }}\n")
+}
+
+fn nvshmem_version(minor: u32) -> String {
+    let args = "int* a, int* b, int* c";
+    format!("void nvshmemx_vendor_get_version_info({args}) {{ *a = 3; *b = {minor}; *c = 1; }}\n")
+}
+
+/// A library at `path` that exports `names`, which do nothing, and what `more` defines.
+fn fake(path: &Path, names: &[&str], more: &str) -> PathBuf {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    let does_nothing = names.iter().map(|n| format!("int {n}(void) {{ return 0; }}\n"));
+    let source = path.with_extension("c");
+    fs::write(&source, does_nothing.collect::<String>() + more).unwrap();
+    let mut gcc = Command::new("gcc");
+    let made = gcc.args(["-shared", "-fPIC", "-o"]).args([path, &*source]).status();
+    assert!(made.is_ok_and(|s| s.success()), "this test needs gcc (apt-get install gcc)");
+    path.to_owned()
+}
+
+fn doctor(libraries: &[&Path], vars: &[(&str, &str)]) -> Output {
+    let mut c = Command::new(env!("CARGO_BIN_EXE_tilewire"));
+    c.args(["doctor", "--json"]).envs([("NCCL_NVLS_ENABLE", "0"), ("NVSHMEM_DISABLE_NVLS", "1")]);
+    for l in libraries {
+        c.arg("--library").arg(l);
+    }
+    c.envs(vars.iter().copied()).output().unwrap()
+}
+
+/// The line about the library of that name.
+fn line(o: &Output, name: &str) -> String {
+    let all: Vec<Value> = serde_json::from_slice(&o.stdout).expect("JSON");
+    let texts = all.iter().filter(|f| f["code"] == "library").filter_map(|f| f["text"].as_str());
+    texts.filter(|t| t.contains(name)).collect()
+}
+
+fn refused(o: &Output) -> String {
+    assert_eq!(o.status.code(), Some(2), "{o:?}");
+    String::from_utf8_lossy(&o.stderr).into_owned()
+}
+
+#[test]
+fn the_named_copy_is_the_one_in_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let nccl = fake(&at("a/libnccl.so.2"), &NCCL, &nccl_version(22907));
+    // Newer than what was tested: with a warning, which `doctor` does not show.
+    let nvshmem = fake(&at("a/libnvshmem_host.so.3"), &NVSHMEM, &nvshmem_version(99));
+    let lt = fake(&at("a/libcublasLt.so.12.8"), &CUBLASLT, "");
+    let o = doctor(&[&nccl, &nvshmem, &lt], &[]);
+    assert!(o.status.code() != Some(2), "{o:?}");
+    for (name, file) in
+        [("NCCL: 2.29.7 at", &nccl), ("NVSHMEM: 3.99.1 at", &nvshmem), ("cuBLASLt: ", &lt)]
+    {
+        let said = line(&o, name);
+        assert!(said.contains(&file.display().to_string()), "{said}");
+        assert!(said.contains("already loaded"), "{said}");
+    }
+}
+
+#[test]
+fn another_copy_that_is_loaded_is_an_error_that_names_both() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let copies = |name: &str, names: &[&str], more: &str| {
+        [fake(&at("a").join(name), names, more), fake(&at("b").join(name), names, more)]
+    };
+    for [a, b] in [
+        copies("libnccl.so.2", &NCCL, &nccl_version(22907)),
+        copies("libnvshmem_host.so.3", &NVSHMEM, &nvshmem_version(4)),
+        copies("libcublasLt.so.13", &CUBLASLT, ""),
+    ] {
+        let (a_text, b_text) = (a.display().to_string(), b.display().to_string());
+        let said = refused(&doctor(&[&a], &[("LD_PRELOAD", &b_text)]));
+        assert!(said.contains(&a_text) && said.contains(&b_text), "{said}");
+        assert!(said.contains("two copies"), "{said}");
+        let said = refused(&doctor(&[&a, &b], &[]));
+        assert!(said.contains(&a_text) && said.contains(&b_text), "{said}");
+        // The one that is loaded already may be named.
+        assert!(doctor(&[&a, &a], &[("LD_PRELOAD", &a_text)]).status.code() != Some(2));
+    }
+}
+
+#[test]
+fn what_cannot_be_used_is_refused_with_the_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let old = fake(&at("old/libnccl.so.2"), &NCCL, &nccl_version(22605));
+    let next = fake(&at("next/libnccl.so.2"), &NCCL, &nccl_version(30001));
+    let part = fake(&at("part/libnccl.so.2"), &NCCL[1..], &nccl_version(22907));
+    let old_shmem = fake(&at("old/libnvshmem_host.so.3"), &NVSHMEM, &nvshmem_version(3));
+    fs::write(at("libnccl.so.2"), "no library").unwrap();
+    let install = "pip install nvidia-n";
+    for (file, needles) in [
+        (&old, ["too old", "2.26.5", "2.27.0", install]),
+        (&next, ["another interface", "3.0.1", "2.27.0", install]),
+        (&part, ["ncclGetErrorString", "part/libnccl.so.2", "has no", install]),
+        (&old_shmem, ["another interface", "3.3.1", "3.4", install]),
+        (&at("libnccl.so.2"), ["cannot be loaded", "libnccl", "file too short", install]),
+        (&at("none/libnccl.so.2"), ["No such file", "none/libnccl.so.2", "NCCL", "error"]),
+        (&at("libm.so.6"), ["libm.so.6", "libnccl.so.2", "libnvrtc.so.13", "libcublasLt.so.12"]),
+    ] {
+        let said = refused(&doctor(&[file], &[]));
+        for n in needles {
+            assert!(said.contains(n), "{}: no `{n}` in: {said}", file.display());
+        }
+    }
+    let said = refused(&doctor(&[&part], &[("NCCL_NVLS_ENABLE", "1")]));
+    assert!(said.contains("NCCL_NVLS_ENABLE=0"), "{said}");
+    let mut run = Command::new(env!("CARGO_BIN_EXE_tilewire"));
+    run.args(["run", "-n", "1", "--library"]).arg(&part).args(["--", "true"]);
+    let said = refused(&run.output().unwrap());
+    assert!(said.contains("behind `--`"), "{said}");
+}
