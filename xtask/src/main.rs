@@ -3,6 +3,7 @@
 mod acceptance;
 mod api;
 mod bundle;
+mod libraries;
 mod stages;
 mod tidy;
 

@@ -11,14 +11,14 @@ struct Stage {
 
 /// What a stage did: how many checks passed and failed, and bytes downloaded.
 #[derive(Default)]
-struct Outcome {
-    passed: usize,
-    failed: usize,
-    skipped: usize,
-    downloaded: u64,
+pub struct Outcome {
+    pub passed: usize,
+    pub failed: usize,
+    pub skipped: usize,
+    pub downloaded: u64,
 }
 
-const STAGES: [Stage; 14] = [
+const STAGES: [Stage; 15] = [
     Stage { name: "tidy", run: tidy },
     Stage { name: "acceptance", run: acceptance },
     Stage { name: "build", run: build },
@@ -27,6 +27,7 @@ const STAGES: [Stage; 14] = [
     Stage { name: "dependencies", run: dependencies },
     Stage { name: "kernels", run: kernels },
     Stage { name: "unit", run: unit },
+    Stage { name: "libraries", run: crate::libraries::run },
     Stage { name: "doc", run: doc },
     Stage { name: "examples", run: examples },
     Stage { name: "verify", run: verify },
@@ -94,7 +95,7 @@ fn acceptance(root: &Path) -> Outcome {
 }
 
 /// Runs a command with the multicast-off variables, inheriting output. Ends it after `limit`.
-fn exec(root: &Path, program: &str, args: &[&str], limit: Duration) -> bool {
+pub fn exec(root: &Path, program: &str, args: &[&str], limit: Duration) -> bool {
     println!("$ {program} {}", args.join(" "));
     let child =
         Command::new(program).args(args).current_dir(root).envs(OFF).stdin(Stdio::null()).spawn();
@@ -121,14 +122,14 @@ fn exec(root: &Path, program: &str, args: &[&str], limit: Duration) -> bool {
 }
 
 /// NVLink multicast stays off in everything that is started from here.
-const OFF: [(&str, &str); 4] = [
+pub const OFF: [(&str, &str); 4] = [
     ("NCCL_NVLS_ENABLE", "0"),
     ("NVSHMEM_DISABLE_NVLS", "1"),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
     ("CUBLASMP_DISABLE_MULTICAST", "1"),
 ];
 
-fn one(ok: bool) -> Outcome {
+pub fn one(ok: bool) -> Outcome {
     Outcome { passed: usize::from(ok), failed: usize::from(!ok), ..Outcome::default() }
 }
 
@@ -146,13 +147,14 @@ fn build(root: &Path) -> Outcome {
 }
 
 /// Runs `cargo test` and adds up its result lines.
-fn cargo_test(root: &Path, args: &[&str]) -> Outcome {
+pub fn cargo_test(root: &Path, args: &[&str], vars: &[(&str, &str)]) -> Outcome {
     println!("$ cargo test {}", args.join(" "));
     let out = Command::new(cargo())
         .arg("test")
         .args(args)
         .current_dir(root)
         .envs(OFF)
+        .envs(vars.iter().copied())
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output();
@@ -188,11 +190,15 @@ fn cargo_test(root: &Path, args: &[&str]) -> Outcome {
 }
 
 fn unit(root: &Path) -> Outcome {
-    cargo_test(root, &["--workspace", "--lib", "--bins", "--tests", "--examples", "--no-fail-fast"])
+    cargo_test(
+        root,
+        &["--workspace", "--lib", "--bins", "--tests", "--examples", "--no-fail-fast"],
+        &[],
+    )
 }
 
 fn doc(root: &Path) -> Outcome {
-    cargo_test(root, &["--workspace", "--doc", "--no-fail-fast"])
+    cargo_test(root, &["--workspace", "--doc", "--no-fail-fast"], &[])
 }
 
 fn api(root: &Path) -> Outcome {
@@ -316,7 +322,7 @@ fn examples(root: &Path) -> Outcome {
     o
 }
 
-fn add(o: &mut Outcome, other: &Outcome) {
+pub fn add(o: &mut Outcome, other: &Outcome) {
     o.passed += other.passed;
     o.failed += other.failed;
     o.skipped += other.skipped;
@@ -360,7 +366,7 @@ fn train(root: &Path) -> Outcome {
     one(fell)
 }
 
-fn binary(root: &Path) -> PathBuf {
+pub fn binary(root: &Path) -> PathBuf {
     root.join("target/release/tilewire")
 }
 
@@ -442,7 +448,7 @@ fn torchrun(root: &Path) -> Outcome {
     o
 }
 
-fn size_of(dir: &Path) -> u64 {
+pub fn size_of(dir: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
     entries
         .flatten()

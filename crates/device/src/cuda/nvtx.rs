@@ -110,4 +110,59 @@ mod tests {
         assert_eq!((nvtx.push("gemm"), nvtx.push(&"x".repeat(99))), (104, 247));
         assert_eq!((nvtx.pop(), nvtx.pop()), (200, 100));
     }
+
+    /// A profiler, as NVTX calls it: writes what it sees into a file. The numbers are those of `nvtxTypes.h`.
+    const PROFILER_TEXT: &str = r#"
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+typedef void (*Function)(void);
+typedef struct { size_t size; int (*table)(int, Function***, unsigned*); } Callbacks;
+static int level;
+static void say(const char* what, const char* name) {
+    FILE* f = fopen(getenv("PROFILER_LOG"), "a");
+    fprintf(f, "%s%s\n", what, name);
+    fclose(f);
+}
+static int push(const char* name) { say("push ", name); return level++; }
+static int pop(void) { say("pop", ""); return --level; }
+int InitializeInjectionNvtx2(const void* (*export_table)(unsigned)) {
+    const Callbacks* callbacks = export_table(1);
+    Function** table;
+    unsigned len;
+    if (!callbacks->table(1, &table, &len) || len <= 11) return 0;
+    *table[9] = (Function)push;
+    *table[11] = (Function)pop;
+    return 1;
+}
+"#;
+
+    /// The library of CUDA 13 itself, which `cargo xtask test --only libraries` fetches, with a profiler
+    /// attached: it reads the environment, so this is another process.
+    #[test]
+    fn a_profiler_sees_ranges_of_cuda_13() {
+        let Some(lib) = std::env::var_os("NVTX_LIBRARY").map(std::path::PathBuf::from) else {
+            return;
+        };
+        if std::env::var_os(PROFILER).is_some() {
+            let system = vec![lib.parent().unwrap().to_owned()];
+            let nvtx = open(&Places { system, ..Places::default() }).unwrap();
+            assert_eq!((nvtx.push("gemm"), nvtx.push("wait")), (0, 1));
+            assert_eq!((nvtx.pop(), nvtx.pop()), (1, 0));
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("p.c"), PROFILER_TEXT).unwrap();
+        let mut gcc = Command::new("gcc");
+        let made = gcc.args(["-shared", "-fPIC", "-o"]).args([at("p.so"), at("p.c")]).status();
+        assert!(made.is_ok_and(|s| s.success()), "this test needs gcc (apt-get install gcc)");
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "cuda::nvtx::tests::a_profiler_sees_ranges_of_cuda_13"]);
+        child.env(PROFILER, at("p.so")).env("PROFILER_LOG", at("log"));
+        let out = child.output().unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stdout));
+        let seen = std::fs::read_to_string(at("log")).unwrap();
+        assert_eq!(seen, "push gemm\npush wait\npop\npop\n");
+    }
 }
