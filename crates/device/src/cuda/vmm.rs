@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemAllocationHandleType, CUmemAllocationProp};
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 use super::context::CudaContext;
@@ -69,6 +71,31 @@ fn has_fabric(supported: bool, channels: &Path) -> Result<()> {
     let text = format!("there is no IMEX channel in {}", channels.display());
     Err(Error::new(ErrorKind::Unavailable, text)
         .hint("start nvidia-imex and make a channel (`nvidia-modprobe -i 0`); one host needs none"))
+}
+
+/// Whether a descriptor could be opened now.
+fn free_descriptor() -> rustix::io::Result<()> {
+    rustix::fs::memfd_create("probe", rustix::fs::MemfdFlags::CLOEXEC).map(drop)
+}
+
+/// What the driver says of a descriptor that it could not open is one of its general errors: the real reason,
+/// where trying to open one shows it.
+fn explain(e: Error, tried: rustix::io::Result<()>) -> Error {
+    let (whose, hint) = match tried {
+        Err(Errno::MFILE) => {
+            // Each rank of a heap sends one, and the most ranks are 64.
+            let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+            let needed = limit.saturating_add(64).max(4096);
+            (format!("this process (limit {limit})"), format!("`ulimit -n {needed}`"))
+        }
+        Err(Errno::NFILE) => ("this machine".to_owned(), "raise `sysctl fs.file-max`".to_owned()),
+        _ => return e,
+    };
+    Error::new(ErrorKind::Exhausted, format!("no file descriptor is free: {}", e.message()))
+        .expected("one more open file")
+        .seen(format_args!("all of {whose} are open"))
+        .hint(format!("{hint}: a heap takes a descriptor for each rank while it is made"))
+        .cause(e)
 }
 
 fn location(ctx: &CudaContext) -> sys::CUmemLocation {
@@ -154,7 +181,7 @@ impl VmmChunk {
                 0,
             )
         };
-        check(code, "cuMemExportToShareableHandle")?;
+        check(code, "cuMemExportToShareableHandle").map_err(|e| explain(e, free_descriptor()))?;
         // SAFETY: the driver has just opened it for us.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         // Programs that this one starts have no business with it.
@@ -166,7 +193,8 @@ impl VmmChunk {
     /// The chunk behind a peer's descriptor.
     ///
     /// # Errors
-    /// `InvalidArgument` if it is not one of ours; `Permission` if the driver refuses.
+    /// `InvalidArgument` if it is not one of ours; `Permission` if the driver refuses; `Exhausted` if no
+    /// descriptor is free.
     pub fn import(ctx: &CudaContext, fd: &OwnedFd, len_bytes: usize) -> Result<Self> {
         let _current = ctx.bind()?;
         let mut handle = 0;
@@ -176,6 +204,10 @@ impl VmmChunk {
         let code =
             unsafe { sys::cuMemImportFromShareableHandle(&mut handle, os, ShareBy::Fd.raw()) };
         check(code, "cuMemImportFromShareableHandle").map_err(|e| {
+            let e = explain(e, free_descriptor());
+            if e.kind() == ErrorKind::Exhausted {
+                return e;
+            }
             e.hint(
                 "is the peer's GPU visible in this container, and may this process share memory \
                  with it? `nvidia-smi topo -p2p rw` shows the GPUs that are",
@@ -440,5 +472,43 @@ mod tests {
         assert!(e.kind() == ErrorKind::Unavailable && e.get_hint().is_some(), "{e}");
         std::fs::write(dir.path().join("channel0"), "").unwrap();
         kind(true, dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_driver_without_a_descriptor_is_told_from_other_errors() {
+        let driver = || Error::internal("cuMemExportToShareableHandle: OS call failed");
+        for other in [Ok(()), Err(Errno::NOMEM)] {
+            assert_eq!(explain(driver(), other).kind(), ErrorKind::Internal);
+        }
+        for (errno, hint) in [(Errno::MFILE, "ulimit -n"), (Errno::NFILE, "fs.file-max")] {
+            let e = explain(driver(), Err(errno));
+            assert_eq!(e.kind(), ErrorKind::Exhausted, "{e}");
+            assert!(e.message().contains("OS call failed"), "{e}");
+            assert!(e.get_hint().is_some_and(|h| h.contains(hint)), "{e}");
+        }
+    }
+
+    /// In a process of its own, as the limit is one of the process.
+    #[test]
+    fn a_limit_that_is_reached_is_seen() {
+        const NAME: &str = "cuda::vmm::tests::a_limit_that_is_reached_is_seen";
+        if std::env::var_os("FEW_DESCRIPTORS").is_none() {
+            free_descriptor().unwrap();
+            let mut sh = std::process::Command::new("sh");
+            sh.args(["-c", "ulimit -n 32; exec \"$0\" --exact \"$1\""]);
+            sh.arg(std::env::current_exe().unwrap()).arg(NAME).env("FEW_DESCRIPTORS", "1");
+            let out = sh.output().unwrap();
+            let text = String::from_utf8_lossy(&out.stdout);
+            assert!(out.status.success() && text.contains("1 passed"), "{text}");
+            return;
+        }
+        let all: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+        assert!(!all.is_empty() && all.len() < 32);
+        let (tried, e) = (free_descriptor(), explain(Error::internal("x"), free_descriptor()));
+        drop(all);
+        assert_eq!(tried, Err(Errno::MFILE));
+        let said = e.to_string();
+        assert!(said.contains("limit 32") && said.contains("ulimit -n 4096"), "{said}");
+        free_descriptor().unwrap();
     }
 }
