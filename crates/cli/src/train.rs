@@ -4,11 +4,12 @@ use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use tilewire::boot::Launch;
 use tilewire::device::Tracer;
+use tilewire::device::jit::KernelTimes;
 use tilewire::nn::{
     AdamW, Data, Grid, Model, ModelCfg, StepReport, Target, TrainCfg, Trainer, checkpoint,
 };
@@ -157,6 +158,9 @@ impl Job<'_> {
                 self.cfg.seq,
                 t.model.comm.symmetric_bytes() as f64 / 1e6
             ));
+            if let Some(k) = t.kernel_times() {
+                say(start_up(self.start.elapsed(), k));
+            }
         }
         let mut out = Output::new(args, first, t.step)?;
         self.steps(t, &mut out, tracer)?;
@@ -210,6 +214,17 @@ impl Job<'_> {
         }
         Ok(())
     }
+}
+
+/// What came before the first step, and the part of it that kernels took.
+fn start_up(all: Duration, k: KernelTimes) -> String {
+    let (all, kernels) = (all.as_secs_f64(), k.took.as_secs_f64());
+    format!(
+        "ready after {all:.2} s: kernels {kernels:.2} s ({} compiled, {} found), the rest {:.2} s",
+        k.compiled,
+        k.found,
+        (all - kernels).max(0.0)
+    )
 }
 
 /// What rank 0 shows and writes.
@@ -283,5 +298,20 @@ impl Output {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_told_from_the_rest_of_the_start() {
+        let took = Duration::from_millis(450);
+        let k = KernelTimes { compiled: 0, found: 34, took };
+        assert_eq!(
+            start_up(Duration::from_millis(1700), k),
+            "ready after 1.70 s: kernels 0.45 s (0 compiled, 34 found), the rest 1.25 s"
+        );
     }
 }

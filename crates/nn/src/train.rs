@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 use tilewire_core::{Error, Result};
+use tilewire_device::jit::KernelTimes;
 use tilewire_device::{Device, GraphExec};
 use tilewire_ops::layers::AdamW;
 
@@ -36,6 +37,9 @@ pub struct StepReport {
     pub tokens_per_s: f64,
     /// Share of communication that was hidden; `null` where the machine is not calibrated.
     pub hidden: Option<f64>,
+    /// Seconds that this rank's device has spent so far on finding, compiling and loading kernels; `null` on
+    /// the host, which has none.
+    pub kernels_s: Option<f64>,
 }
 
 /// Runs steps.
@@ -69,6 +73,14 @@ impl Trainer {
     pub fn calibrate(&mut self) -> Result<()> {
         self.hidden = crate::calibrate::hidden_share(&self.model)?;
         Ok(())
+    }
+
+    /// How many kernels the model's device was asked for so far, and how long that took; none on the host.
+    pub fn kernel_times(&self) -> Option<KernelTimes> {
+        match &self.model.comm.place.device {
+            Device::Host => None,
+            Device::Cuda(ctx) => Some(ctx.kernel_times()),
+        }
     }
 
     /// Queues a whole step on the batch that was loaded.
@@ -123,6 +135,7 @@ impl Trainer {
             lr: self.cfg.optim.rate(self.step),
             tokens_per_s: self.model.cfg.tokens() as f64 / start.elapsed().as_secs_f64(),
             hidden: self.hidden,
+            kernels_s: self.kernel_times().map(|t| t.took.as_secs_f64()),
         };
         self.step += 1;
         Ok(report)

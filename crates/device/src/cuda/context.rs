@@ -12,7 +12,7 @@ use super::error::check;
 use super::loader::available;
 use super::module::CudaModule;
 use super::probe::{DeviceInfo, arch, describe};
-use crate::jit::{Jit, KernelSpec, Key};
+use crate::jit::{Jit, KernelSpec, KernelTimes, Key};
 
 /// Number of devices that this process may use.
 ///
@@ -317,7 +317,9 @@ impl CudaContext {
             return Ok(m.clone());
         }
         // Not under the lock: a compilation takes seconds, and others need other kernels.
-        let new = CudaModule::load(self, &self.jit()?.cubin(spec)?.0)?;
+        let jit = self.jit()?;
+        let _busy = jit.busy();
+        let new = CudaModule::load(self, &jit.cubin(spec)?.0)?;
         Ok(loaded().entry(key).or_insert(new).clone())
     }
 
@@ -332,6 +334,7 @@ impl CudaContext {
         if jit.cache().is_err() {
             return Ok(0);
         }
+        let _busy = jit.busy();
         let missing: Vec<_> = specs.iter().filter(|s| jit.would_compile(s)).collect();
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let next = AtomicUsize::new(0);
@@ -351,6 +354,11 @@ impl CudaContext {
             }
         });
         Ok(missing.len())
+    }
+
+    /// How many kernels were asked for on this device, and how long it took to find, compile and load them.
+    pub fn kernel_times(&self) -> KernelTimes {
+        self.0.jit.get().map(Jit::times).unwrap_or_default()
     }
 
     /// Where this device's kernels come from: as the environment says when it is first asked.

@@ -18,6 +18,7 @@ mod key;
 mod log;
 #[cfg(test)]
 mod tests;
+mod times;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,6 +28,9 @@ use tilewire_core::{Config, Error, ErrorKind, JitMode, Result};
 pub use cache::{Cache, CacheUsage};
 pub use key::{KernelSpec, Key};
 pub use log::{KernelUse, kernel_uses};
+pub(crate) use times::Busy;
+use times::Clock;
+pub use times::KernelTimes;
 
 /// What a compiler makes of a spec.
 #[derive(Clone, Debug)]
@@ -72,6 +76,7 @@ pub struct Jit {
     compiler: Arc<dyn Compiler>,
     /// A cache that does not work is worth one warning.
     warned: Mutex<bool>,
+    clock: Clock,
 }
 
 impl Jit {
@@ -94,7 +99,7 @@ impl Jit {
         cache: Result<Cache>,
         compiler: Arc<dyn Compiler>,
     ) -> Self {
-        Self { mode, embedded, cache, compiler, warned: Mutex::new(false) }
+        Self { mode, embedded, cache, compiler, warned: Mutex::new(false), clock: Clock::default() }
     }
 
     /// The machine code of `spec`, and where it came from.
@@ -103,6 +108,21 @@ impl Jit {
     /// `Unavailable` if it is neither embedded nor cached and there is no compiler, or compiling
     /// is switched off. `Internal` with the compiler's messages.
     pub fn cubin(&self, spec: &KernelSpec) -> Result<(Vec<u8>, Origin)> {
+        let _busy = self.busy();
+        self.get(spec).inspect(|(_, origin)| self.clock.count(*origin))
+    }
+
+    /// How many kernels were asked for so far, and how long it took.
+    pub fn times(&self) -> KernelTimes {
+        self.clock.times()
+    }
+
+    /// Work on kernels, which counts as such until what is returned goes.
+    pub(crate) fn busy(&self) -> Busy<'_> {
+        self.clock.busy()
+    }
+
+    fn get(&self, spec: &KernelSpec) -> Result<(Vec<u8>, Origin)> {
         let key = spec.key();
         for dir in &self.embedded {
             if let Ok(cubin) = std::fs::read(dir.join(format!("{key}.cubin"))) {

@@ -113,6 +113,27 @@ fn built_in_kernels_come_first_and_switched_off_is_off() {
 }
 
 #[test]
+fn what_was_compiled_and_found_is_counted_with_its_time() {
+    let (dir, compiler) = (tempfile::tempdir().unwrap(), fake("nvrtc13.0"));
+    let first = jit(dir.path(), &compiler);
+    assert_eq!(first.times(), KernelTimes::default());
+    first.cubin(&spec("a")).unwrap();
+    first.cubin(&spec("b")).unwrap();
+    first.cubin(&spec("a")).unwrap();
+    let t = first.times();
+    assert_eq!((t.compiled, t.found), (2, 1));
+    // The compiler sleeps that long.
+    assert!(t.took >= std::time::Duration::from_millis(40), "{t:?}");
+    // Another run, with the cache; a failure is no kernel, but takes its time.
+    let second = jit(dir.path(), &compiler);
+    second.cubin(&spec("b")).unwrap();
+    second.cubin(&spec("")).unwrap_err();
+    let t = second.times();
+    assert_eq!((t.compiled, t.found), (0, 1));
+    assert!(t.took >= std::time::Duration::from_millis(20), "{t:?}");
+}
+
+#[test]
 fn what_would_be_compiled_is_known_ahead() {
     let (dir, built) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let compiler = fake("nvrtc13.0");
