@@ -26,6 +26,9 @@ TEAM_TESTS_NCCL = {"replays": "replays_by_nccl", "silent": "named_by_nccl"}
 # Operations of the team tests that share a process: an error of the device ends only that.
 TEAM_OPS = ["0-5", "6-13", "14-17", "18-20", "21-24", "25-29", "30-39"]
 TEAM_OPS_NCCL = ["40-45", "46-52"]
+# Operations whose rank is stopped, a set of processes for some of them; and those whose rank is killed, each with its own.
+STOPPED_OPS = ["0-5", "6-14", "15-24", "25-31", "32-39"]
+KILLED_OPS = ["0-5", "6-14", "15-18", "19-20"]
 LITMUS = ["bulk_store_flag", "copy_push_flag", "counter_flag", "credit"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
@@ -384,6 +387,13 @@ def faults(n):
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.
         yield Config("one-order-one-connection", [*orders, "one_order"], by_tests, jit=True, env=one)
+        # Ranks are processes, at least three: two GPUs are shared, and the rest is a team.
+        for ops in STOPPED_OPS:
+            yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process", "--nocapture"], by_tests, jit=True,
+                         env={"TW_TEAM_OPS": ops})
+        for ops in KILLED_OPS:
+            yield Config(f"killed-in-{ops}", [*orders, "a_killed_process", "--nocapture"], by_tests, jit=True,
+                         env={"TW_TEAM_OPS": ops})
     if n < 2:
         yield Config("peers", [], needs="needs two GPUs")
 

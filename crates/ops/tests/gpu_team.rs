@@ -14,6 +14,8 @@ mod launches;
 mod orders;
 #[path = "gpu/parked.rs"]
 mod parked;
+#[path = "gpu/processes.rs"]
+mod processes;
 #[path = "gpu/team_ops.rs"]
 mod team_ops;
 

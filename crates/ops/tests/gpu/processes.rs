@@ -1,0 +1,395 @@
+//! Faults of ranks that are processes: the last rank is stopped (SIGSTOP) or killed (SIGKILL) while the
+//! others wait for it inside an operation. They are told who it is, have no results, and go on as a new team.
+//!
+//! The test starts this program again, once for each rank, in the role of a rank. Ranks and test speak
+//! through files of one folder. There are more ranks than GPUs where that takes: the rest is a team, too.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::PoisonError;
+use std::time::{Duration, Instant, SystemTime};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tilewire_boot::{Flags, detect, join_processes};
+use tilewire_core::{BackendKind, Config, DType, Deadline, Error, ErrorKind, Rank, Result, Shape};
+use tilewire_device::cuda::{CudaContext, device_count};
+use tilewire_device::{Device, Stream, Tensor};
+use tilewire_symm::{Heap, HeapCfg, LiveTeam, World, WorldCfg};
+
+use crate::team_ops::{Make, Op, asked, by_puts};
+use crate::{DEVICES, all_poison};
+
+/// In the environment of a rank: `kill or stop|folder|operation:launches of the victim,...`.
+const ROLE: &str = "TW_FAULT_ROLE";
+const FOREVER: Duration = Duration::from_secs(30);
+/// How long a wait for a rank that is stopped lasts. What loads code has been done before.
+const STOPPED: Duration = Duration::from_millis(1500);
+/// A process ends by itself before whoever runs the test ends it.
+const LIFE: Duration = Duration::from_secs(56);
+/// How late the error may come: behind the deadline, or the death.
+const LATE: Duration = Duration::from_millis(1500);
+/// From "I launch now" to the signal.
+const INSIDE: Duration = Duration::from_millis(300);
+
+/// One operation of each way of waiting, with how many of its launches the victim makes: collectives by one
+/// kernel and by copy engines, products, dispatch and combine of `ep`, forward and backward of attention.
+const KILLS: [(usize, usize); 8] =
+    [(2, 0), (4, 0), (6, 0), (9, 0), (15, 1), (15, 2), (19, 1), (20, 0)];
+
+fn now_ms() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_millis() as u64)
+}
+
+/// Until `done`; whether it came to that.
+fn wait_for(most: Duration, mut done: impl FnMut() -> bool) -> bool {
+    let start = Instant::now();
+    while !done() {
+        if start.elapsed() > most {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(3));
+    }
+    true
+}
+
+/// Written whole or not at all.
+fn put(folder: &Path, name: &str, text: &str) {
+    let new = folder.join(format!("{name}.new"));
+    std::fs::write(&new, text).unwrap();
+    std::fs::rename(new, folder.join(name)).unwrap();
+}
+
+/// What a rank does; no test of its own.
+#[test]
+fn role_of_a_process() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    // A test that was ended leaves no ranks behind.
+    let parent = std::os::unix::process::parent_id();
+    std::thread::spawn(move || {
+        wait_for(LIFE, || std::os::unix::process::parent_id() != parent);
+        std::process::exit(3);
+    });
+    let parts: Vec<&str> = role.split('|').collect();
+    let folder = PathBuf::from(parts[1]);
+    let place =
+        detect(&Flags::of_process(), &std::env::vars().collect::<BTreeMap<_, _>>()).unwrap();
+    let config = Config::from_env().unwrap();
+    // Contexts take their time: kept from here on, before anybody's deadline runs.
+    let _ctx = CudaContext::new(place.rank.get() % device_count().unwrap().max(1)).unwrap();
+    // Two worlds of the same processes: what is learned before the fault must not run into its deadline.
+    let world = |timeout: Duration| {
+        let mesh = join_processes(&place, &config, Deadline::after_s(30.0)).unwrap();
+        World::join(mesh, WorldCfg { timeout, ..WorldCfg::default() })
+    };
+    let killed = parts[0] == "kill";
+    let (calm, short) = (world(FOREVER), world(if killed { FOREVER } else { STOPPED }));
+    let me = short.rank().get();
+    for (at, item) in parts[2].split(',').enumerate() {
+        let (i, launches) = item.split_once(':').unwrap();
+        let (i, launches) = (i.parse::<usize>().unwrap(), launches.parse().unwrap());
+        let case = Case { at, launches, make: by_puts()[i], folder: &folder };
+        let report = case.run(&calm, &short).unwrap_or_else(|e| json!({ "failed": e.to_string() }));
+        put(&folder, &format!("report.{at}.{me}"), &report.to_string());
+    }
+}
+
+/// A fault in one operation, on one rank.
+struct Case<'a> {
+    /// Which of this job.
+    at: usize,
+    /// How many of its launches the victim makes before it stops.
+    launches: usize,
+    make: Make,
+    folder: &'a Path,
+}
+
+fn heap_of(team: &LiveTeam) -> Result<(Heap, Stream)> {
+    let heap = team.heap(BackendKind::Vmm, HeapCfg::new(600 << 20))?;
+    let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
+    Ok((heap, Stream::on(&ctx)?))
+}
+
+impl Case<'_> {
+    fn run(&self, calm: &World, short: &World) -> Result<Value> {
+        let (me, num) = (calm.rank(), calm.size());
+        let victim = Rank::new(num as u32 - 1);
+        let rest: Vec<Rank> = Rank::all(num).filter(|r| *r != victim).collect();
+        let (name, want) = (format!("op{}", self.at), self.before(calm, &rest)?);
+        let team = short.everyone(&name)?;
+        let (heap, stream) = heap_of(&team)?;
+        let op = (self.make)(&heap, &stream)?;
+        op.refill(6 + u64::from(me.get()))?;
+        team.agree(true)?;
+        // All memory then has what a stale result would be made of.
+        (op.launch)(&stream)?;
+        stream.synchronize()?;
+        team.check()?;
+        assert!(!op.outs.iter().all(all_poison), "{}: nothing ran", op.name);
+        op.poison()?;
+        team.agree(true)?;
+        let inside = || put(self.folder, &format!("inside.{}.{me}", self.at), "");
+        if me == victim {
+            return self.park(&op, (&team, &stream), inside);
+        }
+        inside();
+        let start = Instant::now();
+        let queued = (op.launch)(&stream);
+        stream.synchronize()?;
+        // A death is told by a thread of this process, which the kernels' end may overtake.
+        wait_for(LATE, || team.check().is_err());
+        let (e, at_ms, took) = (queued.and_then(|()| team.check()), now_ms(), start.elapsed());
+        let Err(e) = e else {
+            return Err(Error::internal(format!("{}: no error on rank {me}", op.name)));
+        };
+        // What the launches that were complete have made stays: routing and dispatch, or the forward pass.
+        let from = match (op.name, self.launches) {
+            (_, 0) => 0,
+            ("ep", _) => 3,
+            _ => 2,
+        };
+        let poisoned = op.outs[from..].iter().all(no_result);
+        // The context: a copy there and back, and then whatever the operation launches.
+        let v: Vec<f32> = (0..1000u16).map(f32::from).collect();
+        let copied = Tensor::from_f32(&v, DType::F32, Shape::d1(v.len()))?.to(&heap.device())?;
+        let alive = copied.to_f32()? == v;
+        let team = short.team(&rest, &name)?.ok_or_else(|| Error::internal("not in the rest"))?;
+        let same = self.results(&team, me)? == want;
+        Ok(json!({
+            "op": op.name, "rank": me.get(), "error": e.to_json(), "at_ms": at_ms, "took_ms": took.as_millis() as u64,
+            "poisoned": poisoned, "context_alive": alive, "same_as_before": same, "go_on": team.size(),
+        }))
+    }
+
+    /// What the rest computes while all is well. Everybody has launched the operation then: its code is there.
+    fn before(&self, calm: &World, rest: &[Rank]) -> Result<Vec<Vec<u8>>> {
+        let team = calm.everyone(&format!("warm{}", self.at))?;
+        let (heap, stream) = heap_of(&team)?;
+        let op = (self.make)(&heap, &stream)?;
+        op.refill(1)?;
+        team.agree(true)?;
+        (op.launch)(&stream)?;
+        stream.synchronize()?;
+        team.check()?;
+        match calm.team(rest, &format!("before{}", self.at))? {
+            Some(team) => self.results(&team, calm.rank()),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// The bits of a launch on a team of the rest.
+    fn results(&self, team: &LiveTeam, me: Rank) -> Result<Vec<Vec<u8>>> {
+        let (heap, stream) = heap_of(team)?;
+        let op = (self.make)(&heap, &stream)?;
+        op.refill(6 + u64::from(me.get()))?;
+        op.poison()?;
+        team.agree(true)?;
+        (op.launch)(&stream)?;
+        stream.synchronize()?;
+        team.check()?;
+        assert!(!op.outs.iter().all(all_poison), "{}: nothing ran", op.name);
+        let bits = op.bits()?;
+        // Memory of one goes when nobody reads it any more.
+        team.agree(true)?;
+        Ok(bits)
+    }
+
+    /// The victim: some of the launches, then none, until it is killed or told to go on.
+    fn park(
+        &self,
+        op: &Op,
+        (team, stream): (&LiveTeam, &Stream),
+        inside: impl Fn(),
+    ) -> Result<Value> {
+        if self.launches > 0 {
+            let steps = op.steps.as_ref().ok_or_else(|| Error::internal("one launch only"))?;
+            (steps.1)(stream, self.launches)?;
+        }
+        inside();
+        let go = self.folder.join(format!("go.{}", self.at));
+        if !wait_for(LIFE, || go.exists()) {
+            return Err(Error::internal("nobody let the victim go on"));
+        }
+        stream.synchronize()?;
+        let told = team.check().err().map(|e| e.to_json());
+        Ok(json!({ "op": op.name, "victim": true, "told": told }))
+    }
+}
+
+/// Poison, or a count that is 0 or poison.
+fn no_result(t: &Tensor) -> bool {
+    let counts = t.dtype() == DType::I64;
+    t.read(|b| b.iter().all(|&x| x == DType::POISON || counts && x == 0)).unwrap()
+}
+
+/// All ranks of a job; they are gone when it is dropped.
+struct Job {
+    dir: tempfile::TempDir,
+    ranks: Vec<Child>,
+    what: String,
+}
+
+impl Job {
+    fn start(num: usize, way: &str, cases: &[(usize, usize)]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        drop(listener);
+        let secret = format!("{:032x}", now_ms());
+        let list: Vec<String> = cases.iter().map(|(i, l)| format!("{i}:{l}")).collect();
+        let role = format!("{way}|{}|{}", dir.path().display(), list.join(","));
+        let rank = |r: usize| {
+            Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "processes::role_of_a_process", "--nocapture"])
+                .env(ROLE, &role)
+                .env("TILEWIRE_RANK", format!("{r}/{num}@127.0.0.1:{port}"))
+                .env("TILEWIRE_SECRET", &secret)
+                .env("NCCL_NVLS_ENABLE", "0")
+                .env("NVSHMEM_DISABLE_NVLS", "1")
+                .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+                .env("CUBLASMP_DISABLE_MULTICAST", "1")
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap()
+        };
+        Self { ranks: (0..num).map(rank).collect(), dir, what: way.to_owned() }
+    }
+
+    fn victim(&self) -> usize {
+        self.ranks.len() - 1
+    }
+
+    /// Waits for a file of each of the first `num` ranks; a rank that has ended without it fails the test.
+    fn files(&mut self, name: &str, num: usize) -> Vec<String> {
+        let path = |dir: &Path, r: usize| dir.join(format!("{name}.{r}"));
+        for r in 0..num {
+            let (file, child) = (path(self.dir.path(), r), &mut self.ranks[r]);
+            let mut ended = None;
+            let there = wait_for(Duration::from_secs(45), || {
+                // First the state, then the file: a rank may write and end between two looks.
+                ended = child.try_wait().unwrap();
+                file.exists() || ended.is_some()
+            });
+            if !there || !file.exists() {
+                let texts: Vec<String> = std::fs::read_dir(self.dir.path())
+                    .map(|d| {
+                        d.flatten()
+                            .filter(|e| e.file_name().to_string_lossy().starts_with("report"))
+                    })
+                    .map(|d| d.filter_map(|e| std::fs::read_to_string(e.path()).ok()).collect())
+                    .unwrap_or_default();
+                panic!("{}: rank {r} wrote no {name} (ended: {ended:?}): {texts:?}", self.what);
+            }
+        }
+        (0..num).map(|r| std::fs::read_to_string(path(self.dir.path(), r)).unwrap()).collect()
+    }
+
+    fn signal(&self, s: Signal) {
+        let pid = Pid::from_raw(self.ranks[self.victim()].id() as i32).unwrap();
+        kill_process(pid, s).unwrap();
+    }
+
+    /// Hits the victim inside case `at`; what the others report, and when that was.
+    fn hit(&mut self, at: usize, s: Signal) -> (u64, Vec<Value>) {
+        let (victim, num) = (self.victim(), self.ranks.len());
+        self.files(&format!("inside.{at}"), num);
+        std::thread::sleep(INSIDE);
+        let when = now_ms();
+        self.signal(s);
+        let reports = self.files(&format!("report.{at}"), victim);
+        (when, reports.iter().map(|r| serde_json::from_str(r).unwrap()).collect())
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for c in &mut self.ranks {
+            c.kill().ok();
+            c.wait().ok();
+        }
+    }
+}
+
+/// As many ranks as leave a team when one is gone; none without two GPUs.
+fn num_ranks() -> Option<usize> {
+    match device_count() {
+        Ok(n) if n > 1 => Some((n as usize).clamp(3, 4)),
+        Ok(_) => None,
+        Err(e) => {
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            None
+        }
+    }
+}
+
+fn check(what: &str, reports: &[Value]) {
+    for v in reports {
+        println!("{what}: {v}");
+        assert!(v["failed"].is_null(), "{what}: {v}");
+        for good in ["poisoned", "context_alive", "same_as_before"] {
+            assert_eq!(v[good], true, "{what}: {good}: {v}");
+        }
+        assert_eq!(v["go_on"], reports.len(), "{what}: {v}");
+    }
+}
+
+fn is(v: &Value, kind: ErrorKind) -> bool {
+    v["error"]["kind"] == serde_json::to_value(kind).unwrap()
+}
+
+/// One set of processes for all operations: the victim goes on after each.
+#[test]
+fn a_stopped_process_is_named_by_every_operation() {
+    let Some(num) = num_ranks() else {
+        println!("did not run: it needs two devices");
+        return;
+    };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cases: Vec<(usize, usize)> = asked(by_puts()).iter().map(|(i, _)| (*i, 0)).collect();
+    let mut job = Job::start(num, "stop", &cases);
+    let victim = job.victim();
+    for (at, (i, _)) in cases.iter().enumerate() {
+        let what = format!("operation {i}, stopped");
+        let (_, reports) = job.hit(at, Signal::STOP);
+        check(&what, &reports);
+        // Who waited longest says so; the others may hear of that before their own time is over.
+        let named = |v: &&Value| is(v, ErrorKind::Timeout) && v["error"]["peer"] == victim;
+        assert!(reports.iter().any(|v| named(&v)), "{what}: nobody names rank {victim}");
+        for v in &reports {
+            assert!(is(v, ErrorKind::Timeout) || is(v, ErrorKind::Aborted), "{what}: {v}");
+            let most = (STOPPED + LATE).as_millis() as u64;
+            assert!(v["took_ms"].as_u64().unwrap() < most, "{what}: {v}");
+        }
+        put(job.dir.path(), &format!("go.{at}"), "");
+        job.signal(Signal::CONT);
+        let all = job.files(&format!("report.{at}"), num);
+        let told: Value = serde_json::from_str(&all[victim]).unwrap();
+        assert!(told["told"]["kind"].is_string(), "{what}: the victim was told nothing: {told}");
+    }
+}
+
+#[test]
+fn a_killed_process_is_named_in_each_way_of_waiting() {
+    let Some(num) = num_ranks() else {
+        println!("did not run: it needs two devices");
+        return;
+    };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let wanted: Vec<usize> = asked(by_puts()).iter().map(|(i, _)| *i).collect();
+    let cases: Vec<_> = KILLS.iter().filter(|c| wanted.contains(&c.0)).collect();
+    assert!(!cases.is_empty(), "none of {wanted:?} is among those that are killed");
+    for (i, launches) in cases {
+        let what = format!("operation {i}, killed after {launches} launches");
+        let mut job = Job::start(num, "kill", &[(*i, *launches)]);
+        let victim = job.victim();
+        let (when, reports) = job.hit(0, Signal::KILL);
+        check(&what, &reports);
+        for v in &reports {
+            assert!(is(v, ErrorKind::PeerDead) && v["error"]["peer"] == victim, "{what}: {v}");
+            let at = v["at_ms"].as_u64().unwrap();
+            assert!(at < when + LATE.as_millis() as u64, "{what}: {} ms: {v}", at - when);
+        }
+    }
+}
