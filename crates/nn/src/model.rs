@@ -226,10 +226,22 @@ impl Model {
     /// # Errors
     /// The fault of a team.
     pub fn queue_reduce(&self) -> Result<()> {
+        self.queue_sums()?;
+        self.queue_small()
+    }
+
+    /// Queues the sums of gradients over the ranks that hold the same parameters.
+    fn queue_sums(&self) -> Result<()> {
+        let (comm, stream) = (&self.comm, &self.comm.stream);
+        let [replicated, sharded, _] = &self.flats;
+        comm.sum_all.run(stream, &replicated.part, &replicated.sum)?;
+        comm.sum_shard.run(stream, &sharded.part, &sharded.sum)
+    }
+
+    /// Queues the sums of scalars over all ranks, which the optimizer looks at.
+    fn queue_small(&self) -> Result<()> {
         let (comm, stream) = (&self.comm, &self.comm.stream);
         let [replicated, sharded, experts] = &self.flats;
-        comm.sum_all.run(stream, &replicated.part, &replicated.sum)?;
-        comm.sum_shard.run(stream, &sharded.part, &sharded.sum)?;
         // Each element counts once: replicated ones on rank 0, shards on one rank of each tp
         // coordinate, experts where they live.
         let first = comm.world.rank().idx() == 0;
@@ -237,6 +249,12 @@ impl Model {
         let counted = [(replicated, first), (sharded, first_of_shard), (experts, true)];
         let of = counted.iter().filter(|c| c.1).map(|c| c.0.sum.clone()).collect();
         self.shared().run(&SquareSum { of, out: self.rooms.small.rows(1, 2)? })?;
+        // A sum that has failed is NaN from its first element on. Not every rank's sums are counted, but
+        // what any of them lacks keeps all from the step.
+        let sums = [replicated, sharded].map(|f| &f.sum).into_iter();
+        let first = sums.filter(|t| t.shape().num_elems() > 0).map(|t| t.rows(0, 1));
+        let of = first.collect::<Result<_>>()?;
+        self.shared().run(&SquareSum { of, out: self.rooms.small.rows(3, 2)? })?;
         comm.sum_small.run(stream, &self.rooms.small, &self.rooms.small_sum)
     }
 
@@ -347,4 +365,56 @@ fn local(c: &ModelCfg, comm: &Comm, p: &[Param]) -> Result<Local> {
         qkv: Product::wgrad(s, (n, qkv.0, qkv.1), t)?,
         out: Product::wgrad(s, (n, out.0, out.1), t)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use tilewire_symm::WorldCfg;
+
+    use super::*;
+
+    /// The sum over shards fails on one rank only, whose sums the norm does not count: nobody takes the step.
+    #[test]
+    fn what_one_rank_lacks_keeps_all_from_the_step() {
+        let cfg = ModelCfg {
+            layers: 1,
+            d_model: 16,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 8,
+            experts: 6,
+            top_k: 2,
+            d_ff: 12,
+            seq: 20,
+            batch: 4,
+            no_attention: false,
+            no_experts: false,
+        };
+        World::run_threads(2, WorldCfg::for_tests(), |world| {
+            let grid = Grid { dp: 2, cp: 1, tp: 1 };
+            let model = Model::new(&world, (cfg, grid), Target::default(), 7, None)?;
+            let values = || -> Result<Vec<Vec<f32>>> {
+                model.params.iter().map(|p| p.values().to_f32()).collect()
+            };
+            let data = Data::Text((0..2000u32).map(|i| (i % 97) as u8).collect());
+            for bad in [true, false] {
+                let batch = model.batch(&data, 7, 0);
+                model.load(&batch)?;
+                model.queue_forward_backward(batch.num_targets)?;
+                model.queue_sums()?;
+                model.finish()?;
+                let before = values()?;
+                if bad && world.rank().get() == 1 {
+                    model.flats[1].sum.poison()?;
+                }
+                model.queue_small()?;
+                model.queue_optimizer(&AdamW::default())?;
+                model.finish()?;
+                assert_eq!(values()? == before, bad, "rank {}, poison: {bad}", world.rank());
+            }
+            model.comm.world.agree(true)?;
+            Ok(())
+        })
+        .unwrap();
+    }
 }

@@ -2,7 +2,9 @@
 //!
 //! Where there is no CUDA, each test checks that this is said with a hint, and that it did not run.
 
-use tilewire_core::{BackendKind, Result};
+use std::time::{Duration, Instant};
+
+use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result};
 use tilewire_device::cuda::{CudaContext, device_count};
 use tilewire_nn::{AdamW, Data, Grid, Model, ModelCfg, Target, TrainCfg, Trainer, checkpoint};
 use tilewire_symm::{World, WorldCfg};
@@ -125,5 +127,86 @@ fn curves_of_n_gpus_are_that_of_one() {
         for (step, (a, b)) in n.iter().zip(&one).enumerate() {
             assert!((a - b).abs() <= 2e-2 * b, "{grid:?} step {step}: {a} for {b}");
         }
+    }
+}
+
+/// Where the last rank leaves a step.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Leaves {
+    BeforeIt,
+    BehindBackward,
+}
+
+/// All that a step changes, to the bit.
+fn state(t: &Trainer) -> Result<Vec<Vec<u8>>> {
+    let tensors = t.model.params.iter().flat_map(|p| [p.values(), &p.w, &p.m, &p.v]);
+    tensors.map(|x| x.read(<[u8]>::to_vec)).collect()
+}
+
+fn trainer(world: &World, grid: Grid) -> Result<Trainer> {
+    let model = Model::new(world, (small(), grid), Target::new(BackendKind::Vmm), 7, None)?;
+    let optim = AdamW { warmup: 2, ..AdamW::default() };
+    Ok(Trainer::new(model, TrainCfg { seed: 7, optim }))
+}
+
+/// Two steps go well; in the third the last rank is silent. Nobody takes that step, and new teams learn again.
+fn silent_in_training(grid: Grid, leaves: Leaves) {
+    let cfg = WorldCfg { timeout: Duration::from_secs(2), ..WorldCfg::default() };
+    World::run_threads(grid.size(), cfg, |world| {
+        let mut t = trainer(&world, grid)?;
+        // Replayed, unless the victim is to stop in the middle.
+        t.use_graph = leaves == Leaves::BeforeIt;
+        for _ in 0..2 {
+            t.step(&text())?;
+        }
+        let before = state(&t)?;
+        t.model.comm.world.agree(true)?;
+        let victim = Rank::new(grid.size() as u32 - 1);
+        let start = Instant::now();
+        let e = if world.rank() == victim {
+            if leaves == Leaves::BehindBackward {
+                let batch = t.model.batch(&text(), 7, t.step);
+                t.model.load(&batch)?;
+                t.model.queue_forward_backward(batch.num_targets)?;
+                t.model.stream().synchronize()?;
+            }
+            loop {
+                let told = t.model.comm.teams().iter().try_for_each(|t| t.check());
+                match told {
+                    Ok(()) if start.elapsed() < Duration::from_secs(20) => {
+                        std::thread::sleep(Duration::from_millis(2));
+                    }
+                    Ok(()) => break Error::internal("nobody told the silent rank"),
+                    Err(e) => break e,
+                }
+            }
+        } else {
+            t.step(&text()).expect_err("a step without a rank")
+        };
+        assert!(e.is_timeout() || e.kind() == ErrorKind::Aborted, "{grid:?} {leaves:?}: {e}");
+        if e.is_timeout() {
+            assert_eq!(e.get_peer(), Some(victim), "{grid:?} {leaves:?}: {e}");
+        }
+        t.model.stream().synchronize()?;
+        assert!(state(&t)? == before, "{grid:?} {leaves:?}: rank {} took a step", world.rank());
+        world.everyone("after")?.agree(true)?;
+        let mut again = trainer(&world, grid)?;
+        let loss = again.step(&text())?.loss;
+        assert!(loss.is_finite() && state(&again)? != before, "{grid:?}: loss {loss}");
+        again.model.comm.world.agree(true)?;
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn no_step_is_taken_without_a_rank_that_is_silent() {
+    let num = gpus("no_step_is_taken_without_a_rank_that_is_silent").min(2);
+    let contexts = (0..num).map(|i| CudaContext::new(i as u32).unwrap()).collect::<Vec<_>>();
+    for grid in grids(contexts.len()).into_iter().filter(|g| g.size() > 1) {
+        // What is compiled and loaded is there then: two seconds are for waits.
+        losses(grid, true, 2);
+        silent_in_training(grid, Leaves::BeforeIt);
+        silent_in_training(grid, Leaves::BehindBackward);
     }
 }

@@ -259,7 +259,7 @@ impl Bench {
         let w32 = DType::F32;
         let g = self.filled(w32, ROWS, COLS)?;
         let n = ROWS * COLS;
-        let small = Tensor::from_slice(&[1.0f32, 4.0, 0.0], Shape::d1(3))?.to(&self.device)?;
+        let small = Tensor::from_slice(&[1.0f32, 4.0, 0.0, 1.0], Shape::d1(4))?.to(&self.device)?;
         let sum = SquareSum { of: vec![g.clone()], out: self.room(w32, 1, 2)? };
         self.show("square_sum", 4 * n, || Ok(sum.clone()))?;
         let work = AdamStep {

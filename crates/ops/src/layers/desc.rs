@@ -379,8 +379,8 @@ pub struct AdamStep {
     pub m: Tensor,
     /// Second moment.
     pub v: Tensor,
-    /// f32, at least three: the loss and (as two floats) the square of the gradient's norm, summed
-    /// over all ranks. Where one is not finite, no step is taken.
+    /// f32, at least four: the loss, (as two floats) the square of the gradient's norm, and a number that is
+    /// finite if every rank has its sums, summed over all ranks. Where one is not finite, no step is taken.
     pub small: Tensor,
     /// `[1]` i32: steps taken before.
     pub count: Tensor,
@@ -397,7 +397,7 @@ impl AdamStep {
         for (what, t) in wide.into_iter().chain([("m", Some(&self.m)), ("v", Some(&self.v))]) {
             t.map_or(Ok(()), |t| at_least(what, t, DType::F32, len))?;
         }
-        at_least("small", &self.small, DType::F32, 3)?;
+        at_least("small", &self.small, DType::F32, 4)?;
         expect_tensor("count", &self.count, DType::I32, &[1])?;
         Ok(vec![
             ("w", Some(&self.w)),
@@ -422,7 +422,7 @@ pub struct CountStep {
 
 impl CountStep {
     pub(super) fn checked(&self, _: &LayersDesc) -> Checked<'_> {
-        at_least("small", &self.small, DType::F32, 3)?;
+        at_least("small", &self.small, DType::F32, 4)?;
         expect_tensor("count", &self.count, DType::I32, &[1])?;
         Ok(vec![("small", Some(&self.small)), ("count", Some(&self.count))])
     }

@@ -126,15 +126,15 @@ pub(super) fn square_sum(a: &SquareSum) -> Result<()> {
     put(&a.out, &[high, (sum - f64::from(high)) as f32])
 }
 
-/// The first three of `small`, if a step is to be taken.
-fn taken(small: &Tensor) -> Result<Option<[f32; 3]>> {
+/// The first four of `small`, if a step is to be taken.
+fn taken(small: &Tensor) -> Result<Option<[f32; 4]>> {
     let v = small.to_f32()?;
-    let v = [v[0], v[1], v[2]];
+    let v = [v[0], v[1], v[2], v[3]];
     Ok(v.iter().all(|v| v.is_finite()).then_some(v))
 }
 
 pub(super) fn adam_step(a: &AdamStep) -> Result<()> {
-    let Some([_, high, low]) = taken(&a.small)? else { return Ok(()) };
+    let Some([_, high, low, _]) = taken(&a.small)? else { return Ok(()) };
     let step = a.count.to_vec::<i32>()?[0] as usize;
     let square = f64::from(high) + f64::from(low);
     // Rounding may leave a hair below zero.

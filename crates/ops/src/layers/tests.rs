@@ -95,8 +95,8 @@ fn no_step_is_taken_from_poison() {
     let (mut rng, s) = (Rng::new(3), Stream::new("test").unwrap());
     let p = plan(&s);
     let count = Tensor::from_slice(&[4i32], Shape::d1(1)).unwrap();
-    let step = |small: [f32; 3], rng: &mut Rng| {
-        let small = Tensor::from_slice(&small, Shape::d1(3)).unwrap();
+    let step = |small: [f32; 4], rng: &mut Rng| {
+        let small = Tensor::from_slice(&small, Shape::d1(4)).unwrap();
         let (w, g, zero) =
             (random(rng, 2, 3), random(rng, 2, 3), Tensor::zeros(DType::F32, Shape::d2(2, 3)));
         let before = w.to_f32().unwrap();
@@ -117,10 +117,13 @@ fn no_step_is_taken_from_poison() {
         let moved = w.to_f32().unwrap() != before && zero.to_f32().unwrap() != [0.0; 6];
         (moved, count.to_vec::<i32>().unwrap()[0])
     };
-    for bad in [[f32::NAN, 1.0, 0.0], [1.0, f32::INFINITY, 0.0], [1.0, 1.0, f32::NAN]] {
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    for bad in
+        [[nan, 1.0, 0.0, 1.0], [1.0, inf, 0.0, 1.0], [1.0, 1.0, nan, 1.0], [1.0, 1.0, 0.0, nan]]
+    {
         assert_eq!(step(bad, &mut rng), (false, 4), "{bad:?}");
     }
-    assert_eq!(step([1.0, 9.0, 0.0], &mut rng), (true, 5));
+    assert_eq!(step([1.0, 9.0, 0.0, 2.0], &mut rng), (true, 5));
 }
 
 #[test]

@@ -273,9 +273,14 @@ fn norm_of_gradients_and_optimizer() {
         let v = Tensor::from_slice(&v, Shape::d2(s.n, s.d)).unwrap();
         let narrow = Tensor::from_f32(&w.to_f32().unwrap(), t, w.shape()).unwrap();
         let bad = f32::from_bits(0x7fc0_0000);
-        for (step, small) in [(0, [1.0, 0.25, 0.0]), (30, [2.0, 900.0, 0.5]), (7, [bad, 1.0, 0.0])]
-        {
-            let small = Tensor::from_slice(&small, Shape::d1(3)).unwrap();
+        let smalls = [
+            (0, [1.0, 0.25, 0.0, 1.0]),
+            (30, [2.0, 900.0, 0.5, 0.0]),
+            (7, [bad, 1.0, 0.0, 0.0]),
+            (9, [1.0, 1.0, 0.0, bad]),
+        ];
+        for (step, small) in smalls {
+            let small = Tensor::from_slice(&small, Shape::d1(4)).unwrap();
             let count = Tensor::from_slice(&[step], Shape::d1(1)).unwrap();
             let cfg = AdamW { total: 60, ..AdamW::default() };
             both(at, "adamw", 2e-6, |put| {
