@@ -1,6 +1,11 @@
 // Preloaded: cuMulticastCreate fails, and says so in the file that TW_MULTICAST_LOG names. And calls of the
 // driver that allocate, load or wait for the device are noted in the file of the thread that makes
 // them, if there is one: TW_CALLS_DIR/<thread id>. The launch of an operation makes none.
+// It also makes a machine look worse than it is, to see what is said of that:
+//   TW_DRIVER_VERSION=12000      the driver is for CUDA 12.0
+//   TW_COMPUTE_CAPABILITY=75     its devices are of sm_75
+//   TW_NO_PEERS=217              devices do not reach each other: mapping a peer's memory fails so
+//   TW_FAIL=cuMemCreate=2,...    calls of these fail so: sharing memory or making it
 // However a function is looked up: by the linker (cuMulticastCreate only), by dlsym, or by cuGetProcAddress.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -40,8 +45,8 @@ static void called(const char* name) {
 // eight words: what a function does not take is not read.
 #define COUNTED(X)                                                                                             \
     X(cuMemAlloc) X(cuMemAlloc_v2) X(cuMemAllocPitch_v2) X(cuMemAllocManaged) X(cuMemAllocHost_v2)             \
-    X(cuMemHostAlloc) X(cuMemHostRegister_v2) X(cuMemAllocAsync) X(cuMemAllocFromPoolAsync) X(cuMemCreate)     \
-    X(cuMemAddressReserve) X(cuMemMap) X(cuMemSetAccess) X(cuMemFree_v2) X(cuMemFreeHost) X(cuMemFreeAsync)    \
+    X(cuMemHostAlloc) X(cuMemHostRegister_v2) X(cuMemAllocAsync) X(cuMemAllocFromPoolAsync)                    \
+    X(cuMemAddressReserve) X(cuMemFree_v2) X(cuMemFreeHost) X(cuMemFreeAsync)    \
     X(cuMemHostUnregister) X(cuMemUnmap) X(cuMemRelease) X(cuMemAddressFree) X(cuCtxSynchronize)               \
     X(cuCtxSynchronize_v2) X(cuStreamSynchronize) X(cuStreamSynchronize_ptsz) X(cuEventSynchronize)            \
     X(cuMemcpy) X(cuMemcpyDtoH_v2) X(cuMemcpyHtoD_v2) X(cuMemcpyDtoD_v2) X(cuMemcpyPeer) X(cuMemcpy2D_v2)      \
@@ -63,13 +68,116 @@ typedef int (*Call)(Word, Word, Word, Word, Word, Word, Word, Word);
 COUNTED(WRAPPER)
 #undef WRAPPER
 
+// What follows looks at its environment once for each call: none of it is made in a loop that is measured.
+static int number(const char* name) {
+    const char* text = getenv(name);
+    return text ? atoi(text) : 0;
+}
+
+// The code that TW_FAIL has for a call, or 0.
+static int planned(const char* name) {
+    const char* at = getenv("TW_FAIL");
+    size_t len = strlen(name);
+    for (; at && *at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+        if (strncmp(at, name, len) == 0 && at[len] == '=') return atoi(at + len + 1);
+    return 0;
+}
+
+// Handles and addresses of memory that was imported: a peer's.
+enum { MOST = 4096 };
+static Word peers[MOST];
+static char busy;
+
+static int peer(Word word, char what) {
+    while (__atomic_test_and_set(&busy, __ATOMIC_ACQUIRE)) {}
+    int at = 0, found;
+    while (at < MOST && peers[at] != word) at++;
+    found = at < MOST;
+    if (what == '-' && found) peers[at] = 0;
+    if (what == '+' && !found)
+        for (at = 0; at < MOST; at++)
+            if (!peers[at]) {
+                peers[at] = word;
+                break;
+            }
+    __atomic_clear(&busy, __ATOMIC_RELEASE);
+    return found;
+}
+
+#define BROKEN(X)                                                                                            \
+    X(cuDriverGetVersion) X(cuDeviceGetAttribute) X(cuDeviceCanAccessPeer) X(cuDeviceGetP2PAttribute)        \
+    X(cuMemCreate) X(cuMemMap) X(cuMemSetAccess) X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)
+
+#define REAL(name) static Call real_##name;
+BROKEN(REAL)
+#undef REAL
+
+static int my_cuDriverGetVersion(Word out, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {
+    int code = real_cuDriverGetVersion(out, b, c, d, e, f, g, h), version = number("TW_DRIVER_VERSION");
+    if (code == 0 && version) *(int*)out = version;
+    return code;
+}
+
+static int my_cuDeviceGetAttribute(Word out, Word what, Word c, Word d, Word e, Word f, Word g, Word h) {
+    int code = real_cuDeviceGetAttribute(out, what, c, d, e, f, g, h), sm = number("TW_COMPUTE_CAPABILITY");
+    if (code == 0 && sm && (int)what == 75) *(int*)out = sm / 10;
+    if (code == 0 && sm && (int)what == 76) *(int*)out = sm % 10;
+    return code;
+}
+
+static int my_cuDeviceCanAccessPeer(Word out, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {
+    int code = real_cuDeviceCanAccessPeer(out, b, c, d, e, f, g, h);
+    if (code == 0 && number("TW_NO_PEERS")) *(int*)out = 0;
+    return code;
+}
+
+// The second attribute of a pair is whether one reaches the other.
+static int my_cuDeviceGetP2PAttribute(Word out, Word what, Word c, Word d, Word e, Word f, Word g, Word h) {
+    int code = real_cuDeviceGetP2PAttribute(out, what, c, d, e, f, g, h);
+    if (code == 0 && (int)what == 2 && number("TW_NO_PEERS")) *(int*)out = 0;
+    return code;
+}
+
+static int my_cuMemCreate(Word out, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {
+    called("cuMemCreate");
+    int code = planned("cuMemCreate");
+    code = code ? code : real_cuMemCreate(out, b, c, d, e, f, g, h);
+    if (code == 0 && number("TW_NO_PEERS")) peer(*(Word*)out, '-');
+    return code;
+}
+
+static int my_cuMemMap(Word at, Word len, Word offset, Word handle, Word e, Word f, Word g, Word h) {
+    called("cuMemMap");
+    int code = real_cuMemMap(at, len, offset, handle, e, f, g, h);
+    if (code == 0 && number("TW_NO_PEERS")) peer(at, peer(handle, '?') ? '+' : '-');
+    return code;
+}
+
+static int my_cuMemSetAccess(Word at, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {
+    called("cuMemSetAccess");
+    int code = number("TW_NO_PEERS");
+    return code && peer(at, '?') ? code : real_cuMemSetAccess(at, b, c, d, e, f, g, h);
+}
+
+static int my_cuMemExportToShareableHandle(Word a, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {
+    int code = planned("cuMemExportToShareableHandle");
+    return code ? code : real_cuMemExportToShareableHandle(a, b, c, d, e, f, g, h);
+}
+
+static int my_cuMemImportFromShareableHandle(Word out, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {
+    int code = planned("cuMemImportFromShareableHandle");
+    code = code ? code : real_cuMemImportFromShareableHandle(out, b, c, d, e, f, g, h);
+    if (code == 0 && number("TW_NO_PEERS")) peer(*(Word*)out, '+');
+    return code;
+}
+
 static const struct {
     const char* name;
     Call* real;
     Call mine;
 } COUNTERS[] = {
 #define ROW(name) {#name, &real_##name, my_##name},
-    COUNTED(ROW)
+    COUNTED(ROW) BROKEN(ROW)
 #undef ROW
 };
 

@@ -29,6 +29,9 @@ TEAM_OPS_NCCL = ["40-45", "46-52"]
 # Operations whose rank is stopped, a set of processes for some of them; and those whose rank is killed, each with its own.
 STOPPED_OPS = ["0-5", "6-14", "15-24", "25-31", "32-39"]
 KILLED_OPS = ["0-5", "6-14", "15-18", "19-20"]
+# Tests of `gpu` that a sanitizer looks at: a minute each.
+SANITIZED_TESTS = ["grouped_gemm::passes_of_bf16", "grouped_gemm::passes_of_fp8", "grouped_gemm::bad_splits", "layers::",
+                   "attention::attention_of_packed", "attention::attention_of_fp8"]
 LITMUS = ["bulk_store_flag", "copy_push_flag", "counter_flag", "credit"]
 TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, graph", "put bandwidth", "cost of a flag",
            "1000 graph replays", "hundred heaps"]
@@ -130,10 +133,26 @@ def by_litmus(rc, out):
     return ("passed" if ok else "failed"), f"{text}; seen: {seen}" if rows else by_status(rc, out)[1]
 
 
-def by_trace(rc, out):
-    """A timeline with the work of the last steps."""
-    found = re.search(r"(\d+) events", out)
-    return ("passed" if rc == 0 and found and int(found[1]) > 100 else "failed"), by_status(rc, out)[1]
+def by_trace(num):
+    """A timeline with the work of the last steps: a process for each rank, a track for each of its streams."""
+    def judge(rc, out):
+        found, text = re.search(r"(\d+) events", out), by_status(rc, out)[1]
+        tracks = next((json.loads(line[7:]) for line in out.splitlines() if line.startswith("tracks ")), {})
+        main = [rank for rank, streams in tracks.items() if "main" in streams]
+        once = all(len(set(streams)) == len(streams) for streams in tracks.values())
+        good = rc == 0 and found and int(found[1]) > 100 and len(tracks) == len(main) == num and once
+        return ("passed" if good else "failed"), text
+    return judge
+
+
+# Prints the streams that have work, by rank; a piece of work on no named track ends it.
+TRACKS = """import json
+events = json.load(open("t.json"))["traceEvents"]
+names = [((e["pid"], e["tid"]), e["args"]["name"]) for e in events if e["name"] == "thread_name"]
+used = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+assert used == {track for track, _ in names} and len(used) == len(names), (used, names)
+ranks = [e["pid"] for e in events if e["name"] == "process_name"]
+print("tracks", json.dumps({rank: [name for (pid, _), name in names if pid == rank] for rank in ranks}))"""
 
 
 def by_survivors(num):
@@ -149,6 +168,27 @@ def by_refusal(rc, out):
     good = rc in (1, 2) and "hint" in out and "panicked" not in out
     lines = [line for line in out.splitlines() if "error" in line]
     return ("passed" if good else "failed"), (lines or [by_status(rc, out)[1]])[0][:300]
+
+
+def by_hint(*words):
+    """A failure whose text has each of the words, and a hint: what to do."""
+    def judge(rc, out):
+        missing = [w for w in ("hint", *words) if w not in out]
+        line = next((line for line in out.splitlines() if words[0] in line), by_status(rc, out)[1])
+        good = rc in (1, 2) and not missing and "panicked" not in out
+        return ("passed" if good else "failed"), f"exit {rc}, without {missing}: {line[:300]}"
+    return judge
+
+
+def by_finding(state, *words):
+    """A finding of `doctor` in this state that has the first word, and what to do about it."""
+    def judge(rc, out):
+        lines = out.splitlines()
+        at = [i for i, line in enumerate(lines[:-1]) if line.startswith(state) and words[0] in line]
+        remedy = lines[at[0] + 1].strip() if at else ""
+        good = at and rc in (0, 1) and remedy.startswith("->") and all(w in remedy for w in words[1:])
+        return ("passed" if good else "failed"), f"{lines[at[0]]} {remedy}" if at else f"no {state} of {words[0]}"
+    return judge
 
 
 def by_either(rc, out):
@@ -175,7 +215,9 @@ def by_shared_gpu(rc, out):
 
 def by_sanitizer(rc, out):
     found = [line for line in out.splitlines() if "ERROR SUMMARY" in line]
-    clean = rc == 0 and found and all(" 0 errors" in line for line in found)
+    # Tests that found no device would be clean, too.
+    ran = "did not run" not in out and ("running " not in out or by_tests(rc, out)[0] == "passed")
+    clean = rc == 0 and ran and found and all(" 0 errors" in line for line in found)
     return ("passed" if clean else "failed"), (found[-1].strip() if found else by_status(rc, out)[1])
 
 
@@ -293,7 +335,9 @@ def conformance(n):
         yield Config(f"launch-calls-{ops}", argv, by_launches, jit=True, needs=launches, env=env, takes=2 if n > 2 else None)
     for test in sorted(HERE.glob("gpu_*")):
         if test.name not in ("gpu_spike", "gpu_team"):
-            yield Config(f"ops-{test.name}", [str(test), "--test-threads", "1"], by_tests, jit=True)
+            # Silence takes its time: `faults` has it.
+            argv = [str(test), "--test-threads", "1", "--skip", "that_is_silent"]
+            yield Config(f"ops-{test.name}", argv, by_tests, jit=True)
     for name, part in TEAM_TESTS.items():
         for ops in TEAM_OPS:
             argv = [program("gpu_team"), part]
@@ -313,7 +357,8 @@ def conformance(n):
                 yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name in ["attention", "nccl"], takes=takes)
     ranks = max(up_to(n, [1, 2, 4, 8]))
     train = f'"$0" train --backend vmm --task copy --steps 5 --ranks {ranks} --trace t.json && "$0" trace t.json --html t.html'
-    yield Config(f"train-trace-{ranks}", ["bash", "-c", train, program("tilewire")], by_trace, jit=True)
+    argv = ["bash", "-c", f'{train} && python3 -c "$1"', program("tilewire"), TRACKS]
+    yield Config(f"train-trace-{ranks}", argv, by_trace(ranks), jit=True)
     yield from sanitized(n)
 
 
@@ -321,7 +366,7 @@ def sanitized(n):
     places = search("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
     sanitizer = shutil.which("compute-sanitizer", path=places)
     # GPUs, ranks, operation: ranks that share a GPU are virtual ones.
-    small = [(1, 1, op) for op in ["gemm", "quant", "permute"]] + [(1, 2, "all_gather")]
+    small = [(1, 1, op) for op in ["gemm", "quant", "permute"]] + [(1, 2, op) for op in ["all_gather", "ep"]]
     small += [(2, 2, op) for op in ["all_gather", "reduce_scatter", "ep"]]
     for tool in ["memcheck", "synccheck"]:
         for devices, ranks, op in small:
@@ -336,6 +381,11 @@ def sanitized(n):
             env = {"CUDA_MODULE_LOADING": "EAGER"}
             yield Config(name, argv, by_sanitizer, preload=False, env=env, takes=devices,
                          needs=None if sanitizer else "compute-sanitizer is not there")
+        # Operations of one rank, against the oracle. Replays are a matter of speed and bits, not of memory.
+        for part in SANITIZED_TESTS:
+            argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", program("gpu"), part]
+            yield Config(f"{tool}-1-{part.strip(':').replace('::', '-')}", [*argv, "--nocapture", "--skip", "replay"], by_sanitizer,
+                         jit=True, preload=False, takes=1, needs=None if sanitizer else "compute-sanitizer is not there")
         # Every operation of a team, once.
         for ops in TEAM_OPS if n > 1 else []:
             argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", program("gpu_team")]
@@ -348,8 +398,15 @@ def bad_input(n):
     """Places that are not as they should be: each works, or says what to do."""
     verify = [program("tilewire"), "verify", "--backend", "vmm", "--json", "--op", "all_gather", "--dtype", "bf16"]
     devices = first_devices(n).split(",")
-    for ranks in up_to(n, [3, 5, 6, 7]):
-        yield Config(f"ranks-{ranks}", [*verify, "--ranks", str(ranks)], by_rows)
+    # Numbers that are no power of two. Where there are fewer GPUs, ranks share them: as processes, whose kernels take
+    # turns, so that one that waits keeps none of another from being loaded or run.
+    for ranks in [3, 5, 6, 7]:
+        shared = by_rows if ranks <= n else by_shared_gpu
+        if ranks <= n:
+            yield Config(f"ranks-{ranks}", [*verify, "--ranks", str(ranks)], by_rows)
+        for op in ODD_WORLDS if n > 1 or ranks == 3 else []:
+            argv = [program("tilewire"), "verify", "--backend", "vmm", "--json", "--op", op, "--dtype", "bf16", "--timeout-s", "40"]
+            yield Config(f"ranks-{ranks}-{op}", ranks_of(ranks, *argv), shared, jit=op == "cp_attention")
     if n > 1:
         turned = {"CUDA_VISIBLE_DEVICES": ",".join(reversed(devices))}
         yield Config("devices-permuted", [*verify, "--ranks", str(n)], by_rows, env=turned)
@@ -364,7 +421,50 @@ def bad_input(n):
     yield Config("few-descriptors", few, by_either, preload=False)
     yield Config("cache-not-writable", [*verify, "--ranks", "1"], by_rows, env={"TILEWIRE_CACHE_DIR": "/proc/none"})
     off = {name: "1" for name in ["NCCL_NVLS_ENABLE"]} | {name: "0" for name in ["NVSHMEM_DISABLE_NVLS"]}
+    # NVRTC that cannot be loaded: the program is away from the kernels that were built, and has to compile.
+    alone = ["bash", "-c", ALONE, "bash", program("tilewire"), *verify[1:], "--ranks", "1"]
+    yield Config("nvrtc-broken", alone, by_hint("nvrtc", "pip install nvidia-cuda-nvrtc"), jit=True)
+    yield from worse(n, verify)
+    # Without the variables: what needs none works, and a library that would use multicast is not opened.
+    bare = ["env", *[word for name in NO_MULTICAST for word in ("-u", name)]]
+    yield Config("multicast-not-set", [*bare, *verify, "--ranks", str(min(n, 2))], by_rows)
+    nccl = [program("tilewire"), "verify", "--json", "--backend", "nccl", "--op", "all_gather", "--dtype", "bf16"]
+    yield Config("multicast-not-set-nccl", [*bare, *nccl, "--ranks", str(min(n, 2))], by_hint("NCCL", "NCCL_NVLS_ENABLE=0"))
+    train = [program("tilewire"), "train", "--backend", "vmm", "--task", "copy", "--steps", "2", "--ranks", str(min(n, 2))]
+    yield Config("multicast-not-set-train", [*bare, *train], jit=True)
     yield Config("multicast-not-off", [program("tilewire"), "doctor"], by_warning("NVLink multicast"), env=off, jit=True)
+
+
+# One of each family.
+ODD_WORLDS = ["all_gather", "gemm_rs", "ep", "cp_attention"]
+# A copy of the program without the folder of kernels, where the first NVRTC that is found is no library.
+ALONE = """mkdir -p alone/broken/lib64 && echo none > alone/broken/lib64/libnvrtc.so.13 && cp "$1" alone/tilewire && cd alone || exit 9
+shift
+exec env -u VIRTUAL_ENV -u CONDA_PREFIX PATH=/none CUDA_HOME="$PWD/broken" TILEWIRE_CACHE_DIR="$PWD/cache" ./tilewire "$@\""""
+NO_MULTICAST = ["NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "CUBLASMP_DISABLE_MULTICAST"]
+
+
+def worse(n, verify):
+    """A machine that the interposer makes worse than it is. CUDA's codes: 1 a bad value, 217 no peers, 800 not permitted,
+    801 not supported."""
+    gcc = None if shutil.which("gcc") else "needs gcc, for the interposer"
+    two, doctor = [*verify, "--ranks", "2"], [program("tilewire"), "doctor"]
+    share = "cuMemExportToShareableHandle"
+    take = "cuMemImportFromShareableHandle"
+    # Name, environment, what `verify` on two ranks says, and what `doctor` does.
+    for name, env, said, found in [
+            ("old-driver", {"TW_DRIVER_VERSION": "12000"}, ("too old", "580"), ("warn", "too old", "580")),
+            ("old-gpu", {"TW_COMPUTE_CAPABILITY": "75"}, ("too old", "CUDA_VISIBLE_DEVICES"),
+             ("warn", "older than sm_80", "CUDA_VISIBLE_DEVICES")),
+            ("no-peers", {"TW_NO_PEERS": "217"}, ("cuMemSetAccess", "topo -p2p"), ("warn", "peer access", "topo -p2p")),
+            ("no-peers-value", {"TW_NO_PEERS": "1"}, ("cuMemSetAccess", "topo -p2p"), None),
+            ("no-export", {"TW_FAIL": f"{share}=800"}, (share, "--gpus all"), ("FAIL", "sharing memory", "--gpus all")),
+            ("no-export-at-all", {"TW_FAIL": f"{share}=801"}, (share, "--gpus all"), None),
+            ("no-import", {"TW_FAIL": f"{take}=800"}, (take, "--gpus all"), ("FAIL", "sharing memory", "--gpus all")),
+            ("no-import-value", {"TW_FAIL": f"{take}=1"}, (take, "--gpus all"), None)]:
+        yield Config(f"{name}-verify", two, by_hint(*said), env=env, needs=gcc)
+        if found and (n > 1 or name.startswith("old")):
+            yield Config(f"{name}-doctor", doctor, by_finding(*found), env=env, jit=True, needs=gcc)
 
 
 def faults(n):
@@ -387,6 +487,7 @@ def faults(n):
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.
         yield Config("one-order-one-connection", [*orders, "one_order"], by_tests, jit=True, env=one)
+        yield Config("silent-in-training", [program("gpu_model"), "that_is_silent", "--nocapture"], by_tests, jit=True)
         # Ranks are processes, at least three: two GPUs are shared, and the rest is a team.
         for ops in STOPPED_OPS:
             yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process", "--nocapture"], by_tests, jit=True,

@@ -313,6 +313,51 @@ mod tests {
         assert_eq!(output(&mut python).unwrap().trim(), "['cuModuleLoadDataEx'] 6");
     }
 
+    /// The interposer makes a machine look worse than it is, and leaves it alone without its variables.
+    #[test]
+    fn the_interposer_breaks_what_it_is_told_to() {
+        let dir = Folder::new("broken");
+        let (lib, fake, driver) =
+            (dir.0.join("lib.so"), dir.0.join("fake.so"), dir.0.join("fake.c"));
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/bundle/nomulticast.c");
+        let gcc = ["-shared", "-fPIC", "-Wall", "-Werror", source, "-ldl", "-o"];
+        output(Command::new("gcc").args(gcc).arg(&lib)).unwrap();
+        let text = "int cuDriverGetVersion(int *v) { *v = 13000; return 0; }\n\
+                    int cuDeviceGetAttribute(int *v, int a, int d) { *v = 9; return d; }\n\
+                    int cuDeviceCanAccessPeer(int *v, int a, int b) { *v = 1; return 0; }\n\
+                    int cuMemCreate(long *h, long n, void *p, long f) { *h = n; return 0; }\n\
+                    int cuMemImportFromShareableHandle(long *h, void *os, int t) { *h = 77; return 0; }\n\
+                    int cuMemExportToShareableHandle(int *o, long h, int t, long f) { return 0; }\n\
+                    int cuMemMap(long p, long n, long o, long h, long f) { return 0; }\n\
+                    int cuMemSetAccess(long p, long n, void *d, long c) { return 0; }\n";
+        fs::write(&driver, text).unwrap();
+        output(Command::new("gcc").args(["-shared", "-fPIC", "-o"]).arg(&fake).arg(&driver))
+            .unwrap();
+        // Rank's own memory is 5, mapped at 100; the peer's 77, at 200.
+        let script = "import ctypes, sys\n\
+            d, i, l = ctypes.CDLL(sys.argv[1]), ctypes.c_int(), ctypes.c_long()\n\
+            def value(call, *more): return (call(ctypes.byref(i), *more), i.value)[1]\n\
+            print(value(d.cuDriverGetVersion), value(d.cuDeviceGetAttribute, 75, 0), value(d.cuDeviceGetAttribute, 76, 0),\n\
+                value(d.cuDeviceGetAttribute, 16, 0), value(d.cuDeviceCanAccessPeer, 0, 1),\n\
+                d.cuMemCreate(ctypes.byref(l), 5, None, 0), d.cuMemMap(100, 1, 0, 5, 0), d.cuMemSetAccess(100, 1, None, 1),\n\
+                d.cuMemImportFromShareableHandle(ctypes.byref(l), None, 1), d.cuMemMap(200, 1, 0, 77, 0),\n\
+                d.cuMemSetAccess(200, 1, None, 1), d.cuMemExportToShareableHandle(None, 5, 1, 0))";
+        let run = |vars: &[(&str, &str)]| {
+            let mut python = Command::new("python3");
+            python.args(["-c", script]).arg(&fake).env("LD_PRELOAD", &lib);
+            python.envs(vars.iter().copied());
+            output(&mut python).unwrap().trim().to_owned()
+        };
+        assert_eq!(run(&[]), "13000 9 9 9 1 0 0 0 0 0 0 0");
+        let worse = [
+            ("TW_DRIVER_VERSION", "12000"),
+            ("TW_COMPUTE_CAPABILITY", "75"),
+            ("TW_NO_PEERS", "217"),
+            ("TW_FAIL", "cuMem=3,cuMemExportToShareableHandle=800"),
+        ];
+        assert_eq!(run(&worse), "12000 7 5 9 0 0 0 0 0 0 217 800");
+    }
+
     /// The runner itself, without a GPU: the configurations of every mode.
     #[test]
     fn the_runner_lists_its_configurations() {
@@ -331,7 +376,15 @@ mod tests {
             "conformance/memcheck-1-virtual-all_gather",
             "conformance/synccheck-2-all_gather",
             "conformance/memcheck-2-team-21-24",
+            "conformance/memcheck-1-layers",
+            "conformance/synccheck-1-virtual-ep",
             "faults/ranks-7",
+            "faults/ranks-5-ep",
+            "faults/no-export-verify",
+            "faults/old-gpu-doctor",
+            "faults/silent-in-training",
+            "faults/stopped-in-0-5",
+            "faults/killed-in-19-20",
             "faults/two-ranks-on-one-gpu",
             "faults/killed-4-one-connection",
             "bench/links-8",

@@ -29,7 +29,9 @@ fn kind(code: CUresult) -> ErrorKind {
         | C::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
         | C::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
         | C::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD => ErrorKind::InvalidArgument,
-        C::CUDA_ERROR_NOT_SUPPORTED => ErrorKind::Unsupported,
+        C::CUDA_ERROR_NOT_SUPPORTED | C::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED => {
+            ErrorKind::Unsupported
+        }
         C::CUDA_ERROR_NOT_PERMITTED => ErrorKind::Permission,
         C::CUDA_ERROR_ECC_UNCORRECTABLE
         | C::CUDA_ERROR_NVLINK_UNCORRECTABLE

@@ -181,7 +181,16 @@ impl VmmChunk {
                 0,
             )
         };
-        check(code, "cuMemExportToShareableHandle").map_err(|e| explain(e, free_descriptor()))?;
+        check(code, "cuMemExportToShareableHandle").map_err(|e| {
+            let e = explain(e, free_descriptor());
+            if e.kind() == ErrorKind::Exhausted {
+                return e;
+            }
+            e.hint(
+                "this process may not share device memory: start the container with `--gpus all` and the whole GPU \
+                 (no vGPU), see `tilewire doctor`, or use the `host` backend",
+            )
+        })?;
         // SAFETY: the driver has just opened it for us.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         // Programs that this one starts have no business with it.
@@ -209,8 +218,9 @@ impl VmmChunk {
                 return e;
             }
             e.hint(
-                "is the peer's GPU visible in this container, and may this process share memory \
-                 with it? `nvidia-smi topo -p2p rw` shows the GPUs that are",
+                "is the peer's GPU visible in this container, and may this process share memory with it? Start all \
+                 ranks in one container with `--gpus all`; `nvidia-smi topo -p2p rw` shows the GPUs that reach \
+                 each other, CUDA_VISIBLE_DEVICES chooses them",
             )
         })?;
         Ok(Self { ctx: ctx.clone(), handle, len: len_bytes })
@@ -352,10 +362,11 @@ impl VmmRange {
             // SAFETY: mapped just now, and nobody knows of it.
             unsafe { sys::cuMemUnmap(at, chunk.len) };
             match e.kind() {
-                ErrorKind::InvalidArgument => {
-                    e.hint("can these GPUs reach each other? `nvidia-smi topo -p2p rw` shows it")
-                }
-                _ => e,
+                ErrorKind::Exhausted => e,
+                _ => e.hint(
+                    "can these GPUs reach each other? `nvidia-smi topo -p2p rw` shows it: choose others with \
+                     CUDA_VISIBLE_DEVICES, or switch off the IOMMU or ACS for GPUs on PCIe",
+                ),
             }
         })
     }
