@@ -166,7 +166,40 @@ fn checkpoint_resume_generate_trace_and_curve() {
     for op in ["ag_gemm", "gemm_rs", "cp_attention", "grouped_gemm", "ep_dispatch", "ep_combine"] {
         assert!(events.iter().any(|e| e["name"] == op), "no {op} in the trace");
     }
-    assert!(events.iter().any(|e| e["pid"] == 1), "rank 1 is in the trace");
+    tracks(events, 2);
+}
+
+/// A process for each rank, and in it one track for each of its streams, whose work does not overlap.
+fn tracks(events: &[serde_json::Value], num_ranks: u64) {
+    use std::collections::{BTreeMap, BTreeSet};
+    let of = |kind: &'static str| events.iter().filter(move |e| e["name"] == kind);
+    let ranks: BTreeSet<u64> = of("process_name").map(|e| e["pid"].as_u64().unwrap()).collect();
+    assert_eq!(ranks, (0..num_ranks).collect());
+    let mut names = BTreeMap::new();
+    for e in of("thread_name") {
+        let track = (e["pid"].as_u64().unwrap(), e["tid"].as_u64().unwrap());
+        let stream = e["args"]["name"].as_str().unwrap();
+        assert!(names.insert(track, stream).is_none(), "{track:?} is named twice");
+    }
+    let streams: BTreeSet<_> = names.iter().map(|((rank, _), stream)| (rank, stream)).collect();
+    assert_eq!(streams.len(), names.len(), "a stream has one track: {names:?}");
+    for rank in &ranks {
+        assert!(streams.contains(&(rank, &"main")), "rank {rank}: {names:?}");
+        let copies = streams.iter().filter(|s| s.0 == rank && s.1.starts_with("copy "));
+        assert!(copies.count() > 0, "rank {rank} has no copies: {names:?}");
+    }
+    let mut work: BTreeMap<_, Vec<(f64, f64)>> = BTreeMap::new();
+    for e in events.iter().filter(|e| e["ph"] == "X") {
+        let track = (e["pid"].as_u64().unwrap(), e["tid"].as_u64().unwrap());
+        let span = (e["ts"].as_f64().unwrap(), e["dur"].as_f64().unwrap());
+        work.entry(track).or_default().push(span);
+    }
+    assert_eq!(work.keys().collect::<Vec<_>>(), names.keys().collect::<Vec<_>>());
+    for (track, mut spans) in work {
+        spans.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let apart = |w: &[(f64, f64)]| w[0].0 + w[0].1 <= w[1].0 + 0.01;
+        assert!(spans.windows(2).all(apart), "{track:?}: one stream runs two things at once");
+    }
 }
 
 /// A resumed run goes on with the files of the run before, and writes those it is asked for even if
