@@ -487,7 +487,9 @@ def faults(n):
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.
         yield Config("one-order-one-connection", [*orders, "one_order"], by_tests, jit=True, env=one)
-        yield Config("silent-in-training", [program("gpu_model"), "that_is_silent", "--nocapture"], by_tests, jit=True)
+        for part in ["before", "behind"]:
+            argv = [program("gpu_model"), f"that_is_silent_{part}", "--nocapture"]
+            yield Config(f"silent-in-training-{part}", argv, by_tests, jit=True)
         # Ranks are processes, at least three: two GPUs are shared, and the rest is a team.
         for ops in STOPPED_OPS:
             yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process", "--nocapture"], by_tests, jit=True,

@@ -382,7 +382,7 @@ mod tests {
             "faults/ranks-5-ep",
             "faults/no-export-verify",
             "faults/old-gpu-doctor",
-            "faults/silent-in-training",
+            "faults/silent-in-training-behind",
             "faults/stopped-in-0-5",
             "faults/killed-in-19-20",
             "faults/two-ranks-on-one-gpu",

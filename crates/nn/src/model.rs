@@ -258,7 +258,7 @@ impl Model {
         comm.sum_small.run(stream, &self.rooms.small, &self.rooms.small_sum)
     }
 
-    /// Queues the optimizer's step, which is taken by all ranks or by none.
+    /// Queues the optimizer's step, which no rank takes unless all have whole sums of gradients.
     ///
     /// # Errors
     /// What queueing gives.

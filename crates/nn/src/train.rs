@@ -107,8 +107,8 @@ impl Trainer {
         self.graph.as_ref().map_or(Ok(()), |(_, g)| stream.replay(g))
     }
 
-    /// One step on global batch number `self.step`. Collective. The optimizer's step is taken by
-    /// all ranks or by none.
+    /// One step on global batch number `self.step`. Collective. No rank takes the
+    /// optimizer's step from sums that are not whole on all ranks.
     ///
     /// # Errors
     /// The fault of a team; `Internal` if the loss is not finite.

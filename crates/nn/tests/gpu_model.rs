@@ -199,14 +199,26 @@ fn silent_in_training(grid: Grid, leaves: Leaves) {
     .unwrap();
 }
 
-#[test]
-fn no_step_is_taken_without_a_rank_that_is_silent() {
-    let num = gpus("no_step_is_taken_without_a_rank_that_is_silent").min(2);
+fn nobody_takes_the_step(test: &str, leaves: Leaves) {
+    let num = gpus(test).min(2);
     let contexts = (0..num).map(|i| CudaContext::new(i as u32).unwrap()).collect::<Vec<_>>();
     for grid in grids(contexts.len()).into_iter().filter(|g| g.size() > 1) {
         // What is compiled and loaded is there then: two seconds are for waits.
         losses(grid, true, 2);
-        silent_in_training(grid, Leaves::BeforeIt);
-        silent_in_training(grid, Leaves::BehindBackward);
+        silent_in_training(grid, leaves);
     }
+}
+
+#[test]
+fn no_step_is_taken_with_a_rank_that_is_silent_before_it() {
+    nobody_takes_the_step(
+        "no_step_is_taken_with_a_rank_that_is_silent_before_it",
+        Leaves::BeforeIt,
+    );
+}
+
+#[test]
+fn no_step_is_taken_with_a_rank_that_is_silent_behind_its_backward_pass() {
+    let test = "no_step_is_taken_with_a_rank_that_is_silent_behind_its_backward_pass";
+    nobody_takes_the_step(test, Leaves::BehindBackward);
 }

@@ -33,15 +33,15 @@ struct Adam {
 
 const HYPER: [f64; 6] = [0.1, 0.9, 0.98, 1e-6, 0.01, 1.0];
 
-/// Gradients' norm, a step from it, and the count: `loss` decides whether it is taken.
-fn step(lib: &'static Lib, t: usize, (count, loss): (i32, f32)) {
+/// Gradients' norm, a step from it, and the count: `loss` and `sums` decide whether it is taken.
+fn step(lib: &'static Lib, t: usize, (count, loss, sums): (i32, f32, f32)) {
     let (dtype, n, mut rng) = (TYPES[t], 131, Rng::new(8));
     let mut mat = |f: f64| Mat::random(&mut rng, 1, n).map(|v| f * v).rounded(DType::F32);
     let (w, g, m, v) = (mat(1.0), mat(2.0), mat(0.1), mat(0.1).map(|v| v * v).rounded(DType::F32));
     let put = |m: &Mat| On::put(DType::F32, m);
     let (w_at, master, g_at) = (On::put(dtype, &w.rounded(dtype)), put(&w), put(&g));
     let (m_at, v_at) = (put(&m), put(&v));
-    let small = put(&Mat::new(1, 3, vec![f64::from(loss), 0.0, 0.0]));
+    let small = put(&Mat::new(1, 4, vec![f64::from(loss), 0.0, 0.0, f64::from(sums)]));
     let counter = Memory::new("count", ANY, 4);
     counter.write(&[count]);
     let counter = On { memory: counter, dtype: DType::I32, shape: (1, 1) };
@@ -75,11 +75,11 @@ fn step(lib: &'static Lib, t: usize, (count, loss): (i32, f32)) {
     let memory = [&w_at, &master, &g_at, &m_at, &v_at, &small, &counter, &partial];
     run(work, &memory);
     let norm = nn::grad_norm(std::slice::from_ref(&g));
-    let sums = small.get();
-    let have = (sums.at(0, 1) + sums.at(0, 2)).sqrt();
+    let all = small.get();
+    let have = (all.at(0, 1) + all.at(0, 2)).sqrt();
     assert!((have - norm).abs() < 1e-9 * norm, "norm {have} for {norm}");
     let own = if dtype == DType::F32 { &w_at } else { &master };
-    if !loss.is_finite() {
+    if !(loss.is_finite() && sums.is_finite()) {
         assert_eq!(own.get(), w, "no step is taken");
         assert_eq!((m_at.get(), v_at.get()), (m, v));
         assert_eq!(counter.memory.read::<i32>(), [count]);
@@ -150,9 +150,10 @@ fn init(lib: &'static Lib, t: usize) {
 }
 
 fn whole_optimizer(lib: &'static Lib, t: usize) {
-    for at in [(0, 1.0), (9, 2.0), (10, 2.0), (35, 0.5), (90, 0.5), (3, f32::NAN)] {
-        step(lib, t, at);
+    for (count, loss) in [(0, 1.0), (9, 2.0), (10, 2.0), (35, 0.5), (90, 0.5), (3, f32::NAN)] {
+        step(lib, t, (count, loss, 1.0));
     }
+    step(lib, t, (3, 1.0, f32::NAN));
     init(lib, t);
 }
 
@@ -184,6 +185,7 @@ const OF_OPTIMIZER: &[Planted] = &[
         planted_optimizer,
     ),
     Planted("poison is learned", "if (!tw_step_is_taken(a.small)) return;", "", planted_optimizer),
+    Planted("a rank without its sums", " && tw_finite(small[3])", "", planted_optimizer),
     Planted(
         "poison is counted",
         "if (tw_step_is_taken(small)) *count",
