@@ -137,6 +137,7 @@ impl Case<'_> {
         let start = Instant::now();
         let queued = (op.launch)(&stream);
         stream.synchronize()?;
+        heap.copy_stream()?.synchronize()?;
         // A death is told by a thread of this process, which the kernels' end may overtake.
         wait_for(LATE, || team.check().is_err());
         let (e, at_ms, took) = (queued.and_then(|()| team.check()), now_ms(), start.elapsed());
