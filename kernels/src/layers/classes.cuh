@@ -2,7 +2,7 @@
 //
 // A group of LANES lanes takes a row of at most LANES * TW_LAYERS_KEPT columns, quad by quad in turn; `lanes` of a launch
 // is 4, 8, 16 or 32. A block takes rows in turn, and reads the next before it computes. Sums over rows are added by
-// lane, group, warp and block in this order, so they depend on the number of blocks only.
+// lane, group, warp and block in this order, and between blocks exactly, so they depend on the number of blocks only.
 
 enum { KEPT = TW_LAYERS_KEPT };
 static_assert(KEPT % 4 == 0, "whole quads");
@@ -94,7 +94,7 @@ struct TwRouter {
     float* probs;         // [n, experts]
     i64* topk;            // [n, k]
     float* weights;       // [n, k]
-    float* partial;       // [blocks][2 experts, in whole quads]
+    u64* sums;            // [2 experts], 0: those of `stats`, of all blocks
     float* stats;         // [2 experts]: how often each expert was chosen, then its probabilities' sum
     u32* ticket;          // 0
     u32 n, experts, k, lanes;
@@ -156,38 +156,21 @@ __device__ __forceinline__ void tw_choose(const TwRouter& a, float (&p)[KEPT], u
     if (full + lane < a.k) topk[full + lane] = own, weights[full + lane] = weight / sum;
 }
 
-// stats = the sum of the blocks' rows of `partial`, by one block.
-__device__ __forceinline__ void tw_sum_blocks(const TwRouter& a) {
-    // Loads that wait for each other would be all that it does.
-    enum { AHEAD = 12 };
-    __shared__ float4 sums[THREADS];
-    u32 quads = tw_ceil(2 * a.experts, 4), width = 1;
-    while (width < quads && width < THREADS) width *= 2;
-    u32 of_row = THREADS / width;
-    for (u32 q0 = 0; q0 < quads; q0 += width) {
-        u32 q = q0 + threadIdx.x % width;
-        float4 sum = make_float4(0, 0, 0, 0);
-        for (u32 b0 = threadIdx.x / width; q < quads && b0 < gridDim.x; b0 += AHEAD * of_row) {
-            float4 v[AHEAD];
-#pragma unroll
-            for (u32 j = 0; j < AHEAD; j++) {
-                u32 b = b0 + j * of_row;
-                v[j] = make_float4(0, 0, 0, 0);
-                if (b < gridDim.x) v[j] = ((const float4*)a.partial)[b * quads + q];
-            }
-#pragma unroll
-            for (u32 j = 0; j < AHEAD; j++) sum = make_float4(sum.x + v[j].x, sum.y + v[j].y, sum.z + v[j].z, sum.w + v[j].w);
-        }
-        sums[threadIdx.x] = sum;
-        __syncthreads();
-        if (threadIdx.x < width && q < quads) {
-            for (u32 i = threadIdx.x + width; i < THREADS; i += width) {
-                sum = make_float4(sum.x + sums[i].x, sum.y + sums[i].y, sum.z + sums[i].z, sum.w + sums[i].w);
-            }
-            const float v[4] = {sum.x, sum.y, sum.z, sum.w};
-            for (u32 j = 0; j < 4 && 4 * q + j < 2 * a.experts; j++) a.stats[4 * q + j] = v[j];
-        }
-        __syncthreads();
+// A block whose sum of probabilities is no number counts here, above what counts choices.
+#define TW_NO_NUMBER (1ull << 40)
+
+// Sums of probabilities are added between blocks as integers, whose sums depend on no order: n probabilities are less
+// than 2^62 units.
+__device__ __forceinline__ double tw_units(u32 n) {
+    return (double)(1ull << (30 + __clz((int)n)));
+}
+
+// stats = what the blocks have added to `sums`, which are 0 again, by one block.
+__device__ __forceinline__ void tw_take_sums(const TwRouter& a) {
+    for (u32 e = threadIdx.x; e < a.experts; e += THREADS) {
+        u64 count = atomicExch(&a.sums[e], 0ull), sum = atomicExch(&a.sums[a.experts + e], 0ull);
+        a.stats[e] = (float)(count % TW_NO_NUMBER);
+        a.stats[a.experts + e] = count < TW_NO_NUMBER ? (float)((double)sum / tw_units(a.n)) : TW_NAN;
     }
 }
 
@@ -229,12 +212,13 @@ template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a)
         if (threadIdx.x % 32 < LANES && tw_col<LANES>(i) < a.experts) sums[threadIdx.x / 32 * a.experts + tw_col<LANES>(i)] = all;
     }
     __syncthreads();
-    float* out = a.partial + (u64)blockIdx.x * tw_ceil(2 * a.experts, 4) * 4;
     for (u32 e = threadIdx.x; e < a.experts; e += THREADS) {
         float all = 0;
         for (u32 w = 0; w < WARPS; w++) all += sums[w * a.experts + e];
-        out[e] = (float)chosen[e];
-        out[a.experts + e] = all;
+        bool number = all >= 0;
+        u64 count = chosen[e];
+        atomicAdd(&a.sums[e], number ? count : count + TW_NO_NUMBER);
+        if (number) atomicAdd(&a.sums[a.experts + e], (u64)((double)all * tw_units(a.n)));
     }
 }
 
@@ -243,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS, 2) tw_router(TwR
     else if (a.lanes == 8) tw_route<8>(a);
     else if (a.lanes == 16) tw_route<16>(a);
     else tw_route<32>(a);
-    if (tw_comes_last(a.ticket)) tw_sum_blocks(a);
+    if (tw_comes_last(a.ticket)) tw_take_sums(a);
 }
 
 struct TwRouterBwd {

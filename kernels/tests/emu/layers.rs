@@ -339,6 +339,13 @@ fn ticket() -> On {
     on
 }
 
+/// So many words of 64 bits that are 0.
+fn zeros(n: usize) -> On {
+    let on = On { memory: Memory::new("sums", ANY, 8 * n), dtype: DType::I64, shape: (1, n) };
+    on.memory.write(&vec![0u8; 8 * n]);
+    on
+}
+
 /// What a router leaves: probabilities, choices, weights, and sums of two launches in turn.
 struct Routed {
     at: On,
@@ -346,7 +353,7 @@ struct Routed {
     topk: On,
     weights: On,
     stats: [On; 2],
-    partial: On,
+    sums: On,
     ticket: On,
 }
 
@@ -362,14 +369,14 @@ impl Routed {
             topk,
             weights: f32s(n, k),
             stats: [f32s(1, 2 * e), f32s(1, 2 * e)],
-            partial: f32s(BLOCKS, (2 * e).next_multiple_of(4)),
+            sums: zeros(2 * e),
             ticket: ticket(),
         }
     }
 
     fn all(&self) -> [&On; 8] {
         let [a, b] = &self.stats;
-        [&self.at, &self.probs, &self.topk, &self.weights, a, b, &self.partial, &self.ticket]
+        [&self.at, &self.probs, &self.topk, &self.weights, a, b, &self.sums, &self.ticket]
     }
 
     fn launches(&self, lib: &'static Lib) -> Vec<Launch<'static>> {
@@ -377,7 +384,7 @@ impl Routed {
         let kernel: &'static _ = Box::leak(Box::new(lib.kernel("tw_router")));
         let launch = |stats: &On| {
             let on = [&self.at, &self.probs, &self.topk, &self.weights];
-            let more = [&self.partial, stats, &self.ticket];
+            let more = [&self.sums, stats, &self.ticket];
             let at: Vec<u64> = on.into_iter().chain(more).map(On::addr).collect();
             let p = Router {
                 at: at.try_into().unwrap(),

@@ -110,14 +110,14 @@ const OF_LAYERS: &[Planted] = &[
     ),
     Planted(
         "one block's stats",
-        "u32 b0 = threadIdx.x / width; q < quads && b0 < gridDim.x;",
-        "u32 b0 = threadIdx.x / width; q < quads && b0 < 1;",
+        "if (number) atomicAdd(&a.sums",
+        "if (number && blockIdx.x == 0) atomicAdd(&a.sums",
         planted_layers,
     ),
     Planted(
-        "stats of one part of the blocks",
-        "for (u32 i = threadIdx.x + width; i < THREADS; i += width)",
-        "for (u32 i = THREADS; i < THREADS; i += width)",
+        "stats of the launch before, too",
+        "sum = atomicExch(&a.sums[a.experts + e], 0ull)",
+        "sum = a.sums[a.experts + e]",
         planted_layers,
     ),
     Planted(

@@ -44,6 +44,8 @@ pub(super) struct Prepared {
     losses: CudaMemory,
     /// Parts of sums of squares, f64.
     squares: CudaMemory,
+    /// Sums of the router over its blocks, 0 between launches.
+    stats: CudaMemory,
     /// Counts of tokens by block, rows by token, and where each token's begin.
     counts: CudaMemory,
     order: CudaMemory,
@@ -93,6 +95,7 @@ impl Prepared {
             partial: workspace(ctx, room.partial)?,
             losses: workspace(ctx, room.losses)?,
             squares: workspace(ctx, room.squares)?,
+            stats: workspace(ctx, room.stats)?,
             counts: workspace(ctx, room.counts)?,
             order: workspace(ctx, room.order)?,
             starts: workspace(ctx, room.starts)?,
@@ -170,7 +173,7 @@ struct Routing {
     probs: u64,
     topk: u64,
     weights: u64,
-    partial: u64,
+    sums: u64,
     stats: u64,
     ticket: u64,
     n: u32,
@@ -391,7 +394,7 @@ impl On<'_> {
             probs: addr(&a.probs)?,
             topk: addr(&a.topk)?,
             weights: addr(&a.weights)?,
-            partial: self.kernels.partial.addr(),
+            sums: self.kernels.stats.addr(),
             stats: addr(&a.stats)?,
             ticket: self.kernels.tickets.addr(),
             n: n as u32,
