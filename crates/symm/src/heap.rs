@@ -32,17 +32,25 @@ pub struct HeapCfg {
     /// CUDA device that holds this rank's part (not on the host). Default: the world rank,
     /// modulo the number of devices.
     pub device: Option<u32>,
+    /// Whether GPUs use each other's memory where they can. Default: they do. Without it, and where they cannot, only
+    /// operations through NCCL move data, and ranks meet in the host's memory.
+    pub peer_access: bool,
 }
 
 impl HeapCfg {
     /// A heap of `len_bytes` per rank.
     pub fn new(len_bytes: usize) -> Self {
-        Self { len_bytes, reserve_bytes: None, device: None }
+        Self { len_bytes, reserve_bytes: None, device: None, peer_access: true }
     }
 
     /// The same on CUDA device `ordinal`.
     pub fn on_device(self, ordinal: u32) -> Self {
         Self { device: Some(ordinal), ..self }
+    }
+
+    /// The same, without access to the memory of other GPUs: as on machines whose GPUs have none.
+    pub fn without_peer_access(self) -> Self {
+        Self { peer_access: false, ..self }
     }
 }
 
@@ -62,6 +70,12 @@ pub(crate) struct HeapInner {
     copies: OnceLock<Stream>,
     pub window: OnceLock<NcclWindow>,
     kind: BackendKind,
+}
+
+impl Drop for HeapInner {
+    fn drop(&mut self) {
+        nccl::unregister(self.nccl.get(), self.window.get());
+    }
 }
 
 /// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
@@ -126,6 +140,13 @@ impl LiveTeam {
             window: OnceLock::new(),
             kind: backend,
         }));
+        if backend == BackendKind::Nccl && !heap.reaches_peers() {
+            let text = "windows of NCCL need GPUs that reach each other's memory";
+            return Err(Error::new(ErrorKind::Unsupported, text)
+                .op("heap")
+                .team(self.name())
+                .hint("use the `vmm` backend, where operations through NCCL work without"));
+        }
         if backend == BackendKind::Nccl {
             heap.register().map_err(|e| of_backend(backend, e).team(self.name()))?;
         }
@@ -146,7 +167,7 @@ fn too_large() -> Error {
 pub(crate) struct Chunks(pub Vec<Vec<OwnedFd>>);
 
 impl Chunks {
-    fn concat_fds(self) -> Vec<OwnedFd> {
+    pub fn concat_fds(self) -> Vec<OwnedFd> {
         self.0.into_iter().flatten().collect()
     }
 }
@@ -202,6 +223,12 @@ impl Heap {
     /// Where the memory is.
     pub fn backend(&self) -> BackendKind {
         self.0.kind
+    }
+
+    /// True if each rank reaches the memory of all: one-sided transfers and kernels that put need that. The same on
+    /// all ranks.
+    pub fn reaches_peers(&self) -> bool {
+        self.0.vmm.as_ref().is_none_or(|store| store.near)
     }
 
     /// Checks that `len` bytes at `offset` of `peer`'s chunk exist.

@@ -23,7 +23,12 @@ pub(crate) fn shared_file(name: &str, len: usize) -> Result<OwnedFd> {
             }
             _ => ErrorKind::Io,
         };
-        Error::new(kind, format!("{what} of {len} bytes of shared memory: {e}")).cause(e)
+        let new = Error::new(kind, format!("{what} of {len} bytes of shared memory: {e}")).cause(e);
+        match e {
+            rustix::io::Errno::MFILE => new.hint("`ulimit -n 4096` allows more descriptors"),
+            rustix::io::Errno::NFILE => new.hint("raise fs.file-max: the machine is out of files"),
+            _ => new,
+        }
     };
     inject::step("creating shared memory")?;
     let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
@@ -118,6 +123,11 @@ impl Mapping {
 
     pub fn len(&self) -> usize {
         self.len.load(Ordering::Acquire)
+    }
+
+    /// Where `rank`'s file is mapped: for whoever gives it to a device.
+    pub fn ptr(&self, rank: usize) -> *mut u8 {
+        self.at(rank, 0, self.len()).as_ptr()
     }
 
     fn at(&self, rank: usize, offset: usize, len: usize) -> NonNull<u8> {

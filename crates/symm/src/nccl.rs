@@ -6,22 +6,23 @@
 //! kernels that are compiled with its headers.
 //!
 //! # Invariants
-//! 1. The communicator is made by all members at one `prepare`, or by none.
+//! 1. The communicator is made by all members at one `prepare`, or by none; or it is the caller's, whom the world
+//!    has it from ([`World::adopt_nccl`](crate::World::adopt_nccl)).
 //! 2. No call waits for a peer past the fault of the team.
 //! 3. Its kernels know no deadline. A launch meets by kernels of `vmm` before it queues one, so that a
 //!    peer that does not come is seen there; a thread of this process watches the team and aborts the
 //!    communicator once the team is over, which ends the kernels that run.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use tilewire_core::{DType, Deadline, Error, ErrorKind, Result};
+use tilewire_core::{DType, Deadline, Error, ErrorKind, Rank, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaStream, NcclComm, NcclId, NcclOp, NcclSum, NcclWindow,
 };
 
 use crate::heap::Heap;
-use crate::team::LiveTeam;
+use crate::team::{LiveTeam, lock};
 use crate::vmm::{VmmOneSided, gpus, shared};
 
 /// How often the team is looked at: a peer that died is named by the monitor at once, and kernels
@@ -29,9 +30,30 @@ use crate::vmm::{VmmOneSided, gpus, shared};
 const WATCH: Duration = Duration::from_millis(5);
 /// Between the end of a team and the abort: kernels that are queued behind a meeting that has just
 /// been given up start in that time, and must find the communicator's memory.
-const GRACE: Duration = Duration::from_millis(50);
+pub(crate) const GRACE: Duration = Duration::from_millis(50);
 /// Polls before a wait for the library's own thread yields.
 const SPINS: u32 = 2000;
+
+/// The communicator that a world was given by the caller.
+#[derive(Default)]
+pub(crate) struct Adopted(pub Mutex<Option<Arc<NcclComm>>>);
+
+impl Adopted {
+    /// For a team on a device: of teams of everybody, in order.
+    fn of(&self, team: &LiveTeam, ctx: &CudaContext) -> Result<Option<Arc<NcclComm>>> {
+        let comm = lock(&self.0).clone();
+        let everyone = team.size() == team.world_size()
+            && Rank::all(team.size()).all(|r| team.world_rank(r) == r);
+        let Some(comm) = comm.filter(|_| everyone) else { return Ok(None) };
+        if comm.context().ordinal() != ctx.ordinal() {
+            return Err(Error::invalid("the adopted NCCL communicator is of another device")
+                .op("nccl")
+                .expected(ctx.ordinal())
+                .seen(comm.context().ordinal()));
+        }
+        Ok(Some(comm))
+    }
+}
 
 /// NCCL's communicator of a team, on the device of a heap.
 pub struct NcclTeam {
@@ -45,11 +67,18 @@ impl NcclTeam {
     fn meet(team: &LiveTeam, ctx: &CudaContext) -> Result<Arc<Self>> {
         let library = || -> Result<_> {
             let (version, found) = NcclComm::library()?;
+            let adopted = team.0.adopted.of(team, ctx)?;
             let first = team.rank().idx() == 0;
             let id = first.then(NcclComm::unique_id).transpose()?;
-            Ok((version, found, id))
+            Ok((version, found, id, adopted))
         };
-        let (version, found, id) = team.settle("nccl", library())?;
+        let (version, found, id, adopted) = team.settle("nccl", library())?;
+        let library = format!("NCCL {version} ({}: {})", found.how, found.path.display());
+        if let Some(comm) = all_adopted(team, adopted)? {
+            let new = Arc::new(Self { team: team.clone(), comm, library });
+            watch(&new)?;
+            return Ok(new);
+        }
         let words = [version.as_bytes(), id.as_ref().map_or(&[][..], |id| &id.0)].concat();
         let all = team.exchange("nccl id", &words)?;
         if let Some((a, b)) = shared(&gpus(team, ctx)?) {
@@ -74,7 +103,6 @@ impl NcclTeam {
         let me = (team.rank().get(), team.size());
         // The others are about to meet me there.
         let comm = NcclComm::join(ctx, id, me).map_err(|e| team.fail(e))?;
-        let library = format!("NCCL {version} ({}: {})", found.how, found.path.display());
         let new = Arc::new(Self { team: team.clone(), comm, library });
         let deadline = Deadline::after(team.0.cfg.rendezvous_timeout);
         new.settled(Some(deadline)).map_err(|e| team.fail(e.op("nccl").phase("rendezvous")))?;
@@ -122,6 +150,18 @@ impl NcclTeam {
         Ok(window)
     }
 
+    /// Ends a registration with a communicator that goes on.
+    fn unregister(&self, window: NcclWindow) {
+        if !self.comm.is_adopted() {
+            return;
+        }
+        // What runs may use it.
+        let idle = self.comm.context().synchronize();
+        if let Err(e) = idle.and_then(|()| self.comm.unregister(window)) {
+            log::debug!("a window of NCCL's is left to its communicator: {e}");
+        }
+    }
+
     /// Queues operations as one group, behind a meeting of the launch (see the module), and returns
     /// when they are on the stream. The stream, or the graph that it is captured into, holds the
     /// communicator.
@@ -147,6 +187,21 @@ impl NcclTeam {
     }
 }
 
+/// Collective: the communicators that were adopted, if all ranks have. One that is over on any rank is none.
+fn all_adopted(team: &LiveTeam, mine: Option<Arc<NcclComm>>) -> Result<Option<Arc<NcclComm>>> {
+    const OVER: u8 = 2;
+    let word = mine.as_ref().map_or(0, |c| if c.is_condemned() { OVER } else { 1 });
+    let all = team.exchange("nccl adopted", &[word])?;
+    if let Some(odd) = all.iter().position(|a| (*a == [0]) != (all[0] == [0])) {
+        let text = "some ranks have adopted an NCCL communicator, others have not";
+        return Err(Error::new(ErrorKind::Mismatch, text)
+            .op("nccl")
+            .peer(Rank::new(odd as u32))
+            .hint("call `World::adopt_nccl` on every rank, before heaps are made"));
+    }
+    Ok(mine.filter(|_| !all.contains(&vec![OVER])))
+}
+
 /// Aborts the communicator when the team is over, and tells the team what goes wrong in the library.
 fn watch(team: &Arc<NcclTeam>) -> Result<()> {
     let weak = Arc::downgrade(team);
@@ -154,6 +209,7 @@ fn watch(team: &Arc<NcclTeam>) -> Result<()> {
         while let Some(t) = Weak::upgrade(&weak) {
             let failed = t.team.check().is_err();
             if failed {
+                t.comm.condemn();
                 std::thread::sleep(GRACE);
                 t.comm.abort();
                 return;
@@ -175,6 +231,13 @@ pub(crate) fn check(team: &LiveTeam) -> Result<()> {
     team.settle("nccl", NcclComm::library()).map(drop)
 }
 
+/// The window of a heap goes before its memory, where the communicator stays.
+pub(crate) fn unregister(nccl: Option<&Arc<NcclTeam>>, window: Option<&NcclWindow>) {
+    if let (Some(nccl), Some(window)) = (nccl, window) {
+        nccl.unregister(*window);
+    }
+}
+
 impl Heap {
     /// Collective: registers every rank's chunk as a window of NCCL.
     pub(crate) fn register(&self) -> Result<()> {
@@ -183,9 +246,11 @@ impl Heap {
         let len = self.usage().1;
         let window = nccl.register(os.addr(self.team().rank(), 0, len)?, len);
         // A rank without a window tells the others.
-        let window = self.team().settle("nccl window", window)?;
-        self.0.window.get_or_init(|| window);
-        Ok(())
+        // Also where a peer has none: the end of the heap is that of the window.
+        if let Ok(window) = &window {
+            self.0.window.get_or_init(|| *window);
+        }
+        self.team().settle("nccl window", window).map(drop)
     }
 
     /// NCCL's handle of this heap (`ncclWindow_t`), whose offsets are those of [`SymBuf`](crate::SymBuf)s,
@@ -194,7 +259,8 @@ impl Heap {
         self.0.window.get().and_then(NcclWindow::handle)
     }
 
-    /// Collective at the first call: NCCL over the members of this heap's team, on its devices.
+    /// Collective at the first call: NCCL over the members of this heap's team, on its devices. The communicator that
+    /// the world has adopted, if the team is everybody in order; else one of its own.
     ///
     /// # Errors
     /// On all ranks, `Unavailable` if one has no NCCL or has not set `NCCL_NVLS_ENABLE=0`, and

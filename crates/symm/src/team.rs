@@ -13,6 +13,7 @@ use tilewire_device::Fault;
 use crate::control::{Control, NUM_CHANNELS, NUM_SIGNALS, page_bytes};
 use crate::hook::{Hook, HookAction, HookPoint, StepKind};
 use crate::map::{Mapping, shared_file};
+use crate::nccl::Adopted;
 use crate::protocol::{AbortCode, raise};
 use crate::recorder::{self, Entry, EntryKind, EntryState, Fingerprint, NUM_ENTRIES};
 use crate::signals::SlotPool;
@@ -34,6 +35,8 @@ pub(crate) struct TeamInner {
     pub mesh: Arc<dyn Mesh>,
     pub fault: Arc<Fault>,
     pub cfg: WorldCfg,
+    /// The world's, of the caller's making.
+    pub adopted: Arc<Adopted>,
     pub traffic: TrafficCounters,
     /// Devices that must hear of an abort.
     pub sinks: AbortSinks,
@@ -98,7 +101,7 @@ impl LiveTeam {
         info: Team,
         tag: &str,
         generation: u64,
-        cfg: WorldCfg,
+        (cfg, adopted): (WorldCfg, Arc<Adopted>),
     ) -> Result<Self> {
         let size = info.size();
         let mut word = [0; 8];
@@ -171,6 +174,7 @@ impl LiveTeam {
             info,
             mesh,
             cfg,
+            adopted,
         });
         let weak = Arc::downgrade(&inner);
         inner.fault.on_set(move |e| {
@@ -189,6 +193,11 @@ impl LiveTeam {
     /// Generation: grows each time the same members form a team of the same name.
     pub fn generation(&self) -> u64 {
         self.0.generation
+    }
+
+    /// Number of ranks of the world, members or not.
+    pub fn world_size(&self) -> usize {
+        self.0.mesh.size()
     }
 
     /// The fault of this team, for nodes that belong to it.

@@ -2,12 +2,14 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tilewire_boot::{Mesh, PeerExit, ThreadMesh};
 use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::Fault;
+use tilewire_device::cuda::NcclComm;
 
+use crate::nccl::{Adopted, GRACE};
 use crate::team::{LiveTeam, TeamInner, lock};
 
 /// Time limits of a world.
@@ -47,6 +49,7 @@ struct WorldInner {
     /// How often each (name, members) has formed a team: their generations.
     generations: Mutex<HashMap<(String, Vec<Rank>), u64>>,
     told: Mutex<ToldDeaths>,
+    adopted: Arc<Adopted>,
 }
 
 /// Deaths that the faults of teams have told. A peer may tell of one before my own mesh knows it.
@@ -93,6 +96,7 @@ impl World {
             exits: Mutex::default(),
             generations: Mutex::default(),
             told: Mutex::default(),
+            adopted: Arc::default(),
         });
         let weak = Arc::downgrade(&inner);
         inner.mesh.on_exit(Box::new(move |rank, how| {
@@ -190,7 +194,13 @@ impl World {
         let list: Vec<String> = members.iter().map(|r| r.get().to_string()).collect();
         let digest = blake3::hash(list.join(",").as_bytes()).to_hex();
         let tag = format!("team/{name}/{}/{generation}", &digest[..16]);
-        let met = LiveTeam::meet(self.0.mesh.clone(), info.clone(), &tag, generation, self.0.cfg);
+        let met = LiveTeam::meet(
+            self.0.mesh.clone(),
+            info.clone(),
+            &tag,
+            generation,
+            (self.0.cfg, self.0.adopted.clone()),
+        );
         let team = met?;
         {
             let mut told = lock(&self.0.told);
@@ -216,6 +226,59 @@ impl World {
     pub fn everyone(&self, name: &str) -> Result<LiveTeam> {
         let all: Vec<Rank> = Rank::all(self.size()).collect();
         self.team(&all, name)?.ok_or_else(|| Error::internal("not a member of everyone"))
+    }
+
+    /// The communicator of the caller's that heaps over everybody, of this world's ranks in their order, use for what
+    /// they do through NCCL, instead of one of their own. All ranks adopt, before they make such heaps.
+    ///
+    /// It must live until [`World::return_nccl`] gives it back, and what is queued on it must have one order on all
+    /// ranks ([`NcclComm::adopt`]). The fault of a team that uses it revokes it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if its ranks are not the world's, and if there is one already.
+    pub fn adopt_nccl(&self, comm: Arc<NcclComm>) -> Result<()> {
+        let mine = (self.rank().get(), self.size());
+        if comm.me() != mine {
+            return Err(Error::invalid("the NCCL communicator has other ranks than the world")
+                .op("nccl")
+                .expected(format_args!("rank {} of {}", mine.0, mine.1))
+                .seen(format_args!("rank {} of {}", comm.me().0, comm.me().1)));
+        }
+        let mut adopted = lock(&self.0.adopted.0);
+        if adopted.is_some() {
+            return Err(Error::invalid("this world has an NCCL communicator already")
+                .op("nccl")
+                .hint("take that one back first: `World::return_nccl`"));
+        }
+        *adopted = Some(comm);
+        Ok(())
+    }
+
+    /// Ends [`World::adopt_nccl`]. `None` if there is no such communicator, or if it was aborted: else the
+    /// `ncclComm_t`, for its maker to use on or to destroy.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while heaps, plans, graphs or queued work use it, or the caller has a clone.
+    pub fn return_nccl(&self) -> Result<Option<u64>> {
+        // Whoever watches it for a team that has just ended lets go of it soon.
+        let start = Instant::now();
+        while lock(&self.0.adopted.0).as_ref().is_some_and(|c| Arc::strong_count(c) > 1)
+            && start.elapsed() < 4 * GRACE
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut adopted = lock(&self.0.adopted.0);
+        let Some(comm) = adopted.take() else { return Ok(None) };
+        match Arc::try_unwrap(comm) {
+            Ok(comm) => Ok(comm.release()),
+            Err(comm) => {
+                let users = Arc::strong_count(&comm) - 1;
+                *adopted = Some(comm);
+                Err(Error::invalid("the NCCL communicator is in use").op("nccl").seen(users).hint(
+                    "drop the heaps, plans and graphs that use it, and synchronize their streams",
+                ))
+            }
+        }
     }
 
     /// Raises the first fault of any live team.

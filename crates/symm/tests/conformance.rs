@@ -12,6 +12,7 @@ use tilewire_symm::*;
 
 mod cases;
 
+use cases::nccl::{adopted, host_puts};
 use cases::{Host, KIB, Nccl, Vmm};
 
 type Setup = cases::Setup<Host>;
@@ -215,7 +216,7 @@ macro_rules! conformance {
 conformance!(host_threads, Host, super::threads, [2, 3, 5];
     teams mismatch heap_rules tampered_signals);
 conformance!(vmm_threads, Vmm, super::gpus, [2, 3, 4, 5, 8];);
-conformance!(nccl_threads, Nccl, super::gpus_with_nccl, [2, 3, 4, 5, 8];);
+conformance!(nccl_threads, Nccl, super::gpus_with_nccl, [2, 3, 4, 5, 8]; adopted host_puts);
 
 #[test]
 fn a_world_of_one_does_everything_alone() {

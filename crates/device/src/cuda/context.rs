@@ -12,6 +12,7 @@ use super::error::check;
 use super::loader::available;
 use super::module::CudaModule;
 use super::probe::{DeviceInfo, arch, describe};
+use super::vmm::{explain, free_descriptor};
 use crate::jit::{Jit, KernelSpec, KernelTimes, Key};
 
 /// Number of devices that this process may use.
@@ -156,9 +157,8 @@ impl CudaContext {
         check(unsafe { sys::cuDeviceGet(&mut device, ordinal as i32) }, "cuDeviceGet")?;
         has_kernels(ordinal, capability(device)?)?;
         // SAFETY: a device of the driver and a valid output.
-        unsafe {
-            check(sys::cuDevicePrimaryCtxRetain(&mut raw, device), "cuDevicePrimaryCtxRetain")?;
-        }
+        let code = unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) };
+        check(code, "cuDevicePrimaryCtxRetain").map_err(|e| explain(e, free_descriptor()))?;
         let new = Self(Arc::new(Inner {
             raw,
             device,

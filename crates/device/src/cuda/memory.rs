@@ -218,6 +218,54 @@ impl Pinned {
     }
 }
 
+/// Memory of the host that a device reaches, of somebody else's allocation.
+pub struct HostRegistered {
+    ctx: CudaContext,
+    host: usize,
+    device: CUdeviceptr,
+}
+
+impl HostRegistered {
+    /// Makes `len_bytes` at `host`, whole pages, reachable by the device of `ctx`.
+    ///
+    /// # Safety
+    /// They must stay mapped as long as this value, and nobody may use them as ordinary memory while the device
+    /// does: what both use must be atomic, or ordered by what is.
+    ///
+    /// # Errors
+    /// `Exhausted` if no memory can be pinned; what the driver reports.
+    pub unsafe fn new(ctx: &CudaContext, host: *mut u8, len_bytes: usize) -> Result<Self> {
+        let _current = ctx.bind()?;
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the caller's contract.
+        let code = unsafe { sys::cuMemHostRegister_v2(host.cast(), len_bytes, flags) };
+        check(code, "cuMemHostRegister")?;
+        let mut me = Self { ctx: ctx.clone(), host: host as usize, device: 0 };
+        // SAFETY: registered just now; valid output.
+        let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut me.device, host.cast(), 0) };
+        check(code, "cuMemHostGetDevicePointer")?;
+        Ok(me)
+    }
+
+    /// Its address on the device.
+    pub fn addr(&self) -> u64 {
+        self.device
+    }
+}
+
+impl Drop for HostRegistered {
+    /// Waits for the device, whose kernels may still poll there. If that cannot be done it stays registered.
+    fn drop(&mut self) {
+        if self.ctx.synchronize().is_err() {
+            return;
+        }
+        if let Ok(_current) = self.ctx.bind() {
+            // SAFETY: registered by us, unregistered once.
+            unsafe { sys::cuMemHostUnregister(self.host as *mut _) };
+        }
+    }
+}
+
 impl Drop for Pinned {
     fn drop(&mut self) {
         if let Ok(_current) = self.ctx.bind() {

@@ -1,201 +1,33 @@
 //! NVIDIA's collectives, opened at run time: 2.27 and newer, as far as it is 2.
 //!
 //! # Rules
-//! - Communicators are non-blocking: no call waits for a peer, so whoever waits can give up.
+//! - Communicators are non-blocking: no call waits for a peer, so whoever waits can give up. One that was
+//!   adopted is as its maker made it.
 //! - [`NcclComm::abort`] ends what runs on the device: kernels poll its flag.
+//! - A communicator that is ours ends with its value. One that was adopted goes on: it is its maker's.
 //! - The library is not opened unless `NCCL_NVLS_ENABLE=0` keeps it off NVLink multicast.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::path::Path;
-use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
 
 use super::context::CudaContext;
-use super::library::{InUse, Lib, Open};
-use super::places::{Found, NCCL, Places};
+use super::library::Open;
+use super::nccl_api::{Api, Code, Raw, RawConfig, RawWait, SUCCESS, WINDOW_SYMMETRIC, text};
+use super::places::{Found, NCCL};
 use super::stream::CudaStream;
 
-type Code = c_int;
-type Raw = *mut c_void;
-
-const SUCCESS: Code = 0;
-const IN_PROGRESS: Code = 7;
-/// The oldest whose calls are used here, as `ncclGetVersion` writes it.
-const MIN_VERSION: c_int = 22700;
-/// The only major version whose declarations are used here, and the newest minor one whose functions
-/// `cargo xtask test --only libraries` looks up.
-const MAJOR: c_int = 2;
-const TESTED_MINOR: c_int = 32;
-/// `NCCL_WIN_COLL_SYMMETRIC`: every rank's part lies at the same offset.
-const WINDOW_SYMMETRIC: c_int = 1;
-const NO_MULTICAST: &str = "NCCL_NVLS_ENABLE";
+/// How long a call may hold a communicator that is to be ended before it is ended beside it.
+const IN_CALL: Duration = Duration::from_millis(300);
 
 /// `ncclUniqueId`: where the members of a communicator meet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(C)]
 pub struct NcclId(pub [u8; 128]);
-
-/// `ncclConfig_t` as of 2.17, which every newer library reads.
-#[repr(C)]
-struct RawConfig {
-    size: usize,
-    magic: u32,
-    version: u32,
-    blocking: c_int,
-    cga_cluster_size: c_int,
-    min_ctas: c_int,
-    max_ctas: c_int,
-    net_name: *const c_char,
-    split_share: c_int,
-}
-
-impl RawConfig {
-    fn non_blocking() -> Self {
-        let unset = c_int::MIN;
-        Self {
-            size: size_of::<Self>(),
-            magic: 0xcafe_beef,
-            version: 21700,
-            blocking: 0,
-            cga_cluster_size: unset,
-            min_ctas: unset,
-            max_ctas: unset,
-            net_name: std::ptr::null(),
-            split_share: unset,
-        }
-    }
-}
-
-type Transfer = unsafe extern "C" fn(u64, usize, c_int, c_int, Raw, Raw) -> Code;
-
-/// The library's functions, as `nccl.h` declares them.
-struct Api {
-    version: c_int,
-    error_string: unsafe extern "C" fn(Code) -> *const c_char,
-    last_error: unsafe extern "C" fn(Raw) -> *const c_char,
-    unique_id: unsafe extern "C" fn(*mut NcclId) -> Code,
-    init: unsafe extern "C" fn(*mut Raw, c_int, NcclId, c_int, *mut RawConfig) -> Code,
-    async_error: unsafe extern "C" fn(Raw, *mut Code) -> Code,
-    abort: unsafe extern "C" fn(Raw) -> Code,
-    group_start: unsafe extern "C" fn() -> Code,
-    group_end: unsafe extern "C" fn() -> Code,
-    all_gather: unsafe extern "C" fn(u64, u64, usize, c_int, Raw, Raw) -> Code,
-    reduce_scatter: unsafe extern "C" fn(u64, u64, usize, c_int, c_int, Raw, Raw) -> Code,
-    all_reduce: unsafe extern "C" fn(u64, u64, usize, c_int, c_int, Raw, Raw) -> Code,
-    reduce: unsafe extern "C" fn(u64, u64, usize, c_int, c_int, c_int, Raw, Raw) -> Code,
-    broadcast: unsafe extern "C" fn(u64, u64, usize, c_int, c_int, Raw, Raw) -> Code,
-    send: Transfer,
-    recv: Transfer,
-    window: Option<unsafe extern "C" fn(Raw, u64, usize, *mut Raw, c_int) -> Code>,
-}
-
-impl Api {
-    fn get() -> Result<&'static Open<Self>> {
-        Self::load(None)
-    }
-
-    fn load(named: Option<&Path>) -> Result<&'static Open<Self>> {
-        static STATE: InUse<Api> = InUse::new();
-        let find = |named: Option<&Path>| {
-            no_multicast(std::env::var(NO_MULTICAST).ok().as_deref())?;
-            Places::of_process().find(&NCCL, named)
-        };
-        STATE.get(named, find, Self::open)
-    }
-
-    fn open(found: &Found) -> Result<Self> {
-        // SAFETY: NCCL's initialisers have no preconditions.
-        let lib = unsafe { Lib::open(&found.path, &NCCL, false)? };
-        let mut version = 0;
-        // SAFETY: the type is that of `nccl.h`; a valid output.
-        let code = unsafe {
-            let get: unsafe extern "C" fn(*mut c_int) -> Code = lib.symbol("ncclGetVersion")?;
-            get(&mut version)
-        };
-        known(if code == SUCCESS { version } else { 0 }, found)?;
-        // SAFETY: the types are those of `nccl.h`, where device addresses are pointers.
-        unsafe {
-            Ok(Self {
-                version,
-                error_string: lib.symbol("ncclGetErrorString")?,
-                last_error: lib.symbol("ncclGetLastError")?,
-                unique_id: lib.symbol("ncclGetUniqueId")?,
-                init: lib.symbol("ncclCommInitRankConfig")?,
-                async_error: lib.symbol("ncclCommGetAsyncError")?,
-                abort: lib.symbol("ncclCommAbort")?,
-                group_start: lib.symbol("ncclGroupStart")?,
-                group_end: lib.symbol("ncclGroupEnd")?,
-                all_gather: lib.symbol("ncclAllGather")?,
-                reduce_scatter: lib.symbol("ncclReduceScatter")?,
-                all_reduce: lib.symbol("ncclAllReduce")?,
-                reduce: lib.symbol("ncclReduce")?,
-                broadcast: lib.symbol("ncclBroadcast")?,
-                send: lib.symbol("ncclSend")?,
-                recv: lib.symbol("ncclRecv")?,
-                window: lib.optional("ncclCommWindowRegister"),
-            })
-        }
-    }
-
-    /// Success, or work that goes on elsewhere.
-    fn check(&self, code: Code, call: &str) -> Result<()> {
-        let kind = match code {
-            SUCCESS | IN_PROGRESS => return Ok(()),
-            1 => ErrorKind::DeviceLost,
-            4 | 5 => ErrorKind::InvalidArgument,
-            6 => ErrorKind::PeerDead,
-            _ => ErrorKind::Internal,
-        };
-        let text = |s: *const c_char| {
-            // SAFETY: the library's strings are terminated, and are copied before it is called again.
-            if s.is_null() { "".into() } else { unsafe { CStr::from_ptr(s) }.to_string_lossy() }
-        };
-        // SAFETY: any code has a static string; the last error of the process belongs to no
-        // communicator.
-        let (what, last) = unsafe {
-            (text((self.error_string)(code)), text((self.last_error)(std::ptr::null_mut())))
-        };
-        let text = format!("{call}: {what} {}", last.trim());
-        Err(Error::new(kind, text.trim_end().to_owned()).op("nccl"))
-    }
-}
-
-fn no_multicast(set: Option<&str>) -> Result<()> {
-    if set == Some("0") {
-        return Ok(());
-    }
-    let text = format!("NCCL is not opened unless {NO_MULTICAST}=0");
-    Err(Error::new(ErrorKind::Unavailable, text).op("nccl").seen(set.unwrap_or("not set")).hint(
-        "set NCCL_NVLS_ENABLE=0: NVLink multicast is never used here; `tilewire run` sets it",
-    ))
-}
-
-fn known(version: c_int, found: &Found) -> Result<()> {
-    let (major, minor) = (version / 10_000, version / 100 % 100);
-    if version >= MIN_VERSION && major == MAJOR {
-        if minor > TESTED_MINOR {
-            log::warn!(
-                "NCCL {} at {} is newer than what was tested, {MAJOR}.{TESTED_MINOR}",
-                text(version),
-                found.path.display()
-            );
-        }
-        return Ok(());
-    }
-    let what = if version < MIN_VERSION { "is too old" } else { "has another interface" };
-    Err(Error::new(ErrorKind::Unavailable, format!("{} {what}", found.path.display()))
-        .op("nccl")
-        .expected(format_args!("{} or a later {MAJOR}", text(MIN_VERSION)))
-        .seen(text(version))
-        .hint(NCCL.install))
-}
-
-/// As in 2.28.9.
-fn text(version: c_int) -> String {
-    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
-}
 
 /// Part of one collective of a communicator. Addresses are of this rank's device, counts of
 /// elements.
@@ -268,6 +100,33 @@ pub enum NcclOp {
         /// From whom.
         peer: u32,
     },
+    /// Elements into a peer's window, then one to what it counts of my signals. A library from 2.29 on; no
+    /// multiprocessor takes part where the peer is near.
+    PutSignal {
+        /// Mine, in a window of mine.
+        src: u64,
+        /// Of all.
+        count: usize,
+        /// To whom.
+        peer: u32,
+        /// My handle of the window: [`NcclWindow::handle`].
+        window: u64,
+        /// In bytes, in the peer's.
+        offset: usize,
+    },
+    /// One to what a peer counts of my signals.
+    Signal {
+        /// To whom.
+        peer: u32,
+    },
+    /// Waits for more signals of a peer, so many as no wait before has taken. A wait of the driver's: it knows
+    /// no deadline and no abort.
+    WaitSignals {
+        /// Whose.
+        peer: u32,
+        /// How many.
+        count: u32,
+    },
 }
 
 /// How elements are added.
@@ -291,8 +150,19 @@ pub fn load_nccl(named: Option<&Path>) -> Result<Found> {
 pub struct NcclComm {
     api: &'static Open<Api>,
     ctx: CudaContext,
-    /// None once it is aborted. Held during calls: an abort frees what they use.
+    /// None once it is aborted or given back. Held during calls: an abort frees what they use.
     raw: Mutex<Option<Handle>>,
+    /// The same, for who must end a call that holds the lock.
+    ptr: AtomicPtr<c_void>,
+    /// Rank and size.
+    me: (u32, usize),
+    adopted: bool,
+    /// It was aborted, or revoked.
+    over: AtomicBool,
+    /// It is about to be.
+    condemned: AtomicBool,
+    /// It was aborted beside a call that held the lock.
+    gone: AtomicBool,
 }
 
 struct Handle(Raw);
@@ -337,12 +207,111 @@ impl NcclComm {
         // SAFETY: a context is current; valid output and configuration, which is copied.
         let code = unsafe { (api.init)(&mut raw, size as c_int, id, rank as c_int, &mut config) };
         api.check(code, "ncclCommInitRankConfig")?;
-        let raw = Mutex::new(Some(Handle(raw)));
-        Ok(Arc::new(Self { api, ctx: ctx.clone(), raw }))
+        Ok(Self::with(api, ctx, raw, ((rank, size), false)))
+    }
+
+    fn with(
+        api: &'static Open<Api>,
+        ctx: &CudaContext,
+        raw: Raw,
+        (me, adopted): ((u32, usize), bool),
+    ) -> Arc<Self> {
+        let new = Self {
+            api,
+            ctx: ctx.clone(),
+            ptr: AtomicPtr::new(raw),
+            raw: Mutex::new(Some(Handle(raw))),
+            me,
+            adopted,
+            over: AtomicBool::default(),
+            condemned: AtomicBool::default(),
+            gone: AtomicBool::default(),
+        };
+        Arc::new(new)
+    }
+
+    /// Takes up a communicator of the caller's, an `ncclComm_t` on the device of `ctx`. It is never
+    /// destroyed here, but an [`NcclComm::abort`], which a fault of its team is, revokes it: nothing else ends
+    /// its kernels. A library without `ncclCommRevoke` aborts it, and it is gone for its maker, too:
+    /// [`NcclComm::release`] tells.
+    ///
+    /// # Safety
+    /// `raw` must be a communicator of the NCCL that is loaded in this process, and live until this value is
+    /// dropped or has released it. No other thread may call NCCL with it meanwhile, but for looking at its
+    /// errors. All ranks must queue what they queue on it, here and elsewhere, in one order.
+    ///
+    /// # Errors
+    /// As [`NcclComm::library`]; `InvalidArgument` for null, or a communicator of another device; what the
+    /// library reports of it.
+    pub unsafe fn adopt(ctx: &CudaContext, raw: u64) -> Result<Arc<Self>> {
+        let api = Api::get()?;
+        let raw = raw as Raw;
+        if raw.is_null() {
+            return Err(Error::invalid("no NCCL communicator: null").op("nccl"));
+        }
+        let ask = |what: unsafe extern "C" fn(Raw, *mut c_int) -> Code, call: &str| {
+            let mut out = -1;
+            // SAFETY: the caller's contract; a valid output.
+            api.check(unsafe { what(raw, &mut out) }, call)?;
+            u32::try_from(out).map_err(|_| Error::internal(format!("{call} gives {out}")))
+        };
+        let device = ask(api.device, "ncclCommCuDevice")?;
+        if device != ctx.ordinal() {
+            return Err(Error::invalid("the NCCL communicator is of another device")
+                .op("nccl")
+                .expected(ctx.ordinal())
+                .seen(device));
+        }
+        let me = (ask(api.rank, "ncclCommUserRank")?, ask(api.count, "ncclCommCount")? as usize);
+        let new = Self::with(api, ctx, raw, (me, true));
+        new.is_ready()?;
+        Ok(new)
+    }
+
+    /// Gives the communicator to the caller, who ends it; `None` if it was aborted. One that was revoked can
+    /// only be destroyed: [`NcclComm::is_over`]. Whoever else has this value is told `Aborted` from now on.
+    pub fn release(&self) -> Option<u64> {
+        let handle = self.lock().take();
+        handle.filter(|_| !self.gone.load(Ordering::Acquire)).map(|h| h.0 as u64)
+    }
+
+    /// True once it was aborted, or revoked.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Says that it is about to be aborted: nobody may begin to use it.
+    pub fn condemn(&self) {
+        self.condemned.store(true, Ordering::Release);
+    }
+
+    /// True once it is about to be aborted.
+    pub fn is_condemned(&self) -> bool {
+        self.is_over() || self.condemned.load(Ordering::Acquire)
+    }
+
+    /// My rank, and the number of ranks.
+    pub fn me(&self) -> (u32, usize) {
+        self.me
+    }
+
+    /// Its device.
+    pub fn context(&self) -> &CudaContext {
+        &self.ctx
+    }
+
+    /// True for one that the caller made.
+    pub fn is_adopted(&self) -> bool {
+        self.adopted
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Handle>> {
         self.raw.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn live(&self, handle: &Option<Handle>) -> Result<Raw> {
+        let live = handle.as_ref().filter(|_| !self.over.load(Ordering::Acquire));
+        live.map(|h| h.0).ok_or_else(aborted)
     }
 
     /// True if nothing is in progress: the rank has joined, or what it queued last is on the stream.
@@ -350,8 +319,13 @@ impl NcclComm {
     /// # Errors
     /// `Aborted`; what the library reports of this communicator.
     pub fn is_ready(&self) -> Result<bool> {
-        let handle = self.lock();
-        let raw = handle.as_ref().ok_or_else(aborted)?.0;
+        // A communicator that blocks holds the lock while it waits for peers.
+        let handle = match self.raw.try_lock() {
+            Ok(handle) => handle,
+            Err(TryLockError::WouldBlock) => return Ok(false),
+            Err(TryLockError::Poisoned(p)) => p.into_inner(),
+        };
+        let raw = self.live(&handle)?;
         let mut code = SUCCESS;
         // SAFETY: a live communicator and a valid output.
         let call = unsafe { (self.api.async_error)(raw, &mut code) };
@@ -382,7 +356,7 @@ impl NcclComm {
             return Err(Error::invalid("the stream is of another device than the communicator"));
         }
         let handle = self.lock();
-        let raw = handle.as_ref().ok_or_else(aborted)?.0;
+        let raw = self.live(&handle)?;
         let _current = self.ctx.bind()?;
         let api = self.api;
         // SAFETY: groups belong to this thread, and this one is ended below.
@@ -411,6 +385,15 @@ impl NcclComm {
             DType::F32 => Some(7),
             DType::BF16 => Some(9),
             _ => None,
+        };
+        let rma = || {
+            api.rma.ok_or_else(|| {
+                let text =
+                    format!("NCCL {} has no puts and signals of the host", text(api.version));
+                Error::new(ErrorKind::Unsupported, text)
+                    .op("nccl")
+                    .hint("NCCL 2.29 or newer has them; those of heaps need no library")
+            })
         };
         // What is only moved is bytes.
         let (t, n) = number.map_or((1, dtype.size()), |t| (t, 1));
@@ -445,6 +428,28 @@ impl NcclComm {
                 NcclOp::Recv { dst, count, peer } => {
                     (api.recv)(dst, count * n, t, peer as c_int, raw, stream)
                 }
+                NcclOp::PutSignal { src, count, peer, window, offset } => {
+                    let (peer, window) = (peer as c_int, window as Raw);
+                    (rma()?.put_signal)(
+                        src,
+                        count * n,
+                        t,
+                        peer,
+                        window,
+                        offset,
+                        0,
+                        0,
+                        0,
+                        raw,
+                        stream,
+                    )
+                }
+                NcclOp::Signal { peer } => (rma()?.signal)(peer as c_int, 0, 0, 0, raw, stream),
+                NcclOp::WaitSignals { peer, count } => {
+                    let (count, peer) = (count as c_int, peer as c_int);
+                    let mut wait = RawWait { count, peer, signal: 0, context: 0 };
+                    (rma()?.wait)(1, &mut wait, raw, stream)
+                }
             }
         };
         api.check(code, "NCCL")
@@ -466,7 +471,7 @@ impl NcclComm {
             return Err(Error::new(ErrorKind::Unsupported, text).op("nccl").hint(NCCL.install));
         };
         let handle = self.lock();
-        let raw = handle.as_ref().ok_or_else(aborted)?.0;
+        let raw = self.live(&handle)?;
         let _current = self.ctx.bind()?;
         // A thread of the library writes it, even after this one has given up: never freed.
         let out: &'static AtomicPtr<c_void> = Box::leak(Box::default());
@@ -476,15 +481,59 @@ impl NcclComm {
         self.api.check(code, "ncclCommWindowRegister").map(|()| NcclWindow(out))
     }
 
-    /// Ends what runs and what is queued on the device, and the communicator. Waits for no peer.
+    /// Ends a registration of this rank; nothing that uses it may be queued any more. Needed for communicators that
+    /// go on: the end of one is that of its windows.
+    ///
+    /// # Errors
+    /// `Aborted`; what the library reports.
+    pub fn unregister(&self, window: NcclWindow) -> Result<()> {
+        let (Some(end), Some(win)) = (self.api.window_end, window.handle()) else { return Ok(()) };
+        let handle = self.lock();
+        let raw = self.live(&handle)?;
+        let _current = self.ctx.bind()?;
+        // SAFETY: a live communicator, and a window of it, which its users have left.
+        self.api.check(unsafe { end(raw, win as Raw) }, "ncclCommWindowDeregister")
+    }
+
+    /// Ends what runs and what is queued on the device, and the communicator. Waits for no peer. An adopted one
+    /// is revoked where the library can do that, so that its maker can destroy it; else it is gone for its maker,
+    /// too.
     pub fn abort(&self) {
-        let Some(handle) = self.lock().take() else { return };
+        self.condemn();
+        let start = Instant::now();
+        let mut handle = loop {
+            match self.raw.try_lock() {
+                Ok(handle) => break Some(handle),
+                Err(TryLockError::Poisoned(p)) => break Some(p.into_inner()),
+                // A call of an adopted communicator that blocks: nothing else ends it.
+                Err(TryLockError::WouldBlock) if self.adopted && start.elapsed() > IN_CALL => {
+                    break None;
+                }
+                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        if self.over.swap(true, Ordering::AcqRel) || handle.as_ref().is_some_and(|h| h.is_none()) {
+            return;
+        }
+        let raw = self.ptr.load(Ordering::Acquire);
         let _current = match self.ctx.bind() {
             Ok(current) => current,
             Err(e) => return log::warn!("an NCCL communicator is leaked: {e}"),
         };
-        // SAFETY: a live communicator, which nobody uses any more: it was taken out of the lock.
-        if let Err(e) = self.api.check(unsafe { (self.api.abort)(handle.0) }, "ncclCommAbort") {
+        let ended = match self.api.revoke.filter(|_| self.adopted) {
+            // SAFETY: a live communicator; the library allows this beside a call that waits.
+            Some(revoke) => self.api.check(unsafe { revoke(raw, 0) }, "ncclCommRevoke"),
+            None => {
+                if let Some(handle) = &mut handle {
+                    **handle = None;
+                } else {
+                    self.gone.store(true, Ordering::Release);
+                }
+                // SAFETY: a live communicator, which nobody uses any more, but for a call that this ends.
+                self.api.check(unsafe { (self.api.abort)(raw) }, "ncclCommAbort")
+            }
+        };
+        if let Err(e) = ended {
             log::warn!("{e}");
         }
     }
@@ -504,44 +553,21 @@ impl NcclWindow {
 }
 
 fn aborted() -> Error {
-    Error::new(ErrorKind::Aborted, "the NCCL communicator was aborted").op("nccl")
+    Error::new(ErrorKind::Aborted, "the NCCL communicator was aborted, or given back").op("nccl")
 }
 
 impl Drop for NcclComm {
     /// A goodbye would wait for the peers; by now nothing of this rank is in flight.
     fn drop(&mut self) {
-        self.abort();
+        if !self.adopted {
+            self.abort();
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn multicast_must_be_off() {
-        no_multicast(Some("0")).unwrap();
-        for set in [None, Some("1"), Some("")] {
-            let e = no_multicast(set).unwrap_err();
-            assert!(e.is_unavailable() && e.get_hint().is_some_and(|h| h.contains("=0")), "{e}");
-        }
-    }
-
-    #[test]
-    fn other_interfaces_are_named() {
-        let found =
-            Found { path: "/x/libnccl.so.2".into(), how: super::super::places::How::System };
-        // One that is newer than what was tested is used, with a warning.
-        for good in [22700, 22809, 23203, 24000] {
-            known(good, &found).unwrap();
-        }
-        for (bad, name) in [(22605, "2.26.5"), (30000, "3.0.0"), (0, "0.0.0")] {
-            let e = known(bad, &found).unwrap_err();
-            let said = e.to_string();
-            assert!(said.contains("/x/libnccl") && said.contains(name), "{e}");
-            assert!(e.get_hint().is_some() && e.is_unavailable());
-        }
-    }
 
     #[test]
     fn the_library_is_there_or_the_error_says_what_to_do() {

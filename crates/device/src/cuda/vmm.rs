@@ -74,13 +74,13 @@ fn has_fabric(supported: bool, channels: &Path) -> Result<()> {
 }
 
 /// Whether a descriptor could be opened now.
-fn free_descriptor() -> rustix::io::Result<()> {
+pub(super) fn free_descriptor() -> rustix::io::Result<()> {
     rustix::fs::memfd_create("probe", rustix::fs::MemfdFlags::CLOEXEC).map(drop)
 }
 
 /// What the driver says of a descriptor that it could not open is one of its general errors: the real reason,
 /// where trying to open one shows it.
-fn explain(e: Error, tried: rustix::io::Result<()>) -> Error {
+pub(super) fn explain(e: Error, tried: rustix::io::Result<()>) -> Error {
     let (whose, hint) = match tried {
         Err(Errno::MFILE) => {
             // Each rank of a heap sends one, and the most ranks are 64.
@@ -94,7 +94,7 @@ fn explain(e: Error, tried: rustix::io::Result<()>) -> Error {
     Error::new(ErrorKind::Exhausted, format!("no file descriptor is free: {}", e.message()))
         .expected("one more open file")
         .seen(format_args!("all of {whose} are open"))
-        .hint(format!("{hint}: a heap takes a descriptor for each rank while it is made"))
+        .hint(format!("{hint}: the driver takes some for each device, and a heap one for each rank while it is made"))
         .cause(e)
 }
 
@@ -278,6 +278,8 @@ pub struct VmmRange {
     base: CUdeviceptr,
     stride: usize,
     num: usize,
+    /// The one rank that has memory here, where the others' cannot be reached.
+    only: Option<usize>,
     /// Lengths of the chunks of each rank, one behind the other.
     parts: Mutex<Vec<usize>>,
     /// Their sum.
@@ -292,6 +294,29 @@ impl VmmRange {
     /// `InvalidArgument` for unequal chunks or a stride that is too small; `Exhausted` if there is
     /// no address range.
     pub fn map(ctx: &CudaContext, chunks: &[&VmmChunk], stride: usize) -> Result<Self> {
+        Self::map_some(ctx, chunks, stride, None)
+    }
+
+    /// As [`VmmRange::map`] of `num` equal chunks, of which only that of rank `me` is there: the others' addresses
+    /// are refused.
+    ///
+    /// # Errors
+    /// As [`VmmRange::map`].
+    pub fn map_own(
+        ctx: &CudaContext,
+        (me, num): (Rank, usize),
+        own: &VmmChunk,
+        stride: usize,
+    ) -> Result<Self> {
+        Self::map_some(ctx, &vec![own; num], stride, Some(me.idx()))
+    }
+
+    fn map_some(
+        ctx: &CudaContext,
+        chunks: &[&VmmChunk],
+        stride: usize,
+        only: Option<usize>,
+    ) -> Result<Self> {
         let total = chunks.len().checked_mul(stride).filter(|t| *t > 0).ok_or_else(|| {
             Error::new(ErrorKind::Exhausted, "no range of addresses is so long")
                 .seen(format_args!("{} chunks, {stride} bytes apart", chunks.len()))
@@ -302,7 +327,7 @@ impl VmmRange {
         let code = unsafe { sys::cuMemAddressReserve(&mut base, total, 0, 0, 0) };
         check(code, "cuMemAddressReserve")?;
         let (parts, len) = (Mutex::new(Vec::new()), AtomicUsize::new(0));
-        let me = Self { ctx: ctx.clone(), base, stride, num: chunks.len(), parts, len };
+        let me = Self { ctx: ctx.clone(), base, stride, num: chunks.len(), only, parts, len };
         me.extend(chunks)?;
         Ok(me)
     }
@@ -322,7 +347,7 @@ impl VmmRange {
             ));
         }
         let _current = self.ctx.bind()?;
-        for (i, chunk) in chunks.iter().enumerate() {
+        for (i, chunk) in chunks.iter().enumerate().filter(|c| self.has(c.0)) {
             if let Err(e) = self.map_one(chunk, i * self.stride + old) {
                 self.unmap(i, (old, more));
                 return Err(e.peer(Rank::new(i as u32)));
@@ -346,6 +371,11 @@ impl VmmRange {
             self.unmap(self.num, (old, len));
         }
         Ok(())
+    }
+
+    /// Whether there is memory of rank `i`.
+    fn has(&self, i: usize) -> bool {
+        self.only.is_none_or(|only| only == i)
     }
 
     fn map_one(&self, chunk: &VmmChunk, offset: usize) -> Result<()> {
@@ -373,7 +403,7 @@ impl VmmRange {
 
     /// Bytes `[offset, offset + len)` of the first `num` ranks; a context must be current.
     fn unmap(&self, num: usize, (offset, len): (usize, usize)) {
-        for i in 0..num {
+        for i in (0..num).filter(|i| self.has(*i)) {
             // SAFETY: mapped by us as one, unmapped once, and no work of this device is left that knows of it.
             unsafe { sys::cuMemUnmap(self.base + (i * self.stride + offset) as u64, len) };
         }
@@ -397,13 +427,20 @@ impl VmmRange {
     /// Device address of `len` bytes at `offset` of `rank`'s chunk.
     ///
     /// # Errors
-    /// `InvalidArgument` if they lie outside of it.
+    /// `InvalidArgument` if they lie outside of it; `Unsupported` if it cannot be reached from here.
     pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
         if rank.idx() >= self.num || offset.checked_add(len).is_none_or(|e| e > self.len_bytes()) {
             return Err(Error::invalid("symmetric access out of range")
                 .peer(rank)
                 .expected(format_args!("{} ranks of {} bytes", self.num, self.len_bytes()))
                 .seen(format_args!("{offset}+{len}")));
+        }
+        if !self.has(rank.idx()) {
+            let text = format!("this GPU does not reach the memory of {rank}");
+            return Err(Error::new(ErrorKind::Unsupported, text).peer(rank).hint(
+                "operations through NCCL need no such access (`sequential_nccl`, `CollectiveBackend::Nccl`); \
+                 `tilewire topo` shows which GPUs reach each other",
+            ));
         }
         Ok(self.base + (rank.idx() * self.stride + offset) as u64)
     }

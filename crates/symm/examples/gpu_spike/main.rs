@@ -5,7 +5,7 @@
 //! shell loop, keeps a device error from spoiling the rest. Needs two GPUs that reach each other's
 //! memory, a driver, and NVRTC. With one GPU both ranks share it, which proves nothing about
 //! ordering, and frees may stall. Under `tilewire run -n 2 -- gpu_spike` the ranks are processes, and
-//! `gpu_spike nvshmem` runs the cases on that backend. `gpu_spike litmus` is `litmus.rs`.
+//! `gpu_spike nvshmem` and `gpu_spike nccl` run the cases on that backend. `gpu_spike litmus` is `litmus.rs`.
 #![allow(clippy::print_stdout, missing_docs)]
 
 #[path = "../../tests/cases/mod.rs"]
@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 
 use tilewire_boot::{Flags, detect, join_processes};
 use tilewire_core::{Config, Deadline, Result};
-use tilewire_device::cuda::{CudaContext, available, device_count, driver_version};
+use tilewire_device::cuda::{CudaContext, NcclComm, available, device_count, driver_version};
 use tilewire_symm::{World, WorldCfg};
 
-use cases::{Backend, Nvshmem, Vmm};
+use cases::{Backend, Nccl, Nvshmem, Vmm};
 
 /// Every wait of the spike gives up after this.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -135,6 +135,16 @@ fn main() {
     if std::env::args().nth(1).is_some_and(|a| a == "nvshmem") {
         for (name, f) in suite::<Nvshmem>() {
             check(name, line(&format!("nvshmem {name}"), || case(f)));
+        }
+    }
+    if std::env::args().nth(1).is_some_and(|a| a == "nccl") {
+        let library =
+            || NcclComm::library().map(|(version, found)| format!("{version}, {}", found.how));
+        check("library", line("nccl library", library));
+        let own: [(&'static str, Case); 2] =
+            [("adopted", cases::nccl::adopted), ("host puts", cases::nccl::host_puts)];
+        for (name, f) in suite::<Nccl>().into_iter().chain(own) {
+            check(name, line(&format!("nccl {name}"), || case(f)));
         }
     }
     for (name, f) in time::ALL {

@@ -178,6 +178,10 @@ impl LinkProbe {
         let mut param = self.bulk_param(chunk, piece)?;
         param.num = num;
         param.src = self.own(piece)?;
+        // The kernel finds each peer's by the stride.
+        for peer in self.os.heap().team().peers() {
+            self.os.addr(peer, piece.offset, piece.len)?;
+        }
         param.dst = self.os.addr(Rank::new(0), piece.offset, piece.len)?;
         self.launch_bulk(stream, blocks, param)
     }

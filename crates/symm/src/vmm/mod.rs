@@ -5,6 +5,9 @@
 //! host's page (`control`), in which kernels signal, wait and abort. The host's own control pages
 //! stay in use for what only hosts do: meeting, the flight recorder, `prepare_agree`.
 //!
+//! GPUs that do not reach each other have their control pages in the host's memory, where all kernels reach them,
+//! and each its own chunk only: what needs a peer's is `Unsupported`, and data moves through NCCL.
+//!
 //! # Invariants
 //! 1. Control pages are zero before `create` returns on any rank.
 //! 2. The sent and expected totals live in the rank's own device memory, so replays count on.
@@ -15,6 +18,7 @@
 mod fault;
 mod links;
 mod onesided;
+mod pages;
 mod store;
 #[cfg(test)]
 mod tests;

@@ -310,7 +310,8 @@ impl OneSided for VmmOneSided {
     fn caps(&self) -> Caps {
         // A death leaves NVSHMEM's ranks without one of theirs, for good.
         let recoverable = self.heap.backend() != BackendKind::Nvshmem;
-        Caps { direct_peer: true, get: true, graph: true, recoverable }
+        let near = self.store.near;
+        Caps { direct_peer: near, get: near, graph: true, recoverable }
     }
 
     fn put(

@@ -7,11 +7,12 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 use tilewire_device::Probe;
 use tilewire_device::cuda::{
     CudaContext, CudaMemory, CudaStream, FabricHandle, Kernel, Pinned, ShareBy, VmmChunk, VmmRange,
-    device_count, fabric_handles, granularity,
+    device_count, devices, fabric_handles, granularity,
 };
 use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::SIGNAL;
 
+use super::pages::{ControlMemory, HostPages};
 use crate::control::{
     self, INBOX_ROW, NUM_CHANNELS, NUM_SIGNALS, OFF_ABORT, OFF_INBOX, OFF_SIGNALS,
 };
@@ -87,12 +88,14 @@ impl HeapMemory {
 }
 
 pub(crate) struct VmmStore {
+    /// Every rank reaches the memory of all.
+    pub(crate) near: bool,
     pub(super) team: LiveTeam,
     pub(crate) ctx: CudaContext,
     /// How memory travels to the other ranks.
     by: ShareBy,
     pub(super) heap: HeapMemory,
-    pub(super) control: VmmRange,
+    pub(super) control: ControlMemory,
     pub(super) counters: Counters,
     pub(super) pinned: Pinned,
     pub(super) kernels: Kernels,
@@ -180,6 +183,11 @@ impl VmmStore {
                 parts.ctx.keep_memory();
             }
         }
+        let reach = team.settle("vmm-reach", reaches(&parts.ctx, &gpus))?;
+        let near = !own || team.agree(cfg.peer_access && reach)?;
+        if !near {
+            return Self::create_far(team, cfg, parts, on_device, by);
+        }
         let block = match own {
             true => None,
             false => Some(nvshmem::block(team, &parts.ctx, cfg.len_bytes)?),
@@ -203,15 +211,50 @@ impl VmmStore {
             Some(block) => Ok(HeapMemory::Nvshmem(block)),
             None => map(1, cfg.reserve_bytes.unwrap_or(0)).map(HeapMemory::Own),
         };
-        let mapped = heap.and_then(|heap| {
-            let control = map(0, 0)?;
-            control.zero(team.rank())?;
-            let words = control::header(team.rank(), team.size(), team.id(), team.generation());
-            control.write(team.rank(), 0, bytemuck::cast_slice(&words))?;
-            Ok((heap, control))
-        });
+        let mapped = heap.and_then(|heap| Ok((heap, ControlMemory::Device(map(0, 0)?))));
+        let made = mapped.and_then(|m| m.1.begin(team).map(|()| m));
         // Nobody's kernel may touch a page before its owner has cleared it.
-        let (heap, control) = team.settle("vmm-map", mapped)?;
+        let memory = team.settle("vmm-map", made)?;
+        Self::finish(team, parts, memory, (true, on_device, by))
+    }
+
+    /// Collective: of ranks whose GPUs do not reach each other. Everybody has its own memory only.
+    fn create_far(
+        team: &LiveTeam,
+        cfg: &HeapCfg,
+        parts: Parts,
+        on_device: usize,
+        by: ShareBy,
+    ) -> Result<Arc<Self>> {
+        if team.rank().get() == 0 {
+            log::warn!(
+                "team {}: its GPUs do not use each other's memory: only operations through NCCL move data",
+                team.name()
+            );
+        }
+        let control = HostPages::create(team, &parts.ctx)?;
+        let control = ControlMemory::Host(control);
+        let me = (team.rank(), team.size());
+        let heap = granularity(&parts.ctx).and_then(|grain| {
+            let (own, _) = parts.heap.as_ref().ok_or_else(|| Error::internal("no chunk"))?;
+            let stride = cfg.reserve_bytes.unwrap_or(0).max(own.len_bytes());
+            let stride = stride.checked_next_multiple_of(grain).ok_or_else(|| {
+                Error::new(ErrorKind::Exhausted, "no machine has so many addresses")
+            })?;
+            VmmRange::map_own(&parts.ctx, me, own, stride).map(HeapMemory::Own)
+        });
+        let made = heap.and_then(|heap| control.begin(team).map(|()| (heap, control)));
+        let memory = team.settle("vmm-map", made)?;
+        Self::finish(team, parts, memory, (false, on_device, by))
+    }
+
+    /// Collective: everybody's pages are ready.
+    fn finish(
+        team: &LiveTeam,
+        parts: Parts,
+        (heap, control): (HeapMemory, ControlMemory),
+        (near, on_device, by): (bool, usize, ShareBy),
+    ) -> Result<Arc<Self>> {
         let seen = Rank::all(team.size()).try_for_each(|r| {
             let mut got = [0u64; 5];
             control.read(r, 0, bytemuck::cast_slice_mut(&mut got))?;
@@ -219,7 +262,7 @@ impl VmmStore {
             control::check_header(&got, &want, r)
         });
         team.settle("vmm-see", seen)?;
-        let store = Arc::new(parts.into_store(team, (heap, control), on_device, by));
+        let store = Arc::new(parts.into_store(team, (heap, control), (near, on_device, by)));
         let probe: Arc<dyn Probe> = store.clone();
         team.fault().watch(Arc::downgrade(&probe));
         let sink: Arc<dyn AbortSink> = store.clone();
@@ -242,8 +285,16 @@ impl VmmStore {
             }
         });
         let Some((chunk, handle)) = team.settle("vmm-grow", made)? else { return Ok(()) };
-        let all = Handles::exchange(team, &[&handle])?;
-        let mapped = all.with_chunks(ctx, team.rank(), (0, &chunk), |chunks| range.extend(chunks));
+        let mapped = match self.near {
+            true => Handles::exchange(team, &[&handle])?.with_chunks(
+                ctx,
+                team.rank(),
+                (0, &chunk),
+                |chunks| range.extend(chunks),
+            ),
+            // Mine alone is mapped.
+            false => range.extend(&vec![&chunk; team.size()]),
+        };
         let mine = mapped.is_ok();
         team.settle("vmm-map", mapped).inspect_err(|_| {
             if mine && let Err(undo) = range.take_back() {
@@ -251,6 +302,19 @@ impl VmmStore {
             }
         })
     }
+}
+
+/// Whether this GPU reaches those of all ranks. One that this process does not see is taken to be within reach: mapping
+/// its memory tells.
+fn reaches(ctx: &CudaContext, gpus: &[Vec<u8>]) -> Result<bool> {
+    let mine = ctx.info()?;
+    for d in devices()?.iter().filter(|d| d.ordinal != mine.ordinal) {
+        if gpus.iter().any(|g| g == d.pci.as_bytes()) && !ctx.can_access(d.ordinal)? {
+            log::info!("GPU {} does not reach GPU {}", mine.pci, d.pci);
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Memory of this device, of a multiple of its granularity, that the others can map.
@@ -417,13 +481,12 @@ impl Parts {
     fn into_store(
         self,
         team: &LiveTeam,
-        (heap, control): (HeapMemory, VmmRange),
-        on_device: usize,
-        by: ShareBy,
+        (heap, control): (HeapMemory, ControlMemory),
+        (near, on_device, by): (bool, usize, ShareBy),
     ) -> VmmStore {
         let param = TeamParam {
             control: control.base(),
-            stride: control.stride() as u64,
+            stride: control.stride(),
             sent: self.counters.sent(0, Rank::new(0)),
             expected: self.counters.sent(NUM_SIGNALS, Rank::new(0)),
             epoch: self.counters.epoch(),
@@ -436,6 +499,7 @@ impl Parts {
             abort: OFF_ABORT as u32,
         };
         VmmStore {
+            near,
             team: team.clone(),
             ctx: self.ctx,
             by,

@@ -12,6 +12,8 @@ use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_device::{Buffer, Pending, Queue, Stream, Tensor};
 use tilewire_symm::*;
 
+pub mod nccl;
+
 pub const KIB: usize = 1024;
 
 /// How a backend makes what the cases need.
