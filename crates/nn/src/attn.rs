@@ -62,7 +62,7 @@ impl Attn {
         desc.sequences = Sequences::batched(batch, m.seq, m.seq);
         let desc = CpAttentionDesc { layout: LAYOUT, ..CpAttentionDesc::new(desc) };
         let bytes = CpAttentionPlan::memory(&desc, cp.size(), None) + (1 << 16);
-        let heap = cp.heap(target.backend, HeapCfg::new(bytes))?;
+        let heap = cp.heap(target.backend_of(cp), HeapCfg::new(bytes))?;
         heap.copy_stream_traced(tracer)?;
         let plan = CpAttentionPlan::new(desc, &heap, None)?;
         plan.prepare(stream)?;

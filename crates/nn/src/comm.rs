@@ -95,7 +95,7 @@ impl Projections {
         let (out, qkv_bwd) = (scatter(q), GemmRsDesc { w_order: kn, ..scatter(cols) });
         let bytes = [&qkv, &out_bwd].map(AgGemmPlan::memory).iter().sum::<usize>()
             + [&out, &qkv_bwd].map(|d| GemmRsPlan::memory(d, size)).iter().sum::<usize>();
-        let heap = tp.heap(target.backend, HeapCfg::new(bytes + (1 << 16)))?;
+        let heap = tp.heap(target.backend_of(tp), HeapCfg::new(bytes + (1 << 16)))?;
         heap.copy_stream_traced(tracer)?;
         let all = Self {
             qkv: AgGemmPlan::new(qkv, &heap, None)?,
@@ -199,7 +199,7 @@ impl Comm {
         let ep = EpPlan::new(ep_desc, &heap)?;
         ep.prepare(&stream)?;
         let shard_bytes = Sum::bytes(lens.1, shard.size()) + (1 << 16);
-        let shard_heap = shard.heap(target.backend, HeapCfg::new(shard_bytes))?;
+        let shard_heap = shard.heap(target.backend_of(&shard), HeapCfg::new(shard_bytes))?;
         shard_heap.copy_stream_traced(tracer)?;
         Ok(Self {
             sum_all: Sum::new(lens.0, &heap, &stream)?,

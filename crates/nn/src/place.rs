@@ -2,6 +2,7 @@
 
 use tilewire_core::{BackendKind, DType, Error, Result, Shape};
 use tilewire_device::{Device, Tensor};
+use tilewire_symm::LiveTeam;
 
 /// Where a model computes, and in which type.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -24,6 +25,15 @@ impl Target {
     pub fn new(backend: BackendKind) -> Self {
         let dtype = if backend == BackendKind::Host { DType::F32 } else { DType::BF16 };
         Self { backend, dtype }
+    }
+
+    /// The backend of a team's heaps. NVSHMEM lives once in a process, over everybody: teams of fewer have
+    /// memory of `vmm`.
+    pub fn backend_of(&self, team: &LiveTeam) -> BackendKind {
+        if self.backend == BackendKind::Nvshmem && team.size() < team.world_size() {
+            return BackendKind::Vmm;
+        }
+        self.backend
     }
 
     /// Checks that there is such a model.

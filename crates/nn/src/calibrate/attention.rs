@@ -125,7 +125,7 @@ impl Wire {
         let kind = CollectiveKind::AllToAll(splits);
         let desc = CollectiveDesc { kind, m: 0, cols: 1, dtype: DType::F32 };
         let bytes = CollectivePlan::memory(&desc, cp.size()) + (1 << 14);
-        let heap = cp.heap(comm.target.backend, HeapCfg::new(bytes))?;
+        let heap = cp.heap(comm.target.backend_of(cp), HeapCfg::new(bytes))?;
         let plan = CollectivePlan::new(desc, &heap)?;
         plan.prepare(&comm.stream)?;
         let zeros = |rows| Tensor::zeros_on(&comm.place.device, DType::F32, Shape::d2(rows, 1));

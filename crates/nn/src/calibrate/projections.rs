@@ -63,7 +63,8 @@ impl Projection<'_> {
     fn collective(&self, kind: CollectiveKind, cols: usize) -> Result<CollectivePlan> {
         let desc = CollectiveDesc { kind, m: self.rows().0, cols, dtype: self.comm.place.dtype };
         let bytes = CollectivePlan::memory(&desc, self.comm.tp.size()) + (1 << 14);
-        let heap = self.comm.tp.heap(self.comm.target.backend, HeapCfg::new(bytes))?;
+        let heap =
+            self.comm.tp.heap(self.comm.target.backend_of(&self.comm.tp), HeapCfg::new(bytes))?;
         let plan = CollectivePlan::new(desc, &heap)?;
         plan.prepare(&self.comm.stream)?;
         Ok(plan)
