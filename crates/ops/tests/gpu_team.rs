@@ -8,6 +8,8 @@
 
 #[path = "gpu/calls.rs"]
 mod calls;
+#[path = "gpu/far.rs"]
+mod far;
 #[path = "gpu/launches.rs"]
 mod launches;
 #[path = "gpu/orders.rs"]

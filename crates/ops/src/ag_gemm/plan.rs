@@ -76,7 +76,7 @@ impl AgGemmPlan {
     pub fn new(desc: AgGemmDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("ag_gemm"))?;
-        let choice = Choice::new(config, heap.backend()).map_err(|e| e.op("ag_gemm"))?;
+        let choice = Choice::new(config, heap).map_err(|e| e.op("ag_gemm"))?;
         let mut slots = 2;
         if heap.backend() != BackendKind::Host {
             slots = 1 + choice.max_chunks();

@@ -15,7 +15,7 @@ pub enum CollectiveBackend {
     /// NVIDIA NCCL, opened at run time. Its sums are rounded on their way, in an order of its choice.
     Nccl,
     /// The one that is faster for the slowest rank with the plan's most rows, measured at `prepare`;
-    /// puts where there is no NCCL. Sums may then have other bits from run to run.
+    /// puts where there is no NCCL, NCCL where GPUs do not reach each other. Sums may then have other bits from run to run.
     Fastest,
 }
 

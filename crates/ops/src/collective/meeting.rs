@@ -105,6 +105,7 @@ pub(super) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Re
     let (ctx, row) = (lane.context(), desc.cols * desc.dtype.size());
     let room = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;
     Ok(room
+        && lane.one_sided().heap().reaches_peers()
         && is_whole(row)
         && (2..=COLLECTIVE_RANKS).contains(&size)
         && COLLECTIVE.runs_on(&ctx.arch()?))

@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{Rank, Result, Shape};
-use tilewire_device::cuda::{CudaContext, CudaEvent, NcclOp, NcclSum};
-use tilewire_device::{Pending, Queue, Stream, Tensor};
+use tilewire_device::cuda::{CudaContext, NcclOp, NcclSum};
+use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::NcclTeam;
 
 use super::config::{Phase, shard_rows};
@@ -17,12 +17,8 @@ use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::together_on;
 use crate::common::cuda::workspace;
-use crate::common::fastest;
 use crate::common::lanes::{Enter, Lane, Poison};
-
-/// Launches before and in a measurement.
-const WARM: usize = 3;
-const TIMED: usize = 10;
+use crate::common::nccl::{Clock, at_first, faster, open};
 
 /// What a plan goes through, decided at `prepare`.
 #[derive(Default)]
@@ -48,27 +44,23 @@ pub(super) fn decide(plan: &CollectivePlan, lane: &Lane, stream: &Stream) -> Res
     let set = |nccl, text: String| {
         plan.used.0.get_or_init(|| (nccl, text));
     };
-    let nccl = match (plan.backend, plan.core.heap().nccl()) {
-        (CollectiveBackend::Fastest, Err(e)) if e.is_unavailable() || e.is_unsupported() => {
-            set(None, format!("puts, because NCCL cannot be used: {e}"));
+    let nccl = match open(plan.core.heap(), plan.backend)? {
+        Ok(nccl) => nccl,
+        Err(why) => {
+            set(None, why);
             return Ok(());
         }
-        (_, r) => r?,
     };
     // Only this rank knows that it has no room, and the others are about to meet it.
     let scratch = Scratch::new(plan, lane.context()).map_err(|e| plan.core.team().fail(e))?;
     let by_nccl = scratch.time(plan, lane, stream, Some(&nccl))?;
-    if plan.backend == CollectiveBackend::Nccl {
+    if at_first(plan.core.heap(), plan.backend) == CollectiveBackend::Nccl {
         set(Some(nccl.clone()), nccl.library().to_owned());
         return Ok(());
     }
     let by_puts = scratch.time(plan, lane, stream, None)?;
-    let team = plan.core.team();
-    let first = fastest(team, &[(false, by_puts), (true, by_nccl)])?;
-    let name = if first { nccl.library() } else { "puts" };
-    let text =
-        format!("{name}, the faster: on this rank NCCL took {by_nccl:.1} us, puts {by_puts:.1} us");
-    set(first.then_some(nccl.clone()), text);
+    let (first, why) = faster(plan.core.team(), &nccl, (by_nccl, by_puts))?;
+    set(first.then_some(nccl), why);
     Ok(())
 }
 
@@ -76,8 +68,7 @@ pub(super) fn decide(plan: &CollectivePlan, lane: &Lane, stream: &Stream) -> Res
 struct Scratch {
     x: Tensor,
     out: Tensor,
-    start: CudaEvent,
-    end: CudaEvent,
+    clock: Clock,
 }
 
 impl Scratch {
@@ -88,8 +79,7 @@ impl Scratch {
             let memory = workspace(ctx, rows * cols * t.size())?;
             Tensor::over_cuda(memory, t, Shape::d2(rows, cols))
         };
-        let event = || CudaEvent::new(ctx, true);
-        Ok(Self { x: tensor(rows_in)?, out: tensor(rows_out)?, start: event()?, end: event()? })
+        Ok(Self { x: tensor(rows_in)?, out: tensor(rows_out)?, clock: Clock::new(ctx)? })
     }
 
     /// Collective: microseconds of a launch on this rank.
@@ -100,17 +90,9 @@ impl Scratch {
         stream: &Stream,
         nccl: Option<&Arc<NcclTeam>>,
     ) -> Result<f64> {
-        let s = stream.cuda()?;
-        for i in 0..WARM + TIMED {
-            if i == WARM {
-                s.record(&self.start)?;
-            }
-            drop(plan.launch_by(nccl, lane, stream, plan.desc.m, (&self.x, &self.out))?);
-        }
-        s.record(&self.end)?;
-        stream.synchronize()?;
-        plan.core.team().check()?;
-        Ok(self.end.us_since(&self.start)? / TIMED as f64)
+        self.clock.time(plan.core.team(), stream, || {
+            plan.launch_by(nccl, lane, stream, plan.desc.m, (&self.x, &self.out)).map(drop)
+        })
     }
 }
 
@@ -336,13 +318,14 @@ mod tests {
             crate::gemm_rs::GemmRsPlan::new(rs, &heap, by).err(),
             crate::gemm_ar::GemmArPlan::new(ar, &heap, by).err(),
             ep(CollectiveBackend::Nccl),
-            ep(CollectiveBackend::Fastest),
             cp(CollectiveBackend::Nccl),
-            cp(CollectiveBackend::Fastest),
         ] {
             let e = e.unwrap();
             assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
         }
+        // Nothing to choose from: puts.
+        assert!(ep(CollectiveBackend::Fastest).is_none());
+        assert!(cp(CollectiveBackend::Fastest).is_none());
         let e = heap.nccl().err().unwrap();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     }

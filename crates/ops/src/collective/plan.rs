@@ -13,6 +13,7 @@ use super::host::Run;
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, meeting, nccl};
 use crate::common::cuda::no_kernel;
 use crate::common::lanes::Lane;
+use crate::common::nccl::{put_or_nccl, usual};
 use crate::common::{PlanCore, Shards, expect_tensor, only_meets};
 
 /// Signal slots of a plan.
@@ -58,7 +59,7 @@ impl CollectivePlan {
     /// # Errors
     /// `InvalidArgument` for a bad description, `Exhausted` if the heap is too small.
     pub fn new(desc: CollectiveDesc, heap: &Heap) -> Result<Self> {
-        Self::with_backend(desc, heap, CollectiveBackend::Put)
+        Self::with_backend(desc, heap, usual(heap))
     }
 
     /// As [`CollectivePlan::new`], through `backend` on CUDA devices: the host has puts only.
@@ -92,6 +93,9 @@ impl CollectivePlan {
             }
             _ => None,
         };
+        if backend == CollectiveBackend::Put {
+            put_or_nccl(heap, backend).map_err(|e| e.op(name))?;
+        }
         if core.lane().is_none() && backend == CollectiveBackend::Nccl {
             return Err(
                 no_kernel("NCCL on the host", "make the heap on the `vmm` backend").op(name)

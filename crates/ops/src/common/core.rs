@@ -12,8 +12,10 @@ use tilewire_symm::{EntryState, Fingerprint, Heap, LinkTraffic, LiveTeam, OpCtx,
 
 use super::cuda::no_kernel;
 use super::lanes::{Enter, Lane, Lanes, Poison, stream_on};
+use super::nccl::usual;
 use super::overlap::MOST_CANDIDATE_CHUNKS;
 use super::{Algo, Explain, OverlapConfig};
+use crate::collective::CollectiveBackend;
 
 /// Identity of a plan on its team: name, fingerprint, whether it is prepared.
 pub struct PlanCore {
@@ -109,14 +111,26 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    /// For a plan on memory of `backend`. On a device GEMMs choose their tiles themselves, and the tiles
+    /// For a plan on `heap`. On a device GEMMs choose their tiles themselves, and the tiles
     /// of the caller say nothing.
     ///
     /// # Errors
     /// `InvalidArgument` for a bad configuration; `Unsupported` or `Unavailable` for an algorithm that
-    /// the backend has no path for.
-    pub fn new(given: Option<OverlapConfig>, backend: BackendKind) -> Result<Self> {
-        let given = given.map(|c| fit(c, backend)).transpose()?;
+    /// the backend has no path for, or that puts between GPUs that do not reach each other.
+    pub fn new(given: Option<OverlapConfig>, heap: &Heap) -> Result<Self> {
+        let given = given.map(|c| fit(c, heap.backend())).transpose()?;
+        let given = match (usual(heap), given) {
+            (CollectiveBackend::Put, given) => given,
+            (_, None) => Some(OverlapConfig::of(Algo::SequentialNccl, 1)),
+            (_, Some(c)) if c.algo == Algo::SequentialNccl => Some(c),
+            (_, Some(c)) => {
+                let what = format!("`{}` between GPUs that do not reach each other", c.algo);
+                return Err(no_kernel(
+                    what,
+                    "use sequential_nccl, or leave the choice to `prepare`",
+                ));
+            }
+        };
         let used = OnceLock::new();
         if let Some(c) = given {
             used.get_or_init(|| c);

@@ -1,14 +1,15 @@
-//! NCCL as a plan uses it: connected at `prepare`, queued behind the meeting of a launch.
+//! NCCL as a plan uses it: connected at `prepare`, queued behind the meeting of a launch; and what plans share that
+//! choose between it and puts.
 
 use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{BackendKind, DType, Error, Result};
-use tilewire_device::cuda::{CudaStream, NcclOp, NcclSum};
+use tilewire_device::cuda::{CudaContext, CudaEvent, CudaStream, NcclOp, NcclSum};
 use tilewire_device::{Queue, Stream};
-use tilewire_symm::{Heap, NcclTeam};
+use tilewire_symm::{Heap, LiveTeam, NcclTeam};
 
-use super::PlanCore;
 use super::cuda::no_kernel;
+use super::{PlanCore, fastest};
 use crate::collective::CollectiveBackend;
 
 /// What a plan says to NCCL. Copies of it are of one plan.
@@ -66,19 +67,111 @@ impl ByNccl {
     }
 }
 
-/// For operations that go through puts or NCCL as they are told.
+/// What a plan goes through that was not told: puts, but where GPUs do not reach each other.
+pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
+    if heap.reaches_peers() || heap.team().size() == 1 {
+        CollectiveBackend::Put
+    } else {
+        CollectiveBackend::Nccl
+    }
+}
+
+/// What a plan goes through until it has asked the clock, and for good where there is nothing to choose.
+pub(crate) fn at_first(heap: &Heap, backend: CollectiveBackend) -> CollectiveBackend {
+    if backend == CollectiveBackend::Fastest { usual(heap) } else { backend }
+}
+
+/// Collective: NCCL of `heap`, or in words why a plan that is free to choose takes puts without asking the clock.
 ///
 /// # Errors
-/// `Unsupported` for NCCL on the host, and for a choice by the clock.
+/// As [`tilewire_symm::Heap::nccl`], where puts are no way out.
+pub(crate) fn open(
+    heap: &Heap,
+    backend: CollectiveBackend,
+) -> Result<std::result::Result<Arc<NcclTeam>, String>> {
+    let free =
+        backend == CollectiveBackend::Fastest && at_first(heap, backend) == CollectiveBackend::Put;
+    match heap.nccl() {
+        Err(e) if free && (e.is_unavailable() || e.is_unsupported()) => Ok(Err(no_nccl(&e))),
+        r => r.map(Ok),
+    }
+}
+
+/// In words, that puts are taken because of `e`.
+pub(crate) fn no_nccl(e: &Error) -> String {
+    format!("puts, because NCCL cannot be used: {e}")
+}
+
+/// Launches before and in a measurement.
+const WARM: usize = 3;
+const TIMED: usize = 10;
+
+/// Times launches of a plan.
+pub(crate) struct Clock {
+    start: CudaEvent,
+    end: CudaEvent,
+}
+
+impl Clock {
+    pub fn new(ctx: &CudaContext) -> Result<Self> {
+        Ok(Self { start: CudaEvent::new(ctx, true)?, end: CudaEvent::new(ctx, true)? })
+    }
+
+    /// Collective: microseconds of what `launch` queues on `stream`, on this rank. All of it has ended.
+    ///
+    /// # Errors
+    /// Those of `launch`; the fault of the team.
+    pub fn time(
+        &self,
+        team: &LiveTeam,
+        stream: &Stream,
+        launch: impl Fn() -> Result<()>,
+    ) -> Result<f64> {
+        let s = stream.cuda()?;
+        for i in 0..WARM + TIMED {
+            if i == WARM {
+                s.record(&self.start)?;
+            }
+            launch()?;
+        }
+        s.record(&self.end)?;
+        stream.synchronize()?;
+        team.check()?;
+        Ok(self.end.us_since(&self.start)? / TIMED as f64)
+    }
+}
+
+/// Collective: whether NCCL is faster than puts for the slowest rank, the same everywhere; and in words, with what
+/// both took on this rank.
+///
+/// # Errors
+/// The fault of the team.
+pub(crate) fn faster(
+    team: &LiveTeam,
+    nccl: &NcclTeam,
+    (by_nccl, by_puts): (f64, f64),
+) -> Result<(bool, String)> {
+    let first = fastest(team, &[(false, by_puts), (true, by_nccl)])?;
+    let name = if first { nccl.library() } else { "puts" };
+    let why =
+        format!("{name}, the faster: on this rank NCCL took {by_nccl:.1} us, puts {by_puts:.1} us");
+    Ok((first, why))
+}
+
+/// Refuses a backend that there is not. A choice by the clock is one between those that there are.
+///
+/// # Errors
+/// `Unsupported` for NCCL on the host, and for puts between GPUs that do not reach each other.
 pub(crate) fn put_or_nccl(heap: &Heap, backend: CollectiveBackend) -> Result<()> {
     match backend {
-        CollectiveBackend::Put => Ok(()),
+        CollectiveBackend::Put if heap.reaches_peers() || heap.team().size() == 1 => Ok(()),
+        CollectiveBackend::Put => {
+            Err(no_kernel("puts between GPUs that do not reach each other", "say `nccl`"))
+        }
         CollectiveBackend::Nccl if heap.backend() != BackendKind::Host => Ok(()),
         CollectiveBackend::Nccl => {
             Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend"))
         }
-        CollectiveBackend::Fastest => {
-            Err(no_kernel("a choice between puts and NCCL here", "say `put` or `nccl`"))
-        }
+        CollectiveBackend::Fastest => Ok(()),
     }
 }

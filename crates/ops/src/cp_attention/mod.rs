@@ -33,6 +33,7 @@ mod cuda;
 mod desc;
 mod exchange;
 mod explain;
+mod fastest;
 mod fp8;
 mod grad;
 mod heads;

@@ -8,6 +8,7 @@ use tilewire_symm::{Heap, Signals, Traffic};
 
 use super::config::{Schedule, Strategy, num_rows};
 use super::explain::{CpExplain, buffer_bytes, explain};
+use super::fastest::Used;
 use super::host::{Buffers, Run};
 use super::lane::Queue;
 use super::pieces::{Pieces, Sizes};
@@ -15,7 +16,8 @@ use super::predict::{self, Pass};
 use super::{CpAttentionDesc, CpConfig, cuda};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::collective::CollectiveBackend;
-use crate::common::nccl::put_or_nccl;
+use crate::common::lanes::Lane;
+use crate::common::nccl::{at_first, put_or_nccl, usual};
 use crate::common::{Machine, PlanCore, fastest, only_meets};
 
 /// Signal slots of a plan.
@@ -38,6 +40,10 @@ pub(super) enum Work {
 }
 
 impl Work {
+    fn name(&self) -> &'static str {
+        if matches!(self, Work::Forward(_)) { "fwd" } else { "bwd" }
+    }
+
     fn poison(&self) {
         match self {
             Work::Forward(o) => o.poison(),
@@ -54,16 +60,23 @@ impl Work {
     }
 }
 
+fn not_prepared() -> Error {
+    Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+        .op(OP)
+        .hint("call `plan.prepare(&stream)` on all ranks first")
+}
+
 /// Context-parallel attention with its buffers.
 pub struct CpAttentionPlan {
-    desc: CpAttentionDesc,
-    core: PlanCore,
+    pub(super) desc: CpAttentionDesc,
+    pub(super) core: PlanCore,
     /// Scatter, area, dkv, gather: large enough for every strategy if the choice is open.
     buffers: [tilewire_symm::SymBuf; 4],
     signals: Arc<Signals>,
     used: OnceLock<CpConfig>,
-    cuda: OnceLock<cuda::Prepared>,
-    backend: CollectiveBackend,
+    /// On a heap in device memory, made by `prepare`.
+    cuda: OnceLock<Used>,
+    pub(super) backend: CollectiveBackend,
 }
 
 impl CpAttentionPlan {
@@ -81,15 +94,21 @@ impl CpAttentionPlan {
     /// `Exhausted` if the heap is too small; `Unsupported` on a heap in device memory for heads
     /// above 128 that would be quantised.
     pub fn new(desc: CpAttentionDesc, heap: &Heap, config: Option<CpConfig>) -> Result<Self> {
-        Self::with_backend(desc, heap, config, CollectiveBackend::Put)
+        Self::with_backend(desc, heap, config, usual(heap))
     }
 
     /// As [`CpAttentionPlan::new`], through `backend` on CUDA devices. By NCCL everything comes before the
     /// arithmetic begins: `get` and the strategies that trade heads by sends and receives, `all_gather` by
     /// its collective; partial dk and dv are added in rank order all the same.
     ///
+    /// With `fastest`, `prepare` runs the passes that the plan is for on zeros with the description's sequences, both ways, and
+    /// takes what is faster for the slowest rank; puts where there is no NCCL, for what it cannot carry, and on the host. While
+    /// it does, it takes the memory of both ways and that of the tensors. Results may then have other bits from run to
+    /// run: by puts those over own keys and over the others' are merged, by NCCL there is one part.
+    ///
     /// # Errors
-    /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for `fastest`.
+    /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host or with what it cannot carry, and for puts
+    /// between GPUs that do not reach each other.
     pub fn with_backend(
         desc: CpAttentionDesc,
         heap: &Heap,
@@ -102,7 +121,7 @@ impl CpAttentionPlan {
         if heap.backend() != BackendKind::Host {
             cuda::check(&desc).map_err(|e| e.op(OP))?;
         }
-        if backend == CollectiveBackend::Nccl {
+        if at_first(heap, backend) == CollectiveBackend::Nccl {
             let strategy = config.map(|c| c.strategy);
             super::nccl::check(&desc, strategy).map_err(|e| e.op(OP))?;
         }
@@ -133,44 +152,41 @@ impl CpAttentionPlan {
     /// `Unsupported` for head dimensions above 256; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         // With a strategy, what cannot be is found before any rank waits for another.
-        if !stream.is_capturing() {
-            self.make(self.used.get())?;
-        }
+        let mut first =
+            if stream.is_capturing() { None } else { self.make_first(self.used.get())? };
         self.core.prepare(stream)?;
         if self.used.get().is_none() {
-            self.choose()?;
+            first = self.choose()?;
         }
-        let connected = self.cuda.get().map_or(Ok(()), |p| p.connect(&self.core, stream));
-        connected.map_err(|e| e.op(OP))
+        if let (Some(lane), Some(first)) = (self.core.lane(), first) {
+            let used = self.settle((lane, stream), first).map_err(|e| e.op(OP))?;
+            self.cuda.get_or_init(|| used);
+        }
+        Ok(())
     }
 
     /// Collective: the strategy, and what it needs.
-    fn choose(&self) -> Result<()> {
+    fn choose(&self) -> Result<Option<cuda::Prepared>> {
         let list = self.explain().candidates;
         let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
         let chosen = fastest(self.core.team(), &costs).map_err(|e| e.op(OP))?;
         // Out of memory is one rank's own: its peers must not wait for it. What cannot be is known
         // to all.
-        self.make(Some(&chosen)).map_err(|e| match e.kind() {
+        let first = self.make_first(Some(&chosen)).map_err(|e| match e.kind() {
             ErrorKind::Unsupported => e,
             _ => self.core.team().fail(e),
         })?;
         self.used.get_or_init(|| chosen);
-        Ok(())
+        Ok(first)
     }
 
-    /// Kernels and workspace on a device, once.
-    fn make(&self, config: Option<&CpConfig>) -> Result<()> {
-        if let (Some(lane), Some(c)) = (self.core.lane(), config)
-            && self.cuda.get().is_none()
-        {
-            let size = self.core.team().size();
-            let nccl = self.backend == CollectiveBackend::Nccl;
-            let new = cuda::Prepared::new(lane, &self.desc, (c.strategy, nccl), size);
-            let new = new.map_err(|e| e.op(OP))?;
-            self.cuda.get_or_init(|| new);
-        }
-        Ok(())
+    /// Kernels and workspace on a device, once, for what a plan goes through that has not asked the clock.
+    fn make_first(&self, config: Option<&CpConfig>) -> Result<Option<cuda::Prepared>> {
+        let (Some(lane), Some(c), None) = (self.core.lane(), config, self.cuda.get()) else {
+            return Ok(None);
+        };
+        let by_nccl = at_first(self.core.heap(), self.backend) == CollectiveBackend::Nccl;
+        self.make(lane, c.strategy, by_nccl).map(Some).map_err(|e| e.op(OP))
     }
 
     /// The configuration in use.
@@ -178,11 +194,7 @@ impl CpAttentionPlan {
     /// # Errors
     /// `NotPrepared` if the choice was left to `prepare`.
     pub fn config(&self) -> Result<CpConfig> {
-        self.used.get().copied().ok_or_else(|| {
-            Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .op(OP)
-                .hint("call `plan.prepare(&stream)` on all ranks first")
-        })
+        self.used.get().copied().ok_or_else(not_prepared)
     }
 
     /// Candidates with their predicted times.
@@ -193,9 +205,7 @@ impl CpAttentionPlan {
             e.chosen = e.candidates.first().map_or(e.chosen, |c| c.config);
         }
         e.chosen = self.used.get().copied().unwrap_or(e.chosen);
-        if let Some(n) = self.cuda.get().and_then(cuda::Prepared::explain) {
-            e.what = format!("{}\nby {n}", e.what);
-        }
+        e.what += &self.cuda.get().map_or(String::new(), Used::explain);
         e
     }
 
@@ -224,7 +234,8 @@ impl CpAttentionPlan {
         self.desc.attn.check_launch(s).map_err(|e| e.op(OP))?;
         let team = self.core.team();
         let (config, place) = (self.config()?, (team.rank(), team.size()));
-        if self.backend == CollectiveBackend::Nccl {
+        let by_nccl = self.cuda.get().is_some_and(|used| used.by.nccl.is_some());
+        if by_nccl || self.backend == CollectiveBackend::Nccl {
             return Ok(only_meets(team));
         }
         if self.core.lane().is_some() {
@@ -272,14 +283,15 @@ impl CpAttentionPlan {
         self.core.pending(grads, stream, seq)
     }
 
+    pub(super) fn local_rows(&self, s: &Sequences) -> LocalRows {
+        LocalRows { q: num_rows(&self.rows_q(Some(s))), kv: num_rows(&self.rows_kv(Some(s))) }
+    }
+
     /// The sequences of a launch and my rows.
     fn check(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
         let s = x.sequences.clone().unwrap_or_else(|| self.desc.attn.sequences.clone());
         self.desc.attn.check_launch(&s)?;
-        let rows = LocalRows {
-            q: num_rows(&self.rows_q(Some(&s))),
-            kv: num_rows(&self.rows_kv(Some(&s))),
-        };
+        let rows = self.local_rows(&s);
         x.check(&self.desc.attn, rows)?;
         Ok((s, rows))
     }
@@ -292,20 +304,14 @@ impl CpAttentionPlan {
         work: Work,
     ) -> Result<u64> {
         let (config, team) = (self.config()?, self.core.team());
+        if let Some(lane) = self.core.lane() {
+            let used = self.cuda.get().ok_or_else(not_prepared)?;
+            return self.launch_by((&used.by, lane), stream, (x, &seqs, rows), &work);
+        }
         let (me, size) = (team.rank(), team.size());
-        let pass = if matches!(work, Work::Forward(_)) { "fwd" } else { "bwd" };
-        if self.core.lane().is_some() {
-            cuda::together(stream, x, &work).map_err(|e| e.op(OP))?;
-        }
         let sched = Schedule::new(&self.desc, &seqs, config.strategy, me, size);
-        let launch = self.core.begin(stream, format_args!("{pass} {seqs}"))?;
+        let launch = self.core.begin(stream, format_args!("{} {seqs}", work.name()))?;
         let seq = launch.ctx.seq();
-        if let (Some(lane), Some(p)) = (self.core.lane(), self.cuda.get()) {
-            let (core, desc, signals) = (&self.core, &self.desc, &*self.signals);
-            let (buffers, sched, seqs) = (&self.buffers, &sched, &seqs);
-            let op = cuda::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
-            return cuda::launch(&op, (stream, seq), x, &work).map(|()| seq);
-        }
         let run = Arc::new(Run {
             launch,
             sched,
@@ -328,6 +334,24 @@ impl CpAttentionPlan {
             seq,
         )?;
         Ok(seq)
+    }
+
+    /// Queues a launch on a device; returns its number.
+    pub(super) fn launch_by(
+        &self,
+        (p, lane): (&cuda::Prepared, &Lane),
+        stream: &Stream,
+        (x, seqs, rows): (&AttnInputs, &Sequences, LocalRows),
+        work: &Work,
+    ) -> Result<u64> {
+        let (core, desc, signals) = (&self.core, &self.desc, &*self.signals);
+        let (strategy, me, size) = (p.sizes.strategy, core.team().rank(), core.team().size());
+        cuda::together(stream, x, work).map_err(|e| e.op(OP))?;
+        let sched = &Schedule::new(desc, seqs, strategy, me, size);
+        let seq = core.begin(stream, format_args!("{} {seqs}", work.name()))?.ctx.seq();
+        let buffers = &self.buffers;
+        let op = cuda::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
+        cuda::launch(&op, (stream, seq), x, work).map(|()| seq)
     }
 
     fn slots(&self, strategy: Strategy, size: usize) -> Buffers {

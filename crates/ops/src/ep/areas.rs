@@ -1,6 +1,6 @@
 //! Where an expert-parallel layer lies in symmetric memory on devices, and how its rows are cut.
 
-use tilewire_core::{Rank, Result};
+use tilewire_core::Result;
 use tilewire_device::Queue;
 use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS};
@@ -93,6 +93,14 @@ pub(super) fn return_area(d: &EpDesc) -> usize {
     return_bytes(d).max(strides(d).back)
 }
 
+/// Where rank 0's bytes `(at, len)` of a buffer are in the order of the ranks: by mine, as a rank may reach no
+/// other's.
+pub(super) fn first_addr(lane: &Lane, b: &SymBuf, (at, len): (usize, usize)) -> Result<u64> {
+    let (os, me) = (lane.one_sided(), lane.one_sided().heap().team().rank());
+    let before = lane.stride()?.wrapping_mul(u64::from(me.get()));
+    os.addr(me, b.range(at, len), len).map(|mine| mine.wrapping_sub(before))
+}
+
 /// The areas of a plan in symmetric memory.
 pub(super) struct Areas<'a> {
     pub counts: &'a SymBuf,
@@ -106,8 +114,7 @@ impl Areas<'_> {
         let os = lane.one_sided();
         let (size, me) = (d.experts_per_rank.len(), os.heap().team().rank());
         let (s, records) = (strides(d), size * d.max_tokens);
-        let rank0 =
-            |b: &SymBuf, at: usize, len: usize| os.addr(Rank::new(0), b.range(at, len), len);
+        let rank0 = |b: &SymBuf, at: usize, len: usize| first_addr(lane, b, (at, len));
         Ok(LayerParam {
             counts: rank0(self.counts, 0, 16 * size * d.num_experts())?,
             meta: rank0(self.tokens, records * s.row, records * s.meta)?,

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use bytemuck::Zeroable;
-use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
+use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Buffer, Stream, Tensor};
 use tilewire_kernels::portable::{
@@ -19,7 +19,7 @@ use tilewire_kernels::portable::{
 };
 use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
 
-use super::areas::{Areas, Cut, flag_area, flags_of_area};
+use super::areas::{Areas, Cut, first_addr, flag_area, flags_of_area};
 use super::nccl::{Staging, What};
 use super::params::{
     BackParam, HandleParam, LayerParam, MeetParam, RecvParam, RoutingParam, SendParam,
@@ -176,7 +176,7 @@ impl Prepared {
             team: os.team_param(),
             layer,
             cuts: [Cut::send(d), Cut::back(d)],
-            flags: os.addr(Rank::new(0), areas.flags.range(0, len), len)?,
+            flags: first_addr(lane, areas.flags, (0, len))?,
             flags_of_area: flags_of_area(d) as u64,
             blocks: workspace(ctx, 4 * ROUTERS * d.num_experts())?,
             state: workspace(ctx, 3 * (8 + 16))?,

@@ -20,6 +20,7 @@ mod areas;
 mod config;
 mod cuda;
 mod desc;
+mod fastest;
 mod handle;
 mod host;
 mod nccl;

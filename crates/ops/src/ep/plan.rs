@@ -6,12 +6,13 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
-use super::areas::{Areas, count_area, flag_area, return_area, token_area};
-use super::cuda::{self, Phase, Prepared};
+use super::areas::{count_area, flag_area, return_area, token_area};
+use super::cuda;
+use super::fastest::Used;
 use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::collective::CollectiveBackend;
-use crate::common::nccl::put_or_nccl;
+use crate::common::nccl::{put_or_nccl, usual};
 use crate::common::{Launch, PlanCore, apart, expect_tensor};
 
 /// Signal slots: credit and arrival of counts, tokens and returns.
@@ -37,15 +38,15 @@ pub struct EpPlan {
     pub(super) desc: EpDesc,
     pub(super) backend: CollectiveBackend,
     pub(super) cores: [PlanCore; 5],
-    counts: SymBuf,
-    tokens: SymBuf,
-    returns: SymBuf,
+    pub(super) counts: SymBuf,
+    pub(super) tokens: SymBuf,
+    pub(super) returns: SymBuf,
     /// Credits and arrivals, on devices.
-    flags: SymBuf,
-    signals: Arc<Signals>,
+    pub(super) flags: SymBuf,
+    pub(super) signals: Arc<Signals>,
     /// On a heap in device memory, made by `prepare`.
-    cuda: OnceLock<Prepared>,
-    num_sms: usize,
+    pub(super) cuda: OnceLock<Used>,
+    pub(super) num_sms: usize,
     /// Receive buffers that peers write to and their addresses, in the order in which they were made.
     pub(super) direct: Mutex<Vec<(u64, SymBuf)>>,
 }
@@ -75,9 +76,9 @@ impl Poison {
     }
 }
 
-const PREPARE: usize = 0;
-const DISPATCH: usize = 1;
-const COMBINE: usize = 2;
+pub(super) const PREPARE: usize = 0;
+pub(super) const DISPATCH: usize = 1;
+pub(super) const COMBINE: usize = 2;
 const DISPATCH_BWD: usize = 3;
 const COMBINE_BWD: usize = 4;
 
@@ -99,15 +100,20 @@ impl EpPlan {
     /// # Errors
     /// `InvalidArgument` for a bad description, `Exhausted` if the heap is too small.
     pub fn new(desc: EpDesc, heap: &Heap) -> Result<Self> {
-        Self::with_backend(desc, heap, CollectiveBackend::Put)
+        Self::with_backend(desc, heap, usual(heap))
     }
 
     /// As [`EpPlan::new`], through `backend` on CUDA devices. By NCCL a phase is sequential, and moves
     /// `max_tokens` records between each two ranks whatever the routing: captured sizes cannot change.
     /// Results have the same bits, but for those of a NaN.
     ///
+    /// With `fastest`, `prepare` runs routing, dispatch and combine of `max_tokens` tokens on every rank, whose choices are
+    /// spread over all experts, both ways, and takes what is faster for the slowest rank; puts where there is no NCCL, and
+    /// on the host. While it does, it takes the memory of both ways and that of the received rows and expert outputs.
+    ///
     /// # Errors
-    /// As [`EpPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for `fastest`.
+    /// As [`EpPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for puts between GPUs that do not reach each
+    /// other.
     pub fn with_backend(desc: EpDesc, heap: &Heap, backend: CollectiveBackend) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size)?;
@@ -149,44 +155,6 @@ impl EpPlan {
         &self.desc
     }
 
-    /// Collective: must be called by all ranks before anything else.
-    ///
-    /// # Errors
-    /// `Mismatch` if the ranks' layers differ; `Unavailable` if NCCL was asked for and a rank has none.
-    pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if let Some(lane) = self.cores[0].lane()
-            && self.cuda.get().is_none()
-        {
-            let areas = Areas {
-                counts: &self.counts,
-                tokens: &self.tokens,
-                returns: &self.returns,
-                flags: &self.flags,
-            };
-            let nccl = self.backend == CollectiveBackend::Nccl;
-            let new = Prepared::new(lane, stream, (&self.desc, nccl), &areas);
-            let new = new.map_err(|e| e.op("ep"))?;
-            self.cuda.get_or_init(|| new);
-        }
-        self.cores.iter().try_for_each(|c| c.prepare(stream))?;
-        let Some(p) = self.cuda.get() else { return Ok(()) };
-        p.connect(&self.cores[0], stream, &self.desc).map_err(|e| e.op("ep"))
-    }
-
-    /// One launch on a heap in device memory; `None` on the host.
-    fn phase<'a>(&'a self, which: usize, handle: &'a EpHandle) -> Result<Option<Phase<'a>>> {
-        let core = &self.cores[which];
-        let Some(lane) = core.lane() else { return Ok(None) };
-        let p = self.cuda.get().ok_or_else(|| {
-            Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-                .op(core.op())
-                .hint("call `plan.prepare(&stream)` on all ranks first")
-        })?;
-        let (desc, signals) = (&self.desc, &*self.signals);
-        let sms = u32::try_from(self.num_sms).unwrap_or(u32::MAX).min(p.num_sms);
-        Ok(Some(Phase { core, lane, desc, signals, p, handle, sms }))
-    }
-
     /// A handle for one microbatch.
     ///
     /// # Errors
@@ -209,9 +177,7 @@ impl EpPlan {
             m.received,
             m.expert_out,
             m.handle
-        ) + &self.cuda.get().and_then(|p| p.explain()).map_or(String::new(), |n| {
-            format!("\nby {n}, max_tokens records between each two ranks")
-        })
+        ) + &self.cuda.get().map_or(String::new(), Used::explain)
     }
 
     fn run(

@@ -36,7 +36,7 @@ impl EpPlan {
     ///
     /// # Errors
     /// `Exhausted` if the heap has no room; `Mismatch` if the ranks have not allocated alike; `Unsupported` for
-    /// the flat layout, and through NCCL, on devices.
+    /// the flat layout, and through NCCL, on devices; `NotPrepared` if `prepare` has yet to decide what rows go through.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {
         let d = &self.desc;
         // A sender of flat rows does not know how many come before them.
@@ -60,14 +60,15 @@ impl EpPlan {
         let (d, heap) = (&self.desc, self.cores[0].heap());
         let shape = Shape::d2(rows, d.hidden);
         let Some(lane) = self.cores[0].lane() else { return Ok(Tensor::zeros(dtype, shape)) };
-        if !knows || self.backend == CollectiveBackend::Nccl {
+        let way = self.way()?;
+        if !knows || way == CollectiveBackend::Nccl {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "rows cannot come straight to this layer",
             )
             .op("ep")
             .expected(expected)
-            .seen(format_args!("{:?} by {}", d.layout, self.backend))
+            .seen(format_args!("{:?} by {way}", d.layout))
             .hint("let them come into a tensor of your own"));
         }
         let mut direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);

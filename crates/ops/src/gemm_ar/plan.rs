@@ -45,7 +45,7 @@ impl GemmArPlan {
     pub fn new(desc: GemmArDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_ar"))?;
-        let choice = Choice::new(config, heap.backend()).map_err(|e| e.op("gemm_ar"))?;
+        let choice = Choice::new(config, heap).map_err(|e| e.op("gemm_ar"))?;
         // On a device each chunk has a flag of its own, both ways, and one credit serves both.
         let mut num_signals = 2;
         if heap.backend() != BackendKind::Host {

@@ -104,7 +104,7 @@ impl GemmRsPlan {
     pub fn new(desc: GemmRsDesc, heap: &Heap, config: Option<OverlapConfig>) -> Result<Self> {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_rs"))?;
-        let choice = Choice::new(config, heap.backend()).map_err(|e| e.op("gemm_rs"))?;
+        let choice = Choice::new(config, heap).map_err(|e| e.op("gemm_rs"))?;
         let mut num_signals = 2;
         if heap.backend() != BackendKind::Host {
             num_signals = 1 + choice.max_chunks();

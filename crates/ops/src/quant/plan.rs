@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
-use tilewire_core::{DType, Error, Result, Shape};
+use tilewire_core::{BackendKind, DType, Error, Result, Shape};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::host::Run;
 use super::{QuantDesc, Quantized, Scaling, Scope, cuda};
+use crate::collective::CollectiveBackend;
 use crate::common::cuda::{Ready, no_kernel, together_on};
 use crate::common::lanes::{Enter, Lanes};
+use crate::common::nccl::put_or_nccl;
 use crate::common::{Named, PlanCore, expect_tensor};
 
 /// Signal slots of a plan over a team.
@@ -108,6 +110,9 @@ impl QuantPlan {
                 return Err(Error::invalid("the scale of a team needs the team's heap").op("quant"));
             }
             (Scope::Team, Some(h)) => {
+                if h.backend() != BackendKind::Host {
+                    put_or_nccl(h, CollectiveBackend::Put).map_err(|e| e.op("quant"))?;
+                }
                 let bytes = Self::memory(&desc, h.team().size());
                 Some(Shared {
                     core: PlanCore::any("quant", h, desc)?,

@@ -65,7 +65,8 @@ fn put(folder: &Path, name: &str, text: &str) {
 #[test]
 fn role_of_a_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    // A test that was ended leaves no ranks behind.
+    // A test that was ended leaves no ranks behind, one that is stopped among them.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL)).unwrap();
     let parent = std::os::unix::process::parent_id();
     std::thread::spawn(move || {
         wait_for(LIFE, || std::os::unix::process::parent_id() != parent);

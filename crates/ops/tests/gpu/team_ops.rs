@@ -432,7 +432,7 @@ static ALL: [Make; 40] = [
 ];
 
 /// Where there is NCCL: even shards, uneven ones, and the choice by the clock.
-static BY_NCCL: [Make; 13] = [
+static BY_NCCL: [Make; 15] = [
     |h, s| collective_by("all_gather", h, s, (M, N, CollectiveBackend::Nccl)),
     |h, s| collective_by("reduce_scatter", h, s, (M, N, CollectiveBackend::Nccl)),
     |h, s| collective_by("all_reduce", h, s, (M, N, CollectiveBackend::Nccl)),
@@ -448,6 +448,8 @@ static BY_NCCL: [Make; 13] = [
     |h, s| cp_by((Strategy::Get, CollectiveBackend::Nccl), h, s),
     |h, s| cp_by((Strategy::AllGather, CollectiveBackend::Nccl), h, s),
     |h, s| cp_by((Strategy::AllToAll, CollectiveBackend::Nccl), h, s),
+    |h, s| ep_by((EpLayout::ExpertMajor { align: 4 }, CollectiveBackend::Fastest), h, s),
+    |h, s| cp_by((Strategy::Get, CollectiveBackend::Fastest), h, s),
 ];
 
 /// Those of `ops` that `TW_TEAM_OPS=FIRST-LAST` asks for (all without it), with their numbers: a process for some of
@@ -500,6 +502,12 @@ pub fn by_copies() -> Vec<Make> {
         |h, s| gemm_reduce((true, Algo::Pipelined, DType::BF16), h, s),
         |h, s| cp_attention(Strategy::AllGather, h, s),
     ]
+}
+
+/// Whether the bits of an operation of [`by_nccl`] are those of the way that the clock has chosen: attention by puts merges
+/// results of two parts, by NCCL there is one.
+pub fn has_bits_of_its_way(i: usize) -> bool {
+    i + 1 == BY_NCCL.len()
 }
 
 /// None on a machine without NCCL.
