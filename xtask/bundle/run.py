@@ -25,7 +25,7 @@ TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and"}
 TEAM_TESTS_NCCL = {"replays": "replays_by_nccl", "silent": "named_by_nccl"}
 # Operations of the team tests that share a process: an error of the device ends only that.
 TEAM_OPS = ["0-5", "6-13", "14-17", "18-20", "21-24", "25-29", "30-39"]
-TEAM_OPS_NCCL = ["40-45", "46-52"]
+TEAM_OPS_NCCL = ["40-45", "46-54"]
 # Operations whose rank is stopped, a set of processes for some of them; and those whose rank is killed, each with its own.
 STOPPED_OPS = ["0-5", "6-14", "15-24", "25-31", "32-39"]
 KILLED_OPS = ["0-5", "6-14", "15-18", "19-20"]
@@ -161,6 +161,12 @@ def by_survivors(num):
         good = len(lines) == num and all(f"{num} ranks go on" in line for line in lines)
         return ("passed" if good else "failed"), f"{len(lines)} of {num} survivors go on; " + (lines or [""])[0][:200]
     return judge
+
+
+def by_ran(rc, out):
+    """Tests of which none says that it did not run."""
+    state, text = by_tests(rc, out)
+    return ("failed" if "did not run" in out else state), text
 
 
 def by_refusal(rc, out):
@@ -320,8 +326,18 @@ def conformance(n):
     needs = None if n > 1 and has("nvshmem") else "needs two GPUs and NVSHMEM"
     for ranks in up_to(n, [2, 4, 8]) or [2]:
         yield Config(f"one-sided-nvshmem-{ranks}", ranks_of(ranks, program("gpu_spike"), "nvshmem"), needs=needs)
-    moves = [program("tilewire"), "verify", "--backend", "nvshmem", "--json", "--op", "all_gather,reduce_scatter,ag_gemm,gemm_rs"]
-    yield Config("verify-nvshmem", ranks_of(2, *moves), by_rows, needs=needs)
+    for i, ops in enumerate(["all_gather,reduce_scatter,ag_gemm,gemm_rs", "all_reduce,all_to_all,gemm_ar,ep", "cp_attention,bulk"]):
+        moves = [program("tilewire"), "verify", "--backend", "nvshmem", "--json", "--op", ops]
+        yield Config(f"verify-nvshmem-{i}", ranks_of(2, *moves), by_rows, i == 2, needs=needs)
+    # The communicator of a caller's, and NCCL's own puts, are with that backend.
+    two = None if n > 1 and has("nccl") else "needs two GPUs and NCCL"
+    yield Config("one-sided-nccl-2", ranks_of(2, program("gpu_spike"), "nccl"), needs=two)
+    for i, ops in enumerate(["all_gather,reduce_scatter,all_reduce", "all_to_all,ag_gemm,gemm_rs,gemm_ar", "ep"]):
+        moves = [program("tilewire"), "verify", "--backend", "nccl", "--json", "--op", ops]
+        yield Config(f"verify-nccl-{i}", [*moves, "--ranks", "2"], by_rows, needs=two)
+    steps = ["train", "--task", "copy", "--steps", "5", "--backend"]
+    yield Config("train-nccl", [program("tilewire"), *steps, "nccl", "--ranks", "2"], jit=True, needs=two)
+    yield Config("train-nvshmem", ranks_of(2, program("tilewire"), *steps, "nvshmem"), jit=True, needs=needs)
     for part in LITMUS:
         yield Config(f"litmus-{part}", [program("gpu_spike"), "litmus", part], by_litmus, needs=None if n > 1 else "needs two GPUs")
     # Attention, also through NCCL, has a kernel for each pair of head dimensions: the rare ones are compiled.
@@ -344,6 +360,8 @@ def conformance(n):
             yield Config(f"ops-gpu_team-{name}-{ops}", argv, by_tests, jit=True, env={"TW_TEAM_OPS": ops})
     for name, part in TEAM_TESTS_NCCL.items():
         yield Config(f"ops-gpu_team-nccl-{name}", [program("gpu_team"), part], by_tests, jit=True)
+    # GPUs as if they did not reach each other.
+    yield Config("ops-gpu_team-far", [program("gpu_team"), "far_gpus", "--nocapture"], by_ran, jit=True, needs=two)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():
         flags = ["verify", "--backend", "vmm", "--json", "--op", ",".join(ops)]
@@ -451,13 +469,13 @@ def worse(n, verify):
     two, doctor = [*verify, "--ranks", "2"], [program("tilewire"), "doctor"]
     share = "cuMemExportToShareableHandle"
     take = "cuMemImportFromShareableHandle"
+    far = ("do not reach each other", "nccl")
     # Name, environment, what `verify` on two ranks says, and what `doctor` does.
     for name, env, said, found in [
             ("old-driver", {"TW_DRIVER_VERSION": "12000"}, ("too old", "580"), ("warn", "too old", "580")),
             ("old-gpu", {"TW_COMPUTE_CAPABILITY": "75"}, ("too old", "CUDA_VISIBLE_DEVICES"),
              ("warn", "older than sm_80", "CUDA_VISIBLE_DEVICES")),
-            ("no-peers", {"TW_NO_PEERS": "217"}, ("cuMemSetAccess", "topo -p2p"), ("warn", "peer access", "topo -p2p")),
-            ("no-peers-value", {"TW_NO_PEERS": "1"}, ("cuMemSetAccess", "topo -p2p"), None),
+            ("no-peers", {"TW_NO_PEERS": "217"}, far if n > 1 else ("cuMemSetAccess", "topo -p2p"), ("warn", "peer access", "topo -p2p")),
             ("no-export", {"TW_FAIL": f"{share}=800"}, (share, "--gpus all"), ("FAIL", "sharing memory", "--gpus all")),
             ("no-export-at-all", {"TW_FAIL": f"{share}=801"}, (share, "--gpus all"), None),
             ("no-import", {"TW_FAIL": f"{take}=800"}, (take, "--gpus all"), ("FAIL", "sharing memory", "--gpus all")),
@@ -465,6 +483,13 @@ def worse(n, verify):
         yield Config(f"{name}-verify", two, by_hint(*said), env=env, needs=gcc)
         if found and (n > 1 or name.startswith("old")):
             yield Config(f"{name}-doctor", doctor, by_finding(*found), env=env, jit=True, needs=gcc)
+
+
+    # Through NCCL it works.
+    if n > 1:
+        nccl = ["verify", "--backend", "vmm", "--json", "--op", "nccl", "--dtype", "bf16", "--ranks", "2"]
+        yield Config("no-peers-nccl", [program("tilewire"), *nccl], by_rows, jit=True, env={"TW_NO_PEERS": "217"},
+                     needs=gcc or (None if has("nccl") else "needs NCCL"))
 
 
 def faults(n):
