@@ -7,13 +7,16 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 /// What is looked up in each library, beside what says its version.
-const NCCL: [&str; 15] = [
+const NCCL: [&str; 18] = [
     "ncclGetErrorString",
     "ncclGetLastError",
     "ncclGetUniqueId",
     "ncclCommInitRankConfig",
     "ncclCommGetAsyncError",
     "ncclCommAbort",
+    "ncclCommCount",
+    "ncclCommUserRank",
+    "ncclCommCuDevice",
     "ncclGroupStart",
     "ncclGroupEnd",
     "ncclAllGather",
