@@ -187,6 +187,16 @@ impl NcclTeam {
     }
 }
 
+impl Drop for NcclTeam {
+    /// The thread that watches may not have seen a fault yet. A communicator of our own ends with this one anyway.
+    fn drop(&mut self) {
+        if self.comm.is_adopted() && self.team.check().is_err() {
+            self.comm.condemn();
+            self.comm.abort();
+        }
+    }
+}
+
 /// Collective: the communicators that were adopted, if all ranks have. One that is over on any rank is none.
 fn all_adopted(team: &LiveTeam, mine: Option<Arc<NcclComm>>) -> Result<Option<Arc<NcclComm>>> {
     const OVER: u8 = 2;

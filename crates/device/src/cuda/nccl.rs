@@ -310,7 +310,7 @@ impl NcclComm {
     }
 
     fn live(&self, handle: &Option<Handle>) -> Result<Raw> {
-        let live = handle.as_ref().filter(|_| !self.over.load(Ordering::Acquire));
+        let live = handle.as_ref().filter(|_| !self.is_condemned());
         live.map(|h| h.0).ok_or_else(aborted)
     }
 

@@ -14,7 +14,7 @@ use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, meeting, nccl};
 use crate::common::cuda::no_kernel;
 use crate::common::lanes::Lane;
 use crate::common::nccl::{put_or_nccl, usual};
-use crate::common::{PlanCore, Shards, expect_tensor, only_meets};
+use crate::common::{PlanCore, Shards, expect_tensor, not_prepared, only_meets};
 
 /// Signal slots of a plan.
 pub(super) const CREDIT: usize = 0;
@@ -270,6 +270,10 @@ impl CollectivePlan {
     ) -> Result<Pending<Tensor>> {
         self.check(m, x, out)?;
         if let Some(lane) = self.core.lane() {
+            // A `prepare` that failed has decided nothing.
+            if self.backend != CollectiveBackend::Put && self.used.text().is_none() {
+                return Err(not_prepared().op(self.core.op()));
+            }
             return self.launch_by(self.used.nccl(), lane, stream, m, (x, out));
         }
         let (first, second) = self.phases(m).map_err(|e| e.op(self.core.op()))?;

@@ -198,7 +198,7 @@ pub(crate) fn only_meets(team: &tilewire_core::Team) -> Traffic {
     t
 }
 
-fn not_prepared() -> Error {
+pub(crate) fn not_prepared() -> Error {
     Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
         .hint("call `plan.prepare(&stream)` on all ranks first")
 }
