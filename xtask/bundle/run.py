@@ -391,10 +391,11 @@ def sanitized(n):
             if devices > n:
                 continue
             name = f"{tool}-{devices}{'-virtual' if ranks > devices else ''}-{op}"
-            verify = [program("tilewire"), "verify", "--backend", "vmm", "--op", op, "--dtype", "bf16", "--ranks",
-                      str(ranks), "--timeout-s", "50"]
+            verify = [program("tilewire"), "verify", "--backend", "vmm", "--op", op, "--dtype", "bf16", "--timeout-s", "50"]
             verify += ["--shape", "m=64,n=64,k=64"] if op == "gemm" else []
-            argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *verify]
+            # Ranks of one process share the queues of a GPU: a kernel that waits may stand before the one that it waits for.
+            verify = ranks_of(ranks, *verify) if ranks > devices else [*verify, "--ranks", str(ranks)]
+            argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--target-processes", "all", "--error-exitcode", "99", *verify]
             # Kernels that are loaded while a rank on the same GPU waits would wait for it.
             env = {"CUDA_MODULE_LOADING": "EAGER"}
             yield Config(name, argv, by_sanitizer, preload=False, env=env, takes=devices,
@@ -408,7 +409,7 @@ def sanitized(n):
         for ops in TEAM_OPS if n > 1 else []:
             argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", program("gpu_team")]
             env = {"CUDA_MODULE_LOADING": "EAGER", "TW_TEAM_OPS": ops}
-            yield Config(f"{tool}-2-team-{ops}", [*argv, "every_operation"], by_sanitizer, jit=True, preload=False, env=env,
+            yield Config(f"{tool}-2-team-{ops}", [*argv, "every_operation_computes"], by_sanitizer, jit=True, preload=False, env=env,
                          takes=2, needs=None if sanitizer else "compute-sanitizer is not there")
 
 
@@ -609,10 +610,15 @@ class Pool:
 
     def __init__(self, devices):
         self.free, self.changed = list(devices), threading.Condition()
+        self.asked, self.served = 0, 0
 
     def take(self, num):
         with self.changed:
-            self.changed.wait_for(lambda: len(self.free) >= num)
+            # Who comes first is served first: whoever gives GPUs back would else take them again.
+            turn, self.asked = self.asked, self.asked + 1
+            self.changed.wait_for(lambda: turn == self.served and len(self.free) >= num)
+            self.served += 1
+            self.changed.notify_all()
             mine, self.free = self.free[:num], self.free[num:]
             return mine
 
@@ -784,7 +790,7 @@ def main():
     finally:
         shutil.rmtree(runner.cache, ignore_errors=True)
     if late:
-        print(f"{len(late)} not begun, from {late[0]} on")
+        print(f"{len(late)} not begun: {' '.join(late)}")
     skipped = f", {runner.count['skipped']} skipped" if runner.count["skipped"] else ""
     print(f"{runner.count['passed']} passed, {runner.count['failed']} failed{skipped}")
     return 1 if late or runner.count["failed"] or not runner.count["passed"] else 0
