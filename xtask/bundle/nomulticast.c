@@ -6,6 +6,7 @@
 //   TW_COMPUTE_CAPABILITY=75     its devices are of sm_75
 //   TW_NO_PEERS=217              devices do not reach each other: mapping a peer's memory fails so
 //   TW_FAIL=cuMemCreate=2,...    calls of these fail so: sharing memory or making it
+//   TW_CALLS_DIR/<thread id>.memory  there is no memory behind as many allocations of the thread as it says
 // However a function is looked up: by the linker (cuMulticastCreate only), by dlsym, or by cuGetProcAddress.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -44,7 +45,7 @@ static void called(const char* name) {
 // Each has a function of its own that counts and calls the driver's. None takes a float, and none more than
 // eight words: what a function does not take is not read.
 #define COUNTED(X)                                                                                             \
-    X(cuMemAlloc) X(cuMemAlloc_v2) X(cuMemAllocPitch_v2) X(cuMemAllocManaged) X(cuMemAllocHost_v2)             \
+    X(cuMemAlloc) X(cuMemAllocPitch_v2) X(cuMemAllocManaged) X(cuMemAllocHost_v2)             \
     X(cuMemHostAlloc) X(cuMemHostRegister_v2) X(cuMemAllocAsync) X(cuMemAllocFromPoolAsync)                    \
     X(cuMemAddressReserve) X(cuMemFree_v2) X(cuMemFreeHost) X(cuMemFreeAsync)    \
     X(cuMemHostUnregister) X(cuMemUnmap) X(cuMemRelease) X(cuMemAddressFree) X(cuCtxSynchronize)               \
@@ -106,7 +107,7 @@ static int peer(Word word, char what) {
 
 #define BROKEN(X)                                                                                            \
     X(cuDriverGetVersion) X(cuDeviceGetAttribute) X(cuDeviceCanAccessPeer) X(cuDeviceGetP2PAttribute)        \
-    X(cuMemCreate) X(cuMemMap) X(cuMemSetAccess) X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)
+    X(cuMemAlloc_v2) X(cuMemCreate) X(cuMemMap) X(cuMemSetAccess) X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)
 
 #define REAL(name) static Call real_##name;
 BROKEN(REAL)
@@ -136,6 +137,28 @@ static int my_cuDeviceGetP2PAttribute(Word out, Word what, Word c, Word d, Word 
     int code = real_cuDeviceGetP2PAttribute(out, what, c, d, e, f, g, h);
     if (code == 0 && (int)what == 2 && number("TW_NO_PEERS")) *(int*)out = 0;
     return code;
+}
+
+// Whether this thread is to have no more memory. Its file says how many allocations pass, and has a line for each since.
+static int no_room(void) {
+    const char* dir = getenv("TW_CALLS_DIR");
+    char path[512], text[4096];
+    if (!dir || snprintf(path, sizeof path, "%s/%d.memory", dir, gettid()) >= (int)sizeof path) return 0;
+    int fd = open(path, O_RDONLY);
+    if (fd < 0) return 0;
+    ssize_t len = read(fd, text, sizeof text - 1);
+    close(fd);
+    int lines = 0;
+    for (ssize_t i = 0; i < len; i++) lines += text[i] == '\n';
+    text[len < 0 ? 0 : len] = 0;
+    int over = lines > atoi(text);
+    note(path, 0, over ? "refused" : "passed");
+    return over;
+}
+
+static int my_cuMemAlloc_v2(Word out, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {
+    called("cuMemAlloc_v2");
+    return no_room() ? 2 : real_cuMemAlloc_v2(out, b, c, d, e, f, g, h);
 }
 
 static int my_cuMemCreate(Word out, Word b, Word c, Word d, Word e, Word f, Word g, Word h) {

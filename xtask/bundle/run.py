@@ -509,6 +509,8 @@ def faults(n):
     if n > 1:
         orders = [program("gpu_team"), "--test-threads", "1"]
         yield Config("parked-between", [*orders, "stops_between"], by_tests, jit=True)
+        argv = [program("gpu_team"), "a_rank_without_memory", "--nocapture"]
+        yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if shutil.which("gcc") else "needs gcc, for the interposer")
         yield Config("parked-copies", [*orders, "copies_hang"], by_tests, jit=True)
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.

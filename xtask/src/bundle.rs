@@ -283,7 +283,7 @@ mod tests {
         assert!(log.starts_with("loaded") && calls == 1, "{log}");
     }
 
-    /// Calls of a thread are told where that thread has a file, and otherwise not.
+    /// Calls of a thread are told where that thread has a file, and otherwise not; and it has no more memory than its file says.
     #[test]
     fn the_interposer_tells_what_a_thread_calls() {
         let dir = Folder::new("calls");
@@ -306,11 +306,18 @@ mod tests {
             t = threading.Thread(target=lambda: d.cuMemAlloc_v2(ctypes.byref(out), 6))\n\
             t.start(), t.join()\n\
             assert d.cuModuleLoadDataEx(2, 3, 4, 5, 6) == 32 and d.cuLaunchKernel() == 7\n\
-            print(open(mine).read().split(), out.value)";
+            print(open(mine).read().split(), out.value)\n\
+            open(f'{mine}.memory', 'w').write('2\\n')\n\
+            print([d.cuMemAlloc_v2(ctypes.byref(out), 7) for _ in range(4)], open(f'{mine}.memory').read().split())\n\
+            os.remove(f'{mine}.memory')\n\
+            print(d.cuMemAlloc_v2(ctypes.byref(out), 8), out.value)";
         let mut python = Command::new("python3");
         python.args(["-c", script]).arg(&fake).arg(&dir.0);
         python.env("LD_PRELOAD", &lib).env("TW_CALLS_DIR", &dir.0);
-        assert_eq!(output(&mut python).unwrap().trim(), "['cuModuleLoadDataEx'] 6");
+        let said = output(&mut python).unwrap();
+        let said: Vec<_> = said.lines().collect();
+        let few = "[0, 0, 2, 2] ['2', 'passed', 'passed', 'refused', 'refused']";
+        assert_eq!(said, ["['cuModuleLoadDataEx'] 6", few, "0 8"]);
     }
 
     /// The interposer makes a machine look worse than it is, and leaves it alone without its variables.

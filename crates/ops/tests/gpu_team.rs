@@ -10,6 +10,8 @@
 mod calls;
 #[path = "gpu/far.rs"]
 mod far;
+#[path = "gpu/lacking.rs"]
+mod lacking;
 #[path = "gpu/launches.rs"]
 mod launches;
 #[path = "gpu/orders.rs"]

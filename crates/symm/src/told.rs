@@ -27,10 +27,13 @@ const MAX_TEXT: usize = 4096;
 struct Failure {
     kind: ErrorKind,
     message: String,
+    hint: Option<String>,
 }
 
 fn failed(why: &Error) -> Vec<u8> {
-    let f = Failure { kind: why.kind(), message: cut(why.message(), MAX_TEXT).to_owned() };
+    let short = |text: &str| cut(text, MAX_TEXT).to_owned();
+    let hint = why.get_hint().map(short);
+    let f = Failure { kind: why.kind(), message: short(why.message()), hint };
     [&[FAILED], &serde_json::to_vec(&f).unwrap_or_default()[..]].concat()
 }
 
@@ -42,7 +45,11 @@ fn heard(peer: Rank, words: &[u8]) -> Result<&[u8]> {
             let f: Failure = serde_json::from_slice(rest).map_err(|e| {
                 Error::new(ErrorKind::Protocol, format!("{peer} failed, unreadably: {e}"))
             })?;
-            Err(Error::new(f.kind, format!("{peer} failed: {}", f.message)).peer(peer))
+            let e = Error::new(f.kind, format!("{peer} failed: {}", f.message)).peer(peer);
+            Err(match f.hint {
+                Some(hint) => e.hint(hint),
+                None => e,
+            })
         }
         _ => Err(Error::new(ErrorKind::Protocol, format!("{peer} sent no word")).peer(peer)),
     }
@@ -88,9 +95,13 @@ pub(crate) fn leave_word(mesh: &dyn Mesh, tag: &str, members: &[Rank], why: &Err
 }
 
 impl LiveTeam {
-    /// Collective: `mine`, unless this step failed here or on a peer. Unlike a failed wait it
-    /// leaves the team as it was.
-    pub(crate) fn settle<T>(&self, what: &str, mine: Result<T>) -> Result<T> {
+    /// Collective: `mine`, unless the step that made it failed here or on a peer. Unlike a failed wait it
+    /// leaves the team as it was: `what` can be tried again.
+    ///
+    /// # Errors
+    /// My own; otherwise that of the first rank that failed, of the same kind and with that rank as the peer;
+    /// otherwise as [`LiveTeam::exchange`].
+    pub fn settle<T>(&self, what: &str, mine: Result<T>) -> Result<T> {
         let words = mine.as_ref().map_or_else(failed, |_| vec![OK]);
         let all = self.exchange(what, &words);
         // My own failure first: the others may have aborted because of it.

@@ -94,15 +94,9 @@ impl AgGemmPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if let Some(lane) = self.core.lane()
-            && self.cuda.get().is_none()
-        {
-            let new = Prepared::new(lane, &self.desc).map_err(|e| e.op("ag_gemm"))?;
-            self.cuda.get_or_init(|| new);
-        }
-        self.core.prepare_with(stream, &self.choice, || {
-            explain(&self.desc, self.core.team().size(), &self.machine)
-        })?;
+        self.core.prepare_made(stream, &self.cuda, |lane| Prepared::new(lane, &self.desc))?;
+        self.core
+            .choose(&self.choice, || explain(&self.desc, self.core.team().size(), &self.machine))?;
         let (Some(lane), Some(p)) = (self.core.lane(), self.cuda.get()) else { return Ok(()) };
         p.agree(self.core.team())
             .and_then(|()| p.connect(self, lane, stream))

@@ -62,8 +62,7 @@ impl BulkPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        self.gemm.prepare(stream)?;
-        self.collective.prepare(stream)
+        self.collective.prepare_after(stream, || self.gemm.prepare(stream))
     }
 
     /// In words, what a launch does.

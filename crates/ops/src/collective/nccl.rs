@@ -18,7 +18,7 @@ use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::together_on;
 use crate::common::cuda::workspace;
 use crate::common::lanes::{Enter, Lane, Poison};
-use crate::common::nccl::{Clock, at_first, faster, open};
+use crate::common::nccl::{Clock, at_first, faster, open, room, unmeasured};
 
 /// What a plan goes through, decided at `prepare`.
 #[derive(Default)]
@@ -51,10 +51,17 @@ pub(super) fn decide(plan: &CollectivePlan, lane: &Lane, stream: &Stream) -> Res
             return Ok(());
         }
     };
-    // Only this rank knows that it has no room, and the others are about to meet it.
-    let scratch = Scratch::new(plan, lane.context()).map_err(|e| plan.core.team().fail(e))?;
+    let usual = at_first(plan.core.heap(), plan.backend);
+    let scratch = match room(plan.core.team(), Scratch::new(plan, lane.context()))? {
+        Ok(scratch) => scratch,
+        Err(e) if usual == CollectiveBackend::Nccl => return Err(e),
+        Err(e) => {
+            set(None, unmeasured(&e));
+            return Ok(());
+        }
+    };
     let by_nccl = scratch.time(plan, lane, stream, Some(&nccl))?;
-    if at_first(plan.core.heap(), plan.backend) == CollectiveBackend::Nccl {
+    if usual == CollectiveBackend::Nccl {
         set(Some(nccl.clone()), nccl.library().to_owned());
         return Ok(());
     }

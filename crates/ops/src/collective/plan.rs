@@ -137,13 +137,20 @@ impl CollectivePlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if let Some(lane) = self.core.lane()
-            && self.cuda.get().is_none()
-        {
-            let new = Prepared::new(self, lane, stream).map_err(|e| e.op(self.core.op()))?;
+        self.prepare_after(stream, || Ok(()))
+    }
+
+    /// As [`CollectivePlan::prepare`], behind a step that each rank makes alone.
+    pub(crate) fn prepare_after(
+        &self,
+        stream: &Stream,
+        mine: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let make = |lane: &Lane| Prepared::new(self, lane, stream);
+        let mine = || mine().and_then(|()| self.core.make_once(&self.cuda, make));
+        if let Some(new) = self.core.prepare_after(stream, mine)? {
             self.cuda.get_or_init(|| new);
         }
-        self.core.prepare(stream)?;
         match self.core.lane() {
             Some(lane) if self.backend != CollectiveBackend::Put => {
                 nccl::decide(self, lane, stream).map_err(|e| e.op(self.core.op()))

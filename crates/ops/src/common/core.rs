@@ -339,8 +339,19 @@ impl PlanCore {
     /// Collective: compares descriptions and allocation digests, makes lazy state.
     ///
     /// # Errors
-    /// `Mismatch` with both ranks' words; `InvalidArgument` during capture.
+    /// `Mismatch` with both ranks' words; `InvalidArgument` during capture; what a rank lacks, on all of them.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
+        self.prepare_after(stream, || Ok(()))
+    }
+
+    /// As [`PlanCore::prepare`], behind a step that each rank makes alone: `mine`. If that fails on one rank the
+    /// call fails on all, the team goes on, and they can call it again.
+    pub(crate) fn prepare_after<T>(
+        &self,
+        stream: &Stream,
+        mine: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        // The caller's mistakes come before anything is done: a stream that is captured must not see any work.
         if let Some(lane) = &self.lane {
             stream_on(stream, lane.context()).map_err(|e| e.op(self.op))?;
         }
@@ -349,22 +360,42 @@ impl PlanCore {
                 .op(self.op)
                 .hint("prepare the plan before the capture begins"));
         }
-        // Only this rank knows that it failed, and the others are about to meet it.
-        self.heap.copy_stream().map_err(|e| self.team().fail(e.op(self.op)))?;
+        let mine = self.heap.copy_stream().and_then(|_| mine());
         let fp = Fingerprint::new(self.op, format_args!("{} {}", self.text, self.heap.digest()));
-        self.team().prepare_agree(&fp).map_err(|e| e.op(self.op))?;
+        // A rank whose step failed meets the others all the same: nobody waits for it, and launches keep their numbers.
+        let met = self.team().prepare_agree(&fp).and_then(|_| self.team().settle("prepare", mine));
+        let mine = met.map_err(|e| e.op(self.op))?;
         self.prepared.store(true, Ordering::Release);
+        Ok(mine)
+    }
+
+    /// As [`PlanCore::prepare_after`], where the step is to `make` once what a heap in device memory needs.
+    pub(crate) fn prepare_made<T>(
+        &self,
+        stream: &Stream,
+        made: &OnceLock<T>,
+        make: impl FnOnce(&Lane) -> Result<T>,
+    ) -> Result<()> {
+        if let Some(new) = self.prepare_after(stream, || self.make_once(made, make))? {
+            made.get_or_init(|| new);
+        }
         Ok(())
     }
 
-    /// As [`PlanCore::prepare`], and settles the tile configuration.
-    pub(crate) fn prepare_with(
+    /// What a heap in device memory needs and has not been `made` yet.
+    pub(crate) fn make_once<T, M>(
         &self,
-        stream: &Stream,
-        choice: &Choice,
-        explain: impl FnOnce() -> Explain,
-    ) -> Result<()> {
-        self.prepare(stream)?;
+        made: &OnceLock<M>,
+        make: impl FnOnce(&Lane) -> Result<T>,
+    ) -> Result<Option<T>> {
+        match (&self.lane, made.get()) {
+            (Some(lane), None) => make(lane).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Collective, behind the agreement: settles the tile configuration.
+    pub(crate) fn choose(&self, choice: &Choice, explain: impl FnOnce() -> Explain) -> Result<()> {
         choice.settle(self.team(), self.lane.is_some(), explain).map_err(|e| e.op(self.op))
     }
 
@@ -459,9 +490,57 @@ impl PlanCore {
 
 #[cfg(test)]
 mod tests {
-    use tilewire_symm::{World, WorldCfg};
+    use std::time::Instant;
+
+    use tilewire_core::Rank;
+    use tilewire_symm::{HeapCfg, World, WorldCfg};
 
     use super::*;
+
+    /// Nobody waits for a rank that lacks what it needs, and the plan can be prepared once it is there.
+    #[test]
+    fn what_one_rank_lacks_fails_on_all_and_can_be_tried_again() {
+        World::run_threads(3, WorldCfg::for_tests(), |world| {
+            let heap = world.everyone("lack")?.heap(BackendKind::Host, HeapCfg::new(1 << 16))?;
+            let core = PlanCore::any("op", &heap, "m=1")?;
+            let stream = Stream::new("lack")?;
+            let lacking = || Error::new(ErrorKind::Exhausted, "no room").hint("free some");
+            for round in 0..3 {
+                let mine =
+                    || if heap.team().rank().get() == 1 { Err(lacking()) } else { Ok(round) };
+                let start = Instant::now();
+                let e = core.prepare_after(&stream, mine).unwrap_err();
+                assert!(start.elapsed() < heap.team().timeout() / 2, "waited: {e}");
+                assert_eq!((e.kind(), e.get_hint()), (ErrorKind::Exhausted, Some("free some")));
+                let who = (heap.team().rank().get() != 1).then_some(Rank::new(1));
+                assert_eq!((e.get_peer(), e.get_op()), (who, Some("op")), "{e}");
+                assert_eq!(core.begin(&stream, "").err().unwrap().kind(), ErrorKind::NotPrepared);
+            }
+            assert_eq!(core.prepare_after(&stream, || Ok(7))?, 7);
+            let seq = core.begin(&stream, "")?.ctx.seq();
+            // The same launch everywhere.
+            let all = heap.team().exchange("seq", &seq.to_le_bytes())?;
+            assert!(all.iter().all(|s| s == &all[0]), "{all:?}");
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    /// A mistake of the caller's is found before anything is done or anybody met.
+    #[test]
+    fn during_a_capture_nothing_is_made() {
+        World::run_threads(1, WorldCfg::for_tests(), |world| {
+            let heap = world.everyone("capture")?.heap(BackendKind::Host, HeapCfg::new(1 << 16))?;
+            let core = PlanCore::any("op", &heap, "m=1")?;
+            let stream = Stream::new("capture")?;
+            stream.begin_capture()?;
+            let e = core.prepare_after(&stream, || -> Result<()> { panic!("it was made") });
+            assert_eq!(e.unwrap_err().kind(), ErrorKind::InvalidArgument);
+            stream.end_capture()?;
+            core.prepare(&stream)
+        })
+        .unwrap();
+    }
 
     /// Rank 0 would take 'a': alone it is the fastest there.
     #[test]

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{BackendKind, DType, Error, Result};
+use tilewire_core::{BackendKind, DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, CudaEvent, CudaStream, NcclOp, NcclSum};
 use tilewire_device::{Queue, Stream};
 use tilewire_symm::{Heap, LiveTeam, NcclTeam};
@@ -100,6 +100,27 @@ pub(crate) fn open(
 /// In words, that puts are taken because of `e`.
 pub(crate) fn no_nccl(e: &Error) -> String {
     format!("puts, because NCCL cannot be used: {e}")
+}
+
+/// Collective: what a measurement needs, if all ranks have it; or why one has not, the same everywhere, which leaves puts.
+///
+/// # Errors
+/// What is no lack of room or of a library; the fault of the team.
+pub(crate) fn room<T>(team: &LiveTeam, mine: Result<T>) -> Result<Result<T>> {
+    match team.settle("room to measure", mine) {
+        Err(e) => {
+            team.check()?;
+            let lacks =
+                e.kind() == ErrorKind::Exhausted || e.is_unavailable() || e.is_unsupported();
+            if lacks { Ok(Err(e)) } else { Err(e) }
+        }
+        mine => Ok(mine),
+    }
+}
+
+/// In words, that puts are taken because nothing could be measured.
+pub(crate) fn unmeasured(e: &Error) -> String {
+    format!("puts, because NCCL cannot be measured: {e}")
 }
 
 /// Launches before and in a measurement.

@@ -10,7 +10,7 @@ use super::plan::{CpAttentionPlan, Work};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows};
 use crate::collective::CollectiveBackend;
 use crate::common::lanes::Lane;
-use crate::common::nccl::{Clock, faster, no_nccl, open};
+use crate::common::nccl::{Clock, faster, no_nccl, open, room, unmeasured};
 
 /// What a prepared plan goes through, and why if it was free to choose.
 pub(super) struct Used {
@@ -47,16 +47,29 @@ impl CpAttentionPlan {
             return Ok(Used { by: first, why: Some(no_nccl(&e)) });
         }
         match open(core.heap(), self.backend)? {
-            // Only this rank knows that it has no room, and the others are about to meet it.
-            Ok(nccl) => self.measure(at, first, &nccl).map_err(|e| core.team().fail(e)),
+            Ok(nccl) => self.measure(at, first, &nccl),
             Err(why) => Ok(Used { by: first, why: Some(why) }),
         }
     }
 
     /// Collective: the faster of both ways.
     fn measure(&self, at: (&Lane, &Stream), puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
-        let scratch = Scratch::new(self, at.0)?;
-        let other = self.make(at.0, puts.sizes.strategy, true)?;
+        let both = || Ok((Scratch::new(self, at.0)?, self.make(at.0, puts.sizes.strategy, true)?));
+        let team = self.core.team();
+        match room(team, both())? {
+            // Only this rank knows that something failed here, and the others are about to meet it.
+            Ok(with) => self.run_both(at, puts, with, nccl).map_err(|e| team.fail(e)),
+            Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),
+        }
+    }
+
+    fn run_both(
+        &self,
+        at: (&Lane, &Stream),
+        puts: Prepared,
+        (scratch, other): (Scratch, Prepared),
+        nccl: &NcclTeam,
+    ) -> Result<Used> {
         other.connect(&self.core, at.1)?;
         let by_nccl = scratch.time(self, &other, at)?;
         let by_puts = scratch.time(self, &puts, at)?;

@@ -151,10 +151,7 @@ impl CpAttentionPlan {
     /// `Mismatch` if the ranks' plans differ; on devices `Unavailable` without a compiler and
     /// `Unsupported` for head dimensions above 256; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        // With a strategy, what cannot be is found before any rank waits for another.
-        let mut first =
-            if stream.is_capturing() { None } else { self.make_first(self.used.get())? };
-        self.core.prepare(stream)?;
+        let mut first = self.core.prepare_after(stream, || self.make_first(self.used.get()))?;
         if self.used.get().is_none() {
             first = self.choose()?;
         }
@@ -170,12 +167,7 @@ impl CpAttentionPlan {
         let list = self.explain().candidates;
         let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
         let chosen = fastest(self.core.team(), &costs).map_err(|e| e.op(OP))?;
-        // Out of memory is one rank's own: its peers must not wait for it. What cannot be is known
-        // to all.
-        let first = self.make_first(Some(&chosen)).map_err(|e| match e.kind() {
-            ErrorKind::Unsupported => e,
-            _ => self.core.team().fail(e),
-        })?;
+        let first = self.core.team().settle(OP, self.make_first(Some(&chosen)))?;
         self.used.get_or_init(|| chosen);
         Ok(first)
     }

@@ -11,7 +11,7 @@ use super::plan::{COMBINE, DISPATCH, EpPlan, PREPARE};
 use super::{EpDispatch, EpHandle};
 use crate::collective::CollectiveBackend;
 use crate::common::lanes::Lane;
-use crate::common::nccl::{Clock, at_first, faster, open};
+use crate::common::nccl::{Clock, at_first, faster, open, room, unmeasured};
 
 /// What a prepared plan goes through, and why if it was free to choose.
 pub(super) struct Used {
@@ -35,13 +35,12 @@ impl EpPlan {
     /// # Errors
     /// `Mismatch` if the ranks' layers differ; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let core = &self.cores[0];
-        let lane = core.lane().filter(|_| self.cuda.get().is_none());
+        let (core, rest) = self.cores.split_first().ok_or_else(not_prepared)?;
         let by_nccl = at_first(core.heap(), self.backend) == CollectiveBackend::Nccl;
-        let first = lane.map(|l| self.make(l, stream, by_nccl).map_err(|e| e.op("ep")));
-        let first = first.transpose()?;
-        self.cores.iter().try_for_each(|c| c.prepare(stream))?;
-        if let (Some(lane), Some(first)) = (lane, first) {
+        let make = |lane: &Lane| self.make(lane, stream, by_nccl);
+        let first = core.prepare_after(stream, || core.make_once(&self.cuda, make))?;
+        rest.iter().try_for_each(|c| c.prepare(stream))?;
+        if let (Some(lane), Some(first)) = (core.lane(), first) {
             let used = self.settle((lane, stream), first).map_err(|e| e.op("ep"))?;
             self.cuda.get_or_init(|| used);
         }
@@ -72,17 +71,30 @@ impl EpPlan {
             return Ok(Used { by: first, why: None });
         }
         match open(core.heap(), self.backend)? {
-            // Only this rank knows that it has no room, and the others are about to meet it.
-            Ok(nccl) => self.measure(at, first, &nccl).map_err(|e| core.team().fail(e)),
+            Ok(nccl) => self.measure(at, first, &nccl),
             Err(why) => Ok(Used { by: first, why: Some(why) }),
         }
     }
 
     /// Collective: the faster of both ways.
     fn measure(&self, at: (&Lane, &Stream), puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
+        let both = || Ok((Scratch::new(self, at.0)?, self.make(at.0, at.1, true)?));
+        let team = self.cores[0].team();
+        match room(team, both())? {
+            // Only this rank knows that something failed here, and the others are about to meet it.
+            Ok(with) => self.run_both(at, puts, with, nccl).map_err(|e| team.fail(e)),
+            Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),
+        }
+    }
+
+    fn run_both(
+        &self,
+        at: (&Lane, &Stream),
+        puts: Prepared,
+        (scratch, other): (Scratch, Prepared),
+        nccl: &NcclTeam,
+    ) -> Result<Used> {
         let ((lane, stream), core) = (at, &self.cores[0]);
-        let scratch = Scratch::new(self, lane)?;
-        let other = self.make(lane, stream, true)?;
         other.connect(core, stream, &self.desc)?;
         let by_nccl = scratch.time(self, &other, at)?;
         // Each way counts its launches from one on, and words in the areas have the number of their launch: those that

@@ -9,6 +9,7 @@ use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 use super::GemmArDesc;
 use super::config::arrivals;
 use super::host::Run;
+use crate::common::lanes::Lane;
 use crate::common::{
     Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, range_of, ring,
 };
@@ -77,14 +78,9 @@ impl GemmArPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if let Some(lane) = self.core.lane()
-            && self.cuda.get().is_none()
-        {
-            let size = self.core.team().size();
-            let new = Prepared::new(lane, &self.desc.0, size).map_err(|e| e.op("gemm_ar"))?;
-            self.cuda.get_or_init(|| new);
-        }
-        self.core.prepare_with(stream, &self.choice, || self.candidates())?;
+        let make = |lane: &Lane| Prepared::new(lane, &self.desc.0, self.core.team().size());
+        self.core.prepare_made(stream, &self.cuda, make)?;
+        self.core.choose(&self.choice, || self.candidates())?;
         let Some(p) = self.cuda.get() else { return Ok(()) };
         let nccl = self.config()?.algo == Algo::SequentialNccl;
         let connect = || p.connect(&self.core, stream, &self.desc.0, true);

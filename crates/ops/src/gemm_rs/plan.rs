@@ -10,6 +10,7 @@ use super::GemmRsDesc;
 use super::config::schedule;
 use super::cuda::{self, Prepared};
 use super::host::Run;
+use crate::common::lanes::Lane;
 use crate::common::{
     Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
     only_meets,
@@ -122,14 +123,9 @@ impl GemmRsPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        if let Some(lane) = self.core.lane()
-            && self.cuda.get().is_none()
-        {
-            let size = self.core.team().size();
-            let new = Prepared::new(lane, &self.desc, size).map_err(|e| e.op("gemm_rs"))?;
-            self.cuda.get_or_init(|| new);
-        }
-        self.core.prepare_with(stream, &self.choice, || {
+        let make = |lane: &Lane| Prepared::new(lane, &self.desc, self.core.team().size());
+        self.core.prepare_made(stream, &self.cuda, make)?;
+        self.core.choose(&self.choice, || {
             explain(&self.desc, self.core.team().size(), 1.0, &self.machine)
         })?;
         let Some(p) = self.cuda.get() else { return Ok(()) };

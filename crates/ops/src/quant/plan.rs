@@ -177,10 +177,10 @@ impl QuantPlan {
             .op("quant"));
         }
         let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
-        self.ready.prepare(stream, make).map_err(|e| e.op("quant"))?;
+        let mine = || self.ready.prepare(stream, make).map_err(|e| e.op("quant"));
         match &self.shared {
-            Some(s) => s.core.prepare(stream),
-            None => Ok(()),
+            Some(s) => s.core.prepare_after(stream, mine),
+            None => mine(),
         }
     }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// Names of the functions of the driver that `f` has called on this thread and that a launch must not call:
 /// those that allocate, load code or wait for the device. Nothing is told without the library.
 pub fn of(f: impl FnOnce()) -> Vec<String> {
-    let Some(file) = file() else {
+    let Some(file) = file("") else {
         f();
         return Vec::new();
     };
@@ -17,10 +17,10 @@ pub fn of(f: impl FnOnce()) -> Vec<String> {
     calls.lines().map(str::to_owned).collect()
 }
 
-/// Where the library tells of this thread, if it is there.
-fn file() -> Option<PathBuf> {
+/// Where the library tells of this thread, or is told what to do in it, if it is there.
+pub fn file(kind: &str) -> Option<PathBuf> {
     let dir = std::env::var_os("TW_CALLS_DIR")?;
     // <process>/task/<thread>
     let thread = std::fs::read_link("/proc/thread-self").unwrap();
-    Some(PathBuf::from(dir).join(thread.file_name().unwrap()))
+    Some(PathBuf::from(dir).join(format!("{}{kind}", thread.file_name()?.to_str()?)))
 }

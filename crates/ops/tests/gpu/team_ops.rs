@@ -20,6 +20,8 @@ use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
 use tilewire_ops::quant::{QuantDesc, QuantInputs, QuantPlan, Scope, Sides};
 use tilewire_symm::{Heap, HeapCfg, World};
 
+use crate::lacking::prepared;
+
 pub const M: usize = 93;
 const N: usize = 40;
 const ODD: usize = 37;
@@ -144,7 +146,7 @@ fn collective_by(
     };
     let desc = CollectiveDesc { kind, m, cols, dtype: DType::BF16 };
     let plan = CollectivePlan::with_backend(desc, heap, backend)?;
-    plan.prepare(s)?;
+    prepared(|| plan.prepare(s))?;
     let x = tensor(heap, DType::BF16, rows_in, cols)?;
     let out = tensor(heap, DType::BF16, rows_out, cols)?;
     Ok(Op {
@@ -166,7 +168,7 @@ fn ag_gemm((algo, t): (Algo, DType), heap: &Heap, s: &Stream) -> Result<Op> {
     let desc = AgGemmDesc::new(M, N, K, t);
     let out = desc.out;
     let plan = AgGemmPlan::new(desc, heap, Some(OverlapConfig::of(algo, 2)))?;
-    plan.prepare(s)?;
+    prepared(|| plan.prepare(s))?;
     let (x, w) = (tensor(heap, t, mine(heap, M), K)?, tensor(heap, t, N, K)?);
     let (out, gathered) = (tensor(heap, out, M, N)?, tensor(heap, t, M, K)?);
     let mut inputs = vec![(x.clone(), Fill::Normal), (w.clone(), Fill::Normal)];
@@ -198,11 +200,11 @@ fn gemm_reduce((scatter, algo, t): (bool, Algo, DType), heap: &Heap, s: &Stream)
     let t = GemmRsInputs { bias: Some(bias), scale, ..GemmRsInputs::new(x, w, out.clone()) };
     let launch: Launch = if scatter {
         let plan = GemmRsPlan::new(desc, heap, config)?;
-        plan.prepare(s)?;
+        prepared(|| plan.prepare(s))?;
         Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
     } else {
         let plan = GemmArPlan::new(GemmArDesc(desc), heap, config)?;
-        plan.prepare(s)?;
+        prepared(|| plan.prepare(s))?;
         Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
     };
     Ok(Op {
@@ -222,7 +224,7 @@ fn quant(heap: &Heap, s: &Stream) -> Result<Op> {
         ..QuantDesc::new(M, N, DType::BF16, DType::F8E4M3, ScaleLayout::Tensor)
     };
     let plan = QuantPlan::new(desc, Some(heap))?;
-    plan.prepare(s)?;
+    prepared(|| plan.prepare(s))?;
     let t = QuantInputs::new(&desc, &tensor(heap, DType::BF16, mine(heap, M), N)?)?;
     let outs = t.row.iter().chain(&t.column).flat_map(|q| [q.data.clone(), q.scales.clone()]);
     Ok(Op {
@@ -255,7 +257,7 @@ fn ep_to(
     (desc.dtype, desc.out, desc.layout) = (DType::BF16, DType::BF16, layout);
     desc.capacity = desc.worst_case();
     let plan = EpPlan::with_backend(desc.clone(), heap, backend)?;
-    plan.prepare(s)?;
+    prepared(|| plan.prepare(s))?;
     let handle: EpHandle = plan.handle()?;
     let place = |t: Tensor| t.to(&heap.device());
     let idx = place(Tensor::zeros(DType::I64, Shape::d2(tokens, k)))?;
@@ -331,7 +333,7 @@ fn cp_attention_of(
     let desc = change(CpAttentionDesc::new(desc));
     let t = desc.attn.out;
     let plan = CpAttentionPlan::with_backend(desc, heap, Some(CpConfig::of(strategy)), backend)?;
-    plan.prepare(s)?;
+    prepared(|| plan.prepare(s))?;
     let rows = plan.rows_q(None).iter().map(|r| r.len()).sum();
     let new = || tensor(heap, t, rows, heads * d);
     let d_out = new()?;
