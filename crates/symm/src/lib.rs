@@ -51,4 +51,4 @@ pub use signals::Signals;
 pub use team::LiveTeam;
 pub use traffic::{LinkTraffic, Traffic};
 pub use vmm::{BadInput, LinkProbe, Piece, TeamParam, VmmOneSided, kernel_specs};
-pub use world::{BackendStatus, World, WorldCfg, backends};
+pub use world::{BackendStatus, ReturnedNccl, World, WorldCfg, backends};

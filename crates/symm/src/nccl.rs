@@ -76,7 +76,7 @@ impl NcclTeam {
         let library = format!("NCCL {version} ({}: {})", found.how, found.path.display());
         if let Some(comm) = all_adopted(team, adopted)? {
             let new = Arc::new(Self { team: team.clone(), comm, library });
-            watch(&new)?;
+            watch(&new).map_err(|e| team.fail(e))?;
             return Ok(new);
         }
         let words = [version.as_bytes(), id.as_ref().map_or(&[][..], |id| &id.0)].concat();
@@ -106,7 +106,8 @@ impl NcclTeam {
         let new = Arc::new(Self { team: team.clone(), comm, library });
         let deadline = Deadline::after(team.0.cfg.rendezvous_timeout);
         new.settled(Some(deadline)).map_err(|e| team.fail(e.op("nccl").phase("rendezvous")))?;
-        watch(&new)?;
+        // Without it NCCL's kernels would wait for ever, and the others are about to meet me in one.
+        watch(&new).map_err(|e| team.fail(e))?;
         Ok(new)
     }
 

@@ -86,6 +86,15 @@ impl ToldDeaths {
 /// that dies then ends at its deadline.
 pub struct World(Arc<WorldInner>);
 
+/// An `ncclComm_t` that [`World::return_nccl`] gives back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReturnedNccl {
+    /// As it was adopted: its maker may use it on.
+    Live(u64),
+    /// The fault of a team has revoked it: `ncclCommDestroy` is all that it may be given to.
+    Revoked(u64),
+}
+
 impl World {
     /// Joins over connections that are already made.
     pub fn join(mesh: Arc<dyn Mesh>, cfg: WorldCfg) -> Self {
@@ -254,12 +263,15 @@ impl World {
         Ok(())
     }
 
-    /// Ends [`World::adopt_nccl`]. `None` if there is no such communicator, or if it was aborted: else the
-    /// `ncclComm_t`, for its maker to use on or to destroy.
+    /// Ends [`World::adopt_nccl`]: the `ncclComm_t`, and whether its maker can use it on or only destroy it. `None` if
+    /// there is no such communicator, or if it was aborted, which has freed it.
+    ///
+    /// A fault of one team ends the communicator for all teams that use it: work on it would wait for whoever the fault is
+    /// about.
     ///
     /// # Errors
     /// `InvalidArgument` while heaps, plans, graphs or queued work use it, or the caller has a clone.
-    pub fn return_nccl(&self) -> Result<Option<u64>> {
+    pub fn return_nccl(&self) -> Result<Option<ReturnedNccl>> {
         // Whoever watches it for a team that has just ended lets go of it soon.
         let start = Instant::now();
         while lock(&self.0.adopted.0).as_ref().is_some_and(|c| Arc::strong_count(c) > 1)
@@ -270,7 +282,11 @@ impl World {
         let mut adopted = lock(&self.0.adopted.0);
         let Some(comm) = adopted.take() else { return Ok(None) };
         match Arc::try_unwrap(comm) {
-            Ok(comm) => Ok(comm.release()),
+            Ok(comm) => {
+                let over = comm.is_over();
+                let kind = if over { ReturnedNccl::Revoked } else { ReturnedNccl::Live };
+                Ok(comm.release().map(kind))
+            }
             Err(comm) => {
                 let users = Arc::strong_count(&comm) - 1;
                 *adopted = Some(comm);

@@ -141,8 +141,11 @@ fn main() {
         let library =
             || NcclComm::library().map(|(version, found)| format!("{version}, {}", found.how));
         check("library", line("nccl library", library));
-        let own: [(&'static str, Case); 2] =
-            [("adopted", cases::nccl::adopted), ("host puts", cases::nccl::host_puts)];
+        let own: [(&'static str, Case); 3] = [
+            ("adopted", cases::nccl::adopted),
+            ("adopted, calls wait", cases::nccl::adopted_waiting),
+            ("host puts", cases::nccl::host_puts),
+        ];
         for (name, f) in suite::<Nccl>().into_iter().chain(own) {
             check(name, line(&format!("nccl {name}"), || case(f)));
         }

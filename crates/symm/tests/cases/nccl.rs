@@ -18,17 +18,55 @@ fn share(r: Rank) -> f32 {
     1.0 + r.get() as f32
 }
 
+/// Whether calls on a communicator wait until the library has done what they ask: NCCL's default.
+#[derive(Clone, Copy)]
+enum Calls {
+    Wait,
+    Return,
+}
+
 /// As a program makes one that knows nothing of this library.
-fn of_the_caller(world: &World) -> Result<(CudaContext, u64)> {
+fn of_the_caller(world: &World, calls: Calls) -> Result<(CudaContext, u64)> {
     let team = world.everyone("caller")?;
     let (me, n) = (world.rank(), world.size());
     let ctx = CudaContext::new(me.get() % device_count()?)?;
     let mine = if me.get() == 0 { NcclComm::unique_id()?.0.to_vec() } else { Vec::new() };
     let all = team.exchange("id", &mine)?;
     let id = NcclId(all[0].as_slice().try_into().unwrap());
-    let comm = NcclComm::join(&ctx, id, (me.get(), n))?;
-    ready(&comm)?;
-    Ok((ctx, comm.release().unwrap()))
+    let raw = match calls {
+        Calls::Wait => joined(&ctx, id, (me.get(), n))?,
+        Calls::Return => {
+            let comm = NcclComm::join(&ctx, id, (me.get(), n))?;
+            ready(&comm)?;
+            comm.release().unwrap()
+        }
+    };
+    Ok((ctx, raw))
+}
+
+/// By `ncclCommInitRank`, which this library does not use.
+fn joined(ctx: &CudaContext, id: NcclId, (me, n): (u32, usize)) -> Result<u64> {
+    use std::ffi::{c_int, c_void};
+    #[repr(C)]
+    struct Id([u8; 128]);
+    type Init = unsafe extern "C" fn(*mut *mut c_void, c_int, Id, c_int) -> c_int;
+    type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+    type SetCurrent = unsafe extern "C" fn(*mut c_void) -> c_int;
+    let (mut cuda_ctx, mut raw) = (std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: both libraries are in use; the signatures are those of cuda.h and nccl.h, and the outputs valid. The
+    // primary context is kept by `ctx`, too.
+    unsafe {
+        let cuda = libloading::Library::new("libcuda.so.1").unwrap();
+        let nccl = libloading::Library::new(NcclComm::library()?.1.path).unwrap();
+        let retain = cuda.get::<Retain>(b"cuDevicePrimaryCtxRetain").unwrap();
+        let set_current = cuda.get::<SetCurrent>(b"cuCtxSetCurrent").unwrap();
+        let init = nccl.get::<Init>(b"ncclCommInitRank").unwrap();
+        assert_eq!(retain(&mut cuda_ctx, ctx.ordinal() as c_int), 0);
+        assert_eq!(set_current(cuda_ctx), 0);
+        let code = init(&mut raw, n as c_int, Id(id.0), me as c_int);
+        assert_eq!((code, set_current(std::ptr::null_mut())), (0, 0));
+    }
+    Ok(raw as u64)
 }
 
 fn ready(comm: &NcclComm) -> Result<()> {
@@ -74,7 +112,16 @@ fn by_heap(s: &Setup<Nccl>) -> Result<()> {
 
 /// A communicator of the caller's is used, given back alive, and revoked by the fault of a team only.
 pub fn adopted(world: World) -> Result<()> {
-    let (ctx, raw) = of_the_caller(&world)?;
+    adopted_with(&world, Calls::Return)
+}
+
+/// The same of one whose calls wait, as NCCL makes them unless it is told otherwise.
+pub fn adopted_waiting(world: World) -> Result<()> {
+    adopted_with(&world, Calls::Wait)
+}
+
+fn adopted_with(world: &World, calls: Calls) -> Result<()> {
+    let (ctx, raw) = of_the_caller(world, calls)?;
     let (me, n) = (world.rank(), world.size());
     // SAFETY: null is refused.
     let e = unsafe { NcclComm::adopt(&ctx, 0) }.err().unwrap();
@@ -97,14 +144,14 @@ pub fn adopted(world: World) -> Result<()> {
     assert_eq!((again.me(), again.is_adopted()), ((me.get(), n), true));
     assert_eq!(world.adopt_nccl(again).unwrap_err().kind(), ErrorKind::InvalidArgument);
 
-    let s = setup::<Nccl>(&world, 64 * KIB)?;
+    let s = setup::<Nccl>(world, 64 * KIB)?;
     by_heap(&s)?;
     let e = world.return_nccl().unwrap_err();
     assert!(e.kind() == ErrorKind::InvalidArgument && e.get_hint().is_some(), "{e}");
     s.team.agree(true)?;
     drop(s);
     let back = world.return_nccl()?;
-    assert_eq!(back, Some(raw));
+    assert_eq!(back, Some(ReturnedNccl::Live(raw)));
 
     // It is as it was.
     let comm = adopt()?;
@@ -118,7 +165,7 @@ pub fn adopted(world: World) -> Result<()> {
 
     // A sum that the last rank never joins ends with the team, and the communicator is over.
     world.adopt_nccl(comm.clone())?;
-    let s = setup::<Nccl>(&world, 64 * KIB)?;
+    let s = setup::<Nccl>(world, 64 * KIB)?;
     by_heap(&s)?;
     s.team.agree(true)?;
     let start = Instant::now();
@@ -145,8 +192,11 @@ pub fn adopted(world: World) -> Result<()> {
     let e = unsafe { comm.queue(&stream, (DType::F32, NcclSum::Sum), &[]) }.unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Aborted);
     drop((s, comm));
+    // A library without `ncclCommRevoke` has freed it.
+    let back = world.return_nccl()?;
+    assert!(matches!(back, None | Some(ReturnedNccl::Revoked(_))), "{back:?}");
     // Whoever comes next has one of its own.
-    let s = setup::<Nccl>(&world, 64 * KIB)?;
+    let s = setup::<Nccl>(world, 64 * KIB)?;
     by_heap(&s)?;
     s.team.agree(true).map(drop)
 }
