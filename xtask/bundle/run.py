@@ -361,6 +361,7 @@ def conformance(n):
     for name, part in TEAM_TESTS_NCCL.items():
         yield Config(f"ops-gpu_team-nccl-{name}", [program("gpu_team"), part], by_tests, jit=True)
     # GPUs as if they did not reach each other.
+    yield Config("ops-gpu_team-dropped", [program("gpu_team"), "dropped_plans"], by_tests, jit=True)
     yield Config("ops-gpu_team-far", [program("gpu_team"), "far_gpus", "--nocapture"], by_ran, jit=True, needs=two)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():

@@ -21,7 +21,7 @@ pub struct Pending<T, Q: Queue = Stream> {
 }
 
 /// Who wants to hear how the work ended.
-type Told = Box<dyn FnOnce(bool) + Send + Sync>;
+pub type Told = Box<dyn FnOnce(bool) + Send + Sync>;
 
 impl<T, Q: Queue> Pending<T, Q> {
     /// Work that is complete when `stream` gets past what is queued on it now.
@@ -35,7 +35,8 @@ impl<T, Q: Queue> Pending<T, Q> {
     }
 
     /// Calls `f` once [`Pending::wait`] or [`Pending::wait_until`] knows how the work ended, with
-    /// whether it went well. After [`Pending::join`] nobody knows, and `f` is not called.
+    /// whether it went well. After [`Pending::join`] nobody knows, and `f` is not called: see
+    /// [`Pending::join_telling`].
     pub fn on_end(self, f: impl FnOnce(bool) + Send + Sync + 'static) -> Self {
         Self { told: Some(Box::new(f)), ..self }
     }
@@ -68,6 +69,15 @@ impl<T, Q: Queue> Pending<T, Q> {
     pub fn join(self, stream: &Q) -> Result<T> {
         stream.wait(&self.done)?;
         self.finish()
+    }
+
+    /// As [`Pending::join`], with whom [`Pending::on_end`] would have called: for a token of work behind this.
+    ///
+    /// # Errors
+    /// As [`Pending::join`].
+    pub fn join_telling(mut self, stream: &Q) -> Result<(T, Told)> {
+        let told = self.told.take().unwrap_or_else(|| Box::new(|_| ()));
+        Ok((self.join(stream)?, told))
     }
 
     fn ended(mut self) -> Result<T> {

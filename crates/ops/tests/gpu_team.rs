@@ -8,6 +8,8 @@
 
 #[path = "gpu/calls.rs"]
 mod calls;
+#[path = "gpu/dropped.rs"]
+mod dropped;
 #[path = "gpu/far.rs"]
 mod far;
 #[path = "gpu/lacking.rs"]

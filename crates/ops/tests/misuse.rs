@@ -59,6 +59,29 @@ fn a_bulk_gemm_does_not_wait_for_its_collective() {
     .unwrap();
 }
 
+/// Its collective is refused: the GEMM does not run either.
+#[test]
+fn a_bulk_overlap_is_refused_whole() {
+    World::run_threads(2, WorldCfg::for_tests(), |world| {
+        let (team, heap, stream) = heap_of(&world, "whole")?;
+        let kind = CollectiveKind::AllGather(Shards::Even);
+        let gather = CollectiveDesc { kind, m: M, cols: N, dtype: DType::F32 };
+        let plan = BulkPlan::new(GemmDesc::nt(4, 4, 4, DType::F32), gather, &heap)?;
+        plan.prepare(&stream)?;
+        team.agree(true)?;
+        team.abort("whole");
+        let product = out(4, 4);
+        let gemm = GemmInputs::new(zeros(4, 4), zeros(4, 4), product.clone());
+        let t = BulkInputs { gemm, m: M, x: zeros(mine(&heap), N), y: out(M, N) };
+        let e = plan.launch(&stream, t).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
+        stream.synchronize()?;
+        assert!(product.to_f32()?.iter().all(|v| v.is_nan()), "the GEMM ran");
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// One capture at a time uses the copy stream of a heap; others are refused, and nothing is lost.
 #[test]
 fn a_launch_beside_a_capture_of_the_same_heap_is_refused() {

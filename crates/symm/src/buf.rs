@@ -1,15 +1,35 @@
 //! Buffers of a heap.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use tilewire_core::{Error, ErrorKind, Result};
 
 use crate::heap::Heap;
+use crate::team::lock;
+
+/// Whether the work that uses dropped space has ended.
+pub(crate) type Ended = Arc<dyn Fn() -> bool + Send + Sync>;
+
+/// Space that its owner has dropped, and from when on nothing uses it any more: at once without a word of that.
+pub(crate) struct Dropped {
+    pub at: usize,
+    pub len: usize,
+    pub ended: Option<Ended>,
+}
+
+/// What has been dropped and is not in use any more, in order.
+pub(crate) fn unused(dropped: &[Dropped]) -> Vec<(usize, usize)> {
+    let ended = |d: &&Dropped| d.ended.as_ref().is_none_or(|f| f());
+    let mut found: Vec<_> = dropped.iter().filter(ended).map(|d| (d.at, d.len)).collect();
+    found.sort_unstable();
+    found
+}
 
 struct BufInner {
     heap: Heap,
     offset: usize,
     len_bytes: usize,
+    ended: Mutex<Option<Ended>>,
 }
 
 /// A buffer at the same offset of every rank's chunk. Dropping it only marks the space: it
@@ -19,7 +39,14 @@ pub struct SymBuf(Arc<BufInner>);
 
 impl SymBuf {
     pub(crate) fn new(heap: &Heap, offset: usize, len_bytes: usize) -> Self {
-        Self(Arc::new(BufInner { heap: heap.clone(), offset, len_bytes }))
+        let ended = Mutex::default();
+        Self(Arc::new(BufInner { heap: heap.clone(), offset, len_bytes, ended }))
+    }
+
+    /// For work that knows the buffer by its addresses alone: once it is dropped, [`Heap::collect`] leaves it until `ended`
+    /// says that this work is over. The last word counts.
+    pub fn keep_until(&self, ended: impl Fn() -> bool + Send + Sync + 'static) {
+        *lock(&self.0.ended) = Some(Arc::new(ended));
     }
 
     /// Offset in the heap, in bytes.
@@ -81,6 +108,7 @@ impl std::fmt::Debug for SymBuf {
 
 impl Drop for BufInner {
     fn drop(&mut self) {
-        self.heap.note_dropped(self.offset, self.len_bytes);
+        let ended = lock(&self.ended).take();
+        self.heap.note_dropped(Dropped { at: self.offset, len: self.len_bytes, ended });
     }
 }

@@ -8,7 +8,7 @@ use tilewire_device::cuda::NcclWindow;
 use tilewire_device::{Device, Stream, Tracer};
 
 use crate::alloc::Allocator;
-use crate::buf::SymBuf;
+use crate::buf::{Dropped, SymBuf, unused};
 use crate::map::{Mapping, PAGE, shared_file};
 use crate::nccl::{self, NcclTeam};
 use crate::nvshmem;
@@ -66,7 +66,7 @@ pub(crate) struct HeapInner {
     pub vmm: Option<Arc<VmmStore>>,
     own: Option<OwnedFd>,
     alloc: Mutex<Allocator>,
-    dropped: Mutex<Vec<(usize, usize)>>,
+    dropped: Mutex<Vec<Dropped>>,
     copies: OnceLock<Stream>,
     pub window: OnceLock<NcclWindow>,
     kind: BackendKind,
@@ -257,22 +257,19 @@ impl Heap {
         Ok(SymBuf::new(self, offset, len_bytes))
     }
 
-    /// Collective: returns the buffers and signals that every rank has dropped.
+    /// Collective: returns the buffers and signals that every rank has dropped, and that no queued work of a plan uses. What a
+    /// captured graph uses comes back behind its end.
     ///
     /// # Errors
     /// As [`LiveTeam::exchange`].
     pub fn collect(&self) -> Result<()> {
-        let mine = {
-            let mut d = lock(&self.0.dropped);
-            d.sort_unstable();
-            d.clone()
-        };
+        let mine = unused(&lock(&self.0.dropped));
         let agreed = self.0.team.intersect("collect", &mine)?;
         let mut alloc = lock(&self.0.alloc);
         for &(offset, len) in &agreed {
             alloc.release(offset, len);
         }
-        lock(&self.0.dropped).retain(|d| !agreed.contains(d));
+        lock(&self.0.dropped).retain(|d| !agreed.contains(&(d.at, d.len)));
         drop(alloc);
         self.0.team.collect_signals()
     }
@@ -378,10 +375,10 @@ impl Heap {
     }
 
     /// Notes that a buffer was dropped; `collect` returns it.
-    pub(crate) fn note_dropped(&self, offset: usize, len_bytes: usize) {
+    pub(crate) fn note_dropped(&self, space: Dropped) {
         // A buffer of no bytes took no space, and its place is not its own.
-        if len_bytes > 0 {
-            lock(&self.0.dropped).push((offset, len_bytes));
+        if space.len > 0 {
+            lock(&self.0.dropped).push(space);
         }
     }
 

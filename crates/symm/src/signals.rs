@@ -1,15 +1,18 @@
 //! Signal slots: who may use which.
 
+use std::sync::{Arc, Mutex};
+
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 use crate::alloc::Allocator;
+use crate::buf::{Dropped, Ended, unused};
 use crate::control::NUM_SIGNALS;
 use crate::team::{LiveTeam, lock};
 
 /// The slots of a team: equal calls give equal slots on all members.
 pub(crate) struct SlotPool {
     alloc: Allocator,
-    dropped: Vec<(usize, usize)>,
+    dropped: Vec<Dropped>,
 }
 
 impl Default for SlotPool {
@@ -28,16 +31,12 @@ impl LiveTeam {
             .alloc
             .alloc(num, tag)
             .map_err(|e| e.op("signals").team(self.name()))?;
-        Ok(Signals { first, num, team: self.clone() })
+        Ok(Signals { first, num, team: self.clone(), ended: Mutex::default() })
     }
 
     /// Returns the slots that all members have dropped. Called by `Heap::collect`.
     pub(crate) fn collect_signals(&self) -> Result<()> {
-        let mine = {
-            let mut pool = lock(&self.0.slots);
-            pool.dropped.sort_unstable();
-            pool.dropped.clone()
-        };
+        let mine = unused(&lock(&self.0.slots).dropped);
         let agreed = self.intersect("collect-signals", &mine)?;
         // A count that nobody consumed would let the first wait of the next owner pass.
         let slots = agreed.iter().flat_map(|&(first, num)| first..first + num);
@@ -46,7 +45,7 @@ impl LiveTeam {
         for &(first, num) in &agreed {
             pool.alloc.release(first, num);
         }
-        pool.dropped.retain(|d| !agreed.contains(d));
+        pool.dropped.retain(|d| !agreed.contains(&(d.at, d.len)));
         Ok(())
     }
 
@@ -72,9 +71,15 @@ pub struct Signals {
     first: usize,
     num: usize,
     team: LiveTeam,
+    ended: Mutex<Option<Ended>>,
 }
 
 impl Signals {
+    /// As [`SymBuf::keep_until`](crate::SymBuf::keep_until).
+    pub fn keep_until(&self, ended: impl Fn() -> bool + Send + Sync + 'static) {
+        *lock(&self.ended) = Some(Arc::new(ended));
+    }
+
     /// Slot number `i` of the range.
     ///
     /// # Panics
@@ -98,7 +103,9 @@ impl Signals {
 impl Drop for Signals {
     fn drop(&mut self) {
         if self.num > 0 {
-            lock(&self.team.0.slots).dropped.push((self.first, self.num));
+            let ended = lock(&self.ended).take();
+            let space = Dropped { at: self.first, len: self.num, ended };
+            lock(&self.team.0.slots).dropped.push(space);
         }
     }
 }

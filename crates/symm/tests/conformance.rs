@@ -3,7 +3,8 @@
 //! What `OneSided` promises is in `cases`, generic over the backend; what only the host backend
 //! has (hooks, the flight recorder) is here.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result, Shape};
@@ -12,7 +13,7 @@ use tilewire_symm::*;
 
 mod cases;
 
-use cases::nccl::{adopted, host_puts};
+use cases::nccl::{adopted, adopted_waiting, host_puts};
 use cases::{Host, KIB, Nccl, Vmm};
 
 type Setup = cases::Setup<Host>;
@@ -95,6 +96,21 @@ fn heap_rules(world: World) -> Result<()> {
     assert!(s.heap.alloc(50 * KIB, "c").is_err(), "rank 0 still holds `b`");
     drop(keep);
     s.heap.collect()?;
+    // Rank 1 has work in flight that knows the addresses alone.
+    let ended = Arc::new(AtomicBool::new(me.get() != 1));
+    let (e, f, g) = (ended.clone(), ended.clone(), s.heap.alloc(50 * KIB, "g")?);
+    g.keep_until(move || e.load(Ordering::Acquire));
+    let slots = s.team.signals(1, "slots")?;
+    slots.keep_until(move || f.load(Ordering::Acquire));
+    let first = slots.slot(0).index();
+    drop((g, slots));
+    s.heap.collect()?;
+    assert!(s.heap.alloc(50 * KIB, "c").is_err(), "rank 1 still uses `g`");
+    let other = s.team.signals(1, "slots")?;
+    assert_ne!(other.slot(0).index(), first, "rank 1 still uses the slot");
+    ended.store(true, Ordering::Release);
+    s.heap.collect()?;
+    assert_eq!(s.team.signals(1, "slots")?.slot(0).index(), first);
     let c = s.heap.alloc(50 * KIB, "c")?;
     s.os.put(&s.stream, me, c.range(0, 4), &tensor(&[1, 2, 3, 4]))?;
     s.heap.grow(128 * KIB)?;
@@ -216,7 +232,7 @@ macro_rules! conformance {
 conformance!(host_threads, Host, super::threads, [2, 3, 5];
     teams mismatch heap_rules tampered_signals);
 conformance!(vmm_threads, Vmm, super::gpus, [2, 3, 4, 5, 8];);
-conformance!(nccl_threads, Nccl, super::gpus_with_nccl, [2, 3, 4, 5, 8]; adopted host_puts);
+conformance!(nccl_threads, Nccl, super::gpus_with_nccl, [2, 3, 4, 5, 8]; adopted adopted_waiting host_puts);
 
 #[test]
 fn a_world_of_one_does_everything_alone() {

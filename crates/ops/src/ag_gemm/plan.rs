@@ -10,6 +10,7 @@ use super::AgGemmDesc;
 use super::config::schedule;
 use super::cuda::{self, Prepared};
 use super::host::Run;
+use crate::common::lanes::Lane;
 use crate::common::{
     Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
     only_meets, ring,
@@ -84,7 +85,8 @@ impl AgGemmPlan {
         let gather = heap.alloc(Self::memory(&desc), "ag_gemm")?;
         let signals = Arc::new(heap.team().signals(slots, "ag_gemm")?);
         let core =
-            PlanCore::any("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?;
+            PlanCore::any("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?
+                .using([&gather], [&signals]);
         let (machine, cuda) = (Machine::default(), OnceLock::new());
         Ok(Self { desc, core, gather, signals, choice, machine, cuda })
     }
@@ -94,13 +96,14 @@ impl AgGemmPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        self.core.prepare_made(stream, &self.cuda, |lane| Prepared::new(lane, &self.desc))?;
-        self.core
-            .choose(&self.choice, || explain(&self.desc, self.core.team().size(), &self.machine))?;
-        let (Some(lane), Some(p)) = (self.core.lane(), self.cuda.get()) else { return Ok(()) };
-        p.agree(self.core.team())
-            .and_then(|()| p.connect(self, lane, stream))
-            .map_err(|e| e.op("ag_gemm"))
+        let team = self.core.team();
+        let make = |lane: &Lane| Prepared::new(lane, &self.desc);
+        self.core.prepare_made(stream, (&self.cuda, make), || {
+            self.core.choose(&self.choice, || explain(&self.desc, team.size(), &self.machine))?;
+            let (Some(lane), Some(p)) = (self.core.lane(), self.cuda.get()) else { return Ok(()) };
+            p.agree(team)?;
+            p.connect(self, lane, stream)
+        })
     }
 
     /// The configuration in use.

@@ -85,6 +85,7 @@ impl BulkPlan {
     /// runs.
     pub fn launch(&self, stream: &Stream, t: BulkInputs) -> Result<Pending<BulkOut>> {
         self.collective.check(t.m, &t.x, &t.y)?;
+        self.collective.check_launch(stream, (&t.x, &t.y))?;
         self.gemm.check(stream, &t.gemm)?;
         let (fork, join) = (Event::new(), Event::new());
         stream.record(&fork)?;
@@ -96,7 +97,9 @@ impl BulkPlan {
         // Joined whatever happened: a capture would not be whole otherwise.
         self.side.record(&join)?;
         stream.wait(&join)?;
-        let out = BulkOut { gemm: gemm?.join(stream)?, collective: collective?.join(stream)? };
-        Pending::new(out, stream, Some(self.collective.team().fault().clone()))
+        let (collective, told) = collective?.join_telling(stream)?;
+        let out = BulkOut { gemm: gemm?.join(stream)?, collective };
+        let pending = Pending::new(out, stream, Some(self.collective.team().fault().clone()))?;
+        Ok(pending.on_end(told))
     }
 }

@@ -118,16 +118,16 @@ pub(super) fn launch(
     let (phase, _) = plan.phases(m).map_err(|e| e.op(name))?;
     let (sum, ops) =
         calls(&plan.desc, core.team().rank(), (&rows, &phase), (from.addr(), to.addr()));
-    let launch = core.begin(stream, format_args!("m={m}"))?;
+    let seq = core.begin(stream, format_args!("m={m}"))?.ctx.seq();
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags: DATA..DATA };
-    core.run_on(lane, (stream, launch.ctx.seq()), &enter, &[Poison::value(to.clone())], |l| {
+    core.run_on(lane, (stream, seq), &enter, &[Poison::value(to.clone())], |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         // SAFETY: the tensors were checked against the description, from which the calls are made,
         // lie on this device and are held; all ranks agree on the description at `prepare`, and on
         // the rows by the rules of a launch.
         unsafe { nccl.queue(l.main, (plan.desc.dtype, sum), &ops) }
     })?;
-    Pending::new(out.clone(), stream, Some(core.team().fault().clone()))
+    core.pending(out.clone(), stream, seq)
 }
 
 /// What this rank calls, all of it as one group.

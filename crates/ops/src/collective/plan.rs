@@ -11,10 +11,10 @@ use super::config::{self, Phase};
 use super::cuda::{self, Prepared, Way};
 use super::host::Run;
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, meeting, nccl};
-use crate::common::cuda::no_kernel;
+use crate::common::cuda::{no_kernel, together_on};
 use crate::common::lanes::Lane;
 use crate::common::nccl::{put_or_nccl, usual};
-use crate::common::{PlanCore, Shards, expect_tensor, not_prepared, only_meets};
+use crate::common::{PlanCore, Shards, expect_tensor, only_meets};
 
 /// Signal slots of a plan.
 pub(super) const CREDIT: usize = 0;
@@ -93,6 +93,9 @@ impl CollectivePlan {
             }
             _ => None,
         };
+        let bufs = std::iter::once(&staging).chain(&staging2).chain(flags.as_ref().map(|f| &f.0));
+        let slots = std::iter::once(&signals).chain(&signals2);
+        let core = core.using(bufs, slots);
         if backend == CollectiveBackend::Put {
             put_or_nccl(heap, backend).map_err(|e| e.op(name))?;
         }
@@ -148,15 +151,17 @@ impl CollectivePlan {
     ) -> Result<()> {
         let make = |lane: &Lane| Prepared::new(self, lane, stream);
         let mine = || mine().and_then(|()| self.core.make_once(&self.cuda, make));
-        if let Some(new) = self.core.prepare_after(stream, mine)? {
-            self.cuda.get_or_init(|| new);
-        }
-        match self.core.lane() {
-            Some(lane) if self.backend != CollectiveBackend::Put => {
-                nccl::decide(self, lane, stream).map_err(|e| e.op(self.core.op()))
+        self.core.prepare_with(stream, mine, |new| {
+            if let Some(new) = new {
+                self.cuda.get_or_init(|| new);
             }
-            _ => Ok(()),
-        }
+            match self.core.lane() {
+                Some(lane) if self.backend != CollectiveBackend::Put => {
+                    nccl::decide(self, lane, stream)
+                }
+                _ => Ok(()),
+            }
+        })
     }
 
     /// In words, what a launch does.
@@ -264,6 +269,15 @@ impl CollectivePlan {
         Ok(())
     }
 
+    /// Whether a launch on `stream` would begin.
+    pub(crate) fn check_launch(&self, stream: &Stream, (x, out): (&Tensor, &Tensor)) -> Result<()> {
+        if self.core.lane().is_some() {
+            let tensors = [("x", Some(x)), ("out", Some(out))];
+            together_on(stream, &tensors).map_err(|e| e.op(self.core.op()))?;
+        }
+        self.core.check_launch(stream)
+    }
+
     /// Queues the collective. `m` rows in all, at most the plan's; shapes as the kind says.
     ///
     /// # Errors
@@ -277,10 +291,6 @@ impl CollectivePlan {
     ) -> Result<Pending<Tensor>> {
         self.check(m, x, out)?;
         if let Some(lane) = self.core.lane() {
-            // A `prepare` that failed has decided nothing.
-            if self.backend != CollectiveBackend::Put && self.used.text().is_none() {
-                return Err(not_prepared().op(self.core.op()));
-            }
             return self.launch_by(self.used.nccl(), lane, stream, m, (x, out));
         }
         let (first, second) = self.phases(m).map_err(|e| e.op(self.core.op()))?;

@@ -7,8 +7,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
 use tilewire_device::cuda::CudaStream;
-use tilewire_device::{Event, Node, Pending, Stream};
-use tilewire_symm::{EntryState, Fingerprint, Heap, LinkTraffic, LiveTeam, OpCtx, Traffic};
+use tilewire_device::{Event, Node, Pending, Point, Stream};
+use tilewire_symm::{
+    EntryState, Fingerprint, Heap, LinkTraffic, LiveTeam, OpCtx, Signals, SymBuf, Traffic,
+};
 
 use super::cuda::no_kernel;
 use super::lanes::{Enter, Lane, Lanes, Poison, stream_on};
@@ -26,6 +28,30 @@ pub struct PlanCore {
     order: Arc<Order>,
     /// On a heap in device memory.
     lane: Option<Lane>,
+    uses: Arc<Uses>,
+}
+
+/// Symmetric memory and slots that launches on devices know by their addresses alone. A graph keeps them; eager launches,
+/// until the last one has run.
+#[derive(Default)]
+struct Uses {
+    bufs: Vec<SymBuf>,
+    signals: Vec<Arc<Signals>>,
+}
+
+impl Drop for PlanCore {
+    fn drop(&mut self) {
+        let last = self.order.last().clone().filter(|e| !e.is_done());
+        let Some(last) = last.filter(|_| self.lane.is_some()) else { return };
+        for b in &self.uses.bufs {
+            let last = last.clone();
+            b.keep_until(move || last.is_done());
+        }
+        for s in &self.uses.signals {
+            let last = last.clone();
+            s.keep_until(move || last.is_done());
+        }
+    }
 }
 
 /// Keeps launches that share receive areas one after the other, whatever streams they are on.
@@ -242,7 +268,19 @@ impl PlanCore {
             prepared: AtomicBool::new(false),
             order: Arc::default(),
             lane,
+            uses: Arc::default(),
         })
+    }
+
+    /// With everything that launches use of the heap: it outlives them.
+    pub(crate) fn using<'a>(
+        mut self,
+        bufs: impl IntoIterator<Item = &'a SymBuf>,
+        signals: impl IntoIterator<Item = &'a Arc<Signals>>,
+    ) -> Self {
+        let (bufs, signals) = (bufs.into_iter().cloned(), signals.into_iter().cloned());
+        self.uses = Arc::new(Uses { bufs: bufs.collect(), signals: signals.collect() });
+        self
     }
 
     /// What launches on a heap in device memory go through.
@@ -283,7 +321,9 @@ impl PlanCore {
         let queue = || {
             let (main, side) = (stream_on(stream, lane.context())?, self.heap.copy_stream()?);
             let captured = stream.is_capturing();
-            if !captured {
+            if captured {
+                main.hold(|| self.uses.clone());
+            } else {
                 self.order.follow(stream)?;
             }
             self.team().set_state(seq, EntryState::Running);
@@ -341,16 +381,18 @@ impl PlanCore {
     /// # Errors
     /// `Mismatch` with both ranks' words; `InvalidArgument` during capture; what a rank lacks, on all of them.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        self.prepare_after(stream, || Ok(()))
+        self.prepare_with(stream, || Ok(()), |()| Ok(()))
     }
 
-    /// As [`PlanCore::prepare`], behind a step that each rank makes alone: `mine`. If that fails on one rank the
-    /// call fails on all, the team goes on, and they can call it again.
-    pub(crate) fn prepare_after<T>(
+    /// As [`PlanCore::prepare`], behind a step that each rank makes alone, `mine`, and before one that they make together,
+    /// `ours`. If the first fails on one rank the call fails on all, the team goes on, and they can call it again. A plan
+    /// whose second step failed is not prepared, but can launch in that step.
+    pub(crate) fn prepare_with<T>(
         &self,
         stream: &Stream,
         mine: impl FnOnce() -> Result<T>,
-    ) -> Result<T> {
+        ours: impl FnOnce(T) -> Result<()>,
+    ) -> Result<()> {
         // The caller's mistakes come before anything is done: a stream that is captured must not see any work.
         if let Some(lane) = &self.lane {
             stream_on(stream, lane.context()).map_err(|e| e.op(self.op))?;
@@ -365,21 +407,30 @@ impl PlanCore {
         // A rank whose step failed meets the others all the same: nobody waits for it, and launches keep their numbers.
         let met = self.team().prepare_agree(&fp).and_then(|_| self.team().settle("prepare", mine));
         let mine = met.map_err(|e| e.op(self.op))?;
-        self.prepared.store(true, Ordering::Release);
-        Ok(mine)
+        let before = self.prepared.swap(true, Ordering::AcqRel);
+        ours(mine).map_err(|e| {
+            self.prepared.store(before, Ordering::Release);
+            e.op(self.op)
+        })
     }
 
-    /// As [`PlanCore::prepare_after`], where the step is to `make` once what a heap in device memory needs.
+    /// As [`PlanCore::prepare_with`], where the first step is to `make` once what a heap in device memory needs.
     pub(crate) fn prepare_made<T>(
         &self,
         stream: &Stream,
-        made: &OnceLock<T>,
-        make: impl FnOnce(&Lane) -> Result<T>,
+        (made, make): (&OnceLock<T>, impl FnOnce(&Lane) -> Result<T>),
+        ours: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        if let Some(new) = self.prepare_after(stream, || self.make_once(made, make))? {
-            made.get_or_init(|| new);
-        }
-        Ok(())
+        self.prepare_with(
+            stream,
+            || self.make_once(made, make),
+            |new| {
+                if let Some(new) = new {
+                    made.get_or_init(|| new);
+                }
+                ours()
+            },
+        )
     }
 
     /// What a heap in device memory needs and has not been `made` yet.
@@ -396,7 +447,7 @@ impl PlanCore {
 
     /// Collective, behind the agreement: settles the tile configuration.
     pub(crate) fn choose(&self, choice: &Choice, explain: impl FnOnce() -> Explain) -> Result<()> {
-        choice.settle(self.team(), self.lane.is_some(), explain).map_err(|e| e.op(self.op))
+        choice.settle(self.team(), self.lane.is_some(), explain)
     }
 
     /// Notes a launch on `stream`; `detail` holds what may differ from launch to launch.
@@ -405,6 +456,17 @@ impl PlanCore {
     /// `NotPrepared`; `InvalidArgument` if another stream of this heap is being captured; the
     /// fault of the team.
     pub fn begin(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<Launch> {
+        self.check_launch(stream)?;
+        let fp = Fingerprint::new(self.op, format_args!("{} {detail}", self.text));
+        let seq = self.team().launch_begin(&fp).map_err(|e| e.op(self.op))?;
+        Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, seq), tag: fp.tag() })
+    }
+
+    /// Whether a launch on `stream` would begin.
+    ///
+    /// # Errors
+    /// As [`PlanCore::begin`].
+    pub(crate) fn check_launch(&self, stream: &Stream) -> Result<()> {
         // Before the launch is on record: a stream of another device is the caller's mistake, not the
         // end of the team.
         if let Some(lane) = &self.lane {
@@ -421,9 +483,7 @@ impl PlanCore {
         if !self.prepared.load(Ordering::Acquire) {
             return Err(not_prepared().op(self.op));
         }
-        let fp = Fingerprint::new(self.op, format_args!("{} {detail}", self.text));
-        let seq = self.team().launch_begin(&fp).map_err(|e| e.op(self.op))?;
-        Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, seq), tag: fp.tag() })
+        self.team().check().map_err(|e| e.op(self.op))
     }
 
     /// Queues the two lanes of a launch: `copies` on the heap's copy stream, `compute` on the
@@ -509,14 +569,19 @@ mod tests {
                 let mine =
                     || if heap.team().rank().get() == 1 { Err(lacking()) } else { Ok(round) };
                 let start = Instant::now();
-                let e = core.prepare_after(&stream, mine).unwrap_err();
+                let e = core.prepare_with(&stream, mine, |_| Ok(())).unwrap_err();
                 assert!(start.elapsed() < heap.team().timeout() / 2, "waited: {e}");
                 assert_eq!((e.kind(), e.get_hint()), (ErrorKind::Exhausted, Some("free some")));
                 let who = (heap.team().rank().get() != 1).then_some(Rank::new(1));
                 assert_eq!((e.get_peer(), e.get_op()), (who, Some("op")), "{e}");
                 assert_eq!(core.begin(&stream, "").err().unwrap().kind(), ErrorKind::NotPrepared);
             }
-            assert_eq!(core.prepare_after(&stream, || Ok(7))?, 7);
+            // What fails behind the agreement leaves the plan unprepared, too.
+            let ours = |_| core.begin(&stream, "measured").and_then(|_| Err(lacking()));
+            let e = core.prepare_with(&stream, || Ok(()), ours).unwrap_err();
+            assert_eq!((e.kind(), e.get_op()), (ErrorKind::Exhausted, Some("op")), "{e}");
+            assert_eq!(core.begin(&stream, "").err().unwrap().kind(), ErrorKind::NotPrepared);
+            core.prepare(&stream)?;
             let seq = core.begin(&stream, "")?.ctx.seq();
             // The same launch everywhere.
             let all = heap.team().exchange("seq", &seq.to_le_bytes())?;
@@ -534,7 +599,8 @@ mod tests {
             let core = PlanCore::any("op", &heap, "m=1")?;
             let stream = Stream::new("capture")?;
             stream.begin_capture()?;
-            let e = core.prepare_after(&stream, || -> Result<()> { panic!("it was made") });
+            let made = || -> Result<()> { panic!("it was made") };
+            let e = core.prepare_with(&stream, made, |()| Ok(()));
             assert_eq!(e.unwrap_err().kind(), ErrorKind::InvalidArgument);
             stream.end_capture()?;
             core.prepare(&stream)

@@ -10,7 +10,7 @@ mod overlap;
 pub(crate) mod ring;
 mod shards;
 
-pub(crate) use self::core::{Choice, fastest, not_prepared, only_meets};
+pub(crate) use self::core::{Choice, fastest, only_meets};
 pub use self::core::{Launch, PlanCore};
 pub use check::expect_tensor;
 pub(crate) use check::{Named, apart, narrow_into, wide};

@@ -135,7 +135,8 @@ impl CpAttentionPlan {
         let buffers = [take(a)?, take(b)?, take(c)?, take(d)?];
         let signals = Arc::new(heap.team().signals(NUM_SLOTS, OP)?);
         let choice = config.map_or("auto".to_owned(), |c| c.to_string());
-        let core = PlanCore::any(OP, heap, format_args!("{choice} {desc} {backend}"))?;
+        let core = PlanCore::any(OP, heap, format_args!("{choice} {desc} {backend}"))?
+            .using(&buffers, [&signals]);
         Ok(Self { desc, core, buffers, signals, used, cuda: OnceLock::new(), backend })
     }
 
@@ -151,15 +152,20 @@ impl CpAttentionPlan {
     /// `Mismatch` if the ranks' plans differ; on devices `Unavailable` without a compiler and
     /// `Unsupported` for head dimensions above 256; `Unavailable` if NCCL was asked for and a rank has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let mut first = self.core.prepare_after(stream, || self.make_first(self.used.get()))?;
-        if self.used.get().is_none() {
-            first = self.choose()?;
-        }
-        if let (Some(lane), Some(first)) = (self.core.lane(), first) {
-            let used = self.settle((lane, stream), first).map_err(|e| e.op(OP))?;
-            self.cuda.get_or_init(|| used);
-        }
-        Ok(())
+        self.core.prepare_with(
+            stream,
+            || self.make_first(self.used.get()),
+            |mut first| {
+                if self.used.get().is_none() {
+                    first = self.choose()?;
+                }
+                if let (Some(lane), Some(first)) = (self.core.lane(), first) {
+                    let used = self.settle((lane, stream), first)?;
+                    self.cuda.get_or_init(|| used);
+                }
+                Ok(())
+            },
+        )
     }
 
     /// Collective: the strategy, and what it needs.

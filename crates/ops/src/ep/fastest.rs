@@ -38,13 +38,15 @@ impl EpPlan {
         let (core, rest) = self.cores.split_first().ok_or_else(not_prepared)?;
         let by_nccl = at_first(core.heap(), self.backend) == CollectiveBackend::Nccl;
         let make = |lane: &Lane| self.make(lane, stream, by_nccl);
-        let first = core.prepare_after(stream, || core.make_once(&self.cuda, make))?;
-        rest.iter().try_for_each(|c| c.prepare(stream))?;
-        if let (Some(lane), Some(first)) = (core.lane(), first) {
-            let used = self.settle((lane, stream), first).map_err(|e| e.op("ep"))?;
-            self.cuda.get_or_init(|| used);
-        }
-        Ok(())
+        let make = || core.make_once(&self.cuda, make);
+        core.prepare_with(stream, make, |first| {
+            rest.iter().try_for_each(|c| c.prepare(stream))?;
+            if let (Some(lane), Some(first)) = (core.lane(), first) {
+                let used = self.settle((lane, stream), first)?;
+                self.cuda.get_or_init(|| used);
+            }
+            Ok(())
+        })
     }
 
     fn make(&self, lane: &Lane, stream: &Stream, by_nccl: bool) -> Result<Prepared> {

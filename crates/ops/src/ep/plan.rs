@@ -124,18 +124,27 @@ impl EpPlan {
             ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
         let text = format!("{desc} {backend}");
         let first = PlanCore::any("ep", heap, &text)?;
-        let core = |n| Ok(PlanCore::any(n, heap, &text)?.share_order(&first));
+        let counts = alloc(count_area(&desc), "ep counts")?;
+        let tokens = alloc(area * token_area(&desc), "ep tokens")?;
+        let returns = alloc(area * return_area(&desc), "ep returns")?;
+        let flags = alloc(flag_area(&desc), "ep flags")?;
+        let signals = Arc::new(heap.team().signals(6, "ep")?);
+        let bufs = [&counts, &tokens, &returns, &flags];
+        let core = |n| {
+            let core = PlanCore::any(n, heap, &text)?.share_order(&first);
+            Ok(core.using(bufs, [&signals]))
+        };
         let [a, b, c, d, e] = names.map(core);
         Ok(Self {
             cores: [a?, b?, c?, d?, e?],
-            counts: alloc(count_area(&desc), "ep counts")?,
-            tokens: alloc(area * token_area(&desc), "ep tokens")?,
-            returns: alloc(area * return_area(&desc), "ep returns")?,
-            flags: alloc(flag_area(&desc), "ep flags")?,
+            counts,
+            tokens,
+            returns,
+            flags,
             cuda: OnceLock::new(),
             num_sms: cuda::NUM_SMS,
             direct: Mutex::default(),
-            signals: Arc::new(heap.team().signals(6, "ep")?),
+            signals,
             desc,
             backend,
         })

@@ -58,7 +58,8 @@ impl GemmArPlan {
         let scatter_signals = Arc::new(heap.team().signals(num_signals, "gemm_ar scatter")?);
         let gather_signals = Arc::new(heap.team().signals(2, "gemm_ar gather")?);
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
-        let core = PlanCore::any("gemm_ar", heap, text)?;
+        let core = PlanCore::any("gemm_ar", heap, text)?
+            .using([&slots, &gather], [&scatter_signals, &gather_signals]);
         let (machine, cuda) = (Machine::default(), OnceLock::new());
         Ok(Self {
             desc,
@@ -79,14 +80,15 @@ impl GemmArPlan {
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let make = |lane: &Lane| Prepared::new(lane, &self.desc.0, self.core.team().size());
-        self.core.prepare_made(stream, &self.cuda, make)?;
-        self.core.choose(&self.choice, || self.candidates())?;
-        let Some(p) = self.cuda.get() else { return Ok(()) };
-        let nccl = self.config()?.algo == Algo::SequentialNccl;
-        let connect = || p.connect(&self.core, stream, &self.desc.0, true);
-        p.agree(self.core.team())
-            .and_then(|()| if nccl { connect() } else { Ok(()) })
-            .map_err(|e| e.op("gemm_ar"))
+        self.core.prepare_made(stream, (&self.cuda, make), || {
+            self.core.choose(&self.choice, || self.candidates())?;
+            let Some(p) = self.cuda.get() else { return Ok(()) };
+            p.agree(self.core.team())?;
+            match self.config()?.algo {
+                Algo::SequentialNccl => p.connect(&self.core, stream, &self.desc.0, true),
+                _ => Ok(()),
+            }
+        })
     }
 
     fn candidates(&self) -> Explain {

@@ -113,7 +113,8 @@ impl GemmRsPlan {
         let slots = heap.alloc(Self::memory(&desc, size), "gemm_rs")?;
         let signals = Arc::new(heap.team().signals(num_signals, "gemm_rs")?);
         let core =
-            PlanCore::any("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?;
+            PlanCore::any("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?
+                .using([&slots], [&signals]);
         let (machine, cuda) = (Machine::default(), OnceLock::new());
         Ok(Self { desc, core, slots, signals, choice, machine, cuda })
     }
@@ -124,16 +125,17 @@ impl GemmRsPlan {
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let make = |lane: &Lane| Prepared::new(lane, &self.desc, self.core.team().size());
-        self.core.prepare_made(stream, &self.cuda, make)?;
-        self.core.choose(&self.choice, || {
-            explain(&self.desc, self.core.team().size(), 1.0, &self.machine)
-        })?;
-        let Some(p) = self.cuda.get() else { return Ok(()) };
-        let nccl = self.config()?.algo == Algo::SequentialNccl;
-        let connect = || p.connect(&self.core, stream, &self.desc, false);
-        p.agree(self.core.team())
-            .and_then(|()| if nccl { connect() } else { Ok(()) })
-            .map_err(|e| e.op("gemm_rs"))
+        let team = self.core.team();
+        self.core.prepare_made(stream, (&self.cuda, make), || {
+            self.core
+                .choose(&self.choice, || explain(&self.desc, team.size(), 1.0, &self.machine))?;
+            let Some(p) = self.cuda.get() else { return Ok(()) };
+            p.agree(team)?;
+            match self.config()?.algo {
+                Algo::SequentialNccl => p.connect(&self.core, stream, &self.desc, false),
+                _ => Ok(()),
+            }
+        })
     }
 
     /// The configuration in use.

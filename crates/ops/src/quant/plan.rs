@@ -114,11 +114,10 @@ impl QuantPlan {
                     put_or_nccl(h, CollectiveBackend::Put).map_err(|e| e.op("quant"))?;
                 }
                 let bytes = Self::memory(&desc, h.team().size());
-                Some(Shared {
-                    core: PlanCore::any("quant", h, desc)?,
-                    area: h.alloc(bytes, "quant").map_err(|e| e.op("quant"))?,
-                    signals: Arc::new(h.team().signals(2, "quant")?),
-                })
+                let area = h.alloc(bytes, "quant").map_err(|e| e.op("quant"))?;
+                let signals = Arc::new(h.team().signals(2, "quant")?);
+                let core = PlanCore::any("quant", h, desc)?.using([&area], [&signals]);
+                Some(Shared { core, area, signals })
             }
         };
         let state = match desc.scaling {
@@ -179,7 +178,7 @@ impl QuantPlan {
         let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
         let mine = || self.ready.prepare(stream, make).map_err(|e| e.op("quant"));
         match &self.shared {
-            Some(s) => s.core.prepare_after(stream, mine),
+            Some(s) => s.core.prepare_with(stream, mine, |()| Ok(())),
             None => mine(),
         }
     }

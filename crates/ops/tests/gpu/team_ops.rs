@@ -472,6 +472,9 @@ pub fn by_puts() -> &'static [Make] {
     &ALL
 }
 
+/// One operation of each family, of small tensors: their places among those by puts.
+pub const FAMILIES: [usize; 11] = [0, 2, 6, 9, 12, 14, 15, 16, 19, 24, 36];
+
 /// Operations of each way of meeting: by a kernel of one block, by kernels of many, by flags of copy engines.
 pub fn for_orders() -> Vec<Make> {
     vec![
