@@ -9,8 +9,8 @@ use tilewire::prelude::*;
 #[derive(Debug, Parser)]
 #[command(name = "tilewire", version, propagate_version = true)]
 pub struct Cli {
-    /// A library of NVIDIA's to use instead of the one that is found, by its file: libnvrtc.so.13,
-    /// libcublasLt.so.13 or .12, libnccl.so.2, libnvshmem_host.so.3. Can be given for each of them.
+    /// A library of NVIDIA's to use instead of the one that is found, by its file: libcuda.so.1,
+    /// libnvrtc.so.13, libcublasLt.so.13 or .12, libnccl.so.2, libnvshmem_host.so.3. Can be given for each of them.
     #[arg(long, global = true, value_name = "FILE")]
     pub library: Vec<PathBuf>,
     /// What to do.

@@ -63,12 +63,17 @@ fn nvshmem_version(minor: u32) -> String {
 
 /// A library at `path` that exports `names`, which do nothing, and what `more` defines.
 fn fake(path: &Path, names: &[&str], more: &str) -> PathBuf {
+    fake_with(&[], path, names, more)
+}
+
+/// The same, made with more arguments.
+fn fake_with(args: &[&str], path: &Path, names: &[&str], more: &str) -> PathBuf {
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     let does_nothing = names.iter().map(|n| format!("int {n}(void) {{ return 0; }}\n"));
     let source = path.with_extension("c");
     fs::write(&source, does_nothing.collect::<String>() + more).unwrap();
     let mut gcc = Command::new("gcc");
-    let made = gcc.args(["-shared", "-fPIC", "-o"]).args([path, &*source]).status();
+    let made = gcc.args(["-shared", "-fPIC"]).args(args).arg("-o").args([path, &*source]).status();
     assert!(made.is_ok_and(|s| s.success()), "this test needs gcc (apt-get install gcc)");
     path.to_owned()
 }
@@ -134,6 +139,38 @@ fn another_copy_that_is_loaded_is_an_error_that_names_both() {
         // The one that is loaded already may be named.
         assert!(doctor(&[&a, &a], &[("LD_PRELOAD", &a_text)]).status.code() != Some(2));
     }
+}
+
+/// A driver without devices.
+#[test]
+fn the_driver_can_be_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let make = |name: &str, args: &[&str]| {
+        let more = "int cuInit(unsigned flags) { return 100 + flags; }\n\
+            int cuDriverGetVersion(int* v) { *v = 13000; return 0; }\n\
+            int cuGetErrorName(int c, const char** s) { *s = \"NO_DEVICE\"; return 0; }\n\
+            int cuGetErrorString(int c, const char** s) { return cuGetErrorName(c, s); }\n";
+        fake_with(args, &at(name), &[], more)
+    };
+    let soname = ["-Wl,-soname,libcuda.so.1"];
+    let [a, b] = ["a", "b"].map(|d| make(&format!("{d}/libcuda.so.1"), &soname));
+    let o = doctor(&[&a], &[]);
+    let all: Vec<Value> = serde_json::from_slice(&o.stdout).expect("JSON");
+    let said: Vec<_> = all.iter().filter_map(|f| f["text"].as_str()).collect();
+    assert!(said.iter().any(|t| t.contains("finds no device")), "{said:?}");
+    let (a_text, b_text) = (a.display().to_string(), b.display().to_string());
+    for said in
+        [refused(&doctor(&[&a], &[("LD_PRELOAD", &b_text)])), refused(&doctor(&[&a, &b], &[]))]
+    {
+        assert!(said.contains(&a_text) && said.contains(&b_text), "{said}");
+        assert!(said.contains("two copies"), "{said}");
+    }
+    assert!(doctor(&[&a, &a], &[("LD_PRELOAD", &a_text)]).status.code() != Some(2));
+    let said = refused(&doctor(&[&make("c/libcuda.so.1", &[])], &[]));
+    assert!(said.contains("does not call itself") && said.contains("hint"), "{said}");
+    let said = refused(&doctor(&[&at("d/libcuda.so.1")], &[]));
+    assert!(said.contains("cannot be loaded") && said.contains("hint"), "{said}");
 }
 
 #[test]

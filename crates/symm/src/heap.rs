@@ -160,7 +160,9 @@ fn of_backend(backend: BackendKind, e: Error) -> Error {
 }
 
 fn too_large() -> Error {
-    Error::new(ErrorKind::Exhausted, "no machine has that much memory").op("heap")
+    Error::new(ErrorKind::Exhausted, "no machine has that much memory")
+        .op("heap")
+        .hint("give fewer bytes: Plan::memory says what each plan needs")
 }
 
 /// The descriptors of all members, in team order.

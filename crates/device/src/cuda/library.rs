@@ -10,6 +10,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
 use tilewire_core::{Error, ErrorKind, Result};
 
+use super::loader::is_driver;
 use super::places::{CUBLASLT, CUBLASLT_12, Found, LibrarySpec, NCCL, NVRTC, NVSHMEM};
 
 /// An open library. Never unloaded: tables of its functions point into it.
@@ -121,11 +122,12 @@ impl<A> InUse<A> {
     }
 }
 
-/// Loads the library whose file is named, before anything uses another copy: NVRTC, cuBLASLt, NCCL or
+/// Loads the library whose file is named, before anything uses another copy: the driver, NVRTC, cuBLASLt, NCCL or
 /// NVSHMEM, as the name of the file says. Returns where it is.
 ///
 /// # Errors
-/// `InvalidArgument` if it is none of these by its name; as [`load_nvrtc`](super::load_nvrtc),
+/// `InvalidArgument` if it is none of these by its name; as [`load_driver_from`](super::load_driver_from),
+/// [`load_nvrtc`](super::load_nvrtc),
 /// [`load_cublaslt`](super::load_cublaslt), [`load_nccl`](super::load_nccl) and
 /// [`load_nvshmem`](super::load_nvshmem).
 pub fn load_library(file: &Path) -> Result<Found> {
@@ -135,13 +137,17 @@ pub fn load_library(file: &Path) -> Result<Found> {
         [_, true, ..] | [_, _, true, ..] => super::load_cublaslt(named),
         [.., true, _] => super::load_nccl(named),
         [.., true] => super::load_nvshmem(named),
+        _ if is_driver(file) => super::load_driver_from(file),
         _ => Err(Error::invalid("the file's name is that of no library that could be named")
-            .expected([NVRTC, CUBLASLT, CUBLASLT_12, NCCL, NVSHMEM].map(|s| s.soname).join(", "))
+            .expected(
+                "libcuda.so.1, ".to_owned()
+                    + &[NVRTC, CUBLASLT, CUBLASLT_12, NCCL, NVSHMEM].map(|s| s.soname).join(", "),
+            )
             .seen(file.display())),
     }
 }
 
-fn same_file(a: &Path, b: &Path) -> bool {
+pub(super) fn same_file(a: &Path, b: &Path) -> bool {
     let real = |p: &Path| p.canonicalize().unwrap_or_else(|_| p.to_owned());
     real(a) == real(b)
 }

@@ -1,11 +1,15 @@
 //! Finds the CUDA driver at run time.
 
+use std::path::Path;
 use std::sync::OnceLock;
 
 use cudarc::driver;
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use tilewire_core::{Error, ErrorKind, Result};
 
 use super::error::check;
+use super::library::same_file;
+use super::places::{Found, How, Places};
 
 /// Checks that the driver is there and finds a device. Looked up once per process.
 ///
@@ -14,6 +18,53 @@ use super::error::check;
 pub fn available() -> Result<()> {
     static STATE: OnceLock<Result<()>> = OnceLock::new();
     STATE.get_or_init(load_driver).clone()
+}
+
+/// Loads the CUDA driver from `file` (or the libcuda.so.1 of that folder), before anything uses another copy. Whether it
+/// finds a device is not asked here.
+///
+/// # Errors
+/// `Mismatch` if another copy is loaded; `Unavailable` if the file is no driver that can be loaded.
+pub fn load_driver_from(file: &Path) -> Result<Found> {
+    let file = if file.is_dir() { file.join("libcuda.so.1") } else { file.to_owned() };
+    only(&file)?;
+    // SAFETY: opening libcuda runs its initialisers, which any CUDA program does.
+    let library = unsafe { Library::open(Some(&file), RTLD_NOW | RTLD_GLOBAL) };
+    let library = library.map_err(|e| {
+        Error::new(ErrorKind::Unavailable, format!("{} cannot be loaded: {e}", file.display()))
+            .op("cuda")
+            .hint("name the libcuda.so.1 of the driver that runs (`ldconfig -p | grep libcuda`)")
+    })?;
+    // It stays: the binding has it by its name.
+    std::mem::forget(library);
+    // SAFETY: as above. The loader gives out what is loaded for the name that a driver has for itself.
+    if !unsafe { driver::sys::is_culib_present() } {
+        let text = format!("{} does not call itself libcuda.so.1", file.display());
+        return Err(Error::new(ErrorKind::Unavailable, text)
+            .op("cuda")
+            .hint("name the file of NVIDIA's driver"));
+    }
+    only(&file)?;
+    Ok(Found { path: file, how: How::Named })
+}
+
+/// True for a file of the driver, whatever its version.
+pub(super) fn is_driver(file: &Path) -> bool {
+    file.file_name().is_some_and(|n| n.to_string_lossy().starts_with("libcuda.so"))
+}
+
+/// Fails if the process has loaded another driver than `file`.
+fn only(file: &Path) -> Result<()> {
+    let loaded = Places::of_process().loaded.into_iter();
+    let Some(other) = loaded.filter(|p| is_driver(p)).find(|p| !same_file(p, file)) else {
+        return Ok(());
+    };
+    let text = format!("two copies of the CUDA driver: {} is loaded already", other.display());
+    Err(Error::new(ErrorKind::Mismatch, text)
+        .op("cuda")
+        .expected(other.display())
+        .seen(file.display())
+        .hint("name the driver before anything uses another, or put its folder first in LD_LIBRARY_PATH"))
 }
 
 fn load_driver() -> Result<()> {

@@ -42,7 +42,7 @@ pub use cublaslt::{CublasLt, LtAlgo, LtDesc, LtProduct, load_cublaslt};
 pub use event::CudaEvent;
 pub use graph::CudaGraph;
 pub use library::load_library;
-pub use loader::available;
+pub use loader::{available, load_driver_from};
 pub use memory::{CudaMemory, HostRegistered, Pinned};
 pub use module::{CudaModule, Grid, Kernel, LaunchArgs};
 pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum, NcclWindow, load_nccl};

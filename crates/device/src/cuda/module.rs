@@ -163,7 +163,8 @@ impl Grid {
             90.. => Ok(()),
             sm => Err(Error::new(ErrorKind::Unsupported, "this device has no clusters of blocks")
                 .expected("sm_90 or newer")
-                .seen(format_args!("sm_{sm}"))),
+                .seen(format_args!("sm_{sm}"))
+                .hint("launch without clusters there")),
         }
     }
 }

@@ -87,9 +87,9 @@ impl TensorMapDesc {
             DType::I64 => Type::CU_TENSOR_MAP_DATA_TYPE_INT64,
             d if d.size() == 1 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             d => {
-                return Err(
-                    Error::new(ErrorKind::Unsupported, "tensor maps have no such type").seen(d)
-                );
+                return Err(Error::new(ErrorKind::Unsupported, "tensor maps have no such type")
+                    .seen(d)
+                    .hint("describe the bytes as elements of a type of that size"));
             }
         })
     }
@@ -172,7 +172,8 @@ impl TensorMap {
         if sm < 90 {
             return Err(Error::new(ErrorKind::Unsupported, "this device has no tensor maps")
                 .expected("sm_90 or newer")
-                .seen(format_args!("sm_{sm}")));
+                .seen(format_args!("sm_{sm}"))
+                .hint("copy without one there"));
         }
         let _current = ctx.bind()?;
         // The driver counts from the innermost dimension.

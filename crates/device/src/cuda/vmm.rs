@@ -320,6 +320,7 @@ impl VmmRange {
         let total = chunks.len().checked_mul(stride).filter(|t| *t > 0).ok_or_else(|| {
             Error::new(ErrorKind::Exhausted, "no range of addresses is so long")
                 .seen(format_args!("{} chunks, {stride} bytes apart", chunks.len()))
+                .hint("reserve fewer bytes for each chunk")
         })?;
         let _current = ctx.bind()?;
         let mut base = 0;

@@ -158,7 +158,8 @@ pub(crate) fn stream_on<'a>(stream: &'a Stream, ctx: &CudaContext) -> Result<&'a
     if s.context().ordinal() != ctx.ordinal() {
         return Err(Error::new(ErrorKind::Unsupported, "the stream is of another device")
             .expected(ctx.ordinal())
-            .seen(s.context().ordinal()));
+            .seen(s.context().ordinal())
+            .hint("launch on a stream of the heap's device: `Stream::on(&context)`"));
     }
     Ok(s)
 }

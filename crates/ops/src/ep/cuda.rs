@@ -126,7 +126,7 @@ pub(super) struct Prepared {
 }
 
 /// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
-fn router(d: &EpDesc) -> Result<(u32, u32)> {
+pub(super) fn router(d: &EpDesc) -> Result<(u32, u32)> {
     let experts = d.num_experts();
     // 512 are faster than 256 and 1024: fewer warps to sum over, and enough to read with.
     let threads = if experts <= 1024 { MOVERS / 2 } else { THREADS };
@@ -134,7 +134,8 @@ fn router(d: &EpDesc) -> Result<(u32, u32)> {
     if bytes > 160 << 10 {
         return Err(Error::new(ErrorKind::Unsupported, "too many experts for the routing kernel")
             .expected("at most 3150")
-            .seen(experts));
+            .seen(experts)
+            .hint("run it on the host"));
     }
     Ok((threads, bytes as u32))
 }
@@ -241,14 +242,13 @@ const STATIC_BYTES: u32 = 1024;
 /// Shared memory of `tw_ep_send_bulk`.
 const BULK_BYTES: u32 =
     ((EP_BULK_SEND + EP_BULK_LAY) * EP_BULK_PIECES * EP_BULK_PIECE + EP_BULK_ZERO) as u32;
-/// Its threads: one warp fills rows that nobody feeds.
+/// Threads; one warp fills rows that nobody feeds.
 const BULK_THREADS: u32 = 32 * (EP_BULK_SEND + EP_BULK_LAY + 1) as u32;
 
 /// Shared memory of `tw_ep_back_bulk`: slices, and a list of rows for each warp.
 const BACK_BYTES: u32 = ((EP_BACK_RETURN + EP_BACK_SUM)
     * ((EP_BACK_STAGES + 1) * EP_BACK_SLICE + EP_BACK_TOKENS * (4 + 8 * EP_BACK_ENTRIES)))
     as u32;
-/// Its threads.
 const BACK_BULK_THREADS: u32 = 32 * (EP_BACK_RETURN + EP_BACK_SUM) as u32;
 
 /// Which part of a phase a kernel is; numbers as `part` of `TwRouting`.

@@ -124,6 +124,9 @@ impl EpPlan {
             ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
         let text = format!("{desc} {backend}");
         let first = PlanCore::any("ep", heap, &text)?;
+        if first.lane().is_some() {
+            cuda::router(&desc).map_err(|e| e.op("ep"))?;
+        }
         let counts = alloc(count_area(&desc), "ep counts")?;
         let tokens = alloc(area * token_area(&desc), "ep tokens")?;
         let returns = alloc(area * return_area(&desc), "ep returns")?;

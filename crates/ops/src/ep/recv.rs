@@ -73,7 +73,9 @@ impl EpPlan {
         }
         let mut direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
         if direct.len() >= usize::from(u16::MAX) {
-            return Err(Error::new(ErrorKind::Exhausted, "too many receive buffers").op("ep"));
+            return Err(Error::new(ErrorKind::Exhausted, "too many receive buffers")
+                .op("ep")
+                .hint("use those that there are in turn: each serves one microbatch at a time"));
         }
         let buf = heap.alloc(rows * d.hidden * dtype.size(), "ep rows").map_err(|e| e.op("ep"))?;
         // Peers find the buffer by its offset alone.

@@ -81,7 +81,11 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
             let seen: Result<Vec<_>> = outs.iter().map(|t| t.read(<[u8]>::to_vec)).collect();
             assert!(seen? == right, "{name}: queued work whose plan was dropped");
             drop(third);
-            assert!(comes_back(&heap, base)?, "{name}: {} of {base} bytes are free", heap.usage().0);
+            assert!(
+                comes_back(&heap, base)?,
+                "{name}: {} of {base} bytes are free",
+                heap.usage().0
+            );
         }
         Ok(())
     })

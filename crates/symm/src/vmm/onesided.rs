@@ -41,7 +41,8 @@ impl VmmOneSided {
         let Some(store) = &heap.0.vmm else {
             return Err(Error::new(ErrorKind::Unsupported, "this heap is not in device memory")
                 .expected("vmm")
-                .seen(heap.backend()));
+                .seen(heap.backend())
+                .hint("make it with `BackendKind::Vmm`; on the host use `HostOneSided`"));
         };
         Ok(Self { heap: heap.clone(), store: store.clone() })
     }

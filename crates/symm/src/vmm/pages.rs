@@ -39,7 +39,9 @@ impl HostPages {
                 |(i, p): (usize, &HostRegistered)| p.addr() == parts[0].addr() + (i * page) as u64;
             if !parts.iter().enumerate().all(even) {
                 let text = "the device sees the host's memory at other addresses";
-                return Err(Error::new(ErrorKind::Unsupported, text).op("heap"));
+                return Err(Error::new(ErrorKind::Unsupported, text)
+                    .op("heap")
+                    .hint("use GPUs that reach each other (`nvidia-smi topo -p2p r`)"));
             }
             Ok(Self { parts, map, page })
         });

@@ -87,6 +87,9 @@ impl HeapMemory {
     }
 }
 
+/// What to do about too long a range of addresses.
+const RESERVE: &str = "give a smaller HeapCfg::reserve_bytes";
+
 pub(crate) struct VmmStore {
     /// Every rank reaches the memory of all.
     pub(crate) near: bool,
@@ -202,6 +205,7 @@ impl VmmStore {
             let stride =
                 stride.checked_next_multiple_of(granularity(&parts.ctx)?).ok_or_else(|| {
                     Error::new(ErrorKind::Exhausted, "no machine has so many addresses")
+                        .hint(RESERVE)
                 })?;
             all.with_chunks(&parts.ctx, team.rank(), (which, own[which]), |chunks| {
                 VmmRange::map(&parts.ctx, chunks, stride)
@@ -239,7 +243,7 @@ impl VmmStore {
             let (own, _) = parts.heap.as_ref().ok_or_else(|| Error::internal("no chunk"))?;
             let stride = cfg.reserve_bytes.unwrap_or(0).max(own.len_bytes());
             let stride = stride.checked_next_multiple_of(grain).ok_or_else(|| {
-                Error::new(ErrorKind::Exhausted, "no machine has so many addresses")
+                Error::new(ErrorKind::Exhausted, "no machine has so many addresses").hint(RESERVE)
             })?;
             VmmRange::map_own(&parts.ctx, me, own, stride).map(HeapMemory::Own)
         });
