@@ -4,6 +4,7 @@
 // It also makes a machine look worse than it is, to see what is said of that:
 //   TW_DRIVER_VERSION=12000      the driver is for CUDA 12.0
 //   TW_COMPUTE_CAPABILITY=75     its devices are of sm_75
+//   TW_SHARED_BYTES=101376       their blocks have so much shared memory
 //   TW_NO_PEERS=217              devices do not reach each other: mapping a peer's memory fails so
 //   TW_FAIL=cuMemCreate=2,...    calls of these fail so: sharing memory or making it
 //   TW_CALLS_DIR/<thread id>.memory  there is no memory behind as many allocations of the thread as it says
@@ -123,6 +124,7 @@ static int my_cuDeviceGetAttribute(Word out, Word what, Word c, Word d, Word e, 
     int code = real_cuDeviceGetAttribute(out, what, c, d, e, f, g, h), sm = number("TW_COMPUTE_CAPABILITY");
     if (code == 0 && sm && (int)what == 75) *(int*)out = sm / 10;
     if (code == 0 && sm && (int)what == 76) *(int*)out = sm % 10;
+    if (code == 0 && (int)what == 97 && number("TW_SHARED_BYTES")) *(int*)out = number("TW_SHARED_BYTES");
     return code;
 }
 

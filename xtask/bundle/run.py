@@ -487,6 +487,9 @@ def worse(n, verify):
             yield Config(f"{name}-doctor", doctor, by_finding(*found), env=env, jit=True, needs=gcc)
 
 
+    # As on sm_86, sm_89 and sm_120: other tiles, or the plain kernels.
+    attention = [program("tilewire"), "verify", "--backend", "vmm", "--json", "--op", "attention", "--ranks", "1"]
+    yield Config("little-shared-memory", attention, by_rows, jit=True, env={"TW_SHARED_BYTES": "101376"}, takes=1, needs=gcc)
     # Through NCCL it works.
     if n > 1:
         nccl = ["verify", "--backend", "vmm", "--json", "--op", "nccl", "--dtype", "bf16", "--ranks", "2"]

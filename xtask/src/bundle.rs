@@ -345,7 +345,7 @@ mod tests {
             d, i, l = ctypes.CDLL(sys.argv[1]), ctypes.c_int(), ctypes.c_long()\n\
             def value(call, *more): return (call(ctypes.byref(i), *more), i.value)[1]\n\
             print(value(d.cuDriverGetVersion), value(d.cuDeviceGetAttribute, 75, 0), value(d.cuDeviceGetAttribute, 76, 0),\n\
-                value(d.cuDeviceGetAttribute, 16, 0), value(d.cuDeviceCanAccessPeer, 0, 1),\n\
+                value(d.cuDeviceGetAttribute, 97, 0), value(d.cuDeviceGetAttribute, 16, 0), value(d.cuDeviceCanAccessPeer, 0, 1),\n\
                 d.cuMemCreate(ctypes.byref(l), 5, None, 0), d.cuMemMap(100, 1, 0, 5, 0), d.cuMemSetAccess(100, 1, None, 1),\n\
                 d.cuMemImportFromShareableHandle(ctypes.byref(l), None, 1), d.cuMemMap(200, 1, 0, 77, 0),\n\
                 d.cuMemSetAccess(200, 1, None, 1), d.cuMemExportToShareableHandle(None, 5, 1, 0))";
@@ -355,14 +355,15 @@ mod tests {
             python.envs(vars.iter().copied());
             output(&mut python).unwrap().trim().to_owned()
         };
-        assert_eq!(run(&[]), "13000 9 9 9 1 0 0 0 0 0 0 0");
+        assert_eq!(run(&[]), "13000 9 9 9 9 1 0 0 0 0 0 0 0");
         let worse = [
             ("TW_DRIVER_VERSION", "12000"),
             ("TW_COMPUTE_CAPABILITY", "75"),
             ("TW_NO_PEERS", "217"),
+            ("TW_SHARED_BYTES", "101376"),
             ("TW_FAIL", "cuMem=3,cuMemExportToShareableHandle=800"),
         ];
-        assert_eq!(run(&worse), "12000 7 5 9 0 0 0 0 0 0 217 800");
+        assert_eq!(run(&worse), "12000 7 5 101376 9 0 0 0 0 0 0 217 800");
     }
 
     /// The runner itself, without a GPU: the configurations of every mode.

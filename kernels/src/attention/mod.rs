@@ -76,6 +76,9 @@ impl Plain {
     }
 }
 
+/// `TwBlock` of the kernels, at most.
+const BLOCK_BYTES: u64 = 256;
+
 /// One compilation of [`SM80_ATTENTION`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Variant {
@@ -161,6 +164,25 @@ impl Variant {
         2 * (t.n + 2 * t.m) * (qk + v) + 16 * t.m + pairs
     }
 
+    /// This, or the smaller tiles of the text with all features: the first whose kernels take `bytes` of shared memory that
+    /// a block may have, `room` in all.
+    pub fn fitting(self, room: u64, bytes: impl Fn(&Variant) -> u64) -> Option<Variant> {
+        let fits = |v: &Variant| bytes(v) <= room;
+        [self, Variant { extra: true, ..self }].into_iter().find(fits)
+    }
+
+    /// All shared memory of the forward kernel.
+    pub fn forward_bytes(&self) -> u64 {
+        // Largest magnitudes and sums: two numbers of each row of a thread, which has 16 of a warp's rows in eighths.
+        let rows = self.forward().m / self.forward().warps / 16;
+        self.forward_shared_bytes() + BLOCK_BYTES + 2 * 8 * rows * 32 * self.forward().warps
+    }
+
+    /// All shared memory of the largest kernel of the backward pass.
+    pub fn backward_bytes(&self) -> u64 {
+        self.dq_shared_bytes().max(self.dkv_shared_bytes()) + BLOCK_BYTES
+    }
+
     /// The definitions that the text takes.
     pub fn defines(&self) -> Vec<(String, u64)> {
         let (f, q, kv) = (self.forward(), self.dq(), self.dkv());
@@ -219,4 +241,30 @@ pub fn attention() -> Vec<(Source, Vec<(String, u64)>)> {
     let plain = plain_variants().into_iter().chain(merges).map(|p| p.defines());
     let parts = plain_variants().into_iter().filter(|p| p.output != 2).map(|p| p.parts());
     tiles.chain(plain.chain(parts).map(|defines| (PLAIN_ATTENTION, defines))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shared memory of a block: sm_90 and sm_100; sm_80; sm_86, sm_89 and sm_120.
+    const ROOM: [u64; 3] = [227 << 10, 163 << 10, 99 << 10];
+
+    #[test]
+    fn tiles_fit_the_shared_memory_of_every_device() {
+        let of = |dqk, dv| Variant { f16: false, dqk, dv, extra: false };
+        let forward = |v: Variant| ROOM.map(|r| v.fitting(r, Variant::forward_bytes));
+        let backward = |v: Variant| ROOM.map(|r| v.fitting(r, Variant::backward_bytes));
+        let small = |v: Variant| Some(Variant { extra: true, ..v });
+        for d in [8, 64] {
+            assert_eq!(forward(of(d, d)), [Some(of(d, d)); 3]);
+        }
+        let v = of(128, 128);
+        assert_eq!(forward(v), [Some(v), Some(v), small(v)]);
+        assert_eq!(backward(v), [Some(v), Some(v), small(v)]);
+        // `None`: the plain kernels do it.
+        let (v, w) = (of(192, 128), of(256, 256));
+        assert_eq!((forward(v), forward(w)), ([Some(v), Some(v), None], [Some(w); 3]));
+        assert_eq!((backward(v), backward(w)), ([Some(v); 3], [Some(w), Some(w), None]));
+    }
 }

@@ -164,6 +164,16 @@ fn variant(d: &AttentionDesc, extra: bool) -> Option<Variant> {
     (narrow && fits(d.dqk) && fits(d.dv)).then_some(v)
 }
 
+/// The compilation that this device has the shared memory for; else the plain kernels do it.
+fn fitting(
+    ctx: &CudaContext,
+    v: Option<Variant>,
+    bytes: fn(&Variant) -> u64,
+) -> Result<Option<Variant>> {
+    let room = u64::from(ctx.max_shared_bytes()?);
+    Ok(v.and_then(|v| v.fitting(room, bytes)))
+}
+
 /// The compilation that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`.
 pub(crate) fn unit(dtype: DType, (dqk, dv): (usize, usize)) -> (Source, Vec<(String, u64)>) {
     let d = AttentionDesc { dv, ..AttentionDesc::new(1, (1, 1), dqk, dtype, AttnMask::CAUSAL) };
@@ -194,9 +204,7 @@ impl Forward {
             let name = format!("tiles {}x{}", t.m, t.n);
             Ok(Self { fwd, table: m.kernel("tw_attn_table")?, name })
         };
-        match variant(d, extra(d)) {
-            // Devices with less shared memory take the smaller tiles of the text with all features.
-            Some(v) if !v.extra => with(v).or_else(|_| with(Variant { extra: true, ..v })),
+        match fitting(ctx, variant(d, extra(d)), Variant::forward_bytes)? {
             Some(v) => with(v),
             None => {
                 let output = u64::from(code(out));
@@ -213,10 +221,7 @@ impl Backward {
     fn new(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
         // The matrix kernels read an output and its gradient of the inputs' type.
         let v = variant(d, extra(d)).filter(|_| d.out == d.dtype);
-        let (delta, dq, dkv) = match v {
-            Some(v) if !v.extra => {
-                Self::tiled(ctx, v).or_else(|_| Self::tiled(ctx, Variant { extra: true, ..v }))?
-            }
+        let (delta, dq, dkv) = match fitting(ctx, v, Variant::backward_bytes)? {
             Some(v) => Self::tiled(ctx, v)?,
             None => {
                 let p = plain(d);
