@@ -1,6 +1,7 @@
 //! What all operations share: shards, plan bookkeeping, tile configuration, cost model.
 
 mod check;
+mod choice;
 mod core;
 pub(crate) mod cuda;
 mod handoff;
@@ -10,7 +11,8 @@ mod overlap;
 pub(crate) mod ring;
 mod shards;
 
-pub(crate) use self::core::{Choice, fastest, only_meets};
+pub(crate) use self::choice::{Choice, fastest};
+pub(crate) use self::core::only_meets;
 pub use self::core::{Launch, PlanCore};
 pub use check::expect_tensor;
 pub(crate) use check::{Named, apart, narrow_into, wide};

@@ -1,0 +1,155 @@
+//! What a plan is free to choose at `prepare`.
+
+use std::sync::OnceLock;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tilewire_core::{BackendKind, Error, ErrorKind, Result};
+use tilewire_symm::{Heap, LiveTeam};
+
+use super::core::not_prepared;
+use super::cuda::no_kernel;
+use super::nccl::usual;
+use super::overlap::MOST_CANDIDATE_CHUNKS;
+use super::{Algo, Explain, OverlapConfig};
+use crate::collective::CollectiveBackend;
+
+/// Collective: of the candidates, the one whose largest cost on any rank is the least; of equals
+/// the first in rank 0's list.
+///
+/// # Errors
+/// `Mismatch` if the ranks have other candidates.
+pub(crate) fn fastest<C>(team: &LiveTeam, costs: &[(C, f64)]) -> Result<C>
+where
+    C: Copy + PartialEq + Serialize + DeserializeOwned,
+{
+    let mine = serde_json::to_vec(costs)
+        .map_err(|e| Error::internal(format!("costs of configurations as JSON: {e}")))?;
+    let lists = team.exchange("config", &mine)?;
+    let mut lists = lists.iter().enumerate().map(|(i, bytes)| {
+        serde_json::from_slice::<Vec<(C, f64)>>(bytes).map_err(|e| {
+            Error::new(ErrorKind::Protocol, format!("costs of rank {i} cannot be read: {e}"))
+        })
+    });
+    let mut worst = lists.next().transpose()?.unwrap_or_default();
+    for list in lists {
+        let list = list?;
+        for (config, most) in &mut worst {
+            let cost = list.iter().find(|(c, _)| c == config).map(|(_, us)| *us);
+            *most = most.max(cost.ok_or_else(|| {
+                Error::new(ErrorKind::Mismatch, "the ranks have other candidates to choose from")
+            })?);
+        }
+    }
+    let best = worst.iter().min_by(|a, b| a.1.total_cmp(&b.1)).map(|(c, _)| *c);
+    best.ok_or_else(|| Error::internal("no candidate to choose"))
+}
+
+/// The tile configuration of a plan: given by the caller, or chosen at `prepare`.
+pub(crate) struct Choice {
+    given: Option<OverlapConfig>,
+    used: OnceLock<OverlapConfig>,
+}
+
+impl Choice {
+    /// For a plan on `heap`. On a device GEMMs choose their tiles themselves, and the tiles
+    /// of the caller say nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a bad configuration; `Unsupported` or `Unavailable` for an algorithm that
+    /// the backend has no path for, or that puts between GPUs that do not reach each other.
+    pub fn new(given: Option<OverlapConfig>, heap: &Heap) -> Result<Self> {
+        let given = given.map(|c| fit(c, heap.backend())).transpose()?;
+        let given = match (usual(heap), given) {
+            (CollectiveBackend::Put, given) => given,
+            (_, None) => Some(OverlapConfig::of(Algo::SequentialNccl, 1)),
+            (_, Some(c)) if c.algo == Algo::SequentialNccl => Some(c),
+            (_, Some(c)) => {
+                let what = format!("`{}` between GPUs that do not reach each other", c.algo);
+                return Err(no_kernel(
+                    what,
+                    "use sequential_nccl, or leave the choice to `prepare`",
+                ));
+            }
+        };
+        let used = OnceLock::new();
+        if let Some(c) = given {
+            used.get_or_init(|| c);
+        }
+        Ok(Self { given, used })
+    }
+
+    /// The most chunks of a shard: each has a flag of its own on a device.
+    pub fn max_chunks(&self) -> usize {
+        self.given.map_or(MOST_CANDIDATE_CHUNKS, |c| c.sub_chunks)
+    }
+
+    /// For the fingerprint: what the caller gave.
+    pub fn text(&self) -> String {
+        self.given.map_or("auto".to_owned(), |c| c.to_string())
+    }
+
+    /// Collective: where the caller gave none, what is fastest for the slowest rank.
+    pub(super) fn settle(
+        &self,
+        team: &LiveTeam,
+        device: bool,
+        explain: impl FnOnce() -> Explain,
+    ) -> Result<()> {
+        if self.used.get().is_none() {
+            let mut list = explain().candidates;
+            list.retain(|c| !device || on_devices(c.config.algo));
+            let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
+            let chosen = fastest(team, &costs)?;
+            self.used.get_or_init(|| chosen);
+        }
+        Ok(())
+    }
+
+    /// The configuration in use.
+    pub fn get(&self) -> Result<OverlapConfig> {
+        self.used.get().copied().ok_or_else(not_prepared)
+    }
+}
+
+/// A configuration as `backend` carries it out.
+fn fit(c: OverlapConfig, backend: BackendKind) -> Result<OverlapConfig> {
+    c.check()?;
+    if backend == BackendKind::Host {
+        return c.algo.check_host().map(|()| c);
+    }
+    if on_devices(c.algo) {
+        return Ok(OverlapConfig::of(c.algo, c.sub_chunks));
+    }
+    Err(no_kernel(
+        format!("the algorithm `{}`", c.algo),
+        "use pipelined, ring, sequential or sequential_nccl, or leave the choice to `prepare`",
+    ))
+}
+
+/// Algorithms with a path on CUDA devices.
+fn on_devices(algo: Algo) -> bool {
+    matches!(algo, Algo::Pipelined | Algo::Ring | Algo::Sequential | Algo::SequentialNccl)
+}
+
+#[cfg(test)]
+mod tests {
+    use tilewire_symm::{World, WorldCfg};
+
+    use super::*;
+
+    /// Rank 0 would take 'a': alone it is the fastest there.
+    #[test]
+    fn the_choice_is_the_best_for_the_slowest_rank() {
+        let costs = [[('a', 1.0), ('b', 2.0), ('c', 9.0)], [('a', 9.0), ('c', 1.0), ('b', 3.0)]];
+        let chosen = World::run_threads(2, WorldCfg::for_tests(), |world| {
+            let team = world.everyone("choice")?;
+            let best = fastest(&team, &costs[team.rank().idx()])?;
+            // A rank without a candidate of the other.
+            let few = if team.rank().idx() == 0 { &costs[0][..] } else { &costs[1][..2] };
+            assert!(fastest(&team, few).unwrap_err().is_mismatch());
+            Ok(best)
+        });
+        assert_eq!(chosen.unwrap(), ['b', 'b']);
+    }
+}
