@@ -2,8 +2,9 @@
 
 use tilewire_kernels::portable::{EP_BACK, EP_BULK};
 
-use crate::ep::{Layers, Libs, ODD, PORTABLE, RANKS, Side, WHOLE, load_back, load_bulk};
+use crate::ep::{ODD, PORTABLE, RANKS, WHOLE, load_back, load_bulk};
 use crate::ep_batch::batch;
+use crate::ep_layers::{Layers, Libs};
 use crate::host::Lib;
 use crate::memory::Memory;
 use crate::{Test, tests};
@@ -26,15 +27,15 @@ pub fn staying_away_back(lib: &'static Lib) {
 fn stay_away(libs: Libs, hidden: usize, phase: usize) {
     let layers = Layers::new(libs, hidden);
     let b = batch(7, 150, hidden);
-    let make = |r: usize, s: &Side, phase: usize| match phase {
-        0 => vec![layers.route(r, s, 150)],
+    let make = |r: usize, phase: usize| match phase {
+        0 => vec![layers.route(r, &b)],
         1 => layers.dispatch(r, &b, true),
         _ => vec![layers.combine(r, &b)],
     };
     for done in 0..phase {
-        layers.run((7, RANKS), &b, &|r, s| make(r, s, done));
+        layers.run((7, RANKS), &b, &|r| make(r, done));
     }
-    layers.run((7, RANKS - 1), &b, &|r, s| make(r, s, phase));
+    layers.run((7, RANKS - 1), &b, &|r| make(r, phase));
     for (r, s) in b.sides.iter().enumerate().take(RANKS - 1) {
         // A rank without tokens has nothing to wait for in a combine.
         let waits = phase < 2 || s.tokens > 0;

@@ -3,11 +3,9 @@
 
 use tilewire_kernels::portable::EP_BULK;
 
-use crate::ep::{
-    AT_ROWS, BUFFER, BUFFERS, Layers, Libs, MOST_ROWS, ODD, PORTABLE, RANKS, RECORDS, WHOLE,
-    filled, go, load_bulk, unit,
-};
+use crate::ep::{BUFFERS, FEW, MOST_ROWS, ODD, PORTABLE, RANKS, WHOLE, load_bulk, unit};
 use crate::ep_batch::{batch, batch_of};
+use crate::ep_layers::{Layers, Libs, filled, go};
 use crate::host::Lib;
 use crate::run::Run;
 use crate::team::RankMemory;
@@ -19,50 +17,50 @@ pub const TESTS: &[Test] =
 impl Layers {
     /// Fills a receive buffer of all ranks with what no launch writes.
     pub fn refill(&self, n: usize) {
+        let (at, len) = (self.buffer_at(n), self.world.buffer());
         for (r, v) in self.views.iter().enumerate() {
-            let at = AT_ROWS + (n - 1) * BUFFER;
-            (0..BUFFER / 8).for_each(|i| v.set(r, at + 8 * i, 0x7777_7777_7777_7777));
+            (0..len / 8).for_each(|i| v.set(r, at + 8 * i, 0x7777_7777_7777_7777));
         }
     }
 
-    /// The first `num` elements of a receive buffer.
-    pub fn received(&self, r: usize, n: usize, num: usize) -> Vec<f32> {
-        let at = AT_ROWS + (n - 1) * BUFFER;
-        let words = (0..num.div_ceil(2)).map(|i| self.views[r].get(r, at + 8 * i));
-        let all = words.flat_map(|w| [w as u32, (w >> 32) as u32].map(f32::from_bits));
-        all.take(num).collect()
+    /// The first bytes of a receive buffer.
+    pub fn received(&self, r: usize, n: usize, len: usize) -> Vec<u8> {
+        let at = self.buffer_at(n);
+        let words =
+            (0..len.div_ceil(8)).flat_map(|i| self.views[r].get(r, at + 8 * i).to_le_bytes());
+        words.take(len).collect()
     }
 }
 
 /// Dispatches into receive buffers, alone and in turn with others.
 fn straight(layers: &Layers, cases: &[(u64, usize, usize, bool)]) {
-    let h = layers.hidden;
+    let h = layers.world.hidden;
     for &(seed, capacity, buffer, rank_major) in cases {
         let b = batch_of(seed, capacity, h, rank_major);
         let at = (seed, RANKS);
-        layers.run(at, &b, &|r, s| vec![layers.route(r, s, capacity)]);
+        layers.run(at, &b, &|r| vec![layers.route(r, &b)]);
         if buffer == 0 {
-            layers.run(at, &b, &|r, _| layers.dispatch(r, &b, true));
-            b.dispatched(h);
+            layers.run(at, &b, &|r| layers.dispatch(r, &b, true));
+            b.dispatched();
             continue;
         }
         layers.refill(buffer);
-        layers.run(at, &b, &|r, _| layers.dispatch_to(r, &b, (true, buffer)));
-        b.dispatched_to(h, |_, r, used| layers.received(r, buffer, used));
+        layers.run(at, &b, &|r| layers.dispatch_to(r, &b, (true, buffer)));
+        b.dispatched_to(|_, r, used| layers.received(r, buffer, used));
     }
 }
 
 /// The backward of a combine without weights: a dispatch of rows alone, behind one with everything.
 fn gradients(layers: &Layers, seed: u64) {
-    let mut b = batch(seed, MOST_ROWS, layers.hidden);
-    layers.run((seed, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    let mut b = batch(seed, MOST_ROWS, layers.world.hidden);
+    layers.run((seed, RANKS), &b, &|r| vec![layers.route(r, &b)]);
     layers.refill(2);
     for (rows_only, buffer) in [(false, 0), (true, 2), (true, 0)] {
         b.rows_only = rows_only;
-        b.sides.iter().for_each(|s| s.recv.write(&vec![0x77u8; 4 * MOST_ROWS * layers.hidden]));
-        layers.run((seed, RANKS), &b, &|r, _| layers.dispatch_to(r, &b, (true, buffer)));
-        b.dispatched_to(layers.hidden, |s, r, used| match buffer {
-            0 => s.recv.read::<f32>()[..used].to_vec(),
+        b.sides.iter().for_each(|s| s.recv.write(&vec![0x77u8; s.recv.len_bytes()]));
+        layers.run((seed, RANKS), &b, &|r| layers.dispatch_to(r, &b, (true, buffer)));
+        b.dispatched_to(|s, r, used| match buffer {
+            0 => s.recv.read::<u8>()[..used].to_vec(),
             n => layers.received(r, n, used),
         });
     }
@@ -83,13 +81,13 @@ const STRAIGHT: [(u64, usize, usize, bool); 8] = [
 /// Two batches through one buffer, each read by a kernel behind its dispatch: the second one's rows may not
 /// come before, although a rank may be ahead of another.
 fn in_turn(layers: &Layers, seed: u64, rank_major: bool) {
-    let [a, b] = [5, 6].map(|seed| batch_of(seed, MOST_ROWS, layers.hidden, rank_major));
-    let received = if rank_major { RECORDS } else { MOST_ROWS };
+    let [a, b] = [5, 6].map(|seed| batch_of(seed, MOST_ROWS, layers.world.hidden, rank_major));
+    let received = a.received();
     let rows: Vec<i32> = (0..received as i32).collect();
     let rows = filled(&rows);
-    let row_bytes = 4 * layers.hidden as u64;
-    layers.run((seed, RANKS), &a, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
-    layers.run((seed, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    let row_bytes = layers.world.payload() as u64;
+    layers.run((seed, RANKS), &a, &|r| vec![layers.route(r, &a)]);
+    layers.run((seed, RANKS), &b, &|r| vec![layers.route(r, &b)]);
     layers.refill(1);
     let mut run = Run::new(seed);
     run.max_steps = 50_000_000;
@@ -110,28 +108,29 @@ fn in_turn(layers: &Layers, seed: u64, rank_major: bool) {
             }
             run = run.memory(&s.handle).memory([&s.x, &s.w, &s.recv, &s.recv_w, &s.index]);
         }
-        run = run.stream(r as u32, list).memory([&layers.views[r], &layers.states[r]]);
+        run = run.stream(r as u32, list).memory([&*layers.views[r], &layers.states[r]]);
     }
     let team = layers.team.ranks.iter().flat_map(RankMemory::all);
     run.memory(team).memory([&layers.first, &rows]).go().unwrap();
-    a.dispatched(layers.hidden);
-    b.dispatched(layers.hidden);
+    a.dispatched();
+    b.dispatched();
 }
 
 /// One rank takes its rows elsewhere: nobody's output looks like a result, and everybody is told why.
 fn differ(layers: &Layers, buffers: [usize; RANKS]) {
-    let b = batch(7, MOST_ROWS, layers.hidden);
-    layers.run((7, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+    let b = batch(7, MOST_ROWS, layers.world.hidden);
+    layers.run((7, RANKS), &b, &|r| vec![layers.route(r, &b)]);
     (1..=BUFFERS).for_each(|n| layers.refill(n));
-    layers.run((7, RANKS), &b, &|r, _| layers.dispatch_to(r, &b, (true, buffers[r])));
+    layers.run((7, RANKS), &b, &|r| layers.dispatch_to(r, &b, (true, buffers[r])));
     for (r, s) in b.sides.iter().enumerate() {
         assert_eq!(layers.team.fault(r) >> 32 & 0xff, 5, "rank {r} is told of a bad input");
-        let bits = |v: Vec<f32>| v.iter().all(|v| v.to_bits() == u32::MAX);
+        let spoiled = |v: Vec<u8>| v.iter().all(|v| *v == u8::MAX);
         let x = match buffers[r] {
-            0 => s.recv.read::<f32>(),
-            n => layers.received(r, n, MOST_ROWS * layers.hidden),
+            0 => s.recv.read::<u8>(),
+            n => layers.received(r, n, MOST_ROWS * layers.world.payload()),
         };
-        assert!(bits(x) && bits(s.recv_w.read::<f32>()), "rank {r} has what looks like a result");
+        let all = spoiled(x) && spoiled(s.recv_w.read());
+        assert!(all, "rank {r} has what looks like a result");
     }
 }
 
@@ -165,18 +164,18 @@ pub fn some_straight_bulk(lib: &'static Lib) {
 
 /// A phase that leaves its rows in the area, as the backward of combine does, tells the rank-major rows of records, too.
 fn only_counted(layers: &Layers) {
-    let b = batch_of(7, MOST_ROWS, layers.hidden, true);
-    layers.run((7, RANKS), &b, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
-    layers.run((7, RANKS), &b, &|r, _| layers.dispatch(r, &b, false));
+    let b = batch_of(7, MOST_ROWS, layers.world.hidden, true);
+    layers.run((7, RANKS), &b, &|r| vec![layers.route(r, &b)]);
+    layers.run((7, RANKS), &b, &|r| layers.dispatch(r, &b, false));
     b.counted();
 }
 
 /// Two batches to two buffers, one behind the other: a rank that has all rows of the first says that those of
 /// the second may come while warps of others have not looked yet.
 fn ahead(layers: &Layers, seed: u64, rank_major: bool) {
-    let [a, b] = [5, 6].map(|seed| batch_of(seed, MOST_ROWS, layers.hidden, rank_major));
+    let [a, b] = [5, 6].map(|seed| batch_of(seed, MOST_ROWS, layers.world.hidden, rank_major));
     for batch in [&a, &b] {
-        layers.run((seed, RANKS), batch, &|r, s| vec![layers.route(r, s, MOST_ROWS)]);
+        layers.run((seed, RANKS), batch, &|r| vec![layers.route(r, batch)]);
     }
     (1..=BUFFERS).for_each(|n| layers.refill(n));
     layers.run_all((seed, RANKS), &[&a, &b], &|r| {
@@ -184,8 +183,8 @@ fn ahead(layers: &Layers, seed: u64, rank_major: bool) {
         list.extend(layers.dispatch_to(r, &b, (true, 2)));
         list
     });
-    a.dispatched_to(layers.hidden, |_, r, used| layers.received(r, 1, used));
-    b.dispatched_to(layers.hidden, |_, r, used| layers.received(r, 2, used));
+    a.dispatched_to(|_, r, used| layers.received(r, 1, used));
+    b.dispatched_to(|_, r, used| layers.received(r, 2, used));
 }
 
 fn rows_go_straight_to_where_they_stay() {
@@ -194,5 +193,5 @@ fn rows_go_straight_to_where_they_stay() {
 
 fn rows_go_straight_by_bulk_copies() {
     some_straight_bulk(load_bulk(EP_BULK.emu_text()));
-    some_straight_bulk(unit(&EP_BULK, EP_BULK.emu_text(), 1));
+    some_straight_bulk(unit(&EP_BULK, EP_BULK.emu_text(), FEW));
 }

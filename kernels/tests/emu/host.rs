@@ -264,6 +264,10 @@ impl Launch<'_> {
         self.kernel.lib
     }
 
+    pub fn name(&self) -> &str {
+        self.kernel.name.to_str().unwrap()
+    }
+
     /// Why no device would take this launch.
     pub fn problem(&self) -> Option<String> {
         let (k, mut capacity) = (self.kernel, 0);

@@ -18,9 +18,13 @@ mod ep;
 mod ep_away;
 mod ep_back_mutants;
 mod ep_batch;
+mod ep_layers;
 mod ep_mutants;
 mod ep_params;
 mod ep_straight;
+mod ep_world;
+mod ep_worlds;
+mod ep_worlds_mutants;
 mod gemm;
 mod gemm_aux;
 mod gemm_mutants;
@@ -89,6 +93,8 @@ fn main() -> ExitCode {
         ep::TESTS,
         ep_away::TESTS,
         ep_straight::TESTS,
+        ep_worlds::TESTS,
+        ep_worlds_mutants::TESTS,
         ep_back_mutants::TESTS,
         ep_mutants::TESTS,
         layers::TESTS,

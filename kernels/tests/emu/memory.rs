@@ -4,6 +4,7 @@
 
 use std::ffi::{CString, c_int};
 use std::ptr::null;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use bytemuck::{NoUninit, Pod};
@@ -152,6 +153,21 @@ impl Pages {
         let names = (0..self.fds.len()).map(|i| CString::new(format!("{name}[{i}]")).unwrap());
         let stride = self.len + PAGE;
         Memory::make(names.collect(), rank, Some(&self.fds), (self.len, stride), (0, self.len))
+    }
+}
+
+/// More ranks than these share one mapping of all pages: a process may not have so many.
+const APART: usize = 16;
+
+impl Pages {
+    /// All pages as each rank sees them.
+    pub fn views(&self, name: &str) -> Vec<Arc<Memory>> {
+        let ranks = 0..self.fds.len() as u32;
+        if self.fds.len() <= APART {
+            return ranks.map(|r| Arc::new(self.map(name, r))).collect();
+        }
+        let all = Arc::new(self.map(name, ANY));
+        ranks.map(|_| all.clone()).collect()
     }
 }
 

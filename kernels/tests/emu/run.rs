@@ -1,11 +1,12 @@
 //! Runs: streams of launches on memory, and what is told of them.
 
 use std::any::Any;
+use std::collections::HashSet;
 use std::ffi::{CStr, c_char, c_void};
 use std::panic::{self, AssertUnwindSafe};
 use std::ptr::null_mut;
 
-use crate::host::{Launch, RawEvent, RawLaunch, RawRegion, RawRun, RawStream, Stats};
+use crate::host::{Launch, Lib, RawEvent, RawLaunch, RawRegion, RawRun, RawStream, Stats};
 use crate::memory::{ANY, Memory};
 
 /// A memory operation that is about to happen.
@@ -126,6 +127,9 @@ impl<'a> Run<'a> {
                 RawStream { launches, len: l.len() as u32, rank: *rank, worker, pad: 0 }
             })
             .collect();
+        // Ranks may share a mapping.
+        let mut seen = HashSet::new();
+        self.memory.retain(|m| seen.insert(m.addr()));
         let regions: Vec<RawRegion> = self.memory.iter().flat_map(|m| m.regions()).collect();
         let mut told = self.hook.take().map(|hook| Told { hook, panic: None });
         let mut message = vec![0u8; 8192];
@@ -142,7 +146,14 @@ impl<'a> Run<'a> {
         }
         let stats = run.stats;
         let text = CStr::from_bytes_until_nul(&message).unwrap().to_string_lossy();
-        if good { Ok(stats) } else { Err(lib.explain(&text)) }
+        if good { Ok(stats) } else { Err(self.told_of(lib, &text).explain(&text)) }
+    }
+
+    /// The library of the kernel that a message names, or the run's first.
+    fn told_of(&self, first: &'static Lib, message: &str) -> &'static Lib {
+        let mut launches = self.streams.iter().flat_map(|(_, l)| l);
+        let named = launches.find(|l| message.contains(&format!(" {} ", l.name())));
+        named.map_or(first, Launch::lib)
     }
 
     fn raw(&self, streams: &[RawStream], regions: &[RawRegion], message: &mut [u8]) -> RawRun {

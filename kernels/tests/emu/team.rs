@@ -1,6 +1,6 @@
 //! Teams of virtual ranks on control pages with the layout of `crates/symm`.
 
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use bytemuck::{NoUninit, Pod, Zeroable};
 use tilewire_kernels::SIGNAL;
@@ -104,8 +104,8 @@ pub struct PagesParam {
 
 /// What one rank holds, and its view of what all share.
 pub struct RankMemory {
-    pub control: Memory,
-    pub data: Memory,
+    pub control: Arc<Memory>,
+    pub data: Arc<Memory>,
     pub sent: Memory,
     pub expected: Memory,
     pub epoch: Memory,
@@ -144,13 +144,14 @@ impl Team {
         // As `control::device_page_bytes`.
         let control = Pages::new(size, l.signals + l.num_signals * size * 16);
         let data = Pages::new(size, 8 * size);
+        let (control, data) = (control.views("control"), data.views("data"));
         let ranks = (0..size as u32).map(|r| {
             let own = |name: &str, words: usize| {
                 Memory::new(&format!("{name} of rank {r}"), r, 8 * words)
             };
             RankMemory {
-                control: control.map("control", r),
-                data: data.map("data", r),
+                control: control[r as usize].clone(),
+                data: data[r as usize].clone(),
                 sent: own("sent", l.num_signals * size),
                 expected: own("expected", l.num_signals * size),
                 epoch: own("epoch", l.num_channels),
@@ -313,7 +314,7 @@ impl Team {
         let words =
             |m: &Memory, i: usize| (0..m.len_bytes() / 8).map(|w| m.get(i, 8 * w)).collect();
         let pages =
-            self.ranks.iter().enumerate().flat_map(|(r, m)| [(&m.control, r), (&m.data, r)]);
+            self.ranks.iter().enumerate().flat_map(|(r, m)| [(&*m.control, r), (&*m.data, r)]);
         let own = self.ranks.iter().flat_map(|m| m.all()[2..].to_vec()).map(|m| (m, 0));
         pages.chain(own).map(|(m, i)| words(m, i)).collect()
     }
