@@ -1,12 +1,12 @@
 //! `collective/sm90_collective.cu`: gathers, exchanges and sums of several ranks against the host's bits, launch after
 //! launch in one memory without meetings between; a rank that stays away.
 
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
 use tilewire_kernels::SIGNAL;
-use tilewire_kernels::portable::COLLECTIVE;
+use tilewire_kernels::portable::{COLLECTIVE, COLLECTIVE_RANKS};
 
 use crate::compile::Unit;
 use crate::ep_params::poison;
@@ -16,10 +16,13 @@ use crate::run::Run;
 use crate::team::{self, RankMemory, Team};
 use crate::{Test, tests};
 
-pub const TESTS: &[Test] =
-    tests![parts_and_sums_have_the_hosts_bits, a_rank_that_stays_away_is_named,];
+pub const TESTS: &[Test] = tests![
+    parts_and_sums_have_the_hosts_bits,
+    parts_and_sums_of_two_to_sixteen_ranks,
+    a_rank_that_stays_away_is_named,
+];
 
-const MOST: usize = 8;
+const MOST: usize = COLLECTIVE_RANKS;
 const WARPS: u32 = 4;
 const PIECE: usize = 32;
 /// Warps that send, and the most chunks of their rings.
@@ -29,7 +32,7 @@ const STAGES: usize = 4;
 const FLAGGED: usize = 2 * PIECE;
 const FLAGS: usize = 12;
 /// Bytes of an area, and where those of a rank lie.
-const AREA: usize = 4096;
+const AREA: usize = 8192;
 const AT_FLAGS: usize = 2 * AREA;
 
 static SIGNALS: LazyLock<&'static Lib> = LazyLock::new(|| team::load(SIGNAL.emu_text()));
@@ -58,15 +61,15 @@ fn unit(text: String, mantissa: u64, stages: u64) -> &'static Lib {
 /// `TwPart`, `TwCollective` and `TwTotal` of the kernel.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct Part {
-    src: u64,
-    dst: u64,
-    len: u64,
+pub struct Part {
+    pub src: u64,
+    pub dst: u64,
+    pub len: u64,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct Param {
+pub struct Param {
     flags: [u64; MOST],
     epoch: u64,
     ticket: u64,
@@ -80,24 +83,24 @@ struct Param {
     same: u32,
     summers: u32,
     pad: u32,
-    send: [Part; MOST],
-    take: [Part; MOST],
+    pub send: [Part; MOST],
+    pub take: [Part; MOST],
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct Total {
-    slots: u64,
-    stride: u64,
-    own: u64,
-    len: u64,
-    to: [u64; MOST],
-    scale: f32,
+pub struct Total {
+    pub slots: u64,
+    pub stride: u64,
+    pub own: u64,
+    pub len: u64,
+    pub to: [u64; MOST],
+    pub scale: f32,
     pad: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Op {
+pub enum Op {
     Gather,
     Exchange,
     Scatter,
@@ -106,13 +109,13 @@ enum Op {
     Whole,
 }
 
-const OPS: [Op; 5] = [Op::Gather, Op::Exchange, Op::Scatter, Op::Reduce, Op::Whole];
+pub const OPS: [Op; 5] = [Op::Gather, Op::Exchange, Op::Scatter, Op::Reduce, Op::Whole];
 
 /// A team with its areas.
-struct Ranks {
+pub struct Ranks {
     size: usize,
-    team: Team,
-    views: Vec<Memory>,
+    pub team: Team,
+    views: Vec<Arc<Memory>>,
     states: Vec<Memory>,
     lib: &'static Lib,
     /// Bytes behind a flag.
@@ -120,8 +123,8 @@ struct Ranks {
 }
 
 /// One collective with its data: bytes from each rank to each.
-struct Batch {
-    op: Op,
+pub struct Batch {
+    pub op: Op,
     split: Vec<Vec<usize>>,
     x: Vec<Memory>,
     out: Vec<Memory>,
@@ -165,12 +168,12 @@ fn starts(lens: impl Iterator<Item = usize>) -> Vec<usize> {
 }
 
 impl Batch {
-    fn new((op, dtype): (Op, DType), size: usize, seed: u64) -> Self {
+    pub fn new((op, dtype): (Op, DType), size: usize, seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        // The second rank has nothing, but where all must own some.
+        // Some ranks have nothing, but where all must own some.
         let mut own: Vec<usize> = (0..size)
             .map(|r| match (op, r) {
-                (Op::Gather | Op::Scatter, 1) => 0,
+                (Op::Gather | Op::Scatter, r) if r % 5 == 1 => 0,
                 _ => 16 * (1 + rng.below(20) as usize),
             })
             .collect();
@@ -180,7 +183,10 @@ impl Batch {
         let split: Vec<Vec<usize>> = (0..size)
             .map(|src| match op {
                 Op::Gather | Op::Whole => vec![own[src]; size],
-                Op::Exchange => (0..size).map(|_| 16 * rng.below(12) as usize).collect(),
+                // One of many neither sends nor receives.
+                Op::Exchange => (0..size)
+                    .map(|dst| 16 * rng.below(12) as usize * usize::from(src != 5 && dst != 5))
+                    .collect(),
                 _ => own.clone(),
             })
             .collect();
@@ -220,7 +226,7 @@ impl Batch {
         Self { op, split, x, out, want, scale }
     }
 
-    fn check(&self) {
+    pub fn check(&self) {
         for (r, want) in self.want.iter().enumerate() {
             let (got, at) = (self.out[r].read::<u8>(), shift(r));
             assert!(got[at..][..want.len()] == want[..], "{:?} on rank {r}", self.op);
@@ -231,12 +237,12 @@ impl Batch {
 }
 
 impl Ranks {
-    fn new(lib: &'static Lib, size: usize) -> Self {
+    pub fn new(lib: &'static Lib, size: usize) -> Self {
         let pages = Pages::new(size, AT_FLAGS + 8 * size * (1 + 2 * FLAGS));
         Self {
             size,
             team: Team::new(*SIGNALS, size),
-            views: (0..size).map(|r| pages.map("symmetric", r as u32)).collect(),
+            views: pages.views("symmetric"),
             states: (0..size).map(|r| Memory::new("state", r as u32, 24)).collect(),
             lib,
             flagged: FLAGGED,
@@ -248,7 +254,7 @@ impl Ranks {
         self.views[me].addr() + r as u64 * self.views[me].stride() + at as u64
     }
 
-    fn param(&self, me: usize, b: &Batch) -> (Param, Total) {
+    pub fn param(&self, me: usize, b: &Batch) -> (Param, Total) {
         let (mut p, mut t): (Param, Total) = (Zeroable::zeroed(), Zeroable::zeroed());
         for r in 0..self.size {
             p.flags[r] = self.at(me, r, AT_FLAGS);
@@ -334,45 +340,58 @@ impl Ranks {
     }
 
     /// Runs what `make` says on each of `ranks`, at once.
-    fn run(
-        &self,
+    pub fn run<'a>(
+        &'a self,
         (seed, ranks): (u64, usize),
-        batches: &[Batch],
-        make: &dyn Fn(usize) -> Vec<Launch<'static>>,
+        batches: &'a [Batch],
+        make: &dyn Fn(usize) -> Vec<Launch<'a>>,
     ) {
         let mut run = Run::new(seed);
         run.max_steps = 50_000_000;
         for r in 0..ranks {
             run = run.stream(r as u32, make(r));
-            run = run.memory([&self.views[r], &self.states[r]]);
+            run = run.memory([&*self.views[r], &self.states[r]]);
             run = run.memory(batches.iter().flat_map(|b| [&b.x[r], &b.out[r]]));
         }
         run.memory(self.team.ranks.iter().flat_map(RankMemory::all)).go().unwrap();
     }
 }
 
-/// All operations in turn, on one memory without meetings between: a rank may be one ahead of another.
+/// All operations in turn, on one memory without meetings between: a rank may be one ahead of another. A launch
+/// has so many of the `blocks`.
+fn in_turn(lib: &'static Lib, dtype: DType, (size, seed): (usize, u64), blocks: [u32; 3]) {
+    let ranks = Ranks::new(lib, size);
+    let ops = [OPS, OPS].concat();
+    let batches: Vec<Batch> =
+        ops.iter().zip(seed..).map(|(op, s)| Batch::new((*op, dtype), size, s)).collect();
+    // Launches that went another way read nothing here.
+    let leaves = |n: usize| n % 3 == 1;
+    ranks.run((seed, size), &batches, &|r| {
+        let go = |(n, b): (usize, &Batch)| {
+            let launch = ranks.launch(r, b, blocks[n % 3]);
+            let leave = leaves(n).then(|| ranks.leave(r, b));
+            [Some(launch), leave].into_iter().flatten()
+        };
+        batches.iter().enumerate().flat_map(go).collect()
+    });
+    batches.iter().for_each(Batch::check);
+    let launches = (0..ops.len()).map(|n| 1 + u64::from(leaves(n))).sum::<u64>();
+    for r in 0..size {
+        assert_eq!((ranks.team.fault(r), ranks.states[r].get(0, 0)), (0, launches));
+    }
+}
+
 fn all_in_turn(lib: &'static Lib, dtype: DType) {
-    for (size, seed) in [(4, 1), (4, 2), (5, 3)] {
-        let ranks = Ranks::new(lib, size);
-        let ops = [OPS, OPS].concat();
-        let batches: Vec<Batch> =
-            ops.iter().zip(seed..).map(|(op, s)| Batch::new((*op, dtype), size, s)).collect();
-        // Launches that went another way read nothing here.
-        let leaves = |n: usize| n % 3 == 1;
-        ranks.run((seed, size), &batches, &|r| {
-            let go = |(n, b): (usize, &Batch)| {
-                let launch = ranks.launch(r, b, 1 + n as u32 % 3);
-                let leave = leaves(n).then(|| ranks.leave(r, b));
-                [Some(launch), leave].into_iter().flatten()
-            };
-            batches.iter().enumerate().flat_map(go).collect()
-        });
-        batches.iter().for_each(Batch::check);
-        let launches = (0..ops.len()).map(|n| 1 + u64::from(leaves(n))).sum::<u64>();
-        for r in 0..size {
-            assert_eq!((ranks.team.fault(r), ranks.states[r].get(0, 0)), (0, launches));
-        }
+    [(4, 1), (4, 2), (5, 3)].into_iter().for_each(|at| in_turn(lib, dtype, at, [1, 2, 3]));
+}
+
+/// From the fewest that the host asks this kernel for to the most; also more blocks than there is work.
+fn parts_and_sums_of_two_to_sixteen_ranks() {
+    let all = [(23, DType::F32), (7, DType::BF16), (10, DType::F16)];
+    let all = all.map(|(mantissa, dtype)| (unit(COLLECTIVE.emu_text(), mantissa, 4), dtype));
+    for (i, size) in [2, 3, 6, 7, 8, 8, 16].into_iter().enumerate() {
+        let (lib, dtype) = all[i % 3];
+        in_turn(lib, dtype, (size, 70 + i as u64), if size > 8 { [1, 2, 1] } else { [1, 9, 2] });
     }
 }
 

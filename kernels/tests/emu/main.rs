@@ -10,6 +10,7 @@ mod attention_grad;
 mod attention_mutants;
 mod bulk_copies;
 mod collective;
+mod collective_kernels;
 mod collective_mutants;
 mod compile;
 mod convert;
@@ -89,6 +90,7 @@ fn main() -> ExitCode {
         attention_mutants::TESTS,
         reduce::TESTS,
         collective::TESTS,
+        collective_kernels::TESTS,
         collective_mutants::TESTS,
         ep::TESTS,
         ep_away::TESTS,

@@ -17,17 +17,17 @@ pub const TESTS: &[Test] =
 /// `TwReduce` of the kernel.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct Param {
-    slots: u64,
-    stride: u64,
-    own: u64,
-    out: u64,
-    bias: u64,
-    num: u64,
-    cols: u32,
-    me: u32,
-    size: u32,
-    scale: f32,
+pub struct Param {
+    pub slots: u64,
+    pub stride: u64,
+    pub own: u64,
+    pub out: u64,
+    pub bias: u64,
+    pub num: u64,
+    pub cols: u32,
+    pub me: u32,
+    pub size: u32,
+    pub scale: f32,
 }
 
 fn dtype(mantissa: u64) -> DType {
@@ -38,7 +38,7 @@ fn dtype(mantissa: u64) -> DType {
     }
 }
 
-fn load(text: String, types: [u64; 3]) -> &'static Lib {
+pub fn load(text: String, types: [u64; 3]) -> &'static Lib {
     let value = |d: &&'static str| {
         let all = reduce_defines(types);
         (*d, all.iter().find(|(n, _)| n == *d).expect("a definition").1)
