@@ -80,12 +80,13 @@ pub fn ring(lib: &'static Lib, size: usize, rounds: u64, workers: u32, seed: u64
 }
 
 fn signals_and_waits_count_over_ten_thousand_rounds() {
-    let traces: BTreeSet<u64> = [(2, 10_000), (3, 10_000), (4, 10_000), (4, 100), (4, 100)]
-        .into_iter()
-        .enumerate()
-        .map(|(seed, (size, rounds))| ring(*LIB, size, rounds, 1, seed as u64))
-        .collect();
-    assert_eq!(traces.len(), 5, "each run has an order of its own");
+    let traces: BTreeSet<u64> =
+        [(2, 10_000), (3, 10_000), (4, 10_000), (4, 100), (4, 100), (8, 1_000)]
+            .into_iter()
+            .enumerate()
+            .map(|(seed, (size, rounds))| ring(*LIB, size, rounds, 1, seed as u64))
+            .collect();
+    assert_eq!(traces.len(), 6, "each run has an order of its own");
 }
 
 fn ranks_on_threads_of_their_own() {
@@ -161,7 +162,7 @@ pub fn launches(lib: &'static Lib, size: usize, num: usize, rounds: u64) {
 }
 
 fn launches_enter_copy_flags_and_wait() {
-    for (size, num, rounds) in [(2, 1, 200), (3, 5, 60), (4, 2, 60), (2, 6, 60)] {
+    for (size, num, rounds) in [(2, 1, 200), (3, 5, 60), (4, 2, 60), (2, 6, 60), (8, 2, 12)] {
         launches(*LIB, size, num, rounds);
     }
 }
@@ -228,6 +229,7 @@ fn a_barrier_on_each_of_64_channels() {
     for size in 1..=4 {
         barriers(*LIB, size, 4, size as u64);
     }
+    barriers(*LIB, 8, 1, 8);
 }
 
 fn a_barrier_of_64_ranks() {
