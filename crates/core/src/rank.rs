@@ -187,6 +187,14 @@ mod tests {
     }
 
     #[test]
+    fn a_team_has_as_many_members_as_a_mask_has_bits() {
+        let of = |size| Team::new("t", &Rank::all(size).collect::<Vec<_>>(), Rank::new(0), 80);
+        assert_eq!(of(Team::MAX_SIZE).unwrap().unwrap().size(), 64);
+        let why = of(Team::MAX_SIZE + 1).unwrap_err();
+        assert!(why.to_string().contains("65 members, the most is 64"), "{why}");
+    }
+
+    #[test]
     fn peers_rotate() {
         let all: Vec<_> = Rank::all(4).collect();
         let t = Team::new("t", &all, Rank::new(2), 4).unwrap().unwrap();

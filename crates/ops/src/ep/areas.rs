@@ -1,9 +1,9 @@
 //! Where an expert-parallel layer lies in symmetric memory on devices, and how its rows are cut.
 
-use tilewire_core::Result;
+use tilewire_core::{Error, ErrorKind, Result, Team};
 use tilewire_device::Queue;
 use tilewire_device::cuda::{CudaMemory, CudaStream};
-use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS};
+use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS, EP_THREADS};
 use tilewire_symm::{OneSided, SymBuf};
 
 use super::EpDesc;
@@ -15,6 +15,11 @@ use crate::common::lanes::Lane;
 const SEND_CHUNKS: usize = 1024;
 /// Pairs of chunk and rank that a combine returns, about: several for each warp.
 const BACK_CHUNKS: usize = 1024;
+
+/// Most bytes of shared memory of the routing.
+const ROUTER_BYTES: usize = 160 << 10;
+// Kernels keep a word for each rank of a routing in shared memory, and the ranks of a token in a mask.
+const _: () = assert!(Team::MAX_SIZE <= 64, "as `tw_route_scan` has words, and a mask bits");
 
 /// How the rows of a rank are cut: a chunk of tokens arrives as a whole, and warps share its rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,6 +52,21 @@ impl Cut {
         let chunk = pairs.div_ceil(BACK_CHUNKS).clamp(1, EP_BACK_TOKENS as usize);
         Self::of(d, chunk, 32usize.div_ceil(chunk))
     }
+}
+
+/// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
+pub(super) fn router(d: &EpDesc) -> Result<(u32, u32)> {
+    let experts = d.num_experts();
+    // 512 are faster than 256 and 1024: fewer warps to sum over, and enough to read with.
+    let threads = if experts <= 1024 { EP_MOVERS / 2 } else { EP_THREADS } as u32;
+    let bytes = experts * (8 + 12 + 4 * threads as usize / 32);
+    if bytes > ROUTER_BYTES {
+        return Err(Error::new(ErrorKind::Unsupported, "too many experts for the routing kernel")
+            .expected("at most 3150")
+            .seen(experts)
+            .hint("run it on the host"));
+    }
+    Ok((threads, bytes as u32))
 }
 
 /// Bytes of a rank's credits, receive buffers and arrivals of one area.
@@ -148,5 +168,61 @@ impl Areas<'_> {
             lane.one_sided().clear(stream, b.range(at, len), len)?;
         }
         stream.synchronize_until(None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ep::EpLayout;
+
+    /// Every token is in a chunk, no chunk is larger than the kernels have room for, and its flags are within their area;
+    /// for as many ranks as there may be.
+    #[test]
+    fn cuts_hold_every_token_and_have_flags() {
+        for size in [1, 2, 3, 5, 8, 16, 33, Team::MAX_SIZE] {
+            for tokens in [0, 1, 7, 128, 1023, 4096, 65_536, 1 << 20] {
+                for hidden in [1, 512, 7168] {
+                    let d = EpDesc::new(size, 2 * size, tokens, hidden, 8);
+                    let (send, back) = (Cut::send(&d), Cut::back(&d));
+                    for c in [send, back] {
+                        assert!(c.chunk >= 1 && c.slices >= 1 && c.chunks >= 1, "{d}");
+                        assert!((c.chunks - 1) * c.chunk <= tokens && tokens <= c.chunks * c.chunk);
+                        assert!(8 * size * (2 + c.chunks) <= flags_of_area(&d), "{d}: flags");
+                    }
+                    assert!(back.chunk <= EP_BACK_TOKENS as usize, "{d}: a list of a chunk");
+                }
+            }
+        }
+    }
+
+    /// The areas of host and devices are one allocation: either's records have room.
+    #[test]
+    fn records_have_room() {
+        for k in [1, 2, 8, 32] {
+            for num_scales in [0, 1, 56] {
+                let mut d = EpDesc::new(8, 64, 4, 7168, k);
+                (d.num_scales, d.layout) = (num_scales, EpLayout::RankMajor { align: 128 });
+                let s = strides(&d);
+                assert!(s.meta >= 16 * k + 4 * num_scales && s.row >= d.hidden * 4);
+                assert!(s.back >= d.hidden * 4 + 4 * k);
+                assert!([s.meta, s.row, s.back].iter().all(|s| s.is_multiple_of(16)));
+                assert!(token_area(&d) >= s.meta + s.row && return_area(&d) >= s.back);
+            }
+        }
+    }
+
+    /// What `tw_table` takes of each expert: an i64, three u32, and one of each warp.
+    #[test]
+    fn more_experts_than_the_routing_has_memory_for_are_refused() {
+        let of = |experts: usize| router(&EpDesc::new(8, experts, 4, 16, 2));
+        for experts in [8, 1024, 1025, 3150] {
+            let (threads, bytes) = of(experts).unwrap();
+            assert_eq!(bytes as usize, experts * (8 + 3 * 4 + threads as usize / 32 * 4));
+            assert!(bytes as usize <= ROUTER_BYTES && threads >= 64, "{experts}");
+        }
+        let why = of(3151).unwrap_err();
+        assert_eq!(why.kind(), ErrorKind::Unsupported);
+        assert!(why.to_string().contains("at most 3150"), "{why}");
     }
 }

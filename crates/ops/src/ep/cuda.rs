@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use bytemuck::Zeroable;
-use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_core::{DType, Error, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Buffer, Stream, Tensor};
 use tilewire_kernels::portable::{
@@ -19,7 +19,7 @@ use tilewire_kernels::portable::{
 };
 use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
 
-use super::areas::{Areas, Cut, first_addr, flag_area, flags_of_area};
+use super::areas::{Areas, Cut, first_addr, flag_area, flags_of_area, router};
 use super::nccl::{Staging, What};
 use super::params::{
     BackParam, HandleParam, LayerParam, MeetParam, RecvParam, RoutingParam, SendParam,
@@ -123,21 +123,6 @@ pub(super) struct Prepared {
     staging: Option<Staging>,
     /// Of the device, for this rank.
     pub num_sms: u32,
-}
-
-/// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
-pub(super) fn router(d: &EpDesc) -> Result<(u32, u32)> {
-    let experts = d.num_experts();
-    // 512 are faster than 256 and 1024: fewer warps to sum over, and enough to read with.
-    let threads = if experts <= 1024 { MOVERS / 2 } else { THREADS };
-    let bytes = experts * (8 + 12 + 4 * threads as usize / 32);
-    if bytes > 160 << 10 {
-        return Err(Error::new(ErrorKind::Unsupported, "too many experts for the routing kernel")
-            .expected("at most 3150")
-            .seen(experts)
-            .hint("run it on the host"));
-    }
-    Ok((threads, bytes as u32))
 }
 
 impl Prepared {

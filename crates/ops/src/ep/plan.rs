@@ -6,7 +6,7 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
-use super::areas::{count_area, flag_area, return_area, token_area};
+use super::areas::{count_area, flag_area, return_area, router, token_area};
 use super::cuda;
 use super::fastest::Used;
 use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
@@ -125,7 +125,7 @@ impl EpPlan {
         let text = format!("{desc} {backend}");
         let first = PlanCore::any("ep", heap, &text)?;
         if first.lane().is_some() {
-            cuda::router(&desc).map_err(|e| e.op("ep"))?;
+            router(&desc).map_err(|e| e.op("ep"))?;
         }
         let counts = alloc(count_area(&desc), "ep counts")?;
         let tokens = alloc(area * token_area(&desc), "ep tokens")?;
