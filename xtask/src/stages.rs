@@ -301,15 +301,62 @@ fn kernels(root: &Path) -> Outcome {
     let args = ["kernels", "compile", "--nvrtc", &lib];
     let table = [&args[..], &["--arch", "sm_90a"]].concat();
     add(&mut o, &one(exec(root, &bin, &table, Duration::from_secs(600))));
-    let rows = Command::new(&bin).args(args).arg("--json").current_dir(root).output();
-    let rows = rows.map(|r| String::from_utf8_lossy(&r.stdout).into_owned()).unwrap_or_default();
-    let kernels = rows.lines().filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok());
-    let good = kernels.filter(|k| k["spill_bytes"] == 0 && k["cubin_bytes"].as_u64() > Some(0));
-    let good = good.count();
-    println!("{good} kernels of {} rows", rows.lines().count());
-    let good = good > 0 && good == rows.lines().count();
-    add(&mut o, &one(good));
+    let text = |args: &[&str]| -> (bool, String) {
+        let done = Command::new(&bin)
+            .args(args)
+            .current_dir(root)
+            .stdin(Stdio::null())
+            .stderr(Stdio::inherit())
+            .output();
+        done.map_or((false, String::new()), |d| {
+            (d.status.success(), String::from_utf8_lossy(&d.stdout).into_owned())
+        })
+    };
+    let (ended_well, rows) = text(&[&args[..], &["--arch", &ARCHS.join(","), "--json"]].concat());
+    let listed = ARCHS.map(|arch| text(&["kernels", "list", "--json", "--arch", arch]).1).concat();
+    let problems = kernel_problems(ended_well, &listed, &rows);
+    println!("{} kernels of {} units", rows.lines().count(), listed.lines().count());
+    add(&mut o, &from_problems(&problems));
     o
+}
+
+/// Architectures that every kernel is compiled for.
+const ARCHS: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
+
+/// What is wrong with a run of `kernels compile`: its status, the rows of `kernels list` for the same
+/// architectures, its own rows. It stops at the first unit that does not compile, behind good rows.
+fn kernel_problems(ended_well: bool, listed: &str, compiled: &str) -> Vec<String> {
+    let mut problems = Vec::new();
+    if !ended_well {
+        problems.push("`kernels compile` failed".to_owned());
+    }
+    let mut parse = |text: &str| -> Vec<serde_json::Value> {
+        let rows = text.lines().map(|l| serde_json::from_str(l).map_err(|e| format!("{l}: {e}")));
+        let (good, bad): (Vec<_>, Vec<_>) = rows.partition(Result::is_ok);
+        problems.extend(bad.into_iter().filter_map(Result::err));
+        good.into_iter().flatten().collect()
+    };
+    let (listed, compiled) = (parse(listed), parse(compiled));
+    for arch in ARCHS {
+        if !listed.iter().any(|l| l["arch"] == arch) {
+            problems.push(format!("no unit is listed for {arch}"));
+        }
+    }
+    for l in &listed {
+        if !compiled.iter().any(|k| k["key"] == l["key"]) {
+            problems.push(format!("no row of {} {} {}", l["unit"], l["variant"], l["arch"]));
+        }
+    }
+    for k in &compiled {
+        // A missing field is a fault, too.
+        let good = k["spill_bytes"] == 0
+            && k["serialised"] == false
+            && k["cubin_bytes"].as_u64() > Some(0);
+        if !good {
+            problems.push(format!("spills, is serialised or has no code: {k}"));
+        }
+    }
+    problems
 }
 
 /// Runs the facade's examples; each asserts what it shows.
@@ -458,4 +505,61 @@ pub fn size_of(dir: &Path) -> u64 {
             Err(_) => 0,
         })
         .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn rows(rows: &[serde_json::Value]) -> String {
+        rows.iter().map(|r| format!("{r}\n")).collect()
+    }
+
+    /// Two units for each architecture, and the rows of a run that compiled them.
+    fn all() -> (Vec<serde_json::Value>, Vec<serde_json::Value>) {
+        let units = ARCHS.iter().flat_map(|arch| ["a.cu", "b.cu"].map(|unit| (unit, *arch)));
+        let listed = units.map(|(unit, arch)| {
+            json!({"unit": unit, "variant": "", "arch": arch, "key": format!("{unit}-{arch}")})
+        });
+        let listed: Vec<_> = listed.collect();
+        let compiled = listed.iter().map(|l| {
+            let mut k = l.clone();
+            k["spill_bytes"] = 0.into();
+            k["serialised"] = false.into();
+            k["cubin_bytes"] = 100.into();
+            k
+        });
+        let compiled = compiled.collect();
+        (listed, compiled)
+    }
+
+    #[test]
+    fn a_unit_that_does_not_compile_is_noticed() {
+        let (listed, compiled) = all();
+        let told = |ended_well, compiled: &[serde_json::Value]| {
+            kernel_problems(ended_well, &rows(&listed), &rows(compiled))
+        };
+        assert_eq!(told(true, &compiled), [""; 0]);
+        // The compiler stopped at the second unit of sm_80: the row before it is good.
+        let stopped = told(false, &compiled[..1]);
+        assert_eq!(stopped.len(), 1 + 5, "{stopped:?}");
+        assert!(stopped[0].contains("failed") && stopped[5].contains("sm_100a"), "{stopped:?}");
+        assert_eq!(told(false, &compiled).len(), 1, "every row, and a status that says otherwise");
+        let left_out = told(true, &compiled[..5]);
+        assert!(left_out.len() == 1 && left_out[0].contains("b.cu"), "{left_out:?}");
+        for (field, value) in [
+            ("spill_bytes", json!(8)),
+            ("serialised", json!(true)),
+            ("cubin_bytes", json!(0)),
+            ("serialised", json!(null)),
+        ] {
+            let mut bad = compiled.clone();
+            bad[3][field] = value;
+            assert_eq!(told(true, &bad).len(), 1, "{field}");
+        }
+        // Nothing listed is nothing compiled.
+        assert_eq!(kernel_problems(true, "", "").len(), ARCHS.len());
+        assert_eq!(kernel_problems(true, &rows(&listed), "no row\n").len(), 1 + listed.len());
+    }
 }

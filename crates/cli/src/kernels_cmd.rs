@@ -86,7 +86,8 @@ fn compile(args: &KernelsCompileArgs) -> Result<i32> {
             bad += i32::from(!good);
             if args.json {
                 let row = json!({
-                    "unit": spec.name, "variant": variant(spec), "kernel": k.name, "arch": spec.arch, "compiler": version,
+                    "unit": spec.name, "variant": variant(spec), "key": spec.key().to_string(),
+                    "kernel": k.name, "arch": spec.arch, "compiler": version,
                     "registers": k.registers, "spill_bytes": k.spill_bytes,
                     "shared_bytes": k.shared_bytes, "serialised": k.serialised,
                     "cubin_bytes": done.cubin.len(), "ms": ms,
