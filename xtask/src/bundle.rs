@@ -366,6 +366,46 @@ mod tests {
         assert_eq!(run(&worse), "12000 7 5 101376 9 0 0 0 0 0 0 217 800");
     }
 
+    /// What the runner makes of the output of programs.
+    fn runner(script: &str) -> String {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/bundle");
+        let script =
+            format!("import json, sys\nsys.path.insert(0, sys.argv[1])\nimport run\n{script}");
+        let mut python = Command::new("python3");
+        output(python.args(["-B", "-c", &script, folder])).unwrap().trim().to_owned()
+    }
+
+    #[test]
+    fn rows_that_did_not_run_are_failures() {
+        let said = runner(
+            "row = lambda op, **more: json.dumps({'op': op, 'dtype': 'bf16', 'ranks': 2, 'shape': 'm=1', 'wrong': 0, **more})\n\
+             right, left = row('all_gather'), row('nccl/ag_gemm', unsupported=True, note='no peers')\n\
+             for judge, rows in [(run.by_rows, [right]), (run.by_rows, [right, left]), (run.rows_but('nccl/'), [right, left]),\n\
+             \x20   (run.rows_but('nccl/'), [left]), (run.rows_but('ep'), [right, left]), (run.by_rows, [right, row('ep', wrong=3)])]:\n\
+             \x20   print(*judge(0, '\\n'.join(rows)))\n\
+             print(*run.by_rows(1, right))",
+        );
+        let said: Vec<_> = said.lines().collect();
+        let states: Vec<_> = said.iter().filter_map(|l| l.split(' ').next()).collect();
+        let want = ["passed", "failed", "passed", "failed", "failed", "failed", "failed"];
+        assert_eq!(states, want, "{said:#?}");
+        assert!(said[1].contains("nccl/ag_gemm") && said[1].contains("no peers"), "{}", said[1]);
+    }
+
+    #[test]
+    fn what_nobody_watched_is_a_failure() {
+        let said = runner(
+            "for calls in [0, None, 2]:\n\
+             \x20   line = {'state': 'passed', 'summary': 'good'}\n\
+             \x20   run.watched(line, calls)\n\
+             \x20   print(line['state'], line['multicast_calls'], line['summary'])",
+        );
+        let said: Vec<_> = said.lines().collect();
+        assert_eq!(said[0], "passed 0 good");
+        assert!(said[1].starts_with("failed None not watched"), "{}", said[1]);
+        assert!(said[2].starts_with("failed 2 2 calls"), "{}", said[2]);
+    }
+
     /// The runner itself, without a GPU: the configurations of every mode.
     #[test]
     fn the_runner_lists_its_configurations() {

@@ -38,11 +38,13 @@ pub(super) fn cases() -> Vec<Case> {
     v
 }
 
-/// Every way to do it, and the choice of the cost model; or by NCCL, behind what it must equal on integers.
-fn configs(case: &Case) -> Vec<Option<OverlapConfig>> {
+/// Every way to do it, and the choice of the cost model; or by NCCL, and by puts, which it must equal on integers, where
+/// GPUs reach each other.
+fn configs(case: &Case, near: bool) -> Vec<Option<OverlapConfig>> {
     if case.by_nccl() {
         let of = |algo| Some(OverlapConfig::of(algo, 1));
-        return vec![of(Algo::SequentialNccl), of(Algo::Sequential)];
+        let by_puts = near.then(|| of(Algo::Sequential));
+        return [of(Algo::SequentialNccl)].into_iter().chain(by_puts).collect();
     }
     let small =
         |algo, sub_chunks| Some(OverlapConfig { algo, block_m: 4, block_n: 16, sub_chunks });
@@ -103,9 +105,10 @@ fn sweep(
 ) -> Result<()> {
     let mut reference: Option<Tensor> = None;
     let host = matches!(ctx.heap.device(), Device::Host);
+    let near = ctx.heap.reaches_peers() || ctx.team.size() == 1;
     // Devices have no fused kernels yet, and say so.
     let usable = |c: &Option<OverlapConfig>| host || c.is_none_or(|c| c.algo != Algo::Fused);
-    for config in configs(case).into_iter().filter(usable) {
+    for config in configs(case, near).into_iter().filter(usable) {
         let mut first: Option<Tensor> = None;
         for _ in 0..2 {
             let before = ctx.team.traffic();
@@ -413,4 +416,21 @@ fn run_bulk(ctx: &mut Ctx, case: &Case) -> Result<()> {
         ctx.same_bits("bulk all_gather", &done.collective, &tensor(&x, dtype)?)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A way that cannot be would make the whole case one that did not run.
+    #[test]
+    fn gpus_that_do_not_reach_each_other_are_not_asked_for_puts() {
+        for case in cases().iter().filter(|c| c.by_nccl()) {
+            let algos = |near| -> Vec<Algo> {
+                configs(case, near).into_iter().flatten().map(|c| c.algo).collect()
+            };
+            assert_eq!(algos(true), [Algo::SequentialNccl, Algo::Sequential]);
+            assert_eq!(algos(false), [Algo::SequentialNccl]);
+        }
+    }
 }
