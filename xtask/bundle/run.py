@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,12 @@ def rows_but(*lacking):
 
 # No configuration may leave out a row: since 2026-11-22 none of those that are run does.
 by_rows = rows_but()
+
+
+def cases_of(out):
+    """Lines of gpu_spike: what was done, how long it took, and what it found."""
+    found = [re.match(r"(ok|FAILED) +(\S.*?) +([0-9.]+) ms  (.*)", line) for line in out.splitlines()]
+    return [{"case": m[2], "ok": m[1] == "ok", "ms": float(m[3]), "text": m[4]} for m in found if m]
 
 
 def watched(line, calls):
@@ -566,7 +573,7 @@ def bench(n):
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
         yield Config(name, [program("gpu_spike"), part], jit=True)
     for rates in ["layers", "gemm", "attention"]:
-        yield Config(f"rates-{rates}", [program("rates"), rates], jit=True)
+        yield Config(f"rates-{rates}", [program("rates"), rates], by_bench, jit=True)
     # Any text will do: what is learned is not what is measured.
     train = [program("tilewire"), "train", "--backend", "vmm", "--preset", "h200", "--data", str(HERE / "run.py")]
     for ranks in sorted({1, n}):
@@ -604,14 +611,25 @@ MODES = {"smoke": smoke, "conformance": conformance, "faults": faults, "bench": 
 # Running
 
 
-def gpus():
-    """How many GPUs the driver shows, or why none: tests that find none pass, and would mean nothing."""
+def topology():
+    """What the driver shows, or why nothing: tests that find no GPU pass, and would mean nothing."""
     try:
         done = subprocess.run([program("tilewire"), "topo", "--json"], capture_output=True, text=True, check=False,
                               timeout=LIMIT_S)
-        return (len(json.loads(done.stdout)["gpus"]), None) if done.returncode == 0 else (0, done.stderr.strip())
+        return (json.loads(done.stdout), None) if done.returncode == 0 else ({"gpus": []}, done.stderr.strip())
     except (OSError, ValueError, subprocess.TimeoutExpired) as e:
-        return 0, f"tilewire topo: {e}"
+        return {"gpus": []}, f"tilewire topo: {e}"
+
+
+def text_of(path):
+    return path.read_text().strip() if path.exists() else ""
+
+
+def where(found, n):
+    """What every line says: the commit that the programs are of, GPUs, driver."""
+    driver = re.search(r" (\d+\.\d+(\.\d+)?) ", text_of(Path("/proc/driver/nvidia/version")))
+    names = sorted({gpu["name"] for gpu in found["gpus"][:n]})
+    return {"commit": text_of(HERE / "commit") or None, "gpu": ", ".join(names) or None, "driver": driver and driver[1]}
 
 
 def devices_of(n):
@@ -648,8 +666,8 @@ class Pool:
 
 
 class Runner:
-    def __init__(self, out, n, interpose):
-        self.n = n
+    def __init__(self, out, n, interpose, place):
+        self.n, self.place = n, place
         self.results, self.logs = out / "results.jsonl", out / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.count = {"passed": 0, "failed": 0, "skipped": 0}
@@ -728,12 +746,13 @@ class Runner:
             if left:
                 state, summary = "failed", f"left behind: {left}; " + summary
         line = {"config": name, "gpus": self.n, "state": state, "rc": rc,
-                "seconds": round(time.monotonic() - start, 2), "summary": summary}
+                "seconds": round(time.monotonic() - start, 2), "summary": summary, "command": shlex.join(c.argv)}
         if c.preload and self.interpose and not c.needs:
             seen = multicast.read_text().split() if multicast.exists() else []
             watched(line, seen.count("cuMulticastCreate") if "loaded" in seen else None)
-        if mode == "bench" and not c.needs:
-            line["rows"] = rows_of(out)
+        # Litmus tests have figures, too.
+        if not c.needs and (mode == "bench" or c.judge is by_litmus):
+            line["rows"] = rows_of(out) + cases_of(out)
             self.limits = out if c.name == "limits" else self.limits
             self.links = line["rows"] if c.name == f"links-{self.n}" else self.links
         self.note(line)
@@ -757,7 +776,7 @@ class Runner:
                        "summary": f"{len(ratios)} rates, lowest: {worst}"})
 
     def note(self, line):
-        line["summary"] = " ".join(line["summary"].split())
+        line = {**line, "summary": " ".join(line["summary"].split()), **self.place}
         state, name, summary = line["state"], line["config"], line["summary"]
         with self.noting:
             self.count[state] += 1
@@ -778,7 +797,8 @@ def main():
     a = p.parse_args()
     n = a.n
     if not a.list:
-        have, why = gpus()
+        found, why = topology()
+        have = len(found["gpus"])
         n = have if n is None else n
         if why or not 1 <= n <= have:
             print(f"{why or f'{n} GPUs asked for, the driver shows {have}'}\n0 passed, 1 failed")
@@ -791,7 +811,7 @@ def main():
         for mode, c in wanted:
             print(f"{mode}/{c.name}")
         return 0
-    runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer)
+    runner = Runner(Path(os.environ.get("OUT") or ".").resolve(), n, not a.no_interposer, where(found, n))
     try:
         start = time.monotonic()
 

@@ -35,12 +35,13 @@ pub fn make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Vec<String> 
 
 fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<String, String> {
     let dir = root.join("target/gpu-bundle");
+    let commit = commit_of(root);
     if dir.exists() {
         fs::remove_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
     }
     let cubins = dir.join("cubins");
     fs::create_dir_all(&cubins).map_err(|e| format!("{}: {e}", cubins.display()))?;
-    for (name, from) in programs(root)? {
+    for (name, from) in programs(root, commit.as_deref())? {
         let to = dir.join(&name);
         fs::copy(&from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
         output(Command::new("strip").arg(&to))?;
@@ -51,6 +52,11 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
         fs::write(&to, text)
             .and_then(|()| fs::set_permissions(&to, mode))
             .map_err(|e| format!("{}: {e}", to.display()))?;
+    }
+    if let Some(commit) = &commit {
+        // run.py puts it into each of its lines.
+        let to = dir.join("commit");
+        fs::write(&to, commit).map_err(|e| format!("{}: {e}", to.display()))?;
     }
     let program = dir.join("tilewire");
     let wheel = nvrtc.map_or_else(|| crate::stages::nvrtc_wheel(root), |_| None);
@@ -70,16 +76,29 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
     check_sizes(&sizes, MAX_BYTES)?;
     let total: u64 = sizes.values().sum();
     Ok(format!(
-        "{}: {:.1} MiB, {} kernels for {}",
+        "{}: commit {}, {:.1} MiB, {} kernels for {}",
         dir.display(),
+        commit.as_deref().unwrap_or("unknown"),
         total as f64 / f64::from(1 << 20),
         keys.len(),
         archs.join(", ")
     ))
 }
 
-/// Builds the programs: their names in the bundle, and where they are.
-fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
+/// The commit of a tree, with `-dirty` if it holds something else; none where git does not know.
+fn commit_of(root: &Path) -> Option<String> {
+    let git = |args: &[&str]| {
+        let done = Command::new("git").args(args).current_dir(root).stdin(Stdio::null()).output();
+        let done = done.ok().filter(|d| d.status.success())?;
+        Some(String::from_utf8_lossy(&done.stdout).trim().to_owned())
+    };
+    let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+    let changed = git(&["status", "--porcelain"]).is_none_or(|s| !s.is_empty());
+    Some(if changed { commit + "-dirty" } else { commit })
+}
+
+/// Builds the programs: their names in the bundle, and where they are. Only the command has the commit in it.
+fn programs(root: &Path, commit: Option<&str>) -> Result<BTreeMap<String, PathBuf>, String> {
     let tests = ["ops", "nn"].map(|c| gpu_tests(&root.join(format!("crates/{c}/tests")))).concat();
     let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();
     let build = "build --release -p tilewire-cli -p tilewire-symm -p tilewire-ops --bin tilewire \
@@ -91,6 +110,7 @@ fn programs(root: &Path) -> Result<BTreeMap<String, PathBuf>, String> {
         println!("$ cargo {line} {}", more.join(" "));
         let mut cargo = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()));
         cargo.args(line.split_whitespace()).args(more).current_dir(root);
+        cargo.envs(commit.map(|c| ("TILEWIRE_COMMIT", c)));
         let json = output(cargo.arg("--message-format=json-render-diagnostics"))?;
         found.extend(executables(&json));
     }
@@ -366,6 +386,24 @@ mod tests {
         assert_eq!(run(&worse), "12000 7 5 101376 9 0 0 0 0 0 0 217 800");
     }
 
+    #[test]
+    fn a_changed_tree_is_told_from_its_commit() {
+        let dir = Folder::new("commit");
+        let git = |args: &[&str]| {
+            let who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"];
+            let mut git = Command::new("git");
+            output(git.arg("-C").arg(&dir.0).args(who).args(args)).unwrap()
+        };
+        git(&["init", "--quiet"]);
+        fs::write(dir.0.join("a"), "1").unwrap();
+        git(&["add", "a"]);
+        git(&["commit", "--quiet", "-m", "a"]);
+        let commit = commit_of(&dir.0).unwrap();
+        assert!(commit.len() == 12 && git(&["rev-parse", "HEAD"]).starts_with(&commit), "{commit}");
+        fs::write(dir.0.join("a"), "2").unwrap();
+        assert_eq!(commit_of(&dir.0), Some(format!("{commit}-dirty")));
+    }
+
     /// What the runner makes of the output of programs.
     fn runner(script: &str) -> String {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/bundle");
@@ -404,6 +442,22 @@ mod tests {
         assert_eq!(said[0], "passed 0 good");
         assert!(said[1].starts_with("failed None not watched"), "{}", said[1]);
         assert!(said[2].starts_with("failed 2 2 calls"), "{}", said[2]);
+    }
+
+    #[test]
+    fn every_line_of_the_runner_says_what_ran_and_where() {
+        let said = runner(
+            "print(run.cases_of('ok      rendezvous of 4 ranks            12.5 ms  1.0 ms each\\nall ok'))\n\
+             print(run.where({'gpus': [{'name': 'A'}, {'name': 'B'}]}, 1))\n\
+             print(run.where({'gpus': [{'name': 'A'}, {'name': 'B'}]}, 2)['gpu'])",
+        );
+        let said: Vec<_> = said.lines().collect();
+        let case =
+            "[{'case': 'rendezvous of 4 ranks', 'ok': True, 'ms': 12.5, 'text': '1.0 ms each'}]";
+        assert_eq!(said[0], case);
+        assert!(said[1].contains("'gpu': 'A'") && said[1].contains("'driver'"), "{}", said[1]);
+        assert!(said[1].contains("'commit': None"), "a folder that is no bundle: {}", said[1]);
+        assert_eq!(said[2], "A, B");
     }
 
     /// The runner itself, without a GPU: the configurations of every mode.

@@ -11,14 +11,15 @@ use crate::bench_device;
 use crate::rows::{ROW_VERSION, Row};
 use crate::{complain, say, worlds};
 
-/// Runs the command; returns the exit code: 1 if a result is wrong or slower than allowed.
+/// Runs the command; returns the exit code: 1 if a result is wrong or slower than allowed. `commit` is what this
+/// program was built from, where its build says so.
 ///
 /// # Errors
 /// Bad arguments, files, the fault of a team.
-pub fn run(args: &BenchArgs) -> Result<i32> {
+pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
     let backend = worlds::backend(args.backend)?;
     if backend != BackendKind::Host {
-        return on_devices(args, backend);
+        return on_devices(args, backend, commit);
     }
     if args.zero_copy {
         return Err(Error::invalid("`--zero-copy` is for GPUs").hint("add `--backend vmm`"));
@@ -54,7 +55,7 @@ pub fn run(args: &BenchArgs) -> Result<i32> {
         })?
         .swap_remove(0)
     };
-    print(&rows, args);
+    print(&rows, args, commit);
     let mut code = i32::from(rows.iter().any(|r| r.wrong > 0));
     if let Some(old) = &args.compare {
         code |= i32::from(compare(&rows, old, args.threshold)? > 0);
@@ -63,7 +64,7 @@ pub fn run(args: &BenchArgs) -> Result<i32> {
 }
 
 /// The operations that are timed on devices.
-fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
+fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> Result<i32> {
     let all = || bench_device::ops().into_iter().map(str::to_owned).collect();
     let options = bench_device::Options {
         ops: if args.op.is_empty() { all() } else { args.op.clone() },
@@ -103,7 +104,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
             // Who stops it keeps what is done.
             |row| {
                 if args.json && first {
-                    print(std::slice::from_ref(row), args);
+                    print(std::slice::from_ref(row), args, commit);
                 }
             },
         )
@@ -121,7 +122,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind) -> Result<i32> {
             .swap_remove(0)
     };
     if !args.json {
-        print(&rows, args);
+        print(&rows, args, commit);
     }
     if visible {
         for r in &rows {
@@ -181,7 +182,7 @@ fn driver() -> Option<String> {
     text.split_whitespace().find(|w| w.split('.').count() >= 3).map(str::to_owned)
 }
 
-fn print(rows: &[Row], args: &BenchArgs) {
+fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
     if args.json {
         for r in rows {
             // A row is plain numbers and text: it always has a JSON form.
@@ -190,7 +191,7 @@ fn print(rows: &[Row], args: &BenchArgs) {
                 v["speedup"] = r.speedup().into();
                 v["hidden_percent"] = r.hidden().into();
                 v["driver"] = driver().into();
-                v["commit"] = option_env!("TILEWIRE_COMMIT").into();
+                v["commit"] = commit.into();
                 v["command"] = std::env::args().collect::<Vec<_>>().join(" ").into();
                 say(v);
             }

@@ -76,7 +76,8 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Train(args) => train::run(args),
         Command::Bench(args) => match &args.what {
             Some(BenchWhat::Links(args)) => links::run(args),
-            None => bench_cmd::run(args),
+            // Read here, as this crate is small: a new commit builds no other again.
+            None => bench_cmd::run(args, option_env!("TILEWIRE_COMMIT")),
         },
         Command::Topo(args) => topo::run(args),
         Command::Dump(args) => dump::run(args),

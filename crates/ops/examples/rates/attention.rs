@@ -1,7 +1,7 @@
 //! Times of attention on CUDA device 0: causal, bf16, 32 query and 8 key heads of 128.
 //!
 //! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`. Medians of 20 runs after a
-//! warm-up, random inputs; a causal mask counts half of the products.
+//! warm-up, random inputs; a causal mask counts half of the products. One JSON object a line.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};
@@ -16,7 +16,6 @@ const DIM: usize = 128;
 
 pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
-    println!("{}, {} SMs", ctx.name()?, ctx.num_sms()?);
     let seqs: Vec<usize> = std::env::args().skip(2).filter_map(|a| a.parse().ok()).collect();
     for seq in if seqs.is_empty() { vec![4096, 16384] } else { seqs } {
         bench(&ctx, seq)?;
@@ -57,7 +56,11 @@ fn bench(ctx: &CudaContext, seq: usize) -> Result<()> {
         ("backward", median(ctx, &stream, bwd)?, 2.5),
     ] {
         let tflops = flops * products / us / 1e6;
-        println!("S {seq:>6}  {name:<8} {us:>10.1} us  {tflops:>7.1} TFLOP/s");
+        println!(
+            "{{\"device\":\"{}\",\"work\":\"attention\",\"seq\":{seq},\"pass\":\"{name}\",\"us\":{us:.1},\
+             \"tflops\":{tflops:.1}}}",
+            ctx.name()?
+        );
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! Times of GEMM on CUDA device 0, by cuBLASLt and by the portable kernel, and what a team of no peers
-//! would see: medians of 20 runs after a warm-up, random inputs.
+//! would see: medians of 20 runs after a warm-up, random inputs, bf16. One JSON object a line.
 //!
 //! `cargo run --release -p tilewire-ops --example rates gemm [M,N,K ...]`.
 
@@ -15,7 +15,6 @@ const RUNS: usize = 20;
 
 pub(crate) fn main() -> Result<()> {
     let ctx = CudaContext::new(0)?;
-    println!("{}, {} SMs", ctx.name()?, ctx.num_sms()?);
     let shape = |a: String| {
         let v: Vec<usize> = a.split(',').filter_map(|x| x.parse().ok()).collect();
         <[usize; 3]>::try_from(v).ok()
@@ -91,7 +90,9 @@ fn grouped(ctx: &CudaContext, [groups, rows, n, k]: [usize; 4]) -> Result<()> {
         let us = median(ctx, &stream, launch)?;
         let tflops = 2.0 * (rows * n) as f64 * k as f64 / us / 1e6;
         println!(
-            "{groups:>3} groups {rows:>6} {n:>6} {k:>6}  {name} {us:>9.1} us {tflops:>7.1} TFLOP/s"
+            "{{\"device\":\"{}\",\"work\":\"grouped_gemm\",\"groups\":{groups},\"rows\":{rows},\"n\":{n},\"k\":{k},\
+             \"pass\":\"{name}\",\"us\":{us:.1},\"tflops\":{tflops:.1}}}",
+            ctx.name()?
         );
     }
     Ok(())
@@ -143,14 +144,15 @@ fn bench(ctx: &CudaContext, [m, n, k]: [usize; 3]) -> Result<()> {
             };
             let us = median(ctx, &stream, launch)?;
             let tflops = 2.0 * (m * n) as f64 * k as f64 / us / 1e6;
+            // Which algorithm it is: one line, as it stands in a string.
+            let explain =
+                plan.explain().lines().last().unwrap_or_default().replace(['"', '\\'], "'");
             println!(
-                "{m:>6} {n:>6} {k:>6}  {name:<18} {:<9} {us:>9.1} us {tflops:>7.1} TFLOP/s, prepared \
-                 in {prepare_ms:.1} ms",
-                backend.to_string()
+                "{{\"device\":\"{}\",\"work\":\"gemm\",\"m\":{m},\"n\":{n},\"k\":{k},\"pass\":\"{name}\",\
+                 \"backend\":\"{backend}\",\"us\":{us:.1},\"tflops\":{tflops:.1},\
+                 \"prepare_ms\":{prepare_ms:.1},\"explain\":\"{explain}\"}}",
+                ctx.name()?
             );
-            if backend == GemmBackend::CublasLt {
-                println!("    {}", plan.explain().lines().last().unwrap_or_default());
-            }
         }
     }
     Ok(())
