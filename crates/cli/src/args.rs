@@ -137,8 +137,8 @@ pub struct VerifyArgs {
     /// Rank counts, each as threads of this process. Under a launcher the job's size is used.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4])]
     pub ranks: Vec<usize>,
-    /// Where tensors and symmetric memory lie: `host`, or `vmm` for GPUs (one for each rank).
-    /// Default: TILEWIRE_BACKEND, or `host`.
+    /// Where tensors and symmetric memory lie: `host`, or one of GPUs (one for each rank): `vmm`, `nccl`, or
+    /// `nvshmem`, which wants a process for each rank (`tilewire run`). Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
     /// Only these operations.
@@ -247,8 +247,8 @@ pub struct TrainArgs {
     /// Learning rate [small: 0.001, h200: 0.0001].
     #[arg(long)]
     pub lr: Option<f64>,
-    /// Where ranks keep symmetric memory, and so where they compute: `host`, or `vmm` for GPUs (one for
-    /// each rank). Default: TILEWIRE_BACKEND, or `host`.
+    /// Where ranks keep symmetric memory, and so where they compute: `host`, or one of GPUs (one for each rank):
+    /// `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank. Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
     /// Type of weights and activations, f32 or bf16 (with f32 masters) [default: f32 on the host,
@@ -399,8 +399,9 @@ pub struct BenchArgs {
     /// Time something else than operations.
     #[command(subcommand)]
     pub what: Option<BenchWhat>,
-    /// Where tensors and symmetric memory lie: `host`, or `vmm` for GPUs (one for each rank), where every
-    /// operation is timed. Default: TILEWIRE_BACKEND, or `host`.
+    /// Where tensors and symmetric memory lie: `host`, or one of GPUs (one for each rank), where every operation is
+    /// timed: `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank (`tilewire run`). Default:
+    /// TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
     /// On GPUs: bytes of a collective's whole vector.
@@ -439,13 +440,13 @@ pub struct BenchArgs {
     /// Element type.
     #[arg(long, default_value = "f32")]
     pub dtype: DType,
-    /// Global rows.
+    /// Global rows; on GPUs, of what multiplies.
     #[arg(long, default_value_t = 512)]
     pub m: usize,
-    /// Output columns.
+    /// Output columns; on GPUs, of products.
     #[arg(long, default_value_t = 256)]
     pub n: usize,
-    /// Contraction of a rank.
+    /// Contraction of a rank, of products.
     #[arg(long, default_value_t = 256)]
     pub k: usize,
     /// Timed iterations.
@@ -454,6 +455,9 @@ pub struct BenchArgs {
     /// Untimed iterations before.
     #[arg(long, default_value_t = 3)]
     pub warmup: usize,
+    /// Names of the flags that were given.
+    #[arg(skip)]
+    pub given: Vec<String>,
     /// Print one JSON object per row.
     #[arg(long, conflicts_with_all = ["csv", "md"])]
     pub json: bool,
@@ -463,7 +467,7 @@ pub struct BenchArgs {
     /// Print a Markdown table.
     #[arg(long)]
     pub md: bool,
-    /// Compare with the --json output of an earlier run, row by row of the same shape.
+    /// Compare with the --json output of an earlier run, row by row of the same shape, backend and device.
     #[arg(long)]
     pub compare: Option<PathBuf>,
     /// Slower than before by more than this share is a failure.

@@ -125,7 +125,7 @@ impl Bench<'_> {
     /// Median over iterations of the slowest rank, microseconds.
     fn time(&self, mut f: impl FnMut() -> Result<()>) -> Result<f64> {
         let mut times = Vec::with_capacity(self.o.iters);
-        for i in 0..self.o.warmup + self.o.iters {
+        for i in 0..self.o.warmup.saturating_add(self.o.iters) {
             self.team.exchange("align", &[])?;
             let start = Instant::now();
             f()?;

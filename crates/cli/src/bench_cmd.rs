@@ -8,6 +8,7 @@ use tilewire::prelude::*;
 use crate::args::{BenchArgs, PlaceArgs};
 use crate::bench::{self, Options};
 use crate::bench_device;
+use crate::bench_flags;
 use crate::rows::{ROW_VERSION, Row};
 use crate::{complain, say, worlds};
 
@@ -21,11 +22,10 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
     if backend != BackendKind::Host {
         return on_devices(args, backend, commit);
     }
-    if args.zero_copy {
-        return Err(Error::invalid("`--zero-copy` is for GPUs").hint("add `--backend vmm`"));
-    }
+    let ops = if args.op.is_empty() { every_op(args.dtype) } else { args.op.clone() };
+    bench_flags::check(backend, &ops, &args.given)?;
     let options = Options {
-        ops: if args.op.is_empty() { every_op(args.dtype) } else { args.op.clone() },
+        ops,
         dtype: args.dtype,
         m: args.m,
         n: args.n,
@@ -66,8 +66,10 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
 /// The operations that are timed on devices.
 fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> Result<i32> {
     let all = || bench_device::ops().into_iter().map(str::to_owned).collect();
+    let ops = if args.op.is_empty() { all() } else { args.op.clone() };
+    bench_flags::check(backend, &ops, &args.given)?;
     let options = bench_device::Options {
-        ops: if args.op.is_empty() { all() } else { args.op.clone() },
+        ops,
         backend,
         dtype: args.dtype,
         bytes: args.bytes.clone(),
@@ -80,6 +82,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
         zero_copy: args.zero_copy,
         shape: (args.m, args.n, args.k),
         iters: args.iters,
+        warmup: args.warmup,
     };
     if options.iters == 0
         || options.tokens == 0
@@ -241,10 +244,21 @@ fn compare(rows: &[Row], old: &Path, threshold: f64) -> Result<usize> {
                 && v["ranks"] == r.ranks
                 && v["shape"] == r.shape
         };
-        let (Some(i), Some(before)) = (rows.iter().position(same), v["t_ours_us"].as_f64()) else {
+        // A time of another backend or device says nothing about a change.
+        let place = |r: &Row| v["backend"] == r.backend && v["device"] == r.device;
+        let alike = rows.iter().position(|r| same(r) && place(r));
+        let (Some(i), Some(before)) = (alike, v["t_ours_us"].as_f64()) else {
             let word = |k: &str| v[k].as_str().map_or_else(|| v[k].to_string(), str::to_owned);
             let [op, dtype, ranks, shape] = ["op", "dtype", "ranks", "shape"].map(word);
-            complain(format_args!("{op} {dtype} ranks={ranks} {shape}: not timed now"));
+            let why = match rows.iter().find(|r| same(r)) {
+                Some(r) if !place(r) => {
+                    let [backend, device] = ["backend", "device"].map(word);
+                    let now = format!("{} on {}", r.backend, r.device);
+                    format!("timed by {backend} on {device} then, by {now} now")
+                }
+                _ => "not timed now".to_owned(),
+            };
+            complain(format_args!("{op} {dtype} ranks={ranks} {shape}: {why}"));
             continue;
         };
         seen[i] = true;
@@ -263,7 +277,7 @@ fn compare(rows: &[Row], old: &Path, threshold: f64) -> Result<usize> {
     }
     if !seen.contains(&true) {
         return Err(Error::invalid(format!("{}: no row matches, nothing compared", old.display()))
-            .hint("time with the same --op, --dtype, --ranks, --m, --n and --k as then"));
+            .hint("time with the same --backend, GPU, --op, --dtype, --ranks and sizes as then"));
     }
     Ok(slower)
 }

@@ -48,6 +48,8 @@ pub struct Options {
     pub shape: (usize, usize, usize),
     /// Timed samples.
     pub iters: usize,
+    /// Untimed samples before.
+    pub warmup: usize,
 }
 
 /// Operations that can be timed on devices, beside those of [`products`].
@@ -189,7 +191,7 @@ impl Bench<'_> {
         };
         let (start, end) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
         let mut times = Vec::with_capacity(self.o.iters);
-        for i in 0..self.o.iters + 3 {
+        for i in 0..self.o.warmup.saturating_add(self.o.iters) {
             self.os.barrier(self.cuda()?, 60)?;
             tilewire::device::Queue::record(self.cuda()?, &start)?;
             for _ in 0..REPLAYS {
@@ -198,7 +200,7 @@ impl Bench<'_> {
             tilewire::device::Queue::record(self.cuda()?, &end)?;
             self.stream.synchronize()?;
             self.team.check()?;
-            if i >= 3 {
+            if i >= self.o.warmup {
                 times.push(end.us_since(&start)? / REPLAYS as f64);
             }
         }

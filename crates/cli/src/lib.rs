@@ -6,6 +6,7 @@ pub mod bench;
 pub mod bench_cmd;
 mod bench_device;
 mod bench_ep;
+pub mod bench_flags;
 mod bench_products;
 pub mod doctor;
 pub mod dump;

@@ -3,13 +3,13 @@
 
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, FromArgMatches};
 use tilewire::device::cuda::load_library;
 use tilewire::prelude::*;
 use tilewire_cli::args::{BenchWhat, Cli, Command};
 use tilewire_cli::{
-    bench_cmd, complain, doctor, dump, kernels_cmd, launch, links, report, topo, trace, train,
-    verify_cmd,
+    bench_cmd, bench_flags, complain, doctor, dump, kernels_cmd, launch, links, report, topo,
+    trace, train, verify_cmd,
 };
 
 /// Log lines go to standard error, as one line each.
@@ -26,7 +26,13 @@ impl log::Log for Logger {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let matches = Cli::command().get_matches();
+    let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit());
+    if let (Command::Bench(args), Some(matches)) =
+        (&mut cli.command, matches.subcommand_matches("bench"))
+    {
+        args.given = bench_flags::given(matches);
+    }
     match run(cli) {
         Ok(code) => ExitCode::from(code.clamp(0, 255) as u8),
         Err(e) => {

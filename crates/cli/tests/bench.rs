@@ -51,6 +51,17 @@ fn forms_and_comparison() {
         assert!(said(&o).contains("no row matches"), "{}", said(&o));
         assert!(said(&o).contains("ag_gemm f32 ranks=2 m=24 n=8 k=8: not timed now"));
     }
+    // Times of another backend or device are no times of before.
+    let text = std::fs::read_to_string(old).unwrap();
+    for (field, other) in [("backend", "vmm"), ("device", "a GPU")] {
+        let mut row: serde_json::Value = serde_json::from_str(text.trim()).unwrap();
+        row[field] = other.into();
+        let elsewhere = dir.path().join(field);
+        std::fs::write(&elsewhere, format!("{row}\n")).unwrap();
+        let o = bench(&[&one[..], &["--compare", elsewhere.to_str().unwrap()]].concat());
+        assert_eq!(o.status.code(), Some(2), "{field}: {}", said(&o));
+        assert!(said(&o).contains("no row matches") && said(&o).contains(other), "{}", said(&o));
+    }
     let o = bench(&[&one[..], &["--threshold", "1"]].concat());
     assert!(!o.status.success() && said(&o).contains("--compare"), "a threshold of nothing");
     assert!(!bench(&["--op", "nope"]).status.success());
@@ -67,7 +78,9 @@ fn every_element_type_can_be_timed() {
         assert_eq!(text(&o).lines().count(), ops, "{dtype}: {said}");
         assert_eq!(said.contains("left out"), ops < 7, "{dtype}: {said}");
     }
-    assert!(!bench(&["--dtype", "f8e4m3", "--op", "all_reduce"]).status.success());
+    let o = bench(&["--dtype", "f8e4m3", "--op", "all_reduce,ag_gemm"]);
+    let said = String::from_utf8_lossy(&o.stderr).into_owned();
+    assert!(!o.status.success() && said.contains("f8e4m3"), "{said}");
 }
 
 /// Partial sums above 256 are rounded on the wire, and nearly cancel: the error is small beside

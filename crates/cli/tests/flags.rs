@@ -1,9 +1,10 @@
-//! Every flag that is there or not: run both ways, with what it changes. The list of flags is that of
-//! the parser, so that a new one fails here until it has a row.
+//! Every flag that is there or not, and every one of `bench` that takes a value: run both ways, with what it
+//! changes. The list of flags is that of the parser, so that a new one fails here until it has a row.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use clap::{ArgAction, CommandFactory};
 use serde_json::Value;
@@ -21,9 +22,19 @@ struct Seen {
     metrics: String,
     /// Entries of the kernel cache.
     cached: usize,
+    seconds: f64,
 }
 
 impl Seen {
+    /// A field of the first row.
+    fn field(&self, name: &str) -> Value {
+        self.json().and_then(|rows| Some(rows.first()?[name].clone())).unwrap_or_default()
+    }
+
+    fn shape_has(&self, word: &str) -> bool {
+        self.field("shape").as_str().is_some_and(|s| s.split(' ').any(|w| w == word))
+    }
+
     fn lines(&self) -> Vec<&str> {
         self.out.lines().collect()
     }
@@ -65,7 +76,9 @@ const VERIFY: &[&str] = &["--op", "all_gather", "--dtype", "f32", "--ranks", "1"
 const STRICT: &[&str] =
     &["--op", "all_gather,ag_gemm", "--dtype", "bf16", "--ranks", "2", "--atol", "0"];
 const BENCH: &[&str] =
-    &["--op", "all_gather", "--m", "8", "--n", "8", "--k", "8", "--iters", "1", "--warmup", "0"];
+    &["--op", "all_gather", "--m", "8", "--n", "8", "--iters", "1", "--warmup", "0"];
+/// The same without the sizes; one operation that multiplies.
+const TIMED: &[&str] = &["--json", "--op", "ag_gemm"];
 const TRAIN: &[&str] = &[
     "--task",
     "copy",
@@ -166,10 +179,80 @@ const ROWS: &[Row] = &[
     }),
 ];
 
+/// A flag with a value, the rest of the command line of `bench`, the exit code with it, and whether the two runs,
+/// without and with it, differ as they should.
+struct Valued {
+    flag: &'static [&'static str],
+    rest: &'static [&'static str],
+    code: i32,
+    shows: fn(&Seen, &Seen) -> bool,
+}
+
+const fn valued(
+    flag: &'static [&'static str],
+    rest: &'static [&'static str],
+    code: i32,
+    shows: fn(&Seen, &Seen) -> bool,
+) -> Valued {
+    Valued { flag, rest, code, shows }
+}
+
+/// What is for GPUs is refused on the host, with where it has an effect; with that, `run.sh bench` runs it.
+fn refused(off: &Seen, on: &Seen) -> bool {
+    let told = ["has no effect on", "hint", "`--backend vmm`"].iter().all(|w| on.err.contains(w));
+    off.code == Some(0) && told && on.out.is_empty()
+}
+
+const VALUES: &[Valued] = &[
+    // The others need GPUs: one that there is not lists those that there are.
+    valued(&["--backend", "none"], TIMED, 2, |off, on| {
+        off.field("backend") == "host" && on.err.contains("nvshmem")
+    }),
+    valued(&["--op", "all_gather"], &["--json"], 0, |off, on| {
+        off.lines().len() == 7 && on.lines().len() == 1 && on.field("op") == "all_gather"
+    }),
+    valued(&["--ranks", "3"], TIMED, 0, |off, on| {
+        off.field("ranks") == 2 && on.field("ranks") == 3
+    }),
+    valued(&["--dtype", "bf16"], TIMED, 0, |off, on| {
+        off.field("dtype") == "f32" && on.field("dtype") == "bf16"
+    }),
+    valued(&["--m", "24"], TIMED, 0, |off, on| off.shape_has("m=512") && on.shape_has("m=24")),
+    valued(&["--n", "24"], TIMED, 0, |off, on| off.shape_has("n=256") && on.shape_has("n=24")),
+    valued(&["--k", "24"], TIMED, 0, |off, on| off.shape_has("k=256") && on.shape_has("k=24")),
+    valued(&["--k", "24"], BENCH, 2, |off, on| {
+        off.code == Some(0) && on.err.contains("has no effect on all_gather")
+    }),
+    valued(&["--iters", "0"], TIMED, 2, |off, on| {
+        off.code == Some(0) && on.err.contains("positive")
+    }),
+    // Nothing says how often it ran but the clock.
+    valued(
+        &["--warmup", "20000"],
+        &["--op", "all_gather", "--m", "8", "--n", "8"],
+        0,
+        |off, on| on.seconds > 2.0 * off.seconds,
+    ),
+    valued(&["--compare", "nowhere"], TIMED, 2, |off, on| {
+        off.code == Some(0) && on.err.contains("nowhere")
+    }),
+    // Both ways with --compare: tests/bench.rs.
+    valued(&["--threshold", "1"], TIMED, 2, |_, on| on.err.contains("--compare")),
+    valued(&["--bytes", "1024"], BENCH, 2, refused),
+    valued(&["--sms", "16"], BENCH, 2, refused),
+    valued(&["--tokens", "128"], BENCH, 2, refused),
+    valued(&["--hidden", "128"], BENCH, 2, refused),
+    valued(&["--experts", "8"], BENCH, 2, refused),
+    valued(&["--top-k", "2"], BENCH, 2, refused),
+    valued(&["--align", "1"], BENCH, 2, refused),
+    // Its default, but given.
+    valued(&["--layout", "expert-major"], BENCH, 2, refused),
+];
+
 /// Long names of the flags without a value, with their commands.
 fn flags(path: &str, command: &clap::Command, out: &mut BTreeSet<(String, String)>) {
     for a in command.get_arguments() {
-        if matches!(a.get_action(), ArgAction::SetTrue | ArgAction::SetFalse | ArgAction::Count) {
+        if is_switch(a) {
             let name = a.get_long().expect("every flag has a long name");
             out.insert((path.to_owned(), format!("--{name}")));
         }
@@ -179,7 +262,12 @@ fn flags(path: &str, command: &clap::Command, out: &mut BTreeSet<(String, String
     }
 }
 
+fn is_switch(a: &clap::Arg) -> bool {
+    matches!(a.get_action(), ArgAction::SetTrue | ArgAction::SetFalse | ArgAction::Count)
+}
+
 fn run(row: &Row, flag: &[&str]) -> Seen {
+    let start = Instant::now();
     let dir = tempfile::tempdir().unwrap();
     if row.command == "dump" {
         recorders(&dir.path().join("recorders"));
@@ -198,6 +286,7 @@ fn run(row: &Row, flag: &[&str]) -> Seen {
         err: String::from_utf8(o.stderr).unwrap(),
         metrics: std::fs::read_to_string(dir.path().join("m")).unwrap_or_default(),
         cached: cache.map_or(0, |c| c.usage().unwrap().entries),
+        seconds: start.elapsed().as_secs_f64(),
     }
 }
 
@@ -238,9 +327,25 @@ fn every_flag_has_a_row() {
 #[test]
 fn zero_copy_is_for_gpus() {
     let row = row("bench", "--zero-copy", BENCH, 2, |_, _| true);
-    let seen = run(&row, &[row.flag]);
-    assert_eq!(seen.code, Some(2), "{seen:#?}");
-    assert!(seen.err.contains("--backend vmm") && seen.out.is_empty(), "{seen:#?}");
+    let (off, on) = (run(&row, &[]), run(&row, &[row.flag]));
+    assert!(on.code == Some(2) && refused(&off, &on), "{on:#?}");
+}
+
+#[test]
+fn every_value_of_bench_has_an_effect_or_is_refused() {
+    let cli = Cli::command();
+    let bench = cli.find_subcommand("bench").unwrap();
+    let known = bench.get_arguments().filter(|a| !is_switch(a)).filter_map(|a| a.get_long());
+    let known: BTreeSet<_> = known.map(|name| format!("--{name}")).collect();
+    let rows: BTreeSet<_> = VALUES.iter().map(|v| v.flag[0].to_owned()).collect();
+    assert_eq!(known, rows, "left: flags of the parser, right: flags that are run");
+    for v in VALUES {
+        let row = row("bench", v.flag[0], v.rest, 0, |_, _| true);
+        let (off, on) = (run(&row, &[]), run(&row, v.flag));
+        let what = format!("{:?}: without {off:#?}, with {on:#?}", v.flag);
+        assert_eq!((off.code, on.code), (Some(0), Some(v.code)), "{what}");
+        assert!((v.shows)(&off, &on), "{what}");
+    }
 }
 
 #[test]
