@@ -126,6 +126,9 @@ pub const EP: Source = Source {
     ],
 };
 
+/// A definition more of [`EP`], [`EP_BULK`] and [`EP_BACK`], where the ranks' memory is not in even steps.
+pub const EP_UNEVEN: &str = "TW_EP_UNEVEN";
+
 /// [`EP`]'s definitions for results with `out` mantissa bits.
 pub fn ep_defines(out: u64) -> Vec<(String, u64)> {
     with(EP.defines, &[out, EP_THREADS, EP_MOVERS])

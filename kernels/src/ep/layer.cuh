@@ -4,7 +4,7 @@
 // for each (token, rank); slots from counts, without atomics or sorting). Equal inputs give equal bits.
 //
 // P ranks, E experts in all, T = max_tokens of a rank, k choices, capacity rows on each rank.
-// Symmetric areas of a rank, at base + rank * stride for every rank:
+// Symmetric areas of a rank, at base + rank * stride for every rank, or wherever a table says:
 //   counts  [2][P][E] u64              number of the launch << 32 | copies that a rank sends to an expert
 //   meta    [P * T] k TwCopy + scales f32, `meta_stride` bytes each
 //   tokens  [P * T] rows, `row_stride` bytes each
@@ -44,6 +44,7 @@ struct TwEp {
     u64 counts, meta, tokens, back;  // addresses of rank 0's areas; rank r's are r * stride behind
     u64 stride;
     const u32* first;       // [P + 1] first expert of each rank
+    const u64* steps;       // [P] TW_EP_UNEVEN: how far they are behind instead; `stride` has the bits of all of them
     u64 meta_stride, row_stride, back_stride;
     u32 size, me, max_tokens, top_k, experts, capacity, align, scales;
 };
@@ -77,21 +78,32 @@ struct TwMeet {
     u32 leave;   // 1: the last block grants the next launch; 0: tw_ep_leave will
 };
 
+// How far the memory of a rank is behind that of rank 0, in even steps unless told otherwise. Addresses wrap.
+__device__ __forceinline__ u64 tw_step(const TwEp& l, u64 stride, u32 rank) {
+#ifdef TW_EP_UNEVEN
+    return l.steps[rank];
+#else
+    return rank * stride;
+#endif
+}
+
+__device__ __forceinline__ u64 tw_step(const TwEp& l, u32 rank) { return tw_step(l, l.stride, rank); }
+
 __device__ __forceinline__ u64* tw_credit(const TwEp& l, const TwMeet& m, u32 rank, u32 writer) {
-    return (u64*)(m.flags + rank * m.stride) + writer;
+    return (u64*)(m.flags + tw_step(l, m.stride, rank)) + writer;
 }
 
 __device__ __forceinline__ u64* tw_arrival(const TwEp& l, const TwMeet& m, u32 rank, u32 writer, u32 c) {
-    return (u64*)(m.flags + rank * m.stride) + 2 * l.size + (u64)writer * m.chunks + c;
+    return (u64*)(m.flags + tw_step(l, m.stride, rank)) + 2 * l.size + (u64)writer * m.chunks + c;
 }
 
 // Number of the launch << 16 | the receive buffer that `writer` takes its rows to.
 __device__ __forceinline__ u64* tw_buffer(const TwEp& l, const TwMeet& m, u32 rank, u32 writer) {
-    return (u64*)(m.flags + rank * m.stride) + l.size + writer;
+    return (u64*)(m.flags + tw_step(l, m.stride, rank)) + l.size + writer;
 }
 
 __device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {
-    return l.meta + rank * l.stride + record * l.meta_stride;
+    return l.meta + tw_step(l, rank) + record * l.meta_stride;
 }
 
 // The launch is counted, and the area is everybody's for the next one. By one block, behind all readers.
@@ -150,7 +162,7 @@ struct TwRecv {
 
 // Row `row` of the receive buffer of rank `r`; of my own output also where that is no such buffer.
 __device__ __forceinline__ u64 tw_recv_row(const TwEp& l, const TwRecv& out, u32 r, u64 row) {
-    return out.x + (u64)r * l.stride - (u64)l.me * l.stride + row * out.row_bytes;
+    return out.x + tw_step(l, r) - tw_step(l, l.me) + row * out.row_bytes;
 }
 
 // By the first warp of a launch: from now on rows may come to the buffer.
@@ -295,7 +307,7 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
     if (j == 0 && num == 0 && out.rank_major) tw_empty_row(l, out, record, TwZeros());
     for (u32 n = 0; j == 0 && n < num; n++) tw_keep_scales(l, out, record, n, __shfl_sync(full, (u32)c.row, n));
     const u64 row = lane < num ? tw_kept_row(l, out, record, lane, c) : 0, first = __shfl_sync(full, row, 0);
-    const u64 from = out.buffer ? first : l.tokens + l.me * l.stride + record * l.row_stride;
+    const u64 from = out.buffer ? first : l.tokens + tw_step(l, l.me) + record * l.row_stride;
     // The first one is where it stays if it came to a receive buffer.
     for (u32 n = out.buffer ? 1 : 0; from && n < num; n += 2) {
         const u64 a = __shfl_sync(full, row, n), b = __shfl_sync(full, row, n + 1 < num ? n + 1 : n);

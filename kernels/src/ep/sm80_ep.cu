@@ -80,7 +80,7 @@ __device__ __forceinline__ bool tw_route_count(const TwEp& l, const TwRouting& a
 }
 
 __device__ __forceinline__ u64* tw_counts(const TwEp& l, u64 epoch, u32 rank, u32 writer) {
-    return (u64*)(l.counts + rank * l.stride) + ((epoch & 1) * l.size + writer) * l.experts;
+    return (u64*)(l.counts + tw_step(l, rank)) + ((epoch & 1) * l.size + writer) * l.experts;
 }
 
 // My counts to every rank, mine included, by the block that comes last. Two buffers in turn are enough: who
@@ -255,8 +255,8 @@ __device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwSend& in, 
         for (u32 n = 1; n <= l.size; n++) {
             const u32 r = (l.me + n) % l.size;
             if (!(mask >> r & 1)) continue;
-            ((Piece*)(to + r * l.stride))[i] = a;
-            if (two) ((Piece*)(to + r * l.stride))[k] = b;
+            ((Piece*)(to + tw_step(l, r)))[i] = a;
+            if (two) ((Piece*)(to + tw_step(l, r)))[k] = b;
         }
     }
 }
@@ -370,7 +370,7 @@ tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64
     if (record < 0) {
         for (u64 i = threadIdx.x; i < row_bytes; i += THREADS) ((u8*)to)[i] = 0;
     } else {
-        tw_copy_one(to, l.tokens + l.me * l.stride + record * l.row_stride, row_bytes);
+        tw_copy_one(to, l.tokens + tw_step(l, l.me) + record * l.row_stride, row_bytes);
     }
     if (!scales) return;
     const float* from = tw_scales(l, l.me, record < 0 ? 0 : record);
@@ -384,7 +384,7 @@ __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, cons
     const u32 num = h.num[record], lane = threadIdx.x % 32, rows = b.expert_major ? num : 1;
     if (num == 0) return;
     const TwCopy* copies = h.copies + record * l.top_k;
-    const u64 to = l.back + s * l.stride + ((u64)l.me * l.max_tokens + t) * l.back_stride;
+    const u64 to = l.back + tw_step(l, s) + ((u64)l.me * l.max_tokens + t) * l.back_stride;
     u64 begin, end;
     tw_slice(tw_ceil(b.hidden, 4), j, slices, &begin, &end);
     for (u64 n = begin + lane; n < end; n += 128) {
@@ -436,7 +436,7 @@ __device__ __forceinline__ void tw_return_all(const TwTeam& t, const TwEp& l, co
 // the first slice the gradient that came with each choice, 0 if it was not sent.
 __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const TwBack& b, u32 t, u32 j, u32 slices) {
     const u32 k = l.top_k, lane = threadIdx.x % 32;
-    const u64 mine = l.back + l.me * l.stride;
+    const u64 mine = l.back + tw_step(l, l.me);
     const int *ranks = h.ranks + (u64)t * k, *rows = h.rows + (u64)t * k;
     u64 mask = 0;
     for (u32 i = 0; i < k; i++) mask |= rows[i] >= 0 ? 1ull << ranks[i] : 0;
@@ -516,7 +516,7 @@ tw_ep_gather_bwd(const __grid_constant__ TwEp l, const __grid_constant__ TwHandl
         return;
     }
     const int record = h.source[row];
-    const u64 from = l.tokens + l.me * l.stride + (record < 0 ? 0 : record) * l.row_stride;
+    const u64 from = l.tokens + tw_step(l, l.me) + (record < 0 ? 0 : record) * l.row_stride;
     float dot = 0;
     for (u32 n = threadIdx.x; n < tw_ceil(hidden, 4); n += THREADS) {
         float v[4] = {0, 0, 0, 0};

@@ -222,7 +222,7 @@ __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, c
         const u32 c = i / l.size, s = (l.me + 1 + i % l.size) % l.size, token = c * m.chunk;
         const u32 tokens = min(m.chunk, l.max_tokens - token);
         const u64 first = (u64)s * l.max_tokens + token;
-        const u64 to = l.back + s * l.stride + ((u64)l.me * l.max_tokens + token) * l.back_stride;
+        const u64 to = l.back + tw_step(l, s) + ((u64)l.me * l.max_tokens + token) * l.back_stride;
         tw_list_copies(l, h, b, first, tokens, list);
         const auto row = [&](u32 j) { return to + j * l.back_stride; };
         if (b.weights) tw_add<true>(list, tokens, rows, ring, false, row);
@@ -273,7 +273,7 @@ __device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h
     const bool sent = rows[i] >= 0;
     u32 n = 0;  // earlier choices of the same rank that were kept
     for (u32 e = 0; e < i; e++) n += ranks[e] == ranks[i] && rows[e] >= 0;
-    const u64 back = l.back + l.me * l.stride + ((u64)(sent ? ranks[i] : 0) * l.max_tokens + token) * l.back_stride;
+    const u64 back = l.back + tw_step(l, l.me) + ((u64)(sent ? ranks[i] : 0) * l.max_tokens + token) * l.back_stride;
     b.dw_out[(u64)token * k + i] = sent ? ((const float*)(back + l.back_stride) - k)[n] : 0.0f;
 }
 
@@ -281,7 +281,7 @@ __device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h
 __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                             const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
     if (tw_warp_is_over(t)) return;
-    const TwRows rows = {l.back + l.me * l.stride, (u32)l.back_stride, b.hidden * (u32)sizeof(Out::Bits)};
+    const TwRows rows = {l.back + tw_step(l, l.me), (u32)l.back_stride, b.hidden * (u32)sizeof(Out::Bits)};
     const u32 parts = tw_ceil(m.chunk, PART);
     for (u32 i; (i = tw_claim(m.ticket + 3)) < tw_ceil(b.tokens, m.chunk) * parts;) {
         const u32 c = i / parts, token = c * m.chunk + i % parts * PART, end = min((c + 1) * m.chunk, b.tokens);

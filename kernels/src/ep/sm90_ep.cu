@@ -22,7 +22,7 @@ __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, con
     if (p.row < 0 || (p.nth != 0 && (recv.rank_major || !mine))) return 0;
     const u64 record = (u64)l.me * l.max_tokens + token;
     if (mine || recv.buffer) return tw_recv_row(l, recv, p.rank, recv.rank_major ? record : p.row);
-    return l.tokens + p.rank * l.stride + record * l.row_stride;
+    return l.tokens + tw_step(l, p.rank) + record * l.row_stride;
 }
 
 // By a warp: rows of `bytes` through its pieces, each to the places of its lanes. Row `i` of `live` begins at from(i), and
@@ -96,7 +96,7 @@ __device__ __forceinline__ void tw_bulk_lay(const TwEp& l, const TwHandle& h, co
     const bool there = record / l.max_tokens == l.me || (out.buffer && (n == 0 || !first));
     const u64 to = there ? 0 : row;
     const auto from = [&](u32 r) {
-        return out.buffer ? __shfl_sync(full, first, r * k) : l.tokens + l.me * l.stride + (record + r) * l.row_stride;
+        return out.buffer ? __shfl_sync(full, first, r * k) : l.tokens + tw_step(l, l.me) + (record + r) * l.row_stride;
     };
     const u32 stamped = __ballot_sync(full, valid), open = __ballot_sync(full, to != 0);
     u32 live = 0;

@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use tilewire_kernels::Source;
-use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK, EP_THREADS, ep_defines};
+use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK, EP_THREADS, EP_UNEVEN, ep_defines};
 
 use crate::compile::Unit;
 use crate::ep_batch::{Batch, Rows, Sum, batch};
@@ -37,10 +37,12 @@ pub struct Room {
     /// The most tokens of a chunk that comes back, and ranks or copies of a token.
     pub tokens: usize,
     pub entries: usize,
+    /// The ranks' memory is not in even steps.
+    pub uneven: bool,
 }
 
 /// As few as `World::usual` needs.
-pub const FEW: Room = Room { mantissa: 23, pieces: 1, tokens: 11, entries: 4 };
+pub const FEW: Room = Room { mantissa: 23, pieces: 1, tokens: 11, entries: 4, uneven: false };
 
 impl Room {
     /// Bytes of dynamic shared memory of a combine by bulk loads.
@@ -73,7 +75,12 @@ pub fn unit(source: &Source, text: String, room: Room) -> &'static Lib {
     RUNTIME.load(&Unit {
         name: source.name,
         text,
-        defines: source.defines.iter().map(value).collect(),
+        defines: source
+            .defines
+            .iter()
+            .map(value)
+            .chain(room.uneven.then_some((EP_UNEVEN, 1)))
+            .collect(),
         kernels: source.kernels.to_vec(),
         smem: room.back().max(2048),
     })

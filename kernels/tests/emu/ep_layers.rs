@@ -57,6 +57,8 @@ pub struct Layers {
     /// Launches of three areas, and their tickets.
     pub states: Vec<Memory>,
     pub first: Memory,
+    /// How far each rank's page is behind rank 0's.
+    steps: Memory,
     blocks: Vec<Memory>,
     pub libs: Libs,
 }
@@ -111,6 +113,16 @@ fn go_with(lib: &'static Lib, name: &str, blocks: u32, threads: u32) -> Launch<'
     kernel.grid([blocks, 1, 1], [threads, 1, 1])
 }
 
+/// Which page of the symmetric memory is that of rank `r`: in order, or from the middle outwards.
+fn page(room: Room, r: usize, size: usize) -> usize {
+    let middle = (size - 1) / 2;
+    match (room.uneven, r % 2) {
+        (false, _) => r,
+        (_, 0) => middle - r / 2,
+        _ => middle + r.div_ceil(2),
+    }
+}
+
 impl Layers {
     pub fn new(libs: Libs, hidden: usize) -> Self {
         Self::of(libs, World::usual(hidden))
@@ -119,14 +131,20 @@ impl Layers {
     pub fn of(libs: Libs, world: World) -> Self {
         let size = world.size();
         let pages = Pages::new(size, world.places()[5] + BUFFERS * world.buffer());
+        let views = pages.views("symmetric");
         let first: Vec<u32> =
             (0..=size).map(|r| world.experts[..r].iter().sum::<usize>() as u32).collect();
+        let place = |r: usize| page(libs.room, r, size);
+        let stride = views[0].stride();
+        let step = |r: usize| (place(r) as u64).wrapping_sub(place(0) as u64).wrapping_mul(stride);
+        let steps: Vec<u64> = (0..size).map(step).collect();
         let own = |len: usize| (0..size).map(|_| Memory::new("own", ANY, len)).collect();
         Self {
             team: Team::new(*SIGNALS, size),
-            views: pages.views("symmetric"),
+            views,
             states: own(24 + 3 * 16),
             first: filled(&first),
+            steps: filled(&steps),
             blocks: own(4 * world.routers as usize * world.num_experts()),
             libs,
             world,
@@ -134,12 +152,13 @@ impl Layers {
     }
 
     pub fn layer(&self, me: usize, capacity: usize) -> Layer {
-        let (w, base) = (&self.world, self.views[me].addr());
+        let (w, base) = (&self.world, self.first_page(me));
         let [meta, tokens, back, ..] = w.places();
         Layer {
             areas: [0, meta, tokens, back].map(|at| base + at as u64),
-            stride: self.views[me].stride(),
+            stride: self.stride(me),
             first: self.first.addr(),
+            steps: self.steps.addr(),
             strides: w.strides().map(|s| s as u64),
             size: w.size() as u32,
             me: me as u32,
@@ -157,8 +176,8 @@ impl Layers {
         let (w, at) = (&self.world, self.states[me].addr());
         let which = usize::from(area == 2);
         Meet {
-            flags: self.views[me].addr() + w.places()[3 + which] as u64,
-            stride: self.views[me].stride(),
+            flags: self.first_page(me) + w.places()[3 + which] as u64,
+            stride: self.stride(me),
             epoch: at + 8 * area as u64,
             ticket: at + 24 + 16 * area as u64,
             slot: 4,
@@ -170,9 +189,24 @@ impl Layers {
         }
     }
 
+    /// The page that is a rank's memory.
+    pub fn page(&self, r: usize) -> usize {
+        page(self.libs.room, r, self.world.size())
+    }
+
+    /// Where rank `me` sees rank 0's memory.
+    fn first_page(&self, me: usize) -> u64 {
+        self.views[me].addr_of(self.page(0))
+    }
+
+    fn stride(&self, me: usize) -> u64 {
+        // Of uneven steps the lowest bits count: those of what the steps are multiples of.
+        self.views[me].stride()
+    }
+
     /// Address of receive buffer `n`, from 1 on, of rank `r` as it sees it.
     pub fn buffer(&self, r: usize, n: usize) -> u64 {
-        self.views[r].addr_of(r) + self.buffer_at(n) as u64
+        self.views[r].addr_of(self.page(r)) + self.buffer_at(n) as u64
     }
 
     /// Where it lies.

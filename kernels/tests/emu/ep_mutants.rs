@@ -45,7 +45,7 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted(
         "rows of another rank's buffer",
-        "out.x + (u64)r * l.stride - (u64)l.me * l.stride +",
+        "out.x + tw_step(l, r) - tw_step(l, l.me) +",
         "out.x +",
         some_straight,
     ),

@@ -10,6 +10,7 @@ pub struct Layer {
     pub areas: [u64; 4],
     pub stride: u64,
     pub first: u64,
+    pub steps: u64,
     pub strides: [u64; 3],
     pub size: u32,
     pub me: u32,

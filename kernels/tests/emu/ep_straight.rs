@@ -26,8 +26,8 @@ impl Layers {
     /// The first bytes of a receive buffer.
     pub fn received(&self, r: usize, n: usize, len: usize) -> Vec<u8> {
         let at = self.buffer_at(n);
-        let words =
-            (0..len.div_ceil(8)).flat_map(|i| self.views[r].get(r, at + 8 * i).to_le_bytes());
+        let words = (0..len.div_ceil(8))
+            .flat_map(|i| self.views[r].get(self.page(r), at + 8 * i).to_le_bytes());
         words.take(len).collect()
     }
 }

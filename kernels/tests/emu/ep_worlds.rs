@@ -19,6 +19,7 @@ pub const TESTS: &[Test] = tests![
     eight_ranks_with_eight_choices,
     eight_ranks_with_fp8_tokens,
     what_comes_to_one_of_eight_ranks,
+    ranks_whose_memory_is_not_in_even_steps,
     sixteen_ranks_return_by_bulk_loads,
     as_many_ranks_and_choices_as_there_may_be,
     what_mutants_of_gradients_must_fail,
@@ -33,12 +34,13 @@ struct Units {
     plain: &'static Lib,
     send: &'static Lib,
     back: &'static Lib,
+    room: Room,
 }
 
 impl Units {
-    fn new(mantissa: u64) -> Self {
-        let room = Room { mantissa, ..ROOM };
+    fn new(room: Room) -> Self {
         Self {
+            room,
             plain: unit(&EP, EP.emu_text(), room),
             send: unit(&EP_BULK, EP_BULK.emu_text(), room),
             back: unit(&EP_BACK, EP_BACK.emu_text(), room),
@@ -47,12 +49,13 @@ impl Units {
 
     fn libs(&self, bulk: bool) -> Libs {
         let some = |lib| bulk.then_some(lib);
-        Libs { plain: self.plain, send: some(self.send), back: some(self.back), room: ROOM }
+        Libs { plain: self.plain, send: some(self.send), back: some(self.back), room: self.room }
     }
 }
 
-static IN_F32: LazyLock<Units> = LazyLock::new(|| Units::new(23));
-static IN_BF16: LazyLock<Units> = LazyLock::new(|| Units::new(7));
+static IN_F32: LazyLock<Units> = LazyLock::new(|| Units::new(ROOM));
+static IN_BF16: LazyLock<Units> = LazyLock::new(|| Units::new(Room { mantissa: 7, ..ROOM }));
+static UNEVEN: LazyLock<Units> = LazyLock::new(|| Units::new(Room { uneven: true, ..ROOM }));
 
 fn units(w: &World) -> &'static Units {
     if w.out == DType::F32 { &IN_F32 } else { &IN_BF16 }
@@ -189,6 +192,19 @@ fn what_comes_to_one_of_eight_ranks() {
     let w = World { most_rows: w.worst_case(), ..w };
     all_layouts(&w, 9, w.most_rows, &[Of(5), Of(0), Masked]);
     all_layouts(&w, 10, 9, &[Of(7), Of(5)]);
+}
+
+/// As NVSHMEM may map it: the memory of the ranks is in no order.
+fn ranks_whose_memory_is_not_in_even_steps() {
+    let five = World { align: 4, ..world(&[2, 1, 0, 3, 2], &[4, 6, 1, 0, 5], 3) };
+    let eight = world(&[1, 2, 1, 0, 2, 1, 1, 1], &[2, 1, 3, 0, 2, 3, 1, 2], 2);
+    for (n, w) in [five, eight].into_iter().enumerate() {
+        for (i, rows) in LAYOUTS.into_iter().enumerate() {
+            let (bulk, straight) = ((n + i) % 2 == 0, rows != Rows::Flat);
+            let choices = (40 + (3 * n + i) as u64, w.most_rows, &[Distinct, Repeated][..]);
+            all_phases(UNEVEN.libs(bulk), &w, (rows, straight), choices);
+        }
+    }
 }
 
 /// The most ranks, and copies of a token, that a combine by bulk loads takes.

@@ -50,8 +50,8 @@ const PLAIN: &[Planted] = &[
     ),
     Planted(
         "gradients of padding",
-        "const int record = h.source[row];\n    const u64 from = l.tokens + l.me * l.stride + (record < 0 ? 0 : record)",
-        "const int record = max(h.source[row], 0);\n    const u64 from = l.tokens + l.me * l.stride + (record < 0 ? 0 : record)",
+        "const int record = h.source[row];\n    const u64 from = l.tokens + tw_step(l, l.me) + (record < 0 ? 0 : record)",
+        "const int record = max(h.source[row], 0);\n    const u64 from = l.tokens + tw_step(l, l.me) + (record < 0 ? 0 : record)",
         some_gradients,
     ),
     Planted(

@@ -1,6 +1,6 @@
 //! Where an expert-parallel layer lies in symmetric memory on devices, and how its rows are cut.
 
-use tilewire_core::{Error, ErrorKind, Result, Team};
+use tilewire_core::{Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::Queue;
 use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS, EP_THREADS};
@@ -113,12 +113,27 @@ pub(super) fn return_area(d: &EpDesc) -> usize {
     return_bytes(d).max(strides(d).back)
 }
 
-/// Where rank 0's bytes `(at, len)` of a buffer are in the order of the ranks: by mine, as a rank may reach no
-/// other's.
-pub(super) fn first_addr(lane: &Lane, b: &SymBuf, (at, len): (usize, usize)) -> Result<u64> {
-    let (os, me) = (lane.one_sided(), lane.one_sided().heap().team().rank());
-    let before = lane.stride()?.wrapping_mul(u64::from(me.get()));
-    os.addr(me, b.range(at, len), len).map(|mine| mine.wrapping_sub(before))
+/// How far the memory of each rank is behind that of rank 0, as this device sees it. Addresses wrap.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Steps {
+    /// From each rank to the next one; of uneven steps, the bits of all of them: kernels look at how they are aligned.
+    pub stride: u64,
+    /// Of each rank, where they are not even: memory of NVSHMEM's.
+    pub table: Option<Vec<u64>>,
+    /// Of this rank.
+    mine: u64,
+}
+
+impl Steps {
+    fn even(stride: u64, me: usize) -> Self {
+        Self { stride, table: None, mine: stride.wrapping_mul(me as u64) }
+    }
+
+    fn uneven(places: &[u64], me: usize) -> Self {
+        let table: Vec<u64> = places.iter().map(|p| p.wrapping_sub(places[0])).collect();
+        let stride = table.iter().fold(0, |all, s| all | s);
+        Self { stride, mine: table[me], table: Some(table) }
+    }
 }
 
 /// The areas of a plan in symmetric memory.
@@ -130,18 +145,54 @@ pub(super) struct Areas<'a> {
 }
 
 impl Areas<'_> {
-    pub fn layer(&self, lane: &Lane, d: &EpDesc, first: &CudaMemory) -> Result<LayerParam> {
+    /// For kernels that write to peers, or with `nccl` to this rank alone.
+    pub fn steps(&self, lane: &Lane, nccl: bool) -> Result<Steps> {
+        let os = lane.one_sided();
+        let (team, place) = (os.heap().team(), self.flags.range(0, 8));
+        let me = team.rank().idx();
+        match lane.stride() {
+            Err(e) if e.is_unsupported() && nccl => Ok(Steps::even(0, me)),
+            Err(e) if e.is_unsupported() => {
+                let places: Result<Vec<u64>> =
+                    Rank::all(team.size()).map(|r| os.addr(r, place, 8)).collect();
+                Ok(Steps::uneven(&places?, me))
+            }
+            stride => Ok(Steps::even(stride?, me)),
+        }
+    }
+
+    /// Where rank 0's bytes `(at, len)` of a buffer are in the order of the ranks: by mine, as a rank may reach no
+    /// other's.
+    pub fn first_addr(
+        lane: &Lane,
+        steps: &Steps,
+        b: &SymBuf,
+        (at, len): (usize, usize),
+    ) -> Result<u64> {
+        let (os, me) = (lane.one_sided(), lane.one_sided().heap().team().rank());
+        os.addr(me, b.range(at, len), len).map(|mine| mine.wrapping_sub(steps.mine))
+    }
+
+    /// With the first expert of each rank, and the table of `steps`, in this device's memory.
+    pub fn layer(
+        &self,
+        lane: &Lane,
+        d: &EpDesc,
+        steps: &Steps,
+        (first, table): (&CudaMemory, Option<&CudaMemory>),
+    ) -> Result<LayerParam> {
         let os = lane.one_sided();
         let (size, me) = (d.experts_per_rank.len(), os.heap().team().rank());
         let (s, records) = (strides(d), size * d.max_tokens);
-        let rank0 = |b: &SymBuf, at: usize, len: usize| first_addr(lane, b, (at, len));
+        let rank0 = |b: &SymBuf, at: usize, len: usize| Self::first_addr(lane, steps, b, (at, len));
         Ok(LayerParam {
             counts: rank0(self.counts, 0, 16 * size * d.num_experts())?,
             meta: rank0(self.tokens, records * s.row, records * s.meta)?,
             tokens: rank0(self.tokens, 0, records * s.row)?,
             back: rank0(self.returns, 0, records * s.back)?,
-            stride: lane.stride()?,
+            stride: steps.stride,
             first: first.addr(),
+            steps: table.map_or(0, CudaMemory::addr),
             meta_stride: s.meta as u64,
             row_stride: s.row as u64,
             back_stride: s.back as u64,
@@ -194,6 +245,21 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn steps_lead_from_rank_0_to_every_rank() {
+        let even = Steps::even(4096, 3);
+        assert_eq!((even.stride, even.mine, even.table), (4096, 3 * 4096, None));
+        // As rank 1 of four sees memory that begins with its own; the last rank's lies below.
+        let places = [0x7000, 0x4000, 0x5000, 0x1008];
+        let s = Steps::uneven(&places, 2);
+        assert_eq!(s.mine, 0x2000u64.wrapping_neg());
+        for (r, step) in s.table.unwrap().iter().enumerate() {
+            assert_eq!(places[0].wrapping_add(*step), places[r]);
+        }
+        // One that is aligned to 8 bytes makes rows that are, at most.
+        assert_eq!(s.stride % 16, 8);
     }
 
     /// The areas of host and devices are one allocation: either's records have room.

@@ -15,11 +15,11 @@ use tilewire_device::{Buffer, Stream, Tensor};
 use tilewire_kernels::portable::{
     EP, EP_BACK, EP_BACK_ENTRIES, EP_BACK_RETURN, EP_BACK_SLICE, EP_BACK_STAGES, EP_BACK_SUM,
     EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_SEND,
-    EP_BULK_ZERO, EP_MOVERS, EP_THREADS, ep_back_defines, ep_bulk_defines, ep_defines,
+    EP_BULK_ZERO, EP_MOVERS, EP_THREADS, EP_UNEVEN, ep_back_defines, ep_bulk_defines, ep_defines,
 };
 use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
 
-use super::areas::{Areas, Cut, first_addr, flag_area, flags_of_area, router};
+use super::areas::{Areas, Cut, flag_area, flags_of_area, router};
 use super::nccl::{Staging, What};
 use super::params::{
     BackParam, HandleParam, LayerParam, MeetParam, RecvParam, RoutingParam, SendParam,
@@ -117,6 +117,8 @@ pub(super) struct Prepared {
     state: CudaMemory,
     /// `[ranks + 1]` u32; the layer has its address.
     first: CudaMemory,
+    /// `[ranks]` u64, if their memory is not in even steps; the layer has its address.
+    steps: Option<CudaMemory>,
     /// Record of each received row of the flat layout.
     row_source: CudaMemory,
     /// Through NCCL.
@@ -139,18 +141,25 @@ impl Prepared {
         fit_32_bits("an expert-parallel layer", &[choices, d.capacity, d.num_experts()])?;
         let first: Vec<u32> = (0..=size).map(|r| d.first_expert(r) as u32).collect();
         let first = CudaMemory::from_bytes(ctx, bytemuck::cast_slice(&first))?;
-        let layer = areas.layer(lane, d, &first)?;
+        let at = areas.steps(lane, nccl)?;
+        let table = |t: &Vec<u64>| CudaMemory::from_bytes(ctx, bytemuck::cast_slice(t));
+        let steps = at.table.as_ref().map(table).transpose()?;
+        let layer = areas.layer(lane, d, &at, (&first, steps.as_ref()))?;
+        let load = |source, mut defines: Vec<(String, u64)>| {
+            defines.extend(steps.iter().map(|_| (EP_UNEVEN.to_owned(), 1)));
+            load(ctx, source, defines)
+        };
         let mut kernels = Vec::new();
-        let module = load(ctx, &EP, ep_defines(mantissa(d.out)))?;
+        let module = load(&EP, ep_defines(mantissa(d.out)))?;
         for k in EP.kernels {
             kernels.push((*k, module.kernel(k)?));
         }
         let room = ctx.max_shared_bytes()? >= BULK_BYTES.max(BACK_BYTES) + STATIC_BYTES;
         if EP_BULK.runs_on(&ctx.arch()?) && room {
-            let kernel = load(ctx, &EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
+            let kernel = load(&EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
             kernel.allow_shared(BULK_BYTES)?;
             kernels.push((EP_BULK.kernels[0], kernel));
-            let back = load(ctx, &EP_BACK, ep_back_defines(mantissa(d.out)))?;
+            let back = load(&EP_BACK, ep_back_defines(mantissa(d.out)))?;
             let back = back.kernel(EP_BACK.kernels[0])?;
             back.allow_shared(BACK_BYTES)?;
             kernels.push((EP_BACK.kernels[0], back));
@@ -162,11 +171,12 @@ impl Prepared {
             team: os.team_param(),
             layer,
             cuts: [Cut::send(d), Cut::back(d)],
-            flags: first_addr(lane, areas.flags, (0, len))?,
+            flags: Areas::first_addr(lane, &at, areas.flags, (0, len))?,
             flags_of_area: flags_of_area(d) as u64,
             blocks: workspace(ctx, 4 * ROUTERS * d.num_experts())?,
             state: workspace(ctx, 3 * (8 + 16))?,
             first,
+            steps,
             row_source: workspace(ctx, 4 * d.recv_rows())?,
             staging: nccl.then(|| Staging::new(ctx, d)).transpose()?,
             num_sms: os.num_sms()?,
@@ -320,7 +330,8 @@ impl Phase<'_> {
             hold(l.main, (self.handle.clone(), l.os.heap().clone()));
             hold(l.main, outs.iter().map(|o| o.0.clone()).collect::<Vec<_>>());
             let p = self.p;
-            hold(l.main, [&p.blocks, &p.state, &p.first, &p.row_source].map(Clone::clone));
+            let memory = [&p.blocks, &p.state, &p.first, &p.row_source].map(Clone::clone);
+            hold(l.main, (memory, p.steps.clone()));
             f(l)
         };
         if self.p.staging.is_some() {

@@ -12,6 +12,7 @@ pub(super) struct LayerParam {
     pub back: u64,
     pub stride: u64,
     pub first: u64,
+    pub steps: u64,
     pub meta_stride: u64,
     pub row_stride: u64,
     pub back_stride: u64,
