@@ -22,7 +22,7 @@ CASES = ["put_signal_wait", "put_flag", "get_after_signal", "barrier", "graph_re
 GROUPS = {"moves": ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "quant", "permute"],
           "products": ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk"], "ep": ["ep"],
           "attention": ["attention", "cp_attention"], "nccl": ["nccl"]}
-TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and"}
+TEAM_TESTS = {"replays": "replays_with", "silent": "is_named_and_outputs", "left": "left_in_any"}
 TEAM_TESTS_NCCL = {"replays": "replays_by_nccl", "silent": "named_by_nccl"}
 # Operations of the team tests that share a process: an error of the device ends only that.
 TEAM_OPS = ["0-5", "6-13", "14-17", "18-20", "21-24", "25-29", "30-39"]
@@ -383,6 +383,9 @@ def conformance(n):
     # GPUs as if they did not reach each other.
     yield Config("ops-gpu_team-dropped", [program("gpu_team"), "dropped_plans"], by_tests, jit=True)
     yield Config("ops-gpu_team-far", [program("gpu_team"), "far_gpus", "--nocapture"], by_ran, jit=True, needs=two)
+    # Sizes, a zero copy into a product, two backends in one process; heaps left in any order are above.
+    heaps = [program("gpu_team"), "heaps::", "--skip", "left_in_any", "--nocapture"]
+    yield Config("ops-gpu_team-heaps", heaps, by_ran, jit=True, needs=two)
     yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
     for name, ops in verify_groups().items():
         flags = ["verify", "--backend", "vmm", "--json", "--op", ",".join(ops)]

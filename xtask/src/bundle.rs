@@ -472,6 +472,8 @@ mod tests {
             "conformance/one-sided-processes-3",
             "conformance/litmus-copy_push_flag",
             "conformance/launch-calls-14-17",
+            "conformance/ops-gpu_team-heaps",
+            "conformance/ops-gpu_team-left-6-13",
             "conformance/verify-threads-8-products",
             "conformance/verify-processes-2-ep",
             "conformance/memcheck-1-gemm",

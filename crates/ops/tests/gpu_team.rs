@@ -12,6 +12,8 @@ mod calls;
 mod dropped;
 #[path = "gpu/far.rs"]
 mod far;
+#[path = "gpu/heaps.rs"]
+mod heaps;
 #[path = "gpu/lacking.rs"]
 mod lacking;
 #[path = "gpu/launches.rs"]

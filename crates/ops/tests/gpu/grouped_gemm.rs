@@ -12,6 +12,7 @@ use tilewire_oracle::Mat;
 use tilewire_oracle::gemm as gemm_oracle;
 use tilewire_oracle::grouped_gemm as oracle;
 
+use crate::calls;
 use crate::common::{Gpu, Out, check, gpu, random, refill};
 
 /// Groups and capacity, with splits that use them.
@@ -421,4 +422,52 @@ fn what_cannot_run_is_said() {
     };
     let e = plan.dgrad(&g.stream, t).err().unwrap();
     assert!(e.to_string().contains("`splits`") && e.get_hint().is_some(), "{e}");
+}
+
+/// A launch cannot read them then; the capture goes on, and is what it was before.
+#[test]
+fn splits_of_the_host_are_refused_under_capture() {
+    let Some(g) = gpu("grouped_gemm") else { return };
+    let d = GroupedDesc::new(2, 8, 8, 8, DType::BF16);
+    let (p, plan) = (Problem::new(&g, &mut Rng::new(18), d, &[3, 2], Form::default()), plan(&g, d));
+    g.stream.begin_capture().unwrap();
+    for dtype in [DType::I32, DType::I64] {
+        let t = GroupedDgrad {
+            dy: (&p.on.dy).into(),
+            w: Weights::from(&p.on.w),
+            splits: Splits::counts(&Tensor::zeros(dtype, Shape::d1(2))),
+            dx: p.on.dx.t.clone(),
+        };
+        let e = plan.dgrad(&g.stream, t).err().unwrap();
+        assert!(e.to_string().contains("`splits`") && e.get_hint().is_some(), "{e}");
+    }
+    let graph = g.stream.end_capture().unwrap();
+    assert_eq!(graph.num_nodes(), 0, "what is refused leaves nothing in a graph");
+}
+
+/// Pages of the host that stay in place are taken by heaps only: neither `prepare` nor a launch does.
+#[test]
+fn no_memory_of_the_host_is_pinned() {
+    let Some(g) = gpu("grouped_gemm") else { return };
+    let d = GroupedDesc::new(2, 8, 8, 8, DType::BF16);
+    let p = Problem::new(&g, &mut Rng::new(19), d, &[3, 2], Form::default());
+    let seen = calls::of(|| {
+        let plan = plan(&g, d);
+        for _ in 0..3 {
+            p.run(&g, &plan);
+        }
+        g.stream.synchronize().unwrap();
+    });
+    let pins = |c: &&String| {
+        c.contains("HostAlloc") || c.contains("AllocHost") || c.contains("HostRegister")
+    };
+    assert_eq!(seen.iter().find(pins), None, "{seen:?}");
+    // Blind, it would find nothing, either.
+    assert!(
+        calls::file("").is_none()
+            || seen.iter().any(|c| c.starts_with("cuMem")
+                || c.contains("Module")
+                || c.contains("Synchronize")),
+        "nothing is counted: {seen:?}"
+    );
 }

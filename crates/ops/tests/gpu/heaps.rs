@@ -1,0 +1,235 @@
+//! Heaps on devices: left in any order, two backends in one process, sizes around a page of the device's memory, and
+//! rows that stay where a dispatch has put them until they are combined.
+#![expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
+
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use tilewire_core::{BackendKind, DType, Rank, Result, Rng, Shape};
+use tilewire_device::cuda::CudaMemory;
+use tilewire_device::{Buffer, Device, Stream, Tensor};
+use tilewire_ops::ep::{EpDesc, EpDispatch, EpPlan};
+use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedFprop, GroupedGemmPlan, Splits};
+use tilewire_symm::{Heap, HeapCfg, OneSided, VmmOneSided, World, WorldCfg};
+
+use crate::team_ops::{asked, by_nccl, by_puts, heap, ranks};
+use crate::{DEVICES, all_poison, begins, computes_again, told};
+
+/// As many ranks as there are devices for them, or a line that says why not.
+fn ready(what: &str) -> Option<usize> {
+    let n = ranks();
+    if n.is_none() {
+        println!("{what} did not run: it needs two devices");
+    }
+    n
+}
+
+fn cfg() -> WorldCfg {
+    WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() }
+}
+
+/// A plan has what it needs: team, heap and stream may go before it in any order, and the devices are as before.
+#[test]
+fn devices_are_left_in_any_order() {
+    const ORDERS: [[usize; 3]; 6] =
+        [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+    let Some(n) = ready("orders of leaving") else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n, cfg(), |world| {
+        let outer = world.everyone("outer")?;
+        for (i, make) in asked(by_puts()) {
+            let (heap, stream) = heap(&world, "short")?;
+            let op = make(&heap, &stream)?;
+            begins(i, &op, &heap);
+            let me = u64::from(outer.rank().get());
+            op.refill(9 + me)?;
+            op.poison()?;
+            outer.agree(true)?;
+            let team = heap.team().clone();
+            let (mut team, mut heap, mut op) = (Some(team), Some(heap), Some(op));
+            for what in ORDERS[i % ORDERS.len()] {
+                match what {
+                    0 => drop(team.take()),
+                    1 => drop(heap.take()),
+                    _ => {
+                        let op = op.take().unwrap();
+                        told(&op, (op.launch)(&stream))?;
+                        stream.synchronize()?;
+                        assert!(!op.outs.iter().all(all_poison), "{}", op.name);
+                    }
+                }
+            }
+            drop(stream);
+            outer.agree(true)?;
+            computes_again(&world, &make)?;
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Whichever is there first: both compute, beside each other, the same bits.
+#[test]
+fn two_backends_in_one_process_in_both_orders() {
+    let Some(n) = ranks().filter(|_| !by_nccl().is_empty()) else {
+        println!("two backends did not run: they want two devices and NCCL");
+        return;
+    };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    for order in [[BackendKind::Vmm, BackendKind::Nccl], [BackendKind::Nccl, BackendKind::Vmm]] {
+        World::run_threads(n, cfg(), |world| {
+            let both = order.map(|kind| -> Result<(Heap, Stream)> {
+                let heap = world.everyone("both")?.heap(kind, HeapCfg::new(64 << 20))?;
+                assert_eq!(heap.backend(), kind);
+                let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
+                Ok((heap, Stream::on(&ctx)?))
+            });
+            let [a, b] = both;
+            let both = [a?, b?];
+            let ops = both.each_ref().map(|(heap, stream)| by_puts()[0](heap, stream));
+            let [a, b] = ops;
+            let ops = [a?, b?];
+            let me = u64::from(world.rank().get());
+            for round in 0..3 {
+                for op in &ops {
+                    op.refill(11 + 64 * round + me)?;
+                    op.poison()?;
+                }
+                both[0].0.team().agree(true)?;
+                for (op, (_, stream)) in ops.iter().zip(&both) {
+                    told(op, (op.launch)(stream))?;
+                }
+                for (heap, stream) in &both {
+                    stream.synchronize()?;
+                    heap.team().check()?;
+                }
+                let bits = [ops[0].bits()?, ops[1].bits()?];
+                assert!(!ops[0].outs.iter().all(all_poison), "{order:?}: nothing ran");
+                assert!(bits[0] == bits[1], "{order:?}: round {round} differs");
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+/// A page of the device's memory, one byte less, and one more: all of it arrives, and nothing beside it.
+#[test]
+fn sizes_around_a_page_of_the_device_arrive_whole() {
+    const PAGE: usize = 2 << 20;
+    let Some(n) = ready("sizes around a page") else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n, cfg(), |world| {
+        for len in [PAGE - 1, PAGE, PAGE + 1] {
+            // The heap itself has such a size, too, besides room for what surrounds the buffer.
+            let heap = world.everyone("page")?.heap(BackendKind::Vmm, HeapCfg::new(len + PAGE))?;
+            let (team, os) = (heap.team().clone(), VmmOneSided::new(&heap)?);
+            let stream = Stream::on(os.context())?;
+            let (s, me) = (stream.cuda()?, team.rank());
+            let next = Rank::new((me.get() + 1) % n as u32);
+            let before = Rank::new((me.get() + n as u32 - 1) % n as u32);
+            let around =
+                [heap.alloc(64, "front")?, heap.alloc(len, "page")?, heap.alloc(64, "back")?];
+            let bytes = |rank: Rank| -> Vec<u8> {
+                let rng = Rng::new(len as u64 * 16 + u64::from(rank.get()));
+                (0..len as u64).map(|i| rng.at(i) as u8).collect()
+            };
+            let own = |at: usize, len: usize| -> Result<Vec<u8>> {
+                let out = CudaMemory::from_bytes(os.context(), &vec![DType::POISON; len])?;
+                os.get(s, me, at, &out)?;
+                stream.synchronize()?;
+                out.download()
+            };
+            // What lies beside it is known.
+            let edge = CudaMemory::from_bytes(os.context(), &[7; 64])?;
+            for buf in [&around[0], &around[2]] {
+                os.put(s, me, buf.range(0, 64), &edge)?;
+            }
+            os.barrier(s, 0)?;
+            let sig = team.signals(1, "page")?;
+            let mine = CudaMemory::from_bytes(os.context(), &bytes(me))?;
+            os.put_signal(s, (next, around[1].range(0, len)), &mine, sig.slot(0))?;
+            os.wait(s, before, sig.slot(0), 1)?;
+            let got = own(around[1].range(0, len), len)?;
+            let want = bytes(before);
+            let bad = got.iter().zip(&want).position(|(a, b)| a != b);
+            assert!(got.len() == len && bad.is_none(), "{len} bytes: the first wrong is {bad:?}");
+            for buf in [&around[0], &around[2]] {
+                assert_eq!(own(buf.range(0, 64), 64)?, [7; 64], "{len} bytes: beside them");
+            }
+            team.check()?;
+            team.agree(true)?;
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// From the rank of a token to its experts and back without a copy beside the operations: what a dispatch puts straight
+/// into symmetric memory is the operand of a grouped product, whose output is what is combined. Bits are those of
+/// tensors of the caller.
+#[test]
+fn a_zero_copy_dispatch_feeds_a_grouped_product() {
+    const HIDDEN: usize = 64;
+    let Some(n) = ready("zero copy into a product") else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n, cfg(), |world| {
+        let mut seen = Vec::new();
+        for straight in [false, true] {
+            let (heap, stream) = heap(&world, "experts")?;
+            let (s, me) = (&stream, heap.team().rank());
+            let (tokens, k, local) = (48, 2, 3);
+            let mut desc = EpDesc::new(n, n * local, tokens, HIDDEN, k);
+            (desc.dtype, desc.out) = (DType::BF16, DType::BF16);
+            desc.capacity = desc.worst_case();
+            let (capacity, rows) = (desc.capacity, desc.recv_rows());
+            let plan = EpPlan::new(desc, &heap)?;
+            plan.prepare(s)?;
+            let product = GroupedDesc::new(local, capacity, HIDDEN, HIDDEN, DType::BF16);
+            let product = GroupedGemmPlan::new(product)?;
+            product.prepare(s)?;
+            let handle = plan.handle()?;
+            let mut rng = Rng::new(17 + u64::from(me.get()));
+            let mut random = |rows: usize| -> Result<Tensor> {
+                let v: Vec<f32> = (0..rows * HIDDEN).map(|_| rng.normal()).collect();
+                Tensor::from_f32(&v, DType::BF16, Shape::d2(rows, HIDDEN))?.to(&heap.device())
+            };
+            let (x, w) = (random(tokens)?, random(local * HIDDEN)?);
+            let experts = n * local;
+            let idx: Vec<i64> = (0..tokens * k)
+                .map(|i| ((i / k * 5 + me.idx() + i % k * (1 + i / k % 2)) % experts) as i64)
+                .collect();
+            let idx = Tensor::from_slice(&idx, Shape::d2(tokens, k))?.to(&heap.device())?;
+            let poisoned =
+                |rows| Tensor::poisoned_on(&heap.device(), DType::BF16, Shape::d2(rows, HIDDEN));
+            let recv = EpDispatch {
+                x: if straight { plan.zero_copy_recv()? } else { poisoned(rows)? },
+                scales: None,
+                weights: None,
+            };
+            let (y, out) = (poisoned(capacity)?, poisoned(tokens)?);
+            heap.team().agree(true)?;
+            plan.route(s, &idx, None, &handle)?.join(s)?;
+            plan.dispatch(s, &handle, &x, (None, None), &recv)?.join(s)?;
+            let fprop = GroupedFprop {
+                x: (&recv.x).into(),
+                w: (&w).into(),
+                bias: None,
+                splits: Splits::counts(handle.m_splits()),
+                out: y.clone(),
+                aux_out: None,
+            };
+            product.fprop(s, fprop)?.join(s)?;
+            plan.combine(s, &handle, &y, None, &out)?.join(s)?;
+            stream.synchronize()?;
+            heap.team().check()?;
+            product.check()?;
+            let out = out.to_f32()?;
+            assert!(out.iter().all(|v| v.is_finite()) && out.iter().any(|&v| v != 0.0));
+            seen.push(out);
+        }
+        assert!(seen[0] == seen[1], "rows that go straight make other results");
+        Ok(())
+    })
+    .unwrap();
+}
