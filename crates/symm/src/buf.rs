@@ -11,18 +11,28 @@ use crate::team::lock;
 pub(crate) type Ended = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Space that its owner has dropped, and from when on nothing uses it any more: at once without a word of that.
+#[derive(Clone)]
 pub(crate) struct Dropped {
     pub at: usize,
     pub len: usize,
     pub ended: Option<Ended>,
 }
 
-/// What has been dropped and is not in use any more, in order.
-pub(crate) fn unused(dropped: &[Dropped]) -> Vec<(usize, usize)> {
+/// What has been dropped and is not in use any more, in order. Without the lock of the list: the driver, which is asked
+/// here, may be dropping what a graph used, under one of its own.
+pub(crate) fn unused(dropped: Vec<Dropped>) -> Vec<(usize, usize)> {
     let ended = |d: &&Dropped| d.ended.as_ref().is_none_or(|f| f());
     let mut found: Vec<_> = dropped.iter().filter(ended).map(|d| (d.at, d.len)).collect();
     found.sort_unstable();
     found
+}
+
+/// Takes what all ranks return from the list. The caller drops it behind its lock, for the same reason.
+pub(crate) fn take(dropped: &mut Vec<Dropped>, agreed: &[(usize, usize)]) -> Vec<Dropped> {
+    let is_agreed = |d: &Dropped| agreed.contains(&(d.at, d.len));
+    let (gone, kept) = std::mem::take(dropped).into_iter().partition(is_agreed);
+    *dropped = kept;
+    gone
 }
 
 struct BufInner {

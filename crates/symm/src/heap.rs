@@ -8,7 +8,7 @@ use tilewire_device::cuda::NcclWindow;
 use tilewire_device::{Device, Stream, Tracer};
 
 use crate::alloc::Allocator;
-use crate::buf::{Dropped, SymBuf, unused};
+use crate::buf::{Dropped, SymBuf, take, unused};
 use crate::map::{Mapping, PAGE, shared_file};
 use crate::nccl::{self, NcclTeam};
 use crate::nvshmem;
@@ -265,14 +265,16 @@ impl Heap {
     /// # Errors
     /// As [`LiveTeam::exchange`].
     pub fn collect(&self) -> Result<()> {
-        let mine = unused(&lock(&self.0.dropped));
+        let dropped = lock(&self.0.dropped).clone();
+        let mine = unused(dropped);
         let agreed = self.0.team.intersect("collect", &mine)?;
         let mut alloc = lock(&self.0.alloc);
         for &(offset, len) in &agreed {
             alloc.release(offset, len);
         }
-        lock(&self.0.dropped).retain(|d| !agreed.contains(&(d.at, d.len)));
+        let gone = take(&mut lock(&self.0.dropped), &agreed);
         drop(alloc);
+        drop(gone);
         self.0.team.collect_signals()
     }
 

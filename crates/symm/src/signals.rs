@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 use crate::alloc::Allocator;
-use crate::buf::{Dropped, Ended, unused};
+use crate::buf::{Dropped, Ended, take, unused};
 use crate::control::NUM_SIGNALS;
 use crate::team::{LiveTeam, lock};
 
@@ -36,7 +36,8 @@ impl LiveTeam {
 
     /// Returns the slots that all members have dropped. Called by `Heap::collect`.
     pub(crate) fn collect_signals(&self) -> Result<()> {
-        let mine = unused(&lock(&self.0.slots).dropped);
+        let dropped = lock(&self.0.slots).dropped.clone();
+        let mine = unused(dropped);
         let agreed = self.intersect("collect-signals", &mine)?;
         // A count that nobody consumed would let the first wait of the next owner pass.
         let slots = agreed.iter().flat_map(|&(first, num)| first..first + num);
@@ -45,7 +46,9 @@ impl LiveTeam {
         for &(first, num) in &agreed {
             pool.alloc.release(first, num);
         }
-        pool.dropped.retain(|d| !agreed.contains(&(d.at, d.len)));
+        let gone = take(&mut pool.dropped, &agreed);
+        drop(pool);
+        drop(gone);
         Ok(())
     }
 

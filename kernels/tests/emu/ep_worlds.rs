@@ -190,7 +190,7 @@ fn eight_ranks_with_fp8_tokens() {
 fn what_comes_to_one_of_eight_ranks() {
     let w = World { align: 4, bulk: 3, ..world(&[1, 1, 1, 1, 1, 2, 1, 1], &[3; 8], 2) };
     let w = World { most_rows: w.worst_case(), ..w };
-    all_layouts(&w, 9, w.most_rows, &[Of(5), Of(0), Masked]);
+    all_layouts(&w, 11, w.most_rows, &[Of(5), Of(0), Masked]);
     all_layouts(&w, 10, 9, &[Of(7), Of(5)]);
 }
 
