@@ -1,8 +1,8 @@
 //! `cargo xtask gpu-bundle`: a folder with everything that a machine with GPUs needs to check and
 //! measure tilewire, and nothing to install there but the driver.
 //!
-//! `target/gpu-bundle/`: the command, test programs, `cubins/` beside them (where programs look for
-//! kernels that were built with them), and `run.sh`.
+//! `target/gpu-bundle/`: the command, test programs, `run.sh`, and packed for it the folder `cubins` (where programs look
+//! for kernels that were built with them).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -72,6 +72,7 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
         keys.extend(keys_of(&output(Command::new(&program).args(list))?));
     }
     check_keys(&cubins, &keys)?;
+    pack(&dir, "cubins")?;
     let sizes = sizes(&dir);
     check_sizes(&sizes, MAX_BYTES)?;
     let total: u64 = sizes.values().sum();
@@ -83,6 +84,14 @@ fn try_make(root: &Path, archs: &[String], nvrtc: Option<&Path>) -> Result<Strin
         keys.len(),
         archs.join(", ")
     ))
+}
+
+/// Packs a folder of `dir` as `NAME.tar.xz`, in its place.
+fn pack(dir: &Path, name: &str) -> Result<(), String> {
+    let script = "import sys, tarfile\n\
+        with tarfile.open(sys.argv[1] + '.tar.xz', 'w:xz') as f: f.add(sys.argv[1])";
+    output(Command::new("python3").args(["-c", script, name]).current_dir(dir))?;
+    fs::remove_dir_all(dir.join(name)).map_err(|e| format!("{name}: {e}"))
 }
 
 /// The commit of a tree, with `-dirty` if it holds something else; none where git does not know.
@@ -244,6 +253,29 @@ mod tests {
         check_sizes(&sizes, 1100).unwrap();
         let e = check_sizes(&sizes, 1099).unwrap_err();
         assert!(e.contains("1100 bytes") && e.find("tilewire") < e.find("a.cubin"), "{e}");
+    }
+
+    /// What is packed here is there once `run.sh` has begun.
+    #[test]
+    fn packed_kernels_are_unpacked_once() {
+        let dir = Folder::new("packed");
+        fs::write(dir.0.join("cubins/a.cubin"), [7; 100]).unwrap();
+        pack(&dir.0, "cubins").unwrap();
+        assert!(!dir.0.join("cubins").exists());
+        for (name, text) in TEXTS {
+            fs::write(dir.0.join(name), text).unwrap();
+        }
+        for _ in 0..2 {
+            let done = Command::new("bash").arg(dir.0.join("run.sh")).arg("--help").output();
+            assert!(done.unwrap().status.success());
+            assert_eq!(fs::read(dir.0.join("cubins/a.cubin")).unwrap(), [7; 100]);
+        }
+        let left = fs::read_dir(&dir.0).unwrap().flatten();
+        let left: Vec<_> = left
+            .map(|e| e.file_name())
+            .filter(|n| n.to_string_lossy().starts_with("new"))
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
     }
 
     #[test]
