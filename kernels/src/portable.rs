@@ -382,8 +382,13 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
     let reduce = REDUCE_MANTISSAS.iter().map(|types| (REDUCE, reduce_defines(*types)));
     let ep = WIDE_MANTISSAS
         .iter()
-        .flat_map(|out| [(EP, ep_defines(*out)), (EP_BACK, ep_back_defines(*out))]);
-    let moves = [(MOVE, move_defines()), (EP_BULK, ep_bulk_defines())];
+        .flat_map(|out| [(EP, ep_defines(*out)), (EP_BACK, ep_back_defines(*out))])
+        .chain([(EP_BULK, ep_bulk_defines())]);
+    let ep = ep.flat_map(|(source, defines)| {
+        let uneven = [&defines[..], &[(EP_UNEVEN.to_owned(), 1)]].concat();
+        [(source, defines), (source, uneven)]
+    });
+    let moves = [(MOVE, move_defines())];
     let collective = WIDE_MANTISSAS.iter().map(|out| (COLLECTIVE, collective_defines(*out)));
     let layers = LAYERS_MANTISSAS
         .iter()

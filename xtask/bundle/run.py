@@ -381,7 +381,8 @@ def conformance(n):
     for name, part in TEAM_TESTS_NCCL.items():
         yield Config(f"ops-gpu_team-nccl-{name}", [program("gpu_team"), part], by_tests, jit=True)
     # GPUs as if they did not reach each other.
-    yield Config("ops-gpu_team-dropped", [program("gpu_team"), "dropped_plans"], by_tests, jit=True)
+    more = None if n > 1 else "needs two GPUs"
+    yield Config("ops-gpu_team-dropped", [program("gpu_team"), "dropped_plans", "--nocapture"], by_ran, jit=True, needs=more)
     yield Config("ops-gpu_team-far", [program("gpu_team"), "far_gpus", "--nocapture"], by_ran, jit=True, needs=two)
     # Sizes, a zero copy into a product, two backends in one process; heaps left in any order are above.
     heaps = [program("gpu_team"), "heaps::", "--skip", "left_in_any", "--nocapture"]
@@ -437,6 +438,11 @@ def sanitized(n):
                          takes=2, needs=None if sanitizer else "compute-sanitizer is not there")
 
 
+def watched():
+    """Whether calls of the driver go through the interposer."""
+    return bool(shutil.which("gcc")) and "--no-interposer" not in sys.argv
+
+
 def bad_input(n):
     """Places that are not as they should be: each works, or says what to do."""
     verify = [program("tilewire"), "verify", "--backend", "vmm", "--json", "--op", "all_gather", "--dtype", "bf16"]
@@ -490,7 +496,7 @@ NO_MULTICAST = ["NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISA
 def worse(n, verify):
     """A machine that the interposer makes worse than it is. CUDA's codes: 1 a bad value, 217 no peers, 800 not permitted,
     801 not supported."""
-    gcc = None if shutil.which("gcc") else "needs gcc, for the interposer"
+    gcc = None if watched() else "needs gcc, and the interposer"
     two, doctor = [*verify, "--ranks", "2"], [program("tilewire"), "doctor"]
     share = "cuMemExportToShareableHandle"
     take = "cuMemImportFromShareableHandle"
@@ -537,7 +543,7 @@ def faults(n):
         orders = [program("gpu_team"), "--test-threads", "1"]
         yield Config("parked-between", [*orders, "stops_between"], by_tests, jit=True)
         argv = [program("gpu_team"), "a_rank_without_memory", "--nocapture"]
-        yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if shutil.which("gcc") else "needs gcc, for the interposer")
+        yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if watched() else "needs gcc, and the interposer")
         yield Config("parked-copies", [*orders, "copies_hang"], by_tests, jit=True)
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.

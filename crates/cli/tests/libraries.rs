@@ -167,6 +167,16 @@ fn the_driver_can_be_named() {
         assert!(said.contains("two copies"), "{said}");
     }
     assert!(doctor(&[&a, &a], &[("LD_PRELOAD", &a_text)]).status.code() != Some(2));
+    // The binding's first name is libcuda.so: where the loader knows one, it must be of the same driver.
+    std::os::unix::fs::symlink(&b, b.with_file_name("libcuda.so")).unwrap();
+    let folder = b.parent().unwrap().display().to_string();
+    let there = [("LD_LIBRARY_PATH", &*folder)];
+    assert!(doctor(&[&b], &there).status.code() != Some(2));
+    let said = refused(&doctor(&[&a], &there));
+    assert!(
+        said.contains(&a_text) && said.contains(&b_text) && said.contains("libcuda.so,"),
+        "{said}"
+    );
     let said = refused(&doctor(&[&make("c/libcuda.so.1", &[])], &[]));
     assert!(said.contains("does not call itself") && said.contains("hint"), "{said}");
     let said = refused(&doctor(&[&at("d/libcuda.so.1")], &[]));

@@ -265,6 +265,9 @@ impl Heap {
     /// # Errors
     /// As [`LiveTeam::exchange`].
     pub fn collect(&self) -> Result<()> {
+        if let Some(store) = &self.0.vmm {
+            store.ctx.free_retired();
+        }
         let dropped = lock(&self.0.dropped).clone();
         let mine = unused(dropped);
         let agreed = self.0.team.intersect("collect", &mine)?;

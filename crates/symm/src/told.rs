@@ -99,16 +99,22 @@ impl LiveTeam {
     /// leaves the team as it was: `what` can be tried again.
     ///
     /// # Errors
-    /// My own; otherwise that of the first rank that failed, of the same kind and with that rank as the peer;
-    /// otherwise as [`LiveTeam::exchange`].
+    /// That of the first rank that failed, of one kind on all ranks, with that rank as the peer on the others; otherwise as
+    /// [`LiveTeam::exchange`].
     pub fn settle<T>(&self, what: &str, mine: Result<T>) -> Result<T> {
         let words = mine.as_ref().map_or_else(failed, |_| vec![OK]);
-        let all = self.exchange(what, &words);
-        // My own failure first: the others may have aborted because of it.
-        let mine = mine?;
-        for (i, words) in all?.iter().enumerate() {
-            heard(Rank::new(i as u32), words)?;
+        let all = match (self.exchange(what, &words), &mine) {
+            // My own failure first: the others may have aborted because of it.
+            (Err(_), Err(own)) => return Err(own.clone()),
+            (all, _) => all?,
+        };
+        for (i, words) in all.iter().enumerate() {
+            // One verdict, so that all do the same about it.
+            match heard(Rank::new(i as u32), words) {
+                Err(_) if self.rank().idx() == i => return mine,
+                told => told.map(drop)?,
+            }
         }
-        Ok(mine)
+        mine
     }
 }

@@ -275,7 +275,7 @@ impl World {
         // Whoever watches it for a team that has just ended lets go of it soon.
         let start = Instant::now();
         while lock(&self.0.adopted.0).as_ref().is_some_and(|c| Arc::strong_count(c) > 1)
-            && start.elapsed() < 10 * GRACE
+            && start.elapsed() < 40 * GRACE
         {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -9,10 +9,12 @@ use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUdevic
 use tilewire_core::{Config, Error, ErrorKind, Result};
 
 use super::error::check;
+use super::event::CudaEvent;
 use super::loader::available;
 use super::module::CudaModule;
 use super::probe::{DeviceInfo, arch, describe};
 use super::vmm::{explain, free_descriptor};
+use crate::Point;
 use crate::jit::{Jit, KernelSpec, KernelTimes, Key};
 
 /// Number of devices that this process may use.
@@ -82,6 +84,8 @@ struct Inner {
     modules: Mutex<HashMap<Key, CudaModule>>,
     /// What queued work has used, and no longer does: see [`CudaContext::retire`].
     retired: Mutex<Vec<Thing>>,
+    /// The same, once an event is reached.
+    leaving: Mutex<Vec<(CudaEvent, Thing)>>,
     /// Device memory that is not freed although nobody uses it: see [`CudaContext::keep_memory`].
     kept: Mutex<Option<Vec<CUdeviceptr>>>,
 }
@@ -166,6 +170,7 @@ impl CudaContext {
             jit: OnceLock::new(),
             modules: Mutex::default(),
             retired: Mutex::default(),
+            leaving: Mutex::default(),
             kept: Mutex::default(),
         }));
         kept.push(new.clone());
@@ -196,12 +201,24 @@ impl CudaContext {
         self.0.retired.lock().unwrap_or_else(PoisonError::into_inner).extend(things);
     }
 
-    /// Frees what was retired: where the caller allocates or waits anyway, and at the end of a stream.
-    pub(super) fn free_retired(&self) {
-        let things =
-            std::mem::take(&mut *self.0.retired.lock().unwrap_or_else(PoisonError::into_inner));
-        // Not under the lock: a thing may have a stream, whose end comes here again.
-        drop(things);
+    /// As [`CudaContext::retire`], once `event` is reached.
+    pub(super) fn retire_behind(&self, event: CudaEvent, thing: Thing) {
+        self.0.leaving.lock().unwrap_or_else(PoisonError::into_inner).push((event, thing));
+    }
+
+    /// Frees what queued work has used and no longer does: where the caller allocates or waits anyway, and at the end of a
+    /// stream.
+    pub fn free_retired(&self) {
+        let take = |list: &Mutex<Vec<Thing>>| {
+            std::mem::take(&mut *list.lock().unwrap_or_else(PoisonError::into_inner))
+        };
+        let things = take(&self.0.retired);
+        let leaving = || self.0.leaving.lock().unwrap_or_else(PoisonError::into_inner);
+        let waiting = std::mem::take(&mut *leaving());
+        let (gone, rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(e, _)| e.is_done());
+        leaving().extend(rest);
+        // Not under a lock: a thing may have a stream, whose end comes here again.
+        drop((things, gone));
     }
 
     /// From now on device memory is freed only when there is none left. For ranks that share a device in one

@@ -1,20 +1,20 @@
 //! Captured graphs.
 
-use std::any::Any;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
 use tilewire_core::Result;
 
-use super::context::CudaContext;
+use super::context::{CudaContext, Thing};
 use super::error::check;
+use super::stream::CudaStream;
 
 /// What a capture refers to by address: kept as long as its graph.
 #[derive(Default)]
 pub(super) struct Held {
-    things: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
+    things: Mutex<Vec<Thing>>,
     ended: AtomicBool,
     /// The number of the capture, if it was begun elsewhere.
     foreign: Option<u64>,
@@ -52,9 +52,8 @@ unsafe fn give(graph: CUgraph, kept: Box<Kept>) -> Result<()> {
 unsafe extern "C" fn let_go(kept: *mut c_void) {
     // SAFETY: `Held::of_graph` made it with `Box::into_raw`, and it comes back once.
     let kept = unsafe { Box::from_raw(kept.cast::<Kept>()) };
-    let things = &mut *kept.held.things.lock().unwrap_or_else(PoisonError::into_inner);
     // It must not call the driver, as freeing memory does.
-    kept.ctx.retire(std::mem::take(things));
+    kept.ctx.retire(kept.held.take());
 }
 
 impl Held {
@@ -78,8 +77,13 @@ impl Held {
         self.foreign
     }
 
-    pub fn push(&self, thing: Arc<dyn Any + Send + Sync>) {
+    pub fn push(&self, thing: Thing) {
         self.things.lock().unwrap_or_else(PoisonError::into_inner).push(thing);
+    }
+
+    /// What it has: the graph's from now on.
+    pub fn take(&self) -> Vec<Thing> {
+        std::mem::take(&mut *self.things.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub fn end(&self) {
@@ -96,7 +100,10 @@ pub struct CudaGraph {
     ctx: CudaContext,
     raw: CUgraphExec,
     num_nodes: usize,
-    _held: Option<Arc<Held>>,
+    /// What it refers to by address.
+    things: Vec<Thing>,
+    /// Streams that it has been launched on. One that is gone has waited for its work.
+    streams: Mutex<Vec<Weak<super::stream::Inner>>>,
 }
 
 // SAFETY: launches of one graph are made from one thread at a time by its owner; the handle
@@ -111,7 +118,7 @@ impl CudaGraph {
     pub(super) fn instantiate(
         ctx: &CudaContext,
         graph: CUgraph,
-        held: Option<Arc<Held>>,
+        things: Vec<Thing>,
     ) -> Result<Self> {
         let (mut raw, mut num_nodes) = (std::ptr::null_mut(), 0);
         // SAFETY: a live graph; without a list only the number is written.
@@ -122,7 +129,7 @@ impl CudaGraph {
         unsafe { sys::cuGraphDestroy(graph) };
         check(code, "cuGraphInstantiate")?;
         check(count, "cuGraphGetNodes")?;
-        Ok(Self { ctx: ctx.clone(), raw, num_nodes, _held: held })
+        Ok(Self { ctx: ctx.clone(), raw, num_nodes, things, streams: Mutex::default() })
     }
 
     /// Number of nodes that one replay runs.
@@ -133,6 +140,15 @@ impl CudaGraph {
     pub(super) fn raw(&self) -> CUgraphExec {
         self.raw
     }
+
+    /// Notes that it was launched there.
+    pub(super) fn runs_on(&self, stream: &Arc<super::stream::Inner>) {
+        let mut all = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        if !all.iter().any(|s| s.as_ptr() == Arc::as_ptr(stream)) {
+            all.retain(|s| s.strong_count() > 0);
+            all.push(Arc::downgrade(stream));
+        }
+    }
 }
 
 impl Drop for CudaGraph {
@@ -140,6 +156,12 @@ impl Drop for CudaGraph {
         if let Ok(_current) = self.ctx.bind() {
             // SAFETY: instantiated by us, destroyed once; the driver lets a launch finish.
             unsafe { sys::cuGraphExecDestroy(self.raw) };
+        }
+        let streams =
+            std::mem::take(self.streams.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let things: Thing = Arc::new(std::mem::take(&mut self.things));
+        for stream in streams.iter().filter_map(Weak::upgrade) {
+            CudaStream::from(stream).keep(&things);
         }
     }
 }

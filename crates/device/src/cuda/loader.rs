@@ -1,6 +1,6 @@
 //! Finds the CUDA driver at run time.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use cudarc::driver;
@@ -45,7 +45,35 @@ pub fn load_driver_from(file: &Path) -> Result<Found> {
             .hint("name the file of NVIDIA's driver"));
     }
     only(&file)?;
+    // Its first name is another one, of which the loader may know another file.
+    let used = bound().unwrap_or_else(|| file.clone());
+    if !same_file(&used, &file) {
+        return Err(two_copies(&used, &file));
+    }
     Ok(Found { path: file, how: How::Named })
+}
+
+/// The file that the binding will open: of its names the first that can be.
+fn bound() -> Option<PathBuf> {
+    let open = |name: &String| {
+        // SAFETY: as above.
+        unsafe { Library::open(Some(name), RTLD_NOW) }.ok()
+    };
+    let library = cudarc::get_lib_name_candidates("cuda").iter().find_map(open)?;
+    // SAFETY: a function, of which the address alone is looked at.
+    let at = unsafe { library.get::<unsafe extern "C" fn()>(b"cuInit").ok()?.into_raw() };
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    file_at(&maps, at.addr())
+}
+
+/// The file whose bytes are mapped at an address, by the text of `/proc/self/maps`.
+fn file_at(maps: &str, at: usize) -> Option<PathBuf> {
+    let line = maps.lines().find(|l| {
+        let range = l.split_whitespace().next().and_then(|r| r.split_once('-'));
+        let hex = |s: &str| usize::from_str_radix(s, 16).unwrap_or(0);
+        range.is_some_and(|(from, to)| (hex(from)..hex(to)).contains(&at))
+    })?;
+    line.find('/').map(|i| PathBuf::from(&line[i..]))
 }
 
 /// True for a file of the driver, whatever its version.
@@ -59,12 +87,15 @@ fn only(file: &Path) -> Result<()> {
     let Some(other) = loaded.filter(|p| is_driver(p)).find(|p| !same_file(p, file)) else {
         return Ok(());
     };
-    let text = format!("two copies of the CUDA driver: {} is loaded already", other.display());
-    Err(Error::new(ErrorKind::Mismatch, text)
-        .op("cuda")
-        .expected(other.display())
-        .seen(file.display())
-        .hint("name the driver before anything uses another, or put its folder first in LD_LIBRARY_PATH"))
+    Err(two_copies(&other, file))
+}
+
+fn two_copies(other: &Path, file: &Path) -> Error {
+    let text = format!("two copies of the CUDA driver: {} is the one in use", other.display());
+    Error::new(ErrorKind::Mismatch, text).op("cuda").expected(other.display()).seen(file.display()).hint(
+        "name the driver before anything uses another, and put its folder, with a link libcuda.so, first in \
+         LD_LIBRARY_PATH",
+    )
 }
 
 fn load_driver() -> Result<()> {
@@ -119,6 +150,14 @@ fn new_enough(version: i32) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_file_of_an_address_is_found() {
+        let maps = "1000-2000 r-xp 00000000 08:01 7 /lib/a b.so\n2000-3000 rw-p 00000000 00:00 0\n";
+        assert_eq!(file_at(maps, 0x1fff), Some("/lib/a b.so".into()));
+        assert_eq!(file_at(maps, 0x2000), None);
+        assert_eq!(file_at(maps, 0x3000), None);
+    }
 
     #[test]
     fn an_old_driver_is_told_what_to_install() {

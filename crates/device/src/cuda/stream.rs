@@ -4,6 +4,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ThreadId;
 use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUgraph, CUresult, CUstream, CUstreamCaptureStatus};
@@ -23,7 +24,7 @@ use crate::{Buffer, Point, Queue, Tracer};
 #[derive(Clone)]
 pub struct CudaStream(Arc<Inner>);
 
-struct Inner {
+pub(super) struct Inner {
     ctx: CudaContext,
     raw: CUstream,
     /// Made and destroyed by somebody else, who may capture it, too.
@@ -42,8 +43,8 @@ type Trace = (Arc<str>, Arc<Tracer>);
 /// launch frees nothing even then.
 #[derive(Default)]
 struct Flight {
-    /// Held since the last event, oldest first.
-    open: Vec<Thing>,
+    /// Held since the last event, oldest first, and for whose work.
+    open: Vec<(ThreadId, Thing)>,
     closed: VecDeque<(CudaEvent, Vec<Thing>)>,
 }
 
@@ -206,11 +207,45 @@ impl CudaStream {
                 && self.record(&e).is_ok()
             {
                 let old = f.open.len() - NEWEST;
-                let old = f.open.drain(..old).collect();
+                let old = f.open.drain(..old).map(|(_, thing)| thing).collect();
                 f.closed.push_back((e, old));
             }
         }
-        f.open.push(thing());
+        f.open.push((std::thread::current().id(), thing()));
+    }
+
+    /// Keeps `thing` until what is queued now has run: not longer, as `hold` may.
+    pub(super) fn keep(&self, thing: &Thing) {
+        if let Some(h) = &*self.capture() {
+            h.push(thing.clone());
+            return;
+        }
+        match CudaEvent::new(&self.0.ctx, false).and_then(|e| self.record(&e).map(|()| e)) {
+            Ok(e) if e.is_done() => {}
+            Ok(e) => self.0.ctx.retire_behind(e, thing.clone()),
+            // Longer, then.
+            Err(_) => self.hold(|| thing.clone()),
+        }
+    }
+
+    /// Keeps what `other` keeps for the work that this thread has queued there, and behind which this stream has been put.
+    /// A stream that belongs to what its work uses would otherwise keep itself.
+    pub fn take_over(&self, other: &CudaStream) {
+        let lock = |s: &CudaStream, f: &mut dyn FnMut(&mut Flight)| {
+            f(&mut s.0.flight.lock().unwrap_or_else(PoisonError::into_inner));
+        };
+        let me = std::thread::current().id();
+        let (mut mine, mut closed) = (Vec::new(), VecDeque::new());
+        lock(other, &mut |f| {
+            let (own, rest) =
+                std::mem::take(&mut f.open).into_iter().partition(|(id, _)| *id == me);
+            (mine, f.open, closed) = (own, rest, std::mem::take(&mut f.closed));
+        });
+        lock(self, &mut |f| {
+            f.open.append(&mut mine);
+            // These have events of that stream.
+            f.closed.append(&mut closed);
+        });
     }
 
     /// Queues a copy of one piece of device memory to another, and keeps both until it has run.
@@ -314,6 +349,12 @@ impl CudaStream {
     }
 }
 
+impl From<Arc<Inner>> for CudaStream {
+    fn from(inner: Arc<Inner>) -> Self {
+        Self(inner)
+    }
+}
+
 impl Queue for CudaStream {
     type Event = CudaEvent;
     type Graph = CudaGraph;
@@ -364,9 +405,12 @@ impl Queue for CudaStream {
             h.end();
         }
         let mut raw = std::ptr::null_mut();
+        // Streams that had joined the capture have `held`, too, until they are asked again: without what is in it. One of them
+        // may belong to what the graph uses.
+        let things = held.map(|h| h.take()).unwrap_or_default();
         // SAFETY: valid output; the driver refuses a stream that is not captured.
         check(unsafe { sys::cuStreamEndCapture(self.0.raw, &mut raw) }, "cuStreamEndCapture")?;
-        CudaGraph::instantiate(&self.0.ctx, raw, held)
+        CudaGraph::instantiate(&self.0.ctx, raw, things)
     }
 
     fn replay(&self, graph: &CudaGraph) -> Result<()> {
@@ -375,7 +419,9 @@ impl Queue for CudaStream {
         }
         let _current = self.0.ctx.bind()?;
         // SAFETY: both are alive.
-        check(unsafe { sys::cuGraphLaunch(graph.raw(), self.0.raw) }, "cuGraphLaunch")
+        check(unsafe { sys::cuGraphLaunch(graph.raw(), self.0.raw) }, "cuGraphLaunch")?;
+        graph.runs_on(&self.0);
+        Ok(())
     }
 
     fn check(&self) -> Result<()> {
@@ -446,6 +492,7 @@ impl Drop for Inner {
         if let Some(h) = capture.filter(ours) {
             // A capture that was given up: as long as it is open, synchronising fails.
             h.end();
+            drop(h.take());
             let mut graph = std::ptr::null_mut();
             // SAFETY: a live stream and a valid output; a graph that comes out is ours to destroy.
             unsafe {

@@ -60,12 +60,14 @@ pub(super) fn decide(plan: &CollectivePlan, lane: &Lane, stream: &Stream) -> Res
             return Ok(());
         }
     };
-    let by_nccl = scratch.time(plan, lane, stream, Some(&nccl))?;
+    // Only this rank knows that something failed here, and the others are about to meet it.
+    let time = |nccl| scratch.time(plan, lane, stream, nccl).map_err(|e| plan.core.team().fail(e));
+    let by_nccl = time(Some(&nccl))?;
     if usual == CollectiveBackend::Nccl {
         set(Some(nccl.clone()), nccl.library().to_owned());
         return Ok(());
     }
-    let by_puts = scratch.time(plan, lane, stream, None)?;
+    let by_puts = time(None)?;
     let (first, why) = faster(plan.core.team(), &nccl, (by_nccl, by_puts))?;
     set(first.then_some(nccl), why);
     Ok(())

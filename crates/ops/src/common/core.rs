@@ -452,6 +452,16 @@ mod tests {
                 assert_eq!((e.get_peer(), e.get_op()), (who, Some("op")), "{e}");
                 assert_eq!(core.begin(&stream, "").err().unwrap().kind(), ErrorKind::NotPrepared);
             }
+            // Where several fail, all are told the same.
+            let mine = || -> Result<()> {
+                Err(match heap.team().rank().get() {
+                    0 => return Ok(()),
+                    1 => Error::new(ErrorKind::Unavailable, "no compiler"),
+                    _ => Error::internal("something else"),
+                })
+            };
+            let e = core.prepare_with(&stream, mine, |()| Ok(())).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
             // What fails behind the agreement leaves the plan unprepared, too.
             let ours = |_| core.begin(&stream, "measured").and_then(|_| Err(lacking()));
             let e = core.prepare_with(&stream, || Ok(()), ours).unwrap_err();

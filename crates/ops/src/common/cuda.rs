@@ -9,7 +9,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaModule, CudaStream};
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION, attention};
-use tilewire_kernels::portable::portable;
+use tilewire_kernels::portable::{EP_UNEVEN, portable};
 use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
 
 use super::check::Named;
@@ -188,6 +188,8 @@ fn specs_of(arch: &str, dtype: DType, heads: &[(usize, usize)]) -> Vec<KernelSpe
     let is_of = |(name, value): &(String, u64)| match name.as_str() {
         "TW_GEMM_F16" => *value == u64::from(dtype == DType::F16),
         n if n.ends_with("_MANTISSA") => types.contains(value),
+        // Of some machines only.
+        n if n == EP_UNEVEN => false,
         _ => true,
     };
     let attention = [SM80_ATTENTION.name, PLAIN_ATTENTION.name];
@@ -289,6 +291,12 @@ mod tests {
         assert!(is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_90a")));
         assert!(is_listed(&spec(&EP_BACK, ep_back_defines(7), "sm_90a")));
         assert!(!is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_80")));
+        for mut defines in [ep_bulk_defines(), ep_back_defines(7), ep_defines(7)] {
+            defines.push((EP_UNEVEN.to_owned(), 1));
+            let source =
+                [EP_BULK, EP_BACK, EP].into_iter().find(|s| defines.len() == s.defines.len() + 1);
+            assert!(is_listed(&spec(&source.unwrap(), defines, "sm_90a")));
+        }
         for wide in [DType::F32, DType::BF16].map(mantissa) {
             assert!(is_listed(&spec(&LAYERS, layers_defines(wide), "sm_90a")), "{wide}");
             assert!(is_listed(&spec(&OPTIMIZER, optimizer_defines(wide), "sm_90a")), "{wide}");

@@ -145,7 +145,10 @@ impl Lanes<'_> {
     /// `main` goes on behind what is queued on `side` now.
     pub fn join(&self) -> Result<()> {
         self.side.record(&self.lane.join)?;
-        self.main.wait(&self.lane.join)
+        self.main.wait(&self.lane.join)?;
+        // The heap owns `side`, and what its work uses owns the heap.
+        self.main.take_over(self.side);
+        Ok(())
     }
 }
 

@@ -145,21 +145,21 @@ impl Prepared {
         let table = |t: &Vec<u64>| CudaMemory::from_bytes(ctx, bytemuck::cast_slice(t));
         let steps = at.table.as_ref().map(table).transpose()?;
         let layer = areas.layer(lane, d, &at, (&first, steps.as_ref()))?;
-        let load = |source, mut defines: Vec<(String, u64)>| {
+        let load = |ctx: &CudaContext, source, mut defines: Vec<(String, u64)>| {
             defines.extend(steps.iter().map(|_| (EP_UNEVEN.to_owned(), 1)));
             load(ctx, source, defines)
         };
         let mut kernels = Vec::new();
-        let module = load(&EP, ep_defines(mantissa(d.out)))?;
+        let module = load(ctx, &EP, ep_defines(mantissa(d.out)))?;
         for k in EP.kernels {
             kernels.push((*k, module.kernel(k)?));
         }
         let room = ctx.max_shared_bytes()? >= BULK_BYTES.max(BACK_BYTES) + STATIC_BYTES;
         if EP_BULK.runs_on(&ctx.arch()?) && room {
-            let kernel = load(&EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
+            let kernel = load(ctx, &EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
             kernel.allow_shared(BULK_BYTES)?;
             kernels.push((EP_BULK.kernels[0], kernel));
-            let back = load(&EP_BACK, ep_back_defines(mantissa(d.out)))?;
+            let back = load(ctx, &EP_BACK, ep_back_defines(mantissa(d.out)))?;
             let back = back.kernel(EP_BACK.kernels[0])?;
             back.allow_shared(BACK_BYTES)?;
             kernels.push((EP_BACK.kernels[0], back));

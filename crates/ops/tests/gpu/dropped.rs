@@ -1,13 +1,18 @@
 //! Plans that are dropped while a graph or queued work uses their symmetric memory: nobody else gets it before that ends.
 
+#![expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
+
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use tilewire_core::Result;
-use tilewire_symm::{Heap, World, WorldCfg};
+use tilewire_symm::{Heap, LinkProbe, World, WorldCfg};
 
 use crate::team_ops::{FAMILIES, Op, by_puts, heap, ranks};
 use crate::{DEVICES, told};
+
+/// How long the device is kept busy in front of work whose plan goes.
+const BUSY_NS: u64 = 300_000_000;
 
 /// Collective: whether all ranks have the space of dropped plans back before long.
 fn comes_back(heap: &Heap, base: usize) -> Result<bool> {
@@ -32,17 +37,26 @@ fn without_plan(op: Op, seed: u64) -> Result<Op> {
 
 #[test]
 fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
-    let Some(n) = ranks() else { return };
+    let Some(n) = ranks() else {
+        println!("dropped plans did not run: they want two devices");
+        return;
+    };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
+        let all = world.everyone("all")?;
+        let mut first = None;
         for make in FAMILIES.map(|i| by_puts()[i]) {
             let (heap, stream) = heap(&world, "dropped")?;
+            let ctx = stream.cuda()?.context().clone();
             let base = heap.usage().0;
             let seed = 9 + 64 * u64::from(heap.team().rank().get());
             let op = make(&heap, &stream)?;
             let name = op.name;
             op.refill(seed)?;
+            // Some rows of some outputs are nobody's.
+            op.poison()?;
+            heap.team().agree(true)?;
             (op.launch)(&stream)?;
             stream.synchronize()?;
             let right = op.bits()?;
@@ -69,15 +83,26 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
                 assert!(old.bits()? == right, "{name}: the graph, round {round}");
                 assert!(new.bits()? == right, "{name}: the new plan, round {round}");
             }
-            drop(graph);
-            // Dropped at once behind its launch.
+            // Dropped at once behind its last replay, as the new plan is behind its launch; both while the device is busy.
+            old.poison()?;
             new.poison()?;
             heap.team().agree(true)?;
+            let probe = LinkProbe::new(&heap, 16)?;
+            let free = heap.usage().0;
+            probe.delay(stream.cuda()?, BUSY_NS)?;
+            told(&old, stream.replay(&graph))?;
             told(&new, (new.launch)(&stream))?;
+            let busy = Instant::now();
+            drop(graph);
             let outs = new.outs.clone();
             drop(new);
+            heap.collect()?;
+            let early = busy.elapsed() < Duration::from_nanos(BUSY_NS / 2);
+            let kept = heap.usage().0 == free;
+            assert!(kept || !early, "{name}: queued work uses what was collected");
             let third = make(&heap, &stream)?;
             stream.synchronize()?;
+            assert!(old.bits()? == right, "{name}: a replay whose graph was dropped");
             let seen: Result<Vec<_>> = outs.iter().map(|t| t.read(<[u8]>::to_vec)).collect();
             assert!(seen? == right, "{name}: queued work whose plan was dropped");
             drop(third);
@@ -86,6 +111,14 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
                 "{name}: {} of {base} bytes are free",
                 heap.usage().0
             );
+            // Nothing keeps the heap itself, of 600 MiB; the peers have it, too.
+            drop((probe, old, stream, heap));
+            ctx.free_retired();
+            all.agree(true)?;
+            let free = ctx.memory_info()?.0;
+            let before = *first.get_or_insert(free);
+            assert!(free + (256 << 20) > before, "{name}: {free} bytes are free, before {before}");
+            all.agree(true)?;
         }
         Ok(())
     })
