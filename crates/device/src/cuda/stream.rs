@@ -231,6 +231,10 @@ impl CudaStream {
     /// Keeps what `other` keeps for the work that this thread has queued there, and behind which this stream has been put.
     /// A stream that belongs to what its work uses would otherwise keep itself.
     pub fn take_over(&self, other: &CudaStream) {
+        if self.is_capturing() {
+            // Only what is captured is behind what is captured there, and the graph keeps that.
+            return;
+        }
         let lock = |s: &CudaStream, f: &mut dyn FnMut(&mut Flight)| {
             f(&mut s.0.flight.lock().unwrap_or_else(PoisonError::into_inner));
         };
@@ -512,6 +516,10 @@ impl Drop for Inner {
         if !(self.borrowed && idle) && (captured || !ended()) {
             log::warn!("a stream ended with work that does not end: what it uses is leaked");
             std::mem::forget(flight);
+        } else {
+            // Some may be of another stream, whose work of another thread goes on.
+            let waits = flight.closed.into_iter().filter(|(e, _)| !e.is_done());
+            waits.for_each(|(e, things)| self.ctx.retire_behind(e, Arc::new(things)));
         }
         if !self.borrowed {
             // SAFETY: created by us, destroyed once.
