@@ -260,7 +260,7 @@ impl Heap {
     }
 
     /// Collective: returns the buffers and signals that every rank has dropped, and that no queued work of a plan uses. What a
-    /// captured graph uses comes back behind its end.
+    /// captured graph uses comes back behind its end. On a device it may wait for what has been queued: it frees memory.
     ///
     /// # Errors
     /// As [`LiveTeam::exchange`].

@@ -88,7 +88,10 @@ impl Point for CudaEvent {
             .hint("use `Pending::join` during capture, and wait for the graph's launch instead"));
         }
         let _current = self.ctx.bind()?;
-        poll(deadline, || self.query())
+        poll(deadline, || self.query())?;
+        // Who waits can free, too: a loop that only launches and waits would keep all that it has used.
+        self.ctx.free_retired();
+        Ok(())
     }
 }
 

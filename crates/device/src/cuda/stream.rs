@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
 use std::time::Duration;
@@ -32,6 +33,8 @@ pub(super) struct Inner {
     /// What the capture in progress refers to; shared by all streams that joined it.
     capture: Mutex<Option<Arc<Held>>>,
     flight: Mutex<Flight>,
+    /// A graph was launched here, of which nothing is in flight.
+    replays: AtomicBool,
     /// The lane of its spans, and who collects them.
     trace: Option<Trace>,
 }
@@ -86,6 +89,7 @@ impl CudaStream {
             borrowed,
             capture: Mutex::new(None),
             flight: Mutex::default(),
+            replays: AtomicBool::new(false),
             trace,
         }))
     }
@@ -216,8 +220,10 @@ impl CudaStream {
 
     /// Keeps `thing` until what is queued now has run: not longer, as `hold` may.
     pub(super) fn keep(&self, thing: &Thing) {
-        if let Some(h) = &*self.capture() {
-            h.push(thing.clone());
+        if self.is_capturing() {
+            // No event can be had. The first one behind the capture is behind what is queued now, too.
+            let mut f = self.0.flight.lock().unwrap_or_else(PoisonError::into_inner);
+            f.open.push((std::thread::current().id(), thing.clone()));
             return;
         }
         match CudaEvent::new(&self.0.ctx, false).and_then(|e| self.record(&e).map(|()| e)) {
@@ -246,7 +252,8 @@ impl CudaStream {
             (mine, f.open, closed) = (own, rest, std::mem::take(&mut f.closed));
         });
         lock(self, &mut |f| {
-            f.open.append(&mut mine);
+            // Before what is held for work that is not queued yet, which is the newest: the next event is behind these.
+            f.open.splice(0..0, std::mem::take(&mut mine));
             // These have events of that stream.
             f.closed.append(&mut closed);
         });
@@ -404,16 +411,22 @@ impl Queue for CudaStream {
             return Err(Error::invalid("this capture was begun elsewhere")
                 .hint("whoever has begun it must end it; its graph has our work in it"));
         }
-        let held = self.capture().take();
-        if let Some(h) = &held {
-            h.end();
-        }
         let mut raw = std::ptr::null_mut();
-        // Streams that had joined the capture have `held`, too, until they are asked again: without what is in it. One of them
-        // may belong to what the graph uses.
-        let things = held.map(|h| h.take()).unwrap_or_default();
         // SAFETY: valid output; the driver refuses a stream that is not captured.
-        check(unsafe { sys::cuStreamEndCapture(self.0.raw, &mut raw) }, "cuStreamEndCapture")?;
+        let code = unsafe { sys::cuStreamEndCapture(self.0.raw, &mut raw) };
+        let ended = check(code, "cuStreamEndCapture");
+        if let (Err(e), Ok(Some(_))) = (&ended, capture_info(self.0.raw)) {
+            // It goes on: another thread has begun it, or another stream.
+            return Err(e.clone());
+        }
+        // Streams that had joined the capture have what it held, too, until they are asked again: without what is in it.
+        // One of them may belong to what the graph uses.
+        let held = self.capture().take();
+        let things = held.map_or(Vec::new(), |h| {
+            h.end();
+            h.take()
+        });
+        ended?;
         CudaGraph::instantiate(&self.0.ctx, raw, things)
     }
 
@@ -424,6 +437,7 @@ impl Queue for CudaStream {
         let _current = self.0.ctx.bind()?;
         // SAFETY: both are alive.
         check(unsafe { sys::cuGraphLaunch(graph.raw(), self.0.raw) }, "cuGraphLaunch")?;
+        self.0.replays.store(true, Ordering::Release);
         graph.runs_on(&self.0);
         Ok(())
     }
@@ -508,7 +522,9 @@ impl Drop for Inner {
         }
         let flight = std::mem::take(self.flight.get_mut().unwrap_or_else(PoisonError::into_inner));
         let limit = Some(Deadline::after_s(LAST_WAIT_S));
-        let idle = flight.open.is_empty() && flight.closed.is_empty();
+        let idle = flight.open.is_empty()
+            && flight.closed.is_empty()
+            && !self.replays.load(Ordering::Acquire);
         // The question would spoil a capture that somebody else has begun meanwhile.
         let captured = self.borrowed && !matches!(capture_info(self.raw), Ok(None));
         // SAFETY: a live stream.

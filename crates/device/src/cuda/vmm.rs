@@ -150,6 +150,8 @@ impl VmmChunk {
     /// # Errors
     /// `Exhausted` if there is not enough memory; `Unsupported` if it cannot be shared.
     pub fn create(ctx: &CudaContext, len_bytes: usize, by: ShareBy) -> Result<Self> {
+        // First: there may be no room without it.
+        ctx.free_retired();
         let _current = ctx.bind()?;
         let mut handle = 0;
         // SAFETY: valid output and properties.

@@ -45,7 +45,7 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
         let all = world.everyone("all")?;
-        let mut first = None;
+        let (mut first, mut num_early) = (None, 0);
         for make in FAMILIES.map(|i| by_puts()[i]) {
             let (heap, stream) = heap(&world, "dropped")?;
             let ctx = stream.cuda()?.context().clone();
@@ -86,18 +86,19 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
             // Dropped at once behind its last replay, as the new plan is behind its launch; both while the device is busy.
             old.poison()?;
             new.poison()?;
-            heap.team().agree(true)?;
             let probe = LinkProbe::new(&heap, 16)?;
             let free = heap.usage().0;
+            heap.team().agree(true)?;
+            let start = Instant::now();
             probe.delay(stream.cuda()?, BUSY_NS)?;
             told(&old, stream.replay(&graph))?;
             told(&new, (new.launch)(&stream))?;
-            let busy = Instant::now();
             drop(graph);
             let outs = new.outs.clone();
             drop(new);
             heap.collect()?;
-            let early = busy.elapsed() < Duration::from_nanos(BUSY_NS / 2);
+            let early = start.elapsed() < Duration::from_nanos(BUSY_NS);
+            num_early += usize::from(early);
             let kept = heap.usage().0 == free;
             assert!(kept || !early, "{name}: queued work uses what was collected");
             let third = make(&heap, &stream)?;
@@ -117,9 +118,11 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
             all.agree(true)?;
             let free = ctx.memory_info()?.0;
             let before = *first.get_or_insert(free);
-            assert!(free + (256 << 20) > before, "{name}: {free} bytes are free, before {before}");
+            assert!(free + (512 << 20) > before, "{name}: {free} bytes are free, before {before}");
             all.agree(true)?;
         }
+        println!("{num_early} of {} looked while the device was busy", FAMILIES.len());
+        assert!(num_early > 0, "the device was never busy");
         Ok(())
     })
     .unwrap();
