@@ -438,7 +438,7 @@ def sanitized(n):
                          takes=2, needs=None if sanitizer else "compute-sanitizer is not there")
 
 
-def watched():
+def can_watch():
     """Whether calls of the driver go through the interposer."""
     return bool(shutil.which("gcc")) and "--no-interposer" not in sys.argv
 
@@ -496,7 +496,7 @@ NO_MULTICAST = ["NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISA
 def worse(n, verify):
     """A machine that the interposer makes worse than it is. CUDA's codes: 1 a bad value, 217 no peers, 800 not permitted,
     801 not supported."""
-    gcc = None if watched() else "needs gcc, and the interposer"
+    gcc = None if can_watch() else "needs gcc, and the interposer"
     two, doctor = [*verify, "--ranks", "2"], [program("tilewire"), "doctor"]
     share = "cuMemExportToShareableHandle"
     take = "cuMemImportFromShareableHandle"
@@ -543,7 +543,7 @@ def faults(n):
         orders = [program("gpu_team"), "--test-threads", "1"]
         yield Config("parked-between", [*orders, "stops_between"], by_tests, jit=True)
         argv = [program("gpu_team"), "a_rank_without_memory", "--nocapture"]
-        yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if watched() else "needs gcc, and the interposer")
+        yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if can_watch() else "needs gcc, and the interposer")
         yield Config("parked-copies", [*orders, "copies_hang"], by_tests, jit=True)
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.

@@ -63,6 +63,13 @@ fn rank(world: &World, op: &str, kind: &str, folder: &Path) -> Result<Value> {
     let ready = make(&heap, &stream, true)?;
     fill(&ready, 1)?;
     let victim = world.rank().get() == VICTIM;
+    // It falls when the others are through with the first `prepare`, whose end is told by messages.
+    std::fs::write(folder.join(format!("ready{}", world.rank().get())), "").ok();
+    let start = Instant::now();
+    while victim && !(0..RANKS).all(|r| folder.join(format!("ready{r}")).exists()) {
+        assert!(start.elapsed() < Duration::from_secs(20), "the others are not ready");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     if victim && kind != "prepare" {
         let (kind, gate) = (step_kind(kind), folder.to_owned());
         team.set_hook(move |p| {
