@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::Duration;
 
@@ -141,7 +141,11 @@ impl CudaStream {
         self.0.raw
     }
 
-    fn capture(&self) -> std::sync::MutexGuard<'_, Option<Arc<Held>>> {
+    fn flight(&self) -> MutexGuard<'_, Flight> {
+        self.0.flight.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn capture(&self) -> MutexGuard<'_, Option<Arc<Held>>> {
         let mut c = self.0.capture.lock().unwrap_or_else(PoisonError::into_inner);
         // The capture that this stream had joined may have ended on its first stream.
         if c.as_ref().is_some_and(|h| h.has_ended() || self.has_left(h)) {
@@ -198,7 +202,7 @@ impl CudaStream {
             h.push(thing());
             return;
         }
-        let mut f = self.0.flight.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut f = self.flight();
         while f.closed.front().is_some_and(|(e, _)| e.is_done()) {
             let Some((event, things)) = f.closed.pop_front() else { break };
             // Before the lock of what is retired, which the driver may hold up when it lets a graph go.
@@ -222,7 +226,7 @@ impl CudaStream {
     pub(super) fn keep(&self, thing: &Thing) {
         if self.is_capturing() {
             // No event can be had. The first one behind the capture is behind what is queued now, too.
-            let mut f = self.0.flight.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut f = self.flight();
             f.open.push((std::thread::current().id(), thing.clone()));
             return;
         }
@@ -241,22 +245,15 @@ impl CudaStream {
             // Only what is captured is behind what is captured there, and the graph keeps that.
             return;
         }
-        let lock = |s: &CudaStream, f: &mut dyn FnMut(&mut Flight)| {
-            f(&mut s.0.flight.lock().unwrap_or_else(PoisonError::into_inner));
-        };
         let me = std::thread::current().id();
-        let (mut mine, mut closed) = (Vec::new(), VecDeque::new());
-        lock(other, &mut |f| {
-            let (own, rest) =
-                std::mem::take(&mut f.open).into_iter().partition(|(id, _)| *id == me);
-            (mine, f.open, closed) = (own, rest, std::mem::take(&mut f.closed));
-        });
-        lock(self, &mut |f| {
-            // Before what is held for work that is not queued yet, which is the newest: the next event is behind these.
-            f.open.splice(0..0, std::mem::take(&mut mine));
-            // These have events of that stream.
-            f.closed.append(&mut closed);
-        });
+        let Flight { open, closed } = std::mem::take(&mut *other.flight());
+        let (mine, rest): (Vec<_>, Vec<_>) = open.into_iter().partition(|(id, _)| *id == me);
+        other.flight().open.splice(0..0, rest);
+        let mut f = self.flight();
+        // Before what is held for work that is not queued yet, which is the newest: the next event is behind these.
+        f.open.splice(0..0, mine);
+        // These have events of that stream.
+        f.closed.extend(closed);
     }
 
     /// Queues a copy of one piece of device memory to another, and keeps both until it has run.
