@@ -757,7 +757,7 @@ class Runner:
             if left:
                 state, summary = "failed", f"left behind: {left}; " + summary
         line = {"config": name, "gpus": self.n, "state": state, "rc": rc,
-                "seconds": round(time.monotonic() - start, 2), "summary": summary, "command": shlex.join(c.argv)}
+                "seconds": round(time.monotonic() - start, 2), "summary": summary, "command": shlex.join(c.argv).replace(f"{HERE}/", "./")}
         if c.preload and self.interpose and not c.needs:
             seen = multicast.read_text().split() if multicast.exists() else []
             watched(line, seen.count("cuMulticastCreate") if "loaded" in seen else None)
