@@ -105,6 +105,28 @@ fn blocks_of_a_cluster_reach_each_others_shared_memory() {
     assert!(e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("clusters"), "{e}");
 }
 
+/// Two plans that differ in what their blocks take have the same kernel: the later one takes nothing from the other.
+#[test]
+fn shared_memory_once_allowed_stays_so() {
+    let Some(ctx) = device() else { return };
+    let Some(module) = module(&ctx) else { return };
+    let stream = CudaStream::new(&ctx).unwrap();
+    let (first, second) =
+        (module.kernel("test_cluster").unwrap(), module.kernel("test_cluster").unwrap());
+    let out = CudaMemory::zeroed(&ctx, 4).unwrap();
+    let (addr, grid) = (out.addr(), Grid::new(1, 32).shared(60_000));
+    // SAFETY: the kernel takes a pointer to a word for each block; `out` outlives the wait below.
+    let launch = || unsafe { first.launch(&stream, grid, LaunchArgs::new().arg(&addr)) };
+    assert!(launch().is_err(), "this much must be asked for");
+    first.allow_shared(60_000).unwrap();
+    launch().unwrap();
+    second.allow_shared(1000).unwrap();
+    launch().unwrap();
+    stream.synchronize_until(None).unwrap();
+    let e = first.allow_shared(1 << 20).unwrap_err();
+    assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+}
+
 /// A matrix of bf16 patterns whose rows are `pitch` apart, in tiles that reach over its edges.
 #[test]
 fn tiles_go_where_the_tensor_map_says() {

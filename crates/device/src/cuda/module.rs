@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUfunction, CUmodule};
 use tilewire_core::{Error, ErrorKind, Result};
@@ -20,6 +20,8 @@ struct Inner {
     ctx: CudaContext,
     raw: CUmodule,
 }
+    /// Held while it is changed what a kernel's blocks may have.
+    allowing: Mutex<()>,
 
 // SAFETY: a module may be used from any thread; the handle never changes.
 unsafe impl Send for Inner {}
@@ -37,7 +39,7 @@ impl CudaModule {
         // SAFETY: a complete cubin; the driver copies it.
         let code = unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) };
         check(code, "cuModuleLoadData")?;
-        Ok(Self(Arc::new(Inner { ctx: ctx.clone(), raw })))
+        Ok(Self(Arc::new(Inner { ctx: ctx.clone(), raw, allowing: Mutex::new(()) })))
     }
 
     /// The kernel `name`, loaded at once: a lazy load at the first launch may wait for kernels
@@ -171,7 +173,7 @@ impl Grid {
 
 impl Kernel {
     /// Allows blocks with `shared_bytes` of dynamic shared memory: above 48 KiB it must be asked
-    /// for, once, before the first launch.
+    /// for, once, before the first launch. What was allowed before stays so: plans of one device share their kernels.
     ///
     /// # Errors
     /// `Unsupported` if the device has less.
@@ -202,6 +204,14 @@ impl Kernel {
         // SAFETY: a live function and a valid output.
         let code = unsafe {
             sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        let _one = self.module.0.allowing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = 0;
+        // SAFETY: a live function and a valid output.
+        let code = unsafe { sys::cuFuncGetAttribute(&mut before, what, self.raw) };
+        check(code, "cuFuncGetAttribute").map_err(|e| e.phase(self.name))?;
+        if u32::try_from(before).is_ok_and(|before| before >= shared_bytes) {
+            return Ok(());
+        }
                 &mut num,
                 self.raw,
                 grid.threads as i32,
