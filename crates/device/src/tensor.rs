@@ -35,6 +35,14 @@ impl Storage {
             Storage::Cuda(m) => m.len_bytes(),
         }
     }
+
+    /// Address of the first byte on a device; 0 on the host, whose memory begins at a multiple of 64.
+    fn start(&self) -> u64 {
+        match self {
+            Storage::Host(_) => 0,
+            Storage::Cuda(m) => m.addr(),
+        }
+    }
 }
 
 /// A contiguous row-major tensor in device memory. Clones share the memory.
@@ -152,7 +160,9 @@ impl Tensor {
         shape: Shape,
     ) -> Result<Self> {
         let end = offset_bytes + shape.num_elems() * dtype.size();
-        if end > mem.len_bytes() || !offset_bytes.is_multiple_of(dtype.size()) {
+        // A piece of a device's memory may begin anywhere, and kernels read elements whole.
+        let at = mem.start().wrapping_add(offset_bytes as u64);
+        if end > mem.len_bytes() || !at.is_multiple_of(dtype.size() as u64) {
             return Err(Error::invalid(format!(
                 "a {dtype} tensor {shape} at byte {offset_bytes} does not fit {} bytes",
                 mem.len_bytes()

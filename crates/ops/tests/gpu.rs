@@ -16,5 +16,7 @@ mod grouped_gemm;
 mod layers;
 #[path = "gpu/permute.rs"]
 mod permute;
+#[path = "gpu/plans.rs"]
+mod plans;
 #[path = "gpu/quant.rs"]
 mod quant;

@@ -2,7 +2,7 @@
 //! `layers/sm80_optimizer.cu`).
 
 use bytemuck::{Pod, Zeroable};
-use tilewire_core::{Result, Rng};
+use tilewire_core::{Error, Result, Rng};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::portable::{
@@ -271,6 +271,17 @@ fn quads(what: &str, cols: usize) -> Result<()> {
     Err(no_kernel(format!("{what} of {cols} elements"), "make it a multiple of 4"))
 }
 
+/// The address of a tensor of which a kernel moves `num` elements at once, at most 16 bytes; 0 of none.
+fn whole<'a>(what: &str, t: impl Into<Option<&'a Tensor>>, num: usize) -> Result<u64> {
+    let Some(t) = t.into() else { return Ok(0) };
+    let (at, unit) = (addr(t)?, (num * t.dtype().size()).min(16));
+    if at.is_multiple_of(unit as u64) {
+        return Ok(at);
+    }
+    Err(Error::invalid(format!("`{what}` does not begin at a multiple of {unit} bytes"))
+        .hint("copy it to a tensor of its own, or take other rows"))
+}
+
 /// Every kernel takes what its struct or its arguments say, in that order. The tensors were checked
 /// against the plan's description, lie on this device, and are held by the stream; the workspace has
 /// room for the plan's sizes. That the caller orders other work on the tensors behind this stream is
@@ -287,7 +298,8 @@ impl On<'_> {
         if n == 0 {
             return Ok(());
         }
-        let (tokens, table, x, d) = (addr(&a.tokens)?, addr(&a.table)?, addr(&a.x)?, d as u32);
+        let (tokens, table, x, d) =
+            (addr(&a.tokens)?, whole("table", &a.table, 4)?, whole("x", &a.x, 4)?, d as u32);
         let args = LaunchArgs::new().arg(&tokens).arg(&table).arg(&x).arg(&d);
         // SAFETY: see the block's comment: (const u8*, const Bits*, float*, u32), a block a row.
         unsafe { self.kernels.embed.launch(self.stream, grid(n), args) }
@@ -301,8 +313,8 @@ impl On<'_> {
         }
         let p = EmbedGrad {
             tokens: addr(&a.tokens)?,
-            dx: addr(&a.dx)?,
-            grad: addr(&a.grad)?,
+            dx: whole("dx", &a.dx, 4)?,
+            grad: whole("grad", &a.grad, 4)?,
             partial: self.kernels.partial.addr(),
             counts: self.kernels.counts.addr(),
             order: self.kernels.order.addr(),
@@ -325,11 +337,11 @@ impl On<'_> {
         }
         let (y, sum) = a.add.as_ref().map(|(y, sum)| (y, sum)).unzip();
         let p = Norm {
-            x: addr(&a.x)?,
-            y: addr(y)?,
-            w: addr(&a.w)?,
-            sum: addr(sum)?,
-            out: addr(&a.out)?,
+            x: whole("x", &a.x, 4)?,
+            y: whole("y", y, 4)?,
+            w: whole("w", &a.w, 4)?,
+            sum: whole("sum", sum, 4)?,
+            out: whole("out", &a.out, 4)?,
             d: d as u32,
             _pad: 0,
         };
@@ -342,12 +354,12 @@ impl On<'_> {
         let shared = norm_bwd_shared(a.dy.dtype(), d);
         let blocks = n.clamp(1, NORM_BLOCKS);
         let p = NormGrad {
-            x: addr(&a.x)?,
-            w: addr(&a.w)?,
-            dy: addr(&a.dy)?,
-            residual: addr(a.residual.as_ref())?,
-            dx: addr(&a.dx)?,
-            narrow: addr(a.narrow.as_ref())?,
+            x: whole("x", &a.x, 4)?,
+            w: whole("w", &a.w, 4)?,
+            dy: whole("dy", &a.dy, 4)?,
+            residual: whole("residual", a.residual.as_ref(), 4)?,
+            dx: whole("dx", &a.dx, 4)?,
+            narrow: whole("narrow", a.narrow.as_ref(), 4)?,
             partial: self.kernels.partial.addr(),
             n: n as u32,
             d: d as u32,
@@ -373,12 +385,12 @@ impl On<'_> {
             return Ok(());
         }
         let p = HeadsOf {
-            rows: addr(&a.rows)?,
-            q: addr(&a.q)?,
-            k: addr(&a.k)?,
-            v: addr(&a.v)?,
+            rows: whole("rows", &a.rows, 8)?,
+            q: whole("q", &a.q, 8)?,
+            k: whole("k", &a.k, 8)?,
+            v: whole("v", &a.v, 8)?,
             positions: addr(&a.positions)?,
-            table: addr(&a.table)?,
+            table: whole("table", &a.table, 4)?,
             heads: heads as u32,
             kv_heads: kv as u32,
             dim: dim as u32,
@@ -461,7 +473,7 @@ impl On<'_> {
     pub fn square_sum(&self, a: &SquareSum) -> Result<()> {
         let at = |i: usize| self.kernels.squares.addr() + (8 * i * SQUARE_BLOCKS) as u64;
         for (i, t) in a.of.iter().enumerate() {
-            let (g, partial, n) = (addr(t)?, at(i), t.shape().num_elems() as u64);
+            let (g, partial, n) = (whole("of", t, 4)?, at(i), t.shape().num_elems() as u64);
             let args = LaunchArgs::new().arg(&g).arg(&partial).arg(&n);
             // SAFETY: see the block's comment: (const float*, double*, u64).
             unsafe { self.kernels.square_sum.launch(self.stream, grid(SQUARE_BLOCKS), args)? };
