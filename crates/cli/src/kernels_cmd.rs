@@ -140,8 +140,14 @@ fn compile_all(all: &[KernelSpec]) -> Vec<Result<(Compiled, f64)>> {
     done.into_iter().map(|(_, d)| d).collect()
 }
 
+/// Whole or not at all: programs take what they find there.
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    std::fs::write(path, bytes).map_err(|e| Error::io(format!("writing {}", path.display()), e))
+    let beside = path.with_extension(format!("{}.part", std::process::id()));
+    let done = std::fs::write(&beside, bytes).and_then(|()| std::fs::rename(&beside, path));
+    done.map_err(|e| {
+        std::fs::remove_file(&beside).ok();
+        Error::io(format!("writing {}", path.display()), e)
+    })
 }
 
 fn cache(args: &KernelsCacheArgs) -> Result<i32> {

@@ -11,6 +11,7 @@ use super::context::CudaContext;
 use super::error::check;
 use super::stream::CudaStream;
 use super::tensor_map::TensorMap;
+use crate::jit::is_whole;
 
 /// Machine code loaded into a context.
 #[derive(Clone)]
@@ -32,11 +33,16 @@ impl CudaModule {
     /// Loads a cubin.
     ///
     /// # Errors
-    /// What the driver reports, for instance code for another architecture.
+    /// `InvalidArgument` if it is not all there; what the driver reports, for instance code for another architecture.
     pub fn load(ctx: &CudaContext, cubin: &[u8]) -> Result<Self> {
+        if !is_whole(cubin) {
+            return Err(Error::invalid("no machine code, or a part of it")
+                .expected("a whole ELF file")
+                .seen(format_args!("{} bytes", cubin.len())));
+        }
         let _current = ctx.bind()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a complete cubin; the driver copies it.
+        // SAFETY: a whole file, so that the driver reads nothing behind it; it copies it.
         let code = unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) };
         check(code, "cuModuleLoadData")?;
         Ok(Self(Arc::new(Inner { ctx: ctx.clone(), raw, allowing: Mutex::new(()) })))

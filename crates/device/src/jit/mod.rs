@@ -14,6 +14,7 @@
 //! No GPU is needed for any of this; `tilewire kernels compile` does it anywhere.
 
 mod cache;
+mod elf;
 mod key;
 mod log;
 #[cfg(test)]
@@ -26,6 +27,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tilewire_core::{Config, Error, ErrorKind, JitMode, Result};
 
 pub use cache::{Cache, CacheUsage};
+pub(crate) use elf::is_whole;
 pub use key::{KernelSpec, Key};
 pub use log::{KernelUse, kernel_uses};
 pub(crate) use times::Busy;
@@ -125,8 +127,11 @@ impl Jit {
     fn get(&self, spec: &KernelSpec) -> Result<(Vec<u8>, Origin)> {
         let key = spec.key();
         for dir in &self.embedded {
-            if let Ok(cubin) = std::fs::read(dir.join(format!("{key}.cubin"))) {
-                return Ok((cubin, Origin::Embedded));
+            let path = dir.join(format!("{key}.cubin"));
+            match std::fs::read(&path) {
+                Ok(cubin) if is_whole(&cubin) => return Ok((cubin, Origin::Embedded)),
+                Ok(_) => ::log::warn!("{} is cut off or no machine code: not used", path.display()),
+                Err(_) => {}
             }
         }
         let version = match self.mode {

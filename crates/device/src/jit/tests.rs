@@ -106,9 +106,15 @@ fn built_in_kernels_come_first_and_switched_off_is_off() {
     at(JitMode::Auto).cubin(&spec("a")).unwrap();
     assert_eq!(at(JitMode::Off).cubin(&spec("a")).unwrap().1, Origin::Cached);
     let file = built.path().join(format!("{}.cubin", spec("a").key()));
-    std::fs::write(file, "built").unwrap();
+    let built = super::elf::tests::file();
+    std::fs::write(&file, &built).unwrap();
     for mode in [JitMode::Off, JitMode::Auto] {
-        assert_eq!(at(mode).cubin(&spec("a")).unwrap(), (b"built".to_vec(), Origin::Embedded));
+        assert_eq!(at(mode).cubin(&spec("a")).unwrap(), (built.clone(), Origin::Embedded));
+    }
+    // A file that was cut off is none.
+    for len in [0, built.len() / 2] {
+        std::fs::write(&file, &built[..len]).unwrap();
+        assert_eq!(at(JitMode::Auto).cubin(&spec("a")).unwrap().1, Origin::Cached, "{len} bytes");
     }
 }
 
