@@ -71,6 +71,9 @@ pub const BARRIER: &str = include_str!("ptx/barrier.cuh");
 /// Bulk copies and the barriers they complete on, from sm_90 on.
 pub const BULK: &str = include_str!("ptx/bulk.cuh");
 
+/// Kernels that begin before the one before them has ended.
+pub const GRID: &str = include_str!("ptx/grid.cuh");
+
 /// The files of `ptx/`, each with its second body for the emulator.
 const PTX_TWINS: &[(&str, &str)] = &[
     (LD_ST, include_str!("ptx/ld_st_emu.h")),
@@ -78,6 +81,7 @@ const PTX_TWINS: &[(&str, &str)] = &[
     (MATH, include_str!("ptx/math_emu.h")),
     (BARRIER, include_str!("ptx/barrier_emu.h")),
     (BULK, include_str!("ptx/bulk_emu.h")),
+    (GRID, include_str!("ptx/grid_emu.h")),
     (portable::CONVERT, portable::CONVERT_EMU),
 ];
 

@@ -4,7 +4,7 @@
 //! An element type is passed to them as its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3
 //! e4m3, 2 e5m2.
 
-use crate::{BULK, LAST, LD_ST, MEET, STAGE, Source, TEAM};
+use crate::{BULK, GRID, LAST, LD_ST, MEET, STAGE, Source, TEAM};
 
 /// Conversions that some architectures have an instruction for.
 pub const CONVERT: &str = include_str!("ptx/convert.cuh");
@@ -112,7 +112,16 @@ const EP_LAYER: &str = include_str!("ep/layer.cuh");
 /// Expert parallelism: routing, dispatch, combine and their gradients.
 pub const EP: Source = Source {
     name: "ep/sm80_ep.cu",
-    parts: &[CONVERT, CONVERSIONS, LD_ST, TEAM, MEET, EP_LAYER, include_str!("ep/sm80_ep.cu")],
+    parts: &[
+        CONVERT,
+        CONVERSIONS,
+        LD_ST,
+        GRID,
+        TEAM,
+        MEET,
+        EP_LAYER,
+        include_str!("ep/sm80_ep.cu"),
+    ],
     defines: &["TW_OUT_MANTISSA", "TW_EP_THREADS", "TW_EP_MOVERS"],
     kernels: &[
         "tw_ep_route",
@@ -142,6 +151,7 @@ pub const EP_BULK: Source = Source {
         CONVERSIONS,
         LD_ST,
         BULK,
+        GRID,
         TEAM,
         MEET,
         STAGE,

@@ -235,6 +235,8 @@ tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, co
     const bool last = gridDim.x == 1 || tw_comes_last(m.ticket + 1);
     if (a.part != TW_PLACES && last && good && !__syncthreads_or(tw_is_over(t))) tw_route_publish(l, a, s, epoch);
     if (a.part != TW_COUNTS && good && tw_route_collect(t, l, m, s, epoch)) {
+        // From here on nobody is waited for: a dispatch behind this may take its multiprocessors.
+        griddepcontrol_launch_dependents();
         tw_route_scan(l, a, h, s);
         __syncthreads();
         tw_route_place(l, a, h, s);

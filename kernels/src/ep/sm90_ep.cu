@@ -129,24 +129,25 @@ __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, 
     }
 }
 
-// As tw_ep_send, with any number of blocks. Dynamic shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
+// As tw_ep_send, with any number of blocks; may begin while the kernel before it ends. Dynamic shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
 extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32, 1)
 tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
                 const __grid_constant__ TwPoison out) {
     __shared__ __align__(8) u64 barriers[PIECES * (SEND + LAY)];
     __shared__ u32 taken[2];
-    const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     const u32 warp = threadIdx.x / 32;
+    // Read by bulk stores.
+    for (u32 i = threadIdx.x; i < ZERO / 4; i += blockDim.x) ((u32*)(tw_smem + (SEND + LAY) * PIECES * PIECE))[i] = 0;
+    fence_proxy_async();
+    griddepcontrol_wait();
+    const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     tw_announce(t, l, m, recv, epoch);
     // A block takes a share of what there is, no more than a thing for each warp: few tokens go to all blocks, and
     // warps do not begin with a word that all of them want.
     const u32 each[2] = {tw_ceil(m.chunks, gridDim.x), tw_ceil(m.chunks * l.size, gridDim.x)};
     const u32 share[2] = {min((u32)SEND, each[0]), min((u32)LAY, each[1])};
     if (threadIdx.x == 0) taken[0] = atomicAdd(m.ticket + 2, share[0]), taken[1] = atomicAdd(m.ticket + 3, share[1]);
-    // Read by bulk stores.
-    for (u32 i = threadIdx.x; i < ZERO / 4; i += blockDim.x) ((u32*)(tw_smem + (SEND + LAY) * PIECES * PIECE))[i] = 0;
-    fence_proxy_async();
     __syncthreads();
     if (warp < SEND + LAY) {
         Stage s = tw_stage<PIECE, PIECES>(tw_smem, barriers);

@@ -31,6 +31,22 @@ extern "C" __global__ void test_cluster(u32* out) {
     if (threadIdx.x == 0) out[blockIdx.x] = value * 16 + num;
 }
 
+// Every block writes `*value`, long after it has let the kernel behind it begin.
+extern "C" __global__ void test_early_write(const u32* value, u32* out) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    for (u32 i = 0; i < 20; i++) __nanosleep(1000);
+    if (threadIdx.x == 0) out[blockIdx.x] = *value;
+}
+
+// What another block of the kernel before wrote, and what stood there when this one began.
+extern "C" __global__ void test_early_read(const u32* in, u32* out, u32 blocks) {
+    const u32* word = in + (blockIdx.x + 1) % blocks;
+    u32 before;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(word) : "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x == 0) out[2 * blockIdx.x] = *word, out[2 * blockIdx.x + 1] = before;
+}
+
 // Block (x, y): the tile at row y * rows, column x * cols, of `bytes` bytes: from `in` to shared memory, from there as
 // it lies there to the block's place in `seen`, and by `out` to the same place of another tensor.
 extern "C" __global__ void test_tile(const __grid_constant__ TensorMap in, const __grid_constant__ TensorMap out, u8* seen,

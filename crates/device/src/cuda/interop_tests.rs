@@ -129,6 +129,48 @@ fn shared_memory_once_allowed_stays_so() {
     assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
 }
 
+/// A kernel that begins while the one before it ends has all that it wrote, queued and in a graph.
+#[test]
+fn an_early_kernel_waits_for_what_the_one_before_it_writes() {
+    let Some(ctx) = device() else { return };
+    let Some(module) = module(&ctx) else { return };
+    let (write, read) =
+        (module.kernel("test_early_write").unwrap(), module.kernel("test_early_read").unwrap());
+    let stream = CudaStream::new(&ctx).unwrap();
+    const BLOCKS: u32 = 32;
+    let (words_out, seen) = (4 * BLOCKS as usize, 8 * BLOCKS as usize);
+    let (from, to) =
+        (CudaMemory::zeroed(&ctx, words_out).unwrap(), CudaMemory::zeroed(&ctx, seen).unwrap());
+    let (grid, early) = (Grid::new(BLOCKS, 32), Grid::new(BLOCKS, 32).early());
+    let queue = |value: &CudaMemory| {
+        let (value, from, to) = (value.addr(), from.addr(), to.addr());
+        // SAFETY: (const u32*, u32*), then (const u32*, u32*, u32); the memory outlives the waits below.
+        unsafe {
+            write.launch(&stream, grid, LaunchArgs::new().arg(&value).arg(&from)).unwrap();
+            read.launch(&stream, early, LaunchArgs::new().arg(&from).arg(&to).arg(&BLOCKS))
+                .unwrap();
+        }
+    };
+    let (value, mut began) = (CudaMemory::zeroed(&ctx, 4).unwrap(), 0);
+    stream.begin_capture().unwrap();
+    queue(&value);
+    let graph = stream.end_capture().unwrap();
+    for round in 1..200u32 {
+        stream.fill_memory(&value, round as u8).unwrap();
+        let round = round * 0x0101_0101;
+        match round % 2 {
+            0 => queue(&value),
+            _ => stream.replay(&graph).unwrap(),
+        }
+        stream.synchronize_until(None).unwrap();
+        // The word that another block wrote, and whether this block had begun before it was written.
+        let rows: Vec<[u32; 2]> = bytemuck::pod_collect_to_vec(&to.download().unwrap());
+        assert!(rows.iter().all(|r| r[0] == round), "round {round}: {rows:?}");
+        began += rows.iter().filter(|r| r[1] != round).count();
+    }
+    assert!(began > 0, "no block began early");
+}
+
 /// A matrix of bf16 patterns whose rows are `pitch` apart, in tiles that reach over its edges.
 #[test]
 fn tiles_go_where_the_tensor_map_says() {

@@ -20,9 +20,9 @@ pub struct CudaModule(Arc<Inner>);
 struct Inner {
     ctx: CudaContext,
     raw: CUmodule,
-}
     /// Held while it is changed what a kernel's blocks may have.
     allowing: Mutex<()>,
+}
 
 // SAFETY: a module may be used from any thread; the handle never changes.
 unsafe impl Send for Inner {}
@@ -128,6 +128,8 @@ pub struct Grid {
     /// Blocks of a cluster in x, y and z, which run at once and reach each other's shared memory. They divide
     /// `blocks`, and are at most 8 in all. `[1, 1, 1]` is no cluster.
     pub cluster: [u32; 3],
+    /// See [`Grid::early`].
+    pub early: bool,
 }
 
 /// The most blocks of a cluster that every device with clusters takes.
@@ -136,7 +138,7 @@ const MAX_CLUSTER: u64 = 8;
 impl Grid {
     /// `blocks` of `threads`, without dynamic shared memory.
     pub fn new(blocks: u32, threads: u32) -> Self {
-        Self { blocks: [blocks, 1, 1], threads, shared_bytes: 0, cluster: [1; 3] }
+        Self { blocks: [blocks, 1, 1], threads, shared_bytes: 0, cluster: [1; 3], early: false }
     }
 
     /// The same with `shared_bytes` of dynamic shared memory.
@@ -149,6 +151,14 @@ impl Grid {
     #[must_use]
     pub fn clusters(self, cluster: [u32; 3]) -> Self {
         Self { cluster, ..self }
+    }
+
+    /// The same, to begin while the kernel before it in the stream ends: when each block of that has ended or has allowed
+    /// it (`griddepcontrol.launch_dependents`), for which it need not know what follows. The kernel must wait
+    /// (`griddepcontrol.wait`) before it touches memory that others know. Devices before sm_90 take no notice.
+    #[must_use]
+    pub fn early(self) -> Self {
+        Self { early: true, ..self }
     }
 
     /// Refuses clusters that no launch on a device of compute capability `sm` can have.
@@ -194,6 +204,14 @@ impl Kernel {
         }
         let _current = self.module.0.ctx.bind()?;
         let what = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let _one = self.module.0.allowing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = 0;
+        // SAFETY: a live function and a valid output.
+        let code = unsafe { sys::cuFuncGetAttribute(&mut before, what, self.raw) };
+        check(code, "cuFuncGetAttribute").map_err(|e| e.phase(self.name))?;
+        if u32::try_from(before).is_ok_and(|before| before >= shared_bytes) {
+            return Ok(());
+        }
         // SAFETY: a live function.
         let code = unsafe { sys::cuFuncSetAttribute(self.raw, what, shared_bytes as i32) };
         check(code, "cuFuncSetAttribute").map_err(|e| e.phase(self.name).seen(shared_bytes))
@@ -210,14 +228,6 @@ impl Kernel {
         // SAFETY: a live function and a valid output.
         let code = unsafe {
             sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        let _one = self.module.0.allowing.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut before = 0;
-        // SAFETY: a live function and a valid output.
-        let code = unsafe { sys::cuFuncGetAttribute(&mut before, what, self.raw) };
-        check(code, "cuFuncGetAttribute").map_err(|e| e.phase(self.name))?;
-        if u32::try_from(before).is_ok_and(|before| before >= shared_bytes) {
-            return Ok(());
-        }
                 &mut num,
                 self.raw,
                 grid.threads as i32,
@@ -246,9 +256,9 @@ impl Kernel {
         grid.check_cluster(|| self.module.0.ctx.sm()).map_err(|e| e.phase(self.name))?;
         let _current = self.module.0.ctx.bind()?;
         stream.hold(|| Arc::new(self.module.clone()));
-        if grid.cluster != [1; 3] {
+        if grid.cluster != [1; 3] || (grid.early && self.module.0.ctx.sm()? >= 90) {
             // SAFETY: the caller's contract.
-            return unsafe { self.launch_clusters(stream, grid, args) };
+            return unsafe { self.launch_with(stream, grid, args) };
         }
         // SAFETY: the caller's contract; the driver copies the arguments before it returns.
         let code = unsafe {
@@ -271,19 +281,26 @@ impl Kernel {
 
     /// # Safety
     /// As [`Kernel::launch`].
-    unsafe fn launch_clusters(
+    unsafe fn launch_with(
         &self,
         stream: &CudaStream,
         grid: Grid,
         mut args: LaunchArgs<'_>,
     ) -> Result<()> {
+        use sys::CUlaunchAttributeID as Id;
         let [x, y, z] = grid.cluster;
         let clusters = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x, y, z };
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { clusterDim: clusters },
-        };
+        let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
+        let mut attributes = Vec::with_capacity(2);
+        if grid.cluster != [1; 3] {
+            let value = sys::CUlaunchAttributeValue { clusterDim: clusters };
+            attributes.push(attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value));
+        }
+        if grid.early {
+            let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
+            let id = Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attributes.push(attribute(id, value));
+        }
         let config = sys::CUlaunchConfig {
             gridDimX: grid.blocks[0],
             gridDimY: grid.blocks[1],
@@ -293,8 +310,8 @@ impl Kernel {
             blockDimZ: 1,
             sharedMemBytes: grid.shared_bytes,
             hStream: stream.raw(),
-            attrs: &raw mut attribute,
-            numAttrs: 1,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
         let args = args.0.as_mut_ptr();
         // SAFETY: the caller's contract; the driver copies the arguments and the configuration.

@@ -421,7 +421,10 @@ impl Phase<'_> {
         let bulk = whole && p.staging.is_none() && p.has(EP_BULK.kernels[0]);
         let blocks = self.sms.max(2);
         let (name, grid) = match bulk {
-            true => (EP_BULK.kernels[0], Grid::new(self.sms, BULK_THREADS).shared(BULK_BYTES)),
+            true => {
+                // Behind a routing, whose end it need not see.
+                (EP_BULK.kernels[0], Grid::new(self.sms, BULK_THREADS).shared(BULK_BYTES).early())
+            }
             false => ("tw_ep_send", Grid::new(blocks, MOVERS / 2)),
         };
         let h = self.handle()?;
