@@ -1,6 +1,7 @@
 """Runs the programs of this folder on GPUs: see run.sh."""
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -40,9 +41,13 @@ TIMINGS = ["signal, in one kernel", "signal + wait, eager", "signal + wait, grap
            "1000 graph replays", "hundred heaps"]
 
 
+class Told(str):
+    """Why something is left out, as the driver or `doctor` tell it. Of other reasons nobody knows whether they hold."""
+
+
 class Config:
     """One program to run: its name, command, how its output is judged, and whether it may compile. One that `takes` some
-    GPUs only runs beside others; without it alone."""
+    GPUs only runs beside others; without it alone. `needs`: why it is left out."""
 
     def __init__(self, name, argv, judge=None, jit=False, env=None, preload=True, needs=None, takes=None):
         self.name, self.argv, self.judge, self.jit = name, argv, judge or by_status, jit
@@ -63,6 +68,10 @@ def search(*more):
 
 def up_to(n, counts):
     return [c for c in counts if c <= n]
+
+
+# The driver tells how many there are.
+TWO_GPUS = Told("needs two GPUs")
 
 
 # What a run says of itself: (state, summary).
@@ -188,7 +197,8 @@ def by_survivors(num):
 def by_ran(rc, out):
     """Tests of which none says that it did not run."""
     state, text = by_tests(rc, out)
-    return ("failed" if "did not run" in out else state), text
+    not_run = next((line for line in out.splitlines() if "did not run" in line), None)
+    return ("failed", f"{not_run}; {text}") if not_run else (state, text)
 
 
 def by_refusal(rc, out):
@@ -285,6 +295,13 @@ def against_limits(text, rows):
     return sorted(found)
 
 
+def by_ratios(ratios):
+    """No rate is far below the other's. Two programs of which no rate is the same have not been compared."""
+    worst = "; ".join(f"{ratio:.3f} {what}" for ratio, what in ratios[:5])
+    state = "passed" if ratios and ratios[0][0] >= 0.95 else "failed"
+    return state, f"{len(ratios)} rates, lowest: {worst}" if ratios else "no line of limits.cu is one of ours"
+
+
 def leftovers(name):
     """Processes of this folder's programs that are still there and were begun for the configuration `name`."""
     mine = {}
@@ -327,13 +344,31 @@ def verify_groups():
     return {name: ops for name, ops in groups.items() if ops} if known else GROUPS
 
 
-def has(backend):
-    """Whether the program can use a backend here."""
+@functools.cache
+def doctor_says():
+    """What `doctor` says; nothing if it does not come to its end."""
     try:
-        done = subprocess.run([program("tilewire"), "doctor"], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        argv = [program("tilewire"), "doctor"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return f"backend {backend}: available" in done.stdout
+        return ""
+    return done.stdout if done.returncode in (0, 1) else ""
+
+
+def why_not(backend, said):
+    """Why the program cannot use a backend here, in doctor's words. None if it can, and where doctor says nothing of it: then
+    what needs the backend runs, and fails for a reason of its own."""
+    found = re.search(f"^.{{4}} backend {backend}: (.*)$", said, re.MULTILINE)
+    return None if not found or found[1] == "available" else Told(f"backend {backend}: {found[1]}")
+
+
+def by_backends(*names):
+    """Doctor says of each backend whether it can be used: what it says decides what is left out."""
+    def judge(rc, out):
+        missing = [name for name in names if not re.search(f"^.{{4}} backend {name}: ", out, re.MULTILINE)]
+        text = f"nothing of {', '.join(missing)}; {by_status(rc, out)[1]}" if missing else "told of " + ", ".join(names)
+        return ("passed" if rc in (0, 1) and not missing else "failed"), f"exit {rc}, {text}"
+    return judge
 
 
 def conformance(n):
@@ -344,15 +379,17 @@ def conformance(n):
         yield Config(f"one-sided-threads-{backend}", argv, by_tests)
     for ranks in up_to(n, [2, 3, 4, 5, 8]):
         yield Config(f"one-sided-processes-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
+    if n > 1:
+        yield Config("backends", [program("tilewire"), "doctor"], by_backends("nvshmem", "nccl"), jit=True)
     # A process for each rank, and more than one GPU of them.
-    needs = None if n > 1 and has("nvshmem") else "needs two GPUs and NVSHMEM"
+    needs = why_not("nvshmem", doctor_says()) if n > 1 else TWO_GPUS
     for ranks in up_to(n, [2, 4, 8]) or [2]:
         yield Config(f"one-sided-nvshmem-{ranks}", ranks_of(ranks, program("gpu_spike"), "nvshmem"), needs=needs)
     for i, ops in enumerate(["all_gather,reduce_scatter,ag_gemm,gemm_rs", "all_reduce,all_to_all,gemm_ar,ep", "cp_attention,bulk"]):
         moves = [program("tilewire"), "verify", "--backend", "nvshmem", "--json", "--op", ops]
         yield Config(f"verify-nvshmem-{i}", ranks_of(2, *moves), by_rows, i == 2, needs=needs)
     # The communicator of a caller's, and NCCL's own puts, are with that backend.
-    two = None if n > 1 and has("nccl") else "needs two GPUs and NCCL"
+    two = why_not("nccl", doctor_says()) if n > 1 else TWO_GPUS
     yield Config("one-sided-nccl-2", ranks_of(2, program("gpu_spike"), "nccl"), needs=two)
     for i, ops in enumerate(["all_gather,reduce_scatter,all_reduce", "all_to_all,ag_gemm,gemm_rs,gemm_ar", "ep"]):
         moves = [program("tilewire"), "verify", "--backend", "nccl", "--json", "--op", ops]
@@ -361,12 +398,12 @@ def conformance(n):
     yield Config("train-nccl", [program("tilewire"), *steps, "nccl", "--ranks", "2"], jit=True, needs=two)
     yield Config("train-nvshmem", ranks_of(2, program("tilewire"), *steps, "nvshmem"), jit=True, needs=needs)
     for part in LITMUS:
-        yield Config(f"litmus-{part}", [program("gpu_spike"), "litmus", part], by_litmus, needs=None if n > 1 else "needs two GPUs")
+        yield Config(f"litmus-{part}", [program("gpu_spike"), "litmus", part], by_litmus, needs=None if n > 1 else TWO_GPUS)
     # Attention, also through NCCL, has a kernel for each pair of head dimensions: the rare ones are compiled.
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests, takes=1)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
     # With the interposer, it and `gpu` count what launches ask of the driver.
-    launches = None if n > 1 and shutil.which("gcc") else "needs two GPUs and gcc"
+    launches = TWO_GPUS if n < 2 else None if can_watch() else "needs gcc, and the interposer"
     for ops in TEAM_OPS + TEAM_OPS_NCCL:
         argv = [program("gpu_team"), "launches_neither", "--nocapture"]
         env = {"TW_TEAM_OPS": ops}
@@ -383,13 +420,13 @@ def conformance(n):
     for name, part in TEAM_TESTS_NCCL.items():
         yield Config(f"ops-gpu_team-nccl-{name}", [program("gpu_team"), part], by_tests, jit=True)
     # GPUs as if they did not reach each other.
-    more = None if n > 1 else "needs two GPUs"
+    more = None if n > 1 else TWO_GPUS
     yield Config("ops-gpu_team-dropped", [program("gpu_team"), "dropped_plans", "--nocapture"], by_ran, jit=True, needs=more)
     yield Config("ops-gpu_team-far", [program("gpu_team"), "far_gpus", "--nocapture"], by_ran, jit=True, needs=two)
     # Sizes, a zero copy into a product, two backends in one process; heaps left in any order are above.
     heaps = [program("gpu_team"), "heaps::", "--skip", "left_in_any", "--nocapture"]
     yield Config("ops-gpu_team-heaps", heaps, by_ran, jit=True, needs=two)
-    yield Config("device", [program("device"), "cuda"], by_tests, jit=True)
+    yield Config("device", [program("device"), "cuda", "--nocapture"], by_ran, jit=True)
     for name, ops in verify_groups().items():
         flags = ["verify", "--backend", "vmm", "--json", "--op", ",".join(ops)]
         for ranks in up_to(n, [1, 2, 4, 8]):
@@ -525,7 +562,7 @@ def worse(n, verify):
     if n > 1:
         nccl = ["verify", "--backend", "vmm", "--json", "--op", "nccl", "--dtype", "bf16", "--ranks", "2"]
         yield Config("no-peers-nccl", [program("tilewire"), *nccl], by_rows, jit=True, env={"TW_NO_PEERS": "217"},
-                     needs=gcc or (None if has("nccl") else "needs NCCL"))
+                     needs=gcc or why_not("nccl", doctor_says()))
 
 
 def faults(n):
@@ -555,18 +592,18 @@ def faults(n):
             yield Config(f"silent-in-training-{part}", argv, by_tests, jit=True)
         # Ranks are processes, at least three: two GPUs are shared, and the rest is a team.
         for ops in STOPPED_OPS:
-            yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process", "--nocapture"], by_tests, jit=True,
+            yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process", "--nocapture"], by_ran, jit=True,
                          env={"TW_TEAM_OPS": ops})
         for ops in KILLED_OPS:
-            yield Config(f"killed-in-{ops}", [*orders, "a_killed_process", "--nocapture"], by_tests, jit=True,
+            yield Config(f"killed-in-{ops}", [*orders, "a_killed_process", "--nocapture"], by_ran, jit=True,
                          env={"TW_TEAM_OPS": ops})
     if n < 2:
-        yield Config("peers", [], needs="needs two GPUs")
+        yield Config("peers", [], needs=TWO_GPUS)
 
 
 def bench(n):
     if n < 2:
-        yield Config("links", [], needs="needs two GPUs")
+        yield Config("links", [], needs=TWO_GPUS)
         return
     limits = HERE / "limits.cu"
     if limits.exists():
@@ -685,7 +722,10 @@ class Runner:
         self.cache = tempfile.mkdtemp(prefix="tilewire-run-")
         self.interpose = interpose
         self.preload = self.interposer() if interpose else None
-        self.limits, self.links = "", []
+        # What limits.cu and our links have said, once each has run.
+        self.limits, self.links = None, None
+        # Left out for a reason that nobody has told.
+        self.untold = []
         self.noting = threading.Lock()
 
     def interposer(self):
@@ -741,6 +781,8 @@ class Runner:
         multicast = Path(self.cache) / (name.replace("/", "-") + ".multicast")
         if c.needs:
             rc, state, summary = None, "skipped", c.needs
+            if mode == "conformance" and self.n > 1 and not isinstance(c.needs, Told):
+                self.untold.append(name)
         else:
             argv = ["timeout", "-k", "5", str(LIMIT_S), *c.argv]
             log = self.logs / (name.replace("/", "-") + ".txt")
@@ -779,12 +821,11 @@ class Runner:
 
     def compare(self):
         """A line that says how far our links are from limits.cu."""
-        ratios = against_limits(self.limits, self.links)
-        if ratios:
-            worst = "; ".join(f"{ratio:.3f} {what}" for ratio, what in ratios[:5])
-            state = "passed" if ratios[0][0] >= 0.95 else "failed"
-            self.note({"config": "bench/against-limits", "gpus": self.n, "state": state, "rc": None, "seconds": 0.0,
-                       "summary": f"{len(ratios)} rates, lowest: {worst}"})
+        if self.limits is None or self.links is None:
+            return
+        state, summary = by_ratios(against_limits(self.limits, self.links))
+        self.note({"config": "bench/against-limits", "gpus": self.n, "state": state, "rc": None, "seconds": 0.0,
+                   "summary": summary})
 
     def note(self, line):
         line = {**line, "summary": " ".join(line["summary"].split()), **self.place}
@@ -844,7 +885,9 @@ def main():
         print(f"{len(late)} not begun: {' '.join(late)}")
     skipped = f", {runner.count['skipped']} skipped" if runner.count["skipped"] else ""
     print(f"{runner.count['passed']} passed, {runner.count['failed']} failed{skipped}")
-    return 1 if late or runner.count["failed"] or not runner.count["passed"] else 0
+    if runner.untold:
+        print(f"{len(runner.untold)} of conformance left out (name them with --skip, if they are to be): {' '.join(runner.untold)}")
+    return 1 if late or runner.untold or runner.count["failed"] or not runner.count["passed"] else 0
 
 
 if __name__ == "__main__":

@@ -476,6 +476,66 @@ mod tests {
         assert!(said[2].starts_with("failed 2 2 calls"), "{}", said[2]);
     }
 
+    /// A doctor that ended early has not said that a backend cannot be used.
+    #[test]
+    fn what_is_left_out_was_told_by_doctor() {
+        let said = runner(
+            "told = 'ok   cores: 4\\nwarn backend nccl: no libnccl.so.2\\n       -> x\\nok   backend nvshmem: available\\n'\n\
+             run.doctor_says = lambda: ''\n\
+             print(run.why_not('nccl', told), run.why_not('nvshmem', told), run.why_not('nccl', told[:20]))\n\
+             for rc, out in [(0, told), (1, told), (0, told[:50]), (139, told), (0, '')]:\n\
+             \x20   print(run.by_backends('nccl', 'nvshmem')(rc, out)[0])\n\
+             left = {c.name for n in [2, 8] for c in run.conformance(n) if 'nccl' in c.name and c.needs}\n\
+             print(left, all(isinstance(c.needs, run.Told) for c in run.conformance(1) if c.needs and 'check' not in c.name))",
+        );
+        let want = [
+            "backend nccl: no libnccl.so.2 None None",
+            "passed",
+            "passed",
+            "failed",
+            "failed",
+            "failed",
+            "set() True",
+        ];
+        assert_eq!(said.lines().collect::<Vec<_>>(), want);
+    }
+
+    /// In `conformance` on two GPUs and more; where there is one, and elsewhere, it is known why.
+    #[test]
+    fn what_is_left_out_without_a_word_is_no_success() {
+        let said = runner(
+            "import pathlib, tempfile\n\
+             for n, needs in [(2, 'no tool'), (2, run.Told('doctor says')), (1, 'no tool')]:\n\
+             \x20   with tempfile.TemporaryDirectory() as out:\n\
+             \x20       r = run.Runner(pathlib.Path(out), n, False, {})\n\
+             \x20       for mode in ['conformance', 'faults']:\n\
+             \x20           r.run(mode, run.Config('c', [], needs=needs))\n\
+             \x20       print('=', r.untold, r.count['skipped'])",
+        );
+        let said: Vec<_> = said.lines().filter(|l| l.starts_with('=')).collect();
+        assert_eq!(said, ["= ['conformance/c'] 2", "= [] 2", "= [] 2"]);
+    }
+
+    #[test]
+    fn tests_that_did_not_run_and_rates_that_were_not_compared_are_failures() {
+        let said = runner(
+            "result = 'test result: ok. 3 passed; 0 failed'\n\
+             print(*run.by_ran(0, 'runs on a GPU\\n' + result))\n\
+             print(*run.by_ran(0, 'kernels did not run: no NVRTC\\n' + result))\n\
+             rows = [{'op': 'links/put', 'shape': 'len=1MiB', 'note': '90 GB/s'}]\n\
+             for text in ['CE ring   1024 KiB: get 1 us 2 GB/s | put 1 us 91 GB/s', 'CE ring of another form', '']:\n\
+             \x20   print(*run.by_ratios(run.against_limits(text, rows)))\n\
+             names = ['device', 'stopped-in-0-5', 'killed-in-0-5']\n\
+             print([c.judge is run.by_ran and '--nocapture' in c.argv for m in [run.conformance, run.faults] for c in m(2) if c.name in names])",
+        );
+        let said: Vec<_> = said.lines().collect();
+        assert_eq!(said[0], "passed test result: ok. 3 passed; 0 failed");
+        assert!(said[1].starts_with("failed kernels did not run: no NVRTC"), "{}", said[1]);
+        assert!(said[2].starts_with("passed 1 rates, lowest: 0.989 put"), "{}", said[2]);
+        assert!(said[3..5].iter().all(|l| l.starts_with("failed no line")), "{said:?}");
+        assert_eq!(said[5], "[True, True, True]");
+    }
+
     #[test]
     fn every_line_of_the_runner_says_what_ran_and_where() {
         let said = runner(
