@@ -3,8 +3,8 @@
 //! Comm+GEMM operations have a row for each way, timed in the same run: `sequential` by our collective and
 //! by NCCL (the faster is `t_seq`), `pipelined` with several chunks, and what `prepare` chooses. `t_gemm` is
 //! the product of all rows alone (compute only), `t_comm` the faster of our collective and NCCL's alone.
-//! Results are checked element by element on inputs whose products are sums of eight small integers, so that
-//! they are exact in every type and order; what is timed has random data.
+//! Results are checked element by element on inputs whose products are sums of eight small integers times a power
+//! of two, so that they are exact in every type and order; what is timed has random data.
 
 use std::ops::Range;
 
@@ -33,7 +33,7 @@ use crate::rows::Row;
 pub(crate) const OPS: [&str; 7] =
     ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "attention", "cp_attention"];
 
-/// Columns of an operand repeat after so many: products are sums of so many terms, times a whole number.
+/// Columns of an operand repeat after so many: products are sums of so many terms, times [`times`].
 const PERIOD: usize = 8;
 /// Groups of grouped products, of random sizes.
 const GROUPS: usize = 32;
@@ -107,6 +107,27 @@ fn columns(which: usize, rows: Range<usize>) -> Vec<[f32; PERIOD]> {
     rows.map(|i| std::array::from_fn(|j| small(which, i, j))).collect()
 }
 
+/// What the sum of one period is multiplied by in a product of `num` of them: a power of two, whose products need
+/// no more bits than that sum. At most 512, of which f16 holds the sum of fifteen ranks.
+fn times(num: usize) -> usize {
+    match num.is_multiple_of(2) {
+        true => 1 << num.ilog2().min(9),
+        false => 1,
+    }
+}
+
+/// How many of `num` periods of X have the other sign, so that [`times`] are left. All elements count, and these are
+/// the last ones: of periods that took turns no part of K, if left out, would be missed.
+fn turned(num: usize) -> usize {
+    (num - times(num)) / 2
+}
+
+/// A row of operand `which`, `num` times its first columns `row`.
+fn whole_row(which: usize, row: &[f32; PERIOD], num: usize) -> impl Iterator<Item = f32> {
+    let straight = num - if is_x(which) { turned(num) } else { 0 };
+    (0..num).flat_map(move |i| row.map(|v| if i < straight { v } else { -v }))
+}
+
 /// Operands of rank `r`.
 fn x_of(r: usize) -> usize {
     2 * r
@@ -114,6 +135,10 @@ fn x_of(r: usize) -> usize {
 
 fn w_of(r: usize) -> usize {
     2 * r + 1
+}
+
+fn is_x(which: usize) -> bool {
+    which.is_multiple_of(2)
 }
 
 fn tflops(flop: f64, us: f64) -> String {
@@ -139,7 +164,7 @@ impl Bench<'_> {
             return Err(Error::invalid(format!(
                 "m={m} n={n} k={k}: rows for each rank are wanted"
             ))
-            .hint(format!("and k a multiple of {PERIOD}, so that results are exact")));
+            .hint(format!("and k a multiple of {PERIOD}, after which operands repeat")));
         }
         match op {
             "gemm" => Ok(vec![self.gemm_row()?]),
@@ -176,7 +201,7 @@ impl Bench<'_> {
         let (num, k) = (rows.len(), self.sizes().2);
         let mut v = Vec::with_capacity(num * k);
         for row in columns(which, rows) {
-            (0..k / PERIOD).for_each(|_| v.extend_from_slice(&row));
+            v.extend(whole_row(which, &row, k / PERIOD));
         }
         self.place(&v, Shape::d2(num, k))
     }
@@ -192,7 +217,7 @@ impl Bench<'_> {
         let operands: Vec<_> =
             pairs.iter().map(|&(x, w)| (columns(x, rows.clone()), columns(w, 0..n))).collect();
         let got = out.to_f32()?;
-        let times = (k / PERIOD) as f32;
+        let times = times(k / PERIOD) as f32;
         let mut bad = u64::from(got.len() != rows.len() * n);
         for (i, line) in got.chunks_exact(n).enumerate() {
             for (j, v) in line.iter().enumerate() {
@@ -526,5 +551,32 @@ impl Bench<'_> {
             Row { t_gemm_us, t_seq_us: best[i], ..r }
         };
         Ok(rows.into_iter().map(with).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 11008, 18944 and 22016 are contractions of models: 1376 periods whose sum is 7 are 9632, which bf16 has not.
+    #[test]
+    fn sums_are_exact_for_every_k() {
+        let ks =
+            (1..=70).map(|i| i * PERIOD).chain([4096, 8192, 11008, 14336, 18944, 22016, 53248]);
+        for k in ks {
+            let num = k / PERIOD;
+            let times = times(num);
+            // Sums of the terms of up to eight ranks, each added to those before it.
+            let sums: Vec<f32> = (0..=8 * PERIOD).map(|sum| (times * sum) as f32).collect();
+            for dtype in [DType::BF16, DType::F16] {
+                let held = Tensor::from_f32(&sums, dtype, Shape::d1(sums.len())).unwrap();
+                assert_eq!(held.to_f32().unwrap(), sums, "k={k} in {dtype}");
+            }
+            let (x, w) = (columns(x_of(1), 3..4)[0], columns(w_of(1), 5..6)[0]);
+            let (a, b) = (whole_row(x_of(1), &x, num), whole_row(w_of(1), &w, num));
+            let dot: f32 = x.iter().zip(&w).map(|(a, b)| a * b).sum();
+            assert_eq!(a.zip(b).map(|(a, b)| a * b).sum::<f32>(), times as f32 * dot, "k={k}");
+            assert_eq!(whole_row(x_of(0), &x, num).count(), k);
+        }
     }
 }
