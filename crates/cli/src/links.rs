@@ -65,8 +65,12 @@ fn check_ranks(ranks: usize, devices: usize) -> Result<()> {
     if (2..=devices).contains(&ranks) {
         return Ok(());
     }
+    let expected = match devices {
+        0 | 1 => format!("two GPUs; this process sees {devices}"),
+        _ => format!("--ranks 2 to {devices}, the GPUs that this process sees"),
+    };
     Err(Error::invalid("a link has two ends: each rank needs a GPU of its own")
-        .expected(format_args!("--ranks 2 to {devices}, the GPUs that this process sees"))
+        .expected(expected)
         .seen(ranks)
         .hint("`tilewire topo` lists the GPUs; CUDA_VISIBLE_DEVICES may hide some"))
 }
@@ -144,6 +148,7 @@ fn merge(all: &[Vec<Line>]) -> Vec<Row> {
     let row = |(i, l): (usize, &Line)| {
         let same = || all.iter().filter_map(|lines| lines.get(i));
         let us = same().map(|l| l.us).fold(0.0, f64::max);
+        let wrong = same().map(|l| l.wrong).sum();
         let rate = (l.bytes > 0).then(|| format!("{:.1} GB/s", l.bytes as f64 / us / 1e3));
         let note = rate.or_else(|| Some(l.note.clone()).filter(|n| !n.is_empty()));
         Row {
@@ -157,8 +162,9 @@ fn merge(all: &[Vec<Line>]) -> Vec<Row> {
             t_comm_us: None,
             t_seq_us: None,
             t_ours_us: Some(us),
-            max_err: Some(0.0),
-            wrong: same().map(|l| l.wrong).sum(),
+            // Bytes are right or wrong: how far off those are says nothing.
+            max_err: (wrong == 0).then_some(0.0),
+            wrong,
             unsupported: false,
             note,
         }
@@ -476,6 +482,7 @@ mod tests {
         assert_eq!((rows.len(), rows[0].ranks, rows[0].wrong), (1, 2, 3));
         assert_eq!((rows[0].op.as_str(), rows[0].t_ours_us), ("links/put", Some(20.0)));
         assert_eq!(rows[0].note.as_deref(), Some("50.0 GB/s"));
+        assert_eq!((rows[0].max_err, merge(&all[..1])[0].max_err), (None, Some(0.0)));
         assert_eq!(merge(&[vec![line(1.0, 0, 0)]])[0].note.as_deref(), Some("why"));
         assert!(merge(&[]).is_empty());
     }
@@ -485,6 +492,7 @@ mod tests {
         for (ranks, devices) in [(1, 8), (9, 8), (0, 0), (2, 1)] {
             let e = check_ranks(ranks, devices).unwrap_err();
             assert!(e.get_hint().is_some() && e.kind() == ErrorKind::InvalidArgument, "{e}");
+            assert_eq!(e.to_string().contains("--ranks 2 to"), devices > 1, "{e}");
         }
         check_ranks(2, 2).unwrap();
         check_ranks(5, 8).unwrap();
