@@ -277,13 +277,20 @@ fn run(t: &Test, ranks: usize) -> Result<bool> {
 }
 
 fn all(part: &str) -> Result<bool> {
+    let wanted = || TESTS.iter().filter(|t| t.name.contains(part));
+    if wanted().next().is_none() {
+        let names: Vec<_> = TESTS.iter().map(|t| t.name).collect();
+        return Err(Error::invalid("no test has that in its name")
+            .expected(names.join(", "))
+            .seen(part));
+    }
     let ranks = (device_count()? as usize).min(8);
     if ranks < 2 {
         return Err(Error::new(ErrorKind::Unsupported, "orders between GPUs need two of them")
             .seen(format_args!("{ranks} GPU")));
     }
     let mut good = true;
-    for t in TESTS.iter().filter(|t| t.name.contains(part)) {
+    for t in wanted() {
         good &= run(t, ranks).map_err(|e| e.phase(t.name))?;
     }
     Ok(good)

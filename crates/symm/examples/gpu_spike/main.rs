@@ -46,6 +46,13 @@ fn wanted(name: &str) -> bool {
     parts.peek().is_none() || parts.any(|part| name.contains(&part))
 }
 
+/// What an argument may be a part of.
+fn names() -> Vec<&'static str> {
+    let cases = suite::<Vmm>().map(|(name, _)| name);
+    let timed = time::ALL.map(|(name, _)| name);
+    ["rendezvous"].into_iter().chain(cases).chain(timed).collect()
+}
+
 type Case = fn(World) -> Result<()>;
 
 /// The one-sided conformance cases.
@@ -102,6 +109,13 @@ fn watchdog() {
 fn main() {
     if std::env::args().nth(1).is_some_and(|a| a == "litmus") {
         return litmus::run_all(&std::env::args().nth(2).unwrap_or_default());
+    }
+    // Nothing that ran is no success.
+    let backend = std::env::args().nth(1).is_some_and(|a| a == "nvshmem" || a == "nccl");
+    if !backend && !names().into_iter().any(wanted) {
+        let names = names().join("; ");
+        println!("FAILED  no check has that in its name: {names}; or nvshmem, nccl, litmus");
+        std::process::exit(2);
     }
     watchdog();
     if !line("machine", describe) {
