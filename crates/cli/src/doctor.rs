@@ -5,8 +5,10 @@ mod gpu;
 use std::path::Path;
 
 use serde::Serialize;
+use tilewire::boot::NO_MULTICAST;
 use tilewire::device::cuda::{
-    Found, How, LIBRARIES, LibrarySpec, NCCL, NVSHMEM, NVTX, NcclComm, Nvshmem, Places,
+    CUBLASLT, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, NVTX, NcclComm, Nvshmem, Places,
+    load_cublaslt, load_nvrtc,
 };
 use tilewire::device::jit::Cache;
 use tilewire::prelude::*;
@@ -66,14 +68,21 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
     v
 }
 
-/// Where a library for GPUs would come from.
+/// Where a library for GPUs comes from, and whether it opens: a file may lie there that is none.
 fn library(places: &Places, spec: &LibrarySpec) -> Finding {
     match places.find_or_older(spec, None) {
-        Ok((_, f)) => {
-            let version = version(spec, &f).map(|v| format!("{v} at ")).unwrap_or_default();
-            let text = format!("{}: {version}{} ({})", spec.name, f.path.display(), f.how);
-            finding("library", State::Ok, text, "")
-        }
+        Ok((_, f)) => match open(spec) {
+            Ok(version) => {
+                let version = version.map(|v| format!("{v} at ")).unwrap_or_default();
+                let text = format!("{}: {version}{} ({})", spec.name, f.path.display(), f.how);
+                finding("library", State::Ok, text, "")
+            }
+            Err(e) => {
+                let state = if is_multicast(&e) { State::Warn } else { State::Fail };
+                let text = format!("{}: {}", spec.name, e.message());
+                finding("library", state, text, e.get_hint().unwrap_or(spec.install))
+            }
+        },
         Err(e) if e.is_unavailable() => {
             let only_for = match spec.name == NVTX.name {
                 true => "for ranges in a profiler only",
@@ -91,15 +100,21 @@ fn library(places: &Places, spec: &LibrarySpec) -> Finding {
     }
 }
 
-/// What the library itself says, if it is loaded: none is for this.
-fn version(spec: &LibrarySpec, found: &Found) -> Option<String> {
-    let said = match spec.name {
-        _ if found.how != How::Loaded => None,
-        n if n == NCCL.name => NcclComm::library().ok(),
-        n if n == NVSHMEM.name => Nvshmem::library().ok(),
-        _ => None,
-    };
-    said.map(|(version, _)| version)
+/// Opens those whose functions are called; the version, of those that are asked for it.
+fn open(spec: &LibrarySpec) -> Result<Option<String>> {
+    match spec.name {
+        n if n == NVRTC.name => load_nvrtc(None).map(|_| None),
+        n if n == CUBLASLT.name => load_cublaslt(None).map(|_| None),
+        n if n == NCCL.name => NcclComm::library().map(|(version, _)| Some(version)),
+        n if n == NVSHMEM.name => Nvshmem::library().map(|(version, _)| Some(version)),
+        _ => Ok(None),
+    }
+}
+
+/// Nothing is wrong with a library that is not opened as long as it may use multicast.
+fn is_multicast(e: &Error) -> bool {
+    let hint = e.get_hint().unwrap_or_default();
+    NO_MULTICAST.iter().any(|(name, want)| hint.contains(&format!("{name}={want}")))
 }
 
 fn kernel_cache() -> Finding {

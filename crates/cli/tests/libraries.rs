@@ -141,6 +141,45 @@ fn another_copy_that_is_loaded_is_an_error_that_names_both() {
     }
 }
 
+/// The finding about the library of that name: its state, what it says and what to do.
+fn state(o: &Output, name: &str) -> [String; 3] {
+    let all: Vec<Value> = serde_json::from_slice(&o.stdout).expect("JSON");
+    let named = |f: &&Value| f["text"].as_str().is_some_and(|t| t.starts_with(name));
+    let found = all.iter().filter(|f| f["code"] == "library").find(named);
+    let found = found.unwrap_or_else(|| panic!("nothing of {name} in {all:#?}"));
+    ["state", "text", "remedy"].map(|k| found[k].as_str().unwrap_or_default().to_owned())
+}
+
+/// Nobody has named these: the search finds them.
+#[test]
+fn a_file_that_is_no_library_fails_with_the_loaders_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let home = dir.path().display().to_string();
+    fs::create_dir(dir.path().join("lib64")).unwrap();
+    let files = ["libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2", "libnvshmem_host.so.3"];
+    for name in files {
+        fs::write(dir.path().join("lib64").join(name), "no library").unwrap();
+    }
+    let alone = [("VIRTUAL_ENV", ""), ("CONDA_PREFIX", ""), ("PATH", "/none"), ("HOME", &home)];
+    let vars = [&alone[..], &[("CUDA_HOME", &home)]].concat();
+    let o = doctor(&[], &vars);
+    assert_eq!(o.status.code(), Some(1), "{o:?}");
+    for name in ["NVRTC: ", "cuBLASLt: ", "NCCL: ", "NVSHMEM: "] {
+        let [state, text, remedy] = state(&o, name);
+        assert_eq!(state, "fail", "{text}");
+        assert!(text.contains("file too short") && text.contains(&home), "{text}");
+        assert!(remedy.starts_with("pip install nvidia-"), "{remedy}");
+    }
+    // One that may use multicast is not opened, and nothing is wrong with that.
+    let on = [&vars[..], &[("NCCL_NVLS_ENABLE", "1"), ("NVSHMEM_DISABLE_NVLS", "0")]].concat();
+    let o = doctor(&[], &on);
+    for (name, want) in [("NCCL: ", "NCCL_NVLS_ENABLE=0"), ("NVSHMEM: ", "NVSHMEM_DISABLE_NVLS=1")]
+    {
+        let [state, text, remedy] = state(&o, name);
+        assert!(state == "warn" && remedy.contains(want), "{state} {text}: {remedy}");
+    }
+}
+
 /// A driver without devices.
 #[test]
 fn the_driver_can_be_named() {
