@@ -1,8 +1,11 @@
 //! What `doctor` says of the GPUs: looked at one by one, and in pairs by really sharing memory.
 
 use std::collections::BTreeSet;
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use tilewire::boot::NO_MULTICAST;
 use tilewire::device::cuda::{
@@ -225,8 +228,17 @@ fn built_in(folder: Option<&Path>, arch: &str) -> Finding {
 
 /// NVLinks as `nvidia-smi` tells them, if it is there.
 fn nvlinks() -> Option<Finding> {
-    let out = Command::new("nvidia-smi").args(["nvlink", "--status"]).output().ok()?;
-    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    // It asks the driver, which may hang.
+    let limit = Duration::from_secs(10);
+    let text = match output(Command::new("nvidia-smi").args(["nvlink", "--status"]), limit) {
+        Ok(Some(text)) => text,
+        Ok(None) => {
+            let text = format!("NVLinks: `nvidia-smi` has said nothing for {limit:?}");
+            let remedy = "look at `dmesg` for errors of the driver; a reset of the GPU, or a reboot, ends a hang";
+            return Some(finding("nvlink", State::Warn, text, remedy));
+        }
+        Err(_) => return None,
+    };
     let links = count_links(&text);
     let (least, most) = (links.iter().min()?, links.iter().max()?);
     Some(match least == most {
@@ -238,6 +250,28 @@ fn nvlinks() -> Option<Finding> {
             "see `nvidia-smi nvlink --status`: a link that is down halves what ranks get",
         ),
     })
+}
+
+/// What a program prints; none if it has not ended its output within `limit`.
+fn output(command: &mut Command, limit: Duration) -> std::io::Result<Option<String>> {
+    let mut child =
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+    let (send, said) = mpsc::channel();
+    if let Some(mut out) = child.stdout.take() {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            out.read_to_end(&mut bytes).ok();
+            // Nobody takes it if it comes too late.
+            send.send(bytes).ok();
+        });
+    }
+    let bytes = said.recv_timeout(limit).ok();
+    if bytes.is_none() {
+        child.kill().ok();
+    }
+    // Not waited for: one that hangs inside the driver does not even end when it is killed.
+    child.try_wait()?;
+    Ok(bytes.map(|b| String::from_utf8_lossy(&b).into_owned()))
 }
 
 /// Links that are up, of each GPU in the text of `nvidia-smi nvlink --status`.
@@ -366,6 +400,18 @@ mod tests {
         }
         assert!(look().state == State::Ok && !look().text.contains("none"));
         assert_eq!(built_in(None, "sm_90a").state, State::Ok);
+    }
+
+    #[test]
+    fn a_program_that_hangs_is_not_waited_for() {
+        let sh = |script: &str, limit_ms| {
+            output(Command::new("sh").args(["-c", script]), Duration::from_millis(limit_ms))
+        };
+        assert_eq!(sh("echo up", 60_000).unwrap().as_deref(), Some("up\n"));
+        let start = std::time::Instant::now();
+        assert_eq!(sh("echo up; exec sleep 60", 50).unwrap(), None);
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+        assert!(output(&mut Command::new("/nowhere/nvidia-smi"), Duration::ZERO).is_err());
     }
 
     #[test]
