@@ -9,7 +9,7 @@ use tilewire_core::{Error, ErrorKind, Result};
 
 use super::error::check;
 use super::library::same_file;
-use super::places::{Found, How, Places};
+use super::places::{Found, How, Places, file_of};
 
 /// Checks that the driver is there and finds a device. Looked up once per process.
 ///
@@ -73,7 +73,7 @@ fn file_at(maps: &str, at: usize) -> Option<PathBuf> {
         let hex = |s: &str| usize::from_str_radix(s, 16).unwrap_or(0);
         range.is_some_and(|(from, to)| (hex(from)..hex(to)).contains(&at))
     })?;
-    line.find('/').map(|i| PathBuf::from(&line[i..]))
+    file_of(line)
 }
 
 /// True for a file of the driver, whatever its version.
