@@ -301,6 +301,10 @@ fn bad_input_is_explained() {
         bad(d, &["run", "-n", "1", "--timeout-s", "nan", "--", "true"]).contains("--timeout-s")
     );
     assert!(bad(d, &["train", "--task", "sing"]).contains("possible values: text, copy"));
+    // What diverges is no bug.
+    let wild = bad(d, &[&t[..], &["--lr", "1e300", "--steps", "9"]].concat());
+    assert!(wild.contains("not finite") && wild.contains("`--lr`"), "{wild}");
+    assert!(!wild.contains("bug"), "{wild}");
     assert!(bad(d, &["verify", "--op", "nope"]).contains("one of ag_gemm"));
     assert!(bad(d, &["verify", "--dtype", "f4"]).contains("one of f64, f32"));
 }

@@ -111,7 +111,8 @@ impl Trainer {
     /// optimizer's step from sums that are not whole on all ranks.
     ///
     /// # Errors
-    /// The fault of a team; `Internal` if the loss is not finite.
+    /// The fault of a team; `InvalidArgument` if the loss is not finite: the rate or the data are not what the
+    /// model can learn from.
     pub fn step(&mut self, data: &Data) -> Result<StepReport> {
         let start = Instant::now();
         let batch = self.model.batch(data, self.cfg.seed, self.step);
@@ -122,10 +123,14 @@ impl Trainer {
         // The optimizer looks at the same numbers, which have the same bits on every rank.
         let good = losses.loss.is_finite() && norm.is_finite();
         if !self.model.comm.world.agree(good)? {
-            return Err(Error::internal(format!(
+            return Err(Error::invalid(format!(
                 "step {}: loss {} or gradient norm {norm} is not finite",
                 self.step, losses.loss
-            )));
+            ))
+            .hint(
+                "the training diverges: lower the learning rate (`--lr`), look at the data, or resume from an earlier \
+                 checkpoint with a lower rate",
+            ));
         }
         let report = StepReport {
             step: self.step,
