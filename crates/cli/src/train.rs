@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -39,6 +39,9 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
         Task::Copy => Data::Copy,
         Task::Text => Data::text(&args.data, cfg.seq + 2)?,
     };
+    if place.rank.get() == 0 {
+        can_write(args)?;
+    }
     if args.processes && !launched {
         return spawn(args);
     }
@@ -50,6 +53,37 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     }
     World::run_threads(ranks, worlds::world_cfg(args.timeout_s)?, |world| job.rank(world))?;
     Ok(0)
+}
+
+/// Whether what is written after training can be: said before it, and with every file as it was.
+fn can_write(args: &TrainArgs) -> Result<()> {
+    let TrainArgs { checkpoint, trace, svg, .. } = args;
+    for (flag, path, beside) in
+        [("--checkpoint", checkpoint, true), ("--trace", trace, false), ("--svg", svg, false)]
+    {
+        let Some(path) = path else { continue };
+        let tried = match path.metadata() {
+            Ok(m) if m.is_dir() => Err(std::io::ErrorKind::IsADirectory.into()),
+            // A checkpoint is written beside its place, the others into the file. A pipe would wait for its reader.
+            Ok(m) if !beside && m.is_file() => File::options().write(true).open(path).map(drop),
+            Ok(m) if !m.is_file() => Ok(()),
+            _ => probe(path),
+        };
+        tried.map_err(|e| {
+            Error::io(format!("{flag} {}", path.display()), e).hint(
+                "nothing was trained: name a file in a folder that is there and may be written",
+            )
+        })?;
+    }
+    Ok(())
+}
+
+/// Makes a file in the folder of `path`, and removes it.
+fn probe(path: &Path) -> std::io::Result<()> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{}.probe", std::process::id()));
+    File::options().write(true).create_new(true).open(&name)?;
+    std::fs::remove_file(&name)
 }
 
 /// The sizes of the preset, but for those that are given.

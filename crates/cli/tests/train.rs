@@ -305,6 +305,17 @@ fn bad_input_is_explained() {
     let wild = bad(d, &[&t[..], &["--lr", "1e300", "--steps", "9"]].concat());
     assert!(wild.contains("not finite") && wild.contains("`--lr`"), "{wild}");
     assert!(!wild.contains("bug"), "{wild}");
+    // Places that cannot be written are told before a step is taken, and nothing is left.
+    for flag in ["--checkpoint", "--trace", "--svg"] {
+        for (place, why) in
+            [("none/file", "No such file"), (".", "irectory"), ("text/file", "ot a dir")]
+        {
+            let said = bad(d, &[&t[..], &["--steps", "2", "--metrics", "m", flag, place]].concat());
+            assert!(said.contains(flag) && said.contains(why) && said.contains("hint"), "{said}");
+            assert!(!d.join("m").exists(), "{flag} {place}: it is said before anything is trained");
+        }
+    }
+    assert_eq!(std::fs::read_dir(d).unwrap().count(), 2, "empty and text");
     assert!(bad(d, &["verify", "--op", "nope"]).contains("one of ag_gemm"));
     assert!(bad(d, &["verify", "--dtype", "f4"]).contains("one of f64, f32"));
 }
