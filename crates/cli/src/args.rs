@@ -60,11 +60,26 @@ pub enum KernelsCommand {
     Cache(KernelsCacheArgs),
 }
 
+/// An architecture in the form that devices ask for: code of another one would never be found.
+fn arch(text: &str) -> Result<String, String> {
+    let sm = text.strip_prefix("sm_").map(|n| n.strip_suffix('a').unwrap_or(n));
+    let Some(sm) = sm.and_then(|n| n.parse::<u32>().ok()).filter(|sm| *sm >= 80) else {
+        return Err(
+            "there are kernels for sm_80 and newer, as in sm_80, sm_90a, sm_100a".to_owned()
+        );
+    };
+    let asked = format!("sm_{sm}{}", if sm >= 90 { "a" } else { "" });
+    match text == asked {
+        true => Ok(asked),
+        false => Err(format!("devices ask for {asked}")),
+    }
+}
+
 /// `tilewire kernels list`
 #[derive(Debug, Args)]
 pub struct KernelsListArgs {
     /// Architecture, as in `sm_90a`.
-    #[arg(long, default_value = "sm_90a")]
+    #[arg(long, default_value = "sm_90a", value_parser = arch)]
     pub arch: String,
     /// Print one JSON object per row instead of a table.
     #[arg(long)]
@@ -75,7 +90,7 @@ pub struct KernelsListArgs {
 #[derive(Debug, Args)]
 pub struct KernelsCompileArgs {
     /// Architectures.
-    #[arg(long, value_delimiter = ',', default_values = ["sm_80", "sm_90a", "sm_100a"])]
+    #[arg(long, value_delimiter = ',', default_values = ["sm_80", "sm_90a", "sm_100a"], value_parser = arch)]
     pub arch: Vec<String>,
     /// NVRTC to use, a file or its folder, instead of the one that is found.
     #[arg(long)]

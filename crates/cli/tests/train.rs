@@ -316,6 +316,14 @@ fn bad_input_is_explained() {
         }
     }
     assert_eq!(std::fs::read_dir(d).unwrap().count(), 2, "empty and text");
+    for (arch, says) in
+        [("sm_90", "sm_90a"), ("sm_80a", "sm_80"), ("sm_75", "sm_80 and newer"), ("foo", "as in")]
+    {
+        for command in ["list", "compile"] {
+            let said = bad(d, &["kernels", command, "--arch", arch]);
+            assert!(said.contains(says) && said.contains("--arch"), "{arch}: {said}");
+        }
+    }
     assert!(bad(d, &["verify", "--op", "nope"]).contains("one of ag_gemm"));
     assert!(bad(d, &["verify", "--dtype", "f4"]).contains("one of f64, f32"));
 }
