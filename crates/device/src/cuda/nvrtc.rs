@@ -126,11 +126,23 @@ impl Compiler for Nvrtc {
         let code =
             unsafe { (api.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
         if code != 0 {
-            let what = format!("compilation of `{}` for {}", spec.name, spec.arch);
-            let text = format!("{what}: {}\n{}", api.describe(code), program.log());
-            return Err(Error::internal(text));
+            return Err(failed(code, spec, &api.describe(code), &program.log()));
         }
         Ok(Compiled { cubin: program.cubin()?, log: program.log() })
+    }
+}
+
+/// `NVRTC_ERROR_INVALID_OPTION` of `nvrtc.h`.
+const INVALID_OPTION: Code = 5;
+
+/// Options are ours but for the architecture, of which a compiler knows some.
+fn failed(code: Code, spec: &KernelSpec, words: &str, log: &str) -> Error {
+    let text = format!("compilation of `{}` for {}: {words}\n{log}", spec.name, spec.arch);
+    match code {
+        INVALID_OPTION => Error::invalid(text).op("cuda").hint(
+            "name an architecture that this NVRTC knows, as in sm_90a; a newer GPU wants a newer one",
+        ),
+        _ => Error::internal(text),
     }
 }
 
@@ -181,5 +193,20 @@ impl Drop for Program {
     fn drop(&mut self) {
         // SAFETY: made by us, destroyed once.
         unsafe { (self.api.destroy)(&mut self.raw) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_architecture_that_the_compiler_does_not_know_is_no_bug() {
+        let (name, text, arch) = ("t.cu".into(), "".into(), "sm_900a".into());
+        let spec = KernelSpec { name, text, defines: Vec::new(), arch };
+        let e = failed(INVALID_OPTION, &spec, "NVRTC_ERROR_INVALID_OPTION", "nvrtc: error");
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+        assert!(e.to_string().contains("sm_900a") && e.to_string().contains("newer one"), "{e}");
+        assert_eq!(failed(6, &spec, "NVRTC_ERROR_COMPILATION", "").kind(), ErrorKind::Internal);
     }
 }
