@@ -22,6 +22,8 @@ const MAGIC: &[u8; 8] = b"twcubin1";
 const HEADER: usize = 8 + 8 + 32;
 /// Larger files are not ours.
 const MAX_CODE: u64 = 256 << 20;
+/// A file that is still beside its place after so long: the process that wrote it was killed.
+const ABANDONED: Duration = Duration::from_secs(3600);
 /// How long one process waits for another that compiles the same kernel.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -135,7 +137,24 @@ impl Cache {
         write().map_err(|e| {
             std::fs::remove_file(&beside).ok();
             Error::io(format!("writing {}", to.display()), e).hint(HINT)
-        })
+        })?;
+        self.sweep();
+        Ok(())
+    }
+
+    /// Removes what processes left that were killed as they wrote.
+    fn sweep(&self) {
+        let is_beside = |p: &Path| p.file_name().is_some_and(|n| n.as_encoded_bytes()[0] == b'.');
+        let is_old = |p: &Path| {
+            let changed = std::fs::symlink_metadata(p).and_then(|m| m.modified());
+            changed.is_ok_and(|t| t.elapsed().is_ok_and(|age| age > ABANDONED))
+        };
+        for path in self.files().unwrap_or_default() {
+            if is_beside(&path) && is_old(&path) {
+                // Another process may have been faster.
+                std::fs::remove_file(&path).ok();
+            }
+        }
     }
 
     /// Waits until no other process compiles `key`.
@@ -182,15 +201,19 @@ impl Cache {
         Ok(usage)
     }
 
-    /// Removes everything; what was there.
+    /// Removes every file; what was there. Folders are none of this cache's.
     ///
     /// # Errors
     /// `Io` if a file cannot be removed.
     pub fn clear(&self) -> Result<CacheUsage> {
         let usage = self.usage()?;
         for path in self.files()? {
-            std::fs::remove_file(&path)
-                .map_err(|e| Error::io(format!("removing {}", path.display()), e))?;
+            match std::fs::remove_file(&path) {
+                // Another process was faster.
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+                Err(_) if std::fs::symlink_metadata(&path).is_ok_and(|m| m.is_dir()) => {}
+                r => r.map_err(|e| Error::io(format!("removing {}", path.display()), e))?,
+            }
         }
         Ok(usage)
     }

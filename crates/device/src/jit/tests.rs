@@ -236,6 +236,34 @@ fn a_cache_that_cannot_be_used_costs_compilations_only() {
     assert_eq!(mode & 0o777, 0o700);
 }
 
+#[test]
+fn leftovers_of_killed_processes_go_and_folders_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Cache::open(Some(dir.path())).unwrap();
+    let (old, new, sub) = ([".old.1.0", ".new.2.0", "sub"]).map(|n| cache.dir().join(n)).into();
+    let long_ago = std::time::SystemTime::now() - std::time::Duration::from_secs(7200);
+    std::fs::File::create(&old).unwrap().set_modified(long_ago).unwrap();
+    std::fs::write(&new, "half").unwrap();
+    std::fs::create_dir(&sub).unwrap();
+    cache.store(&spec("a").key(), "nvrtc13.0", b"code").unwrap();
+    assert!(!old.exists() && new.exists(), "somebody may still write the new one");
+    assert_eq!(cache.clear().unwrap().entries, 1);
+    assert!(!new.exists() && sub.is_dir());
+    assert_eq!(cache.usage().unwrap().entries, 0);
+    // Two that clear at a time: neither finds what the other has removed.
+    for i in 0..200 {
+        std::fs::write(cache.dir().join(format!("{i}.cubin")), "").unwrap();
+    }
+    let both = || {
+        std::thread::spawn({
+            let cache = cache.clone();
+            move || cache.clear().map(|_| ())
+        })
+    };
+    let [a, b] = [both(), both()].map(|t| t.join().unwrap());
+    a.and(b).unwrap();
+}
+
 /// Eight processes start on an empty cache: one compiles. A test starts this binary again.
 #[test]
 fn processes_that_start_together_compile_once() {
