@@ -526,8 +526,8 @@ const BULK_MUTANTS: &[Planted] = &[
     ),
     Planted(
         "zeros are not fenced",
-        "fence_proxy_async();\n    __syncthreads();\n    if (warp < SEND",
-        "__syncthreads();\n    if (warp < SEND",
+        "fence_proxy_async();\n    griddepcontrol_wait",
+        "griddepcontrol_wait",
         some_bulk_routings,
     ),
     Planted(
