@@ -189,6 +189,36 @@ fn a_death_inside_each_operation_is_named() {
     }
 }
 
+/// A death that nobody has waited for yet is met by the next launch, by name: what the launches before it
+/// are waited for with says so, too.
+#[test]
+fn a_launch_behind_a_death_names_its_operation() {
+    for (name, make) in all_ops() {
+        let e = World::run_threads(ranks_for(name, 2), WorldCfg::default(), |w| {
+            let (team, heap, stream) = heap_of(&w, "mortal")?;
+            let op = make(&heap, &stream, true)?;
+            fill(&op, 1)?;
+            if w.rank().get() == 1 {
+                panic!("victim");
+            }
+            while w.alive().contains(&Rank::new(1)) {
+                std::thread::yield_now();
+            }
+            // Those of several launches leave the error to who waits.
+            let launched = (op.launch)(&stream).err();
+            let told = [finish(&stream, &team).unwrap_err(), team.check().unwrap_err()];
+            for e in told.into_iter().chain(launched) {
+                assert!(e.is_peer_dead() && e.get_peer() == Some(Rank::new(1)), "{name}: {e}");
+                let named = e.get_op().is_some_and(|o| name.starts_with(o) || o.starts_with(name));
+                assert!(named && e.get_phase().is_some(), "{name}: {e}");
+            }
+            Ok(())
+        })
+        .unwrap_err();
+        assert_eq!(e.message(), "a rank panicked: victim", "{name}: {e}");
+    }
+}
+
 /// Ranks that launch different things are told so, with both ranks' words.
 #[test]
 fn launches_that_differ_are_a_mismatch() {

@@ -215,17 +215,20 @@ impl LiveTeam {
     /// # Errors
     /// The fault of the team.
     pub fn check(&self) -> Result<()> {
-        self.check_at(None)
+        self.meet_news(|e| e)
     }
 
     /// As [`LiveTeam::check`]; what nobody has met yet is met by this operation and phase.
-    fn check_at(&self, at: Option<(&str, &'static str)>) -> Result<()> {
+    ///
+    /// # Errors
+    /// The fault of the team.
+    pub fn check_at(&self, op: &str, phase: &'static str) -> Result<()> {
+        self.meet_news(|e| e.op(op.to_owned()).phase(phase))
+    }
+
+    fn meet_news(&self, at: impl FnOnce(Error) -> Error) -> Result<()> {
         self.0.fault.check()?;
-        let Some(e) = self.news() else { return Ok(()) };
-        Err(self.fail(match at {
-            Some((op, phase)) => e.op(op.to_owned()).phase(phase),
-            None => e,
-        }))
+        self.news().map_or(Ok(()), |e| Err(self.fail(at(e))))
     }
 
     pub(crate) fn first_dead(&self) -> Option<Rank> {
@@ -412,7 +415,7 @@ impl LiveTeam {
     /// # Errors
     /// `Mismatch` with both ranks' words; `Timeout`, `PeerDead`, or the fault of the team.
     pub fn prepare_agree(&self, fp: &Fingerprint) -> Result<u64> {
-        self.check_at(Some((fp.op(), "agree")))?;
+        self.check_at(fp.op(), "agree")?;
         let seq = self.record(EntryKind::Prepare, fp);
         for p in self.peers() {
             let waited = self.wait_until(
@@ -456,7 +459,7 @@ impl LiveTeam {
     /// # Errors
     /// The fault of the team.
     pub fn launch_begin(&self, fp: &Fingerprint) -> Result<u64> {
-        self.check_at(Some((fp.op(), "launch")))?;
+        self.check_at(fp.op(), "launch")?;
         Ok(self.record(EntryKind::Launch, fp))
     }
 

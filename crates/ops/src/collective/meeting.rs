@@ -348,7 +348,7 @@ impl Run<'_> {
         (from, to): (&CudaMemory, &CudaMemory),
     ) -> Result<()> {
         let (plan, l) = (self.plan, self.l);
-        plan.core.team().check()?;
+        plan.core.check()?;
         self.meeting.hold(l);
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         let size = l.os.heap().team().size();

@@ -359,7 +359,15 @@ impl PlanCore {
         if !self.prepared.load(Ordering::Acquire) {
             return Err(not_prepared().op(self.op));
         }
-        self.team().check().map_err(|e| e.op(self.op))
+        self.check()
+    }
+
+    /// Raises the fault of the team, or what no wait has met yet: a launch of this operation meets it.
+    ///
+    /// # Errors
+    /// The fault of the team.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.team().check_at(self.op, "launch").map_err(|e| e.op(self.op))
     }
 
     /// Queues the two lanes of a launch: `copies` on the heap's copy stream, `compute` on the

@@ -326,7 +326,7 @@ impl Phase<'_> {
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
         let queue = |l: &Lanes<'_>| {
-            self.core.team().check()?;
+            self.core.check()?;
             hold(l.main, (self.handle.clone(), l.os.heap().clone()));
             hold(l.main, outs.iter().map(|o| o.0.clone()).collect::<Vec<_>>());
             let p = self.p;
