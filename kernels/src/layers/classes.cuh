@@ -94,9 +94,8 @@ struct TwRouter {
     float* probs;         // [n, experts]
     i64* topk;            // [n, k]
     float* weights;       // [n, k]
-    u64* sums;            // [2 experts], 0: those of `stats`, of all blocks
+    u64* sums;            // [2 experts], 0: those of `stats`, of the blocks so far
     float* stats;         // [2 experts]: how often each expert was chosen, then its probabilities' sum
-    u32* ticket;          // 0
     u32 n, experts, k, lanes;
 };
 
@@ -156,22 +155,15 @@ __device__ __forceinline__ void tw_choose(const TwRouter& a, float (&p)[KEPT], u
     if (full + lane < a.k) topk[full + lane] = own, weights[full + lane] = weight / sum;
 }
 
-// A block whose sum of probabilities is no number counts here, above what counts choices.
-#define TW_NO_NUMBER (1ull << 40)
+// Sums between blocks are integers, whose sums depend on no order. Above each stands how many blocks have added to it:
+// the one that adds last has all of it without looking again, so no block waits for another, nor for its own stores. The
+// highest bit says that a block's sum was no number.
+#define TW_ADDED (1ull << 52)
+#define TW_NO_NUMBER (1ull << 63)
 
-// Sums of probabilities are added between blocks as integers, whose sums depend on no order: n probabilities are less
-// than 2^62 units.
+// n probabilities are less than 2^52 units.
 __device__ __forceinline__ double tw_units(u32 n) {
-    return (double)(1ull << (30 + __clz((int)n)));
-}
-
-// stats = what the blocks have added to `sums`, which are 0 again, by one block.
-__device__ __forceinline__ void tw_take_sums(const TwRouter& a) {
-    for (u32 e = threadIdx.x; e < a.experts; e += THREADS) {
-        u64 count = atomicExch(&a.sums[e], 0ull), sum = atomicExch(&a.sums[a.experts + e], 0ull);
-        a.stats[e] = (float)(count % TW_NO_NUMBER);
-        a.stats[a.experts + e] = count < TW_NO_NUMBER ? (float)((double)sum / tw_units(a.n)) : TW_NAN;
-    }
+    return (double)(1ull << (20 + __clz((int)n)));
 }
 
 // Shared: experts words, then WARPS rows of experts.
@@ -181,8 +173,6 @@ template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a)
     const bool whole = tw_whole(a.logits, a.experts), whole_out = tw_whole(a.probs, a.experts);
     u32* chosen = (u32*)tw_smem;
     float* sums = (float*)tw_smem + a.experts;
-    for (u32 e = threadIdx.x; e < a.experts; e += THREADS) chosen[e] = 0;
-    __syncthreads();
     float next[KEPT], sum[KEPT] = {};
     u32 first = blockIdx.x * rows;
     // Groups without a row go along with the last one's, and write nothing.
@@ -190,6 +180,8 @@ template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a)
         tw_get_row<LANES>(next, a.logits + (u64)min(at + group, a.n - 1) * a.experts, a.experts, whole, -TW_INF);
     };
     if (first < a.n) read(first);
+    for (u32 e = threadIdx.x; e < a.experts; e += THREADS) chosen[e] = 0;
+    __syncthreads();
     for (; first < a.n; first += step) {
         u32 row = first + group;
         bool mine = row < a.n;
@@ -212,22 +204,31 @@ template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a)
         if (threadIdx.x % 32 < LANES && tw_col<LANES>(i) < a.experts) sums[threadIdx.x / 32 * a.experts + tw_col<LANES>(i)] = all;
     }
     __syncthreads();
-    for (u32 e = threadIdx.x; e < a.experts; e += THREADS) {
-        float all = 0;
-        for (u32 w = 0; w < WARPS; w++) all += sums[w * a.experts + e];
-        bool number = all >= 0;
-        u64 count = chosen[e];
-        atomicAdd(&a.sums[e], number ? count : count + TW_NO_NUMBER);
-        if (number) atomicAdd(&a.sums[a.experts + e], (u64)((double)all * tw_units(a.n)));
+    for (u32 i = threadIdx.x; i < 2 * a.experts; i += THREADS) {
+        bool count = i < a.experts;
+        u64 add = TW_ADDED;
+        if (count) {
+            add += chosen[i];
+        } else {
+            float all = 0;
+            for (u32 w = 0; w < WARPS; w++) all += sums[w * a.experts + i - a.experts];
+            if (all >= 0) add += (u64)((double)all * tw_units(a.n));
+            else atomicOr(&a.sums[i], TW_NO_NUMBER);
+        }
+        u64 all = atomicAdd(&a.sums[i], add) + add;
+        if (all % TW_NO_NUMBER / TW_ADDED != gridDim.x) continue;
+        a.sums[i] = 0;
+        u64 sum = all % TW_ADDED;
+        a.stats[i] = count ? (float)sum : all < TW_NO_NUMBER ? (float)((double)sum / tw_units(a.n)) : TW_NAN;
     }
 }
 
+// Of fewer than 2048 blocks.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS, 2) tw_router(TwRouter a) {
     if (a.lanes == 4) tw_route<4>(a);
     else if (a.lanes == 8) tw_route<8>(a);
     else if (a.lanes == 16) tw_route<16>(a);
     else tw_route<32>(a);
-    if (tw_comes_last(a.ticket)) tw_take_sums(a);
 }
 
 struct TwRouterBwd {

@@ -13,17 +13,21 @@ use tilewire_oracle::{Mat, nn};
 use crate::compile::Unit;
 use crate::host::{Launch, Lib, RUNTIME};
 use crate::layers_mutants::mutants_of_layers_are_killed;
+use crate::layers_router::{poisoned_rows, router, routers_of_every_width};
 use crate::memory::{ANY, Memory};
 use crate::run::Run;
 use crate::{Test, tests};
 
-pub const TESTS: &[Test] =
-    tests![layers_of_every_type_are_the_oracles, mutants_of_layers_are_killed,];
+pub const TESTS: &[Test] = tests![
+    layers_of_every_type_are_the_oracles,
+    routers_of_every_width,
+    mutants_of_layers_are_killed,
+];
 
 pub const TYPES: [DType; 2] = [DType::F32, DType::BF16];
 /// Fewer threads than on a device: several rounds with few columns.
 pub const THREADS: u32 = 64;
-const WARPS: usize = THREADS as usize / 32;
+pub const WARPS: usize = THREADS as usize / 32;
 /// Rows that a block sorts; of a chunk of a token; and chunks of a token from which on they grow.
 const TOKENS: usize = 128;
 const CHUNK: usize = 4;
@@ -53,7 +57,7 @@ pub fn load(source: &Source, text: String, t: usize) -> &'static Lib {
     })
 }
 
-fn layers(t: usize) -> &'static Lib {
+pub fn layers(t: usize) -> &'static Lib {
     static LIBS: [OnceLock<&'static Lib>; 2] = [const { OnceLock::new() }; 2];
     LIBS[t].get_or_init(|| load(&LAYERS, LAYERS.emu_text(), t))
 }
@@ -112,13 +116,13 @@ pub fn blocks(num: usize) -> ([u32; 3], [u32; 3]) {
 }
 
 /// Test data: rows, columns, experts and choices of one size.
-struct Case {
-    t: usize,
-    n: usize,
-    d: usize,
-    experts: usize,
-    k: usize,
-    rng: Rng,
+pub struct Case {
+    pub t: usize,
+    pub n: usize,
+    pub d: usize,
+    pub experts: usize,
+    pub k: usize,
+    pub rng: Rng,
 }
 
 fn cases(t: usize) -> Vec<Case> {
@@ -138,11 +142,11 @@ fn cases(t: usize) -> Vec<Case> {
 }
 
 impl Case {
-    fn dtype(&self) -> DType {
+    pub fn dtype(&self) -> DType {
         TYPES[self.t]
     }
 
-    fn random(&mut self, dtype: DType, rows: usize, cols: usize) -> Mat {
+    pub fn random(&mut self, dtype: DType, rows: usize, cols: usize) -> Mat {
         Mat::random(&mut self.rng, rows, cols).rounded(dtype)
     }
 }
@@ -311,25 +315,8 @@ fn heads(lib: &'static Lib, c: &mut Case) {
 }
 
 /// Lanes of a row of so many classes.
-fn lanes(classes: usize) -> u32 {
+pub fn lanes(classes: usize) -> u32 {
     classes.div_ceil(LAYERS_KEPT as usize).next_power_of_two().max(4) as u32
-}
-
-/// `TwRouter`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Router {
-    at: [u64; 7],
-    sizes: [u32; 4],
-}
-
-/// `TwRouterBwd`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct RouterBwd {
-    at: [u64; 6],
-    scale: f32,
-    sizes: [u32; 5],
 }
 
 /// A ticket that no block has taken.
@@ -339,132 +326,8 @@ fn ticket() -> On {
     on
 }
 
-/// So many words of 64 bits that are 0.
-fn zeros(n: usize) -> On {
-    let on = On { memory: Memory::new("sums", ANY, 8 * n), dtype: DType::I64, shape: (1, n) };
-    on.memory.write(&vec![0u8; 8 * n]);
-    on
-}
-
-/// What a router leaves: probabilities, choices, weights, and sums of two launches in turn.
-struct Routed {
-    at: On,
-    probs: On,
-    topk: On,
-    weights: On,
-    stats: [On; 2],
-    sums: On,
-    ticket: On,
-}
-
-impl Routed {
-    fn room(logits: &Mat, k: usize) -> Self {
-        let (n, e) = (logits.rows, logits.cols);
-        let f32s = |rows, cols| On::room(DType::F32, rows, cols);
-        let topk =
-            On { memory: Memory::new("topk", ANY, 8 * n * k), dtype: DType::I64, shape: (n, k) };
-        Self {
-            at: On::put(DType::F32, logits),
-            probs: f32s(n, e),
-            topk,
-            weights: f32s(n, k),
-            stats: [f32s(1, 2 * e), f32s(1, 2 * e)],
-            sums: zeros(2 * e),
-            ticket: ticket(),
-        }
-    }
-
-    fn all(&self) -> [&On; 8] {
-        let [a, b] = &self.stats;
-        [&self.at, &self.probs, &self.topk, &self.weights, a, b, &self.sums, &self.ticket]
-    }
-
-    fn launches(&self, lib: &'static Lib) -> Vec<Launch<'static>> {
-        let ((n, e), k) = (self.at.shape, self.topk.shape.1);
-        let kernel: &'static _ = Box::leak(Box::new(lib.kernel("tw_router")));
-        let launch = |stats: &On| {
-            let on = [&self.at, &self.probs, &self.topk, &self.weights];
-            let more = [&self.sums, stats, &self.ticket];
-            let at: Vec<u64> = on.into_iter().chain(more).map(On::addr).collect();
-            let p = Router {
-                at: at.try_into().unwrap(),
-                sizes: [n as u32, e as u32, k as u32, lanes(e)],
-            };
-            let (grid, block) = blocks(BLOCKS);
-            kernel.grid(grid, block).smem((4 * (1 + WARPS) * e) as u32).arg(&p)
-        };
-        self.stats.iter().map(launch).collect()
-    }
-}
-
 /// Blocks of router, its gradient and loss: fewer than there are rows for.
-const BLOCKS: usize = 2;
-
-fn router(lib: &'static Lib, c: &mut Case) {
-    let (t, n, e, k) = (c.dtype(), c.n, c.experts, c.k);
-    let mut logits = c.random(DType::F32, n, e);
-    // Ties go to the lower expert.
-    logits.row_mut(0).fill(0.5);
-    let want = nn::router(&logits, k);
-    let (r, d_w) = (Routed::room(&logits, k), c.random(DType::F32, n, k));
-    let (d_w_at, d_logits) = (On::put(DType::F32, &d_w), On::room(t, n, e));
-    // d_aux E f_e / T, with f of all choices.
-    let d_aux = 0.5;
-    let bwd = RouterBwd {
-        at: [&r.probs, &r.topk, &r.weights, &d_w_at, &r.stats[0], &d_logits].map(On::addr),
-        scale: (d_aux * e as f64 / (n * n * k) as f64) as f32,
-        sizes: [n as u32, e as u32, k as u32, lanes(e), 0],
-    };
-    // The balancing loss alone.
-    let d_even = On::room(t, n, e);
-    let mut even = bwd;
-    (even.at[3], even.at[5]) = (0, d_even.addr());
-    let kernel = lib.kernel("tw_router_bwd");
-    let (grid, block) = blocks(BLOCKS);
-    let mut work = r.launches(lib);
-    let shared = 4 * LAYERS_KEPT as u32 * lanes(e);
-    work.extend([bwd, even].iter().map(|p| kernel.grid(grid, block).smem(shared).arg(p)));
-    run(work, &[&r.all()[..], &[&d_w_at, &d_logits, &d_even]].concat());
-    assert_eq!(r.topk.memory.read::<i64>(), want.topk.idx, "choices");
-    r.probs.close("probs", &want.probs, 2e-6);
-    r.weights.close("weights", &want.weights, 2e-6);
-    let counts = (0..e).map(|e| want.topk.idx.iter().filter(|&&i| i == e as i64).count() as f64);
-    let sums = want.probs.col_sums();
-    r.stats[0].close("stats", &Mat::new(1, 2 * e, counts.chain(sums).collect()), 1e-6);
-    let [once, again] = r.stats.each_ref().map(|s| s.memory.read::<u8>());
-    assert_eq!(once, again, "stats again");
-    d_logits.close("router_bwd", &nn::router_bwd(&want, &d_w, d_aux), 2e-5);
-    let none = Mat::zeros(n, k);
-    // Of equal loads there is no gradient but roundings.
-    if k < e {
-        d_even.close("router_bwd, even", &nn::router_bwd(&want, &none, d_aux), 2e-5);
-    }
-}
-
-/// Rows that are no numbers go to the first experts; the others do not change.
-fn poisoned_rows(lib: &'static Lib) {
-    let (mut rng, n, e, k) = (Rng::new(70), 21, 24, 5);
-    let good = Mat::random(&mut rng, n, e).rounded(DType::F32);
-    let mut bad = good.clone();
-    bad.row_mut(3)[23] = f64::NAN;
-    bad.row_mut(20)[1] = f64::INFINITY;
-    bad.row_mut(7).fill(f64::NEG_INFINITY);
-    let r = Routed::room(&bad, k);
-    run(r.launches(lib), &r.all());
-    let want = nn::router(&good, k);
-    let (topk, probs, weights) = (r.topk.memory.read::<i64>(), r.probs.get(), r.weights.get());
-    for row in 0..n {
-        let poisoned = [3, 7, 20].contains(&row);
-        let first: Vec<i64> = (0..k as i64).collect();
-        let to = if poisoned { &first } else { &want.topk.idx[row * k..][..k] };
-        assert_eq!(&topk[row * k..][..k], to, "row {row}");
-        let sound = probs.row(row).iter().chain(weights.row(row));
-        assert!(sound.into_iter().all(|v| v.is_nan() == poisoned), "row {row}");
-    }
-    let stats = r.stats[0].get();
-    assert_eq!(stats.row(0)[..e].iter().sum::<f64>(), (n * k) as f64);
-    assert!(stats.row(0)[e..].iter().all(|v| v.is_nan()));
-}
+pub const BLOCKS: usize = 2;
 
 /// `TwLoss`.
 #[derive(Clone, Copy, Pod, Zeroable)]

@@ -64,6 +64,12 @@ const OF_LAYERS: &[Planted] = &[
         planted_layers,
     ),
     Planted("the chunks of another token", "return first + i; }", "return i; }", planted_layers),
+    Planted(
+        "a block that is no number is not told",
+        "atomicOr(&a.sums[i], TW_NO_NUMBER);",
+        ";",
+        planted_layers,
+    ),
     Planted("a ticket is taken once", "if (last) *ticket = 0;", "", planted_layers),
     Planted(
         "the first comes last",
@@ -110,16 +116,11 @@ const OF_LAYERS: &[Planted] = &[
     ),
     Planted(
         "one block's stats",
-        "if (number) atomicAdd(&a.sums",
-        "if (number && blockIdx.x == 0) atomicAdd(&a.sums",
+        "u64 all = atomicAdd(&a.sums[i], add) + add;",
+        "u64 all = gridDim.x * TW_ADDED + add % TW_ADDED;",
         planted_layers,
     ),
-    Planted(
-        "stats of the launch before, too",
-        "sum = atomicExch(&a.sums[a.experts + e], 0ull)",
-        "sum = a.sums[a.experts + e]",
-        planted_layers,
-    ),
+    Planted("stats of the launch before, too", "a.sums[i] = 0;", "", planted_layers),
     Planted(
         "the same rows again",
         "if (first + step < a.n) read(first + step);\n        // A row",
@@ -233,8 +234,8 @@ const OF_LAYERS: &[Planted] = &[
     Planted("weights are not scaled", "weight / sum;", "weight;", planted_layers),
     Planted(
         "one warp's probabilities",
-        "for (u32 w = 0; w < WARPS; w++) all += sums[w * a.experts + e];",
-        "all = sums[e];",
+        "for (u32 w = 0; w < WARPS; w++) all += sums[w * a.experts + i - a.experts];",
+        "all = sums[i - a.experts];",
         planted_layers,
     ),
     Planted(

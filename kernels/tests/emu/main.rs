@@ -34,6 +34,7 @@ mod grouped_grad;
 mod host;
 mod layers;
 mod layers_mutants;
+mod layers_router;
 mod links;
 mod litmus;
 mod memory;

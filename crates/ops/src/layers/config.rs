@@ -12,6 +12,8 @@ pub(super) const WARPS: usize = THREADS / 32;
 pub(super) const NORM_BLOCKS: usize = 528;
 /// The most blocks of the router: as many as an H200 has room for at once, each with several rows in turn.
 pub(super) const ROUTER_BLOCKS: usize = 264;
+// A sum over blocks counts them in 11 bits.
+const _: () = assert!(ROUTER_BLOCKS < 2048);
 /// Those of its gradient and of the loss.
 pub(super) const CLASS_BLOCKS: usize = 396;
 /// Those of a sum of squares.
@@ -70,7 +72,7 @@ pub(super) struct Room {
     pub order: usize,
     /// Rows and chunks of the tokens before, u64.
     pub starts: usize,
-    /// Of the router, the loss, and of each token and part of its columns, u32.
+    /// Of the loss, and of each token and part of its columns, u32.
     pub tickets: usize,
 }
 
@@ -85,7 +87,7 @@ impl Room {
             counts: 4 * TOKENS * token_blocks(d.rows),
             order: 4 * d.rows,
             starts: 8 * (TOKENS + 1),
-            tickets: 4 * (2 + TOKENS * token_parts(d.cols)),
+            tickets: 4 * (1 + TOKENS * token_parts(d.cols)),
         }
     }
 }
@@ -100,7 +102,7 @@ mod tests {
         let room = Room::new(&d(10, 4096, 64));
         assert_eq!(room.partial, 4 * 528 * 4096);
         assert_eq!((room.losses, room.squares), (8 * 396, 8 * 4 * 1024));
-        assert_eq!((room.counts, room.order, room.tickets), (1024, 40, 4 * (2 + 4 * 256)));
+        assert_eq!((room.counts, room.order, room.tickets), (1024, 40, 4 * (1 + 4 * 256)));
         // Many rows: a chunk each 64, and one more for each token.
         let room = Room::new(&d(32768, 4096, 64));
         assert_eq!((room.partial, room.counts), (4 * 768 * 4096, 16 * 1024));

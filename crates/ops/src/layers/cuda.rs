@@ -50,7 +50,7 @@ pub(super) struct Prepared {
     counts: CudaMemory,
     order: CudaMemory,
     starts: CudaMemory,
-    /// Tickets, 0 between launches: the router's, the loss', then those of tokens.
+    /// Tickets, 0 between launches: the loss', then those of tokens.
     tickets: CudaMemory,
     /// Blocks for works on elements.
     blocks: u32,
@@ -175,7 +175,6 @@ struct Routing {
     weights: u64,
     sums: u64,
     stats: u64,
-    ticket: u64,
     n: u32,
     experts: u32,
     k: u32,
@@ -319,7 +318,7 @@ impl On<'_> {
             counts: self.kernels.counts.addr(),
             order: self.kernels.order.addr(),
             starts: self.kernels.starts.addr(),
-            tickets: self.kernels.tickets.addr() + 8,
+            tickets: self.kernels.tickets.addr() + 4,
             n: n as u32,
             d: d as u32,
         };
@@ -408,7 +407,6 @@ impl On<'_> {
             weights: addr(&a.weights)?,
             sums: self.kernels.stats.addr(),
             stats: addr(&a.stats)?,
-            ticket: self.kernels.tickets.addr(),
             n: n as u32,
             experts: e as u32,
             k: k as u32,
@@ -460,7 +458,7 @@ impl On<'_> {
             d_logits: addr(&a.d_logits)?,
             loss: addr(&a.loss)?,
             partial: self.kernels.losses.addr(),
-            ticket: self.kernels.tickets.addr() + 4,
+            ticket: self.kernels.tickets.addr(),
             scale: a.scale,
             n: n as u32,
             cols: cols as u32,

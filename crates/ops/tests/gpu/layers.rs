@@ -19,13 +19,16 @@ struct Sizes {
     k: usize,
 }
 
-const SIZES: [Sizes; 5] = [
+const SIZES: [Sizes; 7] = [
     Sizes { n: 37, d: 64, experts: 8, k: 2 },
     Sizes { n: 1, d: 1028, experts: 3, k: 3 },
     Sizes { n: 700, d: 4096, experts: 64, k: 6 },
     Sizes { n: 0, d: 128, experts: 5, k: 1 },
     // Rows for several turns of a block; rows of classes that no quads fill, and more choices than lanes of a row.
     Sizes { n: 9001, d: 64, experts: 201, k: 18 },
+    // The most experts of a group of 16 lanes, and one more.
+    Sizes { n: 4500, d: 64, experts: 256, k: 8 },
+    Sizes { n: 2300, d: 64, experts: 257, k: 8 },
 ];
 
 fn plan(stream: &Stream, dtype: DType, s: &Sizes) -> LayersPlan {
