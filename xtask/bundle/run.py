@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -601,7 +602,26 @@ def faults(n):
         yield Config("peers", [], needs=TWO_GPUS)
 
 
+def train_rates(ranks):
+    # Any text will do: what is learned is not what is measured.
+    argv = [program("tilewire"), "train", "--backend", "vmm", "--preset", "h200", "--data", str(HERE / "run.py"),
+            "--ranks", str(ranks), "--layers", "1", "--steps", "20", "--metrics", "/dev/stdout"]
+    return Config(f"train-{ranks}", argv, by_bench, jit=True)
+
+
+def bench_of_one():
+    """One GPU, and what torch makes of the same shapes."""
+    for rates in ["layers", "gemm", "attention"]:
+        yield Config(f"rates-{rates}", [program("rates"), rates], by_bench, jit=True)
+    has_torch = importlib.util.find_spec("torch") is not None
+    for rates in ["gemm", "attention"]:
+        yield Config(f"rates-torch-{rates}", [sys.executable, str(HERE / "torch_rates.py"), rates], by_bench, preload=False,
+                     needs=None if has_torch else "torch is not there")
+    yield train_rates(1)
+
+
 def bench(n):
+    yield from bench_of_one()
     if n < 2:
         yield Config("links", [], needs=TWO_GPUS)
         return
@@ -620,13 +640,7 @@ def bench(n):
     for part in TIMINGS:
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
         yield Config(name, [program("gpu_spike"), part], jit=True)
-    for rates in ["layers", "gemm", "attention"]:
-        yield Config(f"rates-{rates}", [program("rates"), rates], by_bench, jit=True)
-    # Any text will do: what is learned is not what is measured.
-    train = [program("tilewire"), "train", "--backend", "vmm", "--preset", "h200", "--data", str(HERE / "run.py")]
-    for ranks in sorted({1, n}):
-        argv = [*train, "--ranks", str(ranks), "--layers", "1", "--steps", "20", "--metrics", "/dev/stdout"]
-        yield Config(f"train-{ranks}", argv, by_bench, jit=True)
+    yield train_rates(n)
     for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine", "ep_dispatch_bwd",
                "ep_combine_bwd"]:
         argv = [program("tilewire"), "bench", "--backend", "vmm", "--dtype", "bf16", "--json", "--op", op]

@@ -15,11 +15,12 @@ use serde_json::Value;
 /// Most bytes of a bundle: it travels.
 const MAX_BYTES: u64 = 40 << 20;
 
-/// What is not built: the runner and its interposer.
-const TEXTS: [(&str, &str); 3] = [
+/// What is not built: the runner, its interposer, a baseline.
+const TEXTS: [(&str, &str); 4] = [
     ("run.sh", include_str!("../bundle/run.sh")),
     ("run.py", include_str!("../bundle/run.py")),
     ("nomulticast.c", include_str!("../bundle/nomulticast.c")),
+    ("torch_rates.py", include_str!("../bundle/torch_rates.py")),
 ];
 
 /// Makes the bundle; what went wrong.

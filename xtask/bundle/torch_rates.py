@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""What torch makes of the shapes of `rates attention` and `rates gemm`: the baseline of the same call, a line of JSON each.
+
+FlashAttention-2 by scaled_dot_product_attention, products of groups by torch._grouped_mm; medians of 20 after a warm-up,
+random inputs, bf16. Takes `attention` or `gemm`.
+"""
+
+import json
+import sys
+from statistics import median
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+RUNS, WARM = 20, 5
+
+
+def time_us(launch):
+    for _ in range(WARM):
+        launch()
+    times = []
+    for _ in range(RUNS):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        launch()
+        b.record()
+        torch.cuda.synchronize()
+        times.append(a.elapsed_time(b) * 1e3)
+    return median(times)
+
+
+def tell(flops, launch, **what):
+    us = time_us(launch)
+    row = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **what, "us": round(us, 1)}
+    print(json.dumps({**row, "tflops": round(flops / us / 1e6, 1)}), flush=True)
+
+
+def random(*shape, grad=False):
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda", requires_grad=grad)
+
+
+def attention(seq, heads=32, kv_heads=8, dim=128):
+    q, k, v = random(1, heads, seq, dim, grad=True), *(random(1, kv_heads, seq, dim, grad=True) for _ in range(2))
+    d_out = random(1, heads, seq, dim)
+    flops = 2.0 * seq * seq * dim * heads
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        fwd = lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        with torch.no_grad():
+            tell(flops, fwd, work="torch flash attention", seq=seq, **{"pass": "forward"})
+        out = fwd()
+        bwd = lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+        tell(2.5 * flops, bwd, work="torch flash attention", seq=seq, **{"pass": "backward"})
+
+
+def grouped(groups, rows, n, k):
+    ends, _ = torch.sort(torch.randint(0, rows + 1, (groups - 1,), generator=torch.Generator().manual_seed(2)))
+    ends = torch.cat([ends, torch.tensor([rows])]).to(device="cuda", dtype=torch.int32)
+    x, dy, w = random(rows, k), random(rows, n), random(groups, n, k)
+    passes = {"fprop": lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends), "dgrad": lambda: torch._grouped_mm(dy, w, offs=ends),
+              "wgrad": lambda: torch._grouped_mm(dy.t(), x, offs=ends)}
+    for name, launch in passes.items():
+        shape = {"groups": groups, "rows": rows, "n": n, "k": k, "pass": name}
+        tell(2.0 * rows * n * k, launch, work="torch._grouped_mm", **shape)
+
+
+def main():
+    torch.manual_seed(1)
+    if sys.argv[1:] == ["attention"]:
+        for seq in [4096, 16384]:
+            attention(seq)
+    elif sys.argv[1:] == ["gemm"]:
+        for shape in [(32, 32768, 4096, 7168), (32, 8192, 4096, 7168), (8, 32768, 4096, 7168)]:
+            grouped(*shape)
+    else:
+        sys.exit("torch_rates.py attention|gemm")
+
+
+if __name__ == "__main__":
+    main()
