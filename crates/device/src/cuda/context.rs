@@ -13,7 +13,7 @@ use super::event::CudaEvent;
 use super::loader::available;
 use super::module::CudaModule;
 use super::probe::{DeviceInfo, arch, describe};
-use super::vmm::{explain, free_descriptor};
+use super::vmm::{explain, free_descriptors};
 use crate::Point;
 use crate::jit::{Jit, KernelSpec, KernelTimes, Key};
 
@@ -162,7 +162,7 @@ impl CudaContext {
         has_kernels(ordinal, capability(device)?)?;
         // SAFETY: a device of the driver and a valid output.
         let code = unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) };
-        check(code, "cuDevicePrimaryCtxRetain").map_err(|e| explain(e, free_descriptor()))?;
+        check(code, "cuDevicePrimaryCtxRetain").map_err(|e| explain(e, free_descriptors()))?;
         let new = Self(Arc::new(Inner {
             raw,
             device,

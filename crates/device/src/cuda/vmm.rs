@@ -73,27 +73,46 @@ fn has_fabric(supported: bool, channels: &Path) -> Result<()> {
         .hint("start nvidia-imex and make a channel (`nvidia-modprobe -i 0`); one host needs none"))
 }
 
-/// Whether a descriptor could be opened now.
-pub(super) fn free_descriptor() -> rustix::io::Result<()> {
-    rustix::fs::memfd_create("probe", rustix::fs::MemfdFlags::CLOEXEC).map(drop)
+/// Fewer free descriptors than this may be too few: a context takes several, and gives them back when it fails.
+const FEW: u64 = 32;
+
+fn most_descriptors() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// How many descriptors this process could open now; why not one.
+pub(super) fn free_descriptors() -> rustix::io::Result<u64> {
+    rustix::fs::memfd_create("probe", rustix::fs::MemfdFlags::CLOEXEC)?;
+    // One of those listed is the list's own.
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, |list| list.count().saturating_sub(1));
+    Ok(most_descriptors().saturating_sub(open as u64))
 }
 
 /// What the driver says of a descriptor that it could not open is one of its general errors: the real reason,
-/// where trying to open one shows it.
-pub(super) fn explain(e: Error, tried: rustix::io::Result<()>) -> Error {
-    let (whose, hint) = match tried {
+/// where counting those that are free shows it.
+pub(super) fn explain(e: Error, free: rustix::io::Result<u64>) -> Error {
+    let limit = most_descriptors();
+    // Each rank of a heap sends one, and the most ranks are 64.
+    let more = format!("`ulimit -n {}`", limit.saturating_add(64).max(4096));
+    let (what, seen, hint) = match free {
         Err(Errno::MFILE) => {
-            // Each rank of a heap sends one, and the most ranks are 64.
-            let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-            let needed = limit.saturating_add(64).max(4096);
-            (format!("this process (limit {limit})"), format!("`ulimit -n {needed}`"))
+            ("no file descriptor is", format!("all of this process (limit {limit}) are open"), more)
         }
-        Err(Errno::NFILE) => ("this machine".to_owned(), "raise `sysctl fs.file-max`".to_owned()),
+        Ok(n) if n < FEW && e.kind() == ErrorKind::Internal => (
+            "few file descriptors are",
+            format!("{n} of this process (limit {limit}) are left"),
+            more,
+        ),
+        Err(Errno::NFILE) => (
+            "no file descriptor is",
+            "all of this machine are open".to_owned(),
+            "raise `sysctl fs.file-max`".to_owned(),
+        ),
         _ => return e,
     };
-    Error::new(ErrorKind::Exhausted, format!("no file descriptor is free: {}", e.message()))
-        .expected("one more open file")
-        .seen(format_args!("all of {whose} are open"))
+    Error::new(ErrorKind::Exhausted, format!("{what} free: {}", e.message()))
+        .expected("more open files")
+        .seen(seen)
         .hint(format!("{hint}: the driver takes some for each device, and a heap one for each rank while it is made"))
         .cause(e)
 }
@@ -184,7 +203,7 @@ impl VmmChunk {
             )
         };
         check(code, "cuMemExportToShareableHandle").map_err(|e| {
-            let e = explain(e, free_descriptor());
+            let e = explain(e, free_descriptors());
             if e.kind() == ErrorKind::Exhausted {
                 return e;
             }
@@ -215,7 +234,7 @@ impl VmmChunk {
         let code =
             unsafe { sys::cuMemImportFromShareableHandle(&mut handle, os, ShareBy::Fd.raw()) };
         check(code, "cuMemImportFromShareableHandle").map_err(|e| {
-            let e = explain(e, free_descriptor());
+            let e = explain(e, free_descriptors());
             if e.kind() == ErrorKind::Exhausted {
                 return e;
             }
@@ -528,9 +547,15 @@ mod tests {
     #[test]
     fn a_driver_without_a_descriptor_is_told_from_other_errors() {
         let driver = || Error::internal("cuMemExportToShareableHandle: OS call failed");
-        for other in [Ok(()), Err(Errno::NOMEM)] {
+        for other in [Ok(FEW), Err(Errno::NOMEM)] {
             assert_eq!(explain(driver(), other).kind(), ErrorKind::Internal);
         }
+        // A context gives back what it opened when it fails; what has a reason of its own keeps that.
+        let e = explain(driver(), Ok(16));
+        assert!(e.kind() == ErrorKind::Exhausted && e.to_string().contains("16 of this"), "{e}");
+        assert!(e.get_hint().is_some_and(|h| h.contains("ulimit -n")), "{e}");
+        let old = Error::new(ErrorKind::Unavailable, "the driver is too old");
+        assert_eq!(explain(old, Ok(16)).kind(), ErrorKind::Unavailable);
         for (errno, hint) in [(Errno::MFILE, "ulimit -n"), (Errno::NFILE, "fs.file-max")] {
             let e = explain(driver(), Err(errno));
             assert_eq!(e.kind(), ErrorKind::Exhausted, "{e}");
@@ -544,7 +569,7 @@ mod tests {
     fn a_limit_that_is_reached_is_seen() {
         const NAME: &str = "cuda::vmm::tests::a_limit_that_is_reached_is_seen";
         if std::env::var_os("FEW_DESCRIPTORS").is_none() {
-            free_descriptor().unwrap();
+            free_descriptors().unwrap();
             let mut sh = std::process::Command::new("sh");
             sh.args(["-c", "ulimit -n 32; exec \"$0\" --exact \"$1\""]);
             sh.arg(std::env::current_exe().unwrap()).arg(NAME).env("FEW_DESCRIPTORS", "1");
@@ -555,11 +580,11 @@ mod tests {
         }
         let all: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
         assert!(!all.is_empty() && all.len() < 32);
-        let (tried, e) = (free_descriptor(), explain(Error::internal("x"), free_descriptor()));
+        let (tried, e) = (free_descriptors(), explain(Error::internal("x"), free_descriptors()));
         drop(all);
         assert_eq!(tried, Err(Errno::MFILE));
         let said = e.to_string();
         assert!(said.contains("limit 32") && said.contains("ulimit -n 4096"), "{said}");
-        free_descriptor().unwrap();
+        assert!(free_descriptors().unwrap() < 32);
     }
 }
