@@ -78,7 +78,8 @@ fn library(places: &Places, spec: &LibrarySpec) -> Finding {
                 finding("library", State::Ok, text, "")
             }
             Err(e) => {
-                let state = if is_multicast(&e) { State::Warn } else { State::Fail };
+                let state =
+                    if is_multicast(&e) || is_old(spec, &e) { State::Warn } else { State::Fail };
                 let text = format!("{}: {}", spec.name, e.message());
                 finding("library", state, text, e.get_hint().unwrap_or(spec.install))
             }
@@ -115,6 +116,12 @@ fn open(spec: &LibrarySpec) -> Result<Option<String>> {
 fn is_multicast(e: &Error) -> bool {
     let hint = e.get_hint().unwrap_or_default();
     NO_MULTICAST.iter().any(|(name, want)| hint.contains(&format!("{name}={want}")))
+}
+
+/// Nor with one of a backend that nobody has to use, which opens and is of another version.
+fn is_old(spec: &LibrarySpec, e: &Error) -> bool {
+    let optional = [NCCL.name, NVSHMEM.name].contains(&spec.name);
+    optional && !e.is_mismatch() && !e.message().contains("cannot be loaded")
 }
 
 fn kernel_cache() -> Finding {

@@ -170,6 +170,18 @@ fn a_file_that_is_no_library_fails_with_the_loaders_words() {
         assert!(text.contains("file too short") && text.contains(&home), "{text}");
         assert!(remedy.starts_with("pip install nvidia-"), "{remedy}");
     }
+    // One that opens and is of another version serves nobody, and nothing is wrong with the machine.
+    for (file, names, version) in
+        [(files[2], &NCCL[..], nccl_version(22105)), (files[3], &NVSHMEM[1..], nvshmem_version(3))]
+    {
+        fake(&dir.path().join("lib64").join(file), names, &version);
+    }
+    let o = doctor(&[], &vars);
+    for name in ["NCCL: ", "NVSHMEM: "] {
+        let [state, text, remedy] = state(&o, name);
+        assert_eq!(state, "warn", "{text}");
+        assert!(text.contains(&home) && remedy.starts_with("pip install nvidia-"), "{text}");
+    }
     // One that may use multicast is not opened, and nothing is wrong with that.
     let on = [&vars[..], &[("NCCL_NVLS_ENABLE", "1"), ("NVSHMEM_DISABLE_NVLS", "0")]].concat();
     let o = doctor(&[], &on);

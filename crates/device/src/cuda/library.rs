@@ -3,6 +3,7 @@
 //! The functions of a library are looked up in the very copy that the search has found: a binding
 //! that opens the library again by name may open another one.
 
+use std::ffi::c_int;
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -12,6 +13,10 @@ use tilewire_core::{Error, ErrorKind, Result};
 
 use super::loader::is_driver;
 use super::places::{CUBLASLT, CUBLASLT_12, Found, LibrarySpec, NCCL, NVRTC, NVSHMEM};
+use super::surroundings::{DELETED, file_of};
+
+/// Of `dlfcn.h` on Linux: what is loaded already, or nothing.
+const RTLD_NOLOAD: c_int = 4;
 
 /// An open library. Never unloaded: tables of its functions point into it.
 pub(super) struct Lib<'a> {
@@ -30,10 +35,26 @@ impl<'a> Lib<'a> {
     /// `Unavailable` if it cannot be loaded, with the loader's words.
     pub unsafe fn open(path: &'a Path, spec: &'a LibrarySpec, global: bool) -> Result<Self> {
         let flags = RTLD_NOW | if global { RTLD_GLOBAL } else { RTLD_LOCAL };
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        if is_replaced(path, &maps) {
+            return Self::open_loaded(path, spec, flags);
+        }
         // SAFETY: the caller's contract.
         let lib = unsafe { Library::open(Some(path), flags) }.map_err(|e| {
             let text = format!("{} cannot be loaded: {}", path.display(), words(&e));
             Error::new(ErrorKind::Unavailable, text).op("cuda").hint(spec.install)
+        })?;
+        Ok(Self { lib: Box::leak(Box::new(lib)), path, spec })
+    }
+
+    /// The copy that the process has loaded from `path`, where another file lies now: opened by its path it would be a
+    /// second one, with a state of its own. The loader knows it by the library's name.
+    fn open_loaded(path: &'a Path, spec: &'a LibrarySpec, flags: c_int) -> Result<Self> {
+        let name = path.file_name().unwrap_or_default();
+        // SAFETY: nothing is loaded, so nothing is initialised.
+        let lib = unsafe { Library::open(Some(name), flags | RTLD_NOLOAD) }.map_err(|_| {
+            let text = format!("{} was replaced since this process loaded it", path.display());
+            Error::new(ErrorKind::Mismatch, text).op("cuda").hint("start the process again")
         })?;
         Ok(Self { lib: Box::leak(Box::new(lib)), path, spec })
     }
@@ -62,6 +83,14 @@ impl<'a> Lib<'a> {
         // SAFETY: the caller's contract.
         unsafe { self.symbol(name) }.ok()
     }
+}
+
+/// Whether what is mapped of `path` is no longer the file of that name, by the text of `/proc/self/maps`.
+fn is_replaced(path: &Path, maps: &str) -> bool {
+    let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let is_it =
+        |p: &Path| maps.lines().any(|l| l.ends_with(DELETED) && file_of(l).is_some_and(|f| f == p));
+    is_it(path) || is_it(&real)
 }
 
 /// What the loader said: the error itself only names the call.
@@ -165,6 +194,47 @@ fn in_use<A>(used: &Open<A>, wanted: &Found) -> Error {
 mod tests {
     use super::super::places::How;
     use super::*;
+
+    /// A process may have a library by another name of its folder, while an installer puts a new file there.
+    #[test]
+    fn a_library_that_was_replaced_is_the_loaded_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+        std::fs::create_dir(&real).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        let make = |name: &str, soname: &str, value: u32| {
+            let source = dir.path().join("a.c");
+            std::fs::write(&source, format!("int twtest_value(void) {{ return {value}; }}\n"))
+                .unwrap();
+            let path = real.join(name);
+            let mut cc = std::process::Command::new("cc");
+            cc.args(["-shared", "-fPIC", &format!("-Wl,-soname,{soname}"), "-o"]);
+            assert!(cc.arg(&path).arg(&source).status().unwrap().success());
+            path
+        };
+        let value = |path: &Path| {
+            let path = path.to_owned();
+            // SAFETY: libraries without initialisers, and the type of their function.
+            unsafe {
+                let lib = Lib::open(&path, &NCCL, false)?;
+                Ok::<_, Error>(lib.symbol::<unsafe extern "C" fn() -> c_int>("twtest_value")?())
+            }
+        };
+        let path = make("libtwtest.so.1", "libtwtest.so.1", 1);
+        assert_eq!(value(&link.join("libtwtest.so.1")).unwrap(), 1);
+        std::fs::remove_file(&path).unwrap();
+        make("libtwtest.so.1", "libtwtest.so.1", 2);
+        assert_eq!(value(&path).unwrap(), 1);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(value(&path).unwrap(), 1);
+        // Another name than that of its file: it cannot be found again.
+        let path = make("libtwodd.so.1", "libtwother.so.1", 3);
+        assert_eq!(value(&link.join("libtwodd.so.1")).unwrap(), 3);
+        std::fs::remove_file(&path).unwrap();
+        make("libtwodd.so.1", "libtwother.so.1", 4);
+        let e = value(&path).unwrap_err();
+        assert!(e.is_mismatch() && e.get_hint().is_some(), "{e}");
+    }
 
     #[test]
     fn the_first_copy_that_opens_is_the_one_in_use() {

@@ -9,7 +9,8 @@ use tilewire_core::{Error, ErrorKind, Result};
 
 use super::error::check;
 use super::library::same_file;
-use super::places::{Found, How, Places, file_of};
+use super::places::{Found, How, Places};
+use super::surroundings::file_of;
 
 /// Checks that the driver is there and finds a device. Looked up once per process.
 ///

@@ -32,6 +32,7 @@ mod places;
 mod probe;
 mod span;
 mod stream;
+mod surroundings;
 mod tensor_map;
 #[cfg(test)]
 mod tests;

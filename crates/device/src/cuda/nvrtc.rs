@@ -9,7 +9,8 @@ use std::path::Path;
 use tilewire_core::{Error, ErrorKind, Result};
 
 use super::library::{InUse, Lib, Open};
-use super::places::{Found, NVRTC, Places, entries};
+use super::places::{Found, NVRTC, Places};
+use super::surroundings::entries;
 use crate::jit::{Compiled, Compiler, KernelSpec};
 
 type Code = c_int;

@@ -2,14 +2,15 @@
 //!
 //! In this order: a copy that the process has loaded already (a second one beside it would have
 //! its own state); the path that the caller names (`load_nccl` and its kin, `tilewire --library`), an
-//! error if another copy is loaded; the wheels of the active Python environment, of other Pythons on the path and of
-//! the user; conda; `CUDA_HOME`; `/usr/local/cuda`; where the system's loader looks.
+//! error if another copy is loaded; the wheels of the active Python environment; conda; `CUDA_HOME`; `/usr/local/cuda`;
+//! the wheels of other Pythons on the path; where the system's loader looks.
 
-use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use tilewire_core::{Error, ErrorKind, Result};
+
+use super::surroundings::{Pythons, entries, loader_folders, mapped};
 
 /// A library that is opened at run time.
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +103,7 @@ impl LibrarySpec {
     }
 }
 
-fn file_name(file: &Path) -> String {
+pub(super) fn file_name(file: &Path) -> String {
     file.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
@@ -150,9 +151,10 @@ pub struct Found {
 pub struct Places {
     /// Files that are mapped into this process.
     pub loaded: Vec<PathBuf>,
-    /// `site-packages` and `dist-packages` of the Python environments that the shell would use, the active one first, the
-    /// user's last.
+    /// `site-packages` and `dist-packages` of the active Python environment.
     pub site_packages: Vec<PathBuf>,
+    /// Those of other Pythons on the path.
+    pub other_packages: Vec<PathBuf>,
     /// Root of the active conda environment.
     pub conda: Option<PathBuf>,
     /// Roots of CUDA toolkits.
@@ -176,13 +178,18 @@ impl Places {
         let own = var("LD_LIBRARY_PATH").unwrap_or_default();
         let mut toolkits: Vec<PathBuf> = var("CUDA_HOME").map(PathBuf::from).into_iter().collect();
         toolkits.push("/usr/local/cuda".into());
+        let pythons = Pythons {
+            virtual_env: var("VIRTUAL_ENV"),
+            conda: var("CONDA_PREFIX"),
+            path: var("PATH").unwrap_or_default(),
+            home: var("HOME"),
+            no_user_site: var("PYTHONNOUSERSITE").is_some(),
+        };
+        let sites = pythons.sites();
         Self {
             loaded: mapped(&maps),
-            site_packages: site_packages(
-                var("VIRTUAL_ENV"),
-                &var("PATH").unwrap_or_default(),
-                var("HOME"),
-            ),
+            site_packages: sites.active,
+            other_packages: sites.others,
             conda: var("CONDA_PREFIX").map(PathBuf::from),
             toolkits,
             system: std::env::split_paths(&own)
@@ -196,11 +203,11 @@ impl Places {
     /// The folders that are searched for files, in order.
     fn folders(&self) -> Vec<(How, PathBuf)> {
         let mut out = Vec::new();
-        for site in &self.site_packages {
-            for package in entries(&site.join("nvidia")) {
-                out.push((How::Wheel, package.join("lib")));
-            }
-        }
+        let wheels = |sites: &[PathBuf]| -> Vec<(How, PathBuf)> {
+            let packages = sites.iter().flat_map(|s| entries(&s.join("nvidia")));
+            packages.map(|p| (How::Wheel, p.join("lib"))).collect()
+        };
+        out.extend(wheels(&self.site_packages));
         if let Some(c) = &self.conda {
             out.push((How::Conda, c.join("lib")));
             for site in entries(&c.join("lib")).iter().map(|p| p.join("site-packages/nvidia")) {
@@ -212,6 +219,7 @@ impl Places {
                 out.push((How::Toolkit, t.join(lib)));
             }
         }
+        out.extend(wheels(&self.other_packages));
         out.extend(self.system.iter().map(|s| (How::System, s.clone())));
         out
     }
@@ -329,72 +337,12 @@ fn mixed(spec: &LibrarySpec, a: &Path, b: &Path) -> Error {
         .hint("each would have its own state: make sure that one Python environment serves all")
 }
 
-/// Files in the text of `/proc/self/maps`.
-fn mapped(maps: &str) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> = maps.lines().filter_map(file_of).collect();
-    files.sort();
-    files.dedup();
-    files
-}
-
-/// The file of a line of `/proc/self/maps`, by its name if somebody has replaced it since.
-pub(super) fn file_of(line: &str) -> Option<PathBuf> {
-    let name = &line[line.find('/')?..];
-    Some(name.strip_suffix(" (deleted)").unwrap_or(name).into())
-}
-
-/// The folders that `ld.so.conf` gives to the system's loader, and the files that it takes in everywhere.
-fn loader_folders(etc: &Path) -> Vec<PathBuf> {
-    let mut files = vec![etc.join("ld.so.conf")];
-    let more = entries(&etc.join("ld.so.conf.d"));
-    files.extend(more.into_iter().filter(|p| p.extension().is_some_and(|x| x == "conf")));
-    let text = |p: &PathBuf| std::fs::read_to_string(p).unwrap_or_default();
-    let texts: Vec<String> = files.iter().map(text).collect();
-    let lines = texts.iter().flat_map(|t| t.lines()).map(|l| l.split('#').next().unwrap_or(l));
-    lines.map(str::trim).filter(|l| l.starts_with('/')).map(PathBuf::from).collect()
-}
-
-/// `lib/python3.x/site-packages` of the active environment, then of those on the path, then of the user. Debian names the
-/// folder `dist-packages`, and what pip installs there lies in `local`; Fedora's is in `lib64`.
-fn site_packages(
-    virtual_env: Option<OsString>,
-    path: &OsString,
-    home: Option<OsString>,
-) -> Vec<PathBuf> {
-    let on_path = std::env::split_paths(path)
-        .filter(|p| p.join("python3").exists())
-        .filter_map(|p| p.parent().map(Path::to_owned));
-    let roots = virtual_env.map(PathBuf::from).into_iter().chain(on_path);
-    let libs = roots.flat_map(|r| ["lib", "lib64", "local/lib"].map(|lib| r.join(lib)));
-    let (mut out, mut seen) = (Vec::new(), Vec::new());
-    for lib in libs.chain(home.map(|h| Path::new(&h).join(".local/lib"))) {
-        let pythons = entries(&lib).into_iter().filter(|p| file_name(p).starts_with("python3"));
-        for site in pythons.flat_map(|p| ["site-packages", "dist-packages"].map(|s| p.join(s))) {
-            // `lib64` is often a link to `lib`.
-            let Ok(real) = site.canonicalize() else { continue };
-            if !seen.contains(&real) {
-                seen.push(real);
-                out.push(site);
-            }
-        }
-    }
-    out
-}
-
-/// What a folder holds, in order; nothing if it is not there.
-pub(super) fn entries(folder: &Path) -> Vec<PathBuf> {
-    let list = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
-    let mut list: Vec<_> = list.collect();
-    list.sort();
-    list
-}
-
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// A tree with one file for each of `files`.
-    fn tree(files: &[&str]) -> tempfile::TempDir {
+    pub fn tree(files: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for f in files {
             let path = dir.path().join(f);
@@ -417,6 +365,7 @@ mod tests {
         let at = |p: &str| dir.path().join(p);
         let mut places = Places {
             loaded: vec![at("torch/libnvrtc.so.13.0.88"), at("torch/libnvrtc-builtins.so.13.0")],
+            other_packages: vec![],
             site_packages: vec![at("venv/site-packages")],
             conda: Some(at("conda")),
             toolkits: vec![at("cuda")],
@@ -529,67 +478,5 @@ mod tests {
         // Neither: what is said is of the newer.
         let e = taken(&Places::default(), None).unwrap_err();
         assert!(e.is_unavailable() && e.message().contains("libcublasLt.so.13"), "{e}");
-    }
-
-    #[test]
-    fn maps_and_environments_are_read() {
-        let maps = "7f00-7f10 r-xp 00000000 08:01 12 /usr/lib/libc.so.6\n\
-                    7f10-7f20 rw-p 00000000 00:00 0 [heap]\n\
-                    7f20-7f30 r-xp 00000000 08:01 12 /usr/lib/libc.so.6\n\
-                    7f30-7f40 r-xp 00000000 08:01 13 /venv/libnccl.so.2 (deleted)\n";
-        assert_eq!(mapped(maps), ["/usr/lib/libc.so.6", "/venv/libnccl.so.2"].map(PathBuf::from));
-        let dir = tree(&[
-            "a/bin/python3",
-            "a/lib/python3.11/site-packages/x",
-            "v/lib/python3.12/site-packages/x",
-            "b/bin/sh",
-        ]);
-        let at = |p: &str| dir.path().join(p);
-        let path = std::env::join_paths([at("b/bin"), at("a/bin")]).unwrap();
-        assert_eq!(
-            site_packages(Some(at("v").into()), &path, None),
-            [at("v/lib/python3.12/site-packages"), at("a/lib/python3.11/site-packages")]
-        );
-        assert!(!Places::of_process().loaded.is_empty());
-    }
-
-    /// Where Debian, Fedora and `pip install --user` put wheels; a folder under two names counts once.
-    #[test]
-    fn pythons_of_the_system_and_the_user_are_searched() {
-        let dir = tree(&[
-            "usr/bin/python3",
-            "usr/lib/python3/dist-packages/x",
-            "usr/lib64/python3.12/site-packages/x",
-            "usr/local/lib/python3.12/dist-packages/x",
-            "usr/lib/perl/site-packages/x",
-            "v/lib/python3.12/site-packages/x",
-            "home/.local/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2",
-        ]);
-        let at = |p: &str| dir.path().join(p);
-        std::os::unix::fs::symlink("lib", at("v/lib64")).unwrap();
-        let path = at("usr/bin").into_os_string();
-        let all = site_packages(Some(at("v").into()), &path, Some(at("home").into()));
-        let want = [
-            "v/lib/python3.12/site-packages",
-            "usr/lib/python3/dist-packages",
-            "usr/lib64/python3.12/site-packages",
-            "usr/local/lib/python3.12/dist-packages",
-            "home/.local/lib/python3.12/site-packages",
-        ];
-        assert_eq!(all, want.map(at));
-        let places = Places { site_packages: all, ..Places::default() };
-        assert_eq!(places.find(&NCCL, None).unwrap().how, How::Wheel);
-    }
-
-    #[test]
-    fn folders_of_the_systems_loader_are_read() {
-        let dir = tree(&["ld.so.conf.d/a.conf", "ld.so.conf.d/b.txt"]);
-        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
-        write("ld.so.conf", "include /etc/ld.so.conf.d/*.conf\n/opt/lib\n");
-        write("ld.so.conf.d/a.conf", "# CUDA\n/usr/local/cuda/lib64 # here\n\n");
-        write("ld.so.conf.d/b.txt", "/not/taken\n");
-        let want = ["/opt/lib", "/usr/local/cuda/lib64"].map(PathBuf::from);
-        assert_eq!(loader_folders(dir.path()), want);
-        assert!(loader_folders(Path::new("/nowhere")).is_empty());
     }
 }
