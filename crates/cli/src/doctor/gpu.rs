@@ -12,6 +12,7 @@ use tilewire::device::cuda::{
     CudaContext, DeviceInfo, PeerInfo, Places, ShareBy, available, devices, driver_version,
     fabric_handles, try_share,
 };
+use tilewire::device::jit::is_built_in;
 use tilewire::prelude::*;
 
 use super::{Finding, State, finding};
@@ -208,8 +209,7 @@ fn fabric_found(
 /// Kernels that came with the program: all of them, or none.
 fn built_in(folder: Option<&Path>, arch: &str) -> Finding {
     let all = kernels_cmd::specs(arch);
-    let is_there = |key: String| folder.is_some_and(|f| f.join(format!("{key}.cubin")).is_file());
-    let num = all.iter().filter(|s| is_there(s.key().to_string())).count();
+    let num = all.iter().filter(|s| folder.is_some_and(|f| is_built_in(f, &s.key()))).count();
     if num == 0 {
         let text = format!("kernels for {arch}: none is built in, they are compiled at first use");
         return finding("built-in", State::Ok, text, "");
@@ -220,7 +220,9 @@ fn built_in(folder: Option<&Path>, arch: &str) -> Finding {
         false => finding(
             "built-in",
             State::Warn,
-            format!("{text}: the folder `cubins` is of another version of this program"),
+            format!(
+                "{text}: the folder `cubins` is of another version of this program, or cut off"
+            ),
             "`tilewire kernels compile --out cubins` beside the program, or remove the folder",
         ),
     }
@@ -393,13 +395,18 @@ mod tests {
         let look = || built_in(Some(dir.path()), "sm_90a");
         assert!(look().state == State::Ok && look().text.contains("none"));
         let all = kernels_cmd::specs("sm_90a");
+        let mut code = [0; 64];
+        code[..6].copy_from_slice(b"\x7fELF\x02\x01");
         for s in &all {
             let f = look();
             assert!(f.text.contains("none") || (f.state == State::Warn && f.remedy.is_some()));
-            std::fs::write(dir.path().join(format!("{}.cubin", s.key())), "code").unwrap();
+            std::fs::write(dir.path().join(format!("{}.cubin", s.key())), code).unwrap();
         }
         assert!(look().state == State::Ok && !look().text.contains("none"));
         assert_eq!(built_in(None, "sm_90a").state, State::Ok);
+        let last = dir.path().join(format!("{}.cubin", all[0].key()));
+        std::fs::write(last, &code[..40]).unwrap();
+        assert!(look().state == State::Warn && look().text.contains("cut off"));
     }
 
     #[test]

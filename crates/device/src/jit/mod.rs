@@ -21,7 +21,7 @@ mod log;
 mod tests;
 mod times;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tilewire_core::{Config, Error, ErrorKind, JitMode, Result};
@@ -67,6 +67,19 @@ pub enum Origin {
     Cached,
     /// The compiler, just now.
     Compiled,
+}
+
+/// Whether `dir` holds the whole machine code of a kernel that was built with the program.
+pub fn is_built_in(dir: &Path, key: &Key) -> bool {
+    matches!(built_in(dir, key), Some(Ok(_)))
+}
+
+/// The file of a kernel that was built with the program, or what is wrong with it; none if there is no such file.
+fn built_in(dir: &Path, key: &Key) -> Option<Result<Vec<u8>, String>> {
+    let path = dir.join(format!("{key}.cubin"));
+    let cubin = std::fs::read(&path).ok()?;
+    let wrong = || format!("{} is cut off or no machine code", path.display());
+    Some(if is_whole(&cubin) { Ok(cubin) } else { Err(wrong()) })
 }
 
 /// Finds or makes machine code.
@@ -126,18 +139,24 @@ impl Jit {
 
     fn get(&self, spec: &KernelSpec) -> Result<(Vec<u8>, Origin)> {
         let key = spec.key();
+        let mut unusable = None;
         for dir in &self.embedded {
-            let path = dir.join(format!("{key}.cubin"));
-            match std::fs::read(&path) {
-                Ok(cubin) if is_whole(&cubin) => return Ok((cubin, Origin::Embedded)),
-                Ok(_) => ::log::warn!("{} is cut off or no machine code: not used", path.display()),
-                Err(_) => {}
+            match built_in(dir, &key) {
+                Some(Ok(cubin)) => return Ok((cubin, Origin::Embedded)),
+                Some(Err(why)) => {
+                    ::log::warn!("{why}: not used");
+                    unusable = Some(why);
+                }
+                None => {}
             }
         }
         let version = match self.mode {
             JitMode::Off => Err(Error::new(
                 ErrorKind::Unavailable,
-                format!("kernel `{}` for {} is not there", spec.name, spec.arch),
+                match unusable {
+                    Some(why) => format!("kernel `{}` for {}: {why}", spec.name, spec.arch),
+                    None => format!("kernel `{}` for {} is not there", spec.name, spec.arch),
+                },
             )
             .hint("compiling is switched off (TILEWIRE_JIT=off): set it to auto")),
             JitMode::Auto => self.compiler.version(),
@@ -172,9 +191,7 @@ impl Jit {
     /// Whether [`Jit::cubin`] would compile `spec`: it is neither embedded nor cached, and there is a compiler.
     pub fn would_compile(&self, spec: &KernelSpec) -> bool {
         let key = spec.key();
-        if self.mode == JitMode::Off
-            || self.embedded.iter().any(|dir| dir.join(format!("{key}.cubin")).exists())
-        {
+        if self.mode == JitMode::Off || self.embedded.iter().any(|dir| is_built_in(dir, &key)) {
             return false;
         }
         let Ok(version) = self.compiler.version() else { return false };

@@ -106,15 +106,25 @@ fn built_in_kernels_come_first_and_switched_off_is_off() {
     at(JitMode::Auto).cubin(&spec("a")).unwrap();
     assert_eq!(at(JitMode::Off).cubin(&spec("a")).unwrap().1, Origin::Cached);
     let file = built.path().join(format!("{}.cubin", spec("a").key()));
-    let built = super::elf::tests::file();
-    std::fs::write(&file, &built).unwrap();
+    let whole = super::elf::tests::file();
+    std::fs::write(&file, &whole).unwrap();
     for mode in [JitMode::Off, JitMode::Auto] {
-        assert_eq!(at(mode).cubin(&spec("a")).unwrap(), (built.clone(), Origin::Embedded));
+        assert_eq!(at(mode).cubin(&spec("a")).unwrap(), (whole.clone(), Origin::Embedded));
     }
     // A file that was cut off is none.
-    for len in [0, built.len() / 2] {
-        std::fs::write(&file, &built[..len]).unwrap();
+    for len in [0, whole.len() / 2] {
+        std::fs::write(&file, &whole[..len]).unwrap();
         assert_eq!(at(JitMode::Auto).cubin(&spec("a")).unwrap().1, Origin::Cached, "{len} bytes");
+        // Nor one of a kernel that nobody has compiled, which would be, and is ahead of time.
+        let other = built.path().join(format!("{}.cubin", spec("c").key()));
+        std::fs::write(&other, &whole[..len]).unwrap();
+        assert!(at(JitMode::Auto).would_compile(&spec("c")), "{len} bytes");
+        assert!(!is_built_in(built.path(), &spec("c").key()), "{len} bytes");
+        let e = at(JitMode::Off).cubin(&spec("c")).unwrap_err();
+        assert!(e.is_unavailable() && e.message().contains("cut off"), "{e}");
+        std::fs::write(&other, &whole).unwrap();
+        assert!(!at(JitMode::Auto).would_compile(&spec("c")));
+        assert!(is_built_in(built.path(), &spec("c").key()));
     }
 }
 
@@ -154,7 +164,8 @@ fn what_would_be_compiled_is_known_ahead() {
     at(JitMode::Auto, &compiler).cubin(&spec("a")).unwrap();
     assert!(!at(JitMode::Auto, &compiler).would_compile(&spec("a")), "it is cached");
     assert!(at(JitMode::Auto, &fake("nvrtc13.1")).would_compile(&spec("a")), "by another compiler");
-    std::fs::write(built.path().join(format!("{}.cubin", spec("b").key())), "built").unwrap();
+    let file = built.path().join(format!("{}.cubin", spec("b").key()));
+    std::fs::write(file, super::elf::tests::file()).unwrap();
     assert!(!at(JitMode::Auto, &compiler).would_compile(&spec("b")), "it is built in");
     let no_cache = Err(Error::new(ErrorKind::Permission, "no cache"));
     let without = Jit::with(JitMode::Auto, Vec::new(), no_cache, compiler.clone());
