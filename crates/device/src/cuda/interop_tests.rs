@@ -42,7 +42,7 @@ fn device() -> Option<CudaContext> {
 fn module(ctx: &CudaContext) -> Option<CudaModule> {
     if ctx.sm().unwrap() < 90 {
         println!(
-            "kernels did not run: they are for sm_90 and newer, this is {}",
+            "left out: clusters, tensor maps and early kernels are for sm_90 and newer, this is {}",
             ctx.arch().unwrap()
         );
         return None;
@@ -158,7 +158,50 @@ fn an_early_kernel_waits_for_what_the_one_before_it_writes() {
                 .unwrap();
         }
     };
+    // Behind what is no kernel, and behind a join of two streams, there is nothing to begin early behind.
+    let other = CudaStream::new(&ctx).unwrap();
+    let (word, fork, join) = (
+        CudaMemory::zeroed(&ctx, words_out).unwrap(),
+        CudaEvent::new(&ctx, false).unwrap(),
+        CudaEvent::new(&ctx, false).unwrap(),
+    );
+    let behind_others = |value: &CudaMemory, joined: bool| {
+        let (value, filled, to) = (value.addr(), word.addr(), to.addr());
+        stream.record(&fork).unwrap();
+        other.wait(&fork).unwrap();
+        // SAFETY: as above.
+        unsafe {
+            if joined {
+                let args = LaunchArgs::new().arg(&value).arg(&filled);
+                write.launch(&other, grid, args).unwrap();
+            }
+            other.record(&join).unwrap();
+            if !joined {
+                stream.fill_memory(&word, 7).unwrap();
+            }
+            stream.wait(&join).unwrap();
+            read.launch(&stream, early, LaunchArgs::new().arg(&filled).arg(&to).arg(&BLOCKS))
+                .unwrap();
+        }
+    };
     let (value, mut began) = (CudaMemory::zeroed(&ctx, 4).unwrap(), 0);
+    for joined in [false, true] {
+        stream.begin_capture().unwrap();
+        behind_others(&value, joined);
+        let graph = stream.end_capture().unwrap();
+        for round in 1..40u32 {
+            stream.fill_memory(&value, 100 + round as u8).unwrap();
+            stream.fill_memory(&word, 0).unwrap();
+            match round % 2 {
+                0 => behind_others(&value, joined),
+                _ => stream.replay(&graph).unwrap(),
+            }
+            stream.synchronize_until(None).unwrap();
+            let want = 0x0101_0101 * if joined { 100 + round } else { 7 };
+            let rows: Vec<[u32; 2]> = bytemuck::pod_collect_to_vec(&to.download().unwrap());
+            assert!(rows.iter().all(|r| r[0] == want), "joined {joined}, {round}: {rows:?}");
+        }
+    }
     stream.begin_capture().unwrap();
     queue(&value);
     let graph = stream.end_capture().unwrap();

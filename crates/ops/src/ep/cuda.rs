@@ -7,11 +7,12 @@
 //! Through NCCL a phase is two kernels, with a group of sends and receives between them (`nccl.rs`).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
-use tilewire_device::{Buffer, Stream, Tensor};
+use tilewire_device::{Stream, Tensor};
 use tilewire_kernels::portable::{
     EP, EP_BACK, EP_BACK_ENTRIES, EP_BACK_RETURN, EP_BACK_SLICE, EP_BACK_STAGES, EP_BACK_SUM,
     EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_SEND,
@@ -25,7 +26,7 @@ use super::params::{
     BackParam, HandleParam, LayerParam, MeetParam, RecvParam, RoutingParam, SendParam,
 };
 use super::plan::{COUNTS, RETURNS, TOKENS};
-use super::{EpDesc, EpDispatch, EpHandle, EpLayout, EpTotals};
+use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, PoisonParam};
 use crate::common::{Named, PlanCore};
@@ -60,49 +61,6 @@ pub(super) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
     Ok(unsafe { CudaMemory::lent(lane.context(), addr, len, Arc::new(buf.clone())) })
 }
 
-/// What a handle has in device memory.
-pub(super) struct DeviceHandle {
-    rows: CudaMemory,
-    ranks: CudaMemory,
-    num: CudaMemory,
-    copies: CudaMemory,
-    source: CudaMemory,
-    place: CudaMemory,
-    counts: CudaMemory,
-    lost: CudaMemory,
-}
-
-impl DeviceHandle {
-    pub fn new(ctx: &CudaContext, d: &EpDesc, me: usize) -> Result<Self> {
-        let (size, choices) = (d.experts_per_rank.len(), d.max_tokens * d.top_k);
-        let ints = |n: usize| workspace(ctx, 4 * n);
-        Ok(Self {
-            rows: ints(choices)?,
-            ranks: ints(choices)?,
-            num: ints(size * d.max_tokens)?,
-            copies: ints(4 * size * choices)?,
-            source: ints(d.capacity)?,
-            place: ints(size * d.max_tokens)?,
-            counts: ints(2 * d.experts_per_rank[me])?,
-            lost: ints(2 * size)?,
-        })
-    }
-
-    /// True numbers of the last routing that has run.
-    pub fn totals(&self, total: &Tensor) -> Result<EpTotals> {
-        let read = |m: &CudaMemory| -> Result<Vec<usize>> {
-            let bytes = m.download()?;
-            let words = bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned::<i64>);
-            Ok(words.map(|v| v as usize).collect())
-        };
-        Ok(EpTotals {
-            counts: read(&self.counts)?,
-            rows: total.to_vec::<i64>()?[0] as usize,
-            dropped: read(&self.lost)?,
-        })
-    }
-}
-
 /// What `prepare` makes.
 pub(super) struct Prepared {
     kernels: Vec<(&'static str, Kernel)>,
@@ -123,6 +81,8 @@ pub(super) struct Prepared {
     row_source: CudaMemory,
     /// Through NCCL.
     staging: Option<Staging>,
+    /// The number of the last routing.
+    routed: AtomicU64,
     /// Of the device, for this rank.
     pub num_sms: u32,
 }
@@ -179,6 +139,7 @@ impl Prepared {
             steps,
             row_source: workspace(ctx, 4 * d.recv_rows())?,
             staging: nccl.then(|| Staging::new(ctx, d)).transpose()?,
+            routed: AtomicU64::new(0),
             num_sms: os.num_sms()?,
         };
         new.kernel("tw_ep_route")?.allow_shared(router(d)?.1)?;
@@ -386,6 +347,7 @@ impl Phase<'_> {
             zero(self.handle.dropped())?,
         ];
         let meet = p.meet(self.signals, Area::Counts, 0);
+        p.routed.store(at.1, Ordering::Relaxed);
         self.run(at, COUNTS.0, &outs, |l| {
             hold(l.main, idx.clone());
             let poison = PoisonParam::new(&outs);
@@ -404,7 +366,7 @@ impl Phase<'_> {
         l: &Lanes<'_>,
         (x, weights, scales): (&Tensor, Option<&Tensor>, Option<&Tensor>),
         recv: &RecvParam,
-        (leave, outs): (bool, &[Poison]),
+        (leave, early, outs): (bool, bool, &[Poison]),
     ) -> Result<()> {
         let p = self.p;
         let send = SendParam {
@@ -422,8 +384,8 @@ impl Phase<'_> {
         let blocks = self.sms.max(2);
         let (name, grid) = match bulk {
             true => {
-                // Behind a routing, whose end it need not see.
-                (EP_BULK.kernels[0], Grid::new(self.sms, BULK_THREADS).shared(BULK_BYTES).early())
+                let grid = Grid::new(self.sms, BULK_THREADS).shared(BULK_BYTES);
+                (EP_BULK.kernels[0], Grid { early, ..grid })
             }
             false => ("tw_ep_send", Grid::new(blocks, MOVERS / 2)),
         };
@@ -477,8 +439,10 @@ impl Phase<'_> {
             recv.scales = addr(out.scales.as_ref())?;
             recv.index = addr(self.handle.row_index())?;
         }
+        // A routing is behind its last wait when it lets others begin. Of other kernels before this one nothing is known.
+        let early = self.p.routed.load(Ordering::Relaxed).checked_add(1) == Some(at.1);
         self.run(at, TOKENS.0, &outs, |l| {
-            self.exchange(l, (x, given.0, given.1), &recv, (!flat, &outs))?;
+            self.exchange(l, (x, given.0, given.1), &recv, (!flat, early, &outs))?;
             if !flat {
                 return Ok(());
             }
@@ -532,14 +496,14 @@ impl Phase<'_> {
                 bad_input: BadInput::Buffer as u32,
                 ..Zeroable::zeroed()
             };
-            let whole = (true, &outs[..]);
+            let whole = (true, false, &outs[..]);
             return self
                 .run(at, TOKENS.0, &outs, |l| self.exchange(l, (d_out, None, None), &recv, whole));
         }
         // Which received row answers which record is known to a dispatch, and to this phase.
         let recv = RecvParam { rank_major: u32::from(self.rank_major()), ..Zeroable::zeroed() };
         self.run(at, TOKENS.0, &outs, |l| {
-            self.exchange(l, (d_out, None, None), &recv, (false, &outs))?;
+            self.exchange(l, (d_out, None, None), &recv, (false, false, &outs))?;
             if let EpLayout::Flat { .. } = d.layout {
                 self.flat_places(l)?;
             }

@@ -4,11 +4,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
-use tilewire_device::{Device, Tensor};
+use tilewire_device::cuda::{CudaContext, CudaMemory};
+use tilewire_device::{Buffer, Device, Tensor};
 
 use super::config::Routing;
-use super::cuda::DeviceHandle;
 use super::{EpDesc, Overflow};
+use crate::common::cuda::workspace;
 
 /// What arrived: for each source rank its records in order.
 pub(super) type Arrived = Vec<Vec<Record>>;
@@ -196,5 +197,48 @@ impl EpHandle {
                 t.dropped
             ))
             .hint("raise the capacity, or choose Overflow::Drop"))
+    }
+}
+
+/// What a handle has in device memory.
+pub(super) struct DeviceHandle {
+    pub rows: CudaMemory,
+    pub ranks: CudaMemory,
+    pub num: CudaMemory,
+    pub copies: CudaMemory,
+    pub source: CudaMemory,
+    pub place: CudaMemory,
+    pub counts: CudaMemory,
+    pub lost: CudaMemory,
+}
+
+impl DeviceHandle {
+    pub fn new(ctx: &CudaContext, d: &EpDesc, me: usize) -> Result<Self> {
+        let (size, choices) = (d.experts_per_rank.len(), d.max_tokens * d.top_k);
+        let ints = |n: usize| workspace(ctx, 4 * n);
+        Ok(Self {
+            rows: ints(choices)?,
+            ranks: ints(choices)?,
+            num: ints(size * d.max_tokens)?,
+            copies: ints(4 * size * choices)?,
+            source: ints(d.capacity)?,
+            place: ints(size * d.max_tokens)?,
+            counts: ints(2 * d.experts_per_rank[me])?,
+            lost: ints(2 * size)?,
+        })
+    }
+
+    /// True numbers of the last routing that has run.
+    pub fn totals(&self, total: &Tensor) -> Result<EpTotals> {
+        let read = |m: &CudaMemory| -> Result<Vec<usize>> {
+            let bytes = m.download()?;
+            let words = bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned::<i64>);
+            Ok(words.map(|v| v as usize).collect())
+        };
+        Ok(EpTotals {
+            counts: read(&self.counts)?,
+            rows: total.to_vec::<i64>()?[0] as usize,
+            dropped: read(&self.lost)?,
+        })
     }
 }
