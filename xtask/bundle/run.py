@@ -73,6 +73,8 @@ def up_to(n, counts):
 
 # The driver tells how many there are.
 TWO_GPUS = Told("needs two GPUs")
+IS_BARE = "--no-interposer" in sys.argv
+NOT_WATCHED = Told("not watched, as --no-interposer asks") if IS_BARE else "needs gcc, and the interposer"
 
 
 # What a run says of itself: (state, summary).
@@ -367,8 +369,11 @@ def by_backends(*names):
     """Doctor says of each backend whether it can be used: what it says decides what is left out."""
     def judge(rc, out):
         missing = [name for name in names if not re.search(f"^.{{4}} backend {name}: ", out, re.MULTILINE)]
+        # A library that is there and does not open: what needs it would be left out, and nobody would know.
+        broken = [line for line in out.splitlines() if line.startswith("FAIL") and any(name in line.lower() for name in names)]
         text = f"nothing of {', '.join(missing)}; {by_status(rc, out)[1]}" if missing else "told of " + ", ".join(names)
-        return ("passed" if rc in (0, 1) and not missing else "failed"), f"exit {rc}, {text}"
+        good = rc in (0, 1) and not missing and not broken
+        return ("passed" if good else "failed"), f"exit {rc}, {'; '.join([text, *broken])}"
     return judge
 
 
@@ -404,7 +409,7 @@ def conformance(n):
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests, takes=1)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
     # With the interposer, it and `gpu` count what launches ask of the driver.
-    launches = TWO_GPUS if n < 2 else None if can_watch() else "needs gcc, and the interposer"
+    launches = TWO_GPUS if n < 2 else None if can_watch() else NOT_WATCHED
     for ops in TEAM_OPS + TEAM_OPS_NCCL:
         argv = [program("gpu_team"), "launches_neither", "--nocapture"]
         env = {"TW_TEAM_OPS": ops}
@@ -480,7 +485,7 @@ def sanitized(n):
 
 def can_watch():
     """Whether calls of the driver go through the interposer."""
-    return bool(shutil.which("gcc")) and "--no-interposer" not in sys.argv
+    return bool(shutil.which("gcc")) and not IS_BARE
 
 
 def bad_input(n):
@@ -529,14 +534,14 @@ ODD_WORLDS = ["all_gather", "gemm_rs", "ep", "cp_attention"]
 # A copy of the program without the folder of kernels, where the first NVRTC that is found is no library.
 ALONE = """mkdir -p alone/broken/lib64 && echo none > alone/broken/lib64/libnvrtc.so.13 && cp "$1" alone/tilewire && cd alone || exit 9
 shift
-exec env -u VIRTUAL_ENV -u CONDA_PREFIX PATH=/none CUDA_HOME="$PWD/broken" TILEWIRE_CACHE_DIR="$PWD/cache" ./tilewire "$@\""""
+exec env -u VIRTUAL_ENV -u CONDA_PREFIX HOME="$PWD" PATH=/none CUDA_HOME="$PWD/broken" TILEWIRE_CACHE_DIR="$PWD/cache" ./tilewire "$@\""""
 NO_MULTICAST = ["NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "CUBLASMP_DISABLE_MULTICAST"]
 
 
 def worse(n, verify):
     """A machine that the interposer makes worse than it is. CUDA's codes: 1 a bad value, 217 no peers, 800 not permitted,
     801 not supported."""
-    gcc = None if can_watch() else "needs gcc, and the interposer"
+    gcc = None if can_watch() else NOT_WATCHED
     two, doctor = [*verify, "--ranks", "2"], [program("tilewire"), "doctor"]
     share = "cuMemExportToShareableHandle"
     take = "cuMemImportFromShareableHandle"
@@ -583,7 +588,7 @@ def faults(n):
         orders = [program("gpu_team"), "--test-threads", "1"]
         yield Config("parked-between", [*orders, "stops_between"], by_tests, jit=True)
         argv = [program("gpu_team"), "a_rank_without_memory", "--nocapture"]
-        yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if can_watch() else "needs gcc, and the interposer")
+        yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if can_watch() else NOT_WATCHED)
         yield Config("parked-copies", [*orders, "copies_hang"], by_tests, jit=True)
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.
@@ -609,14 +614,24 @@ def train_rates(ranks):
     return Config(f"train-{ranks}", argv, by_bench, jit=True)
 
 
+@functools.cache
+def no_torch():
+    """Why torch cannot be asked."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not there"
+    ask = "import torch; torch._grouped_mm; torch.zeros(1, device='cuda')"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    return None if done.returncode == 0 else f"torch: {done.stderr.strip().splitlines()[-1:]}"
+
+
 def bench_of_one():
     """One GPU, and what torch makes of the same shapes."""
     for rates in ["layers", "gemm", "attention"]:
         yield Config(f"rates-{rates}", [program("rates"), rates], by_bench, jit=True)
-    has_torch = importlib.util.find_spec("torch") is not None
+    needs = no_torch()
     for rates in ["gemm", "attention"]:
         yield Config(f"rates-torch-{rates}", [sys.executable, str(HERE / "torch_rates.py"), rates], by_bench, preload=False,
-                     needs=None if has_torch else "torch is not there")
+                     needs=needs)
     yield train_rates(1)
 
 

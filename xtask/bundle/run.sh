@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh MODE [N] [--only PART] [--skip PART] [--for SECONDS]: smoke, conformance, faults, bench or all, on the first N GPUs (all of
 # them without N). Needs a driver, bash, python3, and gcc for what watches the driver's calls (or
-# --no-interposer); compute-sanitizer is used if it is there. Each configuration is a line of JSON in $OUT/results.jsonl (./results.jsonl without OUT).
+# --no-interposer); conformance on two GPUs and more wants compute-sanitizer, or --skip check-. Each configuration is a line of JSON in $OUT/results.jsonl (./results.jsonl without OUT).
 set -u
 # NVLink multicast stays off.
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUBLASMP_DISABLE_MULTICAST=1

@@ -484,7 +484,7 @@ mod tests {
             "told = 'ok   cores: 4\\nwarn backend nccl: no libnccl.so.2\\n       -> x\\nok   backend nvshmem: available\\n'\n\
              run.doctor_says = lambda: ''\n\
              print(run.why_not('nccl', told), run.why_not('nvshmem', told), run.why_not('nccl', told[:20]))\n\
-             for rc, out in [(0, told), (1, told), (0, told[:50]), (139, told), (0, '')]:\n\
+             for rc, out in [(0, told), (1, told), (1, told + 'FAIL NCCL: x cannot be loaded'), (0, told[:50]), (139, told), (0, '')]:\n\
              \x20   print(run.by_backends('nccl', 'nvshmem')(rc, out)[0])\n\
              left = {c.name for n in [2, 8] for c in run.conformance(n) if 'nccl' in c.name and c.needs}\n\
              print(left, all(isinstance(c.needs, run.Told) for c in run.conformance(1) if c.needs and 'check' not in c.name))",
@@ -493,6 +493,7 @@ mod tests {
             "backend nccl: no libnccl.so.2 None None",
             "passed",
             "passed",
+            "failed",
             "failed",
             "failed",
             "failed",
