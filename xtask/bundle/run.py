@@ -609,8 +609,10 @@ def faults(n):
 
 def train_rates(ranks):
     # Any text will do: what is learned is not what is measured.
-    argv = [program("tilewire"), "train", "--backend", "vmm", "--preset", "h200", "--data", str(HERE / "run.py"),
-            "--ranks", str(ranks), "--layers", "1", "--steps", "20", "--metrics", "/dev/stdout"]
+    train = [program("tilewire"), "train", "--backend", "vmm", "--preset", "h200", "--data", str(HERE / "run.py"),
+             "--ranks", str(ranks), "--layers", "1", "--steps", "20", "--metrics", "train.jsonl"]
+    # Its rows behind what it says on the way, not among that.
+    argv = ["bash", "-c", '"$@" && cat train.jsonl', "bash", *train]
     return Config(f"train-{ranks}", argv, by_bench, jit=True)
 
 
@@ -630,7 +632,7 @@ def bench_of_one():
         yield Config(f"rates-{rates}", [program("rates"), rates], by_bench, jit=True)
     needs = no_torch()
     for rates in ["gemm", "attention"]:
-        yield Config(f"rates-torch-{rates}", [sys.executable, str(HERE / "torch_rates.py"), rates], by_bench, preload=False,
+        yield Config(f"rates-torch-{rates}", ["python3", str(HERE / "torch_rates.py"), rates], by_bench, preload=False,
                      needs=needs)
     yield train_rates(1)
 
