@@ -54,31 +54,32 @@ pub(super) struct Pythons {
 }
 
 impl Pythons {
-    /// The active Python is that of the virtual environment, else the first one on the path; the user's folder belongs to it
-    /// as Python has it, but to the others where conda is active. A virtual environment knows none.
+    /// The active Python is that of the virtual environment, else the first one on the path that has packages (a wrapper has
+    /// none). The user's folder belongs to it as Python has it, but to the others where conda is active. A virtual environment
+    /// knows none.
     pub fn sites(self) -> Sites {
         let on_path = std::env::split_paths(&self.path)
             .filter(|p| p.join("python3").exists())
             .filter_map(|p| p.parent().map(Path::to_owned));
         let isolated = self.virtual_env.is_some();
         let roots = self.virtual_env.into_iter().map(PathBuf::from).chain(on_path);
-        let libs = |root: PathBuf| ["lib", "lib64", "local/lib"].map(|lib| root.join(lib));
-        let mut roots = roots.map(libs);
-        let mut active = roots.next().map(Vec::from).unwrap_or_default();
-        let mut others: Vec<PathBuf> = roots.flatten().collect();
+        let mut seen = Vec::new();
+        let mut of_roots = roots.map(|root| {
+            packages(["lib", "lib64", "local/lib"].map(|lib| root.join(lib)), &mut seen)
+        });
+        let mut active = of_roots.find(|sites| !sites.is_empty()).unwrap_or_default();
+        let mut others: Vec<PathBuf> = of_roots.flatten().collect();
         if let Some(home) = self.home.filter(|_| !isolated && !self.no_user_site) {
             let to = if self.conda.is_some() { &mut others } else { &mut active };
-            to.push(Path::new(&home).join(".local/lib"));
+            to.extend(packages([Path::new(&home).join(".local/lib")], &mut seen));
         }
-        let mut seen = Vec::new();
-        let mut found = |libs: Vec<PathBuf>| packages(libs, &mut seen);
-        Sites { active: found(active), others: found(others) }
+        Sites { active, others }
     }
 }
 
 /// `python3.x/site-packages` of the folders that were not `seen`. Debian names it `dist-packages`, and what pip installs there
 /// lies in `local`; Fedora's is in `lib64`, which elsewhere is often a link to `lib`.
-fn packages(libs: Vec<PathBuf>, seen: &mut Vec<PathBuf>) -> Vec<PathBuf> {
+fn packages(libs: impl IntoIterator<Item = PathBuf>, seen: &mut Vec<PathBuf>) -> Vec<PathBuf> {
     let mut out = Vec::new();
     for lib in libs {
         let pythons = entries(&lib).into_iter().filter(|p| file_name(p).starts_with("python3"));
@@ -135,6 +136,7 @@ mod tests {
     #[test]
     fn pythons_of_the_system_and_the_user_are_searched() {
         let dir = tree(&[
+            "shims/bin/python3",
             "usr/bin/python3",
             "usr/lib/python3/dist-packages/x",
             "usr/lib64/python3.12/site-packages/x",
@@ -153,7 +155,7 @@ mod tests {
         .map(at);
         let user = at("home/.local/lib/python3.12/site-packages");
         let pythons = Pythons {
-            path: at("usr/bin").into_os_string(),
+            path: std::env::join_paths([at("shims/bin"), at("usr/bin")]).unwrap(),
             home: Some(at("home").into()),
             ..Pythons::default()
         };
