@@ -48,7 +48,7 @@ impl<T, Q: Queue> Pending<T, Q> {
     /// work on the stream that belongs to no team.
     /// `InvalidArgument` during capture: captured work does not run, so it cannot be waited for.
     pub fn wait(self) -> Result<T> {
-        self.done.synchronize(None)?;
+        self.stream.synchronize_at(&self.done, None)?;
         self.ended()
     }
 
@@ -57,7 +57,7 @@ impl<T, Q: Queue> Pending<T, Q> {
     /// # Errors
     /// As [`Pending::wait`], and `Timeout`.
     pub fn wait_until(self, deadline: Deadline) -> Result<T> {
-        self.done.synchronize(Some(deadline))?;
+        self.stream.synchronize_at(&self.done, Some(deadline))?;
         self.ended()
     }
 

@@ -328,10 +328,18 @@ impl Queue for Stream {
         Stream::check(self)
     }
 
+    fn synchronize_at(&self, event: &Event, deadline: Option<Deadline>) -> Result<()> {
+        match (self, event.0.get()) {
+            (Stream::Cuda(s), Some(Kind::Cuda(e))) => s.synchronize_at(e, deadline),
+            // A node of the host holds what it uses until it has run.
+            _ => event.synchronize(deadline),
+        }
+    }
+
     fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()> {
         let e = Event::new();
         Stream::record(self, &e)?;
-        e.synchronize(deadline)?;
+        self.synchronize_at(&e, deadline)?;
         Stream::check(self)
     }
 }

@@ -1,6 +1,7 @@
 //! Events of a CUDA device.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::ThreadId;
 
 use cudarc::driver::sys::{self, CUevent, CUresult};
 use tilewire_core::{Deadline, Error, Result};
@@ -8,15 +9,26 @@ use tilewire_core::{Deadline, Error, Result};
 use super::context::CudaContext;
 use super::error::check;
 use super::graph::Held;
-use super::stream::poll;
+use super::stream::{Inner, poll};
 use crate::Point;
 
 /// A point in a CUDA stream.
 pub struct CudaEvent {
     ctx: CudaContext,
     raw: CUevent,
-    /// The capture that the last record was part of.
-    capture: Mutex<Option<Arc<Held>>>,
+    last: Mutex<Last>,
+}
+
+/// The last record of an event.
+#[derive(Clone, Default)]
+pub(super) struct Last {
+    /// The capture that it was part of.
+    pub capture: Option<Arc<Held>>,
+    /// The stream, and whose thread made it.
+    pub on: Weak<Inner>,
+    pub by: Option<ThreadId>,
+    /// Things that this stream had been given to hold until then.
+    pub num: u64,
 }
 
 // SAFETY: the driver allows calls on an event from any thread; the rest is behind a lock.
@@ -35,7 +47,7 @@ impl CudaEvent {
         let flags = if timing { 0 } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 };
         // SAFETY: a context is current, the output is valid.
         check(unsafe { sys::cuEventCreate(&mut raw, flags) }, "cuEventCreate")?;
-        Ok(Self { ctx: ctx.clone(), raw, capture: Mutex::new(None) })
+        Ok(Self { ctx: ctx.clone(), raw, last: Mutex::default() })
     }
 
     /// Microseconds from `earlier` to this event; both must have timing and be reached.
@@ -55,12 +67,12 @@ impl CudaEvent {
         self.raw
     }
 
-    pub(super) fn set_capture(&self, held: Option<Arc<Held>>) {
-        *self.capture.lock().unwrap_or_else(PoisonError::into_inner) = held;
+    pub(super) fn set_last(&self, last: Last) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = last;
     }
 
-    pub(super) fn capture(&self) -> Option<Arc<Held>> {
-        self.capture.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(super) fn last(&self) -> Last {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn query(&self) -> CUresult {
@@ -73,7 +85,7 @@ impl Point for CudaEvent {
     fn is_done(&self) -> bool {
         // The driver would invalidate a capture in progress if it were asked. An error ends the
         // waiting, too: `synchronize` raises it.
-        if self.capture().is_some() {
+        if self.last().capture.is_some() {
             return false;
         }
         let Ok(_current) = self.ctx.bind() else { return false };
@@ -81,7 +93,7 @@ impl Point for CudaEvent {
     }
 
     fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {
-        if self.capture().is_some() {
+        if self.last().capture.is_some() {
             return Err(Error::invalid(
                 "this event was captured into a graph: it never happens by itself",
             )

@@ -3,7 +3,8 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::mem::take;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::Duration;
@@ -13,7 +14,7 @@ use tilewire_core::{Deadline, Error, Result};
 
 use super::context::{CudaContext, Thing};
 use super::error::check;
-use super::event::CudaEvent;
+use super::event::{CudaEvent, Last};
 use super::graph::{CudaGraph, Held};
 use super::memory::CudaMemory;
 use super::nvtx;
@@ -33,6 +34,8 @@ pub(super) struct Inner {
     /// What the capture in progress refers to; shared by all streams that joined it.
     capture: Mutex<Option<Arc<Held>>>,
     flight: Mutex<Flight>,
+    /// How many things it has been given to hold: that of a record and those of a thread are in the thread's order.
+    given: AtomicU64,
     /// A graph was launched here, of which nothing is in flight.
     replays: AtomicBool,
     /// The lane of its spans, and who collects them.
@@ -46,9 +49,24 @@ type Trace = (Arc<str>, Arc<Tracer>);
 /// launch frees nothing even then.
 #[derive(Default)]
 struct Flight {
-    /// Held since the last event, oldest first, and for whose work.
-    open: Vec<(ThreadId, Thing)>,
+    /// Held since the last event, oldest first.
+    open: Vec<Open>,
     closed: VecDeque<(CudaEvent, Vec<Thing>)>,
+}
+
+/// A thing, for whose work, and its number.
+struct Open {
+    by: ThreadId,
+    num: u64,
+    thing: Thing,
+}
+
+impl Flight {
+    /// What is behind an event that has been reached, and the events: to be let go without the lock.
+    fn reached(&mut self) -> Vec<(CudaEvent, Vec<Thing>)> {
+        let n = self.closed.iter().take_while(|(e, _)| e.is_done()).count();
+        self.closed.drain(..n).collect()
+    }
 }
 
 /// So many things share an event.
@@ -89,6 +107,7 @@ impl CudaStream {
             borrowed,
             capture: Mutex::new(None),
             flight: Mutex::default(),
+            given: AtomicU64::new(0),
             replays: AtomicBool::new(false),
             trace,
         }))
@@ -196,15 +215,15 @@ impl CudaStream {
     }
 
     /// Keeps `thing`, which the work that is queued next refers to by address: until that work has
-    /// run, or during a capture as long as the graph.
+    /// run, or during a capture as long as the graph. The same thread must queue that work before it waits for the stream,
+    /// which ends what is held for work before.
     pub fn hold(&self, thing: impl FnOnce() -> Arc<dyn Any + Send + Sync>) {
         if let Some(h) = &*self.capture() {
             h.push(thing());
             return;
         }
         let mut f = self.flight();
-        while f.closed.front().is_some_and(|(e, _)| e.is_done()) {
-            let Some((event, things)) = f.closed.pop_front() else { break };
+        for (event, things) in f.reached() {
             // Before the lock of what is retired, which the driver may hold up when it lets a graph go.
             drop(event);
             self.0.ctx.retire(things);
@@ -215,19 +234,24 @@ impl CudaStream {
                 && self.record(&e).is_ok()
             {
                 let old = f.open.len() - NEWEST;
-                let old = f.open.drain(..old).map(|(_, thing)| thing).collect();
+                let old = f.open.drain(..old).map(|o| o.thing).collect();
                 f.closed.push_back((e, old));
             }
         }
-        f.open.push((std::thread::current().id(), thing()));
+        f.open.push(self.open(thing()));
+    }
+
+    fn open(&self, thing: Thing) -> Open {
+        let num = self.0.given.fetch_add(1, Ordering::Relaxed);
+        Open { by: std::thread::current().id(), num, thing }
     }
 
     /// Keeps `thing` until what is queued now has run: not longer, as `hold` may.
     pub(super) fn keep(&self, thing: &Thing) {
         if self.is_capturing() {
             // No event can be had. The first one behind the capture is behind what is queued now, too.
-            let mut f = self.flight();
-            f.open.push((std::thread::current().id(), thing.clone()));
+            let thing = self.open(thing.clone());
+            self.flight().open.push(thing);
             return;
         }
         match CudaEvent::new(&self.0.ctx, false).and_then(|e| self.record(&e).map(|()| e)) {
@@ -246,12 +270,17 @@ impl CudaStream {
             return;
         }
         let me = std::thread::current().id();
-        let Flight { open, closed } = std::mem::take(&mut *other.flight());
-        let (mine, rest): (Vec<_>, Vec<_>) = open.into_iter().partition(|(id, _)| *id == me);
-        other.flight().open.splice(0..0, rest);
+        let (mine, closed) = {
+            let mut f = other.flight();
+            let (mine, rest): (Vec<_>, _) = take(&mut f.open).into_iter().partition(|o| o.by == me);
+            f.open = rest;
+            (mine, take(&mut f.closed))
+        };
         let mut f = self.flight();
+        let from = self.0.given.fetch_add(mine.len() as u64, Ordering::Relaxed);
+        let renamed = mine.into_iter().zip(from..).map(|(o, num)| Open { num, ..o });
         // Before what is held for work that is not queued yet, which is the newest: the next event is behind these.
-        f.open.splice(0..0, mine);
+        f.open.splice(0..0, renamed);
         // These have events of that stream.
         f.closed.extend(closed);
     }
@@ -375,7 +404,9 @@ impl Queue for CudaStream {
         let _current = self.0.ctx.bind()?;
         // SAFETY: both are alive.
         check(unsafe { sys::cuEventRecord(event.raw(), self.0.raw) }, "cuEventRecord")?;
-        event.set_capture(self.held());
+        let num = self.0.given.load(Ordering::Relaxed);
+        let by = Some(std::thread::current().id());
+        event.set_last(Last { capture: self.held(), on: Arc::downgrade(&self.0), by, num });
         Ok(())
     }
 
@@ -383,7 +414,7 @@ impl Queue for CudaStream {
         let _current = self.0.ctx.bind()?;
         // SAFETY: both are alive; 0 is the default flag.
         check(unsafe { sys::cuStreamWaitEvent(self.0.raw, event.raw(), 0) }, "cuStreamWaitEvent")?;
-        if let Some(h) = event.capture() {
+        if let Some(h) = event.last().capture {
             *self.capture() = Some(h);
         }
         Ok(())
@@ -445,12 +476,27 @@ impl Queue for CudaStream {
         Ok(())
     }
 
+    fn synchronize_at(&self, event: &CudaEvent, deadline: Option<Deadline>) -> Result<()> {
+        let last = event.last();
+        event.synchronize(deadline)?;
+        if last.on.ptr_eq(&Arc::downgrade(&self.0)) {
+            let (closed, open) = {
+                let mut f = self.flight();
+                let of = |o: &mut Open| Some(o.by) == last.by && o.num < last.num;
+                let gone: Vec<_> = f.open.extract_if(.., of).collect();
+                (f.reached(), gone)
+            };
+            // Not under the lock, as a thing may have this very stream.
+            drop((closed, open));
+            self.0.ctx.free_retired();
+        }
+        Ok(())
+    }
+
     fn synchronize_until(&self, deadline: Option<Deadline>) -> Result<()> {
         let e = self.event()?;
         self.record(&e)?;
-        e.synchronize(deadline)?;
-        self.0.ctx.free_retired();
-        Ok(())
+        self.synchronize_at(&e, deadline)
     }
 }
 
@@ -517,7 +563,7 @@ impl Drop for Inner {
                 }
             }
         }
-        let flight = std::mem::take(self.flight.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let flight = take(self.flight.get_mut().unwrap_or_else(PoisonError::into_inner));
         let limit = Some(Deadline::after_s(LAST_WAIT_S));
         let idle = flight.open.is_empty()
             && flight.closed.is_empty()

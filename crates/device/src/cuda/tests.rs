@@ -144,7 +144,6 @@ fn what_work_has_used_is_not_freed_by_a_launch() {
         stream.record(&e).unwrap();
         e.synchronize(None).unwrap();
     }
-    stream.synchronize_until(None).unwrap();
     // Another test may have taken some, and be about to free them.
     let reached = |n: usize| {
         let start = std::time::Instant::now();
@@ -155,6 +154,15 @@ fn what_work_has_used_is_not_freed_by_a_launch() {
     };
     let ended = reached(300);
     assert!((300..500).contains(&ended), "all but the latest are freed: {ended} of 500");
+    // What another thread holds is for work that it may not have queued yet.
+    let theirs = || stream.hold(|| Arc::new(Thing(ends.clone())));
+    std::thread::scope(|s| s.spawn(theirs).join()).unwrap();
+    let (token, later) = (crate::Pending::new((), &stream, None).unwrap(), ends.clone());
+    stream.hold(|| Arc::new(Thing(later)));
+    token.wait().unwrap();
+    assert_eq!(reached(500), 500, "the host has waited for all but two");
+    stream.synchronize_until(None).unwrap();
+    assert_eq!(reached(501), 501);
     drop(stream);
-    assert_eq!((reached(500), ends.in_launches.load(Ordering::Relaxed)), (500, 0));
+    assert_eq!((reached(502), ends.in_launches.load(Ordering::Relaxed)), (502, 0));
 }
