@@ -443,11 +443,24 @@ def conformance(n):
             if ranks > 1:
                 processes = ranks_of(ranks, program("tilewire"), *flags)
                 yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name in ["attention", "nccl"], takes=takes)
+    yield from sharing(n)
     ranks = max(up_to(n, [1, 2, 4, 8]))
     train = f'"$0" train --backend vmm --task copy --steps 5 --ranks {ranks} --trace t.json && "$0" trace t.json --html t.html'
     argv = ["bash", "-c", f'{train} && python3 -c "$1"', program("tilewire"), TRACKS]
     yield Config(f"train-trace-{ranks}", argv, by_trace(ranks), jit=True)
     yield from sanitized(n)
+
+
+def sharing(n):
+    """More ranks than GPUs: processes whose kernels take turns. What many ranks do is seen, not in which order a link brings it."""
+    for ranks in [ranks for ranks in [2, 4, 8] if ranks > n]:
+        yield Config(f"one-sided-shared-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
+        for name, ops in verify_groups().items():
+            flags = ["verify", "--backend", "vmm", "--json", "--timeout-s", "40", "--op", ",".join(ops)]
+            if name != "nccl":
+                yield Config(f"verify-shared-{ranks}-{name}", ranks_of(ranks, program("tilewire"), *flags), by_shared_gpu, name == "attention")
+        steps = ["train", "--backend", "vmm", "--task", "copy", "--steps", "5", "--timeout-s", "40"]
+        yield Config(f"train-shared-{ranks}", ranks_of(ranks, program("tilewire"), *steps), jit=True)
 
 
 def sanitized(n):
@@ -498,7 +511,7 @@ def bad_input(n):
         shared = by_rows if ranks <= n else by_shared_gpu
         if ranks <= n:
             yield Config(f"ranks-{ranks}", [*verify, "--ranks", str(ranks)], by_rows)
-        for op in ODD_WORLDS if n > 1 or ranks == 3 else []:
+        for op in ODD_WORLDS:
             argv = [program("tilewire"), "verify", "--backend", "vmm", "--json", "--op", op, "--dtype", "bf16", "--timeout-s", "40"]
             yield Config(f"ranks-{ranks}-{op}", ranks_of(ranks, *argv), shared, jit=op == "cp_attention")
     if n > 1:
@@ -575,17 +588,19 @@ def faults(n):
     yield from bad_input(n)
     spike = program("gpu_spike")
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    for ranks in up_to(n, [2, 4]):
+    # Where there are fewer GPUs, ranks share them.
+    for ranks in [2, 4]:
+        many = ranks if ranks <= n else f"shared-{ranks}"
         for extra, tag in [({}, ""), (one, "-one-connection")]:
             for case in ["timeout", "abort"]:
-                yield Config(f"{case}-{ranks}{tag}", ranks_of(ranks, spike, case), env=extra)
+                yield Config(f"{case}-{many}{tag}", ranks_of(ranks, spike, case), env=extra)
             # The launcher ends the ranks that are left when one fails: they ignore that.
             stay = ["bash", "-c", f'trap "" TERM; exec "{spike}" killed']
-            yield Config(f"killed-{ranks}{tag}", ranks_of(ranks, *stay), by_survivors(ranks - 1), env=extra)
-            yield Config(f"after-{ranks}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
-        yield Config(f"leaks-{ranks}", ranks_of(ranks, spike, "hundred heaps"))
+            yield Config(f"killed-{many}{tag}", ranks_of(ranks, *stay), by_survivors(ranks - 1), env=extra)
+            yield Config(f"after-{many}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
+        yield Config(f"leaks-{many}", ranks_of(ranks, spike, "hundred heaps"))
+    orders = [program("gpu_team"), "--test-threads", "1"]
     if n > 1:
-        orders = [program("gpu_team"), "--test-threads", "1"]
         yield Config("parked-between", [*orders, "stops_between"], by_tests, jit=True)
         argv = [program("gpu_team"), "a_rank_without_memory", "--nocapture"]
         yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if can_watch() else NOT_WATCHED)
@@ -596,13 +611,14 @@ def faults(n):
         for part in ["before", "behind"]:
             argv = [program("gpu_model"), f"that_is_silent_{part}", "--nocapture"]
             yield Config(f"silent-in-training-{part}", argv, by_tests, jit=True)
-        # Ranks are processes, at least three: two GPUs are shared, and the rest is a team.
-        for ops in STOPPED_OPS:
-            yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process", "--nocapture"], by_ran, jit=True,
-                         env={"TW_TEAM_OPS": ops})
-        for ops in KILLED_OPS:
-            yield Config(f"killed-in-{ops}", [*orders, "a_killed_process", "--nocapture"], by_ran, jit=True,
-                         env={"TW_TEAM_OPS": ops})
+    # Ranks are processes, at least three: the rest is a team. Two GPUs are shared, and one by four.
+    some = {"TW_RANKS": "4"} if n < 2 else {}
+    for ops in STOPPED_OPS:
+        yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process", "--nocapture"], by_ran, jit=True,
+                     env={"TW_TEAM_OPS": ops, **some})
+    for ops in KILLED_OPS:
+        yield Config(f"killed-in-{ops}", [*orders, "a_killed_process", "--nocapture"], by_ran, jit=True,
+                     env={"TW_TEAM_OPS": ops, **some})
     if n < 2:
         yield Config("peers", [], needs=TWO_GPUS)
 
