@@ -403,6 +403,9 @@ def conformance(n):
     steps = ["train", "--task", "copy", "--steps", "5", "--backend"]
     yield Config("train-nccl", [program("tilewire"), *steps, "nccl", "--ranks", "2"], jit=True, needs=two)
     yield Config("train-nvshmem", ranks_of(2, program("tilewire"), *steps, "nvshmem"), jit=True, needs=needs)
+    for backend in ["nccl", "nvshmem"]:
+        argv = [program("tilewire"), "verify", "--json", "--dtype", "bf16", "--ranks", "1", "--backend", backend, "--op", "all_gather,gemm_rs,ep"]
+        yield Config(f"verify-{backend}-alone", argv, by_rows, needs=why_not(backend, doctor_says()))
     for part in LITMUS:
         yield Config(f"litmus-{part}", [program("gpu_spike"), "litmus", part], by_litmus, needs=None if n > 1 else TWO_GPUS)
     # Attention, also through NCCL, has a kernel for each pair of head dimensions: the rare ones are compiled.
