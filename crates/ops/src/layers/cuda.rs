@@ -270,6 +270,14 @@ fn quads(what: &str, cols: usize) -> Result<()> {
     Err(no_kernel(format!("{what} of {cols} elements"), "make it a multiple of 4"))
 }
 
+/// Kernels turn eight pairs at once.
+fn whole_heads(dim: usize) -> Result<()> {
+    if dim.is_multiple_of(16) {
+        return Ok(());
+    }
+    Err(no_kernel(format!("heads of {dim} elements"), "make it a multiple of 16"))
+}
+
 /// The address of a tensor of which a kernel moves `num` elements at once, at most 16 bytes; 0 of none.
 fn whole<'a>(what: &str, t: impl Into<Option<&'a Tensor>>, num: usize) -> Result<u64> {
     let Some(t) = t.into() else { return Ok(0) };
@@ -379,7 +387,7 @@ impl On<'_> {
     pub fn heads(&self, a: &Heads) -> Result<()> {
         let (heads, kv, dim) = a.sizes()?;
         let n = dims(&a.rows).0;
-        quads("a quarter of a head", dim / 4)?;
+        whole_heads(dim)?;
         if n == 0 {
             return Ok(());
         }
@@ -543,5 +551,10 @@ mod tests {
         let e = quads("rows", 6).unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
         quads("rows", 8).unwrap();
+        for dim in [2, 8, 18, 24, 34, 72] {
+            let e = whole_heads(dim).unwrap_err();
+            assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        }
+        [16, 32, 48, 128].into_iter().try_for_each(whole_heads).unwrap();
     }
 }
