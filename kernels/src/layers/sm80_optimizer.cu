@@ -69,14 +69,14 @@ struct TwAdamW {
     const int* count;  // steps taken before
     u64 n;
     double lr, beta1, beta2, eps, decay, clip;
-    u32 warmup, total;
+    u64 warmup, total;
 };
 
 // Learning rate of step `step`: linear warm-up, cosine down to a tenth.
-__device__ __forceinline__ double tw_rate(const TwAdamW& a, u32 step) {
-    if (step < a.warmup) return a.lr * (step + 1) / a.warmup;
-    u32 span = a.total > a.warmup + 1 ? a.total - a.warmup : 1;
-    double t = (double)(step - a.warmup) / span;
+__device__ __forceinline__ double tw_rate(const TwAdamW& a, u64 step) {
+    if (step < a.warmup) return a.lr * (double)(step + 1) / (double)a.warmup;
+    u64 span = a.total > a.warmup ? a.total - a.warmup : 1;
+    double t = (double)(step - a.warmup) / (double)span;
     return a.lr * (0.1 + 0.45 * (1.0 + cos(3.14159265358979323846 * (t < 1.0 ? t : 1.0))));
 }
 

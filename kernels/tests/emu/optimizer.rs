@@ -28,13 +28,25 @@ struct Adam {
     at: [u64; 7],
     n: u64,
     hyper: [f64; 6],
-    steps: [u32; 2],
+    steps: [u64; 2],
+}
+
+/// A step: those before it, the loss and whether all have their sums, which decide whether it is taken, and the schedule.
+#[derive(Clone, Copy)]
+struct Step {
+    count: i32,
+    loss: f32,
+    sums: f32,
+    /// Of warm-up, and in all.
+    steps: [u64; 2],
 }
 
 const HYPER: [f64; 6] = [0.1, 0.9, 0.98, 1e-6, 0.01, 1.0];
+const STEP: Step = Step { count: 0, loss: 1.0, sums: 1.0, steps: [10, 60] };
 
-/// Gradients' norm, a step from it, and the count: `loss` and `sums` decide whether it is taken.
-fn step(lib: &'static Lib, t: usize, (count, loss, sums): (i32, f32, f32)) {
+/// Gradients' norm, a step from it, and the count.
+fn step(lib: &'static Lib, t: usize, s: Step) {
+    let Step { count, loss, sums, steps } = s;
     let (dtype, n, mut rng) = (TYPES[t], 131, Rng::new(8));
     let mut mat = |f: f64| Mat::random(&mut rng, 1, n).map(|v| f * v).rounded(DType::F32);
     let (w, g, m, v) = (mat(1.0), mat(2.0), mat(0.1), mat(0.1).map(|v| v * v).rounded(DType::F32));
@@ -60,7 +72,7 @@ fn step(lib: &'static Lib, t: usize, (count, loss, sums): (i32, f32, f32)) {
         ],
         n: n as u64,
         hyper: HYPER,
-        steps: [10, 60],
+        steps,
     };
     let names = ["tw_square_sum", "tw_square_total", "tw_adamw", "tw_count_step"];
     let kernels = names.map(|k| lib.kernel(k));
@@ -75,8 +87,8 @@ fn step(lib: &'static Lib, t: usize, (count, loss, sums): (i32, f32, f32)) {
     let memory = [&w_at, &master, &g_at, &m_at, &v_at, &small, &counter, &partial];
     run(work, &memory);
     let norm = nn::grad_norm(std::slice::from_ref(&g));
-    let all = small.get();
-    let have = (all.at(0, 1) + all.at(0, 2)).sqrt();
+    let small = small.get();
+    let have = (small.at(0, 1) + small.at(0, 2)).sqrt();
     assert!((have - norm).abs() < 1e-9 * norm, "norm {have} for {norm}");
     let own = if dtype == DType::F32 { &w_at } else { &master };
     if !(loss.is_finite() && sums.is_finite()) {
@@ -85,10 +97,11 @@ fn step(lib: &'static Lib, t: usize, (count, loss, sums): (i32, f32, f32)) {
         assert_eq!(counter.memory.read::<i32>(), [count]);
         return;
     }
-    let rate = match count {
-        s if s < 10 => HYPER[0] * f64::from(s + 1) / 10.0,
-        s => {
-            let t = (f64::from(s - 10) / 50.0).min(1.0);
+    let (done, [warmup, all]) = (f64::from(count), steps.map(|n| n as f64));
+    let rate = match done < warmup {
+        true => HYPER[0] * (done + 1.0) / warmup,
+        false => {
+            let t = ((done - warmup) / (all - warmup)).min(1.0);
             HYPER[0] * (0.1 + 0.45 * (1.0 + (std::f64::consts::PI * t).cos()))
         }
     };
@@ -151,9 +164,13 @@ fn init(lib: &'static Lib, t: usize) {
 
 fn whole_optimizer(lib: &'static Lib, t: usize) {
     for (count, loss) in [(0, 1.0), (9, 2.0), (10, 2.0), (35, 0.5), (90, 0.5), (3, f32::NAN)] {
-        step(lib, t, (count, loss, 1.0));
+        step(lib, t, Step { count, loss, ..STEP });
     }
-    step(lib, t, (3, 1.0, f32::NAN));
+    step(lib, t, Step { count: 3, sums: f32::NAN, ..STEP });
+    // Schedules that are longer than 32 bits count.
+    for steps in [[10, 1 << 32], [(1 << 32) + 10, 1 << 33], [10, u64::MAX]] {
+        step(lib, t, Step { count: 35, steps, ..STEP });
+    }
     init(lib, t);
 }
 
@@ -194,6 +211,12 @@ const OF_OPTIMIZER: &[Planted] = &[
     ),
     Planted("no clipping", "clip < 1.0 ? clip : 1.0", "1.0", planted_optimizer),
     Planted("no warm-up", "if (step < a.warmup) return", "if (false) return", planted_optimizer),
+    Planted(
+        "a schedule of 32 bits",
+        "u64 span = a.total > a.warmup ? a.total - a.warmup : 1;",
+        "u32 span = (u32)a.total > (u32)a.warmup ? (u32)a.total - (u32)a.warmup : 1;",
+        planted_optimizer,
+    ),
     Planted("no end of the decay", "(t < 1.0 ? t : 1.0)", "t", planted_optimizer),
     Planted("bias of the first moment", "m * f.first", "m", planted_optimizer),
     Planted("bias of the second moment", "sqrtf(v * f.second)", "sqrtf(v)", planted_optimizer),

@@ -234,8 +234,8 @@ struct Adam {
     eps: f64,
     decay: f64,
     clip: f64,
-    warmup: u32,
-    total: u32,
+    warmup: u64,
+    total: u64,
 }
 
 /// `TwInit`.
@@ -512,8 +512,8 @@ impl On<'_> {
             eps: a.cfg.eps,
             decay: if a.decay { a.cfg.weight_decay } else { 0.0 },
             clip: a.cfg.clip,
-            warmup: a.cfg.warmup as u32,
-            total: a.cfg.total as u32,
+            warmup: a.cfg.warmup as u64,
+            total: a.cfg.total as u64,
         };
         self.one(&self.kernels.adamw, self.elements(n), &p)
     }
