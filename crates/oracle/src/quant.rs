@@ -210,7 +210,8 @@ impl DelayedScaling {
     }
 
     /// Records the magnitude of the step just done and sets the scale of the next:
-    /// `f32(max(history) / max * 2^margin)`. A window whose maximum is 0 or infinite keeps the scale.
+    /// `f32(max(history) / max * 2^margin)`, between the least and the largest normal f32. A window whose maximum
+    /// is 0 or infinite keeps the scale.
     pub fn record(&mut self, amax: f64) {
         self.history.push(amax);
         if self.history.len() > self.window {
@@ -219,7 +220,7 @@ impl DelayedScaling {
         let top = self.history.iter().fold(0.0, |m: f64, &v| m.max(v));
         if top > 0.0 && top.is_finite() {
             let scale = (top / self.dtype.max_finite() * 2f64.powi(self.margin)) as f32;
-            self.scale = scale.max(f32::MIN_POSITIVE);
+            self.scale = scale.clamp(f32::MIN_POSITIVE, f32::MAX);
         }
     }
 

@@ -316,8 +316,8 @@ tw_scale(const float* parts, u32 num, u32 pow2, float* amax, float* scale, float
 }
 
 // A step of delayed scaling: the scale so far to `scale` and `second`; then the largest of `num`
-// maxima replaces the oldest of the history, and `state` becomes the scale of the coming step. A
-// window whose maximum is 0 or infinite keeps it.
+// maxima replaces the oldest of the history, and `state` becomes the scale of the coming step, which is
+// finite. A window whose maximum is 0 or infinite keeps it.
 extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS)
 tw_scale_delayed(const float* parts, u32 num, float* history, u32 window, i64* steps, float* state, int margin,
                  float* scale, float* second) {
@@ -332,7 +332,7 @@ tw_scale_delayed(const float* parts, u32 num, float* history, u32 window, i64* s
     for (u32 i = 0; i < window; i++) top = fmaxf(top, history[i]);
     if (top == 0 || __float_as_uint(top) == 0x7f800000) return;
     double next = (double)top / TW_MAX * __longlong_as_double((i64)(1023 + margin) << 52);
-    *state = fmaxf((float)next, __uint_as_float(1u << 23));
+    *state = fminf(fmaxf((float)next, __uint_as_float(1u << 23)), __uint_as_float(0x7f7fffff));
 }
 
 // ---- Back: codes times scales.

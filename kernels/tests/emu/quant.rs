@@ -415,6 +415,7 @@ fn delayed(lib: &'static Lib, dst: usize, window: usize, margin: i32) {
             3 | 4 => 0.0,
             6 => f32::INFINITY,
             8 => f32::from_bits(3),
+            9 => f32::MAX,
             _ => Rng::new(step).uniform(0.1, 900.0),
         };
         parts.write(&[0.0, top, top / 2.0]);
@@ -426,6 +427,7 @@ fn delayed(lib: &'static Lib, dst: usize, window: usize, margin: i32) {
         assert_eq!(out.read::<f32>(), [want.scale; 2], "step {step}");
         want.record(f64::from(top));
         assert_eq!(state.read::<f32>(), [want.scale], "after step {step}");
+        assert!(want.scale.is_finite(), "after step {step}");
         assert_eq!(steps.get(0, 0), step + 1);
     }
 }

@@ -38,13 +38,14 @@ impl Recipe {
         ((bits >> 23) as i32 - 127 - top + above).max(floor)
     }
 
-    /// The next scale of delayed scaling, from the largest magnitude of the window.
+    /// The next scale of delayed scaling, from the largest magnitude of the window. Finite: codes of an infinite one
+    /// would be 0, and their products with it NaN.
     pub fn delayed(&self, top: f32, margin: i32, before: f32) -> f32 {
         if top == 0.0 || top.is_infinite() {
             return before;
         }
         let scale = f64::from(top) / self.dtype.max_finite() * 2f64.powi(margin);
-        (scale as f32).max(f32::MIN_POSITIVE)
+        (scale as f32).clamp(f32::MIN_POSITIVE, f32::MAX)
     }
 }
 

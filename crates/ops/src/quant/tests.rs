@@ -174,6 +174,20 @@ fn delayed_scaling_follows_the_oracle_eager_and_replayed() {
     }
 }
 
+/// Finite magnitudes make finite scales, whatever the margin.
+#[test]
+fn a_delayed_scale_is_never_infinite() {
+    for dst in FP8 {
+        let recipe = QuantDesc::new(1, 1, DType::F32, dst, ScaleLayout::Tensor).recipe();
+        for (top, margin) in [(f32::MAX, 64), (1e38, 20), (1e30, 64)] {
+            let mut want = oracle::DelayedScaling::new(dst, 1, margin);
+            want.record(f64::from(top));
+            let scale = recipe.delayed(top, margin, 1.0);
+            assert!(scale.is_finite() && scale == want.scale, "{dst} {top} {margin}: {scale}");
+        }
+    }
+}
+
 fn shared(world: &World, desc: &QuantDesc) -> Result<(Heap, Stream, QuantPlan)> {
     let heap = world.everyone("q")?.heap(tilewire_core::BackendKind::Host, HeapCfg::new(4096))?;
     let plan = QuantPlan::new(*desc, Some(&heap))?;
