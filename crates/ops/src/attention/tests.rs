@@ -40,6 +40,10 @@ fn bad_sequences_and_descriptions_are_refused() {
     assert!(bad(|d| d.out = DType::F8E4M3).contains("f32, bf16, f16"));
     assert!(bad(|d| d.softcap = Some(0.0)).contains("softcap"));
     assert!(bad(|d| d.scale = f64::NAN).contains("scale"));
+    // No f32 is so small, or so large.
+    assert!(bad(|d| d.softcap = Some(1e-50)).contains("softcap"));
+    assert!(bad(|d| d.softcap = Some(1e39)).contains("softcap"));
+    assert!(bad(|d| d.scale = -1e39).contains("scale"));
     assert!(bad(|d| d.dropout = Some(Dropout { p: 1.0, seed: 0 })).contains("[0, 1)"));
     assert!(bad(|d| d.bias = Some(BiasShape { heads: 3, sq: 8, skv: 8 })).contains("1 or 4"));
     assert!(bad(|d| d.bias = Some(BiasShape { heads: 1, sq: 7, skv: 8 })).contains("7 x 8"));
