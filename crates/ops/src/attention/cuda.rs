@@ -183,6 +183,30 @@ pub(crate) fn unit(dtype: DType, (dqk, dv): (usize, usize)) -> (Source, Vec<(Str
     }
 }
 
+/// The most segments of a table, with rows in so many spans; fails for what no kernel does. Pure.
+fn fitting_segs(d: &AttentionDesc, spans: usize) -> Result<usize> {
+    if d.dqk.max(d.dv) > 256 {
+        return Err(no_kernel(
+            format!("attention with head dimensions {} and {}", d.dqk, d.dv),
+            "head dimensions go to 256 on CUDA devices; the host has no bound",
+        ));
+    }
+    let s = &d.sequences;
+    // Positions, and positions beyond a window, are 32-bit numbers.
+    if s.tokens_q.max(s.tokens_kv) >= 1 << 29 {
+        return Err(Error::invalid("too many rows for the kernels")
+            .expected("less than 2^29")
+            .seen(s.tokens_q.max(s.tokens_kv)));
+    }
+    // Between two sequences may lie rows of none. Launches may have more sequences.
+    let segs = 2 * s.q.len().max(512) + 1 + spans;
+    let tiles = s.tokens_q.max(s.tokens_kv) / PLAIN_ROWS as usize + segs;
+    fit_32_bits("attention", &[tiles * d.heads_q])?;
+    // A bias may be wider than any sequence. A thread makes an element of its gradient.
+    let bias = d.bias.map_or([0; 3], |b| [b.sq, b.skv, (b.heads * b.sq * b.skv).div_ceil(256)]);
+    fit_32_bits("a bias of attention", &bias).map(|()| segs)
+}
+
 /// What needs the text with all features.
 fn extra(d: &AttentionDesc) -> bool {
     d.softcap.is_some() || d.bias.is_some() || d.dropout.is_some() || d.scale as f32 <= 0.0
@@ -281,23 +305,7 @@ impl Prepared {
 
     /// For a description of wide types.
     pub fn sized(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
-        if d.dqk.max(d.dv) > 256 {
-            return Err(no_kernel(
-                format!("attention with head dimensions {} and {}", d.dqk, d.dv),
-                "head dimensions go to 256 on CUDA devices; the host has no bound",
-            ));
-        }
-        let s = &d.sequences;
-        // Positions, and positions beyond a window, are 32-bit numbers.
-        if s.tokens_q.max(s.tokens_kv) >= 1 << 29 {
-            return Err(Error::invalid("too many rows for the kernels")
-                .expected("less than 2^29")
-                .seen(s.tokens_q.max(s.tokens_kv)));
-        }
-        // Between two sequences may lie rows of none. Launches may have more sequences.
-        let segs = 2 * s.q.len().max(512) + 1 + room.spans;
-        let tiles = s.tokens_q.max(s.tokens_kv) / PLAIN_ROWS as usize + segs;
-        fit_32_bits("attention", &[tiles * d.heads_q])?;
+        let segs = fitting_segs(d, room.spans)?;
         Ok(Self {
             forward: Forward::new(ctx, d, room.out)?,
             backward: Backward::new(ctx, d, room)?,
@@ -560,4 +568,30 @@ fn run(stream: &CudaStream, k: &Kernel, grid: Grid, p: &Param) -> Result<()> {
     // SAFETY: the argument is the kernel's `TwAttn`. What it points to was checked against the
     // description (shapes, types, the same device) and is held by the stream (`hold_all`).
     unsafe { k.launch(stream, grid, LaunchArgs::new().arg(p)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::BiasShape;
+
+    #[test]
+    fn what_no_kernel_can_count_is_refused() {
+        let d = AttentionDesc::new(8, (4, 2), 64, DType::BF16, AttnMask::CAUSAL);
+        assert_eq!(fitting_segs(&d, 1).unwrap(), 1026);
+        let bad = |f: fn(&mut AttentionDesc)| {
+            let mut d = d.clone();
+            f(&mut d);
+            fitting_segs(&d, 1).unwrap_err().to_string()
+        };
+        assert!(bad(|d| d.dqk = 264).contains("264"));
+        assert!(bad(|d| d.sequences = Sequences::one(1 << 29, 8)).contains("2^29"));
+        assert!(bad(|d| d.heads_q = 1 << 22).contains("attention"));
+        // The kernels would take a row of it for 8 elements.
+        let wide = BiasShape { heads: 1, sq: 8, skv: (1 << 32) + 8 };
+        let e = fitting_segs(&AttentionDesc { bias: Some(wide), ..d.clone() }, 1).unwrap_err();
+        assert!(e.to_string().contains("bias"), "{e}");
+        let d = AttentionDesc { bias: Some(BiasShape { skv: 1 << 20, ..wide }), ..d };
+        fitting_segs(&d, 1).unwrap();
+    }
 }
