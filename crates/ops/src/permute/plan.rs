@@ -7,7 +7,7 @@ use tilewire_device::{Node, Pending, Stream, Tensor};
 use super::desc::together;
 use super::{PermuteDesc, PermuteMap, PermuteMemory, Permuted, Tokens, cuda, host};
 use crate::common::cuda::{Ready, together_on};
-use crate::common::{Named, expect_tensor};
+use crate::common::{Named, apart, expect_tensor};
 
 /// Tensors of a weighted unpermute's backward.
 #[derive(Clone, Debug)]
@@ -135,7 +135,7 @@ impl PermutePlan {
     /// Queues `out.x[slot(t, j)] = t.x[t]`, and the same for weights and scales.
     ///
     /// # Errors
-    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit.
+    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit, or results that overlap what is read.
     pub fn permute(
         &self,
         stream: &Stream,
@@ -150,7 +150,8 @@ impl PermutePlan {
             out.check(d, d.dtype)?;
             together("weights", t.weights.is_some(), out.weights.is_some())?;
             together("scales", t.scales.is_some(), out.scales.is_some())?;
-            together("scales", t.scales.is_some(), d.num_scales > 0)
+            together("scales", t.scales.is_some(), d.num_scales > 0)?;
+            apart(&out.named(), &t.named())
         };
         check().map_err(|e| e.op("permute"))?;
         let tensors = [&[map.named()][..], &t.named(), &out.named()].concat();
@@ -178,7 +179,8 @@ impl PermutePlan {
             if let Some(w) = topk_weights {
                 expect_tensor("topk_weights", w, DType::F32, &[map.tokens(), d.top_k])?;
             }
-            expect_tensor("out", out, d.out, &[map.tokens(), d.hidden])
+            expect_tensor("out", out, d.out, &[map.tokens(), d.hidden])?;
+            apart(&[("out", Some(out))], &[("rows", Some(rows)), ("topk_weights", topk_weights)])
         };
         check().map_err(|e| e.op("unpermute"))?;
         let tensors =
@@ -211,7 +213,7 @@ impl PermutePlan {
             if g.scales.is_some() || out.scales.is_some() {
                 return Err(Error::invalid("scales have no gradient"));
             }
-            Ok(())
+            apart(&out.named(), &g.named())
         };
         check().map_err(|e| e.op("permute_bwd"))?;
         let tensors = [&[map.named()][..], &g.named(), &out.named()].concat();
@@ -237,10 +239,15 @@ impl PermutePlan {
             let (rows, choices) = ([d.capacity, d.hidden], [map.tokens(), d.top_k]);
             expect_tensor("d_out", &g.d_out, d.out, &[map.tokens(), d.hidden])?;
             expect_tensor("d_rows", &g.d_rows, d.out, &rows)?;
-            let Some(w) = &g.weighted else { return Ok(()) };
+            let Some(w) = &g.weighted else {
+                return apart(&[("d_rows", Some(&g.d_rows))], &[("d_out", Some(&g.d_out))]);
+            };
             expect_tensor("weights", &w.weights, DType::F32, &choices)?;
             expect_tensor("rows", &w.rows, d.out, &rows)?;
-            expect_tensor("d_weights", &w.d_weights, DType::F32, &choices)
+            expect_tensor("d_weights", &w.d_weights, DType::F32, &choices)?;
+            let outs = [("d_rows", Some(&g.d_rows)), ("d_weights", Some(&w.d_weights))];
+            let ins = [("d_out", &g.d_out), ("weights", &w.weights), ("rows", &w.rows)];
+            apart(&outs, &ins.map(|(what, t)| (what, Some(t))))
         };
         check().map_err(|e| e.op("unpermute_bwd"))?;
         let w = g.weighted.as_ref();

@@ -215,3 +215,42 @@ fn what_does_not_fit_is_refused() {
     let e = plan.permute_bwd(&s, &map, &out, &with).err().unwrap();
     assert!(e.to_string().contains("no gradient"), "{e}");
 }
+
+/// What is written while it is read, or twice, would depend on who comes first.
+#[test]
+fn results_that_overlap_what_is_read_are_refused() {
+    let d = PermuteDesc::new(4, 8, 3, 2, DType::F32);
+    let (s, plan) = (Stream::new("r").unwrap(), PermutePlan::new(d).unwrap());
+    plan.prepare(&s).unwrap();
+    let map = plan.map(4).unwrap();
+    let f = |r, c| Tensor::zeros(DType::F32, Shape::d2(r, c));
+    let (rows, w) = (f(d.capacity, 8), f(4, 2));
+    let permuted = |x: &Tensor| Permuted { x: x.clone(), weights: None, scales: None };
+    let tokens = |x: &Tensor| Tokens { x: x.clone(), weights: None, scales: None };
+    let front = rows.rows(0, 4).unwrap();
+    let grads = |d_out: &Tensor, d_weights: &Tensor| UnpermuteGrads {
+        d_out: d_out.clone(),
+        d_rows: rows.clone(),
+        weighted: Some(WeightedGrads {
+            weights: w.clone(),
+            rows: f(d.capacity, 8),
+            d_weights: d_weights.clone(),
+        }),
+    };
+    let mut on_rows = grads(&f(4, 8), &f(4, 2));
+    on_rows.weighted.as_mut().unwrap().rows = rows.clone();
+    let plain = UnpermuteGrads { weighted: None, ..grads(&front, &w) };
+    let refused = [
+        plan.permute(&s, &map, &tokens(&front), &permuted(&rows)).err(),
+        plan.permute_bwd(&s, &map, &permuted(&rows), &tokens(&front)).err(),
+        plan.unpermute(&s, &map, (&rows, None), &front).err(),
+        plan.unpermute_bwd(&s, &map, &on_rows).err(),
+        plan.unpermute_bwd(&s, &map, &grads(&f(4, 8), &w)).err(),
+        plan.unpermute_bwd(&s, &map, &plain).err(),
+    ];
+    for e in refused.into_iter().map(Option::unwrap) {
+        assert!(e.kind() == ErrorKind::InvalidArgument && e.get_hint().is_some(), "{e}");
+        assert!(e.to_string().contains("must not overlap"), "{e}");
+    }
+    plan.unpermute_bwd(&s, &map, &grads(&f(4, 8), &f(4, 2))).unwrap().wait().unwrap();
+}

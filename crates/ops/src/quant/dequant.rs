@@ -7,7 +7,7 @@ use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::{Quantized, cuda};
 use crate::common::cuda::{Ready, together_on};
-use crate::common::expect_tensor;
+use crate::common::{apart, expect_tensor};
 use crate::gemm::Operand;
 
 /// `out = data * scale`, rounded once to the type of `out`.
@@ -121,6 +121,7 @@ impl DequantPlan {
                 .seen(format_args!("{:?}", q.layout)));
         }
         q.check("q", d.src, (rows, d.cols))?;
-        expect_tensor("out", out, d.out, &[rows, d.cols])
+        expect_tensor("out", out, d.out, &[rows, d.cols])?;
+        apart(&[("out", Some(out))], &[("q", Some(&q.data)), ("q scales", Some(&q.scales))])
     }
 }

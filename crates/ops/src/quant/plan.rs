@@ -12,7 +12,7 @@ use crate::collective::CollectiveBackend;
 use crate::common::cuda::{Ready, no_kernel, together_on};
 use crate::common::lanes::{Enter, Lanes};
 use crate::common::nccl::put_or_nccl;
-use crate::common::{Named, PlanCore, expect_tensor};
+use crate::common::{Named, PlanCore, apart, expect_tensor};
 
 /// Signal slots of a plan over a team.
 pub(super) const CREDIT: usize = 0;
@@ -229,6 +229,8 @@ impl QuantPlan {
         };
         result("row", d.sides.row(), &t.row, (rows, d.cols))?;
         result("column", d.sides.column(), &t.column, (d.cols, rows))?;
+        let [x, outs @ ..] = t.named();
+        apart(&outs, &[x])?;
         Ok(rows)
     }
 

@@ -309,6 +309,13 @@ fn what_does_not_fit_is_refused() {
     assert!(refused(QuantInputs { column: t.row.clone(), ..t.clone() }).contains("expected none"));
     let mx = Quantized::poisoned(DType::F8E4M3, ScaleLayout::Mx1x32, 4, 8);
     assert!(refused(QuantInputs { row: Some(mx), ..t.clone() }).contains("another layout"));
+    // Both results in one tensor.
+    let both = QuantDesc { rows: 8, sides: Sides::Both, ..good };
+    let plan8 = QuantPlan::new(both, None).unwrap();
+    plan8.prepare(&stream).unwrap();
+    let square = QuantInputs::new(&both, &other(8, 8, DType::F32)).unwrap();
+    let e = plan8.launch(&stream, QuantInputs { column: square.row.clone(), ..square }).err();
+    assert!(e.unwrap().to_string().contains("must not overlap"));
     assert!(plan.explain().contains("local") && plan.predict().is_empty());
     assert_eq!(QuantPlan::memory(&good, 8), 0);
     assert_eq!(QuantPlan::memory(&QuantDesc { scope: Scope::Team, ..good }, 8), 32);
