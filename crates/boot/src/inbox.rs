@@ -204,7 +204,7 @@ impl Inbox {
             if missing.is_empty() {
                 return Ok(s.take_all(tag, members, self.me, own));
             }
-            if let Some(e) = self.hopeless(&mut s, tag, &missing).or(stopped.take()) {
+            if let Some(e) = self.hopeless(&mut s, tag, members, &missing).or(stopped.take()) {
                 s.give_up(tag, members, &missing, self.me);
                 return Err(e);
             }
@@ -229,7 +229,13 @@ impl Inbox {
     }
 
     /// Why waiting for `missing` cannot succeed, if so.
-    fn hopeless(&self, s: &mut State, tag: &str, missing: &[Rank]) -> Option<Error> {
+    fn hopeless(
+        &self,
+        s: &mut State,
+        tag: &str,
+        members: &[Rank],
+        missing: &[Rank],
+    ) -> Option<Error> {
         for &m in missing {
             let source = &mut s.sources[m.idx()];
             if let Some(e) = source.lost.remove(tag) {
@@ -242,7 +248,10 @@ impl Inbox {
                 return Some(e.clone());
             }
         }
-        None
+        // One that died behind its part: who comes to this exchange now is told so, and gives none.
+        let dead = |m: &&Rank| s.sources[m.idx()].exit == Some(PeerExit::Died);
+        let m = members.iter().find(dead)?;
+        Some(self.gone_error(tag, *m, &s.sources[m.idx()]))
     }
 
     /// Adds somebody to tell of exits. The telling is done by [`Inbox::announce`].

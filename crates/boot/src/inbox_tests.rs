@@ -63,6 +63,19 @@ fn left_after_giving_is_fine_left_before_is_not() {
 }
 
 #[test]
+fn a_death_behind_a_part_ends_the_wait_for_others_but_spoils_nothing() {
+    let inbox = Inbox::new(r(0), 3, Limits::default());
+    let all = [r(0), r(1), r(2)];
+    inbox.deliver(r(2), "t", parcel(b"2"));
+    inbox.deliver(r(2), "u", parcel(b"2"));
+    inbox.deliver(r(1), "u", parcel(b"1"));
+    inbox.exit(r(2), PeerExit::Died);
+    assert_eq!(inbox.collect("u", &all, parcel(b""), soon(), &|| Ok(())).unwrap().len(), 3);
+    let e = inbox.collect("t", &all, parcel(b""), Deadline::after_s(5.0), &|| Ok(())).unwrap_err();
+    assert!(e.is_peer_dead() && e.get_peer() == Some(r(2)), "{e}");
+}
+
+#[test]
 fn every_watcher_hears_every_exit_once_and_panics_are_contained() {
     let inbox = Inbox::new(r(0), 3, Limits::default());
     let heard = Arc::new(Mutex::new(Vec::new()));

@@ -166,6 +166,32 @@ fn death_is_told_at_once_and_leaving_is_not_death() {
     }
 }
 
+/// Rank 1 comes behind the death, and does not begin: rank 0, which has the dead rank's part, must not wait for it.
+#[test]
+fn a_death_between_two_that_meet_is_told_to_both_at_once() {
+    for mut world in kinds(3) {
+        let all = [0, 1, 2].map(Rank::new);
+        let (dead, late) = (world.remove(2), world.remove(1));
+        let now = Deadline::after_s(0.0);
+        assert!(dead.exchange("t", &all, b"", &[], now).unwrap_err().is_timeout());
+        let start = Instant::now();
+        std::thread::scope(|t| {
+            let early = t.spawn(|| world[0].exchange("t", &all, b"", &[], soon()).unwrap_err());
+            std::thread::sleep(Duration::from_millis(50));
+            drop(dead);
+            while late.gone() == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            for e in
+                [late.exchange("t", &all, b"", &[], soon()).unwrap_err(), early.join().unwrap()]
+            {
+                assert!(e.is_peer_dead() && e.get_peer() == Some(Rank::new(2)), "{e}");
+            }
+        });
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    }
+}
+
 #[test]
 fn what_was_given_before_leaving_still_counts() {
     for world in kinds(2) {
