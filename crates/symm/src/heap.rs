@@ -199,9 +199,13 @@ pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>)
     let deadline = Deadline::after(team.timeout());
     let num = own.as_ref().map_or(0, Vec::len);
     let part = (&[][..], own.as_deref().map_err(Error::clone));
-    let parcels =
-        exchange_parts(&*team.0.mesh, &|| team.check(), &tag, team.members(), part, deadline)
-            .map_err(|e| team.translate(e).op("heap").phase("exchange").team(team.name()))?;
+    let stop = || team.check();
+    let met = exchange_parts(&*team.0.mesh, &stop, &tag, team.members(), part, deadline);
+    let parcels = met.map_err(|e| match team.fault().get().filter(|_| own.is_ok()) {
+        // It speaks of ranks of the team; the mesh, of the world's.
+        Some(fault) => fault,
+        None => team.translate(e).op("heap").phase("exchange").team(team.name()),
+    })?;
     let mut fds = Vec::new();
     for (i, p) in parcels.into_iter().enumerate() {
         if p.fds.len() != num {

@@ -507,6 +507,27 @@ fn a_team_speaks_of_its_own_ranks() {
     .unwrap();
 }
 
+/// A fault that ends the meeting for memory speaks of the team's ranks already.
+#[test]
+fn an_abort_while_memory_is_exchanged_names_the_rank_of_the_team() {
+    World::run_threads(3, WorldCfg::for_tests(), |world| {
+        let members = [2, 0, 1].map(Rank::new);
+        let team = world.team(&members, "turned")?.ok_or_else(|| Error::internal("no member"))?;
+        if team.rank().get() == 0 {
+            // The first meeting of `heap`; to the second one it does not come.
+            team.exchange("heap", b"backend `host`, 4096 bytes, reserve 16384")?;
+            std::thread::sleep(Duration::from_millis(50));
+            team.abort("enough");
+            return Ok(());
+        }
+        let e = team.heap(BackendKind::Host, HeapCfg::new(4096)).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
+        assert_eq!((e.get_rank(), e.get_peer()), (Some(team.rank()), Some(Rank::new(0))), "{e}");
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// After a failed try a heap can grow by less.
 #[test]
 fn growth_that_failed_can_be_smaller_next_time() {
