@@ -27,7 +27,7 @@ impl Default for Limits {
 const MAX_NOTES: usize = 1024;
 
 /// How often a wait asks whether it should stop.
-const SLICE: Duration = Duration::from_millis(20);
+pub(crate) const SLICE: Duration = Duration::from_millis(20);
 
 pub(crate) type ExitFn = dyn Fn(Rank, PeerExit) + Send + Sync;
 

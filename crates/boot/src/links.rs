@@ -11,7 +11,7 @@ use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
 use crate::frame::{self, Kind};
 use crate::handshake::Identity;
-use crate::inbox::{Inbox, Limits};
+use crate::inbox::{Inbox, Limits, SLICE};
 use crate::mesh::{Mesh, Parcel, PeerExit, check_exchange, check_world};
 use crate::monitor;
 use crate::rendezvous::{Link, rendezvous};
@@ -91,13 +91,13 @@ impl LinkMesh {
 
     /// Sends all `frames` to all of `peers`; descriptors go with the first frame.
     ///
-    /// Ranks that go meanwhile are left to the waiting that follows. A peer that does not read
-    /// delays nobody else.
+    /// Ranks that go meanwhile are left to the waiting that follows, and so is the error of `stop`, which ends this. A
+    /// peer that does not read delays nobody else.
     fn send_all(
         &self,
+        stop: &dyn Fn() -> Result<()>,
         peers: &[Rank],
-        frames: &[Vec<u8>],
-        fds: &[BorrowedFd<'_>],
+        (frames, fds): (&[Vec<u8>], &[BorrowedFd<'_>]),
         deadline: Deadline,
     ) -> Result<()> {
         let mut todo: Vec<(Rank, usize)> = peers.iter().map(|r| (*r, 0)).collect();
@@ -111,8 +111,8 @@ impl LinkMesh {
             if stuck.is_empty() {
                 return Ok(());
             }
-            if deadline.expired() {
-                // The wait for the parts finds out who is missing.
+            if deadline.expired() || stop().is_err() {
+                // The wait for the parts finds out who is missing, or why it must end.
                 return Ok(());
             }
             let mut poll: Vec<PollFd<'_>> = stuck
@@ -120,7 +120,7 @@ impl LinkMesh {
                 .filter_map(|(r, _)| self.shared.links[r.idx()].as_ref())
                 .map(|l| PollFd::new(&l.sock, PollFlags::OUT))
                 .collect();
-            sock::wait_any(&mut poll, Some(deadline.remaining()))?;
+            sock::wait_any(&mut poll, Some(deadline.remaining().min(SLICE)))?;
             todo = stuck;
         }
     }
@@ -194,7 +194,7 @@ impl Mesh for LinkMesh {
         let at = members.iter().position(|m| *m == me).unwrap_or(0);
         let peers: Vec<Rank> =
             (1..members.len()).map(|i| members[(at + i) % members.len()]).collect();
-        self.send_all(&peers, &frames, fds, deadline)
+        self.send_all(stop, &peers, (&frames, fds), deadline)
             .and_then(|()| self.shared.inbox.collect(tag, members, own, deadline, stop))
             .map_err(|e| if e.get_op().is_some() { e } else { e.op("exchange").rank(me) })
     }
@@ -216,7 +216,7 @@ impl Mesh for LinkMesh {
         let bye = [frame::encode_small(Kind::Bye, self.shared.me, &[])];
         let peers: Vec<Rank> = Rank::all(self.size()).filter(|r| *r != self.shared.me).collect();
         // A peer that cannot be reached will see the closed socket: that is all one can do.
-        self.send_all(&peers, &bye, &[], Deadline::after(BYE_LIMIT)).ok();
+        self.send_all(&|| Ok(()), &peers, (&bye, &[]), Deadline::after(BYE_LIMIT)).ok();
     }
 }
 

@@ -232,6 +232,23 @@ fn a_goodbye_behind_unread_data_is_still_a_goodbye() {
     assert_eq!(rx.recv_timeout(Duration::from_secs(5)).unwrap(), (all[1], PeerExit::Left));
 }
 
+/// A rank that is stopped leaves its socket full; what another one tells meanwhile must be heard all the same.
+#[test]
+fn a_peer_that_does_not_read_keeps_nobody_from_stopping() {
+    let world = links(3);
+    world[1].shared.stop.store(true, Ordering::Release);
+    world[1].shared.bell.ring();
+    let (start, all) = (Instant::now(), [0, 1, 2].map(Rank::new));
+    let over = || match start.elapsed() > Duration::from_millis(100) {
+        true => Err(Error::new(ErrorKind::Aborted, "rank 2 aborted the team")),
+        false => Ok(()),
+    };
+    let big = vec![0; crate::mesh::MAX_PAYLOAD];
+    let e = world[0].exchange_unless(&over, "t", &all, &big, &[], soon()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+}
+
 #[test]
 fn bad_arguments_are_refused() {
     for world in kinds(2) {
