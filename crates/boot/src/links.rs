@@ -23,6 +23,9 @@ use crate::threads::{Worker, dup_all, left_error};
 /// How long [`Mesh::leave`] may wait for room in the socket of a peer that does not read.
 const BYE_LIMIT: Duration = Duration::from_millis(500);
 
+/// How long the descriptors that are under way may leave no room for more: ranks receive theirs in milliseconds.
+const ROOM_LIMIT: Duration = Duration::from_secs(5);
+
 /// A [`Mesh`] between processes of one host and one user.
 ///
 /// Each rank listens on an abstract Unix socket (or on a file in a private directory) with a random
@@ -101,10 +104,11 @@ impl LinkMesh {
         deadline: Deadline,
     ) -> Result<()> {
         let mut todo: Vec<(Rank, usize)> = peers.iter().map(|r| (*r, 0)).collect();
+        let room = Deadline::after(deadline.remaining().min(ROOM_LIMIT));
         loop {
             let mut stuck = Vec::new();
             for (peer, next) in todo {
-                if let Some(next) = self.send_some(peer, frames, next, fds)? {
+                if let Some(next) = self.send_some(peer, (frames, fds), next, room)? {
                     stuck.push((peer, next));
                 }
             }
@@ -125,13 +129,14 @@ impl LinkMesh {
         }
     }
 
-    /// Sends until done (`None`) or until the socket is full (`Some(next frame)`).
+    /// Sends until done (`None`), or until the socket is full or, up to `until`, as many descriptors are under way as the
+    /// kernel allows (`Some(next frame)`).
     fn send_some(
         &self,
         peer: Rank,
-        frames: &[Vec<u8>],
+        (frames, fds): (&[Vec<u8>], &[BorrowedFd<'_>]),
         mut next: usize,
-        fds: &[BorrowedFd<'_>],
+        until: Deadline,
     ) -> Result<Option<usize>> {
         let Some(link) = &self.shared.links[peer.idx()] else { return Ok(None) };
         if self.shared.inbox.exit_of(peer).is_some() {
@@ -144,6 +149,11 @@ impl LinkMesh {
                 Err(Errno::AGAIN) => return Ok(Some(next)),
                 // The peer has gone: the monitor says how.
                 Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Ok(None),
+                // Those of all ranks count: there is room once these have received, and no poll tells of it.
+                Err(Errno::TOOMANYREFS) if !until.expired() => {
+                    std::thread::sleep(Duration::from_millis(1));
+                    return Ok(Some(next));
+                }
                 Err(Errno::TOOMANYREFS) => {
                     return Err(Error::new(
                         ErrorKind::Exhausted,

@@ -8,7 +8,7 @@ use super::*;
 use crate::store::LocalStore;
 use crate::threads::ThreadMesh;
 use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::net::SocketType;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 fn links(n: usize) -> Vec<Arc<LinkMesh>> {
     let (store, secret) = (LocalStore::new(), Secret::random().unwrap());
@@ -291,6 +291,33 @@ fn the_most_descriptors_at_once() {
             }
         });
     }
+}
+
+/// In a process of its own, as the limit is one of the process. Whoever may raise limits has none here.
+#[test]
+fn descriptors_of_others_under_way_are_waited_for() {
+    const NAME: &str = "links::tests::descriptors_of_others_under_way_are_waited_for";
+    const LIMIT: usize = 64;
+    if std::env::var_os("FEW_UNDER_WAY").is_none() {
+        let mut sh = std::process::Command::new("sh");
+        sh.args(["-c", &format!("ulimit -n {LIMIT}; exec \"$0\" --exact \"$1\"")]);
+        sh.arg(std::env::current_exe().unwrap()).arg(NAME).env("FEW_UNDER_WAY", "1");
+        let out = sh.output().unwrap();
+        let text = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let (flags, fd) = (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, memfd("x"));
+    let (from, to) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    sock::send(&from, b"x", &vec![fd.as_fd(); LIMIT + 1]).unwrap();
+    let (world, all) = (links(2), [0, 1].map(Rank::new));
+    let give = |m: &LinkMesh| m.exchange("t", &all, b"", &[fd.as_fd()], soon()).map(drop);
+    std::thread::scope(|t| {
+        let two = world.iter().map(|m| t.spawn(|| give(m))).collect::<Vec<_>>();
+        std::thread::sleep(Duration::from_millis(100));
+        drop((from, to));
+        two.into_iter().for_each(|m| m.join().unwrap().unwrap());
+    });
 }
 
 #[test]
