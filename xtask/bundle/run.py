@@ -394,6 +394,10 @@ def conformance(n):
     for i, ops in enumerate(["all_gather,reduce_scatter,ag_gemm,gemm_rs", "all_reduce,all_to_all,gemm_ar,ep", "cp_attention,bulk"]):
         moves = [program("tilewire"), "verify", "--backend", "nvshmem", "--json", "--op", ops]
         yield Config(f"verify-nvshmem-{i}", ranks_of(2, *moves), by_rows, i == 2, needs=needs)
+    # Of more than two ranks NVSHMEM may map the parts in uneven steps.
+    for ranks in up_to(n, [4, 8]):
+        moves = [program("tilewire"), "verify", "--backend", "nvshmem", "--json", "--op", "all_reduce,all_to_all,ep"]
+        yield Config(f"verify-nvshmem-ranks-{ranks}", ranks_of(ranks, *moves), by_rows, needs=needs)
     # The communicator of a caller's, and NCCL's own puts, are with that backend.
     two = why_not("nccl", doctor_says()) if n > 1 else TWO_GPUS
     yield Config("one-sided-nccl-2", ranks_of(2, program("gpu_spike"), "nccl"), needs=two)
