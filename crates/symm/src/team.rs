@@ -43,6 +43,8 @@ pub(crate) struct TeamInner {
     /// Team ranks that died, and that left.
     dead: AtomicU64,
     left: AtomicU64,
+    /// The abort of a peer that my device has heard of, packed; or 0.
+    heard: AtomicU64,
     /// What the next wait on (slot, source) must see, less its own count.
     expected: Vec<AtomicU64>,
     epochs: Vec<AtomicU64>,
@@ -164,6 +166,7 @@ impl LiveTeam {
             sinks: AbortSinks::default(),
             dead: AtomicU64::new(0),
             left: AtomicU64::new(0),
+            heard: AtomicU64::new(0),
             expected: counters(NUM_SIGNALS * size),
             epochs: counters(NUM_CHANNELS),
             slots: Mutex::default(),
@@ -277,9 +280,9 @@ impl LiveTeam {
             ErrorKind::Mismatch => 4,
             _ => 5,
         };
-        let heard = error.get_peer().filter(|_| reason == 3).and_then(|_| self.peer_abort());
+        let heard = error.get_peer().filter(|_| reason == 3).and_then(|_| self.heard());
         let own = || self.abort_code(reason, error.get_peer().unwrap_or(self.rank()));
-        let code = heard.map_or_else(own, |(_, code)| code);
+        let code = heard.unwrap_or_else(own);
         let me = self.rank();
         self.write_report(code);
         for p in self.peers() {
@@ -288,6 +291,17 @@ impl LiveTeam {
         }
         self.0.ctl.ring(me);
         self.0.sinks.raise(code);
+    }
+
+    /// Notes an abort that a device has heard from another device, whose host may not know of it yet.
+    pub(crate) fn note_heard(&self, code: AbortCode) {
+        self.0.heard.store(code.pack(), Ordering::Release);
+    }
+
+    /// An abort of a peer, from its device or its host.
+    fn heard(&self) -> Option<AbortCode> {
+        let device = AbortCode::unpack(self.0.heard.load(Ordering::Acquire));
+        device.or_else(|| self.peer_abort().map(|(_, code)| code))
     }
 
     /// The 64-byte report of my page: reason, peer and generation, then the sequence number.

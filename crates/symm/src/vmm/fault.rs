@@ -77,6 +77,7 @@ impl VmmStore {
             ABORTED => {
                 // Passed on as it was heard: by a wait of the host it would be the same error.
                 let code = AbortCode::unpack(get(6))?;
+                self.team.note_heard(code);
                 let src = Rank::new(u32::from(code.from));
                 let e = self.team.abort_error(src, code).op(op).phase(op);
                 Some(e.expected(get(3)).seen(get(4)).elapsed(Duration::from_nanos(get(5))))

@@ -6,8 +6,9 @@ use tilewire_kernels::{LINKS, LITMUS, SIGNAL};
 
 use super::links::BulkParam;
 use super::store::{Handle, Handles, TeamParam, share_by, shared};
+use crate::protocol::AbortCode;
 use crate::{HeapCfg, VmmOneSided, World, WorldCfg, kernel_specs};
-use tilewire_core::{BackendKind, Error, ErrorKind};
+use tilewire_core::{BackendKind, Error, ErrorKind, Rank};
 use tilewire_device::cuda::ShareBy;
 
 #[test]
@@ -46,6 +47,32 @@ fn ranks_on_one_gpu_are_found() {
     assert_eq!(shared(&gpus(&["0:1", "0:2", "0:3"])), None);
     assert_eq!(shared(&gpus(&["0:1", "0:2", "0:2", "0:1"])), Some((1, 2)));
     assert_eq!(shared(&[]), None);
+}
+
+/// The host of the rank that began may not know of it yet: a third one must not take whoever tells it for the cause.
+#[test]
+fn what_a_device_has_heard_is_passed_on_as_it_came() {
+    World::run_threads(3, WorldCfg::for_tests(), |w| {
+        let team = w.everyone("heard")?;
+        // Rank 0's device has waited for rank 2 in vain, and told that of rank 1, which is the first to look.
+        let generation = team.generation() as u32;
+        let code = AbortCode { generation, reason: 1, about: 2, from: 0 };
+        if team.rank().get() == 1 {
+            team.note_heard(code);
+            team.fail(team.abort_error(Rank::new(0), code));
+        }
+        while team.rank().get() > 0 {
+            let Err(e) = team.check() else {
+                std::thread::yield_now();
+                continue;
+            };
+            assert_eq!((e.kind(), e.get_peer()), (ErrorKind::Aborted, Some(Rank::new(0))), "{e}");
+            assert!(e.message().contains("timed out waiting for rank 2"), "{e}");
+            break;
+        }
+        Ok(())
+    })
+    .unwrap();
 }
 
 /// One rank that cannot is enough, and all ranks know it.
