@@ -146,13 +146,14 @@ pub(crate) fn block(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<Bl
         Some(found) => found,
         None => allocate(team, ctx, len)?,
     };
+    // Before anything fails: a block that is dropped can be used again, one that nobody has cannot.
+    let mut block = Block { ctx: ctx.clone(), number, piece, bases: Vec::new(), even: false };
     let bases = Rank::all(team.size()).map(|r| base(ctx, piece.addr, r));
     let bases = bases.collect::<Result<Vec<_>>>();
-    let ctx = ctx.clone();
-    let bases = team.settle("nvshmem peers", bases)?;
+    block.bases = team.settle("nvshmem peers", bases)?;
     // All ranks say the same of it: one that goes on alone would wait for the others.
-    let even = team.agree(stride(&bases).is_ok())?;
-    Ok(Block { ctx, number, piece, bases, even })
+    block.even = team.agree(stride(&block.bases).is_ok())?;
+    Ok(block)
 }
 
 fn base(ctx: &CudaContext, addr: u64, rank: Rank) -> Result<u64> {
