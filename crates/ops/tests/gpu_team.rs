@@ -14,6 +14,8 @@ mod dropped;
 mod far;
 #[path = "gpu/heaps.rs"]
 mod heaps;
+#[path = "gpu/idle.rs"]
+mod idle;
 #[path = "gpu/lacking.rs"]
 mod lacking;
 #[path = "gpu/launches.rs"]

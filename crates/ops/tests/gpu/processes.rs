@@ -19,7 +19,7 @@ use tilewire_device::cuda::{CudaContext, device_count};
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_symm::{Heap, HeapCfg, LiveTeam, World, WorldCfg};
 
-use crate::team_ops::{Make, Op, asked, by_puts};
+use crate::team_ops::{Make, Op, asked, by_puts, ranks_asked};
 use crate::{DEVICES, all_poison};
 
 /// In the environment of a rank: `kill or stop|folder|operation:launches of the victim,...`.
@@ -318,10 +318,9 @@ impl Drop for Job {
 /// As many ranks as leave a team when one is gone, or as the environment says; they share GPUs where there are fewer. None
 /// without a GPU.
 fn num_ranks() -> Option<usize> {
-    let asked = std::env::var("TW_RANKS").ok().map(|n| n.parse().unwrap());
     match device_count() {
         Ok(0) => None,
-        Ok(n) => Some(asked.unwrap_or((n as usize).clamp(3, 4))),
+        Ok(n) => Some(ranks_asked().unwrap_or((n as usize).clamp(3, 4))),
         Err(e) => {
             assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
             None

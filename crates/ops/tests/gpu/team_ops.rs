@@ -526,10 +526,15 @@ pub fn by_nccl() -> &'static [Make] {
     }
 }
 
-/// As many ranks as there are devices, at most four; `None` if that is no team.
+/// Ranks that `TW_RANKS` asks for.
+pub fn ranks_asked() -> Option<usize> {
+    std::env::var("TW_RANKS").ok().map(|n| n.parse().unwrap())
+}
+
+/// As many ranks as there are devices, at most four, or as are asked for; `None` if that is no team.
 pub fn ranks() -> Option<usize> {
     match cuda::device_count() {
-        Ok(n) if n > 1 => Some((n as usize).min(4)),
+        Ok(n) if n > 1 => Some((n as usize).min(ranks_asked().unwrap_or(4))),
         Ok(_) => None,
         Err(e) => {
             assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");

@@ -1,0 +1,79 @@
+//! Host code of devices where there are none: some of these tests again, on a driver whose devices do nothing (`idle.c`). Who owns
+//! memory and how long, what happens when there is none, and in which order things go are seen; values are not.
+
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Command;
+
+const DRIVER: &str = include_str!("idle.c");
+/// What refuses allocations.
+const WATCH: &str = include_str!("../../../../xtask/bundle/nomulticast.c");
+
+/// A test, with how many devices (which divide 12, as some heads are), and which operations where not all.
+const RUNS: [(&str, usize, Option<&str>); 6] = [
+    ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 2, None),
+    ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 6, None),
+    ("heaps::devices_are_left_in_any_order", 3, Some("14-19")),
+    ("lacking::a_rank_without_memory_at_prepare_is_named_and_the_team_goes_on", 2, None),
+    ("lacking::a_rank_without_memory_at_prepare_is_named_and_the_team_goes_on", 3, None),
+    ("lacking::a_rank_without_memory_at_prepare_is_named_and_the_team_goes_on", 6, None),
+];
+
+/// False without a compiler.
+fn build(dir: &Path, text: &str, name: &str) -> bool {
+    let (from, to) = (dir.join(format!("{name}.c")), dir.join(name));
+    std::fs::write(&from, text).unwrap();
+    let Ok(out) = Command::new("gcc")
+        .args(["-O1", "-w", "-shared", "-fPIC", "-o"])
+        .args([&to, &from])
+        .args(["-lpthread", "-ldl"])
+        .output()
+    else {
+        return false;
+    };
+    assert!(out.status.success(), "{name}: {}", String::from_utf8_lossy(&out.stderr));
+    true
+}
+
+#[test]
+fn host_code_runs_on_idle_devices() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    if !build(dir.path(), DRIVER, "libcuda.so.1") || !build(dir.path(), WATCH, "watch.so") {
+        println!("did not run: it needs gcc");
+        return;
+    }
+    for folder in ["lib64", "calls"] {
+        std::fs::create_dir(at(folder)).unwrap();
+    }
+    for name in ["libcuda.so", "lib64/libnvrtc.so.13"] {
+        symlink(at("libcuda.so.1"), at(name)).unwrap();
+    }
+    for (test, devices, ops) in RUNS {
+        let mut run = Command::new(std::env::current_exe().unwrap());
+        // No driver, compiler or library of this machine.
+        run.args(["--exact", test, "--nocapture"])
+            .env_clear()
+            .env("PATH", "/none")
+            .env("HOME", dir.path())
+            .env("CUDA_HOME", dir.path())
+            .env("LD_LIBRARY_PATH", dir.path())
+            .env("LD_PRELOAD", at("watch.so"))
+            .env("TILEWIRE_CACHE_DIR", at("cache"))
+            .env("TW_CALLS_DIR", at("calls"))
+            .env("TW_IDLE_DEVICES", devices.to_string())
+            .env("TW_RANKS", devices.to_string())
+            .env("NCCL_NVLS_ENABLE", "0")
+            .env("NVSHMEM_DISABLE_NVLS", "1")
+            .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+            .env("CUBLASMP_DISABLE_MULTICAST", "1");
+        ops.map(|ops| run.env("TW_TEAM_OPS", ops));
+        let out = run.output().unwrap();
+        let (said, told) =
+            (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+        let good = out.status.success()
+            && said.contains("test result: ok. 1 passed")
+            && !said.contains("did not run");
+        assert!(good, "{test}, {devices} devices: {:?}\n{said}\n{told}", out.status);
+    }
+}
