@@ -11,7 +11,7 @@ use super::AgGemmDesc;
 use super::config::AgTask;
 use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
 use crate::collective::nccl::gather;
-use crate::common::cuda::{addr, hold, together_on};
+use crate::common::cuda::{addr, hold, holding, together_on};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison};
 use crate::common::nccl::ByNccl;
 use crate::common::ring::{Arrival, arrivals, neighbours};
@@ -118,19 +118,9 @@ pub(super) fn launch(
     let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
     plan.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
-        hold(l.main, (t.clone(), prepared.widened.as_ref().map(Widened::held)));
+        let held = (t.clone(), prepared.widened.as_ref().map(Widened::held));
         let run = Run { l, plan, p: prepared, s: shape, t: &t, x: x.clone() };
-        if nccl {
-            run.gather(&prepared.nccl)?;
-        } else {
-            run.copies()?;
-        }
-        run.widen_own()?;
-        if nccl {
-            // No flag says which rows have come: all have.
-            run.widen_rows(0..shape.m)?;
-        }
-        run.compute()
+        holding(l.main, held, || run.queue(nccl))
     })?;
     plan.core.pending(t, stream, seq)
 }
@@ -142,6 +132,20 @@ impl Run<'_> {
 
     fn me(&self) -> Rank {
         self.plan.core.team().rank()
+    }
+
+    fn queue(&self, nccl: bool) -> Result<()> {
+        if nccl {
+            self.gather(&self.p.nccl)?;
+        } else {
+            self.copies()?;
+        }
+        self.widen_own()?;
+        if nccl {
+            // No flag says which rows have come: all have.
+            self.widen_rows(0..self.s.m)?;
+        }
+        self.compute()
     }
 
     /// Everybody's shards by NCCL.

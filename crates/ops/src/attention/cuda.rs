@@ -1,5 +1,7 @@
 //! Attention on CUDA devices, by the portable kernels (`kernels/src/attention`).
 
+use std::any::Any;
+
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
@@ -15,7 +17,7 @@ use super::table::{Seg, number_tiles, whole};
 use super::{
     AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, LocalRows, Sequences,
 };
-use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel, workspace};
+use crate::common::cuda::{addr, fit_32_bits, holding, load, no_kernel, workspace};
 
 /// `TwAttn` in `attention/common.cuh`: where the tensors of a launch lie, and what its kernels are told.
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -341,16 +343,16 @@ impl Prepared {
             t.segs[..part.len()].copy_from_slice(part);
             let args = LaunchArgs::new().arg(&t);
             // SAFETY: the argument is the kernel's `TwTable`; it writes `num` segments at `to`, inside
-            // of the tables (checked above), which `hold_all` keeps until the kernel has run.
+            // of the tables (checked above), which are `held` until the kernel has run.
             unsafe { self.forward.table.launch(stream, Grid::new(1, TABLE as u32), args)? };
         }
         Ok(Side { at, num: segs.len() as u32, tiles })
     }
 
-    /// Keeps what queued kernels refer to.
-    pub fn hold_all(&self, stream: &CudaStream, tensors: Vec<Tensor>) {
+    /// What queued kernels refer to.
+    pub fn held(&self, tensors: Vec<Tensor>) -> impl Any + Clone + Send + Sync + use<> {
         let own = (self.tables.memory.clone(), self.backward.delta_memory.clone());
-        hold(stream, (tensors, own, self.wide.as_ref().map(Wide::held)));
+        (tensors, own, self.wide.as_ref().map(Wide::held))
     }
 
     /// Where [`Prepared::delta`] puts its numbers.
@@ -367,11 +369,11 @@ impl Prepared {
         out: &AttnOut,
     ) -> Result<()> {
         let p = Param { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
-        let mut held = inputs(x);
-        held.extend([out.out.clone(), out.lse.clone()]);
-        self.hold_all(stream, held);
-        let p = self.widened(stream, d, (x, rows), p)?;
-        self.forward(stream, d, &p, whole(seqs))
+        let held = [inputs(x), vec![out.out.clone(), out.lse.clone()]].concat();
+        holding(stream, self.held(held), || {
+            let p = self.widened(stream, d, (x, rows), p)?;
+            self.forward(stream, d, &p, whole(seqs))
+        })
     }
 
     /// With FP8, queues q, k and v in f32. The inputs are held.
@@ -410,12 +412,13 @@ impl Prepared {
     ) -> Result<()> {
         let p = param_bwd(d, x, rows, (saved, grads))?;
         let p = Param { delta: self.backward.delta_memory.addr(), ..p };
-        self.hold_all(stream, inputs_bwd(x, saved, grads));
-        self.delta(stream, &p)?;
-        let p = self.widened(stream, d, (x, rows), p)?;
-        let tables = self.tables(stream, whole(seqs))?;
-        self.keys(stream, d, &p, &tables)?;
-        self.queries(stream, d, &p, &tables)
+        holding(stream, self.held(inputs_bwd(x, saved, grads)), || {
+            self.delta(stream, &p)?;
+            let p = self.widened(stream, d, (x, rows), p)?;
+            let tables = self.tables(stream, whole(seqs))?;
+            self.keys(stream, d, &p, &tables)?;
+            self.queries(stream, d, &p, &tables)
+        })
     }
 
     /// Queues `delta = <d_out, out>`.
@@ -566,7 +569,7 @@ fn run(stream: &CudaStream, k: &Kernel, grid: Grid, p: &Param) -> Result<()> {
         return Ok(());
     }
     // SAFETY: the argument is the kernel's `TwAttn`. What it points to was checked against the
-    // description (shapes, types, the same device) and is held by the stream (`hold_all`).
+    // description (shapes, types, the same device) and is held by the stream (`held`).
     unsafe { k.launch(stream, grid, LaunchArgs::new().arg(p)) }
 }
 

@@ -137,6 +137,20 @@ pub(crate) fn hold<T: Any + Send + Sync>(stream: &CudaStream, thing: T) {
     stream.hold(|| -> Arc<dyn Any + Send + Sync> { Arc::new(thing) });
 }
 
+/// Queues what refers to `thing` by address, and keeps that until all of it has run. As `hold` before it, and again
+/// behind it: a stream may let go what was held more than a few kernels or copies before the work that needs it, and many
+/// chunks, or the tables of many sequences, are more.
+pub(crate) fn holding<T: Any + Clone + Send + Sync, R>(
+    stream: &CudaStream,
+    thing: T,
+    queue: impl FnOnce() -> R,
+) -> R {
+    hold(stream, thing.clone());
+    let done = queue();
+    hold(stream, thing);
+    done
+}
+
 /// The kernels of `source`, compiled with `defines` for the device and loaded. Must be one of
 /// [`kernel_specs`]: those are what is built before a program is taken to a machine without a
 /// compiler. Only attention may have others: it has a variant for each pair of head dimensions.

@@ -182,13 +182,15 @@ pub(super) fn launch(
         let others = if op.p.nccl.is_some() { others(op) } else { Vec::new() };
         let run = Run { op, l, x, s: &op.p.sizes, held, others };
         run.keep();
-        run.begin()?;
-        match work {
+        let done = run.begin().and_then(|()| match work {
             Work::Forward(o) if run.s.begins_at_once() => run.forward_at_once(o),
             Work::Forward(o) => run.forward(o),
             Work::Backward(b) if run.s.begins_at_once() => run.backward_at_once(&b.0, &b.1),
             Work::Backward(b) => run.backward(&b.0, &b.1),
-        }
+        });
+        // Tables of many sequences, and parts of many ranks, are many kernels behind one `keep`.
+        run.keep();
+        done
     })
 }
 
@@ -232,8 +234,8 @@ impl Run<'_> {
     /// Keeps what the kernels that are queued next refer to. Not once for a launch: what is held long
     /// before its work may be let go, and copies hold much.
     pub(super) fn keep(&self) {
-        self.op.p.attention.hold_all(self.main(), self.held.clone());
-        hold(self.main(), (self.op.p.memory.all(), self.op.p.fp8.all()));
+        let held = self.op.p.attention.held(self.held.clone());
+        hold(self.main(), (held, self.op.p.memory.all(), self.op.p.fp8.all()));
     }
 
     pub(super) fn pieces(&self) -> Pieces<'_> {

@@ -16,7 +16,7 @@ use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
 use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
 use crate::collective::nccl::scatter;
-use crate::common::cuda::{addr, hold, together_on, workspace};
+use crate::common::cuda::{addr, holding, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
 use crate::common::nccl::ByNccl;
 use crate::common::ring::{Arrival, neighbours};
@@ -157,9 +157,9 @@ pub(crate) fn launch(
     let flags = DATA..DATA + ways * job.shape.config.sub_chunks;
     let enter = Enter { signals: job.signals, credit: CREDIT, flags };
     core.run_on(lane, (stream, seq), &enter, &[Poison::value(out.clone())], |l| {
-        hold(l.main, t.clone());
-        hold(l.main, (p.partial.clone(), p.own.clone(), p.widened.as_ref().map(Widened::held)));
-        Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() }.run()
+        let own = (p.partial.clone(), p.own.clone(), p.widened.as_ref().map(Widened::held));
+        let run = Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() };
+        holding(l.main, (t.clone(), own), || run.run())
     })?;
     core.pending(t.out, stream, seq)
 }
