@@ -97,6 +97,10 @@ impl BulkPlan {
         // Joined whatever happened: a capture would not be whole otherwise.
         self.side.record(&join)?;
         stream.wait(&join)?;
+        if let (Stream::Cuda(main), Stream::Cuda(side)) = (stream, &self.side) {
+            // Nobody waits for the side stream alone: it would keep the tensors of its latest launches.
+            main.take_over(side);
+        }
         let (collective, told) = collective?.join_telling(stream)?;
         let out = BulkOut { gemm: gemm?.join(stream)?, collective };
         let pending = Pending::new(out, stream, Some(self.collective.team().fault().clone()))?;
