@@ -18,10 +18,24 @@ pub fn desc(o: &Options, size: usize, op: &str) -> EpDesc {
         _ => EpLayout::ExpertMajor { align },
     };
     (d.dtype, d.out) = (o.dtype, o.dtype);
-    // A quarter more than the mean: nothing of a uniform routing is dropped.
-    let local = d.experts_per_rank.iter().copied().max().unwrap_or(0);
-    d.capacity = d.worst_case().min(o.tokens * top_k * 5 / 4 + o.align * local);
+    d.capacity = capacity(&d);
     d
+}
+
+/// A quarter more than the mean of the ranks, or all that comes where a rank has more experts than others, or few tokens
+/// are no mean: nothing is dropped.
+fn capacity(d: &EpDesc) -> usize {
+    let (t, align, experts) = (d.max_tokens, d.layout.align(), d.num_experts());
+    let mut rows = vec![0usize; experts];
+    for rank in 0..d.experts_per_rank.len() {
+        let chosen = routing(rank, t, d.top_k, experts);
+        chosen.into_iter().filter(|e| *e >= 0).for_each(|e| rows[e as usize] += 1);
+    }
+    let mut rows = rows.into_iter().map(|rows| rows.next_multiple_of(align));
+    let of_rank = |local: &usize| rows.by_ref().take(*local).sum::<usize>();
+    let most = d.experts_per_rank.iter().map(of_rank).max().unwrap_or(0);
+    let local = d.experts_per_rank.iter().copied().max().unwrap_or(0);
+    d.worst_case().min((t * d.top_k * 5 / 4 + align * local).max(most))
 }
 
 /// A layer, its tensors on this rank, and the operations in turn.
@@ -197,4 +211,35 @@ fn ranks_of(choices: &[i64], d: &EpDesc) -> usize {
     seen.sort_unstable();
     seen.dedup();
     seen.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nine experts on eight ranks: one has two of them, and gets 1.8 times the mean.
+    #[test]
+    fn no_rank_gets_more_rows_than_it_has_room_for() {
+        for (size, experts, tokens, top_k, align) in [
+            (8, 9, 512, 4, 1),
+            (8, 9, 512, 4, 128),
+            (8, 64, 512, 8, 1),
+            (8, 8, 1, 1, 1),
+            (3, 7, 5, 2, 4),
+        ] {
+            let mut d = EpDesc::new(size, experts, tokens, 8, top_k);
+            d.layout = EpLayout::ExpertMajor { align };
+            let mut rows = vec![vec![0; experts]; size];
+            for e in (0..size).flat_map(|r| routing(r, tokens, top_k, experts)) {
+                let e = e as usize;
+                let owner = (0..size).rev().find(|&r| d.first_expert(r) <= e).unwrap();
+                rows[owner][e] += 1;
+            }
+            for of_rank in rows {
+                let all: usize = of_rank.iter().map(|r: &usize| r.div_ceil(align) * align).sum();
+                assert!(all <= capacity(&d), "{all} rows, {d}");
+            }
+            assert!(capacity(&d) <= d.worst_case());
+        }
+    }
 }
