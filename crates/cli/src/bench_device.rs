@@ -137,6 +137,16 @@ pub fn value(r: usize, i: usize) -> f32 {
     ((mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 61) as i64 - 4) as f32 * 0.5
 }
 
+/// How often a collective of `m` rows moves how many of them, as nccl-tests counts: all_reduce moves everything twice,
+/// and all_to_all equal parts, without the rest.
+fn bus(op: &str, m: usize, size: usize) -> (f64, usize) {
+    match op {
+        "all_reduce" => (2.0, m),
+        "all_to_all" => (1.0, m / size * size),
+        _ => (1.0, m),
+    }
+}
+
 /// Elements that are not what `want` says of their place, counted on several cores.
 fn count_wrong(got: &[f32], want: impl Fn(usize) -> f32 + Sync) -> u64 {
     const THREADS: usize = 8;
@@ -293,9 +303,8 @@ impl Bench<'_> {
         let x = self.random(rows_in, COLS)?;
         let us =
             self.time(|| plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ()))?;
-        // As nccl-tests counts: all_reduce moves everything twice.
-        let factor = if op == "all_reduce" { 2.0 } else { 1.0 };
-        let moved = (m * COLS * self.o.dtype.size()) as f64 * (size - 1) as f64 / size as f64;
+        let (factor, rows) = bus(op, m, size);
+        let moved = (rows * COLS * self.o.dtype.size()) as f64 * (size - 1) as f64 / size as f64;
         let nccl = match self.by_nccl(plan.desc().clone(), m, (&x, &out)) {
             Ok(us) => format!("{us:.1} us, {:.1} GB/s bus", factor * moved / us / 1e3),
             Err(e) if e.is_unavailable() || e.is_unsupported() => "not here".to_owned(),
@@ -310,5 +319,18 @@ impl Bench<'_> {
         let plan = CollectivePlan::with_backend(desc, &self.heap, CollectiveBackend::Nccl)?;
         plan.prepare(&self.stream)?;
         self.time(|| plan.launch(&self.stream, m, x, out)?.join(&self.stream).map(|_| ()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fewer rows than ranks have no parts: nothing moves.
+    #[test]
+    fn what_is_not_sent_is_not_counted() {
+        assert_eq!(bus("all_to_all", 7, 8), (1.0, 0));
+        assert_eq!(bus("all_to_all", 17, 8), (1.0, 16));
+        assert_eq!((bus("all_gather", 7, 8), bus("all_reduce", 7, 8)), ((1.0, 7), (2.0, 7)));
     }
 }
