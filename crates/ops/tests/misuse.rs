@@ -152,6 +152,17 @@ fn outputs_that_overlap_inputs_are_refused() {
         };
         told(grouped.fprop(&stream, t).map(|_| ()), "out", "`x`");
 
+        // Scales are read while row sums are stored.
+        let epilogue = Epilogue { bgrad: true, ..Epilogue::NONE };
+        let d = GemmDesc { epilogue, ..GemmDesc::nt(1, N, N, DType::F8E4M3) };
+        let gemm = GemmPlan::new(d)?;
+        gemm.prepare(&stream)?;
+        let (fp8, scale) = (|m| Tensor::zeros(DType::F8E4M3, Shape::d2(m, N)), out(1, 1));
+        let b = Operand { data: fp8(N), scales: Some((scale.clone(), ScaleLayout::Tensor)) };
+        let mut t = GemmInputs::new(fp8(1), b, Tensor::zeros(d.out, Shape::d2(1, N)));
+        t.bgrad = Some(scale.reshape(Shape::d1(1))?);
+        told(gemm.launch(&stream, t).map(|_| ()), "bgrad", "`b`");
+
         let attn =
             AttentionPlan::new(AttentionDesc::new(M, (2, 2), 4, DType::F32, AttnMask::FULL), None)?;
         attn.prepare(&stream)?;
