@@ -188,8 +188,10 @@ fn parse_info(path: &Path, bytes: &[u8]) -> Result<Info> {
     if get("format")? != "tilewire-1" {
         return Err(corrupt(path, "another format").expected("tilewire-1").seen(get("format")?));
     }
+    // Devices count steps in an i32.
+    let step = get("step")?.parse().ok().filter(|&s| i32::try_from(s).is_ok());
     Ok(Info {
-        step: get("step")?.parse().map_err(|_| corrupt(path, "bad step"))?,
+        step: step.ok_or_else(|| corrupt(path, "bad step"))?,
         seed: get("seed")?.parse().map_err(|_| corrupt(path, "bad seed"))?,
         model: serde_json::from_str(get("model")?).map_err(|e| corrupt(path, e))?,
         grid: serde_json::from_str(get("grid")?).map_err(|e| corrupt(path, e))?,
@@ -250,6 +252,23 @@ fn put(p: &Param, which: &str, values: &[f32]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// 2^32 was taken for step 0 by the optimizer alone.
+    #[test]
+    fn a_step_that_no_device_counts_is_corrupt() {
+        for (step, good) in [("7", true), ("2147483647", true), ("2147483648", false)] {
+            let words = [("format", "tilewire-1"), ("step", step), ("seed", "1")];
+            let mut meta: HashMap<_, _> =
+                words.map(|(k, v)| (k.to_owned(), v.to_owned())).into_iter().collect();
+            let grid = Grid { dp: 1, cp: 1, tp: 1 };
+            meta.insert("model".to_owned(), serde_json::to_string(&ModelCfg::default()).unwrap());
+            meta.insert("grid".to_owned(), serde_json::to_string(&grid).unwrap());
+            let none: [(&str, TensorView<'_>); 0] = [];
+            let bytes = safetensors::serialize(none, Some(meta)).unwrap();
+            let info = parse_info(Path::new("c"), &bytes);
+            assert_eq!(info.map(|i| i.step.to_string()).ok(), good.then(|| step.to_owned()));
+        }
+    }
 
     #[test]
     fn a_folder_that_cannot_be_flushed_does_not_undo_the_checkpoint() {
