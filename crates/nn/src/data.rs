@@ -74,7 +74,12 @@ fn meta(path: &Path) -> Result<fs::Metadata> {
 /// Appends what is below `path` until there are [`MAX_BYTES`]; what is no file says nothing about
 /// its length, and a pipe would block.
 fn collect(path: &Path, out: &mut Vec<u8>) -> Result<()> {
-    let (meta, room) = (meta(path)?, MAX_BYTES.saturating_sub(out.len() as u64));
+    let room = MAX_BYTES.saturating_sub(out.len() as u64);
+    // A link that leads nowhere, or in a circle, is no file either.
+    if room == 0 || path.is_symlink() && fs::metadata(path).is_err() {
+        return Ok(());
+    }
+    let meta = meta(path)?;
     if meta.is_dir() {
         let mut names: Vec<_> = fs::read_dir(path)
             .map_err(|e| Error::io(path.display(), e))?
@@ -84,7 +89,7 @@ fn collect(path: &Path, out: &mut Vec<u8>) -> Result<()> {
         names.sort();
         return names.iter().try_for_each(|p| collect(p, out));
     }
-    if meta.is_file() && room > 0 {
+    if meta.is_file() {
         let read = |f: fs::File| f.take(room).read_to_end(out);
         fs::File::open(path).and_then(read).map_err(|e| Error::io(path.display(), e))?;
     }
@@ -129,8 +134,13 @@ mod tests {
         let path = dir.path().join("socket");
         let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
         fs::write(dir.path().join("text"), "words").unwrap();
+        // A link that leads nowhere, and one to itself.
+        std::os::unix::fs::symlink("gone", dir.path().join("link")).unwrap();
+        std::os::unix::fs::symlink("circle", dir.path().join("circle")).unwrap();
         let Data::Text(t) = Data::text(dir.path(), 1).unwrap() else { unreachable!() };
         assert_eq!(t, b"words");
+        let e = Data::text(&dir.path().join("link"), 1).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Io);
         let e = Data::text(&path, 1).unwrap_err().to_string();
         assert!(e.contains("neither a file nor a folder"), "{e}");
     }
