@@ -1,31 +1,37 @@
 //! Timelines: Perfetto (Chrome trace event) JSON, one process per rank, one thread per stream.
 
 use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 use tilewire::core::{Error, Result};
 use tilewire::device::Span;
 
-/// Spans of one rank as JSON values, for sending to rank 0.
-pub fn to_json(spans: &[Span]) -> Value {
-    spans.iter().map(|s| json!([s.name, s.lane, s.start_us, s.len_us])).collect()
+/// Spans of one rank as JSON values, for sending to rank 0. They count from `began`: each process has a beginning of its own.
+pub fn to_json(spans: &[Span], began: SystemTime) -> Value {
+    let began = began.duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
+    let spans = spans.iter().map(|s| json!([s.name, s.lane, s.start_us, s.len_us]));
+    json!({"began": began, "spans": spans.collect::<Value>()})
 }
 
-/// The trace file of all ranks; `ranks[r]` is what [`to_json`] gave on rank `r`.
+/// The trace file of all ranks; `ranks[r]` is what [`to_json`] gave on rank `r`. Times count from where the first rank began.
 pub fn chrome(ranks: &[Value]) -> Value {
     let mut events = Vec::new();
-    for (pid, spans) in ranks.iter().enumerate() {
+    let first = ranks.iter().filter_map(|r| r["began"].as_u64()).min().unwrap_or(0);
+    for (pid, rank) in ranks.iter().enumerate() {
+        let later = rank["began"].as_u64().map_or(0.0, |us| (us - first) as f64);
         events.push(json!({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": format!("rank {pid}")}}));
         let mut lanes: Vec<&str> = Vec::new();
-        for s in spans.as_array().into_iter().flatten() {
+        for s in rank["spans"].as_array().into_iter().flatten() {
             let lane = s[1].as_str().unwrap_or("?");
             let tid = lanes.iter().position(|l| *l == lane).unwrap_or_else(|| {
                 lanes.push(lane);
                 events.push(json!({"ph": "M", "pid": pid, "tid": lanes.len() - 1, "name": "thread_name", "args": {"name": lane}}));
                 lanes.len() - 1
             });
+            let ts = s[2].as_f64().map(|us| us + later);
             events.push(
-                json!({"ph": "X", "pid": pid, "tid": tid, "name": s[0], "ts": s[2], "dur": s[3]}),
+                json!({"ph": "X", "pid": pid, "tid": tid, "name": s[0], "ts": ts, "dur": s[3]}),
             );
         }
     }
@@ -99,6 +105,8 @@ fn html(events: &[Value]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -109,9 +117,10 @@ mod tests {
             start_us: 1.0,
             len_us: 2.0,
         };
+        let began = SystemTime::now();
         let t = chrome(&[
-            to_json(&[span("gemm", "main"), span("push", "copy"), span("gemm", "main")]),
-            to_json(&[]),
+            to_json(&[span("gemm", "main"), span("push", "copy"), span("gemm", "main")], began),
+            to_json(&[], began),
         ]);
         let events = t["traceEvents"].as_array().unwrap();
         let work: Vec<_> = events.iter().filter(|e| e["ph"] == "X").collect();
@@ -124,5 +133,17 @@ mod tests {
         let page = html(events);
         assert_eq!(page.matches("<rect").count(), 3);
         assert!(page.contains("rank 0 / 1") && page.contains("gemm 2.0 us"));
+    }
+
+    /// What runs at one time on two ranks stands at one place, whenever their processes were started.
+    #[test]
+    fn ranks_of_several_processes_share_a_time() {
+        let spans =
+            |start_us| [Span { name: "gemm".into(), lane: "main".into(), start_us, len_us: 1.0 }];
+        let early = UNIX_EPOCH + Duration::from_secs(1 << 30);
+        let late = early + Duration::from_micros(500);
+        let t = chrome(&[to_json(&spans(3.5), late), to_json(&spans(503.5), early)]);
+        let work = t["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "X");
+        assert_eq!(work.map(|e| e["ts"].as_f64()).collect::<Vec<_>>(), [Some(503.5); 2]);
     }
 }

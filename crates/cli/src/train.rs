@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use tilewire::boot::Launch;
@@ -45,7 +45,8 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     if args.processes && !launched {
         return spawn(args);
     }
-    let job = Job { args, cfg, grid, target, optim, data: &data, start: Instant::now() };
+    let (start, began) = (Instant::now(), SystemTime::now());
+    let job = Job { args, cfg, grid, target, optim, data: &data, start, began };
     if launched {
         let world = worlds::join(&place, args.timeout_s)?;
         job.rank(world)?;
@@ -150,6 +151,8 @@ struct Job<'a> {
     optim: AdamW,
     data: &'a Data,
     start: Instant,
+    /// The same by the clock that all processes read.
+    began: SystemTime,
 }
 
 impl Job<'_> {
@@ -230,7 +233,7 @@ impl Job<'_> {
         let (args, first) = (self.args, out.first);
         out.finish(self.start)?;
         if let (Some(path), Some(tr)) = (&args.trace, tracer) {
-            let mine = trace::to_json(&tr.take()).to_string();
+            let mine = trace::to_json(&tr.take(), self.began).to_string();
             let all = t.model.comm.world.exchange_large("trace", mine.as_bytes())?;
             if first {
                 let ranks: Vec<_> = all
