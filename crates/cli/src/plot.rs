@@ -6,8 +6,8 @@ const W: f64 = 800.0;
 const H: f64 = 400.0;
 const M: f64 = 50.0;
 
-/// A line chart of `values` over their index, as a complete SVG document.
-pub fn line_chart(title: &str, y_label: &str, values: &[f64]) -> String {
+/// A line chart of `values` over the steps from `first` on, as a complete SVG document.
+pub fn line_chart(title: &str, y_label: &str, first: usize, values: &[f64]) -> String {
     let finite: Vec<f64> = values.iter().copied().filter(|v| v.is_finite()).collect();
     let low = finite.iter().copied().fold(f64::INFINITY, f64::min);
     let high = finite.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -31,12 +31,12 @@ pub fn line_chart(title: &str, y_label: &str, values: &[f64]) -> String {
         )
         .ok();
     }
-    let last = values.len().saturating_sub(1);
+    let last = first + values.len().saturating_sub(1);
     format!(
         "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {W} {H}' font-family='sans-serif' font-size='12'>\
          <rect width='100%' height='100%' fill='white'/>{grid}\
          <text x='{}' y='24' text-anchor='middle' font-size='15'>{}</text>\
-         <text x='{M}' y='{}'>0</text><text x='{}' y='{}' text-anchor='end'>step {last}</text>\
+         <text x='{M}' y='{}'>{first}</text><text x='{}' y='{}' text-anchor='end'>step {last}</text>\
          <text x='14' y='{}' transform='rotate(-90 14 {})' text-anchor='middle'>{}</text>\
          <polyline points='{points}' fill='none' stroke='#0a62c4' stroke-width='2'/></svg>\n",
         W / 2.0,
@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn every_finite_value_is_a_point() {
-        let svg = line_chart("a < b", "loss", &[3.0, f64::NAN, 1.0]);
+        let svg = line_chart("a < b", "loss", 3, &[3.0, f64::NAN, 1.0]);
         assert!(
             svg.starts_with("<svg")
                 && svg.trim_end().ends_with("</svg>")
@@ -68,7 +68,8 @@ mod tests {
         );
         let points = svg.split("points='").nth(1).unwrap().split('\'').next().unwrap();
         assert_eq!(points.split_whitespace().count(), 2);
-        assert!(line_chart("t", "y", &[]).contains("polyline"));
-        assert!(!line_chart("t", "y", &[2.0]).contains("NaN"));
+        assert!(svg.contains(">3</text>") && svg.contains("step 5"), "those of a resumed run");
+        assert!(line_chart("t", "y", 0, &[]).contains("polyline"));
+        assert!(!line_chart("t", "y", 0, &[2.0]).contains("NaN"));
     }
 }

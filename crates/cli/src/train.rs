@@ -270,6 +270,8 @@ struct Output {
     first: bool,
     metrics: Option<File>,
     svg: Option<PathBuf>,
+    /// Steps before the first of this run.
+    done: usize,
     losses: Vec<f64>,
     rates: Vec<f64>,
     hidden: Option<f64>,
@@ -292,7 +294,8 @@ impl Output {
         };
         let metrics = args.metrics.as_ref().filter(|_| first).map(open).transpose()?;
         let svg = args.svg.clone().filter(|_| first);
-        Ok(Self { bar, first, metrics, svg, losses: Vec::new(), rates: Vec::new(), hidden: None })
+        let (losses, rates) = (Vec::new(), Vec::new());
+        Ok(Self { bar, first, metrics, svg, done, losses, rates, hidden: None })
     }
 
     fn step(&mut self, r: &StepReport) -> Result<()> {
@@ -320,7 +323,7 @@ impl Output {
     fn finish(&mut self, start: Instant) -> Result<()> {
         self.bar.finish_and_clear();
         if let Some(p) = &self.svg {
-            let chart = plot::line_chart("loss, nats per byte", "loss", &self.losses);
+            let chart = plot::line_chart("loss, nats per byte", "loss", self.done, &self.losses);
             std::fs::write(p, chart).map_err(|e| Error::io(p.display(), e))?;
         }
         if let (true, Some(a), Some(b)) = (self.first, self.losses.first(), self.losses.last()) {
