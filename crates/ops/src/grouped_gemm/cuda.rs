@@ -322,7 +322,10 @@ impl Prepared {
             pad: 0,
             table: pass.table,
         };
-        hold(stream, (held, self.status.clone()));
+        // Room and table again: of many groups they were filled by many kernels, and what is held before those may be
+        // let go before this one.
+        let rooms = self.widened.as_ref().map(|w| [&w.x, &w.dy, &w.w].map(Wide::held));
+        hold(stream, (held, self.status.clone(), self.table.clone(), rooms));
         let args = LaunchArgs::new().arg(&p);
         // SAFETY: every kernel of the unit takes one `TwGrouped` by value; the tensors were checked
         // against the description, lie on this device, and are held.
