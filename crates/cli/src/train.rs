@@ -208,6 +208,10 @@ impl Job<'_> {
 
     fn steps(&self, t: &mut Trainer, out: &mut Output, tracer: Option<&Tracer>) -> Result<()> {
         let (args, mut saved) = (self.args, None);
+        if let Some(tr) = tracer {
+            // What came before is no step, however few there are.
+            tr.take();
+        }
         while t.step < args.steps {
             if let Some(tr) = tracer.filter(|_| t.step + 3 == args.steps) {
                 // Only the last three steps are kept.

@@ -169,6 +169,20 @@ fn checkpoint_resume_generate_trace_and_curve() {
     tracks(events, 2);
 }
 
+/// Two steps are fewer than a trace has room for: nothing of the start and the calibration takes it.
+#[test]
+fn a_trace_is_of_steps_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let train = ["train", "--task", "copy", "--ranks", "2", "--steps", "2", "--calibrate"];
+    good(d, &with(&train, &["--trace", "t.json"]));
+    let trace: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(d.join("t.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let num = |name: &str| events.iter().filter(|e| e["name"] == name).count();
+    assert_eq!((num("cross_entropy"), num("init")), (4, 0), "two ranks, two steps");
+}
+
 /// A process for each rank, and in it one track for each of its streams, whose work does not overlap.
 fn tracks(events: &[serde_json::Value], num_ranks: u64) {
     use std::collections::{BTreeMap, BTreeSet};
