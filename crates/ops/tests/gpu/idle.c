@@ -3,7 +3,8 @@
 // copies and graphs would write is not written, so values mean nothing. TW_IDLE_DEVICES: how many there are.
 //
 // A stream is busy for as long as the kernel of `LinkProbe::delay` says, and whoever waits for it or frees memory waits. Plain
-// memory (not symmetric) reads as if its first bit had changed since it was written: tests ask whether anything ran.
+// memory (not symmetric) reads as if its first bit had changed since it was written: tests ask whether anything ran. With
+// TW_IDLE_VARIES no two reads are the same.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -308,11 +309,18 @@ int cuMemUnmap(Ptr at, size_t len) {
 int cuMemSetAccess(Ptr at, size_t len, const void* who, size_t num) { return (void)at, (void)len, (void)who, (void)num, OK; }
 
 // Copies: those that wait are made.
-int cuMemsetD8_v2(Ptr at, unsigned char byte, size_t len) { return memset((void*)at, byte, len), OK; }
+int cuMemsetD8_v2(Ptr at, unsigned char byte, size_t len) {
+    // Pages that a file has lost are zeros that nobody had to write.
+    if (byte || at % PAGE || len % PAGE || !by_symmetric_memory(at) || madvise((void*)at, len, MADV_REMOVE)) memset((void*)at, byte, len);
+    return OK;
+}
 int cuMemcpyHtoD_v2(Ptr to, const void* from, size_t len) { return memcpy((void*)to, from, len), OK; }
 int cuMemcpyDtoH_v2(void* to, Ptr from, size_t len) {
+    static unsigned reads;
+    unsigned change = 1;
     memcpy(to, (void*)from, len);
-    if (len && !by_symmetric_memory(from)) *(char*)to ^= 1;
+    if (getenv("TW_IDLE_VARIES")) ALONE change = ++reads;
+    if (len && !by_symmetric_memory(from)) *(char*)to ^= change;
     return OK;
 }
 int cuMemsetD8Async(Ptr at, unsigned char byte, size_t len, void* s) { return (void)at, (void)byte, (void)len, (void)s, OK; }
