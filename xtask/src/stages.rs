@@ -266,8 +266,10 @@ fn dependencies(root: &Path) -> Outcome {
     let program = place.join("bin/cargo-deny");
     if !program.exists() {
         let to = place.display().to_string();
-        let args =
-            ["install", "--quiet", "--locked", "--version", "0.20.2", "--root", &to, "cargo-deny"];
+        // Optimised it takes six times as long to build, to save a second of its run.
+        let fast = ["--profile", "dev", "--config", "profile.dev.debug=false"];
+        let which = ["--locked", "--version", "0.20.2", "--root", &to, "cargo-deny"];
+        let args = [&["install", "--quiet"][..], &fast, &which].concat();
         if !exec(root, &cargo(), &args, Duration::from_secs(900)) {
             println!("cargo-deny cannot be installed here: skipped");
             o.skipped += 1;
