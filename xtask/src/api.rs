@@ -4,6 +4,7 @@
 //! the folder must stand in CHANGELOG.md beside the words that describe the change.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -66,13 +67,17 @@ fn compare(root: &Path, name: &str, text: &str, bless: bool, problems: &mut Vec<
 
 /// The public items of a crate, one line each.
 fn signatures(root: &Path, name: &str) -> Result<String, String> {
-    // A folder of its own: the variable that unlocks the JSON output would rebuild everything else.
-    let target = root.join("target/api");
+    // The JSON output is unlocked for rustdoc alone: the compiler with that variable would build everything anew.
+    let target = root.join("target");
+    let rustdoc = target.join("rustdoc-json");
+    fs::write(&rustdoc, "#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec rustdoc \"$@\"\n")
+        .and_then(|()| fs::set_permissions(&rustdoc, fs::Permissions::from_mode(0o755)))
+        .map_err(|e| format!("{}: {e}", rustdoc.display()))?;
     let out = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()))
         .args(["rustdoc", "--quiet", "--lib", "--package", name, "--target-dir"])
         .arg(&target)
         .args(["--", "-Z", "unstable-options", "--output-format", "json"])
-        .env("RUSTC_BOOTSTRAP", "1")
+        .env("RUSTDOC", &rustdoc)
         .current_dir(root)
         .output()
         .map_err(|e| format!("cargo rustdoc: {e}"))?;
