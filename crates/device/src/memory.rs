@@ -85,6 +85,11 @@ impl Memory {
     pub fn same(&self, other: &Memory) -> bool {
         Arc::ptr_eq(&self.lines, &other.lines)
     }
+
+    /// A number that no other buffer has while this one lives; never zero.
+    pub(crate) fn id(&self) -> usize {
+        Arc::as_ptr(&self.lines).addr()
+    }
 }
 
 fn race(what: &str, wanted: &str, busy: &str) -> Error {

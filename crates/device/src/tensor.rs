@@ -318,15 +318,20 @@ impl Tensor {
 
     /// True if an element of one lies on an element of the other.
     pub fn overlaps(&self, other: &Tensor) -> bool {
-        let range = |t: &Tensor| {
-            let start = match &*t.mem {
-                Storage::Host(_) => t.offset_bytes as u64,
-                Storage::Cuda(m) => m.addr() + t.offset_bytes as u64,
-            };
-            start..start + t.len_bytes() as u64
+        let ((of_a, a), (of_b, b)) = (self.span(), other.span());
+        of_a == of_b && a.start < b.end && b.start < a.end
+    }
+
+    /// Which memory the elements lie in, and where: spans of the same memory can be compared and sorted.
+    #[doc(hidden)]
+    pub fn span(&self) -> (usize, std::ops::Range<u64>) {
+        let (of, start) = match &*self.mem {
+            Storage::Host(m) => (m.id(), 0),
+            // One space of addresses: two owners may know the same memory.
+            Storage::Cuda(m) => (0, m.addr()),
         };
-        let (a, b) = (range(self), range(other));
-        self.shares_memory(other) && a.start < b.end && b.start < a.end
+        let start = start + self.offset_bytes as u64;
+        (of, start..start + self.len_bytes() as u64)
     }
 
     /// Fills every byte with [`DType::POISON`].

@@ -201,7 +201,8 @@ fn parse_info(path: &Path, bytes: &[u8]) -> Result<Info> {
 /// Restores model, optimizer and step into a trainer of any grid.
 ///
 /// # Errors
-/// `Corrupt` if the file is damaged, or of another model.
+/// `Corrupt` if the file is damaged, or of another model: the trainer is as it was. What a device reports, which may leave it
+/// half restored.
 pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
     let bytes = read(path)?;
     let info = parse_info(path, &bytes)?;
@@ -214,20 +215,22 @@ pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
             .seen(format_args!("{:?}", info.model)));
     }
     let file = SafeTensors::deserialize(&bytes).map_err(|e| corrupt(path, e))?;
-    for p in &t.model.params {
-        for which in ["w", "m", "v"] {
-            let name = format!("{}.{which}", p.name);
-            let view = file.tensor(&name).map_err(|e| corrupt(path, format!("{name}: {e}")))?;
-            if view.shape() != [p.global.0, p.global.1] || view.dtype() != Dtype::F32 {
-                return Err(corrupt(path, format!("{name} has the wrong shape or type")));
-            }
-            let global: Vec<f32> = bytemuck::pod_collect_to_vec(view.data());
-            let mut values = vec![0.0f32; p.len()];
-            p.runs(|local, at, len| {
-                values[local..local + len].copy_from_slice(&global[at..at + len])
-            });
-            put(p, which, &values)?;
+    let tensor = |p: &Param, which: &str| {
+        let name = format!("{}.{which}", p.name);
+        let view = file.tensor(&name).map_err(|e| corrupt(path, format!("{name}: {e}")))?;
+        match view.shape() == [p.global.0, p.global.1] && view.dtype() == Dtype::F32 {
+            true => Ok(view),
+            false => Err(corrupt(path, format!("{name} has the wrong shape or type"))),
         }
+    };
+    let all = || t.model.params.iter().flat_map(|p| ["w", "m", "v"].map(|which| (p, which)));
+    // All before the first is written: a file that is refused leaves the trainer as it was.
+    all().try_for_each(|(p, which)| tensor(p, which).map(|_| ()))?;
+    for (p, which) in all() {
+        let global: Vec<f32> = bytemuck::pod_collect_to_vec(tensor(p, which)?.data());
+        let mut values = vec![0.0f32; p.len()];
+        p.runs(|local, at, len| values[local..local + len].copy_from_slice(&global[at..at + len]));
+        put(p, which, &values)?;
     }
     t.cfg.seed = info.seed;
     t.resume_at(info.step)

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use safetensors::SafeTensors;
 use tilewire_core::{ErrorKind, Result};
 use tilewire_nn::{AdamW, Data, Grid, Model, ModelCfg, Target, TrainCfg, Trainer, checkpoint};
 use tilewire_symm::{World, WorldCfg};
@@ -228,6 +229,39 @@ fn damaged_and_foreign_checkpoints_are_refused() {
     }
     assert!(refuse(&file, ModelCfg { d_ff: 8, ..small() }).contains("another model"));
     assert!(refuse(&dir.path().join("none"), small()).contains("No such file"));
+}
+
+/// The file of another step without its last tensor: what stands before it must not be taken.
+#[test]
+fn a_checkpoint_that_is_refused_leaves_the_trainer_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let grid = Grid { dp: 1, cp: 1, tp: 1 };
+    losses(grid, 1, None, Some(&at("whole")));
+    let bytes = std::fs::read(at("whole")).unwrap();
+    let e = World::run_threads(1, WorldCfg::default(), |world| {
+        let mut t = trainer(&world, small(), grid)?;
+        let last = format!("{}.v", t.model.params.last().unwrap().name);
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let rest: Vec<_> = file.tensors().into_iter().filter(|(name, _)| *name != last).collect();
+        assert_eq!(rest.len() + 1, file.len());
+        let meta = SafeTensors::read_metadata(&bytes).unwrap().1.metadata().clone();
+        std::fs::write(at("less"), safetensors::serialize(rest, meta).unwrap()).unwrap();
+        checkpoint::save(&t, &at("before"))?;
+        let e = checkpoint::load(&mut t, &at("less")).unwrap_err();
+        checkpoint::save(&t, &at("after"))?;
+        Ok((e.kind(), e.to_string().contains(&last)))
+    })
+    .unwrap();
+    assert_eq!(e, [(ErrorKind::Corrupt, true)]);
+    // The order of the file's metadata is any.
+    let [before, after] = ["before", "after"].map(|name| {
+        let bytes = std::fs::read(at(name)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let tensors = file.iter().map(|(name, view)| (name.to_owned(), view.data().to_vec()));
+        tensors.collect::<std::collections::BTreeMap<_, _>>()
+    });
+    assert!(before == after, "the trainer has tensors of a file that it refused");
 }
 
 #[test]

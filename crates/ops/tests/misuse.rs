@@ -376,6 +376,28 @@ fn wrong_tensors_of_a_grouped_gemm_are_refused() {
     let (x, dy) = (zeros(M, K).into(), zeros(M, N).into());
     let t = GroupedWgrad { x, dy, splits: splits(), dw, mask: None, dbias: None };
     assert!(plan.wgrad(&stream, t).err().unwrap().to_string().contains("`dw`"));
+    // Gradients on each other: by an element, wholly, and on those of the bias.
+    let all = zeros(3 * N * K, 1);
+    let of = |at: usize, rows: usize, cols: usize| {
+        all.rows(at, rows * cols).unwrap().reshape(Shape::d2(rows, cols)).unwrap()
+    };
+    let one = N * K;
+    for (second, bias, wrong) in [
+        (one, 2 * one, None),
+        (one - 1, 2 * one, Some("tensors of `dw` must not overlap")),
+        (0, 2 * one, Some("tensors of `dw` must not overlap")),
+        (one, 2 * one - 1, Some("`dw` must not overlap `dbias`")),
+    ] {
+        let dw = Weights::Discrete(vec![(&of(0, N, K)).into(), (&of(second, N, K)).into()]);
+        let (x, dy, dbias) = (zeros(M, K).into(), zeros(M, N).into(), Some(of(bias, 2, N)));
+        let done =
+            plan.wgrad(&stream, GroupedWgrad { x, dy, splits: splits(), dw, mask: None, dbias });
+        match (done, wrong) {
+            (Ok(done), None) => drop(done.wait().unwrap()),
+            (Err(e), Some(words)) => assert!(e.to_string().contains(words), "{e}"),
+            (_, wrong) => panic!("{second} {bias}: {wrong:?}"),
+        }
+    }
     let t = GroupedDgrad {
         dy: zeros(M, K).into(),
         w: (&zeros(2 * N, K)).into(),

@@ -1,6 +1,7 @@
 //! Checks of the caller's tensors, and access to them as f32.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use tilewire_core::{DType, Error, Result, Shape, convert_from_f32, convert_to_f32};
 use tilewire_device::Tensor;
@@ -25,9 +26,6 @@ pub fn expect_tensor(what: &str, t: &Tensor, dtype: DType, shape: &[usize]) -> R
 /// # Errors
 /// `InvalidArgument` naming both arguments.
 pub(crate) fn apart(outs: &[Named<'_>], ins: &[Named<'_>]) -> Result<()> {
-    let given = |list: &[Named<'_>]| {
-        list.iter().filter_map(|&(what, t)| Some((what, t?.clone()))).collect::<Vec<_>>()
-    };
     let (outs, ins) = (given(outs), given(ins));
     for (i, (what, t)) in outs.iter().enumerate() {
         if let Some((other, _)) = outs[i + 1..].iter().chain(&ins).find(|(_, u)| t.overlaps(u)) {
@@ -36,6 +34,28 @@ pub(crate) fn apart(outs: &[Named<'_>], ins: &[Named<'_>]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn given<'a>(list: &[Named<'a>]) -> Vec<(&'static str, &'a Tensor)> {
+    list.iter().filter_map(|&(what, t)| Some((what, t?))).collect()
+}
+
+/// Checks that no two of an output's tensors overlap, of which there may be one for each of many groups.
+///
+/// # Errors
+/// `InvalidArgument` naming the output.
+pub(crate) fn each_apart<'a>(
+    what: &'static str,
+    list: impl Iterator<Item = &'a Tensor>,
+) -> Result<()> {
+    let mut spans: Vec<_> = list.map(Tensor::span).collect();
+    spans.sort_unstable_by_key(|(of, at)| (*of, at.start));
+    let meets = |w: &[(usize, Range<u64>)]| w[0].0 == w[1].0 && w[1].1.start < w[0].1.end;
+    match spans.windows(2).any(meets) {
+        false => Ok(()),
+        true => Err(Error::invalid(format!("tensors of `{what}` must not overlap each other"))
+            .hint("give each group a buffer of its own")),
+    }
 }
 
 /// An argument, if it was given, and its name.

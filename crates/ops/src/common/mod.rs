@@ -15,7 +15,7 @@ pub(crate) use self::choice::{Choice, fastest};
 pub(crate) use self::core::only_meets;
 pub use self::core::{Launch, PlanCore};
 pub use check::expect_tensor;
-pub(crate) use check::{Named, apart, narrow_into, wide};
+pub(crate) use check::{Named, apart, each_apart, narrow_into, wide};
 pub(crate) use handoff::{Handoff, receive};
 pub use overlap::{Algo, Candidate, Explain, Machine, OverlapConfig};
 pub use shards::Shards;

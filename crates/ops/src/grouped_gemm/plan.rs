@@ -9,7 +9,7 @@ use tilewire_device::{Node, Pending, Stream, Tensor};
 use super::{GroupedDesc, Splits, Weights};
 use super::{cuda, host};
 use crate::common::cuda::{Ready, together_on};
-use crate::common::{Named, apart, expect_tensor};
+use crate::common::{Named, apart, each_apart, expect_tensor};
 use crate::gemm::Operand;
 
 /// Tensors of an fprop.
@@ -274,8 +274,10 @@ impl GroupedGemmPlan {
                 ("splits", Some(&t.splits.values)),
                 ("mask", t.mask.as_ref()),
             ];
-            apart(&[("dbias", t.dbias.as_ref())], &ins)?;
-            t.dw.all().try_for_each(|w| apart(&[("dw", Some(&w.data))], &ins))
+            let dbias = ("dbias", t.dbias.as_ref());
+            apart(&[dbias], &ins)?;
+            t.dw.all().try_for_each(|w| apart(&[("dw", Some(&w.data)), dbias], &ins))?;
+            each_apart("dw", t.dw.all().map(|w| &w.data))
         };
         check().map_err(|e| e.op("grouped_gemm"))?;
         let t = Arc::new(t);
