@@ -31,6 +31,9 @@ TEAM_OPS = ["0-5", "6-13", "14-17", "18-20", "21-24", "25-29", "30-39"]
 TEAM_OPS_NCCL = ["40-45", "46-54"]
 # The same under a sanitizer, where eight of them take a minute.
 SANITIZED_OPS = ["0-5", "6-9", "10-13", "14-17", "18-20", "21-24", "25-27", "28-29", "30-34", "35-39"]
+# By `nvshmem`, of ranks that share a GPU: eight have time for `ep` alone.
+NVSHMEM_OPS = {"moves": "all_gather,reduce_scatter,all_reduce,all_to_all", "ep": "ep", "fused": "ag_gemm,gemm_rs,gemm_ar,bulk",
+               "cp_attention": "cp_attention"}
 # Operations whose rank is stopped, a set of processes for some of them; and those whose rank is killed, each with its own.
 STOPPED_OPS = ["0-5", "6-14", "15-24", "25-31", "32-39"]
 KILLED_OPS = ["0-5", "6-14", "15-18", "19-20"]
@@ -461,8 +464,13 @@ def conformance(n):
 def sharing(n):
     """More ranks than GPUs: processes whose kernels take turns. What many ranks do is seen, not in which order a link brings it."""
     # The program is asked once.
-    groups = verify_groups()
+    groups, nvshmem = verify_groups(), why_not("nvshmem", doctor_says())
     for ranks in [r for r in [2, 4, 8] if r > n]:
+        yield Config(f"one-sided-nvshmem-shared-{ranks}", ranks_of(ranks, program("gpu_spike"), "nvshmem"), needs=nvshmem)
+        for name, ops in NVSHMEM_OPS.items() if ranks < 8 else [("ep", "ep")]:
+            flags = ["verify", "--backend", "nvshmem", "--json", "--timeout-s", "40", "--op", ops]
+            processes = ranks_of(ranks, program("tilewire"), *flags)
+            yield Config(f"verify-nvshmem-shared-{ranks}-{name}", processes, by_shared_gpu, name == "cp_attention", needs=nvshmem)
         yield Config(f"one-sided-shared-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
         # Eight that take turns need more than a minute for a whole group.
         parts = {op: [op] for ops in groups.values() for op in ops} if ranks == 8 else groups
