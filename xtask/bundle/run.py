@@ -419,11 +419,12 @@ def conformance(n):
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests, takes=1)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
     # With the interposer, it and `gpu` count what launches ask of the driver.
-    launches = TWO_GPUS if n < 2 else None if can_watch() else NOT_WATCHED
-    for ops in TEAM_OPS + TEAM_OPS_NCCL:
+    more = None if n > 1 else TWO_GPUS
+    launches = more or (None if can_watch() else NOT_WATCHED)
+    for ops, needs in [*((ops, launches) for ops in TEAM_OPS), *((ops, launches or two) for ops in TEAM_OPS_NCCL)]:
         argv = [program("gpu_team"), "launches_neither", "--nocapture"]
         env = {"TW_TEAM_OPS": ops}
-        yield Config(f"launch-calls-{ops}", argv, by_launches, jit=True, needs=launches, env=env, takes=2 if n > 2 else None)
+        yield Config(f"launch-calls-{ops}", argv, by_launches, jit=True, needs=needs, env=env, takes=2 if n > 2 else None)
     for test in sorted(HERE.glob("gpu_*")):
         if test.name not in ("gpu_spike", "gpu_team"):
             # Silence takes its time: `faults` has it.
@@ -431,12 +432,11 @@ def conformance(n):
             yield Config(f"ops-{test.name}", argv, by_tests, jit=True)
     for name, part in TEAM_TESTS.items():
         for ops in TEAM_OPS:
-            argv = [program("gpu_team"), part]
-            yield Config(f"ops-gpu_team-{name}-{ops}", argv, by_tests, jit=True, env={"TW_TEAM_OPS": ops})
+            argv = [program("gpu_team"), part, "--nocapture"]
+            yield Config(f"ops-gpu_team-{name}-{ops}", argv, by_ran, jit=True, env={"TW_TEAM_OPS": ops}, needs=more)
     for name, part in TEAM_TESTS_NCCL.items():
-        yield Config(f"ops-gpu_team-nccl-{name}", [program("gpu_team"), part], by_tests, jit=True)
+        yield Config(f"ops-gpu_team-nccl-{name}", [program("gpu_team"), part, "--nocapture"], by_ran, jit=True, needs=two)
     # GPUs as if they did not reach each other.
-    more = None if n > 1 else TWO_GPUS
     yield Config("ops-gpu_team-dropped", [program("gpu_team"), "dropped_plans", "--nocapture"], by_ran, jit=True, needs=more)
     yield Config("ops-gpu_team-far", [program("gpu_team"), "far_gpus", "--nocapture"], by_ran, jit=True, needs=two)
     # Sizes, a zero copy into a product, two backends in one process; heaps left in any order are above.
@@ -511,7 +511,7 @@ def sanitized(n):
         for ops in SANITIZED_OPS if n > 1 else []:
             argv = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", program("gpu_team")]
             env = {"CUDA_MODULE_LOADING": "EAGER", "TW_TEAM_OPS": ops}
-            yield Config(f"{tool}-2-team-{ops}", [*argv, "every_operation_computes"], by_sanitizer, jit=True, preload=False, env=env,
+            yield Config(f"{tool}-2-team-{ops}", [*argv, "every_operation_computes", "--nocapture"], by_sanitizer, jit=True, preload=False, env=env,
                          takes=2, needs=None if sanitizer else "compute-sanitizer is not there")
 
 
@@ -618,25 +618,25 @@ def faults(n):
             yield Config(f"killed-{many}{tag}", ranks_of(ranks, *stay), by_survivors(ranks - 1), env=extra)
             yield Config(f"after-{many}{tag}", ranks_of(ranks, spike, "put_signal_wait"), env=extra)
         yield Config(f"leaks-{many}", ranks_of(ranks, spike, "hundred heaps"))
-    orders = [program("gpu_team"), "--test-threads", "1"]
+    orders = [program("gpu_team"), "--test-threads", "1", "--nocapture"]
     if n > 1:
-        yield Config("parked-between", [*orders, "stops_between"], by_tests, jit=True)
+        yield Config("parked-between", [*orders, "stops_between"], by_ran, jit=True)
         argv = [program("gpu_team"), "a_rank_without_memory", "--nocapture"]
         yield Config("lacking-memory", argv, by_ran, jit=True, needs=None if can_watch() else NOT_WATCHED)
-        yield Config("parked-copies", [*orders, "copies_hang"], by_tests, jit=True)
-        yield Config("opposite-orders", [*orders, "opposite_orders"], by_tests, jit=True)
+        yield Config("parked-copies", [*orders, "copies_hang"], by_ran, jit=True)
+        yield Config("opposite-orders", [*orders, "opposite_orders"], by_ran, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.
-        yield Config("one-order-one-connection", [*orders, "one_order"], by_tests, jit=True, env=one)
+        yield Config("one-order-one-connection", [*orders, "one_order"], by_ran, jit=True, env=one)
         for part in ["before", "behind"]:
             argv = [program("gpu_model"), f"that_is_silent_{part}", "--nocapture"]
-            yield Config(f"silent-in-training-{part}", argv, by_tests, jit=True)
+            yield Config(f"silent-in-training-{part}", argv, by_ran, jit=True)
     # Ranks are processes, at least three: the rest is a team. Two GPUs are shared, and one by four.
     some = {"TW_RANKS": "4"} if n < 2 else {}
     for ops in STOPPED_OPS:
-        yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process", "--nocapture"], by_ran, jit=True,
+        yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process"], by_ran, jit=True,
                      env={"TW_TEAM_OPS": ops, **some})
     for ops in KILLED_OPS:
-        yield Config(f"killed-in-{ops}", [*orders, "a_killed_process", "--nocapture"], by_ran, jit=True,
+        yield Config(f"killed-in-{ops}", [*orders, "a_killed_process"], by_ran, jit=True,
                      env={"TW_TEAM_OPS": ops, **some})
     if n < 2:
         yield Config("peers", [], needs=TWO_GPUS)
