@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-use tilewire_core::{DType, Error, Result};
+use tilewire_core::{DType, Error, ErrorKind, Result};
 
 /// One 64-byte line; buffers are made of whole lines so that every dtype is aligned.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -30,6 +30,19 @@ impl Memory {
     fn filled(len_bytes: usize, byte: u8) -> Self {
         let lines = vec![Line([byte; 64]); len_bytes.div_ceil(64)];
         Self { lines: Arc::new(RwLock::new(lines)), len_bytes }
+    }
+
+    /// As `zeroed` and `poisoned`; an error where they would end the process.
+    pub(crate) fn try_filled(len_bytes: usize, byte: u8) -> Result<Self> {
+        let (num, mut lines) = (len_bytes.div_ceil(64), Vec::new());
+        lines.try_reserve_exact(num).map_err(|e| {
+            let text = format!("{len_bytes} bytes of the host's memory");
+            Error::new(ErrorKind::Exhausted, text)
+                .cause(e)
+                .hint("use fewer ranks, or smaller sizes")
+        })?;
+        lines.resize(num, Line([byte; 64]));
+        Ok(Self { lines: Arc::new(RwLock::new(lines)), len_bytes })
     }
 
     /// `len_bytes` of zeros.

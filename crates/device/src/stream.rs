@@ -103,7 +103,7 @@ impl Stream {
     /// Records `event` behind what is queued now.
     ///
     /// # Errors
-    /// If the stream has ended; `InvalidArgument` for an event of another device.
+    /// If the stream has ended; `Unsupported` for an event that another device has recorded.
     pub fn record(&self, event: &Event) -> Result<()> {
         match self {
             Stream::Host(s) => s.record(event.on_host()?),
@@ -116,7 +116,7 @@ impl Stream {
     ///
     /// # Errors
     /// `InvalidArgument` if a capturing stream is to wait for an event outside of its capture, or
-    /// this stream is part of another capture, or the event is of another device.
+    /// this stream is part of another capture; `Unsupported` between the host and a CUDA device.
     pub fn wait(&self, event: &Event) -> Result<()> {
         match (self, event.0.get()) {
             (_, None) => Ok(()),
@@ -223,7 +223,7 @@ impl Event {
             let _first = self.0.set(Kind::Cuda(new));
         }
         match self.0.get() {
-            Some(Kind::Cuda(e)) => Ok(e),
+            Some(Kind::Cuda(e)) if e.context().ordinal() == ctx.ordinal() => Ok(e),
             _ => Err(wrong_device("a CUDA stream", "an event of another device")),
         }
     }

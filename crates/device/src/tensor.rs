@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use tilewire_core::{DType, Element, Error, Result, Shape, View, convert_from_f32, convert_to_f32};
+use tilewire_core::{
+    DType, Element, Error, ErrorKind, Result, Shape, View, convert_from_f32, convert_to_f32,
+};
 
 use crate::cuda::{CudaContext, CudaMemory};
 use crate::{Buffer, Memory};
@@ -92,13 +94,12 @@ impl Tensor {
     }
 
     fn filled_on(device: &Device, dtype: DType, shape: Shape, byte: u8) -> Result<Self> {
+        let len = shape.num_elems().checked_mul(dtype.size()).ok_or_else(|| {
+            Error::new(ErrorKind::Exhausted, format!("a {dtype} tensor {shape} fits no memory"))
+        })?;
         match device {
-            Device::Host if byte == 0 => Ok(Self::zeros(dtype, shape)),
-            Device::Host => Ok(Self::poisoned(dtype, shape)),
-            Device::Cuda(ctx) => {
-                let len = shape.num_elems() * dtype.size();
-                Self::over_cuda(CudaMemory::filled(ctx, len, byte)?, dtype, shape)
-            }
+            Device::Host => Self::over(Memory::try_filled(len, byte)?, 0, dtype, shape),
+            Device::Cuda(ctx) => Self::over_cuda(CudaMemory::filled(ctx, len, byte)?, dtype, shape),
         }
     }
 
@@ -159,7 +160,8 @@ impl Tensor {
         dtype: DType,
         shape: Shape,
     ) -> Result<Self> {
-        let end = offset_bytes + shape.num_elems() * dtype.size();
+        let len = shape.num_elems().saturating_mul(dtype.size());
+        let end = offset_bytes.saturating_add(len);
         // A piece of a device's memory may begin anywhere, and kernels read elements whole.
         let at = mem.start().wrapping_add(offset_bytes as u64);
         if end > mem.len_bytes() || !at.is_multiple_of(dtype.size() as u64) {
@@ -244,8 +246,9 @@ impl Tensor {
     /// # Errors
     /// `InvalidArgument` if they do not exist, or the tensor has no dimension.
     pub fn rows(&self, first: usize, num: usize) -> Result<Self> {
-        if self.shape.ndim() == 0 || first + num > self.shape.dim(0) {
-            return Err(Error::invalid(format!("rows {first}..{} of {}", first + num, self.shape)));
+        let last = first.saturating_add(num);
+        if self.shape.ndim() == 0 || last > self.shape.dim(0) {
+            return Err(Error::invalid(format!("rows {first}..{last} of {}", self.shape)));
         }
         let mut dims = self.shape.dims().to_vec();
         let row_bytes = dims[1..].iter().product::<usize>() * self.dtype.size();
@@ -355,5 +358,22 @@ mod tests {
         assert_eq!(t.to_f32().unwrap(), [0., 1., 0., 0., 0., 0.]);
         assert!(t.rows(2, 2).is_err() && t.reshape(Shape::d1(5)).is_err());
         assert!(t.to_vec::<f32>().is_err());
+        assert!(t.rows(2, usize::MAX - 1).is_err());
+    }
+
+    /// Sizes whose bytes no number holds, and more memory than there is.
+    #[test]
+    fn a_tensor_that_fits_nowhere_is_an_error() {
+        let most = Shape::d2(1 << 31, 1 << 31);
+        let e = Tensor::over(Memory::zeroed(64), 0, DType::F32, most).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+        let e = Tensor::over(Memory::zeroed(64), usize::MAX - 3, DType::U8, Shape::d1(64));
+        assert_eq!(e.err().unwrap().kind(), ErrorKind::InvalidArgument);
+        for shape in [most, Shape::d2(1 << 24, 1 << 30)] {
+            let e = Tensor::zeros_on(&Device::Host, DType::F32, shape).err().unwrap();
+            assert_eq!(e.kind(), ErrorKind::Exhausted, "{e}");
+        }
+        let t = Tensor::poisoned_on(&Device::Host, DType::BF16, Shape::d1(3)).unwrap();
+        assert!(t.to_f32().unwrap().iter().all(|v| v.is_nan()));
     }
 }

@@ -366,9 +366,13 @@ impl CudaContext {
             log::info!("compiling {} kernels for {}", missing.len(), self.arch()?);
         }
         std::thread::scope(|s| {
-            for _ in 0..cores.min(missing.len()) {
-                s.spawn(work);
+            for _ in 1..cores.min(missing.len()) {
+                // Where there are no more threads, fewer compile.
+                if std::thread::Builder::new().spawn_scoped(s, work).is_err() {
+                    break;
+                }
             }
+            work();
         });
         Ok(missing.len())
     }

@@ -63,6 +63,11 @@ impl CudaEvent {
         Ok(f64::from(ms) * 1e3)
     }
 
+    /// The device whose streams can record it; those of any can wait for it.
+    pub(crate) fn context(&self) -> &CudaContext {
+        &self.ctx
+    }
+
     pub(super) fn raw(&self) -> CUevent {
         self.raw
     }

@@ -102,8 +102,8 @@ pub struct CudaGraph {
     num_nodes: usize,
     /// What it refers to by address.
     things: Vec<Thing>,
-    /// Streams that it has been launched on. One that is gone has waited for its work.
-    streams: Mutex<Vec<Weak<super::stream::Inner>>>,
+    /// Streams that it has been launched on, and whether one that is gone has waited for its work.
+    streams: Mutex<Vec<(Weak<super::stream::Inner>, Arc<AtomicBool>)>>,
 }
 
 // SAFETY: launches of one graph are made from one thread at a time by its owner; the handle
@@ -144,9 +144,9 @@ impl CudaGraph {
     /// Notes that it was launched there.
     pub(super) fn runs_on(&self, stream: &Arc<super::stream::Inner>) {
         let mut all = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        if !all.iter().any(|s| s.as_ptr() == Arc::as_ptr(stream)) {
-            all.retain(|s| s.strong_count() > 0);
-            all.push(Arc::downgrade(stream));
+        if !all.iter().any(|(s, _)| s.as_ptr() == Arc::as_ptr(stream)) {
+            all.retain(|(s, waited)| s.strong_count() > 0 || !waited.load(Ordering::Acquire));
+            all.push((Arc::downgrade(stream), stream.waited()));
         }
     }
 }
@@ -160,8 +160,18 @@ impl Drop for CudaGraph {
         let streams =
             std::mem::take(self.streams.get_mut().unwrap_or_else(PoisonError::into_inner));
         let things: Thing = Arc::new(std::mem::take(&mut self.things));
-        for stream in streams.iter().filter_map(Weak::upgrade) {
-            CudaStream::from(stream).keep(&things);
+        for (stream, waited) in &streams {
+            match stream.upgrade() {
+                Some(stream) => CudaStream::from(stream).keep(&things),
+                None if waited.load(Ordering::Acquire) => {}
+                // It gave up, or still waits on another thread: a replay may be running.
+                None => {
+                    log::warn!(
+                        "a graph ended behind a stream that has not: what it uses is leaked"
+                    );
+                    std::mem::forget(things.clone());
+                }
+            }
         }
     }
 }

@@ -16,6 +16,7 @@ mod context;
 mod cublaslt;
 mod error;
 mod event;
+mod flight;
 mod graph;
 #[cfg(test)]
 mod interop_tests;

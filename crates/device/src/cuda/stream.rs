@@ -1,12 +1,10 @@
 //! Streams of a CUDA device.
 
 use std::any::Any;
-use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::ThreadId;
 use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUgraph, CUresult, CUstream, CUstreamCaptureStatus};
@@ -15,6 +13,7 @@ use tilewire_core::{Deadline, Error, Result};
 use super::context::{CudaContext, Thing};
 use super::error::check;
 use super::event::{CudaEvent, Last};
+use super::flight::{BATCH, Flight, Open};
 use super::graph::{CudaGraph, Held};
 use super::memory::CudaMemory;
 use super::nvtx;
@@ -38,41 +37,14 @@ pub(super) struct Inner {
     given: AtomicU64,
     /// A graph was launched here, of which nothing is in flight.
     replays: AtomicBool,
+    /// It has ended, and so had all its work.
+    waited: Arc<AtomicBool>,
     /// The lane of its spans, and who collects them.
     trace: Option<Trace>,
 }
 
 type Trace = (Arc<str>, Arc<Tracer>);
 
-/// What queued work refers to by address. The driver may, but need not, finish that work before it
-/// frees memory; so the stream keeps it until an event behind the work has been reached, and a
-/// launch frees nothing even then.
-#[derive(Default)]
-struct Flight {
-    /// Held since the last event, oldest first.
-    open: Vec<Open>,
-    closed: VecDeque<(CudaEvent, Vec<Thing>)>,
-}
-
-/// A thing, for whose work, and its number.
-struct Open {
-    by: ThreadId,
-    num: u64,
-    thing: Thing,
-}
-
-impl Flight {
-    /// What is behind an event that has been reached, and the events: to be let go without the lock.
-    fn reached(&mut self) -> Vec<(CudaEvent, Vec<Thing>)> {
-        let n = self.closed.iter().take_while(|(e, _)| e.is_done()).count();
-        self.closed.drain(..n).collect()
-    }
-}
-
-/// So many things share an event.
-const BATCH: usize = 64;
-/// The newest may belong to work that another thread is about to queue.
-const NEWEST: usize = 16;
 /// How long the end of a stream waits for its work before it leaks what that work uses.
 const LAST_WAIT_S: f64 = 10.0;
 
@@ -109,6 +81,7 @@ impl CudaStream {
             flight: Mutex::default(),
             given: AtomicU64::new(0),
             replays: AtomicBool::new(false),
+            waited: Arc::default(),
             trace,
         }))
     }
@@ -233,8 +206,7 @@ impl CudaStream {
             if let Ok(e) = CudaEvent::new(&self.0.ctx, false)
                 && self.record(&e).is_ok()
             {
-                let old = f.open.len() - NEWEST;
-                let old = f.open.drain(..old).map(|o| o.thing).collect();
+                let old = f.queued();
                 f.closed.push_back((e, old));
             }
         }
@@ -545,6 +517,13 @@ pub(super) fn poll(deadline: Option<Deadline>, query: impl Fn() -> CUresult) -> 
     Err(Error::internal("unreachable: 2^64 polls"))
 }
 
+impl Inner {
+    /// Whether it ended behind all its work.
+    pub(super) fn waited(&self) -> Arc<AtomicBool> {
+        self.waited.clone()
+    }
+}
+
 impl Drop for Inner {
     fn drop(&mut self) {
         let Ok(_current) = self.ctx.bind() else { return };
@@ -572,7 +551,9 @@ impl Drop for Inner {
         let captured = self.borrowed && !matches!(capture_info(self.raw), Ok(None));
         // SAFETY: a live stream.
         let ended = || poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }).is_ok();
-        if !(self.borrowed && idle) && (captured || !ended()) {
+        let waited = (self.borrowed && idle) || (!captured && ended());
+        self.waited.store(waited, Ordering::Release);
+        if !waited {
             log::warn!("a stream ended with work that does not end: what it uses is leaked");
             std::mem::forget(flight);
         } else {

@@ -108,8 +108,11 @@ impl Cache {
             .filter_map(|e| e.file_name().into_string().ok())
             .filter(|n| n.starts_with(&start) && n.ends_with(".cubin"))
             .collect();
-        names.sort();
-        // The newest compiler first.
+        // The newest compiler first: 13.10 is newer than 13.9.
+        names.sort_by_key(|n| {
+            let numbers = n[start.len()..].split(|c: char| !c.is_ascii_digit());
+            numbers.filter_map(|part| part.parse().ok()).collect::<Vec<u64>>()
+        });
         names.iter().rev().find_map(|n| self.load(key, &n[start.len()..n.len() - 6]))
     }
 
@@ -120,22 +123,36 @@ impl Cache {
     pub fn store(&self, key: &Key, compiler: &str, code: &[u8]) -> Result<()> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let to = self.path(key, compiler);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let beside = self.dir.join(format!(".{key}.{}.{number}", std::process::id()));
-        let write = || -> std::io::Result<()> {
-            let mut f =
-                OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside)?;
+        // A process of another container, or one that was killed, may have had the same number.
+        let name = || {
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            self.dir.join(format!(".{key}.{}.{number}", std::process::id()))
+        };
+        let mut made = None;
+        let mut write = || -> std::io::Result<()> {
+            let (mut f, beside) = loop {
+                let beside = name();
+                match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside) {
+                    Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+                    f => break (f?, beside),
+                }
+            };
+            let beside = made.insert(beside);
             f.write_all(MAGIC)?;
             f.write_all(&(code.len() as u64).to_le_bytes())?;
             f.write_all(digest(key, compiler, code).as_bytes())?;
             inject::step("writing to the kernel cache").map_err(std::io::Error::other)?;
             f.write_all(code)?;
             f.sync_all()?;
-            std::fs::rename(&beside, &to)?;
-            File::open(&self.dir)?.sync_all()
+            std::fs::rename(beside, &to)?;
+            // It is in place; some file systems cannot flush a folder.
+            File::open(&self.dir).and_then(|d| d.sync_all()).ok();
+            Ok(())
         };
-        write().map_err(|e| {
-            std::fs::remove_file(&beside).ok();
+        let done = write();
+        done.map_err(|e| {
+            // Only what is ours.
+            made.map(std::fs::remove_file);
             Error::io(format!("writing {}", to.display()), e).hint(HINT)
         })?;
         self.sweep();

@@ -247,6 +247,31 @@ fn a_cache_that_cannot_be_used_costs_compilations_only() {
     assert_eq!(mode & 0o777, 0o700);
 }
 
+/// Of a process with the same number, in another container or killed: they are not ours to touch.
+#[test]
+fn files_that_others_write_are_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Cache::open(Some(dir.path())).unwrap();
+    let key = spec("a").key();
+    let name = |i| dir.path().join(format!(".{key}.{}.{i}", std::process::id()));
+    (0..50).for_each(|i| std::fs::write(name(i), "theirs").unwrap());
+    cache.store(&key, "nvrtc13.0", b"code").unwrap();
+    assert_eq!(cache.load(&key, "nvrtc13.0").as_deref(), Some(&b"code"[..]));
+    assert!((0..50).all(|i| std::fs::read(name(i)).unwrap() == b"theirs"));
+}
+
+/// Without a compiler: 13.10 is newer than 13.9.
+#[test]
+fn the_newest_code_is_that_of_the_newest_compiler() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Cache::open(Some(dir.path())).unwrap();
+    let key = spec("a").key();
+    for version in ["nvrtc13.10", "nvrtc13.9", "nvrtc12.11"] {
+        cache.store(&key, version, version.as_bytes()).unwrap();
+    }
+    assert_eq!(cache.load_any(&key).as_deref(), Some(&b"nvrtc13.10"[..]));
+}
+
 #[test]
 fn leftovers_of_killed_processes_go_and_folders_stay() {
     let dir = tempfile::tempdir().unwrap();
