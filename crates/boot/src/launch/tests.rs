@@ -172,15 +172,24 @@ fn a_program_that_cannot_be_started_is_an_error() {
 #[test]
 #[ignore = "run by the tests below"]
 fn launcher_child() {
-    let script = "trap 'echo got; exit 0' INT; echo pid $$; while :; do sleep 0.05; done";
-    let r = Launch { forward_signals: true, ..sh(2, script) }.run().unwrap();
+    let traps = std::env::var("TW_TEST_TRAPS").unwrap();
+    let script = format!("{traps}; echo pid $$; while :; do sleep 0.05; done");
+    let r = Launch { forward_signals: true, ..sh(2, &script) }.run().unwrap();
     std::process::exit(r.code);
 }
 
 fn launcher() -> (std::process::Child, Vec<String>, std::io::Lines<impl std::io::BufRead>) {
+    launcher_of("trap 'echo got; exit 0' INT")
+}
+
+/// The launcher of two shells that begin with `traps`; their numbers, and what is printed.
+fn launcher_of(
+    traps: &str,
+) -> (std::process::Child, Vec<String>, std::io::Lines<impl std::io::BufRead + use<>>) {
     use std::io::BufRead;
     let mut child = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["launch::tests::launcher_child", "--exact", "--ignored", "--nocapture"])
+        .env("TW_TEST_TRAPS", traps)
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
@@ -203,6 +212,30 @@ fn an_interrupt_is_passed_on_and_is_the_exit_code() {
     assert_eq!(child.wait().unwrap().code(), Some(130));
     let got = lines.map_while(|l| l.ok()).filter(|l| l.ends_with("got")).count();
     assert_eq!(got, 2);
+    assert!(!pids.iter().any(|p| alive(p)));
+}
+
+/// As a service manager does, or a shell that ends and its terminal: ranks have their time, until the same signal comes again.
+#[test]
+fn two_signals_at_once_are_one_wish_and_the_same_again_kills() {
+    let (mut child, pids, lines) =
+        launcher_of("trap '' HUP; trap 'sleep 0.3; echo got; exit 0' INT");
+    let pid = rustix::process::Pid::from_child(&child);
+    for signal in [Signal::INT, Signal::HUP, Signal::INT] {
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(lines.map_while(|l| l.ok()).filter(|l| l.ends_with("got")).count(), 2);
+    assert!(!pids.iter().any(|p| alive(p)));
+
+    let (mut child, pids, _lines) = launcher_of("trap '' INT");
+    let (pid, start) = (rustix::process::Pid::from_child(&child), Instant::now());
+    rustix::process::kill_process(pid, Signal::INT).unwrap();
+    std::thread::sleep(Duration::from_millis(700));
+    rustix::process::kill_process(pid, Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    // Before the grace time is over.
+    assert!(start.elapsed() < Duration::from_millis(2500), "{:?}", start.elapsed());
     assert!(!pids.iter().any(|p| alive(p)));
 }
 

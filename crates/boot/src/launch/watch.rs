@@ -58,6 +58,9 @@ pub(super) struct Watch<'a> {
     interrupted: Option<i32>,
 }
 
+/// A signal that comes again within this time is the same wish.
+const IMPATIENT: Duration = Duration::from_millis(500);
+
 impl<'a> Watch<'a> {
     pub fn new(launch: &'a Launch, start: Instant) -> Self {
         Self {
@@ -118,10 +121,14 @@ impl<'a> Watch<'a> {
         Ok((told.collect(), ended.collect()))
     }
 
+    /// The first signal ends the ranks; the same again, later, kills them: somebody is impatient. One wish may come as two
+    /// signals at once, as TERM and HUP of a service or HUP of a shell and of its terminal: ranks keep the grace time then.
     fn interrupt(&mut self, signal: i32, ranks: &[RankProcess]) {
-        if self.interrupted.is_some() {
-            // Somebody is impatient.
-            return self.kill(ranks);
+        if let Some(first) = self.interrupted {
+            if first == signal && self.ending.is_some_and(|t| t.elapsed() >= IMPATIENT) {
+                self.kill(ranks);
+            }
+            return;
         }
         self.interrupted = Some(signal);
         let known = [(SIGINT, Signal::INT), (SIGHUP, Signal::HUP)];
