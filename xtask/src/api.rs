@@ -104,18 +104,29 @@ fn flags(root: &Path) -> Result<String, String> {
             .env("COLUMNS", "100")
             .output()
             .map_err(|e| format!("{}: {e}; build it first", program.display()))?;
+        if !out.status.success() {
+            return Err(format!("{} {} --help: {}", program.display(), args.join(" "), out.status));
+        }
         Ok::<_, String>(String::from_utf8_lossy(&out.stdout).into_owned())
     };
-    let top = help(&[])?;
-    let list = top.split("Commands:").nth(1).and_then(|t| t.split("\n\n").next()).unwrap_or("");
-    let mut text = format!("$ tilewire --help\n{top}");
-    for line in list.lines().filter(|l| l.starts_with("  ") && !l.starts_with("   ")) {
-        let Some(command) = line.split_whitespace().next().filter(|c| *c != "help") else {
-            continue;
-        };
-        text += &format!("\n$ tilewire {command} --help\n{}", help(&[command])?);
+    let mut text = String::new();
+    let mut all = vec![Vec::new()];
+    while let Some(command) = all.pop() {
+        let args: Vec<&str> = command.iter().map(String::as_str).collect();
+        let of = help(&args)?;
+        text += &format!("\n$ {} --help\n{of}", [&["tilewire"], &args[..]].concat().join(" "));
+        let inner = commands_of(&of).into_iter().rev();
+        all.extend(inner.map(|name| [&command[..], &[name]].concat()));
     }
-    Ok(text)
+    Ok(text.trim_start().to_owned())
+}
+
+/// Commands that a help lists.
+fn commands_of(help: &str) -> Vec<String> {
+    let list = help.split("\nCommands:").nth(1).and_then(|t| t.split("\n\n").next()).unwrap_or("");
+    let lines = list.lines().filter(|l| l.starts_with("  ") && !l.starts_with("   "));
+    let names = lines.filter_map(|l| l.split_whitespace().next()).filter(|c| *c != "help");
+    names.map(str::to_owned).collect()
 }
 
 /// One problem if CHANGELOG.md does not carry the digest of `tests/api`.

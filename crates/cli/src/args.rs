@@ -1,5 +1,6 @@
 //! Command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
@@ -129,7 +130,7 @@ pub struct RunArgs {
     pub no_prefix: bool,
     /// The program and its arguments.
     #[arg(last = true, required = true)]
-    pub program: Vec<String>,
+    pub program: Vec<OsString>,
 }
 
 /// Flags that say who I am, for a launcher that sets no variables.
@@ -294,7 +295,8 @@ pub struct TrainArgs {
     /// Continue from this checkpoint, written by any number of ranks.
     #[arg(long)]
     pub resume: Option<PathBuf>,
-    /// After an error, write each rank's flight recorders into this folder (for `tilewire dump`).
+    /// After an error, write each rank's flight recorders into this folder (for `tilewire dump`); those of an earlier
+    /// run there are removed.
     #[arg(long)]
     pub dump: Option<PathBuf>,
     /// After training, continue this text.

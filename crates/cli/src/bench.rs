@@ -90,6 +90,7 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
     if o.iters == 0 || o.m == 0 || o.n == 0 || o.k == 0 {
         return Err(Error::invalid("sizes and iterations must be positive"));
     }
+    crate::verify::check_sizes(&[o.m, o.n, o.k])?;
     let mut rows = Vec::new();
     for op in &o.ops {
         progress(op);
@@ -122,8 +123,9 @@ impl Bench<'_> {
         Tensor::from_f32(&m.to_f32(), self.o.dtype, Shape::d2(m.rows, m.cols))
     }
 
-    /// Median over iterations of the slowest rank, microseconds.
-    fn time(&self, mut f: impl FnMut() -> Result<()>) -> Result<f64> {
+    /// Median over iterations of the slowest rank, microseconds. What is in `out` behind it is of one more run, on poison:
+    /// neither another way to compute the same nor an earlier iteration can have left it there.
+    fn time(&self, out: &Tensor, mut f: impl FnMut() -> Result<()>) -> Result<f64> {
         let mut times = Vec::with_capacity(self.o.iters);
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {
             self.team.exchange("align", &[])?;
@@ -139,6 +141,9 @@ impl Bench<'_> {
                 times.push(slowest);
             }
         }
+        out.poison()?;
+        self.team.exchange("align", &[])?;
+        f()?;
         times.sort_by(f64::total_cmp);
         Ok(times[times.len() / 2])
     }
@@ -164,7 +169,7 @@ impl Bench<'_> {
         let desc = CollectiveDesc { kind, m, cols, dtype };
         let plan = CollectivePlan::new(desc, &self.heap)?;
         plan.prepare(&self.stream)?;
-        let t = self.time(|| plan.launch(&self.stream, m, &x, &out)?.wait().map(|_| ()))?;
+        let t = self.time(&out, || plan.launch(&self.stream, m, &x, &out)?.wait().map(|_| ()))?;
         Ok((t, x, out))
     }
 
@@ -174,7 +179,7 @@ impl Bench<'_> {
         let plan = GemmPlan::new(desc)?;
         plan.prepare(&self.stream)?;
         let (x, w) = (self.tensor(&self.x)?, self.tensor(&self.w)?);
-        self.time(|| {
+        self.time(&out, || {
             plan.launch(&self.stream, GemmInputs::new(&x, &w, out.clone()))?.wait().map(|_| ())
         })
     }
@@ -204,7 +209,7 @@ impl Bench<'_> {
         let run = |config| {
             let plan = AgGemmPlan::new(desc.clone(), &self.heap, config)?;
             plan.prepare(&self.stream)?;
-            self.time(|| {
+            self.time(&out, || {
                 let t = AgGemmInputs::new(x.clone(), w.clone(), out.clone());
                 plan.launch(&self.stream, m, t)?.wait().map(|_| ())
             })
@@ -235,11 +240,11 @@ impl Bench<'_> {
             if scatter {
                 let plan = GemmRsPlan::new(desc.clone(), &self.heap, config)?;
                 plan.prepare(&self.stream)?;
-                self.time(|| plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
+                self.time(&out, || plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
             } else {
                 let plan = GemmArPlan::new(GemmArDesc(desc.clone()), &self.heap, config)?;
                 plan.prepare(&self.stream)?;
-                self.time(|| plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
+                self.time(&out, || plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
             }
         };
         let kind = match scatter {
@@ -341,4 +346,42 @@ impl Bench<'_> {
 fn sum(all: &[Mat]) -> Result<Mat> {
     let (first, rest) = all.split_first().ok_or_else(|| Error::internal("a team without ranks"))?;
     Ok(rest.iter().fold(first.clone(), |a, b| a.add(b)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A way that writes at first and not later is not judged by what it wrote, nor by what another way did.
+    #[test]
+    fn what_is_judged_was_written_on_poison() {
+        let o =
+            Options { ops: Vec::new(), dtype: DType::F32, m: 2, n: 2, k: 2, iters: 3, warmup: 1 };
+        World::run_threads(1, WorldCfg::for_tests(), |world| {
+            let team = world.everyone("bench")?;
+            let b = Bench {
+                o: &o,
+                stream: Stream::new("bench")?,
+                x: Mat::zeros(2, 2),
+                w: Mat::zeros(2, 2),
+                heap: team.heap(BackendKind::Host, HeapCfg::new(1 << 20))?,
+                team,
+            };
+            let out = Tensor::poisoned(DType::F32, Shape::d2(2, 2));
+            let write = |v: f32| {
+                out.write(|bytes| bytes.copy_from_slice(&[v; 4].map(f32::to_ne_bytes).concat()))
+            };
+            let mut calls = 0;
+            b.time(&out, || {
+                calls += 1;
+                if calls <= 4 { write(1.0) } else { Ok(()) }
+            })?;
+            assert_eq!(calls, 5);
+            assert!(out.to_f32()?.iter().all(|v| v.is_nan()), "{:?}", out.to_f32()?);
+            b.time(&out, || write(2.0))?;
+            assert_eq!(out.to_f32()?, [2.0; 4]);
+            Ok(())
+        })
+        .unwrap();
+    }
 }

@@ -34,6 +34,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
         warmup: args.warmup,
     };
     let place = worlds::place(&PlaceArgs::default())?;
+    let before = rows_before(args, &place)?;
     let visible = !args.json && !args.csv && !args.md;
     let announce = |world: &World, op: &str| {
         if visible && world.rank().get() == 0 {
@@ -58,7 +59,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
     print(&rows, args, commit);
     let mut code = i32::from(rows.iter().any(|r| r.wrong > 0));
     if let Some(old) = &args.compare {
-        code |= i32::from(compare(&rows, old, args.threshold)? > 0);
+        code |= i32::from(compare(&rows, (old, &before), args.threshold)? > 0);
     }
     Ok(code)
 }
@@ -94,6 +95,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
     }
     let visible = !args.json && !args.csv && !args.md;
     let place = worlds::place(&PlaceArgs::default())?;
+    let before = rows_before(args, &place)?;
     let one = |world: &World| {
         let first = world.rank().get() == 0;
         bench_device::run(
@@ -135,7 +137,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
     }
     let mut code = i32::from(rows.iter().any(|r| r.wrong > 0));
     if let Some(old) = &args.compare {
-        code |= i32::from(compare(&rows, old, args.threshold)? > 0);
+        code |= i32::from(compare(&rows, (old, &before), args.threshold)? > 0);
     }
     Ok(code)
 }
@@ -185,6 +187,11 @@ fn driver() -> Option<String> {
     text.split_whitespace().find(|w| w.split('.').count() >= 3).map(str::to_owned)
 }
 
+/// What this process was called with.
+fn command() -> String {
+    std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
+}
+
 fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
     if args.json {
         for r in rows {
@@ -195,7 +202,7 @@ fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
                 v["hidden_percent"] = r.hidden().into();
                 v["driver"] = driver().into();
                 v["commit"] = commit.into();
-                v["command"] = std::env::args().collect::<Vec<_>>().join(" ").into();
+                v["command"] = command().into();
                 say(v);
             }
         }
@@ -222,22 +229,37 @@ fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
     }
 }
 
+/// The rows of the file that is compared with, on the rank that does so: what is wrong with it is told before anything is
+/// timed.
+///
+/// # Errors
+/// `Io` if it cannot be read, `Corrupt` if it holds no rows of this version.
+fn rows_before(args: &BenchArgs, place: &tilewire::boot::Place) -> Result<Vec<Value>> {
+    let first = !worlds::launched(place) || place.rank.get() == 0;
+    let Some(old) = args.compare.as_deref().filter(|_| first) else { return Ok(Vec::new()) };
+    let text = std::fs::read_to_string(old).map_err(|e| Error::io(old.display(), e))?;
+    let lines = text.lines().filter(|l| !l.trim().is_empty());
+    let row = |line: &str| -> Result<Value> {
+        let v: Value = serde_json::from_str(line)
+            .map_err(|e| Error::new(ErrorKind::Corrupt, format!("{}: {e}", old.display())))?;
+        match v["version"] == ROW_VERSION {
+            true => Ok(v),
+            false => Err(Error::new(ErrorKind::Corrupt, "rows of another version")
+                .expected(ROW_VERSION)
+                .seen(&v["version"])),
+        }
+    };
+    lines.map(row).collect()
+}
+
 /// Prints ratios against an earlier `--json` output, and the rows that are in one of them alone;
 /// returns how many ratios are above the threshold.
 ///
 /// # Errors
 /// `InvalidArgument` if no row is in both, as nothing was compared then.
-fn compare(rows: &[Row], old: &Path, threshold: f64) -> Result<usize> {
-    let text = std::fs::read_to_string(old).map_err(|e| Error::io(old.display(), e))?;
+fn compare(rows: &[Row], (old, before): (&Path, &[Value]), threshold: f64) -> Result<usize> {
     let (mut slower, mut seen) = (0, vec![false; rows.len()]);
-    for line in text.lines().filter(|l| !l.trim().is_empty()) {
-        let v: Value = serde_json::from_str(line)
-            .map_err(|e| Error::new(ErrorKind::Corrupt, format!("{}: {e}", old.display())))?;
-        if v["version"] != ROW_VERSION {
-            return Err(Error::new(ErrorKind::Corrupt, "rows of another version")
-                .expected(ROW_VERSION)
-                .seen(&v["version"]));
-        }
+    for v in before {
         let same = |r: &Row| {
             v["op"] == r.op
                 && v["dtype"] == r.dtype

@@ -311,7 +311,7 @@ impl Bench<'_> {
             Err(e) => return Err(e),
         };
         let note = format!("{:.1} GB/s bus; NCCL: {nccl}", factor * moved / us / 1e3);
-        self.row(op, format!("bytes={bytes}"), us, self.wrong(bad)?, note)
+        self.row(op, shape_text(bytes, self.o.sms), us, self.wrong(bad)?, note)
     }
 
     /// The time of the same collective through NCCL.
@@ -320,6 +320,12 @@ impl Bench<'_> {
         plan.prepare(&self.stream)?;
         self.time(|| plan.launch(&self.stream, m, x, out)?.join(&self.stream).map(|_| ()))
     }
+}
+
+/// What tells a row of a collective from others: on so many multiprocessors it is another.
+fn shape_text(bytes: usize, sms: Option<usize>) -> String {
+    let sms = sms.map_or(String::new(), |n| format!(" sms={n}"));
+    format!("bytes={bytes}{sms}")
 }
 
 #[cfg(test)]

@@ -125,7 +125,11 @@ fn is_old(spec: &LibrarySpec, e: &Error) -> bool {
 }
 
 fn kernel_cache() -> Finding {
-    let cache = Config::from_env().and_then(|c| Cache::open(c.cache_dir.as_deref()));
+    let Ok(config) = Config::from_env() else {
+        let text = "kernel cache: not looked at, as a variable is wrong".to_owned();
+        return finding("kernel-cache", State::Warn, text, "mend the variable that is named here");
+    };
+    let cache = Cache::open(config.cache_dir.as_deref());
     match cache.and_then(|c| Ok((c.usage()?, c))) {
         Ok((u, c)) => {
             let dir = c.dir().display();

@@ -27,6 +27,29 @@ pub fn write(folder: &Path, teams: &[&LiveTeam]) -> Result<()> {
     first
 }
 
+/// Removes the recorders that [`write`] has left in `folder`: those of another run would be taken for ranks of this one.
+///
+/// # Errors
+/// `Io` if one stays.
+pub fn clear(folder: &Path) -> Result<()> {
+    let Ok(dir) = std::fs::read_dir(folder) else { return Ok(()) };
+    for path in dir.filter_map(|e| Some(e.ok()?.path())).filter(|p| is_recorder(p)) {
+        std::fs::remove_file(&path).map_err(|e| Error::io(path.display(), e))?;
+    }
+    Ok(())
+}
+
+/// True for `TEAM-GENERATION-rRANK.json`.
+fn is_recorder(path: &Path) -> bool {
+    let is_number = |s: &str| !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit());
+    let parts = || {
+        let name = path.file_name()?.to_str()?.strip_suffix(".json")?;
+        let (team, rank) = name.rsplit_once("-r")?;
+        Some(is_number(rank) && is_number(team.rsplit_once('-')?.1))
+    };
+    parts().unwrap_or(false)
+}
+
 /// Recorders of one team: rank to entries by sequence number.
 type Ranks = BTreeMap<u64, BTreeMap<u64, Entry>>;
 
@@ -49,7 +72,11 @@ fn read(folder: &Path) -> Result<BTreeMap<String, (usize, Ranks)>> {
             return Err(bad("no team, rank or size".to_owned()));
         };
         let key = format!("{team} generation {}", v["generation"]);
-        let (_, ranks) = teams.entry(key).or_insert_with(|| (size as usize, Ranks::new()));
+        let (of, ranks) = teams.entry(key).or_insert_with(|| (size as usize, Ranks::new()));
+        if *of != size as usize {
+            let text = format!("it is of {size} ranks, others of that team of {of}");
+            return Err(bad(text).hint("remove the recorders of the earlier run"));
+        }
         ranks.insert(rank, entries.into_iter().map(|e| (e.seq, e)).collect());
     }
     Ok(teams)
@@ -125,6 +152,35 @@ mod tests {
         })
         .unwrap();
         assert!(dir.path().join("b-1-r0.json").is_file());
+    }
+
+    /// Of an earlier run with more ranks, and a file of the user's.
+    #[test]
+    fn recorders_of_another_run_are_not_taken_for_ranks_of_this_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |size: usize, but: usize| {
+            World::run_threads(size, WorldCfg::for_tests(), |w| {
+                let team = w.everyone("t")?;
+                if w.rank().idx() != but {
+                    write(dir.path(), &[&team])?;
+                }
+                team.agree(true).map(|_| ())
+            })
+            .unwrap();
+        };
+        std::fs::write(dir.path().join("notes-r1.txt"), "mine").unwrap();
+        of(3, 3);
+        of(2, 1);
+        let e = read(dir.path()).unwrap_err();
+        assert!(e.to_string().contains("earlier run"), "{e}");
+        clear(dir.path()).unwrap();
+        of(2, 1);
+        let teams = read(dir.path()).unwrap();
+        assert_eq!(teams["t generation 1"].1.keys().collect::<Vec<_>>(), [&0]);
+        assert!(dir.path().join("notes-r1.txt").is_file());
+        assert!(
+            !is_recorder(Path::new("d/config-r.json")) && !is_recorder(Path::new("d/a-r1.json"))
+        );
     }
 
     #[test]

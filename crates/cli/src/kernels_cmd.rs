@@ -130,7 +130,8 @@ fn compile_all(all: &[KernelSpec]) -> Vec<Result<(Compiled, f64)>> {
     };
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let mut done: Vec<_> = std::thread::scope(|s| {
-        let threads: Vec<_> = (1..cores).map(|_| s.spawn(work)).collect();
+        let more = |_| std::thread::Builder::new().spawn_scoped(s, work).ok();
+        let threads: Vec<_> = (1..cores).map_while(more).collect();
         let mut done = work();
         // A panic of a thread would leave a gap that the caller reports.
         done.extend(threads.into_iter().filter_map(|t| t.join().ok()).flatten());

@@ -15,10 +15,10 @@ pub fn run(args: &RunArgs) -> Result<i32> {
         return Err(Error::invalid("no program given").hint("tilewire run -n 4 -- prog args"));
     };
     let mut launch = Launch::new(args.ranks, program);
-    launch.args = rest.iter().map(Into::into).collect();
+    launch.args = rest.to_vec();
     launch.timeout = args.timeout_s.map(crate::worlds::seconds).transpose()?;
     launch.no_prefix = args.no_prefix;
-    let report = launch.run()?;
+    let report = launch.run_to(Box::new(crate::Out), Box::new(std::io::stderr()))?;
     if let Some(f) = &report.first_failure {
         complain(format_args!(
             "tilewire run: rank {} failed first ({:?}), after {:.1} s; its last lines:",

@@ -23,13 +23,54 @@ pub mod verify_cmd;
 pub mod worlds;
 
 use std::io::Write;
+use std::sync::OnceLock;
 
 use tilewire::core::Error;
 
-/// Writes a line to standard output. A closed pipe is not an error worth a message: the reader
-/// has seen enough.
+/// The first error of standard output.
+static LOST: OnceLock<std::io::Error> = OnceLock::new();
+
+/// Keeps why standard output takes no more. A closed pipe is not an error: the reader has seen enough.
+fn kept(done: std::io::Result<()>) {
+    if let Err(e) = done
+        && e.kind() != std::io::ErrorKind::BrokenPipe
+    {
+        // Only the first counts.
+        let _later = LOST.set(e);
+    }
+}
+
+/// Writes a line to standard output; [`end`] tells whether that went well.
 pub(crate) fn say(line: impl std::fmt::Display) {
-    writeln!(std::io::stdout().lock(), "{line}").ok();
+    kept(writeln!(std::io::stdout().lock(), "{line}"));
+}
+
+/// Writes text to standard output, as [`say`] a line.
+pub fn say_all(text: &[u8]) {
+    kept(std::io::stdout().lock().write_all(text));
+}
+
+/// Standard output for others, who write into it whether it takes it or not.
+pub(crate) struct Out;
+
+impl std::io::Write for Out {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        say_all(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        kept(std::io::stdout().flush());
+        Ok(())
+    }
+}
+
+/// The exit code of a command that ends with `code`: what was to be read and could not be written is an error.
+pub fn end(code: i32) -> i32 {
+    kept(std::io::stdout().flush());
+    let Some(e) = LOST.get() else { return code };
+    complain(format_args!("error: standard output: {e}: not all of it was written"));
+    if code == 0 { 2 } else { code }
 }
 
 /// Writes a line to standard error.

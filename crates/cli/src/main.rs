@@ -8,8 +8,8 @@ use tilewire::device::cuda::load_library;
 use tilewire::prelude::*;
 use tilewire_cli::args::{BenchWhat, Cli, Command};
 use tilewire_cli::{
-    bench_cmd, bench_flags, complain, doctor, dump, kernels_cmd, launch, links, report, topo,
-    trace, train, verify_cmd,
+    bench_cmd, bench_flags, complain, doctor, dump, end, kernels_cmd, launch, links, report,
+    say_all, topo, trace, train, verify_cmd,
 };
 
 /// Log lines go to standard error, as one line each.
@@ -33,13 +33,11 @@ fn main() -> ExitCode {
     {
         args.given = bench_flags::given(matches);
     }
-    match run(cli) {
-        Ok(code) => ExitCode::from(code.clamp(0, 255) as u8),
-        Err(e) => {
-            report(&e);
-            ExitCode::from(2)
-        }
-    }
+    let code = run(cli).unwrap_or_else(|e| {
+        report(&e);
+        2
+    });
+    ExitCode::from(end(code).clamp(0, 255) as u8)
 }
 
 fn run(cli: Cli) -> Result<i32> {
@@ -57,7 +55,9 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Doctor(args) => return Ok(doctor::run(args)),
         Command::Completions { shell } => {
             let mut command = Cli::command();
-            clap_complete::generate(*shell, &mut command, "tilewire", &mut std::io::stdout());
+            let mut text = Vec::new();
+            clap_complete::generate(*shell, &mut command, "tilewire", &mut text);
+            say_all(&text);
             return Ok(0);
         }
         Command::Env => {

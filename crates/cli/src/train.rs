@@ -136,7 +136,7 @@ fn spawn(args: &TrainArgs) -> Result<i32> {
     let mut launch = Launch::new(args.ranks, exe);
     launch.args = std::env::args_os().skip(1).filter(|a| a != "--processes").collect();
     launch.no_prefix = true;
-    let report = launch.run()?;
+    let report = launch.run_to(Box::new(crate::Out), Box::new(std::io::stderr()))?;
     if let Some(f) = &report.first_failure {
         complain(format_args!("rank {} failed first: {:?}", f.rank.get(), f.status));
     }
@@ -159,6 +159,10 @@ impl Job<'_> {
     /// What one rank does.
     fn rank(&self, world: World) -> Result<()> {
         let (args, first) = (self.args, world.rank().get() == 0);
+        if let (true, Some(folder)) = (first, &args.dump) {
+            // Nobody can have written any before all have made the model together.
+            crate::dump::clear(folder)?;
+        }
         let tracer = args.trace.is_some().then(|| Arc::new(Tracer::new(self.start)));
         let sizes = (self.cfg, self.grid);
         let model = Model::new(&world, sizes, self.target, args.seed, tracer.clone())?;

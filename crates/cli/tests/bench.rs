@@ -98,3 +98,26 @@ fn results_are_judged_by_the_magnitude_of_their_terms() {
         assert!(row["max_err"].as_f64().unwrap() >= 1.0, "{row}: nothing was rounded");
     }
 }
+
+/// Before anything is timed.
+#[test]
+fn sizes_and_files_that_cannot_be_are_told_at_once() {
+    let wrong = |args: &[&str], words: &str| {
+        let o = bench(args);
+        let said = String::from_utf8_lossy(&o.stderr).into_owned();
+        assert_eq!(o.status.code(), Some(2), "{said}");
+        assert!(said.contains(words) && !said.contains("panicked"), "{said}");
+        assert!(!said.contains("ranks ..."), "{said}");
+    };
+    let most = usize::MAX.to_string();
+    let huge = ["bench", "--op", "ag_gemm", "--m", &most];
+    let o = Command::new(env!("CARGO_BIN_EXE_tilewire")).args(huge).output().unwrap();
+    let said = String::from_utf8_lossy(&o.stderr).into_owned();
+    assert_eq!(o.status.code(), Some(2), "{said}");
+    assert!(said.contains("elements") && !said.contains("panicked"), "{said}");
+    wrong(&["--op", "ag_gemm", "--compare", "/nonexistent/rows"], "/nonexistent/rows");
+    let dir = tempfile::tempdir().unwrap();
+    let old = dir.path().join("old");
+    std::fs::write(&old, "{\"version\":0}\n").unwrap();
+    wrong(&["--op", "ag_gemm", "--compare", old.to_str().unwrap()], "another version");
+}

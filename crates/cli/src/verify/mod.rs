@@ -136,6 +136,22 @@ fn all_cases() -> Vec<Case> {
 /// The most elements in a matrix of a case, 4 GiB of f32: it holds a few on every rank.
 const MAX_ELEMENTS: usize = 1 << 30;
 
+/// Refuses matrices of more elements than that.
+///
+/// # Errors
+/// `InvalidArgument` with the sizes.
+pub(crate) fn check_sizes(sizes: &[usize]) -> Result<()> {
+    let mut sizes = sizes.to_vec();
+    sizes.sort_unstable_by(|a, b| b.cmp(a));
+    let most = sizes.iter().take(2).try_fold(1usize, |all, n| all.checked_mul(*n));
+    match most.is_some_and(|n| n <= MAX_ELEMENTS) {
+        true => Ok(()),
+        false => {
+            Err(Error::invalid(format!("two of {sizes:?} make more than {MAX_ELEMENTS} elements")))
+        }
+    }
+}
+
 /// The cases that `options` selects.
 ///
 /// # Errors
