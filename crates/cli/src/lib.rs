@@ -45,7 +45,7 @@ pub(crate) fn say(line: impl std::fmt::Display) {
     kept(writeln!(std::io::stdout().lock(), "{line}"));
 }
 
-/// Writes text to standard output, as [`say`] a line.
+/// Writes text to standard output, as `say` a line.
 pub fn say_all(text: &[u8]) {
     kept(std::io::stdout().lock().write_all(text));
 }
