@@ -137,6 +137,8 @@ impl Inbox {
 
     /// Notes that the connection to `src` broke, and why: for us it has died.
     pub fn fail(&self, src: Rank, e: Error) {
+        // Whoever hears of a death first may know nothing else, and the cause can be here.
+        log::warn!("rank {}: the connection to {src} is closed: {e}", self.me.get());
         let mut s = self.lock();
         let source = &mut s.sources[src.idx()];
         source.fault.get_or_insert(e);
@@ -178,7 +180,11 @@ impl Inbox {
         };
         let e = Error::new(ErrorKind::PeerDead, format!("`{tag}`: {peer} {how}"));
         let e = match &source.fault {
-            Some(f) => e.cause(f.clone()).hint(format!("its connection failed: {}", f.message())),
+            Some(f) => {
+                let remedy = f.get_hint().map(|h| format!("; {h}")).unwrap_or_default();
+                let why = format!("its connection failed: {}{remedy}", f.message());
+                e.cause(f.clone()).hint(why)
+            }
             None => e,
         };
         e.op("exchange").rank(self.me).peer(peer)

@@ -2,9 +2,10 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 use rustix::net::SocketType;
 use rustix::process::PidfdFlags;
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
@@ -17,6 +18,9 @@ use crate::store::Store;
 
 /// Connections that may be in their hello at the same time.
 const MAX_HALF_OPEN: usize = 64;
+
+/// How long a rank that waits may lack a descriptor before the rendezvous ends: strangers' are closed by then.
+const NO_ROOM: Duration = Duration::from_secs(10);
 
 /// An open connection to a peer, with a descriptor of its process if that can be had.
 pub(crate) struct Link {
@@ -86,7 +90,7 @@ fn meet(
     let mut links: Vec<Option<Link>> = (0..me.size).map(|_| None).collect();
     for (rank, sock) in socks.drain(..) {
         let near = cards[rank.idx()].pid_ns == mine.pid_ns;
-        links[rank.idx()] = Some(Link { pidfd: if near { pidfd(&sock) } else { None }, sock });
+        links[rank.idx()] = Some(Link { pidfd: if near { pidfd(&sock)? } else { None }, sock });
     }
     Ok((links, refused.into_inner()))
 }
@@ -101,9 +105,14 @@ fn short(job: &str) -> String {
     }
 }
 
-fn pidfd(sock: &OwnedFd) -> Option<OwnedFd> {
-    let cred = sock::peer(sock).ok()?;
-    rustix::process::pidfd_open(cred.pid, PidfdFlags::empty()).ok()
+/// None where the kernel has no such thing, or the process has just ended: its socket tells.
+fn pidfd(sock: &OwnedFd) -> Result<Option<OwnedFd>> {
+    let Ok(cred) = sock::peer(sock) else { return Ok(None) };
+    match rustix::process::pidfd_open(cred.pid, PidfdFlags::empty()) {
+        Ok(fd) => Ok(Some(fd)),
+        Err(e @ (Errno::MFILE | Errno::NFILE)) => Err(Error::io("pidfd_open", e)),
+        Err(_) => Ok(None),
+    }
 }
 
 /// Lets the two halves of a rendezvous end each other.
@@ -145,6 +154,8 @@ fn accept_lower(
     let mut done: Vec<Option<OwnedFd>> = (0..me.rank.idx()).map(|_| None).collect();
     let mut open: Vec<HalfOpen> = Vec::new();
     let refuse = || watch.refused.fetch_add(1, Ordering::Relaxed);
+    // Since when no descriptor is free for those who wait.
+    let mut full: Option<Instant> = None;
     while done.iter().any(Option::is_none) {
         watch.stop.check()?;
         if deadline.expired() {
@@ -175,7 +186,21 @@ fn accept_lower(
         open = kept;
         while ready[0] && open.len() < MAX_HALF_OPEN {
             match listener.accept()? {
-                Accepted::Connection(s) => open.push(HalfOpen::new(s)),
+                Accepted::Connection(s) => {
+                    full = None;
+                    open.push(HalfOpen::new(s));
+                }
+                Accepted::NoRoom if full.is_some_and(|t| t.elapsed() > NO_ROOM) => {
+                    let text = "no file descriptor is free for another rank's connection";
+                    return Err(Error::new(ErrorKind::Exhausted, text)
+                        .op("rendezvous")
+                        .rank(me.rank)
+                        .hint("`ulimit -n 4096` lets this process open more files"));
+                }
+                Accepted::NoRoom => {
+                    full.get_or_insert_with(Instant::now);
+                    break;
+                }
                 Accepted::Stranger => {
                     refuse();
                 }

@@ -235,7 +235,7 @@ impl Listener {
             // once.
             Err(Errno::MFILE | Errno::NFILE) => {
                 std::thread::sleep(Duration::from_millis(10));
-                Ok(Accepted::Nothing)
+                Ok(Accepted::NoRoom)
             }
             Err(e) => Err(Error::io("accepting a connection", e)),
         }
@@ -247,6 +247,8 @@ pub(crate) enum Accepted {
     Connection(OwnedFd),
     Stranger,
     Nothing,
+    /// One waits, and no descriptor is free.
+    NoRoom,
 }
 
 fn listen(kind: SocketType, name: &str) -> Result<OwnedFd> {

@@ -175,9 +175,9 @@ pub struct VerifyArgs {
     /// Relative tolerance instead of the rule of the design.
     #[arg(long)]
     pub rtol: Option<f64>,
-    /// Seconds that a wait on a live peer may last.
-    #[arg(long, default_value_t = 60.0)]
-    pub timeout_s: f64,
+    /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 60.
+    #[arg(long)]
+    pub timeout_s: Option<f64>,
     /// Print one JSON object per row instead of a table.
     #[arg(long)]
     pub json: bool,
@@ -305,9 +305,9 @@ pub struct TrainArgs {
     /// Bytes to generate.
     #[arg(long, default_value_t = 64, requires = "generate")]
     pub generate_len: usize,
-    /// Seconds that a wait on a live peer may last.
-    #[arg(long, default_value_t = 600.0)]
-    pub timeout_s: f64,
+    /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 600.
+    #[arg(long)]
+    pub timeout_s: Option<f64>,
     /// Sizes of the model.
     #[command(flatten)]
     pub model: ModelArgs,
@@ -421,6 +421,9 @@ pub struct BenchArgs {
     /// TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
+    /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 600 on the host and 60 on GPUs.
+    #[arg(long)]
+    pub timeout_s: Option<f64>,
     /// On GPUs: bytes of a collective's whole vector.
     #[arg(long, value_delimiter = ',', default_values_t = [1024, 65536, 1 << 20, 8 << 20, 64 << 20, 256 << 20])]
     pub bytes: Vec<usize>,

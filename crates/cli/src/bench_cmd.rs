@@ -42,7 +42,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
         }
     };
     let rows = if worlds::launched(&place) {
-        let world = worlds::join(&place, 600.0)?;
+        let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 600.0)?)?;
         let rows = bench::run(&world, &options, |op| announce(&world, op))?;
         world.everyone("end")?.agree(true)?;
         if world.rank().get() != 0 {
@@ -50,7 +50,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
         }
         rows
     } else {
-        let cfg = worlds::world_cfg(600.0)?;
+        let cfg = worlds::world_cfg(args.timeout_s, 600.0)?;
         World::run_threads(args.ranks, cfg, |world| {
             bench::run(&world, &options, |op| announce(&world, op))
         })?
@@ -115,7 +115,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
         )
     };
     let rows = if worlds::launched(&place) {
-        let world = worlds::join(&place, 60.0)?;
+        let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 60.0)?)?;
         let rows = one(&world)?;
         world.everyone("end")?.agree(true)?;
         if world.rank().get() != 0 {
@@ -123,8 +123,10 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
         }
         rows
     } else {
-        World::run_threads(args.ranks, worlds::world_cfg(60.0)?, |world| one(&world))?
-            .swap_remove(0)
+        World::run_threads(args.ranks, worlds::world_cfg(args.timeout_s, 60.0)?, |world| {
+            one(&world)
+        })?
+        .swap_remove(0)
     };
     if !args.json {
         print(&rows, args, commit);

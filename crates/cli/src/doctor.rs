@@ -7,10 +7,10 @@ use std::path::Path;
 use serde::Serialize;
 use tilewire::boot::NO_MULTICAST;
 use tilewire::device::cuda::{
-    CUBLASLT, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, NVTX, NcclComm, Nvshmem, Places,
-    load_cublaslt, load_nvrtc,
+    CUBLASLT, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, NVTX, NcclComm, Nvrtc, Nvshmem, Places,
+    load_cublaslt, load_nvrtc, usable,
 };
-use tilewire::device::jit::Cache;
+use tilewire::device::jit::{Cache, Compiler, KernelSpec};
 use tilewire::prelude::*;
 use tilewire::symm::backends;
 
@@ -57,7 +57,7 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
     v.extend(backends().into_iter().filter(|b| b.kind != BackendKind::Host).map(|b| {
         let text = format!("backend {}: {}", b.kind, b.why_not.as_deref().unwrap_or("available"));
         let state = if b.why_not.is_some() { State::Warn } else { State::Ok };
-        let driver = tilewire::device::cuda::available().err();
+        let driver = usable().err();
         let remedy = driver.as_ref().filter(|_| b.kind == BackendKind::Vmm);
         let remedy = remedy.and_then(|e| e.get_hint());
         finding("backend", state, text, remedy.unwrap_or("the `host` backend runs everywhere"))
@@ -65,6 +65,7 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
     v.extend(gpu::examine());
     v.extend(LIBRARIES.iter().map(|l| library(&places, l)));
     v.push(kernel_cache());
+    v.extend(shared_memory(shm));
     v
 }
 
@@ -104,12 +105,20 @@ fn library(places: &Places, spec: &LibrarySpec) -> Finding {
 /// Opens those whose functions are called; the version, of those that are asked for it.
 fn open(spec: &LibrarySpec) -> Result<Option<String>> {
     match spec.name {
-        n if n == NVRTC.name => load_nvrtc(None).map(|_| None),
+        n if n == NVRTC.name => load_nvrtc(None).and_then(|_| compiles()).map(Some),
         n if n == CUBLASLT.name => load_cublaslt(None).map(|_| None),
         n if n == NCCL.name => NcclComm::library().map(|(version, _)| Some(version)),
         n if n == NVSHMEM.name => Nvshmem::library().map(|(version, _)| Some(version)),
         _ => Ok(None),
     }
+}
+
+/// Does it: NVRTC opens a second library when it compiles, and does not say before that it is missing.
+fn compiles() -> Result<String> {
+    let text = "extern \"C\" __global__ void tw_doctor() {}".to_owned();
+    let (name, arch) = ("doctor.cu".to_owned(), "sm_80".to_owned());
+    Nvrtc.compile(&KernelSpec { name, text, defines: Vec::new(), arch })?;
+    Nvrtc.version()
 }
 
 /// Nothing is wrong with a library that is not opened as long as it may use multicast.
@@ -150,7 +159,10 @@ fn environment() -> Finding {
         Ok(c) => finding(
             "env",
             State::Ok,
-            format!("environment: backend {}, timeout {:?}", c.backend, c.timeout),
+            match c.timeout {
+                Some(t) => format!("environment: backend {}, timeout {t:?}", c.backend),
+                None => format!("environment: backend {}, timeouts as commands say", c.backend),
+            },
             "",
         ),
         Err(e) => finding(
@@ -205,13 +217,27 @@ fn descriptors() -> Finding {
     }
 }
 
+/// What a folder's file system has left, in MiB.
+fn free_mib(folder: &Path) -> Option<u64> {
+    let s = rustix::fs::statvfs(folder).ok()?;
+    Some(s.f_bavail.saturating_mul(s.f_frsize) >> 20)
+}
+
+/// NCCL's ranks of one host meet there, each with a few MiB.
+fn shared_memory(shm: &Path) -> Option<Finding> {
+    let free = free_mib(shm)?;
+    let text = format!("{}: {free} MiB are free", shm.display());
+    let remedy = "NCCL may need more: in a container, start it with `--shm-size=1g`";
+    Some(finding("shm", if free < 32 { State::Warn } else { State::Ok }, text, remedy))
+}
+
 /// tilewire itself leaves nothing there (its memory has no name), others do.
 fn leftovers(shm: &Path) -> Finding {
     let Ok(dir) = std::fs::read_dir(shm) else {
         return finding(
             "shm",
             State::Ok,
-            format!("{}: not there, and not needed", shm.display()),
+            format!("{}: not there: NCCL wants it, tilewire itself does not", shm.display()),
             "",
         );
     };

@@ -48,11 +48,11 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     let (start, began) = (Instant::now(), SystemTime::now());
     let job = Job { args, cfg, grid, target, optim, data: &data, start, began };
     if launched {
-        let world = worlds::join(&place, args.timeout_s)?;
+        let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 600.0)?)?;
         job.rank(world)?;
         return Ok(0);
     }
-    World::run_threads(ranks, worlds::world_cfg(args.timeout_s)?, |world| job.rank(world))?;
+    World::run_threads(ranks, worlds::world_cfg(args.timeout_s, 600.0)?, |world| job.rank(world))?;
     Ok(0)
 }
 

@@ -32,7 +32,7 @@ pub fn run(args: &VerifyArgs) -> Result<i32> {
     let start = Instant::now();
     let mut all = Vec::new();
     if worlds::launched(&place) {
-        let world = worlds::join(&place, args.timeout_s)?;
+        let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 60.0)?)?;
         let speaks = world.rank().get() == 0;
         let bar = progress(cases.len(), world.size(), speaks && !args.json);
         let rows = verify::run(&world, &cases, &options, |i, c| step(&bar, i, c))?;
@@ -49,7 +49,7 @@ pub fn run(args: &VerifyArgs) -> Result<i32> {
                 return Err(Error::invalid(format!("--ranks {n}: must be 1 to 64")));
             }
             let bar = progress(cases.len(), n, !args.json);
-            let cfg = worlds::world_cfg(args.timeout_s)?;
+            let cfg = worlds::world_cfg(args.timeout_s, 60.0)?;
             let mut rows = World::run_threads(n, cfg, |world| {
                 let speaks = world.rank().get() == 0;
                 verify::run(&world, &cases, &options, |i, c| {

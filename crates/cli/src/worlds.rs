@@ -42,19 +42,24 @@ pub fn launched(place: &Place) -> bool {
 ///
 /// # Errors
 /// `Timeout` if the others or the store cannot be reached.
-pub fn join(place: &Place, timeout_s: f64) -> Result<World> {
+pub fn join(place: &Place, cfg: WorldCfg) -> Result<World> {
     let config = Config::from_env()?;
-    let cfg = world_cfg(timeout_s)?;
     let mesh = join_processes(place, &config, Deadline::after(cfg.rendezvous_timeout))?;
     Ok(World::join(mesh, cfg))
 }
 
-/// Time limits for a command.
+/// Time limits for a command: by its flag, or the environment, or `default_s`.
 ///
 /// # Errors
-/// `InvalidArgument` for a number that is not a time.
-pub fn world_cfg(timeout_s: f64) -> Result<WorldCfg> {
-    Ok(WorldCfg { timeout: seconds(timeout_s)?, ..WorldCfg::default() })
+/// `InvalidArgument` for a number that is not a time; `Config` for a bad variable.
+pub fn world_cfg(flag_s: Option<f64>, default_s: f64) -> Result<WorldCfg> {
+    limits(flag_s, default_s, &Config::from_env()?)
+}
+
+fn limits(flag_s: Option<f64>, default_s: f64, config: &Config) -> Result<WorldCfg> {
+    let flag = flag_s.map(seconds).transpose()?;
+    let timeout = flag.or(config.timeout).map_or_else(|| seconds(default_s), Ok)?;
+    Ok(WorldCfg { timeout, ..WorldCfg::default() })
 }
 
 /// A time limit given on the command line.
@@ -67,4 +72,21 @@ pub fn seconds(s: f64) -> Result<Duration> {
         return Err(Error::invalid(text));
     }
     Ok(Duration::from_secs_f64(s))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flag_counts_before_the_environment_and_that_before_the_default() {
+        let set = Config { timeout: Some(Duration::from_secs(3000)), ..Config::default() };
+        let s = |flag, config: &Config| limits(flag, 60.0, config).unwrap().timeout.as_secs();
+        assert_eq!(s(None, &Config::default()), 60);
+        assert_eq!(s(None, &set), 3000);
+        assert_eq!(s(Some(7.0), &set), 7);
+        assert_eq!(WorldCfg::of(&set).timeout.as_secs(), 3000);
+        assert_eq!(WorldCfg::of(&Config::default()).timeout, WorldCfg::default().timeout);
+        assert!(limits(Some(0.0), 60.0, &set).is_err());
+    }
 }

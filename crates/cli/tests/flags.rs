@@ -223,6 +223,10 @@ const VALUES: &[Valued] = &[
     valued(&["--k", "24"], BENCH, 2, |off, on| {
         off.code == Some(0) && on.err.contains("has no effect on all_gather")
     }),
+    // No peer is so fast.
+    valued(&["--timeout-s", "0.000000001"], TIMED, 2, |off, on| {
+        off.code == Some(0) && on.out.is_empty() && on.err.contains("error: ")
+    }),
     valued(&["--iters", "0"], TIMED, 2, |off, on| {
         off.code == Some(0) && on.err.contains("positive")
     }),

@@ -45,15 +45,6 @@ pub enum LogLevel {
     Debug,
 }
 
-/// What to do when a faster path is not available.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum OnDegraded {
-    /// Refuse (the default): nothing gets slower without the caller knowing.
-    Error,
-    /// Go on with a warning.
-    Warn,
-}
-
 macro_rules! names {
     ($t:ident, $what:literal, $($v:ident => $s:literal),+) => {
         impl $t {
@@ -89,23 +80,20 @@ macro_rules! names {
 names!(BackendKind, "backend", Host => "host", Vmm => "vmm", Nccl => "nccl", Nvshmem => "nvshmem");
 names!(JitMode, "jit mode", Auto => "auto", Off => "off");
 names!(LogLevel, "log level", Error => "error", Warn => "warn", Info => "info", Debug => "debug");
-names!(OnDegraded, "policy", Error => "error", Warn => "warn");
 
 /// Process-wide settings. Everything else is a field of a `Desc` or a `Plan`.
 #[derive(Clone, PartialEq)]
 pub struct Config {
     /// `TILEWIRE_BACKEND`: default backend. Default `host`.
     pub backend: BackendKind,
-    /// `TILEWIRE_TIMEOUT_S`: how long a wait on a live peer lasts. Default 600 s.
-    pub timeout: Duration,
+    /// `TILEWIRE_TIMEOUT_S`: how long a wait on a live peer lasts. Default: what a command says.
+    pub timeout: Option<Duration>,
     /// `TILEWIRE_CACHE_DIR`: kernel and tuning cache. Default: the platform's cache directory.
     pub cache_dir: Option<PathBuf>,
     /// `TILEWIRE_LOG`: log level. Default `warn`.
     pub log: LogLevel,
     /// `TILEWIRE_JIT`: whether kernels may be compiled at run time. Default `auto`.
     pub jit: JitMode,
-    /// `TILEWIRE_ON_DEGRADED`: what to do where only a slower path exists. Default `error`.
-    pub on_degraded: OnDegraded,
     /// `TILEWIRE_SECRET`: shared secret of the job's bootstrap, 32 hex digits or more.
     pub secret: Option<String>,
     /// `TILEWIRE_RANK=rank/size@store`: place in the job, set by `tilewire run`.
@@ -122,7 +110,6 @@ impl fmt::Debug for Config {
             .field("cache_dir", &self.cache_dir)
             .field("log", &self.log)
             .field("jit", &self.jit)
-            .field("on_degraded", &self.on_degraded)
             .field("secret", &secret)
             .field("place", &self.place)
             .finish()
@@ -133,11 +120,10 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             backend: BackendKind::Host,
-            timeout: Duration::from_secs(600),
+            timeout: None,
             cache_dir: None,
             log: LogLevel::Warn,
             jit: JitMode::Auto,
-            on_degraded: OnDegraded::Error,
             secret: None,
             place: None,
         }
@@ -148,13 +134,15 @@ const PREFIX: &str = "TILEWIRE_";
 
 impl Config {
     /// The variables with their meaning, for `tilewire env` and the docs.
-    pub const VARIABLES: [(&'static str, &'static str); 8] = [
+    pub const VARIABLES: [(&'static str, &'static str); 7] = [
         ("TILEWIRE_BACKEND", "default backend: host, vmm, nccl, nvshmem"),
-        ("TILEWIRE_TIMEOUT_S", "seconds a wait on a live peer may last (default 600)"),
+        (
+            "TILEWIRE_TIMEOUT_S",
+            "seconds a wait on a live peer may last, where no --timeout-s is given",
+        ),
         ("TILEWIRE_CACHE_DIR", "directory of the kernel and tuning cache"),
         ("TILEWIRE_LOG", "error, warn, info or debug (default warn)"),
         ("TILEWIRE_JIT", "auto or off: compile kernels at run time"),
-        ("TILEWIRE_ON_DEGRADED", "error or warn where only a slower path exists"),
         ("TILEWIRE_SECRET", "shared secret of the bootstrap, at least 32 hex digits"),
         ("TILEWIRE_RANK", "rank/size@store, set by `tilewire run`"),
     ];
@@ -198,12 +186,11 @@ impl Config {
     fn set(&mut self, name: &str, value: &str) -> Result<()> {
         match name {
             "TILEWIRE_BACKEND" => self.backend = value.parse()?,
-            "TILEWIRE_TIMEOUT_S" => self.timeout = parse_seconds(value)?,
+            "TILEWIRE_TIMEOUT_S" => self.timeout = Some(parse_seconds(value)?),
             "TILEWIRE_CACHE_DIR" if value.is_empty() => return Err(Error::invalid("is empty")),
             "TILEWIRE_CACHE_DIR" => self.cache_dir = Some(PathBuf::from(value)),
             "TILEWIRE_LOG" => self.log = value.parse()?,
             "TILEWIRE_JIT" => self.jit = value.parse()?,
-            "TILEWIRE_ON_DEGRADED" => self.on_degraded = value.parse()?,
             "TILEWIRE_SECRET" => {
                 if value.len() < 32 || !value.bytes().all(|b| b.is_ascii_hexdigit()) {
                     return Err(Error::invalid("needs at least 32 hexadecimal digits"));
@@ -242,7 +229,10 @@ mod tests {
     #[test]
     fn good_values() {
         assert_eq!(parse("TILEWIRE_BACKEND", "vmm").unwrap().backend, BackendKind::Vmm);
-        assert_eq!(parse("TILEWIRE_TIMEOUT_S", "2.5").unwrap().timeout.as_millis(), 2500);
+        assert_eq!(
+            parse("TILEWIRE_TIMEOUT_S", "2.5").unwrap().timeout,
+            Some(Duration::from_millis(2500))
+        );
         assert_eq!(parse("PATH", "x").unwrap(), Config::default());
     }
 
@@ -276,8 +266,8 @@ mod tests {
         let c = Config::default();
         assert_eq!(
             format!("{c:?}"),
-            "Config { backend: Host, timeout: 600s, cache_dir: None, log: Warn, jit: Auto, \
-             on_degraded: Error, secret: None, place: None }"
+            "Config { backend: Host, timeout: None, cache_dir: None, log: Warn, jit: Auto, \
+             secret: None, place: None }"
         );
     }
 }

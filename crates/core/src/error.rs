@@ -120,7 +120,16 @@ impl Error {
 
     /// An operating-system error with the call that met it.
     pub fn io(what: impl fmt::Display, cause: impl StdError + Send + Sync + 'static) -> Self {
-        Self::new(ErrorKind::Io, format!("{what}: {cause}")).cause(cause)
+        let text = format!("{what}: {cause}");
+        // EMFILE and ENFILE, in the words of std and of rustix.
+        let (kind, hint) = if text.ends_with("(os error 24)") {
+            (ErrorKind::Exhausted, "`ulimit -n 4096` lets this process open more files")
+        } else if text.ends_with("(os error 23)") {
+            (ErrorKind::Exhausted, "raise `sysctl fs.file-max`: all files of this machine are open")
+        } else {
+            return Self::new(ErrorKind::Io, text).cause(cause);
+        };
+        Self::new(kind, text).hint(hint).cause(cause)
     }
 
     /// Names the operation. An operation that is already named is kept: the innermost wins.
@@ -223,6 +232,11 @@ impl Error {
         self.0.phase.as_deref()
     }
 
+    /// The team, if known: ranks are those of this one.
+    pub fn get_team(&self) -> Option<&str> {
+        self.0.team.as_deref()
+    }
+
     /// The reporting team rank, if known.
     pub fn get_rank(&self) -> Option<Rank> {
         self.0.rank
@@ -305,8 +319,11 @@ impl fmt::Display for Error {
             write!(f, ": ")?;
         }
         write!(f, "{}", i.message)?;
-        if let (Some(e), Some(s)) = (&i.expected, &i.seen) {
-            write!(f, "; expected {e}, got {s}")?;
+        match (&i.expected, &i.seen) {
+            (Some(e), Some(s)) => write!(f, "; expected {e}, got {s}")?,
+            (Some(e), None) => write!(f, "; expected {e}")?,
+            (None, Some(s)) => write!(f, "; got {s}")?,
+            (None, None) => {}
         }
         let mut ctx = Vec::new();
         if let Some(t) = &i.team {
@@ -373,6 +390,23 @@ mod tests {
         assert_eq!(j["kind"], "timeout");
         assert_eq!(j["elapsed_ms"], 1500.0);
         assert!(j.get("cause").is_none());
+    }
+
+    #[test]
+    fn either_half_of_what_was_compared_is_told() {
+        let e = || Error::invalid("no");
+        assert_eq!(e().seen(3).to_string(), "no; got 3");
+        assert_eq!(e().expected(4).to_string(), "no; expected 4");
+    }
+
+    #[test]
+    fn a_limit_of_open_files_is_told_with_the_remedy() {
+        for (code, remedy) in [(24, "ulimit -n"), (23, "fs.file-max")] {
+            let e = Error::io("socket", std::io::Error::from_raw_os_error(code));
+            assert_eq!(e.kind(), ErrorKind::Exhausted);
+            assert!(e.get_hint().is_some_and(|h| h.contains(remedy)), "{e}");
+        }
+        assert_eq!(Error::io("x", std::io::Error::from_raw_os_error(2)).kind(), ErrorKind::Io);
     }
 
     #[test]

@@ -21,7 +21,7 @@ mod rng;
 mod shape;
 mod view;
 
-pub use config::{BackendKind, Config, JitMode, LogLevel, OnDegraded};
+pub use config::{BackendKind, Config, JitMode, LogLevel};
 pub use deadline::Deadline;
 pub use dtype::{DType, Element, F8E4M3, F8E5M2, convert_from_f32, convert_to_f32};
 pub use error::{Error, ErrorKind, Result};

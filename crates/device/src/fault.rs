@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 use tilewire_core::{Error, Result};
 
@@ -22,6 +23,12 @@ type Publish = Box<dyn Fn(&Error) + Send + Sync>;
 pub trait Probe: Send + Sync {
     /// Looks, and sets the fault if there is one. Must be quick and must not block.
     fn poll(&self);
+
+    /// A thread has waited for a device from `from` until `to`, and goes on: told now and then while it does. For those
+    /// that watch a context; must be quick and must not block.
+    fn waiting(&self, _from: Duration, _to: Duration) {
+        self.poll();
+    }
 }
 
 impl std::fmt::Debug for Fault {

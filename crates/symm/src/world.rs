@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use tilewire_boot::{Mesh, PeerExit, ThreadMesh};
-use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result, Team};
+use tilewire_core::{BackendKind, Config, Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::Fault;
 use tilewire_device::cuda::NcclComm;
 
@@ -34,6 +34,12 @@ impl Default for WorldCfg {
 }
 
 impl WorldCfg {
+    /// The defaults, with what the environment says instead (`TILEWIRE_TIMEOUT_S`).
+    pub fn of(config: &Config) -> Self {
+        let default = Self::default();
+        Self { timeout: config.timeout.unwrap_or(default.timeout), ..default }
+    }
+
     /// Limits for tests: two seconds on a live peer.
     pub fn for_tests() -> Self {
         Self { timeout: Duration::from_secs(2), ..Self::default() }
@@ -366,14 +372,12 @@ pub fn backends() -> Vec<BackendStatus> {
 fn why_not(kind: BackendKind) -> Option<String> {
     match kind {
         BackendKind::Host => None,
-        BackendKind::Vmm => {
-            tilewire_device::cuda::available().err().map(|e| e.message().to_owned())
-        }
-        BackendKind::Nccl => tilewire_device::cuda::available()
+        BackendKind::Vmm => tilewire_device::cuda::usable().err().map(|e| e.message().to_owned()),
+        BackendKind::Nccl => tilewire_device::cuda::usable()
             .and_then(|()| tilewire_device::cuda::NcclComm::library().map(drop))
             .err()
             .map(|e| e.message().to_owned()),
-        BackendKind::Nvshmem => tilewire_device::cuda::available()
+        BackendKind::Nvshmem => tilewire_device::cuda::usable()
             .and_then(|()| tilewire_device::cuda::Nvshmem::library().map(drop))
             .err()
             .map(|e| e.message().to_owned()),

@@ -64,6 +64,7 @@ impl StoreServer {
             refused: refused.clone(),
             data: Data::default(),
             conns: Vec::new(),
+            was_full: false,
         };
         let (b, s) = (bell.clone(), stop.clone());
         let thread = Worker::start("tilewire-store", move || {
@@ -161,6 +162,8 @@ struct Service {
     refused: Arc<AtomicU64>,
     data: Data,
     conns: Vec<Conn>,
+    /// Whether the log has told that no descriptor was free.
+    was_full: bool,
 }
 
 impl Service {
@@ -205,6 +208,11 @@ impl Service {
             Ok(s) => s,
             Err(Errno::CONNABORTED | Errno::INTR) => return true,
             Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                if !std::mem::replace(&mut self.was_full, true) {
+                    log::warn!(
+                        "the store has no file descriptor for another connection: see `ulimit -n`"
+                    );
+                }
                 // The connection stays in the queue: without a pause this would spin.
                 std::thread::sleep(Duration::from_millis(50));
                 return false;

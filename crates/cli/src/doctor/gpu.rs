@@ -126,14 +126,15 @@ fn access(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
     )
 }
 
-/// Export, import, map, write and read: what the `vmm` backend will do.
+/// Export, import, map, write and read: what the `vmm` backend will do. A device that reaches no other does it with itself,
+/// as the heap of a single rank exports its memory, too.
 fn sharing(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
-    let (mut num, mut bad, mut first) = (0, Vec::new(), None);
-    for (owner, peer, link) in pairs(all, links) {
-        if !link.access {
-            continue;
-        }
-        num += 1;
+    let near: Vec<_> = pairs(all, links).filter(|p| p.2.access).map(|(a, b, _)| (a, b)).collect();
+    let alone = |d: &u32| near.iter().all(|(a, b)| a != d && b != d);
+    let alone = all.iter().map(|d| d.ordinal).filter(alone).map(|d| (d, d));
+    let (mut bad, mut first) = (Vec::new(), None);
+    let tried: Vec<_> = near.iter().copied().chain(alone).collect();
+    for &(owner, peer) in &tried {
         let shared = CudaContext::new(owner)
             .and_then(|o| try_share(&o, &CudaContext::new(peer)?, ShareBy::Fd));
         if let Err(e) = shared {
@@ -141,9 +142,12 @@ fn sharing(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
             first.get_or_insert(e);
         }
     }
+    let num = tried.len();
     match first {
-        None if num == 0 => {
-            finding("share", State::Ok, "sharing memory: no pair to try it with", "")
+        None if near.is_empty() => {
+            let text =
+                format!("sharing memory by file descriptors: done by each of {num} GPUs alone");
+            finding("share", State::Ok, text, "")
         }
         None => {
             let text = format!("sharing memory by file descriptors: done between {num} pairs");

@@ -3,7 +3,8 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr};
 use tilewire_core::{Config, Error, ErrorKind, Result};
@@ -14,8 +15,8 @@ use super::loader::available;
 use super::module::CudaModule;
 use super::probe::{DeviceInfo, arch, describe};
 use super::vmm::{explain, free_descriptors};
-use crate::Point;
 use crate::jit::{Jit, KernelSpec, KernelTimes, Key};
+use crate::{Point, Probe};
 
 /// Number of devices that this process may use.
 ///
@@ -70,6 +71,36 @@ fn has_kernels(ordinal: u32, sm: i32) -> Result<()> {
         .hint("hide it with CUDA_VISIBLE_DEVICES, or use the `host` backend"))
 }
 
+/// Checks that the driver finds a device that there are kernels for.
+///
+/// # Errors
+/// As [`available`](super::available); `Unsupported` if all devices are too old.
+pub fn usable() -> Result<()> {
+    let all: Vec<_> = (0..device_count()?)
+        .map(|ordinal| {
+            let mut device = 0;
+            // SAFETY: the driver is initialised, the ordinal is in range, the output is valid.
+            check(unsafe { sys::cuDeviceGet(&mut device, ordinal as i32) }, "cuDeviceGet")?;
+            has_kernels(ordinal, capability(device)?)
+        })
+        .collect();
+    match all.iter().all(Result::is_err) {
+        true => all.into_iter().collect(),
+        false => Ok(()),
+    }
+}
+
+/// A device that another process has for itself is no fault of ours.
+fn taken(ordinal: u32, e: Error) -> Error {
+    if !e.is_unavailable() {
+        return e;
+    }
+    Error::new(ErrorKind::Unavailable, format!("CUDA device {ordinal} is taken: {}", e.message())).hint(
+        "another process has it for itself where its compute mode says so (`nvidia-smi -q -d COMPUTE`): one rank for \
+         each GPU, or `nvidia-smi -c DEFAULT`, which lets several in",
+    ).cause(e)
+}
+
 /// The primary context of one device, shared with every other library of the process and kept until
 /// the process ends.
 #[derive(Clone)]
@@ -88,6 +119,8 @@ struct Inner {
     leaving: Mutex<Vec<(CudaEvent, Thing)>>,
     /// Device memory that is not freed although nobody uses it: see [`CudaContext::keep_memory`].
     kept: Mutex<Option<Vec<CUdeviceptr>>>,
+    /// Told while a thread waits for the device: see [`CudaContext::watch`].
+    watchers: Mutex<Vec<Weak<dyn Probe>>>,
 }
 
 /// One of our calls to the driver. At its end the calling thread has the context that it had before, or none:
@@ -162,7 +195,8 @@ impl CudaContext {
         has_kernels(ordinal, capability(device)?)?;
         // SAFETY: a device of the driver and a valid output.
         let code = unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) };
-        check(code, "cuDevicePrimaryCtxRetain").map_err(|e| explain(e, free_descriptors()))?;
+        check(code, "cuDevicePrimaryCtxRetain")
+            .map_err(|e| taken(ordinal, explain(e, free_descriptors())))?;
         let new = Self(Arc::new(Inner {
             raw,
             device,
@@ -172,9 +206,25 @@ impl CudaContext {
             retired: Mutex::default(),
             leaving: Mutex::default(),
             kept: Mutex::default(),
+            watchers: Mutex::default(),
         }));
         kept.push(new.clone());
         Ok(new)
+    }
+
+    /// Tells `probe` from now on, as long as it lives, while a thread waits for work of this device.
+    pub fn watch(&self, probe: Weak<dyn Probe>) {
+        self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner).push(probe);
+    }
+
+    pub(super) fn tell_waiting(&self, from: Duration, to: Duration) {
+        // Cloned out: whoever is told may be the last owner of what watches, too.
+        let all: Vec<_> = {
+            let mut list = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+            list.retain(|p| p.strong_count() > 0);
+            list.iter().filter_map(Weak::upgrade).collect()
+        };
+        all.iter().for_each(|p| p.waiting(from, to));
     }
 
     /// Makes the context current on the calling thread, until the result is dropped; captures elsewhere go on.
@@ -447,6 +497,14 @@ impl Drop for Inner {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_device_that_another_process_has_is_named() {
+        let e = taken(3, Error::new(ErrorKind::Unavailable, "cuDevicePrimaryCtxRetain: busy"));
+        assert!(e.is_unavailable() && e.message().contains("device 3 is taken"), "{e}");
+        assert!(e.get_hint().is_some_and(|h| h.contains("nvidia-smi -c DEFAULT")), "{e}");
+        assert_eq!(taken(3, Error::internal("x")).message(), Error::internal("x").message());
+    }
 
     #[test]
     fn an_old_device_is_refused_with_a_hint() {

@@ -17,7 +17,10 @@ fn kind(code: CUresult) -> ErrorKind {
     use CUresult as C;
     match code {
         C::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::Exhausted,
-        C::CUDA_ERROR_NO_DEVICE | C::CUDA_ERROR_STUB_LIBRARY => ErrorKind::Unavailable,
+        C::CUDA_ERROR_NO_DEVICE
+        | C::CUDA_ERROR_STUB_LIBRARY
+        | C::CUDA_ERROR_DEVICE_UNAVAILABLE
+        | C::CUDA_ERROR_SYSTEM_NOT_READY => ErrorKind::Unavailable,
         C::CUDA_ERROR_INVALID_DEVICE
         | C::CUDA_ERROR_INVALID_VALUE
         | C::CUDA_ERROR_CAPTURED_EVENT
@@ -66,5 +69,20 @@ fn describe(code: CUresult) -> String {
             CStr::from_ptr(text).to_string_lossy(),
             CStr::from_ptr(name).to_string_lossy()
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_not_to_be_had_is_no_bug() {
+        for code in [CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE, CUresult::CUDA_ERROR_SYSTEM_NOT_READY]
+        {
+            assert_eq!(kind(code), ErrorKind::Unavailable);
+        }
+        assert_eq!(kind(CUresult::CUDA_ERROR_OUT_OF_MEMORY), ErrorKind::Exhausted);
+        assert_eq!(kind(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS), ErrorKind::DeviceLost);
     }
 }

@@ -105,7 +105,7 @@ impl Point for CudaEvent {
             .hint("use `Pending::join` during capture, and wait for the graph's launch instead"));
         }
         let _current = self.ctx.bind()?;
-        poll(deadline, || self.query())?;
+        poll(deadline, || self.query(), |from, to| self.ctx.tell_waiting(from, to))?;
         // Who waits can free, too: a loop that only launches and waits would keep all that it has used.
         self.ctx.free_retired();
         Ok(())

@@ -115,19 +115,47 @@ fn load_driver() -> Result<()> {
         ));
     }
     // SAFETY: the library is there; 0 is the only legal flag.
-    check(unsafe { driver::sys::cuInit(0) }, "cuInit").map_err(|e| {
-        Error::new(
-            ErrorKind::Unavailable,
-            format!("the CUDA driver finds no device: {}", e.message()),
-        )
-        .op("cuda")
-        .cause(e)
-        .hint("look at `nvidia-smi -L` and CUDA_VISIBLE_DEVICES, or use the `host` backend")
-    })?;
+    let code = unsafe { driver::sys::cuInit(0) };
+    check(code, "cuInit").map_err(|e| not_begun(code, e))?;
     let mut version = 0;
     // SAFETY: the driver is initialised; the output is valid.
     check(unsafe { driver::sys::cuDriverGetVersion(&mut version) }, "cuDriverGetVersion")?;
     new_enough(version)
+}
+
+/// Why the driver does not begin, by its code, and what to do about it.
+fn not_begun(code: driver::sys::CUresult, e: Error) -> Error {
+    use driver::sys::CUresult as C;
+    let (what, hint) = match code {
+        C::CUDA_ERROR_NO_DEVICE => (
+            "finds no device",
+            "look at `nvidia-smi -L` and CUDA_VISIBLE_DEVICES, and start a container with `--gpus all`",
+        ),
+        C::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH | C::CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE => (
+            "and the kernel's module are of versions that do not fit: one of them is too old",
+            "install NVIDIA's driver, 580 or newer, on the host, and reboot after an update; in a container, take \
+             the folder `compat` out of LD_LIBRARY_PATH",
+        ),
+        C::CUDA_ERROR_SYSTEM_NOT_READY => (
+            "waits for the machine's NVSwitches",
+            "start the fabric manager (`systemctl start nvidia-fabricmanager`), of the driver's very version",
+        ),
+        C::CUDA_ERROR_STUB_LIBRARY => (
+            "is a stub to link with",
+            "take folders named `stubs` out of LD_LIBRARY_PATH; in a container, start it with `--gpus all`",
+        ),
+        C::CUDA_ERROR_OPERATING_SYSTEM | C::CUDA_ERROR_UNKNOWN => (
+            "is refused by the operating system",
+            "/dev/nvidia* and /dev/nvidia-uvm must be there and yours: `nvidia-modprobe -u -c 0` makes them, and \
+             `--gpus all` brings them into a container; else look at `dmesg`",
+        ),
+        _ => ("does not begin", "see whether `nvidia-smi` runs, and what `dmesg` says"),
+    };
+    let text = format!("the CUDA driver {what}: {}", e.message());
+    Error::new(ErrorKind::Unavailable, text)
+        .op("cuda")
+        .cause(e)
+        .hint(format!("{hint}; or use the `host` backend"))
 }
 
 /// The CUDA version, as the driver writes it, whose calls and machine code are used.
@@ -158,6 +186,25 @@ mod tests {
         assert_eq!(file_at(maps, 0x1fff), Some("/lib/a b.so".into()));
         assert_eq!(file_at(maps, 0x2000), None);
         assert_eq!(file_at(maps, 0x3000), None);
+    }
+
+    #[test]
+    fn why_the_driver_does_not_begin_is_told() {
+        use driver::sys::CUresult as C;
+        for (code, text, hint) in [
+            (C::CUDA_ERROR_NO_DEVICE, "finds no device", "CUDA_VISIBLE_DEVICES"),
+            (C::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, "too old", "580"),
+            (C::CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE, "too old", "compat"),
+            (C::CUDA_ERROR_SYSTEM_NOT_READY, "NVSwitches", "nvidia-fabricmanager"),
+            (C::CUDA_ERROR_STUB_LIBRARY, "stub", "LD_LIBRARY_PATH"),
+            (C::CUDA_ERROR_OPERATING_SYSTEM, "operating system", "/dev/nvidia-uvm"),
+            (C::CUDA_ERROR_OUT_OF_MEMORY, "does not begin", "nvidia-smi"),
+        ] {
+            let e = not_begun(code, Error::internal("cuInit: why"));
+            assert!(e.is_unavailable() && e.message().contains(text), "{e}");
+            assert!(e.message().contains("cuInit: why"), "{e}");
+            assert!(e.get_hint().is_some_and(|h| h.contains(hint) && h.contains("`host`")), "{e}");
+        }
     }
 
     #[test]

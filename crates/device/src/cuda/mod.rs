@@ -39,7 +39,7 @@ mod tensor_map;
 mod tests;
 mod vmm;
 
-pub use context::{CudaContext, device_count, driver_version};
+pub use context::{CudaContext, device_count, driver_version, usable};
 pub use cublaslt::{CublasLt, LtAlgo, LtDesc, LtProduct, load_cublaslt};
 pub use event::CudaEvent;
 pub use graph::CudaGraph;

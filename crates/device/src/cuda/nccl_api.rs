@@ -5,6 +5,7 @@ use std::path::Path;
 
 use tilewire_core::{Error, ErrorKind, Result};
 
+use super::error::check;
 use super::library::{InUse, Lib, Open};
 use super::nccl::NcclId;
 use super::places::{Found, NCCL, Places};
@@ -174,13 +175,9 @@ impl Api {
 
     /// Success, or work that goes on elsewhere.
     pub fn check(&self, code: Code, call: &str) -> Result<()> {
-        let kind = match code {
-            SUCCESS | IN_PROGRESS => return Ok(()),
-            1 => ErrorKind::DeviceLost,
-            4 | 5 => ErrorKind::InvalidArgument,
-            6 => ErrorKind::PeerDead,
-            _ => ErrorKind::Internal,
-        };
+        if code == SUCCESS || code == IN_PROGRESS {
+            return Ok(());
+        }
         let text = |s: *const c_char| {
             // SAFETY: the library's strings are terminated, and are copied before it is called again.
             if s.is_null() { "".into() } else { unsafe { CStr::from_ptr(s) }.to_string_lossy() }
@@ -190,9 +187,42 @@ impl Api {
         let (what, last) = unsafe {
             (text((self.error_string)(code)), text((self.last_error)(std::ptr::null_mut())))
         };
-        let text = format!("{call}: {what} {}", last.trim());
-        Err(Error::new(kind, text.trim_end().to_owned()).op("nccl"))
+        Err(failed(code, call, (&what, last.trim()), is_lost))
     }
+}
+
+/// By the code and NCCL's own words: it has one code for all that a call of CUDA may say.
+fn failed(code: Code, call: &str, (what, last): (&str, &str), is_lost: fn() -> bool) -> Error {
+    let kind = match code {
+        1 if last.contains("out of memory") => ErrorKind::Exhausted,
+        1 if is_lost() => ErrorKind::DeviceLost,
+        2 => ErrorKind::Io,
+        4 | 5 => ErrorKind::InvalidArgument,
+        6 => ErrorKind::PeerDead,
+        _ => ErrorKind::Internal,
+    };
+    let e = Error::new(kind, format!("{call}: {what} {last}").trim_end().to_owned()).op("nccl");
+    let more = "NCCL_DEBUG=INFO makes NCCL say why";
+    match kind {
+        ErrorKind::Exhausted => e.hint(format!(
+            "free memory of the device: NCCL takes some beside the heap's; {more}"
+        )),
+        ErrorKind::Io => e.hint(format!(
+            "{more}; its ranks need room in /dev/shm (in a container: `--shm-size=1g`) and the network interface \
+             that NCCL_SOCKET_IFNAME names"
+        )),
+        _ => e.hint(more),
+    }
+}
+
+/// Once a kernel has failed, every call of its context does.
+fn is_lost() -> bool {
+    let (mut free, mut all) = (0, 0);
+    super::loader::available().is_ok_and(|()| {
+        // SAFETY: the driver is loaded; valid outputs.
+        let code = unsafe { cudarc::driver::sys::cuMemGetInfo_v2(&mut free, &mut all) };
+        check(code, "cuMemGetInfo").is_err_and(|e| e.kind() == ErrorKind::DeviceLost)
+    })
 }
 
 fn no_multicast(set: Option<&str>) -> Result<()> {
@@ -241,6 +271,27 @@ mod tests {
             let e = no_multicast(set).unwrap_err();
             assert!(e.is_unavailable() && e.get_hint().is_some_and(|h| h.contains("=0")), "{e}");
         }
+    }
+
+    #[test]
+    fn codes_become_kinds_and_hints() {
+        let memory = "Cuda failure 2 'out of memory'";
+        for (code, last, lost, kind, hint) in [
+            (1, memory, false, ErrorKind::Exhausted, "free memory"),
+            (1, "Cuda failure 700", true, ErrorKind::DeviceLost, "NCCL_DEBUG"),
+            (1, "Cuda failure 1", false, ErrorKind::Internal, "NCCL_DEBUG"),
+            (2, "No space left on device", false, ErrorKind::Io, "--shm-size"),
+            (3, "", false, ErrorKind::Internal, "NCCL_DEBUG"),
+            (5, "", false, ErrorKind::InvalidArgument, "NCCL_DEBUG"),
+            (6, "", false, ErrorKind::PeerDead, "NCCL_DEBUG"),
+        ] {
+            let e = failed(code, "ncclX", ("words", last), if lost { || true } else { || false });
+            assert_eq!(e.kind(), kind, "{e}");
+            assert!(e.message().contains(last) && e.message().contains("ncclX: words"), "{e}");
+            assert!(e.get_hint().is_some_and(|h| h.contains(hint)), "{e}");
+        }
+        // A machine without a driver, or a context that works, has lost nothing.
+        assert!(!is_lost());
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! found. A binding that opens the library again by name may open another one.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tilewire_core::{Error, ErrorKind, Result};
 
@@ -69,13 +69,19 @@ impl Api {
     }
 }
 
-/// Loads the file and what it opens by bare name itself, which lies beside it.
-fn preload(main: &Path) -> Result<Lib<'_>> {
+/// How the file begins that NVRTC opens by bare name itself.
+const BUILTINS: &str = "libnvrtc-builtins.so.13";
+
+/// The second library, which lies beside the first.
+fn builtins(main: &Path) -> Option<PathBuf> {
     let name = |p: &Path| p.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let folder = main.parent().unwrap_or(main);
-    let builtins =
-        entries(folder).into_iter().find(|p| name(p).starts_with("libnvrtc-builtins.so.13"));
-    if let Some(b) = builtins {
+    entries(folder).into_iter().find(|p| name(p).starts_with(BUILTINS))
+}
+
+/// Loads the file and what lies beside it.
+fn preload(main: &Path) -> Result<Lib<'_>> {
+    if let Some(b) = builtins(main) {
         // SAFETY: NVRTC's initialisers have no preconditions.
         unsafe { Lib::open(&b, &NVRTC, true)? };
     }
@@ -127,22 +133,35 @@ impl Compiler for Nvrtc {
         let code =
             unsafe { (api.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
         if code != 0 {
-            return Err(failed(code, spec, &api.describe(code), &program.log()));
+            let file = &load(None)?.found.path;
+            return Err(failed(code, spec, (&api.describe(code), &program.log()), file));
         }
         Ok(Compiled { cubin: program.cubin()?, log: program.log() })
     }
 }
 
-/// `NVRTC_ERROR_INVALID_OPTION` of `nvrtc.h`.
+/// `NVRTC_ERROR_OUT_OF_MEMORY` of `nvrtc.h`.
+const OUT_OF_MEMORY: Code = 1;
+/// `NVRTC_ERROR_INVALID_OPTION`.
 const INVALID_OPTION: Code = 5;
+/// `NVRTC_ERROR_BUILTIN_OPERATION_FAILURE`: what is said if the second library is not there.
+const NO_BUILTINS: Code = 7;
 
-/// Options are ours but for the architecture, of which a compiler knows some.
-fn failed(code: Code, spec: &KernelSpec, words: &str, log: &str) -> Error {
+/// Options are ours but for the architecture, of which a compiler knows some. `file` is the compiler's.
+fn failed(code: Code, spec: &KernelSpec, (words, log): (&str, &str), file: &Path) -> Error {
     let text = format!("compilation of `{}` for {}: {words}\n{log}", spec.name, spec.arch);
     match code {
         INVALID_OPTION => Error::invalid(text).op("cuda").hint(
             "name an architecture that this NVRTC knows, as in sm_90a; a newer GPU wants a newer one",
         ),
+        NO_BUILTINS => Error::new(ErrorKind::Unavailable, text).op("cuda").hint(format!(
+            "{BUILTINS} of the same version must lie beside {}: {}",
+            file.display(),
+            NVRTC.install
+        )),
+        OUT_OF_MEMORY => Error::new(ErrorKind::Exhausted, text)
+            .op("cuda")
+            .hint("compile fewer kernels at a time, or free memory of the host"),
         _ => Error::internal(text),
     }
 }
@@ -205,9 +224,17 @@ mod tests {
     fn an_architecture_that_the_compiler_does_not_know_is_no_bug() {
         let (name, text, arch) = ("t.cu".into(), "".into(), "sm_900a".into());
         let spec = KernelSpec { name, text, defines: Vec::new(), arch };
-        let e = failed(INVALID_OPTION, &spec, "NVRTC_ERROR_INVALID_OPTION", "nvrtc: error");
+        let file = Path::new("/x/libnvrtc.so.13");
+        let e = failed(INVALID_OPTION, &spec, ("NVRTC_ERROR_INVALID_OPTION", "nvrtc: error"), file);
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert!(e.to_string().contains("sm_900a") && e.to_string().contains("newer one"), "{e}");
-        assert_eq!(failed(6, &spec, "NVRTC_ERROR_COMPILATION", "").kind(), ErrorKind::Internal);
+        let kind = |code, words| failed(code, &spec, (words, ""), file).kind();
+        assert_eq!(kind(6, "NVRTC_ERROR_COMPILATION"), ErrorKind::Internal);
+        assert_eq!(kind(OUT_OF_MEMORY, "NVRTC_ERROR_OUT_OF_MEMORY"), ErrorKind::Exhausted);
+        let e = failed(NO_BUILTINS, &spec, ("NVRTC_ERROR_BUILTIN_OPERATION_FAILURE", ""), file);
+        assert!(e.is_unavailable(), "{e}");
+        for needle in [BUILTINS, "/x/libnvrtc.so.13", "pip install nvidia-cuda-nvrtc"] {
+            assert!(e.to_string().contains(needle), "no `{needle}` in: {e}");
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUgraph, CUresult, CUstream, CUstreamCaptureStatus};
 use tilewire_core::{Deadline, Error, Result};
@@ -499,8 +499,14 @@ fn capture_info(raw: CUstream) -> Result<Option<(u64, CUgraph)>> {
     Ok(active.then_some((id, graph)))
 }
 
-/// Polls `query` until it is done or `deadline` passes.
-pub(super) fn poll(deadline: Option<Deadline>, query: impl Fn() -> CUresult) -> Result<()> {
+/// Polls `query` until it is done or `deadline` passes. `tell` hears every 20 ms from when until when that has lasted.
+pub(super) fn poll(
+    deadline: Option<Deadline>,
+    query: impl Fn() -> CUresult,
+    tell: impl Fn(Duration, Duration),
+) -> Result<()> {
+    const TURN: Duration = Duration::from_millis(20);
+    let (began, mut told) = (Instant::now(), Duration::ZERO);
     for polls in 0u64.. {
         match query() {
             CUresult::CUDA_SUCCESS => return Ok(()),
@@ -511,6 +517,11 @@ pub(super) fn poll(deadline: Option<Deadline>, query: impl Fn() -> CUresult) -> 
             return Err(timed_out("the stream", d));
         }
         if polls > 2000 {
+            let waited = began.elapsed();
+            if waited - told > TURN {
+                tell(told, waited);
+                told = waited;
+            }
             std::thread::sleep(Duration::from_micros(20));
         }
     }
@@ -550,7 +561,7 @@ impl Drop for Inner {
         // The question would spoil a capture that somebody else has begun meanwhile.
         let captured = self.borrowed && !matches!(capture_info(self.raw), Ok(None));
         // SAFETY: a live stream.
-        let ended = || poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }).is_ok();
+        let ended = || poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }, |_, _| ()).is_ok();
         let waited = (self.borrowed && idle) || (!captured && ended());
         self.waited.store(waited, Ordering::Release);
         if !waited {

@@ -241,6 +241,12 @@ fn a_cache_that_cannot_be_used_costs_compilations_only() {
     let j = jit(shared.path(), &compiler);
     assert_eq!(j.cubin(&spec("b")).unwrap().1, Origin::Compiled);
     assert_eq!(j.cubin(&spec("b")).unwrap().1, Origin::Compiled);
+    // A lock that is not to be had, by root either.
+    let full = tempfile::tempdir().unwrap();
+    let j = jit(full.path(), &compiler);
+    let lock = format!("{}.lock", spec("c").key());
+    std::fs::create_dir(j.cache().unwrap().dir().join(lock)).unwrap();
+    assert_eq!(j.cubin(&spec("c")).unwrap().1, Origin::Compiled);
     // A new one is private.
     let made = jit(dir.path(), &compiler);
     let mode = std::fs::metadata(made.cache().unwrap().dir()).unwrap().permissions().mode();
