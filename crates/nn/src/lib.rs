@@ -25,6 +25,7 @@ pub mod model;
 pub mod params;
 pub mod place;
 mod rooms;
+mod together;
 pub mod train;
 
 pub use checkpoint::{load, save};

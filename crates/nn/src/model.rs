@@ -19,6 +19,7 @@ use crate::local::{Linear, Product};
 use crate::params::{self, EMBED, Flat, HEAD, Kind, NORM, Param, Params};
 use crate::place::Target;
 use crate::rooms::{Both, Rooms};
+use crate::together::Together;
 
 /// One rank's part of the model.
 pub struct Model {
@@ -39,6 +40,7 @@ pub struct Model {
     pub(crate) rooms: Rooms,
     /// Weight of the load-balancing loss.
     pub balance: f32,
+    together: Arc<Together>,
     /// Layer whose closest choice of experts is turned over.
     #[cfg(test)]
     pub(crate) flip: Option<usize>,
@@ -108,6 +110,7 @@ impl Model {
         let rooms = Rooms::new(&cfg, &comm)?;
         stream.synchronize()?;
         let balance = 0.01;
+        let together = Together::new(comm.teams(), &comm.place.device);
         Ok(Self {
             cfg,
             grid,
@@ -120,6 +123,7 @@ impl Model {
             local,
             rooms,
             balance,
+            together,
             #[cfg(test)]
             flip: None,
         })
@@ -286,7 +290,7 @@ impl Model {
     /// The fault of a team; what the device reports.
     pub fn finish(&self) -> Result<()> {
         self.comm.stream.synchronize()?;
-        self.comm.teams().iter().try_for_each(|t| t.check())
+        self.together.check()
     }
 
     /// Sets the number of steps taken.

@@ -54,9 +54,11 @@ pub struct Trainer {
     pub hidden: Option<f64>,
     /// Replay one graph from the second step on; the default on GPUs.
     pub use_graph: bool,
-    /// A whole step for batches with so many targets.
-    graph: Option<(usize, GraphExec)>,
+    graph: Option<(Captured, GraphExec)>,
 }
+
+/// What a captured step has in it as numbers of its kernels: targets of the batch, the optimizer's and the balance's weight.
+type Captured = (usize, AdamW, f32);
 
 impl Trainer {
     /// A trainer at step 0.
@@ -97,12 +99,13 @@ impl Trainer {
         if !self.use_graph || self.step == 0 {
             return self.queue(num_targets);
         }
-        if self.graph.as_ref().is_none_or(|(n, _)| *n != num_targets) {
+        let captured = (num_targets, self.cfg.optim, self.model.balance);
+        if self.graph.as_ref().is_none_or(|(c, _)| *c != captured) {
             stream.begin_capture()?;
             let queued = self.queue(num_targets);
             let graph = stream.end_capture();
             queued?;
-            self.graph = Some((num_targets, graph?.instantiate()?));
+            self.graph = Some((captured, graph?.instantiate()?));
         }
         self.graph.as_ref().map_or(Ok(()), |(_, g)| stream.replay(g))
     }

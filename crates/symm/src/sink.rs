@@ -1,7 +1,7 @@
 //! Devices that must hear of an abort raised on this host: their kernels cannot see the host's
 //! control pages.
 
-use std::sync::{Mutex, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::protocol::AbortCode;
 use crate::team::lock;
@@ -10,6 +10,9 @@ use crate::team::lock;
 /// it must be quick and must not block on the device.
 pub(crate) trait AbortSink: Send + Sync {
     fn raise(&self, code: AbortCode);
+
+    /// Members that have said goodbye, a bit for each: no signal of theirs will come any more.
+    fn left(&self, members: u64);
 }
 
 #[derive(Default)]
@@ -21,11 +24,16 @@ impl AbortSinks {
     }
 
     pub fn raise(&self, code: AbortCode) {
-        let live: Vec<_> = {
-            let mut list = lock(&self.0);
-            list.retain(|s| s.strong_count() > 0);
-            list.iter().filter_map(Weak::upgrade).collect()
-        };
-        live.iter().for_each(|s| s.raise(code));
+        self.live().iter().for_each(|s| s.raise(code));
+    }
+
+    pub fn left(&self, members: u64) {
+        self.live().iter().for_each(|s| s.left(members));
+    }
+
+    fn live(&self) -> Vec<Arc<dyn AbortSink>> {
+        let mut list = lock(&self.0);
+        list.retain(|s| s.strong_count() > 0);
+        list.iter().filter_map(Weak::upgrade).collect()
     }
 }

@@ -239,9 +239,14 @@ impl LiveTeam {
         (mask != 0).then(|| Rank::new(mask.trailing_zeros()))
     }
 
+    /// Members that have said goodbye, a bit for each.
+    pub(crate) fn left(&self) -> u64 {
+        self.0.left.load(Ordering::Acquire)
+    }
+
     /// True if `peer` has said goodbye.
     pub(crate) fn has_left(&self, peer: Rank) -> bool {
-        self.0.left.load(Ordering::Acquire) >> peer.idx() & 1 == 1
+        self.left() >> peer.idx() & 1 == 1
     }
 
     /// Called by the monitor thread.
@@ -252,8 +257,9 @@ impl LiveTeam {
             PeerExit::Left => &self.0.left,
         };
         mask.fetch_or(1 << peer.idx(), Ordering::Release);
-        if how == PeerExit::Died {
-            self.0.sinks.raise(self.abort_code(2, peer));
+        match how {
+            PeerExit::Died => self.0.sinks.raise(self.abort_code(2, peer)),
+            PeerExit::Left => self.0.sinks.left(self.left()),
         }
         self.0.ctl.ring(self.rank());
     }

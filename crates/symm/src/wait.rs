@@ -69,6 +69,25 @@ impl LiveTeam {
         Err(Error::internal("unreachable: 2^64 polls"))
     }
 
+    /// What can be said of a wait for the device that lasts: ranks that have made fewer calls keep the others waiting.
+    pub(crate) fn lateness(&self, waited: Duration) -> String {
+        let calls = |r: Rank| self.flight_recorder(r).last().map_or(0, |e| e.seq);
+        let mine = calls(self.rank());
+        let behind: Vec<_> = self
+            .peers()
+            .map(|r| (r, calls(r)))
+            .filter(|(_, n)| *n < mine)
+            .map(|(r, n)| format!("rank {} has made {n} calls of {mine}", r.get()))
+            .collect();
+        let why = if behind.is_empty() {
+            "no rank has made fewer calls".to_owned()
+        } else {
+            behind.join(", ")
+        };
+        let (me, s) = (self.rank().get(), waited.as_secs_f64());
+        format!("team {}: rank {me} has waited {s:.0} s for its device; {why}", self.name())
+    }
+
     /// The abort that a peer has raised on my page, and the rank that began it.
     pub(crate) fn peer_abort(&self) -> Option<(Rank, AbortCode)> {
         self.peers().find_map(|src| {
@@ -158,7 +177,7 @@ impl LiveTeam {
             ))
             .hint(
                 "is that rank stuck, or does it make fewer calls? `tilewire dump` shows what each \
-                   rank was doing; TILEWIRE_TIMEOUT_S raises the limit",
+                   rank was doing; --timeout-s, TILEWIRE_TIMEOUT_S or `WorldCfg` raise the limit",
             )
         })
     }
@@ -186,5 +205,39 @@ impl LiveTeam {
                 .expected(format_args!("{want:016x}"))
                 .seen(format_args!("{got:016x}"))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use crate::{Fingerprint, World, WorldCfg};
+
+    #[test]
+    fn who_has_made_fewer_calls_keeps_the_others_waiting() {
+        World::run_threads(3, WorldCfg::for_tests(), |world| {
+            let team = world.everyone("late")?;
+            let calls = |n| {
+                (0..n).try_for_each(|_| team.launch_begin(&Fingerprint::new("op", "m=1")).map(drop))
+            };
+            calls(4)?;
+            team.agree(true)?;
+            let text = team.lateness(Duration::from_secs(30));
+            assert!(text.contains("team late") && text.contains("30 s"), "{text}");
+            assert!(text.ends_with("no rank has made fewer calls"), "{text}");
+            team.agree(true)?;
+            calls(if world.rank().get() == 2 { 1 } else { 3 })?;
+            team.agree(true)?;
+            let text = team.lateness(Duration::from_secs(30));
+            assert_eq!(
+                text.ends_with("rank 2 has made 5 calls of 7"),
+                world.rank().get() != 2,
+                "{text}"
+            );
+            team.agree(true)?;
+            Ok(())
+        })
+        .unwrap();
     }
 }

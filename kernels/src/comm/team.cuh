@@ -1,6 +1,6 @@
 // A team as its kernels see it: how it ends, and waits that end.
 //
-// A wait ends by its signal, by an abort (of a peer, or of this host), or at its deadline. Nothing
+// A wait ends by its signal, by an abort (of a peer, or of this host), when the peer has left, or at its deadline. Nothing
 // traps: the first failure claims the fault word, writes a 64-byte report into pinned memory and
 // tells all peers; every later kernel of the team returns at once.
 
@@ -11,13 +11,13 @@ struct TwTeam {
     u64* expected;   // [slot][src]: counts waited for so far
     u64* epoch;      // [channel]: barrier rounds entered so far
     u64* fault;      // 0, or why this team is over
-    u64* pinned;     // word 0: host abort; words 8..15: report
+    u64* pinned;     // word 0: host abort; 2: ranks that have left, a bit each; words 8..15: report
     u64 timeout_ns;  // of every wait
     u32 me, size, generation;
     u32 abort;       // where the abort words are in a control page
 };
 
-enum { TW_TIMEOUT = 1, TW_ABORTED = 3, TW_OTHER = 5, TW_HOST = 6 };  // reasons, as in protocol::AbortCode
+enum { TW_TIMEOUT = 1, TW_GONE = 2, TW_ABORTED = 3, TW_OTHER = 5, TW_HOST = 6 };  // reasons, as in protocol::AbortCode
 enum { TW_OP_WAIT = 1, TW_OP_BARRIER = 2, TW_OP_INPUT = 3 };
 
 struct TwWait {
@@ -58,7 +58,10 @@ __device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
         if (p != t.me) st_release_sys_u64(tw_word(t, p, t.abort + 8 * t.me), code);
 }
 
-// True if the team is over or was aborted; says why in `w`.
+// What a rank has sent before it left may be on its way for so long.
+__device__ constexpr u64 TW_UNDER_WAY_NS = 1000000000;
+
+// True if the team is over or was aborted, or nobody is left to signal; says why in `w`.
 __device__ __noinline__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
     if (tw_is_over(t)) return true;
     for (u32 p = 0; p < t.size; p++) {
@@ -75,6 +78,11 @@ __device__ __noinline__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
         w.reason = TW_HOST;
         w.about = t.me;
         w.heard = host;
+        return true;
+    }
+    if (w.elapsed_ns > TW_UNDER_WAY_NS && ld_acquire_sys_u64(t.pinned + 2) >> w.peer & 1) {
+        w.reason = TW_GONE;
+        w.about = w.peer;
         return true;
     }
     return false;

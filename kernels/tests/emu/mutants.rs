@@ -12,7 +12,7 @@ use crate::orders::orders;
 use crate::run::words;
 use crate::signal::{
     LIB, abort, after_fault, another_generation, barriers, copies, deadline, fault_at_a_barrier,
-    first_failure, host_abort, last_look, launches, missing, poison, ring,
+    first_failure, gone, host_abort, last_look, launches, missing, poison, ring,
 };
 use crate::{Test, team, tests};
 
@@ -187,6 +187,15 @@ const MUTANTS: &[Mutant] = &[
         another_generation,
     ),
     Mutant("pinned word is not looked at", "if (host != 0) {", "if (false) {", host_abort),
+    Mutant("who has left is waited for", ">> w.peer & 1) {", ">> w.peer & 2) {", gone),
+    Mutant("anybody's leaving ends a wait", ">> w.peer & 1) {", "!= 0) {", gone),
+    Mutant("what is under way is lost", "w.elapsed_ns > TW_UNDER_WAY_NS && ", "", gone),
+    Mutant(
+        "who has left is not named",
+        "        w.reason = TW_GONE;\n        w.about = w.peer;",
+        "        w.reason = TW_GONE;\n        w.about = t.me;",
+        gone,
+    ),
     Mutant("pinned word becomes this rank's own", "w.heard = host;", "w.heard = 0;", host_abort),
     Mutant(
         "barrier does not keep its round",

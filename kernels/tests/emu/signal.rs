@@ -26,6 +26,7 @@ pub const TESTS: &[Test] = tests![
     the_first_failure_has_the_report,
     after_a_fault_kernels_return_at_once,
     the_hosts_abort_word_is_published_as_it_is,
+    a_peer_that_has_left_is_waited_for_no_longer,
     who_signalled_and_then_aborted_is_not_missing,
     threads_of_a_barrier_part_only_together,
     both_sides_see_one_team,
@@ -35,6 +36,7 @@ pub static LIB: LazyLock<&'static Lib> = LazyLock::new(|| team::load(SIGNAL.emu_
 
 /// Reasons in a report, as in `vmm/fault.rs`.
 pub const TIMEOUT: u64 = 1;
+const GONE: u64 = 2;
 const ABORTED: u64 = 3;
 const HOST: u64 = 6;
 
@@ -438,6 +440,40 @@ pub fn host_abort(lib: &'static Lib) {
 
 fn the_hosts_abort_word_is_published_as_it_is() {
     host_abort(*LIB);
+}
+
+/// Of three ranks rank 0 waits for rank 1; who has left is in the word that its host writes.
+pub fn gone(lib: &'static Lib) {
+    let second = 1_000_000_000;
+    // The rank that left, whether its signal was under way, and how that ends.
+    for (left, sent, ends) in [(1, false, Some(GONE)), (2, false, Some(TIMEOUT)), (1, true, None)] {
+        let mut team = Team::new(lib, 3);
+        team.timeout_ns = 4 * second;
+        team.ranks[0].pinned.set(0, 16, 1 << left);
+        let mut events = 0;
+        let mut run = team.run(4).hook(|_| {
+            events += 1;
+            // Half a second, of a millisecond each.
+            if events == 500 && sent {
+                team.set_count(0, 9, 1, 1);
+            }
+        });
+        run.tick_ns = 1_000_000;
+        run.stream(0, vec![team.wait(0, 1, 9, 1)]).go().unwrap();
+        let Some(reason) = ends else {
+            assert_eq!((team.fault(0), team.report(0)), (0, None), "what was under way has come");
+            continue;
+        };
+        let (r, code) = (team.report(0).unwrap(), team.code(0, 1, reason));
+        assert_eq!((r.reason, r.peer, r.slot, r.code), (reason, 1, 9, code));
+        let after = if reason == GONE { second } else { team.timeout_ns };
+        assert!((after..after + second).contains(&r.elapsed_ns), "{r:?}");
+        assert_eq!([team.fault(0), team.abort(1, 0), team.abort(2, 0)], [code; 3]);
+    }
+}
+
+fn a_peer_that_has_left_is_waited_for_no_longer() {
+    gone(*LIB);
 }
 
 /// Between the last poll and the look at the reasons to end, the peer signals; and then there is a

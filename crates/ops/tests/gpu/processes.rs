@@ -1,4 +1,4 @@
-//! Faults of ranks that are processes: the last rank is stopped (SIGSTOP) or killed (SIGKILL) while the
+//! Faults of ranks that are processes: the last rank is stopped (SIGSTOP) or killed (SIGKILL), or ends, while the
 //! others wait for it inside an operation. They are told who it is, have no results, and go on as a new team.
 //!
 //! The test starts this program again, once for each rank, in the role of a rank. Ranks and test speak
@@ -22,7 +22,7 @@ use tilewire_symm::{Heap, HeapCfg, LiveTeam, World, WorldCfg};
 use crate::team_ops::{Make, Op, asked, by_puts, ranks_asked};
 use crate::{DEVICES, all_poison};
 
-/// In the environment of a rank: `kill or stop|folder|operation:launches of the victim,...`.
+/// In the environment of a rank: `kill, stop or leave|folder|operation:launches of the victim,...`.
 const ROLE: &str = "TW_FAULT_ROLE";
 const FOREVER: Duration = Duration::from_secs(30);
 /// How long a wait for a rank that is stopped lasts. What loads code has been done before.
@@ -85,8 +85,8 @@ fn role_of_a_process() {
         let mesh = join_processes(&place, &config, Deadline::after_s(30.0)).unwrap();
         World::join(mesh, WorldCfg { timeout, ..WorldCfg::default() })
     };
-    let killed = parts[0] == "kill";
-    let (calm, short) = (world(FOREVER), world(if killed { FOREVER } else { STOPPED }));
+    let stopped = parts[0] == "stop";
+    let (calm, short) = (world(FOREVER), world(if stopped { STOPPED } else { FOREVER }));
     let me = short.rank().get();
     for (at, item) in parts[2].split(',').enumerate() {
         let (i, launches) = item.split_once(':').unwrap();
@@ -294,13 +294,16 @@ impl Job {
         kill_process(pid, s).unwrap();
     }
 
-    /// Hits the victim inside case `at`; what the others report, and when that was.
-    fn hit(&mut self, at: usize, s: Signal) -> (u64, Vec<Value>) {
+    /// Hits the victim inside case `at`, or lets it end there; what the others report, and when that was.
+    fn hit(&mut self, at: usize, s: Option<Signal>) -> (u64, Vec<Value>) {
         let (victim, num) = (self.victim(), self.ranks.len());
         self.files(&format!("inside.{at}"), num);
         std::thread::sleep(INSIDE);
         let when = now_ms();
-        self.signal(s);
+        match s {
+            Some(s) => self.signal(s),
+            None => put(self.dir.path(), &format!("go.{at}"), ""),
+        }
         let reports = self.files(&format!("report.{at}"), victim);
         (when, reports.iter().map(|r| serde_json::from_str(r).unwrap()).collect())
     }
@@ -356,7 +359,7 @@ fn a_stopped_process_is_named_by_every_operation() {
     let (victim, mut unnamed) = (job.victim(), Vec::new());
     for (at, (i, _)) in cases.iter().enumerate() {
         let what = format!("operation {i}, stopped");
-        let (_, reports) = job.hit(at, Signal::STOP);
+        let (_, reports) = job.hit(at, Some(Signal::STOP));
         check(&what, &reports);
         // Who waited longest says so; the others may hear of that before their own time is over.
         let named = |v: &&Value| is(v, ErrorKind::Timeout) && v["error"]["peer"] == victim;
@@ -378,8 +381,8 @@ fn a_stopped_process_is_named_by_every_operation() {
     assert!(unnamed.is_empty(), "in operations {unnamed:?} nobody names rank {victim}");
 }
 
-#[test]
-fn a_killed_process_is_named_in_each_way_of_waiting() {
+/// Each of [`KILLS`] that was asked for, in processes of its own: the others hear of the victim's end within `late`.
+fn end_in_each_way_of_waiting(way: &str, s: Option<Signal>, late: Duration) {
     let Some(num) = num_ranks() else {
         println!("did not run: it needs a device");
         return;
@@ -387,17 +390,28 @@ fn a_killed_process_is_named_in_each_way_of_waiting() {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let wanted: Vec<usize> = asked(by_puts()).iter().map(|(i, _)| *i).collect();
     let cases: Vec<_> = KILLS.iter().filter(|c| wanted.contains(&c.0)).collect();
-    assert!(!cases.is_empty(), "none of {wanted:?} is among those that are killed");
+    assert!(!cases.is_empty(), "none of {wanted:?} is among those whose rank ends");
     for (i, launches) in cases {
-        let what = format!("operation {i}, killed after {launches} launches");
-        let mut job = Job::start(num, "kill", &[(*i, *launches)]);
+        let what = format!("operation {i}, {way} after {launches} launches");
+        let mut job = Job::start(num, way, &[(*i, *launches)]);
         let victim = job.victim();
-        let (when, reports) = job.hit(0, Signal::KILL);
+        let (when, reports) = job.hit(0, s);
         check(&what, &reports);
         for v in &reports {
             assert!(is(v, ErrorKind::PeerDead) && v["error"]["peer"] == victim, "{what}: {v}");
             let at = v["at_ms"].as_u64().unwrap();
-            assert!(at < when + LATE.as_millis() as u64, "{what}: {} ms: {v}", at - when);
+            assert!(at < when + late.as_millis() as u64, "{what}: {} ms: {v}", at - when);
         }
     }
+}
+
+#[test]
+fn a_killed_process_is_named_in_each_way_of_waiting() {
+    end_in_each_way_of_waiting("kill", Some(Signal::KILL), LATE);
+}
+
+/// It has said goodbye: what it may have sent before is waited for, for a second.
+#[test]
+fn a_process_that_leaves_is_named_in_each_way_of_waiting() {
+    end_in_each_way_of_waiting("leave", None, LATE + Duration::from_secs(1));
 }

@@ -6,13 +6,14 @@ use std::time::Duration;
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 use tilewire_device::Probe;
 
-use super::store::{PINNED_CODE, PINNED_REPORT, VmmStore};
+use super::store::{PINNED_CODE, PINNED_LEFT, PINNED_REPORT, VmmStore};
 use crate::control::OFF_ABORT;
 use crate::protocol::AbortCode;
 use crate::sink::AbortSink;
 
 /// Reasons in a report, as in `comm/signal.cu`.
 const TIMEOUT: u64 = 1;
+const GONE: u64 = 2;
 const ABORTED: u64 = 3;
 const OTHER: u64 = 5;
 
@@ -65,10 +66,14 @@ impl VmmStore {
                     peer,
                 )
                 .hint(
-                    "is that rank stuck, or does it make fewer calls? TILEWIRE_TIMEOUT_S raises \
-                     the limit",
+                    "is that rank stuck, or does it make fewer calls? --timeout-s, TILEWIRE_TIMEOUT_S \
+                     or `WorldCfg` raise the limit",
                 ),
             ),
+            GONE => {
+                let text = format!("rank {} has left the job and will not signal", peer.get());
+                Some(error(ErrorKind::PeerDead, text, peer))
+            }
             OTHER => Some(
                 Error::new(ErrorKind::InvalidArgument, BadInput::text(get(1)))
                     .rank(self.team.rank())
@@ -110,6 +115,16 @@ impl Probe for VmmStore {
             self.team.fail(e);
         }
     }
+
+    fn waiting(&self, from: Duration, to: Duration) {
+        self.poll();
+        if self.team.size() == 1 || self.team.fault().is_set() {
+            return;
+        }
+        if (from..to).contains(&self.team.0.cfg.late_warning) {
+            log::warn!("{}", self.team.lateness(to));
+        }
+    }
 }
 
 impl AbortSink for VmmStore {
@@ -120,5 +135,10 @@ impl AbortSink for VmmStore {
             // The pinned word is enough for this device; peers still have their deadlines.
             log::warn!("abort of team {} did not reach the peers' GPUs: {e}", self.team.name());
         }
+    }
+
+    fn left(&self, members: u64) {
+        // Acquire and release: a kernel that sees the bit sees all that came before the goodbye.
+        self.pinned.word(PINNED_LEFT).fetch_or(members, Ordering::AcqRel);
     }
 }

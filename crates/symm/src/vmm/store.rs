@@ -1,7 +1,7 @@
 //! Memory and kernels of one rank.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 use tilewire_device::Probe;
@@ -21,8 +21,9 @@ use crate::nvshmem;
 use crate::sink::AbortSink;
 use crate::team::LiveTeam;
 
-/// Words of pinned memory: host abort, abort code, spare, then the 64-byte report.
+/// Words of pinned memory: host abort, abort code, ranks that have left, spare, then the 64-byte report.
 pub(super) const PINNED_CODE: usize = 1;
+pub(super) const PINNED_LEFT: usize = 2;
 pub(super) const PINNED_REPORT: usize = 8;
 const PINNED_WORDS: usize = 16;
 
@@ -271,6 +272,10 @@ impl VmmStore {
         team.fault().watch(Arc::downgrade(&probe));
         let sink: Arc<dyn AbortSink> = store.clone();
         team.0.sinks.add(Arc::downgrade(&sink));
+        // Who left before is told to no sink.
+        sink.left(team.left());
+        let probe: Weak<dyn Probe> = Arc::downgrade(&probe);
+        store.ctx.watch(probe);
         Ok(store)
     }
 
