@@ -157,16 +157,17 @@ pub const LINK_STAGES: u32 = 8;
 /// What a link can do.
 pub const LINKS: Source = Source {
     name: "bench/links.cu",
-    parts: &[LD_ST, BULK, include_str!("bench/links.cu")],
+    parts: &[LD_ST, include_str!("bench/links.cu")],
     defines: &[],
-    kernels: &[
-        "tw_link_store",
-        "tw_link_load",
-        "tw_link_bulk",
-        "tw_link_ping",
-        "tw_link_empty",
-        "tw_link_delay",
-    ],
+    kernels: &["tw_link_store", "tw_link_load", "tw_link_ping", "tw_link_empty", "tw_link_delay"],
+};
+
+/// What it can do by bulk copies.
+pub const LINKS_BULK: Source = Source {
+    name: "bench/links_bulk.cu",
+    parts: &[LD_ST, BULK, include_str!("bench/links_bulk.cu")],
+    defines: &[],
+    kernels: &["tw_link_bulk"],
 };
 
 /// The orders that the protocol rests on, for `gpu_spike litmus`.
@@ -195,6 +196,7 @@ pub const ALL: &[Source] = &[
     attention::SM80_ATTENTION,
     attention::PLAIN_ATTENTION,
     LINKS,
+    LINKS_BULK,
     LITMUS,
 ];
 
@@ -219,10 +221,11 @@ mod tests {
     #[test]
     fn architectures_have_their_instructions() {
         for (arch, links) in [("sm_80", false), ("sm_90a", true), ("sm_100a", true), ("x", false)] {
-            assert_eq!(LINKS.runs_on(arch), links, "{arch}");
+            assert_eq!(LINKS_BULK.runs_on(arch), links, "{arch}");
+            assert_eq!(LINKS.runs_on(arch), arch != "x", "{arch}");
             assert_eq!(SIGNAL.runs_on(arch), arch != "x", "{arch}");
         }
-        assert!(LINKS.text().contains(&format!("TW_STAGES = {LINK_STAGES};")));
+        assert!(LINKS_BULK.text().contains(&format!("TW_STAGES = {LINK_STAGES};")));
     }
 
     #[test]

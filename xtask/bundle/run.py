@@ -257,6 +257,14 @@ def by_shared_gpu(rc, out):
     return ("passed" if state == "passed" and warned else "failed"), f"{text}; {'' if warned else 'not '}warned"
 
 
+def by_rows_that_say(text):
+    def judge(rc, out):
+        state, said = by_rows(rc, out)
+        told = text in out
+        return ("passed" if state == "passed" and told else "failed"), f"{said}; {'' if told else 'not '}told: {text}"
+    return judge
+
+
 def by_sanitizer(rc, out):
     found = [line for line in out.splitlines() if "ERROR SUMMARY" in line]
     # Tests that found no device would be clean, too.
@@ -383,9 +391,10 @@ def by_backends(*names):
 def conformance(n):
     tests = program("conformance")
     yield Config("one-sided-threads-1", [tests, "vmm_alone"], by_tests, takes=1)
-    for backend in ["vmm", "nccl"] if n > 1 else []:
-        argv = [tests, f"{backend}_threads::", "--test-threads", "1"]
-        yield Config(f"one-sided-threads-{backend}", argv, by_tests)
+    if n > 1:
+        threads = ["--test-threads", "1", "--nocapture"]
+        yield Config("one-sided-threads-vmm", [tests, "vmm_threads::", *threads], by_ran)
+        yield Config("one-sided-threads-nccl", [tests, "nccl_threads::", *threads], by_ran, needs=why_not("nccl", doctor_says()))
     for ranks in up_to(n, [2, 3, 4, 5, 8]):
         yield Config(f"one-sided-processes-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
     if n > 1:
@@ -449,10 +458,11 @@ def conformance(n):
             if name == "nccl" and ranks == 1:
                 continue
             threads, takes = [program("tilewire"), *flags, "--ranks", str(ranks)], ranks if ranks < n else None
-            yield Config(f"verify-threads-{ranks}-{name}", threads, by_rows, name in ["attention", "nccl"], takes=takes)
+            lacks, compiles = two if name == "nccl" else None, name in ["attention", "nccl"]
+            yield Config(f"verify-threads-{ranks}-{name}", threads, by_rows, compiles, takes=takes, needs=lacks)
             if ranks > 1:
                 processes = ranks_of(ranks, program("tilewire"), *flags)
-                yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, name in ["attention", "nccl"], takes=takes)
+                yield Config(f"verify-processes-{ranks}-{name}", processes, by_rows, compiles, takes=takes, needs=lacks)
     yield from sharing(n)
     ranks = max(up_to(n, [1, 2, 4, 8]))
     train = f'"$0" train --backend vmm --task copy --steps 5 --ranks {ranks} --trace t.json && "$0" trace t.json --html t.html'
@@ -545,7 +555,9 @@ def bad_input(n):
     yield Config("no-device", [*verify, "--ranks", "1"], by_refusal, env={"CUDA_VISIBLE_DEVICES": ""})
     few = ["bash", "-c", 'ulimit -n 20; exec "$@"', "bash", *verify, "--ranks", "1"]
     yield Config("few-descriptors", few, by_either, preload=False)
-    yield Config("cache-not-writable", [*verify, "--ranks", "1"], by_rows, env={"TILEWIRE_CACHE_DIR": "/proc/none"})
+    # Away from the kernels that were built, so that the cache is asked.
+    compiled = ["bash", "-c", AWAY, "bash", program("tilewire"), *verify[1:], "--ranks", "1"]
+    yield Config("cache-not-writable", compiled, by_rows_that_say("compiled in every run"), jit=True)
     off = {name: "1" for name in ["NCCL_NVLS_ENABLE"]} | {name: "0" for name in ["NVSHMEM_DISABLE_NVLS"]}
     # NVRTC that cannot be loaded: the program is away from the kernels that were built, and has to compile.
     alone = ["bash", "-c", ALONE, "bash", program("tilewire"), *verify[1:], "--ranks", "1"]
@@ -563,7 +575,9 @@ def bad_input(n):
 
 # One of each family.
 ODD_WORLDS = ["all_gather", "gemm_rs", "ep", "cp_attention"]
-# A copy of the program without the folder of kernels, where the first NVRTC that is found is no library.
+# A copy of the program without the folder of kernels, and no folder for those that it compiles.
+AWAY = 'mkdir -p away && cp "$1" away/tilewire && cd away || exit 9; shift; exec env TILEWIRE_CACHE_DIR=/proc/none ./tilewire "$@"'
+# The same, where the first NVRTC that is found is no library.
 ALONE = """mkdir -p alone/broken/lib64 && echo none > alone/broken/lib64/libnvrtc.so.13 && cp "$1" alone/tilewire && cd alone || exit 9
 shift
 exec env -u VIRTUAL_ENV -u CONDA_PREFIX HOME="$PWD" PATH=/none CUDA_HOME="$PWD/broken" TILEWIRE_CACHE_DIR="$PWD/cache" ./tilewire "$@\""""
@@ -589,7 +603,7 @@ def worse(n, verify):
             ("no-import", {"TW_FAIL": f"{take}=800"}, (take, "--gpus all"), ("FAIL", "sharing memory", "--gpus all")),
             ("no-import-value", {"TW_FAIL": f"{take}=1"}, (take, "--gpus all"), None)]:
         yield Config(f"{name}-verify", two, by_hint(*said), env=env, needs=gcc)
-        if found and (n > 1 or name.startswith("old")):
+        if found and (n > 1 or name != "no-peers"):
             yield Config(f"{name}-doctor", doctor, by_finding(*found), env=env, jit=True, needs=gcc)
 
 
@@ -629,15 +643,16 @@ def faults(n):
         yield Config("one-order-one-connection", [*orders, "one_order"], by_ran, jit=True, env=one)
         for part in ["before", "behind"]:
             argv = [program("gpu_model"), f"that_is_silent_{part}", "--nocapture"]
-            yield Config(f"silent-in-training-{part}", argv, by_ran, jit=True)
+            for ranks in up_to(n, [2, 4]):
+                yield Config(f"silent-in-training-{part}-{ranks}", argv, by_ran, jit=True, env={"TW_GRID_RANKS": str(ranks)})
     # Ranks are processes, at least three: the rest is a team. Two GPUs are shared, and one by four.
     some = {"TW_RANKS": "4"} if n < 2 else {}
     for ops in STOPPED_OPS:
         yield Config(f"stopped-in-{ops}", [*orders, "a_stopped_process"], by_ran, jit=True,
                      env={"TW_TEAM_OPS": ops, **some})
     for ops in KILLED_OPS:
-        yield Config(f"killed-in-{ops}", [*orders, "a_killed_process"], by_ran, jit=True,
-                     env={"TW_TEAM_OPS": ops, **some})
+        for way, test in [("killed", "a_killed_process"), ("left", "a_process_that_leaves")]:
+            yield Config(f"{way}-in-{ops}", [*orders, test], by_ran, jit=True, env={"TW_TEAM_OPS": ops, **some})
     if n < 2:
         yield Config("peers", [], needs=TWO_GPUS)
 

@@ -230,6 +230,14 @@ impl Bench<'_> {
         Ok(all.iter().map(number).fold(0, u64::saturating_add))
     }
 
+    /// The largest of all ranks.
+    pub fn worst(&self, mine: f64) -> Result<f64> {
+        let all = self.team.exchange("worst", &mine.to_le_bytes())?;
+        let number =
+            |b: &Vec<u8>| b.as_slice().try_into().map_or(f64::INFINITY, f64::from_le_bytes);
+        Ok(all.iter().map(number).fold(0.0, f64::max))
+    }
+
     pub fn row(&self, op: &str, shape: String, us: f64, wrong: u64, note: String) -> Result<Row> {
         let Device::Cuda(ctx) = &self.device else {
             return Err(Error::internal("a device bench on the host"));

@@ -48,7 +48,7 @@ pub fn run(args: &LinksArgs) -> Result<i32> {
             .hint("start it without a launcher"));
     }
     let meet = Meet::new(ranks);
-    let cfg = worlds::world_cfg(LIMIT_S)?;
+    let cfg = worlds::world_cfg(None, LIMIT_S)?;
     let all = World::run_threads(ranks, cfg, |world| {
         let done = measure(&world, &meet);
         if let Err(e) = &done {
@@ -140,6 +140,8 @@ struct Line {
     wrong: u64,
     note: String,
     device: String,
+    /// Not measured, as the devices do not have it.
+    unsupported: bool,
 }
 
 /// The rows of the ranks' lines: the slowest of each.
@@ -161,11 +163,11 @@ fn merge(all: &[Vec<Line>]) -> Vec<Row> {
             t_gemm_us: None,
             t_comm_us: None,
             t_seq_us: None,
-            t_ours_us: Some(us),
+            t_ours_us: Some(us).filter(|_| !l.unsupported),
             // Bytes are right or wrong: how far off those are says nothing.
-            max_err: (wrong == 0).then_some(0.0),
+            max_err: (wrong == 0 && !l.unsupported).then_some(0.0),
             wrong,
-            unsupported: false,
+            unsupported: l.unsupported,
             note,
         }
     };
@@ -211,7 +213,11 @@ fn measure(world: &World, meet: &Meet) -> Result<Vec<Line>> {
     let team = world.everyone("links")?;
     let heap = team.heap(BackendKind::Vmm, HeapCfg::new(CAP + MIB))?;
     let probe = LinkProbe::new(&heap, CAP)?;
-    probe.allow_chunks(CHUNK)?;
+    // All or none: the rows of the ranks stand beside each other.
+    let has_bulk = team.agree(probe.has_bulk())?;
+    if has_bulk {
+        probe.allow_chunks(CHUNK)?;
+    }
     let ctx = probe.context().clone();
     let mut b = Bench {
         stream: CudaStream::new(&ctx)?,
@@ -225,7 +231,10 @@ fn measure(world: &World, meet: &Meet) -> Result<Vec<Line>> {
     };
     b.copy_engine()?;
     b.all_gather()?;
-    b.bulk()?;
+    match has_bulk {
+        true => b.bulk()?,
+        false => b.lack("bulk_put", "bulk copies need sm_90 on every GPU"),
+    }
     b.ld_st()?;
     b.flag()?;
     b.barrier()?;
@@ -333,7 +342,14 @@ impl Bench<'_> {
 
     fn add(&mut self, op: &'static str, shape: String, bytes: usize, us: f64, wrong: u64) {
         let (device, note) = (self.device.clone(), String::new());
-        self.lines.push(Line { op, shape, us, bytes, wrong, note, device });
+        self.lines.push(Line { op, shape, us, bytes, wrong, note, device, unsupported: false });
+    }
+
+    /// What these devices do not have.
+    fn lack(&mut self, op: &'static str, why: &str) {
+        let (device, note) = (self.device.clone(), why.to_owned());
+        let (shape, us, bytes, wrong) = (String::new(), f64::NAN, 0, 0);
+        self.lines.push(Line { op, shape, us, bytes, wrong, note, device, unsupported: true });
     }
 
     /// Every rank puts to, or gets from, the next.
@@ -472,7 +488,7 @@ mod tests {
 
     fn line(us: f64, bytes: usize, wrong: u64) -> Line {
         let (shape, note, device) = ("len=1MiB".to_owned(), "why".to_owned(), "GPU".to_owned());
-        Line { op: "put", shape, us, bytes, wrong, note, device }
+        Line { op: "put", shape, us, bytes, wrong, note, device, unsupported: false }
     }
 
     #[test]
@@ -485,6 +501,9 @@ mod tests {
         assert_eq!((rows[0].max_err, merge(&all[..1])[0].max_err), (None, Some(0.0)));
         assert_eq!(merge(&[vec![line(1.0, 0, 0)]])[0].note.as_deref(), Some("why"));
         assert!(merge(&[]).is_empty());
+        let lacking = Line { unsupported: true, ..line(f64::NAN, 0, 0) };
+        let row = merge(&[vec![lacking.clone()], vec![lacking]]).swap_remove(0);
+        assert!(row.unsupported && row.t_ours_us.is_none() && row.max_err.is_none());
     }
 
     #[test]

@@ -1,8 +1,8 @@
-//! `bench/links.cu`: every byte goes where it should, once, and nothing beside it is touched.
+//! `bench/links.cu` and `bench/links_bulk.cu`: every byte goes where it should, once, and nothing beside it is touched.
 
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::Rng;
-use tilewire_kernels::{LINK_STAGES, LINKS};
+use tilewire_kernels::{LINK_STAGES, LINKS, LINKS_BULK, Source};
 
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME};
@@ -36,11 +36,19 @@ struct Param {
 }
 
 fn load(text: String) -> &'static Lib {
+    load_of(&LINKS, text)
+}
+
+fn load_bulk(text: String) -> &'static Lib {
+    load_of(&LINKS_BULK, text)
+}
+
+fn load_of(source: &Source, text: String) -> &'static Lib {
     RUNTIME.load(&Unit {
-        name: LINKS.name,
+        name: source.name,
         text,
         defines: Vec::new(),
-        kernels: LINKS.kernels.to_vec(),
+        kernels: source.kernels.to_vec(),
         smem: LINK_STAGES as usize * CHUNK,
     })
 }
@@ -141,7 +149,7 @@ fn bulk_cases(lib: &'static Lib) {
 }
 
 fn bulk_copies_go_to_peers_in_turn() {
-    bulk_cases(load(LINKS.emu_text()));
+    bulk_cases(load_bulk(LINKS_BULK.emu_text()));
 }
 
 /// What both kernels tell of `n` pings, of which the second rank answers all or none.
@@ -203,6 +211,10 @@ const MUTANTS: &[Planted] = &[
         move_words,
     ),
     Planted("a word too far", "i + 3 * step < n", "i + 2 * step < n", move_words),
+    Planted("nobody answers", "if (!first) st_release_sys_u64(peer, i);", "", pings),
+];
+
+const BULK_MUTANTS: &[Planted] = &[
     Planted("a chunk too few", "+ gridDim.x - 1) / gridDim.x : 0", ") / gridDim.x : 0", bulk_cases),
     Planted("all chunks to the next rank", "c % p.num) % p.size", "0) % p.size", bulk_cases),
     Planted("to myself first", "p.me + 1 + c", "p.me + c", bulk_cases),
@@ -250,9 +262,9 @@ const MUTANTS: &[Planted] = &[
         "",
         bulk_cases,
     ),
-    Planted("nobody answers", "if (!first) st_release_sys_u64(peer, i);", "", pings),
 ];
 
 fn mutants_of_the_links_are_killed() {
     all_are_killed(&LINKS.emu_text(), load, MUTANTS);
+    all_are_killed(&LINKS_BULK.emu_text(), load_bulk, BULK_MUTANTS);
 }

@@ -1,16 +1,16 @@
 //! Transfers that do nothing but move bytes, for measuring links: `tilewire bench links`.
 
-use tilewire_core::{Error, Rank, Result};
+use tilewire_core::{Error, ErrorKind, Rank, Result};
 use tilewire_device::Buffer;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::jit::KernelSpec;
-use tilewire_kernels::{LINK_STAGES, LINKS, Source};
+use tilewire_kernels::{LINK_STAGES, LINKS, LINKS_BULK, Source};
 
 use super::onesided::VmmOneSided;
 use crate::heap::Heap;
 use crate::onesided::OneSided;
 
-/// Parameters of `tw_link_bulk`; mirrors `TwBulk` in `bench/links.cu`.
+/// Parameters of `tw_link_bulk`; mirrors `TwBulk` in `bench/links_bulk.cu`.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct BulkParam {
@@ -42,7 +42,8 @@ pub struct LinkProbe {
     local: CudaMemory,
     store: Kernel,
     load: Kernel,
-    bulk: Kernel,
+    /// None where the device has no such copies.
+    bulk: Option<Kernel>,
     ping: Kernel,
     empty: Kernel,
     delay: Kernel,
@@ -63,25 +64,21 @@ impl LinkProbe {
     /// For `heap`, with an own buffer of `local_bytes` zeros.
     ///
     /// # Errors
-    /// `Unsupported` if the heap is not in device memory or the device is older than sm_90;
-    /// `Exhausted` without memory for the buffer.
+    /// `Unsupported` if the heap is not in device memory; `Exhausted` without memory for the buffer.
     pub fn new(heap: &Heap, local_bytes: usize) -> Result<Self> {
         let os = VmmOneSided::new(heap)?;
         let ctx = os.context();
         let arch = ctx.arch()?;
-        if !LINKS.runs_on(&arch) {
-            return Err(Error::new(
-                tilewire_core::ErrorKind::Unsupported,
-                format!("bulk copies need sm_{} or newer", LINKS.min_sm()),
-            )
-            .seen(arch));
-        }
         let module = ctx.module(&spec(&LINKS, &arch))?;
+        let bulk = match LINKS_BULK.runs_on(&arch) {
+            true => Some(ctx.module(&spec(&LINKS_BULK, &arch))?.kernel("tw_link_bulk")?),
+            false => None,
+        };
         Ok(Self {
             local: CudaMemory::zeroed(ctx, local_bytes)?,
             store: module.kernel("tw_link_store")?,
             load: module.kernel("tw_link_load")?,
-            bulk: module.kernel("tw_link_bulk")?,
+            bulk,
             ping: module.kernel("tw_link_ping")?,
             empty: module.kernel("tw_link_empty")?,
             delay: module.kernel("tw_link_delay")?,
@@ -162,7 +159,7 @@ impl LinkProbe {
     /// behind me, in chunks of `chunk` bytes in turn.
     ///
     /// # Errors
-    /// `InvalidArgument` for a piece, a chunk or ranks that cannot be.
+    /// `InvalidArgument` for a piece, a chunk or ranks that cannot be; `Unsupported` without [`LinkProbe::has_bulk`].
     pub fn bulk_put(
         &self,
         stream: &CudaStream,
@@ -189,7 +186,7 @@ impl LinkProbe {
     /// Bulk loads of `piece` of `peer`'s heap, stored to the same offset of my buffer.
     ///
     /// # Errors
-    /// `InvalidArgument` for a piece or a chunk that cannot be.
+    /// `InvalidArgument` for a piece or a chunk that cannot be; `Unsupported` without [`LinkProbe::has_bulk`].
     pub fn bulk_get(
         &self,
         stream: &CudaStream,
@@ -226,7 +223,20 @@ impl LinkProbe {
         let grid = Grid::new(blocks, 32).shared(param.chunk * LINK_STAGES);
         // SAFETY: the kernel takes a `TwBulk`; the callers checked both ranges (the heap's is as
         // long for every rank); lifetimes as for `put`.
-        unsafe { self.bulk.launch(stream, grid, LaunchArgs::new().arg(&param)) }
+        unsafe { self.bulk_kernel()?.launch(stream, grid, LaunchArgs::new().arg(&param)) }
+    }
+
+    /// Whether the device has bulk copies: sm_90 and newer.
+    pub fn has_bulk(&self) -> bool {
+        self.bulk.is_some()
+    }
+
+    fn bulk_kernel(&self) -> Result<&Kernel> {
+        self.bulk.as_ref().ok_or_else(|| {
+            let text =
+                format!("this device has no bulk copies: they need sm_{}", LINKS_BULK.min_sm());
+            Error::new(ErrorKind::Unsupported, text).hint("use copy engines, or loads and stores")
+        })
     }
 
     /// Allows chunks of up to `chunk` bytes: before the first bulk copy, and once.
@@ -234,7 +244,7 @@ impl LinkProbe {
     /// # Errors
     /// `InvalidArgument` if the device has not as much shared memory.
     pub fn allow_chunks(&self, chunk: u32) -> Result<()> {
-        self.bulk.allow_shared(chunk * LINK_STAGES)
+        self.bulk_kernel()?.allow_shared(chunk * LINK_STAGES)
     }
 
     /// `n` flags there and back between two ranks, inside one kernel on each: the nanoseconds of

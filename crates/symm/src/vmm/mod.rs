@@ -33,10 +33,9 @@ pub(crate) use store::{VmmStore, gpus, shared};
 
 /// Every kernel of symmetric memory that runs on an architecture (as in `sm_90a`).
 pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
+    use tilewire_kernels::{LINKS, LINKS_BULK, LITMUS};
     let mut all = vec![store::signal_spec(arch)];
-    if tilewire_kernels::LINKS.runs_on(arch) {
-        all.push(links::spec(&tilewire_kernels::LINKS, arch));
-        all.push(links::spec(&tilewire_kernels::LITMUS, arch));
-    }
+    let probes = [LINKS, LINKS_BULK, LITMUS].into_iter().filter(|s| s.runs_on(arch));
+    all.extend(probes.map(|s| links::spec(&s, arch)));
     all
 }

@@ -2,7 +2,7 @@ use std::mem::size_of;
 
 use tilewire_device::cuda::Nvrtc;
 use tilewire_device::jit::{Compiler, kernel_uses};
-use tilewire_kernels::{LINKS, LITMUS, SIGNAL};
+use tilewire_kernels::{LINKS, LINKS_BULK, LITMUS, SIGNAL};
 
 use super::links::BulkParam;
 use super::store::{Handle, Handles, TeamParam, share_by, shared};
@@ -14,11 +14,14 @@ use tilewire_device::cuda::ShareBy;
 #[test]
 fn kernels_compile_where_the_compiler_is() {
     assert_eq!(size_of::<TeamParam>(), 80, "8 words and 4 half words, as in comm/signal.cu");
-    assert_eq!(size_of::<BulkParam>(), 48, "4 words and 4 half words, as in bench/links.cu");
+    assert_eq!(size_of::<BulkParam>(), 48, "4 words and 4 half words, as in bench/links_bulk.cu");
     for arch in ["sm_80", "sm_90a", "sm_100a"] {
         for spec in kernel_specs(arch) {
             let named: Vec<&str> = spec.defines.iter().map(|(n, _)| &**n).collect();
-            let source = [SIGNAL, LINKS, LITMUS].into_iter().find(|s| s.name == spec.name).unwrap();
+            let source = [SIGNAL, LINKS, LINKS_BULK, LITMUS]
+                .into_iter()
+                .find(|s| s.name == spec.name)
+                .unwrap();
             assert_eq!(named, source.defines);
             match Nvrtc.compile(&spec) {
                 Ok(c) => {
