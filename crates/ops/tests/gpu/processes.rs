@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::PoisonError;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -62,6 +62,26 @@ fn put(folder: &Path, name: &str, text: &str) {
     std::fs::rename(new, folder.join(name)).unwrap();
 }
 
+/// What a rank's log says while it waits.
+static LATE_WORDS: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+struct Words;
+
+impl log::Log for Words {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        let text = record.args().to_string();
+        if text.contains("has waited") {
+            LATE_WORDS.lock().unwrap_or_else(PoisonError::into_inner).push(text);
+        }
+    }
+
+    fn flush(&self) {}
+}
+
 /// What a rank does; no test of its own.
 #[test]
 fn role_of_a_process() {
@@ -83,8 +103,11 @@ fn role_of_a_process() {
     // Two worlds of the same processes: what is learned before the fault must not run into its deadline.
     let world = |timeout: Duration| {
         let mesh = join_processes(&place, &config, Deadline::after_s(30.0)).unwrap();
-        World::join(mesh, WorldCfg { timeout, ..WorldCfg::default() })
+        // Long before the deadline of who waits for a rank that is stopped.
+        World::join(mesh, WorldCfg { timeout, late_warning: STOPPED / 3, ..WorldCfg::default() })
     };
+    assert!(log::set_logger(&Words).is_ok());
+    log::set_max_level(log::LevelFilter::Warn);
     let stopped = parts[0] == "stop";
     let (calm, short) = (world(FOREVER), world(if stopped { STOPPED } else { FOREVER }));
     let me = short.rank().get();
@@ -136,6 +159,9 @@ impl Case<'_> {
             return self.park(&op, (&team, &stream), inside);
         }
         inside();
+        let words =
+            || std::mem::take(&mut *LATE_WORDS.lock().unwrap_or_else(PoisonError::into_inner));
+        words();
         let start = Instant::now();
         let queued = (op.launch)(&stream);
         stream.synchronize()?;
@@ -143,6 +169,7 @@ impl Case<'_> {
         // A death is told by a thread of this process, which the kernels' end may overtake.
         wait_for(LATE, || team.check().is_err());
         let (e, at_ms, took) = (queued.and_then(|()| team.check()), now_ms(), start.elapsed());
+        let late = words();
         let Err(e) = e else {
             return Err(Error::internal(format!("{}: no error on rank {}", op.name, me.get())));
         };
@@ -161,7 +188,7 @@ impl Case<'_> {
         let same = self.results(&team, me)? == want;
         Ok(json!({
             "op": op.name, "rank": me.get(), "error": e.to_json(), "at_ms": at_ms, "took_ms": took.as_millis() as u64,
-            "poisoned": poisoned, "context_alive": alive, "same_as_before": same, "go_on": team.size(),
+            "poisoned": poisoned, "context_alive": alive, "same_as_before": same, "go_on": team.size(), "late": late,
         }))
     }
 
@@ -361,6 +388,17 @@ fn a_stopped_process_is_named_by_every_operation() {
         let what = format!("operation {i}, stopped");
         let (_, reports) = job.hit(at, Some(Signal::STOP));
         check(&what, &reports);
+        // Before that, the log has said whom the wait was for: the victim has made one call less.
+        let fewer = format!("rank {victim} has made ");
+        let late = |v: &Value| {
+            v["late"]
+                .as_array()
+                .is_some_and(|l| l.iter().any(|t| t.as_str().is_some_and(|t| t.contains(&fewer))))
+        };
+        assert!(
+            reports.iter().any(late),
+            "{what}: nobody was told of a wait that lasts: {reports:?}"
+        );
         // Who waited longest says so; the others may hear of that before their own time is over.
         let named = |v: &&Value| is(v, ErrorKind::Timeout) && v["error"]["peer"] == victim;
         if !reports.iter().any(|v| named(&v)) {
