@@ -24,7 +24,7 @@ pub struct Cli {
 pub enum Command {
     /// Start a program on several ranks of this host.
     Run(RunArgs),
-    /// Check every operation against the f64 oracle.
+    /// Check operations against the f64 oracle (all but `layers`, which has its own tests).
     Verify(VerifyArgs),
     /// Time operations beside their parts.
     Bench(BenchArgs),
@@ -41,7 +41,7 @@ pub enum Command {
     Topo(TopoArgs),
     /// Say what works on this machine, and what to do about what does not.
     Doctor(DoctorArgs),
-    /// List the environment variables that tilewire reads, with their values.
+    /// List the `TILEWIRE_` variables with their values.
     Env,
     /// Print a completion script for a shell.
     Completions {
@@ -157,7 +157,7 @@ pub struct VerifyArgs {
     /// `nvshmem`, which wants a process for each rank (`tilewire run`). Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
-    /// Only these operations.
+    /// Only these operations; a name that there is not lists all.
     #[arg(long, value_delimiter = ',')]
     pub op: Vec<String>,
     /// Only these element types.
@@ -169,10 +169,10 @@ pub struct VerifyArgs {
     /// Seed of the random inputs.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Absolute tolerance instead of the rule of the design.
+    /// Absolute tolerance instead of the operation's bound (`core::numerics`).
     #[arg(long)]
     pub atol: Option<f64>,
-    /// Relative tolerance instead of the rule of the design.
+    /// Relative tolerance instead of the operation's bound (`core::numerics`).
     #[arg(long)]
     pub rtol: Option<f64>,
     /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 60.
@@ -254,7 +254,7 @@ pub struct TrainArgs {
     /// Parts of heads and projections.
     #[arg(long, default_value_t = 1)]
     pub tp: usize,
-    /// Steps to train.
+    /// Train until so many steps are done; with --resume those of the checkpoint count.
     #[arg(long, default_value_t = 60)]
     pub steps: usize,
     /// Seed of parameters and batches.
@@ -267,7 +267,7 @@ pub struct TrainArgs {
     /// `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank. Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
-    /// Type of weights and activations, f32 or bf16 (with f32 masters) [default: f32 on the host,
+    /// Type of weights and activations: bf16 (with f32 masters), or f32, on the host only [default: f32 on the host,
     /// bf16 on GPUs].
     #[arg(long)]
     pub dtype: Option<DType>,
@@ -451,7 +451,7 @@ pub struct BenchArgs {
     /// On GPUs: `ep_dispatch` and `ep_combine_bwd` bring rows straight to a receive buffer in symmetric memory.
     #[arg(long)]
     pub zero_copy: bool,
-    /// Only these operations.
+    /// Only these operations; a name that there is not lists all.
     #[arg(long, value_delimiter = ',')]
     pub op: Vec<String>,
     /// Number of ranks, as threads (under a launcher: the job's).

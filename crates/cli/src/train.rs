@@ -216,6 +216,12 @@ impl Job<'_> {
             // What came before is no step, however few there are.
             tr.take();
         }
+        if t.step >= args.steps && t.model.comm.world.rank().get() == 0 {
+            let (n, steps) = (t.step, args.steps);
+            complain(format_args!(
+                "the checkpoint has {n} steps: none of --steps {steps} is left to train"
+            ));
+        }
         while t.step < args.steps {
             if let Some(tr) = tracer.filter(|_| t.step + 3 == args.steps) {
                 // Only the last three steps are kept.

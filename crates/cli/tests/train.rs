@@ -224,7 +224,12 @@ fn a_resumed_run_adds_to_the_metrics_and_always_writes_its_checkpoint() {
     let d = dir.path();
     let train = ["train", "--task", "copy", "--metrics", "m"];
     good(d, &with(&train, &["--steps", "2", "--checkpoint", "a"]));
-    good(d, &with(&train, &["--steps", "2", "--resume", "a", "--checkpoint", "b"]));
+    let o = tilewire(d, &with(&train, &["--steps", "2", "--resume", "a", "--checkpoint", "b"]));
+    let said = String::from_utf8_lossy(&o.stderr);
+    assert!(
+        o.status.success() && said.contains("has 2 steps: none of --steps 2 is left"),
+        "{said}"
+    );
     assert_eq!(losses(&d.join("m")).len(), 2);
     good(d, &with(&train, &["--steps", "4", "--resume", "b"]));
     let text = std::fs::read_to_string(d.join("m")).unwrap();

@@ -1,4 +1,4 @@
-//! The only environment variables that tilewire reads, parsed once and strictly.
+//! The `TILEWIRE_` variables, parsed once and strictly. Launchers' variables are read by `boot`, places of libraries by `device`.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -88,7 +88,7 @@ pub struct Config {
     pub backend: BackendKind,
     /// `TILEWIRE_TIMEOUT_S`: how long a wait on a live peer lasts. Default: what a command says.
     pub timeout: Option<Duration>,
-    /// `TILEWIRE_CACHE_DIR`: kernel and tuning cache. Default: the platform's cache directory.
+    /// `TILEWIRE_CACHE_DIR`: kernel cache. Default: the platform's cache directory.
     pub cache_dir: Option<PathBuf>,
     /// `TILEWIRE_LOG`: log level. Default `warn`.
     pub log: LogLevel,
@@ -140,7 +140,7 @@ impl Config {
             "TILEWIRE_TIMEOUT_S",
             "seconds a wait on a live peer may last, where no --timeout-s is given",
         ),
-        ("TILEWIRE_CACHE_DIR", "directory of the kernel and tuning cache"),
+        ("TILEWIRE_CACHE_DIR", "directory of the kernel cache"),
         ("TILEWIRE_LOG", "error, warn, info or debug (default warn)"),
         ("TILEWIRE_JIT", "auto or off: compile kernels at run time"),
         ("TILEWIRE_SECRET", "shared secret of the bootstrap, at least 32 hex digits"),

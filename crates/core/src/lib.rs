@@ -5,7 +5,7 @@
 //! - [`Rank`], [`Team`]: who takes part, in which order.
 //! - [`DType`], [`Shape`], [`View`], [`QTensor`]: what is computed on.
 //! - [`Error`], [`ErrorKind`]: the one error type of the workspace.
-//! - [`Deadline`], [`Config`]: how long a wait may last, and the eight environment variables.
+//! - [`Deadline`], [`Config`]: how long a wait may last, and the `TILEWIRE_` variables.
 #![forbid(unsafe_code)]
 
 mod config;

@@ -45,7 +45,7 @@ impl Target {
             (BackendKind::Host, DType::F32) | (_, DType::BF16) => Ok(()),
             (_, DType::F32) => Err(Error::new(
                 tilewire_core::ErrorKind::Unsupported,
-                "a model in f32 runs on the host only: grouped products have no f32 kernel",
+                "a model in f32 runs on the host only: on GPUs it is bf16 with f32 masters",
             )
             .hint("leave out --dtype, or use bf16")),
             (_, other) => Err(Error::invalid("a model's type").expected("f32 or bf16").seen(other)),

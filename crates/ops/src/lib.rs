@@ -3,7 +3,7 @@
 //! One operation, one folder, the same files in each: `desc.rs` (what the caller wants, validated
 //! before anything runs), `config.rs` (how to do it: pure, printable), `plan.rs` (owns the
 //! workspace: `prepare`, `launch`, `explain`, `memory`), `host.rs` (the host backend, which runs
-//! the real protocol), `tests.rs`. Accelerator code goes into `cuda.rs` beside `host.rs`.
+//! the real protocol), often `tests.rs`; `gemm` has no schedule, `bulk` only combines plans. Accelerator code goes into `cuda.rs` beside `host.rs`.
 //!
 //! # Life of a call
 //! `Desc::new` validates; `Plan::new` takes symmetric buffers and signals from the heap;

@@ -55,7 +55,7 @@ pub const NVSHMEM: LibrarySpec = LibrarySpec {
     install: "pip install nvidia-nvshmem-cu13",
 };
 
-/// Reference attention in benchmarks.
+/// Not used here: copies that would mix are told.
 pub const CUDNN: LibrarySpec = LibrarySpec {
     name: "cuDNN",
     soname: "libcudnn.so.9",

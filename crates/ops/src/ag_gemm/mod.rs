@@ -2,8 +2,8 @@
 //!
 //! Column-parallel linear layer: X is sharded by rows over the team, W by output features.
 //! Each rank pushes its shard in chunks to every peer, and multiplies in the order in which
-//! chunks arrive: its own shard first, then those of rank + 1, rank + 2, ... (schedule of the
-//! comm+GEMM research notes, §6). Protocol page: `docs/protocols/ag_gemm.md`.
+//! chunks arrive: its own shard first, then those of rank + 1, rank + 2, ....
+//! Protocol page: `docs/protocols/ag_gemm.md`.
 //!
 //! # Backward
 //! With `Y = X W^T`: the gradient of X is `gemm_rs` of dY with W in `[k, n]` order (the mirrored

@@ -134,8 +134,7 @@ impl OverlapConfig {
 /// The most chunks of a shard that a candidate has.
 pub(crate) const MOST_CANDIDATE_CHUNKS: usize = 4;
 
-/// What this machine does, for predictions. Measured by `tilewire bench`; the defaults are those
-/// of one core of a laptop.
+/// What predictions assume of a machine: one core of a laptop. Nothing measures it yet.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Machine {
     /// GEMM rate in flop per microsecond.
@@ -193,7 +192,7 @@ impl Explain {
     /// Predicts all candidates for a GEMM of `flop` per rank beside `wire_bytes` over the link.
     ///
     /// Sequential: sum of both. Chunked: the larger, plus one chunk of the smaller, plus a flag
-    /// for each chunk (comm+GEMM research notes, §2 and §6).
+    /// for each chunk (`docs/protocols/ag_gemm.md`).
     pub fn predict(what: String, flop: f64, wire_bytes: f64, size: usize, m: &Machine) -> Self {
         let (gemm, wire) = (flop / m.gemm_flop_per_us, wire_bytes / m.link_bytes_per_us);
         let mut candidates = Vec::new();

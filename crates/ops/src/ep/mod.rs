@@ -2,7 +2,7 @@
 //!
 //! - **prepare** ([`EpPlan::route`]): each rank counts its tokens per expert, pushes the counts to
 //!   everybody, and computes the slot of each copy from all counts: deterministic, no atomics, no
-//!   sort (EP research notes, §5.2). The result lives in an [`EpHandle`].
+//!   sort. The result lives in an [`EpHandle`].
 //! - **dispatch**: each token goes once to each rank that has an expert of it, with the list of its
 //!   slots there; the receiver lays the copies out. Into a buffer of [`EpPlan::zero_copy_recv`] the
 //!   first copy comes to its row directly, and the receiver adds the others.

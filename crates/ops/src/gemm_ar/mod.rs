@@ -1,7 +1,7 @@
 //! `gemm_ar`: `X W^T` overlapped with the all-reduce of its rows.
 //!
 //! GEMM+RS by chunks; as soon as the owner has reduced a chunk it pushes the result to every
-//! peer, while later chunks are still being computed (comm+GEMM research notes, §6). One owner
+//! peer, while later chunks are still being computed. One owner
 //! reduces an element, so all ranks hold the same bits. The bias is added once.
 //! Protocol page: `docs/protocols/gemm_ar.md`.
 //!

@@ -1,9 +1,8 @@
 //! `gemm_rs`: `X W^T` overlapped with the reduce-scatter of its rows.
 //!
 //! Row-parallel linear layer: the contraction is sharded over the team, so each rank's product is
-//! a partial sum of all rows. Rank r computes the rows of owner r + 1 first and its own last
-//! (schedule of the comm+GEMM research notes, §6), pushes each finished tile into its slot at the
-//! owner, and adds the peers' partials to its own f32 accumulators in rank order. The bias is
+//! a partial sum of all rows. Rank r computes the rows of owner r + 1 first and its own last,
+//! pushes each finished tile into its slot at the owner, and adds the peers' partials to its own f32 accumulators in rank order. The bias is
 //! added once, to the reduced value. Protocol page: `docs/protocols/gemm_rs.md`.
 //!
 //! # Backward
