@@ -641,10 +641,12 @@ def faults(n):
         yield Config("opposite-orders", [*orders, "opposite_orders"], by_ran, jit=True)
         # The streams of a device are one queue then: ranks must launch in one order.
         yield Config("one-order-one-connection", [*orders, "one_order"], by_ran, jit=True, env=one)
-        for part in ["before", "behind"]:
-            argv = [program("gpu_model"), f"that_is_silent_{part}", "--nocapture"]
-            for ranks in up_to(n, [2, 4]):
-                yield Config(f"silent-in-training-{part}-{ranks}", argv, by_ran, jit=True, env={"TW_GRID_RANKS": str(ranks)})
+    # Two that share a GPU are threads: their kernels run beside each other.
+    for part in ["before", "behind"]:
+        argv = [program("gpu_model"), f"that_is_silent_{part}", "--nocapture"]
+        for ranks in up_to(n, [2, 4]) or [2]:
+            many = ranks if ranks <= n else f"shared-{ranks}"
+            yield Config(f"silent-in-training-{part}-{many}", argv, by_ran, jit=True, env={"TW_GRID_RANKS": str(ranks)})
     # Ranks are processes, at least three: the rest is a team. Two GPUs are shared, and one by four.
     some = {"TW_RANKS": "4"} if n < 2 else {}
     for ops in STOPPED_OPS:

@@ -159,7 +159,7 @@ impl LinkMesh {
                         ErrorKind::Exhausted,
                         "too many descriptors of this user are under way",
                     )
-                    .hint("`ulimit -n 4096` lets this process open more files"));
+                    .hint("raise the limit of open files with `ulimit -n`"));
                 }
                 Err(e) => return Err(Error::io(format!("sending to {peer}"), e).peer(peer)),
             }

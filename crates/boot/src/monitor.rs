@@ -138,7 +138,7 @@ impl Peer<'_> {
                 ErrorKind::Exhausted,
                 "no descriptor was free to receive another: the connection is closed",
             )
-            .hint("`ulimit -n 4096` lets this process open more files"));
+            .hint("raise the limit of open files with `ulimit -n`"));
         }
         let f = frame::decode(bytes)?;
         if got.cut || f.src != self.rank || got.fds.len() != f.n_fds {

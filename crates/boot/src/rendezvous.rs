@@ -20,7 +20,7 @@ use crate::store::Store;
 const MAX_HALF_OPEN: usize = 64;
 
 /// How long a rank that waits may lack a descriptor before the rendezvous ends: strangers' are closed by then.
-const NO_ROOM: Duration = Duration::from_secs(10);
+pub(crate) const NO_ROOM: Duration = Duration::from_secs(10);
 
 /// An open connection to a peer, with a descriptor of its process if that can be had.
 pub(crate) struct Link {
@@ -195,16 +195,20 @@ fn accept_lower(
                     return Err(Error::new(ErrorKind::Exhausted, text)
                         .op("rendezvous")
                         .rank(me.rank)
-                        .hint("`ulimit -n 4096` lets this process open more files"));
+                        .hint("raise the limit of open files with `ulimit -n`"));
                 }
                 Accepted::NoRoom => {
                     full.get_or_insert_with(Instant::now);
                     break;
                 }
                 Accepted::Stranger => {
+                    full = None;
                     refuse();
                 }
-                Accepted::Nothing => break,
+                Accepted::Nothing => {
+                    full = None;
+                    break;
+                }
             }
         }
     }

@@ -2,12 +2,13 @@
 
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 
+use crate::rendezvous::NO_ROOM;
 use crate::sock;
 
 /// How long one attempt to connect may take before the next.
@@ -80,16 +81,30 @@ impl Stream {
 
 /// Calls `attempt` until it succeeds, fails for good, or the time is up.
 ///
-/// `Io` and `Timeout` are worth another attempt; every other kind of error is final.
+/// `Io` and `Timeout` are worth another attempt, and for a while a lack of descriptors, as others may be closed; every
+/// other kind of error is final.
 pub(crate) fn retry<T>(
     what: &str,
     deadline: Deadline,
     mut attempt: impl FnMut() -> Result<T>,
 ) -> Result<T> {
     let mut pause = Duration::from_millis(5);
+    let mut full: Option<Instant> = None;
     loop {
         let e = match attempt() {
-            Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::Timeout) => e,
+            Err(e) if matches!(e.kind(), ErrorKind::Io | ErrorKind::Timeout) => {
+                full = None;
+                e
+            }
+            // What the system has said, not a limit of ours.
+            Err(e)
+                if e.kind() == ErrorKind::Exhausted
+                    && std::error::Error::source(&e).is_some()
+                    && full.get_or_insert_with(Instant::now).elapsed() < NO_ROOM
+                    && !deadline.expired() =>
+            {
+                e
+            }
             r => return r,
         };
         if deadline.expired() {

@@ -57,7 +57,7 @@ pub(crate) fn dup_all(fds: &[BorrowedFd<'_>]) -> Result<Vec<OwnedFd>> {
         rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|e| match e {
             rustix::io::Errno::MFILE => {
                 Error::new(ErrorKind::Exhausted, "no descriptor is free to duplicate another")
-                    .hint("`ulimit -n 4096` lets this process open more files")
+                    .hint("raise the limit of open files with `ulimit -n`")
             }
             e => Error::io("duplicating a descriptor", e),
         })

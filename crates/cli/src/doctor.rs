@@ -86,11 +86,7 @@ fn library(places: &Places, spec: &LibrarySpec) -> Finding {
             }
         },
         Err(e) if e.is_unavailable() => {
-            let only_for = match spec.name == NVTX.name {
-                true => "for ranges in a profiler only",
-                false => "on GPUs only",
-            };
-            let text = format!("{}: no {} (needed {only_for})", spec.name, spec.soname);
+            let text = format!("{}: no {} (needed {})", spec.name, spec.soname, needed_for(spec));
             finding("library", State::Warn, text, spec.install)
         }
         Err(e) => finding(
@@ -99,6 +95,17 @@ fn library(places: &Places, spec: &LibrarySpec) -> Finding {
             e.message().to_owned(),
             e.get_hint().unwrap_or("see the error"),
         ),
+    }
+}
+
+/// What is not there without it.
+fn needed_for(spec: &LibrarySpec) -> &'static str {
+    match spec.name {
+        n if n == NVTX.name => "for ranges in a profiler only",
+        n if n == NVRTC.name => "on GPUs only, to compile kernels",
+        n if n == CUBLASLT.name => "on GPUs only, for faster products",
+        n if n == NCCL.name || n == NVSHMEM.name => "on GPUs only, for what goes through it",
+        _ => "by nothing here; copies that would mix are told",
     }
 }
 

@@ -123,7 +123,7 @@ impl Error {
         let text = format!("{what}: {cause}");
         // EMFILE and ENFILE, in the words of std and of rustix.
         let (kind, hint) = if text.ends_with("(os error 24)") {
-            (ErrorKind::Exhausted, "`ulimit -n 4096` lets this process open more files")
+            (ErrorKind::Exhausted, "raise the limit of open files with `ulimit -n`")
         } else if text.ends_with("(os error 23)") {
             (ErrorKind::Exhausted, "raise `sysctl fs.file-max`: all files of this machine are open")
         } else {

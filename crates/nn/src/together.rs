@@ -29,15 +29,22 @@ impl Together {
 
     /// The first fault of a team, which ends the others.
     pub fn check(&self) -> Result<()> {
-        let found = match self.first.get() {
-            Some(_) => return self.first.get().cloned().map_or(Ok(()), Err),
-            None => self.teams.iter().find_map(|t| t.check().err()),
-        };
-        let Some(e) = found else { return Ok(()) };
-        let first = self.first.get_or_init(|| e);
-        for t in self.teams.iter().filter(|t| !t.fault().is_set()) {
-            let text = format!("another team of this rank is over: {}", first.message());
-            t.fail(Error::new(ErrorKind::Unavailable, text).cause(first.clone()));
+        if let Some(e) = self.first.get() {
+            return Err(e.clone());
+        }
+        let all = || self.teams.iter().filter_map(|t| t.check().err()).collect::<Vec<_>>();
+        if all().is_empty() {
+            return Ok(());
+        }
+        // Once more: a peer tells of a death on one team, and then of its own end on the others.
+        let mut found = all();
+        let dead = found.iter().position(Error::is_peer_dead).unwrap_or(0);
+        let first = self.first.get_or_init(|| found.swap_remove(dead));
+        for t in &self.teams {
+            if t.check().is_ok() {
+                let text = format!("another team of this rank is over: {}", first.message());
+                t.fail(Error::new(ErrorKind::Aborted, text).cause(first.clone()));
+            }
         }
         Err(first.clone())
     }

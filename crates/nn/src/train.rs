@@ -55,6 +55,8 @@ pub struct Trainer {
     /// Replay one graph from the second step on; the default on GPUs.
     pub use_graph: bool,
     graph: Option<(Captured, GraphExec)>,
+    /// Of the step before: who changes numbers at every step is not to capture every step.
+    last: Option<Captured>,
 }
 
 /// What a captured step has in it as numbers of its kernels: targets of the batch, the optimizer's and the balance's weight.
@@ -64,7 +66,7 @@ impl Trainer {
     /// A trainer at step 0.
     pub fn new(model: Model, cfg: TrainCfg) -> Self {
         let use_graph = matches!(model.comm.place.device, Device::Cuda(_));
-        Self { model, cfg, step: 0, hidden: None, use_graph, graph: None }
+        Self { model, cfg, step: 0, hidden: None, use_graph, graph: None, last: None }
     }
 
     /// Collective: measures the share of communication that is hidden (see
@@ -95,12 +97,15 @@ impl Trainer {
     /// Runs a step on the batch that was loaded: the first directly, the others as one graph.
     fn run(&mut self, num_targets: usize) -> Result<()> {
         let stream = self.model.stream().clone();
-        // The first step is not captured: it is what a graph is compared with.
-        if !self.use_graph || self.step == 0 {
+        let captured = (num_targets, self.cfg.optim, self.model.balance);
+        let last = self.last.replace(captured);
+        let is_other = self.graph.as_ref().is_none_or(|(c, _)| *c != captured);
+        // The first step is not captured: it is what a graph is compared with. Nor is one that has other numbers than the
+        // one before.
+        if !self.use_graph || self.step == 0 || is_other && last != Some(captured) {
             return self.queue(num_targets);
         }
-        let captured = (num_targets, self.cfg.optim, self.model.balance);
-        if self.graph.as_ref().is_none_or(|(c, _)| *c != captured) {
+        if is_other {
             stream.begin_capture()?;
             let queued = self.queue(num_targets);
             let graph = stream.end_capture();

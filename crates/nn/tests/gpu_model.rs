@@ -223,6 +223,7 @@ fn silent_in_training(grid: Grid, leaves: Leaves) {
 /// In the environment: the grids of so many ranks, of which there may be more than GPUs. Without it those of two.
 const RANKS: &str = "TW_GRID_RANKS";
 
+#[expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
 fn nobody_takes_the_step(test: &str, leaves: Leaves) {
     let found = gpus(test);
     let asked = std::env::var(RANKS).ok().map(|n| n.parse::<usize>().unwrap());
@@ -230,7 +231,11 @@ fn nobody_takes_the_step(test: &str, leaves: Leaves) {
     // Contexts take their time: kept from here on.
     let _contexts =
         (0..num.min(found)).map(|i| CudaContext::new(i as u32).unwrap()).collect::<Vec<_>>();
-    for grid in grids(num).into_iter().filter(|g| g.size() == num && num > 1) {
+    let grids: Vec<_> = grids(num).into_iter().filter(|g| g.size() == num && num > 1).collect();
+    if grids.is_empty() {
+        println!("{test} did not run: no grid of {num} ranks");
+    }
+    for grid in grids {
         // What is compiled and loaded is there then: two seconds are for waits.
         losses(grid, true, 2);
         silent_in_training(grid, leaves);

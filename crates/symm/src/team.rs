@@ -45,6 +45,8 @@ pub(crate) struct TeamInner {
     left: AtomicU64,
     /// The abort of a peer that my device has heard of, packed; or 0.
     heard: AtomicU64,
+    /// The last call of mine whose wait was told to last.
+    pub late: AtomicU64,
     /// What the next wait on (slot, source) must see, less its own count.
     expected: Vec<AtomicU64>,
     epochs: Vec<AtomicU64>,
@@ -167,6 +169,7 @@ impl LiveTeam {
             dead: AtomicU64::new(0),
             left: AtomicU64::new(0),
             heard: AtomicU64::new(0),
+            late: AtomicU64::new(0),
             expected: counters(NUM_SIGNALS * size),
             epochs: counters(NUM_CHANNELS),
             slots: Mutex::default(),
@@ -282,6 +285,12 @@ impl LiveTeam {
             ErrorKind::Timeout => 1,
             // Without a name it is no news of a death: the others would take it for this rank's.
             ErrorKind::PeerDead if error.get_peer().is_some() => 2,
+            // For another error of this rank's, by nobody's wish.
+            ErrorKind::Aborted
+                if error.get_peer().is_none() && std::error::Error::source(error).is_some() =>
+            {
+                5
+            }
             ErrorKind::Aborted => 3,
             ErrorKind::Mismatch => 4,
             _ => 5,

@@ -1,11 +1,12 @@
 //! Waits of the host backend: polling, and the reasons to stop.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
 use crate::protocol::{AbortCode, turn};
-use crate::recorder::{self, Fingerprint};
+use crate::recorder::{self, EntryState, Fingerprint};
 use crate::team::LiveTeam;
 
 /// Where a wait stands, for its error.
@@ -69,23 +70,36 @@ impl LiveTeam {
         Err(Error::internal("unreachable: 2^64 polls"))
     }
 
-    /// What can be said of a wait for the device that lasts: ranks that have made fewer calls keep the others waiting.
-    pub(crate) fn lateness(&self, waited: Duration) -> String {
-        let calls = |r: Rank| self.flight_recorder(r).last().map_or(0, |e| e.seq);
-        let mine = calls(self.rank());
+    /// What can be said of a wait for a device that lasts: ranks that have made fewer calls keep the others waiting. Once
+    /// for each call, whoever waits and however many heaps the team has; nothing where no call of mine is open.
+    pub(crate) fn lateness(&self, waited: Duration) -> Option<String> {
+        let last = |r: Rank| self.flight_recorder(r).pop();
+        let mine = last(self.rank())
+            .filter(|e| matches!(e.state, EntryState::Queued | EntryState::Running))?
+            .seq;
+        if self.0.late.swap(mine, Ordering::Relaxed) == mine {
+            return None;
+        }
+        // A peer that is further behind than the recorder looks has none there.
+        let calls = |r: Rank| last(r).map_or(0, |e| e.seq);
         let behind: Vec<_> = self
             .peers()
             .map(|r| (r, calls(r)))
             .filter(|(_, n)| *n < mine)
-            .map(|(r, n)| format!("rank {} has made {n} calls of {mine}", r.get()))
+            .map(|(r, n)| match n {
+                0 => format!("rank {} has made far fewer calls than {mine}", r.get()),
+                _ => format!("rank {} has made {n} calls of {mine}", r.get()),
+            })
             .collect();
-        let why = if behind.is_empty() {
-            "no rank has made fewer calls".to_owned()
-        } else {
-            behind.join(", ")
+        let why = match behind.is_empty() {
+            true => "no rank has made fewer calls".to_owned(),
+            false => behind.join(", "),
         };
         let (me, s) = (self.rank().get(), waited.as_secs_f64());
-        format!("team {}: rank {me} has waited {s:.0} s for its device; {why}", self.name())
+        Some(format!(
+            "this process has waited {s:.0} s for a device of team {} (rank {me}); {why}",
+            self.name()
+        ))
     }
 
     /// The abort that a peer has raised on my page, and the rank that began it.
@@ -106,7 +120,8 @@ impl LiveTeam {
         let why = match code.reason {
             1 => format!("it timed out waiting for rank {}", code.about),
             2 => {
-                let text = format!("rank {} has died, says rank {}", code.about, src.get());
+                let how = if self.has_left(about) { "left" } else { "died" };
+                let text = format!("rank {} has {how}, says rank {}", code.about, src.get());
                 return Error::new(ErrorKind::PeerDead, text).rank(self.rank()).peer(about);
             }
             3 => "its user asked for it".to_owned(),
@@ -212,6 +227,7 @@ impl LiveTeam {
 mod tests {
     use std::time::Duration;
 
+    use crate::recorder::EntryState;
     use crate::{Fingerprint, World, WorldCfg};
 
     #[test]
@@ -223,18 +239,23 @@ mod tests {
             };
             calls(4)?;
             team.agree(true)?;
-            let text = team.lateness(Duration::from_secs(30));
+            let late = || team.lateness(Duration::from_secs(30));
+            let text = late().expect("an open call");
             assert!(text.contains("team late") && text.contains("30 s"), "{text}");
+            assert_eq!(late(), None, "told twice");
             assert!(text.ends_with("no rank has made fewer calls"), "{text}");
             team.agree(true)?;
             calls(if world.rank().get() == 2 { 1 } else { 3 })?;
             team.agree(true)?;
-            let text = team.lateness(Duration::from_secs(30));
+            let text = late().expect("another call");
             assert_eq!(
                 text.ends_with("rank 2 has made 5 calls of 7"),
                 world.rank().get() != 2,
                 "{text}"
             );
+            team.agree(true)?;
+            team.set_state(team.launch_begin(&Fingerprint::new("op", "m=1"))?, EntryState::Done);
+            assert_eq!(late(), None, "nobody waits for a call that is over");
             team.agree(true)?;
             Ok(())
         })

@@ -88,6 +88,7 @@ impl ToldDeaths {
 /// All ranks of a job. A value: make and drop as many as you like, several may live side by side.
 ///
 /// Dropping it says goodbye to the others, unless the thread is panicking: then they see a death.
+/// Drop it behind the work that peers wait for: a second after the goodbye they wait no longer.
 /// Keep it as long as its teams: one that outlives it learns of no more deaths, so a wait on a rank
 /// that dies then ends at its deadline.
 pub struct World(Arc<WorldInner>);

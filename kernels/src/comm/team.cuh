@@ -24,6 +24,7 @@ struct TwWait {
     u32 op, slot, peer, reason, about;
     u64 expected, seen, elapsed_ns;
     u64 heard;  // the abort word that ended the wait, or 0
+    u64 left_ns;  // how long the wait had lasted when the peer was first seen to have left, or 0
 };
 
 __device__ __forceinline__ u64* tw_word(const TwTeam& t, u32 page, u64 offset) {
@@ -80,10 +81,14 @@ __device__ __noinline__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
         w.heard = host;
         return true;
     }
-    if (w.elapsed_ns > TW_UNDER_WAY_NS && ld_acquire_sys_u64(t.pinned + 2) >> w.peer & 1) {
-        w.reason = TW_GONE;
-        w.about = w.peer;
-        return true;
+    // Short waits do without this look behind the bus.
+    if (w.elapsed_ns > 1000000 && ld_acquire_sys_u64(t.pinned + 2) >> w.peer & 1) {
+        if (w.left_ns == 0) w.left_ns = w.elapsed_ns;
+        if (w.elapsed_ns - w.left_ns > TW_UNDER_WAY_NS) {
+            w.reason = TW_GONE;
+            w.about = w.peer;
+            return true;
+        }
     }
     return false;
 }

@@ -128,7 +128,12 @@ const MUTANTS: &[Mutant] = &[
         "w.elapsed_ns / 1000 > t.timeout_ns",
         deadline,
     ),
-    Mutant("fault without a name", "w.about = w.peer;", "w.about = t.me;", deadline),
+    Mutant(
+        "fault without a name",
+        "w.about = w.peer;\n            over",
+        "w.about = t.me;\n            over",
+        deadline,
+    ),
     Mutant("peers are not told", TELL, "(void)code;", deadline),
     Mutant(
         "peers are told in the wrong slot",
@@ -189,11 +194,11 @@ const MUTANTS: &[Mutant] = &[
     Mutant("pinned word is not looked at", "if (host != 0) {", "if (false) {", host_abort),
     Mutant("who has left is waited for", ">> w.peer & 1) {", ">> w.peer & 2) {", gone),
     Mutant("anybody's leaving ends a wait", ">> w.peer & 1) {", "!= 0) {", gone),
-    Mutant("what is under way is lost", "w.elapsed_ns > TW_UNDER_WAY_NS && ", "", gone),
+    Mutant("what is under way is lost", "w.elapsed_ns - w.left_ns > TW_UNDER_WAY_NS", "true", gone),
     Mutant(
         "who has left is not named",
-        "        w.reason = TW_GONE;\n        w.about = w.peer;",
-        "        w.reason = TW_GONE;\n        w.about = t.me;",
+        "w.reason = TW_GONE;\n            w.about = w.peer;",
+        "w.reason = TW_GONE;\n            w.about = t.me;",
         gone,
     ),
     Mutant("pinned word becomes this rank's own", "w.heard = host;", "w.heard = 0;", host_abort),

@@ -445,18 +445,26 @@ fn the_hosts_abort_word_is_published_as_it_is() {
 /// Of three ranks rank 0 waits for rank 1; who has left is in the word that its host writes.
 pub fn gone(lib: &'static Lib) {
     let second = 1_000_000_000;
-    // The rank that left, whether its signal was under way, and how that ends.
-    for (left, sent, ends) in [(1, false, Some(GONE)), (2, false, Some(TIMEOUT)), (1, true, None)] {
+    // The rank that left, when, when its signal came (in ms), and how that ends.
+    for (left, when, sent, ends) in [
+        (1, 0, None, Some(GONE)),
+        (2, 0, None, Some(TIMEOUT)),
+        (1, 0, Some(500), None),
+        (1, 2000, None, Some(GONE)),
+        (1, 2000, Some(2500), None),
+    ] {
         let mut team = Team::new(lib, 3);
-        team.timeout_ns = 4 * second;
-        team.ranks[0].pinned.set(0, 16, 1 << left);
+        team.timeout_ns = 5 * second;
         let mut events = 0;
         let mut run = team.run(4).hook(|_| {
-            events += 1;
-            // Half a second, of a millisecond each.
-            if events == 500 && sent {
+            // Each takes a millisecond.
+            if events == when {
+                team.ranks[0].pinned.set(0, 16, 1 << left);
+            }
+            if Some(events) == sent {
                 team.set_count(0, 9, 1, 1);
             }
+            events += 1;
         });
         run.tick_ns = 1_000_000;
         run.stream(0, vec![team.wait(0, 1, 9, 1)]).go().unwrap();
@@ -466,7 +474,7 @@ pub fn gone(lib: &'static Lib) {
         };
         let (r, code) = (team.report(0).unwrap(), team.code(0, 1, reason));
         assert_eq!((r.reason, r.peer, r.slot, r.code), (reason, 1, 9, code));
-        let after = if reason == GONE { second } else { team.timeout_ns };
+        let after = if reason == GONE { when * 1_000_000 + second } else { team.timeout_ns };
         assert!((after..after + second).contains(&r.elapsed_ns), "{r:?}");
         assert_eq!([team.fault(0), team.abort(1, 0), team.abort(2, 0)], [code; 3]);
     }

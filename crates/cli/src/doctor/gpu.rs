@@ -150,7 +150,11 @@ fn sharing(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
             finding("share", State::Ok, text, "")
         }
         None => {
-            let text = format!("sharing memory by file descriptors: done between {num} pairs");
+            let (near, alone) = (near.len(), num - near.len());
+            let more =
+                if alone > 0 { format!(", and by {alone} GPUs alone") } else { String::new() };
+            let text =
+                format!("sharing memory by file descriptors: done between {near} pairs{more}");
             finding("share", State::Ok, text, "")
         }
         Some(e) => {

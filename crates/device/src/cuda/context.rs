@@ -91,14 +91,14 @@ pub fn usable() -> Result<()> {
 }
 
 /// A device that another process has for itself is no fault of ours.
-fn taken(ordinal: u32, e: Error) -> Error {
-    if !e.is_unavailable() {
+fn taken(ordinal: u32, code: sys::CUresult, e: Error) -> Error {
+    if code != sys::CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE {
         return e;
     }
-    Error::new(ErrorKind::Unavailable, format!("CUDA device {ordinal} is taken: {}", e.message())).hint(
-        "another process has it for itself where its compute mode says so (`nvidia-smi -q -d COMPUTE`): one rank for \
-         each GPU, or `nvidia-smi -c DEFAULT`, which lets several in",
-    ).cause(e)
+    let text = format!("CUDA device {ordinal} is taken: {}", e.message());
+    let hint = "another process has it for itself where its compute mode says so (`nvidia-smi -q -d COMPUTE`): one rank \
+                for each GPU, or `nvidia-smi -c DEFAULT`, which lets several in";
+    Error::new(ErrorKind::Unavailable, text).hint(hint).cause(e)
 }
 
 /// The primary context of one device, shared with every other library of the process and kept until
@@ -196,7 +196,7 @@ impl CudaContext {
         // SAFETY: a device of the driver and a valid output.
         let code = unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) };
         check(code, "cuDevicePrimaryCtxRetain")
-            .map_err(|e| taken(ordinal, explain(e, free_descriptors())))?;
+            .map_err(|e| taken(ordinal, code, explain(e, free_descriptors())))?;
         let new = Self(Arc::new(Inner {
             raw,
             device,
@@ -214,7 +214,9 @@ impl CudaContext {
 
     /// Tells `probe` from now on, as long as it lives, while a thread waits for work of this device.
     pub fn watch(&self, probe: Weak<dyn Probe>) {
-        self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner).push(probe);
+        let mut list = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+        list.retain(|p| p.strong_count() > 0);
+        list.push(probe);
     }
 
     pub(super) fn tell_waiting(&self, from: Duration, to: Duration) {
@@ -500,10 +502,13 @@ mod tests {
 
     #[test]
     fn a_device_that_another_process_has_is_named() {
-        let e = taken(3, Error::new(ErrorKind::Unavailable, "cuDevicePrimaryCtxRetain: busy"));
+        use sys::CUresult as C;
+        let e = || Error::new(ErrorKind::Unavailable, "cuDevicePrimaryCtxRetain: busy");
+        let other = taken(3, C::CUDA_ERROR_SYSTEM_NOT_READY, e());
+        assert_eq!(other.message(), e().message());
+        let e = taken(3, C::CUDA_ERROR_DEVICE_UNAVAILABLE, e());
         assert!(e.is_unavailable() && e.message().contains("device 3 is taken"), "{e}");
         assert!(e.get_hint().is_some_and(|h| h.contains("nvidia-smi -c DEFAULT")), "{e}");
-        assert_eq!(taken(3, Error::internal("x")).message(), Error::internal("x").message());
     }
 
     #[test]

@@ -121,8 +121,9 @@ impl Probe for VmmStore {
         if self.team.size() == 1 || self.team.fault().is_set() {
             return;
         }
-        if (from..to).contains(&self.team.0.cfg.late_warning) {
-            log::warn!("{}", self.team.lateness(to));
+        let limit = self.team.0.cfg.late_warning;
+        if let Some(text) = (from..to).contains(&limit).then(|| self.team.lateness(to)).flatten() {
+            log::warn!("{text}");
         }
     }
 }
