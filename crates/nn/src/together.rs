@@ -37,9 +37,10 @@ impl Together {
             return Ok(());
         }
         // Once more: a peer tells of a death on one team, and then of its own end on the others.
-        let mut found = all();
-        let dead = found.iter().position(Error::is_peer_dead).unwrap_or(0);
-        let first = self.first.get_or_init(|| found.swap_remove(dead));
+        let Some(cause) = all().into_iter().min_by_key(nearness) else {
+            return Err(Error::internal("a fault that went"));
+        };
+        let first = self.first.get_or_init(|| cause);
         for t in &self.teams {
             if t.check().is_ok() {
                 let text = format!("another team of this rank is over: {}", first.message());
@@ -50,9 +51,69 @@ impl Together {
     }
 }
 
+/// What this rank has met itself comes before what it was told, and a death before all: the peers' word for a team that
+/// they gave up because of another may be there first.
+fn nearness(e: &Error) -> u8 {
+    match e.kind() {
+        ErrorKind::PeerDead => 0,
+        ErrorKind::Aborted => 2,
+        _ => 1,
+    }
+}
+
 impl Probe for Together {
     fn poll(&self) {
         // Whoever waits asks, too.
         let _told = self.check();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tilewire_core::Rank;
+    use tilewire_symm::{World, WorldCfg};
+
+    use super::*;
+
+    fn fault(kind: ErrorKind) -> Error {
+        Error::new(kind, format!("{kind:?}")).peer(Rank::new(1))
+    }
+
+    #[test]
+    fn the_cause_ends_all_teams_and_is_told_before_what_it_brings() {
+        use ErrorKind::{Aborted, PeerDead, Timeout};
+        for (there, told) in [
+            ([None, None, Some(Timeout), None], Timeout),
+            ([Some(Aborted), None, Some(Timeout), None], Timeout),
+            ([Some(Aborted), Some(Timeout), None, Some(PeerDead)], PeerDead),
+            ([Some(Aborted), None, None, None], Aborted),
+        ] {
+            World::run_threads(2, WorldCfg::for_tests(), |world| {
+                let teams = ["a", "b", "c", "d"].map(|n| world.everyone(n).unwrap());
+                let together = Together::new([0, 1, 2, 3].map(|i| &teams[i]), &Device::Host);
+                together.check()?;
+                // Rank 1 may hear of the faults before this is over.
+                let met = teams[0].agree(true);
+                if world.rank().get() == 0 {
+                    met?;
+                    for (team, kind) in teams.iter().zip(there) {
+                        if let Some(kind) = kind {
+                            team.fail(fault(kind));
+                        }
+                    }
+                    for _ in 0..2 {
+                        assert_eq!(together.check().unwrap_err().kind(), told);
+                    }
+                    for (team, kind) in teams.iter().zip(there) {
+                        let e = team.check().unwrap_err();
+                        assert_eq!(e.kind(), kind.unwrap_or(Aborted), "{e}");
+                        let why = kind.is_some() || e.message().contains(&format!("{told:?}"));
+                        assert!(why, "{e}");
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+        }
     }
 }
