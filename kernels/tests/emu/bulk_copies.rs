@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use tilewire_kernels::LINKS;
+use tilewire_kernels::LINKS_BULK;
 
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME, Stats};
@@ -43,7 +43,7 @@ const SEEDS: u64 = 24;
 static LIB: LazyLock<&'static Lib> = LazyLock::new(|| {
     RUNTIME.load(&Unit {
         name: "bulk_probes.cu",
-        text: LINKS.emu_text() + include_str!("bulk_probes.cu"),
+        text: LINKS_BULK.emu_text() + include_str!("bulk_probes.cu"),
         defines: Vec::new(),
         kernels: vec!["p_bulk", "p_bulk_peer"],
         smem: 128,
