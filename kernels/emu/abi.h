@@ -60,7 +60,7 @@ struct EmuStats {
 
 struct EmuRun {
     const EmuStream* streams;
-    const EmuRegion* regions;
+    const EmuRegion* regions;  // by their addresses
     bool (*hook)(void* ctx, const EmuEvent* event);  // may be null; false ends the run
     void* hook_ctx;
     char* message;  // what went wrong
@@ -73,7 +73,7 @@ struct EmuRun {
     unsigned workers;        // OS threads; 1: the seed decides everything
     unsigned resident;       // most blocks of a launch that are alive at once
     unsigned yield_permille; // chance to let another thread run before a memory operation
-    unsigned pad;
+    unsigned no_views;       // not 0: bulk copies see all that is in shared memory, whatever fences have told of (faster)
     EmuStats stats;  // out
 };
 

@@ -17,6 +17,10 @@ u64 delay(Worker* w) {
     return random(w) % most[kind];
 }
 
+bool has_views(Block* b) {
+    return b->worker->run->cfg->no_views == 0;
+}
+
 View& view_of(Block* b) {
     View& v = b->view;
     const size_t len = module_of(b)->shared_len;
@@ -84,11 +88,13 @@ void write_target(Fiber* f, Bulk* c) {
     memcpy(c->to, c->data.data(), c->bytes);
     if (c->bar == nullptr) return;
     // What a copy has written, all copies see.
-    View& v = view_of(f->block);
-    const size_t at = c->to - shared_of(module_of(f->block));
-    memcpy(&v.now[at], c->to, c->bytes);
-    memcpy(&v.before[at], c->to, c->bytes);
-    for (unsigned i = 0; i < c->bytes / 16; i++) v.fence[at / 16 + i] = 0;
+    if (has_views(f->block)) {
+        View& v = view_of(f->block);
+        const size_t at = c->to - shared_of(module_of(f->block));
+        memcpy(&v.now[at], c->to, c->bytes);
+        memcpy(&v.before[at], c->to, c->bytes);
+        for (unsigned i = 0; i < c->bytes / 16; i++) v.fence[at / 16 + i] = 0;
+    }
     f->block->unseen.push_back({c->bar, c->parity});
     come(f, c->bar, 0, -(long long)c->bytes);
 }
@@ -133,6 +139,8 @@ void issue(Fiber* f, const char* op, Bulk c, const void* shared, const void* glo
     if (other && c.bar != nullptr) {
         // Nobody may look there until it has come.
         memset(c.to, 0xa7, c.bytes);
+    } else if (other && !has_views(b)) {
+        read_source(&c);
     } else if (other) {
         // As early as can be, and only what fences have told of.
         const size_t at = c.from - shared_of(module_of(b));
@@ -286,7 +294,7 @@ void emu_proxy_fence(EmuFence what) {
     b->made.clear();
     if (what == EMU_BARRIERS || m->shared_len == 0) return;
     f->known.fence = ++b->fences;
-    show(view_of(b), shared_of(m), m->shared_len, b->fences);
+    if (has_views(b)) show(view_of(b), shared_of(m), m->shared_len, b->fences);
     if (what == EMU_ALL) f->known.fenced = f->known.acquired;
 }
 

@@ -20,6 +20,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -402,18 +403,24 @@ void meet(Block* b, unsigned first, unsigned mask) {
         if (mask >> l & 1) b->fibers[first + l].known = all;
 }
 
+// Whether all lanes have come that can: of those that were asked for, the ones that have not ended.
+bool is_complete(const Block* b, const EmuLanes& lanes, unsigned warp) {
+    if (lanes.mask == lanes.active) return true;
+    if (b->done == 0 && b->fibers.size() % 32 == 0) return false;
+    unsigned there = 0;
+    for (unsigned l = 0; l < 32; l++) {
+        const size_t t = warp * 32 + l;
+        if (t < b->fibers.size() && b->fibers[t].state != DONE) there |= 1u << l;
+    }
+    return (lanes.mask & there) == lanes.active;
+}
+
 // Carries out the collectives of a warp for which nobody is missing any more. `but` is the lane
 // that runs on by itself.
 void settle(Block* b, unsigned warp, unsigned but) {
     for (size_t i = 0; i < b->gathers.size(); i++) {
+        if (b->gathers[i].warp != warp || !is_complete(b, b->gathers[i].lanes, warp)) continue;
         const Gather g = b->gathers[i];
-        if (g.warp != warp) continue;
-        unsigned there = 0;
-        for (unsigned l = 0; l < 32; l++) {
-            const size_t t = warp * 32 + l;
-            if (t < b->fibers.size() && b->fibers[t].state != DONE) there |= 1u << l;
-        }
-        if ((g.lanes.mask & there) != g.lanes.active) continue;
         b->gathers.erase(b->gathers.begin() + i);
         g.fn(&g.lanes, g.ctx);
         meet(b, warp * 32, g.lanes.active);

@@ -45,22 +45,42 @@ char* shared_of(Module* m) {
     return m->shared_len == 0 ? nullptr : (char*)__tls_get_addr(m->tls);
 }
 
+// Where a block's dynamic memory ends, what nobody may change behind it, and where the library's ends: offsets in its variables.
+struct Used {
+    size_t end, guard, capacity;
+};
+Used used_of(Block* b, const char* at) {
+    constexpr size_t GUARD = 4096;
+    unsigned capacity;
+    const char* dynamic = (const char*)b->launch->smem_of(&capacity);
+    if (capacity == 0) return {0, 0, 0};
+    const size_t begin = dynamic - at, end = begin + b->launch->smem, last = begin + capacity;
+    return {end, last - end < GUARD ? last - end : GUARD, last};
+}
+
 // Puts the block's shared memory where its code looks for it.
 void load_shared(Block* b) {
     Module* m = module_of(b);
     Block** loaded = &b->worker->loaded[b->module];
     if (m->shared_len == 0 || *loaded == b) return;
     char* at = shared_of(m);
-    if (*loaded != nullptr) (*loaded)->shared.assign(at, at + m->shared_len);
+    // Between what a launch has of the dynamic memory, with its guard, and what lies behind all of it there is nothing to keep.
+    const auto copy = [m](char* to, const char* from, Used u) {
+        memcpy(to, from, u.end + u.guard);
+        memcpy(to + u.capacity, from + u.capacity, m->shared_len - u.capacity);
+    };
+    if (*loaded != nullptr) {
+        (*loaded)->shared.resize(m->shared_len);
+        copy((*loaded)->shared.data(), at, used_of(*loaded, at));
+    }
+    const Used u = used_of(b, at);
     if (b->started) {
-        memcpy(at, b->shared.data(), m->shared_len);
+        copy(at, b->shared.data(), u);
     } else {
-        // Not zeros: what a kernel reads before it writes must show. Behind the launch's part of
-        // the dynamic memory lies what nobody may change.
-        memset(at, 0xff, m->shared_len);
-        unsigned capacity;
-        unsigned char* dynamic = b->launch->smem_of(&capacity);
-        if (capacity != 0) memset(dynamic + b->launch->smem, 0xa5, capacity - b->launch->smem);
+        // Not zeros: what a kernel reads before it writes must show.
+        memset(at, 0xff, u.end);
+        memset(at + u.end, 0xa5, u.guard);
+        memset(at + u.capacity, 0xff, m->shared_len - u.capacity);
     }
     *loaded = b;
 }
@@ -77,13 +97,13 @@ void check_barriers(Block* b) {
 }
 
 void check_shared(Block* b) {
-    unsigned capacity;
-    const unsigned char* dynamic = b->launch->smem_of(&capacity);
-    for (unsigned i = b->launch->smem; i < capacity; i++) {
-        if (dynamic[i] == 0xa5) continue;
+    const char* at = shared_of(module_of(b));
+    const Used u = used_of(b, at);
+    for (size_t i = 0; i < u.guard; i++) {
+        if (at[u.end + i] == (char)0xa5) continue;
         std::string s;
-        append(s, "rank %u %s block %u: wrote byte %u of the dynamic shared memory, which has %u", b->rank,
-               b->launch->kernel, b->number, i, b->launch->smem);
+        append(s, "rank %u %s block %u: wrote byte %zu of the dynamic shared memory, which has %u", b->rank,
+               b->launch->kernel, b->number, b->launch->smem + i, b->launch->smem);
         return end_run(b->worker->run, s, false);
     }
 }
@@ -272,8 +292,9 @@ void* work(void* ctx) {
     for (unsigned i = 0; !stopped(r); i++) {
         admit(w);
         if (__atomic_load_n(&r->open, __ATOMIC_ACQUIRE) == 0) break;
-        // Peers that this one waits for may need its processor.
-        if (r->cfg->workers > 1 && (w->live.empty() || i % 32 == 0)) sched_yield();
+        // Peers that this one waits for may need its processor. By the real clock whoever waits sleeps, and gives way there.
+        const unsigned often = r->cfg->tick_ns == 0 ? 512 : r->cfg->workers > 1 ? 32 : 0;
+        if (often != 0 && (w->live.empty() || i % often == 0)) sched_yield();
         if (!w->live.empty()) turn(w);
     }
     pthread_mutex_lock(&r->lock);
@@ -372,10 +393,9 @@ void check(Fiber* f, const char* op, const void* p, unsigned bytes) {
         append(s, "%s of %u bytes at an address that is no multiple: ", op, bytes);
         die(f, s + name_of(r, a));
     }
-    const EmuRegion* regions = r->cfg->regions;
-    for (unsigned i = 0; i < r->cfg->num_regions; i++) {
-        const EmuRegion* g = &regions[i];
-        if (a < g->base || a >= g->base + g->len) continue;
+    const EmuRegion *first = r->cfg->regions, *last = first + r->cfg->num_regions;
+    const EmuRegion* g = std::upper_bound(first, last, a, [](u64 v, const EmuRegion& x) { return v < x.base; }) - 1;
+    if (g >= first && a < g->base + g->len) {
         if (g->rank == EMU_ANY || g->rank == f->block->rank) return;
         append(s, "%s through a mapping of rank %u: ", op, g->rank);
         die(f, s + name_of(r, a));
@@ -550,6 +570,7 @@ void emu_sleep(unsigned ns) {
     f->op = "nanosleep";
     f->at = nullptr;
     if (r->cfg->tick_ns != 0) __atomic_fetch_add(&r->clock, ns, __ATOMIC_RELAXED);
+    else sched_yield();
     yield(f);
     step(f);
 }
@@ -602,8 +623,9 @@ void emu_close(int fd) {
     close(fd);
 }
 
-// Runs all streams to their ends. True if nothing was wrong.
-bool emu_run(EmuRun* cfg) {
+// Runs all streams to their ends: on threads of its own, or, with one worker and nobody who watches, on this one. True if
+// nothing was wrong.
+static bool run_all(EmuRun* cfg, bool here) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, install);
     Run r = {};
@@ -620,13 +642,21 @@ bool emu_run(EmuRun* cfg) {
         workers[i].run = &r;
         workers[i].id = i;
         workers[i].rng = (cfg->seed * 2 + 1) * 0x9e3779b97f4a7c15ull + i * 0x2545f4914f6cdd1dull;
-        if (pthread_create(&workers[i].thread, nullptr, work, &workers[i]) != 0) abort();
+        if (!here && pthread_create(&workers[i].thread, nullptr, work, &workers[i]) != 0) abort();
     }
-    watch(&r, workers);
-    for (Worker& w : workers) pthread_join(w.thread, nullptr);
+    if (here) work(&workers[0]);
+    else watch(&r, workers);
+    for (Worker& w : workers)
+        if (!here) pthread_join(w.thread, nullptr);
     snprintf(cfg->message, cfg->message_len, "%s", r.message.c_str());
     cfg->stats.now_ns = r.clock;
     return !r.failed;
+}
+bool emu_run(EmuRun* cfg) {
+    return run_all(cfg, false);
+}
+bool emu_run_here(EmuRun* cfg) {
+    return cfg->workers == 1 && run_all(cfg, true);
 }
 
 }  // extern "C"

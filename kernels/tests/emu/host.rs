@@ -88,7 +88,7 @@ pub struct RawRun {
     pub workers: u32,
     pub resident: u32,
     pub yield_permille: u32,
-    pub pad: u32,
+    pub no_views: u32,
     pub stats: Stats,
 }
 

@@ -130,7 +130,8 @@ impl<'a> Run<'a> {
         // Ranks may share a mapping.
         let mut seen = HashSet::new();
         self.memory.retain(|m| seen.insert(m.addr()));
-        let regions: Vec<RawRegion> = self.memory.iter().flat_map(|m| m.regions()).collect();
+        let mut regions: Vec<RawRegion> = self.memory.iter().flat_map(|m| m.regions()).collect();
+        regions.sort_by_key(|r| r.base);
         let mut told = self.hook.take().map(|hook| Told { hook, panic: None });
         let mut message = vec![0u8; 8192];
         let mut run = self.raw(&streams, &regions, &mut message);
@@ -174,7 +175,7 @@ impl<'a> Run<'a> {
             workers: self.workers,
             resident: self.resident,
             yield_permille: self.yield_permille,
-            pad: 0,
+            no_views: 0,
             stats: Stats::default(),
         }
     }
