@@ -8,8 +8,12 @@
 
 #[path = "gpu/calls.rs"]
 mod calls;
+#[path = "gpu/driver.rs"]
+mod driver;
 #[path = "gpu/dropped.rs"]
 mod dropped;
+#[path = "gpu/emulated.rs"]
+mod emulated;
 #[path = "gpu/far.rs"]
 mod far;
 #[path = "gpu/heaps.rs"]

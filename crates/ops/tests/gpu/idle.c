@@ -1,55 +1,20 @@
 // A driver of CUDA whose devices do nothing, and an NVRTC whose kernels are empty: host code of devices runs where there are none.
 // Memory, shared memory of other processes too, streams, events, captures and who owns what are as with a device; what kernels,
-// copies and graphs would write is not written, so values mean nothing. TW_IDLE_DEVICES: how many there are.
+// copies and graphs would write is not written, so values mean nothing.
 //
 // A stream is busy for as long as the kernel of `LinkProbe::delay` says, and whoever waits for it or frees memory waits. Plain
 // memory (not symmetric) reads as if its first bit had changed since it was written: tests ask whether anything ran. With
 // TW_IDLE_VARIES no two reads are the same.
-#define _GNU_SOURCE
-#include <pthread.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
+enum { MAX_GRAPHS = 4096, MAX_KEPT = 64 };
 
-typedef uint64_t u64;
-typedef u64 Ptr;
-enum { OK, NO_VALUE = 1, NO_MEMORY = 2, NO_CAPTURE = 401, NOT_READY = 600, IN_CAPTURE = 900, OS_CALL = 304 };
-enum { MAX_DEVICES = 16, MAX_MEMORY = 4096, MAX_GRAPHS = 4096, MAX_KEPT = 64, PAGE = 4096, GRAIN = 2 << 20 };
-static const u64 TOTAL = 64ull << 30;
-
-static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
-#define ALONE for (int once = (pthread_mutex_lock(&one), 1); once; once = (pthread_mutex_unlock(&one), 0))
-
-// A context is the address of its device's bytes in use.
-static u64 used[MAX_DEVICES], busy_until[MAX_DEVICES];
-static __thread u64* current;
-static int device(void) { return current ? (int)(current - used) : 0; }
-
-static u64 now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000ull + t.tv_nsec;
-}
-
+static u64 busy_until[MAX_DEVICES];
 static void wait_until(u64 at) {
     while (now() < at) usleep(500);
 }
+static void wait_for_device(int d) { wait_until(busy_until[d]); }
+static void tell_memory(Ptr at, size_t len, int d, int is_there) { (void)at, (void)len, (void)d, (void)is_there; }
 
-// Devices
-int cuInit(unsigned flags) { return flags ? NO_VALUE : OK; }
-int cuDriverGetVersion(int* out) { return *out = 13000, OK; }
-int cuDeviceGetCount(int* out) { return *out = getenv("TW_IDLE_DEVICES") ? atoi(getenv("TW_IDLE_DEVICES")) : 2, OK; }
-int cuDeviceGet(int* out, int ordinal) { return *out = ordinal, OK; }
 int cuDeviceGetName(char* out, int len, int d) { return snprintf(out, len, "idle %d", d), OK; }
-int cuDeviceTotalMem_v2(size_t* out, int d) { return (void)d, *out = TOTAL, OK; }
-int cuDeviceGetPCIBusId(char* out, int len, int d) { return snprintf(out, len, "0000:%02X:00.0", d + 1), OK; }
-int cuDeviceCanAccessPeer(int* out, int a, int b) { return *out = a != b, OK; }
-int cuDeviceGetP2PAttribute(int* out, int what, int a, int b) { return (void)what, *out = a != b, OK; }
 int cuDeviceGetAttribute(int* out, int what, int d) {
     (void)d;
     switch (what) {
@@ -61,24 +26,7 @@ int cuDeviceGetAttribute(int* out, int what, int d) {
     }
 }
 
-// Contexts
-int cuDevicePrimaryCtxRetain(void** out, int d) { return *out = &used[d], OK; }
-int cuDevicePrimaryCtxRelease_v2(int d) { return (void)d, OK; }
-int cuCtxGetCurrent(void** out) { return *out = current, OK; }
-int cuCtxSetCurrent(void* context) { return current = context, OK; }
-int cuCtxSynchronize(void) { return wait_until(busy_until[device()]), OK; }
-int cuThreadExchangeStreamCaptureMode(int* mode) {
-    static __thread int mine;
-    int before = mine;
-    return mine = *mode, *mode = before, OK;
-}
-
 // Captures: a graph has no work, and what it keeps.
-typedef struct {
-    void (*let_go)(void*);
-    void* thing;
-    int count;
-} Kept;
 typedef struct {
     u64 id;
     int num;
@@ -87,17 +35,6 @@ typedef struct {
 static Graph* capturing[MAX_GRAPHS];
 static u64 captures;
 
-int cuUserObjectCreate(void** out, void* thing, void (*let_go)(void*), unsigned count, unsigned flags) {
-    Kept* k = malloc(sizeof *k);
-    (void)flags;
-    return *k = (Kept){let_go, thing, count}, *out = k, OK;
-}
-int cuUserObjectRelease(Kept* k, unsigned count) {
-    int left;
-    ALONE left = k->count -= count;
-    if (left == 0) k->let_go(k->thing), free(k);
-    return OK;
-}
 int cuGraphRetainUserObject(Graph* g, Kept* k, unsigned count, unsigned flags) {
     if (g->num == MAX_KEPT) return NO_MEMORY;
     enum { MOVE = 1 };
@@ -183,138 +120,7 @@ int cuEventRecord(Event* e, Stream* s) { return graph_of(stream(s)), *e = (Event
 int cuEventQuery(Event* e) { return now() < e->at ? NOT_READY : OK; }
 int cuEventElapsedTime_v2(float* ms, Event* a, Event* b) { return (void)a, (void)b, *ms = 1, OK; }
 
-// Plain memory: a page that says how long it is and whose, then its bytes.
-typedef struct {
-    size_t len;
-    int device;
-} Head;
-static size_t with_head(size_t len) { return (len + 2 * PAGE - 1) / PAGE * PAGE; }
-
-int cuMemAlloc_v2(Ptr* out, size_t len) {
-    int code = OK, d = device();
-    ALONE {
-        code = used[d] + len > TOTAL ? NO_MEMORY : OK;
-        if (code == OK) used[d] += len;
-    }
-    if (code != OK) return code;
-    Head* h = mmap(NULL, with_head(len), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (h == MAP_FAILED) return NO_MEMORY;
-    return *h = (Head){len, d}, *out = (Ptr)h + PAGE, OK;
-}
-int cuMemFree_v2(Ptr at) {
-    Head* h = (Head*)(at - PAGE);
-    wait_until(busy_until[h->device]);
-    ALONE used[h->device] -= h->len;
-    return munmap(h, with_head(h->len)), OK;
-}
-int cuMemGetInfo_v2(size_t* unused, size_t* total) {
-    ALONE *unused = TOTAL - used[device()];
-    return *total = TOTAL, OK;
-}
-
-// Memory that is mapped: a file, whose bytes are in use as long as a handle or a mapping has it.
-typedef struct {
-    int fd;
-    ino_t file;
-} Handle;
-static struct {
-    ino_t file;
-    size_t len;
-    int device, count;
-} files[MAX_MEMORY];
-static struct {
-    Ptr at;
-    size_t len;
-    ino_t file;
-} maps[MAX_MEMORY];
-
-static int by_symmetric_memory(Ptr at) {
-    int found = 0;
-    ALONE for (int i = 0; i < MAX_MEMORY; i++) found |= maps[i].len && at >= maps[i].at && at < maps[i].at + maps[i].len;
-    return found;
-}
-
-static void count(ino_t file, int by) {
-    for (int i = 0; i < MAX_MEMORY; i++) {
-        if (!files[i].count || files[i].file != file) continue;
-        files[i].count += by;
-        if (!files[i].count) used[files[i].device] -= files[i].len;
-        return;
-    }
-}
-
-static int handle_of(Ptr* out, int fd, int is_new) {
-    struct stat s;
-    int code = NO_MEMORY;
-    if (fd < 0 || fstat(fd, &s)) return OS_CALL;
-    ALONE {
-        int at = 0, known = 0;
-        for (int i = 0; i < MAX_MEMORY; i++) known |= files[i].count && files[i].file == s.st_ino;
-        // That of another process counts there.
-        while (at < MAX_MEMORY && files[at].count) at++;
-        if (known) count(s.st_ino, 1), code = OK;
-        else if (at < MAX_MEMORY) {
-            files[at].file = s.st_ino, files[at].len = is_new ? s.st_size : 0, files[at].device = device(), files[at].count = 1;
-            used[device()] += files[at].len;
-            code = OK;
-        }
-    }
-    Handle* h = malloc(sizeof *h);
-    return *h = (Handle){fd, s.st_ino}, *out = (Ptr)h, code;
-}
-
-int cuMemGetAllocationGranularity(size_t* out, const void* what, int how) { return (void)what, (void)how, *out = GRAIN, OK; }
-int cuMemAddressReserve(Ptr* out, size_t len, size_t align, Ptr at, u64 flags) {
-    (void)align, (void)at, (void)flags;
-    void* p = mmap(NULL, len + GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return *out = ((Ptr)p + GRAIN - 1) / GRAIN * GRAIN, p == MAP_FAILED ? NO_MEMORY : OK;
-}
-int cuMemAddressFree(Ptr at, size_t len) { return munmap((void*)at, len), OK; }
-int cuMemCreate(Ptr* out, size_t len, const void* what, u64 flags) {
-    (void)what, (void)flags;
-    int fd = memfd_create("idle", MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, len)) return OS_CALL;
-    return handle_of(out, fd, 1);
-}
-int cuMemImportFromShareableHandle(Ptr* out, void* fd, int kind) { return (void)kind, handle_of(out, dup((int)(intptr_t)fd), 0); }
-int cuMemExportToShareableHandle(int* out, Handle* h, int kind, u64 flags) {
-    (void)kind, (void)flags;
-    return *out = dup(h->fd), *out < 0 ? OS_CALL : OK;
-}
-int cuMemRelease(Handle* h) {
-    ALONE count(h->file, -1);
-    return close(h->fd), free(h), OK;
-}
-int cuMemMap(Ptr at, size_t len, size_t offset, Handle* h, u64 flags) {
-    int code = NO_MEMORY;
-    (void)flags;
-    if (mmap((void*)at, len, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, h->fd, offset) == MAP_FAILED) return NO_VALUE;
-    ALONE for (int i = 0; i < MAX_MEMORY && code != OK; i++) {
-        if (maps[i].len) continue;
-        maps[i].at = at, maps[i].len = len, maps[i].file = h->file;
-        count(h->file, 1);
-        code = OK;
-    }
-    return code;
-}
-int cuMemUnmap(Ptr at, size_t len) {
-    mmap((void*)at, len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
-    ALONE for (int i = 0; i < MAX_MEMORY; i++) {
-        if (!maps[i].len || maps[i].at < at || maps[i].at >= at + len) continue;
-        count(maps[i].file, -1);
-        maps[i].len = 0;
-    }
-    return OK;
-}
-int cuMemSetAccess(Ptr at, size_t len, const void* who, size_t num) { return (void)at, (void)len, (void)who, (void)num, OK; }
-
 // Copies: those that wait are made.
-int cuMemsetD8_v2(Ptr at, unsigned char byte, size_t len) {
-    // Pages that a file has lost are zeros that nobody had to write.
-    if (byte || at % PAGE || len % PAGE || !by_symmetric_memory(at) || madvise((void*)at, len, MADV_REMOVE)) memset((void*)at, byte, len);
-    return OK;
-}
-int cuMemcpyHtoD_v2(Ptr to, const void* from, size_t len) { return memcpy((void*)to, from, len), OK; }
 int cuMemcpyDtoH_v2(void* to, Ptr from, size_t len) {
     static unsigned reads;
     unsigned change = 1;
@@ -326,13 +132,6 @@ int cuMemcpyDtoH_v2(void* to, Ptr from, size_t len) {
 int cuMemsetD8Async(Ptr at, unsigned char byte, size_t len, void* s) { return (void)at, (void)byte, (void)len, (void)s, OK; }
 int cuMemcpyAsync(Ptr to, Ptr from, size_t len, void* s) { return (void)to, (void)from, (void)len, (void)s, OK; }
 int cuMemcpy2DAsync_v2(const void* what, void* s) { return (void)what, (void)s, OK; }
-
-// Pinned memory
-int cuMemHostAlloc(void** out, size_t len, unsigned flags) { return (void)flags, posix_memalign(out, PAGE, len) ? NO_MEMORY : OK; }
-int cuMemFreeHost(void* at) { return free(at), OK; }
-int cuMemHostRegister_v2(void* at, size_t len, unsigned flags) { return (void)at, (void)len, (void)flags, OK; }
-int cuMemHostUnregister(void* at) { return (void)at, OK; }
-int cuMemHostGetDevicePointer_v2(Ptr* out, void* at, unsigned flags) { return (void)flags, *out = (Ptr)at, OK; }
 
 // Kernels: a function is its name.
 int cuModuleLoadData(void** out, const void* image) { return (void)image, *out = malloc(8), OK; }

@@ -1,9 +1,11 @@
 //! Host code of devices where there are none: some of these tests again, on a driver whose devices do nothing (`idle.c`). Who owns
 //! memory and how long, what happens when there is none, and in which order things go are seen; values are not.
 
-use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::process::Command;
+use std::sync::PoisonError;
+
+use crate::DEVICES;
+use crate::driver::{COMMON, Driver};
 
 const DRIVER: &str = include_str!("idle.c");
 /// What refuses allocations.
@@ -27,54 +29,29 @@ const RUNS: [(&str, usize, Option<&str>); 9] = [
     (CALLS, 6, Some("6-29")),
 ];
 
-/// False without a compiler.
-fn build(dir: &Path, text: &str, name: &str) -> bool {
-    let (from, to) = (dir.join(format!("{name}.c")), dir.join(name));
-    std::fs::write(&from, text).unwrap();
-    let Ok(out) = Command::new("gcc")
-        .args(["-O1", "-w", "-shared", "-fPIC", "-o"])
-        .args([&to, &from])
-        .args(["-lpthread", "-ldl"])
-        .output()
-    else {
-        return false;
-    };
-    assert!(out.status.success(), "{name}: {}", String::from_utf8_lossy(&out.stderr));
-    true
-}
-
 #[test]
 fn host_code_runs_on_idle_devices() {
-    let dir = tempfile::tempdir().unwrap();
-    let at = |name: &str| dir.path().join(name);
-    if !build(dir.path(), DRIVER, "libcuda.so.1") || !build(dir.path(), WATCH, "watch.so") {
+    let files = [("driver.c", format!("{COMMON}{DRIVER}"))];
+    let words = "gcc -O1 -w -shared -fPIC -o libcuda.so.1 driver.c -lpthread";
+    let Some(driver) = Driver::build("idle", &files, words) else {
         println!("did not run: it needs gcc");
         return;
-    }
-    for folder in ["lib64", "calls"] {
-        std::fs::create_dir(at(folder)).unwrap();
-    }
-    for name in ["libcuda.so", "lib64/libnvrtc.so.13"] {
-        symlink(at("libcuda.so.1"), at(name)).unwrap();
-    }
+    };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    std::fs::write(at("watch.c"), WATCH).unwrap();
+    let args = ["-O1", "-w", "-shared", "-fPIC", "-o", "watch.so", "watch.c", "-lpthread", "-ldl"];
+    let out = Command::new("gcc").args(args).current_dir(dir.path()).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    std::fs::create_dir(at("calls")).unwrap();
     for (test, devices, ops) in RUNS {
-        let mut run = Command::new(std::env::current_exe().unwrap());
-        // No driver, compiler or library of this machine.
+        let mut run = driver.command(std::env::current_exe().unwrap(), devices);
         run.args(["--exact", test, "--nocapture"])
-            .env_clear()
-            .env("PATH", "/none")
-            .env("HOME", dir.path())
-            .env("CUDA_HOME", dir.path())
-            .env("LD_LIBRARY_PATH", dir.path())
             .env("LD_PRELOAD", at("watch.so"))
             .env("TILEWIRE_CACHE_DIR", at("cache"))
             .env("TW_CALLS_DIR", at("calls"))
-            .env("TW_IDLE_DEVICES", devices.to_string())
-            .env("TW_RANKS", devices.to_string())
-            .env("NCCL_NVLS_ENABLE", "0")
-            .env("NVSHMEM_DISABLE_NVLS", "1")
-            .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-            .env("CUBLASMP_DISABLE_MULTICAST", "1");
+            .env("TW_RANKS", devices.to_string());
         ops.map(|ops| run.env("TW_TEAM_OPS", ops));
         if test == CALLS {
             // It wants other outputs than before.

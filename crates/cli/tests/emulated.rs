@@ -1,0 +1,102 @@
+//! The program on GPUs where there are none: `verify` and `train` with `--backend vmm`, on a driver whose devices run the text
+//! of every kernel on the CPU (`kernels/emu/driver`). Everything but machine code and hardware is what runs on GPUs, with as
+//! many devices as a test asks for, and as an A100 would choose its kernels, too.
+
+#![expect(clippy::print_stdout, reason = "how long each run took")]
+
+#[path = "../../ops/tests/gpu/driver.rs"]
+mod driver;
+
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use driver::Driver;
+use serde_json::Value;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_tilewire");
+const MOVES: &str = "all_gather,reduce_scatter,all_reduce,all_to_all";
+const FUSED: &str = "ag_gemm,gemm_rs,gemm_ar,cp_attention";
+const ALONE: &str = "quant,permute,gemm,grouped_gemm,attention";
+
+/// Operations, ranks (of at most so many devices), compute capability, and how many cases that makes.
+const RUNS: [(&str, &str, usize, u32, usize); 9] = [
+    (ALONE, "1", 1, 90, 164),
+    (MOVES, "1,2,3,4,5,6,7,8", 8, 90, 8 * 51),
+    ("ep,bulk", "1,2,3,4", 4, 90, 4 * 27),
+    ("ep", "8", 8, 90, 25),
+    (FUSED, "2,4", 4, 90, 2 * 89),
+    (MOVES, "1,2,3,4", 4, 80, 4 * 51),
+    ("ep", "2,3", 3, 80, 2 * 25),
+    (FUSED, "2", 2, 80, 89),
+    // Two ranks to a device.
+    (MOVES, "4", 2, 90, 51),
+];
+
+/// One test at a time: each takes all processors.
+static ALL: Mutex<()> = Mutex::new(());
+
+/// Runs `command` and says how long it took; its standard output.
+fn run(mut command: Command, name: &str) -> String {
+    let begun = Instant::now();
+    let out = command.output().unwrap();
+    let (said, told) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success(), "{name}: {:?}\n{said}\n{told}", out.status);
+    println!("{name}: {:.1} s", begun.elapsed().as_secs_f64());
+    said.into_owned()
+}
+
+#[test]
+fn operations_are_right_on_emulated_devices() {
+    let _one = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(driver) = Driver::emulated() else {
+        println!("did not run: it needs g++");
+        return;
+    };
+    let verify = ["verify", "--backend", "vmm", "--quiet", "--op"];
+    for (ops, ranks, devices, sm, cases) in RUNS {
+        let mut command = driver.command(PROGRAM, devices);
+        command.env("TW_EMU_SM", sm.to_string()).args(verify).args([ops, "--ranks", ranks]);
+        let said = run(command, &format!("{ops}: {ranks} ranks, {devices} devices, sm_{sm}"));
+        assert!(said.contains(&format!("{cases} of {cases} cases right")), "{said}");
+    }
+    // Processes share memory by its descriptors.
+    let mut command = driver.command(PROGRAM, 3);
+    command.args(["run", "-n", "3", "--", PROGRAM]).args(verify).arg(format!("{MOVES},ep"));
+    let said = run(command, "processes");
+    assert!(said.contains("76 of 76 cases right"), "{said}");
+}
+
+/// The losses of three steps of a small model on so many devices.
+fn losses(driver: &Driver, devices: usize, grid: &str) -> Vec<f64> {
+    let dir = tempfile::tempdir().unwrap();
+    let metrics = dir.path().join("steps.jsonl");
+    let model = "train --task copy --seed 3 --steps 3 --layers 1 --d-model 64 --heads 2 --kv-heads 2 --head-dim 32 --experts 4 \
+                 --d-ff 64 --seq 64 --batch 4 --dtype bf16";
+    let mut command = driver.command(PROGRAM, devices);
+    command.args(model.split_whitespace()).args(grid.split(' ')).arg("--metrics").arg(&metrics);
+    run(command, &format!("train {grid}"));
+    let text = std::fs::read_to_string(&metrics).unwrap();
+    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
+    text.lines().map(loss).collect()
+}
+
+#[test]
+fn a_model_learns_on_emulated_devices_as_on_the_host() {
+    let _one = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(driver) = Driver::emulated() else {
+        println!("did not run: it needs g++");
+        return;
+    };
+    let host = losses(&driver, 0, "--backend host");
+    assert!(host.len() == 3 && host[2] < host[0], "{host:?}");
+    for (devices, grid) in [
+        (1, "--backend vmm"),
+        (2, "--backend vmm --ranks 2 --dp 2"),
+        (4, "--backend vmm --ranks 4 --tp 2 --cp 2"),
+    ] {
+        let there = losses(&driver, devices, grid);
+        let near = there.len() == 3 && host.iter().zip(&there).all(|(a, b)| (a - b).abs() < 2e-3);
+        assert!(near, "{grid}: {there:?} and not {host:?}");
+    }
+}

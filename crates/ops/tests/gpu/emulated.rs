@@ -1,0 +1,47 @@
+//! Some of these tests again, on emulated devices: values, graphs that are replayed, ranks that are silent, killed or gone, where
+//! there is no GPU. `kernels/emu/README.md` says what that cannot show.
+
+use std::sync::PoisonError;
+
+use crate::DEVICES;
+use crate::driver::Driver;
+
+/// A test, with how many devices, and which operations where it asks.
+const RUNS: [(&str, usize, &str); 10] = [
+    ("replays_with_changed_inputs_equal_eager_launches", 3, "0-5"),
+    ("replays_with_changed_inputs_equal_eager_launches", 4, "14-15"),
+    ("a_rank_that_never_launches_is_named_and_outputs_are_poison", 3, "0-2"),
+    ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 2, "6-9"),
+    ("heaps::a_zero_copy_dispatch_feeds_a_grouped_product", 4, ""),
+    ("heaps::devices_are_left_in_any_order", 3, "14-19"),
+    ("heaps::sizes_around_a_page_of_the_device_arrive_whole", 4, ""),
+    ("processes::a_killed_process_is_named_in_each_way_of_waiting", 3, "0-5"),
+    ("processes::a_process_that_leaves_is_named_in_each_way_of_waiting", 3, "0-5"),
+    ("processes::a_stopped_process_is_named_by_every_operation", 3, "14-15"),
+];
+
+#[test]
+fn operations_of_a_team_run_on_emulated_devices() {
+    let Some(driver) = Driver::emulated() else {
+        println!("did not run: it needs g++");
+        return;
+    };
+    // Deadlines are short: nothing else of this binary beside them.
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    for (test, devices, ops) in RUNS {
+        let mut run = driver.command(std::env::current_exe().unwrap(), devices);
+        run.args(["--exact", test, "--nocapture"]).env("TW_RANKS", devices.to_string());
+        if !ops.is_empty() {
+            run.env("TW_TEAM_OPS", ops);
+        }
+        let begun = std::time::Instant::now();
+        let out = run.output().unwrap();
+        let (said, told) =
+            (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+        let good = out.status.success()
+            && said.contains("test result: ok. 1 passed")
+            && !said.contains("did not run");
+        assert!(good, "{test} {ops}, {devices} devices: {:?}\n{said}\n{told}", out.status);
+        println!("{test} {ops}: {:.1} s", begun.elapsed().as_secs_f64());
+    }
+}
