@@ -5,6 +5,7 @@
 // that waits for other branches comes to its end. Before one piece of work in sixteen a stream stands still for a while, so
 // that an edge that is missing between two streams shows.
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -113,33 +114,13 @@ struct Queue {
     u64 queued = 0, done = 0;
     bool ends = false;
     // The capture that it is part of, its lane there, and what its next work is behind.
-    std::weak_ptr<Body> capture;
     u64 capture_id = 0;
     unsigned lane = 0;
     std::vector<size_t> behind;
 };
 typedef std::shared_ptr<Queue> Stream;
 
-void serve(Stream s) {
-    for (;;) {
-        Work next;
-        {
-            std::unique_lock<std::mutex> g(s->lock);
-            s->changed.wait(g, [&] { return s->ends || !s->work.empty(); });
-            if (s->work.empty()) return;
-            next = std::move(s->work.front());
-            s->work.pop_front();
-        }
-        stand_still();
-        next();
-        next = nullptr;
-        std::lock_guard<std::mutex> g(s->lock);
-        s->done++;
-        s->changed.notify_all();
-    }
-}
-
-// All streams that there are. Never destroyed, as threads outlast `main`.
+// All streams that there are, or that have work. Never destroyed, as threads outlast `main`.
 struct All {
     std::mutex lock;
     std::vector<Stream> streams;
@@ -152,12 +133,37 @@ All& all() {
     return *a;
 }
 
+// What is queued on a stream that was destroyed is done, too.
+void serve(Stream s) {
+    for (;;) {
+        Work next;
+        {
+            std::unique_lock<std::mutex> g(s->lock);
+            s->changed.wait(g, [&] { return s->ends || !s->work.empty(); });
+            if (s->work.empty()) break;
+            next = std::move(s->work.front());
+            s->work.pop_front();
+        }
+        stand_still();
+        next();
+        next = nullptr;
+        std::lock_guard<std::mutex> g(s->lock);
+        s->done++;
+        s->changed.notify_all();
+    }
+    std::lock_guard<std::mutex> g(all().lock);
+    std::vector<Stream>& there = all().streams;
+    there.erase(std::remove(there.begin(), there.end(), s), there.end());
+}
+
 Stream* begin_stream(int d) {
     Stream s = std::make_shared<Queue>();
     s->device = d;
+    {
+        std::lock_guard<std::mutex> g(all().lock);
+        all().streams.push_back(s);
+    }
     std::thread(serve, s).detach();
-    std::lock_guard<std::mutex> g(all().lock);
-    all().streams.push_back(s);
     return new Stream(s);
 }
 
@@ -257,11 +263,6 @@ int cuStreamDestroy_v2(Stream* s) {
         std::lock_guard<std::mutex> g((*s)->lock);
         (*s)->ends = true;
         (*s)->changed.notify_all();
-    }
-    {
-        std::lock_guard<std::mutex> g(all().lock);
-        for (size_t i = 0; i < all().streams.size(); i++)
-            if (all().streams[i] == *s) all().streams[i] = all().streams.back(), all().streams.pop_back();
     }
     return delete s, OK;
 }

@@ -85,7 +85,13 @@ impl Driver {
         let all = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let dir = all.join(format!("{name}-{:016x}", hash.finish()));
         if !dir.exists() {
-            // Under another name first: a run that was killed leaves nothing that looks whole.
+            // Those of other texts. Under another name first: a run that was killed leaves nothing that looks whole.
+            for old in fs::read_dir(all).into_iter().flatten().flatten() {
+                let it = old.file_name().to_string_lossy().into_owned();
+                if it.starts_with(&format!("{name}-")) && !it.ends_with(".new") {
+                    fs::remove_dir_all(old.path()).ok();
+                }
+            }
             let new = all.join(format!("{name}-{}.new", std::process::id()));
             fs::create_dir_all(new.join("lib64")).unwrap();
             for (name, text) in files {
