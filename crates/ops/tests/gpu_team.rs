@@ -6,6 +6,8 @@
 
 #![expect(clippy::print_stdout, reason = "which operation it was must be seen")]
 
+#[path = "gpu/biases.rs"]
+mod biases;
 #[path = "gpu/calls.rs"]
 mod calls;
 #[path = "gpu/driver.rs"]
@@ -67,6 +69,21 @@ fn replays_with_changed_inputs_equal_eager_launches() {
 #[test]
 fn replays_by_nccl_equal_eager_launches() {
     replays(by_nccl());
+}
+
+#[test]
+fn a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
+    World::run_threads(n.min(2), cfg, |world| {
+        let (heap, stream) = heap(&world, "biases")?;
+        for dtype in [DType::BF16, DType::F16] {
+            biases::same_bits(&heap, &stream, dtype)?;
+        }
+        Ok(())
+    })
+    .unwrap();
 }
 
 fn replays(ops: &[Make]) {

@@ -16,10 +16,11 @@ struct TwReduce {
     u64 stride;  // bytes
     u64 own;
     u64 out;
-    const float* bias;  // [cols], or null
+    const void* bias;  // [cols] f32, or of the output's type with bias_out; or null
     u64 num;
     u32 cols, me, size;
     float scale;
+    u32 bias_out, pad;
 };
 
 typedef TwElem<TW_WIRE_MANTISSA> Wire;
@@ -28,6 +29,10 @@ typedef TwElem<TW_OUT_MANTISSA> Out;
 typedef TwQuads<TW_WIRE_MANTISSA> WireQuad;
 typedef TwQuads<TW_OWN_MANTISSA> OwnQuad;
 typedef TwQuads<TW_OUT_MANTISSA> OutQuad;
+
+__device__ __forceinline__ float tw_reduce_bias(const TwReduce& a, u64 col) {
+    return a.bias_out ? Out::widen(((const Out::Bits*)a.bias)[col]) : ((const float*)a.bias)[col];
+}
 
 extern "C" __global__ void __launch_bounds__(TW_REDUCE_THREADS) tw_reduce(const __grid_constant__ TwReduce a) {
     const u64 quads = (a.num + 3) / 4;
@@ -58,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(TW_REDUCE_THREADS) tw_reduce(const 
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             float v = __fmul_rn(sum[j], a.scale);
-            if (a.bias) v = __fadd_rn(v, a.bias[(4 * n + j) % a.cols]);
+            if (a.bias) v = __fadd_rn(v, tw_reduce_bias(a, (4 * n + j) % a.cols));
             out.set(j, Out::round(v));
         }
         tw_put_quad<OutQuad>(a.out, n, a.num, out);

@@ -61,6 +61,7 @@ enum : u32 {
     // The activation is the derivative at `aux` (GELU: DGELU; SwiGLU: DSwiGLU, whose D has 2 n
     // columns), by which the product is multiplied. 128 is used by the grouped kernels.
     TW_DACT = 256,
+    TW_BIAS_OUT = 2048,  // the bias is of D's type, not f32; 512 and 1024 are used by the grouped kernels
     TW_RELU = 1,
     TW_GELU = 2,
     TW_SWIGLU = 3,
@@ -73,7 +74,7 @@ struct TwGemm {
     const void* a;
     const void* b;
     void* d;
-    const float* bias;  // [n], or null
+    const void* bias;  // [n] f32, or of D's type with TW_BIAS_OUT; or null
     i64 lda, ldb, ldd;
     u32 m, n, k, flags;
     void* aux;  // null, or of D's type: with TW_DACT read, else the pre-activation [m, n] is stored
@@ -85,6 +86,11 @@ __device__ __forceinline__ u32 tw_act(const TwGemm& g) {
 }
 __device__ __forceinline__ u32 tw_dact(const TwGemm& g) {
     return g.flags & TW_DACT ? g.flags >> TW_ACT_SHIFT & 3 : 0;
+}
+
+// Bytes of an element of the bias.
+__device__ __forceinline__ u32 tw_bias_bytes(const TwGemm& g) {
+    return g.flags & TW_BIAS_OUT && (g.flags & TW_OUT) != 2 ? 2 : 4;
 }
 
 // Columns of D (DSwiGLU: of its first half), and how many of them a block makes.
@@ -375,6 +381,7 @@ __device__ __forceinline__ void tw_derive8(const TwGemm& g, i64 at, float (&y)[8
 // Eight columns of a row of D from `col` on: x is the product, `up` the other half of SwiGLU's.
 __device__ __forceinline__ void tw_finish8(const TwGemm& g, u32 row, u32 col, const float* x, const float* up) {
     const u32 cols = tw_out_cols(g), act = tw_act(g), type = g.flags & TW_OUT;
+    const u32 bias = g.flags & TW_BIAS_OUT ? type : 2;
     const u32 num = min(cols - col, 8u);
     const i64 at = (i64)row * g.ldd + col;
     float y[8], v[8] = {};
@@ -384,8 +391,8 @@ __device__ __forceinline__ void tw_finish8(const TwGemm& g, u32 row, u32 col, co
     for (u32 i = 0; i < 8; i++) {
         if (i >= num) continue;
         if (g.flags & TW_ACCUMULATE) y[i] += tw_load_out(g.d, at + i, type);
-        if (g.bias) y[i] += g.bias[col + i];
-        if (g.bias && act == TW_SWIGLU) v[i] += g.bias[cols + col + i];
+        if (g.bias) y[i] += tw_load_out(g.bias, col + i, bias);
+        if (g.bias && act == TW_SWIGLU) v[i] += tw_load_out(g.bias, cols + col + i, bias);
     }
     if (g.aux) {
         const i64 aux_at = (i64)row * g.ldaux + col;

@@ -6,7 +6,8 @@
 //   tw_gemm_f32: each of them, by TW_A_KM and TW_B_KN.
 // All row-major, rows `ld` elements apart. Any m, n, k, and 0 of each. Where a row of A or B does
 // not begin at a multiple of 16 bytes, elements are read one by one.
-// Types: A and B bf16 (f16 with TW_GEMM_F16=1), or f32; sums f32; D bf16, f16 or f32; bias f32.
+// Types: A and B bf16 (f16 with TW_GEMM_F16=1), or f32; sums f32; D bf16, f16 or f32; bias f32,
+//   or with TW_BIAS_OUT of D's type.
 // Launch: grid tiles_m * tiles_n blocks (at least 1) with tiles of TW_GEMM_M x TW_GEMM_N of the
 //   product, 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N threads, TW_GEMM_STAGES * (TW_GEMM_M +
 //   TW_GEMM_N) * 64 bytes of dynamic shared memory (64 KiB by default: above 48 KiB the host must

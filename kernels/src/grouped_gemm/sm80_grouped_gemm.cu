@@ -126,7 +126,7 @@ __device__ __forceinline__ void tw_grouped_rows(const TwGrouped& p) {
     if (!f.found) return;
     const TwTile t = tw_tile(blockIdx.x - f.tile * tiles_n, (f.rows + BM - 1) / BM, tiles_n);
     const u32 row0 = f.row0 + t.m * BM, end = f.row0 + f.rows;
-    if (g.bias) g.bias += (i64)f.group * g.n;
+    if (g.bias) g.bias = (const u8*)g.bias + (i64)f.group * g.n * tw_bias_bytes(g);
     const u64 bytes = F32 ? 4 : 2;
     const u8* weights = p.table ? (const u8*)p.table[f.group] : (const u8*)g.b + f.group * p.stride * bytes;
     if (F32) {

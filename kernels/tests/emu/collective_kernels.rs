@@ -87,6 +87,8 @@ fn launches<'a>(
         own: t.own,
         out: t.to[me],
         bias: 0,
+        bias_out: 0,
+        pad: 0,
         num,
         cols: 1,
         me: me as u32,

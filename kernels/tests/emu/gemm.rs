@@ -239,13 +239,27 @@ impl Case {
         [a, b, d]
     }
 
+    /// Where all rows are one behind the other, a bias is of the type of D.
+    fn bias_type(&self) -> Type {
+        if self.pad == 0 { self.out } else { Type::F32 }
+    }
+
     fn bias(&self) -> Vec<f32> {
-        (0..self.n).map(|i| number(self.exact, 4, i)).collect()
+        let t = self.bias_type();
+        (0..self.n).map(|i| t.round(number(self.exact, 4, i))).collect()
+    }
+
+    fn bias_flag(&self) -> u32 {
+        u32::from(self.bias && self.bias_type() != Type::F32) << 11
     }
 
     fn flags(&self) -> u32 {
         let layout = u32::from(self.layout.a_km()) << 5 | u32::from(!self.layout.b_nk()) << 6;
-        self.out as u32 | self.act << 2 | u32::from(self.accumulate) << 4 | layout
+        self.out as u32
+            | self.act << 2
+            | u32::from(self.accumulate) << 4
+            | layout
+            | self.bias_flag()
     }
 
     /// The pre-activation and its error.
@@ -307,8 +321,9 @@ impl Case {
         let narrow = if on.f16 { Type::F16 } else { Type::Bf16 };
         let matrices = self.matrices(if f32_in { Type::F32 } else { narrow });
         let [a, b, d] = [(0, "A"), (1, "B"), (2, "D")].map(|(i, name)| matrices[i].memory(name));
-        let bias = Memory::new("bias", ANY, 4 * self.n);
-        bias.write(&self.bias());
+        let bias_bytes = self.bias_type().bytes(&self.bias());
+        let bias = Memory::new("bias", ANY, bias_bytes.len());
+        bias.write(&bias_bytes);
         let aux = self.aux();
         let saved = aux.memory("aux");
         let param = Param {

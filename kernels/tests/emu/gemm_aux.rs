@@ -96,13 +96,13 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted(
         "saved behind the activation",
-        "if (g.bias) y[i] += g.bias[col + i];",
-        "if (g.bias) y[i] += g.bias[col + i]; if (act == TW_RELU) y[i] = y[i] < 0.0f ? 0.0f : y[i];",
+        "if (g.bias) y[i] += tw_load_out(g.bias, col + i, bias);",
+        "if (g.bias) y[i] += tw_load_out(g.bias, col + i, bias); if (act == TW_RELU) y[i] = y[i] < 0.0f ? 0.0f : y[i];",
         small_saves,
     ),
     Planted(
         "no bias of the up half",
-        "v[i] += g.bias[cols + col + i];",
+        "v[i] += tw_load_out(g.bias, cols + col + i, bias);",
         "v[i] += 0.0f;",
         small_saves,
     ),

@@ -155,7 +155,8 @@ const MUTANTS: &[Planted] = &[
     ),
     Planted("rows of 16 bytes taken for aligned", "ld % 8 == 0 && ", "", edges),
     Planted("pairs taken for aligned", "!pairs || extent % 8 == 0", "true", swiglu),
-    Planted("column of the bias", "y[i] += g.bias[col + i]", "y[i] += g.bias[i]", epilogues),
+    Planted("column of the bias", "g.bias, col + i, bias", "g.bias, i, bias", epilogues),
+    Planted("every bias is f32", "TW_BIAS_OUT ? type : 2", "TW_BIAS_OUT ? 2 : 2", epilogues),
     Planted("halves of SwiGLU swapped", "row, col, x, x + 8", "row, col, x + 8, x", swiglu),
     Planted("nothing is accumulated", "if (g.flags & TW_ACCUMULATE)", "if (false)", epilogues),
     Planted(

@@ -111,6 +111,11 @@ impl Case {
         if self.act == SWIGLU { self.n / 2 } else { self.n }
     }
 
+    /// f32 beside integers, else that of D.
+    fn bias_type(&self) -> Type {
+        if self.exact { Type::F32 } else { self.out }
+    }
+
     fn operands(&self) -> Operands {
         let rounded = |num: usize, tensor| -> Vec<f32> {
             (0..num).map(|i| self.input.round(number(self.exact, tensor, i))).collect()
@@ -122,7 +127,8 @@ impl Case {
         };
         let poison = |i: usize| self.accumulate && i / (self.k * self.n).max(1) % 2 == 1;
         let d = (0..d).map(|i| if poison(i) { -number(true, 3, i) } else { f32::NAN }).collect();
-        let bias = (0..groups * self.n).map(|i| number(self.exact, 4, i)).collect();
+        let t = self.bias_type();
+        let bias = (0..groups * self.n).map(|i| t.round(number(self.exact, 4, i))).collect();
         Operands { a: rounded(self.capacity * self.k, 1), b: rounded(b, 2), d, bias }
     }
 
@@ -213,6 +219,7 @@ impl Case {
                     | u32::from(self.zero_tail) << 7
                     | u32::from(self.ends) << 9
                     | u32::from(self.narrow) << 10
+                    | u32::from(self.bias && self.bias_type() != Type::F32) << 11
                     | self.order_flags(),
                 aux: if self.aux { aux } else { 0 },
                 ldaux: self.n as u64,
@@ -250,7 +257,7 @@ impl Case {
             store("A", &self.input.bytes(&x.a)),
             store("B", &self.input.bytes(&x.b)),
             store("D", &self.out.bytes(&x.d)),
-            store("bias", &Type::F32.bytes(&x.bias)),
+            store("bias", &self.bias_type().bytes(&x.bias)),
             store("splits", &self.split_bytes()),
             store("status", &[9, 0, 0, 0]),
             store("accumulate", &add),
@@ -532,7 +539,12 @@ const MUTANTS: &[Planted] = &[
         "tw_load_f32(tb, b, k, k0);",
         wide,
     ),
-    Planted("bias of the first group", "g.bias += (i64)f.group * g.n;", "g.bias += 0;", good),
+    Planted(
+        "bias of the first group",
+        "(i64)f.group * g.n * tw_bias_bytes",
+        "0 * tw_bias_bytes",
+        good,
+    ),
 ];
 
 fn good(lib: &'static Lib) {

@@ -28,6 +28,8 @@ pub struct Param {
     pub me: u32,
     pub size: u32,
     pub scale: f32,
+    pub bias_out: u32,
+    pub pad: u32,
 }
 
 fn dtype(mantissa: u64) -> DType {
@@ -64,7 +66,8 @@ fn wide(dtype: DType, b: &[u8]) -> Vec<f32> {
     out
 }
 
-/// Size of the team, my rank, rows, columns, elements from an aligned address, bias, scale.
+/// Size of the team, my rank, rows, columns, elements from an aligned address, bias, scale. Without a
+/// shift, a bias is of the type of the sums.
 type Case = (usize, usize, usize, usize, usize, bool, f32);
 
 fn sum(lib: &'static Lib, types: [u64; 3], (size, me, rows, cols, shift, with, scale): Case) {
@@ -87,10 +90,13 @@ fn sum(lib: &'static Lib, types: [u64; 3], (size, me, rows, cols, shift, with, s
     let mut padded = vec![0u8; own.len_bytes()];
     padded[own_at..own_at + mine.len()].copy_from_slice(&mine);
     own.write(&padded);
-    let bias_values = some(cols);
-    let bias = Memory::new("bias", ANY, 4 * cols.max(1));
+    let of_out = with && shift == 0;
+    let t_bias = if of_out { t_out } else { DType::F32 };
+    let bias_bytes = bytes(t_bias, &some(cols));
+    let bias_values = wide(t_bias, &bias_bytes);
+    let bias = Memory::new("bias", ANY, (t_bias.size() * cols).max(1));
     if cols > 0 {
-        bias.write(&bias_values);
+        bias.write(&bias_bytes);
     }
     let out = Memory::new("out", ANY, num * t_out.size() + 32);
     out.write(&vec![0xa5u8; out.len_bytes()]);
@@ -105,6 +111,8 @@ fn sum(lib: &'static Lib, types: [u64; 3], (size, me, rows, cols, shift, with, s
         me: me as u32,
         size: size as u32,
         scale,
+        bias_out: u32::from(of_out),
+        pad: 0,
     };
     let kernel = lib.kernel("tw_reduce");
     let launch = kernel.grid([2, 1, 1], [REDUCE_THREADS as u32, 1, 1]).arg(&param);
@@ -162,6 +170,7 @@ const MUTANTS: &[Planted] = &[
     Planted("ranks from 8 on are left out", "r0 < a.size; r0 += 8", "r0 < 8; r0 += 8", planted),
     Planted("slots lie side by side", "(r0 + k) * a.stride", "(r0 + k) * a.num * 2", planted),
     Planted("the scale comes behind the bias", "__fmul_rn(sum[j], a.scale)", "sum[j]", planted),
+    Planted("every bias is f32", "a.bias_out ?", "false ?", planted),
     Planted("bias of another column", "(4 * n + j) % a.cols", "j % a.cols", planted),
     Planted(
         "the last quad is cut",

@@ -11,6 +11,7 @@ use super::AgGemmDesc;
 use super::config::AgTask;
 use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
 use crate::collective::nccl::gather;
+use crate::common::Bias;
 use crate::common::cuda::{addr, hold, holding, together_on};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison};
 use crate::common::nccl::ByNccl;
@@ -300,7 +301,7 @@ impl Run<'_> {
             a: Matrix::new(a, d.k),
             b: Matrix::new(at(w, b_first, w_size), ldb),
             d: Matrix::new(at(addr(&t.out)?, elems(out_cols), d.out.size()), out_cols),
-            bias: at(addr(t.bias.as_ref())?, cols.start, 4),
+            bias: Bias::of(t.bias.as_ref())?.from_col(cols.start),
             aux: Matrix::new(at(aux, elems(aux_cols), d.out.size()), aux_cols),
             accumulate: false,
         };

@@ -10,6 +10,7 @@ use super::AgGemmDesc;
 use super::config::schedule;
 use super::cuda::{self, Prepared};
 use super::host::Run;
+use crate::common::bias_type;
 use crate::common::lanes::Lane;
 use crate::common::{
     Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
@@ -27,7 +28,7 @@ pub struct AgGemmInputs {
     pub x: Tensor,
     /// `[n, k]` or `[k, n]`.
     pub w: Tensor,
-    /// Bias `[n]` f32.
+    /// Bias `[n]`: f32, or of the type of the output.
     pub bias: Option<Tensor>,
     /// One f32 that multiplies the product before the bias: the product of the FP8 scales. It
     /// multiplies the rows of all ranks, so X must have been quantised with one scale for the team
@@ -163,7 +164,7 @@ impl AgGemmPlan {
         expect_tensor("out", &t.out, d.out, &[m, e.activation.out_cols(d.n)])?;
         let aux = [m, e.activation.aux_cols(d.n)];
         for (what, want, t, dtype, shape) in [
-            ("bias", e.bias, &t.bias, DType::F32, &[d.n][..]),
+            ("bias", e.bias, &t.bias, bias_type(t.bias.as_ref(), d.out), &[d.n][..]),
             ("aux_in", e.activation.reads_aux(), &t.aux_in, d.out, &aux[..]),
             ("aux_out", e.aux, &t.aux_out, d.out, &aux[..]),
         ] {

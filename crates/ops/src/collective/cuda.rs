@@ -18,6 +18,7 @@ use super::config::Phase;
 use super::meeting::{self, Meeting};
 use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveKind, ReduceOp};
+use crate::common::Bias;
 use crate::common::cuda::together_on;
 use crate::common::lanes::{Enter, Lane, Lanes, Mover, Poison, Reducer, Sum};
 
@@ -337,7 +338,7 @@ impl Run<'_> {
             stride: stride as u64,
             own: own.addr(),
             out: out.addr(),
-            bias: None,
+            bias: Bias::default(),
             rows: phase.own.0.len(),
             cols: plan.desc.cols,
             scale: if op == ReduceOp::Avg { 1.0 / size as f32 } else { 1.0 },

@@ -16,6 +16,7 @@ use tilewire_kernels::portable::{
 };
 use tilewire_symm::{Heap, OneSided, Signals, VmmOneSided};
 
+use super::Bias;
 use super::cuda::{load, mantissa, no_kernel};
 
 /// What a plan keeps for its launches.
@@ -187,15 +188,17 @@ struct Param {
     me: u32,
     size: u32,
     scale: f32,
+    bias_out: u32,
+    pad: u32,
 }
 
 /// One sum: addresses on the device, `stride` in bytes from rank to rank.
-pub(crate) struct Sum<'a> {
+pub(crate) struct Sum {
     pub slots: u64,
     pub stride: u64,
     pub own: u64,
     pub out: u64,
-    pub bias: Option<&'a CudaMemory>,
+    pub bias: Bias,
     pub rows: usize,
     pub cols: usize,
     pub scale: f32,
@@ -221,7 +224,7 @@ impl Reducer {
 
     /// Queues the sum. The addresses must stay valid as those of the launch do: symmetric memory,
     /// and tensors that the caller has given to `stream.hold`.
-    pub fn launch(&self, l: &Lanes<'_>, sum: &Sum<'_>) -> Result<()> {
+    pub fn launch(&self, l: &Lanes<'_>, sum: &Sum) -> Result<()> {
         let team = l.os.heap().team();
         self.launch_parts(l, sum, (Some(team.rank().idx()), team.size()))
     }
@@ -230,7 +233,7 @@ impl Reducer {
     pub fn launch_parts(
         &self,
         l: &Lanes<'_>,
-        sum: &Sum<'_>,
+        sum: &Sum,
         (own, parts): (Option<usize>, usize),
     ) -> Result<()> {
         let num = (sum.rows * sum.cols) as u64;
@@ -242,12 +245,14 @@ impl Reducer {
             stride: sum.stride,
             own: sum.own,
             out: sum.out,
-            bias: sum.bias.map_or(0, CudaMemory::addr),
+            bias: sum.bias.addr,
             num,
             cols: sum.cols as u32,
             me: own.map_or(u32::MAX, |own| own as u32),
             size: parts as u32,
             scale: sum.scale,
+            bias_out: u32::from(sum.bias.of_out),
+            pad: 0,
         };
         let threads = REDUCE_THREADS as u32;
         let blocks = num.div_ceil(4 * REDUCE_THREADS).min(u64::from(self.num_sms) * 8) as u32;

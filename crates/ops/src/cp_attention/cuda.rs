@@ -27,6 +27,7 @@ use crate::attention::merge::{Merge, Parts};
 use crate::attention::{
     AttentionDesc, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences,
 };
+use crate::common::Bias;
 use crate::common::PlanCore;
 use crate::common::cuda::{hold, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
@@ -531,7 +532,7 @@ impl Run<'_> {
         };
         let cols = s.all_kv * dim;
         let (out, stride) = (out.addr(), stride as u64);
-        let sum_of = Sum { slots, stride, own, out, bias: None, rows, cols, scale: 1.0 };
+        let sum_of = Sum { slots, stride, own, out, bias: Bias::default(), rows, cols, scale: 1.0 };
         sum.launch_parts(self.l, &sum_of, (me, s.num_parts()))
     }
 }

@@ -10,6 +10,7 @@ use super::cuda::Run;
 use super::pieces::{Sizes, place};
 use crate::attention::cuda::Param;
 use crate::attention::fp8::Wide;
+use crate::common::Bias;
 use crate::common::cuda::{no_kernel, workspace};
 use crate::common::lanes::{Reducer, Sum};
 use crate::quant::cuda::{Codes, Narrow, Scales, Widen};
@@ -166,7 +167,7 @@ impl Run<'_> {
                 stride: 0,
                 own: 0,
                 out: to,
-                bias: None,
+                bias: Bias::default(),
                 rows: rows * s.hq,
                 cols: s.dqk,
                 scale: 1.0,

@@ -61,7 +61,10 @@ pub(super) fn unfit(d: &GemmDesc) -> Option<String> {
         return Some(format!("cuBLASLt is not asked for {} x {} -> {}", d.a, d.b, d.out));
     }
     if e.bias && d.out != DType::F32 {
-        return Some(format!("cuBLASLt adds no f32 bias to {} results", d.out));
+        return Some(format!(
+            "a bias may be f32, which cuBLASLt does not add to {} results; each launch says which it is",
+            d.out
+        ));
     }
     if e.accumulate && d.out != DType::F32 {
         // Seen with 13.1 on an H200: 1.3 units in the last place of bf16, where one rounding is half.

@@ -147,7 +147,8 @@ impl Lt {
     pub fn refuses(&self, p: &Product) -> Option<String> {
         let d = &self.desc;
         let (m, n, k) = p.shape;
-        if (n, k) != (d.n, d.k) || (p.bias != 0) != d.bias || p.aux.addr != 0 {
+        if (n, k) != (d.n, d.k) || (p.bias.addr != 0) != d.bias || p.bias.of_out || p.aux.addr != 0
+        {
             return Some("it is not the product that the algorithms were chosen for".to_owned());
         }
         if self.algos.last().is_none_or(|(most, _)| m > *most) {
@@ -156,7 +157,7 @@ impl Lt {
         let places = [("A", p.a, d.dtype), ("B", p.b, d.dtype), ("D", p.d, d.out)];
         let odd = |addr: u64| !addr.is_multiple_of(ALIGN_BYTES as u64);
         let bad = places.iter().find(|(_, x, t)| odd(x.addr) || odd((x.ld * t.size()) as u64));
-        bad.map(|(name, ..)| *name).or(odd(p.bias).then_some("bias")).map(|name| {
+        bad.map(|(name, ..)| *name).or(odd(p.bias.addr).then_some("bias")).map(|name| {
             format!("{name} or its rows do not start at multiples of {ALIGN_BYTES} bytes")
         })
     }
@@ -177,7 +178,7 @@ impl Lt {
             a: (p.a.addr, p.a.ld),
             b: (p.b.addr, p.b.ld),
             d: (p.d.addr, p.d.ld),
-            bias: p.bias,
+            bias: p.bias.addr,
             accumulate: p.accumulate,
         };
         let what = (&self.desc, &product);

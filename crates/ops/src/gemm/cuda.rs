@@ -13,6 +13,7 @@ use super::backend::unfit;
 use super::cublaslt::Lt;
 use super::widen::{Widened, kernel_desc};
 use super::{AOrder, Activation, BOrder, GemmBackend, GemmDesc, GemmInputs, Operand};
+use crate::common::Bias;
 use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel};
 
 /// Rows and columns of a block's tile, threads and dynamic shared memory of the 16-bit kernels, as
@@ -27,6 +28,7 @@ const ACCUMULATE: u32 = 16;
 pub(crate) const A_KM: u32 = 32;
 pub(crate) const B_KN: u32 = 64;
 const DACT: u32 = 256;
+const BIAS_OUT: u32 = 2048;
 
 /// Threads, sums and shared memory of a block of `tw_gemm_row_sums`.
 pub(crate) const SUMS: Tile = Tile { m: 1, n: 32, threads: 256, shared_bytes: 1024 };
@@ -87,8 +89,8 @@ pub(crate) struct Product {
     pub a: Matrix,
     pub b: Matrix,
     pub d: Matrix,
-    /// `[n]` f32, or 0.
-    pub bias: u64,
+    /// `[n]`, or none.
+    pub bias: Bias,
     /// Pre-activation `[m, aux_cols]`: read by derivatives, else stored; address 0 for none.
     pub aux: Matrix,
     /// Add to what D holds.
@@ -106,6 +108,11 @@ pub(crate) fn out_code(dtype: DType) -> Result<u32> {
             "store bf16 and quantise it with `QuantPlan`",
         )),
     }
+}
+
+/// The flag of a bias that is of the type of D.
+pub(crate) fn bias_flag(bias: Bias) -> u32 {
+    if bias.of_out { BIAS_OUT } else { 0 }
 }
 
 /// The code of an activation of the epilogue.
@@ -274,14 +281,14 @@ impl GemmKernels {
             a: p.a.addr,
             b: p.b.addr,
             d: p.d.addr,
-            bias: p.bias,
+            bias: p.bias.addr,
             lda: p.a.ld as i64,
             ldb: p.b.ld as i64,
             ldd: p.d.ld as i64,
             m: m as u32,
             n: n as u32,
             k: k as u32,
-            flags: self.flags | accumulate,
+            flags: self.flags | accumulate | bias_flag(p.bias),
             aux: p.aux.addr,
             ldaux: p.aux.ld as i64,
         };
@@ -341,7 +348,7 @@ impl Prepared {
             a: Matrix::new(place(&t.a, true)?, if d.a_order == AOrder::Mk { d.k } else { m }),
             b: Matrix::new(place(&t.b, false)?, if d.b_order == BOrder::Nk { d.k } else { d.n }),
             d: Matrix::new(addr(&t.out)?, act.out_cols(d.n)),
-            bias: addr(t.bias.as_ref())?,
+            bias: Bias::of(t.bias.as_ref())?,
             aux: Matrix::new(addr(t.aux_in.as_ref().or(t.aux_out.as_ref()))?, act.aux_cols(d.n)),
             accumulate: d.epilogue.accumulate,
         };

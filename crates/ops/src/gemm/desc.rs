@@ -71,7 +71,7 @@ impl Activation {
 /// What happens to the product before it is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub struct Epilogue {
-    /// Add `bias[n]` (f32) to each row.
+    /// Add `bias[n]` (f32, or of the type of the output) to each row.
     pub bias: bool,
     /// Function applied after the bias.
     pub activation: Activation,

@@ -8,6 +8,7 @@ use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::host::{Mat, activate_row, add_bias, matmul, row_sums};
 use super::{AOrder, BOrder, GemmBackend, GemmDesc, cuda};
+use crate::common::bias_type;
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{Named, apart, expect_tensor, wide};
 
@@ -78,7 +79,7 @@ pub struct GemmInputs {
     pub a: Operand,
     /// B.
     pub b: Operand,
-    /// Bias `[n]` f32.
+    /// Bias `[n]`: f32, or of the type of the output.
     pub bias: Option<Tensor>,
     /// Saved pre-activation `[m, aux_cols]` for the backward activations.
     pub aux_in: Option<Tensor>,
@@ -198,7 +199,7 @@ impl GemmPlan {
                 ))),
             }
         };
-        optional("bias", e.bias, &t.bias, DType::F32, &[d.n])?;
+        optional("bias", e.bias, &t.bias, bias_type(t.bias.as_ref(), d.out), &[d.n])?;
         let aux = [m, e.activation.aux_cols(d.n)];
         optional("aux_in", e.activation.reads_aux(), &t.aux_in, d.out, &aux)?;
         optional("aux_out", e.aux, &t.aux_out, d.out, &aux)?;

@@ -16,6 +16,7 @@ use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
 use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
 use crate::collective::nccl::scatter;
+use crate::common::Bias;
 use crate::common::cuda::{addr, holding, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
 use crate::common::nccl::ByNccl;
@@ -190,8 +191,7 @@ impl Run<'_> {
         if direct {
             return Ok(());
         }
-        let bias = self.t.bias.as_ref().map(Tensor::cuda).transpose()?;
-        let (out, bias) = (self.out.addr(), bias.as_ref());
+        let (out, bias) = (self.out.addr(), Bias::of(self.t.bias.as_ref())?);
         let sum = Sum { slots: dst, stride: 0, own: dst, out, bias, rows, cols: d.n, scale: 1.0 };
         p.reducer.launch_parts(self.l, &sum, (None, 1))
     }
@@ -274,7 +274,7 @@ impl Run<'_> {
             a: Matrix::new(x + (rows.start * d.k * size) as u64, d.k),
             b: Matrix::new(w, ldb),
             d: Matrix::new(to, d.n),
-            bias: 0,
+            bias: Bias::default(),
             aux: Matrix::default(),
             accumulate: false,
         };
@@ -309,7 +309,6 @@ impl Run<'_> {
         let first = rows.start.saturating_sub(own.start);
         let stride = slot_rows(d, size) * row;
         let whole = os.addr(self.me, self.job.slots.range(0, size * stride), size * stride)?;
-        let bias = self.t.bias.as_ref().map(Tensor::cuda).transpose()?;
         // GEMM+AR stores my rows among all.
         let at = if self.job.gather.is_some() { rows.start } else { first };
         let sum = Sum {
@@ -317,7 +316,7 @@ impl Run<'_> {
             stride: stride as u64,
             own: self.p.own.addr() + (first * d.n * 4) as u64,
             out: self.out.addr() + (at * d.n * d.out.size()) as u64,
-            bias: bias.as_ref(),
+            bias: Bias::of(self.t.bias.as_ref())?,
             rows: rows.len(),
             cols: d.n,
             scale: 1.0,

@@ -10,6 +10,7 @@ use super::GemmRsDesc;
 use super::config::schedule;
 use super::cuda::{self, Prepared};
 use super::host::Run;
+use crate::common::bias_type;
 use crate::common::lanes::Lane;
 use crate::common::{
     Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
@@ -27,7 +28,7 @@ pub struct GemmRsInputs {
     pub x: Tensor,
     /// `[n, k]` or `[k, n]`.
     pub w: Tensor,
-    /// Bias `[n]` f32; equal on all ranks, added once.
+    /// Bias `[n]`: f32, or of the type of the output; equal on all ranks, added once.
     pub bias: Option<Tensor>,
     /// One f32 that multiplies my partial product: the product of the FP8 scales. On devices for FP8
     /// operands only.
@@ -56,7 +57,7 @@ impl GemmRsInputs {
                 .seen(if d.bias { "none" } else { "a tensor" }));
         }
         if let Some(b) = &self.bias {
-            expect_tensor("bias", b, DType::F32, &[d.n])?;
+            expect_tensor("bias", b, bias_type(Some(b), d.out), &[d.n])?;
         }
         if let Some(s) = &self.scale {
             expect_tensor("scale", s, DType::F32, &[1])?;

@@ -8,8 +8,10 @@ use tilewire_device::{Device, Tensor};
 use tilewire_kernels::SM80_GROUPED_GEMM;
 
 use super::{GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights};
+use crate::common::Bias;
 use crate::common::cuda::{addr, fit_32_bits, hold, load, workspace};
 use crate::gemm::Operand;
+use crate::gemm::cuda::bias_flag;
 use crate::gemm::cuda::{
     A_KM, ACT_SHIFT, B_KN, Param, SUMS, TILE, TILE_F32, Tile, act_code, defines, out_code,
 };
@@ -200,11 +202,12 @@ impl Prepared {
     pub fn fprop(&self, stream: &CudaStream, t: &GroupedFprop) -> Result<()> {
         let d = &self.desc;
         let (b, table) = self.operands(stream, &t.w)?;
+        let bias = Bias::of(t.bias.as_ref())?;
         let g = Param {
             a: self.operand(stream, &t.x, |w| &w.x)?,
             b,
             d: addr(&t.out)?,
-            bias: addr(t.bias.as_ref())?,
+            bias: bias.addr,
             lda: d.k as i64,
             ldb: d.k as i64,
             ldd: d.out_cols() as i64,
@@ -214,6 +217,7 @@ impl Prepared {
             flags: out_code(d.out)?
                 | act_code(d.activation) << ACT_SHIFT
                 | self.tail()
+                | bias_flag(bias)
                 | self.nt.flags,
             aux: addr(t.aux_out.as_ref())?,
             ldaux: d.n as i64,

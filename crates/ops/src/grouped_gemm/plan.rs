@@ -8,6 +8,7 @@ use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::{GroupedDesc, Splits, Weights};
 use super::{cuda, host};
+use crate::common::bias_type;
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{Named, apart, each_apart, expect_tensor};
 use crate::gemm::Operand;
@@ -19,7 +20,7 @@ pub struct GroupedFprop {
     pub x: Operand,
     /// Weights.
     pub w: Weights,
-    /// Bias `[groups, n]` f32.
+    /// Bias `[groups, n]`: f32, or of the type of the output.
     pub bias: Option<Tensor>,
     /// Rows of each group.
     pub splits: Splits,
@@ -169,7 +170,7 @@ impl GroupedGemmPlan {
             d.check_splits(&t.splits)?;
             expect_tensor("out", &t.out, d.out, &[d.capacity, d.out_cols()])?;
             if let Some(b) = &t.bias {
-                expect_tensor("bias", b, DType::F32, &[d.groups, d.n])?;
+                expect_tensor("bias", b, bias_type(Some(b), d.out), &[d.groups, d.n])?;
             }
             if let Some(a) = &t.aux_out {
                 expect_tensor("aux_out", a, d.out, &[d.capacity, d.n])?;

@@ -7,7 +7,8 @@ use crate::DEVICES;
 use crate::driver::Driver;
 
 /// A test, with how many devices, and which operations where it asks.
-const RUNS: [(&str, usize, &str); 10] = [
+const RUNS: [(&str, usize, &str); 11] = [
+    ("a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias", 2, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-5"),
     ("replays_with_changed_inputs_equal_eager_launches", 4, "14-15"),
     ("a_rank_that_never_launches_is_named_and_outputs_are_poison", 3, "0-2"),
