@@ -247,6 +247,26 @@ impl Error {
         self.0.peer
     }
 
+    /// Sequence number of the launch, if known.
+    pub fn get_seq(&self) -> Option<u64> {
+        self.0.seq
+    }
+
+    /// What was expected, in words, if something was compared.
+    pub fn get_expected(&self) -> Option<&str> {
+        self.0.expected.as_deref()
+    }
+
+    /// What was seen instead, in words, if something was compared.
+    pub fn get_seen(&self) -> Option<&str> {
+        self.0.seen.as_deref()
+    }
+
+    /// How long was waited, if anything was waited for.
+    pub fn get_elapsed(&self) -> Option<Duration> {
+        self.0.elapsed
+    }
+
     /// What the user can do, if anything.
     pub fn get_hint(&self) -> Option<&str> {
         self.0.hint.as_deref()
@@ -386,6 +406,11 @@ mod tests {
             "gemm_rs [reduce]: no signal; expected 4, got 3 (team tp, seq 9, rank 1, peer 2, \
              after 1.500 s)\n  hint: look at rank 2"
         );
+        assert_eq!((e.get_seq(), e.get_elapsed()), (Some(9), Some(Duration::from_millis(1500))));
+        assert_eq!((e.get_expected(), e.get_seen()), (Some("4"), Some("3")));
+        let none = Error::invalid("no");
+        assert_eq!((none.get_seq(), none.get_elapsed()), (None, None));
+        assert_eq!((none.get_expected(), none.get_seen()), (None, None));
         let j = e.to_json();
         assert_eq!(j["kind"], "timeout");
         assert_eq!(j["elapsed_ms"], 1500.0);
