@@ -2,7 +2,9 @@
 
 use std::sync::{Arc, Mutex};
 
-use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_core::{DType, Error, ErrorKind, Rank, Result, Shape};
+use tilewire_device::cuda::CudaMemory;
+use tilewire_device::{Device, Tensor};
 
 use crate::heap::Heap;
 use crate::team::lock;
@@ -82,6 +84,73 @@ impl SymBuf {
         self.0.offset + at
     }
 
+    /// Address and length in bytes of `rank`'s part: on this rank's device, or in this process for a heap of the
+    /// host. It is good as long as a clone of the buffer lives. Programs may load and store there by plain
+    /// instructions, ordered between ranks by signals or a barrier; a part of the host is no `Tensor`, so nothing
+    /// guards it against operations that use the buffer at the same time.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a rank that the team does not have; `Unsupported` for a peer's part on GPUs that do not
+    /// reach each other.
+    pub fn address(&self, rank: Rank) -> Result<(u64, usize)> {
+        let (heap, len) = (&self.0.heap, self.0.len_bytes);
+        heap.address(rank, self.0.offset, len).map(|at| (at, len)).map_err(|e| e.op("symbuf"))
+    }
+
+    /// Bytes from the part of each rank to that of the next; addresses wrap.
+    ///
+    /// # Errors
+    /// `Unsupported` if GPUs do not reach each other, or parts do not lie in even steps (more than two ranks of the
+    /// backend `nvshmem`).
+    pub fn stride(&self) -> Result<u64> {
+        self.0.heap.stride().map_err(|e| e.op("symbuf"))
+    }
+
+    /// The first bytes of this rank's own part as a tensor on this rank's device, which keeps the buffer's memory.
+    ///
+    /// # Errors
+    /// As [`SymBuf::peer_tensor`].
+    pub fn tensor(&self, dtype: DType, shape: Shape) -> Result<Tensor> {
+        self.peer_tensor(self.0.heap.team().rank(), dtype, shape)
+    }
+
+    /// The first bytes of `rank`'s part as a tensor on this rank's device, which keeps the buffer's memory. Order its
+    /// use with that of other ranks by signals or a barrier. Plans do not take it as an argument that they share.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it does not fit the buffer; `Unsupported` on heaps of the host, whose memory other
+    /// processes write; otherwise as [`SymBuf::address`].
+    pub fn peer_tensor(&self, rank: Rank, dtype: DType, shape: Shape) -> Result<Tensor> {
+        let Device::Cuda(ctx) = self.0.heap.device() else {
+            let text = "a tensor over symmetric memory of the host";
+            return Err(Error::new(ErrorKind::Unsupported, text)
+                .op("symbuf")
+                .hint("use `SymBuf::address`, or transfers of `OneSided`"));
+        };
+        let (addr, len) = self.address(rank)?;
+        // SAFETY: the heap has mapped these bytes of the rank's part on the device of `ctx`, for reading and writing;
+        // the buffer, which is the lender, keeps the heap.
+        let memory = unsafe { CudaMemory::lent(&ctx, addr, len, Arc::new(self.clone())) };
+        Tensor::over_cuda(memory, dtype, shape).map_err(|e| e.op("symbuf"))
+    }
+
+    /// The first bytes of all ranks' parts as one strided array `[ranks, shape...]`.
+    ///
+    /// # Errors
+    /// As [`SymBuf::address`] and [`SymBuf::stride`]; `InvalidArgument` if a part does not fit the buffer.
+    pub fn all_ranks(&self, dtype: DType, shape: Shape) -> Result<AllRanks> {
+        let need = shape.num_elems().saturating_mul(dtype.size());
+        if need > self.0.len_bytes {
+            return Err(Error::invalid(format!("a {dtype} tensor {shape} in a symmetric buffer"))
+                .op("symbuf")
+                .expected(format_args!("at most {} bytes", self.0.len_bytes))
+                .seen(need));
+        }
+        let (stride_bytes, (address, _)) = (self.stride()?, self.address(Rank::new(0))?);
+        let num_ranks = self.0.heap.team().size();
+        Ok(AllRanks { address, stride_bytes, num_ranks, dtype, shape, buf: self.clone() })
+    }
+
     /// The heap it was taken from.
     pub fn heap(&self) -> &Heap {
         &self.0.heap
@@ -107,6 +176,30 @@ impl SymBuf {
                 self.0.heap.team().generation()
             ))
             .hint("buffers do not outlive their team: allocate again after re-forming it"))
+    }
+}
+
+/// The parts of all ranks as one strided array: that of rank `r` lies at `address + r * stride_bytes`, which
+/// wraps. It keeps the buffer.
+#[derive(Clone, Debug)]
+pub struct AllRanks {
+    /// Address of rank 0's part: on this rank's device, or in this process for a heap of the host.
+    pub address: u64,
+    /// Bytes from each rank's part to the next one's.
+    pub stride_bytes: u64,
+    /// Ranks of the team.
+    pub num_ranks: usize,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Shape of one rank's part.
+    pub shape: Shape,
+    buf: SymBuf,
+}
+
+impl AllRanks {
+    /// The buffer that it shows.
+    pub fn buf(&self) -> &SymBuf {
+        &self.buf
     }
 }
 

@@ -165,6 +165,11 @@ fn too_large() -> Error {
         .hint("give fewer bytes: Plan::memory says what each plan needs")
 }
 
+fn out_of_reach() -> Error {
+    Error::new(ErrorKind::Unsupported, "the GPUs of this team do not reach each other's memory")
+        .hint("`Heap::reaches_peers` says so beforehand; plans go through NCCL there")
+}
+
 /// The descriptors of all members, in team order.
 pub(crate) struct Chunks(pub Vec<Vec<OwnedFd>>);
 
@@ -251,6 +256,27 @@ impl Heap {
                 .seen(format_args!("{offset}+{len}")));
         }
         Ok(())
+    }
+
+    /// Where `len` bytes at `offset` of `rank`'s chunk lie, as this rank sees them.
+    pub(crate) fn address(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
+        self.check_range(rank, offset, len)?;
+        match &self.0.vmm {
+            Some(store) if store.near || rank == self.0.team.rank() => {
+                store.address(rank, offset, len)
+            }
+            Some(_) => Err(out_of_reach()),
+            None => Ok(self.0.map.address(rank.idx(), offset, len)),
+        }
+    }
+
+    /// Bytes from each rank's chunk to the next one's, as this rank sees them.
+    pub(crate) fn stride(&self) -> Result<u64> {
+        match &self.0.vmm {
+            Some(store) if store.near => store.stride(),
+            Some(_) => Err(out_of_reach()),
+            None => Ok(self.0.stride as u64),
+        }
     }
 
     /// Takes `len_bytes` from the heap, at the same offset on every rank that makes the same

@@ -40,7 +40,7 @@ mod vmm;
 mod wait;
 mod world;
 
-pub use buf::SymBuf;
+pub use buf::{AllRanks, SymBuf};
 pub use control::NUM_SIGNALS;
 pub use heap::{Heap, HeapCfg};
 pub use hook::{HookAction, HookPoint, StepKind};

@@ -130,6 +130,11 @@ impl Mapping {
         self.at(rank, 0, self.len()).as_ptr()
     }
 
+    /// Address in this process of `len` bytes at `offset` of the file of `rank`.
+    pub fn address(&self, rank: usize, offset: usize, len: usize) -> u64 {
+        self.at(rank, offset, len).as_ptr() as u64
+    }
+
     fn at(&self, rank: usize, offset: usize, len: usize) -> NonNull<u8> {
         let end = offset.checked_add(len);
         assert!(

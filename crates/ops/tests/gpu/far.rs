@@ -76,6 +76,18 @@ fn far_gpus_refuse_puts_and_meet() {
         let bytes = CudaMemory::from_bytes(os.context(), &[1; 64])?;
         let e = os.put(s, next, 0, &bytes).unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        let buf = heap.alloc(64, "words")?;
+        let shape = tilewire_core::Shape::d1(4);
+        assert_eq!(buf.address(me)?.1, 64);
+        let refusals = [
+            buf.address(next).err(),
+            buf.stride().err(),
+            buf.peer_tensor(next, DType::F32, shape).err(),
+            buf.all_ranks(DType::F32, shape).err(),
+        ];
+        for e in refusals {
+            assert!(e.is_some_and(|e| e.is_unsupported() && e.get_hint().is_some()));
+        }
         let kind = CollectiveKind::AllGather(tilewire_ops::Shards::Even);
         let gather = CollectiveDesc { kind, m: 4 * n, cols: 8, dtype: DType::F32 };
         let put = CollectivePlan::with_backend(gather.clone(), &heap, CollectiveBackend::Put);

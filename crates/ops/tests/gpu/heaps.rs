@@ -5,7 +5,7 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use tilewire_core::{BackendKind, DType, Rank, Result, Rng, Shape};
+use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Result, Rng, Shape};
 use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_ops::ep::{EpDesc, EpDispatch, EpPlan};
@@ -26,6 +26,36 @@ fn ready(what: &str) -> Option<usize> {
 
 fn cfg() -> WorldCfg {
     WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() }
+}
+
+/// Tensors over a buffer's parts show what each rank has written, also once the buffer's other handles are gone.
+#[test]
+fn tensors_over_symmetric_memory_are_that_memory() {
+    let Some(n) = ready("tensors over symmetric memory") else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n, cfg(), |world| {
+        let heap = world.everyone("tensors")?.heap(BackendKind::Vmm, HeapCfg::new(4 << 20))?;
+        let (team, _before) = (heap.team().clone(), heap.alloc(300, "before")?);
+        let buf = heap.alloc(64, "words")?;
+        let all = buf.all_ranks(DType::I64, Shape::d1(4))?;
+        let own = buf.tensor(DType::I64, Shape::d1(4))?;
+        let me = i64::from(team.rank().get());
+        own.upload(bytemuck::cast_slice(&[me, 7, 8, 9i64]))?;
+        team.agree(true)?;
+        let peers = (0..n as u32).map(|r| buf.peer_tensor(Rank::new(r), DType::I64, Shape::d1(4)));
+        let peers = peers.collect::<Result<Vec<_>>>()?;
+        let e = buf.tensor(DType::I64, Shape::d1(9)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+        drop((buf, heap));
+        for (r, t) in peers.iter().enumerate() {
+            assert_eq!(t.to_vec::<i64>()?, [r as i64, 7, 8, 9]);
+            let at = all.address.wrapping_add(all.stride_bytes.wrapping_mul(r as u64));
+            assert_eq!(t.cuda()?.addr(), at);
+        }
+        assert_eq!((all.num_ranks, all.buf().len_bytes()), (n, 64));
+        team.agree(true).map(drop)
+    })
+    .unwrap();
 }
 
 /// A plan has what it needs: team, heap and stream may go before it in any order, and the devices are as before.

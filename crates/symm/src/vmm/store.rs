@@ -88,6 +88,18 @@ impl HeapMemory {
     }
 }
 
+impl VmmStore {
+    /// As [`HeapMemory::addr`].
+    pub(crate) fn address(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
+        self.heap.addr(rank, offset, len)
+    }
+
+    /// As [`HeapMemory::stride`].
+    pub(crate) fn stride(&self) -> Result<u64> {
+        self.heap.stride()
+    }
+}
+
 /// What to do about too long a range of addresses.
 const RESERVE: &str = "give a smaller HeapCfg::reserve_bytes";
 
