@@ -174,7 +174,10 @@ impl Worker {
 
     /// Waits for the thread, unless it is the caller (a callback that drops its own mesh).
     pub fn join(self) {
-        if !self.is_foreign() && self.handle.thread().id() != std::thread::current().id() {
+        if self.is_foreign() {
+            // Even its end would touch the thread.
+            std::mem::forget(self.handle);
+        } else if self.handle.thread().id() != std::thread::current().id() {
             // A panic there has been shown by the panic hook; a destructor can add nothing.
             self.handle.join().ok();
         }

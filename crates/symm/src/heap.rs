@@ -85,6 +85,15 @@ impl Drop for HeapInner {
 #[derive(Clone)]
 pub struct Heap(pub(crate) Arc<HeapInner>);
 
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // The memory of a forked child keeps what only its parent can end.
+        if self.0.team.0.process.is_foreign() {
+            std::mem::forget(self.0.clone());
+        }
+    }
+}
+
 impl LiveTeam {
     /// Collective: makes a heap of `cfg.len_bytes` per rank.
     ///
@@ -283,8 +292,9 @@ impl Heap {
     /// calls in the same order. Local; `prepare` checks that the calls were equal.
     ///
     /// # Errors
-    /// `Exhausted` if there is no room.
+    /// `Exhausted` if there is no room; `Stale` in a forked child.
     pub fn alloc(&self, len_bytes: usize, tag: &str) -> Result<SymBuf> {
+        self.0.team.0.process.check()?;
         let offset = lock(&self.0.alloc)
             .alloc(len_bytes, tag)
             .map_err(|e| e.op("heap.alloc").team(self.0.team.name()))?;
@@ -297,6 +307,7 @@ impl Heap {
     /// # Errors
     /// As [`LiveTeam::exchange`].
     pub fn collect(&self) -> Result<()> {
+        self.0.team.0.process.check()?;
         if let Some(store) = &self.0.vmm {
             store.ctx.free_retired();
         }
@@ -416,7 +427,7 @@ impl Heap {
     /// Notes that a buffer was dropped; `collect` returns it.
     pub(crate) fn note_dropped(&self, space: Dropped) {
         // A buffer of no bytes took no space, and its place is not its own.
-        if space.len > 0 {
+        if space.len > 0 && !self.0.team.0.process.is_foreign() {
             lock(&self.0.dropped).push(space);
         }
     }

@@ -105,7 +105,7 @@ impl Signals {
 
 impl Drop for Signals {
     fn drop(&mut self) {
-        if self.num > 0 {
+        if self.num > 0 && !self.team.0.process.is_foreign() {
             let ended = lock(&self.ended).take();
             let space = Dropped { at: self.first, len: self.num, ended };
             lock(&self.team.0.slots).dropped.push(space);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use tilewire_boot::{Mesh, PeerExit};
-use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, Team};
+use tilewire_core::{Deadline, Error, ErrorKind, Process, Rank, Result, Team};
 use tilewire_device::Fault;
 
 use crate::control::{Control, NUM_CHANNELS, NUM_SIGNALS, page_bytes};
@@ -28,6 +28,7 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 pub(crate) struct TeamInner {
+    pub process: Process,
     pub info: Team,
     pub id: u64,
     pub generation: u64,
@@ -81,8 +82,19 @@ fn translate(team: &Team, e: Error) -> Error {
 ///
 /// Once a wait has failed the team is faulted for good: every call returns the first error. The
 /// members that are left can form a new team on new memory.
+///
+/// In a forked child its calls are `Stale`, and dropping it does nothing.
 #[derive(Clone)]
 pub struct LiveTeam(pub(crate) Arc<TeamInner>);
+
+impl Drop for LiveTeam {
+    fn drop(&mut self) {
+        // The memory of a forked child keeps what only its parent can end.
+        if self.0.process.is_foreign() {
+            std::mem::forget(self.0.clone());
+        }
+    }
+}
 
 impl Deref for LiveTeam {
     type Target = Team;
@@ -166,6 +178,7 @@ impl LiveTeam {
             fault: Arc::new(Fault::new()),
             traffic: TrafficCounters::new(size),
             sinks: AbortSinks::default(),
+            process: Process::default(),
             dead: AtomicU64::new(0),
             left: AtomicU64::new(0),
             heard: AtomicU64::new(0),
@@ -233,6 +246,7 @@ impl LiveTeam {
     }
 
     fn meet_news(&self, at: impl FnOnce(Error) -> Error) -> Result<()> {
+        self.0.process.check().map_err(|e| e.team(self.name()))?;
         self.0.fault.check()?;
         self.news().map_or(Ok(()), |e| Err(self.fail(at(e))))
     }
@@ -269,6 +283,10 @@ impl LiveTeam {
 
     /// Records `error` as the fault of the team, which tells all peers, and returns the first fault.
     pub fn fail(&self, error: Error) -> Error {
+        // A forked child must not tell its parent's peers.
+        if let Err(e) = self.0.process.check() {
+            return e.team(self.name());
+        }
         self.0.fault.set(error.team(self.name()))
     }
 
@@ -504,6 +522,9 @@ impl LiveTeam {
 
     /// Notes how far a launch came.
     pub fn set_state(&self, seq: u64, state: EntryState) {
+        if self.0.process.is_foreign() {
+            return;
+        }
         recorder::set_state(&self.0.ctl, self.rank(), seq, state);
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use tilewire_boot::{Mesh, PeerExit, ThreadMesh};
-use tilewire_core::{BackendKind, Config, Error, ErrorKind, Rank, Result, Team};
+use tilewire_core::{BackendKind, Config, Error, ErrorKind, Process, Rank, Result, Team};
 use tilewire_device::Fault;
 use tilewire_device::cuda::NcclComm;
 
@@ -47,6 +47,7 @@ impl WorldCfg {
 }
 
 struct WorldInner {
+    process: Process,
     mesh: Arc<dyn Mesh>,
     cfg: WorldCfg,
     teams: Mutex<Vec<Weak<TeamInner>>>,
@@ -91,6 +92,8 @@ impl ToldDeaths {
 /// Drop it behind the work that peers wait for: a second after the goodbye they wait no longer.
 /// Keep it as long as its teams: one that outlives it learns of no more deaths, so a wait on a rank
 /// that dies then ends at its deadline.
+///
+/// In a forked child its calls are `Stale`, and dropping it does nothing.
 pub struct World(Arc<WorldInner>);
 
 /// An `ncclComm_t` that [`World::return_nccl`] gives back.
@@ -106,6 +109,7 @@ impl World {
     /// Joins over connections that are already made.
     pub fn join(mesh: Arc<dyn Mesh>, cfg: WorldCfg) -> Self {
         let inner = Arc::new(WorldInner {
+            process: Process::default(),
             mesh,
             cfg,
             teams: Mutex::default(),
@@ -196,8 +200,9 @@ impl World {
     /// The same name and members may be used again: each time is a new generation on new memory.
     ///
     /// # Errors
-    /// `InvalidArgument` for a bad member list; `Timeout` or `PeerDead` naming who is missing.
+    /// `InvalidArgument` for a bad member list; `Timeout` or `PeerDead` naming who is missing; `Stale` in a forked child.
     pub fn team(&self, members: &[Rank], name: &str) -> Result<Option<LiveTeam>> {
+        self.0.process.check()?;
         let Some(info) = Team::new(name, members, self.rank(), self.size())? else {
             return Ok(None);
         };
@@ -307,8 +312,9 @@ impl World {
     /// Raises the first fault of any live team.
     ///
     /// # Errors
-    /// That fault.
+    /// That fault; `Stale` in a forked child.
     pub fn check(&self) -> Result<()> {
+        self.0.process.check()?;
         let teams: Vec<_> = lock(&self.0.teams).iter().filter_map(Weak::upgrade).collect();
         teams.into_iter().try_for_each(|t| LiveTeam(t).check())
     }
@@ -335,6 +341,11 @@ impl WorldInner {
 
 impl Drop for World {
     fn drop(&mut self) {
+        // A forked child has neither the threads nor the right to speak for its parent.
+        if self.0.process.is_foreign() {
+            std::mem::forget(self.0.clone());
+            return;
+        }
         if !std::thread::panicking() {
             self.0.mesh.leave();
             return;

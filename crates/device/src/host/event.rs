@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use tilewire_core::{Deadline, Error, Result};
+use tilewire_core::{Deadline, Error, Process, Result};
 
 use super::graph::CaptureMark;
 use crate::pending::timed_out;
@@ -17,6 +17,7 @@ pub struct HostEvent(Arc<Inner>);
 struct Inner {
     state: Mutex<State>,
     done: Condvar,
+    process: Process,
 }
 
 #[derive(Default)]
@@ -84,8 +85,10 @@ impl HostEvent {
     /// Blocks the calling thread until the last record is reached.
     ///
     /// # Errors
-    /// `Timeout` at `deadline`; `InvalidArgument` if the last record was captured into a graph.
+    /// `Timeout` at `deadline`; `InvalidArgument` if the last record was captured into a graph; `Stale` in a forked child.
     pub fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {
+        // A child has no thread that would reach it.
+        self.0.process.check()?;
         let mut s = self.state();
         if s.mark.is_some() {
             return Err(Error::invalid(

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use tilewire_core::{Error, ErrorKind, Result, inject};
+use tilewire_core::{Error, ErrorKind, Process, Result, inject};
 
 use super::event::HostEvent;
 use super::graph::{CaptureMark, HostGraph, HostGraphExec, LaneOp, Session};
@@ -113,6 +113,7 @@ struct Inner {
     worker: Mutex<Option<JoinHandle<()>>>,
     capture: Mutex<Capture>,
     error: Arc<Fault>,
+    process: Process,
 }
 
 fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -150,6 +151,7 @@ impl HostStream {
             worker: Mutex::new(Some(worker)),
             capture: Mutex::new(None),
             error,
+            process: Process::default(),
         })))
     }
 
@@ -159,6 +161,7 @@ impl HostStream {
     }
 
     pub(super) fn submit(&self, job: Job) -> Result<()> {
+        self.0.process.check()?;
         let gone = || Error::internal(format!("stream `{}` has ended", self.0.name));
         lock(&self.0.queue).as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())
     }
@@ -166,8 +169,9 @@ impl HostStream {
     /// Queues `node`, or adds it to the capture in progress.
     ///
     /// # Errors
-    /// An error that an earlier node without fault domain left behind.
+    /// An error that an earlier node without fault domain left behind; `Stale` in a forked child.
     pub fn launch(&self, node: Node) -> Result<()> {
+        self.0.process.check()?;
         self.0.error.check()?;
         if let Some((session, lane)) = &*self.capture() {
             session.push(*lane, LaneOp::Node(node));
@@ -317,6 +321,13 @@ impl HostStream {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        // A forked child lacks the thread: its handle and its queue must not be touched.
+        if self.process.is_foreign() {
+            let worker = self.worker.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            let queue = self.queue.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            std::mem::forget((worker, queue));
+            return;
+        }
         // A capture that was begun here and given up: the session and the streams that joined it
         // hold each other.
         if let Some((session, 0)) = lock(&self.capture).take() {
