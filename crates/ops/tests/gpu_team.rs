@@ -10,6 +10,8 @@
 mod biases;
 #[path = "gpu/calls.rs"]
 mod calls;
+#[path = "gpu/checks.rs"]
+mod checks;
 #[path = "gpu/driver.rs"]
 mod driver;
 #[path = "gpu/dropped.rs"]
@@ -82,6 +84,17 @@ fn a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias() {
             biases::same_bits(&heap, &stream, dtype)?;
         }
         Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_rank_that_launches_another_m_is_named_at_once() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n.min(2), checks::cfg(), |world| {
+        let (heap, stream) = heap(&world, "checks")?;
+        checks::another_m_is_a_mismatch(&heap, &stream)
     })
     .unwrap();
 }

@@ -19,6 +19,7 @@
 //! The protocol itself is in `protocol`, generic over the atomic words, so that loom can check
 //! the very code that runs. The page that goes with it is `docs/protocols/signals.md`.
 
+mod agree;
 mod alloc;
 mod buf;
 mod control;

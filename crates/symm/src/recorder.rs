@@ -208,6 +208,20 @@ pub(crate) fn read_or_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Ent
     })
 }
 
+/// As [`read_or_prepare`], where `rank` is to be at an entry of `kind`: launches that are compared are noted as prepares
+/// are, and what is left of one is taken for what it is to be.
+pub(crate) fn read_or_met(
+    ctl: &Control,
+    rank: Rank,
+    (kind, seq): (EntryKind, u64),
+) -> Option<Entry> {
+    let noted = |e: Entry| if e.text == FORGOTTEN { Entry { kind, ..e } } else { e };
+    read_or_prepare(ctl, rank, seq).map(noted)
+}
+
+/// Stands for words that launches have overwritten.
+const FORGOTTEN: &str = "(a meeting whose words are no longer recorded)";
+
 /// Prepare number `seq` of `rank`, if it is one of its last two.
 fn read_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
     let word = |i| ctl.prepare_word(rank, i);
@@ -217,7 +231,7 @@ fn read_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
         kind: EntryKind::Prepare,
         state: EntryState::Done,
         fingerprint: word(at + 1).load(Ordering::Relaxed),
-        text: "(a prepare whose words are no longer recorded)".to_owned(),
+        text: FORGOTTEN.to_owned(),
     })
 }
 

@@ -15,12 +15,11 @@ use crate::hook::{Hook, HookAction, HookPoint, StepKind};
 use crate::map::{Mapping, shared_file};
 use crate::nccl::Adopted;
 use crate::protocol::{AbortCode, raise};
-use crate::recorder::{self, Entry, EntryKind, EntryState, Fingerprint, NUM_ENTRIES};
+use crate::recorder::{self, Entry, EntryState, NUM_ENTRIES};
 use crate::signals::SlotPool;
 use crate::sink::AbortSinks;
 use crate::told::{Stop, exchange_parts, leave_word};
 use crate::traffic::{Traffic, TrafficCounters};
-use crate::wait::WaitCtx;
 use crate::world::WorldCfg;
 
 pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -52,7 +51,7 @@ pub(crate) struct TeamInner {
     expected: Vec<AtomicU64>,
     epochs: Vec<AtomicU64>,
     pub slots: Mutex<SlotPool>,
-    seq: AtomicU64,
+    pub seq: AtomicU64,
     exchanges: AtomicU64,
     hook: OnceLock<Hook>,
     hook_counts: [AtomicU64; 5],
@@ -452,72 +451,6 @@ impl LiveTeam {
     /// As [`LiveTeam::exchange`].
     pub fn agree(&self, flag: bool) -> Result<bool> {
         Ok(self.exchange("agree", &[u8::from(flag)])?.iter().all(|p| p == &[1]))
-    }
-
-    /// Collective: all members must be at a `prepare` with this fingerprint.
-    ///
-    /// Meets through the flight recorders in shared memory, so a peer that is at another
-    /// `prepare`, or at a `launch`, is seen at once. Returns the sequence number.
-    ///
-    /// # Errors
-    /// `Mismatch` with both ranks' words; `Timeout`, `PeerDead`, or the fault of the team.
-    pub fn prepare_agree(&self, fp: &Fingerprint) -> Result<u64> {
-        self.check_at(fp.op(), "agree")?;
-        let seq = self.record(EntryKind::Prepare, fp);
-        for p in self.peers() {
-            let waited = self.wait_until(
-                &WaitCtx { op: "prepare", phase: "agree", seq, peer: p, expected: seq },
-                // A peer may have passed and made so many launches that its entry is gone; the
-                // words of its last two prepares stay.
-                || recorder::read_or_prepare(&self.0.ctl, p, seq),
-                || 0,
-            );
-            let theirs = waited.map_err(|e| self.fail(e))?;
-            self.compare(fp, EntryKind::Prepare, p, &theirs).map_err(|e| self.fail(e))?;
-        }
-        self.set_state(seq, EntryState::Done);
-        Ok(seq)
-    }
-
-    pub(crate) fn compare(
-        &self,
-        fp: &Fingerprint,
-        kind: EntryKind,
-        peer: Rank,
-        theirs: &Entry,
-    ) -> Result<()> {
-        if theirs.fingerprint == fp.tag() && theirs.kind == kind {
-            return Ok(());
-        }
-        let word = |k| if k == EntryKind::Prepare { "prepare" } else { "launch" };
-        Err(Error::new(ErrorKind::Mismatch, "ranks disagree about what comes next")
-            .op(if kind == EntryKind::Prepare { "prepare" } else { "launch" })
-            .phase("agree")
-            .rank(self.rank())
-            .peer(peer)
-            .seq(theirs.seq)
-            .expected(format_args!("`{} {}`", word(kind), fp.text()))
-            .seen(format_args!("`{} {}`", word(theirs.kind), theirs.text))
-            .hint("all ranks must make the same calls with the same shapes, in the same order"))
-    }
-
-    /// Notes a launch in program order; returns its sequence number.
-    ///
-    /// # Errors
-    /// The fault of the team.
-    pub fn launch_begin(&self, fp: &Fingerprint) -> Result<u64> {
-        self.check_at(fp.op(), "launch")?;
-        Ok(self.record(EntryKind::Launch, fp))
-    }
-
-    fn record(&self, kind: EntryKind, fp: &Fingerprint) -> u64 {
-        let seq = self.0.seq.fetch_add(1, Ordering::Relaxed) + 1;
-        recorder::write(&self.0.ctl, self.rank(), seq, kind, fp.tag(), fp.text());
-        if kind == EntryKind::Prepare {
-            recorder::write_prepare(&self.0.ctl, self.rank(), seq, fp.tag());
-            self.peers().for_each(|p| self.0.ctl.ring(p));
-        }
-        seq
     }
 
     /// Notes how far a launch came.

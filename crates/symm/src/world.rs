@@ -21,6 +21,10 @@ pub struct WorldCfg {
     pub rendezvous_timeout: Duration,
     /// After how long a wait is reported in the log. Default 30 s.
     pub late_warning: Duration,
+    /// Every eager launch first compares operation and sizes with all members on the host, so that ranks that launch
+    /// different things have a `Mismatch` at once, on devices too. It costs a meeting of the hosts for each launch; launches
+    /// into a capture are not compared. The same on all ranks. Default off.
+    pub check: bool,
 }
 
 impl Default for WorldCfg {
@@ -29,6 +33,7 @@ impl Default for WorldCfg {
             timeout: Duration::from_secs(600),
             rendezvous_timeout: Duration::from_secs(60),
             late_warning: Duration::from_secs(30),
+            check: false,
         }
     }
 }

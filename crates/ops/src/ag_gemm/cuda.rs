@@ -301,7 +301,7 @@ impl Run<'_> {
             a: Matrix::new(a, d.k),
             b: Matrix::new(at(w, b_first, w_size), ldb),
             d: Matrix::new(at(addr(&t.out)?, elems(out_cols), d.out.size()), out_cols),
-            bias: Bias::of(t.bias.as_ref())?.from_col(cols.start),
+            bias: Bias::of(t.bias.as_ref())?.at_col(cols.start),
             aux: Matrix::new(at(aux, elems(aux_cols), d.out.size()), aux_cols),
             accumulate: false,
         };

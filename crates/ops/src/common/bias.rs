@@ -31,7 +31,7 @@ impl Bias {
     }
 
     /// From column `col` on.
-    pub fn from_col(self, col: usize) -> Self {
+    pub fn at_col(self, col: usize) -> Self {
         let skip = if self.addr == 0 { 0 } else { (col * self.size) as u64 };
         Self { addr: self.addr + skip, ..self }
     }

@@ -334,7 +334,10 @@ impl PlanCore {
     pub fn begin(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<Launch> {
         self.check_launch(stream)?;
         let fp = Fingerprint::new(self.op, format_args!("{} {detail}", self.text));
-        let seq = self.team().launch_begin(&fp).map_err(|e| e.op(self.op))?;
+        let team = self.team();
+        let checked = team.checks_launches() && !stream.is_capturing();
+        let begun = if checked { team.launch_agree(&fp) } else { team.launch_begin(&fp) };
+        let seq = begun.map_err(|e| e.op(self.op))?;
         Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, seq), tag: fp.tag() })
     }
 

@@ -7,7 +7,8 @@ use crate::DEVICES;
 use crate::driver::Driver;
 
 /// A test, with how many devices, and which operations where it asks.
-const RUNS: [(&str, usize, &str); 12] = [
+const RUNS: [(&str, usize, &str); 13] = [
+    ("a_rank_that_launches_another_m_is_named_at_once", 2, ""),
     ("heaps::tensors_over_symmetric_memory_are_that_memory", 3, ""),
     ("a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias", 2, ""),
     ("replays_with_changed_inputs_equal_eager_launches", 3, "0-5"),
