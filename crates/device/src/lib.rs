@@ -19,6 +19,7 @@ pub mod cuda;
 mod fault;
 mod host;
 pub mod jit;
+mod loan;
 mod memory;
 mod pending;
 mod queue;

@@ -38,10 +38,10 @@ impl Storage {
         }
     }
 
-    /// Address of the first byte on a device; 0 on the host, whose memory begins at a multiple of 64.
+    /// Address of the first byte. Memory of our own begins at a multiple of 64; lent memory need not.
     fn start(&self) -> u64 {
         match self {
-            Storage::Host(_) => 0,
+            Storage::Host(m) => m.addr() as u64,
             Storage::Cuda(m) => m.addr(),
         }
     }
@@ -325,15 +325,15 @@ impl Tensor {
         of_a == of_b && a.start < b.end && b.start < a.end
     }
 
-    /// Which memory the elements lie in, and where: spans of the same memory can be compared and sorted.
+    /// Which memory the elements lie in, the CPU's or the devices', and at which addresses: spans of the same memory
+    /// can be compared and sorted. Two owners may know the same memory.
     #[doc(hidden)]
     pub fn span(&self) -> (usize, std::ops::Range<u64>) {
-        let (of, start) = match &*self.mem {
-            Storage::Host(m) => (m.id(), 0),
-            // One space of addresses: two owners may know the same memory.
-            Storage::Cuda(m) => (0, m.addr()),
+        let of = match &*self.mem {
+            Storage::Host(_) => 1,
+            Storage::Cuda(_) => 0,
         };
-        let start = start + self.offset_bytes as u64;
+        let start = self.mem.start() + self.offset_bytes as u64;
         (of, start..start + self.len_bytes() as u64)
     }
 
@@ -359,6 +359,27 @@ mod tests {
         assert!(t.rows(2, 2).is_err() && t.reshape(Shape::d1(5)).is_err());
         assert!(t.to_vec::<f32>().is_err());
         assert!(t.rows(2, usize::MAX - 1).is_err());
+    }
+
+    /// Two loans of one storage, as views of a caller's tensor are.
+    #[test]
+    fn tensors_over_lent_memory_are_compared_by_address_and_aligned() {
+        let mut buf = vec![0u64; 4];
+        let ptr = buf.as_mut_ptr().cast::<u8>();
+        let over = |at: usize, len: usize, dtype: DType| {
+            // SAFETY: inside of `buf`, which outlives the loans and is not used meanwhile.
+            let m = unsafe { Memory::lent(ptr.add(at), len, Arc::new(())) };
+            Tensor::over(m, 0, dtype, Shape::d1(len / dtype.size()))
+        };
+        let (a, b) = (over(2, 8, DType::BF16).unwrap(), over(8, 16, DType::F32).unwrap());
+        let c = over(10, 4, DType::F16).unwrap();
+        assert!(a.overlaps(&b) && b.overlaps(&c) && !a.overlaps(&c));
+        assert!(over(2, 8, DType::F32).is_err(), "an f32 at an odd address");
+        a.write(|bytes| bytes.fill(0xFF)).unwrap();
+        assert!(a.to_f32().unwrap().iter().all(|v| v.is_nan()));
+        assert!(a.read(|_| b.write(|_| ()).is_err()).unwrap());
+        drop((a, b, c));
+        assert_eq!(buf[0].to_le_bytes()[2..], [0xFF; 6]);
     }
 
     /// Sizes whose bytes no number holds, and more memory than there is.
