@@ -28,6 +28,8 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod plans;
+
 pub use tilewire_boot as boot;
 pub use tilewire_core as core;
 pub use tilewire_device as device;

@@ -8,7 +8,7 @@ use crate::Shards;
 use crate::gemm::{AOrder, BOrder, Epilogue, GemmDesc};
 
 /// `all_gather(X) W^T` with an epilogue. Sizes are global in `m`, per rank in `n`.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct AgGemmDesc {
     /// The most rows of the gathered X.
     pub m: usize,

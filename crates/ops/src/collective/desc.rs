@@ -17,7 +17,7 @@ pub enum ReduceOp {
 }
 
 /// Which collective.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum CollectiveKind {
     /// Everybody's rows, in rank order, on every rank. Input `[rows of me, cols]`, output `[m, cols]`.
     AllGather(Shards),
@@ -60,7 +60,7 @@ impl FromStr for ReduceOp {
 }
 
 /// A collective over rows of `cols` elements.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct CollectiveDesc {
     /// Which one.
     pub kind: CollectiveKind,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use tilewire_core::{Error, Rank, Result};
 
 /// Rows of a global matrix per rank, in rank order. Shards may differ in size and be empty.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Shards {
     /// As evenly as possible: the first `m mod size` ranks have one row more.
     Even,

@@ -6,7 +6,7 @@ use crate::gemm_rs::GemmRsDesc;
 
 /// `all_reduce(X W^T) + bias`: the description of its reduce-scatter half, whose shards say who
 /// reduces which rows. The output is `[m, n]` on every rank.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct GemmArDesc(pub GemmRsDesc);
 
 impl GemmArDesc {

@@ -8,7 +8,7 @@ use crate::Shards;
 use crate::gemm::{AOrder, BOrder, Epilogue, GemmDesc};
 
 /// `reduce_scatter(X W^T) + bias`. `m` and `n` are global, `k` is this rank's part.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct GemmRsDesc {
     /// The most rows of the product.
     pub m: usize,
