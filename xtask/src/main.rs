@@ -4,6 +4,7 @@ mod acceptance;
 mod api;
 mod bundle;
 mod libraries;
+mod python;
 mod stages;
 mod tidy;
 

@@ -18,7 +18,7 @@ pub struct Outcome {
     pub downloaded: u64,
 }
 
-static STAGES: [Stage; 15] = [
+static STAGES: [Stage; 16] = [
     Stage { name: "tidy", run: tidy },
     Stage { name: "acceptance", run: acceptance },
     Stage { name: "build", run: build },
@@ -34,6 +34,7 @@ static STAGES: [Stage; 15] = [
     Stage { name: "train", run: train },
     Stage { name: "launchers", run: launchers },
     Stage { name: "torchrun", run: torchrun },
+    Stage { name: "python", run: crate::python::run },
 ];
 
 /// The stages whose name contains `only`, if it is given.
@@ -232,7 +233,7 @@ fn api(root: &Path) -> Outcome {
 }
 
 /// A tool that comes as a Python wheel. `None` if it cannot be installed here.
-fn wheel(root: &Path, o: &mut Outcome, spec: &str) -> Option<PathBuf> {
+pub fn wheel(root: &Path, o: &mut Outcome, spec: &str) -> Option<PathBuf> {
     let site = root.join("target/python-tools").join(spec);
     if !site.exists() {
         let dir = site.display().to_string();
@@ -487,24 +488,10 @@ fn install_apt(package: &str) -> bool {
     quiet(&["update", "-qq"]) && quiet(&["install", "-y", "-qq", package])
 }
 
-/// Wheels that the torchrun stage needs, pinned.
-const TORCH: [&str; 1] = ["torch==2.11.0"];
 /// Ranks started by `torchrun` join its store.
 fn torchrun(root: &Path) -> Outcome {
-    let site = root.join("target/python-torch");
     let mut o = Outcome::default();
-    if !site.join("torch").exists() {
-        let dir = site.display().to_string();
-        // With its dependencies: torch does not import without its CUDA libraries.
-        let mut args = vec!["-m", "pip", "install", "--quiet", "--no-compile", "--target", &dir];
-        args.extend(TORCH);
-        if !exec(root, "python3", &args, Duration::from_secs(1500)) {
-            println!("torch cannot be installed here: skipped");
-            o.skipped = 1;
-            return o;
-        }
-        o.downloaded = size_of(&site);
-    }
+    let Some(site) = crate::python::torch_site(root, &mut o) else { return o };
     let bin = binary(root).display().to_string();
     let script = "import sys; sys.path.insert(0, sys.argv.pop(1)); \
                   from torch.distributed.run import main; main(sys.argv[1:])";

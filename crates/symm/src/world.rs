@@ -314,6 +314,12 @@ impl World {
         }
     }
 
+    /// Says goodbye to the others now, as the end of the last owner would: for a process that ends without dropping
+    /// what it has made. Peers that wait for this rank wait no longer.
+    pub fn leave(&self) {
+        self.0.mesh.leave();
+    }
+
     /// Raises the first fault of any live team.
     ///
     /// # Errors

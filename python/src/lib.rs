@@ -1,0 +1,43 @@
+//! `tilewire._native`: what tilewire for Python needs of Rust.
+//!
+//! Operations take tensors of PyTorch through the DLPack exchange interface, or buffers of XLA
+//! through its foreign function interface, use them where they lie, and run plans that a world
+//! keeps by their description. Nothing of torch or XLA is linked. The Python package is the
+//! interface; what is here is private to it.
+//!
+//! # Rules
+//! - Tensors are lent without an owner: calls on the CPU wait for their work before they return,
+//!   and work on a GPU joins the caller's stream, whose order the caller's allocator follows.
+//! - The GIL is released wherever a call can block.
+//! - No panic crosses into Python; no Python is called from a thread of tilewire's.
+
+#![allow(missing_docs)]
+
+mod call;
+mod dlpack;
+mod errors;
+mod keys;
+mod ops;
+mod store;
+mod world;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::dlpack::use_exchange_api;
+    #[pymodule_export]
+    use super::ops::collective::{all_gather, all_reduce, all_to_all, reduce_scatter};
+    #[pymodule_export]
+    use super::ops::overlap::{ag_gemm, gemm_ar, gemm_rs};
+    #[pymodule_export]
+    use super::world::{World, backends, forked, leave_all, world_of_environment, world_of_store};
+
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
+        m.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

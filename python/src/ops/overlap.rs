@@ -1,0 +1,257 @@
+//! `ag_gemm`, `gemm_rs`, `gemm_ar`.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use tilewire::ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
+use tilewire::ops::collective::{CollectiveDesc, CollectiveKind, ReduceOp};
+use tilewire::ops::common::OverlapConfig;
+use tilewire::ops::gemm::{Activation, BOrder, Epilogue};
+use tilewire::ops::gemm_ar::{GemmArDesc, GemmArPlan};
+use tilewire::ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
+use tilewire::ops::{Algo, Shards};
+use tilewire::plans::Recipe;
+use tilewire::prelude::*;
+
+use crate::call::Call;
+use crate::errors::OrRaise;
+use crate::keys::{Key, rounded};
+use crate::ops::collective;
+use crate::world::Member;
+
+fn config(algo: Option<Algo>) -> Option<OverlapConfig> {
+    algo.map(|a| OverlapConfig::of(a, 1))
+}
+
+fn ag_plan(
+    member: &Member,
+    key: (AgGemmDesc, Option<Algo>),
+    stream: &Stream,
+) -> Result<Arc<AgGemmPlan>> {
+    let (desc, algo) = key.clone();
+    member.plans.get(&Key::AgGemm(key.0, key.1), stream, || Recipe {
+        op: "ag_gemm",
+        len_bytes: AgGemmPlan::memory(&desc),
+        make: |heap: &Heap| AgGemmPlan::new(desc.clone(), heap, config(algo)),
+        prepare: AgGemmPlan::prepare,
+    })
+}
+
+fn rs_plan(
+    member: &Member,
+    key: (GemmRsDesc, Option<Algo>),
+    stream: &Stream,
+) -> Result<Arc<GemmRsPlan>> {
+    let (desc, algo) = key.clone();
+    member.plans.get(&Key::GemmRs(key.0, key.1), stream, || Recipe {
+        op: "gemm_rs",
+        len_bytes: GemmRsPlan::memory(&desc, member.team.size()),
+        make: |heap: &Heap| GemmRsPlan::new(desc.clone(), heap, config(algo)),
+        prepare: GemmRsPlan::prepare,
+    })
+}
+
+fn ar_plan(
+    member: &Member,
+    key: (GemmArDesc, Option<Algo>),
+    stream: &Stream,
+) -> Result<Arc<GemmArPlan>> {
+    let (desc, algo) = key.clone();
+    member.plans.get(&Key::GemmAr(key.0, key.1), stream, || Recipe {
+        op: "gemm_ar",
+        len_bytes: GemmArPlan::memory(&desc, member.team.size()),
+        make: |heap: &Heap| GemmArPlan::new(desc.clone(), heap, config(algo)),
+        prepare: GemmArPlan::prepare,
+    })
+}
+
+/// Rows and columns of a matrix.
+fn dims(what: &str, t: &Tensor) -> Result<(usize, usize)> {
+    match t.shape().dims() {
+        [rows, cols] => Ok((*rows, *cols)),
+        _ => Err(Error::invalid(format!("`{what}` must be a matrix")).seen(t.shape())),
+    }
+}
+
+fn activation(name: Option<&str>) -> Result<Activation> {
+    match name {
+        None => Ok(Activation::None),
+        Some("relu") => Ok(Activation::Relu),
+        Some("gelu") => Ok(Activation::Gelu),
+        Some("swiglu") => Ok(Activation::SwiGlu),
+        Some(other) => Err(Error::invalid(format!("unknown activation `{other}`"))
+            .expected("relu, gelu (tanh form) or swiglu")),
+    }
+}
+
+/// How the weight lies, and its outputs and inputs: `[n, k]`, or `[k, n]` if `kn`.
+fn weight(w: &Tensor, kn: bool) -> Result<(BOrder, usize, usize)> {
+    let (rows, cols) = dims("w", w)?;
+    Ok(if kn { (BOrder::Kn, cols, rows) } else { (BOrder::Nk, rows, cols) })
+}
+
+/// `out [m, n] = act(all_gather(x [m/P, k]) w^T + bias)`; `gathered [m, k]` and `aux [m, n]` (before
+/// the activation) where given. With `grad`, the plans that the backward pass needs are made, too.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
+pub fn ag_gemm(
+    py: Python<'_>,
+    world: u64,
+    x: &Bound<'_, PyAny>,
+    w: &Bound<'_, PyAny>,
+    bias: Option<&Bound<'_, PyAny>>,
+    out: &Bound<'_, PyAny>,
+    gathered: Option<&Bound<'_, PyAny>>,
+    aux: Option<&Bound<'_, PyAny>>,
+    act: Option<&str>,
+    rows: Option<Vec<usize>>,
+    kn: bool,
+    algo: Option<&str>,
+    grad: bool,
+    returns_gathered: bool,
+) -> PyResult<()> {
+    let call = Call::new(py, "ag_gemm", world)?;
+    let (x, w) = (call.tensor("x", x)?, call.tensor("w", w)?);
+    let (bias, out) = (call.optional("bias", bias)?, call.tensor("out", out)?);
+    let (gathered, aux) = (call.optional("gathered", gathered)?, call.optional("aux", aux)?);
+    let size = call.size();
+    let describe = || {
+        let (order, n, k) = weight(&w, kn)?;
+        let (mine, _) = dims("x", &x)?;
+        let m = rows.as_ref().map_or(mine * size, |r| r.iter().sum());
+        let most = if rows.is_some() { m } else { rounded(mine) * size };
+        let shards = rows.map_or(Shards::Even, Shards::Explicit);
+        let activation = activation(act)?;
+        let epilogue =
+            Epilogue { bias: bias.is_some(), activation, aux: aux.is_some(), ..Epilogue::NONE };
+        let new = AgGemmDesc::new(most, n, k, x.dtype());
+        let desc =
+            AgGemmDesc { w: w.dtype(), out: out.dtype(), w_order: order, shards, epilogue, ..new };
+        Ok((desc, m, algo.map(str::parse).transpose()?))
+    };
+    let (desc, m, algo): (AgGemmDesc, _, Option<Algo>) =
+        describe().map_err(|e: Error| e.op(call.op)).or_raise(py)?;
+    // The gradient of X: the mirrored product, with the weight in the other order.
+    let mirror = grad.then(|| GemmRsDesc {
+        w_order: if kn { BOrder::Nk } else { BOrder::Kn },
+        shards: desc.shards.clone(),
+        ..GemmRsDesc::new(desc.m, desc.k, desc.n, desc.x)
+    });
+    // And of the gathered X, which the caller may use in other ways.
+    let (k, most, dtype) = (desc.k, desc.m, desc.x);
+    let scatter = (grad && returns_gathered)
+        .then(|| CollectiveKind::ReduceScatter(desc.shards.clone(), ReduceOp::Sum));
+    call.run(py, |stream| {
+        if let Some(mirror) = mirror {
+            rs_plan(&call.member, (mirror, algo), stream)?;
+        }
+        if let Some(kind) = scatter {
+            let desc = CollectiveDesc { kind, m: most, cols: k, dtype };
+            collective::plan(&call.member, &desc, stream)?;
+        }
+        let plan = ag_plan(&call.member, (desc, algo), stream)?;
+        let inputs = AgGemmInputs { bias, aux_out: aux, gathered, ..AgGemmInputs::new(x, w, out) };
+        plan.launch(stream, m, inputs)
+    })
+}
+
+/// A product whose partial results are added over the ranks.
+struct Sum {
+    desc: GemmRsDesc,
+    m: usize,
+    algo: Option<Algo>,
+    inputs: GemmRsInputs,
+}
+
+/// The tensors and the description of `gemm_rs` and `gemm_ar`.
+struct SumArgs<'a, 'py> {
+    x: &'a Bound<'py, PyAny>,
+    w: &'a Bound<'py, PyAny>,
+    bias: Option<&'a Bound<'py, PyAny>>,
+    out: &'a Bound<'py, PyAny>,
+    rows: Option<Vec<usize>>,
+    kn: bool,
+    wire: Option<&'a str>,
+    algo: Option<&'a str>,
+}
+
+fn sum(call: &Call, a: SumArgs<'_, '_>) -> PyResult<Sum> {
+    let py = a.x.py();
+    let (x, w) = (call.tensor("x", a.x)?, call.tensor("w", a.w)?);
+    let (bias, out) = (call.optional("bias", a.bias)?, call.tensor("out", a.out)?);
+    let size = call.size();
+    let describe = || {
+        let (order, n, k) = weight(&w, a.kn)?;
+        let (m, _) = dims("x", &x)?;
+        let most = if a.rows.is_some() { m } else { rounded(m.div_ceil(size)) * size };
+        let mut desc = GemmRsDesc {
+            w: w.dtype(),
+            out: out.dtype(),
+            w_order: order,
+            shards: a.rows.map_or(Shards::Even, Shards::Explicit),
+            bias: bias.is_some(),
+            ..GemmRsDesc::new(most, n, k, x.dtype())
+        };
+        if let Some(wire) = a.wire {
+            desc.wire = wire.parse()?;
+        }
+        let inputs = GemmRsInputs { bias, ..GemmRsInputs::new(x, w, out) };
+        Ok(Sum { desc, m, algo: a.algo.map(str::parse).transpose()?, inputs })
+    };
+    describe().map_err(|e: Error| e.op(call.op)).or_raise(py)
+}
+
+/// `out [m/P, n] = reduce_scatter(x [m, k] w^T) + bias`. With `grad`, the plan that the backward
+/// pass needs is made, too.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
+pub fn gemm_rs<'py>(
+    py: Python<'py>,
+    world: u64,
+    x: &Bound<'py, PyAny>,
+    w: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    out: &Bound<'py, PyAny>,
+    rows: Option<Vec<usize>>,
+    kn: bool,
+    wire: Option<&str>,
+    algo: Option<&str>,
+    grad: bool,
+) -> PyResult<()> {
+    let call = Call::new(py, "gemm_rs", world)?;
+    let s = sum(&call, SumArgs { x, w, bias, out, rows, kn, wire, algo })?;
+    let d = &s.desc;
+    let mirror = grad.then(|| AgGemmDesc {
+        w_order: if kn { BOrder::Nk } else { BOrder::Kn },
+        shards: d.shards.clone(),
+        ..AgGemmDesc::new(d.m, d.k, d.n, d.x)
+    });
+    call.run(py, |stream| {
+        if let Some(mirror) = mirror {
+            ag_plan(&call.member, (mirror, s.algo), stream)?;
+        }
+        rs_plan(&call.member, (s.desc, s.algo), stream)?.launch(stream, s.m, s.inputs)
+    })
+}
+
+/// `out [m, n] = all_reduce(x [m, k] w^T) + bias`.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
+pub fn gemm_ar<'py>(
+    py: Python<'py>,
+    world: u64,
+    x: &Bound<'py, PyAny>,
+    w: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    out: &Bound<'py, PyAny>,
+    kn: bool,
+    wire: Option<&str>,
+    algo: Option<&str>,
+) -> PyResult<()> {
+    let call = Call::new(py, "gemm_ar", world)?;
+    let s = sum(&call, SumArgs { x, w, bias, out, rows: None, kn, wire, algo })?;
+    call.run(py, |stream| {
+        let plan = ar_plan(&call.member, (GemmArDesc(s.desc), s.algo), stream)?;
+        plan.launch(stream, s.m, s.inputs)
+    })
+}

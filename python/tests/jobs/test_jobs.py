@@ -1,0 +1,299 @@
+"""Jobs whose ranks end, differ, fork, or stop in unusual ways: each test starts its own processes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+BEGIN = """
+import os, sys, time, threading
+import torch, torch.distributed as dist
+import tilewire, tilewire.torch as tw
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def begin(**more):
+    dist.init_process_group("gloo")
+    return tw.init(device="cpu", **{"timeout_s": 60, **more})
+"""
+
+
+def job(size, text, limit=90):
+    """Runs a program on `size` ranks: their exit codes and what they printed."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    ranks = []
+    for r in range(size):
+        env = dict(os.environ, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(size))
+        env.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        env.update(OMP_NUM_THREADS="1")
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", BEGIN + text],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    end = time.monotonic() + limit
+    done = []
+    try:
+        for p in ranks:
+            out, _ = p.communicate(timeout=max(0.1, end - time.monotonic()))
+            done.append((p.returncode, out))
+    except subprocess.TimeoutExpired:
+        for p in ranks:
+            # With the children that it has forked, which hold its output open.
+            os.killpg(p.pid, signal.SIGKILL)
+        rest = "\n".join(p.communicate()[0] or "" for p in ranks)
+        pytest.fail(f"the job did not end in {limit} s:\n{rest}")
+    return done
+
+
+def all_good(done):
+    for code, out in done:
+        assert code == 0, out
+    return [out for _, out in done]
+
+
+def test_a_killed_peer_is_named_within_two_seconds():
+    done = job(
+        3,
+        """
+begin()
+tw.all_gather(torch.ones(1))
+if rank == 1:
+    os.kill(os.getpid(), 9)
+start = time.monotonic()
+try:
+    while True:
+        tw.all_gather(torch.ones(1))
+except tilewire.PeerDead as e:
+    print("peer", e.peer, "after", time.monotonic() - start)
+    os._exit(0)
+""",
+    )
+    assert done[1][0] == -9
+    for code, out in (done[0], done[2]):
+        assert code == 0, out
+        found = re.search(r"peer (\d+) after ([0-9.]+)", out)
+        assert found.group(1) == "1" and float(found.group(2)) < 2.0, out
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "tw.ag_gemm(torch.ones(8, 8), w)",  # another number of rows: another plan
+        "tw.all_gather(x)",  # another operation
+        "tw.ag_gemm(torch.ones(3, 8), w)",  # the same plan, other rows
+    ],
+)
+def test_a_rank_that_calls_something_else_is_named_within_five_seconds(other):
+    done = job(
+        2,
+        f"""
+begin()
+x, w = torch.ones(4, 8), torch.ones(2, 8)
+tw.ag_gemm(x, w)
+start = time.monotonic()
+try:
+    if rank == 0:
+        tw.ag_gemm(x, w)
+    else:
+        {other}
+    print("no error")
+except tilewire.Mismatch as e:
+    print("mismatch", time.monotonic() - start < 5, e)
+os._exit(0)
+""",
+    )
+    for out in all_good(done):
+        assert "mismatch True" in out and "ag_gemm" in out, out
+
+
+def test_calls_in_a_fork_are_refused_and_the_parent_goes_on():
+    done = job(
+        2,
+        """
+w = begin()
+tw.all_gather(torch.ones(1))
+pid = os.fork()
+if pid == 0:
+    code = 1
+    try:
+        tw.all_gather(torch.ones(1))
+    except tw.Stale as e:
+        code = 0 if "fork" in str(e) else 2
+    w.finalize()
+    del w
+    os._exit(code)  # as multiprocessing does: gloo itself hangs a forked child that exits
+_, status = os.waitpid(pid, 0)
+print("child", os.waitstatus_to_exitcode(status), tw.all_gather(torch.ones(1)).tolist())
+w.finalize()
+dist.destroy_process_group()
+""",
+    )
+    for out in all_good(done):
+        assert "child 0 [1.0, 1.0]" in out, out
+
+
+def test_a_fork_of_a_world_without_gloo_exits():
+    (out,) = all_good(
+        job(
+            1,
+            """
+w = tw.init(device="cpu")
+tw.all_gather(torch.ones(1))
+pid = os.fork()
+if pid == 0:
+    sys.exit(7)
+print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""",
+            limit=40,
+        )
+    )
+    assert "child 7" in out, out
+
+
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()", "w.finalize()", "w.finalize(); w.finalize(); dist.destroy_process_group()"])
+def test_no_way_to_end_hangs(end):
+    all_good(
+        job(
+            2,
+            f"""
+w = begin()
+x = torch.ones(4, 8, requires_grad=True)
+y = tw.ag_gemm(x, torch.ones(2, 8))  # its graph outlives everything
+{end}
+""",
+        )
+    )
+
+
+def test_a_hundred_worlds_in_any_order_of_ends():
+    outs = all_good(
+        job(
+            2,
+            """
+def used():
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+first_world = begin()
+for i in range(100):
+    group = dist.new_group(backend="gloo")
+    w = tw.init(group, device="cpu")
+    tw.all_gather(torch.ones(1), group)
+    if i % 2:
+        dist.destroy_process_group(group); w.finalize()
+    else:
+        w.finalize(); dist.destroy_process_group(group)
+    if i == 9:
+        first = used()
+print("grew", [b - a for a, b in zip(first, used())])
+""",
+        )
+    )
+    for out in outs:
+        grew = [int(n) for n in re.search(r"grew \[(-?\d+), (-?\d+)\]", out).groups()]
+        assert max(grew) <= 8, out
+
+
+def test_before_init_after_finalize_and_alone():
+    (out,) = all_good(
+        job(
+            1,
+            """
+for call in (lambda: tw.all_gather(torch.ones(1)), lambda: tw.ag_gemm(torch.ones(1, 8), torch.ones(2, 8))):
+    try:
+        call(); print("no error")
+    except tw.Stale as e:
+        assert "init" in str(e)
+with tw.init(device="cpu") as w:  # without torch.distributed
+    print(w, tw.all_gather(torch.ones(2)).tolist())
+try:
+    tw.all_gather(torch.ones(1)); print("no error")
+except tw.Stale:
+    print("stale")
+""",
+        )
+    )
+    assert "no error" not in out and "[1.0, 1.0]" in out and "stale" in out
+
+
+def test_groups_of_some_ranks():
+    outs = all_good(
+        job(
+            3,
+            """
+w = begin()
+group = dist.new_group([0, 2])
+if rank == 1:
+    try:
+        tw.init(group, device="cpu")
+    except tilewire.InvalidArgument as e:
+        print("refused", e)
+else:
+    with tw.init(group, device="cpu") as sub:
+        print("sub", sub.rank, tw.all_gather(torch.tensor([float(rank)]), group).tolist())
+w.barrier()
+w.finalize()
+""",
+        )
+    )
+    assert "refused" in outs[1] and "sub 0 [0.0, 2.0]" in outs[0] and "sub 1 [0.0, 2.0]" in outs[2]
+
+
+def test_two_threads_that_take_turns():
+    """Autograd's thread calls operations, too."""
+    outs = all_good(
+        job(
+            2,
+            """
+w = begin()
+turn, seen = threading.Lock(), []
+def work(n):
+    for i in range(n):
+        with turn:
+            seen.append(tw.all_gather(torch.ones(1)).sum().item())
+a = threading.Thread(target=work, args=(20,)); a.start(); work(20); a.join()
+print("sums", set(seen), len(seen))
+w.finalize()
+""",
+        )
+    )
+    for out in outs:
+        assert "sums {2.0} 40" in out
+
+
+def test_ranks_that_do_not_come_are_a_timeout_not_a_hang():
+    outs = all_good(
+        job(
+            2,
+            """
+dist.init_process_group("gloo")
+if rank == 0:
+    try:
+        tw.init(device="cpu", backend="host", timeout_s=-1)
+    except tilewire.InvalidArgument as e:
+        print("refused", e)
+w = tw.init(device="cpu", timeout_s=1.5)
+tw.all_gather(torch.ones(1))
+if rank == 0:
+    start = time.monotonic()
+    try:
+        tw.all_gather(torch.ones(1))
+    except tilewire.Timeout as e:
+        assert isinstance(e, TimeoutError)
+        print("timeout", time.monotonic() - start < 8, e.peer)
+else:
+    time.sleep(5)
+os._exit(0)
+""",
+        )
+    )
+    assert "refused" in outs[0] and "timeout True 1" in outs[0], outs

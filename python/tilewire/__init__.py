@@ -1,0 +1,50 @@
+"""Tiles over wires: communication hidden behind arithmetic.
+
+``tilewire.torch`` has the operations for PyTorch, ``tilewire.jax`` those for JAX. This module needs
+neither: it has the exceptions and what this machine can do (``python -m tilewire doctor``).
+"""
+
+from ._errors import (
+    Aborted,
+    ConfigError,
+    Corrupt,
+    DeviceLost,
+    Error,
+    Exhausted,
+    Internal,
+    InvalidArgument,
+    IoError,
+    Mismatch,
+    NotPrepared,
+    PeerDead,
+    PermissionDenied,
+    ProtocolError,
+    Stale,
+    Timeout,
+    Unavailable,
+    Unsupported,
+)
+from ._native import __version__, backends
+
+__all__ = [
+    "Aborted",
+    "ConfigError",
+    "Corrupt",
+    "DeviceLost",
+    "Error",
+    "Exhausted",
+    "Internal",
+    "InvalidArgument",
+    "IoError",
+    "Mismatch",
+    "NotPrepared",
+    "PeerDead",
+    "PermissionDenied",
+    "ProtocolError",
+    "Stale",
+    "Timeout",
+    "Unavailable",
+    "Unsupported",
+    "__version__",
+    "backends",
+]

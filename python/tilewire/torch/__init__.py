@@ -1,0 +1,40 @@
+"""tilewire for PyTorch: communication hidden behind arithmetic, with gradients.
+
+::
+
+    import torch.distributed as dist
+    import tilewire.torch as tw
+
+    dist.init_process_group("gloo")
+    tw.init()
+    y = tw.ag_gemm(x, w)  # all_gather(x) @ w.T, overlapped
+
+Tensors are positional, everything else is by keyword. ``group`` is a World, a ProcessGroup that has
+one, or None for the first world. Operations run on the current stream and may be captured and
+compiled; all ranks of a world call them in the same order.
+"""
+
+from .._errors import Stale
+from ._functions import (
+    ag_gemm,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gemm_ar,
+    gemm_rs,
+    reduce_scatter,
+)
+from ._world import World, init
+
+__all__ = [
+    "Stale",
+    "World",
+    "ag_gemm",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "gemm_ar",
+    "gemm_rs",
+    "init",
+    "reduce_scatter",
+]

@@ -1,0 +1,166 @@
+//! Stage `python`: the wheel, and its tests on one to four ranks.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::stages::{OFF, Outcome, add, exec, one, size_of, wheel};
+
+/// Pinned like everything that tests need; torch is the oldest that is served.
+pub const TORCH: [&str; 1] = ["torch==2.11.0"];
+const TOOLS: [&str; 2] = ["pytest==9.2.0", "numpy==2.4.6"];
+const MATURIN: &str = "maturin==1.16.0";
+
+/// Where torch lies with its dependencies, fetched if it is not there; none where it cannot be.
+pub fn torch_site(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
+    site(root, o, "python-torch", "torch", &TORCH)
+}
+
+/// The folder `target/NAME` with `wheels` in it, of which `module` is one.
+fn site(
+    root: &Path,
+    o: &mut Outcome,
+    name: &str,
+    module: &str,
+    wheels: &[&str],
+) -> Option<PathBuf> {
+    let site = root.join("target").join(name);
+    if !site.join(module).exists() {
+        let dir = site.display().to_string();
+        // With their dependencies: torch does not import without its CUDA libraries.
+        let mut args = vec!["-m", "pip", "install", "--quiet", "--no-compile", "--target", &dir];
+        args.extend(wheels);
+        if !exec(root, "python3", &args, Duration::from_secs(1500)) {
+            println!("{} cannot be installed here: skipped", wheels.join(", "));
+            o.skipped += 1;
+            return None;
+        }
+        o.downloaded += size_of(&site);
+    }
+    Some(site)
+}
+
+/// Builds the wheel and unpacks it into a folder of its own, as `pip install` would.
+fn build(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
+    let maturin = wheel(root, o, MATURIN)?.display().to_string();
+    let out = root.join("target/wheels");
+    std::fs::remove_dir_all(&out).ok();
+    let dir = out.display().to_string();
+    let manifest = root.join("python/Cargo.toml").display().to_string();
+    let args = ["build", "--release", "--auditwheel", "skip", "--quiet", "--manifest-path"];
+    let args = [&args[..], &[&manifest, "--out", &dir, "--interpreter", "python3"]].concat();
+    let built = exec(root, &maturin, &args, Duration::from_secs(1500));
+    let mut files = std::fs::read_dir(&out).into_iter().flatten().flatten().map(|e| e.path());
+    let Some(file) = files.next().filter(|_| built) else {
+        add(o, &one(false));
+        return None;
+    };
+    let size = std::fs::metadata(&file).map_or(0, |m| m.len());
+    println!("{} is {:.1} MB", file.display(), size as f64 / 1e6);
+    // Without kernels: those are compiled, or come from a bundle.
+    add(o, &one(size < 8_000_000));
+    let site = root.join("target/python-wheel");
+    std::fs::remove_dir_all(&site).ok();
+    let (site_arg, file) = (site.display().to_string(), file.display().to_string());
+    let args = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        &site_arg,
+        &file,
+    ];
+    let done = exec(root, "python3", &args, Duration::from_secs(120));
+    add(o, &one(done));
+    done.then_some(site)
+}
+
+/// Runs Python with `path` as its modules; adds up the closing lines of pytest.
+fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
+    println!("$ python3 {}", args.join(" "));
+    let out = Command::new("python3")
+        .args(args)
+        .current_dir(root.join("python"))
+        .envs(OFF)
+        .env("PYTHONPATH", path)
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output();
+    let Ok(out) = out else { return one(false) };
+    let text = String::from_utf8_lossy(&out.stdout);
+    let o = counted(&text, out.status.success());
+    if o.failed > 0 {
+        println!("{text}");
+    }
+    o
+}
+
+/// What closing lines like `2 failed, 3 passed, 1 skipped in 0.10s` say. A run that says nothing, or
+/// ended badly without a failure, has failed.
+fn counted(text: &str, ended_well: bool) -> Outcome {
+    let mut o = Outcome::default();
+    let closing = |l: &&str| l.contains(" passed") || l.contains(" failed") || l.contains(" error");
+    for line in
+        text.lines().filter(closing).filter(|l| l.contains(" in ") && l.ends_with(['s', ')', '=']))
+    {
+        for part in line.split([',', '=']) {
+            let mut words = part.split_whitespace();
+            let (number, what) = (words.next().and_then(|n| n.parse::<usize>().ok()), words.next());
+            match (number, what) {
+                (Some(n), Some("passed")) => o.passed += n,
+                (Some(n), Some("failed" | "error" | "errors")) => o.failed += n,
+                _ => {}
+            }
+        }
+    }
+    if o.failed == 0 && (!ended_well || o.passed == 0) {
+        o.failed = 1;
+    }
+    o
+}
+
+/// The stage.
+pub fn run(root: &Path) -> Outcome {
+    let mut o = Outcome::default();
+    let Some(torch) = torch_site(root, &mut o) else { return o };
+    let Some(tools) = site(root, &mut o, "python-test", "pytest", &TOOLS) else { return o };
+    let Some(ours) = build(root, &mut o) else { return o };
+    let path = [&ours, &torch, &tools].map(|p| p.display().to_string()).join(":");
+    for n in ["1", "2", "4"] {
+        add(&mut o, &pytest(root, &path, &["tests/run.py", n, "-q", "tests/spmd"]));
+    }
+    // Preconditions are no assertions: they hold in optimised runs, too.
+    let bad = ["-O", "tests/run.py", "2", "-q", "tests/spmd/test_bad_input.py"];
+    add(&mut o, &pytest(root, &path, &bad));
+    add(
+        &mut o,
+        &pytest(root, &path, &["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/jobs"]),
+    );
+    o
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn closing_lines_are_added_up_and_silence_is_a_failure() {
+        let all = |text: &str, ok| {
+            let o = counted(text, ok);
+            (o.passed, o.failed)
+        };
+        assert_eq!(
+            all("51 passed, 1 skipped, 14 warnings in 7.13s\n3 passed in 0.1s", true),
+            (54, 0)
+        );
+        assert_eq!(all("=== 2 failed, 3 passed in 0.10s ===", false), (3, 2));
+        assert_eq!(all("1 error in 0.10s", false), (0, 1));
+        assert_eq!(all("no tests ran in 0.01s", true), (0, 1));
+        assert_eq!(all("5 passed in 0.01s", false), (5, 1));
+        assert_eq!(all("", true), (0, 1));
+    }
+}
