@@ -1,55 +1,70 @@
 //! One call from Python: its world, its stream, its tensors, and how it ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use tilewire::device::Device;
-use tilewire::device::cuda::CudaStream;
+use tilewire::device::cuda::{CudaContext, CudaStream};
 use tilewire::prelude::*;
 
 use crate::dlpack;
 use crate::errors::OrRaise;
-use crate::world::{Member, member};
+use crate::world::{Member, check_fork, member};
+
+/// Where a call runs: the device of its tensors, and a stream there.
+pub struct Place {
+    pub op: &'static str,
+    pub device: Device,
+    stream: Stream,
+}
 
 /// A call on a world.
 pub struct Call {
     pub op: &'static str,
     pub member: Arc<Member>,
-    stream: Stream,
+    place: Place,
 }
 
-impl Call {
-    /// A call of `op` on world `id`, on the framework's current stream of the world's device.
-    pub fn new(py: Python<'_>, op: &'static str, id: u64) -> PyResult<Self> {
-        let member = member(id).map_err(|e| e.op(op)).or_raise(py)?;
-        let stream = match (&member.stream, &member.device) {
-            (Some(s), _) => s.clone(),
-            (None, Device::Cuda(ctx)) => {
-                let raw = dlpack::current_stream(py, ctx.ordinal())?;
-                // SAFETY: the framework's streams live as long as the process.
-                let borrowed = unsafe { CudaStream::borrow(ctx, raw) };
-                Stream::Cuda(borrowed.map_err(|e| e.op(op)).or_raise(py)?)
-            }
-            (None, Device::Host) => {
-                return Err(Error::internal("a world on the CPU without a stream")).or_raise(py);
-            }
+/// The framework's current stream of a device.
+fn current(py: Python<'_>, op: &'static str, ctx: &CudaContext) -> PyResult<Stream> {
+    let raw = dlpack::current_stream(py, ctx.ordinal())?;
+    // SAFETY: the framework's streams live as long as the process.
+    let borrowed = unsafe { CudaStream::borrow(ctx, raw) };
+    Ok(Stream::Cuda(borrowed.map_err(|e| e.op(op)).or_raise(py)?))
+}
+
+/// Where calls without a world run on the CPU: one stream, whose calls wait before they return.
+fn host_stream() -> Result<Stream> {
+    static LOCAL: Mutex<Option<Stream>> = Mutex::new(None);
+    let mut local = LOCAL.lock().unwrap_or_else(PoisonError::into_inner);
+    if local.is_none() {
+        *local = Some(Stream::new("python local")?);
+    }
+    local.clone().ok_or_else(|| Error::internal("a stream was just made"))
+}
+
+impl Place {
+    /// A call of `op` without a world, where `obj` lies.
+    pub fn of(op: &'static str, obj: &Bound<'_, PyAny>, what: &str) -> PyResult<Self> {
+        let py = obj.py();
+        check_fork().map_err(|e| e.op(op)).or_raise(py)?;
+        let device = dlpack::device_of(obj, what)?;
+        let stream = match &device {
+            Device::Host => host_stream().or_raise(py)?,
+            Device::Cuda(ctx) => current(py, op, ctx)?,
         };
-        Ok(Self { op, member, stream })
+        Ok(Self { op, device, stream })
     }
 
     /// A tensor of the framework's, used where it lies.
     pub fn tensor(&self, what: &str, obj: &Bound<'_, PyAny>) -> PyResult<Tensor> {
-        dlpack::tensor(obj, what, &self.member.device)
+        dlpack::tensor(obj, what, &self.device)
     }
 
-    /// As [`Call::tensor`], of one that may be absent.
+    /// As [`Place::tensor`], of one that may be absent.
     pub fn optional(&self, what: &str, obj: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Tensor>> {
         obj.map(|o| self.tensor(what, o)).transpose()
-    }
-
-    pub fn size(&self) -> usize {
-        self.member.team.size()
     }
 
     /// Runs `f` without the GIL. On the CPU what it queues has run when this returns.
@@ -60,7 +75,7 @@ impl Call {
     ) -> PyResult<()> {
         self.prepare(py, |stream| {
             let pending = f(stream)?;
-            match &self.member.device {
+            match &self.device {
                 Device::Host => pending.wait().map(drop),
                 // The stream's order is the caller's: nothing to wait for.
                 Device::Cuda(_) => Ok(drop(pending)),
@@ -83,5 +98,33 @@ impl Call {
             done.map_err(|e| e.op(op))
         };
         py.detach(guarded).or_raise(py)
+    }
+}
+
+impl std::ops::Deref for Call {
+    type Target = Place;
+
+    fn deref(&self) -> &Place {
+        &self.place
+    }
+}
+
+impl Call {
+    /// A call of `op` on world `id`, on the framework's current stream of the world's device.
+    pub fn new(py: Python<'_>, op: &'static str, id: u64) -> PyResult<Self> {
+        let member = member(id).map_err(|e| e.op(op)).or_raise(py)?;
+        let stream = match (&member.stream, &member.device) {
+            (Some(s), _) => s.clone(),
+            (None, Device::Cuda(ctx)) => current(py, op, ctx)?,
+            (None, Device::Host) => {
+                return Err(Error::internal("a world on the CPU without a stream")).or_raise(py);
+            }
+        };
+        let device = member.device.clone();
+        Ok(Self { op, member, place: Place { op, device, stream } })
+    }
+
+    pub fn size(&self) -> usize {
+        self.member.team.size()
     }
 }

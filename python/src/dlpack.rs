@@ -5,7 +5,7 @@
 //! reading the attributes of the Python object costs four times as much.
 
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::ffi;
@@ -101,9 +101,8 @@ fn nobody() -> Arc<dyn std::any::Any + Send + Sync> {
     NOBODY.get_or_init(|| Arc::new(())).clone()
 }
 
-/// A row-major tensor of `obj`'s elements, used where they lie on `device`. The caller keeps them
-/// until the work that uses them has run, or frees them in the order of its stream.
-pub fn tensor(obj: &Bound<'_, PyAny>, what: &str, device: &Device) -> PyResult<Tensor> {
+/// What `obj` says of itself: it must be a tensor of the framework.
+fn view(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<DlTensor> {
     let py = obj.py();
     let f = framework(py)?;
     if !obj.is_instance(f.tensor.bind(py))? {
@@ -120,9 +119,29 @@ pub fn tensor(obj: &Bound<'_, PyAny>, what: &str, device: &Device) -> PyResult<T
         let ours = Error::invalid(text).hint("pass a dense tensor of an ordinary element type");
         return Err(super::errors::exception(py, &ours));
     }
-    // SAFETY: filled in by the call; its arrays live while `obj` does.
-    let made = unsafe { over(&t.assume_init(), what, device) };
-    made.map_err(|e| super::errors::exception(py, &e))
+    // SAFETY: all zero is a `DlTensor`, and the call has filled it in.
+    Ok(unsafe { t.assume_init() })
+}
+
+/// A row-major tensor of `obj`'s elements, used where they lie on `device`. The caller keeps them
+/// until the work that uses them has run, or frees them in the order of its stream.
+pub fn tensor(obj: &Bound<'_, PyAny>, what: &str, device: &Device) -> PyResult<Tensor> {
+    let t = view(obj, what)?;
+    // SAFETY: its arrays live while `obj` does.
+    let made = unsafe { over(&t, what, device) };
+    made.map_err(|e| super::errors::exception(obj.py(), &e))
+}
+
+/// Where `obj` lies.
+pub fn device_of(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<Device> {
+    let t = view(obj, what)?;
+    let device = match (t.device_type, u32::try_from(t.device_id)) {
+        (CPU, _) => Ok(Device::Host),
+        (CUDA, Ok(ordinal)) => context(ordinal).map(Device::Cuda),
+        (other, _) => Err(Error::invalid(format!("`{what}` lies on DLPack device {other}"))
+            .expected("the CPU or a CUDA device")),
+    };
+    device.map_err(|e| super::errors::exception(obj.py(), &e))
 }
 
 /// # Safety
@@ -216,7 +235,14 @@ fn dtype_of(t: &DlTensor, what: &str) -> Result<DType> {
     })
 }
 
-/// The context of CUDA device `ordinal`.
+/// The context of CUDA device `ordinal`, one for all of the process.
 pub fn context(ordinal: u32) -> Result<CudaContext> {
-    CudaContext::new(ordinal)
+    static KNOWN: Mutex<Vec<CudaContext>> = Mutex::new(Vec::new());
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(ctx) = known.iter().find(|c| c.ordinal() == ordinal) {
+        return Ok(ctx.clone());
+    }
+    let ctx = CudaContext::new(ordinal)?;
+    known.push(ctx.clone());
+    Ok(ctx)
 }

@@ -2,9 +2,12 @@
 
 use tilewire::ops::Algo;
 use tilewire::ops::ag_gemm::AgGemmDesc;
+use tilewire::ops::attention::{AttentionDesc, AttnMask, BiasShape};
 use tilewire::ops::collective::CollectiveDesc;
+use tilewire::ops::cp_attention::{Layout, Strategy};
 use tilewire::ops::gemm_ar::GemmArDesc;
 use tilewire::ops::gemm_rs::GemmRsDesc;
+use tilewire::prelude::*;
 
 /// Everything that plans of one world differ in. Rows are those that the plan was made for: a power
 /// of two for each rank, unless the rows of each rank are given.
@@ -14,9 +17,51 @@ pub enum Key {
     GemmRs(GemmRsDesc, Option<Algo>),
     GemmAr(GemmArDesc, Option<Algo>),
     Collective(CollectiveDesc),
+    CpAttention(CpKey),
 }
 
 /// Rows that a plan is made for so that calls with up to as many use it.
 pub fn rounded(rows: usize) -> usize {
     rows.max(1).checked_next_power_of_two().unwrap_or(rows)
+}
+
+/// An attention, whatever its rows: these come with each launch. Numbers by their bits.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct AttnKey {
+    pub heads: [usize; 4],
+    pub types: [DType; 2],
+    pub mask: AttnMask,
+    pub scale: u64,
+    pub softcap: Option<u64>,
+    pub dropout: Option<(u64, u64)>,
+    pub bias: Option<BiasShape>,
+    pub sink: bool,
+    pub tokens: [usize; 2],
+}
+
+impl AttnKey {
+    /// Of a description that is made for at most its rows.
+    pub fn of(d: &AttentionDesc) -> Self {
+        Self {
+            heads: [d.heads_q, d.heads_kv, d.dqk, d.dv],
+            types: [d.dtype, d.out],
+            mask: d.mask,
+            scale: d.scale.to_bits(),
+            softcap: d.softcap.map(f64::to_bits),
+            dropout: d.dropout.map(|x| (x.p.to_bits(), x.seed)),
+            bias: d.bias,
+            sink: d.sink,
+            tokens: [d.sequences.tokens_q, d.sequences.tokens_kv],
+        }
+    }
+}
+
+/// A context-parallel attention: how rows are divided and how keys reach queries, beside.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct CpKey {
+    pub attn: AttnKey,
+    pub layout: Layout,
+    pub strategy: Option<Strategy>,
+    pub a2a_size: usize,
+    pub backward: bool,
 }

@@ -17,6 +17,7 @@ mod call;
 mod dlpack;
 mod errors;
 mod keys;
+mod local;
 mod ops;
 mod store;
 mod world;
@@ -28,7 +29,13 @@ mod _native {
     #[pymodule_export]
     use super::dlpack::use_exchange_api;
     #[pymodule_export]
+    use super::ops::attention::{
+        attention_bwd, attention_fwd, cp_attention_bwd, cp_attention_fwd, cp_rows,
+    };
+    #[pymodule_export]
     use super::ops::collective::{all_gather, all_reduce, all_to_all, reduce_scatter};
+    #[pymodule_export]
+    use super::ops::grouped::{grouped_dgrad, grouped_fprop, grouped_wgrad};
     #[pymodule_export]
     use super::ops::overlap::{ag_gemm, gemm_ar, gemm_rs};
     #[pymodule_export]

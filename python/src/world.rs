@@ -57,6 +57,19 @@ const RENDEZVOUS: Duration = Duration::from_secs(120);
 /// # Errors
 /// `Stale` if it has been finalised, or the process is a fork of the one that made it.
 pub fn member(id: u64) -> Result<Arc<Member>> {
+    check_fork()?;
+    let all = MEMBERS.read().unwrap_or_else(PoisonError::into_inner);
+    all.as_ref().and_then(|m| m.get(&id)).cloned().ok_or_else(|| {
+        Error::new(ErrorKind::Stale, "the world has been finalised")
+            .hint("make a new one: `tilewire.torch.init()`")
+    })
+}
+
+/// Fails in a fork.
+///
+/// # Errors
+/// `Stale`.
+pub fn check_fork() -> Result<()> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(Error::new(
             ErrorKind::Stale,
@@ -64,11 +77,7 @@ pub fn member(id: u64) -> Result<Arc<Member>> {
         )
         .hint("start workers with `spawn`, or call tilewire in the parent only"));
     }
-    let all = MEMBERS.read().unwrap_or_else(PoisonError::into_inner);
-    all.as_ref().and_then(|m| m.get(&id)).cloned().ok_or_else(|| {
-        Error::new(ErrorKind::Stale, "the world has been finalised")
-            .hint("make a new one: `tilewire.torch.init()`")
-    })
+    Ok(())
 }
 
 impl Member {

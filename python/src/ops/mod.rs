@@ -1,4 +1,6 @@
 //! The operations, a function each: tensors in, tensors out, everything else by value.
 
+pub mod attention;
 pub mod collective;
+pub mod grouped;
 pub mod overlap;

@@ -1,0 +1,275 @@
+//! `attention` and `cp_attention`, forward and backward.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use tilewire::ops::attention::{
+    AttentionDesc, AttentionPlan, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, BiasShape,
+    Dropout, Sequences,
+};
+use tilewire::ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Layout, Strategy};
+use tilewire::plans::Recipe;
+use tilewire::prelude::*;
+
+use crate::call::{Call, Place};
+use crate::keys::{AttnKey, CpKey, Key};
+use crate::local::{self, LocalKey};
+use crate::world::Member;
+
+use super::grouped::tokens;
+
+type Object<'py> = Bound<'py, PyAny>;
+
+/// What an attention is asked to do, beside its tensors. `cu` are global row offsets of the
+/// sequences: queries, keys.
+#[derive(FromPyObject)]
+pub struct Spec {
+    #[pyo3(item)]
+    cu_q: Vec<usize>,
+    #[pyo3(item)]
+    cu_kv: Vec<usize>,
+    #[pyo3(item)]
+    left: Option<usize>,
+    #[pyo3(item)]
+    right: Option<usize>,
+    #[pyo3(item)]
+    scale: Option<f64>,
+    #[pyo3(item)]
+    softcap: Option<f64>,
+    #[pyo3(item)]
+    dropout_p: f64,
+    #[pyo3(item)]
+    seed: u64,
+    #[pyo3(item)]
+    layout: String,
+    #[pyo3(item)]
+    strategy: Option<String>,
+    #[pyo3(item)]
+    a2a_size: usize,
+}
+
+/// Heads and head dimension of a packed tensor.
+fn heads(what: &str, t: &Tensor) -> Result<(usize, usize)> {
+    match t.shape().dims() {
+        [_, heads, d] => Ok((*heads, *d)),
+        _ => Err(Error::invalid(format!("`{what}` must be [tokens, heads, d]")).seen(t.shape())),
+    }
+}
+
+impl Spec {
+    fn sequences(&self) -> Result<Sequences> {
+        Sequences::packed(&self.cu_q, &self.cu_kv)
+    }
+
+    /// A description for as many rows as one plan serves, and the sequences of this launch.
+    fn describe(&self, x: &AttnInputs, multiple: usize) -> Result<(AttentionDesc, Sequences)> {
+        let (hq, dqk) = heads("q", &x.q.data)?;
+        let (hkv, _) = heads("k", &x.k.data)?;
+        let (_, dv) = heads("v", &x.v.data)?;
+        let s = self.sequences()?;
+        let mask = AttnMask { left: self.left, right: self.right };
+        let mut d = AttentionDesc::new(1, (hq, hkv), dqk, x.q.data.dtype(), mask);
+        d.dv = dv;
+        if let Some(scale) = self.scale {
+            d.scale = scale;
+        }
+        d.softcap = self.softcap;
+        if self.dropout_p != 0.0 {
+            d.dropout = Some(Dropout { p: self.dropout_p, seed: self.seed });
+        }
+        d.bias = match x.bias.as_ref().map(|b| b.shape()) {
+            None => None,
+            Some(shape) => match shape.dims() {
+                [heads, sq, skv] => Some(BiasShape { heads: *heads, sq: *sq, skv: *skv }),
+                _ => return Err(Error::invalid("`bias` must be [heads, sq, skv]").seen(shape)),
+            },
+        };
+        d.sink = x.sink.is_some();
+        let most = [s.tokens_q, s.tokens_kv].map(|rows| tokens(rows, multiple));
+        d.sequences = Sequences::one(most[0], most[1]);
+        Ok((d, s))
+    }
+
+    fn cp(&self, x: &AttnInputs, size: usize) -> Result<(CpAttentionDesc, Sequences)> {
+        let (attn, sequences) = self.describe(x, 2 * size)?;
+        let layout: Layout = self.layout.parse()?;
+        let desc =
+            CpAttentionDesc { layout, a2a_size: self.a2a_size, ..CpAttentionDesc::new(attn) };
+        Ok((desc, sequences))
+    }
+}
+
+/// The tensors of a call, by their names.
+#[derive(FromPyObject)]
+pub struct Tensors<'py> {
+    #[pyo3(item)]
+    q: Object<'py>,
+    #[pyo3(item)]
+    k: Object<'py>,
+    #[pyo3(item)]
+    v: Object<'py>,
+    #[pyo3(item)]
+    bias: Option<Object<'py>>,
+    #[pyo3(item)]
+    sink: Option<Object<'py>>,
+    #[pyo3(item)]
+    out: Object<'py>,
+    #[pyo3(item)]
+    lse: Object<'py>,
+}
+
+/// The gradients of a call, by their names.
+#[derive(FromPyObject)]
+pub struct Gradients<'py> {
+    #[pyo3(item)]
+    d_out: Object<'py>,
+    #[pyo3(item)]
+    dq: Object<'py>,
+    #[pyo3(item)]
+    dk: Object<'py>,
+    #[pyo3(item)]
+    dv: Object<'py>,
+    #[pyo3(item)]
+    dbias: Option<Object<'py>>,
+    #[pyo3(item)]
+    dsink: Option<Object<'py>>,
+}
+
+fn inputs(place: &Place, t: &Tensors<'_>) -> PyResult<(AttnInputs, AttnOut)> {
+    let get = |what, o| place.tensor(what, o);
+    let mut x = AttnInputs::new(get("q", &t.q)?, get("k", &t.k)?, get("v", &t.v)?);
+    x.bias = place.optional("bias", t.bias.as_ref())?;
+    x.sink = place.optional("sink", t.sink.as_ref())?;
+    Ok((x, AttnOut { out: get("out", &t.out)?, lse: get("lse", &t.lse)? }))
+}
+
+fn gradients(place: &Place, o: AttnOut, g: &Gradients<'_>) -> PyResult<(AttnSaved, AttnGrads)> {
+    let get = |what, o| place.tensor(what, o);
+    let saved = AttnSaved { out: o.out, lse: o.lse, d_out: get("d_out", &g.d_out)? };
+    let mut grads = AttnGrads::new(get("dq", &g.dq)?, get("dk", &g.dk)?, get("dv", &g.dv)?);
+    grads.dbias = place.optional("dbias", g.dbias.as_ref())?;
+    grads.dsink = place.optional("dsink", g.dsink.as_ref())?;
+    Ok((saved, grads))
+}
+
+fn local_plan(place: &Place, desc: AttentionDesc, stream: &Stream) -> Result<Arc<AttentionPlan>> {
+    local::plan(LocalKey::Attention(AttnKey::of(&desc)), &place.device, stream, || {
+        let plan = AttentionPlan::new(desc, None)?;
+        plan.prepare(stream).map(|()| plan)
+    })
+}
+
+/// Attention of tensors that are here, without a world.
+#[pyfunction]
+pub fn attention_fwd(py: Python<'_>, spec: Spec, tensors: Tensors<'_>) -> PyResult<()> {
+    let place = Place::of("attention", &tensors.q, "q")?;
+    let (mut x, out) = inputs(&place, &tensors)?;
+    place.run(py, |stream| {
+        let (desc, sequences) = spec.describe(&x, 1)?;
+        x.sequences = Some(sequences);
+        local_plan(&place, desc, stream)?.launch_fwd(stream, &x, out)
+    })
+}
+
+/// The gradients of [`attention_fwd`].
+#[pyfunction]
+pub fn attention_bwd(
+    py: Python<'_>,
+    spec: Spec,
+    tensors: Tensors<'_>,
+    grads: Gradients<'_>,
+) -> PyResult<()> {
+    let place = Place::of("attention_bwd", &tensors.q, "q")?;
+    let (mut x, out) = inputs(&place, &tensors)?;
+    let (saved, grads) = gradients(&place, out, &grads)?;
+    place.run(py, |stream| {
+        let (desc, sequences) = spec.describe(&x, 1)?;
+        x.sequences = Some(sequences);
+        local_plan(&place, desc, stream)?.launch_bwd(stream, &x, saved, grads)
+    })
+}
+
+fn cp_plan(
+    member: &Member,
+    desc: CpAttentionDesc,
+    strategy: Option<Strategy>,
+    stream: &Stream,
+) -> Result<Arc<CpAttentionPlan>> {
+    let key = Key::CpAttention(CpKey {
+        attn: AttnKey::of(&desc.attn),
+        layout: desc.layout,
+        strategy,
+        a2a_size: desc.a2a_size,
+        backward: desc.backward,
+    });
+    let config = strategy.map(CpConfig::of);
+    member.plans.get(&key, stream, || Recipe {
+        op: "cp_attention",
+        len_bytes: CpAttentionPlan::memory(&desc, member.team.size(), config),
+        make: |heap: &Heap| CpAttentionPlan::new(desc.clone(), heap, config),
+        prepare: CpAttentionPlan::prepare,
+    })
+}
+
+impl Spec {
+    fn strategy(&self) -> Result<Option<Strategy>> {
+        self.strategy.as_deref().map(str::parse).transpose()
+    }
+}
+
+/// Attention of rows that are divided among the ranks of a world.
+#[pyfunction]
+pub fn cp_attention_fwd(
+    py: Python<'_>,
+    world: u64,
+    spec: Spec,
+    tensors: Tensors<'_>,
+    grad: bool,
+) -> PyResult<()> {
+    let call = Call::new(py, "cp_attention", world)?;
+    let (mut x, out) = inputs(&call, &tensors)?;
+    call.run(py, |stream| {
+        let (mut desc, sequences) = spec.cp(&x, call.size())?;
+        desc.backward = grad;
+        x.sequences = Some(sequences);
+        cp_plan(&call.member, desc, spec.strategy()?, stream)?.launch_fwd(stream, &x, out)
+    })
+}
+
+/// The gradients of [`cp_attention_fwd`], which was called with `grad`.
+#[pyfunction]
+pub fn cp_attention_bwd(
+    py: Python<'_>,
+    world: u64,
+    spec: Spec,
+    tensors: Tensors<'_>,
+    grads: Gradients<'_>,
+) -> PyResult<()> {
+    let call = Call::new(py, "cp_attention_bwd", world)?;
+    let (mut x, out) = inputs(&call, &tensors)?;
+    let (saved, grads) = gradients(&call, out, &grads)?;
+    call.run(py, |stream| {
+        let (desc, sequences) = spec.cp(&x, call.size())?;
+        x.sequences = Some(sequences);
+        cp_plan(&call.member, desc, spec.strategy()?, stream)?.launch_bwd(stream, &x, saved, grads)
+    })
+}
+
+/// Global rows of `rank` of `size`, in the order of its tensors: spans `(first, last + 1)`.
+#[pyfunction]
+pub fn cp_rows(
+    py: Python<'_>,
+    cu: Vec<usize>,
+    layout: &str,
+    rank: u32,
+    size: usize,
+) -> PyResult<Vec<(usize, usize)>> {
+    let spans = || {
+        let layout: Layout = layout.parse()?;
+        let s = Sequences::packed(&cu, &cu)?;
+        Ok(layout.spans(s.tokens_q, Rank::new(rank), size))
+    };
+    let spans: Result<Vec<std::ops::Range<usize>>> = spans();
+    use crate::errors::OrRaise;
+    Ok(spans.or_raise(py)?.into_iter().map(|r| (r.start, r.end)).collect())
+}
