@@ -254,10 +254,7 @@ fn world_cfg(timeout_s: f64, check: bool) -> Result<WorldCfg> {
     let timeout = timeout.ok_or_else(|| {
         Error::invalid("`timeout_s` must be a positive number of seconds").seen(timeout_s)
     })?;
-    if check {
-        return Err(Error::new(ErrorKind::Unsupported, "`check` is not there yet"));
-    }
-    Ok(WorldCfg { timeout, rendezvous_timeout: RENDEZVOUS, ..WorldCfg::default() })
+    Ok(WorldCfg { timeout, check, rendezvous_timeout: RENDEZVOUS, ..WorldCfg::default() })
 }
 
 fn next_meeting(group: &str) -> String {

@@ -15,6 +15,7 @@ compiled; all ranks of a world call them in the same order.
 """
 
 from .._errors import Stale
+from ._attention import attention, cp_attention, cp_shard, cp_unshard
 from ._functions import (
     ag_gemm,
     all_gather,
@@ -24,6 +25,7 @@ from ._functions import (
     gemm_rs,
     reduce_scatter,
 )
+from ._grouped import grouped_gemm
 from ._world import World, init
 
 __all__ = [
@@ -33,8 +35,13 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "attention",
+    "cp_attention",
+    "cp_shard",
+    "cp_unshard",
     "gemm_ar",
     "gemm_rs",
+    "grouped_gemm",
     "init",
     "reduce_scatter",
 ]

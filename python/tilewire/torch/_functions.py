@@ -78,8 +78,9 @@ def _autocast(x, w, bias):
     return x.to(dtype), w.to(dtype), bias
 
 
-def _bias_of(bias):
-    return bias if bias is None or bias.dtype == torch.float32 else bias.float()
+def _bias_of(bias, x):
+    """A bias in a type that kernels take: f32, or that of the result."""
+    return bias if bias is None or bias.dtype in (torch.float32, x.dtype) else bias.float()
 
 
 def _activation_backward(dy, aux, act):
@@ -106,7 +107,7 @@ class _AgGemm(torch.autograd.Function):
     def forward(ctx, x, w, bias, world, act, rows, algo, returned):
         ctx.set_materialize_grads(False)
         base, kn = _ops.weight_order(w)
-        args = (x, base, _bias_of(bias), world, act, rows, kn, algo, ctx.needs_input_grad[0])
+        args = (x, base, _bias_of(bias, x), world, act, rows, kn, algo, ctx.needs_input_grad[0])
         if act is None:
             (out, gathered), aux = _ops.ag_gemm_gather(*args, returned), None
         else:
@@ -180,7 +181,7 @@ def ag_gemm(
         y, gathered = y if return_gathered else (y, None)
     else:
         base, kn = _ops.weight_order(w)
-        args = (flat, base, _bias_of(bias), world, activation, rows_flat, kn, algo, False)
+        args = (flat, base, _bias_of(bias, x), world, activation, rows_flat, kn, algo, False)
         y, gathered = _ops.ag_gemm_gather(*args, True) if return_gathered else (_ops.ag_gemm(*args), None)
     y = _folded(y, x)
     return (y, _folded(gathered, x)) if return_gathered else y
@@ -191,7 +192,7 @@ class _GemmRs(torch.autograd.Function):
     def forward(ctx, x, w, bias, world, rows, wire, algo):
         ctx.set_materialize_grads(False)
         base, kn = _ops.weight_order(w)
-        out = _ops.gemm_rs(x, base, _bias_of(bias), world, rows, kn, wire, algo, True)
+        out = _ops.gemm_rs(x, base, _bias_of(bias, x), world, rows, kn, wire, algo, True)
         _, needs_w, needs_bias = ctx.needs_input_grad[:3]
         ctx.save_for_backward(base, x if needs_w else None)
         ctx.args = (world, rows, kn, algo)
@@ -242,7 +243,7 @@ def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
         y = _GemmRs.apply(flat, w, bias, world, rows, wire, algo)
     else:
         base, kn = _ops.weight_order(w)
-        y = _ops.gemm_rs(flat, base, _bias_of(bias), world, rows, kn, wire, algo, False)
+        y = _ops.gemm_rs(flat, base, _bias_of(bias, x), world, rows, kn, wire, algo, False)
     return _folded(y, x)
 
 
@@ -251,7 +252,7 @@ class _GemmAr(torch.autograd.Function):
     def forward(ctx, x, w, bias, world, wire, algo):
         ctx.set_materialize_grads(False)
         base, kn = _ops.weight_order(w)
-        out = _ops.gemm_ar(x, base, _bias_of(bias), world, kn, wire, algo)
+        out = _ops.gemm_ar(x, base, _bias_of(bias, x), world, kn, wire, algo)
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         ctx.save_for_backward(w if needs_x else None, x if needs_w else None)
         ctx.bias_dtype = bias.dtype if needs_bias else None
@@ -291,7 +292,7 @@ def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
         y = _GemmAr.apply(flat, w, bias, world, wire, algo)
     else:
         base, kn = _ops.weight_order(w)
-        y = _ops.gemm_ar(flat, base, _bias_of(bias), world, kn, wire, algo)
+        y = _ops.gemm_ar(flat, base, _bias_of(bias, x), world, kn, wire, algo)
     return _folded(y, x)
 
 

@@ -236,3 +236,162 @@ all_to_all = _define(
     _all_to_all,
     _all_to_all_meta,
 )
+
+
+# grouped_gemm: products of the experts that are here.
+
+
+def _weights(w):
+    """As the native calls take them: one [groups, n, k], or a list of [n, k]."""
+    return [t.contiguous() for t in w]
+
+
+def _grouped_n(w):
+    return w[0].shape[-2]
+
+
+def _grouped_fprop_meta(x, w, bias, m_splits):
+    return x.new_empty((x.shape[0], _grouped_n(w)))
+
+
+def _grouped_fprop(x, w, bias, m_splits):
+    x = x.contiguous()
+    out = _grouped_fprop_meta(x, w, bias, m_splits)
+    _native.grouped_fprop(x, _weights(w), bias, m_splits, out)
+    return out
+
+
+def _grouped_dgrad_meta(dy, w, m_splits):
+    return dy.new_empty((dy.shape[0], w[0].shape[-1]))
+
+
+def _grouped_dgrad(dy, w, m_splits):
+    dy = dy.contiguous()
+    dx = _grouped_dgrad_meta(dy, w, m_splits)
+    _native.grouped_dgrad(dy, _weights(w), m_splits, dx)
+    return dx
+
+
+def _grouped_wgrad_meta(x, dy, m_splits, bias):
+    groups = m_splits.shape[0]
+    dbias = dy.new_empty((groups, dy.shape[1]) if bias else (0,), dtype=torch.float32)
+    return x.new_empty((groups, dy.shape[1], x.shape[1])), dbias
+
+
+def _grouped_wgrad(x, dy, m_splits, bias):
+    x, dy = x.contiguous(), dy.contiguous()
+    dw, dbias = _grouped_wgrad_meta(x, dy, m_splits, bias)
+    _native.grouped_wgrad(x, dy, m_splits, [dw], None, dbias if bias else None)
+    return dw, dbias
+
+
+def _grouped_wgrad_into(x, dy, m_splits, dw, mask, bias):
+    x, dy = x.contiguous(), dy.contiguous()
+    rows = (m_splits.shape[0], dy.shape[1]) if bias else (0,)
+    dbias = dy.new_empty(rows, dtype=torch.float32)
+    _native.grouped_wgrad(x, dy, m_splits, list(dw), mask, dbias if bias else None)
+    return dbias
+
+
+def _grouped_wgrad_into_meta(x, dy, m_splits, dw, mask, bias):
+    rows = (m_splits.shape[0], dy.shape[1]) if bias else (0,)
+    return dy.new_empty(rows, dtype=torch.float32)
+
+
+grouped_fprop = _define(
+    "grouped_fprop(Tensor x, Tensor[] w, Tensor? bias, Tensor m_splits) -> Tensor",
+    _grouped_fprop,
+    _grouped_fprop_meta,
+)
+grouped_dgrad = _define(
+    "grouped_dgrad(Tensor dy, Tensor[] w, Tensor m_splits) -> Tensor",
+    _grouped_dgrad,
+    _grouped_dgrad_meta,
+)
+grouped_wgrad = _define(
+    "grouped_wgrad(Tensor x, Tensor dy, Tensor m_splits, bool bias) -> (Tensor, Tensor)",
+    _grouped_wgrad,
+    _grouped_wgrad_meta,
+)
+# Into gradients that are there: added where the mask is not zero, else overwritten.
+grouped_wgrad_into = _define(
+    "grouped_wgrad_into(Tensor x, Tensor dy, Tensor m_splits, Tensor(a!)[] dw, Tensor? mask,"
+    " bool bias) -> Tensor",
+    _grouped_wgrad_into,
+    _grouped_wgrad_into_meta,
+)
+
+
+# attention and cp_attention. A world of 0 is none: all rows are here.
+
+
+def _spec(cu_q, cu_kv, left, right, scale, softcap, dropout_p, seed, layout, strategy, a2a_size):
+    return {
+        "cu_q": cu_q,
+        "cu_kv": cu_kv,
+        "left": left,
+        "right": right,
+        "scale": scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "seed": seed,
+        "layout": layout,
+        "strategy": strategy,
+        "a2a_size": a2a_size,
+    }
+
+
+def _attention_meta(q, k, v, bias, sink, world, grad, *spec):
+    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]), dtype=_out_dtype(q))
+    return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _attention(q, k, v, bias, sink, world, grad, *spec):
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out, lse = _attention_meta(q, k, v, bias, sink, world, grad)
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "out": out, "lse": lse}
+    if world:
+        _native.cp_attention_fwd(world, _spec(*spec), tensors, grad)
+    else:
+        _native.attention_fwd(_spec(*spec), tensors)
+    return out, lse
+
+
+def _attention_backward_meta(d_out, q, k, v, bias, sink, out, lse, world, dbias, dsink, *spec):
+    f32 = torch.float32
+    db = bias.new_empty(bias.shape, dtype=f32) if dbias else q.new_empty(0, dtype=f32)
+    ds = sink.new_empty(sink.shape, dtype=f32) if dsink else q.new_empty(0, dtype=f32)
+    return out.new_empty(q.shape), out.new_empty(k.shape), out.new_empty(v.shape), db, ds
+
+
+def _attention_backward(d_out, q, k, v, bias, sink, out, lse, world, dbias, dsink, *spec):
+    q, k, v, d_out = q.contiguous(), k.contiguous(), v.contiguous(), d_out.contiguous()
+    grads = _attention_backward_meta(d_out, q, k, v, bias, sink, out, lse, world, dbias, dsink)
+    dq, dk, dv, db, ds = grads
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "out": out, "lse": lse}
+    given = {"d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
+    given["dbias"], given["dsink"] = db if dbias else None, ds if dsink else None
+    if world:
+        _native.cp_attention_bwd(world, _spec(*spec), tensors, given)
+    else:
+        _native.attention_bwd(_spec(*spec), tensors, given)
+    return grads
+
+
+_SPEC = (
+    "int[] cu_q, int[] cu_kv, int? left, int? right, float? scale, float? softcap,"
+    " float dropout_p, int seed, str layout, str? strategy, int a2a_size"
+)
+attention = _define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, int world, bool grad,"
+    f" {_SPEC}) -> (Tensor, Tensor)",
+    _attention,
+    _attention_meta,
+)
+attention_backward = _define(
+    "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink,"
+    f" Tensor out, Tensor lse, int world, bool dbias, bool dsink, {_SPEC})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _attention_backward_meta,
+)

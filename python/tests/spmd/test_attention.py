@@ -1,0 +1,174 @@
+"""attention and cp_attention with gradients, beside dense attention in f64."""
+
+import pytest
+import torch
+from dense import leaf, randn
+
+import tilewire
+import tilewire.torch as tw
+
+
+def dense(q, k, v, cu, causal=True, window=(None, None), scale=None, bias=None, softcap=None, sink=None):
+    """[tokens, heads, d] in f64, sequence after sequence."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    outs, lses = [], []
+    for a, b in zip(cu[:-1], cu[1:]):
+        if a == b:
+            continue
+        kk, vv = (t[a:b].repeat_interleave(group, 1) for t in (k, v))
+        s = torch.einsum("qhd,khd->hqk", q[a:b], kk) * scale
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        if bias is not None:
+            s = s + bias[:, : b - a, : b - a]
+        i = torch.arange(b - a)
+        gap = i[None, :] - i[:, None]
+        hide = torch.zeros(b - a, b - a, dtype=torch.bool)
+        if causal:
+            hide |= gap > 0
+        if window[0] is not None:
+            hide |= gap < -window[0]
+        if window[1] is not None:
+            hide |= gap > window[1]
+        s = s.masked_fill(hide, float("-inf"))
+        if sink is not None:
+            s = torch.cat((s, sink[:, None, None].expand(-1, b - a, 1)), 2)
+        lses.append(torch.logsumexp(s, 2))
+        p = torch.softmax(s, 2)[..., : b - a]
+        outs.append(torch.einsum("hqk,khd->qhd", p, vv))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+TOL = {
+    torch.float32: dict(rtol=1e-4, atol=1e-4),
+    torch.bfloat16: dict(rtol=4e-2, atol=4e-2),
+    torch.float16: dict(rtol=1e-2, atol=1e-2),
+}
+
+CASES = {
+    "causal": {},
+    "full": dict(causal=False),
+    "window": dict(window=(5, 0)),
+    "scaled": dict(scale=0.3, softcap=2.0),
+    "sink": dict(sink=True),
+    "bias": dict(bias=True),
+}
+
+
+def case(gen, name, tokens, hq=4, hkv=2, d=16, dtype=torch.float32):
+    kw = dict(CASES[name])
+    q, k, v = (randn(gen, tokens, h, d, dtype=dtype) for h in (hq, hkv, hkv))
+    if kw.pop("sink", False):
+        kw["sink"] = randn(gen, hq)
+    if kw.pop("bias", False):
+        kw["bias"] = randn(gen, hq, tokens, tokens)
+    return (q, k, v), kw
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("dtype", list(TOL), ids=str)
+def test_attention(device, gen, name, dtype):
+    tokens, cu = 24, [0, 7, 7, 24]
+    qkv, kw = case(gen, name, tokens, dtype=dtype)
+    d_out = randn(gen, tokens, 4, 16, dtype=dtype)
+    refs = [t.clone().requires_grad_() for t in qkv]
+    extra = {n: kw[n].clone().requires_grad_() for n in ("sink", "bias") if n in kw}
+    ref, ref_lse = dense(*refs, cu, **{**kw, **extra})
+    ref.backward(d_out)
+    mine = [leaf(t, dtype, device) for t in qkv]
+    own = {n: leaf(t.detach(), torch.float32, device) for n, t in extra.items()}
+    out, lse = tw.attention(*mine, cu_seqlens_q=cu, return_lse=True, **{**kw, **own})
+    torch.testing.assert_close(out.cpu().double(), ref, **TOL[dtype])
+    torch.testing.assert_close(lse.cpu().double(), ref_lse, rtol=1e-2, atol=1e-2)
+    out.backward(d_out.to(out))
+    for a, b in zip([*mine, *own.values()], [*refs, *extra.values()]):
+        torch.testing.assert_close(a.grad.cpu().double(), b.grad, **TOL[dtype])
+
+
+def test_a_batch(device, gen):
+    q, k, v = (randn(gen, 2, 9, h, 8) for h in (4, 2, 2))
+    mine = [leaf(t, torch.float32, device) for t in (q, k, v)]
+    out, lse = tw.attention(*mine, return_lse=True)
+    assert out.shape == (2, 9, 4, 8) and lse.shape == (4, 2, 9)
+    ref, _ = dense(*(t.flatten(0, 1) for t in (q, k, v)), [0, 9, 18])
+    torch.testing.assert_close(out.cpu().double().flatten(0, 1), ref, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("strategy", ["get", "ring", "all_gather", "all_to_all"])
+def test_cp_attention(world, device, gen, name, strategy):
+    size = world.size
+    if name == "bias" and strategy == "all_to_all":
+        pytest.skip("covered by the other strategies: one bias for all heads")
+    tokens = 8 * size
+    qkv, kw = case(gen, name, tokens, hq=8, hkv=4)
+    d_out = randn(gen, tokens, 8, 16)
+    refs = [t.clone().requires_grad_() for t in qkv]
+    extra = {n: kw[n].clone().requires_grad_() for n in ("sink", "bias") if n in kw}
+    cu = [0, tokens]
+    ref, _ = dense(*refs, cu, **{**kw, **extra})
+    ref.backward(d_out)
+    mine = [leaf(tw.cp_shard(t), torch.float32, device) for t in qkv]
+    own = {n: leaf(t.detach(), torch.float32, device) for n, t in extra.items()}
+    out = tw.cp_attention(*mine, strategy=strategy, **{**kw, **own})
+    torch.testing.assert_close(tw.cp_unshard(out.detach()).cpu().double(), ref, rtol=1e-4, atol=1e-4)
+    out.backward(tw.cp_shard(d_out).to(out))
+    for a, b in zip(mine, refs):
+        torch.testing.assert_close(a.grad.cpu().double(), tw.cp_shard(b.grad), rtol=1e-4, atol=1e-4)
+    for a, b in zip(own.values(), extra.values()):
+        torch.testing.assert_close(a.grad.cpu().double(), b.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["zigzag_per_sequence", "zigzag", "contiguous"])
+def test_packed_documents_that_change(world, device, gen, layout):
+    """Other lengths each time: one plan serves them."""
+    size = world.size
+    made = None
+    for lens in ([4, 2, 2], [2, 6], [8]):
+        cu = [0]
+        for n in lens:
+            cu.append(cu[-1] + n * 2 * size)
+        q, k, v = (randn(gen, cu[-1], h, 8) for h in (4, 2, 2))
+        ref, _ = dense(q, k, v, cu)
+        mine = [tw.cp_shard(t.float().to(device), cu_seqlens=cu, layout=layout) for t in (q, k, v)]
+        out = tw.cp_attention(*mine, cu_seqlens_q=torch.tensor(cu), layout=layout)
+        whole = tw.cp_unshard(out, cu_seqlens=cu, layout=layout)
+        torch.testing.assert_close(whole.cpu().double(), ref, rtol=1e-4, atol=1e-4)
+        made = made or world.memory()["plans_made"]
+    assert world.memory()["plans_made"] == made
+
+
+def test_a_batch_over_ranks(world, device, gen):
+    q, k, v = (randn(gen, 3, 4 * world.size, h, 8) for h in (4, 2, 2))
+    mine = [leaf(tw.cp_shard(t, dim=1), torch.float32, device) for t in (q, k, v)]
+    out = tw.cp_attention(*mine)
+    s = 4 * world.size
+    ref, _ = dense(*(t.flatten(0, 1) for t in (q, k, v)), [0, s, 2 * s, 3 * s])
+    whole = tw.cp_unshard(out.detach(), dim=1).cpu().double()
+    torch.testing.assert_close(whole.flatten(0, 1), ref, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_is_the_same_on_any_number_of_ranks(world, device, gen):
+    tokens = 8 * world.size
+    q, k, v = (randn(gen, tokens, 2, 8).float().to(device) for _ in range(3))
+    whole = tw.attention(q, k, v, dropout_p=0.4, seed=7)
+    parts = [tw.cp_shard(t) for t in (q, k, v)]
+    out = tw.cp_unshard(tw.cp_attention(*parts, dropout_p=0.4, seed=7))
+    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(whole, tw.attention(q, k, v))
+
+
+def test_what_does_not_fit_is_refused(world, device):
+    q, k = torch.randn(4, 4, 8, device=device), torch.randn(4, 3, 8, device=device)
+    for bad in (
+        lambda: tw.attention(q, k, k),
+        lambda: tw.attention(q[0], q, q),
+        lambda: tw.attention(q, q, q, cu_seqlens_q=[0, 5]),
+        lambda: tw.attention(q, q, q, cu_seqlens_q=[0, 3, 2, 4]),
+        lambda: tw.attention(q, q, q, sink=torch.zeros(3, device=device)),
+        lambda: tw.cp_attention(q, q, q, layout="spiral"),
+        lambda: tw.cp_attention(q, q, q, strategy="pigeons"),
+    ):
+        with pytest.raises(tilewire.InvalidArgument):
+            bad()

@@ -1,0 +1,238 @@
+"""Attention: of tensors that are here, and of rows that are divided among ranks."""
+
+import torch
+
+from .. import _native
+from .._errors import InvalidArgument
+from . import _ops
+from ._functions import _needs_grad, _once
+from ._world import handle_of
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bias, sink, world, *spec):
+        ctx.set_materialize_grads(False)
+        out, lse = _ops.attention(q, k, v, bias, sink, world, True, *spec)
+        ctx.save_for_backward(q, k, v, bias, sink, out, lse)
+        ctx.args = (world, spec)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        _once()
+        if d_out is None:
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, bias, sink, out, lse = ctx.saved_tensors
+        world, spec = ctx.args
+        needs_bias, needs_sink = ctx.needs_input_grad[3:5]
+        dq, dk, dv, db, ds = _ops.attention_backward(
+            d_out, q, k, v, bias, sink, out, lse, world, needs_bias, needs_sink, *spec
+        )
+        if world:
+            # Replicated parameters: each rank has what its queries contribute.
+            db = _ops.all_reduce(db, world, "sum") if needs_bias else db
+            ds = _ops.all_reduce(ds, world, "sum") if needs_sink else ds
+        grads = (dq, dk, dv, db if needs_bias else None, ds if needs_sink else None)
+        return *grads, None, *(None for _ in spec)
+
+
+def _offsets(cu, what):
+    """Row offsets on the host. A tensor of a GPU would have to be waited for."""
+    if cu is None:
+        return None
+    if isinstance(cu, torch.Tensor):
+        if cu.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                raise InvalidArgument(
+                    f"`{what}` lies on the GPU, and a capture cannot copy it: pass it on the host"
+                )
+            import warnings
+
+            warnings.warn(f"`{what}` lies on the GPU: the call waits for it", stacklevel=3)
+        cu = cu.tolist()
+    return [int(n) for n in cu]
+
+
+def _window(causal, window):
+    """The most keys that are seen before and behind a query; None is no limit."""
+    left, right = (None, None) if window is None else window
+    left = None if left is None or left < 0 else int(left)
+    right = None if right is None or right < 0 else int(right)
+    return left, 0 if causal else right
+
+
+def _packed(x, what):
+    """[b, s, h, d] or [tokens, h, d] as the latter."""
+    if x.dim() == 4:
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    if x.dim() != 3:
+        raise InvalidArgument(f"`{what}` must be [tokens, heads, d] or [b, s, heads, d]")
+    return x
+
+
+def _lengths(x, cu, size, what):
+    """Offsets of all sequences in the global rows, of which each rank holds a part."""
+    if cu is not None:
+        if x.dim() == 4:
+            raise InvalidArgument(f"`{what}` is for [tokens, heads, d], not for [b, s, heads, d]")
+        return cu
+    if x.dim() == 4:
+        return [b * x.shape[1] * size for b in range(x.shape[0] + 1)]
+    return [0, x.shape[0] * size]
+
+
+def _run(q, k, v, world, size, kw):
+    left, right = _window(kw["causal"], kw["window"])
+    cu_q = _lengths(q, _offsets(kw["cu_seqlens_q"], "cu_seqlens_q"), size, "cu_seqlens_q")
+    cu_kv = kw["cu_seqlens_kv"]
+    cu_kv = _offsets(cu_kv, "cu_seqlens_kv") if cu_kv is not None else kw["cu_seqlens_q"]
+    cu_kv = _lengths(k, _offsets(cu_kv, "cu_seqlens_kv"), size, "cu_seqlens_kv")
+    softcap = kw["softcap"] or None
+    spec = (cu_q, cu_kv, left, right, kw["scale"], softcap, float(kw["dropout_p"]))
+    spec += (int(kw["seed"]), kw["layout"], kw["strategy"], kw["a2a_size"] or 1)
+    bias, sink = kw["bias"], kw["sink"]
+    flat = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
+    if _needs_grad(q, k, v, bias, sink):
+        out, lse = _Attention.apply(*flat, bias, sink, world, *spec)
+    else:
+        out, lse = _ops.attention(*flat, bias, sink, world, False, *spec)
+    if q.dim() == 4:
+        out = out.view(*q.shape[:3], v.shape[3])
+        lse = lse.view(q.shape[2], *q.shape[:2])
+    return (out, lse) if kw["return_lse"] else out
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=True,
+    window=None,
+    cu_seqlens_q=None,
+    cu_seqlens_kv=None,
+    scale=None,
+    bias=None,
+    softcap=None,
+    sink=None,
+    dropout_p=0.0,
+    seed=0,
+    return_lse=False,
+):
+    """``softmax(scale q k^T + bias) v`` of tensors that are here; no world is needed.
+
+    The last query sees the last key under a causal mask. Keywords as :func:`cp_attention`.
+
+    Args:
+        q: [tokens, heads, d] or [b, s, heads, d]; f32, bf16 or f16.
+        k, v: the same, with heads that divide q's; v may have another d.
+
+    Returns:
+        of q's form with v's d; with ``return_lse`` also the log-sum-exp [heads, tokens] (or [heads,
+        b, s]) f32, which has no gradient.
+
+    Raises:
+        InvalidArgument: shapes, dtypes, devices or offsets do not fit.
+    """
+    kw = dict(locals())
+    for name in ("q", "k", "v"):
+        del kw[name]
+    return _run(q, k, v, 0, 1, dict(kw, layout="contiguous", strategy=None, a2a_size=None))
+
+
+def cp_attention(
+    q,
+    k,
+    v,
+    group=None,
+    *,
+    causal=True,
+    window=None,
+    cu_seqlens_q=None,
+    cu_seqlens_kv=None,
+    scale=None,
+    bias=None,
+    softcap=None,
+    sink=None,
+    dropout_p=0.0,
+    seed=0,
+    strategy=None,
+    a2a_size=None,
+    layout="zigzag_per_sequence",
+    return_lse=False,
+):
+    """Attention of rows that are divided among the ranks: each holds a part of every sequence.
+
+    Args:
+        q: my rows, [tokens / P, heads, d], or of a batch [b, s / P, heads, d].
+        k, v: the same, with heads that divide q's; v may have another d.
+        group: a World, a ProcessGroup that has one, or None for the first world.
+        causal: queries see themselves and what came before.
+        window: (left, right): the most keys seen before and behind; -1 or None is no limit.
+        cu_seqlens_q, cu_seqlens_kv: global row offsets of packed sequences, [sequences + 1], lists
+            or tensors on the host; those of the queries serve for the keys, too. On a GPU they are
+            copied, with a warning, and refused during a capture.
+        scale: of the scores. Default: d ** -0.5.
+        bias: [1 or heads, sq, skv] f32, added to the scores of every sequence.
+        softcap: bound of the scores: softcap * tanh(scores / softcap).
+        sink: [heads] f32: a logit of each head that takes part in the softmax and has no value.
+        dropout_p, seed: dropout of the probabilities; the mask follows from global rows and the
+            seed, so it is the same on any number of ranks. Each seed is a plan of its own.
+        strategy: "get", "ring", "all_gather", "all_to_all" or "hybrid". Default: what is predicted
+            fastest.
+        a2a_size: ranks of a group in which "hybrid" scatters heads.
+        layout: "zigzag_per_sequence" (each sequence in 2 P chunks, of which rank r holds r and
+            2 P - 1 - r, as TransformerEngine and Megatron divide), "zigzag" (the same of all rows
+            together) or "contiguous". :func:`cp_shard` divides.
+        return_lse: also return the log-sum-exp of my rows.
+
+    Returns:
+        as :func:`attention`.
+
+    Raises:
+        As :func:`ag_gemm`.
+    """
+    kw = dict(locals())
+    for name in ("q", "k", "v", "group"):
+        del kw[name]
+    world = handle_of(group)
+    return _run(q, k, v, world, _ops.size_of(world), kw)
+
+
+def _rows(cu, layout, world):
+    size = _ops.size_of(world)
+    return [_native.cp_rows(cu, layout, r, size) for r in range(size)]
+
+
+def cp_shard(x, group=None, *, cu_seqlens=None, layout="zigzag_per_sequence", dim=None):
+    """My part of a global tensor, for :func:`cp_attention`.
+
+    ``dim`` is the dimension of the tokens: 0 of [tokens, ...], 1 of [b, s, ...] (dim=1 divides each
+    entry of the batch alike).
+    """
+    world = handle_of(group)
+    dim = 0 if dim is None else dim
+    cu = _offsets(cu_seqlens, "cu_seqlens") or [0, x.shape[dim]]
+    spans = _rows(cu, layout, world)[_ops.rank_of(world)]
+    return torch.cat([x.narrow(dim, a, b - a) for a, b in spans], dim).contiguous()
+
+
+def cp_unshard(x, group=None, *, cu_seqlens=None, layout="zigzag_per_sequence", dim=None):
+    """The global tensor of all ranks' parts: the inverse of :func:`cp_shard`. Collective."""
+    from ._functions import all_gather
+
+    world = handle_of(group)
+    dim = 0 if dim is None else dim
+    size = _ops.size_of(world)
+    first = x.movedim(dim, 0).contiguous()
+    # Parts may differ in rows by what the layout says.
+    cu = _offsets(cu_seqlens, "cu_seqlens") or [0, x.shape[dim] * size]
+    spans = _rows(cu, layout, world)
+    rows = [sum(b - a for a, b in s) for s in spans]
+    parts = all_gather(first, group, rows=None if len(set(rows)) == 1 else rows)
+    index = torch.cat([torch.arange(a, b) for s in spans for a, b in s])
+    back = torch.empty_like(index)
+    back[index] = torch.arange(len(index))
+    return parts.index_select(0, back.to(x.device)).movedim(0, dim)
