@@ -6,6 +6,8 @@
 
 #![expect(clippy::print_stdout, reason = "which operation it was must be seen")]
 
+#[path = "gpu/borrowed.rs"]
+mod borrowed;
 #[path = "gpu/calls.rs"]
 mod calls;
 #[path = "gpu/driver.rs"]
