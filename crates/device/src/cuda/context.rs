@@ -268,10 +268,10 @@ impl CudaContext {
         // Of a stream's events the first that is not reached is asked, as those behind it are not, either.
         let mut busy = Vec::new();
         let (gone, mut rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(e, _)| {
-            let on = e.last().id;
-            let is_done = !busy.contains(&on) && e.is_done();
-            if !is_done && !busy.contains(&on) {
-                busy.push(on);
+            let last = e.last();
+            let is_done = !busy.contains(&last.id) && e.is_done();
+            if !is_done && last.capture.is_none() && !busy.contains(&last.id) {
+                busy.push(last.id);
             }
             is_done
         });
