@@ -80,6 +80,17 @@ impl Stream {
         }
     }
 
+    /// Runs `f`, which queues work of one launch here: see [`CudaStream::in_launch`].
+    ///
+    /// # Errors
+    /// Those of `f`; what the driver reports.
+    pub fn in_launch<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        match self {
+            Stream::Host(_) => f(),
+            Stream::Cuda(s) => s.in_launch(f),
+        }
+    }
+
     /// Queues `node`, or adds it to the capture in progress.
     ///
     /// # Errors

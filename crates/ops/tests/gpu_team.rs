@@ -8,6 +8,8 @@
 
 #[path = "gpu/biases.rs"]
 mod biases;
+#[path = "gpu/borrowed.rs"]
+mod borrowed;
 #[path = "gpu/calls.rs"]
 mod calls;
 #[path = "gpu/checks.rs"]

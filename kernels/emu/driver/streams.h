@@ -108,6 +108,7 @@ void run_graph(const Graph& g) {
 
 struct Queue {
     int device;
+    u64 id;
     std::mutex lock;
     std::condition_variable changed;
     std::deque<Work> work;
@@ -125,7 +126,7 @@ struct All {
     std::mutex lock;
     std::vector<Stream> streams;
     std::vector<Graph> capturing;
-    u64 captures = 0;
+    u64 captures = 0, begun = 0;
     Stream legacy[MAX_DEVICES];
 };
 All& all() {
@@ -161,6 +162,7 @@ Stream* begin_stream(int d) {
     s->device = d;
     {
         std::lock_guard<std::mutex> g(all().lock);
+        s->id = ++all().begun;
         all().streams.push_back(s);
     }
     std::thread(serve, s).detach();
@@ -266,6 +268,7 @@ int cuStreamDestroy_v2(Stream* s) {
     }
     return delete s, OK;
 }
+int cuStreamGetId(Stream* s, u64* out) { return *out = stream(s)->id, OK; }
 int cuStreamGetCtx(Stream* s, void** out) { return *out = &used[stream(s)->device], OK; }
 int cuStreamQuery(Stream* raw) {
     Stream& s = stream(raw);

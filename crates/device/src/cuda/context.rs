@@ -6,11 +6,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent};
 use tilewire_core::{Config, Error, ErrorKind, Result};
 
+use super::borrow::Known;
+use super::current::{Current, apart};
 use super::error::check;
 use super::event::CudaEvent;
+use super::graph::Held;
 use super::loader::available;
 use super::module::CudaModule;
 use super::probe::{DeviceInfo, arch, describe};
@@ -104,9 +107,9 @@ fn taken(ordinal: u32, code: sys::CUresult, e: Error) -> Error {
 /// The primary context of one device, shared with every other library of the process and kept until
 /// the process ends.
 #[derive(Clone)]
-pub struct CudaContext(Arc<Inner>);
+pub struct CudaContext(pub(super) Arc<Inner>);
 
-struct Inner {
+pub(super) struct Inner {
     raw: CUcontext,
     device: CUdevice,
     ordinal: u32,
@@ -116,56 +119,41 @@ struct Inner {
     /// What queued work has used, and no longer does: see [`CudaContext::retire`].
     retired: Mutex<Vec<Thing>>,
     /// The same, once an event is reached.
-    leaving: Mutex<Vec<(CudaEvent, Thing)>>,
+    leaving: Mutex<Vec<(Arc<CudaEvent>, Thing)>>,
+    /// Events without timing that nobody uses.
+    events: Mutex<Vec<CUevent>>,
+    /// Streams of others that were borrowed last.
+    pub(super) borrowed: Mutex<Known>,
+    /// What captures that were begun elsewhere keep, by their numbers.
+    pub(super) captures: Mutex<Vec<(u64, Weak<Held>)>>,
     /// Device memory that is not freed although nobody uses it: see [`CudaContext::keep_memory`].
     kept: Mutex<Option<Vec<CUdeviceptr>>>,
     /// Told while a thread waits for the device: see [`CudaContext::watch`].
     watchers: Mutex<Vec<Weak<dyn Probe>>>,
 }
 
-/// One of our calls to the driver. At its end the calling thread has the context that it had before, or none:
-/// the runtime API of CUDA, in the caller's code, takes the current context for the device that was chosen.
-#[must_use = "the caller's context is current again once this is dropped"]
-pub(crate) struct Current {
-    before: Option<CUcontext>,
-    _mode: Uncaptured,
+/// Something that queued work refers to by address.
+pub(super) type Thing = Arc<dyn Any + Send + Sync>;
+
+/// So many unused events are kept: those of launches that are in flight together.
+const SPARE_EVENTS: usize = 256;
+
+/// What work uses of which nobody knows whether it has ended.
+struct Unsure {
+    ctx: CudaContext,
+    thing: Option<Thing>,
 }
 
-/// Calls of this thread that no capture is to see: without it, one that CUDA calls potentially unsafe (an allocation, a look at
-/// an event) ends captures in `global` mode of all threads, and of others those of its own. What belongs to a capture is
-/// queued on its stream, and is seen whatever the mode.
-#[must_use = "the thread's mode is as before once this is dropped"]
-struct Uncaptured(sys::CUstreamCaptureMode);
-
-impl Uncaptured {
-    fn new() -> Self {
-        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: valid in- and output. It fails only for another mode than there are.
-        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-        Self(mode)
-    }
-}
-
-impl Drop for Uncaptured {
+impl Drop for Unsure {
     fn drop(&mut self) {
-        // SAFETY: as above; what the thread had before.
-        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
-    }
-}
-
-impl Drop for Current {
-    fn drop(&mut self) {
-        if let Some(before) = self.before {
-            // SAFETY: it was current on this thread. If somebody has destroyed it meanwhile, the driver says so.
-            unsafe { sys::cuCtxSetCurrent(before) };
+        if let Err(e) = self.ctx.synchronize() {
+            log::warn!("what work on the device uses is leaked, as nobody can wait for it: {e}");
+            std::mem::forget(self.thing.take());
         }
     }
 }
 
-/// Something that queued work refers to by address.
-pub(super) type Thing = Arc<dyn Any + Send + Sync>;
-
-// SAFETY: contexts may be made current on any thread; the fields never change.
+// SAFETY: contexts may be made current, and events used, on any thread; what changes is behind locks.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -205,6 +193,9 @@ impl CudaContext {
             modules: Mutex::default(),
             retired: Mutex::default(),
             leaving: Mutex::default(),
+            events: Mutex::default(),
+            borrowed: Mutex::default(),
+            captures: Mutex::default(),
             kept: Mutex::default(),
             watchers: Mutex::default(),
         }));
@@ -226,21 +217,12 @@ impl CudaContext {
             list.retain(|p| p.strong_count() > 0);
             list.iter().filter_map(Weak::upgrade).collect()
         };
-        all.iter().for_each(|p| p.waiting(from, to));
+        apart(|| all.iter().for_each(|p| p.waiting(from, to)));
     }
 
     /// Makes the context current on the calling thread, until the result is dropped; captures elsewhere go on.
     pub(crate) fn bind(&self) -> Result<Current> {
-        let mut before = std::ptr::null_mut();
-        // SAFETY: the driver is initialised; valid output.
-        check(unsafe { sys::cuCtxGetCurrent(&mut before) }, "cuCtxGetCurrent")?;
-        let _mode = Uncaptured::new();
-        if before == self.0.raw {
-            return Ok(Current { before: None, _mode });
-        }
-        // SAFETY: the context is retained as long as `self` lives.
-        check(unsafe { sys::cuCtxSetCurrent(self.0.raw) }, "cuCtxSetCurrent")?;
-        Ok(Current { before: Some(before), _mode })
+        Current::new(self.0.raw)
     }
 
     pub(super) fn raw(&self) -> CUcontext {
@@ -254,8 +236,13 @@ impl CudaContext {
     }
 
     /// As [`CudaContext::retire`], once `event` is reached.
-    pub(super) fn retire_behind(&self, event: CudaEvent, thing: Thing) {
+    pub(super) fn retire_behind(&self, event: Arc<CudaEvent>, thing: Thing) {
         self.0.leaving.lock().unwrap_or_else(PoisonError::into_inner).push((event, thing));
+    }
+
+    /// What work uses that no event is behind: its end waits for the device.
+    pub(super) fn unsure(&self, thing: Thing) -> Thing {
+        Arc::new(Unsure { ctx: self.clone(), thing: Some(thing) })
     }
 
     /// Frees what queued work has used and no longer does: where the caller allocates or waits anyway, and at the end of a
@@ -265,12 +252,48 @@ impl CudaContext {
             std::mem::take(&mut *list.lock().unwrap_or_else(PoisonError::into_inner))
         };
         let things = take(&self.0.retired);
+        let gone = self.left();
+        // Not under a lock: a thing may have a stream, whose end comes here again.
+        apart(|| drop((things, gone)));
+    }
+
+    /// Takes what is behind events that have been reached.
+    fn left(&self) -> Vec<(Arc<CudaEvent>, Thing)> {
         let leaving = || self.0.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = std::mem::take(&mut *leaving());
-        let (gone, rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(e, _)| e.is_done());
-        leaving().extend(rest);
-        // Not under a lock: a thing may have a stream, whose end comes here again.
-        drop((things, gone));
+        if waiting.is_empty() {
+            return waiting;
+        }
+        let _current = self.bind();
+        // Of a stream's events the first that is not reached is asked, as those behind it are not, either.
+        let mut busy = Vec::new();
+        let (gone, mut rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(e, _)| {
+            let last = e.last();
+            let is_done = !busy.contains(&last.id) && e.is_done();
+            if !is_done && last.capture.is_none() && !busy.contains(&last.id) {
+                busy.push(last.id);
+            }
+            is_done
+        });
+        let mut all = leaving();
+        rest.append(&mut all);
+        *all = rest;
+        gone
+    }
+
+    /// An event without timing that was used before: what it had recorded is nobody's business any more.
+    pub(super) fn spare_event(&self) -> Option<CUevent> {
+        self.0.events.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    }
+
+    /// Takes an event that nobody uses any more; false if there are enough.
+    pub(super) fn keep_event(&self, event: CUevent) -> bool {
+        let mut events = self.0.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_room = events.len() < SPARE_EVENTS;
+        if has_room {
+            events.push(event);
+        }
+        has_room
     }
 
     /// From now on device memory is freed only when there is none left. For ranks that share a device in one

@@ -9,13 +9,14 @@ use tilewire_core::{Deadline, Error, Result};
 use super::context::CudaContext;
 use super::error::check;
 use super::graph::Held;
-use super::stream::{Inner, poll};
+use super::stream::{Inner, StreamId, poll};
 use crate::Point;
 
 /// A point in a CUDA stream.
 pub struct CudaEvent {
     ctx: CudaContext,
     raw: CUevent,
+    timing: bool,
     last: Mutex<Last>,
 }
 
@@ -24,11 +25,19 @@ pub struct CudaEvent {
 pub(super) struct Last {
     /// The capture that it was part of.
     pub capture: Option<Arc<Held>>,
-    /// The stream, and whose thread made it.
+    /// The stream, and whose thread made it: none if nothing has recorded the event.
     pub on: Weak<Inner>,
+    pub id: StreamId,
     pub by: Option<ThreadId>,
     /// Things that this stream had been given to hold until then.
     pub num: u64,
+}
+
+impl Last {
+    /// An event that was used before has an older record, which does not count.
+    pub fn is_recorded(&self) -> bool {
+        self.by.is_some()
+    }
 }
 
 // SAFETY: the driver allows calls on an event from any thread; the rest is behind a lock.
@@ -42,12 +51,16 @@ impl CudaEvent {
     /// # Errors
     /// What the driver reports.
     pub fn new(ctx: &CudaContext, timing: bool) -> Result<Self> {
+        let spare = if timing { None } else { ctx.spare_event() };
+        if let Some(raw) = spare {
+            return Ok(Self { ctx: ctx.clone(), raw, timing, last: Mutex::default() });
+        }
         let _current = ctx.bind()?;
         let mut raw = std::ptr::null_mut();
         let flags = if timing { 0 } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 };
         // SAFETY: a context is current, the output is valid.
         check(unsafe { sys::cuEventCreate(&mut raw, flags) }, "cuEventCreate")?;
-        Ok(Self { ctx: ctx.clone(), raw, last: Mutex::default() })
+        Ok(Self { ctx: ctx.clone(), raw, timing, last: Mutex::default() })
     }
 
     /// Microseconds from `earlier` to this event; both must have timing and be reached.
@@ -90,8 +103,9 @@ impl Point for CudaEvent {
     fn is_done(&self) -> bool {
         // The driver would invalidate a capture in progress if it were asked. An error ends the
         // waiting, too: `synchronize` raises it.
-        if self.last().capture.is_some() {
-            return false;
+        let last = self.last();
+        if last.capture.is_some() || !last.is_recorded() {
+            return last.capture.is_none();
         }
         let Ok(_current) = self.ctx.bind() else { return false };
         self.query() != CUresult::CUDA_ERROR_NOT_READY
@@ -104,8 +118,10 @@ impl Point for CudaEvent {
             )
             .hint("use `Pending::join` during capture, and wait for the graph's launch instead"));
         }
-        let _current = self.ctx.bind()?;
-        poll(deadline, || self.query(), |from, to| self.ctx.tell_waiting(from, to))?;
+        if self.last().is_recorded() {
+            let _current = self.ctx.bind()?;
+            poll(deadline, || self.query(), |from, to| self.ctx.tell_waiting(from, to))?;
+        }
         // Who waits can free, too: a loop that only launches and waits would keep all that it has used.
         self.ctx.free_retired();
         Ok(())
@@ -114,6 +130,10 @@ impl Point for CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
+        let last = self.last.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !self.timing && last.capture.is_none() && self.ctx.keep_event(self.raw) {
+            return;
+        }
         if let Ok(_current) = self.ctx.bind() {
             // SAFETY: created by us, destroyed once.
             unsafe { sys::cuEventDestroy_v2(self.raw) };

@@ -15,6 +15,8 @@ pub(super) struct Flight {
     /// Held since the last event, oldest first.
     pub open: Vec<Open>,
     pub closed: VecDeque<(CudaEvent, Vec<Thing>)>,
+    /// The launch that has looked at its events last: one look is enough for a launch.
+    looked: Option<u64>,
 }
 
 /// A thing, for whose work, and its number.
@@ -37,6 +39,13 @@ impl Flight {
     pub fn reached(&mut self) -> Vec<(CudaEvent, Vec<Thing>)> {
         let n = self.closed.iter().take_while(|(e, _)| e.is_done()).count();
         self.closed.drain(..n).collect()
+    }
+
+    /// As [`Flight::reached`], once for each launch.
+    pub fn reached_by(&mut self, launch: Option<u64>) -> Vec<(CudaEvent, Vec<Thing>)> {
+        let is_new = launch.is_none() || self.looked != launch;
+        self.looked = launch;
+        if is_new { self.reached() } else { Vec::new() }
     }
 
     /// Takes what is not among the newest of its thread: its work has been queued.

@@ -2,14 +2,15 @@
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
 use tilewire_core::Result;
 
 use super::context::{CudaContext, Thing};
+use super::ended::Ended;
 use super::error::check;
-use super::stream::CudaStream;
+use super::stream::{CudaStream, StreamId};
 
 /// What a capture refers to by address: kept as long as its graph.
 #[derive(Default)]
@@ -57,11 +58,17 @@ unsafe extern "C" fn let_go(kept: *mut c_void) {
 }
 
 impl Held {
-    /// For capture `id`, begun elsewhere, into `graph`: the graph keeps it. If it cannot, it is kept for ever.
+    /// For capture `id`, begun elsewhere, into `graph`: the graph keeps it. If it cannot, it is kept for ever. All streams of
+    /// the capture have the same.
     ///
     /// # Safety
     /// The graph must be alive.
     pub unsafe fn of_graph(ctx: &CudaContext, id: u64, graph: CUgraph) -> Arc<Self> {
+        let all = || ctx.0.captures.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = all().iter().find(|(known, _)| *known == id).and_then(|(_, h)| h.upgrade());
+        if let Some(held) = known {
+            return held;
+        }
         let held = Arc::new(Self { foreign: Some(id), ..Self::default() });
         let kept = Box::new(Kept { ctx: ctx.clone(), held: held.clone() });
         // SAFETY: the caller's contract.
@@ -69,6 +76,9 @@ impl Held {
             log::warn!("a captured graph cannot keep what it refers to, which is leaked: {e}");
             std::mem::forget(held.clone());
         }
+        let mut all = all();
+        all.retain(|(_, h)| h.strong_count() > 0);
+        all.push((id, Arc::downgrade(&held)));
         held
     }
 
@@ -95,6 +105,13 @@ impl Held {
     }
 }
 
+/// A stream that a graph was launched on.
+struct RunsOn {
+    id: StreamId,
+    stream: Weak<super::stream::Inner>,
+    ended: Arc<OnceLock<Ended>>,
+}
+
 /// A captured graph, ready to be replayed. Holds all memory that it names.
 pub struct CudaGraph {
     ctx: CudaContext,
@@ -102,8 +119,8 @@ pub struct CudaGraph {
     num_nodes: usize,
     /// What it refers to by address.
     things: Vec<Thing>,
-    /// Streams that it has been launched on, and whether one that is gone has waited for its work.
-    streams: Mutex<Vec<(Weak<super::stream::Inner>, Arc<AtomicBool>)>>,
+    /// Streams that it has been launched on, and how those that are gone have ended.
+    streams: Mutex<Vec<RunsOn>>,
 }
 
 // SAFETY: launches of one graph are made from one thread at a time by its owner; the handle
@@ -144,10 +161,13 @@ impl CudaGraph {
     /// Notes that it was launched there.
     pub(super) fn runs_on(&self, stream: &Arc<super::stream::Inner>) {
         let mut all = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        if !all.iter().any(|(s, _)| s.as_ptr() == Arc::as_ptr(stream)) {
-            all.retain(|(s, waited)| s.strong_count() > 0 || !waited.load(Ordering::Acquire));
-            all.push((Arc::downgrade(stream), stream.waited()));
+        if all.iter().any(|s| s.stream.as_ptr() == Arc::as_ptr(stream)) {
+            return;
         }
+        // One that was borrowed before is behind what it was then.
+        all.retain(|s| s.id != stream.id && !matches!(s.ended.get(), Some(Ended::Idle)));
+        let (id, ended) = (stream.id, stream.ended.clone());
+        all.push(RunsOn { id, stream: Arc::downgrade(stream), ended });
     }
 }
 
@@ -160,12 +180,16 @@ impl Drop for CudaGraph {
         let streams =
             std::mem::take(self.streams.get_mut().unwrap_or_else(PoisonError::into_inner));
         let things: Thing = Arc::new(std::mem::take(&mut self.things));
-        for (stream, waited) in &streams {
-            match stream.upgrade() {
-                Some(stream) => CudaStream::from(stream).keep(&things),
-                None if waited.load(Ordering::Acquire) => {}
+        for s in streams {
+            match (s.stream.upgrade(), s.ended.get()) {
+                (Some(stream), _) => CudaStream::from(stream).keep(&things),
+                (None, Some(Ended::Idle)) => {}
+                (None, Some(Ended::Behind(event))) => {
+                    self.ctx.retire_behind(event.clone(), things.clone());
+                }
+                (None, Some(Ended::Unsure)) => self.ctx.retire([self.ctx.unsure(things.clone())]),
                 // It gave up, or still waits on another thread: a replay may be running.
-                None => {
+                (None, Some(Ended::Busy) | None) => {
                     log::warn!(
                         "a graph ended behind a stream that has not: what it uses is leaked"
                     );

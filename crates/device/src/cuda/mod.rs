@@ -12,8 +12,13 @@
 //! - Streams of our own never wait for the legacy default stream.
 //! - NVLink multicast and managed memory are never used.
 
+mod borrow;
+#[cfg(test)]
+mod borrow_tests;
 mod context;
 mod cublaslt;
+mod current;
+mod ended;
 mod error;
 mod event;
 mod flight;

@@ -1,16 +1,17 @@
 //! Streams of a CUDA device.
 
 use std::any::Any;
-use std::ffi::c_void;
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUgraph, CUresult, CUstream, CUstreamCaptureStatus};
 use tilewire_core::{Deadline, Error, Result};
 
 use super::context::{CudaContext, Thing};
+use super::current::{in_launch, launch};
+use super::ended::Ended;
 use super::error::check;
 use super::event::{CudaEvent, Last};
 use super::flight::{BATCH, Flight, Open};
@@ -26,27 +27,40 @@ use crate::{Buffer, Point, Queue, Tracer};
 pub struct CudaStream(Arc<Inner>);
 
 pub(super) struct Inner {
-    ctx: CudaContext,
-    raw: CUstream,
-    /// Made and destroyed by somebody else, who may capture it, too.
-    borrowed: bool,
-    /// What the capture in progress refers to; shared by all streams that joined it.
-    capture: Mutex<Option<Arc<Held>>>,
-    flight: Mutex<Flight>,
+    pub ctx: CudaContext,
+    pub raw: CUstream,
+    pub id: StreamId,
+    pub capture: Mutex<Capture>,
+    pub flight: Mutex<Flight>,
     /// How many things it has been given to hold: that of a record and those of a thread are in the thread's order.
     given: AtomicU64,
     /// A graph was launched here, of which nothing is in flight.
     replays: AtomicBool,
-    /// It has ended, and so had all its work.
-    waited: Arc<AtomicBool>,
+    /// How it has ended.
+    pub ended: Arc<OnceLock<Ended>>,
     /// The lane of its spans, and who collects them.
     trace: Option<Trace>,
 }
 
 type Trace = (Arc<str>, Arc<Tracer>);
 
-/// How long the end of a stream waits for its work before it leaks what that work uses.
-const LAST_WAIT_S: f64 = 10.0;
+/// A stream unlike any other of the process.
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+pub(super) enum StreamId {
+    #[default]
+    None,
+    Own(u64),
+    /// Made and destroyed by somebody else, who may capture it, too: the driver's number.
+    Theirs(u64),
+}
+
+#[derive(Default)]
+pub(super) struct Capture {
+    /// What the capture in progress refers to; shared by all streams that joined it.
+    pub held: Option<Arc<Held>>,
+    /// The launch that has asked the driver for it last.
+    asked: Option<u64>,
+}
 
 // SAFETY: the driver allows calls on a stream from any thread; the rest is behind a lock.
 unsafe impl Send for Inner {}
@@ -69,55 +83,27 @@ impl CudaStream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current, the output is valid.
         check(unsafe { sys::cuStreamCreate(&mut raw, flags) }, "cuStreamCreate")?;
-        Ok(Self::of(ctx, raw, false, trace))
+        static NUM: AtomicU64 = AtomicU64::new(0);
+        let id = StreamId::Own(NUM.fetch_add(1, Ordering::Relaxed));
+        Ok(Self::of(ctx, (raw, id), trace))
     }
 
-    fn of(ctx: &CudaContext, raw: CUstream, borrowed: bool, trace: Option<Trace>) -> Self {
+    pub(super) fn of(
+        ctx: &CudaContext,
+        (raw, id): (CUstream, StreamId),
+        trace: Option<Trace>,
+    ) -> Self {
         Self(Arc::new(Inner {
             ctx: ctx.clone(),
             raw,
-            borrowed,
-            capture: Mutex::new(None),
+            id,
+            capture: Mutex::default(),
             flight: Mutex::default(),
             given: AtomicU64::new(0),
             replays: AtomicBool::new(false),
-            waited: Arc::default(),
+            ended: Arc::default(),
             trace,
         }))
-    }
-
-    /// A stream that somebody else has made (a `CUstream` or `cudaStream_t`; null is the legacy default
-    /// stream), and will destroy. If it is captured there, our work becomes part of that graph, which
-    /// keeps what the work refers to until the graph and all that was made of it are destroyed.
-    ///
-    /// # Safety
-    /// The handle must be of a stream that is alive until the last clone of the result is gone. Operations
-    /// keep clones until their [`Pending`](crate::Pending) is gone; the end of the last one waits for the stream.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for a stream of another context, or the default stream of the calling thread,
-    /// which is another one on each thread.
-    pub unsafe fn borrow(ctx: &CudaContext, raw: *mut c_void) -> Result<Self> {
-        const PER_THREAD: usize = 2;
-        if raw.addr() == PER_THREAD {
-            return Err(Error::invalid("the default stream of a thread cannot be borrowed").hint(
-                "its handle means another stream on every thread: pass one that was created",
-            ));
-        }
-        nvtx::load();
-        let _current = ctx.bind()?;
-        let (raw, mut of) = (raw.cast(), std::ptr::null_mut());
-        // SAFETY: the caller's contract for the handle; a context is current, as null needs it; valid output.
-        check(unsafe { sys::cuStreamGetCtx(raw, &mut of) }, "cuStreamGetCtx")?;
-        if of != ctx.raw() {
-            return Err(Error::invalid("the stream is not of this context")
-                .expected(format_args!("the primary context of device {}", ctx.ordinal()))
-                .seen("another context")
-                .hint(
-                    "make it with this device's primary context current, as the runtime API does",
-                ));
-        }
-        Ok(Self::of(ctx, raw, true, None))
     }
 
     /// The context.
@@ -133,29 +119,40 @@ impl CudaStream {
         self.0.raw
     }
 
+    pub(super) fn inner(&self) -> &Arc<Inner> {
+        &self.0
+    }
+
+    /// Runs `f`, which queues work here, as one launch: the context is made current once, and whether a stream is captured
+    /// is asked once. Until `f` returns nobody else may begin or end a capture of its streams, and `f` calls no code
+    /// that is not this library's.
+    ///
+    /// # Errors
+    /// Those of `f`; what the driver reports.
+    pub fn in_launch<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        in_launch(self.0.ctx.raw(), f)
+    }
+
     fn flight(&self) -> MutexGuard<'_, Flight> {
         self.0.flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn capture(&self) -> MutexGuard<'_, Option<Arc<Held>>> {
+    fn capture(&self) -> MutexGuard<'_, Capture> {
         let mut c = self.0.capture.lock().unwrap_or_else(PoisonError::into_inner);
         // The capture that this stream had joined may have ended on its first stream.
-        if c.as_ref().is_some_and(|h| h.has_ended() || self.has_left(h)) {
-            *c = None;
+        if c.held.as_ref().is_some_and(|h| h.has_ended()) {
+            c.held = None;
         }
-        if c.is_none() && self.0.borrowed {
-            // A stream that the driver cannot say it of takes no work, either.
-            *c = self.foreign().ok().flatten();
+        let is_foreign = c.held.as_ref().is_some_and(|h| h.foreign().is_some());
+        if is_foreign || (c.held.is_none() && self.0.is_borrowed()) {
+            let launch = launch();
+            if launch.is_none() || c.asked != launch {
+                // A stream that the driver cannot say it of takes no work, either.
+                c.held = self.foreign().ok().flatten();
+                c.asked = launch;
+            }
         }
         c
-    }
-
-    /// A capture that was begun elsewhere, and that this stream is not part of any more.
-    fn has_left(&self, held: &Held) -> bool {
-        held.foreign().is_some_and(|id| {
-            let _current = self.0.ctx.bind();
-            !matches!(capture_info(self.0.raw), Ok(Some((now, _))) if now == id)
-        })
     }
 
     /// The capture in progress that somebody else has begun: its graph is given what our work refers to.
@@ -167,19 +164,19 @@ impl CudaStream {
     }
 
     pub(super) fn held(&self) -> Option<Arc<Held>> {
-        self.capture().clone()
+        self.capture().held.clone()
     }
 
     /// True while the stream collects work for a graph.
     pub fn is_capturing(&self) -> bool {
-        self.capture().is_some()
+        self.capture().held.is_some()
     }
 
     /// True unless one of the two streams is part of a capture of which the other is not.
     pub fn same_capture(&self, other: &CudaStream) -> bool {
         match (self.held(), other.held()) {
             (None, None) => true,
-            // Each borrow of a stream that somebody else captures has a keeper of its own.
+            // Two threads that ask first at once make a keeper each.
             (Some(a), Some(b)) => {
                 Arc::ptr_eq(&a, &b) || a.foreign().is_some() && a.foreign() == b.foreign()
             }
@@ -191,12 +188,12 @@ impl CudaStream {
     /// run, or during a capture as long as the graph. The same thread must queue that work before it waits for the stream,
     /// which ends what is held for work before.
     pub fn hold(&self, thing: impl FnOnce() -> Arc<dyn Any + Send + Sync>) {
-        if let Some(h) = &*self.capture() {
+        if let Some(h) = &self.capture().held {
             h.push(thing());
             return;
         }
         let mut f = self.flight();
-        for (event, things) in f.reached() {
+        for (event, things) in f.reached_by(launch()) {
             // Before the lock of what is retired, which the driver may hold up when it lets a graph go.
             drop(event);
             self.0.ctx.retire(things);
@@ -228,7 +225,7 @@ impl CudaStream {
         }
         match CudaEvent::new(&self.0.ctx, false).and_then(|e| self.record(&e).map(|()| e)) {
             Ok(e) if e.is_done() => {}
-            Ok(e) => self.0.ctx.retire_behind(e, thing.clone()),
+            Ok(e) => self.0.ctx.retire_behind(Arc::new(e), thing.clone()),
             // Longer, then.
             Err(_) => self.hold(|| thing.clone()),
         }
@@ -378,16 +375,25 @@ impl Queue for CudaStream {
         check(unsafe { sys::cuEventRecord(event.raw(), self.0.raw) }, "cuEventRecord")?;
         let num = self.0.given.load(Ordering::Relaxed);
         let by = Some(std::thread::current().id());
-        event.set_last(Last { capture: self.held(), on: Arc::downgrade(&self.0), by, num });
+        let (on, id) = (Arc::downgrade(&self.0), self.0.id);
+        event.set_last(Last { capture: self.held(), on, id, by, num });
         Ok(())
     }
 
     fn wait(&self, event: &CudaEvent) -> Result<()> {
+        let last = event.last();
+        if !last.is_recorded() {
+            return Ok(());
+        }
         let _current = self.0.ctx.bind()?;
+        if last.id == self.0.id && last.capture.is_none() && !self.is_capturing() {
+            // What is queued here later is behind it anyway.
+            return Ok(());
+        }
         // SAFETY: both are alive; 0 is the default flag.
         check(unsafe { sys::cuStreamWaitEvent(self.0.raw, event.raw(), 0) }, "cuStreamWaitEvent")?;
-        if let Some(h) = event.last().capture {
-            *self.capture() = Some(h);
+        if let Some(h) = last.capture {
+            self.capture().held = Some(h);
         }
         Ok(())
     }
@@ -401,7 +407,7 @@ impl Queue for CudaStream {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive.
         check(unsafe { sys::cuStreamBeginCapture_v2(self.0.raw, mode) }, "cuStreamBeginCapture")?;
-        *self.capture() = Some(Arc::default());
+        self.capture().held = Some(Arc::default());
         Ok(())
     }
 
@@ -421,7 +427,7 @@ impl Queue for CudaStream {
         }
         // Streams that had joined the capture have what it held, too, until they are asked again: without what is in it.
         // One of them may belong to what the graph uses.
-        let held = self.capture().take();
+        let held = self.capture().held.take();
         let things = held.map_or(Vec::new(), |h| {
             h.end();
             h.take()
@@ -473,7 +479,7 @@ impl Queue for CudaStream {
 }
 
 /// Number and graph of the capture that a stream is part of.
-fn capture_info(raw: CUstream) -> Result<Option<(u64, CUgraph)>> {
+pub(super) fn capture_info(raw: CUstream) -> Result<Option<(u64, CUgraph)>> {
     let (mut status, mut id, mut graph) =
         (CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0, std::ptr::null_mut());
     let none = std::ptr::null_mut;
@@ -529,53 +535,12 @@ pub(super) fn poll(
 }
 
 impl Inner {
-    /// Whether it ended behind all its work.
-    pub(super) fn waited(&self) -> Arc<AtomicBool> {
-        self.waited.clone()
+    pub(super) fn is_borrowed(&self) -> bool {
+        matches!(self.id, StreamId::Theirs(_))
     }
-}
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        let Ok(_current) = self.ctx.bind() else { return };
-        let capture = self.capture.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let ours = |h: &Arc<Held>| !h.has_ended() && h.foreign().is_none();
-        if let Some(h) = capture.filter(ours) {
-            // A capture that was given up: as long as it is open, synchronising fails.
-            h.end();
-            drop(h.take());
-            let mut graph = std::ptr::null_mut();
-            // SAFETY: a live stream and a valid output; a graph that comes out is ours to destroy.
-            unsafe {
-                sys::cuStreamEndCapture(self.raw, &mut graph);
-                if !graph.is_null() {
-                    sys::cuGraphDestroy(graph);
-                }
-            }
-        }
-        let flight = take(self.flight.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let limit = Some(Deadline::after_s(LAST_WAIT_S));
-        let idle = flight.open.is_empty()
-            && flight.closed.is_empty()
-            && !self.replays.load(Ordering::Acquire);
-        // The question would spoil a capture that somebody else has begun meanwhile.
-        let captured = self.borrowed && !matches!(capture_info(self.raw), Ok(None));
-        // SAFETY: a live stream.
-        let ended = || poll(limit, || unsafe { sys::cuStreamQuery(self.raw) }, |_, _| ()).is_ok();
-        let waited = (self.borrowed && idle) || (!captured && ended());
-        self.waited.store(waited, Ordering::Release);
-        if !waited {
-            log::warn!("a stream ended with work that does not end: what it uses is leaked");
-            std::mem::forget(flight);
-        } else {
-            // Some may be of another stream, whose work of another thread goes on.
-            let waits = flight.closed.into_iter().filter(|(e, _)| !e.is_done());
-            waits.for_each(|(e, things)| self.ctx.retire_behind(e, Arc::new(things)));
-        }
-        if !self.borrowed {
-            // SAFETY: created by us, destroyed once.
-            unsafe { sys::cuStreamDestroy_v2(self.raw) };
-        }
-        self.ctx.free_retired();
+    /// Whether a graph was launched here.
+    pub(super) fn has_replays(&self) -> bool {
+        self.replays.load(Ordering::Acquire)
     }
 }

@@ -224,7 +224,8 @@ impl AgGemmPlan {
         let tasks = schedule(team.rank(), &rows, self.desc.n, &config, whole);
         if let Some(lane) = self.core.lane() {
             let shape = cuda::Shape { m, rows: &rows, tasks: &tasks, config };
-            return cuda::launch(self, lane, stream, &shape, t).map_err(|e| e.op("ag_gemm"));
+            let launch = || cuda::launch(self, lane, stream, &shape, t);
+            return stream.in_launch(launch).map_err(|e| e.op("ag_gemm"));
         }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let seq = launch.ctx.seq();

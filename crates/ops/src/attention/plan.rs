@@ -91,9 +91,11 @@ impl AttentionPlan {
             p.launch_fwd(s, &self.desc, inputs, (&seqs, rows), &out)
         };
         if let Some((s, p)) = self.ready.on(stream)? {
-            let _span = s.span("attention");
-            fwd(s, p).map_err(|e| e.op("attention"))?;
-            return Pending::new(out, stream, None);
+            return s.in_launch(|| {
+                let _span = s.span("attention");
+                fwd(s, p).map_err(|e| e.op("attention"))?;
+                Pending::new(out.clone(), stream, None)
+            });
         }
         let (run, o) = (self.run(inputs, seqs, rows), out.clone());
         stream.launch(Node::new("attention", move || run.forward(&o)))?;
@@ -119,9 +121,11 @@ impl AttentionPlan {
             p.launch_bwd(s, &self.desc, inputs, (&seqs, rows), (&saved, &grads))
         };
         if let Some((s, p)) = self.ready.on(stream)? {
-            let _span = s.span("attention_bwd");
-            bwd(s, p).map_err(|e| e.op("attention"))?;
-            return Pending::new(grads, stream, None);
+            return s.in_launch(|| {
+                let _span = s.span("attention_bwd");
+                bwd(s, p).map_err(|e| e.op("attention"))?;
+                Pending::new(grads.clone(), stream, None)
+            });
         }
         let (run, g) = (self.run(inputs, seqs, rows), grads.clone());
         stream.launch(Node::new("attention", move || run.backward(&saved, &g)))?;

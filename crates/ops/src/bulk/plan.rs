@@ -87,6 +87,10 @@ impl BulkPlan {
         self.collective.check(t.m, &t.x, &t.y)?;
         self.collective.check_launch(stream, (&t.x, &t.y))?;
         self.gemm.check(stream, &t.gemm)?;
+        stream.in_launch(|| self.launch_both(stream, t))
+    }
+
+    fn launch_both(&self, stream: &Stream, t: BulkInputs) -> Result<Pending<BulkOut>> {
         let (fork, join) = (Event::new(), Event::new());
         stream.record(&fork)?;
         self.side.wait(&fork)?;

@@ -330,11 +330,13 @@ impl CollectivePlan {
         m: usize,
         t: (&Tensor, &Tensor),
     ) -> Result<Pending<Tensor>> {
-        if let Some(n) = nccl {
-            return nccl::launch(self, n, lane, (stream, m), t);
-        }
-        let phases = self.phases(m).map_err(|e| e.op(self.core.op()))?;
-        cuda::launch(self, lane, (stream, m), phases, t)
+        stream.in_launch(|| {
+            if let Some(n) = nccl {
+                return nccl::launch(self, n, lane, (stream, m), t);
+            }
+            let phases = self.phases(m).map_err(|e| e.op(self.core.op()))?;
+            cuda::launch(self, lane, (stream, m), phases, t)
+        })
     }
 
     /// Rows of the input and of the output on this rank.

@@ -256,8 +256,10 @@ impl CpAttentionPlan {
     ) -> Result<Pending<AttnOut>> {
         let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
         out.check(&self.desc.attn, rows, inputs).map_err(|e| e.op(OP))?;
-        let seq = self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
-        self.core.pending(out, stream, seq)
+        stream.in_launch(|| {
+            let seq = self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
+            self.core.pending(out, stream, seq)
+        })
     }
 
     /// Queues the backward pass on this rank's rows.
@@ -277,8 +279,10 @@ impl CpAttentionPlan {
         let (seqs, rows) = self.check(inputs).map_err(|e| e.op(OP))?;
         grads.check(&self.desc.attn, rows, inputs, &saved).map_err(|e| e.op(OP))?;
         let work = Work::Backward(Box::new((saved, grads.clone())));
-        let seq = self.launch(stream, (inputs, seqs, rows), work)?;
-        self.core.pending(grads, stream, seq)
+        stream.in_launch(|| {
+            let seq = self.launch(stream, (inputs, seqs, rows), work)?;
+            self.core.pending(grads, stream, seq)
+        })
     }
 
     pub(super) fn local_rows(&self, s: &Sequences) -> LocalRows {

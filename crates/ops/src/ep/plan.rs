@@ -255,11 +255,13 @@ impl EpPlan {
         if let Some(phase) = self.phase(PREPARE, handle)? {
             let given = [("topk_idx", Some(topk_idx))];
             phase.together(stream, &given).map_err(|e| e.op("ep_prepare"))?;
-            let detail = format_args!("capacity={capacity}");
-            let seq = self.cores[PREPARE].begin(stream, detail)?.ctx.seq();
-            handle.set_routing(seq);
-            phase.route((stream, seq), topk_idx, capacity)?;
-            return self.cores[PREPARE].pending(handle.clone(), stream, seq);
+            return stream.in_launch(|| {
+                let detail = format_args!("capacity={capacity}");
+                let seq = self.cores[PREPARE].begin(stream, detail)?.ctx.seq();
+                handle.set_routing(seq);
+                phase.route((stream, seq), topk_idx, capacity)?;
+                self.cores[PREPARE].pending(handle.clone(), stream, seq)
+            });
         }
         let launch = self.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
         handle.set_routing(launch.ctx.seq());
@@ -271,8 +273,7 @@ impl EpPlan {
         self.pending(handle.clone(), stream)
     }
 
-    /// Queues a combine-type phase on a heap in device memory, and returns the number of the launch;
-    /// nothing on the host.
+    /// Queues a combine-type phase on a heap in device memory; nothing on the host.
     fn back_on_device(
         &self,
         which: usize,
@@ -280,7 +281,7 @@ impl EpPlan {
         handle: &EpHandle,
         detail: &std::fmt::Arguments<'_>,
         back: &Back,
-    ) -> Result<Option<u64>> {
+    ) -> Result<Option<Pending<Tensor>>> {
         let Some(phase) = self.phase(which, handle)? else { return Ok(None) };
         handle.check_tokens(back.out.shape().dim(0))?;
         let given = [
@@ -291,8 +292,11 @@ impl EpPlan {
             ("dw", back.dw_out.as_ref()),
         ];
         phase.together(stream, &given)?;
-        let seq = self.cores[which].begin(stream, detail)?.ctx.seq();
-        phase.back((stream, seq), back).map(|()| Some(seq))
+        stream.in_launch(|| {
+            let seq = self.cores[which].begin(stream, detail)?.ctx.seq();
+            phase.back((stream, seq), back)?;
+            self.cores[which].pending(back.out.clone(), stream, seq).map(Some)
+        })
     }
 
     fn pending<T>(&self, out: T, stream: &Stream) -> Result<Pending<T>> {
@@ -374,9 +378,11 @@ impl EpPlan {
                 ("received scales", out.scales.as_ref()),
             ];
             phase.together(stream, &given).map_err(op)?;
-            let seq = self.cores[DISPATCH].begin(stream, detail)?.ctx.seq();
-            phase.dispatch((stream, seq), x, (topk_weights, scales), (out, buffer))?;
-            return self.cores[DISPATCH].pending(out.clone(), stream, seq);
+            return stream.in_launch(|| {
+                let seq = self.cores[DISPATCH].begin(stream, detail)?.ctx.seq();
+                phase.dispatch((stream, seq), x, (topk_weights, scales), (out, buffer))?;
+                self.cores[DISPATCH].pending(out.clone(), stream, seq)
+            });
         }
         let launch = self.cores[DISPATCH].begin(stream, detail)?;
         let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
@@ -419,10 +425,10 @@ impl EpPlan {
             out: out.clone(),
             dw_out: None,
         };
-        if let Some(seq) =
+        if let Some(queued) =
             self.back_on_device(COMBINE, stream, handle, &detail, &back).map_err(op)?
         {
-            return self.cores[COMBINE].pending(out.clone(), stream, seq);
+            return Ok(queued);
         }
         let launch = self.cores[COMBINE].begin(stream, detail)?;
         let (run, h) = (self.base(), handle.clone());
@@ -465,10 +471,10 @@ impl EpPlan {
             out: dx.clone(),
             dw_out: dw.cloned(),
         };
-        if let Some(seq) =
+        if let Some(queued) =
             self.back_on_device(DISPATCH_BWD, stream, handle, &detail, &back).map_err(op)?
         {
-            return self.cores[DISPATCH_BWD].pending(dx.clone(), stream, seq);
+            return Ok(queued);
         }
         let launch = self.cores[DISPATCH_BWD].begin(stream, detail)?;
         let (run, h) = (self.base(), handle.clone());
@@ -516,9 +522,11 @@ impl EpPlan {
             handle.check_tokens(d_out.shape().dim(0)).map_err(op)?;
             phase.together(stream, &outs).map_err(op)?;
             phase.together(stream, &ins).map_err(op)?;
-            let seq = self.cores[COMBINE_BWD].begin(stream, detail)?.ctx.seq();
-            phase.combine_bwd((stream, seq), d_out, weighted, (dy, buffer))?;
-            return self.cores[COMBINE_BWD].pending(dy.clone(), stream, seq);
+            return stream.in_launch(|| {
+                let seq = self.cores[COMBINE_BWD].begin(stream, detail)?.ctx.seq();
+                phase.combine_bwd((stream, seq), d_out, weighted, (dy, buffer))?;
+                self.cores[COMBINE_BWD].pending(dy.clone(), stream, seq)
+            });
         }
         let launch = self.cores[COMBINE_BWD].begin(stream, detail)?;
         let send = Send { x: d_out.clone(), weights: None, scales: None };

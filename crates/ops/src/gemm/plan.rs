@@ -230,9 +230,11 @@ impl GemmPlan {
         let m = self.check(stream, &inputs)?;
         let (desc, out) = (self.desc, inputs.out.clone());
         if let Some((s, p)) = self.ready.on(stream)? {
-            let _span = s.span("gemm");
-            p.launch(s, m, inputs).map_err(|e| e.op("gemm"))?;
-            return Pending::new(out, stream, None);
+            return s.in_launch(|| {
+                let _span = s.span("gemm");
+                p.launch(s, m, inputs).map_err(|e| e.op("gemm"))?;
+                Pending::new(out, stream, None)
+            });
         }
         let t = Arc::new(inputs);
         stream.launch(Node::new("gemm", move || run(&desc, m, &t)))?;

@@ -173,7 +173,8 @@ impl GemmArPlan {
                 shape: cuda::Shape { m, rows: &rows, tasks: &tasks, config },
                 gather: Some((&self.gather, &arrivals)),
             };
-            return cuda::launch(&self.core, lane, stream, &job, t).map_err(|e| e.op("gemm_ar"));
+            let launch = || cuda::launch(&self.core, lane, stream, &job, t);
+            return stream.in_launch(launch).map_err(|e| e.op("gemm_ar"));
         }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let (seq, out) = (launch.ctx.seq(), t.out.clone());

@@ -191,7 +191,8 @@ impl GemmRsPlan {
                 shape: cuda::Shape { m, rows: &rows, tasks: &tasks, config },
                 gather: None,
             };
-            return cuda::launch(&self.core, lane, stream, &job, t).map_err(|e| e.op("gemm_rs"));
+            let launch = || cuda::launch(&self.core, lane, stream, &job, t);
+            return stream.in_launch(launch).map_err(|e| e.op("gemm_rs"));
         }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let (seq, out) = (launch.ctx.seq(), t.out.clone());

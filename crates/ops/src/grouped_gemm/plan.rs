@@ -144,11 +144,14 @@ impl GroupedGemmPlan {
             for w in weights.into_iter().flat_map(Weights::all) {
                 together_on(stream, &w.named("weights"))?;
             }
-            let _span = ready.map(|(s, _)| s.span("grouped_gemm"));
-            ready.map(|(s, p)| cuda(p, s)).transpose()
+            Ok(ready)
         };
-        if on().map_err(|e| e.op("grouped_gemm"))?.is_some() {
-            return Pending::new(out, stream, None);
+        if let Some((s, p)) = on().map_err(|e: Error| e.op("grouped_gemm"))? {
+            return s.in_launch(|| {
+                let _span = s.span("grouped_gemm");
+                cuda(p, s).map_err(|e| e.op("grouped_gemm"))?;
+                Pending::new(out, stream, None)
+            });
         }
         let (desc, status) = (self.desc, self.status.clone());
         stream.launch(Node::new("grouped_gemm", move || match run(&desc)? {

@@ -112,11 +112,11 @@ impl LayersPlan {
             let ready = self.ready.on(stream)?;
             together_on(stream, &work.tensors(&self.desc)?)?;
             match ready {
-                Some((stream, kernels)) => {
+                Some((stream, kernels)) => stream.in_launch(|| {
                     let _span = stream.span(W::NAME);
                     crate::common::cuda::hold(stream, work.clone());
                     work.on_cuda(On { kernels, stream })
-                }
+                }),
                 None => {
                     let work = work.clone();
                     stream.launch(Node::new(W::NAME, move || work.on_host()))

@@ -99,9 +99,11 @@ impl PermutePlan {
         let ready = self.ready.on(stream).map_err(|e| e.op(op))?;
         together_on(stream, tensors).map_err(|e| e.op(op))?;
         if let Some((s, p)) = ready {
-            let _span = s.span(op);
-            cuda(p, s).map_err(|e| e.op(op))?;
-            return Pending::new(out, stream, None);
+            return s.in_launch(|| {
+                let _span = s.span(op);
+                cuda(p, s).map_err(|e| e.op(op))?;
+                Pending::new(out, stream, None)
+            });
         }
         let desc = self.desc;
         stream.launch(Node::new(op, move || run(&desc)))?;

@@ -93,12 +93,14 @@ impl DequantPlan {
             let ready = self.ready.on(stream)?;
             self.check_inputs(q, out)?;
             let tensors = [("q", Some(&q.data)), ("q scales", Some(&q.scales)), ("out", Some(out))];
-            together_on(stream, &tensors)?;
-            let _span = ready.map(|(s, _)| s.span("dequant"));
-            ready.map(|(s, p)| p.launch(s, q, out)).transpose()
+            together_on(stream, &tensors).map(|()| ready)
         };
-        if check().map_err(|e| e.op("dequant"))?.is_some() {
-            return Pending::new(out.clone(), stream, None);
+        if let Some((s, p)) = check().map_err(|e| e.op("dequant"))? {
+            return s.in_launch(|| {
+                let _span = s.span("dequant");
+                p.launch(s, q, out).map_err(|e| e.op("dequant"))?;
+                Pending::new(out.clone(), stream, None)
+            });
         }
         let (operand, target) = (Operand::from(q), out.clone());
         stream.launch(Node::new("dequant", move || {

@@ -246,12 +246,14 @@ impl QuantPlan {
             together_on(stream, &t.named()).map(|()| ready)
         };
         if let Some((s, p)) = check().map_err(|e| e.op("quant"))? {
-            if let Some(shared) = &self.shared {
-                return self.launch_team(stream, shared, p, t);
-            }
-            let _span = s.span("quant");
-            p.launch(s, &t).map_err(|e| e.op("quant"))?;
-            return Pending::new(t, stream, None);
+            return s.in_launch(|| {
+                if let Some(shared) = &self.shared {
+                    return self.launch_team(stream, shared, p, t);
+                }
+                let _span = s.span("quant");
+                p.launch(s, &t).map_err(|e| e.op("quant"))?;
+                Pending::new(t, stream, None)
+            });
         }
         self.launch_host(stream, t)
     }

@@ -5,7 +5,28 @@
 // A stream is busy for as long as the kernel of `LinkProbe::delay` says, and whoever waits for it or frees memory waits. Plain
 // memory (not symmetric) reads as if its first bit had changed since it was written: tests ask whether anything ran. With
 // TW_IDLE_VARIES no two reads are the same.
+//
+// Every call from outside is noted in TW_CALLS_DIR/<thread id>.all, if there is that file: the compiler's
+// `-finstrument-functions` calls these two hooks.
+#include <dlfcn.h>
+#include <fcntl.h>
 enum { MAX_GRAPHS = 4096, MAX_KEPT = 64 };
+
+#define HOOK __attribute__((no_instrument_function, visibility("hidden"))) void
+static __thread int depth;
+HOOK __cyg_profile_func_enter(void* function, void* site) {
+    const char* dir = getenv("TW_CALLS_DIR");
+    char path[512];
+    Dl_info found;
+    (void)site;
+    if (depth++ || !dir) return;
+    if (snprintf(path, sizeof path, "%s/%d.all", dir, gettid()) >= (int)sizeof path) return;
+    int fd = open(path, O_WRONLY | O_APPEND);
+    if (fd < 0) return;
+    if (dladdr(function, &found) && found.dli_sname) dprintf(fd, "%s\n", found.dli_sname);
+    close(fd);
+}
+HOOK __cyg_profile_func_exit(void* function, void* site) { (void)function, (void)site, depth--; }
 
 static u64 busy_until[MAX_DEVICES];
 static void wait_until(u64 at) {
@@ -53,7 +74,7 @@ int cuGraphLaunch(void* exec, void* stream) { return (void)exec, (void)stream, O
 // Streams and events: until when they are busy, and the capture that they are part of.
 typedef struct {
     void* context;
-    u64 busy, capture;
+    u64 busy, capture, id;
 } Stream;
 typedef struct {
     u64 at, capture;
@@ -79,6 +100,12 @@ int cuStreamCreate(Stream** out, unsigned flags) {
     return (*out)->context = current, OK;
 }
 int cuStreamDestroy_v2(Stream* s) { return free(s), OK; }
+int cuStreamGetId(Stream* s, u64* out) {
+    static u64 ids;
+    s = stream(s);
+    if (!s->id) ALONE s->id = ++ids;
+    return *out = s->id, OK;
+}
 int cuStreamGetCtx(Stream* s, void** out) { return *out = stream(s)->context, OK; }
 int cuStreamQuery(Stream* s) { return graph_of(stream(s)) ? IN_CAPTURE : now() < stream(s)->busy ? NOT_READY : OK; }
 int cuStreamSynchronize(Stream* s) { return wait_until(stream(s)->busy), OK; }

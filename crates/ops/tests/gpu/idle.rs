@@ -14,9 +14,11 @@ const WATCH: &str = include_str!("../../../../xtask/bundle/nomulticast.c");
 const DROPPED: &str = "dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work";
 const LACKING: &str = "lacking::a_rank_without_memory_at_prepare_is_named_and_the_team_goes_on";
 const CALLS: &str = "launches::launches_neither_allocate_nor_wait";
+const BORROWED: &str = "borrowed::a_borrow_ends_at_once_and_what_it_used_behind_its_work";
+const FEW: &str = "launches::a_launch_and_its_wait_call_the_driver_rarely";
 
 /// A test, with how many devices (which divide 12, as some heads are), and which operations where not all.
-const RUNS: [(&str, usize, Option<&str>); 9] = [
+const RUNS: [(&str, usize, Option<&str>); 12] = [
     (DROPPED, 2, None),
     (DROPPED, 6, None),
     ("heaps::devices_are_left_in_any_order", 3, Some("14-19")),
@@ -27,12 +29,16 @@ const RUNS: [(&str, usize, Option<&str>); 9] = [
     (CALLS, 3, Some("0-3")),
     (CALLS, 3, Some("6-29")),
     (CALLS, 6, Some("6-29")),
+    (BORROWED, 2, None),
+    (FEW, 2, Some("0-3")),
+    (FEW, 2, Some("6-29")),
 ];
 
 #[test]
 fn host_code_runs_on_idle_devices() {
     let files = [("driver.c", format!("{COMMON}{DRIVER}"))];
-    let words = "gcc -O1 -w -shared -fPIC -o libcuda.so.1 driver.c -lpthread";
+    let words =
+        "gcc -O1 -w -shared -fPIC -finstrument-functions -o libcuda.so.1 driver.c -lpthread -ldl";
     let Some(driver) = Driver::build("idle", &files, words) else {
         println!("did not run: it needs gcc");
         return;
@@ -53,6 +59,9 @@ fn host_code_runs_on_idle_devices() {
             .env("TW_CALLS_DIR", at("calls"))
             .env("TW_RANKS", devices.to_string());
         ops.map(|ops| run.env("TW_TEAM_OPS", ops));
+        if test == FEW {
+            run.env("TW_COUNTS", "1");
+        }
         if test == CALLS {
             // It wants other outputs than before.
             run.env("TW_IDLE_VARIES", "1");

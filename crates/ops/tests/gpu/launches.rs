@@ -8,10 +8,11 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use tilewire_core::{DType, Result, Shape};
-use tilewire_device::Tensor;
+use tilewire_device::cuda::{CudaContext, CudaStream};
+use tilewire_device::{Device, Stream, Tensor};
 use tilewire_symm::{World, WorldCfg};
 
-use crate::team_ops::{M, asked, by_nccl, by_puts, heap, ranks};
+use crate::team_ops::{M, Op, asked, by_nccl, by_puts, heap, ranks, waiting};
 use crate::{DEVICES, begins, calls};
 
 /// The devices have to be there, and the library.
@@ -72,4 +73,107 @@ fn launches_neither_allocate_nor_wait() {
     for (rank, found) in found.unwrap().iter().enumerate() {
         assert!(found.is_empty(), "calls of the launches of rank {rank}: {found:#?}");
     }
+}
+
+/// Calls that a launch and its wait may make beside their work, also with the borrow of the stream: an operation of many
+/// chunks has more than 40 pieces of work alone, all others make at most 40 calls in all.
+const MOST_BESIDE: usize = 20;
+
+/// Work, and the order between streams. All else is bookkeeping.
+fn is_work(call: &str) -> bool {
+    let kinds = ["cuLaunchKernel", "cuMemcpy", "cuMemset", "cuStreamWaitEvent", "cuEventRecord"];
+    kinds.iter().any(|k| call.starts_with(k))
+}
+
+/// Calls of one launch and its wait, and how many of them are work.
+struct Count {
+    what: String,
+    all: usize,
+    work: usize,
+    calls: BTreeMap<String, usize>,
+}
+
+impl Count {
+    fn new(what: String, list: Vec<String>) -> Self {
+        let (all, work) = (list.len(), list.iter().filter(|c| is_work(c)).count());
+        let mut calls = BTreeMap::new();
+        list.into_iter().for_each(|c| *calls.entry(c).or_default() += 1);
+        Self { what, all, work, calls }
+    }
+
+    fn is_too_many(&self) -> bool {
+        self.all - self.work > MOST_BESIDE
+    }
+}
+
+/// The legacy stream of the device, as a framework's code gives it for each call.
+fn borrowed(ctx: &CudaContext) -> Result<Stream> {
+    // SAFETY: null is the legacy stream, which lives as long as the context.
+    Ok(Stream::Cuda(unsafe { CudaStream::borrow(ctx, std::ptr::null_mut()) }?))
+}
+
+/// Each launch of `op` and its wait, on the streams that `stream` gives.
+fn count(op: &Op, at: &str, stream: impl Fn() -> Result<Stream>) -> Result<Vec<Count>> {
+    let launch = || waiting(|| (op.launch)(&stream()?));
+    (0..3).try_for_each(|_| launch())?;
+    let mut result = Ok(());
+    let all = calls::noted(".all", || result = launch());
+    result?;
+    assert!(all.iter().any(|c| c.starts_with("cuLaunchKernel")), "blind: {all:?}");
+    let Some((steps, go)) = &op.steps else {
+        return Ok(vec![Count::new(format!("{} {at}", op.name), all)]);
+    };
+    // Several launches, each with its wait, on a stream that is borrowed once.
+    let mut found = Vec::new();
+    let mut before = Vec::new();
+    for n in 1..=*steps {
+        let mut result = Ok(());
+        let mut list =
+            calls::noted(".all", || result = stream().and_then(|s| waiting(|| go(&s, n))));
+        result?;
+        let so_far = list.clone();
+        for c in &before {
+            list.iter().position(|l| l == c).map(|i| list.swap_remove(i));
+        }
+        before = so_far;
+        found.push(Count::new(format!("{} step {n} {at}", op.name), list));
+    }
+    Ok(found)
+}
+
+/// On the idle driver, which notes all of its calls.
+#[test]
+fn a_launch_and_its_wait_call_the_driver_rarely() {
+    let Some(n) = ready().filter(|_| std::env::var_os("TW_COUNTS").is_some()) else {
+        println!("did not run: it needs the idle driver");
+        return;
+    };
+    let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
+    let found = World::run_threads(n, cfg, |world| {
+        let mut found = Vec::new();
+        for (i, make) in asked(by_puts()) {
+            let (heap, stream) = heap(&world, "counts")?;
+            let op = make(&heap, &stream)?;
+            begins(i, &op, &heap);
+            let Device::Cuda(ctx) = heap.device() else { panic!("a heap of the host") };
+            found.extend(count(&op, "own", || Ok(stream.clone()))?);
+            found.extend(count(&op, "borrowed", || borrowed(&ctx))?);
+        }
+        Ok(found)
+    });
+    let found = found.unwrap();
+    for c in &found[0] {
+        println!("{}: {} calls, {} beside work", c.what, c.all, c.all - c.work);
+    }
+    let bad: Vec<_> = found.iter().flatten().filter(|c| c.is_too_many()).collect();
+    for c in &bad {
+        println!(
+            "TOO MANY {}: {} calls, {} beside work: {:?}",
+            c.what,
+            c.all,
+            c.all - c.work,
+            c.calls
+        );
+    }
+    assert!(bad.is_empty(), "{} launches ask the driver too much", bad.len());
 }

@@ -1,9 +1,10 @@
 //! Operations of a team on CUDA devices, each with tensors of a small and of a large size.
 
+use std::cell::Cell;
 use std::rc::Rc;
 
 use tilewire_core::{BackendKind, DType, Result, Rng, ScaleLayout, Shape};
-use tilewire_device::{Device, Stream, Tensor, cuda};
+use tilewire_device::{Device, Pending, Stream, Tensor, cuda};
 use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
 use tilewire_ops::attention::{
@@ -32,6 +33,20 @@ const K: usize = 48;
 
 /// Numbers after which those of a large tensor repeat: no multiple of a row, a shard or a piece.
 const PERIOD: usize = 1_000_003;
+
+thread_local!(static WAITS: Cell<bool> = const { Cell::new(false) });
+
+/// Runs `f`, in which this thread waits for each launch instead of joining it.
+pub fn waiting<T>(f: impl FnOnce() -> T) -> T {
+    let before = WAITS.replace(true);
+    let out = f();
+    WAITS.set(before);
+    out
+}
+
+fn end<T>(s: &Stream, p: Pending<T>) -> Result<T> {
+    if WAITS.get() { p.wait() } else { p.join(s) }
+}
 
 pub type Launch = Box<dyn Fn(&Stream) -> Result<()>>;
 
@@ -153,7 +168,7 @@ fn collective_by(
         name,
         inputs: vec![(x.clone(), Fill::Normal)],
         outs: vec![out.clone()],
-        launch: Box::new(move |s| plan.launch(s, m, &x, &out)?.join(s).map(|_| ())),
+        launch: Box::new(move |s| end(s, plan.launch(s, m, &x, &out)?).map(|_| ())),
         steps: None,
     })
 }
@@ -183,7 +198,7 @@ fn ag_gemm((algo, t): (Algo, DType), heap: &Heap, s: &Stream) -> Result<Op> {
         name: "ag_gemm",
         inputs,
         outs: vec![out, gathered],
-        launch: Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ())),
+        launch: Box::new(move |s| end(s, plan.launch(s, M, t.clone())?).map(|_| ())),
         steps: None,
     })
 }
@@ -201,11 +216,11 @@ fn gemm_reduce((scatter, algo, t): (bool, Algo, DType), heap: &Heap, s: &Stream)
     let launch: Launch = if scatter {
         let plan = GemmRsPlan::new(desc, heap, config)?;
         prepared(|| plan.prepare(s))?;
-        Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
+        Box::new(move |s| end(s, plan.launch(s, M, t.clone())?).map(|_| ()))
     } else {
         let plan = GemmArPlan::new(GemmArDesc(desc), heap, config)?;
         prepared(|| plan.prepare(s))?;
-        Box::new(move |s| plan.launch(s, M, t.clone())?.join(s).map(|_| ()))
+        Box::new(move |s| end(s, plan.launch(s, M, t.clone())?).map(|_| ()))
     };
     Ok(Op {
         name: if scatter { "gemm_rs" } else { "gemm_ar" },
@@ -231,7 +246,7 @@ fn quant(heap: &Heap, s: &Stream) -> Result<Op> {
         name: "quant",
         inputs: vec![(t.x.clone(), Fill::Normal)],
         outs: outs.collect(),
-        launch: Box::new(move |s| plan.launch(s, t.clone())?.join(s).map(|_| ())),
+        launch: Box::new(move |s| end(s, plan.launch(s, t.clone())?).map(|_| ())),
         steps: None,
     })
 }
@@ -291,21 +306,21 @@ fn ep_to(
         (d_recv.clone(), Fill::Normal),
     ];
     let steps = move |s: &Stream, num: usize| -> Result<()> {
-        plan.route(s, &idx, None, &handle)?.join(s)?;
+        end(s, plan.route(s, &idx, None, &handle)?)?;
         if num > 1 {
-            plan.dispatch(s, &handle, &x, (Some(&w), None), &recv)?.join(s)?;
+            end(s, plan.dispatch(s, &handle, &x, (Some(&w), None), &recv)?)?;
         }
         if num > 2 {
-            plan.combine(s, &handle, &y, recv.weights.as_ref(), &out)?.join(s)?;
+            end(s, plan.combine(s, &handle, &y, recv.weights.as_ref(), &out)?)?;
         }
         if num > 3 {
             let weights = recv.weights.as_ref().filter(|_| !grad_straight);
             let weighted = weights.map(|w| (w, &y, &d_weights));
-            plan.combine_bwd(s, &handle, &g, weighted, &dy)?.join(s)?;
+            end(s, plan.combine_bwd(s, &handle, &g, weighted, &dy)?)?;
         }
         if num > 4 {
             let given = (&d_recv, recv.weights.as_ref());
-            plan.dispatch_bwd(s, &handle, given, (&dx, Some(&dw)))?.join(s)?;
+            end(s, plan.dispatch_bwd(s, &handle, given, (&dx, Some(&dw)))?)?;
         }
         Ok(())
     };
@@ -352,11 +367,11 @@ fn cp_attention_of(
     let (dq, dk, dv) = (new()?, new()?, new()?);
     let outs = vec![o.out.clone(), lse.clone(), dq.clone(), dk.clone(), dv.clone()];
     let steps = move |s: &Stream, num: usize| -> Result<()> {
-        plan.launch_fwd(s, &x, o.clone())?.join(s)?;
+        end(s, plan.launch_fwd(s, &x, o.clone())?)?;
         if num > 1 {
             let saved = AttnSaved { out: o.out.clone(), lse: lse.clone(), d_out: d_out.clone() };
             let grads = AttnGrads::new(dq.clone(), dk.clone(), dv.clone());
-            plan.launch_bwd(s, &x, saved, grads)?.join(s)?;
+            end(s, plan.launch_bwd(s, &x, saved, grads)?)?;
         }
         Ok(())
     };
