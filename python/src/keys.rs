@@ -37,6 +37,8 @@ pub struct AttnKey {
     pub bias: Option<BiasShape>,
     pub sink: bool,
     pub tokens: [usize; 2],
+    /// Of a plan that serves these sequences only: their lengths.
+    pub lengths: Vec<[usize; 2]>,
 }
 
 impl AttnKey {
@@ -52,6 +54,16 @@ impl AttnKey {
             bias: d.bias,
             sink: d.sink,
             tokens: [d.sequences.tokens_q, d.sequences.tokens_kv],
+            lengths: match d.bias {
+                Some(_) => d
+                    .sequences
+                    .q
+                    .iter()
+                    .zip(&d.sequences.kv)
+                    .map(|(q, k)| [q.len(), k.len()])
+                    .collect(),
+                None => Vec::new(),
+            },
         }
     }
 }

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 
-LIMIT_S = float(os.environ.get("TILEWIRE_TEST_LIMIT_S", 400))
+LIMIT_S = float(os.environ.get("TW_TEST_LIMIT_S", 400))
 # What the others may take to end once a rank has failed.
 GRACE_S = 20
 

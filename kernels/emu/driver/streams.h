@@ -268,7 +268,9 @@ int cuStreamDestroy_v2(Stream* s) {
     }
     return delete s, OK;
 }
-int cuStreamGetId(Stream* s, u64* out) { return *out = stream(s)->id, OK; }
+// As the driver, which refuses a stream that is captured.
+int cuStreamGetId(Stream* s, u64* out) { return graph_of(stream(s)) ? IN_CAPTURE : (*out = stream(s)->id, OK); }
+int cuStreamIsCapturing(Stream* s, int* out) { return *out = graph_of(stream(s)) != nullptr, OK; }
 int cuStreamGetCtx(Stream* s, void** out) { return *out = &used[stream(s)->device], OK; }
 int cuStreamQuery(Stream* raw) {
     Stream& s = stream(raw);

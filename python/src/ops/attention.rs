@@ -85,8 +85,14 @@ impl Spec {
             },
         };
         d.sink = x.sink.is_some();
-        let most = [s.tokens_q, s.tokens_kv].map(|rows| tokens(rows, multiple));
-        d.sequences = Sequences::one(most[0], most[1]);
+        // A bias is of the longest sequence, so it says how long sequences may be.
+        d.sequences = match d.bias {
+            Some(_) => s.clone(),
+            None => {
+                let most = [s.tokens_q, s.tokens_kv].map(|rows| tokens(rows, multiple));
+                Sequences::one(most[0], most[1])
+            }
+        };
         Ok((d, s))
     }
 

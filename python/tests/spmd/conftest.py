@@ -1,7 +1,7 @@
 """The same session on every rank: `torchrun --nproc-per-node N -m pytest tests/spmd`.
 
 All ranks run the same tests in the same order; a test is what one rank does of a job. With
-TILEWIRE_TEST_DEVICE=cuda the ranks share the GPUs there are.
+TW_TEST_DEVICE=cuda the ranks share the GPUs there are.
 """
 
 import os
@@ -13,12 +13,12 @@ import torch.distributed as dist
 import tilewire.torch as tw
 
 # What a wait for a peer may last: ranks take turns on few cores, and the first call on a GPU compiles.
-TIMEOUT_S = 120.0 if os.environ.get("TILEWIRE_TEST_DEVICE") == "cuda" else 30.0
+TIMEOUT_S = 120.0 if os.environ.get("TW_TEST_DEVICE") == "cuda" else 30.0
 
 
 @pytest.fixture(scope="session")
 def device():
-    kind = os.environ.get("TILEWIRE_TEST_DEVICE", "cpu")
+    kind = os.environ.get("TW_TEST_DEVICE", "cpu")
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())

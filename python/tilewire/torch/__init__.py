@@ -26,9 +26,13 @@ from ._functions import (
     reduce_scatter,
 )
 from ._grouped import grouped_gemm
+from ._modules import ColumnParallelLinear, GroupedLinear, RowParallelLinear
 from ._world import World, init
 
 __all__ = [
+    "ColumnParallelLinear",
+    "GroupedLinear",
+    "RowParallelLinear",
     "Stale",
     "World",
     "ag_gemm",

@@ -1,6 +1,7 @@
 //! Streams of somebody else's.
 
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 
 use cudarc::driver::sys::{self, CUstream};
@@ -42,12 +43,26 @@ impl Known {
     }
 }
 
-/// The number of a stream that is alive. A context must be current, for which null is the legacy stream.
-fn id_of(raw: CUstream) -> Result<u64> {
+/// The legacy default stream: null, or the handle that names it.
+const LEGACY: usize = 1;
+
+/// The number of a stream that is alive; none while it is captured, when to ask for it would end the
+/// capture. A context must be current, for which null is the legacy stream.
+fn id_of(raw: CUstream) -> Result<Option<u64>> {
+    if raw.addr() <= LEGACY {
+        // The driver does not answer for it while any stream is captured. There is one.
+        return Ok(Some(u64::MAX));
+    }
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the caller's stream; valid output.
+    check(unsafe { sys::cuStreamIsCapturing(raw, &mut status) }, "cuStreamIsCapturing")?;
+    if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        return Ok(None);
+    }
     let mut id = 0;
     // SAFETY: the caller's stream; valid output.
     check(unsafe { sys::cuStreamGetId(raw, &mut id) }, "cuStreamGetId")?;
-    Ok(id)
+    Ok(Some(id))
 }
 
 fn check_context(ctx: &CudaContext, raw: CUstream) -> Result<()> {
@@ -88,7 +103,14 @@ impl CudaStream {
         nvtx::load();
         let _current = ctx.bind()?;
         let raw = raw.cast();
-        let id = id_of(raw)?;
+        let Some(id) = id_of(raw)? else {
+            // A handle may have been another stream's before, so what is known of it is not taken.
+            // Numbers of the driver's count up from zero.
+            static CAPTURED: AtomicU64 = AtomicU64::new(u64::MAX / 2);
+            check_context(ctx, raw)?;
+            let id = StreamId::Theirs(CAPTURED.fetch_add(1, Ordering::Relaxed));
+            return Ok(Self::of(ctx, (raw, id), None));
+        };
         let known = || ctx.0.borrowed.lock().unwrap_or_else(PoisonError::into_inner);
         let (is_known, now) = known().find(id);
         if let Some(stream) = now {

@@ -103,9 +103,11 @@ int cuStreamDestroy_v2(Stream* s) { return free(s), OK; }
 int cuStreamGetId(Stream* s, u64* out) {
     static u64 ids;
     s = stream(s);
+    if (graph_of(s)) return IN_CAPTURE;  // as the driver does, which ends the capture as well
     if (!s->id) ALONE s->id = ++ids;
     return *out = s->id, OK;
 }
+int cuStreamIsCapturing(Stream* s, int* out) { return *out = graph_of(stream(s)) != NULL, OK; }
 int cuStreamGetCtx(Stream* s, void** out) { return *out = stream(s)->context, OK; }
 int cuStreamQuery(Stream* s) { return graph_of(stream(s)) ? IN_CAPTURE : now() < stream(s)->busy ? NOT_READY : OK; }
 int cuStreamSynchronize(Stream* s) { return wait_until(stream(s)->busy), OK; }

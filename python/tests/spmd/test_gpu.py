@@ -1,0 +1,130 @@
+"""What only a GPU has: graphs, streams, and memory that follows the stream's order."""
+
+import pytest
+import torch
+from dense import leaf, randn
+
+import tilewire
+import tilewire.torch as tw
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU: the host backend has no graphs of torch")
+
+
+def block(x, w1, w2):
+    return tw.gemm_rs(torch.relu(tw.ag_gemm(x, w1)), w2)
+
+
+def operands(world, device, gen, rows=16, k=64, n=32, dtype=torch.bfloat16):
+    me = world.rank
+    x = randn(gen, rows * world.size, k)[rows * me : rows * me + rows]
+    w1, w2 = randn(gen, world.size, n, k)[me], randn(gen, world.size, k, n)[me]
+    return [leaf(t, dtype, device) for t in (x, w1, w2)]
+
+
+def test_a_hundred_replays_equal_the_eager_call_bit_for_bit(world, device, gen):
+    args = operands(world, device, gen)
+    eager = block(*args)
+    eager.sum().backward()
+    grads = [a.grad.clone() for a in args]
+    static = [a.detach().clone().requires_grad_() for a in args]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # warm up, as torch wants it
+        block(*static).sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    for a in static:
+        a.grad = None
+    with torch.cuda.graph(graph):
+        y = block(*static)
+        y.sum().backward()
+    for i in range(100):
+        y.zero_()
+        for a in static:
+            a.grad.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, eager), i
+        assert all(torch.equal(a.grad, g) for a, g in zip(static, grads)), i
+    world.check()
+
+
+def test_a_shape_that_was_not_called_before_is_refused_in_a_capture(world, device):
+    x, w = torch.zeros(7, 24, device=device), torch.zeros(4, 24, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(tilewire.NotPrepared):
+        with torch.cuda.graph(graph):
+            tw.ag_gemm(x, w)
+    torch.cuda.synchronize()
+    tw.ag_gemm(x, w)
+
+
+def test_graphed_callables_over_forward_and_backward(world, device, gen):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = tw.ColumnParallelLinear(32, 32 * world.size, group=world)
+            self.down = tw.RowParallelLinear(32 * world.size, 32, group=world)
+
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x)))
+
+    torch.manual_seed(world.rank)
+    model = Block()
+    x = torch.randn(8, 32, device=device, requires_grad=True)
+    ref = model(x)
+    ref.square().sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    graphed = torch.cuda.make_graphed_callables(model, (torch.zeros_like(x, requires_grad=True),))
+    for _ in range(3):
+        model.zero_grad()
+        y = graphed(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y, ref, rtol=0, atol=0)
+        for p, g in zip(model.parameters(), grads):
+            torch.testing.assert_close(p.grad, g, rtol=1e-6, atol=1e-6)
+
+
+def test_other_streams_and_memory_that_is_freed_at_once(world, device, gen):
+    """Tensors of a call die before its work has run; the allocator may reuse them in stream order."""
+    args = [a.detach() for a in operands(world, device, gen, rows=64, k=256, n=256)]
+    ref = block(*args)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        outs = []
+        for _ in range(20):
+            y = block(*[a.clone() for a in args])
+            torch.full((64, 256), float("nan"), device=device)
+            outs.append(y)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, ref) for y in outs)
+
+
+def test_memory_of_a_hundred_steps_stays(world, device, gen):
+    args = operands(world, device, gen, rows=256, k=512, n=512)
+    marks = []
+    for i in range(100):
+        block(*args).float().square().mean().backward()
+        if i in (10, 99):
+            torch.cuda.synchronize()
+            marks.append(torch.cuda.max_memory_allocated())
+    assert marks[0] == marks[1], marks
+
+
+def test_rows_of_another_rank_are_a_mismatch_with_check(world, device):
+    import torch.distributed as dist
+
+    if world.size == 1:
+        pytest.skip("needs a peer")
+    group = dist.new_group(backend="gloo")
+    w = tw.init(group, device=device, check=True, timeout_s=60)
+    x, weight = torch.ones(4, 8, device=device), torch.ones(2, 8, device=device)
+    tw.ag_gemm(x, weight, w)
+    with pytest.raises(tilewire.Mismatch):
+        tw.ag_gemm(x[: 3 + (world.rank == 0)], weight, w)
+    w.finalize()
