@@ -5,6 +5,7 @@ use tilewire::ops::ag_gemm::AgGemmDesc;
 use tilewire::ops::attention::{AttentionDesc, AttnMask, BiasShape};
 use tilewire::ops::collective::CollectiveDesc;
 use tilewire::ops::cp_attention::{Layout, Strategy};
+use tilewire::ops::ep::EpDesc;
 use tilewire::ops::gemm_ar::GemmArDesc;
 use tilewire::ops::gemm_rs::GemmRsDesc;
 use tilewire::prelude::*;
@@ -18,6 +19,8 @@ pub enum Key {
     GemmAr(GemmArDesc, Option<Algo>),
     Collective(CollectiveDesc),
     CpAttention(CpKey),
+    /// And the multiprocessors that it may take.
+    Ep(EpDesc, Option<usize>),
 }
 
 /// Rows that a plan is made for so that calls with up to as many use it.

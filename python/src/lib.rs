@@ -35,6 +35,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::collective::{all_gather, all_reduce, all_to_all, reduce_scatter};
     #[pymodule_export]
+    use super::ops::ep::{EpBuffer, EpGroup};
+    #[pymodule_export]
     use super::ops::grouped::{grouped_dgrad, grouped_fprop, grouped_wgrad};
     #[pymodule_export]
     use super::ops::overlap::{ag_gemm, gemm_ar, gemm_rs};

@@ -2,5 +2,6 @@
 
 pub mod attention;
 pub mod collective;
+pub mod ep;
 pub mod grouped;
 pub mod overlap;

@@ -16,6 +16,7 @@ compiled; all ranks of a world call them in the same order.
 
 from .._errors import Stale
 from ._attention import attention, cp_attention, cp_shard, cp_unshard
+from ._ep import EpBuffer, EpGroup, Pending, ep_combine, ep_dispatch
 from ._functions import (
     ag_gemm,
     all_gather,
@@ -31,7 +32,10 @@ from ._world import World, init
 
 __all__ = [
     "ColumnParallelLinear",
+    "EpBuffer",
+    "EpGroup",
     "GroupedLinear",
+    "Pending",
     "RowParallelLinear",
     "Stale",
     "World",
@@ -43,6 +47,8 @@ __all__ = [
     "cp_attention",
     "cp_shard",
     "cp_unshard",
+    "ep_combine",
+    "ep_dispatch",
     "gemm_ar",
     "gemm_rs",
     "grouped_gemm",

@@ -46,7 +46,7 @@ pub enum Overflow {
 }
 
 /// An expert-parallel layer. Equal on all ranks.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct EpDesc {
     /// Experts of each rank; global expert numbers run over the ranks in order.
     pub experts_per_rank: Vec<usize>,

@@ -1,0 +1,275 @@
+//! Expert parallelism: a layer of experts, buffers for microbatches, dispatch and combine.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tilewire::device::{Device, Queue};
+use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan, Overflow};
+use tilewire::plans::Recipe;
+use tilewire::prelude::*;
+
+use crate::call::Call;
+use crate::errors::OrRaise;
+use crate::keys::Key;
+
+type Object<'py> = Bound<'py, PyAny>;
+
+/// A layer of experts over the ranks of a world.
+#[pyclass(frozen)]
+pub struct EpGroup {
+    world: u64,
+    plan: Arc<EpPlan>,
+}
+
+/// The routing of one microbatch.
+#[pyclass(frozen)]
+pub struct EpBuffer {
+    world: u64,
+    plan: Arc<EpPlan>,
+    handle: EpHandle,
+}
+
+fn layout(name: &str, align: usize) -> Result<EpLayout> {
+    match name {
+        "expert_major" => Ok(EpLayout::ExpertMajor { align }),
+        "rank_major" => Ok(EpLayout::RankMajor { align }),
+        "flat" => Ok(EpLayout::Flat { align }),
+        other => Err(Error::invalid(format!("unknown layout `{other}`"))
+            .expected("expert_major, rank_major or flat")),
+    }
+}
+
+fn overflow(name: &str) -> Result<Overflow> {
+    match name {
+        "drop" => Ok(Overflow::Drop),
+        "error" => Ok(Overflow::Error),
+        other => {
+            Err(Error::invalid(format!("unknown overflow `{other}`")).expected("drop or error"))
+        }
+    }
+}
+
+/// What the Python class was given.
+#[derive(FromPyObject)]
+pub struct EpSpec {
+    #[pyo3(item)]
+    num_experts: usize,
+    #[pyo3(item)]
+    max_tokens: usize,
+    #[pyo3(item)]
+    hidden: usize,
+    #[pyo3(item)]
+    top_k: usize,
+    #[pyo3(item)]
+    capacity: Option<usize>,
+    #[pyo3(item)]
+    align: usize,
+    #[pyo3(item)]
+    layout: String,
+    #[pyo3(item)]
+    overflow: String,
+    #[pyo3(item)]
+    dtype: String,
+    #[pyo3(item)]
+    num_sms: Option<usize>,
+}
+
+impl EpSpec {
+    fn describe(&self, size: usize) -> Result<EpDesc> {
+        let mut d = EpDesc::new(size, self.num_experts, self.max_tokens, self.hidden, self.top_k);
+        d.layout = layout(&self.layout, self.align)?;
+        d.overflow = overflow(&self.overflow)?;
+        d.dtype = self.dtype.parse()?;
+        d.out = d.dtype;
+        d.capacity = self.capacity.unwrap_or_else(|| d.worst_case());
+        Ok(d)
+    }
+}
+
+#[pymethods]
+impl EpGroup {
+    /// Collective: makes the plan.
+    #[new]
+    fn new(py: Python<'_>, world: u64, spec: EpSpec) -> PyResult<Self> {
+        let call = Call::new(py, "ep", world)?;
+        let desc = spec.describe(call.size()).map_err(|e| e.op("ep")).or_raise(py)?;
+        let plan = call.prepare(py, |stream| {
+            let key = Key::Ep(desc.clone(), spec.num_sms);
+            call.member.plans.get(&key, stream, || Recipe {
+                op: "ep",
+                len_bytes: EpPlan::memory(&desc).symmetric,
+                make: |heap: &Heap| {
+                    let plan = EpPlan::new(desc.clone(), heap)?;
+                    Ok(match spec.num_sms {
+                        Some(num) => plan.with_num_sms(num),
+                        None => plan,
+                    })
+                },
+                prepare: EpPlan::prepare,
+            })
+        })?;
+        Ok(Self { world, plan })
+    }
+
+    #[getter]
+    fn recv_rows(&self) -> usize {
+        self.plan.desc().recv_rows()
+    }
+
+    #[getter]
+    fn capacity(&self) -> usize {
+        self.plan.desc().capacity
+    }
+
+    /// Experts of each rank.
+    #[getter]
+    fn experts_per_rank(&self) -> Vec<usize> {
+        self.plan.desc().experts_per_rank.clone()
+    }
+
+    fn explain(&self) -> String {
+        self.plan.explain()
+    }
+
+    /// A buffer for one microbatch.
+    fn buffer(&self, py: Python<'_>) -> PyResult<EpBuffer> {
+        let handle = py.detach(|| self.plan.handle()).or_raise(py)?;
+        Ok(EpBuffer { world: self.world, plan: self.plan.clone(), handle })
+    }
+}
+
+/// Copies `src`, which this layer owns, to a tensor of the caller's.
+fn copy_out(stream: &Stream, dst: &Tensor, src: &Tensor) -> Result<()> {
+    match dst.device() {
+        Device::Host => {
+            let bytes = src.read(<[u8]>::to_vec)?;
+            if bytes.len() != dst.len_bytes() {
+                return Err(Error::invalid("a tensor to copy to has the wrong size"));
+            }
+            dst.write(|b| b.copy_from_slice(&bytes))
+        }
+        Device::Cuda(_) => stream.cuda()?.copy_memory(&dst.cuda()?, &src.cuda()?),
+    }
+}
+
+#[pymethods]
+impl EpBuffer {
+    /// Routes, unless `topk_idx` is none, and dispatches; `m_splits [local experts]` i64 is filled.
+    #[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
+    fn dispatch(
+        &self,
+        py: Python<'_>,
+        topk_idx: Option<&Object<'_>>,
+        x: &Object<'_>,
+        topk_weights: Option<&Object<'_>>,
+        recv: &Object<'_>,
+        recv_weights: Option<&Object<'_>>,
+        m_splits: &Object<'_>,
+    ) -> PyResult<()> {
+        let call = Call::new(py, "ep_dispatch", self.world)?;
+        let idx = call.optional("topk_idx", topk_idx)?;
+        let (x, w) = (call.tensor("x", x)?, call.optional("topk_weights", topk_weights)?);
+        let out = EpDispatch {
+            x: call.tensor("received x", recv)?,
+            scales: None,
+            weights: call.optional("received weights", recv_weights)?,
+        };
+        let splits = call.tensor("m_splits", m_splits)?;
+        call.run(py, |stream| {
+            if let Some(idx) = &idx {
+                // Behind it in the stream's order: nobody waits here.
+                let _routed = self.plan.route(stream, idx, None, &self.handle)?;
+            }
+            let weights = (w.as_ref(), None);
+            let done = self.plan.dispatch(stream, &self.handle, &x, weights, &out)?;
+            if matches!(call.device, Device::Host) {
+                done.wait()?;
+                self.handle.check()?;
+            } else {
+                drop(done);
+            }
+            copy_out(stream, &splits, self.handle.m_splits())?;
+            Pending::new((), stream, None)
+        })
+    }
+
+    /// `dx [tokens, hidden]`, and `dw [tokens, top_k]` of weights that were dispatched.
+    fn dispatch_bwd(
+        &self,
+        py: Python<'_>,
+        d_recv: &Object<'_>,
+        d_weights: Option<&Object<'_>>,
+        dx: &Object<'_>,
+        dw: Option<&Object<'_>>,
+    ) -> PyResult<()> {
+        let call = Call::new(py, "ep_dispatch_bwd", self.world)?;
+        let d_recv = call.tensor("d_recv", d_recv)?;
+        let d_weights = call.optional("d_weights", d_weights)?;
+        let (dx, dw) = (call.tensor("dx", dx)?, call.optional("dw", dw)?);
+        call.run(py, |stream| {
+            let given = (&d_recv, d_weights.as_ref());
+            self.plan.dispatch_bwd(stream, &self.handle, given, (&dx, dw.as_ref()))
+        })
+    }
+
+    /// `out [tokens, hidden]`: the sum over a token's choices of (weight times) its row of `y`.
+    fn combine(
+        &self,
+        py: Python<'_>,
+        y: &Object<'_>,
+        weights: Option<&Object<'_>>,
+        out: &Object<'_>,
+    ) -> PyResult<()> {
+        let call = Call::new(py, "ep_combine", self.world)?;
+        let (y, w) = (call.tensor("y", y)?, call.optional("weights", weights)?);
+        let out = call.tensor("out", out)?;
+        call.run(py, |stream| self.plan.combine(stream, &self.handle, &y, w.as_ref(), &out))
+    }
+
+    /// `dy [capacity, hidden]`, and with weights their gradient.
+    fn combine_bwd(
+        &self,
+        py: Python<'_>,
+        d_out: &Object<'_>,
+        weights: Option<(Object<'_>, Object<'_>, Object<'_>)>,
+        dy: &Object<'_>,
+    ) -> PyResult<()> {
+        let call = Call::new(py, "ep_combine_bwd", self.world)?;
+        let (d_out, dy) = (call.tensor("d_out", d_out)?, call.tensor("dy", dy)?);
+        let weighted = match &weights {
+            None => None,
+            Some((w, y, dw)) => Some((
+                call.tensor("weights", w)?,
+                call.tensor("y", y)?,
+                call.tensor("d_weights", dw)?,
+            )),
+        };
+        call.run(py, |stream| {
+            let weighted = weighted.as_ref().map(|(w, y, dw)| (w, y, dw));
+            self.plan.combine_bwd(stream, &self.handle, &d_out, weighted, &dy)
+        })
+    }
+
+    /// Which received row feeds each expert-major row, `[capacity]` i32: rank-major and flat layouts.
+    fn row_index(&self, py: Python<'_>, out: &Object<'_>) -> PyResult<()> {
+        let call = Call::new(py, "ep", self.world)?;
+        let out = call.tensor("out", out)?;
+        call.prepare(py, |stream| copy_out(stream, &out, self.handle.row_index()))
+    }
+
+    /// True numbers of the last routing. Waits for the device.
+    fn totals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let call = Call::new(py, "ep", self.world)?;
+        let t = call.prepare(py, |stream| {
+            stream.synchronize_until(None)?;
+            self.handle.check()?;
+            self.handle.totals()
+        })?;
+        let d = PyDict::new(py);
+        d.set_item("counts", t.counts)?;
+        d.set_item("rows", t.rows)?;
+        d.set_item("dropped", t.dropped)?;
+        Ok(d)
+    }
+}

@@ -1,0 +1,290 @@
+"""Expert parallelism: tokens travel to the ranks of their experts and back."""
+
+import torch
+
+from .. import _native
+from .._errors import InvalidArgument, Stale
+from ._functions import _needs_grad, _once
+from ._world import handle_of, world_of
+
+_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+class Pending:
+    """Results of a call that runs beside the current stream; :meth:`wait` joins it."""
+
+    def __init__(self, result, event):
+        self._result, self._event = result, event
+
+    def wait(self):
+        """The results, for use on the current stream; the host does not wait."""
+        if self._event is not None:
+            now = torch.cuda.current_stream()
+            now.wait_event(self._event)
+            for t in self._result if isinstance(self._result, tuple) else (self._result,):
+                if isinstance(t, torch.Tensor):
+                    t.record_stream(now)
+            self._event = None
+        return self._result
+
+
+class EpGroup:
+    """A layer of experts over the ranks of a world. Collective: all ranks make it alike.
+
+    Args:
+        group: a World, a ProcessGroup that has one, or None for the first world.
+        num_experts: of all ranks; divided as evenly as possible, in the order of the ranks.
+        max_tokens: the most tokens of a rank in one call.
+        hidden: elements of a token.
+        top_k: choices of a token.
+        capacity: the most rows that a rank receives, in the order of the experts. Default: enough
+            for any routing.
+        align: rows of each expert are padded with zeros to a multiple of this.
+        layout: order of the received rows: "expert_major" (a row for each choice, as
+            :func:`grouped_gemm` takes them), "rank_major" or "flat" (a row for each token and rank).
+        overflow: "drop" leaves out what exceeds the capacity; "error" raises when it is looked at.
+        dtype: of tokens and results: torch.float32, bfloat16 or float16.
+        num_sms: multiprocessors that the kernels may take.
+
+    Raises:
+        InvalidArgument: sizes do not fit; Mismatch: another rank asks for something else.
+    """
+
+    def __init__(
+        self,
+        group=None,
+        *,
+        num_experts,
+        max_tokens,
+        hidden,
+        top_k,
+        capacity=None,
+        align=1,
+        layout="expert_major",
+        overflow="drop",
+        dtype=torch.bfloat16,
+        num_sms=None,
+    ):
+        if dtype not in _NAMES:
+            raise InvalidArgument(f"ep: tokens of {dtype}; one of f32, bf16, f16 is expected")
+        spec = dict(
+            num_experts=num_experts,
+            max_tokens=max_tokens,
+            hidden=hidden,
+            top_k=top_k,
+            capacity=capacity,
+            align=align,
+            layout=layout,
+            overflow=overflow,
+            dtype=_NAMES[dtype],
+            num_sms=num_sms,
+        )
+        self._native = _native.EpGroup(handle_of(group), spec)
+        world = world_of(group)
+        self.dtype, self.hidden, self.top_k = dtype, hidden, top_k
+        self.device, self.rank = world.device, world.rank
+        #: Rows of a received tensor; of one in the order of the experts.
+        self.recv_rows, self.capacity = self._native.recv_rows, self._native.capacity
+        #: Experts that are here.
+        self.num_local_experts = self._native.experts_per_rank[world.rank]
+
+    def buffer(self):
+        """A buffer for one microbatch: its routing. Several may be in flight."""
+        return EpBuffer(self)
+
+    def explain(self):
+        """What it takes and does, in words."""
+        return self._native.explain()
+
+
+class EpBuffer:
+    """The routing of one microbatch, from its dispatch to the end of its backward pass.
+
+    A dispatch gives it a new generation; what belongs to an older one raises :class:`Stale`.
+    """
+
+    def __init__(self, group):
+        self.group = group
+        self._native = group._native.buffer()
+        self._generation = 0
+        self._reuse = False
+        self._tokens = None
+        self._side = None
+
+    def __reduce__(self):
+        raise TypeError("an EpBuffer belongs to its process and cannot be pickled")
+
+    def totals(self):
+        """True numbers of the last routing: counts of the local experts, rows, dropped by rank.
+
+        Waits for the device. With ``overflow="error"`` raises :class:`Exhausted` if copies were
+        dropped anywhere.
+        """
+        return self._native.totals()
+
+    def reuse(self):
+        """The next dispatch takes the last routing again: its ``topk_idx`` is not looked at."""
+        if self._generation == 0:
+            raise Stale("the buffer has no routing yet")
+        self._reuse = True
+        return self
+
+    def row_index(self):
+        """The received row that feeds each expert-major row, [capacity] int32, -1 in padding: for
+        the layouts "rank_major" and "flat"."""
+        out = torch.empty(self.group.capacity, dtype=torch.int32, device=self.group.device)
+        self._native.row_index(out)
+        return out
+
+    def _check(self, generation):
+        if generation != self._generation:
+            raise Stale(
+                f"the buffer was dispatched into again: generation {self._generation}, and this"
+                f" belongs to {generation}; take a buffer for each microbatch in flight"
+            )
+
+
+def _zeros(*shape, dtype, like):
+    # Rows that no expert has are not written: whoever multiplies all rows must not meet NaN there.
+    return torch.zeros(*shape, dtype=dtype, device=like.device)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights, idx, buf):
+        ctx.set_materialize_grads(False)
+        g = buf.group
+        recv = _zeros(g.recv_rows, g.hidden, dtype=x.dtype, like=x)
+        recv_w = None
+        if weights is not None:
+            recv_w = _zeros(g.capacity, dtype=torch.float32, like=x)
+        splits = torch.empty(g.num_local_experts, dtype=torch.int64, device=x.device)
+        if buf._reuse:
+            idx = None
+        buf._native.dispatch(idx, x, weights, recv, recv_w, splits)
+        buf._generation += 0 if buf._reuse else 1
+        buf._reuse, buf._tokens = False, x.shape[0]
+        ctx.buf, ctx.generation, ctx.tokens = buf, buf._generation, x.shape[0]
+        ctx.weights = None if weights is None else weights.dtype
+        ctx.mark_non_differentiable(splits)
+        return recv, recv_w, splits
+
+    @staticmethod
+    def backward(ctx, d_recv, d_weights, _):
+        _once()
+        buf = ctx.buf
+        buf._check(ctx.generation)
+        g = buf.group
+        if d_recv is None:
+            d_recv = torch.zeros(g.recv_rows, g.hidden, dtype=g.dtype, device=g.device)
+        dx = torch.empty(ctx.tokens, g.hidden, dtype=g.dtype, device=g.device)
+        dw = None
+        if d_weights is not None:
+            dw = torch.empty(ctx.tokens, g.top_k, dtype=torch.float32, device=g.device)
+            d_weights = d_weights.contiguous()
+        buf._native.dispatch_bwd(d_recv.contiguous(), d_weights, dx, dw)
+        return dx, dw, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, weights, buf):
+        g = buf.group
+        out = torch.empty(buf._tokens, g.hidden, dtype=y.dtype, device=y.device)
+        buf._native.combine(y, weights, out)
+        ctx.save_for_backward(y if weights is not None else None, weights)
+        ctx.buf, ctx.generation = buf, buf._generation
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        _once()
+        y, weights = ctx.saved_tensors
+        buf = ctx.buf
+        buf._check(ctx.generation)
+        g = buf.group
+        dy = torch.zeros(g.capacity, g.hidden, dtype=g.dtype, device=g.device)
+        weighted = dw = None
+        if weights is not None:
+            dw = torch.zeros(g.capacity, dtype=torch.float32, device=g.device)
+            weighted = (weights, y, dw)
+        buf._native.combine_bwd(d_out.contiguous(), weighted, dy)
+        return dy, dw, None
+
+
+def _beside(buf, async_op, call):
+    """Runs a call, on a stream of the buffer's own if it is to run beside the current one."""
+    if not async_op:
+        return call()
+    if buf.group.device.type != "cuda":
+        return Pending(call(), None)
+    if buf._side is None:
+        buf._side = torch.cuda.Stream(buf.group.device)
+    buf._side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(buf._side):
+        result = call()
+        event = torch.cuda.Event()
+        event.record()
+    return Pending(result, event)
+
+
+def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, async_op=False):
+    """Sends each token to the ranks of its experts.
+
+    Args:
+        buf: a buffer of :meth:`EpGroup.buffer`; its next generation begins.
+        x: [tokens, hidden] of the group's dtype; at most max_tokens.
+        topk_idx: [tokens, top_k] int32 or int64, experts of all ranks; -1 leaves a choice out.
+        topk_weights: [tokens, top_k] f32; they travel along and have a gradient.
+        async_op: run beside the current stream; returns a :class:`Pending`.
+
+    Returns:
+        (rows received [recv_rows, hidden], their weights [capacity] or None, m_splits [local
+        experts] int64): the splits lie on the device and nothing waits for them.
+
+    Raises:
+        InvalidArgument: shapes, dtypes or devices do not fit. An expert that does not exist ends the
+        team: the next call raises it.
+    """
+    g = buf.group
+    if x.dim() != 2 or x.shape[1] != g.hidden or x.dtype != g.dtype:
+        raise InvalidArgument(
+            f"ep_dispatch: x must be [tokens, {g.hidden}] {g.dtype}, not {tuple(x.shape)} {x.dtype}"
+        )
+    if not buf._reuse and tuple(topk_idx.shape) != (x.shape[0], g.top_k):
+        raise InvalidArgument(
+            f"ep_dispatch: topk_idx must be [{x.shape[0]}, {g.top_k}], not {tuple(topk_idx.shape)}"
+        )
+    x = x.contiguous()
+    idx = None if topk_idx is None else topk_idx.contiguous()
+    w = None if topk_weights is None else topk_weights.contiguous()
+
+    def call():
+        if _needs_grad(x, w):
+            return _Dispatch.apply(x, w, idx, buf)
+        with torch.no_grad():
+            return _Dispatch.apply(x, w, idx, buf)
+
+    return _beside(buf, async_op, call)
+
+
+def ep_combine(buf, y, weights=None, *, async_op=False):
+    """The results of the experts, back at their tokens: the sum of a token's choices.
+
+    Args:
+        buf: the buffer of the dispatch.
+        y: [capacity, hidden], in the order of the experts.
+        weights: [capacity] f32, as the dispatch gave them; without them rows are added as they are.
+        async_op: as :func:`ep_dispatch`.
+
+    Returns:
+        [tokens, hidden], or a :class:`Pending` of it. Added in f32 in the order of the choices.
+
+    Raises:
+        Stale: the buffer has no routing; otherwise as :func:`ep_dispatch`.
+    """
+    if buf._generation == 0:
+        raise Stale("ep_combine: the buffer has no routing: dispatch into it first")
+    y = y.contiguous()
+    w = None if weights is None else weights.contiguous()
+    return _beside(buf, async_op, lambda: _Combine.apply(y, w, buf))
