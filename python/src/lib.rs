@@ -13,6 +13,7 @@
 
 #![allow(missing_docs)]
 
+mod bench;
 mod call;
 mod dlpack;
 mod errors;
@@ -26,6 +27,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::bench::launch_us;
     #[pymodule_export]
     use super::dlpack::use_exchange_api;
     #[pymodule_export]

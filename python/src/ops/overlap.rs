@@ -23,7 +23,7 @@ fn config(algo: Option<Algo>) -> Option<OverlapConfig> {
     algo.map(|a| OverlapConfig::of(a, 1))
 }
 
-fn ag_plan(
+pub fn ag_plan(
     member: &Member,
     key: (AgGemmDesc, Option<Algo>),
     stream: &Stream,
