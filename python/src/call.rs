@@ -77,8 +77,8 @@ impl Place {
             let pending = f(stream)?;
             match &self.device {
                 Device::Host => pending.wait().map(drop),
-                // The stream's order is the caller's: nothing to wait for.
-                Device::Cuda(_) => Ok(drop(pending)),
+                // The stream's order is the caller's: nothing to wait for, here or in the drop.
+                Device::Cuda(_) => Ok(()),
             }
         })
     }

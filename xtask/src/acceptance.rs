@@ -19,8 +19,13 @@ pub fn check(root: &Path) -> Vec<String> {
     let mut tests = BTreeSet::new();
     let mut all = Vec::new();
     files(root, &mut all);
-    for f in all.iter().filter(|f| f.extension().is_some_and(|e| e == "rs")) {
+    let of =
+        |ext: &'static str| all.iter().filter(move |f| f.extension().is_some_and(|e| e == ext));
+    for f in of("rs") {
         tests.extend(tests_of(&fs::read_to_string(f).unwrap_or_default()));
+    }
+    for f in of("py") {
+        tests.extend(python_tests_of(&fs::read_to_string(f).unwrap_or_default()));
     }
     problems(&text, &tests)
 }
@@ -52,6 +57,12 @@ fn tests_of(text: &str) -> BTreeSet<String> {
         tests.extend(list.split(|c: char| !(c.is_alphanumeric() || c == '_')).map(str::to_owned));
     }
     tests
+}
+
+/// Names of the test functions of a Python file.
+fn python_tests_of(text: &str) -> BTreeSet<String> {
+    let names = text.lines().filter_map(|l| l.strip_prefix("def ")?.split('(').next());
+    names.filter(|n| n.starts_with("test_")).map(str::to_owned).collect()
 }
 
 fn problems(text: &str, tests: &BTreeSet<String>) -> Vec<String> {
@@ -129,6 +140,12 @@ mod tests {
         for name in ["helper_of_tests", "calls_it", "x"] {
             assert!(!tests.contains(name), "{name} of {tests:?}");
         }
+    }
+
+    #[test]
+    fn tests_of_python_are_found() {
+        let text = "def test_one(world):\n    def test_inner():\n\ndef helper():\ntest_two = 1\n";
+        assert_eq!(python_tests_of(text).into_iter().collect::<Vec<_>>(), ["test_one"]);
     }
 
     #[test]

@@ -83,7 +83,8 @@ fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
     println!("$ python3 {}", args.join(" "));
     let out = Command::new("python3")
         .args(args)
-        .current_dir(root.join("python"))
+        // Not beside the sources, which Python would take in place of the wheel.
+        .current_dir(root.join("target"))
         .envs(OFF)
         .env("PYTHONPATH", path)
         .env("PYTHONDONTWRITEBYTECODE", "1")
@@ -97,6 +98,23 @@ fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
         println!("{text}");
     }
     o
+}
+
+/// Runs an example on two ranks; each compares itself with dense torch.
+fn example(root: &Path, path: &str, name: &str) -> bool {
+    let file = root.join(format!("examples/python/{name}.py")).display().to_string();
+    let args = ["-m", "torch.distributed.run", "--nproc-per-node", "2", &file];
+    println!("$ python3 {}", args.join(" "));
+    let done = Command::new("timeout")
+        .args(["120", "python3"])
+        .args(args)
+        .current_dir(root.join("target"))
+        .envs(OFF)
+        .env("PYTHONPATH", path)
+        .env("OMP_NUM_THREADS", "1")
+        .stdin(Stdio::null())
+        .status();
+    done.is_ok_and(|s| s.success())
 }
 
 /// What closing lines like `2 failed, 3 passed, 1 skipped in 0.10s` say. A run that says nothing, or
@@ -130,16 +148,21 @@ pub fn run(root: &Path) -> Outcome {
     let Some(tools) = site(root, &mut o, "python-test", "pytest", &TOOLS) else { return o };
     let Some(ours) = build(root, &mut o) else { return o };
     let path = [&ours, &torch, &tools].map(|p| p.display().to_string()).join(":");
+    let file = |name: &str| root.join("python/tests").join(name).display().to_string();
+    let (runner, spmd) = (file("run.py"), file("spmd"));
     for n in ["1", "2", "4"] {
-        add(&mut o, &pytest(root, &path, &["tests/run.py", n, "-q", "tests/spmd"]));
+        add(&mut o, &pytest(root, &path, &[&runner, n, "-q", &spmd]));
     }
     // Preconditions are no assertions: they hold in optimised runs, too.
-    let bad = ["-O", "tests/run.py", "2", "-q", "tests/spmd/test_bad_input.py"];
+    let refused = file("spmd/test_bad_input.py");
+    let bad = ["-O", &runner, "2", "-q", &refused];
     add(&mut o, &pytest(root, &path, &bad));
-    add(
-        &mut o,
-        &pytest(root, &path, &["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/jobs"]),
-    );
+    let jobs = file("jobs");
+    let jobs = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs];
+    add(&mut o, &pytest(root, &path, &jobs));
+    for name in ["tp_block", "moe", "attention"] {
+        add(&mut o, &one(example(root, &path, name)));
+    }
     o
 }
 

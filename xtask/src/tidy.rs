@@ -22,7 +22,10 @@ pub fn files(dir: &Path, out: &mut Vec<PathBuf>) {
             if name != "target" && name != ".git" {
                 files(&path, out);
             }
-        } else if path.extension().is_some_and(|x| x == "rs" || x == "cu" || x == "cuh") {
+        } else if path
+            .extension()
+            .is_some_and(|x| ["rs", "cu", "cuh", "py"].iter().any(|e| x == *e))
+        {
             out.push(path);
         }
     }

@@ -138,7 +138,6 @@ pub fn grouped_dgrad(
 
 /// `dw_e (+)= dy[rows of e]^T x[rows of e]`; added where `mask` is not zero. `dbias` is overwritten.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
 pub fn grouped_wgrad(
     py: Python<'_>,
     x: &Object<'_>,

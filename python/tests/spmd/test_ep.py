@@ -208,3 +208,23 @@ def test_what_does_not_fit_is_refused(world, device):
         tw.ep_combine(group.buffer(), torch.zeros(group.capacity, H, device=device))
     with pytest.raises(TypeError):
         copy.copy(buf)
+
+
+def test_handles_are_not_seen_by_hooks_of_saved_tensors(world, device, gen):
+    """Offloading packs what autograd saves: values only, never a routing."""
+    idx, weights = routing(gen, world.size)
+    seen = []
+
+    def pack(t):
+        seen.append(t)
+        return t.cpu()
+
+    buf = group_of(world).buffer()
+    x = leaf(randn(gen, T, H), torch.float32, device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(device)):
+        recv, w, _ = tw.ep_dispatch(buf, x, idx[world.rank].to(device), weights[world.rank].to(device))
+        out = tw.ep_combine(buf, recv, w)
+    out.sum().backward()
+    assert seen and all(t.is_floating_point() for t in seen)
+    ref = weights[world.rank].sum(1)[:, None].expand(-1, H)
+    torch.testing.assert_close(x.grad.cpu(), ref, rtol=1e-4, atol=1e-4)
