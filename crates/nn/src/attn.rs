@@ -15,13 +15,19 @@ use crate::place::{Place, Target};
 
 const LAYOUT: Layout = Layout::Zigzag;
 
+/// The sequences of a dp part.
+fn sequences(m: &ModelCfg, grid: &Grid) -> Sequences {
+    Sequences::batched(m.batch / grid.dp, m.seq, m.seq)
+}
+
 /// Tokens (numbered within the dp part) whose attention a rank computes, in its row order.
 ///
 /// # Errors
 /// Never for a grid that fits the model.
 pub fn token_order(m: &ModelCfg, grid: &Grid, c: Coord) -> Result<Vec<usize>> {
-    let tokens = m.seq * (m.batch / grid.dp);
-    Ok(LAYOUT.spans(tokens, Rank::new(c.cp as u32), grid.cp).into_iter().flatten().collect())
+    let s = sequences(m, grid);
+    let spans = LAYOUT.spans(s.tokens_q, &s.q, Rank::new(c.cp as u32), grid.cp);
+    Ok(spans.into_iter().flatten().collect())
 }
 
 /// Queries, keys and values of one layer, or their gradients.
@@ -56,17 +62,16 @@ impl Attn {
         (target, stream, tracer): (&Target, &Stream, Option<Arc<Tracer>>),
     ) -> Result<Self> {
         let (heads, kv_heads) = (m.heads / grid.tp, m.kv_heads / grid.tp);
-        let batch = m.batch / grid.dp;
         let (dtype, mask) = (target.dtype, AttnMask::CAUSAL);
         let mut desc = AttentionDesc::new(m.seq, (heads, kv_heads), m.head_dim, dtype, mask);
-        desc.sequences = Sequences::batched(batch, m.seq, m.seq);
+        desc.sequences = sequences(m, grid);
         let desc = CpAttentionDesc { layout: LAYOUT, ..CpAttentionDesc::new(desc) };
         let bytes = CpAttentionPlan::memory(&desc, cp.size(), None) + (1 << 16);
         let heap = cp.heap(target.backend_of(cp), HeapCfg::new(bytes))?;
         heap.copy_stream_traced(tracer)?;
         let plan = CpAttentionPlan::new(desc, &heap, None)?;
         plan.prepare(stream)?;
-        let rows = LAYOUT.spans(m.seq * batch, cp.rank(), cp.size()).iter().map(|r| r.len()).sum();
+        let rows = plan.rows_q(None).iter().map(|r| r.len()).sum();
         Ok(Self { plan, heads, kv_heads, dim: m.head_dim, rows })
     }
 

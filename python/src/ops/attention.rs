@@ -261,7 +261,8 @@ pub fn cp_attention_bwd(
     })
 }
 
-/// Global rows of `rank` of `size`, in the order of its tensors: spans `(first, last + 1)`.
+/// Global rows of `rank` of `size`, in the order of its tensors: spans `(first, last + 1)` of
+/// sequences with the row offsets `cu`.
 #[pyfunction]
 pub fn cp_rows(
     py: Python<'_>,
@@ -273,7 +274,8 @@ pub fn cp_rows(
     let spans = || {
         let layout: Layout = layout.parse()?;
         let s = Sequences::packed(&cu, &cu)?;
-        Ok(layout.spans(s.tokens_q, Rank::new(rank), size))
+        layout.check(&s, size)?;
+        Ok(layout.spans(s.tokens_q, &s.q, Rank::new(rank), size))
     };
     let spans: Result<Vec<std::ops::Range<usize>>> = spans();
     use crate::errors::OrRaise;

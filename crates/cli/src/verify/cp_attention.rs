@@ -1,4 +1,4 @@
-//! Cases of context-parallel attention: every strategy on both layouts.
+//! Cases of context-parallel attention: every strategy on every layout.
 
 use tilewire::ops::attention::{AttnConfig, Sequences};
 use tilewire::ops::cp_attention::*;
@@ -9,7 +9,7 @@ use super::{Case, Ctx, NCCL};
 
 /// Layout, features, dtype. `kv8`: keys and values travel as e4m3; `dkv8`, `dkv5`: partial
 /// gradients as e4m3, e5m2.
-const COMBOS: [(&str, &str, DType); 13] = [
+const COMBOS: [(&str, &str, DType); 18] = [
     ("zigzag", "causal+gqa", DType::F32),
     ("zigzag", "full+dims+sink", DType::BF16),
     ("contiguous", "causal+mqa+packed+dropout", DType::F32),
@@ -23,7 +23,14 @@ const COMBOS: [(&str, &str, DType); 13] = [
     ("zigzag", "causal+mqa+kv8+dkv8", DType::F32),
     ("contiguous", "window+dkv5", DType::F32),
     ("contiguous", "causal+gqa", DType::BF16),
+    (PER_SEQUENCE, "causal+gqa+packed", DType::F32),
+    (PER_SEQUENCE, "window+padded+softcap+sink", DType::BF16),
+    (PER_SEQUENCE, "causal+mqa+cross+bias+dropout", DType::F32),
+    (PER_SEQUENCE, "causal+gqa+packed+kv8+dkv8", DType::F32),
+    (PER_SEQUENCE, "full+padded", DType::F8E4M3),
 ];
+
+const PER_SEQUENCE: &str = "zigzag_per_sequence";
 
 pub(super) fn cases() -> Vec<Case> {
     let mut v = Vec::new();
@@ -43,6 +50,8 @@ pub(super) fn cases() -> Vec<Case> {
             let op = format!("{NCCL}/cp_attention/{strategy}/{layout}/{words}");
             v.push(Case::new(op, *dtype, &[("seq", 29), ("d", 8)], run));
         }
+        let op = format!("{NCCL}/cp_attention/{strategy}/{PER_SEQUENCE}/causal+gqa+packed");
+        v.push(Case::new(op, DType::F32, &[("seq", 29), ("d", 8)], run));
         let op = format!("{NCCL}/cp_attention/{strategy}/zigzag/causal+gqa+tiny");
         v.push(Case::new(op, DType::F32, &[("seq", 3), ("d", 4)], run));
     }
@@ -65,7 +74,14 @@ fn description(ctx: &Ctx, case: &Case) -> Result<CpAttentionDesc> {
         // Half of the query heads, or (all_to_all on 8) a divisor of the ranks.
         attn.heads_kv = heads / 2;
     }
-    let layout = case.bare().split('/').nth(2).unwrap_or("zigzag").parse()?;
+    let layout: Layout = case.bare().split('/').nth(2).unwrap_or("zigzag").parse()?;
+    if layout == Layout::ZigzagPerSequence {
+        let s = divided(&attn.sequences, 2 * size, has("padded"))?;
+        if let Some(b) = &mut attn.bias {
+            (b.sq, b.skv) = s.longest();
+        }
+        attn.sequences = s;
+    }
     let a2a_size = if size % 2 == 0 { 2 } else { 1 };
     let dkv_wire = match () {
         () if has("dkv8") => DType::F8E4M3,
@@ -76,6 +92,34 @@ fn description(ctx: &Ctx, case: &Case) -> Result<CpAttentionDesc> {
     Ok(CpAttentionDesc { layout, a2a_size, fp8_kv, dkv_wire, ..CpAttentionDesc::new(attn) })
 }
 
+/// `s` with sequences that can be cut into `chunks` equal chunks: with `padded` by the padding behind
+/// them, otherwise because they are longer.
+fn divided(s: &Sequences, chunks: usize, padded: bool) -> Result<Sequences> {
+    let side = |sequences: &[std::ops::Range<usize>]| {
+        let (mut cu, mut ends) = (vec![0], vec![0]);
+        for r in sequences {
+            let whole = r.len().next_multiple_of(chunks);
+            cu.push(cu[cu.len() - 1] + if padded { r.len() } else { whole });
+            ends.push(ends[ends.len() - 1] + whole);
+        }
+        (cu, ends)
+    };
+    let (q, kv) = (side(&s.q), side(&s.kv));
+    Sequences::padded((&q.0, &q.1), (&kv.0, &kv.1))
+}
+
+/// Other sequences for the same plan: with fewer rows, and for [`Layout::ZigzagPerSequence`] as many
+/// sequences as have a row in each of the `chunks` chunks, less one.
+fn others(d: &CpAttentionDesc, chunks: usize) -> Sequences {
+    let s = &d.attn.sequences;
+    if d.layout == Layout::ZigzagPerSequence {
+        let num = s.tokens_q.min(s.tokens_kv) / chunks;
+        return Sequences::batched(num.saturating_sub(1).max(1), chunks, chunks);
+    }
+    let (q, kv) = s.longest();
+    Sequences::one(q.min(s.tokens_q / 2), kv.min(s.tokens_kv / 2))
+}
+
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let desc = description(ctx, case)?;
     let plan =
@@ -83,10 +127,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     plan.prepare(&ctx.stream)?;
     let mut problem = Problem::new(ctx, desc.attn.clone());
     pass(ctx, &plan, &mut problem, None)?;
-    // The same plan with fewer rows.
-    let (q, kv) = (desc.attn.sequences.tokens_q / 2, desc.attn.sequences.tokens_kv / 2);
-    let (q, kv) = (q.min(desc.attn.sequences.longest().0), kv.min(desc.attn.sequences.longest().1));
-    let fewer = Sequences::one(q, kv);
+    let fewer = others(&desc, 2 * ctx.team.size());
     let mut attn = desc.attn.clone();
     attn.sequences = fewer.clone();
     let mut problem = Problem::new(ctx, attn);

@@ -158,7 +158,8 @@ mod tests {
             let global = Sequences::batched(batch, seq, seq);
             let (mut rows, mut all) = (0, 0);
             for r in Rank::all(size) {
-                let s = seen(&Layout::Zigzag.spans(batch * seq, r, size), &global).unwrap();
+                let s =
+                    seen(&Layout::Zigzag.spans(batch * seq, &global.q, r, size), &global).unwrap();
                 rows += s.tokens_q;
                 all += pairs(&s);
             }

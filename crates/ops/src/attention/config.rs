@@ -84,58 +84,92 @@ impl Slice {
     }
 }
 
+/// Local queries that are to meet keys.
+pub(crate) struct Queries<'a> {
+    /// Spans of global rows that are not empty, ascending, each with its first local row: whoever
+    /// meets a span of keys looks only at the spans of the same sequences.
+    spans: Vec<(Range<usize>, usize)>,
+    seqs: &'a Sequences,
+    mask: &'a AttnMask,
+}
+
+impl<'a> Queries<'a> {
+    /// Queries of the global rows `q`, one span after the other.
+    pub fn new(q: &[Range<usize>], seqs: &'a Sequences, mask: &'a AttnMask) -> Self {
+        let mut row = 0;
+        let place = |s: &Range<usize>| {
+            row += s.len();
+            (s.clone(), row - s.len())
+        };
+        let mut spans: Vec<_> = q.iter().map(place).filter(|(s, _)| !s.is_empty()).collect();
+        spans.sort_unstable_by_key(|(s, _)| s.start);
+        Self { spans, seqs, mask }
+    }
+
+    /// The slices against local keys (global rows `kv`, one span after the other), in the order of
+    /// keys and then of local queries, less those that the mask empties.
+    pub fn slices(&self, kv: &[Range<usize>]) -> Vec<Slice> {
+        let (mut out, mut row) = (Vec::new(), 0);
+        for keys in kv {
+            let first = out.len();
+            out.extend(self.meet(keys).map(|s| Slice { kv: s.kv + row, ..s }));
+            out[first..].sort_unstable_by_key(|s| s.q);
+            row += keys.len();
+        }
+        out
+    }
+
+    /// Which spans of keys some query sees.
+    pub fn see(&self, kv: &[Range<usize>]) -> Vec<bool> {
+        kv.iter().map(|keys| self.meet(keys).next().is_some()).collect()
+    }
+
+    /// The slices against one span of keys, whose rows count from its first one.
+    fn meet<'s>(&'s self, kv: &'s Range<usize>) -> impl Iterator<Item = Slice> + use<'s, 'a> {
+        let (all, mask) = (self.seqs, self.mask);
+        // Sequences ascend, and those that end before the span or begin behind it have no rows in it.
+        let first = all.kv.partition_point(|r| r.end <= kv.start);
+        let num = all.kv[first..].partition_point(|r| r.start < kv.end);
+        let of_sequence = move |i: usize| {
+            let (sq, skv) = (&all.q[i], &all.kv[i]);
+            let from = self.spans.partition_point(|(s, _)| s.end <= sq.start);
+            let same = self.spans[from..].iter().take_while(|(s, _)| s.start < sq.end);
+            same.filter_map(move |q| slice(q, kv, (sq, skv)))
+        };
+        (first..first + num).flat_map(of_sequence).filter(|s| s.visible(mask) != Visible::None)
+    }
+}
+
 /// The slices of local queries (global rows `q`, one span after the other) against local keys
-/// (global rows `kv`, likewise), in the order of keys, less those that the mask empties.
+/// (global rows `kv`, likewise), as [`Queries::slices`].
 pub(crate) fn slices(
     q: &[Range<usize>],
     kv: &[Range<usize>],
     seqs: &Sequences,
     mask: &AttnMask,
 ) -> Vec<Slice> {
-    let mut out = Vec::new();
-    let mut kv_row = 0;
-    for ks in kv {
-        let mut q_row = 0;
-        for qs in q {
-            pair(qs, ks, seqs, |mut s| {
-                s.q += q_row;
-                s.kv += kv_row;
-                if s.visible(mask) != Visible::None {
-                    out.push(s);
-                }
-            });
-            q_row += qs.len();
-        }
-        kv_row += ks.len();
-    }
-    out
+    Queries::new(q, seqs, mask).slices(kv)
 }
 
-/// Sequences that have rows in both spans.
-fn pair(q: &Range<usize>, kv: &Range<usize>, seqs: &Sequences, mut f: impl FnMut(Slice)) {
+/// What one sequence has in a span of queries, whose first local row is `row`, and a span of keys.
+fn slice(
+    (q, row): &(Range<usize>, usize),
+    kv: &Range<usize>,
+    (sq, skv): (&Range<usize>, &Range<usize>),
+) -> Option<Slice> {
     let cut = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start)..a.end.min(b.end);
-    // Sequences ascend: skip those that end before the span.
-    let first = seqs.q.partition_point(|r| r.end <= q.start);
-    for (sq, skv) in seqs.q[first..].iter().zip(&seqs.kv[first..]) {
-        if sq.start >= q.end {
-            break;
-        }
-        let (rq, rkv) = (cut(sq, q), cut(skv, kv));
-        if rq.is_empty() || rkv.is_empty() {
-            continue;
-        }
-        f(Slice {
-            q: rq.start - q.start,
-            q_pos: rq.start,
-            i: rq.start - sq.start,
-            num_q: rq.len(),
-            kv: rkv.start - kv.start,
-            kv_pos: rkv.start,
-            j: rkv.start - skv.start,
-            num_kv: rkv.len(),
-            shift: skv.len() as i64 - sq.len() as i64,
-        });
-    }
+    let (rq, rkv) = (cut(sq, q), cut(skv, kv));
+    (!rq.is_empty() && !rkv.is_empty()).then(|| Slice {
+        q: row + rq.start - q.start,
+        q_pos: rq.start,
+        i: rq.start - sq.start,
+        num_q: rq.len(),
+        kv: rkv.start - kv.start,
+        kv_pos: rkv.start,
+        j: rkv.start - skv.start,
+        num_kv: rkv.len(),
+        shift: skv.len() as i64 - sq.len() as i64,
+    })
 }
 
 #[cfg(test)]

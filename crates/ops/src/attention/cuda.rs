@@ -141,8 +141,9 @@ struct Tables {
 pub(crate) struct Room {
     /// Queries times heads.
     pub queries: usize,
-    /// Spans of rows, of queries or keys, that do not follow each other.
-    pub spans: usize,
+    /// Segments of each sequence with the rows behind it that belong to none, and those that any
+    /// other borders of spans make.
+    pub pieces: (usize, usize),
     /// The output's, or f32.
     pub dkv: DType,
     /// Type of the forward pass's output: the description's, or f32 if it is a part.
@@ -185,8 +186,8 @@ pub(crate) fn unit(dtype: DType, (dqk, dv): (usize, usize)) -> (Source, Vec<(Str
     }
 }
 
-/// The most segments of a table, with rows in so many spans; fails for what no kernel does. Pure.
-fn fitting_segs(d: &AttentionDesc, spans: usize) -> Result<usize> {
+/// The most segments of a table; fails for what no kernel does. Pure.
+fn fitting_segs(d: &AttentionDesc, pieces: (usize, usize)) -> Result<usize> {
     if d.dqk.max(d.dv) > 256 {
         return Err(no_kernel(
             format!("attention with head dimensions {} and {}", d.dqk, d.dv),
@@ -200,8 +201,8 @@ fn fitting_segs(d: &AttentionDesc, spans: usize) -> Result<usize> {
             .expected("less than 2^29")
             .seen(s.tokens_q.max(s.tokens_kv)));
     }
-    // Between two sequences may lie rows of none. Launches may have more sequences.
-    let segs = 2 * s.q.len().max(512) + 1 + spans;
+    // Before the first sequence may lie rows of none. Launches may have more sequences.
+    let segs = pieces.0 * s.q.len().max(512) + 1 + pieces.1;
     let tiles = s.tokens_q.max(s.tokens_kv) / PLAIN_ROWS as usize + segs;
     fit_32_bits("attention", &[tiles * d.heads_q])?;
     // A bias may be wider than any sequence. A thread makes an element of its gradient.
@@ -296,7 +297,7 @@ impl Prepared {
     /// For all rows of the description on one rank.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
         let queries = d.heads_q * d.sequences.tokens_q;
-        let room = Room { queries, spans: 1, dkv: d.out, out: d.out };
+        let room = Room { queries, pieces: (2, 1), dkv: d.out, out: d.out };
         if !d.dtype.is_fp8() {
             return Self::sized(ctx, d, &room);
         }
@@ -307,7 +308,7 @@ impl Prepared {
 
     /// For a description of wide types.
     pub fn sized(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
-        let segs = fitting_segs(d, room.spans)?;
+        let segs = fitting_segs(d, room.pieces)?;
         Ok(Self {
             forward: Forward::new(ctx, d, room.out)?,
             backward: Backward::new(ctx, d, room)?,
@@ -332,7 +333,7 @@ impl Prepared {
     ) -> Result<Side> {
         if segs.len() > self.tables.room {
             return Err(Error::invalid("more sequences than the plan has room for")
-                .expected(format_args!("at most {}", self.tables.room / 2))
+                .expected(format_args!("at most {} pieces of them", self.tables.room))
                 .seen(segs.len()));
         }
         let tiles = number_tiles(&mut segs, rows);
@@ -581,20 +582,19 @@ mod tests {
     #[test]
     fn what_no_kernel_can_count_is_refused() {
         let d = AttentionDesc::new(8, (4, 2), 64, DType::BF16, AttnMask::CAUSAL);
-        assert_eq!(fitting_segs(&d, 1).unwrap(), 1026);
+        assert_eq!(fitting_segs(&d, (2, 1)).unwrap(), 1026);
         let bad = |f: fn(&mut AttentionDesc)| {
             let mut d = d.clone();
             f(&mut d);
-            fitting_segs(&d, 1).unwrap_err().to_string()
+            fitting_segs(&d, (2, 1)).unwrap_err().to_string()
         };
         assert!(bad(|d| d.dqk = 264).contains("264"));
         assert!(bad(|d| d.sequences = Sequences::one(1 << 29, 8)).contains("2^29"));
         assert!(bad(|d| d.heads_q = 1 << 22).contains("attention"));
         // The kernels would take a row of it for 8 elements.
-        let wide = BiasShape { heads: 1, sq: 8, skv: (1 << 32) + 8 };
-        let e = fitting_segs(&AttentionDesc { bias: Some(wide), ..d.clone() }, 1).unwrap_err();
-        assert!(e.to_string().contains("bias"), "{e}");
-        let d = AttentionDesc { bias: Some(BiasShape { skv: 1 << 20, ..wide }), ..d };
-        fitting_segs(&d, 1).unwrap();
+        const WIDE: BiasShape = BiasShape { heads: 1, sq: 8, skv: (1 << 32) + 8 };
+        assert!(bad(|d| d.bias = Some(WIDE)).contains("bias"));
+        let d = AttentionDesc { bias: Some(BiasShape { skv: 1 << 20, ..WIDE }), ..d };
+        fitting_segs(&d, (2, 1)).unwrap();
     }
 }

@@ -36,7 +36,7 @@ mod tensors;
 mod tests;
 
 pub use config::AttnConfig;
-pub(crate) use config::{Slice, slices};
+pub(crate) use config::{Queries, Slice, slices};
 pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout};
 pub(crate) use grad::{Grads, Upstream, rows_first};
 pub use plan::AttentionPlan;

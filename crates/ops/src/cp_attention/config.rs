@@ -10,7 +10,7 @@ use tilewire_core::{Error, Rank, Result};
 
 use super::CpAttentionDesc;
 use crate::attention::host::Dims;
-use crate::attention::{AttnConfig, AttnMask, Sequences, Slice, slices};
+use crate::attention::{AttnConfig, Queries, Sequences, Slice};
 
 /// The way keys and values reach the queries.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
@@ -200,10 +200,6 @@ pub(super) fn num_rows(spans: &[Range<usize>]) -> usize {
     spans.iter().map(Range::len).sum()
 }
 
-fn any_slice(q: &[Range<usize>], kv: &[Range<usize>], s: &Sequences, mask: &AttnMask) -> Vec<bool> {
-    kv.iter().map(|k| !slices(q, std::slice::from_ref(k), s, mask).is_empty()).collect()
-}
-
 impl Schedule {
     /// The schedule of rank `me`.
     pub fn new(
@@ -214,13 +210,13 @@ impl Schedule {
         size: usize,
     ) -> Self {
         let grid = Grid::new(me, size, strategy.inner(d, size));
-        let spans = |tokens, g: usize| -> Vec<Vec<Range<usize>>> {
-            let rank = |i| Rank::new((g * grid.inner + i) as u32);
-            (0..grid.inner).map(|i| d.layout.spans(tokens, rank(i), size)).collect()
-        };
-        let queries = |g| spans(seqs.tokens_q, g).concat();
-        let areas: Vec<_> = (0..grid.outer).map(|g| spans(seqs.tokens_kv, g).concat()).collect();
-        let (mine, mask) = (queries(grid.group), &d.attn.mask);
+        let members =
+            |g: usize| (0..grid.inner).map(move |i| Rank::new((g * grid.inner + i) as u32));
+        let rows_q = |g| members(g).map(|r| d.rows_q(seqs, r, size)).collect::<Vec<_>>();
+        let rows_kv = |g| members(g).map(|r| d.rows_kv(seqs, r, size)).collect::<Vec<_>>();
+        let queries = |g| Queries::new(&rows_q(g).concat(), seqs, &d.attn.mask);
+        let areas: Vec<_> = (0..grid.outer).map(|g| rows_kv(g).concat()).collect();
+        let mine = queries(grid.group);
         let heads = kv_heads(d.attn.heads_kv, grid.inner, grid.at);
         let hq = d.attn.heads_q / grid.inner;
         Self {
@@ -228,13 +224,11 @@ impl Schedule {
             grid,
             dims: Dims { hq, hkv: heads.len(), dqk: d.attn.dqk, dv: d.attn.dv },
             first_head: grid.at * hq,
-            member_q: spans(seqs.tokens_q, grid.group),
-            member_kv: spans(seqs.tokens_kv, grid.group),
-            needed: areas.iter().map(|a| any_slice(&mine, a, seqs, mask)).collect(),
-            asked: (0..grid.outer)
-                .map(|g| any_slice(&queries(g), &areas[grid.group], seqs, mask))
-                .collect(),
-            slices: areas.iter().map(|a| slices(&mine, a, seqs, mask)).collect(),
+            member_q: rows_q(grid.group),
+            member_kv: rows_kv(grid.group),
+            needed: areas.iter().map(|a| mine.see(a)).collect(),
+            asked: (0..grid.outer).map(|g| queries(g).see(&areas[grid.group])).collect(),
+            slices: areas.iter().map(|a| mine.slices(a)).collect(),
             areas,
             tasks: tasks(&grid, strategy),
         }

@@ -13,12 +13,12 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 use tilewire_device::{Buffer, Stream, Tensor};
 use tilewire_symm::{OneSided, Signals, SymBuf};
 
-use super::CpAttentionDesc;
 use super::config::{Schedule, Strategy};
 use super::fp8::{self, Fp8};
 use super::nccl::Exchange;
 use super::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use super::plan::Work;
+use super::{CpAttentionDesc, Layout};
 use crate::attention::cuda::{
     Param, Prepared as Attention, Room, inputs, inputs_bwd, param, param_bwd,
 };
@@ -123,7 +123,12 @@ impl Prepared {
         let split = sizes.begins_at_once();
         let queries = sizes.max_q * d.attn.heads_q;
         let out = if split { DType::F32 } else { d.attn.out };
-        let room = Room { queries, spans: 4 * size, dkv, out };
+        // Chunks of each sequence, and one more where a sequence ends and its padding begins.
+        let pieces = match d.layout {
+            Layout::ZigzagPerSequence => (2 * size + 1, 0),
+            Layout::Zigzag | Layout::Contiguous => (2, 4 * size),
+        };
+        let room = Room { queries, pieces, dkv, out };
         let desc = if d.kv_wire().1 { kernel_desc(&d.attn) } else { d.attn.clone() };
         let attention = Attention::sized(ctx, &desc, &room)?;
         let adds = d.backward && sizes.adds();

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tilewire_core::{DType, Error, Rank, Result};
 
-use crate::attention::AttentionDesc;
+use crate::attention::{AttentionDesc, Sequences};
 use crate::common::part;
 
 /// Which rows of the global tensors a rank holds. Queries and keys are divided alike, each by its
@@ -18,32 +18,87 @@ pub enum Layout {
     /// `2 P` chunks whose sizes differ by at most one (larger ones first, some may be empty); rank
     /// `r` holds chunk `r` and then chunk `2 P - 1 - r`, so that causal work is even.
     Zigzag,
+    /// As `Zigzag`, with each sequence on its own, sequence after sequence: rank `r` holds chunks `r`
+    /// and `2 P - 1 - r` of the first sequence, then those of the second. TransformerEngine and
+    /// Megatron divide packed sequences this way. The padding behind a sequence belongs to it; with
+    /// it, the sequence has a multiple of `2 P` rows, unless there is only one rank.
+    ZigzagPerSequence,
     /// `P` chunks; rank `r` holds chunk `r`.
     Contiguous,
 }
 
 impl Layout {
     /// All values with their names.
-    pub const NAMES: [(&'static str, Layout); 2] =
-        [("zigzag", Layout::Zigzag), ("contiguous", Layout::Contiguous)];
+    pub const NAMES: [(&'static str, Layout); 3] = [
+        ("zigzag", Layout::Zigzag),
+        ("zigzag_per_sequence", Layout::ZigzagPerSequence),
+        ("contiguous", Layout::Contiguous),
+    ];
 
-    /// Global rows of `rank`, in the order of its local tensor.
-    pub fn spans(self, tokens: usize, rank: Rank, size: usize) -> Vec<Range<usize>> {
+    /// Global rows of `rank`, in the order of its local tensor, of queries or keys: of `tokens` rows
+    /// with these `sequences`, which only [`Layout::ZigzagPerSequence`] looks at. All ranks have
+    /// equally many spans. They hold every row once, also where [`Layout::check`] fails.
+    pub fn spans(
+        self,
+        tokens: usize,
+        sequences: &[Range<usize>],
+        rank: Rank,
+        size: usize,
+    ) -> Vec<Range<usize>> {
+        let two = |rows: Range<usize>| {
+            [rank.idx(), 2 * size - 1 - rank.idx()].map(|chunk| {
+                let p = part(rows.len(), chunk, 2 * size);
+                rows.start + p.start..rows.start + p.end
+            })
+        };
         match self {
-            Layout::Zigzag => {
-                [rank.idx(), 2 * size - 1 - rank.idx()].map(|c| part(tokens, c, 2 * size)).to_vec()
-            }
+            Layout::Zigzag => two(0..tokens).to_vec(),
+            Layout::ZigzagPerSequence => extents(tokens, sequences).flat_map(two).collect(),
             Layout::Contiguous => vec![part(tokens, rank.idx(), size)],
         }
+    }
+
+    /// Checks that `size` ranks can divide these sequences.
+    ///
+    /// # Errors
+    /// `InvalidArgument` that names the sequence which [`Layout::ZigzagPerSequence`] cannot cut into
+    /// `2 P` equal chunks, and its length.
+    pub fn check(self, s: &Sequences, size: usize) -> Result<()> {
+        if self != Layout::ZigzagPerSequence || size == 1 {
+            return Ok(());
+        }
+        let chunks = 2 * size;
+        for (what, tokens, sequences) in [("q", s.tokens_q, &s.q), ("kv", s.tokens_kv, &s.kv)] {
+            let odd = |(_, rows): &(usize, Range<usize>)| !rows.len().is_multiple_of(chunks);
+            if let Some((i, rows)) = extents(tokens, sequences).enumerate().find(odd) {
+                return Err(Error::invalid(format!(
+                    "sequence {i} of `{what}` cannot be cut into {chunks} equal chunks"
+                ))
+                .expected(format_args!("a multiple of {chunks} (2 P) rows, padding included"))
+                .seen(format_args!("{} rows, {rows:?}", rows.len()))
+                .hint("pad the sequence, or use the layout `zigzag`"));
+            }
+        }
+        Ok(())
     }
 
     /// The most rows any rank has for up to `tokens` rows.
     pub fn max_rows(self, tokens: usize, size: usize) -> usize {
         match self {
-            Layout::Zigzag => 2 * tokens.div_ceil(2 * size),
+            Layout::Zigzag | Layout::ZigzagPerSequence => 2 * tokens.div_ceil(2 * size),
             Layout::Contiguous => tokens.div_ceil(size),
         }
     }
+}
+
+/// Rows of each sequence up to the next one; the first begins at row 0, and without sequences it is
+/// all rows. Every row is in one of them.
+fn extents(
+    tokens: usize,
+    sequences: &[Range<usize>],
+) -> impl Iterator<Item = Range<usize>> + use<'_> {
+    let start = move |i: usize| sequences.get(i).map_or(tokens, |s| s.start);
+    (0..sequences.len().max(1)).map(move |i| if i == 0 { 0 } else { start(i) }..start(i + 1))
 }
 
 impl FromStr for Layout {
@@ -51,7 +106,8 @@ impl FromStr for Layout {
 
     fn from_str(s: &str) -> Result<Self> {
         Self::NAMES.iter().find(|(n, _)| *n == s).map(|(_, l)| *l).ok_or_else(|| {
-            Error::invalid(format!("unknown layout `{s}`; one of zigzag, contiguous"))
+            let names = Self::NAMES.map(|(n, _)| n).join(", ");
+            Error::invalid(format!("unknown layout `{s}`; one of {names}"))
         })
     }
 }
@@ -91,10 +147,11 @@ impl CpAttentionDesc {
     /// Checks the description for a team of `size` ranks.
     ///
     /// # Errors
-    /// As [`AttentionDesc::check`]; `InvalidArgument` for a wire type that partial gradients cannot
-    /// travel in, or an `a2a_size` that does not divide the team.
+    /// As [`AttentionDesc::check`] and [`Layout::check`]; `InvalidArgument` for a wire type that
+    /// partial gradients cannot travel in, or an `a2a_size` that does not divide the team.
     pub fn check(&self, size: usize) -> Result<()> {
         self.attn.check()?;
+        self.layout.check(&self.attn.sequences, size)?;
         if ![DType::F32, DType::F8E4M3, DType::F8E5M2].contains(&self.dkv_wire) {
             return Err(Error::invalid("partial dK and dV cannot travel in this type")
                 .expected("f32, f8e4m3 or f8e5m2")
@@ -106,6 +163,25 @@ impl CpAttentionDesc {
                 .seen(self.a2a_size));
         }
         Ok(())
+    }
+
+    /// Checks the sequences of one launch for a team of `size` ranks.
+    ///
+    /// # Errors
+    /// As [`AttentionDesc::check_launch`] and [`Layout::check`].
+    pub fn check_launch(&self, s: &Sequences, size: usize) -> Result<()> {
+        self.attn.check_launch(s)?;
+        self.layout.check(s, size)
+    }
+
+    /// Global rows of the queries of `rank`.
+    pub(super) fn rows_q(&self, s: &Sequences, rank: Rank, size: usize) -> Vec<Range<usize>> {
+        self.layout.spans(s.tokens_q, &s.q, rank, size)
+    }
+
+    /// Global rows of the keys of `rank`.
+    pub(super) fn rows_kv(&self, s: &Sequences, rank: Rank, size: usize) -> Vec<Range<usize>> {
+        self.layout.spans(s.tokens_kv, &s.kv, rank, size)
     }
 
     /// Element type of K and V on the wire, and whether scales travel with them.

@@ -23,6 +23,23 @@ fn problems() -> Vec<(Sequences, AttnMask)> {
     ]
 }
 
+/// `s` as `layout` can divide it: with padding behind each sequence up to equal chunks.
+pub(crate) fn fitted(layout: Layout, size: usize, s: &Sequences) -> Sequences {
+    if layout != Layout::ZigzagPerSequence {
+        return s.clone();
+    }
+    let sides = [&s.q, &s.kv].map(|seqs| {
+        let (mut cu, mut padded) = (vec![0], vec![0]);
+        for r in seqs {
+            cu.push(cu[cu.len() - 1] + r.len());
+            padded.push(padded[padded.len() - 1] + r.len().next_multiple_of(2 * size));
+        }
+        (cu, padded)
+    });
+    let [q, kv] = &sides;
+    Sequences::padded((&q.0, &q.1), (&kv.0, &kv.1)).unwrap()
+}
+
 pub(crate) struct World {
     d: CpAttentionDesc,
     pub sizes: Sizes,
@@ -35,8 +52,13 @@ impl World {
         Pieces { sizes: &self.sizes, sched: &self.scheds[r], me: Rank::new(r as u32) }
     }
 
-    fn rows(&self, tokens: usize, r: usize) -> Vec<usize> {
-        let spans = self.d.layout.spans(tokens, Rank::new(r as u32), self.sizes.size);
+    fn rows_q(&self, r: usize) -> Vec<usize> {
+        let spans = self.d.rows_q(&self.seqs, Rank::new(r as u32), self.sizes.size);
+        spans.into_iter().flatten().collect()
+    }
+
+    fn rows_kv(&self, r: usize) -> Vec<usize> {
+        let spans = self.d.rows_kv(&self.seqs, Rank::new(r as u32), self.sizes.size);
         spans.into_iter().flatten().collect()
     }
 }
@@ -67,11 +89,15 @@ fn worlds_of(change: impl Fn(CpAttentionDesc) -> CpAttentionDesc, mut f: impl Fn
         {
             for (_, strategy) in &Strategy::NAMES {
                 let mut attn = AttentionDesc::new(1, (8, hkv), 3, DType::F32, mask);
-                (attn.dv, attn.sequences) = (2, seqs.clone());
+                attn.dv = 2;
+                let seqs = fitted(layout, size, &seqs);
+                // One plan serves all sequences of as many rows.
+                attn.sequences = Sequences::one(seqs.tokens_q, seqs.tokens_kv);
                 let d = change(CpAttentionDesc { layout, a2a_size, ..CpAttentionDesc::new(attn) });
                 if strategy.check(&d, size).is_err() {
                     continue;
                 }
+                d.check(size).and_then(|()| d.check_launch(&seqs, size)).unwrap();
                 let sched = |r| Schedule::new(&d, &seqs, *strategy, r, size);
                 let scheds = Rank::all(size).map(sched).collect();
                 let sizes = Sizes::new(&d, *strategy, size);
@@ -128,13 +154,13 @@ fn keys_that_are_needed_come_to_their_dense_rows() {
         let (buffer, at) = s.published();
         let chunks: Vec<Buffer> = (0..s.size)
             .map(|r| {
-                let (mut b, rows) = (bytes_of(w, buffer), w.rows(w.seqs.tokens_kv, r));
+                let (mut b, rows) = (bytes_of(w, buffer), w.rows_kv(r));
                 put(&mut b, at[0], tensor(&rows, 0..s.all_kv, 3));
                 put(&mut b, at[1], tensor(&rows, 0..s.all_kv, 2));
                 b
             })
             .collect();
-        let dense: Vec<usize> = (0..s.size).flat_map(|r| w.rows(w.seqs.tokens_kv, r)).collect();
+        let dense: Vec<usize> = (0..s.size).flat_map(|r| w.rows_kv(r)).collect();
         for r in 0..s.size {
             let grid = w.scheds[r].grid;
             let heads = kv_heads(s.all_kv, s.inner, grid.at);
@@ -164,7 +190,7 @@ fn queries_of_a_group_come_and_results_go_back() {
         if s.inner == 1 {
             return;
         }
-        let rows: Vec<_> = (0..s.size).map(|r| w.rows(w.seqs.tokens_q, r)).collect();
+        let rows: Vec<_> = (0..s.size).map(|r| w.rows_q(r)).collect();
         let stat = |rows: &[usize], heads: std::ops::Range<usize>| -> Buffer {
             heads.flat_map(|h| rows.iter().map(move |r| number(*r, h, 0))).collect()
         };
@@ -331,7 +357,7 @@ fn keys_of_a_ring_come_to_their_dense_rows() {
             return;
         }
         let s = &w.sizes;
-        let rows: Vec<_> = (0..s.size).map(|r| w.rows(w.seqs.tokens_kv, r)).collect();
+        let rows: Vec<_> = (0..s.size).map(|r| w.rows_kv(r)).collect();
         for (i, dim) in [3, 2].into_iter().enumerate() {
             let row = s.all_kv * dim;
             let mut area: Vec<Buffer> = (0..s.size).map(|_| bytes_of(w, AREA)).collect();
@@ -366,7 +392,7 @@ fn keys_of_a_ring_come_to_their_dense_rows() {
             let mut rows: Vec<usize> =
                 (0..s.size - 1).flat_map(|t| w.lists(r).ring_rows(t)).collect();
             let first = w.lists(r).first_key(r);
-            rows.extend(first..first + w.rows(w.seqs.tokens_kv, r).len());
+            rows.extend(first..first + w.rows_kv(r).len());
             rows.sort_unstable();
             assert_eq!(rows, (0..w.seqs.tokens_kv).collect::<Vec<_>>());
         }
@@ -396,7 +422,7 @@ fn each_rank_that_sees_a_row_adds_its_part_once() {
             })
             .collect();
         for r in 0..s.size {
-            let rows = w.rows(dense, r).len();
+            let rows = w.rows_kv(r).len();
             let (slot, second) = s.slot();
             let (first, g) = (w.lists(r).first_key(r), w.scheds[r].grid);
             for (i, (pieces, dim)) in w.lists(r).parts().iter().zip([3, 2]).enumerate() {

@@ -210,17 +210,14 @@ impl CpAttentionPlan {
     /// Global rows of q (and out) of this rank, in the order of its tensors. `sequences` of `None`
     /// means those of the description.
     pub fn rows_q(&self, sequences: Option<&Sequences>) -> Vec<std::ops::Range<usize>> {
-        self.spans(sequences.unwrap_or(&self.desc.attn.sequences).tokens_q)
+        let (s, team) = (sequences.unwrap_or(&self.desc.attn.sequences), self.core.team());
+        self.desc.rows_q(s, team.rank(), team.size())
     }
 
     /// Global rows of k and v of this rank, in the order of its tensors.
     pub fn rows_kv(&self, sequences: Option<&Sequences>) -> Vec<std::ops::Range<usize>> {
-        self.spans(sequences.unwrap_or(&self.desc.attn.sequences).tokens_kv)
-    }
-
-    fn spans(&self, tokens: usize) -> Vec<std::ops::Range<usize>> {
-        let team = self.core.team();
-        self.desc.layout.spans(tokens, team.rank(), team.size())
+        let (s, team) = (sequences.unwrap_or(&self.desc.attn.sequences), self.core.team());
+        self.desc.rows_kv(s, team.rank(), team.size())
     }
 
     /// What one launch moves from this rank to each peer.
@@ -229,8 +226,8 @@ impl CpAttentionPlan {
     /// `InvalidArgument` if the sequences do not fit the plan; `NotPrepared`.
     pub fn predict(&self, sequences: Option<&Sequences>, pass: Pass) -> Result<Traffic> {
         let s = sequences.unwrap_or(&self.desc.attn.sequences);
-        self.desc.attn.check_launch(s).map_err(|e| e.op(OP))?;
         let team = self.core.team();
+        self.desc.check_launch(s, team.size()).map_err(|e| e.op(OP))?;
         let (config, place) = (self.config()?, (team.rank(), team.size()));
         let by_nccl = self.cuda.get().is_some_and(|used| used.by.nccl.is_some());
         if by_nccl || self.backend == CollectiveBackend::Nccl {
@@ -292,7 +289,7 @@ impl CpAttentionPlan {
     /// The sequences of a launch and my rows.
     fn check(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
         let s = x.sequences.clone().unwrap_or_else(|| self.desc.attn.sequences.clone());
-        self.desc.attn.check_launch(&s)?;
+        self.desc.check_launch(&s, self.core.team().size())?;
         let rows = self.local_rows(&s);
         x.check(&self.desc.attn, rows)?;
         Ok((s, rows))

@@ -1,11 +1,13 @@
 //! What a launch moves from this rank to each peer, from the definitions of the strategies.
 
+use std::ops::Range;
+
 use tilewire_core::{DType, Rank};
 use tilewire_symm::{LinkTraffic, Traffic};
 
 use super::config::{Schedule, Strategy, kv_heads, num_rows};
 use super::{CpAttentionDesc, CpConfig};
-use crate::attention::{AttnMask, Sequences, slices};
+use crate::attention::{Queries, Sequences};
 
 /// Forward or backward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -96,14 +98,17 @@ pub(super) fn predict(
 }
 
 impl Counter<'_> {
-    fn spans(&self, tokens: usize, rank: usize) -> Vec<std::ops::Range<usize>> {
-        self.d.layout.spans(tokens, Rank::new(rank as u32), self.size)
+    fn queries(&self, rank: usize) -> Vec<Range<usize>> {
+        self.d.rows_q(self.seqs, Rank::new(rank as u32), self.size)
+    }
+
+    fn keys(&self, rank: usize) -> Vec<Range<usize>> {
+        self.d.rows_kv(self.seqs, Rank::new(rank as u32), self.size)
     }
 
     /// Rows of queries and of keys of a rank.
     fn rows(&self, rank: usize) -> (usize, usize) {
-        let count = |tokens| num_rows(&self.spans(tokens, rank));
-        (count(self.seqs.tokens_q), count(self.seqs.tokens_kv))
+        (num_rows(&self.queries(rank)), num_rows(&self.keys(rank)))
     }
 
     fn groups(&self) -> usize {
@@ -120,9 +125,8 @@ impl Counter<'_> {
     }
 
     /// Spans of keys of group `g`.
-    fn area(&self, g: usize) -> Vec<std::ops::Range<usize>> {
-        let ranks = g * self.inner..(g + 1) * self.inner;
-        ranks.flat_map(|r| self.spans(self.seqs.tokens_kv, r)).collect()
+    fn area(&self, g: usize) -> Vec<Range<usize>> {
+        (g * self.inner..(g + 1) * self.inner).flat_map(|r| self.keys(r)).collect()
     }
 
     fn put(&mut self, to: usize, bytes: usize) {
@@ -189,12 +193,10 @@ impl Counter<'_> {
     /// Rows of the spans of group `owner` that some query of group `reader` sees.
     fn seen(&self, reader: usize, owner: usize) -> Vec<usize> {
         let ranks = reader * self.inner..(reader + 1) * self.inner;
-        let q: Vec<_> = ranks.flat_map(|r| self.spans(self.seqs.tokens_q, r)).collect();
-        let mask: &AttnMask = &self.d.attn.mask;
-        let sees = |s: &std::ops::Range<usize>| {
-            !slices(&q, std::slice::from_ref(s), self.seqs, mask).is_empty()
-        };
-        self.area(owner).iter().filter(|s| sees(s)).map(|s| s.len()).collect()
+        let q: Vec<_> = ranks.flat_map(|r| self.queries(r)).collect();
+        let area = self.area(owner);
+        let seen = Queries::new(&q, self.seqs, &self.d.attn.mask).see(&area);
+        area.iter().zip(seen).filter(|(_, seen)| *seen).map(|(s, _)| s.len()).collect()
     }
 
     /// Partial dK and dV to the owner: a put for each span that my queries see, one signal, and a

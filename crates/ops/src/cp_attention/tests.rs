@@ -8,6 +8,7 @@ use tilewire_oracle::{Mat, attention as oracle};
 use tilewire_symm::{HeapCfg, Traffic, World, WorldCfg};
 
 use super::config::{Schedule, kv_heads};
+use super::pieces::tests::fitted;
 use super::{Strategy, *};
 use crate::attention::*;
 
@@ -43,18 +44,19 @@ proptest! {
     fn every_visible_pair_once_after_its_keys(
         lens in prop::collection::vec((0usize..12, 0usize..12, 0usize..3), 1..4),
         strategy in prop::sample::select(Strategy::NAMES.map(|(_, s)| s).to_vec()),
-        layout in prop::sample::select(vec![Layout::Zigzag, Layout::Contiguous]),
+        layout in prop::sample::select(Layout::NAMES.map(|(_, l)| l).to_vec()),
         mask in (prop::option::of(0usize..6), prop::option::of(0usize..4)),
         grid in prop::sample::select(vec![(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 2), (8, 4)]),
     ) {
-        let ((size, a2a_size), s) = (grid, seqs(&lens));
+        let (size, a2a_size) = grid;
+        let s = fitted(layout, size, &seqs(&lens));
         let mask = AttnMask { left: mask.0, right: mask.1 };
         let shared = if size % 2 == 0 { 2 } else { 1 };
         let heads = (48, [48, 24, shared][lens.len() - 1]);
         let mut attn = AttentionDesc::new(1, heads, 4, DType::F32, mask);
         attn.sequences = s.clone();
         let d = CpAttentionDesc { layout, a2a_size, ..CpAttentionDesc::new(attn) };
-        strategy.check(&d, size).unwrap();
+        d.check(size).and_then(|()| strategy.check(&d, size)).unwrap();
         let (nq, nkv) = (s.tokens_q, s.tokens_kv);
         let mut done = vec![0u8; heads.0 * nq * nkv];
         let all: Vec<_> =
@@ -93,8 +95,9 @@ proptest! {
     #[test]
     fn layouts_tile_the_rows(tokens in 0usize..100, size in 1usize..9) {
         for (_, layout) in Layout::NAMES {
+            let spans_of = |tokens, r| layout.spans(tokens, &[], r, size);
             let mut spans: Vec<_> =
-                Rank::all(size).flat_map(|r| layout.spans(tokens, r, size)).collect();
+                Rank::all(size).flat_map(|r| spans_of(tokens, r)).collect();
             spans.sort_by_key(|s| (s.start, s.end));
             let lens: Vec<usize> = spans.iter().map(|s| s.len()).collect();
             prop_assert!(lens.iter().max().unwrap() - lens.iter().min().unwrap() <= 1);
@@ -106,11 +109,46 @@ proptest! {
             prop_assert_eq!(next, tokens);
             for fewer in [tokens, tokens / 2] {
                 let most = layout.max_rows(tokens, size);
-                let rows = |r| layout.spans(fewer, r, size).iter().map(|s| s.len()).sum::<usize>();
+                let rows = |r| spans_of(fewer, r).iter().map(|s| s.len()).sum::<usize>();
                 prop_assert!(Rank::all(size).all(|r| rows(r) <= most));
             }
         }
     }
+}
+
+/// Each rank has chunks `r` and `2 P - 1 - r` of every sequence, and of the padding behind it.
+#[test]
+fn a_zigzag_per_sequence_cuts_each_sequence() {
+    let layout: Layout = "zigzag_per_sequence".parse().unwrap();
+    // 8, 0 and 4 rows; the last has one row of padding.
+    let s = Sequences::padded((&[0, 8, 8, 11], &[0, 8, 8, 12]), (&[0, 4, 8, 8], &[0, 4, 8, 8]));
+    let s = s.unwrap();
+    layout.check(&s, 2).unwrap();
+    let rows = |r| layout.spans(s.tokens_q, &s.q, Rank::new(r), 2).into_iter().flatten();
+    assert_eq!(rows(0).collect::<Vec<_>>(), [0, 1, 6, 7, 8, 11]);
+    assert_eq!(rows(1).collect::<Vec<_>>(), [2, 3, 4, 5, 9, 10]);
+    let keys = layout.spans(s.tokens_kv, &s.kv, Rank::new(1), 2);
+    assert_eq!(keys.into_iter().flatten().collect::<Vec<_>>(), [1, 2, 5, 6]);
+}
+
+/// A sequence that cannot be cut into equal chunks is named, by a description and by a launch.
+#[test]
+fn a_sequence_that_does_not_divide_is_named() {
+    let layout = Layout::ZigzagPerSequence;
+    let mut d = CpAttentionDesc { layout, ..desc(AttnMask::CAUSAL) };
+    d.check(4).unwrap();
+    d.check_launch(&Sequences::packed(&[0, 8, 32], &[0, 16, 24]).unwrap(), 4).unwrap();
+    let odd = Sequences::packed(&[0, 8, 32], &[0, 16, 30]).unwrap();
+    let e = d.check_launch(&odd, 4).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+    let text = e.to_string();
+    for part in ["sequence 1 of `kv`", "a multiple of 8", "14 rows"] {
+        assert!(text.contains(part), "{text}");
+    }
+    d.attn.sequences = Sequences::one(60, 64);
+    assert!(d.check(4).unwrap_err().to_string().contains("sequence 0 of `q`"));
+    // One rank has all rows as they are.
+    d.check_launch(&odd, 1).unwrap();
 }
 
 /// Counts the pairs that `sch` computes against the keys of `owner`.
