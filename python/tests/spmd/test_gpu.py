@@ -1,5 +1,7 @@
 """What only a GPU has: graphs, streams, and memory that follows the stream's order."""
 
+import copy
+
 import pytest
 import torch
 from dense import leaf, randn
@@ -75,9 +77,11 @@ def test_graphed_callables_over_forward_and_backward(world, device, gen):
     torch.manual_seed(world.rank)
     model = Block()
     x = torch.randn(8, 32, device=device, requires_grad=True)
-    ref = model(x)
+    # A copy: nodes that autograd keeps for the parameters belong to the stream of their first use.
+    eager = copy.deepcopy(model)
+    ref = eager(x)
     ref.square().sum().backward()
-    grads = [p.grad.clone() for p in model.parameters()]
+    grads = [p.grad.clone() for p in eager.parameters()]
     graphed = torch.cuda.make_graphed_callables(model, (torch.zeros_like(x, requires_grad=True),))
     for _ in range(3):
         model.zero_grad()

@@ -212,7 +212,7 @@ class _Combine(torch.autograd.Function):
         return dy, dw, None
 
 
-def _beside(buf, async_op, call):
+def _beside(buf, async_op, call, *inputs):
     """Runs a call, on a stream of the buffer's own if it is to run beside the current one."""
     if not async_op:
         return call()
@@ -221,6 +221,10 @@ def _beside(buf, async_op, call):
     if buf._side is None:
         buf._side = torch.cuda.Stream(buf.group.device)
     buf._side.wait_stream(torch.cuda.current_stream())
+    for t in inputs:
+        if t is not None:
+            # The caller may let go of it at once; the allocator must not reuse it before the call ran.
+            t.record_stream(buf._side)
     with torch.cuda.stream(buf._side):
         result = call()
         event = torch.cuda.Event()
@@ -265,7 +269,7 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, async_op=False):
         with torch.no_grad():
             return _Dispatch.apply(x, w, idx, buf)
 
-    return _beside(buf, async_op, call)
+    return _beside(buf, async_op, call, x, idx, w)
 
 
 def ep_combine(buf, y, weights=None, *, async_op=False):
@@ -287,4 +291,4 @@ def ep_combine(buf, y, weights=None, *, async_op=False):
         raise Stale("ep_combine: the buffer has no routing: dispatch into it first")
     y = y.contiguous()
     w = None if weights is None else weights.contiguous()
-    return _beside(buf, async_op, lambda: _Combine.apply(y, w, buf))
+    return _beside(buf, async_op, lambda: _Combine.apply(y, w, buf), y, w)
