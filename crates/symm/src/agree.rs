@@ -71,7 +71,7 @@ impl LiveTeam {
     }
 
     /// Collective: as [`LiveTeam::launch_begin`], and all members must be at a launch with this fingerprint. For teams of a
-    /// world with [`WorldCfg::check`].
+    /// world with [`WorldCfg::check`](crate::WorldCfg::check).
     ///
     /// # Errors
     /// As [`LiveTeam::prepare_agree`].
@@ -81,7 +81,7 @@ impl LiveTeam {
         self.meet_all(fp.op(), EntryKind::Launch, (fp, seq)).map(|()| seq)
     }
 
-    /// Launches are compared: [`WorldCfg::check`].
+    /// Launches are compared: [`WorldCfg::check`](crate::WorldCfg::check).
     pub fn checks_launches(&self) -> bool {
         self.0.cfg.check
     }
