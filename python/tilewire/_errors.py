@@ -2,7 +2,7 @@
 
 
 class Error(Exception):
-    """What failed, where, between whom, and what to do about it.
+    """What failed, where, between which ranks, and what to do about it.
 
     Attributes that are not known are ``None``.
 

@@ -99,8 +99,6 @@ def test_a_batch(device, gen):
 @pytest.mark.parametrize("strategy", ["get", "ring", "all_gather", "all_to_all"])
 def test_cp_attention(world, device, gen, name, strategy):
     size = world.size
-    if name == "bias" and strategy == "all_to_all":
-        pytest.skip("covered by the other strategies: one bias for all heads")
     tokens = 8 * size
     qkv, kw = case(gen, name, tokens, hq=8, hkv=4)
     d_out = randn(gen, tokens, 8, 16)
