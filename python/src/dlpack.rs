@@ -18,17 +18,17 @@ use tilewire::prelude::*;
 
 /// `DLTensor`.
 #[repr(C)]
-struct DlTensor {
-    data: *mut c_void,
-    device_type: i32,
-    device_id: i32,
-    ndim: i32,
-    code: u8,
-    bits: u8,
-    lanes: u16,
-    shape: *const i64,
-    strides: *const i64,
-    byte_offset: u64,
+pub struct DlTensor {
+    pub data: *mut c_void,
+    pub device_type: i32,
+    pub device_id: i32,
+    pub ndim: i32,
+    pub code: u8,
+    pub bits: u8,
+    pub lanes: u16,
+    pub shape: *const i64,
+    pub strides: *const i64,
+    pub byte_offset: u64,
 }
 
 /// `DLPackExchangeAPI`; of the functions that are not called the type does not matter.
@@ -49,8 +49,8 @@ type ViewFn = unsafe extern "C" fn(*mut ffi::PyObject, *mut DlTensor) -> c_int;
 /// The current stream of a device.
 type StreamFn = unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int;
 
-const CPU: i32 = 1;
-const CUDA: i32 = 2;
+pub const CPU: i32 = 1;
+pub const CUDA: i32 = 2;
 
 /// Functions of the framework's table, and its tensor type: they trust that the object is one of
 /// its tensors.

@@ -17,10 +17,12 @@ mod bench;
 mod call;
 mod dlpack;
 mod errors;
+mod export;
 mod keys;
 mod local;
 mod ops;
 mod store;
+mod symm;
 mod world;
 
 use pyo3::prelude::*;
@@ -43,6 +45,8 @@ mod _native {
     use super::ops::grouped::{grouped_dgrad, grouped_fprop, grouped_wgrad};
     #[pymodule_export]
     use super::ops::overlap::{ag_gemm, gemm_ar, gemm_rs};
+    #[pymodule_export]
+    use super::symm::SymmBuffer;
     #[pymodule_export]
     use super::world::{World, backends, forked, leave_all, world_of_environment, world_of_store};
 

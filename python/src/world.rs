@@ -197,7 +197,12 @@ impl World {
             all.as_mut().and_then(|m| m.remove(&self.id))
         };
         // Its end may wait for work of the device.
-        py.detach(|| drop(gone));
+        py.detach(|| {
+            if let Err(e) = crate::symm::free_gone() {
+                log::warn!("symmetric tensors of a world that ends: {e}");
+            }
+            drop(gone);
+        });
     }
 }
 

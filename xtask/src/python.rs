@@ -131,6 +131,7 @@ fn counted(text: &str, ended_well: bool) -> Outcome {
             match (number, what) {
                 (Some(n), Some("passed")) => o.passed += n,
                 (Some(n), Some("failed" | "error" | "errors")) => o.failed += n,
+                (Some(n), Some("skipped")) => o.skipped += n,
                 _ => {}
             }
         }
@@ -176,6 +177,7 @@ mod tests {
             let o = counted(text, ok);
             (o.passed, o.failed)
         };
+        assert_eq!(counted("3 passed, 2 skipped in 0.1s", true).skipped, 2);
         assert_eq!(
             all("51 passed, 1 skipped, 14 warnings in 7.13s\n3 passed in 0.1s", true),
             (54, 0)

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::Stream;
-use tilewire_symm::{Fingerprint, Heap};
+use tilewire_symm::{Fingerprint, Heap, Signals, SymBuf};
 
 type Plan = Arc<dyn Any + Send + Sync>;
 
@@ -136,26 +136,54 @@ impl<K: Clone + Eq + Hash> Plans<K> {
                     "call it once with these shapes before the capture begins, or `prepare` it",
                 ));
         }
-        let team = self.heap.team();
-        // The number of misses tells a rank that came here by another way.
-        let words = Fingerprint::new(r.op, format_args!("is made, plan {}", held.misses));
-        team.prepare_agree(&words).map_err(|e| e.op(r.op))?;
-        held.misses += 1;
-        let plan = self.make(held, r)?;
+        self.meet(held, r.op, "is made")?;
+        let plan = self.make(held, (r.op, r.len_bytes), &r.make)?;
         (r.prepare)(&plan, stream)?;
         Ok(plan)
     }
 
+    /// Collective: all ranks are at their next miss, which is for `op` and `what`.
+    fn meet(&self, held: &mut Held<K>, op: &'static str, what: &str) -> Result<()> {
+        // The number of misses tells a rank that came here by another way.
+        let words = Fingerprint::new(op, format_args!("{what}, plan {}", held.misses));
+        self.heap.team().prepare_agree(&words).map_err(|e| e.op(op))?;
+        held.misses += 1;
+        Ok(())
+    }
+
+    /// Collective: a buffer of `len_bytes` on every rank and `num_signals` signal slots for it, for the
+    /// caller. As for a plan, the heap grows if need be, and older plans go.
+    ///
+    /// # Errors
+    /// `Mismatch` if a peer does something else or asks for other sizes; that ends the team.
+    /// `Exhausted` if the heap's limit does not hold the buffer.
+    pub fn alloc(
+        &self,
+        op: &'static str,
+        len_bytes: usize,
+        num_signals: usize,
+    ) -> Result<(SymBuf, Signals)> {
+        let mut held = self.held();
+        let what = format!("takes {len_bytes} bytes and {num_signals} signals");
+        self.meet(&mut held, op, &what)?;
+        self.make(&mut held, (op, len_bytes), &|heap: &Heap| {
+            let buf = heap.alloc(len_bytes, op)?;
+            Ok((buf, heap.team().signals(num_signals, op)?))
+        })
+    }
+
     /// Takes the plan's memory and signals, in place of older plans if need be. Every step is taken
     /// on all ranks or on none: `settle` makes one verdict of their attempts.
-    fn make<P, M>(&self, held: &mut Held<K>, r: &Recipe<P, M>) -> Result<P>
-    where
-        M: Fn(&Heap) -> Result<P>,
-    {
+    fn make<P>(
+        &self,
+        held: &mut Held<K>,
+        (op, len_bytes): (&'static str, usize),
+        make: &impl Fn(&Heap) -> Result<P>,
+    ) -> Result<P> {
         let team = self.heap.team();
         let mut collected = false;
         loop {
-            let e = match team.settle("plan", (r.make)(&self.heap)) {
+            let e = match team.settle("plan", make(&self.heap)) {
                 Ok(plan) => return Ok(plan),
                 Err(e) if e.kind() == ErrorKind::Exhausted => e,
                 Err(e) => return Err(e),
@@ -163,14 +191,14 @@ impl<K: Clone + Eq + Hash> Plans<K> {
             let (free, total) = self.heap.usage();
             if !collected {
                 collected = true;
-            } else if free < r.len_bytes && self.grow(total, r.len_bytes)? {
+            } else if free < len_bytes && self.grow(total, len_bytes)? {
                 continue;
             } else if let Some(oldest) = held.order.pop_front() {
-                log::debug!("`{}`: an older plan goes", r.op);
+                log::debug!("`{op}`: an older plan goes");
                 held.plans.remove(&oldest);
             } else {
                 let hint = "give `init` a larger `heap_bytes`, or use smaller shapes";
-                return Err(e.op(r.op).hint(hint));
+                return Err(e.op(op).hint(hint));
             }
             self.heap.collect()?;
         }

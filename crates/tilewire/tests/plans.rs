@@ -116,3 +116,37 @@ fn nothing_is_made_during_a_capture() {
     })
     .unwrap();
 }
+
+#[test]
+fn buffers_take_the_place_of_older_plans() {
+    World::run_threads(2, WorldCfg::for_tests(), |world| {
+        let team = world.everyone("t")?;
+        let plans = plans_of(&team, 4096, 64 << 10)?;
+        let s = Stream::new("s")?;
+        plan(&plans, &s, (24, 128))?;
+        let (first, signals) = plans.alloc("buffer", 40 << 10, 2)?;
+        assert_eq!((first.len_bytes(), signals.len()), (40 << 10, 2));
+        assert!(plans.contains(&(24, 128)) && plans.usage().misses == 2);
+        // It fits without the plan only.
+        let (second, _) = plans.alloc("buffer", 12 << 10, 1)?;
+        assert!(!plans.contains(&(24, 128)) && first.offset() != second.offset());
+        let e = plans.alloc("buffer", 12 << 10, 1).err().unwrap();
+        assert!(e.kind() == ErrorKind::Exhausted, "{e}");
+        // What is dropped on all ranks comes back.
+        drop(first);
+        plans.alloc("buffer", 40 << 10, 1).map(drop)
+    })
+    .unwrap();
+}
+
+#[test]
+fn buffers_of_other_sizes_are_a_mismatch() {
+    World::run_threads(2, WorldCfg::for_tests(), |world| {
+        let team = world.everyone("t")?;
+        let plans = plans_of(&team, 1 << 20, 1 << 20)?;
+        let e = plans.alloc("buffer", 100 + team.rank().idx(), 1).err().unwrap();
+        assert!(e.is_mismatch() && format!("{e}").contains("101 bytes"), "{e}");
+        Ok(())
+    })
+    .unwrap();
+}

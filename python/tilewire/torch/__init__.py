@@ -28,6 +28,7 @@ from ._functions import (
 )
 from ._grouped import grouped_gemm
 from ._modules import ColumnParallelLinear, GroupedLinear, RowParallelLinear
+from ._symm import SymmHandle, symm_empty, symm_handle
 from ._world import World, init
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Pending",
     "RowParallelLinear",
     "Stale",
+    "SymmHandle",
     "World",
     "ag_gemm",
     "all_gather",
@@ -54,4 +56,6 @@ __all__ = [
     "grouped_gemm",
     "init",
     "reduce_scatter",
+    "symm_empty",
+    "symm_handle",
 ]

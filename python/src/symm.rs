@@ -1,0 +1,238 @@
+//! Symmetric tensors: memory that all ranks of a world have at the same place, shown to the framework,
+//! with transfers and signals on its streams.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use pyo3::prelude::*;
+use tilewire::device::Device;
+use tilewire::device::cuda::CudaContext;
+use tilewire::prelude::*;
+use tilewire::symm::{HostOneSided, OneSided, SignalSlot, Signals, SymBuf, VmmOneSided};
+
+use crate::call::Call;
+use crate::errors::OrRaise;
+use crate::export::{Bytes, export};
+
+type Object<'py> = Bound<'py, PyAny>;
+
+/// The barrier channel of symmetric tensors: operations use none.
+const BARRIER: usize = 0;
+
+/// What the tensors over a buffer keep.
+struct Inner {
+    world: u64,
+    device: Device,
+    addr: u64,
+    /// Absent only in the drop.
+    held: Option<(SymBuf, Signals)>,
+}
+
+/// A buffer of symmetric memory, equal on all ranks, and a signal slot.
+#[pyclass(frozen)]
+pub struct SymmBuffer(Arc<Inner>);
+
+/// Buffers by the address of my part.
+static BUFFERS: Mutex<Option<HashMap<u64, Weak<Inner>>>> = Mutex::new(None);
+/// Buffers of devices whose last tensor is gone, while work may still use them.
+static GONE: Mutex<Vec<(CudaContext, (SymBuf, Signals))>> = Mutex::new(Vec::new());
+
+/// Gives back what tensors that are gone have used, behind all work of their devices. Where memory is
+/// taken: tensors may die in any thread and on any stream, where nobody may wait.
+pub fn free_gone() -> Result<()> {
+    let gone = std::mem::take(&mut *GONE.lock().unwrap_or_else(PoisonError::into_inner));
+    let mut waited: Vec<u32> = Vec::new();
+    for (ctx, held) in gone {
+        if !waited.contains(&ctx.ordinal()) {
+            waited.push(ctx.ordinal());
+            ctx.synchronize()?;
+        }
+        drop(held);
+    }
+    Ok(())
+}
+
+impl Inner {
+    fn buf(&self) -> Result<&(SymBuf, Signals)> {
+        self.held.as_ref().ok_or_else(|| Error::internal("a buffer that is gone"))
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let mut all = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(all) = all.as_mut()
+            // The address may belong to a newer buffer by now.
+            && all.get(&self.addr).is_some_and(|w| w.strong_count() == 0)
+        {
+            all.remove(&self.addr);
+        }
+        if let (Device::Cuda(ctx), Some(held)) = (&self.device, self.held.take()) {
+            let mut gone = GONE.lock().unwrap_or_else(PoisonError::into_inner);
+            gone.push((ctx.clone(), held));
+        }
+    }
+}
+
+/// A transfer or signal, on either kind of device.
+struct Side<'a> {
+    call: &'a Call,
+    stream: &'a Stream,
+    buf: &'a SymBuf,
+    slot: SignalSlot,
+}
+
+/// A call of [`OneSided`] on the stream's own kind of device: `host`, `stream`, or `cuda`, `stream`.
+macro_rules! on_side {
+    ($side:expr, |$os:ident, $stream:ident, $of:ident| $body:expr) => {{
+        let side = $side;
+        match &side.call.device {
+            Device::Host => {
+                let ($os, $stream) = (HostOneSided::new(side.buf.heap()), side.stream);
+                let $of = |t: &Tensor| Ok::<_, Error>(t.clone());
+                $body?;
+            }
+            Device::Cuda(_) => {
+                let ($os, $stream) = (VmmOneSided::new(side.buf.heap())?, side.stream.cuda()?);
+                let $of = |t: &Tensor| t.cuda();
+                $body?;
+            }
+        }
+        Pending::new((), side.stream, None)
+    }};
+}
+
+impl SymmBuffer {
+    /// Runs `f` of a call on the world that the buffer belongs to.
+    fn on(
+        &self,
+        py: Python<'_>,
+        op: &'static str,
+        f: impl FnOnce(Side<'_>) -> Result<Pending<()>> + Send,
+    ) -> PyResult<()> {
+        let call = Call::new(py, op, self.0.world)?;
+        call.run(py, |stream| {
+            let (buf, signals) = self.0.buf()?;
+            f(Side { call: &call, stream, buf, slot: signals.slot(0) })
+        })?;
+        // Work of the host has run: what it met is known.
+        call.member.team.check().map_err(|e| e.op(op)).or_raise(py)
+    }
+}
+
+#[pymethods]
+impl SymmBuffer {
+    /// Collective: `len_bytes` on every rank of `world`.
+    #[new]
+    fn new(py: Python<'_>, world: u64, len_bytes: usize) -> PyResult<Self> {
+        let call = Call::new(py, "symm_empty", world)?;
+        let member = call.member.clone();
+        let inner = call.prepare(py, |stream| {
+            if stream.is_capturing() {
+                let text = "symmetric memory is taken together with the other ranks";
+                return Err(Error::new(ErrorKind::NotPrepared, text)
+                    .hint("call `symm_empty` before the capture begins"));
+            }
+            free_gone()?;
+            let held = member.plans.alloc("symm_empty", len_bytes.max(1), 1)?;
+            let (addr, _) = held.0.address(member.team.rank())?;
+            Ok(Inner { world, device: member.device.clone(), addr, held: Some(held) })
+        })?;
+        let inner = Arc::new(inner);
+        let mut all = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
+        all.get_or_insert_default().insert(inner.addr, Arc::downgrade(&inner));
+        drop(all);
+        Ok(Self(inner))
+    }
+
+    /// The buffer whose part here begins at `addr`, if there is one.
+    #[staticmethod]
+    fn at(addr: u64) -> Option<Self> {
+        let all = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
+        all.as_ref()?.get(&addr)?.upgrade().map(Self)
+    }
+
+    #[getter]
+    fn world(&self) -> u64 {
+        self.0.world
+    }
+
+    /// Bytes of a rank's part.
+    #[getter]
+    fn len_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.0.buf().or_raise(py)?.0.len_bytes())
+    }
+
+    /// A capsule of DLPack over the part of `rank`: bytes `[1, len]`.
+    fn part(&self, py: Python<'_>, rank: u32) -> PyResult<Py<PyAny>> {
+        let (addr, len) = self.0.buf().or_raise(py)?.0.address(Rank::new(rank)).or_raise(py)?;
+        // SAFETY: the heap maps the part for reading and writing, and the buffer keeps the heap.
+        unsafe { export(py, &self.0.device, &Bytes::flat(addr, len), self.0.clone()) }
+    }
+
+    /// A capsule of DLPack over the parts of all ranks: bytes `[ranks, len]`.
+    fn parts(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        let (buf, _) = self.0.buf().or_raise(py)?;
+        let len = buf.len_bytes();
+        let all = buf.all_ranks(DType::U8, Shape::d1(len)).or_raise(py)?;
+        let rows = (all.num_ranks, all.stride_bytes);
+        let bytes = Bytes { addr: all.address, len, rows };
+        // SAFETY: as in `part`, for each rank.
+        unsafe { export(py, &self.0.device, &bytes, self.0.clone()) }
+    }
+
+    /// Writes `src` at byte `at` of `peer`'s part; with `signal`, raises the slot behind it.
+    fn put(
+        &self,
+        py: Python<'_>,
+        peer: u32,
+        at: usize,
+        src: &Object<'_>,
+        signal: bool,
+    ) -> PyResult<()> {
+        let op = if signal { "put_signal" } else { "put" };
+        let src = crate::dlpack::tensor(src, "src", &self.0.device)?;
+        self.on(py, op, |s| {
+            let to = inside(s.buf, at, &src)?;
+            let (peer, slot) = (Rank::new(peer), s.slot);
+            on_side!(s, |os, stream, of| if signal {
+                os.put_signal(stream, (peer, to), &of(&src)?, slot)
+            } else {
+                os.put(stream, peer, to, &of(&src)?)
+            })
+        })
+    }
+
+    /// Reads byte `at` of `peer`'s part and what follows into `out`.
+    fn get(&self, py: Python<'_>, peer: u32, at: usize, out: &Object<'_>) -> PyResult<()> {
+        let out = crate::dlpack::tensor(out, "out", &self.0.device)?;
+        self.on(py, "get", |s| {
+            let from = inside(s.buf, at, &out)?;
+            on_side!(s, |os, stream, of| os.get(stream, Rank::new(peer), from, &of(&out)?))
+        })
+    }
+
+    /// Waits, in the stream's order, for `n` more signals of `peer`.
+    fn wait_signal(&self, py: Python<'_>, peer: u32, n: u64) -> PyResult<()> {
+        self.on(py, "wait_signal", |s| {
+            let slot = s.slot;
+            on_side!(s, |os, stream, _of| os.wait(stream, Rank::new(peer), slot, n))
+        })
+    }
+
+    /// Collective, in the stream's order: all ranks have come here.
+    fn barrier(&self, py: Python<'_>) -> PyResult<()> {
+        self.on(py, "barrier", |s| on_side!(s, |os, stream, _of| os.barrier(stream, BARRIER)))
+    }
+}
+
+/// Offset in the heap of byte `at` of a buffer, where `t` must fit.
+fn inside(buf: &SymBuf, at: usize, t: &Tensor) -> Result<usize> {
+    let (len, most) = (t.len_bytes(), buf.len_bytes());
+    if at.checked_add(len).is_none_or(|end| end > most) {
+        return Err(Error::invalid("a transfer reaches past the symmetric tensor")
+            .expected(format_args!("at most {most} bytes"))
+            .seen(format_args!("{at}+{len}")));
+    }
+    Ok(buf.range(at, len))
+}
