@@ -37,14 +37,17 @@ def rows(device, times):
     out = torch.empty(16, 32, **made)
     world = tw.init(device=device)
     tw.ag_gemm(x, w)
-    launch = _native.launch_us(world.handle, x, w, out, times)
+    launch = _native.launch_us(world.handle, x, w, out, None, times)
     yield "ag_gemm: launch in Rust", launch
     with torch.no_grad():
         plain = timed(lambda: tw.ag_gemm(x, w), device, times)
         yield "ag_gemm: call without grad", plain
         yield "ag_gemm: over the launch, without grad", plain - launch
     xg, wg = (t.clone().requires_grad_() for t in (x, w))
-    # With grad it also gathers x, as the launch of the first row does not.
+    # With grad it also writes the gathered x.
+    gathered = torch.empty(16, 64, **made)
+    launch = _native.launch_us(world.handle, x, w, out, gathered, times)
+    yield "ag_gemm: launch in Rust that writes the gathered x", launch
     grad = timed(lambda: tw.ag_gemm(xg, wg), device, times)
     yield "ag_gemm: call with grad, forward", grad
     yield "ag_gemm: over the launch, forward with grad", grad - launch

@@ -9,8 +9,9 @@ use tilewire::ops::ag_gemm::{AgGemmDesc, AgGemmInputs};
 use crate::call::Call;
 use crate::ops::overlap::ag_plan;
 
-/// Microseconds of a launch of `ag_gemm` (on the CPU with its wait), the median of `times`. Shapes
-/// as `ag_gemm`; all ranks call it.
+/// Microseconds of a launch of `ag_gemm` (on the CPU with its wait), the median of `times`; with
+/// `gathered` it writes the gathered x, too, as a call does that has a gradient. Shapes as `ag_gemm`;
+/// all ranks call it.
 #[pyfunction]
 pub fn launch_us(
     py: Python<'_>,
@@ -18,10 +19,12 @@ pub fn launch_us(
     x: &Bound<'_, PyAny>,
     w: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
+    gathered: Option<&Bound<'_, PyAny>>,
     times: usize,
 ) -> PyResult<f64> {
     let call = Call::new(py, "ag_gemm", world)?;
     let (x, w, out) = (call.tensor("x", x)?, call.tensor("w", w)?, call.tensor("out", out)?);
+    let gathered = call.optional("gathered", gathered)?;
     call.prepare(py, |stream| {
         let (m, n, k) = (out.shape().dim(0), w.shape().dim(0), w.shape().dim(1));
         let most = crate::keys::rounded(m / call.size()) * call.size();
@@ -30,6 +33,7 @@ pub fn launch_us(
         let mut all = Vec::with_capacity(times);
         for _ in 0..times.max(1) {
             let t = AgGemmInputs::new(x.clone(), w.clone(), out.clone());
+            let t = AgGemmInputs { gathered: gathered.clone(), ..t };
             let start = Instant::now();
             let pending = plan.launch(stream, m, t)?;
             if matches!(call.device, Device::Host) {
