@@ -16,6 +16,7 @@ use crate::keys::{AttnKey, CpKey, Key};
 use crate::local::{self, LocalKey};
 use crate::world::Member;
 
+use super::Form;
 use super::grouped::tokens;
 
 type Object<'py> = Bound<'py, PyAny>;
@@ -25,34 +26,52 @@ type Object<'py> = Bound<'py, PyAny>;
 #[derive(FromPyObject)]
 pub struct Spec {
     #[pyo3(item)]
-    cu_q: Vec<usize>,
+    pub cu_q: Vec<usize>,
     #[pyo3(item)]
-    cu_kv: Vec<usize>,
+    pub cu_kv: Vec<usize>,
     #[pyo3(item)]
-    left: Option<usize>,
+    pub left: Option<usize>,
     #[pyo3(item)]
-    right: Option<usize>,
+    pub right: Option<usize>,
     #[pyo3(item)]
-    scale: Option<f64>,
+    pub scale: Option<f64>,
     #[pyo3(item)]
-    softcap: Option<f64>,
+    pub softcap: Option<f64>,
     #[pyo3(item)]
-    dropout_p: f64,
+    pub dropout_p: f64,
     #[pyo3(item)]
-    seed: u64,
+    pub seed: u64,
     #[pyo3(item)]
-    layout: String,
+    pub layout: String,
     #[pyo3(item)]
-    strategy: Option<String>,
+    pub strategy: Option<String>,
     #[pyo3(item)]
-    a2a_size: usize,
+    pub a2a_size: usize,
 }
 
 /// Heads and head dimension of a packed tensor.
-fn heads(what: &str, t: &Tensor) -> Result<(usize, usize)> {
-    match t.shape().dims() {
+fn heads(what: &str, t: Form) -> Result<(usize, usize)> {
+    match t.shape.dims() {
         [_, heads, d] => Ok((*heads, *d)),
-        _ => Err(Error::invalid(format!("`{what}` must be [tokens, heads, d]")).seen(t.shape())),
+        _ => Err(Error::invalid(format!("`{what}` must be [tokens, heads, d]")).seen(t.shape)),
+    }
+}
+
+/// Shapes and types of the inputs of an attention, as its description needs them.
+#[derive(Clone, Copy)]
+pub struct Forms {
+    pub q: Form,
+    pub k: Form,
+    pub v: Form,
+    pub bias: Option<Form>,
+    pub sink: bool,
+}
+
+impl From<&AttnInputs> for Forms {
+    fn from(x: &AttnInputs) -> Self {
+        let bias = x.bias.as_ref().map(Form::from);
+        let [q, k, v] = [&x.q, &x.k, &x.v].map(|o| Form::from(&o.data));
+        Self { q, k, v, bias, sink: x.sink.is_some() }
     }
 }
 
@@ -62,13 +81,13 @@ impl Spec {
     }
 
     /// A description for as many rows as one plan serves, and the sequences of this launch.
-    fn describe(&self, x: &AttnInputs, multiple: usize) -> Result<(AttentionDesc, Sequences)> {
-        let (hq, dqk) = heads("q", &x.q.data)?;
-        let (hkv, _) = heads("k", &x.k.data)?;
-        let (_, dv) = heads("v", &x.v.data)?;
+    pub fn describe(&self, x: Forms, multiple: usize) -> Result<(AttentionDesc, Sequences)> {
+        let (hq, dqk) = heads("q", x.q)?;
+        let (hkv, _) = heads("k", x.k)?;
+        let (_, dv) = heads("v", x.v)?;
         let s = self.sequences()?;
         let mask = AttnMask { left: self.left, right: self.right };
-        let mut d = AttentionDesc::new(1, (hq, hkv), dqk, x.q.data.dtype(), mask);
+        let mut d = AttentionDesc::new(1, (hq, hkv), dqk, x.q.dtype, mask);
         d.dv = dv;
         if let Some(scale) = self.scale {
             d.scale = scale;
@@ -77,14 +96,14 @@ impl Spec {
         if self.dropout_p != 0.0 {
             d.dropout = Some(Dropout { p: self.dropout_p, seed: self.seed });
         }
-        d.bias = match x.bias.as_ref().map(|b| b.shape()) {
+        d.bias = match x.bias.map(|b| b.shape) {
             None => None,
             Some(shape) => match shape.dims() {
                 [heads, sq, skv] => Some(BiasShape { heads: *heads, sq: *sq, skv: *skv }),
                 _ => return Err(Error::invalid("`bias` must be [heads, sq, skv]").seen(shape)),
             },
         };
-        d.sink = x.sink.is_some();
+        d.sink = x.sink;
         // A bias is of the longest sequence, so it says how long sequences may be.
         d.sequences = match d.bias {
             Some(_) => s.clone(),
@@ -96,7 +115,7 @@ impl Spec {
         Ok((d, s))
     }
 
-    fn cp(&self, x: &AttnInputs, size: usize) -> Result<(CpAttentionDesc, Sequences)> {
+    pub fn cp(&self, x: Forms, size: usize) -> Result<(CpAttentionDesc, Sequences)> {
         let (attn, sequences) = self.describe(x, 2 * size)?;
         let layout: Layout = self.layout.parse()?;
         let desc =
@@ -171,7 +190,7 @@ pub fn attention_fwd(py: Python<'_>, spec: Spec, tensors: Tensors<'_>) -> PyResu
     let place = Place::of("attention", &tensors.q, "q")?;
     let (mut x, out) = inputs(&place, &tensors)?;
     place.run(py, |stream| {
-        let (desc, sequences) = spec.describe(&x, 1)?;
+        let (desc, sequences) = spec.describe(Forms::from(&x), 1)?;
         x.sequences = Some(sequences);
         local_plan(&place, desc, stream)?.launch_fwd(stream, &x, out)
     })
@@ -189,7 +208,7 @@ pub fn attention_bwd(
     let (mut x, out) = inputs(&place, &tensors)?;
     let (saved, grads) = gradients(&place, out, &grads)?;
     place.run(py, |stream| {
-        let (desc, sequences) = spec.describe(&x, 1)?;
+        let (desc, sequences) = spec.describe(Forms::from(&x), 1)?;
         x.sequences = Some(sequences);
         local_plan(&place, desc, stream)?.launch_bwd(stream, &x, saved, grads)
     })
@@ -218,7 +237,7 @@ fn cp_plan(
 }
 
 impl Spec {
-    fn strategy(&self) -> Result<Option<Strategy>> {
+    pub fn strategy(&self) -> Result<Option<Strategy>> {
         self.strategy.as_deref().map(str::parse).transpose()
     }
 }
@@ -235,7 +254,7 @@ pub fn cp_attention_fwd(
     let call = Call::new(py, "cp_attention", world)?;
     let (mut x, out) = inputs(&call, &tensors)?;
     call.run(py, |stream| {
-        let (mut desc, sequences) = spec.cp(&x, call.size())?;
+        let (mut desc, sequences) = spec.cp(Forms::from(&x), call.size())?;
         desc.backward = grad;
         x.sequences = Some(sequences);
         cp_plan(&call.member, desc, spec.strategy()?, stream)?.launch_fwd(stream, &x, out)
@@ -255,7 +274,7 @@ pub fn cp_attention_bwd(
     let (mut x, out) = inputs(&call, &tensors)?;
     let (saved, grads) = gradients(&call, out, &grads)?;
     call.run(py, |stream| {
-        let (desc, sequences) = spec.cp(&x, call.size())?;
+        let (desc, sequences) = spec.cp(Forms::from(&x), call.size())?;
         x.sequences = Some(sequences);
         cp_plan(&call.member, desc, spec.strategy()?, stream)?.launch_bwd(stream, &x, saved, grads)
     })

@@ -54,29 +54,29 @@ fn overflow(name: &str) -> Result<Overflow> {
 #[derive(FromPyObject)]
 pub struct EpSpec {
     #[pyo3(item)]
-    num_experts: usize,
+    pub num_experts: usize,
     #[pyo3(item)]
-    max_tokens: usize,
+    pub max_tokens: usize,
     #[pyo3(item)]
-    hidden: usize,
+    pub hidden: usize,
     #[pyo3(item)]
-    top_k: usize,
+    pub top_k: usize,
     #[pyo3(item)]
-    capacity: Option<usize>,
+    pub capacity: Option<usize>,
     #[pyo3(item)]
-    align: usize,
+    pub align: usize,
     #[pyo3(item)]
-    layout: String,
+    pub layout: String,
     #[pyo3(item)]
-    overflow: String,
+    pub overflow: String,
     #[pyo3(item)]
-    dtype: String,
+    pub dtype: String,
     #[pyo3(item)]
-    num_sms: Option<usize>,
+    pub num_sms: Option<usize>,
 }
 
 impl EpSpec {
-    fn describe(&self, size: usize) -> Result<EpDesc> {
+    pub fn describe(&self, size: usize) -> Result<EpDesc> {
         let mut d = EpDesc::new(size, self.num_experts, self.max_tokens, self.hidden, self.top_k);
         d.layout = layout(&self.layout, self.align)?;
         d.overflow = overflow(&self.overflow)?;
@@ -140,7 +140,7 @@ impl EpGroup {
 }
 
 /// Copies `src`, which this layer owns, to a tensor of the caller's.
-fn copy_out(stream: &Stream, dst: &Tensor, src: &Tensor) -> Result<()> {
+pub fn copy_out(stream: &Stream, dst: &Tensor, src: &Tensor) -> Result<()> {
     match dst.device() {
         Device::Host => {
             let bytes = src.read(<[u8]>::to_vec)?;

@@ -14,6 +14,7 @@ use crate::call::Place;
 use crate::errors::OrRaise;
 use crate::keys::rounded;
 use crate::local::{self, LocalKey};
+use crate::ops::Form;
 
 type Object<'py> = Bound<'py, PyAny>;
 
@@ -60,20 +61,12 @@ impl<T> OrRaiseIn<T> for Result<T> {
     }
 }
 
-fn describe(
-    groups: usize,
-    (rows, n, k): (usize, usize, usize),
-    dtype: DType,
-    zero_tail: bool,
-) -> GroupedDesc {
-    GroupedDesc { zero_tail, ..GroupedDesc::new(groups, rows, n, k, dtype) }
+pub fn describe(groups: usize, (rows, n, k): (usize, usize, usize), dtype: DType) -> GroupedDesc {
+    GroupedDesc { zero_tail: true, ..GroupedDesc::new(groups, rows, n, k, dtype) }
 }
 
 fn matrix(what: &str, t: &Tensor) -> Result<(usize, usize)> {
-    match t.shape().dims() {
-        [rows, cols] => Ok((*rows, *cols)),
-        _ => Err(Error::invalid(format!("`{what}` must be a matrix")).seen(t.shape())),
-    }
+    Form::from(t).matrix(what)
 }
 
 /// `out[rows of e] = x[rows of e] w_e^T + bias_e`; rows behind the last group's are zero.
@@ -93,7 +86,7 @@ pub fn grouped_fprop(
     place.run(py, |stream| {
         let ((rows, k), (_, n)) = (matrix("x", &x)?, matrix("out", &out)?);
         let groups = splits.shape().num_elems();
-        let desc = describe(groups, (rows, n, k), x.dtype(), true);
+        let desc = describe(groups, (rows, n, k), x.dtype());
         let plan = plan(&place, desc, stream)?;
         let splits = Splits::counts(&splits);
         let t = GroupedFprop { x: x.into(), w, bias, splits, out, aux_out: None };
@@ -130,7 +123,7 @@ pub fn grouped_dgrad(
     place.run(py, |stream| {
         let ((rows, n), (_, k)) = (matrix("dy", &dy)?, matrix("dx", &dx)?);
         let groups = splits.shape().num_elems();
-        let plan = plan(&place, describe(groups, (rows, n, k), dy.dtype(), true), stream)?;
+        let plan = plan(&place, describe(groups, (rows, n, k), dy.dtype()), stream)?;
         let t = GroupedDgrad { dy: dy.into(), w, splits: Splits::counts(&splits), dx };
         finish(&place, &plan, stream, plan.dgrad(stream, t)?)
     })
@@ -158,7 +151,7 @@ pub fn grouped_wgrad(
             Weights::Packed(w) => w.data.dtype(),
             Weights::Discrete(list) => list.first().map_or(DType::F32, |w| w.data.dtype()),
         };
-        let desc = GroupedDesc { grad, ..describe(groups, (rows, n, k), x.dtype(), true) };
+        let desc = GroupedDesc { grad, ..describe(groups, (rows, n, k), x.dtype()) };
         let plan = plan(&place, desc, stream)?;
         let splits = Splits::counts(&splits);
         let t = GroupedWgrad { x: x.into(), dy: dy.into(), splits, dw, mask, dbias };

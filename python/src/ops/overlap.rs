@@ -16,10 +16,10 @@ use tilewire::prelude::*;
 use crate::call::Call;
 use crate::errors::OrRaise;
 use crate::keys::{Key, rounded};
-use crate::ops::collective;
+use crate::ops::{Form, collective};
 use crate::world::Member;
 
-fn config(algo: Option<Algo>) -> Option<OverlapConfig> {
+pub fn config(algo: Option<Algo>) -> Option<OverlapConfig> {
     algo.map(|a| OverlapConfig::of(a, 1))
 }
 
@@ -65,14 +65,6 @@ fn ar_plan(
     })
 }
 
-/// Rows and columns of a matrix.
-fn dims(what: &str, t: &Tensor) -> Result<(usize, usize)> {
-    match t.shape().dims() {
-        [rows, cols] => Ok((*rows, *cols)),
-        _ => Err(Error::invalid(format!("`{what}` must be a matrix")).seen(t.shape())),
-    }
-}
-
 fn activation(name: Option<&str>) -> Result<Activation> {
     match name {
         None => Ok(Activation::None),
@@ -85,9 +77,77 @@ fn activation(name: Option<&str>) -> Result<Activation> {
 }
 
 /// How the weight lies, and its outputs and inputs: `[n, k]`, or `[k, n]` if `kn`.
-fn weight(w: &Tensor, kn: bool) -> Result<(BOrder, usize, usize)> {
-    let (rows, cols) = dims("w", w)?;
+fn weight(w: Form, kn: bool) -> Result<(BOrder, usize, usize)> {
+    let (rows, cols) = w.matrix("w")?;
     Ok(if kn { (BOrder::Kn, cols, rows) } else { (BOrder::Nk, rows, cols) })
+}
+
+/// A description, the rows of this launch, and the algorithm that was asked for.
+pub type Described<D> = (D, usize, Option<Algo>);
+
+/// What `ag_gemm` is asked to do, beside its tensors.
+#[derive(Clone, Copy)]
+pub struct AgParams<'a> {
+    pub act: Option<&'a str>,
+    pub rows: Option<&'a [usize]>,
+    pub kn: bool,
+    pub algo: Option<&'a str>,
+    /// Whether there is a bias, and whether the value before the activation is written.
+    pub bias: bool,
+    pub aux: bool,
+}
+
+impl AgParams<'_> {
+    pub fn describe(
+        &self,
+        (x, w, out): (Form, Form, DType),
+        size: usize,
+    ) -> Result<Described<AgGemmDesc>> {
+        let (order, n, k) = weight(w, self.kn)?;
+        let (mine, _) = x.matrix("x")?;
+        let m = self.rows.map_or(mine * size, |r| r.iter().sum());
+        let most = if self.rows.is_some() { m } else { rounded(mine) * size };
+        let shards = self.rows.map_or(Shards::Even, |r| Shards::Explicit(r.to_vec()));
+        let activation = activation(self.act)?;
+        let epilogue = Epilogue { bias: self.bias, activation, aux: self.aux, ..Epilogue::NONE };
+        let new = AgGemmDesc::new(most, n, k, x.dtype);
+        let desc = AgGemmDesc { w: w.dtype, out, w_order: order, shards, epilogue, ..new };
+        Ok((desc, m, self.algo.map(str::parse).transpose()?))
+    }
+}
+
+/// What `gemm_rs` and `gemm_ar` are asked to do, beside their tensors.
+#[derive(Clone, Copy)]
+pub struct SumParams<'a> {
+    pub rows: Option<&'a [usize]>,
+    pub kn: bool,
+    pub wire: Option<&'a str>,
+    pub algo: Option<&'a str>,
+    pub bias: bool,
+}
+
+impl SumParams<'_> {
+    pub fn describe(
+        &self,
+        (x, w, out): (Form, Form, DType),
+        size: usize,
+    ) -> Result<Described<GemmRsDesc>> {
+        let (order, n, k) = weight(w, self.kn)?;
+        let (m, _) = x.matrix("x")?;
+        let most = if self.rows.is_some() { m } else { rounded(m.div_ceil(size)) * size };
+        let mut desc = GemmRsDesc {
+            w: w.dtype,
+            out,
+            w_order: order,
+            shards: self.rows.map_or(Shards::Even, |r| Shards::Explicit(r.to_vec())),
+            bias: self.bias,
+            ..GemmRsDesc::new(most, n, k, x.dtype)
+        };
+        if let Some(wire) = self.wire {
+            desc.wire = wire.parse()?;
+        }
+        Ok((desc, m, self.algo.map(str::parse).transpose()?))
+    }
 }
 
 /// `out [m, n] = act(all_gather(x [m/P, k]) w^T + bias)`; `gathered [m, k]` and `aux [m, n]` (before
@@ -114,23 +174,11 @@ pub fn ag_gemm(
     let (x, w) = (call.tensor("x", x)?, call.tensor("w", w)?);
     let (bias, out) = (call.optional("bias", bias)?, call.tensor("out", out)?);
     let (gathered, aux) = (call.optional("gathered", gathered)?, call.optional("aux", aux)?);
-    let size = call.size();
-    let describe = || {
-        let (order, n, k) = weight(&w, kn)?;
-        let (mine, _) = dims("x", &x)?;
-        let m = rows.as_ref().map_or(mine * size, |r| r.iter().sum());
-        let most = if rows.is_some() { m } else { rounded(mine) * size };
-        let shards = rows.map_or(Shards::Even, Shards::Explicit);
-        let activation = activation(act)?;
-        let epilogue =
-            Epilogue { bias: bias.is_some(), activation, aux: aux.is_some(), ..Epilogue::NONE };
-        let new = AgGemmDesc::new(most, n, k, x.dtype());
-        let desc =
-            AgGemmDesc { w: w.dtype(), out: out.dtype(), w_order: order, shards, epilogue, ..new };
-        Ok((desc, m, algo.map(str::parse).transpose()?))
-    };
-    let (desc, m, algo): (AgGemmDesc, _, Option<Algo>) =
-        describe().map_err(|e: Error| e.op(call.op)).or_raise(py)?;
+    let rows = rows.as_deref();
+    let params = AgParams { act, rows, kn, algo, bias: bias.is_some(), aux: aux.is_some() };
+    let forms = (Form::from(&x), Form::from(&w), out.dtype());
+    let (desc, m, algo) =
+        params.describe(forms, call.size()).map_err(|e| e.op(call.op)).or_raise(py)?;
     // The gradient of X: the mirrored product, with the weight in the other order.
     let mirror = grad.then(|| GemmRsDesc {
         w_order: if kn { BOrder::Nk } else { BOrder::Kn },
@@ -179,26 +227,18 @@ fn sum(call: &Call, a: SumArgs<'_, '_>) -> PyResult<Sum> {
     let py = a.x.py();
     let (x, w) = (call.tensor("x", a.x)?, call.tensor("w", a.w)?);
     let (bias, out) = (call.optional("bias", a.bias)?, call.tensor("out", a.out)?);
-    let size = call.size();
-    let describe = || {
-        let (order, n, k) = weight(&w, a.kn)?;
-        let (m, _) = dims("x", &x)?;
-        let most = if a.rows.is_some() { m } else { rounded(m.div_ceil(size)) * size };
-        let mut desc = GemmRsDesc {
-            w: w.dtype(),
-            out: out.dtype(),
-            w_order: order,
-            shards: a.rows.map_or(Shards::Even, Shards::Explicit),
-            bias: bias.is_some(),
-            ..GemmRsDesc::new(most, n, k, x.dtype())
-        };
-        if let Some(wire) = a.wire {
-            desc.wire = wire.parse()?;
-        }
-        let inputs = GemmRsInputs { bias, ..GemmRsInputs::new(x, w, out) };
-        Ok(Sum { desc, m, algo: a.algo.map(str::parse).transpose()?, inputs })
+    let params = SumParams {
+        rows: a.rows.as_deref(),
+        kn: a.kn,
+        wire: a.wire,
+        algo: a.algo,
+        bias: bias.is_some(),
     };
-    describe().map_err(|e: Error| e.op(call.op)).or_raise(py)
+    let forms = (Form::from(&x), Form::from(&w), out.dtype());
+    let described = params.describe(forms, call.size());
+    let (desc, m, algo) = described.map_err(|e| e.op(call.op)).or_raise(py)?;
+    let inputs = GemmRsInputs { bias, ..GemmRsInputs::new(x, w, out) };
+    Ok(Sum { desc, m, algo, inputs })
 }
 
 /// `out [m/P, n] = reduce_scatter(x [m, k] w^T) + bias`. With `grad`, the plan that the backward
