@@ -17,6 +17,8 @@ pub struct Place {
     pub op: &'static str,
     pub device: Device,
     stream: Stream,
+    /// Which of the framework's streams that is: 0 on the CPU.
+    pub stream_id: u64,
 }
 
 /// A call on a world.
@@ -26,12 +28,12 @@ pub struct Call {
     place: Place,
 }
 
-/// The framework's current stream of a device.
-fn current(py: Python<'_>, op: &'static str, ctx: &CudaContext) -> PyResult<Stream> {
+/// The framework's current stream of a device, and which one it is.
+fn current(py: Python<'_>, op: &'static str, ctx: &CudaContext) -> PyResult<(Stream, u64)> {
     let raw = dlpack::current_stream(py, ctx.ordinal())?;
     // SAFETY: the framework's streams live as long as the process.
     let borrowed = unsafe { CudaStream::borrow(ctx, raw) };
-    Ok(Stream::Cuda(borrowed.map_err(|e| e.op(op)).or_raise(py)?))
+    Ok((Stream::Cuda(borrowed.map_err(|e| e.op(op)).or_raise(py)?), raw.addr() as u64))
 }
 
 /// Where calls without a world run on the CPU: one stream, whose calls wait before they return.
@@ -50,11 +52,11 @@ impl Place {
         let py = obj.py();
         check_fork().map_err(|e| e.op(op)).or_raise(py)?;
         let device = dlpack::device_of(obj, what)?;
-        let stream = match &device {
-            Device::Host => host_stream().or_raise(py)?,
+        let (stream, stream_id) = match &device {
+            Device::Host => (host_stream().or_raise(py)?, 0),
             Device::Cuda(ctx) => current(py, op, ctx)?,
         };
-        Ok(Self { op, device, stream })
+        Ok(Self { op, device, stream, stream_id })
     }
 
     /// A tensor of the framework's, used where it lies.
@@ -113,15 +115,15 @@ impl Call {
     /// A call of `op` on world `id`, on the framework's current stream of the world's device.
     pub fn new(py: Python<'_>, op: &'static str, id: u64) -> PyResult<Self> {
         let member = member(id).map_err(|e| e.op(op)).or_raise(py)?;
-        let stream = match (&member.stream, &member.device) {
-            (Some(s), _) => s.clone(),
+        let (stream, stream_id) = match (&member.stream, &member.device) {
+            (Some(s), _) => (s.clone(), 0),
             (None, Device::Cuda(ctx)) => current(py, op, ctx)?,
             (None, Device::Host) => {
                 return Err(Error::internal("a world on the CPU without a stream")).or_raise(py);
             }
         };
         let device = member.device.clone();
-        Ok(Self { op, member, place: Place { op, device, stream } })
+        Ok(Self { op, member, place: Place { op, device, stream, stream_id } })
     }
 
     pub fn size(&self) -> usize {

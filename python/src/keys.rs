@@ -8,6 +8,7 @@ use tilewire::ops::cp_attention::{Layout, Strategy};
 use tilewire::ops::ep::EpDesc;
 use tilewire::ops::gemm_ar::GemmArDesc;
 use tilewire::ops::gemm_rs::GemmRsDesc;
+use tilewire::ops::quant::QuantDesc;
 use tilewire::prelude::*;
 
 /// Everything that plans of one world differ in. Rows are those that the plan was made for: a power
@@ -21,6 +22,7 @@ pub enum Key {
     CpAttention(CpKey),
     /// And the multiprocessors that it may take.
     Ep(EpDesc, Option<usize>),
+    Quant(QuantDesc),
 }
 
 /// Rows that a plan is made for so that calls with up to as many use it.

@@ -17,6 +17,7 @@ mod bench;
 mod call;
 mod dlpack;
 mod errors;
+mod explain;
 mod export;
 mod keys;
 mod local;
@@ -34,6 +35,8 @@ mod _native {
     #[pymodule_export]
     use super::dlpack::use_exchange_api;
     #[pymodule_export]
+    use super::explain::{explain_begin, explain_end};
+    #[pymodule_export]
     use super::ops::attention::{
         attention_bwd, attention_fwd, cp_attention_bwd, cp_attention_fwd, cp_rows,
     };
@@ -45,6 +48,10 @@ mod _native {
     use super::ops::grouped::{grouped_dgrad, grouped_fprop, grouped_wgrad};
     #[pymodule_export]
     use super::ops::overlap::{ag_gemm, gemm_ar, gemm_rs};
+    #[pymodule_export]
+    use super::ops::permute::RowMap;
+    #[pymodule_export]
+    use super::ops::quant::{dequantize, quantize};
     #[pymodule_export]
     use super::symm::SymmBuffer;
     #[pymodule_export]

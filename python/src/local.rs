@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tilewire::device::Device;
 use tilewire::ops::grouped_gemm::GroupedDesc;
+use tilewire::ops::permute::PermuteDesc;
+use tilewire::ops::quant::{DequantDesc, QuantDesc};
 use tilewire::prelude::*;
 
 use crate::keys::AttnKey;
@@ -15,6 +17,9 @@ use crate::keys::AttnKey;
 pub enum LocalKey {
     Grouped(GroupedDesc),
     Attention(AttnKey),
+    Quant(QuantDesc),
+    Dequant(DequantDesc),
+    Permute(PermuteDesc),
 }
 
 type Place = Option<u32>;

@@ -12,6 +12,7 @@ use tilewire::plans::Recipe;
 use tilewire::prelude::*;
 
 use crate::call::{Call, Place};
+use crate::explain;
 use crate::keys::{AttnKey, CpKey, Key};
 use crate::local::{self, LocalKey};
 use crate::world::Member;
@@ -182,6 +183,7 @@ fn local_plan(place: &Place, desc: AttentionDesc, stream: &Stream) -> Result<Arc
         let plan = AttentionPlan::new(desc, None)?;
         plan.prepare(stream).map(|()| plan)
     })
+    .inspect(|p| explain::note("attention", || p.explain()))
 }
 
 /// Attention of tensors that are here, without a world.
@@ -228,12 +230,13 @@ fn cp_plan(
         backward: desc.backward,
     });
     let config = strategy.map(CpConfig::of);
-    member.plans.get(&key, stream, || Recipe {
+    let plan = member.plans.get(&key, stream, || Recipe {
         op: "cp_attention",
         len_bytes: CpAttentionPlan::memory(&desc, member.team.size(), config),
         make: |heap: &Heap| CpAttentionPlan::new(desc.clone(), heap, config),
         prepare: CpAttentionPlan::prepare,
-    })
+    });
+    plan.inspect(|p| explain::note("cp_attention", || p.explain()))
 }
 
 impl Spec {

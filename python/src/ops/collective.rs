@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::call::Call;
 use crate::errors::OrRaise;
+use crate::explain;
 use crate::keys::{Key, rounded};
 use crate::ops::Form;
 use crate::world::Member;
@@ -19,12 +20,13 @@ pub fn plan(
     desc: &CollectiveDesc,
     stream: &Stream,
 ) -> Result<Arc<CollectivePlan>> {
-    member.plans.get(&Key::Collective(desc.clone()), stream, || Recipe {
+    let plan = member.plans.get(&Key::Collective(desc.clone()), stream, || Recipe {
         op: desc.kind.name(),
         len_bytes: CollectivePlan::memory(desc, member.team.size()),
         make: |heap: &Heap| CollectivePlan::new(desc.clone(), heap),
         prepare: CollectivePlan::prepare,
-    })
+    });
+    plan.inspect(|p| explain::note(desc.kind.name(), || p.explain()))
 }
 
 /// Rows of the first dimension, and the elements of each.

@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tilewire::device::{Device, Queue};
+use tilewire::device::{Buffer, Device, Queue};
 use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan, Overflow};
 use tilewire::plans::Recipe;
 use tilewire::prelude::*;
 
 use crate::call::Call;
 use crate::errors::OrRaise;
+use crate::export::{Bytes, export};
 use crate::keys::Key;
 
 type Object<'py> = Bound<'py, PyAny>;
@@ -71,6 +72,12 @@ pub struct EpSpec {
     pub overflow: String,
     #[pyo3(item)]
     pub dtype: String,
+    /// f32 scales of a token, with FP8 tokens.
+    #[pyo3(item)]
+    pub num_scales: usize,
+    /// Type of the experts' results and of all gradients.
+    #[pyo3(item)]
+    pub out: String,
     #[pyo3(item)]
     pub num_sms: Option<usize>,
 }
@@ -81,7 +88,8 @@ impl EpSpec {
         d.layout = layout(&self.layout, self.align)?;
         d.overflow = overflow(&self.overflow)?;
         d.dtype = self.dtype.parse()?;
-        d.out = d.dtype;
+        d.num_scales = self.num_scales;
+        d.out = self.out.parse()?;
         d.capacity = self.capacity.unwrap_or_else(|| d.worst_case());
         Ok(d)
     }
@@ -109,6 +117,7 @@ impl EpGroup {
                 prepare: EpPlan::prepare,
             })
         })?;
+        crate::explain::note("ep", || plan.explain());
         Ok(Self { world, plan })
     }
 
@@ -130,6 +139,24 @@ impl EpGroup {
 
     fn explain(&self) -> String {
         self.plan.explain()
+    }
+
+    /// Collective: memory that peers write to, as a capsule of DLPack over bytes `[1, len]`: for the rows
+    /// that a dispatch receives, or with `grad` for the gradient of a combine without weights.
+    fn zero_copy(&self, py: Python<'_>, grad: bool) -> PyResult<Py<PyAny>> {
+        let call = Call::new(py, "ep", self.world)?;
+        let memory = call.prepare(py, |stream| {
+            if stream.is_capturing() {
+                let text = "receive buffers are made together with the other ranks";
+                return Err(Error::new(ErrorKind::NotPrepared, text)
+                    .hint("make the EpBuffer before the capture begins"));
+            }
+            let t = if grad { self.plan.zero_copy_grad() } else { self.plan.zero_copy_recv() };
+            t?.cuda()
+        })?;
+        let bytes = Bytes::flat(memory.addr(), memory.len_bytes());
+        // SAFETY: the plan has made the memory for this; it is kept by its tensor.
+        unsafe { export(py, &call.device, &bytes, Arc::new((memory, self.plan.clone()))) }
     }
 
     /// A buffer for one microbatch.
@@ -163,8 +190,10 @@ impl EpBuffer {
         topk_idx: Option<&Object<'_>>,
         x: &Object<'_>,
         topk_weights: Option<&Object<'_>>,
+        scales: Option<&Object<'_>>,
         recv: &Object<'_>,
         recv_weights: Option<&Object<'_>>,
+        recv_scales: Option<&Object<'_>>,
         m_splits: &Object<'_>,
     ) -> PyResult<()> {
         let call = Call::new(py, "ep_dispatch", self.world)?;
@@ -172,17 +201,18 @@ impl EpBuffer {
         let (x, w) = (call.tensor("x", x)?, call.optional("topk_weights", topk_weights)?);
         let out = EpDispatch {
             x: call.tensor("received x", recv)?,
-            scales: None,
+            scales: call.optional("received scales", recv_scales)?,
             weights: call.optional("received weights", recv_weights)?,
         };
+        let scales = call.optional("scales", scales)?;
         let splits = call.tensor("m_splits", m_splits)?;
         call.run(py, |stream| {
             if let Some(idx) = &idx {
                 // Behind it in the stream's order: nobody waits here.
                 let _routed = self.plan.route(stream, idx, None, &self.handle)?;
             }
-            let weights = (w.as_ref(), None);
-            let done = self.plan.dispatch(stream, &self.handle, &x, weights, &out)?;
+            let beside = (w.as_ref(), scales.as_ref());
+            let done = self.plan.dispatch(stream, &self.handle, &x, beside, &out)?;
             if matches!(call.device, Device::Host) {
                 done.wait()?;
                 self.handle.check()?;

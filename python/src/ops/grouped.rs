@@ -12,9 +12,11 @@ use tilewire::prelude::*;
 
 use crate::call::Place;
 use crate::errors::OrRaise;
+use crate::explain;
 use crate::keys::rounded;
 use crate::local::{self, LocalKey};
 use crate::ops::Form;
+use crate::ops::quant::scales_of;
 
 type Object<'py> = Bound<'py, PyAny>;
 
@@ -23,6 +25,7 @@ fn plan(place: &Place, desc: GroupedDesc, stream: &Stream) -> Result<Arc<Grouped
         let plan = GroupedGemmPlan::new(desc)?;
         plan.prepare(stream).map(|()| plan)
     })
+    .inspect(|p| explain::note("grouped_gemm", || p.desc().to_string()))
 }
 
 /// On the CPU the splits are looked at when the call has run; on a GPU nobody waits for that.
@@ -69,6 +72,25 @@ fn matrix(what: &str, t: &Tensor) -> Result<(usize, usize)> {
     Form::from(t).matrix(what)
 }
 
+/// Scales of FP8 operands and the recipes by which they lie: of x, and of each weight.
+#[derive(FromPyObject)]
+pub struct GroupedScales<'py> {
+    #[pyo3(item)]
+    x: (Object<'py>, String),
+    #[pyo3(item)]
+    w: Vec<(Object<'py>, String)>,
+}
+
+impl GroupedScales<'_> {
+    fn of_weights(&self, place: &Place, w: &mut Weights) -> PyResult<()> {
+        let Weights::Discrete(list) = w else { return Ok(()) };
+        for (w, s) in list.iter_mut().zip(&self.w) {
+            w.scales = Some(scales_of(place, "w", &s.0, &s.1)?);
+        }
+        Ok(())
+    }
+}
+
 /// `out[rows of e] = x[rows of e] w_e^T + bias_e`; rows behind the last group's are zero.
 #[pyfunction]
 pub fn grouped_fprop(
@@ -78,18 +100,26 @@ pub fn grouped_fprop(
     bias: Option<&Object<'_>>,
     splits: &Object<'_>,
     out: &Object<'_>,
+    scales: Option<GroupedScales<'_>>,
 ) -> PyResult<()> {
     let place = Place::of("grouped_gemm", x, "x")?;
-    let (x, w) = (place.tensor("x", x)?, weights(&place, "w", &w)?);
+    let (x, mut w) = (Operand::from(place.tensor("x", x)?), weights(&place, "w", &w)?);
+    let x = match &scales {
+        None => x,
+        Some(s) => {
+            s.of_weights(&place, &mut w)?;
+            Operand { scales: Some(scales_of(&place, "x", &s.x.0, &s.x.1)?), ..x }
+        }
+    };
     let (bias, splits) = (place.optional("bias", bias)?, place.tensor("m_splits", splits)?);
     let out = place.tensor("out", out)?;
     place.run(py, |stream| {
-        let ((rows, k), (_, n)) = (matrix("x", &x)?, matrix("out", &out)?);
+        let ((rows, k), (_, n)) = (matrix("x", &x.data)?, matrix("out", &out)?);
         let groups = splits.shape().num_elems();
-        let desc = describe(groups, (rows, n, k), x.dtype());
+        let desc = describe(groups, (rows, n, k), x.data.dtype());
         let plan = plan(&place, desc, stream)?;
         let splits = Splits::counts(&splits);
-        let t = GroupedFprop { x: x.into(), w, bias, splits, out, aux_out: None };
+        let t = GroupedFprop { x, w, bias, splits, out, aux_out: None };
         finish(&place, &plan, stream, plan.fprop(stream, t)?)
     })
 }

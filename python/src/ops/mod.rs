@@ -8,6 +8,8 @@ pub mod collective;
 pub mod ep;
 pub mod grouped;
 pub mod overlap;
+pub mod permute;
+pub mod quant;
 
 use tilewire::prelude::*;
 

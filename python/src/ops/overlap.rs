@@ -15,6 +15,7 @@ use tilewire::prelude::*;
 
 use crate::call::Call;
 use crate::errors::OrRaise;
+use crate::explain;
 use crate::keys::{Key, rounded};
 use crate::ops::{Form, collective};
 use crate::world::Member;
@@ -29,12 +30,13 @@ pub fn ag_plan(
     stream: &Stream,
 ) -> Result<Arc<AgGemmPlan>> {
     let (desc, algo) = key.clone();
-    member.plans.get(&Key::AgGemm(key.0, key.1), stream, || Recipe {
+    let plan = member.plans.get(&Key::AgGemm(key.0, key.1), stream, || Recipe {
         op: "ag_gemm",
         len_bytes: AgGemmPlan::memory(&desc),
         make: |heap: &Heap| AgGemmPlan::new(desc.clone(), heap, config(algo)),
         prepare: AgGemmPlan::prepare,
-    })
+    });
+    plan.inspect(|p| explain::note("ag_gemm", || p.explain()))
 }
 
 fn rs_plan(
@@ -43,12 +45,13 @@ fn rs_plan(
     stream: &Stream,
 ) -> Result<Arc<GemmRsPlan>> {
     let (desc, algo) = key.clone();
-    member.plans.get(&Key::GemmRs(key.0, key.1), stream, || Recipe {
+    let plan = member.plans.get(&Key::GemmRs(key.0, key.1), stream, || Recipe {
         op: "gemm_rs",
         len_bytes: GemmRsPlan::memory(&desc, member.team.size()),
         make: |heap: &Heap| GemmRsPlan::new(desc.clone(), heap, config(algo)),
         prepare: GemmRsPlan::prepare,
-    })
+    });
+    plan.inspect(|p| explain::note("gemm_rs", || p.explain()))
 }
 
 fn ar_plan(
@@ -57,12 +60,13 @@ fn ar_plan(
     stream: &Stream,
 ) -> Result<Arc<GemmArPlan>> {
     let (desc, algo) = key.clone();
-    member.plans.get(&Key::GemmAr(key.0, key.1), stream, || Recipe {
+    let plan = member.plans.get(&Key::GemmAr(key.0, key.1), stream, || Recipe {
         op: "gemm_ar",
         len_bytes: GemmArPlan::memory(&desc, member.team.size()),
         make: |heap: &Heap| GemmArPlan::new(desc.clone(), heap, config(algo)),
         prepare: GemmArPlan::prepare,
-    })
+    });
+    plan.inspect(|p| explain::note("gemm_ar", || p.explain()))
 }
 
 fn activation(name: Option<&str>) -> Result<Activation> {
@@ -151,7 +155,8 @@ impl SumParams<'_> {
 }
 
 /// `out [m, n] = act(all_gather(x [m/P, k]) w^T + bias)`; `gathered [m, k]` and `aux [m, n]` (before
-/// the activation) where given. With `grad`, the plans that the backward pass needs are made, too.
+/// the activation) where given; `scale` [1] f32 multiplies the product. With `grad`, the plans that the
+/// backward pass needs are made, too.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
 pub fn ag_gemm(
@@ -163,6 +168,7 @@ pub fn ag_gemm(
     out: &Bound<'_, PyAny>,
     gathered: Option<&Bound<'_, PyAny>>,
     aux: Option<&Bound<'_, PyAny>>,
+    scale: Option<&Bound<'_, PyAny>>,
     act: Option<&str>,
     rows: Option<Vec<usize>>,
     kn: bool,
@@ -174,6 +180,7 @@ pub fn ag_gemm(
     let (x, w) = (call.tensor("x", x)?, call.tensor("w", w)?);
     let (bias, out) = (call.optional("bias", bias)?, call.tensor("out", out)?);
     let (gathered, aux) = (call.optional("gathered", gathered)?, call.optional("aux", aux)?);
+    let scale = call.optional("scale", scale)?;
     let rows = rows.as_deref();
     let params = AgParams { act, rows, kn, algo, bias: bias.is_some(), aux: aux.is_some() };
     let forms = (Form::from(&x), Form::from(&w), out.dtype());
@@ -198,8 +205,8 @@ pub fn ag_gemm(
             collective::plan(&call.member, &desc, stream)?;
         }
         let plan = ag_plan(&call.member, (desc, algo), stream)?;
-        let inputs = AgGemmInputs { bias, aux_out: aux, gathered, ..AgGemmInputs::new(x, w, out) };
-        plan.launch(stream, m, inputs)
+        let new = AgGemmInputs::new(x, w, out);
+        plan.launch(stream, m, AgGemmInputs { bias, scale, aux_out: aux, gathered, ..new })
     })
 }
 
@@ -216,6 +223,7 @@ struct SumArgs<'a, 'py> {
     x: &'a Bound<'py, PyAny>,
     w: &'a Bound<'py, PyAny>,
     bias: Option<&'a Bound<'py, PyAny>>,
+    scale: Option<&'a Bound<'py, PyAny>>,
     out: &'a Bound<'py, PyAny>,
     rows: Option<Vec<usize>>,
     kn: bool,
@@ -237,7 +245,8 @@ fn sum(call: &Call, a: SumArgs<'_, '_>) -> PyResult<Sum> {
     let forms = (Form::from(&x), Form::from(&w), out.dtype());
     let described = params.describe(forms, call.size());
     let (desc, m, algo) = described.map_err(|e| e.op(call.op)).or_raise(py)?;
-    let inputs = GemmRsInputs { bias, ..GemmRsInputs::new(x, w, out) };
+    let scale = call.optional("scale", a.scale)?;
+    let inputs = GemmRsInputs { bias, scale, ..GemmRsInputs::new(x, w, out) };
     Ok(Sum { desc, m, algo, inputs })
 }
 
@@ -251,6 +260,7 @@ pub fn gemm_rs<'py>(
     x: &Bound<'py, PyAny>,
     w: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
+    scale: Option<&Bound<'py, PyAny>>,
     out: &Bound<'py, PyAny>,
     rows: Option<Vec<usize>>,
     kn: bool,
@@ -259,7 +269,7 @@ pub fn gemm_rs<'py>(
     grad: bool,
 ) -> PyResult<()> {
     let call = Call::new(py, "gemm_rs", world)?;
-    let s = sum(&call, SumArgs { x, w, bias, out, rows, kn, wire, algo })?;
+    let s = sum(&call, SumArgs { x, w, bias, scale, out, rows, kn, wire, algo })?;
     let d = &s.desc;
     let mirror = grad.then(|| AgGemmDesc {
         w_order: if kn { BOrder::Nk } else { BOrder::Kn },
@@ -283,13 +293,14 @@ pub fn gemm_ar<'py>(
     x: &Bound<'py, PyAny>,
     w: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
+    scale: Option<&Bound<'py, PyAny>>,
     out: &Bound<'py, PyAny>,
     kn: bool,
     wire: Option<&str>,
     algo: Option<&str>,
 ) -> PyResult<()> {
     let call = Call::new(py, "gemm_ar", world)?;
-    let s = sum(&call, SumArgs { x, w, bias, out, rows: None, kn, wire, algo })?;
+    let s = sum(&call, SumArgs { x, w, bias, scale, out, rows: None, kn, wire, algo })?;
     call.run(py, |stream| {
         let plan = ar_plan(&call.member, (GemmArDesc(s.desc), s.algo), stream)?;
         plan.launch(stream, s.m, s.inputs)

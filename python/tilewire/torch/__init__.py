@@ -14,6 +14,7 @@ one, or None for the first world. Operations run on the current stream and may b
 compiled; all ranks of a world call them in the same order.
 """
 
+from .. import backends
 from .._errors import Stale
 from ._attention import attention, cp_attention, cp_shard, cp_unshard
 from ._ep import EpBuffer, EpGroup, Pending, ep_combine, ep_dispatch
@@ -28,6 +29,9 @@ from ._functions import (
 )
 from ._grouped import grouped_gemm
 from ._modules import ColumnParallelLinear, GroupedLinear, RowParallelLinear
+from ._permute import RowMap, permute, unpermute
+from ._plans import explain, memory, prepare
+from ._quant import QTensor, quantize
 from ._symm import SymmHandle, symm_empty, symm_handle
 from ._world import World, init
 
@@ -37,6 +41,8 @@ __all__ = [
     "EpGroup",
     "GroupedLinear",
     "Pending",
+    "QTensor",
+    "RowMap",
     "RowParallelLinear",
     "Stale",
     "SymmHandle",
@@ -46,16 +52,23 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "attention",
+    "backends",
     "cp_attention",
     "cp_shard",
     "cp_unshard",
     "ep_combine",
     "ep_dispatch",
+    "explain",
     "gemm_ar",
     "gemm_rs",
     "grouped_gemm",
     "init",
+    "memory",
+    "permute",
+    "prepare",
+    "quantize",
     "reduce_scatter",
     "symm_empty",
     "symm_handle",
+    "unpermute",
 ]

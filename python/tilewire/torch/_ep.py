@@ -1,13 +1,17 @@
 """Expert parallelism: tokens travel to the ranks of their experts and back."""
 
+import functools
+
 import torch
 
 from .. import _native
 from .._errors import InvalidArgument, Stale
 from ._functions import _needs_grad, _once
+from ._quant import QTensor
 from ._world import handle_of, world_of
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_FP8 = {torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
 
 
 class Pending:
@@ -22,8 +26,9 @@ class Pending:
             now = torch.cuda.current_stream()
             now.wait_event(self._event)
             for t in self._result if isinstance(self._result, tuple) else (self._result,):
-                if isinstance(t, torch.Tensor):
-                    t.record_stream(now)
+                for part in (t.data, t.scales) if isinstance(t, QTensor) else (t,):
+                    if isinstance(part, torch.Tensor):
+                        part.record_stream(now)
             self._event = None
         return self._result
 
@@ -43,7 +48,12 @@ class EpGroup:
         layout: order of the received rows: "expert_major" (a row for each choice, as
             :func:`grouped_gemm` takes them), "rank_major" or "flat" (a row for each token and rank).
         overflow: "drop" leaves out what exceeds the capacity; "error" raises when it is looked at.
-        dtype: of tokens and results: torch.float32, bfloat16 or float16.
+        dtype: of tokens and results: torch.float32, bfloat16 or float16. With float8_e4m3fn or
+            float8_e5m2 tokens are :class:`QTensor` of recipe "block1x128" and have no gradient.
+        out_dtype: with FP8 tokens, the type of the experts' results: float32, bfloat16 or float16.
+        zero_copy: rows come straight to where they stay, in memory of the buffer's own: the next
+            dispatch into the buffer overwrites them (autograd notices). On GPUs for the layouts
+            "expert_major" and "rank_major". Then a buffer is made by all ranks together.
         num_sms: multiprocessors that the kernels may take.
 
     Raises:
@@ -63,10 +73,17 @@ class EpGroup:
         layout="expert_major",
         overflow="drop",
         dtype=torch.bfloat16,
+        out_dtype=None,
+        zero_copy=False,
         num_sms=None,
     ):
-        if dtype not in _NAMES:
-            raise InvalidArgument(f"ep: tokens of {dtype}; one of f32, bf16, f16 is expected")
+        fp8 = dtype in _FP8
+        out_dtype = out_dtype or (torch.bfloat16 if fp8 else dtype)
+        if not (fp8 or dtype in _NAMES) or out_dtype not in _NAMES or not (fp8 or out_dtype == dtype):
+            raise InvalidArgument(
+                f"ep: tokens of {dtype}, results of {out_dtype}; f32, bf16, f16 for both, or FP8 tokens"
+                " and results of another type are expected"
+            )
         spec = dict(
             num_experts=num_experts,
             max_tokens=max_tokens,
@@ -76,12 +93,15 @@ class EpGroup:
             align=align,
             layout=layout,
             overflow=overflow,
-            dtype=_NAMES[dtype],
+            dtype=(_FP8 if fp8 else _NAMES)[dtype],
+            num_scales=-(-hidden // 128) if fp8 else 0,
+            out=_NAMES[out_dtype],
             num_sms=num_sms,
         )
         self._native = _native.EpGroup(handle_of(group), spec)
         world = world_of(group)
-        self.dtype, self.hidden, self.top_k = dtype, hidden, top_k
+        self.dtype, self.out_dtype, self.hidden, self.top_k = dtype, out_dtype, hidden, top_k
+        self.zero_copy, self.layout, self._num_scales = zero_copy, layout, spec["num_scales"]
         self.device, self.rank = world.device, world.rank
         #: Rows of a received tensor; of one in the order of the experts.
         self.recv_rows, self.capacity = self._native.recv_rows, self._native.capacity
@@ -89,7 +109,8 @@ class EpGroup:
         self.num_local_experts = self._native.experts_per_rank[world.rank]
 
     def buffer(self):
-        """A buffer for one microbatch: its routing. Several may be in flight."""
+        """A buffer for one microbatch: its routing, and with ``zero_copy`` the memory of its rows, which
+        all ranks make together. Several may be in flight."""
         return EpBuffer(self)
 
     def explain(self):
@@ -110,6 +131,19 @@ class EpBuffer:
         self._reuse = False
         self._tokens = None
         self._side = None
+        self._recv = self._grad = None
+        if group.zero_copy:
+            self._recv = self._memory(False, (group.recv_rows, group.hidden), group.dtype)
+            if group.layout == "expert_major":
+                self._grad = self._memory(True, (group.capacity, group.hidden), group.out_dtype)
+
+    def _memory(self, grad, shape, dtype):
+        """Memory that peers write to; on the CPU, where nothing is gained, memory like any other."""
+        if self.group.device.type != "cuda":
+            return _zeros(*shape, dtype=dtype, like=self.group)
+        flat = torch.utils.dlpack.from_dlpack(self.group._native.zero_copy(grad))
+        t = flat.view(-1)[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+        return t.zero_()
 
     def __reduce__(self):
         raise TypeError("an EpBuffer belongs to its process and cannot be pickled")
@@ -149,21 +183,41 @@ def _zeros(*shape, dtype, like):
     return torch.zeros(*shape, dtype=dtype, device=like.device)
 
 
+def _overwritten(t):
+    """The buffer's own memory as the output of a call that writes it: what autograd saved of it for an
+    earlier one is stale."""
+    torch.autograd.graph.increment_version(t)
+    return t.view_as(t)
+
+
+def _dispatch(buf, x, scales, weights, idx):
+    """A dispatch into tensors of its own, or into the buffer's memory."""
+    g = buf.group
+    if buf._recv is None:
+        recv = _zeros(g.recv_rows, g.hidden, dtype=x.dtype, like=x)
+    else:
+        recv = _overwritten(buf._recv)
+    recv_w = recv_scales = None
+    if weights is not None:
+        recv_w = _zeros(g.capacity, dtype=torch.float32, like=x)
+    if scales is not None:
+        recv_scales = _zeros(g.recv_rows, g._num_scales, dtype=torch.float32, like=x)
+    splits = torch.empty(g.num_local_experts, dtype=torch.int64, device=x.device)
+    if buf._reuse:
+        idx = None
+    buf._native.dispatch(idx, x, weights, scales, recv, recv_w, recv_scales, splits)
+    buf._generation += 0 if buf._reuse else 1
+    buf._reuse, buf._tokens = False, x.shape[0]
+    if scales is not None:
+        recv = QTensor(recv, recv_scales, "block1x128")
+    return recv, recv_w, splits
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, idx, buf):
         ctx.set_materialize_grads(False)
-        g = buf.group
-        recv = _zeros(g.recv_rows, g.hidden, dtype=x.dtype, like=x)
-        recv_w = None
-        if weights is not None:
-            recv_w = _zeros(g.capacity, dtype=torch.float32, like=x)
-        splits = torch.empty(g.num_local_experts, dtype=torch.int64, device=x.device)
-        if buf._reuse:
-            idx = None
-        buf._native.dispatch(idx, x, weights, recv, recv_w, splits)
-        buf._generation += 0 if buf._reuse else 1
-        buf._reuse, buf._tokens = False, x.shape[0]
+        recv, recv_w, splits = _dispatch(buf, x, None, weights, idx)
         ctx.buf, ctx.generation, ctx.tokens = buf, buf._generation, x.shape[0]
         ctx.weights = None if weights is None else weights.dtype
         ctx.mark_non_differentiable(splits)
@@ -176,8 +230,8 @@ class _Dispatch(torch.autograd.Function):
         buf._check(ctx.generation)
         g = buf.group
         if d_recv is None:
-            d_recv = torch.zeros(g.recv_rows, g.hidden, dtype=g.dtype, device=g.device)
-        dx = torch.empty(ctx.tokens, g.hidden, dtype=g.dtype, device=g.device)
+            d_recv = torch.zeros(g.recv_rows, g.hidden, dtype=g.out_dtype, device=g.device)
+        dx = torch.empty(ctx.tokens, g.hidden, dtype=g.out_dtype, device=g.device)
         dw = None
         if d_weights is not None:
             dw = torch.empty(ctx.tokens, g.top_k, dtype=torch.float32, device=g.device)
@@ -203,8 +257,11 @@ class _Combine(torch.autograd.Function):
         buf = ctx.buf
         buf._check(ctx.generation)
         g = buf.group
-        dy = torch.zeros(g.capacity, g.hidden, dtype=g.dtype, device=g.device)
         weighted = dw = None
+        # The memory itself, not a view: autograd must not take it for its own.
+        dy = buf._grad if weights is None else None
+        if dy is None:
+            dy = torch.zeros(g.capacity, g.hidden, dtype=g.out_dtype, device=g.device)
         if weights is not None:
             dw = torch.zeros(g.capacity, dtype=torch.float32, device=g.device)
             weighted = (weights, y, dw)
@@ -237,21 +294,27 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, async_op=False):
 
     Args:
         buf: a buffer of :meth:`EpGroup.buffer`; its next generation begins.
-        x: [tokens, hidden] of the group's dtype; at most max_tokens.
+        x: [tokens, hidden] of the group's dtype; at most max_tokens. With FP8 a :class:`QTensor` of
+            recipe "block1x128"; then neither it nor the weights have a gradient.
         topk_idx: [tokens, top_k] int32 or int64, experts of all ranks; -1 leaves a choice out.
         topk_weights: [tokens, top_k] f32; they travel along and have a gradient.
         async_op: run beside the current stream; returns a :class:`Pending`.
 
     Returns:
         (rows received [recv_rows, hidden], their weights [capacity] or None, m_splits [local
-        experts] int64): the splits lie on the device and nothing waits for them.
+        experts] int64): the splits lie on the device and nothing waits for them. With FP8 the rows
+        are a QTensor, as :func:`grouped_gemm` takes it.
 
     Raises:
         InvalidArgument: shapes, dtypes or devices do not fit. An expert that does not exist ends the
         team: the next call raises it.
     """
     g = buf.group
-    if x.dim() != 2 or x.shape[1] != g.hidden or x.dtype != g.dtype:
+    fp8 = g._num_scales > 0
+    if isinstance(x, QTensor) != fp8 or (fp8 and x.recipe != "block1x128"):
+        what = 'a QTensor of recipe "block1x128"' if fp8 else "a tensor"
+        raise InvalidArgument(f"ep_dispatch: x must be {what} [tokens, {g.hidden}] {g.dtype}")
+    if len(x.shape) != 2 or x.shape[1] != g.hidden or x.dtype != g.dtype:
         raise InvalidArgument(
             f"ep_dispatch: x must be [tokens, {g.hidden}] {g.dtype}, not {tuple(x.shape)} {x.dtype}"
         )
@@ -259,15 +322,18 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, async_op=False):
         raise InvalidArgument(
             f"ep_dispatch: topk_idx must be [{x.shape[0]}, {g.top_k}], not {tuple(topk_idx.shape)}"
         )
-    x = x.contiguous()
     idx = None if topk_idx is None else topk_idx.contiguous()
     w = None if topk_weights is None else topk_weights.contiguous()
+    if fp8:
+        data, scales = x.data.contiguous(), x.scales.contiguous()
+        call = functools.partial(_dispatch, buf, data, scales, w, idx)
+        return _beside(buf, async_op, call, data, scales, idx, w)
+    x = x.contiguous()
 
     def call():
         if _needs_grad(x, w):
             return _Dispatch.apply(x, w, idx, buf)
-        with torch.no_grad():
-            return _Dispatch.apply(x, w, idx, buf)
+        return _dispatch(buf, x, None, w, idx)
 
     return _beside(buf, async_op, call, x, idx, w)
 

@@ -9,6 +9,7 @@ import torch
 
 from .._errors import InvalidArgument
 from . import _ops
+from ._quant import QTensor, fp8_operands
 from ._world import handle_of
 
 
@@ -154,9 +155,10 @@ def ag_gemm(
     Each rank sends its rows in chunks and multiplies those of the others as they come.
 
     Args:
-        x: my rows, [m / P, k] or [m / P, ..., k]; f32, bf16 or f16.
+        x: my rows, [m / P, k] or [m / P, ..., k]; f32, bf16 or f16. Or a :class:`QTensor` [m / P, k]
+            with one scale for the tensors of this group; then the result is bf16.
         w: my part of the weight, [n, k], of x's dtype; a transposed view of [k, n] is used as it
-            lies.
+            lies. A QTensor with one scale if x is one.
         group: a World, a ProcessGroup that has one, or None for the first world.
         bias: [n].
         activation: None, "relu", "gelu" (tanh form) or "swiglu" (halves of n: silu(first) * second).
@@ -173,6 +175,12 @@ def ag_gemm(
         NotPrepared: a capture is in progress, and this shape was not called before it.
     """
     world = handle_of(group)
+    if isinstance(x, QTensor) or isinstance(w, QTensor):
+        if return_gathered:
+            raise InvalidArgument("ag_gemm: a gathered QTensor is not returned: use all_gather")
+        x, w, bias, scale = fp8_operands("ag_gemm", x, w, bias, world)
+        rows = _rows_of(x, rows)
+        return _ops.ag_gemm(x, w, bias, world, activation, rows, False, algo, False, scale)
     _check(x, w)
     x, w, bias = _autocast(x, w, bias)
     flat, rows_flat = _flat(x), _rows_of(x, rows)
@@ -220,8 +228,9 @@ def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
     ranks, so the same call gives the same bits each time.
 
     Args:
-        x: [m, k] or [m, ..., k], k the part of this rank.
-        w: [n, k].
+        x: [m, k] or [m, ..., k], k the part of this rank; or a :class:`QTensor` [m, k] with one
+            scale, which may be this rank's own; then the result is bf16.
+        w: [n, k]; a QTensor with one scale if x is one.
         bias: [n], the same on all ranks; its gradient is that of all rows.
         rows: rows that each rank gets along the first dimension. Default: as even as possible.
         wire: element type of partial results, "f32", "bf16" or "f16". Default: that of the output.
@@ -234,6 +243,10 @@ def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
         As :func:`ag_gemm`.
     """
     world = handle_of(group)
+    if isinstance(x, QTensor) or isinstance(w, QTensor):
+        x, w, bias, scale = fp8_operands("gemm_rs", x, w, bias)
+        rows = _even_rows(x, world) if rows is None else _rows_of(x, rows)
+        return _ops.gemm_rs(x, w, bias, world, rows, False, wire, algo, False, scale)
     _check(x, w)
     x, w, bias = _autocast(x, w, bias)
     flat, rows = _flat(x), _rows_of(x, rows)
@@ -285,6 +298,9 @@ def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
         As :func:`ag_gemm`.
     """
     world = handle_of(group)
+    if isinstance(x, QTensor) or isinstance(w, QTensor):
+        x, w, bias, scale = fp8_operands("gemm_ar", x, w, bias)
+        return _ops.gemm_ar(x, w, bias, world, False, wire, algo, scale)
     _check(x, w)
     x, w, bias = _autocast(x, w, bias)
     flat = _flat(x)

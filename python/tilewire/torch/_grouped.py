@@ -5,6 +5,7 @@ import torch
 from .._errors import InvalidArgument
 from . import _ops
 from ._functions import _bias_of, _needs_grad, _once
+from ._quant import QTensor
 
 
 class _GroupedGemm(torch.autograd.Function):
@@ -40,6 +41,18 @@ class _GroupedGemm(torch.autograd.Function):
         return dx, dbias, None, None, None, *dw
 
 
+def _fp8(x, w, m_splits, bias):
+    if not all(isinstance(t, QTensor) for t in (x, *w)) or len(w) != m_splits.numel():
+        raise InvalidArgument(
+            "grouped_gemm: x and all weights must be QTensors, or none of them; one weight for each split"
+        )
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument("grouped_gemm: products of QTensors have no gradients: detach the bias")
+    bias = None if bias is None else bias.float()
+    data, scales, recipes = ([getattr(t, n) for t in w] for n in ("data", "scales", "recipe"))
+    return _ops.grouped_fp8(x.data, x.scales, x.recipe, data, scales, recipes, bias, m_splits)
+
+
 def grouped_gemm(x, w, m_splits, *, bias=None, out=None, wgrad_accumulation_mask=None):
     """``y[rows of e] = x[rows of e] @ w[e].T + bias[e]`` for every expert e, in one launch.
 
@@ -47,8 +60,8 @@ def grouped_gemm(x, w, m_splits, *, bias=None, out=None, wgrad_accumulation_mask
     the output and in the gradient of x.
 
     Args:
-        x: [rows, k]; f32, bf16 or f16.
-        w: [experts, n, k], or a list of [n, k].
+        x: [rows, k]; f32, bf16 or f16. Or a :class:`QTensor` of any recipe; then the result is bf16.
+        w: [experts, n, k], or a list of [n, k]; a list of QTensors if x is one.
         m_splits: rows of each expert, [experts] int32 or int64, on x's device.
         bias: [experts, n].
         out: where the gradients of the weights go in place of ``.grad``: f32, bf16 or f16 tensors
@@ -64,6 +77,10 @@ def grouped_gemm(x, w, m_splits, *, bias=None, out=None, wgrad_accumulation_mask
             negative or sum to more rows than there are (a GPU leaves such rows out).
     """
     list_of = [w] if isinstance(w, torch.Tensor) else list(w)
+    if isinstance(x, QTensor) or any(isinstance(t, QTensor) for t in list_of):
+        if out is not None:
+            raise InvalidArgument("grouped_gemm: products of QTensors have no gradients for `out`")
+        return _fp8(x, list_of, m_splits, bias)
     groups = m_splits.shape[0] if m_splits.dim() == 1 else -1
     n = list_of[0].shape[0] if list_of and list_of[0].dim() == 3 else len(list_of)
     if x.dim() != 2 or groups < 0 or n != groups:

@@ -17,7 +17,8 @@ _lib = torch.library.Library("tilewire", "DEF")
 
 # Arguments that need no dispatcher: subclasses of tensors, fake and distributed ones, do.
 _PLAIN = frozenset(
-    (torch.Tensor, torch.nn.Parameter, int, bool, float, str, list, tuple, type(None))
+    (torch.Tensor, torch.nn.Parameter, torch.dtype)
+    + (int, bool, float, str, list, tuple, type(None))
 )
 
 
@@ -98,14 +99,14 @@ def _ag_outputs(x, w, world, act, rows, kn):
     return m, n, x.new_empty((m, n // 2 if act == "swiglu" else n), dtype=dtype)
 
 
-def _ag_gemm(x, w, bias, world, act, rows, kn, algo, grad):
+def _ag_gemm(x, w, bias, world, act, rows, kn, algo, grad, scale=None):
     x = x.contiguous()
     _, _, out = _ag_outputs(x, w, world, act, rows, kn)
-    _native.ag_gemm(world, x, w, bias, out, None, None, act, rows, kn, algo, grad, False)
+    _native.ag_gemm(world, x, w, bias, out, None, None, scale, act, rows, kn, algo, grad, False)
     return out
 
 
-def _ag_gemm_meta(x, w, bias, world, act, rows, kn, algo, grad):
+def _ag_gemm_meta(x, w, bias, world, act, rows, kn, algo, grad, scale=None):
     return _ag_outputs(x, w, world, act, rows, kn)[2]
 
 
@@ -113,7 +114,7 @@ def _ag_gemm_gather(x, w, bias, world, act, rows, kn, algo, grad, returned):
     x = x.contiguous()
     m, _, out = _ag_outputs(x, w, world, act, rows, kn)
     gathered = x.new_empty((m, x.shape[1]))
-    _native.ag_gemm(world, x, w, bias, out, gathered, None, act, rows, kn, algo, grad, returned)
+    _native.ag_gemm(world, x, w, bias, out, gathered, None, None, act, rows, kn, algo, grad, returned)
     return out, gathered
 
 
@@ -127,7 +128,8 @@ def _ag_gemm_aux(x, w, bias, world, act, rows, kn, algo, grad, returned):
     m, n, out = _ag_outputs(x, w, world, act, rows, kn)
     gathered = x.new_empty((m, x.shape[1]))
     aux = out.new_empty((m, n))
-    _native.ag_gemm(world, x, w, bias, out, gathered, aux, act, rows, kn, algo, grad, returned)
+    beside = (gathered, aux, None)
+    _native.ag_gemm(world, x, w, bias, out, *beside, act, rows, kn, algo, grad, returned)
     return out, gathered, aux
 
 
@@ -137,7 +139,8 @@ def _ag_gemm_aux_meta(x, w, bias, world, act, rows, kn, algo, grad, returned):
 
 
 _AG = "Tensor x, Tensor w, Tensor? bias, int world, str? act, int[]? rows, bool kn, str? algo, bool grad"
-ag_gemm = _define(f"ag_gemm({_AG}) -> Tensor", _ag_gemm, _ag_gemm_meta)
+# The scale, [1] f32, multiplies the product: that of FP8 operands.
+ag_gemm = _define(f"ag_gemm({_AG}, Tensor? scale=None) -> Tensor", _ag_gemm, _ag_gemm_meta)
 ag_gemm_gather = _define(
     f"ag_gemm_gather({_AG}, bool returned) -> (Tensor, Tensor)",
     _ag_gemm_gather,
@@ -153,37 +156,38 @@ ag_gemm_aux = _define(
 # gemm_rs and gemm_ar: x w^T, added over the ranks.
 
 
-def _gemm_rs_meta(x, w, bias, world, rows, kn, wire, algo, grad):
+def _gemm_rs_meta(x, w, bias, world, rows, kn, wire, algo, grad, scale=None):
     n = w.shape[1] if kn else w.shape[0]
     return x.new_empty((_own_rows(x.shape[0], world, rows), n), dtype=_out_dtype(x))
 
 
-def _gemm_rs(x, w, bias, world, rows, kn, wire, algo, grad):
+def _gemm_rs(x, w, bias, world, rows, kn, wire, algo, grad, scale=None):
     x = x.contiguous()
     out = _gemm_rs_meta(x, w, bias, world, rows, kn, wire, algo, grad)
-    _native.gemm_rs(world, x, w, bias, out, rows, kn, wire, algo, grad)
+    _native.gemm_rs(world, x, w, bias, scale, out, rows, kn, wire, algo, grad)
     return out
 
 
-def _gemm_ar_meta(x, w, bias, world, kn, wire, algo):
+def _gemm_ar_meta(x, w, bias, world, kn, wire, algo, scale=None):
     return x.new_empty((x.shape[0], w.shape[1] if kn else w.shape[0]), dtype=_out_dtype(x))
 
 
-def _gemm_ar(x, w, bias, world, kn, wire, algo):
+def _gemm_ar(x, w, bias, world, kn, wire, algo, scale=None):
     x = x.contiguous()
     out = _gemm_ar_meta(x, w, bias, world, kn, wire, algo)
-    _native.gemm_ar(world, x, w, bias, out, kn, wire, algo)
+    _native.gemm_ar(world, x, w, bias, scale, out, kn, wire, algo)
     return out
 
 
 gemm_rs = _define(
     "gemm_rs(Tensor x, Tensor w, Tensor? bias, int world, int[]? rows, bool kn, str? wire,"
-    " str? algo, bool grad) -> Tensor",
+    " str? algo, bool grad, Tensor? scale=None) -> Tensor",
     _gemm_rs,
     _gemm_rs_meta,
 )
 gemm_ar = _define(
-    "gemm_ar(Tensor x, Tensor w, Tensor? bias, int world, bool kn, str? wire, str? algo) -> Tensor",
+    "gemm_ar(Tensor x, Tensor w, Tensor? bias, int world, bool kn, str? wire, str? algo,"
+    " Tensor? scale=None) -> Tensor",
     _gemm_ar,
     _gemm_ar_meta,
 )
@@ -278,13 +282,24 @@ def _grouped_n(w):
 
 
 def _grouped_fprop_meta(x, w, bias, m_splits):
-    return x.new_empty((x.shape[0], _grouped_n(w)))
+    return x.new_empty((x.shape[0], _grouped_n(w)), dtype=_out_dtype(x))
 
 
 def _grouped_fprop(x, w, bias, m_splits):
     x = x.contiguous()
     out = _grouped_fprop_meta(x, w, bias, m_splits)
-    _native.grouped_fprop(x, _weights(w), bias, m_splits, out)
+    _native.grouped_fprop(x, _weights(w), bias, m_splits, out, None)
+    return out
+
+
+def _grouped_fp8_meta(x, x_scales, x_recipe, w, w_scales, w_recipes, bias, m_splits):
+    return _grouped_fprop_meta(x, w, bias, m_splits)
+
+
+def _grouped_fp8(x, x_scales, x_recipe, w, w_scales, w_recipes, bias, m_splits):
+    out = _grouped_fprop_meta(x, w, bias, m_splits)
+    scales = {"x": (x_scales, x_recipe), "w": list(zip(w_scales, w_recipes))}
+    _native.grouped_fprop(x, list(w), bias, m_splits, out, scales)
     return out
 
 
@@ -330,6 +345,12 @@ grouped_fprop = _define(
     _grouped_fprop,
     _grouped_fprop_meta,
 )
+grouped_fp8 = _define(
+    "grouped_fp8(Tensor x, Tensor x_scales, str x_recipe, Tensor[] w, Tensor[] w_scales,"
+    " str[] w_recipes, Tensor? bias, Tensor m_splits) -> Tensor",
+    _grouped_fp8,
+    _grouped_fp8_meta,
+)
 grouped_dgrad = _define(
     "grouped_dgrad(Tensor dy, Tensor[] w, Tensor m_splits) -> Tensor",
     _grouped_dgrad,
@@ -347,6 +368,52 @@ grouped_wgrad_into = _define(
     _grouped_wgrad_into,
     _grouped_wgrad_into_meta,
     direct=False,  # the dispatcher marks what it writes
+)
+
+
+# quantize and dequantize. A world of 0 is none: the scales are those of this tensor.
+
+
+def _scales_shape(rows, cols, recipe):
+    if recipe == "block1x128":
+        return (rows, -(-cols // 128))
+    if recipe == "block128x128":
+        return (-(-rows // 128), -(-cols // 128))
+    return (rows, -(-cols // 32)) if recipe == "mx1x32" else (1,)
+
+
+def _quantize_meta(x, world, recipe, dtype, pow2):
+    kind = torch.float8_e8m0fnu if recipe == "mx1x32" else torch.float32
+    shape = _scales_shape(x.shape[0], x.shape[1], recipe)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=kind)
+
+
+def _quantize(x, world, recipe, dtype, pow2):
+    x = x.contiguous()
+    data, scales = _quantize_meta(x, world, recipe, dtype, pow2)
+    _native.quantize(world, x, data, scales, recipe, pow2)
+    return data, scales
+
+
+def _dequantize_meta(data, scales, recipe, dtype):
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+def _dequantize(data, scales, recipe, dtype):
+    out = _dequantize_meta(data, scales, recipe, dtype)
+    _native.dequantize(data, scales, recipe, out)
+    return out
+
+
+quantize = _define(
+    "quantize(Tensor x, int world, str recipe, ScalarType dtype, bool pow2) -> (Tensor, Tensor)",
+    _quantize,
+    _quantize_meta,
+)
+dequantize = _define(
+    "dequantize(Tensor data, Tensor scales, str recipe, ScalarType dtype) -> Tensor",
+    _dequantize,
+    _dequantize_meta,
 )
 
 

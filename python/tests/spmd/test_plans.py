@@ -1,0 +1,65 @@
+"""Plans made ahead of calls, and what they say."""
+
+import pytest
+import torch
+
+import tilewire
+import tilewire.torch as tw
+
+
+def test_a_prepared_call_makes_no_plan(world, device):
+    size = world.size
+    x = torch.empty(24, 40, device="meta", requires_grad=True)
+    w = torch.empty(16, 40, device="meta", requires_grad=True)
+    before = tw.memory()["plans_made"]
+    tw.prepare(tw.ag_gemm, x, w)
+    made = tw.memory()["plans_made"]
+    assert made == before + 2  # the product and its mirror
+    for rows in (24, 17, 32):
+        mx = torch.randn(rows, 40, device=device, requires_grad=True)
+        mw = torch.randn(16, 40, device=device, requires_grad=True)
+        y = tw.ag_gemm(mx, mw)
+        assert y.shape == (rows * size, 16)
+        y.sum().backward()
+    assert tw.memory()["plans_made"] == made
+    # What was prepared can be captured at once.
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tw.ag_gemm(mx.detach(), mw.detach())
+        graph.replay()
+        torch.cuda.synchronize()
+
+
+def test_other_operations(world, device):
+    meta = dict(device="meta", dtype=torch.bfloat16)
+    q = torch.empty(2 * 16, 4, 32, requires_grad=True, **meta)
+    tw.prepare(tw.cp_attention, q, q, q, causal=True, cu_seqlens_q=[0, 32 * world.size])
+    tw.prepare(tw.all_reduce, torch.empty(7, 3, device="meta"), group=world)
+    splits = torch.empty(2, device="meta", dtype=torch.int64)
+    experts = torch.empty(2, 8, 16, requires_grad=True, **meta)
+    tw.prepare(tw.grouped_gemm, torch.empty(5, 16, **meta), experts, splits)
+
+
+def test_explained(world, device):
+    x, w = torch.empty(32, 64, device="meta"), torch.empty(16, 64, device="meta")
+    text = tw.explain(tw.ag_gemm, x, w)
+    assert "ag_gemm" in text and "m=%d" % (32 * world.size) in text, text
+    # Of a plan that is there, too; only what this call uses.
+    assert tw.explain(tw.ag_gemm, x, w) == text
+    both = tw.explain(tw.ag_gemm, x.requires_grad_(), w)
+    assert "gemm_rs" in both and text in both
+    # Nothing is noted when nobody asks.
+    tw.all_reduce(torch.zeros(4, device=device))
+    assert "all_reduce" in tw.explain(tw.all_reduce, torch.zeros(4, device=device))
+    splits = torch.tensor([1, 1], device=device)
+    a = torch.zeros(2, 16, device=device)
+    assert "grouped_gemm" in tw.explain(tw.grouped_gemm, a, torch.zeros(2, 8, 16, device=device), splits)
+
+
+def test_what_is_no_operation_is_refused(world):
+    for bad in (print, "ag_gemm", torch.add):
+        with pytest.raises(tilewire.InvalidArgument):
+            tw.prepare(bad, torch.zeros(1))
+    assert tw.memory(world)["limit_bytes"] > 0
+    assert [b[0] for b in tw.backends()][0] == "host"
