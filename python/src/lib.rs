@@ -55,7 +55,9 @@ mod _native {
     #[pymodule_export]
     use super::symm::SymmBuffer;
     #[pymodule_export]
-    use super::world::{World, backends, forked, leave_all, world_of_environment, world_of_store};
+    use super::world::{
+        World, backends, forked, leave_all, use_cubins, world_of_environment, world_of_store,
+    };
 
     use pyo3::prelude::*;
 

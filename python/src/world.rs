@@ -337,6 +337,12 @@ fn form(mesh: Arc<dyn tilewire::boot::Mesh>, cfg: WorldCfg, settings: Settings) 
     Member::over(world, team, settings)
 }
 
+/// Kernels that came with the package lie in `dir`.
+#[pyfunction]
+pub fn use_cubins(dir: std::path::PathBuf) {
+    tilewire::device::jit::look_in(dir);
+}
+
 /// Which backends this machine has: name, and why not (none if it can be used).
 #[pyfunction]
 pub fn backends() -> Vec<(String, Option<String>)> {

@@ -4,6 +4,9 @@
 neither: it has the exceptions and what this machine can do (``python -m tilewire doctor``).
 """
 
+import os
+
+from . import _native
 from ._errors import (
     Aborted,
     ConfigError,
@@ -25,6 +28,9 @@ from ._errors import (
     Unsupported,
 )
 from ._native import __version__, backends
+
+# Kernels that were built with the package, if it has any; others are compiled when they are used.
+_native.use_cubins(os.path.join(os.path.dirname(__file__), "cubins"))
 
 __all__ = [
     "Aborted",

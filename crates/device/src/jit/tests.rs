@@ -336,3 +336,18 @@ fn processes_that_start_together_compile_once() {
     let compiled = names.filter(|n| n.to_string_lossy().starts_with("compiled-by-")).count();
     assert_eq!(compiled, 1);
 }
+
+#[test]
+fn a_library_names_the_folder_of_its_kernels() {
+    let dir = tempfile::tempdir().unwrap();
+    let code = elf::tests::file();
+    let config = Config { jit: JitMode::Off, ..Config::default() };
+    let s = spec("named");
+    assert!(Jit::new(&config).cubin(&s).is_err());
+    look_in(dir.path());
+    look_in(dir.path());
+    assert!(Jit::new(&config).cubin(&s).is_err());
+    std::fs::write(dir.path().join(format!("{}.cubin", s.key())), &code).unwrap();
+    let (found, origin) = Jit::new(&config).cubin(&s).unwrap();
+    assert_eq!((found, origin), (code, Origin::Embedded));
+}
