@@ -182,6 +182,11 @@ pub fn copy_out(stream: &Stream, dst: &Tensor, src: &Tensor) -> Result<()> {
 
 #[pymethods]
 impl EpBuffer {
+    /// Multiprocessors that the phases may take from now on; none is the group's number.
+    fn set_num_sms(&self, num: Option<usize>) {
+        self.handle.set_num_sms(num);
+    }
+
     /// Routes, unless `topk_idx` is none, and dispatches; `m_splits [local experts]` i64 is filled.
     #[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
     fn dispatch(

@@ -85,6 +85,20 @@ def test_other_layouts(world, device, gen, layout):
     assert torch.equal(rows[0][used], rows[1][used])
 
 
+def test_fewer_multiprocessors_give_the_same_bits(world, device, gen):
+    me, size = world.rank, world.size
+    idx, _ = routing(gen, size)
+    x = randn(gen, size, T, H)[me].to(device, torch.float32)
+    buf = group_of(world, zero_copy=True).buffer()
+    outs = []
+    for num in (None, 1, 8):
+        recv, _, _ = tw.ep_dispatch(buf, x, idx[me].to(device), num_sms=num)
+        outs.append(tw.ep_combine(buf, recv * 2))
+    assert all(torch.equal(o, outs[0]) for o in outs)
+    with pytest.raises(tilewire.InvalidArgument, match="num_sms"):
+        tw.ep_dispatch(buf, x, idx[me].to(device), num_sms=0)
+
+
 def test_captured_replays(world, device, gen):
     if device.type != "cuda":
         pytest.skip("needs a GPU: the host backend has no graphs of torch")

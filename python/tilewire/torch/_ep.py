@@ -289,7 +289,7 @@ def _beside(buf, async_op, call, *inputs):
     return Pending(result, event)
 
 
-def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, async_op=False):
+def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=False):
     """Sends each token to the ranks of its experts.
 
     Args:
@@ -298,6 +298,8 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, async_op=False):
             recipe "block1x128"; then neither it nor the weights have a gradient.
         topk_idx: [tokens, top_k] int32 or int64, experts of all ranks; -1 leaves a choice out.
         topk_weights: [tokens, top_k] f32; they travel along and have a gradient.
+        num_sms: multiprocessors that this and the later calls of this microbatch may take. Default: the
+            group's number.
         async_op: run beside the current stream; returns a :class:`Pending`.
 
     Returns:
@@ -322,6 +324,9 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, async_op=False):
         raise InvalidArgument(
             f"ep_dispatch: topk_idx must be [{x.shape[0]}, {g.top_k}], not {tuple(topk_idx.shape)}"
         )
+    if num_sms is not None and num_sms < 1:
+        raise InvalidArgument(f"ep_dispatch: num_sms {num_sms}: at least one is expected")
+    buf._native.set_num_sms(num_sms)
     idx = None if topk_idx is None else topk_idx.contiguous()
     w = None if topk_weights is None else topk_weights.contiguous()
     if fp8:

@@ -144,7 +144,8 @@ impl EpPlan {
         handle: &'a EpHandle,
     ) -> Phase<'a> {
         let (core, desc, signals) = (&self.cores[which], &self.desc, &*self.signals);
-        let sms = u32::try_from(self.num_sms).unwrap_or(u32::MAX).min(p.num_sms);
+        let sms = handle.num_sms(self.num_sms);
+        let sms = u32::try_from(sms).unwrap_or(u32::MAX).min(p.num_sms);
         Phase { core, lane, desc, signals, p, handle, sms }
     }
 }

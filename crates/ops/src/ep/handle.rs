@@ -44,6 +44,8 @@ pub(super) struct Inner {
     capacity: AtomicUsize,
     /// Sequence number of the launch that routes it, 0 before the first: equal on all ranks.
     routed: AtomicU64,
+    /// Multiprocessors that its phases may take; 0 is the plan's number.
+    num_sms: AtomicUsize,
 }
 
 /// Routing of one microbatch. Clones are the same handle; make one for each microbatch in flight.
@@ -86,7 +88,22 @@ impl EpHandle {
             tokens: AtomicUsize::new(0),
             capacity: AtomicUsize::new(0),
             routed: AtomicU64::new(0),
+            num_sms: AtomicUsize::new(0),
         })))
+    }
+
+    /// Multiprocessors that phases of this microbatch may take from now on, at least one; none is the
+    /// plan's number. Ranks may differ, as in [`EpPlan::with_num_sms`](super::EpPlan::with_num_sms).
+    pub fn set_num_sms(&self, num: Option<usize>) {
+        self.0.num_sms.store(num.map_or(0, |n| n.max(1)), Ordering::Relaxed);
+    }
+
+    /// The number of [`EpHandle::set_num_sms`], or else the plan's.
+    pub(super) fn num_sms(&self, plan: usize) -> usize {
+        match self.0.num_sms.load(Ordering::Relaxed) {
+            0 => plan,
+            num => num,
+        }
     }
 
     pub(super) fn device(&self) -> Option<&DeviceHandle> {
