@@ -5,7 +5,7 @@ import torch
 from ... import _native
 from ..._errors import InvalidArgument
 from .. import _ops
-from .._functions import _bias_of, _once
+from .._functions import _autocast_dtype, _bias_of, _once
 from ._base import Module, accumulated, main_of, overwrites, part
 from ._ub import refuse
 
@@ -191,12 +191,9 @@ class GroupedLinear(Module):
         weights = [getattr(self, f"weight{e}") for e in range(self.num_gemms)]
         biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)]
         added = torch.stack(biases) if self.use_bias and not self.return_bias else None
-        kind = inp.device.type
-        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        dtype, products = _autocast_dtype(inp), weights
+        if dtype is not None:
             inp, products = inp.to(dtype), [w.to(dtype) for w in weights]
-        else:
-            products = weights
         inp = inp.contiguous()
         _check("out", out, (inp.shape[0], self.out_features), inp)
         _check("dgrad_out", dgrad_out, tuple(inp.shape), inp)

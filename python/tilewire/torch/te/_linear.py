@@ -227,5 +227,5 @@ def _splits(given, out_features):
     even = [out_features // len(names)] * len(names)
     rows = [given[n] for n in names] if isinstance(given, dict) else even
     if sum(rows) != out_features:
-        raise InvalidArgument(f"Linear: parameters_split: {rows} add up to other than {out_features}")
+        raise InvalidArgument(f"Linear: parameters_split: {rows} do not add up to {out_features}")
     return [(n.rstrip("_") + "_", r) for n, r in zip(names, rows)]

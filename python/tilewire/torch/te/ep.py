@@ -19,7 +19,7 @@ import torch
 
 from ..._errors import InvalidArgument, Stale, Unsupported
 from .. import _ep
-from .._functions import _once
+from .._functions import _once, _ordinary
 from .._world import World, init, world_of
 
 __all__ = [
@@ -262,7 +262,13 @@ class EpBuffer:
         if self._began is not _bootstrapped:
             raise Stale(f"{op}: ep_finalize() was called since this buffer was made")
 
-    def _same(self, generation):
+    def _mark(self):
+        """The generation as autograd saves it: a checkpoint that runs the forward pass again puts
+        the new one in its place."""
+        return torch.tensor(self._generation)
+
+    def _same(self, mark):
+        generation = int(mark)
         if generation != self._generation:
             raise Stale(
                 f"the buffer was prepared again: generation {self._generation}, and this belongs to"
@@ -334,7 +340,8 @@ class _Dispatch(torch.autograd.Function):
         recv = _target(recv, (rows, buffer.hidden_dim), tokens.dtype, device)
         recv_weights = _target(recv_weights, (rows,), torch.float32, device)
         _dispatch_into(buffer, tokens, topk_weights, recv, recv_weights)
-        ctx.buffer, ctx.generation = buffer, buffer._generation
+        ctx.save_for_backward(buffer._mark())
+        ctx.buffer = buffer
         ctx.top_k = topk_weights.shape[1]
         # Not the caller's tensors themselves: those must not become part of the graph.
         return _cut(buffer, recv).detach(), _cut(buffer, recv_weights).detach()
@@ -343,7 +350,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, d_recv, d_weights):
         _once()
         buffer = ctx.buffer
-        buffer._same(ctx.generation)
+        buffer._same(*ctx.saved_tensors)
         rows, made = buffer._group.capacity, dict(device=buffer.device)
         dtype, hidden = buffer.payload_dtype, buffer.hidden_dim
         if d_recv is None:
@@ -362,7 +369,8 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, expert_out, buffer, num_tokens, grad_out):
         out = expert_out.new_zeros(num_tokens, buffer.hidden_dim)
         buffer._native.combine(_whole(buffer, expert_out), None, out[: buffer._tokens])
-        ctx.buffer, ctx.generation = buffer, buffer._generation
+        ctx.save_for_backward(buffer._mark())
+        ctx.buffer = buffer
         # Written by the backward pass, and read by nobody: no tensor that autograd should watch.
         ctx.grad_out = grad_out
         return out
@@ -371,7 +379,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, d_out):
         _once()
         buffer = ctx.buffer
-        buffer._same(ctx.generation)
+        buffer._same(*ctx.saved_tensors)
         shape = (buffer._group.capacity, buffer.hidden_dim)
         dy = _target(ctx.grad_out, shape, buffer.payload_dtype, buffer.device)
         buffer._native.combine_bwd(d_out[: buffer._tokens].contiguous(), None, dy)
@@ -438,6 +446,7 @@ def ep_dispatch(
         TypeError: ``topk_weights`` is not float32. Unsupported: tokens of another dtype.
         InvalidArgument: tensors do not fit; buffers of the caller's in eager mode.
     """
+    _ordinary("ep_dispatch", tokens, topk_weights)
     buffer._usable("ep_dispatch")
     if topk_weights.dtype is not torch.float32:
         raise TypeError(f"ep_dispatch: topk_weights must be float32, not {topk_weights.dtype}")
@@ -485,6 +494,7 @@ def ep_combine(buffer, expert_out, *, num_local_tokens=None, grad_out=None):
         Stale: nothing was dispatched. Unsupported: rows of another dtype.
         InvalidArgument: tensors do not fit, or fewer rows than tokens are asked for.
     """
+    _ordinary("ep_combine", expert_out)
     buffer._usable("ep_combine")
     if buffer._generation == 0:
         raise Stale("ep_combine: the buffer has no routing: dispatch into it first")
