@@ -111,10 +111,10 @@ def test_tokens_come_back_by_the_primitives(ep_world, device, gen, begin, dtype)
     assert torch.equal(out, tokens)
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_layer_of_experts_equals_the_dense_one(ep_world, device, gen, begin, eager):
-    capacity = None if eager else capacity_of(ep_world)
-    begin(recv_capacity_per_rank=capacity)
+@pytest.mark.parametrize("mode", ["static", "eager", "zero_copy"])
+def test_a_layer_of_experts_equals_the_dense_one(ep_world, device, gen, begin, mode):
+    capacity = None if mode == "eager" else capacity_of(ep_world)
+    begin(recv_capacity_per_rank=capacity, zero_copy=mode == "zero_copy")
     (idx, x, weights), (my_idx, _, _) = inputs(gen, ep_world, device)
     w = randn(gen, LOCAL * ep_world.size, HIDDEN, HIDDEN) * 0.25
     dy = randn(gen, ep_world.size, TOKENS, HIDDEN)
@@ -128,6 +128,7 @@ def test_a_layer_of_experts_equals_the_dense_one(ep_world, device, gen, begin, e
     tokens, probs = leaf(x[me], torch.float32, device), leaf(weights[me], torch.float32, device)
     buf = buffer(capacity)
     recv, recv_w, splits = te.ep_dispatch(buf, tokens, my_idx, probs)
+    assert te.is_symm_backed(recv) == (mode == "zero_copy" and device.type == "cuda")
     out = te.ep_combine(buf, weighted(layer(recv, splits), recv_w))
     tol = dict(rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(out.detach().cpu().double(), ref[me].detach(), **tol)
@@ -388,6 +389,43 @@ def test_a_receive_buffer_that_is_reused_too_early_is_an_error(ep_world, device,
         first.backward()
 
 
+def test_memory_of_a_zero_copy_buffer_is_reused_by_its_next_dispatch(ep_world, device, gen, begin):
+    rows = capacity_of(ep_world)
+    begin(recv_capacity_per_rank=rows, zero_copy=True)
+    _, (idx, tokens, weights) = inputs(gen, ep_world, device)
+    x, buf = tokens.clone().requires_grad_(), buffer(rows)
+    for _ in range(2):
+        x.grad = None
+        recv, _, splits = te.ep_dispatch(buf, x, idx, weights)
+        (0.5 * recv[: int(splits.sum())].square().sum()).backward()
+        torch.testing.assert_close(x.grad, TOP_K * tokens, **F32)
+    first = te.ep_dispatch(buf, x, idx, weights)[0].square().sum()
+    te.ep_dispatch(buf, x, idx, weights)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_symmetric_memory_of_the_callers(ep_world, device, gen, begin, zero_copy):
+    rows = capacity_of(ep_world)
+    begin(recv_capacity_per_rank=rows, zero_copy=zero_copy)
+    _, (idx, tokens, weights) = inputs(gen, ep_world, device)
+    recv = te.symm_mem_alloc((rows, HIDDEN), torch.float32, ep_world)
+    grad = te.symm_mem_alloc((rows, HIDDEN), torch.float32, ep_world, device=device, use_pool=True)
+    assert te.is_symm_backed(recv) and te.is_symm_backed(grad[1:]) and not te.is_symm_backed(tokens)
+    x, buf = tokens.clone().requires_grad_(), buffer(rows)
+    got, w, _ = te.ep_dispatch(buf, x, idx, weights, recv_tokens=recv)
+    assert got.data_ptr() == recv.data_ptr()
+    out = te.ep_combine(buf, got, grad_out=grad)
+    (0.5 * out.square().sum()).backward()
+    torch.testing.assert_close(out.detach(), TOP_K * tokens, **F32)
+    torch.testing.assert_close(x.grad, TOP_K**2 * tokens, **F32)
+    assert grad.any()
+    with pytest.raises(tilewire.InvalidArgument, match="device"):
+        te.symm_mem_alloc((1,), torch.float32, ep_world, device="meta")
+    te.release_symm_mem_pool()
+
+
 def test_a_buffer_that_is_prepared_too_early_is_stale(ep_world, device, gen, begin):
     begin()
     buf = buffer()
@@ -458,7 +496,6 @@ def test_bootstrap_makes_a_world_and_finalize_ends_it(world, device):
 def test_what_does_not_fit_or_has_no_counterpart(ep_world, device, gen, begin):
     rows = capacity_of(ep_world)
     for kw, error, text in [
-        (dict(zero_copy=True, recv_capacity_per_rank=rows), tilewire.Unsupported, "zero_copy"),
         (dict(zero_copy=True), tilewire.InvalidArgument, "zero_copy"),
         (dict(drop_on_overflow=True), tilewire.InvalidArgument, "drop_on_overflow"),
         (dict(num_topk=0), tilewire.InvalidArgument, "num_topk"),

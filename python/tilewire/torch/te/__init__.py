@@ -24,6 +24,9 @@ from .ep import (
     ep_finalize,
     ep_prepare,
     is_ep_bootstrapped,
+    is_symm_backed,
+    release_symm_mem_pool,
+    symm_mem_alloc,
 )
 
 __all__ = [
@@ -39,4 +42,7 @@ __all__ = [
     "ep_prepare",
     "initialize_ub",
     "is_ep_bootstrapped",
+    "is_symm_backed",
+    "release_symm_mem_pool",
+    "symm_mem_alloc",
 ]

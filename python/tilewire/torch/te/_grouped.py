@@ -21,7 +21,7 @@ class _Grouped(torch.autograd.Function):
         ctx.bias = None if bias is None else bias.dtype
         if out is None:
             return _ops.grouped_fprop(x, list(w), _bias_of(bias, x), m_splits)
-        _native.grouped_fprop(x, _ops._weights(w), _bias_of(bias, x), m_splits, out)
+        _native.grouped_fprop(x, _ops._weights(w), _bias_of(bias, x), m_splits, out, None)
         torch.autograd.graph.increment_version(out)
         # Not the caller's tensor itself: that must not become part of the graph.
         return out.detach()

@@ -12,15 +12,22 @@ What differs:
   once on the CPU, by ``EpBuffer.check`` on a GPU.
 - A buffer that is prepared again before the backward pass of its last use raises
   :class:`tilewire.Stale` there. ``EpBuffer.handle_mem`` does not exist.
-- Received rows without a token are zero.
+- Every tensor may be sent or received into: memory of :func:`symm_mem_alloc` gains nothing. With
+  ``zero_copy`` a buffer has memory of its own, where rows of peers come to without a copy, unless
+  the caller gives ``recv_tokens`` or ``grad_out``; all ranks make each buffer together then.
+- Received rows without a token are zero; with ``zero_copy`` those behind the last expert's may be
+  what was there before.
 """
 
 import torch
 
+from ... import _native
 from ..._errors import InvalidArgument, Stale, Unsupported
 from .. import _ep
 from .._functions import _once, _ordinary
+from .._symm import symm_empty
 from .._world import World, init, world_of
+from ._ub import world_for
 
 __all__ = [
     "EpBuffer",
@@ -29,6 +36,9 @@ __all__ = [
     "ep_finalize",
     "ep_dispatch",
     "ep_combine",
+    "symm_mem_alloc",
+    "release_symm_mem_pool",
+    "is_symm_backed",
 ]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +51,8 @@ class _Bootstrap:
         self.world, self.owned = world, owned
         self.limits, self.layer, self.eager = limits, layer, eager
         self.groups = {}
+        #: Where the memory of buffers with ``zero_copy`` begins, on a GPU.
+        self.memory = set()
 
     def group(self, top_k, max_tokens, hidden, capacity, alignment, dtype):
         """The layer of experts of a form. The first call for a form is collective."""
@@ -86,14 +98,16 @@ def ep_bootstrap(
             mode: received tensors have as many rows as come, the host waits for that number in each
             step, and nothing can be captured.
         max_num_sms: multiprocessors that the kernels may take; 0 is tilewire's choice.
-        zero_copy: unsupported.
+        zero_copy: rows of peers come straight to memory of the buffer's own; needs a capacity.
         drop_on_overflow: drop rows beyond the capacity in place of an error.
         max_token_dtype: the widest dtype of tokens.
 
     Raises:
         RuntimeError: expert parallelism has begun already.
-        InvalidArgument: sizes do not fit each other; ``drop_on_overflow`` without a capacity.
-        Unsupported: ``zero_copy``.
+        InvalidArgument: sizes do not fit each other; ``drop_on_overflow`` or ``zero_copy`` without
+        a
+            capacity.
+        Unsupported: tokens of another dtype than f32, bf16 and f16.
     """
     global _bootstrapped
     if _bootstrapped is not None:
@@ -104,8 +118,6 @@ def ep_bootstrap(
     if eager and (zero_copy or drop_on_overflow):
         name = "zero_copy" if zero_copy else "drop_on_overflow"
         raise InvalidArgument(f"ep_bootstrap: {name} requires recv_capacity_per_rank")
-    if zero_copy:
-        raise Unsupported("ep_bootstrap: zero_copy=True has no counterpart in tilewire.torch.te")
     if max_token_dtype not in _TYPES:
         raise Unsupported(f"ep_bootstrap: max_token_dtype={max_token_dtype}; f32, bf16 or f16")
     world, owned = _world_for(ep_group)
@@ -120,6 +132,7 @@ def ep_bootstrap(
         "num_experts": int(num_experts),
         "overflow": "drop" if drop_on_overflow else "error",
         "num_sms": int(max_num_sms) or None,
+        "zero_copy": bool(zero_copy),
     }
     _bootstrapped = _Bootstrap(world, owned, limits, layer, eager)
 
@@ -216,7 +229,7 @@ class EpBuffer:
         self.num_local_experts = int(num_local_experts)
         self.recv_capacity_per_rank = None if began.eager else int(recv_capacity_per_rank)
         self.payload_dtype, self.device = payload_dtype, world_device
-        self.eager, self.zero_copy = began.eager, False
+        self.eager, self.zero_copy = began.eager, began.layer["zero_copy"]
         self.dispatch_fwd_quant_recipe = self.combine_bwd_quant_recipe = None
         self._check_limits(began.limits)
         self._group = began.group(
@@ -232,7 +245,10 @@ class EpBuffer:
                 f"EpBuffer: num_local_experts={num_local_experts}, and this rank has"
                 f" {self._group.num_local_experts}"
             )
-        self._native = self._group._native.buffer()
+        own = self._group.buffer()
+        self._native, self._recv, self._grad = own._native, own._recv, own._grad
+        if world_device.type == "cuda":
+            began.memory.update(t.data_ptr() for t in (own._recv, own._grad) if t is not None)
         self._began = began
         self._generation, self._tokens, self._rows = 0, None, None
         made = dict(dtype=torch.int64, device=world_device)
@@ -325,11 +341,16 @@ def _cut(buffer, t):
     return t if t.shape[0] == buffer._rows else t[: buffer._rows].clone()
 
 
-def _target(given, shape, dtype, device):
-    """Where rows come: zero, because rows without a token are not written."""
-    if given is None:
+def _target(given, own, shape, dtype, device):
+    """Where rows come: the caller's tensor, the buffer's memory, or a new tensor. Zero, because
+    rows without a token are not written."""
+    if given is not None:
+        return given.zero_()
+    if own is None:
         return torch.zeros(*shape, dtype=dtype, device=device)
-    return given.zero_()
+    # Written behind autograd's back: what it saved of an earlier use is stale.
+    torch.autograd.graph.increment_version(own)
+    return own
 
 
 class _Dispatch(torch.autograd.Function):
@@ -337,13 +358,13 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, tokens, topk_weights, buffer, recv, recv_weights):
         ctx.set_materialize_grads(False)
         rows, device = buffer._group.capacity, tokens.device
-        recv = _target(recv, (rows, buffer.hidden_dim), tokens.dtype, device)
-        recv_weights = _target(recv_weights, (rows,), torch.float32, device)
+        recv = _target(recv, buffer._recv, (rows, buffer.hidden_dim), tokens.dtype, device)
+        recv_weights = _target(recv_weights, None, (rows,), torch.float32, device)
         _dispatch_into(buffer, tokens, topk_weights, recv, recv_weights)
         ctx.save_for_backward(buffer._mark())
         ctx.buffer = buffer
         ctx.top_k = topk_weights.shape[1]
-        # Not the caller's tensors themselves: those must not become part of the graph.
+        # Not tensors that outlive the call themselves: those must not become part of the graph.
         return _cut(buffer, recv).detach(), _cut(buffer, recv_weights).detach()
 
     @staticmethod
@@ -381,14 +402,15 @@ class _Combine(torch.autograd.Function):
         buffer = ctx.buffer
         buffer._same(*ctx.saved_tensors)
         shape = (buffer._group.capacity, buffer.hidden_dim)
-        dy = _target(ctx.grad_out, shape, buffer.payload_dtype, buffer.device)
+        dy = _target(ctx.grad_out, buffer._grad, shape, buffer.payload_dtype, buffer.device)
         buffer._native.combine_bwd(d_out[: buffer._tokens].contiguous(), None, dy)
         return _cut(buffer, dy), None, None, None
 
 
 def _dispatch_into(buffer, tokens, topk_weights, recv, recv_weights):
     unused = torch.empty_like(buffer.tokens_per_expert)
-    buffer._native.dispatch(None, tokens, topk_weights, recv, recv_weights, unused)
+    # Without scales, which FP8 tokens have.
+    buffer._native.dispatch(None, tokens, topk_weights, None, recv, recv_weights, None, unused)
 
 
 def _check_buffer(op, name, given, shape, dtype, device):
@@ -528,3 +550,36 @@ def _ep_combine_raw(buffer, expert_out, result):
     """Combines into a tensor of the caller's, [tokens, hidden_dim], without gradients."""
     buffer._usable("ep_combine")
     buffer._native.combine(_whole(buffer, expert_out), None, result)
+
+
+def symm_mem_alloc(shape, dtype, ep_group, device=None, use_pool=False, backend="NCCL"):
+    """Collective: a tensor in memory that all ranks of ``ep_group`` have at the same place, as
+    :func:`tilewire.torch.symm_empty` makes it. Dispatch and combine take any tensor as well.
+
+    Args:
+        shape, dtype: of the tensor, the same on all ranks.
+        ep_group: a ProcessGroup, or a World. A group without a World gets one.
+        device: must be the World's; default.
+        use_pool, backend: accepted without effect.
+
+    Raises:
+        InvalidArgument: another device. Exhausted: the memory of the World does not hold it.
+    """
+    world = world_for(ep_group, device)
+    if device is not None and torch.device(device).type != world.device.type:
+        raise InvalidArgument(f"symm_mem_alloc: device={device}, and the ranks' is {world.device}")
+    return symm_empty(*shape, dtype=dtype, group=world)
+
+
+def release_symm_mem_pool():
+    """Does nothing: there is no pool. Memory returns with the last tensor over it."""
+
+
+def is_symm_backed(t):
+    """Whether peers reach the memory of ``t``: it is of :func:`symm_mem_alloc` or
+    :func:`tilewire.torch.symm_empty`, or on a GPU of a buffer with ``zero_copy``."""
+    start = t.untyped_storage().data_ptr()
+    if start == 0:
+        return False
+    zero_copy = _bootstrapped is not None and start in _bootstrapped.memory
+    return zero_copy or _native.SymmBuffer.at(start) is not None
