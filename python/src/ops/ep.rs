@@ -187,6 +187,32 @@ impl EpBuffer {
         self.handle.set_num_sms(num);
     }
 
+    /// Routes only: fills `m_splits [local experts]` i64, at most the capacity in all, and `total [1]`
+    /// i64, the rows that this rank needs, dropped ones included. Both count padding.
+    fn route(
+        &self,
+        py: Python<'_>,
+        topk_idx: &Object<'_>,
+        m_splits: &Object<'_>,
+        total: &Object<'_>,
+    ) -> PyResult<()> {
+        let call = Call::new(py, "ep_prepare", self.world)?;
+        let idx = call.tensor("topk_idx", topk_idx)?;
+        let (splits, total) = (call.tensor("m_splits", m_splits)?, call.tensor("total", total)?);
+        call.run(py, |stream| {
+            let routed = self.plan.route(stream, &idx, None, &self.handle)?;
+            if matches!(call.device, Device::Host) {
+                routed.wait()?;
+                self.handle.check()?;
+            } else {
+                drop(routed);
+            }
+            copy_out(stream, &splits, self.handle.m_splits())?;
+            copy_out(stream, &total, self.handle.total())?;
+            Pending::new((), stream, None)
+        })
+    }
+
     /// Routes, unless `topk_idx` is none, and dispatches; `m_splits [local experts]` i64 is filled.
     #[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
     fn dispatch(

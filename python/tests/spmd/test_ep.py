@@ -225,6 +225,7 @@ def test_handles_are_not_seen_by_hooks_of_saved_tensors(world, device, gen):
         recv, w, _ = tw.ep_dispatch(buf, x, idx[world.rank].to(device), weights[world.rank].to(device))
         out = tw.ep_combine(buf, recv, w)
     out.sum().backward()
-    assert seen and all(t.is_floating_point() for t in seen)
+    # And the number of a generation, which a checkpoint must be able to replace.
+    assert seen and all(t.is_floating_point() or t.dim() == 0 for t in seen)
     ref = weights[world.rank].sum(1)[:, None].expand(-1, H)
     torch.testing.assert_close(x.grad.cpu(), ref, rtol=1e-4, atol=1e-4)

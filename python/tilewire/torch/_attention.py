@@ -5,7 +5,7 @@ import torch
 from .. import _native
 from .._errors import InvalidArgument
 from . import _ops
-from ._functions import _needs_grad, _once
+from ._functions import _autocast_dtype, _needs_grad, _once
 from ._world import handle_of
 
 
@@ -93,6 +93,9 @@ def _run(q, k, v, world, size, kw):
     spec = (cu_q, cu_kv, left, right, kw["scale"], softcap, float(kw["dropout_p"]))
     spec += (int(kw["seed"]), kw["layout"], kw["strategy"], kw["a2a_size"] or 1)
     bias, sink = kw["bias"], kw["sink"]
+    dtype = _autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     flat = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
     if _needs_grad(q, k, v, bias, sink):
         out, lse = _Attention.apply(*flat, bias, sink, world, *spec)

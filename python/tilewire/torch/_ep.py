@@ -6,7 +6,7 @@ import torch
 
 from .. import _native
 from .._errors import InvalidArgument, Stale
-from ._functions import _needs_grad, _once
+from ._functions import _needs_grad, _once, _ordinary
 from ._quant import QTensor
 from ._world import handle_of, world_of
 
@@ -170,7 +170,13 @@ class EpBuffer:
         self._native.row_index(out)
         return out
 
-    def _check(self, generation):
+    def _mark(self):
+        """The generation as autograd saves it: a checkpoint that runs the forward pass again puts the
+        new one in its place."""
+        return torch.tensor(self._generation)
+
+    def _check(self, mark):
+        generation = int(mark)
         if generation != self._generation:
             raise Stale(
                 f"the buffer was dispatched into again: generation {self._generation}, and this"
@@ -218,7 +224,8 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x, weights, idx, buf):
         ctx.set_materialize_grads(False)
         recv, recv_w, splits = _dispatch(buf, x, None, weights, idx)
-        ctx.buf, ctx.generation, ctx.tokens = buf, buf._generation, x.shape[0]
+        ctx.save_for_backward(buf._mark())
+        ctx.buf, ctx.tokens = buf, x.shape[0]
         ctx.weights = None if weights is None else weights.dtype
         ctx.mark_non_differentiable(splits)
         return recv, recv_w, splits
@@ -227,7 +234,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, d_recv, d_weights, _):
         _once()
         buf = ctx.buf
-        buf._check(ctx.generation)
+        buf._check(*ctx.saved_tensors)
         g = buf.group
         if d_recv is None:
             d_recv = torch.zeros(g.recv_rows, g.hidden, dtype=g.out_dtype, device=g.device)
@@ -246,16 +253,16 @@ class _Combine(torch.autograd.Function):
         g = buf.group
         out = torch.empty(buf._tokens, g.hidden, dtype=y.dtype, device=y.device)
         buf._native.combine(y, weights, out)
-        ctx.save_for_backward(y if weights is not None else None, weights)
-        ctx.buf, ctx.generation = buf, buf._generation
+        ctx.save_for_backward(y if weights is not None else None, weights, buf._mark())
+        ctx.buf = buf
         return out
 
     @staticmethod
     def backward(ctx, d_out):
         _once()
-        y, weights = ctx.saved_tensors
+        y, weights, mark = ctx.saved_tensors
         buf = ctx.buf
-        buf._check(ctx.generation)
+        buf._check(mark)
         g = buf.group
         weighted = dw = None
         # The memory itself, not a view: autograd must not take it for its own.
@@ -311,6 +318,7 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
         InvalidArgument: shapes, dtypes or devices do not fit. An expert that does not exist ends the
         team: the next call raises it.
     """
+    _ordinary("ep_dispatch", x, topk_weights)
     g = buf.group
     fp8 = g._num_scales > 0
     if isinstance(x, QTensor) != fp8 or (fp8 and x.recipe != "block1x128"):
@@ -358,6 +366,7 @@ def ep_combine(buf, y, weights=None, *, async_op=False):
     Raises:
         Stale: the buffer has no routing; otherwise as :func:`ep_dispatch`.
     """
+    _ordinary("ep_combine", y, weights)
     if buf._generation == 0:
         raise Stale("ep_combine: the buffer has no routing: dispatch into it first")
     y = y.contiguous()

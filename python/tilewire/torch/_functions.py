@@ -6,8 +6,9 @@ wants it: its output is the same on all ranks, and so must its gradient be.
 """
 
 import torch
+from torch.autograd import forward_ad
 
-from .._errors import InvalidArgument
+from .._errors import InvalidArgument, Unsupported
 from . import _ops
 from ._quant import QTensor, fp8_operands
 from ._world import handle_of
@@ -22,7 +23,31 @@ def _once():
 
 
 def _needs_grad(*tensors):
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        _no_tangents(tensors)
+    needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    # Inside a transform of torch.func the operation itself raises, with its name.
+    return needs and not torch._C._are_functorch_transforms_active()
+
+
+def _no_tangents(tensors):
+    if torch._C._are_functorch_transforms_active():
+        return
+    real = [t for t in tensors if isinstance(t, torch.Tensor)]
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in real):
+        raise Unsupported("tilewire operations have no forward-mode derivatives")
+
+
+def _ordinary(op, *tensors):
+    """Raises for tensors that stand for others: a call without an operation of torch's sees no more
+    than their memory."""
+    if torch._C._are_functorch_transforms_active():
+        raise Unsupported(f"tilewire.{op} has no transforms of torch.func (vmap, grad, jvp, ...)")
+    for t in tensors:
+        if hasattr(t, "device_mesh"):
+            raise Unsupported(f"tilewire.{op} takes no DTensor: pass `tensor.to_local()`")
+    if forward_ad._current_level >= 0:
+        _no_tangents(tensors)
 
 
 def _check(x, w):
@@ -69,12 +94,19 @@ def _even_split(m, size):
     return [m // size + (1 if r < m % size else 0) for r in range(size)]
 
 
-def _autocast(x, w, bias):
-    """Operands in the type of an autocast region, as linear layers take them."""
+def _autocast_dtype(x):
+    """The type of an autocast region on the device of ``x``; None outside of one."""
     kind = x.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _autocast(x, w, bias):
+    """Operands in the type of an autocast region, as linear layers take them."""
+    dtype = _autocast_dtype(x)
+    if dtype is None:
         return x, w, bias
-    dtype = torch.get_autocast_dtype(kind)
     # The sums are made in f32 either way; a bias in f32 costs nothing.
     return x.to(dtype), w.to(dtype), bias
 
@@ -161,7 +193,8 @@ def ag_gemm(
             lies. A QTensor with one scale if x is one.
         group: a World, a ProcessGroup that has one, or None for the first world.
         bias: [n].
-        activation: None, "relu", "gelu" (tanh form) or "swiglu" (halves of n: silu(first) * second).
+        activation: None, "relu", "gelu" (tanh form) or "swiglu" (halves of n: silu(first) *
+            second).
         rows: rows of each rank along the first dimension, where they differ.
         return_gathered: return the gathered x [m, ..., k], too; it has a gradient.
         algo: "fused", "pipelined", "ring" or "sequential". Default: what is predicted fastest.

@@ -4,7 +4,7 @@ import torch
 
 from .._errors import InvalidArgument
 from . import _ops
-from ._functions import _bias_of, _needs_grad, _once
+from ._functions import _autocast_dtype, _bias_of, _needs_grad, _once
 from ._quant import QTensor
 
 
@@ -91,6 +91,9 @@ def grouped_gemm(x, w, m_splits, *, bias=None, out=None, wgrad_accumulation_mask
     mains = None if out is None else ([out] if isinstance(out, torch.Tensor) else list(out))
     if wgrad_accumulation_mask is not None and mains is None:
         raise InvalidArgument("grouped_gemm: wgrad_accumulation_mask needs `out` to add to")
+    dtype = _autocast_dtype(x)
+    if dtype is not None:
+        x, list_of = x.to(dtype), [t.to(dtype) for t in list_of]
     if _needs_grad(x, bias, *list_of):
         return _GroupedGemm.apply(x, bias, m_splits, mains, wgrad_accumulation_mask, *list_of)
     return _ops.grouped_fprop(x, list_of, _bias_of(bias, x), m_splits)

@@ -12,6 +12,7 @@ their world by its number, and must be called by all its ranks in the same order
 import torch
 
 from .. import _native
+from .._errors import Unsupported
 
 _lib = torch.library.Library("tilewire", "DEF")
 
@@ -39,6 +40,12 @@ def _define(schema, run, shapes, direct=True):
     for key in ("CPU", "CUDA"):
         _lib.impl(name, run, key)
     _lib.impl(name, shapes, "Meta")
+
+    def transformed(*args, **kw):
+        raise Unsupported(f"tilewire.{name} has no transforms of torch.func (vmap, grad, jvp, ...)")
+
+    # Without it torch would run jvp without a tangent, and vmap once for each entry of the batch.
+    _lib.impl(name, transformed, "FuncTorchDynamicLayerFrontMode")
     op = getattr(torch.ops.tilewire, name).default
     if not direct:
         return op
