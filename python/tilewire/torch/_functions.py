@@ -96,6 +96,8 @@ def _even_split(m, size):
 
 def _autocast_dtype(x):
     """The type of an autocast region on the device of ``x``; None outside of one."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = x.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return None
