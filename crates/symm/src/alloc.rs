@@ -85,6 +85,15 @@ impl Allocator {
         self.release(at, more);
     }
 
+    /// Adds memory up to `at`, and from there `len` that is in use.
+    pub fn take_over(&mut self, at: usize, len: usize) {
+        if at > self.len {
+            self.grow(at - self.len);
+        }
+        self.len = at + len;
+        self.note("take over", at, len, "");
+    }
+
     /// Digest and number of calls, for comparison between ranks.
     pub fn digest(&self) -> (u64, u64) {
         (self.digest, self.num_calls)

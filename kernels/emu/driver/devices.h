@@ -151,6 +151,7 @@ static struct {
     Ptr at;
     size_t len;
     ino_t file;
+    int fd;
 } maps[MAX_MEMORY];
 
 static int by_symmetric_memory(Ptr at) {
@@ -220,7 +221,7 @@ int cuMemMap(Ptr at, size_t len, size_t offset, Handle* h, u64 flags) {
     if (mmap((void*)at, len, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, h->fd, offset) == MAP_FAILED) return NO_VALUE;
     ALONE for (int i = 0; i < MAX_MEMORY && code != OK; i++) {
         if (maps[i].len) continue;
-        maps[i].at = at, maps[i].len = len, maps[i].file = h->file;
+        maps[i].at = at, maps[i].len = len, maps[i].file = h->file, maps[i].fd = dup(h->fd);
         count(h->file, 1);
         code = OK;
     }
@@ -232,9 +233,26 @@ int cuMemUnmap(Ptr at, size_t len) {
     ALONE for (int i = 0; i < MAX_MEMORY; i++) {
         if (!maps[i].len || maps[i].at < at || maps[i].at >= at + len) continue;
         count(maps[i].file, -1);
+        close(maps[i].fd);
         maps[i].len = 0;
     }
     return OK;
+}
+int cuMemRetainAllocationHandle(Ptr* out, void* of) {
+    int fd = -1;
+    ALONE for (int i = 0; i < MAX_MEMORY; i++)
+        if (maps[i].len && (Ptr)of >= maps[i].at && (Ptr)of < maps[i].at + maps[i].len) fd = dup(maps[i].fd);
+    return fd < 0 ? NO_VALUE : handle_of(out, fd, 0);
+}
+// The base (19) and the length (18) of the mapping to which an address belongs.
+int cuPointerGetAttribute(void* out, int what, Ptr of) {
+    int code = NO_VALUE;
+    ALONE for (int i = 0; i < MAX_MEMORY; i++) {
+        if (!maps[i].len || of < maps[i].at || of >= maps[i].at + maps[i].len || (what != 18 && what != 19)) continue;
+        *(u64*)out = what == 19 ? (u64)maps[i].at : (u64)maps[i].len;
+        code = OK;
+    }
+    return code;
 }
 int cuMemSetAccess(Ptr at, size_t len, const void* who, size_t num) { return (void)at, (void)len, (void)who, (void)num, OK; }
 

@@ -12,6 +12,7 @@
 //! - Streams of our own never wait for the legacy default stream.
 //! - NVLink multicast and managed memory are never used.
 
+mod adopt;
 mod borrow;
 #[cfg(test)]
 mod borrow_tests;

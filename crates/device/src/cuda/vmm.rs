@@ -158,9 +158,9 @@ pub fn granularity(ctx: &CudaContext) -> Result<usize> {
 ///
 /// The memory lives as long as any chunk or range of any process refers to it.
 pub struct VmmChunk {
-    ctx: CudaContext,
-    handle: sys::CUmemGenericAllocationHandle,
-    len: usize,
+    pub(super) ctx: CudaContext,
+    pub(super) handle: sys::CUmemGenericAllocationHandle,
+    pub(super) len: usize,
 }
 
 impl VmmChunk {

@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 
 use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
 use tilewire_device::Tensor;
-use tilewire_symm::Fingerprint;
+use tilewire_symm::{Fingerprint, SymBuf};
 
 use super::{EpLayout, EpPlan, cuda};
 use crate::collective::CollectiveBackend;
@@ -41,7 +41,36 @@ impl EpPlan {
         let d = &self.desc;
         // A sender of flat rows does not know how many come before them.
         let knows = !matches!(d.layout, EpLayout::Flat { .. });
-        self.direct(knows, (d.dtype, d.recv_rows()), "expert-major or rank-major rows, by puts")
+        let expected = "expert-major or rank-major rows, by puts";
+        self.direct(knows, (d.dtype, d.recv_rows()), expected, None)
+    }
+
+    /// As [`EpPlan::zero_copy_recv`], in symmetric memory of the caller's: `[recv_rows, hidden]` from byte
+    /// `at` of `buf` on, a multiple of 16. `buf` must be of the plan's heap, and the same on all ranks.
+    ///
+    /// # Errors
+    /// As there; `InvalidArgument` if the rows do not fit there; `Unsupported` on the host, whose symmetric memory is no
+    /// tensor.
+    pub fn zero_copy_recv_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
+        let d = &self.desc;
+        if self.cores[0].lane().is_none() {
+            let text = "rows of a dispatch in symmetric memory of the host";
+            return Err(Error::new(ErrorKind::Unsupported, text).op("ep"));
+        }
+        buf.check_heap(self.cores[0].heap()).map_err(|e| e.op("ep"))?;
+        let need = d.recv_rows() * d.hidden * d.dtype.size();
+        if !at.is_multiple_of(16) || at.checked_add(need).is_none_or(|end| end > buf.len_bytes()) {
+            return Err(Error::invalid("rows of a dispatch in symmetric memory")
+                .op("ep")
+                .expected(format_args!(
+                    "{need} bytes at a multiple of 16 within {}",
+                    buf.len_bytes()
+                ))
+                .seen(at));
+        }
+        let knows = !matches!(d.layout, EpLayout::Flat { .. });
+        let expected = "expert-major or rank-major rows, by puts";
+        self.direct(knows, (d.dtype, d.recv_rows()), expected, Some((buf, at)))
     }
 
     /// As [`EpPlan::zero_copy_recv`], for `dy` of [`EpPlan::combine_bwd`] without weights: `[capacity, hidden]` of type
@@ -52,11 +81,17 @@ impl EpPlan {
     pub fn zero_copy_grad(&self) -> Result<Tensor> {
         let d = &self.desc;
         let knows = matches!(d.layout, EpLayout::ExpertMajor { .. });
-        self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts")
+        self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts", None)
     }
 
-    /// A receive buffer of `rows`, if a sender `knows` where its rows stay.
-    fn direct(&self, knows: bool, (dtype, rows): (DType, usize), expected: &str) -> Result<Tensor> {
+    /// A receive buffer of `rows`, if a sender `knows` where its rows stay: new memory, or where the caller says.
+    fn direct(
+        &self,
+        knows: bool,
+        (dtype, rows): (DType, usize),
+        expected: &str,
+        given: Option<(&SymBuf, usize)>,
+    ) -> Result<Tensor> {
         let (d, heap) = (&self.desc, self.cores[0].heap());
         let shape = Shape::d2(rows, d.hidden);
         let Some(lane) = self.cores[0].lane() else { return Ok(Tensor::zeros(dtype, shape)) };
@@ -77,13 +112,17 @@ impl EpPlan {
                 .op("ep")
                 .hint("use those that there are in turn: each serves one microbatch at a time"));
         }
-        let buf = heap.alloc(rows * d.hidden * dtype.size(), "ep rows").map_err(|e| e.op("ep"))?;
+        let len = rows * d.hidden * dtype.size();
+        let (buf, at) = match given {
+            Some((buf, at)) => (buf.clone(), at),
+            None => (heap.alloc(len, "ep rows").map_err(|e| e.op("ep"))?, 0),
+        };
         // Peers find the buffer by its offset alone.
-        let (num, offset) = (direct.len(), buf.offset());
+        let (num, offset) = (direct.len(), buf.range(at, len));
         let place = format_args!("{d} {dtype} {rows} {num} {offset} {}", heap.digest());
         let fp = Fingerprint::new("ep_receive", place);
         heap.team().prepare_agree(&fp).map_err(|e| e.op("ep"))?;
-        let memory = cuda::whole(lane, &buf)?;
+        let memory = cuda::whole(lane, &buf)?.slice(at, len)?;
         direct.push((memory.addr(), buf));
         Tensor::over_cuda(memory, dtype, shape)
     }

@@ -7,7 +7,7 @@ use crate::DEVICES;
 use crate::driver::Driver;
 
 /// A test, with how many devices, and which operations where it asks.
-const RUNS: [(&str, usize, &str); 13] = [
+const RUNS: [(&str, usize, &str); 14] = [
     ("a_rank_that_launches_another_m_is_named_at_once", 2, ""),
     ("heaps::tensors_over_symmetric_memory_are_that_memory", 3, ""),
     ("a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias", 2, ""),
@@ -15,6 +15,7 @@ const RUNS: [(&str, usize, &str); 13] = [
     ("replays_with_changed_inputs_equal_eager_launches", 4, "14-15"),
     ("a_rank_that_never_launches_is_named_and_outputs_are_poison", 3, "0-2"),
     ("dropped::dropped_plans_leave_their_memory_to_graphs_and_queued_work", 2, "6-9"),
+    ("heaps::memory_of_others_becomes_symmetric", 3, ""),
     ("heaps::a_zero_copy_dispatch_feeds_a_grouped_product", 4, ""),
     ("heaps::devices_are_left_in_any_order", 3, "14-19"),
     ("heaps::sizes_around_a_page_of_the_device_arrive_whole", 4, ""),

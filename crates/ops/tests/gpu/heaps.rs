@@ -6,7 +6,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Result, Rng, Shape};
-use tilewire_device::cuda::CudaMemory;
+use tilewire_device::cuda::{CudaContext, CudaMemory, ShareBy, VmmChunk, VmmRange, granularity};
 use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_ops::ep::{EpDesc, EpDispatch, EpPlan};
 use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedFprop, GroupedGemmPlan, Splits};
@@ -53,6 +53,63 @@ fn tensors_over_symmetric_memory_are_that_memory() {
             assert_eq!(t.cuda()?.addr(), at);
         }
         assert_eq!((all.num_ranks, all.buf().len_bytes()), (n, 64));
+        team.agree(true).map(drop)
+    })
+    .unwrap();
+}
+
+/// Memory of `ctx`'s device that can be shared, as another library of this process allocates it: nobody else
+/// knows of its handle.
+fn foreign(ctx: &CudaContext) -> Result<VmmRange> {
+    let len = granularity(ctx)?;
+    let chunk = VmmChunk::create(ctx, len, ShareBy::Fd)?;
+    VmmRange::map(ctx, &[&chunk], len)
+}
+
+/// Memory that somebody else has allocated, seen by all ranks where the heap has it, and where its owner has it; its
+/// owner may let go of it.
+#[test]
+fn memory_of_others_becomes_symmetric() {
+    let Some(n) = ready("memory of others") else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n, cfg(), |world| {
+        let cfg = HeapCfg { reserve_bytes: Some(64 << 20), ..HeapCfg::new(4 << 20) };
+        let heap = world.everyone("adopts")?.heap(BackendKind::Vmm, cfg)?;
+        let team = heap.team().clone();
+        let Device::Cuda(ctx) = heap.device() else { panic!("a heap of devices") };
+        let (me, len) = (u64::from(team.rank().get()), granularity(&ctx)?);
+        let theirs = foreign(&ctx)?;
+        theirs.write(Rank::new(0), 4096, &[10 + me as u8; 64])?;
+        // Ordinary memory is refused on all ranks, and they go on.
+        let plain = CudaMemory::from_bytes(&ctx, &[0; 64])?;
+        let e = heap.adopt(plain.addr()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+        let before = heap.usage().0;
+        let (buf, inside) = heap.adopt(theirs.base() + 4096)?;
+        assert_eq!((buf.len_bytes(), inside), (len, 4096));
+        assert!(heap.usage().0 >= before, "what was free stays free");
+        let part = |r: u64| buf.peer_tensor(Rank::new(r as u32), DType::U8, Shape::d1(len));
+        for r in 0..n as u64 {
+            let bytes = part(r)?.to_vec::<u8>()?;
+            assert_eq!(bytes[4096..4160], [10 + r as u8; 64], "rank {r}");
+        }
+        team.agree(true)?;
+        // To the next rank, whose owner sees it.
+        let to = part((me + 1) % n as u64)?.cuda()?.slice(8192, 64)?;
+        to.upload(&[50 + me as u8; 64])?;
+        team.agree(true)?;
+        let mut seen = [0u8; 64];
+        theirs.read(Rank::new(0), 8192, &mut seen)?;
+        assert_eq!(seen, [50 + ((me + n as u64 - 1) % n as u64) as u8; 64]);
+        // The owner lets go of it; the heap does not, nor does it give the memory to anybody else.
+        drop(theirs);
+        assert_eq!(part(me)?.to_vec::<u8>()?[8192..8256], seen);
+        let (offset, end) = (buf.offset(), buf.offset() + len);
+        drop(buf);
+        heap.collect()?;
+        heap.grow(end + (2 << 20))?;
+        let more = heap.alloc(1 << 20, "more")?;
+        assert!(more.offset() >= end || more.offset() + (1 << 20) <= offset);
         team.agree(true).map(drop)
     })
     .unwrap();
@@ -205,7 +262,8 @@ fn a_zero_copy_dispatch_feeds_a_grouped_product() {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     World::run_threads(n, cfg(), |world| {
         let mut seen = Vec::new();
-        for straight in [false, true] {
+        // Into a tensor of the caller's, memory of the plan's, and memory that somebody else has allocated.
+        for place in 0..3 {
             let (heap, stream) = heap(&world, "experts")?;
             let (s, me) = (&stream, heap.team().rank());
             let (tokens, k, local) = (48, 2, 3);
@@ -232,11 +290,19 @@ fn a_zero_copy_dispatch_feeds_a_grouped_product() {
             let idx = Tensor::from_slice(&idx, Shape::d2(tokens, k))?.to(&heap.device())?;
             let poisoned =
                 |rows| Tensor::poisoned_on(&heap.device(), DType::BF16, Shape::d2(rows, HIDDEN));
-            let recv = EpDispatch {
-                x: if straight { plan.zero_copy_recv()? } else { poisoned(rows)? },
-                scales: None,
-                weights: None,
+            let Device::Cuda(ctx) = heap.device() else { panic!("a heap of devices") };
+            let theirs = foreign(&ctx)?;
+            let into = match place {
+                0 => poisoned(rows)?,
+                1 => plan.zero_copy_recv()?,
+                _ => {
+                    let (buf, inside) = heap.adopt(theirs.base() + 256)?;
+                    let odd = plan.zero_copy_recv_in(&buf, inside + 8).unwrap_err();
+                    assert_eq!(odd.kind(), ErrorKind::InvalidArgument, "{odd}");
+                    plan.zero_copy_recv_in(&buf, inside)?
+                }
             };
+            let recv = EpDispatch { x: into, scales: None, weights: None };
             let (y, out) = (poisoned(capacity)?, poisoned(tokens)?);
             heap.team().agree(true)?;
             plan.route(s, &idx, None, &handle)?.join(s)?;
@@ -259,6 +325,7 @@ fn a_zero_copy_dispatch_feeds_a_grouped_product() {
             seen.push(out);
         }
         assert!(seen[0] == seen[1], "rows that go straight make other results");
+        assert!(seen[0] == seen[2], "rows in memory of others make other results");
         Ok(())
     })
     .unwrap();

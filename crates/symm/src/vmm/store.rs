@@ -13,6 +13,7 @@ use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::SIGNAL;
 
 use super::pages::{ControlMemory, HostPages};
+use crate::Fingerprint;
 use crate::control::{
     self, INBOX_ROW, NUM_CHANNELS, NUM_SIGNALS, OFF_ABORT, OFF_INBOX, OFF_SIGNALS,
 };
@@ -305,7 +306,38 @@ impl VmmStore {
                 more => chunk(ctx, more, self.by).map(Some),
             }
         });
-        let Some((chunk, handle)) = team.settle("vmm-grow", made)? else { return Ok(()) };
+        let Some(part) = team.settle("vmm-grow", made)? else { return Ok(()) };
+        self.attach(range, part)
+    }
+
+    /// Collective: the memory behind `addr` of every rank, whoever allocated it, as part of its chunk:
+    /// where it lies there, how long it is, and how far inside `addr` is. On an error no rank has more
+    /// than before.
+    pub fn adopt(&self, addr: u64) -> Result<(usize, usize, usize)> {
+        let (HeapMemory::Own(range), true) = (&self.heap, self.near) else {
+            let text = "memory of others becomes symmetric on GPUs that reach each other";
+            return Err(Error::new(ErrorKind::Unsupported, text).expected("a heap of `vmm`"));
+        };
+        let found = VmmChunk::of_address(&self.ctx, addr).and_then(|(chunk, inside)| {
+            let handle = export(&chunk, self.by).map_err(|e| {
+                Error::new(ErrorKind::Unsupported, "memory that was not made to be shared")
+                    .hint("copy it to a tensor of `symm_empty`")
+                    .cause(e)
+            })?;
+            Ok((chunk, handle, inside))
+        });
+        let (chunk, handle, inside) = self.team.settle("adopt", found)?;
+        let len = chunk.len_bytes();
+        let words = format_args!("{len} bytes, {inside} bytes inside");
+        self.team.prepare_agree(&Fingerprint::new("adopt", words))?;
+        let at = range.len_bytes();
+        self.attach(range, (chunk, handle))?;
+        Ok((at, len, inside))
+    }
+
+    /// Collective: maps chunks of all ranks behind what they have.
+    fn attach(&self, range: &VmmRange, (chunk, handle): (VmmChunk, Handle)) -> Result<()> {
+        let (ctx, team) = (&self.ctx, &self.team);
         let mapped = match self.near {
             true => Handles::exchange(team, &[&handle])?.with_chunks(
                 ctx,
@@ -341,11 +373,15 @@ fn reaches(ctx: &CudaContext, gpus: &[Vec<u8>]) -> Result<bool> {
 /// Memory of this device, of a multiple of its granularity, that the others can map.
 fn chunk(ctx: &CudaContext, len: usize, by: ShareBy) -> Result<(VmmChunk, Handle)> {
     let chunk = VmmChunk::create(ctx, len, by)?;
-    let handle = match by {
+    let handle = export(&chunk, by)?;
+    Ok((chunk, handle))
+}
+
+fn export(chunk: &VmmChunk, by: ShareBy) -> Result<Handle> {
+    Ok(match by {
         ShareBy::Fd => Handle::Fd(chunk.export()?),
         ShareBy::Fabric => Handle::Fabric(chunk.export_fabric()?),
-    };
-    Ok((chunk, handle))
+    })
 }
 
 /// How a chunk of mine travels.
