@@ -9,6 +9,7 @@ use crate::stages::{OFF, Outcome, add, exec, one, size_of, wheel};
 /// Pinned like everything that tests need; torch is the oldest that is served.
 pub const TORCH: [&str; 1] = ["torch==2.11.0"];
 const TOOLS: [&str; 2] = ["pytest==9.2.0", "numpy==2.4.6"];
+const TYPES: [&str; 1] = ["mypy==2.4.1"];
 const MATURIN: &str = "maturin==1.16.0";
 
 /// Where torch lies with its dependencies, fetched if it is not there; none where it cannot be.
@@ -117,6 +118,24 @@ fn example(root: &Path, path: &str, name: &str) -> bool {
     done.is_ok_and(|s| s.success())
 }
 
+/// Compares the stubs with what is there: names, arguments, defaults.
+fn stubtest(root: &Path, path: &str) -> bool {
+    let file = |name: &str| root.join("python/tests/typing").join(name).display().to_string();
+    let (config, allowed) = (file("mypy.ini"), file("allowlist.txt"));
+    let args = ["-m", "mypy.stubtest", "tilewire", "--concise", "--mypy-config-file", &config];
+    let args = [&args[..], &["--allowlist", &allowed]].concat();
+    println!("$ python3 {}", args.join(" "));
+    let done = Command::new("timeout")
+        .args(["180", "python3"])
+        .args(args)
+        .current_dir(root.join("target"))
+        .envs(OFF)
+        .env("PYTHONPATH", path)
+        .stdin(Stdio::null())
+        .status();
+    done.is_ok_and(|s| s.success())
+}
+
 /// What closing lines like `2 failed, 3 passed, 1 skipped in 0.10s` say. A run that says nothing, or
 /// ended badly without a failure, has failed.
 fn counted(text: &str, ended_well: bool) -> Outcome {
@@ -161,6 +180,9 @@ pub fn run(root: &Path) -> Outcome {
     let jobs = file("jobs");
     let jobs = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs];
     add(&mut o, &pytest(root, &path, &jobs));
+    if let Some(types) = site(root, &mut o, "python-types", "mypy", &TYPES) {
+        add(&mut o, &one(stubtest(root, &format!("{path}:{}", types.display()))));
+    }
     for name in ["tp_block", "moe", "attention"] {
         add(&mut o, &one(example(root, &path, name)));
     }
