@@ -6,6 +6,9 @@ use std::time::Duration;
 
 use crate::stages::{OFF, Outcome, add, exec, one, size_of, wheel};
 
+#[path = "../../crates/ops/tests/gpu/driver.rs"]
+mod driver;
+
 /// Pinned like everything that tests need; torch is the oldest that is served.
 pub const TORCH: [&str; 1] = ["torch==2.11.0"];
 const TOOLS: [&str; 2] = ["pytest==9.2.0", "numpy==2.4.6"];
@@ -81,12 +84,16 @@ fn build(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
 
 /// Runs Python with `path` as its modules; adds up the closing lines of pytest.
 fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
+    reported(root, path, args, Command::new("python3").envs(OFF))
+}
+
+/// As [`pytest`], by a command that has its variables already.
+fn reported(root: &Path, path: &str, args: &[&str], python: &mut Command) -> Outcome {
     println!("$ python3 {}", args.join(" "));
-    let out = Command::new("python3")
+    let out = python
         .args(args)
         // Not beside the sources, which Python would take in place of the wheel.
         .current_dir(root.join("target"))
-        .envs(OFF)
         .env("PYTHONPATH", path)
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .stdin(Stdio::null())
@@ -99,6 +106,21 @@ fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
         println!("{text}");
     }
     o
+}
+
+/// Calls by raw pointers, without torch, on two devices that are emulated.
+fn emulated(root: &Path, path: &str) -> Outcome {
+    let Some(driver) = driver::Driver::emulated() else {
+        println!("no g++: nothing runs on emulated devices: skipped");
+        return Outcome { skipped: 1, ..Outcome::default() };
+    };
+    // By its whole name: such a program sees no folder of programs.
+    let python = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
+    let python = python.map(|o| String::from_utf8_lossy(&o.stdout).trim().to_owned());
+    let Ok(python) = python else { return one(false) };
+    let tests = root.join("python/tests/emulated").display().to_string();
+    let args = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &tests];
+    reported(root, path, &args, &mut driver.command(python, 2))
 }
 
 /// Runs an example on two ranks; each compares itself with dense torch.
@@ -180,6 +202,8 @@ pub fn run(root: &Path) -> Outcome {
     let jobs = file("jobs");
     let jobs = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs];
     add(&mut o, &pytest(root, &path, &jobs));
+    let alone = [&ours, &tools].map(|p| p.display().to_string()).join(":");
+    add(&mut o, &emulated(root, &alone));
     if let Some(types) = site(root, &mut o, "python-types", "mypy", &TYPES) {
         add(&mut o, &one(stubtest(root, &format!("{path}:{}", types.display()))));
     }
