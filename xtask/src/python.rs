@@ -6,9 +6,13 @@ use std::time::Duration;
 
 use crate::stages::{OFF, Outcome, add, exec, one, size_of, wheel};
 
+#[path = "../../crates/ops/tests/gpu/driver.rs"]
+mod driver;
+
 /// Pinned like everything that tests need; torch is the oldest that is served.
 pub const TORCH: [&str; 1] = ["torch==2.11.0"];
 const TOOLS: [&str; 2] = ["pytest==9.2.0", "numpy==2.4.6"];
+const TYPES: [&str; 1] = ["mypy==2.4.1"];
 const MATURIN: &str = "maturin==1.16.0";
 
 /// Where torch lies with its dependencies, fetched if it is not there; none where it cannot be.
@@ -80,12 +84,16 @@ fn build(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
 
 /// Runs Python with `path` as its modules; adds up the closing lines of pytest.
 fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
+    reported(root, path, args, Command::new("python3").envs(OFF))
+}
+
+/// As [`pytest`], by a command that has its variables already.
+fn reported(root: &Path, path: &str, args: &[&str], python: &mut Command) -> Outcome {
     println!("$ python3 {}", args.join(" "));
-    let out = Command::new("python3")
+    let out = python
         .args(args)
         // Not beside the sources, which Python would take in place of the wheel.
         .current_dir(root.join("target"))
-        .envs(OFF)
         .env("PYTHONPATH", path)
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .stdin(Stdio::null())
@@ -100,6 +108,21 @@ fn pytest(root: &Path, path: &str, args: &[&str]) -> Outcome {
     o
 }
 
+/// Calls by raw pointers, without torch, on two devices that are emulated.
+fn emulated(root: &Path, path: &str) -> Outcome {
+    let Some(driver) = driver::Driver::emulated() else {
+        println!("no g++: nothing runs on emulated devices: skipped");
+        return Outcome { skipped: 1, ..Outcome::default() };
+    };
+    // By its whole name: such a program sees no folder of programs.
+    let python = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
+    let python = python.map(|o| String::from_utf8_lossy(&o.stdout).trim().to_owned());
+    let Ok(python) = python else { return one(false) };
+    let tests = root.join("python/tests/emulated").display().to_string();
+    let args = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &tests];
+    reported(root, path, &args, &mut driver.command(python, 2))
+}
+
 /// Runs an example on two ranks; each compares itself with dense torch.
 fn example(root: &Path, path: &str, name: &str) -> bool {
     let file = root.join(format!("examples/python/{name}.py")).display().to_string();
@@ -112,6 +135,24 @@ fn example(root: &Path, path: &str, name: &str) -> bool {
         .envs(OFF)
         .env("PYTHONPATH", path)
         .env("OMP_NUM_THREADS", "1")
+        .stdin(Stdio::null())
+        .status();
+    done.is_ok_and(|s| s.success())
+}
+
+/// Compares the stubs with what is there: names, arguments, defaults.
+fn stubtest(root: &Path, path: &str) -> bool {
+    let file = |name: &str| root.join("python/tests/typing").join(name).display().to_string();
+    let (config, allowed) = (file("mypy.ini"), file("allowlist.txt"));
+    let args = ["-m", "mypy.stubtest", "tilewire", "--concise", "--mypy-config-file", &config];
+    let args = [&args[..], &["--allowlist", &allowed]].concat();
+    println!("$ python3 {}", args.join(" "));
+    let done = Command::new("timeout")
+        .args(["180", "python3"])
+        .args(args)
+        .current_dir(root.join("target"))
+        .envs(OFF)
+        .env("PYTHONPATH", path)
         .stdin(Stdio::null())
         .status();
     done.is_ok_and(|s| s.success())
@@ -161,6 +202,11 @@ pub fn run(root: &Path) -> Outcome {
     let jobs = file("jobs");
     let jobs = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs];
     add(&mut o, &pytest(root, &path, &jobs));
+    let alone = [&ours, &tools].map(|p| p.display().to_string()).join(":");
+    add(&mut o, &emulated(root, &alone));
+    if let Some(types) = site(root, &mut o, "python-types", "mypy", &TYPES) {
+        add(&mut o, &one(stubtest(root, &format!("{path}:{}", types.display()))));
+    }
     for name in ["tp_block", "moe", "attention"] {
         add(&mut o, &one(example(root, &path, name)));
     }

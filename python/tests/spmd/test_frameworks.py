@@ -320,6 +320,10 @@ def families(world, device, gen):
         buf = group.buffer()
         return tw.ep_combine(buf, tw.ep_dispatch(buf, x, idx)[0])
 
+    def permuted(x):
+        rows, _, _, row_map = tw.permute(x, idx, num_experts=size)
+        return tw.unpermute(rows, row_map)
+
     def heads(x):
         return x if x.dim() == 3 else x.unsqueeze(1)
 
@@ -333,6 +337,7 @@ def families(world, device, gen):
         "all_to_all": lambda x: tw.all_to_all(x, splits),
         "grouped_gemm": lambda x: tw.grouped_gemm(x, w2, m),
         "ep": experts,
+        "permute": permuted,
         "attention": lambda x: tw.attention(heads(x), heads(x), heads(x)),
         "cp_attention": lambda x: tw.cp_attention(heads(x), heads(x), heads(x)),
     }
@@ -348,6 +353,7 @@ FAMILIES = [
     "all_to_all",
     "grouped_gemm",
     "ep",
+    "permute",
     "attention",
     "cp_attention",
 ]

@@ -4,7 +4,7 @@ import torch
 
 from .. import _native
 from .._errors import InvalidArgument
-from ._functions import _needs_grad, _once
+from ._functions import _needs_grad, _once, _ordinary
 
 
 class RowMap:
@@ -98,6 +98,7 @@ def permute(x, topk_idx, topk_weights=None, *, num_experts, capacity=None, align
         InvalidArgument: shapes, dtypes or devices do not fit; on the CPU also an index that is no expert
         (on a GPU it makes the results NaN, and ``RowMap.totals`` raises it).
     """
+    _ordinary("permute", x, topk_weights)
     if x.dim() != 2 or topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0]:
         raise InvalidArgument(
             f"permute: x {tuple(x.shape)} must be a matrix, topk_idx {tuple(topk_idx.shape)} have a row"
@@ -130,6 +131,7 @@ def unpermute(rows, row_map, weights=None):
     Raises:
         InvalidArgument: shapes, dtypes or devices do not fit.
     """
+    _ordinary("unpermute", rows, weights)
     if tuple(rows.shape) != (row_map.capacity, row_map.hidden):
         raise InvalidArgument(
             f"unpermute: rows {tuple(rows.shape)}, and the map is of"

@@ -24,6 +24,13 @@ const EMULATED: [&str; 2] = [
     include_str!("../../../../kernels/emu/driver/driver.cpp"),
 ];
 
+/// Where drivers lie: in one place for all programs, so that each is made once.
+const FOLDER: &str = match option_env!("CARGO_TARGET_TMPDIR") {
+    Some(of_tests) => of_tests,
+    // Of a program that is no test: `cargo xtask`.
+    None => concat!(env!("CARGO_MANIFEST_DIR"), "/../target/tmp"),
+};
+
 /// A folder with a driver and a compiler of kernels, and the variables that they read.
 pub struct Driver {
     dir: PathBuf,
@@ -82,7 +89,7 @@ impl Driver {
         let mut hash = DefaultHasher::new();
         let kernels: Vec<_> = ALL.iter().map(|s| (s.text(), s.emu_text(), s.kernels)).collect();
         (files, words, kernels).hash(&mut hash);
-        let all = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let all = Path::new(FOLDER);
         let dir = all.join(format!("{name}-{:016x}", hash.finish()));
         if !dir.exists() {
             // Those of other texts. Under another name first: a run that was killed leaves nothing that looks whole.

@@ -1,0 +1,88 @@
+"""`_native` on emulated devices, without torch: stage `python` runs it where the driver is emulated.
+
+Memory, streams and captures are the driver's own, made through ctypes; calls come from a thread that
+did not make them. Two ranks are two processes, each on a device of its own.
+"""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+RANK = pathlib.Path(__file__).with_name("rank.py")
+SIZE, STEPS, ROWS, N, K = 2, 3, 8, 16, 32
+
+
+def free_port():
+    """The store of a job listens behind the port that is named."""
+    while True:
+        with socket.socket() as s, socket.socket() as behind:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+            try:
+                behind.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return str(port)
+
+
+@pytest.fixture(scope="module")
+def operands():
+    """Random integers: every sum is exact, so that results are compared bit for bit."""
+    rng = np.random.default_rng(20)
+    draw = lambda *shape: rng.integers(-4, 5, shape).astype(np.float32)  # noqa: E731
+    return {"x": draw(STEPS, SIZE, ROWS, K), "w": draw(SIZE, N, K)}
+
+
+@pytest.fixture(scope="module")
+def results(operands, tmp_path_factory):
+    """What each rank of one job found."""
+    if "TW_DEVICES" not in os.environ:
+        pytest.skip("needs the driver whose devices are emulated")
+    folder = tmp_path_factory.mktemp("job")
+    np.savez(folder / "operands.npz", **operands)
+    port, ranks = free_port(), []
+    for r in range(SIZE):
+        env = dict(os.environ, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(SIZE))
+        env.update(LOCAL_WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        command = [sys.executable, str(RANK), str(folder)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        ranks.append(subprocess.Popen(command, env=env, **pipes))
+    try:
+        said = [p.communicate(timeout=150)[0] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    for p, text in zip(ranks, said):
+        assert p.returncode == 0, text
+    return [np.load(folder / f"rank{r}.npz") for r in range(SIZE)]
+
+
+def dense(operands, rank):
+    """The whole x, this rank's products with it, and the rows of all products that it gets."""
+    x = operands["x"].astype(np.float64).reshape(STEPS, SIZE * ROWS, K)
+    products = [x @ w.T for w in operands["w"].astype(np.float64)]
+    sums = sum(p @ w for p, w in zip(products, operands["w"].astype(np.float64)))
+    return x, products[rank], sums[:, ROWS * rank : ROWS * rank + ROWS]
+
+
+@pytest.mark.parametrize("way", ["eager", "replayed"])
+def test_calls_by_raw_pointers_from_another_thread(operands, results, way):
+    for rank, found in enumerate(results):
+        for name, ref in zip(("whole", "products", "sums"), dense(operands, rank)):
+            got = found[f"{way}_{name}"]
+            assert got.dtype == np.float32 and np.array_equal(got, ref), (rank, name)
+
+
+def test_a_replay_has_the_bits_of_the_eager_call(results):
+    for found in results:
+        for name in ("whole", "products", "sums"):
+            assert found[f"replayed_{name}"].tobytes() == found[f"eager_{name}"].tobytes(), name
+
+
+def test_a_capture_made_no_plan(results):
+    assert [int(found["plans"]) for found in results] == [3] * SIZE
