@@ -256,3 +256,8 @@ def check_devices(world_number, mesh):
             f"the mesh has devices {devices}, but the world was made for {world._devices}: use the"
             " mesh that was passed to tilewire.jax.init"
         )
+
+
+def check(world=None):
+    """Raises what ended ``world`` (None: the first one), if anything did; see :meth:`World.check`."""
+    world_of(world).check()
