@@ -116,19 +116,18 @@ impl Launch<'_> {
     /// Where rows differ from rank to rank, the rows of this rank: the first of `t`, which has as
     /// many as the largest.
     fn mine(&self, name: &str, t: Tensor) -> Result<Tensor> {
-        let sharded = match self.spec.op {
-            Op::AllGather | Op::AgGemm => "x",
-            Op::ReduceScatter | Op::GemmRs => "out",
+        let Some(me) = self.slot.team.as_ref().map(|t| t.rank().idx()) else { return Ok(t) };
+        let p = &self.spec.params;
+        let rows = match (self.spec.op, name, &p.rows, &p.splits) {
+            (Op::AllGather | Op::AgGemm, "x", Some(rows), _)
+            | (Op::ReduceScatter | Op::GemmRs, "out", Some(rows), _) => rows.get(me).copied(),
+            (Op::AllToAll, "x", _, Some(s)) => s.get(me).map(|to| to.iter().sum()),
+            (Op::AllToAll, "out", _, Some(s)) => {
+                Some(s.iter().map(|from| from.get(me).copied().unwrap_or(0)).sum())
+            }
             _ => return Ok(t),
         };
-        let (Some(rows), Some(team)) = (&self.spec.params.rows, &self.slot.team) else {
-            return Ok(t);
-        };
-        if name != sharded {
-            return Ok(t);
-        }
-        let rows = rows.get(team.rank().idx()).copied().unwrap_or(0);
-        matrix(&t)?.rows(0, rows)
+        matrix(&t)?.rows(0, rows.unwrap_or(0))
     }
 
     /// On a GPU there is nothing to wait for: what follows in the stream's order is behind it.

@@ -153,7 +153,10 @@ def init(mesh, *, backend="auto", heap_bytes=None, timeout_s=600.0):
     if platforms != {"cpu"} and not cuda:
         raise InvalidArgument(f"a world is on the CPU or on CUDA devices, not on {sorted(platforms)}")
     me = jax.process_index()
-    mine = [(r, d.local_hardware_id) for r, d in enumerate(devices) if d.process_index == me]
+    # What XLA calls a device when it executes there: the CPU's by their number among those of all
+    # processes, a GPU by that of the driver.
+    ordinal = (lambda d: d.local_hardware_id) if cuda else (lambda d: d.id)
+    mine = [(r, ordinal(d)) for r, d in enumerate(devices) if d.process_index == me]
     if not mine:
         raise InvalidArgument("no device of the mesh belongs to this process")
     number = next(_numbers)
