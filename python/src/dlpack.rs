@@ -96,7 +96,7 @@ pub fn current_stream(py: Python<'_>, ordinal: u32) -> PyResult<*mut c_void> {
 }
 
 /// Nobody: the caller keeps what it lends.
-fn nobody() -> Arc<dyn std::any::Any + Send + Sync> {
+pub(crate) fn nobody() -> Arc<dyn std::any::Any + Send + Sync> {
     static NOBODY: OnceLock<Arc<()>> = OnceLock::new();
     NOBODY.get_or_init(|| Arc::new(())).clone()
 }

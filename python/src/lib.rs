@@ -19,6 +19,7 @@ mod dlpack;
 mod errors;
 mod explain;
 mod export;
+mod jax;
 mod keys;
 mod local;
 mod ops;
@@ -36,6 +37,10 @@ mod _native {
     use super::dlpack::use_exchange_api;
     #[pymodule_export]
     use super::explain::{explain_begin, explain_end};
+    #[pymodule_export]
+    use super::jax::world::{jax_check, jax_finalize, jax_init, jax_leave_all, jax_used_bytes};
+    #[pymodule_export]
+    use super::jax::{jax_check_call, jax_handlers, jax_layer};
     #[pymodule_export]
     use super::ops::attention::{
         attention_bwd, attention_fwd, cp_attention_bwd, cp_attention_fwd, cp_rows,

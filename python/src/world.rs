@@ -31,10 +31,10 @@ pub struct Member {
 }
 
 #[derive(Clone)]
-struct Settings {
-    backend: BackendKind,
-    device: Device,
-    heap_bytes: usize,
+pub struct Settings {
+    pub backend: BackendKind,
+    pub device: Device,
+    pub heap_bytes: usize,
 }
 
 /// Members by the number that calls pass.
@@ -50,7 +50,7 @@ const FIRST_BYTES: usize = 16 << 20;
 /// Bytes per rank that a heap on the CPU may grow to by default. Pages that nothing touches cost nothing.
 const HOST_LIMIT: usize = 4 << 30;
 /// How long the ranks of a group may take to come.
-const RENDEZVOUS: Duration = Duration::from_secs(120);
+pub const RENDEZVOUS: Duration = Duration::from_secs(120);
 
 /// The member of world `id`.
 ///
@@ -232,7 +232,11 @@ pub fn forked() {
     }
 }
 
-fn settings(backend: &str, ordinal: Option<u32>, heap_bytes: Option<usize>) -> Result<Settings> {
+pub fn settings(
+    backend: &str,
+    ordinal: Option<u32>,
+    heap_bytes: Option<usize>,
+) -> Result<Settings> {
     let device = match ordinal {
         None => Device::Host,
         Some(n) => Device::Cuda(dlpack::context(n)?),
@@ -254,7 +258,7 @@ fn settings(backend: &str, ordinal: Option<u32>, heap_bytes: Option<usize>) -> R
     Ok(Settings { backend, device, heap_bytes: limit })
 }
 
-fn world_cfg(timeout_s: f64, check: bool) -> Result<WorldCfg> {
+pub fn world_cfg(timeout_s: f64, check: bool) -> Result<WorldCfg> {
     let timeout = Duration::try_from_secs_f64(timeout_s).ok().filter(|t| !t.is_zero());
     let timeout = timeout.ok_or_else(|| {
         Error::invalid("`timeout_s` must be a positive number of seconds").seen(timeout_s)

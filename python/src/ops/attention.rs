@@ -24,7 +24,7 @@ type Object<'py> = Bound<'py, PyAny>;
 
 /// What an attention is asked to do, beside its tensors. `cu` are global row offsets of the
 /// sequences: queries, keys.
-#[derive(FromPyObject)]
+#[derive(FromPyObject, serde::Deserialize, Clone, Debug)]
 pub struct Spec {
     #[pyo3(item)]
     pub cu_q: Vec<usize>,

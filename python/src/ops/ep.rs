@@ -52,7 +52,7 @@ fn overflow(name: &str) -> Result<Overflow> {
 }
 
 /// What the Python class was given.
-#[derive(FromPyObject)]
+#[derive(FromPyObject, serde::Deserialize, Clone, Debug)]
 pub struct EpSpec {
     #[pyo3(item)]
     pub num_experts: usize,

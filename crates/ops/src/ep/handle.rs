@@ -106,6 +106,10 @@ impl EpHandle {
         }
     }
 
+    pub(super) fn desc(&self) -> &EpDesc {
+        &self.0.desc
+    }
+
     pub(super) fn device(&self) -> Option<&DeviceHandle> {
         self.0.device.as_ref()
     }

@@ -14,6 +14,8 @@
 //! Several handles may be in flight (1F1B): a handle is routing only, and every phase copies out
 //! of the shared receive areas before it grants them again. Protocol page: `docs/protocols/ep.md`.
 //!
+//! A handle's routing may be kept as bytes of the caller's: [`EpHandle::save`], [`EpHandle::load`].
+//!
 //! A token that names an expert twice gets two copies there.
 
 mod areas;
@@ -27,6 +29,7 @@ mod nccl;
 mod params;
 mod plan;
 mod recv;
+mod state;
 
 pub use desc::{EpDesc, EpLayout, Overflow};
 pub use handle::{EpHandle, EpTotals};

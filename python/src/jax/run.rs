@@ -1,0 +1,287 @@
+//! Launches: the tensors of a call, by their names, to the plan of its site.
+
+use std::sync::Arc;
+
+use tilewire::device::Device;
+use tilewire::ops::ag_gemm::AgGemmInputs;
+use tilewire::ops::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved};
+use tilewire::ops::ep::{EpDispatch, EpHandle, EpPlan};
+use tilewire::ops::gemm::Operand;
+use tilewire::ops::gemm_rs::GemmRsInputs;
+use tilewire::ops::grouped_gemm::{
+    GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits, Weights,
+};
+use tilewire::prelude::*;
+
+use super::site::{Body, Site, Slot, lock};
+use super::spec::{Op, Spec};
+use crate::ops::collective::matrix;
+
+/// The rest of a launch on the CPU: waits for it, and does what comes after.
+pub type Rest = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// Tensors of a call by their names.
+pub struct Tensors {
+    pub args: Vec<Tensor>,
+    pub rets: Vec<Tensor>,
+}
+
+/// A launch with all that it needs.
+struct Launch<'a> {
+    spec: &'a Spec,
+    slot: &'a Slot,
+    stream: &'a Stream,
+    t: Tensors,
+}
+
+impl Slot {
+    /// Queues the call on `stream`. On a GPU everything is queued when it returns; on the CPU the
+    /// rest is to be called.
+    ///
+    /// # Errors
+    /// What the plan reports.
+    pub fn launch(&self, site: &Site, stream: &Stream, t: Tensors) -> Result<Option<Rest>> {
+        // The handle of a layer is read while its launch runs.
+        let _order = lock(&self.order);
+        let call = Launch { spec: &site.spec, slot: self, stream, t };
+        match &self.body {
+            Body::Collective(plan, m) => {
+                let (x, out) = (call.mine("x", call.arg("x")?)?, call.ret("out")?);
+                let out = call.mine("out", out)?;
+                call.finish(plan.launch(stream, *m, &matrix(&x)?, &matrix(&out)?)?)
+            }
+            Body::AgGemm(plan, m) => {
+                let x = call.mine("x", call.arg("x")?)?;
+                let inputs = AgGemmInputs {
+                    bias: call.optional("bias"),
+                    gathered: call.result("gathered"),
+                    aux_out: call.result("aux"),
+                    ..AgGemmInputs::new(x, call.arg("w")?, call.ret("out")?)
+                };
+                call.finish(plan.launch(stream, *m, inputs)?)
+            }
+            Body::GemmRs(plan, m) => {
+                let out = call.mine("out", call.ret("out")?)?;
+                call.finish(plan.launch(stream, *m, call.sum(out)?)?)
+            }
+            Body::GemmAr(plan, m) => {
+                let out = call.ret("out")?;
+                call.finish(plan.launch(stream, *m, call.sum(out)?)?)
+            }
+            Body::Grouped(plan) => call.grouped(plan),
+            Body::Attention(plan, sequences) => {
+                let (mut x, out) = call.attention()?;
+                x.sequences = Some(sequences.clone());
+                if site.spec.op == Op::Attention {
+                    return call.finish(plan.launch_fwd(stream, &x, out)?);
+                }
+                let (saved, grads) = call.gradients(out)?;
+                call.finish(plan.launch_bwd(stream, &x, saved, grads)?)
+            }
+            Body::CpAttention(plan, sequences) => {
+                let (mut x, out) = call.attention()?;
+                x.sequences = Some(sequences.clone());
+                if site.spec.op == Op::CpAttention {
+                    return call.finish(plan.launch_fwd(stream, &x, out)?);
+                }
+                let (saved, grads) = call.gradients(out)?;
+                call.finish(plan.launch_bwd(stream, &x, saved, grads)?)
+            }
+            Body::Ep(plan, handle) => call.ep(plan, handle),
+        }
+    }
+}
+
+impl Launch<'_> {
+    fn is_host(&self) -> bool {
+        matches!(self.slot.device, Device::Host)
+    }
+
+    fn optional(&self, name: &str) -> Option<Tensor> {
+        self.spec.arg(name).and_then(|i| self.t.args.get(i)).cloned()
+    }
+
+    fn arg(&self, name: &str) -> Result<Tensor> {
+        self.optional(name).ok_or_else(|| Error::internal(format!("a call without `{name}`")))
+    }
+
+    fn result(&self, name: &str) -> Option<Tensor> {
+        self.spec.ret(name).and_then(|i| self.t.rets.get(i)).cloned()
+    }
+
+    fn ret(&self, name: &str) -> Result<Tensor> {
+        self.result(name).ok_or_else(|| Error::internal(format!("a call without `{name}`")))
+    }
+
+    /// Where rows differ from rank to rank, the rows of this rank: the first of `t`, which has as
+    /// many as the largest.
+    fn mine(&self, name: &str, t: Tensor) -> Result<Tensor> {
+        let Some(me) = self.slot.team.as_ref().map(|t| t.rank().idx()) else { return Ok(t) };
+        let p = &self.spec.params;
+        let rows = match (self.spec.op, name, &p.rows, &p.splits) {
+            (Op::AllGather | Op::AgGemm, "x", Some(rows), _)
+            | (Op::ReduceScatter | Op::GemmRs, "out", Some(rows), _) => rows.get(me).copied(),
+            (Op::AllToAll, "x", _, Some(s)) => s.get(me).map(|to| to.iter().sum()),
+            (Op::AllToAll, "out", _, Some(s)) => {
+                Some(s.iter().map(|from| from.get(me).copied().unwrap_or(0)).sum())
+            }
+            _ => return Ok(t),
+        };
+        matrix(&t)?.rows(0, rows.unwrap_or(0))
+    }
+
+    /// On a GPU there is nothing to wait for: what follows in the stream's order is behind it.
+    fn finish<T: Send + 'static>(&self, pending: Pending<T>) -> Result<Option<Rest>> {
+        self.then(pending, || Ok(()))
+    }
+
+    fn then<T: Send + 'static>(
+        &self,
+        pending: Pending<T>,
+        after: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Result<Option<Rest>> {
+        if !self.is_host() {
+            drop(pending);
+            return after().map(|()| None);
+        }
+        Ok(Some(Box::new(move || pending.wait().map(drop).and_then(|()| after()))))
+    }
+
+    fn sum(&self, out: Tensor) -> Result<GemmRsInputs> {
+        let bias = self.optional("bias");
+        Ok(GemmRsInputs { bias, ..GemmRsInputs::new(self.arg("x")?, self.arg("w")?, out) })
+    }
+
+    /// Weights of all groups, `[groups, n, k]`.
+    fn packed(&self, w: &Tensor) -> Result<Weights> {
+        let flat = match w.shape().dims() {
+            [groups, n, k] => w.reshape(Shape::d2(groups * n, *k))?,
+            _ => w.clone(),
+        };
+        Ok(Weights::Packed(Operand::from(flat)))
+    }
+
+    fn grouped(&self, plan: &Arc<GroupedGemmPlan>) -> Result<Option<Rest>> {
+        let (stream, counts) = (self.stream, self.arg("m_splits")?);
+        let splits = Splits::counts(&counts);
+        // On the CPU the splits are looked at when the call has run; on a GPU nobody waits for that.
+        let (host, of, on) = (self.is_host(), plan.clone(), stream.clone());
+        let fits = move || match host {
+            false => Ok(()),
+            true => of.check().inspect_err(|_| {
+                // The next call of this plan is another one.
+                of.reset(&on).and_then(|()| on.synchronize()).ok();
+            }),
+        };
+        match self.spec.op {
+            Op::GroupedFprop => {
+                let w = self.packed(&self.arg("w")?)?;
+                let (x, bias) = (self.arg("x")?.into(), self.optional("bias"));
+                let t = GroupedFprop { x, w, bias, splits, out: self.ret("out")?, aux_out: None };
+                self.then(plan.fprop(stream, t)?, fits)
+            }
+            Op::GroupedDgrad => {
+                let w = self.packed(&self.arg("w")?)?;
+                let t = GroupedDgrad { dy: self.arg("dy")?.into(), w, splits, dx: self.ret("dx")? };
+                self.then(plan.dgrad(stream, t)?, fits)
+            }
+            _ => {
+                let dw = self.packed(&self.ret("dw")?)?;
+                let (x, dy) = (self.arg("x")?.into(), self.arg("dy")?.into());
+                let dbias = self.result("dbias");
+                let t = GroupedWgrad { x, dy, splits, dw, mask: None, dbias };
+                self.then(plan.wgrad(stream, t)?, fits)
+            }
+        }
+    }
+
+    fn attention(&self) -> Result<(AttnInputs, AttnOut)> {
+        let mut x = AttnInputs::new(self.arg("q")?, self.arg("k")?, self.arg("v")?);
+        x.bias = self.optional("bias");
+        x.sink = self.optional("sink");
+        let given = |name| self.optional(name).or_else(|| self.result(name));
+        let missing = || Error::internal("an attention without its result");
+        let (out, lse) = (given("out").ok_or_else(missing)?, given("lse").ok_or_else(missing)?);
+        Ok((x, AttnOut { out, lse }))
+    }
+
+    fn gradients(&self, o: AttnOut) -> Result<(AttnSaved, AttnGrads)> {
+        let saved = AttnSaved { out: o.out, lse: o.lse, d_out: self.arg("d_out")? };
+        let mut grads = AttnGrads::new(self.ret("dq")?, self.ret("dk")?, self.ret("dv")?);
+        grads.dbias = self.result("dbias");
+        grads.dsink = self.result("dsink");
+        Ok((saved, grads))
+    }
+
+    /// Rows that no expert has are not written, and XLA's memory is not cleared: whoever multiplies
+    /// all rows must not meet NaN there.
+    fn clear(&self, t: &Tensor) -> Result<()> {
+        match &self.slot.device {
+            Device::Host => t.write(|b| b.fill(0)),
+            Device::Cuda(_) => self.stream.cuda()?.fill_memory(&t.cuda()?, 0),
+        }
+    }
+
+    fn ep(&self, plan: &EpPlan, handle: &EpHandle) -> Result<Option<Rest>> {
+        let stream = self.stream;
+        // On the CPU a launch reads it when it runs, which may be while the next one is queued.
+        let handle = &if self.is_host() { plan.handle()? } else { handle.clone() };
+        if self.spec.op != Op::EpDispatch {
+            let tokens = match self.spec.op {
+                Op::EpCombine => self.ret("out")?,
+                Op::EpDispatchBwd => self.ret("dx")?,
+                _ => self.arg("d_out")?,
+            };
+            handle.load(stream, &self.arg("handle")?, tokens.shape().dim(0))?;
+        }
+        match self.spec.op {
+            Op::EpDispatch => self.dispatch(plan, handle),
+            Op::EpCombine => {
+                let (y, w, out) = (self.arg("y")?, self.optional("weights"), self.ret("out")?);
+                self.finish(plan.combine(stream, handle, &y, w.as_ref(), &out)?)
+            }
+            Op::EpDispatchBwd => {
+                let (d, dw) = (self.arg("d_recv")?, self.optional("d_weights"));
+                let (dx, out) = (self.ret("dx")?, self.result("dw"));
+                let given = (&d, dw.as_ref());
+                self.finish(plan.dispatch_bwd(stream, handle, given, (&dx, out.as_ref()))?)
+            }
+            _ => {
+                let (d_out, dy) = (self.arg("d_out")?, self.ret("dy")?);
+                self.clear(&dy)?;
+                let weighted = match (self.optional("weights"), self.optional("y")) {
+                    (Some(w), Some(y)) => {
+                        let dw = self.ret("dw")?;
+                        self.clear(&dw)?;
+                        Some((w, y, dw))
+                    }
+                    _ => None,
+                };
+                let weighted = weighted.as_ref().map(|(w, y, dw)| (w, y, dw));
+                self.finish(plan.combine_bwd(stream, handle, &d_out, weighted, &dy)?)
+            }
+        }
+    }
+
+    /// Routes, dispatches, and writes the routing to the handle array.
+    fn dispatch(&self, plan: &EpPlan, handle: &EpHandle) -> Result<Option<Rest>> {
+        let stream = self.stream;
+        let (idx, x, w) = (self.arg("topk_idx")?, self.arg("x")?, self.optional("topk_weights"));
+        let out =
+            EpDispatch { x: self.ret("rows")?, scales: None, weights: self.result("weights") };
+        self.clear(&out.x)?;
+        out.weights.as_ref().map_or(Ok(()), |w| self.clear(w))?;
+        // Behind it in the stream's order: nobody waits here.
+        let _routed = plan.route(stream, &idx, None, handle)?;
+        let done = plan.dispatch(stream, handle, &x, (w.as_ref(), None), &out)?;
+        let (state, host) = (self.ret("handle")?, self.is_host());
+        let (handle, stream) = (handle.clone(), stream.clone());
+        let after = move || {
+            if host {
+                handle.check()?;
+            }
+            handle.save(&stream, &state)
+        };
+        self.then(done, after)
+    }
+}

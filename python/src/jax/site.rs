@@ -1,0 +1,323 @@
+//! Call sites: what XLA keeps for each call of a compiled program, with a plan for each rank.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tilewire::device::Device;
+use tilewire::device::cuda::CudaStream;
+use tilewire::ops::ag_gemm::AgGemmPlan;
+use tilewire::ops::attention::{AttentionPlan, Sequences};
+use tilewire::ops::collective::CollectivePlan;
+use tilewire::ops::cp_attention::{CpAttentionPlan, CpConfig};
+use tilewire::ops::ep::{EpHandle, EpPlan};
+use tilewire::ops::gemm_ar::GemmArPlan;
+use tilewire::ops::gemm_rs::GemmRsPlan;
+use tilewire::ops::grouped_gemm::GroupedGemmPlan;
+use tilewire::prelude::*;
+
+use super::spec::{Desc, Spec};
+use super::world::{Flight, JaxWorld, Local, world};
+use crate::dlpack;
+use crate::ops::overlap::config;
+
+pub(super) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a heap holds beside the plan's buffers: each of them begins on a new page or line.
+const SLACK_BYTES: usize = 256 << 10;
+/// How often a heap that was too small all the same is made larger.
+const GROWTHS: usize = 4;
+
+/// A plan, and what a launch passes beside tensors.
+pub enum Body {
+    Collective(CollectivePlan, usize),
+    AgGemm(AgGemmPlan, usize),
+    GemmRs(GemmRsPlan, usize),
+    GemmAr(GemmArPlan, usize),
+    Grouped(Arc<GroupedGemmPlan>),
+    Attention(AttentionPlan, Sequences),
+    CpAttention(CpAttentionPlan, Sequences),
+    Ep(Arc<EpPlan>, EpHandle),
+}
+
+/// One rank's part of a call site.
+pub struct Slot {
+    pub body: Body,
+    /// None of an operation that needs no other rank.
+    pub team: Option<Arc<LiveTeam>>,
+    pub device: Device,
+    /// Launches on the CPU run here, in the order in which XLA calls.
+    pub stream: Option<Stream>,
+    pub order: Mutex<()>,
+}
+
+/// The state of a call in a compiled program.
+pub struct Site {
+    pub spec: Spec,
+    world: Option<Arc<JaxWorld>>,
+    /// Of an operation with a team, for each device of the world in this process.
+    slots: Vec<Slot>,
+    /// Of one without, by the ordinal of the device, made when it is first called there.
+    lazy: Mutex<HashMap<i32, Arc<Slot>>>,
+    len_bytes: usize,
+}
+
+/// At the end of the process states are kept: what they use may be gone before.
+static KEEP: AtomicBool = AtomicBool::new(false);
+
+pub fn keep_states() {
+    KEEP.store(true, Ordering::Relaxed);
+}
+
+/// XLA calls it when an executable goes.
+///
+/// # Safety
+/// `state` is an `Arc<Site>` in a box, and XLA uses it no more.
+pub unsafe extern "C" fn drop_site(state: *mut c_void) {
+    if KEEP.load(Ordering::Relaxed) || crate::world::check_fork().is_err() {
+        return;
+    }
+    // SAFETY: as above.
+    let site = unsafe { Box::from_raw(state.cast::<Arc<Site>>()) };
+    let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(site)));
+    if done.is_err() {
+        log::error!("the end of a call site panicked");
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        if let Some(w) = &self.world {
+            w.count_bytes(self.len_bytes, true);
+        }
+    }
+}
+
+/// Bytes of symmetric memory that a plan takes on each rank.
+fn len_bytes(desc: &Desc, size: usize) -> usize {
+    match desc {
+        Desc::Collective(d, _) => CollectivePlan::memory(d, size),
+        Desc::AgGemm(d, _, _) => AgGemmPlan::memory(d),
+        Desc::GemmRs(d, _, _) => GemmRsPlan::memory(d, size),
+        Desc::GemmAr(d, _, _) => GemmArPlan::memory(d, size),
+        Desc::CpAttention(d, _, s) => CpAttentionPlan::memory(d, size, s.map(CpConfig::of)),
+        Desc::Ep(d, _) => EpPlan::memory(d).symmetric,
+        Desc::Grouped(_) | Desc::Attention(..) => 0,
+    }
+}
+
+/// Where a plan is prepared. XLA's own stream is not known yet, and not needed.
+fn prepare_stream(device: &Device, name: &str) -> Result<Stream> {
+    match device {
+        Device::Host => Stream::new(name),
+        Device::Cuda(ctx) => Ok(Stream::Cuda(CudaStream::new(ctx)?)),
+    }
+}
+
+impl Site {
+    /// The state of a new call site. Collective over the world, if there is one: all processes come
+    /// here for the same calls in the same order, because they compile the same programs.
+    ///
+    /// # Errors
+    /// `Mismatch` if another process compiles something else; what the plan reports.
+    pub fn new(text: &str) -> Result<Self> {
+        let spec = Spec::parse(text)?;
+        if spec.op.is_local() {
+            // What is wrong is known now; the plan needs a device.
+            spec.describe(1)?;
+            return Ok(Self {
+                spec,
+                world: None,
+                slots: Vec::new(),
+                lazy: Mutex::default(),
+                len_bytes: 0,
+            });
+        }
+        let op = spec.op.name();
+        let world = world(spec.world).map_err(|e| e.op(op))?;
+        let size = world.group(Rank::new(0), &spec.axes)?.len();
+        let desc = spec.describe(size)?;
+        let len_bytes = len_bytes(&desc, size);
+        let slots = world.together((op, spec.site), text, len_bytes, |i, number| {
+            let local = &world.locals[i];
+            slot_of_team(&world, local, &spec, number, len_bytes).map_err(|e| {
+                local.end(&e);
+                e
+            })
+        })?;
+        world.count_bytes(len_bytes, false);
+        Ok(Self { spec, world: Some(world), slots, lazy: Mutex::default(), len_bytes })
+    }
+
+    /// Calls `f` with the slot of the device that XLA calls `ordinal`. A failure of a launch ends
+    /// the teams of this rank: its program does not go on, and the other ranks must know.
+    ///
+    /// # Errors
+    /// What `f` reports; `Stale`; `InvalidArgument` for a device that is not in the world.
+    pub fn with_slot<R>(
+        &self,
+        ordinal: i32,
+        cuda: bool,
+        f: impl FnOnce(&Slot, Option<Flight>) -> Result<R>,
+    ) -> Result<R> {
+        let Some(world) = &self.world else {
+            crate::world::check_fork()?;
+            return f(&*self.lazy(ordinal, cuda)?, None);
+        };
+        let local = world.local(ordinal)?;
+        let flight = world.fly()?;
+        f(&self.slots[local], Some(flight)).map_err(|e| self.failed(ordinal, e))
+    }
+
+    /// Tells the other ranks, and other calls of this one, that a launch has failed here.
+    pub fn failed(&self, ordinal: i32, e: Error) -> Error {
+        let e = e.op(self.spec.op.name());
+        let Some(world) = &self.world else { return e };
+        let Ok(i) = world.local(ordinal) else { return e };
+        let first = match &self.slots[i].team {
+            Some(team) => team.fail(e),
+            None => e,
+        };
+        world.locals[i].end(&first);
+        first
+    }
+
+    /// The slot of an operation without a team: made once for each device.
+    fn lazy(&self, ordinal: i32, cuda: bool) -> Result<Arc<Slot>> {
+        let mut lazy = lock(&self.lazy);
+        if let Some(slot) = lazy.get(&ordinal) {
+            return Ok(slot.clone());
+        }
+        let slot = Arc::new(self.local_slot(ordinal, cuda)?);
+        lazy.insert(ordinal, slot.clone());
+        Ok(slot)
+    }
+
+    fn local_slot(&self, ordinal: i32, cuda: bool) -> Result<Slot> {
+        let device = match (cuda, u32::try_from(ordinal)) {
+            (true, Ok(n)) => Device::Cuda(dlpack::context(n)?),
+            _ => Device::Host,
+        };
+        let stream = prepare_stream(&device, "jax local")?;
+        let body = match self.spec.describe(1)? {
+            Desc::Grouped(desc) => {
+                let plan = GroupedGemmPlan::new(desc)?;
+                plan.prepare(&stream)?;
+                Body::Grouped(Arc::new(plan))
+            }
+            Desc::Attention(desc, sequences) => {
+                let plan = AttentionPlan::new(desc, None)?;
+                plan.prepare(&stream)?;
+                Body::Attention(plan, sequences)
+            }
+            _ => return Err(Error::internal("an operation with a team is made with it")),
+        };
+        let stream = matches!(device, Device::Host).then_some(stream);
+        Ok(Slot { body, team: None, device, stream, order: Mutex::default() })
+    }
+}
+
+/// Collective over the team: its memory and its plan.
+fn slot_of_team(
+    world: &JaxWorld,
+    local: &Local,
+    spec: &Spec,
+    number: u64,
+    len_bytes: usize,
+) -> Result<Slot> {
+    let op = spec.op.name();
+    let group = world.group(local.rank, &spec.axes)?;
+    let desc = spec.describe(group.len())?;
+    let shared = matches!((&desc, &local.device), (Desc::Ep(..), Device::Cuda(_)));
+    let key = format!("{:?} {:?} {}", spec.axes, spec.ep, spec.params.buffer);
+    // Calls on a GPU run in the order of its stream, which is the same on all ranks, so the phases
+    // of a layer share its memory.
+    if let Some((team, plan)) = shared.then(|| local.layer(&key)).flatten() {
+        let handle = plan.handle()?;
+        let body = Body::Ep(plan, handle);
+        let (device, order) = (local.device.clone(), Mutex::default());
+        return Ok(Slot { body, team: Some(team), device, stream: None, order });
+    }
+    let name = format!("{op} {}.{number}", spec.site);
+    let team = local.world.team(&group, &name)?;
+    let team = team.ok_or_else(|| Error::internal("a rank outside of its own team"))?;
+    let stream = prepare_stream(&local.device, &name)?;
+    let mut cfg = HeapCfg::new(len_bytes + SLACK_BYTES);
+    if let Device::Cuda(ctx) = &local.device {
+        cfg = cfg.on_device(ctx.ordinal());
+    }
+    let heap = team.heap(world.settings.backend, cfg)?;
+    let body = made(&heap, &stream, desc)?;
+    let team = Arc::new(team);
+    local.watch(&team);
+    if let (true, Body::Ep(plan, _)) = (shared, &body) {
+        local.keep_layer(key, (team.clone(), plan.clone()));
+    }
+    let device = local.device.clone();
+    let stream = matches!(device, Device::Host).then_some(stream);
+    Ok(Slot { body, team: Some(team), device, stream, order: Mutex::default() })
+}
+
+/// Collective: a plan on `heap`, which grows if it must.
+fn made(heap: &Heap, stream: &Stream, desc: Desc) -> Result<Body> {
+    match desc {
+        Desc::Collective(d, m) => {
+            let plan = grown(heap, || CollectivePlan::new(d.clone(), heap))?;
+            plan.prepare(stream)?;
+            Ok(Body::Collective(plan, m))
+        }
+        Desc::AgGemm(d, m, algo) => {
+            let plan = grown(heap, || AgGemmPlan::new(d.clone(), heap, config(algo)))?;
+            plan.prepare(stream)?;
+            Ok(Body::AgGemm(plan, m))
+        }
+        Desc::GemmRs(d, m, algo) => {
+            let plan = grown(heap, || GemmRsPlan::new(d.clone(), heap, config(algo)))?;
+            plan.prepare(stream)?;
+            Ok(Body::GemmRs(plan, m))
+        }
+        Desc::GemmAr(d, m, algo) => {
+            let plan = grown(heap, || GemmArPlan::new(d.clone(), heap, config(algo)))?;
+            plan.prepare(stream)?;
+            Ok(Body::GemmAr(plan, m))
+        }
+        Desc::CpAttention(d, sequences, strategy) => {
+            let config = strategy.map(CpConfig::of);
+            let plan = grown(heap, || CpAttentionPlan::new(d.clone(), heap, config))?;
+            plan.prepare(stream)?;
+            Ok(Body::CpAttention(plan, sequences))
+        }
+        Desc::Ep(d, num_sms) => {
+            let plan = grown(heap, || EpPlan::new(d.clone(), heap))?;
+            let plan = match num_sms {
+                Some(num) => plan.with_num_sms(num),
+                None => plan,
+            };
+            plan.prepare(stream)?;
+            let handle = plan.handle()?;
+            Ok(Body::Ep(Arc::new(plan), handle))
+        }
+        Desc::Grouped(_) | Desc::Attention(..) => {
+            Err(Error::internal("an operation without a team has no heap"))
+        }
+    }
+}
+
+/// Every step is taken on all ranks or on none: `settle` makes one verdict of their attempts.
+fn grown<P>(heap: &Heap, make: impl Fn() -> Result<P>) -> Result<P> {
+    let mut tries = 0;
+    loop {
+        match heap.team().settle("plan", make()) {
+            Err(e) if e.kind() == ErrorKind::Exhausted && tries < GROWTHS => {
+                tries += 1;
+                let (_, total) = heap.usage();
+                heap.collect()?;
+                heap.grow(2 * total)?;
+            }
+            made => return made,
+        }
+    }
+}

@@ -1,0 +1,372 @@
+//! What a call site is asked to do, as the text that the Python package gives it.
+//!
+//! The text is an attribute of the call, so it is equal in all processes and lives in the compiled
+//! program, also in one that comes from a cache. Descriptions are made of it by the functions that
+//! the operations of torch use.
+
+use serde::Deserialize;
+use tilewire::ops::Algo;
+use tilewire::ops::ag_gemm::AgGemmDesc;
+use tilewire::ops::attention::{AttentionDesc, Sequences};
+use tilewire::ops::collective::CollectiveDesc;
+use tilewire::ops::cp_attention::{CpAttentionDesc, Strategy};
+use tilewire::ops::ep::{EpDesc, EpHandle};
+use tilewire::ops::gemm_ar::GemmArDesc;
+use tilewire::ops::gemm_rs::GemmRsDesc;
+use tilewire::ops::grouped_gemm::GroupedDesc;
+use tilewire::prelude::*;
+
+use crate::ops::attention::{Forms, Spec as Attention};
+use crate::ops::collective::{Move, reduction, rows_of};
+use crate::ops::ep::EpSpec;
+use crate::ops::overlap::{AgParams, SumParams};
+use crate::ops::{Form, grouped};
+
+#[derive(Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
+#[serde(rename_all = "snake_case")]
+pub enum Op {
+    AllGather,
+    ReduceScatter,
+    AllReduce,
+    AllToAll,
+    AgGemm,
+    GemmRs,
+    GemmAr,
+    GroupedFprop,
+    GroupedDgrad,
+    GroupedWgrad,
+    Attention,
+    AttentionBwd,
+    CpAttention,
+    CpAttentionBwd,
+    EpDispatch,
+    EpCombine,
+    EpDispatchBwd,
+    EpCombineBwd,
+}
+
+impl Op {
+    pub fn name(self) -> &'static str {
+        match self {
+            Op::AllGather => "all_gather",
+            Op::ReduceScatter => "reduce_scatter",
+            Op::AllReduce => "all_reduce",
+            Op::AllToAll => "all_to_all",
+            Op::AgGemm => "ag_gemm",
+            Op::GemmRs => "gemm_rs",
+            Op::GemmAr => "gemm_ar",
+            Op::GroupedFprop => "grouped_gemm",
+            Op::GroupedDgrad => "grouped_gemm_dgrad",
+            Op::GroupedWgrad => "grouped_gemm_wgrad",
+            Op::Attention => "attention",
+            Op::AttentionBwd => "attention_bwd",
+            Op::CpAttention => "cp_attention",
+            Op::CpAttentionBwd => "cp_attention_bwd",
+            Op::EpDispatch => "ep_dispatch",
+            Op::EpCombine => "ep_combine",
+            Op::EpDispatchBwd => "ep_dispatch_bwd",
+            Op::EpCombineBwd => "ep_combine_bwd",
+        }
+    }
+
+    /// Needs no other rank.
+    pub fn is_local(self) -> bool {
+        matches!(
+            self,
+            Op::GroupedFprop
+                | Op::GroupedDgrad
+                | Op::GroupedWgrad
+                | Op::Attention
+                | Op::AttentionBwd
+        )
+    }
+}
+
+/// An operand or a result.
+#[derive(Deserialize, Clone, Debug)]
+pub struct Operand {
+    pub name: String,
+    pub dtype: String,
+    pub shape: Vec<usize>,
+}
+
+/// Parameters of the operations; each uses its own.
+#[derive(Deserialize, Clone, Default, Debug)]
+#[serde(default)]
+pub struct Params {
+    pub act: Option<String>,
+    pub rows: Option<Vec<usize>>,
+    pub kn: bool,
+    pub algo: Option<String>,
+    pub wire: Option<String>,
+    pub reduce: Option<String>,
+    pub splits: Option<Vec<Vec<usize>>>,
+    pub grad: bool,
+    /// Number of an EP buffer among those of its group.
+    pub buffer: u64,
+}
+
+#[derive(Deserialize, Clone, Debug)]
+pub struct Spec {
+    pub op: Op,
+    /// Number of the world; 0 of an operation that needs none.
+    pub world: u64,
+    /// Number of the call site, given when the call is traced; equal in all processes.
+    pub site: u64,
+    pub axes: Vec<String>,
+    pub args: Vec<Operand>,
+    pub rets: Vec<Operand>,
+    #[serde(default)]
+    pub params: Params,
+    #[serde(default)]
+    pub attention: Option<Attention>,
+    #[serde(default)]
+    pub ep: Option<EpSpec>,
+}
+
+/// What is to be planned, and what a launch passes beside tensors.
+pub enum Desc {
+    Collective(CollectiveDesc, usize),
+    AgGemm(AgGemmDesc, usize, Option<Algo>),
+    GemmRs(GemmRsDesc, usize, Option<Algo>),
+    GemmAr(GemmArDesc, usize, Option<Algo>),
+    Grouped(GroupedDesc),
+    Attention(AttentionDesc, Sequences),
+    CpAttention(CpAttentionDesc, Sequences, Option<Strategy>),
+    Ep(EpDesc, Option<usize>),
+}
+
+impl Operand {
+    fn form(&self) -> Result<Form> {
+        Ok(Form { shape: Shape::new(&self.shape)?, dtype: self.dtype.parse()? })
+    }
+}
+
+impl Spec {
+    /// # Errors
+    /// `Internal` for a text that the Python package does not write.
+    pub fn parse(text: &str) -> Result<Self> {
+        serde_json::from_str(text)
+            .map_err(|e| Error::internal(format!("a call that is not understood: {e}")))
+    }
+
+    /// Place of operand `name`.
+    pub fn arg(&self, name: &str) -> Option<usize> {
+        self.args.iter().position(|a| a.name == name)
+    }
+
+    /// Place of result `name`.
+    pub fn ret(&self, name: &str) -> Option<usize> {
+        self.rets.iter().position(|a| a.name == name)
+    }
+
+    fn of(all: &[Operand], name: &str) -> Result<Form> {
+        let found = all.iter().find(|a| a.name == name);
+        found.ok_or_else(|| Error::internal(format!("a call without `{name}`")))?.form()
+    }
+
+    fn form(&self, name: &str) -> Result<Form> {
+        Self::of(&self.args, name)
+    }
+
+    fn out(&self, name: &str) -> Result<Form> {
+        Self::of(&self.rets, name)
+    }
+
+    /// Fails unless operand `name`, if there is one, has these extents.
+    fn expect(&self, name: &str, dims: &[usize]) -> Result<()> {
+        let Some(operand) = self.args.iter().find(|a| a.name == name) else { return Ok(()) };
+        if operand.shape == dims {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("`{name}` has the wrong shape"))
+            .expected(format_args!("{dims:?}"))
+            .seen(format_args!("{:?}", operand.shape)))
+    }
+
+    /// What the call is asked to do on a team of `size`, checked as far as shapes and types say.
+    ///
+    /// # Errors
+    /// `InvalidArgument` or `Unsupported`, with the operation's name.
+    pub fn describe(&self, size: usize) -> Result<Desc> {
+        self.described(size).map_err(|e| e.op(self.op.name()))
+    }
+
+    fn described(&self, size: usize) -> Result<Desc> {
+        match self.op {
+            Op::AllGather | Op::ReduceScatter | Op::AllReduce | Op::AllToAll => self.moved(size),
+            Op::AgGemm => self.ag_gemm(size),
+            Op::GemmRs | Op::GemmAr => self.sum(size),
+            Op::GroupedFprop | Op::GroupedDgrad | Op::GroupedWgrad => self.grouped(),
+            Op::Attention | Op::AttentionBwd => {
+                let (desc, sequences) = self.attention()?.describe(self.forms()?, 1)?;
+                desc.check()?;
+                desc.check_launch(&sequences)?;
+                Ok(Desc::Attention(desc, sequences))
+            }
+            Op::CpAttention | Op::CpAttentionBwd => {
+                let spec = self.attention()?;
+                let (mut desc, sequences) = spec.cp(self.forms()?, size)?;
+                desc.backward = self.params.grad;
+                desc.check(size)?;
+                desc.check_launch(&sequences, size)?;
+                Ok(Desc::CpAttention(desc, sequences, spec.strategy()?))
+            }
+            Op::EpDispatch | Op::EpCombine | Op::EpDispatchBwd | Op::EpCombineBwd => self.ep(size),
+        }
+    }
+
+    /// Fails unless `rows` are one number for each rank, of which the largest is `most`.
+    fn check_rows(&self, size: usize, what: &str, most: usize) -> Result<()> {
+        let Some(rows) = &self.params.rows else { return Ok(()) };
+        if rows.len() == size && rows.iter().max() == Some(&most) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("`rows` do not fit {what}"))
+            .expected(format_args!("{size} numbers, the largest {most}"))
+            .seen(format_args!("{rows:?}"))
+            .hint("pass rows for each rank; every rank's tensor has as many rows as the largest"))
+    }
+
+    fn moved(&self, size: usize) -> Result<Desc> {
+        let (x, p) = (self.form("x")?, &self.params);
+        let (mine, _) = rows_of(x.shape)?;
+        let op = || reduction(p.reduce.as_deref().unwrap_or("sum"));
+        let rows = p.rows.clone();
+        let of = match self.op {
+            Op::AllGather => {
+                self.check_rows(size, "`x`", mine)?;
+                Move::gather(mine, size, rows)
+            }
+            Op::ReduceScatter => {
+                self.check_rows(size, "the result", rows_of(self.out("out")?.shape)?.0)?;
+                Move::scatter(mine, size, rows, op()?)
+            }
+            Op::AllReduce => Move::reduce(mine, op()?),
+            _ => Move::exchange(p.splits.clone().unwrap_or_default(), size),
+        };
+        let (desc, m) = of.describe(x)?;
+        desc.check(size)?;
+        Ok(Desc::Collective(desc, m))
+    }
+
+    fn ag_gemm(&self, size: usize) -> Result<Desc> {
+        let (x, w, p) = (self.form("x")?, self.form("w")?, &self.params);
+        let params = AgParams {
+            act: p.act.as_deref(),
+            rows: p.rows.as_deref(),
+            kn: p.kn,
+            algo: p.algo.as_deref(),
+            bias: self.arg("bias").is_some(),
+            aux: self.ret("aux").is_some(),
+        };
+        let (desc, m, algo) = params.describe((x, w, self.out("out")?.dtype), size)?;
+        let (mine, _) = x.matrix("x")?;
+        self.check_rows(size, "`x`", mine)?;
+        self.expect("x", &[mine, desc.k])?;
+        self.expect("bias", &[desc.n])?;
+        desc.check(size)?;
+        Ok(Desc::AgGemm(desc, m, algo))
+    }
+
+    fn sum(&self, size: usize) -> Result<Desc> {
+        let (x, w, p) = (self.form("x")?, self.form("w")?, &self.params);
+        let params = SumParams {
+            rows: p.rows.as_deref(),
+            kn: p.kn,
+            wire: p.wire.as_deref(),
+            algo: p.algo.as_deref(),
+            bias: self.arg("bias").is_some(),
+        };
+        let out = self.out("out")?;
+        let (desc, m, algo) = params.describe((x, w, out.dtype), size)?;
+        let (rows, _) = x.matrix("x")?;
+        self.check_rows(size, "the result", out.matrix("out")?.0)?;
+        self.expect("x", &[rows, desc.k])?;
+        self.expect("bias", &[desc.n])?;
+        if self.op == Op::GemmAr {
+            let desc = GemmArDesc(desc);
+            desc.check(size)?;
+            return Ok(Desc::GemmAr(desc, m, algo));
+        }
+        desc.check(size)?;
+        Ok(Desc::GemmRs(desc, m, algo))
+    }
+
+    fn grouped(&self) -> Result<Desc> {
+        let groups = self.form("m_splits")?.shape.num_elems();
+        let rows_cols = |f: Form, what| f.matrix(what);
+        let (a, b, dtype) = match self.op {
+            Op::GroupedFprop => {
+                let x = self.form("x")?;
+                (rows_cols(x, "x")?, rows_cols(self.out("out")?, "out")?, x.dtype)
+            }
+            Op::GroupedDgrad => {
+                let dy = self.form("dy")?;
+                (rows_cols(self.out("dx")?, "dx")?, rows_cols(dy, "dy")?, dy.dtype)
+            }
+            _ => {
+                let x = self.form("x")?;
+                (rows_cols(x, "x")?, rows_cols(self.form("dy")?, "dy")?, x.dtype)
+            }
+        };
+        let ((rows, k), (_, n)) = (a, b);
+        let mut desc = grouped::describe(groups, (rows, n, k), dtype);
+        if self.op == Op::GroupedWgrad {
+            desc.grad = self.out("dw")?.dtype;
+        }
+        self.expect("w", &[groups, n, k])?;
+        self.expect("bias", &[groups, n])?;
+        desc.check()?;
+        Ok(Desc::Grouped(desc))
+    }
+
+    fn attention(&self) -> Result<&Attention> {
+        self.attention.as_ref().ok_or_else(|| Error::internal("an attention without its numbers"))
+    }
+
+    fn forms(&self) -> Result<Forms> {
+        let bias = self.arg("bias").map(|_| self.form("bias")).transpose()?;
+        let [q, k, v] = ["q", "k", "v"].map(|n| self.form(n));
+        Ok(Forms { q: q?, k: k?, v: v?, bias, sink: self.arg("sink").is_some() })
+    }
+
+    /// A layer of experts and the bytes of a routing's state in it.
+    fn ep(&self, size: usize) -> Result<Desc> {
+        let spec = self.ep.as_ref().ok_or_else(|| Error::internal("a layer without numbers"))?;
+        let desc = spec.describe(size)?;
+        desc.check(size)?;
+        let state = [EpHandle::state_bytes(&desc)];
+        self.expect("handle", &state)?;
+        match self.op {
+            Op::EpDispatch => {
+                let tokens = self.form("topk_idx")?.matrix("topk_idx")?.0;
+                self.expect("topk_idx", &[tokens, desc.top_k])?;
+                self.expect("x", &[tokens, desc.hidden])?;
+                self.expect("topk_weights", &[tokens, desc.top_k])?;
+                if tokens > desc.max_tokens {
+                    return Err(Error::invalid("more tokens than the layer was made for")
+                        .expected(format_args!("at most {}", desc.max_tokens))
+                        .seen(tokens));
+                }
+            }
+            Op::EpCombine => {
+                self.expect("y", &[desc.capacity, desc.hidden])?;
+                self.expect("weights", &[desc.capacity])?;
+            }
+            _ => {}
+        }
+        if let Some(i) = self.arg("x").or(self.arg("y")) {
+            let seen = self.args[i].form()?.dtype;
+            if seen != desc.dtype {
+                return Err(Error::invalid(format!(
+                    "`{}` is not of the layer's type",
+                    self.args[i].name
+                ))
+                .expected(desc.dtype)
+                .seen(seen));
+            }
+        }
+        Ok(Desc::Ep(desc, spec.num_sms))
+    }
+}
