@@ -13,6 +13,7 @@ use tilewire::symm::{HostOneSided, OneSided, SignalSlot, Signals, SymBuf, VmmOne
 use crate::call::Call;
 use crate::errors::OrRaise;
 use crate::export::{Bytes, export};
+use crate::world::Member;
 
 type Object<'py> = Bound<'py, PyAny>;
 
@@ -120,29 +121,58 @@ impl SymmBuffer {
     }
 }
 
-#[pymethods]
 impl SymmBuffer {
-    /// Collective: `len_bytes` on every rank of `world`.
-    #[new]
-    fn new(py: Python<'_>, world: u64, len_bytes: usize) -> PyResult<Self> {
-        let call = Call::new(py, "symm_empty", world)?;
+    /// Collective: a buffer of `world`, made by `make`, and what that says beside.
+    fn made<T: Send>(
+        py: Python<'_>,
+        (op, world): (&'static str, u64),
+        make: impl FnOnce(&Member) -> Result<((SymBuf, Signals), T)> + Send,
+    ) -> PyResult<(Self, T)> {
+        let call = Call::new(py, op, world)?;
         let member = call.member.clone();
-        let inner = call.prepare(py, |stream| {
+        let (inner, beside) = call.prepare(py, |stream| {
             if stream.is_capturing() {
                 let text = "symmetric memory is taken together with the other ranks";
                 return Err(Error::new(ErrorKind::NotPrepared, text)
-                    .hint("call `symm_empty` before the capture begins"));
+                    .hint("call this before the capture begins"));
             }
             free_gone()?;
-            let held = member.plans.alloc("symm_empty", len_bytes.max(1), 1)?;
+            let (held, beside) = make(&member)?;
             let (addr, _) = held.0.address(member.team.rank())?;
-            Ok(Inner { world, device: member.device.clone(), addr, held: Some(held) })
+            let device = member.device.clone();
+            Ok((Inner { world, device, addr, held: Some(held) }, beside))
         })?;
         let inner = Arc::new(inner);
         let mut all = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
         all.get_or_insert_default().insert(inner.addr, Arc::downgrade(&inner));
         drop(all);
-        Ok(Self(inner))
+        Ok((Self(inner), beside))
+    }
+
+    /// The memory, for calls on its own world.
+    pub fn memory(&self) -> Result<&SymBuf> {
+        self.0.buf().map(|held| &held.0)
+    }
+}
+
+#[pymethods]
+impl SymmBuffer {
+    /// Collective: `len_bytes` on every rank of `world`.
+    #[new]
+    fn new(py: Python<'_>, world: u64, len_bytes: usize) -> PyResult<Self> {
+        let make =
+            |member: &Member| Ok((member.plans.alloc("symm_empty", len_bytes.max(1), 1)?, ()));
+        Ok(Self::made(py, ("symm_empty", world), make)?.0)
+    }
+
+    /// Collective: the allocation behind `addr`, which somebody else has made, and how many bytes `addr`
+    /// lies inside.
+    #[staticmethod]
+    fn adopt(py: Python<'_>, world: u64, addr: u64) -> PyResult<(Self, usize)> {
+        Self::made(py, ("symm_adopt", world), |member: &Member| {
+            let (buf, inside) = member.plans.heap().adopt(addr)?;
+            Ok(((buf, member.team.signals(1, "symm_adopt")?), inside))
+        })
     }
 
     /// The buffer whose part here begins at `addr`, if there is one.

@@ -13,6 +13,7 @@ use crate::call::Call;
 use crate::errors::OrRaise;
 use crate::export::{Bytes, export};
 use crate::keys::Key;
+use crate::symm::SymmBuffer;
 
 type Object<'py> = Bound<'py, PyAny>;
 
@@ -157,6 +158,13 @@ impl EpGroup {
         let bytes = Bytes::flat(memory.addr(), memory.len_bytes());
         // SAFETY: the plan has made the memory for this; it is kept by its tensor.
         unsafe { export(py, &call.device, &bytes, Arc::new((memory, self.plan.clone()))) }
+    }
+
+    /// Collective: dispatches may receive their rows from byte `at` of a symmetric buffer on.
+    fn receive_in(&self, py: Python<'_>, buf: &Bound<'_, SymmBuffer>, at: usize) -> PyResult<()> {
+        let call = Call::new(py, "ep", self.world)?;
+        let memory = buf.get().memory().or_raise(py)?;
+        call.prepare(py, |_| self.plan.zero_copy_recv_in(memory, at).map(drop))
     }
 
     /// A buffer for one microbatch.

@@ -85,6 +85,27 @@ def test_other_layouts(world, device, gen, layout):
     assert torch.equal(rows[0][used], rows[1][used])
 
 
+def test_memory_of_the_callers(world, device, gen):
+    me, size = world.rank, world.size
+    group = group_of(world, zero_copy=True)
+    idx, _ = routing(gen, size)
+    x = randn(gen, size, T, H)[me].to(device, torch.float32)
+    # Not at the beginning of the memory.
+    mine = tw.symm_empty(group.recv_rows + 2, H)[2:].zero_()
+    bufs = [group.buffer(mine), group.buffer()]
+    rows = [tw.ep_dispatch(b, x, idx[me].to(device))[0] for b in bufs]
+    assert rows[0].data_ptr() == mine.data_ptr()
+    num = bufs[0].totals()["rows"]
+    assert torch.equal(rows[0][:num], rows[1][:num]) and torch.equal(mine[:num], rows[1][:num])
+    for bad in (mine[1:], mine.view(-1), torch.zeros_like(mine)):
+        with pytest.raises(tilewire.InvalidArgument):
+            group.buffer(bad)
+    with pytest.raises(tilewire.InvalidArgument, match="require a gradient"):
+        group.buffer(mine.detach().requires_grad_())
+    with pytest.raises(tilewire.InvalidArgument, match="zero_copy"):
+        group_of(world).buffer(mine)
+
+
 def test_fewer_multiprocessors_give_the_same_bits(world, device, gen):
     me, size = world.rank, world.size
     idx, _ = routing(gen, size)

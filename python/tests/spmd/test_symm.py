@@ -149,6 +149,45 @@ def test_what_is_not_symmetric_is_refused(world, device):
     world.barrier()
 
 
+def test_memory_of_torch_becomes_symmetric(world, device, gen):
+    """torch's own symmetric memory, used by both; experts receive there."""
+    if device.type == "cpu":
+        with pytest.raises(tilewire.Unsupported, match="adopt|vmm"):
+            tw.symm_adopt(torch.zeros(4))
+        return
+    with pytest.raises(tilewire.Unsupported, match="symm_empty"):
+        tw.symm_adopt(torch.zeros(4, device=device))
+    import torch.distributed._symmetric_memory as torch_symm
+
+    size, me = world.size, world.rank
+    theirs = torch_symm.empty(64, 16, dtype=torch.bfloat16, device=device)
+    theirs.copy_(value(me, (64, 16), torch.bfloat16))
+    ours = tw.symm_adopt(theirs)
+    assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
+    h = tw.symm_handle(ours)
+    h.barrier()
+    for r in range(size):
+        assert torch.equal(h.get_tensor(r).float().cpu(), value(r, (64, 16)))
+    h.barrier()
+    h.put(torch.full((16,), 5.0 + me, device=device, dtype=torch.bfloat16), (me + 1) % size)
+    h.barrier()
+    assert bool((theirs[0] == 5.0 + (me - 1) % size).all())
+    group = tw.EpGroup(
+        num_experts=size, max_tokens=8, hidden=16, top_k=1, capacity=64, zero_copy=True
+    )
+    idx = torch.randint(size, (size, 8, 1), generator=gen)[me].to(device)
+    x = torch.randn(size, 8, 16, generator=gen)[me].to(device, torch.bfloat16)
+    plain = group.buffer()
+    rows, _, splits = tw.ep_dispatch(plain, x, idx)
+    num = int(splits.sum())
+    kept = rows[:num].clone()
+    buf = group.buffer(ours)
+    straight, _, _ = tw.ep_dispatch(buf, x, idx)
+    torch.cuda.synchronize()
+    assert torch.equal(theirs[:num], kept) and straight.data_ptr() == ours.data_ptr()
+    assert torch.equal(tw.ep_combine(buf, straight * 2), x * 2)
+
+
 def test_transfers_are_captured(world, device):
     if device.type != "cuda":
         pytest.skip("needs a GPU: the host backend has no graphs of torch")

@@ -32,7 +32,7 @@ from ._modules import ColumnParallelLinear, GroupedLinear, RowParallelLinear
 from ._permute import RowMap, permute, unpermute
 from ._plans import explain, memory, prepare
 from ._quant import QTensor, quantize
-from ._symm import SymmHandle, symm_empty, symm_handle
+from ._symm import SymmHandle, symm_adopt, symm_empty, symm_handle
 from ._world import World, init
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "prepare",
     "quantize",
     "reduce_scatter",
+    "symm_adopt",
     "symm_empty",
     "symm_handle",
     "unpermute",

@@ -43,6 +43,7 @@ __all__ = [
     "prepare",
     "quantize",
     "reduce_scatter",
+    "symm_adopt",
     "symm_empty",
     "symm_handle",
     "unpermute",
@@ -342,7 +343,7 @@ class EpGroup:
         zero_copy: bool = False,
         num_sms: int | None = None,
     ) -> None: ...
-    def buffer(self) -> EpBuffer:
+    def buffer(self, recv: Tensor | None = None) -> EpBuffer:
         """A buffer for one microbatch."""
 
     def explain(self) -> str:
@@ -352,7 +353,7 @@ class EpBuffer:
     """The routing of one microbatch, from its dispatch to the end of its backward pass."""
 
     group: EpGroup
-    def __init__(self, group: EpGroup) -> None: ...
+    def __init__(self, group: EpGroup, recv: Tensor | None = None) -> None: ...
     def totals(self) -> dict[str, Any]:
         """True numbers of the last routing. Waits for the device."""
 
@@ -502,6 +503,9 @@ def symm_empty(
     *shape: int | Sequence[int], dtype: torch.dtype | None = None, group: _Group = None
 ) -> Tensor:
     """Collective: a tensor whose memory all ranks of a world have, at the same place."""
+
+def symm_adopt(t: Tensor, group: _Group = None) -> Tensor:
+    """Collective: memory of torch's symmetric memory as symmetric memory of a world."""
 
 def symm_handle(t: Tensor) -> SymmHandle:
     """What only symmetric memory can do with ``t``."""

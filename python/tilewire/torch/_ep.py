@@ -8,6 +8,7 @@ from .. import _native
 from .._errors import InvalidArgument, Stale
 from ._functions import _needs_grad, _once, _ordinary
 from ._quant import QTensor
+from ._symm import symm_handle
 from ._world import handle_of, world_of
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -108,10 +109,16 @@ class EpGroup:
         #: Experts that are here.
         self.num_local_experts = self._native.experts_per_rank[world.rank]
 
-    def buffer(self):
+    def buffer(self, recv=None):
         """A buffer for one microbatch: its routing, and with ``zero_copy`` the memory of its rows, which
-        all ranks make together. Several may be in flight."""
-        return EpBuffer(self)
+        all ranks make together. Several may be in flight.
+
+        Args:
+            recv: memory for the rows in place of the buffer's own: a contiguous tensor [recv_rows, hidden]
+                of the group's dtype from :func:`symm_empty` or :func:`symm_adopt`, the same on all ranks,
+                for one buffer at a time. Needs ``zero_copy``.
+        """
+        return EpBuffer(self, recv)
 
     def explain(self):
         """What it takes and does, in words."""
@@ -124,7 +131,7 @@ class EpBuffer:
     A dispatch gives it a new generation; what belongs to an older one raises :class:`Stale`.
     """
 
-    def __init__(self, group):
+    def __init__(self, group, recv=None):
         self.group = group
         self._native = group._native.buffer()
         self._generation = 0
@@ -132,10 +139,27 @@ class EpBuffer:
         self._tokens = None
         self._side = None
         self._recv = self._grad = None
+        if recv is not None and not group.zero_copy:
+            raise InvalidArgument("EpGroup.buffer: memory for the rows needs zero_copy=True")
         if group.zero_copy:
-            self._recv = self._memory(False, (group.recv_rows, group.hidden), group.dtype)
+            shape = (group.recv_rows, group.hidden)
+            self._recv = self._memory(False, shape, group.dtype) if recv is None else self._in(recv)
             if group.layout == "expert_major":
                 self._grad = self._memory(True, (group.capacity, group.hidden), group.out_dtype)
+
+    def _in(self, recv):
+        """The caller's symmetric memory for the rows."""
+        g, handle = self.group, symm_handle(recv)
+        if tuple(recv.shape) != (g.recv_rows, g.hidden) or recv.dtype != g.dtype:
+            raise InvalidArgument(
+                f"EpGroup.buffer: recv must be [{g.recv_rows}, {g.hidden}] {g.dtype}, not"
+                f" {tuple(recv.shape)} {recv.dtype}"
+            )
+        if recv.requires_grad:
+            raise InvalidArgument("EpGroup.buffer: memory for the rows cannot require a gradient")
+        if g.device.type == "cuda":
+            g._native.receive_in(handle._native, handle._at)
+        return recv
 
     def _memory(self, grad, shape, dtype):
         """Memory that peers write to; on the CPU, where nothing is gained, memory like any other."""

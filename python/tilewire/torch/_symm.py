@@ -40,6 +40,35 @@ def symm_empty(*shape, dtype=None, group=None):
     return flat[: num * dtype.itemsize].view(dtype).view(shape)
 
 
+def symm_adopt(t, group=None):
+    """Collective: the memory of ``t``, a GPU tensor of ``torch.distributed._symmetric_memory.empty``, as
+    symmetric memory of a world.
+
+    Peers write to and read from the very memory that ``t`` has. It stays part of the world's memory as
+    long as the world lives, also when ``t`` is gone.
+
+    Args:
+        t: contiguous; the same shape and dtype on all ranks.
+        group: as :func:`symm_empty`.
+
+    Returns:
+        A tensor of t's shape and dtype over the same memory, at other addresses: :func:`symm_handle` and
+        :meth:`EpGroup.buffer` take it.
+
+    Raises:
+        Unsupported: the memory was not made to be shared with other processes, or lies on the CPU, or
+            the world's backend is not ``vmm``.
+        Mismatch: the allocations of the ranks are not alike.
+    """
+    if not isinstance(t, torch.Tensor) or not t.is_contiguous() or t.numel() == 0:
+        raise InvalidArgument("symm_adopt: a contiguous tensor with elements is expected")
+    world = handle_of(group)
+    addr = t.data_ptr() if t.is_cuda else 0
+    native, inside = _native.SymmBuffer.adopt(world, addr)
+    flat = torch.utils.dlpack.from_dlpack(native.part(world & 0xFFF)).view(-1)
+    return flat[inside : inside + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+
+
 def symm_handle(t):
     """What only symmetric memory can do with ``t``: a tensor of :func:`symm_empty`, or a contiguous
     part of one.
@@ -70,7 +99,8 @@ class SymmHandle:
             )
         # The tensor itself is not kept: tensors made here keep the memory.
         self._shape, self._dtype = t.shape, t.dtype
-        self._at = t.storage_offset() * t.element_size()
+        # Of the buffer: a storage that was adopted begins there, whatever the tensor's offset says.
+        self._at = t.data_ptr() - start
         self._len = t.numel() * t.element_size()
         #: My rank, and the number of ranks.
         self.rank, self.size = self._native.world & 0xFFF, self._native.world >> 12 & 0xFFF
