@@ -205,6 +205,8 @@ def main():
         replayed.append(job.results())
     world.check()
     memory = world.memory()
+    # Who leaves first ends what others wait for; nobody leaves before all have looked.
+    world.barrier()
     world.finalize()
 
     names = ("whole", "products", "sums")

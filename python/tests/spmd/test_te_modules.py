@@ -331,8 +331,11 @@ def test_a_group_that_comes_later(world, group, device, gen):
     cols = slice(IN * world.rank, IN * world.rank + IN)
     with torch.no_grad():
         layer.weight.copy_(w[:, cols]), layer.bias.copy_(b)
-    layer.set_tensor_parallel_group(group)
     mine = x[..., cols].float().to(device)
+    if world.size > 1:
+        with pytest.raises(tilewire.InvalidArgument, match="set_tensor_parallel_group"):
+            layer(mine)
+    layer.set_tensor_parallel_group(group)
     close(layer(mine), ref)
     many = 2 * world.size
     other = te.Linear(many, OUT, parallel_mode="row", tp_size=many, device=device)

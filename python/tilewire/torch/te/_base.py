@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..._errors import InvalidArgument, Unsupported
-from ._ub import world_for
+from ._ub import ranks_of
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,16 +83,15 @@ class Module(nn.Module):
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.parallel_mode = parallel_mode
-        self.tp_group, self.tp_size = tp_group, tp_size
-        if tp_group is not None:
-            meta = torch.device(device).type == "meta"
-            self.tp_size = world_for(tp_group, None if meta else device).size
+        self.tp_group = tp_group
+        self.tp_size = tp_size if tp_group is None else ranks_of(tp_group)
         return {"device": device, "dtype": dtype}
 
     def _set_group(self, layer, tp_group):
-        size = 1 if tp_group is None else world_for(tp_group).size
-        if size != self.tp_size:
-            raise InvalidArgument(f"{layer}: a group of {size} ranks, and tp_size={self.tp_size}")
+        if ranks_of(tp_group) != self.tp_size:
+            raise InvalidArgument(
+                f"{layer}: a group of {ranks_of(tp_group)} ranks, and tp_size={self.tp_size}"
+            )
         self.tp_group = tp_group
 
     def _parameter(self, name, shape, made):

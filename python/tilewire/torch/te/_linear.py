@@ -150,6 +150,7 @@ class Linear(Module):
             self.in_features = part(in_features, self.tp_size, "in_features")
         self._register(_splits(parameters_split, out_features), made)
         self.reset_parameters(defer_init=torch.device(made["device"]).type == "meta")
+        self._join()
 
     def _register(self, splits, made):
         self.weight_names = [f"{s}weight" for s, _ in splits]
@@ -168,6 +169,15 @@ class Linear(Module):
     def set_tensor_parallel_group(self, tp_group):
         """Sets the group, where the layer was made with ``tp_size`` alone."""
         self._set_group("Linear", tp_group)
+        self._join()
+
+    def _join(self):
+        """The World that the forward pass needs; None where it moves nothing, or no group is there
+        yet."""
+        if self.tp_size == 1 or self.parallel_mode is None or self.tp_group is None:
+            return None
+        device = getattr(self, self.weight_names[0]).device
+        return world_for(self.tp_group, None if device.type == "meta" else device)
 
     def _whole(self, names, first_microbatch=None):
         """A parameter of all parts; gradients of weights go where they are accumulated."""
@@ -203,7 +213,9 @@ class Linear(Module):
     def _product(self, x, weight, bias):
         if self.tp_size == 1 or self.parallel_mode is None:
             return F.linear(x, weight, bias)
-        world = world_for(self.tp_group, weight.device)
+        world = self._join()
+        if world is None:
+            raise InvalidArgument("Linear: set_tensor_parallel_group() must give the group first")
         if self.parallel_mode == "column":
             if self.sequence_parallel:
                 return ag_gemm(x, weight, world, bias=bias)

@@ -28,6 +28,13 @@ def refuse(where, **arguments):
             raise Unsupported(f"{where}: {name}={value!r} has no counterpart in tilewire.torch.te")
 
 
+def ranks_of(group):
+    """The number of ranks of a tensor-parallel group; 1 without one."""
+    if group is None:
+        return 1
+    return group.size if isinstance(group, World) else group.size()
+
+
 def world_for(group, device=None):
     """The World of a tensor-parallel group. The first call for a group makes it, together with the
     group's other ranks."""
