@@ -202,6 +202,7 @@ impl Spec {
                 let (desc, sequences) = self.attention()?.describe(self.forms()?, 1)?;
                 desc.check()?;
                 desc.check_launch(&sequences)?;
+                self.check_tokens(&sequences, 1)?;
                 Ok(Desc::Attention(desc, sequences))
             }
             Op::CpAttention | Op::CpAttentionBwd => {
@@ -210,6 +211,7 @@ impl Spec {
                 desc.backward = self.params.grad;
                 desc.check(size)?;
                 desc.check_launch(&sequences, size)?;
+                self.check_tokens(&sequences, size)?;
                 Ok(Desc::CpAttention(desc, sequences, spec.strategy()?))
             }
             Op::EpDispatch | Op::EpCombine | Op::EpDispatchBwd | Op::EpCombineBwd => self.ep(size),
@@ -329,6 +331,20 @@ impl Spec {
         let bias = self.arg("bias").map(|_| self.form("bias")).transpose()?;
         let [q, k, v] = ["q", "k", "v"].map(|n| self.form(n));
         Ok(Forms { q: q?, k: k?, v: v?, bias, sink: self.arg("sink").is_some() })
+    }
+
+    /// Fails unless the ranks' rows together are those of the sequences.
+    fn check_tokens(&self, s: &Sequences, size: usize) -> Result<()> {
+        let f = self.forms()?;
+        for (what, form, tokens) in [("q", f.q, s.tokens_q), ("k", f.k, s.tokens_kv)] {
+            let rows = form.shape.dim(0) * size;
+            if rows != tokens {
+                return Err(Error::invalid(format!("`{what}` has other rows than its sequences"))
+                    .expected(format_args!("{tokens} rows of {size} ranks together"))
+                    .seen(rows));
+            }
+        }
+        Ok(())
     }
 
     /// A layer of experts and the bytes of a routing's state in it.

@@ -22,8 +22,8 @@ compile the same programs in the same order. Shapes and types that do not fit ra
 :class:`tilewire.InvalidArgument` when the call is traced. What goes wrong in a program that runs comes
 through XLA as an exception of JAX's with our text; :func:`check` raises it as it is.
 
-There are no second derivatives, no forward-mode derivatives and no ``jax.vmap``, and programs cannot
-be exported: all of these raise :class:`tilewire.Unsupported`.
+There are no forward-mode derivatives, no second derivatives but those of the collectives, and no
+``jax.vmap``, and programs cannot be exported: all of these raise :class:`tilewire.Unsupported`.
 """
 
 from .._errors import Stale

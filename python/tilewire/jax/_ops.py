@@ -459,11 +459,15 @@ def gemm_rs(x, w, axis_name, *, bias=None, rows=None, wire=None, algo=None, worl
     return _folded(_gemm_rs(s, flat(x), w, bias), shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gemm_ar(s, x, w, bias):
+def _ar(s, x, w, bias):
     rets = {"out": ((x.shape[0], w.shape[0]), x.dtype)}
     more = dict(team=s.team, params=s.more(), invariant=s.tracked)
     return call("gemm_ar", {"x": x, "w": w, "bias": bias}, rets, **more)["out"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gemm_ar(s, x, w, bias):
+    return _ar(s, x, w, bias)
 
 
 def _gemm_ar_bwd(s, saved, dy):
@@ -478,7 +482,7 @@ def _gemm_ar_bwd(s, saved, dy):
     return matmul(dy, w, x.dtype), matmul(dy.T, x, w.dtype), db
 
 
-_gemm_ar.defvjp(lambda s, x, w, b: (_gemm_ar(s, x, w, b), (x, w, b)), _gemm_ar_bwd)
+_gemm_ar.defvjp(lambda s, x, w, b: (_ar(s, x, w, b), (x, w, b)), _gemm_ar_bwd)
 
 
 def gemm_ar(x, w, axis_name, *, bias=None, wire=None, algo=None, world=None):
