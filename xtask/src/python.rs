@@ -13,6 +13,8 @@ mod driver;
 pub const TORCH: [&str; 1] = ["torch==2.11.0"];
 const TOOLS: [&str; 2] = ["pytest==9.2.0", "numpy==2.4.6"];
 const TYPES: [&str; 1] = ["mypy==2.4.1"];
+/// The oldest that is served; the newest needs another Python, and is tried by hand.
+const JAX: [&str; 2] = ["jax==0.10.2", "numpy==2.4.6"];
 const MATURIN: &str = "maturin==1.16.0";
 
 /// Where torch lies with its dependencies, fetched if it is not there; none where it cannot be.
@@ -140,6 +142,41 @@ fn example(root: &Path, path: &str, name: &str) -> bool {
     done.is_ok_and(|s| s.success())
 }
 
+/// The tests of JAX: devices of one process, of two, and jobs. All types on four devices; elsewhere what
+/// differs with their number.
+fn jax(root: &Path, path: &str) -> Outcome {
+    let mut o = Outcome::default();
+    let file = |name: &str| root.join("python/tests").join(name).display().to_string();
+    let (runner, tests) = (file("run.py"), file("jax"));
+    let alone = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &tests];
+    let two = [&runner, "2", "-q", &tests];
+    let runs: [(&str, &str, &[&str]); 5] = [
+        ("1", "1", &alone),
+        ("2", "1", &alone),
+        ("4", "", &alone),
+        ("8", "1", &alone),
+        ("2", "1", &two),
+    ];
+    for (devices, quick, args) in runs {
+        let mut python = Command::new("python3");
+        python.envs(OFF).env("TW_JAX_DEVICES", devices).env("TW_JAX_QUICK", quick);
+        add(&mut o, &reported(root, path, args, &mut python));
+    }
+    let jobs = file("jax_jobs");
+    add(&mut o, &pytest(root, path, &["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs]));
+    let example = root.join("examples/python/jax_tp.py").display().to_string();
+    println!("$ python3 {example}");
+    let done = Command::new("timeout")
+        .args(["120", "python3", &example])
+        .current_dir(root.join("target"))
+        .envs(OFF)
+        .env("PYTHONPATH", path)
+        .stdin(Stdio::null())
+        .status();
+    add(&mut o, &one(done.is_ok_and(|s| s.success())));
+    o
+}
+
 /// Compares the stubs with what is there: names, arguments, defaults.
 fn stubtest(root: &Path, path: &str) -> bool {
     let file = |name: &str| root.join("python/tests/typing").join(name).display().to_string();
@@ -209,6 +246,11 @@ pub fn run(root: &Path) -> Outcome {
     }
     for name in ["tp_block", "moe", "attention"] {
         add(&mut o, &one(example(root, &path, name)));
+    }
+    if let Some(site) = site(root, &mut o, "python-jax", "jax", &JAX) {
+        // Without torch: JAX must need nothing of it.
+        let path = [&ours, &site, &tools].map(|p| p.display().to_string()).join(":");
+        add(&mut o, &jax(root, &path));
     }
     o
 }

@@ -32,6 +32,7 @@ const SLACK_BYTES: usize = 256 << 10;
 const GROWTHS: usize = 4;
 
 /// A plan, and what a launch passes beside tensors.
+#[expect(clippy::large_enum_variant, reason = "there is one for each call site and rank")]
 pub enum Body {
     Collective(CollectivePlan, usize),
     AgGemm(AgGemmPlan, usize),
@@ -143,10 +144,7 @@ impl Site {
         let len_bytes = len_bytes(&desc, size);
         let slots = world.together((op, spec.site), text, len_bytes, |i, number| {
             let local = &world.locals[i];
-            slot_of_team(&world, local, &spec, number, len_bytes).map_err(|e| {
-                local.end(&e);
-                e
-            })
+            slot_of_team(&world, local, &spec, number, len_bytes).inspect_err(|e| local.end(e))
         })?;
         world.count_bytes(len_bytes, false);
         Ok(Self { spec, world: Some(world), slots, lazy: Mutex::default(), len_bytes })
