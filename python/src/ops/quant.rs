@@ -51,6 +51,12 @@ fn quantized(
     Ok(Quantized { data: place.tensor(what, data)?, scales, layout })
 }
 
+/// Rows that a plan of matrices with `cols` columns is made for: any number, as nothing is allocated for
+/// them, so that ranks with different numbers of rows make the same plan. Launches count in 32 bits.
+fn most_rows(rows: usize, cols: usize) -> usize {
+    rounded(rows).max((1 << 40) / cols.max(1 << 16))
+}
+
 fn matrix(t: &Tensor) -> Result<(usize, usize)> {
     match t.shape().dims() {
         [rows, cols] => Ok((*rows, *cols)),
@@ -73,7 +79,7 @@ pub fn quantize(
     const OP: &str = "quantize";
     let describe = |x: &Tensor, q: &Quantized| -> Result<QuantDesc> {
         let (rows, cols) = matrix(x)?;
-        let new = QuantDesc::new(rounded(rows), cols, x.dtype(), q.data.dtype(), q.layout);
+        let new = QuantDesc::new(most_rows(rows, cols), cols, x.dtype(), q.data.dtype(), q.layout);
         Ok(QuantDesc { pow2_scales, ..new })
     };
     if world == 0 {
@@ -120,7 +126,7 @@ pub fn dequantize(
     place.run(py, |stream| {
         let (rows, cols) = matrix(&out)?;
         let (src, layout) = (q.data.dtype(), q.layout);
-        let desc = DequantDesc { rows: rounded(rows), cols, src, layout, out: out.dtype() };
+        let desc = DequantDesc { rows: most_rows(rows, cols), cols, src, layout, out: out.dtype() };
         let plan = local::plan(LocalKey::Dequant(desc), &place.device, stream, || {
             let plan = DequantPlan::new(desc)?;
             plan.prepare(stream).map(|()| plan)
