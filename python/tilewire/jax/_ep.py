@@ -85,6 +85,8 @@ class EpGroup:
             layout=self.layout,
             overflow=self.overflow,
             dtype=dtype_name(dtype, "dtype"),
+            num_scales=0,
+            out=dtype_name(dtype, "dtype"),
             num_sms=self.num_sms,
         )
         probe = dict(op="ep_combine_bwd", world=0, site=0, axes=[], args=[], rets=[], ep=spec)
