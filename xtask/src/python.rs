@@ -241,8 +241,11 @@ pub fn run(root: &Path) -> Outcome {
     add(&mut o, &pytest(root, &path, &jobs));
     let alone = [&ours, &tools].map(|p| p.display().to_string()).join(":");
     add(&mut o, &emulated(root, &alone));
-    if let Some(types) = site(root, &mut o, "python-types", "mypy", &TYPES) {
-        add(&mut o, &one(stubtest(root, &format!("{path}:{}", types.display()))));
+    // All that is compared is imported, so both frameworks are there.
+    let types = site(root, &mut o, "python-types", "mypy", &TYPES);
+    if let Some(types) = types.zip(site(root, &mut o, "python-jax", "jax", &JAX)) {
+        let path = format!("{path}:{}:{}", types.0.display(), types.1.display());
+        add(&mut o, &one(stubtest(root, &path)));
     }
     for name in ["tp_block", "moe", "attention"] {
         add(&mut o, &one(example(root, &path, name)));
