@@ -38,7 +38,6 @@ const ROOM_LIMIT: Duration = Duration::from_secs(5);
 /// it, the others see a death.
 pub struct LinkMesh {
     shared: Arc<Shared>,
-    left: AtomicBool,
     refused: u64,
     monitor: Option<Worker>,
 }
@@ -50,6 +49,8 @@ pub(crate) struct Shared {
     pub links: Vec<Option<Link>>,
     pub bell: Bell,
     pub stop: AtomicBool,
+    /// This rank has said goodbye.
+    pub left: AtomicBool,
 }
 
 impl LinkMesh {
@@ -75,12 +76,12 @@ impl LinkMesh {
         }
         let (links, refused) = rendezvous(store, Identity { job, rank, size, secret }, deadline)?;
         let inbox = Inbox::new(rank, size, Limits::default());
-        let stop = AtomicBool::new(false);
-        let shared = Arc::new(Shared { me: rank, inbox, links, bell: Bell::new()?, stop });
+        let (stop, left) = (AtomicBool::new(false), AtomicBool::new(false));
+        let shared = Arc::new(Shared { me: rank, inbox, links, bell: Bell::new()?, stop, left });
         let theirs = shared.clone();
         let name = format!("tilewire-mesh-{}", rank.get());
         let monitor = Worker::start(&name, move || monitor::run(&theirs))?;
-        Ok(Arc::new(Self { shared, left: AtomicBool::new(false), refused, monitor: Some(monitor) }))
+        Ok(Arc::new(Self { shared, refused, monitor: Some(monitor) }))
     }
 
     /// Connections that were refused during the rendezvous: strangers, port scans, bad proofs.
@@ -188,7 +189,7 @@ impl Mesh for LinkMesh {
     ) -> Result<Vec<Parcel>> {
         check_exchange(self, tag, members, payload, fds)?;
         let me = self.shared.me;
-        if self.left.load(Ordering::Acquire) {
+        if self.shared.left.load(Ordering::Acquire) {
             return Err(left_error(tag, me));
         }
         if self.is_forked() {
@@ -220,7 +221,7 @@ impl Mesh for LinkMesh {
 
     fn leave(&self) {
         // A forked child must not say goodbye for its parent.
-        if self.is_forked() || self.left.swap(true, Ordering::AcqRel) {
+        if self.is_forked() || self.shared.left.swap(true, Ordering::AcqRel) {
             return;
         }
         let bye = [frame::encode_small(Kind::Bye, self.shared.me, &[])];

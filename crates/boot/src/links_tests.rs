@@ -166,6 +166,22 @@ fn death_is_told_at_once_and_leaving_is_not_death() {
     }
 }
 
+/// What a peer does with its end of the connection behind a goodbye is no death of the peer.
+#[test]
+fn who_has_left_takes_no_living_peer_for_dead() {
+    for world in kinds(2) {
+        let (tx, rx) = mpsc::channel();
+        world[0].on_exit(Box::new(move |r, how| tx.send((r, how)).unwrap()));
+        world[0].leave();
+        while world[1].gone() == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(rx.recv_timeout(Duration::from_millis(200)).is_err(), "rank 1 is there");
+        assert_eq!(world[0].gone(), 0);
+        world[1].leave();
+    }
+}
+
 /// Rank 1 comes behind the death, and does not begin: rank 0, which has the dead rank's part, must not wait for it.
 #[test]
 fn a_death_between_two_that_meet_is_told_to_both_at_once() {

@@ -105,6 +105,10 @@ impl Peer<'_> {
                 }
             }
         };
+        // Behind my own goodbye a closed connection says nothing: a peer that has read it closes its end.
+        if gone == PeerExit::Died && shared.left.load(Ordering::Acquire) {
+            return false;
+        }
         shared.inbox.exit(self.rank, gone);
         // Wakes whoever waits for room in this socket, also if a child of the peer holds it open.
         rustix::net::shutdown(&self.link.sock, rustix::net::Shutdown::Both).ok();
