@@ -62,8 +62,10 @@ def test_tensors_are_positional_and_the_rest_by_keyword():
             for p in inspect.signature(f).parameters.values()
             if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         ]
-        data = {"x", "w", "q", "k", "v", "y", "buf", "topk_idx", "topk_weights", "weights"}
-        assert set(positional) <= data | {"group", "splits", "m_splits"}, (name, positional)
+        data = {"x", "w", "q", "k", "v", "y", "t", "rows", "topk_idx", "topk_weights", "weights"}
+        # What they belong to, and what is done with them.
+        other = {"group", "splits", "m_splits", "buf", "row_map", "op", "recipe"}
+        assert set(positional) <= data | other, (name, positional)
         for word in ("rank", "size", "world_size"):
             assert word not in positional, name
 

@@ -176,6 +176,8 @@ def test_second_derivatives_are_refused(world, device, gen):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_whole_with_changing_rows(world, device, gen, backend):
+    if backend == "inductor" and world.size > 2:
+        pytest.skip("one and two ranks show it; each rank of four would compile on two cores")
     size, me, n, k = world.size, world.rank, 8, 16
 
     def block(x, w1, w2):
