@@ -140,7 +140,8 @@ def test_what_jax_calls_abstract(world, mesh):
     assert out.shape == (world.size * 2, 3) and out.dtype == jnp.bfloat16
     jax.make_jaxpr(f)(jnp.zeros((world.size, 3)))
     jax.jit(f).lower(jnp.zeros((world.size, 3)))
-    assert world.used_bytes() == used
+    # Programs of other tests may go meanwhile.
+    assert world.used_bytes() <= used
 
 
 def per_shard(f):
