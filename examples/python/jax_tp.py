@@ -3,8 +3,8 @@
     python examples/python/jax_tp.py
 
 On the CPU it divides them among 2 devices of this process; with JAX's own variables for several
-processes (or `JAX_COORDINATOR`, `JAX_PROCESSES`, `JAX_PROCESS`) it does so among theirs. The gather of
-the rows hides behind the first product of a layer, the sum of the results behind the second.
+processes (or `JAX_COORDINATOR`, `JAX_PROCESSES`, `JAX_PROCESS`) it does so among theirs. The gather
+of the rows hides behind the first product of a layer, the sum of the results behind the second.
 """
 
 import os
@@ -62,7 +62,9 @@ def main():
                 mine = np.asarray(ref)[shard.index]
                 np.testing.assert_allclose(np.asarray(shard.data), mine, rtol=1e-3, atol=1e-5)
         if jax.process_index() == 0:
-            print(f"{world.size} devices of {jax.process_count()} processes agree with dense layers")
+            print(
+                f"{world.size} devices of {jax.process_count()} processes agree with dense layers"
+            )
 
 
 if __name__ == "__main__":

@@ -18,11 +18,14 @@
 //! instructions after XLA has inlined it, and has two states, though JAX lowers it once.
 //!
 //! Making plans has one order on all ranks. Processes compile the same programs in the same order,
-//! each compilation instantiates its calls in the order of the same schedule, and a process does
-//! so for one call after the other. Ranks that come to different calls are told so (`Mismatch`): the
-//! meeting compares the number that the call got when it was traced, how often that was
-//! instantiated, and all its shapes. It takes place on a team that is used for nothing else, so
-//! launches of other programs go on meanwhile and do not disturb it.
+//! each compilation instantiates its calls in the order of the same schedule, and a process does so
+//! for one call after the other. Ranks that come to different calls are told so (`Mismatch`): the
+//! meeting compares the number of the call in its program, which JAX's lowering gives it, how often
+//! a call of that number was instantiated, and all its shapes. So two calls of equal shapes that are
+//! written twice are never taken for each other; of the two instructions of a function that is
+//! called twice, XLA's order, which depends on the program alone, says which is which. The meeting
+//! takes place on a team that is used for nothing else, so launches of other programs go on
+//! meanwhile and do not disturb it.
 //!
 //! On the CPU, execute does not block. It queues the launch and returns a future, which a thread of
 //! ours sets when the launch is complete ([`pool`]): no thread of XLA's waits in a call, whatever

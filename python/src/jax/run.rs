@@ -164,7 +164,8 @@ impl Launch<'_> {
     fn grouped(&self, plan: &Arc<GroupedGemmPlan>) -> Result<Option<Rest>> {
         let (stream, counts) = (self.stream, self.arg("m_splits")?);
         let splits = Splits::counts(&counts);
-        // On the CPU the splits are looked at when the call has run; on a GPU nobody waits for that.
+        // On the CPU the splits are looked at when the call has run; on a GPU nobody waits for
+        // that.
         let (host, of, on) = (self.is_host(), plan.clone(), stream.clone());
         let fits = move || match host {
             false => Ok(()),

@@ -111,7 +111,7 @@ pub struct Spec {
     pub op: Op,
     /// Number of the world; 0 of an operation that needs none.
     pub world: u64,
-    /// Number of the call site, given when the call is traced; equal in all processes.
+    /// Number of the call in its program, given when it is lowered; equal in all processes.
     pub site: u64,
     pub axes: Vec<String>,
     pub args: Vec<Operand>,

@@ -1,8 +1,8 @@
 """The same session on 1, 2, 4 or 8 devices of one process, or on several processes.
 
-TW_JAX_DEVICES says how many devices each process has (default: 2). Under `tests/run.py N` the session
-runs in N processes, which meet through jax.distributed: then every process runs the same tests in
-the same order, and looks at its own shards.
+TW_JAX_DEVICES says how many devices each process has (default: 2). Under `tests/run.py N` the
+session runs in N processes, which meet through jax.distributed: then every process runs the same
+tests in the same order, and looks at its own shards.
 """
 
 import os

@@ -34,7 +34,9 @@ def dense(cu, *, causal=True, window=None, scale=None, softcap=None, dims=3):
                 seen = seen & (i - j <= window[0])
             s = jnp.where(seen, s, -jnp.inf)
             if sink is not None:
-                s = jnp.concatenate([s, jnp.broadcast_to(sink[:, None, None], (*s.shape[:2], 1))], -1)
+                s = jnp.concatenate(
+                    [s, jnp.broadcast_to(sink[:, None, None], (*s.shape[:2], 1))], -1
+                )
             p = jax.nn.softmax(s, -1)[..., :n]
             out.append(jnp.einsum("hqk,khd->qhd", p, vv))
         return jnp.concatenate(out).reshape(*shape[:-1], v.shape[-1])

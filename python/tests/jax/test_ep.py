@@ -84,7 +84,9 @@ def test_along_one_axis(world, mesh, rng):
     y = run(moe(buf), mesh, (ALL,) * 4, ALL, *placed(mesh, x, w, k, idx, "float32"))
     part = lambda a, r: a[r * len(a) // (n // tp) : (r + 1) * len(a) // (n // tp)]  # noqa: E731
     refs = [
-        dense_vjp(dense_moe(part(idx, r)), (part(x, r), part(w, r), part(k, r)), np.zeros((tp, T, H)))[0]
+        dense_vjp(
+            dense_moe(part(idx, r)), (part(x, r), part(w, r), part(k, r)), np.zeros((tp, T, H))
+        )[0]
         for r in range(n // tp)
     ]
     close(y, np.concatenate(refs), "y")
@@ -92,8 +94,8 @@ def test_along_one_axis(world, mesh, rng):
 
 @pytest.mark.parametrize("how", ["scan", "checkpoint", "scan of checkpoints"])
 def test_layers_that_share_a_buffer(world, mesh, rng, how):
-    """Each layer's routing is an array: the backward pass finds it however often the buffer was used
-    since, and a recomputed dispatch routes as the first did."""
+    """Each layer's routing is an array: the backward pass finds it however often the buffer was
+    used since, and a recomputed dispatch routes as the first did."""
     n, layers = world.size, 3
     routes = [routing(rng, n, E_PER_RANK * n) for _ in range(layers)]
     idx, k = (np.stack([r[i] for r in routes]) for i in (0, 1))
@@ -287,7 +289,11 @@ def test_what_does_not_fit(world, mesh):
         f(lambda: tw.ep_dispatch(buf, x, idx, jnp.ones((T, K + 1)))[0]),
         f(lambda: tw.ep_dispatch(buf, jnp.ones((T + 1, H)), jnp.zeros((T + 1, K), jnp.int32))[0]),
         f(lambda: tw.ep_combine(buf, x, None)),
-        f(lambda: tw.ep_combine(other, jnp.ones((group.capacity, H)), tw.ep_dispatch(buf, x, idx)[3])),
+        f(
+            lambda: tw.ep_combine(
+                other, jnp.ones((group.capacity, H)), tw.ep_dispatch(buf, x, idx)[3]
+            )
+        ),
         lambda: group_of(n, layout="spiral"),
         lambda: group_of(n, top_k=0),
         lambda: group_of(n, dtype="int32"),

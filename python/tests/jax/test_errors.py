@@ -1,4 +1,5 @@
-"""What does not fit raises when it is traced, by its type and with the reason; the world goes on."""
+"""What does not fit raises when it is traced, by its type and with the reason; the world goes
+on."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,10 @@ BOTH = ("dp", "tp")
 def goes_on(world, mesh):
     yield
     x = np.arange(world.size, dtype=np.float32)
-    equal(run(lambda x: tw.all_gather(x, BOTH), mesh, (ALL,), ALL, put(mesh, x, ALL)), np.tile(x, world.size))
+    equal(
+        run(lambda x: tw.all_gather(x, BOTH), mesh, (ALL,), ALL, put(mesh, x, ALL)),
+        np.tile(x, world.size),
+    )
     world.check()
 
 
@@ -33,8 +37,16 @@ BAD = [
     (lambda x, w: tw.ag_gemm(x, w, "tp"), [((2, 8), F32), ((4, 6), F32)], "columns"),
     (lambda x, w: tw.ag_gemm(x, w, "tp"), [((2, 8), F32), ((4, 8), BF16)], "bf16"),
     (lambda x, w: tw.ag_gemm(x, w, "tp"), [((2, 8), I32), ((4, 8), I32)], "i32"),
-    (lambda x, w: tw.ag_gemm(x, w, "tp", activation="sine"), [((2, 8), F32), ((4, 8), F32)], "sine"),
-    (lambda x, w: tw.ag_gemm(x, w, "tp", algo="fastest"), [((2, 8), F32), ((4, 8), F32)], "fastest"),
+    (
+        lambda x, w: tw.ag_gemm(x, w, "tp", activation="sine"),
+        [((2, 8), F32), ((4, 8), F32)],
+        "sine",
+    ),
+    (
+        lambda x, w: tw.ag_gemm(x, w, "tp", algo="fastest"),
+        [((2, 8), F32), ((4, 8), F32)],
+        "fastest",
+    ),
     (lambda x, w: tw.ag_gemm(x, w, "tp", rows=[9] * 99), [((2, 8), F32), ((4, 8), F32)], "rows"),
     (lambda x, w: tw.ag_gemm(x, w, "tp", bias=jnp.ones(5)), [((2, 8), F32), ((4, 8), F32)], "bias"),
     (lambda x, w: tw.gemm_rs(x, w, "tp", wire="i8"), [((8, 8), F32), ((4, 8), F32)], "i8"),
@@ -50,8 +62,16 @@ BAD = [
     (lambda q: tw.cp_attention(q, q, q, "tp"), [((3,), F32)], "heads"),
     (lambda q: tw.cp_attention(q, q, q, "tp", layout="spiral"), [((8, 2, 8), F32)], "spiral"),
     (lambda q: tw.attention(q, q, q, cu_seqlens_q=[0, 99]), [((8, 2, 8), F32)], "99|offset|row"),
-    (lambda x, w, m: tw.grouped_gemm(x, w, m), [((4, 8), F32), ((2, 4, 8), F32), ((3,), I32)], "splits"),
-    (lambda x, w, m: tw.grouped_gemm(x, w, m), [((4, 8), F32), ((2, 4, 6), F32), ((2,), I32)], "shape"),
+    (
+        lambda x, w, m: tw.grouped_gemm(x, w, m),
+        [((4, 8), F32), ((2, 4, 8), F32), ((3,), I32)],
+        "splits",
+    ),
+    (
+        lambda x, w, m: tw.grouped_gemm(x, w, m),
+        [((4, 8), F32), ((2, 4, 6), F32), ((2,), I32)],
+        "shape",
+    ),
 ]
 
 
@@ -78,7 +98,12 @@ def test_outside_of_shard_map(world):
 
 def test_only_some_axes_are_manual(world, mesh):
     f = jax.shard_map(
-        lambda x: tw.all_gather(x, "tp"), mesh=mesh, in_specs=P("tp"), out_specs=P(), axis_names={"tp"}, check_vma=False
+        lambda x: tw.all_gather(x, "tp"),
+        mesh=mesh,
+        in_specs=P("tp"),
+        out_specs=P(),
+        axis_names={"tp"},
+        check_vma=False,
     )
     with pytest.raises(tilewire.InvalidArgument, match="not manual"):
         jax.jit(f)(jnp.ones(mesh.shape["tp"]))

@@ -29,7 +29,10 @@ def test_on_each_device(world, mesh, rng, dtype):
     x, w = randn(rng, n, 12, 16, dtype=dtype), randn(rng, n, experts, 8, 16, dtype=dtype)
     b, dy = randn(rng, n, experts, 8), randn(rng, n, 12, 8, dtype=dtype)
     f = lambda x, w, b, s: tw.grouped_gemm(x[0], w[0], s[0], bias=b[0])[None]  # noqa: E731
-    args = [put(mesh, a, ALL, t) for a, t in ((x, dtype), (w, dtype), (b, "float32"), (splits, np.int32))]
+    args = [
+        put(mesh, a, ALL, t)
+        for a, t in ((x, dtype), (w, dtype), (b, "float32"), (splits, np.int32))
+    ]
 
     sm = jax.shard_map(f, mesh=mesh, in_specs=(ALL,) * 4, out_specs=ALL)
 

@@ -36,8 +36,8 @@ class Delays:
         return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x, device, step)
 
     def check(self, mesh):
-        """Devices of this process came to the calls in different orders: else nothing was tested. Two
-        devices alone may keep in step."""
+        """Devices of this process came to the calls in different orders: else nothing was tested.
+        Two devices alone may keep in step."""
         orders = collections.defaultdict(set)
         for (_, step), order in self.order.items():
             orders[step].add(tuple(order))
@@ -46,8 +46,8 @@ class Delays:
 
 
 def test_a_thousand_pairs_of_equal_calls(world, mesh, rng):
-    """The calls of a pair have the same shapes and neither needs the other; each device comes to them
-    at its own time. What one of them gets of the other's would be seen: all values differ."""
+    """The calls of a pair have the same shapes and neither needs the other; each device comes to
+    them at its own time. What one of them gets of the other's would be seen: all values differ."""
     n, steps, pairs = world.size, 40, 25
     delays = Delays()
     start = rng.permutation(2 * pairs * n * COLS).astype(np.float32).reshape(n, pairs, 2, COLS)
@@ -98,11 +98,14 @@ def test_a_function_that_is_called_twice(world, mesh, rng):
     delays = Delays()
     inner = jax.jit(lambda x: tw.all_reduce(x, BOTH))
     x, y = (rng.integers(0, 1 << 10, (n, 1, COLS)).astype(np.float32) for _ in range(2))
+
     def f(x, y):
         a, b = inner(delays.at(0, x, 0)), inner(delays.at(1, y, 0))
         return a, b
 
-    g = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(ALL, ALL), out_specs=(ALL, ALL), check_vma=False))
+    g = jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=(ALL, ALL), out_specs=(ALL, ALL), check_vma=False)
+    )
     args = put(mesh, x, ALL), put(mesh, y, ALL)
     lowered = g.lower(*args)
     assert lowered.as_text().count("@tilewire") == 1

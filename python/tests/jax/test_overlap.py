@@ -35,7 +35,11 @@ def test_ag_gemm_and_its_gradients(world, mesh, rng, dtype, check_vma):
     x, w, dy = (randn(rng, *s, dtype=dtype) for s in ((m, k), (n, k), (m, n)))
     b = randn(rng, n)
     f = lambda x, w, b: tw.ag_gemm(x, w, "tp", bias=b)  # noqa: E731
-    args = [put(mesh, x, ROWS, dtype), put(mesh, w, P("tp"), dtype), put(mesh, b, P("tp"), "float32")]
+    args = [
+        put(mesh, x, ROWS, dtype),
+        put(mesh, w, P("tp"), dtype),
+        put(mesh, b, P("tp"), "float32"),
+    ]
     out = P("dp", "tp")
     specs = (ROWS, P("tp"), P("tp"))
     cot = put(mesh, dy, out, dtype)
@@ -123,7 +127,9 @@ def test_gemm_ar_and_its_gradients(world, mesh, rng, dtype, check_vma):
     specs, out = (P("dp", "tp"), P(None, "tp"), P()), P("dp")
     args = [put(mesh, a, s, t) for a, s, t in zip((x, w, b), specs, (dtype, dtype, "float32"))]
     y, (dx, dw, db) = run_vjp(f, mesh, specs, out, args, put(mesh, dy, out, dtype), check_vma)
-    within(y, x @ w.T + b, product_bound(x, w.T, tp, dtype) + 2 * UNIT[dtype] * np.abs(x @ w.T), "y")
+    within(
+        y, x @ w.T + b, product_bound(x, w.T, tp, dtype) + 2 * UNIT[dtype] * np.abs(x @ w.T), "y"
+    )
     within(dx, dy @ w, 2 * product_bound(dy, w, tp, dtype), "dx")
     bound = product_bound(dy.T, x, dp, dtype) + 2 * dp * UNIT[dtype] * (np.abs(dy.T) @ np.abs(x))
     within(dw, dy.T @ x, 2 * bound, "dw")

@@ -127,7 +127,7 @@ except Exception as e:
 
 
 def test_an_expert_that_does_not_exist_ends_the_world_on_all_devices():
-    """One rank's call fails while it runs: others hear of it, also in later calls of the program."""
+    """One rank's call fails while it runs: the others hear of it, also in later calls."""
     done = job(
         1,
         """

@@ -13,14 +13,14 @@
     def column_parallel(x, w):
         return tw.ag_gemm(x, w, "tp")  # all_gather(x) @ w.T, overlapped
 
-Operations are called under ``jax.shard_map`` over the mesh of a world, with all axes manual, and name
-an axis, as ``jax.lax``'s collectives do. Arrays are positional, then the axis; everything else is by
-keyword.
+Operations are called under ``jax.shard_map`` over the mesh of a world, with all axes manual, and
+name an axis, as ``jax.lax``'s collectives do. Arrays are positional, then the axis; everything else
+is by keyword.
 
 The plan of a call is made when its program is compiled, together by all processes: all of them
 compile the same programs in the same order. Shapes and types that do not fit raise
-:class:`tilewire.InvalidArgument` when the call is traced. What goes wrong in a program that runs comes
-through XLA as an exception of JAX's with our text; :func:`check` raises it as it is.
+:class:`tilewire.InvalidArgument` when the call is traced. What goes wrong in a program that runs
+comes through XLA as an exception of JAX's with our text; :func:`check` raises it as it is.
 
 There are no forward-mode derivatives, no second derivatives but those of the collectives, and no
 ``jax.vmap``, and programs cannot be exported: all of these raise :class:`tilewire.Unsupported`.

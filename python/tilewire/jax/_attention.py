@@ -88,7 +88,9 @@ def _packed(x, what):
     if x.ndim == 4:
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     if x.ndim != 3:
-        raise InvalidArgument(f"`{what}` must be [tokens, heads, d] or [b, s, heads, d], not {x.shape}")
+        raise InvalidArgument(
+            f"`{what}` must be [tokens, heads, d] or [b, s, heads, d], not {x.shape}"
+        )
     return x
 
 
@@ -206,8 +208,8 @@ def cp_attention(
         cu_seqlens_q, cu_seqlens_kv: global row offsets of packed sequences, [sequences + 1], on the
             host and part of the program; those of the queries serve for the keys, too.
         scale: of the scores. Default: d ** -0.5.
-        bias: [1 or heads, sq, skv] f32, added to the scores of every sequence; the gradient of a rank
-            is what its queries contribute.
+        bias: [1 or heads, sq, skv] f32, added to the scores of every sequence; the gradient of a
+            rank is what its queries contribute.
         softcap: bound of the scores: softcap * tanh(scores / softcap).
         sink: [heads] f32: a logit of each head that takes part in the softmax and has no value.
         dropout_p, seed: dropout of the probabilities; the mask follows from global rows and the
@@ -244,9 +246,7 @@ def _rows(cu, layout, size):
     return np.stack(rows)
 
 
-def cp_shard(
-    x, axis_name, *, cu_seqlens=None, layout="zigzag_per_sequence", dim=None, world=None
-):
+def cp_shard(x, axis_name, *, cu_seqlens=None, layout="zigzag_per_sequence", dim=None, world=None):
     """My part of a global array that every rank has, for :func:`cp_attention`.
 
     ``dim`` is the dimension of the tokens: 0 of [tokens, ...], 1 of [b, s, ...] (dim=1 divides each

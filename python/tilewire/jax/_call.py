@@ -40,7 +40,9 @@ def dtype_name(dtype, what):
     """Our name of an element type."""
     name = _NAMES.get(jnp.dtype(dtype).name)
     if name is None:
-        raise InvalidArgument(f"`{what}` is {jnp.dtype(dtype).name}: tilewire does not know this type")
+        raise InvalidArgument(
+            f"`{what}` is {jnp.dtype(dtype).name}: tilewire does not know this type"
+        )
     return name
 
 
@@ -154,9 +156,7 @@ def _eager(*args, **params):
 def _lower(ctx, *args, op, spec, world, axes, **_):
     module = ctx.module_context
     if module.lowering_parameters.for_export:
-        raise Unsupported(
-            f"tilewire.jax.{op} cannot be exported: its plan belongs to this process"
-        )
+        raise Unsupported(f"tilewire.jax.{op} cannot be exported: its plan belongs to this process")
     if world:
         _world.check_devices(world, getattr(module.axis_context, "mesh", None))
     text = dict(json.loads(spec), site=_site(module))
@@ -182,8 +182,8 @@ mlir.register_lowering(_call_p, _lower, cacheable=False)
 
 def _no_vmap(args, dims, *, op, **_):
     raise Unsupported(
-        f"tilewire.jax.{op} cannot be mapped by jax.vmap: it is one operation of all ranks; fold the"
-        " dimension into the rows"
+        f"tilewire.jax.{op} cannot be mapped by jax.vmap: it is one operation of all ranks; fold"
+        " the dimension into the rows"
     )
 
 

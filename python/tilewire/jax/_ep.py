@@ -1,8 +1,8 @@
 """Expert parallelism: tokens travel to the ranks of their experts and back.
 
 XLA schedules by data alone, so a routing is an array here: dispatch returns it as part of its
-handle, and combine and both backward passes take it. It may be kept, recomputed by ``jax.checkpoint``
-and carried through ``lax.scan`` as other values are.
+handle, and combine and both backward passes take it. It may be kept, recomputed by
+``jax.checkpoint`` and carried through ``lax.scan`` as other values are.
 """
 
 import dataclasses
@@ -37,7 +37,8 @@ class EpGroup:
             for any routing.
         align: rows of each expert are padded with zeros to a multiple of this.
         layout: order of the received rows: "expert_major" (a row for each choice, as
-            :func:`grouped_gemm` takes them), "rank_major" or "flat" (a row for each token and rank).
+            :func:`grouped_gemm` takes them), "rank_major" or "flat" (a row for each token and
+            rank).
         overflow: "drop" leaves out what exceeds the capacity; "error" fails the call on the CPU.
         dtype: of tokens and results: float32, bfloat16 or float16.
         num_sms: multiprocessors that the kernels may take.
@@ -66,7 +67,9 @@ class EpGroup:
         axes = names_of(self.axis_name)
         missing = [a for a in axes if a not in world.shape]
         if missing:
-            raise InvalidArgument(f"ep: the world has no axis {missing}; it has {list(world.shape)}")
+            raise InvalidArgument(
+                f"ep: the world has no axis {missing}; it has {list(world.shape)}"
+            )
         size = 1
         for a in axes:
             size *= world.shape[a]
@@ -74,7 +77,9 @@ class EpGroup:
         if dtype.name not in _TOKENS:
             raise InvalidArgument(f"ep: tokens of {dtype.name}; one of {_TOKENS} is expected")
         if self.num_experts % size:
-            raise InvalidArgument(f"ep: {self.num_experts} experts do not divide among {size} ranks")
+            raise InvalidArgument(
+                f"ep: {self.num_experts} experts do not divide among {size} ranks"
+            )
         spec = dict(
             num_experts=self.num_experts,
             max_tokens=self.max_tokens,
@@ -156,8 +161,8 @@ class EpHandle:
 
     @property
     def row_index(self):
-        """The received row that feeds each expert-major row, [capacity] int32, -1 in padding: for the
-        layouts "rank_major" and "flat"."""
+        """The received row that feeds each expert-major row, [capacity] int32, -1 in padding: for
+        the layouts "rank_major" and "flat"."""
         return self._ints(8 * self.buf.group.num_local_experts + 16, self.buf.group.capacity, 1)
 
 
@@ -227,15 +232,15 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None):
     """Sends each token to the ranks of its experts.
 
     Args:
-        buf: a buffer of :meth:`EpGroup.buffer`. Calls that do not depend on each other take buffers of
-            their own.
+        buf: a buffer of :meth:`EpGroup.buffer`. Calls that do not depend on each other take buffers
+            of their own.
         x: [tokens, hidden] of the group's dtype; at most max_tokens.
         topk_idx: [tokens, top_k] int32 or int64, experts of all ranks; -1 leaves a choice out.
         topk_weights: [tokens, top_k] f32; they travel along and have a gradient.
 
     Returns:
-        (rows received [recv_rows, hidden], their weights [capacity] or None, m_splits [local experts]
-        int32, :class:`EpHandle`): rows that no expert has are zero.
+        (rows received [recv_rows, hidden], their weights [capacity] or None, m_splits [local
+        experts] int32, :class:`EpHandle`): rows that no expert has are zero.
 
     Raises:
         InvalidArgument: shapes, types or axes do not fit. An expert that does not exist ends the
@@ -246,12 +251,13 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None):
     x, idx = jnp.asarray(x), jnp.asarray(topk_idx)
     if x.ndim != 2 or x.shape[1] != g.hidden or x.dtype != g.dtype:
         raise InvalidArgument(
-            f"ep_dispatch: x must be [tokens, {g.hidden}] {g.dtype.name}, not {x.shape} {x.dtype.name}"
+            f"ep_dispatch: x must be [tokens, {g.hidden}] {g.dtype.name}, not {x.shape}"
+            f" {x.dtype.name}"
         )
     if idx.shape != (x.shape[0], g.top_k) or idx.dtype.name not in ("int32", "int64"):
         raise InvalidArgument(
-            f"ep_dispatch: topk_idx must be [{x.shape[0]}, {g.top_k}] int32 or int64, not {idx.shape}"
-            f" {idx.dtype.name}"
+            f"ep_dispatch: topk_idx must be [{x.shape[0]}, {g.top_k}] int32 or int64, not"
+            f" {idx.shape} {idx.dtype.name}"
         )
     if topk_weights is not None:
         topk_weights = jnp.asarray(topk_weights).astype(jnp.float32)

@@ -48,14 +48,14 @@ def grouped_gemm(x, w, m_splits, *, bias=None):
         [rows, n].
 
     Raises:
-        InvalidArgument: shapes or types do not fit. On the CPU splits that are negative or sum to more
-            rows than there are fail when the call runs; a GPU leaves such rows out.
+        InvalidArgument: shapes or types do not fit. On the CPU splits that are negative or sum to
+            more rows than there are fail when the call runs; a GPU leaves such rows out.
     """
     x, w, m_splits = jnp.asarray(x), jnp.asarray(w), jnp.asarray(m_splits)
     if x.ndim != 2 or w.ndim != 3 or m_splits.shape != w.shape[:1]:
         raise InvalidArgument(
-            f"grouped_gemm: x {x.shape} must be [rows, k], w {w.shape} [experts, n, k], and m_splits"
-            f" {m_splits.shape} one number for each expert"
+            f"grouped_gemm: x {x.shape} must be [rows, k], w {w.shape} [experts, n, k], and"
+            f" m_splits {m_splits.shape} one number for each expert"
         )
     if bias is not None:
         bias = jnp.asarray(bias)

@@ -1,9 +1,9 @@
 """Collectives, and products that move data while they compute, with their gradients.
 
-A gradient is that of the sum of all ranks' losses, each rank's inputs being its own. Where JAX tracks
-along which axes values differ (``check_vma`` of shard_map, on by default), inputs that are the same
-on all ranks get the sum of their gradients, as with JAX's own operations, and so do inputs with
-``P()`` specs where the gradient is taken outside of shard_map.
+A gradient is that of the sum of all ranks' losses, each rank's inputs being its own. Where JAX
+tracks along which axes values differ (``check_vma`` of shard_map, on by default), inputs that are
+the same on all ranks get the sum of their gradients, as with JAX's own operations, and so do inputs
+with ``P()`` specs where the gradient is taken outside of shard_map.
 
 Results of ``all_reduce`` and ``gemm_ar`` are the same on all ranks. Where JAX tracks that, so are
 their gradients, and the backward pass moves nothing; elsewhere it adds them over the ranks, as that
@@ -49,7 +49,9 @@ def needs_array(x, what, least=0):
     """``x`` as an array of at least ``least`` dimensions."""
     x = jnp.asarray(x)
     if x.ndim < least:
-        raise InvalidArgument(f"`{what}` must have at least {least} dimensions, not shape {x.shape}")
+        raise InvalidArgument(
+            f"`{what}` must have at least {least} dimensions, not shape {x.shape}"
+        )
     return x
 
 
@@ -221,8 +223,8 @@ def all_to_all(x, splits, axis_name, *, world=None):
         axis_name, world: as :func:`all_gather`.
 
     Returns:
-        what comes in the order of the senders, with as many rows as the rank has that gets most, and
-        zero behind those of this rank.
+        what comes in the order of the senders, with as many rows as the rank has that gets most,
+        and zero behind those of this rank.
 
     Raises:
         As :func:`all_gather`.
@@ -368,7 +370,8 @@ def ag_gemm(
         w: my part of the weight, [n, k], of x's dtype.
         axis_name: an axis of the world's mesh, or a tuple of axes, as in ``jax.lax``.
         bias: [n].
-        activation: None, "relu", "gelu" (tanh form) or "swiglu" (halves of n: silu(first) * second).
+        activation: None, "relu", "gelu" (tanh form) or "swiglu" (halves of n: silu(first) *
+            second).
         rows: rows of each rank along the first dimension, where they differ. Every rank's ``x`` has
             as many as the largest, of which the first are taken.
         return_gathered: return the gathered x [m, ..., k], too; it has a gradient.
@@ -438,9 +441,9 @@ def gemm_rs(x, w, axis_name, *, bias=None, rows=None, wire=None, algo=None, worl
         x: [m, k] or [m, ..., k], k the part of this rank.
         w: [n, k].
         bias: [n], which each rank adds to its own rows.
-        rows: rows that each rank gets along the first dimension. Default: as even as possible. Where
-            they differ, the result has as many rows as the largest, and is zero behind those of this
-            rank.
+        rows: rows that each rank gets along the first dimension. Default: as even as possible.
+            Where they differ, the result has as many rows as the largest, and is zero behind those
+            of this rank.
         wire: element type of partial results, "f32", "bf16" or "f16". Default: that of the output.
         axis_name, algo, world: as :func:`ag_gemm`.
 

@@ -99,8 +99,8 @@ class World:
     def check(self):
         """Raises what ended the world, if anything did: a dead peer, a missed deadline.
 
-        A failure inside a compiled program comes through XLA as an exception of JAX's whose text has
-        ours; this raises it as the :class:`tilewire.Error` that it is.
+        A failure inside a compiled program comes through XLA as an exception of JAX's whose text
+        has ours; this raises it as the :class:`tilewire.Error` that it is.
         """
         _native.jax_check(self._number)
 
@@ -151,7 +151,9 @@ def init(mesh, *, backend="auto", heap_bytes=None, timeout_s=600.0):
     platforms = {d.platform for d in devices}
     cuda = platforms <= {"gpu", "cuda"}
     if platforms != {"cpu"} and not cuda:
-        raise InvalidArgument(f"a world is on the CPU or on CUDA devices, not on {sorted(platforms)}")
+        raise InvalidArgument(
+            f"a world is on the CPU or on CUDA devices, not on {sorted(platforms)}"
+        )
     me = jax.process_index()
     # What XLA calls a device when it executes there: the CPU's by their number among those of all
     # processes, a GPU by that of the driver.
@@ -203,7 +205,9 @@ def names_of(axis_name):
     """Axes as a tuple of names."""
     names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not names or len(set(names)) != len(names):
-        raise InvalidArgument(f"`axis_name` must be the name of an axis, or several, not {axis_name!r}")
+        raise InvalidArgument(
+            f"`axis_name` must be the name of an axis, or several, not {axis_name!r}"
+        )
     return tuple(names)
 
 
@@ -262,5 +266,5 @@ def check_devices(world_number, mesh):
 
 
 def check(world=None):
-    """Raises what ended ``world`` (None: the first one), if anything did; see :meth:`World.check`."""
-    world_of(world).check()
+    """Raises what ended ``world`` (None: the first one), if anything did; see
+    :meth:`World.check`.""" world_of(world).check()
