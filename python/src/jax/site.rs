@@ -58,6 +58,7 @@ pub struct Slot {
 /// The state of a call in a compiled program.
 pub struct Site {
     pub spec: Spec,
+    /// Of an operation without a team: the world whose program it belongs to, if any.
     world: Option<Arc<JaxWorld>>,
     /// Of an operation with a team, for each device of the world in this process.
     slots: Vec<Slot>,
@@ -129,9 +130,10 @@ impl Site {
         if spec.op.is_local() {
             // What is wrong is known now; the plan needs a device.
             spec.describe(1)?;
+            let world = if spec.world == 0 { None } else { world(spec.world).ok() };
             return Ok(Self {
                 spec,
-                world: None,
+                world,
                 slots: Vec::new(),
                 lazy: Mutex::default(),
                 len_bytes: 0,
@@ -144,7 +146,7 @@ impl Site {
         let len_bytes = len_bytes(&desc, size);
         let slots = world.together((op, spec.site), text, len_bytes, |i, number| {
             let local = &world.locals[i];
-            slot_of_team(&world, local, &spec, number, len_bytes).inspect_err(|e| local.end(e))
+            slot_of_team(&world, local, &spec, number, len_bytes)
         })?;
         world.count_bytes(len_bytes, false);
         Ok(Self { spec, world: Some(world), slots, lazy: Mutex::default(), len_bytes })
@@ -161,9 +163,10 @@ impl Site {
         cuda: bool,
         f: impl FnOnce(&Slot, Option<Flight>) -> Result<R>,
     ) -> Result<R> {
-        let Some(world) = &self.world else {
+        let Some(world) = self.world.as_ref().filter(|_| !self.spec.op.is_local()) else {
             crate::world::check_fork()?;
-            return f(&*self.lazy(ordinal, cuda)?, None);
+            let done = self.lazy(ordinal, cuda).and_then(|slot| f(&slot, None));
+            return done.map_err(|e| self.failed(ordinal, e));
         };
         let local = world.local(ordinal)?;
         let flight = world.fly()?;
@@ -175,7 +178,7 @@ impl Site {
         let e = e.op(self.spec.op.name());
         let Some(world) = &self.world else { return e };
         let Ok(i) = world.local(ordinal) else { return e };
-        let first = match &self.slots[i].team {
+        let first = match self.slots.get(i).and_then(|s| s.team.as_ref()) {
             Some(team) => team.fail(e),
             None => e,
         };
@@ -247,8 +250,9 @@ fn slot_of_team(
     if let Device::Cuda(ctx) = &local.device {
         cfg = cfg.on_device(ctx.ordinal());
     }
-    let heap = team.heap(world.settings.backend, cfg)?;
-    let body = made(&heap, &stream, desc)?;
+    let planned = team.heap(world.settings.backend, cfg).and_then(|h| made(&h, &stream, desc));
+    // Whoever waits for this rank in the making of the plan must hear of it. Nothing else ends.
+    let body = planned.map_err(|e| team.fail(e))?;
     let team = Arc::new(team);
     local.watch(&team);
     if let (true, Body::Ep(plan, _)) = (shared, &body) {

@@ -109,7 +109,7 @@ pub struct Params {
 #[derive(Deserialize, Clone, Debug)]
 pub struct Spec {
     pub op: Op,
-    /// Number of the world; 0 of an operation that needs none.
+    /// Number of the world; of an operation that needs none, that of the program around it, or 0.
     pub world: u64,
     /// Number of the call in its program, given when it is lowered; equal in all processes.
     pub site: u64,

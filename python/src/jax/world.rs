@@ -175,7 +175,9 @@ impl JaxWorld {
         let cause = made.iter().filter_map(|r| r.as_ref().err()).min_by_key(|e| nearness(e));
         if let Some(e) = cause {
             let e = e.clone().op(op);
-            self.locals.iter().for_each(|l| l.note(&e));
+            // A refusal that all ranks have agreed on ends nothing.
+            let ended = |l: &&Local| l.control.fault().get().is_some();
+            self.locals.iter().filter(ended).for_each(|l| l.note(&e));
             return Err(e);
         }
         made.into_iter().collect()

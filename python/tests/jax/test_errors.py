@@ -134,6 +134,20 @@ def test_worlds_that_cannot_be_made(world, mesh):
         pickle.dumps(world)
 
 
+def test_a_call_that_needs_too_much_memory(world, mesh):
+    """Refused when the program is compiled, on all ranks alike; the world goes on."""
+    x = np.arange(world.size * 2, dtype=np.float32).reshape(-1, 2)
+    with tw.init(mesh, heap_bytes=1 << 16, timeout_s=60) as small:
+        f = lambda x: tw.all_reduce(x, BOTH, world=small)  # noqa: E731
+        with pytest.raises(Exception, match="heap_bytes"):
+            run(f, mesh, (P(),), P(), np.zeros((1 << 16, 4), np.float32), check_vma=False)
+        small.check()
+        y = run(f, mesh, (ALL,), ALL, put(mesh, x, ALL), check_vma=False)
+        total = x.reshape(world.size, -1, 2).sum(0)
+        equal(y, np.tile(total, (world.size, 1)))
+        small.check()
+
+
 def test_a_second_world_and_its_end(world, mesh):
     """Programs that were traced for a world that has ended say so, and can be traced again."""
     x = np.arange(world.size, dtype=np.float32)

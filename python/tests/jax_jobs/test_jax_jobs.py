@@ -155,6 +155,32 @@ except tilewire.InvalidArgument as e:
     assert "99" in all_good(done)[0]
 
 
+def test_a_local_call_that_fails_ends_the_world_too():
+    """Else the other ranks would wait for this one in the call behind it."""
+    done = job(
+        1,
+        """
+begin()
+def f(x):
+    n = jnp.where(jax.lax.axis_index("x") == 1, 99, 1)
+    y = tw.grouped_gemm(x, jnp.ones((2, 4, 4)), jnp.stack([n, n]))
+    return tw.all_reduce(y, "x")[None]
+start = time.monotonic()
+try:
+    program(f)(jnp.ones((2, 4))).block_until_ready()
+except Exception as e:
+    took = time.monotonic() - start
+try:
+    tw.check()
+except tilewire.Error as e:
+    assert took < 20, took
+    print(e.op, str(e))
+""",
+        devices=2,
+    )
+    assert all_good(done)[0].startswith("grouped_gemm")
+
+
 def test_processes_that_end_without_a_word_do_not_hang():
     for text in (
         "begin()\nprint(program(gather)(jnp.ones((2, 3))).sum())",

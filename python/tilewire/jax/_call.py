@@ -108,7 +108,7 @@ def call(op, args, rets, *, team=None, invariant=False, **more):
     """
     args = {n: x for n, x in args.items() if x is not None}
     world, axes, size = team or (None, (), 1)
-    number = 0 if world is None else world._number
+    number = _world.around() if world is None else world._number
     shapes = {n: (x.shape, x.dtype) for n, x in args.items()}
     text = spec_of(op, shapes, rets, world=number, axes=axes, size=size, **more)
     out = _call_p.bind(
@@ -157,7 +157,7 @@ def _lower(ctx, *args, op, spec, world, axes, **_):
     module = ctx.module_context
     if module.lowering_parameters.for_export:
         raise Unsupported(f"tilewire.jax.{op} cannot be exported: its plan belongs to this process")
-    if world:
+    if axes:
         _world.check_devices(world, getattr(module.axis_context, "mesh", None))
     text = dict(json.loads(spec), site=_site(module))
     rule = jax.ffi.ffi_lowering(_world._TARGET)

@@ -39,7 +39,8 @@ class EpGroup:
         layout: order of the received rows: "expert_major" (a row for each choice, as
             :func:`grouped_gemm` takes them), "rank_major" or "flat" (a row for each token and
             rank).
-        overflow: "drop" leaves out what exceeds the capacity; "error" fails the call on the CPU.
+        overflow: "drop" leaves out what exceeds the capacity; "error" fails the call on the CPU,
+            which ends the world.
         dtype: of tokens and results: float32, bfloat16 or float16.
         num_sms: multiprocessors that the kernels may take.
         world: a World; None is the first one.

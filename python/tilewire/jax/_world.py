@@ -242,6 +242,17 @@ def team_of(axis_name, world):
     return world, axes, int(np.prod([world.shape[n] for n in axes]))
 
 
+def around():
+    """Number of the world whose program is being traced, 0 if there is none: a local call that
+    fails in it must end the world, or the other ranks would wait for this one in a later call."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not getattr(mesh, "manual_axes", ()):
+        return 0
+    here = list(zip(mesh.axis_names, mesh.axis_sizes))
+    with _lock:
+        return next((w._number for w in _worlds if list(w.shape.items()) == here), 0)
+
+
 def check_devices(world_number, mesh):
     """Raises unless the mesh of a program that is being lowered has the world's devices in its
     order."""
@@ -266,5 +277,5 @@ def check_devices(world_number, mesh):
 
 
 def check(world=None):
-    """Raises what ended ``world`` (None: the first one), if anything did; see
-    :meth:`World.check`.""" world_of(world).check()
+    """Raises what ended ``world`` (None: the first one), if anything did: :meth:`World.check`."""
+    world_of(world).check()
