@@ -76,7 +76,13 @@ impl Place {
         f: impl FnOnce(&Stream) -> Result<Pending<T>> + Send,
     ) -> PyResult<()> {
         self.prepare(py, |stream| {
-            let pending = f(stream)?;
+            let pending = f(stream).inspect_err(|_| {
+                // What was queued before the error uses tensors that the caller may let go of. That it
+                // failed, too, is the smaller news.
+                if matches!(self.device, Device::Host) {
+                    stream.synchronize().ok();
+                }
+            })?;
             match &self.device {
                 Device::Host => pending.wait().map(drop),
                 // The stream's order is the caller's: nothing to wait for, here or in the drop.

@@ -5,8 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use pyo3::prelude::*;
-use tilewire::device::Device;
-use tilewire::device::cuda::CudaContext;
+use tilewire::device::{Device, Point, Queue};
 use tilewire::prelude::*;
 use tilewire::symm::{HostOneSided, OneSided, SignalSlot, Signals, SymBuf, VmmOneSided};
 
@@ -17,6 +16,8 @@ use crate::world::Member;
 
 type Object<'py> = Bound<'py, PyAny>;
 
+const ADOPT: &str = "symm_adopt";
+
 /// The barrier channel of symmetric tensors: operations use none.
 const BARRIER: usize = 0;
 
@@ -25,6 +26,8 @@ struct Inner {
     world: u64,
     device: Device,
     addr: u64,
+    stream: Stream,
+    adopted: bool,
     /// Absent only in the drop.
     held: Option<(SymBuf, Signals)>,
 }
@@ -35,20 +38,38 @@ pub struct SymmBuffer(Arc<Inner>);
 
 /// Buffers by the address of my part.
 static BUFFERS: Mutex<Option<HashMap<u64, Weak<Inner>>>> = Mutex::new(None);
-/// Buffers of devices whose last tensor is gone, while work may still use them.
-static GONE: Mutex<Vec<(CudaContext, (SymBuf, Signals))>> = Mutex::new(Vec::new());
+/// A buffer of a device whose last tensor is gone, with the stream on which it was made.
+struct Gone {
+    stream: Stream,
+    held: (SymBuf, Signals),
+    adopted: bool,
+}
 
-/// Gives back what tensors that are gone have used, behind all work of their devices. Where memory is
-/// taken: tensors may die in any thread and on any stream, where nobody may wait.
+static GONE: Mutex<Vec<Gone>> = Mutex::new(Vec::new());
+
+/// Whether [`free_gone`] has something to do.
+pub fn any_gone() -> bool {
+    !GONE.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+}
+
+/// Gives back what tensors that are gone have used, once the stream on which they were made has come to
+/// where it is now: as in torch's allocator, work of other streams must be ordered before a tensor's end.
+/// Called where memory is taken; nothing waits.
 pub fn free_gone() -> Result<()> {
     let gone = std::mem::take(&mut *GONE.lock().unwrap_or_else(PoisonError::into_inner));
-    let mut waited: Vec<u32> = Vec::new();
-    for (ctx, held) in gone {
-        if !waited.contains(&ctx.ordinal()) {
-            waited.push(ctx.ordinal());
-            ctx.synchronize()?;
+    for g in gone {
+        if g.stream.is_capturing() {
+            GONE.lock().unwrap_or_else(PoisonError::into_inner).push(g);
+            continue;
         }
-        drop(held);
+        let event = Arc::new(g.stream.event()?);
+        g.stream.record(&event)?;
+        // Memory that was adopted is its owner's: it stays as long as the heap.
+        if !g.adopted {
+            let event = event.clone();
+            g.held.0.keep_until(move || event.is_done());
+        }
+        g.held.1.keep_until(move || event.is_done());
     }
     Ok(())
 }
@@ -68,9 +89,10 @@ impl Drop for Inner {
         {
             all.remove(&self.addr);
         }
-        if let (Device::Cuda(ctx), Some(held)) = (&self.device, self.held.take()) {
+        if let (Device::Cuda(_), Some(held)) = (&self.device, self.held.take()) {
+            let (stream, adopted) = (self.stream.clone(), self.adopted);
             let mut gone = GONE.lock().unwrap_or_else(PoisonError::into_inner);
-            gone.push((ctx.clone(), held));
+            gone.push(Gone { stream, held, adopted });
         }
     }
 }
@@ -139,8 +161,9 @@ impl SymmBuffer {
             free_gone()?;
             let (held, beside) = make(&member)?;
             let (addr, _) = held.0.address(member.team.rank())?;
-            let device = member.device.clone();
-            Ok((Inner { world, device, addr, held: Some(held) }, beside))
+            let (device, stream) = (member.device.clone(), stream.clone());
+            let adopted = op == ADOPT;
+            Ok((Inner { world, device, addr, stream, adopted, held: Some(held) }, beside))
         })?;
         let inner = Arc::new(inner);
         let mut all = BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -165,13 +188,13 @@ impl SymmBuffer {
         Ok(Self::made(py, ("symm_empty", world), make)?.0)
     }
 
-    /// Collective: the allocation behind `addr`, which somebody else has made, and how many bytes `addr`
-    /// lies inside.
+    /// Collective: the allocation of the bytes at `addr`, which somebody else has made, and how many bytes
+    /// `addr` lies inside.
     #[staticmethod]
-    fn adopt(py: Python<'_>, world: u64, addr: u64) -> PyResult<(Self, usize)> {
-        Self::made(py, ("symm_adopt", world), |member: &Member| {
-            let (buf, inside) = member.plans.heap().adopt(addr)?;
-            Ok(((buf, member.team.signals(1, "symm_adopt")?), inside))
+    fn adopt(py: Python<'_>, world: u64, addr: u64, len_bytes: usize) -> PyResult<(Self, usize)> {
+        Self::made(py, (ADOPT, world), |member: &Member| {
+            let (buf, inside) = member.plans.heap().adopt(addr, len_bytes)?;
+            Ok(((buf, member.team.signals(1, ADOPT)?), inside))
         })
     }
 

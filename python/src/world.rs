@@ -1,5 +1,6 @@
 //! Worlds: the ranks of a process group, their memory and their plans.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -9,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tilewire::boot::{Flags, LinkMesh, Secret, ThreadMesh, detect, join_processes};
 use tilewire::device::Device;
-use tilewire::plans::Plans;
+use tilewire::plans::{Plans, Recipe};
 use tilewire::prelude::*;
 use tilewire::symm;
 
@@ -81,6 +82,19 @@ pub fn check_fork() -> Result<()> {
 }
 
 impl Member {
+    /// The plan of `key`, as [`Plans::get`] has it. A miss has what symmetric tensors have left.
+    pub fn plan<P: Any + Send + Sync, M: Fn(&Heap) -> Result<P>>(
+        &self,
+        key: &Key,
+        stream: &Stream,
+        recipe: impl FnOnce() -> Recipe<P, M>,
+    ) -> Result<Arc<P>> {
+        if crate::symm::any_gone() && !self.plans.contains(key) {
+            crate::symm::free_gone()?;
+        }
+        self.plans.get(key, stream, recipe)
+    }
+
     fn over(world: Arc<symm::World>, team: LiveTeam, settings: Settings) -> Result<u64> {
         let Settings { backend, ref device, heap_bytes } = settings;
         let grows = matches!(backend, BackendKind::Host | BackendKind::Vmm);
@@ -176,7 +190,7 @@ impl World {
     /// Plans, and bytes of symmetric memory, in use.
     fn memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let me = member(self.id).or_raise(py)?;
-        let u = me.plans.usage();
+        let u = py.detach(|| me.plans.usage());
         let d = PyDict::new(py);
         d.set_item("plans", u.plans)?;
         d.set_item("plans_made", u.misses)?;

@@ -212,7 +212,13 @@ impl<K: Clone + Eq + Hash> Plans<K> {
         if want < total.saturating_add(need) {
             return Ok(false);
         }
-        match self.heap.grow(want) {
+        let least = total.saturating_add(need);
+        let grown = match self.heap.grow(want) {
+            // There may be room for what is needed now.
+            Err(e) if e.kind() == ErrorKind::Exhausted && want > least => self.heap.grow(least),
+            grown => grown,
+        };
+        match grown {
             Ok(()) => Ok(true),
             Err(e) if matches!(e.kind(), ErrorKind::Exhausted | ErrorKind::Unsupported) => {
                 log::debug!("the heap does not grow to {want} bytes: {e}");

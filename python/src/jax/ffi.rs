@@ -283,8 +283,9 @@ pub unsafe fn refuse(raw: *mut CallFrame, e: &Error) -> *mut XlaError {
     match api.filter(|a| a.struct_size >= least) {
         Some(api) => error_of(api, e),
         None => {
-            log::error!("{e}");
-            null_mut()
+            // To return without an error would be to say that the results are there.
+            log::error!("XLA's table of functions is not understood: {e}");
+            std::process::abort();
         }
     }
 }

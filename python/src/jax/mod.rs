@@ -141,17 +141,29 @@ fn on_host(frame: &mut Frame<'_>) -> Result<()> {
         let stream = slot.stream.as_ref().ok_or_else(none)?;
         // SAFETY: XLA keeps the buffers until the future is set, which is behind the launch.
         let t = unsafe { tensors(frame, &slot.device) }?;
-        let rest = slot.launch(&site, stream, t)?;
-        let (future, waits) = (frame.future()?, site.clone());
+        // Before the launch, which uses XLA's buffers from then on, whatever fails behind it.
+        let (future, waiter, waits) = (frame.future()?, pool::reserve()?, site.clone());
         let raw = future.raw();
-        pool::run(Box::new(move || {
+        let launched = slot.launch(&site, stream, t).inspect_err(|_| {
+            // Part of it may have been queued. That it failed, too, is the smaller news.
+            stream.synchronize().ok();
+        });
+        let rest = match launched {
+            Ok(rest) => rest,
+            Err(e) => {
+                // Nobody waits for it: the call returns the error.
+                future.set(Err(e.clone()));
+                return Err(e);
+            }
+        };
+        waiter.run(Box::new(move || {
             let wait = AssertUnwindSafe(|| rest.map_or(Ok(()), |rest| rest()));
             let done = catch_unwind(wait).unwrap_or_else(|_| panicked());
             let done = done.map_err(|e| waits.failed(ordinal, e));
             // XLA may drop the state, and a program may end the world, once the future is set.
             drop((waits, flight));
             future.set(done);
-        }))?;
+        }));
         Ok(raw)
     })?;
     frame.return_future(future);

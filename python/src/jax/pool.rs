@@ -14,34 +14,46 @@ type Job = Box<dyn FnOnce() + Send>;
 /// Threads without work, as the way to give them some. They stay as long as the process.
 static IDLE: Mutex<Vec<Sender<Job>>> = Mutex::new(Vec::new());
 
-/// Runs `job` on a thread that does nothing else meanwhile.
+/// A thread that has nothing else to do until it is given a job or dropped.
+pub struct Waiter(Option<Sender<Job>>);
+
+/// A thread for a launch to come: asked for before it, as nothing can be taken back behind it.
 ///
 /// # Errors
-/// `Exhausted` if the operating system gives no thread; `job` is dropped then.
-pub fn run(job: Job) -> Result<()> {
+/// `Exhausted` if the operating system gives no thread.
+pub fn reserve() -> Result<Waiter> {
     let idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop();
-    match idle {
-        None => start(job),
-        // Its receiver is gone only if a job panicked, which ends the thread.
-        Some(idle) => idle.send(job).or_else(|back| start(back.0)),
+    idle.map_or_else(start, Ok).map(|tx| Waiter(Some(tx)))
+}
+
+impl Waiter {
+    /// Runs `job` on the thread, or here if that has ended, which a job's panic does.
+    pub fn run(mut self, job: Job) {
+        if let Some(Err(back)) = self.0.take().map(|tx| tx.send(job)) {
+            (back.0)();
+        }
     }
 }
 
-fn start(first: Job) -> Result<()> {
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+        idle.extend(self.0.take());
+    }
+}
+
+fn start() -> Result<Sender<Job>> {
     let (tx, rx) = channel::<Job>();
+    let back = tx.clone();
     let work = move || {
-        first();
-        loop {
-            IDLE.lock().unwrap_or_else(PoisonError::into_inner).push(tx.clone());
-            match rx.recv() {
-                Ok(job) => job(),
-                Err(_) => return,
-            }
+        while let Ok(job) = rx.recv() {
+            job();
+            IDLE.lock().unwrap_or_else(PoisonError::into_inner).push(back.clone());
         }
     };
     let named = std::thread::Builder::new().name("tilewire-jax".to_owned());
     named
         .spawn(work)
-        .map(drop)
+        .map(|_| tx)
         .map_err(|e| Error::new(ErrorKind::Exhausted, format!("a thread for a launch: {e}")))
 }

@@ -53,6 +53,19 @@ pub struct Slot {
     /// Launches on the CPU run here, in the order in which XLA calls.
     pub stream: Option<Stream>,
     pub order: Mutex<()>,
+    /// Its plan is one of the world's layers, and stays as long as the world.
+    pub lasts: Lasts,
+}
+
+/// Whose the memory of a slot is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Lasts {
+    /// The call site's.
+    Site,
+    /// The world's, made for this call site.
+    World,
+    /// The world's, made for an earlier one.
+    Shared,
 }
 
 /// The state of a call in a compiled program.
@@ -148,7 +161,12 @@ impl Site {
             let local = &world.locals[i];
             slot_of_team(&world, local, &spec, number, len_bytes)
         })?;
-        world.count_bytes(len_bytes, false);
+        let lasts = slots.first().map_or(Lasts::Site, |s| s.lasts);
+        if lasts != Lasts::Shared {
+            world.count_bytes(len_bytes, false);
+        }
+        // What goes with the site: the world keeps the rest.
+        let len_bytes = if lasts == Lasts::Site { len_bytes } else { 0 };
         Ok(Self { spec, world: Some(world), slots, lazy: Mutex::default(), len_bytes })
     }
 
@@ -217,7 +235,7 @@ impl Site {
             _ => return Err(Error::internal("an operation with a team is made with it")),
         };
         let stream = matches!(device, Device::Host).then_some(stream);
-        Ok(Slot { body, team: None, device, stream, order: Mutex::default() })
+        Ok(Slot { body, team: None, device, stream, order: Mutex::default(), lasts: Lasts::Site })
     }
 }
 
@@ -240,7 +258,8 @@ fn slot_of_team(
         let handle = plan.handle()?;
         let body = Body::Ep(plan, handle);
         let (device, order) = (local.device.clone(), Mutex::default());
-        return Ok(Slot { body, team: Some(team), device, stream: None, order });
+        let lasts = Lasts::Shared;
+        return Ok(Slot { body, team: Some(team), device, stream: None, order, lasts });
     }
     let name = format!("{op} {}.{number}", spec.site);
     let team = local.world.team(&group, &name)?;
@@ -260,7 +279,8 @@ fn slot_of_team(
     }
     let device = local.device.clone();
     let stream = matches!(device, Device::Host).then_some(stream);
-    Ok(Slot { body, team: Some(team), device, stream, order: Mutex::default() })
+    let lasts = if shared { Lasts::World } else { Lasts::Site };
+    Ok(Slot { body, team: Some(team), device, stream, order: Mutex::default(), lasts })
 }
 
 /// Collective: a plan on `heap`, which grows if it must.

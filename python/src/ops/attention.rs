@@ -230,7 +230,7 @@ fn cp_plan(
         backward: desc.backward,
     });
     let config = strategy.map(CpConfig::of);
-    let plan = member.plans.get(&key, stream, || Recipe {
+    let plan = member.plan(&key, stream, || Recipe {
         op: "cp_attention",
         len_bytes: CpAttentionPlan::memory(&desc, member.team.size(), config),
         make: |heap: &Heap| CpAttentionPlan::new(desc.clone(), heap, config),

@@ -20,7 +20,7 @@ pub fn plan(
     desc: &CollectiveDesc,
     stream: &Stream,
 ) -> Result<Arc<CollectivePlan>> {
-    let plan = member.plans.get(&Key::Collective(desc.clone()), stream, || Recipe {
+    let plan = member.plan(&Key::Collective(desc.clone()), stream, || Recipe {
         op: desc.kind.name(),
         len_bytes: CollectivePlan::memory(desc, member.team.size()),
         make: |heap: &Heap| CollectivePlan::new(desc.clone(), heap),

@@ -105,7 +105,7 @@ impl EpGroup {
         let desc = spec.describe(call.size()).map_err(|e| e.op("ep")).or_raise(py)?;
         let plan = call.prepare(py, |stream| {
             let key = Key::Ep(desc.clone(), spec.num_sms);
-            call.member.plans.get(&key, stream, || Recipe {
+            call.member.plan(&key, stream, || Recipe {
                 op: "ep",
                 len_bytes: EpPlan::memory(&desc).symmetric,
                 make: |heap: &Heap| {
@@ -147,13 +147,16 @@ impl EpGroup {
     fn zero_copy(&self, py: Python<'_>, grad: bool) -> PyResult<Py<PyAny>> {
         let call = Call::new(py, "ep", self.world)?;
         let memory = call.prepare(py, |stream| {
-            if stream.is_capturing() {
-                let text = "receive buffers are made together with the other ranks";
-                return Err(Error::new(ErrorKind::NotPrepared, text)
-                    .hint("make the EpBuffer before the capture begins"));
+            not_captured(stream)?;
+            let (d, plan) = (self.plan.desc(), &self.plan);
+            let rows = if grad { d.capacity } else { d.recv_rows() };
+            let len = rows * d.hidden * if grad { d.out } else { d.dtype }.size();
+            // By the cache of plans, which makes the heap larger if need be.
+            let (buf, _) = call.member.plans.alloc("ep rows", len, 0)?;
+            match grad {
+                true => plan.zero_copy_grad_in(&buf, 0)?.cuda(),
+                false => plan.zero_copy_recv_in(&buf, 0)?.cuda(),
             }
-            let t = if grad { self.plan.zero_copy_grad() } else { self.plan.zero_copy_recv() };
-            t?.cuda()
         })?;
         let bytes = Bytes::flat(memory.addr(), memory.len_bytes());
         // SAFETY: the plan has made the memory for this; it is kept by its tensor.
@@ -164,7 +167,10 @@ impl EpGroup {
     fn receive_in(&self, py: Python<'_>, buf: &Bound<'_, SymmBuffer>, at: usize) -> PyResult<()> {
         let call = Call::new(py, "ep", self.world)?;
         let memory = buf.get().memory().or_raise(py)?;
-        call.prepare(py, |_| self.plan.zero_copy_recv_in(memory, at).map(drop))
+        call.prepare(py, |stream| {
+            not_captured(stream)?;
+            self.plan.zero_copy_recv_in(memory, at).map(drop)
+        })
     }
 
     /// A buffer for one microbatch.
@@ -172,6 +178,16 @@ impl EpGroup {
         let handle = py.detach(|| self.plan.handle()).or_raise(py)?;
         Ok(EpBuffer { world: self.world, plan: self.plan.clone(), handle })
     }
+}
+
+/// Fails in a capture: ranks meet here.
+fn not_captured(stream: &Stream) -> Result<()> {
+    if !stream.is_capturing() {
+        return Ok(());
+    }
+    let text = "receive buffers are made together with the other ranks";
+    Err(Error::new(ErrorKind::NotPrepared, text)
+        .hint("make the EpBuffer before the capture begins"))
 }
 
 /// Copies `src`, which this layer owns, to a tensor of the caller's.

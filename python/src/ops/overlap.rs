@@ -30,7 +30,7 @@ pub fn ag_plan(
     stream: &Stream,
 ) -> Result<Arc<AgGemmPlan>> {
     let (desc, algo) = key.clone();
-    let plan = member.plans.get(&Key::AgGemm(key.0, key.1), stream, || Recipe {
+    let plan = member.plan(&Key::AgGemm(key.0, key.1), stream, || Recipe {
         op: "ag_gemm",
         len_bytes: AgGemmPlan::memory(&desc),
         make: |heap: &Heap| AgGemmPlan::new(desc.clone(), heap, config(algo)),
@@ -45,7 +45,7 @@ fn rs_plan(
     stream: &Stream,
 ) -> Result<Arc<GemmRsPlan>> {
     let (desc, algo) = key.clone();
-    let plan = member.plans.get(&Key::GemmRs(key.0, key.1), stream, || Recipe {
+    let plan = member.plan(&Key::GemmRs(key.0, key.1), stream, || Recipe {
         op: "gemm_rs",
         len_bytes: GemmRsPlan::memory(&desc, member.team.size()),
         make: |heap: &Heap| GemmRsPlan::new(desc.clone(), heap, config(algo)),
@@ -60,7 +60,7 @@ fn ar_plan(
     stream: &Stream,
 ) -> Result<Arc<GemmArPlan>> {
     let (desc, algo) = key.clone();
-    let plan = member.plans.get(&Key::GemmAr(key.0, key.1), stream, || Recipe {
+    let plan = member.plan(&Key::GemmAr(key.0, key.1), stream, || Recipe {
         op: "gemm_ar",
         len_bytes: GemmArPlan::memory(&desc, member.team.size()),
         make: |heap: &Heap| GemmArPlan::new(desc.clone(), heap, config(algo)),

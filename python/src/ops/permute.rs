@@ -20,8 +20,11 @@ use crate::ops::ep::copy_out;
 
 type Object<'py> = Bound<'py, PyAny>;
 
-/// A plan with the maps that nobody uses: making one allocates. Maps are used again on the stream that
-/// used them last, whose order keeps their old readers before their new writers.
+/// Maps of a plan that are kept for later calls.
+const SPARE: usize = 16;
+
+/// A plan with maps that nobody uses: making one allocates. A map that was used on one stream only is
+/// used again there, where its old readers come before its new writers.
 pub struct Pool {
     plan: PermutePlan,
     spare: Mutex<HashMap<(usize, u64), Vec<PermuteMap>>>,
@@ -35,17 +38,20 @@ pub struct RowMap {
     map: Option<PermuteMap>,
     /// Number of tokens, and the stream.
     key: (usize, u64),
-    /// A graph replays into it: it is never used again for anything else.
-    captured: AtomicBool,
+    /// A graph replays into it, or another stream reads it: it is never used again for anything else.
+    /// What uses it keeps it.
+    once: AtomicBool,
 }
 
 impl Drop for RowMap {
     fn drop(&mut self) {
-        if self.captured.load(Ordering::Relaxed) {
+        if self.once.load(Ordering::Relaxed) {
             return;
         }
         let mut spare = self.pool.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        spare.entry(self.key).or_default().extend(self.map.take());
+        if spare.values().map(Vec::len).sum::<usize>() < SPARE {
+            spare.entry(self.key).or_default().extend(self.map.take());
+        }
     }
 }
 
@@ -78,8 +84,8 @@ impl RowMap {
         f: impl FnOnce(&PermutePlan, &PermuteMap, &Stream) -> Result<Pending<T>> + Send,
     ) -> PyResult<()> {
         place.run(py, |stream| {
-            if stream.is_capturing() {
-                self.captured.store(true, Ordering::Relaxed);
+            if stream.is_capturing() || place.stream_id != self.key.1 {
+                self.once.store(true, Ordering::Relaxed);
             }
             f(&self.pool.plan, self.map()?, stream)
         })
@@ -127,13 +133,13 @@ impl RowMap {
                 Some(map) => map,
                 None => pool.plan.map(tokens)?,
             };
-            let captured = AtomicBool::new(stream.is_capturing());
+            let once = AtomicBool::new(stream.is_capturing());
             let routed = pool.plan.route(stream, &idx, &map)?;
             if matches!(place.device, Device::Host) {
                 routed.wait()?;
                 map.check()?;
             }
-            Ok(Self { pool, map: Some(map), key, captured })
+            Ok(Self { pool, map: Some(map), key, once })
         })
     }
 

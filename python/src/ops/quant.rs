@@ -101,7 +101,7 @@ pub fn quantize(
     call.run(py, |stream| {
         // Ranks may have different numbers of rows: their scale is one all the same.
         let desc = QuantDesc { scope: Scope::Team, ..describe(&x, &q)? };
-        let plan = call.member.plans.get(&Key::Quant(desc), stream, || Recipe {
+        let plan = call.member.plan(&Key::Quant(desc), stream, || Recipe {
             op: OP,
             len_bytes: QuantPlan::memory(&desc, call.size()),
             make: |heap: &Heap| QuantPlan::new(desc, Some(heap)),

@@ -286,3 +286,30 @@ def test_arrays_are_positional_and_the_rest_by_keyword():
         positional = [p.name for p in parameters if p.kind == kinds.POSITIONAL_OR_KEYWORD]
         more = {"axis_name", "splits", "m_splits", "mesh", "world"}
         assert set(positional) <= data | more, (name, positional)
+
+
+def test_worlds_of_other_devices_do_not_meet():
+    """Two halves of a job at a time, and a world of one half more than of the other before that."""
+    done = job(
+        4,
+        """
+half = [d for d in jax.devices() if d.process_index // 2 == rank // 2]
+mesh = jax.sharding.Mesh(np.array(half), ("x",))
+if rank < 2:
+    begin().finalize()
+with begin() as world:
+    x = jax.make_array_from_callback(
+        (2, 4), jax.sharding.NamedSharding(mesh, P("x")), lambda at: np.full((1, 4), rank, np.float32)
+    )
+    f = jax.shard_map(gather, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    y = np.asarray(jax.jit(f)(x).addressable_shards[0].data)
+    print("rows", y[0, :, 0].tolist())
+mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+with begin() as world:
+    print("all", world.size)
+""",
+    )
+    outs = all_good(done)
+    for rank, out in enumerate(outs):
+        first = rank // 2 * 2
+        assert f"rows [{first}.0, {first + 1}.0]" in out and "all 4" in out, out

@@ -33,8 +33,31 @@ def test_modes_profilers_and_fake_tensors_see_operations(world, device):
     assert y.is_meta and y.shape == ref.shape
 
 
-def test_nothing_else_is_called_where_nothing_watches(world, device):
-    """Without the dispatcher the bits are the same."""
+def test_subclasses_in_lists_and_negated_views_go_through_the_dispatcher(world, device):
+    class Seen(torch.Tensor):
+        names = []
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.names.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x, w = torch.ones(4, 8, device=device), torch.ones(3, 8, device=device)
+    splits = torch.tensor([1, 3], device=device)
+    tw.grouped_gemm(x, [w.as_subclass(Seen), w.as_subclass(Seen)], splits)
+    assert any("grouped_fprop" in n for n in Seen.names)
+    minus = torch._neg_view(x)
+    assert bool((tw.all_reduce(minus) == -world.size).all())
+
+
+def test_nothing_else_is_called_where_nothing_watches(world, device, monkeypatch):
+    """Without the dispatcher, which a mode would see, the bits are the same."""
+    from tilewire.torch import _ops
+
+    with monkeypatch.context() as m, Names() as mode:
+        m.setattr(_ops, "_watched", lambda: False)
+        tw.ag_gemm(torch.ones(4, 8, device=device), torch.ones(2, 8, device=device))
+    assert not [n for n in mode.names if "tilewire" in n]
     x, w = torch.randn(4, 8, device=device), torch.randn(2, 8, device=device)
     args = (x, w, None, world.handle, None, None, False, None, False)
     assert torch.equal(tw.ag_gemm(x, w), torch.ops.tilewire.ag_gemm(*args))

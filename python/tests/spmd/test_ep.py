@@ -131,6 +131,32 @@ def test_the_last_routing_again(world, device, gen):
     torch.testing.assert_close(tw.ep_combine(buf, again[0]), 2 * K * x)
 
 
+def test_a_refused_dispatch_changes_nothing_that_counts(world, device, gen):
+    """What was asked for by `reuse` is forgotten, and what belongs to an older routing is stale."""
+    me, size = world.rank, world.size
+    idx, w = routing(gen, size)
+    other, _ = routing(gen, size)
+    idx, other, w = (t[me].to(device) for t in (idx, other, w))
+    buf = group_of(world).buffer()
+    x = randn(gen, size, T, H)[me].to(device, torch.float32).requires_grad_()
+    tw.ep_dispatch(buf, x, idx)
+    for bad in (
+        lambda: tw.ep_dispatch(buf.reuse(), x[:, :3], idx),
+        lambda: tw.ep_dispatch(buf.reuse(), x[:4], None),
+        lambda: tw.ep_dispatch(buf, x, idx, w.bfloat16()),
+        lambda: tw.ep_dispatch(buf, x, idx, w[:, :1]),
+    ):
+        with pytest.raises(tilewire.InvalidArgument):
+            bad()
+    _, _, splits = tw.ep_dispatch(buf, x, other)
+    fresh = group_of(world).buffer()
+    assert torch.equal(splits, tw.ep_dispatch(fresh, x, other)[2])
+    recv, _, _ = tw.ep_dispatch(buf.reuse(), x, None)
+    tw.ep_combine(buf, recv).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, float(w.shape[1])))
+    world.check()
+
+
 @pytest.mark.parametrize("layout", ["rank_major", "flat"])
 def test_a_row_for_each_token_and_rank(world, device, gen, layout):
     idx, weights = routing(gen, world.size)

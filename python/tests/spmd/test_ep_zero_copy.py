@@ -68,6 +68,26 @@ def test_gradients_that_are_leaves_are_copies(world, device, gen):
     assert torch.equal(grads[0][:rows] * 3, grads[1][:rows])
 
 
+def test_two_combines_in_one_graph_do_not_share_the_memory_of_a_gradient(world, device, gen):
+    me, size = world.rank, world.size
+    idx, _ = routing(gen, size)
+    x = randn(gen, size, T, H)[me].to(device, torch.float32)
+    sums = []
+    for zero_copy in (True, False):
+        buf = group_of(world, zero_copy=zero_copy).buffer()
+        recv, _, _ = tw.ep_dispatch(buf, x, idx[me].to(device))
+        y = recv.detach().clone().requires_grad_()
+        out = tw.ep_combine(buf, y) * 2 + tw.ep_combine(buf, y * 3) * 5
+        (first,) = torch.autograd.grad(out.sum(), y, retain_graph=True)
+        kept = first.clone()
+        (again,) = torch.autograd.grad(out.sum() * 2, y)
+        assert torch.equal(first, kept)
+        rows = buf.totals()["rows"]
+        sums.append((first[:rows], again[:rows]))
+    assert all(torch.equal(a, b) for a, b in zip(*sums))
+    assert torch.equal(sums[0][0], torch.full_like(sums[0][0], 17.0))
+
+
 @pytest.mark.parametrize("layout", ["rank_major", "flat"])
 def test_other_layouts(world, device, gen, layout):
     if layout == "flat" and device.type == "cuda":

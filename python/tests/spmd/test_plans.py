@@ -41,6 +41,16 @@ def test_other_operations(world, device):
     tw.prepare(tw.grouped_gemm, torch.empty(5, 16, **meta), experts, splits)
 
 
+def test_the_callers_tensors_are_left_as_they_are(world, device):
+    x, w = torch.ones(4, 8, device=device), torch.ones(2, 3, 8, device=device, requires_grad=True)
+    mains, splits = torch.full((2, 3, 8), 7.0, device=device), torch.tensor([1, 3], device=device)
+    tw.prepare(tw.grouped_gemm, x, w, splits, out=mains)
+    assert bool((mains == 7.0).all()) and w.grad is None
+    buf = tw.EpGroup(num_experts=world.size, max_tokens=4, hidden=8, top_k=1).buffer()
+    with pytest.raises(tilewire.InvalidArgument, match="EpGroup"):
+        tw.prepare(tw.ep_dispatch, buf, x.bfloat16(), torch.zeros(4, 1, dtype=torch.int64))
+
+
 def test_explained(world, device):
     x, w = torch.empty(32, 64, device="meta"), torch.empty(16, 64, device="meta")
     text = tw.explain(tw.ag_gemm, x, w)

@@ -1,7 +1,8 @@
 """Worlds of JAX: a rank for each device of a mesh."""
 
 import atexit
-import itertools
+import collections
+import hashlib
 import os
 import threading
 
@@ -14,8 +15,9 @@ from .._errors import InvalidArgument, Stale
 _lock = threading.Lock()
 # Worlds that are alive, oldest first.
 _worlds = []
-# Numbers of worlds: equal in all processes, because all of them make the same ones.
-_numbers = itertools.count(1)
+# How often a mesh got a world in this process. Programs hold the number of their world, and processes
+# meet under it: it follows from the mesh, so that those of other meshes do not count.
+_made = collections.Counter()
 _TARGET = "tilewire"
 
 
@@ -112,7 +114,8 @@ class World:
         """Ends the world in this process. Launches in flight are waited for; may be called twice.
 
         Programs that were traced for it raise :class:`Stale`; ``jax.clear_caches()`` drops them and
-        gives their memory back.
+        gives their memory back, but for that of layers of experts on a GPU, which the calls of many
+        programs share: it stays until the world ends.
         """
         with _lock:
             if self in _worlds:
@@ -161,18 +164,28 @@ def init(mesh, *, backend="auto", heap_bytes=None, timeout_s=600.0):
     mine = [(r, ordinal(d)) for r, d in enumerate(devices) if d.process_index == me]
     if not mine:
         raise InvalidArgument("no device of the mesh belongs to this process")
-    number = next(_numbers)
+    axes = list(zip(map(str, mesh.axis_names), mesh.devices.shape))
+    number = _number([d.id for d in devices], axes)
     store = None
     if len(mine) < len(devices):
         store = _Store(_client())
-    axes = list(zip(map(str, mesh.axis_names), mesh.devices.shape))
-    name = f"jax.{number}"
+    name = f"jax.{number:x}"
     rest = (backend, cuda, heap_bytes, float(timeout_s))
     used = _native.jax_init(number, axes, mine, store, name, *rest)
     world = World(number, mesh, used, float(timeout_s))
     with _lock:
         _worlds.append(world)
     return world
+
+
+def _number(devices, axes):
+    """The number of the next world of these devices: equal in all processes of the mesh, which make
+    the same worlds of it, and of no other mesh."""
+    mesh = f"{devices} {axes}"
+    with _lock:
+        _made[mesh] += 1
+        text = f"{mesh} {_made[mesh]}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 def _client():

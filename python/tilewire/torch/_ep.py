@@ -18,13 +18,13 @@ _FP8 = {torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
 class Pending:
     """Results of a call that runs beside the current stream; :meth:`wait` joins it."""
 
-    def __init__(self, result, event):
-        self._result, self._event = result, event
+    def __init__(self, result, event, device=None):
+        self._result, self._event, self._device = result, event, device
 
     def wait(self):
         """The results, for use on the current stream; the host does not wait."""
         if self._event is not None:
-            now = torch.cuda.current_stream()
+            now = torch.cuda.current_stream(self._device)
             now.wait_event(self._event)
             for t in self._result if isinstance(self._result, tuple) else (self._result,):
                 for part in (t.data, t.scales) if isinstance(t, QTensor) else (t,):
@@ -139,6 +139,8 @@ class EpBuffer:
         self._tokens = None
         self._side = None
         self._recv = self._grad = None
+        # Whether the memory for the gradient of a combine is in use.
+        self._given = False
         if recv is not None and not group.zero_copy:
             raise InvalidArgument("EpGroup.buffer: memory for the rows needs zero_copy=True")
         if group.zero_copy:
@@ -197,7 +199,7 @@ class EpBuffer:
     def _mark(self):
         """The generation as autograd saves it: a checkpoint that runs the forward pass again puts the
         new one in its place."""
-        return torch.tensor(self._generation)
+        return torch.tensor(self._generation, device="cpu")
 
     def _check(self, mark):
         generation = int(mark)
@@ -233,11 +235,12 @@ def _dispatch(buf, x, scales, weights, idx):
     if scales is not None:
         recv_scales = _zeros(g.recv_rows, g._num_scales, dtype=torch.float32, like=x)
     splits = torch.empty(g.num_local_experts, dtype=torch.int64, device=x.device)
-    if buf._reuse:
-        idx = None
+    if idx is not None:
+        # Before the call: one that fails may have routed already.
+        buf._generation += 1
+        buf._given = False
     buf._native.dispatch(idx, x, weights, scales, recv, recv_w, recv_scales, splits)
-    buf._generation += 0 if buf._reuse else 1
-    buf._reuse, buf._tokens = False, x.shape[0]
+    buf._tokens = x.shape[0]
     if scales is not None:
         recv = QTensor(recv, recv_scales, "block1x128")
     return recv, recv_w, splits
@@ -289,8 +292,11 @@ class _Combine(torch.autograd.Function):
         buf._check(mark)
         g = buf.group
         weighted = dw = None
-        # The memory itself, not a view: autograd must not take it for its own.
-        dy = buf._grad if weights is None else None
+        dy = None
+        if weights is None and not buf._given:
+            # The memory itself, not a view: autograd must not take it for its own. Once for each
+            # dispatch: the gradient of another combine may be waiting there to be added.
+            dy, buf._given = buf._grad, True
         if dy is None:
             dy = torch.zeros(g.capacity, g.hidden, dtype=g.out_dtype, device=g.device)
         if weights is not None:
@@ -308,7 +314,7 @@ def _beside(buf, async_op, call, *inputs):
         return Pending(call(), None)
     if buf._side is None:
         buf._side = torch.cuda.Stream(buf.group.device)
-    buf._side.wait_stream(torch.cuda.current_stream())
+    buf._side.wait_stream(torch.cuda.current_stream(buf.group.device))
     for t in inputs:
         if t is not None:
             # The caller may let go of it at once; the allocator must not reuse it before the call ran.
@@ -317,7 +323,7 @@ def _beside(buf, async_op, call, *inputs):
         result = call()
         event = torch.cuda.Event()
         event.record()
-    return Pending(result, event)
+    return Pending(result, event, buf.group.device)
 
 
 def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=False):
@@ -342,6 +348,8 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
         InvalidArgument: shapes, dtypes or devices do not fit. An expert that does not exist ends the
         team: the next call raises it.
     """
+    # Asked for once, also where this call is refused.
+    reuse, buf._reuse = buf._reuse, False
     _ordinary("ep_dispatch", x, topk_weights)
     g = buf.group
     fp8 = g._num_scales > 0
@@ -352,15 +360,25 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
         raise InvalidArgument(
             f"ep_dispatch: x must be [tokens, {g.hidden}] {g.dtype}, not {tuple(x.shape)} {x.dtype}"
         )
-    if not buf._reuse and tuple(topk_idx.shape) != (x.shape[0], g.top_k):
+    choices = (x.shape[0], g.top_k)
+    if reuse and x.shape[0] != buf._tokens:
         raise InvalidArgument(
-            f"ep_dispatch: topk_idx must be [{x.shape[0]}, {g.top_k}], not {tuple(topk_idx.shape)}"
+            f"ep_dispatch: the last routing was of {buf._tokens} tokens, x has {x.shape[0]}"
+        )
+    if not reuse and tuple(topk_idx.shape) != choices:
+        raise InvalidArgument(
+            f"ep_dispatch: topk_idx must be {list(choices)}, not {tuple(topk_idx.shape)}"
+        )
+    w = topk_weights
+    if w is not None and (tuple(w.shape) != choices or w.dtype != torch.float32):
+        raise InvalidArgument(
+            f"ep_dispatch: topk_weights must be {list(choices)} f32, not {tuple(w.shape)} {w.dtype}"
         )
     if num_sms is not None and num_sms < 1:
         raise InvalidArgument(f"ep_dispatch: num_sms {num_sms}: at least one is expected")
     buf._native.set_num_sms(num_sms)
-    idx = None if topk_idx is None else topk_idx.contiguous()
-    w = None if topk_weights is None else topk_weights.contiguous()
+    idx = None if reuse else topk_idx.contiguous()
+    w = None if w is None else w.contiguous()
     if fp8:
         data, scales = x.data.contiguous(), x.scales.contiguous()
         call = functools.partial(_dispatch, buf, data, scales, w, idx)

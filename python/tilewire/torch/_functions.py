@@ -101,6 +101,9 @@ def _autocast_dtype(x):
     kind = x.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return None
+    if x.dtype == torch.float64:
+        # As torch: what asks for so much precision keeps it.
+        return None
     return torch.get_autocast_dtype(kind)
 
 

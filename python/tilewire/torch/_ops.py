@@ -49,13 +49,16 @@ def _define(schema, run, shapes, direct=True):
     op = getattr(torch.ops.tilewire, name).default
     if not direct:
         return op
+    has_lists = "Tensor[]" in schema
 
     def call(*args):
         if torch.compiler.is_compiling():
             return op(*args)
-        if not _PLAIN.issuperset(map(type, args)) or args[0].is_meta or _watched():
+        if not _PLAIN.issuperset(map(type, args)) or args[0].is_meta or args[0].is_neg():
             return op(*args)
-        return run(*args)
+        if has_lists and not all(_PLAIN.issuperset(map(type, a)) for a in args if type(a) is list):
+            return op(*args)
+        return op(*args) if _watched() else run(*args)
 
     return call
 

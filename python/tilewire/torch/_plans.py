@@ -4,16 +4,20 @@ import torch
 
 from .. import _native
 from .._errors import InvalidArgument, Stale
+from ._ep import EpBuffer
 from ._quant import QTensor
 from ._world import World, world_of
 
 
 def _real(t, device):
-    """A tensor to call with: zeros where there is only a shape."""
-    if isinstance(t, torch.Tensor) and t.is_meta:
-        return torch.zeros(t.shape, dtype=t.dtype, device=device).requires_grad_(t.requires_grad)
+    """A tensor to call with: zeros. The caller's own are neither read nor written."""
+    if isinstance(t, torch.Tensor):
+        on = device if t.is_meta else t.device
+        return torch.zeros_like(t, device=on, requires_grad=t.requires_grad)
     if isinstance(t, QTensor):
         return QTensor(_real(t.data, device), _real(t.scales, device), t.recipe, t.world)
+    if isinstance(t, EpBuffer):
+        raise InvalidArgument("an EpGroup has made the plan of its calls already: there is no more")
     if isinstance(t, (list, tuple)) and any(isinstance(e, torch.Tensor) for e in t):
         return [_real(e, device) for e in t]
     return t
@@ -57,8 +61,8 @@ def prepare(op, *args, **kwargs):
     """Collective: makes the plans that a call of ``op`` with tensors like these needs, before its first
     call or a capture.
 
-    It calls the operation once, and its backward pass where tensors require gradients. Tensors on the
-    ``meta`` device stand for zeros of their shape and type; they take memory only during this call.
+    It calls the operation once, and its backward pass where tensors require gradients, on zeros in place
+    of the tensors, which may lie on the ``meta`` device; the zeros take memory only during this call.
     Calls whose rows round up to the same power of two find the plans.
 
     ::

@@ -4,7 +4,7 @@ import torch
 
 from .. import _native
 from .._errors import InvalidArgument
-from ._world import handle_of
+from ._world import handle_of, world_of
 
 
 
@@ -62,11 +62,14 @@ def symm_adopt(t, group=None):
     """
     if not isinstance(t, torch.Tensor) or not t.is_contiguous() or t.numel() == 0:
         raise InvalidArgument("symm_adopt: a contiguous tensor with elements is expected")
-    world = handle_of(group)
+    world, num = handle_of(group), t.numel() * t.element_size()
+    device = world_of(group).device
+    if t.is_cuda and t.device != device:
+        raise InvalidArgument(f"symm_adopt: memory of {t.device}, and the world is on {device}")
     addr = t.data_ptr() if t.is_cuda else 0
-    native, inside = _native.SymmBuffer.adopt(world, addr)
+    native, inside = _native.SymmBuffer.adopt(world, addr, num)
     flat = torch.utils.dlpack.from_dlpack(native.part(world & 0xFFF)).view(-1)
-    return flat[inside : inside + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+    return flat[inside : inside + num].view(t.dtype).view(t.shape)
 
 
 def symm_handle(t):

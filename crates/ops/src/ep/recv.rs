@@ -49,25 +49,11 @@ impl EpPlan {
     /// `at` of `buf` on, a multiple of 16. `buf` must be of the plan's heap, and the same on all ranks.
     ///
     /// # Errors
-    /// As there; `InvalidArgument` if the rows do not fit there; `Unsupported` on the host, whose symmetric memory is no
+    /// As there; `InvalidArgument` if the rows do not fit there, or memory that begins there receives rows already; `Unsupported` on the host, whose symmetric memory is no
     /// tensor.
     pub fn zero_copy_recv_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
         let d = &self.desc;
-        if self.cores[0].lane().is_none() {
-            let text = "rows of a dispatch in symmetric memory of the host";
-            return Err(Error::new(ErrorKind::Unsupported, text).op("ep"));
-        }
-        buf.check_heap(self.cores[0].heap()).map_err(|e| e.op("ep"))?;
-        let need = d.recv_rows() * d.hidden * d.dtype.size();
-        if !at.is_multiple_of(16) || at.checked_add(need).is_none_or(|end| end > buf.len_bytes()) {
-            return Err(Error::invalid("rows of a dispatch in symmetric memory")
-                .op("ep")
-                .expected(format_args!(
-                    "{need} bytes at a multiple of 16 within {}",
-                    buf.len_bytes()
-                ))
-                .seen(at));
-        }
+        self.fits(buf, at, (d.dtype, d.recv_rows()))?;
         let knows = !matches!(d.layout, EpLayout::Flat { .. });
         let expected = "expert-major or rank-major rows, by puts";
         self.direct(knows, (d.dtype, d.recv_rows()), expected, Some((buf, at)))
@@ -82,6 +68,35 @@ impl EpPlan {
         let d = &self.desc;
         let knows = matches!(d.layout, EpLayout::ExpertMajor { .. });
         self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts", None)
+    }
+
+    /// As [`EpPlan::zero_copy_grad`], in symmetric memory of the caller's, as
+    /// [`EpPlan::zero_copy_recv_in`] has it: `[capacity, hidden]` of type `out`.
+    ///
+    /// # Errors
+    /// As there, and as [`EpPlan::zero_copy_grad`].
+    pub fn zero_copy_grad_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
+        let d = &self.desc;
+        self.fits(buf, at, (d.out, d.capacity))?;
+        let knows = matches!(d.layout, EpLayout::ExpertMajor { .. });
+        self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts", Some((buf, at)))
+    }
+
+    /// Fails unless `rows` fit at byte `at` of `buf`, which is of this heap.
+    fn fits(&self, buf: &SymBuf, at: usize, (dtype, rows): (DType, usize)) -> Result<()> {
+        if self.cores[0].lane().is_none() {
+            let text = "rows of a layer in symmetric memory of the host";
+            return Err(Error::new(ErrorKind::Unsupported, text).op("ep"));
+        }
+        buf.check_heap(self.cores[0].heap()).map_err(|e| e.op("ep"))?;
+        let need = rows * self.desc.hidden * dtype.size();
+        if at.is_multiple_of(16) && at.checked_add(need).is_some_and(|end| end <= buf.len_bytes()) {
+            return Ok(());
+        }
+        Err(Error::invalid("rows of a layer in symmetric memory")
+            .op("ep")
+            .expected(format_args!("{need} bytes at a multiple of 16 within {}", buf.len_bytes()))
+            .seen(at))
     }
 
     /// A receive buffer of `rows`, if a sender `knows` where its rows stay: new memory, or where the caller says.
@@ -123,6 +138,9 @@ impl EpPlan {
         let fp = Fingerprint::new("ep_receive", place);
         heap.team().prepare_agree(&fp).map_err(|e| e.op("ep"))?;
         let memory = cuda::whole(lane, &buf)?.slice(at, len)?;
+        if direct.iter().any(|b| b.0 == memory.addr()) {
+            return Err(Error::invalid("this memory receives rows already").op("ep"));
+        }
         direct.push((memory.addr(), buf));
         Tensor::over_cuda(memory, dtype, shape)
     }

@@ -82,10 +82,12 @@ fn memory_of_others_becomes_symmetric() {
         theirs.write(Rank::new(0), 4096, &[10 + me as u8; 64])?;
         // Ordinary memory is refused on all ranks, and they go on.
         let plain = CudaMemory::from_bytes(&ctx, &[0; 64])?;
-        let e = heap.adopt(plain.addr()).unwrap_err();
+        let e = heap.adopt(plain.addr(), 64).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
         let before = heap.usage().0;
-        let (buf, inside) = heap.adopt(theirs.base() + 4096)?;
+        let e = heap.adopt(theirs.base() + 4096, len).unwrap_err();
+        assert!(e.kind() == ErrorKind::Unsupported && format!("{e}").contains("several"), "{e}");
+        let (buf, inside) = heap.adopt(theirs.base() + 4096, len - 4096)?;
         assert_eq!((buf.len_bytes(), inside), (len, 4096));
         assert!(heap.usage().0 >= before, "what was free stays free");
         let part = |r: u64| buf.peer_tensor(Rank::new(r as u32), DType::U8, Shape::d1(len));
@@ -296,7 +298,7 @@ fn a_zero_copy_dispatch_feeds_a_grouped_product() {
                 0 => poisoned(rows)?,
                 1 => plan.zero_copy_recv()?,
                 _ => {
-                    let (buf, inside) = heap.adopt(theirs.base() + 256)?;
+                    let (buf, inside) = heap.adopt(theirs.base() + 256, 64)?;
                     let odd = plan.zero_copy_recv_in(&buf, inside + 8).unwrap_err();
                     assert_eq!(odd.kind(), ErrorKind::InvalidArgument, "{odd}");
                     plan.zero_copy_recv_in(&buf, inside)?

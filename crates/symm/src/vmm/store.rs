@@ -313,12 +313,18 @@ impl VmmStore {
     /// Collective: the memory behind `addr` of every rank, whoever allocated it, as part of its chunk:
     /// where it lies there, how long it is, and how far inside `addr` is. On an error no rank has more
     /// than before.
-    pub fn adopt(&self, addr: u64) -> Result<(usize, usize, usize)> {
+    pub fn adopt(&self, addr: u64, len_bytes: usize) -> Result<(usize, usize, usize)> {
         let (HeapMemory::Own(range), true) = (&self.heap, self.near) else {
             let text = "memory of others becomes symmetric on GPUs that reach each other";
             return Err(Error::new(ErrorKind::Unsupported, text).expected("a heap of `vmm`"));
         };
         let found = VmmChunk::of_address(&self.ctx, addr).and_then(|(chunk, inside)| {
+            if inside.checked_add(len_bytes).is_none_or(|end| end > chunk.len_bytes()) {
+                let text = "memory that several allocations make up";
+                return Err(Error::new(ErrorKind::Unsupported, text)
+                    .expected(format_args!("{len_bytes} bytes of one"))
+                    .seen(format_args!("{inside} bytes inside one of {}", chunk.len_bytes())));
+            }
             let handle = export(&chunk, self.by).map_err(|e| {
                 Error::new(ErrorKind::Unsupported, "memory that was not made to be shared")
                     .hint("copy it to a tensor of `symm_empty`")

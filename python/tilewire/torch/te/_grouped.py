@@ -57,8 +57,13 @@ class _Grouped(torch.autograd.Function):
 def _wgrad_into(ctx, x, dy, m_splits, needs_bias):
     """Gradients of the weights where they are accumulated."""
     targets = [main_of(p) for p, _ in ctx.mains]
-    adds = torch.tensor([not o for _, o in ctx.mains], dtype=torch.uint8)
-    return _ops.grouped_wgrad_into(x, dy, m_splits, targets, adds.to(x.device), needs_bias)
+    overwrites = {o for _, o in ctx.mains}
+    if len(overwrites) == 1:
+        # Filled on the device: nothing waits, and it can be captured.
+        adds = x.new_full((len(targets),), 0 if overwrites.pop() else 1, dtype=torch.uint8)
+    else:
+        adds = torch.tensor([not o for _, o in ctx.mains], dtype=torch.uint8).to(x.device)
+    return _ops.grouped_wgrad_into(x, dy, m_splits, targets, adds, needs_bias)
 
 
 def _check(name, t, shape, like):
@@ -170,7 +175,8 @@ class GroupedLinear(Module):
             is_first_microbatch: as :class:`Linear`.
             out: a tensor of the caller's for the result, [rows, out_features], which must not
                 require a gradient; what is returned shares its memory.
-            dgrad_out: the same for the gradient of ``inp``, [rows, in_features].
+            dgrad_out: the same for the gradient of ``inp``, [rows, in_features]; for one call of a
+                graph.
 
         Rows behind the last expert's are zero, in tensors of the caller's, too.
 

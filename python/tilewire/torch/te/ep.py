@@ -250,11 +250,11 @@ class EpBuffer:
         if world_device.type == "cuda":
             began.memory.update(t.data_ptr() for t in (own._recv, own._grad) if t is not None)
         self._began = began
-        self._generation, self._tokens, self._rows = 0, None, None
+        self._generation, self._tokens, self._rows, self._given = 0, None, None, set()
         made = dict(dtype=torch.int64, device=world_device)
         self.tokens_per_expert = torch.zeros(self.num_local_experts, **made)
         self._total = torch.zeros(1, **made)
-        self.total_recv_tokens = torch.zeros(1, dtype=torch.int64) if self.eager else self._total
+        self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device="cpu") if self.eager else self._total
 
     def _check_limits(self, limits):
         if self.payload_dtype not in _TYPES:
@@ -281,7 +281,15 @@ class EpBuffer:
     def _mark(self):
         """The generation as autograd saves it: a checkpoint that runs the forward pass again puts
         the new one in its place."""
-        return torch.tensor(self._generation)
+        return torch.tensor(self._generation, device="cpu")
+
+    def _once_a_generation(self, t):
+        """Memory for a gradient, unless one is there already: the gradient of another combine may be
+        waiting there to be added."""
+        if t is None or t.data_ptr() in self._given:
+            return None
+        self._given.add(t.data_ptr())
+        return t
 
     def _same(self, mark):
         generation = int(mark)
@@ -313,10 +321,12 @@ def ep_prepare(buffer, topk_idx):
             " pass recv_capacity_per_rank to ep_bootstrap and EpBuffer"
         )
     topk_idx = topk_idx.contiguous()
+    # Before the call: one that fails may have routed already.
+    buffer._generation += 1
+    buffer._given.clear()
     buffer._native.route(topk_idx, buffer.tokens_per_expert, buffer._total)
     # Written behind autograd's back: whoever saved the last splits must not use these for them.
     torch.autograd.graph.increment_version((buffer.tokens_per_expert, buffer._total))
-    buffer._generation += 1
     buffer._tokens = topk_idx.shape[0]
     if buffer.eager:
         buffer.total_recv_tokens.copy_(buffer._total)
@@ -402,7 +412,9 @@ class _Combine(torch.autograd.Function):
         buffer = ctx.buffer
         buffer._same(*ctx.saved_tensors)
         shape = (buffer._group.capacity, buffer.hidden_dim)
-        dy = _target(ctx.grad_out, buffer._grad, shape, buffer.payload_dtype, buffer.device)
+        given = buffer._once_a_generation(ctx.grad_out)
+        own = buffer._once_a_generation(buffer._grad) if given is None else None
+        dy = _target(given, own, shape, buffer.payload_dtype, buffer.device)
         buffer._native.combine_bwd(d_out[: buffer._tokens].contiguous(), None, dy)
         return _cut(buffer, dy), None, None, None
 
