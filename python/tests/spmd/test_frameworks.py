@@ -218,6 +218,25 @@ def test_a_layer_of_experts_that_is_recomputed(world, device, gen, ours, reentra
             assert all(torch.equal(a, b) for a, b in zip(results[0], again))
 
 
+@pytest.mark.parametrize("ours", [True, False], ids=["tw", "te"])
+def test_a_layer_of_experts_in_compiled_code(world, device, gen, ours):
+    """The compiler cannot see a buffer's routing: it breaks its graph there, and gives the same."""
+    if world.size > 1:
+        pytest.skip("each rank compiles the same: one shows it")
+    with ended():
+        run, layer, _ = moe(world, device, gen, ours)
+        x, w = randn(gen, TOKENS, HIDDEN), randn(gen, TOKENS, TOP_K)
+        results = []
+        for call in (run, torch.compile(run, backend="eager")):
+            layer.zero_grad()
+            mx, mw = leaf(x, torch.float32, device), leaf(w, torch.float32, device)
+            out = call(mx, mw)
+            out.square().sum().backward()
+            grads = [mx.grad, mw.grad, *(p.grad for p in layer.parameters())]
+            results.append([out.detach(), *(g.clone() for g in grads)])
+        assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("local", [True, False])
 def test_attention_that_is_recomputed(world, device, gen, local, reentrant):
