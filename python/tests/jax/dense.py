@@ -95,7 +95,7 @@ def equal(got, ref, what=""):
         np.testing.assert_array_equal(mine, want, err_msg=f"{what}{index}")
 
 
-TOL = {"float32": (1e-4, 1e-4), "bfloat16": (4e-2, 1e-1), "float16": (1e-2, 2e-2)}
+TOL = {"float32": (1e-4, 1e-4), "bfloat16": (4e-2, 1e-1)}
 
 
 def size_of(mesh, axes):

@@ -143,7 +143,7 @@ def _abstract(*avals, rets, axes, invariant, **_):
     return outs
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=256)
 def _compiled(params):
     return jax.jit(functools.partial(_call_p.bind, **dict(params)))
 
