@@ -16,6 +16,31 @@ import tilewire.torch as tw
 TIMEOUT_S = 120.0 if os.environ.get("TW_TEST_DEVICE") == "cuda" else 30.0
 
 
+def pytest_configure(config):
+    words = "needs(gpu, least_ranks, most_ranks, even): where a test applies; elsewhere it is left out"
+    config.addinivalue_line("markers", words)
+
+
+def applies(item, gpu, ranks):
+    """Whether the marks of a test allow this device and number of ranks."""
+    for mark in item.iter_markers("needs"):
+        want = mark.kwargs
+        if want.get("gpu", gpu) != gpu or (want.get("even") and ranks % 2):
+            return False
+        if not want.get("least_ranks", 1) <= ranks <= want.get("most_ranks", ranks):
+            return False
+    return True
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what does not apply here. What applies and cannot run is skipped, which is counted."""
+    gpu = os.environ.get("TW_TEST_DEVICE") == "cuda"
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    out = [item for item in items if not applies(item, gpu, ranks)]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in out]
+
+
 @pytest.fixture(scope="session")
 def device():
     kind = os.environ.get("TW_TEST_DEVICE", "cpu")

@@ -107,12 +107,14 @@ def whole_gradients(model, tensor):
     ]
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+# gloo gathers no CUDA tensors, and NCCL takes one rank for each GPU.
+FSDP2 = pytest.param("fsdp2", marks=pytest.mark.needs(gpu=False))
+
+
+@pytest.mark.parametrize("way", ["ddp", FSDP2])
 def test_parameters_under_data_parallelism(grid, device, gen, way):
     """Each replica has rows of its own; the gradient is the mean of theirs, as both ways define
     it."""
-    if way == "fsdp2" and device.type == "cuda":
-        pytest.skip("gloo gathers no CUDA tensors, and NCCL takes one rank for each GPU")
     mesh, tensor = grid
     replicas, tp = mesh["replicas"].size(), tensor.size
     rows = 4
@@ -218,11 +220,10 @@ def test_a_layer_of_experts_that_is_recomputed(world, device, gen, ours, reentra
             assert all(torch.equal(a, b) for a, b in zip(results[0], again))
 
 
+@pytest.mark.needs(most_ranks=1)  # each rank compiles the same
 @pytest.mark.parametrize("ours", [True, False], ids=["tw", "te"])
 def test_a_layer_of_experts_in_compiled_code(world, device, gen, ours):
     """The compiler cannot see a buffer's routing: it breaks its graph there, and gives the same."""
-    if world.size > 1:
-        pytest.skip("each rank compiles the same: one shows it")
     with ended():
         run, layer, _ = moe(world, device, gen, ours)
         x, w = randn(gen, TOKENS, HIDDEN), randn(gen, TOKENS, TOP_K)

@@ -10,10 +10,8 @@ import tilewire
 import tilewire.torch as tw
 
 
-@pytest.fixture(autouse=True)
-def on_a_gpu(device):
-    if device.type != "cuda":
-        pytest.skip("needs a GPU: the host backend has no graphs of torch")
+# The host backend has no graphs of torch.
+pytestmark = pytest.mark.needs(gpu=True)
 
 
 def block(x, w1, w2):
@@ -120,11 +118,10 @@ def test_memory_of_a_hundred_steps_stays(world, device, gen):
     assert marks[0] == marks[1], marks
 
 
+@pytest.mark.needs(least_ranks=2)
 def test_rows_of_another_rank_are_a_mismatch_with_check(world, device):
     import torch.distributed as dist
 
-    if world.size == 1:
-        pytest.skip("needs a peer")
     group = dist.new_group(backend="gloo")
     w = tw.init(group, device=device, check=True, timeout_s=60)
     x, weight = torch.ones(4, 8, device=device), torch.ones(2, 8, device=device)

@@ -189,9 +189,8 @@ def test_memory_of_torch_becomes_symmetric(world, device, gen):
     assert torch.equal(tw.ep_combine(buf, straight * 2), x * 2)
 
 
+@pytest.mark.needs(gpu=True)
 def test_transfers_are_captured(world, device):
-    if device.type != "cuda":
-        pytest.skip("needs a GPU: the host backend has no graphs of torch")
     size, me = world.size, world.rank
     t = tw.symm_empty(256, dtype=torch.float32)
     src = torch.zeros(256, device=device)

@@ -227,17 +227,17 @@ def one_forward_one_backward(ep_world, device, gen, capture):
         torch.testing.assert_close(x.grad, (i + 1.0) * TOP_K * x.detach(), **F32)
 
 
-@pytest.mark.parametrize("capture", [False, True])
+ON_A_GPU = pytest.mark.needs(gpu=True)
+
+
+@pytest.mark.parametrize("capture", [False, pytest.param(True, marks=ON_A_GPU)])
 def test_three_microbatches_in_1f1b(ep_world, device, gen, begin, capture):
-    if capture and device.type != "cuda":
-        pytest.skip("needs a GPU: the host backend has no graphs of torch")
     begin(recv_capacity_per_rank=capacity_of(ep_world))
     one_forward_one_backward(ep_world, device, gen, capture)
 
 
+@ON_A_GPU
 def test_a_captured_dispatch_and_combine(ep_world, device, gen, begin):
-    if device.type != "cuda":
-        pytest.skip("needs a GPU: the host backend has no graphs of torch")
     rows = capacity_of(ep_world)
     begin(recv_capacity_per_rank=rows)
     buf = buffer(rows)
@@ -264,9 +264,8 @@ def test_a_captured_dispatch_and_combine(ep_world, device, gen, begin):
         assert torch.equal(out, ref)
 
 
+@ON_A_GPU
 def test_an_eager_step_cannot_be_captured(ep_world, device, gen, begin):
-    if device.type != "cuda":
-        pytest.skip("needs a GPU: the host backend has no graphs of torch")
     begin()
     buf = buffer()
     _, (idx, tokens, weights) = inputs(gen, ep_world, device)

@@ -286,10 +286,9 @@ def test_how_weights_begin(device):
     assert not late.weight.is_meta and late.weight.any()
 
 
+@pytest.mark.needs(even=True)
 def test_layers_of_domains_by_initialize_ub(world, device, gen):
     """The ranks in groups of two that follow each other, as TransformerEngine divides them."""
-    if world.size % 2:
-        pytest.skip("needs an even number of ranks")
     none = [te.UserBufferQuantizationMode.NONE]
     te.initialize_ub([8, IN], 2, quantization_modes=none, ub_cfgs={"fc1_fprop": {"num_sm": 2}})
     with pytest.raises(RuntimeError, match="already"):
