@@ -308,7 +308,7 @@ def unpermute(rows: Tensor, row_map: RowMap, weights: Tensor | None = None) -> T
 class Pending:
     """Results of a call that runs beside the current stream."""
 
-    def __init__(self, result: Any, event: Any) -> None: ...
+    def __init__(self, result: Any, event: Any, device: torch.device | None = None) -> None: ...
     def wait(self) -> Any:
         """The results, for use on the current stream."""
 
