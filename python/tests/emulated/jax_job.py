@@ -64,7 +64,8 @@ def on_all(f):
 
 
 def programs(xla, numbers):
-    """Shapes of all arrays by name, and what a step calls: a program and the names of its arrays."""
+    """Shapes of all arrays by name, and what a step calls: programs and the names of their
+    arrays."""
     rows, k = numbers["x"].shape[2:]
     n, tokens = numbers["w"].shape[1], numbers["idx"].shape[1]
     layer = dict(num_experts=4, max_tokens=tokens, hidden=k, top_k=2, capacity=None, align=1)

@@ -1,4 +1,4 @@
-"""Handlers of XLA's calls on two emulated devices of one process, eager and captured, without JAX."""
+"""Handlers of XLA's calls on two emulated devices of one process, eager and captured."""
 
 import os
 import pathlib
