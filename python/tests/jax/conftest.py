@@ -9,7 +9,9 @@ import os
 
 DEVICES = int(os.environ.get("TW_JAX_DEVICES", 2))
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
-os.environ["JAX_PLATFORMS"] = os.environ.get("TW_JAX_PLATFORM", "cpu")
+PLATFORM = os.environ.get("TW_JAX_PLATFORM", "cpu")
+# Callbacks to Python need the CPU's devices beside a GPU's.
+os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
 flags = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
 
@@ -18,6 +20,9 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 import tilewire.jax as tw  # noqa: E402
+
+# On a GPU XLA's own products of f32 are of TF32 by default.
+jax.config.update("jax_default_matmul_precision", "highest")
 
 # What a wait for a peer may last: ranks take turns on few cores.
 TIMEOUT_S = 60.0

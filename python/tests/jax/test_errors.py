@@ -125,7 +125,7 @@ def test_worlds_that_cannot_be_made(world, mesh):
     with pytest.raises(tilewire.InvalidArgument, match="Mesh"):
         tw.init(jax.devices())
     with pytest.raises(tilewire.InvalidArgument):
-        tw.init(mesh, backend="vmm")
+        tw.init(mesh, backend="vmm" if mesh.devices.flat[0].platform == "cpu" else "host")
     with pytest.raises(tilewire.InvalidArgument):
         tw.init(mesh, timeout_s=0)
     with pytest.raises(TypeError):
@@ -165,6 +165,8 @@ def test_a_second_world_and_its_end(world, mesh):
 
 def test_splits_that_are_too_long_fail_when_they_run(world, mesh):
     """A call without other ranks: nothing ends but the program."""
+    if mesh.devices.flat[0].platform != "cpu":
+        pytest.skip("a GPU leaves out the rows that are too many: nobody waits for the splits")
     x, w = jnp.ones((4, 8)), jnp.ones((2, 3, 8))
     with pytest.raises(Exception, match="grouped_gemm"):
         tw.grouped_gemm(x, w, jnp.array([3, 3])).block_until_ready()

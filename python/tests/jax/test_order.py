@@ -116,19 +116,28 @@ def test_a_function_that_is_called_twice(world, mesh, rng):
         equal(b, np.broadcast_to(y.sum(0, keepdims=True), y.shape))
 
 
+def settled(world):
+    """Bytes that are in use when all programs are gone, which they are once nobody runs them."""
+    jax.clear_caches()
+    gc.collect()
+    used, end = world.used_bytes(), time.monotonic() + 10
+    while time.monotonic() < end:
+        time.sleep(0.3)
+        if world.used_bytes() == used:
+            break
+        used = world.used_bytes()
+    return used
+
+
 def test_programs_that_go_give_their_memory_back(world, mesh, rng):
     x = put(mesh, rng.integers(0, 8, (world.size, 1000)).astype(np.float32), ALL)
     g = jax.jit(shard_map(lambda x: tw.all_reduce(x, BOTH), mesh, (ALL,), ALL, check_vma=False))
+    # On a GPU that of layers of experts stays as long as the world.
+    before = settled(world)
     g(x).block_until_ready()
-    assert world.used_bytes() > 0
+    assert world.used_bytes() > before
     del g
-    jax.clear_caches()
-    gc.collect()
-    # Programs go when nobody runs them any more.
-    end = time.monotonic() + 10
-    while world.used_bytes() > 0 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert world.used_bytes() == 0
+    assert settled(world) == before
 
 
 def test_calls_in_both_branches_and_loops(world, mesh, rng):
