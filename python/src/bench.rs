@@ -11,8 +11,9 @@ use crate::call::Call;
 use crate::ops::overlap::ag_plan;
 
 /// Microseconds of a launch of `ag_gemm` (on the CPU with its wait): the median of `times` that are
-/// timed one by one, and the mean of the fastest of seven rows of `times / 8`. With `gathered` it writes
-/// the gathered x, too, as a call does that has a gradient. Shapes as `ag_gemm`; all ranks call it.
+/// timed one by one, and the mean of the fastest of seven rows of `times / 8`. With `gathered` it
+/// writes the gathered x, too, as a call does that has a gradient. Shapes as `ag_gemm`; all ranks
+/// call it.
 #[pyfunction]
 pub fn launch_us(
     py: Python<'_>,

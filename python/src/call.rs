@@ -77,8 +77,8 @@ impl Place {
     ) -> PyResult<()> {
         self.prepare(py, |stream| {
             let pending = f(stream).inspect_err(|_| {
-                // What was queued before the error uses tensors that the caller may let go of. That it
-                // failed, too, is the smaller news.
+                // What was queued before the error uses tensors that the caller may let go of. That
+                // it failed, too, is the smaller news.
                 if matches!(self.device, Device::Host) {
                     stream.synchronize().ok();
                 }

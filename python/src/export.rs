@@ -98,8 +98,8 @@ pub unsafe fn export(
     let shape = [bytes.rows.0 as i64, bytes.len as i64];
     let made = Box::new(Exported { managed, shape, strides: [stride, 1], _keeper: keeper });
     let me = Box::into_raw(made);
-    // SAFETY: `me` was just made and is not shared yet; its arrays live as long as it does. The capsule
-    // owns it from here on.
+    // SAFETY: `me` was just made and is not shared yet; its arrays live as long as it does. The
+    // capsule owns it from here on.
     unsafe {
         (*me).managed.context = me.cast();
         (*me).managed.tensor.shape = (*me).shape.as_ptr();

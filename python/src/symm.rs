@@ -1,5 +1,5 @@
-//! Symmetric tensors: memory that all ranks of a world have at the same place, shown to the framework,
-//! with transfers and signals on its streams.
+//! Symmetric tensors: memory that all ranks of a world have at the same place, shown to the
+//! framework, with transfers and signals on its streams.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -52,9 +52,9 @@ pub fn any_gone() -> bool {
     !GONE.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
 }
 
-/// Gives back what tensors that are gone have used, once the stream on which they were made has come to
-/// where it is now: as in torch's allocator, work of other streams must be ordered before a tensor's end.
-/// Called where memory is taken; nothing waits.
+/// Gives back what tensors that are gone have used, once the stream on which they were made has
+/// come to where it is now: as in torch's allocator, work of other streams must be ordered before a
+/// tensor's end. Called where memory is taken; nothing waits.
 pub fn free_gone() -> Result<()> {
     let gone = std::mem::take(&mut *GONE.lock().unwrap_or_else(PoisonError::into_inner));
     for g in gone {
@@ -105,7 +105,8 @@ struct Side<'a> {
     slot: SignalSlot,
 }
 
-/// A call of [`OneSided`] on the stream's own kind of device: `host`, `stream`, or `cuda`, `stream`.
+/// A call of [`OneSided`] on the stream's own kind of device: `host`, `stream`, or `cuda`,
+/// `stream`.
 macro_rules! on_side {
     ($side:expr, |$os:ident, $stream:ident, $of:ident| $body:expr) => {{
         let side = $side;
@@ -188,8 +189,8 @@ impl SymmBuffer {
         Ok(Self::made(py, ("symm_empty", world), make)?.0)
     }
 
-    /// Collective: the allocation of the bytes at `addr`, which somebody else has made, and how many bytes
-    /// `addr` lies inside.
+    /// Collective: the allocation of the bytes at `addr`, which somebody else has made, and how
+    /// many bytes `addr` lies inside.
     #[staticmethod]
     fn adopt(py: Python<'_>, world: u64, addr: u64, len_bytes: usize) -> PyResult<(Self, usize)> {
         Self::made(py, (ADOPT, world), |member: &Member| {

@@ -81,7 +81,8 @@ fn build(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
     ];
     let done = exec(root, "python3", &args, Duration::from_secs(120));
     add(o, &one(done));
-    // Kernels that somebody put into the package are machine code, which emulated devices do not run.
+    // Kernels that somebody put into the package are machine code, which emulated devices do not
+    // run.
     std::fs::remove_dir_all(site.join("tilewire/cubins")).ok();
     done.then_some(site)
 }
@@ -144,8 +145,8 @@ fn example(root: &Path, path: &str, name: &str) -> bool {
     done.is_ok_and(|s| s.success())
 }
 
-/// The tests of JAX: devices of one process, of two, and jobs. All types on four devices; elsewhere what
-/// differs with their number.
+/// The tests of JAX: devices of one process, of two, and jobs. All types on four devices; elsewhere
+/// what differs with their number.
 fn jax(root: &Path, path: &str) -> Outcome {
     let mut o = Outcome::default();
     let file = |name: &str| root.join("python/tests").join(name).display().to_string();

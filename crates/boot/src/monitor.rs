@@ -105,7 +105,8 @@ impl Peer<'_> {
                 }
             }
         };
-        // Behind my own goodbye a closed connection says nothing: a peer that has read it closes its end.
+        // Behind my own goodbye a closed connection says nothing: a peer that has read it closes
+        // its end.
         if gone == PeerExit::Died && shared.left.load(Ordering::Acquire) {
             return false;
         }

@@ -361,18 +361,18 @@ impl Heap {
         Ok(())
     }
 
-    /// Collective: makes memory that somebody else has allocated part of every rank's chunk, and a buffer
-    /// over it: all of the allocation to which the `len_bytes` at `addr`, a device address of this process,
-    /// belong. Also says how many bytes of the buffer `addr` lies behind. Peers reach the very memory at the buffer's
-    /// addresses; its owner goes on using its own. It stays part of the heap, and in use, as long as the
-    /// heap lives, also when its owner has freed it.
+    /// Collective: makes memory that somebody else has allocated part of every rank's chunk, and a
+    /// buffer over it: all of the allocation to which the `len_bytes` at `addr`, a device address
+    /// of this process, belong. Also says how many bytes of the buffer `addr` lies behind. Peers
+    /// reach the very memory at the buffer's addresses; its owner goes on using its own. It stays
+    /// part of the heap, and in use, as long as the heap lives, also when its owner has freed it.
     ///
     /// Tensors of `torch.distributed._symmetric_memory` lie in such allocations.
     ///
     /// # Errors
-    /// `Unsupported` if the memory was not made to be shared (`cuMemCreate` with a handle type), and on
-    /// heaps of other backends than `vmm` or whose GPUs do not reach each other; `Mismatch` if the
-    /// allocations of the ranks are not alike; `Exhausted` past the heap's reserve.
+    /// `Unsupported` if the memory was not made to be shared (`cuMemCreate` with a handle type),
+    /// and on heaps of other backends than `vmm` or whose GPUs do not reach each other; `Mismatch`
+    /// if the allocations of the ranks are not alike; `Exhausted` past the heap's reserve.
     pub fn adopt(&self, addr: u64, len_bytes: usize) -> Result<(SymBuf, usize)> {
         let named = |e: Error| e.op("heap.adopt").team(self.0.team.name());
         let Some(store) = self.0.vmm.as_ref().filter(|_| self.backend() == BackendKind::Vmm) else {

@@ -151,8 +151,8 @@ impl<K: Clone + Eq + Hash> Plans<K> {
         Ok(())
     }
 
-    /// Collective: a buffer of `len_bytes` on every rank and `num_signals` signal slots for it, for the
-    /// caller. As for a plan, the heap grows if need be, and older plans go.
+    /// Collective: a buffer of `len_bytes` on every rank and `num_signals` signal slots for it, for
+    /// the caller. As for a plan, the heap grows if need be, and older plans go.
     ///
     /// # Errors
     /// `Mismatch` if a peer does something else or asks for other sizes; that ends the team.
@@ -214,7 +214,7 @@ impl<K: Clone + Eq + Hash> Plans<K> {
         }
         let least = total.saturating_add(need);
         let grown = match self.heap.grow(want) {
-            // There may be room for what is needed now.
+            // What is needed now may fit.
             Err(e) if e.kind() == ErrorKind::Exhausted && want > least => self.heap.grow(least),
             grown => grown,
         };

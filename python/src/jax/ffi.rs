@@ -528,7 +528,7 @@ impl Future {
     /// The call is complete, or has failed. What XLA does next may run in here.
     pub fn set(self, result: Result<()>) {
         let size = size_of::<FutureSet>();
-        let told = match result {
+        let sent = match result {
             Ok(()) => {
                 let mut args =
                     FutureSet { struct_size: size, extension: null_mut(), future: self.raw };
@@ -544,7 +544,7 @@ impl Future {
                 ask(self.api, self.api.future_set_error, &mut args, "an error")
             }
         };
-        if let Err(e) = told {
+        if let Err(e) = sent {
             log::error!("{e}");
         }
     }

@@ -19,10 +19,10 @@
 //!
 //! Making plans has one order on all ranks. Processes compile the same programs in the same order,
 //! each compilation instantiates its calls in the order of the same schedule, and a process does so
-//! for one call after the other. Ranks that come to different calls are told so (`Mismatch`): the
+//! for one call after the other. Ranks that come to different calls get a `Mismatch`: the
 //! meeting compares the number of the call in its program, which JAX's lowering gives it, how often
-//! a call of that number was instantiated, and all its shapes. So two calls of equal shapes that are
-//! written twice are never taken for each other; of the two instructions of a function that is
+//! a call of that number was instantiated, and all its shapes. So two calls of equal shapes that
+//! are written twice are never taken for each other; of the two instructions of a function that is
 //! called twice, XLA's order, which depends on the program alone, says which is which. The meeting
 //! takes place on a team that is used for nothing else, so launches of other programs go on
 //! meanwhile and do not disturb it.
@@ -35,7 +35,7 @@
 //! execution, so a call may be captured into a command buffer at once.
 //!
 //! A launch that fails ends the teams of all calls of its rank ([`world::Local::end`]): its program
-//! stops there, and ranks that wait for it in a later call are told at once. Every other wait ends
+//! stops there, and ranks that wait for it in a later call hear of it at once. Every other wait ends
 //! at the deadline of the world.
 
 mod ffi;

@@ -231,7 +231,7 @@ impl JaxWorld {
     }
 }
 
-/// What this rank has met itself comes before what it was told, and a death before all.
+/// What this rank has met itself comes before what others report, and a death before all.
 fn nearness(e: &Error) -> u8 {
     match e.kind() {
         ErrorKind::PeerDead => 0,
@@ -372,7 +372,7 @@ pub fn jax_used_bytes(py: Python<'_>, number: u64) -> PyResult<u64> {
     Ok(world.used_bytes.load(Ordering::Acquire))
 }
 
-/// Ends a world on this process: launches in flight are waited for, the others are told. May be
+/// Ends a world on this process: launches in flight are waited for, the others hear of it. May be
 /// called many times.
 #[pyfunction]
 pub fn jax_finalize(py: Python<'_>, number: u64) {

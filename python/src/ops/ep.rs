@@ -142,8 +142,9 @@ impl EpGroup {
         self.plan.explain()
     }
 
-    /// Collective: memory that peers write to, as a capsule of DLPack over bytes `[1, len]`: for the rows
-    /// that a dispatch receives, or with `grad` for the gradient of a combine without weights.
+    /// Collective: memory that peers write to, as a capsule of DLPack over bytes `[1, len]`: for
+    /// the rows that a dispatch receives, or with `grad` for the gradient of a combine without
+    /// weights.
     fn zero_copy(&self, py: Python<'_>, grad: bool) -> PyResult<Py<PyAny>> {
         let call = Call::new(py, "ep", self.world)?;
         let memory = call.prepare(py, |stream| {
@@ -211,8 +212,8 @@ impl EpBuffer {
         self.handle.set_num_sms(num);
     }
 
-    /// Routes only: fills `m_splits [local experts]` i64, at most the capacity in all, and `total [1]`
-    /// i64, the rows that this rank needs, dropped ones included. Both count padding.
+    /// Routes only: fills `m_splits [local experts]` i64, at most the capacity in all, and `total
+    /// [1]` i64, the rows that this rank needs, dropped ones included. Both count padding.
     fn route(
         &self,
         py: Python<'_>,

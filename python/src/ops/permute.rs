@@ -23,8 +23,8 @@ type Object<'py> = Bound<'py, PyAny>;
 /// Maps of a plan that are kept for later calls.
 const SPARE: usize = 16;
 
-/// A plan with maps that nobody uses: making one allocates. A map that was used on one stream only is
-/// used again there, where its old readers come before its new writers.
+/// A plan with maps that nobody uses: making one allocates. A map that was used on one stream only
+/// is used again there, where its old readers come before its new writers.
 pub struct Pool {
     plan: PermutePlan,
     spare: Mutex<HashMap<(usize, u64), Vec<PermuteMap>>>,
@@ -38,8 +38,8 @@ pub struct RowMap {
     map: Option<PermuteMap>,
     /// Number of tokens, and the stream.
     key: (usize, u64),
-    /// A graph replays into it, or another stream reads it: it is never used again for anything else.
-    /// What uses it keeps it.
+    /// A graph replays into it, or another stream reads it: it is never used again for anything
+    /// else. What uses it keeps it.
     once: AtomicBool,
 }
 
@@ -200,7 +200,8 @@ impl RowMap {
         })
     }
 
-    /// The gradients of [`RowMap::unpermute`]: `d_rows`, and with `(weights, rows, d_weights)` theirs.
+    /// The gradients of [`RowMap::unpermute`]: `d_rows`, and with `(weights, rows, d_weights)`
+    /// theirs.
     fn unpermute_bwd(
         &self,
         py: Python<'_>,

@@ -51,8 +51,9 @@ fn quantized(
     Ok(Quantized { data: place.tensor(what, data)?, scales, layout })
 }
 
-/// Rows that a plan of matrices with `cols` columns is made for: any number, as nothing is allocated for
-/// them, so that ranks with different numbers of rows make the same plan. Launches count in 32 bits.
+/// Rows that a plan of matrices with `cols` columns is made for: any number, as nothing is
+/// allocated for them, so that ranks with different numbers of rows make the same plan. Launches
+/// count in 32 bits.
 fn most_rows(rows: usize, cols: usize) -> usize {
     rounded(rows).max((1 << 40) / cols.max(1 << 16))
 }
@@ -64,8 +65,8 @@ fn matrix(t: &Tensor) -> Result<(usize, usize)> {
     }
 }
 
-/// Fills `data` with the codes of `x` and `scales` with their scales; with a world, whose number is not
-/// 0, the scale is that of all ranks' tensors.
+/// Fills `data` with the codes of `x` and `scales` with their scales; with a world, whose number is
+/// not 0, the scale is that of all ranks' tensors.
 #[pyfunction]
 pub fn quantize(
     py: Python<'_>,

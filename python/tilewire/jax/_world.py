@@ -15,8 +15,8 @@ from .._errors import InvalidArgument, Stale
 _lock = threading.Lock()
 # Worlds that are alive, oldest first.
 _worlds = []
-# How often a mesh got a world in this process. Programs hold the number of their world, and processes
-# meet under it: it follows from the mesh, so that those of other meshes do not count.
+# How often a mesh got a world in this process. Programs hold the number of their world, and
+# processes meet under it: it follows from the mesh, so that those of other meshes do not count.
 _made = collections.Counter()
 _TARGET = "tilewire"
 

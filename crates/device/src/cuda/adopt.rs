@@ -8,8 +8,9 @@ use super::error::check;
 use super::vmm::VmmChunk;
 
 impl VmmChunk {
-    /// The physical memory behind `addr`, and how many bytes `addr` lies behind its beginning. It lives as
-    /// long as the chunk, whatever its allocator does. Exporting it fails unless it was made to be shared.
+    /// The physical memory behind `addr`, and how many bytes `addr` lies behind its beginning. It
+    /// lives as long as the chunk, whatever its allocator does. Exporting it fails unless it was
+    /// made to be shared.
     ///
     /// # Errors
     /// `Unsupported` if it was not made by `cuMemCreate`.

@@ -3,8 +3,8 @@
 //! A [`KernelSpec`] (text, definitions, architecture) has a [`Key`]. [`Jit::cubin`] looks for its
 //! machine code in this order, and says where it came from:
 //!
-//! 1. **embedded**: files that were built with the program, in a folder beside it, or in one that it
-//!    names ([`look_in`]);
+//! 1. **embedded**: files that were built with the program, in a folder beside it, or in one that
+//!    it names ([`look_in`]);
 //! 2. **cached**: the user's disk cache (see [`Cache`]), filled by earlier runs;
 //! 3. **compiled**: NVRTC, opened at run time; the result goes into the cache.
 //!
@@ -86,8 +86,8 @@ fn built_in(dir: &Path, key: &Key) -> Option<Result<Vec<u8>, String>> {
 /// Folders that the program has named.
 static NAMED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Contexts that are made from now on look for kernels that were built with the program in `dir`, too:
-/// for a library that a program such as an interpreter loads, whose own folder is not ours.
+/// Contexts that are made from now on look for kernels that were built with the program in `dir`,
+/// too: for a library that a program such as an interpreter loads, whose own folder is not ours.
 pub fn look_in(dir: impl Into<PathBuf>) {
     let mut named = NAMED.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = dir.into();
@@ -109,7 +109,8 @@ pub struct Jit {
 }
 
 impl Jit {
-    /// As `config` says, with NVRTC, the folder `cubins` beside the program, and those of [`look_in`].
+    /// As `config` says, with NVRTC, the folder `cubins` beside the program, and those of
+    /// [`look_in`].
     pub fn new(config: &Config) -> Self {
         let beside = std::env::current_exe().ok();
         let beside = beside.and_then(|p| Some(p.parent()?.join("cubins")));

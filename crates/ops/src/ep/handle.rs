@@ -92,8 +92,9 @@ impl EpHandle {
         })))
     }
 
-    /// Multiprocessors that phases of this microbatch may take from now on, at least one; none is the
-    /// plan's number. Ranks may differ, as in [`EpPlan::with_num_sms`](super::EpPlan::with_num_sms).
+    /// Multiprocessors that phases of this microbatch may take from now on, at least one; none is
+    /// the plan's number. Ranks may differ, as in
+    /// [`EpPlan::with_num_sms`](super::EpPlan::with_num_sms).
     pub fn set_num_sms(&self, num: Option<usize>) {
         self.0.num_sms.store(num.map_or(0, |n| n.max(1)), Ordering::Relaxed);
     }

@@ -45,12 +45,13 @@ impl EpPlan {
         self.direct(knows, (d.dtype, d.recv_rows()), expected, None)
     }
 
-    /// As [`EpPlan::zero_copy_recv`], in symmetric memory of the caller's: `[recv_rows, hidden]` from byte
-    /// `at` of `buf` on, a multiple of 16. `buf` must be of the plan's heap, and the same on all ranks.
+    /// As [`EpPlan::zero_copy_recv`], in symmetric memory of the caller's: `[recv_rows, hidden]`
+    /// from byte `at` of `buf` on, a multiple of 16. `buf` must be of the plan's heap, and the same
+    /// on all ranks.
     ///
     /// # Errors
-    /// As there; `InvalidArgument` if the rows do not fit there, or memory that begins there receives rows already; `Unsupported` on the host, whose symmetric memory is no
-    /// tensor.
+    /// As there; `InvalidArgument` if the rows do not fit there, or memory that begins there
+    /// receives rows already; `Unsupported` on the host, whose symmetric memory is no tensor.
     pub fn zero_copy_recv_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
         let d = &self.desc;
         self.fits(buf, at, (d.dtype, d.recv_rows()))?;
@@ -99,7 +100,8 @@ impl EpPlan {
             .seen(at))
     }
 
-    /// A receive buffer of `rows`, if a sender `knows` where its rows stay: new memory, or where the caller says.
+    /// A receive buffer of `rows`, if a sender `knows` where its rows stay: new memory, or where
+    /// the caller says.
     fn direct(
         &self,
         knows: bool,

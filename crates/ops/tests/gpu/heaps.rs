@@ -58,16 +58,16 @@ fn tensors_over_symmetric_memory_are_that_memory() {
     .unwrap();
 }
 
-/// Memory of `ctx`'s device that can be shared, as another library of this process allocates it: nobody else
-/// knows of its handle.
+/// Memory of `ctx`'s device that can be shared, as another library of this process allocates it:
+/// nobody else knows of its handle.
 fn foreign(ctx: &CudaContext) -> Result<VmmRange> {
     let len = granularity(ctx)?;
     let chunk = VmmChunk::create(ctx, len, ShareBy::Fd)?;
     VmmRange::map(ctx, &[&chunk], len)
 }
 
-/// Memory that somebody else has allocated, seen by all ranks where the heap has it, and where its owner has it; its
-/// owner may let go of it.
+/// Memory that somebody else has allocated, seen by all ranks where the heap has it, and where its
+/// owner has it; its owner may let go of it.
 #[test]
 fn memory_of_others_becomes_symmetric() {
     let Some(n) = ready("memory of others") else { return };
@@ -264,7 +264,8 @@ fn a_zero_copy_dispatch_feeds_a_grouped_product() {
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     World::run_threads(n, cfg(), |world| {
         let mut seen = Vec::new();
-        // Into a tensor of the caller's, memory of the plan's, and memory that somebody else has allocated.
+        // Into a tensor of the caller's, memory of the plan's, and memory that somebody else has
+        // allocated.
         for place in 0..3 {
             let (heap, stream) = heap(&world, "experts")?;
             let (s, me) = (&stream, heap.team().rank());

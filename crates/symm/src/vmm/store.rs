@@ -310,9 +310,9 @@ impl VmmStore {
         self.attach(range, part)
     }
 
-    /// Collective: the memory behind `addr` of every rank, whoever allocated it, as part of its chunk:
-    /// where it lies there, how long it is, and how far inside `addr` is. On an error no rank has more
-    /// than before.
+    /// Collective: the memory behind `addr` of every rank, whoever allocated it, as part of its
+    /// chunk: where it lies there, how long it is, and how far inside `addr` is. On an error no
+    /// rank has more than before.
     pub fn adopt(&self, addr: u64, len_bytes: usize) -> Result<(usize, usize, usize)> {
         let (HeapMemory::Own(range), true) = (&self.heap, self.near) else {
             let text = "memory of others becomes symmetric on GPUs that reach each other";
