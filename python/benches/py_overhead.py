@@ -1,9 +1,9 @@
 """What a call from Python costs: `python benches/py_overhead.py [--device cuda] [--json]`.
 
 One rank, small shapes, so that the host's work is what is timed. Each line has two figures in
-microseconds: the median of calls that are timed one by one, and the mean of calls in a row, without a
-look at the clock between them (the fastest of seven rows). On a GPU calls are queued and waited for in
-batches.
+microseconds: the median of calls that are timed one by one, and the mean of calls in a row, without
+a look at the clock between them (the fastest of seven rows). On a GPU calls are queued and waited
+for in batches.
 """
 
 import argparse

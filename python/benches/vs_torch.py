@@ -1,9 +1,9 @@
 """Operations beside what torch has for the same work: `python benches/vs_torch.py [--json]`.
 
-On one GPU, one rank: what is compared is the local part of each operation as torch users call it, with
-gradients off. Both sides run in turns on inputs that rotate, each call timed by CUDA events; a row
-has the medians and their ratio. On the CPU (`--device cpu`) shapes are small and the clock is the host's:
-that shows that it runs, nothing else.
+On one GPU, one rank: what is compared is the local part of each operation as torch users call it,
+with gradients off. Both sides run in turns on inputs that rotate, each call timed by CUDA events; a
+row has the medians and their ratio. On the CPU (`--device cpu`) shapes are small and the clock is
+the host's: that shows that it runs, nothing else.
 """
 
 import argparse

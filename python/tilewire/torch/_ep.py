@@ -47,7 +47,8 @@ class EpGroup:
             for any routing.
         align: rows of each expert are padded with zeros to a multiple of this.
         layout: order of the received rows: "expert_major" (a row for each choice, as
-            :func:`grouped_gemm` takes them), "rank_major" or "flat" (a row for each token and rank).
+            :func:`grouped_gemm` takes them), "rank_major" or "flat" (a row for each token and
+            rank).
         overflow: "drop" leaves out what exceeds the capacity; "error" raises when it is looked at.
         dtype: of tokens and results: torch.float32, bfloat16 or float16. With float8_e4m3fn or
             float8_e5m2 tokens are :class:`QTensor` of recipe "block1x128" and have no gradient.
@@ -110,13 +111,13 @@ class EpGroup:
         self.num_local_experts = self._native.experts_per_rank[world.rank]
 
     def buffer(self, recv=None):
-        """A buffer for one microbatch: its routing, and with ``zero_copy`` the memory of its rows, which
-        all ranks make together. Several may be in flight.
+        """A buffer for one microbatch: its routing, and with ``zero_copy`` the memory of its rows,
+        which all ranks make together. Several may be in flight.
 
         Args:
-            recv: memory for the rows in place of the buffer's own: a contiguous tensor [recv_rows, hidden]
-                of the group's dtype from :func:`symm_empty` or :func:`symm_adopt`, the same on all ranks,
-                for one buffer at a time. Needs ``zero_copy``.
+            recv: memory for the rows in place of the buffer's own: a contiguous tensor [recv_rows,
+                hidden] of the group's dtype from :func:`symm_empty` or :func:`symm_adopt`, the same
+                on all ranks, for one buffer at a time. Needs ``zero_copy``.
         """
         return EpBuffer(self, recv)
 
@@ -197,8 +198,8 @@ class EpBuffer:
         return out
 
     def _mark(self):
-        """The generation as autograd saves it: a checkpoint that runs the forward pass again puts the
-        new one in its place."""
+        """The generation as autograd saves it: a checkpoint that runs the forward pass again puts
+        the new one in its place."""
         return torch.tensor(self._generation, device="cpu")
 
     def _check(self, mark):
@@ -216,8 +217,8 @@ def _zeros(*shape, dtype, like):
 
 
 def _overwritten(t):
-    """The buffer's own memory as the output of a call that writes it: what autograd saved of it for an
-    earlier one is stale."""
+    """The buffer's own memory as the output of a call that writes it: what autograd saved of it for
+    an earlier one is stale."""
     torch.autograd.graph.increment_version(t)
     return t.view_as(t)
 
@@ -335,8 +336,8 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
             recipe "block1x128"; then neither it nor the weights have a gradient.
         topk_idx: [tokens, top_k] int32 or int64, experts of all ranks; -1 leaves a choice out.
         topk_weights: [tokens, top_k] f32; they travel along and have a gradient.
-        num_sms: multiprocessors that this and the later calls of this microbatch may take. Default: the
-            group's number.
+        num_sms: multiprocessors that this and the later calls of this microbatch may take. Default:
+            the group's number.
         async_op: run beside the current stream; returns a :class:`Pending`.
 
     Returns:
@@ -345,7 +346,8 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
         are a QTensor, as :func:`grouped_gemm` takes it.
 
     Raises:
-        InvalidArgument: shapes, dtypes or devices do not fit. An expert that does not exist ends the
+        InvalidArgument: shapes, dtypes or devices do not fit. An expert that does not exist ends
+            the
         team: the next call raises it.
     """
     # Asked for once, also where this call is refused.

@@ -192,8 +192,8 @@ def ag_gemm(
     Each rank sends its rows in chunks and multiplies those of the others as they come.
 
     Args:
-        x: my rows, [m / P, k] or [m / P, ..., k]; f32, bf16 or f16. Or a :class:`QTensor` [m / P, k]
-            with one scale for the tensors of this group; then the result is bf16.
+        x: my rows, [m / P, k] or [m / P, ..., k]; f32, bf16 or f16. Or a :class:`QTensor` [m / P,
+            k] with one scale for the tensors of this group; then the result is bf16.
         w: my part of the weight, [n, k], of x's dtype; a transposed view of [k, n] is used as it
             lies. A QTensor with one scale if x is one.
         group: a World, a ProcessGroup that has one, or None for the first world.

@@ -60,7 +60,8 @@ def grouped_gemm(x, w, m_splits, *, bias=None, out=None, wgrad_accumulation_mask
     the output and in the gradient of x.
 
     Args:
-        x: [rows, k]; f32, bf16 or f16. Or a :class:`QTensor` of any recipe; then the result is bf16.
+        x: [rows, k]; f32, bf16 or f16. Or a :class:`QTensor` of any recipe; then the result is
+            bf16.
         w: [experts, n, k], or a list of [n, k]; a list of QTensors if x is one.
         m_splits: rows of each expert, [experts] int32 or int64, on x's device.
         bias: [experts, n].

@@ -94,7 +94,8 @@ class ColumnParallelLinear(_Parallel):
         activation: None, "relu", "gelu" or "swiglu".
         device, dtype: of the parameters. Default: the world's device, torch's default dtype.
 
-    Parameters: ``weight`` [out_features / P, in_features], ``bias`` [out_features / P]. A weight with
+    Parameters: ``weight`` [out_features / P, in_features], ``bias`` [out_features / P]. A weight
+        with
     a ``main_grad`` gets its gradient there, and ``grad_added_to_main_grad`` is set.
     """
 

@@ -33,8 +33,8 @@ def _watched():
 
 
 def _define(schema, run, shapes, direct=True):
-    """An operation: ``run`` makes the outputs on the CPU and on GPUs, ``shapes`` fake ones. One that
-    is not ``direct`` always goes through the dispatcher."""
+    """An operation: ``run`` makes the outputs on the CPU and on GPUs, ``shapes`` fake ones. One
+    that is not ``direct`` always goes through the dispatcher."""
     _lib.define(schema)
     name = schema[: schema.index("(")]
     for key in ("CPU", "CUDA"):

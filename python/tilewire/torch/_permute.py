@@ -18,8 +18,8 @@ class RowMap:
         raise TypeError("a RowMap belongs to its process and cannot be pickled")
 
     def totals(self, like):
-        """True numbers of the routing, as a dict: rows needed to drop nothing, copies dropped. Waits for
-        the device of ``like``, a tensor there."""
+        """True numbers of the routing, as a dict: rows needed to drop nothing, copies dropped.
+        Waits for the device of ``like``, a tensor there."""
         return self._native.totals(like)
 
 
@@ -78,24 +78,26 @@ class _Unpermute(torch.autograd.Function):
 
 
 def permute(x, topk_idx, topk_weights=None, *, num_experts, capacity=None, align=1):
-    """Tokens in the order of their experts: a row for each choice, expert after expert, inside an expert
-    by token. Nothing waits for the numbers of rows, which stay on the device.
+    """Tokens in the order of their experts: a row for each choice, expert after expert, inside an
+    expert by token. Nothing waits for the numbers of rows, which stay on the device.
 
     Args:
         x: [tokens, hidden]; f32, bf16 or f16.
         topk_idx: [tokens, top_k] int32 or int64; -1 leaves a choice out.
         topk_weights: [tokens, top_k] f32; they come to their rows and have a gradient.
         num_experts: number of experts.
-        capacity: rows of the result; choices beyond it are dropped. Default: enough for any routing.
+        capacity: rows of the result; choices beyond it are dropped. Default: enough for any
+            routing.
         align: rows of each expert are padded with zeros to a multiple of this.
 
     Returns:
         (rows [capacity, hidden], weights of the rows [capacity] f32 or None, m_splits [num_experts]
-        int64, as :func:`grouped_gemm` takes them, and the map for :func:`unpermute`). Rows behind the
-        last expert's are zero.
+        int64, as :func:`grouped_gemm` takes them, and the map for :func:`unpermute`). Rows behind
+        the last expert's are zero.
 
     Raises:
-        InvalidArgument: shapes, dtypes or devices do not fit; on the CPU also an index that is no expert
+        InvalidArgument: shapes, dtypes or devices do not fit; on the CPU also an index that is no
+            expert
         (on a GPU it makes the results NaN, and ``RowMap.totals`` raises it).
     """
     _ordinary("permute", x, topk_weights)
@@ -118,7 +120,8 @@ def permute(x, topk_idx, topk_weights=None, *, num_experts, capacity=None, align
 
 
 def unpermute(rows, row_map, weights=None):
-    """The sum over each token's choices of (weight times) its row, in f32 in the order of the choices.
+    """The sum over each token's choices of (weight times) its row, in f32 in the order of the
+    choices.
 
     Args:
         rows: [capacity, hidden], in the order of :func:`permute`.

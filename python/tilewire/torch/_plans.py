@@ -58,12 +58,12 @@ def _call(op, args, kwargs):
 
 
 def prepare(op, *args, **kwargs):
-    """Collective: makes the plans that a call of ``op`` with tensors like these needs, before its first
-    call or a capture.
+    """Collective: makes the plans that a call of ``op`` with tensors like these needs, before its
+    first call or a capture.
 
-    It calls the operation once, and its backward pass where tensors require gradients, on zeros in place
-    of the tensors, which may lie on the ``meta`` device; the zeros take memory only during this call.
-    Calls whose rows round up to the same power of two find the plans.
+    It calls the operation once, and its backward pass where tensors require gradients, on zeros in
+    place of the tensors, which may lie on the ``meta`` device; the zeros take memory only during
+    this call. Calls whose rows round up to the same power of two find the plans.
 
     ::
 
@@ -76,8 +76,8 @@ def prepare(op, *args, **kwargs):
 
 
 def explain(op, *args, **kwargs):
-    """Collective: what the plans of such a call do, in words: candidates with their predicted times, what
-    was chosen, memory. Arguments and effects are those of :func:`prepare`."""
+    """Collective: what the plans of such a call do, in words: candidates with their predicted
+    times, what was chosen, memory. Arguments and effects are those of :func:`prepare`."""
     _check(op)
     _native.explain_begin()
     try:

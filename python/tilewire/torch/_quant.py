@@ -11,12 +11,14 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class QTensor:
-    """An FP8 matrix with scales: ``value = data * scale``. Made by :func:`quantize`; has no gradient.
+    """An FP8 matrix with scales: ``value = data * scale``. Made by :func:`quantize`; has no
+    gradient.
 
     Attributes:
         data: [rows, cols] float8_e4m3fn or float8_e5m2.
         scales: [1] f32 ("tensor"); [rows, ceil(cols / 128)] f32 ("block1x128"); [ceil(rows / 128),
-            ceil(cols / 128)] f32 ("block128x128"); [rows, ceil(cols / 32)] float8_e8m0fnu ("mx1x32").
+            ceil(cols / 128)] f32 ("block128x128"); [rows, ceil(cols / 32)] float8_e8m0fnu
+            ("mx1x32").
         recipe: one of these names.
         world: number of the world whose ranks share the scale; 0 if it is this tensor's own.
     """
@@ -52,8 +54,8 @@ class QTensor:
 
 
 def quantize(x, recipe="tensor", *, dtype=torch.float8_e4m3fn, pow2_scales=False, group=None):
-    """``x`` as FP8 with scales from its own magnitudes: ``amax / max`` of each block, rounded to nearest
-    even, saturating.
+    """``x`` as FP8 with scales from its own magnitudes: ``amax / max`` of each block, rounded to
+    nearest even, saturating.
 
     Args:
         x: [rows, cols]; f32, bf16 or f16.
@@ -62,8 +64,8 @@ def quantize(x, recipe="tensor", *, dtype=torch.float8_e4m3fn, pow2_scales=False
             :func:`grouped_gemm` takes all.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         pow2_scales: f32 scales are powers of two.
-        group: with "tensor": one scale for the tensors of all ranks of this group, as :func:`ag_gemm`
-            needs. Collective then; ranks may have different numbers of rows.
+        group: with "tensor": one scale for the tensors of all ranks of this group, as
+            :func:`ag_gemm` needs. Collective then; ranks may have different numbers of rows.
 
     Returns:
         QTensor: it has no gradient, and neither has what is computed from it.
@@ -88,8 +90,8 @@ def quantize(x, recipe="tensor", *, dtype=torch.float8_e4m3fn, pow2_scales=False
 
 
 def fp8_operands(op, x, w, bias, world=0):
-    """Codes and the product of the scales of a matmul's operands; ``world`` is that of all ranks whose
-    rows meet one weight."""
+    """Codes and the product of the scales of a matmul's operands; ``world`` is that of all ranks
+    whose rows meet one weight."""
     if not (isinstance(x, QTensor) and isinstance(w, QTensor)):
         raise InvalidArgument(f"{op}: x and w must both be QTensors, or none of them")
     for what, t in (("x", x), ("w", w)):

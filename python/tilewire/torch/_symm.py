@@ -13,8 +13,9 @@ def symm_empty(*shape, dtype=None, group=None):
     """Collective: a tensor whose memory all ranks of a world have, at the same place.
 
     It is used like any other tensor, also by the operations; :func:`symm_handle` gives what only
-    symmetric memory can do. The memory returns when the last tensor over it is gone on all ranks and
-    a rank needs memory again. Its values are undefined.
+    symmetric memory can do. The memory returns when the last tensor over it is gone on all ranks
+    and a rank needs memory again; as with torch's own memory, work of other streams than the one on
+    which it was made must be ordered before that. Its values are undefined.
 
     Args:
         shape: sizes, or one sequence of them; the same on all ranks.
@@ -41,23 +42,23 @@ def symm_empty(*shape, dtype=None, group=None):
 
 
 def symm_adopt(t, group=None):
-    """Collective: the memory of ``t``, a GPU tensor of ``torch.distributed._symmetric_memory.empty``, as
-    symmetric memory of a world.
+    """Collective: the memory of ``t``, a GPU tensor of
+    ``torch.distributed._symmetric_memory.empty``, as symmetric memory of a world.
 
-    Peers write to and read from the very memory that ``t`` has. It stays part of the world's memory as
-    long as the world lives, also when ``t`` is gone.
+    Peers write to and read from the very memory that ``t`` has. It stays part of the world's memory
+    as long as the world lives, also when ``t`` is gone.
 
     Args:
         t: contiguous; the same shape and dtype on all ranks.
         group: as :func:`symm_empty`.
 
     Returns:
-        A tensor of t's shape and dtype over the same memory, at other addresses: :func:`symm_handle` and
-        :meth:`EpGroup.buffer` take it.
+        A tensor of t's shape and dtype over the same memory, at other addresses:
+        :func:`symm_handle` and :meth:`EpGroup.buffer` take it.
 
     Raises:
-        Unsupported: the memory was not made to be shared with other processes, or lies on the CPU, or
-            the world's backend is not ``vmm``.
+        Unsupported: the memory was not made to be shared with other processes, or lies on the CPU,
+            or the world's backend is not ``vmm``.
         Mismatch: the allocations of the ranks are not alike.
     """
     if not isinstance(t, torch.Tensor) or not t.is_contiguous() or t.numel() == 0:
@@ -83,12 +84,12 @@ def symm_handle(t):
 
 
 class SymmHandle:
-    """One tensor on all ranks. Transfers, signals and barriers take their place on the current stream,
-    and can be captured; on the CPU they have run when the call returns.
+    """One tensor on all ranks. Transfers, signals and barriers take their place on the current
+    stream, and can be captured; on the CPU they have run when the call returns.
 
-    A transfer becomes visible to its peer behind a later signal or barrier. Signals are counted: each
-    ``put_signal`` to a rank lets one ``wait_signal`` of that rank pass, for each symmetric tensor and
-    each pair of ranks.
+    A transfer becomes visible to its peer behind a later signal or barrier. Signals are counted:
+    each ``put_signal`` to a rank lets one ``wait_signal`` of that rank pass, for each symmetric
+    tensor and each pair of ranks.
     """
 
     def __init__(self, t):
@@ -131,8 +132,8 @@ class SymmHandle:
         steps in their ranks' memory.
 
         Raises:
-            Unsupported: peers' memory has no addresses here, or does not lie in even steps (more than
-                two ranks of the backend ``nvshmem``).
+            Unsupported: peers' memory has no addresses here, or does not lie in even steps (more
+                than two ranks of the backend ``nvshmem``).
         """
         rows = torch.utils.dlpack.from_dlpack(self._native.parts())
         rows = rows[:, self._at : self._at + self._len]
@@ -147,8 +148,8 @@ class SymmHandle:
         return t.contiguous()
 
     def put(self, src, peer):
-        """Writes ``src`` to the beginning of the tensor of rank ``peer``: elements of its dtype, at most
-        as many as it has."""
+        """Writes ``src`` to the beginning of the tensor of rank ``peer``: elements of its dtype, at
+        most as many as it has."""
         self._native.put(self._peer(peer), self._at, self._checked("src", src), False)
 
     def put_signal(self, src, peer):
@@ -156,8 +157,8 @@ class SymmHandle:
         self._native.put(self._peer(peer), self._at, self._checked("src", src), True)
 
     def get(self, peer, out=None):
-        """The tensor of rank ``peer``, copied: to ``out``, contiguous elements of its dtype, at most as
-        many as it has, or to a new tensor.
+        """The tensor of rank ``peer``, copied: to ``out``, contiguous elements of its dtype, at
+        most as many as it has, or to a new tensor.
 
         Raises:
             Unsupported: peers' memory has no addresses here.

@@ -284,8 +284,8 @@ class EpBuffer:
         return torch.tensor(self._generation, device="cpu")
 
     def _once_a_generation(self, t):
-        """Memory for a gradient, unless one is there already: the gradient of another combine may be
-        waiting there to be added."""
+        """Memory for a gradient, unless one is there already: the gradient of another combine may
+        be waiting there to be added."""
         if t is None or t.data_ptr() in self._given:
             return None
         self._given.add(t.data_ptr())
