@@ -347,8 +347,7 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
 
     Raises:
         InvalidArgument: shapes, dtypes or devices do not fit. An expert that does not exist ends
-            the
-        team: the next call raises it.
+            the team: the next call raises it.
     """
     # Asked for once, also where this call is refused.
     reuse, buf._reuse = buf._reuse, False

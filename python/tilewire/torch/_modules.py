@@ -95,8 +95,7 @@ class ColumnParallelLinear(_Parallel):
         device, dtype: of the parameters. Default: the world's device, torch's default dtype.
 
     Parameters: ``weight`` [out_features / P, in_features], ``bias`` [out_features / P]. A weight
-        with
-    a ``main_grad`` gets its gradient there, and ``grad_added_to_main_grad`` is set.
+    with a ``main_grad`` gets its gradient there, and ``grad_added_to_main_grad`` is set.
     """
 
     def __init__(

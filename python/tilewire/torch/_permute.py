@@ -97,8 +97,7 @@ def permute(x, topk_idx, topk_weights=None, *, num_experts, capacity=None, align
 
     Raises:
         InvalidArgument: shapes, dtypes or devices do not fit; on the CPU also an index that is no
-            expert
-        (on a GPU it makes the results NaN, and ``RowMap.totals`` raises it).
+            expert (on a GPU it makes the results NaN, and ``RowMap.totals`` raises it).
     """
     _ordinary("permute", x, topk_weights)
     if x.dim() != 2 or topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0]:
