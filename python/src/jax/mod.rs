@@ -35,8 +35,8 @@
 //! execution, so a call may be captured into a command buffer at once.
 //!
 //! A launch that fails ends the teams of all calls of its rank ([`world::Local::end`]): its program
-//! stops there, and ranks that wait for it in a later call hear of it at once. Every other wait ends
-//! at the deadline of the world.
+//! stops there, and ranks that wait for it in a later call hear of it at once. Every other wait
+//! ends at the deadline of the world.
 
 mod ffi;
 mod pool;
