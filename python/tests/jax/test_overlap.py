@@ -4,6 +4,8 @@ Activations are divided along "tp" and, as other rows, along "dp"; weights along
 gradients of weights and biases are sums over "dp", which JAX adds.
 """
 
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -193,7 +195,12 @@ def test_rows_that_do_not_divide(world, mesh, rng):
     close(y, ref, "y", 1e-4, 1e-4)
 
 
-@pytest.mark.parametrize("algo", ["fused", "pipelined", "sequential"])
+# No GPU has a fused kernel yet: asking for it there is an error.
+ON_CPU = os.environ.get("TW_JAX_PLATFORM", "cpu") == "cpu"
+ALGOS = ["fused", "pipelined", "sequential"] if ON_CPU else ["pipelined", "sequential"]
+
+
+@pytest.mark.parametrize("algo", ALGOS)
 def test_algorithms_agree_bit_for_bit_on_integers(world, mesh, rng, algo):
     """Integers that every partial sum holds: no rounding, so any order gives the same bits."""
     from dense import equal, run

@@ -5,11 +5,11 @@ import torch
 from .. import _native
 from .._errors import InvalidArgument
 from . import _ops
-from ._functions import _autocast_dtype, _needs_grad, _once
+from ._functions import Differentiable, _autocast_dtype, _needs_grad, _once
 from ._world import handle_of
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Differentiable):
     @staticmethod
     def forward(ctx, q, k, v, bias, sink, world, *spec):
         ctx.set_materialize_grads(False)
@@ -98,7 +98,7 @@ def _run(q, k, v, world, size, kw):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     flat = [_packed(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v"))]
     if _needs_grad(q, k, v, bias, sink):
-        out, lse = _Attention.apply(*flat, bias, sink, world, *spec)
+        out, lse = _Attention.run(*flat, bias, sink, world, *spec)
     else:
         out, lse = _ops.attention(*flat, bias, sink, world, False, *spec)
     if q.dim() == 4:

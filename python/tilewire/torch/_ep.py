@@ -6,7 +6,7 @@ import torch
 
 from .. import _native
 from .._errors import InvalidArgument, Stale
-from ._functions import _needs_grad, _once, _ordinary
+from ._functions import Differentiable, _needs_grad, _once, _ordinary
 from ._quant import QTensor
 from ._symm import symm_handle
 from ._world import handle_of, world_of
@@ -247,7 +247,7 @@ def _dispatch(buf, x, scales, weights, idx):
     return recv, recv_w, splits
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(Differentiable):
     @staticmethod
     def forward(ctx, x, weights, idx, buf):
         ctx.set_materialize_grads(False)
@@ -275,7 +275,7 @@ class _Dispatch(torch.autograd.Function):
         return dx, dw, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Differentiable):
     @staticmethod
     def forward(ctx, y, weights, buf):
         g = buf.group
@@ -388,7 +388,7 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
 
     def call():
         if _needs_grad(x, w):
-            return _Dispatch.apply(x, w, idx, buf)
+            return _Dispatch.run(x, w, idx, buf)
         return _dispatch(buf, x, None, w, idx)
 
     return _beside(buf, async_op, call, x, idx, w)
@@ -414,4 +414,4 @@ def ep_combine(buf, y, weights=None, *, async_op=False):
         raise Stale("ep_combine: the buffer has no routing: dispatch into it first")
     y = y.contiguous()
     w = None if weights is None else weights.contiguous()
-    return _beside(buf, async_op, lambda: _Combine.apply(y, w, buf), y, w)
+    return _beside(buf, async_op, lambda: _Combine.run(y, w, buf), y, w)

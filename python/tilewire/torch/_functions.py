@@ -14,6 +14,18 @@ from ._quant import QTensor, fp8_operands
 from ._world import handle_of
 
 
+class Differentiable(torch.autograd.Function):
+    """An operation with a backward pass."""
+
+    @classmethod
+    def run(cls, *args):
+        """``apply`` without its Python part, which binds defaults and looks for transforms of
+        torch.func: ours have none and meet none (:func:`_needs_grad`). A third of the cost."""
+        if torch.compiler.is_compiling():
+            return cls.apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)
+
+
 def _once():
     """Second derivatives would be wrong without an error: backward passes call kernels."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -25,9 +37,13 @@ def _once():
 def _needs_grad(*tensors):
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         _no_tangents(tensors)
-    needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    # Inside a transform of torch.func the operation itself raises, with its name.
-    return needs and not torch._C._are_functorch_transforms_active()
+    if not torch.is_grad_enabled():
+        return False
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            # Inside a transform of torch.func the operation itself raises, with its name.
+            return not torch._C._are_functorch_transforms_active()
+    return False
 
 
 def _no_tangents(tensors):
@@ -140,17 +156,17 @@ def _grad_bias(dz, bias_dtype):
     return None if bias_dtype is None else dz.sum(0, dtype=torch.float32).to(bias_dtype)
 
 
-class _AgGemm(torch.autograd.Function):
+class _AgGemm(Differentiable):
     @staticmethod
     def forward(ctx, x, w, bias, world, act, rows, algo, returned):
         ctx.set_materialize_grads(False)
+        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         base, kn = _ops.weight_order(w)
-        args = (x, base, _bias_of(bias, x), world, act, rows, kn, algo, ctx.needs_input_grad[0])
+        args = (x, base, _bias_of(bias, x), world, act, rows, kn, algo, needs_x)
         if act is None:
             (out, gathered), aux = _ops.ag_gemm_gather(*args, returned), None
         else:
             out, gathered, aux = _ops.ag_gemm_aux(*args, returned)
-        _, needs_w, needs_bias = ctx.needs_input_grad[:3]
         ctx.save_for_backward(base, gathered if needs_w else None, aux)
         ctx.args = (world, act, rows, kn, algo)
         ctx.bias_dtype = bias.dtype if needs_bias else None
@@ -223,7 +239,7 @@ def ag_gemm(
     x, w, bias = _autocast(x, w, bias)
     flat, rows_flat = _flat(x), _rows_of(x, rows)
     if _needs_grad(x, w, bias):
-        y = _AgGemm.apply(flat, w, bias, world, activation, rows_flat, algo, return_gathered)
+        y = _AgGemm.run(flat, w, bias, world, activation, rows_flat, algo, return_gathered)
         y, gathered = y if return_gathered else (y, None)
     else:
         base, kn = _ops.weight_order(w)
@@ -233,7 +249,7 @@ def ag_gemm(
     return (y, _folded(gathered, x)) if return_gathered else y
 
 
-class _GemmRs(torch.autograd.Function):
+class _GemmRs(Differentiable):
     @staticmethod
     def forward(ctx, x, w, bias, world, rows, wire, algo):
         ctx.set_materialize_grads(False)
@@ -291,14 +307,14 @@ def gemm_rs(x, w, group=None, *, bias=None, rows=None, wire=None, algo=None):
     if rows is None:
         rows = _even_rows(x, world)
     if _needs_grad(x, w, bias):
-        y = _GemmRs.apply(flat, w, bias, world, rows, wire, algo)
+        y = _GemmRs.run(flat, w, bias, world, rows, wire, algo)
     else:
         base, kn = _ops.weight_order(w)
         y = _ops.gemm_rs(flat, base, _bias_of(bias, x), world, rows, kn, wire, algo, False)
     return _folded(y, x)
 
 
-class _GemmAr(torch.autograd.Function):
+class _GemmAr(Differentiable):
     @staticmethod
     def forward(ctx, x, w, bias, world, wire, algo):
         ctx.set_materialize_grads(False)
@@ -343,14 +359,14 @@ def gemm_ar(x, w, group=None, *, bias=None, wire=None, algo=None):
     x, w, bias = _autocast(x, w, bias)
     flat = _flat(x)
     if _needs_grad(x, w, bias):
-        y = _GemmAr.apply(flat, w, bias, world, wire, algo)
+        y = _GemmAr.run(flat, w, bias, world, wire, algo)
     else:
         base, kn = _ops.weight_order(w)
         y = _ops.gemm_ar(flat, base, _bias_of(bias, x), world, kn, wire, algo)
     return _folded(y, x)
 
 
-class _AllGather(torch.autograd.Function):
+class _AllGather(Differentiable):
     @staticmethod
     def forward(ctx, x, world, rows):
         ctx.args = (world, rows)
@@ -371,11 +387,11 @@ def all_gather(x, group=None, *, rows=None):
     world = handle_of(group)
     rows = None if rows is None else [int(r) for r in rows]
     if _needs_grad(x):
-        return _AllGather.apply(x, world, rows)
+        return _AllGather.run(x, world, rows)
     return _ops.all_gather(x, world, rows, False)
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(Differentiable):
     @staticmethod
     def forward(ctx, x, world, op, rows):
         ctx.args = (world, op, rows)
@@ -400,11 +416,11 @@ def reduce_scatter(x, group=None, *, op="sum", rows=None):
         rows = _even_split(x.shape[0], _ops.size_of(world))
     rows = None if rows is None else [int(r) for r in rows]
     if _needs_grad(x):
-        return _ReduceScatter.apply(x, world, op, rows)
+        return _ReduceScatter.run(x, world, op, rows)
     return _ops.reduce_scatter(x, world, op, rows, False)
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(Differentiable):
     @staticmethod
     def forward(ctx, x, world, op):
         ctx.args = (world, op)
@@ -423,11 +439,11 @@ def all_reduce(x, group=None, *, op="sum"):
     """
     world = handle_of(group)
     if _needs_grad(x):
-        return _AllReduce.apply(x, world, op)
+        return _AllReduce.run(x, world, op)
     return _ops.all_reduce(x, world, op)
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(Differentiable):
     @staticmethod
     def forward(ctx, x, splits, world):
         ctx.args = (splits, world)
@@ -452,5 +468,5 @@ def all_to_all(x, splits, group=None):
     world = handle_of(group)
     flat = [int(n) for row in splits for n in row]
     if _needs_grad(x):
-        return _AllToAll.apply(x, flat, world)
+        return _AllToAll.run(x, flat, world)
     return _ops.all_to_all(x, flat, world, False)

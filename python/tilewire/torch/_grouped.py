@@ -4,11 +4,11 @@ import torch
 
 from .._errors import InvalidArgument
 from . import _ops
-from ._functions import _autocast_dtype, _bias_of, _needs_grad, _once
+from ._functions import Differentiable, _autocast_dtype, _bias_of, _needs_grad, _once
 from ._quant import QTensor
 
 
-class _GroupedGemm(torch.autograd.Function):
+class _GroupedGemm(Differentiable):
     @staticmethod
     def forward(ctx, x, bias, m_splits, mains, mask, *w):
         ctx.set_materialize_grads(False)
@@ -96,5 +96,5 @@ def grouped_gemm(x, w, m_splits, *, bias=None, out=None, wgrad_accumulation_mask
     if dtype is not None:
         x, list_of = x.to(dtype), [t.to(dtype) for t in list_of]
     if _needs_grad(x, bias, *list_of):
-        return _GroupedGemm.apply(x, bias, m_splits, mains, wgrad_accumulation_mask, *list_of)
+        return _GroupedGemm.run(x, bias, m_splits, mains, wgrad_accumulation_mask, *list_of)
     return _ops.grouped_fprop(x, list_of, _bias_of(bias, x), m_splits)

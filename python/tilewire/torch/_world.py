@@ -77,7 +77,8 @@ class World:
         self._native.check()
 
     def barrier(self):
-        """Waits until all ranks have come here."""
+        """The host waits until all ranks have come here. Work of GPUs is not waited for: that is
+        what ``SymmHandle.barrier`` orders, on a stream."""
         self._native.barrier()
 
     def memory(self):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from ..._errors import InvalidArgument
 from .. import _ops
 from .._functions import (
+    Differentiable,
     _autocast,
     _bias_of,
     _check,
@@ -24,7 +25,7 @@ from ._ub import refuse, world_for
 _SYMMETRIC = (None, "multimem_all_reduce", "two_shot", "one_shot")
 
 
-class _Column(torch.autograd.Function):
+class _Column(Differentiable):
     """``x @ w.T + bias`` of an x that all ranks have alike; the gradient of x is the sum of all
     ranks', by gemm_ar."""
 
@@ -55,7 +56,7 @@ def _replicated_column(x, w, world, bias):
     flat = _flat(x)
     bias = None if bias is None else bias.to(x.dtype)
     if _needs_grad(x, w, bias):
-        y = _Column.apply(flat, w, bias, world.handle)
+        y = _Column.run(flat, w, bias, world.handle)
     else:
         y = F.linear(flat, w, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], w.shape[0])
