@@ -1,22 +1,27 @@
 //! CUDA C++ of tilewire, embedded as text.
 //!
-//! A kernel is compiled from the texts of its [`Source`], one after the other: no file includes
-//! another, and none includes a header of CUDA's, so that the run-time compiler needs no include
-//! path. Inline PTX stands only in `ptx/`. What kernels share with Rust (offsets, sizes) is not
-//! written twice: the Rust side passes its constants as definitions.
+//! A kernel is a file that includes what it needs, as editors and nvcc read it. What the run-time
+//! compiler gets is flattened: each included file once, at its place, with `#line` in front, so that
+//! messages, profilers and sanitizers name the file. No file includes a header of CUDA's, so the
+//! compiler needs no include path. Inline PTX stands only in `ptx/`. What kernels share with Rust
+//! (offsets, sizes) is not written twice: the Rust side passes its constants as definitions.
 #![forbid(unsafe_code)]
 
+use std::collections::HashSet;
+
+pub mod abi;
 pub mod attention;
+mod files;
 pub mod gemm;
 pub mod portable;
+
+use files::For;
 
 /// One compilation unit.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
-    /// Name for compiler messages and for the kernel cache.
+    /// Its file below `kernels/src`; also its name in the kernel cache.
     pub name: &'static str,
-    /// The texts, in order.
-    pub parts: &'static [&'static str],
     /// Definitions (`-DNAME=value`) that whoever compiles it must pass.
     pub defines: &'static [&'static str],
     /// The kernels in it.
@@ -24,14 +29,34 @@ pub struct Source {
 }
 
 impl Source {
-    /// The whole text.
+    fn flatten(&self, purpose: For) -> (String, HashSet<String>) {
+        let text = files::file(self.name);
+        assert!(text.is_some(), "{} is not in the table of kernels/src/files.rs", self.name);
+        files::flatten(&files::path_of(self.name), text.unwrap_or_default(), purpose)
+    }
+
+    /// The whole text, for a compiler of CUDA C++.
+    ///
+    /// # Panics
+    /// If a file is missing in the table of the crate: a test flattens every unit.
     pub fn text(&self) -> String {
-        self.parts.concat()
+        self.flatten(For::Device).0
+    }
+
+    /// True if this unit includes `name`, a path below `kernels/src`, or is that file.
+    pub fn includes(&self, name: &str) -> bool {
+        self.flatten(For::Device).1.contains(&files::path_of(name))
+    }
+
+    /// The structures of its files that kernels take by value.
+    pub fn layouts(&self) -> impl Iterator<Item = &'static abi::Layout> + use<> {
+        let (_, files) = self.flatten(For::Device);
+        abi::LAYOUTS.iter().filter(move |l| files.contains(&files::path_of(l.file)))
     }
 
     /// The oldest architecture that has its instructions, as in 90 for `sm_90`.
     pub fn min_sm(&self) -> u32 {
-        if self.parts.contains(&BULK) { 90 } else { 80 }
+        if self.includes("ptx/bulk.cuh") { 90 } else { 80 }
     }
 
     /// True if `arch`, as in `sm_90a`, has its instructions.
@@ -40,67 +65,22 @@ impl Source {
         number.parse().is_ok_and(|sm: u32| sm >= self.min_sm())
     }
 
-    /// The whole text for the emulator in `emu/`: the kernel's own parts as they are, and the
+    /// The whole text for the emulator in `emu/`: the kernel's own files as they are, and the
     /// second bodies of the wrappers in place of inline PTX.
     ///
     /// # Panics
-    /// If a part with inline PTX has no second body.
+    /// As [`Source::text`].
     pub fn emu_text(&self) -> String {
-        self.parts.iter().copied().map(emulated).collect()
+        self.flatten(For::Emulator).0
     }
 }
 
-fn emulated(part: &'static str) -> &'static str {
-    let twin = PTX_TWINS.iter().find(|(ptx, _)| *ptx == part).map(|(_, twin)| *twin);
-    assert!(twin.is_some() || !part.contains("asm"), "inline PTX without a body for the emulator");
-    twin.unwrap_or(part)
-}
-
-/// Loads, stores, fences and timers, named by operation, order and scope.
-pub const LD_ST: &str = include_str!("ptx/ld_st.cuh");
-
-/// Warp matrix instructions and asynchronous copies, from sm_80 on.
-pub const MMA: &str = include_str!("ptx/mma.cuh");
-
-/// Approximate functions, and the types of 8 and 16 bits.
-pub const MATH: &str = include_str!("ptx/math.cuh");
-
-/// Meetings of some of a block's warps.
-pub const BARRIER: &str = include_str!("ptx/barrier.cuh");
-
-/// Bulk copies and the barriers they complete on, from sm_90 on.
-pub const BULK: &str = include_str!("ptx/bulk.cuh");
-
-/// Kernels that begin before the one before them has ended.
-pub const GRID: &str = include_str!("ptx/grid.cuh");
-
-/// The files of `ptx/`, each with its second body for the emulator.
-const PTX_TWINS: &[(&str, &str)] = &[
-    (LD_ST, include_str!("ptx/ld_st_emu.h")),
-    (MMA, include_str!("ptx/mma_emu.h")),
-    (MATH, include_str!("ptx/math_emu.h")),
-    (BARRIER, include_str!("ptx/barrier_emu.h")),
-    (BULK, include_str!("ptx/bulk_emu.h")),
-    (GRID, include_str!("ptx/grid_emu.h")),
-    (portable::CONVERT, portable::CONVERT_EMU),
-];
-
-/// A team as kernels see it; stands behind [`LD_ST`].
-pub const TEAM: &str = include_str!("comm/team.cuh");
-
-/// What kernels share that meet inside; stands behind [`TEAM`].
-pub(crate) const MEET: &str =
-    concat!(include_str!("common/last.cuh"), include_str!("comm/meet.cuh"));
-/// A block that comes last.
-pub(crate) const LAST: &str = include_str!("common/last.cuh");
-
-/// Rows through shared memory; stands behind [`BULK`].
-pub(crate) const STAGE: &str = include_str!("comm/stage.cuh");
+/// Loads, stores, fences and timers, named by operation, order and scope: for kernels of tests.
+pub const LD_ST: Source = Source { name: "ptx/ld_st.cuh", defines: &[], kernels: &[] };
 
 /// Signal, wait, barrier and the epoch word of copy-engine pushes.
 pub const SIGNAL: Source = Source {
     name: "comm/signal.cu",
-    parts: &[LD_ST, TEAM, include_str!("comm/signal.cu")],
     defines: &["TW_OFF_INBOX", "TW_OFF_SIGNALS", "TW_INBOX_ROW"],
     kernels: &[
         "tw_signal",
@@ -119,7 +99,6 @@ pub const SIGNAL: Source = Source {
 /// `gemm/mainloop.cuh` may be defined otherwise: tile, warps, stages, and f16 in place of bf16.
 pub const SM80_GEMM: Source = Source {
     name: "gemm/sm80_gemm.cu",
-    parts: &[MMA, include_str!("gemm/mainloop.cuh"), include_str!("gemm/sm80_gemm.cu")],
     defines: &[],
     kernels: &[
         "tw_gemm_nt",
@@ -134,11 +113,6 @@ pub const SM80_GEMM: Source = Source {
 /// The same products of groups whose rows are counted in device memory.
 pub const SM80_GROUPED_GEMM: Source = Source {
     name: "grouped_gemm/sm80_grouped_gemm.cu",
-    parts: &[
-        MMA,
-        include_str!("gemm/mainloop.cuh"),
-        include_str!("grouped_gemm/sm80_grouped_gemm.cu"),
-    ],
     defines: &[],
     kernels: &[
         "tw_grouped_nt",
@@ -157,23 +131,17 @@ pub const LINK_STAGES: u32 = 8;
 /// What a link can do.
 pub const LINKS: Source = Source {
     name: "bench/links.cu",
-    parts: &[LD_ST, include_str!("bench/links.cu")],
     defines: &[],
     kernels: &["tw_link_store", "tw_link_load", "tw_link_ping", "tw_link_empty", "tw_link_delay"],
 };
 
 /// What it can do by bulk copies.
-pub const LINKS_BULK: Source = Source {
-    name: "bench/links_bulk.cu",
-    parts: &[LD_ST, BULK, include_str!("bench/links_bulk.cu")],
-    defines: &[],
-    kernels: &["tw_link_bulk"],
-};
+pub const LINKS_BULK: Source =
+    Source { name: "bench/links_bulk.cu", defines: &[], kernels: &["tw_link_bulk"] };
 
 /// The orders that the protocol rests on, for `gpu_spike litmus`.
 pub const LITMUS: Source = Source {
     name: "bench/litmus.cu",
-    parts: &[LD_ST, BULK, include_str!("bench/litmus.cu")],
     defines: &[],
     kernels: &["tw_litmus_bulk", "tw_litmus_fill", "tw_litmus_count"],
 };
@@ -205,10 +173,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_include_nothing_and_name_what_they_define() {
+    fn texts_are_whole_and_name_what_they_define() {
         for s in ALL {
             let text = s.text();
-            assert!(!text.contains("#include"), "{}", s.name);
+            assert!(!text.contains("#include") && !text.contains("#pragma once"), "{}", s.name);
             for k in s.kernels {
                 assert!(text.contains(&format!("{k}(")), "{k}");
             }
@@ -230,9 +198,11 @@ mod tests {
 
     #[test]
     fn inline_ptx_stands_only_in_ptx() {
-        let comm = include_str!("comm/signal.cu");
-        assert!(!comm.contains("asm"));
-        assert!(!LD_ST.contains("multimem"));
+        for (path, text) in files::FILES {
+            let allowed = path.starts_with("ptx/") && path.ends_with(".cuh");
+            assert!(allowed || !text.contains("asm"), "{path}: inline PTX");
+            assert!(!text.contains("multimem"), "{path}: NVLink multicast");
+        }
     }
 
     /// Everything in front of the bodies: types, and the wrappers' declarations.
@@ -243,17 +213,26 @@ mod tests {
 
     #[test]
     fn both_bodies_of_a_wrapper_have_one_declaration() {
-        for (ptx, twin) in PTX_TWINS {
+        for (path, ptx) in files::FILES.iter().filter(|(p, _)| p.ends_with(".cuh")) {
+            let Some(stem) = path.strip_prefix("ptx/").and_then(|p| p.strip_suffix(".cuh")) else {
+                continue;
+            };
+            let twin = files::file(&format!("ptx/{stem}_emu.h")).unwrap();
             assert!(declarations(ptx).len() > 3, "the declarations begin their lines");
             assert_eq!(declarations(ptx), declarations(twin));
-            assert!(!twin.contains("asm"), "no PTX on the host");
         }
+    }
+
+    #[test]
+    fn the_emulator_gets_the_kernels_own_lines() {
+        let code = |l: &&str| !l.is_empty() && !l.starts_with('#');
         for s in ALL {
-            let (text, emu) = (s.text(), s.emu_text());
-            assert!(!emu.contains("asm"), "{}", s.name);
-            let own = s.parts.last().unwrap();
+            let emu = s.emu_text();
+            assert!(!emu.contains("asm") && !emu.contains("#line"), "{}", s.name);
+            let own: Vec<_> = files::file(s.name).unwrap().lines().filter(code).collect();
+            let mut all = emu.lines().filter(code);
             assert!(
-                text.ends_with(own) && emu.ends_with(own),
+                own.iter().all(|l| all.any(|m| m == *l)),
                 "{}: a kernel is not changed",
                 s.name
             );

@@ -4,14 +4,7 @@
 //! An element type is passed to them as its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3
 //! e4m3, 2 e5m2.
 
-use crate::{BULK, GRID, LAST, LD_ST, MEET, STAGE, Source, TEAM};
-
-/// Conversions that some architectures have an instruction for.
-pub const CONVERT: &str = include_str!("ptx/convert.cuh");
-/// [`CONVERT`] for the emulator.
-pub(crate) const CONVERT_EMU: &str = include_str!("ptx/convert_emu.h");
-/// Conversions between f32 and the small types; stands behind [`CONVERT`].
-pub const CONVERSIONS: &str = include_str!("common/convert.cuh");
+use crate::Source;
 
 /// Mantissa bits of the types that are quantised and permuted: f32, f16, bf16.
 pub const WIDE_MANTISSAS: [u64; 3] = [23, 10, 7];
@@ -26,7 +19,6 @@ pub const QUANT_TILE: u64 = 128;
 /// Largest magnitudes, scales and codes, and back.
 pub const QUANT: Source = Source {
     name: "quant/sm80_quant.cu",
-    parts: &[CONVERT, CONVERSIONS, include_str!("quant/sm80_quant.cu")],
     defines: &["TW_SRC_MANTISSA", "TW_DST_MANTISSA", "TW_QUANT_THREADS", "TW_QUANT_TILE"],
     kernels: &[
         "tw_quant_tensor",
@@ -55,7 +47,6 @@ pub const PERMUTE_BAD_INDEX: u64 = 1;
 /// Routing, permute, unpermute and their gradients.
 pub const PERMUTE: Source = Source {
     name: "permute/sm80_permute.cu",
-    parts: &[CONVERT, CONVERSIONS, include_str!("permute/sm80_permute.cu")],
     defines: &["TW_SRC_MANTISSA", "TW_PERMUTE_THREADS", "TW_PERMUTE_CHUNK", "TW_PERMUTE_BAD_INDEX"],
     kernels: &[
         "tw_route_count",
@@ -82,7 +73,6 @@ pub const MOVE_SEGMENTS: usize = 64;
 /// Pieces of memory from here to there, on other devices too.
 pub const MOVE: Source = Source {
     name: "collective/sm80_move.cu",
-    parts: &[CONVERT, CONVERSIONS, include_str!("collective/sm80_move.cu")],
     defines: &["TW_MOVE_THREADS"],
     kernels: &["tw_move"],
 };
@@ -107,21 +97,9 @@ pub const EP_BULK_PIECES: u64 = 1;
 /// Bytes of shared memory that are 0.
 pub const EP_BULK_ZERO: u64 = 14336;
 
-const EP_LAYER: &str = include_str!("ep/layer.cuh");
-
 /// Expert parallelism: routing, dispatch, combine and their gradients.
 pub const EP: Source = Source {
     name: "ep/sm80_ep.cu",
-    parts: &[
-        CONVERT,
-        CONVERSIONS,
-        LD_ST,
-        GRID,
-        TEAM,
-        MEET,
-        EP_LAYER,
-        include_str!("ep/sm80_ep.cu"),
-    ],
     defines: &["TW_OUT_MANTISSA", "TW_EP_THREADS", "TW_EP_MOVERS"],
     kernels: &[
         "tw_ep_route",
@@ -146,18 +124,6 @@ pub fn ep_defines(out: u64) -> Vec<(String, u64)> {
 /// Dispatch by bulk copies.
 pub const EP_BULK: Source = Source {
     name: "ep/sm90_ep.cu",
-    parts: &[
-        CONVERT,
-        CONVERSIONS,
-        LD_ST,
-        BULK,
-        GRID,
-        TEAM,
-        MEET,
-        STAGE,
-        EP_LAYER,
-        include_str!("ep/sm90_ep.cu"),
-    ],
     defines: &[
         "TW_OUT_MANTISSA",
         "TW_EP_THREADS",
@@ -193,16 +159,6 @@ pub const EP_BACK_ENTRIES: u64 = 16;
 /// Combine by bulk loads.
 pub const EP_BACK: Source = Source {
     name: "ep/sm90_back.cu",
-    parts: &[
-        CONVERT,
-        CONVERSIONS,
-        LD_ST,
-        BULK,
-        TEAM,
-        MEET,
-        EP_LAYER,
-        include_str!("ep/sm90_back.cu"),
-    ],
     defines: &[
         "TW_OUT_MANTISSA",
         "TW_EP_THREADS",
@@ -230,16 +186,12 @@ pub fn ep_back_defines(out: u64) -> Vec<(String, u64)> {
     with(EP_BACK.defines, &[&[out, EP_THREADS, EP_MOVERS][..], &own].concat())
 }
 
-/// Elements of sums.
-const SUM: &str = include_str!("collective/sum.cuh");
-
 /// Threads of a block of [`REDUCE`].
 pub const REDUCE_THREADS: u64 = 256;
 
 /// Sums of parts that peers have pushed, in the order of the ranks.
 pub const REDUCE: Source = Source {
     name: "collective/sm80_reduce.cu",
-    parts: &[CONVERT, CONVERSIONS, SUM, include_str!("collective/sm80_reduce.cu")],
     defines: &["TW_WIRE_MANTISSA", "TW_OWN_MANTISSA", "TW_OUT_MANTISSA", "TW_REDUCE_THREADS"],
     kernels: &["tw_reduce"],
 };
@@ -279,17 +231,6 @@ pub const COLLECTIVE_RANKS: usize = 16;
 /// A collective as one kernel that meets the other ranks itself, by bulk copies.
 pub const COLLECTIVE: Source = Source {
     name: "collective/sm90_collective.cu",
-    parts: &[
-        CONVERT,
-        CONVERSIONS,
-        LD_ST,
-        BULK,
-        TEAM,
-        MEET,
-        STAGE,
-        SUM,
-        include_str!("collective/sm90_collective.cu"),
-    ],
     defines: &[
         "TW_OUT_MANTISSA",
         "TW_COLLECTIVE_WARPS",
@@ -327,14 +268,6 @@ pub const LAYERS_MANTISSAS: [u64; 2] = [23, 7];
 /// Embedding, norm, rotation of heads, router, loss, and their gradients.
 pub const LAYERS: Source = Source {
     name: "layers/sm80_layers.cu",
-    parts: &[
-        CONVERT,
-        CONVERSIONS,
-        LAST,
-        include_str!("layers/sm80_layers.cu"),
-        include_str!("layers/embed.cuh"),
-        include_str!("layers/classes.cuh"),
-    ],
     defines: &[
         "TW_SRC_MANTISSA",
         "TW_LAYERS_THREADS",
@@ -361,7 +294,6 @@ pub const LAYERS: Source = Source {
 /// The norm of the gradient, AdamW, and first values.
 pub const OPTIMIZER: Source = Source {
     name: "layers/sm80_optimizer.cu",
-    parts: &[CONVERT, CONVERSIONS, include_str!("layers/sm80_optimizer.cu")],
     defines: &["TW_SRC_MANTISSA", "TW_LAYERS_THREADS"],
     kernels: &["tw_square_sum", "tw_square_total", "tw_adamw", "tw_count_step", "tw_init"],
 };

@@ -3,6 +3,7 @@
 mod acceptance;
 mod api;
 mod bundle;
+mod editor;
 mod libraries;
 mod python;
 mod stages;
@@ -48,6 +49,8 @@ enum Command {
         #[arg(long)]
         nvrtc: Option<PathBuf>,
     },
+    /// Write compile_commands.json, by which clangd reads the kernels.
+    CompileCommands,
     /// Check that docs/acceptance.md accounts for every line and names existing tests.
     Acceptance,
 }
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
         Command::Test { only, list } => return stages::run(&root, only.as_deref(), list),
         Command::Tidy => tidy::check(&root),
         Command::GpuBundle { arch, nvrtc } => bundle::make(&root, &arch, nvrtc.as_deref()),
+        Command::CompileCommands => editor::write(&root),
         Command::Acceptance => acceptance::check(&root),
         Command::Api { bless } => match api::check(&root, bless) {
             api::Verdict::Problems(p) => p,

@@ -52,5 +52,5 @@ pub use recorder::{Entry, EntryKind, EntryState, Fingerprint};
 pub use signals::Signals;
 pub use team::LiveTeam;
 pub use traffic::{LinkTraffic, Traffic};
-pub use vmm::{BadInput, LinkProbe, Piece, TeamParam, VmmOneSided, kernel_specs};
+pub use vmm::{BadInput, LinkProbe, Piece, VmmOneSided, kernel_specs};
 pub use world::{BackendStatus, ReturnedNccl, World, WorldCfg, backends};

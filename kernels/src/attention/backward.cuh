@@ -8,6 +8,11 @@
 //
 // Accumulators of p and ds are the next product's first operand as they are: nothing goes through
 // shared memory.
+
+#pragma once
+
+#include "common.cuh"
+
 #ifndef TW_ATTN_DQ_M
 #define TW_ATTN_DQ_M 128
 #endif

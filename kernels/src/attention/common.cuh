@@ -2,6 +2,13 @@
 //
 // A tile in shared memory is [rows][TW_DQP or TW_DVP] of 16-bit elements with 16-byte chunk c of row
 // r at place c ^ (r % 8): the eight rows that ldmatrix reads together lie in different banks.
+
+#pragma once
+
+#include "../ptx/mma.cuh"
+#include "../ptx/math.cuh"
+#include "../ptx/barrier.cuh"
+
 #ifndef TW_ATTN_TYPE
 #define TW_ATTN_TYPE 0  // 0 bf16, 1 f16
 #endif

@@ -1,4 +1,9 @@
 // The forward pass: tiles of keys against one tile of queries, with a running maximum and sum.
+
+#pragma once
+
+#include "common.cuh"
+
 #ifndef TW_ATTN_M
 #define TW_ATTN_M 128
 #endif

@@ -1,20 +1,10 @@
 //! The attention kernels: which text for which attention, and how it is launched.
 
-use crate::{BARRIER, MATH, MMA, Source};
+use crate::Source;
 
 /// Attention of 16-bit types on any GPU from sm_80 on. See [`Variant`] for its definitions.
 pub const SM80_ATTENTION: Source = Source {
     name: "attention/sm80_attention.cu",
-    parts: &[
-        MMA,
-        MATH,
-        BARRIER,
-        include_str!("common.cuh"),
-        include_str!("forward.cuh"),
-        include_str!("backward.cuh"),
-        include_str!("pairs.cuh"),
-        include_str!("sm80_attention.cu"),
-    ],
     defines: &[],
     kernels: &["tw_attn_table", "tw_attn_fwd", "tw_attn_delta", "tw_attn_dq"],
 };
@@ -22,7 +12,6 @@ pub const SM80_ATTENTION: Source = Source {
 /// Attention of any types, and the gradients of bias and sink. See [`Plain`] for its definitions.
 pub const PLAIN_ATTENTION: Source = Source {
     name: "attention/plain_attention.cu",
-    parts: &[MMA, MATH, BARRIER, include_str!("common.cuh"), include_str!("plain_attention.cu")],
     defines: &[],
     kernels: &[
         "tw_attn_table",

@@ -8,6 +8,11 @@
 // both sums (TwBack) a warp has registers for 16 keys only, and reads all of q and d_out twice for half of the
 // products: the rate of shared memory was the kernel's. The two warps of a pair are on one scheduler, so that the
 // exponentials of one run beside products of the other. Each sum has the order of TwBack's, and so its bits.
+
+#pragma once
+
+#include "backward.cuh"
+
 #ifndef TW_ATTN_PAIRS
 #define TW_ATTN_PAIRS 0
 #endif

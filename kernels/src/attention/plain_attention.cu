@@ -8,6 +8,9 @@
 // Algorithm: a warp makes a row; each lane takes every 32nd row of the other side, then every 32nd
 //   column of the sum. Slow and simple; sums have one order. One block to a multiprocessor is asked
 //   for, because else ptxas spills for the sake of occupancy.
+
+#include "common.cuh"
+
 #ifndef TW_ATTN_IN
 #define TW_ATTN_IN 2
 #endif

@@ -12,6 +12,10 @@
 // Algorithm: FlashAttention-2 (Dao, 2023) with cp.async, ldmatrix and mma.sync. Every sum has one
 //   order, which depends on shapes alone: no atomics, equal inputs give equal bits.
 
+#include "forward.cuh"
+#include "backward.cuh"
+#include "pairs.cuh"
+
 extern "C" __global__ void __launch_bounds__(TW_F_THREADS) tw_attn_fwd(const __grid_constant__ TwAttn a) {
     tw_forward(a);
 }

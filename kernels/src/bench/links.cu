@@ -1,6 +1,8 @@
 // What a link can do: the kernels of `tilewire bench links`. They move bytes and keep no order
 // beyond their own end: the host waits for all of them before it looks.
 
+#include "../ptx/ld_st.cuh"
+
 extern "C" __global__ void tw_link_store(u64 dst, u64 src, u64 n) {
     u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) ((uint4*)dst)[i] = ((const uint4*)src)[i];

@@ -4,6 +4,9 @@
 // earlier round. Nothing may be wrong unless TwLitmus::broken plants a mistake, which shows that the
 // test can see one. Every wait ends at the launch's deadline: a mistake costs its rounds, never the device.
 
+#include "../ptx/ld_st.cuh"
+#include "../ptx/bulk.cuh"
+
 struct TwLitmus {
     u64 put;      // producer: the next rank's receive area, `bytes` for each lane
     u64 flag;     // producer: the next rank's flags, TW_LITMUS_LINE bytes for each lane

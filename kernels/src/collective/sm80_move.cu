@@ -6,6 +6,8 @@
 // Destinations may lie on other devices: plain stores, published by a kernel of comm/signal.cu behind
 // this one. Sources are local: remote loads take a round trip each.
 
+#include "../common/convert.cuh"
+
 struct TwMoves {
     u64 src[64], dst[64], len[64];
 };

@@ -11,6 +11,9 @@
 //
 // The slots are symmetric memory: plain loads, behind the wait for their writers.
 
+#include "../common/convert.cuh"
+#include "sum.cuh"
+
 struct TwReduce {
     u64 slots;
     u64 stride;  // bytes

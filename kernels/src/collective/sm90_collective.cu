@@ -14,6 +14,11 @@
 // A flag holds the number of its launch: nothing is ever cleared, and a replayed graph needs no new values. A rank
 // that has read what came grants its memory for the next launch. Peers' memory is written, read never.
 
+#include "../common/convert.cuh"
+#include "../comm/meet.cuh"
+#include "../comm/stage.cuh"
+#include "sum.cuh"
+
 enum { WARPS = TW_COLLECTIVE_WARPS, RANKS = TW_COLLECTIVE_RANKS, PIECE = TW_COLLECTIVE_PIECE };
 enum { SEND = TW_COLLECTIVE_SEND, CHUNK = TW_COLLECTIVE_CHUNK, STAGES = TW_COLLECTIVE_STAGES, LEAD = STAGES / 2 };
 static_assert(PIECE % 16 == 0 && CHUNK % 16 == 0 && STAGES % 2 == 0, "whole units, halves of a ring");

@@ -1,5 +1,9 @@
 // Elements of a sum, four at a time, at any alignment.
 
+#pragma once
+
+#include "../common/convert.cuh"
+
 // Elements 4 * n and the three behind it; 0 from `num` on.
 template <class Quad> __device__ __forceinline__ Quad tw_quad(u64 p, u64 n, u64 num) {
     typedef typename Quad::Elem::Bits Bits;

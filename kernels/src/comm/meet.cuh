@@ -1,6 +1,11 @@
 // What kernels share that meet the other ranks inside: waits of many warps, things that warps take in turn, and copies of
 // any alignment. Stands behind team.cuh and common/last.cuh.
 
+#pragma once
+
+#include "team.cuh"
+#include "../common/last.cuh"
+
 // By one block: bytes of each output, in pieces where they are whole.
 __device__ __noinline__ void tw_spoil(const TwPoison& p) {
     for (u32 o = 0; o < 8; o++) {

@@ -4,6 +4,8 @@
 // page (TW_OFF_* come from there). Counters only grow. What a rank has sent and what it expects
 // next live in its own device memory, so a replayed graph needs no new values.
 
+#include "team.cuh"
+
 __device__ __forceinline__ u64* tw_count(const TwTeam& t, u32 page, u32 slot, u32 writer) {
     return tw_word(t, page, TW_OFF_SIGNALS + ((u64)slot * t.size + writer) * 16);
 }

@@ -4,6 +4,10 @@
 // traps: the first failure claims the fault word, writes a 64-byte report into pinned memory and
 // tells all peers; every later kernel of the team returns at once.
 
+#pragma once
+
+#include "../ptx/ld_st.cuh"
+
 struct TwTeam {
     u64 control;     // base of the control pages
     u64 stride;      // bytes from one page to the next

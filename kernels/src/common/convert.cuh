@@ -5,6 +5,10 @@
 //
 // A small type is named by its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3 e4m3, 2 e5m2.
 
+#pragma once
+
+#include "../ptx/convert.cuh"
+
 __device__ __forceinline__ bool tw_is_nan(float v) {
     return (__float_as_uint(v) & 0x7fffffff) > 0x7f800000;
 }

@@ -1,5 +1,7 @@
 // A block that comes last.
 
+#pragma once
+
 // True in all threads of the block that comes last of `num`; what the others did before is visible to it. The ticket is 0
 // before the first and after the last.
 __device__ __forceinline__ bool tw_last_of(u32* ticket, u32 num) {

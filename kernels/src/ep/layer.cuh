@@ -25,6 +25,11 @@
 // Peers' memory is written, read never. THREADS of blocks that lay out, MOVERS of those that meet.
 // Types of results by mantissa bits: TW_OUT_MANTISSA (23 f32, 10 f16, 7 bf16); payload is bytes.
 
+#pragma once
+
+#include "../common/convert.cuh"
+#include "../comm/meet.cuh"
+
 enum { THREADS = TW_EP_THREADS, MOVERS = TW_EP_MOVERS, WARPS = THREADS / 32 };
 static_assert(THREADS % 32 == 0 && MOVERS % 32 == 0, "whole warps");
 

@@ -2,6 +2,9 @@
 // inside: tw_ep_route, tw_ep_send and tw_ep_back. Their blocks wait for what other ranks' blocks do
 // before they wait for anything, so few of them that run are enough, in the order of their numbers.
 
+#include "../ptx/grid.cuh"
+#include "layer.cuh"
+
 struct TwRouting {
     const void* idx;  // [tokens * k] i32, or i64 if `wide`; -1 is masked
     u32* blocks;      // scratch [blocks][E]: copies of each block's choices

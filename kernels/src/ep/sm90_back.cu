@@ -7,6 +7,9 @@
 // that add what comes back; those that find nothing to return any more add, too. Warps take the next chunk
 // that nobody has taken, so the launch ends with any number of blocks that run at once.
 
+#include "../ptx/bulk.cuh"
+#include "layer.cuh"
+
 enum { RETURN = TW_EP_BACK_RETURN, SUM = TW_EP_BACK_SUM, SLICE = TW_EP_BACK_SLICE, STAGES = TW_EP_BACK_STAGES };
 // Tokens of a part of a chunk that is added.
 enum { PART = 4 };

@@ -6,6 +6,10 @@
 // that writes rows that nobody feeds. Warps take the next chunk that nobody has taken, so the launch ends with
 // any number of blocks that run at once.
 
+#include "../ptx/grid.cuh"
+#include "../comm/stage.cuh"
+#include "layer.cuh"
+
 enum { SEND = TW_EP_BULK_SEND, LAY = TW_EP_BULK_LAY, PIECE = TW_EP_BULK_PIECE, ZERO = TW_EP_BULK_ZERO };
 enum { BULK_WARPS = SEND + LAY + 1, PIECES = TW_EP_BULK_PIECES };
 static_assert(PIECE % 16 == 0 && ZERO % 16 == 0, "whole units");

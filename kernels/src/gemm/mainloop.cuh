@@ -4,6 +4,11 @@
 // c ^ (r / 2 % 4); an other tile is [32][cols] with chunk c of row r at c ^ (r % 8). So the eight
 // rows that ldmatrix reads together lie in different banks. The pipeline is that of Ampere
 // kernels in CUTLASS: STAGES - 1 copies in flight, one __syncthreads for each 32 of k.
+
+#pragma once
+
+#include "../ptx/mma.cuh"
+
 #ifndef TW_GEMM_M
 #define TW_GEMM_M 128
 #endif

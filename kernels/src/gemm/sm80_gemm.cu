@@ -16,6 +16,8 @@
 // Algorithm: the multi-stage pipeline of CUTLASS 2.x for sm_80 (cp.async, ldmatrix, mma.sync);
 //   each sum is one chain in the order of k, so results do not depend on the grid.
 
+#include "mainloop.cuh"
+
 // The tile of this block, or false if there is none.
 __device__ __forceinline__ bool tw_my_tile(const TwGemm& g, u32 bm, u32 bn, TwTile& t) {
     const u32 cols = tw_block_cols(g, bn);

@@ -19,6 +19,8 @@
 // Algorithm: each warp of each block scans the splits for itself, 32 at a time; then the mainloop
 //   of gemm/mainloop.cuh. `tw_tile` orders the tiles of each group.
 
+#include "../gemm/mainloop.cuh"
+
 enum : u32 {
     TW_ZERO_TAIL = 128,
     TW_ENDS = 512,         // splits are the ends of groups, not their counts

@@ -4,6 +4,8 @@
 // is 4, 8, 16 or 32. A block takes rows in turn, and reads the next before it computes. Sums over rows are added by
 // lane, group, warp and block in this order, and between blocks exactly, so they depend on the number of blocks only.
 
+#pragma once
+
 enum { KEPT = TW_LAYERS_KEPT };
 static_assert(KEPT % 4 == 0, "whole quads");
 

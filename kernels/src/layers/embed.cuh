@@ -3,6 +3,8 @@
 // Three launches: tw_embed_count, tw_embed_place (a block for each TW_LAYERS_TOKENS rows) and tw_embed_bwd (a block for a
 // chunk of one token's rows and 4 * THREADS columns). The first two sort the rows by token, each token's in their order.
 
+#pragma once
+
 enum { VALUES = 256, TOKENS = TW_LAYERS_TOKENS, OF_WARP = TOKENS / WARPS };
 static_assert(TOKENS % THREADS == 0, "whole rounds");
 

@@ -9,6 +9,9 @@
 // Blocks of TW_LAYERS_THREADS. A block a row: tw_add_norm, tw_heads. Any number of blocks, each with some of the rows:
 // tw_norm_bwd. tw_sum_rows: a block for 32 columns. Behind this text: embed.cuh, classes.cuh.
 
+#include "../common/convert.cuh"
+#include "../common/last.cuh"
+
 typedef TwElem<TW_SRC_MANTISSA> T;
 typedef T::Bits Bits;
 typedef TwQuads<TW_SRC_MANTISSA> TwQuad;
@@ -215,3 +218,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_heads(TwHeads
         else apart[i] = packed[i];
     }
 }
+
+// What is built on the helpers above.
+#include "embed.cuh"
+#include "classes.cuh"

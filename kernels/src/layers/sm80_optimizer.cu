@@ -10,6 +10,8 @@
 // itself holds NaN and takes none; others may have had complete sums by then, and hear of it behind
 // their step.
 
+#include "../common/convert.cuh"
+
 typedef TwElem<TW_SRC_MANTISSA> T;
 typedef T::Bits Bits;
 enum { THREADS = TW_LAYERS_THREADS };

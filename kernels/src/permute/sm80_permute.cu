@@ -15,6 +15,8 @@
 // tw_unpermute_bwd: a block a row of the capacity; tw_unpermute: a block a token; tw_permute_words: a
 // thread an element; tw_unpermute_bwd_weights: a warp a choice.
 
+#include "../common/convert.cuh"
+
 struct TwRoute {
     const void* idx;
     u32* counts;  // scratch [chunks][experts + 1]; the last column counts indices that are no expert

@@ -1,5 +1,8 @@
 // Thin wrappers of named barriers: meetings of some of a block's warps. Barrier 0 is __syncthreads.
 // No includes: fixed-width names are made here.
+
+#pragma once
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;

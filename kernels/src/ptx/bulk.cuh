@@ -1,6 +1,9 @@
 // Thin wrappers of bulk copies (TMA without a tensor map) and of the barriers in shared memory that
 // they complete on: sm_90 and newer. Addresses and lengths are multiples of 16.
 // No includes: fixed-width names are made here.
+
+#pragma once
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;

@@ -1,5 +1,8 @@
 // Conversions that some architectures have an instruction for. The others use the integer
 // arithmetic of common/convert.cuh, which stands behind this text.
+
+#pragma once
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;

@@ -1,5 +1,8 @@
 // Thin wrappers of what a kernel waits for that begins before the one before it has ended (`Grid::early` of the device layer).
 // Nothing before sm_90, where none does. No includes: fixed-width names are made here.
+
+#pragma once
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;

@@ -1,5 +1,8 @@
 // Thin wrappers of PTX memory instructions, named by operation, order and scope.
 // No includes: fixed-width names are made here.
+
+#pragma once
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;

@@ -1,4 +1,7 @@
 // Thin wrappers of approximate functions, and the types of 8 and 16 bits.
+
+#pragma once
+
 typedef unsigned short u16;
 typedef unsigned char u8;
 

@@ -15,6 +15,8 @@
 // tw_scale, tw_scale_delayed: one block of TW_QUANT_THREADS. The largest of the partial maxima (or of
 // the ranks' maxima) does not depend on an order, and nothing has to be zeroed.
 
+#include "../common/convert.cuh"
+
 struct TwQuant {
     const void* x;
     u8* row;

@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::LazyLock;
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 use tilewire_core::Rng;
+use tilewire_kernels::abi::{TwAttn, TwSeg};
 use tilewire_kernels::attention::{PLAIN_ATTENTION, PLAIN_ROWS, SM80_ATTENTION, Tile};
 
 use crate::compile::Unit;
@@ -168,56 +169,7 @@ pub static F32: LazyLock<Build> =
     LazyLock::new(|| load_plain(PLAIN_ATTENTION.emu_text(), (40, 37, Type::F32, Type::F32)));
 pub static ODD: LazyLock<Build> = LazyLock::new(|| load(SM80_ATTENTION.emu_text(), EXTRA));
 
-/// `TwSeg` in `attention/common.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable, Debug, PartialEq)]
-#[repr(C)]
-pub struct Seg {
-    row: u32,
-    len: u32,
-    pos: u32,
-    global: u32,
-    tile: u32,
-    first: u32,
-    end: u32,
-    shift: i32,
-}
 const GAP: i32 = i32::MIN;
-
-/// `TwAttn` in `attention/common.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub struct Param {
-    pub q: u64,
-    pub k: u64,
-    pub v: u64,
-    pub out: u64,
-    pub lse: u64,
-    pub bias: u64,
-    pub sink: u64,
-    pub own: u64,
-    pub other: u64,
-    pub d_out: u64,
-    pub delta: u64,
-    pub grads: [u64; 3],
-    pub dbias: u64,
-    pub dsink: u64,
-    pub ld: [u64; 4],
-    pub drop_seed: u64,
-    pub drop_below: u64,
-    pub num_own: u32,
-    pub tiles: u32,
-    pub tokens_q: u32,
-    pub heads_q: u32,
-    pub heads_kv: u32,
-    pub first_head: u32,
-    pub bias_dims: [u32; 3],
-    pub window: [i32; 2],
-    pub scale: f32,
-    pub softcap: f32,
-    pub keep: f32,
-    pub out_type: u32,
-    pub plain: [u32; 3],
-}
 
 /// An attention.
 #[derive(Clone, Debug)]
@@ -307,9 +259,9 @@ impl Case {
     }
 
     /// The segments of the rows here, and the sequence of each (none for rows between them).
-    pub fn segs(&self, of_q: bool) -> Vec<(Seg, Option<usize>)> {
+    pub fn segs(&self, of_q: bool) -> Vec<(TwSeg, Option<usize>)> {
         let spans = if of_q { &self.q } else { &self.kv };
-        let (mut out, mut row) = (Vec::<(Seg, Option<usize>)>::new(), 0);
+        let (mut out, mut row) = (Vec::<(TwSeg, Option<usize>)>::new(), 0);
         let owner =
             |g: usize| self.seqs.iter().position(|(q, kv)| if of_q { q } else { kv }.contains(&g));
         for span in spans {
@@ -322,8 +274,16 @@ impl Case {
                     _ => {
                         let pos = if seq.is_some() { g - begin } else { 0 };
                         let (row, pos, global) = (row as u32, pos as u32, g as u32);
-                        let s =
-                            Seg { row, len: 1, pos, global, tile: 0, first: 0, end: 0, shift: GAP };
+                        let s = TwSeg {
+                            row,
+                            len: 1,
+                            pos,
+                            global,
+                            tile: 0,
+                            first: 0,
+                            end: 0,
+                            shift: GAP,
+                        };
                         out.push((s, seq));
                     }
                 }
@@ -334,7 +294,7 @@ impl Case {
     }
 
     /// Own and other segments, and the tiles of the own ones.
-    pub fn tables(&self, of_q: bool, tile: u64) -> (Vec<Seg>, Vec<Seg>, u32) {
+    pub fn tables(&self, of_q: bool, tile: u64) -> (Vec<TwSeg>, Vec<TwSeg>, u32) {
         let (mut own, other) = (self.segs(of_q), self.segs(!of_q));
         let mut tiles = 0;
         for (s, seq) in &mut own {
@@ -343,11 +303,11 @@ impl Case {
             let Some(seq) = *seq else { continue };
             let (q, kv) = &self.seqs[seq];
             s.shift = kv.len() as i32 - q.len() as i32;
-            let of = |(_, o): &(Seg, Option<usize>)| *o == Some(seq);
+            let of = |(_, o): &(TwSeg, Option<usize>)| *o == Some(seq);
             s.first = other.iter().position(of).unwrap_or(0) as u32;
             s.end = s.first + other.iter().filter(|o| of(o)).count() as u32;
         }
-        let only = |v: Vec<(Seg, Option<usize>)>| v.into_iter().map(|(s, _)| s).collect();
+        let only = |v: Vec<(TwSeg, Option<usize>)>| v.into_iter().map(|(s, _)| s).collect();
         (only(own), only(other), tiles)
     }
 
@@ -471,32 +431,37 @@ impl Case {
         Self::memory("bias", Type::F32, &all, 1, 0)
     }
 
-    pub fn table(name: &str, s: &[Seg]) -> Memory {
+    pub fn table(name: &str, s: &[TwSeg]) -> Memory {
         let m = Memory::new(name, ANY, size_of_val(s));
         m.write(s);
         m
     }
 
-    pub fn param(&self, on: &Build) -> Param {
-        let window = [self.left, self.right].map(|b| b.map_or(1 << 30, |b| b as i32));
+    pub fn param(&self, on: &Build) -> TwAttn {
+        let [left, right] = [self.left, self.right].map(|b| b.map_or(1 << 30, |b| b as i32));
         let (sq, skv) = self.longest();
         let (hq, hkv) = self.heads;
-        let ld =
-            [hq * on.dqk, hkv * on.dqk, hkv * on.dv, hq * on.dv].map(|w| (w + self.pad) as u64);
-        Param {
-            ld,
+        let ld = |width: usize| (width + self.pad) as i64;
+        TwAttn {
+            ld_q: ld(hq * on.dqk),
+            ld_k: ld(hkv * on.dqk),
+            ld_v: ld(hkv * on.dv),
+            ld_o: ld(hq * on.dv),
             drop_seed: 77,
             drop_below: (self.drop * 2f64.powi(53)).ceil() as u64,
             tokens_q: Self::rows(&self.q) as u32,
             heads_q: hq as u32,
             heads_kv: hkv as u32,
-            bias_dims: [self.bias, sq, skv].map(|x| x as u32),
-            window,
+            bias_heads: self.bias as u32,
+            bias_sq: sq as u32,
+            bias_skv: skv as u32,
+            left,
+            right,
             scale: self.scale,
             softcap: self.softcap,
             keep: (1.0 / (1.0 - self.drop)) as f32,
             out_type: self.out as u32,
-            ..Param::zeroed()
+            ..TwAttn::zeroed()
         }
     }
 
@@ -518,7 +483,7 @@ impl Case {
         let sink = Self::memory("sink", Type::F32, &sinks, 1, 0);
         let (own, other, tiles) = self.tables(true, on.tiles.fwd.m);
         let (own_m, other_m) = (Self::table("own", &own), Self::table("other", &other));
-        let p = Param {
+        let p = TwAttn {
             q: q.addr(),
             k: k.addr(),
             v: v.addr(),

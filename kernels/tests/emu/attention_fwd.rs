@@ -1,6 +1,6 @@
 //! The forward pass of attention against an f64 reference: masks, packed rows, groups, extras.
 
-use bytemuck::{Pod, Zeroable};
+use tilewire_kernels::abi::TwMerge;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION, Variant};
 
 use crate::attention::{Case, F32, ODD, SMALL, Tiles, case, load, load_plain};
@@ -98,20 +98,6 @@ fn attention_parts_are_exact() {
     c.check(&ODD, 1);
 }
 
-/// `TwMerge` in `attention/plain_attention.cu`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Merge {
-    parts: u64,
-    lses: u64,
-    out: u64,
-    lse: u64,
-    num: u32,
-    tokens_q: u32,
-    heads_q: u32,
-    pad: u32,
-}
-
 /// Results over parts of the keys, merged, are the result over all keys.
 fn attention_parts_merge() {
     let whole = Case { heads: (2, 1), ..Case::packed(&[(33, 40), (9, 20)]) }.causal();
@@ -127,7 +113,7 @@ fn attention_parts_merge() {
     let (parts, lses) = (f32s("parts", &parts), f32s("lses", &lses));
     let out = f32s("out", &vec![f32::NAN; rows * hq * on.dv]);
     let lse = f32s("lse", &vec![f32::NAN; rows * hq]);
-    let p = Merge {
+    let p = TwMerge {
         parts: parts.addr(),
         lses: lses.addr(),
         out: out.addr(),

@@ -1,6 +1,8 @@
 //! The backward pass of `attention/sm80_attention.cu` against an f64 reference.
 
-use crate::attention::{Build, Case, F32, ODD, PAIRED, Pair, Param, SMALL, case, dot};
+use tilewire_kernels::abi::TwAttn;
+
+use crate::attention::{Build, Case, F32, ODD, PAIRED, Pair, SMALL, case, dot};
 use crate::gemm::{Type, number};
 use crate::memory::Memory;
 use crate::run::Run;
@@ -111,7 +113,7 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
         let (own, other, tiles) = c.tables(of_q, m);
         (Case::table("own", &own), Case::table("other", &other), own.len() as u32, tiles)
     });
-    let param = |i: usize| Param {
+    let param = |i: usize| TwAttn {
         q: inputs[0].addr(),
         k: inputs[1].addr(),
         v: inputs[2].addr(),
@@ -124,7 +126,9 @@ pub fn check(c: &Case, on: &Build, seed: u64) -> [Vec<u8>; 3] {
         tiles: tables[i].3,
         d_out: d_out.addr(),
         delta: delta.addr(),
-        grads: grads.each_ref().map(Memory::addr),
+        dq: grads[0].addr(),
+        dk: grads[1].addr(),
+        dv: grads[2].addr(),
         ..c.param(on)
     };
     let names = if on.tiles.split { vec!["tw_attn_dk", "tw_attn_dv"] } else { vec!["tw_attn_dkv"] };
@@ -268,7 +272,7 @@ fn attention_grads_of_bias_and_sink() {
         let got = [f32s("dbias", &vec![f32::NAN; dbias.len()]), f32s("dsink", &vec![f32::NAN; hq])];
         let (own, other, tiles) = c.tables(true, 4);
         let (own_m, other_m) = (Case::table("own", &own), Case::table("other", &other));
-        let p = Param {
+        let p = TwAttn {
             q: q.addr(),
             k: k.addr(),
             v: v.addr(),

@@ -3,13 +3,14 @@
 
 use std::sync::{Arc, LazyLock};
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
 use tilewire_kernels::SIGNAL;
+use tilewire_kernels::abi::{TwCollective, TwPart, TwTotal};
 use tilewire_kernels::portable::{COLLECTIVE, COLLECTIVE_RANKS};
 
 use crate::compile::Unit;
-use crate::ep_params::poison;
+use crate::ep_layers::poison;
 use crate::host::{Kernel, Launch, Lib, RUNTIME};
 use crate::memory::{Memory, Pages};
 use crate::run::Run;
@@ -56,47 +57,6 @@ fn unit(text: String, mantissa: u64, stages: u64) -> &'static Lib {
         kernels: COLLECTIVE.kernels.to_vec(),
         smem: (WARPS as usize + SEND * STAGES) * PIECE,
     })
-}
-
-/// `TwPart`, `TwCollective` and `TwTotal` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub struct Part {
-    pub src: u64,
-    pub dst: u64,
-    pub len: u64,
-}
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub struct Param {
-    flags: [u64; MOST],
-    epoch: u64,
-    ticket: u64,
-    slot: u32,
-    pieces: u32,
-    piece: u32,
-    slice: u32,
-    sends: u32,
-    sums: u32,
-    takes: u32,
-    same: u32,
-    summers: u32,
-    pad: u32,
-    pub send: [Part; MOST],
-    pub take: [Part; MOST],
-}
-
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub struct Total {
-    pub slots: u64,
-    pub stride: u64,
-    pub own: u64,
-    pub len: u64,
-    pub to: [u64; MOST],
-    pub scale: f32,
-    pad: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -254,8 +214,8 @@ impl Ranks {
         self.views[me].addr() + r as u64 * self.views[me].stride() + at as u64
     }
 
-    pub fn param(&self, me: usize, b: &Batch) -> (Param, Total) {
-        let (mut p, mut t): (Param, Total) = (Zeroable::zeroed(), Zeroable::zeroed());
+    pub fn param(&self, me: usize, b: &Batch) -> (TwCollective, TwTotal) {
+        let (mut p, mut t): (TwCollective, TwTotal) = (Zeroable::zeroed(), Zeroable::zeroed());
         for r in 0..self.size {
             p.flags[r] = self.at(me, r, AT_FLAGS);
         }
@@ -281,7 +241,7 @@ impl Ranks {
                 (false, true) => self.at(me, r, me * slot),
                 (false, false) => self.at(me, r, came(r)[me]),
             };
-            p.send[r] = Part { src, dst, len };
+            p.send[r] = TwPart { src, dst, len };
         }
         for r in (0..self.size).filter(|r| *r != me) {
             let (at, len) = (came(me)[r], b.split[r][me]);
@@ -292,10 +252,10 @@ impl Ranks {
                 _ => (at, len, 0),
             };
             let (src, dst) = (self.at(me, me, area + at), out + at as u64);
-            p.take[r] = Part { src, dst, len: len as u64 };
+            p.take[r] = TwPart { src, dst, len: len as u64 };
         }
         if reduces {
-            t = Total {
+            t = TwTotal {
                 slots: self.at(me, me, 0),
                 stride: slot as u64,
                 own: x + from[me] as u64,
@@ -309,7 +269,7 @@ impl Ranks {
                 t.to[r] = self.at(me, r, AREA + from[me]);
             }
         }
-        let most = |parts: &[Part], bytes: usize| {
+        let most = |parts: &[TwPart], bytes: usize| {
             parts.iter().map(|s| (s.len as usize).div_ceil(bytes) as u32).max().unwrap_or(0)
         };
         p.sends = most(&p.send, self.flagged);

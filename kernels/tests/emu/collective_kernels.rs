@@ -3,11 +3,12 @@
 
 use std::sync::LazyLock;
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 use tilewire_core::DType;
+use tilewire_kernels::abi::{TwMoves, TwPart, TwReduce};
 use tilewire_kernels::portable::{MOVE, MOVE_SEGMENTS, REDUCE, REDUCE_THREADS};
 
-use crate::collective::{Batch, OPS, Op, Part, Ranks};
+use crate::collective::{Batch, OPS, Op, Ranks};
 use crate::compile::Unit;
 use crate::host::{Launch, Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
@@ -22,15 +23,6 @@ pub const TESTS: &[Test] = tests![
 ];
 
 const THREADS: u32 = 64;
-
-/// `TwMoves` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Moves {
-    src: [u64; MOVE_SEGMENTS],
-    dst: [u64; MOVE_SEGMENTS],
-    len: [u64; MOVE_SEGMENTS],
-}
 
 fn load(text: String) -> &'static Lib {
     RUNTIME.load(&Unit {
@@ -47,11 +39,11 @@ static MOVES: LazyLock<&'static Lib> = LazyLock::new(|| load(MOVE.emu_text()));
 /// The segments that have bytes; nothing without any.
 fn moves(
     lib: &'static Lib,
-    parts: impl IntoIterator<Item = Part>,
+    parts: impl IntoIterator<Item = TwPart>,
     blocks: u32,
 ) -> Option<Launch<'static>> {
-    let parts: Vec<Part> = parts.into_iter().filter(|p| p.len > 0).collect();
-    let mut m: Moves = Zeroable::zeroed();
+    let parts: Vec<TwPart> = parts.into_iter().filter(|p| p.len > 0).collect();
+    let mut m: TwMoves = Zeroable::zeroed();
     for (i, p) in parts.iter().enumerate() {
         (m.src[i], m.dst[i], m.len[i]) = (p.src, p.dst, p.len);
     }
@@ -81,7 +73,7 @@ fn launches<'a>(
         return list;
     }
     let num = t.len / dtype.size() as u64;
-    let sum = reduce::Param {
+    let sum = TwReduce {
         slots: t.slots,
         stride: t.stride,
         own: t.own,
@@ -100,7 +92,7 @@ fn launches<'a>(
     list.extend((num > 0).then(|| grid.arg(&sum)));
     if b.op == Op::Reduce {
         let to = (0..size).filter(|r| *r != me);
-        let parts = to.map(|r| Part { src: t.to[me], dst: t.to[r], len: t.len });
+        let parts = to.map(|r| TwPart { src: t.to[me], dst: t.to[r], len: t.len });
         list.extend(moves(*MOVES, parts, 3));
         list.push(meet(SLOTS[2]));
         list.extend(moves(*MOVES, p.take, 1));
@@ -141,9 +133,9 @@ fn segments(lib: &'static Lib) {
         let (src, dst) = (i * room + shift(i), i * room + shift(i / 6));
         want[dst..][..len(i)].copy_from_slice(&data[src..][..len(i)]);
         let len = len(i) as u64;
-        Part { src: from.addr() + src as u64, dst: to.addr() + dst as u64, len }
+        TwPart { src: from.addr() + src as u64, dst: to.addr() + dst as u64, len }
     });
-    let parts: Vec<Part> = parts.collect();
+    let parts: Vec<TwPart> = parts.collect();
     let launch = moves(lib, parts, 2).unwrap();
     Run::new(1).memory([&from, &to]).stream(0, vec![launch]).go().unwrap();
     assert!(to.read::<u8>() == want, "segments have moved");

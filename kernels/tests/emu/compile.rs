@@ -69,6 +69,21 @@ fn compile(name: &str, text: &str, flags: &[String]) -> PathBuf {
     library
 }
 
+/// Checks that `text`, behind the prelude, is good C++; what the compiler says if it is not.
+pub fn syntax(text: &str, defines: &[(String, u64)]) -> Result<(), String> {
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    fs::create_dir_all(dir()).unwrap();
+    let source = dir().join(format!("syntax-{}.cpp", NUMBER.fetch_add(1, Ordering::Relaxed)));
+    fs::write(&source, format!("{ABI}{PRELUDE}\n{text}")).unwrap();
+    let out = Command::new(COMPILER)
+        .args(["-fsyntax-only", "-std=c++17", "-DTW_EMU_SMEM=1024"])
+        .args(defines.iter().map(|(name, value)| format!("-D{name}={value}")))
+        .arg(&source)
+        .output()
+        .unwrap();
+    if out.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&out.stderr).into()) }
+}
+
 /// The emulator's runtime.
 pub fn runtime(flags: &[&str]) -> PathBuf {
     let mut flags: Vec<String> = flags.iter().map(|f| (*f).to_owned()).collect();

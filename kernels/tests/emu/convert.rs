@@ -5,7 +5,6 @@ use std::sync::LazyLock;
 use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
 use tilewire_kernels::Source;
-use tilewire_kernels::portable::{CONVERSIONS, CONVERT};
 
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME};
@@ -20,12 +19,8 @@ pub const TESTS: &[Test] = tests![
     mutants_of_the_conversions_are_killed,
 ];
 
-const SOURCE: Source = Source {
-    name: "common/convert.cuh",
-    parts: &[CONVERT, CONVERSIONS],
-    defines: &[],
-    kernels: &["c_narrow", "c_widen"],
-};
+const SOURCE: Source =
+    Source { name: "common/convert.cuh", defines: &[], kernels: &["c_narrow", "c_widen"] };
 
 static LIB: LazyLock<&'static Lib> = LazyLock::new(|| load(SOURCE.emu_text()));
 

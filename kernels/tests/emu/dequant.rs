@@ -1,7 +1,7 @@
 //! `tw_dequant` of `quant/sm80_quant.cu` against tilewire-core's conversions, to the bit.
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng, ScaleLayout, convert_from_f32, convert_to_f32};
+use tilewire_kernels::abi::TwDequant;
 use tilewire_kernels::portable::{QUANT, QUANT_THREADS};
 
 use crate::host::Lib;
@@ -12,19 +12,6 @@ use crate::run::Run;
 use crate::{Test, tests};
 
 pub const TESTS: &[Test] = tests![codes_and_scales_back, mutants_of_dequantisation_are_killed];
-
-/// `TwDequant` of the kernel.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Args {
-    x: u64,
-    scales: u64,
-    out: u64,
-    rows: u32,
-    cols: u32,
-    layout: u32,
-    chunks: u32,
-}
 
 fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let mut v = vec![0.0; bytes.len() / dtype.size()];
@@ -70,7 +57,7 @@ fn check(lib: &'static Lib, (src, dst): (usize, usize), layout: usize, size: [us
     let (x, s) = (stored("codes", &codes, shift), stored("scales", &scale_bytes, 0));
     let out = stored("out", &vec![0xA5; want.len()], shift * elem);
     let chunks = cols.div_ceil(4 * QUANT_THREADS as usize);
-    let args = Args {
+    let args = TwDequant {
         x: x.addr() + shift as u64,
         scales: s.addr(),
         out: out.addr() + (shift * elem) as u64,

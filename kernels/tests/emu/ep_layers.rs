@@ -7,12 +7,12 @@ use tilewire_kernels::SIGNAL;
 
 use crate::ep::{BUFFERS, FEW, PIECE, Room, THREADS};
 use crate::ep_batch::{Batch, Rows, Sum};
-use crate::ep_params::{Back, Layer, Meet, Poison, Recv, Routing, Send, poison};
 use crate::ep_world::World;
 use crate::host::{Kernel, Launch, Lib};
 use crate::memory::{ANY, Memory, Pages};
 use crate::run::Run;
 use crate::team::{self, RankMemory, Team};
+use tilewire_kernels::abi::{TwBack, TwEp, TwMeet, TwPoison, TwRecv, TwRouting, TwSend};
 
 /// What a kernel says of receive buffers that differ.
 const DIFFER: u32 = 9;
@@ -151,15 +151,22 @@ impl Layers {
         }
     }
 
-    pub fn layer(&self, me: usize, capacity: usize) -> Layer {
+    pub fn layer(&self, me: usize, capacity: usize) -> TwEp {
         let (w, base) = (&self.world, self.first_page(me));
         let [meta, tokens, back, ..] = w.places();
-        Layer {
-            areas: [0, meta, tokens, back].map(|at| base + at as u64),
+        let [meta_stride, row_stride, back_stride] = w.strides().map(|s| s as u64);
+        let [meta, tokens, back] = [meta, tokens, back].map(|at| base + at as u64);
+        TwEp {
+            counts: base,
+            meta,
+            tokens,
+            back,
             stride: self.stride(me),
             first: self.first.addr(),
             steps: self.steps.addr(),
-            strides: w.strides().map(|s| s as u64),
+            meta_stride,
+            row_stride,
+            back_stride,
             size: w.size() as u32,
             me: me as u32,
             max_tokens: w.max_tokens as u32,
@@ -172,10 +179,10 @@ impl Layers {
     }
 
     /// Area 0 counts, 1 tokens, 2 what comes back.
-    fn meet(&self, me: usize, area: usize, senders: u32) -> Meet {
+    fn meet(&self, me: usize, area: usize, senders: u32) -> TwMeet {
         let (w, at) = (&self.world, self.states[me].addr());
         let which = usize::from(area == 2);
-        Meet {
+        TwMeet {
             flags: self.first_page(me) + w.places()[3 + which] as u64,
             stride: self.stride(me),
             epoch: at + 8 * area as u64,
@@ -244,13 +251,13 @@ impl Layers {
     pub fn route(&self, r: usize, b: &Batch) -> Launch<'static> {
         let (s, w) = (&b.sides[r], &self.world);
         let (choices, warps) = (s.tokens * w.k, (w.routers * THREADS / 32) as usize);
-        let a = Routing {
+        let a = TwRouting {
             idx: s.idx.addr(),
             blocks: self.blocks[r].addr(),
             choices: choices as u32,
             wide: u32::from(b.wide),
             span: choices.div_ceil(warps).next_multiple_of(32) as u32,
-            bad: 1,
+            bad_input: 1,
             part: 0,
             pad: 0,
         };
@@ -266,12 +273,12 @@ impl Layers {
     fn send(
         &self,
         (r, b): (usize, &Batch),
-        (send, recv): (&Send, &Recv),
+        (send, recv): (&TwSend, &TwRecv),
         leave: bool,
-        outs: &Poison,
+        outs: &TwPoison,
     ) -> Launch<'static> {
         let w = &self.world;
-        let meet = Meet { leave: u32::from(leave), ..self.meet(r, 1, (w.sms / 3).max(1)) };
+        let meet = TwMeet { leave: u32::from(leave), ..self.meet(r, 1, (w.sms / 3).max(1)) };
         let k = match self.libs.send {
             Some(lib) => go_with(lib, "tw_ep_send_bulk", w.bulk, 5 * 32).smem(9 * PIECE as u32),
             None => go(self.libs.plain, "tw_ep_send", w.sms.max(2)),
@@ -295,7 +302,7 @@ impl Layers {
         let s = &b.sides[r];
         let row_bytes = self.world.payload() as u64;
         let also = |m: &Memory| if b.rows_only { 0 } else { m.addr() };
-        let send = Send {
+        let send = TwSend {
             x: s.x.addr(),
             weights: also(&s.w),
             scales: also(&s.scales),
@@ -306,7 +313,7 @@ impl Layers {
         let whole = whole && b.rows != Rows::Flat;
         let one = |p: u64| if whole { p } else { 0 };
         let x = if buffer > 0 { self.buffer(r, buffer) } else { s.recv.addr() };
-        let recv = Recv {
+        let recv = TwRecv {
             x: one(x),
             weights: also(&s.recv_w),
             scales: one(also(&s.recv_scales)),
@@ -369,18 +376,18 @@ impl Layers {
         let (s, w) = (&b.sides[r], &self.world);
         let row_bytes = w.result() as u64;
         let send =
-            Send { x: s.d_out.addr(), row_bytes, tokens: s.tokens as u32, ..Zeroable::zeroed() };
+            TwSend { x: s.d_out.addr(), row_bytes, tokens: s.tokens as u32, ..Zeroable::zeroed() };
         let dy = &s.dy[usize::from(weighted)];
         if !weighted && b.rows == Rows::ExpertMajor {
             let x = if buffer > 0 { self.buffer(r, buffer) } else { dy.addr() };
             let buffer = buffer as u32;
-            let recv = Recv { x, row_bytes, buffer, bad_input: DIFFER, ..Zeroable::zeroed() };
+            let recv = TwRecv { x, row_bytes, buffer, bad_input: DIFFER, ..Zeroable::zeroed() };
             let mut outs = poison(&[(dy, 255)]);
             outs.out[0] = x;
             return vec![self.send((r, b), (&send, &recv), true, &outs)];
         }
         let rank_major = u32::from(b.rows == Rows::RankMajor);
-        let recv = Recv { rank_major, ..Zeroable::zeroed() };
+        let recv = TwRecv { rank_major, ..Zeroable::zeroed() };
         let mut list = vec![self.send((r, b), (&send, &recv), false, &poison(&[]))];
         list.extend((b.rows == Rows::Flat).then(|| self.flat_places(r, b)));
         let of = |m: &Memory| if weighted { m.addr() } else { 0 };
@@ -408,7 +415,7 @@ impl Layers {
             Sum::Combine { .. } => (&s.y, &s.out),
             Sum::DispatchBwd { .. } => (&s.d_recv, &s.dx),
         };
-        let back = Back {
+        let back = TwBack {
             y: y.addr(),
             weights: if_so(weighted, &s.recv_w),
             dw: if_so(grads, &s.d_recv_w),
@@ -431,4 +438,13 @@ impl Layers {
         let k = k.arg(&self.team.param(r)).arg(&self.layer(r, b.capacity));
         k.arg(&self.meet(r, 2, senders)).arg(&s.handle()).arg(&back).arg(&outs)
     }
+}
+
+/// The outputs that a team that is over fills, each with its byte.
+pub fn poison(outs: &[(&Memory, u8)]) -> TwPoison {
+    let mut p = TwPoison { out: [0; 8], len: [0; 8], byte: [0; 8] };
+    for (i, (m, byte)) in outs.iter().enumerate() {
+        (p.out[i], p.len[i], p.byte[i]) = (m.addr(), m.len_bytes() as u64, *byte);
+    }
+    p
 }

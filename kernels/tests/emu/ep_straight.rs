@@ -98,8 +98,8 @@ fn in_turn(layers: &Layers, seed: u64, rank_major: bool) {
             list.extend(layers.dispatch_to(r, batch, (true, 1)));
             // What stands for tokens is the buffer.
             let mut layer = layers.layer(r, MOST_ROWS);
-            layer.areas[2] = layers.buffer(r, 1) - r as u64 * layer.stride;
-            layer.strides[1] = row_bytes;
+            layer.tokens = layers.buffer(r, 1) - r as u64 * layer.stride;
+            layer.row_stride = row_bytes;
             // Again and again: the last one has to find the same rows.
             for _ in 0..4 {
                 let gather = go(layers.libs.plain, "tw_ep_gather", received as u32).arg(&layer);

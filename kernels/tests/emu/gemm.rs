@@ -2,8 +2,8 @@
 
 use std::sync::LazyLock;
 
-use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
+use tilewire_kernels::abi::TwGemm;
 use tilewire_kernels::{SM80_GEMM, Source, gemm};
 
 use crate::compile::Unit;
@@ -107,23 +107,6 @@ impl Type {
     pub fn round(self, v: f32) -> f32 {
         self.values(&self.bytes(&[v]))[0]
     }
-}
-
-/// `TwGemm` in `gemm/mainloop.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub struct Param {
-    pub a: u64,
-    pub b: u64,
-    pub d: u64,
-    pub bias: u64,
-    pub ld: [u64; 3],
-    pub m: u32,
-    pub n: u32,
-    pub k: u32,
-    pub flags: u32,
-    pub aux: u64,
-    pub ldaux: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -326,14 +309,16 @@ impl Case {
         bias.write(&bias_bytes);
         let aux = self.aux();
         let saved = aux.memory("aux");
-        let param = Param {
+        let param = TwGemm {
             a: a.addr(),
             b: b.addr(),
             d: d.addr(),
             aux: if self.aux || self.act >= DERIVATIVE { saved.addr() } else { 0 },
-            ldaux: aux.ld as u64,
+            ldaux: aux.ld as i64,
             bias: if self.bias { bias.addr() } else { 0 },
-            ld: [0, 1, 2].map(|i: usize| matrices[i].ld as u64),
+            lda: matrices[0].ld as i64,
+            ldb: matrices[1].ld as i64,
+            ldd: matrices[2].ld as i64,
             m: self.m as u32,
             n: self.n as u32,
             k: self.k as u32,

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::LazyLock;
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_kernels::SM80_GROUPED_GEMM;
+use tilewire_kernels::abi::{TwGemm, TwGrouped};
 
-use crate::gemm::{Build, NONE, Param, RELU, SMALL, SWIGLU, Type, load, number};
+use crate::gemm::{Build, NONE, RELU, SMALL, SWIGLU, Type, load, number};
 use crate::host::Lib;
 use crate::memory::{ANY, Memory};
 use crate::planted::{Planted, all_are_killed};
@@ -24,20 +24,6 @@ pub const TESTS: &[Test] = tests![
 /// 64x64, four warps, three stages, f16.
 pub static LIB: LazyLock<Build> =
     LazyLock::new(|| load(&SM80_GROUPED_GEMM, SM80_GROUPED_GEMM.emu_text(), SMALL, &[]));
-
-/// `TwGrouped`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub struct GroupedParam {
-    pub g: Param,
-    pub splits: u64,
-    pub status: u64,
-    pub accumulate: u64,
-    pub stride: u64,
-    pub groups: u32,
-    pub pad: u32,
-    pub table: u64,
-}
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Pass {
@@ -199,18 +185,20 @@ impl Case {
         if self.narrow { narrow } else { wide }.to_vec()
     }
 
-    fn param(&self, [a, b, d, bias, splits, status, add, aux]: [u64; 8]) -> GroupedParam {
+    fn param(&self, [a, b, d, bias, splits, status, add, aux]: [u64; 8]) -> TwGrouped {
         let (k, n, cols) = (self.k as u64, self.n as u64, self.cols() as u64);
         let (m, len) =
             if self.pass == Wgrad { (self.k, self.capacity) } else { (self.capacity, self.k) };
-        let ld = if self.pass == Fprop { [k, k, cols] } else { [k, n, cols] };
-        GroupedParam {
-            g: Param {
+        let ldb = if self.pass == Fprop { k } else { n };
+        TwGrouped {
+            g: TwGemm {
                 a,
                 b,
                 d,
                 bias: if self.bias { bias } else { 0 },
-                ld,
+                lda: k as i64,
+                ldb: ldb as i64,
+                ldd: cols as i64,
                 m: m as u32,
                 n: self.n as u32,
                 k: len as u32,
@@ -222,12 +210,12 @@ impl Case {
                     | u32::from(self.bias && self.bias_type() != Type::F32) << 11
                     | self.order_flags(),
                 aux: if self.aux { aux } else { 0 },
-                ldaux: self.n as u64,
+                ldaux: self.n as i64,
             },
             splits,
             status,
             accumulate: if self.accumulate { add } else { 0 },
-            stride: k * n,
+            stride: (k * n) as i64,
             groups: self.splits.len() as u32,
             pad: 0,
             table: 0,

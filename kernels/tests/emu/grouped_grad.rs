@@ -2,9 +2,10 @@
 
 use bytemuck::Zeroable;
 use tilewire_kernels::SM80_GROUPED_GEMM;
+use tilewire_kernels::abi::{TwGemm, TwGrouped};
 
-use crate::gemm::{Build, GELU, NONE, Param, RELU, SMALL, SWIGLU, Type, dgelu, load, number};
-use crate::grouped::{GroupedParam, LIB};
+use crate::gemm::{Build, GELU, NONE, RELU, SMALL, SWIGLU, Type, dgelu, load, number};
+use crate::grouped::LIB;
 use crate::host::Lib;
 use crate::memory::{ANY, Memory};
 use crate::planted::{Planted, all_are_killed};
@@ -42,19 +43,19 @@ fn values(t: Type, tensor: u64, num: usize) -> Vec<f32> {
 fn run(
     on: &Build,
     kernel: &str,
-    g: Param,
+    g: TwGemm,
     splits: &[i64],
     memory: [&Memory; 3],
     blocks: usize,
 ) -> i32 {
     let (s, status) = (store("splits", bytemuck::cast_slice(splits)), store("status", &[0; 4]));
     let [a, d, aux] = memory;
-    let p = GroupedParam {
-        g: Param { a: a.addr(), d: d.addr(), aux: aux.addr(), ..g },
+    let p = TwGrouped {
+        g: TwGemm { a: a.addr(), d: d.addr(), aux: aux.addr(), ..g },
         splits: s.addr(),
         status: status.addr(),
         groups: splits.len() as u32,
-        ..GroupedParam::zeroed()
+        ..TwGrouped::zeroed()
     };
     let k = on.lib.kernel(kernel);
     let threads = if kernel == "tw_grouped_dbias" { 256 } else { on.threads };
@@ -69,12 +70,12 @@ fn dbias(on: &Build) {
         let (a, groups) = (values(t, 1, CAPACITY * n), splits.len());
         let (from, none) = (store("A", &t.bytes(&a)), store("none", &[]));
         let out = store("dbias", &Type::F32.bytes(&vec![f32::NAN; groups * n]));
-        let g = Param {
-            ld: [n as u64, 0, 0],
+        let g = TwGemm {
+            lda: n as i64,
             n: n as u32,
             k: CAPACITY as u32,
             flags: t as u32,
-            ..Param::zeroed()
+            ..TwGemm::zeroed()
         };
         let blocks = groups * n.div_ceil(32);
         let status = run(on, "tw_grouped_dbias", g, splits, [&from, &out, &none], blocks);
@@ -128,13 +129,14 @@ fn dact(on: &Build) {
             let (a, aux) = (store("dy", &t.bytes(&dy)), store("aux", &t.bytes(&x)));
             let poison = t.bytes(&vec![f32::NAN; CAPACITY * cols]);
             let d = store("dz", &poison);
-            let g = Param {
-                ld: [n as u64, 0, cols as u64],
+            let g = TwGemm {
+                lda: n as i64,
+                ldd: cols as i64,
                 m: CAPACITY as u32,
                 n: n as u32,
                 flags: t as u32 | act << 2 | u32::from(zero) << 7,
-                ldaux: cols as u64,
-                ..Param::zeroed()
+                ldaux: cols as i64,
+                ..TwGemm::zeroed()
             };
             let status = run(on, "tw_grouped_dact", g, splits, [&a, &d, &aux], 7);
             let bytes = d.read::<u8>();

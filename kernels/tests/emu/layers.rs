@@ -1,10 +1,11 @@
 //! `layers/sm80_layers.cu` against the oracle.
 
+use bytemuck::Zeroable;
 use std::sync::OnceLock;
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng};
 use tilewire_kernels::Source;
+use tilewire_kernels::abi::{TwEmbedBwd, TwHeads, TwLoss, TwNorm, TwNormBwd};
 use tilewire_kernels::portable::{
     LAYERS, LAYERS_KEPT, LAYERS_MANTISSAS, layers_defines, optimizer_defines,
 };
@@ -173,9 +174,17 @@ fn embedding(lib: &'static Lib, c: &mut Case) {
     let (counts, order, starts) = (words(256 * sorters), words(n), words(2 * 257));
     let tickets = words(256 * parts);
     tickets.memory.write(&vec![0u8; tickets.memory.len_bytes()]);
-    let with = |grad: &On| EmbedBwd {
-        at: [&tokens, &dx_at, grad, &partial, &counts, &order, &starts, &tickets].map(On::addr),
-        n: [n as u32, d as u32],
+    let with = |grad: &On| TwEmbedBwd {
+        tokens: tokens.addr(),
+        dx: dx_at.addr(),
+        grad: grad.addr(),
+        partial: partial.addr(),
+        counts: counts.addr(),
+        order: order.addr(),
+        starts: starts.addr(),
+        tickets: tickets.addr(),
+        n: n as u32,
+        d: d as u32,
     };
     let mut work = vec![first.arg(&(d as u32))];
     let kernels = ["tw_embed_count", "tw_embed_place", "tw_embed_bwd"].map(|k| lib.kernel(k));
@@ -193,30 +202,6 @@ fn embedding(lib: &'static Lib, c: &mut Case) {
     assert_eq!(tickets.memory.read::<u32>(), vec![0; 256 * parts]);
 }
 
-/// `TwEmbedBwd`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct EmbedBwd {
-    at: [u64; 8],
-    n: [u32; 2],
-}
-
-/// `TwNorm`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Norm {
-    at: [u64; 5],
-    d: [u32; 2],
-}
-
-/// `TwNormBwd`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct NormBwd {
-    at: [u64; 7],
-    n: [u32; 2],
-}
-
 fn norms(lib: &'static Lib, c: &mut Case) {
     let (t, n, d) = (c.dtype(), c.n, c.d);
     let (x, y, w) = (c.random(DType::F32, n, d), c.random(t, n, d), c.random(t, 1, d));
@@ -230,22 +215,25 @@ fn norms(lib: &'static Lib, c: &mut Case) {
     // Fewer blocks than rows: a block sums over several.
     let num = 2;
     let (partial, dw) = (On::room(DType::F32, num, d), On::room(DType::F32, 1, d));
-    let norm = Norm {
-        at: [x_at.addr(), y_at.addr(), w_at.addr(), sum_at.addr(), out.addr()],
-        d: [d as u32, 0],
+    let norm = TwNorm {
+        x: x_at.addr(),
+        y: y_at.addr(),
+        w: w_at.addr(),
+        sum: sum_at.addr(),
+        out: out.addr(),
+        d: d as u32,
+        pad: 0,
     };
-    let (sum_p, none) = (sum_at.addr(), 0u64);
-    let bwd = NormBwd {
-        at: [
-            sum_p,
-            w_at.addr(),
-            dy_at.addr(),
-            past_at.addr(),
-            dx.addr(),
-            if t == DType::F32 { none } else { narrow.addr() },
-            partial.addr(),
-        ],
-        n: [n as u32, d as u32],
+    let bwd = TwNormBwd {
+        x: sum_at.addr(),
+        w: w_at.addr(),
+        dy: dy_at.addr(),
+        residual: past_at.addr(),
+        dx: dx.addr(),
+        narrow: if t == DType::F32 { 0 } else { narrow.addr() },
+        partial: partial.addr(),
+        n: n as u32,
+        d: d as u32,
     };
     let kernels = ["tw_add_norm", "tw_norm_bwd", "tw_sum_rows"].map(|k| lib.kernel(k));
     let launch = |i: usize, num: usize| {
@@ -270,14 +258,6 @@ fn norms(lib: &'static Lib, c: &mut Case) {
     }
 }
 
-/// `TwHeads`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Heads {
-    at: [u64; 6],
-    sizes: [u32; 4],
-}
-
 fn heads(lib: &'static Lib, c: &mut Case) {
     let (t, n, (heads, kv, dim)) = (c.dtype(), c.n, (4, 2, 16));
     let width = (heads + 2 * kv) * dim;
@@ -299,9 +279,17 @@ fn heads(lib: &'static Lib, c: &mut Case) {
     let kernel = lib.kernel("tw_heads");
     let launch = |rows: &On, join: u32| {
         let (grid, block) = blocks(n);
-        kernel.grid(grid, block).arg(&Heads {
-            at: [rows.addr(), q.addr(), k.addr(), v.addr(), at.addr(), table_at.addr()],
-            sizes: [heads as u32, kv as u32, dim as u32, join],
+        kernel.grid(grid, block).arg(&TwHeads {
+            rows: rows.addr(),
+            q: q.addr(),
+            k: k.addr(),
+            v: v.addr(),
+            positions: at.addr(),
+            table: table_at.addr(),
+            heads: heads as u32,
+            kv_heads: kv as u32,
+            dim: dim as u32,
+            join,
         })
     };
     let memory = [&at, &rows_at, &table_at, &q, &k, &v, &back];
@@ -329,15 +317,6 @@ fn ticket() -> On {
 /// Blocks of router, its gradient and loss: fewer than there are rows for.
 pub const BLOCKS: usize = 2;
 
-/// `TwLoss`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Loss {
-    at: [u64; 6],
-    scale: f64,
-    sizes: [u32; 4],
-}
-
 /// The losses of two launches in turn, and the gradient.
 fn losses(lib: &'static Lib, t: DType, logits: &Mat, targets: &[i64], scale: f64) -> ([On; 2], On) {
     let (n, cols) = (logits.rows, logits.cols);
@@ -350,10 +329,18 @@ fn losses(lib: &'static Lib, t: DType, logits: &Mat, targets: &[i64], scale: f64
     let kernel = lib.kernel("tw_cross_entropy");
     let launch = |total: &On| {
         let (grid, block) = blocks(BLOCKS);
-        let p = Loss {
-            at: [&logits_at, &at, &d_logits, total, &partial, &ticket].map(On::addr),
+        let p = TwLoss {
+            logits: logits_at.addr(),
+            targets: at.addr(),
+            d_logits: d_logits.addr(),
+            loss: total.addr(),
+            partial: partial.addr(),
+            ticket: ticket.addr(),
             scale,
-            sizes: [n as u32, cols as u32, lanes(cols), 0],
+            n: n as u32,
+            cols: cols as u32,
+            lanes: lanes(cols),
+            pad: 0,
         };
         kernel.grid(grid, block).arg(&p)
     };
@@ -434,8 +421,15 @@ pub fn few_chunks(lib: &'static Lib) {
     let (tokens, counts, order) = (words(rows.div_ceil(4)), words(256), words(rows));
     let starts = words(2 * 257);
     tokens.memory.write(&vec![9u8; tokens.memory.len_bytes()]);
-    let at = [&tokens, &tokens, &tokens, &tokens, &counts, &order, &starts, &tokens].map(On::addr);
-    let p = EmbedBwd { at, n: [rows as u32, 4] };
+    let p = TwEmbedBwd {
+        tokens: tokens.addr(),
+        counts: counts.addr(),
+        order: order.addr(),
+        starts: starts.addr(),
+        n: rows as u32,
+        d: 4,
+        ..TwEmbedBwd::zeroed()
+    };
     let kernels = ["tw_embed_count", "tw_embed_place"].map(|k| lib.kernel(k));
     let (grid, block) = blocks(1);
     let work = kernels.iter().map(|k| k.grid(grid, block).arg(&p)).collect();

@@ -1,30 +1,13 @@
-//! Router and its gradient against the oracle.
+//! TwRouter and its gradient against the oracle.
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng};
+use tilewire_kernels::abi::{TwRouter, TwRouterBwd};
 use tilewire_kernels::portable::LAYERS_KEPT;
 use tilewire_oracle::{Mat, nn};
 
 use crate::host::{Launch, Lib};
 use crate::layers::{BLOCKS, Case, On, WARPS, blocks, lanes, layers, run};
 use crate::memory::{ANY, Memory};
-
-/// `TwRouter`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Router {
-    at: [u64; 6],
-    sizes: [u32; 4],
-}
-
-/// `TwRouterBwd`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct RouterBwd {
-    at: [u64; 6],
-    scale: f32,
-    sizes: [u32; 5],
-}
 
 /// So many words of 64 bits that are 0.
 fn zeros(n: usize) -> On {
@@ -80,11 +63,18 @@ impl Routed {
         let (n, e, k) = (self.n, self.e, self.topk.shape.1);
         let kernel: &'static _ = Box::leak(Box::new(lib.kernel("tw_router")));
         let launch = |stats: &On| {
-            let rows = [&self.at, &self.probs].map(|on| on.addr() + 4 * self.skip as u64);
-            let more = [&self.topk, &self.weights, &self.sums, stats].map(On::addr);
-            let p = Router {
-                at: [&rows[..], &more].concat().try_into().unwrap(),
-                sizes: [n as u32, e as u32, k as u32, lanes(e)],
+            let skipped = 4 * self.skip as u64;
+            let p = TwRouter {
+                logits: self.at.addr() + skipped,
+                probs: self.probs.addr() + skipped,
+                topk: self.topk.addr(),
+                weights: self.weights.addr(),
+                sums: self.sums.addr(),
+                stats: stats.addr(),
+                n: n as u32,
+                experts: e as u32,
+                k: k as u32,
+                lanes: lanes(e),
             };
             let (grid, block) = blocks(BLOCKS);
             kernel.grid(grid, block).smem((4 * (1 + WARPS) * e) as u32).arg(&p)
@@ -122,15 +112,24 @@ pub fn router(lib: &'static Lib, c: &mut Case) {
     let (d_w_at, d_logits) = (On::put(DType::F32, &d_w), On::room(t, n, e));
     // d_aux E f_e / T, with f of all choices.
     let d_aux = 0.5;
-    let bwd = RouterBwd {
-        at: [&r.probs, &r.topk, &r.weights, &d_w_at, &r.stats[0], &d_logits].map(On::addr),
+    let bwd = TwRouterBwd {
+        probs: r.probs.addr(),
+        topk: r.topk.addr(),
+        weights: r.weights.addr(),
+        d_weights: d_w_at.addr(),
+        load: r.stats[0].addr(),
+        d_logits: d_logits.addr(),
         scale: (d_aux * e as f64 / (n * n * k) as f64) as f32,
-        sizes: [n as u32, e as u32, k as u32, lanes(e), 0],
+        n: n as u32,
+        experts: e as u32,
+        k: k as u32,
+        lanes: lanes(e),
+        pad: 0,
     };
     // The balancing loss alone.
     let d_even = On::room(t, n, e);
     let mut even = bwd;
-    (even.at[3], even.at[5]) = (0, d_even.addr());
+    (even.d_weights, even.d_logits) = (0, d_even.addr());
     let kernel = lib.kernel("tw_router_bwd");
     let (grid, block) = blocks(BLOCKS);
     let mut work = r.launches(lib);

@@ -1,7 +1,7 @@
 //! `bench/links.cu` and `bench/links_bulk.cu`: every byte goes where it should, once, and nothing beside it is touched.
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::Rng;
+use tilewire_kernels::abi::TwBulk;
 use tilewire_kernels::{LINK_STAGES, LINKS, LINKS_BULK, Source};
 
 use crate::compile::Unit;
@@ -20,20 +20,6 @@ pub const TESTS: &[Test] = tests![
 ];
 
 const CHUNK: usize = 64;
-
-/// `TwBulk` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Param {
-    dst: u64,
-    stride: u64,
-    src: u64,
-    bytes: u64,
-    chunk: u32,
-    me: u32,
-    size: u32,
-    num: u32,
-}
 
 fn load(text: String) -> &'static Lib {
     load_of(&LINKS, text)
@@ -106,7 +92,7 @@ fn bulk(
     let (src, bytes) = filled("src", len, 7);
     let stride = len + 48;
     let dst = guarded("dst", size * stride);
-    let param = Param {
+    let param = TwBulk {
         dst: dst.addr(),
         stride: stride as u64,
         src: src.addr(),

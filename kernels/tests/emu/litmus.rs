@@ -1,8 +1,8 @@
 //! `bench/litmus.cu`: rounds in good order show nothing wrong, each planted mistake that this machine can
 //! show shows, and a peer that is not there costs one deadline.
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_kernels::LITMUS;
+use tilewire_kernels::abi::TwLitmus;
 
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME, Stats};
@@ -17,28 +17,6 @@ pub const TESTS: &[Test] = tests![
     a_silent_peer_costs_one_deadline,
     mutants_of_the_litmus_tests_are_killed,
 ];
-
-/// `TwLitmus` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Param {
-    put: u64,
-    flag: u64,
-    credit: u64,
-    got: u64,
-    seen: u64,
-    grant: u64,
-    own: u64,
-    out: u64,
-    rounds: u64,
-    timeout_ns: u64,
-    bytes: u32,
-    lanes: u32,
-    reads: u32,
-    broken: u32,
-    late_ns: u32,
-    pad: u32,
-}
 
 const FLAG_FIRST: u32 = 1;
 const NO_WAIT: u32 = 2;
@@ -102,11 +80,11 @@ impl Ring {
         Self { lib, lanes, ranks, rounds: 25, reads: 1, broken: 0, tick_ns: 10 }
     }
 
-    fn param(&self, rank: usize) -> Param {
+    fn param(&self, rank: usize) -> TwLitmus {
         let n = self.ranks.len();
         let area = |r: usize| self.ranks[r % n][0].addr();
         let (flags, credits) = ((self.lanes * BYTES) as u64, (self.lanes * (BYTES + LINE)) as u64);
-        Param {
+        TwLitmus {
             put: area(rank + 1),
             flag: area(rank + 1) + flags,
             credit: area(rank) + credits,
@@ -137,7 +115,7 @@ impl Ring {
     /// Producers and consumers of all ranks in one launch of each.
     fn meet(&self, name: &str, seed: u64) -> Found {
         let kernel = self.lib.kernel(name);
-        let params: Vec<Param> = (0..self.ranks.len()).map(|r| self.param(r)).collect();
+        let params: Vec<TwLitmus> = (0..self.ranks.len()).map(|r| self.param(r)).collect();
         let mut run = self.run(seed);
         for (r, p) in params.iter().enumerate() {
             let launch = kernel.grid([2 * self.lanes as u32, 1, 1], [32, 1, 1]);
@@ -160,8 +138,10 @@ impl Ring {
     fn push(&self, seed: u64, silent: bool) -> (Found, Stats) {
         let kernels = ["tw_litmus_fill", "t_push", "tw_litmus_bulk"].map(|k| self.lib.kernel(k));
         // The fill kernel has the first row of the results, the consumer the second.
-        let params: Vec<[Param; 2]> = (0..self.ranks.len())
-            .map(|r| [self.param(r), Param { out: self.ranks[r][2].addr() + 32, ..self.param(r) }])
+        let params: Vec<[TwLitmus; 2]> = (0..self.ranks.len())
+            .map(|r| {
+                [self.param(r), TwLitmus { out: self.ranks[r][2].addr() + 32, ..self.param(r) }]
+            })
             .collect();
         let args: Vec<[u64; 4]> =
             params.iter().map(|[p, _]| [p.put, p.own + LINE as u64, p.flag, p.own]).collect();

@@ -21,7 +21,6 @@ mod ep_back_mutants;
 mod ep_batch;
 mod ep_layers;
 mod ep_mutants;
-mod ep_params;
 mod ep_straight;
 mod ep_world;
 mod ep_worlds;
@@ -35,6 +34,7 @@ mod host;
 mod layers;
 mod layers_mutants;
 mod layers_router;
+mod layouts;
 mod links;
 mod litmus;
 mod memory;
@@ -72,6 +72,7 @@ fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let wanted: Vec<&String> = args.iter().filter(|a| !a.starts_with('-')).collect();
     let all = [
+        layouts::TESTS,
         probes::TESTS,
         bulk_copies::TESTS,
         signal::TESTS,

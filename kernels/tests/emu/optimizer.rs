@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng};
+use tilewire_kernels::abi::{TwAdamW, TwInit};
 use tilewire_kernels::portable::OPTIMIZER;
 use tilewire_oracle::{Mat, nn};
 
@@ -19,16 +19,6 @@ pub const TESTS: &[Test] =
 fn optimizer(t: usize) -> &'static Lib {
     static LIBS: [OnceLock<&'static Lib>; 2] = [const { OnceLock::new() }; 2];
     LIBS[t].get_or_init(|| load(&OPTIMIZER, OPTIMIZER.emu_text(), t))
-}
-
-/// `TwAdamW`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Adam {
-    at: [u64; 7],
-    n: u64,
-    hyper: [f64; 6],
-    steps: [u64; 2],
 }
 
 /// A step: those before it, the loss and whether all have their sums, which decide whether it is taken, and the schedule.
@@ -60,19 +50,24 @@ fn step(lib: &'static Lib, t: usize, s: Step) {
     let num = 3usize;
     let partial =
         On { memory: Memory::new("squares", ANY, 8 * num), dtype: DType::I64, shape: (1, num) };
-    let p = Adam {
-        at: [
-            w_at.addr(),
-            if dtype == DType::F32 { 0 } else { master.addr() },
-            g_at.addr(),
-            m_at.addr(),
-            v_at.addr(),
-            small.addr(),
-            counter.addr(),
-        ],
+    let [lr, beta1, beta2, eps, decay, clip] = HYPER;
+    let p = TwAdamW {
+        w: w_at.addr(),
+        master: if dtype == DType::F32 { 0 } else { master.addr() },
+        g: g_at.addr(),
+        m: m_at.addr(),
+        v: v_at.addr(),
+        small: small.addr(),
+        count: counter.addr(),
         n: n as u64,
-        hyper: HYPER,
-        steps,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        decay,
+        clip,
+        warmup: steps[0],
+        total: steps[1],
     };
     let names = ["tw_square_sum", "tw_square_total", "tw_adamw", "tw_count_step"];
     let kernels = names.map(|k| lib.kernel(k));
@@ -118,19 +113,6 @@ fn step(lib: &'static Lib, t: usize, s: Step) {
     }
 }
 
-/// `TwInit`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Init {
-    at: [u64; 2],
-    n: u64,
-    cols: u64,
-    origin: [u64; 2],
-    global_cols: u64,
-    seed: u64,
-    std: f64,
-}
-
 /// First values of a piece are those of the whole at its place.
 fn init(lib: &'static Lib, t: usize) {
     let (rng, (rows, cols), (row0, col0, wide)) =
@@ -138,11 +120,13 @@ fn init(lib: &'static Lib, t: usize) {
     let kernel = lib.kernel("tw_init");
     for std in [0.0, 0.5] {
         let (w, master) = (On::room(TYPES[t], rows, cols), On::room(DType::F32, rows, cols));
-        let p = Init {
-            at: [w.addr(), master.addr()],
+        let p = TwInit {
+            w: w.addr(),
+            master: master.addr(),
             n: (rows * cols) as u64,
             cols: cols as u64,
-            origin: [row0 as u64, col0 as u64],
+            row0: row0 as u64,
+            col0: col0 as u64,
             global_cols: wide as u64,
             seed: rng.key(),
             std,

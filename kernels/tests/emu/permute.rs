@@ -3,8 +3,9 @@
 
 use std::sync::OnceLock;
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Pod;
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
+use tilewire_kernels::abi::TwRoute;
 use tilewire_kernels::portable::{
     PERMUTE, PERMUTE_BAD_INDEX, PERMUTE_CHUNK, PERMUTE_THREADS, WIDE_MANTISSAS, permute_defines,
 };
@@ -66,27 +67,6 @@ fn small(src: usize) -> Blocks {
 
 fn unit(lib: &'static Lib, src: usize, [threads, chunk]: [u64; 2]) -> Blocks {
     Blocks { lib, src, threads: threads as u32, chunk: chunk as u32 }
-}
-
-/// `TwRoute` of the kernels.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Route {
-    idx: u64,
-    counts: u64,
-    first: u64,
-    slots: u64,
-    sources: u64,
-    m_splits: u64,
-    total: u64,
-    dropped: u64,
-    status: u64,
-    choices: u32,
-    experts: u32,
-    capacity: u32,
-    align: u32,
-    wide: u32,
-    chunks: u32,
 }
 
 /// A permutation with its indices.
@@ -177,7 +157,7 @@ fn numbers<T: Pod>(m: &Memory, len: usize) -> Vec<T> {
 /// The map in device memory.
 struct DeviceMap {
     memory: [Memory; 7],
-    args: Route,
+    args: TwRoute,
 }
 
 impl DeviceMap {
@@ -199,7 +179,7 @@ impl DeviceMap {
             poisoned(24),
         ];
         let at = memory.each_ref().map(Memory::addr);
-        let args = Route {
+        let args = TwRoute {
             idx: at[0],
             counts: at[1],
             first: at[2],

@@ -3,8 +3,8 @@
 
 use std::sync::OnceLock;
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, QTensor, Rng, ScaleLayout, Shape, convert_from_f32, convert_to_f32};
+use tilewire_kernels::abi::TwQuant;
 use tilewire_kernels::portable::{
     FP8_MANTISSAS, QUANT, QUANT_THREADS, QUANT_TILE, WIDE_MANTISSAS, quant_defines,
 };
@@ -61,22 +61,6 @@ pub fn load(text: String, src: usize, dst: usize) -> &'static Lib {
         kernels: QUANT.kernels.to_vec(),
         smem: 0,
     })
-}
-
-/// `TwQuant` of the kernels.
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Args {
-    x: u64,
-    row: u64,
-    row_scales: u64,
-    column: u64,
-    column_scales: u64,
-    scale: u64,
-    rows: u32,
-    cols: u32,
-    pow2: u32,
-    swizzled: u32,
 }
 
 /// Memory with poison, `shift` bytes of it in front and `TAIL` behind.
@@ -163,7 +147,7 @@ impl Case<'_> {
         let at = |i: usize, m: &Memory, skip: usize| {
             if self.sides[i] { m.addr() + skip as u64 } else { 0 }
         };
-        let args = Args {
+        let args = TwQuant {
             x: input.addr() + skip as u64,
             row: at(0, &outs[0].0, self.shift),
             row_scales: at(0, &outs[0].1, 0),

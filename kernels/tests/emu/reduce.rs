@@ -1,7 +1,7 @@
 //! `collective/sm80_reduce.cu`: sums of parts, against the same sums on the host, to the bit.
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
+use tilewire_kernels::abi::TwReduce;
 use tilewire_kernels::portable::{REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, reduce_defines};
 
 use crate::compile::Unit;
@@ -13,24 +13,6 @@ use crate::{Test, tests};
 
 pub const TESTS: &[Test] =
     tests![sums_of_every_type_and_size_have_the_hosts_bits, mutants_of_the_sum_are_killed];
-
-/// `TwReduce` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub struct Param {
-    pub slots: u64,
-    pub stride: u64,
-    pub own: u64,
-    pub out: u64,
-    pub bias: u64,
-    pub num: u64,
-    pub cols: u32,
-    pub me: u32,
-    pub size: u32,
-    pub scale: f32,
-    pub bias_out: u32,
-    pub pad: u32,
-}
 
 fn dtype(mantissa: u64) -> DType {
     match mantissa {
@@ -100,7 +82,7 @@ fn sum(lib: &'static Lib, types: [u64; 3], (size, me, rows, cols, shift, with, s
     }
     let out = Memory::new("out", ANY, num * t_out.size() + 32);
     out.write(&vec![0xa5u8; out.len_bytes()]);
-    let param = Param {
+    let param = TwReduce {
         slots: slots.addr() + at as u64,
         stride: stride as u64,
         own: if me < size { own.addr() + own_at as u64 } else { 0 },

@@ -4,6 +4,7 @@ use std::sync::{Arc, LazyLock};
 
 use bytemuck::{NoUninit, Pod, Zeroable};
 use tilewire_kernels::SIGNAL;
+use tilewire_kernels::abi::{TwPoison, TwTeam};
 
 use crate::compile::Unit;
 use crate::host::{Kernel, Launch, Lib, RUNTIME};
@@ -62,33 +63,6 @@ pub fn load(text: String) -> &'static Lib {
         kernels: SIGNAL.kernels.iter().copied().chain(own).collect(),
         smem: 0,
     })
-}
-
-/// `TwTeam` of `comm/signal.cu`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub struct TeamParam {
-    control: u64,
-    stride: u64,
-    sent: u64,
-    expected: u64,
-    epoch: u64,
-    fault: u64,
-    pinned: u64,
-    timeout_ns: u64,
-    me: u32,
-    size: u32,
-    generation: u32,
-    abort: u32,
-}
-
-/// `TwPoison` of `comm/signal.cu`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct PoisonParam {
-    out: [u64; 8],
-    len: [u64; 8],
-    byte: [u8; 8],
 }
 
 /// `TwPages` of `signal_probes.cu`.
@@ -171,9 +145,9 @@ impl Team {
         }
     }
 
-    pub fn param(&self, rank: usize) -> TeamParam {
+    pub fn param(&self, rank: usize) -> TwTeam {
         let r = &self.ranks[rank];
-        TeamParam {
+        TwTeam {
             control: r.control.addr(),
             stride: r.control.stride(),
             sent: r.sent.addr(),
@@ -245,7 +219,7 @@ impl Team {
 
     /// One block of 256 threads over `len` bytes at `out`.
     pub fn poison(&self, rank: usize, out: u64, len: u64) -> Launch<'_> {
-        let mut p = PoisonParam { out: [0; 8], len: [0; 8], byte: [0; 8] };
+        let mut p = TwPoison { out: [0; 8], len: [0; 8], byte: [0; 8] };
         // The second of two outputs, the first of no bytes.
         (p.out[1], p.len[1], p.byte[1]) = (out, len, 255);
         self.kernel("tw_poison").launch(256).arg(&self.param(rank)).arg(&p)

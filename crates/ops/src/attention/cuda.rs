@@ -2,82 +2,27 @@
 
 use std::any::Any;
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::Source;
+use tilewire_kernels::abi::{TwAttn, TwSeg, TwTable};
 use tilewire_kernels::attention::{
     PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, TABLE, Tile, Variant,
 };
 
 use super::desc::bound;
 use super::fp8::{Wide, kernel_desc};
-use super::table::{Seg, number_tiles, whole};
+use super::table::{number_tiles, whole};
 use super::{
     AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, LocalRows, Sequences,
 };
 use crate::common::cuda::{addr, fit_32_bits, holding, load, no_kernel, workspace};
 
-/// `TwAttn` in `attention/common.cuh`: where the tensors of a launch lie, and what its kernels are told.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub(crate) struct Param {
-    pub q: u64,
-    pub k: u64,
-    pub v: u64,
-    pub out: u64,
-    pub lse: u64,
-    pub bias: u64,
-    pub sink: u64,
-    pub own: u64,
-    pub other: u64,
-    pub d_out: u64,
-    pub delta: u64,
-    pub dq: u64,
-    pub dk: u64,
-    pub dv: u64,
-    pub dbias: u64,
-    pub dsink: u64,
-    pub ld_q: u64,
-    pub ld_k: u64,
-    pub ld_v: u64,
-    pub ld_o: u64,
-    pub drop_seed: u64,
-    pub drop_below: u64,
-    pub num_own: u32,
-    pub tiles: u32,
-    pub tokens_q: u32,
-    pub heads_q: u32,
-    pub heads_kv: u32,
-    pub first_head: u32,
-    pub bias_heads: u32,
-    pub bias_sq: u32,
-    pub bias_skv: u32,
-    pub left: i32,
-    pub right: i32,
-    pub scale: f32,
-    pub softcap: f32,
-    pub keep: f32,
-    pub out_type: u32,
-    pub unused: [u32; 3],
-}
-
-/// `TwTable` in `attention/common.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Table {
-    to: u64,
-    num: u32,
-    pad: u32,
-    segs: [Seg; TABLE],
-}
-
-impl Param {
-    /// Where the result over some of the keys goes, in f32.
-    pub fn part(self, out: u64, lse: u64) -> Self {
-        Self { out, lse, out_type: code(DType::F32), ..self }
-    }
+/// `p` with another place for its result over some of the keys, which is f32.
+pub(crate) fn part(p: TwAttn, out: u64, lse: u64) -> TwAttn {
+    TwAttn { out, lse, out_type: code(DType::F32), ..p }
 }
 
 /// How kernels are told a type.
@@ -312,7 +257,7 @@ impl Prepared {
         Ok(Self {
             forward: Forward::new(ctx, d, room.out)?,
             backward: Backward::new(ctx, d, room)?,
-            tables: Tables { memory: workspace(ctx, 3 * segs * size_of::<Seg>())?, room: segs },
+            tables: Tables { memory: workspace(ctx, 3 * segs * size_of::<TwSeg>())?, room: segs },
             wide: None,
         })
     }
@@ -328,7 +273,7 @@ impl Prepared {
         &self,
         stream: &CudaStream,
         which: usize,
-        mut segs: Vec<Seg>,
+        mut segs: Vec<TwSeg>,
         rows: u64,
     ) -> Result<Side> {
         if segs.len() > self.tables.room {
@@ -337,10 +282,11 @@ impl Prepared {
                 .seen(segs.len()));
         }
         let tiles = number_tiles(&mut segs, rows);
-        let at = self.tables.memory.addr() + (which * self.tables.room * size_of::<Seg>()) as u64;
+        let at = self.tables.memory.addr() + (which * self.tables.room * size_of::<TwSeg>()) as u64;
         for (i, part) in segs.chunks(TABLE).enumerate() {
-            let to = at + (i * TABLE * size_of::<Seg>()) as u64;
-            let mut t = Table { to, num: part.len() as u32, pad: 0, segs: [Seg::zeroed(); TABLE] };
+            let to = at + (i * TABLE * size_of::<TwSeg>()) as u64;
+            let mut t =
+                TwTable { to, num: part.len() as u32, pad: 0, segs: [TwSeg::zeroed(); TABLE] };
             t.segs[..part.len()].copy_from_slice(part);
             let args = LaunchArgs::new().arg(&t);
             // SAFETY: the argument is the kernel's `TwTable`; it writes `num` segments at `to`, inside
@@ -369,7 +315,7 @@ impl Prepared {
         (seqs, rows): (&Sequences, LocalRows),
         out: &AttnOut,
     ) -> Result<()> {
-        let p = Param { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
+        let p = TwAttn { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
         let held = [inputs(x), vec![out.out.clone(), out.lse.clone()]].concat();
         holding(stream, self.held(held), || {
             let p = self.widened(stream, d, (x, rows), p)?;
@@ -383,8 +329,8 @@ impl Prepared {
         stream: &CudaStream,
         d: &AttentionDesc,
         x: (&AttnInputs, LocalRows),
-        p: Param,
-    ) -> Result<Param> {
+        p: TwAttn,
+    ) -> Result<TwAttn> {
         self.wide.as_ref().map_or(Ok(p), |w| w.inputs(stream, d, x, p))
     }
 
@@ -393,8 +339,8 @@ impl Prepared {
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
-        p: &Param,
-        (q, kv): (Vec<Seg>, Vec<Seg>),
+        p: &TwAttn,
+        (q, kv): (Vec<TwSeg>, Vec<TwSeg>),
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("out", p.out)])?;
         let f = &self.forward.fwd;
@@ -412,7 +358,7 @@ impl Prepared {
         (saved, grads): (&AttnSaved, &AttnGrads),
     ) -> Result<()> {
         let p = param_bwd(d, x, rows, (saved, grads))?;
-        let p = Param { delta: self.backward.delta_memory.addr(), ..p };
+        let p = TwAttn { delta: self.backward.delta_memory.addr(), ..p };
         holding(stream, self.held(inputs_bwd(x, saved, grads)), || {
             self.delta(stream, &p)?;
             let p = self.widened(stream, d, (x, rows), p)?;
@@ -423,13 +369,13 @@ impl Prepared {
     }
 
     /// Queues `delta = <d_out, out>`.
-    pub fn delta(&self, stream: &CudaStream, p: &Param) -> Result<()> {
+    pub fn delta(&self, stream: &CudaStream, p: &TwAttn) -> Result<()> {
         let warps = u64::from(p.tokens_q) * u64::from(p.heads_q);
         run(stream, &self.backward.delta, Grid::new(warps.div_ceil(8) as u32, 256), p)
     }
 
     /// Queues the tables of a backward pass. They serve until the next ones are queued.
-    pub fn tables(&self, stream: &CudaStream, (q, kv): (Vec<Seg>, Vec<Seg>)) -> Result<Sides> {
+    pub fn tables(&self, stream: &CudaStream, (q, kv): (Vec<TwSeg>, Vec<TwSeg>)) -> Result<Sides> {
         let b = &self.backward;
         let keys = self.write(stream, 2, kv, b.dkv.first().map_or(1, |k| k.rows))?;
         Ok(Sides { keys, queries: self.write(stream, 1, q, b.dq.rows)? })
@@ -437,10 +383,16 @@ impl Prepared {
 
     /// Queues dk and dv of every row of keys of the tables, from tensors that are held; `delta` is
     /// there.
-    pub fn keys(&self, stream: &CudaStream, d: &AttentionDesc, p: &Param, t: &Sides) -> Result<()> {
+    pub fn keys(
+        &self,
+        stream: &CudaStream,
+        d: &AttentionDesc,
+        p: &TwAttn,
+        t: &Sides,
+    ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("d_out", p.d_out)])?;
         aligned(d, &[("dk", p.dk), ("dv", p.dv)])?;
-        let p = Param { out_type: self.backward.dkv_type, ..*p };
+        let p = TwAttn { out_type: self.backward.dkv_type, ..*p };
         let dkv = |k| launch(stream, k, p.heads_kv, &p, (&t.keys, &t.queries));
         self.backward.dkv.iter().try_for_each(dkv)
     }
@@ -451,16 +403,16 @@ impl Prepared {
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
-        p: &Param,
+        p: &TwAttn,
         t: &Sides,
     ) -> Result<()> {
         aligned(d, &[("q", p.q), ("k", p.k), ("v", p.v), ("d_out", p.d_out), ("dq", p.dq)])?;
         launch(stream, &self.backward.dq, p.heads_q, p, (&t.queries, &t.keys))?;
         let (own, other, num_own) = (t.queries.at, t.keys.at, t.queries.num);
-        self.bias_and_sink(stream, d, Param { own, other, num_own, ..*p })
+        self.bias_and_sink(stream, d, TwAttn { own, other, num_own, ..*p })
     }
 
-    fn bias_and_sink(&self, stream: &CudaStream, d: &AttentionDesc, p: Param) -> Result<()> {
+    fn bias_and_sink(&self, stream: &CudaStream, d: &AttentionDesc, p: TwAttn) -> Result<()> {
         let Some((dbias, dsink)) = &self.backward.bias_and_sink else { return Ok(()) };
         if let (Some(b), true) = (d.bias, p.dbias != 0) {
             let elements = b.heads * b.sq * b.skv;
@@ -493,8 +445,8 @@ pub(crate) fn param_bwd(
     x: &AttnInputs,
     rows: LocalRows,
     (saved, grads): (&AttnSaved, &AttnGrads),
-) -> Result<Param> {
-    Ok(Param {
+) -> Result<TwAttn> {
+    Ok(TwAttn {
         out: addr(&saved.out)?,
         lse: addr(&saved.lse)?,
         d_out: addr(&saved.d_out)?,
@@ -508,20 +460,20 @@ pub(crate) fn param_bwd(
 }
 
 /// What all kernels of a launch are told.
-pub(crate) fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Result<Param> {
+pub(crate) fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Result<TwAttn> {
     let window =
         [d.mask.left, d.mask.right].map(|b| b.map_or(1 << 30, |b| bound(b).min(1 << 30)) as i32);
     let bias = d.bias.map_or([0; 3], |b| [b.heads, b.sq, b.skv].map(|n| n as u32));
-    Ok(Param {
+    Ok(TwAttn {
         q: addr(&x.q.data)?,
         k: addr(&x.k.data)?,
         v: addr(&x.v.data)?,
         bias: addr(x.bias.as_ref())?,
         sink: addr(x.sink.as_ref())?,
-        ld_q: (d.heads_q * d.dqk) as u64,
-        ld_k: (d.heads_kv * d.dqk) as u64,
-        ld_v: (d.heads_kv * d.dv) as u64,
-        ld_o: (d.heads_q * d.dv) as u64,
+        ld_q: (d.heads_q * d.dqk) as i64,
+        ld_k: (d.heads_kv * d.dqk) as i64,
+        ld_v: (d.heads_kv * d.dv) as i64,
+        ld_o: (d.heads_q * d.dv) as i64,
         drop_seed: d.dropout.map_or(0, |x| x.seed),
         // 53 random bits are below p 2^53 exactly if the number that they stand for is below p.
         drop_below: d.dropout.map_or(0, |x| (x.p * (1u64 << 53) as f64).ceil() as u64),
@@ -537,7 +489,7 @@ pub(crate) fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Resul
         softcap: d.softcap.map_or(0.0, |c| c as f32),
         keep: d.dropout.map_or(1.0, |x| 1.0 / (1.0 - x.p)) as f32,
         out_type: code(d.out),
-        ..Param::zeroed()
+        ..TwAttn::zeroed()
     })
 }
 
@@ -556,16 +508,16 @@ fn launch(
     stream: &CudaStream,
     k: &Tiled,
     heads: u32,
-    p: &Param,
+    p: &TwAttn,
     (own, other): (&Side, &Side),
 ) -> Result<()> {
     let (num_own, tiles) = (own.num, own.tiles);
-    let p = Param { own: own.at, other: other.at, num_own, tiles, ..*p };
+    let p = TwAttn { own: own.at, other: other.at, num_own, tiles, ..*p };
     run(stream, &k.kernel, k.grid(tiles, heads), &p)
 }
 
 /// Queues a kernel of attention, unless there is nothing to do.
-fn run(stream: &CudaStream, k: &Kernel, grid: Grid, p: &Param) -> Result<()> {
+fn run(stream: &CudaStream, k: &Kernel, grid: Grid, p: &TwAttn) -> Result<()> {
     if grid.blocks.contains(&0) {
         return Ok(());
     }

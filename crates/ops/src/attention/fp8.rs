@@ -4,10 +4,10 @@
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 
-use super::cuda::Param;
 use super::{AttentionDesc, AttnInputs, LocalRows};
 use crate::common::cuda::{addr, workspace};
 use crate::quant::cuda::{Codes, Scales, Widen};
+use tilewire_kernels::abi::TwAttn;
 
 /// What the kernels compute where q, k and v are widened.
 pub(crate) fn kernel_desc(d: &AttentionDesc) -> AttentionDesc {
@@ -69,8 +69,8 @@ impl Wide {
         stream: &CudaStream,
         d: &AttentionDesc,
         (x, rows): (&AttnInputs, LocalRows),
-        p: Param,
-    ) -> Result<Param> {
+        p: TwAttn,
+    ) -> Result<TwAttn> {
         let (q, kv) = (rows.q * d.heads_q, rows.kv * d.heads_kv);
         let all =
             [(&x.q, q, d.dqk, &self.q), (&x.k, kv, d.dqk, &self.k), (&x.v, kv, d.dv, &self.v)];
@@ -80,6 +80,6 @@ impl Wide {
             // both are held.
             unsafe { self.fill(stream, from, (rows, dim), to.addr())? };
         }
-        Ok(Param { q: self.q.addr(), k: self.k.addr(), v: self.v.addr(), ..p })
+        Ok(TwAttn { q: self.q.addr(), k: self.k.addr(), v: self.v.addr(), ..p })
     }
 }

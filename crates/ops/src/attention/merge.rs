@@ -1,27 +1,13 @@
 //! Results over parts of the keys to the result over all of them.
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::Result;
 use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_kernels::abi::TwMerge;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, merge};
 
 use super::AttentionDesc;
 use super::cuda::code;
 use crate::common::cuda::load;
-
-/// `TwMerge` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Param {
-    parts: u64,
-    lses: u64,
-    out: u64,
-    lse: u64,
-    num: u32,
-    tokens_q: u32,
-    heads_q: u32,
-    pad: u32,
-}
 
 /// Parts and their merge, as addresses: `num` of `[rows, heads, dv]` and `[heads, rows]`, f32, one
 /// behind the other.
@@ -50,7 +36,7 @@ impl Merge {
         if p.rows * p.heads == 0 {
             return Ok(());
         }
-        let param = Param {
+        let param = TwMerge {
             parts: p.parts,
             lses: p.lses,
             out: p.out,

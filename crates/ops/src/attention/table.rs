@@ -2,28 +2,10 @@
 
 use std::ops::Range;
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 
 use super::Sequences;
-
-/// `TwSeg` in `attention/common.cuh`: rows of one sequence that lie together here.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(crate) struct Seg {
-    /// Local rows.
-    pub row: u32,
-    pub len: u32,
-    /// Of the first row, in its sequence and in the global tensor.
-    pub pos: u32,
-    pub global: u32,
-    /// Tiles of the segments before.
-    pub tile: u32,
-    /// Segments of the other side that this one's rows may meet.
-    pub first: u32,
-    pub end: u32,
-    /// `skv - sq`, or [`GAP`].
-    pub shift: i32,
-}
+use tilewire_kernels::abi::TwSeg;
 
 /// The shift of rows that belong to no sequence.
 pub(crate) const GAP: i32 = i32::MIN;
@@ -34,17 +16,17 @@ pub(crate) fn segments(
     q: &[Range<usize>],
     kv: &[Range<usize>],
     seqs: &Sequences,
-) -> (Vec<Seg>, Vec<Seg>) {
+) -> (Vec<TwSeg>, Vec<TwSeg>) {
     let (mut qs, mut kvs) = (cut(q, &seqs.q), cut(kv, &seqs.kv));
     let shift = |s: usize| seqs.kv[s].len() as i32 - seqs.q[s].len() as i32;
     meet(&mut qs, &kvs, shift);
     meet(&mut kvs, &qs, shift);
-    let plain = |v: Vec<(Seg, usize)>| v.into_iter().map(|(s, _)| s).collect();
+    let plain = |v: Vec<(TwSeg, usize)>| v.into_iter().map(|(s, _)| s).collect();
     (plain(qs), plain(kvs))
 }
 
 /// Segments of a launch on one rank: all rows are here.
-pub(crate) fn whole(seqs: &Sequences) -> (Vec<Seg>, Vec<Seg>) {
+pub(crate) fn whole(seqs: &Sequences) -> (Vec<TwSeg>, Vec<TwSeg>) {
     let (q, kv) = (0..seqs.tokens_q, 0..seqs.tokens_kv);
     segments(std::slice::from_ref(&q), std::slice::from_ref(&kv), seqs)
 }
@@ -53,7 +35,7 @@ pub(crate) fn whole(seqs: &Sequences) -> (Vec<Seg>, Vec<Seg>) {
 const NONE: usize = usize::MAX;
 
 /// Spans cut at the ends of sequences, each piece with its sequence.
-fn cut(spans: &[Range<usize>], seqs: &[Range<usize>]) -> Vec<(Seg, usize)> {
+fn cut(spans: &[Range<usize>], seqs: &[Range<usize>]) -> Vec<(TwSeg, usize)> {
     let mut out = Vec::new();
     let mut row = 0;
     for span in spans {
@@ -71,7 +53,7 @@ fn cut(spans: &[Range<usize>], seqs: &[Range<usize>]) -> Vec<(Seg, usize)> {
             let end = end.min(span.end);
             let [first, len, pos, global] =
                 [row, end - at, at - begin, at].map(|x| u32::try_from(x).unwrap_or(u32::MAX));
-            let seg = Seg { row: first, len, pos, global, shift: GAP, ..Seg::zeroed() };
+            let seg = TwSeg { row: first, len, pos, global, shift: GAP, ..TwSeg::zeroed() };
             out.push((seg, seq));
             row += end - at;
             at = end;
@@ -82,7 +64,7 @@ fn cut(spans: &[Range<usize>], seqs: &[Range<usize>]) -> Vec<(Seg, usize)> {
 }
 
 /// Tells `own` segments which `other` ones are of their sequence.
-fn meet(own: &mut [(Seg, usize)], other: &[(Seg, usize)], shift: impl Fn(usize) -> i32) {
+fn meet(own: &mut [(TwSeg, usize)], other: &[(TwSeg, usize)], shift: impl Fn(usize) -> i32) {
     let of: Vec<(usize, usize)> =
         other.iter().enumerate().filter(|(_, o)| o.1 != NONE).map(|(i, o)| (o.1, i)).collect();
     for (s, seq) in own.iter_mut().filter(|(_, seq)| *seq != NONE) {
@@ -96,7 +78,7 @@ fn meet(own: &mut [(Seg, usize)], other: &[(Seg, usize)], shift: impl Fn(usize) 
 }
 
 /// Numbers the tiles of `rows` rows; how many there are.
-pub(crate) fn number_tiles(segs: &mut [Seg], rows: u64) -> u32 {
+pub(crate) fn number_tiles(segs: &mut [TwSeg], rows: u64) -> u32 {
     segs.iter_mut().fold(0, |tiles, s| {
         s.tile = tiles;
         tiles + u64::from(s.len).div_ceil(rows) as u32
@@ -109,7 +91,7 @@ mod tests {
     use super::*;
 
     /// Which (query, key) rows meet by the tables, with their positions.
-    fn pairs(q: &[Seg], kv: &[Seg]) -> Vec<(u32, u32, u32, u32)> {
+    fn pairs(q: &[TwSeg], kv: &[TwSeg]) -> Vec<(u32, u32, u32, u32)> {
         let mut out = Vec::new();
         for a in q {
             for b in &kv[a.first as usize..a.end as usize] {

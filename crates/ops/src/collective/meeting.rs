@@ -6,22 +6,23 @@
 
 use std::sync::Arc;
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::cuda::{CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Queue, Stream};
+use tilewire_kernels::abi::{TwCollective, TwPart, TwTeam, TwTotal};
 use tilewire_kernels::portable::{
     COLLECTIVE, COLLECTIVE_CHUNK, COLLECTIVE_PIECE, COLLECTIVE_RANKS, COLLECTIVE_SEND,
     COLLECTIVE_STAGES, COLLECTIVE_WARPS, collective_defines,
 };
-use tilewire_symm::{OneSided, SymBuf, TeamParam};
+use tilewire_symm::{OneSided, SymBuf};
 
 use super::config::{Phase, shard_rows};
 use super::cuda::whole_rows;
 use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::{load, mantissa, workspace};
-use crate::common::lanes::{Lane, Lanes, Poison, PoisonParam};
+use crate::common::lanes::{Lane, Lanes, Poison, poison_of};
 
 /// Multiprocessors that a launch takes at most: four plans that wait for different ranks run at once, or two of large sums
 /// (on 132). A launch goes on with one of them, if slowly, so that a large sum may ask for more.
@@ -111,54 +112,11 @@ pub(super) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Re
         && COLLECTIVE.runs_on(&ctx.arch()?))
 }
 
-/// `TwPart` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Part {
-    src: u64,
-    dst: u64,
-    len: u64,
-}
-
-/// `TwCollective` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Param {
-    flags: [u64; COLLECTIVE_RANKS],
-    epoch: u64,
-    ticket: u64,
-    slot: u32,
-    pieces: u32,
-    piece: u32,
-    slice: u32,
-    sends: u32,
-    sums: u32,
-    takes: u32,
-    same: u32,
-    summers: u32,
-    pad: u32,
-    send: [Part; COLLECTIVE_RANKS],
-    take: [Part; COLLECTIVE_RANKS],
-}
-
-/// `TwTotal` of the kernel.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Total {
-    slots: u64,
-    stride: u64,
-    own: u64,
-    len: u64,
-    to: [u64; COLLECTIVE_RANKS],
-    scale: f32,
-    pad: u32,
-}
-
 /// What `prepare` makes.
 pub(super) struct Meeting {
     kernel: Kernel,
     leave: Kernel,
-    team: TeamParam,
+    team: TwTeam,
     flags: [u64; COLLECTIVE_RANKS],
     pieces: u32,
     /// Launches so far u64, then four counters u32.
@@ -200,8 +158,8 @@ impl Meeting {
         })
     }
 
-    fn param(&self, plan: &CollectivePlan) -> Param {
-        let mut p: Param = Zeroable::zeroed();
+    fn param(&self, plan: &CollectivePlan) -> TwCollective {
+        let mut p: TwCollective = Zeroable::zeroed();
         (p.flags, p.pieces) = (self.flags, self.pieces);
         (p.epoch, p.ticket) = (self.state.addr(), self.state.addr() + 8);
         const { assert!(DATA == CREDIT + 1, "the kernel takes the one for the slot behind the other") };
@@ -218,13 +176,13 @@ impl Meeting {
         self.hold(l);
         let param = self.param(plan);
         let args = LaunchArgs::new().arg(&self.team).arg(&param);
-        // SAFETY: the kernel takes (TwTeam, TwCollective), whose layout is that of `Param`; what they point
+        // SAFETY: the kernel takes (TwTeam, TwCollective), as `abi` declares them; what they point
         // to is held.
         unsafe { self.leave.launch(l.main, Grid::new(1, 64), args) }
     }
 
     /// Blocks that have something to do, within the budget: the plan's, or ours.
-    fn blocks(&self, p: &Param, size: usize, large: bool, asked: Option<u32>) -> u32 {
+    fn blocks(&self, p: &TwCollective, size: usize, large: bool, asked: Option<u32>) -> u32 {
         let ours = if large && p.sums > 0 && p.takes > 0 { NUM_SMS_OF_SUMS } else { NUM_SMS };
         let most = asked.unwrap_or(ours);
         let peers = size as u32 - 1;
@@ -236,8 +194,8 @@ impl Meeting {
 
     fn go(&self, main: &CudaStream, blocks: u32, args: LaunchArgs<'_>) -> Result<()> {
         let grid = Grid::new(blocks, THREADS).shared(SHARED_BYTES);
-        // SAFETY: the kernel takes (TwTeam, TwCollective, TwTotal, TwPoison), whose layouts are those of the
-        // structs above; the ranges are those of a checked launch, held by it.
+        // SAFETY: the kernel takes (TwTeam, TwCollective, TwTotal, TwPoison), as `abi`
+        // declares them; the ranges are those of a checked launch, held by it.
         unsafe { self.kernel.launch(main, grid, args) }
     }
 }
@@ -266,9 +224,9 @@ impl Run<'_> {
     }
 
     /// Parts of `from` to the ranks' first areas.
-    fn sends(&self, p: &mut Param, phase: &Phase, from: &CudaMemory) -> Result<()> {
+    fn sends(&self, p: &mut TwCollective, phase: &Phase, from: &CudaMemory) -> Result<()> {
         for s in &phase.sends {
-            p.send[s.dst.idx()] = Part {
+            p.send[s.dst.idx()] = TwPart {
                 src: from.addr() + (s.rows.start * self.row) as u64,
                 dst: self.staged(s.dst, &self.plan.staging, s.at, s.rows.len())?,
                 len: (s.rows.len() * self.row) as u64,
@@ -279,10 +237,16 @@ impl Run<'_> {
     }
 
     /// What comes to `area` to the output.
-    fn takes(&self, p: &mut Param, phase: &Phase, area: &SymBuf, to: &CudaMemory) -> Result<()> {
+    fn takes(
+        &self,
+        p: &mut TwCollective,
+        phase: &Phase,
+        area: &SymBuf,
+        to: &CudaMemory,
+    ) -> Result<()> {
         let me = self.l.os.heap().team().rank();
         for r in &phase.recvs {
-            p.take[r.src.idx()] = Part {
+            p.take[r.src.idx()] = TwPart {
                 src: self.staged(me, area, r.staging.start, r.staging.len())?,
                 dst: to.addr() + (r.out.start * self.row) as u64,
                 len: (r.out.len() * self.row) as u64,
@@ -298,10 +262,10 @@ impl Run<'_> {
         op: ReduceOp,
         (from, to, at): (&CudaMemory, &CudaMemory, usize),
         then: Option<(&Phase, &SymBuf)>,
-    ) -> Result<Total> {
+    ) -> Result<TwTotal> {
         let team = self.l.os.heap().team();
         let (me, size) = (team.rank(), team.size());
-        let mut t: Total = Zeroable::zeroed();
+        let mut t: TwTotal = Zeroable::zeroed();
         t.slots = self.staged(me, &self.plan.staging, 0, size * self.plan.slot_rows)?;
         t.stride = (self.plan.slot_rows * self.row) as u64;
         t.own = from.addr() + (phase.own.0.start * self.row) as u64;
@@ -320,21 +284,21 @@ impl Run<'_> {
     /// All rows of `from` to a slot of every rank, also here, and their sum to `to`.
     fn sends_whole(
         &self,
-        p: &mut Param,
+        p: &mut TwCollective,
         (m, op): (usize, ReduceOp),
         (from, to): (&CudaMemory, &CudaMemory),
-    ) -> Result<Total> {
+    ) -> Result<TwTotal> {
         let team = self.l.os.heap().team();
         let (me, size, len) = (team.rank(), team.size(), (m * self.row) as u64);
         for r in Rank::all(size) {
             let dst = self.staged(r, &self.plan.staging, me.idx() * m, m)?;
-            p.send[r.idx()] = Part { src: from.addr(), dst, len };
+            p.send[r.idx()] = TwPart { src: from.addr(), dst, len };
             if r != me {
                 self.count_put(r, m);
             }
         }
         p.same = 1;
-        let mut t: Total = Zeroable::zeroed();
+        let mut t: TwTotal = Zeroable::zeroed();
         (t.slots, t.stride) = (self.staged(me, &self.plan.staging, 0, size * m)?, len);
         (t.own, t.len, t.to[me.idx()]) = (from.addr(), len, to.addr());
         t.scale = if op == ReduceOp::Avg { 1.0 / size as f32 } else { 1.0 };
@@ -353,7 +317,7 @@ impl Run<'_> {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         let size = l.os.heap().team().size();
         let mut p = self.meeting.param(plan);
-        let mut t: Total = Zeroable::zeroed();
+        let mut t: TwTotal = Zeroable::zeroed();
         if !self.whole {
             self.sends(&mut p, first, from)?;
         }
@@ -362,7 +326,7 @@ impl Run<'_> {
                 t = self.sends_whole(&mut p, (m, *op), (from, to))?;
             }
             CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) => {
-                p.send[l.os.heap().team().rank().idx()] = Part {
+                p.send[l.os.heap().team().rank().idx()] = TwPart {
                     src: from.addr() + (first.own.0.start * self.row) as u64,
                     dst: to.addr() + (first.own.1.start * self.row) as u64,
                     len: (first.own.0.len() * self.row) as u64,
@@ -394,7 +358,7 @@ impl Run<'_> {
         for peer in plan.core.team().peers() {
             (0..=phases).for_each(|_| l.os.count_signal(peer));
         }
-        let poison = PoisonParam::new(&[Poison::value(to.clone())]);
+        let poison = poison_of(&[Poison::value(to.clone())]);
         let args = LaunchArgs::new().arg(&self.meeting.team).arg(&p).arg(&t).arg(&poison);
         let blocks = self.meeting.blocks(&p, size, large, plan.num_sms);
         self.meeting.go(l.main, blocks, args)
@@ -402,10 +366,10 @@ impl Run<'_> {
 }
 
 /// How many pieces of so many bytes there are.
-fn cut(p: &mut Param, t: &Total, piece: usize) {
+fn cut(p: &mut TwCollective, t: &TwTotal, piece: usize) {
     let slice = slice_bytes(piece);
     (p.piece, p.slice) = (piece as u32, slice as u32);
-    let most = |parts: &[Part], bytes: usize| {
+    let most = |parts: &[TwPart], bytes: usize| {
         parts.iter().map(|s| (s.len as usize).div_ceil(bytes) as u32).max().unwrap_or(0)
     };
     p.sends = most(&p.send, piece);

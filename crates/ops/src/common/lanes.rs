@@ -10,6 +10,7 @@ use tilewire_device::cuda::{
     CudaContext, CudaEvent, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs,
 };
 use tilewire_device::{Buffer, Queue, Stream};
+use tilewire_kernels::abi::{TwMoves, TwPoison, TwReduce};
 use tilewire_kernels::portable::{
     MOVE, MOVE_SEGMENTS, MOVE_THREADS, REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, move_defines,
     reduce_defines,
@@ -44,24 +45,13 @@ impl Poison {
     }
 }
 
-/// `TwPoison` of the kernels.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub(crate) struct PoisonParam {
-    pub out: [u64; 8],
-    pub len: [u64; 8],
-    pub byte: [u8; 8],
-}
-
-impl PoisonParam {
-    /// Of the at most eight outputs of a phase.
-    pub fn new(outs: &[Poison]) -> Self {
-        let mut p: Self = bytemuck::Zeroable::zeroed();
-        for (i, o) in outs.iter().enumerate() {
-            (p.out[i], p.len[i], p.byte[i]) = (o.0.addr(), o.0.len_bytes() as u64, o.1);
-        }
-        p
+/// The at most eight outputs of a phase, as kernels take them.
+pub(crate) fn poison_of(outs: &[Poison]) -> TwPoison {
+    let mut p: TwPoison = bytemuck::Zeroable::zeroed();
+    for (i, o) in outs.iter().enumerate() {
+        (p.out[i], p.len[i], p.byte[i]) = (o.0.addr(), o.0.len_bytes() as u64, o.1);
     }
+    p
 }
 
 /// The two streams of one launch.
@@ -174,24 +164,6 @@ pub(crate) struct Reducer {
     num_sms: u32,
 }
 
-/// `TwReduce` of the kernel.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Param {
-    slots: u64,
-    stride: u64,
-    own: u64,
-    out: u64,
-    bias: u64,
-    num: u64,
-    cols: u32,
-    me: u32,
-    size: u32,
-    scale: f32,
-    bias_out: u32,
-    pad: u32,
-}
-
 /// One sum: addresses on the device, `stride` in bytes from rank to rank.
 pub(crate) struct Sum {
     pub slots: u64,
@@ -240,7 +212,7 @@ impl Reducer {
         if num == 0 {
             return Ok(());
         }
-        let param = Param {
+        let param = TwReduce {
             slots: sum.slots,
             stride: sum.stride,
             own: sum.own,
@@ -256,7 +228,7 @@ impl Reducer {
         };
         let threads = REDUCE_THREADS as u32;
         let blocks = num.div_ceil(4 * REDUCE_THREADS).min(u64::from(self.num_sms) * 8) as u32;
-        // SAFETY: the kernel takes one TwReduce, whose layout is that of `Param`; the ranges are
+        // SAFETY: the kernel takes one TwReduce, as `abi` declares it; the ranges are
         // those of a checked launch, held by it.
         unsafe {
             self.kernel.launch(l.main, Grid::new(blocks, threads), LaunchArgs::new().arg(&param))
@@ -268,15 +240,6 @@ impl Reducer {
 pub(crate) struct Mover {
     kernel: Kernel,
     num_sms: u32,
-}
-
-/// `TwMoves` of the kernel.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Moves {
-    src: [u64; MOVE_SEGMENTS],
-    dst: [u64; MOVE_SEGMENTS],
-    len: [u64; MOVE_SEGMENTS],
 }
 
 /// Bytes that are worth a block of their own.
@@ -294,7 +257,7 @@ impl Mover {
     pub fn launch(&self, l: &Lanes<'_>, copies: &[(u64, u64, usize)]) -> Result<()> {
         let copies: Vec<_> = copies.iter().filter(|c| c.2 > 0).collect();
         for some in copies.chunks(MOVE_SEGMENTS) {
-            let mut m: Moves = bytemuck::Zeroable::zeroed();
+            let mut m: TwMoves = bytemuck::Zeroable::zeroed();
             for (i, (src, dst, len)) in some.iter().enumerate() {
                 (m.src[i], m.dst[i], m.len[i]) = (*src, *dst, *len as u64);
             }
@@ -305,7 +268,7 @@ impl Mover {
                 blocks: [blocks, some.len() as u32, 1],
                 ..Grid::new(1, MOVE_THREADS as u32)
             };
-            // SAFETY: the kernel takes one TwMoves, whose layout is that of `Moves`; the ranges are
+            // SAFETY: the kernel takes one TwMoves, as `abi` declares it; the ranges are
             // those of a checked launch, held by it.
             unsafe { self.kernel.launch(l.main, grid, LaunchArgs::new().arg(&m))? };
         }

@@ -20,7 +20,7 @@ use super::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use super::plan::Work;
 use super::{CpAttentionDesc, Layout};
 use crate::attention::cuda::{
-    Param, Prepared as Attention, Room, inputs, inputs_bwd, param, param_bwd,
+    Prepared as Attention, Room, inputs, inputs_bwd, param, param_bwd, part,
 };
 use crate::attention::fp8::kernel_desc;
 use crate::attention::merge::{Merge, Parts};
@@ -31,6 +31,7 @@ use crate::common::Bias;
 use crate::common::PlanCore;
 use crate::common::cuda::{hold, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
+use tilewire_kernels::abi::TwAttn;
 
 /// Signal slots on devices: a credit, the flag of pushed keys, two meetings, and the credit of a slot
 /// of the ring.
@@ -300,7 +301,7 @@ impl Run<'_> {
     /// Where heads are traded, brings the keys of all ranks and the queries of my group: what `base`
     /// is told, with addresses, strides and heads of what this rank computes. `saved` in the
     /// backward pass.
-    fn bring(&self, base: Param, saved: Option<&AttnSaved>) -> Result<Param> {
+    fn bring(&self, base: TwAttn, saved: Option<&AttnSaved>) -> Result<TwAttn> {
         let (s, m) = (self.s, &self.op.p.memory);
         match &self.op.p.nccl {
             Some(n) if s.size > 1 => self.bring_by_nccl(n, saved)?,
@@ -311,11 +312,11 @@ impl Run<'_> {
         let at: Vec<u64> = m.keys.iter().map(CudaMemory::addr).collect();
         let (k, v) = self.wide_keys(&at)?;
         if !self.scatters() {
-            return Ok(Param { k, v, ..base });
+            return Ok(TwAttn { k, v, ..base });
         }
         let rows = self.op.sched.rows_q();
         let q = self.wide_queries((m.q[0].addr(), m.q.get(1).map_or(0, |m| m.addr())), rows)?;
-        Ok(Param {
+        Ok(TwAttn {
             q,
             k,
             v,
@@ -323,10 +324,10 @@ impl Run<'_> {
             lse: m.lse.addr(),
             delta: m.delta.addr(),
             out: 0,
-            ld_q: (s.hq * s.dqk) as u64,
-            ld_k: (s.hkv * s.dqk) as u64,
-            ld_v: (s.hkv * s.dv) as u64,
-            ld_o: (s.hq * s.dv) as u64,
+            ld_q: (s.hq * s.dqk) as i64,
+            ld_k: (s.hkv * s.dqk) as i64,
+            ld_v: (s.hkv * s.dv) as i64,
+            ld_o: (s.hq * s.dv) as i64,
             heads_q: s.hq as u32,
             heads_kv: s.hkv as u32,
             first_head: self.op.sched.first_head as u32,
@@ -370,18 +371,18 @@ impl Run<'_> {
         self.publish(SCATTER, delta, &own.slice(0, 4 * s.all_q * self.op.rows.q)?)
     }
 
-    fn param_fwd(&self, o: &AttnOut) -> Result<Param> {
+    fn param_fwd(&self, o: &AttnOut) -> Result<TwAttn> {
         let (out, lse) = (o.out.cuda()?.addr(), o.lse.cuda()?.addr());
-        Ok(Param { out, lse, ..param(&self.op.desc.attn, self.x, self.op.rows)? })
+        Ok(TwAttn { out, lse, ..param(&self.op.desc.attn, self.x, self.op.rows)? })
     }
 
     /// With delta, of my rows and all heads: the output need not travel.
-    fn param_bwd(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<Param> {
+    fn param_bwd(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<TwAttn> {
         let attention = &self.op.p.attention;
         self.keep();
         let delta = attention.delta_memory().addr();
         let p = param_bwd(&self.op.desc.attn, self.x, self.op.rows, (saved, g))?;
-        let p = Param { delta, ..p };
+        let p = TwAttn { delta, ..p };
         attention.delta(self.main(), &p)?;
         Ok(p)
     }
@@ -395,13 +396,13 @@ impl Run<'_> {
         let base = self.own_operands(base)?;
         let rows = op.rows.q;
         let (outs, lses) = (m.outs.addr(), m.lses.addr());
-        let own = base.part(outs, lses);
+        let own = part(base, outs, lses);
         op.p.attention.forward(self.main(), d, &own, self.pieces().own_tables(op.seqs))?;
         let (k, v) = self.end_keys()?;
         self.keep();
         let (out, lse) = ((rows * s.hq * s.dv * 4) as u64, (rows * s.hq * 4) as u64);
         // The sink belongs to one part.
-        let others = Param { k, v, sink: 0, ..base.part(outs + out, lses + lse) };
+        let others = TwAttn { k, v, sink: 0, ..part(base, outs + out, lses + lse) };
         op.p.attention.forward(self.main(), d, &others, self.pieces().other_tables(op.seqs))?;
         let merge = op.p.merge.as_ref().ok_or_else(|| Error::internal("no kernel that merges"))?;
         let (out, lse, heads) = (base.out, base.lse, s.hq);
@@ -420,10 +421,10 @@ impl Run<'_> {
         let (dk, dv) = self.part_addrs()?;
         let first = (lists.first_key(self.me().idx()) * s.hkv * s.part) as u64;
         let at = |base: u64, dim: usize| base + first * dim as u64;
-        let own = Param { dk: at(dk, s.dqk), dv: at(dv, s.dv), ..base };
+        let own = TwAttn { dk: at(dk, s.dqk), dv: at(dv, s.dv), ..base };
         attention.keys(main, d, &own, &attention.tables(main, lists.own_tables(op.seqs))?)?;
         let (k, v) = self.end_keys()?;
-        let all = Param { k, v, dk, dv, ..base };
+        let all = TwAttn { k, v, dk, dv, ..base };
         self.keep();
         attention.keys(main, d, &all, &attention.tables(main, lists.other_tables(op.seqs))?)?;
         self.publish_parts()?;

@@ -8,12 +8,12 @@ use tilewire_device::cuda::{CudaContext, CudaMemory};
 use super::CpAttentionDesc;
 use super::cuda::Run;
 use super::pieces::{Sizes, place};
-use crate::attention::cuda::Param;
 use crate::attention::fp8::Wide;
 use crate::common::Bias;
 use crate::common::cuda::{no_kernel, workspace};
 use crate::common::lanes::{Reducer, Sum};
 use crate::quant::cuda::{Codes, Narrow, Scales, Widen};
+use tilewire_kernels::abi::TwAttn;
 
 /// Refuses heads that no kernel quantises.
 ///
@@ -145,7 +145,7 @@ impl Run<'_> {
     }
 
     /// With FP8 keys: what `base` becomes where the kernels read my own queries, and my own keys.
-    pub(super) fn own_operands(&self, base: Param) -> Result<Param> {
+    pub(super) fn own_operands(&self, base: TwAttn) -> Result<TwAttn> {
         let Some(keys) = self.keys8() else { return Ok(base) };
         let scales = self.x.q.scales.as_ref().map_or(Ok(0), |t| t.cuda().map(|m| m.addr()))?;
         let q = self.wide_queries((base.q, scales), self.op.rows.q)?;
@@ -153,7 +153,7 @@ impl Run<'_> {
         let first = self.pieces().first_key(self.me().idx());
         // Heads are not traded: mine are all, and lie where they do among those of all ranks.
         let (k, v) = self.fill_keys(keys, &own, first, self.op.rows.kv)?;
-        Ok(Param { q, k, v, ..base })
+        Ok(TwAttn { q, k, v, ..base })
     }
 
     /// Queues the f32 of `rows` rows of queries of my heads, at `q` with scales there, if there are

@@ -11,10 +11,11 @@ use tilewire_symm::{LinkTraffic, Traffic};
 use super::config::{Schedule, Strategy, kv_heads, num_rows};
 use super::{CpAttentionDesc, Pass};
 use crate::attention::Sequences;
-use crate::attention::table::{Seg, segments};
+use crate::attention::table::segments;
+use tilewire_kernels::abi::TwSeg;
 
 /// Segments of queries and of keys.
-pub(super) type Tables = (Vec<Seg>, Vec<Seg>);
+pub(super) type Tables = (Vec<TwSeg>, Vec<TwSeg>);
 
 /// The buffers of a plan.
 pub(super) const SCATTER: usize = 0;

@@ -8,8 +8,8 @@ use tilewire_symm::{OneSided, SymBuf};
 
 use super::EpDesc;
 use super::host::{record_bytes, return_bytes};
-use super::params::LayerParam;
 use crate::common::lanes::Lane;
+use tilewire_kernels::abi::TwEp;
 
 /// Chunks of a rank's rows that a dispatch sends, about.
 const SEND_CHUNKS: usize = 1024;
@@ -180,12 +180,12 @@ impl Areas<'_> {
         d: &EpDesc,
         steps: &Steps,
         (first, table): (&CudaMemory, Option<&CudaMemory>),
-    ) -> Result<LayerParam> {
+    ) -> Result<TwEp> {
         let os = lane.one_sided();
         let (size, me) = (d.experts_per_rank.len(), os.heap().team().rank());
         let (s, records) = (strides(d), size * d.max_tokens);
         let rank0 = |b: &SymBuf, at: usize, len: usize| Self::first_addr(lane, steps, b, (at, len));
-        Ok(LayerParam {
+        Ok(TwEp {
             counts: rank0(self.counts, 0, 16 * size * d.num_experts())?,
             meta: rank0(self.tokens, records * s.row, records * s.meta)?,
             tokens: rank0(self.tokens, 0, records * s.row)?,

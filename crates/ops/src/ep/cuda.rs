@@ -13,22 +13,20 @@ use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Stream, Tensor};
+use tilewire_kernels::abi::{TwBack, TwEp, TwHandle, TwMeet, TwRecv, TwRouting, TwSend, TwTeam};
 use tilewire_kernels::portable::{
     EP, EP_BACK, EP_BACK_ENTRIES, EP_BACK_RETURN, EP_BACK_SLICE, EP_BACK_STAGES, EP_BACK_SUM,
     EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_SEND,
     EP_BULK_ZERO, EP_MOVERS, EP_THREADS, EP_UNEVEN, ep_back_defines, ep_bulk_defines, ep_defines,
 };
-use tilewire_symm::{BadInput, OneSided, Signals, SymBuf, TeamParam};
+use tilewire_symm::{BadInput, OneSided, Signals, SymBuf};
 
 use super::areas::{Areas, Cut, flag_area, flags_of_area, router};
 use super::nccl::{Staging, What};
-use super::params::{
-    BackParam, HandleParam, LayerParam, MeetParam, RecvParam, RoutingParam, SendParam,
-};
 use super::plan::{COUNTS, RETURNS, TOKENS};
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
-use crate::common::lanes::{Enter, Lane, Lanes, Poison, PoisonParam};
+use crate::common::lanes::{Enter, Lane, Lanes, Poison, poison_of};
 use crate::common::{Named, PlanCore};
 
 const THREADS: u32 = EP_THREADS as u32;
@@ -64,8 +62,8 @@ pub(super) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
 /// What `prepare` makes.
 pub(super) struct Prepared {
     kernels: Vec<(&'static str, Kernel)>,
-    team: TeamParam,
-    layer: LayerParam,
+    team: TwTeam,
+    layer: TwEp,
     cuts: [Cut; 2],
     /// Address of rank 0's flags.
     flags: u64,
@@ -166,7 +164,7 @@ impl Prepared {
     }
 
     /// How a launch of `area` meets.
-    fn meet(&self, signals: &Signals, area: Area, senders: u32) -> MeetParam {
+    fn meet(&self, signals: &Signals, area: Area, senders: u32) -> TwMeet {
         let (slot, at) = match area {
             Area::Counts => (COUNTS.1, 0),
             Area::Tokens => (TOKENS.0, 0),
@@ -177,7 +175,7 @@ impl Prepared {
             Some(s) => (s.flags(), 0),
             None => (self.flags, self.layer.stride),
         };
-        MeetParam {
+        TwMeet {
             flags: flags + at,
             stride,
             epoch: self.state.addr() + 8 * area as u64,
@@ -244,11 +242,11 @@ impl Phase<'_> {
         together_on(stream, tensors)
     }
 
-    fn handle(&self) -> Result<HandleParam> {
+    fn handle(&self) -> Result<TwHandle> {
         let h = self.handle.device().ok_or_else(|| {
             Error::invalid("the handle was made on another device").hint("make it with this plan")
         })?;
-        Ok(HandleParam {
+        Ok(TwHandle {
             rows: h.rows.addr(),
             ranks: h.ranks.addr(),
             num: h.num.addr(),
@@ -312,8 +310,8 @@ impl Phase<'_> {
     fn halves(
         &self,
         l: &Lanes<'_>,
-        (layer, what): (&LayerParam, What),
-        go: impl Fn(&LayerParam, Half) -> Result<()>,
+        (layer, what): (&TwEp, What),
+        go: impl Fn(&TwEp, Half) -> Result<()>,
     ) -> Result<()> {
         let Some(s) = &self.p.staging else { return go(layer, Half::Whole) };
         go(&s.writer(self.desc, layer, what), Half::First)?;
@@ -328,8 +326,8 @@ impl Phase<'_> {
         let blocks = choices.div_ceil(ROUTER_CHOICES).clamp(1, ROUTERS.min(self.sms as usize));
         let (threads, shared) = router(self.desc)?;
         let warps = blocks * threads as usize / 32;
-        let layer = LayerParam { capacity: capacity as u32, ..p.layer };
-        let a = RoutingParam {
+        let layer = TwEp { capacity: capacity as u32, ..p.layer };
+        let a = TwRouting {
             idx: addr(idx)?,
             blocks: p.blocks.addr(),
             choices: choices as u32,
@@ -350,9 +348,9 @@ impl Phase<'_> {
         p.routed.store(at.1, Ordering::Relaxed);
         self.run(at, COUNTS.0, &outs, |l| {
             hold(l.main, idx.clone());
-            let poison = PoisonParam::new(&outs);
+            let poison = poison_of(&outs);
             self.halves(l, (&layer, What::Counts), |layer, half| {
-                let a = RoutingParam { part: half as u32, ..a };
+                let a = TwRouting { part: half as u32, ..a };
                 let args = LaunchArgs::new().arg(&p.team).arg(layer).arg(&meet).arg(&a).arg(&h);
                 let grid = Grid::new(blocks as u32, threads).shared(shared);
                 self.go_in(l.main, "tw_ep_route", grid, args.arg(&poison))
@@ -365,11 +363,11 @@ impl Phase<'_> {
         &self,
         l: &Lanes<'_>,
         (x, weights, scales): (&Tensor, Option<&Tensor>, Option<&Tensor>),
-        recv: &RecvParam,
+        recv: &TwRecv,
         (leave, early, outs): (bool, bool, &[Poison]),
     ) -> Result<()> {
         let p = self.p;
-        let send = SendParam {
+        let send = TwSend {
             x: addr(x)?,
             weights: addr(weights)?,
             scales: addr(scales)?,
@@ -378,7 +376,7 @@ impl Phase<'_> {
             pad: 0,
         };
         hold(l.main, (x.clone(), weights.cloned(), scales.cloned()));
-        let poison = PoisonParam::new(if leave { outs } else { &[] });
+        let poison = poison_of(if leave { outs } else { &[] });
         let whole = (send.x | send.row_bytes | recv.x).is_multiple_of(16) && self.desc.hidden > 0;
         let bulk = whole && p.staging.is_none() && p.has(EP_BULK.kernels[0]);
         let blocks = self.sms.max(2);
@@ -394,7 +392,7 @@ impl Phase<'_> {
             // Of the portable kernel: the others lay out.
             let senders = half.senders(blocks, (self.sms / 3).max(1));
             let leave = u32::from(leave && half != Half::First);
-            let meet = MeetParam { leave, ..p.meet(self.signals, Area::Tokens, senders) };
+            let meet = TwMeet { leave, ..p.meet(self.signals, Area::Tokens, senders) };
             let args = LaunchArgs::new().arg(&p.team).arg(layer).arg(&meet).arg(&h);
             self.go_in(l.main, name, grid, args.arg(&send).arg(recv).arg(&poison))
         })
@@ -423,7 +421,7 @@ impl Phase<'_> {
         // Flat rows need the number of those before them, which is known when all have come.
         let flat = matches!(d.layout, EpLayout::Flat { .. });
         let row_bytes = (d.hidden * d.dtype.size()) as u64;
-        let mut recv = RecvParam {
+        let mut recv = TwRecv {
             x: 0,
             weights: addr(out.weights.as_ref())?,
             scales: 0,
@@ -489,7 +487,7 @@ impl Phase<'_> {
         let outs = outs.collect::<Result<Vec<_>>>()?;
         if weighted.is_none() && matches!(d.layout, EpLayout::ExpertMajor { .. }) {
             // Rows as they come are the gradient: a dispatch.
-            let recv = RecvParam {
+            let recv = TwRecv {
                 x: addr(dy)?,
                 row_bytes: (d.hidden * d.out.size()) as u64,
                 buffer,
@@ -501,7 +499,7 @@ impl Phase<'_> {
                 .run(at, TOKENS.0, &outs, |l| self.exchange(l, (d_out, None, None), &recv, whole));
         }
         // Which received row answers which record is known to a dispatch, and to this phase.
-        let recv = RecvParam { rank_major: u32::from(self.rank_major()), ..Zeroable::zeroed() };
+        let recv = TwRecv { rank_major: u32::from(self.rank_major()), ..Zeroable::zeroed() };
         self.run(at, TOKENS.0, &outs, |l| {
             self.exchange(l, (d_out, None, None), &recv, (false, false, &outs))?;
             if let EpLayout::Flat { .. } = d.layout {
@@ -524,7 +522,7 @@ impl Phase<'_> {
         let all = [Some(&b.out), b.dw_out.as_ref()];
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));
         let outs = outs.collect::<Result<Vec<_>>>()?;
-        let param = BackParam {
+        let param = TwBack {
             y: addr(&b.y)?,
             weights: addr(b.weights.as_ref())?,
             dw: addr(b.dw.as_ref())?,
@@ -550,11 +548,11 @@ impl Phase<'_> {
         let senders = (blocks * 7 / 9).min(chunks).max(1);
         self.run(at, RETURNS.0, &outs, |l| {
             hold(l.main, (b.y.clone(), b.weights.clone(), b.dw.clone()));
-            let poison = PoisonParam::new(&outs);
+            let poison = poison_of(&outs);
             self.halves(l, (&p.layer, What::Returns), |layer, half| {
                 let senders = half.senders(blocks, senders);
                 let leave = u32::from(half != Half::First);
-                let meet = MeetParam { leave, ..p.meet(self.signals, Area::Returns, senders) };
+                let meet = TwMeet { leave, ..p.meet(self.signals, Area::Returns, senders) };
                 let args = LaunchArgs::new().arg(&p.team).arg(layer).arg(&meet).arg(&h).arg(&param);
                 self.go_in(l.main, name, grid, args.arg(&poison))
             })

@@ -26,7 +26,6 @@ mod fastest;
 mod handle;
 mod host;
 mod nccl;
-mod params;
 mod plan;
 mod recv;
 mod state;

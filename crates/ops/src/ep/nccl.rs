@@ -12,10 +12,10 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, NcclOp};
 
 use super::EpDesc;
 use super::areas::{flag_area, strides};
-use super::params::LayerParam;
 use crate::common::PlanCore;
 use crate::common::cuda::{hold, workspace};
 use crate::common::nccl::ByNccl;
+use tilewire_kernels::abi::TwEp;
 
 /// What is exchanged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -111,7 +111,7 @@ impl Staging {
         core: &PlanCore,
         stream: &Stream,
         d: &EpDesc,
-        layer: &LayerParam,
+        layer: &TwEp,
     ) -> Result<()> {
         let ops = calls(
             d,
@@ -126,7 +126,7 @@ impl Staging {
 
     /// The layer for kernels that write to peers: rank `r`'s areas are block `r`, with this rank's records
     /// at their beginning.
-    pub fn writer(&self, d: &EpDesc, layer: &LayerParam, what: What) -> LayerParam {
+    pub fn writer(&self, d: &EpDesc, layer: &TwEp, what: What) -> TwEp {
         let parts = parts(d, what);
         let base = |i: usize| {
             let p: &Part = &parts[i];
@@ -136,9 +136,9 @@ impl Staging {
         };
         let stride = block(d, what) as u64;
         match what {
-            What::Counts => LayerParam { counts: base(0), stride, ..*layer },
-            What::Tokens => LayerParam { tokens: base(0), meta: base(1), stride, ..*layer },
-            What::Returns => LayerParam { back: base(0), stride, ..*layer },
+            What::Counts => TwEp { counts: base(0), stride, ..*layer },
+            What::Tokens => TwEp { tokens: base(0), meta: base(1), stride, ..*layer },
+            What::Returns => TwEp { back: base(0), stride, ..*layer },
         }
     }
 
@@ -153,7 +153,7 @@ impl Staging {
         main: &CudaStream,
         core: &PlanCore,
         d: &EpDesc,
-        (layer, what): (&LayerParam, What),
+        (layer, what): (&TwEp, What),
     ) -> Result<()> {
         let from = self.of(what);
         let ops = calls(d, what, from.addr(), &own(layer, what), layer.size as usize);
@@ -169,7 +169,7 @@ impl Staging {
 }
 
 /// My own areas of what comes, in the order of the parts.
-fn own(l: &LayerParam, what: What) -> Vec<u64> {
+fn own(l: &TwEp, what: What) -> Vec<u64> {
     let areas = match what {
         What::Counts => vec![l.counts, l.counts + 8 * u64::from(l.size) * u64::from(l.experts)],
         What::Tokens => vec![l.tokens, l.meta],

@@ -3,10 +3,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::SM80_GEMM;
+use tilewire_kernels::abi::TwGemm;
 use tilewire_symm::LiveTeam;
 
 use super::backend::unfit;
@@ -47,25 +47,6 @@ impl Tile {
     pub fn grid(&self, blocks: usize) -> Grid {
         Grid::new(blocks.max(1) as u32, self.threads).shared(self.shared_bytes)
     }
-}
-
-/// `TwGemm` of `gemm/mainloop.cuh`.
-#[derive(Clone, Copy, Default, Pod, Zeroable)]
-#[repr(C)]
-pub(crate) struct Param {
-    pub a: u64,
-    pub b: u64,
-    pub d: u64,
-    pub bias: u64,
-    pub lda: i64,
-    pub ldb: i64,
-    pub ldd: i64,
-    pub m: u32,
-    pub n: u32,
-    pub k: u32,
-    pub flags: u32,
-    pub aux: u64,
-    pub ldaux: i64,
 }
 
 /// A matrix on the device: its address, and elements from row to row.
@@ -277,7 +258,7 @@ impl GemmKernels {
     unsafe fn portable(&self, stream: &CudaStream, p: &Product) -> Result<()> {
         let (m, n, k) = p.shape;
         let accumulate = if p.accumulate { ACCUMULATE } else { 0 };
-        let param = Param {
+        let param = TwGemm {
             a: p.a.addr,
             b: p.b.addr,
             d: p.d.addr,

@@ -1,11 +1,12 @@
-//! Grouped GEMM on CUDA devices, by the portable kernels (`grouped_gemm/sm80_grouped_gemm.cu`). FP8
+//! TwGrouped GEMM on CUDA devices, by the portable kernels (`grouped_gemm/sm80_grouped_gemm.cu`). FP8
 //! operands are widened to f32 first.
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 use tilewire_core::{DType, Result, Shape};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Device, Tensor};
 use tilewire_kernels::SM80_GROUPED_GEMM;
+use tilewire_kernels::abi::{TwAddresses, TwGemm, TwGrouped};
 
 use super::{GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights};
 use crate::common::Bias;
@@ -13,7 +14,7 @@ use crate::common::cuda::{addr, fit_32_bits, hold, load, workspace};
 use crate::gemm::Operand;
 use crate::gemm::cuda::bias_flag;
 use crate::gemm::cuda::{
-    A_KM, ACT_SHIFT, B_KN, Param, SUMS, TILE, TILE_F32, Tile, act_code, defines, out_code,
+    A_KM, ACT_SHIFT, B_KN, SUMS, TILE, TILE_F32, Tile, act_code, defines, out_code,
 };
 use crate::gemm::widen::Wide;
 
@@ -24,27 +25,6 @@ const NARROW_SPLITS: u32 = 1024;
 
 /// Most blocks of `tw_grouped_dact`, which takes rows in rounds.
 const DACT_BLOCKS: usize = 1024;
-
-/// `TwGrouped` of `grouped_gemm/sm80_grouped_gemm.cu`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Grouped {
-    g: Param,
-    splits: u64,
-    status: u64,
-    accumulate: u64,
-    stride: i64,
-    groups: u32,
-    pad: u32,
-    table: u64,
-}
-
-/// `TwAddresses`: what one `tw_grouped_table` writes.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Addresses {
-    at: [u64; 64],
-}
 
 /// A kernel of products, and the flags that make it one of its order.
 struct Products {
@@ -99,7 +79,7 @@ fn split_flags(s: &Splits) -> u32 {
 struct Pass<'a> {
     kernel: &'a Kernel,
     tile: Tile,
-    g: Param,
+    g: TwGemm,
     blocks: usize,
     mask: u64,
     /// The table, or 0 for packed weights.
@@ -186,7 +166,7 @@ impl Prepared {
         };
         hold(stream, self.table.clone());
         for (i, part) in list.chunks(64).enumerate() {
-            let mut a = Addresses { at: [0; 64] };
+            let mut a = TwAddresses { at: [0; 64] };
             for (to, w) in a.at.iter_mut().zip(part) {
                 *to = addr(&w.data)?;
             }
@@ -203,7 +183,7 @@ impl Prepared {
         let d = &self.desc;
         let (b, table) = self.operands(stream, &t.w)?;
         let bias = Bias::of(t.bias.as_ref())?;
-        let g = Param {
+        let g = TwGemm {
             a: self.operand(stream, &t.x, |w| &w.x)?,
             b,
             d: addr(&t.out)?,
@@ -230,7 +210,7 @@ impl Prepared {
     pub fn dgrad(&self, stream: &CudaStream, t: &GroupedDgrad) -> Result<()> {
         let d = &self.desc;
         let (b, table) = self.operands(stream, &t.w)?;
-        let g = Param {
+        let g = TwGemm {
             a: self.operand(stream, &t.dy, |w| &w.dy)?,
             b,
             d: addr(&t.dx)?,
@@ -253,7 +233,7 @@ impl Prepared {
     pub fn wgrad(&self, stream: &CudaStream, t: &GroupedWgrad) -> Result<()> {
         let d = &self.desc;
         let (dw, table) = self.weights(stream, &t.dw)?;
-        let g = Param {
+        let g = TwGemm {
             a: self.operand(stream, &t.dy, |w| &w.dy)?,
             b: self.operand(stream, &t.x, |w| &w.x)?,
             d: dw,
@@ -273,7 +253,7 @@ impl Prepared {
         let pass = Pass { kernel: &self.tn.kernel, tile: self.tile, g, blocks, mask, table };
         self.launch(stream, &t.splits, &pass, t.clone())?;
         let Some(dbias) = &t.dbias else { return Ok(()) };
-        let g = Param { b: 0, d: addr(dbias)?, n: d.n as u32, flags: out_code(d.dtype)?, ..g };
+        let g = TwGemm { b: 0, d: addr(dbias)?, n: d.n as u32, flags: out_code(d.dtype)?, ..g };
         let blocks = d.groups * d.n.div_ceil(SUMS.n).max(1);
         let pass = Pass { kernel: &self.dbias, tile: SUMS, g, blocks, mask: 0, table: 0 };
         self.launch(stream, &t.splits, &pass, t.clone())
@@ -286,7 +266,7 @@ impl Prepared {
         (dy, aux, dz): (&Tensor, &Tensor, &Tensor),
     ) -> Result<()> {
         let d = &self.desc;
-        let g = Param {
+        let g = TwGemm {
             a: addr(dy)?,
             d: addr(dz)?,
             lda: d.out_cols() as i64,
@@ -296,7 +276,7 @@ impl Prepared {
             flags: out_code(d.out)? | act_code(d.activation) << ACT_SHIFT | self.tail(),
             aux: addr(aux)?,
             ldaux: d.n as i64,
-            ..Param::default()
+            ..TwGemm::zeroed()
         };
         let blocks = d.capacity.min(DACT_BLOCKS);
         let tile = Tile { shared_bytes: 0, ..TILE };
@@ -316,8 +296,8 @@ impl Prepared {
         pass: &Pass<'_>,
         held: T,
     ) -> Result<()> {
-        let p = Grouped {
-            g: Param { flags: pass.g.flags | split_flags(splits), ..pass.g },
+        let p = TwGrouped {
+            g: TwGemm { flags: pass.g.flags | split_flags(splits), ..pass.g },
             splits: addr(&splits.values)?,
             status: addr(&self.status)?,
             accumulate: pass.mask,

@@ -1,10 +1,13 @@
 //! The works on CUDA devices, by the portable kernels (`layers/sm80_layers.cu`,
 //! `layers/sm80_optimizer.cu`).
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Pod;
 use tilewire_core::{Error, Result, Rng};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, Grid, Kernel, LaunchArgs};
+use tilewire_kernels::abi::{
+    TwAdamW, TwEmbedBwd, TwHeads, TwInit, TwLoss, TwNorm, TwNormBwd, TwRouter, TwRouterBwd,
+};
 use tilewire_kernels::portable::{
     LAYERS, LAYERS_KEPT, LAYERS_THREADS, OPTIMIZER, layers_defines, optimizer_defines,
 };
@@ -105,154 +108,6 @@ impl Prepared {
     }
 }
 
-/// `TwEmbedBwd`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct EmbedGrad {
-    tokens: u64,
-    dx: u64,
-    grad: u64,
-    partial: u64,
-    counts: u64,
-    order: u64,
-    starts: u64,
-    tickets: u64,
-    n: u32,
-    d: u32,
-}
-
-/// `TwNorm`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Norm {
-    x: u64,
-    y: u64,
-    w: u64,
-    sum: u64,
-    out: u64,
-    d: u32,
-    _pad: u32,
-}
-
-/// `TwNormBwd`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct NormGrad {
-    x: u64,
-    w: u64,
-    dy: u64,
-    residual: u64,
-    dx: u64,
-    narrow: u64,
-    partial: u64,
-    n: u32,
-    d: u32,
-}
-
-/// `TwHeads`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct HeadsOf {
-    rows: u64,
-    q: u64,
-    k: u64,
-    v: u64,
-    positions: u64,
-    table: u64,
-    heads: u32,
-    kv_heads: u32,
-    dim: u32,
-    join: u32,
-}
-
-/// `TwRouter`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Routing {
-    logits: u64,
-    probs: u64,
-    topk: u64,
-    weights: u64,
-    sums: u64,
-    stats: u64,
-    n: u32,
-    experts: u32,
-    k: u32,
-    lanes: u32,
-}
-
-/// `TwRouterBwd`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct RoutingGrad {
-    probs: u64,
-    topk: u64,
-    weights: u64,
-    d_weights: u64,
-    load: u64,
-    d_logits: u64,
-    scale: f32,
-    n: u32,
-    experts: u32,
-    k: u32,
-    lanes: u32,
-    _pad: u32,
-}
-
-/// `TwLoss`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Loss {
-    logits: u64,
-    targets: u64,
-    d_logits: u64,
-    loss: u64,
-    partial: u64,
-    ticket: u64,
-    scale: f64,
-    n: u32,
-    cols: u32,
-    lanes: u32,
-    _pad: u32,
-}
-
-/// `TwAdamW`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Adam {
-    w: u64,
-    master: u64,
-    g: u64,
-    m: u64,
-    v: u64,
-    small: u64,
-    count: u64,
-    n: u64,
-    lr: f64,
-    beta1: f64,
-    beta2: f64,
-    eps: f64,
-    decay: f64,
-    clip: f64,
-    warmup: u64,
-    total: u64,
-}
-
-/// `TwInit`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct First {
-    w: u64,
-    master: u64,
-    n: u64,
-    cols: u64,
-    row0: u64,
-    col0: u64,
-    global_cols: u64,
-    seed: u64,
-    std: f64,
-}
-
 fn grid(blocks: usize) -> Grid {
     Grid::new(blocks as u32, LAYERS_THREADS as u32)
 }
@@ -318,7 +173,7 @@ impl On<'_> {
         if d == 0 {
             return Ok(());
         }
-        let p = EmbedGrad {
+        let p = TwEmbedBwd {
             tokens: addr(&a.tokens)?,
             dx: whole("dx", &a.dx, 4)?,
             grad: whole("grad", &a.grad, 4)?,
@@ -343,14 +198,14 @@ impl On<'_> {
             return Ok(());
         }
         let (y, sum) = a.add.as_ref().map(|(y, sum)| (y, sum)).unzip();
-        let p = Norm {
+        let p = TwNorm {
             x: whole("x", &a.x, 4)?,
             y: whole("y", y, 4)?,
             w: whole("w", &a.w, 4)?,
             sum: whole("sum", sum, 4)?,
             out: whole("out", &a.out, 4)?,
             d: d as u32,
-            _pad: 0,
+            pad: 0,
         };
         self.one(&self.kernels.add_norm, grid(n).shared(4 * d as u32), &p)
     }
@@ -360,7 +215,7 @@ impl On<'_> {
         quads("rows", d)?;
         let shared = norm_bwd_shared(a.dy.dtype(), d);
         let blocks = n.clamp(1, NORM_BLOCKS);
-        let p = NormGrad {
+        let p = TwNormBwd {
             x: whole("x", &a.x, 4)?,
             w: whole("w", &a.w, 4)?,
             dy: whole("dy", &a.dy, 4)?,
@@ -391,7 +246,7 @@ impl On<'_> {
         if n == 0 {
             return Ok(());
         }
-        let p = HeadsOf {
+        let p = TwHeads {
             rows: whole("rows", &a.rows, 8)?,
             q: whole("q", &a.q, 8)?,
             k: whole("k", &a.k, 8)?,
@@ -408,7 +263,7 @@ impl On<'_> {
 
     pub fn router(&self, a: &Router) -> Result<()> {
         let ((n, e), (_, k)) = (dims(&a.logits), dims(&a.topk));
-        let p = Routing {
+        let p = TwRouter {
             logits: addr(&a.logits)?,
             probs: addr(&a.probs)?,
             topk: addr(&a.topk)?,
@@ -433,7 +288,7 @@ impl On<'_> {
         if n == 0 {
             return Ok(());
         }
-        let p = RoutingGrad {
+        let p = TwRouterBwd {
             probs: addr(&a.probs)?,
             topk: addr(&a.topk)?,
             weights: addr(&a.weights)?,
@@ -445,7 +300,7 @@ impl On<'_> {
             experts: e as u32,
             k: k as u32,
             lanes: lanes(e) as u32,
-            _pad: 0,
+            pad: 0,
         };
         let shared = 4 * LAYERS_KEPT as u32 * p.lanes;
         self.one(
@@ -460,7 +315,7 @@ impl On<'_> {
         if cols > CLASSES {
             return Err(no_kernel(format!("a loss over {cols} classes"), "run it on the host"));
         }
-        let p = Loss {
+        let p = TwLoss {
             logits: addr(&a.logits)?,
             targets: addr(&a.targets)?,
             d_logits: addr(&a.d_logits)?,
@@ -471,7 +326,7 @@ impl On<'_> {
             n: n as u32,
             cols: cols as u32,
             lanes: lanes(cols) as u32,
-            _pad: 0,
+            pad: 0,
         };
         self.one(&self.kernels.cross_entropy, grid(class_blocks(n, cols, CLASS_BLOCKS)), &p)
     }
@@ -497,7 +352,7 @@ impl On<'_> {
 
     pub fn adam_step(&self, a: &AdamStep) -> Result<()> {
         let n = a.w.shape().num_elems();
-        let p = Adam {
+        let p = TwAdamW {
             w: addr(&a.w)?,
             master: addr(a.master.as_ref())?,
             g: addr(&a.g)?,
@@ -527,7 +382,7 @@ impl On<'_> {
 
     pub fn init(&self, a: &Init) -> Result<()> {
         let (rows, cols) = dims(&a.w);
-        let p = First {
+        let p = TwInit {
             w: addr(&a.w)?,
             master: addr(a.master.as_ref())?,
             n: (rows * cols) as u64,

@@ -1,9 +1,9 @@
 //! Permutation on CUDA devices, by the portable kernels (`permute/sm80_permute.cu`).
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Result};
 use tilewire_device::Tensor;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_kernels::abi::TwRoute;
 use tilewire_kernels::portable::{PERMUTE, PERMUTE_CHUNK, PERMUTE_THREADS, permute_defines};
 
 use super::plan::UnpermuteGrads;
@@ -11,27 +11,6 @@ use super::{PermuteDesc, PermuteMap, Permuted, Tokens};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, workspace};
 
 const THREADS: usize = PERMUTE_THREADS as usize;
-
-/// `TwRoute` of `permute/sm80_permute.cu`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Route {
-    idx: u64,
-    counts: u64,
-    first: u64,
-    slots: u64,
-    sources: u64,
-    m_splits: u64,
-    total: u64,
-    dropped: u64,
-    status: u64,
-    choices: u32,
-    experts: u32,
-    capacity: u32,
-    align: u32,
-    wide: u32,
-    chunks: u32,
-}
 
 /// Blocks that count and place `choices`.
 fn chunks(choices: usize) -> usize {
@@ -106,7 +85,7 @@ impl Prepared {
     ) -> Result<()> {
         let scratch = map.scratch()?;
         let choices = map.tokens() * d.top_k;
-        let p = Route {
+        let p = TwRoute {
             idx: addr(idx)?,
             counts: scratch.counts.addr(),
             first: scratch.first.addr(),

@@ -1,9 +1,9 @@
 //! Quantisation on CUDA devices, by the portable kernels (`quant/sm80_quant.cu`).
 
-use bytemuck::{Pod, Zeroable};
 use tilewire_core::{DType, Rank, Result, ScaleLayout, Shape};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Buffer, Device, Tensor};
+use tilewire_kernels::abi::{TwDequant, TwQuant};
 use tilewire_kernels::portable::{QUANT, QUANT_THREADS, QUANT_TILE, quant_defines};
 use tilewire_symm::{OneSided, Signals, SymBuf};
 
@@ -15,22 +15,6 @@ use crate::common::lanes::{Lanes, Poison};
 /// Elements for which `tw_amax` has a block, up to the most blocks.
 const AMAX_SHARE: usize = 16 * QUANT_THREADS as usize;
 const AMAX_BLOCKS: usize = 1024;
-
-/// `TwQuant` of `quant/sm80_quant.cu`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Param {
-    x: u64,
-    row: u64,
-    row_scales: u64,
-    column: u64,
-    column_scales: u64,
-    scale: u64,
-    rows: u32,
-    cols: u32,
-    pow2: u32,
-    swizzled: u32,
-}
 
 /// Fails for what no kernel does. Pure.
 pub(super) fn check(d: &QuantDesc) -> Result<()> {
@@ -144,14 +128,14 @@ impl Prepared {
         &self,
         stream: &CudaStream,
         t: &QuantInputs,
-        scale: impl FnOnce(&Param, usize) -> Result<()>,
+        scale: impl FnOnce(&TwQuant, usize) -> Result<()>,
     ) -> Result<()> {
         let d = &self.desc;
         let data = |q: &Option<Quantized>| addr(q.as_ref().map(|q| &q.data));
         let scales = |q: &Option<Quantized>| addr(q.as_ref().map(|q| &q.scales));
         let (rows, cols) = (t.x.shape().dim(0), t.x.shape().dim(1));
         let (row_scales, column_scales) = (scales(&t.row)?, scales(&t.column)?);
-        let p = Param {
+        let p = TwQuant {
             x: addr(&t.x)?,
             row: data(&t.row)?,
             row_scales,
@@ -185,7 +169,7 @@ impl Prepared {
     }
 
     /// Queues the partial maxima of `n` elements; returns their number.
-    fn amax(&self, stream: &CudaStream, p: &Param, n: usize) -> Result<usize> {
+    fn amax(&self, stream: &CudaStream, p: &TwQuant, n: usize) -> Result<usize> {
         let (num, parts) = (n.div_ceil(AMAX_SHARE).min(AMAX_BLOCKS), self.parts.addr());
         debug_assert!(4 * num <= self.parts.len_bytes());
         let len = n as u64;
@@ -208,7 +192,7 @@ impl Prepared {
     }
 
     /// Queues the per-tensor scale from `num` maxima at `parts`.
-    fn scale(&self, stream: &CudaStream, p: &Param, parts: u64, num: usize) -> Result<()> {
+    fn scale(&self, stream: &CudaStream, p: &TwQuant, parts: u64, num: usize) -> Result<()> {
         let (num, zero) = (num as u32, 0u64);
         let args = LaunchArgs::new().arg(&parts).arg(&num);
         let Some(s) = &self.state else {
@@ -224,19 +208,6 @@ impl Prepared {
         // float*, float*); the history has `window` elements, and all of it is held.
         unsafe { self.scale_delayed.launch(stream, grid(1), args) }
     }
-}
-
-/// `TwDequant` of `quant/sm80_quant.cu`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct DequantParam {
-    x: u64,
-    scales: u64,
-    out: u64,
-    rows: u32,
-    cols: u32,
-    layout: u32,
-    chunks: u32,
 }
 
 /// How the scales of a matrix lie.
@@ -305,7 +276,7 @@ impl Widen {
         if rows * chunks == 0 {
             return Ok(());
         }
-        let p = DequantParam {
+        let p = TwDequant {
             x: q.x,
             scales: q.scales,
             out,
@@ -356,7 +327,7 @@ impl Narrow {
         if rows * cols == 0 {
             return Ok(());
         }
-        let p = Param {
+        let p = TwQuant {
             x,
             row: codes,
             row_scales: scales,

@@ -12,6 +12,7 @@ use tilewire_device::cuda::{CudaMemory, CudaStream, Grid, Kernel, LaunchArgs, de
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Buffer, Queue};
 use tilewire_kernels::LITMUS;
+use tilewire_kernels::abi::TwLitmus;
 use tilewire_symm::{OneSided, World, WorldCfg};
 
 use crate::cases::{Setup, Vmm, setup};
@@ -95,28 +96,6 @@ const TESTS: [Test; 12] = [
     test("credit, small", BULK, (16, 16, 2), (0, Expect::Good), MILLION),
 ];
 
-/// `TwLitmus` in `bench/litmus.cu`.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Param {
-    put: u64,
-    flag: u64,
-    credit: u64,
-    got: u64,
-    seen: u64,
-    grant: u64,
-    own: u64,
-    out: u64,
-    rounds: u64,
-    timeout_ns: u64,
-    bytes: u32,
-    lanes: u32,
-    reads: u32,
-    broken: u32,
-    late_ns: u32,
-    pad: u32,
-}
-
 /// What one rank found.
 #[derive(Clone, Copy)]
 struct Found {
@@ -134,7 +113,7 @@ struct Place {
     own: CudaMemory,
     /// A row for each block; that of `tw_litmus_fill` behind them.
     out: CudaMemory,
-    param: Param,
+    param: TwLitmus,
 }
 
 impl Place {
@@ -151,7 +130,7 @@ impl Place {
         let base = |steps: usize| s.os.addr(me.offset(steps, n), at, area);
         let (flags, credits) = ((t.lanes * t.bytes) as u64, (t.lanes * (t.bytes + LINE)) as u64);
         let (mine, next, previous) = (base(0)?, base(1)?, base(n - 1)?);
-        let param = Param {
+        let param = TwLitmus {
             put: next,
             flag: next + flags,
             credit: mine + credits,
@@ -183,7 +162,13 @@ impl Place {
         ctx.module(&spec)?.kernel(name)
     }
 
-    fn launch(&self, stream: &CudaStream, kernel: &Kernel, blocks: usize, p: &Param) -> Result<()> {
+    fn launch(
+        &self,
+        stream: &CudaStream,
+        kernel: &Kernel,
+        blocks: usize,
+        p: &TwLitmus,
+    ) -> Result<()> {
         // Plain stores and loads need no stage.
         let shared = if p.bytes > MOST_SHARED { 0 } else { p.bytes };
         let grid = Grid::new(blocks as u32, THREADS).shared(shared);
@@ -197,7 +182,7 @@ impl Place {
         let (fill, consume) = (self.kernel(PUSH)?, self.kernel(BULK)?);
         let stream = CudaStream::new(self.s.os.context())?;
         let p = &self.param;
-        let filled = Param { out: p.out + 32 * (2 * t.lanes as u64), broken: 0, ..*p };
+        let filled = TwLitmus { out: p.out + 32 * (2 * t.lanes as u64), broken: 0, ..*p };
         stream.begin_capture()?;
         for _ in 0..BATCH {
             self.launch(&stream, &fill, 1, &filled)?;
@@ -214,7 +199,7 @@ impl Place {
         }
         let graph = stream.end_capture()?;
         self.s.team.agree(true)?;
-        self.launch(&self.s.stream, &consume, t.lanes, &Param { broken: 0, ..*p })?;
+        self.launch(&self.s.stream, &consume, t.lanes, &TwLitmus { broken: 0, ..*p })?;
         for _ in 0..t.rounds / BATCH {
             stream.replay(&graph)?;
         }

@@ -56,7 +56,7 @@ extern "C" __global__ void verify(const u64* p, u64 n, const u64* round, u64 ran
 fn module(s: &Setup<Vmm>) -> Result<CudaModule> {
     let spec = KernelSpec {
         name: "gpu_spike.cu".to_owned(),
-        text: format!("{LD_ST}{KERNELS}"),
+        text: LD_ST.text() + KERNELS,
         defines: Vec::new(),
         arch: s.os.context().arch()?,
     };

@@ -98,7 +98,7 @@ impl VmmStore {
         let src = self.pinned.addr() + 8 * PINNED_CODE as u64;
         // SAFETY: 8 bytes of pinned memory, and the fault word; both live as long as `self`,
         // whose `Drop` waits for the device. Kernels read the fault word as one 64-bit load.
-        unsafe { self.abort_stream.copy(self.param.fault(), src, 8)? };
+        unsafe { self.abort_stream.copy(self.param.fault, src, 8)? };
         for p in self.team.peers() {
             let slot = self.control.addr(p, OFF_ABORT + 8 * me.idx(), 8)?;
             // SAFETY: as above; only this rank writes this slot.

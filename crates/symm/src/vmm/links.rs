@@ -4,25 +4,12 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 use tilewire_device::Buffer;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::jit::KernelSpec;
+use tilewire_kernels::abi::TwBulk;
 use tilewire_kernels::{LINK_STAGES, LINKS, LINKS_BULK, Source};
 
 use super::onesided::VmmOneSided;
 use crate::heap::Heap;
 use crate::onesided::OneSided;
-
-/// Parameters of `tw_link_bulk`; mirrors `TwBulk` in `bench/links_bulk.cu`.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub(super) struct BulkParam {
-    dst: u64,
-    stride: u64,
-    src: u64,
-    bytes: u64,
-    chunk: u32,
-    me: u32,
-    size: u32,
-    num: u32,
-}
 
 /// A piece of the heap or of the rank's own buffer, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -201,13 +188,13 @@ impl LinkProbe {
         self.launch_bulk(stream, blocks, param)
     }
 
-    fn bulk_param(&self, chunk: u32, piece: Piece) -> Result<BulkParam> {
+    fn bulk_param(&self, chunk: u32, piece: Piece) -> Result<TwBulk> {
         if chunk == 0 || chunk > 24 << 10 || !(chunk | piece.offset as u32).is_multiple_of(16) {
             return Err(Error::invalid("chunks and offsets are multiples of 16 bytes")
                 .expected("a chunk of 16 to 24576")
                 .seen(chunk));
         }
-        Ok(BulkParam {
+        Ok(TwBulk {
             dst: 0,
             stride: self.os.stride()?,
             src: 0,
@@ -219,7 +206,7 @@ impl LinkProbe {
         })
     }
 
-    fn launch_bulk(&self, stream: &CudaStream, blocks: u32, param: BulkParam) -> Result<()> {
+    fn launch_bulk(&self, stream: &CudaStream, blocks: u32, param: TwBulk) -> Result<()> {
         let grid = Grid::new(blocks, 32).shared(param.chunk * LINK_STAGES);
         // SAFETY: the kernel takes a `TwBulk`; the callers checked both ranges (the heap's is as
         // long for every rank); lifetimes as for `put`.

@@ -28,7 +28,6 @@ use tilewire_device::jit::KernelSpec;
 pub use fault::BadInput;
 pub use links::{LinkProbe, Piece};
 pub use onesided::VmmOneSided;
-pub use store::TeamParam;
 pub(crate) use store::{VmmStore, gpus, shared};
 
 /// Every kernel of symmetric memory that runs on an architecture (as in `sm_90a`).

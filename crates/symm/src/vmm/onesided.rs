@@ -8,10 +8,11 @@ use tilewire_device::Buffer;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 
 use super::fault::BadInput;
-use super::store::{TeamParam, VmmStore};
+use super::store::VmmStore;
 use crate::control::{NUM_SIGNALS, OFF_SIGNALS};
 use crate::heap::Heap;
 use crate::onesided::{Caps, OneSided, SignalSlot, check_channel, check_slots};
+use tilewire_kernels::abi::{TwPoison, TwTeam};
 
 /// [`OneSided`] on the backends in device memory: `vmm`, `nccl` and `nvshmem`.
 ///
@@ -21,15 +22,6 @@ use crate::onesided::{Caps, OneSided, SignalSlot, check_channel, check_slots};
 pub struct VmmOneSided {
     heap: Heap,
     store: Arc<VmmStore>,
-}
-
-/// `TwPoison` in `comm/signal.cu`.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Poisons {
-    out: [u64; 8],
-    len: [u64; 8],
-    byte: [u8; 8],
 }
 
 impl VmmOneSided {
@@ -121,7 +113,7 @@ impl VmmOneSided {
 
     /// The team as a parameter of kernels that meet by themselves: `TwTeam` of `comm/team.cuh`. What it
     /// points to lives as long as the heap.
-    pub fn team_param(&self) -> TeamParam {
+    pub fn team_param(&self) -> TwTeam {
         self.store.param
     }
 
@@ -203,7 +195,7 @@ impl VmmOneSided {
     /// What the driver reports.
     pub fn poison_if_over(&self, stream: &CudaStream, outs: &[(CudaMemory, u8)]) -> Result<()> {
         for some in outs.chunks(8) {
-            let mut p = Poisons { out: [0; 8], len: [0; 8], byte: [0; 8] };
+            let mut p = TwPoison { out: [0; 8], len: [0; 8], byte: [0; 8] };
             for (i, (m, byte)) in some.iter().enumerate() {
                 self.hold(stream, Some(m));
                 (p.out[i], p.len[i], p.byte[i]) = (m.addr(), m.len_bytes() as u64, *byte);

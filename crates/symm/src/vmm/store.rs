@@ -11,6 +11,7 @@ use tilewire_device::cuda::{
 };
 use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::SIGNAL;
+use tilewire_kernels::abi::TwTeam;
 
 use super::pages::{ControlMemory, HostPages};
 use crate::Fingerprint;
@@ -27,31 +28,6 @@ pub(super) const PINNED_CODE: usize = 1;
 pub(super) const PINNED_LEFT: usize = 2;
 pub(super) const PINNED_REPORT: usize = 8;
 const PINNED_WORDS: usize = 16;
-
-/// The kernels' view of a team, as a parameter of a kernel; mirrors `TwTeam` in `comm/team.cuh`.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub struct TeamParam {
-    control: u64,
-    stride: u64,
-    sent: u64,
-    expected: u64,
-    epoch: u64,
-    fault: u64,
-    pinned: u64,
-    timeout_ns: u64,
-    me: u32,
-    size: u32,
-    generation: u32,
-    abort: u32,
-}
-
-impl TeamParam {
-    /// Address of the fault word.
-    pub(super) fn fault(&self) -> u64 {
-        self.fault
-    }
-}
 
 pub(super) struct Kernels {
     pub signal: Kernel,
@@ -116,7 +92,7 @@ pub(crate) struct VmmStore {
     pub(super) counters: Counters,
     pub(super) pinned: Pinned,
     pub(super) kernels: Kernels,
-    pub(super) param: TeamParam,
+    pub(super) param: TwTeam,
     /// Ranks of the team on this rank's device, itself among them.
     pub(super) on_device: usize,
     /// Carries abort codes past kernels that spin on other streams.
@@ -547,7 +523,7 @@ impl Parts {
         (heap, control): (HeapMemory, ControlMemory),
         (near, on_device, by): (bool, usize, ShareBy),
     ) -> VmmStore {
-        let param = TeamParam {
+        let param = TwTeam {
             control: control.base(),
             stride: control.stride(),
             sent: self.counters.sent(0, Rank::new(0)),
