@@ -12,9 +12,9 @@ use crate::collective::{Batch, OPS, Op, Ranks};
 use crate::compile::Unit;
 use crate::host::{Launch, Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, reduce, tests};
+use crate::{Test, reduce, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     kernels_between_meetings_have_the_hosts_bits,
@@ -145,22 +145,6 @@ fn as_many_segments_as_there_may_be() {
     segments(*MOVES);
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted("the first segment alone", "n = blockIdx.y;", "n = 0;", segments),
-    Planted("the end is cut", "tw_pieces<u8>(dst, src, len / 16 * 16, len);", "", segments),
-    Planted("the end of words is cut", "tw_pieces<u8>(dst, src, len / 4 * 4, len);", "", segments),
-    Planted("bytes end early", "tw_pieces<u8>(dst, src, 0, len);", "", segments),
-    Planted(
-        "a step of one block",
-        "(u64)gridDim.x * TW_MOVE_THREADS",
-        "TW_MOVE_THREADS * 3",
-        segments,
-    ),
-    Planted("the second of four", "d[i + step] = b,", "", segments),
-    Planted("what is left of four", "for (; i < end; i += step) d[i] = s[i];", "", segments),
-    Planted("four behind the end", "i + 3 * step < end", "i < end", segments),
-];
-
 fn mutants_of_moves_are_killed() {
-    all_are_killed(&MOVE.emu_text(), load, MUTANTS);
+    all_are_killed(&MOVE.emu_text(), load, ("collective/sm80_move", "moves"), scenarios![segments]);
 }

@@ -9,9 +9,9 @@ use tilewire_kernels::Source;
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     every_small_number_widens_as_on_the_host,
@@ -156,50 +156,11 @@ fn few(lib: &'static Lib) {
     check(lib, &bits);
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted("bf16 rounds half up", "x + 0x7fff + (x >> 16 & 1)", "x + 0x8000", few),
-    Planted("a NaN of bf16 becomes infinity", "return x >> 16 | 0x40;", "return x >> 16;", few),
-    Planted("f16 never overflows", "if (x >= 0x477ff000)", "if (x >= 0x7f800000)", few),
-    Planted("f16 loses the payload of a NaN", "0x7e00 | (x >> 13 & 0x3ff)", "0x7e00", few),
-    Planted("subnormals are flushed", "x >> 23 > least ? x >> 23 : least", "x >> 23", few),
-    Planted(
-        "no carry into the exponent",
-        "units + ((field - least) << mantissa)",
-        "(units & ((2 << mantissa) - 1)) + ((field - least) << mantissa)",
-        few,
-    ),
-    Planted(
-        "e4m3 saturates at 480",
-        "x < 0x43e00000 ? x : 0x43e00000",
-        "x < 0x43f00000 ? x : 0x43f00000",
-        few,
-    ),
-    Planted(
-        "e5m2 overflows to infinity",
-        "x < 0x47600000 ? x : 0x47600000",
-        "x < 0x47800000 ? x : 0x47800000",
-        few,
-    ),
-    Planted("e5m2 loses the payload of a NaN", "0x7e | (x >> 21 & 1)", "0x7e", few),
-    Planted("codes keep the sign of a NaN", "tw_is_nan(v) ? 0x7f : code", "code", few),
-    Planted("e8m0 rounds down", "field + (rest != 0)", "field", few),
-    Planted("e8m0 of infinity is NaN", "up < 254 ? up : 254", "up", few),
-    Planted("-0 is negative for e8m0", "(x >> 31 && x != 0x80000000)", "x >> 31", few),
-    Planted(
-        "infinity of f16 is 65536",
-        "x == 0x7c00 ? 0x7f800000 : 0x7fc00000",
-        "x == 0x7c00 ? 0 : 0x7fc00000",
-        widen,
-    ),
-    Planted("2^-127 is 0", "b == 0 ? 1u << 22 : b << 23", "b << 23", widen),
-    Planted(
-        "e4m3 has infinities",
-        "if (x == 0x7f) return __uint_as_float(0x7fffe000);",
-        "if (x == 0x7f) return __uint_as_float(sign | 0x7f800000);",
-        widen,
-    ),
-];
-
 fn mutants_of_the_conversions_are_killed() {
-    all_are_killed(&SOURCE.emu_text(), load, MUTANTS);
+    all_are_killed(
+        &SOURCE.emu_text(),
+        load,
+        ("common/convert", "conversions"),
+        scenarios![few, widen],
+    );
 }

@@ -6,10 +6,10 @@ use tilewire_kernels::portable::{QUANT, QUANT_THREADS};
 
 use crate::host::Lib;
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::quant::{FP8, LAYOUTS, WIDE, lib, load};
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![codes_and_scales_back, mutants_of_dequantisation_are_killed];
 
@@ -93,39 +93,15 @@ fn codes_and_scales_back() {
     (0..3).for_each(|src| (0..2).for_each(|dst| all(lib(src, dst), (src, dst))));
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted(
-        "rows of tiles",
-        "(u64)(r / 128) * tw_ceil(q.cols, 128) + block / 4",
-        "(u64)(r / 64) * tw_ceil(q.cols, 128) + block / 4",
-        first,
-    ),
-    Planted(
-        "the next block",
-        "e8m0[(u64)r * tw_ceil(q.cols, 32) + block]",
-        "e8m0[(u64)r * tw_ceil(q.cols, 32) + c / 64]",
-        first,
-    ),
-    Planted(
-        "NaN of the product",
-        "tw_is_nan(v) ? v : __fmul_rn(v, scale)",
-        "tw_is_nan(v) ? __uint_as_float(0x7fffffff) : __fmul_rn(v, scale)",
-        first,
-    ),
-    Planted("a scale a row", "TW_ROWS) return f[r];", "TW_ROWS) return f[0];", first),
-    Planted("columns behind the row", "j < 4 && c + j < q.cols", "j < 4", first),
-    Planted(
-        "unaligned words",
-        "q.cols % 4 == 0 && tw_aligned(q.x, 4)",
-        "q.cols % 2 == 0 && tw_aligned(q.x, 4)",
-        first,
-    ),
-];
-
 fn first(lib: &'static Lib) {
     all(lib, (0, 0));
 }
 
 fn mutants_of_dequantisation_are_killed() {
-    all_are_killed(&QUANT.emu_text(), |text| load(text, 0, 0), MUTANTS);
+    all_are_killed(
+        &QUANT.emu_text(),
+        |text| load(text, 0, 0),
+        ("quant/sm80_quant", "dequantisation"),
+        scenarios![first],
+    );
 }

@@ -7,9 +7,9 @@ use crate::gemm::{
 };
 use crate::host::Lib;
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 use tilewire_kernels::SM80_GEMM;
 
 pub const TESTS: &[Test] =
@@ -87,61 +87,6 @@ fn gemm_sums_of_rows() {
     sums(&BF16);
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted(
-        "the up half is not saved",
-        "tw_store8(g.aux, aux_at + cols, type, v, num)",
-        "",
-        small_saves,
-    ),
-    Planted(
-        "saved behind the activation",
-        "if (g.bias) y[i] += tw_load_out(g.bias, col + i, bias);",
-        "if (g.bias) y[i] += tw_load_out(g.bias, col + i, bias); if (act == TW_RELU) y[i] = y[i] < 0.0f ? 0.0f : y[i];",
-        small_saves,
-    ),
-    Planted(
-        "no bias of the up half",
-        "v[i] += tw_load_out(g.bias, cols + col + i, bias);",
-        "v[i] += 0.0f;",
-        small_saves,
-    ),
-    Planted(
-        "rows of aux as rows of D",
-        "(i64)row * g.ldaux + col",
-        "(i64)row * g.ldd + col",
-        small_saves,
-    ),
-    Planted(
-        "the up half of aux",
-        "tw_load_out(g.aux, at + g.n + i, type)",
-        "tw_load_out(g.aux, at + i, type)",
-        small_derivatives,
-    ),
-    Planted("the up half of D", "tw_store8(g.d, at + cols, type, v, num)", "", small_derivatives),
-    Planted("slope of GELU", "1.0f + 3.0f * 0.044715f", "1.0f + 0.044715f", small_derivatives),
-    Planted("slope of SiLU", "(1.0f + gate * (1.0f - s))", "(1.0f + gate * s)", small_derivatives),
-    Planted("a warp's rows are left out", "r < rows; r += 8", "r + 1 < rows; r += 8", small_sums),
-    Planted(
-        "a warp's sum is left out",
-        "for (u32 w = 1; w < 8; w++) sum",
-        "for (u32 w = 1; w < 7; w++) sum",
-        small_sums,
-    ),
-    Planted(
-        "columns behind the last",
-        "if (warp != 0 || col >= cols) return;",
-        "if (warp != 0) return;",
-        small_sums,
-    ),
-    Planted(
-        "lanes are left out",
-        "by = 16; by > 0; by /= 2) sum",
-        "by = 8; by > 0; by /= 2) sum",
-        small_sums,
-    ),
-];
-
 fn small(lib: &'static Lib) -> Build {
     Build { lib, ..*F16 }
 }
@@ -160,5 +105,10 @@ fn small_sums(lib: &'static Lib) {
 
 fn gemm_aux_mutants() {
     let build = |text| load(&SM80_GEMM, text, SMALL, &[]).lib;
-    all_are_killed(&SM80_GEMM.emu_text(), build, MUTANTS);
+    all_are_killed(
+        &SM80_GEMM.emu_text(),
+        build,
+        ("gemm/sm80_gemm", "auxiliary"),
+        scenarios![small_derivatives, small_saves, small_sums],
+    );
 }

@@ -9,9 +9,9 @@ use tilewire_kernels::abi::{TwGemm, TwGrouped};
 use crate::gemm::{Build, NONE, RELU, SMALL, SWIGLU, Type, load, number};
 use crate::host::Lib;
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     grouped_fprop_and_dgrad,
@@ -451,90 +451,6 @@ fn grouped_splits_that_cannot_be_used_write_nothing() {
     bad_ends(&LIB);
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted(
-        "rows of the next group",
-        "const u32 row0 = f.row0 + t.m * BM, end = f.row0 + f.rows;",
-        "const u32 row0 = f.row0 + t.m * BM, end = g.m;",
-        good,
-    ),
-    Planted(
-        "weights of the first group",
-        "(const u8*)g.b + f.group * p.stride * bytes",
-        "(const u8*)g.b",
-        good,
-    ),
-    Planted(
-        "groups behind the first 32",
-        "rows = __shfl_sync(all, end, 31), tiles =",
-        "tiles =",
-        good,
-    ),
-    Planted(
-        "bad splits do not stop it",
-        "    if (f.code) return;\n    if (g.flags",
-        "    if (g.flags",
-        bad,
-    ),
-    Planted("the last bad split decides", "__ffs(bad) - 1", "31 - __clz((int)bad)", bad),
-    Planted(
-        "the tail is zeroed one row late",
-        "tw_zero_tail(g, f.total)",
-        "tw_zero_tail(g, f.total + 1)",
-        good,
-    ),
-    Planted("the mask of gradients", "p.accumulate[f.group]", "!p.accumulate[f.group]", good),
-    Planted("ends taken for counts", "ends && e > 0 && e < p.groups ?", "false ?", good),
-    Planted(
-        "an end that falls",
-        "const u32 code = v < before ? 1",
-        "const u32 code = v < 0 ? 1",
-        bad,
-    ),
-    Planted("the tail of aux", "g.aux && col < g.n;", "g.aux && col < 0;", good),
-    Planted(
-        "the first entry of the table",
-        "(const u8*)p.table[f.group]",
-        "(const u8*)p.table[0]",
-        good,
-    ),
-    Planted("gradients to the first entry", "(void*)p.table[f.group]", "(void*)p.table[0]", good),
-    Planted("zeros are added", "    if (add && f.rows == 0) return;\n", "", good),
-    Planted("f32 weights as far apart as f16", "F32 ? 4 : 2", "2", wide),
-    Planted("f32 always [n, k]", "!(g.flags & TW_B_KN)", "true", wide),
-    Planted("f32 tiles counted as others", "(num + BM - 1) / BM", "(num + 127) / 128", wide),
-    Planted(
-        "f32 rows of the next group",
-        "tw_product_f32(g, a, b, g.k, row0, end,",
-        "tw_product_f32(g, a, b, g.k, row0, g.m,",
-        wide,
-    ),
-    Planted(
-        "f32 gradients of the first group's rows",
-        "(const float*)g.b + f.row0 * g.ldb",
-        "(const float*)g.b",
-        wide,
-    ),
-    Planted(
-        "f32 gradients over all rows",
-        "tw_product_f32(g, a, b, f.rows,",
-        "tw_product_f32(g, a, b, g.k,",
-        wide,
-    ),
-    Planted(
-        "a step of f32 is read before it is there",
-        "tw_load_f32(tb, b, k, k0);\n        __syncthreads();",
-        "tw_load_f32(tb, b, k, k0);",
-        wide,
-    ),
-    Planted(
-        "bias of the first group",
-        "(i64)f.group * g.n * tw_bias_bytes",
-        "0 * tw_bias_bytes",
-        good,
-    ),
-];
-
 fn good(lib: &'static Lib) {
     let on = &Build { lib, ..*LIB };
     rows_of(on, Fprop);
@@ -552,5 +468,10 @@ fn bad(lib: &'static Lib) {
 
 fn grouped_mutants() {
     let build = |text| load(&SM80_GROUPED_GEMM, text, SMALL, &[]).lib;
-    all_are_killed(&SM80_GROUPED_GEMM.emu_text(), build, MUTANTS);
+    all_are_killed(
+        &SM80_GROUPED_GEMM.emu_text(),
+        build,
+        ("grouped_gemm/sm80_grouped_gemm", "products"),
+        scenarios![bad, good, wide],
+    );
 }

@@ -8,9 +8,9 @@ use crate::gemm::{Build, GELU, NONE, RELU, SMALL, SWIGLU, Type, dgelu, load, num
 use crate::grouped::LIB;
 use crate::host::Lib;
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     grouped_gradients_of_biases,
@@ -179,41 +179,6 @@ fn addresses_by_value() {
     }
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted(
-        "bias of the first group",
-        "(float*)g.d + (u64)f.group * g.n",
-        "(float*)g.d",
-        small_dbias,
-    ),
-    Planted(
-        "rows of the first group",
-        "(const u8*)g.a + (u64)f.row0",
-        "(const u8*)g.a + (u64)0",
-        small_dbias,
-    ),
-    Planted(
-        "bad splits give a gradient",
-        "if (f.code || !f.found) return;\n    const u32 type",
-        "if (!f.found) return;\n    const u32 type",
-        small_dbias,
-    ),
-    Planted(
-        "the tail is not zeroed",
-        "if (tail && !(g.flags & TW_ZERO_TAIL)) return;",
-        "if (tail) return;",
-        small_dact,
-    ),
-    Planted(
-        "the tail is touched",
-        "if (tail && !(g.flags & TW_ZERO_TAIL)) return;",
-        "",
-        small_dact,
-    ),
-    Planted("gradients of up", "tw_store1(g.d, at + g.n + col, type, up)", "", small_dact),
-    Planted("ReLU", "y = x > 0.0f ? d : 0.0f", "y = d", small_dact),
-];
-
 fn small_dbias(lib: &'static Lib) {
     dbias(&Build { lib, ..*LIB });
 }
@@ -224,5 +189,10 @@ fn small_dact(lib: &'static Lib) {
 
 fn grouped_grad_mutants() {
     let build = |text| load(&SM80_GROUPED_GEMM, text, SMALL, &[]).lib;
-    all_are_killed(&SM80_GROUPED_GEMM.emu_text(), build, MUTANTS);
+    all_are_killed(
+        &SM80_GROUPED_GEMM.emu_text(),
+        build,
+        ("grouped_gemm/sm80_grouped_gemm", "gradients"),
+        scenarios![small_dact, small_dbias],
+    );
 }

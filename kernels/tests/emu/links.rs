@@ -7,9 +7,9 @@ use tilewire_kernels::{LINK_STAGES, LINKS, LINKS_BULK, Source};
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     loads_and_stores_move_every_word,
@@ -182,75 +182,17 @@ fn a_delay_ends_in_time() {
     delay(load(LINKS.emu_text()));
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted("no delay", "globaltimer() - start < ns", "globaltimer() - start > ns", delay),
-    Planted(
-        "a block does only its first words",
-        "i < n; i += step) ((uint4",
-        "i < step; i += step) ((uint4",
-        move_words,
-    ),
-    Planted(
-        "the last words are left out",
-        "for (; i < n; i += step) to[i]",
-        "for (; false; i += step) to[i]",
-        move_words,
-    ),
-    Planted("a word too far", "i + 3 * step < n", "i + 2 * step < n", move_words),
-    Planted("nobody answers", "if (!first) st_release_sys_u64(peer, i);", "", pings),
-];
-
-const BULK_MUTANTS: &[Planted] = &[
-    Planted("a chunk too few", "+ gridDim.x - 1) / gridDim.x : 0", ") / gridDim.x : 0", bulk_cases),
-    Planted("all chunks to the next rank", "c % p.num) % p.size", "0) % p.size", bulk_cases),
-    Planted("to myself first", "p.me + 1 + c", "p.me + c", bulk_cases),
-    Planted(
-        "another stage is stored",
-        "tw_smem + s * p.chunk, p.chunk);\n        bulk_commit",
-        "tw_smem, p.chunk);\n        bulk_commit",
-        bulk_cases,
-    ),
-    Planted(
-        "no more loads after the first",
-        "if (k + TW_STAGES / 2 < mine)",
-        "if (false)",
-        bulk_cases,
-    ),
-    Planted(
-        "a load is not waited for",
-        "while (!mbarrier_try_wait_parity(full + s, k / TW_STAGES & 1)) {\n        }",
-        "",
-        bulk_cases,
-    ),
-    Planted(
-        "stages are loaded while they are stored",
-        "bulk_wait_group_read<TW_STAGES / 2 - 1>();",
-        "",
-        bulk_cases,
-    ),
-    Planted(
-        "the oldest stage is not waited for",
-        "bulk_wait_group_read<TW_STAGES / 2 - 1>();",
-        "bulk_wait_group_read<TW_STAGES / 2 + 1>();",
-        bulk_cases,
-    ),
-    Planted("stores are no group", "bulk_commit_group();", "", bulk_cases),
-    Planted("stores are left behind", "    bulk_wait_group<0>();\n", "", bulk_cases),
-    Planted(
-        "the end waits for all but one",
-        "    bulk_wait_group<0>();\n",
-        "    bulk_wait_group<1>();\n",
-        bulk_cases,
-    ),
-    Planted(
-        "copies do not know their barriers",
-        "fence_mbarrier_init_release_cluster();",
-        "",
-        bulk_cases,
-    ),
-];
-
 fn mutants_of_the_links_are_killed() {
-    all_are_killed(&LINKS.emu_text(), load, MUTANTS);
-    all_are_killed(&LINKS_BULK.emu_text(), load_bulk, BULK_MUTANTS);
+    all_are_killed(
+        &LINKS.emu_text(),
+        load,
+        ("bench/links", "links"),
+        scenarios![delay, move_words, pings],
+    );
+    all_are_killed(
+        &LINKS_BULK.emu_text(),
+        load_bulk,
+        ("bench/links_bulk", "links"),
+        scenarios![bulk_cases],
+    );
 }

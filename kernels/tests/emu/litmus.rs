@@ -7,9 +7,9 @@ use tilewire_kernels::abi::TwLitmus;
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME, Stats};
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     rounds_in_good_order_show_nothing,
@@ -229,88 +229,6 @@ fn a_silent_peer_costs_one_deadline() {
     silent(load(LITMUS.emu_text()));
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted("wrong words are not counted", "out.wrong += w !=", "out.wrong += 0 && w !=", mistakes),
-    Planted("old words are not counted", "out.stale += w >>", "out.stale += 0 && w >>", mistakes),
-    Planted(
-        "all words of a round are equal",
-        "<< TW_ROUND_SHIFT | word",
-        "<< TW_ROUND_SHIFT",
-        good_words,
-    ),
-    Planted(
-        "a bulk store before its credit",
-        "if (p.broken != TW_NO_CREDIT && !tw_reached",
-        "if (false && !tw_reached",
-        good,
-    ),
-    Planted(
-        "the flag before the bulk store",
-        "    // The credit was read by a load, the data goes by a bulk store.\n",
-        "    st_release_sys_u64(flag, round);\n",
-        good,
-    ),
-    Planted("the first block signals", "== round * p.lanes - 1", "== (round - 1) * p.lanes", good),
-    Planted(
-        "plain stores before their credit",
-        "produces ? round - 1 : round",
-        "produces ? 0 : round",
-        good,
-    ),
-    Planted(
-        "no credit is given",
-        "tw_line(p.grant, lane), round);\n    }\n    tw",
-        "tw_line(p.grant, lane), 0);\n    }\n    tw",
-        good,
-    ),
-    Planted(
-        "the credit before the last read",
-        "k < p.reads; k++",
-        "k < p.reads; k++, threadIdx.x == 0 ? st_release_sys_u64(tw_line(p.grant, lane), round) : void()",
-        good,
-    ),
-    Planted(
-        "a load is not waited for",
-        "while (!mbarrier_try_wait_parity(&full, parity)) {\n            }",
-        "",
-        good,
-    ),
-    Planted("a flag before the store is written", "bulk_wait_group<0>();", "", good),
-    Planted(
-        "a flag once the store is read",
-        "bulk_wait_group<0>();",
-        "bulk_wait_group_read<0>();",
-        good,
-    ),
-    Planted("the store is no group", "bulk_commit_group();", "", good),
-    Planted(
-        "the store is not behind the credit",
-        "    fence_proxy_async();\n    bulk_store(",
-        "    bulk_store(",
-        good,
-    ),
-    Planted(
-        "the load is not behind the flag",
-        "fence_proxy_async();\n                mbarrier",
-        "mbarrier",
-        good,
-    ),
-    Planted("a push without a new word", "        *epoch = round;\n", "", good),
-    Planted(
-        "a push before its credit",
-        "if (threadIdx.x == 0 && !late) late",
-        "if (false) late",
-        good,
-    ),
-    Planted("waits have no end", "globaltimer() > end) return", "false) return", silent),
-    Planted(
-        "each push has a deadline of its own",
-        "bool late = out->wrong != 0;",
-        "bool late = false;",
-        silent,
-    ),
-];
-
 /// The words of a round differ, and none is that of another round.
 fn good_words(lib: &'static Lib) {
     let ring = Ring::new(lib, 2, 2);
@@ -323,5 +241,10 @@ fn good_words(lib: &'static Lib) {
 
 fn mutants_of_the_litmus_tests_are_killed() {
     good_words(load(LITMUS.emu_text()));
-    all_are_killed(&LITMUS.emu_text(), load, MUTANTS);
+    all_are_killed(
+        &LITMUS.emu_text(),
+        load,
+        ("bench/litmus", "litmus"),
+        scenarios![good, good_words, mistakes, silent],
+    );
 }

@@ -73,6 +73,7 @@ fn main() -> ExitCode {
     let wanted: Vec<&String> = args.iter().filter(|a| !a.starts_with('-')).collect();
     let all = [
         layouts::TESTS,
+        planted::TESTS,
         probes::TESTS,
         bulk_copies::TESTS,
         signal::TESTS,

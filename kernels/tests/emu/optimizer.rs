@@ -10,8 +10,8 @@ use tilewire_oracle::{Mat, nn};
 use crate::host::Lib;
 use crate::layers::{On, TYPES, blocks, load, run};
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
-use crate::{Test, tests};
+use crate::planted::all_are_killed;
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] =
     tests![the_optimizer_is_the_oracles, mutants_of_the_optimizer_are_killed];
@@ -166,70 +166,15 @@ fn planted_optimizer(lib: &'static Lib) {
     whole_optimizer(lib, 1);
 }
 
-const OF_OPTIMIZER: &[Planted] = &[
-    Planted(
-        "squares of whole quads only",
-        "for (u64 i = n / 4 * 4 + first;",
-        "for (u64 i = n;",
-        planted_optimizer,
-    ),
-    Planted(
-        "a block's squares only",
-        "for (u32 i = threadIdx.x; i < n; i += THREADS) sum += partial[i];",
-        "sum = partial[0];",
-        planted_optimizer,
-    ),
-    Planted(
-        "no low part",
-        "out[1] = (float)(sum - (double)out[0]);",
-        "out[1] = 0;",
-        planted_optimizer,
-    ),
-    Planted("poison is learned", "if (!tw_step_is_taken(a.small)) return;", "", planted_optimizer),
-    Planted("a rank without its sums", " && tw_finite(small[3])", "", planted_optimizer),
-    Planted(
-        "poison is counted",
-        "if (tw_step_is_taken(small)) *count",
-        "*count",
-        planted_optimizer,
-    ),
-    Planted("no clipping", "clip < 1.0 ? clip : 1.0", "1.0", planted_optimizer),
-    Planted("no warm-up", "if (step < a.warmup) return", "if (false) return", planted_optimizer),
-    Planted(
-        "a schedule of 32 bits",
-        "u64 span = a.total > a.warmup ? a.total - a.warmup : 1;",
-        "u32 span = (u32)a.total > (u32)a.warmup ? (u32)a.total - (u32)a.warmup : 1;",
-        planted_optimizer,
-    ),
-    Planted("no end of the decay", "(t < 1.0 ? t : 1.0)", "t", planted_optimizer),
-    Planted("bias of the first moment", "m * f.first", "m", planted_optimizer),
-    Planted("bias of the second moment", "sqrtf(v * f.second)", "sqrtf(v)", planted_optimizer),
-    Planted("weights do not decay", "+ decay * w", "", planted_optimizer),
-    Planted(
-        "the master is forgotten",
-        "        master[i] = w;\n        if",
-        "        if",
-        planted_optimizer,
-    ),
-    Planted(
-        "weights are forgotten",
-        "if (a.master) a.w[i] =",
-        "if (false) a.w[i] =",
-        planted_optimizer,
-    ),
-    Planted(
-        "another place",
-        "(a.row0 + i / a.cols) * a.global_cols + a.col0",
-        "i / a.cols * a.cols",
-        planted_optimizer,
-    ),
-    Planted("ones are random", "if (a.std != 0) {", "if (true) {", planted_optimizer),
-];
-
 fn broken_optimizer(text: String) -> &'static Lib {
     load(&OPTIMIZER, text, 1)
 }
 
 fn mutants_of_the_optimizer_are_killed() {
-    all_are_killed(&OPTIMIZER.emu_text(), broken_optimizer, OF_OPTIMIZER);
+    all_are_killed(
+        &OPTIMIZER.emu_text(),
+        broken_optimizer,
+        ("layers/sm80_optimizer", "optimizer"),
+        scenarios![planted_optimizer],
+    );
 }

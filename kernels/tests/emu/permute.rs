@@ -14,9 +14,9 @@ use tilewire_oracle::permute::{Permutation, TopK};
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     rows_and_gradients_of_every_type_and_size,
@@ -447,108 +447,11 @@ fn bad_f32(lib: &'static Lib) {
     bad_index(unit(lib, 0, SMALL));
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted("masked choices count", "if (e == -1) return -1;", "", sizes_f32),
-    Planted(
-        "an index that is no expert is masked",
-        "? (int)a.experts : (int)e",
-        "? -1 : (int)e",
-        bad_f32,
-    ),
-    Planted(
-        "negative indices are experts",
-        "e < 0 || e >= a.experts",
-        "e >= (i64)a.experts",
-        bad_f32,
-    ),
-    Planted(
-        "indices are cut to 32 bits",
-        "i64 e = a.wide ? ((const i64*)a.idx)[i]",
-        "i64 e = a.wide ? (int)((const i64*)a.idx)[i]",
-        bad_f32,
-    ),
-    Planted("counts begin as they are", "row[e] = 0;", "(void)0;", sizes_f32),
-    Planted("sources begin as they are", "a.sources[r] = -1;", "(void)0;", sizes_f32),
-    Planted("earlier chunks do not count", "*p = sum;", "*p = 0;", sizes_f32),
-    Planted("no padding", "(num + a.align - 1) / a.align * a.align", "num", sizes_f32),
-    Planted("experts of later rounds begin at 0", "row += all;", "", sizes_f32),
-    Planted("warps do not see earlier warps", "before += w < warp ? sums[w] : 0;", "", sizes_f32),
-    Planted(
-        "threads do not meet before the sums",
-        "upto;\n    __syncthreads();",
-        "upto;",
-        sizes_f32,
-    ),
-    Planted(
-        "padding counts as dropped",
-        "max(first + num, capacity)",
-        "max(end, capacity)",
-        sizes_f32,
-    ),
-    Planted(
-        "m_splits beyond the capacity",
-        "min(end, capacity) - min(first, capacity)",
-        "end - first",
-        sizes_f32,
-    ),
-    Planted(
-        "rows beyond the capacity",
-        "bool kept = at < a.capacity;",
-        "bool kept = at <= a.capacity;",
-        sizes_f32,
-    ),
-    Planted(
-        "in the order of later choices",
-        "before += same && t < threadIdx.x;",
-        "before += same && t > threadIdx.x;",
-        sizes_f32,
-    ),
-    Planted("rounds do not add up", "counts[e] += before + 1;", "", sizes_f32),
-    Planted(
-        "padding rows are not written",
-        "if (fill != 0 || i < 0) {",
-        "if (fill != 0 || i < 0) { return;",
-        sizes_f32,
-    ),
-    Planted(
-        "rows of a bad routing are zero",
-        "u32 fill = *status == 0 ? 0 : 0xffffffff;",
-        "u32 fill = 0;",
-        bad_f32,
-    ),
-    Planted(
-        "words of the wrong token",
-        "(u64)(i / top_k) * row_bytes",
-        "(u64)i * row_bytes",
-        sizes_f32,
-    ),
-    Planted("words from masked places", "at < 0 ? 0 : x[at]", "x[at < 0 ? 0 : at]", sizes_f32),
-    Planted(
-        "sums in one rounding",
-        "sum[k] = __fadd_rn(sum[k], __fmul_rn(w, q.at(k)));",
-        "sum[k] = __fmaf_rn(w, q.at(k), sum[k]);",
-        sizes_f32,
-    ),
-    Planted(
-        "choices from the last to the first",
-        "slots[t * top_k + j] : -1;\n            if (slot < 0) continue;\n            float w = weights ? weights[t * top_k + j]",
-        "slots[t * top_k + top_k - 1 - j] : -1;\n            if (slot < 0) continue;\n            float w = weights ? weights[t * top_k + top_k - 1 - j]",
-        sizes_f32,
-    ),
-    Planted(
-        "gradients of rows without weights",
-        "float w = i >= 0 && weights ? weights[i] : 1.0f;",
-        "float w = 1.0f;",
-        sizes_f32,
-    ),
-    Planted(
-        "the last pair of lanes is not added",
-        "int by = 16; by > 0",
-        "int by = 16; by > 1",
-        sizes_f32,
-    ),
-];
-
 fn mutants_of_permutation_are_killed() {
-    all_are_killed(&PERMUTE.emu_text(), broken, MUTANTS);
+    all_are_killed(
+        &PERMUTE.emu_text(),
+        broken,
+        ("permute/sm80_permute", "permute"),
+        scenarios![bad_f32, sizes_f32],
+    );
 }

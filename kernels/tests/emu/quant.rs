@@ -15,9 +15,9 @@ use tilewire_oracle::quant as oracle;
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] = tests![
     what_is_expected_is_the_oracles,
@@ -451,109 +451,11 @@ fn largest_f32(lib: &'static Lib) {
     largest(lib, 0);
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted("scale of zeros", "bits == 0 || bits == 0x7f800000", "bits == 0x7f800000", specials),
-    Planted("scale of infinity", "bits == 0 || bits == 0x7f800000", "bits == 0", specials),
-    Planted(
-        "a scale below the normal numbers",
-        "fmaxf(__fdiv_rn(amax, TW_MAX), __uint_as_float(1u << 23))",
-        "__fdiv_rn(amax, TW_MAX)",
-        exponents_e4m3,
-    ),
-    Planted(
-        "1.75 itself is above",
-        "(bits & 0x7fffff) > 0x600000",
-        "(bits & 0x7fffff) >= 0x600000",
-        exponents_e4m3,
-    ),
-    Planted("f32 scales reach to 2^-127", "e8m0 ? 1u << 22 : 1u << 23", "1u << 22", exponents_e4m3),
-    Planted(
-        "multiplies by a rounded inverse",
-        ": __fdiv_rn(v, scale);",
-        ": __fmul_rn(v, __fdiv_rn(1.0f, scale));",
-        ties,
-    ),
-    Planted(
-        "NaN counts",
-        "return fmaxf(top, fabsf(v));",
-        "return top < fabsf(v) || v != v ? fabsf(v) : top;",
-        specials,
-    ),
-    Planted(
-        "swizzled tiles of rows are mixed",
-        "((u8*)scales)[tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4]",
-        "((u8*)scales)[tile * 512 + r % 128 * 4 + block % 4]",
-        even,
-    ),
-    Planted(
-        "swizzle padding is not written",
-        "block % 4] = inside ? byte : 0;",
-        "block % 4] = byte;",
-        odd,
-    ),
-    Planted(
-        "vectors of any row",
-        "q.rows % 16 == 0 && tw_aligned(q.column, 16)",
-        "tw_aligned(q.column, 16)",
-        odd,
-    ),
-    Planted(
-        "column blocks of MX take all rows",
-        "LAYOUT == TW_MX ? 32 / ROWS : (u32)WARPS",
-        "(u32)WARPS",
-        even,
-    ),
-    Planted(
-        "threads do not meet before the maxima of columns",
-        "    __syncthreads();\n    const u32 group",
-        "    const u32 group",
-        even,
-    ),
-    Planted(
-        "threads do not meet before the codes of columns",
-        "    __syncthreads();\n    u32 r0",
-        "    u32 r0",
-        even,
-    ),
-    Planted(
-        "words are not exchanged back",
-        "&turned[c][word ^ c / 4 % 8]",
-        "&turned[c][word]",
-        even,
-    ),
-    Planted(
-        "rows of the tail are stored",
-        "        if (r >= q.rows) continue;\n        u8* p",
-        "        u8* p",
-        odd,
-    ),
-    Planted(
-        "the tail is not looked at",
-        "i = 4 * quads + first; i < n; i += step",
-        "i = 4 * quads + first; i + 1 < n; i += step",
-        largest_f32,
-    ),
-    Planted(
-        "only the first warp's maximum",
-        "for (int w = 1; w < WARPS; w++) top = fmaxf(top, tops[w]);\n    return top;",
-        "return top;",
-        largest_f32,
-    ),
-    Planted("the new scale at once", "if (scale) *scale = *state;", "", short_delayed),
-    Planted(
-        "history is not a ring",
-        "history[*steps % window] = top;",
-        "history[0] = top;",
-        short_delayed,
-    ),
-    Planted(
-        "a scale of an empty window",
-        "if (top == 0 || __float_as_uint(top) == 0x7f800000) return;",
-        "if (top == 0) return;",
-        short_delayed,
-    ),
-];
-
 fn mutants_of_quantisation_are_killed() {
-    all_are_killed(&QUANT.emu_text(), broken, MUTANTS);
+    all_are_killed(
+        &QUANT.emu_text(),
+        broken,
+        ("quant/sm80_quant", "quantisation"),
+        scenarios![even, exponents_e4m3, largest_f32, odd, short_delayed, specials, ties],
+    );
 }

@@ -7,9 +7,9 @@ use tilewire_kernels::portable::{REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, reduc
 use crate::compile::Unit;
 use crate::host::{Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
-use crate::planted::{Planted, all_are_killed};
+use crate::planted::all_are_killed;
 use crate::run::Run;
-use crate::{Test, tests};
+use crate::{Test, scenarios, tests};
 
 pub const TESTS: &[Test] =
     tests![sums_of_every_type_and_size_have_the_hosts_bits, mutants_of_the_sum_are_killed];
@@ -146,46 +146,15 @@ fn planted(lib: &'static Lib) {
     all(lib, TYPES);
 }
 
-const MUTANTS: &[Planted] = &[
-    Planted("the own part is left out", "if (r0 + k == a.me)\n", "if (false)\n", planted),
-    Planted("an own part that is not there is read", "if (a.me < a.size) mine", "mine", planted),
-    Planted("ranks from 8 on are left out", "r0 < a.size; r0 += 8", "r0 < 8; r0 += 8", planted),
-    Planted("slots lie side by side", "(r0 + k) * a.stride", "(r0 + k) * a.num * 2", planted),
-    Planted("the scale comes behind the bias", "__fmul_rn(sum[j], a.scale)", "sum[j]", planted),
-    Planted("every bias is f32", "a.bias_out ?", "false ?", planted),
-    Planted("bias of another column", "(4 * n + j) % a.cols", "j % a.cols", planted),
-    Planted(
-        "the last quad is cut",
-        "if (4 * n + j < num) ((Bits*)p)",
-        "if (4 * n + 3 < num) ((Bits*)p)",
-        planted,
-    ),
-    Planted(
-        "elements beyond the end",
-        "n, u64 num) {\n    typedef",
-        "n, u64) { const u64 num = ~0ull;\n    typedef",
-        planted,
-    ),
-    Planted(
-        "one block does all of its quads only",
-        "n += (u64)gridDim.x * TW_REDUCE_THREADS",
-        "n += quads",
-        planted,
-    ),
-    Planted(
-        "the first part counts twice",
-        "r0 + k == 0);
-                else",
-        "false);
-                else",
-        planted,
-    ),
-];
-
 fn broken(text: String) -> &'static Lib {
     load(text, TYPES)
 }
 
 fn mutants_of_the_sum_are_killed() {
-    all_are_killed(&REDUCE.emu_text(), broken, MUTANTS);
+    all_are_killed(
+        &REDUCE.emu_text(),
+        broken,
+        ("collective/sm80_reduce", "sums"),
+        scenarios![planted],
+    );
 }
