@@ -102,6 +102,27 @@ fn dependencies(root: &Path, problems: &mut Vec<String>) {
     }
 }
 
+/// What is wrong with the table that says where an operation's other files are.
+fn where_table(root: &Path, op: &str, text: &str) -> Vec<String> {
+    let name = format!("crates/ops/src/{op}/mod.rs");
+    let Some(at) = text.find("//! # Where") else {
+        return vec![format!("{name}: no table `# Where` of kernels, oracle, cases and page")];
+    };
+    let table = text[at..].lines().take_while(|l| l.starts_with("//!"));
+    let rows: Vec<_> = table.filter_map(|l| l.strip_prefix("//! | ")?.split_once(" | ")).collect();
+    let lacks = ["kernel", "oracle", "cases", "page"].into_iter();
+    let lacks = lacks.filter(|want| !rows.iter().any(|(what, _)| what == want));
+    let mut problems: Vec<_> =
+        lacks.map(|what| format!("{name}: its table has no row `{what}`")).collect();
+    for (_, path) in &rows {
+        let path = path.trim_end_matches(" |").trim_matches('`');
+        if path.contains('/') && !root.join(path).is_file() {
+            problems.push(format!("{name}: its table names {path}, which does not exist"));
+        }
+    }
+    problems
+}
+
 fn operations(root: &Path, problems: &mut Vec<String>) {
     let ops = root.join("crates/ops/src");
     let lib = fs::read_to_string(ops.join("lib.rs")).unwrap_or_default();
@@ -119,8 +140,29 @@ fn operations(root: &Path, problems: &mut Vec<String>) {
                 problems.push(format!("crates/ops/src/{op}: no {f}"));
             }
         }
-        if !root.join(format!("docs/protocols/{op}.md")).exists() && op != "gemm" {
-            problems.push(format!("docs/protocols/{op}.md: missing"));
-        }
+        let text = fs::read_to_string(ops.join(op).join("mod.rs")).unwrap_or_default();
+        problems.extend(where_table(root, op, &text));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_of_operations_name_files_that_exist() {
+        let root = crate::root();
+        let row = |what: &str, path: &str| format!("//! | {what} | `{path}` |\n");
+        let good = "//! # Where\n".to_owned()
+            + &row("kernel", "kernels/src/gemm/sm80_gemm.cu")
+            + &row("oracle", "crates/oracle/src/gemm.rs")
+            + &row("cases", "crates/cli/src/verify/gemm.rs")
+            + &row("page", "docs/protocols/gemm.md");
+        assert_eq!(where_table(&root, "gemm", &good), [""; 0]);
+        assert_eq!(where_table(&root, "gemm", "//! nothing").len(), 1);
+        let lacking = good.replace("oracle |", "model |");
+        assert!(where_table(&root, "gemm", &lacking)[0].contains("no row `oracle`"));
+        let gone = good.replace("gemm.md", "gone.md");
+        assert!(where_table(&root, "gemm", &gone)[0].contains("does not exist"));
     }
 }

@@ -19,7 +19,16 @@
 //! output and the gradients are bf16 then. All arithmetic is f32: online softmax over tiles of keys
 //! with the running maximum, sum and accumulator kept unrounded (Dao et al., FlashAttention, 2022),
 //! and the backward pass from `lse` and `delta = <d_out, out>`. The order of tiles depends on
-//! shapes alone: equal inputs give equal bits. Protocol page: `docs/protocols/attention.md`.
+//! shapes alone: equal inputs give equal bits.
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/attention/sm80_attention.cu` |
+//! |  | `kernels/src/attention/plain_attention.cu` |
+//! | oracle | `crates/oracle/src/attention/mod.rs` |
+//! | cases | `crates/cli/src/verify/attention.rs` |
+//! | page | `docs/protocols/attention.md` |
 
 mod config;
 pub(crate) mod cuda;

@@ -3,7 +3,15 @@
 //! What backward passes need: the all-gather of the saved input beside the dgrad, and the
 //! reduce-scatter of the dgrad beside the wgrad. The collective runs on the heap's copy stream
 //! and its own stream, the GEMM on the caller's; both are joined to the caller's stream.
-//! Protocol page: `docs/protocols/bulk.md`.
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/collective/sm90_collective.cu` |
+//! |  | `kernels/src/gemm/sm80_gemm.cu` |
+//! | oracle | `crates/oracle/src/collective.rs` |
+//! | cases | `crates/cli/src/verify/overlap.rs` |
+//! | page | `docs/protocols/bulk.md` |
 
 mod plan;
 

@@ -25,8 +25,19 @@
 //! not depend on the strategy or the number of ranks.
 //!
 //! On CUDA devices owners publish and readers get (`all_gather`: owners push; `ring`: from neighbour
-//! to neighbour), and results over own keys and over those of others are merged in f32. Protocol page:
-//! `docs/protocols/cp_attention.md`.
+//! to neighbour), and results over own keys and over those of others are merged in f32.
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/attention/sm80_attention.cu` |
+//! |  | `kernels/src/attention/plain_attention.cu` |
+//! |  | `kernels/src/collective/sm80_reduce.cu` |
+//! |  | `kernels/src/quant/sm80_quant.cu` |
+//! |  | `kernels/src/comm/signal.cu` |
+//! | oracle | `crates/oracle/src/attention/mod.rs` |
+//! | cases | `crates/cli/src/verify/cp_attention.rs` |
+//! | page | `docs/protocols/cp_attention.md` |
 
 mod config;
 mod cuda;

@@ -12,11 +12,21 @@
 //!   the output's gradient. Same handle, no new routing.
 //!
 //! Several handles may be in flight (1F1B): a handle is routing only, and every phase copies out
-//! of the shared receive areas before it grants them again. Protocol page: `docs/protocols/ep.md`.
+//! of the shared receive areas before it grants them again.
 //!
 //! A handle's routing may be kept as bytes of the caller's: [`EpHandle::save`], [`EpHandle::load`].
 //!
 //! A token that names an expert twice gets two copies there.
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/ep/sm80_ep.cu` |
+//! |  | `kernels/src/ep/sm90_ep.cu` |
+//! |  | `kernels/src/ep/sm90_back.cu` |
+//! | oracle | `crates/oracle/src/ep/mod.rs` |
+//! | cases | `crates/cli/src/verify/ep.rs` |
+//! | page | `docs/protocols/ep.md` |
 
 mod areas;
 mod config;

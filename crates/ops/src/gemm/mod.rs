@@ -4,6 +4,14 @@
 //! optionally times the derivative of an activation, optionally added to what `D` holds.
 //! Products are accumulated in f32. The source of the epilogues' definitions is
 //! `tilewire_oracle::gemm` (tanh form of GELU; SwiGLU: gate is the first half of the columns).
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/gemm/sm80_gemm.cu` |
+//! | oracle | `crates/oracle/src/gemm.rs` |
+//! | cases | `crates/cli/src/verify/gemm.rs` |
+//! | page | `docs/protocols/gemm.md` |
 
 mod backend;
 mod cublaslt;

@@ -11,6 +11,14 @@
 //! - wgrad: `dW_e (+)= dY_e^T X_e`, per-expert accumulation mask; `db_e` = column sums of `dY_e`
 //!
 //! An expert without rows gets an exactly zero gradient, or keeps what it has when accumulating.
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/grouped_gemm/sm80_grouped_gemm.cu` |
+//! | oracle | `crates/oracle/src/grouped_gemm.rs` |
+//! | cases | `crates/cli/src/verify/grouped.rs` |
+//! | page | `docs/protocols/grouped_gemm.md` |
 
 mod config;
 mod cuda;

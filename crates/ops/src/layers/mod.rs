@@ -18,7 +18,16 @@
 //!
 //! Activations and weights have the plan's type (f32 or bf16); the residual stream and its gradient,
 //! logits, probabilities and gradients of weights are f32. Sums have a fixed order. Definitions are
-//! those of `tilewire_oracle::nn`. Page: `docs/protocols/layers.md`.
+//! those of `tilewire_oracle::nn`.
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/layers/sm80_layers.cu` |
+//! |  | `kernels/src/layers/sm80_optimizer.cu` |
+//! | oracle | `crates/oracle/src/nn/mod.rs` |
+//! | cases | `kernels/tests/emu/layers.rs` |
+//! | page | `docs/protocols/layers.md` |
 
 mod adamw;
 mod config;

@@ -12,7 +12,15 @@
 //! - **permute_bwd**, **unpermute_bwd**: their gradients, those of the weights included
 //!
 //! An index that is no expert sets the map's status; everything made from such a map is poison.
-//! The definitions are those of `tilewire_oracle::permute`. Page: `docs/protocols/permute.md`.
+//! The definitions are those of `tilewire_oracle::permute`.
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/permute/sm80_permute.cu` |
+//! | oracle | `crates/oracle/src/permute.rs` |
+//! | cases | `crates/cli/src/verify/permute.rs` |
+//! | page | `docs/protocols/permute.md` |
 
 mod config;
 mod cuda;

@@ -13,7 +13,14 @@
 //!
 //! Column-wise results are the transposed matrix `[cols, rows]` with blocks along its own columns:
 //! other data than the row-wise result, which is what the second operand of a wgrad needs.
-//! Protocol page: `docs/protocols/quant.md`.
+//!
+//! # Where
+//! | | |
+//! |---|---|
+//! | kernel | `kernels/src/quant/sm80_quant.cu` |
+//! | oracle | `crates/oracle/src/quant.rs` |
+//! | cases | `crates/cli/src/verify/quant.rs` |
+//! | page | `docs/protocols/quant.md` |
 
 mod config;
 pub(crate) mod cuda;
