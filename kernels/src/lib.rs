@@ -139,7 +139,7 @@ pub const LINKS: Source = Source {
 pub const LINKS_BULK: Source =
     Source { name: "bench/links_bulk.cu", defines: &[], kernels: &["tw_link_bulk"] };
 
-/// The orders that the protocol rests on, for `gpu_spike litmus`.
+/// The orders that the protocol rests on, for `symm_checks litmus`.
 pub const LITMUS: Source = Source {
     name: "bench/litmus.cu",
     defines: &[],

@@ -134,7 +134,7 @@ by_rows = rows_but()
 
 
 def cases_of(out):
-    """Lines of gpu_spike: what was done, how long it took, and what it found."""
+    """Lines of symm_checks: what was done, how long it took, and what it found."""
     found = [re.match(r"(ok|FAILED) +(\S.*?) +([0-9.]+) ms  (.*)", line) for line in out.splitlines()]
     return [{"case": m[2], "ok": m[1] == "ok", "ms": float(m[3]), "text": m[4]} for m in found if m]
 
@@ -396,13 +396,13 @@ def conformance(n):
         yield Config("one-sided-threads-vmm", [tests, "vmm_threads::", *threads], by_ran)
         yield Config("one-sided-threads-nccl", [tests, "nccl_threads::", *threads], by_ran, needs=why_not("nccl", doctor_says()))
     for ranks in up_to(n, [2, 3, 4, 5, 8]):
-        yield Config(f"one-sided-processes-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
+        yield Config(f"one-sided-processes-{ranks}", ranks_of(ranks, program("symm_checks"), *CASES))
     if n > 1:
         yield Config("backends", [program("tilewire"), "doctor"], by_backends("nvshmem", "nccl"), jit=True)
     # A process for each rank, and more than one GPU of them.
     needs = why_not("nvshmem", doctor_says()) if n > 1 else TWO_GPUS
     for ranks in up_to(n, [2, 4, 8]) or [2]:
-        yield Config(f"one-sided-nvshmem-{ranks}", ranks_of(ranks, program("gpu_spike"), "nvshmem"), needs=needs)
+        yield Config(f"one-sided-nvshmem-{ranks}", ranks_of(ranks, program("symm_checks"), "nvshmem"), needs=needs)
     for i, ops in enumerate(["all_gather,reduce_scatter,ag_gemm,gemm_rs", "all_reduce,all_to_all,gemm_ar,ep", "cp_attention,bulk"]):
         moves = [program("tilewire"), "verify", "--backend", "nvshmem", "--json", "--op", ops]
         yield Config(f"verify-nvshmem-{i}", ranks_of(2, *moves), by_rows, i == 2, needs=needs)
@@ -412,7 +412,7 @@ def conformance(n):
         yield Config(f"verify-nvshmem-ranks-{ranks}", ranks_of(ranks, *moves), by_rows, needs=needs)
     # The communicator of a caller's, and NCCL's own puts, are with that backend.
     two = why_not("nccl", doctor_says()) if n > 1 else TWO_GPUS
-    yield Config("one-sided-nccl-2", ranks_of(2, program("gpu_spike"), "nccl"), needs=two)
+    yield Config("one-sided-nccl-2", ranks_of(2, program("symm_checks"), "nccl"), needs=two)
     for i, ops in enumerate(["all_gather,reduce_scatter,all_reduce", "all_to_all,ag_gemm,gemm_rs,gemm_ar", "ep"]):
         moves = [program("tilewire"), "verify", "--backend", "nccl", "--json", "--op", ops]
         yield Config(f"verify-nccl-{i}", [*moves, "--ranks", "2"], by_rows, needs=two)
@@ -423,7 +423,7 @@ def conformance(n):
         argv = [program("tilewire"), "verify", "--json", "--dtype", "bf16", "--ranks", "1", "--backend", backend, "--op", "all_gather,gemm_rs,ep"]
         yield Config(f"verify-{backend}-alone", argv, by_rows, needs=why_not(backend, doctor_says()))
     for part in LITMUS:
-        yield Config(f"litmus-{part}", [program("gpu_spike"), "litmus", part], by_litmus, needs=None if n > 1 else TWO_GPUS)
+        yield Config(f"litmus-{part}", [program("symm_checks"), "litmus", part], by_litmus, needs=None if n > 1 else TWO_GPUS)
     # Attention, also through NCCL, has a kernel for each pair of head dimensions: the rare ones are compiled.
     yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests, takes=1)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
@@ -435,7 +435,7 @@ def conformance(n):
         env = {"TW_TEAM_OPS": ops}
         yield Config(f"launch-calls-{ops}", argv, by_launches, jit=True, needs=needs, env=env, takes=2 if n > 2 else None)
     for test in sorted(HERE.glob("gpu_*")):
-        if test.name not in ("gpu_spike", "gpu_team"):
+        if test.name not in ("symm_checks", "gpu_team"):
             # Silence takes its time: `faults` has it.
             argv = [str(test), "--test-threads", "1", "--skip", "that_is_silent"]
             yield Config(f"ops-{test.name}", argv, by_tests, jit=True)
@@ -476,12 +476,12 @@ def sharing(n):
     # The program is asked once.
     groups, nvshmem = verify_groups(), why_not("nvshmem", doctor_says())
     for ranks in [r for r in [2, 4, 8] if r > n]:
-        yield Config(f"one-sided-nvshmem-shared-{ranks}", ranks_of(ranks, program("gpu_spike"), "nvshmem"), needs=nvshmem)
+        yield Config(f"one-sided-nvshmem-shared-{ranks}", ranks_of(ranks, program("symm_checks"), "nvshmem"), needs=nvshmem)
         for name, ops in NVSHMEM_OPS.items() if ranks < 8 else [("ep", "ep")]:
             flags = ["verify", "--backend", "nvshmem", "--json", "--timeout-s", "40", "--op", ops]
             processes = ranks_of(ranks, program("tilewire"), *flags)
             yield Config(f"verify-nvshmem-shared-{ranks}-{name}", processes, by_shared_gpu, name == "cp_attention", needs=nvshmem)
-        yield Config(f"one-sided-shared-{ranks}", ranks_of(ranks, program("gpu_spike"), *CASES))
+        yield Config(f"one-sided-shared-{ranks}", ranks_of(ranks, program("symm_checks"), *CASES))
         # Eight that take turns need more than a minute for a whole group.
         parts = {op: [op] for ops in groups.values() for op in ops} if ranks == 8 else groups
         for name, ops in parts.items():
@@ -619,7 +619,7 @@ def worse(n, verify):
 
 def faults(n):
     yield from bad_input(n)
-    spike = program("gpu_spike")
+    spike = program("symm_checks")
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     # Where there are fewer GPUs, ranks share them.
     for ranks in [2, 4]:
@@ -705,10 +705,10 @@ def bench(n):
         links = [program("tilewire"), "bench", "links", "--json", "--ranks", str(ranks)]
         yield Config(f"links-{ranks}", links, by_bench)
     for ranks in sorted({n, 8}):
-        yield Config(f"rendezvous-{ranks}", ranks_of(ranks, program("gpu_spike"), "rendezvous"), jit=True)
+        yield Config(f"rendezvous-{ranks}", ranks_of(ranks, program("symm_checks"), "rendezvous"), jit=True)
     for part in TIMINGS:
         name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
-        yield Config(name, [program("gpu_spike"), part], jit=True)
+        yield Config(name, [program("symm_checks"), part], jit=True)
     yield train_rates(n)
     for op in ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ep_dispatch", "ep_combine", "ep_dispatch_bwd",
                "ep_combine_bwd"]:

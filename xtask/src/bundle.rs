@@ -112,7 +112,7 @@ fn programs(root: &Path, commit: Option<&str>) -> Result<BTreeMap<String, PathBu
     let tests = ["ops", "nn"].map(|c| gpu_tests(&root.join(format!("crates/{c}/tests")))).concat();
     let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();
     let build = "build --release -p tilewire-cli -p tilewire-symm -p tilewire-ops --bin tilewire \
-                 --example gpu_spike --example rates";
+                 --example symm_checks --example rates";
     let conformance = "test --release --no-run -p tilewire-symm -p tilewire-ops -p tilewire-nn --test conformance";
     let device = "test --release --no-run -p tilewire-device --lib";
     let mut found = BTreeMap::new();
@@ -124,7 +124,7 @@ fn programs(root: &Path, commit: Option<&str>) -> Result<BTreeMap<String, PathBu
         let json = output(cargo.arg("--message-format=json-render-diagnostics"))?;
         found.extend(executables(&json));
     }
-    for name in ["tilewire", "gpu_spike", "conformance", "gpu", "device"] {
+    for name in ["tilewire", "symm_checks", "conformance", "gpu", "device"] {
         if !found.contains_key(name) {
             return Err(format!("cargo built no `{name}`"));
         }

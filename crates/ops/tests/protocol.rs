@@ -292,13 +292,9 @@ fn wrong_tensors_are_refused() {
         assert!(launch(zeros(rows, K), zeros(N, K), out(M + 1, N), M).contains("`out`"));
         assert!(launch(zeros(rows, K), zeros(N, K), out(M, N), M + 1).contains("at most 12"));
         assert!(AgGemmPlan::new(AgGemmDesc::new(M, N, K, DType::I32), &heap, None).is_err());
-        let cublasmp = Some(OverlapConfig::of(Algo::Cublasmp, 1));
-        assert!(
-            AgGemmPlan::new(AgGemmDesc::new(M, N, K, DType::F32), &heap, cublasmp)
-                .err()
-                .unwrap()
-                .is_unavailable()
-        );
+        let nccl = Some(OverlapConfig::of(Algo::SequentialNccl, 1));
+        let refused = AgGemmPlan::new(AgGemmDesc::new(M, N, K, DType::F32), &heap, nccl);
+        assert!(refused.err().unwrap().is_unsupported());
         let huge = AgGemmDesc::new(1 << 20, N, K, DType::F32);
         assert_eq!(AgGemmPlan::new(huge, &heap, None).err().unwrap().kind(), ErrorKind::Exhausted);
         team.agree(true).map(|_| ())

@@ -1,12 +1,12 @@
 //! Teams that have met: control pages, signals, faults, agreement.
 
 use std::ops::Deref;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use tilewire_boot::{Mesh, PeerExit};
+use tilewire_boot::{Mesh, Parcel, PeerExit};
 use tilewire_core::{Deadline, Error, ErrorKind, Process, Rank, Result, Team};
 use tilewire_device::Fault;
 
@@ -109,6 +109,26 @@ impl std::fmt::Debug for LiveTeam {
     }
 }
 
+/// The file of each member's control page.
+///
+/// # Errors
+/// `Mismatch` where a member forms another generation of the team.
+fn control_files(parcels: Vec<Parcel>, generation: u64) -> Result<Vec<OwnedFd>> {
+    let mut fds = Vec::with_capacity(parcels.len());
+    for (i, mut p) in parcels.into_iter().enumerate() {
+        if p.payload != generation.to_le_bytes() || p.fds.len() != 1 {
+            let text = "a member is forming another generation";
+            return Err(Error::new(ErrorKind::Mismatch, text)
+                .op("team")
+                .peer(Rank::new(i as u32))
+                .expected(generation)
+                .seen(format_args!("{:?}", p.payload)));
+        }
+        fds.append(&mut p.fds);
+    }
+    Ok(fds)
+}
+
 impl LiveTeam {
     /// Collective over the members: makes and maps the control pages.
     pub(crate) fn meet(
@@ -142,22 +162,7 @@ impl LiveTeam {
             }
             here(e)
         })?;
-        let mut fds = Vec::with_capacity(size);
-        for (i, mut p) in parcels.into_iter().enumerate() {
-            let peer = Rank::new(i as u32);
-            if p.payload != generation.to_le_bytes() || p.fds.len() != 1 {
-                return Err(Error::new(
-                    ErrorKind::Mismatch,
-                    "a member is forming another generation",
-                )
-                .op("team")
-                .team(info.name())
-                .peer(peer)
-                .expected(generation)
-                .seen(format_args!("{:?}", p.payload)));
-            }
-            fds.append(&mut p.fds);
-        }
+        let fds = control_files(parcels, generation).map_err(|e| e.team(info.name()))?;
         let ctl = Mapping::new(&fds, page, page).map(|map| Control::new(map, size));
         if let Ok(ctl) = &ctl {
             ctl.init(info.rank(), id, generation);
@@ -194,13 +199,18 @@ impl LiveTeam {
             cfg,
             adopted,
         });
-        let weak = Arc::downgrade(&inner);
-        inner.fault.on_set(move |e| {
+        Ok(Self(inner).publishing())
+    }
+
+    /// Peers hear of this rank's faults from now on.
+    fn publishing(self) -> Self {
+        let weak = Arc::downgrade(&self.0);
+        self.0.fault.on_set(move |e| {
             if let Some(team) = weak.upgrade() {
                 Self(team).publish(e);
             }
         });
-        Ok(Self(inner))
+        self
     }
 
     /// Identity of this team: equal on all members, different from every other team of the job.

@@ -119,42 +119,8 @@ impl Batch {
         };
         let d_recv_w: Vec<Vec<f32>> = tokens.iter().map(|_| some(capacity)).collect();
         let x: Vec<Vec<u8>> = x.iter().map(|v| bytes(world.dtype, v)).collect();
-        let wide = seed % 3 != 2;
-        let ints =
-            [4 * world.max_tokens * k, 4 * world.max_tokens * k, 4 * records, 16 * records * k];
-        let results = |v: &[f32]| filled(&bytes(world.out, v));
-        let sides = (0..world.size()).map(|r| {
-            let local = 8 * world.experts[r].max(1);
-            let rest = [4 * capacity, 4 * records, local, local, 8, 8, 8 * world.size()];
-            let narrow: Vec<i32> = topks[r].idx.iter().map(|&e| e as i32).collect();
-            let none = Memory::new("output", ANY, 4 * records);
-            none.write(&vec![-1i32; records]);
-            Side {
-                handle: ints.into_iter().chain(rest).map(poisoned).collect(),
-                idx: if wide { filled(&topks[r].idx) } else { filled(&narrow) },
-                x: filled(&x[r]),
-                w: filled(&w[r]),
-                recv: poisoned(received * world.payload()),
-                recv_w: poisoned(4 * capacity),
-                scales: filled(&scales[r]),
-                recv_scales: poisoned(4 * received * world.scales),
-                index: poisoned(4 * capacity),
-                row_source: none,
-                y: results(&y[r]),
-                d_recv: results(&d_recv[r]),
-                d_recv_w: filled(&d_recv_w[r]),
-                out: poisoned(tokens[r] * world.result()),
-                dx: poisoned(tokens[r] * world.result()),
-                dw: poisoned(4 * tokens[r] * k),
-                d_out: results(&d_out[r]),
-                dy: [(), ()].map(|()| poisoned(capacity * world.result())),
-                d_y_w: poisoned(4 * capacity),
-                tokens: tokens[r],
-            }
-        });
-        let sides = sides.collect();
         let (want, world) = (EpLayout::new(&spec, &topks), world.clone());
-        Self {
+        let mut batch = Self {
             world,
             want,
             x,
@@ -164,12 +130,50 @@ impl Batch {
             d_recv,
             d_recv_w,
             d_out,
-            sides,
+            sides: Vec::new(),
             capacity,
             limit,
             rows,
-            wide,
+            wide: seed % 3 != 2,
             rows_only: false,
+        };
+        batch.sides = topks.iter().enumerate().map(|(r, topk)| batch.side(r, topk)).collect();
+        batch
+    }
+
+    /// The tensors of rank `r`: inputs as they are, outputs poisoned.
+    fn side(&self, r: usize, topk: &TopK) -> Side {
+        let (world, capacity, records) = (&self.world, self.capacity, self.world.records());
+        let (k, tokens, received) = (world.k, world.tokens[r], self.received());
+        let choices = 4 * world.max_tokens * k;
+        let local = 8 * world.experts[r].max(1);
+        let handle = [choices, choices, 4 * records, 16 * records * k, 4 * capacity, 4 * records];
+        let totals = [local, local, 8, 8, 8 * world.size()];
+        let narrow: Vec<i32> = topk.idx.iter().map(|&e| e as i32).collect();
+        let none = Memory::new("output", ANY, 4 * records);
+        none.write(&vec![-1i32; records]);
+        let results = |v: &[f32]| filled(&bytes(world.out, v));
+        Side {
+            handle: handle.into_iter().chain(totals).map(poisoned).collect(),
+            idx: if self.wide { filled(&topk.idx) } else { filled(&narrow) },
+            x: filled(&self.x[r]),
+            w: filled(&self.w[r]),
+            recv: poisoned(received * world.payload()),
+            recv_w: poisoned(4 * capacity),
+            scales: filled(&self.scales[r]),
+            recv_scales: poisoned(4 * received * world.scales),
+            index: poisoned(4 * capacity),
+            row_source: none,
+            y: results(&self.y[r]),
+            d_recv: results(&self.d_recv[r]),
+            d_recv_w: filled(&self.d_recv_w[r]),
+            out: poisoned(tokens * world.result()),
+            dx: poisoned(tokens * world.result()),
+            dw: poisoned(4 * tokens * k),
+            d_out: results(&self.d_out[r]),
+            dy: [(), ()].map(|()| poisoned(capacity * world.result())),
+            d_y_w: poisoned(4 * capacity),
+            tokens,
         }
     }
 

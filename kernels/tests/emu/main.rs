@@ -68,10 +68,9 @@ macro_rules! tests {
 /// Name of the threads of tests. On others a panic is what a test expects.
 const LOUD: &str = "test";
 
-fn main() -> ExitCode {
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    let wanted: Vec<&String> = args.iter().filter(|a| !a.starts_with('-')).collect();
-    let all = [
+/// The tests of all modules.
+fn all_tests() -> Vec<Test> {
+    [
         layouts::TESTS,
         planted::TESTS,
         probes::TESTS,
@@ -107,7 +106,13 @@ fn main() -> ExitCode {
         links::TESTS,
         litmus::TESTS,
     ]
-    .concat();
+    .concat()
+}
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let wanted: Vec<&String> = args.iter().filter(|a| !a.starts_with('-')).collect();
+    let all = all_tests();
     let chosen: Vec<Test> = all
         .iter()
         .filter(|(name, _)| wanted.is_empty() || wanted.iter().any(|w| name.contains(w.as_str())))

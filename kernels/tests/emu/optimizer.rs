@@ -34,6 +34,16 @@ struct Step {
 const HYPER: [f64; 6] = [0.1, 0.9, 0.98, 1e-6, 0.01, 1.0];
 const STEP: Step = Step { count: 0, loss: 1.0, sums: 1.0, steps: [10, 60] };
 
+/// The learning rate after `count` steps: a linear warm-up, then a cosine to a tenth.
+fn rate(count: i32, steps: [u64; 2]) -> f64 {
+    let (done, [warmup, all]) = (f64::from(count), steps.map(|n| n as f64));
+    if done < warmup {
+        return HYPER[0] * (done + 1.0) / warmup;
+    }
+    let t = ((done - warmup) / (all - warmup)).min(1.0);
+    HYPER[0] * (0.1 + 0.45 * (1.0 + (std::f64::consts::PI * t).cos()))
+}
+
 /// Gradients' norm, a step from it, and the count.
 fn step(lib: &'static Lib, t: usize, s: Step) {
     let Step { count, loss, sums, steps } = s;
@@ -92,14 +102,7 @@ fn step(lib: &'static Lib, t: usize, s: Step) {
         assert_eq!(counter.memory.read::<i32>(), [count]);
         return;
     }
-    let (done, [warmup, all]) = (f64::from(count), steps.map(|n| n as f64));
-    let rate = match done < warmup {
-        true => HYPER[0] * (done + 1.0) / warmup,
-        false => {
-            let t = ((done - warmup) / (all - warmup)).min(1.0);
-            HYPER[0] * (0.1 + 0.45 * (1.0 + (std::f64::consts::PI * t).cos()))
-        }
-    };
+    let rate = rate(count, steps);
     let [_, beta1, beta2, eps, weight_decay, clip] = HYPER;
     let opt = nn::AdamW { lr: rate, beta1, beta2, eps, weight_decay };
     let before = nn::AdamWState { param: w, m, v, step: count as u32 };

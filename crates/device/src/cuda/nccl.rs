@@ -171,6 +171,13 @@ struct Handle(Raw);
 // around the handle sees to.
 unsafe impl Send for Handle {}
 
+fn no_host_puts(version: c_int) -> Error {
+    let text = format!("NCCL {} has no puts and signals of the host", text(version));
+    Error::new(ErrorKind::Unsupported, text)
+        .op("nccl")
+        .hint("NCCL 2.29 or newer has them; those of heaps need no library")
+}
+
 impl NcclComm {
     /// The library's version, as in `2.28.9`, and which copy it is.
     ///
@@ -386,15 +393,7 @@ impl NcclComm {
             DType::BF16 => Some(9),
             _ => None,
         };
-        let rma = || {
-            api.rma.ok_or_else(|| {
-                let text =
-                    format!("NCCL {} has no puts and signals of the host", text(api.version));
-                Error::new(ErrorKind::Unsupported, text)
-                    .op("nccl")
-                    .hint("NCCL 2.29 or newer has them; those of heaps need no library")
-            })
-        };
+        let rma = || api.rma.ok_or_else(|| no_host_puts(api.version));
         // What is only moved is bytes.
         let (t, n) = number.map_or((1, dtype.size()), |t| (t, 1));
         let adds = matches!(
@@ -430,19 +429,8 @@ impl NcclComm {
                 }
                 NcclOp::PutSignal { src, count, peer, window, offset } => {
                     let (peer, window) = (peer as c_int, window as Raw);
-                    (rma()?.put_signal)(
-                        src,
-                        count * n,
-                        t,
-                        peer,
-                        window,
-                        offset,
-                        0,
-                        0,
-                        0,
-                        raw,
-                        stream,
-                    )
+                    let put = rma()?.put_signal;
+                    put(src, count * n, t, peer, window, offset, 0, 0, 0, raw, stream)
                 }
                 NcclOp::Signal { peer } => (rma()?.signal)(peer as c_int, 0, 0, 0, raw, stream),
                 NcclOp::WaitSignals { peer, count } => {

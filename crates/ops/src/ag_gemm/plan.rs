@@ -86,7 +86,7 @@ impl AgGemmPlan {
         let gather = heap.alloc(Self::memory(&desc), "ag_gemm")?;
         let signals = Arc::new(heap.team().signals(slots, "ag_gemm")?);
         let core =
-            PlanCore::any("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?
+            PlanCore::new("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?
                 .using([&gather], [&signals]);
         let (machine, cuda) = (Machine::default(), OnceLock::new());
         Ok(Self { desc, core, gather, signals, choice, machine, cuda })

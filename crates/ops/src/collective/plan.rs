@@ -84,7 +84,7 @@ impl CollectivePlan {
             CollectiveKind::ReduceScatter(s, _) => s.max_rows(desc.m, size),
             _ => Shards::Even.max_rows(desc.m, size),
         };
-        let core = PlanCore::any(name, heap, format_args!("{desc} {backend}"))?;
+        let core = PlanCore::new(name, heap, format_args!("{desc} {backend}"))?;
         let possible = |lane: &Lane| meeting::is_possible(&desc, lane, size);
         let flags = match core.lane().map(possible).transpose()? {
             Some(true) => {

@@ -56,7 +56,7 @@ impl Choice {
     /// of the caller say nothing.
     ///
     /// # Errors
-    /// `InvalidArgument` for a bad configuration; `Unsupported` or `Unavailable` for an algorithm that
+    /// `InvalidArgument` for a bad configuration; `Unsupported` for an algorithm that
     /// the backend has no path for, or that puts between GPUs that do not reach each other.
     pub fn new(given: Option<OverlapConfig>, heap: &Heap) -> Result<Self> {
         let given = given.map(|c| fit(c, heap.backend())).transpose()?;

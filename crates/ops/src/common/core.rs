@@ -117,22 +117,8 @@ impl PlanCore {
     /// A plan of `op` on `heap`; `text` holds everything that must be equal on all ranks.
     ///
     /// # Errors
-    /// `Unsupported` on a backend that the operation has no path for.
-    pub fn new(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
-        if heap.backend() != BackendKind::Host {
-            let text = format!("there is no `{op}` for the `{}` backend yet", heap.backend());
-            return Err(Error::new(ErrorKind::Unsupported, text)
-                .op(op)
-                .hint("make the heap on the `host` backend"));
-        }
-        Self::any(op, heap, text)
-    }
-
-    /// As [`PlanCore::new`], for an operation with a path on every backend.
-    ///
-    /// # Errors
     /// What the device reports.
-    pub(crate) fn any(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
+    pub(crate) fn new(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
         let lane = match heap.backend() {
             BackendKind::Host => None,
             _ => Some(Lane::new(op, heap).map_err(|e| e.op(op))?),
@@ -449,7 +435,7 @@ mod tests {
     fn what_one_rank_lacks_fails_on_all_and_can_be_tried_again() {
         World::run_threads(3, WorldCfg::for_tests(), |world| {
             let heap = world.everyone("lack")?.heap(BackendKind::Host, HeapCfg::new(1 << 16))?;
-            let core = PlanCore::any("op", &heap, "m=1")?;
+            let core = PlanCore::new("op", &heap, "m=1")?;
             let stream = Stream::new("lack")?;
             let lacking = || Error::new(ErrorKind::Exhausted, "no room").hint("free some");
             for round in 0..3 {
@@ -493,7 +479,7 @@ mod tests {
     fn during_a_capture_nothing_is_made() {
         World::run_threads(1, WorldCfg::for_tests(), |world| {
             let heap = world.everyone("capture")?.heap(BackendKind::Host, HeapCfg::new(1 << 16))?;
-            let core = PlanCore::any("op", &heap, "m=1")?;
+            let core = PlanCore::new("op", &heap, "m=1")?;
             let stream = Stream::new("capture")?;
             stream.begin_capture()?;
             let made = || -> Result<()> { panic!("it was made") };

@@ -14,7 +14,7 @@ mod shards;
 
 pub(crate) use self::choice::{Choice, fastest};
 pub(crate) use self::core::only_meets;
-pub use self::core::{Launch, PlanCore};
+pub(crate) use self::core::{Launch, PlanCore};
 pub(crate) use bias::{Bias, bias_type};
 pub use check::expect_tensor;
 pub(crate) use check::{Named, apart, each_apart, narrow_into, wide};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use tilewire_core::{Error, ErrorKind, Result};
+use tilewire_core::{Error, Result};
 
 use super::cuda::no_kernel;
 
@@ -26,19 +26,16 @@ pub enum Algo {
     /// As `Sequential`, by the collective of NVIDIA NCCL, opened at run time: on devices only, and only
     /// where it is asked for, because its sums are rounded on their way, in an order of its choice.
     SequentialNccl,
-    /// NVIDIA cuBLASMp, opened at run time.
-    Cublasmp,
 }
 
 impl Algo {
     /// All values with their names.
-    pub const NAMES: [(&'static str, Algo); 6] = [
+    pub const NAMES: [(&'static str, Algo); 5] = [
         ("fused", Algo::Fused),
         ("pipelined", Algo::Pipelined),
         ("ring", Algo::Ring),
         ("sequential", Algo::Sequential),
         ("sequential_nccl", Algo::SequentialNccl),
-        ("cublasmp", Algo::Cublasmp),
     ];
 
     /// The name used in options and JSON.
@@ -49,21 +46,10 @@ impl Algo {
     /// Fails where the host backend has no such algorithm.
     ///
     /// # Errors
-    /// `Unavailable` for `cublasmp`, `Unsupported` for `sequential_nccl`.
+    /// `Unsupported` for `sequential_nccl`.
     pub fn check_host(self) -> Result<()> {
         if self == Algo::SequentialNccl {
             return Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend"));
-        }
-        self.check_any()
-    }
-
-    fn check_any(self) -> Result<()> {
-        if self == Algo::Cublasmp {
-            return Err(Error::new(
-                ErrorKind::Unavailable,
-                "`cublasmp` runs on GPUs only; this heap is on the `host` backend",
-            )
-            .hint("use fused, pipelined, ring or sequential"));
         }
         Ok(())
     }
@@ -118,16 +104,16 @@ impl OverlapConfig {
         Self { algo, block_m, block_n, sub_chunks }
     }
 
-    /// Checks that every size is positive and the algorithm exists.
+    /// Checks that every size is positive.
     ///
     /// # Errors
-    /// `InvalidArgument` or `Unavailable`.
+    /// `InvalidArgument`.
     pub fn check(&self) -> Result<()> {
         if self.block_m == 0 || self.block_n == 0 || !(1..=64).contains(&self.sub_chunks) {
             return Err(Error::invalid(format!("bad tile configuration `{self}`"))
                 .hint("tile sizes must be positive, sub_chunks 1 to 64"));
         }
-        self.algo.check_any()
+        Ok(())
     }
 }
 
@@ -151,15 +137,13 @@ impl Default for Machine {
     }
 }
 
-/// One way to do it, with its predicted (and, once tuned, measured) time.
+/// One way to do it, with its predicted time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Candidate {
     /// How.
     pub config: OverlapConfig,
     /// Predicted time in microseconds.
     pub predicted_us: f64,
-    /// Measured time in microseconds, slowest rank.
-    pub measured_us: Option<f64>,
 }
 
 /// Why a plan does what it does.
@@ -178,11 +162,8 @@ impl fmt::Display for Explain {
         writeln!(f, "{}", self.what)?;
         for c in &self.candidates {
             let mark = if c.config == self.chosen { '*' } else { ' ' };
-            write!(f, "{mark} {:<28} predicted {:>10.1} us", c.config.to_string(), c.predicted_us)?;
-            match c.measured_us {
-                Some(t) => writeln!(f, "  measured {t:>10.1} us")?,
-                None => writeln!(f, "  not measured")?,
-            }
+            let config = c.config.to_string();
+            writeln!(f, "{mark} {config:<28} predicted {:>10.1} us", c.predicted_us)?;
         }
         Ok(())
     }
@@ -197,7 +178,7 @@ impl Explain {
         let (gemm, wire) = (flop / m.gemm_flop_per_us, wire_bytes / m.link_bytes_per_us);
         let mut candidates = Vec::new();
         let mut add = |config: OverlapConfig, predicted_us: f64| {
-            candidates.push(Candidate { config, predicted_us, measured_us: None });
+            candidates.push(Candidate { config, predicted_us });
         };
         add(OverlapConfig::of(Algo::Sequential, 1), gemm + wire + m.latency_us);
         for sub_chunks in [1, 2, MOST_CANDIDATE_CHUNKS] {
@@ -226,8 +207,7 @@ mod tests {
             assert_eq!(n.parse::<Algo>().unwrap(), a);
         }
         let e = "nccl".parse::<Algo>().unwrap_err().to_string();
-        assert!(e.contains("fused, pipelined, ring, sequential, sequential_nccl, cublasmp"), "{e}");
-        assert!(OverlapConfig::of(Algo::Cublasmp, 1).check().unwrap_err().is_unavailable());
+        assert!(e.contains("fused, pipelined, ring, sequential, sequential_nccl"), "{e}");
         OverlapConfig::of(Algo::SequentialNccl, 1).check().unwrap();
         assert!(Algo::SequentialNccl.check_host().unwrap_err().is_unsupported());
         assert!(

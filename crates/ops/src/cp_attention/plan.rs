@@ -135,7 +135,7 @@ impl CpAttentionPlan {
         let buffers = [take(a)?, take(b)?, take(c)?, take(d)?];
         let signals = Arc::new(heap.team().signals(NUM_SLOTS, OP)?);
         let choice = config.map_or("auto".to_owned(), |c| c.to_string());
-        let core = PlanCore::any(OP, heap, format_args!("{choice} {desc} {backend}"))?
+        let core = PlanCore::new(OP, heap, format_args!("{choice} {desc} {backend}"))?
             .using(&buffers, [&signals]);
         Ok(Self { desc, core, buffers, signals, used, cuda: OnceLock::new(), backend })
     }

@@ -123,7 +123,7 @@ impl EpPlan {
         let names =
             ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
         let text = format!("{desc} {backend}");
-        let first = PlanCore::any("ep", heap, &text)?;
+        let first = PlanCore::new("ep", heap, &text)?;
         if first.lane().is_some() {
             router(&desc).map_err(|e| e.op("ep"))?;
         }
@@ -134,7 +134,7 @@ impl EpPlan {
         let signals = Arc::new(heap.team().signals(6, "ep")?);
         let bufs = [&counts, &tokens, &returns, &flags];
         let core = |n| {
-            let core = PlanCore::any(n, heap, &text)?.share_order(&first);
+            let core = PlanCore::new(n, heap, &text)?.share_order(&first);
             Ok(core.using(bufs, [&signals]))
         };
         let [a, b, c, d, e] = names.map(core);

@@ -58,7 +58,7 @@ impl GemmArPlan {
         let scatter_signals = Arc::new(heap.team().signals(num_signals, "gemm_ar scatter")?);
         let gather_signals = Arc::new(heap.team().signals(2, "gemm_ar gather")?);
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
-        let core = PlanCore::any("gemm_ar", heap, text)?
+        let core = PlanCore::new("gemm_ar", heap, text)?
             .using([&slots, &gather], [&scatter_signals, &gather_signals]);
         let (machine, cuda) = (Machine::default(), OnceLock::new());
         Ok(Self {

@@ -114,7 +114,7 @@ impl GemmRsPlan {
         let slots = heap.alloc(Self::memory(&desc, size), "gemm_rs")?;
         let signals = Arc::new(heap.team().signals(num_signals, "gemm_rs")?);
         let core =
-            PlanCore::any("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?
+            PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?
                 .using([&slots], [&signals]);
         let (machine, cuda) = (Machine::default(), OnceLock::new());
         Ok(Self { desc, core, slots, signals, choice, machine, cuda })

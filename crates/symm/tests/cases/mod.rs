@@ -76,7 +76,7 @@ impl Backend for Vmm {
     }
 }
 
-/// Memory of NVSHMEM: a process for each rank, so in `gpu_spike` only.
+/// Memory of NVSHMEM: a process for each rank, so in `symm_checks` only.
 pub struct Nvshmem;
 
 impl Backend for Nvshmem {

@@ -55,7 +55,7 @@ extern "C" __global__ void verify(const u64* p, u64 n, const u64* round, u64 ran
 
 fn module(s: &Setup<Vmm>) -> Result<CudaModule> {
     let spec = KernelSpec {
-        name: "gpu_spike.cu".to_owned(),
+        name: "symm_checks.cu".to_owned(),
         text: LD_ST.text() + KERNELS,
         defines: Vec::new(),
         arch: s.os.context().arch()?,
