@@ -39,6 +39,11 @@ impl Rng {
         self.at(self.counter)
     }
 
+    /// Passes over `n` numbers of the sequence, so that a part of it can be made without what is before.
+    pub fn skip(&mut self, n: u64) {
+        self.counter = self.counter.wrapping_add(n);
+    }
+
     /// Uniform in `[0, 1)`.
     pub fn next_f64(&mut self) -> f64 {
         to_unit(self.next_u64())
@@ -85,6 +90,10 @@ mod tests {
         let (mut a, mut b, mut c) = (Rng::new(1), Rng::new(1), Rng::new(2));
         assert_eq!(a.next_u64(), b.next_u64());
         assert_ne!(a.next_u64(), c.next_u64());
+        let mut ahead = b.clone();
+        b.skip(3);
+        (0..3).for_each(|_| _ = ahead.next_u64());
+        assert_eq!(ahead.next_u64(), b.next_u64());
         let n = 20_000;
         let mean = (0..n).map(|_| a.next_f64()).sum::<f64>() / n as f64;
         assert!((mean - 0.5).abs() < 0.01, "{mean}");

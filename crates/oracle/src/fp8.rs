@@ -1,5 +1,7 @@
 //! FP8 and E8M0 codes from their definitions, independent of any conversion library.
 
+use std::sync::OnceLock;
+
 use tilewire_core::DType;
 
 /// Canonical NaN code of both FP8 types (what `cvt.rn.satfinite` of the GPU returns).
@@ -37,33 +39,36 @@ pub fn decode(dtype: DType, code: u8) -> f64 {
     }
 }
 
-/// FP8 code nearest to `v`, found by trying all 256: ties go to the code with an even mantissa,
-/// values beyond the largest finite one (infinities too) saturate, the sign of zero is kept, and
-/// NaN gives [`NAN_CODE`].
+/// The finite values without a sign, ascending: index and code are the same.
+fn magnitudes(dtype: DType) -> &'static [f64] {
+    static EACH: [OnceLock<Vec<f64>>; 2] = [const { OnceLock::new() }; 2];
+    EACH[usize::from(dtype == DType::F8E4M3)].get_or_init(|| {
+        (0..=0x7F).map(|code| decode(dtype, code)).take_while(|v| v.is_finite()).collect()
+    })
+}
+
+/// FP8 code nearest to `v`: ties go to the code with an even mantissa, values beyond the largest
+/// finite one (infinities too) saturate, the sign of zero is kept, and NaN gives [`NAN_CODE`].
 ///
 /// # Panics
 /// If `dtype` is not FP8.
 pub fn encode(dtype: DType, v: f64) -> u8 {
+    assert!(dtype.is_fp8(), "{dtype} is not FP8");
     if v.is_nan() {
         return NAN_CODE;
     }
-    // Saturating first makes every finite code a candidate at a finite distance.
-    let clamped = v.clamp(-dtype.max_finite(), dtype.max_finite());
-    let mut best = (f64::INFINITY, 0u8);
-    for code in 0..=255u8 {
-        let value = decode(dtype, code);
-        let same_sign = (code & 0x80 != 0) == v.is_sign_negative();
-        if !value.is_finite() || !same_sign {
-            continue;
-        }
-        let distance = (value - clamped).abs();
+    let values = magnitudes(dtype);
+    let above = values.partition_point(|&x| x < v.abs());
+    let distance = |at: usize| (values[at] - v.abs()).abs();
+    let code = match above {
+        0 => 0,
+        at if at == values.len() => at - 1,
         // The lowest mantissa bit is the lowest bit of the code.
-        let wins_tie = distance == best.0 && code & 1 == 0;
-        if distance < best.0 || wins_tie {
-            best = (distance, code);
-        }
-    }
-    best.1
+        at if distance(at) == distance(at - 1) => at & !1,
+        at if distance(at) < distance(at - 1) => at,
+        at => at - 1,
+    };
+    code as u8 | if v.is_sign_negative() { 0x80 } else { 0 }
 }
 
 /// `v` rounded to FP8: the value of [`encode`].

@@ -1,6 +1,7 @@
 //! GEMM with epilogues, and the backward of a linear layer.
 
-use crate::{Mat, matmul, matmul_abs};
+use crate::product::{Factor, product};
+use crate::{Mat, matmul};
 
 /// Function applied to the pre-activation `z`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -60,8 +61,8 @@ impl<'a> Gemm<'a> {
         Self { a, b, transa, transb, bias: None, act: Activation::None, c: None }
     }
 
-    fn operands(&self) -> (Mat, Mat) {
-        let op = |m: &Mat, trans: bool| if trans { m.transpose() } else { m.clone() };
+    fn operands(&self) -> (Factor<'a>, Factor<'a>) {
+        let op = |mat, trans| Factor { mat, trans, abs: false };
         (op(self.a, self.transa), op(self.b, self.transb))
     }
 
@@ -71,7 +72,7 @@ impl<'a> Gemm<'a> {
     /// If the inner extents differ.
     pub fn magnitude(&self) -> Mat {
         let (a, b) = self.operands();
-        matmul_abs(&a, &b)
+        product(a.abs(), b.abs())
     }
 }
 
@@ -90,7 +91,7 @@ pub struct GemmOut {
 /// If shapes do not fit.
 pub fn gemm(g: &Gemm<'_>) -> GemmOut {
     let (a, b) = g.operands();
-    let mut aux = matmul(&a, &b);
+    let mut aux = product(a, b);
     if let Some(c) = g.c {
         aux = aux.add(c);
     }
@@ -106,7 +107,10 @@ pub fn gemm(g: &Gemm<'_>) -> GemmOut {
 /// If `bias` is not `x.cols` long.
 pub fn add_bias(x: &Mat, bias: &[f64]) -> Mat {
     assert_eq!(bias.len(), x.cols, "one bias for each column");
-    Mat::from_fn(x.rows, x.cols, |r, c| x.at(r, c) + bias[c])
+    let row = |r, out: &mut [f64]| {
+        out.iter_mut().zip(x.row(r)).zip(bias).for_each(|((o, v), b)| *o = v + b);
+    };
+    Mat::from_rows(x.rows, x.cols, row)
 }
 
 /// `act(z)`, elementwise ([`Activation::SwiGlu`]: `[M, 2N] -> [M, N]`).
@@ -119,7 +123,10 @@ pub fn activate(act: Activation, z: &Mat) -> Mat {
         Activation::None => z.clone(),
         Activation::Relu => z.map(|v| if v < 0.0 { 0.0 } else { v }),
         Activation::Gelu => z.map(gelu),
-        Activation::SwiGlu => Mat::from_fn(z.rows, n, |r, c| silu(z.at(r, c)) * z.at(r, n + c)),
+        Activation::SwiGlu => Mat::from_rows(z.rows, n, |r, out| {
+            let (gate, up) = z.row(r).split_at(n);
+            out.iter_mut().zip(gate).zip(up).for_each(|((o, &g), u)| *o = silu(g) * u);
+        }),
     }
 }
 
@@ -136,9 +143,11 @@ pub fn activate_bwd(act: Activation, z: &Mat, dact: &Mat) -> Mat {
         Activation::None => dact.clone(),
         Activation::Relu => z.zip(dact, |v, d| if v > 0.0 { d } else { 0.0 }),
         Activation::Gelu => z.zip(dact, |v, d| dgelu(v) * d),
-        Activation::SwiGlu => Mat::from_fn(z.rows, z.cols, |r, c| {
-            let (gate, up, d) = (z.at(r, c % n), z.at(r, n + c % n), dact.at(r, c % n));
-            if c < n { d * up * dsilu(gate) } else { d * silu(gate) }
+        Activation::SwiGlu => Mat::from_rows(z.rows, z.cols, |r, out| {
+            for (c, o) in out.iter_mut().enumerate() {
+                let (gate, up, d) = (z.at(r, c % n), z.at(r, n + c % n), dact.at(r, c % n));
+                *o = if c < n { d * up * dsilu(gate) } else { d * silu(gate) };
+            }
         }),
     }
 }
@@ -192,7 +201,7 @@ pub struct LinearGrads {
 /// # Panics
 /// If shapes do not fit.
 pub fn linear_bwd(x: &Mat, w: &Mat, dy: &Mat) -> LinearGrads {
-    LinearGrads { dx: matmul(dy, w), dw: matmul(&dy.transpose(), x), db: dy.col_sums() }
+    LinearGrads { dx: matmul(dy, w), dw: product(Factor::from(dy).t(), x), db: dy.col_sums() }
 }
 
 /// Fused dgrad epilogue (cuBLASLt `DGELU_BGRAD` and kin): with `Y = act(z) W^T`, the gradients of

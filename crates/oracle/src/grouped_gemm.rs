@@ -5,7 +5,8 @@
 
 use std::ops::Range;
 
-use crate::{Mat, matmul};
+use crate::Mat;
+use crate::product::{Factor, product};
 
 /// What the rows beyond the last expert's hold in an output.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -57,12 +58,21 @@ pub fn grouped_fprop(
     tail: Tail<'_>,
 ) -> Mat {
     assert!(!w.is_empty() && w.len() == splits.len(), "one weight and one split for each expert");
+    let weights: Vec<Factor<'_>> = w.iter().map(|w| Factor::from(w).t()).collect();
+    times(x, &weights, bias, splits, tail)
+}
+
+/// `X[rows of e] W_e (+ bias_e)`.
+fn times(x: &Mat, w: &[Factor<'_>], bias: Option<&Mat>, splits: &[usize], tail: Tail<'_>) -> Mat {
     let groups = group_rows(splits, x.rows);
-    let product = |(e, rows): (usize, &Range<usize>)| {
-        let y = matmul(&x.slice_rows(rows.clone()), &w[e].transpose());
-        bias.map_or(y.clone(), |b| crate::gemm::add_bias(&y, b.row(e)))
+    let one = |(e, rows): (usize, &Range<usize>)| {
+        let y = product(&x.slice_rows(rows.clone()), w[e]);
+        match bias {
+            Some(b) => crate::gemm::add_bias(&y, b.row(e)),
+            None => y,
+        }
     };
-    pack(&groups.iter().enumerate().map(product).collect::<Vec<_>>(), x.rows, tail)
+    pack(&groups.iter().enumerate().map(one).collect::<Vec<_>>(), x.rows, tail)
 }
 
 /// `dX[rows of e] = dY[rows of e] W_e`: `dy` is `[capacity, N]`, `w[e]` is `[N, K]`; the result is
@@ -71,8 +81,9 @@ pub fn grouped_fprop(
 /// # Panics
 /// If shapes do not fit or there is no expert.
 pub fn grouped_dgrad(dy: &Mat, w: &[Mat], splits: &[usize], tail: Tail<'_>) -> Mat {
-    let transposed: Vec<Mat> = w.iter().map(Mat::transpose).collect();
-    grouped_fprop(dy, &transposed, None, splits, tail)
+    assert!(!w.is_empty() && w.len() == splits.len(), "one weight and one split for each expert");
+    let weights: Vec<Factor<'_>> = w.iter().map(Factor::from).collect();
+    times(dy, &weights, None, splits, tail)
 }
 
 /// What a weight gradient is added to.
@@ -104,7 +115,8 @@ pub fn grouped_wgrad(
     let mut grads = Vec::new();
     for (e, rows) in group_rows(splits, x.rows).into_iter().enumerate() {
         let empty = rows.is_empty();
-        let dw = matmul(&dy.slice_rows(rows.clone()).transpose(), &x.slice_rows(rows));
+        let dy = dy.slice_rows(rows.clone());
+        let dw = product(Factor::from(&dy).t(), &x.slice_rows(rows));
         grads.push(match accumulate {
             // Adding zeros would turn -0 into +0.
             Some(a) if a.mask[e] && empty => a.c[e].clone(),

@@ -1,13 +1,16 @@
 //! Slow, obvious f64 references on global tensors.
 //!
-//! Every function is the mathematics written down: plain loops over whole tensors, no blocking,
-//! no ranks, no streams, no overlap. Tests and `tilewire verify` compare against it; nothing that
+//! Every function is the mathematics written down: loops over whole tensors, no ranks, no streams,
+//! no overlap. Products and attention run in blocks and on all processors, with the bits of the plain
+//! loops (tests keep those), so that large shapes can be verified. Tests and `tilewire verify` compare against it; nothing that
 //! runs in production depends on it. Where a function takes one matrix for each rank, "rank" only
 //! names a block of the global tensor.
 //!
 //! | module | what |
 //! |---|---|
-//! | [`mat`] | the matrix type, products, the magnitude `|A||B|` of the error bound |
+//! | [`mat`] | the matrix type, the magnitude `|A||B|` of the error bound |
+//! | [`product`] | products in blocks |
+//! | [`par`] | work on all processors, the same at every number of them |
 //! | [`gemm`] | GEMM with epilogues, linear layer backward |
 //! | [`collective`] | all-gather, reduce-scatter, all-reduce, all-to-all, and their fusions with GEMM |
 //! | [`fp8`], [`quant`] | FP8 codes by exhaustive search; scaling recipes |
@@ -30,7 +33,9 @@ pub mod gemm;
 pub mod grouped_gemm;
 pub mod mat;
 pub mod nn;
+pub mod par;
 pub mod permute;
+pub mod product;
 pub mod quant;
 
 pub use mat::{Mat, matmul, matmul_abs};

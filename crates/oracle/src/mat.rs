@@ -4,6 +4,12 @@ use std::ops::Range;
 
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
 
+use crate::par;
+use crate::product::{Factor, product};
+
+/// Elements that a thread takes at once.
+const PART: usize = 1 << 14;
+
 /// A dense row-major matrix of f64: element `(r, c)` is `data[r * cols + c]`.
 ///
 /// Tensors of more dimensions are matrices with the outer or inner ones folded; each function says
@@ -44,6 +50,20 @@ impl Mat {
         Self { rows, cols, data }
     }
 
+    /// Row `r` is what `f(r, row)` makes of zeros; rows are made at once on all processors.
+    pub fn from_rows(rows: usize, cols: usize, f: impl Fn(usize, &mut [f64]) + Sync) -> Self {
+        let mut m = Self::zeros(rows, cols);
+        if cols > 0 {
+            let threads = par::threads(m.data.len());
+            let some = PART.div_ceil(cols);
+            par::parts(threads, &mut m.data, some * cols, |first, part| {
+                let rows = part.chunks_exact_mut(cols).enumerate();
+                rows.for_each(|(r, row)| f(first / cols + r, row));
+            });
+        }
+        m
+    }
+
     /// Exact widening of f32 elements.
     ///
     /// # Panics
@@ -76,12 +96,29 @@ impl Mat {
 
     /// The same matrix with every element rounded to `dtype`: what a kernel is really given.
     pub fn rounded(&self, dtype: DType) -> Self {
-        Self::from_bytes(self.rows, self.cols, dtype, &self.to_bytes(dtype))
+        let mut m = self.clone();
+        par::parts(par::threads(m.data.len()), &mut m.data, PART, |_, part| {
+            let narrow: Vec<f32> = part.iter().map(|&v| v as f32).collect();
+            let (mut bytes, mut wide) = (vec![0; part.len() * dtype.size()], vec![0.0; part.len()]);
+            convert_from_f32(dtype, &narrow, &mut bytes);
+            convert_to_f32(dtype, &bytes, &mut wide);
+            part.iter_mut().zip(wide).for_each(|(o, v)| *o = f64::from(v));
+        });
+        m
     }
 
     /// Standard normal elements, each exactly representable in f32.
     pub fn random(rng: &mut Rng, rows: usize, cols: usize) -> Self {
-        Self::from_fn(rows, cols, |_, _| f64::from(rng.normal()))
+        /// Numbers that one of them takes.
+        const DRAWS: u64 = 2;
+        let mut m = Self::zeros(rows, cols);
+        par::parts(par::threads(m.data.len()), &mut m.data, PART, |first, part| {
+            let mut own = rng.clone();
+            own.skip(DRAWS * first as u64);
+            part.iter_mut().for_each(|v| *v = f64::from(own.normal()));
+        });
+        rng.skip(DRAWS * m.data.len() as u64);
+        m
     }
 
     /// Uniform integers in `-max..=max`, for comparisons that must be bit-exact.
@@ -128,7 +165,10 @@ impl Mat {
 
     /// `self^T`.
     pub fn transpose(&self) -> Self {
-        Self::from_fn(self.cols, self.rows, |r, c| self.at(c, r))
+        let column = |c: usize| self.data[c..].iter().step_by(self.cols);
+        Self::from_rows(self.cols, self.rows, |r, row| {
+            row.iter_mut().zip(column(r)).for_each(|(o, v)| *o = *v);
+        })
     }
 
     /// The rows in `range`.
@@ -141,7 +181,8 @@ impl Mat {
             "rows {range:?} of {}",
             self.rows
         );
-        Self::from_fn(range.len(), self.cols, |r, c| self.at(range.start + r, c))
+        let data = self.data[range.start * self.cols..range.end * self.cols].to_vec();
+        Self::new(range.len(), self.cols, data)
     }
 
     /// The columns in `range`.
@@ -181,18 +222,25 @@ impl Mat {
     }
 
     /// `f` of every element.
-    pub fn map(&self, f: impl Fn(f64) -> f64) -> Self {
-        Self { data: self.data.iter().map(|&v| f(v)).collect(), ..*self }
+    pub fn map(&self, f: impl Fn(f64) -> f64 + Sync) -> Self {
+        let mut m = self.clone();
+        par::parts(par::threads(m.data.len()), &mut m.data, PART, |_, part| {
+            part.iter_mut().for_each(|v| *v = f(*v));
+        });
+        m
     }
 
     /// `f` of every pair of elements.
     ///
     /// # Panics
     /// If the shapes differ.
-    pub fn zip(&self, other: &Mat, f: impl Fn(f64, f64) -> f64) -> Self {
+    pub fn zip(&self, other: &Mat, f: impl Fn(f64, f64) -> f64 + Sync) -> Self {
         assert_eq!((self.rows, self.cols), (other.rows, other.cols), "shapes differ");
-        let data = self.data.iter().zip(&other.data).map(|(&a, &b)| f(a, b)).collect();
-        Self { data, ..*self }
+        let mut m = self.clone();
+        par::parts(par::threads(m.data.len()), &mut m.data, PART, |first, part| {
+            part.iter_mut().zip(&other.data[first..]).for_each(|(a, b)| *a = f(*a, *b));
+        });
+        m
     }
 
     /// `self + other`.
@@ -214,7 +262,11 @@ impl Mat {
 
     /// Sum over the rows: element `c` is `sum_r self[r, c]`. The gradient of a bias.
     pub fn col_sums(&self) -> Vec<f64> {
-        (0..self.cols).map(|c| total((0..self.rows).map(|r| self.at(r, c)))).collect()
+        let mut sums = vec![0.0; self.cols];
+        for row in self.data.chunks_exact(self.cols.max(1)) {
+            sums.iter_mut().zip(row).for_each(|(s, v)| *s += v);
+        }
+        sums
     }
 
     /// Sum of the products of corresponding elements.
@@ -236,8 +288,7 @@ pub(crate) fn total(terms: impl IntoIterator<Item = f64>) -> f64 {
 /// # Panics
 /// If the inner extents differ.
 pub fn matmul(a: &Mat, b: &Mat) -> Mat {
-    assert_eq!(a.cols, b.rows, "inner extents differ");
-    Mat::from_fn(a.rows, b.cols, |i, j| total((0..a.cols).map(|k| a.at(i, k) * b.at(k, j))))
+    product(a, b)
 }
 
 /// `|A||B|`, the product of the absolute values: the magnitude in the error bound of
@@ -246,5 +297,5 @@ pub fn matmul(a: &Mat, b: &Mat) -> Mat {
 /// # Panics
 /// If the inner extents differ.
 pub fn matmul_abs(a: &Mat, b: &Mat) -> Mat {
-    matmul(&a.map(f64::abs), &b.map(f64::abs))
+    product(Factor::from(a).abs(), Factor::from(b).abs())
 }

@@ -1,9 +1,9 @@
 //! Attention forward, and the merge of partial results.
 
-use super::row::{Problem, log_sum_exp};
+use super::row::{Problem, add_scaled, log_sum_exp};
 use super::{AttnInputs, AttnSpec, Sequences};
-use crate::Mat;
 use crate::mat::total;
+use crate::{Mat, par};
 
 /// Result of [`attention`].
 #[derive(Clone, PartialEq, Debug)]
@@ -20,22 +20,35 @@ pub struct AttnOut {
 /// # Panics
 /// If shapes do not fit.
 pub fn attention(spec: &AttnSpec, inputs: &AttnInputs<'_>, sequences: &Sequences) -> AttnOut {
+    let work = inputs.q.data.len().saturating_mul(inputs.k.rows);
+    attention_on(par::threads(work), spec, inputs, sequences)
+}
+
+pub(super) fn attention_on(
+    threads: usize,
+    spec: &AttnSpec,
+    inputs: &AttnInputs<'_>,
+    sequences: &Sequences,
+) -> AttnOut {
     let problem = Problem::new(spec, inputs, sequences);
     let dv = problem.dv;
     let mut o = Mat::zeros(inputs.q.rows, spec.heads_q * dv);
     let mut lse = Mat::zeros(spec.heads_q, inputs.q.rows).map(|_| f64::NEG_INFINITY);
-    for row in problem.rows() {
-        let entries = problem.entries(&row);
-        let row_lse = problem.lse(&row, &entries);
-        *lse.at_mut(row.head, row.q_row) = row_lse;
-        let v_col = problem.kv_head(row.head) * dv;
-        for c in 0..dv {
-            let terms = entries.iter().map(|e| {
-                let p = (e.score - row_lse).exp();
-                p * e.keep * inputs.v.at(e.kv_row, v_col + c)
-            });
-            *o.at_mut(row.q_row, row.head * dv + c) = total(terms);
+    let rows = problem.rows();
+    let results = par::map(threads, rows.len(), |at| {
+        let row = &rows[at];
+        let entries = problem.entries(row);
+        let lse = problem.lse(row, &entries);
+        let mut o = vec![0.0; dv];
+        for e in &entries {
+            let v = problem.part(inputs.v, e.kv_row, problem.kv_head(row.head), dv);
+            add_scaled(&mut o, (e.score - lse).exp() * e.keep, v);
         }
+        (o, lse)
+    });
+    for (row, (part, row_lse)) in rows.iter().zip(results) {
+        *lse.at_mut(row.head, row.q_row) = row_lse;
+        o.row_mut(row.q_row)[row.head * dv..(row.head + 1) * dv].copy_from_slice(&part);
     }
     AttnOut { o, lse }
 }

@@ -1,4 +1,4 @@
-//! Attention forward and backward, two loops over queries and keys.
+//! Attention forward and backward over queries and keys.
 //!
 //! Layout: `q` is `[total_q, Hq, dqk]`, `k` is `[total_kv, Hkv, dqk]`, `v` is `[total_kv, Hkv, dv]`,
 //! `o` is `[total_q, Hq, dv]`, as matrices with heads and head dimension folded into the columns
@@ -18,6 +18,8 @@
 
 mod backward;
 mod forward;
+#[cfg(test)]
+mod plain;
 mod row;
 
 use std::ops::Range;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::{AttnInputs, AttnSpec, Sequences, keep};
+use crate::Mat;
 use crate::mat::total;
 
 /// A checked problem with its head dimensions.
@@ -75,36 +76,54 @@ impl<'a> Problem<'a> {
         head / (self.spec.heads_q / self.spec.heads_kv)
     }
 
-    /// The visible keys of a query, in order.
-    pub fn entries(&self, row: &Row) -> Vec<Entry> {
-        let sees = |&(j, _): &(usize, usize)| self.spec.mask.sees(row.i, j, row.sq, row.kv.len());
-        row.kv
-            .clone()
-            .enumerate()
-            .filter(sees)
-            .map(|(j, kv_row)| self.entry(row, j, kv_row))
-            .collect()
+    /// The visible keys of a query among the rows `own` of `k`, in order, without their scores.
+    fn visible(&self, row: &Row, own: &Range<usize>) -> Vec<Entry> {
+        let rows = row.kv.start.max(own.start)..row.kv.end.min(own.end);
+        let one = |kv_row| {
+            let j = kv_row - row.kv.start;
+            let sees = self.spec.mask.sees(row.i, j, row.sq, row.kv.len());
+            sees.then_some(Entry { j, kv_row, score: 0.0, slope: 0.0, keep: 1.0 })
+        };
+        rows.filter_map(one).collect()
     }
 
-    fn entry(&self, row: &Row, j: usize, kv_row: usize) -> Entry {
+    /// The visible keys of a query, in order.
+    pub fn entries(&self, row: &Row) -> Vec<Entry> {
+        self.entries_in(row, &row.kv)
+    }
+
+    /// Those among the rows `own` of `k`.
+    pub fn entries_in(&self, row: &Row, own: &Range<usize>) -> Vec<Entry> {
+        let mut entries = self.visible(row, own);
+        let q = self.part(self.inputs.q, row.q_row, row.head, self.dqk);
+        let k = |e: &Entry| self.part(self.inputs.k, e.kv_row, self.kv_head(row.head), self.dqk);
+        let products = dots(q, &entries.iter().map(k).collect::<Vec<_>>());
+        for (e, z) in entries.iter_mut().zip(products) {
+            self.score(row, e, z);
+        }
+        entries
+    }
+
+    /// The elements of one head in a row of `q`, `k`, `v` or `o`.
+    pub fn part<'m>(&self, m: &'m Mat, row: usize, head: usize, d: usize) -> &'m [f64] {
+        &m.row(row)[head * d..(head + 1) * d]
+    }
+
+    /// Fills in what follows from `z = <q, k>`.
+    pub fn score(&self, row: &Row, e: &mut Entry, z: f64) {
         let spec = self.spec;
-        let (head, kv_head) = (row.head, self.kv_head(row.head));
-        let products = (0..self.dqk).map(|c| {
-            let q = self.inputs.q.at(row.q_row, head * self.dqk + c);
-            q * self.inputs.k.at(kv_row, kv_head * self.dqk + c)
-        });
-        let (mut score, mut slope) = (spec.scale * total(products), spec.scale);
+        let (mut score, mut slope) = (spec.scale * z, spec.scale);
         if let Some(cap) = spec.softcap {
             let t = (score / cap).tanh();
             (score, slope) = (cap * t, slope * (1.0 - t * t));
         }
         if let Some(bias) = self.inputs.bias {
-            score += bias.data.at(bias.row(head, row.i), j);
+            score += bias.data.at(bias.row(row.head, row.i), e.j);
         }
         let keep = spec.dropout.map_or(1.0, |d| {
-            if keep(d.seed, head, row.q_row, kv_row, d.p) { 1.0 / (1.0 - d.p) } else { 0.0 }
+            if keep(d.seed, row.head, row.q_row, e.kv_row, d.p) { 1.0 / (1.0 - d.p) } else { 0.0 }
         });
-        Entry { j, kv_row, score, slope, keep }
+        (e.score, e.slope, e.keep) = (score, slope, keep);
     }
 
     /// `ln(sum of exp)` of the scores and the sink; -inf if there is neither.
@@ -113,6 +132,31 @@ impl<'a> Problem<'a> {
         let logits: Vec<f64> = entries.iter().map(|e| e.score).chain(sink).collect();
         log_sum_exp(&logits)
     }
+}
+
+/// `<x, y>` with every `y`, each added in the order of the elements from +0 upwards. Sums of several
+/// run beside each other: one alone would wait for each of its additions.
+pub(super) fn dots(x: &[f64], y: &[&[f64]]) -> Vec<f64> {
+    const BESIDE: usize = 8;
+    let mut out = Vec::with_capacity(y.len());
+    let mut groups = y.chunks_exact(BESIDE);
+    for group in &mut groups {
+        let group: [&[f64]; BESIDE] = std::array::from_fn(|i| &group[i][..x.len()]);
+        let mut sums = [0.0; BESIDE];
+        for (c, x) in x.iter().enumerate() {
+            for (sum, y) in sums.iter_mut().zip(&group) {
+                *sum += x * y[c];
+            }
+        }
+        out.extend(sums);
+    }
+    out.extend(groups.remainder().iter().map(|y| total(x.iter().zip(*y).map(|(x, y)| x * y))));
+    out
+}
+
+/// `sum += w x`, element by element.
+pub(super) fn add_scaled(sum: &mut [f64], w: f64, x: &[f64]) {
+    sum.iter_mut().zip(x).for_each(|(s, x)| *s += w * x);
 }
 
 /// `ln(sum_i exp(x_i))`, -inf of nothing; shifted by the maximum so that nothing overflows.

@@ -100,3 +100,39 @@ fn error_is_at_most_half_an_ulp_and_ties_go_to_even() {
     assert_eq!(ulp(DType::F8E4M3, 1.5), 0.125);
     assert_eq!(ulp(DType::F8E5M2, 0.0), 2f64.powi(-16));
 }
+
+/// The nearest of all codes, one after the other.
+fn exhaustive(dtype: DType, v: f64) -> u8 {
+    let clamped = v.clamp(-dtype.max_finite(), dtype.max_finite());
+    let mut best = (f64::INFINITY, 0u8);
+    for code in 0..=255u8 {
+        let value = decode(dtype, code);
+        if !value.is_finite() || (code & 0x80 != 0) != v.is_sign_negative() {
+            continue;
+        }
+        let distance = (value - clamped).abs();
+        if distance < best.0 || distance == best.0 && code & 1 == 0 {
+            best = (distance, code);
+        }
+    }
+    best.1
+}
+
+#[test]
+fn the_search_finds_what_trying_all_codes_finds() {
+    let mut r = rng(3);
+    for d in BOTH {
+        for _ in 0..5_000 {
+            let v = f64::from(r.normal()) * 2f64.powi(r.below(60) as i32 - 40);
+            assert_eq!(encode(d, v), exhaustive(d, v), "{d} {v:e}");
+        }
+        for a in (0..=255).map(|c| decode(d, c)).filter(|v| v.is_finite()) {
+            for v in [a, a.next_up(), a.next_down()] {
+                assert_eq!(encode(d, v), exhaustive(d, v), "{d} {v:e}");
+            }
+        }
+        for v in [f64::INFINITY, f64::NEG_INFINITY] {
+            assert_eq!(encode(d, v), exhaustive(d, v), "{d} {v:e}");
+        }
+    }
+}
