@@ -217,7 +217,7 @@ fn forward(
     // Expected rows: per copy, or per (token, rank).
     let gather = |x: &[Mat]| -> Mat {
         match d.layout {
-            EpLayout::ExpertMajor { .. } => oracle::dispatch(&b.layout, x).swap_remove(me),
+            EpLayout::ExpertMajor { .. } => oracle::dispatch_to(&b.layout, x, me),
             EpLayout::Flat { .. } => {
                 pad(&oracle::gather_copies(&oracle::flat(&b.layout)[me].rows, x), rows)
             }
@@ -292,11 +292,12 @@ fn finish(
     // Behind the rows of all experts nothing is promised.
     let promised = 0..b.layout.ranks[me].m_splits().iter().sum();
     let size = ctx.team.size();
-    let y: Vec<Mat> = (0..size).map(|_| ctx.random(d.capacity, d.hidden, d.out)).collect();
-    let y_t = ctx.tensor(&y[me], d.out)?;
+    let y = expert_rows(ctx, b, &d);
+    let y_t = whole(ctx, &y[me], &d)?;
     let tokens = b.x[me].rows;
     let bound = Bound { out: d.out, wire: d.out, acc: DType::F32, num_partials: size, k: d.top_k };
     let abs = |m: &[Mat]| m.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>();
+    let abs_y = abs(&y);
     for weighted in [false, true] {
         let w_t = weighted.then(|| recv.weights.clone()).flatten();
         let oracle_w = weighted.then_some(&b.w[..]);
@@ -306,9 +307,9 @@ fn finish(
         if let Some(p) = predicted(ctx, plan, handle)? {
             ctx.traffic("ep_combine", &before, &p.2);
         }
-        let want = oracle::combine(&b.layout, &y, oracle_w).swap_remove(me);
+        let want = oracle::combine_at(&b.layout, &y, oracle_w, me);
         let abs_w = oracle_w.map(abs);
-        let mag = oracle::combine(&b.layout, &abs(&y), abs_w.as_deref()).swap_remove(me);
+        let mag = oracle::combine_at(&b.layout, &abs_y, abs_w.as_deref(), me);
         ctx.compare("combine", &out, &want, &mag, &bound)?;
 
         let before = ctx.team.traffic();
@@ -320,24 +321,25 @@ fn finish(
         if let Some(p) = predicted(ctx, plan, handle)? {
             ctx.traffic("ep_combine_bwd", &before, &p.1);
         }
-        let want = oracle::combine_bwd(&b.layout, &y, oracle_w, &b.d_out);
-        let want_dy = want.dy[me].slice_rows(promised.clone());
+        let (want_dy, want_dw) = oracle::combine_bwd_at(&b.layout, &y, oracle_w, &b.d_out, me);
+        let want_dy = want_dy.slice_rows(promised.clone());
         let dy = dy.rows(promised.start, promised.end)?;
         let mag = want_dy.map(f64::abs);
         ctx.compare("combine_bwd", &dy, &want_dy, &mag, &Bound::local(d.out, 1))?;
         if weighted {
             // Per received row here, per (token, choice) in the oracle: send them home below.
             let d_recv: Vec<Mat> = match d.layout {
-                EpLayout::ExpertMajor { .. } => {
-                    (0..size).map(|_| ctx.random(d.capacity, d.hidden, d.out)).collect()
-                }
+                EpLayout::ExpertMajor { .. } => expert_rows(ctx, b, &d),
                 _ => (0..size).map(|_| ctx.random(d.recv_rows(), d.hidden, d.out)).collect(),
             };
             let (dx, dw_home) = (
                 ctx.poisoned(d.out, Shape::d2(tokens, d.hidden))?,
                 ctx.poisoned(DType::F32, Shape::d2(tokens, d.top_k))?,
             );
-            let d_recv_t = ctx.tensor(&d_recv[me], d.out)?;
+            let d_recv_t = match d.layout {
+                EpLayout::ExpertMajor { .. } => whole(ctx, &d_recv[me], &d)?,
+                _ => ctx.tensor(&d_recv[me], d.out)?,
+            };
             let before = ctx.team.traffic();
             ctx.timed(|s| {
                 plan.dispatch_bwd(s, handle, (&d_recv_t, Some(&dw)), (&dx, Some(&dw_home)))
@@ -345,24 +347,39 @@ fn finish(
             if let Some(p) = predicted(ctx, plan, handle)? {
                 ctx.traffic("ep_dispatch_bwd", &before, &p.2);
             }
-            if let Some(w) = &want.dw {
-                let mag = oracle::combine_bwd(&b.layout, &abs(&y), oracle_w, &abs(&b.d_out)).dw;
-                let mag = mag.map_or_else(|| w[me].clone(), |mut m| m.swap_remove(me));
-                ctx.compare("dw", &dw_home, &w[me], &mag, &Bound::local(DType::F32, d.hidden))?;
+            if let Some(w) = &want_dw {
+                let (abs_d, y) = (abs(&b.d_out), &abs_y);
+                let mag = oracle::combine_bwd_at(&b.layout, y, oracle_w, &abs_d, me).1;
+                let mag = mag.unwrap_or_else(|| w.clone());
+                ctx.compare("dw", &dw_home, w, &mag, &Bound::local(DType::F32, d.hidden))?;
             }
-            let home = |d_recv: &[Mat]| rows_home(&d, b, d_recv).swap_remove(me);
+            let home = |d_recv: &[Mat]| rows_home(&d, b, d_recv, me);
             ctx.compare("dispatch_bwd", &dx, &home(&d_recv), &home(&abs(&d_recv)), &bound)?;
         }
     }
     Ok(())
 }
 
-/// What the backward of dispatch gives each rank: the sum of the gradients of each token's rows.
-fn rows_home(d: &EpDesc, b: &Batch, d_recv: &[Mat]) -> Vec<Mat> {
+/// Random rows of all experts on every rank, equal on all ranks; none behind the last expert's.
+fn expert_rows(ctx: &mut Ctx, b: &Batch, d: &EpDesc) -> Vec<Mat> {
+    let used = b.layout.ranks.iter().map(|r| r.m_splits().iter().sum());
+    used.map(|rows| ctx.random(rows, d.hidden, d.out)).collect()
+}
+
+/// Such rows as a tensor of all rows that a plan has, poison behind them: nobody may read that.
+fn whole(ctx: &Ctx, rows: &Mat, d: &EpDesc) -> Result<Tensor> {
+    let t = Tensor::poisoned(d.out, Shape::d2(d.capacity, d.hidden));
+    let bytes = rows.to_bytes(d.out);
+    t.write(|b| b[..bytes.len()].copy_from_slice(&bytes))?;
+    ctx.place(t)
+}
+
+/// What the backward of dispatch gives rank `me`: the sum of the gradients of each token's rows.
+fn rows_home(d: &EpDesc, b: &Batch, d_recv: &[Mat], me: usize) -> Mat {
     if matches!(d.layout, EpLayout::ExpertMajor { .. }) {
-        return oracle::dispatch_bwd(&b.layout, d_recv, None).dx;
+        return oracle::combine_at(&b.layout, d_recv, None, me);
     }
-    let rows: Vec<_> = oracle::flat(&b.layout).iter().map(|f| f.rows.clone()).collect();
+    let rows: Vec<_> = oracle::flat(&b.layout).into_iter().map(|f| f.rows).collect();
     let used: Vec<Mat> = rows
         .iter()
         .zip(d_recv)
@@ -372,7 +389,7 @@ fn rows_home(d: &EpDesc, b: &Batch, d_recv: &[Mat]) -> Vec<Mat> {
         })
         .collect();
     let tokens: Vec<usize> = b.x.iter().map(|x| x.rows).collect();
-    oracle::combine_copies(&rows, &used, &tokens)
+    oracle::combine_copies_at(&rows, &used, &tokens, me)
 }
 
 /// The fixed slots of the tokens of a flat layout.

@@ -2,7 +2,6 @@
 
 use super::{EpLayout, EpSpec};
 use crate::Mat;
-use crate::mat::total;
 use crate::permute::TopK;
 
 /// A token on a rank, with all its choices that this rank serves.
@@ -65,8 +64,10 @@ pub fn flat(layout: &EpLayout) -> Vec<FlatRank> {
                 }
             }
         }
-        let find =
-            |o: &super::Origin| copies.iter().position(|c| (c.src, c.token) == (o.src, o.token));
+        // Ascending, as the origins were.
+        let find = |o: &super::Origin| {
+            copies.binary_search_by_key(&(o.src, o.token), |c| (c.src, c.token)).ok()
+        };
         let row_index = rows.iter().map(|r| r.as_ref().and_then(find)).collect();
         FlatRank { row_index, rows: copies.into_iter().map(Some).collect() }
     };
@@ -79,7 +80,11 @@ pub fn flat(layout: &EpLayout) -> Vec<FlatRank> {
 /// If `x` does not have the tokens.
 pub fn gather_copies(rows: &[Option<TokenCopies>], x: &[Mat]) -> Mat {
     let cols = x.first().map_or(0, |m| m.cols);
-    Mat::from_fn(rows.len(), cols, |r, c| rows[r].as_ref().map_or(0.0, |t| x[t.src].at(t.token, c)))
+    Mat::from_rows(rows.len(), cols, |r, out| {
+        if let Some(t) = &rows[r] {
+            out.copy_from_slice(x[t.src].row(t.token));
+        }
+    })
 }
 
 /// Sums the rows of each token over the ranks, in rank order: combine when each rank has already
@@ -89,18 +94,34 @@ pub fn gather_copies(rows: &[Option<TokenCopies>], x: &[Mat]) -> Mat {
 /// # Panics
 /// If shapes do not fit.
 pub fn combine_copies(rows: &[Vec<Option<TokenCopies>>], y: &[Mat], tokens: &[usize]) -> Vec<Mat> {
+    (0..tokens.len()).map(|src| combine_copies_at(rows, y, tokens, src)).collect()
+}
+
+/// [`combine_copies`] at one source rank.
+///
+/// # Panics
+/// If shapes do not fit.
+pub fn combine_copies_at(
+    rows: &[Vec<Option<TokenCopies>>],
+    y: &[Mat],
+    tokens: &[usize],
+    src: usize,
+) -> Mat {
     assert_eq!(rows.len(), y.len(), "one buffer for each rank");
     let cols = y.first().map_or(0, |m| m.cols);
-    let one = |(src, &num): (usize, &usize)| {
-        Mat::from_fn(num, cols, |token, c| {
-            let of_rank = |(rank, rows): (usize, &Vec<Option<TokenCopies>>)| {
-                let here = |t: &Option<TokenCopies>| {
-                    t.as_ref().is_some_and(|t| (t.src, t.token) == (src, token))
-                };
-                rows.iter().position(here).map_or(0.0, |row| y[rank].at(row, c))
-            };
-            total(rows.iter().enumerate().map(of_rank))
-        })
-    };
-    tokens.iter().enumerate().map(one).collect()
+    // Of each token the first row on each rank, in rank order.
+    let mut places = vec![Vec::new(); tokens[src]];
+    for (rank, rows) in rows.iter().enumerate() {
+        for (row, t) in rows.iter().enumerate() {
+            let place = t.as_ref().filter(|t| t.src == src).and_then(|t| places.get_mut(t.token));
+            if let Some(place) = place.filter(|p| p.last().is_none_or(|(r, _)| *r != rank)) {
+                place.push((rank, row));
+            }
+        }
+    }
+    Mat::from_rows(tokens[src], cols, |token, out| {
+        for &(rank, row) in &places[token] {
+            out.iter_mut().zip(y[rank].row(row)).for_each(|(sum, v)| *sum += v);
+        }
+    })
 }

@@ -9,9 +9,12 @@ mod data;
 
 use std::ops::Range;
 
-pub use copies::{FlatRank, TokenCopies, combine_copies, flat, gather_copies, rank_major};
+pub use copies::{
+    FlatRank, TokenCopies, combine_copies, combine_copies_at, flat, gather_copies, rank_major,
+};
 pub use data::{
-    CombineGrads, DispatchGrads, combine, combine_bwd, dispatch, dispatch_bwd, dispatch_weights,
+    CombineGrads, DispatchGrads, combine, combine_at, combine_bwd, combine_bwd_at, dispatch,
+    dispatch_bwd, dispatch_to, dispatch_weights,
 };
 
 use crate::permute::{TopK, align_up};
