@@ -14,6 +14,7 @@ pub mod kernels_cmd;
 pub mod launch;
 pub mod links;
 pub mod plot;
+mod progress;
 pub mod rows;
 pub mod topo;
 pub mod trace;

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
 use tilewire::prelude::*;
 
 use crate::args::VerifyArgs;
+use crate::progress::Progress;
 use crate::rows::Row;
 use crate::verify::{self, Case, Options};
 use crate::{say, worlds};
@@ -34,9 +34,9 @@ pub fn run(args: &VerifyArgs) -> Result<i32> {
     if worlds::launched(&place) {
         let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 60.0)?)?;
         let speaks = world.rank().get() == 0;
-        let bar = progress(cases.len(), world.size(), speaks && !args.json);
+        let bar = Progress::new(cases.len(), &format!("{} ranks", world.size()), speaks);
         let rows = verify::run(&world, &cases, &options, |i, c| step(&bar, i, c))?;
-        bar.finish_and_clear();
+        bar.end();
         if speaks {
             print(&rows, args);
             all = rows;
@@ -48,7 +48,7 @@ pub fn run(args: &VerifyArgs) -> Result<i32> {
             if !(1..=64).contains(&n) {
                 return Err(Error::invalid(format!("--ranks {n}: must be 1 to 64")));
             }
-            let bar = progress(cases.len(), n, !args.json);
+            let bar = Progress::new(cases.len(), &format!("{n} ranks"), true);
             let cfg = worlds::world_cfg(args.timeout_s, 60.0)?;
             let mut rows = World::run_threads(n, cfg, |world| {
                 let speaks = world.rank().get() == 0;
@@ -58,7 +58,7 @@ pub fn run(args: &VerifyArgs) -> Result<i32> {
                     }
                 })
             })?;
-            bar.finish_and_clear();
+            bar.end();
             let rows = rows.swap_remove(0);
             print(&rows, args);
             all.extend(rows);
@@ -67,21 +67,8 @@ pub fn run(args: &VerifyArgs) -> Result<i32> {
     Ok(summary(&all, start.elapsed(), args.json))
 }
 
-fn progress(num: usize, ranks: usize, visible: bool) -> ProgressBar {
-    if !visible {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::new(num as u64);
-    if let Ok(style) = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len} {msg}") {
-        bar.set_style(style);
-    }
-    bar.set_prefix(format!("{ranks} ranks"));
-    bar
-}
-
-fn step(bar: &ProgressBar, i: usize, case: &Case) {
-    bar.set_position(i as u64);
-    bar.set_message(format!("{} {} {}", case.op, case.dtype, case.shape_text()));
+fn step(bar: &Progress, i: usize, case: &Case) {
+    bar.step(i, &format!("{} {} {}", case.op, case.dtype, case.shape_text()));
 }
 
 fn print(rows: &[Row], args: &VerifyArgs) {

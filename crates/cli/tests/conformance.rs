@@ -4,7 +4,10 @@ use tilewire::prelude::*;
 use tilewire_cli::verify::{self, Options};
 
 fn threads(ranks: usize, op: &str) {
-    let options = Options { ops: vec![op.to_owned()], seed: 7, ..Options::default() };
+    judge(ranks, Options { ops: vec![op.to_owned()], seed: 7, ..Options::default() });
+}
+
+fn judge(ranks: usize, options: Options) {
     let cases = verify::cases(&options).expect("known operation");
     let cfg = WorldCfg { timeout: std::time::Duration::from_secs(30), ..WorldCfg::default() };
     let rows =
@@ -67,6 +70,38 @@ fn the_list_above_is_complete() {
         verify::cases(&o).unwrap().len()
     };
     assert_eq!((nccl(BackendKind::Host), nccl(BackendKind::Vmm) > 0), (0, true));
+}
+
+/// Sizes that no case of the table has, among them heads that are wider than a block of scales.
+#[test]
+fn other_shapes_are_judged() {
+    for (ranks, op, dtype, shape) in [
+        (1, "attention", DType::F8E4M3, &[("seq", 37), ("d", 128)][..]),
+        (1, "attention", DType::F8E4M3, &[("seq", 9), ("d", 300)]),
+        (1, "attention", DType::F32, &[("seq", 5), ("d", 1)]),
+        (2, "cp_attention", DType::F8E4M3, &[("seq", 11), ("d", 130)]),
+        (3, "ep", DType::BF16, &[("tokens", 23), ("experts", 61), ("hidden", 528), ("top_k", 5)]),
+        (1, "grouped_gemm", DType::BF16, &[("groups", 17), ("m", 41), ("n", 36), ("k", 76)]),
+        (1, "gemm/swiglu", DType::F16, &[("m", 77), ("n", 104), ("k", 256)]),
+    ] {
+        let shape = shape.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect();
+        let (ops, dtypes) = (vec![op.to_owned()], vec![dtype]);
+        judge(ranks, Options { ops, dtypes, shape, seed: 7, ..Options::default() });
+    }
+}
+
+#[test]
+fn cases_that_sizes_make_alike_run_once() {
+    let num = |ops: &str, shape: &[(&str, usize)]| {
+        let shape = shape.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect();
+        verify::cases(&Options { ops: vec![ops.to_owned()], shape, ..Options::default() })
+            .unwrap()
+            .len()
+    };
+    let one = [("m", 5), ("n", 6), ("k", 7)];
+    // Three plain ones of f32 alone differ in sizes only, and a variant is named by itself.
+    assert_eq!((num("gemm/bias", &one), num("gemm/plain", &one), num("gemm", &one)), (3, 3, 29));
+    assert_eq!(num("gemm/plain", &[]), 10);
 }
 
 #[test]

@@ -60,6 +60,12 @@ fn operations_are_right_on_emulated_devices() {
         let said = run(command, &format!("{ops}: {ranks} ranks, {devices} devices, sm_{sm}"));
         assert!(said.contains(&format!("{cases} of {cases} cases right")), "{said}");
     }
+    // The heap is as large as the sizes ask for.
+    let mut command = driver.command(PROGRAM, 4);
+    command.args(verify).args(["ep/zero_copy,ep/zero_copy_rank", "--ranks", "4", "--shape"]);
+    command.arg("tokens=131,experts=61,hidden=528,top_k=5");
+    let said = run(command, "ep: other sizes");
+    assert!(said.contains("6 of 6 cases right"), "{said}");
     // Processes share memory by its descriptors.
     let mut command = driver.command(PROGRAM, 3);
     command.args(["run", "-n", "3", "--", PROGRAM]).args(verify).arg(format!("{MOVES},ep"));

@@ -64,8 +64,13 @@ fn config(case: &Case) -> Option<CpConfig> {
     name.parse().ok().map(|strategy| CpConfig { strategy, tiles })
 }
 
-fn description(ctx: &Ctx, case: &Case) -> Result<CpAttentionDesc> {
-    let (size, words) = (ctx.team.size(), words(case));
+/// Symmetric memory of a case on a heap of `size` ranks.
+pub(super) fn heap_bytes(case: &Case, size: usize) -> Result<usize> {
+    Ok(CpAttentionPlan::memory(&description(size, case)?, size, config(case)))
+}
+
+fn description(size: usize, case: &Case) -> Result<CpAttentionDesc> {
+    let words = words(case);
     let has = |w: &str| words.contains(&w);
     // As many heads as every strategy can scatter; `mqa` shares one key head among the ranks.
     let heads = if size.is_power_of_two() { 4.max(size) } else { 2 * size };
@@ -121,7 +126,7 @@ fn others(d: &CpAttentionDesc, chunks: usize) -> Sequences {
 }
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
-    let desc = description(ctx, case)?;
+    let desc = description(ctx.team.size(), case)?;
     let plan =
         CpAttentionPlan::with_backend(desc.clone(), &ctx.heap, config(case), case.backend())?;
     plan.prepare(&ctx.stream)?;

@@ -45,7 +45,7 @@ pub struct Ctx {
 impl Ctx {
     pub(super) fn new(world: &World, case: &Case, options: &Options) -> Result<Self> {
         let team = world.everyone("case")?;
-        let heap = team.heap(options.backend, HeapCfg::new(heap_bytes(case, world.size())))?;
+        let heap = team.heap(options.backend, HeapCfg::new(heap_bytes(case, world.size())?))?;
         let tolerance = (options.atol.is_some() || options.rtol.is_some())
             .then(|| (options.atol.unwrap_or(0.0), options.rtol.unwrap_or(0.0)));
         Ok(Self {
@@ -215,15 +215,26 @@ impl Ctx {
     }
 }
 
-/// A heap that is large enough for any operation on the case's sizes.
-fn heap_bytes(case: &Case, size: usize) -> usize {
+/// Bytes of a heap that is large enough for the case.
+///
+/// # Errors
+/// `InvalidArgument` for sizes that describe nothing, or more than can be counted.
+fn heap_bytes(case: &Case, size: usize) -> Result<usize> {
+    /// Of each buffer: up to the next page of a device, and flags.
+    const SPARE: usize = 16 << 20;
     let d = |n: &str| case.shape.get(n).copied().unwrap_or(1);
-    let m = d("m") + size;
-    let widest = d("n").max(d("k")).max(d("cols")).max(1);
-    let routed = size * d("tokens") * (16 * d("hidden") + 64 * d("top_k"));
-    // Context parallelism: keys of all ranks and partial gradients, in f32.
-    let keys = (d("seq") + 8 * size + 32) * (2 * size + 4) * (d("d") + 8) * 64;
-    (1 << 20) + routed + keys + 64 * size * m * widest
+    let needed = match case.bare().split('/').next() {
+        Some("ep") => Some(super::ep::heap_bytes(case, size)?),
+        Some("cp_attention") => Some(super::cp_attention::heap_bytes(case, size)?),
+        // Nothing moves between ranks.
+        Some("gemm" | "grouped_gemm" | "permute" | "quant" | "attention") => Some(0),
+        // Rows of all ranks, in f32, of two plans: twice, and staging of each rank.
+        _ => [d("m") + size, d("n").max(d("k")).max(d("cols")).max(1), 64 * size]
+            .into_iter()
+            .try_fold(1usize, usize::checked_mul),
+    };
+    let bytes = needed.and_then(|n| n.checked_add(SPARE));
+    bytes.ok_or_else(|| Error::invalid(format!("{}: too large to count", case.shape_text())))
 }
 
 /// A matrix as a tensor of `dtype`.

@@ -82,8 +82,25 @@ fn batch(ctx: &mut Ctx, case: &Case, desc: &EpDesc, spec: &oracle::EpSpec, varia
     Batch { topks, layout, x, w, d_out }
 }
 
-fn describe(ctx: &Ctx, case: &Case, variant: &str) -> EpDesc {
-    let size = ctx.team.size();
+/// Symmetric memory of a case on a heap of `size` ranks.
+///
+/// # Errors
+/// `InvalidArgument` for sizes that no layer has.
+pub(super) fn heap_bytes(case: &Case, size: usize) -> Result<usize> {
+    let d = describe(size, case);
+    d.check(size)?;
+    let m = EpPlan::memory(&d);
+    // Each batch has rows of its own, and each gradient without weights does.
+    let straight = 2 * (m.received + m.expert_out);
+    Ok(m.symmetric + if ZERO_COPY.contains(&case.bare()) { straight } else { 0 })
+}
+
+fn variant(case: &Case) -> &str {
+    case.bare().split('/').nth(1).unwrap_or("expert")
+}
+
+fn describe(size: usize, case: &Case) -> EpDesc {
+    let variant = variant(case);
     let mut d = EpDesc::new(
         size,
         case.dim("experts"),
@@ -115,8 +132,7 @@ fn describe(ctx: &Ctx, case: &Case, variant: &str) -> EpDesc {
 }
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
-    let variant = case.bare().split('/').nth(1).unwrap_or("expert").to_owned();
-    let desc = describe(ctx, case, &variant);
+    let (variant, desc) = (variant(case), describe(ctx.team.size(), case));
     let spec = oracle::EpSpec {
         experts_per_rank: desc.experts_per_rank.clone(),
         align: desc.layout.align(),
@@ -126,7 +142,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     plan.prepare(&ctx.stream)?;
     // Two microbatches in flight: both routed and dispatched before the first is combined.
     let batches =
-        [batch(ctx, case, &desc, &spec, &variant), batch(ctx, case, &desc, &spec, &variant)];
+        [batch(ctx, case, &desc, &spec, variant), batch(ctx, case, &desc, &spec, variant)];
     let mut flying = Vec::new();
     for b in &batches {
         flying.push(forward(ctx, &plan, b, ZERO_COPY.contains(&case.bare()))?);

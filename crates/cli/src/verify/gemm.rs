@@ -6,9 +6,9 @@ use tilewire::ops::gemm::{
     AOrder, Activation, BOrder, Epilogue, GemmDesc, GemmInputs, GemmPlan, Operand,
 };
 use tilewire::prelude::*;
+use tilewire_oracle::Mat;
 use tilewire_oracle::gemm as oracle;
 use tilewire_oracle::quant::{QuantSpec, dequantize, quantize};
-use tilewire_oracle::{Mat, matmul, matmul_abs};
 
 use super::ctx::tensor;
 use super::{Case, Ctx};
@@ -83,19 +83,21 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     let (m, n, k, dtype) = (case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
     let variant = case.op.split('/').nth(1).unwrap_or("plain");
     let e = epilogue(variant);
+    // What is right is the same however operands are stored.
+    let (a, b) = (ctx.random(m, k, dtype), ctx.random(n, k, dtype));
+    let bias = ctx.random(1, n, DType::F32);
+    let aux_in = ctx.random(m, e.activation.aux_cols(n), dtype);
+    let c = ctx.random(m, n, dtype);
+    let w = want(e, (&a, &b), &bias, &aux_in, &c);
     for (a_order, b_order) in [
         (AOrder::Mk, BOrder::Nk),
         (AOrder::Mk, BOrder::Kn),
         (AOrder::Km, BOrder::Nk),
         (AOrder::Km, BOrder::Kn),
     ] {
-        let (a, b) = (ctx.random(m, k, dtype), ctx.random(n, k, dtype));
         let desc = GemmDesc { a_order, b_order, epilogue: e, ..GemmDesc::nt(m + 3, n, k, dtype) };
         let plan = GemmPlan::new(desc)?;
         plan.prepare(&ctx.stream)?;
-        let bias = ctx.random(1, n, DType::F32);
-        let aux_in = ctx.random(m, e.activation.aux_cols(n), dtype);
-        let c = ctx.random(m, n, dtype);
         let out_shape = Shape::d2(m, e.activation.out_cols(n));
         let aux_shape = Shape::d2(m, e.activation.aux_cols(n));
         let stored = |x: &Mat, t: bool| tensor(&if t { x.transpose() } else { x.clone() }, dtype);
@@ -113,39 +115,49 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
         })?;
         let (aux_out, bgrad) = (inputs.aux_out.clone(), inputs.bgrad.clone());
         let out = ctx.timed(|s| plan.launch(s, inputs))?;
-
-        let want = oracle::gemm(&oracle::Gemm {
-            bias: e.bias.then_some(&bias.data[..]),
-            act: if e.activation.reads_aux() {
-                oracle::Activation::None
-            } else {
-                to_oracle(e.activation)
-            },
-            c: e.accumulate.then_some(&c),
-            ..oracle::Gemm::new(&a, &b)
-        });
-        let mut z_mag = matmul_abs(&a, &b.transpose());
-        z_mag = z_mag.map(|v| v + 2.0);
-        let d = if e.activation.reads_aux() {
-            oracle::activate_bwd(to_oracle(e.activation), &aux_in, &want.d)
-        } else {
-            want.d.clone()
-        };
-        let slope = amplify(e.activation, &aux_in, &z_mag);
-        let most = z_mag.data.iter().fold(0.0f64, |x, &y| x.max(y)) * slope;
-        let mag = if e.activation == Activation::None { z_mag.clone() } else { d.map(|_| most) };
-        ctx.compare(&case.op, &out, &d, &mag, &Bound::local(dtype, k))?;
+        ctx.compare(&case.op, &out, &w.d, &w.d_mag, &Bound::local(dtype, k))?;
         if let Some(aux) = aux_out {
-            ctx.compare("aux", &aux, &want.aux, &z_mag, &Bound::local(dtype, k))?;
+            ctx.compare("aux", &aux, &w.aux, &w.z_mag, &Bound::local(dtype, k))?;
         }
         if let Some(g) = bgrad {
-            let sums = Mat::new(m, 1, (0..m).map(|i| a.row(i).iter().sum()).collect());
-            let mag =
-                Mat::new(m, 1, (0..m).map(|i| a.row(i).iter().map(|v| v.abs()).sum()).collect());
+            let sums = |f: fn(f64) -> f64| {
+                Mat::from_rows(m, 1, |i, out| out[0] = a.row(i).iter().map(|v| f(*v)).sum())
+            };
+            let (sums, mag) = (sums(|v| v), sums(f64::abs));
             ctx.compare("bgrad", &g, &sums, &mag, &Bound::local(DType::F32, k))?;
         }
     }
     Ok(())
+}
+
+/// What the oracle says, and the magnitudes of the error bound.
+struct Want {
+    d: Mat,
+    aux: Mat,
+    d_mag: Mat,
+    z_mag: Mat,
+}
+
+fn want(e: Epilogue, (a, b): (&Mat, &Mat), bias: &Mat, aux_in: &Mat, c: &Mat) -> Want {
+    let g = oracle::Gemm {
+        bias: e.bias.then_some(&bias.data[..]),
+        act: match e.activation.reads_aux() {
+            true => oracle::Activation::None,
+            false => to_oracle(e.activation),
+        },
+        c: e.accumulate.then_some(c),
+        ..oracle::Gemm::new(a, b)
+    };
+    let oracle::GemmOut { d, aux } = oracle::gemm(&g);
+    let z_mag = g.magnitude().map(|v| v + 2.0);
+    let d = match e.activation.reads_aux() {
+        true => oracle::activate_bwd(to_oracle(e.activation), aux_in, &d),
+        false => d,
+    };
+    let slope = amplify(e.activation, aux_in, &z_mag);
+    let most = z_mag.data.iter().fold(0.0f64, |x, &y| x.max(y)) * slope;
+    let d_mag = if e.activation == Activation::None { z_mag.clone() } else { d.map(|_| most) };
+    Want { d, aux, d_mag, z_mag }
 }
 
 fn quantised(q: &QTensor) -> Result<Operand> {
@@ -181,8 +193,8 @@ fn run_fp8(ctx: &mut Ctx, case: &Case) -> Result<()> {
         let out = Tensor::poisoned(DType::BF16, Shape::d2(m, n));
         let inputs = ctx.place(GemmInputs::new(quantised(&qa)?, quantised(&qb)?, out))?;
         let out = ctx.timed(|s| plan.launch(s, inputs))?;
-        let want = matmul(&da, &db.transpose());
-        let mag = matmul_abs(&da, &db.transpose());
+        let g = oracle::Gemm::new(&da, &db);
+        let (want, mag) = (oracle::gemm(&g).d, g.magnitude());
         ctx.compare(&case.op, &out, &want, &mag, &Bound::local(DType::BF16, k))?;
     }
     Ok(())

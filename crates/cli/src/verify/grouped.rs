@@ -56,9 +56,11 @@ fn splits(ctx: &Ctx, s: &[usize], round: usize) -> Result<Splits> {
 }
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
+    let mut p = Problem::new(ctx, case);
     for round in 0..4 {
         for activation in [Activation::None, Activation::SwiGlu] {
-            one(ctx, case, round, activation)?;
+            p.splits = draw(ctx, case.dim("groups"), case.dim("m"), round);
+            one(ctx, case, &p, (round, activation))?;
         }
     }
     refused(ctx, case)
@@ -90,14 +92,17 @@ impl Coded {
         Self { values, stored, scales: Some(scales) }
     }
 
-    fn stack(parts: &[Coded]) -> Self {
-        let all = |f: fn(&Coded) -> Mat| Mat::vstack(&parts.iter().map(f).collect::<Vec<_>>());
-        let scales: Option<Vec<_>> = parts.iter().map(|p| p.scales.clone()).collect();
-        Self {
-            values: all(|p| p.values.clone()),
-            stored: all(|p| p.stored.clone()),
-            scales: scales.map(|s| s.concat()),
-        }
+    /// Splits `rows` rows off, again and again. Scales of whole blocks of rows go along.
+    fn cut(&self, rows: usize) -> Vec<Coded> {
+        let cut = |m: &Mat| -> Vec<Mat> {
+            (0..m.rows / rows).map(|e| m.slice_rows(e * rows..(e + 1) * rows)).collect()
+        };
+        let scales = |e: usize| {
+            let num = LAYOUT.num_scales(rows, self.stored.cols);
+            self.scales.as_ref().map(|s| s[e * num..(e + 1) * num].to_vec())
+        };
+        let both = cut(&self.values).into_iter().zip(cut(&self.stored)).enumerate();
+        both.map(|(e, (values, stored))| Coded { values, stored, scales: scales(e) }).collect()
     }
 
     fn operand(&self, ctx: &Ctx, dtype: DType) -> Result<Operand> {
@@ -108,42 +113,65 @@ impl Coded {
     }
 }
 
+/// Operands of all rounds; which rows are whose differs.
 struct Problem {
     x: Coded,
     dy: Coded,
+    /// Of all groups, below each other and alone.
+    packed: Coded,
     w: Vec<Mat>,
     bias: Mat,
     before: Vec<Mat>,
     splits: Vec<usize>,
+    /// Absolute values of the weights: for the error bound.
+    w_mag: Vec<Mat>,
 }
 
-fn one(ctx: &mut Ctx, case: &Case, round: usize, activation: Activation) -> Result<()> {
+impl Problem {
+    fn new(ctx: &mut Ctx, case: &Case) -> Self {
+        let (groups, cap, n, k, dtype) =
+            (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
+        let (x, dy) = (Coded::new(ctx, cap, k, dtype), Coded::new(ctx, cap, n, dtype));
+        let packed = Coded::new(ctx, groups * n, k, dtype);
+        let w: Vec<Mat> =
+            (0..groups).map(|e| packed.values.slice_rows(e * n..(e + 1) * n)).collect();
+        Self {
+            x,
+            dy,
+            packed,
+            w_mag: all(&w),
+            w,
+            bias: ctx.random(groups, n, DType::F32),
+            before: (0..groups).map(|_| ctx.random(n, k, DType::F32)).collect(),
+            splits: Vec::new(),
+        }
+    }
+}
+
+fn one(
+    ctx: &mut Ctx,
+    case: &Case,
+    p: &Problem,
+    (round, activation): (usize, Activation),
+) -> Result<()> {
     let (groups, cap, n, k, dtype) =
         (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
-    let (x, dy) = (Coded::new(ctx, cap, k, dtype), Coded::new(ctx, cap, n, dtype));
-    let w: Vec<Coded> = (0..groups).map(|_| Coded::new(ctx, n, k, dtype)).collect();
-    let p = Problem {
-        x,
-        dy,
-        w: w.iter().map(|w| w.values.clone()).collect(),
-        bias: ctx.random(groups, n, DType::F32),
-        before: (0..groups).map(|_| ctx.random(n, k, DType::F32)).collect(),
-        splits: draw(ctx, groups, cap, round),
-    };
     let zero_tail = round.is_multiple_of(2);
     let desc = GroupedDesc { activation, zero_tail, ..GroupedDesc::new(groups, cap, n, k, dtype) };
     let plan = GroupedGemmPlan::new(desc)?;
     plan.prepare(&ctx.stream)?;
     let s = splits(ctx, &p.splits, round)?;
     let w = match round.is_multiple_of(2) {
-        true => Weights::Packed(Coded::stack(&w).operand(ctx, dtype)?),
-        false => Weights::Discrete(w.iter().map(|w| w.operand(ctx, dtype)).collect::<Result<_>>()?),
+        true => Weights::Packed(p.packed.operand(ctx, dtype)?),
+        false => Weights::Discrete(
+            p.packed.cut(n).iter().map(|w| w.operand(ctx, dtype)).collect::<Result<_>>()?,
+        ),
     };
     let used: usize = p.splits.iter().sum();
-    fprop(ctx, &plan, &p, (&w, &s), used)?;
+    fprop(ctx, &plan, p, (&w, &s), used)?;
     if activation == Activation::None {
-        dgrad(ctx, &plan, &p, (&w, &s), used)?;
-        wgrad(ctx, &plan, &p, &s, round)?;
+        dgrad(ctx, &plan, p, (&w, &s), used)?;
+        wgrad(ctx, &plan, p, &s, round)?;
     }
     plan.check()
 }
@@ -192,7 +220,7 @@ fn fprop(
     let bias = p.bias.map(f64::abs);
     let tail_zero = oracle::Tail::Zero;
     let z_mag =
-        oracle::grouped_fprop(&abs(&p.x.values), &all(&p.w), Some(&bias), &p.splits, tail_zero)
+        oracle::grouped_fprop(&abs(&p.x.values), &p.w_mag, Some(&bias), &p.splits, tail_zero)
             .slice_rows(0..used);
     ctx.compare("aux", &aux.rows(0, used)?, &z, &z_mag, &Bound::local(d.out, d.k))?;
     // SwiGLU: the error of each factor times the other; its slope is below 1.1.
@@ -240,7 +268,7 @@ fn dgrad(
     ctx.timed(|st| plan.dgrad(st, t))?;
     let want = oracle::grouped_dgrad(&p.dy.values, &p.w, &p.splits, oracle::Tail::Zero)
         .slice_rows(0..used);
-    let mag = oracle::grouped_dgrad(&abs(&p.dy.values), &all(&p.w), &p.splits, oracle::Tail::Zero)
+    let mag = oracle::grouped_dgrad(&abs(&p.dy.values), &p.w_mag, &p.splits, oracle::Tail::Zero)
         .slice_rows(0..used);
     ctx.compare("dgrad", &dx.rows(0, used)?, &want, &mag, &Bound::local(d.out, d.n))?;
     tail(ctx, "dgrad", plan, &dx, used)

@@ -158,13 +158,15 @@ pub(crate) fn check_sizes(sizes: &[usize]) -> Result<()> {
 /// `InvalidArgument` for an unknown operation or size.
 pub fn cases(options: &Options) -> Result<Vec<Case>> {
     let known = ops();
-    if let Some(bad) = options.ops.iter().find(|o| !known.contains(o)) {
+    let all = all_cases();
+    let names = |c: &Case, o: &String| o == c.family() || *o == c.op;
+    if let Some(bad) = options.ops.iter().find(|o| !all.iter().any(|c| names(c, o))) {
         let names = known.join(", ");
         return Err(Error::invalid(format!("unknown operation `{bad}`; one of {names}")));
     }
-    let mut selected: Vec<Case> = all_cases()
+    let mut selected: Vec<Case> = all
         .into_iter()
-        .filter(|c| options.ops.is_empty() || options.ops.iter().any(|o| o == c.family()))
+        .filter(|c| options.ops.is_empty() || options.ops.iter().any(|o| names(c, o)))
         .filter(|c| !c.by_nccl() || options.backend != BackendKind::Host)
         .filter(|c| options.dtypes.is_empty() || options.dtypes.contains(&c.dtype))
         .collect();
@@ -186,6 +188,11 @@ pub fn cases(options: &Options) -> Result<Vec<Case>> {
             return Err(Error::invalid(format!("no selected operation has a size `{name}`")));
         }
     }
+    // Cases that differed in sizes alone are one.
+    let mut seen = std::collections::HashSet::new();
+    selected.retain(|c| {
+        options.shape.is_empty() || seen.insert((c.op.clone(), c.dtype, c.shape_text()))
+    });
     for c in &selected {
         let mut sizes: Vec<usize> = c.shape.values().copied().collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));

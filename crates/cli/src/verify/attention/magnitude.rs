@@ -10,10 +10,11 @@
 //! round probabilities and the gradients of scores before their products enter in the same way:
 //! `rounded` weighs the sums of absolute values themselves.
 
-use tilewire_oracle::Mat;
 use tilewire_oracle::attention::{AttnInputs, AttnOut, AttnSpec, Sequences, keep};
+use tilewire_oracle::{Mat, par};
 
 /// Of each output.
+#[derive(Clone)]
 pub struct Magnitudes {
     pub o: Mat,
     pub lse: Mat,
@@ -72,21 +73,52 @@ pub fn magnitudes(
         dbias: x.bias.map(|b| zeros(&b.data)),
         dsink: x.sink.map(|s| Mat::zeros(1, s.len())),
     };
-    let group = spec.heads_q / spec.heads_kv;
-    for (q, kv) in seqs.q.iter().zip(&seqs.kv) {
-        for head in 0..spec.heads_q {
-            for (i, q_row) in q.clone().enumerate() {
-                let (lse, kv_head) = (out.lse.at(head, q_row), head / group);
-                let dv = d_o.cols / spec.heads_q;
-                let product = |c: usize| (d_o.at(q_row, c) * out.o.at(q_row, c)).abs();
-                let stored = by.stored * (head * dv..(head + 1) * dv).map(product).sum::<f64>();
-                let row = Row { head, kv_head, q_row, i, lse, stored, rounded: by.rounded };
-                let pairs = pairs(spec, x, (q.len(), kv), &row, d_o);
-                add(spec, x, &row, &pairs, d_o, &mut m);
-            }
-        }
+    let parts = partial(spec, x, seqs, d_o, (out, by), &m);
+    for part in parts {
+        let add = |sum: &mut Mat, part: &Mat| *sum = sum.add(part);
+        // What starts at a number of its own is in each part.
+        m.lse = m.lse.zip(&part.lse, f64::max);
+        add(&mut m.o, &part.o);
+        add(&mut m.dq, &part.dq);
+        add(&mut m.dk, &part.dk);
+        add(&mut m.dv, &part.dv);
+        m.dbias.iter_mut().zip(&part.dbias).for_each(|(sum, part)| add(sum, part));
+        m.dsink.iter_mut().zip(&part.dsink).for_each(|(sum, part)| add(sum, part));
     }
     m
+}
+
+/// The magnitudes of some of the rows each, `start` being those of none.
+fn partial(
+    spec: &AttnSpec,
+    x: &AttnInputs<'_>,
+    seqs: &Sequences,
+    d_o: &Mat,
+    (out, by): (&AttnOut, Roundings),
+    start: &Magnitudes,
+) -> Vec<Magnitudes> {
+    /// Fixed, so that sums are the same on all machines.
+    const PARTS: usize = 4;
+    let (group, dv) = (spec.heads_q / spec.heads_kv, d_o.cols / spec.heads_q);
+    let rows: Vec<(usize, usize, usize)> = (0..seqs.q.len())
+        .flat_map(|s| (0..spec.heads_q).map(move |head| (s, head)))
+        .flat_map(|(s, head)| seqs.q[s].clone().map(move |q_row| (s, head, q_row)))
+        .collect();
+    let threads = par::threads(rows.len() * x.k.data.len());
+    par::map(threads, PARTS, |part| {
+        let mut m = start.clone();
+        for &(s, head, q_row) in rows.iter().skip(part).step_by(PARTS) {
+            let (q, kv) = (&seqs.q[s], &seqs.kv[s]);
+            let own = head * dv..(head + 1) * dv;
+            let both = d_o.row(q_row)[own.clone()].iter().zip(&out.o.row(q_row)[own]);
+            let stored = by.stored * both.map(|(a, b)| (a * b).abs()).sum::<f64>();
+            let (lse, kv_head, i) = (out.lse.at(head, q_row), head / group, q_row - q.start);
+            let row = Row { head, kv_head, q_row, i, lse, stored, rounded: by.rounded };
+            let pairs = pairs(spec, x, (q.len(), kv), &row, d_o);
+            add(spec, x, &row, &pairs, d_o, &mut m);
+        }
+        m
+    })
 }
 
 fn pairs(
@@ -98,10 +130,11 @@ fn pairs(
 ) -> Vec<Pair> {
     let (dqk, dv) = (x.q.cols / spec.heads_q, x.v.cols / spec.heads_kv);
     let visible = kv.clone().enumerate().filter(|(j, _)| spec.mask.sees(row.i, *j, sq, kv.len()));
+    let q = &x.q.row(row.q_row)[row.head * dqk..][..dqk];
+    let d_o = &d_o.row(row.q_row)[row.head * dv..][..dv];
     let one = |(j, kv_row): (usize, usize)| {
-        let term =
-            |c| x.q.at(row.q_row, row.head * dqk + c) * x.k.at(kv_row, row.kv_head * dqk + c);
-        let z = spec.scale * (0..dqk).map(term).sum::<f64>();
+        let (z, z_mag) = sums(q, &x.k.row(kv_row)[row.kv_head * dqk..][..dqk]);
+        let z = spec.scale * z;
         let bias = x.bias.map_or(0.0, |b| {
             let head = if b.heads == 1 { 0 } else { row.head };
             b.data.at(head * b.sq + row.i, j)
@@ -112,18 +145,35 @@ fn pairs(
                 true => 1.0 / (1.0 - d.p),
                 false => 0.0,
             });
-        let dp =
-            |c| (d_o.at(row.q_row, row.head * dv + c) * x.v.at(kv_row, row.kv_head * dv + c)).abs();
+        let (_, dp_mag) = sums(d_o, &x.v.row(kv_row)[row.kv_head * dv..][..dv]);
         Pair {
             j,
             kv_row,
             p: (s - row.lse).exp(),
-            score_mag: spec.scale.abs() * (0..dqk).map(|c| term(c).abs()).sum::<f64>() + bias.abs(),
+            score_mag: spec.scale.abs() * z_mag + bias.abs(),
             keep,
-            dp_mag: keep * (0..dv).map(dp).sum::<f64>(),
+            dp_mag: keep * dp_mag,
         }
     };
     visible.map(one).collect()
+}
+
+/// `<a, b>` and `<|a|, |b|>`, several sums beside each other.
+fn sums(a: &[f64], b: &[f64]) -> (f64, f64) {
+    const BESIDE: usize = 4;
+    let (mut sum, mut mag) = ([0.0; BESIDE], [0.0; BESIDE]);
+    for (a, b) in a.chunks(BESIDE).zip(b.chunks(BESIDE)) {
+        for (i, (a, b)) in a.iter().zip(b).enumerate() {
+            sum[i] += a * b;
+            mag[i] += (a * b).abs();
+        }
+    }
+    (sum.iter().sum(), mag.iter().sum())
+}
+
+/// `sum += w |x|`.
+fn add_abs(sum: &mut [f64], w: f64, x: &[f64]) {
+    sum.iter_mut().zip(x).for_each(|(s, x)| *s += w * x.abs());
 }
 
 fn add(
@@ -142,22 +192,19 @@ fn add(
     let amp = 1.0 + 2.0 * (1.0 + most + row.lse.abs());
     *m.lse.at_mut(row.head, row.q_row) += most;
     let delta: f64 = pairs.iter().map(|e| e.p * e.dp_mag).sum();
+    let own = |head: usize, d: usize| head * d..(head + 1) * d;
+    let (q, k) = (own(row.head, dqk), own(row.kv_head, dqk));
+    let (o, v) = (own(row.head, dv), own(row.kv_head, dv));
     for e in pairs {
-        for c in 0..dv {
-            let (oc, vc) = (row.head * dv + c, row.kv_head * dv + c);
-            let p = (amp + row.rounded) * e.p * e.keep;
-            *m.o.at_mut(row.q_row, oc) += p * x.v.at(e.kv_row, vc).abs();
-            *m.dv.at_mut(e.kv_row, vc) += p * d_o.at(row.q_row, oc).abs();
-        }
+        let p = (amp + row.rounded) * e.p * e.keep;
+        add_abs(&mut m.o.row_mut(row.q_row)[o.clone()], p, &x.v.row(e.kv_row)[v.clone()]);
+        add_abs(&mut m.dv.row_mut(e.kv_row)[v.clone()], p, &d_o.row(row.q_row)[o.clone()]);
         let (ds, stored) = (amp * e.p * (e.dp_mag + delta), e.p * row.stored);
         let rounded = row.rounded * e.p * (e.dp_mag + delta);
         let slope = spec.scale.abs() * (1.0 + spec.softcap.map_or(0.0, |c| 2.0 * e.score_mag / c));
-        for c in 0..dqk {
-            let (qc, kc) = (row.head * dqk + c, row.kv_head * dqk + c);
-            let by = ds * slope + (stored + rounded) * spec.scale.abs();
-            *m.dq.at_mut(row.q_row, qc) += by * x.k.at(e.kv_row, kc).abs();
-            *m.dk.at_mut(e.kv_row, kc) += by * x.q.at(row.q_row, qc).abs();
-        }
+        let by = ds * slope + (stored + rounded) * spec.scale.abs();
+        add_abs(&mut m.dq.row_mut(row.q_row)[q.clone()], by, &x.k.row(e.kv_row)[k.clone()]);
+        add_abs(&mut m.dk.row_mut(e.kv_row)[k.clone()], by, &x.q.row(row.q_row)[q.clone()]);
         if let (Some(db), Some(b)) = (&mut m.dbias, x.bias) {
             let head = if b.heads == 1 { 0 } else { row.head };
             *db.at_mut(head * b.sq + row.i, e.j) += ds + stored;

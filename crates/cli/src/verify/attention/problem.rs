@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
+use tilewire::core::ScaleLayout;
 use tilewire::core::numerics::Bound;
-use tilewire::core::{QTensor, ScaleLayout};
 use tilewire::device::Device;
 use tilewire::ops::attention::*;
 use tilewire::prelude::*;
-use tilewire_oracle::Mat;
 use tilewire_oracle::attention as oracle;
-use tilewire_oracle::quant::{QuantSpec, dequantize, quantize};
+use tilewire_oracle::quant::{QuantSpec, code};
+use tilewire_oracle::{Mat, fp8};
 
 use super::super::Ctx;
 use super::magnitude::{Magnitudes, Roundings, magnitudes};
@@ -18,7 +18,14 @@ use super::magnitude::{Magnitudes, Roundings, magnitudes};
 pub struct Operand {
     pub values: Mat,
     heads: usize,
-    quantised: Option<QTensor>,
+    quantised: Option<Codes>,
+}
+
+/// FP8 codes `[rows, heads, d]` and f32 scales `[rows, heads]`.
+#[derive(Default)]
+struct Codes {
+    data: Vec<u8>,
+    scales: Vec<u8>,
 }
 
 impl Operand {
@@ -27,8 +34,8 @@ impl Operand {
             return Self { values: ctx.random(rows, heads * d, dtype), heads, quantised: None };
         }
         let x = ctx.random(rows, heads * d, DType::F32);
-        let q = per_head(&x, heads);
-        Self { values: Mat::new(rows, heads * d, dequantize(&q).data), heads, quantised: Some(q) }
+        let (codes, values) = per_head(&x, heads);
+        Self { values, heads, quantised: Some(codes) }
     }
 
     /// The rows of `spans` as a tensor of `dtype`, where the heap lies.
@@ -52,10 +59,24 @@ impl Operand {
     }
 }
 
-/// e4m3 with one scale for each (row, head). Heads of at most 128 elements.
-fn per_head(x: &Mat, heads: usize) -> QTensor {
-    let flat = Mat::new(x.rows * heads, x.cols / heads, x.data.clone());
-    quantize(&flat, QuantSpec::new(DType::F8E4M3, ScaleLayout::Block1x128))
+/// e4m3 with one f32 scale for each (row, head), whatever the head's width: codes and scales, and the
+/// values that they stand for.
+fn per_head(x: &Mat, heads: usize) -> (Codes, Mat) {
+    let spec = QuantSpec::new(DType::F8E4M3, ScaleLayout::Tensor);
+    let d = (x.cols / heads).max(1);
+    let parts = x.data.chunks_exact(d).map(|head| {
+        let scale = spec.scale(head.iter().fold(0.0, |m: f64, v| m.max(v.abs())));
+        (scale as f32, head.iter().map(move |&v| code(spec.dtype, v, scale)))
+    });
+    let (mut codes, mut values) = (Codes::default(), Mat::zeros(x.rows, x.cols));
+    for ((scale, head), out) in parts.zip(values.data.chunks_exact_mut(d)) {
+        codes.scales.extend(scale.to_ne_bytes());
+        for (code, v) in head.zip(out) {
+            codes.data.push(code);
+            *v = fp8::decode(spec.dtype, code) * f64::from(scale);
+        }
+    }
+    (codes, values)
 }
 
 /// Rows of `m` in the order of `spans`.
@@ -122,7 +143,7 @@ pub fn describe(
     };
     let mut a = AttentionDesc::new(seq, (heads, heads_kv.max(1)), d, dtype, mask);
     if has("dims") {
-        (a.dqk, a.dv) = (d + 4, d - 3);
+        (a.dqk, a.dv) = (d + 4, d.saturating_sub(3).max(1));
     }
     a.sequences = sequences(words, seq)?;
     a.softcap = has("softcap").then_some(2.0);
@@ -155,8 +176,7 @@ impl Problem {
     pub fn quantise_kv(&mut self) {
         self.rounds = false;
         for x in [&mut self.k, &mut self.v] {
-            let q = per_head(&x.values, x.heads);
-            x.values.data = dequantize(&q).data;
+            x.values = per_head(&x.values, x.heads).1;
         }
     }
 
