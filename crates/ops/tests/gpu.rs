@@ -8,6 +8,8 @@ mod attention;
 mod calls;
 #[path = "gpu/common.rs"]
 mod common;
+#[path = "gpu/driver.rs"]
+mod driver;
 #[path = "gpu/gemm.rs"]
 mod gemm;
 #[path = "gpu/grouped_gemm.rs"]
@@ -20,3 +22,5 @@ mod permute;
 mod plans;
 #[path = "gpu/quant.rs"]
 mod quant;
+#[path = "gpu/streams.rs"]
+mod streams;

@@ -1,4 +1,4 @@
-//! TwRouter and its gradient against the oracle.
+//! Router and its gradient against the oracle.
 
 use tilewire_core::{DType, Rng};
 use tilewire_kernels::abi::{TwRouter, TwRouterBwd};

@@ -1,7 +1,7 @@
 //! Captured graphs.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
@@ -13,12 +13,21 @@ use super::error::check;
 use super::stream::{CudaStream, StreamId};
 
 /// What a capture refers to by address: kept as long as its graph.
-#[derive(Default)]
 pub(super) struct Held {
+    /// Unlike that of any other capture of the process.
+    num: u64,
     things: Mutex<Vec<Thing>>,
     ended: AtomicBool,
     /// The number of the capture, if it was begun elsewhere.
     foreign: Option<u64>,
+}
+
+impl Default for Held {
+    fn default() -> Self {
+        static NUM: AtomicU64 = AtomicU64::new(0);
+        let num = NUM.fetch_add(1, Ordering::Relaxed);
+        Self { num, things: Mutex::default(), ended: AtomicBool::new(false), foreign: None }
+    }
 }
 
 /// What a graph that is not ours refers to.
@@ -80,6 +89,11 @@ impl Held {
         all.retain(|(_, h)| h.strong_count() > 0);
         all.push((id, Arc::downgrade(&held)));
         held
+    }
+
+    /// The number of the capture. Threads that ask first at once for one that was begun elsewhere may get two.
+    pub fn num(&self) -> u64 {
+        self.num
     }
 
     /// The number of a capture that was begun elsewhere.

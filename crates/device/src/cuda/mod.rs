@@ -63,6 +63,6 @@ pub use places::{
 pub use probe::{DeviceInfo, PeerInfo, devices, peer_info, try_share};
 pub use span::CudaSpan;
 pub(crate) use span::DeviceSpans;
-pub use stream::CudaStream;
+pub use stream::{CudaStream, StreamKey};
 pub use tensor_map::{MapSwizzle, TensorMap, TensorMapDesc};
 pub use vmm::{FabricHandle, ShareBy, VmmChunk, VmmRange, fabric_handles, granularity};

@@ -44,6 +44,24 @@ pub(super) struct Inner {
 
 type Trace = (Arc<str>, Arc<Tracer>);
 
+/// Whose order work is in: that of a stream, or of a stream in a capture, by whatever clones or borrows of it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StreamKey(Order);
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Order {
+    Stream(StreamId),
+    /// The number of the capture, and the driver's handle: while a stream is captured it tells no number.
+    Captured(u64, usize),
+}
+
+impl StreamKey {
+    /// True if the work becomes part of a graph.
+    pub fn is_captured(&self) -> bool {
+        matches!(self.0, Order::Captured(..))
+    }
+}
+
 /// A stream unlike any other of the process.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub(super) enum StreamId {
@@ -170,6 +188,14 @@ impl CudaStream {
     /// True while the stream collects work for a graph.
     pub fn is_capturing(&self) -> bool {
         self.capture().held.is_some()
+    }
+
+    /// Whose order its work is in now.
+    pub fn key(&self) -> StreamKey {
+        StreamKey(match self.held() {
+            Some(h) => Order::Captured(h.num(), self.0.raw.addr()),
+            None => Order::Stream(self.0.id),
+        })
     }
 
     /// True unless one of the two streams is part of a capture of which the other is not.

@@ -1,16 +1,20 @@
-//! TwGrouped GEMM on CUDA devices, by the portable kernels (`grouped_gemm/sm80_grouped_gemm.cu`). FP8
+//! Grouped GEMM on CUDA devices, by the portable kernels (`grouped_gemm/sm80_grouped_gemm.cu`). FP8
 //! operands are widened to f32 first.
 
+use std::ops::Deref;
+use std::sync::Arc;
+
 use bytemuck::Zeroable;
-use tilewire_core::{DType, Result, Shape};
-use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_core::{DType, Error, Result, Shape};
+use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Device, Tensor};
 use tilewire_kernels::SM80_GROUPED_GEMM;
 use tilewire_kernels::abi::{TwAddresses, TwGemm, TwGrouped};
 
+use super::workspace::{Widened, Workspace, Workspaces};
 use super::{GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights};
 use crate::common::Bias;
-use crate::common::cuda::{addr, fit_32_bits, hold, load, workspace};
+use crate::common::cuda::{addr, fit_32_bits, hold, load};
 use crate::gemm::Operand;
 use crate::gemm::cuda::bias_flag;
 use crate::gemm::cuda::{
@@ -32,13 +36,6 @@ struct Products {
     flags: u32,
 }
 
-/// Room for the f32 of FP8 operands.
-struct Widened {
-    x: Wide,
-    dy: Wide,
-    w: Wide,
-}
-
 /// Kernels and status word of a plan.
 pub(super) struct Prepared {
     /// What the kernels compute: with f32 in place of FP8.
@@ -47,14 +44,26 @@ pub(super) struct Prepared {
     nt: Products,
     nn: Products,
     tn: Products,
-    widened: Option<Widened>,
     dbias: Kernel,
     dact: Kernel,
     fill_table: Kernel,
-    /// `[groups]` addresses of the matrices of a launch with one tensor for each group.
-    table: CudaMemory,
+    workspaces: Workspaces,
     /// `[1]` i32.
     pub status: Tensor,
+}
+
+/// A launch: a plan's kernels, and what they use besides tensors. Packed weights of wider types need nothing.
+pub(super) struct Run<'a> {
+    prepared: &'a Prepared,
+    space: Option<Arc<Workspace>>,
+}
+
+impl Deref for Run<'_> {
+    type Target = Prepared;
+
+    fn deref(&self) -> &Prepared {
+        self.prepared
+    }
 }
 
 /// Fails for what no kernel does; else the tile of the products. Pure.
@@ -86,23 +95,13 @@ struct Pass<'a> {
     table: u64,
 }
 
-impl Widened {
-    fn new(ctx: &CudaContext, d: &GroupedDesc) -> Result<Self> {
-        Ok(Self {
-            x: Wide::new(ctx, d.dtype, d.capacity, d.k)?,
-            dy: Wide::new(ctx, d.dtype, d.capacity, d.n)?,
-            w: Wide::new(ctx, d.dtype, d.groups * d.n, d.k)?,
-        })
-    }
-}
-
 impl Prepared {
     pub fn new(ctx: &CudaContext, desc: &GroupedDesc) -> Result<Self> {
         let tile = check(desc)?;
-        let widened = desc.dtype.is_fp8().then(|| Widened::new(ctx, desc)).transpose()?;
-        let desc = &match widened {
-            Some(_) => GroupedDesc { dtype: DType::F32, ..*desc },
-            None => *desc,
+        let workspaces = Workspaces::new(ctx, desc);
+        let desc = &match desc.dtype.is_fp8() {
+            true => GroupedDesc { dtype: DType::F32, ..*desc },
+            false => *desc,
         };
         let module = load(ctx, &SM80_GROUPED_GEMM, defines(desc.dtype))?;
         let kernel = |name, f32_flags| {
@@ -117,13 +116,44 @@ impl Prepared {
             nt: kernel("tw_grouped_nt", 0)?,
             nn: kernel("tw_grouped_nn", B_KN)?,
             tn: kernel("tw_grouped_tn", A_KM)?,
-            widened,
             dbias: module.kernel("tw_grouped_dbias")?,
             dact: module.kernel("tw_grouped_dact")?,
             fill_table: module.kernel("tw_grouped_table")?,
-            table: workspace(ctx, 8 * desc.groups)?,
+            workspaces,
             status: Tensor::zeros(DType::I32, Shape::d1(1)).to(&Device::Cuda(ctx.clone()))?,
         })
+    }
+
+    /// Gives `stream` a workspace of its own.
+    pub fn prepare(&self, stream: &CudaStream) -> Result<()> {
+        self.workspaces.prepare(stream)
+    }
+
+    /// Queues a launch by `queue`, with a workspace if it `needs` one.
+    pub fn run(
+        &self,
+        stream: &CudaStream,
+        needs: bool,
+        queue: impl FnOnce(&Run<'_>) -> Result<()>,
+    ) -> Result<()> {
+        if !needs {
+            return queue(&Run { prepared: self, space: None });
+        }
+        self.workspaces
+            .with(stream, |space| queue(&Run { prepared: self, space: Some(space.clone()) }))
+    }
+
+    /// Queues the clearing of the status.
+    pub fn reset(&self, stream: &CudaStream) -> Result<()> {
+        hold(stream, self.status.clone());
+        // SAFETY: four bytes of a tensor that is held.
+        unsafe { stream.fill(addr(&self.status)?, 0, 4) }
+    }
+}
+
+impl Run<'_> {
+    fn widened(&self) -> Option<&Widened> {
+        self.space.as_ref().and_then(|s| s.widened.as_ref())
     }
 
     /// Blocks of a pass whose rows are grouped, for `cols` columns of the product.
@@ -138,7 +168,7 @@ impl Prepared {
         o: &Operand,
         room: impl FnOnce(&Widened) -> &Wide,
     ) -> Result<u64> {
-        let Some(w) = &self.widened else { return addr(&o.data) };
+        let Some(w) = self.widened() else { return addr(&o.data) };
         let room = room(w);
         hold(stream, (o.clone(), room.held()));
         // SAFETY: the operand was checked against the description that the room was made for, and is
@@ -148,7 +178,7 @@ impl Prepared {
 
     /// As [`Prepared::weights`] of operands: FP8 is widened to packed weights.
     fn operands(&self, stream: &CudaStream, w: &Weights) -> Result<(u64, u64)> {
-        let Some(wide) = &self.widened else { return self.weights(stream, w) };
+        let Some(wide) = self.widened() else { return self.weights(stream, w) };
         hold(stream, (w.clone(), wide.w.held()));
         let len = self.desc.n * self.desc.k;
         for (e, o) in w.all().enumerate() {
@@ -164,19 +194,21 @@ impl Prepared {
             Weights::Packed(w) => return Ok((addr(&w.data)?, 0)),
             Weights::Discrete(list) => list,
         };
-        hold(stream, self.table.clone());
+        let none = || Error::internal("a launch without a table");
+        let table = &self.space.as_ref().ok_or_else(none)?.table;
+        hold(stream, table.clone());
         for (i, part) in list.chunks(64).enumerate() {
             let mut a = TwAddresses { at: [0; 64] };
             for (to, w) in a.at.iter_mut().zip(part) {
                 *to = addr(&w.data)?;
             }
-            let (num, at) = (part.len() as u32, self.table.addr() + 512 * i as u64);
+            let (num, at) = (part.len() as u32, table.addr() + 512 * i as u64);
             let args = LaunchArgs::new().arg(&a).arg(&num).arg(&at);
             // SAFETY: `tw_grouped_table` takes (TwAddresses, u32, u64*); the table has a word for
             // each group, and is held.
             unsafe { self.fill_table.launch(stream, Grid::new(1, 64), args)? };
         }
-        Ok((0, self.table.addr()))
+        Ok((0, table.addr()))
     }
 
     pub fn fprop(&self, stream: &CudaStream, t: &GroupedFprop) -> Result<()> {
@@ -306,21 +338,13 @@ impl Prepared {
             pad: 0,
             table: pass.table,
         };
-        // Room and table again: of many groups they were filled by many kernels, and what is held before those may be
-        // let go before this one.
-        let rooms = self.widened.as_ref().map(|w| [&w.x, &w.dy, &w.w].map(Wide::held));
-        hold(stream, (held, self.status.clone(), self.table.clone(), rooms));
+        // The workspace again: of many groups it was filled by many kernels, and what is held before those may be let go
+        // before this one.
+        hold(stream, (held, self.status.clone(), self.space.clone()));
         let args = LaunchArgs::new().arg(&p);
         // SAFETY: every kernel of the unit takes one `TwGrouped` by value; the tensors were checked
         // against the description, lie on this device, and are held.
         unsafe { pass.kernel.launch(stream, pass.tile.grid(pass.blocks), args) }
-    }
-
-    /// Queues the clearing of the status.
-    pub fn reset(&self, stream: &CudaStream) -> Result<()> {
-        hold(stream, self.status.clone());
-        // SAFETY: four bytes of a tensor that is held.
-        unsafe { stream.fill(addr(&self.status)?, 0, 4) }
     }
 }
 

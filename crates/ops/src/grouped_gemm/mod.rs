@@ -25,6 +25,7 @@ mod cuda;
 mod desc;
 mod host;
 mod plan;
+mod workspace;
 
 pub use desc::{GroupedDesc, SplitKind, Splits, Weights};
 pub use plan::{GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad};

@@ -60,7 +60,8 @@ pub struct GroupedWgrad {
     pub dbias: Option<Tensor>,
 }
 
-/// Grouped products of one family of experts. Local: no team.
+/// Grouped products of one family of experts. Local: no team. Launches on several streams may run side by side
+/// ([`GroupedGemmPlan::prepare`]); one status tells of all of them.
 pub struct GroupedGemmPlan {
     desc: GroupedDesc,
     status: Tensor,
@@ -83,20 +84,30 @@ impl GroupedGemmPlan {
         &self.desc
     }
 
-    /// Makes what launches on streams of the device of `stream` need: nothing on the host; kernels,
-    /// the status and a table for [`Weights::Discrete`] on a CUDA device. Status and table are shared
-    /// by all launches: launches on several streams must be ordered.
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host; on a CUDA device kernels, and a
+    /// workspace for `stream`, which launches with [`Weights::Discrete`] (8 bytes for each group) or FP8 operands (f32 of all
+    /// of them) use. Call it again for every other stream whose launches are to run beside these; up to four have a
+    /// workspace of their own.
+    ///
+    /// Launches on any streams, by any threads, are right side by side. One on a stream without a workspace takes one that is
+    /// not in use, or runs on the device behind the launch that has used one first. Only a captured launch allocates: a
+    /// graph owns a workspace for each of its streams.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
     /// `Unsupported` for what no CUDA kernel does; `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
-        self.ready.prepare(stream, make).map_err(|e| e.op("grouped_gemm"))
+        let ready =
+            self.ready.prepare(stream, make).and_then(|()| match self.ready.on(stream)? {
+                Some((s, p)) => p.prepare(s),
+                None => Ok(()),
+            });
+        ready.map_err(|e| e.op("grouped_gemm"))
     }
 
     /// Status on the device, `[1]` i32: 0 good, 1 a negative split, 2 splits above the capacity.
-    /// Set by the work; stays until [`GroupedGemmPlan::reset`].
+    /// Set by the work of any launch; stays until [`GroupedGemmPlan::reset`].
     pub fn status(&self) -> &Tensor {
         self.ready.cuda().map_or(&self.status, |(_, p)| &p.status)
     }
@@ -135,7 +146,7 @@ impl GroupedGemmPlan {
         &self,
         stream: &Stream,
         (tensors, weights): (&[Named<'_>], Option<&Weights>),
-        (out, cuda): (T, impl FnOnce(&cuda::Prepared, &CudaStream) -> Result<()>),
+        (out, cuda): (T, impl FnOnce(&cuda::Run<'_>, &CudaStream) -> Result<()>),
         run: impl Fn(&GroupedDesc) -> Result<i32> + Send + Sync + 'static,
     ) -> Result<Pending<T>> {
         let on = || {
@@ -147,9 +158,11 @@ impl GroupedGemmPlan {
             Ok(ready)
         };
         if let Some((s, p)) = on().map_err(|e: Error| e.op("grouped_gemm"))? {
+            let discrete = weights.is_some_and(|w| matches!(w, Weights::Discrete(_)));
+            let needs = discrete || self.desc.dtype.is_fp8();
             return s.in_launch(|| {
                 let _span = s.span("grouped_gemm");
-                cuda(p, s).map_err(|e| e.op("grouped_gemm"))?;
+                p.run(s, needs, |p| cuda(p, s)).map_err(|e| e.op("grouped_gemm"))?;
                 Pending::new(out, stream, None)
             });
         }
@@ -195,7 +208,7 @@ impl GroupedGemmPlan {
             &[("out", Some(&t.out)), ("bias", t.bias.as_ref()), ("aux_out", t.aux_out.as_ref())],
         ]
         .concat();
-        let out = (t.out.clone(), |p: &cuda::Prepared, s: &_| p.fprop(s, &t));
+        let out = (t.out.clone(), |p: &cuda::Run<'_>, s: &_| p.fprop(s, &t));
         let run = t.clone();
         self.queue(stream, (&tensors, Some(&t.w)), out, move |d| host::fprop(d, &run))
     }
@@ -219,7 +232,7 @@ impl GroupedGemmPlan {
         check().map_err(|e| e.op("grouped_gemm"))?;
         let t = Arc::new(t);
         let tensors = [&t.dy.named("dy")[..], &t.splits.named(), &[("dx", Some(&t.dx))]].concat();
-        let out = (t.dx.clone(), |p: &cuda::Prepared, s: &_| p.dgrad(s, &t));
+        let out = (t.dx.clone(), |p: &cuda::Run<'_>, s: &_| p.dgrad(s, &t));
         let run = t.clone();
         self.queue(stream, (&tensors, Some(&t.w)), out, move |d| host::dgrad(d, &run))
     }
@@ -249,7 +262,7 @@ impl GroupedGemmPlan {
         let tensors =
             [&splits.named()[..], &[("dy", Some(dy)), ("aux", Some(aux)), ("dz", Some(dz))]]
                 .concat();
-        let cuda = |p: &cuda::Prepared, s: &_| p.dactivation(s, splits, (dy, aux, dz));
+        let cuda = |p: &cuda::Run<'_>, s: &_| p.dactivation(s, splits, (dy, aux, dz));
         let (copy, dy, aux, to) = (splits.clone(), dy.clone(), aux.clone(), dz.clone());
         let run = move |d: &GroupedDesc| host::dactivation(d, &copy, &dy, &aux, &to);
         self.queue(stream, (&tensors, None), (dz.clone(), cuda), run)
@@ -292,7 +305,7 @@ impl GroupedGemmPlan {
             &[("mask", t.mask.as_ref()), ("dbias", t.dbias.as_ref())],
         ]
         .concat();
-        let out = (t.dw.clone(), |p: &cuda::Prepared, s: &_| p.wgrad(s, &t));
+        let out = (t.dw.clone(), |p: &cuda::Run<'_>, s: &_| p.wgrad(s, &t));
         let run = t.clone();
         self.queue(stream, (&tensors, Some(&t.dw)), out, move |d| host::wgrad(d, &run))
     }

@@ -2,7 +2,7 @@
 
 use tilewire_core::numerics::Bound;
 use tilewire_core::{DType, Rng, Shape};
-use tilewire_device::{Buffer, Tensor};
+use tilewire_device::{Buffer, Device, Queue, Stream, Tensor};
 use tilewire_ops::gemm::Activation;
 use tilewire_ops::grouped_gemm::{
     GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, SplitKind, Splits,
@@ -470,4 +470,99 @@ fn no_memory_of_the_host_is_pinned() {
                 || c.contains("Synchronize")),
         "nothing is counted: {seen:?}"
     );
+}
+
+/// Bits of what two problems are by themselves, and a second stream.
+fn two(g: &Gpu, form: Form, dtype: DType) -> (GroupedDesc, [(Problem, Vec<Vec<u8>>); 2], Gpu) {
+    let Device::Cuda(ctx) = &g.device else { panic!("a device") };
+    let out = if dtype.is_fp8() { DType::BF16 } else { dtype };
+    let d = GroupedDesc { out, ..GroupedDesc::new(6, 90, 24, 16, dtype) };
+    let splits = [vec![1; 6], vec![0, 0, 0, 80, 0, 10]];
+    let mut rng = Rng::new(20);
+    let both = splits.map(|s| {
+        let p = Problem::new(g, &mut rng, d, &s, form);
+        p.run(g, &plan(g, d));
+        g.stream.synchronize().unwrap();
+        p.check();
+        let bits = p.bits();
+        (p, bits)
+    });
+    (d, both, Gpu { device: g.device.clone(), stream: Stream::on(ctx).unwrap() })
+}
+
+impl Problem {
+    fn bits(&self) -> Vec<Vec<u8>> {
+        self.outs().into_iter().map(|t| t.download().unwrap()).collect()
+    }
+}
+
+/// Streams with a workspace each, and with one between them; queued by one thread, and by two at once.
+#[test]
+fn launches_on_two_streams_do_not_meet() {
+    let Some(g) = gpu("grouped_gemm") else { return };
+    let discrete = Form { discrete: true, ..Form::default() };
+    for (form, dtype) in [(discrete, DType::F16), (Form::default(), DType::F8E4M3)] {
+        let (d, [(a, of_a), (b, of_b)], h) = two(&g, form, dtype);
+        for way in 0..4 {
+            let plan = plan(&g, d);
+            if way % 2 == 0 {
+                plan.prepare(&h.stream).unwrap();
+            }
+            for round in 0..3 {
+                a.reset();
+                b.reset();
+                if way < 2 {
+                    a.run(&g, &plan);
+                    b.run(&h, &plan);
+                } else {
+                    std::thread::scope(|s| {
+                        s.spawn(|| a.run(&g, &plan));
+                        b.run(&h, &plan);
+                    });
+                }
+                g.stream.synchronize().unwrap();
+                h.stream.synchronize().unwrap();
+                assert!(a.bits() == of_a && b.bits() == of_b, "{dtype}, {way}, round {round}");
+            }
+            plan.check().unwrap();
+        }
+    }
+}
+
+/// A graph has workspaces of its own: one for each of its streams, which outlive the plan.
+#[test]
+fn graphs_do_not_meet_launches_nor_their_own_branches() {
+    let Some(g) = gpu("grouped_gemm") else { return };
+    let discrete = Form { discrete: true, ..Form::default() };
+    for (form, dtype) in [(discrete, DType::F16), (Form::default(), DType::F8E4M3)] {
+        let (d, [(a, of_a), (b, of_b)], h) = two(&g, form, dtype);
+        let eager = plan(&g, d);
+        g.stream.begin_capture().unwrap();
+        a.run(&g, &eager);
+        let one = g.stream.end_capture().unwrap().instantiate().unwrap();
+        let (fork, join) = (g.stream.event().unwrap(), g.stream.event().unwrap());
+        let gone = plan(&g, d);
+        g.stream.begin_capture().unwrap();
+        g.stream.record(&fork).unwrap();
+        h.stream.wait(&fork).unwrap();
+        a.run(&g, &gone);
+        b.run(&h, &gone);
+        h.stream.record(&join).unwrap();
+        g.stream.wait(&join).unwrap();
+        let branches = g.stream.end_capture().unwrap().instantiate().unwrap();
+        drop(gone);
+        for round in 0..3 {
+            for graph in [&one, &branches] {
+                a.reset();
+                b.reset();
+                g.stream.replay(graph).unwrap();
+                if std::ptr::eq(graph, &one) {
+                    b.run(&h, &eager);
+                }
+                g.stream.synchronize().unwrap();
+                h.stream.synchronize().unwrap();
+                assert!(a.bits() == of_a && b.bits() == of_b, "{dtype}, round {round}");
+            }
+        }
+    }
 }

@@ -1,0 +1,27 @@
+//! Tests of launches on several streams again, on an emulated device: there an edge that is missing between two streams shows.
+
+use crate::driver::Driver;
+
+const TESTS: [&str; 2] = [
+    "grouped_gemm::launches_on_two_streams_do_not_meet",
+    "grouped_gemm::graphs_do_not_meet_launches_nor_their_own_branches",
+];
+
+#[test]
+#[expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
+fn streams_of_an_emulated_device_do_not_meet() {
+    let Some(driver) = Driver::emulated() else {
+        println!("did not run: it needs g++");
+        return;
+    };
+    for test in TESTS {
+        let mut run = driver.command(std::env::current_exe().unwrap(), 1);
+        let out = run.args(["--exact", test, "--nocapture"]).output().unwrap();
+        let (said, told) =
+            (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+        let good = out.status.success()
+            && said.contains("test result: ok. 1 passed")
+            && !said.contains("did not run");
+        assert!(good, "{test}: {:?}\n{said}\n{told}", out.status);
+    }
+}
