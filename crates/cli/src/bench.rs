@@ -3,7 +3,8 @@
 //!
 //! Columns: `t_gemm` the product alone, `t_comm` the collective alone, `t_seq` one after the other
 //! (the baseline), `t_ours` the operation as its cost model chooses. A time is the median over
-//! iterations of the slowest rank. Hidden = (t_gemm + t_comm - t_ours) / min(t_gemm, t_comm).
+//! iterations of the slowest rank; the four are sampled in turn, so that what disturbs the machine for
+//! a while disturbs all. Hidden = (t_gemm + t_comm - t_ours) / min(t_gemm, t_comm), where samples tell it from noise.
 //! Results are judged by the rule of the design, with |A||B| of the operands of all ranks.
 
 use std::ops::Range;
@@ -20,7 +21,8 @@ use tilewire::ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
 use tilewire::prelude::*;
 use tilewire_oracle::{Mat, matmul, matmul_abs};
 
-use crate::rows::Row;
+use crate::bench_device;
+use crate::rows::{Row, Spreads, Time, bandwidth};
 
 /// What to time.
 #[derive(Clone, Debug)]
@@ -39,14 +41,38 @@ pub struct Options {
     pub iters: usize,
     /// Untimed iterations before.
     pub warmup: usize,
+    /// Of the operations that are timed as on devices.
+    pub as_on_devices: Option<bench_device::Options>,
 }
 
-/// Operations that can be timed.
-pub const OPS: [&str; 7] =
+/// Operations that are timed beside their parts.
+const IN_PARTS: [&str; 7] =
     ["ag_gemm", "gemm_rs", "gemm_ar", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"];
 
-/// True if the operation takes this type: the collectives that add take only what can be added.
+/// Operations that can be timed.
+pub const OPS: [&str; 15] = [
+    "ag_gemm",
+    "gemm_rs",
+    "gemm_ar",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "gemm",
+    "grouped_gemm",
+    "attention",
+    "cp_attention",
+    "ep_dispatch",
+    "ep_combine",
+    "ep_dispatch_bwd",
+    "ep_combine_bwd",
+];
+
+/// True if the operation is timed in this type: the collectives that add take only what can be added.
 pub fn takes(op: &str, dtype: DType) -> bool {
+    if !IN_PARTS.contains(&op) {
+        return [DType::F32, DType::BF16, DType::F16].contains(&dtype);
+    }
     let kind = match op {
         "reduce_scatter" | "all_reduce" => CollectiveKind::AllReduce(ReduceOp::Sum),
         _ => CollectiveKind::AllGather(Shards::Even),
@@ -56,16 +82,18 @@ pub fn takes(op: &str, dtype: DType) -> bool {
 
 /// What an operation took and gave, and what it should have given.
 struct Done {
-    t_gemm: Option<f64>,
-    t_comm: Option<f64>,
-    t_seq: Option<f64>,
-    t_ours: f64,
+    /// Product, collective, one after the other.
+    parts: Option<[Time; 3]>,
+    t_ours: Time,
     out: Tensor,
     want: Mat,
     /// |A||B|.
     mag: Mat,
     bound: Bound,
 }
+
+/// One way to run something to its end.
+type Way<'a> = Box<dyn FnMut() -> Result<()> + 'a>;
 
 struct Bench<'a> {
     o: &'a Options,
@@ -93,6 +121,13 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
     crate::verify::check_sizes(&[o.m, o.n, o.k])?;
     let mut rows = Vec::new();
     for op in &o.ops {
+        if !IN_PARTS.contains(&op.as_str()) {
+            let none = || Error::internal("no sizes for what is timed as on devices");
+            let sizes = o.as_on_devices.clone().ok_or_else(none)?;
+            let one = bench_device::Options { ops: vec![op.clone()], ..sizes };
+            rows.extend(bench_device::run(world, &one, &mut progress, |_| {})?);
+            continue;
+        }
         progress(op);
         let team = world.everyone("bench")?;
         let widest = o.n.max(o.k) * 4;
@@ -123,29 +158,33 @@ impl Bench<'_> {
         Tensor::from_f32(&m.to_f32(), self.o.dtype, Shape::d2(m.rows, m.cols))
     }
 
-    /// Median over iterations of the slowest rank, microseconds. What is in `out` behind it is of one more run, on poison:
-    /// neither another way to compute the same nor an earlier iteration can have left it there.
-    fn time(&self, out: &Tensor, mut f: impl FnMut() -> Result<()>) -> Result<f64> {
-        let mut times = Vec::with_capacity(self.o.iters);
+    /// Runs of `ways` in turn: medians over iterations of the slowest rank, microseconds. What is in `out` behind them is of
+    /// one more run of the last one, on poison: neither another way to compute the same nor an earlier iteration can have
+    /// left it there.
+    fn time<const N: usize>(&self, out: &Tensor, mut ways: [Way<'_>; N]) -> Result<[Time; N]> {
+        let mut samples: [Vec<f64>; N] = std::array::from_fn(|_| Vec::new());
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {
-            self.team.exchange("align", &[])?;
-            let start = Instant::now();
-            f()?;
-            let mine = start.elapsed().as_secs_f64() * 1e6;
-            let all = self.team.exchange("time", &mine.to_le_bytes())?;
-            let slowest = all
-                .iter()
-                .filter_map(|b| Some(f64::from_le_bytes(b.as_slice().try_into().ok()?)))
-                .fold(0.0, f64::max);
-            if i >= self.o.warmup {
-                times.push(slowest);
+            for turn in 0..N {
+                // Each is behind each other one now and then.
+                let at = if i % 2 == 0 { turn } else { N - 1 - turn };
+                self.team.exchange("align", &[])?;
+                let start = Instant::now();
+                ways[at]()?;
+                let mine = start.elapsed().as_secs_f64() * 1e6;
+                let all = self.team.exchange("time", &mine.to_le_bytes())?;
+                let slowest = all
+                    .iter()
+                    .filter_map(|b| Some(f64::from_le_bytes(b.as_slice().try_into().ok()?)))
+                    .fold(0.0, f64::max);
+                if i >= self.o.warmup {
+                    samples[at].push(slowest);
+                }
             }
         }
         out.poison()?;
         self.team.exchange("align", &[])?;
-        f()?;
-        times.sort_by(f64::total_cmp);
-        Ok(times[times.len() / 2])
+        ways.last_mut().map_or(Ok(()), |way| way())?;
+        Ok(samples.map(Time::of))
     }
 
     fn collective(
@@ -153,7 +192,7 @@ impl Bench<'_> {
         kind: CollectiveKind,
         cols: usize,
         dtype: DType,
-    ) -> Result<(f64, Tensor, Tensor)> {
+    ) -> Result<(Way<'_>, Tensor, Tensor)> {
         let (m, me) = (self.o.m, self.team.rank().idx());
         let mine = self.mine()?.len();
         let (rows_in, rows_out) = match &kind {
@@ -169,19 +208,19 @@ impl Bench<'_> {
         let desc = CollectiveDesc { kind, m, cols, dtype };
         let plan = CollectivePlan::new(desc, &self.heap)?;
         plan.prepare(&self.stream)?;
-        let t = self.time(&out, || plan.launch(&self.stream, m, &x, &out)?.wait().map(|_| ()))?;
-        Ok((t, x, out))
+        let (a, b) = (x.clone(), out.clone());
+        Ok((Box::new(move || plan.launch(&self.stream, m, &a, &b)?.wait().map(|_| ())), x, out))
     }
 
-    fn gemm(&self) -> Result<f64> {
+    fn gemm(&self) -> Result<Way<'_>> {
         let desc = GemmDesc::nt(self.o.m, self.o.n, self.o.k, self.o.dtype);
         let out = Tensor::poisoned(desc.out, Shape::d2(desc.m, desc.n));
         let plan = GemmPlan::new(desc)?;
         plan.prepare(&self.stream)?;
         let (x, w) = (self.tensor(&self.x)?, self.tensor(&self.w)?);
-        self.time(&out, || {
+        Ok(Box::new(move || {
             plan.launch(&self.stream, GemmInputs::new(&x, &w, out.clone()))?.wait().map(|_| ())
-        })
+        }))
     }
 
     /// My rows of those that are divided.
@@ -206,21 +245,20 @@ impl Bench<'_> {
         let x = self.tensor(&x_all.slice_rows(self.mine()?))?;
         let (w, out) = (self.tensor(&self.w)?, Tensor::poisoned(desc.out, Shape::d2(m, n)));
         let bound = Bound::local(desc.out, k);
-        let run = |config| {
+        let way = |config| -> Result<Way<'_>> {
             let plan = AgGemmPlan::new(desc.clone(), &self.heap, config)?;
             plan.prepare(&self.stream)?;
-            self.time(&out, || {
-                let t = AgGemmInputs::new(x.clone(), w.clone(), out.clone());
-                plan.launch(&self.stream, m, t)?.wait().map(|_| ())
-            })
+            let t = AgGemmInputs::new(x.clone(), w.clone(), out.clone());
+            Ok(Box::new(move || plan.launch(&self.stream, m, t.clone())?.wait().map(|_| ())))
         };
         let gather = CollectiveKind::AllGather(Shards::Even);
         let w_t = self.w.transpose();
+        let comm = self.collective(gather, k, dtype)?.0;
+        let seq = way(Some(OverlapConfig::of(Algo::Sequential, 1)))?;
+        let [gemm, comm, seq, t_ours] = self.time(&out, [self.gemm()?, comm, seq, way(None)?])?;
         Ok(Done {
-            t_gemm: Some(self.gemm()?),
-            t_comm: Some(self.collective(gather, k, dtype)?.0),
-            t_seq: Some(run(Some(OverlapConfig::of(Algo::Sequential, 1)))?),
-            t_ours: run(None)?,
+            parts: Some([gemm, comm, seq]),
+            t_ours,
             want: matmul(&x_all, &w_t),
             mag: matmul_abs(&x_all, &w_t),
             bound,
@@ -235,16 +273,16 @@ impl Bench<'_> {
         let rows = if scatter { self.mine()? } else { 0..m };
         let (x, w) = (self.tensor(&self.x)?, self.tensor(&self.w)?);
         let out = Tensor::poisoned(desc.out, Shape::d2(rows.len(), n));
-        let run = |config| {
-            let t = || GemmRsInputs::new(x.clone(), w.clone(), out.clone());
+        let way = |config| -> Result<Way<'_>> {
+            let t = GemmRsInputs::new(x.clone(), w.clone(), out.clone());
             if scatter {
                 let plan = GemmRsPlan::new(desc.clone(), &self.heap, config)?;
                 plan.prepare(&self.stream)?;
-                self.time(&out, || plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
+                Ok(Box::new(move || plan.launch(&self.stream, m, t.clone())?.wait().map(|_| ())))
             } else {
                 let plan = GemmArPlan::new(GemmArDesc(desc.clone()), &self.heap, config)?;
                 plan.prepare(&self.stream)?;
-                self.time(&out, || plan.launch(&self.stream, m, t())?.wait().map(|_| ()))
+                Ok(Box::new(move || plan.launch(&self.stream, m, t.clone())?.wait().map(|_| ())))
             }
         };
         let kind = match scatter {
@@ -255,11 +293,12 @@ impl Bench<'_> {
         let size = all.len();
         let (want, mag) =
             (sum(&all)?, sum(&all.iter().map(|x| x.map(f64::abs)).collect::<Vec<_>>())?);
+        let comm = self.collective(kind, n, desc.wire)?.0;
+        let seq = way(Some(OverlapConfig::of(Algo::Sequential, 1)))?;
+        let [gemm, comm, seq, t_ours] = self.time(&out, [self.gemm()?, comm, seq, way(None)?])?;
         Ok(Done {
-            t_gemm: Some(self.gemm()?),
-            t_comm: Some(self.collective(kind, n, desc.wire)?.0),
-            t_seq: Some(run(Some(OverlapConfig::of(Algo::Sequential, 1)))?),
-            t_ours: run(None)?,
+            parts: Some([gemm, comm, seq]),
+            t_ours,
             want: matmul(&want, &w_t).slice_rows(rows.clone()),
             mag: matmul_abs(&mag, &w_t).slice_rows(rows),
             bound: Bound {
@@ -281,7 +320,8 @@ impl Bench<'_> {
             "all_reduce" => CollectiveKind::AllReduce(ReduceOp::Sum),
             _ => CollectiveKind::AllToAll(vec![vec![o.m / size; size]; size]),
         };
-        let (t_ours, x, out) = self.collective(kind, o.n, o.dtype)?;
+        let (way, x, out) = self.collective(kind, o.n, o.dtype)?;
+        let [t_ours] = self.time(&out, [way])?;
         // What every rank gave, to compare with.
         let bytes = x.read(|b| b.to_vec())?;
         let all = self.team.exchange_large("inputs", &bytes)?;
@@ -308,7 +348,7 @@ impl Bench<'_> {
         };
         let mag = run(&abs).swap_remove(me);
         let want = want.swap_remove(me);
-        Ok(Done { t_gemm: None, t_comm: None, t_seq: None, t_ours, out, want, mag, bound })
+        Ok(Done { parts: None, t_ours, out, want, mag, bound })
     }
 
     /// Compares with the reference on all ranks.
@@ -323,6 +363,11 @@ impl Bench<'_> {
             .iter()
             .map(|b| number(&b[..8]))
             .fold(0.0, |a: f64, b| if b > a || b.is_nan() { b } else { a });
+        let size = self.team.size();
+        // Of equal parts the rest stays where it is.
+        let m = if op == "all_to_all" { self.o.m / size * size } else { self.o.m };
+        let bytes = m * self.o.n * self.o.dtype.size();
+        let bandwidth = d.parts.is_none().then(|| bandwidth(op, bytes, size, d.t_ours.us));
         Ok(Row {
             op: op.to_owned(),
             backend: "host".to_owned(),
@@ -330,10 +375,18 @@ impl Bench<'_> {
             dtype: self.o.dtype.to_string(),
             ranks: self.team.size(),
             shape: format!("m={} n={} k={}", self.o.m, self.o.n, self.o.k),
-            t_gemm_us: d.t_gemm,
-            t_comm_us: d.t_comm,
-            t_seq_us: d.t_seq,
-            t_ours_us: Some(d.t_ours),
+            t_gemm_us: d.parts.map(|p| p[0].us),
+            t_comm_us: d.parts.map(|p| p[1].us),
+            t_seq_us: d.parts.map(|p| p[2].us),
+            t_ours_us: Some(d.t_ours.us),
+            spread_us: Spreads {
+                gemm: d.parts.map(|p| p[0].spread),
+                comm: d.parts.map(|p| p[1].spread),
+                seq: d.parts.map(|p| p[2].spread),
+                ours: Some(d.t_ours.spread),
+            },
+            algbw_gbs: bandwidth.map(|b| b.0),
+            busbw_gbs: bandwidth.map(|b| b.1),
             max_err: max_err.is_finite().then_some(max_err),
             wrong: all.iter().map(|b| number(&b[8..]) as u64).sum(),
             unsupported: false,
@@ -355,8 +408,16 @@ mod tests {
     /// A way that writes at first and not later is not judged by what it wrote, nor by what another way did.
     #[test]
     fn what_is_judged_was_written_on_poison() {
-        let o =
-            Options { ops: Vec::new(), dtype: DType::F32, m: 2, n: 2, k: 2, iters: 3, warmup: 1 };
+        let o = Options {
+            ops: Vec::new(),
+            dtype: DType::F32,
+            m: 2,
+            n: 2,
+            k: 2,
+            iters: 3,
+            warmup: 1,
+            as_on_devices: None,
+        };
         World::run_threads(1, WorldCfg::for_tests(), |world| {
             let team = world.everyone("bench")?;
             let b = Bench {
@@ -371,14 +432,19 @@ mod tests {
             let write = |v: f32| {
                 out.write(|bytes| bytes.copy_from_slice(&[v; 4].map(f32::to_ne_bytes).concat()))
             };
-            let mut calls = 0;
-            b.time(&out, || {
-                calls += 1;
-                if calls <= 4 { write(1.0) } else { Ok(()) }
-            })?;
-            assert_eq!(calls, 5);
+            let calls = std::cell::RefCell::new(String::new());
+            let other = || -> Result<()> {
+                calls.borrow_mut().push('o');
+                write(3.0)
+            };
+            let last = || -> Result<()> {
+                calls.borrow_mut().push('l');
+                if calls.borrow().matches('l').count() <= 4 { write(1.0) } else { Ok(()) }
+            };
+            b.time(&out, [Box::new(other), Box::new(last)])?;
+            assert_eq!(*calls.borrow(), "ollo".repeat(2) + "l");
             assert!(out.to_f32()?.iter().all(|v| v.is_nan()), "{:?}", out.to_f32()?);
-            b.time(&out, || write(2.0))?;
+            b.time(&out, [Box::new(|| write(2.0))])?;
             assert_eq!(out.to_f32()?, [2.0; 4]);
             Ok(())
         })

@@ -32,6 +32,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
         k: args.k,
         iters: args.iters,
         warmup: args.warmup,
+        as_on_devices: Some(on_host(args)),
     };
     let place = worlds::place(&PlaceArgs::default())?;
     let before = rows_before(args, &place)?;
@@ -64,13 +65,9 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
     Ok(code)
 }
 
-/// The operations that are timed on devices.
-fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> Result<i32> {
-    let all = || bench_device::ops().into_iter().map(str::to_owned).collect();
-    let ops = if args.op.is_empty() { all() } else { args.op.clone() };
-    bench_flags::check(backend, &ops, &args.given)?;
-    let options = bench_device::Options {
-        ops,
+fn device_options(args: &BenchArgs, backend: BackendKind) -> bench_device::Options {
+    bench_device::Options {
+        ops: Vec::new(),
         backend,
         dtype: args.dtype,
         bytes: args.bytes.clone(),
@@ -84,7 +81,30 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
         shape: (args.m, args.n, args.k),
         iters: args.iters,
         warmup: args.warmup,
+    }
+}
+
+/// Of what is timed on the host as on devices: sizes that were not given are those of a laptop.
+fn on_host(args: &BenchArgs) -> bench_device::Options {
+    let or = |flag: &str, value: usize, small: usize| match args.given.iter().any(|g| g == flag) {
+        true => value,
+        false => small,
     };
+    bench_device::Options {
+        tokens: or("tokens", args.tokens, 256),
+        hidden: or("hidden", args.hidden, 512),
+        experts: (or("experts", args.experts, 16), or("top_k", args.top_k, 4)),
+        align: or("align", args.align, 8),
+        ..device_options(args, BackendKind::Host)
+    }
+}
+
+/// The operations that are timed on devices.
+fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> Result<i32> {
+    let all = || bench_device::ops().into_iter().map(str::to_owned).collect();
+    let ops = if args.op.is_empty() { all() } else { args.op.clone() };
+    bench_flags::check(backend, &ops, &args.given)?;
+    let options = bench_device::Options { ops, ..device_options(args, backend) };
     if options.iters == 0
         || options.tokens == 0
         || options.hidden == 0
@@ -148,7 +168,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
 fn every_op(dtype: DType) -> Vec<String> {
     let (fit, not): (Vec<&str>, _) = bench::OPS.iter().partition(|op| bench::takes(op, dtype));
     if !not.is_empty() {
-        complain(format_args!("left out: {} cannot add {dtype} over ranks", not.join(", ")));
+        complain(format_args!("left out: {} are not timed in {dtype}", not.join(", ")));
     }
     fit.into_iter().map(str::to_owned).collect()
 }
@@ -167,8 +187,11 @@ fn cells(r: &Row) -> Vec<String> {
         cell(r.t_comm_us),
         cell(r.t_seq_us),
         cell(r.t_ours_us),
+        cell(r.spread_us.ours),
         cell(r.speedup()),
         cell(r.hidden()),
+        cell(r.algbw_gbs),
+        cell(r.busbw_gbs),
         match r.max_err {
             Some(e) => format!("{e:.1e}"),
             None if r.wrong == 0 => "-".to_owned(),
@@ -178,9 +201,9 @@ fn cells(r: &Row) -> Vec<String> {
     ]
 }
 
-const HEAD: [&str; 12] = [
-    "op", "dtype", "ranks", "shape", "t_gemm", "t_comm", "t_seq", "t_ours", "speedup", "hidden%",
-    "max_err", "#wrong",
+const HEAD: [&str; 15] = [
+    "op", "dtype", "ranks", "shape", "t_gemm", "t_comm", "t_seq", "t_ours", "spread", "speedup",
+    "hidden%", "algbw", "busbw", "max_err", "#wrong",
 ];
 
 /// Version of NVIDIA's driver, where there is one.
@@ -217,14 +240,13 @@ fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
         rows.iter().for_each(|r| say(format_args!("| {} |", cells(r).join(" | "))));
     } else {
         let line = |c: &[String]| {
-            format!(
-                "{:<15} {:<6} {:>5}  {:<22} {:>10} {:>10} {:>10} {:>10} {:>8} {:>8} {:>10} {:>7}",
-                c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
-            )
+            let numbers = c[4..].iter().map(|c| format!(" {c:>10}")).collect::<String>();
+            format!("{:<19} {:<6} {:>5}  {:<28}{numbers}", c[0], c[1], c[2], c[3])
         };
         let backend = rows.first().map_or("host", |r| &r.backend);
         say(format_args!(
-            "# {backend} backend, times in us: median over iterations of the slowest rank"
+            "# {backend} backend, times in us: median over iterations of the slowest rank; spread: interquartile range of \
+             t_ours; algbw and busbw in GB/s; -: not measured, or less than the noise"
         ));
         say(line(&HEAD.map(str::to_owned)));
         rows.iter().for_each(|r| say(line(&cells(r))));

@@ -3,7 +3,10 @@
 //!
 //! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A time
 //! is the median over samples, of the slowest rank. Results are checked element by element, on inputs
-//! whose sums are exact in the element type, before anything is timed; what is timed has random data.
+//! whose sums are exact in the element type, before anything is timed; what is timed has random data. On the host, where
+//! there are no events, a sample is one launch between two exchanges.
+
+use std::time::Instant;
 
 use tilewire::device::cuda::{CudaEvent, CudaStream};
 use tilewire::device::{Device, GraphExec};
@@ -17,7 +20,7 @@ use tilewire::symm::{OneSided, VmmOneSided};
 use crate::args::RowOrder;
 use crate::bench_ep;
 use crate::bench_products as products;
-use crate::rows::Row;
+use crate::rows::{Row, Spreads, Time, bandwidth};
 
 /// What to time.
 #[derive(Clone, Debug)]
@@ -78,7 +81,8 @@ pub(crate) struct Bench<'a> {
     pub o: &'a Options,
     pub team: LiveTeam,
     pub heap: Heap,
-    os: VmmOneSided,
+    /// Of devices.
+    os: Option<VmmOneSided>,
     pub stream: Stream,
     pub device: Device,
 }
@@ -113,11 +117,11 @@ pub fn run(
                 false => 4 * bytes,
             };
             let heap = team.heap(o.backend, HeapCfg::new(heap_bytes + (64 << 20)))?;
-            let Device::Cuda(ctx) = heap.device() else {
-                return Err(Error::invalid("this bench is for devices"));
+            let device = heap.device();
+            let (os, stream) = match &device {
+                Device::Cuda(ctx) => (Some(VmmOneSided::new(&heap)?), Stream::on(ctx)?),
+                Device::Host => (None, Stream::new("bench")?),
             };
-            let os = VmmOneSided::new(&heap)?;
-            let (stream, device) = (Stream::on(&ctx)?, heap.device());
             let b = Bench { o, team, heap, os, stream, device };
             let new = match is_ep {
                 _ if multiplies => b.products(op)?,
@@ -137,14 +141,9 @@ pub fn value(r: usize, i: usize) -> f32 {
     ((mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 61) as i64 - 4) as f32 * 0.5
 }
 
-/// How often a collective of `m` rows moves how many of them, as nccl-tests counts: all_reduce moves everything twice,
-/// and all_to_all equal parts, without the rest.
-fn bus(op: &str, m: usize, size: usize) -> (f64, usize) {
-    match op {
-        "all_reduce" => (2.0, m),
-        "all_to_all" => (1.0, m / size * size),
-        _ => (1.0, m),
-    }
+/// How many of `m` rows a collective is about: all_to_all moves equal parts, without the rest.
+fn sent_rows(op: &str, m: usize, size: usize) -> usize {
+    if op == "all_to_all" { m / size * size } else { m }
 }
 
 /// Elements that are not what `want` says of their place, counted on several cores.
@@ -189,9 +188,32 @@ impl Bench<'_> {
         self.place(&v, Shape::d2(rows, cols))
     }
 
-    /// Median microseconds of the slowest rank.
-    pub fn time(&self, queue: impl Fn() -> Result<()>) -> Result<f64> {
-        let ctx = self.os.context();
+    /// Microseconds of the slowest rank.
+    pub fn time(&self, queue: impl Fn() -> Result<()>) -> Result<Time> {
+        match &self.os {
+            Some(os) => self.time_replays(os, queue),
+            None => self.time_launches(queue),
+        }
+    }
+
+    fn time_launches(&self, queue: impl Fn() -> Result<()>) -> Result<Time> {
+        let mut times = Vec::with_capacity(self.o.iters);
+        for i in 0..self.o.warmup.saturating_add(self.o.iters) {
+            self.team.exchange("align", &[])?;
+            let start = Instant::now();
+            queue()?;
+            self.stream.synchronize()?;
+            let slowest = self.slowest(start.elapsed().as_secs_f64() * 1e6)?;
+            self.team.check()?;
+            if i >= self.o.warmup {
+                times.push(slowest);
+            }
+        }
+        Ok(Time::of(times))
+    }
+
+    fn time_replays(&self, os: &VmmOneSided, queue: impl Fn() -> Result<()>) -> Result<Time> {
+        let ctx = os.context();
         let graph: GraphExec = {
             self.stream.begin_capture()?;
             let queued = queue();
@@ -202,7 +224,7 @@ impl Bench<'_> {
         let (start, end) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
         let mut times = Vec::with_capacity(self.o.iters);
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {
-            self.os.barrier(self.cuda()?, 60)?;
+            os.barrier(self.cuda()?, 60)?;
             tilewire::device::Queue::record(self.cuda()?, &start)?;
             for _ in 0..REPLAYS {
                 self.stream.replay(&graph)?;
@@ -214,8 +236,8 @@ impl Bench<'_> {
                 times.push(end.us_since(&start)? / REPLAYS as f64);
             }
         }
-        times.sort_by(f64::total_cmp);
-        self.slowest(times[times.len() / 2])
+        let mine = Time::of(times);
+        Ok(Time { us: self.slowest(mine.us)?, spread: self.slowest(mine.spread)? })
     }
 
     fn slowest(&self, us: f64) -> Result<f64> {
@@ -238,25 +260,24 @@ impl Bench<'_> {
         Ok(all.iter().map(number).fold(0.0, f64::max))
     }
 
-    pub fn row(&self, op: &str, shape: String, us: f64, wrong: u64, note: String) -> Result<Row> {
-        let Device::Cuda(ctx) = &self.device else {
-            return Err(Error::internal("a device bench on the host"));
+    pub fn row(&self, op: &str, shape: String, t: Time, wrong: u64, note: String) -> Result<Row> {
+        let device = match &self.device {
+            Device::Cuda(ctx) => ctx.name()?,
+            Device::Host => "cpu".to_owned(),
         };
         Ok(Row {
             op: op.to_owned(),
             backend: self.o.backend.to_string(),
-            device: ctx.name()?,
+            device,
             dtype: self.o.dtype.to_string(),
             ranks: self.team.size(),
             shape,
-            t_gemm_us: None,
-            t_comm_us: None,
-            t_seq_us: None,
-            t_ours_us: Some(us),
+            t_ours_us: Some(t.us),
+            spread_us: Spreads { ours: Some(t.spread), ..Spreads::default() },
             max_err: (wrong == 0).then_some(0.0),
             wrong,
-            unsupported: false,
             note: Some(note),
+            ..Row::default()
         })
     }
 
@@ -309,21 +330,27 @@ impl Bench<'_> {
         plan.launch(&self.stream, m, &x, &out)?.wait()?;
         let bad = count_wrong(&out.to_f32()?, want);
         let x = self.random(rows_in, COLS)?;
-        let us =
+        let t =
             self.time(|| plan.launch(&self.stream, m, &x, &out)?.join(&self.stream).map(|_| ()))?;
-        let (factor, rows) = bus(op, m, size);
-        let moved = (rows * COLS * self.o.dtype.size()) as f64 * (size - 1) as f64 / size as f64;
+        let moved = sent_rows(op, m, size) * COLS * self.o.dtype.size();
         let nccl = match self.by_nccl(plan.desc().clone(), m, (&x, &out)) {
-            Ok(us) => format!("{us:.1} us, {:.1} GB/s bus", factor * moved / us / 1e3),
+            Ok(t) => format!("{:.1} us, {:.1} GB/s bus", t.us, bandwidth(op, moved, size, t.us).1),
             Err(e) if e.is_unavailable() || e.is_unsupported() => "not here".to_owned(),
             Err(e) => return Err(e),
         };
-        let note = format!("{:.1} GB/s bus; NCCL: {nccl}", factor * moved / us / 1e3);
-        self.row(op, shape_text(bytes, self.o.sms), us, self.wrong(bad)?, note)
+        let (alg, bus) = bandwidth(op, moved, size, t.us);
+        let note = format!("{bus:.1} GB/s bus; NCCL: {nccl}");
+        let row = self.row(op, shape_text(bytes, self.o.sms), t, self.wrong(bad)?, note)?;
+        Ok(Row { algbw_gbs: Some(alg), busbw_gbs: Some(bus), ..row })
     }
 
     /// The time of the same collective through NCCL.
-    fn by_nccl(&self, desc: CollectiveDesc, m: usize, (x, out): (&Tensor, &Tensor)) -> Result<f64> {
+    fn by_nccl(
+        &self,
+        desc: CollectiveDesc,
+        m: usize,
+        (x, out): (&Tensor, &Tensor),
+    ) -> Result<Time> {
         let plan = CollectivePlan::with_backend(desc, &self.heap, CollectiveBackend::Nccl)?;
         plan.prepare(&self.stream)?;
         self.time(|| plan.launch(&self.stream, m, x, out)?.join(&self.stream).map(|_| ()))
@@ -343,8 +370,7 @@ mod tests {
     /// Fewer rows than ranks have no parts: nothing moves.
     #[test]
     fn what_is_not_sent_is_not_counted() {
-        assert_eq!(bus("all_to_all", 7, 8), (1.0, 0));
-        assert_eq!(bus("all_to_all", 17, 8), (1.0, 16));
-        assert_eq!((bus("all_gather", 7, 8), bus("all_reduce", 7, 8)), ((1.0, 7), (2.0, 7)));
+        assert_eq!((sent_rows("all_to_all", 7, 8), sent_rows("all_to_all", 17, 8)), (0, 16));
+        assert_eq!((sent_rows("all_gather", 7, 8), sent_rows("all_reduce", 7, 8)), (7, 7));
     }
 }

@@ -159,7 +159,7 @@ impl Bench<'_> {
         let bad = layer.check(op, &exact, &rows)?;
         let x = self.random(t, h)?;
         layer.dispatch(&x)?;
-        let us = match op {
+        let time = match op {
             "ep_dispatch" => self.time(|| layer.dispatch(&x))?,
             "ep_combine" => self.time(|| layer.combine(&layer.recv.x))?,
             "ep_dispatch_bwd" => self.time(|| layer.dispatch_bwd())?,
@@ -167,8 +167,10 @@ impl Bench<'_> {
         };
         let moved = (rows.iter().sum::<usize>() * h * d.dtype.size()) as f64;
         let with = if op == "ep_dispatch" { ", preparation included" } else { "" };
-        let note =
-            format!("{:.1} GB/s of rows to the ranks of their experts{with}", moved / us / 1e3);
+        let note = format!(
+            "{:.1} GB/s of rows to the ranks of their experts{with}",
+            moved / time.us / 1e3
+        );
         let sms = self.o.sms.map_or(String::new(), |n| format!(" sms={n}"))
             + if self.o.zero_copy { " zero_copy" } else { "" }
             + match d.layout {
@@ -181,7 +183,7 @@ impl Bench<'_> {
             "tokens={t} hidden={h} top_k={k} experts={} align={align}{sms}",
             d.num_experts()
         );
-        self.row(op, shape, us, self.wrong(bad)?, note)
+        self.row(op, shape, time, self.wrong(bad)?, note)
     }
 }
 

@@ -7,7 +7,31 @@ use tilewire::prelude::*;
 
 use crate::{bench, bench_device};
 
-const PRODUCTS: &[&str] = &["ag_gemm", "gemm_rs", "gemm_ar"];
+const PRODUCTS: &[&str] = &["ag_gemm", "gemm_rs", "gemm_ar", "gemm", "grouped_gemm"];
+const IN_PARTS: &[&str] = &[
+    "ag_gemm",
+    "gemm_rs",
+    "gemm_ar",
+    "gemm",
+    "grouped_gemm",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+];
+const WITH_M: &[&str] = &[
+    "ag_gemm",
+    "gemm_rs",
+    "gemm_ar",
+    "gemm",
+    "grouped_gemm",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "attention",
+    "cp_attention",
+];
 const ALL_PRODUCTS: &[&str] = &["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar"];
 const WITH_ROWS: &[&str] =
     &["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "attention", "cp_attention"];
@@ -31,17 +55,17 @@ const fn effect(
 
 /// What is not here has an effect everywhere.
 const EFFECTS: [Effect; 12] = [
-    effect("m", &bench::OPS, &[WITH_ROWS]),
-    effect("n", &bench::OPS, &[ALL_PRODUCTS]),
+    effect("m", WITH_M, &[WITH_ROWS]),
+    effect("n", IN_PARTS, &[ALL_PRODUCTS]),
     effect("k", PRODUCTS, &[ALL_PRODUCTS]),
     effect("bytes", &[], &[COLLECTIVES]),
     effect("sms", &[], &[COLLECTIVES, EP]),
-    effect("tokens", &[], &[EP]),
-    effect("hidden", &[], &[EP]),
-    effect("experts", &[], &[EP]),
-    effect("top_k", &[], &[EP]),
-    effect("align", &[], &[EP]),
-    effect("layout", &[], &[&["ep_dispatch", "ep_dispatch_bwd"]]),
+    effect("tokens", EP, &[EP]),
+    effect("hidden", EP, &[EP]),
+    effect("experts", EP, &[EP]),
+    effect("top_k", EP, &[EP]),
+    effect("align", EP, &[EP]),
+    effect("layout", &["ep_dispatch", "ep_dispatch_bwd"], &[&["ep_dispatch", "ep_dispatch_bwd"]]),
     effect("zero_copy", &[], &[&["ep_dispatch", "ep_combine_bwd"]]),
 ];
 

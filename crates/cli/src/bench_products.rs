@@ -27,7 +27,7 @@ use tilewire::ops::grouped_gemm::{
 use tilewire::prelude::*;
 
 use crate::bench_device::Bench;
-use crate::rows::Row;
+use crate::rows::{Row, Spreads, Time};
 
 /// What these functions time.
 pub(crate) const OPS: [&str; 7] =
@@ -38,8 +38,22 @@ const PERIOD: usize = 8;
 /// Groups of grouped products, of random sizes.
 const GROUPS: usize = 32;
 /// Heads of queries and of keys, and their width: causal attention over `m` rows.
-const HEADS: (usize, usize) = (32, 8);
-const WIDTH: usize = 128;
+#[derive(Clone, Copy)]
+struct Heads {
+    q: usize,
+    kv: usize,
+    width: usize,
+}
+
+impl Heads {
+    /// On the host there are fewer and narrower ones.
+    fn of(backend: BackendKind) -> Self {
+        match backend {
+            BackendKind::Host => Self { q: 8, kv: 4, width: 64 },
+            _ => Self { q: 32, kv: 8, width: 128 },
+        }
+    }
+}
 
 enum Plan {
     Ag(AgGemmPlan),
@@ -153,7 +167,8 @@ impl Bench<'_> {
     /// Bytes of the heap that [`Bench::products`] needs.
     pub(crate) fn products_heap(o: &crate::bench_device::Options, size: usize) -> usize {
         let (m, n, k) = o.shape;
-        let attention = m * (HEADS.0 + 2 * HEADS.1) * WIDTH * 4;
+        let h = Heads::of(o.backend);
+        let attention = m * (h.q + 2 * h.kv) * h.width * 4;
         6 * (m + 64 * size) * n.max(k) * o.dtype.size() + 12 * attention
     }
 
@@ -232,7 +247,7 @@ impl Bench<'_> {
     }
 
     /// The product alone: microseconds and wrong elements.
-    fn gemm(&self) -> Result<(f64, u64)> {
+    fn gemm(&self) -> Result<(Time, u64)> {
         let (m, n, k) = self.sizes();
         let me = self.team.rank().idx();
         let plan = GemmPlan::new(GemmDesc::nt(m, n, k, self.o.dtype))?;
@@ -242,11 +257,11 @@ impl Bench<'_> {
         plan.launch(&self.stream, GemmInputs::new(&x, &w, out.clone()))?.wait()?;
         let bad = self.count_wrong(&out, 0..m, &[(x_of(me), w_of(me))])?;
         let (x, w) = (self.noise(m, k)?, self.noise(n, k)?);
-        let us = self.time(|| {
+        let time = self.time(|| {
             let t = GemmInputs::new(&x, &w, out.clone());
             plan.launch(&self.stream, t)?.join(&self.stream).map(|_| ())
         })?;
-        Ok((us, self.wrong(bad)?))
+        Ok((time, self.wrong(bad)?))
     }
 
     fn flop(&self) -> f64 {
@@ -255,13 +270,13 @@ impl Bench<'_> {
     }
 
     fn gemm_row(&self) -> Result<Row> {
-        let (us, wrong) = self.gemm()?;
-        let row = self.row("gemm", self.shape_text(), us, wrong, tflops(self.flop(), us))?;
-        Ok(Row { t_gemm_us: Some(us), ..row })
+        let (t, wrong) = self.gemm()?;
+        let row = self.row("gemm", self.shape_text(), t, wrong, tflops(self.flop(), t.us))?;
+        Ok(Row { t_gemm_us: Some(t.us), ..row })
     }
 
     /// A collective alone; `None` without NCCL.
-    fn alone(&self, op: &str, backend: CollectiveBackend) -> Result<Option<f64>> {
+    fn alone(&self, op: &str, backend: CollectiveBackend) -> Result<Option<Time>> {
         let (m, n, k) = self.sizes();
         let mine = self.my_rows()?.len();
         let sum = ReduceOp::Sum;
@@ -334,7 +349,7 @@ impl Bench<'_> {
             self.stream.synchronize()?;
             self.team.check()?;
             let bad = self.count_wrong(&exact.out, stored.clone(), &pairs)?;
-            let us = self.time(|| plan.launch(&self.stream, m, &noise))?;
+            let t = self.time(|| plan.launch(&self.stream, m, &noise))?;
             let way = match (config, plan.config()?) {
                 (Some(_), c) => format!("{op}/{} s{}", c.algo, c.sub_chunks),
                 (None, _) => op.to_owned(),
@@ -344,25 +359,31 @@ impl Bench<'_> {
                 None => format!("; chosen: {}", plan.config()?),
             };
             let wrong = self.wrong(bad)? + gemm_wrong;
-            let note = format!("{}{text}", tflops(flop, us));
-            rows.push(self.row(&way, self.shape_text(), us, wrong, note)?);
+            let note = format!("{}{text}", tflops(flop, t.us));
+            rows.push(self.row(&way, self.shape_text(), t, wrong, note)?);
             drop(plan);
             self.heap.collect()?;
         }
-        let least = |a: Option<f64>, b: Option<f64>| match (a, b) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        };
-        let t_comm_us = least(ours, nccl);
+        let by_us = |a: &Time, b: &Time| a.us.total_cmp(&b.us);
+        let comm_time = ours.into_iter().chain(nccl).min_by(by_us);
         let sequential = rows.iter().filter(|r| r.op.contains("/sequential"));
-        let t_seq_us = sequential.map(|r| r.t_ours_us).fold(None, least);
-        let word = |t: Option<f64>| t.map_or("not here".to_owned(), |us| format!("{us:.1} us"));
+        let seq = sequential
+            .filter_map(|r| Some(Time { us: r.t_ours_us?, spread: r.spread_us.ours? }))
+            .min_by(by_us);
+        let word = |t: Option<Time>| t.map_or("not here".to_owned(), |t| format!("{:.1} us", t.us));
         let comm = format!("collective alone: puts {}, NCCL {}", word(ours), word(nccl));
         Ok(rows
             .into_iter()
             .map(|r| {
                 let note = r.note.as_ref().map(|n| format!("{n}; {comm}"));
-                Row { t_gemm_us: Some(t_gemm), t_comm_us, t_seq_us, note, ..r }
+                let spread_us = Spreads {
+                    gemm: Some(t_gemm.spread),
+                    comm: comm_time.map(|t| t.spread),
+                    seq: seq.map(|t| t.spread),
+                    ..r.spread_us
+                };
+                let (t_comm_us, t_seq_us) = (comm_time.map(|t| t.us), seq.map(|t| t.us));
+                Row { t_gemm_us: Some(t_gemm.us), t_comm_us, t_seq_us, spread_us, note, ..r }
             })
             .collect())
     }
@@ -403,15 +424,15 @@ impl Bench<'_> {
             [("fprop", &fprop), ("dgrad", &dgrad), ("wgrad", &wgrad)];
         let shape = format!("groups={GROUPS} {}", self.shape_text());
         let row = |(name, launch): (&str, &dyn Fn() -> Result<()>)| {
-            let us = self.time(launch)?;
+            let t = self.time(launch)?;
             let row = self.row(
                 &format!("grouped_gemm/{name}"),
                 shape.clone(),
-                us,
+                t,
                 0,
-                tflops(self.flop(), us),
+                tflops(self.flop(), t.us),
             )?;
-            Ok(Row { t_gemm_us: Some(us), max_err: None, ..row })
+            Ok(Row { t_gemm_us: Some(t.us), max_err: None, ..row })
         };
         passes.into_iter().map(row).collect()
     }
@@ -429,7 +450,8 @@ struct Pass {
 impl Pass {
     /// Random; with `flat` all values are one half, and so is every result.
     fn new(b: &Bench<'_>, rows: usize, flat: bool) -> Result<Self> {
-        let (q, kv) = (HEADS.0 * WIDTH, HEADS.1 * WIDTH);
+        let h = Heads::of(b.o.backend);
+        let (q, kv) = (h.q * h.width, h.kv * h.width);
         let v = match flat {
             true => b.place(&vec![0.5; rows * kv], Shape::d2(rows, kv))?,
             false => b.noise(rows, kv)?,
@@ -437,7 +459,7 @@ impl Pass {
         let x = AttnInputs::new(b.noise(rows, q)?, b.noise(rows, kv)?, v);
         let like = |cols| b.poisoned(b.o.dtype, Shape::d2(rows, cols));
         let grads = AttnGrads::new(like(q)?, like(kv)?, like(kv)?);
-        let lse = b.poisoned(DType::F32, Shape::d2(HEADS.0, rows))?;
+        let lse = b.poisoned(DType::F32, Shape::d2(h.q, rows))?;
         Ok(Self { x, out: like(q)?, lse, d_out: b.noise(rows, q)?, grads })
     }
 
@@ -461,7 +483,8 @@ impl Pass {
 
 impl Bench<'_> {
     fn attention_desc(&self) -> AttentionDesc {
-        AttentionDesc::new(self.sizes().0, HEADS, WIDTH, self.o.dtype, AttnMask::CAUSAL)
+        let h = Heads::of(self.o.backend);
+        AttentionDesc::new(self.sizes().0, (h.q, h.kv), h.width, self.o.dtype, AttnMask::CAUSAL)
     }
 
     /// Rows of both passes of an operation; `flop` of the forward pass on this rank.
@@ -483,11 +506,12 @@ impl Bench<'_> {
         let p = Pass::new(self, rows, false)?;
         let times =
             [("fwd", self.time(|| fwd(&p))?, flop), ("bwd", self.time(|| bwd(&p))?, 2.5 * flop)];
-        let shape = format!("m={} heads={}/{} d={WIDTH}", self.sizes().0, HEADS.0, HEADS.1);
-        let row = |(pass, us, flop): (&str, f64, f64)| {
+        let h = Heads::of(self.o.backend);
+        let shape = format!("m={} heads={}/{} d={}", self.sizes().0, h.q, h.kv, h.width);
+        let row = |(pass, t, flop): (&str, Time, f64)| {
             let name = format!("{op}/{pass}");
             // The backward pass is compared by `verify` only.
-            let r = self.row(&name, shape.clone(), us, wrong, tflops(flop, us))?;
+            let r = self.row(&name, shape.clone(), t, wrong, tflops(flop, t.us))?;
             Ok(Row { max_err: r.max_err.filter(|_| pass == "fwd").map(|_| worst), ..r })
         };
         times.into_iter().map(row).collect()
@@ -495,8 +519,8 @@ impl Bench<'_> {
 
     /// Two products of 2 m^2 d each, half of them visible.
     fn attention_flop(&self) -> f64 {
-        let m = self.sizes().0;
-        2.0 * (m * m) as f64 * (WIDTH * HEADS.0) as f64
+        let (m, h) = (self.sizes().0, Heads::of(self.o.backend));
+        2.0 * (m * m) as f64 * (h.width * h.q) as f64
     }
 
     /// All rows on every GPU.
@@ -534,7 +558,12 @@ impl Bench<'_> {
         let size = self.team.size();
         let local: Vec<_> = self.attention_rows()?.iter().map(|r| r.t_ours_us).collect();
         let mut rows = Vec::new();
+        let h = Heads::of(self.o.backend);
+        let trades = h.q.is_multiple_of(size) && h.kv.is_multiple_of(size);
         for strategy in [Strategy::Get, Strategy::AllGather, Strategy::AllToAll] {
+            if strategy == Strategy::AllToAll && !trades {
+                continue;
+            }
             for backend in [CollectiveBackend::Put, CollectiveBackend::Nccl] {
                 match self.cp_way(strategy, backend) {
                     Err(e) if e.is_unavailable() || e.is_unsupported() => {}

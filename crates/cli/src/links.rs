@@ -160,15 +160,13 @@ fn merge(all: &[Vec<Line>]) -> Vec<Row> {
             dtype: DType::U8.to_string(),
             ranks: all.len(),
             shape: l.shape.clone(),
-            t_gemm_us: None,
-            t_comm_us: None,
-            t_seq_us: None,
             t_ours_us: Some(us).filter(|_| !l.unsupported),
             // Bytes are right or wrong: how far off those are says nothing.
             max_err: (wrong == 0 && !l.unsupported).then_some(0.0),
             wrong,
             unsupported: l.unsupported,
             note,
+            ..Row::default()
         }
     };
     first.iter().enumerate().map(row).collect()

@@ -257,14 +257,12 @@ pub fn run(
             dtype: case.dtype.to_string(),
             ranks: world.size(),
             shape: case.shape_text(),
-            t_gemm_us: None,
-            t_comm_us: None,
-            t_seq_us: None,
             t_ours_us: Some(all.iter().map(|f| f.time_us).fold(0.0, f64::max)),
             max_err: finite.then(|| all.iter().filter_map(|f| f.max_err).fold(0.0, f64::max)),
             wrong: all.iter().map(|f| f.wrong).sum::<u64>() + u64::from(odd),
             unsupported: all.iter().all(|f| f.unsupported),
             note: first_cause(&all),
+            ..Row::default()
         });
     }
     Ok(rows)
