@@ -428,22 +428,22 @@ pub struct BenchArgs {
     /// On GPUs: bytes of a collective's whole vector.
     #[arg(long, value_delimiter = ',', default_values_t = [1024, 65536, 1 << 20, 8 << 20, 64 << 20, 256 << 20])]
     pub bytes: Vec<usize>,
-    /// On GPUs: tokens of a rank for `ep`.
+    /// Tokens of a rank for `ep`. On the host, if not given: 256.
     #[arg(long, default_value_t = 4096)]
     pub tokens: usize,
-    /// On GPUs: elements of a token for `ep`.
+    /// Elements of a token for `ep`. On the host, if not given: 512.
     #[arg(long, default_value_t = 7168)]
     pub hidden: usize,
-    /// On GPUs: experts in all for `ep`.
+    /// Experts in all for `ep`. On the host, if not given: 16.
     #[arg(long, default_value_t = 256)]
     pub experts: usize,
-    /// On GPUs: choices of a token for `ep`.
+    /// Choices of a token for `ep`. On the host, if not given: 4.
     #[arg(long, default_value_t = 8)]
     pub top_k: usize,
-    /// On GPUs: rows of each expert are a multiple of this, for `ep`.
+    /// Rows of each expert are a multiple of this, for `ep`. On the host, if not given: 8.
     #[arg(long, default_value_t = 128)]
     pub align: usize,
-    /// On GPUs: order of the rows that `ep_dispatch` delivers, and `ep_dispatch_bwd` takes.
+    /// Order of the rows that `ep_dispatch` delivers, and `ep_dispatch_bwd` takes.
     #[arg(long, value_enum, default_value_t = RowOrder::ExpertMajor)]
     pub layout: RowOrder,
     /// On GPUs: multiprocessors that a collective or `ep` may take (default: as the operation does).
@@ -461,7 +461,7 @@ pub struct BenchArgs {
     /// Element type.
     #[arg(long, default_value = "f32")]
     pub dtype: DType,
-    /// Global rows; on GPUs, of what multiplies.
+    /// Global rows; on GPUs, of what multiplies; on the host not of `ep`.
     #[arg(long, default_value_t = 512)]
     pub m: usize,
     /// Output columns; on GPUs, of products.

@@ -62,10 +62,10 @@ fn operations_are_right_on_emulated_devices() {
     }
     // The heap is as large as the sizes ask for.
     let mut command = driver.command(PROGRAM, 4);
-    command.args(verify).args(["ep/zero_copy,ep/zero_copy_rank", "--ranks", "4", "--shape"]);
-    command.arg("tokens=131,experts=61,hidden=528,top_k=5");
+    command.args(verify).args(["ep/zero_copy,ep/zero_copy_rank", "--dtype", "bf16"]);
+    command.args(["--ranks", "4", "--shape", "tokens=31,experts=61,hidden=528,top_k=5"]);
     let said = run(command, "ep: other sizes");
-    assert!(said.contains("6 of 6 cases right"), "{said}");
+    assert!(said.contains("2 of 2 cases right"), "{said}");
     // Processes share memory by its descriptors.
     let mut command = driver.command(PROGRAM, 3);
     command.args(["run", "-n", "3", "--", PROGRAM]).args(verify).arg(format!("{MOVES},ep"));

@@ -77,6 +77,9 @@ const STRICT: &[&str] =
     &["--op", "all_gather,ag_gemm", "--dtype", "bf16", "--ranks", "2", "--atol", "0"];
 const BENCH: &[&str] =
     &["--op", "all_gather", "--m", "8", "--n", "8", "--iters", "1", "--warmup", "0"];
+/// Everything, of sizes that a collective has, too.
+const ALL: &[&str] = &["--json", "--m", "24", "--n", "8", "--iters", "1", "--warmup", "0"];
+const EP: &[&str] = &["--json", "--op", "ep_dispatch", "--iters", "1", "--warmup", "0"];
 /// The same without the sizes; one operation that multiplies.
 const TIMED: &[&str] = &["--json", "--op", "ag_gemm"];
 const TRAIN: &[&str] = &[
@@ -208,8 +211,8 @@ const VALUES: &[Valued] = &[
     valued(&["--backend", "none"], TIMED, 2, |off, on| {
         off.field("backend") == "host" && on.err.contains("nvshmem")
     }),
-    valued(&["--op", "all_gather"], &["--json"], 0, |off, on| {
-        off.lines().len() == 7 && on.lines().len() == 1 && on.field("op") == "all_gather"
+    valued(&["--op", "all_gather"], ALL, 0, |off, on| {
+        off.lines().len() == 23 && on.lines().len() == 1 && on.field("op") == "all_gather"
     }),
     valued(&["--ranks", "3"], TIMED, 0, |off, on| {
         off.field("ranks") == 2 && on.field("ranks") == 3
@@ -249,6 +252,20 @@ const VALUES: &[Valued] = &[
     valued(&["--experts", "8"], BENCH, 2, refused),
     valued(&["--top-k", "2"], BENCH, 2, refused),
     valued(&["--align", "1"], BENCH, 2, refused),
+    valued(&["--tokens", "8"], EP, 0, |off, on| {
+        off.shape_has("tokens=256") && on.shape_has("tokens=8")
+    }),
+    valued(&["--hidden", "24"], EP, 0, |off, on| {
+        off.shape_has("hidden=512") && on.shape_has("hidden=24")
+    }),
+    valued(&["--experts", "6"], EP, 0, |off, on| {
+        off.shape_has("experts=16") && on.shape_has("experts=6")
+    }),
+    valued(&["--top-k", "2"], EP, 0, |off, on| off.shape_has("top_k=4") && on.shape_has("top_k=2")),
+    valued(&["--align", "2"], EP, 0, |off, on| off.shape_has("align=8") && on.shape_has("align=2")),
+    valued(&["--layout", "rank-major"], EP, 0, |off, on| {
+        !off.shape_has("rank_major") && on.shape_has("rank_major")
+    }),
     // Its default, but given.
     valued(&["--layout", "expert-major"], BENCH, 2, refused),
 ];
