@@ -87,7 +87,7 @@ fn description(size: usize, case: &Case) -> Result<CpAttentionDesc> {
         }
         attn.sequences = s;
     }
-    let a2a_size = if size % 2 == 0 { 2 } else { 1 };
+    let a2a_size = if size.is_multiple_of(2) { 2 } else { 1 };
     let dkv_wire = match () {
         () if has("dkv8") => DType::F8E4M3,
         () if has("dkv5") => DType::F8E5M2,

@@ -117,11 +117,11 @@ fn problem(rng: &mut Rng, way: usize) -> (AttnSpec, [Mat; 4], Option<Bias>, Opti
     let (dqk, dv) = [(5, 3), (8, 8), (1, 2)][way / 3 % 3];
     let masks = [AttnMask::FULL, AttnMask::CAUSAL, AttnMask::window(3, 2)];
     let mut spec = AttnSpec::new(heads_q, heads_kv, dqk, masks[way % 3]);
-    spec.softcap = (way % 2 == 0).then_some(1.5);
+    spec.softcap = way.is_multiple_of(2).then_some(1.5);
     spec.dropout = (way % 4 == 1).then_some(Dropout { p: 0.3, seed: way as u64 });
     let mut mat = |r, c| Mat::random(rng, r, c);
     let x = [mat(40, heads_q * dqk), mat(50, heads_kv * dqk), mat(50, heads_kv * dv)];
-    let heads = if way % 5 == 0 { 1 } else { heads_q };
+    let heads = if way.is_multiple_of(5) { 1 } else { heads_q };
     let bias = (way % 5 < 2).then(|| Bias::new(heads, 21, 41, mat(heads * 21, 41)));
     let sink = (way % 2 == 1).then(|| mat(1, heads_q).data);
     let d_o = mat(40, heads_q * dv);
