@@ -77,6 +77,24 @@ const REPLAYS: usize = 10;
 /// Elements of a row of a collective.
 const COLS: usize = 8;
 
+/// Heads of queries and of keys, and their width: causal attention over `m` rows.
+#[derive(Clone, Copy)]
+pub(crate) struct Heads {
+    pub q: usize,
+    pub kv: usize,
+    pub width: usize,
+}
+
+impl Heads {
+    /// On the host there are fewer and narrower ones.
+    pub fn of(backend: BackendKind) -> Self {
+        match backend {
+            BackendKind::Host => Self { q: 8, kv: 4, width: 64 },
+            _ => Self { q: 32, kv: 8, width: 128 },
+        }
+    }
+}
+
 pub(crate) struct Bench<'a> {
     pub o: &'a Options,
     pub team: LiveTeam,

@@ -26,7 +26,7 @@ use tilewire::ops::grouped_gemm::{
 };
 use tilewire::prelude::*;
 
-use crate::bench_device::Bench;
+use crate::bench_device::{Bench, Heads};
 use crate::rows::{Row, Spreads, Time};
 
 /// What these functions time.
@@ -37,24 +37,6 @@ pub(crate) const OPS: [&str; 7] =
 const PERIOD: usize = 8;
 /// Groups of grouped products, of random sizes.
 const GROUPS: usize = 32;
-/// Heads of queries and of keys, and their width: causal attention over `m` rows.
-#[derive(Clone, Copy)]
-struct Heads {
-    q: usize,
-    kv: usize,
-    width: usize,
-}
-
-impl Heads {
-    /// On the host there are fewer and narrower ones.
-    fn of(backend: BackendKind) -> Self {
-        match backend {
-            BackendKind::Host => Self { q: 8, kv: 4, width: 64 },
-            _ => Self { q: 32, kv: 8, width: 128 },
-        }
-    }
-}
-
 enum Plan {
     Ag(AgGemmPlan),
     Rs(GemmRsPlan),

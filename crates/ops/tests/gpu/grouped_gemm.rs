@@ -472,8 +472,11 @@ fn no_memory_of_the_host_is_pinned() {
     );
 }
 
-/// Bits of what two problems are by themselves, and a second stream.
-fn two(g: &Gpu, form: Form, dtype: DType) -> (GroupedDesc, [(Problem, Vec<Vec<u8>>); 2], Gpu) {
+/// A problem, and the bits of what it is by itself.
+type Alone = (Problem, Vec<Vec<u8>>);
+
+/// Two problems of one plan, and a second stream.
+fn two(g: &Gpu, form: Form, dtype: DType) -> (GroupedDesc, [Alone; 2], Gpu) {
     let Device::Cuda(ctx) = &g.device else { panic!("a device") };
     let out = if dtype.is_fp8() { DType::BF16 } else { dtype };
     let d = GroupedDesc { out, ..GroupedDesc::new(6, 90, 24, 16, dtype) };
