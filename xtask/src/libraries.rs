@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::stages::{Outcome, add, binary, cargo_test, exec, one, size_of};
+use crate::outcome::Outcome;
+use crate::stages::{binary, exec, one, size_of};
+use crate::suites;
 
 /// A wheel, and the library in it.
 struct Wheel {
@@ -91,17 +93,17 @@ pub fn run(root: &Path) -> Outcome {
             println!("{}: {}", w.spec, checked.as_ref().err().map_or("as declared", |e| e));
             checked.is_ok()
         });
-        add(&mut o, &one(good));
+        o.add(&one(good));
     }
     let Some(nvtx) = fetch(root, &NVTX, &mut o) else {
-        add(&mut o, &one(false));
+        o.add(&one(false));
         return o;
     };
     // With the binaries of the stage `unit`.
     let test = "cuda::nvtx::tests::a_profiler_sees_ranges_of_cuda_13";
-    let args = ["--workspace", "--lib", "--", "--exact", test];
-    let ran = cargo_test(root, &args, &[("NVTX_LIBRARY", &nvtx.display().to_string())]);
+    let vars = [("NVTX_LIBRARY", &*nvtx.display().to_string())];
+    let ran = suites::run_one(root, "tilewire-device lib", test, &vars);
     println!("{} with a profiler: {} passed", NVTX.spec, ran.passed);
-    add(&mut o, &one(ran.passed == 1 && ran.failed == 0));
+    o.add(&one(ran.passed == 1 && ran.failed == 0));
     o
 }

@@ -5,8 +5,10 @@ mod api;
 mod bundle;
 mod editor;
 mod libraries;
+mod outcome;
 mod python;
 mod stages;
+mod suites;
 mod tidy;
 
 use std::path::{Path, PathBuf};
@@ -23,7 +25,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run all tests; prints each stage's time and download size, and a summary line.
+    /// Run all tests; prints each stage's time and download size, that of each test binary, and a
+    /// summary line. What did not run is no test that passed: it is counted by reason, and limited.
     Test {
         /// Only stages whose name contains this.
         #[arg(long)]
@@ -31,6 +34,13 @@ enum Command {
         /// List the stages.
         #[arg(long)]
         list: bool,
+        /// The inner loop, at most five minutes on two processors once it is built: house rules,
+        /// spelling, and the test binaries that take seconds.
+        #[arg(long, conflicts_with = "full")]
+        fast: bool,
+        /// Also what other tests show, too: every size of the emulated matrix, and each kernel twice.
+        #[arg(long)]
+        full: bool,
     },
     /// Check file sizes, dependency direction, unsafe code and the operations' folders.
     Tidy,
@@ -62,7 +72,14 @@ fn root() -> PathBuf {
 fn main() -> ExitCode {
     let root = root();
     let problems = match Cli::parse().command {
-        Command::Test { only, list } => return stages::run(&root, only.as_deref(), list),
+        Command::Test { only, list, fast, full } => {
+            let extent = match (fast, full) {
+                (true, _) => suites::Extent::Fast,
+                (_, true) => suites::Extent::Full,
+                _ => suites::Extent::Usual,
+            };
+            return stages::run(&root, only.as_deref(), list, extent);
+        }
         Command::Tidy => tidy::check(&root),
         Command::GpuBundle { arch, nvrtc } => bundle::make(&root, &arch, nvrtc.as_deref()),
         Command::CompileCommands => editor::write(&root),

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::stages::{OFF, Outcome, add, exec, one, size_of, wheel};
+use tilewire_testing::Lack;
+
+use crate::outcome::{BY_PYTEST, NOT_INSTALLED, Outcome};
+use crate::stages::{OFF, exec, one, size_of, wheel};
 
 #[path = "../../crates/ops/tests/gpu/driver.rs"]
 mod driver;
@@ -38,7 +41,7 @@ fn site(
         args.extend(wheels);
         if !exec(root, "python3", &args, Duration::from_secs(1500)) {
             println!("{} cannot be installed here: skipped", wheels.join(", "));
-            o.skipped += 1;
+            o.skipped.add(NOT_INSTALLED, 1);
             return None;
         }
         o.downloaded += size_of(&site);
@@ -58,13 +61,13 @@ fn build(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
     let built = exec(root, &maturin, &args, Duration::from_secs(1500));
     let mut files = std::fs::read_dir(&out).into_iter().flatten().flatten().map(|e| e.path());
     let Some(file) = files.next().filter(|_| built) else {
-        add(o, &one(false));
+        o.add(&one(false));
         return None;
     };
     let size = std::fs::metadata(&file).map_or(0, |m| m.len());
     println!("{} is {:.1} MB", file.display(), size as f64 / 1e6);
     // Without kernels: those are compiled, or come from a bundle.
-    add(o, &one(size < 8_000_000));
+    o.add(&one(size < 8_000_000));
     let site = root.join("target/python-wheel");
     std::fs::remove_dir_all(&site).ok();
     let (site_arg, file) = (site.display().to_string(), file.display().to_string());
@@ -80,7 +83,7 @@ fn build(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
         &file,
     ];
     let done = exec(root, "python3", &args, Duration::from_secs(120));
-    add(o, &one(done));
+    o.add(&one(done));
     // Kernels that somebody put into the package are machine code, which emulated devices do not
     // run.
     std::fs::remove_dir_all(site.join("tilewire/cubins")).ok();
@@ -117,7 +120,7 @@ fn reported(root: &Path, path: &str, args: &[&str], python: &mut Command) -> Out
 fn emulated(root: &Path, path: &str) -> Outcome {
     let Some(driver) = driver::Driver::emulated() else {
         println!("no g++: nothing runs on emulated devices: skipped");
-        return Outcome { skipped: 1, ..Outcome::default() };
+        return Outcome::skip(&Lack::Compiler.to_string());
     };
     // By its whole name: such a program sees no folder of programs.
     let python = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
@@ -163,10 +166,10 @@ fn jax(root: &Path, path: &str) -> Outcome {
     for (devices, quick, args) in runs {
         let mut python = Command::new("python3");
         python.envs(OFF).env("TW_JAX_DEVICES", devices).env("TW_JAX_QUICK", quick);
-        add(&mut o, &reported(root, path, args, &mut python));
+        o.add(&reported(root, path, args, &mut python));
     }
     let jobs = file("jax_jobs");
-    add(&mut o, &pytest(root, path, &["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs]));
+    o.add(&pytest(root, path, &["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs]));
     let example = root.join("examples/python/jax_tp.py").display().to_string();
     println!("$ python3 {example}");
     let done = Command::new("timeout")
@@ -176,7 +179,7 @@ fn jax(root: &Path, path: &str) -> Outcome {
         .env("PYTHONPATH", path)
         .stdin(Stdio::null())
         .status();
-    add(&mut o, &one(done.is_ok_and(|s| s.success())));
+    o.add(&one(done.is_ok_and(|s| s.success())));
     o
 }
 
@@ -212,7 +215,7 @@ fn counted(text: &str, ended_well: bool) -> Outcome {
             match (number, what) {
                 (Some(n), Some("passed")) => o.passed += n,
                 (Some(n), Some("failed" | "error" | "errors")) => o.failed += n,
-                (Some(n), Some("skipped")) => o.skipped += n,
+                (Some(n), Some("skipped")) => o.skipped.add(BY_PYTEST, n),
                 _ => {}
             }
         }
@@ -233,30 +236,30 @@ pub fn run(root: &Path) -> Outcome {
     let file = |name: &str| root.join("python/tests").join(name).display().to_string();
     let (runner, spmd) = (file("run.py"), file("spmd"));
     for n in ["1", "2", "4"] {
-        add(&mut o, &pytest(root, &path, &[&runner, n, "-q", &spmd]));
+        o.add(&pytest(root, &path, &[&runner, n, "-q", &spmd]));
     }
     // Preconditions are no assertions: they hold in optimised runs, too.
     let refused = file("spmd/test_bad_input.py");
     let bad = ["-O", &runner, "2", "-q", &refused];
-    add(&mut o, &pytest(root, &path, &bad));
+    o.add(&pytest(root, &path, &bad));
     let jobs = file("jobs");
     let jobs = ["-m", "pytest", "-q", "-p", "no:cacheprovider", &jobs];
-    add(&mut o, &pytest(root, &path, &jobs));
+    o.add(&pytest(root, &path, &jobs));
     let alone = [&ours, &tools].map(|p| p.display().to_string()).join(":");
-    add(&mut o, &emulated(root, &alone));
+    o.add(&emulated(root, &alone));
     // All that is compared is imported, so both frameworks are there.
     let types = site(root, &mut o, "python-types", "mypy", &TYPES);
     if let Some(types) = types.zip(site(root, &mut o, "python-jax", "jax", &JAX)) {
         let path = format!("{path}:{}:{}", types.0.display(), types.1.display());
-        add(&mut o, &one(stubtest(root, &path)));
+        o.add(&one(stubtest(root, &path)));
     }
     for name in ["tp_block", "moe", "attention"] {
-        add(&mut o, &one(example(root, &path, name)));
+        o.add(&one(example(root, &path, name)));
     }
     if let Some(site) = site(root, &mut o, "python-jax", "jax", &JAX) {
         // Without torch: JAX must need nothing of it.
         let path = [&ours, &site, &tools].map(|p| p.display().to_string()).join(":");
-        add(&mut o, &jax(root, &path));
+        o.add(&jax(root, &path));
     }
     o
 }
@@ -271,7 +274,7 @@ mod tests {
             let o = counted(text, ok);
             (o.passed, o.failed)
         };
-        assert_eq!(counted("3 passed, 2 skipped in 0.1s", true).skipped, 2);
+        assert_eq!(counted("3 passed, 2 skipped in 0.1s", true).skipped.total(), 2);
         assert_eq!(
             all("51 passed, 1 skipped, 14 warnings in 7.13s\n3 passed in 0.1s", true),
             (54, 0)

@@ -4,45 +4,50 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::outcome::{NOT_INSTALLED, Outcome};
+use crate::suites::{self, Extent};
+
 struct Stage {
     name: &'static str,
-    run: fn(&Path) -> Outcome,
+    run: fn(&Path, Extent) -> Outcome,
+    /// Whether `--fast` runs it.
+    fast: bool,
 }
 
-/// What a stage did: how many checks passed and failed, and bytes downloaded.
-#[derive(Default)]
-pub struct Outcome {
-    pub passed: usize,
-    pub failed: usize,
-    pub skipped: usize,
-    pub downloaded: u64,
+const fn stage(name: &'static str, run: fn(&Path, Extent) -> Outcome) -> Stage {
+    Stage { name, run, fast: false }
+}
+
+const fn fast(name: &'static str, run: fn(&Path, Extent) -> Outcome) -> Stage {
+    Stage { name, run, fast: true }
 }
 
 static STAGES: [Stage; 16] = [
-    Stage { name: "tidy", run: tidy },
-    Stage { name: "acceptance", run: acceptance },
-    Stage { name: "build", run: build },
-    Stage { name: "api", run: api },
-    Stage { name: "spelling", run: spelling },
-    Stage { name: "dependencies", run: dependencies },
-    Stage { name: "kernels", run: kernels },
-    Stage { name: "unit", run: unit },
-    Stage { name: "libraries", run: crate::libraries::run },
-    Stage { name: "doc", run: doc },
-    Stage { name: "examples", run: examples },
-    Stage { name: "verify", run: verify },
-    Stage { name: "train", run: train },
-    Stage { name: "launchers", run: launchers },
-    Stage { name: "torchrun", run: torchrun },
-    Stage { name: "python", run: crate::python::run },
+    fast("tidy", |root, _| from_problems(&crate::tidy::check(root))),
+    fast("acceptance", |root, _| from_problems(&crate::acceptance::check(root))),
+    stage("build", |root, _| build(root)),
+    stage("api", |root, _| api(root)),
+    fast("spelling", |root, _| spelling(root)),
+    stage("dependencies", |root, _| dependencies(root)),
+    stage("kernels", |root, _| kernels(root)),
+    fast("unit", suites::run_all),
+    stage("libraries", |root, _| crate::libraries::run(root)),
+    stage("doc", |root, _| suites::run_docs(root)),
+    stage("examples", |root, _| examples(root)),
+    stage("verify", |root, _| verify(root)),
+    stage("train", |root, _| train(root)),
+    stage("launchers", |root, _| launchers(root)),
+    stage("torchrun", |root, _| torchrun(root)),
+    stage("python", |root, _| crate::python::run(root)),
 ];
 
 /// The stages whose name contains `only`, if it is given.
 ///
 /// # Errors
 /// Where there is none: what did not run has not passed.
-fn wanted(only: Option<&str>) -> Result<Vec<&'static Stage>, String> {
-    let list: Vec<_> = STAGES.iter().filter(|s| only.is_none_or(|o| s.name.contains(o))).collect();
+fn wanted(only: Option<&str>, extent: Extent) -> Result<Vec<&'static Stage>, String> {
+    let among = STAGES.iter().filter(|s| s.fast || extent != Extent::Fast);
+    let list: Vec<_> = among.filter(|s| only.is_none_or(|o| s.name.contains(o))).collect();
     if list.is_empty() {
         let names = STAGES.each_ref().map(|s| s.name).join(", ");
         return Err(format!(
@@ -54,8 +59,8 @@ fn wanted(only: Option<&str>) -> Result<Vec<&'static Stage>, String> {
 }
 
 /// Runs the stages; the last line is what CI reads.
-pub fn run(root: &Path, only: Option<&str>, list: bool) -> ExitCode {
-    let stages = match wanted(only) {
+pub fn run(root: &Path, only: Option<&str>, list: bool, extent: Extent) -> ExitCode {
+    let stages = match wanted(only, extent) {
         Ok(stages) => stages,
         Err(why) => {
             println!("{why}\n0 passed, 1 failed, 0 skipped");
@@ -70,33 +75,31 @@ pub fn run(root: &Path, only: Option<&str>, list: bool) -> ExitCode {
         }
         println!("==> {}", s.name);
         let start = Instant::now();
-        let o = (s.run)(root);
+        let mut o = (s.run)(root, extent);
+        for why in o.skipped.too_many() {
+            println!("{why}");
+            o.failed += 1;
+        }
         println!(
             "<== {}: {} passed, {} failed, {} skipped, {:.1} s, {:.1} MB fetched (size on disk)",
             s.name,
             o.passed,
             o.failed,
-            o.skipped,
+            o.skipped.total(),
             start.elapsed().as_secs_f64(),
             o.downloaded as f64 / 1e6
         );
-        total.passed += o.passed;
-        total.failed += o.failed;
-        total.skipped += o.skipped;
+        total.add(&o);
     }
     if list {
         return ExitCode::SUCCESS;
     }
-    if total.skipped > MAX_SKIPPED {
-        println!("{} skipped, the most is {MAX_SKIPPED}", total.skipped);
-        total.failed += 1;
+    if total.skipped.total() > 0 {
+        println!("skipped: {}", total.skipped.text());
     }
-    println!("{} passed, {} failed, {} skipped", total.passed, total.failed, total.skipped);
+    println!("{} passed, {} failed, {} skipped", total.passed, total.failed, total.skipped.total());
     ExitCode::from(u8::from(total.failed > 0))
 }
-
-/// Two helpers that other tests start, and what cannot be installed here.
-const MAX_SKIPPED: usize = 5;
 
 fn from_problems(problems: &[String]) -> Outcome {
     problems.iter().for_each(|p| println!("{p}"));
@@ -105,14 +108,6 @@ fn from_problems(problems: &[String]) -> Outcome {
         failed: problems.len(),
         ..Outcome::default()
     }
-}
-
-fn tidy(root: &Path) -> Outcome {
-    from_problems(&crate::tidy::check(root))
-}
-
-fn acceptance(root: &Path) -> Outcome {
-    from_problems(&crate::acceptance::check(root))
 }
 
 /// Runs a command with the multicast-off variables, inheriting output. Ends it after `limit`.
@@ -154,7 +149,7 @@ pub fn one(ok: bool) -> Outcome {
     Outcome { passed: usize::from(ok), failed: usize::from(!ok), ..Outcome::default() }
 }
 
-fn cargo() -> String {
+pub fn cargo() -> String {
     std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned())
 }
 
@@ -167,67 +162,12 @@ fn build(root: &Path) -> Outcome {
     ))
 }
 
-/// Runs `cargo test` and adds up its result lines.
-pub fn cargo_test(root: &Path, args: &[&str], vars: &[(&str, &str)]) -> Outcome {
-    println!("$ cargo test {}", args.join(" "));
-    let out = Command::new(cargo())
-        .arg("test")
-        .args(args)
-        .current_dir(root)
-        .envs(OFF)
-        .envs(vars.iter().copied())
-        .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
-        .output();
-    let Ok(out) = out else { return one(false) };
-    let text = String::from_utf8_lossy(&out.stdout);
-    let mut o = Outcome::default();
-    let mut why = false;
-    for line in text.lines() {
-        let panicked = line.contains("panicked at");
-        if why || panicked || line.ends_with("FAILED") || line.starts_with("---- ") {
-            println!("{line}");
-        }
-        // The line after it says what the panic said.
-        why = panicked;
-        let Some(rest) = line.strip_prefix("test result: ") else { continue };
-        let number = |what: &str| {
-            rest.split("; ")
-                .find_map(|p| p.strip_suffix(what))
-                .and_then(|p| p.rsplit(' ').next())
-                .and_then(|n| n.parse::<usize>().ok())
-                .unwrap_or(0)
-        };
-        o.passed += number(" passed");
-        o.failed += number(" failed");
-        o.skipped += number(" ignored");
-    }
-    if !out.status.success() && o.failed == 0 {
-        // A build that failed has no result line.
-        println!("{text}");
-        o.failed = 1;
-    }
-    o
-}
-
-fn unit(root: &Path) -> Outcome {
-    cargo_test(
-        root,
-        &["--workspace", "--lib", "--bins", "--tests", "--examples", "--no-fail-fast"],
-        &[],
-    )
-}
-
-fn doc(root: &Path) -> Outcome {
-    cargo_test(root, &["--workspace", "--doc", "--no-fail-fast"], &[])
-}
-
 fn api(root: &Path) -> Outcome {
     match crate::api::check(root, false) {
         crate::api::Verdict::Problems(p) => from_problems(&p),
         crate::api::Verdict::Skipped(why) => {
             println!("{why}: skipped");
-            Outcome { skipped: 1, ..Outcome::default() }
+            Outcome::skip(NOT_INSTALLED)
         }
     }
 }
@@ -240,7 +180,7 @@ pub fn wheel(root: &Path, o: &mut Outcome, spec: &str) -> Option<PathBuf> {
         let args = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", &dir, spec];
         if !exec(root, "python3", &args, Duration::from_secs(300)) {
             println!("{spec} cannot be installed here: skipped");
-            o.skipped += 1;
+            o.skipped.add(NOT_INSTALLED, 1);
             return None;
         }
         o.downloaded += size_of(&site);
@@ -254,7 +194,7 @@ fn spelling(root: &Path) -> Outcome {
     let mut o = Outcome::default();
     if let Some(program) = wheel(root, &mut o, "typos==1.52.0") {
         let program = program.display().to_string();
-        add(&mut o, &one(exec(root, &program, &["--format", "brief"], Duration::from_secs(60))));
+        o.add(&one(exec(root, &program, &["--format", "brief"], Duration::from_secs(60))));
     }
     o
 }
@@ -273,7 +213,7 @@ fn dependencies(root: &Path) -> Outcome {
         let args = [&["install", "--quiet"][..], &fast, &which].concat();
         if !exec(root, &cargo(), &args, Duration::from_secs(900)) {
             println!("cargo-deny cannot be installed here: skipped");
-            o.skipped += 1;
+            o.skipped.add(NOT_INSTALLED, 1);
             return o;
         }
         o.downloaded += size_of(&place);
@@ -284,7 +224,7 @@ fn dependencies(root: &Path) -> Outcome {
     }
     let program = program.display().to_string();
     let args = ["--offline", "--log-level", "error", "check", "bans", "licenses", "sources"];
-    add(&mut o, &one(exec(root, &program, &args, Duration::from_secs(60))));
+    o.add(&one(exec(root, &program, &args, Duration::from_secs(60))));
     o
 }
 
@@ -337,7 +277,7 @@ fn kernels(root: &Path) -> Outcome {
     let listed = ARCHS.map(|arch| text(&["kernels", "list", "--json", "--arch", arch]).1).concat();
     let problems = kernel_problems(ended_well, &listed, &rows);
     println!("{} kernels of {} units", rows.lines().count(), listed.lines().count());
-    add(&mut o, &from_problems(&problems));
+    o.add(&from_problems(&problems));
     o
 }
 
@@ -385,16 +325,9 @@ fn examples(root: &Path) -> Outcome {
     let mut o = Outcome::default();
     for name in ["ag_gemm", "expert_layer", "survive"] {
         let args = ["run", "--release", "--quiet", "--package", "tilewire", "--example", name];
-        add(&mut o, &one(exec(root, &cargo(), &args, Duration::from_secs(900))));
+        o.add(&one(exec(root, &cargo(), &args, Duration::from_secs(900))));
     }
     o
-}
-
-pub fn add(o: &mut Outcome, other: &Outcome) {
-    o.passed += other.passed;
-    o.failed += other.failed;
-    o.skipped += other.skipped;
-    o.downloaded += other.downloaded;
 }
 
 /// The README's first command: it must end in time, and the loss must fall.
@@ -458,11 +391,11 @@ fn launchers(root: &Path) -> Outcome {
         let program = there().or_else(|| install_apt(package).then(there).flatten());
         let Some(program) = program else {
             println!("{} is not here and cannot be installed: skipped", names[0]);
-            o.skipped += 1;
+            o.skipped.add(NOT_INSTALLED, 1);
             continue;
         };
         let args = [flags, &["-n", "4", &bin, "verify", "--quiet"]].concat();
-        add(&mut o, &one(exec(root, program, &args, limit)));
+        o.add(&one(exec(root, program, &args, limit)));
     }
     o
 }
@@ -498,7 +431,7 @@ fn torchrun(root: &Path) -> Outcome {
     let dir = site.display().to_string();
     let args =
         ["-c", script, &dir, "--nproc-per-node", "4", "--no-python", &bin, "verify", "--quiet"];
-    add(&mut o, &one(exec(root, "python3", &args, Duration::from_secs(600))));
+    o.add(&one(exec(root, "python3", &args, Duration::from_secs(600))));
     o
 }
 
@@ -543,9 +476,9 @@ mod tests {
 
     #[test]
     fn a_name_that_no_stage_has_is_refused() {
-        assert_eq!(wanted(None).unwrap().len(), STAGES.len());
-        assert_eq!(wanted(Some("tid")).unwrap()[0].name, "tidy");
-        let e = wanted(Some("tydi")).err().unwrap();
+        assert_eq!(wanted(None, Extent::Usual).unwrap().len(), STAGES.len());
+        assert_eq!(wanted(Some("tid"), Extent::Usual).unwrap()[0].name, "tidy");
+        let e = wanted(Some("tydi"), Extent::Usual).err().unwrap();
         assert!(e.contains("tydi") && e.contains("tidy, acceptance"), "{e}");
     }
 

@@ -409,7 +409,7 @@ fn count(dir: &str) -> usize {
 
 /// Runs alone in its process: other tests open descriptors and threads at the same time.
 #[test]
-#[ignore = "run by no_leak_after_100_cycles"]
+#[ignore = "run by the test below"]
 fn leak_child() {
     let cycle = || {
         let world = links(3);

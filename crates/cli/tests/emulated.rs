@@ -13,6 +13,7 @@ use std::time::Instant;
 
 use driver::Driver;
 use serde_json::Value;
+use tilewire_testing::{Lack, did_not_run};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_tilewire");
 const MOVES: &str = "all_gather,reduce_scatter,all_reduce,all_to_all";
@@ -50,8 +51,7 @@ fn run(mut command: Command, name: &str) -> String {
 fn operations_are_right_on_emulated_devices() {
     let _one = ALL.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(driver) = Driver::emulated() else {
-        println!("did not run: it needs g++");
-        return;
+        return did_not_run(Lack::Compiler, "it needs g++");
     };
     let verify = ["verify", "--backend", "vmm", "--quiet", "--op"];
     for (ops, ranks, devices, sm, cases) in RUNS {
@@ -91,8 +91,7 @@ fn losses(driver: &Driver, devices: usize, grid: &str) -> Vec<f64> {
 fn a_model_learns_on_emulated_devices_as_on_the_host() {
     let _one = ALL.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(driver) = Driver::emulated() else {
-        println!("did not run: it needs g++");
-        return;
+        return did_not_run(Lack::Compiler, "it needs g++");
     };
     let host = losses(&driver, 0, "--backend host");
     assert!(host.len() == 3 && host[2] < host[0], "{host:?}");

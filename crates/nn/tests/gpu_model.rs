@@ -8,6 +8,7 @@ use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result};
 use tilewire_device::cuda::{CudaContext, device_count};
 use tilewire_nn::{AdamW, Data, Grid, Model, ModelCfg, Target, TrainCfg, Trainer, checkpoint};
 use tilewire_symm::{World, WorldCfg};
+use tilewire_testing::{Lack, did_not_run};
 
 fn small() -> ModelCfg {
     ModelCfg {
@@ -31,12 +32,12 @@ fn text() -> Data {
     Data::Text(line.iter().copied().cycle().take(4000).collect())
 }
 
-/// Number of GPUs; none where it is said why.
-#[expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
-fn gpus(test: &str) -> usize {
+/// Number of GPUs; where there is none, the test did not run.
+#[track_caller]
+fn gpus() -> usize {
     if let Err(e) = CudaContext::new(0) {
         assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
-        println!("{test} did not run: {e}");
+        did_not_run(Lack::Gpu, e);
         return 0;
     }
     device_count().unwrap() as usize
@@ -70,7 +71,7 @@ fn rms(v: impl Iterator<Item = f64>) -> f64 {
 /// size, and a step is a chain of some thirty of them; a token with a near tie may go elsewhere.
 #[test]
 fn gradients_are_those_of_the_host() {
-    if gpus("gradients_are_those_of_the_host") == 0 {
+    if gpus() == 0 {
         return;
     }
     let host = first_step(Target::default(), SOLO);
@@ -115,7 +116,7 @@ fn grids(num: usize) -> Vec<Grid> {
 /// The bits of a replayed step are those of a queued one, also at a rate that changes, and every rank reports one loss.
 #[test]
 fn a_replayed_step_is_the_queued_step_bit_for_bit() {
-    for grid in grids(gpus("a_replayed_step_is_the_queued_step_bit_for_bit")) {
+    for grid in grids(gpus()) {
         let lr = |i: usize| AdamW::default().lr / (1 + i / 3) as f64;
         let (graph, queued) = (curve(grid, true, 7, lr), curve(grid, false, 7, lr));
         assert_ne!(queued, losses(grid, false, 7), "the rate has no effect");
@@ -127,7 +128,7 @@ fn a_replayed_step_is_the_queued_step_bit_for_bit() {
 /// Several GPUs learn what one does, within the rounding of bf16.
 #[test]
 fn curves_of_n_gpus_are_that_of_one() {
-    let num = gpus("curves_of_n_gpus_are_that_of_one");
+    let num = gpus();
     if num == 0 {
         return;
     }
@@ -223,9 +224,9 @@ fn silent_in_training(grid: Grid, leaves: Leaves) {
 /// In the environment: the grids of so many ranks, of which there may be more than GPUs. Without it those of two.
 const RANKS: &str = "TW_GRID_RANKS";
 
-#[expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
-fn nobody_takes_the_step(test: &str, leaves: Leaves) {
-    let found = gpus(test);
+#[track_caller]
+fn nobody_takes_the_step(leaves: Leaves) {
+    let found = gpus();
     let asked = std::env::var(RANKS).ok().map(|n| n.parse::<usize>().unwrap());
     let num = if found == 0 { 0 } else { asked.unwrap_or(found.min(2)) };
     // Contexts take their time: kept from here on.
@@ -233,7 +234,7 @@ fn nobody_takes_the_step(test: &str, leaves: Leaves) {
         (0..num.min(found)).map(|i| CudaContext::new(i as u32).unwrap()).collect::<Vec<_>>();
     let grids: Vec<_> = grids(num).into_iter().filter(|g| g.size() == num && num > 1).collect();
     if grids.is_empty() {
-        println!("{test} did not run: no grid of {num} ranks");
+        return did_not_run(Lack::Gpus, format!("no grid of {num} ranks"));
     }
     for grid in grids {
         // What is compiled and loaded is there then: two seconds are for waits.
@@ -244,14 +245,10 @@ fn nobody_takes_the_step(test: &str, leaves: Leaves) {
 
 #[test]
 fn no_step_is_taken_with_a_rank_that_is_silent_before_it() {
-    nobody_takes_the_step(
-        "no_step_is_taken_with_a_rank_that_is_silent_before_it",
-        Leaves::BeforeIt,
-    );
+    nobody_takes_the_step(Leaves::BeforeIt);
 }
 
 #[test]
 fn no_step_is_taken_with_a_rank_that_is_silent_behind_its_backward_pass() {
-    let test = "no_step_is_taken_with_a_rank_that_is_silent_behind_its_backward_pass";
-    nobody_takes_the_step(test, Leaves::BehindBackward);
+    nobody_takes_the_step(Leaves::BehindBackward);
 }

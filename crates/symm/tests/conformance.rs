@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use tilewire_core::{BackendKind, Error, ErrorKind, Rank, Result, Shape};
 use tilewire_device::{Pending, Tensor};
 use tilewire_symm::*;
+use tilewire_testing::{Lack, did_not_run};
 
 mod cases;
 
@@ -174,37 +175,53 @@ fn tampered_signals(world: World) -> Result<()> {
     Ok(())
 }
 
-fn threads(n: usize, case: fn(World) -> Result<()>) {
+/// What a case lacked, and in words.
+type Lacks = (Lack, String);
+
+type Case = fn(World) -> Result<()>;
+
+fn threads(n: usize, case: Case) -> Result<(), Lacks> {
     // Two seconds, as everywhere in tests; only the fault cases ever use them up.
     let cfg = WorldCfg::for_tests();
     let r: Result<Vec<()>> = World::run_threads(n, cfg, case);
     r.map_err(|e: Error| panic!("{e}")).ok();
+    Ok(())
 }
 
-/// Runs a case on GPUs; on a machine without them, says why not and passes. One case at a time:
-/// freeing memory waits for all work of a device, that of other cases' waits included.
-fn gpus(n: usize, case: fn(World) -> Result<()>) {
+/// Runs a case on GPUs, or says what lacks. One case at a time: freeing memory waits for all work of a
+/// device, that of other cases' waits included.
+fn gpus(n: usize, case: Case) -> Result<(), Lacks> {
     static DEVICES: Mutex<()> = Mutex::new(());
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     match tilewire_device::cuda::available() {
         // More ranks than devices would share them, which proves nothing about ordering.
         Ok(()) if tilewire_device::cuda::device_count().unwrap_or(0) < n as u32 => {
-            log::warn!("not run with {n} ranks: there are fewer devices");
+            Err((Lack::Gpus, format!("{n} ranks, and fewer devices")))
         }
         Ok(()) => threads(n, case),
-        Err(e) => assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}"),
+        Err(e) => {
+            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            Err((Lack::Gpu, e.to_string()))
+        }
     }
 }
 
-/// As [`gpus`], where NCCL can be opened; else says why not.
-#[expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
-fn gpus_with_nccl(n: usize, case: fn(World) -> Result<()>) {
-    match tilewire_device::cuda::NcclComm::library() {
-        Ok(_) => gpus(n, case),
-        Err(e) => {
-            assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
-            println!("did not run: {e}");
-        }
+/// As [`gpus`], where NCCL can be opened.
+fn gpus_with_nccl(n: usize, case: Case) -> Result<(), Lacks> {
+    if let Err(e) = tilewire_device::cuda::NcclComm::library() {
+        assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+        tilewire_device::cuda::available().map_err(|e| (Lack::Gpu, e.to_string()))?;
+        return Err((Lack::Nccl, e.to_string()));
+    }
+    gpus(n, case)
+}
+
+/// A case with several numbers of ranks: it ran if it ran with one of them.
+#[track_caller]
+fn with_each(ns: &[usize], run: fn(usize, Case) -> Result<(), Lacks>, case: Case) {
+    let lacks: Vec<Lacks> = ns.iter().filter_map(|&n| run(n, case).err()).collect();
+    if let Some((lack, why)) = lacks.first().filter(|_| lacks.len() == ns.len()) {
+        did_not_run(*lack, why);
     }
 }
 
@@ -219,17 +236,13 @@ macro_rules! conformance {
     (@generic $backend:ident, $run:path, $ns:tt, $($case:ident)+) => {
         $(#[test]
         fn $case() {
-            for n in $ns {
-                $run(n, super::cases::$case::<super::$backend>);
-            }
+            super::with_each(&$ns, $run, super::cases::$case::<super::$backend>);
         })+
     };
     (@case $run:path, $ns:tt, $($case:ident)*) => {
         $(#[test]
         fn $case() {
-            for n in $ns {
-                $run(n, super::$case);
-            }
+            super::with_each(&$ns, $run, super::$case);
         })*
     };
 }
@@ -242,10 +255,10 @@ conformance!(nccl_threads, Nccl, super::gpus_with_nccl, [2, 3, 4, 5, 8]; adopted
 fn a_world_of_one_does_everything_alone() {
     use cases::{barrier, get_after_signal, graph_replay, put_signal_wait};
     for case in [put_signal_wait::<Host>, get_after_signal::<Host>, barrier::<Host>] {
-        threads(1, case);
+        with_each(&[1], threads, case);
     }
     for case in [graph_replay::<Host>, teams] {
-        threads(1, case);
+        with_each(&[1], threads, case);
     }
 }
 
@@ -254,9 +267,9 @@ fn a_world_of_one_does_everything_alone() {
 fn vmm_alone() {
     use cases::{barrier, get_after_signal, graph_replay, put_signal_wait};
     for case in [put_signal_wait::<Vmm>, get_after_signal::<Vmm>, barrier::<Vmm>] {
-        gpus(1, case);
+        with_each(&[1], gpus, case);
     }
-    gpus(1, graph_replay::<Vmm>);
+    with_each(&[1], gpus, graph_replay::<Vmm>);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
 use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
+use tilewire_testing::{Lack, did_not_run};
 
 use super::current::Current;
 use super::error::check;
@@ -25,6 +26,7 @@ fn spec(arch: &str) -> KernelSpec {
 }
 
 /// Device 0; none where there is no CUDA.
+#[track_caller]
 pub(super) fn device() -> Option<CudaContext> {
     match CudaContext::new(0) {
         Ok(ctx) => {
@@ -33,25 +35,25 @@ pub(super) fn device() -> Option<CudaContext> {
         }
         Err(e) => {
             assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
+            did_not_run(Lack::Gpu, e);
             None
         }
     }
 }
 
 /// The kernels, on a device that has their instructions and where there is a compiler.
+#[track_caller]
 fn module(ctx: &CudaContext) -> Option<CudaModule> {
     if ctx.sm().unwrap() < 90 {
-        println!(
-            "left out: clusters, tensor maps and early kernels are for sm_90 and newer, this is {}",
-            ctx.arch().unwrap()
-        );
+        let why = "clusters, tensor maps and early kernels are for sm_90 and newer, this is ";
+        did_not_run(Lack::Sm90, why.to_owned() + &ctx.arch().unwrap());
         return None;
     }
     match ctx.module(&spec(&ctx.arch().unwrap())) {
         Ok(m) => Some(m),
         Err(e) => {
             assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
-            println!("kernels did not run: {e}");
+            did_not_run(Lack::Nvrtc, e);
             None
         }
     }
@@ -71,7 +73,7 @@ fn the_kernels_of_these_tests_compile() {
             }
             Err(e) => {
                 assert!(e.is_unavailable(), "{e}");
-                println!("compilation did not run: {e}");
+                return did_not_run(Lack::Nvrtc, e);
             }
         }
     }

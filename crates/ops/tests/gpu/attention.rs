@@ -273,7 +273,7 @@ fn base(seq: usize, d: usize, dtype: DType, mask: AttnMask) -> AttentionDesc {
 
 #[test]
 fn attention_of_masks_lengths_and_dimensions() {
-    let Some(g) = gpu("attention_of_masks_lengths_and_dimensions") else { return };
+    let Some(g) = gpu() else { return };
     for dtype in WIDE {
         for (seq, d) in [(1, 64), (63, 64), (65, 128), (200, 128), (130, 256), (77, 40), (50, 33)] {
             run(&g, &base(seq, d, dtype, AttnMask::CAUSAL));
@@ -287,7 +287,7 @@ fn attention_of_masks_lengths_and_dimensions() {
 
 #[test]
 fn attention_of_packed_rows_with_extras() {
-    let Some(g) = gpu("attention_of_packed_rows_with_extras") else { return };
+    let Some(g) = gpu() else { return };
     let cu = |x: &[usize]| x.to_vec();
     let (q, room_q) = (cu(&[0, 70, 70, 203, 210]), cu(&[0, 72, 72, 205, 220]));
     let (kv, room_kv) = (cu(&[0, 90, 100, 233, 233]), cu(&[0, 90, 104, 240, 240]));
@@ -312,7 +312,7 @@ fn attention_of_packed_rows_with_extras() {
 
 #[test]
 fn attention_of_fp8() {
-    let Some(g) = gpu("attention_of_fp8") else { return };
+    let Some(g) = gpu() else { return };
     let t = DType::F8E4M3;
     for (seq, d) in [(1, 64), (65, 128), (50, 33), (40, 256)] {
         run(&g, &base(seq, d, t, AttnMask::CAUSAL));
@@ -328,7 +328,7 @@ fn attention_of_fp8() {
 
 #[test]
 fn attention_replays_with_changed_inputs_and_the_same_bits() {
-    let Some(g) = gpu("attention_replays_with_changed_inputs_and_the_same_bits") else { return };
+    let Some(g) = gpu() else { return };
     for dtype in WIDE.into_iter().chain([DType::F8E4M3]) {
         let d = base(190, 128, dtype, AttnMask::CAUSAL);
         let x = Data::new(&d, &mut Rng::new(3));
@@ -346,7 +346,7 @@ fn attention_replays_with_changed_inputs_and_the_same_bits() {
 
 #[test]
 fn attention_refuses_what_it_cannot_do() {
-    let Some(g) = gpu("attention_refuses_what_it_cannot_do") else { return };
+    let Some(g) = gpu() else { return };
     for (d, dtype) in [(264, DType::F8E4M3), (264, DType::BF16)] {
         let plan = AttentionPlan::new(base(8, d, dtype, AttnMask::FULL), None).unwrap();
         let e = plan.prepare(&g.stream).unwrap_err();

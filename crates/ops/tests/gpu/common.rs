@@ -5,6 +5,7 @@ use tilewire_core::{DType, Rng, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_oracle::Mat;
+use tilewire_testing::{Lack, did_not_run};
 
 use crate::calls;
 
@@ -17,8 +18,8 @@ pub struct Gpu {
 }
 
 /// Device 0, or none: then it is said why, and what to do.
-#[expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
-pub fn gpu(test: &str) -> Option<Gpu> {
+#[track_caller]
+pub fn gpu() -> Option<Gpu> {
     match CudaContext::new(0) {
         Ok(ctx) => {
             let stream = Stream::on(&ctx).unwrap();
@@ -26,7 +27,7 @@ pub fn gpu(test: &str) -> Option<Gpu> {
         }
         Err(e) => {
             assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
-            println!("{test} did not run: {e}");
+            did_not_run(Lack::Gpu, e);
             None
         }
     }

@@ -3,6 +3,8 @@
 
 use std::sync::PoisonError;
 
+use tilewire_testing::{Lack, WORDS, did_not_run};
+
 use crate::DEVICES;
 use crate::driver::Driver;
 
@@ -27,8 +29,7 @@ const RUNS: [(&str, usize, &str); 14] = [
 #[test]
 fn operations_of_a_team_run_on_emulated_devices() {
     let Some(driver) = Driver::emulated() else {
-        println!("did not run: it needs g++");
-        return;
+        return did_not_run(Lack::Compiler, "it needs g++");
     };
     // Deadlines are short: nothing else of this binary beside them.
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -44,7 +45,7 @@ fn operations_of_a_team_run_on_emulated_devices() {
             (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
         let good = out.status.success()
             && said.contains("test result: ok. 1 passed")
-            && !said.contains("did not run");
+            && !told.contains(WORDS);
         assert!(good, "{test} {ops}, {devices} devices: {:?}\n{said}\n{told}", out.status);
         println!("{test} {ops}: {:.1} s", begun.elapsed().as_secs_f64());
     }

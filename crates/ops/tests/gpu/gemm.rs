@@ -9,6 +9,7 @@ use tilewire_ops::gemm::{
 use tilewire_oracle::gemm as oracle;
 use tilewire_oracle::quant::{QuantSpec, dequantize, quantize};
 use tilewire_oracle::{Mat, matmul, matmul_abs};
+use tilewire_testing::{Lack, did_not_run};
 
 use crate::common::{Gpu, Out, WIDE, gpu, random, refill};
 
@@ -164,7 +165,7 @@ fn plan_by(g: &Gpu, desc: GemmDesc, backend: GemmBackend) -> GemmPlan {
 }
 
 fn every_shape(dtype: DType) {
-    let Some(g) = gpu("gemm") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(1);
     let epilogues = [
         Epilogue::NONE,
@@ -220,6 +221,7 @@ fn with_cublaslt(g: &Gpu) -> Option<()> {
         Err(e) => {
             assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
             assert!(auto.contains("portable kernel, because"), "{auto}");
+            did_not_run(Lack::CublasLt, e);
             None
         }
     }
@@ -229,7 +231,7 @@ fn with_cublaslt(g: &Gpu) -> Option<()> {
 /// rows and with fewer.
 #[test]
 fn products_by_cublaslt() {
-    let Some(g) = gpu("gemm") else { return };
+    let Some(g) = gpu() else { return };
     let Some(()) = with_cublaslt(&g) else { return };
     let mut rng = Rng::new(21);
     let with = |bias, accumulate| Epilogue { bias, accumulate, ..Epilogue::NONE };
@@ -267,7 +269,7 @@ fn products_by_cublaslt() {
 /// library alone: at prepare where the description says it, else at launch.
 #[test]
 fn what_cublaslt_does_not_take() {
-    let Some(g) = gpu("gemm") else { return };
+    let Some(g) = gpu() else { return };
     let Some(()) = with_cublaslt(&g) else { return };
     let mut rng = Rng::new(22);
     let odd = GemmDesc::nt(40, 30, 33, DType::BF16);
@@ -303,7 +305,7 @@ fn what_cublaslt_does_not_take() {
 /// whatever streams; each launch gives the same bits.
 #[test]
 fn cublaslt_gives_the_same_bits_on_two_streams() {
-    let Some(g) = gpu("gemm") else { return };
+    let Some(g) = gpu() else { return };
     let Some(()) = with_cublaslt(&g) else { return };
     let mut rng = Rng::new(23);
     let Device::Cuda(ctx) = &g.device else { return };
@@ -342,7 +344,7 @@ fn products_of_f16() {
 /// Small integers: every partial sum is exact, so every element is.
 #[test]
 fn integers_are_exact() {
-    let Some(g) = gpu("gemm") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(2);
     for dtype in WIDE {
         for (a_order, b_order) in ORDERS {
@@ -381,7 +383,7 @@ fn quantised(g: &Gpu, q: &QTensor, scales: bool) -> Operand {
 /// FP8 of both types with every layout of scales, in every order.
 #[test]
 fn products_of_fp8() {
-    let Some(g) = gpu("gemm") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(18);
     let (m, n, k) = (70, 140, 150);
     let layouts = [
@@ -436,7 +438,7 @@ fn products_of_fp8() {
 
 #[test]
 fn replays_are_as_eager() {
-    let Some(g) = gpu("gemm") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(3);
     let descs = [
         GemmDesc::nt(200, 130, 70, DType::F32),
@@ -490,7 +492,7 @@ fn replays_are_as_eager() {
 /// What no kernel does is refused at prepare; what lies elsewhere, at launch: both with a hint.
 #[test]
 fn what_cannot_run_is_said() {
-    let Some(g) = gpu("gemm") else { return };
+    let Some(g) = gpu() else { return };
     let bad = GemmDesc { out: DType::F8E4M3, ..GemmDesc::nt(8, 8, 8, DType::BF16) };
     let bad = GemmPlan::new(bad).unwrap();
     let e = bad.prepare(&g.stream).unwrap_err();

@@ -286,7 +286,7 @@ fn plan(g: &Gpu, d: GroupedDesc) -> GroupedGemmPlan {
 }
 
 fn every_case(dtype: DType) {
-    let Some(g) = gpu("grouped_gemm") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(13);
     // Results are never FP8.
     let wide = if dtype.is_fp8() { DType::BF16 } else { dtype };
@@ -335,7 +335,7 @@ fn passes_of_fp8() {
 /// Splits that cannot be used: nothing is written, and the status stays until it is cleared.
 #[test]
 fn bad_splits_write_nothing() {
-    let Some(g) = gpu("grouped_gemm") else { return };
+    let Some(g) = gpu() else { return };
     let d = GroupedDesc { zero_tail: true, ..GroupedDesc::new(3, 100, 40, 24, DType::BF16) };
     let (p, plan) =
         (Problem::new(&g, &mut Rng::new(14), d, &[40, 0, 50], Form::default()), plan(&g, d));
@@ -367,7 +367,7 @@ fn bad_splits_write_nothing() {
 
 #[test]
 fn replays_follow_the_splits() {
-    let Some(g) = gpu("grouped_gemm") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(15);
     let d = GroupedDesc {
         activation: Activation::SwiGlu,
@@ -403,7 +403,7 @@ fn replays(g: &Gpu, rng: &mut Rng, p: &Problem, plan: &GroupedGemmPlan) {
 
 #[test]
 fn what_cannot_run_is_said() {
-    let Some(g) = gpu("grouped_gemm") else { return };
+    let Some(g) = gpu() else { return };
     let bad = GroupedGemmPlan::new(GroupedDesc {
         out: DType::F8E4M3,
         ..GroupedDesc::new(2, 8, 8, 8, DType::BF16)
@@ -427,7 +427,7 @@ fn what_cannot_run_is_said() {
 /// A launch cannot read them then; the capture goes on, and is what it was before.
 #[test]
 fn splits_of_the_host_are_refused_under_capture() {
-    let Some(g) = gpu("grouped_gemm") else { return };
+    let Some(g) = gpu() else { return };
     let d = GroupedDesc::new(2, 8, 8, 8, DType::BF16);
     let (p, plan) = (Problem::new(&g, &mut Rng::new(18), d, &[3, 2], Form::default()), plan(&g, d));
     g.stream.begin_capture().unwrap();
@@ -448,7 +448,7 @@ fn splits_of_the_host_are_refused_under_capture() {
 /// Pages of the host that stay in place are taken by heaps only: neither `prepare` nor a launch does.
 #[test]
 fn no_memory_of_the_host_is_pinned() {
-    let Some(g) = gpu("grouped_gemm") else { return };
+    let Some(g) = gpu() else { return };
     let d = GroupedDesc::new(2, 8, 8, 8, DType::BF16);
     let p = Problem::new(&g, &mut Rng::new(19), d, &[3, 2], Form::default());
     let seen = calls::of(|| {

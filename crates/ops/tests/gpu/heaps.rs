@@ -1,6 +1,5 @@
 //! Heaps on devices: left in any order, two backends in one process, sizes around a page of the device's memory, and
 //! rows that stay where a dispatch has put them until they are combined.
-#![expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -12,17 +11,8 @@ use tilewire_ops::ep::{EpDesc, EpDispatch, EpPlan};
 use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedFprop, GroupedGemmPlan, Splits};
 use tilewire_symm::{Heap, HeapCfg, OneSided, VmmOneSided, World, WorldCfg};
 
-use crate::team_ops::{asked, by_nccl, by_puts, heap, ranks};
+use crate::team_ops::{asked, by_puts, heap, ranks, ranks_with_nccl};
 use crate::{DEVICES, all_poison, begins, computes_again, told};
-
-/// As many ranks as there are devices for them, or a line that says why not.
-fn ready(what: &str) -> Option<usize> {
-    let n = ranks();
-    if n.is_none() {
-        println!("{what} did not run: it needs two devices");
-    }
-    n
-}
 
 fn cfg() -> WorldCfg {
     WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() }
@@ -31,7 +21,7 @@ fn cfg() -> WorldCfg {
 /// Tensors over a buffer's parts show what each rank has written, also once the buffer's other handles are gone.
 #[test]
 fn tensors_over_symmetric_memory_are_that_memory() {
-    let Some(n) = ready("tensors over symmetric memory") else { return };
+    let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     World::run_threads(n, cfg(), |world| {
         let heap = world.everyone("tensors")?.heap(BackendKind::Vmm, HeapCfg::new(4 << 20))?;
@@ -70,7 +60,7 @@ fn foreign(ctx: &CudaContext) -> Result<VmmRange> {
 /// owner has it; its owner may let go of it.
 #[test]
 fn memory_of_others_becomes_symmetric() {
-    let Some(n) = ready("memory of others") else { return };
+    let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     World::run_threads(n, cfg(), |world| {
         let cfg = HeapCfg { reserve_bytes: Some(64 << 20), ..HeapCfg::new(4 << 20) };
@@ -122,7 +112,7 @@ fn memory_of_others_becomes_symmetric() {
 fn devices_are_left_in_any_order() {
     const ORDERS: [[usize; 3]; 6] =
         [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
-    let Some(n) = ready("orders of leaving") else { return };
+    let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     World::run_threads(n, cfg(), |world| {
         let outer = world.everyone("outer")?;
@@ -160,10 +150,7 @@ fn devices_are_left_in_any_order() {
 /// Whichever is there first: both compute, beside each other, the same bits.
 #[test]
 fn two_backends_in_one_process_in_both_orders() {
-    let Some(n) = ranks().filter(|_| !by_nccl().is_empty()) else {
-        println!("two backends did not run: they want two devices and NCCL");
-        return;
-    };
+    let Some(n) = ranks_with_nccl() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     for order in [[BackendKind::Vmm, BackendKind::Nccl], [BackendKind::Nccl, BackendKind::Vmm]] {
         World::run_threads(n, cfg(), |world| {
@@ -206,7 +193,7 @@ fn two_backends_in_one_process_in_both_orders() {
 #[test]
 fn sizes_around_a_page_of_the_device_arrive_whole() {
     const PAGE: usize = 2 << 20;
-    let Some(n) = ready("sizes around a page") else { return };
+    let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     World::run_threads(n, cfg(), |world| {
         for len in [PAGE - 1, PAGE, PAGE + 1] {
@@ -260,7 +247,7 @@ fn sizes_around_a_page_of_the_device_arrive_whole() {
 #[test]
 fn a_zero_copy_dispatch_feeds_a_grouped_product() {
     const HIDDEN: usize = 64;
-    let Some(n) = ready("zero copy into a product") else { return };
+    let Some(n) = ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     World::run_threads(n, cfg(), |world| {
         let mut seen = Vec::new();

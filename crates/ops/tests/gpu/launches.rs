@@ -1,7 +1,7 @@
 //! The launch of an operation neither allocates nor loads code nor waits for the device: what it asks of the
 //! driver is counted by the preloaded library of the GPU bundle. Operations of one rank are counted
 //! by their own tests, with every replay.
-#![expect(clippy::print_stdout, reason = "that a test did not run must be seen")]
+#![expect(clippy::print_stdout, reason = "what was counted must be seen")]
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
@@ -11,23 +11,14 @@ use tilewire_core::{DType, Result, Shape};
 use tilewire_device::cuda::{CudaContext, CudaStream};
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_symm::{World, WorldCfg};
+use tilewire_testing::{Lack, did_not_run};
 
-use crate::team_ops::{M, Op, asked, by_nccl, by_puts, heap, ranks, waiting};
+use crate::team_ops::{M, Op, asked, by_nccl, by_puts, heap, ranks_watched, waiting};
 use crate::{DEVICES, begins, calls};
-
-/// The devices have to be there, and the library.
-fn ready() -> Option<usize> {
-    let n = ranks();
-    if n.is_none() || std::env::var_os("TW_CALLS_DIR").is_none() {
-        println!("did not run: it needs two devices, and the library of the GPU bundle preloaded");
-        return None;
-    }
-    n
-}
 
 #[test]
 fn launches_neither_allocate_nor_wait() {
-    let Some(n) = ready() else { return };
+    let Some(n) = ranks_watched() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     let found = World::run_threads(n, cfg, |world| {
@@ -144,10 +135,10 @@ fn count(op: &Op, at: &str, stream: impl Fn() -> Result<Stream>) -> Result<Vec<C
 /// On the idle driver, which notes all of its calls.
 #[test]
 fn a_launch_and_its_wait_call_the_driver_rarely() {
-    let Some(n) = ready().filter(|_| std::env::var_os("TW_COUNTS").is_some()) else {
-        println!("did not run: it needs the idle driver");
-        return;
-    };
+    let Some(n) = ranks_watched() else { return };
+    if std::env::var_os("TW_COUNTS").is_none() {
+        return did_not_run(Lack::Watch, "it needs the idle driver, which notes all calls");
+    }
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     let found = World::run_threads(n, cfg, |world| {
         let mut found = Vec::new();

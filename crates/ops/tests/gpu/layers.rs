@@ -94,8 +94,9 @@ fn both<W: Work>(
     }
 }
 
-fn each(name: &str, test: impl Fn((&Gpu, DType, &Sizes), &mut Rng)) {
-    let Some(gpu) = gpu(name) else { return };
+#[track_caller]
+fn each(test: impl Fn((&Gpu, DType, &Sizes), &mut Rng)) {
+    let Some(gpu) = gpu() else { return };
     let mut rng = Rng::new(9);
     for dtype in [DType::F32, DType::BF16] {
         for s in &SIZES {
@@ -110,7 +111,7 @@ fn room(dtype: DType, rows: usize, cols: usize) -> Tensor {
 
 #[test]
 fn embedding_and_its_gradient() {
-    each("embedding_and_its_gradient", |at, rng| {
+    each(|at, rng| {
         let (_, t, s) = at;
         let tokens: Vec<u8> = (0..s.n).map(|_| (rng.below(7) * 37) as u8).collect();
         let tokens = Tensor::from_slice(&tokens, Shape::d1(s.n)).unwrap();
@@ -130,7 +131,7 @@ fn embedding_and_its_gradient() {
 
 #[test]
 fn norm_and_its_gradient() {
-    each("norm_and_its_gradient", |at, rng| {
+    each(|at, rng| {
         let (_, t, s) = at;
         let wide = |rng: &mut Rng| random(rng, DType::F32, s.n, s.d);
         let (x, y, w) = (wide(rng), random(rng, t, s.n, s.d), random(rng, t, 1, s.d));
@@ -162,7 +163,7 @@ fn norm_and_its_gradient() {
 
 #[test]
 fn heads_apart_and_joined() {
-    each("heads_apart_and_joined", |at, rng| {
+    each(|at, rng| {
         let (_, t, s) = at;
         let (heads, kv, dim) = (4, 2, if s.n > 500 { 128 } else { 16 });
         let width = (heads + 2 * kv) * dim;
@@ -189,7 +190,7 @@ fn heads_apart_and_joined() {
 
 #[test]
 fn router_and_its_gradient() {
-    each("router_and_its_gradient", |at, rng| {
+    each(|at, rng| {
         let (_, t, s) = at;
         let (e, k) = (s.experts, s.k);
         let mut values: Vec<f32> = (0..s.n * e).map(|_| 2.0 * rng.normal()).collect();
@@ -234,7 +235,7 @@ fn router_and_its_gradient() {
 
 #[test]
 fn loss_and_its_gradient() {
-    each("loss_and_its_gradient", |at, rng| {
+    each(|at, rng| {
         let (_, t, s) = at;
         for cols in [256, 27, 500] {
             let logits = random(rng, DType::F32, s.n, cols);
@@ -258,7 +259,7 @@ fn loss_and_its_gradient() {
 
 #[test]
 fn norm_of_gradients_and_optimizer() {
-    each("norm_of_gradients_and_optimizer", |at, rng| {
+    each(|at, rng| {
         let (_, t, s) = at;
         let wide = |rng: &mut Rng| random(rng, DType::F32, s.n, s.d);
         let parts = [wide(rng), random(rng, DType::F32, 1, 5), wide(rng)];
@@ -313,7 +314,7 @@ fn norm_of_gradients_and_optimizer() {
 
 #[test]
 fn first_values_are_those_of_the_host() {
-    each("first_values_are_those_of_the_host", |at, _| {
+    each(|at, _| {
         let (_, t, s) = at;
         for std in [0.0, 0.5] {
             both(at, "init", 1e-6, |put| {
@@ -337,7 +338,7 @@ fn first_values_are_those_of_the_host() {
 /// Captured once, replayed with other values: the bits of a launch.
 #[test]
 fn a_replayed_work_is_the_launched_work() {
-    let Some(gpu) = gpu("a_replayed_work_is_the_launched_work") else { return };
+    let Some(gpu) = gpu() else { return };
     let (mut rng, s) = (Rng::new(3), &SIZES[0]);
     let p = plan(&gpu.stream, DType::BF16, s);
     let on = |t: &Tensor| t.to(&gpu.device).unwrap();

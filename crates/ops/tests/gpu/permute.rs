@@ -211,7 +211,7 @@ const SIZES: [[usize; 5]; 8] = [
 ];
 
 fn every_size(dtype: DType) {
-    let Some(g) = gpu("permute") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(9);
     for (i, size) in SIZES.into_iter().enumerate() {
         for cut in [0, 11] {
@@ -247,7 +247,7 @@ fn rows_of_fp8_with_scales() {
 /// made from a map without a routing.
 #[test]
 fn a_bad_index_poisons() {
-    let Some(g) = gpu("permute") else { return };
+    let Some(g) = gpu() else { return };
     let d = desc(DType::BF16, [20, 10, 4, 2, 1], 0);
     let mut data = Data::new(&mut Rng::new(10), &d, 20, true);
     let mut idx = data.idx.to_vec::<i64>().unwrap();
@@ -276,7 +276,7 @@ fn a_bad_index_poisons() {
 
 #[test]
 fn replays_follow_the_routing() {
-    let Some(g) = gpu("permute") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(11);
     let d = desc(DType::BF16, [300, 72, 9, 4, 8], 500);
     let data = Data::new(&mut rng, &d, 290, true);
@@ -295,7 +295,7 @@ fn replays_follow_the_routing() {
 
 #[test]
 fn a_map_of_the_host_is_refused() {
-    let Some(g) = gpu("permute") else { return };
+    let Some(g) = gpu() else { return };
     let d = desc(DType::F32, [8, 4, 2, 1, 1], 0);
     let data = Data::new(&mut Rng::new(12), &d, 8, true);
     let plan = PermutePlan::new(d).unwrap();

@@ -22,7 +22,7 @@ fn prepared(stream: &Stream, cols: usize) -> LayersPlan {
 /// Rows of 8192 take 80 KiB of a block's shared memory, those of 5120 take 50: the kernel is the same.
 #[test]
 fn a_plan_goes_on_when_a_smaller_one_was_prepared() {
-    let Some(gpu) = gpu("a_plan_goes_on_when_a_smaller_one_was_prepared") else { return };
+    let Some(gpu) = gpu() else { return };
     let mut rng = Rng::new(31);
     let cols = 8192;
     let (x, dy) =
@@ -52,7 +52,7 @@ fn a_plan_goes_on_when_a_smaller_one_was_prepared() {
 /// A kernel that reads 16 bytes where none begin ends the context; so it is said before.
 #[test]
 fn tensors_that_begin_anywhere_are_refused_or_read() {
-    let Some(gpu) = gpu("tensors_that_begin_anywhere_are_refused_or_read") else { return };
+    let Some(gpu) = gpu() else { return };
     let Device::Cuda(ctx) = &gpu.device else { unreachable!("a GPU") };
     let mut rng = Rng::new(32);
     let plan = prepared(&gpu.stream, 64);

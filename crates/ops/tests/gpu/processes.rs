@@ -18,6 +18,7 @@ use tilewire_core::{BackendKind, Config, DType, Deadline, Error, ErrorKind, Rank
 use tilewire_device::cuda::{CudaContext, device_count};
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_symm::{Heap, HeapCfg, LiveTeam, World, WorldCfg};
+use tilewire_testing::{Lack, did_not_run};
 
 use crate::team_ops::{Make, Op, asked, by_puts, ranks_asked};
 use crate::{DEVICES, all_poison};
@@ -89,8 +90,9 @@ impl log::Log for Words {
 
 /// What a rank does; no test of its own.
 #[test]
+#[ignore = "run by the tests below"]
 fn role_of_a_process() {
-    let Ok(role) = std::env::var(ROLE) else { return };
+    let role = std::env::var(ROLE).unwrap();
     // A test that was ended leaves no ranks behind, one that is stopped among them.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL)).unwrap();
     let parent = std::os::unix::process::parent_id();
@@ -276,7 +278,7 @@ impl Job {
         let role = format!("{way}|{}|{}", dir.path().display(), list.join(","));
         let rank = |r: usize| {
             Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "processes::role_of_a_process", "--nocapture"])
+                .args(["--exact", "processes::role_of_a_process", "--ignored", "--nocapture"])
                 .env(ROLE, &role)
                 .env("TILEWIRE_RANK", format!("{r}/{num}@127.0.0.1:{port}"))
                 .env("TILEWIRE_SECRET", &secret)
@@ -351,16 +353,19 @@ impl Drop for Job {
 }
 
 /// As many ranks as leave a team when one is gone, or as the environment says; they share GPUs where there are fewer. None
-/// without a GPU.
+/// without a GPU: then the test did not run.
+#[track_caller]
 fn num_ranks() -> Option<usize> {
-    match device_count() {
-        Ok(0) => None,
-        Ok(n) => Some(ranks_asked().unwrap_or((n as usize).clamp(3, 4))),
+    let none = match device_count() {
+        Ok(0) => "there is no device".to_owned(),
+        Ok(n) => return Some(ranks_asked().unwrap_or((n as usize).clamp(3, 4))),
         Err(e) => {
             assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
-            None
+            e.to_string()
         }
-    }
+    };
+    did_not_run(Lack::Gpu, none);
+    None
 }
 
 fn check(what: &str, reports: &[Value]) {
@@ -381,10 +386,7 @@ fn is(v: &Value, kind: ErrorKind) -> bool {
 /// One set of processes for all operations: the victim goes on after each.
 #[test]
 fn a_stopped_process_is_named_by_every_operation() {
-    let Some(num) = num_ranks() else {
-        println!("did not run: it needs a device");
-        return;
-    };
+    let Some(num) = num_ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let cases: Vec<(usize, usize)> = asked(by_puts()).iter().map(|(i, _)| (*i, 0)).collect();
     let mut job = Job::start(num, "stop", &cases);
@@ -426,10 +428,7 @@ fn a_stopped_process_is_named_by_every_operation() {
 
 /// Each of [`KILLS`] that was asked for, in processes of its own: the others hear of the victim's end within `late`.
 fn end_in_each_way_of_waiting(way: &str, s: Option<Signal>, late: Duration) {
-    let Some(num) = num_ranks() else {
-        println!("did not run: it needs a device");
-        return;
-    };
+    let Some(num) = num_ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let wanted: Vec<usize> = asked(by_puts()).iter().map(|(i, _)| *i).collect();
     let cases: Vec<_> = KILLS.iter().filter(|c| wanted.contains(&c.0)).collect();

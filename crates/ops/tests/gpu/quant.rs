@@ -79,7 +79,7 @@ fn tensor(x: &Mat, dtype: DType) -> Tensor {
 }
 
 fn every_layout(src: DType) {
-    let Some(g) = gpu("quant") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(5);
     for dst in FP8 {
         for (i, layout) in LAYOUTS.into_iter().enumerate() {
@@ -149,7 +149,7 @@ fn codes_of_f16() {
 /// More elements than `tw_amax` has threads; rows that do not begin at a multiple of 16 bytes.
 #[test]
 fn a_large_tensor_and_one_that_is_not_aligned() {
-    let Some(g) = gpu("quant") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(6);
     let desc = QuantDesc::new(2100, 2049, DType::BF16, FP8[0], ScaleLayout::Tensor);
     let both = Both::new(&g, desc);
@@ -172,7 +172,7 @@ fn a_large_tensor_and_one_that_is_not_aligned() {
 
 #[test]
 fn replays_are_as_eager() {
-    let Some(g) = gpu("quant") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(7);
     for layout in LAYOUTS {
         let desc = QuantDesc {
@@ -198,7 +198,7 @@ fn replays_are_as_eager() {
 /// Quantised and back in one graph.
 #[test]
 fn replays_of_dequantisation_are_as_eager() {
-    let Some(g) = gpu("quant") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(17);
     for layout in LAYOUTS {
         let desc = QuantDesc::new(140, 200, DType::BF16, FP8[0], layout);
@@ -224,7 +224,7 @@ fn replays_of_dequantisation_are_as_eager() {
 /// The state lies on the device: a replay moves it on as a launch of the host plan does.
 #[test]
 fn replays_move_delayed_scaling_on() {
-    let Some(g) = gpu("quant") else { return };
+    let Some(g) = gpu() else { return };
     let mut rng = Rng::new(8);
     let scaling = Scaling::Delayed { window: 3, margin: 1 };
     let desc =
@@ -253,7 +253,7 @@ fn replays_move_delayed_scaling_on() {
 
 #[test]
 fn what_lies_elsewhere_is_refused() {
-    let Some(g) = gpu("quant") else { return };
+    let Some(g) = gpu() else { return };
     let desc = QuantDesc::new(4, 4, DType::F32, FP8[0], ScaleLayout::Tensor);
     let both = Both::new(&g, desc);
     let t = QuantInputs::new(&desc, &tensor(&Mat::zeros(4, 4), DType::F32)).unwrap();

@@ -20,6 +20,7 @@ use tilewire_ops::gemm_ar::{GemmArDesc, GemmArPlan};
 use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
 use tilewire_ops::quant::{QuantDesc, QuantInputs, QuantPlan, Scope, Sides};
 use tilewire_symm::{Heap, HeapCfg, World};
+use tilewire_testing::{Lack, did_not_run};
 
 use crate::lacking::prepared;
 
@@ -478,9 +479,6 @@ pub fn asked(ops: &[Make]) -> Vec<(usize, Make)> {
         first..=last
     });
     let found: Vec<_> = ops.iter().copied().enumerate().filter(|o| range.contains(&o.0)).collect();
-    if ops.is_empty() {
-        println!("did not run: it needs NCCL");
-    }
     assert!(!found.is_empty() || ops.is_empty(), "no operation in {range:?}");
     found
 }
@@ -544,20 +542,43 @@ pub fn by_nccl() -> &'static [Make] {
     }
 }
 
+/// As [`ranks`], on a machine with NCCL.
+#[track_caller]
+pub fn ranks_with_nccl() -> Option<usize> {
+    let num = ranks()?;
+    if by_nccl().is_empty() {
+        did_not_run(Lack::Nccl, "it needs NCCL");
+        return None;
+    }
+    Some(num)
+}
+
+/// As [`ranks`], where the library of the GPU bundle is preloaded, which counts and refuses calls.
+#[track_caller]
+pub fn ranks_watched() -> Option<usize> {
+    let num = ranks()?;
+    if std::env::var_os("TW_CALLS_DIR").is_none() {
+        did_not_run(Lack::Watch, "it needs the library of the GPU bundle preloaded");
+        return None;
+    }
+    Some(num)
+}
+
 /// Ranks that `TW_RANKS` asks for.
 pub fn ranks_asked() -> Option<usize> {
     std::env::var("TW_RANKS").ok().map(|n| n.parse().unwrap())
 }
 
-/// As many ranks as there are devices, at most four, or as are asked for; `None` if that is no team, and says so: what did
-/// not run must not look like a test that passed.
+/// As many ranks as there are devices, at most four, or as are asked for; `None` if that is no team: then the test did not
+/// run.
+#[track_caller]
 pub fn ranks() -> Option<usize> {
     let num = cuda::device_count().unwrap_or_else(|e| {
         assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");
         0
     });
     if num < 2 {
-        println!("did not run: it needs two devices");
+        did_not_run(if num == 0 { Lack::Gpu } else { Lack::Gpus }, "it needs two devices");
         return None;
     }
     Some((num as usize).min(ranks_asked().unwrap_or(4)))
