@@ -8,6 +8,7 @@
 mod driver;
 
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
@@ -17,22 +18,50 @@ use tilewire_testing::{Lack, did_not_run};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_tilewire");
 const MOVES: &str = "all_gather,reduce_scatter,all_reduce,all_to_all";
-const FUSED: &str = "ag_gemm,gemm_rs,gemm_ar,cp_attention";
-const ALONE: &str = "quant,permute,gemm,grouped_gemm,attention";
+const FUSED: &str = "ag_gemm,gemm_rs,gemm_ar";
+const ALONE: &str = "quant,permute";
 
-/// Operations, ranks (of at most so many devices), compute capability, and how many cases that makes.
-const RUNS: [(&str, &str, usize, u32, usize); 9] = [
-    (ALONE, "1", 1, 90, 164),
-    (MOVES, "1,2,3,4,5,6,7,8", 8, 90, 8 * 51),
-    ("ep,bulk", "1,2,3,4", 4, 90, 4 * 27),
-    ("ep", "8", 8, 90, 25),
-    (FUSED, "2,4", 4, 90, 2 * 114),
-    (MOVES, "1,2,3,4", 4, 80, 4 * 51),
-    ("ep", "2,3", 3, 80, 2 * 25),
-    (FUSED, "2", 2, 80, 114),
+/// Operations, ranks (of at most so many devices), compute capability, types (all where empty), and how many cases that makes.
+type Run = (&'static str, &'static str, usize, u32, &'static str, usize);
+
+/// What differs: a peer and no peer between, an odd number, as many as a machine has; each of both attention kernels, by
+/// type; and sm_80 where it has kernels of its own, which are those of moves and of `ep`. Longest first.
+const RUNS: [Run; 13] = [
+    ("ep", "8", 8, 90, "bf16", 10),
+    ("cp_attention", "4", 4, 90, "bf16", 20),
+    ("cp_attention", "2", 2, 90, "f32", 56),
+    (MOVES, "2,3,8", 8, 90, "", 3 * 51),
+    ("ep,bulk", "2,3", 3, 90, "", 2 * 27),
+    ("grouped_gemm", "1", 1, 90, "", 15),
+    (FUSED, "2", 2, 90, "", 18),
+    ("attention", "1", 1, 90, "", 38),
+    (MOVES, "2,3", 3, 80, "", 2 * 51),
+    ("ep", "3", 3, 80, "", 25),
     // Two ranks to a device.
-    (MOVES, "4", 2, 90, 51),
+    (MOVES, "4", 2, 90, "", 51),
+    ("gemm", "1", 1, 90, "", 42),
+    (ALONE, "1", 1, 90, "", 69),
 ];
+
+/// The numbers of ranks between those above, whose schedules are the same functions of the number; types whose bytes are
+/// moved as others are; and what sm_80 computes by the kernels of sm_90's: `cargo xtask test --full`.
+const MORE_RUNS: [Run; 10] = [
+    ("cp_attention", "4", 4, 90, "", 96),
+    ("ep", "8", 8, 90, "", 25),
+    (MOVES, "1,4,5,6,7", 8, 90, "", 5 * 51),
+    ("cp_attention", "2", 2, 90, "", 96),
+    ("ep,bulk", "1,4", 4, 90, "", 2 * 27),
+    (FUSED, "4", 4, 90, "", 18),
+    (MOVES, "1,4", 4, 80, "", 2 * 51),
+    ("ep", "2", 2, 80, "", 25),
+    (FUSED, "2", 2, 80, "", 18),
+    ("cp_attention", "2", 2, 80, "", 96),
+];
+
+/// Whether all of it was asked for.
+fn all_of_it() -> bool {
+    std::env::var_os("TW_FULL").is_some()
+}
 
 /// One test at a time: each takes all processors.
 static ALL: Mutex<()> = Mutex::new(());
@@ -54,12 +83,28 @@ fn operations_are_right_on_emulated_devices() {
         return did_not_run(Lack::Compiler, "it needs g++");
     };
     let verify = ["verify", "--backend", "vmm", "--quiet", "--op"];
-    for (ops, ranks, devices, sm, cases) in RUNS {
-        let mut command = driver.command(PROGRAM, devices);
-        command.env("TW_EMU_SM", sm.to_string()).args(verify).args([ops, "--ranks", ranks]);
-        let said = run(command, &format!("{ops}: {ranks} ranks, {devices} devices, sm_{sm}"));
-        assert!(said.contains(&format!("{cases} of {cases} cases right")), "{said}");
-    }
+    let more = MORE_RUNS.iter().filter(|_| all_of_it());
+    let runs: Vec<&Run> = RUNS.iter().chain(more).collect();
+    // Two at a time: what one device does is one thread's work, and the others wait for it.
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(&&(ops, ranks, devices, sm, dtypes, cases)) =
+            runs.get(next.fetch_add(1, Ordering::Relaxed))
+        {
+            let mut command = driver.command(PROGRAM, devices);
+            command.env("TW_EMU_SM", sm.to_string()).args(verify).args([ops, "--ranks", ranks]);
+            if !dtypes.is_empty() {
+                command.args(["--dtype", dtypes]);
+            }
+            let name = format!("{ops} {dtypes}: {ranks} ranks, {devices} devices, sm_{sm}");
+            let said = run(command, &name);
+            assert!(said.contains(&format!("{cases} of {cases} cases right")), "{name}: {said}");
+        }
+    };
+    std::thread::scope(|t| {
+        t.spawn(work);
+        work();
+    });
     // The heap is as large as the sizes ask for.
     let mut command = driver.command(PROGRAM, 4);
     command.args(verify).args(["ep/zero_copy,ep/zero_copy_rank", "--dtype", "bf16"]);
