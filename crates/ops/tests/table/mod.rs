@@ -1,6 +1,8 @@
 //! Every operation with a team, ready to launch: what the protocol and fault tests run.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod expected;
+
 use tilewire_core::*;
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_ops::ag_gemm::*;
