@@ -153,14 +153,15 @@ pub fn cargo() -> String {
     std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned())
 }
 
+/// The command and the examples in one build: apart, their dependencies would be built with other features.
 fn build(root: &Path) -> Outcome {
-    one(exec(
-        root,
-        &cargo(),
-        &["build", "--release", "--package", "tilewire-cli"],
-        Duration::from_secs(1800),
-    ))
+    let mut args = vec!["build", "--release", "--package", "tilewire-cli", "--bins"];
+    args.extend(["--package", "tilewire"]);
+    EXAMPLES.iter().for_each(|name| args.extend(["--example", name]));
+    one(exec(root, &cargo(), &args, Duration::from_secs(1800)))
 }
+
+const EXAMPLES: [&str; 3] = ["ag_gemm", "expert_layer", "survive"];
 
 fn api(root: &Path) -> Outcome {
     match crate::api::check(root, false) {
@@ -323,20 +324,17 @@ fn kernel_problems(ended_well: bool, listed: &str, compiled: &str) -> Vec<String
 /// Runs the facade's examples; each asserts what it shows.
 fn examples(root: &Path) -> Outcome {
     let mut o = Outcome::default();
-    for name in ["ag_gemm", "expert_layer", "survive"] {
-        let args = ["run", "--release", "--quiet", "--package", "tilewire", "--example", name];
-        o.add(&one(exec(root, &cargo(), &args, Duration::from_secs(900))));
+    for name in EXAMPLES {
+        let program = root.join("target/release/examples").join(name).display().to_string();
+        o.add(&one(exec(root, &program, &[], Duration::from_secs(300))));
     }
     o
 }
 
-/// The README's first command: it must end in time, and the loss must fall.
+/// What the README's first command runs: it must end in time, and the loss must fall.
 fn train(root: &Path) -> Outcome {
     let metrics = root.join("target/train.jsonl").display().to_string();
     let args = [
-        "run",
-        "--release",
-        "--",
         "train",
         "--data",
         "docs",
@@ -351,7 +349,8 @@ fn train(root: &Path) -> Outcome {
         "--metrics",
         &metrics,
     ];
-    if !exec(root, &cargo(), &args, Duration::from_secs(90)) {
+    let bin = binary(root).display().to_string();
+    if !exec(root, &bin, &args, Duration::from_secs(90)) {
         return one(false);
     }
     let text = std::fs::read_to_string(&metrics).unwrap_or_default();

@@ -43,7 +43,7 @@ const COMPUTE: [&str; 6] = [
 ];
 
 /// Binaries that [`Extent::Fast`] leaves out, because they take minutes.
-const SLOW: [&str; 9] = [
+const SLOW: [&str; 8] = [
     "tilewire-kernels emu",
     "tilewire-kernels nvrtc",
     "tilewire-cli emulated",
@@ -52,7 +52,6 @@ const SLOW: [&str; 9] = [
     "tilewire misuse",
     "tilewire-ops gpu_team",
     "tilewire-ops protocol",
-    "tilewire-ops faults",
 ];
 
 /// Binaries that only [`Extent::Full`] runs, each for a reason.

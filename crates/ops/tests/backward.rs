@@ -61,7 +61,7 @@ fn gradients_of_ag_gemm_are_those_of_the_oracle() {
         dgrad.launch(&stream, M, t)?.join(&stream)?;
         let (product, dw) = (GemmPlan::new(wgrad(M, N, K))?, out(N, K));
         product.prepare(&stream)?;
-        let t = GemmInputs::new(&tensor(&dy[me]), &kept, dw.clone());
+        let t = GemmInputs::new(tensor(&dy[me]), &kept, dw.clone());
         product.launch(&stream, t)?.join(&stream)?;
         finish(&stream, &team)?;
         let parts: Vec<Mat> = (0..SIZE).map(|r| matmul(&dy[r], &w[r])).collect();
@@ -89,7 +89,7 @@ fn gradients_of_gemm_rs_are_those_of_the_oracle() {
         dgrad.launch(&stream, M, t)?.join(&stream)?;
         let product = GemmPlan::new(wgrad(M, N, K))?;
         product.prepare(&stream)?;
-        let t = GemmInputs::new(&all, &tensor(&x[me]), dw.clone());
+        let t = GemmInputs::new(&all, tensor(&x[me]), dw.clone());
         product.launch(&stream, t)?.join(&stream)?;
         finish(&stream, &team)?;
         let dy = Mat::vstack(&dy);
@@ -113,7 +113,7 @@ fn a_reduce_scatter_beside_a_wgrad_is_that_of_the_oracle() {
         plan.prepare(&stream)?;
         let want = oracle::reduce_scatter(&dx, &[M / SIZE; SIZE], oracle::ReduceOp::Sum);
         for _ in 0..3 {
-            let gemm = GemmInputs::new(&tensor(&dy[me]), &tensor(&x[me]), out(N, K));
+            let gemm = GemmInputs::new(tensor(&dy[me]), tensor(&x[me]), out(N, K));
             let t = BulkInputs { gemm, m: M, x: tensor(&dx[me]), y: out(M / SIZE, K) };
             let done = plan.launch(&stream, t)?.wait()?;
             near("dw", &done.gemm, &matmul(&dy[me].transpose(), &x[me]));
