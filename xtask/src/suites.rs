@@ -56,7 +56,7 @@ const SLOW: [&str; 8] = [
 
 /// Binaries that only [`Extent::Full`] runs, each for a reason.
 const REDUNDANT: [&str; 1] = [
-    // Stage `kernels` compiles the same units by the same compiler.
+    // Stage `kernels` compiles all that operations ask for by the same compiler; this adds what tests define.
     "tilewire-kernels nvrtc",
 ];
 
