@@ -42,8 +42,8 @@ const RUNS: [Run; 12] = [
     (ALONE, "1", 1, 90, "", 69),
 ];
 
-/// `cargo xtask test --full`: `ep` on eight devices, whose threads take turns for minutes (its schedule on eight ranks is
-/// that of the host's cases); the numbers of ranks between those above; types that the same kernels compute; and what
+/// `cargo xtask test --full`: `ep` on eight devices, whose threads take turns for minutes (its kernels meet on eight ranks in
+/// `kernels/tests/emu/ep_worlds.rs`, too); the numbers of ranks between those above; types that the same kernels compute; and what
 /// sm_80 computes by the kernels that sm_90 has, too.
 const MORE_RUNS: [Run; 10] = [
     ("cp_attention", "4", 4, 90, "", 96),

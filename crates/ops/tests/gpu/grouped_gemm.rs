@@ -502,7 +502,7 @@ impl Problem {
 /// Streams with a workspace each, and with one between them; queued by one thread, and by two at once.
 #[test]
 fn launches_on_two_streams_do_not_meet() {
-    let Some(g) = gpu("grouped_gemm") else { return };
+    let Some(g) = gpu() else { return };
     let discrete = Form { discrete: true, ..Form::default() };
     for (form, dtype) in [(discrete, DType::F16), (Form::default(), DType::F8E4M3)] {
         let (d, [(a, of_a), (b, of_b)], h) = two(&g, form, dtype);
@@ -535,7 +535,7 @@ fn launches_on_two_streams_do_not_meet() {
 /// A graph has workspaces of its own: one for each of its streams, which outlive the plan.
 #[test]
 fn graphs_do_not_meet_launches_nor_their_own_branches() {
-    let Some(g) = gpu("grouped_gemm") else { return };
+    let Some(g) = gpu() else { return };
     let discrete = Form { discrete: true, ..Form::default() };
     for (form, dtype) in [(discrete, DType::F16), (Form::default(), DType::F8E4M3)] {
         let (d, [(a, of_a), (b, of_b)], h) = two(&g, form, dtype);
