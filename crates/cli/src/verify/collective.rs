@@ -67,45 +67,22 @@ fn problem(ctx: &mut Ctx, case: &Case, m: usize, uneven: bool) -> Result<Problem
         oracle::reduce(&x.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>(), oracle_op)
     };
     let pick = |mut v: Vec<Mat>| v.swap_remove(me);
-    Ok(match name(case) {
+    let (kind, x, want, mag) = match name(case) {
         "all_gather" => {
             let x: Vec<Mat> = rows.iter().map(|&r| make(ctx, r)).collect();
             let want = pick(oracle::all_gather(&x));
-            let mag = Mat::zeros(m, cols);
-            Problem {
-                kind: CollectiveKind::AllGather(shards),
-                x: pick(x),
-                want,
-                mag,
-                num_partials: 0,
-                out_rows: m,
-            }
+            (CollectiveKind::AllGather(shards), x, want, Mat::zeros(m, cols))
         }
         "reduce_scatter" => {
             let x: Vec<Mat> = (0..size).map(|_| make(ctx, m)).collect();
             let want = pick(oracle::reduce_scatter(&x, &rows, oracle_op));
             let mag = pick(oracle::split_rows(&abs(&x), &rows));
-            let out_rows = rows[me];
-            Problem {
-                kind: CollectiveKind::ReduceScatter(shards, op),
-                x: pick(x),
-                want,
-                mag,
-                num_partials: 0,
-                out_rows,
-            }
+            (CollectiveKind::ReduceScatter(shards, op), x, want, mag)
         }
         "all_reduce" => {
             let x: Vec<Mat> = (0..size).map(|_| make(ctx, m)).collect();
             let (want, mag) = (pick(oracle::all_reduce(&x, oracle_op)), abs(&x));
-            Problem {
-                kind: CollectiveKind::AllReduce(op),
-                x: pick(x),
-                want,
-                mag,
-                num_partials: 0,
-                out_rows: m,
-            }
+            (CollectiveKind::AllReduce(op), x, want, mag)
         }
         _ => {
             let splits: Vec<Vec<usize>> = (0..size)
@@ -113,17 +90,12 @@ fn problem(ctx: &mut Ctx, case: &Case, m: usize, uneven: bool) -> Result<Problem
                 .collect();
             let x: Vec<Mat> = splits.iter().map(|s| make(ctx, s.iter().sum())).collect();
             let want = pick(oracle::all_to_all_uneven(&x, &splits));
-            let (mag, out_rows) = (Mat::zeros(want.rows, cols), want.rows);
-            Problem {
-                kind: CollectiveKind::AllToAll(splits),
-                x: pick(x),
-                want,
-                mag,
-                num_partials: 0,
-                out_rows,
-            }
+            let mag = Mat::zeros(want.rows, cols);
+            (CollectiveKind::AllToAll(splits), x, want, mag)
         }
-    })
+    };
+    let out_rows = want.rows;
+    Ok(Problem { kind, x: pick(x), want, mag, num_partials: 0, out_rows })
 }
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {

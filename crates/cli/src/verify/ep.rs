@@ -188,18 +188,12 @@ fn recv_x(ctx: &Ctx, plan: &EpPlan, straight: bool) -> Result<Tensor> {
     x.poison().map(|()| x)
 }
 
-fn forward(
-    ctx: &mut Ctx,
-    plan: &EpPlan,
-    b: &Batch,
-    straight: bool,
-) -> Result<(EpHandle, EpDispatch)> {
-    let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
+/// A routing of the batch; its counts are those of the oracle.
+fn routed(ctx: &mut Ctx, plan: &EpPlan, b: &Batch) -> Result<EpHandle> {
+    let me = ctx.team.rank().idx();
     let handle = plan.handle()?;
     let idx = idx_tensor(ctx, &b.topks[me])?;
-    let before = ctx.team.traffic();
     ctx.timed(|s| plan.route(s, &idx, None, &handle))?;
-    let now = ctx.team.traffic();
     let rank = &b.layout.ranks[me];
     let as_i64 = |v: &[usize]| v.iter().map(|&x| x as i64).collect::<Vec<_>>();
     let splits = handle.m_splits().to_vec::<i64>()?;
@@ -210,7 +204,24 @@ fn forward(
     let totals = handle.totals()?;
     ctx.check(totals.dropped == dropped, || format!("dropped {:?}", totals.dropped));
     ctx.check(totals.counts == rank.counts, || format!("counts {:?}", totals.counts));
+    Ok(handle)
+}
 
+/// Scales that tell their row and column.
+fn scales_of(x: &Mat, num: usize) -> Mat {
+    Mat::from_fn(x.rows, num, |r, c| (100 * r + c) as f64 + x.at(r, 0))
+}
+
+fn forward(
+    ctx: &mut Ctx,
+    plan: &EpPlan,
+    b: &Batch,
+    straight: bool,
+) -> Result<(EpHandle, EpDispatch)> {
+    let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
+    let before = ctx.team.traffic();
+    let handle = routed(ctx, plan, b)?;
+    let now = ctx.team.traffic();
     let rows = d.recv_rows();
     let recv = EpDispatch {
         x: recv_x(ctx, plan, straight)?,
@@ -219,53 +230,15 @@ fn forward(
             .transpose()?,
         weights: Some(ctx.poisoned(DType::F32, Shape::d1(d.capacity))?),
     };
-    let scales_of =
-        |x: &Mat| Mat::from_fn(x.rows, d.num_scales, |r, c| (100 * r + c) as f64 + x.at(r, 0));
     let (x, w) = (ctx.tensor(&b.x[me], d.dtype)?, ctx.tensor(&b.w[me], DType::F32)?);
-    let scales =
-        (d.num_scales > 0).then(|| ctx.tensor(&scales_of(&b.x[me]), DType::F32)).transpose()?;
+    let scales = (d.num_scales > 0).then(|| scales_of(&b.x[me], d.num_scales));
+    let scales = scales.map(|s| ctx.tensor(&s, DType::F32)).transpose()?;
     ctx.timed(|s| plan.dispatch(s, &handle, &x, (Some(&w), scales.as_ref()), &recv))?;
     if let Some((routed, sent, _)) = predicted(ctx, plan, &handle)? {
         ctx.traffic_between("ep_prepare", &before, &now, &routed);
         ctx.traffic("ep_dispatch", &now, &sent);
     }
-
-    // Expected rows: per copy, or per (token, rank).
-    let gather = |x: &[Mat]| -> Mat {
-        match d.layout {
-            EpLayout::ExpertMajor { .. } => oracle::dispatch_to(&b.layout, x, me),
-            EpLayout::Flat { .. } => {
-                pad(&oracle::gather_copies(&oracle::flat(&b.layout)[me].rows, x), rows)
-            }
-            EpLayout::RankMajor { .. } => {
-                let flat = &oracle::flat(&b.layout)[me].rows;
-                let dense = oracle::gather_copies(flat, x);
-                let mut out = Mat::zeros(rows, dense.cols);
-                for (i, at) in fixed_rows(flat, d.max_tokens).enumerate() {
-                    out.row_mut(at).copy_from_slice(dense.row(i));
-                }
-                out
-            }
-        }
-    };
-    let exact = |m: &Mat| (Mat::zeros(m.rows, m.cols), Bound::local(DType::F32, 1));
-    // Behind the rows of all experts nothing is promised.
-    let promised = match d.layout {
-        EpLayout::ExpertMajor { .. } => rank.m_splits().iter().sum(),
-        _ => rows,
-    };
-    let want = gather(&b.x).slice_rows(0..promised);
-    ctx.same_bits("dispatched x", &recv.x.rows(0, promised)?, &ctx.tensor(&want, d.dtype)?)?;
-    if let Some(s) = &recv.scales {
-        let want = gather(&b.x.iter().map(scales_of).collect::<Vec<_>>()).slice_rows(0..promised);
-        let (mag, bound) = exact(&want);
-        ctx.compare("dispatched scales", &s.rows(0, promised)?, &want, &mag, &bound)?;
-    }
-    if let Some(got) = &recv.weights {
-        let want = mat_1(&oracle::dispatch_weights(&b.layout, &b.w)[me]);
-        let (mag, bound) = exact(&want);
-        ctx.compare("dispatched weights", got, &want, &mag, &bound)?;
-    }
+    check_received(ctx, b, &d, &recv)?;
     if !matches!(d.layout, EpLayout::ExpertMajor { .. }) {
         let flat = &oracle::flat(&b.layout)[me];
         let fixed: Vec<usize> = fixed_rows(&flat.rows, d.max_tokens).collect();
@@ -278,6 +251,51 @@ fn forward(
         ctx.check(got == want, || "row_index differs".to_owned());
     }
     Ok((handle, recv))
+}
+
+/// The rows of `x` that rank `me` receives: per copy, or per (token, rank).
+fn gathered(b: &Batch, d: &EpDesc, x: &[Mat], me: usize) -> Mat {
+    let rows = d.recv_rows();
+    match d.layout {
+        EpLayout::ExpertMajor { .. } => oracle::dispatch_to(&b.layout, x, me),
+        EpLayout::Flat { .. } => {
+            pad(&oracle::gather_copies(&oracle::flat(&b.layout)[me].rows, x), rows)
+        }
+        EpLayout::RankMajor { .. } => {
+            let flat = &oracle::flat(&b.layout)[me].rows;
+            let dense = oracle::gather_copies(flat, x);
+            let mut out = Mat::zeros(rows, dense.cols);
+            for (i, at) in fixed_rows(flat, d.max_tokens).enumerate() {
+                out.row_mut(at).copy_from_slice(dense.row(i));
+            }
+            out
+        }
+    }
+}
+
+/// Rows, scales and weights of a dispatch are the oracle's.
+fn check_received(ctx: &mut Ctx, b: &Batch, d: &EpDesc, recv: &EpDispatch) -> Result<()> {
+    let me = ctx.team.rank().idx();
+    let exact = |m: &Mat| (Mat::zeros(m.rows, m.cols), Bound::local(DType::F32, 1));
+    // Behind the rows of all experts nothing is promised.
+    let promised = match d.layout {
+        EpLayout::ExpertMajor { .. } => b.layout.ranks[me].m_splits().iter().sum(),
+        _ => d.recv_rows(),
+    };
+    let want = gathered(b, d, &b.x, me).slice_rows(0..promised);
+    ctx.same_bits("dispatched x", &recv.x.rows(0, promised)?, &ctx.tensor(&want, d.dtype)?)?;
+    if let Some(s) = &recv.scales {
+        let scales: Vec<_> = b.x.iter().map(|x| scales_of(x, d.num_scales)).collect();
+        let want = gathered(b, d, &scales, me).slice_rows(0..promised);
+        let (mag, bound) = exact(&want);
+        ctx.compare("dispatched scales", &s.rows(0, promised)?, &want, &mag, &bound)?;
+    }
+    if let Some(got) = &recv.weights {
+        let want = mat_1(&oracle::dispatch_weights(&b.layout, &b.w)[me]);
+        let (mag, bound) = exact(&want);
+        ctx.compare("dispatched weights", got, &want, &mag, &bound)?;
+    }
+    Ok(())
 }
 
 fn pad(m: &Mat, rows: usize) -> Mat {
@@ -312,7 +330,6 @@ fn finish(
     let y_t = whole(ctx, &y[me], &d)?;
     let tokens = b.x[me].rows;
     let bound = Bound { out: d.out, wire: d.out, acc: DType::F32, num_partials: size, k: d.top_k };
-    let abs = |m: &[Mat]| m.iter().map(|m| m.map(f64::abs)).collect::<Vec<_>>();
     let abs_y = abs(&y);
     for weighted in [false, true] {
         let w_t = weighted.then(|| recv.weights.clone()).flatten();
@@ -343,37 +360,51 @@ fn finish(
         let mag = want_dy.map(f64::abs);
         ctx.compare("combine_bwd", &dy, &want_dy, &mag, &Bound::local(d.out, 1))?;
         if weighted {
-            // Per received row here, per (token, choice) in the oracle: send them home below.
-            let d_recv: Vec<Mat> = match d.layout {
-                EpLayout::ExpertMajor { .. } => expert_rows(ctx, b, &d),
-                _ => (0..size).map(|_| ctx.random(d.recv_rows(), d.hidden, d.out)).collect(),
-            };
-            let (dx, dw_home) = (
-                ctx.poisoned(d.out, Shape::d2(tokens, d.hidden))?,
-                ctx.poisoned(DType::F32, Shape::d2(tokens, d.top_k))?,
-            );
-            let d_recv_t = match d.layout {
-                EpLayout::ExpertMajor { .. } => whole(ctx, &d_recv[me], &d)?,
-                _ => ctx.tensor(&d_recv[me], d.out)?,
-            };
-            let before = ctx.team.traffic();
-            ctx.timed(|s| {
-                plan.dispatch_bwd(s, handle, (&d_recv_t, Some(&dw)), (&dx, Some(&dw_home)))
-            })?;
-            if let Some(p) = predicted(ctx, plan, handle)? {
-                ctx.traffic("ep_dispatch_bwd", &before, &p.2);
-            }
+            let dw_home = dispatch_bwd(ctx, plan, b, (handle, &dw), &bound)?;
             if let Some(w) = &want_dw {
                 let (abs_d, y) = (abs(&b.d_out), &abs_y);
                 let mag = oracle::combine_bwd_at(&b.layout, y, oracle_w, &abs_d, me).1;
                 let mag = mag.unwrap_or_else(|| w.clone());
                 ctx.compare("dw", &dw_home, w, &mag, &Bound::local(DType::F32, d.hidden))?;
             }
-            let home = |d_recv: &[Mat]| rows_home(&d, b, d_recv, me);
-            ctx.compare("dispatch_bwd", &dx, &home(&d_recv), &home(&abs(&d_recv)), &bound)?;
         }
     }
     Ok(())
+}
+
+fn abs(m: &[Mat]) -> Vec<Mat> {
+    m.iter().map(|m| m.map(f64::abs)).collect()
+}
+
+/// The backward of dispatch, on random gradients of the received rows. The gradients of weights, which
+/// are per received row in `dw` and per (token, choice) in the oracle, at their tokens.
+fn dispatch_bwd(
+    ctx: &mut Ctx,
+    plan: &EpPlan,
+    b: &Batch,
+    (handle, dw): (&EpHandle, &Tensor),
+    bound: &Bound,
+) -> Result<Tensor> {
+    let (d, me) = (plan.desc().clone(), ctx.team.rank().idx());
+    let (tokens, size) = (b.x[me].rows, ctx.team.size());
+    let d_recv: Vec<Mat> = match d.layout {
+        EpLayout::ExpertMajor { .. } => expert_rows(ctx, b, &d),
+        _ => (0..size).map(|_| ctx.random(d.recv_rows(), d.hidden, d.out)).collect(),
+    };
+    let dx = ctx.poisoned(d.out, Shape::d2(tokens, d.hidden))?;
+    let dw_home = ctx.poisoned(DType::F32, Shape::d2(tokens, d.top_k))?;
+    let d_recv_t = match d.layout {
+        EpLayout::ExpertMajor { .. } => whole(ctx, &d_recv[me], &d)?,
+        _ => ctx.tensor(&d_recv[me], d.out)?,
+    };
+    let before = ctx.team.traffic();
+    ctx.timed(|s| plan.dispatch_bwd(s, handle, (&d_recv_t, Some(dw)), (&dx, Some(&dw_home))))?;
+    if let Some(p) = predicted(ctx, plan, handle)? {
+        ctx.traffic("ep_dispatch_bwd", &before, &p.2);
+    }
+    let home = |d_recv: &[Mat]| rows_home(&d, b, d_recv, me);
+    ctx.compare("dispatch_bwd", &dx, &home(&d_recv), &home(&abs(&d_recv)), bound)?;
+    Ok(dw_home)
 }
 
 /// Random rows of all experts on every rank, equal on all ranks; none behind the last expert's.

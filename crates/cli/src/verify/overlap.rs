@@ -133,114 +133,130 @@ fn sweep(
     Ok(())
 }
 
-fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
-    let (max_m, k, dtype) = (case.dim("m"), case.dim("k"), case.dtype);
-    let (size, me) = (ctx.team.size(), ctx.team.rank());
+/// A layer that gathers its rows, as one rank has it, and what it must give.
+struct AgProblem {
+    desc: AgGemmDesc,
+    m: usize,
+    exact: bool,
+    /// All rows, and those of this rank.
+    x: Mat,
+    mine: Mat,
+    w: Mat,
+    bias: Option<Mat>,
+    aux_in: Mat,
+    scale: Option<f32>,
+    /// The value before the activation, and its magnitude.
+    z: Mat,
+    z_mag: Mat,
+    want: Mat,
+    mag: Mat,
+    bound: Bound,
+}
+
+/// The activations, each with the number that chooses shards, rows and the order of the weight.
+const AG_ACTIVATIONS: [Activation; 5] = [
+    Activation::None,
+    Activation::Gelu,
+    Activation::SwiGlu,
+    Activation::DGelu,
+    Activation::DSwiGlu,
+];
+
+fn ag_problem(ctx: &mut Ctx, case: &Case, i: usize, exact: bool) -> Result<AgProblem> {
+    let (act, max_m, k, dtype) = (AG_ACTIVATIONS[i], case.dim("m"), case.dim("k"), case.dtype);
+    let (size, me) = (ctx.team.size(), ctx.team.rank().idx());
     // Different n on each rank; even, for SwiGLU.
-    let n = case.dim("n") + 2 * me.idx();
-    let acts = [
-        Activation::None,
-        Activation::Gelu,
-        Activation::SwiGlu,
-        Activation::DGelu,
-        Activation::DSwiGlu,
-    ];
-    for (i, act) in acts.into_iter().enumerate() {
-        let exact = act == Activation::None && i == 0;
-        let shards = if i % 2 == 0 { Shards::Even } else { uneven(max_m, size) };
-        let n = if matches!(act, Activation::SwiGlu) { n + n % 2 } else { n };
-        let m = if i == 2 { max_m - max_m / 3 } else { max_m };
-        for exact in if exact { vec![true, false] } else { vec![false] } {
-            let x = operand(ctx, m, k, dtype, exact);
-            // The generator must stay in step on all ranks although `n` differs.
-            let w_all = operand(ctx, case.dim("n") + 2 * size + 2, k, dtype, exact);
-            let w = w_all.slice_rows(0..n);
-            let bias_all = ctx.random(1, w_all.rows, DType::F32);
-            let bias = (!exact).then(|| bias_all.slice_cols(0..n));
-            let aux_all = ctx.random(m, 2 * w_all.rows, DType::F32);
-            let out_dtype = GemmDesc::nt(m, n, k, dtype).out;
-            let aux_in = aux_all.slice_cols(0..act.aux_cols(n)).rounded(out_dtype);
-            let w_order = if i == 0 { BOrder::Nk } else { BOrder::Kn };
-            let e = Epilogue {
-                bias: bias.is_some(),
-                activation: act,
-                aux: matches!(act, Activation::Gelu | Activation::SwiGlu),
-                ..Epilogue::NONE
-            };
-            let desc = AgGemmDesc {
-                shards: shards.clone(),
-                epilogue: e,
-                w_order,
-                ..AgGemmDesc::new(max_m, n, k, dtype)
-            };
-            let rows = shards.rows(m, size)?;
-            let start: usize = rows[..me.idx()].iter().sum();
-            let mine = x.slice_rows(start..start + rows[me.idx()]);
-            let scale = scale_of(dtype, exact, 0);
-            let scaled = w.map(|v| v * f64::from(scale.unwrap_or(1.0)));
-            let z = oracle::gemm(&oracle::Gemm {
-                bias: bias.as_ref().map(|b| &b.data[..]),
-                ..oracle::Gemm::new(&x, &scaled)
-            })
-            .d;
-            let oracle_act = match act {
-                Activation::Gelu | Activation::DGelu => oracle::Activation::Gelu,
-                Activation::SwiGlu | Activation::DSwiGlu => oracle::Activation::SwiGlu,
-                _ => oracle::Activation::None,
-            };
-            let want = match act.reads_aux() {
-                true => oracle::activate_bwd(oracle_act, &aux_in, &z),
-                false => oracle::activate(oracle_act, &z),
-            };
-            let z_mag = matmul_abs(&x, &scaled.transpose()).map(|v| v + 2.0);
-            let most = z_mag.data.iter().fold(1.0f64, |a, &b| a.max(b));
-            let mag = if act == Activation::None {
-                z_mag
-            } else {
-                want.map(|_| 1.2 * most * most.min(4.0))
-            };
-            let bound = Bound::local(out_dtype, k);
-            let (x_t, w_t) = (
-                tensor(&mine, dtype)?,
-                tensor(&if w_order == BOrder::Nk { w.clone() } else { w.transpose() }, dtype)?,
-            );
-            let bias_t = bias
-                .as_ref()
-                .map(|b| Tensor::from_f32(&b.to_f32(), DType::F32, Shape::d1(n)))
-                .transpose()?;
-            let aux_t = act.reads_aux().then(|| tensor(&aux_in, out_dtype)).transpose()?;
-            let mut plans = PlanCache::default();
-            sweep(ctx, ("ag_gemm", case), exact, (&want, &mag, &bound), |ctx, config| {
-                let plan = plans.get(config, || {
-                    let p = AgGemmPlan::new(desc.clone(), &ctx.heap, config)?;
-                    p.prepare(&ctx.stream)?;
-                    Ok(p)
-                })?;
-                let inputs = ctx.place(AgGemmInputs {
-                    bias: bias_t.clone(),
-                    scale: scale_tensor(scale)?,
-                    aux_in: aux_t.clone(),
-                    aux_out: e.aux.then(|| Tensor::poisoned(out_dtype, Shape::d2(m, n))),
-                    gathered: Some(Tensor::poisoned(dtype, Shape::d2(m, k))),
-                    ..AgGemmInputs::new(
-                        x_t.clone(),
-                        w_t.clone(),
-                        Tensor::poisoned(out_dtype, want_shape(&want)),
-                    )
-                })?;
-                let gathered = inputs.gathered.clone();
-                let done = ctx.timed(|s| plan.launch(s, m, inputs))?;
-                if let Some(g) = &gathered {
-                    ctx.same_bits("gathered", g, &tensor(&x, dtype)?)?;
-                }
-                if let Some(a) = &done.aux_out {
-                    let mag = matmul_abs(&x, &scaled.transpose()).map(|v| v + 2.0);
-                    ctx.compare("aux", a, &z, &mag, &Bound::local(out_dtype, k))?;
-                }
-                Ok(Launched { out: done.out, predicted: plan.predict(m)? })
-            })?;
-            drop(plans);
-            ctx.heap.collect()?;
+    let n = case.dim("n") + 2 * me;
+    let n = if matches!(act, Activation::SwiGlu) { n + n % 2 } else { n };
+    let shards = if i.is_multiple_of(2) { Shards::Even } else { uneven(max_m, size) };
+    let m = if i == 2 { max_m - max_m / 3 } else { max_m };
+    let x = operand(ctx, m, k, dtype, exact);
+    // The generator must stay in step on all ranks although `n` differs.
+    let w_all = operand(ctx, case.dim("n") + 2 * size + 2, k, dtype, exact);
+    let w = w_all.slice_rows(0..n);
+    let bias_all = ctx.random(1, w_all.rows, DType::F32);
+    let bias = (!exact).then(|| bias_all.slice_cols(0..n));
+    let aux_all = ctx.random(m, 2 * w_all.rows, DType::F32);
+    let out_dtype = GemmDesc::nt(m, n, k, dtype).out;
+    let aux_in = aux_all.slice_cols(0..act.aux_cols(n)).rounded(out_dtype);
+    let epilogue = Epilogue {
+        bias: bias.is_some(),
+        activation: act,
+        aux: matches!(act, Activation::Gelu | Activation::SwiGlu),
+        ..Epilogue::NONE
+    };
+    let w_order = if i == 0 { BOrder::Nk } else { BOrder::Kn };
+    let rows = shards.rows(m, size)?;
+    let start: usize = rows[..me].iter().sum();
+    let mine = x.slice_rows(start..start + rows[me]);
+    let desc = AgGemmDesc { shards, epilogue, w_order, ..AgGemmDesc::new(max_m, n, k, dtype) };
+    let scale = scale_of(dtype, exact, 0);
+    let scaled = w.map(|v| v * f64::from(scale.unwrap_or(1.0)));
+    let bias_row = bias.as_ref().map(|b| &b.data[..]);
+    let z = oracle::gemm(&oracle::Gemm { bias: bias_row, ..oracle::Gemm::new(&x, &scaled) }).d;
+    let oracle_act = match act {
+        Activation::Gelu | Activation::DGelu => oracle::Activation::Gelu,
+        Activation::SwiGlu | Activation::DSwiGlu => oracle::Activation::SwiGlu,
+        _ => oracle::Activation::None,
+    };
+    let want = match act.reads_aux() {
+        true => oracle::activate_bwd(oracle_act, &aux_in, &z),
+        false => oracle::activate(oracle_act, &z),
+    };
+    let z_mag = matmul_abs(&x, &scaled.transpose()).map(|v| v + 2.0);
+    let most = z_mag.data.iter().fold(1.0f64, |a, &b| a.max(b));
+    let mag = match act {
+        Activation::None => z_mag.clone(),
+        _ => want.map(|_| 1.2 * most * most.min(4.0)),
+    };
+    let bound = Bound::local(out_dtype, k);
+    Ok(AgProblem { desc, m, exact, x, mine, w, bias, aux_in, scale, z, z_mag, want, mag, bound })
+}
+
+/// Every algorithm on one problem.
+fn run_ag_problem(ctx: &mut Ctx, case: &Case, p: &AgProblem) -> Result<()> {
+    let (d, e, m) = (&p.desc, p.desc.epilogue, p.m);
+    let (dtype, out_dtype) = (case.dtype, GemmDesc::nt(m, d.n, d.k, case.dtype).out);
+    let w = if d.w_order == BOrder::Nk { p.w.clone() } else { p.w.transpose() };
+    let (x_t, w_t) = (tensor(&p.mine, dtype)?, tensor(&w, dtype)?);
+    let bias = p.bias.as_ref().map(|b| tensor(b, DType::F32)?.reshape(Shape::d1(d.n)));
+    let bias_t = bias.transpose()?;
+    let aux_t = e.activation.reads_aux().then(|| tensor(&p.aux_in, out_dtype)).transpose()?;
+    let mut plans = PlanCache::default();
+    sweep(ctx, ("ag_gemm", case), p.exact, (&p.want, &p.mag, &p.bound), |ctx, config| {
+        let plan = plans.get(config, || {
+            let plan = AgGemmPlan::new(d.clone(), &ctx.heap, config)?;
+            plan.prepare(&ctx.stream)?;
+            Ok(plan)
+        })?;
+        let out = Tensor::poisoned(out_dtype, want_shape(&p.want));
+        let inputs = ctx.place(AgGemmInputs {
+            bias: bias_t.clone(),
+            scale: scale_tensor(p.scale)?,
+            aux_in: aux_t.clone(),
+            aux_out: e.aux.then(|| Tensor::poisoned(out_dtype, Shape::d2(m, d.n))),
+            gathered: Some(Tensor::poisoned(dtype, Shape::d2(m, d.k))),
+            ..AgGemmInputs::new(x_t.clone(), w_t.clone(), out)
+        })?;
+        let gathered = inputs.gathered.clone();
+        let done = ctx.timed(|s| plan.launch(s, m, inputs))?;
+        if let Some(g) = &gathered {
+            ctx.same_bits("gathered", g, &tensor(&p.x, dtype)?)?;
+        }
+        if let Some(a) = &done.aux_out {
+            ctx.compare("aux", a, &p.z, &p.z_mag, &p.bound)?;
+        }
+        Ok(Launched { out: done.out, predicted: plan.predict(m)? })
+    })?;
+    drop(plans);
+    ctx.heap.collect()
+}
+
+fn run_ag(ctx: &mut Ctx, case: &Case) -> Result<()> {
+    for i in 0..AG_ACTIVATIONS.len() {
+        for exact in if i == 0 { vec![true, false] } else { vec![false] } {
+            let problem = ag_problem(ctx, case, i, exact)?;
+            run_ag_problem(ctx, case, &problem)?;
         }
     }
     Ok(())
