@@ -425,7 +425,7 @@ def conformance(n):
     for part in LITMUS:
         yield Config(f"litmus-{part}", [program("symm_checks"), "litmus", part], by_litmus, needs=None if n > 1 else TWO_GPUS)
     # Attention, also through NCCL, has a kernel for each pair of head dimensions: the rare ones are compiled.
-    yield Config("ops", [program("gpu"), "--skip", "attention"], by_tests, takes=1)
+    yield Config("ops", [program("gpu"), "--skip", "attention", "--skip", "emulated"], by_tests, takes=1)
     yield Config("ops-attention", [program("gpu"), "attention"], by_tests, jit=True, takes=1)
     # With the interposer, it and `gpu` count what launches ask of the driver.
     more = None if n > 1 else TWO_GPUS

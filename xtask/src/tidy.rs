@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 /// Most lines of a file.
 const RUST_CAP: usize = 600;
 const CUDA_CAP: usize = 700;
+/// Lines of a function, outside of tests.
+const FUNCTION_CAP: usize = 70;
 
 /// Crates in which unsafe code is forbidden at the root.
 const SAFE: [&str; 6] = ["core", "oracle", "nn", "tilewire", "cli", "boot"];
@@ -54,7 +56,45 @@ pub fn check(root: &Path) -> Vec<String> {
     problems
 }
 
+/// The name of the function that begins on a line.
+fn function_of(line: &str) -> Option<&str> {
+    let words = line.trim_start();
+    let at = if words.starts_with("fn ") { 0 } else { words.find(" fn ")? + 1 };
+    let before = &words[..at];
+    let known =
+        |w: &str| w.starts_with("pub") || ["const", "unsafe", "async", "extern"].contains(&w);
+    let quoted = |w: &str| w.starts_with('"') || w.starts_with("in ") || w.ends_with(')');
+    let declares = before.split_whitespace().all(|w| known(w) || quoted(w));
+    let name = words[at + 3..].split(['(', '<']).next()?;
+    declares.then_some(name)
+}
+
+/// Functions of a formatted file that are longer than [`FUNCTION_CAP`].
+fn long_functions(name: &str, text: &str) -> Vec<String> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (i, line) in lines.iter().enumerate() {
+        let Some(function) = function_of(line) else { continue };
+        let end = format!("{}}}", &line[..line.len() - line.trim_start().len()]);
+        let declaration = lines[i..].iter().position(|l| l.ends_with('{') || l.ends_with(';'));
+        if declaration.is_none_or(|at| lines[i + at].ends_with(';')) {
+            continue;
+        }
+        let len = lines[i..].iter().position(|l| *l == end).map_or(0, |n| n + 1);
+        if len > FUNCTION_CAP {
+            found.push(format!(
+                "{name}:{}: `{function}` has {len} lines, at most {FUNCTION_CAP}",
+                i + 1
+            ));
+        }
+    }
+    found
+}
+
 fn check_file(name: &str, text: &str, problems: &mut Vec<String>) {
+    if name.ends_with(".rs") && name.contains("/src/") && !name.contains("tests") {
+        problems.extend(long_functions(name, text));
+    }
     let lines = text.lines().count();
     let cap = if name.ends_with(".rs") { RUST_CAP } else { CUDA_CAP };
     if lines > cap && !name.ends_with(".py") {
@@ -152,6 +192,17 @@ fn operations(root: &Path, problems: &mut Vec<String>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_functions_are_found() {
+        let body = "    x();\n".repeat(FUNCTION_CAP - 1);
+        let long = format!("    pub(crate) fn f(\n        a: u8,\n    ) {{\n{body}    }}\n");
+        assert!(long_functions("a.rs", &long)[0].contains("a.rs:1: `f` has 73 lines"));
+        let short = format!("fn f() {{\n{}}}\n", "    x();\n".repeat(FUNCTION_CAP - 2));
+        assert_eq!(long_functions("a.rs", &short), [""; 0]);
+        let declared = format!("fn g(&self);\nimpl fn_of {{\n{body}}}\n");
+        assert_eq!(long_functions("a.rs", &declared), [""; 0]);
+    }
 
     #[test]
     fn tables_of_operations_name_files_that_exist() {
