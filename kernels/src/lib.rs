@@ -1,10 +1,10 @@
 //! CUDA C++ of tilewire, embedded as text.
 //!
 //! A kernel is a file that includes what it needs, as editors and nvcc read it. What the run-time
-//! compiler gets is flattened: each included file once, at its place, with `#line` in front, so that
-//! messages, profilers and sanitizers name the file. No file includes a header of CUDA's, so the
-//! compiler needs no include path. Inline PTX stands only in `ptx/`. What kernels share with Rust
-//! (offsets, sizes) is not written twice: the Rust side passes its constants as definitions.
+//! compiler gets is flattened: each included file once, at its place, with `#line` in front, so
+//! that messages, profilers and sanitizers name the file. No file includes a header of CUDA's, so
+//! the compiler needs no include path. Inline PTX stands only in `ptx/`. What kernels share with
+//! Rust (offsets, sizes) is not written twice: the Rust side passes its constants as definitions.
 #![forbid(unsafe_code)]
 
 use std::collections::HashSet;
@@ -46,6 +46,13 @@ impl Source {
     /// True if this unit includes `name`, a path below `kernels/src`, or is that file.
     pub fn includes(&self, name: &str) -> bool {
         self.flatten(For::Device).1.contains(&files::path_of(name))
+    }
+
+    /// Definitions with which it compiles: those of its first variant, or 4096 for each.
+    pub fn first_variant(&self) -> Vec<(String, u64)> {
+        let all = portable::portable().into_iter().chain(attention::attention());
+        let own = || self.defines.iter().map(|d| ((*d).to_owned(), 4096)).collect();
+        all.into_iter().find(|(s, _)| s.name == self.name).map_or_else(own, |(_, defines)| defines)
     }
 
     /// The structures of its files that kernels take by value.

@@ -4,17 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use tilewire_kernels::attention::attention;
-use tilewire_kernels::portable::portable;
 use tilewire_kernels::{ALL, Source};
-
-/// The definitions of the first variant of a unit.
-fn defines(s: &Source) -> Vec<String> {
-    let first = portable().into_iter().chain(attention()).find(|(p, _)| p.name == s.name);
-    let own = || s.defines.iter().map(|d| ((*d).to_owned(), 4096)).collect();
-    let all = first.map_or_else(own, |(_, defines)| defines);
-    all.iter().map(|(name, value)| format!("-D{name}={value}")).collect()
-}
 
 /// How a unit is read: as CUDA C++ where a toolkit is at `cuda`, else as C++ behind the emulator's
 /// prelude, without inline PTX.
@@ -30,7 +20,7 @@ fn command(root: &Path, s: &Source, cuda: Option<&Path>) -> Value {
             args.extend(["-include".to_owned(), prelude(header)]);
         }
     }
-    args.extend(defines(s));
+    args.extend(s.first_variant().iter().map(|(name, value)| format!("-D{name}={value}")));
     let file = root.join("kernels/src").join(s.name).display().to_string();
     args.extend(["-fsyntax-only".to_owned(), file.clone()]);
     json!({ "directory": root.display().to_string(), "file": file, "arguments": args })

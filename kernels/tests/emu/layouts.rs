@@ -3,10 +3,8 @@
 use std::fs;
 use std::process::Command;
 
+use tilewire_kernels::ALL;
 use tilewire_kernels::abi::LAYOUTS;
-use tilewire_kernels::attention::attention;
-use tilewire_kernels::portable::portable;
-use tilewire_kernels::{ALL, Source};
 
 use crate::compile::syntax;
 use crate::{Test, tests};
@@ -18,17 +16,10 @@ pub const TESTS: &[Test] = tests![
     includes_are_what_the_preprocessor_makes_of_them,
 ];
 
-/// The definitions of the first variant of a unit.
-fn defines(s: &Source) -> Vec<(String, u64)> {
-    let all = portable().into_iter().chain(attention()).find(|(p, _)| p.name == s.name);
-    let own = s.defines.iter().map(|d| ((*d).to_owned(), 4096)).collect();
-    all.map_or(own, |(_, defines)| defines)
-}
-
 fn every_parameter_has_one_layout() {
     for s in ALL {
         let asserts: String = s.layouts().map(|l| l.asserts()).collect();
-        if let Err(e) = syntax(&(s.emu_text() + &asserts), &defines(s)) {
+        if let Err(e) = syntax(&(s.emu_text() + &asserts), &s.first_variant()) {
             panic!("{}: {e}", s.name);
         }
     }
@@ -45,7 +36,7 @@ fn a_wrong_layout_does_not_compile() {
     for (from, to) in [(format!("== {size}"), "== 88"), ("== 56".to_owned(), "== 48")] {
         let wrong = fields.replace(&from, to);
         assert_ne!(wrong, fields);
-        assert!(syntax(&(s.emu_text() + &wrong), &defines(s)).is_err(), "{from} as {to}");
+        assert!(syntax(&(s.emu_text() + &wrong), &s.first_variant()).is_err(), "{from} as {to}");
     }
 }
 
@@ -101,7 +92,7 @@ fn includes_are_what_the_preprocessor_makes_of_them() {
     };
     for s in ALL {
         fs::write(&flat, s.text()).unwrap();
-        let defines = defines(s);
+        let defines = s.first_variant();
         let (file, flat) = (format!("{root}{}", s.name), flat.to_str().unwrap());
         assert!(run(&file, &defines) == run(flat, &defines), "{}", s.name);
     }
