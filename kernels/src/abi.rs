@@ -1,7 +1,7 @@
 //! Parameters that the host passes to kernels by value, laid out as the kernels declare them.
 //!
-//! Each structure has the name that it has in CUDA C++. What a field means stands beside it there, in
-//! the file that the table names. Addresses of device memory are `u64` here; `pad` is what C++
+//! Each structure has the name that it has in CUDA C++. What a field means stands beside it there,
+//! in the file that the table names. Addresses of device memory are `u64` here; `pad` is what C++
 //! adds by itself. A test holds both declarations equal, field by field ([`Layout::asserts`]), and
 //! another one that every parameter of a kernel is in the table.
 #![expect(missing_docs, reason = "the fields are documented where the kernels declare them")]

@@ -72,8 +72,8 @@ pub(crate) fn file(path: &str) -> Option<&'static str> {
 pub(crate) enum For {
     /// A compiler of CUDA C++: `#line` names the file and line that each line came from.
     Device,
-    /// The emulator: files of `ptx/` are replaced by their second bodies. Lines are numbered through,
-    /// because the emulator tells two meeting places apart by their lines.
+    /// The emulator: files of `ptx/` are replaced by their second bodies. Lines are numbered
+    /// through, because the emulator tells two meeting places apart by their lines.
     Emulator,
 }
 

@@ -38,7 +38,8 @@ enum Command {
         /// spelling, and the test binaries that take seconds.
         #[arg(long, conflicts_with = "full")]
         fast: bool,
-        /// Also what other tests show, too: every size of the emulated matrix, and each kernel twice.
+        /// Also what other tests show, too: every size of the emulated matrix, and each kernel
+        /// twice.
         #[arg(long)]
         full: bool,
     },

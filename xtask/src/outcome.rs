@@ -1,5 +1,5 @@
-//! What a stage did, and what it left out: every check that did not run has a reason, and each reason
-//! a limit, so that tests cannot stop running unseen.
+//! What a stage did, and what it left out: every check that did not run has a reason, and each
+//! reason a limit, so that tests cannot stop running unseen.
 
 use std::collections::BTreeMap;
 
@@ -42,8 +42,8 @@ pub const BY_PYTEST: &str = "left out by pytest";
 const ROLE: &str = "run by ";
 
 /// The most checks of one stage that may be left out, by reason. A test for GPUs raises its number
-/// here, and a reason that is not here may not be given. Those behind the first are met on machines with
-/// GPUs: their numbers are those of the tests that can give the reason.
+/// here, and a reason that is not here may not be given. Those behind the first are met on machines
+/// with GPUs: their numbers are those of the tests that can give the reason.
 fn most(reason: &str) -> usize {
     let of_tests = [
         (Lack::Gpu, 119),

@@ -153,7 +153,8 @@ pub fn cargo() -> String {
     std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned())
 }
 
-/// The command and the examples in one build: apart, their dependencies would be built with other features.
+/// The command and the examples in one build: apart, their dependencies would be built with other
+/// features.
 fn build(root: &Path) -> Outcome {
     let mut args = vec!["build", "--release", "--package", "tilewire-cli", "--bins"];
     args.extend(["--package", "tilewire"]);

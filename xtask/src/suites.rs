@@ -1,8 +1,8 @@
 //! Runs the binaries of `cargo test`: counts what ran, and how long each took.
 //!
-//! Not by `cargo test` itself, which runs them one after the other: half of their time some wait for
-//! deadlines to pass, while others compute. Those that wait run in one row at the usual priority, those that
-//! only compute beside them at a lower one.
+//! Not by `cargo test` itself, which runs them one after the other: half of their time some wait
+//! for deadlines to pass, while others compute. Those that wait run in one row at the usual
+//! priority, those that only compute beside them at a lower one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -56,7 +56,8 @@ const SLOW: [&str; 8] = [
 
 /// Binaries that only [`Extent::Full`] runs, each for a reason.
 const REDUNDANT: [&str; 1] = [
-    // Stage `kernels` compiles all that operations ask for by the same compiler; this adds what tests define.
+    // Stage `kernels` compiles all that operations ask for by the same compiler; this adds what
+    // tests define.
     "tilewire-kernels nvrtc",
 ];
 
@@ -124,7 +125,8 @@ struct Ran {
     said: String,
 }
 
-/// What a binary's output says, with the tests (of that binary) that did not run by their own account.
+/// What a binary's output says, with the tests (of that binary) that did not run by their own
+/// account.
 fn judged(text: &str, ended_well: bool, not_run: &BTreeMap<String, String>) -> (Outcome, String) {
     let mut o = Outcome::default();
     let (mut said, mut why) = (Vec::new(), false);
@@ -170,7 +172,8 @@ fn judged(text: &str, ended_well: bool, not_run: &BTreeMap<String, String>) -> (
     (o, said.join("\n"))
 }
 
-/// Tests that did not run, with their reasons, by the stem of their binary. The first reason of each counts.
+/// Tests that did not run, with their reasons, by the stem of their binary. The first reason of
+/// each counts.
 fn not_run(text: &str) -> BTreeMap<String, BTreeMap<String, String>> {
     let mut all: BTreeMap<String, BTreeMap<String, String>> = BTreeMap::new();
     for line in text.lines() {

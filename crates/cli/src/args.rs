@@ -157,8 +157,8 @@ pub struct VerifyArgs {
     /// `nvshmem`, which wants a process for each rank (`tilewire run`). Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
-    /// Only these operations (`gemm`) or single variants (`gemm/plain`); a name that there is not lists all
-    /// operations.
+    /// Only these operations (`gemm`) or single variants (`gemm/plain`); a name that there is not
+    /// lists all operations.
     #[arg(long, value_delimiter = ',')]
     pub op: Vec<String>,
     /// Only these element types.

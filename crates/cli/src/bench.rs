@@ -3,9 +3,10 @@
 //!
 //! Columns: `t_gemm` the product alone, `t_comm` the collective alone, `t_seq` one after the other
 //! (the baseline), `t_ours` the operation as its cost model chooses. A time is the median over
-//! iterations of the slowest rank; the four are sampled in turn, so that what disturbs the machine for
-//! a while disturbs all. Hidden = (t_gemm + t_comm - t_ours) / min(t_gemm, t_comm), where samples tell it from noise.
-//! Results are judged by the rule of the design, with |A||B| of the operands of all ranks.
+//! iterations of the slowest rank; the four are sampled in turn, so that what disturbs the machine
+//! for a while disturbs all. Hidden = (t_gemm + t_comm - t_ours) / min(t_gemm, t_comm), where
+//! samples tell it from noise. Results are judged by the rule of the design, with |A||B| of the
+//! operands of all ranks.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -68,7 +69,8 @@ pub const OPS: [&str; 15] = [
     "ep_combine_bwd",
 ];
 
-/// True if the operation is timed in this type: the collectives that add take only what can be added.
+/// True if the operation is timed in this type: the collectives that add take only what can be
+/// added.
 pub fn takes(op: &str, dtype: DType) -> bool {
     if !IN_PARTS.contains(&op) {
         return [DType::F32, DType::BF16, DType::F16].contains(&dtype);
@@ -158,9 +160,9 @@ impl Bench<'_> {
         Tensor::from_f32(&m.to_f32(), self.o.dtype, Shape::d2(m.rows, m.cols))
     }
 
-    /// Runs of `ways` in turn: medians over iterations of the slowest rank, microseconds. What is in `out` behind them is of
-    /// one more run of the last one, on poison: neither another way to compute the same nor an earlier iteration can have
-    /// left it there.
+    /// Runs of `ways` in turn: medians over iterations of the slowest rank, microseconds. What is
+    /// in `out` behind them is of one more run of the last one, on poison: neither another way to
+    /// compute the same nor an earlier iteration can have left it there.
     fn time<const N: usize>(&self, out: &Tensor, mut ways: [Way<'_>; N]) -> Result<[Time; N]> {
         let mut samples: [Vec<f64>; N] = std::array::from_fn(|_| Vec::new());
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {

@@ -1,10 +1,11 @@
 //! `tilewire bench` on GPUs: collectives, timed by events; expert parallelism is in `bench_ep.rs`,
 //! products are in `bench_products.rs`.
 //!
-//! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A time
-//! is the median over samples, of the slowest rank. Results are checked element by element, on inputs
-//! whose sums are exact in the element type, before anything is timed; what is timed has random data. On the host, where
-//! there are no events, a sample is one launch between two exchanges.
+//! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A
+//! time is the median over samples, of the slowest rank. Results are checked element by element, on
+//! inputs whose sums are exact in the element type, before anything is timed; what is timed has
+//! random data. On the host, where there are no events, a sample is one launch between two
+//! exchanges.
 
 use std::time::Instant;
 

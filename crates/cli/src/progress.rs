@@ -1,5 +1,5 @@
-//! Progress of commands that go through cases, on standard error: a bar on a terminal; elsewhere a line for
-//! each case that takes long, so that a log shows what is being waited for.
+//! Progress of commands that go through cases, on standard error: a bar on a terminal; elsewhere a
+//! line for each case that takes long, so that a log shows what is being waited for.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};

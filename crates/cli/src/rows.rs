@@ -87,8 +87,8 @@ impl Spreads {
     }
 }
 
-/// `algbw` and `busbw` of nccl-tests in GB/s for a collective over a vector of `bytes` on `size` ranks: a rank sends and
-/// receives `(size - 1) / size` of it, for all_reduce twice.
+/// `algbw` and `busbw` of nccl-tests in GB/s for a collective over a vector of `bytes` on `size`
+/// ranks: a rank sends and receives `(size - 1) / size` of it, for all_reduce twice.
 pub(crate) fn bandwidth(op: &str, bytes: usize, size: usize, us: f64) -> (f64, f64) {
     let alg = bytes as f64 / us / 1e3;
     let times = if op == "all_reduce" { 2.0 } else { 1.0 };
@@ -96,7 +96,8 @@ pub(crate) fn bandwidth(op: &str, bytes: usize, size: usize, us: f64) -> (f64, f
 }
 
 impl Row {
-    /// What samples say that lie `spread` apart: nothing if they lie further apart than it is large.
+    /// What samples say that lie `spread` apart: nothing if they lie further apart than it is
+    /// large.
     fn certain(value: f64, spreads: &[Option<f64>]) -> Option<f64> {
         let noise: f64 = spreads.iter().flatten().map(|s| s / 2.0).sum();
         (value.abs() > noise).then_some(value)
@@ -109,9 +110,10 @@ impl Row {
         Some(seq / ours)
     }
 
-    /// Share of the shorter of arithmetic and communication that was hidden, in per cent: of at most all of it. None where
-    /// it is less than what samples differ by, or where more seems hidden than there is, by more than that: then the parts
-    /// alone took longer than they do within the whole.
+    /// Share of the shorter of arithmetic and communication that was hidden, in per cent: of at
+    /// most all of it. None where it is less than what samples differ by, or where more seems
+    /// hidden than there is, by more than that: then the parts alone took longer than they do
+    /// within the whole.
     pub fn hidden(&self) -> Option<f64> {
         let (g, c, ours) = (self.t_gemm_us?, self.t_comm_us?, self.t_ours_us?);
         let s = &self.spread_us;

@@ -21,11 +21,13 @@ const MOVES: &str = "all_gather,reduce_scatter,all_reduce,all_to_all";
 const FUSED: &str = "ag_gemm,gemm_rs,gemm_ar";
 const ALONE: &str = "quant,permute";
 
-/// Operations, ranks (of at most so many devices), compute capability, types (all where empty), and how many cases that makes.
+/// Operations, ranks (of at most so many devices), compute capability, types (all where empty), and
+/// how many cases that makes.
 type Run = (&'static str, &'static str, usize, u32, &'static str, usize);
 
-/// What differs: a peer and no peer between, an odd number, as many as a machine has; each of both attention kernels, by
-/// type; and sm_80 where it has kernels of its own, which are those of moves and of `ep`. Longest first.
+/// What differs: a peer and no peer between, an odd number, as many as a machine has; each of both
+/// attention kernels, by type; and sm_80 where it has kernels of its own, which are those of moves
+/// and of `ep`. Longest first.
 const RUNS: [Run; 12] = [
     ("cp_attention", "4", 4, 90, "bf16", 20),
     ("cp_attention", "2", 2, 90, "f32", 56),
@@ -42,9 +44,10 @@ const RUNS: [Run; 12] = [
     (ALONE, "1", 1, 90, "", 69),
 ];
 
-/// `cargo xtask test --full`: `ep` on eight devices, whose threads take turns for minutes (its kernels meet on eight ranks in
-/// `kernels/tests/emu/ep_worlds.rs`, too); the numbers of ranks between those above; types that the same kernels compute; and what
-/// sm_80 computes by the kernels that sm_90 has, too.
+/// `cargo xtask test --full`: `ep` on eight devices, whose threads take turns for minutes (its
+/// kernels meet on eight ranks in `kernels/tests/emu/ep_worlds.rs`, too); the numbers of ranks
+/// between those above; types that the same kernels compute; and what sm_80 computes by the kernels
+/// that sm_90 has, too.
 const MORE_RUNS: [Run; 10] = [
     ("cp_attention", "4", 4, 90, "", 96),
     ("ep", "8", 8, 90, "", 25),

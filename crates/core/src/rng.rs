@@ -39,7 +39,8 @@ impl Rng {
         self.at(self.counter)
     }
 
-    /// Passes over `n` numbers of the sequence, so that a part of it can be made without what is before.
+    /// Passes over `n` numbers of the sequence, so that a part of it can be made without what is
+    /// before.
     pub fn skip(&mut self, n: u64) {
         self.counter = self.counter.wrapping_add(n);
     }

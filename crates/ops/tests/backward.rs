@@ -1,4 +1,5 @@
-//! Backward passes of comm+GEMM as operations, against the oracle: the gradient of one is the other.
+//! Backward passes of comm+GEMM as operations, against the oracle: the gradient of one is the
+//! other.
 
 mod table;
 
@@ -39,8 +40,8 @@ fn wgrad(m: usize, n: usize, k: usize) -> GemmDesc {
     GemmDesc { a_order: AOrder::Km, b_order: BOrder::Kn, ..orders }
 }
 
-/// y_r = all_gather(x) w_r^T. dx = reduce_scatter(dy_r w_r) is `gemm_rs`, dw_r = dy_r^T all_gather(x) a product beside
-/// nothing: the forward pass has kept what it gathered.
+/// y_r = all_gather(x) w_r^T. dx = reduce_scatter(dy_r w_r) is `gemm_rs`, dw_r = dy_r^T
+/// all_gather(x) a product beside nothing: the forward pass has kept what it gathered.
 #[test]
 fn gradients_of_ag_gemm_are_those_of_the_oracle() {
     let (x, w, dy) = (matrices(1, M / SIZE, K), matrices(2, N, K), matrices(3, M, N));
@@ -73,7 +74,8 @@ fn gradients_of_ag_gemm_are_those_of_the_oracle() {
     .unwrap();
 }
 
-/// y = reduce_scatter(x_r w_r^T). dx_r = all_gather(dy) w_r is `ag_gemm`, and dw_r = all_gather(dy)^T x_r.
+/// y = reduce_scatter(x_r w_r^T). dx_r = all_gather(dy) w_r is `ag_gemm`, and dw_r =
+/// all_gather(dy)^T x_r.
 #[test]
 fn gradients_of_gemm_rs_are_those_of_the_oracle() {
     let (x, w, dy) = (matrices(4, M, K), matrices(5, N, K), matrices(6, M / SIZE, N));
@@ -124,7 +126,8 @@ fn a_reduce_scatter_beside_a_wgrad_is_that_of_the_oracle() {
     .unwrap();
 }
 
-/// Two teams of the same ranks exchange tokens at once, on streams of their own: each has its own rows.
+/// Two teams of the same ranks exchange tokens at once, on streams of their own: each has its own
+/// rows.
 #[test]
 fn two_teams_of_experts_at_once_do_not_mix() {
     World::run_threads(SIZE, WorldCfg::for_tests(), |world| {

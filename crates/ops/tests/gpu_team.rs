@@ -199,7 +199,8 @@ fn silent(ops: &[Make]) {
             if e.is_timeout() {
                 assert_eq!(e.get_peer(), Some(silent), "{}: {e}", op.name);
             }
-            // `verify` holds them against the oracle; here they are to the bit what they were before.
+            // `verify` holds them against the oracle; here they are to the bit what they were
+            // before.
             assert!(results(&world, &make)? == want, "{}: the new team computes another", op.name);
         }
         Ok(())

@@ -92,15 +92,17 @@ fn a_thousand_launches_grow_nothing() {
             }
         }
         let after = (count("/proc/self/fd"), heap.usage().0);
-        // Other tests of this process open and close descriptors; a leak would show by the thousand.
+        // Other tests of this process open and close descriptors; a leak would show by the
+        // thousand.
         assert!(after.0 < before.0 + 200 && after.1 == before.1, "{before:?} {after:?}");
         Ok(())
     })
     .unwrap();
 }
 
-/// A thousand forward passes of each operation on four ranks: no rank holds more memory of its heap, and the
-/// process no more descriptors, than after ten; the last results are those of the oracle.
+/// A thousand forward passes of each operation on four ranks: no rank holds more memory of its
+/// heap, and the process no more descriptors, than after ten; the last results are those of the
+/// oracle.
 #[test]
 fn a_thousand_launches_on_four_ranks_grow_nothing() {
     let descriptors = || std::fs::read_dir("/proc/self/fd").map(|d| d.count()).unwrap_or(0);
@@ -132,7 +134,8 @@ fn a_thousand_launches_on_four_ranks_grow_nothing() {
         finish(&stream, &team)?;
         team.agree(true)?;
         let after = (descriptors(), heap.usage().0);
-        // Other tests of this process open and close descriptors; a leak would show by the thousand.
+        // Other tests of this process open and close descriptors; a leak would show by the
+        // thousand.
         assert!(after.0 < before.0 + 200 && after.1 == before.1, "{before:?} {after:?}");
         Ok(())
     })

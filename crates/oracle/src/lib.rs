@@ -1,10 +1,10 @@
 //! Slow, obvious f64 references on global tensors.
 //!
 //! Every function is the mathematics written down: loops over whole tensors, no ranks, no streams,
-//! no overlap. Products and attention run in blocks and on all processors, with the bits of the plain
-//! loops (tests keep those), so that large shapes can be verified. Tests and `tilewire verify` compare against it; nothing that
-//! runs in production depends on it. Where a function takes one matrix for each rank, "rank" only
-//! names a block of the global tensor.
+//! no overlap. Products and attention run in blocks and on all processors, with the bits of the
+//! plain loops (tests keep those), so that large shapes can be verified. Tests and `tilewire
+//! verify` compare against it; nothing that runs in production depends on it. Where a function
+//! takes one matrix for each rank, "rank" only names a block of the global tensor.
 //!
 //! | module | what |
 //! |---|---|

@@ -1,8 +1,8 @@
 //! Products of matrices, blocked for caches and registers and spread over all processors.
 //!
 //! Every element is still `0 + a_i0 b_0j + a_i1 b_1j + ...`, added one after the other in this
-//! order: blocks only change which element's turn it is. The bits are those of the plain loops, which
-//! the tests of this module keep.
+//! order: blocks only change which element's turn it is. The bits are those of the plain loops,
+//! which the tests of this module keep.
 
 use crate::{Mat, par};
 
@@ -45,8 +45,8 @@ impl Factor<'_> {
         if self.trans { (cols, rows) } else { (rows, cols) }
     }
 
-    /// Writes rows `row..` and columns `col..` of as many as fit in `out`, `[cols][N]`: `N` rows lie
-    /// beside each other, zeros where there is no row.
+    /// Writes rows `row..` and columns `col..` of as many as fit in `out`, `[cols][N]`: `N` rows
+    /// lie beside each other, zeros where there is no row.
     fn pack<const N: usize>(&self, row: usize, col: usize, out: &mut [[f64; N]]) {
         let (rows, _) = self.shape();
         let some = (rows - row).min(N);

@@ -188,8 +188,8 @@ fn threads(n: usize, case: Case) -> Result<(), Lacks> {
     Ok(())
 }
 
-/// Runs a case on GPUs, or says what lacks. One case at a time: freeing memory waits for all work of a
-/// device, that of other cases' waits included.
+/// Runs a case on GPUs, or says what lacks. One case at a time: freeing memory waits for all work
+/// of a device, that of other cases' waits included.
 fn gpus(n: usize, case: Case) -> Result<(), Lacks> {
     static DEVICES: Mutex<()> = Mutex::new(());
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,9 +1,9 @@
 //! What tests of all crates share: a test that did not run says so, and does not count as passed.
 //!
 //! libtest knows no test that finds out while it runs that it cannot: whoever returns has passed.
-//! [`did_not_run`] notes the test and the reason in the file that [`FILE`] names, and
-//! `cargo xtask test` subtracts what stands there from what passed and limits it by reason. No crate
-//! may depend on this one outside of its tests; `cargo xtask tidy` looks.
+//! [`did_not_run`] notes the test and the reason in the file that [`FILE`] names, and `cargo xtask
+//! test` subtracts what stands there from what passed and limits it by reason. No crate may depend
+//! on this one outside of its tests; `cargo xtask tidy` looks.
 #![forbid(unsafe_code)]
 
 use std::fmt::{self, Display};
@@ -16,7 +16,8 @@ use std::path::Path;
 /// they say so on standard error.
 pub const FILE: &str = "TW_DID_NOT_RUN";
 
-/// What each such test says on standard error. Who starts a test again where it must run looks for it.
+/// What each such test says on standard error. Who starts a test again where it must run looks for
+/// it.
 pub const WORDS: &str = "did not run";
 
 /// What a test lacks. `cargo xtask test` has a limit for each, by the text that [`Display`] gives.

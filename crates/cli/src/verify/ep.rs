@@ -376,8 +376,8 @@ fn abs(m: &[Mat]) -> Vec<Mat> {
     m.iter().map(|m| m.map(f64::abs)).collect()
 }
 
-/// The backward of dispatch, on random gradients of the received rows. The gradients of weights, which
-/// are per received row in `dw` and per (token, choice) in the oracle, at their tokens.
+/// The backward of dispatch, on random gradients of the received rows. The gradients of weights,
+/// which are per received row in `dw` and per (token, choice) in the oracle, at their tokens.
 fn dispatch_bwd(
     ctx: &mut Ctx,
     plan: &EpPlan,

@@ -91,7 +91,8 @@ impl Held {
         held
     }
 
-    /// The number of the capture. Threads that ask first at once for one that was begun elsewhere may get two.
+    /// The number of the capture. Threads that ask first at once for one that was begun elsewhere
+    /// may get two.
     pub fn num(&self) -> u64 {
         self.num
     }

@@ -44,14 +44,16 @@ pub(super) struct Inner {
 
 type Trace = (Arc<str>, Arc<Tracer>);
 
-/// Whose order work is in: that of a stream, or of a stream in a capture, by whatever clones or borrows of it.
+/// Whose order work is in: that of a stream, or of a stream in a capture, by whatever clones or
+/// borrows of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StreamKey(Order);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Order {
     Stream(StreamId),
-    /// The number of the capture, and the driver's handle: while a stream is captured it tells no number.
+    /// The number of the capture, and the driver's handle: while a stream is captured it tells no
+    /// number.
     Captured(u64, usize),
 }
 

@@ -52,7 +52,8 @@ pub(super) struct Prepared {
     pub status: Tensor,
 }
 
-/// A launch: a plan's kernels, and what they use besides tensors. Packed weights of wider types need nothing.
+/// A launch: a plan's kernels, and what they use besides tensors. Packed weights of wider types
+/// need nothing.
 pub(super) struct Run<'a> {
     prepared: &'a Prepared,
     space: Option<Arc<Workspace>>,
@@ -338,8 +339,8 @@ impl Run<'_> {
             pad: 0,
             table: pass.table,
         };
-        // The workspace again: of many groups it was filled by many kernels, and what is held before those may be let go
-        // before this one.
+        // The workspace again: of many groups it was filled by many kernels, and what is held
+        // before those may be let go before this one.
         hold(stream, (held, self.status.clone(), self.space.clone()));
         let args = LaunchArgs::new().arg(&p);
         // SAFETY: every kernel of the unit takes one `TwGrouped` by value; the tensors were checked

@@ -60,8 +60,8 @@ pub struct GroupedWgrad {
     pub dbias: Option<Tensor>,
 }
 
-/// Grouped products of one family of experts. Local: no team. Launches on several streams may run side by side
-/// ([`GroupedGemmPlan::prepare`]); one status tells of all of them.
+/// Grouped products of one family of experts. Local: no team. Launches on several streams may run
+/// side by side ([`GroupedGemmPlan::prepare`]); one status tells of all of them.
 pub struct GroupedGemmPlan {
     desc: GroupedDesc,
     status: Tensor,
@@ -84,14 +84,16 @@ impl GroupedGemmPlan {
         &self.desc
     }
 
-    /// Makes what launches on streams of the device of `stream` need: nothing on the host; on a CUDA device kernels, and a
-    /// workspace for `stream`, which launches with [`Weights::Discrete`] (8 bytes for each group) or FP8 operands (f32 of all
-    /// of them) use. Call it again for every other stream whose launches are to run beside these; up to four have a
-    /// workspace of their own.
+    /// Makes what launches on streams of the device of `stream` need: nothing on the host; on a
+    /// CUDA device kernels, and a workspace for `stream`, which launches with [`Weights::Discrete`]
+    /// (8 bytes for each group) or FP8 operands (f32 of all of them) use. Call it again for every
+    /// other stream whose launches are to run beside these; up to four have a workspace of their
+    /// own.
     ///
-    /// Launches on any streams, by any threads, are right side by side. One on a stream without a workspace takes one that is
-    /// not in use, or runs on the device behind the launch that has used one first. Only a captured launch allocates: a
-    /// graph owns a workspace for each of its streams.
+    /// Launches on any streams, by any threads, are right side by side. One on a stream without a
+    /// workspace takes one that is not in use, or runs on the device behind the launch that has
+    /// used one first. Only a captured launch allocates: a graph owns a workspace for each of its
+    /// streams.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;

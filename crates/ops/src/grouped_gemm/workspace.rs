@@ -1,5 +1,5 @@
-//! What launches use on a CUDA device besides their tensors: one set for each stream whose launches are to run beside those
-//! of others, and one for each stream of a captured graph.
+//! What launches use on a CUDA device besides their tensors: one set for each stream whose launches
+//! are to run beside those of others, and one for each stream of a captured graph.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -11,7 +11,8 @@ use super::GroupedDesc;
 use crate::common::cuda::{hold, holding, workspace};
 use crate::gemm::widen::Wide;
 
-/// Streams that have a workspace of their own, at most. Launches on more are in order with some of them.
+/// Streams that have a workspace of their own, at most. Launches on more are in order with some of
+/// them.
 const MOST: usize = 4;
 
 /// Room for the f32 of FP8 operands.
@@ -92,9 +93,10 @@ impl Workspaces {
         Ok(())
     }
 
-    /// Queues a launch by `queue` with a workspace that nothing else on the device uses meanwhile: that of the stream; or one
-    /// that is not in use; or the one that was used first, behind what uses it. Nothing is allocated and nobody waits
-    /// but the device. A capture gets one of its own, once for each of its streams, and its graph keeps it.
+    /// Queues a launch by `queue` with a workspace that nothing else on the device uses meanwhile:
+    /// that of the stream; or one that is not in use; or the one that was used first, behind what
+    /// uses it. Nothing is allocated and nobody waits but the device. A capture gets one of its
+    /// own, once for each of its streams, and its graph keeps it.
     ///
     /// # Errors
     /// Those of `queue`; what the driver reports; out of memory in a capture.

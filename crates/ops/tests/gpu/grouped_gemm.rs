@@ -499,7 +499,8 @@ impl Problem {
     }
 }
 
-/// Streams with a workspace each, and with one between them; queued by one thread, and by two at once.
+/// Streams with a workspace each, and with one between them; queued by one thread, and by two at
+/// once.
 #[test]
 fn launches_on_two_streams_do_not_meet() {
     let Some(g) = gpu() else { return };

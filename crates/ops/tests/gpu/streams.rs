@@ -1,4 +1,5 @@
-//! Tests of launches on several streams again, on an emulated device: there an edge that is missing between two streams shows.
+//! Tests of launches on several streams again, on an emulated device: there an edge that is missing
+//! between two streams shows.
 
 use tilewire_testing::{Lack, WORDS, did_not_run};
 

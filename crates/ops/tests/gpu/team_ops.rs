@@ -569,8 +569,8 @@ pub fn ranks_asked() -> Option<usize> {
     std::env::var("TW_RANKS").ok().map(|n| n.parse().unwrap())
 }
 
-/// As many ranks as there are devices, at most four, or as are asked for; `None` if that is no team: then the test did not
-/// run.
+/// As many ranks as there are devices, at most four, or as are asked for; `None` if that is no
+/// team: then the test did not run.
 #[track_caller]
 pub fn ranks() -> Option<usize> {
     let num = cuda::device_count().unwrap_or_else(|e| {

@@ -1,4 +1,5 @@
-//! What each operation of the table makes, by the oracle, where all ranks have the inputs of one seed.
+//! What each operation of the table makes, by the oracle, where all ranks have the inputs of one
+//! seed.
 
 use tilewire_core::*;
 use tilewire_device::Tensor;
@@ -42,15 +43,17 @@ fn expected(op: &str, r: &Ready, (me, size): (usize, usize)) -> Result<Vec<f64>>
     Ok(out.data)
 }
 
-/// Rows go to their experts and come back as they went, times the sum of their weights; so do gradients.
+/// Rows go to their experts and come back as they went, times the sum of their weights; so do
+/// gradients.
 fn experts(r: &Ready) -> Result<Vec<f64>> {
     let (x, w, g) = (mat(&r.inputs[1])?, mat(&r.inputs[2])?, mat(&r.inputs[3])?);
     let back = |m: &Mat| Mat::from_fn(m.rows, N, |t, j| m.at(t, j) * (w.at(t, 0) + w.at(t, 1)));
     Ok(Mat::vstack(&[back(&x), back(&g)]).data)
 }
 
-/// Output, gradients of queries, keys and values, and lse of one rank. Nothing is masked, and the keys of all
-/// ranks are mine: each key counts `size` times in the sum over keys, and each query in the gradients of keys.
+/// Output, gradients of queries, keys and values, and lse of one rank. Nothing is masked, and the
+/// keys of all ranks are mine: each key counts `size` times in the sum over keys, and each query in
+/// the gradients of keys.
 fn attention(r: &Ready, size: usize) -> Result<Vec<f64>> {
     let t = r.inputs.iter().map(mat).collect::<Result<Vec<_>>>()?;
     let (rows, d, n) = (t[0].rows, t[0].cols / size, size as f64);

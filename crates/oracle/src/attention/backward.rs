@@ -45,8 +45,8 @@ pub fn attention_bwd(
     attention_bwd_on(par::threads(work), spec, inputs, sequences, d_o)
 }
 
-/// Two passes: one over the queries, for what belongs to a query, and one over blocks of keys, for what
-/// belongs to a key. Each adds in the order of the queries, as one loop over all pairs does.
+/// Two passes: one over the queries, for what belongs to a query, and one over blocks of keys, for
+/// what belongs to a key. Each adds in the order of the queries, as one loop over all pairs does.
 pub(super) fn attention_bwd_on(
     threads: usize,
     spec: &AttnSpec,

@@ -134,8 +134,8 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// `<x, y>` with every `y`, each added in the order of the elements from +0 upwards. Sums of several
-/// run beside each other: one alone would wait for each of its additions.
+/// `<x, y>` with every `y`, each added in the order of the elements from +0 upwards. Sums of
+/// several run beside each other: one alone would wait for each of its additions.
 pub(super) fn dots(x: &[f64], y: &[&[f64]]) -> Vec<f64> {
     const BESIDE: usize = 8;
     let mut out = Vec::with_capacity(y.len());

@@ -2,9 +2,9 @@
 //! and a credit, every word of every round is checked, and nothing may be wrong. Beside each stand
 //! mistakes that must show, or may: what a GPU forgives says nothing, so those are only reported.
 //!
-//! `symm_checks litmus [part of a name]` prints a line of JSON for each test; exit code 1 if one failed. All
-//! GPUs of the machine (at most 8) push in a ring at the same time. Needs two that reach each
-//! other's memory, sm_90 or newer, and NVRTC or the kernels beside the program.
+//! `symm_checks litmus [part of a name]` prints a line of JSON for each test; exit code 1 if one
+//! failed. All GPUs of the machine (at most 8) push in a ring at the same time. Needs two that
+//! reach each other's memory, sm_90 or newer, and NVRTC or the kernels beside the program.
 use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Result};

@@ -1,11 +1,12 @@
 //! Runs the one-sided conformance cases on two GPUs through the same trait as the host backend,
 //! then times them. One line per check; exit code 1 if one failed.
 //!
-//! `symm_checks [part of a name]` runs the checks whose name contains it: one check to a process, in a
-//! shell loop, keeps a device error from spoiling the rest. Needs two GPUs that reach each other's
-//! memory, a driver, and NVRTC. With one GPU both ranks share it, which proves nothing about
-//! ordering, and frees may stall. Under `tilewire run -n 2 -- symm_checks` the ranks are processes, and
-//! `symm_checks nvshmem` and `symm_checks nccl` run the cases on that backend. `symm_checks litmus` is `litmus.rs`.
+//! `symm_checks [part of a name]` runs the checks whose name contains it: one check to a process,
+//! in a shell loop, keeps a device error from spoiling the rest. Needs two GPUs that reach each
+//! other's memory, a driver, and NVRTC. With one GPU both ranks share it, which proves nothing
+//! about ordering, and frees may stall. Under `tilewire run -n 2 -- symm_checks` the ranks are
+//! processes, and `symm_checks nvshmem` and `symm_checks nccl` run the cases on that backend.
+//! `symm_checks litmus` is `litmus.rs`.
 #![allow(clippy::print_stdout, missing_docs)]
 
 #[path = "../../tests/cases/mod.rs"]

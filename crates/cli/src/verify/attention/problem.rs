@@ -59,8 +59,8 @@ impl Operand {
     }
 }
 
-/// e4m3 with one f32 scale for each (row, head), whatever the head's width: codes and scales, and the
-/// values that they stand for.
+/// e4m3 with one f32 scale for each (row, head), whatever the head's width: codes and scales, and
+/// the values that they stand for.
 fn per_head(x: &Mat, heads: usize) -> (Codes, Mat) {
     let spec = QuantSpec::new(DType::F8E4M3, ScaleLayout::Tensor);
     let d = (x.cols / heads).max(1);
