@@ -13,6 +13,8 @@ pub enum StepKind {
     Get,
     /// A signal or credit is about to be raised.
     Signal,
+    /// A flag is about to be stored.
+    Flag,
     /// A wait is about to begin.
     Wait,
     /// A piece of arithmetic is about to begin.
@@ -43,8 +45,10 @@ pub enum HookAction {
     Proceed,
     /// Leave the step out.
     Skip,
-    /// Do it twice (signals only).
+    /// Do it twice (signals and flags only).
     Twice,
+    /// Store what the flag's word holds already: the value of an earlier launch (flags only).
+    Stale,
     /// Do it after the next signal to the same peer (puts only).
     AfterSignal,
 }

@@ -94,6 +94,30 @@ impl OpCtx {
         });
     }
 
+    /// Stores `value` in the word at `offset` of `dst`'s chunk: a flag, which has one writer, and
+    /// whose values grow from launch to launch.
+    pub fn store_flag(&self, dst: Rank, offset: usize, value: u64, phase: &str) {
+        self.store_flags(dst, offset, &[value], phase);
+    }
+
+    /// Puts `words` at `offset` of `dst`'s chunk. Each is a flag as well, so nothing need follow.
+    pub fn put_flagged(&self, dst: Rank, offset: usize, words: &[u64], phase: &str) {
+        self.team().0.traffic.put(dst, 8 * words.len());
+        self.store_flags(dst, offset, words, phase);
+    }
+
+    fn store_flags(&self, dst: Rank, offset: usize, values: &[u64], phase: &str) {
+        let action = self.hook(StepKind::Flag, Some(dst), phase);
+        self.raise(dst, action, || {
+            for (i, &value) in values.iter().enumerate() {
+                let word = self.heap.0.map.word(dst.idx(), offset + 8 * i);
+                let stale = || word.load(std::sync::atomic::Ordering::Relaxed);
+                let value = if action == HookAction::Stale { stale() } else { value };
+                protocol::flag(word, value);
+            }
+        });
+    }
+
     fn raise(&self, dst: Rank, action: HookAction, mut f: impl FnMut()) {
         self.team().0.traffic.signal(dst);
         if action != HookAction::Skip {
@@ -161,6 +185,43 @@ impl OpCtx {
             )
             .map(|seen| (expected, seen))
             .map_err(|e| self.team().fail(e))
+    }
+
+    /// Waits until `src` has stored `value`, or that of a later launch, in the word at `offset` of
+    /// my own chunk.
+    ///
+    /// # Errors
+    /// As [`OpCtx::wait`].
+    pub fn wait_flag(&self, src: Rank, offset: usize, value: u64, phase: &str) -> Result<()> {
+        self.wait_flagged(src, offset, value, &mut [0], phase)
+    }
+
+    /// Waits until `src` has stored `least` or more in each of the words at `offset` of my own
+    /// chunk, and copies them to `out`.
+    ///
+    /// # Errors
+    /// As [`OpCtx::wait`].
+    pub fn wait_flagged(
+        &self,
+        src: Rank,
+        offset: usize,
+        least: u64,
+        out: &mut [u64],
+        phase: &str,
+    ) -> Result<()> {
+        self.hook(StepKind::Wait, Some(src), phase);
+        let (team, me) = (self.team(), self.rank().idx());
+        for (i, out) in out.iter_mut().enumerate() {
+            let word = self.heap.0.map.word(me, offset + 8 * i);
+            *out = team
+                .wait_until(
+                    &self.ctx(src, least, phase),
+                    || protocol::flagged(word, least),
+                    || word.load(std::sync::atomic::Ordering::Relaxed),
+                )
+                .map_err(|e| team.fail(e))?;
+        }
+        Ok(())
     }
 
     /// Waits for `src`'s grant, and checks that it was made for the launch with fingerprint `tag`.
@@ -235,6 +296,12 @@ impl OpCtx {
     /// Copies into my own chunk, for peers to get.
     pub fn write_local(&self, offset: usize, bytes: &[u8]) {
         self.heap.0.map.write(self.rank().idx(), offset, bytes);
+    }
+
+    /// Fills a range of my own chunk with zeros: flags that nobody has stored yet. No peer may use
+    /// the range before it has met this rank.
+    pub fn clear_local(&self, offset: usize, len: usize) {
+        self.heap.0.map.fill(self.rank().idx(), offset, len, 0);
     }
 
     /// My own chunk, in place.

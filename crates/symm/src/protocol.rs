@@ -8,6 +8,9 @@
 //!   repeated look never sees an older state.
 //! - **Credit**: a consumer that has finished reading grants the producer the right to overwrite
 //!   with [`grant`], which carries a tag (the fingerprint of the launch) under the same release.
+//! - **Flag**: the producer stores the number of the launch with [`flag`]; the consumer compares
+//!   with [`flagged`]. Orders as a signal does. The same number stored twice changes nothing, and
+//!   nothing is counted, so nobody has to consume it.
 //! - **Barrier**: everybody stores its epoch into everybody's inbox, then waits for all inboxes.
 //! - **Abort**: each rank has one slot on each page; the slot holds the generation it is meant
 //!   for, so that an abort of an earlier generation is not heard.
@@ -87,6 +90,19 @@ pub fn grant<W: Word>(count: &W, tag_word: &W, tag: u64) {
 #[inline]
 pub fn granted<W: Word>(count: &W, tag_word: &W, expected: u64) -> Option<u64> {
     reached(count, expected).map(|_| tag_word.load(Ordering::Relaxed))
+}
+
+/// Stores `value`, which grows from launch to launch, in a peer's word. Everything this thread
+/// wrote before is visible to who sees it, and everything it read before was read.
+#[inline]
+pub fn flag<W: Word>(word: &W, value: u64) {
+    word.store(value, Ordering::Release);
+}
+
+/// The word's value if it is `value` or that of a later launch. Wrap-safe.
+#[inline]
+pub fn flagged<W: Word>(word: &W, value: u64) -> Option<u64> {
+    reached(word, value)
 }
 
 /// Announces to one peer that I have entered barrier round `epoch`.

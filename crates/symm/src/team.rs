@@ -54,7 +54,7 @@ pub(crate) struct TeamInner {
     pub seq: AtomicU64,
     exchanges: AtomicU64,
     hook: OnceLock<Hook>,
-    hook_counts: [AtomicU64; 5],
+    hook_counts: [AtomicU64; 6],
 }
 
 impl TeamInner {

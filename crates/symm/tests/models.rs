@@ -2,8 +2,8 @@
 //! functions of `protocol.rs` on small instances. Then each argument is broken on purpose, one at a
 //! time: every one of these mutants must be found.
 //!
-//! The slots of a launch are those of `OpCtx`: `signal`/`wait`, `grant`/`acquire`, `barrier`, and
-//! the way a wait ends (`wait.rs`: the count, then the abort slots, then the count once more).
+//! The slots of a launch are those of `OpCtx`: `signal`/`wait`, `grant`/`acquire`, `store_flag`/
+//! `wait_flag`, `put_flagged`/`wait_flagged`, `barrier`, and the way a wait ends (`wait.rs`: the count, then the abort slots, then the count once more).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -35,6 +35,10 @@ enum Step {
     TagLate,
     TagBeforeCount,
     NoCredit,
+    FlagFirst,
+    LeaveFirst,
+    NoLeave,
+    OneBuffer,
     ArriveFirst,
     NoSecondWait,
     AnyGeneration,
@@ -218,6 +222,75 @@ fn credit(m: Mutant) {
     producer.join().unwrap();
 }
 
+/// A flag is stored, and found by comparison: the payload is there. The number wraps.
+fn flag_message(m: Mutant) {
+    let s = Arc::new((Payload::new(), W::new(u64::MAX, m.weak)));
+    let t = s.clone();
+    let producer = thread::spawn(move || {
+        if m.step == Step::FlagFirst {
+            protocol::flag(&t.1, 0);
+        }
+        t.0.put(7);
+        protocol::flag(&t.1, 0);
+    });
+    let found = |word: &W| match m.step {
+        Step::PlainCompare => Some(word.load(Ordering::Acquire)),
+        _ => protocol::flagged(word, 0),
+    };
+    until(|| found(&s.1));
+    assert_eq!(s.0.read(), 7);
+    producer.join().unwrap();
+}
+
+/// One buffer, two launches, each flag stored twice: who has read leaves, and only then is the
+/// buffer written again. Nothing is counted, and nothing is cleared.
+fn flag_leave(m: Mutant) {
+    let s = Arc::new((Payload::new(), W::new(0, Weak::No), W::new(0, m.weak)));
+    let t = s.clone();
+    let producer = thread::spawn(move || {
+        let (buf, arrival, left) = &*t;
+        for launch in 1..=2 {
+            if m.step != Step::NoLeave {
+                until(|| protocol::flagged(left, launch - 1));
+            }
+            buf.put(launch);
+            protocol::flag(arrival, launch);
+            protocol::flag(arrival, launch);
+        }
+    });
+    let (buf, arrival, left) = &*s;
+    for launch in 1..=2 {
+        until(|| protocol::flagged(arrival, launch));
+        if m.step == Step::LeaveFirst {
+            protocol::flag(left, launch);
+        }
+        assert_eq!(buf.read(), launch);
+        protocol::flag(left, launch);
+        protocol::flag(left, launch);
+    }
+    producer.join().unwrap();
+}
+
+/// My words of three launches to the peer, each number of the launch and count, and the peer's to
+/// me: two buffers in turn need no grant.
+fn exchange_counts(m: Mutant, words: &[[W; 2]; 2], me: usize) {
+    for launch in 1..=3u64 {
+        let buffer = if m.step == Step::OneBuffer { 0 } else { launch as usize % 2 };
+        protocol::flag(&words[1 - me][buffer], launch << 32 | (10 * launch + me as u64));
+        let word = until(|| protocol::flagged(&words[me][buffer], launch << 32));
+        assert_eq!(word as u32 as u64, 10 * launch + 1 - me as u64, "the count of this launch");
+    }
+}
+
+fn counts_in_turn(m: Mutant) {
+    let pair = || [W::new(0, m.weak), W::new(0, m.weak)];
+    let s = Arc::new([pair(), pair()]);
+    let t = s.clone();
+    let other = thread::spawn(move || exchange_counts(m, &t, 1));
+    exchange_counts(m, &s, 0);
+    other.join().unwrap();
+}
+
 /// What two ranks share: a payload each, and for each an inbox on two channels.
 type Pair = ([Payload; 2], [[W; 2]; 2]);
 
@@ -372,6 +445,9 @@ mod holds {
         message None;
         mailbox None;
         credit None;
+        flag_message None;
+        flag_leave None;
+        counts_in_turn None;
         barrier_one None;
         barrier_two None;
         abort_leaves None;
@@ -384,7 +460,7 @@ mod holds {
 type Row = (&'static str, fn(Mutant), Weak, Step);
 
 /// Every argument of the protocol page, broken.
-const MUTANTS: [Row; 24] = [
+const MUTANTS: [Row; 33] = [
     ("signal without release", message, Weak::Rmw, Step::Right),
     ("wait without acquire", message, Weak::Load, Step::Right),
     ("signal before the put", message, Weak::No, Step::SignalFirst),
@@ -398,6 +474,15 @@ const MUTANTS: [Row; 24] = [
     ("tag stored after the count", credit, Weak::No, Step::TagLate),
     ("tag read before the count", credit, Weak::No, Step::TagBeforeCount),
     ("overwrite without credit", credit, Weak::No, Step::NoCredit),
+    ("flag without release", flag_message, Weak::Store, Step::Right),
+    ("flag read without acquire", flag_message, Weak::Load, Step::Right),
+    ("flag before the put", flag_message, Weak::No, Step::FlagFirst),
+    ("flag not compared", flag_message, Weak::No, Step::PlainCompare),
+    ("leave without release", flag_leave, Weak::Store, Step::Right),
+    ("leave read without acquire", flag_leave, Weak::Load, Step::Right),
+    ("leave before the read", flag_leave, Weak::No, Step::LeaveFirst),
+    ("overwrite before the leave", flag_leave, Weak::No, Step::NoLeave),
+    ("counts in one buffer", counts_in_turn, Weak::No, Step::OneBuffer),
     ("arrival without release", barrier_one, Weak::Store, Step::Right),
     ("arrival read without acquire", barrier_one, Weak::Load, Step::Right),
     ("arrival before the reads are done", barrier_two, Weak::No, Step::ArriveFirst),
