@@ -53,6 +53,7 @@ fn step_kind(name: &str) -> StepKind {
         "put" => StepKind::Put,
         "get" => StepKind::Get,
         "signal" => StepKind::Signal,
+        "flag" => StepKind::Flag,
         "wait" => StepKind::Wait,
         _ => StepKind::Compute,
     }
@@ -105,7 +106,7 @@ fn rank(world: &World, op: &str, kind: &str, folder: &Path) -> Result<Value> {
     };
     // Where a round is several launches, those that were complete before the fault keep their
     // results.
-    let several = op.starts_with("cp_attention") || op == "ep";
+    let several = op.starts_with("cp_attention") || op.starts_with("ep");
     let values = ready.out.to_f32()?;
     let poisoned = kind == "prepare"
         || if several {
@@ -243,6 +244,7 @@ impl Drop for Job {
 fn kinds(op: &str) -> &'static [&'static str] {
     match op {
         "cp_attention get" => &["get", "signal", "wait"],
+        "ep" | "ep fine" => &["put", "signal", "flag", "wait"],
         _ => &["put", "signal", "wait"],
     }
 }

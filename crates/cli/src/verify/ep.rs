@@ -2,9 +2,8 @@
 
 use tilewire::core::numerics::Bound;
 use tilewire::device::Device;
-use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
+use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan, EpTraffic};
 use tilewire::prelude::*;
-use tilewire::symm::Traffic;
 use tilewire_oracle::Mat;
 use tilewire_oracle::ep as oracle;
 use tilewire_oracle::permute::TopK;
@@ -163,11 +162,7 @@ fn idx_tensor(ctx: &Ctx, t: &TopK) -> Result<Tensor> {
 }
 
 /// What the plan predicts for each phase; on devices kernels move the rows, and nobody counts them.
-fn predicted(
-    ctx: &Ctx,
-    plan: &EpPlan,
-    handle: &EpHandle,
-) -> Result<Option<(Traffic, Traffic, Traffic)>> {
+fn predicted(ctx: &Ctx, plan: &EpPlan, handle: &EpHandle) -> Result<Option<EpTraffic>> {
     match ctx.heap.device() {
         Device::Host => plan.predict(handle).map(Some),
         Device::Cuda(_) => Ok(None),
@@ -234,9 +229,9 @@ fn forward(
     let scales = (d.num_scales > 0).then(|| scales_of(&b.x[me], d.num_scales));
     let scales = scales.map(|s| ctx.tensor(&s, DType::F32)).transpose()?;
     ctx.timed(|s| plan.dispatch(s, &handle, &x, (Some(&w), scales.as_ref()), &recv))?;
-    if let Some((routed, sent, _)) = predicted(ctx, plan, &handle)? {
-        ctx.traffic_between("ep_prepare", &before, &now, &routed);
-        ctx.traffic("ep_dispatch", &now, &sent);
+    if let Some(p) = predicted(ctx, plan, &handle)? {
+        ctx.traffic_between("ep_prepare", &before, &now, &p.route);
+        ctx.traffic("ep_dispatch", &now, &p.dispatch);
     }
     check_received(ctx, b, &d, &recv)?;
     if !matches!(d.layout, EpLayout::ExpertMajor { .. }) {
@@ -338,7 +333,7 @@ fn finish(
         let out = ctx.poisoned(d.out, Shape::d2(tokens, d.hidden))?;
         ctx.timed(|s| plan.combine(s, handle, &y_t, w_t.as_ref(), &out))?;
         if let Some(p) = predicted(ctx, plan, handle)? {
-            ctx.traffic("ep_combine", &before, &p.2);
+            ctx.traffic("ep_combine", &before, &p.combine);
         }
         let want = oracle::combine_at(&b.layout, &y, oracle_w, me);
         let abs_w = oracle_w.map(abs);
@@ -352,7 +347,7 @@ fn finish(
         let extra = w_t.as_ref().map(|w| (w, &y_t, &dw));
         ctx.timed(|s| plan.combine_bwd(s, handle, &d_out, extra, &dy))?;
         if let Some(p) = predicted(ctx, plan, handle)? {
-            ctx.traffic("ep_combine_bwd", &before, &p.1);
+            ctx.traffic("ep_combine_bwd", &before, &p.combine_bwd);
         }
         let (want_dy, want_dw) = oracle::combine_bwd_at(&b.layout, &y, oracle_w, &b.d_out, me);
         let want_dy = want_dy.slice_rows(promised.clone());
@@ -400,7 +395,7 @@ fn dispatch_bwd(
     let before = ctx.team.traffic();
     ctx.timed(|s| plan.dispatch_bwd(s, handle, (&d_recv_t, Some(dw)), (&dx, Some(&dw_home))))?;
     if let Some(p) = predicted(ctx, plan, handle)? {
-        ctx.traffic("ep_dispatch_bwd", &before, &p.2);
+        ctx.traffic("ep_dispatch_bwd", &before, &p.dispatch_bwd);
     }
     let home = |d_recv: &[Mat]| rows_home(&d, b, d_recv, me);
     ctx.compare("dispatch_bwd", &dx, &home(&d_recv), &home(&abs(&d_recv)), bound)?;

@@ -21,9 +21,10 @@ use tilewire_kernels::portable::{
 };
 use tilewire_symm::{BadInput, OneSided, Signals, SymBuf};
 
-use super::areas::{Areas, Cut, flag_area, flags_of_area, router};
+use super::areas::{Areas, router};
 use super::nccl::{Staging, What};
 use super::plan::{COUNTS, RETURNS, TOKENS};
+use super::schedule::{Cut, Schedule};
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
 use crate::common::lanes::{Enter, Lane, Lanes, Poison, poison_of};
@@ -123,14 +124,14 @@ impl Prepared {
             kernels.push((EP_BACK.kernels[0], back));
         }
         areas.clear(lane, stream.cuda()?, d)?;
-        let len = flag_area(d);
+        let s = Schedule::new(d);
         let new = Self {
             kernels,
             team: os.team_param(),
             layer,
             cuts: [Cut::send(d), Cut::back(d)],
-            flags: Areas::first_addr(lane, &at, areas.flags, (0, len))?,
-            flags_of_area: flags_of_area(d) as u64,
+            flags: Areas::first_addr(lane, &at, areas.flags, (0, s.flags_len()))?,
+            flags_of_area: s.flags_of_area() as u64,
             blocks: workspace(ctx, 4 * ROUTERS * d.num_experts())?,
             state: workspace(ctx, 3 * (8 + 16))?,
             first,

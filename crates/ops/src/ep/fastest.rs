@@ -2,7 +2,7 @@
 
 use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
 use tilewire_device::{Stream, Tensor};
-use tilewire_symm::NcclTeam;
+use tilewire_symm::{NcclTeam, OpCtx};
 
 use super::areas::Areas;
 use super::cuda::{Phase, Prepared};
@@ -38,8 +38,12 @@ impl EpPlan {
         let (core, rest) = self.cores.split_first().ok_or_else(not_prepared)?;
         let by_nccl = at_first(core.heap(), self.backend) == CollectiveBackend::Nccl;
         let make = |lane: &Lane| self.make(lane, stream, by_nccl);
-        let make = || core.make_once(&self.cuda, make);
+        let make = || {
+            self.clear_on_host();
+            core.make_once(&self.cuda, make)
+        };
         core.prepare_with(stream, make, |first| {
+            self.cleared.get_or_init(|| ());
             rest.iter().try_for_each(|c| c.prepare(stream))?;
             if let (Some(lane), Some(first)) = (core.lane(), first) {
                 let used = self.settle((lane, stream), first)?;
@@ -47,6 +51,19 @@ impl EpPlan {
             }
             Ok(())
         })
+    }
+
+    /// No launch has written a word yet, whatever the memory was used for before. Peers launch
+    /// once all ranks have come this far.
+    fn clear_on_host(&self) {
+        let core = &self.cores[0];
+        if core.lane().is_some() || self.cleared.get().is_some() {
+            return;
+        }
+        let ctx = OpCtx::new(core.heap(), core.op(), 0);
+        for (b, at, len) in self.areas().words(&self.desc) {
+            ctx.clear_local(b.range(at, len), len);
+        }
     }
 
     fn make(&self, lane: &Lane, stream: &Stream, by_nccl: bool) -> Result<Prepared> {

@@ -35,12 +35,17 @@ mod desc;
 mod fastest;
 mod handle;
 mod host;
+mod lay;
 mod nccl;
 mod plan;
 mod recv;
+mod schedule;
 mod state;
+mod sum;
+mod traffic;
 
 pub use desc::{EpDesc, EpLayout, Overflow};
 pub use handle::{EpHandle, EpTotals};
 pub use plan::{EpMemory, EpPlan};
 pub use recv::EpDispatch;
+pub use traffic::EpTraffic;

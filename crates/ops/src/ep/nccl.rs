@@ -11,7 +11,7 @@ use tilewire_device::Stream;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, NcclOp};
 
 use super::EpDesc;
-use super::areas::{flag_area, strides};
+use super::schedule::{Schedule, strides};
 use crate::common::PlanCore;
 use crate::common::cuda::{hold, workspace};
 use crate::common::nccl::ByNccl;
@@ -87,7 +87,7 @@ impl Staging {
         let size = d.experts_per_rank.len();
         let room = |what| workspace(ctx, size * block(d, what));
         // More launches than there will be.
-        let up = vec![1u64 << 62; flag_area(d) / 8];
+        let up = vec![1u64 << 62; Schedule::new(d).flags_len() / 8];
         Ok(Self {
             flags: CudaMemory::from_bytes(ctx, bytemuck::cast_slice(&up))?,
             counts: room(What::Counts)?,

@@ -2,20 +2,23 @@
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_core::{DType, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
-use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
+use tilewire_symm::{Heap, Signals, SymBuf};
 
-use super::areas::{count_area, flag_area, return_area, router, token_area};
+use super::areas::router;
 use super::cuda;
 use super::fastest::Used;
-use super::host::{Back, Out, Run, Send, record_bytes, return_bytes};
+use super::host::{Back, HostPart, Out, Run, Send};
+use super::recv::Direct;
+use super::schedule::Schedule;
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::collective::CollectiveBackend;
 use crate::common::nccl::{put_or_nccl, usual};
 use crate::common::{Launch, PlanCore, apart, expect_tensor};
 
-/// Signal slots: credit and arrival of counts, tokens and returns.
+/// Signal slots of counts, tokens and returns: on the host announcements of launches, two in turn;
+/// on devices names of credit and arrival in reports.
 pub(super) const COUNTS: (usize, usize) = (0, 1);
 pub(super) const TOKENS: (usize, usize) = (2, 3);
 pub(super) const RETURNS: (usize, usize) = (4, 5);
@@ -41,14 +44,17 @@ pub struct EpPlan {
     pub(super) counts: SymBuf,
     pub(super) tokens: SymBuf,
     pub(super) returns: SymBuf,
-    /// Credits and arrivals, on devices.
+    /// Credits and arrivals.
     pub(super) flags: SymBuf,
     pub(super) signals: Arc<Signals>,
     /// On a heap in device memory, made by `prepare`.
     pub(super) cuda: OnceLock<Used>,
     pub(super) num_sms: usize,
-    /// Receive buffers that peers write to and their addresses, in the order in which they were made.
-    pub(super) direct: Mutex<Vec<(u64, SymBuf)>>,
+    pub(super) part: HostPart,
+    /// On the host, set by `prepare`: no launch had written a word yet.
+    pub(super) cleared: OnceLock<()>,
+    /// Receive buffers that peers write to, in the order in which they were made.
+    pub(super) direct: Mutex<Vec<Direct>>,
 }
 
 /// An output, and what it holds after a fault.
@@ -85,10 +91,9 @@ const COMBINE_BWD: usize = 4;
 impl EpPlan {
     /// What a layer takes on each rank.
     pub fn memory(desc: &EpDesc) -> EpMemory {
-        let (size, k) = (desc.experts_per_rank.len(), desc.top_k);
-        let areas = size * desc.max_tokens * (token_area(desc) + return_area(desc));
+        let (at, k) = (Schedule::new(desc), desc.top_k);
         EpMemory {
-            symmetric: areas + count_area(desc) + flag_area(desc),
+            symmetric: at.tokens_len() + at.returns_len() + at.counts_len() + at.flags_len(),
             received: desc.recv_rows() * (desc.hidden * desc.dtype.size() + 4 * desc.num_scales),
             expert_out: desc.capacity * desc.hidden * desc.out.size(),
             handle: desc.max_tokens * k * 8 + desc.capacity * 4 + desc.num_experts() * 8,
@@ -115,22 +120,36 @@ impl EpPlan {
     /// As [`EpPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for puts between GPUs that do not reach each
     /// other.
     pub fn with_backend(desc: EpDesc, heap: &Heap, backend: CollectiveBackend) -> Result<Self> {
-        let size = heap.team().size();
-        desc.check(size)?;
+        Self::with_cut(desc, heap, backend, false)
+    }
+
+    /// As [`EpPlan::new`], for tests: on the host, too, what a rank sends is cut into chunks as small
+    /// as those of devices. The same on all ranks.
+    ///
+    /// # Errors
+    /// As [`EpPlan::new`].
+    #[doc(hidden)]
+    pub fn with_fine_chunks(desc: EpDesc, heap: &Heap) -> Result<Self> {
+        Self::with_cut(desc, heap, usual(heap), true)
+    }
+
+    fn with_cut(desc: EpDesc, heap: &Heap, backend: CollectiveBackend, fine: bool) -> Result<Self> {
+        desc.check(heap.team().size())?;
         put_or_nccl(heap, backend).map_err(|e| e.op("ep"))?;
-        let area = size * desc.max_tokens;
+        let at = Schedule::new(&desc);
         let alloc = |bytes, tag| heap.alloc(bytes, tag).map_err(|e| e.op("ep"));
         let names =
             ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
-        let text = format!("{desc} {backend}");
+        let chunks = if fine { " fine chunks" } else { "" };
+        let text = format!("{desc} {backend}{chunks}");
         let first = PlanCore::new("ep", heap, &text)?;
         if first.lane().is_some() {
             router(&desc).map_err(|e| e.op("ep"))?;
         }
-        let counts = alloc(count_area(&desc), "ep counts")?;
-        let tokens = alloc(area * token_area(&desc), "ep tokens")?;
-        let returns = alloc(area * return_area(&desc), "ep returns")?;
-        let flags = alloc(flag_area(&desc), "ep flags")?;
+        let counts = alloc(at.counts_len(), "ep counts")?;
+        let tokens = alloc(at.tokens_len(), "ep tokens")?;
+        let returns = alloc(at.returns_len(), "ep returns")?;
+        let flags = alloc(at.flags_len(), "ep flags")?;
         let signals = Arc::new(heap.team().signals(6, "ep")?);
         let bufs = [&counts, &tokens, &returns, &flags];
         let core = |n| {
@@ -146,6 +165,8 @@ impl EpPlan {
             flags,
             cuda: OnceLock::new(),
             num_sms: cuda::NUM_SMS,
+            part: HostPart::new(&desc, fine),
+            cleared: OnceLock::new(),
             direct: Mutex::default(),
             signals,
             desc,
@@ -178,13 +199,14 @@ impl EpPlan {
 
     /// In words, what it takes and does.
     pub fn explain(&self) -> String {
-        let m = Self::memory(&self.desc);
+        let (m, at) = (Self::memory(&self.desc), Schedule::new(&self.desc));
+        let s = at.strides();
         format!(
             "ep {}\npush, one row per (token, rank) of {} bytes, one row back of {} bytes; symmetric {} bytes, \
              received {}, expert outputs {}, handle {}",
             self.desc,
-            record_bytes(&self.desc),
-            return_bytes(&self.desc),
+            s.row + s.meta,
+            s.back,
             m.symmetric,
             m.received,
             m.expert_out,
@@ -216,7 +238,9 @@ impl EpPlan {
             counts: self.counts.clone(),
             tokens: self.tokens.clone(),
             returns: self.returns.clone(),
+            flags: self.flags.clone(),
             signals: self.signals.clone(),
+            part: self.part.clone(),
         }
     }
 
@@ -387,10 +411,17 @@ impl EpPlan {
         let launch = self.cores[DISPATCH].begin(stream, detail)?;
         let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
         let (run, h, o) = (self.base(), handle.clone(), Out::Dispatch(out.clone()));
+        let to = self.straight(buffer);
         let mut outs =
             Poison::values([Some(out.x.clone()), out.weights.clone(), out.scales.clone()]);
         outs.push(Poison::Index(handle.row_index().clone()));
-        self.run(DISPATCH, stream, launch, move |l| run.send(l, &h, &send, &o), outs)?;
+        self.run(
+            DISPATCH,
+            stream,
+            launch,
+            move |l| run.send(l, &h, (&send, &o), to.as_ref()),
+            outs,
+        )?;
         self.pending(out.clone(), stream)
     }
 
@@ -534,46 +565,10 @@ impl EpPlan {
             dy: dy.clone(),
             weighted: weighted.map(|(w, y, g)| (w.clone(), y.clone(), g.clone())),
         };
-        let (run, h) = (self.base(), handle.clone());
+        let (run, h, to) = (self.base(), handle.clone(), self.straight(buffer));
         let outs = Poison::values([Some(dy.clone()), weighted.map(|w| w.2.clone())]);
-        self.run(COMBINE_BWD, stream, launch, move |l| run.send(l, &h, &send, &out), outs)?;
+        let run = move |l: &Launch| run.send(l, &h, (&send, &out), to.as_ref());
+        self.run(COMBINE_BWD, stream, launch, run, outs)?;
         self.pending(dy.clone(), stream)
-    }
-
-    /// What one dispatch (or combine backward) and one combine (or dispatch backward) move from
-    /// this rank to each peer under the routing that `handle` holds, and what a `route` moves:
-    /// `(route, out, back)`.
-    ///
-    /// # Errors
-    /// `NotPrepared` if the handle has no routing yet.
-    pub fn predict(&self, handle: &EpHandle) -> Result<(Traffic, Traffic, Traffic)> {
-        if self.cores[0].lane().is_some() {
-            return Err(Error::new(ErrorKind::Unsupported, "kernels move the rows, uncounted")
-                .op("ep")
-                .hint("count the records from the routing instead"));
-        }
-        let (d, me) = (&self.desc, self.cores[0].team().rank().idx());
-        let size = d.experts_per_rank.len();
-        let s = handle.state();
-        if s.routing.sends.len() != size {
-            return Err(Error::new(ErrorKind::NotPrepared, "the handle has no routing").op("ep"));
-        }
-        let link = |records: usize, bytes: usize| LinkTraffic {
-            puts: records as u64,
-            put_bytes: (records * bytes) as u64,
-            signals: 2,
-            ..LinkTraffic::default()
-        };
-        let mut t = (
-            vec![LinkTraffic::default(); size],
-            vec![LinkTraffic::default(); size],
-            vec![LinkTraffic::default(); size],
-        );
-        for p in (0..size).filter(|&p| p != me) {
-            t.0[p] = link(1, d.num_experts() * 4);
-            t.1[p] = link(s.routing.sends[p].len(), record_bytes(d));
-            t.2[p] = link(s.arrived.get(p).map_or(0, Vec::len), return_bytes(d));
-        }
-        Ok(t)
     }
 }

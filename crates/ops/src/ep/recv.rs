@@ -3,11 +3,21 @@
 use std::sync::PoisonError;
 
 use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
-use tilewire_device::Tensor;
+use tilewire_device::{Memory, Tensor};
 use tilewire_symm::{Fingerprint, SymBuf};
 
+use super::lay::Straight;
 use super::{EpLayout, EpPlan, cuda};
 use crate::collective::CollectiveBackend;
+
+/// A receive buffer that peers write to.
+pub(super) struct Direct {
+    /// Of this rank's part.
+    addr: u64,
+    /// On the host.
+    host: Option<Straight>,
+    _buf: SymBuf,
+}
 
 /// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for those
 /// behind the last expert's of the expert-major order, which may be left as they are: no split
@@ -23,7 +33,7 @@ pub struct EpDispatch {
 }
 
 impl EpPlan {
-    /// A receive buffer for [`EpDispatch::x`], `[recv_rows, hidden]`, in symmetric memory: on devices rows of
+    /// A receive buffer for [`EpDispatch::x`], `[recv_rows, hidden]`, in symmetric memory: rows of
     /// peers come straight to where they stay (zero copy), instead of to an area from where they are laid
     /// out. Collective in program order: all ranks make the same buffers, and dispatch into the same one at a
     /// time. Make one for each microbatch in flight; they live as long as the plan. A dispatch takes the
@@ -32,11 +42,9 @@ impl EpPlan {
     /// After a fault peers may still write to the buffer until their launches have ended, over its poison: weights,
     /// row index and the error say that its rows are no result.
     ///
-    /// On the host, where nothing is gained, it is a tensor like any other.
-    ///
     /// # Errors
     /// `Exhausted` if the heap has no room; `Mismatch` if the ranks have not allocated alike; `Unsupported` for
-    /// the flat layout, and through NCCL, on devices; `NotPrepared` if `prepare` has yet to decide what rows go through.
+    /// the flat layout, and through NCCL; `NotPrepared` if `prepare` has yet to decide what rows go through.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {
         let d = &self.desc;
         // A sender of flat rows does not know how many come before them.
@@ -51,7 +59,8 @@ impl EpPlan {
     ///
     /// # Errors
     /// As there; `InvalidArgument` if the rows do not fit there, or memory that begins there
-    /// receives rows already; `Unsupported` on the host, whose symmetric memory is no tensor.
+    /// receives rows already; `Unsupported` on the host, where other operations may use
+    /// `buf` while this rank reads its rows.
     pub fn zero_copy_recv_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
         let d = &self.desc;
         self.fits(buf, at, (d.dtype, d.recv_rows()))?;
@@ -64,7 +73,7 @@ impl EpPlan {
     /// `out`. With weights it is a tensor like any other.
     ///
     /// # Errors
-    /// As there; `Unsupported` for all layouts but the expert-major one, and through NCCL, on devices.
+    /// As there; `Unsupported` for all layouts but the expert-major one, and through NCCL.
     pub fn zero_copy_grad(&self) -> Result<Tensor> {
         let d = &self.desc;
         let knows = matches!(d.layout, EpLayout::ExpertMajor { .. });
@@ -111,8 +120,10 @@ impl EpPlan {
     ) -> Result<Tensor> {
         let (d, heap) = (&self.desc, self.cores[0].heap());
         let shape = Shape::d2(rows, d.hidden);
-        let Some(lane) = self.cores[0].lane() else { return Ok(Tensor::zeros(dtype, shape)) };
-        let way = self.way()?;
+        let way = match self.cores[0].lane() {
+            Some(_) => self.way()?,
+            None => CollectiveBackend::Put,
+        };
         if !knows || way == CollectiveBackend::Nccl {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -139,21 +150,40 @@ impl EpPlan {
         let place = format_args!("{d} {dtype} {rows} {num} {offset} {}", heap.digest());
         let fp = Fingerprint::new("ep_receive", place);
         heap.team().prepare_agree(&fp).map_err(|e| e.op("ep"))?;
-        let memory = cuda::whole(lane, &buf)?.slice(at, len)?;
-        if direct.iter().any(|b| b.0 == memory.addr()) {
-            return Err(Error::invalid("this memory receives rows already").op("ep"));
+        let known = |addr: u64| match direct.iter().any(|b| b.addr == addr) {
+            true => Err(Error::invalid("this memory receives rows already").op("ep")),
+            false => Ok(addr),
+        };
+        if let Some(lane) = self.cores[0].lane() {
+            let memory = cuda::whole(lane, &buf)?.slice(at, len)?;
+            let addr = known(memory.addr())?;
+            direct.push(Direct { addr, host: None, _buf: buf });
+            return Tensor::over_cuda(memory, dtype, shape);
         }
-        direct.push((memory.addr(), buf));
-        Tensor::over_cuda(memory, dtype, shape)
+        let addr = known(buf.address(heap.team().rank())?.0 + at as u64)?;
+        let ptr = std::ptr::with_exposed_provenance_mut(addr as usize);
+        // SAFETY: mapped for reading and writing as long as the buffer lives, which is of this plan
+        // alone. Peers write there from the announcement of a launch up to their arrivals, while the
+        // launch holds the guard of the memory for writing.
+        let memory = unsafe { Memory::lent(ptr, len, std::sync::Arc::new(buf.clone())) };
+        let host = Some(Straight { memory: memory.clone(), at: offset });
+        direct.push(Direct { addr, host, _buf: buf });
+        Tensor::over(memory, 0, dtype, shape)
     }
 
     /// Which receive buffer of the plan `x` is, from 1 on; 0 if it is another tensor.
     pub(super) fn buffer_of(&self, x: &Tensor) -> Result<u32> {
-        if self.cores[0].lane().is_none() {
-            return Ok(0);
-        }
-        let addr = x.cuda()?.addr();
+        let addr = match self.cores[0].lane() {
+            Some(_) => x.cuda()?.addr(),
+            None => x.span().1.start,
+        };
         let direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(direct.iter().position(|b| b.0 == addr).map_or(0, |i| i as u32 + 1))
+        Ok(direct.iter().position(|b| b.addr == addr).map_or(0, |i| i as u32 + 1))
+    }
+
+    /// Receive buffer number `buffer` on the host; none for 0.
+    pub(super) fn straight(&self, buffer: u32) -> Option<Straight> {
+        let direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
+        direct.get((buffer as usize).checked_sub(1)?)?.host.clone()
     }
 }

@@ -22,7 +22,7 @@ fn expected(op: &str, r: &Ready, (me, size): (usize, usize)) -> Result<Vec<f64>>
     let sum = |m: &Mat| times(m, size as f64);
     let family = op.split(' ').next().expect("a name");
     if family == "ep" {
-        return experts(r);
+        return experts(r, op != "ep fine");
     }
     if family == "cp_attention" {
         return attention(r, size);
@@ -44,11 +44,15 @@ fn expected(op: &str, r: &Ready, (me, size): (usize, usize)) -> Result<Vec<f64>>
 }
 
 /// Rows go to their experts and come back as they went, times the sum of their weights; so do
-/// gradients.
-fn experts(r: &Ready) -> Result<Vec<f64>> {
+/// gradients, if they are `weighted`: else once for each choice, with the weights themselves.
+fn experts(r: &Ready, weighted: bool) -> Result<Vec<f64>> {
     let (x, w, g) = (mat(&r.inputs[1])?, mat(&r.inputs[2])?, mat(&r.inputs[3])?);
-    let back = |m: &Mat| Mat::from_fn(m.rows, N, |t, j| m.at(t, j) * (w.at(t, 0) + w.at(t, 1)));
-    Ok(Mat::vstack(&[back(&x), back(&g)]).data)
+    let sum = |t: usize| w.at(t, 0) + w.at(t, 1);
+    let y = Mat::from_fn(x.rows, N, |t, j| x.at(t, j) * sum(t));
+    let dx = Mat::from_fn(g.rows, N, |t, j| g.at(t, j) * if weighted { sum(t) } else { 2.0 });
+    let dot = |t: usize| (0..N).map(|j| g.at(t, j) * x.at(t, j)).sum::<f64>();
+    let dw = (0..8).map(|i| if weighted { dot(i / 2) } else { w.data[i] }).collect();
+    Ok(Mat::vstack(&[y, dx, Mat::new(1, N, dw)]).data)
 }
 
 /// Output, gradients of queries, keys and values, and lse of one rank. Nothing is masked, and the

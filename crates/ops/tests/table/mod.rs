@@ -153,25 +153,48 @@ fn exchange(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
 
 /// Routing, tokens out and back, and the backward of both.
 fn ep(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    ep_of(false, heap, stream, prepare)
+}
+
+/// The same, cut as finely as devices cut, with rows that come straight to where they stay; the
+/// gradient of a combine without weights.
+fn ep_fine(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    ep_of(true, heap, stream, prepare)
+}
+
+fn ep_of(fine: bool, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     let size = heap.team().size();
     let desc = EpDesc::new(size, 2 * size + 3, 4, N, 2);
-    let plan = EpPlan::new(desc.clone(), heap)?;
+    let plan = match fine {
+        true => EpPlan::with_fine_chunks(desc.clone(), heap)?,
+        false => EpPlan::new(desc.clone(), heap)?,
+    };
     prepared_if(prepare, || plan.prepare(stream))?;
     let idx = Tensor::zeros(DType::I64, Shape::d2(4, 2));
     let (x, w, g) = (zeros(4, N), zeros(4, 2), zeros(4, N));
-    let all = out(8, N);
-    let (y, dx, dw) = (all.rows(0, 4)?, all.rows(4, 4)?, out(4, 2));
+    let all = out(9, N);
+    let (y, dx) = (all.rows(0, 4)?, all.rows(4, 4)?);
+    let dw = all.rows(8, 1)?.reshape(Shape::d2(4, 2))?;
     let vector = || Tensor::poisoned(DType::F32, Shape::d1(desc.capacity));
-    let recv = EpDispatch { x: out(desc.capacity, N), scales: None, weights: Some(vector()) };
-    let (d_recv, d_weights, handle) = (out(desc.capacity, N), vector(), plan.handle().unwrap());
+    let rows = |made: fn(&EpPlan) -> Result<Tensor>| match fine && prepare {
+        true => made(&plan),
+        false => Ok(out(desc.capacity, N)),
+    };
+    let (x_recv, d_recv) = (rows(EpPlan::zero_copy_recv)?, rows(EpPlan::zero_copy_grad)?);
+    x_recv.poison()?;
+    d_recv.poison()?;
+    let recv = EpDispatch { x: x_recv, scales: None, weights: Some(vector()) };
+    let (d_weights, handle) = (vector(), plan.handle().unwrap());
     let inputs = vec![idx.clone(), x.clone(), w.clone(), g.clone()];
     let round = move |s: &Stream| -> Result<()> {
         let h = plan.route(s, &idx, None, &handle)?.join(s)?;
         let r = plan.dispatch(s, &h, &x, (Some(&w), None), &recv)?.join(s)?;
         plan.combine(s, &h, &r.x, r.weights.as_ref(), &y)?.join(s)?;
-        let weighted = r.weights.as_ref().map(|w| (w, &r.x, &d_weights));
+        let weighted = r.weights.as_ref().filter(|_| !fine).map(|w| (w, &r.x, &d_weights));
         plan.combine_bwd(s, &h, &g, weighted, &d_recv)?.join(s)?;
-        plan.dispatch_bwd(s, &h, (&d_recv, Some(&d_weights)), (&dx, Some(&dw)))?.join(s)?;
+        // Without weights there are no gradients of them: the weights themselves go home.
+        let d_weights = if fine { r.weights.as_ref() } else { Some(&d_weights) };
+        plan.dispatch_bwd(s, &h, (&d_recv, d_weights), (&dx, Some(&dw)))?.join(s)?;
         Ok(())
     };
     Ok(Ready {
@@ -185,8 +208,9 @@ fn ep(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     })
 }
 
-pub const OPS: [(&str, Make); 12] = [
+pub const OPS: [(&str, Make); 13] = [
     ("ep", ep),
+    ("ep fine", ep_fine),
     ("ag_gemm", ag),
     ("ag_gemm ring", ag_ring),
     ("gemm_rs fused", rs_fused),

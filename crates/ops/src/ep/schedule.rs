@@ -1,0 +1,319 @@
+//! What lies where in a layer's symmetric memory, and in which order it comes there: one schedule
+//! for the host and for devices.
+//!
+//! What token t of rank s carries lies at record `s * max_tokens + t` of an area, on every rank
+//! and whatever the routing, so that neither numbers nor places travel. Every word that a peer
+//! waits for carries the number of its launch, so that nothing is cleared between launches.
+//! Kernels have the addresses and strides of `areas.rs` and the index arithmetic of
+//! `kernels/src/ep/layer.cuh`; `both_executors_leave_the_same_bytes` of `tests/gpu/layouts.rs`
+//! holds them equal to what the host does by the functions below.
+
+use std::ops::Range;
+
+use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS};
+
+use super::EpDesc;
+
+/// Chunks of a rank's rows that a dispatch sends, about.
+const SEND_CHUNKS: usize = 1024;
+/// Pairs of chunk and rank that a combine returns, about: several for each warp.
+const BACK_CHUNKS: usize = 1024;
+
+/// How the rows of a rank are cut: a chunk of tokens arrives as a whole, and warps share its rows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Cut {
+    pub chunk: usize,
+    pub slices: usize,
+    pub chunks: usize,
+}
+
+impl Cut {
+    fn of(d: &EpDesc, chunk: usize, slices: usize) -> Self {
+        // Parts of a kilobyte or more.
+        let most = (d.hidden * d.out.size() / 1024).clamp(1, 8);
+        let chunks = d.max_tokens.div_ceil(chunk).max(1);
+        Self { chunk, slices: slices.clamp(1, most), chunks }
+    }
+
+    /// A warp sends a chunk, and warps lay it out: few tokens go alone, and several share a row.
+    pub fn send(d: &EpDesc) -> Self {
+        let chunk = d.max_tokens.div_ceil(SEND_CHUNKS).max(1);
+        let warps = 116 * EP_MOVERS as usize / 32;
+        let parts = d.max_tokens.div_ceil(chunk).max(1) * d.experts_per_rank.len();
+        Self::of(d, chunk, warps / parts)
+    }
+
+    /// Small chunks, so that they come back in order and are added while others travel. In the
+    /// portable kernel a block returns one, and its warps share rows if there are few.
+    pub fn back(d: &EpDesc) -> Self {
+        let pairs = d.max_tokens * d.experts_per_rank.len();
+        let chunk = pairs.div_ceil(BACK_CHUNKS).clamp(1, EP_BACK_TOKENS as usize);
+        Self::of(d, chunk, 32usize.div_ceil(chunk))
+    }
+
+    /// All tokens of a rank arrive at once: on the host, whose one worker sends everything before
+    /// it waits for anything.
+    pub fn whole(d: &EpDesc) -> Self {
+        Self { chunk: d.max_tokens.max(1), slices: 1, chunks: 1 }
+    }
+
+    /// Tokens of chunk `c`, of `tokens` in all.
+    pub fn tokens(&self, c: usize, tokens: usize) -> Range<usize> {
+        let at = |c: usize| (c * self.chunk).min(tokens);
+        at(c)..at(c + 1)
+    }
+}
+
+/// Areas whose records arrive chunk by chunk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Area {
+    Tokens,
+    Returns,
+}
+
+/// A copy of a token as its metadata have it. A record has those that carry the number of this
+/// launch, the first ones: what stands behind them is of earlier launches.
+#[derive(Clone, Copy, PartialEq, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct Copy16 {
+    pub choice: i32,
+    pub row: i32,
+    pub weight: f32,
+    /// Number of the launch, its lower half.
+    pub stamp: u32,
+}
+
+const COPY: usize = size_of::<Copy16>();
+const _: () = assert!(COPY == 16, "as `TwCopy` of the kernels");
+
+/// Bytes from record to record: copies and scales, payload, and what comes back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Strides {
+    pub meta: usize,
+    pub row: usize,
+    pub back: usize,
+}
+
+/// Pieces of 16 bytes, so that whole rows are copied in such.
+pub(super) fn strides(d: &EpDesc) -> Strides {
+    let up = |bytes: usize| bytes.next_multiple_of(16);
+    Strides {
+        meta: up(COPY * d.top_k + 4 * d.num_scales),
+        row: up(d.hidden * d.dtype.size().max(d.out.size())),
+        back: up(up(d.hidden * d.out.size()) + 4 * d.top_k),
+    }
+}
+
+/// Places in the buffers of a layer, in bytes from the beginning of each, the same on every rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Schedule {
+    size: usize,
+    max_tokens: usize,
+    experts: usize,
+    top_k: usize,
+    strides: Strides,
+    flags: usize,
+}
+
+impl Schedule {
+    pub fn new(d: &EpDesc) -> Self {
+        let size = d.experts_per_rank.len();
+        // Arrivals of the finest cut; the host's has fewer.
+        let chunks = Cut::send(d).chunks.max(Cut::back(d).chunks);
+        Self {
+            size,
+            max_tokens: d.max_tokens,
+            experts: d.num_experts(),
+            top_k: d.top_k,
+            strides: strides(d),
+            flags: size * (2 + chunks) * 8,
+        }
+    }
+
+    pub fn strides(&self) -> &Strides {
+        &self.strides
+    }
+
+    /// Number of records of an area.
+    pub fn records(&self) -> usize {
+        self.size * self.max_tokens
+    }
+
+    /// What token `token` of rank `src` carries.
+    pub fn record(&self, src: usize, token: usize) -> usize {
+        src * self.max_tokens + token
+    }
+
+    /// Counts of `writer` in launch `launch`, a word for each expert: two buffers in turn. Who
+    /// writes the next has everybody's of this one, so that everybody has read the one before.
+    pub fn counts(&self, launch: u64, writer: usize) -> usize {
+        ((launch & 1) as usize * self.size + writer) * self.count_bytes()
+    }
+
+    /// Bytes of one rank's counts.
+    pub fn count_bytes(&self) -> usize {
+        8 * self.experts
+    }
+
+    /// Bytes of the buffer of counts.
+    pub fn counts_len(&self) -> usize {
+        2 * self.size * self.count_bytes()
+    }
+
+    /// The payload of a record in the buffer of tokens.
+    pub fn row(&self, record: usize) -> usize {
+        record * self.strides.row
+    }
+
+    /// The copies of a record, behind the rows of all.
+    pub fn meta(&self, record: usize) -> usize {
+        self.row(self.records()) + record * self.strides.meta
+    }
+
+    /// The scales of a record, behind its copies.
+    pub fn scales(&self, record: usize) -> usize {
+        self.meta(record) + COPY * self.top_k
+    }
+
+    /// Bytes of the buffer of tokens.
+    pub fn tokens_len(&self) -> usize {
+        self.meta(self.records())
+    }
+
+    /// The row that answers a record, in the buffer of returns of the rank that sent it.
+    pub fn back(&self, record: usize) -> usize {
+        record * self.strides.back
+    }
+
+    /// The gradients of weights at the end of a record that comes back.
+    pub fn grads(&self, record: usize) -> usize {
+        self.back(record + 1) - 4 * self.top_k
+    }
+
+    /// Bytes of the buffer of returns.
+    pub fn returns_len(&self) -> usize {
+        self.back(self.records())
+    }
+
+    /// Bytes of the flags of one area.
+    pub fn flags_of_area(&self) -> usize {
+        self.flags
+    }
+
+    /// Bytes of all flags.
+    pub fn flags_len(&self) -> usize {
+        2 * self.flags
+    }
+
+    fn flag(&self, area: Area, word: usize) -> usize {
+        usize::from(area == Area::Returns) * self.flags + 8 * word
+    }
+
+    /// The credit of `writer`: the last launch whose records it has read. Behind the credits lie
+    /// the numbers of launch and receive buffer of each rank, which devices use: the host says both
+    /// by the fingerprint of the launch.
+    pub fn credit(&self, area: Area, writer: usize) -> usize {
+        self.flag(area, writer)
+    }
+
+    /// The arrival of chunk `c` of `writer`.
+    pub fn arrival(&self, area: Area, cut: &Cut, writer: usize, c: usize) -> usize {
+        self.flag(area, 2 * self.size + writer * cut.chunks + c)
+    }
+
+    /// All ranks from the next one on, `me` last: as writers visit them.
+    pub fn ranks(&self, me: usize) -> impl Iterator<Item = usize> + use<> {
+        let size = self.size;
+        (1..=size).map(move |i| (me + i) % size)
+    }
+
+    /// `(chunk, rank)` in the order in which they are returned and received.
+    pub fn visits(&self, me: usize, cut: &Cut) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let this = *self;
+        (0..cut.chunks).flat_map(move |c| this.ranks(me).map(move |r| (c, r)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tilewire_core::Team;
+
+    use super::*;
+    use crate::ep::EpLayout;
+
+    /// Every token is in a chunk, no chunk is larger than the kernels have room for, and its flags
+    /// are within their area; for as many ranks as there may be.
+    #[test]
+    fn cuts_hold_every_token_and_have_flags() {
+        for size in [1, 2, 3, 5, 8, 16, 33, Team::MAX_SIZE] {
+            for tokens in [0, 1, 7, 128, 1023, 4096, 65_536, 1 << 20] {
+                for hidden in [1, 512, 7168] {
+                    let d = EpDesc::new(size, 2 * size, tokens, hidden, 8);
+                    let (s, back) = (Schedule::new(&d), Cut::back(&d));
+                    for c in [Cut::send(&d), back, Cut::whole(&d)] {
+                        assert!(c.chunk >= 1 && c.slices >= 1 && c.chunks >= 1, "{d}");
+                        assert!((c.chunks - 1) * c.chunk <= tokens && tokens <= c.chunks * c.chunk);
+                        let ends = [c.tokens(0, tokens).start, c.tokens(c.chunks - 1, tokens).end];
+                        assert_eq!(ends, [0, tokens], "{d}");
+                        let last = s.arrival(Area::Tokens, &c, size - 1, c.chunks - 1) + 8;
+                        assert!(last <= s.flags_of_area(), "{d}: flags");
+                    }
+                    assert!(back.chunk <= EP_BACK_TOKENS as usize, "{d}: a list of a chunk");
+                }
+            }
+        }
+    }
+
+    /// No two places of a layer lie on each other, none lies outside of its buffer, and all are
+    /// aligned.
+    #[test]
+    fn places_are_apart() {
+        for (k, num_scales, hidden) in [(1, 0, 5), (2, 1, 12), (8, 56, 7), (32, 0, 3)] {
+            let mut d = EpDesc::new(3, 7, 4, hidden, k);
+            (d.num_scales, d.layout) = (num_scales, EpLayout::RankMajor { align: 128 });
+            let s = Schedule::new(&d);
+            let records = || (0..3).flat_map(|r| (0..4).map(move |t| s.record(r, t)));
+            let apart = |mut places: Vec<(usize, usize)>, len: usize, align: usize| {
+                places.sort_unstable();
+                assert!(places.iter().all(|p| p.0 % align == 0), "{d}");
+                assert!(places.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0), "{d}");
+                assert!(places.last().is_some_and(|p| p.0 + p.1 <= len), "{d}");
+            };
+            let rows = records().map(|r| (s.row(r), 4 * hidden));
+            let metas = records().map(|r| (s.meta(r), 16 * k));
+            apart(rows.chain(metas).collect(), s.tokens_len(), 16);
+            let scales = records().map(|r| (s.scales(r), 4 * num_scales));
+            let metas = records().map(|r| (s.meta(r), 16 * k));
+            apart(scales.chain(metas).collect(), s.tokens_len(), 4);
+            let back = records().map(|r| (s.back(r), 4 * hidden));
+            let grads = records().map(|r| (s.grads(r), 4 * k));
+            apart(back.chain(grads).collect(), s.returns_len(), 4);
+            let counts = (0..2).flat_map(|n| (0..3).map(move |w| (s.counts(n, w), 8 * 7)));
+            apart(counts.collect(), s.counts_len(), 8);
+            let cut = Cut::send(&d);
+            let mut flags = Vec::new();
+            for area in [Area::Tokens, Area::Returns] {
+                for w in 0..3 {
+                    flags.push((s.credit(area, w), 8));
+                    flags.extend((0..4).map(|c| (s.arrival(area, &cut, w, c), 8)));
+                }
+            }
+            apart(flags, s.flags_len(), 8);
+        }
+    }
+
+    #[test]
+    fn each_chunk_of_each_rank_is_visited_once_and_mine_last() {
+        let d = EpDesc::new(5, 5, 6, 4, 1);
+        let s = Schedule::new(&d);
+        for me in 0..5 {
+            let visits: Vec<_> = s.visits(me, &Cut::send(&d)).collect();
+            assert_eq!(visits[0], (0, (me + 1) % 5));
+            assert_eq!(visits[4], (0, me));
+            let mut all = visits;
+            all.sort_unstable();
+            let want: Vec<_> = (0..6).flat_map(|c| (0..5).map(move |r| (c, r))).collect();
+            assert_eq!(all, want);
+        }
+    }
+}
