@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use pyo3::prelude::*;
 use tilewire::device::{Device, Point, Queue};
 use tilewire::prelude::*;
-use tilewire::symm::{HostOneSided, OneSided, SignalSlot, Signals, SymBuf, VmmOneSided};
+use tilewire::symm::{OneSided, SignalSlot, Signals, SymBuf};
 
 use crate::call::Call;
 use crate::errors::OrRaise;
@@ -97,33 +97,12 @@ impl Drop for Inner {
     }
 }
 
-/// A transfer or signal, on either kind of device.
+/// A transfer or signal of a call.
 struct Side<'a> {
-    call: &'a Call,
+    os: OneSided,
     stream: &'a Stream,
     buf: &'a SymBuf,
     slot: SignalSlot,
-}
-
-/// A call of [`OneSided`] on the stream's own kind of device: `host`, `stream`, or `cuda`,
-/// `stream`.
-macro_rules! on_side {
-    ($side:expr, |$os:ident, $stream:ident, $of:ident| $body:expr) => {{
-        let side = $side;
-        match &side.call.device {
-            Device::Host => {
-                let ($os, $stream) = (HostOneSided::new(side.buf.heap()), side.stream);
-                let $of = |t: &Tensor| Ok::<_, Error>(t.clone());
-                $body?;
-            }
-            Device::Cuda(_) => {
-                let ($os, $stream) = (VmmOneSided::new(side.buf.heap())?, side.stream.cuda()?);
-                let $of = |t: &Tensor| t.cuda();
-                $body?;
-            }
-        }
-        Pending::new((), side.stream, None)
-    }};
 }
 
 impl SymmBuffer {
@@ -132,12 +111,14 @@ impl SymmBuffer {
         &self,
         py: Python<'_>,
         op: &'static str,
-        f: impl FnOnce(Side<'_>) -> Result<Pending<()>> + Send,
+        f: impl FnOnce(Side<'_>) -> Result<()> + Send,
     ) -> PyResult<()> {
         let call = Call::new(py, op, self.0.world)?;
         call.run(py, |stream| {
             let (buf, signals) = self.0.buf()?;
-            f(Side { call: &call, stream, buf, slot: signals.slot(0) })
+            let os = OneSided::new(buf.heap())?;
+            f(Side { os, stream, buf, slot: signals.slot(0) })?;
+            Pending::new((), stream, None)
         })?;
         // Work of the host has run: what it met is known.
         call.member.team.check().map_err(|e| e.op(op)).or_raise(py)
@@ -248,12 +229,14 @@ impl SymmBuffer {
         let src = crate::dlpack::tensor(src, "src", &self.0.device)?;
         self.on(py, op, |s| {
             let to = inside(s.buf, at, &src)?;
-            let (peer, slot) = (Rank::new(peer), s.slot);
-            on_side!(s, |os, stream, of| if signal {
-                os.put_signal(stream, (peer, to), &of(&src)?, slot)
+            let to = (Rank::new(peer), to);
+            if signal {
+                // SAFETY: the program orders its transfers by signals and barriers of its own.
+                unsafe { s.os.put_signal(s.stream, to, &src, s.slot) }
             } else {
-                os.put(stream, peer, to, &of(&src)?)
-            })
+                // SAFETY: as above.
+                unsafe { s.os.put(s.stream, to, &src) }
+            }
         })
     }
 
@@ -262,21 +245,19 @@ impl SymmBuffer {
         let out = crate::dlpack::tensor(out, "out", &self.0.device)?;
         self.on(py, "get", |s| {
             let from = inside(s.buf, at, &out)?;
-            on_side!(s, |os, stream, of| os.get(stream, Rank::new(peer), from, &of(&out)?))
+            // SAFETY: as in `put`.
+            unsafe { s.os.get(s.stream, (Rank::new(peer), from), &out) }
         })
     }
 
     /// Waits, in the stream's order, for `n` more signals of `peer`.
     fn wait_signal(&self, py: Python<'_>, peer: u32, n: u64) -> PyResult<()> {
-        self.on(py, "wait_signal", |s| {
-            let slot = s.slot;
-            on_side!(s, |os, stream, _of| os.wait(stream, Rank::new(peer), slot, n))
-        })
+        self.on(py, "wait_signal", |s| s.os.wait(s.stream, Rank::new(peer), s.slot, n))
     }
 
     /// Collective, in the stream's order: all ranks have come here.
     fn barrier(&self, py: Python<'_>) -> PyResult<()> {
-        self.on(py, "barrier", |s| on_side!(s, |os, stream, _of| os.barrier(stream, BARRIER)))
+        self.on(py, "barrier", |s| s.os.barrier(s.stream, BARRIER))
     }
 }
 

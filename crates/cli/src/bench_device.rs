@@ -16,7 +16,7 @@ use tilewire::ops::collective::{
 };
 use tilewire::ops::ep::EpPlan;
 use tilewire::prelude::*;
-use tilewire::symm::{OneSided, VmmOneSided};
+use tilewire::symm::{DeviceTransport, Transport};
 
 use crate::args::RowOrder;
 use crate::bench_ep;
@@ -101,7 +101,7 @@ pub(crate) struct Bench<'a> {
     pub team: LiveTeam,
     pub heap: Heap,
     /// Of devices.
-    os: Option<VmmOneSided>,
+    os: Option<DeviceTransport>,
     pub stream: Stream,
     pub device: Device,
 }
@@ -138,7 +138,7 @@ pub fn run(
             let heap = team.heap(o.backend, HeapCfg::new(heap_bytes + (64 << 20)))?;
             let device = heap.device();
             let (os, stream) = match &device {
-                Device::Cuda(ctx) => (Some(VmmOneSided::new(&heap)?), Stream::on(ctx)?),
+                Device::Cuda(ctx) => (Some(DeviceTransport::new(&heap)?), Stream::on(ctx)?),
                 Device::Host => (None, Stream::new("bench")?),
             };
             let b = Bench { o, team, heap, os, stream, device };
@@ -231,8 +231,8 @@ impl Bench<'_> {
         Ok(Time::of(times))
     }
 
-    fn time_replays(&self, os: &VmmOneSided, queue: impl Fn() -> Result<()>) -> Result<Time> {
-        let ctx = os.context();
+    fn time_replays(&self, os: &DeviceTransport, queue: impl Fn() -> Result<()>) -> Result<Time> {
+        let ctx = os.here().context();
         let graph: GraphExec = {
             self.stream.begin_capture()?;
             let queued = queue();
@@ -243,7 +243,7 @@ impl Bench<'_> {
         let (start, end) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
         let mut times = Vec::with_capacity(self.o.iters);
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {
-            os.barrier(self.cuda()?, 60)?;
+            os.barrier(self.cuda()?, 60, "barrier")?;
             tilewire::device::Queue::record(self.cuda()?, &start)?;
             for _ in 0..REPLAYS {
                 self.stream.replay(&graph)?;

@@ -13,7 +13,7 @@ use tilewire::core::Rng;
 use tilewire::device::cuda::{CudaEvent, CudaMemory, CudaStream, available, device_count};
 use tilewire::device::{Buffer, Queue};
 use tilewire::prelude::*;
-use tilewire::symm::{LinkProbe, OneSided, Piece};
+use tilewire::symm::{LinkProbe, Piece, Transport};
 
 use crate::args::{LinksArgs, PlaceArgs};
 use crate::rows::{ROW_VERSION, Row};
@@ -326,7 +326,7 @@ impl Bench<'_> {
             false => self.probe.local().slice(offset, len)?.download()?,
             true => {
                 let out = CudaMemory::zeroed(self.probe.context(), len)?;
-                self.probe.one_sided().get(&self.stream, self.me(), offset, &out)?;
+                self.probe.read(&self.stream, offset, &out)?;
                 self.finish()?;
                 out.download()?
             }
@@ -448,7 +448,7 @@ impl Bench<'_> {
         let mut ns = 0.0;
         // The first time is not counted.
         for _ in 0..2 {
-            self.probe.one_sided().clear(&self.stream, CAP, 8)?;
+            self.probe.transport().here().clear(&self.stream, CAP, 8)?;
             self.finish()?;
             self.meet.wait()?;
             if self.me().get() < 2 {
@@ -471,7 +471,7 @@ impl Bench<'_> {
             Ok(self.time(9, |_| self.stream.replay(&graph))? / NODES as f64)
         };
         let empty = node(&|| self.probe.empty(&self.stream))?;
-        let full = node(&|| self.probe.one_sided().barrier(&self.stream, 0))?;
+        let full = node(&|| self.probe.transport().barrier(&self.stream, 0, "barrier"))?;
         self.add("barrier", format!("graph of {NODES} nodes"), 0, full - empty, 0);
         if let Some(l) = self.lines.last_mut() {
             l.note = format!("{full:.2} us, less {empty:.2} us of an empty node");

@@ -125,7 +125,7 @@ impl SymBuf {
             let text = "a tensor over symmetric memory of the host";
             return Err(Error::new(ErrorKind::Unsupported, text)
                 .op("symbuf")
-                .hint("use `SymBuf::address`, or transfers of `OneSided`"));
+                .hint("use `SymBuf::address`, or a `Transport`"));
         };
         let (addr, len) = self.address(rank)?;
         // SAFETY: the heap has mapped these bytes of the rank's part on the device of `ctx`, for reading and writing;

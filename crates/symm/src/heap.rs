@@ -14,6 +14,7 @@ use crate::nccl::{self, NcclTeam};
 use crate::nvshmem;
 use crate::team::{LiveTeam, lock};
 use crate::told::exchange_parts;
+use crate::transport::{HostTransport, Mapped, Peers, over};
 use crate::vmm::VmmStore;
 
 /// Alignment of every buffer, in bytes.
@@ -68,6 +69,8 @@ pub(crate) struct HeapInner {
     alloc: Mutex<Allocator>,
     dropped: Mutex<Vec<Dropped>>,
     copies: OnceLock<Stream>,
+    /// On the host: how peers are reached, where it is not by their mapped memory.
+    pub peers: OnceLock<Arc<dyn Peers>>,
     pub window: OnceLock<NcclWindow>,
     kind: BackendKind,
 }
@@ -145,6 +148,7 @@ impl LiveTeam {
             alloc: Mutex::new(Allocator::new(len, ALIGN)),
             dropped: Mutex::new(Vec::new()),
             copies: OnceLock::new(),
+            peers: OnceLock::new(),
             nccl: OnceLock::new(),
             window: OnceLock::new(),
             kind: backend,
@@ -174,9 +178,16 @@ fn too_large() -> Error {
         .hint("give fewer bytes: Plan::memory says what each plan needs")
 }
 
-fn out_of_reach() -> Error {
+pub(crate) fn out_of_reach() -> Error {
     Error::new(ErrorKind::Unsupported, "the GPUs of this team do not reach each other's memory")
         .hint("`Heap::reaches_peers` says so beforehand; plans go through NCCL there")
+}
+
+fn no_address() -> Error {
+    Error::new(
+        ErrorKind::Unsupported,
+        "the memory of peers has no addresses here: messages reach it",
+    )
 }
 
 /// The descriptors of all members, in team order.
@@ -242,6 +253,21 @@ impl Heap {
         &self.0.team
     }
 
+    /// The transport of a heap of the host.
+    ///
+    /// # Errors
+    /// `Unsupported` for a heap in device memory.
+    pub fn host_transport(&self) -> Result<Arc<HostTransport>> {
+        if self.0.vmm.is_some() {
+            let text = "a host transport needs a heap of the host";
+            return Err(Error::new(ErrorKind::Unsupported, text)
+                .expected("host")
+                .seen(self.backend())
+                .hint("make it with `BackendKind::Host`; on devices use `DeviceTransport`"));
+        }
+        Ok(over(self, self.0.peers.get().cloned().unwrap_or_else(|| Arc::new(Mapped))))
+    }
+
     /// Where the memory is.
     pub fn backend(&self) -> BackendKind {
         self.0.kind
@@ -251,6 +277,11 @@ impl Heap {
     /// all ranks.
     pub fn reaches_peers(&self) -> bool {
         self.0.vmm.as_ref().is_none_or(|store| store.near)
+    }
+
+    /// On the host: whether peers' memory is mapped here.
+    fn has_host_addresses(&self) -> bool {
+        self.0.peers.get().is_none_or(|p| p.has_addresses())
     }
 
     /// Checks that `len` bytes at `offset` of `peer`'s chunk exist.
@@ -275,6 +306,7 @@ impl Heap {
                 store.address(rank, offset, len)
             }
             Some(_) => Err(out_of_reach()),
+            None if rank != self.0.team.rank() && !self.has_host_addresses() => Err(no_address()),
             None => Ok(self.0.map.address(rank.idx(), offset, len)),
         }
     }
@@ -284,6 +316,7 @@ impl Heap {
         match &self.0.vmm {
             Some(store) if store.near => store.stride(),
             Some(_) => Err(out_of_reach()),
+            None if !self.has_host_addresses() => Err(no_address()),
             None => Ok(self.0.stride as u64),
         }
     }

@@ -188,6 +188,23 @@ impl Mapping {
         unsafe { std::slice::from_raw_parts(self.at(rank, offset, len).as_ptr(), len) }
     }
 
+    /// Takes away every right to the files of ranks other than `me`: an access is a SIGSEGV.
+    pub fn forbid_peers(&self, me: usize) -> Result<()> {
+        for rank in (0..self.num).filter(|&r| r != me) {
+            // SAFETY: a range of our own reservation, which nothing borrows: peers' bytes are only
+            // copied. An access that would follow is the error that this is to show.
+            unsafe {
+                rustix::mm::mprotect(
+                    self.base.as_ptr().add(rank * self.stride).cast(),
+                    self.len(),
+                    rustix::mm::MprotectFlags::empty(),
+                )
+            }
+            .map_err(|e| Error::io("taking away access to a peer's memory", e))?;
+        }
+        Ok(())
+    }
+
     /// Fills `len` bytes at `offset` of `rank`'s file.
     pub fn fill(&self, rank: usize, offset: usize, len: usize, byte: u8) {
         // SAFETY: in range; as for `write`.

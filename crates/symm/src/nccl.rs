@@ -23,7 +23,7 @@ use tilewire_device::cuda::{
 
 use crate::heap::Heap;
 use crate::team::{LiveTeam, lock};
-use crate::vmm::{VmmOneSided, gpus, shared};
+use crate::vmm::{DeviceHeap, gpus, shared};
 
 /// How often the team is looked at: a peer that died is named by the monitor at once, and kernels
 /// that wait for it end so much later.
@@ -253,9 +253,9 @@ impl Heap {
     /// Collective: registers every rank's chunk as a window of NCCL.
     pub(crate) fn register(&self) -> Result<()> {
         let nccl = self.nccl()?;
-        let os = VmmOneSided::new(self)?;
+        let here = DeviceHeap::new(self)?;
         let len = self.usage().1;
-        let window = nccl.register(os.addr(self.team().rank(), 0, len)?, len);
+        let window = nccl.register(here.addr(0, len)?, len);
         // A rank without a window tells the others.
         // Also where a peer has none: the end of the heap is that of the window.
         if let Ok(window) = &window {

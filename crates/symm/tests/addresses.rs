@@ -1,7 +1,7 @@
 //! Addresses of symmetric buffers on the host.
 
 use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Shape};
-use tilewire_symm::{HeapCfg, HostOneSided, OneSided, World, WorldCfg};
+use tilewire_symm::{HeapCfg, World, WorldCfg};
 
 #[test]
 fn addresses_show_what_each_rank_has_put() {
@@ -24,7 +24,7 @@ fn addresses_show_what_each_rank_has_put() {
             assert_eq!(unsafe { *(at as *const i64) }, 40 + i64::from(r));
         }
         team.agree(true)?;
-        assert!(HostOneSided::new(&heap).caps().direct_peer);
+        assert!(heap.host_transport()?.caps().direct_peer);
         let kind = |r: tilewire_core::Result<_>| r.map(|_: u64| ()).unwrap_err().kind();
         assert_eq!(kind(buf.address(Rank::new(3)).map(|a| a.0)), ErrorKind::InvalidArgument);
         let e = buf.all_ranks(DType::I64, Shape::d1(9)).unwrap_err();

@@ -3,8 +3,10 @@
 
 mod cases;
 
+use cases::queued::Queued;
+
 use tilewire_core::Result;
-use tilewire_symm::{OneSided, World, WorldCfg};
+use tilewire_symm::{World, WorldCfg};
 
 use cases::{Host, KIB, setup};
 

@@ -195,24 +195,24 @@ impl Team {
         self.at("tw_wait", rank, src, slot, n)
     }
 
-    /// One block of 64 threads, as `VmmOneSided::barrier` launches it.
+    /// One block of 64 threads, as `DeviceTransport::barrier` launches it.
     pub fn barrier(&self, rank: usize, channel: usize) -> Launch<'_> {
         self.kernel("tw_barrier").launch(64).arg(&self.param(rank)).arg(&(channel as u32))
     }
 
-    /// One block of 256 threads, as `VmmOneSided::advance` launches it.
+    /// One block of 256 threads, as `DeviceTransport::advance` launches it.
     pub fn advance(&self, rank: usize, first: usize, num: usize) -> Launch<'_> {
         let launch = self.kernel("tw_advance").launch(256).arg(&self.param(rank));
         launch.arg(&(first as u32)).arg(&(num as u32))
     }
 
-    /// One block of 64 threads, as `VmmOneSided::enter` launches it.
+    /// One block of 64 threads, as `DeviceTransport::enter` launches it.
     pub fn enter_launch(&self, rank: usize, credit: usize, first: usize, num: usize) -> Launch<'_> {
         let launch = self.kernel("tw_enter").launch(64).arg(&self.param(rank));
         launch.arg(&(credit as u32)).arg(&(first as u32)).arg(&(num as u32))
     }
 
-    /// One block of 64 threads, as `VmmOneSided::wait_peers` launches it.
+    /// One block of 64 threads, as `DeviceTransport::wait_peers` launches it.
     pub fn wait_peers(&self, rank: usize, slot: usize) -> Launch<'_> {
         self.kernel("tw_wait_peers").launch(64).arg(&self.param(rank)).arg(&(slot as u32))
     }

@@ -10,7 +10,7 @@ use tilewire::ops::bulk::BulkInputs;
 use tilewire::ops::gemm::{GemmInputs, Operand};
 use tilewire::ops::gemm_rs::GemmRsInputs;
 use tilewire::prelude::*;
-use tilewire::symm::{OneSided, Traffic, VmmOneSided};
+use tilewire::symm::{DeviceTransport, Traffic, Transport};
 use tilewire_oracle::Mat;
 
 use super::{Case, Options};
@@ -206,7 +206,7 @@ impl Ctx {
         self.team.agree(true)?;
         let counters = match self.heap.device() {
             Device::Host => self.team.check_counters(),
-            Device::Cuda(_) => VmmOneSided::new(&self.heap)?.check_counters(),
+            Device::Cuda(_) => DeviceTransport::new(&self.heap)?.check_counters(),
         };
         if let Err(e) = counters {
             self.fail(e.to_string());

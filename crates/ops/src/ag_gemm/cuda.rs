@@ -5,7 +5,7 @@
 use tilewire_core::{DType, Rank, Result};
 use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Buffer, Pending, Stream};
-use tilewire_symm::{LiveTeam, OneSided};
+use tilewire_symm::LiveTeam;
 
 use super::AgGemmDesc;
 use super::config::AgTask;
@@ -13,7 +13,7 @@ use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
 use crate::collective::nccl::gather;
 use crate::common::Bias;
 use crate::common::cuda::{addr, hold, holding, together_on};
-use crate::common::lanes::{Enter, Lane, Lanes, Poison};
+use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::nccl::ByNccl;
 use crate::common::ring::{Arrival, arrivals, neighbours};
 use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
@@ -44,7 +44,7 @@ impl Prepared {
         }
         let rows = d.shards.rows(d.m, team.size())?;
         let row = d.k * d.x.size();
-        let all = lane.one_sided().addr(team.rank(), plan.gather.range(0, d.m * row), d.m * row)?;
+        let all = lane.here().addr(plan.gather.range(0, d.m * row), d.m * row)?;
         let own = all + (range_of(&rows, team.rank()).start * row) as u64;
         let ops = gather(team.rank(), &rows, (d.k, d.x.size()), (own, all));
         // SAFETY: the gather buffer of a plan of which nothing is launched yet; its heap outlives this call,
@@ -105,7 +105,7 @@ pub(super) fn launch(
     let outs = [Some(&t.out), t.aux_out.as_ref(), t.gathered.as_ref()];
     let outs = outs.into_iter().flatten().map(|t| Ok(Poison::value(t.cuda()?)));
     let outs = outs.collect::<Result<Vec<_>>>()?;
-    let seq = plan.core.begin(stream, format_args!("m={}", shape.m))?.ctx.seq();
+    let seq = plan.core.begin_on(stream, format_args!("m={}", shape.m))?;
     // Begun, so prepared.
     let Some(prepared) = plan.cuda.get() else {
         return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
@@ -116,7 +116,7 @@ pub(super) fn launch(
         Algo::SequentialNccl | Algo::Ring => DATA..DATA,
         _ => DATA..DATA + shape.config.sub_chunks,
     };
-    let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
+    let enter = Slots { signals: &plan.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
     plan.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
         let held = (t.clone(), prepared.widened.as_ref().map(Widened::held));
@@ -152,7 +152,7 @@ impl Run<'_> {
     /// Everybody's shards by NCCL.
     fn gather(&self, nccl: &ByNccl) -> Result<()> {
         let (d, len) = (&self.plan.desc, self.s.m * self.row());
-        let all = self.l.os.addr(self.me(), self.plan.gather.range(0, len), len)?;
+        let all = self.l.here.addr(self.plan.gather.range(0, len), len)?;
         let ops = gather(self.me(), self.s.rows, (d.k, d.x.size()), (self.x.addr(), all));
         hold(self.l.main, self.plan.core.heap().clone());
         // SAFETY: X was checked against the description and is held; the gather buffer has room for all rows,
@@ -163,6 +163,7 @@ impl Run<'_> {
     /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order; of a ring to the next rank.
     fn copies(&self) -> Result<()> {
         let (row, me, chunks) = (self.row(), self.me(), self.s.config.sub_chunks);
+        let l = self.l;
         let first = range_of(self.s.rows, me).start;
         for chunk in 0..chunks {
             let r = chunk_rows(self.s.rows, me, chunk, chunks);
@@ -172,13 +173,13 @@ impl Run<'_> {
                 let next = neighbours(me, self.s.rows.len()).1;
                 if next != me {
                     let slot = self.plan.signals.slot(DATA);
-                    self.l.os.put_signal(self.l.side, (next, at), &part, slot)?;
+                    l.net.put_signal(l.side, &l.permit, (next, at), &part, slot, "push")?;
                 }
                 continue;
             }
             for p in self.plan.core.team().peers() {
                 let slot = self.plan.signals.slot(DATA + chunk);
-                self.l.os.put_flag(self.l.side, (p, at), &part, slot)?;
+                l.net.put_flag(l.side, &l.permit, (p, at), &part, slot, "push")?;
             }
         }
         Ok(())
@@ -192,28 +193,27 @@ impl Run<'_> {
     /// while it is multiplied.
     fn take(&self, a: &Arrival) -> Result<()> {
         let (l, slot, row) = (self.l, self.plan.signals.slot(DATA), self.row());
-        l.os.wait(l.side, a.from, slot, 1)?;
+        l.net.wait(l.side, a.from, slot, 1, "chunk")?;
         l.join()?;
         if !a.passes {
             return Ok(());
         }
         let next = neighbours(self.me(), self.s.rows.len()).1;
         let at = self.plan.gather.range(a.rows.start * row, a.rows.len() * row);
-        l.os.pass_signal(l.side, (next, at), (at, a.rows.len() * row), slot)
+        let from = (at, a.rows.len() * row);
+        // SAFETY: the copy lane has waited for the chunk just now, and its writer gets no credit
+        // before the next launch.
+        unsafe { l.net.pass_signal(l.side, &l.permit, (next, at), from, slot, "pass") }
     }
 
     /// Compute lane: the task table.
     fn compute(&self) -> Result<()> {
-        let (os, main, me) = (self.l.os, self.l.main, self.me());
+        let (l, main, me) = (self.l, self.l.main, self.me());
         let own = range_of(self.s.rows, me);
         if self.s.config.algo == Algo::Sequential && self.x.len_bytes() > 0 {
             // One product over all rows: mine must lie among the others'.
-            os.put(
-                main,
-                me,
-                self.plan.gather.range(own.start * self.row(), self.x.len_bytes()),
-                &self.x,
-            )?;
+            let at = self.plan.gather.range(own.start * self.row(), self.x.len_bytes());
+            l.net.put(main, &l.permit, (me, at), &self.x, "own rows")?;
         }
         let mut ring = arrivals(me, self.s.rows, self.s.config.sub_chunks);
         for task in self.s.tasks {
@@ -221,7 +221,10 @@ impl Run<'_> {
                 AgTask::Wait { src, chunk } => {
                     match ring.next() {
                         Some(a) if self.ring() => self.take(&a)?,
-                        _ => os.wait(main, *src, self.plan.signals.slot(DATA + chunk), 1)?,
+                        _ => {
+                            let slot = self.plan.signals.slot(DATA + chunk);
+                            l.net.wait(main, *src, slot, 1, "chunk")?;
+                        }
                     }
                     self.widen(*src, *chunk)?;
                 }
@@ -257,7 +260,7 @@ impl Run<'_> {
     fn widen_rows(&self, rows: std::ops::Range<usize>) -> Result<()> {
         let (Some(w), k) = (&self.p.widened, self.plan.desc.k) else { return Ok(()) };
         let at = self.plan.gather.range(rows.start * k, rows.len() * k);
-        let codes = self.l.os.addr(self.me(), at, rows.len() * k)?;
+        let codes = self.l.here.addr(at, rows.len() * k)?;
         // SAFETY: rows of the gather buffer, waited for; the room has all rows, and is held.
         unsafe { w.a.rows(self.l.main, (codes, 0), rows.start, (rows.len(), k)) }
     }
@@ -275,7 +278,7 @@ impl Run<'_> {
             self.x.addr() + ((rows.start - own.start) * row) as u64
         } else {
             let at = self.plan.gather.range(rows.start * row, rows.len() * row);
-            self.l.os.addr(self.me(), at, rows.len() * row)?
+            self.l.here.addr(at, rows.len() * row)?
         };
         Ok((a, addr(&self.t.w)?, d.w.size()))
     }
@@ -317,10 +320,12 @@ impl Run<'_> {
         let (g, row, me) = (g.cuda()?, self.row(), self.me());
         let own = range_of(self.s.rows, me);
         for part in [0..own.start, own.end..self.s.m] {
-            let out = g.slice(part.start * row, part.len() * row)?;
+            let mut out = g.slice(part.start * row, part.len() * row)?;
             if out.len_bytes() > 0 {
                 let at = self.plan.gather.range(part.start * row, out.len_bytes());
-                self.l.os.get(self.l.main, me, at, &out)?;
+                // SAFETY: all chunks were waited for, and their writers get no credit before the next
+                // launch.
+                unsafe { self.l.net.get(self.l.main, (me, at), &mut out, "gathered")? };
             }
         }
         self.l.main.copy_memory(&g.slice(own.start * row, own.len() * row)?, &self.x)

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use tilewire_core::{Rank, Result};
-use tilewire_symm::{Signals, SymBuf};
+use tilewire_symm::{Permit, Signals, SymBuf};
 
 use super::AgGemmDesc;
 use super::config::AgTask;
@@ -43,12 +43,13 @@ impl Run {
 
     /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order; of a ring to the next rank.
     pub fn copies(&self) -> Result<()> {
-        let (ctx, row) = (&self.launch.ctx, self.row_bytes());
+        let (Launch { ctx, net, tag }, row) = (&self.launch, self.row_bytes());
         let (me, chunks) = (ctx.rank(), self.config.sub_chunks);
         let first = range_of(&self.rows, me).start;
         let peers: Vec<Rank> = ctx.team().peers().collect();
+        let mut permit = Permit::none();
         for &p in &peers {
-            ctx.acquire(p, self.signals.slot(CREDIT), self.launch.tag, "credit")?;
+            permit.add(net.acquire(ctx, p, self.signals.slot(CREDIT), *tag, "credit")?);
         }
         let ring = self.config.algo == Algo::Ring;
         let next = neighbours(me, self.rows.len()).1;
@@ -56,57 +57,53 @@ impl Run {
         for chunk in 0..chunks {
             let r = chunk_rows(&self.rows, me, chunk, chunks);
             for &p in &receivers {
-                if !r.is_empty() && row > 0 {
-                    self.t.x.read(|b| {
-                        let bytes = &b[(r.start - first) * row..(r.end - first) * row];
-                        ctx.put(p, self.gather.range(r.start * row, bytes.len()), bytes, "push");
-                    })?;
-                }
-                ctx.signal(p, self.signals.slot(DATA), 1, "chunk");
+                self.t.x.read(|b| {
+                    let bytes = &b[(r.start - first) * row..(r.end - first) * row];
+                    let to = (p, self.gather.range(r.start * row, bytes.len()));
+                    net.put_flag(ctx, &permit, to, bytes, self.signals.slot(DATA), "push")
+                })??;
             }
         }
-        if ring { self.pass(next) } else { Ok(()) }
+        if ring { self.pass(&permit, next) } else { Ok(()) }
     }
 
     /// Of a ring: each chunk that comes, to the compute lane and to the next rank.
-    fn pass(&self, next: Rank) -> Result<()> {
-        let (ctx, row, slot) = (&self.launch.ctx, self.row_bytes(), self.signals.slot(DATA));
+    fn pass(&self, permit: &Permit, next: Rank) -> Result<()> {
+        let (row, slot) = (self.row_bytes(), self.signals.slot(DATA));
+        let Launch { ctx, net, .. } = &self.launch;
         for a in arrivals(ctx.rank(), &self.rows, self.config.sub_chunks) {
             match a.last {
-                true => ctx.wait_last(a.from, slot, 1, "chunk")?,
-                false => ctx.wait(a.from, slot, 1, "chunk")?,
+                true => net.wait_last(ctx, a.from, slot, 1, "chunk")?,
+                false => net.wait(ctx, a.from, slot, 1, "chunk")?,
             }
             self.came.send(())?;
             if !a.passes {
                 continue;
             }
-            if !a.rows.is_empty() && row > 0 {
-                let len = a.rows.len() * row;
-                let at = self.gather.range(a.rows.start * row, len);
-                // SAFETY: the chunk was waited for just now, and its writer gets no credit before the next
-                // launch, which is behind this lane.
-                ctx.put(next, at, unsafe { ctx.local(at, len) }, "pass");
-            }
-            ctx.signal(next, slot, 1, "chunk");
+            let len = a.rows.len() * row;
+            let at = self.gather.range(a.rows.start * row, len);
+            // SAFETY: the chunk was waited for just now, and its writer gets no credit before the next
+            // launch, which is behind this lane.
+            unsafe { net.pass_signal(ctx, permit, (next, at), (at, len), slot, "pass")? };
         }
         Ok(())
     }
 
     /// Compute lane: a chunk of `src` has come.
     fn arrive(&self, src: Rank, last: bool) -> Result<()> {
-        let (ctx, slot) = (&self.launch.ctx, self.signals.slot(DATA));
+        let (Launch { ctx, net, .. }, slot) = (&self.launch, self.signals.slot(DATA));
         match last {
             _ if self.config.algo == Algo::Ring => self.came.receive(ctx),
-            true => ctx.wait_last(src, slot, 1, "chunk"),
-            false => ctx.wait(src, slot, 1, "chunk"),
+            true => net.wait_last(ctx, src, slot, 1, "chunk"),
+            false => net.wait(ctx, src, slot, 1, "chunk"),
         }
     }
 
     /// Compute lane: the task table.
     pub fn compute(&self) -> Result<()> {
-        let ctx = &self.launch.ctx;
+        let Launch { ctx, net, tag } = &self.launch;
         for p in ctx.team().peers() {
-            ctx.grant(p, self.signals.slot(CREDIT), self.launch.tag, "credit");
+            net.grant(ctx, p, self.signals.slot(CREDIT), *tag, "credit")?;
         }
         if let Some(g) = &self.t.gathered {
             self.keep_gathered(g, &range_of(&self.rows, ctx.rank()))?;
@@ -175,7 +172,9 @@ impl Run {
                 let at = (rows.start - own.start) * row..(rows.end - own.start) * row;
                 return self.t.x.read(|b| out.copy_from_slice(&b[at]));
             }
-            self.launch.ctx.read_local(self.gather.range(rows.start * row, out.len()), out);
+            let at = self.gather.range(rows.start * row, out.len());
+            // SAFETY: the chunk has come, and its writer gets no credit before the next launch.
+            unsafe { self.launch.ctx.read_local(at, out) };
             Ok(())
         })?
     }

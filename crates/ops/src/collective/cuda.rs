@@ -12,7 +12,7 @@ use std::sync::Arc;
 use tilewire_core::{Error, Result};
 use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Buffer, Pending, Stream, Tensor};
-use tilewire_symm::{OneSided, Signals, SymBuf};
+use tilewire_symm::{Enter, Permit, Signals, SymBuf};
 
 use super::config::Phase;
 use super::meeting::{self, Meeting};
@@ -20,7 +20,7 @@ use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveKind, ReduceOp};
 use crate::common::Bias;
 use crate::common::cuda::together_on;
-use crate::common::lanes::{Enter, Lane, Lanes, Mover, Poison, Reducer, Sum};
+use crate::common::lanes::{Lane, Lanes, Mover, Poison, Reducer, Slots, Sum};
 
 /// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;
@@ -131,7 +131,7 @@ pub(super) fn launch(
     let core = &plan.core;
     together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(core.op()))?;
     let (from, to) = (x.cuda()?, out.cuda()?);
-    let seq = core.begin(stream, format_args!("m={m}"))?.ctx.seq();
+    let seq = core.begin_on(stream, format_args!("m={m}"))?;
     let p = plan.cuda.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
     let row = plan.desc.cols * plan.desc.dtype.size();
     let (way, outs) = (plan.way(m), [Poison::value(to.clone())]);
@@ -145,7 +145,7 @@ pub(super) fn launch(
     let small = way == Way::Kernels;
     // Copies carry flags; kernels meet instead.
     let flags = if small { DATA..DATA } else { DATA..DATA + 1 };
-    let enter = Enter { signals: &plan.signals, credit: CREDIT, flags };
+    let enter = Slots { signals: &plan.signals, credit: CREDIT, flags };
     core.run_on(lane, (stream, seq), &enter, &outs, |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         Run { l, plan, p, row, small }.first(&first, second.as_ref(), (&from, &to))?;
@@ -162,7 +162,7 @@ impl Run<'_> {
     /// Copy lane: rows of `from` to each peer with the flag behind them, peers in rotated order.
     fn push(
         &self,
-        phase: &Phase,
+        (phase, permit): (&Phase, &Permit),
         from: &CudaMemory,
         to: &SymBuf,
         flag: (bool, usize),
@@ -172,7 +172,8 @@ impl Run<'_> {
         for s in &phase.sends {
             let part = self.rows(from, &s.rows)?;
             let at = to.range(s.at * self.row, part.len_bytes());
-            self.l.os.put_flag(self.l.side, (s.dst, at), &part, signals.slot(flag.1))?;
+            let slot = signals.slot(flag.1);
+            self.l.net.put_flag(self.l.side, permit, (s.dst, at), &part, slot, "push")?;
         }
         Ok(())
     }
@@ -185,17 +186,14 @@ impl Run<'_> {
         to: &SymBuf,
         own: Option<&CudaMemory>,
     ) -> Result<()> {
+        let team = self.l.team()?;
         let mut copies = Vec::with_capacity(phase.sends.len() + 1);
         for s in &phase.sends {
             let part = self.rows(from, &s.rows)?;
             let at = to.range(s.at * self.row, part.len_bytes());
-            copies.push((
-                part.addr(),
-                self.l.os.addr(s.dst, at, part.len_bytes())?,
-                part.len_bytes(),
-            ));
+            copies.push((part.addr(), team.addr(s.dst, at, part.len_bytes())?, part.len_bytes()));
             if part.len_bytes() > 0 {
-                self.l.os.count_put(s.dst, part.len_bytes());
+                self.l.here.count_put(s.dst, part.len_bytes());
             }
         }
         if let Some(own) = own {
@@ -207,11 +205,10 @@ impl Run<'_> {
 
     /// What came to the output by one kernel.
     fn take(&self, phase: &Phase, to: &CudaMemory, staging: &SymBuf) -> Result<()> {
-        let me = self.l.os.heap().team().rank();
         let copy = |r: &super::config::Recv| {
             let part = self.rows(to, &r.out)?;
             let at = staging.range(r.staging.start * self.row, part.len_bytes());
-            Ok((self.l.os.addr(me, at, part.len_bytes())?, part.addr(), part.len_bytes()))
+            Ok((self.l.here.addr(at, part.len_bytes())?, part.addr(), part.len_bytes()))
         };
         let copies = phase.recvs.iter().map(copy).collect::<Result<Vec<_>>>()?;
         self.p.mover.launch(self.l, &copies)
@@ -220,7 +217,9 @@ impl Run<'_> {
     /// Everybody has written.
     fn meet(&self, signals: &Signals) -> Result<()> {
         let slot = signals.slot(DATA);
-        self.l.os.enter(self.l.main, slot, slot, 0)
+        let meeting = Enter { credit: slot, tag: 0, first: slot, num: 0 };
+        // Nothing is put behind this meeting under its permit.
+        self.l.net.enter(self.l.main, &meeting).map(|_permit| ())
     }
 
     /// Everybody's parts to their owners, and the owner's wait for all.
@@ -229,8 +228,8 @@ impl Run<'_> {
             self.write(phase, from, &self.plan.staging, None)?;
             return self.meet(&self.plan.signals);
         }
-        self.push(phase, from, &self.plan.staging, (false, DATA))?;
-        self.l.os.wait_peers(self.l.main, self.plan.signals.slot(DATA))
+        self.push((phase, &self.l.permit), from, &self.plan.staging, (false, DATA))?;
+        self.l.net.wait_peers(self.l.main, self.plan.signals.slot(DATA), "arrival")
     }
 
     fn first(
@@ -247,7 +246,7 @@ impl Run<'_> {
                 self.take(first, to, &plan.staging)
             }
             CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) => {
-                self.push(first, from, &plan.staging, (false, DATA))?;
+                self.push((first, &self.l.permit), from, &plan.staging, (false, DATA))?;
                 self.keep(first, from, to)?;
                 self.collect(first, to, &plan.staging, (false, DATA))
             }
@@ -271,9 +270,10 @@ impl Run<'_> {
                     return self.take(second, to, staging2);
                 }
                 let data = signals2.slot(DATA);
-                self.l.os.enter(self.l.main, signals2.slot(CREDIT), data, 1)?;
+                let enter = Enter { credit: signals2.slot(CREDIT), tag: 0, first: data, num: 1 };
+                let permit = self.l.net.enter(self.l.main, &enter)?;
                 self.l.fork()?;
-                self.push(second, &mine, staging2, (true, DATA))?;
+                self.push((second, &permit), &mine, staging2, (true, DATA))?;
                 self.collect(second, to, staging2, (true, DATA))
             }
         }
@@ -294,23 +294,24 @@ impl Run<'_> {
         staging: &SymBuf,
         flag: (bool, usize),
     ) -> Result<()> {
-        let (os, main, row) = (self.l.os, self.l.main, self.row);
+        let (net, main, row) = (self.l.net, self.l.main, self.row);
         let signals = if flag.0 { self.plan.signals2.as_ref() } else { Some(&self.plan.signals) };
         let signals = signals.ok_or_else(|| Error::internal("no signals of a second phase"))?;
-        let me = os.heap().team().rank();
+        let me = self.l.me();
         let largest = phase.recvs.iter().map(|r| r.out.len() * row).max().unwrap_or(0);
         let one_by_one = largest >= ONE_BY_ONE_BYTES;
         if !one_by_one {
-            os.wait_peers(main, signals.slot(flag.1))?;
+            net.wait_peers(main, signals.slot(flag.1), "arrival")?;
         }
         for r in phase.recvs.iter().rev() {
             if one_by_one {
-                os.wait(main, r.src, signals.slot(flag.1), 1)?;
+                net.wait(main, r.src, signals.slot(flag.1), 1, "arrival")?;
             }
-            let part = self.rows(to, &r.out)?;
+            let mut part = self.rows(to, &r.out)?;
             let at = staging.range(r.staging.start * row, part.len_bytes());
             if part.len_bytes() > 0 {
-                os.get(main, me, at, &part)?;
+                // SAFETY: `src` has signalled its rows, and gets no new credit before the next launch.
+                unsafe { net.get(main, (me, at), &mut part, "staging")? };
             }
         }
         Ok(())
@@ -324,15 +325,14 @@ impl Run<'_> {
         from: &CudaMemory,
         (to, at): (&CudaMemory, usize),
     ) -> Result<()> {
-        let (os, plan) = (self.l.os, self.plan);
+        let (here, plan) = (self.l.here, self.plan);
         let reducer = self.p.reducer.as_ref();
         let reducer = reducer.ok_or_else(|| Error::internal("a reduction without its kernel"))?;
         let own = self.rows(from, &phase.own.0)?;
         let out = self.rows(to, &(at..at + phase.own.0.len()))?;
-        let size = os.heap().team().size();
+        let size = here.heap().team().size();
         let stride = plan.slot_rows * self.row;
-        let slots =
-            os.addr(os.heap().team().rank(), plan.staging.range(0, size * stride), size * stride)?;
+        let slots = here.addr(plan.staging.range(0, size * stride), size * stride)?;
         let sum = Sum {
             slots,
             stride: stride as u64,

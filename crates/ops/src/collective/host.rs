@@ -35,24 +35,21 @@ impl Run {
 
     /// Pushes rows of `src` as the phase says.
     fn push(&self, phase: &Phase, src: &Tensor, staging: &SymBuf, signals: &Signals) -> Result<()> {
-        let (ctx, row) = (&self.launch.ctx, self.row_bytes());
+        let (Launch { ctx, net, tag }, row) = (&self.launch, self.row_bytes());
         for s in &phase.sends {
-            ctx.acquire(s.dst, signals.slot(CREDIT), self.launch.tag, "credit")?;
-            if !s.rows.is_empty() && row > 0 {
-                src.read(|b| {
-                    let bytes = &b[s.rows.start * row..s.rows.end * row];
-                    ctx.put(s.dst, staging.range(s.at * row, bytes.len()), bytes, "push");
-                })?;
-            }
-            ctx.signal(s.dst, signals.slot(DATA), 1, "arrival");
+            let permit = net.acquire(ctx, s.dst, signals.slot(CREDIT), *tag, "credit")?;
+            src.read(|b| {
+                let bytes = &b[s.rows.start * row..s.rows.end * row];
+                let to = (s.dst, staging.range(s.at * row, bytes.len()));
+                net.put_flag(ctx, &permit, to, bytes, signals.slot(DATA), "push")
+            })??;
         }
         Ok(())
     }
 
-    fn grant(&self, phase: &Phase, signals: &Signals) {
-        for r in &phase.recvs {
-            self.launch.ctx.grant(r.src, signals.slot(CREDIT), self.launch.tag, "credit");
-        }
+    fn grant(&self, phase: &Phase, signals: &Signals) -> Result<()> {
+        let (Launch { ctx, net, tag }, slot) = (&self.launch, signals.slot(CREDIT));
+        phase.recvs.iter().try_for_each(|r| net.grant(ctx, r.src, slot, *tag, "credit"))
     }
 
     /// The copy lane.
@@ -62,7 +59,7 @@ impl Run {
 
     /// The compute lane.
     pub fn compute(&self) -> Result<()> {
-        self.grant(&self.first, &self.signals);
+        self.grant(&self.first, &self.signals)?;
         match &self.desc.kind {
             CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) => {
                 self.keep(&self.first, &self.x)?;
@@ -75,7 +72,7 @@ impl Run {
                 else {
                     return Err(tilewire_core::Error::internal("all_reduce without second phase"));
                 };
-                self.grant(second, signals2);
+                self.grant(second, signals2)?;
                 self.reduce(*op)?;
                 let mine = self.out.rows(second.own.1.start, second.own.1.len())?;
                 self.push(second, &mine, staging2, signals2)?;
@@ -98,20 +95,23 @@ impl Run {
 
     /// Waits for each source and copies what came to the output.
     fn collect(&self, phase: &Phase, staging: &SymBuf, signals: &Signals) -> Result<()> {
-        let (ctx, row) = (&self.launch.ctx, self.row_bytes());
+        let (Launch { ctx, net, .. }, row) = (&self.launch, self.row_bytes());
         for r in &phase.recvs {
-            ctx.wait_last(r.src, signals.slot(DATA), 1, "arrival")?;
+            net.wait_last(ctx, r.src, signals.slot(DATA), 1, "arrival")?;
             let at = staging.range(r.staging.start * row, r.staging.len() * row);
-            self.out.write(|o| ctx.read_local(at, &mut o[r.out.start * row..r.out.end * row]))?;
+            let rows = r.out.start * row..r.out.end * row;
+            // SAFETY: `src` has signalled its rows, and gets no new credit before the next launch.
+            self.out.write(|o| unsafe { ctx.read_local(at, &mut o[rows]) })?;
         }
         Ok(())
     }
 
     /// Adds everybody's part of my rows, in rank order, in f32, and rounds once.
     fn reduce(&self, op: ReduceOp) -> Result<()> {
-        let (ctx, row, dtype) = (&self.launch.ctx, self.row_bytes(), self.desc.dtype);
+        let (Launch { ctx, net, .. }, row) = (&self.launch, self.row_bytes());
+        let dtype = self.desc.dtype;
         for r in &self.first.recvs {
-            ctx.wait_last(r.src, self.signals.slot(DATA), 1, "arrival")?;
+            net.wait_last(ctx, r.src, self.signals.slot(DATA), 1, "arrival")?;
         }
         ctx.compute("reduce")?;
         let own = &self.first.own.0;

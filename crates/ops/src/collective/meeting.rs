@@ -15,7 +15,7 @@ use tilewire_kernels::portable::{
     COLLECTIVE, COLLECTIVE_CHUNK, COLLECTIVE_PIECE, COLLECTIVE_RANKS, COLLECTIVE_SEND,
     COLLECTIVE_STAGES, COLLECTIVE_WARPS, collective_defines,
 };
-use tilewire_symm::{OneSided, SymBuf};
+use tilewire_symm::SymBuf;
 
 use super::config::{Phase, shard_rows};
 use super::cuda::whole_rows;
@@ -106,7 +106,7 @@ pub(super) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Re
     let (ctx, row) = (lane.context(), desc.cols * desc.dtype.size());
     let room = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;
     Ok(room
-        && lane.one_sided().heap().reaches_peers()
+        && lane.here().heap().reaches_peers()
         && is_whole(row)
         && (2..=COLLECTIVE_RANKS).contains(&size)
         && COLLECTIVE.runs_on(&ctx.arch()?))
@@ -132,8 +132,8 @@ impl Meeting {
         desc: &CollectiveDesc,
         (flags, len): (&SymBuf, usize),
     ) -> Result<Self> {
-        let (ctx, os) = (lane.context(), lane.one_sided());
-        let size = os.heap().team().size();
+        let (ctx, here) = (lane.context(), lane.here());
+        let (team, size) = (lane.team()?, here.heap().team().size());
         // Without sums the type of elements is any.
         let out = if desc.kind.reduces() { desc.dtype } else { DType::F32 };
         let module = load(ctx, &COLLECTIVE, collective_defines(mantissa(out)))?;
@@ -141,20 +141,20 @@ impl Meeting {
         kernel.allow_shared(SHARED_BYTES)?;
         let mut at = [0; COLLECTIVE_RANKS];
         for r in Rank::all(size) {
-            at[r.idx()] = os.addr(r, flags.range(0, len), len)?;
+            at[r.idx()] = team.addr(r, flags.range(0, len), len)?;
         }
         // No launch has written a word yet, whatever the memory was used for before.
         let main = stream.cuda()?;
-        os.clear(main, flags.range(0, len), len)?;
+        here.clear(main, flags.range(0, len), len)?;
         main.synchronize_until(None)?;
         Ok(Self {
             kernel,
             leave: module.kernel(COLLECTIVE.kernels[1])?,
-            team: os.team_param(),
+            team: team.param(),
             flags: at,
             pieces: ((len / 8 / size - 1) / 2) as u32,
             state: workspace(ctx, 8 + 16)?,
-            num_sms: os.num_sms()?,
+            num_sms: here.num_sms()?,
         })
     }
 
@@ -168,7 +168,7 @@ impl Meeting {
     }
 
     fn hold(&self, l: &Lanes<'_>) {
-        l.main.hold(|| Arc::new((self.state.clone(), l.os.heap().clone())));
+        l.main.hold(|| Arc::new((self.state.clone(), l.here.heap().clone())));
     }
 
     /// Grants what the launch before it has read, which went another way.
@@ -214,12 +214,12 @@ pub(super) struct Run<'a> {
 impl Run<'_> {
     fn staged(&self, r: Rank, area: &SymBuf, row: usize, rows: usize) -> Result<u64> {
         let len = rows * self.row;
-        self.l.os.addr(r, area.range(row * self.row, len), len)
+        self.l.team()?.addr(r, area.range(row * self.row, len), len)
     }
 
     fn count_put(&self, dst: Rank, rows: usize) {
         if rows > 0 {
-            self.l.os.count_put(dst, rows * self.row);
+            self.l.here.count_put(dst, rows * self.row);
         }
     }
 
@@ -244,7 +244,7 @@ impl Run<'_> {
         area: &SymBuf,
         to: &CudaMemory,
     ) -> Result<()> {
-        let me = self.l.os.heap().team().rank();
+        let me = self.l.here.heap().team().rank();
         for r in &phase.recvs {
             p.take[r.src.idx()] = TwPart {
                 src: self.staged(me, area, r.staging.start, r.staging.len())?,
@@ -263,7 +263,7 @@ impl Run<'_> {
         (from, to, at): (&CudaMemory, &CudaMemory, usize),
         then: Option<(&Phase, &SymBuf)>,
     ) -> Result<TwTotal> {
-        let team = self.l.os.heap().team();
+        let team = self.l.here.heap().team();
         let (me, size) = (team.rank(), team.size());
         let mut t: TwTotal = Zeroable::zeroed();
         t.slots = self.staged(me, &self.plan.staging, 0, size * self.plan.slot_rows)?;
@@ -288,7 +288,7 @@ impl Run<'_> {
         (m, op): (usize, ReduceOp),
         (from, to): (&CudaMemory, &CudaMemory),
     ) -> Result<TwTotal> {
-        let team = self.l.os.heap().team();
+        let team = self.l.here.heap().team();
         let (me, size, len) = (team.rank(), team.size(), (m * self.row) as u64);
         for r in Rank::all(size) {
             let dst = self.staged(r, &self.plan.staging, me.idx() * m, m)?;
@@ -315,7 +315,7 @@ impl Run<'_> {
         plan.core.check()?;
         self.meeting.hold(l);
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
-        let size = l.os.heap().team().size();
+        let size = l.here.heap().team().size();
         let mut p = self.meeting.param(plan);
         let mut t: TwTotal = Zeroable::zeroed();
         if !self.whole {
@@ -326,7 +326,7 @@ impl Run<'_> {
                 t = self.sends_whole(&mut p, (m, *op), (from, to))?;
             }
             CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) => {
-                p.send[l.os.heap().team().rank().idx()] = TwPart {
+                p.send[l.here.heap().team().rank().idx()] = TwPart {
                     src: from.addr() + (first.own.0.start * self.row) as u64,
                     dst: to.addr() + (first.own.1.start * self.row) as u64,
                     len: (first.own.0.len() * self.row) as u64,
@@ -356,7 +356,7 @@ impl Run<'_> {
         let large = m * self.row > LARGE_BYTES;
         let phases = 1 + u32::from(second.is_some() && !self.whole);
         for peer in plan.core.team().peers() {
-            (0..=phases).for_each(|_| l.os.count_signal(peer));
+            (0..=phases).for_each(|_| l.here.count_signal(peer));
         }
         let poison = poison_of(&[Poison::value(to.clone())]);
         let args = LaunchArgs::new().arg(&self.meeting.team).arg(&p).arg(&t).arg(&poison);

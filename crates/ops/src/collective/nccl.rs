@@ -17,7 +17,7 @@ use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::together_on;
 use crate::common::cuda::workspace;
-use crate::common::lanes::{Enter, Lane, Poison};
+use crate::common::lanes::{Lane, Poison, Slots};
 use crate::common::nccl::{Clock, at_first, faster, open, room, unmeasured};
 
 /// What a plan goes through, decided at `prepare`.
@@ -120,8 +120,8 @@ pub(super) fn launch(
     let (phase, _) = plan.phases(m).map_err(|e| e.op(name))?;
     let (sum, ops) =
         calls(&plan.desc, core.team().rank(), (&rows, &phase), (from.addr(), to.addr()));
-    let seq = core.begin(stream, format_args!("m={m}"))?.ctx.seq();
-    let enter = Enter { signals: &plan.signals, credit: CREDIT, flags: DATA..DATA };
+    let seq = core.begin_on(stream, format_args!("m={m}"))?;
+    let enter = Slots { signals: &plan.signals, credit: CREDIT, flags: DATA..DATA };
     core.run_on(lane, (stream, seq), &enter, &[Poison::value(to.clone())], |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         // SAFETY: the tensors were checked against the description, from which the calls are made,

@@ -7,10 +7,11 @@ use tilewire_core::{BackendKind, Error, ErrorKind, Result};
 use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Event, Node, Pending, Point, Stream};
 use tilewire_symm::{
-    EntryState, Fingerprint, Heap, LinkTraffic, LiveTeam, OpCtx, Signals, SymBuf, Traffic,
+    EntryState, Fingerprint, Heap, HostTransport, LinkTraffic, LiveTeam, OpCtx, Signals, SymBuf,
+    Traffic,
 };
 
-use super::lanes::{Enter, Lane, Lanes, Poison, stream_on};
+use super::lanes::{Lane, Lanes, Poison, Slots, stream_on};
 use super::{Choice, Explain};
 
 /// Identity of a plan on its team: name, fingerprint, whether it is prepared.
@@ -20,6 +21,8 @@ pub struct PlanCore {
     text: String,
     prepared: AtomicBool,
     order: Arc<Order>,
+    /// On a heap of the host.
+    net: Option<Arc<HostTransport>>,
     /// On a heap in device memory.
     lane: Option<Lane>,
     uses: Arc<Uses>,
@@ -105,10 +108,12 @@ pub(crate) fn not_prepared() -> Error {
         .hint("call `plan.prepare(&stream)` on all ranks first")
 }
 
-/// One launch in program order.
+/// One launch on the host, in program order.
 pub struct Launch {
-    /// Context of the running operation.
+    /// The lane that the launch's calls act on.
     pub ctx: OpCtx,
+    /// How data and signals go to peers.
+    pub net: Arc<HostTransport>,
     /// What credits of this launch carry.
     pub tag: u64,
 }
@@ -119,9 +124,9 @@ impl PlanCore {
     /// # Errors
     /// What the device reports.
     pub(crate) fn new(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
-        let lane = match heap.backend() {
-            BackendKind::Host => None,
-            _ => Some(Lane::new(op, heap).map_err(|e| e.op(op))?),
+        let (net, lane) = match heap.backend() {
+            BackendKind::Host => (Some(heap.host_transport()?), None),
+            _ => (None, Some(Lane::new(op, heap).map_err(|e| e.op(op))?)),
         };
         Ok(Self {
             op,
@@ -129,6 +134,7 @@ impl PlanCore {
             text: text.to_string(),
             prepared: AtomicBool::new(false),
             order: Arc::default(),
+            net,
             lane,
             uses: Arc::default(),
         })
@@ -155,11 +161,11 @@ impl PlanCore {
         &self,
         lane: &Lane,
         (stream, seq): (&Stream, u64),
-        enter: &Enter<'_>,
+        slots: &Slots<'_>,
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
-        self.queue_on(lane, (stream, seq), outs, |streams| lane.run(streams, enter, outs, f))
+        self.queue_on(lane, (stream, seq), outs, |streams| lane.run(streams, slots, outs, f))
     }
 
     /// Queues one launch of kernels that meet the other ranks, and poison their outputs, themselves.
@@ -312,19 +318,31 @@ impl PlanCore {
         choice.settle(self.team(), self.lane.is_some(), explain)
     }
 
-    /// Notes a launch on `stream`; `detail` holds what may differ from launch to launch.
+    /// Notes a launch on `stream` of the host; `detail` holds what may differ from launch to launch.
     ///
     /// # Errors
     /// `NotPrepared`; `InvalidArgument` if another stream of this heap is being captured; the
     /// fault of the team.
     pub fn begin(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<Launch> {
+        let fp = self.note(stream, detail)?;
+        let net = self.net.clone().ok_or_else(|| Error::internal("a host launch on a device"))?;
+        Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, fp.0), net, tag: fp.1 })
+    }
+
+    /// As [`PlanCore::begin`] on a heap in device memory: the sequence number of the launch.
+    pub(crate) fn begin_on(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<u64> {
+        self.note(stream, detail).map(|fp| fp.0)
+    }
+
+    /// The sequence number and the tag of a launch, once it is on record.
+    fn note(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<(u64, u64)> {
         self.check_launch(stream)?;
         let fp = Fingerprint::new(self.op, format_args!("{} {detail}", self.text));
         let team = self.team();
         let checked = team.checks_launches() && !stream.is_capturing();
         let begun = if checked { team.launch_agree(&fp) } else { team.launch_begin(&fp) };
         let seq = begun.map_err(|e| e.op(self.op))?;
-        Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, seq), tag: fp.tag() })
+        Ok((seq, fp.tag()))
     }
 
     /// Whether a launch on `stream` would begin.
@@ -465,7 +483,7 @@ mod tests {
             assert_eq!((e.kind(), e.get_op()), (ErrorKind::Exhausted, Some("op")), "{e}");
             assert_eq!(core.begin(&stream, "").err().unwrap().kind(), ErrorKind::NotPrepared);
             core.prepare(&stream)?;
-            let seq = core.begin(&stream, "")?.ctx.seq();
+            let seq = core.begin_on(&stream, "")?;
             // The same launch everywhere.
             let all = heap.team().exchange("seq", &seq.to_le_bytes())?;
             assert!(all.iter().all(|s| s == &all[0]), "{all:?}");

@@ -5,7 +5,7 @@
 //! operation's copies on `side` and its waits and kernels on `main`, join, poison if the team is
 //! over. Nothing waits for the host, so all of it can be captured.
 
-use tilewire_core::{DType, Error, ErrorKind, Result};
+use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
 use tilewire_device::cuda::{
     CudaContext, CudaEvent, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs,
 };
@@ -15,7 +15,10 @@ use tilewire_kernels::portable::{
     MOVE, MOVE_SEGMENTS, MOVE_THREADS, REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, move_defines,
     reduce_defines,
 };
-use tilewire_symm::{Heap, OneSided, Signals, VmmOneSided};
+use tilewire_symm::{
+    DeviceHeap, DeviceTeam, DeviceTransport, Enter, Heap, Permit, Signals, StreamTransport,
+    Transport,
+};
 
 use super::Bias;
 use super::cuda::{load, mantissa, no_kernel};
@@ -23,13 +26,13 @@ use super::cuda::{load, mantissa, no_kernel};
 /// What a plan keeps for its launches.
 pub(crate) struct Lane {
     op: &'static str,
-    os: VmmOneSided,
+    net: DeviceTransport,
     fork: CudaEvent,
     join: CudaEvent,
 }
 
 /// Slots that a launch enters with: a credit, and flags that each peer is sent exactly once.
-pub(crate) struct Enter<'a> {
+pub(crate) struct Slots<'a> {
     pub signals: &'a Signals,
     pub credit: usize,
     pub flags: std::ops::Range<usize>,
@@ -56,48 +59,63 @@ pub(crate) fn poison_of(outs: &[Poison]) -> TwPoison {
 
 /// The two streams of one launch.
 pub(crate) struct Lanes<'a> {
-    pub os: &'a VmmOneSided,
+    pub net: &'a StreamTransport,
+    /// This rank's part of the heap.
+    pub here: &'a DeviceHeap,
     pub main: &'a CudaStream,
     pub side: &'a CudaStream,
+    /// What the peers have granted this launch at its beginning.
+    pub permit: Permit,
     lane: &'a Lane,
 }
 
 impl Lane {
     /// For launches of `op` on a heap in device memory.
     pub fn new(op: &'static str, heap: &Heap) -> Result<Self> {
-        let os = VmmOneSided::new(heap)?;
-        let event = || CudaEvent::new(os.context(), false);
+        let net = DeviceTransport::new(heap)?;
+        let event = || CudaEvent::new(net.here().context(), false);
         let (fork, join) = (event()?, event()?);
-        Ok(Self { op, os, fork, join })
+        Ok(Self { op, net, fork, join })
     }
 
     pub fn context(&self) -> &CudaContext {
-        self.os.context()
+        self.here().context()
     }
 
-    pub fn one_sided(&self) -> &VmmOneSided {
-        &self.os
+    /// This rank's part of the heap.
+    pub fn here(&self) -> &DeviceHeap {
+        self.net.here()
+    }
+
+    /// What kernels need to meet the other ranks by themselves.
+    ///
+    /// # Errors
+    /// `Unsupported` if the GPUs do not reach each other's memory.
+    pub fn team(&self) -> Result<&DeviceTeam> {
+        self.net.device_team().ok_or_else(no_reach)
     }
 
     /// Bytes from a rank's chunk to the next one's, as this device sees them.
     pub fn stride(&self) -> Result<u64> {
-        self.os.stride()
+        self.team()?.stride()
     }
 
     /// Queues one launch. `main` and `side` must be behind all earlier launches of the plan.
     pub fn run(
         &self,
         (main, side): (&CudaStream, &CudaStream),
-        enter: &Enter<'_>,
+        slots: &Slots<'_>,
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
         let _span = main.span(self.op);
-        let (s, flags) = (enter.signals, &enter.flags);
-        // Without flags any slot will do as the first of none.
+        let (s, flags) = (slots.signals, &slots.flags);
+        // Without flags any slot will do as the first of none. Devices compare launches when they
+        // begin, so credits carry no tag.
         let first = s.slot(flags.start.min(s.len() - 1));
-        self.os.enter(main, s.slot(enter.credit), first, flags.len())?;
-        let lanes = self.lanes((main, side));
+        let enter = Enter { credit: s.slot(slots.credit), tag: 0, first, num: flags.len() };
+        let permit = self.net.enter(main, &enter)?;
+        let lanes = Lanes { permit, ..self.lanes((main, side)) };
         lanes.fork()?;
         let pushes = side.span(self.op);
         let done = f(&lanes);
@@ -106,12 +124,12 @@ impl Lane {
         lanes.join()?;
         done?;
         let outs: Vec<_> = outs.iter().map(|o| (o.0.clone(), o.1)).collect();
-        self.os.poison_if_over(main, &outs)
+        self.here().poison_if_over(main, &outs)
     }
 
     /// The streams of a launch whose kernels meet the other ranks themselves.
     pub fn lanes<'a>(&'a self, (main, side): (&'a CudaStream, &'a CudaStream)) -> Lanes<'a> {
-        Lanes { os: &self.os, main, side, lane: self }
+        Lanes { net: &self.net, here: self.here(), main, side, permit: Permit::none(), lane: self }
     }
 
     /// Poisons the outputs of a launch that could not be queued whole: some of its kernels may run,
@@ -125,7 +143,22 @@ impl Lane {
     }
 }
 
+fn no_reach() -> Error {
+    Error::new(ErrorKind::Unsupported, "the GPUs of this team do not reach each other's memory")
+        .hint("make the plan with NCCL (`CollectiveBackend::Nccl`)")
+}
+
 impl Lanes<'_> {
+    /// As [`Lane::team`].
+    pub fn team(&self) -> Result<&DeviceTeam> {
+        self.net.device_team().ok_or_else(no_reach)
+    }
+
+    /// My team rank.
+    pub fn me(&self) -> Rank {
+        self.here.heap().team().rank()
+    }
+
     /// `side` goes on behind what is queued on `main` now.
     pub fn fork(&self) -> Result<()> {
         // One event serves every fork: a wait refers to the last record before it.
@@ -197,7 +230,7 @@ impl Reducer {
     /// Queues the sum. The addresses must stay valid as those of the launch do: symmetric memory,
     /// and tensors that the caller has given to `stream.hold`.
     pub fn launch(&self, l: &Lanes<'_>, sum: &Sum) -> Result<()> {
-        let team = l.os.heap().team();
+        let team = l.here.heap().team();
         self.launch_parts(l, sum, (Some(team.rank().idx()), team.size()))
     }
 

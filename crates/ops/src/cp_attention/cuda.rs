@@ -11,7 +11,7 @@
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 use tilewire_device::{Buffer, Stream, Tensor};
-use tilewire_symm::{OneSided, Signals, SymBuf};
+use tilewire_symm::{Enter, Signals, SymBuf};
 
 use super::config::{Schedule, Strategy};
 use super::fp8::{self, Fp8};
@@ -30,7 +30,7 @@ use crate::attention::{
 use crate::common::Bias;
 use crate::common::PlanCore;
 use crate::common::cuda::{hold, together_on, workspace};
-use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
+use crate::common::lanes::{Lane, Lanes, Poison, Reducer, Slots, Sum};
 use tilewire_kernels::abi::TwAttn;
 
 /// Signal slots on devices: a credit, the flag of pushed keys, two meetings, and the credit of a slot
@@ -177,7 +177,7 @@ pub(super) fn launch(
     let all_gather = op.p.sizes.strategy == Strategy::AllGather;
     let pushes = op.p.nccl.is_none() && all_gather && op.p.sizes.size > 1;
     let flags = if pushes { KEYS..KEYS + 1 } else { KEYS..KEYS };
-    let enter = Enter { signals: op.signals, credit: CREDIT, flags };
+    let enter = Slots { signals: op.signals, credit: CREDIT, flags };
     op.core.run_on(op.lane, (stream, seq), &enter, &outs, |l| {
         let held = match work {
             Work::Forward(o) => {
@@ -256,7 +256,7 @@ impl Run<'_> {
 
     /// Address of `len` bytes of my own chunk.
     pub(super) fn own(&self, buffer: usize, at: usize, len: usize) -> Result<u64> {
-        self.l.os.addr(self.me(), self.op.buffers[buffer].range(at, len), len)
+        self.l.here.addr(self.op.buffers[buffer].range(at, len), len)
     }
 
     /// Copies `from` to my own chunk.
@@ -265,7 +265,8 @@ impl Run<'_> {
         if len == 0 {
             return Ok(());
         }
-        self.l.os.put(self.main(), self.me(), self.op.buffers[buffer].range(at, len), from)
+        let to = (self.me(), self.op.buffers[buffer].range(at, len));
+        self.l.net.put(self.main(), &self.l.permit, to, from, "own rows")
     }
 
     fn publish_tensor(&self, buffer: usize, at: usize, t: &Tensor) -> Result<()> {
@@ -275,7 +276,9 @@ impl Run<'_> {
     /// Everybody has published.
     pub(super) fn meet(&self, slot: usize) -> Result<()> {
         let slot = self.op.signals.slot(slot);
-        self.l.os.enter(self.main(), slot, slot, 0)
+        let meeting = Enter { credit: slot, tag: 0, first: slot, num: 0 };
+        // Nothing is put behind this meeting under its permit.
+        self.l.net.enter(self.main(), &meeting).map(|_permit| ())
     }
 
     fn get(&self, buffer: usize, pieces: &[Piece], to: &CudaMemory) -> Result<()> {
@@ -289,11 +292,15 @@ impl Run<'_> {
         pieces: &[Piece],
         to: &CudaMemory,
     ) -> Result<()> {
+        let team = self.l.team()?;
         for p in pieces.iter().filter(|p| p.width * p.rows > 0) {
             let src = self.op.buffers[buffer].range(p.src, (p.rows - 1) * p.src_pitch + p.width);
             let out = to.slice(p.dst, (p.rows - 1) * p.dst_pitch + p.width)?;
             let shape = (p.width, p.rows);
-            self.l.os.get_rows(stream, (p.peer, src, p.src_pitch), (&out, p.dst_pitch), shape)?;
+            let (from, to) = ((p.peer, src, p.src_pitch), (&out, p.dst_pitch));
+            // SAFETY: every rank has published and met the others (`meet`), and writes its area again
+            // behind the meeting at the head of the next launch.
+            unsafe { team.get_rows(stream, from, to, shape)? };
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use super::config::{CpTask, Schedule, Strategy, num_rows};
 use super::host::Run;
 use super::lane::{Bytes, Job};
 use super::plan::{CREDIT_KV, DATA_KV};
-use crate::common::receive;
+use crate::common::{Launch, receive};
 
 /// Where the keys of a group are.
 enum Area {
@@ -59,17 +59,17 @@ impl Run {
 
     /// Grants the credits of the exchange: my buffers are free, the previous launch on this stream
     /// has read them.
-    pub(super) fn grant_exchange(&self) {
-        let (g, ctx, tag) = (&self.sched.grid, &self.launch.ctx, self.launch.tag);
-        let slot = self.signals.slot(CREDIT_KV);
+    pub(super) fn grant_exchange(&self) -> Result<()> {
+        let g = &self.sched.grid;
         match self.sched.strategy {
-            _ if g.outer == 1 => {}
+            _ if g.outer == 1 => Ok(()),
             Strategy::Ring | Strategy::Hybrid => {
-                for _ in 0..first_grants(g.outer) {
-                    ctx.grant(self.previous(), slot, tag, "slot credit");
-                }
+                let grant = |_| self.grant(self.previous(), CREDIT_KV, "slot credit");
+                (0..first_grants(g.outer)).try_for_each(grant)
             }
-            _ => g.other_groups().for_each(|o| ctx.grant(g.counterpart(o), slot, tag, "kv credit")),
+            _ => g
+                .other_groups()
+                .try_for_each(|o| self.grant(g.counterpart(o), CREDIT_KV, "kv credit")),
         }
     }
 
@@ -157,7 +157,7 @@ impl Run {
 
     /// Waits for the keys of `owner`.
     fn arrive(&self, src: Rank, owner: usize, a: &mut Arrivals) -> Result<Area> {
-        let (ctx, len) = (&self.launch.ctx, self.area_bytes(owner));
+        let (Launch { ctx, net, .. }, len) = (&self.launch, self.area_bytes(owner));
         let slot = self.signals.slot(DATA_KV);
         match self.sched.strategy {
             Strategy::Get => {
@@ -166,14 +166,14 @@ impl Run {
                 Ok(Area::Fetched(receive(&rx, ctx)?))
             }
             Strategy::AllGather => {
-                ctx.wait_last(src, slot, 1, "arrival")?;
+                net.wait_last(ctx, src, slot, 1, "arrival")?;
                 Ok(Area::Local(self.slot(owner, len), len))
             }
             _ => {
                 let last = self.sched.grid.outer - 2;
                 match a.hop == last {
-                    true => ctx.wait_last(src, slot, 1, "hop")?,
-                    false => ctx.wait(src, slot, 1, "hop")?,
+                    true => net.wait_last(ctx, src, slot, 1, "hop")?,
+                    false => net.wait(ctx, src, slot, 1, "hop")?,
                 }
                 let at = self.slot(a.hop % 2, len);
                 if a.hop < last {
@@ -194,8 +194,7 @@ impl Run {
         receive(&passed, &self.launch.ctx)?;
         // `hop` messages have come; the slot of the last is for message `hop + 1`.
         if a.hop + 1 < self.sched.grid.outer - 1 {
-            let slot = self.signals.slot(CREDIT_KV);
-            self.launch.ctx.grant(self.previous(), slot, self.launch.tag, "slot credit");
+            self.grant(self.previous(), CREDIT_KV, "slot credit")?;
         }
         Ok(())
     }

@@ -11,6 +11,7 @@ use super::plan::{CREDIT_DKV, DATA_DKV};
 use super::wire::{Format, add_heads};
 use crate::attention::host::{Core, Operands, store};
 use crate::attention::{AttnGrads, Extra, Grads, Upstream, rows_first};
+use crate::common::Launch;
 
 /// dK and dV of some rows, `[rows, hkv, d]`.
 struct Dkv {
@@ -78,12 +79,12 @@ impl Run {
 
     /// Waits for everybody's part of my area, and adds them in the order of the groups.
     fn add_partials(&self, own: Dkv) -> Result<Dkv> {
-        let (g, ctx) = (&self.sched.grid, &self.launch.ctx);
+        let (g, Launch { ctx, net, .. }) = (&self.sched.grid, &self.launch);
         if g.outer == 1 {
             return Ok(own);
         }
         for o in g.other_groups() {
-            ctx.wait_last(g.counterpart(o), self.signals.slot(DATA_DKV), 1, "dkv")?;
+            net.wait_last(ctx, g.counterpart(o), self.signals.slot(DATA_DKV), 1, "dkv")?;
         }
         ctx.compute("reduce")?;
         let (fk, fv) = self.dkv_formats(self.desc.dkv_wire);

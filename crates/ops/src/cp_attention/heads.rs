@@ -11,6 +11,7 @@ use super::plan::{CREDIT_GATHER, CREDIT_SCATTER, DATA_GATHER, DATA_SCATTER, Work
 use super::wire::{add_heads, pick, transpose};
 use crate::attention::host::store;
 use crate::attention::{AttnOut, Upstream};
+use crate::common::Launch;
 
 impl Run {
     /// Trades my rows of all heads for my group's rows of my heads.
@@ -30,7 +31,7 @@ impl Run {
         }
         for m in g.other_members() {
             let slot = self.signals.slot(DATA_SCATTER);
-            self.launch.ctx.wait_last(g.member(m), slot, 1, "scatter")?;
+            self.launch.net.wait_last(&self.launch.ctx, g.member(m), slot, 1, "scatter")?;
         }
         let (rows, hq) = (self.sched.rows_q(), self.sched.dims.hq);
         let mut q = vec![0.0; rows * hq * a.dqk];
@@ -120,7 +121,7 @@ impl Run {
         len: impl Fn(usize) -> usize,
         mut f: impl FnMut(usize, &[u8]),
     ) -> Result<()> {
-        let (g, ctx) = (&self.sched.grid, &self.launch.ctx);
+        let (g, Launch { ctx, net, .. }) = (&self.sched.grid, &self.launch);
         let messages: Vec<_> = messages.into_iter().map(Arc::new).collect();
         for m in g.other_members() {
             let bytes = messages[m].clone();
@@ -134,7 +135,7 @@ impl Run {
             })?;
         }
         for m in g.other_members() {
-            ctx.wait_last(g.member(m), self.signals.slot(DATA_GATHER), 1, "gather")?;
+            net.wait_last(ctx, g.member(m), self.signals.slot(DATA_GATHER), 1, "gather")?;
         }
         for (m, own) in messages.iter().enumerate() {
             if m == g.at {

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use tilewire_core::{DType, Result};
+use tilewire_core::{DType, Rank, Result};
 use tilewire_symm::{Signals, SymBuf};
 
 use super::CpAttentionDesc;
@@ -90,12 +90,12 @@ impl Run {
 
     /// The copy lane.
     pub fn copies(&self) -> Result<()> {
-        self.queue.drain(&self.launch.ctx, &self.signals, self.launch.tag)
+        self.queue.drain(&self.launch, &self.signals)
     }
 
     /// The compute lane.
     pub fn compute(&self) -> Result<()> {
-        self.grants();
+        self.grants()?;
         let extra = self.x.extra()?;
         let local = self.scatter()?;
         match &self.work {
@@ -106,18 +106,25 @@ impl Run {
     }
 
     /// My buffers are free: the previous launch on this stream has read them.
-    fn grants(&self) {
-        let (g, ctx, tag) = (&self.sched.grid, &self.launch.ctx, self.launch.tag);
+    fn grants(&self) -> Result<()> {
+        let g = &self.sched.grid;
         for m in g.other_members() {
-            ctx.grant(g.member(m), self.signals.slot(CREDIT_SCATTER), tag, "scatter credit");
-            ctx.grant(g.member(m), self.signals.slot(CREDIT_GATHER), tag, "gather credit");
+            self.grant(g.member(m), CREDIT_SCATTER, "scatter credit")?;
+            self.grant(g.member(m), CREDIT_GATHER, "gather credit")?;
         }
-        self.grant_exchange();
+        self.grant_exchange()?;
         if matches!(self.work, Work::Backward(..)) {
             for o in g.other_groups() {
-                ctx.grant(g.counterpart(o), self.signals.slot(CREDIT_DKV), tag, "dkv credit");
+                self.grant(g.counterpart(o), CREDIT_DKV, "dkv credit")?;
             }
         }
+        Ok(())
+    }
+
+    /// Grants `dst` one more use of the buffer whose credits have slot `slot`.
+    pub fn grant(&self, dst: Rank, slot: usize, phase: &str) -> Result<()> {
+        let Launch { ctx, net, tag } = &self.launch;
+        net.grant(ctx, dst, self.signals.slot(slot), *tag, phase)
     }
 
     pub fn core(&self, bias: Vec<f32>) -> Core {

@@ -3,7 +3,6 @@
 use tilewire_core::{Rank, Result};
 use tilewire_device::Buffer;
 use tilewire_device::cuda::CudaMemory;
-use tilewire_symm::OneSided;
 
 use super::config::Strategy;
 use super::cuda::{KEYS, MEET_KEYS, RING_CREDIT, Run};
@@ -40,7 +39,7 @@ impl Run<'_> {
 
     /// My keys to everybody, and in the backward pass to their place among all.
     fn push_keys(&self, backward: bool) -> Result<()> {
-        let (s, op, os) = (self.s, self.op, self.l.os);
+        let (s, op, l) = (self.s, self.op, self.l);
         let first = self.pieces().first_key(self.me().idx()) * s.all_kv;
         let (own, places) = (self.own_keys()?, s.published().1);
         let to = |i: usize| places[i] + first * s.wire[i];
@@ -49,9 +48,10 @@ impl Run<'_> {
             for (i, t) in own.iter().enumerate() {
                 let at = op.buffers[AREA].range(to(i), t.len_bytes());
                 if i == last {
-                    os.put_flag(self.l.side, (p, at), t, op.signals.slot(KEYS))?;
+                    let slot = op.signals.slot(KEYS);
+                    l.net.put_flag(l.side, &l.permit, (p, at), t, slot, "keys")?;
                 } else if t.len_bytes() > 0 {
-                    os.put(self.l.side, p, at, t)?;
+                    l.net.put(l.side, &l.permit, (p, at), t, "keys")?;
                 }
             }
         }
@@ -75,28 +75,30 @@ impl Run<'_> {
             match hop {
                 Hop::Send { t, acquires } => {
                     if acquires {
-                        l.os.wait(l.side, next, credit, 1)?;
+                        // The permit of the launch covers the rank; this credit frees the slot.
+                        let _slot = l.net.acquire(l.side, next, credit, 0, "slot credit")?;
                     }
                     let from = if t == 0 { own.clone() } else { at(t - 1)? };
                     for (i, (m, to)) in from.iter().zip(self.s.ring_slot(t)).enumerate() {
                         let to = (next, op.buffers[AREA].range(to, m.len_bytes()));
                         if i + 1 == from.len() {
-                            l.os.put_signal(l.side, to, m, data)?;
+                            l.net.put_signal(l.side, &l.permit, to, m, data, "hop")?;
                         } else if m.len_bytes() > 0 {
-                            l.os.put(l.side, to.0, to.1, m)?;
+                            l.net.put(l.side, &l.permit, to, m, "hop")?;
                         }
                     }
                 }
                 Hop::Take { t, grants } => {
-                    l.os.wait(l.side, before, data, 1)?;
-                    for (m, from) in at(t)?.iter().zip(self.s.ring_slot(t)) {
+                    l.net.wait(l.side, before, data, 1, "hop")?;
+                    for (m, from) in at(t)?.iter_mut().zip(self.s.ring_slot(t)) {
                         if m.len_bytes() > 0 {
                             let from = op.buffers[AREA].range(from, m.len_bytes());
-                            l.os.get(l.side, self.me(), from, m)?;
+                            // SAFETY: the message has come, and its slot is granted behind this copy.
+                            unsafe { l.net.get(l.side, (self.me(), from), m, "hop")? };
                         }
                     }
                     if grants {
-                        l.os.signal(l.side, before, credit, 1)?;
+                        l.net.grant(l.side, before, credit, 0, "slot credit")?;
                     }
                 }
             }
@@ -126,7 +128,7 @@ impl Run<'_> {
             let at: Vec<u64> = m.keys.iter().map(CudaMemory::addr).collect();
             return self.wide_keys(&at);
         }
-        self.l.os.wait_peers(self.main(), self.op.signals.slot(KEYS))?;
+        self.l.net.wait_peers(self.main(), self.op.signals.slot(KEYS), "keys")?;
         let (places, keys) = (s.published().1, s.all_keys() * s.all_kv);
         let addr = |(at, bytes): (usize, &usize)| self.own(AREA, at, keys * bytes);
         let at = places.into_iter().zip(&s.wire).map(addr).collect::<Result<Vec<_>>>()?;

@@ -6,10 +6,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tilewire_core::{Error, Rank, Result};
-use tilewire_symm::{OpCtx, SignalSlot, Signals};
+use tilewire_symm::{SignalSlot, Signals};
 
 use super::plan::{CREDIT_KV, DATA_KV};
-use crate::common::receive;
+use crate::common::{Launch, receive};
 
 /// What a put sends.
 pub(super) enum Bytes {
@@ -56,14 +56,15 @@ impl Queue {
     }
 
     /// Does all jobs of a launch.
-    pub fn drain(&self, ctx: &OpCtx, signals: &Signals, tag: u64) -> Result<()> {
+    pub fn drain(&self, launch: &Launch, signals: &Signals) -> Result<()> {
+        let Launch { ctx, net, tag } = launch;
         let rx = self.rx.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = |i| signals.slot(i);
         loop {
             match receive(&rx, ctx)? {
                 Job::End => return Ok(()),
                 Job::Send { dst, credit, puts, data, ack } => {
-                    send(ctx, (dst, slot(credit), slot(data)), tag, &puts)?;
+                    send(launch, (dst, slot(credit), slot(data)), &puts)?;
                     if let Some(ack) = ack {
                         // A compute lane that has failed does not listen any more.
                         ack.send(()).ok();
@@ -71,16 +72,22 @@ impl Queue {
                 }
                 Job::Publish { readers, at, bytes } => {
                     for &r in &readers {
-                        ctx.acquire(r, slot(CREDIT_KV), tag, "kv credit")?;
+                        let _read = net.acquire(ctx, r, slot(CREDIT_KV), *tag, "kv credit")?;
                     }
-                    ctx.write_local(at, &bytes);
-                    readers.iter().for_each(|&r| ctx.signal(r, slot(DATA_KV), 1, "publish"));
+                    // SAFETY: all readers have granted the range: they read it before this launch.
+                    unsafe { ctx.write_local(at, &bytes) };
+                    for &r in &readers {
+                        net.signal(ctx, r, slot(DATA_KV), 1, "publish")?;
+                    }
                 }
                 Job::Fetch { src, at, len, parts, reply } => {
-                    ctx.wait_last(src, slot(DATA_KV), 1, "publish")?;
+                    net.wait_last(ctx, src, slot(DATA_KV), 1, "publish")?;
                     let mut area = vec![tilewire_core::DType::POISON; len];
                     for p in parts {
-                        ctx.get(src, at + p.start, &mut area[p.clone()], "fetch");
+                        let (from, out) = ((src, at + p.start), &mut area[p]);
+                        // SAFETY: `src` has published its area, and writes it again when this rank
+                        // has granted that, at the head of the next launch.
+                        unsafe { net.get(ctx, from, out, "fetch")? };
                     }
                     reply.send(area).ok();
                 }
@@ -90,25 +97,23 @@ impl Queue {
 }
 
 fn send(
-    ctx: &OpCtx,
+    Launch { ctx, net, tag }: &Launch,
     (dst, credit, data): (Rank, SignalSlot, SignalSlot),
-    tag: u64,
     puts: &[(usize, Bytes)],
 ) -> Result<()> {
-    ctx.acquire(dst, credit, tag, "credit")?;
+    let permit = net.acquire(ctx, dst, credit, *tag, "credit")?;
     for (at, bytes) in puts {
         match bytes {
             Bytes::Own(b) if b.is_empty() => {}
-            Bytes::Own(b) => ctx.put(dst, *at, b, "push"),
+            Bytes::Own(b) => net.put(ctx, &permit, (dst, *at), b, "push")?,
             Bytes::Local(_, 0) => {}
             Bytes::Local(from, len) => {
                 // SAFETY: the compute lane has waited for the message in this range before it asked
                 // for this job, and grants its writer no credit for the range before it has the
                 // acknowledgement that follows.
-                ctx.put(dst, *at, unsafe { ctx.local(*from, *len) }, "forward");
+                unsafe { net.pass(ctx, &permit, (dst, *at), (*from, *len), "forward")? };
             }
         }
     }
-    ctx.signal(dst, data, 1, "arrival");
-    Ok(())
+    net.signal(ctx, dst, data, 1, "arrival")
 }

@@ -347,7 +347,7 @@ impl CpAttentionPlan {
         let (strategy, me, size) = (p.sizes.strategy, core.team().rank(), core.team().size());
         cuda::together(stream, x, work).map_err(|e| e.op(OP))?;
         let sched = &Schedule::new(desc, seqs, strategy, me, size);
-        let seq = core.begin(stream, format_args!("{} {seqs}", work.name()))?.ctx.seq();
+        let seq = core.begin_on(stream, format_args!("{} {seqs}", work.name()))?;
         let buffers = &self.buffers;
         let op = cuda::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
         cuda::launch(&op, (stream, seq), x, work).map(|()| seq)

@@ -4,7 +4,7 @@ use tilewire_core::{Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::Queue;
 use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_kernels::portable::{EP_MOVERS, EP_THREADS};
-use tilewire_symm::{OneSided, SymBuf};
+use tilewire_symm::SymBuf;
 
 use super::EpDesc;
 use super::schedule::Schedule;
@@ -65,14 +65,14 @@ pub(super) struct Areas<'a> {
 impl Areas<'_> {
     /// For kernels that write to peers, or with `nccl` to this rank alone.
     pub fn steps(&self, lane: &Lane, nccl: bool) -> Result<Steps> {
-        let os = lane.one_sided();
-        let (team, place) = (os.heap().team(), self.flags.range(0, 8));
+        let (team, place) = (lane.here().heap().team(), self.flags.range(0, 8));
         let me = team.rank().idx();
         match lane.stride() {
             Err(e) if e.is_unsupported() && nccl => Ok(Steps::even(0, me)),
             Err(e) if e.is_unsupported() => {
+                let there = lane.team()?;
                 let places: Result<Vec<u64>> =
-                    Rank::all(team.size()).map(|r| os.addr(r, place, 8)).collect();
+                    Rank::all(team.size()).map(|r| there.addr(r, place, 8)).collect();
                 Ok(Steps::uneven(&places?, me))
             }
             stride => Ok(Steps::even(stride?, me)),
@@ -87,8 +87,7 @@ impl Areas<'_> {
         b: &SymBuf,
         (at, len): (usize, usize),
     ) -> Result<u64> {
-        let (os, me) = (lane.one_sided(), lane.one_sided().heap().team().rank());
-        os.addr(me, b.range(at, len), len).map(|mine| mine.wrapping_sub(steps.mine))
+        lane.here().addr(b.range(at, len), len).map(|mine| mine.wrapping_sub(steps.mine))
     }
 
     /// With the first expert of each rank, and the table of `steps`, in this device's memory.
@@ -99,8 +98,7 @@ impl Areas<'_> {
         steps: &Steps,
         (first, table): (&CudaMemory, Option<&CudaMemory>),
     ) -> Result<TwEp> {
-        let os = lane.one_sided();
-        let (size, me) = (d.experts_per_rank.len(), os.heap().team().rank());
+        let (size, me) = (d.experts_per_rank.len(), lane.here().heap().team().rank());
         let at = Schedule::new(d);
         let (s, rows) = (at.strides(), at.meta(0));
         let rank0 = |b: &SymBuf, at: usize, len: usize| Self::first_addr(lane, steps, b, (at, len));
@@ -129,7 +127,7 @@ impl Areas<'_> {
     /// No launch has written a word yet, whatever the memory was used for before.
     pub fn clear(&self, lane: &Lane, stream: &CudaStream, d: &EpDesc) -> Result<()> {
         for (b, at, len) in self.words(d) {
-            lane.one_sided().clear(stream, b.range(at, len), len)?;
+            lane.here().clear(stream, b.range(at, len), len)?;
         }
         stream.synchronize_until(None)
     }

@@ -19,7 +19,7 @@ use tilewire_kernels::portable::{
     EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_SEND,
     EP_BULK_ZERO, EP_MOVERS, EP_THREADS, EP_UNEVEN, ep_back_defines, ep_bulk_defines, ep_defines,
 };
-use tilewire_symm::{BadInput, OneSided, Signals, SymBuf};
+use tilewire_symm::{BadInput, Signals, SymBuf};
 
 use super::areas::{Areas, router};
 use super::nccl::{Staging, What};
@@ -27,7 +27,7 @@ use super::plan::{COUNTS, RETURNS, TOKENS};
 use super::schedule::{Cut, Schedule};
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
-use crate::common::lanes::{Enter, Lane, Lanes, Poison, poison_of};
+use crate::common::lanes::{Lane, Lanes, Poison, Slots, poison_of};
 use crate::common::{Named, PlanCore};
 
 const THREADS: u32 = EP_THREADS as u32;
@@ -53,9 +53,8 @@ enum Area {
 /// # Errors
 /// What the heap reports.
 pub(super) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
-    let (os, len) = (lane.one_sided(), buf.len_bytes());
-    let me = os.heap().team().rank();
-    let addr = os.addr(me, buf.range(0, len), len)?;
+    let len = buf.len_bytes();
+    let addr = lane.here().addr(buf.range(0, len), len)?;
     // SAFETY: the chunk of this rank is mapped as long as the heap lives, which the buffer keeps.
     Ok(unsafe { CudaMemory::lent(lane.context(), addr, len, Arc::new(buf.clone())) })
 }
@@ -94,7 +93,7 @@ impl Prepared {
         (d, nccl): (&EpDesc, bool),
         areas: &Areas<'_>,
     ) -> Result<Self> {
-        let (ctx, os) = (lane.context(), lane.one_sided());
+        let (ctx, here) = (lane.context(), lane.here());
         let size = d.experts_per_rank.len();
         let choices = size * d.max_tokens * d.top_k;
         fit_32_bits("an expert-parallel layer", &[choices, d.capacity, d.num_experts()])?;
@@ -127,7 +126,7 @@ impl Prepared {
         let s = Schedule::new(d);
         let new = Self {
             kernels,
-            team: os.team_param(),
+            team: here.team_param(),
             layer,
             cuts: [Cut::send(d), Cut::back(d)],
             flags: Areas::first_addr(lane, &at, areas.flags, (0, s.flags_len()))?,
@@ -139,7 +138,7 @@ impl Prepared {
             row_source: workspace(ctx, 4 * d.recv_rows())?,
             staging: nccl.then(|| Staging::new(ctx, d)).transpose()?,
             routed: AtomicU64::new(0),
-            num_sms: os.num_sms()?,
+            num_sms: here.num_sms()?,
         };
         new.kernel("tw_ep_route")?.allow_shared(router(d)?.1)?;
         Ok(new)
@@ -287,7 +286,7 @@ impl Phase<'_> {
     ) -> Result<()> {
         let queue = |l: &Lanes<'_>| {
             self.core.check()?;
-            hold(l.main, (self.handle.clone(), l.os.heap().clone()));
+            hold(l.main, (self.handle.clone(), l.here.heap().clone()));
             hold(l.main, outs.iter().map(|o| o.0.clone()).collect::<Vec<_>>());
             let p = self.p;
             let memory = [&p.blocks, &p.state, &p.first, &p.row_source].map(Clone::clone);
@@ -295,12 +294,12 @@ impl Phase<'_> {
             f(l)
         };
         if self.p.staging.is_some() {
-            let enter = Enter { signals: self.signals, credit, flags: credit..credit };
+            let enter = Slots { signals: self.signals, credit, flags: credit..credit };
             return self.core.run_on(self.lane, at, &enter, outs, queue);
         }
         self.core.run_alone(self.lane, at, outs, |l| {
             for peer in self.core.team().peers() {
-                l.os.count_signal(peer);
+                l.here.count_signal(peer);
             }
             queue(l)
         })
@@ -405,7 +404,7 @@ impl Phase<'_> {
         let args = LaunchArgs::new().arg(&self.p.team).arg(&self.p.layer).arg(&meet);
         self.go(l.main, "tw_ep_leave", 1, args)?;
         let outs: Vec<_> = outs.iter().map(|o| (o.0.clone(), o.1)).collect();
-        l.os.poison_if_over(l.main, &outs)
+        l.here.poison_if_over(l.main, &outs)
     }
 
     pub fn dispatch(

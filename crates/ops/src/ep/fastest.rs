@@ -62,7 +62,8 @@ impl EpPlan {
         }
         let ctx = OpCtx::new(core.heap(), core.op(), 0);
         for (b, at, len) in self.areas().words(&self.desc) {
-            ctx.clear_local(b.range(at, len), len);
+            // SAFETY: the ranks meet in `prepare` before any of them launches.
+            unsafe { ctx.clear_local(b.range(at, len), len) };
         }
     }
 
@@ -221,9 +222,7 @@ impl Scratch {
     /// Collective: microseconds of routing, dispatch and combine on this rank.
     fn time(&self, plan: &EpPlan, p: &Prepared, (lane, stream): (&Lane, &Stream)) -> Result<f64> {
         let (d, h) = (&plan.desc, &self.handle);
-        let begin = |which: usize| -> Result<u64> {
-            Ok(plan.cores[which].begin(stream, "measured")?.ctx.seq())
-        };
+        let begin = |which: usize| plan.cores[which].begin_on(stream, "measured");
         h.set_tokens(d.max_tokens, d.capacity);
         self.clock.time(plan.cores[0].team(), stream, || {
             let seq = begin(PREPARE)?;

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::{Memory, Tensor};
-use tilewire_symm::{OpCtx, SignalSlot, Signals, SymBuf};
+use tilewire_symm::{HostTransport, OpCtx, Permit, SignalSlot, Signals, SymBuf};
 
 use super::config::{Record as Sent, count, route};
 use super::lay::{Came, Straight};
@@ -77,6 +77,7 @@ pub(super) struct Run {
 struct Begun<'a> {
     run: &'a Run,
     ctx: &'a OpCtx,
+    net: &'a HostTransport,
     at: Schedule,
     me: usize,
     number: u64,
@@ -112,10 +113,9 @@ pub(super) fn within<T>(
 
 impl Begun<'_> {
     /// Says to all peers which launch this is, by its fingerprint.
-    fn announce(&self) {
-        for p in self.ctx.team().peers() {
-            self.ctx.grant(p, self.said(), self.tag, "launch");
-        }
+    fn announce(&self) -> Result<()> {
+        let mut peers = self.ctx.team().peers();
+        peers.try_for_each(|p| self.net.grant(self.ctx, p, self.said(), self.tag, "launch"))
     }
 
     /// Two slots in turn, as counts have two buffers: who announces the next launch has everybody's
@@ -126,23 +126,29 @@ impl Begun<'_> {
 
     /// All peers run this launch, into the same receive buffer.
     fn accepted(&self) -> Result<()> {
-        let peers = self.ctx.team().peers();
-        peers.into_iter().try_for_each(|p| self.ctx.acquire(p, self.said(), self.tag, "launch"))
-    }
-
-    /// All peers have read the area in the launch before.
-    fn granted(&self, area: Area) -> Result<()> {
-        self.ctx.team().peers().try_for_each(|p| {
-            let at = self.run.flags.range(self.at.credit(area, p.idx()), 8);
-            self.ctx.wait_flag(p, at, self.number - 1, "credit")
+        let mut peers = self.ctx.team().peers();
+        peers.try_for_each(|p| {
+            self.net.acquire(self.ctx, p, self.said(), self.tag, "launch").map(|_permit| ())
         })
     }
 
-    fn arrive(&self, area: Area, cut: &Cut, c: usize, dst: usize, phase: &str) {
-        if dst != self.me {
-            let at = self.run.flags.range(self.at.arrival(area, cut, self.me, c), 8);
-            self.ctx.store_flag(rank(dst), at, self.number, phase);
+    /// All peers have read the area in the launch before.
+    fn granted(&self, area: Area) -> Result<Permit> {
+        for p in self.ctx.team().peers() {
+            let at = self.run.flags.range(self.at.credit(area, p.idx()), 8);
+            self.net.wait_flags(self.ctx, (p, at), self.number - 1, &mut [0], "credit")?;
         }
+        // SAFETY: every peer has stored that it left the launch before, behind its last read of the
+        // area; receive buffers of zero copy are open from the announcement on (`accepted`).
+        Ok(unsafe { Permit::assume(self.ctx.team().size()) })
+    }
+
+    fn arrive(&self, area: Area, cut: &Cut, c: usize, dst: usize, phase: &str) -> Result<()> {
+        if dst == self.me {
+            return Ok(());
+        }
+        let at = self.run.flags.range(self.at.arrival(area, cut, self.me, c), 8);
+        self.net.store_flag(self.ctx, (rank(dst), at), self.number, phase)
     }
 
     fn arrived(&self, area: Area, cut: &Cut, c: usize, src: usize, phase: &str) -> Result<()> {
@@ -150,16 +156,17 @@ impl Begun<'_> {
             return Ok(());
         }
         let at = self.run.flags.range(self.at.arrival(area, cut, src, c), 8);
-        self.ctx.wait_flag(rank(src), at, self.number, phase)
+        self.net.wait_flags(self.ctx, (rank(src), at), self.number, &mut [0], phase)
     }
 
     /// The area was read: it is the peers' for the next launch.
-    fn leave(&self, area: Area) {
+    fn leave(&self, area: Area) -> Result<()> {
         for p in self.ctx.team().peers() {
             let at = self.run.flags.range(self.at.credit(area, self.me), 8);
-            self.ctx.store_flag(p, at, self.number, "leave");
+            self.net.store_flag(self.ctx, (p, at), self.number, "leave")?;
         }
         self.ended();
+        Ok(())
     }
 
     fn ended(&self) {
@@ -167,24 +174,32 @@ impl Begun<'_> {
     }
 
     /// What is mine takes the same places, without the wire.
-    fn put(&self, dst: usize, offset: usize, bytes: &[u8], phase: &str) {
-        if dst == self.me {
-            self.ctx.write_local(offset, bytes);
-        } else {
-            self.ctx.put(rank(dst), offset, bytes, phase);
+    fn put(
+        &self,
+        permit: &Permit,
+        (dst, offset): (usize, usize),
+        bytes: &[u8],
+        phase: &str,
+    ) -> Result<()> {
+        if dst != self.me {
+            return self.net.put(self.ctx, permit, (rank(dst), offset), bytes, phase);
         }
+        // SAFETY: places of my own records, which no peer uses.
+        unsafe { self.ctx.write_local(offset, bytes) };
+        Ok(())
     }
 }
 
 impl Run {
-    fn begin<'a>(&'a self, l: &'a Launch, slot: usize) -> Begun<'a> {
+    fn begin<'a>(&'a self, l: &'a Launch, slot: usize) -> Result<Begun<'a>> {
         // Launches of a plan follow each other on a rank, replayed ones too.
         let number = self.part.launches[slot / 2].load(Ordering::Relaxed) + 1;
         let at = Schedule::new(&self.desc);
         let me = l.ctx.rank().idx();
-        let begun = Begun { run: self, ctx: &l.ctx, at, me, number, tag: l.tag, slot };
-        begun.announce();
-        begun
+        let begun =
+            Begun { run: self, ctx: &l.ctx, net: &*l.net, at, me, number, tag: l.tag, slot };
+        begun.announce()?;
+        Ok(begun)
     }
 
     /// Exchanges counts and computes the routing.
@@ -205,7 +220,7 @@ impl Run {
                 .expected(format_args!("-1 or 0 to {}", num as i64 - 1))
                 .seen(bad));
         }
-        let b = self.begin(l, COUNTS.0);
+        let b = self.begin(l, COUNTS.0)?;
         let all = self.exchange_counts(&b, count(d, &idx))?;
         b.accepted()?;
         b.ended();
@@ -227,14 +242,16 @@ impl Run {
         let mut words: Vec<u64> = mine.iter().map(|&c| b.number << 32 | u64::from(c)).collect();
         for r in b.at.ranks(b.me) {
             if r == b.me {
-                b.ctx.write_local(place(b.me), bytemuck::cast_slice(&words));
+                // SAFETY: the row of my own counts, which no peer uses.
+                unsafe { b.ctx.write_local(place(b.me), bytemuck::cast_slice(&words)) };
             } else {
-                b.ctx.put_flagged(rank(r), place(b.me), &words, "counts");
+                b.net.put_flags(b.ctx, (rank(r), place(b.me)), &words, "counts")?;
             }
         }
         let mut all = vec![vec![0u32; num]; size];
         for p in b.ctx.team().peers() {
-            b.ctx.wait_flagged(p, place(p.idx()), b.number << 32, &mut words, "counts")?;
+            let from = (p, place(p.idx()));
+            b.net.wait_flags(b.ctx, from, b.number << 32, &mut words, "counts")?;
             all[p.idx()].iter_mut().zip(&words).for_each(|(c, w)| *c = *w as u32);
         }
         all[b.me] = mine;
@@ -252,7 +269,7 @@ impl Run {
         // Peers write there from the announcement on: nobody of this rank may.
         let memory = straight.map(|s| &s.memory);
         let rows = memory.map(|m: &Memory| m.write("received x")).transpose()?;
-        let b = self.begin(l, TOKENS.0);
+        let b = self.begin(l, TOKENS.0)?;
         let sends = {
             let s = handle.state();
             let rows = send.x.shape().dim(0);
@@ -263,16 +280,16 @@ impl Run {
             }
             s.routing.sends.clone()
         };
-        b.granted(Area::Tokens)?;
+        let permit = b.granted(Area::Tokens)?;
         if straight.is_some() {
             b.accepted()?;
         }
-        send.x.read(|x| self.push(&b, send, (x, &sends), straight))??;
+        send.x.read(|x| self.push((&b, &permit), send, (x, &sends), straight))??;
         if straight.is_none() {
             b.accepted()?;
         }
         let came = self.receive(&b, send.x.dtype(), straight.is_some())?;
-        b.leave(Area::Tokens);
+        b.leave(Area::Tokens)?;
         l.ctx.compute("unpack")?;
         let arrived = came.store(&self.desc, out, handle, rows)?;
         handle.state().arrived = arrived;
@@ -282,7 +299,7 @@ impl Run {
     /// Chunk by chunk, a record of each of my tokens to each rank that has a kept copy of it.
     fn push(
         &self,
-        b: &Begun<'_>,
+        (b, permit): (&Begun<'_>, &Permit),
         send: &Send,
         (x, sends): (&[u8], &[Vec<Sent>]),
         straight: Option<&Straight>,
@@ -312,19 +329,21 @@ impl Run {
                         stamp: b.number as u32,
                     }));
                     let bytes: &[u8] = bytemuck::cast_slice(&metas);
-                    b.put(dst, self.tokens.range(b.at.meta(record), bytes.len()), bytes, "push");
+                    let to = (dst, self.tokens.range(b.at.meta(record), bytes.len()));
+                    b.put(permit, to, bytes, "push")?;
                     if let Some(s) = &scales {
                         let s = &s[4 * d.num_scales * token..][..4 * d.num_scales];
-                        b.put(dst, self.tokens.range(b.at.scales(record), s.len()), s, "push");
+                        let to = (dst, self.tokens.range(b.at.scales(record), s.len()));
+                        b.put(permit, to, s, "push")?;
                     }
                     let to = match straight {
                         None => self.tokens.range(b.at.row(record), row_bytes),
                         Some(s) => s.offset(self.kept_row(record, copies[0].1), row_bytes),
                     };
-                    b.put(dst, to, &x[token * row_bytes..][..row_bytes], "push");
+                    b.put(permit, (dst, to), &x[token * row_bytes..][..row_bytes], "push")?;
                 }
             }
-            b.at.ranks(b.me).for_each(|dst| b.arrive(Area::Tokens, cut, c, dst, "tokens"));
+            b.at.ranks(b.me).try_for_each(|dst| b.arrive(Area::Tokens, cut, c, dst, "tokens"))?;
         }
         Ok(())
     }
@@ -348,11 +367,14 @@ impl Run {
             let stride = b.at.strides().meta;
             metas.resize(tokens.len() * stride, 0);
             let first = b.at.meta(b.at.record(src, tokens.start));
-            b.ctx.read_local(self.tokens.range(first, metas.len()), &mut metas);
+            // SAFETY: the chunk has come, and its writer waits for this rank to leave.
+            unsafe { b.ctx.read_local(self.tokens.range(first, metas.len()), &mut metas) };
             for (token, meta) in tokens.zip(metas.chunks_exact(stride)) {
                 let row = b.at.row(b.at.record(src, token));
                 came.record(d, (src, token), (meta, b.number as u32), |row_out| {
-                    b.ctx.read_local(self.tokens.range(row, row_out.len()), row_out);
+                    let at = self.tokens.range(row, row_out.len());
+                    // SAFETY: as above.
+                    unsafe { b.ctx.read_local(at, row_out) };
                 });
             }
         }
@@ -362,7 +384,7 @@ impl Run {
     /// Combine-type phase: one row per record back, sums at home.
     pub fn back(&self, l: &Launch, handle: &EpHandle, back: &Back) -> Result<()> {
         let (ctx, d, cut) = (&l.ctx, &self.desc, &self.part.cuts[1]);
-        let b = self.begin(l, RETURNS.0);
+        let b = self.begin(l, RETURNS.0)?;
         let (arrived, sends, rows) = {
             let s = handle.state();
             (s.arrived.clone(), s.routing.sends.clone(), s.routing.num_tokens)
@@ -375,20 +397,22 @@ impl Run {
                 .expected(rows)
                 .seen(back.out.shape().dim(0)));
         }
-        b.granted(Area::Returns)?;
+        let permit = b.granted(Area::Returns)?;
         let mut reduce = Reduce::new(d, back, &arrived)?;
         for (c, dst) in b.at.visits(b.me, cut) {
             let tokens = cut.tokens(c, d.max_tokens);
             for i in within(&arrived[dst], &tokens, |r| r.token) {
                 let record = b.at.record(b.me, arrived[dst][i].token);
                 let (row, grads) = reduce.record(dst, i);
-                b.put(dst, self.returns.range(b.at.back(record), row.len()), row, "return");
+                let to = (dst, self.returns.range(b.at.back(record), row.len()));
+                b.put(&permit, to, row, "return")?;
                 if let Some(g) = grads {
                     let g: &[u8] = bytemuck::cast_slice(g);
-                    b.put(dst, self.returns.range(b.at.grads(record), g.len()), g, "return");
+                    let to = (dst, self.returns.range(b.at.grads(record), g.len()));
+                    b.put(&permit, to, g, "return")?;
                 }
             }
-            b.arrive(Area::Returns, cut, c, dst, "returns");
+            b.arrive(Area::Returns, cut, c, dst, "returns")?;
         }
         b.accepted()?;
         let mut sums = Sums::new(d, back);
@@ -399,12 +423,17 @@ impl Run {
             ctx.compute("sum")?;
             sums.add(&sends, &cut.tokens(c, d.max_tokens), |src, token, row, grads| {
                 let record = b.at.record(src, token);
-                ctx.read_local(self.returns.range(b.at.back(record), row.len()), row);
                 let grads: &mut [u8] = bytemuck::cast_slice_mut(grads);
-                ctx.read_local(self.returns.range(b.at.grads(record), grads.len()), grads);
+                let at = self.returns.range(b.at.back(record), row.len());
+                let grads_at = self.returns.range(b.at.grads(record), grads.len());
+                // SAFETY: the chunk has come, and its writer waits for this rank to leave.
+                unsafe {
+                    ctx.read_local(at, row);
+                    ctx.read_local(grads_at, grads);
+                }
             });
         }
-        b.leave(Area::Returns);
+        b.leave(Area::Returns)?;
         sums.store(back)
     }
 }

@@ -281,7 +281,7 @@ impl EpPlan {
             phase.together(stream, &given).map_err(|e| e.op("ep_prepare"))?;
             return stream.in_launch(|| {
                 let detail = format_args!("capacity={capacity}");
-                let seq = self.cores[PREPARE].begin(stream, detail)?.ctx.seq();
+                let seq = self.cores[PREPARE].begin_on(stream, detail)?;
                 handle.set_routing(seq);
                 phase.route((stream, seq), topk_idx, capacity)?;
                 self.cores[PREPARE].pending(handle.clone(), stream, seq)
@@ -317,7 +317,7 @@ impl EpPlan {
         ];
         phase.together(stream, &given)?;
         stream.in_launch(|| {
-            let seq = self.cores[which].begin(stream, detail)?.ctx.seq();
+            let seq = self.cores[which].begin_on(stream, detail)?;
             phase.back((stream, seq), back)?;
             self.cores[which].pending(back.out.clone(), stream, seq).map(Some)
         })
@@ -403,7 +403,7 @@ impl EpPlan {
             ];
             phase.together(stream, &given).map_err(op)?;
             return stream.in_launch(|| {
-                let seq = self.cores[DISPATCH].begin(stream, detail)?.ctx.seq();
+                let seq = self.cores[DISPATCH].begin_on(stream, detail)?;
                 phase.dispatch((stream, seq), x, (topk_weights, scales), (out, buffer))?;
                 self.cores[DISPATCH].pending(out.clone(), stream, seq)
             });
@@ -554,7 +554,7 @@ impl EpPlan {
             phase.together(stream, &outs).map_err(op)?;
             phase.together(stream, &ins).map_err(op)?;
             return stream.in_launch(|| {
-                let seq = self.cores[COMBINE_BWD].begin(stream, detail)?.ctx.seq();
+                let seq = self.cores[COMBINE_BWD].begin_on(stream, detail)?;
                 phase.combine_bwd((stream, seq), d_out, weighted, (dy, buffer))?;
                 self.cores[COMBINE_BWD].pending(dy.clone(), stream, seq)
             });

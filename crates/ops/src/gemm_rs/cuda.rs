@@ -10,7 +10,7 @@ use std::ops::Range;
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::cuda::{CudaMemory, NcclOp};
 use tilewire_device::{Buffer, Pending, Stream, Tensor};
-use tilewire_symm::{LiveTeam, OneSided, Signals, SymBuf};
+use tilewire_symm::{LiveTeam, Signals, SymBuf};
 
 use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
@@ -18,7 +18,7 @@ use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
 use crate::collective::nccl::scatter;
 use crate::common::Bias;
 use crate::common::cuda::{addr, holding, together_on, workspace};
-use crate::common::lanes::{Enter, Lane, Lanes, Poison, Reducer, Sum};
+use crate::common::lanes::{Lane, Lanes, Poison, Reducer, Slots, Sum};
 use crate::common::nccl::ByNccl;
 use crate::common::ring::{Arrival, neighbours};
 use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
@@ -147,7 +147,7 @@ pub(crate) fn launch(
     ];
     together_on(stream, &given)?;
     let out = t.out.cuda()?;
-    let seq = core.begin(stream, format_args!("m={}", job.shape.m))?.ctx.seq();
+    let seq = core.begin_on(stream, format_args!("m={}", job.shape.m))?;
     let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
     let ways = match job.shape.config.algo {
         Algo::SequentialNccl => 0,
@@ -156,7 +156,7 @@ pub(crate) fn launch(
         _ => 1 + usize::from(job.gather.is_some()),
     };
     let flags = DATA..DATA + ways * job.shape.config.sub_chunks;
-    let enter = Enter { signals: job.signals, credit: CREDIT, flags };
+    let enter = Slots { signals: job.signals, credit: CREDIT, flags };
     core.run_on(lane, (stream, seq), &enter, &[Poison::value(out.clone())], |l| {
         let own = (p.partial.clone(), p.own.clone(), p.widened.as_ref().map(Widened::held));
         let run = Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() };
@@ -297,18 +297,18 @@ impl Run<'_> {
         let part = self.p.partial.slice(rows.start * d.n * wire, num * wire)?;
         let at = self.slot(self.me, rows.start.saturating_sub(first) * d.n, num);
         let flag = self.job.signals.slot(DATA + chunk);
-        self.l.os.put_flag(self.l.side, (owner, at), &part, flag)
+        self.l.net.put_flag(self.l.side, &self.l.permit, (owner, at), &part, flag, "push")
     }
 
     /// Adds all parts of my rows of a chunk, and the bias once.
     fn reduce(&self, chunk: usize, rows: &Range<usize>) -> Result<()> {
-        let (d, os) = (self.job.desc, self.l.os);
-        os.wait_peers(self.l.main, self.job.signals.slot(DATA + chunk))?;
+        let (d, l) = (self.job.desc, self.l);
+        l.net.wait_peers(l.main, self.job.signals.slot(DATA + chunk), "chunk")?;
         let own = range_of(self.job.shape.rows, self.me);
         let (size, row) = (self.job.shape.rows.len(), d.n * d.wire.size());
         let first = rows.start.saturating_sub(own.start);
         let stride = slot_rows(d, size) * row;
-        let whole = os.addr(self.me, self.job.slots.range(0, size * stride), size * stride)?;
+        let whole = l.here.addr(self.job.slots.range(0, size * stride), size * stride)?;
         // GEMM+AR stores my rows among all.
         let at = if self.job.gather.is_some() { rows.start } else { first };
         let sum = Sum {
@@ -331,18 +331,19 @@ impl Run<'_> {
         let part = self.out.slice(rows.start * row, rows.len() * row)?;
         let at = gather.range(rows.start * row, part.len_bytes());
         let first = DATA + self.job.shape.config.sub_chunks;
-        self.l.fork()?;
+        let l = self.l;
+        l.fork()?;
         if self.ring() {
             let next = neighbours(self.me, self.job.shape.rows.len()).1;
             if next == self.me {
                 return Ok(());
             }
             let slot = self.job.signals.slot(first);
-            return self.l.os.put_signal(self.l.side, (next, at), &part, slot);
+            return l.net.put_signal(l.side, &l.permit, (next, at), &part, slot, "return");
         }
         let flag = self.job.signals.slot(first + chunk);
-        for p in self.l.os.heap().team().peers() {
-            self.l.os.put_flag(self.l.side, (p, at), &part, flag)?;
+        for p in l.here.heap().team().peers() {
+            l.net.put_flag(l.side, &l.permit, (p, at), &part, flag, "return")?;
         }
         Ok(())
     }
@@ -350,24 +351,31 @@ impl Run<'_> {
     /// GEMM+AR: takes in what the other owners have reduced.
     fn take_back(&self) -> Result<()> {
         let Some((gather, arrivals)) = self.job.gather else { return Ok(()) };
-        let (os, row) = (self.l.os, self.job.desc.n * self.job.desc.out.size());
+        let (l, row) = (self.l, self.job.desc.n * self.job.desc.out.size());
         let first = DATA + self.job.shape.config.sub_chunks;
         let next = neighbours(self.me, self.job.shape.rows.len()).1;
         for a in arrivals {
-            let out = self.out.slice(a.rows.start * row, a.rows.len() * row)?;
+            let mut out = self.out.slice(a.rows.start * row, a.rows.len() * row)?;
             let at = gather.range(a.rows.start * row, out.len_bytes());
             if self.ring() {
                 let slot = self.job.signals.slot(first);
-                os.wait(self.l.side, a.from, slot, 1)?;
-                self.l.join()?;
+                l.net.wait(l.side, a.from, slot, 1, "returned")?;
+                l.join()?;
                 if a.passes {
-                    os.pass_signal(self.l.side, (next, at), (at, out.len_bytes()), slot)?;
+                    let from = (at, out.len_bytes());
+                    // SAFETY: the rows were waited for, and their writer gets no credit before the
+                    // next launch.
+                    unsafe {
+                        l.net.pass_signal(l.side, &l.permit, (next, at), from, slot, "pass")?
+                    };
                 }
             } else {
-                os.wait(self.l.main, a.from, self.job.signals.slot(first + a.chunk), 1)?;
+                let slot = self.job.signals.slot(first + a.chunk);
+                l.net.wait(l.main, a.from, slot, 1, "returned")?;
             }
             if out.len_bytes() > 0 {
-                os.get(self.l.main, self.me, at, &out)?;
+                // SAFETY: as above; `main` is behind the wait.
+                unsafe { l.net.get(l.main, (self.me, at), &mut out, "returned")? };
             }
         }
         Ok(())

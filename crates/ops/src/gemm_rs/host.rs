@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use tilewire_core::{Rank, Result, convert_from_f32};
-use tilewire_symm::{Signals, SymBuf};
+use tilewire_symm::{Permit, Signals, SymBuf};
 
 use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
@@ -43,12 +43,13 @@ impl Run {
     }
 
     /// Pushes the tiles of one chunk and signals it. Zero-length tiles do not exist.
-    fn push(&self, owner: Rank, tiles: &[(usize, Vec<u8>)]) {
-        let (ctx, wire) = (&self.launch.ctx, self.desc.wire.size());
+    fn push(&self, permit: &Permit, owner: Rank, tiles: &[(usize, Vec<u8>)]) -> Result<()> {
+        let (Launch { ctx, net, .. }, wire) = (&self.launch, self.desc.wire.size());
         for (at, bytes) in tiles {
-            ctx.put(owner, self.slot(ctx.rank(), *at, bytes.len() / wire), bytes, "push");
+            let to = (owner, self.slot(ctx.rank(), *at, bytes.len() / wire));
+            net.put(ctx, permit, to, bytes, "push")?;
         }
-        ctx.signal(owner, self.signals.slot(DATA), 1, "chunk");
+        net.flag(ctx, owner, self.signals.slot(DATA), "chunk")
     }
 
     /// Copy lane: pushes what the compute lane hands over.
@@ -56,20 +57,20 @@ impl Run {
         let Some(h) = &self.handoff else { return Ok(()) };
         let ctx = &self.launch.ctx;
         let num = self.tasks.iter().filter(|t| matches!(t, RsTask::Push { .. })).count();
-        let mut credited = 0u64;
+        let mut permit = Permit::none();
         for _ in 0..num {
             let (owner, tiles) = h.receive(ctx)?;
-            self.credit(owner, &mut credited)?;
-            self.push(owner, &tiles);
+            self.credit(owner, &mut permit)?;
+            self.push(&permit, owner, &tiles)?;
         }
         Ok(())
     }
 
-    fn credit(&self, owner: Rank, credited: &mut u64) -> Result<()> {
-        if *credited >> owner.idx() & 1 == 0 {
-            let ctx = &self.launch.ctx;
-            ctx.acquire(owner, self.signals.slot(CREDIT), self.launch.tag, "credit")?;
-            *credited |= 1 << owner.idx();
+    /// Waits for the credit of `owner`, once in a launch.
+    fn credit(&self, owner: Rank, permit: &mut Permit) -> Result<()> {
+        if !permit.names(owner) {
+            let Launch { ctx, net, tag } = &self.launch;
+            permit.add(net.acquire(ctx, owner, self.signals.slot(CREDIT), *tag, "credit")?);
         }
         Ok(())
     }
@@ -77,13 +78,13 @@ impl Run {
     /// Compute lane: the task table. `after(chunk, rows)` runs when my rows of a chunk (global
     /// numbers) are reduced and stored.
     pub fn compute(&self, after: impl Fn(usize, Range<usize>) -> Result<()>) -> Result<()> {
-        let ctx = &self.launch.ctx;
+        let Launch { ctx, net, tag } = &self.launch;
         for p in ctx.team().peers() {
-            ctx.grant(p, self.signals.slot(CREDIT), self.launch.tag, "credit");
+            net.grant(ctx, p, self.signals.slot(CREDIT), *tag, "credit")?;
         }
         let bias = self.t.bias.as_ref().map(|b| b.to_f32()).transpose()?.unwrap_or_default();
         let scale = self.t.scale.as_ref().map_or(Ok(1.0), |s| s.to_f32().map(|v| v[0]))?;
-        let mut credited = 0u64;
+        let mut permit = Permit::none();
         let mut held = Vec::new();
         self.t.w.read(|w| {
             let w = wide(self.desc.w, w);
@@ -100,8 +101,8 @@ impl Run {
                         }
                         match &self.handoff {
                             None => {
-                                self.credit(*owner, &mut credited)?;
-                                self.push(*owner, &done);
+                                self.credit(*owner, &mut permit)?;
+                                self.push(&permit, *owner, &done)?;
                             }
                             Some(_) if self.sequential => held.push((*owner, done)),
                             Some(h) => h.send((*owner, done))?,
@@ -147,13 +148,13 @@ impl Run {
 
     /// Adds all partials of my tiles in rank order (my own unrounded), the bias once, and stores.
     fn reduce(&self, chunk: usize, tiles: &[RsTile], own: &[Vec<f32>], bias: &[f32]) -> Result<()> {
-        let (ctx, d) = (&self.launch.ctx, &self.desc);
+        let (Launch { ctx, net, .. }, d) = (&self.launch, &self.desc);
         let chunks = self.tasks.iter().filter(|t| matches!(t, RsTask::Reduce { .. })).count();
         for p in ctx.team().peers() {
             let slot = self.signals.slot(DATA);
             match chunk + 1 == chunks {
-                true => ctx.wait_last(p, slot, 1, "chunk")?,
-                false => ctx.wait(p, slot, 1, "chunk")?,
+                true => net.wait_last(ctx, p, slot, 1, "chunk")?,
+                false => net.wait(ctx, p, slot, 1, "chunk")?,
             }
         }
         ctx.compute("reduce")?;

@@ -5,7 +5,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, L
 use tilewire_device::{Buffer, Device, Tensor};
 use tilewire_kernels::abi::{TwDequant, TwQuant};
 use tilewire_kernels::portable::{QUANT, QUANT_THREADS, QUANT_TILE, quant_defines};
-use tilewire_symm::{OneSided, Signals, SymBuf};
+use tilewire_symm::{Signals, SymBuf};
 
 use super::plan::DATA;
 use super::{DequantDesc, QuantDesc, QuantInputs, Quantized, Scaling};
@@ -97,7 +97,7 @@ impl Prepared {
         (area, signals): (&SymBuf, &Signals),
         t: &QuantInputs,
     ) -> Result<()> {
-        let (os, team) = (l.os, l.os.heap().team());
+        let team = l.here.heap().team();
         let at = |r: Rank| area.range(4 * r.idx(), 4);
         self.queue(l.main, t, |p, n| {
             let num = self.amax(l.main, p, n)?;
@@ -106,11 +106,12 @@ impl Prepared {
             l.fork()?;
             for peer in team.peers() {
                 let to = (peer, at(team.rank()));
-                os.put_flag(l.side, to, &mine, signals.slot(DATA))?;
+                l.net.put_flag(l.side, &l.permit, to, &mine, signals.slot(DATA), "amax")?;
             }
-            os.put(l.main, team.rank(), at(team.rank()), &mine)?;
-            os.wait_peers(l.main, signals.slot(DATA))?;
-            let all = os.addr(team.rank(), area.range(0, 4 * team.size()), 4 * team.size())?;
+            let own = (team.rank(), at(team.rank()));
+            l.net.put(l.main, &l.permit, own, &mine, "amax")?;
+            l.net.wait_peers(l.main, signals.slot(DATA), "amax")?;
+            let all = l.here.addr(area.range(0, 4 * team.size()), 4 * team.size())?;
             self.scale(l.main, p, all, team.size())
         })
     }

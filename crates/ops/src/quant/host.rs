@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tilewire_core::{DType, Error, F8E4M3, F8E5M2, Rank, Result, ScaleLayout, convert_from_f32};
 use tilewire_device::Tensor;
-use tilewire_symm::{Signals, SymBuf};
+use tilewire_symm::{Enter, Signals, SymBuf};
 
 use super::config::blocks;
 use super::plan::{CREDIT, DATA, State};
@@ -114,24 +114,21 @@ impl Run {
 
 /// The largest of all ranks' `mine`: one f32 to every peer, under credits.
 fn team_max(l: &Launch, area: &SymBuf, signals: &Signals, mine: f32) -> Result<f32> {
-    let ctx = &l.ctx;
-    for p in ctx.team().peers() {
-        ctx.grant(p, signals.slot(CREDIT), l.tag, "credit");
-    }
+    let Launch { ctx, net, tag } = l;
+    let (credit, data) = (signals.slot(CREDIT), signals.slot(DATA));
+    let permit = net.enter(ctx, &Enter { credit, tag: *tag, first: data, num: 1 })?;
     let at = |r: Rank| area.range(4 * r.idx(), 4);
     for p in ctx.team().peers() {
-        ctx.acquire(p, signals.slot(CREDIT), l.tag, "credit")?;
-        ctx.put(p, at(ctx.rank()), &mine.to_ne_bytes(), "amax");
-        ctx.signal(p, signals.slot(DATA), 1, "amax");
+        let bytes = &mine.to_ne_bytes()[..];
+        net.put_flag(ctx, &permit, (p, at(ctx.rank())), bytes, data, "amax")?;
     }
-    for p in ctx.team().peers() {
-        ctx.wait_last(p, signals.slot(DATA), 1, "amax")?;
-    }
+    net.wait_peers(ctx, data, "amax")?;
     ctx.compute("max")?;
     let mut top = mine;
     for src in Rank::all(ctx.team().size()).filter(|&r| r != ctx.rank()) {
         let mut word = [0; 4];
-        ctx.read_local(at(src), &mut word);
+        // SAFETY: `src` has signalled its word, and gets no new credit before the next launch.
+        unsafe { ctx.read_local(at(src), &mut word) };
         top = top.max(f32::from_ne_bytes(word));
     }
     Ok(top)

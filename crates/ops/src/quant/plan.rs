@@ -10,7 +10,7 @@ use super::host::Run;
 use super::{QuantDesc, Quantized, Scaling, Scope, cuda};
 use crate::collective::CollectiveBackend;
 use crate::common::cuda::{Ready, no_kernel, together_on};
-use crate::common::lanes::{Enter, Lanes};
+use crate::common::lanes::{Lanes, Slots};
 use crate::common::nccl::put_or_nccl;
 use crate::common::{Named, PlanCore, apart, expect_tensor};
 
@@ -269,8 +269,8 @@ impl QuantPlan {
         let no_lane = || Error::internal("a team on the host, prepared for a device");
         let lane = s.core.lane().ok_or_else(no_lane)?;
         let outs = p.poisons(&t).map_err(|e| e.op("quant"))?;
-        let seq = s.core.begin(stream, "")?.ctx.seq();
-        let enter = Enter { signals: &s.signals, credit: CREDIT, flags: DATA..DATA + 1 };
+        let seq = s.core.begin_on(stream, "")?;
+        let enter = Slots { signals: &s.signals, credit: CREDIT, flags: DATA..DATA + 1 };
         let run = |l: &Lanes<'_>| p.launch_team(l, (&s.area, &s.signals), &t);
         s.core.run_on(lane, (stream, seq), &enter, &outs, run)?;
         s.core.pending(t, stream, seq)

@@ -9,7 +9,7 @@ use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Device, Stream};
 use tilewire_ops::collective::{CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan};
 use tilewire_ops::ep::{EpDesc, EpPlan};
-use tilewire_symm::{Heap, HeapCfg, OneSided, VmmOneSided, World, WorldCfg};
+use tilewire_symm::{DeviceTransport, Heap, HeapCfg, Permit, Transport, World, WorldCfg};
 
 use crate::team_ops::{asked, by_nccl, has_bits_of_its_way, ranks, ranks_with_nccl};
 use crate::{DEVICES, all_poison, begins, told};
@@ -67,11 +67,13 @@ fn far_gpus_refuse_puts_and_meet() {
     let cfg = WorldCfg { timeout: Duration::from_secs(2), ..WorldCfg::default() };
     World::run_threads(n, cfg, |world| {
         let (heap, stream) = heap(&world, "refused", false)?;
-        let (team, os) = (heap.team().clone(), VmmOneSided::new(&heap)?);
+        let (team, os) = (heap.team().clone(), DeviceTransport::new(&heap)?);
         let (me, next) = (team.rank(), Rank::new((team.rank().get() + 1) % n as u32));
         let s = stream.cuda()?;
-        let bytes = CudaMemory::from_bytes(os.context(), &[1; 64])?;
-        let e = os.put(s, next, 0, &bytes).unwrap_err();
+        let bytes = CudaMemory::from_bytes(os.here().context(), &[1; 64])?;
+        // SAFETY: nothing is put: the peer has no address.
+        let permit = unsafe { Permit::assume(n) };
+        let e = os.put(s, &permit, (next, 0), &bytes, "put").unwrap_err();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
         let buf = heap.alloc(64, "words")?;
         let shape = tilewire_core::Shape::d1(4);
@@ -120,9 +122,10 @@ fn far_gpus_refuse_puts_and_meet() {
         // What ranks say to each other is in the host's memory.
         let sig = team.signals(1, "far")?;
         for _ in 0..3 {
-            os.signal(s, next, sig.slot(0), 1)?;
-            os.wait(s, Rank::new((me.get() + n as u32 - 1) % n as u32), sig.slot(0), 1)?;
-            os.barrier(s, 0)?;
+            os.signal(s, next, sig.slot(0), 1, "signal")?;
+            let before = Rank::new((me.get() + n as u32 - 1) % n as u32);
+            os.wait(s, before, sig.slot(0), 1, "wait")?;
+            os.barrier(s, 0, "barrier")?;
         }
         stream.synchronize()?;
         team.check()?;
@@ -132,7 +135,7 @@ fn far_gpus_refuse_puts_and_meet() {
         let start = Instant::now();
         let victim = Rank::new(n as u32 - 1);
         if me != victim {
-            os.wait(s, victim, sig.slot(0), 1)?;
+            os.wait(s, victim, sig.slot(0), 1, "wait")?;
             stream.synchronize()?;
         }
         let e = loop {

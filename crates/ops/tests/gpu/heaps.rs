@@ -9,7 +9,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, ShareBy, VmmChunk, VmmRange
 use tilewire_device::{Buffer, Device, Stream, Tensor};
 use tilewire_ops::ep::{EpDesc, EpDispatch, EpPlan};
 use tilewire_ops::grouped_gemm::{GroupedDesc, GroupedFprop, GroupedGemmPlan, Splits};
-use tilewire_symm::{Heap, HeapCfg, OneSided, VmmOneSided, World, WorldCfg};
+use tilewire_symm::{DeviceTransport, Heap, HeapCfg, Permit, Transport, World, WorldCfg};
 
 use crate::team_ops::{asked, by_puts, heap, ranks, ranks_with_nccl};
 use crate::{DEVICES, all_poison, begins, computes_again, told};
@@ -199,8 +199,8 @@ fn sizes_around_a_page_of_the_device_arrive_whole() {
         for len in [PAGE - 1, PAGE, PAGE + 1] {
             // The heap itself has such a size, too, besides room for what surrounds the buffer.
             let heap = world.everyone("page")?.heap(BackendKind::Vmm, HeapCfg::new(len + PAGE))?;
-            let (team, os) = (heap.team().clone(), VmmOneSided::new(&heap)?);
-            let stream = Stream::on(os.context())?;
+            let (team, os) = (heap.team().clone(), DeviceTransport::new(&heap)?);
+            let stream = Stream::on(os.here().context())?;
             let (s, me) = (stream.cuda()?, team.rank());
             let next = Rank::new((me.get() + 1) % n as u32);
             let before = Rank::new((me.get() + n as u32 - 1) % n as u32);
@@ -211,21 +211,26 @@ fn sizes_around_a_page_of_the_device_arrive_whole() {
                 (0..len as u64).map(|i| rng.at(i) as u8).collect()
             };
             let own = |at: usize, len: usize| -> Result<Vec<u8>> {
-                let out = CudaMemory::from_bytes(os.context(), &vec![DType::POISON; len])?;
-                os.get(s, me, at, &out)?;
+                let mut out =
+                    CudaMemory::from_bytes(os.here().context(), &vec![DType::POISON; len])?;
+                // SAFETY: what is got was waited for, or met behind.
+                unsafe { os.get(s, (me, at), &mut out, "get")? };
                 stream.synchronize()?;
                 out.download()
             };
             // What lies beside it is known.
-            let edge = CudaMemory::from_bytes(os.context(), &[7; 64])?;
+            let edge = CudaMemory::from_bytes(os.here().context(), &[7; 64])?;
             for buf in [&around[0], &around[2]] {
-                os.put(s, me, buf.range(0, 64), &edge)?;
+                os.put(s, &Permit::none(), (me, buf.range(0, 64)), &edge, "put")?;
             }
-            os.barrier(s, 0)?;
+            os.barrier(s, 0, "barrier")?;
             let sig = team.signals(1, "page")?;
-            let mine = CudaMemory::from_bytes(os.context(), &bytes(me))?;
-            os.put_signal(s, (next, around[1].range(0, len)), &mine, sig.slot(0))?;
-            os.wait(s, before, sig.slot(0), 1)?;
+            let mine = CudaMemory::from_bytes(os.here().context(), &bytes(me))?;
+            let to = (next, around[1].range(0, len));
+            // SAFETY: all have met, and the neighbour reads behind its wait.
+            let permit = unsafe { Permit::assume(team.size()) };
+            os.put_signal(s, &permit, to, &mine, sig.slot(0), "put")?;
+            os.wait(s, before, sig.slot(0), 1, "wait")?;
             let got = own(around[1].range(0, len), len)?;
             let want = bytes(before);
             let bad = got.iter().zip(&want).position(|(a, b)| a != b);

@@ -13,7 +13,7 @@ use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Buffer, Queue};
 use tilewire_kernels::LITMUS;
 use tilewire_kernels::abi::TwLitmus;
-use tilewire_symm::{OneSided, World, WorldCfg};
+use tilewire_symm::{Transport, World, WorldCfg};
 
 use crate::cases::{Setup, Vmm, setup};
 
@@ -124,10 +124,11 @@ impl Place {
         let out = s.buffer(&vec![0; 32 * (2 * t.lanes + 1)])?;
         let at = s.heap.alloc(area, "litmus")?.offset();
         let (me, n) = (s.team.rank(), s.team.size());
-        s.os.clear(&s.stream, at, area)?;
-        s.os.barrier(&s.stream, 0)?;
+        s.os.here().clear(&s.stream, at, area)?;
+        Transport::barrier(&s.os, &s.stream, 0, "barrier")?;
         s.finish()?;
-        let base = |steps: usize| s.os.addr(me.offset(steps, n), at, area);
+        let peers = s.os.device_team().ok_or_else(|| Error::internal("no addresses of peers"))?;
+        let base = |steps: usize| peers.addr(me.offset(steps, n), at, area);
         let (flags, credits) = ((t.lanes * t.bytes) as u64, (t.lanes * (t.bytes + LINE)) as u64);
         let (mine, next, previous) = (base(0)?, base(1)?, base(n - 1)?);
         let param = TwLitmus {
@@ -152,7 +153,7 @@ impl Place {
     }
 
     fn kernel(&self, name: &'static str) -> Result<Kernel> {
-        let ctx = self.s.os.context();
+        let ctx = self.s.os.here().context();
         let spec = KernelSpec {
             name: LITMUS.name.to_owned(),
             text: LITMUS.text(),
@@ -180,7 +181,7 @@ impl Place {
     /// Fills, pushes and flags of `BATCH` rounds in a graph, replayed beside one kernel that consumes.
     fn push(&self, t: &Test) -> Result<()> {
         let (fill, consume) = (self.kernel(PUSH)?, self.kernel(BULK)?);
-        let stream = CudaStream::new(self.s.os.context())?;
+        let stream = CudaStream::new(self.s.os.here().context())?;
         let p = &self.param;
         let filled = TwLitmus { out: p.out + 32 * (2 * t.lanes as u64), broken: 0, ..*p };
         stream.begin_capture()?;

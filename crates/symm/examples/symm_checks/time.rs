@@ -8,7 +8,9 @@ use tilewire_device::cuda::{CudaEvent, CudaMemory, CudaModule, Grid, LaunchArgs}
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Buffer, Queue};
 use tilewire_kernels::LD_ST;
-use tilewire_symm::{OneSided, World};
+use tilewire_symm::World;
+
+use crate::cases::queued::Queued as _;
 
 use crate::cases::{Setup, Vmm, setup};
 use crate::{TIMEOUT, run};
@@ -58,9 +60,9 @@ fn module(s: &Setup<Vmm>) -> Result<CudaModule> {
         name: "symm_checks.cu".to_owned(),
         text: LD_ST.text() + KERNELS,
         defines: Vec::new(),
-        arch: s.os.context().arch()?,
+        arch: s.os.here().context().arch()?,
     };
-    s.os.context().module(&spec)
+    s.os.here().context().module(&spec)
 }
 
 fn word(m: &CudaMemory) -> Result<u64> {
@@ -85,7 +87,10 @@ fn in_kernel() -> Result<String> {
         s.os.barrier(&s.stream, 0)?;
         s.finish()?;
         let (n, lead) = (2000u64, u64::from(me.get() == 0));
-        let (mine, theirs) = (s.os.addr(me, flag.offset(), 8)?, s.os.addr(peer, flag.offset(), 8)?);
+        let peers = tilewire_symm::Transport::device_team(&s.os)
+            .ok_or_else(|| Error::internal("no addresses of peers"))?;
+        let (mine, theirs) =
+            (peers.addr(me, flag.offset(), 8)?, peers.addr(peer, flag.offset(), 8)?);
         let args = [mine, theirs, n, lead, out.addr()];
         let args = args.iter().fold(LaunchArgs::new(), |a, v| a.arg(v));
         // SAFETY: five 64-bit parameters; all memory lives until `finish`.
@@ -136,7 +141,7 @@ fn ping_pong(graph: bool) -> Result<String> {
 
 /// Microseconds of one `f`, mean of `n`, by events around all of them.
 fn timed(s: &Setup<Vmm>, n: usize, f: impl Fn() -> Result<()>) -> Result<f64> {
-    let ctx = s.os.context();
+    let ctx = s.os.here().context();
     let (start, end) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
     s.stream.record(&start)?;
     for _ in 0..n {
@@ -224,7 +229,7 @@ fn replays() -> Result<String> {
         let m = module(&s)?;
         let (next, fill, verify) = (m.kernel("next")?, m.kernel("fill")?, m.kernel("verify")?);
         let words = (MIB / 8) as u64;
-        let got = s.os.addr(me, recv.offset(), MIB)?;
+        let got = s.os.here().addr(recv.offset(), MIB)?;
         let (mine, theirs) = (u64::from(me.get()), u64::from(peer.get()));
         s.stream.begin_capture()?;
         let args = |v: [u64; 5]| v;
@@ -324,7 +329,7 @@ fn hundred() -> Result<String> {
         let outer = world.everyone("outer")?;
         let look = |s: &Setup<Vmm>| -> Result<(usize, usize)> {
             let fds = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
-            Ok((fds, s.os.context().memory_info()?.0))
+            Ok((fds, s.os.here().context().memory_info()?.0))
         };
         let (mut first, mut last) = (None, (0, 0));
         let start = Instant::now();

@@ -7,9 +7,10 @@ use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::abi::TwBulk;
 use tilewire_kernels::{LINK_STAGES, LINKS, LINKS_BULK, Source};
 
-use super::onesided::VmmOneSided;
-use crate::heap::Heap;
-use crate::onesided::OneSided;
+use super::device::DeviceTeam;
+use super::transport::DeviceTransport;
+use crate::heap::{Heap, out_of_reach};
+use crate::transport::Transport;
 
 /// A piece of the heap or of the rank's own buffer, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,7 +26,8 @@ pub struct Piece {
 /// Nothing here orders anything: whoever calls it waits for the stream, and for the peers, before it
 /// looks at the bytes or drops the heap.
 pub struct LinkProbe {
-    os: VmmOneSided,
+    net: DeviceTransport,
+    team: DeviceTeam,
     local: CudaMemory,
     store: Kernel,
     load: Kernel,
@@ -51,10 +53,11 @@ impl LinkProbe {
     /// For `heap`, with an own buffer of `local_bytes` zeros.
     ///
     /// # Errors
-    /// `Unsupported` if the heap is not in device memory; `Exhausted` without memory for the buffer.
+    /// `Unsupported` if the heap is not in device memory, or GPUs do not reach each other; `Exhausted` without memory for the buffer.
     pub fn new(heap: &Heap, local_bytes: usize) -> Result<Self> {
-        let os = VmmOneSided::new(heap)?;
-        let ctx = os.context();
+        let net = DeviceTransport::new(heap)?;
+        let team = net.device_team().cloned().ok_or_else(out_of_reach)?;
+        let ctx = net.here().context();
         let arch = ctx.arch()?;
         let module = ctx.module(&spec(&LINKS, &arch))?;
         let bulk = match LINKS_BULK.runs_on(&arch) {
@@ -70,18 +73,28 @@ impl LinkProbe {
             empty: module.kernel("tw_link_empty")?,
             delay: module.kernel("tw_link_delay")?,
             delayed: CudaMemory::zeroed(ctx, 8)?,
-            os,
+            net,
+            team,
         })
     }
 
     /// The rank's device.
     pub fn context(&self) -> &CudaContext {
-        self.os.context()
+        self.net.here().context()
     }
 
     /// One-sided access to the heap.
-    pub fn one_sided(&self) -> &VmmOneSided {
-        &self.os
+    pub fn transport(&self) -> &DeviceTransport {
+        &self.net
+    }
+
+    /// Copies what lies at `offset` of my own chunk to `out`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a piece that does not exist.
+    pub fn read(&self, stream: &CudaStream, offset: usize, out: &CudaMemory) -> Result<()> {
+        // SAFETY: the range is checked. Whoever calls it orders it with the peers, as all here.
+        unsafe { self.net.get(stream, (self.me(), offset), &mut out.clone(), "read") }
     }
 
     /// The rank's own buffer.
@@ -94,7 +107,7 @@ impl LinkProbe {
     }
 
     fn me(&self) -> Rank {
-        self.os.heap().team().rank()
+        self.net.heap().team().rank()
     }
 
     /// A copy engine moves `from` of my buffer to `offset` of `peer`'s heap.
@@ -102,7 +115,7 @@ impl LinkProbe {
     /// # Errors
     /// `InvalidArgument` for a piece that does not exist.
     pub fn put(&self, stream: &CudaStream, peer: Rank, offset: usize, from: Piece) -> Result<()> {
-        let (to, from_addr) = (self.os.addr(peer, offset, from.len)?, self.own(from)?);
+        let (to, from_addr) = (self.team.addr(peer, offset, from.len)?, self.own(from)?);
         // SAFETY: both ranges were checked; they live as long as `self`, whose `Drop` waits for the
         // device. What the bytes are then is the caller's business.
         unsafe { stream.copy(to, from_addr, from.len) }
@@ -113,7 +126,7 @@ impl LinkProbe {
     /// # Errors
     /// `InvalidArgument` for a piece that does not exist.
     pub fn get(&self, stream: &CudaStream, peer: Rank, offset: usize, to: Piece) -> Result<()> {
-        let (from, to_addr) = (self.os.addr(peer, offset, to.len)?, self.own(to)?);
+        let (from, to_addr) = (self.team.addr(peer, offset, to.len)?, self.own(to)?);
         // SAFETY: as for `put`.
         unsafe { stream.copy(to_addr, from, to.len) }
     }
@@ -131,7 +144,7 @@ impl LinkProbe {
         piece: Piece,
         pull: bool,
     ) -> Result<()> {
-        let (there, here) = (self.os.addr(peer, piece.offset, piece.len)?, self.own(piece)?);
+        let (there, here) = (self.team.addr(peer, piece.offset, piece.len)?, self.own(piece)?);
         let (kernel, dst, src) = match pull {
             true => (&self.load, here, there),
             false => (&self.store, there, here),
@@ -155,7 +168,7 @@ impl LinkProbe {
         chunk: u32,
         piece: Piece,
     ) -> Result<()> {
-        let size = self.os.heap().team().size() as u32;
+        let size = self.net.heap().team().size() as u32;
         if num == 0 || num >= size {
             return Err(Error::invalid("peers to put to").expected("1 to size - 1").seen(num));
         }
@@ -163,10 +176,10 @@ impl LinkProbe {
         param.num = num;
         param.src = self.own(piece)?;
         // The kernel finds each peer's by the stride.
-        for peer in self.os.heap().team().peers() {
-            self.os.addr(peer, piece.offset, piece.len)?;
+        for peer in self.net.heap().team().peers() {
+            self.team.addr(peer, piece.offset, piece.len)?;
         }
-        param.dst = self.os.addr(Rank::new(0), piece.offset, piece.len)?;
+        param.dst = self.team.addr(Rank::new(0), piece.offset, piece.len)?;
         self.launch_bulk(stream, blocks, param)
     }
 
@@ -183,7 +196,7 @@ impl LinkProbe {
         piece: Piece,
     ) -> Result<()> {
         let mut param = self.bulk_param(chunk, piece)?;
-        param.src = self.os.addr(peer, piece.offset, piece.len)?;
+        param.src = self.team.addr(peer, piece.offset, piece.len)?;
         param.dst = self.own(piece)?;
         self.launch_bulk(stream, blocks, param)
     }
@@ -196,12 +209,12 @@ impl LinkProbe {
         }
         Ok(TwBulk {
             dst: 0,
-            stride: self.os.stride()?,
+            stride: self.team.stride()?,
             src: 0,
             bytes: piece.len as u64,
             chunk,
             me: self.me().get(),
-            size: self.os.heap().team().size() as u32,
+            size: self.net.heap().team().size() as u32,
             num: 0,
         })
     }
@@ -240,7 +253,8 @@ impl LinkProbe {
     /// # Errors
     /// `Timeout` if the peer does not answer within 2 s.
     pub fn ping(&self, stream: &CudaStream, peer: Rank, offset: usize, n: u64) -> Result<f64> {
-        let (mine, theirs) = (self.os.addr(self.me(), offset, 8)?, self.os.addr(peer, offset, 8)?);
+        let (mine, theirs) =
+            (self.team.addr(self.me(), offset, 8)?, self.team.addr(peer, offset, 8)?);
         let out = self.local.slice(0, 8)?;
         let (first, at) = (u32::from(self.me() < peer), out.addr());
         let args = LaunchArgs::new().arg(&mine).arg(&theirs).arg(&at).arg(&n).arg(&first);

@@ -15,20 +15,22 @@
 //!    abort slots; a failure on the host is known to the device by the pinned abort word, and by
 //!    8-byte copies into the fault word and the peers' slots, which need no SM.
 
+mod device;
 mod fault;
 mod links;
-mod onesided;
 mod pages;
 mod store;
 #[cfg(test)]
 mod tests;
+mod transport;
 
 use tilewire_device::jit::KernelSpec;
 
+pub use device::{DeviceHeap, DeviceTeam};
 pub use fault::BadInput;
 pub use links::{LinkProbe, Piece};
-pub use onesided::VmmOneSided;
 pub(crate) use store::{VmmStore, gpus, shared};
+pub use transport::DeviceTransport;
 
 /// Every kernel of symmetric memory that runs on an architecture (as in `sm_90a`).
 pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {

@@ -4,7 +4,7 @@ use tilewire_kernels::{LINKS, LINKS_BULK, LITMUS, SIGNAL};
 
 use super::store::{Handle, Handles, share_by, shared};
 use crate::protocol::AbortCode;
-use crate::{HeapCfg, VmmOneSided, World, WorldCfg, kernel_specs};
+use crate::{DeviceTransport, HeapCfg, World, WorldCfg, kernel_specs};
 use tilewire_core::{BackendKind, Error, ErrorKind, Rank};
 use tilewire_device::cuda::ShareBy;
 use tilewire_testing::{Lack, did_not_run};
@@ -39,7 +39,7 @@ fn a_host_heap_gives_no_device_access() {
     let world = World::solo(WorldCfg::for_tests()).unwrap();
     let team = world.everyone("t").unwrap();
     let heap = team.heap(BackendKind::Host, HeapCfg::new(4096)).unwrap();
-    let e = VmmOneSided::new(&heap).err().unwrap();
+    let e = DeviceTransport::new(&heap).err().unwrap();
     assert_eq!(e.kind(), ErrorKind::Unsupported);
 }
 

@@ -1,7 +1,7 @@
 //! Cases that every backend runs: one source, generic over [`Backend`].
 //!
 //! A case is a function of a [`World`]: it runs on every rank and returns an error, or panics,
-//! if the backend does not do what `OneSided` promises.
+//! if the backend does not do what [`Transport`] promises.
 // Used by the conformance suite and by the example, neither of which uses all of it.
 #![allow(dead_code)]
 
@@ -13,38 +13,41 @@ use tilewire_device::{Buffer, Pending, Queue, Stream, Tensor};
 use tilewire_symm::*;
 
 pub mod nccl;
+pub mod queued;
+
+use queued::{OnHost, Queued};
 
 pub const KIB: usize = 1024;
 
 /// How a backend makes what the cases need.
 pub trait Backend {
-    type OneSided: OneSided;
+    type Net: Queued;
     const KIND: BackendKind;
 
-    fn one_sided(heap: &Heap) -> Result<Self::OneSided>;
-    fn stream(os: &Self::OneSided) -> Result<StreamOf<Self>>;
-    fn buffer(os: &Self::OneSided, bytes: &[u8]) -> Result<BufferOf<Self>>;
+    fn one_sided(heap: &Heap) -> Result<Self::Net>;
+    fn stream(os: &Self::Net) -> Result<StreamOf<Self>>;
+    fn buffer(os: &Self::Net, bytes: &[u8]) -> Result<BufferOf<Self>>;
     fn slice(b: &BufferOf<Self>, offset: usize, len: usize) -> Result<BufferOf<Self>>;
 }
 
-pub type StreamOf<B> = <<B as Backend>::OneSided as OneSided>::Stream;
-pub type BufferOf<B> = <<B as Backend>::OneSided as OneSided>::Buffer;
+pub type StreamOf<B> = <<B as Backend>::Net as Queued>::Stream;
+pub type BufferOf<B> = <<B as Backend>::Net as Queued>::Buffer;
 
 pub struct Host;
 
 impl Backend for Host {
-    type OneSided = HostOneSided;
+    type Net = OnHost;
     const KIND: BackendKind = BackendKind::Host;
 
-    fn one_sided(heap: &Heap) -> Result<HostOneSided> {
-        Ok(HostOneSided::new(heap))
+    fn one_sided(heap: &Heap) -> Result<OnHost> {
+        Ok(OnHost(heap.host_transport()?))
     }
 
-    fn stream(os: &HostOneSided) -> Result<Stream> {
+    fn stream(os: &OnHost) -> Result<Stream> {
         Stream::new(format!("{}", os.heap().team().rank()))
     }
 
-    fn buffer(_: &HostOneSided, bytes: &[u8]) -> Result<Tensor> {
+    fn buffer(_: &OnHost, bytes: &[u8]) -> Result<Tensor> {
         Tensor::from_slice(bytes, Shape::d1(bytes.len()))
     }
 
@@ -53,22 +56,49 @@ impl Backend for Host {
     }
 }
 
+/// The host, whose ranks reach each other by messages: no peer's memory has an address.
+pub struct Sockets;
+
+impl Backend for Sockets {
+    type Net = OnHost;
+    const KIND: BackendKind = BackendKind::Host;
+
+    fn one_sided(heap: &Heap) -> Result<OnHost> {
+        heap.connect_by_sockets()?;
+        let net = heap.host_transport()?;
+        assert!(!net.caps().direct_peer);
+        Ok(OnHost(net))
+    }
+
+    fn stream(os: &OnHost) -> Result<Stream> {
+        Host::stream(os)
+    }
+
+    fn buffer(os: &OnHost, bytes: &[u8]) -> Result<Tensor> {
+        Host::buffer(os, bytes)
+    }
+
+    fn slice(b: &Tensor, offset: usize, len: usize) -> Result<Tensor> {
+        Host::slice(b, offset, len)
+    }
+}
+
 pub struct Vmm;
 
 impl Backend for Vmm {
-    type OneSided = VmmOneSided;
+    type Net = DeviceTransport;
     const KIND: BackendKind = BackendKind::Vmm;
 
-    fn one_sided(heap: &Heap) -> Result<VmmOneSided> {
-        VmmOneSided::new(heap)
+    fn one_sided(heap: &Heap) -> Result<DeviceTransport> {
+        DeviceTransport::new(heap)
     }
 
-    fn stream(os: &VmmOneSided) -> Result<CudaStream> {
-        CudaStream::new(os.context())
+    fn stream(os: &DeviceTransport) -> Result<CudaStream> {
+        CudaStream::new(os.here().context())
     }
 
-    fn buffer(os: &VmmOneSided, bytes: &[u8]) -> Result<CudaMemory> {
-        CudaMemory::from_bytes(os.context(), bytes)
+    fn buffer(os: &DeviceTransport, bytes: &[u8]) -> Result<CudaMemory> {
+        CudaMemory::from_bytes(os.here().context(), bytes)
     }
 
     fn slice(b: &CudaMemory, offset: usize, len: usize) -> Result<CudaMemory> {
@@ -80,19 +110,19 @@ impl Backend for Vmm {
 pub struct Nvshmem;
 
 impl Backend for Nvshmem {
-    type OneSided = VmmOneSided;
+    type Net = DeviceTransport;
     const KIND: BackendKind = BackendKind::Nvshmem;
 
-    fn one_sided(heap: &Heap) -> Result<VmmOneSided> {
+    fn one_sided(heap: &Heap) -> Result<DeviceTransport> {
         assert!(heap.backend() == Self::KIND);
-        VmmOneSided::new(heap)
+        DeviceTransport::new(heap)
     }
 
-    fn stream(os: &VmmOneSided) -> Result<CudaStream> {
+    fn stream(os: &DeviceTransport) -> Result<CudaStream> {
         Vmm::stream(os)
     }
 
-    fn buffer(os: &VmmOneSided, bytes: &[u8]) -> Result<CudaMemory> {
+    fn buffer(os: &DeviceTransport, bytes: &[u8]) -> Result<CudaMemory> {
         Vmm::buffer(os, bytes)
     }
 
@@ -105,19 +135,19 @@ impl Backend for Nvshmem {
 pub struct Nccl;
 
 impl Backend for Nccl {
-    type OneSided = VmmOneSided;
+    type Net = DeviceTransport;
     const KIND: BackendKind = BackendKind::Nccl;
 
-    fn one_sided(heap: &Heap) -> Result<VmmOneSided> {
+    fn one_sided(heap: &Heap) -> Result<DeviceTransport> {
         assert!(heap.nccl_window().is_some() && heap.backend() == Self::KIND);
-        VmmOneSided::new(heap)
+        DeviceTransport::new(heap)
     }
 
-    fn stream(os: &VmmOneSided) -> Result<CudaStream> {
+    fn stream(os: &DeviceTransport) -> Result<CudaStream> {
         Vmm::stream(os)
     }
 
-    fn buffer(os: &VmmOneSided, bytes: &[u8]) -> Result<CudaMemory> {
+    fn buffer(os: &DeviceTransport, bytes: &[u8]) -> Result<CudaMemory> {
         Vmm::buffer(os, bytes)
     }
 
@@ -129,7 +159,7 @@ impl Backend for Nccl {
 pub struct Setup<B: Backend> {
     // Streams first: they drain before the memory that their work uses goes.
     pub stream: StreamOf<B>,
-    pub os: B::OneSided,
+    pub os: B::Net,
     pub heap: Heap,
     pub team: LiveTeam,
 }
@@ -319,6 +349,66 @@ pub fn put_flag<B: Backend>(world: World) -> Result<()> {
     }
     assert!(s.os.advance(&s.stream, sig.slot(0), NUM_SIGNALS + 1).is_err());
     s.os.check_counters()
+}
+
+/// A launch enters, puts to all peers under the permit that this gives it, and passes on to its right
+/// neighbour what its left one has put; eager, and as a graph. A put to a peer that has not granted
+/// is refused by name, and nothing of it arrives.
+pub fn permits<B: Backend>(world: World) -> Result<()> {
+    let s = setup::<B>(&world, 64 * KIB)?;
+    let (n, me) = (s.team.size(), s.team.rank());
+    let (next, before) = (me.offset(1, n), me.offset(n - 1, n));
+    let len = 512;
+    let (recv, passed) = (s.heap.alloc(n * len, "recv")?, s.heap.alloc(len, "passed")?);
+    let sig = s.team.signals(4, "credit+data+passed+lone")?;
+    let (data, got) = (s.poisoned(len)?, s.poisoned(len)?);
+    let enter = Enter { credit: sig.slot(0), tag: 7, first: sig.slot(1), num: 1 };
+    let launch = || -> Result<()> {
+        let to = s.team.peers().map(|p| (p, recv.range(me.idx() * len, len))).collect();
+        s.os.enter_and_put(&s.stream, enter, to, &data, sig.slot(1))?;
+        s.os.wait_peers(&s.stream, sig.slot(1))?;
+        let (to, from) = (passed.range(0, len), recv.range(before.idx() * len, len));
+        s.os.pass_signal(&s.stream, (next, to), (from, len), sig.slot(2))?;
+        s.os.wait(&s.stream, before, sig.slot(2), 1)?;
+        s.os.get(&s.stream, me, passed.range(0, len), &got)
+    };
+    let round = |round: u64, run: &dyn Fn() -> Result<()>| -> Result<()> {
+        data.upload(&pattern(round << 8 | u64::from(me.get()), len))?;
+        run()?;
+        s.finish()?;
+        let two_back = me.offset(2 * n - 2, n).get();
+        assert_eq!(got.download()?, pattern(round << 8 | u64::from(two_back), len), "{round}");
+        s.team.agree(true).map(|_| ())
+    };
+    if n > 2 {
+        for r in 0..5 {
+            round(r, &launch)?;
+        }
+        s.stream.begin_capture()?;
+        launch()?;
+        let graph = s.stream.end_capture()?;
+        for r in 5..20 {
+            round(r, &|| s.stream.replay(&graph))?;
+        }
+        s.os.check_counters()?;
+        s.team.agree(true)?;
+    }
+    // One credit, for one rank, whose put arrives; another rank's is refused.
+    s.os.signal(&s.stream, next, sig.slot(3), 1)?;
+    let mine = s.buffer(&pattern(99, len))?;
+    let granted = Some((before, sig.slot(3)));
+    s.os.put_granted(&s.stream, granted, (before, recv.range(0, len)), &mine)?;
+    s.os.barrier(&s.stream, 0)?;
+    s.finish()?;
+    assert_eq!(s.own(recv.range(0, len), len)?, pattern(99, len));
+    // A refusal on the host ends the team, of which a slower rank hears in this meeting.
+    let _met = s.team.agree(true);
+    let at = recv.range(len, len);
+    let eight = s.buffer(&[1; 8])?;
+    let refused = s.os.put_granted(&s.stream, None, (next, at), &eight);
+    let e = refused.and_then(|()| s.finish()).unwrap_err();
+    assert!(e.message().contains("without a credit") || e.kind() == ErrorKind::Aborted, "{e}");
+    Ok(())
 }
 
 /// Every rank publishes; every rank gets from every other. Bad arguments are refused.

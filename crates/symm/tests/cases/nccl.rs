@@ -105,7 +105,7 @@ fn by_heap(s: &Setup<Nccl>) -> Result<()> {
     let nccl = s.heap.nccl()?;
     let (n, me) = (s.team.size(), s.team.rank());
     // SAFETY: memory that lives until the work has run, which `adds` waits for; all ranks do this.
-    adds((s.os.context(), &s.stream), n, me, |ops| unsafe {
+    adds((s.os.here().context(), &s.stream), n, me, |ops| unsafe {
         nccl.queue(&s.stream, (DType::F32, NcclSum::Sum), ops)
     })
 }
@@ -226,10 +226,10 @@ pub fn host_puts(world: World) -> Result<()> {
         let want = pattern(100 * round + u64::from(before.get()), LEN);
         // From the first part of my chunk to the second one of the next rank's.
         let mine = s.buffer(&[sent, vec![DType::POISON; LEN]].concat())?;
-        s.os.put(&s.stream, me, 0, &mine)?;
+        super::Queued::put(&s.os, &s.stream, me, 0, &mine)?;
         s.finish()?;
         s.team.agree(true)?;
-        let (src, count) = (s.os.addr(me, 0, LEN)?, LEN / 4);
+        let (src, count) = (s.os.here().addr(0, LEN)?, LEN / 4);
         queue(&[NcclOp::PutSignal { src, count, peer: next.get(), window, offset: LEN }])?;
         queue(&[NcclOp::Signal { peer: next.get() }])?;
         queue(&[NcclOp::WaitSignals { peer: before.get(), count: 2 }])?;

@@ -1,0 +1,403 @@
+//! The interface to the wire: what operations call, backends implement, and the conformance suite
+//! certifies.
+//!
+//! A [`Transport`] acts on a *lane*. On the host the lane is the launch that the calling worker
+//! thread runs ([`OpCtx`]), and a call acts at once, without an allocation or a node of a graph. On
+//! devices the lane is a stream, a call queues work, and everything can be captured.
+//!
+//! | who | lane | memory | how data moves |
+//! |---|---|---|---|
+//! | [`Heap::host_transport`] | [`OpCtx`] | `[u8]` | stores into the peers' mapped memory |
+//! | [`Heap::connect_by_sockets`] (tests) | [`OpCtx`] | `[u8]` | messages; no peer has an address |
+//! | [`DeviceTransport`] | `CudaStream` | `CudaMemory` | copy engines, and kernels of one block |
+//!
+//! # Rules
+//! - **Credits.** A put needs a [`Permit`]: the proof that its destination has granted this launch
+//!   the use of its receive buffers. [`Transport::acquire`] and [`Transport::enter`] give permits; a
+//!   put to a peer that the permit does not name is refused.
+//! - **Order.** What is put to a peer is visible there once that peer has waited for a signal that
+//!   the same lane raised later. A signal orders nothing for other peers.
+//! - **One producer.** One lane at a time raises the signals of a (slot, destination): devices send
+//!   the running total, so totals must leave in the order in which they grew.
+//! - **Faults.** A wait that fails sets the fault of the team. On the host the call itself returns
+//!   the error; on devices the next call, `Pending::wait` and
+//!   [`LiveTeam::check`](crate::LiveTeam::check) do, and until then queued waits return at once and
+//!   queued signals raise nothing.
+
+use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_device::cuda::{CudaMemory, CudaStream};
+
+use crate::heap::Heap;
+use crate::vmm::DeviceTeam;
+
+mod host;
+mod lane;
+mod one_sided;
+mod permit;
+mod sockets;
+
+pub(crate) use host::{Mapped, Peers, over};
+pub use lane::OpCtx;
+pub use one_sided::OneSided;
+pub use permit::Permit;
+
+#[cfg(doc)]
+use crate::vmm::DeviceTransport;
+
+/// Number of a signal counter in the team's control pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SignalSlot(pub(crate) usize);
+
+impl SignalSlot {
+    /// The slot's number.
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// What a transport can do. It is known when a heap is made, never found out in the middle.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Caps {
+    /// Peers' memory can be addressed directly.
+    pub direct_peer: bool,
+    /// `get` is provided.
+    pub get: bool,
+    /// Work can be captured and replayed.
+    pub graph: bool,
+    /// A timed-out or dead peer leaves the process able to go on.
+    pub recoverable: bool,
+}
+
+/// The slots that a launch enters with.
+#[derive(Clone, Copy, Debug)]
+pub struct Enter {
+    /// Slot of the credits.
+    pub credit: SignalSlot,
+    /// Fingerprint of the launch: every credit carries it on the host.
+    pub tag: u64,
+    /// First of the slots whose flags this launch raises once for each peer.
+    pub first: SignalSlot,
+    /// Number of those slots.
+    pub num: usize,
+}
+
+/// A transport on which host executors run.
+pub type HostTransport = dyn Transport<Lane = OpCtx, Memory = [u8]>;
+
+/// A transport whose work is queued on a stream of a CUDA device.
+pub type StreamTransport = dyn Transport<Lane = CudaStream, Memory = CudaMemory>;
+
+/// One-sided transfers and signals between the members of a team. The module's documentation has
+/// the rules. `at` is a byte offset in a rank's chunk of the heap, `phase` names the step in errors.
+pub trait Transport: Send + Sync {
+    /// Where calls act, or queue their work.
+    type Lane;
+    /// Memory of this rank outside of the heap: the source of puts, the destination of gets.
+    type Memory: ?Sized;
+
+    /// Returns the heap that is accessed.
+    fn heap(&self) -> &Heap;
+
+    /// Returns what this transport can do.
+    fn caps(&self) -> Caps;
+
+    /// Begins a launch: grants every peer the use of my receive buffers, waits for the same of all
+    /// peers, and makes the totals that the launch's flags publish ([`Transport::advance`]).
+    ///
+    /// # Errors
+    /// Those of [`Transport::acquire`]; `InvalidArgument` if there are no such slots.
+    fn enter(&self, lane: &Self::Lane, e: &Enter) -> Result<Permit>;
+
+    /// Grants `dst` one more use of my receive buffers, for the launch with fingerprint `tag`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a rank that the team does not have; the fault of the team.
+    fn grant(
+        &self,
+        lane: &Self::Lane,
+        dst: Rank,
+        slot: SignalSlot,
+        tag: u64,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Waits for a grant of `src`. On the host the grant must be for the launch with fingerprint
+    /// `tag`; devices compare launches when they begin.
+    ///
+    /// # Errors
+    /// Those of [`Transport::wait`]; `Mismatch` with both ranks' words if the launches differ.
+    fn acquire(
+        &self,
+        lane: &Self::Lane,
+        src: Rank,
+        slot: SignalSlot,
+        tag: u64,
+        phase: &str,
+    ) -> Result<Permit>;
+
+    /// Writes `src` at `to.1` of the chunk of rank `to.0`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the range is not in the heap; `Protocol` if `permit` does not name the
+    /// rank; the fault of the team.
+    fn put(
+        &self,
+        lane: &Self::Lane,
+        permit: &Permit,
+        to: (Rank, usize),
+        src: &Self::Memory,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Puts `from.1` bytes at `from.0` of my own chunk: how a rank passes on what has come to it.
+    ///
+    /// # Safety
+    /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane that
+    /// this one is behind, and has no credit to write again.
+    ///
+    /// # Errors
+    /// As [`Transport::put`].
+    unsafe fn pass(
+        &self,
+        lane: &Self::Lane,
+        permit: &Permit,
+        to: (Rank, usize),
+        from: (usize, usize),
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Reads from `from.1` of the chunk of rank `from.0` into `out`, usable behind the call on the
+    /// same lane. What a `get` wrote after a fault is unspecified.
+    ///
+    /// # Safety
+    /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane that
+    /// this one is behind, and does not write it again before it hears from this rank.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the range is not in the heap; the fault of the team.
+    unsafe fn get(
+        &self,
+        lane: &Self::Lane,
+        from: (Rank, usize),
+        out: &mut Self::Memory,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Adds `n` to my count on `dst`'s `slot`.
+    ///
+    /// # Errors
+    /// As [`Transport::grant`].
+    fn signal(
+        &self,
+        lane: &Self::Lane,
+        dst: Rank,
+        slot: SignalSlot,
+        n: u64,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Raises the totals of `num` slots from `first` on, for every peer, by one: what this launch's
+    /// flags publish. One piece of work for all of them, where a signal needs one each.
+    ///
+    /// Each (slot, peer) must then be published by exactly one [`Transport::flag`]: a total that
+    /// nobody publishes lets a later wait pass too early. The lane must be behind all flags of
+    /// earlier totals: a flag carries what the total is when it is copied.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there are no such slots; the fault of the team.
+    fn advance(&self, lane: &Self::Lane, first: SignalSlot, num: usize) -> Result<()>;
+
+    /// Publishes to `dst` the total that [`Transport::advance`] made for the slot, behind what the
+    /// lane has put there. The lane must be ordered behind that call.
+    ///
+    /// # Errors
+    /// As [`Transport::grant`].
+    fn flag(&self, lane: &Self::Lane, dst: Rank, slot: SignalSlot, phase: &str) -> Result<()>;
+
+    /// Waits for `n` more counts of `src` on my `slot`.
+    ///
+    /// # Errors
+    /// `Timeout`, `PeerDead`, `Aborted` or `Mismatch`; the team is faulted then.
+    fn wait(
+        &self,
+        lane: &Self::Lane,
+        src: Rank,
+        slot: SignalSlot,
+        n: u64,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// As [`Transport::wait`], for the last count that `src` raises on this slot in this launch.
+    /// Producers that need a credit cannot run ahead, so that the host reports a count that is
+    /// larger than expected.
+    ///
+    /// # Errors
+    /// As [`Transport::wait`]; `Protocol` if `src` has signalled more often than it may.
+    fn wait_last(
+        &self,
+        lane: &Self::Lane,
+        src: Rank,
+        slot: SignalSlot,
+        n: u64,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Waits for one more count of every peer on `slot`.
+    ///
+    /// # Errors
+    /// As [`Transport::wait`].
+    fn wait_peers(&self, lane: &Self::Lane, slot: SignalSlot, phase: &str) -> Result<()> {
+        self.heap().team().peers().try_for_each(|p| self.wait_last(lane, p, slot, 1, phase))
+    }
+
+    /// Stores `value` in the word at `to.1` of the chunk of rank `to.0`: a flag of the heap, which has
+    /// one writer, and whose values grow from launch to launch. What this lane put to the rank
+    /// before is visible to who sees the value. Nothing is counted: the same value stored twice
+    /// changes nothing.
+    ///
+    /// # Errors
+    /// `Unsupported` on devices, whose kernels store such words themselves; as [`Transport::grant`].
+    fn store_flag(
+        &self,
+        lane: &Self::Lane,
+        to: (Rank, usize),
+        value: u64,
+        phase: &str,
+    ) -> Result<()> {
+        let _ = (lane, to, value, phase);
+        Err(flags_are_kernels())
+    }
+
+    /// Puts `words`, each of which is a flag as well, so that no signal has to follow.
+    ///
+    /// # Errors
+    /// As [`Transport::store_flag`].
+    fn put_flags(
+        &self,
+        lane: &Self::Lane,
+        to: (Rank, usize),
+        words: &[u64],
+        phase: &str,
+    ) -> Result<()> {
+        let _ = (lane, to, words, phase);
+        Err(flags_are_kernels())
+    }
+
+    /// Waits until rank `from.0` has stored `least` or more in each of the words at `from.1` of my
+    /// own chunk, and copies them to `out`.
+    ///
+    /// # Errors
+    /// As [`Transport::wait`] and [`Transport::store_flag`].
+    fn wait_flags(
+        &self,
+        lane: &Self::Lane,
+        from: (Rank, usize),
+        least: u64,
+        out: &mut [u64],
+        phase: &str,
+    ) -> Result<()> {
+        let _ = (lane, from, least, out, phase);
+        Err(flags_are_kernels())
+    }
+
+    /// Waits until all members have reached the same barrier on `channel`.
+    ///
+    /// # Errors
+    /// As [`Transport::wait`]; `InvalidArgument` if there is no such channel.
+    fn barrier(&self, lane: &Self::Lane, channel: usize, phase: &str) -> Result<()>;
+
+    /// As [`Transport::pass`] and [`Transport::signal`] behind it. Without bytes the signal alone
+    /// goes.
+    ///
+    /// # Safety
+    /// As [`Transport::pass`].
+    ///
+    /// # Errors
+    /// As [`Transport::put`].
+    unsafe fn pass_signal(
+        &self,
+        lane: &Self::Lane,
+        permit: &Permit,
+        to: (Rank, usize),
+        from: (usize, usize),
+        slot: SignalSlot,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Puts `src` and raises `slot` behind it.
+    ///
+    /// # Errors
+    /// As [`Transport::put`].
+    fn put_signal(
+        &self,
+        lane: &Self::Lane,
+        permit: &Permit,
+        to: (Rank, usize),
+        src: &Self::Memory,
+        slot: SignalSlot,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Puts `src` and publishes the total of [`Transport::advance`] behind it. Without bytes the
+    /// flag alone goes.
+    ///
+    /// # Errors
+    /// As [`Transport::put`].
+    fn put_flag(
+        &self,
+        lane: &Self::Lane,
+        permit: &Permit,
+        to: (Rank, usize),
+        src: &Self::Memory,
+        slot: SignalSlot,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Orders earlier puts before later ones, without waiting for them.
+    ///
+    /// # Errors
+    /// The fault of the team.
+    fn fence(&self, lane: &Self::Lane) -> Result<()>;
+
+    /// Waits in lane order until all earlier puts are complete at their destinations.
+    ///
+    /// # Errors
+    /// The fault of the team.
+    fn quiet(&self, lane: &Self::Lane) -> Result<()>;
+
+    /// Compares counts with nothing in flight: every signal that was raised has been waited for,
+    /// and none twice.
+    ///
+    /// # Errors
+    /// `Protocol` naming the first slot whose count is not what its waits consumed.
+    fn check_counters(&self) -> Result<()>;
+
+    /// Returns what kernels need to meet the other ranks by themselves. `None` on the host, and
+    /// where GPUs do not reach each other's memory.
+    fn device_team(&self) -> Option<&DeviceTeam> {
+        None
+    }
+}
+
+fn flags_are_kernels() -> Error {
+    Error::new(ErrorKind::Unsupported, "on devices kernels store and compare flag words themselves")
+}
+
+pub(crate) fn check_channel(channel: usize) -> Result<()> {
+    let num = crate::control::NUM_CHANNELS;
+    if channel < num {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("there is no barrier channel {channel}"))
+        .expected(format_args!("less than {num}"))
+        .seen(channel))
+}
+
+pub(crate) fn check_slots(first: SignalSlot, num: usize) -> Result<()> {
+    let all = crate::control::NUM_SIGNALS;
+    if first.0.checked_add(num).is_some_and(|end| end <= all) {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("there are no {num} signal slots from {} on", first.0))
+        .expected(format_args!("at most {all} in all")))
+}

@@ -1,0 +1,80 @@
+//! Credits as values: who may put where.
+
+use tilewire_core::{Error, ErrorKind, Rank, Result};
+
+/// Proof that peers have granted a launch the use of their receive buffers.
+///
+/// A put takes it, so that code which writes to a peer without the peer's credit does not compile
+/// without an `unsafe` block that says why. It names the peers by their bits, and it is good for the
+/// launch that acquired it: drop it with the launch.
+#[derive(PartialEq, Eq, Debug)]
+#[must_use = "a permit is what a put needs"]
+pub struct Permit(u64);
+
+impl Permit {
+    /// A permit to put to nobody: the beginning of a sum by [`Permit::and`].
+    pub fn none() -> Self {
+        Self(0)
+    }
+
+    pub(crate) fn of(peer: Rank) -> Self {
+        Self(1 << peer.idx())
+    }
+
+    /// A permit to put to the peers of both.
+    pub fn and(self, other: Permit) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// Adds the peers of `other`.
+    pub fn add(&mut self, other: Permit) {
+        self.0 |= other.0;
+    }
+
+    /// Whether `peer` has granted.
+    pub fn names(&self, peer: Rank) -> bool {
+        self.0 >> peer.idx() & 1 == 1
+    }
+
+    /// A permit to put to every rank of a team of `size` ranks.
+    ///
+    /// # Safety
+    /// Every rank that is put to under this permit must leave the range alone until it has waited
+    /// for the signal behind the put. Say what keeps it: another signal, a barrier, or that the
+    /// range is written once.
+    pub unsafe fn assume(size: usize) -> Self {
+        Self(u64::MAX >> (64 - size.clamp(1, 64)))
+    }
+
+    /// Fails unless `peer` has granted.
+    pub(crate) fn check(&self, me: Rank, peer: Rank) -> Result<()> {
+        if peer == me || self.names(peer) {
+            return Ok(());
+        }
+        let text = format!("a put to rank {} without a credit of that rank", peer.get());
+        Err(Error::new(ErrorKind::Protocol, text)
+            .rank(me)
+            .peer(peer)
+            .hint("acquire the credit first; the schedule of this operation is wrong"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_permit_names_the_peers_that_have_granted() {
+        let me = Rank::new(0);
+        let p = Permit::of(Rank::new(2)).and(Permit::of(Rank::new(63)));
+        for r in 0..64 {
+            let allowed = p.check(me, Rank::new(r)).is_ok();
+            assert_eq!(allowed, [0, 2, 63].contains(&r), "rank {r}");
+        }
+        let e = Permit::none().check(me, Rank::new(1)).unwrap_err();
+        assert!(e.kind() == ErrorKind::Protocol && e.get_peer() == Some(Rank::new(1)), "{e}");
+        // SAFETY: nothing is put under this permit.
+        let all = unsafe { Permit::assume(3) };
+        assert!(all.check(me, Rank::new(2)).is_ok() && all.check(me, Rank::new(3)).is_err());
+    }
+}

@@ -1,0 +1,213 @@
+//! What kernels and operations use of a heap in device memory: this rank's part of it, and where
+//! peers' parts are.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_device::Buffer;
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, LaunchArgs};
+use tilewire_kernels::abi::{TwPoison, TwTeam};
+
+use super::fault::BadInput;
+use super::store::VmmStore;
+use crate::LiveTeam;
+use crate::heap::Heap;
+
+/// This rank's part of a heap in device memory. Nothing here needs peers' addresses.
+#[derive(Clone)]
+pub struct DeviceHeap {
+    pub(super) heap: Heap,
+    pub(super) store: Arc<VmmStore>,
+}
+
+/// What kernels need to meet the other ranks by themselves: addresses of peers' memory, and the
+/// words that they signal with. It exists only where GPUs reach each other's memory.
+#[derive(Clone)]
+pub struct DeviceTeam(DeviceHeap);
+
+impl DeviceHeap {
+    /// The part of `heap` that is this rank's.
+    ///
+    /// # Errors
+    /// `Unsupported` if the heap is not in device memory.
+    pub fn new(heap: &Heap) -> Result<Self> {
+        let Some(store) = &heap.0.vmm else {
+            return Err(Error::new(ErrorKind::Unsupported, "this heap is not in device memory")
+                .expected("vmm")
+                .seen(heap.backend())
+                .hint("make it with `BackendKind::Vmm`; on the host use `Heap::host_transport`"));
+        };
+        Ok(Self { heap: heap.clone(), store: store.clone() })
+    }
+
+    /// The team with its peers' addresses, where GPUs reach each other.
+    pub(super) fn reach(&self) -> Option<DeviceTeam> {
+        self.store.near.then(|| DeviceTeam(self.clone()))
+    }
+
+    /// The heap.
+    pub fn heap(&self) -> &Heap {
+        &self.heap
+    }
+
+    /// The device of this rank.
+    pub fn context(&self) -> &CudaContext {
+        &self.store.ctx
+    }
+
+    /// Multiprocessors that this rank may count on: those of its device, divided among the team's ranks
+    /// there. A kernel that waits for peers must leave room for theirs.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn num_sms(&self) -> Result<u32> {
+        Ok((self.store.ctx.num_sms()? / self.store.on_device as u32).max(1))
+    }
+
+    /// Address on this rank's device of `len` bytes at `offset` of its own chunk.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the range is not in the heap.
+    pub fn addr(&self, offset: usize, len: usize) -> Result<u64> {
+        self.peer_addr(self.team().rank(), offset, len)
+    }
+
+    pub(super) fn peer_addr(&self, peer: Rank, offset: usize, len: usize) -> Result<u64> {
+        self.heap.check_range(peer, offset, len)?;
+        self.store.heap.addr(peer, offset, len)
+    }
+
+    /// The words by which kernels of this rank learn of faults and signal: `TwTeam` of
+    /// `comm/team.cuh`. What it points to lives as long as the heap.
+    pub fn team_param(&self) -> TwTeam {
+        self.store.param
+    }
+
+    /// Counts what a kernel of the caller writes to `dst`'s chunk, as a put.
+    pub fn count_put(&self, dst: Rank, len: usize) {
+        self.team().0.traffic.put(dst, len);
+    }
+
+    /// Counts a word that a kernel of the caller writes to `dst`, as a signal.
+    pub fn count_signal(&self, dst: Rank) {
+        self.team().0.traffic.signal(dst);
+    }
+
+    pub(super) fn team(&self) -> &LiveTeam {
+        self.heap.team()
+    }
+
+    /// Keeps everything that queued work refers to by address.
+    pub(super) fn hold(&self, stream: &CudaStream, buffer: Option<&CudaMemory>) {
+        stream.hold(|| -> Arc<dyn Any + Send + Sync> {
+            Arc::new((self.heap.clone(), buffer.cloned()))
+        });
+    }
+
+    /// Queues zeros to `len` bytes at `offset` of my own chunk.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the range is not in the heap.
+    pub fn clear(&self, stream: &CudaStream, offset: usize, len: usize) -> Result<()> {
+        let at = self.addr(offset, len)?;
+        self.hold(stream, None);
+        // SAFETY: the range was checked and is held; that nobody else uses it meanwhile is the
+        // protocol's business, as for every one-sided transfer.
+        unsafe { stream.fill(at, 0, len) }
+    }
+
+    /// Fills each output with its byte if the team is over by then: the last work of a launch, so
+    /// that what a failed launch left cannot be taken for a result. One kernel for eight outputs.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn poison_if_over(&self, stream: &CudaStream, outs: &[(CudaMemory, u8)]) -> Result<()> {
+        for some in outs.chunks(8) {
+            let mut p = TwPoison { out: [0; 8], len: [0; 8], byte: [0; 8] };
+            for (i, (m, byte)) in some.iter().enumerate() {
+                self.hold(stream, Some(m));
+                (p.out[i], p.len[i], p.byte[i]) = (m.addr(), m.len_bytes() as u64, *byte);
+            }
+            let args = LaunchArgs::new().arg(&self.store.param).arg(&p);
+            let most = p.len.iter().copied().max().unwrap_or(0);
+            let grid = Grid::new((most / 65536).clamp(1, 64) as u32, 256);
+            // SAFETY: the kernel takes (TwTeam, TwPoison); outputs are held; lifetimes as in `launch`.
+            unsafe { self.store.kernels.poison.launch(stream, grid, args)? };
+        }
+        Ok(())
+    }
+
+    /// Ends the team if the word `status` is not 0 by then: a kernel of this stream has found an
+    /// input that cannot be. `status` must be one u32.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a status of another size; the fault of the team.
+    pub fn fail_if(&self, stream: &CudaStream, status: &CudaMemory, what: BadInput) -> Result<()> {
+        if status.len_bytes() != 4 {
+            return Err(Error::invalid("a status is one u32").seen(status.len_bytes()));
+        }
+        self.team().check()?;
+        self.hold(stream, Some(status));
+        let (addr, what) = (status.addr(), what as u32);
+        let args = LaunchArgs::new().arg(&self.store.param).arg(&addr).arg(&what);
+        // SAFETY: the kernel takes (TwTeam, u32*, u32); the status is held; lifetimes as in `launch`.
+        unsafe { self.store.kernels.fail_if.launch(stream, Grid::new(1, 1), args) }
+    }
+}
+
+impl DeviceTeam {
+    /// Device address, on this rank's device, of `len` bytes at `offset` of `peer`'s chunk: what
+    /// kernels compute as base + rank * stride + offset.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the range is not in the heap.
+    pub fn addr(&self, peer: Rank, offset: usize, len: usize) -> Result<u64> {
+        self.0.peer_addr(peer, offset, len)
+    }
+
+    /// Bytes from a rank's chunk to the next one's, as this device sees them; addresses wrap.
+    ///
+    /// # Errors
+    /// `Unsupported` if they do not lie in even steps: with more than two ranks of the backend `nvshmem`.
+    pub fn stride(&self) -> Result<u64> {
+        self.0.store.heap.stride()
+    }
+
+    /// The team as a parameter of kernels that meet by themselves: `TwTeam` of `comm/team.cuh`. What
+    /// it points to lives as long as the heap.
+    pub fn param(&self) -> TwTeam {
+        self.0.team_param()
+    }
+
+    /// Queues a get of rows of `width` bytes: from byte `src.1` of the chunk of rank `src.0` on,
+    /// `src.2` bytes apart, to the beginning of `out.0`, `out.1` bytes apart.
+    ///
+    /// # Safety
+    /// As [`Transport::get`](crate::Transport::get).
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the rows are not in the heap, or not in `out`.
+    pub unsafe fn get_rows(
+        &self,
+        stream: &CudaStream,
+        src: (Rank, usize, usize),
+        out: (&CudaMemory, usize),
+        (width, rows): (usize, usize),
+    ) -> Result<()> {
+        if width * rows == 0 {
+            return Ok(());
+        }
+        let reach = |pitch: usize| (rows - 1) * pitch + width;
+        let from = self.addr(src.0, src.1, reach(src.2))?;
+        let to = out.0.slice(0, reach(out.1))?;
+        if src.0 != self.0.team().rank() {
+            self.0.team().0.traffic.get(src.0, width * rows);
+        }
+        self.0.team().check()?;
+        self.0.hold(stream, Some(&to));
+        // SAFETY: both ranges were checked and are held; that nobody else uses them meanwhile is
+        // the protocol's business (credits), as for every one-sided transfer.
+        unsafe { stream.copy_rows((to.addr(), out.1), (from, src.2), (width, rows)) }
+    }
+}
