@@ -30,6 +30,8 @@ mod idle;
 mod lacking;
 #[path = "gpu/launches.rs"]
 mod launches;
+#[path = "gpu/layouts.rs"]
+mod layouts;
 #[path = "gpu/orders.rs"]
 mod orders;
 #[path = "gpu/parked.rs"]

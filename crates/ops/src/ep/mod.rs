@@ -36,6 +36,7 @@ mod fastest;
 mod handle;
 mod host;
 mod lay;
+mod left;
 mod nccl;
 mod plan;
 mod recv;
@@ -46,6 +47,8 @@ mod traffic;
 
 pub use desc::{EpDesc, EpLayout, Overflow};
 pub use handle::{EpHandle, EpTotals};
+#[doc(hidden)]
+pub use left::EpLeft;
 pub use plan::{EpMemory, EpPlan};
 pub use recv::EpDispatch;
 pub use traffic::EpTraffic;
