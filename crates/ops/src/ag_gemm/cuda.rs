@@ -9,13 +9,14 @@ use tilewire_symm::LiveTeam;
 
 use super::AgGemmDesc;
 use super::config::AgTask;
+use super::copies::Copies;
 use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
 use crate::collective::nccl::gather;
 use crate::common::Bias;
 use crate::common::cuda::{addr, hold, holding, together_on};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::nccl::ByNccl;
-use crate::common::ring::{Arrival, arrivals, neighbours};
+use crate::common::ring::arrivals;
 use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
 use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::widen::{Widened, kernel_desc};
@@ -160,50 +161,29 @@ impl Run<'_> {
         unsafe { nccl.queue(self.l.main, d.x, &ops) }
     }
 
-    /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order; of a ring to the next rank.
-    fn copies(&self) -> Result<()> {
-        let (row, me, chunks) = (self.row(), self.me(), self.s.config.sub_chunks);
-        let l = self.l;
-        let first = range_of(self.s.rows, me).start;
-        for chunk in 0..chunks {
-            let r = chunk_rows(self.s.rows, me, chunk, chunks);
-            let part = self.x.slice((r.start - first) * row, r.len() * row)?;
-            let at = self.plan.gather.range(r.start * row, part.len_bytes());
-            if self.ring() {
-                let next = neighbours(me, self.s.rows.len()).1;
-                if next != me {
-                    let slot = self.plan.signals.slot(DATA);
-                    l.net.put_signal(l.side, &l.permit, (next, at), &part, slot, "push")?;
-                }
-                continue;
-            }
-            for p in self.plan.core.team().peers() {
-                let slot = self.plan.signals.slot(DATA + chunk);
-                l.net.put_flag(l.side, &l.permit, (p, at), &part, slot, "push")?;
-            }
+    fn lane(&self) -> Copies<'_> {
+        Copies {
+            rows: self.s.rows,
+            chunks: self.s.config.sub_chunks,
+            ring: self.ring(),
+            row: self.row(),
+            gather: &self.plan.gather,
+            signals: &self.plan.signals,
         }
-        Ok(())
+    }
+
+    /// Copy lane: pushes my shard.
+    fn copies(&self) -> Result<()> {
+        let l = self.l;
+        let part = |bytes: std::ops::Range<usize>,
+                    put: &mut dyn FnMut(&CudaMemory) -> Result<()>| {
+            put(&self.x.slice(bytes.start, bytes.len())?)
+        };
+        self.lane().push((l.net, l.side), &l.permit, part)
     }
 
     fn ring(&self) -> bool {
         self.s.config.algo == Algo::Ring
-    }
-
-    /// Of a ring: takes what comes next on the copy stream, lets the caller's go on behind it, and passes it on
-    /// while it is multiplied.
-    fn take(&self, a: &Arrival) -> Result<()> {
-        let (l, slot, row) = (self.l, self.plan.signals.slot(DATA), self.row());
-        l.net.wait(l.side, a.from, slot, 1, "chunk")?;
-        l.join()?;
-        if !a.passes {
-            return Ok(());
-        }
-        let next = neighbours(self.me(), self.s.rows.len()).1;
-        let at = self.plan.gather.range(a.rows.start * row, a.rows.len() * row);
-        let from = (at, a.rows.len() * row);
-        // SAFETY: the copy lane has waited for the chunk just now, and its writer gets no credit
-        // before the next launch.
-        unsafe { l.net.pass_signal(l.side, &l.permit, (next, at), from, slot, "pass") }
     }
 
     /// Compute lane: the task table.
@@ -220,10 +200,13 @@ impl Run<'_> {
             match task {
                 AgTask::Wait { src, chunk } => {
                     match ring.next() {
-                        Some(a) if self.ring() => self.take(&a)?,
+                        Some(a) if self.ring() => {
+                            // The caller's stream goes on behind it, and multiplies it while it
+                            // is passed on.
+                            self.lane().take((l.net, l.side), &l.permit, &a, || l.join())?;
+                        }
                         _ => {
-                            let slot = self.plan.signals.slot(DATA + chunk);
-                            l.net.wait(main, *src, slot, 1, "chunk")?;
+                            l.net.wait(main, *src, self.lane().slot(*chunk), 1, "chunk")?;
                         }
                     }
                     self.widen(*src, *chunk)?;

@@ -4,12 +4,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use tilewire_core::{Rank, Result};
-use tilewire_symm::{Permit, Signals, SymBuf};
+use tilewire_symm::{Enter, Signals, SymBuf};
 
 use super::AgGemmDesc;
 use super::config::AgTask;
+use super::copies::Copies;
 use super::plan::{AgGemmInputs, CREDIT, DATA};
-use crate::common::ring::{arrivals, neighbours};
+use crate::common::ring::arrivals;
 use crate::common::{
     Algo, Handoff, Launch, OverlapConfig, chunk_rows, narrow_into, range_of, wide,
 };
@@ -41,70 +42,43 @@ impl Run {
         self.desc.k * self.desc.x.size()
     }
 
-    /// Copy lane: my shard to every peer, chunk by chunk, peers in rotated order; of a ring to the next rank.
-    pub fn copies(&self) -> Result<()> {
-        let (Launch { ctx, net, tag }, row) = (&self.launch, self.row_bytes());
-        let (me, chunks) = (ctx.rank(), self.config.sub_chunks);
-        let first = range_of(&self.rows, me).start;
-        let peers: Vec<Rank> = ctx.team().peers().collect();
-        let mut permit = Permit::none();
-        for &p in &peers {
-            permit.add(net.acquire(ctx, p, self.signals.slot(CREDIT), *tag, "credit")?);
+    fn lane(&self) -> Copies<'_> {
+        Copies {
+            rows: &self.rows,
+            chunks: self.config.sub_chunks,
+            ring: self.config.algo == Algo::Ring,
+            row: self.row_bytes(),
+            gather: &self.gather,
+            signals: &self.signals,
         }
-        let ring = self.config.algo == Algo::Ring;
-        let next = neighbours(me, self.rows.len()).1;
-        let receivers = if ring { vec![next; peers.len().min(1)] } else { peers };
-        for chunk in 0..chunks {
-            let r = chunk_rows(&self.rows, me, chunk, chunks);
-            for &p in &receivers {
-                self.t.x.read(|b| {
-                    let bytes = &b[(r.start - first) * row..(r.end - first) * row];
-                    let to = (p, self.gather.range(r.start * row, bytes.len()));
-                    net.put_flag(ctx, &permit, to, bytes, self.signals.slot(DATA), "push")
-                })??;
-            }
-        }
-        if ring { self.pass(&permit, next) } else { Ok(()) }
     }
 
-    /// Of a ring: each chunk that comes, to the compute lane and to the next rank.
-    fn pass(&self, permit: &Permit, next: Rank) -> Result<()> {
-        let (row, slot) = (self.row_bytes(), self.signals.slot(DATA));
-        let Launch { ctx, net, .. } = &self.launch;
-        for a in arrivals(ctx.rank(), &self.rows, self.config.sub_chunks) {
-            match a.last {
-                true => net.wait_last(ctx, a.from, slot, 1, "chunk")?,
-                false => net.wait(ctx, a.from, slot, 1, "chunk")?,
-            }
-            self.came.send(())?;
-            if !a.passes {
-                continue;
-            }
-            let len = a.rows.len() * row;
-            let at = self.gather.range(a.rows.start * row, len);
-            // SAFETY: the chunk was waited for just now, and its writer gets no credit before the next
-            // launch, which is behind this lane.
-            unsafe { net.pass_signal(ctx, permit, (next, at), (at, len), slot, "pass")? };
+    /// Copy lane: enters, pushes my shard, and of a ring passes on what comes.
+    pub fn copies(&self) -> Result<()> {
+        let (Launch { ctx, net, tag }, lane) = (&self.launch, self.lane());
+        let slot = |i| self.signals.slot(i);
+        let enter = Enter { credit: slot(CREDIT), tag: *tag, first: slot(DATA), num: 1 };
+        let permit = net.enter(ctx, &enter)?;
+        lane.push((&**net, ctx), &permit, |bytes, put| self.t.x.read(|b| put(&b[bytes]))?)?;
+        if !lane.ring {
+            return Ok(());
         }
-        Ok(())
+        arrivals(ctx.rank(), &self.rows, lane.chunks)
+            .try_for_each(|a| lane.take((&**net, ctx), &permit, &a, || self.came.send(())))
     }
 
     /// Compute lane: a chunk of `src` has come.
-    fn arrive(&self, src: Rank, last: bool) -> Result<()> {
-        let (Launch { ctx, net, .. }, slot) = (&self.launch, self.signals.slot(DATA));
-        match last {
-            _ if self.config.algo == Algo::Ring => self.came.receive(ctx),
-            true => net.wait_last(ctx, src, slot, 1, "chunk"),
-            false => net.wait(ctx, src, slot, 1, "chunk"),
+    fn arrive(&self, src: Rank, chunk: usize) -> Result<()> {
+        let Launch { ctx, net, .. } = &self.launch;
+        match self.config.algo {
+            Algo::Ring => self.came.receive(ctx),
+            _ => net.wait_last(ctx, src, self.lane().slot(chunk), 1, "chunk"),
         }
     }
 
     /// Compute lane: the task table.
     pub fn compute(&self) -> Result<()> {
-        let Launch { ctx, net, tag } = &self.launch;
-        for p in ctx.team().peers() {
-            net.grant(ctx, p, self.signals.slot(CREDIT), *tag, "credit")?;
-        }
+        let ctx = &self.launch.ctx;
         if let Some(g) = &self.t.gathered {
             self.keep_gathered(g, &range_of(&self.rows, ctx.rank()))?;
         }
@@ -120,7 +94,7 @@ impl Run {
             for task in &self.tasks {
                 match task {
                     AgTask::Wait { src, chunk } => {
-                        self.arrive(*src, chunk + 1 == self.config.sub_chunks)?;
+                        self.arrive(*src, *chunk)?;
                         if let Some(g) = &self.t.gathered {
                             let r = chunk_rows(&self.rows, *src, *chunk, self.config.sub_chunks);
                             self.keep_gathered(g, &r)?;

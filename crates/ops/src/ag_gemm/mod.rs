@@ -19,6 +19,7 @@
 //! | page | `docs/protocols/ag_gemm.md` |
 
 mod config;
+mod copies;
 mod cuda;
 mod desc;
 mod host;

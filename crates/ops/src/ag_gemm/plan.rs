@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{BackendKind, DType, Error, Result};
+use tilewire_core::{DType, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
@@ -79,10 +79,7 @@ impl AgGemmPlan {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("ag_gemm"))?;
         let choice = Choice::new(config, heap).map_err(|e| e.op("ag_gemm"))?;
-        let mut slots = 2;
-        if heap.backend() != BackendKind::Host {
-            slots = 1 + choice.max_chunks();
-        }
+        let slots = DATA + choice.max_chunks();
         let gather = heap.alloc(Self::memory(&desc), "ag_gemm")?;
         let signals = Arc::new(heap.team().signals(slots, "ag_gemm")?);
         let core =
