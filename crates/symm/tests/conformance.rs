@@ -15,6 +15,7 @@ use tilewire_testing::{Lack, did_not_run};
 mod cases;
 
 use cases::nccl::{adopted, adopted_waiting, host_puts};
+use cases::no_address_of_a_peer;
 use cases::queued::Queued;
 use cases::{Host, KIB, Nccl, Sockets, Vmm};
 
@@ -180,18 +181,6 @@ fn tampered_signals(world: World) -> Result<()> {
         world.everyone(&format!("after{i}"))?.agree(true)?;
     }
     Ok(())
-}
-
-/// Ranks that reach each other by messages have no addresses of each other, and say so.
-fn no_address_of_a_peer(world: World) -> Result<()> {
-    let s = cases::setup::<Sockets>(&world, 64 * KIB)?;
-    let (buf, me) = (s.heap.alloc(64, "x")?, s.team.rank());
-    let peer = me.offset(1, s.team.size());
-    assert!(buf.address(me).is_ok());
-    for e in [buf.address(peer).unwrap_err(), buf.stride().unwrap_err()] {
-        assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
-    }
-    s.team.agree(true).map(|_| ())
 }
 
 /// What a case lacked, and in words.

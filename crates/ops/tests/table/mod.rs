@@ -7,10 +7,12 @@ use tilewire_core::*;
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_ops::ag_gemm::*;
 use tilewire_ops::attention::{AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved};
+use tilewire_ops::bulk::{BulkInputs, BulkPlan};
 use tilewire_ops::collective::*;
 use tilewire_ops::common::OverlapConfig;
 use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan, CpConfig, Strategy};
 use tilewire_ops::ep::{EpDesc, EpDispatch, EpPlan};
+use tilewire_ops::gemm::{GemmDesc, GemmInputs};
 use tilewire_ops::gemm_ar::*;
 use tilewire_ops::gemm_rs::*;
 use tilewire_ops::{Algo, Shards};
@@ -208,7 +210,34 @@ fn ep_of(fine: bool, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Read
     })
 }
 
-pub const OPS: [(&str, Make); 13] = [
+/// A collective beside a product of its own; the table compares what the collective makes.
+fn bulk(kind: CollectiveKind, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    let rows = match &kind {
+        CollectiveKind::AllGather(_) => (mine(heap), M),
+        _ => (M, mine(heap)),
+    };
+    let desc = CollectiveDesc { kind, m: M, cols: N, dtype: DType::F32 };
+    let plan = BulkPlan::new(GemmDesc::nt(N, N, K, DType::F32), desc, heap)?;
+    prepared_if(prepare, || plan.prepare(stream))?;
+    let (x, y) = (zeros(rows.0, N), out(rows.1, N));
+    let gemm = GemmInputs::new(zeros(N, K), zeros(N, K), out(N, N));
+    let t = BulkInputs { gemm, m: M, x: x.clone(), y: y.clone() };
+    Ok(Ready {
+        inputs: vec![x],
+        out: y,
+        launch: Box::new(move |s| plan.launch(s, t.clone())?.join(s).map(|_| ())),
+    })
+}
+
+fn bulk_gather(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    bulk(CollectiveKind::AllGather(Shards::Even), heap, stream, prepare)
+}
+
+fn bulk_scatter(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    bulk(CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum), heap, stream, prepare)
+}
+
+pub const OPS: [(&str, Make); 15] = [
     ("ep", ep),
     ("ep fine", ep_fine),
     ("ag_gemm", ag),
@@ -222,6 +251,8 @@ pub const OPS: [(&str, Make); 13] = [
     ("reduce_scatter", scatter),
     ("all_reduce", reduce),
     ("all_to_all", exchange),
+    ("all_gather in bulk", bulk_gather),
+    ("reduce_scatter in bulk", bulk_scatter),
 ];
 
 /// Forward, then backward from other keys and values: bytes left over from the forward pass must not

@@ -544,3 +544,15 @@ pub fn abort_and_reform<B: Backend>(world: World) -> Result<()> {
     assert!(s.team.rank().get() == 0 || e.get_peer() == Some(Rank::new(0)), "{e}");
     reform(&world, &s)
 }
+
+/// Ranks that reach each other by messages have no addresses of each other, and say so.
+pub fn no_address_of_a_peer(world: World) -> Result<()> {
+    let s = setup::<Sockets>(&world, 64 * KIB)?;
+    let (buf, me) = (s.heap.alloc(64, "x")?, s.team.rank());
+    let peer = me.offset(1, s.team.size());
+    assert!(buf.address(me).is_ok());
+    for e in [buf.address(peer).unwrap_err(), buf.stride().unwrap_err()] {
+        assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+    }
+    s.team.agree(true).map(|_| ())
+}
