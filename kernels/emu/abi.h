@@ -77,11 +77,36 @@ struct EmuRun {
     EmuStats stats;  // out
 };
 
+// A word that a kernel is about to store, or to add to, for somebody who waits for it: by a store or a reduction at system
+// scope, release or behind a fence.
+struct EmuSignal {
+    const char *kernel, *function;  // and where in the flattened text
+    unsigned long long addr, value;
+    unsigned rank, line;
+    bool adds;
+};
+// Who watches what kernels do to memory of others; any may be null. Set before anything runs.
+struct EmuWatch {
+    bool (*signal)(const EmuSignal* s);  // false: it is not to be stored, or is stored already
+    bool (*acquired)(unsigned rank, unsigned long long addr);  // true: the thread stands still, and asks again
+    // `len` bytes are about to be written, by this block << 8 | warp. Plain stores are told of if the compiler was asked to (driver.cpp).
+    void (*write)(unsigned rank, unsigned warp, unsigned long long addr, unsigned long long len);
+};
+
 extern "C" {
 extern __thread EmuThread* emu_self;
+extern const EmuWatch* emu_watch;
 
 // Before a memory operation: checks the address, tells the hook, may let another thread run.
 void emu_point(const char* op, const void* p, unsigned bytes);
+// Where this thread's next signal stands; and whether it is to be stored.
+void emu_site(const char* function, unsigned line);
+bool emu_signal(const void* p, unsigned long long value, bool adds);
+// The rank of the thread that runs; its block << 8 | its warp.
+unsigned emu_rank();
+unsigned emu_warp_number();
+// An acquire of what is at `p`.
+void emu_acquired_at(const void* p);
 // All threads of the block meet; returns how many came with `vote` true.
 unsigned emu_sync(unsigned line, bool vote);
 // Comes to named barrier `id` of `threads` threads; with `wait`, until all have come.

@@ -79,12 +79,17 @@ Told* told_at(Block* b, u64* bar) {
     return &b->told.back();
 }
 
+void tell_write(Block* b, const Bulk& c) {
+    if (emu_watch != nullptr && emu_watch->write != nullptr) emu_watch->write(b->rank, b->number << 8 | c.thread / 32, (u64)c.to, c.bytes);
+}
+
 void read_source(Bulk* c) {
     if (!c->read) c->data.assign(c->from, c->from + c->bytes);
     c->read = true;
 }
 
 void write_target(Fiber* f, Bulk* c) {
+    if (c->bar == nullptr) tell_write(f->block, *c);
     memcpy(c->to, c->data.data(), c->bytes);
     if (c->bar == nullptr) return;
     // What a copy has written, all copies see.

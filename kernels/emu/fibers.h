@@ -106,6 +106,8 @@ struct Fiber : EmuThread {
     const char* op;
     const void* at;
     unsigned line, mask, barrier;
+    const char* site;  // of its latest signal: the function, and the line
+    unsigned site_line;
     std::vector<Copy> copies;
     unsigned groups;  // of copies, ended so far
     unsigned stored_groups, read_groups;  // up to its latest bulk store; whose shared memory was read for certain

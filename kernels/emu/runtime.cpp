@@ -206,7 +206,7 @@ void finish(Worker* w, Block* b) {
     for (Bulk& c : b->bulks)
         if (c.bar == nullptr) s->late.push_back(std::move(c));
     if (s->done == b->launch->grid[0] * b->launch->grid[1] * b->launch->grid[2]) {
-        for (const Bulk& c : s->late) memcpy(c.to, c.data.data(), c.bytes);
+        for (const Bulk& c : s->late) tell_write(b, c), memcpy(c.to, c.data.data(), c.bytes);
         *s = {s->launch + 1, 0, 0, 0, {}};
         if (s->launch == r->cfg->streams[b->stream].len) r->open--;
     }
@@ -433,6 +433,41 @@ void emu_point(const char* op, const void* p, unsigned bytes) {
     if (cfg->hook == nullptr) return;
     const EmuEvent e = {op, f->block->launch->kernel, (u64)p, f->block->rank, f->block->number, f->index, 0};
     if (!cfg->hook(cfg->hook_ctx, &e)) die(f, "the hook ends the run");
+}
+
+const EmuWatch* emu_watch;
+
+void emu_site(const char* function, unsigned line) {
+    Fiber* f = self();
+    f->site = function, f->site_line = line;
+}
+
+bool emu_signal(const void* p, u64 value, bool adds) {
+    if (emu_watch == nullptr || emu_watch->signal == nullptr) return true;
+    Fiber* f = self();
+    Inside inside(f);
+    const EmuSignal s = {f->block->launch->kernel, f->site, (u64)p, value, f->block->rank, f->site_line, adds};
+    return emu_watch->signal(&s);
+}
+
+unsigned emu_rank() {
+    return self()->block->rank;
+}
+unsigned emu_warp_number() {
+    const Fiber* f = self();
+    return f->block->number << 8 | f->index / 32;
+}
+
+void emu_acquired_at(const void* p) {
+    emu_acquired();
+    if (emu_watch == nullptr || emu_watch->acquired == nullptr) return;
+    Fiber* f = self();
+    Inside inside(f);
+    while (emu_watch->acquired(f->block->rank, (u64)p)) {
+        sched_yield();
+        yield(f);
+        step(f);
+    }
 }
 
 unsigned emu_sync(unsigned line, bool vote) {

@@ -6,6 +6,10 @@
 
 #![expect(clippy::print_stdout, reason = "which operation it was must be seen")]
 
+#[path = "gpu/attack_ops.rs"]
+mod attack_ops;
+#[path = "gpu/attacks.rs"]
+mod attacks;
 #[path = "gpu/biases.rs"]
 mod biases;
 #[path = "gpu/borrowed.rs"]
@@ -40,6 +44,8 @@ mod parked;
 mod processes;
 #[path = "gpu/team_ops.rs"]
 mod team_ops;
+#[path = "gpu/watch.rs"]
+mod watch;
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -7,7 +7,7 @@
 // TW_EMU_TEXTS: folder with the texts that are known, NAME.cu, beside each NAME.emu, the same for the emulator, and
 // NAME.kernels, names of its kernels. Other texts must do without inline PTX. TW_EMU_SMS: multiprocessors of a device (4).
 // TW_EMU_SM: compute capability (90). TW_EMU_YIELD: chance in a thousand that a thread gives way at a memory operation (20).
-// TW_EMU_PATH: where g++ is looked for (PATH).
+// TW_EMU_PATH: where g++ is looked for (PATH). TW_EMU_WATCH: kernels tell of their plain stores (attacks.h); machine code is another.
 
 #include <dirent.h>
 #include <dlfcn.h>
@@ -20,7 +20,6 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
-#include <sstream>
 #include <string>
 
 extern char** environ;
@@ -55,6 +54,7 @@ static void tell_memory(Ptr at, size_t len, int d, int is_there) {
     if (is_there) m.there[at] = {name, at, len, d < 0 ? EMU_ANY : (unsigned)d, 0};
     else m.there.erase(at);
     m.list = nullptr;
+    forget_owners();
 }
 
 namespace {
@@ -146,7 +146,9 @@ int launch(const Function* f, const unsigned* grid, const unsigned* block, unsig
     l.shape = {f->entry, f->smem_of, nullptr, f->name.c_str(), {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, smem, 0};
     for (size_t i = 0; i < f->args.size(); i++) l.args.emplace_back((char*)args[i], (char*)args[i] + f->args[i]);
     const int d = stream(s)->device;
-    return queue(s, [l, d] { run_kernel(l, d); });
+    return queue(s, [l, d] {
+        for (int times = times_to_run(d, l.f->name); times > 0; times--) run_kernel(l, d);
+    });
 }
 
 // ---- The compiler.
@@ -267,6 +269,10 @@ int cuMemsetD8Async(Ptr at, unsigned char byte, size_t len, Stream* s) {
     return queue(s, [=] { memset((void*)at, byte, len); });
 }
 int cuMemcpyAsync(Ptr to, Ptr from, size_t len, Stream* s) {
+    if (watching) {
+        const int d = stream(s)->device;
+        return queue(s, [=] { begin_piece(), copy_watched(d, to, from, len); });
+    }
     // A word comes whole: flags are copied.
     if (len == 8 && to % 8 == 0 && from % 8 == 0)
         return queue(s, [=] { __atomic_store_n((u64*)to, __atomic_load_n((u64*)from, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE); });
@@ -288,8 +294,15 @@ struct Copy2D {
 int cuMemcpy2DAsync_v2(const Copy2D* what, Stream* s) {
     const Copy2D c = *what;
     if (c.width > c.from_pitch || c.width > c.to_pitch) return NO_VALUE;
-    return queue(s, [c] {
-        for (size_t y = 0; y < c.height; y++) memcpy((void*)(c.to + y * c.to_pitch), (void*)(c.from + y * c.from_pitch), c.width);
+    const int d = stream(s)->device;
+    return queue(s, [c, d] {
+        begin_piece();
+        if (owner_of(c.from)) read_slowly(d);
+        for (size_t y = 0; y < c.height; y++) {
+            const Ptr to = c.to + y * c.to_pitch;
+            note_write(d, to, c.width);
+            memcpy((void*)to, (void*)(c.from + y * c.from_pitch), c.width);
+        }
     });
 }
 
@@ -374,6 +387,12 @@ int nvrtcCompileProgram(Program* p, int num, const char** options) {
     if (!mkdtemp(folder)) return p->log = "no folder", FAILED;
     const std::string at = folder, here = home(), head = "#include \"" + here + "/abi.h\"\n#include \"" + here + "/emu.h\"\n";
     std::vector<std::string> defines = {"-DTW_EMU_SMEM=232448"};
+    // Who watches learns of plain stores as well (attacks.h).
+    if (setting("TW_EMU_WATCH", 0))
+        for (const char* w : {"-fsanitize=kernel-address", "--param=asan-instrumentation-with-call-threshold=0",
+                              "--param=asan-instrument-reads=0", "--param=asan-stack=0", "--param=asan-globals=0",
+                              "-fno-tree-loop-distribute-patterns"})
+            defines.push_back(w);
     for (int i = 0; i < num; i++)
         if (strncmp(options[i], "-D", 2) == 0) defines.push_back(options[i]);
     const auto compile = [&](std::vector<std::string> words) {

@@ -6,7 +6,7 @@ typedef long long i64;
 
 __device__ __forceinline__ u64 ld_acquire_sys_u64(const u64* p) {
     emu_point("ld.acquire.sys", p, 8);
-    emu_acquired();
+    emu_acquired_at(p);
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 
@@ -22,17 +22,17 @@ __device__ __forceinline__ u64 ld_relaxed_sys_u64(const u64* p) {
 
 __device__ __forceinline__ void st_release_sys_u64(u64* p, u64 v) {
     emu_point("st.release.sys", p, 8);
-    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    if (emu_signal(p, v, false)) __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 
 __device__ __forceinline__ void st_relaxed_sys_u64(u64* p, u64 v) {
     emu_point("st.relaxed.sys", p, 8);
-    __atomic_store_n(p, v, __ATOMIC_RELAXED);
+    if (emu_signal(p, v, false)) __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
 
 __device__ __forceinline__ void red_add_release_sys_u64(u64* p, u64 v) {
     emu_point("red.release.sys.add", p, 8);
-    __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+    if (emu_signal(p, v, true)) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
 }
 
 // Returns the value found; the exchange happened if that is `expect`.
@@ -64,3 +64,8 @@ __device__ __forceinline__ u64 globaltimer() {
 __device__ __forceinline__ void nanosleep(u32 ns) {
     emu_sleep(ns);
 }
+
+// Behind the bodies, so that a signal is known by the function that it stands in.
+#define st_release_sys_u64(p, v) (emu_site(__func__, __LINE__), st_release_sys_u64(p, v))
+#define st_relaxed_sys_u64(p, v) (emu_site(__func__, __LINE__), st_relaxed_sys_u64(p, v))
+#define red_add_release_sys_u64(p, v) (emu_site(__func__, __LINE__), red_add_release_sys_u64(p, v))

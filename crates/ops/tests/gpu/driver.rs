@@ -19,8 +19,9 @@ const RUNTIME: [&str; 3] = [
     include_str!("../../../../kernels/emu/bulk.h"),
     include_str!("../../../../kernels/emu/runtime.cpp"),
 ];
-const EMULATED: [&str; 2] = [
+const EMULATED: [&str; 3] = [
     include_str!("../../../../kernels/emu/driver/streams.h"),
+    include_str!("../../../../kernels/emu/driver/attacks.h"),
     include_str!("../../../../kernels/emu/driver/driver.cpp"),
 ];
 
@@ -132,6 +133,18 @@ impl Driver {
             .env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             .env("CUBLASMP_DISABLE_MULTICAST", "1")
             .envs(self.vars.iter().map(|(name, value)| (name, value)));
+        run
+    }
+
+    /// The same, with kernels that tell of their stores, so that somebody may watch (`driver/attacks.h`). Fewer blocks at a
+    /// time, and threads that give way less often: such programs run many times.
+    #[allow(dead_code, reason = "not every program that shares this file attacks")]
+    pub fn watching(&self, program: impl AsRef<Path>, devices: usize) -> Command {
+        let mut run = self.command(program, devices);
+        run.env("TILEWIRE_CACHE_DIR", self.dir.join("cache-watched"))
+            .env("TW_EMU_WATCH", "1")
+            .env("TW_EMU_SMS", "2")
+            .env("TW_EMU_YIELD", "5");
         run
     }
 }

@@ -1,6 +1,7 @@
 //! Some of these tests again, on emulated devices: values, graphs that are replayed, ranks that are silent, killed or gone, where
 //! there is no GPU. `kernels/emu/README.md` says what that cannot show.
 
+use std::process::Stdio;
 use std::sync::PoisonError;
 
 use tilewire_testing::{Lack, WORDS, did_not_run};
@@ -50,4 +51,40 @@ fn operations_of_a_team_run_on_emulated_devices() {
         assert!(good, "{test} {ops}, {devices} devices: {:?}\n{said}\n{told}", out.status);
         println!("{test} {ops}: {:.1} s", begun.elapsed().as_secs_f64());
     }
+}
+
+/// Operations whose protocol is attacked in one process each, beside each other, and on how many devices.
+const ATTACKED: [(&str, usize); 5] = [
+    ("all_gather,reduce_scatter,all_reduce,all_to_all,quant,bulk", 3),
+    ("ag_gemm", 3),
+    ("gemm_rs", 3),
+    ("gemm_ar", 3),
+    ("cp_attention", 3),
+];
+
+#[test]
+fn each_signal_and_put_of_devices_is_attacked() {
+    let Some(driver) = Driver::emulated() else {
+        return did_not_run(Lack::Compiler, "it needs g++");
+    };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let begun = std::time::Instant::now();
+    let test = "attacks::each_signal_and_put_of_each_operation_is_attacked";
+    let children = ATTACKED.map(|(ops, devices)| {
+        let mut run = driver.watching(std::env::current_exe().unwrap(), devices);
+        run.args(["--exact", test, "--nocapture"]).env("TW_RANKS", devices.to_string());
+        run.env("TW_ATTACKED", ops).stdout(Stdio::piped()).stderr(Stdio::piped());
+        (ops, run.spawn().unwrap())
+    });
+    for (ops, child) in children {
+        let out = child.wait_with_output().unwrap();
+        let (said, told) =
+            (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+        let good = out.status.success()
+            && said.contains("test result: ok. 1 passed")
+            && !told.contains(WORDS);
+        assert!(good, "{ops}: {:?}\n{said}\n{told}", out.status);
+        said.lines().filter(|l| l.starts_with('|')).for_each(|l| println!("{l}"));
+    }
+    println!("attacks: {:.1} s", begun.elapsed().as_secs_f64());
 }

@@ -45,7 +45,7 @@ pub fn waiting<T>(f: impl FnOnce() -> T) -> T {
     out
 }
 
-fn end<T>(s: &Stream, p: Pending<T>) -> Result<T> {
+pub fn end<T>(s: &Stream, p: Pending<T>) -> Result<T> {
     if WAITS.get() { p.wait() } else { p.join(s) }
 }
 
@@ -74,7 +74,7 @@ pub enum Fill {
 
 impl Op {
     /// One that is several launches in turn.
-    fn of_steps(
+    pub fn of_steps(
         name: &'static str,
         inputs: Vec<(Tensor, Fill)>,
         outs: Vec<Tensor>,
@@ -123,11 +123,11 @@ impl Op {
 /// How an operation is made on a rank.
 pub type Make = fn(&Heap, &Stream) -> Result<Op>;
 
-fn tensor(heap: &Heap, dtype: DType, rows: usize, cols: usize) -> Result<Tensor> {
+pub fn tensor(heap: &Heap, dtype: DType, rows: usize, cols: usize) -> Result<Tensor> {
     Tensor::poisoned(dtype, Shape::d2(rows, cols)).to(&heap.device())
 }
 
-fn mine(heap: &Heap, m: usize) -> usize {
+pub fn mine(heap: &Heap, m: usize) -> usize {
     let (size, me) = (heap.team().size(), heap.team().rank().idx());
     m / size + usize::from(me < m % size)
 }
