@@ -7,7 +7,7 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use tilewire_core::{Error, Result};
-use tilewire_symm::{OneSided, VmmOneSided, World, WorldCfg};
+use tilewire_symm::{DeviceTransport, Transport, World, WorldCfg};
 use tilewire_testing::{Lack, did_not_run};
 
 use crate::DEVICES;
@@ -47,7 +47,7 @@ fn run(watch: &Watch, n: usize, make: MakeAttacked, timeout: u64) -> Result<Vec<
             all.push(op.bits()?);
         }
         heap.team().agree(true)?;
-        VmmOneSided::new(&heap)?.check_counters()?;
+        DeviceTransport::new(&heap)?.check_counters()?;
         Ok(all)
     })
 }
