@@ -420,7 +420,9 @@ impl Transport for Host {
         slot: SignalSlot,
         phase: &str,
     ) -> Result<()> {
-        self.put(lane, permit, to, src, phase)?;
+        if !src.is_empty() {
+            self.put(lane, permit, to, src, phase)?;
+        }
         self.signal(lane, to.0, slot, 1, phase)
     }
 

@@ -324,7 +324,7 @@ pub trait Transport: Send + Sync {
         phase: &str,
     ) -> Result<()>;
 
-    /// Puts `src` and raises `slot` behind it.
+    /// Puts `src` and raises `slot` behind it. Without bytes the signal alone goes.
     ///
     /// # Errors
     /// As [`Transport::put`].

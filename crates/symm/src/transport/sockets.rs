@@ -16,6 +16,7 @@ use std::net::Shutdown;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
 
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 
@@ -30,6 +31,10 @@ const SIGNAL: u64 = 3;
 const GRANT: u64 = 4;
 const ARRIVE: u64 = 5;
 const STORE: u64 = 6;
+const BYE: u64 = 7;
+
+/// How long the end of a heap waits for a peer to have taken what was sent to it.
+const LINGER: Duration = Duration::from_millis(500);
 
 /// Kind, then what it is about: see `serve`.
 type Header = [u64; 4];
@@ -45,6 +50,15 @@ pub(crate) struct Sockets(Vec<Option<Link>>);
 
 impl Drop for Sockets {
     fn drop(&mut self) {
+        // What was sent has arrived before this rank says that it leaves: who waits for a rank that
+        // has left takes what did not come for lost. A peer that is gone answers by an end of file.
+        for (rank, link) in Rank::all(self.0.len()).zip(&self.0) {
+            let Some(link) = link else { continue };
+            self.send(rank, [BYE, 0, 0, 0], &[]);
+            let mut replies = lock(&link.replies);
+            let _limit = replies.set_read_timeout(Some(LINGER));
+            let _taken = replies.read_exact(&mut [0]);
+        }
         // The receivers of both sides wake up and end.
         for link in self.0.iter().flatten() {
             for end in [&link.requests, &link.replies] {
@@ -119,6 +133,10 @@ fn serve(
         bytes.resize(if matches!(kind, PUT | GET | STORE) { b as usize } else { 0 }, 0);
         if matches!(kind, PUT | STORE) {
             requests.read_exact(&mut bytes)?;
+        }
+        if kind == BYE {
+            replies.write_all(&[1])?;
+            continue;
         }
         let Some(inner) = heap.upgrade() else { return Ok(()) };
         let heap = Heap(inner);

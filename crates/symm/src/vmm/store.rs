@@ -473,7 +473,9 @@ fn warn_of_shared(team: &LiveTeam, gpus: &[Vec<u8>]) {
     if let Some((a, b)) = shared(gpus).filter(|_| team.rank().get() == 0) {
         log::warn!(
             "team {}: ranks {a} and {b} share the GPU at {}: it works, but slowly, and memory is freed \
-             only when there is none left; start no more ranks than there are GPUs",
+             only when there is none left; start no more ranks than there are GPUs. Threads of one process \
+             share its queues to the GPU as well, and wait for each other there: run a process for each \
+             rank, or set CUDA_DEVICE_MAX_CONNECTIONS=32",
             team.name(),
             String::from_utf8_lossy(&gpus[a])
         );

@@ -278,10 +278,19 @@ pub fn put_signal_wait<B: Backend>(world: World) -> Result<()> {
             assert_eq!(got, pattern(seed(round, p, me), len), "round {round} from {p}");
         }
     }
+    // Of no bytes the signal alone goes, and no put is counted.
+    let none = B::slice(&s.buffer(&[1; 8])?, 0, 0)?;
+    for p in s.team.peers() {
+        s.os.put_signal(&s.stream, (p, recv.range(0, 0)), &none, sig.slot(0))?;
+    }
+    for p in s.team.peers() {
+        s.os.wait(&s.stream, p, sig.slot(0), 1)?;
+    }
+    s.finish()?;
     s.os.check_counters()?;
     for p in s.team.peers() {
         let t = s.team.traffic()[p.idx()];
-        assert_eq!((t.puts, t.put_bytes, t.signals), (20, 20 * len as u64, 40));
+        assert_eq!((t.puts, t.put_bytes, t.signals), (20, 20 * len as u64, 41));
     }
     Ok(())
 }
