@@ -77,8 +77,8 @@ struct EmuRun {
     EmuStats stats;  // out
 };
 
-// A word that a kernel is about to store, or to add to, for somebody who waits for it: by a store or a reduction at system
-// scope, release or behind a fence.
+// A word that a kernel is about to store, or to add to, for somebody who waits for it: by a store
+// or a reduction at system scope, release or behind a fence.
 struct EmuSignal {
     const char *kernel, *function;  // and where in the flattened text
     unsigned long long addr, value;
@@ -89,7 +89,8 @@ struct EmuSignal {
 struct EmuWatch {
     bool (*signal)(const EmuSignal* s);  // false: it is not to be stored, or is stored already
     bool (*acquired)(unsigned rank, unsigned long long addr);  // true: the thread stands still, and asks again
-    // `len` bytes are about to be written, by this block << 8 | warp. Plain stores are told of if the compiler was asked to (driver.cpp).
+    // `len` bytes are about to be written, by this block << 8 | warp. Plain stores are told of if
+    // the compiler was asked to (driver.cpp).
     void (*write)(unsigned rank, unsigned warp, unsigned long long addr, unsigned long long len);
 };
 

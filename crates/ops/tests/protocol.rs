@@ -84,8 +84,8 @@ fn short() -> WorldCfg {
 
 /// For each operation: leave out, repeat, or overtake each single signal of rank 0 in turn, and
 /// leave out, repeat, or replace by an earlier launch's value each single flag. The run must fail,
-/// or the results must differ: nothing may look right. But a flag that is stored twice says the same
-/// as one: it changes no bit.
+/// or the results must differ: nothing may look right. But a flag that is stored twice says the
+/// same as one: it changes no bit.
 #[test]
 fn any_one_signal_lost_repeated_or_reordered_is_noticed() {
     OPS.into_iter().for_each(tamper_with);

@@ -45,8 +45,8 @@ fn launches(action: HookAction) -> Result<Vec<Vec<u64>>> {
             }
             net.wait_flags(&ctx, (zero, flags.range(8, 8)), launch, &mut [0], "arrival")?;
             let mut word = [0; 8];
-            // SAFETY: rank 0 has stored its flag, unless a hook made it put late: that race is what is
-            // looked for.
+            // SAFETY: rank 0 has stored its flag, unless a hook made it put late: that race is what
+            // is looked for.
             unsafe { ctx.read_local(data.range(0, 8), &mut word) };
             net.store_flag(&ctx, (zero, flags.range(0, 8)), launch, "left")?;
             let mut words = [0; 3];

@@ -2,8 +2,9 @@
 //! functions of `protocol.rs` on small instances. Then each argument is broken on purpose, one at a
 //! time: every one of these mutants must be found.
 //!
-//! The slots of a launch are those of `Transport`: `signal`/`wait`, `grant`/`acquire`, `store_flag`/
-//! `wait_flag`, `put_flagged`/`wait_flagged`, `barrier`, and the way a wait ends (`wait.rs`: the count, then the abort slots, then the count once more).
+//! The slots of a launch are those of `Transport`: `signal`/`wait`, `grant`/`acquire`,
+//! `store_flag`/ `wait_flag`, `put_flagged`/`wait_flagged`, `barrier`, and the way a wait ends
+//! (`wait.rs`: the count, then the abort slots, then the count once more).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,11 +1,14 @@
-// The driver whose devices are emulated, part between streams and kernels: what devices write to each other is counted, and one
-// signal or one put is changed, so that tests see whether anybody notices.
+// The driver whose devices are emulated, part between streams and kernels: what devices write to
+// each other is counted, and one signal or one put is changed, so that tests see whether anybody
+// notices.
 //
-// A *signal* is a word that a kernel stores by a wrapper (`emu_signal`) to symmetric memory of another device, or a flag: a queued
-// copy of 8 bytes there. Words of aborts are none. Its *site* is the kernel and the function that it stands in, or the word
-// that the flag goes to. Everything else that goes to another device is data: queued copies, bulk stores, and plain stores, of
-// which the compiler tells if TW_EMU_WATCH is set (driver.cpp). What is attacked is named by device, launch, site, peer
-// and number. A program finds the functions below by `dlsym`; without them nothing here does anything.
+// A *signal* is a word that a kernel stores by a wrapper (`emu_signal`) to symmetric memory of
+// another device, or a flag: a queued copy of 8 bytes there. Words of aborts are none. Its *site*
+// is the kernel and the function that it stands in, or the word that the flag goes to. Everything
+// else that goes to another device is data: queued copies, bulk stores, and plain stores, of which
+// the compiler tells if TW_EMU_WATCH is set (driver.cpp). What is attacked is named by device,
+// launch, site, peer and number. A program finds the functions below by `dlsym`; without them
+// nothing here does anything.
 
 #include <atomic>
 #include <map>
@@ -53,8 +56,8 @@ const Owner* owner_of(Ptr at) {
 // ---- What is known of the run.
 
 enum Attack : int { NO_ATTACK, LOSE, TWICE, STALE, EARLY, DROP, SHIFT, RAISE_TWICE };
-// For how long data stay behind an early flag, at most; and reads behind an early credit, in slices, since the peer may need
-// what this device sends behind them.
+// For how long data stay behind an early flag, at most; and reads behind an early credit, in
+// slices, since the peer may need what this device sends behind them.
 enum : u64 { WITHHELD_NS = 500000000, SLICE_NS = 500000000, BUDGET_NS = 1000000000 };
 
 typedef std::tuple<int, int, std::string, int> Key;  // device, launch, site, peer
@@ -87,7 +90,8 @@ struct Watched {
     // Data behind an early flag: they come when the peer is through with the launch.
     std::vector<Put> late;
     u64 late_until = 0;
-    // An early credit is out: once the peer has written, its device reads slowly until it has written there again.
+    // An early credit is out: once the peer has written, its device reads slowly until it has
+    // written there again.
     std::atomic<bool> slow{false};
     u64 slow_until = 0;
     std::set<Ptr> first_writes;
@@ -100,9 +104,11 @@ Watched& watched() {
     return *w;
 }
 
-// The piece of work that this thread does; of a kernel, how many of its name came before it in the launch.
+// The piece of work that this thread does; of a kernel, how many of its name came before it in the
+// launch.
 thread_local u64 this_piece, this_run;
-// Whether this stream has waited for others in this launch: what runs then may read what they have put.
+// Whether this stream has waited for others in this launch: what runs then may read what they have
+// put.
 thread_local int waited_in = -1;
 thread_local std::string this_kernel;
 void begin_piece() {
@@ -123,7 +129,8 @@ void note_write(int d, Ptr to, u64 len, unsigned warp = 0) {
     Watched& w = watched();
     if (w.slow && d == w.peer && o->device == (w.by == 2 ? d : w.device)) {
         std::lock_guard<std::mutex> g(w.lock);
-        // Whoever grants behind its reads grants what this kernel writes; at the second time it writes over what was not read.
+        // Whoever grants behind its reads grants what this kernel writes; at the second time it
+        // writes over what was not read.
         const size_t dot = w.site.find(".");
         if (!is_credit(w.site) || this_kernel == w.site.substr(0, dot)) w.late_writes += !w.first_writes.insert(to).second;
     }
@@ -140,9 +147,9 @@ void note_write(int d, Ptr to, u64 len, unsigned warp = 0) {
     w.puts.push_back({to, std::vector<char>((char*)to, (char*)to + len), this_piece, o->device, warp});
 }
 
-// What the signal that comes now publishes: what its warp has put to the peer in this kernel; of a kernel that only meets, or a
-// queued flag, what was put there since the last one, or what the device has put to its own memory, for others to get.
-// Empty for a credit.
+// What the signal that comes now publishes: what its warp has put to the peer in this kernel; of a
+// kernel that only meets, or a queued flag, what was put there since the last one, or what the
+// device has put to its own memory, for others to get. Empty for a credit.
 std::vector<Put> published(const Watched& w, const std::string& site) {
     std::vector<Put> out;
     if (is_credit(site)) return out;
@@ -214,7 +221,8 @@ bool note_signal(int d, const std::string& site, Ptr at, u64 value, bool adds) {
                       (of_data ? !published(w, site).empty() : w.kind != EARLY && nth == w.nth);
     if (here) return strike(w, at, value, adds), false;
     store(at, value, adds);
-    // A credit publishes nothing: the one of the launch that comes goes out with that of the launch before.
+    // A credit publishes nothing: the one of the launch that comes goes out with that of the launch
+    // before.
     if (site_here && w.kind == EARLY && w.by && launch + 1 == w.at_launch && nth == w.nth) {
         w.hits++, w.slow = true, w.slow_until = 0;
         store(at, good_value(w, w.at_launch), false);
@@ -231,7 +239,8 @@ bool note_signal(int d, const std::string& site, Ptr at, u64 value, bool adds) {
     return false;
 }
 
-// True as long as device `d` has to wait before it reads what its early credit gave away; `since`: when that began.
+// True as long as device `d` has to wait before it reads what its early credit gave away; `since`:
+// when that began.
 bool reads_slowly(int d, u64 since) {
     Watched& w = watched();
     std::lock_guard<std::mutex> g(w.lock);
@@ -329,8 +338,9 @@ int times_to_run(int d, const std::string& kernel) {
 
 extern "C" {
 
-// Begins a run: nothing is attacked and nothing is known of it. With `keeps`, what goes to others is kept for `tw_emu_report`.
-// What was seen of the run before is what attacks compare with from now on, if `observed`.
+// Begins a run: nothing is attacked and nothing is known of it. With `keeps`, what goes to others
+// is kept for `tw_emu_report`. What was seen of the run before is what attacks compare with from
+// now on, if `observed`.
 void tw_emu_watch(int keeps, int observed) {
     Watched& w = watched();
     std::lock_guard<std::mutex> g(w.lock);
@@ -365,9 +375,9 @@ void tw_emu_read(int d) {
     if (d == w.peer && w.launch[d] >= w.at_launch) lay(w.late, 0), w.late.clear();
 }
 
-// Attacks one signal, or what it publishes, or one increment. `by`: how far data is shifted; of an early signal, 1 if it is
-// a credit, 2 one for memory of the peer itself, which others read, 3 as 1,
-// and only the last kernel reads slowly.
+// Attacks one signal, or what it publishes, or one increment. `by`: how far data is shifted; of an
+// early signal, 1 if it is a credit, 2 one for memory of the peer itself, which others read, 3 as
+// 1, and only the last kernel reads slowly.
 void tw_emu_attack(int kind, int d, int launch, const char* site, int peer, unsigned nth, u64 by) {
     Watched& w = watched();
     std::lock_guard<std::mutex> g(w.lock);
@@ -381,7 +391,8 @@ int tw_emu_hits(void) {
     return w.hits;
 }
 
-// Lines `signal DEVICE LAUNCH PEER NUMBER SITE`, and `wrote DEVICE LAUNCH PEER BYTES DIFFERENT-BYTES`; freed by the caller.
+// Lines `signal DEVICE LAUNCH PEER NUMBER SITE`, and `wrote DEVICE LAUNCH PEER BYTES
+// DIFFERENT-BYTES`; freed by the caller.
 char* tw_emu_report(void) {
     Watched& w = watched();
     std::lock_guard<std::mutex> g(w.lock);

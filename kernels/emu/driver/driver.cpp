@@ -4,10 +4,12 @@
 // The compiler is g++, and machine code is a shared library, so that caches of kernels work as they do with NVRTC. A kernel
 // that the emulator finds something wrong with ends the process with the emulator's words.
 //
-// TW_EMU_TEXTS: folder with the texts that are known, NAME.cu, beside each NAME.emu, the same for the emulator, and
-// NAME.kernels, names of its kernels. Other texts must do without inline PTX. TW_EMU_SMS: multiprocessors of a device (4).
-// TW_EMU_SM: compute capability (90). TW_EMU_YIELD: chance in a thousand that a thread gives way at a memory operation (20).
-// TW_EMU_PATH: where g++ is looked for (PATH). TW_EMU_WATCH: kernels tell of their plain stores (attacks.h); machine code is another.
+// TW_EMU_TEXTS: folder with the texts that are known, NAME.cu, beside each NAME.emu, the same for
+// the emulator, and NAME.kernels, names of its kernels. Other texts must do without inline PTX.
+// TW_EMU_SMS: multiprocessors of a device (4). TW_EMU_SM: compute capability (90). TW_EMU_YIELD:
+// chance in a thousand that a thread gives way at a memory operation (20). TW_EMU_PATH: where g++
+// is looked for (PATH). TW_EMU_WATCH: kernels tell of their plain stores (attacks.h); machine code
+// is another.
 
 #include <dirent.h>
 #include <dlfcn.h>

@@ -1,5 +1,5 @@
-//! The copy lane of AG+GEMM, which both executors carry out: the worker of the heap's copy stream on
-//! the host, that stream itself on devices.
+//! The copy lane of AG+GEMM, which both executors carry out: the worker of the heap's copy stream
+//! on the host, that stream itself on devices.
 
 use std::ops::Range;
 
@@ -25,8 +25,8 @@ pub(super) struct Copies<'a> {
 }
 
 impl Copies<'_> {
-    /// The slot of a chunk that comes: a ring has one, whose counts come in order; else each chunk has
-    /// its own, so that a flag never says more than that its chunk has come.
+    /// The slot of a chunk that comes: a ring has one, whose counts come in order; else each chunk
+    /// has its own, so that a flag never says more than that its chunk has come.
     pub fn slot(&self, chunk: usize) -> SignalSlot {
         self.signals.slot(if self.ring { DATA } else { DATA + chunk })
     }

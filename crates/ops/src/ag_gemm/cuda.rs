@@ -306,8 +306,8 @@ impl Run<'_> {
             let mut out = g.slice(part.start * row, part.len() * row)?;
             if out.len_bytes() > 0 {
                 let at = self.plan.gather.range(part.start * row, out.len_bytes());
-                // SAFETY: all chunks were waited for, and their writers get no credit before the next
-                // launch.
+                // SAFETY: all chunks were waited for, and their writers get no credit before the
+                // next launch.
                 unsafe { self.l.net.get(self.l.main, (me, at), &mut out, "gathered")? };
             }
         }

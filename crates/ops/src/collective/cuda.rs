@@ -310,7 +310,8 @@ impl Run<'_> {
             let mut part = self.rows(to, &r.out)?;
             let at = staging.range(r.staging.start * row, part.len_bytes());
             if part.len_bytes() > 0 {
-                // SAFETY: `src` has signalled its rows, and gets no new credit before the next launch.
+                // SAFETY: `src` has signalled its rows, and gets no new credit before the next
+                // launch.
                 unsafe { net.get(main, (me, at), &mut part, "staging")? };
             }
         }

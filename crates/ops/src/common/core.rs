@@ -318,7 +318,8 @@ impl PlanCore {
         choice.settle(self.team(), self.lane.is_some(), explain)
     }
 
-    /// Notes a launch on `stream` of the host; `detail` holds what may differ from launch to launch.
+    /// Notes a launch on `stream` of the host; `detail` holds what may differ from launch to
+    /// launch.
     ///
     /// # Errors
     /// `NotPrepared`; `InvalidArgument` if another stream of this heap is being captured; the

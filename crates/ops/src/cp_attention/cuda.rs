@@ -298,8 +298,8 @@ impl Run<'_> {
             let out = to.slice(p.dst, (p.rows - 1) * p.dst_pitch + p.width)?;
             let shape = (p.width, p.rows);
             let (from, to) = ((p.peer, src, p.src_pitch), (&out, p.dst_pitch));
-            // SAFETY: every rank has published and met the others (`meet`), and writes its area again
-            // behind the meeting at the head of the next launch.
+            // SAFETY: every rank has published and met the others (`meet`), and writes its area
+            // again behind the meeting at the head of the next launch.
             unsafe { team.get_rows(stream, from, to, shape)? };
         }
         Ok(())

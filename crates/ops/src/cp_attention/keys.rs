@@ -93,7 +93,8 @@ impl Run<'_> {
                     for (m, from) in at(t)?.iter_mut().zip(self.s.ring_slot(t)) {
                         if m.len_bytes() > 0 {
                             let from = op.buffers[AREA].range(from, m.len_bytes());
-                            // SAFETY: the message has come, and its slot is granted behind this copy.
+                            // SAFETY: the message has come, and its slot is granted behind this
+                            // copy.
                             unsafe { l.net.get(l.side, (self.me(), from), m, "hop")? };
                         }
                     }

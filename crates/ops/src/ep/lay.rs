@@ -59,7 +59,8 @@ impl Came {
         Self { dtype, records, num: 0, rows: Vec::new(), scales: Vec::new(), straight }
     }
 
-    /// A record of launch `stamp`, unless its metadata are of an earlier one; `read` copies its row.
+    /// A record of launch `stamp`, unless its metadata are of an earlier one; `read` copies its
+    /// row.
     pub fn record(
         &mut self,
         d: &EpDesc,

@@ -123,8 +123,8 @@ impl EpPlan {
         Self::with_cut(desc, heap, backend, false)
     }
 
-    /// As [`EpPlan::new`], for tests: on the host, too, what a rank sends is cut into chunks as small
-    /// as those of devices. The same on all ranks.
+    /// As [`EpPlan::new`], for tests: on the host, too, what a rank sends is cut into chunks as
+    /// small as those of devices. The same on all ranks.
     ///
     /// # Errors
     /// As [`EpPlan::new`].

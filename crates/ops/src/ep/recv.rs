@@ -43,8 +43,9 @@ impl EpPlan {
     /// row index and the error say that its rows are no result.
     ///
     /// # Errors
-    /// `Exhausted` if the heap has no room; `Mismatch` if the ranks have not allocated alike; `Unsupported` for
-    /// the flat layout, and through NCCL; `NotPrepared` if `prepare` has yet to decide what rows go through.
+    /// `Exhausted` if the heap has no room; `Mismatch` if the ranks have not allocated alike;
+    /// `Unsupported` for the flat layout, and through NCCL; `NotPrepared` if `prepare` has yet to
+    /// decide what rows go through.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {
         let d = &self.desc;
         // A sender of flat rows does not know how many come before them.
@@ -163,8 +164,8 @@ impl EpPlan {
         let addr = known(buf.address(heap.team().rank())?.0 + at as u64)?;
         let ptr = std::ptr::with_exposed_provenance_mut(addr as usize);
         // SAFETY: mapped for reading and writing as long as the buffer lives, which is of this plan
-        // alone. Peers write there from the announcement of a launch up to their arrivals, while the
-        // launch holds the guard of the memory for writing.
+        // alone. Peers write there from the announcement of a launch up to their arrivals, while
+        // the launch holds the guard of the memory for writing.
         let memory = unsafe { Memory::lent(ptr, len, std::sync::Arc::new(buf.clone())) };
         let host = Some(Straight { memory: memory.clone(), at: offset });
         direct.push(Direct { addr, host, _buf: buf });

@@ -1,4 +1,5 @@
-//! The operations whose signals are attacked: as `team_ops`, of a few rows each, with what their plans predict.
+//! The operations whose signals are attacked: as `team_ops`, of a few rows each, with what their
+//! plans predict.
 
 use std::rc::Rc;
 
@@ -27,7 +28,8 @@ const K: usize = 16;
 /// Rows that are no whole 16 bytes: they go by kernels between two meetings.
 const ODD: usize = 19;
 
-/// An operation, and what its plan predicts that a launch sends to each peer; none where it does not predict.
+/// An operation, and what its plan predicts that a launch sends to each peer; none where it does
+/// not predict.
 pub struct Attacked {
     pub op: Op,
     pub predicted: Option<Traffic>,

@@ -1,6 +1,7 @@
-//! Attacks on the protocol of devices: each signal that kernels and queued copies send is lost, replaced by that of an earlier
-//! launch, made early and doubled, once for each place in the kernels, to the first and to the last peer; puts are dropped and
-//! shifted. Somebody must notice: an error, other results, or counters that do not agree.
+//! Attacks on the protocol of devices: each signal that kernels and queued copies send is lost,
+//! replaced by that of an earlier launch, made early and doubled, once for each place in the
+//! kernels, to the first and to the last peer; puts are dropped and shifted. Somebody must notice:
+//! an error, other results, or counters that do not agree.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
@@ -122,8 +123,8 @@ fn targets(report: &Report) -> Vec<Target> {
 
 const OPEN: &str = "not shown: the peer does not write again while this device reads slowly";
 
-/// Signals that may be lost, old or early without harm, since something else keeps what they keep: the operation, the
-/// beginning of the site, the attacks, and why.
+/// Signals that may be lost, old or early without harm, since something else keeps what they keep:
+/// the operation, the beginning of the site, the attacks, and why.
 const REDUNDANT: &[(&str, &str, &[Kind], &str)] = &[
     (
         "all_reduce, kernels",
@@ -146,7 +147,8 @@ const REDUNDANT: &[(&str, &str, &[Kind], &str)] = &[
     ("ep", "tw_ep_leave", &[Kind::Early], "as above"),
     ("ep zero copy", "tw_ep_send_bulk.0 tw_announce", &[], ""),
     ("ep rank-major", "tw_ep_send_bulk.0 tw_announce", &[], ""),
-    // Open: slow reads keep back what the peer must have before it writes again, so that this shows nothing.
+    // Open: slow reads keep back what the peer must have before it writes again, so that this shows
+    // nothing.
     ("gemm_rs pipelined", "tw_enter.0", &[Kind::Early], OPEN),
     ("cp_attention", "tw_enter", &[Kind::Early], OPEN),
     (

@@ -136,8 +136,9 @@ impl Driver {
         run
     }
 
-    /// The same, with kernels that tell of their stores, so that somebody may watch (`driver/attacks.h`). Fewer blocks at a
-    /// time, and threads that give way less often: such programs run many times.
+    /// The same, with kernels that tell of their stores, so that somebody may watch
+    /// (`driver/attacks.h`). Fewer blocks at a time, and threads that give way less often: such
+    /// programs run many times.
     #[allow(dead_code, reason = "not every program that shares this file attacks")]
     pub fn watching(&self, program: impl AsRef<Path>, devices: usize) -> Command {
         let mut run = self.command(program, devices);

@@ -53,7 +53,8 @@ fn operations_of_a_team_run_on_emulated_devices() {
     }
 }
 
-/// Operations whose protocol is attacked in one process each, beside each other, and on how many devices.
+/// Operations whose protocol is attacked in one process each, beside each other, and on how many
+/// devices.
 const ATTACKED: [(&str, usize); 5] = [
     ("all_gather,reduce_scatter,all_reduce,all_to_all,quant,bulk", 3),
     ("ag_gemm", 3),

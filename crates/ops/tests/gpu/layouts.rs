@@ -1,4 +1,5 @@
-//! One protocol: kernels and the host leave the same bytes in the areas of an expert-parallel layer.
+//! One protocol: kernels and the host leave the same bytes in the areas of an expert-parallel
+//! layer.
 
 use std::sync::PoisonError;
 

@@ -1,5 +1,5 @@
-//! What devices write to each other, as the driver whose devices are emulated counts it, and attacks on single signals and puts:
-//! `kernels/emu/driver/attacks.h`.
+//! What devices write to each other, as the driver whose devices are emulated counts it, and
+//! attacks on single signals and puts: `kernels/emu/driver/attacks.h`.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint};
@@ -38,7 +38,8 @@ pub struct Target {
 /// What was seen of a run.
 #[derive(Default, Debug)]
 pub struct Report {
-    /// (device, launch, site) to signals to each peer. Of sites `run KERNEL` the peer is the device itself.
+    /// (device, launch, site) to signals to each peer. Of sites `run KERNEL` the peer is the device
+    /// itself.
     pub signals: BTreeMap<(u32, u32, String), BTreeMap<u32, u64>>,
     /// (device, launch, peer) to bytes written, and to different bytes.
     pub wrote: BTreeMap<(u32, u32, u32), (u64, u64)>,
@@ -58,7 +59,8 @@ impl Watch {
         Some(Self(it))
     }
 
-    /// A new run. With `keeps`, data are counted; with `observed`, the run before is what attacks compare with.
+    /// A new run. With `keeps`, data are counted; with `observed`, the run before is what attacks
+    /// compare with.
     pub fn begin(&self, keeps: bool, observed: bool) {
         // SAFETY: `attacks.h` declares it so.
         unsafe {

@@ -93,8 +93,8 @@ impl Host {
         self.heap.team().rank()
     }
 
-    /// Fails unless `peer` is of the team and `len` bytes at `at` are in the heap. Without a lock: the
-    /// heap's list of buffers has one.
+    /// Fails unless `peer` is of the team and `len` bytes at `at` are in the heap. Without a lock:
+    /// the heap's list of buffers has one.
     fn check(&self, peer: Rank, at: usize, len: usize) -> Result<()> {
         let (size, total) = (self.heap.team().size(), self.heap.0.map.len());
         if peer.idx() < size && at.checked_add(len).is_some_and(|end| end <= total) {

@@ -13,8 +13,8 @@
 //!
 //! # Rules
 //! - **Credits.** A put needs a [`Permit`]: the proof that its destination has granted this launch
-//!   the use of its receive buffers. [`Transport::acquire`] and [`Transport::enter`] give permits; a
-//!   put to a peer that the permit does not name is refused.
+//!   the use of its receive buffers. [`Transport::acquire`] and [`Transport::enter`] give permits;
+//!   a put to a peer that the permit does not name is refused.
 //! - **Order.** What is put to a peer is visible there once that peer has waited for a signal that
 //!   the same lane raised later. A signal orders nothing for other peers.
 //! - **One producer.** One lane at a time raises the signals of a (slot, destination): devices send
@@ -88,7 +88,8 @@ pub type HostTransport = dyn Transport<Lane = OpCtx, Memory = [u8]>;
 pub type StreamTransport = dyn Transport<Lane = CudaStream, Memory = CudaMemory>;
 
 /// One-sided transfers and signals between the members of a team. The module's documentation has
-/// the rules. `at` is a byte offset in a rank's chunk of the heap, `phase` names the step in errors.
+/// the rules. `at` is a byte offset in a rank's chunk of the heap, `phase` names the step in
+/// errors.
 pub trait Transport: Send + Sync {
     /// Where calls act, or queue their work.
     type Lane;
@@ -152,8 +153,8 @@ pub trait Transport: Send + Sync {
     /// Puts `from.1` bytes at `from.0` of my own chunk: how a rank passes on what has come to it.
     ///
     /// # Safety
-    /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane that
-    /// this one is behind, and has no credit to write again.
+    /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane
+    /// that this one is behind, and has no credit to write again.
     ///
     /// # Errors
     /// As [`Transport::put`].
@@ -170,8 +171,8 @@ pub trait Transport: Send + Sync {
     /// same lane. What a `get` wrote after a fault is unspecified.
     ///
     /// # Safety
-    /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane that
-    /// this one is behind, and does not write it again before it hears from this rank.
+    /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane
+    /// that this one is behind, and does not write it again before it hears from this rank.
     ///
     /// # Errors
     /// `InvalidArgument` if the range is not in the heap; the fault of the team.
@@ -250,13 +251,14 @@ pub trait Transport: Send + Sync {
         self.heap().team().peers().try_for_each(|p| self.wait_last(lane, p, slot, 1, phase))
     }
 
-    /// Stores `value` in the word at `to.1` of the chunk of rank `to.0`: a flag of the heap, which has
-    /// one writer, and whose values grow from launch to launch. What this lane put to the rank
+    /// Stores `value` in the word at `to.1` of the chunk of rank `to.0`: a flag of the heap, which
+    /// has one writer, and whose values grow from launch to launch. What this lane put to the rank
     /// before is visible to who sees the value. Nothing is counted: the same value stored twice
     /// changes nothing.
     ///
     /// # Errors
-    /// `Unsupported` on devices, whose kernels store such words themselves; as [`Transport::grant`].
+    /// `Unsupported` on devices, whose kernels store such words themselves; as
+    /// [`Transport::grant`].
     fn store_flag(
         &self,
         lane: &Self::Lane,

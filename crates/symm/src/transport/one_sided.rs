@@ -14,8 +14,8 @@ use crate::vmm::DeviceTransport;
 /// One-sided access to a heap for programs of their own: each call is work on a stream, and can be
 /// captured.
 ///
-/// Operations call a [`Transport`] under credits, which this type does not keep: a caller orders its
-/// transfers by signals and barriers of its own, and transfers are `unsafe` for that reason.
+/// Operations call a [`Transport`] under credits, which this type does not keep: a caller orders
+/// its transfers by signals and barriers of its own, and transfers are `unsafe` for that reason.
 #[derive(Clone)]
 pub enum OneSided {
     /// On a heap of the host: every call becomes a node of the stream.
@@ -75,9 +75,9 @@ impl OneSided {
     /// Writes `src` at byte `to.1` of the chunk of rank `to.0`.
     ///
     /// # Safety
-    /// From the time at which the work runs until it has heard of a later signal of this stream, the
-    /// rank leaves the range alone, and nobody else writes it. `src` does not change before the work
-    /// has run.
+    /// From the time at which the work runs until it has heard of a later signal of this stream,
+    /// the rank leaves the range alone, and nobody else writes it. `src` does not change before the
+    /// work has run.
     ///
     /// # Errors
     /// `InvalidArgument` if the range is not in the heap, or the rank not in the team; the fault of
@@ -257,8 +257,8 @@ impl OneSided {
         }
     }
 
-    /// Compares counts with nothing in flight: every signal that was raised has been waited for, and
-    /// none twice.
+    /// Compares counts with nothing in flight: every signal that was raised has been waited for,
+    /// and none twice.
     ///
     /// # Errors
     /// `Protocol` naming the first slot whose count is not what its waits consumed.

@@ -5,8 +5,8 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 /// Proof that peers have granted a launch the use of their receive buffers.
 ///
 /// A put takes it, so that code which writes to a peer without the peer's credit does not compile
-/// without an `unsafe` block that says why. It names the peers by their bits, and it is good for the
-/// launch that acquired it: drop it with the launch.
+/// without an `unsafe` block that says why. It names the peers by their bits, and it is good for
+/// the launch that acquired it: drop it with the launch.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "a permit is what a put needs"]
 pub struct Permit(u64);

@@ -6,8 +6,8 @@
 //! shared control pages.
 //!
 //! Each ordered pair of ranks has two connections: requests (puts, signals, arrivals, gets) and
-//! replies (bytes that were got). They are apart so that a thread that receives requests never waits
-//! for one that sends some.
+//! replies (bytes that were got). They are apart so that a thread that receives requests never
+//! waits for one that sends some.
 //!
 //! [`Transport`]: super::Transport
 

@@ -56,8 +56,8 @@ impl DeviceHeap {
         &self.store.ctx
     }
 
-    /// Multiprocessors that this rank may count on: those of its device, divided among the team's ranks
-    /// there. A kernel that waits for peers must leave room for theirs.
+    /// Multiprocessors that this rank may count on: those of its device, divided among the team's
+    /// ranks there. A kernel that waits for peers must leave room for theirs.
     ///
     /// # Errors
     /// What the driver reports.
@@ -132,7 +132,8 @@ impl DeviceHeap {
             let args = LaunchArgs::new().arg(&self.store.param).arg(&p);
             let most = p.len.iter().copied().max().unwrap_or(0);
             let grid = Grid::new((most / 65536).clamp(1, 64) as u32, 256);
-            // SAFETY: the kernel takes (TwTeam, TwPoison); outputs are held; lifetimes as in `launch`.
+            // SAFETY: the kernel takes (TwTeam, TwPoison); outputs are held; lifetimes as in
+            // `launch`.
             unsafe { self.store.kernels.poison.launch(stream, grid, args)? };
         }
         Ok(())
@@ -151,7 +152,8 @@ impl DeviceHeap {
         self.hold(stream, Some(status));
         let (addr, what) = (status.addr(), what as u32);
         let args = LaunchArgs::new().arg(&self.store.param).arg(&addr).arg(&what);
-        // SAFETY: the kernel takes (TwTeam, u32*, u32); the status is held; lifetimes as in `launch`.
+        // SAFETY: the kernel takes (TwTeam, u32*, u32); the status is held; lifetimes as in
+        // `launch`.
         unsafe { self.store.kernels.fail_if.launch(stream, Grid::new(1, 1), args) }
     }
 }
@@ -169,13 +171,14 @@ impl DeviceTeam {
     /// Bytes from a rank's chunk to the next one's, as this device sees them; addresses wrap.
     ///
     /// # Errors
-    /// `Unsupported` if they do not lie in even steps: with more than two ranks of the backend `nvshmem`.
+    /// `Unsupported` if they do not lie in even steps: with more than two ranks of the backend
+    /// `nvshmem`.
     pub fn stride(&self) -> Result<u64> {
         self.0.store.heap.stride()
     }
 
-    /// The team as a parameter of kernels that meet by themselves: `TwTeam` of `comm/team.cuh`. What
-    /// it points to lives as long as the heap.
+    /// The team as a parameter of kernels that meet by themselves: `TwTeam` of `comm/team.cuh`.
+    /// What it points to lives as long as the heap.
     pub fn param(&self) -> TwTeam {
         self.0.team_param()
     }

@@ -53,7 +53,8 @@ impl LinkProbe {
     /// For `heap`, with an own buffer of `local_bytes` zeros.
     ///
     /// # Errors
-    /// `Unsupported` if the heap is not in device memory, or GPUs do not reach each other; `Exhausted` without memory for the buffer.
+    /// `Unsupported` if the heap is not in device memory, or GPUs do not reach each other;
+    /// `Exhausted` without memory for the buffer.
     pub fn new(heap: &Heap, local_bytes: usize) -> Result<Self> {
         let net = DeviceTransport::new(heap)?;
         let team = net.device_team().cloned().ok_or_else(out_of_reach)?;

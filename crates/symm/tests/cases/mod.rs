@@ -360,9 +360,9 @@ pub fn put_flag<B: Backend>(world: World) -> Result<()> {
     s.os.check_counters()
 }
 
-/// A launch enters, puts to all peers under the permit that this gives it, and passes on to its right
-/// neighbour what its left one has put; eager, and as a graph. A put to a peer that has not granted
-/// is refused by name, and nothing of it arrives.
+/// A launch enters, puts to all peers under the permit that this gives it, and passes on to its
+/// right neighbour what its left one has put; eager, and as a graph. A put to a peer that has not
+/// granted is refused by name, and nothing of it arrives.
 pub fn permits<B: Backend>(world: World) -> Result<()> {
     let s = setup::<B>(&world, 64 * KIB)?;
     let (n, me) = (s.team.size(), s.team.rank());

@@ -1,5 +1,5 @@
-//! Calls of a transport as work on a stream: what the cases make, on every backend alike. On devices
-//! a call of [`Transport`] queues already; on the host each one becomes a node.
+//! Calls of a transport as work on a stream: what the cases make, on every backend alike. On
+//! devices a call of [`Transport`] queues already; on the host each one becomes a node.
 
 use std::sync::Arc;
 
