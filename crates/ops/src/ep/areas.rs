@@ -1,4 +1,4 @@
-//! Where an expert-parallel layer lies in symmetric memory, as kernels are told of it.
+//! Where an expert-parallel layer lies in symmetric memory, as kernels take it.
 
 use tilewire_core::{Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::Queue;

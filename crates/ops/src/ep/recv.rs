@@ -43,7 +43,7 @@ impl EpPlan {
     /// row index and the error say that its rows are no result.
     ///
     /// # Errors
-    /// `Exhausted` if the heap has no room; `Mismatch` if the ranks have not allocated alike;
+    /// `Exhausted` if the heap is too small; `Mismatch` if the ranks have not allocated alike;
     /// `Unsupported` for the flat layout, and through NCCL; `NotPrepared` if `prepare` has yet to
     /// decide what rows go through.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {

@@ -241,7 +241,7 @@ mod tests {
     use super::*;
     use crate::ep::EpLayout;
 
-    /// Every token is in a chunk, no chunk is larger than the kernels have room for, and its flags
+    /// Every token is in a chunk, no chunk is larger than the kernels can hold, and its flags
     /// are within their area; for as many ranks as there may be.
     #[test]
     fn cuts_hold_every_token_and_have_flags() {

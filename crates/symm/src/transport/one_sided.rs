@@ -38,6 +38,17 @@ fn queue(
     stream.launch(Node::new(name, move || f(&*net, &ctx)).in_domain(fault, || {}))
 }
 
+/// As [`queue`], for work that reads the bytes of `src`.
+fn queue_put(
+    net: &Arc<HostTransport>,
+    stream: &Stream,
+    src: &Tensor,
+    put: impl Fn(&HostTransport, &OpCtx, &[u8]) -> Result<()> + Send + Sync + 'static,
+) -> Result<()> {
+    let src = src.clone();
+    queue(net, stream, "put", move |n, c| src.read(|b| put(n, c, b))?)
+}
+
 impl OneSided {
     /// One-sided access to `heap`.
     ///
@@ -88,11 +99,7 @@ impl OneSided {
         match self {
             Self::Device(net) => net.put(stream.cuda()?, &permit, to, &src.cuda()?, "put"),
             Self::Host(net) => {
-                let src = src.clone();
-                let act = move |n: &HostTransport, c: &OpCtx| {
-                    src.read(|b| n.put(c, &permit, to, b, "put"))?
-                };
-                queue(net, stream, "put", act)
+                queue_put(net, stream, src, move |n, c, b| n.put(c, &permit, to, b, "put"))
             }
         }
     }
@@ -117,13 +124,9 @@ impl OneSided {
             Self::Device(net) => {
                 net.put_signal(stream.cuda()?, &permit, to, &src.cuda()?, slot, "put")
             }
-            Self::Host(net) => {
-                let src = src.clone();
-                let act = move |n: &HostTransport, c: &OpCtx| {
-                    src.read(|b| n.put_signal(c, &permit, to, b, slot, "put"))?
-                };
-                queue(net, stream, "put", act)
-            }
+            Self::Host(net) => queue_put(net, stream, src, move |n, c, b| {
+                n.put_signal(c, &permit, to, b, slot, "put")
+            }),
         }
     }
 
@@ -147,13 +150,9 @@ impl OneSided {
             Self::Device(net) => {
                 net.put_flag(stream.cuda()?, &permit, to, &src.cuda()?, slot, "put")
             }
-            Self::Host(net) => {
-                let src = src.clone();
-                let act = move |n: &HostTransport, c: &OpCtx| {
-                    src.read(|b| n.put_flag(c, &permit, to, b, slot, "put"))?
-                };
-                queue(net, stream, "put", act)
-            }
+            Self::Host(net) => queue_put(net, stream, src, move |n, c, b| {
+                n.put_flag(c, &permit, to, b, slot, "put")
+            }),
         }
     }
 
