@@ -78,7 +78,8 @@ impl BulkPlan {
         self.collective.predict(m)
     }
 
-    /// Queues both side by side, joined to `stream`.
+    /// Queues both side by side, joined to `stream`. Launches on different streams order their
+    /// collectives, which share receive areas, but not their GEMMs: each needs a result of its own.
     ///
     /// # Errors
     /// As the two parts. Both are checked before the first is queued: if one is refused, nothing

@@ -210,7 +210,8 @@ fn ep_of(fine: bool, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Read
     })
 }
 
-/// A collective beside a product of its own; the table compares what the collective makes.
+/// A collective beside a product of its own; the table compares what the collective makes. Each
+/// launch has its own product: nothing orders the products of launches on different streams.
 fn bulk(kind: CollectiveKind, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     let rows = match &kind {
         CollectiveKind::AllGather(_) => (mine(heap), M),
@@ -220,12 +221,15 @@ fn bulk(kind: CollectiveKind, heap: &Heap, stream: &Stream, prepare: bool) -> Re
     let plan = BulkPlan::new(GemmDesc::nt(N, N, K, DType::F32), desc, heap)?;
     prepared_if(prepare, || plan.prepare(stream))?;
     let (x, y) = (zeros(rows.0, N), out(rows.1, N));
-    let gemm = GemmInputs::new(zeros(N, K), zeros(N, K), out(N, N));
-    let t = BulkInputs { gemm, m: M, x: x.clone(), y: y.clone() };
+    let (a, b) = (zeros(N, K), zeros(N, K));
     Ok(Ready {
-        inputs: vec![x],
-        out: y,
-        launch: Box::new(move |s| plan.launch(s, t.clone())?.join(s).map(|_| ())),
+        inputs: vec![x.clone()],
+        out: y.clone(),
+        launch: Box::new(move |s| {
+            let gemm = GemmInputs::new(a.clone(), b.clone(), out(N, N));
+            let t = BulkInputs { gemm, m: M, x: x.clone(), y: y.clone() };
+            plan.launch(s, t)?.join(s).map(|_| ())
+        }),
     })
 }
 
