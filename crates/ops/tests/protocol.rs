@@ -104,18 +104,24 @@ fn any_one_signal_of_an_exchange_of_heads_is_noticed() {
 /// A get that is left out hands over nothing: never what an earlier launch got.
 #[test]
 fn any_one_get_that_is_lost_is_noticed() {
-    let run = |nth, tamper: Option<Arc<Tamper>>| {
-        let got = World::run_threads(2, short(), |w| launches(&w, "get", cp_get, tamper.clone()));
-        let hits = tamper.map_or(0, |t| t.hits.load(Ordering::Relaxed));
-        assert!(nth < 8 || hits == 0, "more gets than expected");
-        (got.unwrap(), hits)
-    };
-    let good = run(0, None).0;
-    // Two chunks of the other rank, forward and backward, twice.
-    for nth in 0..8 {
-        let action = HookAction::Skip;
-        let (bad, hits) = run(nth, Some(Tamper::new(StepKind::Get, nth, action)));
-        assert!(hits == 1 && bad != good, "get {nth} went unnoticed");
+    for (name, make) in CP {
+        let ranks = ranks_for(name, 2);
+        let run = |tamper: Option<Arc<Tamper>>| {
+            World::run_threads(ranks, short(), |w| launches(&w, "get", make, tamper.clone()))
+        };
+        let good = run(None).unwrap();
+        let mut tried = 0;
+        loop {
+            let tamper = Tamper::new(StepKind::Get, tried, HookAction::Skip);
+            let bad = run(Some(tamper.clone())).unwrap();
+            if tamper.hits.load(Ordering::Relaxed) == 0 {
+                break;
+            }
+            assert!(bad != good, "{name}: get {tried} went unnoticed");
+            tried += 1;
+        }
+        // At least k and v in one direction, parts of dk and dv in the other, in each launch.
+        assert!(tried >= 2 * ATTACKED, "{name}: only {tried} gets");
     }
 }
 

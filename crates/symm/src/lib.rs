@@ -50,7 +50,8 @@ pub use signals::Signals;
 pub use team::LiveTeam;
 pub use traffic::{LinkTraffic, Traffic};
 pub use transport::{
-    Caps, Enter, HostTransport, OneSided, OpCtx, Permit, SignalSlot, StreamTransport, Transport,
+    Caps, Enter, HostTransport, OneSided, OpCtx, Permit, Rows, SignalSlot, StreamTransport,
+    Transport,
 };
 pub use vmm::{BadInput, DeviceHeap, DeviceTeam, DeviceTransport, LinkProbe, Piece, kernel_specs};
 pub use world::{BackendStatus, ReturnedNccl, World, WorldCfg, backends};

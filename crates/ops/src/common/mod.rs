@@ -18,7 +18,7 @@ pub(crate) use self::core::{Launch, PlanCore};
 pub(crate) use bias::{Bias, bias_type};
 pub use check::expect_tensor;
 pub(crate) use check::{Named, apart, each_apart, narrow_into, wide};
-pub(crate) use handoff::{Handoff, receive};
+pub(crate) use handoff::Handoff;
 pub use overlap::{Algo, Candidate, Explain, Machine, OverlapConfig};
 pub use shards::Shards;
 pub(crate) use shards::{chunk_rows, part, range_of};

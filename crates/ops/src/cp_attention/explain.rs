@@ -5,9 +5,11 @@ use std::fmt;
 use tilewire_core::Rank;
 use tilewire_symm::LinkTraffic;
 
-use super::config::Strategy;
-use super::predict::{self, Pass};
-use super::{CpAttentionDesc, CpConfig, Layout};
+use super::config::{CpConfig, Strategy};
+use super::desc::{CpAttentionDesc, Layout};
+use super::launch::Pass;
+use super::pieces::{Pieces, Sizes};
+use super::schedule::Schedule;
 use crate::common::Machine;
 
 /// One way to do it, with its predicted time.
@@ -70,19 +72,19 @@ pub(super) fn buffer_bytes(
     let strategies = config.map_or_else(|| legal(d, size), |c| vec![c.strategy]);
     let mut most = [0; 4];
     for s in strategies {
-        for (most, (slots, bytes)) in most.iter_mut().zip(predict::buffers(d, s, size)) {
-            *most = (*most).max(slots * bytes);
+        for (most, bytes) in most.iter_mut().zip(Sizes::new(d, s, size).buffers(d.backward)) {
+            *most = (*most).max(bytes);
         }
     }
     most
 }
 
 /// Forward: arithmetic of the busiest rank beside its transfers. What precedes the arithmetic is
-/// exposed: nothing for one-sided gets and pushes, a hop at a time for the ring, all of an
-/// all-to-all.
+/// exposed: nothing for one-sided gets and pushes, a hop at a time for the ring, everything where
+/// heads are traded.
 pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplain {
     let a = &d.attn;
-    let flop = 2.0 * predict::pairs(d) * (a.heads_q * (a.dqk + a.dv)) as f64;
+    let flop = 2.0 * pairs(d) * (a.heads_q * (a.dqk + a.dv)) as f64;
     let uneven = match d.layout {
         Layout::Contiguous if a.mask.right.is_some() && size > 1 => 2.0,
         _ => 1.0,
@@ -91,7 +93,11 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplai
     let mut candidates = Vec::new();
     for strategy in legal(d, size) {
         let config = CpConfig::of(strategy);
-        let of = |r| predict::predict(d, &a.sequences, &config, Pass::Forward, (r, size));
+        let sizes = &Sizes::new(d, strategy, size);
+        let of = |me| {
+            let sched = &Schedule::new(d, &a.sequences, strategy, me, size);
+            Pieces { sizes, sched, me }.traffic(Pass::Forward)
+        };
         let moved = |l: &LinkTraffic| l.put_bytes + l.get_bytes;
         let bytes = |r| of(r).iter().map(moved).sum::<u64>();
         let fwd_bytes = Rank::all(size).map(bytes).max().unwrap_or(0);
@@ -99,8 +105,7 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplai
         let (groups, latency) = (size / strategy.inner(d, size), m.latency_us);
         let predicted_us = match strategy {
             _ if size == 1 => compute,
-            Strategy::AllToAll => compute + wire + 2.0 * latency,
-            Strategy::Hybrid => compute.max(wire) + 0.5 * wire + (groups + 2) as f64 * latency,
+            Strategy::AllToAll | Strategy::Hybrid => compute + wire + 2.0 * latency,
             Strategy::Ring => compute.max(wire) + groups as f64 * latency,
             _ => compute.max(wire) + 2.0 * latency,
         };
@@ -111,4 +116,19 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplai
     // Get, ring and all_gather are always legal.
     let chosen = candidates.first().map_or(CpConfig::of(Strategy::Get), |c| c.config);
     CpExplain { what: format!("cp_attention {d}"), candidates, chosen }
+}
+
+/// Multiply-adds of the forward pass over all ranks, of the visible pairs.
+fn pairs(d: &CpAttentionDesc) -> f64 {
+    let s = &d.attn.sequences;
+    let mut sum = 0.0;
+    for (q, kv) in s.q.iter().zip(&s.kv) {
+        let (sq, skv) = (q.len() as f64, kv.len() as f64);
+        let reach = |r: Option<usize>| r.map_or(skv, |r| (r as f64).min(skv));
+        let (left, right) = (reach(d.attn.mask.left), reach(d.attn.mask.right));
+        // A causal triangle is half of the rectangle; a window is a band.
+        let causal = if d.attn.mask.right == Some(0) { 0.5 } else { 1.0 };
+        sum += (sq * skv * causal).min(sq * (left + right + 1.0));
+    }
+    sum
 }

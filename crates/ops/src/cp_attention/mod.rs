@@ -7,25 +7,24 @@
 //!
 //! 1. *scatter*: inside groups of `a` ranks each rank trades its rows of all heads for the group's
 //!    rows of `1 / a` of the heads (`a = 1`: nothing moves);
-//! 2. *exchange*: between the `b = P / a` groups keys and values travel by get, ring or all-gather;
-//! 3. *gather*: the outputs (backward: the gradients) go back to the owners of the rows.
+//! 2. *keys*: those of a rank's heads come from all ranks;
+//! 3. *gather*: the outputs (backward: the gradients) go to the owners of the rows.
 //!
-//! | strategy | a | exchange |
+//! | strategy | a | keys |
 //! |---|---|---|
 //! | `get` | 1 | each rank publishes K,V; peers get the chunks that the mask needs from the owner |
 //! | `ring` | 1 | store and forward to the next rank, two slots |
 //! | `all_gather` | 1 | push to all |
-//! | `all_to_all` | P | none (Ulysses: Jacobs et al., 2023) |
-//! | `hybrid` | `a2a_size` | ring |
+//! | `all_to_all` | P | as `get`, of a rank's heads (Ulysses: Jacobs et al., 2023) |
+//! | `hybrid` | `a2a_size` | the same |
 //!
-//! The running maximum, sum and accumulator stay f32 over all chunks (no merge of rounded results).
-//! Backward: keys and values travel once more, partial dK and dV go straight to the owner in f32
-//! and are added in rank order, so that equal inputs give equal bits. Where K and V travel as e4m3
-//! (`kv_wire`), every rank computes with the quantised values, its own included: the result does
-//! not depend on the strategy or the number of ranks.
-//!
-//! On CUDA devices owners publish and readers get (`all_gather`: owners push; `ring`: from neighbour
-//! to neighbour), and results over own keys and over those of others are merged in f32.
+//! The host and devices carry out the same transfers (`transfers.rs`) of the same rows (`pieces.rs`);
+//! only the arithmetic differs. The host's running maximum, sum and accumulator stay f32 over all
+//! keys; devices merge f32 results over own keys and over those of others.
+//! Backward: keys and values travel once more, the owner of a row gets the partial dK and dV of
+//! those whose queries see it, in f32, and adds them in rank order, so that equal inputs give equal
+//! bits. Where K and V travel as e4m3 (`kv_wire`), every rank computes with the quantised values,
+//! its own included: the result does not depend on the strategy or the number of ranks.
 //!
 //! # Where
 //! | | |
@@ -40,27 +39,21 @@
 //! | page | `docs/protocols/cp_attention.md` |
 
 mod config;
-mod cuda;
 mod desc;
-mod exchange;
+mod device;
 mod explain;
-mod fastest;
-mod fp8;
-mod grad;
-mod heads;
 mod host;
-mod keys;
-mod lane;
-mod nccl;
+mod launch;
 mod pieces;
 mod plan;
-mod predict;
+mod schedule;
 #[cfg(test)]
 mod tests;
-mod wire;
+mod transfers;
+mod tune;
 
-pub use config::{CpConfig, CpTask, Strategy};
+pub use config::{CpConfig, Strategy};
 pub use desc::{CpAttentionDesc, Layout};
 pub use explain::{CpCandidate, CpExplain};
+pub use launch::Pass;
 pub use plan::CpAttentionPlan;
-pub use predict::Pass;

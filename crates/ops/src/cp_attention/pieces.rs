@@ -1,15 +1,19 @@
-//! What moves between ranks on devices, as rows of bytes: one pure list for each phase.
+//! What moves between ranks, as rows of bytes: one pure list for each phase, where it is in the
+//! buffers, and what a launch moves over each link.
 //!
-//! Owners publish, whoever needs rows gets them; only the keys of `all_gather` are pushed. Rows of
-//! keys lie in the order of the ranks ("dense"), so that one table of segments serves all.
+//! Owners publish, whoever needs rows gets them; only the keys of `all_gather` are pushed, and those
+//! of `ring` are passed on. Rows of keys are in the order of the ranks ("dense"), so that one table
+//! of segments serves all.
 
 use std::ops::Range;
 
 use tilewire_core::{DType, Rank};
 use tilewire_symm::{LinkTraffic, Traffic};
 
-use super::config::{Schedule, Strategy, kv_heads, num_rows};
-use super::{CpAttentionDesc, Pass};
+use super::config::Strategy;
+use super::desc::CpAttentionDesc;
+use super::launch::Pass;
+use super::schedule::{Schedule, kv_heads, num_rows};
 use crate::attention::Sequences;
 use crate::attention::table::segments;
 use tilewire_kernels::abi::TwSeg;
@@ -80,9 +84,9 @@ pub(super) struct Piece {
     pub rows: usize,
 }
 
-/// Rows of a rank, from its row `at` on, which are rows `dense..` of all.
+/// `num` rows of rank `peer`, from its row `at` on, which are rows `dense..` of all.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Run {
+struct Span {
     peer: Rank,
     at: usize,
     dense: usize,
@@ -92,7 +96,7 @@ struct Run {
 /// Columns of a tensor of rows: `(first byte, bytes of a row, first byte of the columns)`.
 type Side = (usize, usize, usize);
 
-fn piece(r: &Run, (src, src_pitch, src_col): Side, (dst, dst_pitch, dst_col): Side) -> Piece {
+fn piece(r: &Span, (src, src_pitch, src_col): Side, (dst, dst_pitch, dst_col): Side) -> Piece {
     Piece {
         peer: r.peer,
         src: src + src_col,
@@ -273,6 +277,37 @@ impl Sizes {
         (at, end.next_multiple_of(16))
     }
 
+    /// Bytes of the four buffers of a plan, with what the backward pass needs or without.
+    pub fn buffers(&self, backward: bool) -> [usize; 4] {
+        let mut bytes = [0; 4];
+        if self.size == 1 {
+            return bytes;
+        }
+        let (keys, queries) = (self.all_keys() * self.hkv, self.inner * self.max_q * self.hq);
+        if self.inner > 1 {
+            bytes[SCATTER] = match backward {
+                true => self.upstream()[2] + 4 * self.max_q * self.all_q,
+                false => self.keys_from(self.end_of_queries(), self.max_kv).1,
+            };
+            bytes[GATHER] = self.lse() + 4 * queries;
+        } else {
+            bytes[AREA] = match self.strategy {
+                Strategy::AllGather => self.keys_from(0, self.all_keys()).1,
+                Strategy::Ring => RING_SLOTS * self.keys_from(0, self.max_kv).1,
+                _ => self.keys_from(0, self.max_kv).1,
+            };
+        }
+        if backward {
+            let (buffer, at) = self.parts();
+            let end = at.iter().zip(&self.part_wire).map(|(at, b)| at + keys * b).max();
+            bytes[buffer] = bytes[buffer].max(end.unwrap_or(0));
+            if self.inner > 1 {
+                bytes[GATHER] = bytes[GATHER].max(self.dq() + queries * self.dqk * self.out);
+            }
+        }
+        bytes
+    }
+
     /// Bytes of one part of dk and dv of my rows in f32, and where dv begins in it.
     pub fn slot(&self) -> (usize, usize) {
         let dv = 4 * self.max_kv * self.all_kv * self.dqk;
@@ -313,14 +348,14 @@ impl Pieces<'_> {
     }
 
     /// Runs of rows of rank `owner` in spans that are `wanted` (flags of its area).
-    fn runs(&self, owner: usize, wanted: &[bool], peer: usize) -> Vec<Run> {
+    fn runs(&self, owner: usize, wanted: &[bool], peer: usize) -> Vec<Span> {
         let (at, spans) = self.spans(owner);
         let first = self.first_key(owner);
         let peer = Rank::new(peer as u32);
-        let mut out: Vec<Run> = Vec::new();
+        let mut out: Vec<Span> = Vec::new();
         let mut row = 0;
         for (span, want) in spans.iter().zip(&wanted[at]) {
-            let new = Run { peer, at: row, dense: first + row, num: span.len() };
+            let new = Span { peer, at: row, dense: first + row, num: span.len() };
             row += span.len();
             match out.last_mut() {
                 _ if !want || new.num == 0 => {}
@@ -335,10 +370,10 @@ impl Pieces<'_> {
     pub fn keys(&self) -> Vec<Vec<Piece>> {
         let s = self.sizes;
         let head = kv_heads(s.all_kv, s.inner, self.sched.grid.at).start;
-        let runs: Vec<Run> =
+        let runs: Vec<Span> =
             self.ranks().flat_map(|p| self.runs(p, &self.sched.needed[p / s.inner], p)).collect();
         let tensor = |(at, bytes): (usize, &usize)| {
-            let one = |r: &Run| {
+            let one = |r: &Span| {
                 let (there, here) = (s.all_kv * bytes, s.hkv * bytes);
                 let src = (at + r.at * there, there, head * bytes);
                 piece(r, src, (r.dense * here, here, 0)).wide(here)
@@ -356,12 +391,12 @@ impl Pieces<'_> {
     }
 
     /// Queries of my group: each member's rows.
-    fn members(&self) -> Vec<Run> {
+    fn members(&self) -> Vec<Span> {
         let (g, inner) = (&self.sched.grid, self.sizes.inner);
         let run = |i: usize| {
             let m = (g.at + i) % inner;
             let num = num_rows(&self.sched.member_q[m]);
-            Run { peer: g.member(m), at: 0, dense: self.first_query(m), num }
+            Span { peer: g.member(m), at: 0, dense: self.first_query(m), num }
         };
         (0..inner).map(run).collect()
     }
@@ -371,7 +406,7 @@ impl Pieces<'_> {
         let s = self.sizes;
         let (there, here) = (s.all_q * dim * elem, s.hq * dim * elem);
         let col = self.sched.first_head * dim * elem;
-        let one = |r: Run| piece(&r, (at, there, col), (r.dense * here, here, 0)).wide(here);
+        let one = |r: Span| piece(&r, (at, there, col), (r.dense * here, here, 0)).wide(here);
         self.members().into_iter().map(one).collect()
     }
 
@@ -386,9 +421,9 @@ impl Pieces<'_> {
     pub fn stats(&self, at: usize) -> Vec<Piece> {
         let s = self.sizes;
         let (first, rows) = (self.sched.first_head, self.sched.rows_q());
-        let one = |r: Run| {
+        let one = |r: Span| {
             let row = 4 * r.num;
-            let heads = Run { num: s.hq, ..r };
+            let heads = Span { num: s.hq, ..r };
             piece(&heads, (at + first * row, row, 0), (4 * r.dense, 4 * rows, 0)).wide(row)
         };
         self.members().into_iter().map(one).collect()
@@ -421,10 +456,10 @@ impl Pieces<'_> {
     pub fn results(&self, at: usize, dim: usize) -> Vec<Piece> {
         let s = self.sizes;
         let (there, all) = (s.hq * dim * s.out, s.all_q * dim * s.out);
-        let one = |r: Run| {
+        let one = |r: Span| {
             let src = (at + self.first_query(self.sched.grid.at) * there, there, 0);
             let col = r.peer.idx() % s.inner * there;
-            let mine = Run { num: self.my_queries(), ..r };
+            let mine = Span { num: self.my_queries(), ..r };
             piece(&mine, src, (0, all, col)).wide(there)
         };
         self.members().into_iter().map(one).collect()
@@ -438,9 +473,9 @@ impl Pieces<'_> {
     pub fn lse(&self) -> Vec<Piece> {
         let s = self.sizes;
         let (rows, mine) = (4 * self.sched.rows_q(), 4 * self.my_queries());
-        let one = |r: Run| {
+        let one = |r: Span| {
             let src = (s.lse(), rows, 4 * self.first_query(self.sched.grid.at));
-            let heads = Run { num: s.hq, ..r };
+            let heads = Span { num: s.hq, ..r };
             piece(&heads, src, (r.peer.idx() % s.inner * s.hq * mine, mine, 0)).wide(mine)
         };
         self.members().into_iter().map(one).collect()
@@ -460,9 +495,9 @@ impl Pieces<'_> {
         let all = vec![true; self.sched.areas[self.sched.grid.group].len()];
         // A whole gradient is there for every row, a part only where queries of its rank see keys.
         let asked = |p: usize| if s.adds() { &self.sched.asked[p / s.inner] } else { &all };
-        let runs: Vec<Run> = ranks.flat_map(|p| self.runs(self.me.idx(), asked(p), p)).collect();
+        let runs: Vec<Span> = ranks.flat_map(|p| self.runs(self.me.idx(), asked(p), p)).collect();
         let tensor = |((at, place), bytes): ((usize, usize), &usize)| {
-            let one = |r: &Run| {
+            let one = |r: &Span| {
                 let (there, here) = (s.hkv * bytes, s.all_kv * bytes);
                 let p = r.peer.idx();
                 let head = kv_heads(s.all_kv, s.inner, p % s.inner).start;

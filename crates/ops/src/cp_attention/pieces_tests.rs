@@ -3,10 +3,11 @@
 use tilewire_core::{DType, ErrorKind, Rank};
 use tilewire_symm::Traffic;
 
-use super::super::config::Schedule;
-use super::super::{CpAttentionDesc, CpConfig, Layout, Pass, Strategy, fp8, predict};
 use super::*;
-use crate::attention::{AttentionDesc, AttnMask, Sequences};
+use crate::attention::{AttentionDesc, AttnMask, Queries, Sequences};
+use crate::cp_attention::desc::Layout;
+use crate::cp_attention::device;
+use crate::cp_attention::schedule::Schedule;
 
 /// `(ranks, a2a_size, key heads of 8)`.
 const GRIDS: [(usize, usize, usize); 7] =
@@ -140,8 +141,7 @@ fn tensor(rows: &[usize], heads: std::ops::Range<usize>, dim: usize) -> Buffer {
 }
 
 fn bytes_of(w: &World, buffer: usize) -> Buffer {
-    let (slots, bytes) = predict::buffers(&w.d, w.sizes.strategy, w.sizes.size)[buffer];
-    vec![-1.0; (slots * bytes).div_ceil(4)]
+    vec![-1.0; w.sizes.buffers(true)[buffer].div_ceil(4)]
 }
 
 #[test]
@@ -241,10 +241,7 @@ fn queries_of_a_group_come_and_results_go_back() {
 fn what_is_published_fits_and_nothing_overlaps() {
     let fits = |w: &World| {
         let s = &w.sizes;
-        let room = |buffer: usize| {
-            let (slots, bytes) = predict::buffers(&w.d, s.strategy, s.size)[buffer];
-            slots * bytes
-        };
+        let room = |buffer: usize| s.buffers(true)[buffer];
         // What is in each buffer in a backward pass: first bytes and lengths.
         let mut all: Vec<(usize, usize, usize)> = Vec::new();
         if s.size == 1 {
@@ -296,10 +293,10 @@ fn what_has_no_path_on_devices_is_refused_with_a_hint() {
     let parts = CpAttentionDesc { dkv_wire: DType::F8E5M2, ..d.clone() };
     let fp8 = AttentionDesc { dtype: DType::F8E4M3, ..large.clone() };
     for good in [d.clone(), kv(&d.attn), kv(&fp8), parts.clone()] {
-        fp8::check(&good).unwrap();
+        device::check(&good).unwrap();
     }
     for bad in [kv(&large), CpAttentionDesc { attn: large.clone(), ..parts }] {
-        let e = fp8::check(&bad).unwrap_err();
+        let e = device::check(&bad).unwrap_err();
         assert!(e.kind() == ErrorKind::Unsupported && e.get_hint().is_some(), "{e}");
     }
 }
@@ -542,10 +539,56 @@ fn own_and_other_keys_are_all_keys() {
     });
 }
 
-/// Bytes over each link are those of the definitions, which the host's protocol is held to:
-/// whoever gets what the host puts turns the link around. Spans that nobody sees stay where they
-/// are, which inside of a group the host does not look at; between groups the ring of `hybrid` takes
-/// other links.
+/// Bytes that rank `r` takes from rank `p`, from the definitions of the strategies alone.
+fn defined(w: &World, pass: Pass, r: usize, p: usize) -> usize {
+    let (a, s, size) = (&w.d.attn, w.sizes.strategy, w.sizes.size);
+    let inner = s.inner(&w.d, size);
+    let (hq, hkv) = (a.heads_q / inner, kv_heads(a.heads_kv, inner, r % inner).len());
+    let head = |dims: &[usize], t: DType| -> usize {
+        let scale = if t.is_fp8() { 4 } else { 0 };
+        dims.iter().map(|d| d * t.size() + scale).sum()
+    };
+    let keys = head(&[a.dqk, a.dv], w.d.kv_wire().0);
+    // Rows of keys of rank `owner` that some query of the group of rank `reader` sees.
+    let seen = |reader: usize, owner: usize| -> usize {
+        let group = reader / inner * inner;
+        let spans = |q| w.d.rows_q(&w.seqs, Rank::new(q as u32), size);
+        let queries: Vec<_> = (group..group + inner).flat_map(spans).collect();
+        let spans = w.d.rows_kv(&w.seqs, Rank::new(owner as u32), size);
+        let see = Queries::new(&queries, &w.seqs, &a.mask).see(&spans);
+        spans.iter().zip(see).filter(|(_, seen)| *seen).map(|(s, _)| s.len()).sum()
+    };
+    let mut bytes = match s {
+        Strategy::AllGather => w.rows_kv(p).len() * a.heads_kv * keys,
+        // From the rank before me, the keys of all others.
+        Strategy::Ring if (p + 1) % size == r => {
+            let others = (0..size).filter(|o| *o != r);
+            others.map(|o| w.rows_kv(o).len() * a.heads_kv * keys).sum()
+        }
+        Strategy::Ring => 0,
+        _ => seen(r, p) * hkv * keys,
+    };
+    let (mine, theirs) = (w.rows_q(r).len(), w.rows_q(p).len());
+    if inner > 1 && r / inner == p / inner {
+        let (up, back) = match pass {
+            Pass::Forward => (0, head(&[a.dv], a.out) + 4),
+            Pass::Backward => (head(&[a.dv], a.out) + 8, head(&[a.dqk], a.out)),
+        };
+        bytes += theirs * hq * (head(&[a.dqk], a.dtype) + up) + mine * hq * back;
+    }
+    if pass == Pass::Backward {
+        // Heads that one rank has alone come as they are, in the type of the gradients.
+        let alone = size / inner == 1 && a.heads_kv.is_multiple_of(inner);
+        let (rows, t) = match alone && !w.d.dkv_wire.is_fp8() {
+            true => (w.rows_kv(r).len(), a.out),
+            false => (seen(p, r), w.d.dkv_wire),
+        };
+        let heads = kv_heads(a.heads_kv, inner, p % inner).len();
+        bytes += rows * heads * head(&[a.dqk, a.dv], t);
+    }
+    bytes
+}
+
 #[test]
 fn bytes_are_those_of_the_definitions() {
     worlds(bytes_are_defined);
@@ -553,26 +596,13 @@ fn bytes_are_those_of_the_definitions() {
 }
 
 fn bytes_are_defined(w: &World) {
-    {
-        let (s, config) = (&w.sizes, CpConfig::of(w.sizes.strategy));
-        for pass in [Pass::Forward, Pass::Backward] {
-            let host: Vec<Traffic> = Rank::all(s.size)
-                .map(|r| predict::predict(&w.d, &w.seqs, &config, pass, (r, s.size)))
-                .collect();
-            let here: Vec<Traffic> = (0..s.size).map(|r| w.lists(r).traffic(pass)).collect();
-            for (r, p) in (0..s.size).flat_map(|r| (0..s.size).map(move |p| (r, p))) {
-                let want = match (s.strategy, pass) {
-                    // Parts are pushed by the host, and keys as here.
-                    (Strategy::Get, _) => host[r][p].get_bytes + host[p][r].put_bytes,
-                    _ => host[p][r].put_bytes,
-                };
-                let got = here[r][p].get_bytes + here[p][r].put_bytes;
-                match s.strategy {
-                    Strategy::Hybrid => {}
-                    Strategy::AllToAll => assert!(got <= want, "{r}<-{p}: {got} > {want}"),
-                    _ => assert_eq!(got, want, "{:?} {r}<-{p}", s.strategy),
-                }
-            }
+    let s = &w.sizes;
+    for pass in [Pass::Forward, Pass::Backward] {
+        let here: Vec<Traffic> = (0..s.size).map(|r| w.lists(r).traffic(pass)).collect();
+        for (r, p) in (0..s.size).flat_map(|r| (0..s.size).map(move |p| (r, p))) {
+            let got = here[r][p].get_bytes + here[p][r].put_bytes;
+            let want = if r == p { 0 } else { defined(w, pass, r, p) as u64 };
+            assert_eq!(got, want, "{:?} {pass:?} {r}<-{p}", s.strategy);
         }
     }
 }

@@ -1,64 +1,28 @@
 //! The plan of a context-parallel attention: buffers, signals, choice, launch.
 
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
-use tilewire_device::{Pending, Stream, Tensor};
-use tilewire_symm::{Heap, Signals, Traffic};
+use tilewire_device::{Pending, Stream};
+use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
-use super::config::{Schedule, Strategy, num_rows};
+use super::config::CpConfig;
+use super::desc::CpAttentionDesc;
+use super::device::{self, Prepared};
 use super::explain::{CpExplain, buffer_bytes, explain};
-use super::fastest::Used;
-use super::host::{Buffers, Run};
-use super::lane::Queue;
+use super::host::HostRun;
+use super::launch::{NUM_SLOTS, Pass, Work};
 use super::pieces::{Pieces, Sizes};
-use super::predict::{self, Pass};
-use super::{CpAttentionDesc, CpConfig, cuda};
+use super::schedule::{Schedule, num_rows};
+use super::tune::{Tuner, Used};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::collective::CollectiveBackend;
 use crate::common::lanes::Lane;
 use crate::common::nccl::{at_first, put_or_nccl, usual};
-use crate::common::{Machine, PlanCore, fastest, only_meets};
-
-/// Signal slots of a plan.
-pub(super) const CREDIT_SCATTER: usize = 0;
-pub(super) const DATA_SCATTER: usize = 1;
-pub(super) const CREDIT_KV: usize = 2;
-pub(super) const DATA_KV: usize = 3;
-pub(super) const CREDIT_DKV: usize = 4;
-pub(super) const DATA_DKV: usize = 5;
-pub(super) const CREDIT_GATHER: usize = 6;
-pub(super) const DATA_GATHER: usize = 7;
-const NUM_SLOTS: usize = 8;
+use crate::common::{Handoff, Machine, PlanCore, fastest, only_meets};
 
 const OP: &str = "cp_attention";
-
-/// The outputs of a launch, and what only its pass reads.
-pub(super) enum Work {
-    Forward(AttnOut),
-    Backward(Box<(AttnSaved, AttnGrads)>),
-}
-
-impl Work {
-    fn name(&self) -> &'static str {
-        if matches!(self, Work::Forward(_)) { "fwd" } else { "bwd" }
-    }
-
-    fn poison(&self) {
-        match self {
-            Work::Forward(o) => o.poison(),
-            Work::Backward(b) => b.1.poison(),
-        }
-    }
-
-    /// What the pass writes.
-    pub fn outputs(&self) -> Vec<&Tensor> {
-        match self {
-            Work::Forward(o) => vec![&o.out, &o.lse],
-            Work::Backward(b) => b.1.named().into_iter().filter_map(|(_, t)| t).collect(),
-        }
-    }
-}
 
 fn not_prepared() -> Error {
     Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
@@ -68,15 +32,15 @@ fn not_prepared() -> Error {
 
 /// Context-parallel attention with its buffers.
 pub struct CpAttentionPlan {
-    pub(super) desc: CpAttentionDesc,
-    pub(super) core: PlanCore,
+    desc: CpAttentionDesc,
+    core: PlanCore,
     /// Scatter, area, dkv, gather: large enough for every strategy if the choice is open.
-    buffers: [tilewire_symm::SymBuf; 4],
+    buffers: [SymBuf; 4],
     signals: Arc<Signals>,
     used: OnceLock<CpConfig>,
     /// On a heap in device memory, made by `prepare`.
     cuda: OnceLock<Used>,
-    pub(super) backend: CollectiveBackend,
+    backend: CollectiveBackend,
 }
 
 impl CpAttentionPlan {
@@ -119,11 +83,11 @@ impl CpAttentionPlan {
         desc.check(size).map_err(|e| e.op(OP))?;
         put_or_nccl(heap, backend).map_err(|e| e.op(OP))?;
         if heap.backend() != BackendKind::Host {
-            cuda::check(&desc).map_err(|e| e.op(OP))?;
+            device::check(&desc).map_err(|e| e.op(OP))?;
         }
         if at_first(heap, backend) == CollectiveBackend::Nccl {
             let strategy = config.map(|c| c.strategy);
-            super::nccl::check(&desc, strategy).map_err(|e| e.op(OP))?;
+            device::check_nccl(&desc, strategy).map_err(|e| e.op(OP))?;
         }
         let used = OnceLock::new();
         if let Some(c) = config {
@@ -169,7 +133,7 @@ impl CpAttentionPlan {
     }
 
     /// Collective: the strategy, and what it needs.
-    fn choose(&self) -> Result<Option<cuda::Prepared>> {
+    fn choose(&self) -> Result<Option<Prepared>> {
         let list = self.explain().candidates;
         let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
         let chosen = fastest(self.core.team(), &costs).map_err(|e| e.op(OP))?;
@@ -179,12 +143,24 @@ impl CpAttentionPlan {
     }
 
     /// Kernels and workspace on a device, once, for what a plan goes through that has not asked the clock.
-    fn make_first(&self, config: Option<&CpConfig>) -> Result<Option<cuda::Prepared>> {
+    fn make_first(&self, config: Option<&CpConfig>) -> Result<Option<Prepared>> {
         let (Some(lane), Some(c), None) = (self.core.lane(), config, self.cuda.get()) else {
             return Ok(None);
         };
         let by_nccl = at_first(self.core.heap(), self.backend) == CollectiveBackend::Nccl;
-        self.make(lane, c.strategy, by_nccl).map(Some).map_err(|e| e.op(OP))
+        let size = self.core.team().size();
+        let made = Prepared::new(lane, &self.desc, (c.strategy, by_nccl), size);
+        made.map(Some).map_err(|e| e.op(OP))
+    }
+
+    /// Collective: what the plan goes through on devices.
+    fn settle(&self, at: (&Lane, &Stream), first: Prepared) -> Result<Used> {
+        let launch = |p: &Prepared, (x, rows): (&AttnInputs, LocalRows), work: &Work| {
+            let seqs = &self.desc.attn.sequences;
+            self.launch_by((p, at.0), at.1, (x, seqs, rows), work).map(drop)
+        };
+        let (desc, core, backend) = (&self.desc, &self.core, self.backend);
+        Tuner { desc, core, backend, at, launch: &launch }.settle(first)
     }
 
     /// The configuration in use.
@@ -199,7 +175,7 @@ impl CpAttentionPlan {
     pub fn explain(&self) -> CpExplain {
         let mut e = explain(&self.desc, self.core.team().size(), &Machine::default());
         if self.core.lane().is_some() {
-            e.candidates.retain(|c| cuda::may_choose(c.config.strategy));
+            e.candidates.retain(|c| device::may_choose(c.config.strategy));
             e.chosen = e.candidates.first().map_or(e.chosen, |c| c.config);
         }
         e.chosen = self.used.get().copied().unwrap_or(e.chosen);
@@ -209,13 +185,13 @@ impl CpAttentionPlan {
 
     /// Global rows of q (and out) of this rank, in the order of its tensors. `sequences` of `None`
     /// means those of the description.
-    pub fn rows_q(&self, sequences: Option<&Sequences>) -> Vec<std::ops::Range<usize>> {
+    pub fn rows_q(&self, sequences: Option<&Sequences>) -> Vec<Range<usize>> {
         let (s, team) = (sequences.unwrap_or(&self.desc.attn.sequences), self.core.team());
         self.desc.rows_q(s, team.rank(), team.size())
     }
 
     /// Global rows of k and v of this rank, in the order of its tensors.
-    pub fn rows_kv(&self, sequences: Option<&Sequences>) -> Vec<std::ops::Range<usize>> {
+    pub fn rows_kv(&self, sequences: Option<&Sequences>) -> Vec<Range<usize>> {
         let (s, team) = (sequences.unwrap_or(&self.desc.attn.sequences), self.core.team());
         self.desc.rows_kv(s, team.rank(), team.size())
     }
@@ -228,17 +204,14 @@ impl CpAttentionPlan {
         let s = sequences.unwrap_or(&self.desc.attn.sequences);
         let team = self.core.team();
         self.desc.check_launch(s, team.size()).map_err(|e| e.op(OP))?;
-        let (config, place) = (self.config()?, (team.rank(), team.size()));
-        let by_nccl = self.cuda.get().is_some_and(|used| used.by.nccl.is_some());
+        let (strategy, me, size) = (self.config()?.strategy, team.rank(), team.size());
+        let by_nccl = self.cuda.get().is_some_and(|used| used.by.by_nccl());
         if by_nccl || self.backend == CollectiveBackend::Nccl {
             return Ok(only_meets(team));
         }
-        if self.core.lane().is_some() {
-            let sched = Schedule::new(&self.desc, s, config.strategy, place.0, place.1);
-            let sizes = Sizes::new(&self.desc, config.strategy, place.1);
-            return Ok(Pieces { sizes: &sizes, sched: &sched, me: place.0 }.traffic(pass));
-        }
-        Ok(predict::predict(&self.desc, s, &config, pass, place))
+        let sched = Schedule::new(&self.desc, s, strategy, me, size);
+        let sizes = Sizes::new(&self.desc, strategy, size);
+        Ok(Pieces { sizes: &sizes, sched: &sched, me }.traffic(pass))
     }
 
     /// Queues the forward pass on this rank's rows.
@@ -282,7 +255,7 @@ impl CpAttentionPlan {
         })
     }
 
-    pub(super) fn local_rows(&self, s: &Sequences) -> LocalRows {
+    fn local_rows(&self, s: &Sequences) -> LocalRows {
         LocalRows { q: num_rows(&self.rows_q(Some(s))), kv: num_rows(&self.rows_kv(Some(s))) }
     }
 
@@ -308,21 +281,22 @@ impl CpAttentionPlan {
             return self.launch_by((&used.by, lane), stream, (x, &seqs, rows), &work);
         }
         let (me, size) = (team.rank(), team.size());
-        let sched = Schedule::new(&self.desc, &seqs, config.strategy, me, size);
         let launch = self.core.begin(stream, format_args!("{} {seqs}", work.name()))?;
         let seq = launch.ctx.seq();
-        let run = Arc::new(Run {
+        let run = Arc::new(HostRun {
             launch,
-            sched,
+            sched: Schedule::new(&self.desc, &seqs, config.strategy, me, size),
+            sizes: Sizes::new(&self.desc, config.strategy, size),
             desc: self.desc.clone(),
             tiles: config.tiles,
             seqs,
             rows,
-            buf: self.slots(config.strategy, size),
+            buffers: self.buffers.clone(),
             signals: self.signals.clone(),
-            queue: Queue::new(),
             x: x.clone(),
             work,
+            to_copies: Handoff::new(),
+            to_compute: Handoff::new(),
         });
         let (copies, compute, poison) = (run.clone(), run.clone(), run);
         self.core.run(
@@ -336,35 +310,20 @@ impl CpAttentionPlan {
     }
 
     /// Queues a launch on a device; returns its number.
-    pub(super) fn launch_by(
+    fn launch_by(
         &self,
-        (p, lane): (&cuda::Prepared, &Lane),
+        (p, lane): (&Prepared, &Lane),
         stream: &Stream,
         (x, seqs, rows): (&AttnInputs, &Sequences, LocalRows),
         work: &Work,
     ) -> Result<u64> {
         let (core, desc, signals) = (&self.core, &self.desc, &*self.signals);
         let (strategy, me, size) = (p.sizes.strategy, core.team().rank(), core.team().size());
-        cuda::together(stream, x, work).map_err(|e| e.op(OP))?;
+        device::together(stream, x, work).map_err(|e| e.op(OP))?;
         let sched = &Schedule::new(desc, seqs, strategy, me, size);
         let seq = core.begin_on(stream, format_args!("{} {seqs}", work.name()))?;
         let buffers = &self.buffers;
-        let op = cuda::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
-        cuda::launch(&op, (stream, seq), x, work).map(|()| seq)
-    }
-
-    fn slots(&self, strategy: Strategy, size: usize) -> Buffers {
-        let [scatter, area, dkv, gather] = self.buffers.clone();
-        let strides = predict::buffers(&self.desc, strategy, size).map(|(_, stride)| stride);
-        Buffers {
-            scatter,
-            scatter_stride: strides[0],
-            area,
-            area_stride: strides[1],
-            dkv,
-            dkv_stride: strides[2],
-            gather,
-            gather_stride: strides[3],
-        }
+        let op = device::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
+        device::launch(&op, (stream, seq), x, work).map(|()| seq)
     }
 }

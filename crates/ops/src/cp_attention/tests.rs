@@ -7,8 +7,9 @@ use tilewire_device::{Stream, Tensor};
 use tilewire_oracle::{Mat, attention as oracle};
 use tilewire_symm::{HeapCfg, Traffic, World, WorldCfg};
 
-use super::config::{Schedule, kv_heads};
 use super::pieces::tests::fitted;
+use super::pieces::{Pieces, Sizes};
+use super::schedule::{Schedule, kv_heads};
 use super::{Strategy, *};
 use crate::attention::*;
 
@@ -38,10 +39,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     /// Over all ranks, every pair of (head, query, key) that the mask allows is computed exactly
-    /// once and no other; no group's keys are used before they were waited for; each is waited for
-    /// once; and what a reader needs is what the owner expects to be asked for.
+    /// once and no other; and what a reader needs is what the owner expects to be asked for.
     #[test]
-    fn every_visible_pair_once_after_its_keys(
+    fn every_visible_pair_once(
         lens in prop::collection::vec((0usize..12, 0usize..12, 0usize..3), 1..4),
         strategy in prop::sample::select(Strategy::NAMES.map(|(_, s)| s).to_vec()),
         layout in prop::sample::select(Layout::NAMES.map(|(_, l)| l).to_vec()),
@@ -62,25 +62,9 @@ proptest! {
         let all: Vec<_> =
             Rank::all(size).map(|r| Schedule::new(&d, &s, strategy, r, size)).collect();
         for sch in &all {
-            let mut here = vec![false; sch.grid.outer];
-            here[sch.grid.group] = true;
-            let mut waited = vec![0; sch.grid.outer];
-            for t in &sch.tasks {
-                match t {
-                    CpTask::Wait { owner, .. } => {
-                        here[*owner] = true;
-                        waited[*owner] += 1;
-                    }
-                    CpTask::Attend { owner } => {
-                        prop_assert!(here[*owner]);
-                        count(sch, *owner, &mask, (nq, nkv), &mut done);
-                    }
-                }
-            }
-            waited[sch.grid.group] += 1;
-            prop_assert!(waited.iter().all(|&w| w == 1));
             for owner in 0..sch.grid.outer {
-                let theirs = &all[sch.grid.counterpart(owner).idx()];
+                count(sch, owner, &mask, (nq, nkv), &mut done);
+                let theirs = &all[owner * sch.grid.inner + sch.grid.at];
                 prop_assert_eq!(&sch.needed[owner], &theirs.asked[sch.grid.group]);
             }
         }
@@ -189,9 +173,10 @@ fn desc(mask: AttnMask) -> CpAttentionDesc {
     }
 }
 
-fn traffic(d: &CpAttentionDesc, s: Strategy, pass: Pass, me: u32) -> Traffic {
-    let place = (Rank::new(me), 4);
-    predict::predict(d, &d.attn.sequences, &CpConfig::of(s), pass, place)
+fn traffic(d: &CpAttentionDesc, strategy: Strategy, pass: Pass, me: u32) -> Traffic {
+    let (me, size) = (Rank::new(me), 4);
+    let sched = &Schedule::new(d, &d.attn.sequences, strategy, me, size);
+    Pieces { sizes: &Sizes::new(d, strategy, size), sched, me }.traffic(pass)
 }
 
 /// Bytes from rank 1 to (or gotten from) each of four ranks, as the definitions say. 16 rows a
@@ -213,19 +198,23 @@ fn strategies_move_different_bytes() {
     assert_eq!(f(Strategy::AllGather), (vec![kv, 0, kv, kv], none.clone()));
     // A quarter of the heads of Q, K, V, O and the lse of two heads.
     let a2a = 16 * (64 + 64 + 64 + 2 * 4);
-    assert_eq!(f(Strategy::AllToAll), (vec![a2a, 0, a2a, a2a], none.clone()));
-    // Half of the heads to the other member (0), half of the keys of 32 rows to the next group (3).
-    let inside = 16 * (128 + 128 + 128 + 4 * 4);
-    assert_eq!(f(Strategy::Hybrid), (vec![inside, 0, 0, 32 * 128], none.clone()));
-    // Backward: partial dK and dV in f32 to the owners.
+    assert_eq!(f(Strategy::AllToAll), (none.clone(), vec![a2a, 0, a2a, a2a]));
+    // Half of the heads: of the keys of every rank, of Q, O and lse inside of the group (0).
+    let (keys, inside) = (16 * 128, 16 * (128 + 128 + 4 * 4));
+    let hybrid = vec![keys + inside, 0, keys, keys];
+    assert_eq!(f(Strategy::Hybrid), (none.clone(), hybrid));
+    // As many bytes of keys come in as a ring between the groups would bring.
+    assert_eq!(3 * keys, 16 * 128 + 32 * 128);
+    // Backward: partial dK and dV in f32 to the owners, who get them.
     let part = 16 * 512;
     let b = |s| bytes(s, Pass::Backward);
-    assert_eq!(b(Strategy::Get), (vec![part, 0, part, part], vec![kv, 0, kv, kv]));
-    assert_eq!(b(Strategy::Ring), (vec![part, 0, part + 3 * kv, part], none.clone()));
-    assert_eq!(b(Strategy::AllGather), (vec![part + kv, 0, part + kv, part + kv], none.clone()));
+    let parts = |more| vec![part + more, 0, part + more, part + more];
+    assert_eq!(b(Strategy::Get), (none.clone(), parts(kv)));
+    assert_eq!(b(Strategy::Ring), (vec![0, 0, 3 * kv, 0], parts(0)));
+    assert_eq!(b(Strategy::AllGather), (vec![kv, 0, kv, kv], parts(0)));
     // Q, dO, K, V, lse and delta there; dQ, dK, dV (whole sums, so in bf16) back.
     let a2a = 16 * (64 + 64 + 64 + 2 * 8) + 16 * (64 + 64);
-    assert_eq!(b(Strategy::AllToAll), (vec![a2a, 0, a2a, a2a], none));
+    assert_eq!(b(Strategy::AllToAll), (none, vec![a2a, 0, a2a, a2a]));
 }
 
 /// Under a causal zigzag, `get` leaves out the late chunks of the ranks before it.
@@ -414,17 +403,4 @@ fn ranks_that_differ_are_a_mismatch() {
         let e = run(at_launch);
         assert!(e.is_mismatch(), "{e}");
     }
-}
-
-/// The own keys come first; ring neighbours in the order in which messages arrive.
-#[test]
-fn visiting_orders() {
-    let d = desc(AttnMask::CAUSAL);
-    let s = &d.attn.sequences;
-    let order = |strategy| Schedule::new(&d, s, strategy, Rank::new(1), 4).order();
-    assert_eq!(order(Strategy::Get), [1, 2, 3, 0]);
-    assert_eq!(order(Strategy::AllGather), [1, 2, 3, 0]);
-    assert_eq!(order(Strategy::Ring), [1, 0, 3, 2]);
-    assert_eq!(order(Strategy::AllToAll), [0]);
-    assert_eq!(order(Strategy::Hybrid), [0, 1]);
 }

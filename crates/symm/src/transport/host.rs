@@ -9,7 +9,9 @@ use std::sync::atomic::Ordering;
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 use super::permit::Permit;
-use super::{Caps, Enter, HostTransport, OpCtx, SignalSlot, Transport, check_channel, check_slots};
+use super::{
+    Caps, Enter, HostTransport, OpCtx, Rows, SignalSlot, Transport, check_channel, check_slots,
+};
 use crate::heap::Heap;
 use crate::hook::{HookAction, StepKind};
 use crate::protocol;
@@ -121,14 +123,19 @@ impl Host {
         if action == HookAction::Twice {
             f();
         }
-        let held = lock(&lane.held).take_if(|h| h.0 == dst);
+        // What a rank publishes in its own chunk is for all peers: any signal may say that it is there.
+        let me = self.me();
+        let held = lock(&lane.held).take_if(|h| h.0 == dst || h.0 == me);
         if let Some((dst, offset, bytes)) = held {
             // Late enough for the consumer to have acted on the early signal, and without holding
             // up this rank: that would hide the disorder.
             let (heap, peers) = (self.heap.clone(), self.peers.clone());
             std::thread::spawn(move || {
                 std::thread::sleep(std::time::Duration::from_millis(30));
-                peers.write(&heap, dst, offset, &bytes);
+                match dst == me {
+                    true => heap.0.map.write(dst.idx(), offset, &bytes),
+                    false => peers.write(&heap, dst, offset, &bytes),
+                }
             });
         }
     }
@@ -154,7 +161,9 @@ impl Host {
         let (dst, at) = to;
         self.check(dst, at, bytes.len())?;
         let action = lane.hook(StepKind::Put, Some(dst), phase);
-        self.heap.team().0.traffic.put(dst, bytes.len());
+        if dst != self.me() {
+            self.heap.team().0.traffic.put(dst, bytes.len());
+        }
         match action {
             HookAction::Skip => {}
             HookAction::AfterSignal => *lock(&lane.held) = Some((dst, at, bytes.to_vec())),
@@ -162,6 +171,23 @@ impl Host {
             _ => self.peers.write(&self.heap, dst, at, bytes),
         }
         Ok(())
+    }
+
+    /// Counts a get from `src`; false if the hook leaves it out.
+    fn reads(&self, lane: &OpCtx, src: Rank, len: usize, phase: &str) -> bool {
+        let action = lane.hook(StepKind::Get, Some(src), phase);
+        if src != self.me() {
+            self.heap.team().0.traffic.get(src, len);
+        }
+        action != HookAction::Skip
+    }
+
+    /// Reads a range that was checked.
+    fn read(&self, (src, at): (Rank, usize), out: &mut [u8]) {
+        match src == self.me() {
+            true => self.heap.0.map.read(src.idx(), at, out),
+            false => self.peers.read(&self.heap, src, at, out),
+        }
     }
 
     /// What a wait expected and what it saw.
@@ -287,14 +313,39 @@ impl Transport for Host {
         phase: &str,
     ) -> Result<()> {
         self.check(src, at, out.len())?;
-        let action = lane.hook(StepKind::Get, Some(src), phase);
-        self.heap.team().0.traffic.get(src, out.len());
-        if action == HookAction::Skip {
+        if self.reads(lane, src, out.len(), phase) {
+            self.read((src, at), out);
+        }
+        Ok(())
+    }
+
+    unsafe fn get_rows(
+        &self,
+        lane: &OpCtx,
+        (src, at): (Rank, usize),
+        out: &mut [u8],
+        rows: Rows,
+        phase: &str,
+    ) -> Result<()> {
+        if rows.bytes() == 0 {
             return Ok(());
         }
-        match src == self.me() {
-            true => self.heap.0.map.read(src.idx(), at, out),
-            false => self.peers.read(&self.heap, src, at, out),
+        self.check(src, at, rows.reach(rows.from_pitch))?;
+        if rows.reach(rows.out_pitch) > out.len() {
+            return Err(Error::invalid("rows that are read do not fit in the memory for them")
+                .expected(format_args!("at least {} bytes", rows.reach(rows.out_pitch)))
+                .seen(format_args!("{} bytes", out.len())));
+        }
+        if !self.reads(lane, src, rows.bytes(), phase) {
+            return Ok(());
+        }
+        if rows.from_pitch == rows.width && rows.out_pitch == rows.width {
+            self.read((src, at), &mut out[..rows.bytes()]);
+            return Ok(());
+        }
+        for row in 0..rows.num {
+            let (from, to) = (at + row * rows.from_pitch, row * rows.out_pitch);
+            self.read((src, from), &mut out[to..to + rows.width]);
         }
         Ok(())
     }

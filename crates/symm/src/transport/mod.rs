@@ -81,6 +81,31 @@ pub struct Enter {
     pub num: usize,
 }
 
+/// The shape of rows that are read: `num` rows of `width` bytes each.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rows {
+    /// Bytes of a row.
+    pub width: usize,
+    /// Number of rows.
+    pub num: usize,
+    /// Bytes from the beginning of a row to that of the next, in the chunk that is read.
+    pub from_pitch: usize,
+    /// The same in the memory that is written.
+    pub out_pitch: usize,
+}
+
+impl Rows {
+    /// Bytes of all rows.
+    pub fn bytes(&self) -> usize {
+        self.width * self.num
+    }
+
+    /// Bytes from the first to the last byte that rows `pitch` apart take.
+    pub fn reach(&self, pitch: usize) -> usize {
+        if self.bytes() == 0 { 0 } else { (self.num - 1) * pitch + self.width }
+    }
+}
+
 /// A transport on which host executors run.
 pub type HostTransport = dyn Transport<Lane = OpCtx, Memory = [u8]>;
 
@@ -181,6 +206,23 @@ pub trait Transport: Send + Sync {
         lane: &Self::Lane,
         from: (Rank, usize),
         out: &mut Self::Memory,
+        phase: &str,
+    ) -> Result<()>;
+
+    /// Reads rows from `from.1` of the chunk of rank `from.0` on into `out`: one get of
+    /// `rows.bytes()` bytes. Without bytes nothing happens.
+    ///
+    /// # Safety
+    /// As [`Transport::get`].
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the rows are not in the heap, or not in `out`.
+    unsafe fn get_rows(
+        &self,
+        lane: &Self::Lane,
+        from: (Rank, usize),
+        out: &mut Self::Memory,
+        rows: Rows,
         phase: &str,
     ) -> Result<()>;
 

@@ -182,35 +182,4 @@ impl DeviceTeam {
     pub fn param(&self) -> TwTeam {
         self.0.team_param()
     }
-
-    /// Queues a get of rows of `width` bytes: from byte `src.1` of the chunk of rank `src.0` on,
-    /// `src.2` bytes apart, to the beginning of `out.0`, `out.1` bytes apart.
-    ///
-    /// # Safety
-    /// As [`Transport::get`](crate::Transport::get).
-    ///
-    /// # Errors
-    /// `InvalidArgument` if the rows are not in the heap, or not in `out`.
-    pub unsafe fn get_rows(
-        &self,
-        stream: &CudaStream,
-        src: (Rank, usize, usize),
-        out: (&CudaMemory, usize),
-        (width, rows): (usize, usize),
-    ) -> Result<()> {
-        if width * rows == 0 {
-            return Ok(());
-        }
-        let reach = |pitch: usize| (rows - 1) * pitch + width;
-        let from = self.addr(src.0, src.1, reach(src.2))?;
-        let to = out.0.slice(0, reach(out.1))?;
-        if src.0 != self.0.team().rank() {
-            self.0.team().0.traffic.get(src.0, width * rows);
-        }
-        self.0.team().check()?;
-        self.0.hold(stream, Some(&to));
-        // SAFETY: both ranges were checked and are held; that nobody else uses them meanwhile is
-        // the protocol's business (credits), as for every one-sided transfer.
-        unsafe { stream.copy_rows((to.addr(), out.1), (from, src.2), (width, rows)) }
-    }
 }

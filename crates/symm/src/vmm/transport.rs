@@ -7,7 +7,9 @@ use tilewire_device::cuda::{CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use super::device::{DeviceHeap, DeviceTeam};
 use crate::control::{NUM_SIGNALS, OFF_SIGNALS};
 use crate::heap::Heap;
-use crate::transport::{Caps, Enter, Permit, SignalSlot, Transport, check_channel, check_slots};
+use crate::transport::{
+    Caps, Enter, Permit, Rows, SignalSlot, Transport, check_channel, check_slots,
+};
 
 /// [`Transport`] on the backends in device memory: `vmm`, `nccl` and `nvshmem`.
 ///
@@ -196,6 +198,30 @@ impl Transport for DeviceTransport {
             self.team().0.traffic.get(src, out.len_bytes());
         }
         self.copy(stream, out.addr(), from, out)
+    }
+
+    unsafe fn get_rows(
+        &self,
+        stream: &CudaStream,
+        (src, at): (Rank, usize),
+        out: &mut CudaMemory,
+        rows: Rows,
+        _phase: &str,
+    ) -> Result<()> {
+        if rows.bytes() == 0 {
+            return Ok(());
+        }
+        let from = self.here.peer_addr(src, at, rows.reach(rows.from_pitch))?;
+        let to = out.slice(0, rows.reach(rows.out_pitch))?;
+        if src != self.team().rank() {
+            self.team().0.traffic.get(src, rows.bytes());
+        }
+        self.team().check()?;
+        self.here.hold(stream, Some(&to));
+        let (to, from) = ((to.addr(), rows.out_pitch), (from, rows.from_pitch));
+        // SAFETY: both ranges were checked and are held; that nobody else uses them meanwhile is
+        // the protocol's business (credits), as for every one-sided transfer.
+        unsafe { stream.copy_rows(to, from, (rows.width, rows.num)) }
     }
 
     fn signal(

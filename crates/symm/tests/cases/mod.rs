@@ -420,6 +420,26 @@ pub fn permits<B: Backend>(world: World) -> Result<()> {
     Ok(())
 }
 
+/// Rows of `r` from byte 5 on come to where they belong, and nothing else changes.
+fn rows_come_alone<B: Backend>(s: &Setup<B>, (r, buf): (Rank, &SymBuf), rows: Rows) -> Result<()> {
+    let out = s.poisoned(rows.reach(rows.out_pitch) + 3)?;
+    let before = s.team.traffic()[r.idx()];
+    s.os.get_rows(&s.stream, (r, buf.range(5, rows.reach(rows.from_pitch))), &out, rows)?;
+    s.finish()?;
+    let after = s.team.traffic()[r.idx()];
+    let counted = (after.gets - before.gets, after.get_bytes - before.get_bytes);
+    let own = r == s.team.rank();
+    assert_eq!(counted, if own { (0, 0) } else { (1, rows.bytes() as u64) });
+    let source = pattern(r.get().into(), 5000);
+    let mut want = vec![DType::POISON; rows.reach(rows.out_pitch) + 3];
+    for row in 0..rows.num {
+        let (from, to) = (5 + row * rows.from_pitch, row * rows.out_pitch);
+        want[to..to + rows.width].copy_from_slice(&source[from..from + rows.width]);
+    }
+    assert_eq!(out.download()?, want, "{rows:?} of {r}");
+    Ok(())
+}
+
 /// Every rank publishes; every rank gets from every other. Bad arguments are refused.
 pub fn get_after_signal<B: Backend>(world: World) -> Result<()> {
     let s = setup::<B>(&world, 64 * KIB)?;
@@ -433,6 +453,9 @@ pub fn get_after_signal<B: Backend>(world: World) -> Result<()> {
         s.os.get(&s.stream, r, buf.range(1, 4999), &out)?;
         s.finish()?;
         assert_eq!(out.download()?, pattern(r.get().into(), 5000)[1..]);
+        for (from_pitch, out_pitch) in [(101, 29), (101, 13), (13, 29), (13, 13)] {
+            rows_come_alone(&s, (r, &buf), Rows { width: 13, num: 7, from_pitch, out_pitch })?;
+        }
     }
     s.os.barrier(&s.stream, 0)?;
     s.finish()?;

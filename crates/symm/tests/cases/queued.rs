@@ -35,6 +35,13 @@ pub trait Queued: Clone + Send + Sync {
         src: &Self::Buffer,
     ) -> Result<()>;
     fn get(&self, s: &Self::Stream, src: Rank, at: usize, out: &Self::Buffer) -> Result<()>;
+    fn get_rows(
+        &self,
+        s: &Self::Stream,
+        from: (Rank, usize),
+        out: &Self::Buffer,
+        rows: Rows,
+    ) -> Result<()>;
     fn pass_signal(
         &self,
         s: &Self::Stream,
@@ -151,6 +158,14 @@ impl Queued for OnHost {
         unsafe { self.one_sided().get(s, (src, at), out) }
     }
 
+    fn get_rows(&self, s: &Stream, from: (Rank, usize), out: &Tensor, rows: Rows) -> Result<()> {
+        let out = out.clone();
+        self.queue(s, "get", move |n, c| {
+            // SAFETY: the case has waited for what it gets.
+            out.write(|b| unsafe { n.get_rows(c, from, b, rows, "get") })?
+        })
+    }
+
     fn pass_signal(
         &self,
         s: &Stream,
@@ -263,6 +278,17 @@ impl Queued for DeviceTransport {
     fn get(&self, s: &CudaStream, src: Rank, at: usize, out: &CudaMemory) -> Result<()> {
         // SAFETY: the case has waited for what it gets.
         unsafe { Transport::get(self, s, (src, at), &mut out.clone(), "get") }
+    }
+
+    fn get_rows(
+        &self,
+        s: &CudaStream,
+        from: (Rank, usize),
+        out: &CudaMemory,
+        rows: Rows,
+    ) -> Result<()> {
+        // SAFETY: the case has waited for what it gets.
+        unsafe { Transport::get_rows(self, s, from, &mut out.clone(), rows, "get") }
     }
 
     fn pass_signal(

@@ -3,9 +3,9 @@
 use tilewire_core::Rank;
 use tilewire_device::cuda::NcclOp;
 
-use super::super::pieces::tests::{Buffer, carry_out, worlds};
-use super::super::pieces::{Piece, Pieces};
 use super::{List, Rows, room, trip};
+use crate::cp_attention::pieces::tests::{Buffer, carry_out, worlds};
+use crate::cp_attention::pieces::{Piece, Pieces};
 
 /// Memory of a rank as an exchange sees it: what it has, what it fills, and the two workspaces, each from a
 /// multiple of 2^28 on.

@@ -1,113 +1,17 @@
-//! FP8 on devices: keys, values and queries that travel as e4m3 with a scale for each (row, head),
-//! and parts of dk and dv that travel as FP8. Arithmetic is f32: codes are widened where they are
-//! used, a rank's own too.
+//! FP8 in a launch: widens what comes, and narrows what travels (`fp8.rs`).
 
-use tilewire_core::{DType, Error, Result};
-use tilewire_device::cuda::{CudaContext, CudaMemory};
-
-use super::CpAttentionDesc;
-use super::cuda::Run;
-use super::pieces::{Sizes, place};
-use crate::attention::fp8::Wide;
-use crate::common::Bias;
-use crate::common::cuda::{no_kernel, workspace};
-use crate::common::lanes::{Reducer, Sum};
-use crate::quant::cuda::{Codes, Narrow, Scales, Widen};
+use tilewire_core::{Error, Result};
+use tilewire_device::cuda::CudaMemory;
 use tilewire_kernels::abi::TwAttn;
 
-/// Refuses heads that no kernel quantises.
-///
-/// # Errors
-/// `Unsupported`, with what to use instead.
-pub(super) fn check(d: &CpAttentionDesc) -> Result<()> {
-    let narrows = d.fp8_kv && !d.attn.dtype.is_fp8() || d.dkv_wire.is_fp8();
-    let dim = d.attn.dqk.max(d.attn.dv);
-    if narrows && dim > Narrow::MOST_COLS {
-        return Err(no_kernel(
-            format!("keys, values or their gradients in FP8 with heads of {dim}"),
-            "heads of at most 128 are quantised; leave `fp8_kv` off and `dkv_wire` at f32",
-        ));
-    }
-    Ok(())
-}
+use super::fp8::{Keys, Parts};
+use super::run::DeviceRun;
+use crate::common::Bias;
+use crate::common::lanes::Sum;
+use crate::cp_attention::pieces::place;
+use crate::quant::cuda::{Codes, Scales};
 
-/// Kernels and room of a plan.
-pub(super) struct Fp8 {
-    keys: Option<Keys>,
-    parts: Option<Parts>,
-}
-
-/// Keys that travel as e4m3.
-struct Keys {
-    /// f32 of my heads: of the queries of my group, and of the keys of all ranks.
-    wide: Wide,
-    /// Wider inputs are quantised: the kernel, then codes and scales of my keys as they travel.
-    narrow: Option<(Narrow, Vec<CudaMemory>)>,
-    /// 16-bit queries to f32.
-    convert: Option<Reducer>,
-}
-
-/// Parts of dk and dv that travel as FP8.
-struct Parts {
-    narrow: Narrow,
-    widen: Widen,
-    /// dk, then dv, of the keys of all ranks, as the kernels make them: f32.
-    raw: CudaMemory,
-    /// The same as they travel.
-    packed: CudaMemory,
-    /// Parts of my rows as they travel.
-    slots: CudaMemory,
-}
-
-impl Fp8 {
-    pub fn new(ctx: &CudaContext, d: &CpAttentionDesc, s: &Sizes) -> Result<Self> {
-        let keys = d.kv_wire().1.then(|| Keys::new(ctx, d, s)).transpose()?;
-        let parts = (d.backward && s.fp8_parts()).then(|| Parts::new(ctx, d, s)).transpose()?;
-        Ok(Self { keys, parts })
-    }
-
-    pub fn all(&self) -> Vec<CudaMemory> {
-        let keys = self.keys.iter().flat_map(|k| {
-            let own = k.narrow.iter().flat_map(|(_, own)| own.clone());
-            k.wide.held().into_iter().chain(own)
-        });
-        let parts = self.parts.iter().flat_map(|p| [&p.raw, &p.packed, &p.slots].map(Clone::clone));
-        keys.chain(parts).collect()
-    }
-}
-
-impl Keys {
-    fn new(ctx: &CudaContext, d: &CpAttentionDesc, s: &Sizes) -> Result<Self> {
-        let (a, own) = (&d.attn, s.max_kv * s.all_kv);
-        let rows = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
-        let narrow = match a.dtype.is_fp8() {
-            true => None,
-            false => {
-                let own = s.wire.iter().map(|b| workspace(ctx, own * b)).collect::<Result<_>>()?;
-                Some((Narrow::new(ctx, a.dtype, DType::F8E4M3)?, own))
-            }
-        };
-        let short = matches!(a.dtype, DType::BF16 | DType::F16);
-        let convert = short.then(|| Reducer::new(ctx, [a.dtype, DType::F32, DType::F32]));
-        Ok(Self { wide: Wide::new(ctx, a, rows)?, narrow, convert: convert.transpose()? })
-    }
-}
-
-impl Parts {
-    fn new(ctx: &CudaContext, d: &CpAttentionDesc, s: &Sizes) -> Result<Self> {
-        let rows = s.all_keys() * s.hkv;
-        Widen::check(rows, s.dqk.max(s.dv))?;
-        Ok(Self {
-            narrow: Narrow::new(ctx, DType::F32, d.dkv_wire)?,
-            widen: Widen::new(ctx, d.dkv_wire, DType::F32)?,
-            raw: workspace(ctx, 4 * rows * (s.dqk + s.dv))?,
-            packed: workspace(ctx, place(0, rows, &s.part_wire).1)?,
-            slots: workspace(ctx, s.num_parts() * s.packed_slot().1)?,
-        })
-    }
-}
-
-impl Run<'_> {
+impl DeviceRun<'_> {
     fn keys8(&self) -> Option<&Keys> {
         self.op.p.fp8.keys.as_ref()
     }
@@ -137,7 +41,7 @@ impl Run<'_> {
         let rows = self.op.rows.kv * self.s.all_kv;
         for (i, (t, dim)) in [(&self.x.k, self.s.dqk), (&self.x.v, self.s.dv)].iter().enumerate() {
             let to = (own[i].addr(), own[i + 2].addr());
-            // SAFETY: the tensor was checked and is held; the room has all rows of a rank, and is
+            // SAFETY: the tensor was checked and is held; the workspace has all rows of a rank, and is
             // held (`keep`).
             unsafe { narrow.launch(self.main(), t.data.cuda()?.addr(), to, (rows, *dim))? };
         }
@@ -178,7 +82,7 @@ impl Run<'_> {
             return Ok(q);
         }
         // SAFETY: rows of a checked launch, or of the group as the schedule has them; the caller holds
-        // them, and the room has all of a group.
+        // them, and the workspace has all of a group.
         unsafe { keys.wide.fill(self.main(), (q, scales), (rows * s.hq, s.dqk), to)? };
         Ok(to)
     }
@@ -196,7 +100,7 @@ impl Run<'_> {
         let mut to = [0; 2];
         for (i, (m, dim)) in [(&wide.k, s.dqk), (&wide.v, s.dv)].into_iter().enumerate() {
             to[i] = m.addr() + (4 * first * s.hkv * dim) as u64;
-            // SAFETY: rows of my own tensors, or of all ranks' keys, which have come; the room has
+            // SAFETY: rows of my own tensors, or of all ranks' keys, which have come; the workspace has
             // those of all ranks, and all is held.
             unsafe { wide.fill(self.main(), (at[i], at[i + 2]), (rows * s.hkv, dim), to[i])? };
         }

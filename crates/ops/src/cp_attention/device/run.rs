@@ -1,159 +1,33 @@
-//! Context-parallel attention on CUDA devices: copies by copy engines, the kernels of `attention`.
+//! One launch on a device: copies by copy engines, the kernels of `attention`.
 //!
 //! A launch is: enter (everybody's buffers are free), publish what peers need in my own chunk, meet
-//! (everybody has), get what I need, attend, publish what others own, meet, get what I own. With
-//! `all_gather` keys are pushed instead, with a flag behind them; with `ring` they go from neighbour
-//! to neighbour. Where heads are not traded, the
-//! arithmetic begins with my own keys while those of others come, and parts of dk and dv travel
-//! while dq is made. Through NCCL (`nccl.rs`) nothing is published: one exchange stands before the
-//! arithmetic, and one behind it.
+//! (everybody has), get what I need, attend, publish what others own, meet, get what I own
+//! (`transfers.rs`). Where heads are not traded, the arithmetic begins with my own keys while those
+//! of others come, and parts of dk and dv travel while dq is made. Through NCCL (`nccl.rs`) nothing is
+//! published: one exchange stands before the arithmetic, and one behind it.
 
-use tilewire_core::{DType, Error, Rank, Result};
-use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
-use tilewire_device::{Buffer, Stream, Tensor};
-use tilewire_symm::{Enter, Signals, SymBuf};
+use tilewire_core::{Error, Rank, Result};
+use tilewire_device::cuda::{CudaMemory, CudaStream};
+use tilewire_device::{Stream, Tensor};
+use tilewire_kernels::abi::TwAttn;
+use tilewire_symm::{Signals, StreamTransport, SymBuf};
 
-use super::config::{Schedule, Strategy};
-use super::fp8::{self, Fp8};
-use super::nccl::Exchange;
-use super::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
-use super::plan::Work;
-use super::{CpAttentionDesc, Layout};
-use crate::attention::cuda::{
-    Prepared as Attention, Room, inputs, inputs_bwd, param, param_bwd, part,
-};
-use crate::attention::fp8::kernel_desc;
-use crate::attention::merge::{Merge, Parts};
-use crate::attention::{
-    AttentionDesc, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences,
-};
+use super::prepared::Prepared;
+use crate::attention::cuda::{inputs, inputs_bwd, param, param_bwd, part};
+use crate::attention::merge::Parts;
+use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::Bias;
 use crate::common::PlanCore;
-use crate::common::cuda::{hold, together_on, workspace};
-use crate::common::lanes::{Lane, Lanes, Poison, Reducer, Slots, Sum};
-use tilewire_kernels::abi::TwAttn;
-
-/// Signal slots on devices: a credit, the flag of pushed keys, two meetings, and the credit of a slot
-/// of the ring.
-const CREDIT: usize = 0;
-pub(super) const KEYS: usize = 1;
-pub(super) const MEET_KEYS: usize = 2;
-const MEET_BACK: usize = 3;
-pub(super) const RING_CREDIT: usize = 4;
-
-/// Strategies that `prepare` may choose on devices. Each device is one hop away from every other, so
-/// a ring sends the same bytes over fewer links: it is there for who asks for it.
-pub(super) fn may_choose(s: Strategy) -> bool {
-    s != Strategy::Ring
-}
-
-/// Refuses what has no path on devices.
-///
-/// # Errors
-/// `Unsupported`, with what to use instead.
-pub(super) fn check(d: &CpAttentionDesc) -> Result<()> {
-    fp8::check(d)
-}
-
-/// Private memory of a plan. Empty where a strategy has no use for it.
-pub(super) struct Memory {
-    /// Tensors of queries of my group.
-    pub q: Vec<CudaMemory>,
-    /// Tensors of keys of all ranks.
-    pub keys: Vec<CudaMemory>,
-    pub d_out: CudaMemory,
-    pub lse: CudaMemory,
-    pub delta: CudaMemory,
-    /// Parts of dk and dv of my rows.
-    pub slots: CudaMemory,
-    /// Results over my own keys and over those of others, and their lse.
-    outs: CudaMemory,
-    lses: CudaMemory,
-}
-
-impl Memory {
-    fn new(ctx: &CudaContext, s: &Sizes, backward: bool) -> Result<Self> {
-        let some = |there: bool, len: usize| workspace(ctx, if there { len } else { 0 });
-        let scatters = s.inner > 1;
-        let gets = s.size > 1 && (s.sequential || s.strategy != Strategy::AllGather);
-        let (rows, keys) = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
-        let split = s.begins_at_once();
-        Ok(Self {
-            q: s.q_wire.iter().map(|b| some(scatters, rows * b)).collect::<Result<_>>()?,
-            keys: s.wire.iter().map(|b| some(gets, keys * b)).collect::<Result<_>>()?,
-            d_out: some(scatters && backward, rows * s.dv * s.out)?,
-            lse: some(scatters, rows * 4)?,
-            delta: some(scatters && backward, rows * 4)?,
-            slots: some(backward && s.adds(), s.num_parts() * s.slot().0)?,
-            outs: some(split, 2 * rows * s.dv * 4)?,
-            lses: some(split, 2 * rows * 4)?,
-        })
-    }
-
-    fn all(&self) -> Vec<CudaMemory> {
-        let a = [&self.d_out, &self.lse, &self.delta, &self.slots, &self.outs, &self.lses];
-        a.into_iter().chain(&self.q).chain(&self.keys).cloned().collect()
-    }
-}
-
-/// What `prepare` makes.
-pub(super) struct Prepared {
-    pub attention: Attention,
-    /// What its kernels compute: of f32 where keys travel as FP8.
-    desc: AttentionDesc,
-    pub fp8: Fp8,
-    pub sizes: Sizes,
-    pub memory: Memory,
-    /// Adds parts of dk and dv.
-    sum: Option<Reducer>,
-    /// Merges results over parts of the keys.
-    merge: Option<Merge>,
-    pub nccl: Option<Exchange>,
-}
-
-impl Prepared {
-    pub fn new(
-        lane: &Lane,
-        d: &CpAttentionDesc,
-        (strategy, nccl): (Strategy, bool),
-        size: usize,
-    ) -> Result<Self> {
-        let (ctx, mut sizes) = (lane.context(), Sizes::new(d, strategy, size));
-        sizes.sequential = nccl;
-        let dkv = if sizes.adds() { DType::F32 } else { d.attn.out };
-        let split = sizes.begins_at_once();
-        let queries = sizes.max_q * d.attn.heads_q;
-        let out = if split { DType::F32 } else { d.attn.out };
-        // Chunks of each sequence, and one more where a sequence ends and its padding begins.
-        let pieces = match d.layout {
-            Layout::ZigzagPerSequence => (2 * size + 1, 0),
-            Layout::Zigzag | Layout::Contiguous => (2, 4 * size),
-        };
-        let room = Room { queries, pieces, dkv, out };
-        let desc = if d.kv_wire().1 { kernel_desc(&d.attn) } else { d.attn.clone() };
-        let attention = Attention::sized(ctx, &desc, &room)?;
-        let adds = d.backward && sizes.adds();
-        let types = [DType::F32, DType::F32, d.attn.out];
-        let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;
-        let merge = split.then(|| Merge::new(ctx, &d.attn)).transpose()?;
-        let memory = Memory::new(ctx, &sizes, d.backward)?;
-        let fp8 = Fp8::new(ctx, d, &sizes)?;
-        let nccl = nccl.then(|| Exchange::new(ctx, &sizes, d.backward)).transpose()?;
-        Ok(Self { attention, desc, fp8, sizes, memory, sum, merge, nccl })
-    }
-
-    /// Collective, behind the agreement: NCCL, if rows go through it.
-    pub fn connect(&self, core: &PlanCore, stream: &Stream) -> Result<()> {
-        self.nccl.as_ref().map_or(Ok(()), |n| n.connect(core, stream))
-    }
-
-    pub fn explain(&self) -> Option<&str> {
-        self.nccl.as_ref().and_then(Exchange::explain)
-    }
-}
+use crate::common::cuda::{hold, together_on};
+use crate::common::lanes::{Lane, Lanes, Poison, Slots, Sum};
+use crate::cp_attention::desc::CpAttentionDesc;
+use crate::cp_attention::launch::{CREDIT, MEET_BACK, MEET_KEYS, Work, flags};
+use crate::cp_attention::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
+use crate::cp_attention::schedule::Schedule;
+use crate::cp_attention::transfers::Transfers;
 
 /// What a plan lends to a launch.
-pub(super) struct Op<'a> {
+pub(in crate::cp_attention) struct Op<'a> {
     pub core: &'a PlanCore,
     pub lane: &'a Lane,
     pub desc: &'a CpAttentionDesc,
@@ -166,7 +40,7 @@ pub(super) struct Op<'a> {
 }
 
 /// Queues one launch of tensors that were checked; `seq` is its number.
-pub(super) fn launch(
+pub(in crate::cp_attention) fn launch(
     op: &Op<'_>,
     (stream, seq): (&Stream, u64),
     x: &AttnInputs,
@@ -174,10 +48,7 @@ pub(super) fn launch(
 ) -> Result<()> {
     let outs = work.outputs();
     let outs = outs.into_iter().map(|t| t.cuda().map(Poison::value)).collect::<Result<Vec<_>>>()?;
-    let all_gather = op.p.sizes.strategy == Strategy::AllGather;
-    let pushes = op.p.nccl.is_none() && all_gather && op.p.sizes.size > 1;
-    let flags = if pushes { KEYS..KEYS + 1 } else { KEYS..KEYS };
-    let enter = Slots { signals: op.signals, credit: CREDIT, flags };
+    let enter = Slots { signals: op.signals, credit: CREDIT, flags: flags(&op.p.sizes) };
     op.core.run_on(op.lane, (stream, seq), &enter, &outs, |l| {
         let held = match work {
             Work::Forward(o) => {
@@ -187,7 +58,7 @@ pub(super) fn launch(
             Work::Backward(b) => inputs_bwd(x, &b.0, &b.1),
         };
         let others = if op.p.nccl.is_some() { others(op) } else { Vec::new() };
-        let run = Run { op, l, x, s: &op.p.sizes, held, others };
+        let run = DeviceRun { op, l, x, s: &op.p.sizes, held, others };
         run.keep();
         let done = run.begin().and_then(|()| match work {
             Work::Forward(o) if run.s.begins_at_once() => run.forward_at_once(o),
@@ -202,7 +73,11 @@ pub(super) fn launch(
 }
 
 /// Checks that the tensors of a launch lie on the device of `stream`.
-pub(super) fn together(stream: &Stream, x: &AttnInputs, work: &Work) -> Result<()> {
+pub(in crate::cp_attention) fn together(
+    stream: &Stream,
+    x: &AttnInputs,
+    work: &Work,
+) -> Result<()> {
     together_on(stream, &x.named())?;
     match work {
         Work::Forward(o) => together_on(stream, &[("out", Some(&o.out)), ("lse", Some(&o.lse))]),
@@ -213,7 +88,7 @@ pub(super) fn together(stream: &Stream, x: &AttnInputs, work: &Work) -> Result<(
     }
 }
 
-pub(super) struct Run<'a> {
+pub(super) struct DeviceRun<'a> {
     pub op: &'a Op<'a>,
     pub l: &'a Lanes<'a>,
     pub x: &'a AttnInputs,
@@ -229,7 +104,7 @@ fn others(op: &Op<'_>) -> Vec<Option<Schedule>> {
     Rank::all(s.size).map(|r| (r != me).then(|| of(r))).collect()
 }
 
-impl Run<'_> {
+impl DeviceRun<'_> {
     pub(super) fn me(&self) -> Rank {
         self.op.core.team().rank()
     }
@@ -259,14 +134,22 @@ impl Run<'_> {
         self.l.here.addr(self.op.buffers[buffer].range(at, len), len)
     }
 
+    pub(super) fn transfers(&self) -> Transfers<'_, StreamTransport> {
+        Transfers {
+            net: self.l.net,
+            permit: &self.l.permit,
+            // Devices compare launches when they begin.
+            tag: 0,
+            sizes: self.s,
+            sched: self.op.sched,
+            buffers: self.op.buffers,
+            signals: self.op.signals,
+        }
+    }
+
     /// Copies `from` to my own chunk.
     pub(super) fn publish(&self, buffer: usize, at: usize, from: &CudaMemory) -> Result<()> {
-        let len = from.len_bytes();
-        if len == 0 {
-            return Ok(());
-        }
-        let to = (self.me(), self.op.buffers[buffer].range(at, len));
-        self.l.net.put(self.main(), &self.l.permit, to, from, "own rows")
+        self.transfers().publish(self.main(), buffer, at, from)
     }
 
     fn publish_tensor(&self, buffer: usize, at: usize, t: &Tensor) -> Result<()> {
@@ -275,34 +158,21 @@ impl Run<'_> {
 
     /// Everybody has published.
     pub(super) fn meet(&self, slot: usize) -> Result<()> {
-        let slot = self.op.signals.slot(slot);
-        let meeting = Enter { credit: slot, tag: 0, first: slot, num: 0 };
-        // Nothing is put behind this meeting under its permit.
-        self.l.net.enter(self.main(), &meeting).map(|_permit| ())
+        self.transfers().meet(self.main(), slot)
     }
 
     fn get(&self, buffer: usize, pieces: &[Piece], to: &CudaMemory) -> Result<()> {
         self.get_on(self.main(), buffer, pieces, to)
     }
 
-    pub(super) fn get_on(
+    fn get_on(
         &self,
         stream: &CudaStream,
         buffer: usize,
         pieces: &[Piece],
         to: &CudaMemory,
     ) -> Result<()> {
-        let team = self.l.team()?;
-        for p in pieces.iter().filter(|p| p.width * p.rows > 0) {
-            let src = self.op.buffers[buffer].range(p.src, (p.rows - 1) * p.src_pitch + p.width);
-            let out = to.slice(p.dst, (p.rows - 1) * p.dst_pitch + p.width)?;
-            let shape = (p.width, p.rows);
-            let (from, to) = ((p.peer, src, p.src_pitch), (&out, p.dst_pitch));
-            // SAFETY: every rank has published and met the others (`meet`), and writes its area
-            // again behind the meeting at the head of the next launch.
-            unsafe { team.get_rows(stream, from, to, shape)? };
-        }
-        Ok(())
+        self.transfers().get(stream, buffer, pieces, &mut to.clone())
     }
 
     /// Where heads are traded, brings the keys of all ranks and the queries of my group: what `base`
@@ -349,7 +219,7 @@ impl Run<'_> {
         self.meet(MEET_KEYS)?;
         // Two streams: two copies at a time.
         self.l.fork()?;
-        self.get_keys(SCATTER)?;
+        self.get_keys(true)?;
         for (pieces, to) in self.pieces().query_tensors().iter().zip(&m.q) {
             self.get(SCATTER, pieces, to)?;
         }
@@ -365,7 +235,7 @@ impl Run<'_> {
     /// What my group and the owners of my heads need of mine.
     fn publish_all(&self, saved: Option<&AttnSaved>) -> Result<()> {
         let (s, x) = (self.s, self.x);
-        self.publish_keys()?;
+        self.transfers().publish_keys(self.main(), &self.own_keys()?)?;
         self.publish_tensor(SCATTER, 0, &x.q.data)?;
         if let Some(scales) = &x.q.scales {
             self.publish_tensor(SCATTER, s.query_scales(), scales)?;

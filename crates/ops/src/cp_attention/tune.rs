@@ -1,14 +1,18 @@
-//! What the rows of a context-parallel attention go through on devices, by the clock if the caller has left it open.
+//! What the rows of a context-parallel attention go through on devices, by the clock if the caller
+//! has left it open.
 
 use tilewire_core::{DType, Result, Shape};
 use tilewire_device::{Stream, Tensor};
 use tilewire_symm::NcclTeam;
 
 use super::config::Strategy;
-use super::cuda::Prepared;
-use super::plan::{CpAttentionPlan, Work};
+use super::desc::CpAttentionDesc;
+use super::device::{Prepared, check_nccl};
+use super::launch::Work;
+use super::schedule::num_rows;
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows};
 use crate::collective::CollectiveBackend;
+use crate::common::PlanCore;
 use crate::common::lanes::Lane;
 use crate::common::nccl::{Clock, faster, no_nccl, open, room, unmeasured};
 
@@ -26,53 +30,64 @@ impl Used {
     }
 }
 
-impl CpAttentionPlan {
+/// Queues a launch of the description's sequences.
+type Queue<'a> = dyn Fn(&Prepared, (&AttnInputs, LocalRows), &Work) -> Result<()> + 'a;
+
+/// A plan that is being prepared, as the choice sees it.
+pub(super) struct Tuner<'a> {
+    pub desc: &'a CpAttentionDesc,
+    pub core: &'a PlanCore,
+    pub backend: CollectiveBackend,
+    pub at: (&'a Lane, &'a Stream),
+    pub launch: &'a Queue<'a>,
+}
+
+impl Tuner<'_> {
     /// Kernels and workspace of one way.
-    pub(super) fn make(&self, lane: &Lane, strategy: Strategy, by_nccl: bool) -> Result<Prepared> {
-        Prepared::new(lane, &self.desc, (strategy, by_nccl), self.core.team().size())
+    fn make(&self, strategy: Strategy, by_nccl: bool) -> Result<Prepared> {
+        Prepared::new(self.at.0, self.desc, (strategy, by_nccl), self.core.team().size())
     }
 
     /// Collective, behind the agreement: connects, and chooses if there is a choice.
-    pub(super) fn settle(&self, at: (&Lane, &Stream), first: Prepared) -> Result<Used> {
-        let core = &self.core;
-        first.connect(core, at.1)?;
+    pub fn settle(&self, first: Prepared) -> Result<Used> {
+        let core = self.core;
+        first.connect(core, self.at.1)?;
         let open_choice = self.backend == CollectiveBackend::Fastest
-            && first.nccl.is_none()
+            && !first.by_nccl()
             && core.team().size() > 1;
         if !open_choice {
             return Ok(Used { by: first, why: None });
         }
         // The same on all ranks, who agree on the description.
-        if let Err(e) = super::nccl::check(&self.desc, Some(first.sizes.strategy)) {
+        if let Err(e) = check_nccl(self.desc, Some(first.sizes.strategy)) {
             return Ok(Used { by: first, why: Some(no_nccl(&e)) });
         }
         match open(core.heap(), self.backend)? {
-            Ok(nccl) => self.measure(at, first, &nccl),
+            Ok(nccl) => self.measure(first, &nccl),
             Err(why) => Ok(Used { by: first, why: Some(why) }),
         }
     }
 
     /// Collective: the faster of both ways.
-    fn measure(&self, at: (&Lane, &Stream), puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
-        let both = || Ok((Scratch::new(self, at.0)?, self.make(at.0, puts.sizes.strategy, true)?));
+    fn measure(&self, puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
+        let both = || Ok((Scratch::new(self)?, self.make(puts.sizes.strategy, true)?));
         let team = self.core.team();
         match room(team, both())? {
             // Only this rank knows that something failed here, and the others are about to meet it.
-            Ok(with) => self.run_both(at, puts, with, nccl).map_err(|e| team.fail(e)),
+            Ok(with) => self.run_both(puts, with, nccl).map_err(|e| team.fail(e)),
             Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),
         }
     }
 
     fn run_both(
         &self,
-        at: (&Lane, &Stream),
         puts: Prepared,
         (scratch, other): (Scratch, Prepared),
         nccl: &NcclTeam,
     ) -> Result<Used> {
-        other.connect(&self.core, at.1)?;
-        let by_nccl = scratch.time(self, &other, at)?;
-        let by_puts = scratch.time(self, &puts, at)?;
+        other.connect(self.core, self.at.1)?;
+        let by_nccl = scratch.time(self, &other)?;
+        let by_puts = scratch.time(self, &puts)?;
         let (is_nccl, why) = faster(self.core.team(), nccl, (by_nccl, by_puts))?;
         Ok(Used { by: if is_nccl { other } else { puts }, why: Some(why) })
     }
@@ -89,16 +104,21 @@ struct Scratch {
 
 impl Scratch {
     /// Of what NCCL carries: nothing has scales.
-    fn new(plan: &CpAttentionPlan, lane: &Lane) -> Result<Self> {
-        let (d, rows) = (&plan.desc.attn, plan.local_rows(&plan.desc.attn.sequences));
-        let device = plan.core.heap().device();
+    fn new(t: &Tuner<'_>) -> Result<Self> {
+        let (d, team) = (&t.desc.attn, t.core.team());
+        let (seqs, me, size) = (&d.sequences, team.rank(), team.size());
+        let rows = LocalRows {
+            q: num_rows(&t.desc.rows_q(seqs, me, size)),
+            kv: num_rows(&t.desc.rows_kv(seqs, me, size)),
+        };
+        let device = t.core.heap().device();
         let zeros = |t, rows, cols| Tensor::zeros_on(&device, t, Shape::d2(rows, cols));
         let (q, kv) = ((rows.q, d.heads_q), (rows.kv, d.heads_kv));
         let of = |t, (rows, heads): (usize, usize), dim: usize| zeros(t, rows, heads * dim);
         let bias = d.bias.map(|b| zeros(DType::F32, b.heads * b.sq, b.skv)).transpose()?;
         let sink = d.sink.then(|| zeros(DType::F32, 1, d.heads_q)).transpose()?;
-        let t = d.dtype;
-        let x = AttnInputs::new(of(t, q, d.dqk)?, of(t, kv, d.dqk)?, of(t, kv, d.dv)?);
+        let of_input = |rows, dim| of(d.dtype, rows, dim);
+        let x = AttnInputs::new(of_input(q, d.dqk)?, of_input(kv, d.dqk)?, of_input(kv, d.dv)?);
         let out = of(d.out, q, d.dv)?;
         let lse = zeros(DType::F32, d.heads_q, rows.q)?;
         let backward = || -> Result<Work> {
@@ -108,23 +128,17 @@ impl Scratch {
             let grads = AttnGrads::new(dq, of(d.out, kv, d.dqk)?, of(d.out, kv, d.dv)?);
             Ok(Work::Backward(Box::new((saved, grads))))
         };
-        let backward = plan.desc.backward.then(backward).transpose()?;
+        let backward = t.desc.backward.then(backward).transpose()?;
         let forward = Work::Forward(AttnOut { out, lse });
-        let clock = Clock::new(lane.context())?;
+        let clock = Clock::new(t.at.0.context())?;
         Ok(Self { x: AttnInputs { bias, sink, ..x }, rows, forward, backward, clock })
     }
 
     /// Collective: microseconds of the passes on this rank.
-    fn time(
-        &self,
-        plan: &CpAttentionPlan,
-        p: &Prepared,
-        (lane, stream): (&Lane, &Stream),
-    ) -> Result<f64> {
-        let x = (&self.x, &plan.desc.attn.sequences, self.rows);
-        self.clock.time(plan.core.team(), stream, || {
+    fn time(&self, t: &Tuner<'_>, p: &Prepared) -> Result<f64> {
+        self.clock.time(t.core.team(), t.at.1, || {
             let passes = [Some(&self.forward), self.backward.as_ref()];
-            let queue = |work| plan.launch_by((p, lane), stream, x, work).map(drop);
+            let queue = |work| (t.launch)(p, (&self.x, self.rows), work);
             passes.into_iter().flatten().try_for_each(queue)
         })
     }

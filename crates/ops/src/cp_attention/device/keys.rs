@@ -1,0 +1,68 @@
+//! How keys and values of all ranks reach this one, on devices.
+
+use tilewire_core::Result;
+use tilewire_device::cuda::CudaMemory;
+
+use super::run::DeviceRun;
+use crate::cp_attention::config::Strategy;
+use crate::cp_attention::launch::{KEYS, MEET_KEYS};
+use crate::cp_attention::pieces::AREA;
+
+impl DeviceRun<'_> {
+    /// Gets what was published to memory of mine, on the copy stream.
+    pub(super) fn get_keys(&self, with_own: bool) -> Result<()> {
+        self.transfers().get_keys(self.l.side, &mut self.op.p.memory.keys.clone(), with_own)
+    }
+
+    /// Begins to bring the keys of others, on the copy stream; in the backward pass my own go to
+    /// their place among all.
+    pub(super) fn begin_keys(&self, backward: bool) -> Result<()> {
+        let (t, own, side) = (self.transfers(), self.own_keys()?, self.l.side);
+        match self.s.strategy {
+            Strategy::AllGather => {
+                t.push_keys(side, &own)?;
+                let own = own.iter().zip(t.own_places()).filter(|_| backward);
+                own.into_iter().try_for_each(|(k, at)| t.publish(self.main(), AREA, at, k))
+            }
+            Strategy::Ring => {
+                t.pass_keys(side, &own, &mut self.op.p.memory.keys.clone())?;
+                if !backward {
+                    return Ok(());
+                }
+                let first = self.pieces().first_key(self.me().idx());
+                let place = self.dense(first..first + self.op.rows.kv)?;
+                place.iter().zip(&own).try_for_each(|(to, from)| side.copy_memory(to, from))
+            }
+            _ => {
+                t.publish_keys(self.main(), &own)?;
+                self.meet(MEET_KEYS)?;
+                self.l.fork()?;
+                self.get_keys(backward)
+            }
+        }
+    }
+
+    /// Those rows of the keys of all ranks.
+    fn dense(&self, rows: std::ops::Range<usize>) -> Result<Vec<CudaMemory>> {
+        let row = |bytes: &usize| self.s.hkv * bytes;
+        let part =
+            |(m, b): (&CudaMemory, &usize)| m.slice(rows.start * row(b), rows.len() * row(b));
+        self.op.p.memory.keys.iter().zip(&self.s.wire).map(part).collect()
+    }
+
+    /// What comes from here on finds the keys of all ranks at the addresses that it returns,
+    /// as the kernels read them.
+    pub(super) fn end_keys(&self) -> Result<(u64, u64)> {
+        let (s, m) = (self.s, &self.op.p.memory);
+        if s.strategy != Strategy::AllGather {
+            self.l.join()?;
+            let at: Vec<u64> = m.keys.iter().map(CudaMemory::addr).collect();
+            return self.wide_keys(&at);
+        }
+        self.l.net.wait_peers(self.main(), self.op.signals.slot(KEYS), "keys")?;
+        let (places, keys) = (s.published().1, s.all_keys() * s.all_kv);
+        let addr = |(at, bytes): (usize, &usize)| self.own(AREA, at, keys * bytes);
+        let at = places.into_iter().zip(&s.wire).map(addr).collect::<Result<Vec<_>>>()?;
+        self.wide_keys(&at)
+    }
+}

@@ -1,0 +1,14 @@
+//! What a launch queues on a device: copies by copy engines, the kernels of `attention`, or NCCL.
+
+mod by_nccl;
+mod fp8;
+mod keys;
+mod nccl;
+mod prepared;
+mod run;
+mod widen;
+
+pub(super) use fp8::check;
+pub(super) use nccl::check as check_nccl;
+pub(super) use prepared::{Prepared, may_choose};
+pub(super) use run::{Op, launch, together};

@@ -1,0 +1,126 @@
+//! What `prepare` makes on a device: kernels and private memory.
+
+use tilewire_core::{DType, Result};
+use tilewire_device::Stream;
+use tilewire_device::cuda::{CudaContext, CudaMemory};
+
+use super::fp8::Fp8;
+use super::nccl::Exchange;
+use crate::attention::AttentionDesc;
+use crate::attention::cuda::{Prepared as Attention, Room};
+use crate::attention::fp8::kernel_desc;
+use crate::attention::merge::Merge;
+use crate::common::PlanCore;
+use crate::common::cuda::workspace;
+use crate::common::lanes::{Lane, Reducer};
+use crate::cp_attention::config::Strategy;
+use crate::cp_attention::desc::{CpAttentionDesc, Layout};
+use crate::cp_attention::pieces::Sizes;
+
+/// Strategies that `prepare` may choose on devices. Each device is one hop away from every other, so
+/// a ring sends the same bytes over fewer links: it is there for who asks for it.
+pub(in crate::cp_attention) fn may_choose(s: Strategy) -> bool {
+    s != Strategy::Ring
+}
+
+/// Private memory of a plan. Empty where a strategy has no use for it.
+pub(super) struct Memory {
+    /// Tensors of queries of my group.
+    pub q: Vec<CudaMemory>,
+    /// Tensors of keys of all ranks.
+    pub keys: Vec<CudaMemory>,
+    pub d_out: CudaMemory,
+    pub lse: CudaMemory,
+    pub delta: CudaMemory,
+    /// Parts of dk and dv of my rows.
+    pub slots: CudaMemory,
+    /// Results over my own keys and over those of others, and their lse.
+    pub outs: CudaMemory,
+    pub lses: CudaMemory,
+}
+
+impl Memory {
+    fn new(ctx: &CudaContext, s: &Sizes, backward: bool) -> Result<Self> {
+        let some = |there: bool, len: usize| workspace(ctx, if there { len } else { 0 });
+        let scatters = s.inner > 1;
+        let gets = s.size > 1 && (s.sequential || s.strategy != Strategy::AllGather);
+        let (rows, keys) = (s.inner * s.max_q * s.hq, s.all_keys() * s.hkv);
+        let split = s.begins_at_once();
+        Ok(Self {
+            q: s.q_wire.iter().map(|b| some(scatters, rows * b)).collect::<Result<_>>()?,
+            keys: s.wire.iter().map(|b| some(gets, keys * b)).collect::<Result<_>>()?,
+            d_out: some(scatters && backward, rows * s.dv * s.out)?,
+            lse: some(scatters, rows * 4)?,
+            delta: some(scatters && backward, rows * 4)?,
+            slots: some(backward && s.adds(), s.num_parts() * s.slot().0)?,
+            outs: some(split, 2 * rows * s.dv * 4)?,
+            lses: some(split, 2 * rows * 4)?,
+        })
+    }
+
+    pub fn all(&self) -> Vec<CudaMemory> {
+        let a = [&self.d_out, &self.lse, &self.delta, &self.slots, &self.outs, &self.lses];
+        a.into_iter().chain(&self.q).chain(&self.keys).cloned().collect()
+    }
+}
+
+/// What `prepare` makes.
+pub(in crate::cp_attention) struct Prepared {
+    pub(super) attention: Attention,
+    /// What its kernels compute: of f32 where keys travel as FP8.
+    pub(super) desc: AttentionDesc,
+    pub(super) fp8: Fp8,
+    pub sizes: Sizes,
+    pub(super) memory: Memory,
+    /// Adds parts of dk and dv.
+    pub(super) sum: Option<Reducer>,
+    /// Merges results over parts of the keys.
+    pub(super) merge: Option<Merge>,
+    pub(super) nccl: Option<Exchange>,
+}
+
+impl Prepared {
+    pub fn new(
+        lane: &Lane,
+        d: &CpAttentionDesc,
+        (strategy, nccl): (Strategy, bool),
+        size: usize,
+    ) -> Result<Self> {
+        let (ctx, mut sizes) = (lane.context(), Sizes::new(d, strategy, size));
+        sizes.sequential = nccl;
+        let dkv = if sizes.adds() { DType::F32 } else { d.attn.out };
+        let split = sizes.begins_at_once();
+        let queries = sizes.max_q * d.attn.heads_q;
+        let out = if split { DType::F32 } else { d.attn.out };
+        // Chunks of each sequence, and one more where a sequence ends and its padding begins.
+        let pieces = match d.layout {
+            Layout::ZigzagPerSequence => (2 * size + 1, 0),
+            Layout::Zigzag | Layout::Contiguous => (2, 4 * size),
+        };
+        let room = Room { queries, pieces, dkv, out };
+        let desc = if d.kv_wire().1 { kernel_desc(&d.attn) } else { d.attn.clone() };
+        let attention = Attention::sized(ctx, &desc, &room)?;
+        let adds = d.backward && sizes.adds();
+        let types = [DType::F32, DType::F32, d.attn.out];
+        let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;
+        let merge = split.then(|| Merge::new(ctx, &d.attn)).transpose()?;
+        let memory = Memory::new(ctx, &sizes, d.backward)?;
+        let fp8 = Fp8::new(ctx, d, &sizes)?;
+        let nccl = nccl.then(|| Exchange::new(ctx, &sizes, d.backward)).transpose()?;
+        Ok(Self { attention, desc, fp8, sizes, memory, sum, merge, nccl })
+    }
+
+    /// Collective, behind the agreement: NCCL, if rows go through it.
+    pub fn connect(&self, core: &PlanCore, stream: &Stream) -> Result<()> {
+        self.nccl.as_ref().map_or(Ok(()), |n| n.connect(core, stream))
+    }
+
+    /// Whether rows go through NCCL.
+    pub fn by_nccl(&self) -> bool {
+        self.nccl.is_some()
+    }
+
+    pub fn explain(&self) -> Option<&str> {
+        self.nccl.as_ref().and_then(Exchange::explain)
+    }
+}

@@ -1,0 +1,70 @@
+//! What a launch is made of, for the plan and both executors.
+
+use std::ops::Range;
+
+use tilewire_device::Tensor;
+use tilewire_symm::Permit;
+
+use super::config::Strategy;
+use super::pieces::Sizes;
+use crate::attention::{AttnGrads, AttnOut, AttnSaved};
+
+/// Signal slots of a plan: the credit of a launch, the flag of keys that were pushed or passed on,
+/// the meetings behind what is published before and behind the arithmetic, and the credit of a
+/// slot of the ring.
+pub(super) const CREDIT: usize = 0;
+pub(super) const KEYS: usize = 1;
+pub(super) const MEET_KEYS: usize = 2;
+pub(super) const MEET_BACK: usize = 3;
+pub(super) const RING_CREDIT: usize = 4;
+pub(super) const NUM_SLOTS: usize = 5;
+
+/// Forward or backward pass.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Pass {
+    /// out and lse.
+    Forward,
+    /// dq, dk, dv.
+    Backward,
+}
+
+/// The outputs of a launch, and what only its pass reads.
+pub(super) enum Work {
+    Forward(AttnOut),
+    Backward(Box<(AttnSaved, AttnGrads)>),
+}
+
+impl Work {
+    pub fn name(&self) -> &'static str {
+        if self.is_backward() { "bwd" } else { "fwd" }
+    }
+
+    pub fn is_backward(&self) -> bool {
+        matches!(self, Work::Backward(_))
+    }
+
+    pub fn poison(&self) {
+        match self {
+            Work::Forward(o) => o.poison(),
+            Work::Backward(b) => b.1.poison(),
+        }
+    }
+
+    /// What the pass writes.
+    pub fn outputs(&self) -> Vec<&Tensor> {
+        match self {
+            Work::Forward(o) => vec![&o.out, &o.lse],
+            Work::Backward(b) => b.1.named().into_iter().filter_map(|(_, t)| t).collect(),
+        }
+    }
+}
+
+/// The slots whose flags a launch publishes once to every peer: that of pushed keys. A ring's
+/// messages are for one peer each and need no total in advance.
+pub(super) fn flags(s: &Sizes) -> Range<usize> {
+    let pushes = !s.sequential && s.strategy == Strategy::AllGather && s.size > 1;
+    KEYS..KEYS + usize::from(pushes)
+}
+
+/// A launch that has entered: its permit, for whichever lane puts.
+pub(super) type Entered = std::sync::Arc<Permit>;

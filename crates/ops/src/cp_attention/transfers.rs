@@ -1,0 +1,292 @@
+//! The transfers of a launch, which both executors carry out: on the host the worker of a lane, on
+//! devices a stream.
+//!
+//! | step | by | lane |
+//! |---|---|---|
+//! | enter: everybody's buffers are free | executor | main |
+//! | `publish` what peers get, `meet` them | all but `push_keys`, `pass_keys` | main |
+//! | `push_keys`, `pass_keys` or `get_keys` | keys of other ranks | side |
+//! | `get` queries of my group | where heads are traded | main |
+//! | `publish` results, `meet`, `get` what is mine | where heads are traded, and backward | both |
+
+use std::ops::Range;
+
+use tilewire_core::{Rank, Result};
+use tilewire_device::Buffer;
+use tilewire_device::cuda::CudaMemory;
+use tilewire_symm::{Enter, Permit, Rows, Signals, SymBuf, Transport};
+
+use super::launch::{KEYS, RING_CREDIT};
+use super::pieces::{AREA, Hop, Piece, Pieces, SCATTER, Sizes, hops};
+use super::schedule::Schedule;
+
+/// Memory of which transports read and write parts.
+pub(super) trait Parts<M: ?Sized> {
+    /// Bytes in all.
+    fn num_bytes(&self) -> usize;
+
+    /// Calls `f` with the bytes `at`, which are there.
+    fn part(&self, at: Range<usize>, f: &mut dyn FnMut(&M) -> Result<()>) -> Result<()>;
+
+    /// The same, to write.
+    fn part_mut(&mut self, at: Range<usize>, f: &mut dyn FnMut(&mut M) -> Result<()>)
+    -> Result<()>;
+}
+
+impl Parts<[u8]> for [u8] {
+    fn num_bytes(&self) -> usize {
+        self.len()
+    }
+
+    fn part(&self, at: Range<usize>, f: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        f(&self[at])
+    }
+
+    fn part_mut(
+        &mut self,
+        at: Range<usize>,
+        f: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        f(&mut self[at])
+    }
+}
+
+impl<M: ?Sized, P: Parts<M> + ?Sized> Parts<M> for Box<P> {
+    fn num_bytes(&self) -> usize {
+        (**self).num_bytes()
+    }
+
+    fn part(&self, at: Range<usize>, f: &mut dyn FnMut(&M) -> Result<()>) -> Result<()> {
+        (**self).part(at, f)
+    }
+
+    fn part_mut(
+        &mut self,
+        at: Range<usize>,
+        f: &mut dyn FnMut(&mut M) -> Result<()>,
+    ) -> Result<()> {
+        (**self).part_mut(at, f)
+    }
+}
+
+impl Parts<CudaMemory> for CudaMemory {
+    fn num_bytes(&self) -> usize {
+        self.len_bytes()
+    }
+
+    fn part(&self, at: Range<usize>, f: &mut dyn FnMut(&CudaMemory) -> Result<()>) -> Result<()> {
+        f(&self.slice(at.start, at.len())?)
+    }
+
+    fn part_mut(
+        &mut self,
+        at: Range<usize>,
+        f: &mut dyn FnMut(&mut CudaMemory) -> Result<()>,
+    ) -> Result<()> {
+        f(&mut self.slice(at.start, at.len())?)
+    }
+}
+
+/// What the transfers of one launch of one rank go through.
+pub(super) struct Transfers<'a, T: Transport + ?Sized> {
+    pub net: &'a T,
+    pub permit: &'a Permit,
+    /// Fingerprint of the launch, which credits carry on the host.
+    pub tag: u64,
+    pub sizes: &'a Sizes,
+    pub sched: &'a Schedule,
+    pub buffers: &'a [SymBuf; 4],
+    pub signals: &'a Signals,
+}
+
+impl<T: Transport + ?Sized> Transfers<'_, T> {
+    pub fn me(&self) -> Rank {
+        self.net.heap().team().rank()
+    }
+
+    pub fn pieces(&self) -> Pieces<'_> {
+        Pieces { sizes: self.sizes, sched: self.sched, me: self.me() }
+    }
+
+    /// Copies `from` to my own chunk, where peers get it behind the next meeting.
+    pub fn publish<P: Parts<T::Memory> + ?Sized>(
+        &self,
+        lane: &T::Lane,
+        buffer: usize,
+        at: usize,
+        from: &P,
+    ) -> Result<()> {
+        let len = from.num_bytes();
+        if len == 0 {
+            return Ok(());
+        }
+        let to = (self.me(), self.buffers[buffer].range(at, len));
+        from.part(0..len, &mut |m| self.net.put(lane, self.permit, to, m, "own rows"))
+    }
+
+    /// Everybody has published: each rank tells every other, and waits for all.
+    pub fn meet(&self, lane: &T::Lane, slot: usize) -> Result<()> {
+        let slot = self.signals.slot(slot);
+        let meeting = Enter { credit: slot, tag: self.tag, first: slot, num: 0 };
+        // Nothing is put under this permit.
+        self.net.enter(lane, &meeting).map(|_permit| ())
+    }
+
+    /// Gets `pieces` from a buffer of their ranks.
+    pub fn get<P: Parts<T::Memory> + ?Sized>(
+        &self,
+        lane: &T::Lane,
+        buffer: usize,
+        pieces: &[Piece],
+        to: &mut P,
+    ) -> Result<()> {
+        for p in pieces.iter().filter(|p| p.width * p.rows > 0) {
+            let rows = Rows {
+                width: p.width,
+                num: p.rows,
+                from_pitch: p.src_pitch,
+                out_pitch: p.dst_pitch,
+            };
+            let from = self.buffers[buffer].range(p.src, rows.reach(p.src_pitch));
+            to.part_mut(p.dst..p.dst + rows.reach(p.dst_pitch), &mut |m| {
+                // SAFETY: every rank has published and met the others (`meet`), and writes its
+                // area again behind the meeting at the head of the next launch.
+                unsafe { self.net.get_rows(lane, (p.peer, from), m, rows, "rows") }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// My keys, tensor by tensor, to my own chunk, for whoever gets them.
+    pub fn publish_keys<P: Parts<T::Memory>>(&self, lane: &T::Lane, own: &[P]) -> Result<()> {
+        let (buffer, at) = self.sizes.published();
+        own.iter().zip(at).try_for_each(|(t, at)| self.publish(lane, buffer, at, t))
+    }
+
+    /// Gets the published keys that my group's queries see to `keys`, in dense rows; my own only
+    /// where they are used from there.
+    pub fn get_keys<P: Parts<T::Memory>>(
+        &self,
+        lane: &T::Lane,
+        keys: &mut [P],
+        with_own: bool,
+    ) -> Result<()> {
+        let buffer = if self.sizes.inner > 1 { SCATTER } else { AREA };
+        let mut lists = self.pieces().keys();
+        for (list, to) in lists.iter_mut().zip(keys) {
+            list.retain(|p| with_own || p.peer != self.me());
+            self.get(lane, buffer, list, to)?;
+        }
+        Ok(())
+    }
+
+    /// My keys to their place in the area of every peer, a flag behind the last tensor.
+    pub fn push_keys<P: Parts<T::Memory>>(&self, lane: &T::Lane, own: &[P]) -> Result<()> {
+        let (at, last, slot) = (self.own_places(), own.len() - 1, self.signals.slot(KEYS));
+        for p in self.net.heap().team().peers() {
+            for (i, t) in own.iter().enumerate() {
+                let to = (p, self.buffers[AREA].range(at[i], t.num_bytes()));
+                t.part(0..t.num_bytes(), &mut |m| match t.num_bytes() {
+                    _ if i == last => self.net.put_flag(lane, self.permit, to, m, slot, "keys"),
+                    0 => Ok(()),
+                    _ => self.net.put(lane, self.permit, to, m, "keys"),
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the tensors of my keys are among those that were pushed.
+    pub fn own_places(&self) -> Vec<usize> {
+        let s = self.sizes;
+        let first = self.pieces().first_key(self.me().idx()) * s.all_kv;
+        s.published().1.into_iter().zip(&s.wire).map(|(at, bytes)| at + first * bytes).collect()
+    }
+
+    /// Keys from neighbour to neighbour, store and forward: message `t` to me is the keys of the
+    /// rank `t + 1` before me. It comes to a slot of my chunk, from where it is copied to its place
+    /// in `keys`, and sent on from there: the slot is free as soon as it is copied.
+    pub fn pass_keys<P: Parts<T::Memory>>(
+        &self,
+        lane: &T::Lane,
+        own: &[P],
+        keys: &mut [P],
+    ) -> Result<()> {
+        let size = self.sizes.size;
+        let rank = |i: usize| Rank::new((i % size) as u32);
+        let (next, before) = (rank(self.me().idx() + 1), rank(self.me().idx() + size - 1));
+        let (data, credit) = (self.signals.slot(KEYS), self.signals.slot(RING_CREDIT));
+        for hop in hops(size) {
+            match hop {
+                Hop::Send { t, acquires } => {
+                    if acquires {
+                        // The permit of the launch covers the rank; this credit frees the slot.
+                        let _slot =
+                            self.net.acquire(lane, next, credit, self.tag, "slot credit")?;
+                    }
+                    for i in 0..own.len() {
+                        let (from, at) = match t {
+                            0 => (&own[i], 0..own[i].num_bytes()),
+                            t => (&keys[i], self.dense(i, self.pieces().ring_rows(t - 1))),
+                        };
+                        self.send(lane, next, (t, i, i + 1 == own.len()), from, at)?;
+                    }
+                }
+                Hop::Take { t, grants } => {
+                    match t + 2 == size {
+                        true => self.net.wait_last(lane, before, data, 1, "hop")?,
+                        false => self.net.wait(lane, before, data, 1, "hop")?,
+                    }
+                    for (i, to) in keys.iter_mut().enumerate() {
+                        let at = self.dense(i, self.pieces().ring_rows(t));
+                        self.take(lane, (t, i), to, at)?;
+                    }
+                    if grants {
+                        self.net.grant(lane, before, credit, self.tag, "slot credit")?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of tensor `i` of dense rows of keys.
+    pub fn dense(&self, i: usize, rows: Range<usize>) -> Range<usize> {
+        let row = self.sizes.hkv * self.sizes.wire[i];
+        rows.start * row..rows.end * row
+    }
+
+    /// Tensor `i` of message `t` to its slot at the next rank; behind the last one, the signal.
+    fn send<P: Parts<T::Memory>>(
+        &self,
+        lane: &T::Lane,
+        next: Rank,
+        (t, i, last): (usize, usize, bool),
+        from: &P,
+        at: Range<usize>,
+    ) -> Result<()> {
+        let (len, data) = (at.len(), self.signals.slot(KEYS));
+        let to = (next, self.buffers[AREA].range(self.sizes.ring_slot(t)[i], len));
+        from.part(at, &mut |m| match len {
+            _ if last => self.net.put_signal(lane, self.permit, to, m, data, "hop"),
+            0 => Ok(()),
+            _ => self.net.put(lane, self.permit, to, m, "hop"),
+        })
+    }
+
+    /// Tensor `i` of message `t` out of its slot.
+    fn take<P: Parts<T::Memory>>(
+        &self,
+        lane: &T::Lane,
+        (t, i): (usize, usize),
+        to: &mut P,
+        at: Range<usize>,
+    ) -> Result<()> {
+        if at.is_empty() {
+            return Ok(());
+        }
+        let from = (self.me(), self.buffers[AREA].range(self.sizes.ring_slot(t)[i], at.len()));
+        // SAFETY: the message has come, and its slot is granted behind this copy.
+        to.part_mut(at, &mut |m| unsafe { self.net.get(lane, from, m, "hop") })
+    }
+}
