@@ -11,6 +11,7 @@
 //! caller's stream and returns a `Pending`. A plan made for at most `m` rows runs with fewer.
 
 pub mod ag_gemm;
+mod ahead;
 pub mod attention;
 pub mod bulk;
 pub mod collective;
@@ -25,5 +26,6 @@ pub mod layers;
 pub mod permute;
 pub mod quant;
 
-pub use common::cuda::{compile_ahead, kernel_specs};
+pub use ahead::compile_ahead;
+pub use common::cuda::kernel_specs;
 pub use common::{Algo, Machine, Shards};

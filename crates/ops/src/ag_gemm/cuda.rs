@@ -18,8 +18,8 @@ use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::nccl::ByNccl;
 use crate::common::ring::arrivals;
 use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
-use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
-use crate::gemm::widen::{Widened, kernel_desc};
+use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
+use crate::gemm::device::{Widened, kernel_desc};
 use crate::gemm::{BOrder, GemmBackend};
 
 /// What `prepare` makes.

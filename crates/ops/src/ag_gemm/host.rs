@@ -10,12 +10,13 @@ use super::AgGemmDesc;
 use super::config::AgTask;
 use super::copies::Copies;
 use super::plan::{AgGemmInputs, CREDIT, DATA};
+use crate::common::Mat;
 use crate::common::ring::arrivals;
 use crate::common::{
     Algo, Handoff, Launch, OverlapConfig, chunk_rows, narrow_into, range_of, wide,
 };
 use crate::gemm::BOrder;
-use crate::gemm::host::{Mat, activate_row, matmul};
+use crate::gemm::host::{activate_row, matmul};
 
 pub(super) struct Run {
     pub launch: Launch,

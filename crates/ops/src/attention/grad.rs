@@ -10,7 +10,8 @@
 use super::Slice;
 use super::desc::Visible;
 use super::host::{Core, Operands};
-use crate::gemm::host::{Mat, matmul};
+use crate::common::Mat;
+use crate::gemm::host::matmul;
 
 /// What a query brings into the backward pass: `d_out [rows, hq, dv]`, `lse` and `delta`
 /// `[hq, rows]`.

@@ -8,7 +8,8 @@ use tilewire_device::Tensor;
 
 use super::desc::{Visible, bound};
 use super::{AttentionDesc, AttnConfig, AttnMask, BiasShape, Slice};
-use crate::gemm::host::{Mat, matmul};
+use crate::common::Mat;
+use crate::gemm::host::matmul;
 
 /// Heads and head dimensions that this call works on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

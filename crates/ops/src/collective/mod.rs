@@ -16,7 +16,6 @@
 //! | cases | `crates/cli/src/verify/collective.rs` |
 //! | page | `docs/protocols/collective.md` |
 
-mod backend;
 mod config;
 mod cuda;
 mod desc;
@@ -25,6 +24,6 @@ mod meeting;
 pub(crate) mod nccl;
 mod plan;
 
-pub use backend::CollectiveBackend;
+pub use crate::common::CollectiveBackend;
 pub use desc::{CollectiveDesc, CollectiveKind, ReduceOp};
 pub use plan::CollectivePlan;

@@ -15,10 +15,11 @@ use tilewire_symm::NcclTeam;
 use super::config::{Phase, shard_rows};
 use super::plan::{CREDIT, CollectivePlan, DATA};
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, ReduceOp};
+use crate::common::backend::at_first;
 use crate::common::cuda::together_on;
 use crate::common::cuda::workspace;
 use crate::common::lanes::{Lane, Poison, Slots};
-use crate::common::nccl::{Clock, at_first, faster, open, room, unmeasured};
+use crate::common::nccl::{Clock, faster, open, room, unmeasured};
 
 /// What a plan goes through, decided at `prepare`.
 #[derive(Default)]

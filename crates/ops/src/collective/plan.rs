@@ -11,9 +11,9 @@ use super::config::{self, Phase};
 use super::cuda::{self, Prepared, Way};
 use super::host::Run;
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, meeting, nccl};
+use crate::common::backend::{put_or_nccl, usual};
 use crate::common::cuda::{no_kernel, together_on};
 use crate::common::lanes::Lane;
-use crate::common::nccl::{put_or_nccl, usual};
 use crate::common::{PlanCore, Shards, expect_tensor, only_meets};
 
 /// Signal slots of a plan.

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use tilewire_core::{DType, Error, Result, Shape, convert_from_f32, convert_to_f32};
+use tilewire_core::{DType, Error, ErrorKind, Result, Shape, convert_from_f32, convert_to_f32};
 use tilewire_device::Tensor;
 
 /// Checks dtype and shape of an argument.
@@ -82,4 +82,16 @@ pub(crate) fn narrow_into(
 ) {
     let at = (row * width + col) * dtype.size();
     convert_from_f32(dtype, values, &mut out[at..at + values.len() * dtype.size()]);
+}
+
+/// `Unsupported`: what no kernel does, and what to do instead.
+pub(crate) fn no_kernel(what: impl Into<String>, instead: &'static str) -> Error {
+    let what = what.into();
+    Error::new(ErrorKind::Unsupported, format!("no CUDA kernel for {what}")).hint(instead)
+}
+
+/// `NotPrepared`: the plan was not prepared.
+pub(crate) fn not_prepared() -> Error {
+    Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
+        .hint("call `plan.prepare(&stream)` on all ranks first")
 }

@@ -7,12 +7,10 @@ use serde::de::DeserializeOwned;
 use tilewire_core::{BackendKind, Error, ErrorKind, Result};
 use tilewire_symm::{Heap, LiveTeam};
 
-use super::core::not_prepared;
-use super::cuda::no_kernel;
-use super::nccl::usual;
-use super::overlap::MOST_CANDIDATE_CHUNKS;
-use super::{Algo, Explain, OverlapConfig};
-use crate::collective::CollectiveBackend;
+use super::CollectiveBackend;
+use super::backend::usual;
+use super::check::{no_kernel, not_prepared};
+use super::overlap::{Algo, Explain, MOST_CANDIDATE_CHUNKS, OverlapConfig};
 
 /// Collective: of the candidates, the one whose largest cost on any rank is the least; of equals
 /// the first in rank 0's list.

@@ -11,8 +11,10 @@ use tilewire_symm::{
     Traffic,
 };
 
+use super::check::not_prepared;
+use super::choice::Choice;
 use super::lanes::{Lane, Lanes, Poison, Slots, stream_on};
-use super::{Choice, Explain};
+use super::overlap::Explain;
 
 /// Identity of a plan on its team: name, fingerprint, whether it is prepared.
 pub struct PlanCore {
@@ -101,11 +103,6 @@ pub(crate) fn only_meets(team: &tilewire_core::Team) -> Traffic {
     let mut t = vec![LinkTraffic { signals: 1, ..LinkTraffic::default() }; team.size()];
     t[team.rank().idx()] = LinkTraffic::default();
     t
-}
-
-pub(crate) fn not_prepared() -> Error {
-    Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
-        .hint("call `plan.prepare(&stream)` on all ranks first")
 }
 
 /// One launch on the host, in program order.

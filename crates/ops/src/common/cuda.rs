@@ -9,10 +9,11 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaModule, CudaStream};
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Device, Stream, Tensor};
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION, attention};
-use tilewire_kernels::portable::{EP_UNEVEN, portable};
+use tilewire_kernels::portable::portable;
 use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
 
 use super::check::Named;
+pub(crate) use super::check::no_kernel;
 
 /// What `prepare` has made of a plan: nothing on the host, kernels and workspace (`T`) on a CUDA
 /// device. A plan is prepared for one device.
@@ -165,7 +166,8 @@ pub(crate) fn load(
     ctx.module(&spec)
 }
 
-fn spec(source: &Source, defines: Vec<(String, u64)>, arch: &str) -> KernelSpec {
+/// One variant of a source for one architecture.
+pub(crate) fn spec(source: &Source, defines: Vec<(String, u64)>, arch: &str) -> KernelSpec {
     KernelSpec { name: source.name.to_owned(), text: source.text(), defines, arch: arch.to_owned() }
 }
 
@@ -176,9 +178,9 @@ fn is_listed(spec: &KernelSpec) -> bool {
 /// Every kernel of the operations, in each variant that a plan may ask for, for one architecture
 /// (as in `sm_90a`). Of attention, those of the usual head dimensions.
 pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
-    let gemm = [SM80_GEMM, SM80_GROUPED_GEMM].into_iter().flat_map(|source| {
-        [DType::BF16, DType::F16].map(|d| (source, crate::gemm::cuda::defines(d)))
-    });
+    let gemm = [SM80_GEMM, SM80_GROUPED_GEMM]
+        .into_iter()
+        .flat_map(|source| [DType::BF16, DType::F16].map(|d| (source, gemm_defines(d))));
     gemm.chain(portable())
         .chain(attention())
         .filter(|(source, _)| source.runs_on(arch))
@@ -186,43 +188,9 @@ pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
         .collect()
 }
 
-/// Compiles, on all cores, the kernels of plans with elements of `dtype` (and f32) and of attention with head dimensions
-/// `heads` (of q and k, of v), if `device` is a GPU and they are not built in or cached. Without it each plan compiles its
-/// own when it is prepared, one after the other; what fails here fails there and is reported there. How many were compiled.
-///
-/// # Errors
-/// `Config` for a bad variable of the environment.
-pub fn compile_ahead(device: &Device, dtype: DType, heads: &[(usize, usize)]) -> Result<usize> {
-    let Device::Cuda(ctx) = device else { return Ok(0) };
-    ctx.compile_ahead(&specs_of(&ctx.arch()?, dtype, heads))
-}
-
-fn specs_of(arch: &str, dtype: DType, heads: &[(usize, usize)]) -> Vec<KernelSpec> {
-    let types = [DType::F32, dtype].map(mantissa);
-    let is_of = |(name, value): &(String, u64)| match name.as_str() {
-        "TW_GEMM_F16" => *value == u64::from(dtype == DType::F16),
-        n if n.ends_with("_MANTISSA") => types.contains(value),
-        // Of some machines only.
-        n if n == EP_UNEVEN => false,
-        _ => true,
-    };
-    let attention = [SM80_ATTENTION.name, PLAIN_ATTENTION.name];
-    let mut all = kernel_specs(arch);
-    all.retain(|s| !attention.contains(&s.name.as_str()) && s.defines.iter().all(is_of));
-    let of_heads = heads.iter().map(|&h| crate::attention::cuda::unit(dtype, h));
-    all.extend(of_heads.map(|(source, defines)| spec(&source, defines, arch)));
-    all
-}
-
 /// Zeroed workspace.
 pub(crate) fn workspace(ctx: &CudaContext, len_bytes: usize) -> Result<CudaMemory> {
     CudaMemory::zeroed(ctx, len_bytes)
-}
-
-/// `Unsupported`: what no kernel does, and what to do instead.
-pub(crate) fn no_kernel(what: impl Into<String>, instead: &'static str) -> Error {
-    let what = what.into();
-    Error::new(ErrorKind::Unsupported, format!("no CUDA kernel for {what}")).hint(instead)
 }
 
 /// Checks extents: kernels count rows, columns and blocks in 32 bits.
@@ -244,6 +212,11 @@ pub(crate) fn mantissa(dtype: DType) -> u64 {
         DType::F8E5M2 => 2,
         _ => 23,
     }
+}
+
+/// Definitions of the units of `gemm/` and `grouped_gemm/` for operands of `dtype`.
+pub(crate) fn gemm_defines(dtype: DType) -> Vec<(String, u64)> {
+    vec![("TW_GEMM_F16".to_owned(), u64::from(dtype == DType::F16))]
 }
 
 #[cfg(test)]
@@ -281,7 +254,7 @@ mod tests {
     #[test]
     fn every_variant_of_a_plan_is_listed() {
         use tilewire_kernels::portable::*;
-        let gemms = DType::ALL.map(crate::gemm::cuda::defines);
+        let gemms = DType::ALL.map(gemm_defines);
         for defines in gemms {
             for source in [SM80_GEMM, SM80_GROUPED_GEMM] {
                 assert!(is_listed(&spec(&source, defines.clone(), "sm_90a")), "{defines:?}");
@@ -321,29 +294,6 @@ mod tests {
         keys.dedup();
         assert_eq!(keys.len(), all.len(), "a key for each");
         assert!(!is_listed(&spec(&QUANT, quant_defines(3, 2), "sm_90a")));
-    }
-
-    #[test]
-    fn what_is_compiled_ahead_is_of_one_type_and_the_heads_asked_for() {
-        use tilewire_kernels::portable::*;
-        let specs = specs_of("sm_90a", DType::BF16, &[(64, 64), (20, 20)]);
-        let has = |s: &Source, defines| specs.contains(&spec(s, defines, "sm_90a"));
-        for source in [SM80_GEMM, SM80_GROUPED_GEMM] {
-            assert!(has(&source, crate::gemm::cuda::defines(DType::BF16)));
-            assert!(!has(&source, crate::gemm::cuda::defines(DType::F16)));
-        }
-        for (wide, is_there) in [(DType::F32, true), (DType::BF16, true), (DType::F16, false)] {
-            assert_eq!(has(&COLLECTIVE, collective_defines(mantissa(wide))), is_there, "{wide}");
-            assert_eq!(has(&PERMUTE, permute_defines(mantissa(wide))), is_there, "{wide}");
-        }
-        assert!(has(&MOVE, move_defines()) && has(&EP_BULK, ep_bulk_defines()));
-        let attention: Vec<_> = specs.iter().filter(|s| s.name.starts_with("attention")).collect();
-        let names: Vec<&str> = attention.iter().map(|s| s.name.as_str()).collect();
-        // No matrix kernel has heads of 20.
-        assert_eq!(names, [SM80_ATTENTION.name, PLAIN_ATTENTION.name]);
-        let of = |s: &KernelSpec, n| s.defines.iter().any(|d| *d == ("TW_ATTN_DQK".to_owned(), n));
-        assert!(of(attention[0], 64) && of(attention[1], 20));
-        assert_eq!(compile_ahead(&Device::Host, DType::BF16, &[(64, 64)]).unwrap(), 0);
     }
 
     /// A unit that a plan loads is one of those above.

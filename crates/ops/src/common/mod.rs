@@ -1,5 +1,6 @@
 //! What all operations share: shards, plan bookkeeping, tile configuration, cost model.
 
+pub(crate) mod backend;
 mod bias;
 mod check;
 mod choice;
@@ -7,7 +8,9 @@ mod core;
 pub(crate) mod cuda;
 mod handoff;
 pub(crate) mod lanes;
+mod mat;
 pub(crate) mod nccl;
+mod operand;
 mod overlap;
 pub(crate) mod ring;
 mod shards;
@@ -15,10 +18,13 @@ mod shards;
 pub(crate) use self::choice::{Choice, fastest};
 pub(crate) use self::core::only_meets;
 pub(crate) use self::core::{Launch, PlanCore};
+pub use backend::CollectiveBackend;
 pub(crate) use bias::{Bias, bias_type};
 pub use check::expect_tensor;
 pub(crate) use check::{Named, apart, each_apart, narrow_into, wide};
 pub(crate) use handoff::Handoff;
+pub(crate) use mat::Mat;
+pub use operand::Operand;
 pub use overlap::{Algo, Candidate, Explain, Machine, OverlapConfig};
 pub use shards::Shards;
 pub(crate) use shards::{chunk_rows, part, range_of};

@@ -3,14 +3,15 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{BackendKind, DType, Error, ErrorKind, Result};
+use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, CudaEvent, CudaStream, NcclOp, NcclSum};
 use tilewire_device::{Queue, Stream};
 use tilewire_symm::{Heap, LiveTeam, NcclTeam};
 
-use super::cuda::no_kernel;
-use super::{PlanCore, fastest};
-use crate::collective::CollectiveBackend;
+use super::CollectiveBackend;
+use super::backend::at_first;
+use super::choice::fastest;
+use super::core::PlanCore;
 
 /// What a plan says to NCCL. Copies of it are of one plan.
 #[derive(Default)]
@@ -65,20 +66,6 @@ impl ByNccl {
     pub fn explain(&self) -> Option<&str> {
         self.0.get().map(|n| n.library())
     }
-}
-
-/// What a plan goes through that was not told: puts, but where GPUs do not reach each other.
-pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
-    if heap.reaches_peers() || heap.team().size() == 1 {
-        CollectiveBackend::Put
-    } else {
-        CollectiveBackend::Nccl
-    }
-}
-
-/// What a plan goes through until it has asked the clock, and for good where there is nothing to choose.
-pub(crate) fn at_first(heap: &Heap, backend: CollectiveBackend) -> CollectiveBackend {
-    if backend == CollectiveBackend::Fastest { usual(heap) } else { backend }
 }
 
 /// Collective: NCCL of `heap`, or in words why a plan that is free to choose takes puts without asking the clock.
@@ -177,22 +164,4 @@ pub(crate) fn faster(
     let why =
         format!("{name}, the faster: on this rank NCCL took {by_nccl:.1} us, puts {by_puts:.1} us");
     Ok((first, why))
-}
-
-/// Refuses a backend that there is not. A choice by the clock is one between those that there are.
-///
-/// # Errors
-/// `Unsupported` for NCCL on the host, and for puts between GPUs that do not reach each other.
-pub(crate) fn put_or_nccl(heap: &Heap, backend: CollectiveBackend) -> Result<()> {
-    match backend {
-        CollectiveBackend::Put if heap.reaches_peers() || heap.team().size() == 1 => Ok(()),
-        CollectiveBackend::Put => {
-            Err(no_kernel("puts between GPUs that do not reach each other", "say `nccl`"))
-        }
-        CollectiveBackend::Nccl if heap.backend() != BackendKind::Host => Ok(()),
-        CollectiveBackend::Nccl => {
-            Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend"))
-        }
-        CollectiveBackend::Fastest => Ok(()),
-    }
 }

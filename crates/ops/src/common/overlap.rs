@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tilewire_core::{Error, Result};
 
-use super::cuda::no_kernel;
+use super::check::no_kernel;
 
 /// The way a comm+GEMM operation is carried out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]

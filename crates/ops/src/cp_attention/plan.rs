@@ -17,9 +17,9 @@ use super::pieces::{Pieces, Sizes};
 use super::schedule::{Schedule, num_rows};
 use super::tune::{Tuner, Used};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
-use crate::collective::CollectiveBackend;
+use crate::common::CollectiveBackend;
+use crate::common::backend::{at_first, put_or_nccl, usual};
 use crate::common::lanes::Lane;
-use crate::common::nccl::{at_first, put_or_nccl, usual};
 use crate::common::{Handoff, Machine, PlanCore, fastest, only_meets};
 
 const OP: &str = "cp_attention";

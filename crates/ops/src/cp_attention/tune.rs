@@ -11,10 +11,9 @@ use super::device::{Prepared, check_nccl};
 use super::launch::Work;
 use super::schedule::num_rows;
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows};
-use crate::collective::CollectiveBackend;
-use crate::common::PlanCore;
 use crate::common::lanes::Lane;
 use crate::common::nccl::{Clock, faster, no_nccl, open, room, unmeasured};
+use crate::common::{CollectiveBackend, PlanCore};
 
 /// What a prepared plan goes through, and why if it was free to choose.
 pub(super) struct Used {

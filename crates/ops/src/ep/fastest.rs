@@ -9,9 +9,10 @@ use super::cuda::{Phase, Prepared};
 use super::host::Back;
 use super::plan::{COMBINE, DISPATCH, EpPlan, PREPARE};
 use super::{EpDispatch, EpHandle};
-use crate::collective::CollectiveBackend;
+use crate::common::CollectiveBackend;
+use crate::common::backend::at_first;
 use crate::common::lanes::Lane;
-use crate::common::nccl::{Clock, at_first, faster, open, room, unmeasured};
+use crate::common::nccl::{Clock, faster, open, room, unmeasured};
 
 /// What a prepared plan goes through, and why if it was free to choose.
 pub(super) struct Used {

@@ -13,8 +13,8 @@ use super::host::{Back, HostPart, Out, Run, Send};
 use super::recv::Direct;
 use super::schedule::Schedule;
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
-use crate::collective::CollectiveBackend;
-use crate::common::nccl::{put_or_nccl, usual};
+use crate::common::CollectiveBackend;
+use crate::common::backend::{put_or_nccl, usual};
 use crate::common::{Launch, PlanCore, apart, expect_tensor};
 
 /// Signal slots of counts, tokens and returns: on the host announcements of launches, two in turn;

@@ -8,7 +8,7 @@ use tilewire_symm::{Fingerprint, SymBuf};
 
 use super::lay::Straight;
 use super::{EpLayout, EpPlan, cuda};
-use crate::collective::CollectiveBackend;
+use crate::common::CollectiveBackend;
 
 /// A receive buffer that peers write to.
 pub(super) struct Direct {

@@ -14,13 +14,14 @@
 //! | page | `docs/protocols/gemm.md` |
 
 mod backend;
-mod cublaslt;
-pub(crate) mod cuda;
 mod desc;
+pub(crate) mod device;
 pub(crate) mod host;
+mod launch;
 mod plan;
-pub(crate) mod widen;
 
+pub use crate::common::Operand;
 pub use backend::GemmBackend;
 pub use desc::{AOrder, Activation, BOrder, Epilogue, GemmDesc};
-pub use plan::{GemmInputs, GemmPlan, Operand};
+pub use launch::GemmInputs;
+pub use plan::GemmPlan;

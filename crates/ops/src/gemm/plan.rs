@@ -1,127 +1,22 @@
 //! The plan of a GEMM.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
-use tilewire_core::{DType, Error, Result, ScaleLayout, convert_from_f32, convert_to_f32};
+use tilewire_core::{DType, Error, Result};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
-use super::host::{Mat, activate_row, add_bias, matmul, row_sums};
-use super::{AOrder, BOrder, GemmBackend, GemmDesc, cuda};
+use super::host;
+use super::launch::{GemmInputs, INS};
+use super::{AOrder, BOrder, GemmBackend, GemmDesc, device};
 use crate::common::bias_type;
 use crate::common::cuda::{Ready, together_on};
-use crate::common::{Named, apart, expect_tensor, wide};
-
-/// An operand: a plain tensor, or FP8 data with its scales (`value = data * scale`).
-#[derive(Clone, Debug)]
-pub struct Operand {
-    /// The elements.
-    pub data: Tensor,
-    /// Scales of FP8 data and how they lie. Without them the scale is 1.
-    pub scales: Option<(Tensor, ScaleLayout)>,
-}
-
-impl From<Tensor> for Operand {
-    fn from(data: Tensor) -> Self {
-        Self { data, scales: None }
-    }
-}
-
-impl From<&Tensor> for Operand {
-    fn from(data: &Tensor) -> Self {
-        data.clone().into()
-    }
-}
-
-impl Operand {
-    /// Checks data and scales against a `[rows, cols]` matrix of `dtype`.
-    pub(crate) fn check(&self, what: &str, dtype: DType, rows: usize, cols: usize) -> Result<()> {
-        expect_tensor(what, &self.data, dtype, &[rows, cols])?;
-        if let Some((s, layout)) = &self.scales {
-            if !dtype.is_fp8() {
-                return Err(Error::invalid(format!("`{what}` is {dtype} and has no scales")));
-            }
-            let n = layout.num_scales(rows, cols);
-            if s.dtype() != layout.dtype() || s.shape().num_elems() != n {
-                return Err(Error::invalid(format!("`{what}` has the wrong scales"))
-                    .expected(format_args!("{n} {} for {layout:?}", layout.dtype()))
-                    .seen(format_args!("{} {}", s.shape().num_elems(), s.dtype())));
-            }
-        }
-        Ok(())
-    }
-
-    /// Its tensors with their name.
-    pub(crate) fn named(&self, what: &'static str) -> [Named<'_>; 2] {
-        [(what, Some(&self.data)), (what, self.scales.as_ref().map(|(s, _)| s))]
-    }
-
-    /// Runs `f` on the values as f32, row-major as they lie.
-    pub(crate) fn with_wide<R>(&self, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
-        let Some((scales, layout)) = &self.scales else {
-            return self.data.read(|b| f(&wide(self.data.dtype(), b)));
-        };
-        let (rows, cols) = (self.data.shape().dim(0), self.data.shape().dim(1));
-        let mut v = vec![0.0; rows * cols];
-        self.data.read(|b| convert_to_f32(self.data.dtype(), b, &mut v))?;
-        let s = scales.to_f32()?;
-        for (i, x) in v.iter_mut().enumerate() {
-            *x *= s[layout.scale_idx(i / cols, i % cols, cols)];
-        }
-        Ok(f(&v))
-    }
-}
-
-/// Tensors of one launch. Shapes as [`GemmDesc`] says, with the `m` of `out` (at most the plan's).
-#[derive(Clone, Debug)]
-pub struct GemmInputs {
-    /// A.
-    pub a: Operand,
-    /// B.
-    pub b: Operand,
-    /// Bias `[n]`: f32, or of the type of the output.
-    pub bias: Option<Tensor>,
-    /// Saved pre-activation `[m, aux_cols]` for the backward activations.
-    pub aux_in: Option<Tensor>,
-    /// Output `[m, out_cols]`; read as well with `accumulate`.
-    pub out: Tensor,
-    /// Pre-activation output `[m, n]`.
-    pub aux_out: Option<Tensor>,
-    /// Row sums of `op(A)`, `[m]` f32.
-    pub bgrad: Option<Tensor>,
-}
-
-impl GemmInputs {
-    /// The plain product: no bias, no second output.
-    pub fn new(a: impl Into<Operand>, b: impl Into<Operand>, out: Tensor) -> Self {
-        Self { a: a.into(), b: b.into(), bias: None, aux_in: None, out, aux_out: None, bgrad: None }
-    }
-
-    /// Every tensor with its name, those that are read before the others.
-    fn named(&self) -> [Named<'_>; 9] {
-        let ([a, a_scales], [b, b_scales]) = (self.a.named("a"), self.b.named("b"));
-        [
-            a,
-            a_scales,
-            b,
-            b_scales,
-            ("bias", self.bias.as_ref()),
-            ("aux_in", self.aux_in.as_ref()),
-            ("out", Some(&self.out)),
-            ("aux_out", self.aux_out.as_ref()),
-            ("bgrad", self.bgrad.as_ref()),
-        ]
-    }
-}
-
-/// So many of the named tensors are read.
-const INS: usize = 6;
+use crate::common::{apart, expect_tensor};
 
 /// A prepared GEMM. Local: no team.
 pub struct GemmPlan {
     desc: GemmDesc,
     backend: GemmBackend,
-    ready: Ready<cuda::Prepared>,
+    ready: Ready<device::Prepared>,
 }
 
 impl GemmPlan {
@@ -166,7 +61,7 @@ impl GemmPlan {
     /// `Unsupported` for what no CUDA kernel does, or not the backend that was asked for;
     /// `Unavailable` without a compiler, or without that backend.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc, self.backend);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc, self.backend);
         self.ready.prepare(stream, make).map_err(|e| e.op("gemm"))
     }
 
@@ -237,58 +132,7 @@ impl GemmPlan {
             });
         }
         let t = Arc::new(inputs);
-        stream.launch(Node::new("gemm", move || run(&desc, m, &t)))?;
+        stream.launch(Node::new("gemm", move || host::run(&desc, m, &t)))?;
         Pending::new(out, stream, None)
     }
-}
-
-/// The whole product with its epilogue, on this thread.
-fn run(d: &GemmDesc, m: usize, t: &GemmInputs) -> Result<()> {
-    let mut acc = vec![0.0; m * d.n];
-    t.a.with_wide(|a| {
-        let a = match d.a_order {
-            AOrder::Mk => Mat::rows(a, d.k),
-            AOrder::Km => Mat::rows(a, m).t(),
-        };
-        if let Some(bgrad) = &t.bgrad {
-            let mut sums = vec![0.0; m];
-            row_sums(m, d.k, a, &mut sums);
-            bgrad.write(|b| b.copy_from_slice(bytemuck::cast_slice(&sums)))?;
-        }
-        t.b.with_wide(|b| {
-            let b = match d.b_order {
-                BOrder::Nk => Mat::rows(b, d.k).t(),
-                BOrder::Kn => Mat::rows(b, d.n),
-            };
-            matmul((m, d.n, d.k), a, b, &mut acc, false);
-        })
-    })??;
-    finish(d, m, t, &mut acc)
-}
-
-/// Bias, activation, aux, accumulation and rounding.
-fn finish(d: &GemmDesc, m: usize, t: &GemmInputs, acc: &mut [f32]) -> Result<()> {
-    let act = d.epilogue.activation;
-    if let Some(bias) = &t.bias {
-        add_bias(acc, &bias.to_f32()?);
-    }
-    if let Some(aux) = &t.aux_out {
-        aux.write(|b| convert_from_f32(d.out, acc, b))?;
-    }
-    let aux = match &t.aux_in {
-        Some(a) => Cow::Owned(a.to_f32()?),
-        None => Cow::Borrowed(&[][..]),
-    };
-    let (cols, aux_cols) = (act.out_cols(d.n), act.aux_cols(d.n));
-    let mut rows = vec![0.0; m * cols];
-    for i in 0..m {
-        let saved = if aux.is_empty() { &[] } else { &aux[i * aux_cols..][..aux_cols] };
-        activate_row(act, &acc[i * d.n..][..d.n], saved, &mut rows[i * cols..][..cols]);
-    }
-    if d.epilogue.accumulate {
-        for (r, o) in rows.iter_mut().zip(t.out.to_f32()?) {
-            *r += o;
-        }
-    }
-    t.out.write(|b| convert_from_f32(d.out, &rows, b))
 }

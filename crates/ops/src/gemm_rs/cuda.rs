@@ -22,8 +22,8 @@ use crate::common::lanes::{Lane, Lanes, Poison, Reducer, Slots, Sum};
 use crate::common::nccl::ByNccl;
 use crate::common::ring::{Arrival, neighbours};
 use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
-use crate::gemm::cuda::{GemmKernels, Matrix, Product, unscaled};
-use crate::gemm::widen::{Widened, kernel_desc};
+use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
+use crate::gemm::device::{Widened, kernel_desc};
 use crate::gemm::{BOrder, GemmBackend, GemmDesc};
 
 /// What `prepare` makes.

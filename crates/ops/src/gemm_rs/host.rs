@@ -12,9 +12,10 @@ use tilewire_symm::{Permit, Signals, SymBuf};
 use super::GemmRsDesc;
 use super::config::{RsTask, RsTile};
 use super::plan::{CREDIT, DATA, GemmRsInputs};
+use crate::common::Mat;
 use crate::common::{Handoff, Launch, narrow_into, range_of, wide};
 use crate::gemm::BOrder;
-use crate::gemm::host::{Mat, add_bias, matmul};
+use crate::gemm::host::{add_bias, matmul};
 
 /// A finished chunk on its way from the compute lane to the copy lane.
 pub(crate) type Chunk = (Rank, Vec<(usize, Vec<u8>)>);

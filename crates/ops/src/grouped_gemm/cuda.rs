@@ -14,13 +14,11 @@ use tilewire_kernels::abi::{TwAddresses, TwGemm, TwGrouped};
 use super::workspace::{Widened, Workspace, Workspaces};
 use super::{GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights};
 use crate::common::Bias;
-use crate::common::cuda::{addr, fit_32_bits, hold, load};
+use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load};
 use crate::gemm::Operand;
-use crate::gemm::cuda::bias_flag;
-use crate::gemm::cuda::{
-    A_KM, ACT_SHIFT, B_KN, SUMS, TILE, TILE_F32, Tile, act_code, defines, out_code,
-};
-use crate::gemm::widen::Wide;
+use crate::gemm::device::Wide;
+use crate::gemm::device::bias_flag;
+use crate::gemm::device::{A_KM, ACT_SHIFT, B_KN, SUMS, TILE, TILE_F32, Tile, act_code, out_code};
 
 /// Flags of `TwGrouped`'s product.
 const ZERO_TAIL: u32 = 128;
@@ -104,7 +102,7 @@ impl Prepared {
             true => GroupedDesc { dtype: DType::F32, ..*desc },
             false => *desc,
         };
-        let module = load(ctx, &SM80_GROUPED_GEMM, defines(desc.dtype))?;
+        let module = load(ctx, &SM80_GROUPED_GEMM, gemm_defines(desc.dtype))?;
         let kernel = |name, f32_flags| {
             let (name, flags) =
                 if desc.dtype == DType::F32 { ("tw_grouped_f32", f32_flags) } else { (name, 0) };

@@ -8,9 +8,10 @@ use tilewire_device::Tensor;
 use super::config::{BadSplits, ranges};
 use super::plan::{GroupedDgrad, GroupedFprop, GroupedWgrad};
 use super::{GroupedDesc, Splits, Weights};
+use crate::common::Mat;
 use crate::common::{narrow_into, wide};
 use crate::gemm::Activation;
-use crate::gemm::host::{Mat, activate_row, add_bias, matmul};
+use crate::gemm::host::{activate_row, add_bias, matmul};
 
 /// Row ranges of the groups, or the status code of splits that cannot be used.
 fn groups(d: &GroupedDesc, s: &Splits) -> Result<std::result::Result<Vec<Range<usize>>, i32>> {

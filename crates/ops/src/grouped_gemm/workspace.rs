@@ -9,7 +9,7 @@ use tilewire_device::{Point, Queue};
 
 use super::GroupedDesc;
 use crate::common::cuda::{hold, holding, workspace};
-use crate::gemm::widen::Wide;
+use crate::gemm::device::Wide;
 
 /// Streams that have a workspace of their own, at most. Launches on more are in order with some of
 /// them.

@@ -6,9 +6,9 @@ use tilewire_core::{DType, Error, Result, ScaleLayout, convert_from_f32};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::{Quantized, cuda};
+use crate::common::Operand;
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{apart, expect_tensor};
-use crate::gemm::Operand;
 
 /// `out = data * scale`, rounded once to the type of `out`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]

@@ -6,8 +6,8 @@ use tilewire_core::{DType, Error, Result, ScaleLayout, Shape};
 use tilewire_device::{Device, Tensor};
 
 use super::config::Recipe;
+use crate::common::Operand;
 use crate::common::expect_tensor;
-use crate::gemm::Operand;
 
 /// Where a per-tensor scale comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]

@@ -9,8 +9,8 @@ use tilewire_symm::{Enter, Signals, SymBuf};
 use super::config::blocks;
 use super::plan::{CREDIT, DATA, State};
 use super::{QuantDesc, QuantInputs, Quantized, Recipe, Scaling};
+use crate::common::Mat;
 use crate::common::{Launch, wide};
-use crate::gemm::host::Mat;
 
 /// Code of every NaN: what the GPU's conversion gives.
 const NAN_CODE: u8 = 0x7F;

@@ -8,10 +8,10 @@ use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::host::Run;
 use super::{QuantDesc, Quantized, Scaling, Scope, cuda};
-use crate::collective::CollectiveBackend;
+use crate::common::CollectiveBackend;
+use crate::common::backend::put_or_nccl;
 use crate::common::cuda::{Ready, no_kernel, together_on};
 use crate::common::lanes::{Lanes, Slots};
-use crate::common::nccl::put_or_nccl;
 use crate::common::{Named, PlanCore, apart, expect_tensor};
 
 /// Signal slots of a plan over a team.

@@ -13,10 +13,10 @@ use tilewire_device::cuda::{
     CublasLt, CudaContext, CudaEvent, CudaMemory, CudaStream, LtAlgo, LtDesc, LtProduct,
 };
 
-use super::backend::ALIGN_BYTES;
-use super::cuda::Product;
-use super::{AOrder, BOrder, GemmDesc};
+use super::product::Product;
 use crate::common::cuda::workspace;
+use crate::gemm::backend::ALIGN_BYTES;
+use crate::gemm::{AOrder, BOrder, GemmDesc};
 
 /// The most workspace that an algorithm may take; what the library's own documentation advises for
 /// Hopper.

@@ -4,114 +4,21 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
-use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_device::cuda::{CudaContext, CudaStream, Kernel, LaunchArgs};
 use tilewire_kernels::SM80_GEMM;
 use tilewire_kernels::abi::TwGemm;
 use tilewire_symm::LiveTeam;
 
-use super::backend::unfit;
 use super::cublaslt::Lt;
+use super::product::{
+    A_KM, ACCUMULATE, ACT_SHIFT, B_KN, Matrix, Product, SUMS, TILE, TILE_F32, Tile, act_code,
+    bias_flag, out_code,
+};
 use super::widen::{Widened, kernel_desc};
-use super::{AOrder, Activation, BOrder, GemmBackend, GemmDesc, GemmInputs, Operand};
 use crate::common::Bias;
-use crate::common::cuda::{addr, fit_32_bits, hold, load, no_kernel};
-
-/// Rows and columns of a block's tile, threads and dynamic shared memory of the 16-bit kernels, as
-/// `gemm/mainloop.cuh` defines them where nothing else is defined.
-pub(crate) const TILE: Tile = Tile { m: 128, n: 128, threads: 128, shared_bytes: 65536 };
-/// Those of the f32 kernel.
-pub(crate) const TILE_F32: Tile = Tile { m: 64, n: 64, threads: 256, shared_bytes: 18432 };
-
-/// Flags of `TwGemm`.
-pub(crate) const ACT_SHIFT: u32 = 2;
-const ACCUMULATE: u32 = 16;
-pub(crate) const A_KM: u32 = 32;
-pub(crate) const B_KN: u32 = 64;
-const DACT: u32 = 256;
-const BIAS_OUT: u32 = 2048;
-
-/// Threads, sums and shared memory of a block of `tw_gemm_row_sums`.
-pub(crate) const SUMS: Tile = Tile { m: 1, n: 32, threads: 256, shared_bytes: 1024 };
-
-/// What a block makes, and what it takes.
-#[derive(Clone, Copy)]
-pub(crate) struct Tile {
-    pub m: usize,
-    pub n: usize,
-    pub threads: u32,
-    pub shared_bytes: u32,
-}
-
-impl Tile {
-    /// A grid of `blocks`, at least one.
-    pub fn grid(&self, blocks: usize) -> Grid {
-        Grid::new(blocks.max(1) as u32, self.threads).shared(self.shared_bytes)
-    }
-}
-
-/// A matrix on the device: its address, and elements from row to row.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Matrix {
-    pub addr: u64,
-    pub ld: usize,
-}
-
-impl Matrix {
-    pub fn new(addr: u64, ld: usize) -> Self {
-        Self { addr, ld }
-    }
-}
-
-/// One product on device addresses; orders, types and activation are those of the kernels.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Product {
-    /// Rows of D, columns of the product, length of the contraction.
-    pub shape: (usize, usize, usize),
-    pub a: Matrix,
-    pub b: Matrix,
-    pub d: Matrix,
-    /// `[n]`, or none.
-    pub bias: Bias,
-    /// Pre-activation `[m, aux_cols]`: read by derivatives, else stored; address 0 for none.
-    pub aux: Matrix,
-    /// Add to what D holds.
-    pub accumulate: bool,
-}
-
-/// The code of a type of D.
-pub(crate) fn out_code(dtype: DType) -> Result<u32> {
-    match dtype {
-        DType::BF16 => Ok(0),
-        DType::F16 => Ok(1),
-        DType::F32 => Ok(2),
-        other => Err(no_kernel(
-            format!("{other} results of a product"),
-            "store bf16 and quantise it with `QuantPlan`",
-        )),
-    }
-}
-
-/// The flag of a bias that is of the type of D.
-pub(crate) fn bias_flag(bias: Bias) -> u32 {
-    if bias.of_out { BIAS_OUT } else { 0 }
-}
-
-/// The code of an activation of the epilogue.
-pub(crate) fn act_code(act: Activation) -> u32 {
-    let derivative = if act.reads_aux() { DACT >> ACT_SHIFT } else { 0 };
-    derivative
-        | match act {
-            Activation::None => 0,
-            Activation::Relu => 1,
-            Activation::Gelu | Activation::DGelu => 2,
-            Activation::SwiGlu | Activation::DSwiGlu => 3,
-        }
-}
-
-/// Definitions of the units of `gemm/` and `grouped_gemm/` for operands of `dtype`.
-pub(crate) fn defines(dtype: DType) -> Vec<(String, u64)> {
-    vec![("TW_GEMM_F16".to_owned(), u64::from(dtype == DType::F16))]
-}
+use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load, no_kernel};
+use crate::gemm::backend::unfit;
+use crate::gemm::{AOrder, BOrder, GemmBackend, GemmDesc, GemmInputs, Operand};
 
 /// Fails for operands that no kernel takes.
 pub(crate) fn check_operand(dtype: DType) -> Result<()> {
@@ -172,7 +79,7 @@ impl GemmKernels {
     /// for it; as [`CudaContext::module`].
     pub fn new(ctx: &CudaContext, desc: &GemmDesc, backend: GemmBackend) -> Result<Self> {
         let (name, tile, flags) = plan(desc)?;
-        let kernel = load(ctx, &SM80_GEMM, defines(desc.a))?.kernel(name)?;
+        let kernel = load(ctx, &SM80_GEMM, gemm_defines(desc.a))?.kernel(name)?;
         kernel.allow_shared(tile.shared_bytes)?;
         let lt = match (backend, unfit(desc)) {
             (GemmBackend::Portable, _) => Err("it was asked for".to_owned()),
@@ -304,7 +211,7 @@ impl Prepared {
         let row_sums = desc
             .epilogue
             .bgrad
-            .then(|| load(ctx, &SM80_GEMM, defines(desc.a))?.kernel("tw_gemm_row_sums"));
+            .then(|| load(ctx, &SM80_GEMM, gemm_defines(desc.a))?.kernel("tw_gemm_row_sums"));
         Ok(Self { desc, kernels, row_sums: row_sums.transpose()?, widened })
     }
 
@@ -355,8 +262,8 @@ impl Prepared {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Epilogue;
     use super::*;
+    use crate::gemm::{Activation, Epilogue};
 
     #[test]
     fn what_no_kernel_does_is_said_with_a_way_out() {

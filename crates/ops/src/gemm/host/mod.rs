@@ -1,32 +1,11 @@
 //! The arithmetic of GEMM on the host: `gemm` crate for the product, plain loops around it.
 
-use super::Activation;
+use std::borrow::Cow;
 
-/// A strided f32 matrix: `at(i, j) = data[i * row + j * col]`.
-#[derive(Clone, Copy)]
-pub(crate) struct Mat<'a> {
-    pub data: &'a [f32],
-    pub row: usize,
-    pub col: usize,
-}
+use tilewire_core::{Result, convert_from_f32};
 
-impl<'a> Mat<'a> {
-    /// Row-major with `width` columns.
-    pub fn rows(data: &'a [f32], width: usize) -> Self {
-        Self { data, row: width, col: 1 }
-    }
-
-    /// The transpose.
-    pub fn t(self) -> Self {
-        Self { data: self.data, row: self.col, col: self.row }
-    }
-
-    /// The matrix from row `r` and column `c` on.
-    pub fn from(self, r: usize, c: usize) -> Self {
-        let at = (r * self.row + c * self.col).min(self.data.len());
-        Self { data: &self.data[at..], ..self }
-    }
-}
+use super::{AOrder, Activation, BOrder, GemmDesc, GemmInputs};
+use crate::common::Mat;
 
 /// `c = a b` (or `c += a b`): `a` is `[m, k]`, `b` is `[k, n]`, `c` row-major `[m, n]`.
 ///
@@ -148,4 +127,55 @@ pub(crate) fn activate_row(act: Activation, x: &[f32], aux: &[f32], out: &mut [f
             }
         }
     }
+}
+
+/// The whole product with its epilogue, on this thread.
+pub(super) fn run(d: &GemmDesc, m: usize, t: &GemmInputs) -> Result<()> {
+    let mut acc = vec![0.0; m * d.n];
+    t.a.with_wide(|a| {
+        let a = match d.a_order {
+            AOrder::Mk => Mat::rows(a, d.k),
+            AOrder::Km => Mat::rows(a, m).t(),
+        };
+        if let Some(bgrad) = &t.bgrad {
+            let mut sums = vec![0.0; m];
+            row_sums(m, d.k, a, &mut sums);
+            bgrad.write(|b| b.copy_from_slice(bytemuck::cast_slice(&sums)))?;
+        }
+        t.b.with_wide(|b| {
+            let b = match d.b_order {
+                BOrder::Nk => Mat::rows(b, d.k).t(),
+                BOrder::Kn => Mat::rows(b, d.n),
+            };
+            matmul((m, d.n, d.k), a, b, &mut acc, false);
+        })
+    })??;
+    finish(d, m, t, &mut acc)
+}
+
+/// Bias, activation, aux, accumulation and rounding.
+fn finish(d: &GemmDesc, m: usize, t: &GemmInputs, acc: &mut [f32]) -> Result<()> {
+    let act = d.epilogue.activation;
+    if let Some(bias) = &t.bias {
+        add_bias(acc, &bias.to_f32()?);
+    }
+    if let Some(aux) = &t.aux_out {
+        aux.write(|b| convert_from_f32(d.out, acc, b))?;
+    }
+    let aux = match &t.aux_in {
+        Some(a) => Cow::Owned(a.to_f32()?),
+        None => Cow::Borrowed(&[][..]),
+    };
+    let (cols, aux_cols) = (act.out_cols(d.n), act.aux_cols(d.n));
+    let mut rows = vec![0.0; m * cols];
+    for i in 0..m {
+        let saved = if aux.is_empty() { &[] } else { &aux[i * aux_cols..][..aux_cols] };
+        activate_row(act, &acc[i * d.n..][..d.n], saved, &mut rows[i * cols..][..cols]);
+    }
+    if d.epilogue.accumulate {
+        for (r, o) in rows.iter_mut().zip(t.out.to_f32()?) {
+            *r += o;
+        }
+    }
+    t.out.write(|b| convert_from_f32(d.out, &rows, b))
 }

@@ -1,9 +1,12 @@
-//! Who moves the data of a collective on CUDA devices.
+//! What moves data between ranks: puts of the heap's transport, or NCCL.
 
 use std::fmt;
 use std::str::FromStr;
 
-use tilewire_core::{Error, Result};
+use tilewire_core::{BackendKind, Error, Result};
+use tilewire_symm::Heap;
+
+use super::check::no_kernel;
 
 /// What a collective on CUDA devices goes through.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
@@ -43,6 +46,38 @@ impl FromStr for CollectiveBackend {
                 "unknown backend of collectives `{s}`; one of put, nccl, fastest"
             ))
         })
+    }
+}
+
+/// What a plan goes through that was not told: puts, but where GPUs do not reach each other.
+pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
+    if heap.reaches_peers() || heap.team().size() == 1 {
+        CollectiveBackend::Put
+    } else {
+        CollectiveBackend::Nccl
+    }
+}
+
+/// What a plan goes through until it has asked the clock, and for good where there is nothing to choose.
+pub(crate) fn at_first(heap: &Heap, backend: CollectiveBackend) -> CollectiveBackend {
+    if backend == CollectiveBackend::Fastest { usual(heap) } else { backend }
+}
+
+/// Refuses a backend that there is not. A choice by the clock is one between those that there are.
+///
+/// # Errors
+/// `Unsupported` for NCCL on the host, and for puts between GPUs that do not reach each other.
+pub(crate) fn put_or_nccl(heap: &Heap, backend: CollectiveBackend) -> Result<()> {
+    match backend {
+        CollectiveBackend::Put if heap.reaches_peers() || heap.team().size() == 1 => Ok(()),
+        CollectiveBackend::Put => {
+            Err(no_kernel("puts between GPUs that do not reach each other", "say `nccl`"))
+        }
+        CollectiveBackend::Nccl if heap.backend() != BackendKind::Host => Ok(()),
+        CollectiveBackend::Nccl => {
+            Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend"))
+        }
+        CollectiveBackend::Fastest => Ok(()),
     }
 }
 

@@ -4,8 +4,8 @@ use tilewire_core::{DType, Result, ScaleLayout};
 use tilewire_device::Buffer;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 
-use super::{GemmDesc, Operand};
 use crate::common::cuda::{addr, workspace};
+use crate::gemm::{GemmDesc, Operand};
 use crate::quant::cuda::{Codes, Scales, Widen};
 
 /// What the kernels compute for `d`: with f32 in place of FP8.

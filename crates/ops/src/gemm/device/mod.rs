@@ -1,0 +1,14 @@
+//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else by the portable kernels.
+
+mod cublaslt;
+mod kernels;
+mod product;
+mod widen;
+
+pub(super) use kernels::Prepared;
+pub(crate) use kernels::{GemmKernels, unscaled};
+pub(crate) use product::{
+    A_KM, ACT_SHIFT, B_KN, Matrix, Product, SUMS, TILE, TILE_F32, Tile, act_code, bias_flag,
+    out_code,
+};
+pub(crate) use widen::{Wide, Widened, kernel_desc};
