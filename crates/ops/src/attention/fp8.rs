@@ -6,7 +6,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 
 use super::{AttentionDesc, AttnInputs, LocalRows};
 use crate::common::cuda::{addr, workspace};
-use crate::quant::cuda::{Codes, Scales, Widen};
+use crate::quant::device::{Codes, Scales, Widen};
 use tilewire_kernels::abi::TwAttn;
 
 /// What the kernels compute where q, k and v are widened.

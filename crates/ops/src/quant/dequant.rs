@@ -1,56 +1,17 @@
 //! FP8 with scales back to plain elements.
 
-use std::fmt;
-
-use tilewire_core::{DType, Error, Result, ScaleLayout, convert_from_f32};
+use tilewire_core::{Error, Result, convert_from_f32};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
-use super::{Quantized, cuda};
+use super::{DequantDesc, Quantized, device};
 use crate::common::Operand;
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{apart, expect_tensor};
 
-/// `out = data * scale`, rounded once to the type of `out`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-pub struct DequantDesc {
-    /// The most rows.
-    pub rows: usize,
-    /// Columns.
-    pub cols: usize,
-    /// FP8 type of the data.
-    pub src: DType,
-    /// How the scales lie.
-    pub layout: ScaleLayout,
-    /// Element type of the result: f32, bf16 or f16.
-    pub out: DType,
-}
-
-impl DequantDesc {
-    /// Checks the dtypes.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for a dtype that is not provided.
-    pub fn check(&self) -> Result<()> {
-        if self.src.is_fp8() && matches!(self.out, DType::F32 | DType::BF16 | DType::F16) {
-            return Ok(());
-        }
-        Err(Error::invalid("dtypes of a dequantisation")
-            .expected("FP8 to f32, bf16 or f16")
-            .seen(format_args!("{} to {}", self.src, self.out)))
-    }
-}
-
-impl fmt::Display for DequantDesc {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rows, cols, src, layout, out } = self;
-        write!(f, "rows={rows} cols={cols} {src}->{out} {layout:?}")
-    }
-}
-
 /// A dequantisation. Local: no team.
 pub struct DequantPlan {
     desc: DequantDesc,
-    ready: Ready<cuda::Dequant>,
+    ready: Ready<device::Dequant>,
 }
 
 impl DequantPlan {
@@ -75,7 +36,7 @@ impl DequantPlan {
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
     /// `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| cuda::Dequant::new(ctx, &self.desc);
+        let make = |ctx: &_| device::Dequant::new(ctx, &self.desc);
         self.ready.prepare(stream, make).map_err(|e| e.op("dequant"))
     }
 

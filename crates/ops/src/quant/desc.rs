@@ -5,7 +5,7 @@ use std::fmt;
 use tilewire_core::{DType, Error, Result, ScaleLayout, Shape};
 use tilewire_device::{Device, Tensor};
 
-use super::config::Recipe;
+use super::recipe::Recipe;
 use crate::common::Operand;
 use crate::common::expect_tensor;
 
@@ -206,5 +206,42 @@ impl Quantized {
 impl From<&Quantized> for Operand {
     fn from(q: &Quantized) -> Self {
         Self { data: q.data.clone(), scales: Some((q.scales.clone(), q.layout)) }
+    }
+}
+
+/// `out = data * scale`, rounded once to the type of `out`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct DequantDesc {
+    /// The most rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// FP8 type of the data.
+    pub src: DType,
+    /// How the scales lie.
+    pub layout: ScaleLayout,
+    /// Element type of the result: f32, bf16 or f16.
+    pub out: DType,
+}
+
+impl DequantDesc {
+    /// Checks the dtypes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a dtype that is not provided.
+    pub fn check(&self) -> Result<()> {
+        if self.src.is_fp8() && matches!(self.out, DType::F32 | DType::BF16 | DType::F16) {
+            return Ok(());
+        }
+        Err(Error::invalid("dtypes of a dequantisation")
+            .expected("FP8 to f32, bf16 or f16")
+            .seen(format_args!("{} to {}", self.src, self.out)))
+    }
+}
+
+impl fmt::Display for DequantDesc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rows, cols, src, layout, out } = self;
+        write!(f, "rows={rows} cols={cols} {src}->{out} {layout:?}")
     }
 }

@@ -22,16 +22,18 @@
 //! | cases | `crates/cli/src/verify/quant.rs` |
 //! | page | `docs/protocols/quant.md` |
 
-mod config;
-pub(crate) mod cuda;
 mod dequant;
 mod desc;
+pub(crate) mod device;
 mod host;
+mod launch;
 mod plan;
+mod recipe;
 #[cfg(test)]
 mod tests;
 
-pub use config::Recipe;
-pub use dequant::{DequantDesc, DequantPlan};
-pub use desc::{QuantDesc, Quantized, Scaling, Scope, Sides};
-pub use plan::{QuantInputs, QuantPlan};
+pub use dequant::DequantPlan;
+pub use desc::{DequantDesc, QuantDesc, Quantized, Scaling, Scope, Sides};
+pub use launch::QuantInputs;
+pub use plan::QuantPlan;
+pub use recipe::Recipe;

@@ -7,73 +7,13 @@ use tilewire_device::{Node, Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::host::Run;
-use super::{QuantDesc, Quantized, Scaling, Scope, cuda};
+use super::launch::{CREDIT, DATA, QuantInputs, State};
+use super::{QuantDesc, Quantized, Scaling, Scope, device};
 use crate::common::CollectiveBackend;
 use crate::common::backend::put_or_nccl;
 use crate::common::cuda::{Ready, no_kernel, together_on};
 use crate::common::lanes::{Lanes, Slots};
-use crate::common::{Named, PlanCore, apart, expect_tensor};
-
-/// Signal slots of a plan over a team.
-pub(super) const CREDIT: usize = 0;
-pub(super) const DATA: usize = 1;
-
-/// Tensors of one launch; the number of rows is that of `x` (at most the plan's).
-#[derive(Clone, Debug)]
-pub struct QuantInputs {
-    /// `[rows, cols]`.
-    pub x: Tensor,
-    /// Row-wise result `[rows, cols]`.
-    pub row: Option<Quantized>,
-    /// Column-wise result `[cols, rows]`.
-    pub column: Option<Quantized>,
-}
-
-impl QuantInputs {
-    /// Fresh poisoned results for `x` under `desc`, on the device of `x`.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if `x` does not have two dimensions; `Exhausted` if there is no room.
-    pub fn new(desc: &QuantDesc, x: &Tensor) -> Result<Self> {
-        let s = x.shape();
-        if s.ndim() != 2 {
-            return Err(Error::invalid(format!("`x` has two dimensions, not {s}")).op("quant"));
-        }
-        let (rows, cols) = (s.dim(0), s.dim(1));
-        let device = x.device();
-        let make = |yes: bool, r, c| {
-            let made = yes.then(|| Quantized::poisoned(desc.dst, desc.layout, r, c));
-            made.map(|q| q.to(&device)).transpose()
-        };
-        Ok(Self {
-            x: x.clone(),
-            row: make(desc.sides.row(), rows, cols)?,
-            column: make(desc.sides.column(), cols, rows)?,
-        })
-    }
-
-    /// Every tensor with its name.
-    fn named(&self) -> [Named<'_>; 5] {
-        let (row, column) = (self.row.as_ref(), self.column.as_ref());
-        [
-            ("x", Some(&self.x)),
-            ("row", row.map(|q| &q.data)),
-            ("row scales", row.map(|q| &q.scales)),
-            ("column", column.map(|q| &q.data)),
-            ("column scales", column.map(|q| &q.scales)),
-        ]
-    }
-}
-
-/// State of delayed scaling, in device memory: a replay moves it on as a launch does.
-pub(super) struct State {
-    /// `[window]` f32, a ring.
-    pub history: Tensor,
-    /// `[1]` f32.
-    pub scale: Tensor,
-    /// Steps recorded so far, `[1]` i64.
-    pub steps: Tensor,
-}
+use crate::common::{PlanCore, apart, expect_tensor};
 
 /// Team, receive area and signals of a plan that compares magnitudes over ranks.
 struct Shared {
@@ -87,7 +27,7 @@ pub struct QuantPlan {
     desc: QuantDesc,
     shared: Option<Shared>,
     state: Option<Arc<State>>,
-    ready: Ready<cuda::Prepared>,
+    ready: Ready<device::Prepared>,
 }
 
 impl QuantPlan {
@@ -153,7 +93,7 @@ impl QuantPlan {
         }
     }
 
-    fn on_device(&self) -> Option<&cuda::State> {
+    fn on_device(&self) -> Option<&device::State> {
         self.ready.cuda().and_then(|(_, p)| p.state.as_ref())
     }
 
@@ -175,7 +115,7 @@ impl QuantPlan {
             )
             .op("quant"));
         }
-        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc);
         let mine = || self.ready.prepare(stream, make).map_err(|e| e.op("quant"));
         match &self.shared {
             Some(s) => s.core.prepare_with(stream, mine, |()| Ok(())),
@@ -263,7 +203,7 @@ impl QuantPlan {
         &self,
         stream: &Stream,
         s: &Shared,
-        p: &cuda::Prepared,
+        p: &device::Prepared,
         t: QuantInputs,
     ) -> Result<Pending<QuantInputs>> {
         let no_lane = || Error::internal("a team on the host, prepared for a device");

@@ -10,7 +10,7 @@ use crate::common::cuda::{no_kernel, workspace};
 use crate::common::lanes::Reducer;
 use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::pieces::{Sizes, place};
-use crate::quant::cuda::{Narrow, Widen};
+use crate::quant::device::{Narrow, Widen};
 
 /// Refuses heads that no kernel quantises.
 ///

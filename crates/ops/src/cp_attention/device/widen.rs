@@ -9,7 +9,7 @@ use super::run::DeviceRun;
 use crate::common::Bias;
 use crate::common::lanes::Sum;
 use crate::cp_attention::pieces::place;
-use crate::quant::cuda::{Codes, Scales};
+use crate::quant::device::{Codes, Scales};
 
 impl DeviceRun<'_> {
     fn keys8(&self) -> Option<&Keys> {

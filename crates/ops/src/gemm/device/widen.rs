@@ -6,7 +6,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 
 use crate::common::cuda::{addr, workspace};
 use crate::gemm::{GemmDesc, Operand};
-use crate::quant::cuda::{Codes, Scales, Widen};
+use crate::quant::device::{Codes, Scales, Widen};
 
 /// What the kernels compute for `d`: with f32 in place of FP8.
 pub(crate) fn kernel_desc(d: &GemmDesc) -> GemmDesc {

@@ -6,8 +6,8 @@ use tilewire_core::{DType, Error, F8E4M3, F8E5M2, Rank, Result, ScaleLayout, con
 use tilewire_device::Tensor;
 use tilewire_symm::{Enter, Signals, SymBuf};
 
-use super::config::blocks;
-use super::plan::{CREDIT, DATA, State};
+use super::launch::{CREDIT, DATA, State};
+use super::recipe::blocks;
 use super::{QuantDesc, QuantInputs, Quantized, Recipe, Scaling};
 use crate::common::Mat;
 use crate::common::{Launch, wide};

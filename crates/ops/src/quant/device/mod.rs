@@ -7,7 +7,7 @@ use tilewire_kernels::abi::{TwDequant, TwQuant};
 use tilewire_kernels::portable::{QUANT, QUANT_THREADS, QUANT_TILE, quant_defines};
 use tilewire_symm::{Signals, SymBuf};
 
-use super::plan::DATA;
+use super::launch::DATA;
 use super::{DequantDesc, QuantDesc, QuantInputs, Quantized, Scaling};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, workspace};
 use crate::common::lanes::{Lanes, Poison};
