@@ -18,10 +18,10 @@
 //! | cases | `crates/cli/src/verify/overlap.rs` |
 //! | page | `docs/protocols/gemm_ar.md` |
 
-mod config;
 mod desc;
 mod host;
 mod plan;
+mod schedule;
 
 pub use desc::GemmArDesc;
 pub use plan::GemmArPlan;

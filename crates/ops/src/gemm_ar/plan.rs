@@ -7,13 +7,13 @@ use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
 use super::GemmArDesc;
-use super::config::arrivals;
 use super::host::Run;
+use super::schedule::arrivals;
 use crate::common::lanes::Lane;
 use crate::common::{
     Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, range_of, ring,
 };
-use crate::gemm_rs::cuda::{self, Prepared};
+use crate::gemm_rs::device::{self, Prepared};
 use crate::gemm_rs::host::Run as Scatter;
 use crate::gemm_rs::{GemmRsInputs, GemmRsPlan, schedule};
 
@@ -28,7 +28,7 @@ pub struct GemmArPlan {
     choice: Choice,
     machine: Machine,
     /// On a heap in device memory, made by `prepare`.
-    cuda: OnceLock<Prepared>,
+    device: OnceLock<Prepared>,
 }
 
 impl GemmArPlan {
@@ -60,7 +60,7 @@ impl GemmArPlan {
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
         let core = PlanCore::new("gemm_ar", heap, text)?
             .using([&slots, &gather], [&scatter_signals, &gather_signals]);
-        let (machine, cuda) = (Machine::default(), OnceLock::new());
+        let (machine, device) = (Machine::default(), OnceLock::new());
         Ok(Self {
             desc,
             core,
@@ -70,7 +70,7 @@ impl GemmArPlan {
             gather_signals,
             choice,
             machine,
-            cuda,
+            device,
         })
     }
 
@@ -80,9 +80,9 @@ impl GemmArPlan {
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let make = |lane: &Lane| Prepared::new(lane, &self.desc.0, self.core.team().size());
-        self.core.prepare_made(stream, (&self.cuda, make), || {
+        self.core.prepare_made(stream, (&self.device, make), || {
             self.core.choose(&self.choice, || self.candidates())?;
-            let Some(p) = self.cuda.get() else { return Ok(()) };
+            let Some(p) = self.device.get() else { return Ok(()) };
             p.agree(self.core.team())?;
             match self.config()?.algo {
                 Algo::SequentialNccl => p.connect(&self.core, stream, &self.desc.0, true),
@@ -107,7 +107,7 @@ impl GemmArPlan {
     pub fn explain(&self) -> Explain {
         let mut e = self.candidates();
         e.chosen = self.choice.get().unwrap_or(e.chosen);
-        if let Some(p) = self.cuda.get() {
+        if let Some(p) = self.device.get() {
             e.what = format!("{}\n{}", e.what, p.explain());
         }
         e
@@ -165,15 +165,15 @@ impl GemmArPlan {
         if let Some(lane) = self.core.lane() {
             let tasks = schedule(me, &rows, d.n, &config);
             let arrivals = arrivals(me, &rows, &config);
-            let job = cuda::Job {
+            let job = device::Job {
                 desc: d,
-                prepared: self.cuda.get(),
+                prepared: self.device.get(),
                 slots: &self.slots,
                 signals: &self.scatter_signals,
-                shape: cuda::Shape { m, rows: &rows, tasks: &tasks, config },
+                shape: device::Shape { m, rows: &rows, tasks: &tasks, config },
                 gather: Some((&self.gather, &arrivals)),
             };
-            let launch = || cuda::launch(&self.core, lane, stream, &job, t);
+            let launch = || device::launch(&self.core, lane, stream, &job, t);
             return stream.in_launch(launch).map_err(|e| e.op("gemm_ar"));
         }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;

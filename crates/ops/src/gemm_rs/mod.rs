@@ -21,13 +21,16 @@
 //! | cases | `crates/cli/src/verify/overlap.rs` |
 //! | page | `docs/protocols/gemm_rs.md` |
 
-mod config;
-pub(crate) mod cuda;
 mod desc;
+pub(crate) mod device;
 pub(crate) mod host;
+mod launch;
 mod plan;
+mod schedule;
 
-pub use config::{RsTask, schedule};
 pub use desc::GemmRsDesc;
-pub(crate) use plan::{CREDIT, DATA, explain, predict, slot_rows};
-pub use plan::{GemmRsInputs, GemmRsPlan};
+pub use launch::GemmRsInputs;
+pub(crate) use launch::{CREDIT, DATA, slot_rows};
+pub use plan::GemmRsPlan;
+pub(crate) use plan::{explain, predict};
+pub use schedule::{RsTask, schedule};

@@ -2,77 +2,17 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{BackendKind, DType, Error, Result};
+use tilewire_core::{BackendKind, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::GemmRsDesc;
-use super::config::schedule;
-use super::cuda::{self, Prepared};
+use super::device::{self, Prepared};
 use super::host::Run;
-use crate::common::bias_type;
+use super::launch::{GemmRsInputs, slot_rows};
+use super::schedule::schedule;
 use crate::common::lanes::Lane;
-use crate::common::{
-    Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
-    only_meets,
-};
-use crate::gemm::BOrder;
-
-pub(crate) const CREDIT: usize = 0;
-pub(crate) const DATA: usize = 1;
-
-/// Tensors of one launch with `m` rows in all.
-#[derive(Clone, Debug)]
-pub struct GemmRsInputs {
-    /// `[m, k]`, my part of the contraction.
-    pub x: Tensor,
-    /// `[n, k]` or `[k, n]`.
-    pub w: Tensor,
-    /// Bias `[n]`: f32, or of the type of the output; equal on all ranks, added once.
-    pub bias: Option<Tensor>,
-    /// One f32 that multiplies my partial product: the product of the FP8 scales. On devices for FP8
-    /// operands only.
-    pub scale: Option<Tensor>,
-    /// Output: `[rows of me, n]` for `gemm_rs`, `[m, n]` for `gemm_ar`.
-    pub out: Tensor,
-}
-
-impl GemmRsInputs {
-    /// The plain product.
-    pub fn new(x: Tensor, w: Tensor, out: Tensor) -> Self {
-        Self { x, w, bias: None, scale: None, out }
-    }
-
-    /// Checks all tensors; `out_rows` is what the operation stores on this rank.
-    pub(crate) fn check(&self, d: &GemmRsDesc, m: usize, out_rows: usize) -> Result<()> {
-        expect_tensor("x", &self.x, d.x, &[m, d.k])?;
-        match d.w_order {
-            BOrder::Nk => expect_tensor("w", &self.w, d.w, &[d.n, d.k])?,
-            BOrder::Kn => expect_tensor("w", &self.w, d.w, &[d.k, d.n])?,
-        }
-        expect_tensor("out", &self.out, d.out, &[out_rows, d.n])?;
-        if self.bias.is_some() != d.bias {
-            return Err(Error::invalid("`bias` and the description do not agree")
-                .expected(if d.bias { "a tensor" } else { "none" })
-                .seen(if d.bias { "none" } else { "a tensor" }));
-        }
-        if let Some(b) = &self.bias {
-            expect_tensor("bias", b, bias_type(Some(b), d.out), &[d.n])?;
-        }
-        if let Some(s) = &self.scale {
-            expect_tensor("scale", s, DType::F32, &[1])?;
-        }
-        apart(
-            &[("out", Some(&self.out))],
-            &[
-                ("x", Some(&self.x)),
-                ("w", Some(&self.w)),
-                ("bias", self.bias.as_ref()),
-                ("scale", self.scale.as_ref()),
-            ],
-        )
-    }
-}
+use crate::common::{Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, only_meets};
 
 /// GEMM+RS with its slots.
 pub struct GemmRsPlan {
@@ -83,12 +23,7 @@ pub struct GemmRsPlan {
     choice: Choice,
     machine: Machine,
     /// On a heap in device memory, made by `prepare`.
-    cuda: OnceLock<Prepared>,
-}
-
-/// Rows of one slot: enough for any `m` up to the plan's.
-pub(crate) fn slot_rows(desc: &GemmRsDesc, size: usize) -> usize {
-    desc.shards.max_rows(desc.m, size)
+    device: OnceLock<Prepared>,
 }
 
 impl GemmRsPlan {
@@ -116,8 +51,8 @@ impl GemmRsPlan {
         let core =
             PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?
                 .using([&slots], [&signals]);
-        let (machine, cuda) = (Machine::default(), OnceLock::new());
-        Ok(Self { desc, core, slots, signals, choice, machine, cuda })
+        let (machine, device) = (Machine::default(), OnceLock::new());
+        Ok(Self { desc, core, slots, signals, choice, machine, device })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -127,10 +62,10 @@ impl GemmRsPlan {
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let make = |lane: &Lane| Prepared::new(lane, &self.desc, self.core.team().size());
         let team = self.core.team();
-        self.core.prepare_made(stream, (&self.cuda, make), || {
+        self.core.prepare_made(stream, (&self.device, make), || {
             self.core
                 .choose(&self.choice, || explain(&self.desc, team.size(), 1.0, &self.machine))?;
-            let Some(p) = self.cuda.get() else { return Ok(()) };
+            let Some(p) = self.device.get() else { return Ok(()) };
             p.agree(team)?;
             match self.config()?.algo {
                 Algo::SequentialNccl => p.connect(&self.core, stream, &self.desc, false),
@@ -151,7 +86,7 @@ impl GemmRsPlan {
     pub fn explain(&self) -> Explain {
         let mut e = explain(&self.desc, self.core.team().size(), 1.0, &self.machine);
         e.chosen = self.choice.get().unwrap_or(e.chosen);
-        if let Some(p) = self.cuda.get() {
+        if let Some(p) = self.device.get() {
             e.what = format!("{}\n{}", e.what, p.explain());
         }
         e
@@ -183,15 +118,15 @@ impl GemmRsPlan {
         let config = self.choice.get().map_err(|e| e.op("gemm_rs"))?;
         if let Some(lane) = self.core.lane() {
             let tasks = schedule(me, &rows, self.desc.n, &config);
-            let job = cuda::Job {
+            let job = device::Job {
                 desc: &self.desc,
-                prepared: self.cuda.get(),
+                prepared: self.device.get(),
                 slots: &self.slots,
                 signals: &self.signals,
-                shape: cuda::Shape { m, rows: &rows, tasks: &tasks, config },
+                shape: device::Shape { m, rows: &rows, tasks: &tasks, config },
                 gather: None,
             };
-            let launch = || cuda::launch(&self.core, lane, stream, &job, t);
+            let launch = || device::launch(&self.core, lane, stream, &job, t);
             return stream.in_launch(launch).map_err(|e| e.op("gemm_rs"));
         }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;

@@ -10,8 +10,8 @@ use tilewire_core::{Rank, Result, convert_from_f32};
 use tilewire_symm::{Permit, Signals, SymBuf};
 
 use super::GemmRsDesc;
-use super::config::{RsTask, RsTile};
-use super::plan::{CREDIT, DATA, GemmRsInputs};
+use super::launch::{CREDIT, DATA, GemmRsInputs};
+use super::schedule::{RsTask, RsTile};
 use crate::common::Mat;
 use crate::common::{Handoff, Launch, narrow_into, range_of, wide};
 use crate::gemm::BOrder;

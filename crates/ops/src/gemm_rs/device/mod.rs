@@ -13,8 +13,8 @@ use tilewire_device::{Buffer, Pending, Stream, Tensor};
 use tilewire_symm::{LiveTeam, Signals, SymBuf};
 
 use super::GemmRsDesc;
-use super::config::{RsTask, RsTile};
-use super::plan::{CREDIT, DATA, GemmRsInputs, slot_rows};
+use super::launch::{CREDIT, DATA, GemmRsInputs, slot_rows};
+use super::schedule::{RsTask, RsTile};
 use crate::collective::nccl::scatter;
 use crate::common::Bias;
 use crate::common::cuda::{addr, holding, together_on, workspace};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tilewire_core::Result;
 use tilewire_symm::{Permit, Signals, SymBuf};
 
-use super::config::arrivals;
+use super::schedule::arrivals;
 use crate::common::ring::neighbours;
 use crate::common::{Algo, Launch, OverlapConfig};
 use crate::gemm_rs::host::Run as Scatter;
