@@ -6,7 +6,7 @@ use std::ops::Range;
 use tilewire_core::{Rank, Result};
 use tilewire_symm::{Permit, SignalSlot, Signals, SymBuf, Transport};
 
-use super::plan::DATA;
+use super::launch::DATA;
 use crate::common::ring::{Arrival, neighbours};
 use crate::common::{chunk_rows, range_of};
 

@@ -18,13 +18,15 @@
 //! | cases | `crates/cli/src/verify/overlap.rs` |
 //! | page | `docs/protocols/ag_gemm.md` |
 
-mod config;
 mod copies;
-mod cuda;
 mod desc;
+mod device;
 mod host;
+mod launch;
 mod plan;
+mod schedule;
 
-pub use config::{AgTask, schedule};
 pub use desc::AgGemmDesc;
-pub use plan::{AgGemmInputs, AgGemmPlan};
+pub use launch::AgGemmInputs;
+pub use plan::AgGemmPlan;
+pub use schedule::{AgTask, schedule};

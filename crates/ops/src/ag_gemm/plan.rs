@@ -4,12 +4,13 @@ use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
-use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
+use tilewire_symm::{Heap, LinkTraffic, Traffic};
 
 use super::AgGemmDesc;
-use super::config::schedule;
-use super::cuda::{self, Prepared};
+use super::device::{self, Prepared};
 use super::host::Run;
+use super::launch::{AgGemmInputs, Base, DATA};
+use super::schedule::schedule;
 use crate::common::bias_type;
 use crate::common::lanes::Lane;
 use crate::common::{
@@ -18,49 +19,13 @@ use crate::common::{
 };
 use crate::gemm::BOrder;
 
-pub(super) const CREDIT: usize = 0;
-pub(super) const DATA: usize = 1;
-
-/// Tensors of one launch with `m` rows in all.
-#[derive(Clone, Debug)]
-pub struct AgGemmInputs {
-    /// My shard `[rows of me, k]`.
-    pub x: Tensor,
-    /// `[n, k]` or `[k, n]`.
-    pub w: Tensor,
-    /// Bias `[n]`: f32, or of the type of the output.
-    pub bias: Option<Tensor>,
-    /// One f32 that multiplies the product before the bias: the product of the FP8 scales. It
-    /// multiplies the rows of all ranks, so X must have been quantised with one scale for the team
-    /// (`quant::Scope::Team`). On devices for FP8 operands only.
-    pub scale: Option<Tensor>,
-    /// Saved pre-activation `[m, aux_cols]` for the backward activations.
-    pub aux_in: Option<Tensor>,
-    /// Output `[m, out_cols]`.
-    pub out: Tensor,
-    /// Pre-activation output `[m, n]`.
-    pub aux_out: Option<Tensor>,
-    /// The gathered X `[m, k]`, for the gradient of W.
-    pub gathered: Option<Tensor>,
-}
-
-impl AgGemmInputs {
-    /// The plain product.
-    pub fn new(x: Tensor, w: Tensor, out: Tensor) -> Self {
-        Self { x, w, bias: None, scale: None, aux_in: None, out, aux_out: None, gathered: None }
-    }
-}
-
 /// AG+GEMM with its gather buffer.
 pub struct AgGemmPlan {
-    pub(super) desc: AgGemmDesc,
-    pub(super) core: PlanCore,
-    pub(super) gather: SymBuf,
-    pub(super) signals: Arc<Signals>,
+    base: Base,
     choice: Choice,
     machine: Machine,
     /// On a heap in device memory, made by `prepare`.
-    pub(super) cuda: OnceLock<Prepared>,
+    device: OnceLock<Prepared>,
 }
 
 impl AgGemmPlan {
@@ -85,8 +50,8 @@ impl AgGemmPlan {
         let core =
             PlanCore::new("ag_gemm", heap, format_args!("{} {}", desc.common(), choice.text()))?
                 .using([&gather], [&signals]);
-        let (machine, cuda) = (Machine::default(), OnceLock::new());
-        Ok(Self { desc, core, gather, signals, choice, machine, cuda })
+        let base = Base { desc, core, gather, signals };
+        Ok(Self { base, choice, machine: Machine::default(), device: OnceLock::new() })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -94,13 +59,20 @@ impl AgGemmPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let team = self.core.team();
-        let make = |lane: &Lane| Prepared::new(lane, &self.desc);
-        self.core.prepare_made(stream, (&self.cuda, make), || {
-            self.core.choose(&self.choice, || explain(&self.desc, team.size(), &self.machine))?;
-            let (Some(lane), Some(p)) = (self.core.lane(), self.cuda.get()) else { return Ok(()) };
+        let team = self.base.core.team();
+        let make = |lane: &Lane| Prepared::new(lane, &self.base.desc);
+        self.base.core.prepare_made(stream, (&self.device, make), || {
+            self.base
+                .core
+                .choose(&self.choice, || explain(&self.base.desc, team.size(), &self.machine))?;
+            let (Some(lane), Some(p)) = (self.base.core.lane(), self.device.get()) else {
+                return Ok(());
+            };
             p.agree(team)?;
-            p.connect(self, lane, stream)
+            match self.config()?.algo {
+                Algo::SequentialNccl => p.connect(&self.base, lane, stream),
+                _ => Ok(()),
+            }
         })
     }
 
@@ -114,9 +86,9 @@ impl AgGemmPlan {
 
     /// Candidates with their predicted times; on a device, once prepared, what makes the products.
     pub fn explain(&self) -> Explain {
-        let mut e = explain(&self.desc, self.core.team().size(), &self.machine);
+        let mut e = explain(&self.base.desc, self.base.core.team().size(), &self.machine);
         e.chosen = self.choice.get().unwrap_or(e.chosen);
-        if let Some(p) = self.cuda.get() {
+        if let Some(p) = self.device.get() {
             e.what = format!("{}\n{}", e.what, p.explain());
         }
         e
@@ -127,16 +99,16 @@ impl AgGemmPlan {
     /// # Errors
     /// `InvalidArgument` if `m` does not fit the shards; `NotPrepared`.
     pub fn predict(&self, m: usize) -> Result<Traffic> {
-        let team = self.core.team();
+        let team = self.base.core.team();
         let (me, size, config) = (team.rank().idx(), team.size(), self.choice.get()?);
         if config.algo == Algo::SequentialNccl {
             return Ok(only_meets(team));
         }
         let s = config.sub_chunks;
-        let rows = self.desc.shards.rows(m, size)?;
+        let rows = self.base.desc.shards.rows(m, size)?;
         let mut t = vec![LinkTraffic::default(); size];
         if config.algo == Algo::Ring {
-            let row = self.desc.k * self.desc.x.size();
+            let row = self.base.desc.k * self.base.desc.x.size();
             t[ring::neighbours(team.rank(), size).1.idx()] = ring::sent(team.rank(), &rows, row, s);
             t.iter_mut().for_each(|link| link.signals += 1);
             t[me] = LinkTraffic::default();
@@ -144,15 +116,15 @@ impl AgGemmPlan {
         }
         let mine = rows[me];
         for (_, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != me) {
-            link.puts = if self.desc.k == 0 { 0 } else { mine.min(s) as u64 };
-            link.put_bytes = (mine * self.desc.k * self.desc.x.size()) as u64;
+            link.puts = if self.base.desc.k == 0 { 0 } else { mine.min(s) as u64 };
+            link.put_bytes = (mine * self.base.desc.k * self.base.desc.x.size()) as u64;
             link.signals = 1 + s as u64;
         }
         Ok(t)
     }
 
     fn check_inputs(&self, t: &AgGemmInputs, m: usize, mine: usize) -> Result<()> {
-        let (d, e) = (&self.desc, &self.desc.epilogue);
+        let (d, e) = (&self.base.desc, &self.base.desc.epilogue);
         expect_tensor("x", &t.x, d.x, &[mine, d.k])?;
         match d.w_order {
             BOrder::Nk => expect_tensor("w", &t.w, d.w, &[d.n, d.k])?,
@@ -207,38 +179,45 @@ impl AgGemmPlan {
         m: usize,
         t: AgGemmInputs,
     ) -> Result<Pending<AgGemmInputs>> {
-        let team = self.core.team();
-        if m > self.desc.m {
+        let team = self.base.core.team();
+        if m > self.base.desc.m {
             return Err(Error::invalid("more rows than the plan was made for")
                 .op("ag_gemm")
-                .expected(format_args!("at most {}", self.desc.m))
+                .expected(format_args!("at most {}", self.base.desc.m))
                 .seen(m));
         }
-        let rows = self.desc.shards.rows(m, team.size()).map_err(|e| e.op("ag_gemm"))?;
+        let rows = self.base.desc.shards.rows(m, team.size()).map_err(|e| e.op("ag_gemm"))?;
         self.check_inputs(&t, m, rows[team.rank().idx()]).map_err(|e| e.op("ag_gemm"))?;
         let config = self.choice.get().map_err(|e| e.op("ag_gemm"))?;
-        let whole = self.desc.epilogue.activation.pairs_columns();
-        let tasks = schedule(team.rank(), &rows, self.desc.n, &config, whole);
-        if let Some(lane) = self.core.lane() {
-            let shape = cuda::Shape { m, rows: &rows, tasks: &tasks, config };
-            let launch = || cuda::launch(self, lane, stream, &shape, t);
+        let whole = self.base.desc.epilogue.activation.pairs_columns();
+        let tasks = schedule(team.rank(), &rows, self.base.desc.n, &config, whole);
+        if let Some(lane) = self.base.core.lane() {
+            let job = device::Job {
+                base: &self.base,
+                prepared: self.device.get(),
+                m,
+                rows: &rows,
+                tasks: &tasks,
+                config,
+            };
+            let launch = || device::launch(lane, stream, &job, t);
             return stream.in_launch(launch).map_err(|e| e.op("ag_gemm"));
         }
-        let launch = self.core.begin(stream, format_args!("m={m}"))?;
+        let launch = self.base.core.begin(stream, format_args!("m={m}"))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(Run {
             launch,
-            desc: self.desc.clone(),
+            desc: self.base.desc.clone(),
             config,
             rows,
             tasks,
-            gather: self.gather.clone(),
-            signals: self.signals.clone(),
+            gather: self.base.gather.clone(),
+            signals: self.base.signals.clone(),
             came: Handoff::new(),
             t: t.clone(),
         });
         let (copies, compute, poison) = (run.clone(), run.clone(), t.clone());
-        self.core.run(
+        self.base.core.run(
             stream,
             move || copies.copies(),
             move || compute.compute(),

@@ -7,9 +7,9 @@ use tilewire_core::{Rank, Result};
 use tilewire_symm::{Enter, Signals, SymBuf};
 
 use super::AgGemmDesc;
-use super::config::AgTask;
 use super::copies::Copies;
-use super::plan::{AgGemmInputs, CREDIT, DATA};
+use super::launch::{AgGemmInputs, CREDIT, DATA};
+use super::schedule::AgTask;
 use crate::common::Mat;
 use crate::common::ring::arrivals;
 use crate::common::{

@@ -8,9 +8,9 @@ use tilewire_device::{Buffer, Pending, Stream};
 use tilewire_symm::LiveTeam;
 
 use super::AgGemmDesc;
-use super::config::AgTask;
 use super::copies::Copies;
-use super::plan::{AgGemmInputs, AgGemmPlan, CREDIT, DATA};
+use super::launch::{AgGemmInputs, Base, CREDIT, DATA};
+use super::schedule::AgTask;
 use crate::collective::nccl::gather;
 use crate::common::Bias;
 use crate::common::cuda::{addr, hold, holding, together_on};
@@ -37,20 +37,17 @@ impl Prepared {
         Ok(Self { gemm, widened: Widened::of(ctx, &d)?, nccl: ByNccl::default() })
     }
 
-    /// Collective, behind the agreement: NCCL, if the configuration is of it.
-    pub fn connect(&self, plan: &AgGemmPlan, lane: &Lane, stream: &Stream) -> Result<()> {
-        let (team, d) = (plan.core.team(), &plan.desc);
-        if plan.config()?.algo != Algo::SequentialNccl {
-            return Ok(());
-        }
+    /// Collective, behind the agreement: connects NCCL, for a configuration that is of it.
+    pub fn connect(&self, base: &Base, lane: &Lane, stream: &Stream) -> Result<()> {
+        let (team, d) = (base.core.team(), &base.desc);
         let rows = d.shards.rows(d.m, team.size())?;
         let row = d.k * d.x.size();
-        let all = lane.here().addr(plan.gather.range(0, d.m * row), d.m * row)?;
+        let all = lane.here().addr(base.gather.range(0, d.m * row), d.m * row)?;
         let own = all + (range_of(&rows, team.rank()).start * row) as u64;
         let ops = gather(team.rank(), &rows, (d.k, d.x.size()), (own, all));
         // SAFETY: the gather buffer of a plan of which nothing is launched yet; its heap outlives this call,
         // and all ranks agree on the description.
-        unsafe { self.nccl.prepare(&plan.core, stream, (d.x, &ops)) }
+        unsafe { self.nccl.prepare(&base.core, stream, (d.x, &ops)) }
     }
 
     /// Collective: see [`GemmKernels::agree`].
@@ -64,8 +61,10 @@ impl Prepared {
     }
 }
 
-/// The schedule of one launch.
-pub(super) struct Shape<'a> {
+/// One launch.
+pub(super) struct Job<'a> {
+    pub base: &'a Base,
+    pub prepared: Option<&'a Prepared>,
     pub m: usize,
     pub rows: &'a [usize],
     pub tasks: &'a [AgTask],
@@ -74,23 +73,22 @@ pub(super) struct Shape<'a> {
 
 struct Run<'a> {
     l: &'a Lanes<'a>,
-    plan: &'a AgGemmPlan,
+    job: &'a Job<'a>,
     p: &'a Prepared,
-    s: &'a Shape<'a>,
     t: &'a AgGemmInputs,
     x: CudaMemory,
 }
 
 /// Queues one launch of tensors that were checked.
 pub(super) fn launch(
-    plan: &AgGemmPlan,
     lane: &Lane,
     stream: &Stream,
-    shape: &Shape<'_>,
+    job: &Job<'_>,
     t: AgGemmInputs,
 ) -> Result<Pending<AgGemmInputs>> {
-    if t.scale.is_some() && !plan.desc.x.is_fp8() {
-        return Err(unscaled(plan.desc.x));
+    let base = job.base;
+    if t.scale.is_some() && !base.desc.x.is_fp8() {
+        return Err(unscaled(base.desc.x));
     }
     let given = [
         ("x", Some(&t.x)),
@@ -106,34 +104,34 @@ pub(super) fn launch(
     let outs = [Some(&t.out), t.aux_out.as_ref(), t.gathered.as_ref()];
     let outs = outs.into_iter().flatten().map(|t| Ok(Poison::value(t.cuda()?)));
     let outs = outs.collect::<Result<Vec<_>>>()?;
-    let seq = plan.core.begin_on(stream, format_args!("m={}", shape.m))?;
+    let seq = base.core.begin_on(stream, format_args!("m={}", job.m))?;
     // Begun, so prepared.
-    let Some(prepared) = plan.cuda.get() else {
+    let Some(prepared) = job.prepared else {
         return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
     };
-    let nccl = shape.config.algo == Algo::SequentialNccl;
+    let nccl = job.config.algo == Algo::SequentialNccl;
     // A ring signals one peer alone, message by message: its totals are not made for all at once.
-    let flags = match shape.config.algo {
+    let flags = match job.config.algo {
         Algo::SequentialNccl | Algo::Ring => DATA..DATA,
-        _ => DATA..DATA + shape.config.sub_chunks,
+        _ => DATA..DATA + job.config.sub_chunks,
     };
-    let enter = Slots { signals: &plan.signals, credit: CREDIT, flags };
+    let enter = Slots { signals: &base.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
-    plan.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
+    base.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
         let held = (t.clone(), prepared.widened.as_ref().map(Widened::held));
-        let run = Run { l, plan, p: prepared, s: shape, t: &t, x: x.clone() };
+        let run = Run { l, job, p: prepared, t: &t, x: x.clone() };
         holding(l.main, held, || run.queue(nccl))
     })?;
-    plan.core.pending(t, stream, seq)
+    base.core.pending(t, stream, seq)
 }
 
 impl Run<'_> {
     fn row(&self) -> usize {
-        self.plan.desc.k * self.plan.desc.x.size()
+        self.job.base.desc.k * self.job.base.desc.x.size()
     }
 
     fn me(&self) -> Rank {
-        self.plan.core.team().rank()
+        self.job.base.core.team().rank()
     }
 
     fn queue(&self, nccl: bool) -> Result<()> {
@@ -145,17 +143,17 @@ impl Run<'_> {
         self.widen_own()?;
         if nccl {
             // No flag says which rows have come: all have.
-            self.widen_rows(0..self.s.m)?;
+            self.widen_rows(0..self.job.m)?;
         }
         self.compute()
     }
 
     /// Everybody's shards by NCCL.
     fn gather(&self, nccl: &ByNccl) -> Result<()> {
-        let (d, len) = (&self.plan.desc, self.s.m * self.row());
-        let all = self.l.here.addr(self.plan.gather.range(0, len), len)?;
-        let ops = gather(self.me(), self.s.rows, (d.k, d.x.size()), (self.x.addr(), all));
-        hold(self.l.main, self.plan.core.heap().clone());
+        let (d, len) = (&self.job.base.desc, self.job.m * self.row());
+        let all = self.l.here.addr(self.job.base.gather.range(0, len), len)?;
+        let ops = gather(self.me(), self.job.rows, (d.k, d.x.size()), (self.x.addr(), all));
+        hold(self.l.main, self.job.base.core.heap().clone());
         // SAFETY: X was checked against the description and is held; the gather buffer has room for all rows,
         // and nobody writes it but this call: the ranks have met, and none launches anything else before.
         unsafe { nccl.queue(self.l.main, d.x, &ops) }
@@ -163,12 +161,12 @@ impl Run<'_> {
 
     fn lane(&self) -> Copies<'_> {
         Copies {
-            rows: self.s.rows,
-            chunks: self.s.config.sub_chunks,
+            rows: self.job.rows,
+            chunks: self.job.config.sub_chunks,
             ring: self.ring(),
             row: self.row(),
-            gather: &self.plan.gather,
-            signals: &self.plan.signals,
+            gather: &self.job.base.gather,
+            signals: &self.job.base.signals,
         }
     }
 
@@ -183,20 +181,20 @@ impl Run<'_> {
     }
 
     fn ring(&self) -> bool {
-        self.s.config.algo == Algo::Ring
+        self.job.config.algo == Algo::Ring
     }
 
     /// Compute lane: the task table.
     fn compute(&self) -> Result<()> {
         let (l, main, me) = (self.l, self.l.main, self.me());
-        let own = range_of(self.s.rows, me);
-        if self.s.config.algo == Algo::Sequential && self.x.len_bytes() > 0 {
+        let own = range_of(self.job.rows, me);
+        if self.job.config.algo == Algo::Sequential && self.x.len_bytes() > 0 {
             // One product over all rows: mine must lie among the others'.
-            let at = self.plan.gather.range(own.start * self.row(), self.x.len_bytes());
+            let at = self.job.base.gather.range(own.start * self.row(), self.x.len_bytes());
             l.net.put(main, &l.permit, (me, at), &self.x, "own rows")?;
         }
-        let mut ring = arrivals(me, self.s.rows, self.s.config.sub_chunks);
-        for task in self.s.tasks {
+        let mut ring = arrivals(me, self.job.rows, self.job.config.sub_chunks);
+        for task in self.job.tasks {
             match task {
                 AgTask::Wait { src, chunk } => {
                     match ring.next() {
@@ -219,8 +217,8 @@ impl Run<'_> {
 
     /// With FP8: my own rows and W, as f32.
     fn widen_own(&self) -> Result<()> {
-        let (Some(w), d) = (&self.p.widened, &self.plan.desc) else { return Ok(()) };
-        let own = range_of(self.s.rows, self.me());
+        let (Some(w), d) = (&self.p.widened, &self.job.base.desc) else { return Ok(()) };
+        let own = range_of(self.job.rows, self.me());
         let w_shape = match d.w_order {
             BOrder::Nk => (d.n, d.k),
             BOrder::Kn => (d.k, d.n),
@@ -236,13 +234,13 @@ impl Run<'_> {
 
     /// With FP8: a chunk that has come, as f32.
     fn widen(&self, src: Rank, chunk: usize) -> Result<()> {
-        self.widen_rows(chunk_rows(self.s.rows, src, chunk, self.s.config.sub_chunks))
+        self.widen_rows(chunk_rows(self.job.rows, src, chunk, self.job.config.sub_chunks))
     }
 
     /// The same of rows of the gather buffer that have come.
     fn widen_rows(&self, rows: std::ops::Range<usize>) -> Result<()> {
-        let (Some(w), k) = (&self.p.widened, self.plan.desc.k) else { return Ok(()) };
-        let at = self.plan.gather.range(rows.start * k, rows.len() * k);
+        let (Some(w), k) = (&self.p.widened, self.job.base.desc.k) else { return Ok(()) };
+        let at = self.job.base.gather.range(rows.start * k, rows.len() * k);
         let codes = self.l.here.addr(at, rows.len() * k)?;
         // SAFETY: rows of the gather buffer, waited for; the room has all rows, and is held.
         unsafe { w.a.rows(self.l.main, (codes, 0), rows.start, (rows.len(), k)) }
@@ -250,17 +248,17 @@ impl Run<'_> {
 
     /// Address of global rows of X, and of W, as the kernel reads them, with the bytes of an element.
     fn operands(&self, rows: &std::ops::Range<usize>) -> Result<(u64, u64, usize)> {
-        let (d, row) = (&self.plan.desc, self.row());
+        let (d, row) = (&self.job.base.desc, self.row());
         if let Some(w) = &self.p.widened {
             let size = DType::F32.size();
             return Ok((w.a.addr() + (rows.start * d.k * size) as u64, w.b.addr(), size));
         }
-        let own = range_of(self.s.rows, self.me());
+        let own = range_of(self.job.rows, self.me());
         let mine = rows.start >= own.start && rows.end <= own.end;
         let a = if mine {
             self.x.addr() + ((rows.start - own.start) * row) as u64
         } else {
-            let at = self.plan.gather.range(rows.start * row, rows.len() * row);
+            let at = self.job.base.gather.range(rows.start * row, rows.len() * row);
             self.l.here.addr(at, rows.len() * row)?
         };
         Ok((a, addr(&self.t.w)?, d.w.size()))
@@ -268,7 +266,7 @@ impl Run<'_> {
 
     /// Product of global rows with columns of W.
     fn tile(&self, rows: &std::ops::Range<usize>, cols: &std::ops::Range<usize>) -> Result<()> {
-        let (d, t) = (&self.plan.desc, self.t);
+        let (d, t) = (&self.job.base.desc, self.t);
         let (a, w, w_size) = self.operands(rows)?;
         let at = |base: u64, elems: usize, size: usize| {
             if base == 0 { 0 } else { base + (elems * size) as u64 }
@@ -301,11 +299,11 @@ impl Run<'_> {
     fn keep_gathered(&self) -> Result<()> {
         let Some(g) = &self.t.gathered else { return Ok(()) };
         let (g, row, me) = (g.cuda()?, self.row(), self.me());
-        let own = range_of(self.s.rows, me);
-        for part in [0..own.start, own.end..self.s.m] {
+        let own = range_of(self.job.rows, me);
+        for part in [0..own.start, own.end..self.job.m] {
             let mut out = g.slice(part.start * row, part.len() * row)?;
             if out.len_bytes() > 0 {
-                let at = self.plan.gather.range(part.start * row, out.len_bytes());
+                let at = self.job.base.gather.range(part.start * row, out.len_bytes());
                 // SAFETY: all chunks were waited for, and their writers get no credit before the
                 // next launch.
                 unsafe { self.l.net.get(self.l.main, (me, at), &mut out, "gathered")? };
