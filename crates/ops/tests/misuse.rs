@@ -493,3 +493,44 @@ fn nothing_wears_out() {
     }
     plan.check().unwrap();
 }
+
+/// NCCL is for devices: a plan on a heap of the host refuses it, with a way out.
+#[test]
+fn the_host_has_puts_only() {
+    let world = World::solo(WorldCfg::for_tests()).unwrap();
+    let team = world.everyone("nccl").unwrap();
+    let heap = team.heap(BackendKind::Host, HeapCfg::new(4096)).unwrap();
+    let kind = CollectiveKind::AllReduce(ReduceOp::Sum);
+    let desc = CollectiveDesc { kind, m: 2, cols: 2, dtype: DType::F32 };
+    let plan = |b| CollectivePlan::with_backend(desc.clone(), &heap, b);
+    let e = plan(CollectiveBackend::Nccl).err().unwrap();
+    assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+    plan(CollectiveBackend::Fastest).unwrap();
+    let by = Some(OverlapConfig::of(Algo::SequentialNccl, 1));
+    let ag = AgGemmDesc::new(2, 2, 2, DType::F32);
+    let rs = GemmRsDesc::new(2, 2, 2, DType::F32);
+    let ar = tilewire_ops::gemm_ar::GemmArDesc(rs.clone());
+    let ep = EpDesc::new(1, 2, 2, 2, 1);
+    let ep = |b| EpPlan::with_backend(ep.clone(), &heap, b).err();
+    let mask = AttnMask::CAUSAL;
+    let cp = AttentionDesc::new(2, (1, 1), 4, DType::F32, mask);
+    let cp = tilewire_ops::cp_attention::CpAttentionDesc::new(cp);
+    let cp = |b| {
+        tilewire_ops::cp_attention::CpAttentionPlan::with_backend(cp.clone(), &heap, None, b).err()
+    };
+    for e in [
+        AgGemmPlan::new(ag, &heap, by).err(),
+        GemmRsPlan::new(rs, &heap, by).err(),
+        tilewire_ops::gemm_ar::GemmArPlan::new(ar, &heap, by).err(),
+        ep(CollectiveBackend::Nccl),
+        cp(CollectiveBackend::Nccl),
+    ] {
+        let e = e.unwrap();
+        assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+    }
+    // Nothing to choose from: puts.
+    assert!(ep(CollectiveBackend::Fastest).is_none());
+    assert!(cp(CollectiveBackend::Fastest).is_none());
+    let e = heap.nccl().err().unwrap();
+    assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+}

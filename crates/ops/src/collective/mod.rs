@@ -16,13 +16,13 @@
 //! | cases | `crates/cli/src/verify/collective.rs` |
 //! | page | `docs/protocols/collective.md` |
 
-mod config;
-mod cuda;
 mod desc;
+pub(crate) mod device;
 mod host;
-mod meeting;
-pub(crate) mod nccl;
+mod launch;
 mod plan;
+mod schedule;
+mod way;
 
 pub use crate::common::CollectiveBackend;
 pub use desc::{CollectiveDesc, CollectiveKind, ReduceOp};

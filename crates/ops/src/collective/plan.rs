@@ -5,52 +5,38 @@ use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
-use tilewire_symm::{Heap, LinkTraffic, LiveTeam, NcclTeam, Signals, SymBuf, Traffic};
+use tilewire_symm::{Heap, LinkTraffic, LiveTeam, Traffic};
 
-use super::config::{self, Phase};
-use super::cuda::{self, Prepared, Way};
+use super::device::{self, OnDevice, Prepared, Used};
 use super::host::Run;
-use super::{CollectiveBackend, CollectiveDesc, CollectiveKind, meeting, nccl};
+use super::launch::{Base, io_rows};
+use super::schedule;
+use super::way::Way;
+use super::{CollectiveBackend, CollectiveDesc, CollectiveKind};
 use crate::common::backend::{put_or_nccl, usual};
 use crate::common::cuda::{no_kernel, together_on};
 use crate::common::lanes::Lane;
 use crate::common::{PlanCore, Shards, expect_tensor, only_meets};
 
-/// Signal slots of a plan.
-pub(super) const CREDIT: usize = 0;
-pub(super) const DATA: usize = 1;
-
 /// A collective with its staging area.
 pub struct CollectivePlan {
-    pub(super) desc: CollectiveDesc,
-    pub(super) core: PlanCore,
-    /// Rows that peers push to me: gathered rows, or one slot per source.
-    pub(super) staging: SymBuf,
-    /// All-reduce: the reduced rows of the other owners.
-    pub(super) staging2: Option<SymBuf>,
-    pub(super) signals: Arc<Signals>,
-    pub(super) signals2: Option<Arc<Signals>>,
-    pub(super) slot_rows: usize,
-    /// Where one kernel can do it: its credits and arrivals, and their bytes.
-    pub(super) flags: Option<(SymBuf, usize)>,
+    base: Base,
     /// On a heap in device memory, made by `prepare`.
-    pub(super) cuda: OnceLock<Prepared>,
-    pub(super) backend: CollectiveBackend,
-    /// Multiprocessors that one kernel may take, if the caller has said so.
-    pub(super) num_sms: Option<u32>,
+    device: OnceLock<Prepared>,
+    backend: CollectiveBackend,
     /// Decided by `prepare`, unless `backend` is puts.
-    pub(super) used: nccl::Used,
+    used: Used,
 }
 
 impl CollectivePlan {
     pub(crate) fn team(&self) -> &LiveTeam {
-        self.core.team()
+        self.base.core.team()
     }
 
     /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
     pub fn memory(desc: &CollectiveDesc, size: usize) -> usize {
         let (first, second) = staging_rows(desc, size);
-        (first + second) * desc.cols * desc.dtype.size() + meeting::flag_bytes(desc, size)
+        (first + second) * desc.cols * desc.dtype.size() + device::flag_bytes(desc, size)
     }
 
     /// A plan on `heap`. Takes staging and signals; not collective, but all ranks must make the
@@ -85,10 +71,10 @@ impl CollectivePlan {
             _ => Shards::Even.max_rows(desc.m, size),
         };
         let core = PlanCore::new(name, heap, format_args!("{desc} {backend}"))?;
-        let possible = |lane: &Lane| meeting::is_possible(&desc, lane, size);
+        let possible = |lane: &Lane| device::is_possible(&desc, lane, size);
         let flags = match core.lane().map(possible).transpose()? {
             Some(true) => {
-                let len = meeting::flag_bytes(&desc, size);
+                let len = device::flag_bytes(&desc, size);
                 Some((heap.alloc(len, name)?, len))
             }
             _ => None,
@@ -104,20 +90,10 @@ impl CollectivePlan {
                 no_kernel("NCCL on the host", "make the heap on the `vmm` backend").op(name)
             );
         }
-        Ok(Self {
-            desc,
-            core,
-            staging,
-            staging2,
-            signals,
-            signals2,
-            slot_rows,
-            flags,
-            cuda: OnceLock::new(),
-            backend,
-            num_sms: None,
-            used: nccl::Used::default(),
-        })
+        let num_sms = None;
+        let base =
+            Base { desc, core, staging, staging2, signals, signals2, slot_rows, flags, num_sms };
+        Ok(Self { base, device: OnceLock::new(), backend, used: Used::default() })
     }
 
     /// On GPUs: how many multiprocessors a launch may take at most, at least 1, where one kernel does it
@@ -126,13 +102,13 @@ impl CollectivePlan {
     /// and a multiprocessor holds one of them: plans that may wait for different ranks at once must fit on the device together.
     #[must_use]
     pub fn with_num_sms(mut self, num: usize) -> Self {
-        self.num_sms = Some(u32::try_from(num.max(1)).unwrap_or(u32::MAX));
+        self.base.num_sms = Some(u32::try_from(num.max(1)).unwrap_or(u32::MAX));
         self
     }
 
     /// What it does.
     pub fn desc(&self) -> &CollectiveDesc {
-        &self.desc
+        &self.base.desc
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -149,32 +125,36 @@ impl CollectivePlan {
         stream: &Stream,
         mine: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let make = |lane: &Lane| Prepared::new(self, lane, stream);
-        let mine = || mine().and_then(|()| self.core.make_once(&self.cuda, make));
-        self.core.prepare_with(stream, mine, |new| {
+        let make = |lane: &Lane| Prepared::new(&self.base, lane, stream);
+        let mine = || mine().and_then(|()| self.base.core.make_once(&self.device, make));
+        self.base.core.prepare_with(stream, mine, |new| {
             if let Some(new) = new {
-                self.cuda.get_or_init(|| new);
+                self.device.get_or_init(|| new);
             }
-            match self.core.lane() {
+            match self.base.core.lane() {
                 Some(lane) if self.backend != CollectiveBackend::Put => {
-                    nccl::decide(self, lane, stream)
+                    self.used.decide(&self.on(lane), stream, self.backend)
                 }
                 _ => Ok(()),
             }
         })
     }
 
+    fn on<'a>(&'a self, lane: &'a Lane) -> OnDevice<'a> {
+        OnDevice { base: &self.base, lane, prepared: &self.device }
+    }
+
     /// In words, what a launch does.
     pub fn explain(&self) -> String {
-        let size = self.core.team().size();
-        let mut s = format!("{} {}\n", self.core.op(), self.desc);
+        let size = self.base.core.team().size();
+        let mut s = format!("{} {}\n", self.base.core.op(), self.base.desc);
         let _infallible = write!(
             s,
             "push, one copy stream, peers in rotated order; staging {} bytes on each of {size} ranks",
-            Self::memory(&self.desc, size)
+            Self::memory(&self.base.desc, size)
         );
-        if self.core.lane().is_some() {
-            let _infallible = write!(s, "\nall rows: {}", self.way(self.desc.m).words());
+        if self.base.core.lane().is_some() {
+            let _infallible = write!(s, "\nall rows: {}", self.base.way(self.base.desc.m).words());
         }
         if let Some(used) = self.used.text() {
             let _infallible = write!(s, "\nused: {used}");
@@ -182,83 +162,54 @@ impl CollectivePlan {
         s
     }
 
-    pub(super) fn phases(&self, m: usize) -> Result<(Phase, Option<Phase>)> {
-        let team = self.core.team();
-        let (me, size) = (team.rank(), team.size());
-        let rows = config::shard_rows(&self.desc, m, size)?;
-        Ok(match &self.desc.kind {
-            CollectiveKind::AllGather(_) => (config::gather(me, &rows), None),
-            CollectiveKind::ReduceScatter(..) => (config::scatter(me, &rows, self.slot_rows), None),
-            CollectiveKind::AllReduce(_) => {
-                (config::scatter(me, &rows, self.slot_rows), Some(config::gather(me, &rows)))
-            }
-            CollectiveKind::AllToAll(splits) => (config::exchange(me, splits), None),
-        })
-    }
-
     /// What one launch with `m` rows moves from this rank to each peer.
     ///
     /// # Errors
     /// `InvalidArgument` if `m` does not fit the shards.
     pub fn predict(&self, m: usize) -> Result<Traffic> {
-        let team = self.core.team();
+        let team = self.base.core.team();
         let (me, size) = (team.rank().idx(), team.size());
         if self.used.nccl().is_some() {
             return Ok(only_meets(team));
         }
-        let row_bytes = (self.desc.cols * self.desc.dtype.size()) as u64;
-        let rows = config::shard_rows(&self.desc, m, size)?;
+        let row_bytes = (self.base.desc.cols * self.base.desc.dtype.size()) as u64;
+        let rows = schedule::shard_rows(&self.base.desc, m, size)?;
         let mut t = vec![LinkTraffic::default(); size];
         for (p, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != me) {
             // Rows that go to `p`: written from the definitions, not from the schedule.
-            let sent: Vec<usize> = match &self.desc.kind {
+            let sent: Vec<usize> = match &self.base.desc.kind {
                 CollectiveKind::AllGather(_) => vec![rows[me]],
                 CollectiveKind::ReduceScatter(..) => vec![rows[p]],
-                CollectiveKind::AllReduce(_) if self.way(m) == Way::Whole => vec![m],
+                CollectiveKind::AllReduce(_) if self.base.way(m) == Way::Whole => vec![m],
                 CollectiveKind::AllReduce(_) => vec![rows[p], rows[me]],
                 CollectiveKind::AllToAll(splits) => vec![splits[me][p]],
             };
             link.puts = sent.iter().filter(|&&r| r > 0 && row_bytes > 0).count() as u64;
             link.put_bytes = sent.iter().sum::<usize>() as u64 * row_bytes;
             // A credit and an arrival for each phase. Kernels write both phases behind one credit.
-            let one_credit =
-                self.core.lane().is_some() && sent.len() == 2 && self.way(m) != Way::Engines;
+            let one_credit = self.base.core.lane().is_some()
+                && sent.len() == 2
+                && self.base.way(m) != Way::Engines;
             link.signals = 2 * sent.len() as u64 - u64::from(one_credit);
         }
         Ok(t)
     }
 
-    /// Who moves `m` rows on a device.
-    pub(super) fn way(&self, m: usize) -> Way {
-        let rows = self.moved_rows(m);
-        let bytes = rows * self.desc.cols * self.desc.dtype.size();
-        Way::of(&self.desc.kind, self.flags.is_some(), self.core.team().size(), (rows, bytes))
-    }
-
-    /// Rows of the whole vector: by its size one of the ways on devices is chosen.
-    fn moved_rows(&self, m: usize) -> usize {
-        match &self.desc.kind {
-            CollectiveKind::AllToAll(splits) => {
-                splits.iter().flatten().sum::<usize>() / splits.len().max(1)
-            }
-            _ => m,
-        }
-    }
-
     /// Fails where a launch with these arguments would.
     pub(crate) fn check(&self, m: usize, x: &Tensor, out: &Tensor) -> Result<()> {
-        let name = self.core.op();
-        let all_to_all = matches!(self.desc.kind, CollectiveKind::AllToAll(_));
-        if m > self.desc.m && !all_to_all {
+        let name = self.base.core.op();
+        let all_to_all = matches!(self.base.desc.kind, CollectiveKind::AllToAll(_));
+        if m > self.base.desc.m && !all_to_all {
             return Err(Error::invalid("more rows than the plan was made for")
                 .op(name)
-                .expected(format_args!("at most {}", self.desc.m))
+                .expected(format_args!("at most {}", self.base.desc.m))
                 .seen(m));
         }
-        let (first, _) = self.phases(m).map_err(|e| e.op(name))?;
-        let (x_rows, out_rows) = io_rows(&self.desc.kind, &first, m);
+        let (first, _) = self.base.phases(m).map_err(|e| e.op(name))?;
+        let (x_rows, out_rows) = io_rows(&self.base.desc.kind, &first, m);
         let check = |what, t: &Tensor, rows| {
-            expect_tensor(what, t, self.desc.dtype, &[rows, self.desc.cols]).map_err(|e| e.op(name))
+            expect_tensor(what, t, self.base.desc.dtype, &[rows, self.base.desc.cols])
+                .map_err(|e| e.op(name))
         };
         check("x", x, x_rows)?;
         check("out", out, out_rows)?;
@@ -271,11 +222,11 @@ impl CollectivePlan {
 
     /// Whether a launch on `stream` would begin.
     pub(crate) fn check_launch(&self, stream: &Stream, (x, out): (&Tensor, &Tensor)) -> Result<()> {
-        if self.core.lane().is_some() {
+        if self.base.core.lane().is_some() {
             let tensors = [("x", Some(x)), ("out", Some(out))];
-            together_on(stream, &tensors).map_err(|e| e.op(self.core.op()))?;
+            together_on(stream, &tensors).map_err(|e| e.op(self.base.core.op()))?;
         }
-        self.core.check_launch(stream)
+        self.base.core.check_launch(stream)
     }
 
     /// Queues the collective. `m` rows in all, at most the plan's; shapes as the kind says.
@@ -290,72 +241,33 @@ impl CollectivePlan {
         out: &Tensor,
     ) -> Result<Pending<Tensor>> {
         self.check(m, x, out)?;
-        if let Some(lane) = self.core.lane() {
-            return self.launch_by(self.used.nccl(), lane, stream, m, (x, out));
+        if let Some(lane) = self.base.core.lane() {
+            return device::launch(&self.on(lane), self.used.nccl(), (stream, m), (x, out));
         }
-        let (first, second) = self.phases(m).map_err(|e| e.op(self.core.op()))?;
-        let launch = self.core.begin(stream, format_args!("m={m}"))?;
+        let (first, second) = self.base.phases(m).map_err(|e| e.op(self.base.core.op()))?;
+        let launch = self.base.core.begin(stream, format_args!("m={m}"))?;
         let seq = launch.ctx.seq();
         let run = Arc::new(Run {
             launch,
-            desc: self.desc.clone(),
+            desc: self.base.desc.clone(),
             first,
             second,
-            staging: self.staging.clone(),
-            staging2: self.staging2.clone(),
-            signals: self.signals.clone(),
-            signals2: self.signals2.clone(),
+            staging: self.base.staging.clone(),
+            staging2: self.base.staging2.clone(),
+            signals: self.base.signals.clone(),
+            signals2: self.base.signals2.clone(),
             x: x.clone(),
             out: out.clone(),
         });
         let (copies, compute, poison) = (run.clone(), run.clone(), out.clone());
-        self.core.run(
+        self.base.core.run(
             stream,
             move || copies.copies(),
             move || compute.compute(),
             move || drop(poison.poison()),
             seq,
         )?;
-        Pending::new(out.clone(), stream, Some(self.core.team().fault().clone()))
-    }
-}
-
-impl CollectivePlan {
-    /// A launch on a device, of tensors that were checked.
-    pub(super) fn launch_by(
-        &self,
-        nccl: Option<&Arc<NcclTeam>>,
-        lane: &Lane,
-        stream: &Stream,
-        m: usize,
-        t: (&Tensor, &Tensor),
-    ) -> Result<Pending<Tensor>> {
-        stream.in_launch(|| {
-            if let Some(n) = nccl {
-                return nccl::launch(self, n, lane, (stream, m), t);
-            }
-            let phases = self.phases(m).map_err(|e| e.op(self.core.op()))?;
-            cuda::launch(self, lane, (stream, m), phases, t)
-        })
-    }
-
-    /// Rows of the input and of the output on this rank.
-    pub(super) fn io_rows(&self, m: usize) -> Result<(usize, usize)> {
-        Ok(io_rows(&self.desc.kind, &self.phases(m)?.0, m))
-    }
-}
-
-/// Rows of the input and of the output on this rank.
-fn io_rows(kind: &CollectiveKind, first: &Phase, m: usize) -> (usize, usize) {
-    match kind {
-        CollectiveKind::AllGather(_) => (first.own.0.len(), m),
-        CollectiveKind::ReduceScatter(..) => (m, first.own.1.len()),
-        CollectiveKind::AllReduce(_) => (m, m),
-        CollectiveKind::AllToAll(_) => {
-            let sent: usize = first.sends.iter().map(|s| s.rows.len()).sum();
-            let received: usize = first.recvs.iter().map(|r| r.out.len()).sum();
-            (sent + first.own.0.len(), received + first.own.1.len())
-        }
+        Pending::new(out.clone(), stream, Some(self.base.core.team().fault().clone()))
     }
 }
 
@@ -365,8 +277,7 @@ fn staging_rows(desc: &CollectiveDesc, size: usize) -> (usize, usize) {
         CollectiveKind::AllGather(_) => (desc.m, 0),
         CollectiveKind::ReduceScatter(s, _) => (size * s.max_rows(desc.m, size), 0),
         CollectiveKind::AllReduce(_) => {
-            let slot =
-                Shards::Even.max_rows(desc.m, size).max(meeting::most_whole_rows(desc, size));
+            let slot = Shards::Even.max_rows(desc.m, size).max(device::most_whole_rows(desc, size));
             (size * slot, desc.m)
         }
         CollectiveKind::AllToAll(splits) => {

@@ -11,7 +11,7 @@ use super::AgGemmDesc;
 use super::copies::Copies;
 use super::launch::{AgGemmInputs, Base, CREDIT, DATA};
 use super::schedule::AgTask;
-use crate::collective::nccl::gather;
+use crate::collective::device::gather;
 use crate::common::Bias;
 use crate::common::cuda::{addr, hold, holding, together_on};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots};

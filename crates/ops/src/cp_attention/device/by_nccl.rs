@@ -6,7 +6,7 @@ use tilewire_device::Tensor;
 use super::nccl::{Exchange, List};
 use super::run::DeviceRun;
 use crate::attention::{AttnGrads, AttnOut, AttnSaved};
-use crate::collective::nccl::gather;
+use crate::collective::device::gather;
 use crate::common::cuda::hold;
 use crate::cp_attention::config::Strategy;
 use crate::cp_attention::pieces::{GATHER, Piece, Pieces};

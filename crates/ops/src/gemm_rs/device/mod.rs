@@ -15,7 +15,7 @@ use tilewire_symm::{LiveTeam, Signals, SymBuf};
 use super::GemmRsDesc;
 use super::launch::{CREDIT, DATA, GemmRsInputs, slot_rows};
 use super::schedule::{RsTask, RsTile};
-use crate::collective::nccl::scatter;
+use crate::collective::device::scatter;
 use crate::common::Bias;
 use crate::common::cuda::{addr, holding, together_on, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, Reducer, Slots, Sum};

@@ -17,10 +17,10 @@ use tilewire_kernels::portable::{
 };
 use tilewire_symm::SymBuf;
 
-use super::config::{Phase, shard_rows};
-use super::cuda::whole_rows;
-use super::plan::{CREDIT, CollectivePlan, DATA};
-use super::{CollectiveDesc, CollectiveKind, ReduceOp};
+use crate::collective::launch::{Base, CREDIT, DATA};
+use crate::collective::schedule::{Phase, shard_rows};
+use crate::collective::way::whole_rows;
+use crate::collective::{CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::{load, mantissa, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, poison_of};
 
@@ -76,7 +76,7 @@ fn pieces(part: usize) -> usize {
 }
 
 /// The most rows that a launch of all-reduce sends whole: none where this kernel never does it.
-pub(super) fn most_whole_rows(desc: &CollectiveDesc, size: usize) -> usize {
+pub(crate) fn most_whole_rows(desc: &CollectiveDesc, size: usize) -> usize {
     let row = desc.cols * desc.dtype.size();
     let fits = is_whole(row) && (2..=COLLECTIVE_RANKS).contains(&size);
     if fits { whole_rows(row, size).min(desc.m) } else { 0 }
@@ -88,7 +88,7 @@ fn is_whole(row: usize) -> bool {
 }
 
 /// Bytes of a rank's flags.
-pub(super) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
+pub(crate) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
     let shards = match &desc.kind {
         CollectiveKind::AllGather(s) | CollectiveKind::ReduceScatter(s, _) => {
             s.max_rows(desc.m, size)
@@ -102,7 +102,7 @@ pub(super) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
 }
 
 /// True if the devices and the rows are such that one kernel can do it. Equal on all ranks of like devices.
-pub(super) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Result<bool> {
+pub(crate) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Result<bool> {
     let (ctx, row) = (lane.context(), desc.cols * desc.dtype.size());
     let room = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;
     Ok(room
@@ -158,12 +158,12 @@ impl Meeting {
         })
     }
 
-    fn param(&self, plan: &CollectivePlan) -> TwCollective {
+    fn param(&self, base: &Base) -> TwCollective {
         let mut p: TwCollective = Zeroable::zeroed();
         (p.flags, p.pieces) = (self.flags, self.pieces);
         (p.epoch, p.ticket) = (self.state.addr(), self.state.addr() + 8);
         const { assert!(DATA == CREDIT + 1, "the kernel takes the one for the slot behind the other") };
-        p.slot = plan.signals.slot(CREDIT).index() as u32;
+        p.slot = base.signals.slot(CREDIT).index() as u32;
         p
     }
 
@@ -172,9 +172,9 @@ impl Meeting {
     }
 
     /// Grants what the launch before it has read, which went another way.
-    pub fn leave(&self, l: &Lanes<'_>, plan: &CollectivePlan) -> Result<()> {
+    pub fn leave(&self, l: &Lanes<'_>, base: &Base) -> Result<()> {
         self.hold(l);
-        let param = self.param(plan);
+        let param = self.param(base);
         let args = LaunchArgs::new().arg(&self.team).arg(&param);
         // SAFETY: the kernel takes (TwTeam, TwCollective), as `abi` declares them; what they point
         // to is held.
@@ -203,7 +203,7 @@ impl Meeting {
 /// One launch.
 pub(super) struct Run<'a> {
     pub l: &'a Lanes<'a>,
-    pub plan: &'a CollectivePlan,
+    pub base: &'a Base,
     pub meeting: &'a Meeting,
     /// Bytes of a row.
     pub row: usize,
@@ -228,7 +228,7 @@ impl Run<'_> {
         for s in &phase.sends {
             p.send[s.dst.idx()] = TwPart {
                 src: from.addr() + (s.rows.start * self.row) as u64,
-                dst: self.staged(s.dst, &self.plan.staging, s.at, s.rows.len())?,
+                dst: self.staged(s.dst, &self.base.staging, s.at, s.rows.len())?,
                 len: (s.rows.len() * self.row) as u64,
             };
             self.count_put(s.dst, s.rows.len());
@@ -266,8 +266,8 @@ impl Run<'_> {
         let team = self.l.here.heap().team();
         let (me, size) = (team.rank(), team.size());
         let mut t: TwTotal = Zeroable::zeroed();
-        t.slots = self.staged(me, &self.plan.staging, 0, size * self.plan.slot_rows)?;
-        t.stride = (self.plan.slot_rows * self.row) as u64;
+        t.slots = self.staged(me, &self.base.staging, 0, size * self.base.slot_rows)?;
+        t.stride = (self.base.slot_rows * self.row) as u64;
         t.own = from.addr() + (phase.own.0.start * self.row) as u64;
         t.len = (phase.own.0.len() * self.row) as u64;
         t.to[me.idx()] = to.addr() + (at * self.row) as u64;
@@ -291,7 +291,7 @@ impl Run<'_> {
         let team = self.l.here.heap().team();
         let (me, size, len) = (team.rank(), team.size(), (m * self.row) as u64);
         for r in Rank::all(size) {
-            let dst = self.staged(r, &self.plan.staging, me.idx() * m, m)?;
+            let dst = self.staged(r, &self.base.staging, me.idx() * m, m)?;
             p.send[r.idx()] = TwPart { src: from.addr(), dst, len };
             if r != me {
                 self.count_put(r, m);
@@ -299,7 +299,7 @@ impl Run<'_> {
         }
         p.same = 1;
         let mut t: TwTotal = Zeroable::zeroed();
-        (t.slots, t.stride) = (self.staged(me, &self.plan.staging, 0, size * m)?, len);
+        (t.slots, t.stride) = (self.staged(me, &self.base.staging, 0, size * m)?, len);
         (t.own, t.len, t.to[me.idx()]) = (from.addr(), len, to.addr());
         t.scale = if op == ReduceOp::Avg { 1.0 / size as f32 } else { 1.0 };
         Ok(t)
@@ -311,17 +311,17 @@ impl Run<'_> {
         (first, second): (&Phase, Option<&Phase>),
         (from, to): (&CudaMemory, &CudaMemory),
     ) -> Result<()> {
-        let (plan, l) = (self.plan, self.l);
-        plan.core.check()?;
+        let (base, l) = (self.base, self.l);
+        base.core.check()?;
         self.meeting.hold(l);
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         let size = l.here.heap().team().size();
-        let mut p = self.meeting.param(plan);
+        let mut p = self.meeting.param(base);
         let mut t: TwTotal = Zeroable::zeroed();
         if !self.whole {
             self.sends(&mut p, first, from)?;
         }
-        match &plan.desc.kind {
+        match &base.desc.kind {
             CollectiveKind::AllReduce(op) if self.whole => {
                 t = self.sends_whole(&mut p, (m, *op), (from, to))?;
             }
@@ -331,14 +331,14 @@ impl Run<'_> {
                     dst: to.addr() + (first.own.1.start * self.row) as u64,
                     len: (first.own.0.len() * self.row) as u64,
                 };
-                p.same = u32::from(matches!(plan.desc.kind, CollectiveKind::AllGather(_)));
-                self.takes(&mut p, first, &plan.staging, to)?;
+                p.same = u32::from(matches!(base.desc.kind, CollectiveKind::AllGather(_)));
+                self.takes(&mut p, first, &base.staging, to)?;
             }
             CollectiveKind::ReduceScatter(_, op) => {
                 t = self.total(first, *op, (from, to, 0), None)?;
             }
             CollectiveKind::AllReduce(op) => {
-                let (Some(second), Some(area)) = (second, &plan.staging2) else {
+                let (Some(second), Some(area)) = (second, &base.staging2) else {
                     return Err(Error::internal("all_reduce without second phase"));
                 };
                 let at = second.own.1.start;
@@ -346,21 +346,21 @@ impl Run<'_> {
                 self.takes(&mut p, second, area, to)?;
             }
         }
-        let rows = if self.whole { m } else { largest_part(&plan.desc, m, size)? };
+        let rows = if self.whole { m } else { largest_part(&base.desc, m, size)? };
         let part = rows * self.row;
-        let piece = piece_bytes(&plan.desc.kind, part, size - 1);
+        let piece = piece_bytes(&base.desc.kind, part, size - 1);
         cut(&mut p, &t, piece);
         if p.takes.max(p.sums).max(p.sends) > p.pieces {
             return Err(Error::internal("more pieces than flags"));
         }
         let large = m * self.row > LARGE_BYTES;
         let phases = 1 + u32::from(second.is_some() && !self.whole);
-        for peer in plan.core.team().peers() {
+        for peer in base.core.team().peers() {
             (0..=phases).for_each(|_| l.here.count_signal(peer));
         }
         let poison = poison_of(&[Poison::value(to.clone())]);
         let args = LaunchArgs::new().arg(&self.meeting.team).arg(&p).arg(&t).arg(&poison);
-        let blocks = self.meeting.blocks(&p, size, large, plan.num_sms);
+        let blocks = self.meeting.blocks(&p, size, large, base.num_sms);
         self.meeting.go(l.main, blocks, args)
     }
 }

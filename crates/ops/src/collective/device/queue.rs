@@ -1,23 +1,17 @@
-//! Collectives on CUDA devices, by one of three ways.
-//!
-//! - **Meeting** (`meeting.rs`): one kernel that writes to all peers by bulk copies, meets them inside, and takes in
-//!   what comes as it comes. From sm_90 on, for rows of whole 16 bytes.
-//! - **Kernels**: enter, one kernel that writes to all peers, enter again (everybody has written), one
-//!   kernel that takes in or adds. Few launches, so it is the way of small vectors.
-//! - **Copy engines**: pushes with a flag behind each, taken in one by one as they arrive. The way of
-//!   large vectors: no SM, and what came is copied while the next comes.
+//! Copy engines, and kernels between two meetings: a phase of a collective, step by step.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use tilewire_core::{Error, Result};
 use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Buffer, Pending, Stream, Tensor};
 use tilewire_symm::{Enter, Permit, Signals, SymBuf};
 
-use super::config::Phase;
 use super::meeting::{self, Meeting};
-use super::plan::{CREDIT, CollectivePlan, DATA};
-use super::{CollectiveKind, ReduceOp};
+use crate::collective::launch::{Base, CREDIT, DATA};
+use crate::collective::schedule::{Phase, Recv};
+use crate::collective::way::Way;
+use crate::collective::{CollectiveKind, ReduceOp};
 use crate::common::Bias;
 use crate::common::cuda::together_on;
 use crate::common::lanes::{Lane, Lanes, Mover, Poison, Reducer, Slots, Sum};
@@ -25,95 +19,35 @@ use crate::common::lanes::{Lane, Lanes, Mover, Poison, Reducer, Slots, Sum};
 /// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;
 
-/// Vectors up to this size are moved by kernels. Measured on 8 H200, bus GB/s of kernels and of copy
-/// engines: reduce_scatter of 64 MiB 271 and 244, of 256 MiB 289 and 306.
-const BY_KERNEL_BYTES: usize = 96 << 20;
-
-/// True if one kernel that meets the others moves a vector of `bytes` in all faster than the other ways. Measured on
-/// 4 H200 (`docs/lab/collective.md`): first sizes where latency counts, then those where bandwidth does. Copy engines
-/// are as fast from the last bound on, and take no multiprocessor.
-fn best_meeting(kind: &CollectiveKind, bytes: usize) -> bool {
-    const KIB: usize = 1 << 10;
-    const MIB: usize = 1 << 20;
-    let (small, from, to) = match kind {
-        CollectiveKind::AllGather(_) => (2 * MIB, 16 * MIB, 384 * MIB),
-        CollectiveKind::ReduceScatter(..) => (8 * KIB, 48 * MIB, usize::MAX),
-        CollectiveKind::AllReduce(_) => (0, 4 * MIB, usize::MAX),
-        CollectiveKind::AllToAll(_) => (128 * KIB, 48 * MIB, 128 * MIB),
-    };
-    bytes <= small || (from < bytes && bytes <= to)
-}
-
-/// Bytes of all vectors that a rank takes in where each is sent whole to everybody: a second phase would take longer.
-const WHOLE_BYTES: usize = 2 << 20;
-
-/// Rows of a vector of all-reduce, of `row` bytes each, that are sent whole to everybody.
-pub(super) fn whole_rows(row: usize, size: usize) -> usize {
-    WHOLE_BYTES.checked_div(row * size).unwrap_or(0)
-}
-
-/// Who moves a vector.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Way {
-    Meeting,
-    /// The same kernel: everybody sends all rows to all, and adds them.
-    Whole,
-    Kernels,
-    Engines,
-}
-
-impl Way {
-    /// Of `rows` rows and `bytes` in all. Equal on all ranks, as the arguments are.
-    pub fn of(
-        kind: &CollectiveKind,
-        meets: bool,
-        size: usize,
-        (rows, bytes): (usize, usize),
-    ) -> Self {
-        let sums_all = matches!(kind, CollectiveKind::AllReduce(_));
-        if meets && sums_all && rows > 0 && bytes * size <= WHOLE_BYTES {
-            return Way::Whole;
-        }
-        // The kernel learns from each rank's first piece that it has begun: every rank owns rows of a sum.
-        let owned = !sums_all || rows >= size;
-        if meets && owned && best_meeting(kind, bytes) {
-            return Way::Meeting;
-        }
-        if bytes <= BY_KERNEL_BYTES { Way::Kernels } else { Way::Engines }
-    }
-
-    pub fn words(self) -> &'static str {
-        match self {
-            Way::Meeting => "by one kernel that meets the other ranks",
-            Way::Whole => "by one kernel, all rows to all ranks",
-            Way::Kernels => "by kernels between two meetings",
-            Way::Engines => "by copy engines",
-        }
-    }
-}
-
 /// What `prepare` makes.
-pub(super) struct Prepared {
+pub(crate) struct Prepared {
     reducer: Option<Reducer>,
     mover: Mover,
     meeting: Option<Meeting>,
 }
 
 impl Prepared {
-    pub fn new(plan: &CollectivePlan, lane: &Lane, stream: &Stream) -> Result<Self> {
-        let (desc, ctx) = (&plan.desc, lane.context());
+    pub fn new(base: &Base, lane: &Lane, stream: &Stream) -> Result<Self> {
+        let (desc, ctx) = (&base.desc, lane.context());
         let reduces = desc.kind.reduces();
         let reducer = reduces.then(|| Reducer::new(ctx, [desc.dtype; 3])).transpose()?;
-        let flags = plan.flags.as_ref();
+        let flags = base.flags.as_ref();
         let meeting = flags.map(|(f, len)| Meeting::new(lane, stream, desc, (f, *len)));
         Ok(Self { reducer, mover: Mover::new(ctx)?, meeting: meeting.transpose()? })
     }
 }
 
+/// What launches of a plan on its device go through.
+pub(crate) struct OnDevice<'a> {
+    pub base: &'a Base,
+    pub lane: &'a Lane,
+    pub prepared: &'a OnceLock<Prepared>,
+}
+
 /// One launch.
 struct Run<'a> {
     l: &'a Lanes<'a>,
-    plan: &'a CollectivePlan,
+    base: &'a Base,
     p: &'a Prepared,
     row: usize,
     /// Kernels move it.
@@ -122,22 +56,21 @@ struct Run<'a> {
 
 /// Queues the collective with its phases.
 pub(super) fn launch(
-    plan: &CollectivePlan,
-    lane: &Lane,
+    on: &OnDevice<'_>,
     (stream, m): (&Stream, usize),
     (first, second): (Phase, Option<Phase>),
     (x, out): (&Tensor, &Tensor),
 ) -> Result<Pending<Tensor>> {
-    let core = &plan.core;
+    let (base, lane, core) = (on.base, on.lane, &on.base.core);
     together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(core.op()))?;
     let (from, to) = (x.cuda()?, out.cuda()?);
     let seq = core.begin_on(stream, format_args!("m={m}"))?;
-    let p = plan.cuda.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
-    let row = plan.desc.cols * plan.desc.dtype.size();
-    let (way, outs) = (plan.way(m), [Poison::value(to.clone())]);
+    let p = on.prepared.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
+    let row = base.desc.cols * base.desc.dtype.size();
+    let (way, outs) = (base.way(m), [Poison::value(to.clone())]);
     if let (Way::Meeting | Way::Whole, Some(meeting)) = (way, &p.meeting) {
         core.run_alone(lane, (stream, seq), &outs, |l| {
-            let run = meeting::Run { l, plan, meeting, row, whole: way == Way::Whole };
+            let run = meeting::Run { l, base, meeting, row, whole: way == Way::Whole };
             run.launch(m, (&first, second.as_ref()), (&from, &to))
         })?;
         return core.pending(out.clone(), stream, seq);
@@ -145,11 +78,11 @@ pub(super) fn launch(
     let small = way == Way::Kernels;
     // Copies carry flags; kernels meet instead.
     let flags = if small { DATA..DATA } else { DATA..DATA + 1 };
-    let enter = Slots { signals: &plan.signals, credit: CREDIT, flags };
+    let enter = Slots { signals: &base.signals, credit: CREDIT, flags };
     core.run_on(lane, (stream, seq), &enter, &outs, |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
-        Run { l, plan, p, row, small }.first(&first, second.as_ref(), (&from, &to))?;
-        p.meeting.as_ref().map_or(Ok(()), |meeting| meeting.leave(l, plan))
+        Run { l, base, p, row, small }.first(&first, second.as_ref(), (&from, &to))?;
+        p.meeting.as_ref().map_or(Ok(()), |meeting| meeting.leave(l, base))
     })?;
     core.pending(out.clone(), stream, seq)
 }
@@ -167,7 +100,7 @@ impl Run<'_> {
         to: &SymBuf,
         flag: (bool, usize),
     ) -> Result<()> {
-        let signals = if flag.0 { self.plan.signals2.as_ref() } else { Some(&self.plan.signals) };
+        let signals = if flag.0 { self.base.signals2.as_ref() } else { Some(&self.base.signals) };
         let signals = signals.ok_or_else(|| Error::internal("no signals of a second phase"))?;
         for s in &phase.sends {
             let part = self.rows(from, &s.rows)?;
@@ -205,7 +138,7 @@ impl Run<'_> {
 
     /// What came to the output by one kernel.
     fn take(&self, phase: &Phase, to: &CudaMemory, staging: &SymBuf) -> Result<()> {
-        let copy = |r: &super::config::Recv| {
+        let copy = |r: &Recv| {
             let part = self.rows(to, &r.out)?;
             let at = staging.range(r.staging.start * self.row, part.len_bytes());
             Ok((self.l.here.addr(at, part.len_bytes())?, part.addr(), part.len_bytes()))
@@ -225,11 +158,11 @@ impl Run<'_> {
     /// Everybody's parts to their owners, and the owner's wait for all.
     fn scatter(&self, phase: &Phase, from: &CudaMemory) -> Result<()> {
         if self.small {
-            self.write(phase, from, &self.plan.staging, None)?;
-            return self.meet(&self.plan.signals);
+            self.write(phase, from, &self.base.staging, None)?;
+            return self.meet(&self.base.signals);
         }
-        self.push((phase, &self.l.permit), from, &self.plan.staging, (false, DATA))?;
-        self.l.net.wait_peers(self.l.main, self.plan.signals.slot(DATA), "arrival")
+        self.push((phase, &self.l.permit), from, &self.base.staging, (false, DATA))?;
+        self.l.net.wait_peers(self.l.main, self.base.signals.slot(DATA), "arrival")
     }
 
     fn first(
@@ -238,17 +171,17 @@ impl Run<'_> {
         second: Option<&Phase>,
         (from, to): (&CudaMemory, &CudaMemory),
     ) -> Result<()> {
-        let plan = self.plan;
-        match &plan.desc.kind {
+        let base = self.base;
+        match &base.desc.kind {
             CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) if self.small => {
-                self.write(first, from, &plan.staging, Some(to))?;
-                self.meet(&plan.signals)?;
-                self.take(first, to, &plan.staging)
+                self.write(first, from, &base.staging, Some(to))?;
+                self.meet(&base.signals)?;
+                self.take(first, to, &base.staging)
             }
             CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) => {
-                self.push((first, &self.l.permit), from, &plan.staging, (false, DATA))?;
+                self.push((first, &self.l.permit), from, &base.staging, (false, DATA))?;
                 self.keep(first, from, to)?;
-                self.collect(first, to, &plan.staging, (false, DATA))
+                self.collect(first, to, &base.staging, (false, DATA))
             }
             CollectiveKind::ReduceScatter(_, op) => {
                 self.scatter(first, from)?;
@@ -256,7 +189,7 @@ impl Run<'_> {
             }
             CollectiveKind::AllReduce(op) => {
                 let (Some(second), Some(staging2), Some(signals2)) =
-                    (second, &plan.staging2, &plan.signals2)
+                    (second, &base.staging2, &base.signals2)
                 else {
                     return Err(Error::internal("all_reduce without second phase"));
                 };
@@ -295,7 +228,7 @@ impl Run<'_> {
         flag: (bool, usize),
     ) -> Result<()> {
         let (net, main, row) = (self.l.net, self.l.main, self.row);
-        let signals = if flag.0 { self.plan.signals2.as_ref() } else { Some(&self.plan.signals) };
+        let signals = if flag.0 { self.base.signals2.as_ref() } else { Some(&self.base.signals) };
         let signals = signals.ok_or_else(|| Error::internal("no signals of a second phase"))?;
         let me = self.l.me();
         let largest = phase.recvs.iter().map(|r| r.out.len() * row).max().unwrap_or(0);
@@ -326,14 +259,14 @@ impl Run<'_> {
         from: &CudaMemory,
         (to, at): (&CudaMemory, usize),
     ) -> Result<()> {
-        let (here, plan) = (self.l.here, self.plan);
+        let here = self.l.here;
         let reducer = self.p.reducer.as_ref();
         let reducer = reducer.ok_or_else(|| Error::internal("a reduction without its kernel"))?;
         let own = self.rows(from, &phase.own.0)?;
         let out = self.rows(to, &(at..at + phase.own.0.len()))?;
         let size = here.heap().team().size();
-        let stride = plan.slot_rows * self.row;
-        let slots = here.addr(plan.staging.range(0, size * stride), size * stride)?;
+        let stride = self.base.slot_rows * self.row;
+        let slots = here.addr(self.base.staging.range(0, size * stride), size * stride)?;
         let sum = Sum {
             slots,
             stride: stride as u64,
@@ -341,45 +274,9 @@ impl Run<'_> {
             out: out.addr(),
             bias: Bias::default(),
             rows: phase.own.0.len(),
-            cols: plan.desc.cols,
+            cols: self.base.desc.cols,
             scale: if op == ReduceOp::Avg { 1.0 / size as f32 } else { 1.0 },
         };
         reducer.launch(self.l, &sum)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Shards;
-
-    #[test]
-    fn sizes_and_rows_choose_the_way() {
-        let all = [
-            CollectiveKind::AllGather(Shards::Even),
-            CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum),
-            CollectiveKind::AllReduce(ReduceOp::Sum),
-            CollectiveKind::AllToAll(vec![vec![1; 4]; 4]),
-        ];
-        let way = |k: usize, meets, rows, bytes| Way::of(&all[k], meets, 4, (rows, bytes));
-        for k in 0..4 {
-            let few = if k == 2 { Way::Whole } else { Way::Meeting };
-            assert_eq!(way(k, true, 8, 1024), few, "{k}");
-            assert_eq!(way(k, true, 1 << 20, 64 << 20), Way::Meeting, "{k}");
-            assert_eq!(way(k, false, 8, 1024), Way::Kernels, "{k}");
-            assert_eq!(way(k, false, 1 << 20, 256 << 20), Way::Engines, "{k}");
-        }
-        assert_eq!(way(0, true, 1 << 20, 8 << 20), Way::Kernels);
-        assert_eq!(way(0, true, 1 << 20, 1 << 30), Way::Engines);
-        assert_eq!(way(1, true, 1 << 20, 1 << 30), Way::Meeting);
-        assert_eq!(way(3, true, 1 << 20, 256 << 20), Way::Engines);
-        // A rank that owns no rows says nothing of itself.
-        assert_eq!(way(2, true, 3, 6 << 20), Way::Kernels);
-        assert_eq!(way(2, true, 3, 48), Way::Whole);
-        assert_eq!(way(2, true, 0, 0), Way::Kernels);
-        assert_eq!(way(2, true, 1 << 10, 512 << 10), Way::Whole);
-        assert_eq!(way(2, true, 1 << 10, 513 << 10), Way::Kernels);
-        assert_eq!((whole_rows(512, 4), whole_rows(0, 4), whole_rows(4 << 20, 2)), (1024, 0, 0));
-        assert_eq!(way(1, true, 3, 48), Way::Meeting);
     }
 }

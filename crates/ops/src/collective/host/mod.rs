@@ -10,8 +10,8 @@ use tilewire_core::{Rank, Result};
 use tilewire_device::Tensor;
 use tilewire_symm::{Signals, SymBuf};
 
-use super::config::Phase;
-use super::plan::{CREDIT, DATA};
+use super::launch::{CREDIT, DATA};
+use super::schedule::Phase;
 use super::{CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::{Launch, narrow_into, wide};
 

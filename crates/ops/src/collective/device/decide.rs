@@ -1,0 +1,122 @@
+//! What a plan's launches go through: puts or NCCL, asked of the clock if the caller leaves it open.
+
+use std::sync::{Arc, OnceLock};
+
+use tilewire_core::{Result, Shape};
+use tilewire_device::cuda::CudaContext;
+use tilewire_device::{Pending, Stream, Tensor};
+use tilewire_symm::NcclTeam;
+
+use super::nccl;
+use super::queue::{self, OnDevice};
+use crate::collective::CollectiveBackend;
+use crate::collective::launch::Base;
+use crate::common::backend::at_first;
+use crate::common::cuda::workspace;
+use crate::common::nccl::{Clock, faster, open, room, unmeasured};
+
+/// Queues a launch of tensors that were checked, through NCCL if it is given.
+pub(crate) fn launch(
+    on: &OnDevice<'_>,
+    nccl: Option<&Arc<NcclTeam>>,
+    (stream, m): (&Stream, usize),
+    t: (&Tensor, &Tensor),
+) -> Result<Pending<Tensor>> {
+    stream.in_launch(|| {
+        if let Some(n) = nccl {
+            return nccl::launch(on, n, (stream, m), t);
+        }
+        let phases = on.base.phases(m).map_err(|e| e.op(on.base.core.op()))?;
+        queue::launch(on, (stream, m), phases, t)
+    })
+}
+
+/// What a plan goes through, decided at `prepare`.
+#[derive(Default)]
+pub(crate) struct Used(OnceLock<(Option<Arc<NcclTeam>>, String)>);
+
+impl Used {
+    pub fn nccl(&self) -> Option<&Arc<NcclTeam>> {
+        self.0.get().and_then(|(n, _)| n.as_ref())
+    }
+
+    /// In words.
+    pub fn text(&self) -> Option<&str> {
+        self.0.get().map(|(_, text)| text.as_str())
+    }
+
+    /// Collective: decides what a prepared plan goes through. Whatever is taken has run once, so that no
+    /// launch connects or loads.
+    pub fn decide(
+        &self,
+        on: &OnDevice<'_>,
+        stream: &Stream,
+        backend: CollectiveBackend,
+    ) -> Result<()> {
+        if self.0.get().is_some() {
+            return Ok(());
+        }
+        let core = &on.base.core;
+        let set = |nccl, text: String| {
+            self.0.get_or_init(|| (nccl, text));
+        };
+        let nccl = match open(core.heap(), backend)? {
+            Ok(nccl) => nccl,
+            Err(why) => {
+                set(None, why);
+                return Ok(());
+            }
+        };
+        let usual = at_first(core.heap(), backend);
+        let scratch = match room(core.team(), Scratch::new(on.base, on.lane.context()))? {
+            Ok(scratch) => scratch,
+            Err(e) if usual == CollectiveBackend::Nccl => return Err(e),
+            Err(e) => {
+                set(None, unmeasured(&e));
+                return Ok(());
+            }
+        };
+        // Only this rank knows that something failed here, and the others are about to meet it.
+        let time = |nccl| scratch.time(on, stream, nccl).map_err(|e| core.team().fail(e));
+        let by_nccl = time(Some(&nccl))?;
+        if usual == CollectiveBackend::Nccl {
+            set(Some(nccl.clone()), nccl.library().to_owned());
+            return Ok(());
+        }
+        let by_puts = time(None)?;
+        let (first, why) = faster(core.team(), &nccl, (by_nccl, by_puts))?;
+        set(first.then_some(nccl), why);
+        Ok(())
+    }
+}
+
+/// Tensors of the plan's most rows.
+struct Scratch {
+    x: Tensor,
+    out: Tensor,
+    clock: Clock,
+}
+
+impl Scratch {
+    fn new(base: &Base, ctx: &CudaContext) -> Result<Self> {
+        let (rows_in, rows_out) = base.io_rows(base.desc.m)?;
+        let (t, cols) = (base.desc.dtype, base.desc.cols);
+        let tensor = |rows: usize| {
+            let memory = workspace(ctx, rows * cols * t.size())?;
+            Tensor::over_cuda(memory, t, Shape::d2(rows, cols))
+        };
+        Ok(Self { x: tensor(rows_in)?, out: tensor(rows_out)?, clock: Clock::new(ctx)? })
+    }
+
+    /// Collective: microseconds of a launch on this rank.
+    fn time(
+        &self,
+        on: &OnDevice<'_>,
+        stream: &Stream,
+        nccl: Option<&Arc<NcclTeam>>,
+    ) -> Result<f64> {
+        self.clock.time(on.base.core.team(), stream, || {
+            launch(on, nccl, (stream, on.base.desc.m), (&self.x, &self.out)).map(drop)
+        })
+    }
+}
