@@ -6,7 +6,7 @@ use tilewire_device::jit::KernelSpec;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
 use tilewire_kernels::portable::EP_UNEVEN;
 
-use crate::attention::cuda::unit;
+use crate::attention::device::unit;
 use crate::common::cuda::{kernel_specs, mantissa, spec};
 
 /// Compiles, on all cores, the kernels of plans with elements of `dtype` (and f32) and of attention with head dimensions

@@ -30,25 +30,23 @@
 //! | cases | `crates/cli/src/verify/attention.rs` |
 //! | page | `docs/protocols/attention.md` |
 
-mod config;
-pub(crate) mod cuda;
 mod desc;
-pub(crate) mod fp8;
-mod grad;
+pub(crate) mod device;
 pub(crate) mod host;
-pub(crate) mod merge;
-pub(crate) mod plan;
+mod launch;
+mod plan;
+mod schedule;
 mod sequences;
 pub(crate) mod table;
-mod tensors;
 #[cfg(test)]
 mod tests;
 
-pub use config::AttnConfig;
-pub(crate) use config::{Queries, Slice, slices};
 pub use desc::{AttentionDesc, AttnMask, BiasShape, Dropout};
-pub(crate) use grad::{Grads, Upstream, rows_first};
+pub(crate) use host::{Grads, Upstream, rows_first};
+pub use launch::{AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved};
+pub(crate) use launch::{Extra, LocalRows};
 pub use plan::AttentionPlan;
+pub use schedule::AttnConfig;
+pub(crate) use schedule::{Queries, Slice, slices};
 pub use sequences::Sequences;
-pub use tensors::{AttnGrads, AttnInputs, AttnOperand, AttnOut, AttnSaved};
-pub(crate) use tensors::{Extra, LocalRows};
+pub(crate) use sequences::in_sequence;

@@ -6,11 +6,10 @@ use tilewire_core::Result;
 use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream};
 
-use super::grad::{Grads, Upstream, rows_first};
-use super::host::{Core, Dims, Operands, State, store};
+use super::host::Run;
 use super::{
     AttentionDesc, AttnConfig, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences,
-    Slice, cuda, slices,
+    device,
 };
 use crate::common::cuda::{Ready, together_on};
 
@@ -18,7 +17,7 @@ use crate::common::cuda::{Ready, together_on};
 pub struct AttentionPlan {
     desc: AttentionDesc,
     config: AttnConfig,
-    ready: Ready<cuda::Prepared>,
+    ready: Ready<device::Prepared>,
 }
 
 impl AttentionPlan {
@@ -59,7 +58,7 @@ impl AttentionPlan {
     /// `Unavailable` without a compiler; `Unsupported` for head dimensions above 256 on a CUDA
     /// device.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc);
         self.ready.prepare(stream, make).map_err(|e| e.op("attention"))
     }
 
@@ -86,7 +85,7 @@ impl AttentionPlan {
     ) -> Result<Pending<AttnOut>> {
         let (seqs, rows) = self.begin(stream, inputs).map_err(|e| e.op("attention"))?;
         out.check(&self.desc, rows, inputs).map_err(|e| e.op("attention"))?;
-        let fwd = |s: &CudaStream, p: &cuda::Prepared| {
+        let fwd = |s: &CudaStream, p: &device::Prepared| {
             together_on(stream, &[("out", Some(&out.out)), ("lse", Some(&out.lse))])?;
             p.launch_fwd(s, &self.desc, inputs, (&seqs, rows), &out)
         };
@@ -115,7 +114,7 @@ impl AttentionPlan {
     ) -> Result<Pending<AttnGrads>> {
         let (seqs, rows) = self.begin(stream, inputs).map_err(|e| e.op("attention"))?;
         grads.check(&self.desc, rows, inputs, &saved).map_err(|e| e.op("attention"))?;
-        let bwd = |s: &CudaStream, p: &cuda::Prepared| {
+        let bwd = |s: &CudaStream, p: &device::Prepared| {
             together_on(stream, &grads.named())?;
             together_on(stream, &saved.named())?;
             p.launch_bwd(s, &self.desc, inputs, (&seqs, rows), (&saved, &grads))
@@ -135,82 +134,5 @@ impl AttentionPlan {
     fn run(&self, inputs: &AttnInputs, seqs: Sequences, rows: LocalRows) -> Arc<Run> {
         let (desc, config) = (self.desc.clone(), self.config);
         Arc::new(Run { desc, config, seqs, rows, x: inputs.clone() })
-    }
-}
-
-struct Run {
-    desc: AttentionDesc,
-    config: AttnConfig,
-    seqs: Sequences,
-    rows: LocalRows,
-    x: AttnInputs,
-}
-
-/// Which rows of `spans` belong to a sequence.
-pub(crate) fn in_sequence(spans: &[std::ops::Range<usize>], seqs: &Sequences) -> Vec<bool> {
-    let row = |r: usize| {
-        let s = seqs.q.partition_point(|s| s.end <= r);
-        seqs.q.get(s).is_some_and(|s| s.contains(&r))
-    };
-    spans.iter().flat_map(|s| s.clone().map(row)).collect()
-}
-
-impl Run {
-    fn core(&self, bias: Vec<f32>) -> Core {
-        let d = &self.desc;
-        let dims = Dims { hq: d.heads_q, hkv: d.heads_kv, dqk: d.dqk, dv: d.dv };
-        Core::new(d, self.config, dims, 0, bias)
-    }
-
-    /// Values of q, k and v.
-    fn operands(&self) -> Result<[Vec<f32>; 3]> {
-        let (d, x) = (&self.desc, &self.x);
-        Ok([x.q.values(d.dqk)?, x.k.values(d.dqk)?, x.v.values(d.dv)?])
-    }
-
-    /// All queries against all keys.
-    fn slices(&self, core: &Core) -> Vec<Slice> {
-        let (q, kv) = (0..self.rows.q, 0..self.rows.kv);
-        slices(std::slice::from_ref(&q), std::slice::from_ref(&kv), &self.seqs, &core.mask)
-    }
-
-    fn forward(&self, o: &AttnOut) -> Result<()> {
-        let [q, k, v] = self.operands()?;
-        let extra = self.x.extra()?;
-        let core = self.core(extra.bias);
-        let slices = self.slices(&core);
-        let mut state = State::new(&core.dims, self.rows.q);
-        core.forward(&Operands { q: &q, k: &k, v: &v }, &slices, &mut state);
-        let live = in_sequence(std::slice::from_ref(&(0..self.rows.q)), &self.seqs);
-        let (out, lse) = core.finish(&state, extra.sink.as_deref(), &live);
-        store(&o.out, &out)?;
-        store(&o.lse, &lse)
-    }
-
-    fn backward(&self, saved: &AttnSaved, out: &AttnGrads) -> Result<()> {
-        let [q, k, v] = self.operands()?;
-        let extra = self.x.extra()?;
-        let core = self.core(extra.bias);
-        let slices = self.slices(&core);
-        let up = Upstream {
-            rows: self.rows.q,
-            d_out: saved.d_out.to_f32()?,
-            lse: saved.lse.to_f32()?,
-            delta: saved.delta(&self.desc)?,
-        };
-        let mut g = Grads::new(&core, self.rows.q, out.dbias.is_some());
-        g.begin(&core, self.rows.kv);
-        core.backward(&Operands { q: &q, k: &k, v: &v }, &up, &slices, &mut g);
-        let d = &core.dims;
-        store(&out.dq, &rows_first(&g.dq, d.hq, self.rows.q, d.dqk))?;
-        store(&out.dk, &rows_first(&g.dk, d.hkv, self.rows.kv, d.dqk))?;
-        store(&out.dv, &rows_first(&g.dv, d.hkv, self.rows.kv, d.dv))?;
-        if let Some(t) = &out.dbias {
-            store(t, &g.dbias)?;
-        }
-        match (&out.dsink, &extra.sink) {
-            (Some(t), Some(sink)) => store(t, &core.sink_grad(&up, sink)),
-            _ => Ok(()),
-        }
     }
 }

@@ -120,3 +120,12 @@ fn ranges(what: &str, (cu, room): (&[usize], &[usize])) -> Result<Vec<Range<usiz
     }
     Ok(out)
 }
+
+/// Which rows of `spans` belong to a sequence.
+pub(crate) fn in_sequence(spans: &[std::ops::Range<usize>], seqs: &Sequences) -> Vec<bool> {
+    let row = |r: usize| {
+        let s = seqs.q.partition_point(|s| s.end <= r);
+        seqs.q.get(s).is_some_and(|s| s.contains(&r))
+    };
+    spans.iter().flat_map(|s| s.clone().map(row)).collect()
+}

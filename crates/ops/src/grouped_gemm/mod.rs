@@ -20,12 +20,13 @@
 //! | cases | `crates/cli/src/verify/grouped.rs` |
 //! | page | `docs/protocols/grouped_gemm.md` |
 
-mod config;
-mod cuda;
 mod desc;
+mod device;
 mod host;
+mod launch;
 mod plan;
-mod workspace;
+mod ranges;
 
 pub use desc::{GroupedDesc, SplitKind, Splits, Weights};
-pub use plan::{GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad};
+pub use launch::{GroupedDgrad, GroupedFprop, GroupedWgrad};
+pub use plan::GroupedGemmPlan;

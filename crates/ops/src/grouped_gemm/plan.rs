@@ -6,66 +6,19 @@ use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
+use super::launch::{GroupedDgrad, GroupedFprop, GroupedWgrad};
 use super::{GroupedDesc, Splits, Weights};
-use super::{cuda, host};
+use super::{device, host};
 use crate::common::bias_type;
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{Named, apart, each_apart, expect_tensor};
-use crate::gemm::Operand;
-
-/// Tensors of an fprop.
-#[derive(Clone, Debug)]
-pub struct GroupedFprop {
-    /// `[capacity, k]`.
-    pub x: Operand,
-    /// Weights.
-    pub w: Weights,
-    /// Bias `[groups, n]`: f32, or of the type of the output.
-    pub bias: Option<Tensor>,
-    /// Rows of each group.
-    pub splits: Splits,
-    /// `[capacity, out_cols]`.
-    pub out: Tensor,
-    /// Pre-activation `[capacity, n]`.
-    pub aux_out: Option<Tensor>,
-}
-
-/// Tensors of a dgrad.
-#[derive(Clone, Debug)]
-pub struct GroupedDgrad {
-    /// `[capacity, n]`.
-    pub dy: Operand,
-    /// Weights.
-    pub w: Weights,
-    /// Rows of each group.
-    pub splits: Splits,
-    /// `[capacity, k]`.
-    pub dx: Tensor,
-}
-
-/// Tensors of a wgrad.
-#[derive(Clone, Debug)]
-pub struct GroupedWgrad {
-    /// `[capacity, k]`.
-    pub x: Operand,
-    /// `[capacity, n]`.
-    pub dy: Operand,
-    /// Rows of each group.
-    pub splits: Splits,
-    /// Gradients, written or added to.
-    pub dw: Weights,
-    /// `wgrad_accumulation_mask`: `[groups]` u8, nonzero adds, zero overwrites. Default: all zero.
-    pub mask: Option<Tensor>,
-    /// Gradient of the bias `[groups, n]` f32, overwritten.
-    pub dbias: Option<Tensor>,
-}
 
 /// Grouped products of one family of experts. Local: no team. Launches on several streams may run
 /// side by side ([`GroupedGemmPlan::prepare`]); one status tells of all of them.
 pub struct GroupedGemmPlan {
     desc: GroupedDesc,
     status: Tensor,
-    ready: Ready<cuda::Prepared>,
+    ready: Ready<device::Prepared>,
 }
 
 impl GroupedGemmPlan {
@@ -99,7 +52,7 @@ impl GroupedGemmPlan {
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
     /// `Unsupported` for what no CUDA kernel does; `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc);
         let ready =
             self.ready.prepare(stream, make).and_then(|()| match self.ready.on(stream)? {
                 Some((s, p)) => p.prepare(s),
@@ -148,7 +101,7 @@ impl GroupedGemmPlan {
         &self,
         stream: &Stream,
         (tensors, weights): (&[Named<'_>], Option<&Weights>),
-        (out, cuda): (T, impl FnOnce(&cuda::Run<'_>, &CudaStream) -> Result<()>),
+        (out, cuda): (T, impl FnOnce(&device::Run<'_>, &CudaStream) -> Result<()>),
         run: impl Fn(&GroupedDesc) -> Result<i32> + Send + Sync + 'static,
     ) -> Result<Pending<T>> {
         let on = || {
@@ -210,7 +163,7 @@ impl GroupedGemmPlan {
             &[("out", Some(&t.out)), ("bias", t.bias.as_ref()), ("aux_out", t.aux_out.as_ref())],
         ]
         .concat();
-        let out = (t.out.clone(), |p: &cuda::Run<'_>, s: &_| p.fprop(s, &t));
+        let out = (t.out.clone(), |p: &device::Run<'_>, s: &_| p.fprop(s, &t));
         let run = t.clone();
         self.queue(stream, (&tensors, Some(&t.w)), out, move |d| host::fprop(d, &run))
     }
@@ -234,7 +187,7 @@ impl GroupedGemmPlan {
         check().map_err(|e| e.op("grouped_gemm"))?;
         let t = Arc::new(t);
         let tensors = [&t.dy.named("dy")[..], &t.splits.named(), &[("dx", Some(&t.dx))]].concat();
-        let out = (t.dx.clone(), |p: &cuda::Run<'_>, s: &_| p.dgrad(s, &t));
+        let out = (t.dx.clone(), |p: &device::Run<'_>, s: &_| p.dgrad(s, &t));
         let run = t.clone();
         self.queue(stream, (&tensors, Some(&t.w)), out, move |d| host::dgrad(d, &run))
     }
@@ -264,7 +217,7 @@ impl GroupedGemmPlan {
         let tensors =
             [&splits.named()[..], &[("dy", Some(dy)), ("aux", Some(aux)), ("dz", Some(dz))]]
                 .concat();
-        let cuda = |p: &cuda::Run<'_>, s: &_| p.dactivation(s, splits, (dy, aux, dz));
+        let cuda = |p: &device::Run<'_>, s: &_| p.dactivation(s, splits, (dy, aux, dz));
         let (copy, dy, aux, to) = (splits.clone(), dy.clone(), aux.clone(), dz.clone());
         let run = move |d: &GroupedDesc| host::dactivation(d, &copy, &dy, &aux, &to);
         self.queue(stream, (&tensors, None), (dz.clone(), cuda), run)
@@ -307,7 +260,7 @@ impl GroupedGemmPlan {
             &[("mask", t.mask.as_ref()), ("dbias", t.dbias.as_ref())],
         ]
         .concat();
-        let out = (t.dw.clone(), |p: &cuda::Run<'_>, s: &_| p.wgrad(s, &t));
+        let out = (t.dw.clone(), |p: &device::Run<'_>, s: &_| p.wgrad(s, &t));
         let run = t.clone();
         self.queue(stream, (&tensors, Some(&t.dw)), out, move |d| host::wgrad(d, &run))
     }

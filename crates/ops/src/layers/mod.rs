@@ -30,9 +30,8 @@
 //! | page | `docs/protocols/layers.md` |
 
 mod adamw;
-mod config;
-mod cuda;
 mod desc;
+mod device;
 mod host;
 pub mod math;
 mod plan;

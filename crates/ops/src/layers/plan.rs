@@ -1,14 +1,13 @@
 //! The plan of a transformer's layers.
 
 use tilewire_core::Result;
-use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Stream};
 
-use super::cuda::Prepared;
 use super::desc::{
     AdamStep, AddNorm, CountStep, CrossEntropy, Embed, EmbedBwd, Heads, Init, LayersDesc, NormBwd,
     Router, RouterBwd, SquareSum,
 };
+use super::device::{On, Prepared};
 use super::host;
 use crate::common::Named;
 use crate::common::cuda::{Ready, together_on};
@@ -27,14 +26,6 @@ pub trait Work: sealed::Sealed + Clone + Send + Sync + 'static {
     fn on_host(&self) -> Result<()>;
     #[doc(hidden)]
     fn on_cuda(&self, on: On<'_>) -> Result<()>;
-}
-
-/// A prepared plan and a stream of its device.
-#[doc(hidden)]
-#[derive(Clone, Copy)]
-pub struct On<'a> {
-    pub(super) kernels: &'a Prepared,
-    pub(super) stream: &'a CudaStream,
 }
 
 macro_rules! works {

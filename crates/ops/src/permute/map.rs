@@ -7,8 +7,8 @@ use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Device, Tensor};
 
 use super::PermuteDesc;
-use super::config::Layout;
-use super::cuda::Scratch;
+use super::device::Scratch;
+use super::schedule::Layout;
 use crate::common::Named;
 
 /// Status words.

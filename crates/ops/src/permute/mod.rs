@@ -22,15 +22,17 @@
 //! | cases | `crates/cli/src/verify/permute.rs` |
 //! | page | `docs/protocols/permute.md` |
 
-mod config;
-mod cuda;
 mod desc;
+mod device;
 mod host;
+mod launch;
 mod map;
 mod plan;
+mod schedule;
 #[cfg(test)]
 mod tests;
 
 pub use desc::{PermuteDesc, PermuteMemory, Permuted, Tokens};
+pub use launch::{UnpermuteGrads, WeightedGrads};
 pub use map::PermuteMap;
-pub use plan::{PermutePlan, UnpermuteGrads, WeightedGrads};
+pub use plan::PermutePlan;

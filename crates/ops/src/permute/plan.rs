@@ -5,36 +5,15 @@ use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream, Tensor};
 
 use super::desc::together;
-use super::{PermuteDesc, PermuteMap, PermuteMemory, Permuted, Tokens, cuda, host};
+use super::launch::UnpermuteGrads;
+use super::{PermuteDesc, PermuteMap, PermuteMemory, Permuted, Tokens, device, host};
 use crate::common::cuda::{Ready, together_on};
 use crate::common::{Named, apart, expect_tensor};
-
-/// Tensors of a weighted unpermute's backward.
-#[derive(Clone, Debug)]
-pub struct WeightedGrads {
-    /// The weights of the unpermute, `[tokens, top_k]` f32.
-    pub weights: Tensor,
-    /// Its rows, `[capacity, hidden]`.
-    pub rows: Tensor,
-    /// Gradient of the weights, `[tokens, top_k]` f32: 0 where masked or dropped.
-    pub d_weights: Tensor,
-}
-
-/// Tensors of the backward of an unpermute.
-#[derive(Clone, Debug)]
-pub struct UnpermuteGrads {
-    /// Gradient of the result, `[tokens, hidden]`.
-    pub d_out: Tensor,
-    /// Gradient of the rows, `[capacity, hidden]`; padding rows become zero.
-    pub d_rows: Tensor,
-    /// If the unpermute had weights.
-    pub weighted: Option<WeightedGrads>,
-}
 
 /// A permutation of tokens. Local: no team.
 pub struct PermutePlan {
     desc: PermuteDesc,
-    ready: Ready<cuda::Prepared>,
+    ready: Ready<device::Prepared>,
 }
 
 impl PermutePlan {
@@ -68,7 +47,7 @@ impl PermutePlan {
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;
     /// `Unavailable` without a compiler.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |ctx: &_| cuda::Prepared::new(ctx, &self.desc);
+        let make = |ctx: &_| device::Prepared::new(ctx, &self.desc);
         self.ready.prepare(stream, make).map_err(|e| e.op("permute"))
     }
 
@@ -93,7 +72,7 @@ impl PermutePlan {
         stream: &Stream,
         op: &'static str,
         tensors: &[Named<'_>],
-        (out, cuda): (T, impl FnOnce(&cuda::Prepared, &CudaStream) -> Result<()>),
+        (out, cuda): (T, impl FnOnce(&device::Prepared, &CudaStream) -> Result<()>),
         run: impl Fn(&PermuteDesc) -> Result<()> + Send + Sync + 'static,
     ) -> Result<Pending<T>> {
         let ready = self.ready.on(stream).map_err(|e| e.op(op))?;
@@ -129,7 +108,7 @@ impl PermutePlan {
             .map_err(|e| op(e.hint("`topk_idx` is i32 or i64")))?;
         let (idx, m) = (topk_idx.clone(), map.clone());
         let tensors = [map.named(), ("topk_idx", Some(topk_idx))];
-        let cuda = |p: &cuda::Prepared, s: &_| p.route(s, &self.desc, (topk_idx, map));
+        let cuda = |p: &device::Prepared, s: &_| p.route(s, &self.desc, (topk_idx, map));
         let out = (map.clone(), cuda);
         self.queue(stream, "permute_route", &tensors, out, move |d| host::route(d, &idx, &m))
     }
@@ -157,7 +136,7 @@ impl PermutePlan {
         };
         check().map_err(|e| e.op("permute"))?;
         let tensors = [&[map.named()][..], &t.named(), &out.named()].concat();
-        let cuda = |p: &cuda::Prepared, s: &_| p.permute(s, d, map, (t, out));
+        let cuda = |p: &device::Prepared, s: &_| p.permute(s, d, map, (t, out));
         let (m, t, o, both) = (map.clone(), t.clone(), out.clone(), (out.clone(), cuda));
         self.queue(stream, "permute", &tensors, both, move |d| host::permute(d, &m, &t, &o))
     }
@@ -187,7 +166,7 @@ impl PermutePlan {
         check().map_err(|e| e.op("unpermute"))?;
         let tensors =
             [map.named(), ("rows", Some(rows)), ("topk_weights", topk_weights), ("out", Some(out))];
-        let cuda = |p: &cuda::Prepared, s: &_| p.unpermute(s, d, map, (rows, topk_weights, out));
+        let cuda = |p: &device::Prepared, s: &_| p.unpermute(s, d, map, (rows, topk_weights, out));
         let (m, r, w, o) = (map.clone(), rows.clone(), topk_weights.cloned(), out.clone());
         self.queue(stream, "unpermute", &tensors, (out.clone(), cuda), move |d| {
             host::unpermute(d, &m, (&r, w.as_ref()), &o)
@@ -219,7 +198,7 @@ impl PermutePlan {
         };
         check().map_err(|e| e.op("permute_bwd"))?;
         let tensors = [&[map.named()][..], &g.named(), &out.named()].concat();
-        let cuda = |p: &cuda::Prepared, s: &_| p.permute_bwd(s, d, map, (g, out));
+        let cuda = |p: &device::Prepared, s: &_| p.permute_bwd(s, d, map, (g, out));
         let (m, g, o, both) = (map.clone(), g.clone(), out.clone(), (out.clone(), cuda));
         self.queue(stream, "permute_bwd", &tensors, both, move |d| host::permute_bwd(d, &m, &g, &o))
     }
@@ -261,7 +240,7 @@ impl PermutePlan {
             ("rows", w.map(|w| &w.rows)),
             ("d_weights", w.map(|w| &w.d_weights)),
         ];
-        let cuda = |p: &cuda::Prepared, s: &_| p.unpermute_bwd(s, d, map, g);
+        let cuda = |p: &device::Prepared, s: &_| p.unpermute_bwd(s, d, map, g);
         let (m, t, both) = (map.clone(), g.clone(), (g.clone(), cuda));
         self.queue(stream, "unpermute_bwd", &tensors, both, move |d| host::unpermute_bwd(d, &m, &t))
     }

@@ -5,7 +5,7 @@
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory};
 
-use crate::attention::fp8::Wide;
+use crate::attention::device::Wide;
 use crate::common::cuda::{no_kernel, workspace};
 use crate::common::lanes::Reducer;
 use crate::cp_attention::desc::CpAttentionDesc;

@@ -13,8 +13,7 @@ use tilewire_kernels::abi::TwAttn;
 use tilewire_symm::{Signals, StreamTransport, SymBuf};
 
 use super::prepared::Prepared;
-use crate::attention::cuda::{inputs, inputs_bwd, param, param_bwd, part};
-use crate::attention::merge::Parts;
+use crate::attention::device::{Parts, inputs, inputs_bwd, param, param_bwd, part};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::Bias;
 use crate::common::PlanCore;

@@ -22,9 +22,8 @@ use super::pieces::{AREA, GATHER, Pieces, SCATTER, Sizes};
 use super::schedule::Schedule;
 use super::transfers::Transfers;
 use crate::attention::host::{Core, Operands, State, store};
-use crate::attention::plan::in_sequence;
 use crate::attention::{
-    AttnConfig, AttnInputs, AttnOut, AttnSaved, Extra, LocalRows, Sequences, Upstream,
+    AttnConfig, AttnInputs, AttnOut, AttnSaved, Extra, LocalRows, Sequences, Upstream, in_sequence,
 };
 use crate::common::{Handoff, Launch, wide};
 

@@ -3,7 +3,7 @@
 use tilewire_core::DType;
 use tilewire_kernels::portable::{LAYERS_CHUNK, LAYERS_KEPT, LAYERS_THREADS, LAYERS_TOKENS};
 
-use super::desc::{LayersDesc, SQUARES};
+use crate::layers::desc::{LayersDesc, SQUARES};
 
 /// Threads and warps of a block.
 pub(super) const THREADS: usize = LAYERS_THREADS as usize;

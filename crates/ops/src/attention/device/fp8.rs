@@ -4,7 +4,7 @@
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream};
 
-use super::{AttentionDesc, AttnInputs, LocalRows};
+use crate::attention::{AttentionDesc, AttnInputs, LocalRows};
 use crate::common::cuda::{addr, workspace};
 use crate::quant::device::{Codes, Scales, Widen};
 use tilewire_kernels::abi::TwAttn;

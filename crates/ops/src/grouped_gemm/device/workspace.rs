@@ -7,9 +7,9 @@ use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{CudaContext, CudaEvent, CudaMemory, CudaStream, StreamKey};
 use tilewire_device::{Point, Queue};
 
-use super::GroupedDesc;
 use crate::common::cuda::{hold, holding, workspace};
 use crate::gemm::device::Wide;
+use crate::grouped_gemm::GroupedDesc;
 
 /// Streams that have a workspace of their own, at most. Launches on more are in order with some of
 /// them.

@@ -1,4 +1,4 @@
-//! Attention on CUDA devices, by the portable kernels (`kernels/src/attention`).
+//! The kernels of attention, and what queues them.
 
 use std::any::Any;
 
@@ -12,10 +12,10 @@ use tilewire_kernels::attention::{
     PLAIN_ATTENTION, PLAIN_ROWS, Plain, SM80_ATTENTION, TABLE, Tile, Variant,
 };
 
-use super::desc::bound;
 use super::fp8::{Wide, kernel_desc};
-use super::table::{number_tiles, whole};
-use super::{
+use crate::attention::desc::bound;
+use crate::attention::table::{number_tiles, whole};
+use crate::attention::{
     AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, LocalRows, Sequences,
 };
 use crate::common::cuda::{addr, fit_32_bits, holding, load, no_kernel, workspace};

@@ -1,38 +1,19 @@
-//! Permutation on CUDA devices, by the portable kernels (`permute/sm80_permute.cu`).
+//! The kernels of a permutation, and what queues them.
 
 use tilewire_core::{DType, Result};
 use tilewire_device::Tensor;
-use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
+use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::abi::TwRoute;
-use tilewire_kernels::portable::{PERMUTE, PERMUTE_CHUNK, PERMUTE_THREADS, permute_defines};
+use tilewire_kernels::portable::{PERMUTE, PERMUTE_THREADS, permute_defines};
 
-use super::plan::UnpermuteGrads;
-use super::{PermuteDesc, PermuteMap, Permuted, Tokens};
-use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, workspace};
+use super::scratch::chunks;
+use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa};
+use crate::permute::{PermuteDesc, PermuteMap, Permuted, Tokens, UnpermuteGrads};
 
 const THREADS: usize = PERMUTE_THREADS as usize;
 
-/// Blocks that count and place `choices`.
-fn chunks(choices: usize) -> usize {
-    choices.div_ceil(PERMUTE_CHUNK as usize).max(1)
-}
-
-/// What the routing of one map works in: one for each batch in flight, as the map itself.
-#[derive(Clone)]
-pub(super) struct Scratch {
-    counts: CudaMemory,
-    first: CudaMemory,
-}
-
-impl Scratch {
-    pub fn new(ctx: &CudaContext, d: &PermuteDesc, tokens: usize) -> Result<Self> {
-        let counts = chunks(tokens * d.top_k) * (d.num_experts + 1);
-        Ok(Self { counts: workspace(ctx, 4 * counts)?, first: workspace(ctx, 8 * d.num_experts)? })
-    }
-}
-
 /// The kernels of a plan.
-pub(super) struct Prepared {
+pub(crate) struct Prepared {
     count: Kernel,
     scan: Kernel,
     place: Kernel,

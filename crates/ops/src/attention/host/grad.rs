@@ -7,9 +7,9 @@
 //! dsink -= exp(sink - lse_i) delta_i
 //! ```
 
-use super::Slice;
-use super::desc::Visible;
-use super::host::{Core, Operands};
+use super::core::{Core, Operands};
+use crate::attention::desc::Visible;
+use crate::attention::{BiasShape, Slice};
 use crate::common::Mat;
 use crate::gemm::host::matmul;
 
@@ -34,7 +34,7 @@ pub(crate) struct Grads {
 
 impl Grads {
     pub fn new(core: &Core, rows: usize, with_bias: bool) -> Self {
-        let len = |(b, _): &(super::BiasShape, Vec<f32>)| b.heads * b.sq * b.skv;
+        let len = |(b, _): &(BiasShape, Vec<f32>)| b.heads * b.sq * b.skv;
         let dbias = core.bias.as_ref().filter(|_| with_bias).map_or(0, len);
         Self {
             dq: vec![0.0; core.dims.hq * rows * core.dims.dqk],

@@ -6,8 +6,8 @@
 use tilewire_core::{Result, Rng, convert_from_f32};
 use tilewire_device::Tensor;
 
-use super::desc::{Visible, bound};
-use super::{AttentionDesc, AttnConfig, AttnMask, BiasShape, Slice};
+use crate::attention::desc::{Visible, bound};
+use crate::attention::{AttentionDesc, AttnConfig, AttnMask, BiasShape, Slice};
 use crate::common::Mat;
 use crate::gemm::host::matmul;
 

@@ -1,10 +1,9 @@
-//! The works on CUDA devices, by the portable kernels (`layers/sm80_layers.cu`,
-//! `layers/sm80_optimizer.cu`).
+//! The kernels of the works, and what queues them.
 
 use bytemuck::Pod;
 use tilewire_core::{Error, Result, Rng};
 use tilewire_device::Tensor;
-use tilewire_device::cuda::{CudaContext, CudaMemory, Grid, Kernel, LaunchArgs};
+use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::abi::{
     TwAdamW, TwEmbedBwd, TwHeads, TwInit, TwLoss, TwNorm, TwNormBwd, TwRouter, TwRouterBwd,
 };
@@ -12,19 +11,18 @@ use tilewire_kernels::portable::{
     LAYERS, LAYERS_KEPT, LAYERS_THREADS, OPTIMIZER, layers_defines, optimizer_defines,
 };
 
-use super::config::{
+use super::sizes::{
     CLASS_BLOCKS, CLASSES, NORM_BLOCKS, ROUTER_BLOCKS, Room, SHARED, SQUARE_BLOCKS, THREADS, WARPS,
     class_blocks, lanes, norm_bwd_shared, token_blocks, token_chunks, token_parts,
 };
-use super::desc::{
+use crate::common::cuda::{addr, fit_32_bits, load, mantissa, no_kernel, workspace};
+use crate::layers::desc::{
     AdamStep, AddNorm, CountStep, CrossEntropy, Embed, EmbedBwd, Heads, Init, LayersDesc, NormBwd,
     Router, RouterBwd, SquareSum,
 };
-use super::plan::On;
-use crate::common::cuda::{addr, fit_32_bits, load, mantissa, no_kernel, workspace};
 
 /// Kernels and workspace.
-pub(super) struct Prepared {
+pub(crate) struct Prepared {
     embed: Kernel,
     embed_count: Kernel,
     embed_place: Kernel,
@@ -142,6 +140,14 @@ fn whole<'a>(what: &str, t: impl Into<Option<&'a Tensor>>, num: usize) -> Result
     }
     Err(Error::invalid(format!("`{what}` does not begin at a multiple of {unit} bytes"))
         .hint("copy it to a tensor of its own, or take other rows"))
+}
+
+/// A prepared plan and a stream of its device.
+#[doc(hidden)]
+#[derive(Clone, Copy)]
+pub struct On<'a> {
+    pub(crate) kernels: &'a Prepared,
+    pub(crate) stream: &'a CudaStream,
 }
 
 /// Every kernel takes what its struct or its arguments say, in that order. The tensors were checked

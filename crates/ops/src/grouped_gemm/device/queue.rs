@@ -1,5 +1,4 @@
-//! Grouped GEMM on CUDA devices, by the portable kernels (`grouped_gemm/sm80_grouped_gemm.cu`). FP8
-//! operands are widened to f32 first.
+//! The kernels of a grouped GEMM, and what queues them.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -12,13 +11,15 @@ use tilewire_kernels::SM80_GROUPED_GEMM;
 use tilewire_kernels::abi::{TwAddresses, TwGemm, TwGrouped};
 
 use super::workspace::{Widened, Workspace, Workspaces};
-use super::{GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights};
 use crate::common::Bias;
 use crate::common::cuda::{addr, fit_32_bits, gemm_defines, hold, load};
 use crate::gemm::Operand;
 use crate::gemm::device::Wide;
 use crate::gemm::device::bias_flag;
 use crate::gemm::device::{A_KM, ACT_SHIFT, B_KN, SUMS, TILE, TILE_F32, Tile, act_code, out_code};
+use crate::grouped_gemm::{
+    GroupedDesc, GroupedDgrad, GroupedFprop, GroupedWgrad, SplitKind, Splits, Weights,
+};
 
 /// Flags of `TwGrouped`'s product.
 const ZERO_TAIL: u32 = 128;
@@ -35,7 +36,7 @@ struct Products {
 }
 
 /// Kernels and status word of a plan.
-pub(super) struct Prepared {
+pub(crate) struct Prepared {
     /// What the kernels compute: with f32 in place of FP8.
     desc: GroupedDesc,
     tile: Tile,
@@ -52,7 +53,7 @@ pub(super) struct Prepared {
 
 /// A launch: a plan's kernels, and what they use besides tensors. Packed weights of wider types
 /// need nothing.
-pub(super) struct Run<'a> {
+pub(crate) struct Run<'a> {
     prepared: &'a Prepared,
     space: Option<Arc<Workspace>>,
 }

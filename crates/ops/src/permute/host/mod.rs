@@ -3,9 +3,9 @@
 use tilewire_core::{DType, Result, convert_from_f32};
 use tilewire_device::Tensor;
 
-use super::config::Layout;
+use super::launch::UnpermuteGrads;
 use super::map::{BAD_INDEX, GOOD};
-use super::plan::UnpermuteGrads;
+use super::schedule::Layout;
 use super::{PermuteDesc, PermuteMap, Permuted, Tokens};
 
 /// Fills the map from `idx`.

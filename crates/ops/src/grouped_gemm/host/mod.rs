@@ -5,8 +5,8 @@ use std::ops::Range;
 use tilewire_core::{DType, Result, convert_from_f32};
 use tilewire_device::Tensor;
 
-use super::config::{BadSplits, ranges};
-use super::plan::{GroupedDgrad, GroupedFprop, GroupedWgrad};
+use super::launch::{GroupedDgrad, GroupedFprop, GroupedWgrad};
+use super::ranges::{BadSplits, ranges};
 use super::{GroupedDesc, Splits, Weights};
 use crate::common::Mat;
 use crate::common::{narrow_into, wide};

@@ -5,8 +5,8 @@ use tilewire_device::cuda::{CudaContext, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_kernels::abi::TwMerge;
 use tilewire_kernels::attention::{PLAIN_ATTENTION, merge};
 
-use super::AttentionDesc;
-use super::cuda::code;
+use super::queue::code;
+use crate::attention::AttentionDesc;
 use crate::common::cuda::load;
 
 /// Parts and their merge, as addresses: `num` of `[rows, heads, dv]` and `[heads, rows]`, f32, one
