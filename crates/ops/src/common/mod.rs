@@ -21,7 +21,7 @@ pub(crate) use self::core::{Launch, PlanCore};
 pub use backend::CollectiveBackend;
 pub(crate) use bias::{Bias, bias_type};
 pub use check::expect_tensor;
-pub(crate) use check::{Named, apart, each_apart, narrow_into, wide};
+pub(crate) use check::{Named, apart, each_apart, narrow_into, not_prepared, wide};
 pub(crate) use handoff::Handoff;
 pub(crate) use mat::Mat;
 pub use operand::Operand;

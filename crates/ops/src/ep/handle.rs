@@ -7,7 +7,7 @@ use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
 use tilewire_device::cuda::{CudaContext, CudaMemory};
 use tilewire_device::{Buffer, Device, Tensor};
 
-use super::config::Routing;
+use super::routing::Routing;
 use super::{EpDesc, Overflow};
 use crate::common::cuda::workspace;
 

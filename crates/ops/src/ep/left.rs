@@ -5,7 +5,7 @@ use tilewire_device::Buffer;
 use tilewire_symm::{OpCtx, SymBuf};
 
 use super::EpPlan;
-use super::cuda;
+use super::device;
 use super::schedule::{Area, Cut, Schedule};
 
 /// Bytes at one place of an area.
@@ -29,9 +29,9 @@ impl EpPlan {
     /// What the device reports.
     #[doc(hidden)]
     pub fn left(&self) -> Result<Vec<EpLeft>> {
-        let (d, at) = (&self.desc, Schedule::new(&self.desc));
-        let (counts, tokens) = (self.part_of(&self.counts)?, self.part_of(&self.tokens)?);
-        let (returns, flags) = (self.part_of(&self.returns)?, self.part_of(&self.flags)?);
+        let (d, at) = (&self.base.desc, Schedule::new(&self.base.desc));
+        let (counts, tokens) = (self.part_of(&self.base.counts)?, self.part_of(&self.base.tokens)?);
+        let (returns, flags) = (self.part_of(&self.base.returns)?, self.part_of(&self.base.flags)?);
         let mut all = Vec::new();
         let mut add = |what, writer, token, from: &[u8], at: usize, len: usize| {
             all.push(EpLeft { what, writer, token, bytes: from[at..at + len].to_vec() });
@@ -64,9 +64,9 @@ impl EpPlan {
     }
 
     fn part_of(&self, buf: &SymBuf) -> Result<Vec<u8>> {
-        let core = &self.cores[0];
+        let core = &self.base.cores[0];
         if let Some(lane) = core.lane() {
-            return cuda::whole(lane, buf)?.download();
+            return device::whole(lane, buf)?.download();
         }
         let mut bytes = vec![0; buf.len_bytes()];
         let ctx = OpCtx::new(core.heap(), core.op(), 0);

@@ -28,27 +28,25 @@
 //! | cases | `crates/cli/src/verify/ep.rs` |
 //! | page | `docs/protocols/ep.md` |
 
-mod areas;
-mod config;
-mod cuda;
 mod desc;
-mod fastest;
+mod device;
+mod direct;
 mod handle;
 mod host;
-mod lay;
+mod launch;
 mod left;
-mod nccl;
 mod plan;
+mod prepare;
 mod recv;
+mod routing;
 mod schedule;
 mod state;
-mod sum;
 mod traffic;
 
 pub use desc::{EpDesc, EpLayout, Overflow};
 pub use handle::{EpHandle, EpTotals};
+pub use launch::EpDispatch;
 #[doc(hidden)]
 pub use left::EpLeft;
 pub use plan::{EpMemory, EpPlan};
-pub use recv::EpDispatch;
 pub use traffic::EpTraffic;

@@ -4,24 +4,17 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
-use tilewire_symm::{Heap, Signals, SymBuf};
+use tilewire_symm::Heap;
 
-use super::areas::router;
-use super::cuda;
-use super::fastest::Used;
-use super::host::{Back, HostPart, Out, Run, Send};
-use super::recv::Direct;
+use super::device::{self, Used, router};
+use super::direct::Direct;
+use super::host::{HostPart, Run};
+use super::launch::{Back, Base, COMBINE, COMBINE_BWD, DISPATCH, DISPATCH_BWD, Out, PREPARE, Send};
 use super::schedule::Schedule;
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::CollectiveBackend;
 use crate::common::backend::{put_or_nccl, usual};
 use crate::common::{Launch, PlanCore, apart, expect_tensor};
-
-/// Signal slots of counts, tokens and returns: on the host announcements of launches, two in turn;
-/// on devices names of credit and arrival in reports.
-pub(super) const COUNTS: (usize, usize) = (0, 1);
-pub(super) const TOKENS: (usize, usize) = (2, 3);
-pub(super) const RETURNS: (usize, usize) = (4, 5);
 
 /// Bytes that a layer takes, before anything is allocated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,18 +31,9 @@ pub struct EpMemory {
 
 /// An expert-parallel layer with its receive areas.
 pub struct EpPlan {
-    pub(super) desc: EpDesc,
-    pub(super) backend: CollectiveBackend,
-    pub(super) cores: [PlanCore; 5],
-    pub(super) counts: SymBuf,
-    pub(super) tokens: SymBuf,
-    pub(super) returns: SymBuf,
-    /// Credits and arrivals.
-    pub(super) flags: SymBuf,
-    pub(super) signals: Arc<Signals>,
+    pub(super) base: Base,
     /// On a heap in device memory, made by `prepare`.
-    pub(super) cuda: OnceLock<Used>,
-    pub(super) num_sms: usize,
+    pub(super) device: OnceLock<Used>,
     pub(super) part: HostPart,
     /// On the host, set by `prepare`: no launch had written a word yet.
     pub(super) cleared: OnceLock<()>,
@@ -81,12 +65,6 @@ impl Poison {
         };
     }
 }
-
-pub(super) const PREPARE: usize = 0;
-pub(super) const DISPATCH: usize = 1;
-pub(super) const COMBINE: usize = 2;
-const DISPATCH_BWD: usize = 3;
-const COMBINE_BWD: usize = 4;
 
 impl EpPlan {
     /// What a layer takes on each rank.
@@ -157,21 +135,20 @@ impl EpPlan {
             Ok(core.using(bufs, [&signals]))
         };
         let [a, b, c, d, e] = names.map(core);
-        Ok(Self {
+        let part = HostPart::new(&desc, fine);
+        let base = Base {
+            desc,
+            backend,
             cores: [a?, b?, c?, d?, e?],
             counts,
             tokens,
             returns,
             flags,
-            cuda: OnceLock::new(),
-            num_sms: cuda::NUM_SMS,
-            part: HostPart::new(&desc, fine),
-            cleared: OnceLock::new(),
-            direct: Mutex::default(),
             signals,
-            desc,
-            backend,
-        })
+            num_sms: device::NUM_SMS,
+        };
+        let (device, cleared, direct) = (OnceLock::new(), OnceLock::new(), Mutex::default());
+        Ok(Self { base, device, part, cleared, direct })
     }
 
     /// Multiprocessors of a GPU that a phase may take (default: 32), at least one. Its blocks wait for those
@@ -179,13 +156,13 @@ impl EpPlan {
     /// side by side. Ranks may differ. It means nothing on the host.
     #[must_use]
     pub fn with_num_sms(mut self, num: usize) -> Self {
-        self.num_sms = num.max(1);
+        self.base.num_sms = num.max(1);
         self
     }
 
     /// What it does.
     pub fn desc(&self) -> &EpDesc {
-        &self.desc
+        &self.base.desc
     }
 
     /// A handle for one microbatch.
@@ -193,25 +170,25 @@ impl EpPlan {
     /// # Errors
     /// `Exhausted` if the device has no room.
     pub fn handle(&self) -> Result<EpHandle> {
-        let heap = self.cores[0].heap();
-        EpHandle::new(&self.desc, heap.team().rank().idx(), &heap.device())
+        let heap = self.base.cores[0].heap();
+        EpHandle::new(&self.base.desc, heap.team().rank().idx(), &heap.device())
     }
 
     /// In words, what it takes and does.
     pub fn explain(&self) -> String {
-        let (m, at) = (Self::memory(&self.desc), Schedule::new(&self.desc));
+        let (m, at) = (Self::memory(&self.base.desc), Schedule::new(&self.base.desc));
         let s = at.strides();
         format!(
             "ep {}\npush, one row per (token, rank) of {} bytes, one row back of {} bytes; symmetric {} bytes, \
              received {}, expert outputs {}, handle {}",
-            self.desc,
+            self.base.desc,
             s.row + s.meta,
             s.back,
             m.symmetric,
             m.received,
             m.expert_out,
             m.handle
-        ) + &self.cuda.get().map_or(String::new(), Used::explain)
+        ) + &self.device.get().map_or(String::new(), Used::explain)
     }
 
     fn run(
@@ -222,7 +199,7 @@ impl EpPlan {
         run: impl Fn(&Launch) -> Result<()> + std::marker::Send + Sync + 'static,
         outs: Vec<Poison>,
     ) -> Result<()> {
-        let (core, seq) = (&self.cores[which], launch.ctx.seq());
+        let (core, seq) = (&self.base.cores[which], launch.ctx.seq());
         core.run(
             stream,
             || Ok(()),
@@ -232,14 +209,14 @@ impl EpPlan {
         )
     }
 
-    fn base(&self) -> Run {
+    fn host_run(&self) -> Run {
         Run {
-            desc: self.desc.clone(),
-            counts: self.counts.clone(),
-            tokens: self.tokens.clone(),
-            returns: self.returns.clone(),
-            flags: self.flags.clone(),
-            signals: self.signals.clone(),
+            desc: self.base.desc.clone(),
+            counts: self.base.counts.clone(),
+            tokens: self.base.tokens.clone(),
+            returns: self.base.returns.clone(),
+            flags: self.base.flags.clone(),
+            signals: self.base.signals.clone(),
             part: self.part.clone(),
         }
     }
@@ -258,7 +235,7 @@ impl EpPlan {
         capacity: Option<usize>,
         handle: &EpHandle,
     ) -> Result<Pending<EpHandle>> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         let capacity = capacity.unwrap_or(d.capacity);
         if capacity > d.capacity {
             return Err(Error::invalid("capacity above the layer's")
@@ -281,15 +258,15 @@ impl EpPlan {
             phase.together(stream, &given).map_err(|e| e.op("ep_prepare"))?;
             return stream.in_launch(|| {
                 let detail = format_args!("capacity={capacity}");
-                let seq = self.cores[PREPARE].begin_on(stream, detail)?;
+                let seq = self.base.cores[PREPARE].begin_on(stream, detail)?;
                 handle.set_routing(seq);
                 phase.route((stream, seq), topk_idx, capacity)?;
-                self.cores[PREPARE].pending(handle.clone(), stream, seq)
+                self.base.cores[PREPARE].pending(handle.clone(), stream, seq)
             });
         }
-        let launch = self.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
+        let launch = self.base.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
         handle.set_routing(launch.ctx.seq());
-        let (run, idx, h) = (self.base(), topk_idx.clone(), handle.clone());
+        let (run, idx, h) = (self.host_run(), topk_idx.clone(), handle.clone());
         let outs = vec![Poison::Index(handle.row_index().clone())];
         let counts = [handle.m_splits(), handle.total(), handle.dropped()];
         let outs = outs.into_iter().chain(counts.map(|t| Poison::Count(t.clone()))).collect();
@@ -317,30 +294,30 @@ impl EpPlan {
         ];
         phase.together(stream, &given)?;
         stream.in_launch(|| {
-            let seq = self.cores[which].begin_on(stream, detail)?;
+            let seq = self.base.cores[which].begin_on(stream, detail)?;
             phase.back((stream, seq), back)?;
-            self.cores[which].pending(back.out.clone(), stream, seq).map(Some)
+            self.base.cores[which].pending(back.out.clone(), stream, seq).map(Some)
         })
     }
 
     fn pending<T>(&self, out: T, stream: &Stream) -> Result<Pending<T>> {
-        Pending::new(out, stream, Some(self.cores[0].team().fault().clone()))
+        Pending::new(out, stream, Some(self.base.cores[0].team().fault().clone()))
     }
 
     /// Tokens of this rank, from a tensor `[tokens, cols]`.
     fn rows(&self, what: &str, t: &Tensor, dtype: DType, cols: usize) -> Result<usize> {
         let rows = if t.shape().ndim() == 2 { t.shape().dim(0) } else { 0 };
-        if rows > self.desc.max_tokens {
+        if rows > self.base.desc.max_tokens {
             return Err(Error::invalid(format!("`{what}` has too many tokens"))
-                .expected(format_args!("at most {}", self.desc.max_tokens))
+                .expected(format_args!("at most {}", self.base.desc.max_tokens))
                 .seen(rows));
         }
         expect_tensor(what, t, dtype, &[rows, cols]).map(|()| rows)
     }
 
     fn check_recv(&self, d: &EpDispatch, dtype: DType, weights: bool, scales: bool) -> Result<()> {
-        let rows = self.desc.recv_rows();
-        expect_tensor("received x", &d.x, dtype, &[rows, self.desc.hidden])?;
+        let rows = self.base.desc.recv_rows();
+        expect_tensor("received x", &d.x, dtype, &[rows, self.base.desc.hidden])?;
         let pair = |what: &str, want: bool, t: &Option<Tensor>, shape: &[usize]| match t {
             Some(t) if want => expect_tensor(what, t, DType::F32, shape),
             None if !want => Ok(()),
@@ -348,8 +325,8 @@ impl EpPlan {
                 "received `{what}` must be given if and only if it is sent"
             ))),
         };
-        pair("weights", weights, &d.weights, &[self.desc.capacity])?;
-        pair("scales", scales, &d.scales, &[rows, self.desc.num_scales])
+        pair("weights", weights, &d.weights, &[self.base.desc.capacity])?;
+        pair("scales", scales, &d.scales, &[rows, self.base.desc.num_scales])
     }
 
     /// Queues the dispatch of `x` (`[tokens, hidden]`), with `topk_weights` (`[tokens, top_k]`
@@ -366,7 +343,7 @@ impl EpPlan {
         (topk_weights, scales): (Option<&Tensor>, Option<&Tensor>),
         out: &EpDispatch,
     ) -> Result<Pending<EpDispatch>> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         let op = |e: Error| e.op("ep_dispatch");
         let rows = self.rows("x", x, d.dtype, d.hidden).map_err(op)?;
         if let Some(w) = topk_weights {
@@ -403,14 +380,14 @@ impl EpPlan {
             ];
             phase.together(stream, &given).map_err(op)?;
             return stream.in_launch(|| {
-                let seq = self.cores[DISPATCH].begin_on(stream, detail)?;
+                let seq = self.base.cores[DISPATCH].begin_on(stream, detail)?;
                 phase.dispatch((stream, seq), x, (topk_weights, scales), (out, buffer))?;
-                self.cores[DISPATCH].pending(out.clone(), stream, seq)
+                self.base.cores[DISPATCH].pending(out.clone(), stream, seq)
             });
         }
-        let launch = self.cores[DISPATCH].begin(stream, detail)?;
+        let launch = self.base.cores[DISPATCH].begin(stream, detail)?;
         let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
-        let (run, h, o) = (self.base(), handle.clone(), Out::Dispatch(out.clone()));
+        let (run, h, o) = (self.host_run(), handle.clone(), Out::Dispatch(out.clone()));
         let to = self.straight(buffer);
         let mut outs =
             Poison::values([Some(out.x.clone()), out.weights.clone(), out.scales.clone()]);
@@ -439,7 +416,7 @@ impl EpPlan {
         weights: Option<&Tensor>,
         out: &Tensor,
     ) -> Result<Pending<Tensor>> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         let op = |e: Error| e.op("ep_combine");
         expect_tensor("y", y, d.out, &[d.capacity, d.hidden]).map_err(op)?;
         if let Some(w) = weights {
@@ -461,8 +438,8 @@ impl EpPlan {
         {
             return Ok(queued);
         }
-        let launch = self.cores[COMBINE].begin(stream, detail)?;
-        let (run, h) = (self.base(), handle.clone());
+        let launch = self.base.cores[COMBINE].begin(stream, detail)?;
+        let (run, h) = (self.host_run(), handle.clone());
         let outs = Poison::values([Some(out.clone())]);
         self.run(COMBINE, stream, launch, move |l| run.back(l, &h, &back), outs)?;
         self.pending(out.clone(), stream)
@@ -481,7 +458,7 @@ impl EpPlan {
         (d_recv, d_weights): (&Tensor, Option<&Tensor>),
         (dx, dw): (&Tensor, Option<&Tensor>),
     ) -> Result<Pending<Tensor>> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         let op = |e: Error| e.op("ep_dispatch_bwd");
         expect_tensor("d_recv", d_recv, d.out, &[d.recv_rows(), d.hidden]).map_err(op)?;
         let rows = self.rows("dx", dx, d.out, d.hidden).map_err(op)?;
@@ -507,8 +484,8 @@ impl EpPlan {
         {
             return Ok(queued);
         }
-        let launch = self.cores[DISPATCH_BWD].begin(stream, detail)?;
-        let (run, h) = (self.base(), handle.clone());
+        let launch = self.base.cores[DISPATCH_BWD].begin(stream, detail)?;
+        let (run, h) = (self.host_run(), handle.clone());
         let outs = Poison::values([Some(dx.clone()), dw.cloned()]);
         self.run(DISPATCH_BWD, stream, launch, move |l| run.back(l, &h, &back), outs)?;
         self.pending(dx.clone(), stream)
@@ -530,7 +507,7 @@ impl EpPlan {
         weighted: Option<(&Tensor, &Tensor, &Tensor)>,
         dy: &Tensor,
     ) -> Result<Pending<Tensor>> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         let op = |e: Error| e.op("ep_combine_bwd");
         self.rows("d_out", d_out, d.out, d.hidden).map_err(op)?;
         expect_tensor("dy", dy, d.out, &[d.capacity, d.hidden]).map_err(op)?;
@@ -554,18 +531,18 @@ impl EpPlan {
             phase.together(stream, &outs).map_err(op)?;
             phase.together(stream, &ins).map_err(op)?;
             return stream.in_launch(|| {
-                let seq = self.cores[COMBINE_BWD].begin_on(stream, detail)?;
+                let seq = self.base.cores[COMBINE_BWD].begin_on(stream, detail)?;
                 phase.combine_bwd((stream, seq), d_out, weighted, (dy, buffer))?;
-                self.cores[COMBINE_BWD].pending(dy.clone(), stream, seq)
+                self.base.cores[COMBINE_BWD].pending(dy.clone(), stream, seq)
             });
         }
-        let launch = self.cores[COMBINE_BWD].begin(stream, detail)?;
+        let launch = self.base.cores[COMBINE_BWD].begin(stream, detail)?;
         let send = Send { x: d_out.clone(), weights: None, scales: None };
         let out = Out::CombineBwd {
             dy: dy.clone(),
             weighted: weighted.map(|(w, y, g)| (w.clone(), y.clone(), g.clone())),
         };
-        let (run, h, to) = (self.base(), handle.clone(), self.straight(buffer));
+        let (run, h, to) = (self.host_run(), handle.clone(), self.straight(buffer));
         let outs = Poison::values([Some(dy.clone()), weighted.map(|w| w.2.clone())]);
         let run = move |l: &Launch| run.send(l, &h, (&send, &out), to.as_ref());
         self.run(COMBINE_BWD, stream, launch, run, outs)?;

@@ -6,31 +6,10 @@ use tilewire_core::{DType, Error, ErrorKind, Result, Shape};
 use tilewire_device::{Memory, Tensor};
 use tilewire_symm::{Fingerprint, SymBuf};
 
-use super::lay::Straight;
-use super::{EpLayout, EpPlan, cuda};
+use super::direct::Direct;
+use super::host::Straight;
+use super::{EpLayout, EpPlan, device};
 use crate::common::CollectiveBackend;
-
-/// A receive buffer that peers write to.
-pub(super) struct Direct {
-    /// Of this rank's part.
-    addr: u64,
-    /// On the host.
-    host: Option<Straight>,
-    _buf: SymBuf,
-}
-
-/// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for those
-/// behind the last expert's of the expert-major order, which may be left as they are: no split
-/// reaches there.
-#[derive(Clone, Debug)]
-pub struct EpDispatch {
-    /// Tokens `[recv_rows, hidden]`.
-    pub x: Tensor,
-    /// Scales `[recv_rows, num_scales]` f32, with FP8 tokens.
-    pub scales: Option<Tensor>,
-    /// Weight of the copy in each expert-major row, `[capacity]` f32, if weights were given.
-    pub weights: Option<Tensor>,
-}
 
 impl EpPlan {
     /// A receive buffer for [`EpDispatch::x`], `[recv_rows, hidden]`, in symmetric memory: rows of
@@ -47,7 +26,7 @@ impl EpPlan {
     /// `Unsupported` for the flat layout, and through NCCL; `NotPrepared` if `prepare` has yet to
     /// decide what rows go through.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         // A sender of flat rows does not know how many come before them.
         let knows = !matches!(d.layout, EpLayout::Flat { .. });
         let expected = "expert-major or rank-major rows, by puts";
@@ -63,7 +42,7 @@ impl EpPlan {
     /// receives rows already; `Unsupported` on the host, where other operations may use
     /// `buf` while this rank reads its rows.
     pub fn zero_copy_recv_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         self.fits(buf, at, (d.dtype, d.recv_rows()))?;
         let knows = !matches!(d.layout, EpLayout::Flat { .. });
         let expected = "expert-major or rank-major rows, by puts";
@@ -76,7 +55,7 @@ impl EpPlan {
     /// # Errors
     /// As there; `Unsupported` for all layouts but the expert-major one, and through NCCL.
     pub fn zero_copy_grad(&self) -> Result<Tensor> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         let knows = matches!(d.layout, EpLayout::ExpertMajor { .. });
         self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts", None)
     }
@@ -87,7 +66,7 @@ impl EpPlan {
     /// # Errors
     /// As there, and as [`EpPlan::zero_copy_grad`].
     pub fn zero_copy_grad_in(&self, buf: &SymBuf, at: usize) -> Result<Tensor> {
-        let d = &self.desc;
+        let d = &self.base.desc;
         self.fits(buf, at, (d.out, d.capacity))?;
         let knows = matches!(d.layout, EpLayout::ExpertMajor { .. });
         self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts", Some((buf, at)))
@@ -95,12 +74,12 @@ impl EpPlan {
 
     /// Fails unless `rows` fit at byte `at` of `buf`, which is of this heap.
     fn fits(&self, buf: &SymBuf, at: usize, (dtype, rows): (DType, usize)) -> Result<()> {
-        if self.cores[0].lane().is_none() {
+        if self.base.cores[0].lane().is_none() {
             let text = "rows of a layer in symmetric memory of the host";
             return Err(Error::new(ErrorKind::Unsupported, text).op("ep"));
         }
-        buf.check_heap(self.cores[0].heap()).map_err(|e| e.op("ep"))?;
-        let need = rows * self.desc.hidden * dtype.size();
+        buf.check_heap(self.base.cores[0].heap()).map_err(|e| e.op("ep"))?;
+        let need = rows * self.base.desc.hidden * dtype.size();
         if at.is_multiple_of(16) && at.checked_add(need).is_some_and(|end| end <= buf.len_bytes()) {
             return Ok(());
         }
@@ -119,9 +98,9 @@ impl EpPlan {
         expected: &str,
         given: Option<(&SymBuf, usize)>,
     ) -> Result<Tensor> {
-        let (d, heap) = (&self.desc, self.cores[0].heap());
+        let (d, heap) = (&self.base.desc, self.base.cores[0].heap());
         let shape = Shape::d2(rows, d.hidden);
-        let way = match self.cores[0].lane() {
+        let way = match self.base.cores[0].lane() {
             Some(_) => self.way()?,
             None => CollectiveBackend::Put,
         };
@@ -155,8 +134,8 @@ impl EpPlan {
             true => Err(Error::invalid("this memory receives rows already").op("ep")),
             false => Ok(addr),
         };
-        if let Some(lane) = self.cores[0].lane() {
-            let memory = cuda::whole(lane, &buf)?.slice(at, len)?;
+        if let Some(lane) = self.base.cores[0].lane() {
+            let memory = device::whole(lane, &buf)?.slice(at, len)?;
             let addr = known(memory.addr())?;
             direct.push(Direct { addr, host: None, _buf: buf });
             return Tensor::over_cuda(memory, dtype, shape);
@@ -174,7 +153,7 @@ impl EpPlan {
 
     /// Which receive buffer of the plan `x` is, from 1 on; 0 if it is another tensor.
     pub(super) fn buffer_of(&self, x: &Tensor) -> Result<u32> {
-        let addr = match self.cores[0].lane() {
+        let addr = match self.base.cores[0].lane() {
             Some(_) => x.cuda()?.addr(),
             None => x.span().1.start,
         };

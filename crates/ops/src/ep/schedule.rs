@@ -4,7 +4,7 @@
 //! What token t of rank s carries lies at record `s * max_tokens + t` of an area, on every rank
 //! and whatever the routing, so that neither numbers nor places travel. Every word that a peer
 //! waits for carries the number of its launch, so that nothing is cleared between launches.
-//! Kernels have the addresses and strides of `areas.rs` and the index arithmetic of
+//! Kernels have the addresses and strides of `device/areas.rs` and the index arithmetic of
 //! `kernels/src/ep/layer.cuh`; `both_executors_leave_the_same_bytes` of `tests/gpu/layouts.rs`
 //! holds them equal to what the host does by the functions below.
 

@@ -12,8 +12,8 @@ use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Buffer, Stream, Tensor};
 
 use super::EpDesc;
-use super::config::{Record as Sent, Routing};
 use super::handle::{Arrived, EpHandle, Record, State};
+use super::routing::{Record as Sent, Routing};
 
 /// A token and its copies.
 type Of<'a> = (usize, &'a [(usize, usize)]);

@@ -6,12 +6,22 @@ use std::ops::Range;
 use tilewire_core::{Result, convert_from_f32};
 use tilewire_device::Tensor;
 
-use super::EpDesc;
-use super::config::Record as Sent;
-use super::handle::Arrived;
-use super::host::{Back, within};
 use super::lay::record_row;
 use crate::common::{narrow_into, wide};
+use crate::ep::EpDesc;
+use crate::ep::handle::Arrived;
+use crate::ep::launch::Back;
+use crate::ep::routing::Record as Sent;
+
+/// Those of a list in the order of their tokens whose token is one of `tokens`.
+pub(super) fn within<T>(
+    list: &[T],
+    tokens: &Range<usize>,
+    token: impl Fn(&T) -> usize,
+) -> Range<usize> {
+    let first = |t: usize| list.partition_point(|e| token(e) < t);
+    first(tokens.start)..first(tokens.end)
+}
 
 /// Sums the expert outputs of a record.
 pub(super) struct Reduce<'a> {

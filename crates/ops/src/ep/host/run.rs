@@ -1,11 +1,4 @@
-//! Expert parallelism on the host: the protocol that the kernels run, by the worker of a stream.
-//!
-//! The schedule says what lies where; a rank writes to its peers, never reads from them. Each
-//! launch begins by telling all peers its fingerprint, which says the receive buffer as well, and
-//! ends by its credit: what came has been read, and the area is the peers' for the next launch. A
-//! rank that has nothing to send, or to read, does both all the same. Nothing is waited for before
-//! everything has been sent, but credits of the launch before and, where rows go straight to
-//! receive buffers, the beginning of this launch.
+//! A launch of each phase on the host, step by step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,41 +7,17 @@ use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::{Memory, Tensor};
 use tilewire_symm::{HostTransport, OpCtx, Permit, SignalSlot, Signals, SymBuf};
 
-use super::config::{Record as Sent, count, route};
 use super::lay::{Came, Straight};
-use super::plan::{COUNTS, RETURNS, TOKENS};
-use super::schedule::{Area, Copy16, Cut, Schedule};
-use super::sum::{Reduce, Sums};
-use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
+use super::sum::{Reduce, Sums, within};
 use crate::common::Launch;
-
-/// What a dispatch-type phase sends.
-pub(super) struct Send {
-    pub x: Tensor,
-    pub weights: Option<Tensor>,
-    pub scales: Option<Tensor>,
-}
-
-/// Where a dispatch-type phase delivers.
-pub(super) enum Out {
-    Dispatch(EpDispatch),
-    CombineBwd { dy: Tensor, weighted: Option<(Tensor, Tensor, Tensor)> },
-}
-
-/// What a combine-type phase sends and delivers.
-pub(super) struct Back {
-    pub y: Tensor,
-    pub weights: Option<Tensor>,
-    /// True if `y` has a row per copy, false if it has a row per record.
-    pub expert_major: bool,
-    pub dw: Option<Tensor>,
-    pub out: Tensor,
-    pub dw_out: Option<Tensor>,
-}
+use crate::ep::launch::{Back, COUNTS, Out, RETURNS, Send, TOKENS};
+use crate::ep::routing::{Record as Sent, count, route};
+use crate::ep::schedule::{Area, Copy16, Cut, Schedule};
+use crate::ep::{EpDesc, EpHandle, EpLayout};
 
 /// How the host cuts, and the launches that it counts.
 #[derive(Clone)]
-pub(super) struct HostPart {
+pub(crate) struct HostPart {
     /// Of tokens, and of what comes back.
     pub cuts: [Cut; 2],
     /// Of counts, tokens and returns: equal on all ranks.
@@ -63,7 +32,7 @@ impl HostPart {
     }
 }
 
-pub(super) struct Run {
+pub(crate) struct Run {
     pub desc: EpDesc,
     pub counts: SymBuf,
     pub tokens: SymBuf,
@@ -99,16 +68,6 @@ fn set_i64(t: &Tensor, v: &[usize]) -> Result<()> {
 
 fn rank(r: usize) -> Rank {
     Rank::new(r as u32)
-}
-
-/// Those of a list in the order of their tokens whose token is one of `tokens`.
-pub(super) fn within<T>(
-    list: &[T],
-    tokens: &std::ops::Range<usize>,
-    token: impl Fn(&T) -> usize,
-) -> std::ops::Range<usize> {
-    let first = |t: usize| list.partition_point(|e| token(e) < t);
-    first(tokens.start)..first(tokens.end)
 }
 
 impl Begun<'_> {

@@ -10,11 +10,11 @@ use tilewire_core::{DType, Result};
 use tilewire_device::Stream;
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, NcclOp};
 
-use super::EpDesc;
-use super::schedule::{Schedule, strides};
 use crate::common::PlanCore;
 use crate::common::cuda::{hold, workspace};
 use crate::common::nccl::ByNccl;
+use crate::ep::EpDesc;
+use crate::ep::schedule::{Schedule, strides};
 use tilewire_kernels::abi::TwEp;
 
 /// What is exchanged.

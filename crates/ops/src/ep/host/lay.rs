@@ -3,15 +3,15 @@
 use tilewire_core::{DType, Error, Result, convert_from_f32};
 use tilewire_device::{Memory, MemoryWrite, Tensor};
 
-use super::handle::{Arrived, Record};
-use super::host::Out;
-use super::schedule::Copy16;
-use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::wide;
+use crate::ep::handle::{Arrived, Record};
+use crate::ep::launch::Out;
+use crate::ep::schedule::Copy16;
+use crate::ep::{EpDesc, EpDispatch, EpHandle, EpLayout};
 
 /// A receive buffer of this launch: rows of peers come to it directly.
 #[derive(Clone)]
-pub(super) struct Straight {
+pub(crate) struct Straight {
     pub memory: Memory,
     /// Offset in the heap, the same on all ranks.
     pub at: usize,

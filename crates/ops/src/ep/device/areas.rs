@@ -6,9 +6,10 @@ use tilewire_device::cuda::{CudaMemory, CudaStream};
 use tilewire_kernels::portable::{EP_MOVERS, EP_THREADS};
 use tilewire_symm::SymBuf;
 
-use super::EpDesc;
-use super::schedule::Schedule;
 use crate::common::lanes::Lane;
+use crate::ep::EpDesc;
+use crate::ep::launch::Areas;
+use crate::ep::schedule::Schedule;
 use tilewire_kernels::abi::TwEp;
 
 /// Most bytes of shared memory of the routing.
@@ -17,7 +18,7 @@ const ROUTER_BYTES: usize = 160 << 10;
 const _: () = assert!(Team::MAX_SIZE <= 64, "as `tw_route_scan` has words, and a mask bits");
 
 /// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
-pub(super) fn router(d: &EpDesc) -> Result<(u32, u32)> {
+pub(crate) fn router(d: &EpDesc) -> Result<(u32, u32)> {
     let experts = d.num_experts();
     // 512 are faster than 256 and 1024: fewer warps to sum over, and enough to read with.
     let threads = if experts <= 1024 { EP_MOVERS / 2 } else { EP_THREADS } as u32;
@@ -54,17 +55,9 @@ impl Steps {
     }
 }
 
-/// The areas of a plan in symmetric memory.
-pub(super) struct Areas<'a> {
-    pub counts: &'a SymBuf,
-    pub tokens: &'a SymBuf,
-    pub returns: &'a SymBuf,
-    pub flags: &'a SymBuf,
-}
-
 impl Areas<'_> {
     /// For kernels that write to peers, or with `nccl` to this rank alone.
-    pub fn steps(&self, lane: &Lane, nccl: bool) -> Result<Steps> {
+    pub(super) fn steps(&self, lane: &Lane, nccl: bool) -> Result<Steps> {
         let (team, place) = (lane.here().heap().team(), self.flags.range(0, 8));
         let me = team.rank().idx();
         match lane.stride() {
@@ -81,7 +74,7 @@ impl Areas<'_> {
 
     /// Where rank 0's bytes `(at, len)` of a buffer are in the order of the ranks: by mine, as a rank may reach no
     /// other's.
-    pub fn first_addr(
+    pub(super) fn first_addr(
         lane: &Lane,
         steps: &Steps,
         b: &SymBuf,
@@ -91,7 +84,7 @@ impl Areas<'_> {
     }
 
     /// With the first expert of each rank, and the table of `steps`, in this device's memory.
-    pub fn layer(
+    pub(super) fn layer(
         &self,
         lane: &Lane,
         d: &EpDesc,
@@ -130,16 +123,6 @@ impl Areas<'_> {
             lane.here().clear(stream, b.range(at, len), len)?;
         }
         stream.synchronize_until(None)
-    }
-
-    /// What carries the number of a launch: a buffer, and beginning and length there.
-    pub fn words(&self, d: &EpDesc) -> [(&SymBuf, usize, usize); 3] {
-        let s = Schedule::new(d);
-        [
-            (self.counts, 0, s.counts_len()),
-            (self.tokens, s.meta(0), s.tokens_len() - s.meta(0)),
-            (self.flags, 0, s.flags_len()),
-        ]
     }
 }
 

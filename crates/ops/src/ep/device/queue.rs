@@ -1,10 +1,4 @@
-//! Expert parallelism on CUDA devices, by `ep/sm80_ep.cu` and `ep/sm90_ep.cu`.
-//!
-//! A phase is one kernel that meets the other ranks itself: some blocks send, the others lay out what
-//! comes, as it comes. What comes from token t of rank s has the place `s * max_tokens + t`, so that no
-//! numbers travel. The flat layout, and the backward of a combine with weights or not expert-major, leave the
-//! rows in the area for kernels behind it, and `tw_ep_leave` grants the area when those have read it.
-//! Through NCCL a phase is two kernels, with a group of sends and receives between them (`nccl.rs`).
+//! The kernels of a phase, and what queues them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,19 +15,19 @@ use tilewire_kernels::portable::{
 };
 use tilewire_symm::{BadInput, Signals, SymBuf};
 
-use super::areas::{Areas, router};
+use super::areas::router;
 use super::nccl::{Staging, What};
-use super::plan::{COUNTS, RETURNS, TOKENS};
-use super::schedule::{Cut, Schedule};
-use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots, poison_of};
 use crate::common::{Named, PlanCore};
+use crate::ep::launch::{Areas, Back, COUNTS, RETURNS, TOKENS};
+use crate::ep::schedule::{Cut, Schedule};
+use crate::ep::{EpDesc, EpDispatch, EpHandle, EpLayout};
 
 const THREADS: u32 = EP_THREADS as u32;
 const MOVERS: u32 = EP_MOVERS as u32;
 /// Multiprocessors that a phase takes unless it is told otherwise.
-pub(super) const NUM_SMS: usize = 32;
+pub(crate) const NUM_SMS: usize = 32;
 /// The most blocks of a routing, and choices that are worth one.
 const ROUTERS: usize = 16;
 const ROUTER_CHOICES: usize = 2048;
@@ -52,7 +46,7 @@ enum Area {
 ///
 /// # Errors
 /// What the heap reports.
-pub(super) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
+pub(crate) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
     let len = buf.len_bytes();
     let addr = lane.here().addr(buf.range(0, len), len)?;
     // SAFETY: the chunk of this rank is mapped as long as the heap lives, which the buffer keeps.
@@ -60,7 +54,7 @@ pub(super) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
 }
 
 /// What `prepare` makes.
-pub(super) struct Prepared {
+pub(crate) struct Prepared {
     kernels: Vec<(&'static str, Kernel)>,
     team: TwTeam,
     layer: TwEp,
@@ -225,7 +219,7 @@ impl Half {
 }
 
 /// One launch of one phase.
-pub(super) struct Phase<'a> {
+pub(crate) struct Phase<'a> {
     pub core: &'a PlanCore,
     pub lane: &'a Lane,
     pub desc: &'a EpDesc,
@@ -517,7 +511,7 @@ impl Phase<'_> {
     }
 
     /// Combine and the backward of dispatch.
-    pub fn back(&self, at: (&Stream, u64), b: &super::host::Back) -> Result<()> {
+    pub fn back(&self, at: (&Stream, u64), b: &Back) -> Result<()> {
         let (d, p, h) = (self.desc, self.p, self.handle()?);
         let all = [Some(&b.out), b.dw_out.as_ref()];
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));

@@ -1,0 +1,159 @@
+//! What a plan's rows go through: puts or NCCL, asked of the clock if the caller leaves it open.
+
+use tilewire_core::{DType, Result, Shape};
+use tilewire_device::{Stream, Tensor};
+use tilewire_symm::NcclTeam;
+
+use super::queue::{Phase, Prepared};
+use crate::common::CollectiveBackend;
+use crate::common::lanes::Lane;
+use crate::common::nccl::{Clock, faster, open, room, unmeasured};
+use crate::ep::launch::{Back, Base, COMBINE, DISPATCH, PREPARE};
+use crate::ep::{EpDispatch, EpHandle};
+
+/// What a prepared plan goes through, and why if it was free to choose.
+pub(crate) struct Used {
+    pub by: Prepared,
+    why: Option<String>,
+}
+
+impl Used {
+    /// More lines of what the plan does.
+    pub fn explain(&self) -> String {
+        let by = self.by.explain().map_or(String::new(), |n| {
+            format!("\nby {n}, max_tokens records between each two ranks")
+        });
+        by + &self.why.as_ref().map_or(String::new(), |why| format!("\nused: {why}"))
+    }
+}
+
+/// Kernels and workspace, for puts or through NCCL.
+pub(crate) fn make(base: &Base, lane: &Lane, stream: &Stream, by_nccl: bool) -> Result<Prepared> {
+    Prepared::new(lane, stream, (&base.desc, by_nccl), &base.areas())
+}
+
+/// Collective, behind the agreement: connects, and chooses if there is a choice.
+pub(crate) fn settle(base: &Base, at: (&Lane, &Stream), first: Prepared) -> Result<Used> {
+    let (core, d) = (&base.cores[0], &base.desc);
+    first.connect(core, at.1, d)?;
+    let open_choice = base.backend == CollectiveBackend::Fastest
+        && first.explain().is_none()
+        && core.team().size() > 1;
+    if !open_choice {
+        return Ok(Used { by: first, why: None });
+    }
+    match open(core.heap(), base.backend)? {
+        Ok(nccl) => measure(base, at, first, &nccl),
+        Err(why) => Ok(Used { by: first, why: Some(why) }),
+    }
+}
+
+/// Collective: the faster of both ways.
+fn measure(base: &Base, at: (&Lane, &Stream), puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
+    let both = || Ok((Scratch::new(base, at.0)?, make(base, at.0, at.1, true)?));
+    let team = base.cores[0].team();
+    match room(team, both())? {
+        // Only this rank knows that something failed here, and the others are about to meet it.
+        Ok(with) => run_both(base, at, puts, with, nccl).map_err(|e| team.fail(e)),
+        Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),
+    }
+}
+
+fn run_both(
+    base: &Base,
+    at: (&Lane, &Stream),
+    puts: Prepared,
+    (scratch, other): (Scratch, Prepared),
+    nccl: &NcclTeam,
+) -> Result<Used> {
+    let ((lane, stream), core) = (at, &base.cores[0]);
+    other.connect(core, stream, &base.desc)?;
+    let by_nccl = scratch.time(base, &other, at)?;
+    // Each way counts its launches from one on, and words in the areas have the number of their launch: those that
+    // came by NCCL must be gone, on all ranks, before one of the same number is waited for.
+    base.areas().clear(lane, stream.cuda()?, &base.desc)?;
+    core.team().exchange("ep areas", &[])?;
+    let by_puts = scratch.time(base, &puts, at)?;
+    // The other way round nothing is cleared: NCCL brings all words anew, and has its own flags.
+    let (is_nccl, why) = faster(core.team(), nccl, (by_nccl, by_puts))?;
+    Ok(Used { by: if is_nccl { other } else { puts }, why: Some(why) })
+}
+
+/// One launch of a phase.
+pub(crate) fn phase_by<'a>(
+    base: &'a Base,
+    p: &'a Prepared,
+    lane: &'a Lane,
+    which: usize,
+    handle: &'a EpHandle,
+) -> Phase<'a> {
+    let (core, desc, signals) = (&base.cores[which], &base.desc, &*base.signals);
+    let sms = handle.num_sms(base.num_sms);
+    let sms = u32::try_from(sms).unwrap_or(u32::MAX).min(p.num_sms);
+    Phase { core, lane, desc, signals, p, handle, sms }
+}
+
+/// A microbatch of the most tokens, whose choices are spread over all experts.
+struct Scratch {
+    handle: EpHandle,
+    idx: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    scales: Option<Tensor>,
+    recv: EpDispatch,
+    back: Back,
+    clock: Clock,
+}
+
+impl Scratch {
+    fn new(base: &Base, lane: &Lane) -> Result<Self> {
+        let (d, ctx, me) = (&base.desc, lane.context(), base.cores[0].team().rank().idx());
+        let device = base.cores[0].heap().device();
+        let rows = |t, rows, cols| Tensor::zeros_on(&device, t, Shape::d2(rows, cols));
+        let scales =
+            |num| (d.num_scales > 0).then(|| rows(DType::F32, num, d.num_scales)).transpose();
+        let choices = d.max_tokens * d.top_k;
+        let experts: Vec<i64> = (0..choices).map(|i| ((i + me) % d.num_experts()) as i64).collect();
+        let recv = EpDispatch {
+            x: rows(d.dtype, d.recv_rows(), d.hidden)?,
+            scales: scales(d.recv_rows())?,
+            weights: Some(Tensor::zeros_on(&device, DType::F32, Shape::d1(d.capacity))?),
+        };
+        let back = Back {
+            y: rows(d.out, d.capacity, d.hidden)?,
+            weights: recv.weights.clone(),
+            expert_major: true,
+            dw: None,
+            out: rows(d.out, d.max_tokens, d.hidden)?,
+            dw_out: None,
+        };
+        Ok(Self {
+            handle: EpHandle::new(d, me, &device)?,
+            idx: Tensor::from_slice(&experts, Shape::d2(d.max_tokens, d.top_k))?.to(&device)?,
+            x: rows(d.dtype, d.max_tokens, d.hidden)?,
+            weights: rows(DType::F32, d.max_tokens, d.top_k)?,
+            scales: scales(d.max_tokens)?,
+            recv,
+            back,
+            clock: Clock::new(ctx)?,
+        })
+    }
+
+    /// Collective: microseconds of routing, dispatch and combine on this rank.
+    fn time(&self, base: &Base, p: &Prepared, (lane, stream): (&Lane, &Stream)) -> Result<f64> {
+        let (d, h) = (&base.desc, &self.handle);
+        let begin = |which: usize| base.cores[which].begin_on(stream, "measured");
+        h.set_tokens(d.max_tokens, d.capacity);
+        self.clock.time(base.cores[0].team(), stream, || {
+            let seq = begin(PREPARE)?;
+            h.set_routing(seq);
+            let phase = |which| phase_by(base, p, lane, which, h);
+            phase(PREPARE).route((stream, seq), &self.idx, d.capacity)?;
+            let given = (Some(&self.weights), self.scales.as_ref());
+            let seq = begin(DISPATCH)?;
+            phase(DISPATCH).dispatch((stream, seq), &self.x, given, (&self.recv, 0))?;
+            let seq = begin(COMBINE)?;
+            phase(COMBINE).back((stream, seq), &self.back)
+        })
+    }
+}
