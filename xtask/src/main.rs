@@ -4,6 +4,7 @@ mod acceptance;
 mod api;
 mod bundle;
 mod editor;
+mod layout;
 mod libraries;
 mod outcome;
 mod python;

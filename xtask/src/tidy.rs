@@ -52,6 +52,7 @@ pub fn check(root: &Path) -> Vec<String> {
     }
     dependencies(root, &mut problems);
     operations(root, &mut problems);
+    problems.extend(crate::layout::check(&root.join("crates/ops/src")));
     problems.extend(crate::api::changelog(root));
     problems
 }
