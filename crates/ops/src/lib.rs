@@ -1,9 +1,11 @@
 //! Operations that overlap communication with arithmetic.
 //!
 //! One operation, one folder, the same files in each: `desc.rs` (what the caller wants, validated
-//! before anything runs), `config.rs` (how to do it: pure, printable), `plan.rs` (owns the
-//! workspace: `prepare`, `launch`, `explain`, `memory`), `host.rs` (the host backend, which runs
-//! the real protocol), often `tests.rs`; `gemm` has no schedule, `bulk` only combines plans. Accelerator code goes into `cuda.rs` beside `host.rs`.
+//! before anything runs), `schedule.rs` (how to do it: pure, printable), `launch.rs` (what a launch
+//! is given: tensors, slots, areas), `plan.rs` (owns the workspace: `prepare`, `launch`, `explain`,
+//! `memory`), often `tests.rs`. The folder `host/` runs the real protocol on the host, `device/`
+//! queues it on CUDA devices; neither knows the plan. Local operations have no schedule, `bulk` only
+//! combines plans.
 //!
 //! # Life of a call
 //! `Desc::new` validates; `Plan::new` takes symmetric buffers and signals from the heap;

@@ -1,6 +1,6 @@
 // Expert parallelism: the layer, the routing, and how the ranks meet; crates/ops/src/ep on the device.
 //
-// Source: config.rs of that folder (which row a copy gets), research notes EP §5 (one row over the wire
+// Source: routing.rs of that folder (which row a copy gets), research notes EP §5 (one row over the wire
 // for each (token, rank); slots from counts, without atomics or sorting). Equal inputs give equal bits.
 //
 // P ranks, E experts in all, T = max_tokens of a rank, k choices, capacity rows on each rank.

@@ -1,7 +1,7 @@
 // What a transformer's layers do between products: crates/ops/src/layers on the device. Each is bound
 // by memory, so each reads and writes a row once.
 //
-// Source: host.rs of that folder. Activations and weights have the type T of TW_SRC_MANTISSA bits (23
+// Source: host/ of that folder. Activations and weights have the type T of TW_SRC_MANTISSA bits (23
 // f32, 10 f16, 7 bf16); the residual stream, its gradient, logits, probabilities and weight gradients
 // are f32. Sums have a fixed order: equal inputs give equal bits. `d` and columns of T rows are
 // multiples of 4, a head is one of 16.

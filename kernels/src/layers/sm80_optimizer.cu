@@ -1,6 +1,6 @@
 // The optimizer on the device: the norm of the gradient, AdamW, the count of steps, first values.
 //
-// Source: adamw.rs and host.rs of crates/ops/src/layers. Weights have the type T of TW_SRC_MANTISSA
+// Source: adamw.rs and host/ of crates/ops/src/layers. Weights have the type T of TW_SRC_MANTISSA
 // bits; masters, gradients and moments are f32. Blocks of TW_LAYERS_THREADS.
 //
 // `small` holds what all ranks have summed: the loss, the square of the gradient's norm as two floats,

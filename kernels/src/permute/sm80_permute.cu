@@ -1,6 +1,6 @@
 // Tokens to expert-major rows and back: crates/ops/src/permute on the device.
 //
-// Source: config.rs (the layout) and host.rs (rows and gradients) of that folder. Rows are ordered
+// Source: schedule.rs (the layout) and host/ (rows and gradients) of that folder. Rows are ordered
 // by expert, then token, then choice; each expert's are padded to `align`; rows from `capacity` on
 // are dropped. No order of atomics decides anything: equal inputs give equal bits.
 //

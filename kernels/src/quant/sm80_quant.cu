@@ -1,6 +1,6 @@
 // Quantisation of a matrix to FP8 with scales: crates/ops/src/quant on the device, the same bits.
 //
-// Source: scales and codes as crates/ops/src/quant/config.rs and host.rs define them; scale layouts
+// Source: scales and codes as crates/ops/src/quant/recipe.rs and host/ define them; scale layouts
 // of crates/core/src/qtensor.rs (blocks of DeepSeek-V3 1x128 and 128x128, OCP MXFP8 1x32, with the
 // 512-byte tiles that tensor cores of sm_100 read).
 //

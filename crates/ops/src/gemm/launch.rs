@@ -4,7 +4,8 @@ use tilewire_device::Tensor;
 
 use crate::common::{Named, Operand};
 
-/// Tensors of one launch. Shapes as [`GemmDesc`] says, with the `m` of `out` (at most the plan's).
+/// Tensors of one launch. Shapes as [`GemmDesc`](super::GemmDesc) says, with the `m` of
+/// `out` (at most the plan's).
 #[derive(Clone, Debug)]
 pub struct GemmInputs {
     /// A.

@@ -14,6 +14,7 @@
 //! | kernel | `kernels/src/gemm/sm80_gemm.cu` |
 //! |  | `kernels/src/collective/sm80_reduce.cu` |
 //! |  | `kernels/src/comm/signal.cu` |
+//! | device | `crates/ops/src/gemm_rs/device/mod.rs` |
 //! | oracle | `crates/oracle/src/collective.rs` |
 //! | cases | `crates/cli/src/verify/overlap.rs` |
 //! | page | `docs/protocols/gemm_ar.md` |
