@@ -10,9 +10,6 @@ use std::path::{Path, PathBuf};
 /// Names of files that belong into `host/` or `device/`.
 const EXECUTORS: [&str; 4] = ["host.rs", "cuda.rs", "nccl.rs", "cublaslt.rs"];
 
-/// Operations that do not have the layout yet.
-const EXCEPTED: [&str; 1] = ["cp_attention"];
-
 /// Operations that only combine others, and carry out nothing themselves.
 const COMBINED: [&str; 1] = ["bulk"];
 
@@ -294,7 +291,7 @@ pub fn check(src: &Path) -> Vec<String> {
 fn problems(texts: &[(String, String)]) -> Vec<String> {
     let mut found = Vec::new();
     let ops: BTreeSet<&str> = texts.iter().map(|(name, _)| op_of(name)).collect();
-    for op in ops.into_iter().filter(|op| !["", "common"].contains(op) && !EXCEPTED.contains(op)) {
+    for op in ops.into_iter().filter(|op| !["", "common"].contains(op)) {
         let has = |side: &str| texts.iter().any(|(n, _)| n.starts_with(&format!("{op}/{side}/")));
         if !COMBINED.contains(&op) && !has("host") && !has("device") {
             found.push(format!("crates/ops/src/{op}: neither host/ nor device/"));
@@ -307,8 +304,7 @@ fn problems(texts: &[(String, String)]) -> Vec<String> {
     }
     let imports = Imports::of(texts);
     found.extend(imports.of_plans());
-    let excepted = |c: &[String]| EXCEPTED.contains(&op_of(&c[0]));
-    for c in imports.circles().iter().filter(|c| !excepted(c)) {
+    for c in imports.circles() {
         found.push(format!("crates/ops/src: files import in a circle: {}", c.join(", ")));
     }
     for c in imports.folder_circles() {
@@ -372,11 +368,8 @@ mod tests {
         for file in EXECUTORS {
             only(&with(&format!("b/{file}"), ""), &["src/b", file, "belongs into"]);
         }
-        // Those that are excepted, and those that only combine others, need no side.
-        for op in [EXCEPTED[0], COMBINED[0]] {
-            assert_eq!(with(&format!("{op}/mod.rs"), ""), [""; 0]);
-        }
-        assert_eq!(with(&format!("{}/cuda.rs", EXCEPTED[0]), ""), [""; 0]);
+        // Those that only combine others need no side.
+        assert_eq!(with(&format!("{}/mod.rs", COMBINED[0]), ""), [""; 0]);
     }
 
     #[test]

@@ -1,12 +1,8 @@
 //! What a launch is made of, for the plan and both executors.
 
-use std::ops::Range;
-
 use tilewire_device::Tensor;
 use tilewire_symm::Permit;
 
-use super::config::Strategy;
-use super::pieces::Sizes;
 use crate::attention::{AttnGrads, AttnOut, AttnSaved};
 
 /// Signal slots of a plan: the credit of a launch, the flag of keys that were pushed or passed on,
@@ -57,13 +53,6 @@ impl Work {
             Work::Backward(b) => b.1.named().into_iter().filter_map(|(_, t)| t).collect(),
         }
     }
-}
-
-/// The slots whose flags a launch publishes once to every peer: that of pushed keys. A ring's
-/// messages are for one peer each and need no total in advance.
-pub(super) fn flags(s: &Sizes) -> Range<usize> {
-    let pushes = !s.sequential && s.strategy == Strategy::AllGather && s.size > 1;
-    KEYS..KEYS + usize::from(pushes)
 }
 
 /// A launch that has entered: its permit, for whichever lane puts.

@@ -1,10 +1,9 @@
 //! The lists of pieces, carried out on small numbers: everybody ends with the rows that are its.
 
 use tilewire_core::{DType, ErrorKind, Rank};
-use tilewire_symm::Traffic;
 
 use super::*;
-use crate::attention::{AttentionDesc, AttnMask, Queries, Sequences};
+use crate::attention::{AttentionDesc, AttnMask, Sequences};
 use crate::cp_attention::desc::Layout;
 use crate::cp_attention::device;
 use crate::cp_attention::schedule::Schedule;
@@ -42,10 +41,10 @@ pub(crate) fn fitted(layout: Layout, size: usize, s: &Sequences) -> Sequences {
 }
 
 pub(crate) struct World {
-    d: CpAttentionDesc,
+    pub d: CpAttentionDesc,
     pub sizes: Sizes,
     scheds: Vec<Schedule>,
-    seqs: Sequences,
+    pub seqs: Sequences,
 }
 
 impl World {
@@ -53,12 +52,12 @@ impl World {
         Pieces { sizes: &self.sizes, sched: &self.scheds[r], me: Rank::new(r as u32) }
     }
 
-    fn rows_q(&self, r: usize) -> Vec<usize> {
+    pub fn rows_q(&self, r: usize) -> Vec<usize> {
         let spans = self.d.rows_q(&self.seqs, Rank::new(r as u32), self.sizes.size);
         spans.into_iter().flatten().collect()
     }
 
-    fn rows_kv(&self, r: usize) -> Vec<usize> {
+    pub fn rows_kv(&self, r: usize) -> Vec<usize> {
         let spans = self.d.rows_kv(&self.seqs, Rank::new(r as u32), self.sizes.size);
         spans.into_iter().flatten().collect()
     }
@@ -69,7 +68,7 @@ pub(crate) fn worlds(f: impl FnMut(&World)) {
 }
 
 /// Keys that travel as FP8 although they are wider, FP8 inputs, parts in FP8, and both.
-fn worlds_of_fp8(mut f: impl FnMut(&World)) {
+pub(crate) fn worlds_of_fp8(mut f: impl FnMut(&World)) {
     let parts = |d| CpAttentionDesc { dkv_wire: DType::F8E5M2, ..d };
     let keys = |d| CpAttentionDesc { fp8_kv: true, ..d };
     worlds_of(parts, &mut f);
@@ -537,72 +536,4 @@ fn own_and_other_keys_are_all_keys() {
             }
         }
     });
-}
-
-/// Bytes that rank `r` takes from rank `p`, from the definitions of the strategies alone.
-fn defined(w: &World, pass: Pass, r: usize, p: usize) -> usize {
-    let (a, s, size) = (&w.d.attn, w.sizes.strategy, w.sizes.size);
-    let inner = s.inner(&w.d, size);
-    let (hq, hkv) = (a.heads_q / inner, kv_heads(a.heads_kv, inner, r % inner).len());
-    let head = |dims: &[usize], t: DType| -> usize {
-        let scale = if t.is_fp8() { 4 } else { 0 };
-        dims.iter().map(|d| d * t.size() + scale).sum()
-    };
-    let keys = head(&[a.dqk, a.dv], w.d.kv_wire().0);
-    // Rows of keys of rank `owner` that some query of the group of rank `reader` sees.
-    let seen = |reader: usize, owner: usize| -> usize {
-        let group = reader / inner * inner;
-        let spans = |q| w.d.rows_q(&w.seqs, Rank::new(q as u32), size);
-        let queries: Vec<_> = (group..group + inner).flat_map(spans).collect();
-        let spans = w.d.rows_kv(&w.seqs, Rank::new(owner as u32), size);
-        let see = Queries::new(&queries, &w.seqs, &a.mask).see(&spans);
-        spans.iter().zip(see).filter(|(_, seen)| *seen).map(|(s, _)| s.len()).sum()
-    };
-    let mut bytes = match s {
-        Strategy::AllGather => w.rows_kv(p).len() * a.heads_kv * keys,
-        // From the rank before me, the keys of all others.
-        Strategy::Ring if (p + 1) % size == r => {
-            let others = (0..size).filter(|o| *o != r);
-            others.map(|o| w.rows_kv(o).len() * a.heads_kv * keys).sum()
-        }
-        Strategy::Ring => 0,
-        _ => seen(r, p) * hkv * keys,
-    };
-    let (mine, theirs) = (w.rows_q(r).len(), w.rows_q(p).len());
-    if inner > 1 && r / inner == p / inner {
-        let (up, back) = match pass {
-            Pass::Forward => (0, head(&[a.dv], a.out) + 4),
-            Pass::Backward => (head(&[a.dv], a.out) + 8, head(&[a.dqk], a.out)),
-        };
-        bytes += theirs * hq * (head(&[a.dqk], a.dtype) + up) + mine * hq * back;
-    }
-    if pass == Pass::Backward {
-        // Heads that one rank has alone come as they are, in the type of the gradients.
-        let alone = size / inner == 1 && a.heads_kv.is_multiple_of(inner);
-        let (rows, t) = match alone && !w.d.dkv_wire.is_fp8() {
-            true => (w.rows_kv(r).len(), a.out),
-            false => (seen(p, r), w.d.dkv_wire),
-        };
-        let heads = kv_heads(a.heads_kv, inner, p % inner).len();
-        bytes += rows * heads * head(&[a.dqk, a.dv], t);
-    }
-    bytes
-}
-
-#[test]
-fn bytes_are_those_of_the_definitions() {
-    worlds(bytes_are_defined);
-    worlds_of_fp8(bytes_are_defined);
-}
-
-fn bytes_are_defined(w: &World) {
-    let s = &w.sizes;
-    for pass in [Pass::Forward, Pass::Backward] {
-        let here: Vec<Traffic> = (0..s.size).map(|r| w.lists(r).traffic(pass)).collect();
-        for (r, p) in (0..s.size).flat_map(|r| (0..s.size).map(move |p| (r, p))) {
-            let got = here[r][p].get_bytes + here[p][r].put_bytes;
-            let want = if r == p { 0 } else { defined(w, pass, r, p) as u64 };
-            assert_eq!(got, want, "{:?} {pass:?} {r}<-{p}", s.strategy);
-        }
-    }
 }

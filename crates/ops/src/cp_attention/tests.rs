@@ -7,7 +7,7 @@ use tilewire_device::{Stream, Tensor};
 use tilewire_oracle::{Mat, attention as oracle};
 use tilewire_symm::{HeapCfg, Traffic, World, WorldCfg};
 
-use super::pieces::tests::fitted;
+use super::pieces::tests::{World as Plans, fitted, worlds, worlds_of_fp8};
 use super::pieces::{Pieces, Sizes};
 use super::schedule::{Schedule, kv_heads};
 use super::{Strategy, *};
@@ -215,6 +215,74 @@ fn strategies_move_different_bytes() {
     // Q, dO, K, V, lse and delta there; dQ, dK, dV (whole sums, so in bf16) back.
     let a2a = 16 * (64 + 64 + 64 + 2 * 8) + 16 * (64 + 64);
     assert_eq!(b(Strategy::AllToAll), (none, vec![a2a, 0, a2a, a2a]));
+}
+
+/// Bytes that rank `r` takes from rank `p`, from the definitions of the strategies alone.
+fn defined(w: &Plans, pass: Pass, r: usize, p: usize) -> usize {
+    let (a, s, size) = (&w.d.attn, w.sizes.strategy, w.sizes.size);
+    let inner = s.inner(&w.d, size);
+    let (hq, hkv) = (a.heads_q / inner, kv_heads(a.heads_kv, inner, r % inner).len());
+    let head = |dims: &[usize], t: DType| -> usize {
+        let scale = if t.is_fp8() { 4 } else { 0 };
+        dims.iter().map(|d| d * t.size() + scale).sum()
+    };
+    let keys = head(&[a.dqk, a.dv], w.d.kv_wire().0);
+    // Rows of keys of rank `owner` that some query of the group of rank `reader` sees.
+    let seen = |reader: usize, owner: usize| -> usize {
+        let group = reader / inner * inner;
+        let spans = |q| w.d.rows_q(&w.seqs, Rank::new(q as u32), size);
+        let queries: Vec<_> = (group..group + inner).flat_map(spans).collect();
+        let spans = w.d.rows_kv(&w.seqs, Rank::new(owner as u32), size);
+        let see = Queries::new(&queries, &w.seqs, &a.mask).see(&spans);
+        spans.iter().zip(see).filter(|(_, seen)| *seen).map(|(s, _)| s.len()).sum()
+    };
+    let mut bytes = match s {
+        Strategy::AllGather => w.rows_kv(p).len() * a.heads_kv * keys,
+        // From the rank before me, the keys of all others.
+        Strategy::Ring if (p + 1) % size == r => {
+            let others = (0..size).filter(|o| *o != r);
+            others.map(|o| w.rows_kv(o).len() * a.heads_kv * keys).sum()
+        }
+        Strategy::Ring => 0,
+        _ => seen(r, p) * hkv * keys,
+    };
+    let (mine, theirs) = (w.rows_q(r).len(), w.rows_q(p).len());
+    if inner > 1 && r / inner == p / inner {
+        let (up, back) = match pass {
+            Pass::Forward => (0, head(&[a.dv], a.out) + 4),
+            Pass::Backward => (head(&[a.dv], a.out) + 8, head(&[a.dqk], a.out)),
+        };
+        bytes += theirs * hq * (head(&[a.dqk], a.dtype) + up) + mine * hq * back;
+    }
+    if pass == Pass::Backward {
+        // Heads that one rank has alone come as they are, in the type of the gradients.
+        let alone = size / inner == 1 && a.heads_kv.is_multiple_of(inner);
+        let (rows, t) = match alone && !w.d.dkv_wire.is_fp8() {
+            true => (w.rows_kv(r).len(), a.out),
+            false => (seen(p, r), w.d.dkv_wire),
+        };
+        let heads = kv_heads(a.heads_kv, inner, p % inner).len();
+        bytes += rows * heads * head(&[a.dqk, a.dv], t);
+    }
+    bytes
+}
+
+#[test]
+fn bytes_are_those_of_the_definitions() {
+    worlds(bytes_are_defined);
+    worlds_of_fp8(bytes_are_defined);
+}
+
+fn bytes_are_defined(w: &Plans) {
+    let s = &w.sizes;
+    for pass in [Pass::Forward, Pass::Backward] {
+        let here: Vec<Traffic> = (0..s.size).map(|r| w.lists(r).traffic(pass)).collect();
+        for (r, p) in (0..s.size).flat_map(|r| (0..s.size).map(move |p| (r, p))) {
+            let got = here[r][p].get_bytes + here[p][r].put_bytes;
+            let want = if r == p { 0 } else { defined(w, pass, r, p) as u64 };
+            assert_eq!(got, want, "{:?} {pass:?} {r}<-{p}", s.strategy);
+        }
+    }
 }
 
 /// Under a causal zigzag, `get` leaves out the late chunks of the ranks before it.

@@ -16,6 +16,7 @@ use tilewire_device::Buffer;
 use tilewire_device::cuda::CudaMemory;
 use tilewire_symm::{Enter, Permit, Rows, Signals, SymBuf, Transport};
 
+use super::config::Strategy;
 use super::launch::{KEYS, RING_CREDIT};
 use super::pieces::{AREA, Hop, Piece, Pieces, SCATTER, Sizes, hops};
 use super::schedule::Schedule;
@@ -85,6 +86,13 @@ impl Parts<CudaMemory> for CudaMemory {
     ) -> Result<()> {
         f(&mut self.slice(at.start, at.len())?)
     }
+}
+
+/// The slots whose flags a launch publishes once to every peer: that of pushed keys. A ring's
+/// messages are for one peer each and need no total in advance.
+pub(super) fn flags(s: &Sizes) -> Range<usize> {
+    let pushes = !s.sequential && s.strategy == Strategy::AllGather && s.size > 1;
+    KEYS..KEYS + usize::from(pushes)
 }
 
 /// What the transfers of one launch of one rank go through.

@@ -20,10 +20,10 @@ use crate::common::PlanCore;
 use crate::common::cuda::{hold, together_on};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots, Sum};
 use crate::cp_attention::desc::CpAttentionDesc;
-use crate::cp_attention::launch::{CREDIT, MEET_BACK, MEET_KEYS, Work, flags};
+use crate::cp_attention::launch::{CREDIT, MEET_BACK, MEET_KEYS, Work};
 use crate::cp_attention::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use crate::cp_attention::schedule::Schedule;
-use crate::cp_attention::transfers::Transfers;
+use crate::cp_attention::transfers::{Transfers, flags};
 
 /// What a plan lends to a launch.
 pub(in crate::cp_attention) struct Op<'a> {

@@ -17,10 +17,10 @@ use tilewire_symm::{Enter, HostTransport, OpCtx, Permit, Signals, SymBuf};
 use self::bytes::{KeyBytes, narrow, quantise, widen};
 use super::config::Strategy;
 use super::desc::CpAttentionDesc;
-use super::launch::{CREDIT, Entered, KEYS, MEET_BACK, MEET_KEYS, Work, flags};
+use super::launch::{CREDIT, Entered, KEYS, MEET_BACK, MEET_KEYS, Work};
 use super::pieces::{AREA, GATHER, Pieces, SCATTER, Sizes};
 use super::schedule::Schedule;
-use super::transfers::Transfers;
+use super::transfers::{Transfers, flags};
 use crate::attention::host::{Core, Operands, State, store};
 use crate::attention::{
     AttnConfig, AttnInputs, AttnOut, AttnSaved, Extra, LocalRows, Sequences, Upstream, in_sequence,
