@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{BackendKind, Error, Result};
+use tilewire_core::{Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
@@ -10,9 +10,8 @@ use super::GemmArDesc;
 use super::host::Run;
 use super::schedule::arrivals;
 use crate::common::lanes::Lane;
-use crate::common::{
-    Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, range_of, ring,
-};
+use crate::common::{Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, ring};
+use crate::gemm_rs::copies::num_signals;
 use crate::gemm_rs::device::{self, Prepared};
 use crate::gemm_rs::host::Run as Scatter;
 use crate::gemm_rs::{GemmRsInputs, GemmRsPlan, schedule};
@@ -23,8 +22,7 @@ pub struct GemmArPlan {
     core: PlanCore,
     slots: SymBuf,
     gather: SymBuf,
-    scatter_signals: Arc<Signals>,
-    gather_signals: Arc<Signals>,
+    signals: Arc<Signals>,
     choice: Choice,
     machine: Machine,
     /// On a heap in device memory, made by `prepare`.
@@ -47,31 +45,15 @@ impl GemmArPlan {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_ar"))?;
         let choice = Choice::new(config, heap).map_err(|e| e.op("gemm_ar"))?;
-        // On a device each chunk has a flag of its own, both ways, and one credit serves both.
-        let mut num_signals = 2;
-        if heap.backend() != BackendKind::Host {
-            num_signals = 1 + 2 * choice.max_chunks();
-        }
         let d = &desc.0;
         let slots = heap.alloc(GemmRsPlan::memory(d, size), "gemm_ar slots")?;
         let gather = heap.alloc(d.m * d.n * d.out.size(), "gemm_ar gather")?;
-        let scatter_signals = Arc::new(heap.team().signals(num_signals, "gemm_ar scatter")?);
-        let gather_signals = Arc::new(heap.team().signals(2, "gemm_ar gather")?);
+        let num = num_signals(choice.max_chunks(), 2);
+        let signals = Arc::new(heap.team().signals(num, "gemm_ar")?);
         let text = format!("{} {} {}", d.common(), d.out, choice.text());
-        let core = PlanCore::new("gemm_ar", heap, text)?
-            .using([&slots, &gather], [&scatter_signals, &gather_signals]);
+        let core = PlanCore::new("gemm_ar", heap, text)?.using([&slots, &gather], [&signals]);
         let (machine, device) = (Machine::default(), OnceLock::new());
-        Ok(Self {
-            desc,
-            core,
-            slots,
-            gather,
-            scatter_signals,
-            gather_signals,
-            choice,
-            machine,
-            device,
-        })
+        Ok(Self { desc, core, slots, gather, signals, choice, machine, device })
     }
 
     /// Collective: must be called by all ranks before the first launch.
@@ -126,10 +108,7 @@ impl GemmArPlan {
         let rows = d.shards.rows(m, team.size())?;
         let mine = rows[team.rank().idx()];
         let next = ring::neighbours(team.rank(), team.size()).1;
-        // On a device, the credit of the scatter is that of the way back, too.
-        let credit = u64::from(self.core.lane().is_none());
         for (p, link) in t.iter_mut().enumerate().filter(|(p, _)| *p != team.rank().idx()) {
-            link.signals += credit;
             if cfg.algo == Algo::Ring {
                 if p == next.idx() {
                     let all = ring::sent(team.rank(), &rows, d.n * d.out.size(), cfg.sub_chunks);
@@ -169,7 +148,7 @@ impl GemmArPlan {
                 desc: d,
                 prepared: self.device.get(),
                 slots: &self.slots,
-                signals: &self.scatter_signals,
+                signals: &self.signals,
                 shape: device::Shape { m, rows: &rows, tasks: &tasks, config },
                 gather: Some((&self.gather, &arrivals)),
             };
@@ -178,28 +157,28 @@ impl GemmArPlan {
         }
         let launch = self.core.begin(stream, format_args!("m={m}"))?;
         let (seq, out) = (launch.ctx.seq(), t.out.clone());
+        let arrivals = arrivals(me, &rows, &config);
         let run = Arc::new(Run {
             scatter: Scatter {
                 launch,
                 tasks: schedule(me, &rows, d.n, &config),
                 handoff: (config.algo != Algo::Fused).then(Handoff::new),
                 sequential: config.algo == Algo::Sequential,
+                chunks: config.sub_chunks,
                 desc: d.clone(),
                 slot_rows: crate::gemm_rs::slot_rows(d, size),
-                out_row: range_of(&rows, me).start,
                 rows,
                 slots: self.slots.clone(),
-                signals: self.scatter_signals.clone(),
+                signals: self.signals.clone(),
+                gather: Some((self.gather.clone(), config.algo == Algo::Ring)),
                 t,
             },
-            gather: self.gather.clone(),
-            signals: self.gather_signals.clone(),
-            config,
+            arrivals,
         });
         let (copies, compute, poison) = (run.clone(), run.clone(), out.clone());
         self.core.run(
             stream,
-            move || copies.scatter.copies(),
+            move || copies.scatter.push_all(),
             move || compute.compute(),
             move || drop(poison.poison()),
             seq,

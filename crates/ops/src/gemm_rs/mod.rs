@@ -21,6 +21,7 @@
 //! | cases | `crates/cli/src/verify/overlap.rs` |
 //! | page | `docs/protocols/gemm_rs.md` |
 
+pub(crate) mod copies;
 mod desc;
 pub(crate) mod device;
 pub(crate) mod host;
@@ -30,7 +31,7 @@ mod schedule;
 
 pub use desc::GemmRsDesc;
 pub use launch::GemmRsInputs;
-pub(crate) use launch::{CREDIT, DATA, slot_rows};
+pub(crate) use launch::slot_rows;
 pub use plan::GemmRsPlan;
 pub(crate) use plan::{explain, predict};
 pub use schedule::{RsTask, schedule};

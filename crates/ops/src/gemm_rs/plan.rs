@@ -2,11 +2,12 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{BackendKind, Error, Result};
+use tilewire_core::{Error, Result};
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
 use super::GemmRsDesc;
+use super::copies::num_signals;
 use super::device::{self, Prepared};
 use super::host::Run;
 use super::launch::{GemmRsInputs, slot_rows};
@@ -42,12 +43,9 @@ impl GemmRsPlan {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op("gemm_rs"))?;
         let choice = Choice::new(config, heap).map_err(|e| e.op("gemm_rs"))?;
-        let mut num_signals = 2;
-        if heap.backend() != BackendKind::Host {
-            num_signals = 1 + choice.max_chunks();
-        }
         let slots = heap.alloc(Self::memory(&desc, size), "gemm_rs")?;
-        let signals = Arc::new(heap.team().signals(num_signals, "gemm_rs")?);
+        let signals =
+            Arc::new(heap.team().signals(num_signals(choice.max_chunks(), 1), "gemm_rs")?);
         let core =
             PlanCore::new("gemm_rs", heap, format_args!("{} {}", desc.common(), choice.text()))?
                 .using([&slots], [&signals]);
@@ -137,18 +135,19 @@ impl GemmRsPlan {
             handoff: (config.algo != Algo::Fused).then(Handoff::new),
             sequential: config.algo == Algo::Sequential,
             desc: self.desc.clone(),
+            chunks: config.sub_chunks,
             slot_rows: slot_rows(&self.desc, size),
             rows,
             slots: self.slots.clone(),
             signals: self.signals.clone(),
-            out_row: 0,
+            gather: None,
             t,
         });
         let (copies, compute, poison) = (run.clone(), run.clone(), out.clone());
         self.core.run(
             stream,
-            move || copies.copies(),
-            move || compute.compute(|_, _| Ok(())),
+            move || copies.push_all(),
+            move || compute.compute(|_, _, _| Ok(())).map(drop),
             move || drop(poison.poison()),
             seq,
         )?;

@@ -1,68 +1,29 @@
-//! GEMM+AR on the host backend: the scatter of `gemm_rs`, and the way back.
+//! GEMM+AR on the host: the scatter of `gemm_rs`, and the way back.
 
-use std::cell::RefCell;
-use std::sync::Arc;
+use tilewire_core::{Error, Result};
 
-use tilewire_core::Result;
-use tilewire_symm::{Permit, Signals, SymBuf};
-
-use super::schedule::arrivals;
-use crate::common::ring::neighbours;
-use crate::common::{Algo, Launch, OverlapConfig};
+use crate::common::ring::Arrival;
 use crate::gemm_rs::host::Run as Scatter;
-use crate::gemm_rs::{CREDIT, DATA};
 
 pub(super) struct Run {
     pub scatter: Scatter,
-    pub gather: SymBuf,
-    pub signals: Arc<Signals>,
-    pub config: OverlapConfig,
+    /// What the other owners return, in order.
+    pub arrivals: Vec<Arrival>,
 }
 
 impl Run {
-    /// Compute lane: reduce chunk by chunk, push each reduced chunk to all peers at once (of a ring, to the
-    /// next rank), then take in what the other owners have reduced.
+    /// Compute lane: reduces chunk by chunk, returns each reduced chunk at once, then takes in what
+    /// the other owners have reduced.
     pub fn compute(&self) -> Result<()> {
-        let s = &self.scatter;
-        let Launch { ctx, net, tag } = &s.launch;
-        let row = s.desc.n * s.desc.out.size();
-        let (credit, slot) = (self.signals.slot(CREDIT), self.signals.slot(DATA));
-        for p in ctx.team().peers() {
-            net.grant(ctx, p, credit, *tag, "gather credit")?;
-        }
-        let permit = RefCell::new(Permit::none());
-        let ring = self.config.algo == Algo::Ring;
-        let next = neighbours(ctx.rank(), s.rows.len()).1;
-        s.compute(|chunk, rows| {
-            if chunk == 0 {
-                for p in ctx.team().peers() {
-                    permit.borrow_mut().add(net.acquire(ctx, p, credit, *tag, "gather credit")?);
-                }
-            }
-            for p in ctx.team().peers().filter(|p| !ring || *p == next) {
-                s.t.out.read(|b| {
-                    let bytes = &b[rows.start * row..rows.end * row];
-                    let to = (p, self.gather.range(rows.start * row, bytes.len()));
-                    net.put_flag(ctx, &permit.borrow(), to, bytes, slot, "return")
-                })??;
-            }
-            Ok(())
+        let (s, copies) = (&self.scatter, self.scatter.copies());
+        let g = copies.gather.ok_or_else(|| Error::internal("an all-reduce without a way back"))?;
+        let bytes = |rows: &std::ops::Range<usize>| rows.start * g.row..rows.end * g.row;
+        let permit = s.compute(|permit, chunk, rows| {
+            s.t.out.read(|b| copies.give(s.net(), permit, (&g, chunk), &rows, &b[bytes(&rows)]))?
         })?;
-        for a in arrivals(ctx.rank(), &s.rows, &self.config) {
-            let r = &a.rows;
-            match a.last {
-                true => net.wait_last(ctx, a.from, slot, 1, "returned")?,
-                false => net.wait(ctx, a.from, slot, 1, "returned")?,
-            }
-            let at = self.gather.range(r.start * row, r.len() * row);
-            if a.passes {
-                let (to, from) = ((next, at), (at, r.len() * row));
-                // SAFETY: the rows were waited for, and their writer gets no credit before the next
-                // launch.
-                unsafe { net.pass_signal(ctx, &permit.borrow(), to, from, slot, "return")? };
-            }
-            // SAFETY: the rows were waited for, and their writer gets no credit before the next launch.
-            s.t.out.write(|o| unsafe { ctx.read_local(at, &mut o[r.start * row..r.end * row]) })?;
+        for a in &self.arrivals {
+            copies.take(s.net(), &permit, (&g, a), || Ok(()))?;
+            s.t.out.write(|o| copies.land(s.net(), (&g, &a.rows), &mut o[bytes(&a.rows)]))??;
         }
         Ok(())
     }

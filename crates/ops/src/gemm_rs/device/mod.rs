@@ -13,6 +13,7 @@ use tilewire_device::{Buffer, Pending, Stream, Tensor};
 use tilewire_symm::{LiveTeam, Signals, SymBuf};
 
 use super::GemmRsDesc;
+use super::copies::{Copies, Gather};
 use super::launch::{CREDIT, DATA, GemmRsInputs, slot_rows};
 use super::schedule::{RsTask, RsTile};
 use crate::collective::device::scatter;
@@ -20,7 +21,7 @@ use crate::common::Bias;
 use crate::common::cuda::{addr, holding, together_on, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, Reducer, Slots, Sum};
 use crate::common::nccl::ByNccl;
-use crate::common::ring::{Arrival, neighbours};
+use crate::common::ring::Arrival;
 use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
 use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::device::{Widened, kernel_desc};
@@ -118,6 +119,26 @@ pub(crate) struct Job<'a> {
     pub gather: Option<(&'a SymBuf, &'a [Arrival])>,
 }
 
+impl Job<'_> {
+    fn copies(&self) -> Copies<'_> {
+        let (d, shape) = (self.desc, &self.shape);
+        let gather = self.gather.map(|(buf, _)| Gather {
+            buf,
+            row: d.n * d.out.size(),
+            ring: shape.config.algo == Algo::Ring,
+        });
+        Copies {
+            rows: shape.rows,
+            chunks: shape.config.sub_chunks,
+            slot_rows: slot_rows(d, shape.rows.len()),
+            row: d.n * d.wire.size(),
+            slots: self.slots,
+            signals: self.signals,
+            gather,
+        }
+    }
+}
+
 struct Run<'a> {
     l: &'a Lanes<'a>,
     job: &'a Job<'a>,
@@ -149,13 +170,10 @@ pub(crate) fn launch(
     let out = t.out.cuda()?;
     let seq = core.begin_on(stream, format_args!("m={}", job.shape.m))?;
     let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
-    let ways = match job.shape.config.algo {
-        Algo::SequentialNccl => 0,
-        // What goes around a ring is signalled to one peer alone, message by message.
-        Algo::Ring => 1,
-        _ => 1 + usize::from(job.gather.is_some()),
+    let flags = match job.shape.config.algo {
+        Algo::SequentialNccl => DATA..DATA,
+        _ => job.copies().flags(),
     };
-    let flags = DATA..DATA + ways * job.shape.config.sub_chunks;
     let enter = Slots { signals: job.signals, credit: CREDIT, flags };
     core.run_on(lane, (stream, seq), &enter, &[Poison::value(out.clone())], |l| {
         let own = (p.partial.clone(), p.own.clone(), p.widened.as_ref().map(Widened::held));
@@ -283,27 +301,20 @@ impl Run<'_> {
         unsafe { kernels.launch(self.l.main, &product) }
     }
 
-    /// Bytes of my slot at `owner`, from element `at` on.
-    fn slot(&self, src: Rank, at: usize, num: usize) -> usize {
-        let (d, wire) = (self.job.desc, self.job.desc.wire.size());
-        let first = src.idx() * slot_rows(d, self.job.shape.rows.len()) * d.n + at;
-        self.job.slots.range(first * wire, num * wire)
-    }
-
     fn push(&self, owner: Rank, chunk: usize, rows: &Range<usize>) -> Result<()> {
-        let d = self.job.desc;
-        let (first, num) = (range_of(self.job.shape.rows, owner).start, rows.len() * d.n);
-        let wire = d.wire.size();
-        let part = self.p.partial.slice(rows.start * d.n * wire, num * wire)?;
-        let at = self.slot(self.me, rows.start.saturating_sub(first) * d.n, num);
-        let flag = self.job.signals.slot(DATA + chunk);
-        self.l.net.put_flag(self.l.side, &self.l.permit, (owner, at), &part, flag, "push")
+        let (d, l, copies) = (self.job.desc, self.l, self.job.copies());
+        let (first, row) = (copies.range(owner).start, d.n * d.wire.size());
+        let part = self.p.partial.slice(rows.start * row, rows.len() * row)?;
+        let at = rows.start.saturating_sub(first) * row;
+        copies.push((l.net, l.side), &l.permit, (owner, chunk), 1, |_, put| {
+            put(at, &part, part.len_bytes())
+        })
     }
 
     /// Adds all parts of my rows of a chunk, and the bias once.
     fn reduce(&self, chunk: usize, rows: &Range<usize>) -> Result<()> {
         let (d, l) = (self.job.desc, self.l);
-        l.net.wait_peers(l.main, self.job.signals.slot(DATA + chunk), "chunk")?;
+        self.job.copies().wait((l.net, l.main), chunk)?;
         let own = range_of(self.job.shape.rows, self.me);
         let (size, row) = (self.job.shape.rows.len(), d.n * d.wire.size());
         let first = rows.start.saturating_sub(own.start);
@@ -324,64 +335,29 @@ impl Run<'_> {
         self.p.reducer.launch(self.l, &sum)
     }
 
-    /// GEMM+AR: reduced rows of a chunk to all peers.
+    /// GEMM+AR: returns reduced rows of a chunk.
     fn give_back(&self, chunk: usize, rows: &Range<usize>) -> Result<()> {
-        let Some((gather, _)) = self.job.gather else { return Ok(()) };
-        let row = self.job.desc.n * self.job.desc.out.size();
-        let part = self.out.slice(rows.start * row, rows.len() * row)?;
-        let at = gather.range(rows.start * row, part.len_bytes());
-        let first = DATA + self.job.shape.config.sub_chunks;
-        let l = self.l;
+        let (copies, l) = (self.job.copies(), self.l);
+        let Some(g) = &copies.gather else { return Ok(()) };
+        let part = self.out.slice(rows.start * g.row, rows.len() * g.row)?;
         l.fork()?;
-        if self.ring() {
-            let next = neighbours(self.me, self.job.shape.rows.len()).1;
-            if next == self.me {
-                return Ok(());
-            }
-            let slot = self.job.signals.slot(first);
-            return l.net.put_signal(l.side, &l.permit, (next, at), &part, slot, "return");
-        }
-        let flag = self.job.signals.slot(first + chunk);
-        for p in l.here.heap().team().peers() {
-            l.net.put_flag(l.side, &l.permit, (p, at), &part, flag, "return")?;
-        }
-        Ok(())
+        copies.give((l.net, l.side), &l.permit, (g, chunk), rows, &part)
     }
 
     /// GEMM+AR: takes in what the other owners have reduced.
     fn take_back(&self) -> Result<()> {
-        let Some((gather, arrivals)) = self.job.gather else { return Ok(()) };
-        let (l, row) = (self.l, self.job.desc.n * self.job.desc.out.size());
-        let first = DATA + self.job.shape.config.sub_chunks;
-        let next = neighbours(self.me, self.job.shape.rows.len()).1;
+        let (copies, l) = (self.job.copies(), self.l);
+        let (Some(g), Some((_, arrivals))) = (&copies.gather, self.job.gather) else {
+            return Ok(());
+        };
         for a in arrivals {
-            let mut out = self.out.slice(a.rows.start * row, a.rows.len() * row)?;
-            let at = gather.range(a.rows.start * row, out.len_bytes());
-            if self.ring() {
-                let slot = self.job.signals.slot(first);
-                l.net.wait(l.side, a.from, slot, 1, "returned")?;
-                l.join()?;
-                if a.passes {
-                    let from = (at, out.len_bytes());
-                    // SAFETY: the rows were waited for, and their writer gets no credit before the
-                    // next launch.
-                    unsafe {
-                        l.net.pass_signal(l.side, &l.permit, (next, at), from, slot, "pass")?
-                    };
-                }
-            } else {
-                let slot = self.job.signals.slot(first + a.chunk);
-                l.net.wait(l.main, a.from, slot, 1, "returned")?;
+            match g.ring {
+                true => copies.take((l.net, l.side), &l.permit, (g, a), || l.join())?,
+                false => copies.take((l.net, l.main), &l.permit, (g, a), || Ok(()))?,
             }
-            if out.len_bytes() > 0 {
-                // SAFETY: as above; `main` is behind the wait.
-                unsafe { l.net.get(l.main, (self.me, at), &mut out, "returned")? };
-            }
+            let mut out = self.out.slice(a.rows.start * g.row, a.rows.len() * g.row)?;
+            copies.land((l.net, l.main), (g, &a.rows), &mut out)?;
         }
         Ok(())
-    }
-
-    fn ring(&self) -> bool {
-        self.job.shape.config.algo == Algo::Ring
     }
 }
