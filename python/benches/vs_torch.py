@@ -142,7 +142,8 @@ def run(c, device, times):
             us = measured(call, args, device)
             if i >= 5:
                 all_us[name].append(us)
-    row = {"what": c["what"], **{f"{n}_us": round(statistics.median(v), 1) for n, v in all_us.items()}}
+    medians = {f"{n}_us": round(statistics.median(v), 1) for n, v in all_us.items()}
+    row = {"what": c["what"], **medians}
     row["ratio"] = round(row["torch_us"] / row["ours_us"], 3)
     if c["flops"]:
         row["ours_tflops"] = round(c["flops"] / row["ours_us"] / 1e6, 1)
@@ -170,7 +171,8 @@ def main():
             if args.json:
                 print(json.dumps({**row, **about}), flush=True)
             else:
-                print(f"{row['ours_us']:10.1f} {row['torch_us']:10.1f} us  {row['ratio']:6.3f}  {row['what']}")
+                times = f"{row['ours_us']:10.1f} {row['torch_us']:10.1f} us"
+                print(f"{times}  {row['ratio']:6.3f}  {row['what']}")
 
 
 if __name__ == "__main__":

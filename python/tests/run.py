@@ -57,7 +57,8 @@ def main():
         if r == 0 or p.returncode != 0:
             outs[r].seek(0)
             text = outs[r].read().decode(errors="replace")
-            print(f"-- rank {r} of {size}, exit code {p.returncode}{' (killed: late)' * (r in late)}")
+            killed = " (killed: late)" * (r in late)
+            print(f"-- rank {r} of {size}, exit code {p.returncode}{killed}")
             print(text if p.returncode else text.strip().splitlines()[-1])
     return int(bool(late) or any(p.returncode for p in ranks))
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""What torch makes of the shapes of `rates attention` and `rates gemm`: the baseline of the same call, a line of JSON each.
+"""What torch makes of the shapes of `rates attention` and `rates gemm`: the baseline of the same
+call, a line of JSON each.
 
-FlashAttention-2 by scaled_dot_product_attention, products of groups by torch._grouped_mm; medians of 20 after a warm-up,
-random inputs, bf16. Takes `attention` or `gemm`.
+FlashAttention-2 by scaled_dot_product_attention, products of groups by torch._grouped_mm; medians
+of 20 after a warm-up, random inputs, bf16. Takes `attention` or `gemm`.
 """
 
 import json
@@ -32,7 +33,12 @@ def time_us(launch):
 
 def tell(flops, launch, **what):
     us = time_us(launch)
-    row = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **what, "us": round(us, 1)}
+    row = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        **what,
+        "us": round(us, 1),
+    }
     print(json.dumps({**row, "tflops": round(flops / us / 1e6, 1)}), flush=True)
 
 
@@ -41,7 +47,10 @@ def random(*shape, grad=False):
 
 
 def attention(seq, heads=32, kv_heads=8, dim=128):
-    q, k, v = random(1, heads, seq, dim, grad=True), *(random(1, kv_heads, seq, dim, grad=True) for _ in range(2))
+    q, k, v = (
+        random(1, heads, seq, dim, grad=True),
+        *(random(1, kv_heads, seq, dim, grad=True) for _ in range(2)),
+    )
     d_out = random(1, heads, seq, dim)
     flops = 2.0 * seq * seq * dim * heads
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
@@ -54,11 +63,16 @@ def attention(seq, heads=32, kv_heads=8, dim=128):
 
 
 def grouped(groups, rows, n, k):
-    ends, _ = torch.sort(torch.randint(0, rows + 1, (groups - 1,), generator=torch.Generator().manual_seed(2)))
+    ends, _ = torch.sort(
+        torch.randint(0, rows + 1, (groups - 1,), generator=torch.Generator().manual_seed(2))
+    )
     ends = torch.cat([ends, torch.tensor([rows])]).to(device="cuda", dtype=torch.int32)
     x, dy, w = random(rows, k), random(rows, n), random(groups, n, k)
-    passes = {"fprop": lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends), "dgrad": lambda: torch._grouped_mm(dy, w, offs=ends),
-              "wgrad": lambda: torch._grouped_mm(dy.t(), x, offs=ends)}
+    passes = {
+        "fprop": lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends),
+        "dgrad": lambda: torch._grouped_mm(dy, w, offs=ends),
+        "wgrad": lambda: torch._grouped_mm(dy.t(), x, offs=ends),
+    }
     for name, launch in passes.items():
         shape = {"groups": groups, "rows": rows, "n": n, "k": k, "pass": name}
         tell(2.0 * rows * n * k, launch, work="torch._grouped_mm", **shape)

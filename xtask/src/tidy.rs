@@ -3,11 +3,16 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Most lines of a file.
-const RUST_CAP: usize = 600;
+/// Most lines of a file: of Rust, Python and shell, and of CUDA.
+const LINES_CAP: usize = 600;
 const CUDA_CAP: usize = 700;
 /// Lines of a function, outside of tests.
 const FUNCTION_CAP: usize = 70;
+/// Characters of a line of Python and shell; those of Rust are the formatter's.
+const WIDTH_CAP: usize = 100;
+
+/// Scripts that have no ending.
+const SCRIPTS: [&str; 1] = [".ci/run"];
 
 /// Crates in which unsafe code is forbidden at the root.
 const SAFE: [&str; 6] = ["core", "oracle", "nn", "tilewire", "cli", "boot"];
@@ -26,7 +31,8 @@ pub fn files(dir: &Path, out: &mut Vec<PathBuf>) {
             }
         } else if path
             .extension()
-            .is_some_and(|x| ["rs", "cu", "cuh", "py"].iter().any(|e| x == *e))
+            .is_some_and(|x| ["rs", "cu", "cuh", "py", "sh"].iter().any(|e| x == *e))
+            || SCRIPTS.iter().any(|s| path.ends_with(s))
         {
             out.push(path);
         }
@@ -82,23 +88,90 @@ fn long_functions(name: &str, text: &str) -> Vec<String> {
             continue;
         }
         let len = lines[i..].iter().position(|l| *l == end).map_or(0, |n| n + 1);
-        if len > FUNCTION_CAP {
-            found.push(format!(
-                "{name}:{}: `{function}` has {len} lines, at most {FUNCTION_CAP}",
-                i + 1
-            ));
-        }
+        found.extend(too_long(name, i, function, len));
     }
     found
 }
 
+/// Functions of a Python file that are longer than [`FUNCTION_CAP`]: to the last line that is further
+/// in than the `def`, or in a text.
+fn long_python(name: &str, text: &str) -> Vec<String> {
+    let lines: Vec<&str> = text.lines().collect();
+    let inner = |l: &str| l.len() - l.trim_start().len();
+    let mut found = Vec::new();
+    for (i, line) in lines.iter().enumerate() {
+        let words = line.trim_start();
+        let words = words.strip_prefix("async ").unwrap_or(words);
+        let Some(function) = words.strip_prefix("def ").and_then(|w| w.split('(').next()) else {
+            continue;
+        };
+        let (mut open, mut in_text, mut last) = (0, false, i);
+        for (k, l) in lines[i..].iter().enumerate() {
+            let inside = k == 0 || in_text || open > 0 || inner(l) > inner(line);
+            if !l.trim().is_empty() && !inside {
+                break;
+            }
+            if !l.trim().is_empty() {
+                last = i + k;
+            }
+            in_text ^= l.matches("\"\"\"").count() % 2 == 1;
+            if !in_text {
+                open += l.matches('(').count() as i64 - l.matches(')').count() as i64;
+            }
+            // Brackets count for what stands before the body alone: texts have any.
+            open = if l.ends_with(':') { 0 } else { open };
+        }
+        found.extend(too_long(name, i, function, last + 1 - i));
+    }
+    found
+}
+
+/// Functions of a shell script that are longer than [`FUNCTION_CAP`].
+fn long_shell(name: &str, text: &str) -> Vec<String> {
+    let lines: Vec<&str> = text.lines().collect();
+    let functions = lines.iter().enumerate().filter_map(|(i, l)| {
+        let function = l.strip_suffix("() {")?;
+        let len = lines[i..].iter().position(|l| *l == "}").map_or(0, |n| n + 1);
+        too_long(name, i, function, len)
+    });
+    functions.collect()
+}
+
+fn too_long(name: &str, line: usize, function: &str, len: usize) -> Option<String> {
+    (len > FUNCTION_CAP).then(|| {
+        format!("{name}:{}: `{function}` has {len} lines, at most {FUNCTION_CAP}", line + 1)
+    })
+}
+
+/// Lines of a script that are longer than [`WIDTH_CAP`].
+fn wide_lines(name: &str, text: &str) -> Vec<String> {
+    let wide = text.lines().enumerate().filter_map(|(i, l)| {
+        let width = l.chars().count();
+        (width > WIDTH_CAP)
+            .then(|| format!("{name}:{}: {width} characters, at most {WIDTH_CAP}", i + 1))
+    });
+    wide.collect()
+}
+
 fn check_file(name: &str, text: &str, problems: &mut Vec<String>) {
-    if name.ends_with(".rs") && name.contains("/src/") && !name.contains("tests") {
+    let in_tests = name.contains("tests");
+    let (is_rust, is_python) = (name.ends_with(".rs"), name.ends_with(".py"));
+    let is_shell = name.ends_with(".sh") || SCRIPTS.contains(&name);
+    if is_rust && name.contains("/src/") && !in_tests {
         problems.extend(long_functions(name, text));
     }
+    if is_python && !in_tests {
+        problems.extend(long_python(name, text));
+    }
+    if is_shell {
+        problems.extend(long_shell(name, text));
+    }
+    if is_python || is_shell {
+        problems.extend(wide_lines(name, text));
+    }
     let lines = text.lines().count();
-    let cap = if name.ends_with(".rs") { RUST_CAP } else { CUDA_CAP };
-    if lines > cap && !name.ends_with(".py") {
+    let cap = if is_rust || is_python || is_shell { LINES_CAP } else { CUDA_CAP };
+    if lines > cap {
         problems.push(format!("{name}: {lines} lines, the most is {cap}"));
     }
     // This file names what it looks for, as does the crate whose words it looks for.
@@ -202,6 +275,40 @@ mod tests {
         assert_eq!(long_functions("a.rs", &short), [""; 0]);
         let declared = format!("fn g(&self);\nimpl fn_of {{\n{body}}}\n");
         assert_eq!(long_functions("a.rs", &declared), [""; 0]);
+    }
+
+    /// A planted violation of each cap, in each language, and what is just good enough.
+    #[test]
+    fn scripts_keep_the_caps_of_lines_functions_and_widths() {
+        let of = |name: &str, text: &str| {
+            let mut problems = Vec::new();
+            check_file(name, text, &mut problems);
+            problems
+        };
+        let only = |found: Vec<String>, words: &str| {
+            assert!(found.len() == 1 && found[0].contains(words), "{found:?}");
+        };
+        for name in ["a/b.py", "a/b.sh", ".ci/run"] {
+            let lines = |n| "true\n".repeat(n);
+            assert_eq!(of(name, &lines(LINES_CAP)), [""; 0]);
+            only(of(name, &lines(LINES_CAP + 1)), "601 lines, the most is 600");
+            let comment = |n| format!("# {}\n", "\u{e4}".repeat(n - 2));
+            assert_eq!(of(name, &comment(WIDTH_CAP)), [""; 0]);
+            only(of(name, &comment(WIDTH_CAP + 1)), ":1: 101 characters, at most 100");
+        }
+        let body = |n| "        x()\n\n        y(')', ':')\n".repeat(n);
+        let text = "        t = \"\"\"(\nat the margin\n\"\"\"\n";
+        for head in ["    def f(a):\n", "    async def f(\n        a=(1, 2),\n    ) -> int:\n"] {
+            let own = head.lines().count() + 3;
+            let fits = (FUNCTION_CAP - own) / 3;
+            let f = |n| format!("class A:\n{head}{text}{}\n    b = 1\n", body(n));
+            assert_eq!(of("a/b.py", &f(fits)), [""; 0]);
+            only(of("a/b.py", &f(fits + 1)), "a/b.py:2: `f` has");
+            assert_eq!(of("a/tests/b.py", &f(fits + 1)), [""; 0]);
+        }
+        let shell = |n| format!("f() {{\n{}}}\ng() {{\n    x\n}}\n", "    x\n".repeat(n));
+        assert_eq!(of(".ci/run", &shell(FUNCTION_CAP - 2)), [""; 0]);
+        only(of(".ci/run", &shell(FUNCTION_CAP - 1)), ".ci/run:1: `f` has 71 lines");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-"""One rank without torch: `_native` with raw pointers, streams and captures of the driver's, by ctypes.
+"""One rank without torch: `_native` with pointers, streams and captures of the driver, by ctypes.
 
 `rank.py NUMBERS`: reads operands from the folder of the job, and writes what each call gave there.
 """

@@ -1,7 +1,7 @@
-"""`_native` on emulated devices, without torch: stage `python` runs it where the driver is emulated.
+"""`_native` on emulated devices, without torch: run by stage `python` where these are built.
 
-Memory, streams and captures are the driver's own, made through ctypes; calls come from a thread that
-did not make them. Two ranks are two processes, each on a device of its own.
+Memory, streams and captures are the driver's own, made through ctypes; calls come from a thread
+that did not make them. Two ranks are two processes, each on a device of its own.
 """
 
 import os

@@ -58,7 +58,10 @@ QUICK = (
 def pytest_collection_modifyitems(config, items):
     """With TW_JAX_QUICK a choice of the tests."""
     if os.environ.get("TW_JAX_QUICK"):
-        chosen = lambda i: any(q in i.nodeid for q in QUICK) and "float16" not in i.nodeid  # noqa: E731
+
+        def chosen(i):
+            return any(q in i.nodeid for q in QUICK) and "float16" not in i.nodeid
+
         out = [i for i in items if not chosen(i)]
         config.hook.pytest_deselected(items=out)
         items[:] = [i for i in items if chosen(i)]

@@ -67,7 +67,10 @@ def test_local_with_everything(rng):
     bias, sink = randn(rng, HQ, 8, 8), randn(rng, HQ)
     kw = dict(window=(4, -1), scale=0.3, softcap=5.0)
     ref, grads = dense_vjp(dense(cu, **kw), (*x, bias, sink), dy)
-    f = lambda q, k, v, b, s: tw.attention(q, k, v, cu_seqlens_q=cu, bias=b, sink=s, **kw)  # noqa: E731
+
+    def f(q, k, v, b, s):
+        return tw.attention(q, k, v, cu_seqlens_q=cu, bias=b, sink=s, **kw)
+
     args = [jnp.asarray(t, jnp.float32) for t in (*x, bias, sink, dy)]
 
     @jax.jit

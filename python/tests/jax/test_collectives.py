@@ -84,7 +84,10 @@ def test_all_to_all(world, mesh, rng, axes, dtype):
     splits = [[2] * size for _ in range(size)]
     y, (dx,) = both(mesh, lambda x: tw.all_to_all(x, splits, axes), x, dy, dtype)
     want, want_dx = np.empty_like(x), np.empty_like(dy)
-    swap = lambda t: t.reshape(size, size, 2, 3).swapaxes(0, 1).reshape(size, size * 2, 3)  # noqa: E731
+
+    def swap(t):
+        return t.reshape(size, size, 2, 3).swapaxes(0, 1).reshape(size, size * 2, 3)
+
     for g in groups:
         want[g], want_dx[g] = swap(x[g]), swap(dy[g])
     equal(y, want, "y")

@@ -160,7 +160,8 @@ def test_a_second_world_and_its_end(world, mesh):
         with pytest.raises(Exception, match="finalised"):
             g(arg).block_until_ready()
         with pytest.raises(tw.Stale):
-            run(lambda x: tw.all_gather(x + 1, BOTH, world=other), mesh, (ALL,), ALL, arg)  # noqa: B023
+            call = lambda x: tw.all_gather(x + 1, BOTH, world=other)  # noqa: B023, E731
+            run(call, mesh, (ALL,), ALL, arg)
 
 
 def test_splits_that_are_too_long_fail_when_they_run(world, mesh):

@@ -299,7 +299,9 @@ if rank < 2:
     begin().finalize()
 with begin() as world:
     x = jax.make_array_from_callback(
-        (2, 4), jax.sharding.NamedSharding(mesh, P("x")), lambda at: np.full((1, 4), rank, np.float32)
+        (2, 4),
+        jax.sharding.NamedSharding(mesh, P("x")),
+        lambda at: np.full((1, 4), rank, np.float32),
     )
     f = jax.shard_map(gather, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     y = np.asarray(jax.jit(f)(x).addressable_shards[0].data)

@@ -1,4 +1,4 @@
-"""Jobs whose ranks end, differ, fork, or stop in unusual ways: each test starts its own processes."""
+"""Jobs whose ranks end, differ, fork, or stop in unusual ways. Each test starts its processes."""
 
 import os
 import re
@@ -161,7 +161,12 @@ print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert "child 7" in out, out
 
 
-@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()", "w.finalize()", "w.finalize(); w.finalize(); dist.destroy_process_group()"])
+DESTROY = "dist.destroy_process_group()"
+
+
+@pytest.mark.parametrize(
+    "end", ["", DESTROY, "w.finalize()", f"w.finalize(); w.finalize(); {DESTROY}"]
+)
 def test_no_way_to_end_hangs(end):
     all_good(
         job(
@@ -208,7 +213,8 @@ def test_before_init_after_finalize_and_alone():
         job(
             1,
             """
-for call in (lambda: tw.all_gather(torch.ones(1)), lambda: tw.ag_gemm(torch.ones(1, 8), torch.ones(2, 8))):
+ones = torch.ones
+for call in (lambda: tw.all_gather(ones(1)), lambda: tw.ag_gemm(ones(1, 8), ones(2, 8))):
     try:
         call(); print("no error")
     except tw.Stale as e:

@@ -85,12 +85,16 @@ def test_nothing_of_cuda_or_torch_is_linked():
     data = native.read_bytes()
     for line in subprocess.run(["ldd", native], capture_output=True, text=True).stdout.splitlines():
         name = line.split()[0]
-        assert not any(w in name for w in ("cuda", "torch", "c10", "nccl", "cublas", "python")), name
+        others = ("cuda", "torch", "c10", "nccl", "cublas", "python")
+        assert not any(w in name for w in others), name
     assert b"libcuda.so.1" in data  # opened at run time
 
 
 def test_without_frameworks_it_imports_and_the_doctor_speaks():
-    code = "import sys; sys.modules['torch'] = sys.modules['jax'] = None; import tilewire; print(tilewire.backends())"
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['jax'] = None;"
+        " import tilewire; print(tilewire.backends())"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert out.returncode == 0 and "('host', None)" in out.stdout, out.stderr
     out = subprocess.run(

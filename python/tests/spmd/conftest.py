@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 import tilewire.torch as tw
 
-# What a wait for a peer may last: ranks take turns on few cores, and the first call on a GPU compiles.
+# What a wait for a peer may last: ranks take turns on few cores, and the first call on a GPU
+# compiles.
 TIMEOUT_S = 120.0 if os.environ.get("TW_TEST_DEVICE") == "cuda" else 30.0
 
 
 def pytest_configure(config):
-    words = "needs(gpu, least_ranks, most_ranks, even): where a test applies; elsewhere it is left out"
+    words = "needs(gpu, least_ranks, most_ranks, even): where a test applies; else it is left out"
     config.addinivalue_line("markers", words)
 
 
@@ -33,7 +34,7 @@ def applies(item, gpu, ranks):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what does not apply here. What applies and cannot run is skipped, which is counted."""
+    """Leaves out what does not apply here. What applies and cannot run is skipped, and counted."""
     gpu = os.environ.get("TW_TEST_DEVICE") == "cuda"
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     out = [item for item in items if not applies(item, gpu, ranks)]

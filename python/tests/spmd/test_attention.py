@@ -8,7 +8,9 @@ import tilewire
 import tilewire.torch as tw
 
 
-def dense(q, k, v, cu, causal=True, window=(None, None), scale=None, bias=None, softcap=None, sink=None):
+def dense(
+    q, k, v, cu, causal=True, window=(None, None), scale=None, bias=None, softcap=None, sink=None
+):
     """[tokens, heads, d] in f64, sequence after sequence."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
@@ -110,7 +112,8 @@ def test_cp_attention(world, device, gen, name, strategy):
     mine = [leaf(tw.cp_shard(t), torch.float32, device) for t in qkv]
     own = {n: leaf(t.detach(), torch.float32, device) for n, t in extra.items()}
     out = tw.cp_attention(*mine, strategy=strategy, **{**kw, **own})
-    torch.testing.assert_close(tw.cp_unshard(out.detach()).cpu().double(), ref, rtol=1e-4, atol=1e-4)
+    whole = tw.cp_unshard(out.detach()).cpu().double()
+    torch.testing.assert_close(whole, ref, rtol=1e-4, atol=1e-4)
     out.backward(tw.cp_shard(d_out).to(out))
     for a, b in zip(mine, refs):
         torch.testing.assert_close(a.grad.cpu().double(), tw.cp_shard(b.grad), rtol=1e-4, atol=1e-4)

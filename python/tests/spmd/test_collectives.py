@@ -54,7 +54,9 @@ def test_all_to_all(world, device, gen):
     assert torch.equal(mx.grad.cpu(), ref)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.float64], ids=str
+)
 def test_any_type_is_gathered(world, device, dtype):
     x = torch.full((2, 3), world.rank % 2, device=device).to(dtype)
     y = tw.all_gather(x)
@@ -65,7 +67,8 @@ def test_any_type_is_gathered(world, device, dtype):
 def test_no_rows(world, device):
     y = tw.all_gather(torch.zeros(0, 3, device=device))
     assert y.shape == (0, 3)
-    assert tw.ag_gemm(torch.zeros(0, 8, device=device), torch.zeros(4, 8, device=device)).shape == (0, 4)
+    x, w = torch.zeros(0, 8, device=device), torch.zeros(4, 8, device=device)
+    assert tw.ag_gemm(x, w).shape == (0, 4)
 
 
 def test_teams_of_a_world(world, device):

@@ -248,7 +248,8 @@ def test_handles_are_not_seen_by_hooks_of_saved_tensors(world, device, gen):
     buf = group_of(world).buffer()
     x = leaf(randn(gen, T, H), torch.float32, device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(device)):
-        recv, w, _ = tw.ep_dispatch(buf, x, idx[world.rank].to(device), weights[world.rank].to(device))
+        mine = (idx[world.rank].to(device), weights[world.rank].to(device))
+        recv, w, _ = tw.ep_dispatch(buf, x, *mine)
         out = tw.ep_combine(buf, recv, w)
     out.sum().backward()
     # And the number of a generation, which a checkpoint must be able to replace.

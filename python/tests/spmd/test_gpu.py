@@ -91,7 +91,7 @@ def test_graphed_callables_over_forward_and_backward(world, device, gen):
 
 
 def test_other_streams_and_memory_that_is_freed_at_once(world, device, gen):
-    """Tensors of a call die before its work has run; the allocator may reuse them in stream order."""
+    """Tensors of a call die before its work ran; the allocator may reuse them in stream order."""
     args = [a.detach() for a in operands(world, device, gen, rows=64, k=256, n=256)]
     ref = block(*args)
     side = torch.cuda.Stream()

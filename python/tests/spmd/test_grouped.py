@@ -81,9 +81,14 @@ def test_what_does_not_fit_is_refused(device):
 
 
 def test_compiled(device, gen):
-    x, w = leaf(randn(gen, 6, 8), torch.float32, device), leaf(randn(gen, 2, 4, 8), torch.float32, device)
+    x = leaf(randn(gen, 6, 8), torch.float32, device)
+    w = leaf(randn(gen, 2, 4, 8), torch.float32, device)
     m = torch.tensor([2, 3], device=device)
-    f = torch.compile(lambda x, w, m: tw.grouped_gemm(x, w, m).square().sum(), fullgraph=True, backend="aot_eager")
+
+    def loss(x, w, m):
+        return tw.grouped_gemm(x, w, m).square().sum()
+
+    f = torch.compile(loss, fullgraph=True, backend="aot_eager")
     f(x, w, m).backward()
     got = x.grad.clone(), w.grad.clone()
     x.grad = w.grad = None

@@ -64,7 +64,8 @@ def test_activations(world, device, gen, act):
     bias = leaf(b[me], torch.float32, device)
     y = tw.ag_gemm(*mine, bias=bias, activation=act)
     (y * dy[me].to(device, torch.float32)).sum().backward()
-    torch.testing.assert_close(y.cpu().double(), act_of(act)(x @ w[me].t() + b[me]), rtol=1e-4, atol=1e-4)
+    want = act_of(act)(x @ w[me].t() + b[me])
+    torch.testing.assert_close(y.cpu().double(), want, rtol=1e-4, atol=1e-4)
     for got, ref in [
         (mine[0].grad, dense[0].grad[own]),
         (mine[1].grad, dense[1].grad[me]),
@@ -94,7 +95,8 @@ def test_gathered_x_has_a_gradient_of_its_own(world, device, gen):
         loss.backward()
         torch.testing.assert_close(mx.grad.cpu().double(), ref[own], rtol=1e-4, atol=1e-4)
         if use_y:
-            torch.testing.assert_close(mw.grad.cpu().double(), dy[:, cols].t() @ x, rtol=1e-4, atol=1e-4)
+            want = dy[:, cols].t() @ x
+            torch.testing.assert_close(mw.grad.cpu().double(), want, rtol=1e-4, atol=1e-4)
         else:
             assert mw.grad is None
 
@@ -104,7 +106,8 @@ def test_gathered_x_has_a_gradient_of_its_own(world, device, gen):
 def test_gemm_rs_and_its_gradients(world, device, gen, dtype, m_per):
     size, me, n, k = world.size, world.rank, 24, 16
     m = int(m_per * size) + (1 if m_per != 4 else 0)
-    x, w, b = randn(gen, m, size * k, dtype=dtype), randn(gen, n, size * k, dtype=dtype), randn(gen, n)
+    x, w = randn(gen, m, size * k, dtype=dtype), randn(gen, n, size * k, dtype=dtype)
+    b = randn(gen, n)
     dy = randn(gen, m, n, dtype=dtype)
     first, num = rows_of(m, size)[me]
     own, ks = slice(first, first + num), slice(me * k, (me + 1) * k)
@@ -121,7 +124,8 @@ def test_gemm_rs_and_its_gradients(world, device, gen, dtype, m_per):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gemm_ar_and_its_gradients(world, device, gen, dtype):
     size, me, m, n, k = world.size, world.rank, 7, 24, 16
-    x, w, b = randn(gen, m, size * k, dtype=dtype), randn(gen, n, size * k, dtype=dtype), randn(gen, n)
+    x, w = randn(gen, m, size * k, dtype=dtype), randn(gen, n, size * k, dtype=dtype)
+    b = randn(gen, n)
     dy = randn(gen, m, n, dtype=dtype)
     ks = slice(me * k, (me + 1) * k)
     mx, mw = leaf(x[:, ks], dtype, device), leaf(w[:, ks], dtype, device)
@@ -237,6 +241,7 @@ def test_algorithms_agree_bit_for_bit_on_integers(world, device, gen, algo):
     own = slice(4 * me, 4 * me + 4)
     y = tw.ag_gemm(x[own], w, algo=algo)
     assert torch.equal(y.cpu().double(), (x.cpu().double() @ w.cpu().double().t()))
-    z = tw.gemm_rs(y[:, :4].contiguous(), w[:, :4].contiguous(), algo=None if algo == "ring" else algo)
+    algo = None if algo == "ring" else algo
+    z = tw.gemm_rs(y[:, :4].contiguous(), w[:, :4].contiguous(), algo=algo)
     ref = size * (y[:, :4].cpu().double() @ w[:, :4].cpu().double().t())
     torch.testing.assert_close(z.cpu().double(), ref[own], rtol=2**-7, atol=0)

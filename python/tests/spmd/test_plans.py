@@ -64,7 +64,8 @@ def test_explained(world, device):
     assert "all_reduce" in tw.explain(tw.all_reduce, torch.zeros(4, device=device))
     splits = torch.tensor([1, 1], device=device)
     a = torch.zeros(2, 16, device=device)
-    assert "grouped_gemm" in tw.explain(tw.grouped_gemm, a, torch.zeros(2, 8, 16, device=device), splits)
+    b = torch.zeros(2, 8, 16, device=device)
+    assert "grouped_gemm" in tw.explain(tw.grouped_gemm, a, b, splits)
 
 
 def test_what_is_no_operation_is_refused(world):

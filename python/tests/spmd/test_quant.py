@@ -98,7 +98,10 @@ def test_comm_gemm_of_fp8_operands(world, device, gen, dtype):
     # Partial products: k is divided, scales are each rank's own.
     a, b = torch.randn(3 * size, k * size, generator=gen), torch.randn(n, k * size, generator=gen)
     cols = [slice(r * k, r * k + k) for r in range(size)]
-    parts = [(tw.quantize(a[:, c].to(device), dtype=dtype), tw.quantize(b[:, c].to(device))) for c in cols]
+    parts = [
+        (tw.quantize(a[:, c].to(device), dtype=dtype), tw.quantize(b[:, c].to(device)))
+        for c in cols
+    ]
     sums = [product(*p) for p in parts]
     ref = sum(s for s, _ in sums)
     wire = sum((value(p).abs() @ value(q).abs().t()) * size * 2.0**-8 for p, q in parts)
@@ -121,7 +124,8 @@ def test_grouped_products_of_fp8_operands(device, gen, recipe):
     for e, num in enumerate(counts):
         b = value(wq[e])
         rows = a[at : at + num]
-        within(y[at : at + num], rows @ b.t(), product_bound(rows, b.t(), 1, torch.bfloat16), f"expert {e}")
+        bound = product_bound(rows, b.t(), 1, torch.bfloat16)
+        within(y[at : at + num], rows @ b.t(), bound, f"expert {e}")
         at += num
     assert not y[at:].any()
 
@@ -133,7 +137,8 @@ def test_experts_of_fp8_tokens(world, device, gen):
         num_experts=experts, max_tokens=tokens, hidden=hidden, top_k=top_k, dtype=E4M3
     )
     x = torch.randn(size, tokens, hidden, generator=gen)
-    idx = torch.stack([torch.randperm(experts, generator=gen)[:top_k] for _ in range(size * tokens)])
+    chosen = [torch.randperm(experts, generator=gen)[:top_k] for _ in range(size * tokens)]
+    idx = torch.stack(chosen)
     idx = idx.view(size, tokens, top_k)
     xq = tw.quantize(x[me].to(device), "block1x128")
     buf = g.buffer()

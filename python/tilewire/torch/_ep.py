@@ -81,10 +81,11 @@ class EpGroup:
     ):
         fp8 = dtype in _FP8
         out_dtype = out_dtype or (torch.bfloat16 if fp8 else dtype)
-        if not (fp8 or dtype in _NAMES) or out_dtype not in _NAMES or not (fp8 or out_dtype == dtype):
+        tokens, results = fp8 or dtype in _NAMES, fp8 or out_dtype == dtype
+        if not tokens or out_dtype not in _NAMES or not results:
             raise InvalidArgument(
-                f"ep: tokens of {dtype}, results of {out_dtype}; f32, bf16, f16 for both, or FP8 tokens"
-                " and results of another type are expected"
+                f"ep: tokens of {dtype}, results of {out_dtype}; f32, bf16, f16 for both, or FP8"
+                " tokens and results of another type are expected"
             )
         spec = dict(
             num_experts=num_experts,
@@ -165,7 +166,7 @@ class EpBuffer:
         return recv
 
     def _memory(self, grad, shape, dtype):
-        """Memory that peers write to; on the CPU, where nothing is gained, memory like any other."""
+        """Memory that peers write to; on the CPU, where nothing is gained, any other memory."""
         if self.group.device.type != "cuda":
             return _zeros(*shape, dtype=dtype, like=self.group)
         flat = torch.utils.dlpack.from_dlpack(self.group._native.zero_copy(grad))
@@ -318,7 +319,8 @@ def _beside(buf, async_op, call, *inputs):
     buf._side.wait_stream(torch.cuda.current_stream(buf.group.device))
     for t in inputs:
         if t is not None:
-            # The caller may let go of it at once; the allocator must not reuse it before the call ran.
+            # The caller may let go of it at once; the allocator must not reuse it before the call
+            # ran.
             t.record_stream(buf._side)
     with torch.cuda.stream(buf._side):
         result = call()

@@ -244,7 +244,10 @@ def ag_gemm(
     else:
         base, kn = _ops.weight_order(w)
         args = (flat, base, _bias_of(bias, x), world, activation, rows_flat, kn, algo, False)
-        y, gathered = _ops.ag_gemm_gather(*args, True) if return_gathered else (_ops.ag_gemm(*args), None)
+        if return_gathered:
+            y, gathered = _ops.ag_gemm_gather(*args, True)
+        else:
+            y, gathered = _ops.ag_gemm(*args), None
     y = _folded(y, x)
     return (y, _folded(gathered, x)) if return_gathered else y
 
@@ -375,7 +378,8 @@ class _AllGather(Differentiable):
     @staticmethod
     def backward(ctx, dy):
         _once()
-        return _ops.reduce_scatter(dy.contiguous(), ctx.args[0], "sum", ctx.args[1], False), None, None
+        dx = _ops.reduce_scatter(dy.contiguous(), ctx.args[0], "sum", ctx.args[1], False)
+        return dx, None, None
 
 
 def all_gather(x, group=None, *, rows=None):

@@ -44,10 +44,13 @@ class _GroupedGemm(Differentiable):
 def _fp8(x, w, m_splits, bias):
     if not all(isinstance(t, QTensor) for t in (x, *w)) or len(w) != m_splits.numel():
         raise InvalidArgument(
-            "grouped_gemm: x and all weights must be QTensors, or none of them; one weight for each split"
+            "grouped_gemm: x and all weights must be QTensors, or none of them;"
+            " one weight for each split"
         )
     if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        raise InvalidArgument("grouped_gemm: products of QTensors have no gradients: detach the bias")
+        raise InvalidArgument(
+            "grouped_gemm: products of QTensors have no gradients: detach the bias"
+        )
     bias = None if bias is None else bias.float()
     data, scales, recipes = ([getattr(t, n) for t in w] for n in ("data", "scales", "recipe"))
     return _ops.grouped_fp8(x.data, x.scales, x.recipe, data, scales, recipes, bias, m_splits)

@@ -124,7 +124,8 @@ def _ag_gemm_gather(x, w, bias, world, act, rows, kn, algo, grad, returned):
     x = x.contiguous()
     m, _, out = _ag_outputs(x, w, world, act, rows, kn)
     gathered = x.new_empty((m, x.shape[1]))
-    _native.ag_gemm(world, x, w, bias, out, gathered, None, None, act, rows, kn, algo, grad, returned)
+    args = (x, w, bias, out, gathered, None, None, act, rows, kn, algo, grad, returned)
+    _native.ag_gemm(world, *args)
     return out, gathered
 
 
@@ -148,7 +149,10 @@ def _ag_gemm_aux_meta(x, w, bias, world, act, rows, kn, algo, grad, returned):
     return out, x.new_empty((m, x.shape[1])), out.new_empty((m, n))
 
 
-_AG = "Tensor x, Tensor w, Tensor? bias, int world, str? act, int[]? rows, bool kn, str? algo, bool grad"
+_AG = (
+    "Tensor x, Tensor w, Tensor? bias, int world, str? act, int[]? rows, bool kn, str? algo,"
+    " bool grad"
+)
 # The scale, [1] f32, multiplies the product: that of FP8 operands.
 ag_gemm = _define(f"ag_gemm({_AG}, Tensor? scale=None) -> Tensor", _ag_gemm, _ag_gemm_meta)
 ag_gemm_gather = _define(

@@ -102,8 +102,8 @@ def permute(x, topk_idx, topk_weights=None, *, num_experts, capacity=None, align
     _ordinary("permute", x, topk_weights)
     if x.dim() != 2 or topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0]:
         raise InvalidArgument(
-            f"permute: x {tuple(x.shape)} must be a matrix, topk_idx {tuple(topk_idx.shape)} have a row"
-            " for each of its rows"
+            f"permute: x {tuple(x.shape)} must be a matrix, topk_idx {tuple(topk_idx.shape)} have"
+            " a row for each of its rows"
         )
     tokens, top_k = topk_idx.shape
     if capacity is None:

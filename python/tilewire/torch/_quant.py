@@ -102,8 +102,8 @@ def fp8_operands(op, x, w, bias, world=0):
             )
     if world and _ops.size_of(world) > 1 and x.world != world:
         raise Mismatch(
-            f"{op}: x has a scale of its own, and its rows meet those of other ranks: quantize it with"
-            " this group"
+            f"{op}: x has a scale of its own, and its rows meet those of other ranks: quantize it"
+            " with this group"
         )
     if bias is not None and bias.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(f"{op}: products of QTensors have no gradients: pass bias.detach()")

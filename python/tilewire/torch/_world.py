@@ -178,7 +178,9 @@ def _place(group):
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         # What `new_group` gives to processes that are not in the group.
-        raise InvalidArgument(f"`group` must be a ProcessGroup that this process is in, not {group!r}")
+        raise InvalidArgument(
+            f"`group` must be a ProcessGroup that this process is in, not {group!r}"
+        )
     rank = dist.get_rank(group)
     if rank < 0:
         raise InvalidArgument("this process is not in the group")

@@ -1,0 +1,135 @@
+"""The configurations of `bench`."""
+
+import functools
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+from configs import HERE, LIMIT_S, TWO_GPUS, Config, program, ranks_of, search, tilewire
+from judges import by_bench, by_limits
+
+TIMINGS = [
+    "signal, in one kernel",
+    "signal + wait, eager",
+    "signal + wait, graph",
+    "put bandwidth",
+    "cost of a flag",
+    "1000 graph replays",
+    "hundred heaps",
+]
+MOVES = [
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "ep_dispatch",
+    "ep_combine",
+    "ep_dispatch_bwd",
+    "ep_combine_bwd",
+]
+# Expert parallelism: fewer multiprocessors, rows that come straight to where they stay, a step of
+# inference.
+EXPERTS = [
+    ("ep_dispatch", "16", "--sms 16"),
+    ("ep_combine", "16", "--sms 16"),
+    ("ep_dispatch", "zero_copy", "--zero-copy"),
+    ("ep_dispatch", "zero_copy-16", "--zero-copy --sms 16"),
+    ("ep_dispatch", "rank_major-16", "--layout rank-major --sms 16"),
+    ("ep_dispatch", "rank_major-zero_copy", "--layout rank-major --zero-copy"),
+    ("ep_dispatch", "rank_major-zero_copy-16", "--layout rank-major --zero-copy --sms 16"),
+    ("ep_dispatch_bwd", "16", "--sms 16"),
+    ("ep_dispatch_bwd", "rank_major-16", "--layout rank-major --sms 16"),
+    ("ep_combine_bwd", "16", "--sms 16"),
+    ("ep_combine_bwd", "zero_copy-16", "--zero-copy --sms 16"),
+    ("ep_dispatch", "few", "--tokens 128 --align 16 --zero-copy"),
+    ("ep_combine", "few", "--tokens 128 --align 16"),
+]
+CUBE = "--m 8192 --n 8192 --k 8192"
+PRODUCTS = {
+    "gemm": CUBE,
+    "ag_gemm": CUBE,
+    "gemm_rs": CUBE,
+    "gemm_ar": CUBE,
+    "cp_attention": "--m 16384",
+}
+
+
+def train_rates(ranks):
+    # Any text will do: what is learned is not what is measured.
+    train = tilewire("train --backend vmm --preset h200 --data", HERE / "run.py")
+    train += ["--ranks", str(ranks), *"--layers 1 --steps 20 --metrics train.jsonl".split()]
+    # Its rows behind what it says on the way, not among that.
+    argv = ["bash", "-c", '"$@" && cat train.jsonl', "bash", *train]
+    return Config(f"train-{ranks}", argv, by_bench, jit=True)
+
+
+@functools.cache
+def no_torch():
+    """Why torch cannot be asked."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not there"
+    ask = "import torch; torch._grouped_mm; torch.zeros(1, device='cuda')"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    return None if done.returncode == 0 else f"torch: {done.stderr.strip().splitlines()[-1:]}"
+
+
+def bench_of_one():
+    """One GPU, and what torch makes of the same shapes."""
+    for rates in ["layers", "gemm", "attention"]:
+        yield Config(f"rates-{rates}", [program("rates"), rates], by_bench, jit=True)
+    needs = no_torch()
+    for rates in ["gemm", "attention"]:
+        yield Config(
+            f"rates-torch-{rates}",
+            ["python3", str(HERE / "torch_rates.py"), rates],
+            by_bench,
+            preload=False,
+            needs=needs,
+        )
+    yield train_rates(1)
+
+
+def bench(n):
+    yield from bench_of_one()
+    if n < 2:
+        yield Config("links", [], needs=TWO_GPUS)
+        return
+    yield from limits(n)
+    for ranks in sorted({2, n}):
+        yield Config(f"links-{ranks}", tilewire("bench links --json --ranks", str(ranks)), by_bench)
+    for ranks in sorted({n, 8}):
+        argv = ranks_of(ranks, program("symm_checks"), "rendezvous")
+        yield Config(f"rendezvous-{ranks}", argv, jit=True)
+    for part in TIMINGS:
+        name = "spike-" + "-".join(part.replace(",", "").replace("+ ", "").split())
+        yield Config(name, [program("symm_checks"), part], jit=True)
+    yield train_rates(n)
+    bench = "bench --backend vmm --dtype bf16 --json"
+    for op in MOVES:
+        yield Config(f"op-{op}", tilewire(bench, "--op", op, "--ranks", str(n)), by_bench)
+    for op, name, flags in EXPERTS:
+        argv = tilewire(bench, "--op", op, flags, "--ranks", str(n))
+        yield Config(f"op-{op}-{name}", argv, by_bench)
+    for op, shape in PRODUCTS.items():
+        argv = tilewire(bench, "--iters 9 --op", op, shape, "--ranks", str(n))
+        yield Config(f"op-{op}", argv, by_bench)
+
+
+def limits(n):
+    """A program that is not ours and says what links can do, where it is."""
+    text = HERE / "limits.cu"
+    if not text.exists():
+        return
+    nvcc = shutil.which("nvcc", path=search("/usr/local/cuda/bin"))
+    needs = None if nvcc else "nvcc is not there"
+    build = [
+        nvcc or "nvcc",
+        *"-O3 -std=c++20 -arch=sm_90a -o limits".split(),
+        str(text),
+        "-lcublas",
+    ]
+    yield Config("limits-build", build, preload=False, needs=needs)
+    yield Config("limits", ["./limits", str(n)], by_limits, preload=False, needs=needs)
