@@ -105,6 +105,13 @@ pub(crate) fn only_meets(team: &tilewire_core::Team) -> Traffic {
     t
 }
 
+/// A launch that is on record: its number, and the stream that it is queued on.
+#[derive(Clone, Copy)]
+pub(crate) struct LaunchAt<'a> {
+    pub stream: &'a Stream,
+    pub seq: u64,
+}
+
 /// One launch on the host, in program order.
 pub struct Launch {
     /// The lane that the launch's calls act on.
@@ -157,29 +164,29 @@ impl PlanCore {
     pub(crate) fn run_on(
         &self,
         lane: &Lane,
-        (stream, seq): (&Stream, u64),
+        at: LaunchAt<'_>,
         slots: &Slots<'_>,
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
-        self.queue_on(lane, (stream, seq), outs, |streams| lane.run(streams, slots, outs, f))
+        self.queue_on(lane, at, outs, |streams| lane.run(streams, slots, outs, f))
     }
 
     /// Queues one launch of kernels that meet the other ranks, and poison their outputs, themselves.
     pub(crate) fn run_alone(
         &self,
         lane: &Lane,
-        (stream, seq): (&Stream, u64),
+        at: LaunchAt<'_>,
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
     ) -> Result<()> {
-        self.queue_on(lane, (stream, seq), outs, |streams| f(&lane.lanes(streams)))
+        self.queue_on(lane, at, outs, |streams| f(&lane.lanes(streams)))
     }
 
     fn queue_on(
         &self,
         lane: &Lane,
-        (stream, seq): (&Stream, u64),
+        LaunchAt { stream, seq }: LaunchAt<'_>,
         outs: &[Poison],
         f: impl FnOnce((&CudaStream, &CudaStream)) -> Result<()>,
     ) -> Result<()> {
@@ -206,9 +213,13 @@ impl PlanCore {
         })
     }
 
-    /// The token of launch `seq`, which is queued on `stream`. Nodes of the host note themselves how
-    /// far a launch came; of a device's the flight recorder hears when somebody has waited.
-    pub(crate) fn pending<T>(&self, out: T, stream: &Stream, seq: u64) -> Result<Pending<T>> {
+    /// The token of a launch. Nodes of the host note themselves how far a launch came; of a device's
+    /// the flight recorder hears when somebody has waited.
+    pub(crate) fn pending<T>(
+        &self,
+        out: T,
+        LaunchAt { stream, seq }: LaunchAt<'_>,
+    ) -> Result<Pending<T>> {
         let pending = Pending::new(out, stream, Some(self.team().fault().clone()))?;
         if self.lane.is_none() {
             return Ok(pending);
@@ -327,9 +338,13 @@ impl PlanCore {
         Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, fp.0), net, tag: fp.1 })
     }
 
-    /// As [`PlanCore::begin`] on a heap in device memory: the sequence number of the launch.
-    pub(crate) fn begin_on(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<u64> {
-        self.note(stream, detail).map(|fp| fp.0)
+    /// As [`PlanCore::begin`] on a heap in device memory.
+    pub(crate) fn begin_on<'a>(
+        &self,
+        stream: &'a Stream,
+        detail: impl std::fmt::Display,
+    ) -> Result<LaunchAt<'a>> {
+        self.note(stream, detail).map(|(seq, _)| LaunchAt { stream, seq })
     }
 
     /// The sequence number and the tag of a launch, once it is on record.
@@ -481,7 +496,7 @@ mod tests {
             assert_eq!((e.kind(), e.get_op()), (ErrorKind::Exhausted, Some("op")), "{e}");
             assert_eq!(core.begin(&stream, "").err().unwrap().kind(), ErrorKind::NotPrepared);
             core.prepare(&stream)?;
-            let seq = core.begin_on(&stream, "")?;
+            let seq = core.begin_on(&stream, "")?.seq;
             // The same launch everywhere.
             let all = heap.team().exchange("seq", &seq.to_le_bytes())?;
             assert!(all.iter().all(|s| s == &all[0]), "{all:?}");

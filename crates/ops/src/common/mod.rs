@@ -17,7 +17,7 @@ mod shards;
 
 pub(crate) use self::choice::{Choice, fastest};
 pub(crate) use self::core::only_meets;
-pub(crate) use self::core::{Launch, PlanCore};
+pub(crate) use self::core::{Launch, LaunchAt, PlanCore};
 pub use backend::CollectiveBackend;
 pub(crate) use bias::{Bias, bias_type};
 pub use check::expect_tensor;

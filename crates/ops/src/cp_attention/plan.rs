@@ -20,7 +20,7 @@ use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Seq
 use crate::common::CollectiveBackend;
 use crate::common::backend::{at_first, put_or_nccl, usual};
 use crate::common::lanes::Lane;
-use crate::common::{Handoff, Machine, PlanCore, fastest, only_meets};
+use crate::common::{Handoff, LaunchAt, Machine, PlanCore, fastest, only_meets};
 
 const OP: &str = "cp_attention";
 
@@ -228,7 +228,7 @@ impl CpAttentionPlan {
         out.check(&self.desc.attn, rows, inputs).map_err(|e| e.op(OP))?;
         stream.in_launch(|| {
             let seq = self.launch(stream, (inputs, seqs, rows), Work::Forward(out.clone()))?;
-            self.core.pending(out, stream, seq)
+            self.core.pending(out, LaunchAt { stream, seq })
         })
     }
 
@@ -251,7 +251,7 @@ impl CpAttentionPlan {
         let work = Work::Backward(Box::new((saved, grads.clone())));
         stream.in_launch(|| {
             let seq = self.launch(stream, (inputs, seqs, rows), work)?;
-            self.core.pending(grads, stream, seq)
+            self.core.pending(grads, LaunchAt { stream, seq })
         })
     }
 
@@ -321,9 +321,9 @@ impl CpAttentionPlan {
         let (strategy, me, size) = (p.sizes.strategy, core.team().rank(), core.team().size());
         device::together(stream, x, work).map_err(|e| e.op(OP))?;
         let sched = &Schedule::new(desc, seqs, strategy, me, size);
-        let seq = core.begin_on(stream, format_args!("{} {seqs}", work.name()))?;
+        let at = core.begin_on(stream, format_args!("{} {seqs}", work.name()))?;
         let buffers = &self.buffers;
         let op = device::Op { core, lane, desc, signals, buffers, p, sched, seqs, rows };
-        device::launch(&op, (stream, seq), x, work).map(|()| seq)
+        device::launch(&op, at, x, work).map(|()| at.seq)
     }
 }

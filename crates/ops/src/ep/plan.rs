@@ -258,10 +258,10 @@ impl EpPlan {
             phase.together(stream, &given).map_err(|e| e.op("ep_prepare"))?;
             return stream.in_launch(|| {
                 let detail = format_args!("capacity={capacity}");
-                let seq = self.base.cores[PREPARE].begin_on(stream, detail)?;
-                handle.set_routing(seq);
-                phase.route((stream, seq), topk_idx, capacity)?;
-                self.base.cores[PREPARE].pending(handle.clone(), stream, seq)
+                let at = self.base.cores[PREPARE].begin_on(stream, detail)?;
+                handle.set_routing(at.seq);
+                phase.route(at, topk_idx, capacity)?;
+                self.base.cores[PREPARE].pending(handle.clone(), at)
             });
         }
         let launch = self.base.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
@@ -294,9 +294,9 @@ impl EpPlan {
         ];
         phase.together(stream, &given)?;
         stream.in_launch(|| {
-            let seq = self.base.cores[which].begin_on(stream, detail)?;
-            phase.back((stream, seq), back)?;
-            self.base.cores[which].pending(back.out.clone(), stream, seq).map(Some)
+            let at = self.base.cores[which].begin_on(stream, detail)?;
+            phase.back(at, back)?;
+            self.base.cores[which].pending(back.out.clone(), at).map(Some)
         })
     }
 
@@ -380,9 +380,9 @@ impl EpPlan {
             ];
             phase.together(stream, &given).map_err(op)?;
             return stream.in_launch(|| {
-                let seq = self.base.cores[DISPATCH].begin_on(stream, detail)?;
-                phase.dispatch((stream, seq), x, (topk_weights, scales), (out, buffer))?;
-                self.base.cores[DISPATCH].pending(out.clone(), stream, seq)
+                let at = self.base.cores[DISPATCH].begin_on(stream, detail)?;
+                phase.dispatch(at, x, (topk_weights, scales), (out, buffer))?;
+                self.base.cores[DISPATCH].pending(out.clone(), at)
             });
         }
         let launch = self.base.cores[DISPATCH].begin(stream, detail)?;
@@ -531,9 +531,9 @@ impl EpPlan {
             phase.together(stream, &outs).map_err(op)?;
             phase.together(stream, &ins).map_err(op)?;
             return stream.in_launch(|| {
-                let seq = self.base.cores[COMBINE_BWD].begin_on(stream, detail)?;
-                phase.combine_bwd((stream, seq), d_out, weighted, (dy, buffer))?;
-                self.base.cores[COMBINE_BWD].pending(dy.clone(), stream, seq)
+                let at = self.base.cores[COMBINE_BWD].begin_on(stream, detail)?;
+                phase.combine_bwd(at, d_out, weighted, (dy, buffer))?;
+                self.base.cores[COMBINE_BWD].pending(dy.clone(), at)
             });
         }
         let launch = self.base.cores[COMBINE_BWD].begin(stream, detail)?;

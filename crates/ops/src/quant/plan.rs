@@ -209,11 +209,11 @@ impl QuantPlan {
         let no_lane = || Error::internal("a team on the host, prepared for a device");
         let lane = s.core.lane().ok_or_else(no_lane)?;
         let outs = p.poisons(&t).map_err(|e| e.op("quant"))?;
-        let seq = s.core.begin_on(stream, "")?;
+        let at = s.core.begin_on(stream, "")?;
         let enter = Slots { signals: &s.signals, credit: CREDIT, flags: DATA..DATA + 1 };
         let run = |l: &Lanes<'_>| p.launch_team(l, (&s.area, &s.signals), &t);
-        s.core.run_on(lane, (stream, seq), &enter, &outs, run)?;
-        s.core.pending(t, stream, seq)
+        s.core.run_on(lane, at, &enter, &outs, run)?;
+        s.core.pending(t, at)
     }
 
     fn launch_host(&self, stream: &Stream, t: QuantInputs) -> Result<Pending<QuantInputs>> {

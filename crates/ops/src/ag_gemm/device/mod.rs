@@ -104,7 +104,7 @@ pub(super) fn launch(
     let outs = [Some(&t.out), t.aux_out.as_ref(), t.gathered.as_ref()];
     let outs = outs.into_iter().flatten().map(|t| Ok(Poison::value(t.cuda()?)));
     let outs = outs.collect::<Result<Vec<_>>>()?;
-    let seq = base.core.begin_on(stream, format_args!("m={}", job.m))?;
+    let at = base.core.begin_on(stream, format_args!("m={}", job.m))?;
     // Begun, so prepared.
     let Some(prepared) = job.prepared else {
         return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
@@ -117,12 +117,12 @@ pub(super) fn launch(
     };
     let enter = Slots { signals: &base.signals, credit: CREDIT, flags };
     let x = t.x.cuda()?;
-    base.core.run_on(lane, (stream, seq), &enter, &outs, |l| {
+    base.core.run_on(lane, at, &enter, &outs, |l| {
         let held = (t.clone(), prepared.widened.as_ref().map(Widened::held));
         let run = Run { l, job, p: prepared, t: &t, x: x.clone() };
         holding(l.main, held, || run.queue(nccl))
     })?;
-    base.core.pending(t, stream, seq)
+    base.core.pending(t, at)
 }
 
 impl Run<'_> {

@@ -33,16 +33,16 @@ pub(super) fn launch(
     let (phase, _) = base.phases(m).map_err(|e| e.op(name))?;
     let (sum, ops) =
         calls(&base.desc, core.team().rank(), (&rows, &phase), (from.addr(), to.addr()));
-    let seq = core.begin_on(stream, format_args!("m={m}"))?;
+    let at = core.begin_on(stream, format_args!("m={m}"))?;
     let enter = Slots { signals: &base.signals, credit: CREDIT, flags: DATA..DATA };
-    core.run_on(on.lane, (stream, seq), &enter, &[Poison::value(to.clone())], |l| {
+    core.run_on(on.lane, at, &enter, &[Poison::value(to.clone())], |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         // SAFETY: the tensors were checked against the description, from which the calls are made,
         // lie on this device and are held; all ranks agree on the description at `prepare`, and on
         // the rows by the rules of a launch.
         unsafe { nccl.queue(l.main, (base.desc.dtype, sum), &ops) }
     })?;
-    core.pending(out.clone(), stream, seq)
+    core.pending(out.clone(), at)
 }
 
 /// What this rank calls, all of it as one group.

@@ -64,27 +64,27 @@ pub(super) fn launch(
     let (base, lane, core) = (on.base, on.lane, &on.base.core);
     together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(core.op()))?;
     let (from, to) = (x.cuda()?, out.cuda()?);
-    let seq = core.begin_on(stream, format_args!("m={m}"))?;
+    let at = core.begin_on(stream, format_args!("m={m}"))?;
     let p = on.prepared.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
     let row = base.desc.cols * base.desc.dtype.size();
     let (way, outs) = (base.way(m), [Poison::value(to.clone())]);
     if let (Way::Meeting | Way::Whole, Some(meeting)) = (way, &p.meeting) {
-        core.run_alone(lane, (stream, seq), &outs, |l| {
+        core.run_alone(lane, at, &outs, |l| {
             let run = meeting::Run { l, base, meeting, row, whole: way == Way::Whole };
             run.launch(m, (&first, second.as_ref()), (&from, &to))
         })?;
-        return core.pending(out.clone(), stream, seq);
+        return core.pending(out.clone(), at);
     }
     let small = way == Way::Kernels;
     // Copies carry flags; kernels meet instead.
     let flags = if small { DATA..DATA } else { DATA..DATA + 1 };
     let enter = Slots { signals: &base.signals, credit: CREDIT, flags };
-    core.run_on(lane, (stream, seq), &enter, &outs, |l| {
+    core.run_on(lane, at, &enter, &outs, |l| {
         l.main.hold(|| Arc::new((from.clone(), to.clone())));
         Run { l, base, p, row, small }.first(&first, second.as_ref(), (&from, &to))?;
         p.meeting.as_ref().map_or(Ok(()), |meeting| meeting.leave(l, base))
     })?;
-    core.pending(out.clone(), stream, seq)
+    core.pending(out.clone(), at)
 }
 
 impl Run<'_> {

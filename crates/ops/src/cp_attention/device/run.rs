@@ -15,10 +15,9 @@ use tilewire_symm::{Signals, StreamTransport, SymBuf};
 use super::prepared::Prepared;
 use crate::attention::device::{Parts, inputs, inputs_bwd, param, param_bwd, part};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
-use crate::common::Bias;
-use crate::common::PlanCore;
 use crate::common::cuda::{hold, together_on};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots, Sum};
+use crate::common::{Bias, LaunchAt, PlanCore};
 use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::launch::{CREDIT, MEET_BACK, MEET_KEYS, Work};
 use crate::cp_attention::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
@@ -38,17 +37,17 @@ pub(in crate::cp_attention) struct Op<'a> {
     pub rows: LocalRows,
 }
 
-/// Queues one launch of tensors that were checked; `seq` is its number.
+/// Queues one launch of tensors that were checked.
 pub(in crate::cp_attention) fn launch(
     op: &Op<'_>,
-    (stream, seq): (&Stream, u64),
+    at: LaunchAt<'_>,
     x: &AttnInputs,
     work: &Work,
 ) -> Result<()> {
     let outs = work.outputs();
     let outs = outs.into_iter().map(|t| t.cuda().map(Poison::value)).collect::<Result<Vec<_>>>()?;
     let enter = Slots { signals: op.signals, credit: CREDIT, flags: flags(&op.p.sizes) };
-    op.core.run_on(op.lane, (stream, seq), &enter, &outs, |l| {
+    op.core.run_on(op.lane, at, &enter, &outs, |l| {
         let held = match work {
             Work::Forward(o) => {
                 let outs = [o.out.clone(), o.lse.clone()];

@@ -145,15 +145,15 @@ impl Scratch {
         let begin = |which: usize| base.cores[which].begin_on(stream, "measured");
         h.set_tokens(d.max_tokens, d.capacity);
         self.clock.time(base.cores[0].team(), stream, || {
-            let seq = begin(PREPARE)?;
-            h.set_routing(seq);
+            let at = begin(PREPARE)?;
+            h.set_routing(at.seq);
             let phase = |which| phase_by(base, p, lane, which, h);
-            phase(PREPARE).route((stream, seq), &self.idx, d.capacity)?;
+            phase(PREPARE).route(at, &self.idx, d.capacity)?;
             let given = (Some(&self.weights), self.scales.as_ref());
-            let seq = begin(DISPATCH)?;
-            phase(DISPATCH).dispatch((stream, seq), &self.x, given, (&self.recv, 0))?;
-            let seq = begin(COMBINE)?;
-            phase(COMBINE).back((stream, seq), &self.back)
+            let at = begin(DISPATCH)?;
+            phase(DISPATCH).dispatch(at, &self.x, given, (&self.recv, 0))?;
+            let at = begin(COMBINE)?;
+            phase(COMBINE).back(at, &self.back)
         })
     }
 }

@@ -19,7 +19,7 @@ use super::areas::router;
 use super::nccl::{Staging, What};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots, poison_of};
-use crate::common::{Named, PlanCore};
+use crate::common::{LaunchAt, Named, PlanCore};
 use crate::ep::launch::{Areas, Back, COUNTS, RETURNS, TOKENS};
 use crate::ep::schedule::{Cut, Schedule};
 use crate::ep::{EpDesc, EpDispatch, EpHandle, EpLayout};
@@ -273,7 +273,7 @@ impl Phase<'_> {
     /// it goes through NCCL.
     fn run(
         &self,
-        at: (&Stream, u64),
+        at: LaunchAt<'_>,
         credit: usize,
         outs: &[Poison],
         f: impl FnOnce(&Lanes<'_>) -> Result<()>,
@@ -314,7 +314,7 @@ impl Phase<'_> {
     }
 
     /// The routing of `idx` for `capacity` rows.
-    pub fn route(&self, at: (&Stream, u64), idx: &Tensor, capacity: usize) -> Result<()> {
+    pub fn route(&self, at: LaunchAt<'_>, idx: &Tensor, capacity: usize) -> Result<()> {
         let (p, h) = (self.p, self.handle()?);
         let choices = idx.shape().num_elems();
         let blocks = choices.div_ceil(ROUTER_CHOICES).clamp(1, ROUTERS.min(self.sms as usize));
@@ -339,7 +339,7 @@ impl Phase<'_> {
             zero(self.handle.dropped())?,
         ];
         let meet = p.meet(self.signals, Area::Counts, 0);
-        p.routed.store(at.1, Ordering::Relaxed);
+        p.routed.store(at.seq, Ordering::Relaxed);
         self.run(at, COUNTS.0, &outs, |l| {
             hold(l.main, idx.clone());
             let poison = poison_of(&outs);
@@ -403,7 +403,7 @@ impl Phase<'_> {
 
     pub fn dispatch(
         &self,
-        at: (&Stream, u64),
+        at: LaunchAt<'_>,
         x: &Tensor,
         given: (Option<&Tensor>, Option<&Tensor>),
         (out, buffer): (&EpDispatch, u32),
@@ -432,7 +432,7 @@ impl Phase<'_> {
             recv.index = addr(self.handle.row_index())?;
         }
         // A routing is behind its last wait when it lets others begin. Of other kernels before this one nothing is known.
-        let early = self.p.routed.load(Ordering::Relaxed).checked_add(1) == Some(at.1);
+        let early = self.p.routed.load(Ordering::Relaxed).checked_add(1) == Some(at.seq);
         self.run(at, TOKENS.0, &outs, |l| {
             self.exchange(l, (x, given.0, given.1), &recv, (!flat, early, &outs))?;
             if !flat {
@@ -470,7 +470,7 @@ impl Phase<'_> {
 
     pub fn combine_bwd(
         &self,
-        at: (&Stream, u64),
+        at: LaunchAt<'_>,
         d_out: &Tensor,
         weighted: Option<(&Tensor, &Tensor, &Tensor)>,
         (dy, buffer): (&Tensor, u32),
@@ -511,7 +511,7 @@ impl Phase<'_> {
     }
 
     /// Combine and the backward of dispatch.
-    pub fn back(&self, at: (&Stream, u64), b: &Back) -> Result<()> {
+    pub fn back(&self, at: LaunchAt<'_>, b: &Back) -> Result<()> {
         let (d, p, h) = (self.desc, self.p, self.handle()?);
         let all = [Some(&b.out), b.dw_out.as_ref()];
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));

@@ -168,19 +168,19 @@ pub(crate) fn launch(
     ];
     together_on(stream, &given)?;
     let out = t.out.cuda()?;
-    let seq = core.begin_on(stream, format_args!("m={}", job.shape.m))?;
+    let at = core.begin_on(stream, format_args!("m={}", job.shape.m))?;
     let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
     let flags = match job.shape.config.algo {
         Algo::SequentialNccl => DATA..DATA,
         _ => job.copies().flags(),
     };
     let enter = Slots { signals: job.signals, credit: CREDIT, flags };
-    core.run_on(lane, (stream, seq), &enter, &[Poison::value(out.clone())], |l| {
+    core.run_on(lane, at, &enter, &[Poison::value(out.clone())], |l| {
         let own = (p.partial.clone(), p.own.clone(), p.widened.as_ref().map(Widened::held));
         let run = Run { l, job, p, t: &t, me: core.team().rank(), out: out.clone() };
         holding(l.main, (t.clone(), own), || run.run())
     })?;
-    core.pending(t.out, stream, seq)
+    core.pending(t.out, at)
 }
 
 /// All rows of a chunk: its tiles span all columns.
