@@ -6,6 +6,14 @@ use tilewire_device::Tensor;
 use super::{AttentionDesc, Sequences};
 use crate::common::{Named, apart, expect_tensor, wide};
 
+/// One launch: its tensors, sequences and rows.
+#[derive(Clone, Copy)]
+pub(crate) struct Given<'a> {
+    pub x: &'a AttnInputs,
+    pub seqs: &'a Sequences,
+    pub rows: LocalRows,
+}
+
 /// q, k or v: a plain tensor, or e4m3 data with one f32 scale for each (token, head),
 /// `[tokens, H]`; `value = data * scale`.
 #[derive(Clone, Debug)]

@@ -7,6 +7,7 @@ use tilewire_device::cuda::CudaStream;
 use tilewire_device::{Node, Pending, Stream};
 
 use super::host::Run;
+use super::launch::Given;
 use super::{
     AttentionDesc, AttnConfig, AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences,
     device,
@@ -87,7 +88,7 @@ impl AttentionPlan {
         out.check(&self.desc, rows, inputs).map_err(|e| e.op("attention"))?;
         let fwd = |s: &CudaStream, p: &device::Prepared| {
             together_on(stream, &[("out", Some(&out.out)), ("lse", Some(&out.lse))])?;
-            p.launch_fwd(s, &self.desc, inputs, (&seqs, rows), &out)
+            p.launch_fwd(s, &self.desc, Given { x: inputs, seqs: &seqs, rows }, &out)
         };
         if let Some((s, p)) = self.ready.on(stream)? {
             return s.in_launch(|| {
@@ -117,7 +118,8 @@ impl AttentionPlan {
         let bwd = |s: &CudaStream, p: &device::Prepared| {
             together_on(stream, &grads.named())?;
             together_on(stream, &saved.named())?;
-            p.launch_bwd(s, &self.desc, inputs, (&seqs, rows), (&saved, &grads))
+            let given = Given { x: inputs, seqs: &seqs, rows };
+            p.launch_bwd(s, &self.desc, given, (&saved, &grads))
         };
         if let Some((s, p)) = self.ready.on(stream)? {
             return s.in_launch(|| {

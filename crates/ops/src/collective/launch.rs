@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use tilewire_core::Result;
+use tilewire_device::{Stream, Tensor};
 use tilewire_symm::{Signals, SymBuf};
 
 use super::schedule::{self, Phase};
@@ -29,6 +30,15 @@ pub(super) struct Base {
     pub flags: Option<(SymBuf, usize)>,
     /// Multiprocessors that one kernel may take, if the caller has said so.
     pub num_sms: Option<u32>,
+}
+
+/// One launch: of `m` rows in all, on a stream.
+#[derive(Clone, Copy)]
+pub(super) struct Given<'a> {
+    pub stream: &'a Stream,
+    pub m: usize,
+    pub x: &'a Tensor,
+    pub out: &'a Tensor,
 }
 
 impl Base {

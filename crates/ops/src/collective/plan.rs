@@ -9,7 +9,7 @@ use tilewire_symm::{Heap, LinkTraffic, LiveTeam, Traffic};
 
 use super::device::{self, OnDevice, Prepared, Used};
 use super::host::Run;
-use super::launch::{Base, io_rows};
+use super::launch::{Base, Given, io_rows};
 use super::schedule;
 use super::way::Way;
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind};
@@ -242,7 +242,8 @@ impl CollectivePlan {
     ) -> Result<Pending<Tensor>> {
         self.check(m, x, out)?;
         if let Some(lane) = self.base.core.lane() {
-            return device::launch(&self.on(lane), self.used.nccl(), (stream, m), (x, out));
+            let given = Given { stream, m, x, out };
+            return device::launch(&self.on(lane), self.used.nccl(), given);
         }
         let (first, second) = self.base.phases(m).map_err(|e| e.op(self.base.core.op()))?;
         let launch = self.base.core.begin(stream, format_args!("m={m}"))?;

@@ -81,6 +81,7 @@ pub struct EpDispatch {
 }
 
 /// What a dispatch-type phase sends.
+#[derive(Clone)]
 pub(super) struct Send {
     pub x: Tensor,
     pub weights: Option<Tensor>,

@@ -368,6 +368,7 @@ impl EpPlan {
         let buffer = self.buffer_of(&out.x).map_err(op)?;
         let detail =
             format_args!("routing={routing} weights={} buffer={buffer}", topk_weights.is_some());
+        let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
         if let Some(phase) = self.phase(DISPATCH, handle)? {
             handle.check_tokens(rows).map_err(op)?;
             let given = [
@@ -381,12 +382,11 @@ impl EpPlan {
             phase.together(stream, &given).map_err(op)?;
             return stream.in_launch(|| {
                 let at = self.base.cores[DISPATCH].begin_on(stream, detail)?;
-                phase.dispatch(at, x, (topk_weights, scales), (out, buffer))?;
+                phase.dispatch(at, &send, out, buffer)?;
                 self.base.cores[DISPATCH].pending(out.clone(), at)
             });
         }
         let launch = self.base.cores[DISPATCH].begin(stream, detail)?;
-        let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
         let (run, h, o) = (self.host_run(), handle.clone(), Out::Dispatch(out.clone()));
         let to = self.straight(buffer);
         let mut outs =
@@ -526,18 +526,18 @@ impl EpPlan {
         let buffer = if straight { self.buffer_of(dy).map_err(op)? } else { 0 };
         let detail =
             format_args!("routing={routing} weighted={} buffer={buffer}", weighted.is_some());
+        let send = Send { x: d_out.clone(), weights: None, scales: None };
         if let Some(phase) = self.phase(COMBINE_BWD, handle)? {
             handle.check_tokens(d_out.shape().dim(0)).map_err(op)?;
             phase.together(stream, &outs).map_err(op)?;
             phase.together(stream, &ins).map_err(op)?;
             return stream.in_launch(|| {
                 let at = self.base.cores[COMBINE_BWD].begin_on(stream, detail)?;
-                phase.combine_bwd(at, d_out, weighted, (dy, buffer))?;
+                phase.combine_bwd(at, &send, weighted, (dy, buffer))?;
                 self.base.cores[COMBINE_BWD].pending(dy.clone(), at)
             });
         }
         let launch = self.base.cores[COMBINE_BWD].begin(stream, detail)?;
-        let send = Send { x: d_out.clone(), weights: None, scales: None };
         let out = Out::CombineBwd {
             dy: dy.clone(),
             weighted: weighted.map(|(w, y, g)| (w.clone(), y.clone(), g.clone())),

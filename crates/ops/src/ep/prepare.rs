@@ -4,7 +4,7 @@ use tilewire_core::Result;
 use tilewire_device::Stream;
 use tilewire_symm::OpCtx;
 
-use super::device::{self, Phase};
+use super::device::{self, OnDevice, Phase};
 use super::{EpHandle, EpPlan};
 use crate::common::backend::at_first;
 use crate::common::lanes::Lane;
@@ -18,7 +18,8 @@ impl EpPlan {
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let (core, rest) = self.base.cores.split_first().ok_or_else(not_prepared)?;
         let by_nccl = at_first(core.heap(), self.base.backend) == CollectiveBackend::Nccl;
-        let make = |lane: &Lane| device::make(&self.base, lane, stream, by_nccl);
+        let base = &self.base;
+        let make = |lane: &Lane| device::make(OnDevice { base, lane, stream }, by_nccl);
         let make = || {
             self.clear_on_host();
             core.make_once(&self.device, make)
@@ -27,7 +28,7 @@ impl EpPlan {
             self.cleared.get_or_init(|| ());
             rest.iter().try_for_each(|c| c.prepare(stream))?;
             if let (Some(lane), Some(first)) = (core.lane(), first) {
-                let used = device::settle(&self.base, (lane, stream), first)?;
+                let used = device::settle(OnDevice { base, lane, stream }, first)?;
                 self.device.get_or_init(|| used);
             }
             Ok(())

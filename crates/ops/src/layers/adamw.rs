@@ -38,6 +38,18 @@ impl Default for AdamW {
     }
 }
 
+/// A parameter of [`AdamW::step`], element by element.
+pub struct AdamParam<'a> {
+    /// Its values.
+    pub w: &'a mut [f32],
+    /// Its gradient, already summed over ranks.
+    pub grad: &'a [f32],
+    /// The running mean of its gradients.
+    pub m: &'a mut [f32],
+    /// The running mean of their squares.
+    pub v: &'a mut [f32],
+}
+
 impl AdamW {
     /// Learning rate of step `step` (from 0): linear warm-up, cosine down to a tenth.
     pub fn rate(&self, step: usize) -> f64 {
@@ -54,15 +66,9 @@ impl AdamW {
         (self.clip / (norm + 1e-6)).min(1.0)
     }
 
-    /// One step on a parameter: `w`, its gradient (already summed over ranks), its two moments.
-    pub fn step(
-        &self,
-        step: usize,
-        scale: f64,
-        decay: bool,
-        p: (&mut [f32], &[f32], &mut [f32], &mut [f32]),
-    ) {
-        let (w, g, m, v) = p;
+    /// Makes one step of a parameter.
+    pub fn step(&self, step: usize, scale: f64, decay: bool, p: AdamParam<'_>) {
+        let AdamParam { w, grad: g, m, v } = p;
         let (b1, b2) = (self.beta1, self.beta2);
         let (c1, c2) = (1.0 - b1.powi(step as i32 + 1), 1.0 - b2.powi(step as i32 + 1));
         let lr = self.rate(step);
@@ -97,7 +103,8 @@ mod tests {
         let (mut w, mut m, mut v) = ([5.0f32], [0.0], [0.0]);
         for s in 0..300 {
             let g = [2.0 * (w[0] - 1.5)];
-            a.step(s, 1.0, true, (&mut w, &g, &mut m, &mut v));
+            let p = AdamParam { w: &mut w, grad: &g, m: &mut m, v: &mut v };
+            a.step(s, 1.0, true, p);
         }
         assert!((w[0] - 1.5).abs() < 0.02, "{}", w[0]);
     }

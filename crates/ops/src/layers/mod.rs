@@ -38,7 +38,7 @@ mod plan;
 #[cfg(test)]
 mod tests;
 
-pub use adamw::AdamW;
+pub use adamw::{AdamParam, AdamW};
 pub use desc::{
     AdamStep, AddNorm, CountStep, CrossEntropy, Embed, EmbedBwd, Heads, Init, LayersDesc, NormBwd,
     Router, RouterBwd, SquareSum,

@@ -14,9 +14,10 @@ use tilewire_kernels::attention::{
 
 use super::fp8::{Wide, kernel_desc};
 use crate::attention::desc::bound;
+use crate::attention::launch::Given;
 use crate::attention::table::{number_tiles, whole};
 use crate::attention::{
-    AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, LocalRows, Sequences,
+    AttentionDesc, AttnGrads, AttnInputs, AttnMask, AttnOut, AttnSaved, LocalRows,
 };
 use crate::common::cuda::{addr, fit_32_bits, holding, load, no_kernel, workspace};
 
@@ -311,8 +312,7 @@ impl Prepared {
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
-        x: &AttnInputs,
-        (seqs, rows): (&Sequences, LocalRows),
+        Given { x, seqs, rows }: Given<'_>,
         out: &AttnOut,
     ) -> Result<()> {
         let p = TwAttn { out: addr(&out.out)?, lse: addr(&out.lse)?, ..param(d, x, rows)? };
@@ -353,8 +353,7 @@ impl Prepared {
         &self,
         stream: &CudaStream,
         d: &AttentionDesc,
-        x: &AttnInputs,
-        (seqs, rows): (&Sequences, LocalRows),
+        Given { x, seqs, rows }: Given<'_>,
         (saved, grads): (&AttnSaved, &AttnGrads),
     ) -> Result<()> {
         let p = param_bwd(d, x, rows, (saved, grads))?;
@@ -530,6 +529,7 @@ fn run(stream: &CudaStream, k: &Kernel, grid: Grid, p: &TwAttn) -> Result<()> {
 mod tests {
     use super::*;
     use crate::attention::BiasShape;
+    use crate::attention::Sequences;
 
     #[test]
     fn what_no_kernel_can_count_is_refused() {

@@ -63,6 +63,13 @@ struct Scratch {
     kept: Vec<f32>,
 }
 
+/// A tile of one query head.
+struct Tile<'a> {
+    h: usize,
+    t: &'a Slice,
+    vis: Visible,
+}
+
 impl Core {
     /// Adds what `slices` contribute to all gradients.
     pub fn backward(&self, x: &Operands<'_>, up: &Upstream, slices: &[Slice], g: &mut Grads) {
@@ -71,17 +78,18 @@ impl Core {
         let buf = || vec![0.0f32; tile];
         let mut scratch = Scratch { p: buf(), dp: buf(), slope: vec![0.0; slope], kept: buf() };
         for h in 0..self.dims.hq {
-            self.tiles(slices, |t, vis| self.backward_tile(h, t, vis, (x, up), (&mut scratch, g)));
+            self.tiles(slices, |t, vis| {
+                self.backward_tile(&Tile { h, t, vis }, (x, up), &mut scratch, g);
+            });
         }
     }
 
     fn backward_tile(
         &self,
-        h: usize,
-        t: &Slice,
-        vis: Visible,
+        &Tile { h, t, vis }: &Tile<'_>,
         (x, up): (&Operands<'_>, &Upstream),
-        (scratch, g): (&mut Scratch, &mut Grads),
+        scratch: &mut Scratch,
+        g: &mut Grads,
     ) {
         let (d, m, n, kvh) = (&self.dims, t.num_q, t.num_kv, self.kv_head(h));
         let (p, dp) = (&mut scratch.p[..m * n], &mut scratch.dp[..m * n]);

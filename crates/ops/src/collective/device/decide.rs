@@ -10,7 +10,7 @@ use tilewire_symm::NcclTeam;
 use super::nccl;
 use super::queue::{self, OnDevice};
 use crate::collective::CollectiveBackend;
-use crate::collective::launch::Base;
+use crate::collective::launch::{Base, Given};
 use crate::common::backend::at_first;
 use crate::common::cuda::workspace;
 use crate::common::nccl::{Clock, faster, open, room, unmeasured};
@@ -19,15 +19,11 @@ use crate::common::nccl::{Clock, faster, open, room, unmeasured};
 pub(crate) fn launch(
     on: &OnDevice<'_>,
     nccl: Option<&Arc<NcclTeam>>,
-    (stream, m): (&Stream, usize),
-    t: (&Tensor, &Tensor),
+    t: Given<'_>,
 ) -> Result<Pending<Tensor>> {
-    stream.in_launch(|| {
-        if let Some(n) = nccl {
-            return nccl::launch(on, n, (stream, m), t);
-        }
-        let phases = on.base.phases(m).map_err(|e| e.op(on.base.core.op()))?;
-        queue::launch(on, (stream, m), phases, t)
+    t.stream.in_launch(|| match nccl {
+        Some(n) => nccl::launch(on, n, t),
+        None => queue::launch(on, t),
     })
 }
 
@@ -115,8 +111,7 @@ impl Scratch {
         stream: &Stream,
         nccl: Option<&Arc<NcclTeam>>,
     ) -> Result<f64> {
-        self.clock.time(on.base.core.team(), stream, || {
-            launch(on, nccl, (stream, on.base.desc.m), (&self.x, &self.out)).map(drop)
-        })
+        let given = Given { stream, m: on.base.desc.m, x: &self.x, out: &self.out };
+        self.clock.time(on.base.core.team(), stream, || launch(on, nccl, given).map(drop))
     }
 }

@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use tilewire_core::{Rank, Result};
 use tilewire_device::cuda::{NcclOp, NcclSum};
-use tilewire_device::{Pending, Stream, Tensor};
+use tilewire_device::{Pending, Tensor};
 use tilewire_symm::NcclTeam;
 
 use super::queue::OnDevice;
-use crate::collective::launch::{CREDIT, DATA};
+use crate::collective::launch::{CREDIT, DATA, Given};
 use crate::collective::schedule::{Phase, shard_rows};
 use crate::collective::{CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::together_on;
@@ -23,8 +23,7 @@ use crate::common::lanes::{Poison, Slots};
 pub(super) fn launch(
     on: &OnDevice<'_>,
     nccl: &Arc<NcclTeam>,
-    (stream, m): (&Stream, usize),
-    (x, out): (&Tensor, &Tensor),
+    Given { stream, m, x, out }: Given<'_>,
 ) -> Result<Pending<Tensor>> {
     let (base, core, name) = (on.base, &on.base.core, on.base.core.op());
     together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(name))?;

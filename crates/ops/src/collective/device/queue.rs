@@ -8,7 +8,7 @@ use tilewire_device::{Buffer, Pending, Stream, Tensor};
 use tilewire_symm::{Enter, Permit, Signals, SymBuf};
 
 use super::meeting::{self, Meeting};
-use crate::collective::launch::{Base, CREDIT, DATA};
+use crate::collective::launch::{Base, CREDIT, DATA, Given};
 use crate::collective::schedule::{Phase, Recv};
 use crate::collective::way::Way;
 use crate::collective::{CollectiveKind, ReduceOp};
@@ -57,11 +57,10 @@ struct Run<'a> {
 /// Queues the collective with its phases.
 pub(super) fn launch(
     on: &OnDevice<'_>,
-    (stream, m): (&Stream, usize),
-    (first, second): (Phase, Option<Phase>),
-    (x, out): (&Tensor, &Tensor),
+    Given { stream, m, x, out }: Given<'_>,
 ) -> Result<Pending<Tensor>> {
     let (base, lane, core) = (on.base, on.lane, &on.base.core);
+    let (first, second) = base.phases(m).map_err(|e| e.op(core.op()))?;
     together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(core.op()))?;
     let (from, to) = (x.cuda()?, out.cuda()?);
     let at = core.begin_on(stream, format_args!("m={m}"))?;
@@ -98,14 +97,12 @@ impl Run<'_> {
         (phase, permit): (&Phase, &Permit),
         from: &CudaMemory,
         to: &SymBuf,
-        flag: (bool, usize),
+        signals: &Signals,
     ) -> Result<()> {
-        let signals = if flag.0 { self.base.signals2.as_ref() } else { Some(&self.base.signals) };
-        let signals = signals.ok_or_else(|| Error::internal("no signals of a second phase"))?;
         for s in &phase.sends {
             let part = self.rows(from, &s.rows)?;
             let at = to.range(s.at * self.row, part.len_bytes());
-            let slot = signals.slot(flag.1);
+            let slot = signals.slot(DATA);
             self.l.net.put_flag(self.l.side, permit, (s.dst, at), &part, slot, "push")?;
         }
         Ok(())
@@ -161,7 +158,7 @@ impl Run<'_> {
             self.write(phase, from, &self.base.staging, None)?;
             return self.meet(&self.base.signals);
         }
-        self.push((phase, &self.l.permit), from, &self.base.staging, (false, DATA))?;
+        self.push((phase, &self.l.permit), from, &self.base.staging, &self.base.signals)?;
         self.l.net.wait_peers(self.l.main, self.base.signals.slot(DATA), "arrival")
     }
 
@@ -179,9 +176,9 @@ impl Run<'_> {
                 self.take(first, to, &base.staging)
             }
             CollectiveKind::AllGather(_) | CollectiveKind::AllToAll(_) => {
-                self.push((first, &self.l.permit), from, &base.staging, (false, DATA))?;
+                self.push((first, &self.l.permit), from, &base.staging, &base.signals)?;
                 self.keep(first, from, to)?;
-                self.collect(first, to, &base.staging, (false, DATA))
+                self.collect(first, to, &base.staging, &base.signals)
             }
             CollectiveKind::ReduceScatter(_, op) => {
                 self.scatter(first, from)?;
@@ -206,8 +203,8 @@ impl Run<'_> {
                 let enter = Enter { credit: signals2.slot(CREDIT), tag: 0, first: data, num: 1 };
                 let permit = self.l.net.enter(self.l.main, &enter)?;
                 self.l.fork()?;
-                self.push((second, &permit), &mine, staging2, (true, DATA))?;
-                self.collect(second, to, staging2, (true, DATA))
+                self.push((second, &permit), &mine, staging2, signals2)?;
+                self.collect(second, to, staging2, signals2)
             }
         }
     }
@@ -225,20 +222,18 @@ impl Run<'_> {
         phase: &Phase,
         to: &CudaMemory,
         staging: &SymBuf,
-        flag: (bool, usize),
+        signals: &Signals,
     ) -> Result<()> {
         let (net, main, row) = (self.l.net, self.l.main, self.row);
-        let signals = if flag.0 { self.base.signals2.as_ref() } else { Some(&self.base.signals) };
-        let signals = signals.ok_or_else(|| Error::internal("no signals of a second phase"))?;
         let me = self.l.me();
         let largest = phase.recvs.iter().map(|r| r.out.len() * row).max().unwrap_or(0);
         let one_by_one = largest >= ONE_BY_ONE_BYTES;
         if !one_by_one {
-            net.wait_peers(main, signals.slot(flag.1), "arrival")?;
+            net.wait_peers(main, signals.slot(DATA), "arrival")?;
         }
         for r in phase.recvs.iter().rev() {
             if one_by_one {
-                net.wait(main, r.src, signals.slot(flag.1), 1, "arrival")?;
+                net.wait(main, r.src, signals.slot(DATA), 1, "arrival")?;
             }
             let mut part = self.rows(to, &r.out)?;
             let at = staging.range(r.staging.start * row, part.len_bytes());

@@ -8,7 +8,7 @@ use super::queue::{Phase, Prepared};
 use crate::common::CollectiveBackend;
 use crate::common::lanes::Lane;
 use crate::common::nccl::{Clock, faster, open, room, unmeasured};
-use crate::ep::launch::{Back, Base, COMBINE, DISPATCH, PREPARE};
+use crate::ep::launch::{Back, Base, COMBINE, DISPATCH, PREPARE, Send};
 use crate::ep::{EpDispatch, EpHandle};
 
 /// What a prepared plan goes through, and why if it was free to choose.
@@ -27,53 +27,61 @@ impl Used {
     }
 }
 
+/// What `prepare` decides for: a plan, and where its kernels are made and run.
+#[derive(Clone, Copy)]
+pub(crate) struct OnDevice<'a> {
+    pub base: &'a Base,
+    pub lane: &'a Lane,
+    pub stream: &'a Stream,
+}
+
 /// Kernels and workspace, for puts or through NCCL.
-pub(crate) fn make(base: &Base, lane: &Lane, stream: &Stream, by_nccl: bool) -> Result<Prepared> {
-    Prepared::new(lane, stream, (&base.desc, by_nccl), &base.areas())
+pub(crate) fn make(on: OnDevice<'_>, by_nccl: bool) -> Result<Prepared> {
+    Prepared::new(on.lane, on.stream, (&on.base.desc, by_nccl), &on.base.areas())
 }
 
 /// Collective, behind the agreement: connects, and chooses if there is a choice.
-pub(crate) fn settle(base: &Base, at: (&Lane, &Stream), first: Prepared) -> Result<Used> {
-    let (core, d) = (&base.cores[0], &base.desc);
-    first.connect(core, at.1, d)?;
-    let open_choice = base.backend == CollectiveBackend::Fastest
+pub(crate) fn settle(on: OnDevice<'_>, first: Prepared) -> Result<Used> {
+    let (core, backend) = (&on.base.cores[0], on.base.backend);
+    first.connect(core, on.stream, &on.base.desc)?;
+    let open_choice = backend == CollectiveBackend::Fastest
         && first.explain().is_none()
         && core.team().size() > 1;
     if !open_choice {
         return Ok(Used { by: first, why: None });
     }
-    match open(core.heap(), base.backend)? {
-        Ok(nccl) => measure(base, at, first, &nccl),
+    match open(core.heap(), backend)? {
+        Ok(nccl) => measure(on, first, &nccl),
         Err(why) => Ok(Used { by: first, why: Some(why) }),
     }
 }
 
 /// Collective: the faster of both ways.
-fn measure(base: &Base, at: (&Lane, &Stream), puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
-    let both = || Ok((Scratch::new(base, at.0)?, make(base, at.0, at.1, true)?));
-    let team = base.cores[0].team();
+fn measure(on: OnDevice<'_>, puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
+    let both = || Ok((Scratch::new(on.base, on.lane)?, make(on, true)?));
+    let team = on.base.cores[0].team();
     match room(team, both())? {
         // Only this rank knows that something failed here, and the others are about to meet it.
-        Ok(with) => run_both(base, at, puts, with, nccl).map_err(|e| team.fail(e)),
+        Ok(with) => run_both(on, puts, with, nccl).map_err(|e| team.fail(e)),
         Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),
     }
 }
 
 fn run_both(
-    base: &Base,
-    at: (&Lane, &Stream),
+    on: OnDevice<'_>,
     puts: Prepared,
     (scratch, other): (Scratch, Prepared),
     nccl: &NcclTeam,
 ) -> Result<Used> {
-    let ((lane, stream), core) = (at, &base.cores[0]);
+    let OnDevice { base, lane, stream } = on;
+    let core = &base.cores[0];
     other.connect(core, stream, &base.desc)?;
-    let by_nccl = scratch.time(base, &other, at)?;
+    let by_nccl = scratch.time(on, &other)?;
     // Each way counts its launches from one on, and words in the areas have the number of their launch: those that
     // came by NCCL must be gone, on all ranks, before one of the same number is waited for.
     base.areas().clear(lane, stream.cuda()?, &base.desc)?;
     core.team().exchange("ep areas", &[])?;
-    let by_puts = scratch.time(base, &puts, at)?;
+    let by_puts = scratch.time(on, &puts)?;
     // The other way round nothing is cleared: NCCL brings all words anew, and has its own flags.
     let (is_nccl, why) = faster(core.team(), nccl, (by_nccl, by_puts))?;
     Ok(Used { by: if is_nccl { other } else { puts }, why: Some(why) })
@@ -97,9 +105,7 @@ pub(crate) fn phase_by<'a>(
 struct Scratch {
     handle: EpHandle,
     idx: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    scales: Option<Tensor>,
+    send: Send,
     recv: EpDispatch,
     back: Back,
     clock: Clock,
@@ -130,9 +136,11 @@ impl Scratch {
         Ok(Self {
             handle: EpHandle::new(d, me, &device)?,
             idx: Tensor::from_slice(&experts, Shape::d2(d.max_tokens, d.top_k))?.to(&device)?,
-            x: rows(d.dtype, d.max_tokens, d.hidden)?,
-            weights: rows(DType::F32, d.max_tokens, d.top_k)?,
-            scales: scales(d.max_tokens)?,
+            send: Send {
+                x: rows(d.dtype, d.max_tokens, d.hidden)?,
+                weights: Some(rows(DType::F32, d.max_tokens, d.top_k)?),
+                scales: scales(d.max_tokens)?,
+            },
             recv,
             back,
             clock: Clock::new(ctx)?,
@@ -140,7 +148,7 @@ impl Scratch {
     }
 
     /// Collective: microseconds of routing, dispatch and combine on this rank.
-    fn time(&self, base: &Base, p: &Prepared, (lane, stream): (&Lane, &Stream)) -> Result<f64> {
+    fn time(&self, OnDevice { base, lane, stream }: OnDevice<'_>, p: &Prepared) -> Result<f64> {
         let (d, h) = (&base.desc, &self.handle);
         let begin = |which: usize| base.cores[which].begin_on(stream, "measured");
         h.set_tokens(d.max_tokens, d.capacity);
@@ -149,9 +157,8 @@ impl Scratch {
             h.set_routing(at.seq);
             let phase = |which| phase_by(base, p, lane, which, h);
             phase(PREPARE).route(at, &self.idx, d.capacity)?;
-            let given = (Some(&self.weights), self.scales.as_ref());
             let at = begin(DISPATCH)?;
-            phase(DISPATCH).dispatch(at, &self.x, given, (&self.recv, 0))?;
+            phase(DISPATCH).dispatch(at, &self.send, &self.recv, 0)?;
             let at = begin(COMBINE)?;
             phase(COMBINE).back(at, &self.back)
         })

@@ -12,5 +12,5 @@ mod nccl;
 mod queue;
 
 pub(super) use areas::router;
-pub(super) use decide::{Used, make, phase_by, settle};
+pub(super) use decide::{OnDevice, Used, make, phase_by, settle};
 pub(super) use queue::{NUM_SMS, Phase, whole};

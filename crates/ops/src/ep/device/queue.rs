@@ -20,7 +20,7 @@ use super::nccl::{Staging, What};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots, poison_of};
 use crate::common::{LaunchAt, Named, PlanCore};
-use crate::ep::launch::{Areas, Back, COUNTS, RETURNS, TOKENS};
+use crate::ep::launch::{Areas, Back, COUNTS, RETURNS, Send, TOKENS};
 use crate::ep::schedule::{Cut, Schedule};
 use crate::ep::{EpDesc, EpDispatch, EpHandle, EpLayout};
 
@@ -218,6 +218,16 @@ impl Half {
     }
 }
 
+/// How the kernel that exchanges records ends, and when it may begin.
+#[derive(Clone, Copy)]
+struct Ends<'a> {
+    /// It leaves the area, and poisons the outputs after a fault; else what is behind it does.
+    leave: bool,
+    /// It may begin before the kernel in front of it has ended.
+    early: bool,
+    outs: &'a [Poison],
+}
+
 /// One launch of one phase.
 pub(crate) struct Phase<'a> {
     pub core: &'a PlanCore,
@@ -356,20 +366,20 @@ impl Phase<'_> {
     fn exchange(
         &self,
         l: &Lanes<'_>,
-        (x, weights, scales): (&Tensor, Option<&Tensor>, Option<&Tensor>),
+        given: &Send,
         recv: &TwRecv,
-        (leave, early, outs): (bool, bool, &[Poison]),
+        Ends { leave, early, outs }: Ends<'_>,
     ) -> Result<()> {
         let p = self.p;
         let send = TwSend {
-            x: addr(x)?,
-            weights: addr(weights)?,
-            scales: addr(scales)?,
-            row_bytes: (self.desc.hidden * x.dtype().size()) as u64,
-            tokens: x.shape().dim(0) as u32,
+            x: addr(&given.x)?,
+            weights: addr(given.weights.as_ref())?,
+            scales: addr(given.scales.as_ref())?,
+            row_bytes: (self.desc.hidden * given.x.dtype().size()) as u64,
+            tokens: given.x.shape().dim(0) as u32,
             pad: 0,
         };
-        hold(l.main, (x.clone(), weights.cloned(), scales.cloned()));
+        hold(l.main, given.clone());
         let poison = poison_of(if leave { outs } else { &[] });
         let whole = (send.x | send.row_bytes | recv.x).is_multiple_of(16) && self.desc.hidden > 0;
         let bulk = whole && p.staging.is_none() && p.has(EP_BULK.kernels[0]);
@@ -404,9 +414,9 @@ impl Phase<'_> {
     pub fn dispatch(
         &self,
         at: LaunchAt<'_>,
-        x: &Tensor,
-        given: (Option<&Tensor>, Option<&Tensor>),
-        (out, buffer): (&EpDispatch, u32),
+        send: &Send,
+        out: &EpDispatch,
+        buffer: u32,
     ) -> Result<()> {
         let d = self.desc;
         let all = [Some(&out.x), out.weights.as_ref(), out.scales.as_ref()];
@@ -434,7 +444,7 @@ impl Phase<'_> {
         // A routing is behind its last wait when it lets others begin. Of other kernels before this one nothing is known.
         let early = self.p.routed.load(Ordering::Relaxed).checked_add(1) == Some(at.seq);
         self.run(at, TOKENS.0, &outs, |l| {
-            self.exchange(l, (x, given.0, given.1), &recv, (!flat, early, &outs))?;
+            self.exchange(l, send, &recv, Ends { leave: !flat, early, outs: &outs })?;
             if !flat {
                 return Ok(());
             }
@@ -471,7 +481,7 @@ impl Phase<'_> {
     pub fn combine_bwd(
         &self,
         at: LaunchAt<'_>,
-        d_out: &Tensor,
+        send: &Send,
         weighted: Option<(&Tensor, &Tensor, &Tensor)>,
         (dy, buffer): (&Tensor, u32),
     ) -> Result<()> {
@@ -488,14 +498,13 @@ impl Phase<'_> {
                 bad_input: BadInput::Buffer as u32,
                 ..Zeroable::zeroed()
             };
-            let whole = (true, false, &outs[..]);
-            return self
-                .run(at, TOKENS.0, &outs, |l| self.exchange(l, (d_out, None, None), &recv, whole));
+            let ends = Ends { leave: true, early: false, outs: &outs };
+            return self.run(at, TOKENS.0, &outs, |l| self.exchange(l, send, &recv, ends));
         }
         // Which received row answers which record is known to a dispatch, and to this phase.
         let recv = TwRecv { rank_major: u32::from(self.rank_major()), ..Zeroable::zeroed() };
         self.run(at, TOKENS.0, &outs, |l| {
-            self.exchange(l, (d_out, None, None), &recv, (false, false, &outs))?;
+            self.exchange(l, send, &recv, Ends { leave: false, early: false, outs: &outs })?;
             if let EpLayout::Flat { .. } = d.layout {
                 self.flat_places(l)?;
             }

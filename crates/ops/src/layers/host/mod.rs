@@ -3,6 +3,7 @@
 use tilewire_core::{Result, Rng, convert_from_f32};
 use tilewire_device::Tensor;
 
+use super::AdamParam;
 use super::desc::{
     AdamStep, AddNorm, CountStep, CrossEntropy, Embed, EmbedBwd, Heads, Init, NormBwd, Router,
     RouterBwd, SquareSum,
@@ -142,7 +143,8 @@ pub(super) fn adam_step(a: &AdamStep) -> Result<()> {
     let master = a.master.as_ref().unwrap_or(&a.w);
     let (mut w, g) = (master.to_f32()?, a.g.to_f32()?);
     let (mut m, mut v) = (a.m.to_f32()?, a.v.to_f32()?);
-    a.cfg.step(step, scale, a.decay, (&mut w, &g, &mut m, &mut v));
+    let p = AdamParam { w: &mut w, grad: &g, m: &mut m, v: &mut v };
+    a.cfg.step(step, scale, a.decay, p);
     put(&a.m, &m)?;
     put(&a.v, &v)?;
     put(&a.w, &w)?;
