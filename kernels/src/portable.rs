@@ -92,7 +92,8 @@ pub const EP_BULK_SEND: u64 = 6;
 pub const EP_BULK_LAY: u64 = 9;
 /// Most bytes of a bulk copy: a row of 7168 in bf16.
 pub const EP_BULK_PIECE: u64 = 14336;
-/// Copies that each of those warps has shared memory for. Two of half the size were 3 to 6 % slower.
+/// Copies that each of those warps has shared memory for. Two of half the size were 3 to 6 %
+/// slower.
 pub const EP_BULK_PIECES: u64 = 1;
 /// Bytes of shared memory that are 0.
 pub const EP_BULK_ZERO: u64 = 14336;
@@ -113,7 +114,8 @@ pub const EP: Source = Source {
     ],
 };
 
-/// A definition more of [`EP`], [`EP_BULK`] and [`EP_BACK`], where the ranks' memory is not in even steps.
+/// A definition more of [`EP`], [`EP_BULK`] and [`EP_BACK`], where the ranks' memory is not in even
+/// steps.
 pub const EP_UNEVEN: &str = "TW_EP_UNEVEN";
 
 /// [`EP`]'s definitions for results with `out` mantissa bits.
@@ -257,7 +259,8 @@ pub const LAYERS_THREADS: u64 = 256;
 pub const LAYERS_KEPT: u64 = 16;
 /// Rows whose tokens a block sorts.
 pub const LAYERS_TOKENS: u64 = 2048;
-/// Rows of one token that are summed by a block, and the number of such chunks of a token from which on chunks grow.
+/// Rows of one token that are summed by a block, and the number of such chunks of a token from
+/// which on chunks grow.
 pub const LAYERS_CHUNK: u64 = 64;
 /// The latter.
 pub const LAYERS_CHUNKS: u64 = 128;

@@ -95,8 +95,8 @@ fn compile_all() -> usize {
         .flat_map(|s| variants(s).into_iter().enumerate().map(move |(i, d)| (s, i, d)))
         // Variants differ in sizes only: one architecture is enough for them.
         .flat_map(|(s, i, d)| {
-            // Those of `portable` differ in types: each on one, together on all, and f16, which takes
-            // most registers, on sm_90a, where it came closest to spilling.
+            // Those of `portable` differ in types: each on one, together on all, and f16, which
+            // takes most registers, on sm_90a, where it came closest to spilling.
             let by_type = portable().iter().any(|(p, _)| p.name == s.name);
             let one = (i + 1) % 3;
             let archs = if by_type { one..one + 1 } else { 0..if i == 0 { 3 } else { 1 } };

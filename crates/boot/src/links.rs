@@ -23,7 +23,8 @@ use crate::threads::{Worker, dup_all, left_error};
 /// How long [`Mesh::leave`] may wait for room in the socket of a peer that does not read.
 const BYE_LIMIT: Duration = Duration::from_millis(500);
 
-/// How long the descriptors that are under way may leave no room for more: ranks receive theirs in milliseconds.
+/// How long the descriptors that are under way may leave no room for more: ranks receive theirs in
+/// milliseconds.
 const ROOM_LIMIT: Duration = Duration::from_secs(5);
 
 /// A [`Mesh`] between processes of one host and one user.
@@ -95,8 +96,8 @@ impl LinkMesh {
 
     /// Sends all `frames` to all of `peers`; descriptors go with the first frame.
     ///
-    /// Ranks that go meanwhile are left to the waiting that follows, and so is the error of `stop`, which ends this. A
-    /// peer that does not read delays nobody else.
+    /// Ranks that go meanwhile are left to the waiting that follows, and so is the error of `stop`,
+    /// which ends this. A peer that does not read delays nobody else.
     fn send_all(
         &self,
         stop: &dyn Fn() -> Result<()>,
@@ -130,8 +131,8 @@ impl LinkMesh {
         }
     }
 
-    /// Sends until done (`None`), or until the socket is full or, up to `until`, as many descriptors are under way as the
-    /// kernel allows (`Some(next frame)`).
+    /// Sends until done (`None`), or until the socket is full or, up to `until`, as many
+    /// descriptors are under way as the kernel allows (`Some(next frame)`).
     fn send_some(
         &self,
         peer: Rank,
@@ -150,7 +151,8 @@ impl LinkMesh {
                 Err(Errno::AGAIN) => return Ok(Some(next)),
                 // The peer has gone: the monitor says how.
                 Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Ok(None),
-                // Those of all ranks count: there is room once these have received, and no poll tells of it.
+                // Those of all ranks count: there is room once these have received, and no poll
+                // tells of it.
                 Err(Errno::TOOMANYREFS) if !until.expired() => {
                     std::thread::sleep(Duration::from_millis(1));
                     return Ok(Some(next));

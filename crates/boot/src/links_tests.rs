@@ -182,7 +182,8 @@ fn who_has_left_takes_no_living_peer_for_dead() {
     }
 }
 
-/// Rank 1 comes behind the death, and does not begin: rank 0, which has the dead rank's part, must not wait for it.
+/// Rank 1 comes behind the death, and does not begin: rank 0, which has the dead rank's part, must
+/// not wait for it.
 #[test]
 fn a_death_between_two_that_meet_is_told_to_both_at_once() {
     for mut world in kinds(3) {
@@ -248,7 +249,8 @@ fn a_goodbye_behind_unread_data_is_still_a_goodbye() {
     assert_eq!(rx.recv_timeout(Duration::from_secs(5)).unwrap(), (all[1], PeerExit::Left));
 }
 
-/// A rank that is stopped leaves its socket full; what another one tells meanwhile must be heard all the same.
+/// A rank that is stopped leaves its socket full; what another one tells meanwhile must be heard
+/// all the same.
 #[test]
 fn a_peer_that_does_not_read_keeps_nobody_from_stopping() {
     let world = links(3);
@@ -309,7 +311,8 @@ fn the_most_descriptors_at_once() {
     }
 }
 
-/// In a process of its own, as the limit is one of the process. Whoever may raise limits has none here.
+/// In a process of its own, as the limit is one of the process. Whoever may raise limits has none
+/// here.
 #[test]
 fn descriptors_of_others_under_way_are_waited_for() {
     const NAME: &str = "links::tests::descriptors_of_others_under_way_are_waited_for";

@@ -101,8 +101,8 @@ pub trait Mesh: Send + Sync {
     /// A mesh that is dropped without it counts as died.
     fn leave(&self);
 
-    /// Tells the others that this rank has died. For a rank that is a thread and panics; of a process its end
-    /// tells, and nothing is done here.
+    /// Tells the others that this rank has died. For a rank that is a thread and panics; of a
+    /// process its end tells, and nothing is done here.
     fn die(&self) {}
 }
 

@@ -81,8 +81,8 @@ impl Stream {
 
 /// Calls `attempt` until it succeeds, fails for good, or the time is up.
 ///
-/// `Io` and `Timeout` are worth another attempt, and for a while a lack of descriptors, as others may be closed; every
-/// other kind of error is final.
+/// `Io` and `Timeout` are worth another attempt, and for a while a lack of descriptors, as others
+/// may be closed; every other kind of error is final.
 pub(crate) fn retry<T>(
     what: &str,
     deadline: Deadline,

@@ -11,7 +11,8 @@ use tilewire::prelude::*;
 #[command(name = "tilewire", version, propagate_version = true)]
 pub struct Cli {
     /// A library of NVIDIA's to use instead of the one that is found, by its file: libcuda.so.1,
-    /// libnvrtc.so.13, libcublasLt.so.13 or .12, libnccl.so.2, libnvshmem_host.so.3. Can be given for each of them.
+    /// libnvrtc.so.13, libcublasLt.so.13 or .12, libnccl.so.2, libnvshmem_host.so.3. Can be given
+    /// for each of them.
     #[arg(long, global = true, value_name = "FILE")]
     pub library: Vec<PathBuf>,
     /// What to do.
@@ -153,8 +154,9 @@ pub struct VerifyArgs {
     /// Rank counts, each as threads of this process. Under a launcher the job's size is used.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4])]
     pub ranks: Vec<usize>,
-    /// Where tensors and symmetric memory lie: `host`, or one of GPUs (one for each rank): `vmm`, `nccl`, or
-    /// `nvshmem`, which wants a process for each rank (`tilewire run`). Default: TILEWIRE_BACKEND, or `host`.
+    /// Where tensors and symmetric memory lie: `host`, or one of GPUs (one for each rank): `vmm`,
+    /// `nccl`, or `nvshmem`, which wants a process for each rank (`tilewire run`). Default:
+    /// TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
     /// Only these operations (`gemm`) or single variants (`gemm/plain`); a name that there is not
@@ -264,12 +266,13 @@ pub struct TrainArgs {
     /// Learning rate [small: 0.001, h200: 0.0001].
     #[arg(long)]
     pub lr: Option<f64>,
-    /// Where ranks keep symmetric memory, and so where they compute: `host`, or one of GPUs (one for each rank):
-    /// `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank. Default: TILEWIRE_BACKEND, or `host`.
+    /// Where ranks keep symmetric memory, and so where they compute: `host`, or one of GPUs (one
+    /// for each rank): `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank. Default:
+    /// TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
-    /// Type of weights and activations: bf16 (with f32 masters), or f32, on the host only [default: f32 on the host,
-    /// bf16 on GPUs].
+    /// Type of weights and activations: bf16 (with f32 masters), or f32, on the host only [default:
+    /// f32 on the host, bf16 on GPUs].
     #[arg(long)]
     pub dtype: Option<DType>,
     /// Queue every step anew on GPUs, instead of replaying the second one.
@@ -296,8 +299,8 @@ pub struct TrainArgs {
     /// Continue from this checkpoint, written by any number of ranks.
     #[arg(long)]
     pub resume: Option<PathBuf>,
-    /// After an error, write each rank's flight recorders into this folder (for `tilewire dump`); those of an earlier
-    /// run there are removed.
+    /// After an error, write each rank's flight recorders into this folder (for `tilewire dump`);
+    /// those of an earlier run there are removed.
     #[arg(long)]
     pub dump: Option<PathBuf>,
     /// After training, continue this text.
@@ -417,12 +420,13 @@ pub struct BenchArgs {
     /// Time something else than operations.
     #[command(subcommand)]
     pub what: Option<BenchWhat>,
-    /// Where tensors and symmetric memory lie: `host`, or one of GPUs (one for each rank), where every operation is
-    /// timed: `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank (`tilewire run`). Default:
-    /// TILEWIRE_BACKEND, or `host`.
+    /// Where tensors and symmetric memory lie: `host`, or one of GPUs (one for each rank), where
+    /// every operation is timed: `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank
+    /// (`tilewire run`). Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
-    /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 600 on the host and 60 on GPUs.
+    /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 600 on the host
+    /// and 60 on GPUs.
     #[arg(long)]
     pub timeout_s: Option<f64>,
     /// On GPUs: bytes of a collective's whole vector.
@@ -446,10 +450,12 @@ pub struct BenchArgs {
     /// Order of the rows that `ep_dispatch` delivers, and `ep_dispatch_bwd` takes.
     #[arg(long, value_enum, default_value_t = RowOrder::ExpertMajor)]
     pub layout: RowOrder,
-    /// On GPUs: multiprocessors that a collective or `ep` may take (default: as the operation does).
+    /// On GPUs: multiprocessors that a collective or `ep` may take (default: as the operation
+    /// does).
     #[arg(long)]
     pub sms: Option<usize>,
-    /// On GPUs: `ep_dispatch` and `ep_combine_bwd` bring rows straight to a receive buffer in symmetric memory.
+    /// On GPUs: `ep_dispatch` and `ep_combine_bwd` bring rows straight to a receive buffer in
+    /// symmetric memory.
     #[arg(long)]
     pub zero_copy: bool,
     /// Only these operations; a name that there is not lists all.
@@ -488,7 +494,8 @@ pub struct BenchArgs {
     /// Print a Markdown table.
     #[arg(long)]
     pub md: bool,
-    /// Compare with the --json output of an earlier run, row by row of the same shape, backend and device.
+    /// Compare with the --json output of an earlier run, row by row of the same shape, backend and
+    /// device.
     #[arg(long)]
     pub compare: Option<PathBuf>,
     /// Slower than before by more than this share is a failure.

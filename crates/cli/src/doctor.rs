@@ -120,7 +120,8 @@ fn open(spec: &LibrarySpec) -> Result<Option<String>> {
     }
 }
 
-/// Does it: NVRTC opens a second library when it compiles, and does not say before that it is missing.
+/// Does it: NVRTC opens a second library when it compiles, and does not say before that it is
+/// missing.
 fn compiles() -> Result<String> {
     let text = "extern \"C\" __global__ void tw_doctor() {}".to_owned();
     let (name, arch) = ("doctor.cu".to_owned(), "sm_80".to_owned());

@@ -27,7 +27,8 @@ pub fn write(folder: &Path, teams: &[&LiveTeam]) -> Result<()> {
     first
 }
 
-/// Removes the recorders that [`write()`] has left in `folder`: those of another run would be taken for ranks of this one.
+/// Removes the recorders that [`write()`] has left in `folder`: those of another run would be taken
+/// for ranks of this one.
 ///
 /// # Errors
 /// `Io` if one stays.

@@ -31,7 +31,8 @@ use tilewire::core::Error;
 /// The first error of standard output.
 static LOST: OnceLock<std::io::Error> = OnceLock::new();
 
-/// Keeps why standard output takes no more. A closed pipe is not an error: the reader has seen enough.
+/// Keeps why standard output takes no more. A closed pipe is not an error: the reader has seen
+/// enough.
 fn kept(done: std::io::Result<()>) {
     if let Err(e) = done
         && e.kind() != std::io::ErrorKind::BrokenPipe
@@ -66,7 +67,8 @@ impl std::io::Write for Out {
     }
 }
 
-/// The exit code of a command that ends with `code`: what was to be read and could not be written is an error.
+/// The exit code of a command that ends with `code`: what was to be read and could not be written
+/// is an error.
 pub fn end(code: i32) -> i32 {
     kept(std::io::stdout().flush());
     let Some(e) = LOST.get() else { return code };

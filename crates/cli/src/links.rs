@@ -289,8 +289,9 @@ impl Bench<'_> {
         self.time_behind(n, |_| Ok(()), f)
     }
 
-    /// Of copies: behind an untimed copy of the same kind. The host queues the timed one while that runs, so
-    /// that only the engine's time is counted; of small copies the host's was up to two thirds.
+    /// Of copies: behind an untimed copy of the same kind. The host queues the timed one while that
+    /// runs, so that only the engine's time is counted; of small copies the host's was up to two
+    /// thirds.
     fn time_copies(&self, n: usize, f: impl Fn(usize) -> Result<()>) -> Result<f64> {
         self.time_behind(n, |i| f(i + n), &f)
     }

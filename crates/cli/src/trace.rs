@@ -7,14 +7,16 @@ use serde_json::{Value, json};
 use tilewire::core::{Error, Result};
 use tilewire::device::Span;
 
-/// Spans of one rank as JSON values, for sending to rank 0. They count from `began`: each process has a beginning of its own.
+/// Spans of one rank as JSON values, for sending to rank 0. They count from `began`: each process
+/// has a beginning of its own.
 pub fn to_json(spans: &[Span], began: SystemTime) -> Value {
     let began = began.duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
     let spans = spans.iter().map(|s| json!([s.name, s.lane, s.start_us, s.len_us]));
     json!({"began": began, "spans": spans.collect::<Value>()})
 }
 
-/// The trace file of all ranks; `ranks[r]` is what [`to_json`] gave on rank `r`. Times count from where the first rank began.
+/// The trace file of all ranks; `ranks[r]` is what [`to_json`] gave on rank `r`. Times count from
+/// where the first rank began.
 pub fn chrome(ranks: &[Value]) -> Value {
     let mut events = Vec::new();
     let first = ranks.iter().filter_map(|r| r["began"].as_u64()).min().unwrap_or(0);
@@ -135,7 +137,8 @@ mod tests {
         assert!(page.contains("rank 0 / 1") && page.contains("gemm 2.0 us"));
     }
 
-    /// What runs at one time on two ranks stands at one place, whenever their processes were started.
+    /// What runs at one time on two ranks stands at one place, whenever their processes were
+    /// started.
     #[test]
     fn ranks_of_several_processes_share_a_time() {
         let spans =

@@ -65,7 +65,8 @@ fn can_write(args: &TrainArgs) -> Result<()> {
         let Some(path) = path else { continue };
         let tried = match path.metadata() {
             Ok(m) if m.is_dir() => Err(std::io::ErrorKind::IsADirectory.into()),
-            // A checkpoint is written beside its place, the others into the file. A pipe would wait for its reader.
+            // A checkpoint is written beside its place, the others into the file. A pipe would wait
+            // for its reader.
             Ok(m) if !beside && m.is_file() => File::options().write(true).open(path).map(drop),
             Ok(m) if !m.is_file() => Ok(()),
             _ => probe(path),

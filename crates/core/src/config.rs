@@ -1,4 +1,5 @@
-//! The `TILEWIRE_` variables, parsed once and strictly. Launchers' variables are read by `boot`, places of libraries by `device`.
+//! The `TILEWIRE_` variables, parsed once and strictly. Launchers' variables are read by `boot`,
+//! places of libraries by `device`.
 
 use std::ffi::OsString;
 use std::fmt;

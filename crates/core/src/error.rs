@@ -38,7 +38,8 @@ pub enum ErrorKind {
     Protocol,
     /// Memory, descriptors or slots ran out.
     Exhausted,
-    /// A buffer, handle or team from an earlier generation, or from the process that this one was forked from, was used.
+    /// A buffer, handle or team from an earlier generation, or from the process that this one was
+    /// forked from, was used.
     Stale,
     /// The operating system refused.
     Permission,

@@ -24,8 +24,8 @@ pub trait Probe: Send + Sync {
     /// Looks, and sets the fault if there is one. Must be quick and must not block.
     fn poll(&self);
 
-    /// A thread has waited for a device from `from` until `to`, and goes on: told now and then while it does. For those
-    /// that watch a context; must be quick and must not block.
+    /// A thread has waited for a device from `from` until `to`, and goes on: told now and then
+    /// while it does. For those that watch a context; must be quick and must not block.
     fn waiting(&self, _from: Duration, _to: Duration) {
         self.poll();
     }

@@ -71,7 +71,8 @@ impl<T, Q: Queue> Pending<T, Q> {
         self.finish()
     }
 
-    /// As [`Pending::join`], with whom [`Pending::on_end`] would have called: for a token of work behind this.
+    /// As [`Pending::join`], with whom [`Pending::on_end`] would have called: for a token of work
+    /// behind this.
     ///
     /// # Errors
     /// As [`Pending::join`].

@@ -67,8 +67,8 @@ pub trait Queue: Clone + Send + Sync {
     /// That error.
     fn check(&self) -> Result<()>;
 
-    /// Blocks until the last record of `event`, which was made here, and lets go of what is kept for what the thread that made it
-    /// had queued here before: that work has run.
+    /// Blocks until the last record of `event`, which was made here, and lets go of what is kept
+    /// for what the thread that made it had queued here before: that work has run.
     ///
     /// # Errors
     /// As [`Point::synchronize`].

@@ -45,8 +45,8 @@ impl Stream {
         CudaStream::new(ctx).map(Stream::Cuda)
     }
 
-    /// As [`Stream::on`]; `tracer` gets a span for each operation, in the lane `name`. Not of work that is
-    /// captured: replays of a graph leave no spans.
+    /// As [`Stream::on`]; `tracer` gets a span for each operation, in the lane `name`. Not of work
+    /// that is captured: replays of a graph leave no spans.
     ///
     /// # Errors
     /// What the driver reports.

@@ -38,7 +38,8 @@ impl Storage {
         }
     }
 
-    /// Address of the first byte. Memory of our own begins at a multiple of 64; lent memory need not.
+    /// Address of the first byte. Memory of our own begins at a multiple of 64; lent memory need
+    /// not.
     fn start(&self) -> u64 {
         match self {
             Storage::Host(m) => m.addr() as u64,
@@ -325,8 +326,8 @@ impl Tensor {
         of_a == of_b && a.start < b.end && b.start < a.end
     }
 
-    /// Which memory the elements lie in, the CPU's or the devices', and at which addresses: spans of the same memory
-    /// can be compared and sorted. Two owners may know the same memory.
+    /// Which memory the elements lie in, the CPU's or the devices', and at which addresses: spans
+    /// of the same memory can be compared and sorted. Two owners may know the same memory.
     #[doc(hidden)]
     pub fn span(&self) -> (usize, std::ops::Range<u64>) {
         let of = match &*self.mem {

@@ -18,8 +18,9 @@ pub struct Span {
     pub len_us: f64,
 }
 
-/// Collects spans of one rank. Streams of the host that are made with a tracer add one span for each node,
-/// those of a CUDA device one for each operation: what its events tell is known once it has run.
+/// Collects spans of one rank. Streams of the host that are made with a tracer add one span for
+/// each node, those of a CUDA device one for each operation: what its events tell is known once it
+/// has run.
 pub struct Tracer {
     origin: Instant,
     spans: Mutex<Vec<Span>>,

@@ -201,8 +201,8 @@ fn parse_info(path: &Path, bytes: &[u8]) -> Result<Info> {
 /// Restores model, optimizer and step into a trainer of any grid.
 ///
 /// # Errors
-/// `Corrupt` if the file is damaged, or of another model: the trainer is as it was. What a device reports, which may leave it
-/// half restored.
+/// `Corrupt` if the file is damaged, or of another model: the trainer is as it was. What a device
+/// reports, which may leave it half restored.
 pub fn load(t: &mut Trainer, path: &Path) -> Result<()> {
     let bytes = read(path)?;
     let info = parse_info(path, &bytes)?;

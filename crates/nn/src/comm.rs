@@ -39,7 +39,8 @@ impl Sum {
         CollectivePlan::memory(&sum_desc(len), size) + (1 << 14)
     }
 
-    /// Queues `out` = the sum of `x` over the team, both `[len, 1]` f32; the same bits on every rank.
+    /// Queues `out` = the sum of `x` over the team, both `[len, 1]` f32; the same bits on every
+    /// rank.
     ///
     /// # Errors
     /// The fault of the team.
@@ -146,8 +147,9 @@ pub struct Comm {
     heaps: Vec<Heap>,
 }
 
-/// Scalars that are summed over all ranks: loss, the square of the gradient's norm in two parts, and two that are
-/// finite if a rank has its sums of gradients. The rest is zero: rows of 16 bytes travel best.
+/// Scalars that are summed over all ranks: loss, the square of the gradient's norm in two parts,
+/// and two that are finite if a rank has its sums of gradients. The rest is zero: rows of 16 bytes
+/// travel best.
 pub const SMALL: usize = 8;
 
 fn teams(world: &World, grid: &Grid) -> Result<[LiveTeam; 4]> {

@@ -1,8 +1,8 @@
 //! How far one choice of experts that turns over moves the loss curve.
 //!
 //! Ranks round differently, so now and then a token whose last chosen expert and first left out are
-//! as good as tied goes elsewhere than on one rank. That may not matter: the curve of N ranks is that
-//! of one within 1e-3.
+//! as good as tied goes elsewhere than on one rank. That may not matter: the curve of N ranks is
+//! that of one within 1e-3.
 
 use tilewire_core::{Result, Rng};
 use tilewire_symm::{World, WorldCfg};
@@ -27,8 +27,8 @@ const CFG: ModelCfg = ModelCfg {
     no_experts: false,
 };
 
-/// Gives the row whose last chosen expert is closest to the first that is left out that one instead:
-/// what another rounding does.
+/// Gives the row whose last chosen expert is closest to the first that is left out that one
+/// instead: what another rounding does.
 pub(crate) fn turn_over(s: &Saved) -> Result<()> {
     let ranked = |row: &[f32]| {
         let mut order: Vec<usize> = (0..row.len()).collect();
@@ -89,7 +89,8 @@ fn losses(flip: Option<(usize, usize)>) -> Result<Vec<f64>> {
     Ok(out.swap_remove(0))
 }
 
-/// With a rate of 3e-3 and first logits of spread 1 the worst was 1.0e-3; it is 7.5e-5 with the defaults.
+/// With a rate of 3e-3 and first logits of spread 1 the worst was 1.0e-3; it is 7.5e-5 with the
+/// defaults.
 #[test]
 fn one_choice_that_turns_over_does_not_move_the_curve() {
     let whole = losses(None).unwrap();

@@ -3,8 +3,8 @@
 //!
 //! Per layer: norm, `ag_gemm` over tp (queries, keys, values), `cp_attention` over cp, `gemm_rs`
 //! over tp (projection back), residual; norm, router, `ep_dispatch` over all ranks, two
-//! `grouped_gemm`s with SwiGLU between, `ep_combine`, residual. The backward pass mirrors it through
-//! the same plans. N ranks compute what one rank computes, up to rounding.
+//! `grouped_gemm`s with SwiGLU between, `ep_combine`, residual. The backward pass mirrors it
+//! through the same plans. N ranks compute what one rank computes, up to rounding.
 //!
 //! One model for the host and for GPUs ([`Target`]): it queues operations on one stream, on tensors
 //! that are made once, and reads nothing until the step has run. On GPUs a step is one graph.

@@ -253,8 +253,8 @@ impl Model {
         let counted = [(replicated, first), (sharded, first_of_shard), (experts, true)];
         let of = counted.iter().filter(|c| c.1).map(|c| c.0.sum.clone()).collect();
         self.shared().run(&SquareSum { of, out: self.rooms.small.rows(1, 2)? })?;
-        // A sum that has failed is NaN from its first element on. Not every rank's sums are counted, but
-        // what any of them lacks keeps all from the step.
+        // A sum that has failed is NaN from its first element on. Not every rank's sums are
+        // counted, but what any of them lacks keeps all from the step.
         let sums = [replicated, sharded].map(|f| &f.sum).into_iter();
         let first = sums.filter(|t| t.shape().num_elems() > 0).map(|t| t.rows(0, 1));
         let of = first.collect::<Result<_>>()?;
@@ -377,7 +377,8 @@ mod tests {
 
     use super::*;
 
-    /// The sum over shards fails on one rank only, whose sums the norm does not count: nobody takes the step.
+    /// The sum over shards fails on one rank only, whose sums the norm does not count: nobody takes
+    /// the step.
     #[test]
     fn what_one_rank_lacks_keeps_all_from_the_step() {
         let cfg = ModelCfg {

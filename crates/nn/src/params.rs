@@ -83,9 +83,9 @@ impl Param {
     }
 }
 
-/// Standard deviation of the first logits of the router. Larger than one, so that experts are chosen
-/// by a clear margin: few tokens are near a tie that rounding could turn over, and the expert that
-/// changes then has a small weight.
+/// Standard deviation of the first logits of the router. Larger than one, so that experts are
+/// chosen by a clear margin: few tokens are near a tie that rounding could turn over, and the
+/// expert that changes then has a small weight.
 const ROUTER_SPREAD: f64 = 4.0;
 
 /// What a parameter is, before it has memory.

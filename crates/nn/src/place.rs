@@ -27,8 +27,8 @@ impl Target {
         Self { backend, dtype }
     }
 
-    /// The backend of a team's heaps. NVSHMEM lives once in a process, over everybody: teams of fewer have
-    /// memory of `vmm`.
+    /// The backend of a team's heaps. NVSHMEM lives once in a process, over everybody: teams of
+    /// fewer have memory of `vmm`.
     pub fn backend_of(&self, team: &LiveTeam) -> BackendKind {
         if self.backend == BackendKind::Nvshmem && team.size() < team.world_size() {
             return BackendKind::Vmm;
@@ -39,7 +39,8 @@ impl Target {
     /// Checks that there is such a model.
     ///
     /// # Errors
-    /// `InvalidArgument` for another type; `Unsupported` for one that the device has no kernels for.
+    /// `InvalidArgument` for another type; `Unsupported` for one that the device has no kernels
+    /// for.
     pub fn check(&self) -> Result<()> {
         match (self.backend, self.dtype) {
             (BackendKind::Host, DType::F32) | (_, DType::BF16) => Ok(()),

@@ -1,4 +1,5 @@
-//! The tensors that a step works in: made once, so that a step allocates nothing and can be captured.
+//! The tensors that a step works in: made once, so that a step allocates nothing and can be
+//! captured.
 
 use tilewire_core::{DType, Result, Shape};
 use tilewire_device::Tensor;

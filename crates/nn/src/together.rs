@@ -1,9 +1,9 @@
 //! One fault for all teams of a rank.
 //!
-//! A step crosses several teams on one stream. A rank that falls silent is missed by each of them that it belongs to, one
-//! behind the other, and each wait has a deadline of its own: together they would take as many times as long. So the first
-//! fault of a team here ends the other teams of this rank as well, while the device is still waited for, and their
-//! peers hear of it as of any abort.
+//! A step crosses several teams on one stream. A rank that falls silent is missed by each of them
+//! that it belongs to, one behind the other, and each wait has a deadline of its own: together they
+//! would take as many times as long. So the first fault of a team here ends the other teams of this
+//! rank as well, while the device is still waited for, and their peers hear of it as of any abort.
 
 use std::sync::{Arc, OnceLock};
 
@@ -51,8 +51,8 @@ impl Together {
     }
 }
 
-/// What this rank has met itself comes before what it was told, and a death before all: the peers' word for a team that
-/// they gave up because of another may be there first.
+/// What this rank has met itself comes before what it was told, and a death before all: the peers'
+/// word for a team that they gave up because of another may be there first.
 fn nearness(e: &Error) -> u8 {
     match e.kind() {
         ErrorKind::PeerDead => 0,

@@ -37,8 +37,8 @@ pub struct StepReport {
     pub tokens_per_s: f64,
     /// Share of communication that was hidden; `null` where the machine is not calibrated.
     pub hidden: Option<f64>,
-    /// Seconds that this rank's device has spent so far on finding, compiling and loading kernels; `null` on
-    /// the host, which has none.
+    /// Seconds that this rank's device has spent so far on finding, compiling and loading kernels;
+    /// `null` on the host, which has none.
     pub kernels_s: Option<f64>,
 }
 
@@ -59,7 +59,8 @@ pub struct Trainer {
     last: Option<Captured>,
 }
 
-/// What a captured step has in it as numbers of its kernels: targets of the batch, the optimizer's and the balance's weight.
+/// What a captured step has in it as numbers of its kernels: targets of the batch, the optimizer's
+/// and the balance's weight.
 type Captured = (usize, AdamW, f32);
 
 impl Trainer {
@@ -79,7 +80,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// How many kernels the model's device was asked for so far, and how long that took; none on the host.
+    /// How many kernels the model's device was asked for so far, and how long that took; none on
+    /// the host.
     pub fn kernel_times(&self) -> Option<KernelTimes> {
         match &self.model.comm.place.device {
             Device::Host => None,
@@ -100,8 +102,8 @@ impl Trainer {
         let captured = (num_targets, self.cfg.optim, self.model.balance);
         let last = self.last.replace(captured);
         let is_other = self.graph.as_ref().is_none_or(|(c, _)| *c != captured);
-        // The first step is not captured: it is what a graph is compared with. Nor is one that has other numbers than the
-        // one before.
+        // The first step is not captured: it is what a graph is compared with. Nor is one that has
+        // other numbers than the one before.
         if !self.use_graph || self.step == 0 || is_other && last != Some(captured) {
             return self.queue(num_targets);
         }
@@ -119,8 +121,8 @@ impl Trainer {
     /// optimizer's step from sums that are not whole on all ranks.
     ///
     /// # Errors
-    /// The fault of a team; `InvalidArgument` if the loss is not finite: the rate or the data are not what the
-    /// model can learn from.
+    /// The fault of a team; `InvalidArgument` if the loss is not finite: the rate or the data are
+    /// not what the model can learn from.
     pub fn step(&mut self, data: &Data) -> Result<StepReport> {
         let start = Instant::now();
         let batch = self.model.batch(data, self.cfg.seed, self.step);

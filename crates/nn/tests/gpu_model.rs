@@ -67,8 +67,9 @@ fn rms(v: impl Iterator<Item = f64>) -> f64 {
     (sum / n as f64).sqrt()
 }
 
-/// Gradients in bf16 are those in f32 up to rounding: a product of k terms errs by about 2^-8 of its
-/// size, and a step is a chain of some thirty of them; a token with a near tie may go elsewhere.
+/// Gradients in bf16 are those in f32 up to rounding: a product of k terms errs by about 2^-8 of
+/// its size, and a step is a chain of some thirty of them; a token with a near tie may go
+/// elsewhere.
 #[test]
 fn gradients_are_those_of_the_host() {
     if gpus() == 0 {
@@ -113,7 +114,8 @@ fn grids(num: usize) -> Vec<Grid> {
     all.iter().map(|&(dp, cp, tp)| Grid { dp, cp, tp }).filter(|g| g.size() <= num).collect()
 }
 
-/// The bits of a replayed step are those of a queued one, also at a rate that changes, and every rank reports one loss.
+/// The bits of a replayed step are those of a queued one, also at a rate that changes, and every
+/// rank reports one loss.
 #[test]
 fn a_replayed_step_is_the_queued_step_bit_for_bit() {
     for grid in grids(gpus()) {
@@ -168,8 +170,8 @@ fn named(t: &Trainer, e: &Error) -> Option<Rank> {
     e.get_peer().filter(|_| e.is_timeout()).map(|p| team.members()[p.idx()])
 }
 
-/// Two steps go well; in the third the last rank is silent. Nobody takes that step, and new teams learn again. One
-/// deadline passes, not that of every team of the step.
+/// Two steps go well; in the third the last rank is silent. Nobody takes that step, and new teams
+/// learn again. One deadline passes, not that of every team of the step.
 fn silent_in_training(grid: Grid, leaves: Leaves) {
     const TIMEOUT: Duration = Duration::from_secs(2);
     let cfg = WorldCfg { timeout: TIMEOUT, ..WorldCfg::default() };
@@ -221,7 +223,8 @@ fn silent_in_training(grid: Grid, leaves: Leaves) {
     assert!(named.contains(&Some(victim)), "{grid:?} {leaves:?}: {named:?}");
 }
 
-/// In the environment: the grids of so many ranks, of which there may be more than GPUs. Without it those of two.
+/// In the environment: the grids of so many ranks, of which there may be more than GPUs. Without it
+/// those of two.
 const RANKS: &str = "TW_GRID_RANKS";
 
 #[track_caller]

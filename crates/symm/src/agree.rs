@@ -1,4 +1,5 @@
-//! What a team does next: every member says it in its flight recorder, and reads what the others say.
+//! What a team does next: every member says it in its flight recorder, and reads what the others
+//! say.
 
 use std::sync::atomic::Ordering;
 
@@ -70,8 +71,8 @@ impl LiveTeam {
         Ok(self.record(EntryKind::Launch, fp))
     }
 
-    /// Collective: as [`LiveTeam::launch_begin`], and all members must be at a launch with this fingerprint. For teams of a
-    /// world with [`WorldCfg::check`](crate::WorldCfg::check).
+    /// Collective: as [`LiveTeam::launch_begin`], and all members must be at a launch with this
+    /// fingerprint. For teams of a world with [`WorldCfg::check`](crate::WorldCfg::check).
     ///
     /// # Errors
     /// As [`LiveTeam::prepare_agree`].

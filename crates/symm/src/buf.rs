@@ -12,7 +12,8 @@ use crate::team::lock;
 /// Whether the work that uses dropped space has ended.
 pub(crate) type Ended = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// Space that its owner has dropped, and from when on nothing uses it any more: at once without a word of that.
+/// Space that its owner has dropped, and from when on nothing uses it any more: at once without a
+/// word of that.
 #[derive(Clone)]
 pub(crate) struct Dropped {
     pub at: usize,
@@ -20,8 +21,8 @@ pub(crate) struct Dropped {
     pub ended: Option<Ended>,
 }
 
-/// What has been dropped and is not in use any more, in order. Without the lock of the list: the driver, which is asked
-/// here, may be dropping what a graph used, under one of its own.
+/// What has been dropped and is not in use any more, in order. Without the lock of the list: the
+/// driver, which is asked here, may be dropping what a graph used, under one of its own.
 pub(crate) fn unused(dropped: Vec<Dropped>) -> Vec<(usize, usize)> {
     let ended = |d: &&Dropped| d.ended.as_ref().is_none_or(|f| f());
     let mut found: Vec<_> = dropped.iter().filter(ended).map(|d| (d.at, d.len)).collect();
@@ -29,7 +30,8 @@ pub(crate) fn unused(dropped: Vec<Dropped>) -> Vec<(usize, usize)> {
     found
 }
 
-/// Takes what all ranks return from the list. The caller drops it behind its lock, for the same reason.
+/// Takes what all ranks return from the list. The caller drops it behind its lock, for the same
+/// reason.
 pub(crate) fn take(dropped: &mut Vec<Dropped>, agreed: &[(usize, usize)]) -> Vec<Dropped> {
     let is_agreed = |d: &Dropped| agreed.contains(&(d.at, d.len));
     let (gone, kept) = std::mem::take(dropped).into_iter().partition(is_agreed);
@@ -55,8 +57,8 @@ impl SymBuf {
         Self(Arc::new(BufInner { heap: heap.clone(), offset, len_bytes, ended }))
     }
 
-    /// For work that knows the buffer by its addresses alone: once it is dropped, [`Heap::collect`] leaves it until `ended`
-    /// says that this work is over. The last word counts.
+    /// For work that knows the buffer by its addresses alone: once it is dropped, [`Heap::collect`]
+    /// leaves it until `ended` says that this work is over. The last word counts.
     pub fn keep_until(&self, ended: impl Fn() -> bool + Send + Sync + 'static) {
         *lock(&self.0.ended) = Some(Arc::new(ended));
     }
@@ -84,14 +86,15 @@ impl SymBuf {
         self.0.offset + at
     }
 
-    /// Address and length in bytes of `rank`'s part: on this rank's device, or in this process for a heap of the
-    /// host. It is good as long as a clone of the buffer lives. Programs may load and store there by plain
-    /// instructions, ordered between ranks by signals or a barrier; a part of the host is no `Tensor`, so nothing
-    /// guards it against operations that use the buffer at the same time.
+    /// Address and length in bytes of `rank`'s part: on this rank's device, or in this process for
+    /// a heap of the host. It is good as long as a clone of the buffer lives. Programs may load and
+    /// store there by plain instructions, ordered between ranks by signals or a barrier; a part of
+    /// the host is no `Tensor`, so nothing guards it against operations that use the buffer at the
+    /// same time.
     ///
     /// # Errors
-    /// `InvalidArgument` for a rank that the team does not have; `Unsupported` for a peer's part on GPUs that do not
-    /// reach each other.
+    /// `InvalidArgument` for a rank that the team does not have; `Unsupported` for a peer's part on
+    /// GPUs that do not reach each other.
     pub fn address(&self, rank: Rank) -> Result<(u64, usize)> {
         let (heap, len) = (&self.0.heap, self.0.len_bytes);
         heap.address(rank, self.0.offset, len).map(|at| (at, len)).map_err(|e| e.op("symbuf"))
@@ -100,13 +103,14 @@ impl SymBuf {
     /// Bytes from the part of each rank to that of the next; addresses wrap.
     ///
     /// # Errors
-    /// `Unsupported` if GPUs do not reach each other, or parts do not lie in even steps (more than two ranks of the
-    /// backend `nvshmem`).
+    /// `Unsupported` if GPUs do not reach each other, or parts do not lie in even steps (more than
+    /// two ranks of the backend `nvshmem`).
     pub fn stride(&self) -> Result<u64> {
         self.0.heap.stride().map_err(|e| e.op("symbuf"))
     }
 
-    /// The first bytes of this rank's own part as a tensor on this rank's device, which keeps the buffer's memory.
+    /// The first bytes of this rank's own part as a tensor on this rank's device, which keeps the
+    /// buffer's memory.
     ///
     /// # Errors
     /// As [`SymBuf::peer_tensor`].
@@ -114,12 +118,13 @@ impl SymBuf {
         self.peer_tensor(self.0.heap.team().rank(), dtype, shape)
     }
 
-    /// The first bytes of `rank`'s part as a tensor on this rank's device, which keeps the buffer's memory. Order its
-    /// use with that of other ranks by signals or a barrier. Plans do not take it as an argument that they share.
+    /// The first bytes of `rank`'s part as a tensor on this rank's device, which keeps the buffer's
+    /// memory. Order its use with that of other ranks by signals or a barrier. Plans do not take it
+    /// as an argument that they share.
     ///
     /// # Errors
-    /// `InvalidArgument` if it does not fit the buffer; `Unsupported` on heaps of the host, whose memory other
-    /// processes write; otherwise as [`SymBuf::address`].
+    /// `InvalidArgument` if it does not fit the buffer; `Unsupported` on heaps of the host, whose
+    /// memory other processes write; otherwise as [`SymBuf::address`].
     pub fn peer_tensor(&self, rank: Rank, dtype: DType, shape: Shape) -> Result<Tensor> {
         let Device::Cuda(ctx) = self.0.heap.device() else {
             let text = "a tensor over symmetric memory of the host";
@@ -128,8 +133,8 @@ impl SymBuf {
                 .hint("use `SymBuf::address`, or a `Transport`"));
         };
         let (addr, len) = self.address(rank)?;
-        // SAFETY: the heap has mapped these bytes of the rank's part on the device of `ctx`, for reading and writing;
-        // the buffer, which is the lender, keeps the heap.
+        // SAFETY: the heap has mapped these bytes of the rank's part on the device of `ctx`, for
+        // reading and writing; the buffer, which is the lender, keeps the heap.
         let memory = unsafe { CudaMemory::lent(&ctx, addr, len, Arc::new(self.clone())) };
         Tensor::over_cuda(memory, dtype, shape).map_err(|e| e.op("symbuf"))
     }
@@ -137,7 +142,8 @@ impl SymBuf {
     /// The first bytes of all ranks' parts as one strided array `[ranks, shape...]`.
     ///
     /// # Errors
-    /// As [`SymBuf::address`] and [`SymBuf::stride`]; `InvalidArgument` if a part does not fit the buffer.
+    /// As [`SymBuf::address`] and [`SymBuf::stride`]; `InvalidArgument` if a part does not fit the
+    /// buffer.
     pub fn all_ranks(&self, dtype: DType, shape: Shape) -> Result<AllRanks> {
         let need = shape.num_elems().saturating_mul(dtype.size());
         if need > self.0.len_bytes {
@@ -179,8 +185,8 @@ impl SymBuf {
     }
 }
 
-/// The parts of all ranks as one strided array: that of rank `r` lies at `address + r * stride_bytes`, which
-/// wraps. It keeps the buffer.
+/// The parts of all ranks as one strided array: that of rank `r` lies at `address + r *
+/// stride_bytes`, which wraps. It keeps the buffer.
 #[derive(Clone, Debug)]
 pub struct AllRanks {
     /// Address of rank 0's part: on this rank's device, or in this process for a heap of the host.

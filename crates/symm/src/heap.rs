@@ -33,8 +33,8 @@ pub struct HeapCfg {
     /// CUDA device that holds this rank's part (not on the host). Default: the world rank,
     /// modulo the number of devices.
     pub device: Option<u32>,
-    /// Whether GPUs use each other's memory where they can. Default: they do. Without it, and where they cannot, only
-    /// operations through NCCL move data, and ranks meet in the host's memory.
+    /// Whether GPUs use each other's memory where they can. Default: they do. Without it, and where
+    /// they cannot, only operations through NCCL move data, and ranks meet in the host's memory.
     pub peer_access: bool,
 }
 
@@ -83,8 +83,9 @@ impl Drop for HeapInner {
 
 /// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
 ///
-/// The end of the last clone on a GPU waits for all work of that device before its memory goes, as `cudaFree`
-/// does. Captures in progress go on, but for those on a device that ranks of this process share.
+/// The end of the last clone on a GPU waits for all work of that device before its memory goes, as
+/// `cudaFree` does. Captures in progress go on, but for those on a device that ranks of this
+/// process share.
 #[derive(Clone)]
 pub struct Heap(pub(crate) Arc<HeapInner>);
 
@@ -199,8 +200,8 @@ impl Chunks {
     }
 }
 
-/// Collective: fails unless all ranks ask for the same. Before anything else is exchanged: ranks that
-/// ask for different things would go on to different meetings.
+/// Collective: fails unless all ranks ask for the same. Before anything else is exchanged: ranks
+/// that ask for different things would go on to different meetings.
 fn same_request(team: &LiveTeam, backend: BackendKind, len: usize, stride: usize) -> Result<()> {
     let words = format!("backend `{backend}`, {len} bytes, reserve {stride}");
     let all = team.exchange("heap", words.as_bytes())?;
@@ -218,7 +219,8 @@ fn same_request(team: &LiveTeam, backend: BackendKind, len: usize, stride: usize
     Ok(())
 }
 
-/// Collective: everybody's chunks. A rank that has none, because making it failed, tells the others.
+/// Collective: everybody's chunks. A rank that has none, because making it failed, tells the
+/// others.
 pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>) -> Result<Chunks> {
     let tag = team.0.mesh_tag();
     let deadline = Deadline::after(team.timeout());
@@ -226,7 +228,8 @@ pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>)
     let part = (&[][..], own.as_deref().map_err(Error::clone));
     let stop = || team.check();
     let met = exchange_parts(&*team.0.mesh, &stop, &tag, team.members(), part, deadline);
-    // An error that names nobody, of another kind, is this rank's own, of which the others' fault may come.
+    // An error that names nobody, of another kind, is this rank's own, of which the others' fault
+    // may come.
     let by_others = |f: &Error, e: &Error| e.get_peer().is_some() || f.kind() == e.kind();
     let parcels = met.map_err(|e| match team.fault().get().filter(|f| by_others(f, &e)) {
         // It speaks of ranks of the team; the mesh, of the world's.
@@ -273,8 +276,8 @@ impl Heap {
         self.0.kind
     }
 
-    /// True if each rank reaches the memory of all: one-sided transfers and kernels that put need that. The same on
-    /// all ranks.
+    /// True if each rank reaches the memory of all: one-sided transfers and kernels that put need
+    /// that. The same on all ranks.
     pub fn reaches_peers(&self) -> bool {
         self.0.vmm.as_ref().is_none_or(|store| store.near)
     }
@@ -334,8 +337,9 @@ impl Heap {
         Ok(SymBuf::new(self, offset, len_bytes))
     }
 
-    /// Collective: returns the buffers and signals that every rank has dropped, and that no queued work of a plan uses. What a
-    /// captured graph uses comes back behind its end. On a device it may wait for what has been queued: it frees memory.
+    /// Collective: returns the buffers and signals that every rank has dropped, and that no queued
+    /// work of a plan uses. What a captured graph uses comes back behind its end. On a device it
+    /// may wait for what has been queued: it frees memory.
     ///
     /// # Errors
     /// As [`LiveTeam::exchange`].
@@ -357,12 +361,12 @@ impl Heap {
         self.0.team.collect_signals()
     }
 
-    /// Collective: makes the heap larger, up to its reserve. Addresses do not change; plans and captured graphs go on. On
-    /// an error it has its old length.
+    /// Collective: makes the heap larger, up to its reserve. Addresses do not change; plans and
+    /// captured graphs go on. On an error it has its old length.
     ///
     /// # Errors
-    /// `Exhausted` past the reserve, or if a rank has no memory left; `Unsupported` on `nccl` and `nvshmem`; otherwise
-    /// as [`LiveTeam::heap`].
+    /// `Exhausted` past the reserve, or if a rank has no memory left; `Unsupported` on `nccl` and
+    /// `nvshmem`; otherwise as [`LiveTeam::heap`].
     pub fn grow(&self, len_bytes: usize) -> Result<()> {
         if !matches!(self.backend(), BackendKind::Host | BackendKind::Vmm) {
             let text = format!("a heap of the backend `{}` cannot grow", self.backend());

@@ -12,8 +12,8 @@
 //! 3. A data word is read only after an acquire of a signal that its writer released later.
 //! 4. No collective hides in an allocation, a `Drop` or a destructor: collectives are
 //!    [`World::team`], [`World::everyone`], [`LiveTeam::heap`], [`Heap::collect`], [`Heap::grow`],
-//!    [`LiveTeam::prepare_agree`], [`LiveTeam::agree`], [`LiveTeam::settle`], [`LiveTeam::exchange`],
-//!    [`LiveTeam::exchange_large`] and [`Heap::nccl`].
+//!    [`LiveTeam::prepare_agree`], [`LiveTeam::agree`], [`LiveTeam::settle`],
+//!    [`LiveTeam::exchange`], [`LiveTeam::exchange_large`] and [`Heap::nccl`].
 //! 5. Every wait ends: by its signal, by the abort of the team, by a death, or at its deadline.
 //!
 //! The protocol itself is in `protocol`, generic over the atomic words, so that loom can check

@@ -1,17 +1,17 @@
 //! NCCL over the members of a team: a communicator that ends with the team, and the backend `nccl`.
 //!
-//! The backend's memory is that of `vmm`, each rank's chunk registered as a window besides. Peers are
-//! addressed through our own mappings of their chunks: the host has no call for the addresses of the
-//! library's before 2.29 (`ncclGetPeerDevicePointer`), and what 2.28 has (`ncclGetLsaPointer`) is for
-//! kernels that are compiled with its headers.
+//! The backend's memory is that of `vmm`, each rank's chunk registered as a window besides. Peers
+//! are addressed through our own mappings of their chunks: the host has no call for the addresses
+//! of the library's before 2.29 (`ncclGetPeerDevicePointer`), and what 2.28 has
+//! (`ncclGetLsaPointer`) is for kernels that are compiled with its headers.
 //!
 //! # Invariants
-//! 1. The communicator is made by all members at one `prepare`, or by none; or it is the caller's, whom the world
-//!    has it from ([`World::adopt_nccl`](crate::World::adopt_nccl)).
+//! 1. The communicator is made by all members at one `prepare`, or by none; or it is the caller's,
+//!    whom the world has it from ([`World::adopt_nccl`](crate::World::adopt_nccl)).
 //! 2. No call waits for a peer past the fault of the team.
-//! 3. Its kernels know no deadline. A launch meets by kernels of `vmm` before it queues one, so that a
-//!    peer that does not come is seen there; a thread of this process watches the team and aborts the
-//!    communicator once the team is over, which ends the kernels that run.
+//! 3. Its kernels know no deadline. A launch meets by kernels of `vmm` before it queues one, so
+//!    that a peer that does not come is seen there; a thread of this process watches the team and
+//!    aborts the communicator once the team is over, which ends the kernels that run.
 
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -106,7 +106,8 @@ impl NcclTeam {
         let new = Arc::new(Self { team: team.clone(), comm, library });
         let deadline = Deadline::after(team.0.cfg.rendezvous_timeout);
         new.settled(Some(deadline)).map_err(|e| team.fail(e.op("nccl").phase("rendezvous")))?;
-        // Without it NCCL's kernels would wait for ever, and the others are about to meet me in one.
+        // Without it NCCL's kernels would wait for ever, and the others are about to meet me in
+        // one.
         watch(&new).map_err(|e| team.fail(e))?;
         Ok(new)
     }
@@ -189,7 +190,8 @@ impl NcclTeam {
 }
 
 impl Drop for NcclTeam {
-    /// The thread that watches may not have seen a fault yet. A communicator of our own ends with this one anyway.
+    /// The thread that watches may not have seen a fault yet. A communicator of our own ends with
+    /// this one anyway.
     fn drop(&mut self) {
         if self.comm.is_adopted() && self.team.check().is_err() {
             self.comm.condemn();
@@ -198,7 +200,8 @@ impl Drop for NcclTeam {
     }
 }
 
-/// Collective: the communicators that were adopted, if all ranks have. One that is over on any rank is none.
+/// Collective: the communicators that were adopted, if all ranks have. One that is over on any rank
+/// is none.
 fn all_adopted(team: &LiveTeam, mine: Option<Arc<NcclComm>>) -> Result<Option<Arc<NcclComm>>> {
     const OVER: u8 = 2;
     let word = mine.as_ref().map_or(0, |c| if c.is_condemned() { OVER } else { 1 });
@@ -213,7 +216,8 @@ fn all_adopted(team: &LiveTeam, mine: Option<Arc<NcclComm>>) -> Result<Option<Ar
     Ok(mine.filter(|_| !all.contains(&vec![OVER])))
 }
 
-/// Aborts the communicator when the team is over, and tells the team what goes wrong in the library.
+/// Aborts the communicator when the team is over, and tells the team what goes wrong in the
+/// library.
 fn watch(team: &Arc<NcclTeam>) -> Result<()> {
     let weak = Arc::downgrade(team);
     let body = move || {
@@ -264,19 +268,21 @@ impl Heap {
         self.team().settle("nccl window", window).map(drop)
     }
 
-    /// NCCL's handle of this heap (`ncclWindow_t`), whose offsets are those of [`SymBuf`](crate::SymBuf)s,
-    /// for kernels that are compiled with NCCL's device headers: of the backend `nccl` only.
+    /// NCCL's handle of this heap (`ncclWindow_t`), whose offsets are those of
+    /// [`SymBuf`](crate::SymBuf)s, for kernels that are compiled with NCCL's device headers: of the
+    /// backend `nccl` only.
     pub fn nccl_window(&self) -> Option<u64> {
         self.0.window.get().and_then(NcclWindow::handle)
     }
 
-    /// Collective at the first call: NCCL over the members of this heap's team, on its devices. The communicator that
-    /// the world has adopted, if the team is everybody in order; else one of its own.
+    /// Collective at the first call: NCCL over the members of this heap's team, on its devices. The
+    /// communicator that the world has adopted, if the team is everybody in order; else one of its
+    /// own.
     ///
     /// # Errors
     /// On all ranks, `Unavailable` if one has no NCCL or has not set `NCCL_NVLS_ENABLE=0`, and
-    /// `Mismatch` if they have different ones; `Unsupported` for a heap of the host, and if ranks share
-    /// a GPU.
+    /// `Mismatch` if they have different ones; `Unsupported` for a heap of the host, and if ranks
+    /// share a GPU.
     pub fn nccl(&self) -> Result<Arc<NcclTeam>> {
         if let Some(n) = self.0.nccl.get() {
             return Ok(n.clone());

@@ -1,13 +1,14 @@
-//! The backend `nvshmem`: a heap's memory from NVSHMEM's symmetric heap, peers reached through its mappings
-//! of theirs (`nvshmem_ptr`), and the control pages and kernels of `vmm`.
+//! The backend `nvshmem`: a heap's memory from NVSHMEM's symmetric heap, peers reached through its
+//! mappings of theirs (`nvshmem_ptr`), and the control pages and kernels of `vmm`.
 //!
 //! # Invariants
-//! 1. NVSHMEM lives once in a process: its ranks are those of the first team that asks, a process for each
-//!    (and a GPU: that ranks may share one is NVSHMEM's business, and rarely meant). Later teams of the same members, in the same order, use it too; others cannot.
-//! 2. Its collectives (`init`, `malloc`) know no deadline: they run on a thread that is left behind at ours,
-//!    and NVSHMEM is not used in this process again.
-//! 3. Memory is never given back to NVSHMEM, which would be a collective: a block that a heap has dropped is
-//!    used again once every rank has dropped it.
+//! 1. NVSHMEM lives once in a process: its ranks are those of the first team that asks, a process
+//!    for each (and a GPU: that ranks may share one is NVSHMEM's business, and rarely meant). Later
+//!    teams of the same members, in the same order, use it too; others cannot.
+//! 2. Its collectives (`init`, `malloc`) know no deadline: they run on a thread that is left behind
+//!    at ours, and NVSHMEM is not used in this process again.
+//! 3. Memory is never given back to NVSHMEM, which would be a collective: a block that a heap has
+//!    dropped is used again once every rank has dropped it.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -77,8 +78,8 @@ impl Block {
 }
 
 impl Drop for Block {
-    /// Kernels of this device may still use the block; every wait ends by itself. Those of the others are
-    /// why it is used again only when all have dropped it.
+    /// Kernels of this device may still use the block; every wait ends by itself. Those of the
+    /// others are why it is used again only when all have dropped it.
     fn drop(&mut self) {
         if self.ctx.synchronize().is_err() {
             // It stays taken: nobody knows what the device still does.
@@ -238,8 +239,9 @@ fn allocate(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<(usize, Pi
     Ok((*made, Piece { len, addr }))
 }
 
-/// A collective of NVSHMEM on a thread of its own: returns at the fault of the team, or at the deadline of a
-/// rendezvous, whatever becomes of the thread. What fails here ends the team: the others wait inside.
+/// A collective of NVSHMEM on a thread of its own: returns at the fault of the team, or at the
+/// deadline of a rendezvous, whatever becomes of the thread. What fails here ends the team: the
+/// others wait inside.
 fn guarded<T: Send + 'static>(
     team: &LiveTeam,
     phase: &'static str,

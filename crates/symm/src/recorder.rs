@@ -183,8 +183,8 @@ pub(crate) fn read(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
 
 /// Notes a prepare where later launches cannot overwrite it.
 ///
-/// Two are kept: a rank that has passed prepare k may record k + 1 before I have looked at k, but not
-/// k + 2, because that needs my k + 1, which I record after I have seen k.
+/// Two are kept: a rank that has passed prepare k may record k + 1 before I have looked at k, but
+/// not k + 2, because that needs my k + 1, which I record after I have seen k.
 pub(crate) fn write_prepare(ctl: &Control, me: Rank, seq: u64, fp: u64) {
     let word = |i| ctl.prepare_word(me, i);
     let older =
@@ -196,11 +196,11 @@ pub(crate) fn write_prepare(ctl: &Control, me: Rank, seq: u64, fp: u64) {
     word(older).store(seq, Ordering::Release);
 }
 
-/// What `rank` has at position `seq`: its entry, or, if launches behind it have overwritten that, what
-/// is kept of its last two prepares.
+/// What `rank` has at position `seq`: its entry, or, if launches behind it have overwritten that,
+/// what is kept of its last two prepares.
 ///
-/// A prepare is noted after its entry. So where the note is there and the entry was not, the entry may
-/// have been written in between: it is looked for once more, this time behind the note.
+/// A prepare is noted after its entry. So where the note is there and the entry was not, the entry
+/// may have been written in between: it is looked for once more, this time behind the note.
 pub(crate) fn read_or_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
     read(ctl, rank, seq).or_else(|| {
         let noted = read_prepare(ctl, rank, seq)?;
@@ -208,8 +208,8 @@ pub(crate) fn read_or_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Ent
     })
 }
 
-/// As [`read_or_prepare`], where `rank` is to be at an entry of `kind`: launches that are compared are noted as prepares
-/// are, and what is left of one is taken for what it is to be.
+/// As [`read_or_prepare`], where `rank` is to be at an entry of `kind`: launches that are compared
+/// are noted as prepares are, and what is left of one is taken for what it is to be.
 pub(crate) fn read_or_met(
     ctl: &Control,
     rank: Rank,

@@ -290,7 +290,8 @@ impl LiveTeam {
         self.0.ctl.ring(self.rank());
     }
 
-    /// Records `error` as the fault of the team, which tells all peers, and returns the first fault.
+    /// Records `error` as the fault of the team, which tells all peers, and returns the first
+    /// fault.
     pub fn fail(&self, error: Error) -> Error {
         // A forked child must not tell its parent's peers.
         if let Err(e) = self.0.process.check() {
@@ -335,7 +336,8 @@ impl LiveTeam {
         self.0.sinks.raise(code);
     }
 
-    /// Notes an abort that a device has heard from another device, whose host may not know of it yet.
+    /// Notes an abort that a device has heard from another device, whose host may not know of it
+    /// yet.
     pub(crate) fn note_heard(&self, code: AbortCode) {
         self.0.heard.store(code.pack(), Ordering::Release);
     }

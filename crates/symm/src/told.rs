@@ -95,12 +95,12 @@ pub(crate) fn leave_word(mesh: &dyn Mesh, tag: &str, members: &[Rank], why: &Err
 }
 
 impl LiveTeam {
-    /// Collective: `mine`, unless the step that made it failed here or on a peer. Unlike a failed wait it
-    /// leaves the team as it was: `what` can be tried again.
+    /// Collective: `mine`, unless the step that made it failed here or on a peer. Unlike a failed
+    /// wait it leaves the team as it was: `what` can be tried again.
     ///
     /// # Errors
-    /// That of the first rank that failed, of one kind on all ranks, with that rank as the peer on the others; otherwise as
-    /// [`LiveTeam::exchange`].
+    /// That of the first rank that failed, of one kind on all ranks, with that rank as the peer on
+    /// the others; otherwise as [`LiveTeam::exchange`].
     pub fn settle<T>(&self, what: &str, mine: Result<T>) -> Result<T> {
         let words = mine.as_ref().map_or_else(failed, |_| vec![OK]);
         let all = match (self.exchange(what, &words), &mine) {

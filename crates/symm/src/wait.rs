@@ -70,8 +70,9 @@ impl LiveTeam {
         Err(Error::internal("unreachable: 2^64 polls"))
     }
 
-    /// What can be said of a wait for a device that lasts: ranks that have made fewer calls keep the others waiting. Once
-    /// for each call, whoever waits and however many heaps the team has; nothing where no call of mine is open.
+    /// What can be said of a wait for a device that lasts: ranks that have made fewer calls keep
+    /// the others waiting. Once for each call, whoever waits and however many heaps the team has;
+    /// nothing where no call of mine is open.
     pub(crate) fn lateness(&self, waited: Duration) -> Option<String> {
         let last = |r: Rank| self.flight_recorder(r).pop();
         let mine = last(self.rank())

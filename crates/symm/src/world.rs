@@ -21,9 +21,10 @@ pub struct WorldCfg {
     pub rendezvous_timeout: Duration,
     /// After how long a wait is reported in the log. Default 30 s.
     pub late_warning: Duration,
-    /// Every eager launch first compares operation and sizes with all members on the host, so that ranks that launch
-    /// different things have a `Mismatch` at once, on devices too. It costs a meeting of the hosts for each launch; launches
-    /// into a capture are not compared. The same on all ranks. Default off.
+    /// Every eager launch first compares operation and sizes with all members on the host, so that
+    /// ranks that launch different things have a `Mismatch` at once, on devices too. It costs a
+    /// meeting of the hosts for each launch; launches into a capture are not compared. The same on
+    /// all ranks. Default off.
     pub check: bool,
 }
 
@@ -191,9 +192,9 @@ impl World {
         self.0.mesh.size()
     }
 
-    /// World ranks that have not died or left, as far as this rank knows. A rank whose death a team of
-    /// mine has raised as its fault is never among them, also where only a peer had noticed it: the
-    /// ranks that are left after a `PeerDead` can form their next team of these at once.
+    /// World ranks that have not died or left, as far as this rank knows. A rank whose death a team
+    /// of mine has raised as its fault is never among them, also where only a peer had noticed it:
+    /// the ranks that are left after a `PeerDead` can form their next team of these at once.
     pub fn alive(&self) -> Vec<Rank> {
         let gone = self.0.mesh.gone() | lock(&self.0.told).read();
         Rank::all(self.size()).filter(|r| gone >> r.idx() & 1 == 0).collect()
@@ -205,7 +206,8 @@ impl World {
     /// The same name and members may be used again: each time is a new generation on new memory.
     ///
     /// # Errors
-    /// `InvalidArgument` for a bad member list; `Timeout` or `PeerDead` naming who is missing; `Stale` in a forked child.
+    /// `InvalidArgument` for a bad member list; `Timeout` or `PeerDead` naming who is missing;
+    /// `Stale` in a forked child.
     pub fn team(&self, members: &[Rank], name: &str) -> Result<Option<LiveTeam>> {
         self.0.process.check()?;
         let Some(info) = Team::new(name, members, self.rank(), self.size())? else {
@@ -254,11 +256,12 @@ impl World {
         self.team(&all, name)?.ok_or_else(|| Error::internal("not a member of everyone"))
     }
 
-    /// The communicator of the caller's that heaps over everybody, of this world's ranks in their order, use for what
-    /// they do through NCCL, instead of one of their own. All ranks adopt, before they make such heaps.
+    /// The communicator of the caller's that heaps over everybody, of this world's ranks in their
+    /// order, use for what they do through NCCL, instead of one of their own. All ranks adopt,
+    /// before they make such heaps.
     ///
-    /// It must live until [`World::return_nccl`] gives it back, and what is queued on it must have one order on all
-    /// ranks ([`NcclComm::adopt`]). The fault of a team that uses it revokes it.
+    /// It must live until [`World::return_nccl`] gives it back, and what is queued on it must have
+    /// one order on all ranks ([`NcclComm::adopt`]). The fault of a team that uses it revokes it.
     ///
     /// # Errors
     /// `InvalidArgument` if its ranks are not the world's, and if there is one already.
@@ -280,14 +283,16 @@ impl World {
         Ok(())
     }
 
-    /// Ends [`World::adopt_nccl`]: the `ncclComm_t`, and whether its maker can use it on or only destroy it. `None` if
-    /// there is no such communicator, or if it was aborted, which has freed it.
+    /// Ends [`World::adopt_nccl`]: the `ncclComm_t`, and whether its maker can use it on or only
+    /// destroy it. `None` if there is no such communicator, or if it was aborted, which has freed
+    /// it.
     ///
-    /// A fault of one team ends the communicator for all teams that use it: work on it would wait for whoever the fault is
-    /// about.
+    /// A fault of one team ends the communicator for all teams that use it: work on it would wait
+    /// for whoever the fault is about.
     ///
     /// # Errors
-    /// `InvalidArgument` while heaps, plans, graphs or queued work use it, or the caller has a clone.
+    /// `InvalidArgument` while heaps, plans, graphs or queued work use it, or the caller has a
+    /// clone.
     pub fn return_nccl(&self) -> Result<Option<ReturnedNccl>> {
         // Whoever watches it for a team that has just ended lets go of it soon.
         let start = Instant::now();
@@ -314,8 +319,8 @@ impl World {
         }
     }
 
-    /// Says goodbye to the others now, as the end of the last owner would: for a process that ends without dropping
-    /// what it has made. Peers that wait for this rank wait no longer.
+    /// Says goodbye to the others now, as the end of the last owner would: for a process that ends
+    /// without dropping what it has made. Peers that wait for this rank wait no longer.
     pub fn leave(&self) {
         self.0.mesh.leave();
     }
@@ -369,8 +374,8 @@ impl Drop for World {
             let death = Error::new(ErrorKind::PeerDead, text).rank(team.rank()).peer(team.rank());
             let _told = team.fail(death);
         }
-        // What keeps the mesh may stay (memory of work that does not end): peers that meet anew must not
-        // wait for this rank.
+        // What keeps the mesh may stay (memory of work that does not end): peers that meet anew
+        // must not wait for this rank.
         self.0.mesh.die();
     }
 }

@@ -14,7 +14,8 @@ fn addresses_show_what_each_rank_has_put() {
         assert_eq!((all.dtype, all.shape), (DType::I64, Shape::d1(8)));
         let (mine, len) = buf.address(team.rank())?;
         assert_eq!(len, 64);
-        // SAFETY: my own part, which nobody else touches before the meeting; it is aligned for words.
+        // SAFETY: my own part, which nobody else touches before the meeting; it is aligned for
+        // words.
         unsafe { *(mine as *mut i64) = 40 + i64::from(team.rank().get()) };
         team.agree(true)?;
         for r in 0..3u32 {

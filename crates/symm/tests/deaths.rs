@@ -29,8 +29,8 @@ fn a_death_just_after_the_team_has_formed_is_a_death() {
     }
 }
 
-/// A rank hears of a death from a peer before its own connections show it: the dead rank is not among
-/// those alive from then on, whether its team is still there or not.
+/// A rank hears of a death from a peer before its own connections show it: the dead rank is not
+/// among those alive from then on, whether its team is still there or not.
 #[test]
 fn a_death_that_a_peer_has_told_counts_at_once() {
     let told = World::run_threads(3, WorldCfg::for_tests(), |world| {

@@ -208,8 +208,9 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwBack {
         float p[MT][NT][4], slope[TW_ATTN_EXTRA ? MT : 1][NT][4];
         tw_products<MT, NT, TW_DQ16, TW_DQP>(p, 0, y);
         const TwTile t = b.walk.tiles[n % 4];
-        // What is hidden is scored -inf, so that nothing stands between the exponentials and the next products,
-        // beside which they run. Extras may make a finite score of that: there, p becomes 0.
+        // What is hidden is scored -inf, so that nothing stands between the exponentials and the
+        // next products, beside which they run. Extras may make a finite score of that: there, p
+        // becomes 0.
         if (!TW_ATTN_EXTRA && !whole(a, b, t)) mask(a, b, t, p, -TW_INF);
         if (threadIdx.x == 0) b.walk.template step<Y>(a, b.own, n + 2);
         probabilities(a, b, t, numbers, p, (float (&)[MT][NT][4])slope);

@@ -1,7 +1,7 @@
 // What the attention kernels share: arguments, tables of rows, masks, tiles in shared memory.
 //
-// A tile in shared memory is [rows][TW_DQP or TW_DVP] of 16-bit elements with 16-byte chunk c of row
-// r at place c ^ (r % 8): the eight rows that ldmatrix reads together lie in different banks.
+// A tile in shared memory is [rows][TW_DQP or TW_DVP] of 16-bit elements with 16-byte chunk c of
+// row r at place c ^ (r % 8): the eight rows that ldmatrix reads together lie in different banks.
 
 #pragma once
 
@@ -100,8 +100,8 @@ struct TwTile {
 };
 
 // The other tiles with positions in lo..end, kept in shared memory: every register counts. Thread 0
-// steps, a barrier or more before a tile is read. Tile n lies in place n % 4: while tile n is in use
-// and n + 1 is loaded, n + 2 is made.
+// steps, a barrier or more before a tile is read. Tile n lies in place n % 4: while tile n is in
+// use and n + 1 is loaded, n + 2 is made.
 struct TwWalk {
     TwTile tiles[4];
     u32 seg, rest, heads;
@@ -145,7 +145,8 @@ __device__ __forceinline__ u32 tw_at(u32 r, u32 c) {
     return r * (DP * 2) + ((c ^ (r & 7)) << 4);
 }
 
-// Copies rows of a head to a tile of ROWS by THREADS of the block: those from `num` on, and columns from D on, are zeros.
+// Copies rows of a head to a tile of ROWS by THREADS of the block: those from `num` on, and columns
+// from D on, are zeros.
 template <u32 ROWS, u32 D, u32 DP, u32 THREADS>
 __device__ __forceinline__ void tw_load_tile(u8* tile, const u16* base, i64 ld, u32 num, u32 thread = threadIdx.x) {
     const u32 chunks = (D + 15) / 16 * 2;
@@ -240,7 +241,8 @@ __device__ __forceinline__ void tw_products(float (&s)[MT][NT][4], u32 x, u32 y,
     }
 }
 
-// o += p y over rows 16k..16k+16 of y, with p rounded to the type of y. `y` is its offset plus tw_lane_a.
+// o += p y over rows 16k..16k+16 of y, with p rounded to the type of y. `y` is its offset plus
+// tw_lane_a.
 template <u32 MT, u32 NT, u32 DT, u32 DP>
 __device__ __forceinline__ void tw_accumulate16(float (&o)[MT][DT][4], const float (&p)[MT][NT][4], u32 y, u32 k) {
     u32 fp[MT][4];

@@ -37,7 +37,8 @@ typedef float TwOut[TW_F_MT][TW_F_DT][4];
 // What a thread knows of its rows: 2 * TW_F_MT of them.
 struct TwRows {
     // In shared memory, because all registers are taken while products are formed. `max` of the
-    // scores so far: to be multiplied with `scale` or, with extras, in base 2; `sum`: this lane's part.
+    // scores so far: to be multiplied with `scale` or, with extras, in base 2; `sum`: this lane's
+    // part.
     float (&max)[TW_F_MT][2];
     float (&sum)[TW_F_MT][2];
 };
@@ -214,7 +215,8 @@ __device__ __forceinline__ void tw_forward(const TwAttn& a) {
         tw_accumulate<TW_F_MT, TW_F_NT, TW_F_DT, TW_DVP>(o, s, k + TW_F_K_BYTES);
     }
     tw_f_finish(a, r, b.own, b.first, b.num, b.head, factor);
-    // Of the queries a warp read, and overwrites, its own rows only, unless they are of other lengths.
+    // Of the queries a warp read, and overwrites, its own rows only, unless they are of other
+    // lengths.
     if (TW_DQP != TW_DVP) __syncthreads();
     const i64 at = (i64)(b.own.row + b.first) * a.ld_o + b.head * TW_DV;
     tw_store<TW_F_MT, TW_F_DT, TW_DV, TW_DVP>(a.out, a.out_type, at, a.ld_o, b.num, o, r.sum, 0);

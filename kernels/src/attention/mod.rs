@@ -132,7 +132,8 @@ impl Variant {
         (self.dqk.next_multiple_of(64), self.dv.next_multiple_of(64))
     }
 
-    /// Dynamic shared memory of the forward kernel: the queries, then two stages of keys and values.
+    /// Dynamic shared memory of the forward kernel: the queries, then two stages of keys and
+    /// values.
     pub fn forward_shared_bytes(&self) -> u64 {
         let (t, (qk, v)) = (self.forward(), self.padded());
         2 * (t.m * qk.max(v) + 2 * t.n * (qk + v))
@@ -153,8 +154,8 @@ impl Variant {
         2 * (t.n + 2 * t.m) * (qk + v) + 16 * t.m + pairs
     }
 
-    /// This, or the smaller tiles of the text with all features: the first whose kernels take `bytes` of shared memory that
-    /// a block may have, `room` in all.
+    /// This, or the smaller tiles of the text with all features: the first whose kernels take
+    /// `bytes` of shared memory that a block may have, `room` in all.
     pub fn fitting(self, room: u64, bytes: impl Fn(&Variant) -> u64) -> Option<Variant> {
         let fits = |v: &Variant| bytes(v) <= room;
         [self, Variant { extra: true, ..self }].into_iter().find(fits)
@@ -162,7 +163,8 @@ impl Variant {
 
     /// All shared memory of the forward kernel.
     pub fn forward_bytes(&self) -> u64 {
-        // Largest magnitudes and sums: two numbers of each row of a thread, which has 16 of a warp's rows in eighths.
+        // Largest magnitudes and sums: two numbers of each row of a thread, which has 16 of a
+        // warp's rows in eighths.
         let rows = self.forward().m / self.forward().warps / 16;
         self.forward_shared_bytes() + BLOCK_BYTES + 2 * 8 * rows * 32 * self.forward().warps
     }

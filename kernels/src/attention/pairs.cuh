@@ -1,13 +1,14 @@
-// dk and dv by pairs of warps, which share rows of keys. Of the four products of a tile of queries the first warp
-// makes two, the second the others, half a tile behind:
+// dk and dv by pairs of warps, which share rows of keys. Of the four products of a tile of queries
+// the first warp makes two, the second the others, half a tile behind:
 //
 //   first:  s = k q^T, p = exp(scale s - lse), dv += p d_out
 //   second: ds = p (g - delta), dk += ds q of the tile before; g = v d_out^T
 //
-// Rows are keys. The numbers of p go from a lane to the same lane of the other warp, through shared memory. With
-// both sums (TwBack) a warp has registers for 16 keys only, and reads all of q and d_out twice for half of the
-// products: the rate of shared memory was the kernel's. The two warps of a pair are on one scheduler, so that the
-// exponentials of one run beside products of the other. Each sum has the order of TwBack's, and so its bits.
+// Rows are keys. The numbers of p go from a lane to the same lane of the other warp, through shared
+// memory. With both sums (TwBack) a warp has registers for 16 keys only, and reads all of q and
+// d_out twice for half of the products: the rate of shared memory was the kernel's. The two warps
+// of a pair are on one scheduler, so that the exponentials of one run beside products of the other.
+// Each sum has the order of TwBack's, and so its bits.
 
 #pragma once
 
@@ -25,9 +26,9 @@ struct TwPairs {
     // Behind the stages, p.
     static constexpr u32 HANDED = TwDkv::X_BYTES + 2 * TwDkv::STAGE;
     static_assert(X % (16 * PAIRS) == 0, "whole matrix instructions");
-    // Barriers. Of a pair: p is there; p has been read. Of all: first warps may begin a tile, because its q is there
-    // and d_out of the tile before has been read; second warps may, because d_out is there, and none of them still
-    // reads q of the tile before.
+    // Barriers. Of a pair: p is there; p has been read. Of all: first warps may begin a tile,
+    // because its q is there and d_out of the tile before has been read; second warps may, because
+    // d_out is there, and none of them still reads q of the tile before.
     enum : u32 { GIVEN = 1, TAKEN = GIVEN + PAIRS, BEGIN = TAKEN + PAIRS, THERE };
     static_assert(THERE < 16, "a block has 16 barriers");
     typedef float Part[MT][NT][4];
@@ -44,7 +45,8 @@ struct TwPairs {
         return (float4*)(tw_smem + HANDED) + thread / 32 % PAIRS * (MT * NT * 32) + thread % 32;
     }
 
-    // Copies d_out and lse of tile `n`, by first warps, or q and delta, by second ones: what they are the last to read.
+    // Copies d_out and lse of tile `n`, by first warps, or q and delta, by second ones: what they
+    // are the last to read.
     template <bool FIRST> static __device__ __forceinline__ void load(const TwAttn& a, const TwBlock& b, u32 n) {
         const TwTile& t = b.walk.tiles[n % 4];
         const u32 thread = opaque(threadIdx.x % HALF);
@@ -129,7 +131,8 @@ struct TwPairs {
         float f[MT][2];
 #pragma unroll
         for (u32 i = 0; i < MT; i++) f[i][0] = f[i][1] = FIRST ? 1.0f : a.scale;
-        // Rows count from the first warp's: those of second ones lie X behind. What a warp overwrites it alone read.
+        // Rows count from the first warp's: those of second ones lie X behind. What a warp
+        // overwrites it alone read.
         const i64 ld = FIRST ? a.ld_v : a.ld_k, row = (i64)(b.own.row + b.first) - (FIRST ? 0 : (i64)X);
         tw_store<MT, DT, TW_DQ, TW_DQP>(FIRST ? a.dv : a.dk, a.out_type, row * ld + b.head * TW_DQ, ld,
                                         b.num + (FIRST ? 0 : X), sum, f, 0);
@@ -151,8 +154,9 @@ template <bool FIRST> __device__ __forceinline__ void tw_pair_loop(const TwAttn&
     }
 #pragma unroll 1
     for (u32 n = 0;; n++) {
-        // This thread's copies of tile n are there; first warps know by the barrier, second ones by `THERE`, that
-        // everybody's are. A second warp comes when it has read d_out of the tile before, and does not wait.
+        // This thread's copies of tile n are there; first warps know by the barrier, second ones by
+        // `THERE`, that everybody's are. A second warp comes when it has read d_out of the tile
+        // before, and does not wait.
         cp_async_wait_group<0>();
         if (FIRST) bar_sync(TwPairs::BEGIN, 2 * TwPairs::HALF);
         else bar_arrive(TwPairs::BEGIN, 2 * TwPairs::HALF);

@@ -1,13 +1,13 @@
 // Attention in f32 arithmetic without matrix instructions, for any types and head dimensions.
 //
-// Shapes, tables and results: as sm80_attention.cu.
-// Types: q, k, v of TW_ATTN_IN, and out, d_out and the gradients of TW_ATTN_OUT: 0 bf16, 1 f16, 2 f32.
-// Launch: tw_attn_fwd, tw_attn_dq: tiles * Hq blocks, tw_attn_dkv: tiles * Hkv blocks, of 128 threads
-//   for tiles of 4 rows. tw_attn_delta: a warp for each row and head, 256 threads. tw_attn_dbias: a
-//   thread for each element of the bias, 256 threads. tw_attn_dsink: Hq blocks of 256 threads.
-// Algorithm: a warp makes a row; each lane takes every 32nd row of the other side, then every 32nd
-//   column of the sum. Slow and simple; sums have one order. One block to a multiprocessor is asked
-//   for, because else ptxas spills for the sake of occupancy.
+// Shapes, tables and results: as sm80_attention.cu. Types: q, k, v of TW_ATTN_IN, and out, d_out
+// and the gradients of TW_ATTN_OUT: 0 bf16, 1 f16, 2 f32. Launch: tw_attn_fwd, tw_attn_dq: tiles *
+// Hq blocks, tw_attn_dkv: tiles * Hkv blocks, of 128 threads for tiles of 4 rows. tw_attn_delta: a
+// warp for each row and head, 256 threads. tw_attn_dbias: a thread for each element of the bias,
+// 256 threads. tw_attn_dsink: Hq blocks of 256 threads. Algorithm: a warp makes a row; each lane
+// takes every 32nd row of the other side, then every 32nd column of the sum. Slow and simple; sums
+// have one order. One block to a multiprocessor is asked for, because else ptxas spills for the
+// sake of occupancy.
 
 #include "common.cuh"
 
@@ -216,7 +216,8 @@ extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_con
     tw_delta(a, TW_DV, [](const void* p, i64 e) { return tw_get<TW_ATTN_OUT>(p, e); });
 }
 
-// The gradient of the bias: all pairs of sequences (and heads, if they share it) that used an element.
+// The gradient of the bias: all pairs of sequences (and heads, if they share it) that used an
+// element.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_dbias(const __grid_constant__ TwAttn a) {
     const u64 e = (u64)blockIdx.x * 256 + threadIdx.x, per_head = (u64)a.bias_sq * a.bias_skv;
     if (e >= a.bias_heads * per_head) return;

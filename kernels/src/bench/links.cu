@@ -24,8 +24,8 @@ extern "C" __global__ void tw_link_load(u64 dst, u64 src, u64 n) {
     for (; i < n; i += step) to[i] = from[i];
 }
 
-// `n` times there and back; the nanoseconds that it took, or 0 if the peer did not answer. The words
-// must be zero. It gives up 2 s after it has begun.
+// `n` times there and back; the nanoseconds that it took, or 0 if the peer did not answer. The
+// words must be zero. It gives up 2 s after it has begun.
 extern "C" __global__ void __launch_bounds__(1) tw_link_ping(u64* mine, u64* peer, u64* out, u64 n, u32 first) {
     u64 start = globaltimer();
     *out = 0;
@@ -40,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(1) tw_link_ping(u64* mine, u64* pee
 
 extern "C" __global__ void __launch_bounds__(64) tw_link_empty() {}
 
-// Ends `ns` after it has begun: what is queued behind it meanwhile begins at once then. `out` takes the nanoseconds.
+// Ends `ns` after it has begun: what is queued behind it meanwhile begins at once then. `out` takes
+// the nanoseconds.
 extern "C" __global__ void __launch_bounds__(1) tw_link_delay(u64* out, u64 ns) {
     const u64 start = globaltimer();
     while (globaltimer() - start < ns) {

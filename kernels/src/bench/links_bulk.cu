@@ -1,4 +1,5 @@
-// What a link can do by bulk copies: sm_90 and newer. As in links.cu, no order is kept beyond the kernel's own end.
+// What a link can do by bulk copies: sm_90 and newer. As in links.cu, no order is kept beyond the
+// kernel's own end.
 
 #include "../ptx/ld_st.cuh"
 #include "../ptx/bulk.cuh"

@@ -1,8 +1,9 @@
-// Litmus tests of the orders that the protocol rests on, many rounds in one launch. The producers of a
-// rank write to the next rank of the ring, round after round with a fresh value in every word; the
-// consumers there check every word, and count those that are wrong and, of these, those of an
-// earlier round. Nothing may be wrong unless TwLitmus::broken plants a mistake, which shows that the
-// test can see one. Every wait ends at the launch's deadline: a mistake costs its rounds, never the device.
+// Litmus tests of the orders that the protocol rests on, many rounds in one launch. The producers
+// of a rank write to the next rank of the ring, round after round with a fresh value in every word;
+// the consumers there check every word, and count those that are wrong and, of these, those of an
+// earlier round. Nothing may be wrong unless TwLitmus::broken plants a mistake, which shows that
+// the test can see one. Every wait ends at the launch's deadline: a mistake costs its rounds, never
+// the device.
 
 #include "../ptx/ld_st.cuh"
 #include "../ptx/bulk.cuh"
@@ -146,8 +147,8 @@ __device__ void tw_litmus_consume(const TwLitmus& p, u32 lane) {
     tw_litmus_end(p, found, round - 1, start);
 }
 
-// Bulk store -> flag -> bulk load. Block b of the first `lanes` is a producer, of the others a consumer;
-// a launch of `lanes` blocks has consumers only.
+// Bulk store -> flag -> bulk load. Block b of the first `lanes` is a producer, of the others a
+// consumer; a launch of `lanes` blocks has consumers only.
 extern "C" __global__ void __launch_bounds__(256) tw_litmus_bulk(TwLitmus p) {
     bool produces = gridDim.x > p.lanes && blockIdx.x < p.lanes;
     if (produces) tw_litmus_produce(p, blockIdx.x);
@@ -175,8 +176,9 @@ extern "C" __global__ void __launch_bounds__(256) tw_litmus_fill(TwLitmus p) {
     }
 }
 
-// Plain stores of many blocks -> counter -> the last block raises the one flag -> plain loads. The piece of
-// a block is read by another block than the one that stored the last piece. Blocks as in tw_litmus_bulk.
+// Plain stores of many blocks -> counter -> the last block raises the one flag -> plain loads. The
+// piece of a block is read by another block than the one that stored the last piece. Blocks as in
+// tw_litmus_bulk.
 extern "C" __global__ void __launch_bounds__(256) tw_litmus_count(TwLitmus p) {
     u64 start = globaltimer(), end = start + p.timeout_ns, round = 1;
     u32 lane = blockIdx.x % p.lanes, words = p.bytes / 8;

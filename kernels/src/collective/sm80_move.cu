@@ -1,10 +1,12 @@
-// Pieces of memory from here to there: pushes into peers' chunks, and what came to where it belongs.
+// Pieces of memory from here to there: pushes into peers' chunks, and what came to where it
+// belongs.
 //
-// Segment i is `len[i]` bytes from src[i] to dst[i]; segments do not overlap. Any alignment; fastest
-// where both addresses are multiples of 16. Launch: grid (any, num), blocks of TW_MOVE_THREADS.
+// Segment i is `len[i]` bytes from src[i] to dst[i]; segments do not overlap. Any alignment;
+// fastest where both addresses are multiples of 16. Launch: grid (any, num), blocks of
+// TW_MOVE_THREADS.
 //
-// Destinations may lie on other devices: plain stores, published by a kernel of comm/signal.cu behind
-// this one. Sources are local: remote loads take a round trip each.
+// Destinations may lie on other devices: plain stores, published by a kernel of comm/signal.cu
+// behind this one. Sources are local: remote loads take a round trip each.
 
 #include "../common/convert.cuh"
 

@@ -1,9 +1,9 @@
 // Sums of parts that peers have pushed: the owner's half of reduce_scatter, all_reduce and GEMM+RS.
 //
-// out[i] = round(scale * (part_0[i] + part_1[i] + ... + part_{size-1}[i]) + bias[i % cols]), added in
-// f32 in the order of the ranks and rounded once, so that the bits depend on nothing but the inputs.
-// The part of rank r lies at slots + r * stride; that of `me` at `own`, in a type of its own. With `me` no
-// rank all parts lie in slots, and `own` is not read.
+// out[i] = round(scale * (part_0[i] + part_1[i] + ... + part_{size-1}[i]) + bias[i % cols]), added
+// in f32 in the order of the ranks and rounded once, so that the bits depend on nothing but the
+// inputs. The part of rank r lies at slots + r * stride; that of `me` at `own`, in a type of its
+// own. With `me` no rank all parts lie in slots, and `own` is not read.
 //
 // Types by mantissa bits (23 f32, 10 f16, 7 bf16): TW_WIRE_MANTISSA of the slots, TW_OWN_MANTISSA,
 // TW_OUT_MANTISSA. `num` elements; any alignment of the elements' size, fastest with 4 elements'.

@@ -1,18 +1,19 @@
-// A collective as one kernel that meets the other ranks itself, from sm_90 on: parts go to their ranks by bulk
-// copies, piece by piece with a flag behind each, and what comes is taken in as it comes. It is copied to the
-// output, or added in f32 in the order of the ranks and rounded once, with the bits of sm80_reduce.cu; a sum
-// goes on to all ranks, if there is a second phase.
+// A collective as one kernel that meets the other ranks itself, from sm_90 on: parts go to their
+// ranks by bulk copies, piece by piece with a flag behind each, and what comes is taken in as it
+// comes. It is copied to the output, or added in f32 in the order of the ranks and rounded once,
+// with the bits of sm80_reduce.cu; a sum goes on to all ranks, if there is a second phase.
 //
-// Of the WARPS of a block one thread of each of the first SEND sends: chunks go through a ring in shared memory,
-// some being loaded, others being stored, and a flag follows once its piece is written. The fence before a flag
-// waits for all that its thread has stored, some microseconds, so that several threads send, and pieces are
-// several chunks. The other warps, and at last those, take in what comes. Sums wait for pieces that ranks send,
-// and what is taken in last waits for sums, so that a warp does these in that order, and some warps do the
-// last alone. Warps take the next thing that nobody has taken: the launch ends with any number of blocks that
-// run at once.
+// Of the WARPS of a block one thread of each of the first SEND sends: chunks go through a ring in
+// shared memory, some being loaded, others being stored, and a flag follows once its piece is
+// written. The fence before a flag waits for all that its thread has stored, some microseconds, so
+// that several threads send, and pieces are several chunks. The other warps, and at last those,
+// take in what comes. Sums wait for pieces that ranks send, and what is taken in last waits for
+// sums, so that a warp does these in that order, and some warps do the last alone. Warps take the
+// next thing that nobody has taken: the launch ends with any number of blocks that run at once.
 //
-// A flag holds the number of its launch: nothing is ever cleared, and a replayed graph needs no new values. A rank
-// that has read what came grants its memory for the next launch. Peers' memory is written, read never.
+// A flag holds the number of its launch: nothing is ever cleared, and a replayed graph needs no new
+// values. A rank that has read what came grants its memory for the next launch. Peers' memory is
+// written, read never.
 
 #include "../common/convert.cuh"
 #include "../comm/meet.cuh"
@@ -48,7 +49,8 @@ struct TwCollective {
     TwPart take[RANKS]; // what comes from each rank, and where it belongs
 };
 
-// My part of a sum of `len` bytes: that of rank r lies at slots + r * stride, mine at `own`. Where rank r gets it, or 0.
+// My part of a sum of `len` bytes: that of rank r lies at slots + r * stride, mine at `own`. Where
+// rank r gets it, or 0.
 struct TwTotal {
     u64 slots, stride, own, len;
     u64 to[RANKS];
@@ -64,7 +66,8 @@ __device__ __forceinline__ u64* tw_arrival(const TwTeam& t, const TwCollective& 
     return (u64*)c.flags[rank] + t.size + (u64)(phase * t.size + writer) * c.pieces + n;
 }
 
-// By a warp, a lane for each peer: its word at word(r) has reached `count`. False if the team is over.
+// By a warp, a lane for each peer: its word at word(r) has reached `count`. False if the team is
+// over.
 template <class Word>
 __device__ __forceinline__ bool tw_all_reached(const TwTeam& t, u32 slot, u64 count, const Word& word) {
     const u32 r = threadIdx.x % 32;
@@ -123,7 +126,8 @@ struct TwRing {
     TwChunk* chunk;  // [2 * STAGES]
 };
 
-// The piece that is cut into chunks: items are pieces, to one rank after the other from me + 1 on, or to all at once.
+// The piece that is cut into chunks: items are pieces, to one rank after the other from me + 1 on,
+// or to all at once.
 struct TwCut {
     u32 item, r;
     u64 at, end;
@@ -162,7 +166,8 @@ __device__ __forceinline__ void tw_tell_chunks(const TwTeam& t, const TwCollecti
     }
 }
 
-// By one thread: pieces that no block has taken. LEAD chunks are being loaded, others are being stored.
+// By one thread: pieces that no block has taken. LEAD chunks are being loaded, others are being
+// stored.
 __device__ __forceinline__ void tw_push_ring(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring) {
     TwCut cut = {0, 0, 0, 0};
     u32 asked = 0, stored = 0, told = 0;
@@ -240,8 +245,9 @@ __device__ __forceinline__ u64 tw_part(const TwTeam& t, const TwTotal& a, u32 r)
     return r == t.me ? a.own : a.slots + r * a.stride;
 }
 
-// DEEP sums of GROUP ranks at a time, from unit `i` on, 32 units apart; all of them where it is FULL. Loads have no
-// branches between them and stay in registers: kept in local memory they came one after the other.
+// DEEP sums of GROUP ranks at a time, from unit `i` on, 32 units apart; all of them where it is
+// FULL. Loads have no branches between them and stay in registers: kept in local memory they came
+// one after the other.
 template <u32 GROUP, u32 DEEP, bool FULL>
 __device__ __forceinline__ void tw_add_deep(const TwTeam& t, const TwTotal& a, u64 at, u32 i, u32 units, TwUnit* out) {
     float sum[DEEP][WIDE][4] = {};
@@ -366,7 +372,8 @@ __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwCollective& c,
     for (u32 r = threadIdx.x; r < t.size; r += blockDim.x) st_relaxed_sys_u64(tw_credit(c, r, t.me), epoch);
 }
 
-// Dynamic shared memory: WARPS * PIECE + SEND * STAGES * CHUNK. No sum is larger than a warp's piece.
+// Dynamic shared memory: WARPS * PIECE + SEND * STAGES * CHUNK. No sum is larger than a warp's
+// piece.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 tw_collective(const __grid_constant__ TwTeam t, const __grid_constant__ TwCollective c, const __grid_constant__ TwTotal a,
               const __grid_constant__ TwPoison out) {

@@ -1,5 +1,5 @@
-// What kernels share that meet the other ranks inside: waits of many warps, things that warps take in turn, and copies of
-// any alignment. Stands behind team.cuh and common/last.cuh.
+// What kernels share that meet the other ranks inside: waits of many warps, things that warps take
+// in turn, and copies of any alignment. Stands behind team.cuh and common/last.cuh.
 
 #pragma once
 
@@ -16,8 +16,9 @@ __device__ __noinline__ void tw_spoil(const TwPoison& p) {
     }
 }
 
-// As tw_poll, for a thousand waiters: the words of the host lie behind its bus, which so many would fill, so each
-// looks there only every 2 ms. Whoever finds that the team is over tells the others by the fault word.
+// As tw_poll, for a thousand waiters: the words of the host lie behind its bus, which so many would
+// fill, so each looks there only every 2 ms. Whoever finds that the team is over tells the others
+// by the fault word.
 __device__ __forceinline__ bool tw_await(const TwTeam& t, const u64* p, TwWait w) {
     const u64 start = globaltimer();
     u64 looked = start;

@@ -52,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(64) tw_barrier(TwTeam t, u32 channe
     tw_poll(t, tw_word(t, t.me, at + 8 * p), w);
 }
 
-// One more count for `num` slots from `first` on and every peer: what copy engines will carry behind
-// the data of one launch. One kernel for all of them: a kernel between two copies costs more than
-// the flag.
+// One more count for `num` slots from `first` on and every peer: what copy engines will carry
+// behind the data of one launch. One kernel for all of them: a kernel between two copies costs more
+// than the flag.
 __device__ __forceinline__ void tw_raise(const TwTeam& t, u32 first, u32 num) {
     u64* sent = t.sent + (u64)first * t.size;
     for (u64 i = threadIdx.x; i < (u64)num * t.size; i += blockDim.x)
@@ -99,8 +99,9 @@ extern "C" __global__ void __launch_bounds__(64) tw_wait_peers(TwTeam t, u32 slo
     tw_poll(t, tw_count(t, t.me, slot, p), w);
 }
 
-// Fills outputs with the poison of their types once the team is over, here or at a peer: nobody takes them for
-// results. What a peer has told may not be known to any kernel here: all that this rank waited for had come.
+// Fills outputs with the poison of their types once the team is over, here or at a peer: nobody
+// takes them for results. What a peer has told may not be known to any kernel here: all that this
+// rank waited for had come.
 extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, TwPoison p) {
     if (!tw_told(t)) return;
     for (u32 o = 0; o < 8; o++)

@@ -1,12 +1,12 @@
-// Pieces of shared memory that a warp's rows go through: read once by a bulk load, stored to each place by one
-// instruction. Stands behind bulk.cuh; lengths and addresses are multiples of 16.
+// Pieces of shared memory that a warp's rows go through: read once by a bulk load, stored to each
+// place by one instruction. Stands behind bulk.cuh; lengths and addresses are multiples of 16.
 
 #pragma once
 
 #include "../ptx/bulk.cuh"
 
-// A warp's pieces of shared memory, their barriers, and how many loads were asked for and used: with more than
-// one, the next one comes while one is stored.
+// A warp's pieces of shared memory, their barriers, and how many loads were asked for and used:
+// with more than one, the next one comes while one is stored.
 template <u32 PIECE, u32 PIECES>
 struct TwStage {
     unsigned char* piece;

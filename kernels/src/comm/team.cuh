@@ -1,8 +1,8 @@
 // A team as its kernels see it: how it ends, and waits that end.
 //
-// A wait ends by its signal, by an abort (of a peer, or of this host), when the peer has left, or at its deadline. Nothing
-// traps: the first failure claims the fault word, writes a 64-byte report into pinned memory and
-// tells all peers; every later kernel of the team returns at once.
+// A wait ends by its signal, by an abort (of a peer, or of this host), when the peer has left, or
+// at its deadline. Nothing traps: the first failure claims the fault word, writes a 64-byte report
+// into pinned memory and tells all peers; every later kernel of the team returns at once.
 
 #pragma once
 
@@ -97,8 +97,8 @@ __device__ __noinline__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
     return false;
 }
 
-// By all threads of a block: the team is over, or a peer has told this rank that it is, which then is the fault of
-// this rank, too. Words of this device alone: none of the host's.
+// By all threads of a block: the team is over, or a peer has told this rank that it is, which then
+// is the fault of this rank, too. Words of this device alone: none of the host's.
 __device__ __forceinline__ bool tw_told(const TwTeam& t) {
     bool over = tw_is_over(t);
     for (u32 p = threadIdx.x; p < t.size && !over; p += blockDim.x) {

@@ -1,7 +1,8 @@
-// Conversions between f32 and the types of 8 and 16 bits, with the bits of tilewire-core's dtype.rs:
-// nearest even; bf16 and f16 overflow to infinity, FP8 saturates; a NaN keeps its sign and what fits
-// of its payload, and is quiet. Integers and IEEE additions only, so that every architecture (and
-// the CPU) gives the same bits. Subnormals count: kernels are compiled without flush to zero.
+// Conversions between f32 and the types of 8 and 16 bits, with the bits of tilewire-core's
+// dtype.rs: nearest even; bf16 and f16 overflow to infinity, FP8 saturates; a NaN keeps its sign
+// and what fits of its payload, and is quiet. Integers and IEEE additions only, so that every
+// architecture (and the CPU) gives the same bits. Subnormals count: kernels are compiled without
+// flush to zero.
 //
 // A small type is named by its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3 e4m3, 2 e5m2.
 
@@ -14,8 +15,8 @@ __device__ __forceinline__ bool tw_is_nan(float v) {
 }
 
 // The magnitude `x` (bits of a finite f32 below the overflow) with `mantissa` bits and the bias
-// `bias`, for types whose exponents are fewer than those of f32. Without branches: the unit of a sum
-// with 2^(e + 23 - mantissa) is that of the small type at exponent e, so the addition rounds.
+// `bias`, for types whose exponents are fewer than those of f32. Without branches: the unit of a
+// sum with 2^(e + 23 - mantissa) is that of the small type at exponent e, so the addition rounds.
 __device__ __forceinline__ u32 tw_round_magnitude(u32 x, u32 mantissa, u32 bias) {
     u32 least = 128 - bias;  // exponent field of the smallest normal; subnormals have its unit
     u32 field = x >> 23 > least ? x >> 23 : least;

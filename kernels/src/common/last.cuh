@@ -2,8 +2,8 @@
 
 #pragma once
 
-// True in all threads of the block that comes last of `num`; what the others did before is visible to it. The ticket is 0
-// before the first and after the last.
+// True in all threads of the block that comes last of `num`; what the others did before is visible
+// to it. The ticket is 0 before the first and after the last.
 __device__ __forceinline__ bool tw_last_of(u32* ticket, u32 num) {
     __shared__ u32 last;
     __syncthreads();

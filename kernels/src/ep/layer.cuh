@@ -1,26 +1,30 @@
-// Expert parallelism: the layer, the routing, and how the ranks meet; crates/ops/src/ep on the device.
+// Expert parallelism: the layer, the routing, and how the ranks meet; crates/ops/src/ep on the
+// device.
 //
-// Source: routing.rs of that folder (which row a copy gets), research notes EP §5 (one row over the wire
-// for each (token, rank); slots from counts, without atomics or sorting). Equal inputs give equal bits.
+// Source: routing.rs of that folder (which row a copy gets), research notes EP §5 (one row over the
+// wire for each (token, rank); slots from counts, without atomics or sorting). Equal inputs give
+// equal bits.
 //
 // P ranks, E experts in all, T = max_tokens of a rank, k choices, capacity rows on each rank.
 // Symmetric areas of a rank, at base + rank * stride for every rank, or wherever a table says:
-//   counts  [2][P][E] u64              number of the launch << 32 | copies that a rank sends to an expert
-//   meta    [P * T] k TwCopy + scales f32, `meta_stride` bytes each
-//   tokens  [P * T] rows, `row_stride` bytes each
-//   back    [P * T] rows of results, then k f32 gradients of weights, `back_stride` bytes each
-//   flags   credits [P] u64, receive buffers [P] u64, then arrivals [P][chunks] u64, of tokens and of what
+// counts  [2][P][E] u64              number of the launch << 32 | copies that a rank sends to an
+// expert meta    [P * T] k TwCopy + scales f32, `meta_stride` bytes each tokens  [P * T] rows,
+// `row_stride` bytes each back    [P * T] rows of results, then k f32 gradients of weights,
+// `back_stride` bytes each flags   credits [P] u64, receive buffers [P] u64, then arrivals
+// [P][chunks] u64, of tokens and of what
 //           comes back
-//   rows    where a dispatch is told so: receive buffers that rows of peers come to directly (zero copy)
-// What comes from token t of rank s lies at index s * T + t of an area: no place is negotiated. Each
-// area counts its launches (`epoch`, the same on all ranks); a word of a launch carries its number, so
-// nothing is ever cleared. A rank that has read an area grants it, by its credit, for the next launch.
-// Rows that go straight to a receive buffer have no place by token, but the first of the rows that their
-// copies have at that rank, and the receiver adds the others. Its stream may use the buffer up to the launch
-// itself, so it says then, by number of the launch and of the buffer, that rows may come.
+//   rows    where a dispatch is told so: receive buffers that rows of peers come to directly (zero
+//   copy) What comes from token t of rank s lies at index s * T + t of an area: no place is
+//   negotiated. Each area counts its launches (`epoch`, the same on all ranks); a word of a launch
+//   carries its number, so nothing is ever cleared. A rank that has read an area grants it, by its
+//   credit, for the next launch. Rows that go straight to a receive buffer have no place by token,
+//   but the first of the rows that their copies have at that rank, and the receiver adds the
+//   others. Its stream may use the buffer up to the launch itself, so it says then, by number of
+//   the launch and of the buffer, that rows may come.
 //
-// What the host exchanges itself takes two launches: one whose blocks all send, to areas that stand for those of
-// the ranks and with flags of their own that are always up, and one whose blocks all receive.
+// What the host exchanges itself takes two launches: one whose blocks all send, to areas that stand
+// for those of the ranks and with flags of their own that are always up, and one whose blocks all
+// receive.
 //
 // Peers' memory is written, read never. THREADS of blocks that lay out, MOVERS of those that meet.
 // Types of results by mantissa bits: TW_OUT_MANTISSA (23 f32, 10 f16, 7 bf16); payload is bytes.
@@ -36,8 +40,8 @@ static_assert(THREADS % 32 == 0 && MOVERS % 32 == 0, "whole warps");
 typedef TwElem<TW_OUT_MANTISSA> Out;
 typedef TwQuads<TW_OUT_MANTISSA> OutQuad;
 
-// A copy of a token, one access of 16 bytes. A record has those that this launch has stamped, the first ones: what stands
-// behind them is of earlier launches.
+// A copy of a token, one access of 16 bytes. A record has those that this launch has stamped, the
+// first ones: what stands behind them is of earlier launches.
 struct __align__(16) TwCopy {
     int choice, row;
     float weight;
@@ -83,7 +87,8 @@ struct TwMeet {
     u32 leave;   // 1: the last block grants the next launch; 0: tw_ep_leave will
 };
 
-// How far the memory of a rank is behind that of rank 0, in even steps unless told otherwise. Addresses wrap.
+// How far the memory of a rank is behind that of rank 0, in even steps unless told otherwise.
+// Addresses wrap.
 __device__ __forceinline__ u64 tw_step(const TwEp& l, u64 stride, u32 rank) {
 #ifdef TW_EP_UNEVEN
     return l.steps[rank];
@@ -111,7 +116,8 @@ __device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {
     return l.meta + tw_step(l, rank) + record * l.meta_stride;
 }
 
-// The launch is counted, and the area is everybody's for the next one. By one block, behind all readers.
+// The launch is counted, and the area is everybody's for the next one. By one block, behind all
+// readers.
 __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch) {
     if (threadIdx.x == 0) *m.epoch = epoch;
     if (tw_is_over(t)) return;
@@ -152,9 +158,9 @@ __device__ __forceinline__ bool tw_arrived(const TwTeam& t, const TwEp& l, const
     return __all_sync(0xffffffffu, good);
 }
 
-// What a dispatch delivers; any may be 0. Rows are expert-major, one for each copy, or `rank_major`: row i is that of
-// record i, zero if it did not come. With a `buffer`, x lies in symmetric memory, at the same place of all ranks, and their rows
-// come to it directly.
+// What a dispatch delivers; any may be 0. Rows are expert-major, one for each copy, or
+// `rank_major`: row i is that of record i, zero if it did not come. With a `buffer`, x lies in
+// symmetric memory, at the same place of all ranks, and their rows come to it directly.
 struct TwRecv {
     u64 x;
     float* weights;
@@ -177,7 +183,8 @@ __device__ __forceinline__ void tw_announce(const TwTeam& t, const TwEp& l, cons
     for (u32 r = threadIdx.x; r < l.size; r += 32) st_relaxed_sys_u64(tw_buffer(l, m, r, l.me), epoch << 16 | out.buffer);
 }
 
-// By a warp: all ranks take the rows of this launch to the buffer that I do. False if the team is over.
+// By a warp: all ranks take the rows of this launch to the buffer that I do. False if the team is
+// over.
 __device__ __forceinline__ bool tw_accepted(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwRecv& out, u64 epoch) {
     if (out.buffer == 0) return true;
     bool good = true;
@@ -241,8 +248,9 @@ __device__ __forceinline__ void tw_pad_row(const TwEp& l, const TwHandle& h, con
     if (!out.rank_major) tw_empty_row(l, out, row, fill);
 }
 
-// Rows that nobody feeds, from the counts of the routing: warp `w` of `num` takes every num-th. They are
-// known before anything has come. Behind the rows of all experts nothing is filled: nobody reads there.
+// Rows that nobody feeds, from the counts of the routing: warp `w` of `num` takes every num-th.
+// They are known before anything has come. Behind the rows of all experts nothing is filled: nobody
+// reads there.
 template <class Fill>
 __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 w, u64 num, const Fill& fill) {
     const u32 full = 0xffffffffu, local = l.first[l.me + 1] - l.first[l.me], lane = threadIdx.x % 32;
@@ -269,8 +277,9 @@ __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const T
     for (u64 row = at + 32 * w + lane; row < l.capacity; row += 32 * num) tw_no_source(h, out, row);
 }
 
-// Address of the row where copy `n` of a record stays, which a receive buffer may already hold; 0 if there is none: rank-major
-// only the first one has a row. As the copies of a peer are, c.row is not trusted.
+// Address of the row where copy `n` of a record stays, which a receive buffer may already hold; 0
+// if there is none: rank-major only the first one has a row. As the copies of a peer are, c.row is
+// not trusted.
 __device__ __forceinline__ u64 tw_kept_row(const TwEp& l, const TwRecv& out, u64 record, u32 n, const TwCopy& c) {
     const u64 row = out.rank_major ? record : (u32)c.row;
     return out.x && (out.rank_major ? n == 0 : row < l.capacity) ? out.x + row * out.row_bytes : 0;
@@ -282,8 +291,8 @@ __device__ __forceinline__ void tw_keep_record(const TwHandle& h, const TwRecv& 
     if (out.rank_major) h.place[record] = num > 0 ? (int)record : -1;
 }
 
-// What the handle and the outputs keep of the copy `n` of a record, but for scales. Rows within the capacity are all that a
-// peer sends; another would be outside of the memory.
+// What the handle and the outputs keep of the copy `n` of a record, but for scales. Rows within the
+// capacity are all that a peer sends; another would be outside of the memory.
 __device__ __forceinline__ void tw_keep_copy(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u32 n, const TwCopy& c) {
     h.copies[record * l.top_k + n] = c;
     if ((u32)c.row >= l.capacity) return;
@@ -300,8 +309,8 @@ __device__ __forceinline__ void tw_keep_scales(const TwEp& l, const TwRecv& out,
     for (u32 s = threadIdx.x % 32; s < l.scales; s += 32) out.scales[to * l.scales + s] = scales[s];
 }
 
-// By a warp: a slice of a record that has come, to the rows of its copies; with the first slice what the
-// handle keeps of it.
+// By a warp: a slice of a record that has come, to the rows of its copies; with the first slice
+// what the handle keeps of it.
 __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u64 epoch,
                                               u32 j, u32 slices) {
     const u32 full = 0xffffffffu, lane = threadIdx.x % 32;
@@ -322,7 +331,8 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
     }
 }
 
-// Blocks behind the senders: rows that nobody feeds while the others travel, then what comes, as it comes.
+// Blocks behind the senders: rows that nobody feeds while the others travel, then what comes, as it
+// comes.
 __device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                            const TwRecv& out, u64 epoch) {
     const u32 warps = blockDim.x / 32;
@@ -347,16 +357,16 @@ struct TwSend {
     u32 tokens, pad;
 };
 
-// A choice of a token: its row and rank, and how many kept ones of the token go to that rank before it. Row -1 if it is
-// not kept.
+// A choice of a token: its row and rank, and how many kept ones of the token go to that rank before
+// it. Row -1 if it is not kept.
 struct TwPick {
     int row, rank;
     u32 nth;
 };
 
-// By a warp: the copies of tokens [t, end), at most 32 / top_k, to their ranks, in the order of choices. A lane has choice
-// lane % top_k of token t + lane / top_k: all are read at once, since one after the other they would take
-// longer than a row.
+// By a warp: the copies of tokens [t, end), at most 32 / top_k, to their ranks, in the order of
+// choices. A lane has choice lane % top_k of token t + lane / top_k: all are read at once, since
+// one after the other they would take longer than a row.
 __device__ __forceinline__ TwPick tw_send_copies(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t, u32 end) {
     const u32 full = 0xffffffffu, lane = threadIdx.x % 32, token = t + lane / l.top_k, i = lane % l.top_k;
     const bool mine = lane < 32 / l.top_k * l.top_k && token < end;
@@ -410,8 +420,9 @@ __device__ __forceinline__ void tw_store(u64 row, u32 n, u32 hidden, const float
         if (4 * n + j < hidden) ((Out::Bits*)row)[4 * n + j] = (Out::Bits)q.bits(j);
 }
 
-// What goes back: y with a row for each copy (`expert_major`, weighted by `weights` if given), or for each
-// record; gradients of weights by rows. `out` [tokens, hidden] and `dw_out` [tokens, k] take what comes.
+// What goes back: y with a row for each copy (`expert_major`, weighted by `weights` if given), or
+// for each record; gradients of weights by rows. `out` [tokens, hidden] and `dw_out` [tokens, k]
+// take what comes.
 struct TwBack {
     const Out::Bits* y;
     const float *weights, *dw;

@@ -1,6 +1,7 @@
-// Expert parallelism on any device; layer.cuh says what lies where. Three kernels meet the other ranks
-// inside: tw_ep_route, tw_ep_send and tw_ep_back. Their blocks wait for what other ranks' blocks do
-// before they wait for anything, so few of them that run are enough, in the order of their numbers.
+// Expert parallelism on any device; layer.cuh says what lies where. Three kernels meet the other
+// ranks inside: tw_ep_route, tw_ep_send and tw_ep_back. Their blocks wait for what other ranks'
+// blocks do before they wait for anything, so few of them that run are enough, in the order of
+// their numbers.
 
 #include "../ptx/grid.cuh"
 #include "layer.cuh"
@@ -14,11 +15,12 @@ struct TwRouting {
     u32 part, pad;    // TW_WHOLE, or half of it
 };
 
-// Counts and places; the counts, which somebody else takes to the ranks; the places, from counts that are there.
+// Counts and places; the counts, which somebody else takes to the ranks; the places, from counts
+// that are there.
 enum { TW_WHOLE = 0, TW_COUNTS = 1, TW_PLACES = 2 };
 
-// Shared memory of tw_ep_route: [warps][E] u32, then of each expert its next row i64, copies of all ranks,
-// of earlier ranks, and its rank u32; and the first expert of each rank.
+// Shared memory of tw_ep_route: [warps][E] u32, then of each expert its next row i64, copies of all
+// ranks, of earlier ranks, and its rank u32; and the first expert of each rank.
 struct TwTable {
     u32* warp;
     i64* next;
@@ -53,8 +55,8 @@ __device__ __forceinline__ u64 tw_span(const TwRouting& a) {
     return ((u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * a.span;
 }
 
-// Copies of each expert among the choices before each warp of the block, and among all of the block's.
-// False if an index is no expert.
+// Copies of each expert among the choices before each warp of the block, and among all of the
+// block's. False if an index is no expert.
 __device__ __forceinline__ bool tw_route_count(const TwEp& l, const TwRouting& a, const TwTable& s) {
     const u32 warps = blockDim.x / 32, lane = threadIdx.x % 32;
     for (u32 i = threadIdx.x; i < warps * l.experts; i += blockDim.x) s.warp[i] = 0;
@@ -86,9 +88,10 @@ __device__ __forceinline__ u64* tw_counts(const TwEp& l, u64 epoch, u32 rank, u3
     return (u64*)(l.counts + tw_step(l, rank)) + ((epoch & 1) * l.size + writer) * l.experts;
 }
 
-// My counts to every rank, mine included, by the block that comes last. Two buffers in turn are enough: who
-// writes the next one has everybody's counts of this launch, so that everybody has begun it and read the
-// one before. Number and count are one word, so nothing else has to be ordered.
+// My counts to every rank, mine included, by the block that comes last. Two buffers in turn are
+// enough: who writes the next one has everybody's counts of this launch, so that everybody has
+// begun it and read the one before. Number and count are one word, so nothing else has to be
+// ordered.
 __device__ __forceinline__ void tw_route_publish(const TwEp& l, const TwRouting& a, const TwTable& s, u64 epoch) {
     for (u32 e = threadIdx.x; e < l.experts; e += blockDim.x) {
         u32 sum = gridDim.x == 1 ? s.all[e] : 0;
@@ -101,7 +104,8 @@ __device__ __forceinline__ void tw_route_publish(const TwEp& l, const TwRouting&
     }
 }
 
-// Everybody's counts of each expert: of all ranks, and of those before me. False if the team is over.
+// Everybody's counts of each expert: of all ranks, and of those before me. False if the team is
+// over.
 __device__ __forceinline__ bool tw_route_collect(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwTable& s, u64 epoch) {
     bool good = true;
     for (u32 e = threadIdx.x; good && e < l.experts; e += blockDim.x) {
@@ -160,9 +164,9 @@ __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
     return before;
 }
 
-// Rows from everybody's counts: s.next[e] becomes the row of the first copy of e among this block's choices;
-// the first block writes the counts of the handle. One pass over all experts: the rows of a rank begin
-// where the sum over all earlier ranks' experts ends.
+// Rows from everybody's counts: s.next[e] becomes the row of the first copy of e among this block's
+// choices; the first block writes the counts of the handle. One pass over all experts: the rows of
+// a rank begin where the sum over all earlier ranks' experts ends.
 __device__ __forceinline__ void tw_route_scan(const TwEp& l, const TwRouting& a, const TwHandle& h, const TwTable& s) {
     __shared__ u64 lost[64], rows[65];
     const i64 cap = l.capacity;
@@ -221,8 +225,8 @@ __device__ __forceinline__ void tw_route_place(const TwEp& l, const TwRouting& a
     }
 }
 
-// The routing: counts to everybody, rows from everybody's counts. Each warp takes a.span choices. Grid: at
-// most 16 blocks, which must all be alive at once.
+// The routing: counts to everybody, rows from everybody's counts. Each warp takes a.span choices.
+// Grid: at most 16 blocks, which must all be alive at once.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS, 1)
 tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
             const __grid_constant__ TwRouting a, const __grid_constant__ TwHandle h, const __grid_constant__ TwPoison out) {
@@ -304,8 +308,9 @@ __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const Tw
     }
 }
 
-// A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what comes, to `recv`.
-// Without recv.x (flat rows, and gradients of a combine) the rows stay in the area for a later kernel.
+// A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what
+// comes, to `recv`. Without recv.x (flat rows, and gradients of a combine) the rows stay in the
+// area for a later kernel.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
 tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
@@ -339,8 +344,8 @@ __device__ __forceinline__ void tw_copy_one(u64 to, u64 src, u64 len) {
     else tw_copy_piece<u8>(to, src, len);
 }
 
-// Received rows without gaps, by source and token: h.place of each record, and the record of each row in
-// `row_source` (-1 before). Grid: 1.
+// Received rows without gaps, by source and token: h.place of each record, and the record of each
+// row in `row_source` (-1 before). Grid: 1.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_flat(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, int* row_source) {
     const u64 records = (u64)l.size * l.max_tokens;
@@ -355,8 +360,8 @@ tw_ep_flat(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, i
     }
 }
 
-// index[row] = the received row that feeds an expert-major row, -1 in padding. `place` is null where the
-// received rows are expert-major. Grid: capacity / THREADS.
+// index[row] = the received row that feeds an expert-major row, -1 in padding. `place` is null
+// where the received rows are expert-major. Grid: capacity / THREADS.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_row_index(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, const int* place, int* index) {
     const u64 row = (u64)blockIdx.x * THREADS + threadIdx.x;
@@ -365,8 +370,8 @@ tw_ep_row_index(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle
     index[row] = record < 0 ? -1 : place ? place[record] : (int)row;
 }
 
-// out[row] = the payload of record row_source[row], 0 where there is none; scales likewise (may be null).
-// Grid: rows.
+// out[row] = the payload of record row_source[row], 0 where there is none; scales likewise (may be
+// null). Grid: rows.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64 row_bytes, float* scales) {
     const u64 row = blockIdx.x;
@@ -382,8 +387,9 @@ tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64
     for (u32 i = threadIdx.x; i < l.scales; i += THREADS) scales[row * l.scales + i] = record < 0 ? 0.0f : from[i];
 }
 
-// By a warp: a slice of the sum of a record's copies in the order of choices, from the first one on, in f32, rounded once, to the
-// rank `s` that it came from; with the first slice the gradients of its weights.
+// By a warp: a slice of the sum of a record's copies in the order of choices, from the first one
+// on, in f32, rounded once, to the rank `s` that it came from; with the first slice the gradients
+// of its weights.
 __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, const TwBack& b, u32 s, u32 t, u32 j, u32 slices) {
     const u64 record = (u64)s * l.max_tokens + t;
     const u32 num = h.num[record], lane = threadIdx.x % 32, rows = b.expert_major ? num : 1;
@@ -420,7 +426,8 @@ __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, cons
         for (u32 n = lane; n < num; n += 32) grads[n] = b.dw[copies[n].row];
 }
 
-// Chunk by chunk, to all ranks from me + 1 on; a block for each, so that one fence does for many rows.
+// Chunk by chunk, to all ranks from me + 1 on; a block for each, so that one fence does for many
+// rows.
 __device__ __forceinline__ void tw_return_all(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                               const TwBack& b, u64 epoch) {
     const bool good = tw_granted(t, l, m, epoch);
@@ -437,8 +444,8 @@ __device__ __forceinline__ void tw_return_all(const TwTeam& t, const TwEp& l, co
     }
 }
 
-// By a warp: a slice of what came back for token t, in the order of the ranks, in f32, rounded once; with
-// the first slice the gradient that came with each choice, 0 if it was not sent.
+// By a warp: a slice of what came back for token t, in the order of the ranks, in f32, rounded
+// once; with the first slice the gradient that came with each choice, 0 if it was not sent.
 __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const TwBack& b, u32 t, u32 j, u32 slices) {
     const u32 k = l.top_k, lane = threadIdx.x % 32;
     const u64 mine = l.back + tw_step(l, l.me);
@@ -497,8 +504,8 @@ __device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const
     }
 }
 
-// Combine, and the backward of dispatch: m.senders blocks return what came here, those behind them add what
-// comes back.
+// Combine, and the backward of dispatch: m.senders blocks return what came here, those behind them
+// add what comes back.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
 tw_ep_back(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {
@@ -508,9 +515,9 @@ tw_ep_back(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, con
     tw_end(t, l, m, epoch, out);
 }
 
-// dy[row] = weights[row] * g of the row's record (g itself without weights), 0 in padding; with weights also
-// d_weights[row] = <g, y[row]>, added by lanes in their order, then in pairs. Rows behind the last expert's get no dy:
-// nobody reads there. Grid: capacity.
+// dy[row] = weights[row] * g of the row's record (g itself without weights), 0 in padding; with
+// weights also d_weights[row] = <g, y[row]>, added by lanes in their order, then in pairs. Rows
+// behind the last expert's get no dy: nobody reads there. Grid: capacity.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_gather_bwd(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, Out::Bits* dy,
                  const float* weights, const Out::Bits* y, float* d_weights, u32 hidden) {

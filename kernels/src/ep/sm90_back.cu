@@ -1,11 +1,12 @@
-// Combine by bulk loads, from sm_90 on: as tw_ep_back of sm80_ep.cu, with rows that come through shared memory,
-// a ring of slices for each warp, so that few multiprocessors have enough bytes on their way. Rows, their
-// addresses and strides are multiples of 16; a chunk has at most TOKENS tokens, a token at most
-// ENTRIES copies, ranks at most as many.
+// Combine by bulk loads, from sm_90 on: as tw_ep_back of sm80_ep.cu, with rows that come through
+// shared memory, a ring of slices for each warp, so that few multiprocessors have enough bytes on
+// their way. Rows, their addresses and strides are multiples of 16; a chunk has at most TOKENS
+// tokens, a token at most ENTRIES copies, ranks at most as many.
 //
-// Every block has RETURN warps that add the copies of a record and send the sum to its rank, and SUM warps
-// that add what comes back; those that find nothing to return any more add, too. Warps take the next chunk
-// that nobody has taken, so the launch ends with any number of blocks that run at once.
+// Every block has RETURN warps that add the copies of a record and send the sum to its rank, and
+// SUM warps that add what comes back; those that find nothing to return any more add, too. Warps
+// take the next chunk that nobody has taken, so the launch ends with any number of blocks that run
+// at once.
 
 #include "../ptx/bulk.cuh"
 #include "layer.cuh"
@@ -14,7 +15,8 @@ enum { RETURN = TW_EP_BACK_RETURN, SUM = TW_EP_BACK_SUM, SLICE = TW_EP_BACK_SLIC
 // Tokens of a part of a chunk that is added.
 enum { PART = 4 };
 enum { TOKENS = TW_EP_BACK_TOKENS, ENTRIES = TW_EP_BACK_ENTRIES, BACK_WARPS = RETURN + SUM };
-// Bytes of a row that a lane reads at a time. With 16 the code for sm_100 has too few registers (bf16: 28 bytes spilled).
+// Bytes of a row that a lane reads at a time. With 16 the code for sm_100 has too few registers
+// (bf16: 28 bytes spilled).
 #if __CUDA_ARCH__ >= 1000
 enum { UNIT = sizeof(OutQuad) };
 #else
@@ -43,7 +45,8 @@ struct TwList {
     TwEntry e[TOKENS][ENTRIES];
 };
 
-// A warp's slices and one for sums, their barriers, the stages to be asked for and used next, and the phase of the latter.
+// A warp's slices and one for sums, their barriers, the stages to be asked for and used next, and
+// the phase of the latter.
 struct TwRing {
     unsigned char* at;
     u64* full;
@@ -55,8 +58,8 @@ __device__ __forceinline__ u32 tw_stage_after(u32 stage) {
     return stage + 1 == STAGES ? 0 : stage + 1;
 }
 
-// Where rows are that a list names. Rows of less than 2^20 elements: 32 bits, for registers are what this kernel
-// is short of.
+// Where rows are that a list names. Rows of less than 2^20 elements: 32 bits, for registers are
+// what this kernel is short of.
 struct TwRows {
     u64 base;
     u32 stride, bytes;
@@ -90,8 +93,8 @@ __device__ __forceinline__ void tw_ask(const TwList& list, u32 tokens, const TwR
     tw_skip(list, tokens, c);
 }
 
-// By a warp: adds a slice of `units` to the sums, or begins them with it (FIRST); without conditions where it is FULL, so
-// that the reads of shared memory do not wait for each other.
+// By a warp: adds a slice of `units` to the sums, or begins them with it (FIRST); without
+// conditions where it is FULL, so that the reads of shared memory do not wait for each other.
 template <bool FULL, bool WEIGHTED, bool FIRST>
 __device__ __forceinline__ void tw_add_slice(float (&sum)[UNITS][QUADS][4], const TwUnit* slice, u32 units, float w) {
     const u32 lane = threadIdx.x % 32;
@@ -126,8 +129,9 @@ __device__ __forceinline__ TwUnit* tw_own_slice(TwRing& ring) {
     return (TwUnit*)(ring.at + STAGES * SLICE);
 }
 
-// By a warp: the sum of `num` slices in their order, from the first one on, in f32, each times its weight if `WEIGHTED`; rounded
-// once, to the ring's own slice. A single one without a weight is passed on as it is.
+// By a warp: the sum of `num` slices in their order, from the first one on, in f32, each times its
+// weight if `WEIGHTED`; rounded once, to the ring's own slice. A single one without a weight is
+// passed on as it is.
 template <bool FULL, bool WEIGHTED>
 __device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, const TwRows& rows, TwRing& ring, u32 j, u32 units,
                                               TwCursor& next) {
@@ -142,7 +146,8 @@ __device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, co
         tw_ask(list, tokens, rows, next, ring);
     } else {
         float sum[UNITS][QUADS][4] = {};
-        // The first one apart: in the loop its sums would be two, more than there are registers for.
+        // The first one apart: in the loop its sums would be two, more than there are registers
+        // for.
         if (num != 0) {
             tw_add_slice<FULL, WEIGHTED, true>(sum, tw_next_slice(ring), units, list.e[j][0].weight);
             // All lanes have read the stage.
@@ -169,7 +174,8 @@ __device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, co
     __syncwarp();
 }
 
-// By a warp: the sum of each token's rows to the row at to(token); 0 where a token has none, if `zeros`.
+// By a warp: the sum of each token's rows to the row at to(token); 0 where a token has none, if
+// `zeros`.
 template <bool WEIGHTED, class To>
 __device__ __forceinline__ void tw_add(const TwList& list, u32 tokens, const TwRows& rows, TwRing& ring, bool zeros, const To& to) {
     TwCursor next = {0, 0, 0};
@@ -310,7 +316,8 @@ __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, cons
     }
 }
 
-// As tw_ep_back, with any number of blocks. Dynamic shared memory: BACK_WARPS * ((STAGES + 1) * SLICE + sizeof(TwList)).
+// As tw_ep_back, with any number of blocks. Dynamic shared memory: BACK_WARPS * ((STAGES + 1) *
+// SLICE + sizeof(TwList)).
 extern "C" __global__ void __launch_bounds__(BACK_WARPS * 32, 1)
 tw_ep_back_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {

@@ -1,10 +1,10 @@
-// Dispatch by bulk copies, from sm_90 on: as tw_ep_send of sm80_ep.cu, with rows that go through shared memory,
-// read once and stored to each place by one instruction. Rows, their addresses and strides are multiples
-// of 16.
+// Dispatch by bulk copies, from sm_90 on: as tw_ep_send of sm80_ep.cu, with rows that go through
+// shared memory, read once and stored to each place by one instruction. Rows, their addresses and
+// strides are multiples of 16.
 //
-// Every block has SEND warps that write rows to peers and then help LAY warps, which lay out what comes, and one
-// that writes rows that nobody feeds. Warps take the next chunk that nobody has taken, so the launch ends with
-// any number of blocks that run at once.
+// Every block has SEND warps that write rows to peers and then help LAY warps, which lay out what
+// comes, and one that writes rows that nobody feeds. Warps take the next chunk that nobody has
+// taken, so the launch ends with any number of blocks that run at once.
 
 #include "../ptx/grid.cuh"
 #include "../comm/stage.cuh"
@@ -19,8 +19,9 @@ extern __shared__ __align__(128) unsigned char tw_smem[];
 
 typedef TwStage<PIECE, PIECES> Stage;
 
-// Where the copy that is this lane's choice `p` of a token goes by itself: the first one of a rank to its place by number
-// or, in a receive buffer, to its row; on this rank each one that has a row, if rows are laid out. 0: nowhere.
+// Where the copy that is this lane's choice `p` of a token goes by itself: the first one of a rank
+// to its place by number or, in a receive buffer, to its row; on this rank each one that has a row,
+// if rows are laid out. 0: nowhere.
 __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, const TwPick& p, u32 token) {
     const bool mine = recv.x && p.rank == (int)l.me;
     if (p.row < 0 || (p.nth != 0 && (recv.rank_major || !mine))) return 0;
@@ -29,8 +30,9 @@ __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, con
     return l.tokens + tw_step(l, p.rank) + record * l.row_stride;
 }
 
-// By a warp: rows of `bytes` through its pieces, each to the places of its lanes. Row `i` of `live` begins at from(i), and
-// goes to `to` of those lanes whose `row` it is. The first load is on its way already.
+// By a warp: rows of `bytes` through its pieces, each to the places of its lanes. Row `i` of `live`
+// begins at from(i), and goes to `to` of those lanes whose `row` it is. The first load is on its
+// way already.
 template <class From>
 __device__ __forceinline__ void tw_bulk_rows(Stage& s, u64 bytes, u32 live, u32 row, u64 to, const From& from) {
     while (live != 0) {
@@ -86,9 +88,9 @@ struct TwBulkZeros {
     }
 };
 
-// By a warp: records [record, record + num), at most 32 / top_k, to the rows of their copies but for those that are there
-// already: this rank's own, and the first of each in a receive buffer. A lane has copy lane % top_k of record
-// record + lane / top_k.
+// By a warp: records [record, record + num), at most 32 / top_k, to the rows of their copies but
+// for those that are there already: this rank's own, and the first of each in a receive buffer. A
+// lane has copy lane % top_k of record record + lane / top_k.
 __device__ __forceinline__ void tw_bulk_lay(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 epoch, u64 record, u32 num,
                                             Stage& s) {
     const u32 full = 0xffffffffu, lane = threadIdx.x % 32, k = l.top_k, i = lane / k, n = lane % k;
@@ -133,7 +135,8 @@ __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, 
     }
 }
 
-// As tw_ep_send, with any number of blocks; may begin while the kernel before it ends. Dynamic shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
+// As tw_ep_send, with any number of blocks; may begin while the kernel before it ends. Dynamic
+// shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
 extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32, 1)
 tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
@@ -147,8 +150,8 @@ tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
     griddepcontrol_wait();
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     tw_announce(t, l, m, recv, epoch);
-    // A block takes a share of what there is, no more than a thing for each warp: few tokens go to all blocks, and
-    // warps do not begin with a word that all of them want.
+    // A block takes a share of what there is, no more than a thing for each warp: few tokens go to
+    // all blocks, and warps do not begin with a word that all of them want.
     const u32 each[2] = {tw_ceil(m.chunks, gridDim.x), tw_ceil(m.chunks * l.size, gridDim.x)};
     const u32 share[2] = {min((u32)SEND, each[0]), min((u32)LAY, each[1])};
     if (threadIdx.x == 0) taken[0] = atomicAdd(m.ticket + 2, share[0]), taken[1] = atomicAdd(m.ticket + 3, share[1]);

@@ -41,9 +41,9 @@ enum : u32 {
     TW_FM = TW_WM / 16,
     TW_FN = TW_WN / 8,
     TW_THREADS = 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N,
-    // Blocks on a multiprocessor: two of them hide each other's barriers and epilogues. A warp of 64 x
-    // 64 products takes most registers there are for 256 threads; smaller ones leave room for 512.
-    // Without the number, ptxas spills in small tiles rather than take more than 80 registers.
+    // Blocks on a multiprocessor: two of them hide each other's barriers and epilogues. A warp of
+    // 64 x 64 products takes most registers there are for 256 threads; smaller ones leave room for
+    // 512. Without the number, ptxas spills in small tiles rather than take more than 80 registers.
     TW_RESIDENT = TW_FM * TW_FN > 16 ? 256 : 512,
     TW_MIN_BLOCKS = TW_RESIDENT / TW_THREADS > 0 ? TW_RESIDENT / TW_THREADS : 1,
     TW_A_BYTES = TW_BM * TW_BK * 2,
@@ -173,8 +173,9 @@ __device__ __forceinline__ void tw_load(u8* tile, const TwOperand& o, u32 k, u32
     }
 }
 
-// What a thread copies of each tile of an operand whose rows are aligned, worked out once: chunks that
-// lie `jump` elements apart, at places that differ by a constant, because ROWS is a multiple of 8.
+// What a thread copies of each tile of an operand whose rows are aligned, worked out once: chunks
+// that lie `jump` elements apart, at places that differ by a constant, because ROWS is a multiple
+// of 8.
 template <bool K_MAJOR, u32 EXTENT> struct TwLoader {
     enum : u32 {
         PER_ROW = K_MAJOR ? TW_BK / 8 : EXTENT / 8,
@@ -441,8 +442,8 @@ __device__ __forceinline__ bool tw_direct(const TwGemm& g) {
     return !(g.flags & TW_ACCUMULATE) && (u64)g.d % 16 == 0 && (g.n | g.ldd) % 8 == 0;
 }
 
-// The accumulators to f32 D, straight from the registers: the four lanes of a row store 32 bytes, which is
-// a whole sector of L2. No meeting, so that other warps' products go on.
+// The accumulators to f32 D, straight from the registers: the four lanes of a row store 32 bytes,
+// which is a whole sector of L2. No meeting, so that other warps' products go on.
 __device__ __forceinline__ void tw_direct_f32(const TwGemm& g, const TwAcc& acc, u32 row, u32 end, u32 col) {
     const bool add = g.flags & TW_ACCUMULATE;
 #pragma unroll
@@ -463,8 +464,8 @@ __device__ __forceinline__ void tw_direct_f32(const TwGemm& g, const TwAcc& acc,
     }
 }
 
-// The same of 16 bits. Four lanes of a row hold two columns of each eight; they exchange them, so that each
-// has all of every fourth eight: 16 bytes a store.
+// The same of 16 bits. Four lanes of a row hold two columns of each eight; they exchange them, so
+// that each has all of every fourth eight: 16 bytes a store.
 __device__ __forceinline__ void tw_direct_16(const TwGemm& g, const TwAcc& acc, u32 row, u32 end, u32 col) {
     const u32 lane = threadIdx.x % 4, all = 0xffffffff, type = g.flags & TW_OUT;
     const bool odd = lane & 1, high = lane & 2;
@@ -492,8 +493,8 @@ __device__ __forceinline__ void tw_direct_16(const TwGemm& g, const TwAcc& acc, 
     }
 }
 
-// The accumulators to D: what must be changed through shared memory, 16 rows of each warp at a time, so that
-// threads store 16 bytes side by side and SwiGLU finds both halves.
+// The accumulators to D: what must be changed through shared memory, 16 rows of each warp at a
+// time, so that threads store 16 bytes side by side and SwiGLU finds both halves.
 __device__ __forceinline__ void tw_epilogue(const TwGemm& g, const TwAcc& acc, u8* smem, u32 row0, u32 end, u32 col0) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 warp_m = warp / TW_GEMM_WARPS_N, warp_n = warp % TW_GEMM_WARPS_N;
@@ -543,7 +544,8 @@ __device__ __forceinline__ void tw_load_f32(float* tile, const TwWide& o, u32 k,
     }
 }
 
-// The product of a tile, and its epilogue: rows of D from row0 on and below `end`, columns from col0.
+// The product of a tile, and its epilogue: rows of D from row0 on and below `end`, columns from
+// col0.
 __device__ __forceinline__ void tw_product_f32(const TwGemm& g, const TwWide& a, const TwWide& b, u32 k, u32 row0,
                                                u32 end, u32 col0) {
     float *ta = (float*)tw_smem, *tb = ta + 16 * TW_F32_TILE;

@@ -1,23 +1,20 @@
 // Products of groups whose sizes lie in device memory, in one launch, on any GPU from sm_80 on.
 //
 // Shapes: splits [groups] i64 (or i32) counts of rows, or the ends of the groups; row ranges one
-// after the other, `capacity` = g.m
-// (g.k for wgrad) rows in all packed tensors.
-//   tw_grouped_nt: D [capacity, n] = act(A [capacity, k] B_e^T + bias_e), B [groups][n, k], bias [groups, n]
-//   tw_grouped_nn: the same with B [groups][k, n] (dgrad)
-//   tw_grouped_tn: D [groups][m, n] = A_e^T B_e (+ D), A [capacity, m], B [capacity, n] (wgrad)
-// Rows behind the last group keep what they hold, or are zeroed by TW_ZERO_TAIL. A group without
-// rows has a zero gradient, or keeps its bits when it is added to. Splits that cannot be used set
-// the status word (1 negative, 2 more than the capacity) and nothing else is written; good ones
-// leave it as it is, so that what was found stays until the host has looked.
-//   tw_grouped_f32: each of them, of f32: tn with TW_A_KM, nn with TW_B_KN.
-// Types: as sm80_gemm.cu, bf16 or f16.
-// Launch: for nt and nn (capacity / TW_GEMM_M + groups) * tiles_n blocks, at least 1: an upper
-//   bound of the tiles, so that the host need not know the splits. For tn groups * tiles_m *
-//   tiles_n, at least 1. Threads and shared memory as sm80_gemm.cu; tw_grouped_f32 with tiles of 64 x
-//   64, as tw_gemm_f32.
-// Algorithm: each warp of each block scans the splits for itself, 32 at a time; then the mainloop
-//   of gemm/mainloop.cuh. `tw_tile` orders the tiles of each group.
+// after the other, `capacity` = g.m (g.k for wgrad) rows in all packed tensors. tw_grouped_nt: D
+// [capacity, n] = act(A [capacity, k] B_e^T + bias_e), B [groups][n, k], bias [groups, n]
+// tw_grouped_nn: the same with B [groups][k, n] (dgrad) tw_grouped_tn: D [groups][m, n] = A_e^T B_e
+// (+ D), A [capacity, m], B [capacity, n] (wgrad) Rows behind the last group keep what they hold,
+// or are zeroed by TW_ZERO_TAIL. A group without rows has a zero gradient, or keeps its bits when
+// it is added to. Splits that cannot be used set the status word (1 negative, 2 more than the
+// capacity) and nothing else is written; good ones leave it as it is, so that what was found stays
+// until the host has looked. tw_grouped_f32: each of them, of f32: tn with TW_A_KM, nn with
+// TW_B_KN. Types: as sm80_gemm.cu, bf16 or f16. Launch: for nt and nn (capacity / TW_GEMM_M +
+// groups) * tiles_n blocks, at least 1: an upper bound of the tiles, so that the host need not know
+// the splits. For tn groups * tiles_m * tiles_n, at least 1. Threads and shared memory as
+// sm80_gemm.cu; tw_grouped_f32 with tiles of 64 x 64, as tw_gemm_f32. Algorithm: each warp of each
+// block scans the splits for itself, 32 at a time; then the mainloop of gemm/mainloop.cuh.
+// `tw_tile` orders the tiles of each group.
 
 #include "../gemm/mainloop.cuh"
 
@@ -196,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) tw_grouped_f32(const __grid
     else tw_grouped_rows<true, true>(p);
 }
 
-// bias [groups, n] f32 = sums of the rows of each group of A [capacity, n] (type of TW_OUT, capacity
-// g.k); groups * ceil(n / 32) blocks of 256 threads with 1024 bytes, at least 1.
+// bias [groups, n] f32 = sums of the rows of each group of A [capacity, n] (type of TW_OUT,
+// capacity g.k); groups * ceil(n / 32) blocks of 256 threads with 1024 bytes, at least 1.
 extern "C" __global__ void __launch_bounds__(256) tw_grouped_dbias(const __grid_constant__ TwGrouped p) {
     const TwGemm& g = p.g;
     const u32 blocks = max((g.n + 31) / 32, 1u);

@@ -1,8 +1,10 @@
-// Rows of probabilities: router, its gradient, and the loss. Stands behind the head of sm80_layers.cu and common/last.cuh.
+// Rows of probabilities: router, its gradient, and the loss. Stands behind the head of
+// sm80_layers.cu and common/last.cuh.
 //
-// A group of LANES lanes takes a row of at most LANES * TW_LAYERS_KEPT columns, quad by quad in turn; `lanes` of a launch
-// is 4, 8, 16 or 32. A block takes rows in turn, and reads the next before it computes. Sums over rows are added by
-// lane, group, warp and block in this order, and between blocks exactly, so they depend on the number of blocks only.
+// A group of LANES lanes takes a row of at most LANES * TW_LAYERS_KEPT columns, quad by quad in
+// turn; `lanes` of a launch is 4, 8, 16 or 32. A block takes rows in turn, and reads the next
+// before it computes. Sums over rows are added by lane, group, warp and block in this order, and
+// between blocks exactly, so they depend on the number of blocks only.
 
 #pragma once
 
@@ -24,7 +26,8 @@ template <class E> __device__ __forceinline__ bool tw_whole(const E* x, u32 cols
     return cols % 4 == 0 && tw_aligned(x, 4 * sizeof(E));
 }
 
-// This lane's part of a row; `none` where there is no column. Distances from its first column are known when compiled.
+// This lane's part of a row; `none` where there is no column. Distances from its first column are
+// known when compiled.
 template <u32 LANES>
 __device__ __forceinline__ void tw_get_row(float (&v)[KEPT], const float* row, u32 cols, bool whole, float none) {
     const float* from = row + tw_col<LANES>(0);
@@ -115,8 +118,9 @@ __device__ __forceinline__ float tw_first_most(const float (&p)[KEPT], u32& at) 
     return best;
 }
 
-// The k most likely experts (ties to the lower), and their probabilities scaled to sum to one. Rows that are no numbers
-// go to the first experts, with weights that are none either. Lane j of a group keeps choice j until all are there.
+// The k most likely experts (ties to the lower), and their probabilities scaled to sum to one. Rows
+// that are no numbers go to the first experts, with weights that are none either. Lane j of a group
+// keeps choice j until all are there.
 template <u32 LANES>
 __device__ __forceinline__ void tw_choose(const TwRouter& a, float (&p)[KEPT], u32 row, bool mine, u32* chosen) {
     u32 lane = threadIdx.x % LANES, own = 0;
@@ -148,7 +152,8 @@ __device__ __forceinline__ void tw_choose(const TwRouter& a, float (&p)[KEPT], u
         }
         if (lane == j % LANES) weight = best, own = expert;
         if (lane == 0 && mine) atomicAdd(&chosen[expert], 1u);
-        // A group's lanes are full, and more is to come: weights wait for the sum where they will lie.
+        // A group's lanes are full, and more is to come: weights wait for the sum where they will
+        // lie.
         if (j % LANES == LANES - 1 && j + 1 < a.k && mine) topk[j + 1 - LANES + lane] = own, weights[j + 1 - LANES + lane] = weight;
     }
     if (!mine || a.k == 0) return;
@@ -157,9 +162,9 @@ __device__ __forceinline__ void tw_choose(const TwRouter& a, float (&p)[KEPT], u
     if (full + lane < a.k) topk[full + lane] = own, weights[full + lane] = weight / sum;
 }
 
-// Sums between blocks are integers, whose sums depend on no order. Above each stands how many blocks have added to it:
-// the one that adds last has all of it without looking again, so no block waits for another, nor for its own stores. The
-// highest bit says that a block's sum was no number.
+// Sums between blocks are integers, whose sums depend on no order. Above each stands how many
+// blocks have added to it: the one that adds last has all of it without looking again, so no block
+// waits for another, nor for its own stores. The highest bit says that a block's sum was no number.
 #define TW_ADDED (1ull << 52)
 #define TW_NO_NUMBER (1ull << 63)
 
@@ -191,7 +196,8 @@ template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a)
 #pragma unroll
         for (u32 i = 0; i < KEPT; i++) p[i] = next[i];
         if (first + step < a.n) read(first + step);
-        // A row that is not there adds 0; the last one, which it goes along with, adds what is no number itself.
+        // A row that is not there adds 0; the last one, which it goes along with, adds what is no
+        // number itself.
         float inv = tw_softmax<LANES>(p).inv;
         if (!mine) inv = 0;
 #pragma unroll

@@ -1,7 +1,9 @@
-// Rows of a table by token, and sums of rows by token. Stands behind the head of sm80_layers.cu and common/last.cuh.
+// Rows of a table by token, and sums of rows by token. Stands behind the head of sm80_layers.cu and
+// common/last.cuh.
 //
-// Three launches: tw_embed_count, tw_embed_place (a block for each TW_LAYERS_TOKENS rows) and tw_embed_bwd (a block for a
-// chunk of one token's rows and 4 * THREADS columns). The first two sort the rows by token, each token's in their order.
+// Three launches: tw_embed_count, tw_embed_place (a block for each TW_LAYERS_TOKENS rows) and
+// tw_embed_bwd (a block for a chunk of one token's rows and 4 * THREADS columns). The first two
+// sort the rows by token, each token's in their order.
 
 #pragma once
 
@@ -32,13 +34,14 @@ struct TwEmbedBwd {
     u32 n, d;
 };
 
-// Rows of a chunk of a token with `rows`: more than TW_LAYERS_CHUNK where there would be over TW_LAYERS_CHUNKS of them.
+// Rows of a chunk of a token with `rows`: more than TW_LAYERS_CHUNK where there would be over
+// TW_LAYERS_CHUNKS of them.
 __device__ __forceinline__ u32 tw_chunk(u32 rows) {
     return TW_LAYERS_CHUNK * max(tw_ceil(rows, TW_LAYERS_CHUNK * TW_LAYERS_CHUNKS), 1u);
 }
 
-// Calls f(row, token, lanes of its token) for this warp's rows, 32 at once, in their order; a lane behind the last row has
-// the token VALUES.
+// Calls f(row, token, lanes of its token) for this warp's rows, 32 at once, in their order; a lane
+// behind the last row has the token VALUES.
 template <class F> __device__ __forceinline__ void tw_each_row(const TwEmbedBwd& a, F f) {
     u32 first = blockIdx.x * TOKENS + threadIdx.x / 32 * OF_WARP + threadIdx.x % 32, token[OF_WARP / 32];
 #pragma unroll
@@ -127,8 +130,8 @@ template <class At> __device__ __forceinline__ float4 tw_sum_quads(const float* 
     return sum;
 }
 
-// grad[v] = the sum of dx[r] over the rows r of token v: those of a chunk in their order, then the chunks in theirs, by the
-// block that comes last of the token's.
+// grad[v] = the sum of dx[r] over the rows r of token v: those of a chunk in their order, then the
+// chunks in theirs, by the block that comes last of the token's.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS, 4) tw_embed_bwd(TwEmbedBwd a) {
     enum { LIST = 4 * THREADS };
     __shared__ u32 value, rows[LIST];

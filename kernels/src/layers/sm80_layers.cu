@@ -1,13 +1,14 @@
-// What a transformer's layers do between products: crates/ops/src/layers on the device. Each is bound
-// by memory, so each reads and writes a row once.
+// What a transformer's layers do between products: crates/ops/src/layers on the device. Each is
+// bound by memory, so each reads and writes a row once.
 //
 // Source: host/ of that folder. Activations and weights have the type T of TW_SRC_MANTISSA bits (23
-// f32, 10 f16, 7 bf16); the residual stream, its gradient, logits, probabilities and weight gradients
-// are f32. Sums have a fixed order: equal inputs give equal bits. `d` and columns of T rows are
-// multiples of 4, a head is one of 16.
+// f32, 10 f16, 7 bf16); the residual stream, its gradient, logits, probabilities and weight
+// gradients are f32. Sums have a fixed order: equal inputs give equal bits. `d` and columns of T
+// rows are multiples of 4, a head is one of 16.
 //
-// Blocks of TW_LAYERS_THREADS. A block a row: tw_add_norm, tw_heads. Any number of blocks, each with some of the rows:
-// tw_norm_bwd. tw_sum_rows: a block for 32 columns. Behind this text: embed.cuh, classes.cuh.
+// Blocks of TW_LAYERS_THREADS. A block a row: tw_add_norm, tw_heads. Any number of blocks, each
+// with some of the rows: tw_norm_bwd. tw_sum_rows: a block for 32 columns. Behind this text:
+// embed.cuh, classes.cuh.
 
 #include "../common/convert.cuh"
 #include "../common/last.cuh"

@@ -3,12 +3,12 @@
 // Source: adamw.rs and host/ of crates/ops/src/layers. Weights have the type T of TW_SRC_MANTISSA
 // bits; masters, gradients and moments are f32. Blocks of TW_LAYERS_THREADS.
 //
-// `small` holds what all ranks have summed: the loss, the square of the gradient's norm as two floats,
-// and a number that is finite if every rank has its sums of gradients. Where one of them is no finite
-// number (a team that has failed leaves NaN) no step is taken: nothing is written. Ranks that hold these
-// sums hold the same bits, so all of them take the step or none does. A rank that fails in the last sum
-// itself holds NaN and takes none; others may have had complete sums by then, and hear of it behind
-// their step.
+// `small` holds what all ranks have summed: the loss, the square of the gradient's norm as two
+// floats, and a number that is finite if every rank has its sums of gradients. Where one of them is
+// no finite number (a team that has failed leaves NaN) no step is taken: nothing is written. Ranks
+// that hold these sums hold the same bits, so all of them take the step or none does. A rank that
+// fails in the last sum itself holds NaN and takes none; others may have had complete sums by then,
+// and hear of it behind their step.
 
 #include "../common/convert.cuh"
 

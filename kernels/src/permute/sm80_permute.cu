@@ -12,8 +12,8 @@
 //
 // Blocks of TW_PERMUTE_THREADS. tw_route_count, tw_route_place: a block for each TW_PERMUTE_CHUNK
 // choices (at least one for count); tw_route_scan: one block, between them. tw_permute and
-// tw_unpermute_bwd: a block a row of the capacity; tw_unpermute: a block a token; tw_permute_words: a
-// thread an element; tw_unpermute_bwd_weights: a warp a choice.
+// tw_unpermute_bwd: a block a row of the capacity; tw_unpermute: a block a token; tw_permute_words:
+// a thread an element; tw_unpermute_bwd_weights: a warp a choice.
 
 #include "../common/convert.cuh"
 
@@ -164,8 +164,8 @@ tw_permute(const int* sources, const int* status, u32 top_k, const u8* x, u8* ou
     for (u64 n = 16 * words + threadIdx.x; n < row_bytes; n += THREADS) to[n] = from[n];
 }
 
-// out[i] = x[map[i]] for words of f32, 0 where map[i] is -1: weights by their sources, and gradients
-// of weights by their slots.
+// out[i] = x[map[i]] for words of f32, 0 where map[i] is -1: weights by their sources, and
+// gradients of weights by their slots.
 extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS)
 tw_permute_words(const int* map, const int* status, u32 num, const u32* x, u32* out) {
     u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;

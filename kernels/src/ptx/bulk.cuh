@@ -69,8 +69,8 @@ __device__ __forceinline__ void bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// What this thread did to memory by loads, stores and signals is ordered before the bulk copies that it
-// issues next.
+// What this thread did to memory by loads, stores and signals is ordered before the bulk copies
+// that it issues next.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }

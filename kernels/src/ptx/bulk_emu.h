@@ -51,8 +51,8 @@ __device__ __forceinline__ void bulk_wait_group() {
     emu_bulk_wait(N, true);
 }
 
-// What this thread did to memory by loads, stores and signals is ordered before the bulk copies that it
-// issues next.
+// What this thread did to memory by loads, stores and signals is ordered before the bulk copies
+// that it issues next.
 __device__ __forceinline__ void fence_proxy_async() {
     emu_proxy_fence(EMU_ALL);
 }

@@ -25,7 +25,8 @@ __device__ __forceinline__ u32 cvt_rn_satfinite_e4m3x2_f32(float hi, float lo) {
 #endif
 }
 
-// Two bf16 of results of arithmetic, whose only NaN is 0x7fffffff, that of `lo` in the low half: nearest even.
+// Two bf16 of results of arithmetic, whose only NaN is 0x7fffffff, that of `lo` in the low half:
+// nearest even.
 __device__ __forceinline__ u32 cvt_rn_bf16x2_f32(float hi, float lo) {
     u32 codes;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(hi), "f"(lo));

@@ -1,5 +1,5 @@
-// The wrappers of grid.cuh for the emulator (kernels/emu), which runs kernels one after the other. The declarations are
-// the same; a test compares them.
+// The wrappers of grid.cuh for the emulator (kernels/emu), which runs kernels one after the other.
+// The declarations are the same; a test compares them.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;

@@ -10,10 +10,10 @@
 //
 // tw_quant_*: grid ceil(rows / TILE) * ceil(cols / TILE) blocks, row-major, of TW_QUANT_THREADS. A
 // block holds a TILE x TILE piece in registers: each layout's groups of elements lie inside one, in
-// both directions, so x is read once and blocks need nothing of each other.
-// tw_amax: any grid, block TW_QUANT_THREADS; one partial maximum for each block.
-// tw_scale, tw_scale_delayed: one block of TW_QUANT_THREADS. The largest of the partial maxima (or of
-// the ranks' maxima) does not depend on an order, and nothing has to be zeroed.
+// both directions, so x is read once and blocks need nothing of each other. tw_amax: any grid,
+// block TW_QUANT_THREADS; one partial maximum for each block. tw_scale, tw_scale_delayed: one block
+// of TW_QUANT_THREADS. The largest of the partial maxima (or of the ranks' maxima) does not depend
+// on an order, and nothing has to be zeroed.
 
 #include "../common/convert.cuh"
 
@@ -318,8 +318,8 @@ tw_scale(const float* parts, u32 num, u32 pow2, float* amax, float* scale, float
 }
 
 // A step of delayed scaling: the scale so far to `scale` and `second`; then the largest of `num`
-// maxima replaces the oldest of the history, and `state` becomes the scale of the coming step, which is
-// finite. A window whose maximum is 0 or infinite keeps it.
+// maxima replaces the oldest of the history, and `state` becomes the scale of the coming step,
+// which is finite. A window whose maximum is 0 or infinite keeps it.
 extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS)
 tw_scale_delayed(const float* parts, u32 num, float* history, u32 window, i64* steps, float* state, int margin,
                  float* scale, float* second) {

@@ -27,8 +27,8 @@ pub struct Build {
     pub tiles: Tiles,
 }
 
-/// Tiles of the forward kernel, of dq, and of dk and dv; whether these are two kernels, or made by pairs
-/// of warps.
+/// Tiles of the forward kernel, of dq, and of dk and dv; whether these are two kernels, or made by
+/// pairs of warps.
 #[derive(Clone, Copy)]
 pub struct Tiles {
     pub fwd: Tile,

@@ -17,7 +17,8 @@ pub const TESTS: &[Test] = tests![
     the_seed_decides_when_bulk_copies_come,
 ];
 
-/// Of `bulk_probes.cu`: what is right, what gives wrong data for most seeds, and what is reported for all.
+/// Of `bulk_probes.cu`: what is right, what gives wrong data for most seeds, and what is reported
+/// for all.
 const RIGHT: [u32; 4] = [0, 6, 7, 16];
 const SHOWS: [u32; 3] = [2, 3, 5];
 const FLAG_WHEN_READ: u32 = 4;

@@ -46,7 +46,8 @@ __device__ __forceinline__ void b_leave(u32* dst, const u32* stage, u64* flag, u
     st_release_sys_u64(flag, i + 1);
 }
 
-// A warp takes pieces through one stage and adds 1 to each word. With a flag, each piece is told of.
+// A warp takes pieces through one stage and adds 1 to each word. With a flag, each piece is told
+// of.
 extern "C" __global__ void p_bulk(u32* src, u32* dst, u64* flag, u64* gate, u32 n, u32 wrong) {
     __shared__ __align__(8) u64 full;
     u32* stage = (u32*)tw_smem;

@@ -1,5 +1,5 @@
-//! `collective/sm90_collective.cu`: gathers, exchanges and sums of several ranks against the host's bits, launch after
-//! launch in one memory without meetings between; a rank that stays away.
+//! `collective/sm90_collective.cu`: gathers, exchanges and sums of several ranks against the host's
+//! bits, launch after launch in one memory without meetings between; a rank that stays away.
 
 use std::sync::{Arc, LazyLock};
 
@@ -317,8 +317,8 @@ impl Ranks {
     }
 }
 
-/// All operations in turn, on one memory without meetings between: a rank may be one ahead of another. A launch
-/// has so many of the `blocks`.
+/// All operations in turn, on one memory without meetings between: a rank may be one ahead of
+/// another. A launch has so many of the `blocks`.
 fn in_turn(lib: &'static Lib, dtype: DType, (size, seed): (usize, u64), blocks: [u32; 3]) {
     let ranks = Ranks::new(lib, size);
     let ops = [OPS, OPS].concat();
@@ -345,7 +345,8 @@ fn all_in_turn(lib: &'static Lib, dtype: DType) {
     [(4, 1), (4, 2), (5, 3)].into_iter().for_each(|at| in_turn(lib, dtype, at, [1, 2, 3]));
 }
 
-/// From the fewest that the host asks this kernel for to the most; also more blocks than there is work.
+/// From the fewest that the host asks this kernel for to the most; also more blocks than there is
+/// work.
 fn parts_and_sums_of_two_to_sixteen_ranks() {
     let all = [(23, DType::F32), (7, DType::BF16), (10, DType::F16)];
     let all = all.map(|(mantissa, dtype)| (unit(COLLECTIVE.emu_text(), mantissa, 4), dtype));
@@ -391,7 +392,8 @@ fn parts_and_sums_have_the_hosts_bits() {
     one_ahead(load(COLLECTIVE.emu_text()));
 }
 
-/// The last rank makes no launch: the others say so, and nothing that they leave looks like a result.
+/// The last rank makes no launch: the others say so, and nothing that they leave looks like a
+/// result.
 pub fn staying_away(lib: &'static Lib) {
     for (i, op) in OPS.iter().enumerate() {
         stay_away(Ranks::new(lib, 4), *op, 10 + i as u64, true);

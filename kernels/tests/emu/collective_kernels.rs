@@ -1,5 +1,6 @@
-//! Collectives by kernels between two meetings: `collective/sm80_move.cu` and `sm80_reduce.cu` with `comm/signal.cu`, in the
-//! order in which the host queues them, on one to eight ranks and on as many as a launch has segments for.
+//! Collectives by kernels between two meetings: `collective/sm80_move.cu` and `sm80_reduce.cu` with
+//! `comm/signal.cu`, in the order in which the host queues them, on one to eight ranks and on as
+//! many as a launch has segments for.
 
 use std::sync::LazyLock;
 

@@ -54,8 +54,8 @@ fn compile(name: &str, text: &str, flags: &[String]) -> PathBuf {
     fs::create_dir_all(dir()).unwrap();
     let (source, library) = (dir().join(format!("{file}.cpp")), dir().join(format!("{file}.so")));
     fs::write(&source, text).unwrap();
-    // No fused multiply-add that the text does not ask for, on any processor. Most of the time goes into compiling
-    // mutants: with -O1 the whole suite takes 455 s on two cores, with this 247.
+    // No fused multiply-add that the text does not ask for, on any processor. Most of the time goes
+    // into compiling mutants: with -O1 the whole suite takes 455 s on two cores, with this 247.
     let fixed =
         ["-Og", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"];
     let out = Command::new(COMPILER)

@@ -1,5 +1,6 @@
-//! `ep/sm80_ep.cu` and `ep/sm90_ep.cu` on four ranks: routing against the oracle, rows and sums against the
-//! arithmetic of the host operation, to the bit; launch after launch in one memory; a rank that stays away.
+//! `ep/sm80_ep.cu` and `ep/sm90_ep.cu` on four ranks: routing against the oracle, rows and sums
+//! against the arithmetic of the host operation, to the bit; launch after launch in one memory; a
+//! rank that stays away.
 
 use std::sync::LazyLock;
 
@@ -104,8 +105,8 @@ pub static PORTABLE: LazyLock<&'static Lib> = LazyLock::new(|| load(EP.emu_text(
 /// Rows of a dispatch: their order, and true if kernels behind it bring them there.
 type Order = (Rows, bool);
 
-/// Launch after launch: dispatch with weights, then a combine, weighted, or the backward of a dispatch where rows
-/// are not expert-major.
+/// Launch after launch: dispatch with weights, then a combine, weighted, or the backward of a
+/// dispatch where rows are not expert-major.
 fn exchanges(layers: &Layers, cases: &[(u64, usize, Order)]) {
     for &(seed, capacity, (rows, later)) in cases {
         let b = Batch::new(&layers.world, (seed, capacity), rows);
@@ -132,7 +133,8 @@ pub fn some_routings(lib: &'static Lib) {
     let aligned = [(1, 150, EXPERT_MAJOR), (2, 150, LATER), (3, 20, EXPERT_MAJOR)];
     exchanges(&layers, &aligned);
     exchanges(&layers, &[(7, 150, RANK_MAJOR), (4, 1, EXPERT_MAJOR), (8, 20, RANK_MAJOR)]);
-    // Two batches in flight, without a meeting between launches: a rank may be one ahead of another.
+    // Two batches in flight, without a meeting between launches: a rank may be one ahead of
+    // another.
     let (a, b) = (batch(5, 150, ODD), batch(6, 150, ODD));
     for seed in 0..3 {
         layers.run_all((seed, RANKS), &[&a, &b], &|r| {

@@ -1,4 +1,5 @@
-//! A rank that stays away from a phase of expert parallelism: the others end, and what they leave is poison.
+//! A rank that stays away from a phase of expert parallelism: the others end, and what they leave
+//! is poison.
 
 use tilewire_kernels::portable::{EP_BACK, EP_BULK};
 

@@ -1,4 +1,5 @@
-//! A routing of expert parallelism with its data, and what must come of it by the oracle and the host's arithmetic.
+//! A routing of expert parallelism with its data, and what must come of it by the oracle and the
+//! host's arithmetic.
 
 use tilewire_core::{DType, Rng, convert_from_f32, convert_to_f32};
 use tilewire_oracle::ep::{EpLayout, EpSpec, Slot};
@@ -207,7 +208,8 @@ impl Batch {
         })
     }
 
-    /// The received row of each record at rank `r`, -1 where there is none; not of expert-major rows.
+    /// The received row of each record at rank `r`, -1 where there is none; not of expert-major
+    /// rows.
     fn places(&self, r: usize) -> Vec<i32> {
         let mut place = vec![-1; self.world.records()];
         let mut next = 0;
@@ -360,8 +362,8 @@ impl Batch {
     }
 }
 
-/// The inner product as a block of the kernel adds it: by threads in turn, four elements at a time, then in pairs of
-/// lanes, then by warps.
+/// The inner product as a block of the kernel adds it: by threads in turn, four elements at a time,
+/// then in pairs of lanes, then by warps.
 fn inner(a: &[f32], b: &[f32]) -> f32 {
     let mut dots = vec![0.0f32; THREADS as usize];
     for (i, (a, b)) in a.iter().zip(b).enumerate() {

@@ -1,4 +1,5 @@
-//! Ranks of a layer of expert parallelism with their memory, and the launches of its phases as the host queues them.
+//! Ranks of a layer of expert parallelism with their memory, and the launches of its phases as the
+//! host queues them.
 
 use std::sync::{Arc, LazyLock};
 
@@ -287,7 +288,8 @@ impl Layers {
         k.arg(&b.sides[r].handle()).arg(send).arg(recv).arg(outs)
     }
 
-    /// As the batch says, in one kernel, or with the rows left to a second one; there is none of rank-major rows.
+    /// As the batch says, in one kernel, or with the rows left to a second one; there is none of
+    /// rank-major rows.
     pub fn dispatch(&self, r: usize, b: &Batch, whole: bool) -> Vec<Launch<'static>> {
         self.dispatch_to(r, b, (whole, 0))
     }
@@ -365,8 +367,8 @@ impl Layers {
         go(self.libs.plain, "tw_ep_leave", 1).arg(&self.team.param(r)).arg(&layer).arg(&meet)
     }
 
-    /// The backward of a combine: without weights a dispatch of rows alone where they are expert-major, to a receive
-    /// buffer if that is not 0.
+    /// The backward of a combine: without weights a dispatch of rows alone where they are
+    /// expert-major, to a receive buffer if that is not 0.
     pub fn combine_bwd(
         &self,
         (r, b): (usize, &Batch),

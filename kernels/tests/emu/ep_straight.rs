@@ -1,5 +1,6 @@
-//! Dispatches of expert parallelism straight to receive buffers (zero copy), by both kernels: rows against the
-//! host's arithmetic, to the bit; a buffer that is used again; ranks that take different ones.
+//! Dispatches of expert parallelism straight to receive buffers (zero copy), by both kernels: rows
+//! against the host's arithmetic, to the bit; a buffer that is used again; ranks that take
+//! different ones.
 
 use tilewire_kernels::portable::EP_BULK;
 
@@ -78,8 +79,8 @@ const STRAIGHT: [(u64, usize, usize, bool); 8] = [
     (5, 1, 1, false),
 ];
 
-/// Two batches through one buffer, each read by a kernel behind its dispatch: the second one's rows may not
-/// come before, although a rank may be ahead of another.
+/// Two batches through one buffer, each read by a kernel behind its dispatch: the second one's rows
+/// may not come before, although a rank may be ahead of another.
 fn in_turn(layers: &Layers, seed: u64, rank_major: bool) {
     let [a, b] = [5, 6].map(|seed| batch_of(seed, MOST_ROWS, layers.world.hidden, rank_major));
     let received = a.received();
@@ -116,7 +117,8 @@ fn in_turn(layers: &Layers, seed: u64, rank_major: bool) {
     b.dispatched();
 }
 
-/// One rank takes its rows elsewhere: nobody's output looks like a result, and everybody is told why.
+/// One rank takes its rows elsewhere: nobody's output looks like a result, and everybody is told
+/// why.
 fn differ(layers: &Layers, buffers: [usize; RANKS]) {
     let b = batch(7, MOST_ROWS, layers.world.hidden);
     layers.run((7, RANKS), &b, &|r| vec![layers.route(r, &b)]);
@@ -151,7 +153,8 @@ pub fn some_straight_bulk(lib: &'static Lib) {
     let libs = Libs { send: Some(lib), ..Libs::plain(*PORTABLE) };
     let layers = || Layers::new(libs, WHOLE);
     straight(&layers(), &STRAIGHT);
-    // What pads experts has no rank-major row: in some of these it would come behind one that has arrived.
+    // What pads experts has no rank-major row: in some of these it would come behind one that has
+    // arrived.
     let cases: Vec<_> = (10..20).map(|seed| (seed, MOST_ROWS, 1, true)).collect();
     straight(&layers(), &cases);
     let turns = layers();
@@ -162,7 +165,8 @@ pub fn some_straight_bulk(lib: &'static Lib) {
     differ(&layers(), [0, 1, 1, 1]);
 }
 
-/// A phase that leaves its rows in the area, as the backward of combine does, tells the rank-major rows of records, too.
+/// A phase that leaves its rows in the area, as the backward of combine does, tells the rank-major
+/// rows of records, too.
 fn only_counted(layers: &Layers) {
     let b = batch_of(7, MOST_ROWS, layers.world.hidden, true);
     layers.run((7, RANKS), &b, &|r| vec![layers.route(r, &b)]);
@@ -170,8 +174,8 @@ fn only_counted(layers: &Layers) {
     b.counted();
 }
 
-/// Two batches to two buffers, one behind the other: a rank that has all rows of the first says that those of
-/// the second may come while warps of others have not looked yet.
+/// Two batches to two buffers, one behind the other: a rank that has all rows of the first says
+/// that those of the second may come while warps of others have not looked yet.
 fn ahead(layers: &Layers, seed: u64, rank_major: bool) {
     let [a, b] = [5, 6].map(|seed| batch_of(seed, MOST_ROWS, layers.world.hidden, rank_major));
     for batch in [&a, &b] {

@@ -1,4 +1,5 @@
-//! Layers of expert parallelism that tests run: ranks, tokens and experts, how kernels cut them, where areas lie.
+//! Layers of expert parallelism that tests run: ranks, tokens and experts, how kernels cut them,
+//! where areas lie.
 
 use tilewire_core::{DType, Rng};
 use tilewire_oracle::permute::TopK;
@@ -62,7 +63,8 @@ impl Choices {
 }
 
 impl World {
-    /// Four ranks, three choices a token, rows of f32: what tests and mutants run if they say nothing else.
+    /// Four ranks, three choices a token, rows of f32: what tests and mutants run if they say
+    /// nothing else.
     pub fn usual(hidden: usize) -> Self {
         Self {
             experts: vec![2, 0, 2, 1],
@@ -112,7 +114,8 @@ impl World {
         self.hidden * self.out.size()
     }
 
-    /// Bytes from record to record: copies and scales, payload, and what comes back; as `areas::strides` of the host.
+    /// Bytes from record to record: copies and scales, payload, and what comes back; as
+    /// `areas::strides` of the host.
     pub fn strides(&self) -> [usize; 3] {
         let up = |bytes: usize| bytes.next_multiple_of(16);
         [
@@ -131,7 +134,8 @@ impl World {
         8 * self.size() * (2 + self.chunks(0).max(self.chunks(1)))
     }
 
-    /// Where metadata, tokens, what comes back, flags of both areas, and receive buffers of a rank lie, behind the counts.
+    /// Where metadata, tokens, what comes back, flags of both areas, and receive buffers of a rank
+    /// lie, behind the counts.
     pub fn places(&self) -> [usize; 6] {
         let [meta, row, back] = self.strides().map(|s| self.records() * s);
         let first = (16 * self.size() * self.num_experts()).next_multiple_of(512);

@@ -1,5 +1,6 @@
-//! Expert parallelism of one to eight ranks, and of as many as there may be: every phase and layout, forward and
-//! backward, by both kernels, with choices that are the same, dropped, or all of one rank; launch after launch.
+//! Expert parallelism of one to eight ranks, and of as many as there may be: every phase and
+//! layout, forward and backward, by both kernels, with choices that are the same, dropped, or all
+//! of one rank; launch after launch.
 
 use std::sync::LazyLock;
 
@@ -80,8 +81,8 @@ fn world(experts: &[usize], tokens: &[usize], k: usize) -> World {
 
 const LAYOUTS: [Rows; 3] = [Rows::ExpertMajor, Rows::RankMajor, Rows::Flat];
 
-/// All phases of two batches, one behind the other and without meetings between, then of one more in the same
-/// memory. `straight`: rows of a dispatch to receive buffers.
+/// All phases of two batches, one behind the other and without meetings between, then of one more
+/// in the same memory. `straight`: rows of a dispatch to receive buffers.
 fn all_phases(
     libs: Libs,
     w: &World,
@@ -141,7 +142,8 @@ fn all_phases(
     }
 }
 
-/// Every layout by one of both kernels each, in turn with the seed; rows straight to receive buffers and by areas.
+/// Every layout by one of both kernels each, in turn with the seed; rows straight to receive
+/// buffers and by areas.
 fn all_layouts(w: &World, seed: u64, limit: usize, choices: &[Choices]) {
     for (i, rows) in LAYOUTS.into_iter().enumerate() {
         let turn = i + seed as usize;
@@ -214,7 +216,8 @@ fn sixteen_ranks_return_by_bulk_loads() {
     once(IN_F32.libs(true), &w, (11, w.most_rows), &sums);
 }
 
-/// 64 ranks are a bit each of a mask, 32 choices a lane each; combine then is the portable kernel's.
+/// 64 ranks are a bit each of a mask, 32 choices a lane each; combine then is the portable
+/// kernel's.
 fn as_many_ranks_and_choices_as_there_may_be() {
     let w = World { bulk: 1, sms: 1, routers: 1, ..world(&[1; 64], &[1; 64], 32) };
     let libs = Libs { back: None, ..IN_F32.libs(true) };
@@ -241,8 +244,8 @@ fn few(hidden: usize) -> World {
     World { hidden, align: 4, ..world(&[1, 3, 2], &[4, 0, 6], 4) }
 }
 
-/// Backward phases on three ranks, some choices dropped: what mutants of them must fail. Rows of more quads than a
-/// block has threads.
+/// Backward phases on three ranks, some choices dropped: what mutants of them must fail. Rows of
+/// more quads than a block has threads.
 pub fn some_gradients(lib: &'static Lib) {
     let w = few(260);
     for (i, rows) in [Rows::Flat, Rows::ExpertMajor].into_iter().enumerate() {

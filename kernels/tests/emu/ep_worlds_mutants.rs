@@ -1,4 +1,5 @@
-//! Kernels of expert parallelism, broken on purpose where only other worlds, layouts and gradients show it.
+//! Kernels of expert parallelism, broken on purpose where only other worlds, layouts and gradients
+//! show it.
 
 use tilewire_kernels::portable::{EP, EP_BACK};
 

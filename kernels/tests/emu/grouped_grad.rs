@@ -39,7 +39,8 @@ fn values(t: Type, tensor: u64, num: usize) -> Vec<f32> {
     (0..num).map(|i| t.round(2.0 * number(false, tensor, i))).collect()
 }
 
-/// A launch of `kernel` on `g` (whose addresses are those of A, D and aux) and `splits`; the status.
+/// A launch of `kernel` on `g` (whose addresses are those of A, D and aux) and `splits`; the
+/// status.
 fn run(
     on: &Build,
     kernel: &str,

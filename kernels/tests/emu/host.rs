@@ -191,7 +191,8 @@ impl Lib {
         }
     }
 
-    /// N of `__launch_bounds__(N) name(` or `__launch_bounds__(N, M) name(`, or what a block may have at most.
+    /// N of `__launch_bounds__(N) name(` or `__launch_bounds__(N, M) name(`, or what a block may
+    /// have at most.
     fn launch_bound(&self, name: &str) -> u32 {
         let head = self.text.split(&format!(" {name}(")).next().unwrap_or("");
         let bound = head.rsplit_once("__launch_bounds__(").map(|(_, rest)| rest);

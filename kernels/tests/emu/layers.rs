@@ -154,7 +154,8 @@ impl Case {
 
 fn embedding(lib: &'static Lib, c: &mut Case) {
     let (t, n, d) = (c.dtype(), c.n, c.d);
-    // Of the first there are so many that they are added in several turns, where there are many rows.
+    // Of the first there are so many that they are added in several turns, where there are many
+    // rows.
     let ids: Vec<usize> = (0..n).map(|_| c.rng.below(8).saturating_sub(5) as usize * 100).collect();
     let tokens = Memory::new("tokens", ANY, n);
     tokens.write(&ids.iter().map(|&i| i as u8).collect::<Vec<u8>>());
@@ -365,8 +366,8 @@ fn loss(lib: &'static Lib, c: &mut Case) {
     d_logits.close("cross_entropy", &grad, 2e-6);
 }
 
-/// A row that does not count may be no number; of one that counts the loss is none either, nor of a target that is no
-/// class.
+/// A row that does not count may be no number; of one that counts the loss is none either, nor of a
+/// target that is no class.
 pub fn poisoned_losses(lib: &'static Lib) {
     let (mut rng, n, cols) = (Rng::new(71), 40, 60);
     let good = Mat::random(&mut rng, n, cols).rounded(DType::F32);

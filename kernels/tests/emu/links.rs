@@ -1,4 +1,5 @@
-//! `bench/links.cu` and `bench/links_bulk.cu`: every byte goes where it should, once, and nothing beside it is touched.
+//! `bench/links.cu` and `bench/links_bulk.cu`: every byte goes where it should, once, and nothing
+//! beside it is touched.
 
 use tilewire_core::Rng;
 use tilewire_kernels::abi::TwBulk;

@@ -1,5 +1,5 @@
-//! `bench/litmus.cu`: rounds in good order show nothing wrong, each planted mistake that this machine can
-//! show shows, and a peer that is not there costs one deadline.
+//! `bench/litmus.cu`: rounds in good order show nothing wrong, each planted mistake that this
+//! machine can show shows, and a peer that is not there costs one deadline.
 
 use tilewire_kernels::LITMUS;
 use tilewire_kernels::abi::TwLitmus;

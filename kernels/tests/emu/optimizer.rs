@@ -21,7 +21,8 @@ fn optimizer(t: usize) -> &'static Lib {
     LIBS[t].get_or_init(|| load(&OPTIMIZER, OPTIMIZER.emu_text(), t))
 }
 
-/// A step: those before it, the loss and whether all have their sums, which decide whether it is taken, and the schedule.
+/// A step: those before it, the loss and whether all have their sums, which decide whether it is
+/// taken, and the schedule.
 #[derive(Clone, Copy)]
 struct Step {
     count: i32,

@@ -257,8 +257,8 @@ impl Data {
     }
 }
 
-/// Results of the kernels for rows: permuted x and weights, y with and without weights, gradients of
-/// permuted weights, of rows (with weights and without), and of weights.
+/// Results of the kernels for rows: permuted x and weights, y with and without weights, gradients
+/// of permuted weights, of rows (with weights and without), and of weights.
 type Results = [Vec<u8>; 8];
 
 /// As the host operation does it: products and sums in f32, each rounded, in the order of choices.

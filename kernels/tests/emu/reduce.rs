@@ -48,8 +48,8 @@ fn wide(dtype: DType, b: &[u8]) -> Vec<f32> {
     out
 }
 
-/// Size of the team, my rank, rows, columns, elements from an aligned address, bias, scale. Without a
-/// shift, a bias is of the type of the sums.
+/// Size of the team, my rank, rows, columns, elements from an aligned address, bias, scale. Without
+/// a shift, a bias is of the type of the sums.
 type Case = (usize, usize, usize, usize, usize, bool, f32);
 
 fn sum(lib: &'static Lib, types: [u64; 3], (size, me, rows, cols, shift, with, scale): Case) {

@@ -106,7 +106,8 @@ impl<'a> Run<'a> {
     /// Runs all streams to their ends.
     ///
     /// # Errors
-    /// What the hook panicked with, or what the emulator found: threads that do not meet, memory that is not there, a hang.
+    /// What the hook panicked with, or what the emulator found: threads that do not meet, memory
+    /// that is not there, a hang.
     pub fn go(mut self) -> Result<Stats, String> {
         assert!(self.hook.is_none() || self.workers == 1, "a hook is called by one worker");
         let launches = self.streams.iter().flat_map(|(_, l)| l);

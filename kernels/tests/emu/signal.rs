@@ -169,8 +169,8 @@ fn launches_enter_copy_flags_and_wait() {
     }
 }
 
-/// An output of a team in good order stays, that of one that is over, here or as a peer has told, is all
-/// poison.
+/// An output of a team in good order stays, that of one that is over, here or as a peer has told,
+/// is all poison.
 pub fn poison(lib: &'static Lib) {
     for told in [false, true] {
         let team = Team::new(lib, 2);

@@ -215,7 +215,8 @@ fn an_interrupt_is_passed_on_and_is_the_exit_code() {
     assert!(!pids.iter().any(|p| alive(p)));
 }
 
-/// As a service manager does, or a shell that ends and its terminal: ranks have their time, until the same signal comes again.
+/// As a service manager does, or a shell that ends and its terminal: ranks have their time, until
+/// the same signal comes again.
 #[test]
 fn two_signals_at_once_are_one_wish_and_the_same_again_kills() {
     let (mut child, pids, lines) =

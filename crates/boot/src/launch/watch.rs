@@ -121,8 +121,9 @@ impl<'a> Watch<'a> {
         Ok((told.collect(), ended.collect()))
     }
 
-    /// The first signal ends the ranks; the same again, later, kills them: somebody is impatient. One wish may come as two
-    /// signals at once, as TERM and HUP of a service or HUP of a shell and of its terminal: ranks keep the grace time then.
+    /// The first signal ends the ranks; the same again, later, kills them: somebody is impatient.
+    /// One wish may come as two signals at once, as TERM and HUP of a service or HUP of a shell and
+    /// of its terminal: ranks keep the grace time then.
     fn interrupt(&mut self, signal: i32, ranks: &[RankProcess]) {
         if let Some(first) = self.interrupted {
             if first == signal && self.ending.is_some_and(|t| t.elapsed() >= IMPATIENT) {

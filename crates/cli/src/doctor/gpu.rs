@@ -126,8 +126,8 @@ fn access(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
     )
 }
 
-/// Export, import, map, write and read: what the `vmm` backend will do. A device that reaches no other does it with itself,
-/// as the heap of a single rank exports its memory, too.
+/// Export, import, map, write and read: what the `vmm` backend will do. A device that reaches no
+/// other does it with itself, as the heap of a single rank exports its memory, too.
 fn sharing(all: &[DeviceInfo], links: &[Vec<Option<PeerInfo>>]) -> Finding {
     let near: Vec<_> = pairs(all, links).filter(|p| p.2.access).map(|(a, b, _)| (a, b)).collect();
     let alone = |d: &u32| near.iter().all(|(a, b)| a != d && b != d);

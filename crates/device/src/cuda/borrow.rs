@@ -12,8 +12,9 @@ use super::error::check;
 use super::nvtx;
 use super::stream::{CudaStream, Inner, StreamId};
 
-/// Streams that were borrowed last, by the numbers that the driver gives each only once, and what borrows them now. What
-/// is known of one is that it is of this context: that need not be asked again.
+/// Streams that were borrowed last, by the numbers that the driver gives each only once, and what
+/// borrows them now. What is known of one is that it is of this context: that need not be asked
+/// again.
 #[derive(Default)]
 pub(super) struct Known(Vec<(u64, Weak<Inner>)>);
 
@@ -46,8 +47,8 @@ impl Known {
 /// The legacy default stream: null, or the handle that names it.
 const LEGACY: usize = 1;
 
-/// The number of a stream that is alive; none while it is captured, when to ask for it would end the
-/// capture. A context must be current, for which null is the legacy stream.
+/// The number of a stream that is alive; none while it is captured, when to ask for it would end
+/// the capture. A context must be current, for which null is the legacy stream.
 fn id_of(raw: CUstream) -> Result<Option<u64>> {
     if raw.addr() <= LEGACY {
         // The driver does not answer for it while any stream is captured. There is one.
@@ -79,20 +80,22 @@ fn check_context(ctx: &CudaContext, raw: CUstream) -> Result<()> {
 }
 
 impl CudaStream {
-    /// A stream that somebody else has made (a `CUstream` or `cudaStream_t`; null is the legacy default
-    /// stream), and will destroy. If it is captured there, our work becomes part of that graph, which
-    /// keeps what the work refers to until the graph and all that was made of it are destroyed.
+    /// A stream that somebody else has made (a `CUstream` or `cudaStream_t`; null is the legacy
+    /// default stream), and will destroy. If it is captured there, our work becomes part of that
+    /// graph, which keeps what the work refers to until the graph and all that was made of it are
+    /// destroyed.
     ///
-    /// To borrow a stream for each call is cheap. The end of a borrow does not wait: what is queued goes on, and what it
-    /// uses is kept until an event behind it is reached, or by the graph that the owner captures.
+    /// To borrow a stream for each call is cheap. The end of a borrow does not wait: what is queued
+    /// goes on, and what it uses is kept until an event behind it is reached, or by the graph that
+    /// the owner captures.
     ///
     /// # Safety
-    /// The handle must be of a stream that is alive until the last clone of the result is gone. Operations
-    /// keep clones until their [`Pending`](crate::Pending) is gone.
+    /// The handle must be of a stream that is alive until the last clone of the result is gone.
+    /// Operations keep clones until their [`Pending`](crate::Pending) is gone.
     ///
     /// # Errors
-    /// `InvalidArgument` for a stream of another context, or the default stream of the calling thread,
-    /// which is another one on each thread.
+    /// `InvalidArgument` for a stream of another context, or the default stream of the calling
+    /// thread, which is another one on each thread.
     pub unsafe fn borrow(ctx: &CudaContext, raw: *mut c_void) -> Result<Self> {
         const PER_THREAD: usize = 2;
         if raw.addr() == PER_THREAD {

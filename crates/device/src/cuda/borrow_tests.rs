@@ -1,4 +1,5 @@
-//! Streams of others that are borrowed again and again, and launches that ask once. Without CUDA nothing runs here.
+//! Streams of others that are borrowed again and again, and launches that ask once. Without CUDA
+//! nothing runs here.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};

@@ -153,7 +153,8 @@ impl Drop for Unsure {
     }
 }
 
-// SAFETY: contexts may be made current, and events used, on any thread; what changes is behind locks.
+// SAFETY: contexts may be made current, and events used, on any thread; what changes is behind
+// locks.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -203,7 +204,8 @@ impl CudaContext {
         Ok(new)
     }
 
-    /// Tells `probe` from now on, as long as it lives, while a thread waits for work of this device.
+    /// Tells `probe` from now on, as long as it lives, while a thread waits for work of this
+    /// device.
     pub fn watch(&self, probe: Weak<dyn Probe>) {
         let mut list = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner);
         list.retain(|p| p.strong_count() > 0);
@@ -220,7 +222,8 @@ impl CudaContext {
         apart(|| all.iter().for_each(|p| p.waiting(from, to)));
     }
 
-    /// Makes the context current on the calling thread, until the result is dropped; captures elsewhere go on.
+    /// Makes the context current on the calling thread, until the result is dropped; captures
+    /// elsewhere go on.
     pub(crate) fn bind(&self) -> Result<Current> {
         Current::new(self.0.raw)
     }
@@ -229,8 +232,8 @@ impl CudaContext {
         self.0.raw
     }
 
-    /// Takes things that a launch has found to be done with. It must not free them: that may wait for
-    /// the device, and a kernel there for what this thread is about to queue.
+    /// Takes things that a launch has found to be done with. It must not free them: that may wait
+    /// for the device, and a kernel there for what this thread is about to queue.
     pub(super) fn retire(&self, things: impl IntoIterator<Item = Thing>) {
         self.0.retired.lock().unwrap_or_else(PoisonError::into_inner).extend(things);
     }
@@ -245,8 +248,8 @@ impl CudaContext {
         Arc::new(Unsure { ctx: self.clone(), thing: Some(thing) })
     }
 
-    /// Frees what queued work has used and no longer does: where the caller allocates or waits anyway, and at the end of a
-    /// stream.
+    /// Frees what queued work has used and no longer does: where the caller allocates or waits
+    /// anyway, and at the end of a stream.
     pub fn free_retired(&self) {
         let take = |list: &Mutex<Vec<Thing>>| {
             std::mem::take(&mut *list.lock().unwrap_or_else(PoisonError::into_inner))
@@ -265,7 +268,8 @@ impl CudaContext {
             return waiting;
         }
         let _current = self.bind();
-        // Of a stream's events the first that is not reached is asked, as those behind it are not, either.
+        // Of a stream's events the first that is not reached is asked, as those behind it are not,
+        // either.
         let mut busy = Vec::new();
         let (gone, mut rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(e, _)| {
             let last = e.last();
@@ -281,7 +285,8 @@ impl CudaContext {
         gone
     }
 
-    /// An event without timing that was used before: what it had recorded is nobody's business any more.
+    /// An event without timing that was used before: what it had recorded is nobody's business any
+    /// more.
     pub(super) fn spare_event(&self) -> Option<CUevent> {
         self.0.events.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
@@ -296,9 +301,9 @@ impl CudaContext {
         has_room
     }
 
-    /// From now on device memory is freed only when there is none left. For ranks that share a device in one
-    /// process: a free waits for all kernels there, under a lock of the driver, and a kernel of
-    /// this rank may wait for one that another rank's thread could then not launch.
+    /// From now on device memory is freed only when there is none left. For ranks that share a
+    /// device in one process: a free waits for all kernels there, under a lock of the driver, and a
+    /// kernel of this rank may wait for one that another rank's thread could then not launch.
     pub fn keep_memory(&self) {
         self.0.kept.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
     }
@@ -313,7 +318,8 @@ impl CudaContext {
     pub(super) fn free_kept(&self) -> bool {
         let mut kept = self.0.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let list = kept.as_mut().map(std::mem::take).unwrap_or_default();
-        // SAFETY: allocated by `CudaMemory`, whose last owner gave them here instead of freeing them.
+        // SAFETY: allocated by `CudaMemory`, whose last owner gave them here instead of freeing
+        // them.
         list.iter().for_each(|ptr| unsafe {
             sys::cuMemFree_v2(*ptr);
         });
@@ -415,9 +421,10 @@ impl CudaContext {
         Ok(loaded().entry(key).or_insert(new).clone())
     }
 
-    /// Compiles those of `specs` that are neither embedded nor cached, on all cores, and loads them; how many there were.
-    /// Plans that ask for them one by one would compile on one core. What fails is left for the plan that needs it,
-    /// which says why. Nothing is compiled ahead without a cache: its locks keep ranks from all compiling the same.
+    /// Compiles those of `specs` that are neither embedded nor cached, on all cores, and loads
+    /// them; how many there were. Plans that ask for them one by one would compile on one core.
+    /// What fails is left for the plan that needs it, which says why. Nothing is compiled ahead
+    /// without a cache: its locks keep ranks from all compiling the same.
     ///
     /// # Errors
     /// As [`CudaContext::jit`].
@@ -452,7 +459,8 @@ impl CudaContext {
         Ok(missing.len())
     }
 
-    /// How many kernels were asked for on this device, and how long it took to find, compile and load them.
+    /// How many kernels were asked for on this device, and how long it took to find, compile and
+    /// load them.
     pub fn kernel_times(&self) -> KernelTimes {
         self.0.jit.get().map(Jit::times).unwrap_or_default()
     }
@@ -481,8 +489,8 @@ impl CudaContext {
         Ok(yes == 1)
     }
 
-    /// Blocks until all work of the context has run. Captures go on, unless memory is kept ([`CudaContext::keep_memory`]) or
-    /// there is none left: then those of this context end.
+    /// Blocks until all work of the context has run. Captures go on, unless memory is kept
+    /// ([`CudaContext::keep_memory`]) or there is none left: then those of this context end.
     ///
     /// # Errors
     /// `DeviceLost` if a kernel failed.
@@ -490,9 +498,10 @@ impl CudaContext {
         let _current = self.bind()?;
         let keeps = self.0.kept.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         let mut ptr = 0;
-        // `cuCtxSynchronize` ends every capture of the context, of any thread and mode. To free memory waits as well (CUDA
-        // Programming Guide, stream-ordered memory allocator: it synchronises across all streams), and harms no capture.
-        // SAFETY: a context is current, the output is valid.
+        // `cuCtxSynchronize` ends every capture of the context, of any thread and mode. To free
+        // memory waits as well (CUDA Programming Guide, stream-ordered memory allocator: it
+        // synchronises across all streams), and harms no capture. SAFETY: a context is current, the
+        // output is valid.
         let code = (!keeps).then(|| unsafe { sys::cuMemAlloc_v2(&mut ptr, 16) });
         match code {
             // SAFETY: a context is current.

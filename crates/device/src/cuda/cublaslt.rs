@@ -7,7 +7,8 @@
 //! - Sums of parts of a contraction go through the workspace in the compute type; the schemes that
 //!   add in the output, in the order of arrival, are excluded. So the same algorithm gives the same
 //!   bits on every run.
-//! - Nothing is allocated or loaded by [`CublasLt::launch`] once the algorithm has run on the device.
+//! - Nothing is allocated or loaded by [`CublasLt::launch`] once the algorithm has run on the
+//!   device.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -280,8 +281,8 @@ struct Layouts {
 ///
 /// # Errors
 /// `Unavailable`, naming every place that was searched and the command that installs it, or if the
-/// file is not cuBLASLt; `Mismatch` if two copies are loaded, or another one than `named` is loaded or
-/// in use.
+/// file is not cuBLASLt; `Mismatch` if two copies are loaded, or another one than `named` is loaded
+/// or in use.
 pub fn load_cublaslt(named: Option<&Path>) -> Result<Found> {
     Api::load(named).map(|o| o.found.clone())
 }
@@ -399,9 +400,9 @@ impl CublasLt {
     /// Queues a product by one of its algorithms. Holds the workspace, nothing else.
     ///
     /// # Safety
-    /// The addresses must be mapped on the stream's device, for the shapes, strides and types of `d`
-    /// and `p`, until the work has run (and be held by the graph if captured). No other work may
-    /// write A, B or bias, or use D or the workspace, meanwhile.
+    /// The addresses must be mapped on the stream's device, for the shapes, strides and types of
+    /// `d` and `p`, until the work has run (and be held by the graph if captured). No other work
+    /// may write A, B or bias, or use D or the workspace, meanwhile.
     ///
     /// # Errors
     /// `InvalidArgument` for a workspace that is too small, or a stream of another device;

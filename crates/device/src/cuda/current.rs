@@ -17,11 +17,12 @@ thread_local! {
     static LAUNCH: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Some of our calls to the driver. At their end the calling thread has the context that it had before, or none:
-/// the runtime API of CUDA, in the caller's code, takes the current context for the device that was chosen.
+/// Some of our calls to the driver. At their end the calling thread has the context that it had
+/// before, or none: the runtime API of CUDA, in the caller's code, takes the current context for
+/// the device that was chosen.
 ///
-/// Inside of one, another one of the same context costs no call. They end in reverse order, on their thread: whoever calls
-/// code of others meanwhile does so in [`apart`].
+/// Inside of one, another one of the same context costs no call. They end in reverse order, on
+/// their thread: whoever calls code of others meanwhile does so in [`apart`].
 #[must_use = "the caller's context is current again once this is dropped"]
 pub(crate) struct Current {
     _outer: Option<Outer>,
@@ -35,9 +36,10 @@ struct Outer {
     _mode: Option<Uncaptured>,
 }
 
-/// Calls of this thread that no capture is to see: without it, one that CUDA calls potentially unsafe (an allocation, a look at
-/// an event) ends captures in `global` mode of all threads, and of others those of its own. What belongs to a capture is
-/// queued on its stream, and is seen whatever the mode.
+/// Calls of this thread that no capture is to see: without it, one that CUDA calls potentially
+/// unsafe (an allocation, a look at an event) ends captures in `global` mode of all threads, and of
+/// others those of its own. What belongs to a capture is queued on its stream, and is seen whatever
+/// the mode.
 #[must_use = "the thread's mode is as before once this is dropped"]
 struct Uncaptured(sys::CUstreamCaptureMode);
 
@@ -82,7 +84,8 @@ impl Drop for Outer {
     fn drop(&mut self) {
         BOUND.set(self.bound);
         if let Some(before) = self.before {
-            // SAFETY: it was current on this thread. If somebody has destroyed it meanwhile, the driver says so.
+            // SAFETY: it was current on this thread. If somebody has destroyed it meanwhile, the
+            // driver says so.
             unsafe { sys::cuCtxSetCurrent(before) };
         }
     }
@@ -97,7 +100,8 @@ impl<T: Copy + 'static> Drop for Back<T> {
     }
 }
 
-/// Runs code of others, which may do with the current context as it likes: what it calls of ours relies on none.
+/// Runs code of others, which may do with the current context as it likes: what it calls of ours
+/// relies on none.
 pub(super) fn apart<T>(f: impl FnOnce() -> T) -> T {
     let _launch = Back(&LAUNCH, LAUNCH.replace(0));
     let _bound = Back(&BOUND, BOUND.replace(null_mut()));
@@ -115,8 +119,8 @@ pub(super) fn in_launch<T>(context: CUcontext, f: impl FnOnce() -> Result<T>) ->
     f()
 }
 
-/// The number of the launch that this thread is queuing, unlike that of any other: what was asked for in it need not be
-/// asked for again.
+/// The number of the launch that this thread is queuing, unlike that of any other: what was asked
+/// for in it need not be asked for again.
 pub(super) fn launch() -> Option<u64> {
     Some(LAUNCH.get()).filter(|n| *n != 0)
 }

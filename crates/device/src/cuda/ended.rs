@@ -30,8 +30,9 @@ pub(super) enum Ended {
 const LAST_WAIT_S: f64 = 10.0;
 
 impl Inner {
-    /// The end of a borrow: hands what the work uses to the context, behind an event, and waits for nothing. While the
-    /// owner captures the stream no event can be had: then the captured graph keeps it, and its end waits for the device.
+    /// The end of a borrow: hands what the work uses to the context, behind an event, and waits for
+    /// nothing. While the owner captures the stream no event can be had: then the captured graph
+    /// keeps it, and its end waits for the device.
     pub(super) fn give_back(&self, flight: &mut Flight) -> Ended {
         for (event, things) in flight.closed.drain(..) {
             self.ctx.retire_behind(Arc::new(event), Arc::new(things));

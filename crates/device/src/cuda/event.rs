@@ -122,7 +122,8 @@ impl Point for CudaEvent {
             let _current = self.ctx.bind()?;
             poll(deadline, || self.query(), |from, to| self.ctx.tell_waiting(from, to))?;
         }
-        // Who waits can free, too: a loop that only launches and waits would keep all that it has used.
+        // Who waits can free, too: a loop that only launches and waits would keep all that it has
+        // used.
         self.ctx.free_retired();
         Ok(())
     }

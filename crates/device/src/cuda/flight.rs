@@ -28,14 +28,16 @@ pub(super) struct Open {
 
 /// So many things share an event.
 pub(super) const BATCH: usize = 64;
-/// The newest of a thread may belong to work that it is about to queue: other threads may queue any number of things
-/// meanwhile.
+/// The newest of a thread may belong to work that it is about to queue: other threads may queue any
+/// number of things meanwhile.
 const NEWEST: usize = 16;
-/// Threads that are told apart: the newest of a thread that has ended would stay until somebody waits.
+/// Threads that are told apart: the newest of a thread that has ended would stay until somebody
+/// waits.
 const THREADS: usize = 16;
 
 impl Flight {
-    /// What is behind an event that has been reached, and the events: to be let go without the lock.
+    /// What is behind an event that has been reached, and the events: to be let go without the
+    /// lock.
     pub fn reached(&mut self) -> Vec<(CudaEvent, Vec<Thing>)> {
         let n = self.closed.iter().take_while(|(e, _)| e.is_done()).count();
         self.closed.drain(..n).collect()

@@ -67,8 +67,8 @@ unsafe extern "C" fn let_go(kept: *mut c_void) {
 }
 
 impl Held {
-    /// For capture `id`, begun elsewhere, into `graph`: the graph keeps it. If it cannot, it is kept for ever. All streams of
-    /// the capture have the same.
+    /// For capture `id`, begun elsewhere, into `graph`: the graph keeps it. If it cannot, it is
+    /// kept for ever. All streams of the capture have the same.
     ///
     /// # Safety
     /// The graph must be alive.

@@ -1,5 +1,5 @@
-//! What programs around this one meet: clusters, tensor maps, streams, contexts and captures of theirs. Without CUDA
-//! each test checks that this is said with a hint; with it, every byte.
+//! What programs around this one meet: clusters, tensor maps, streams, contexts and captures of
+//! theirs. Without CUDA each test checks that this is said with a hint; with it, every byte.
 
 #![expect(clippy::print_stdout, reason = "a test on a GPU says that it ran, and where")]
 
@@ -64,7 +64,8 @@ fn the_kernels_of_these_tests_compile() {
     for arch in ["sm_90a", "sm_100a"] {
         match Nvrtc.compile(&spec(arch)) {
             Ok(c) => {
-                // Nothing, if NVRTC had it in its own cache: `kernels/tests/nvrtc.rs` looks at the rest.
+                // Nothing, if NVRTC had it in its own cache: `kernels/tests/nvrtc.rs` looks at the
+                // rest.
                 let uses = kernel_uses(&c.log);
                 assert!(is_whole(&c.cubin));
                 let cut = (0..c.cubin.len()).step_by(97).chain([c.cubin.len() - 1]);
@@ -91,7 +92,8 @@ fn blocks_of_a_cluster_reach_each_others_shared_memory() {
     for (blocks, cluster) in [(16, 8), (12, 4), (6, 2), (5, 1)] {
         let out = CudaMemory::filled(&ctx, 4 * blocks as usize, 0xa5).unwrap();
         let (addr, grid) = (out.addr(), Grid::new(blocks, 32).clusters([cluster, 1, 1]));
-        // SAFETY: the kernel takes a pointer to a word for each block; `out` outlives the wait below.
+        // SAFETY: the kernel takes a pointer to a word for each block; `out` outlives the wait
+        // below.
         unsafe { kernel.launch(&stream, grid, LaunchArgs::new().arg(&addr)).unwrap() };
         stream.synchronize_until(None).unwrap();
         let next = |b: u32| b / cluster * cluster + (b + 1) % cluster;
@@ -116,7 +118,8 @@ fn blocks_of_a_cluster_reach_each_others_shared_memory() {
     assert!(e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("clusters"), "{e}");
 }
 
-/// Two plans that differ in what their blocks take have the same kernel: the later one takes nothing from the other.
+/// Two plans that differ in what their blocks take have the same kernel: the later one takes
+/// nothing from the other.
 #[test]
 fn shared_memory_once_allowed_stays_so() {
     let Some(ctx) = device() else { return };
@@ -153,14 +156,16 @@ fn an_early_kernel_waits_for_what_the_one_before_it_writes() {
     let (grid, early) = (Grid::new(BLOCKS, 32), Grid::new(BLOCKS, 32).early());
     let queue = |value: &CudaMemory| {
         let (value, from, to) = (value.addr(), from.addr(), to.addr());
-        // SAFETY: (const u32*, u32*), then (const u32*, u32*, u32); the memory outlives the waits below.
+        // SAFETY: (const u32*, u32*), then (const u32*, u32*, u32); the memory outlives the waits
+        // below.
         unsafe {
             write.launch(&stream, grid, LaunchArgs::new().arg(&value).arg(&from)).unwrap();
             read.launch(&stream, early, LaunchArgs::new().arg(&from).arg(&to).arg(&BLOCKS))
                 .unwrap();
         }
     };
-    // Behind what is no kernel, and behind a join of two streams, there is nothing to begin early behind.
+    // Behind what is no kernel, and behind a join of two streams, there is nothing to begin early
+    // behind.
     let other = CudaStream::new(&ctx).unwrap();
     let (word, fork, join) = (
         CudaMemory::zeroed(&ctx, words_out).unwrap(),
@@ -215,7 +220,8 @@ fn an_early_kernel_waits_for_what_the_one_before_it_writes() {
             _ => stream.replay(&graph).unwrap(),
         }
         stream.synchronize_until(None).unwrap();
-        // The word that another block wrote, and whether this block had begun before it was written.
+        // The word that another block wrote, and whether this block had begun before it was
+        // written.
         let rows: Vec<[u32; 2]> = bytemuck::pod_collect_to_vec(&to.download().unwrap());
         assert!(rows.iter().all(|r| r[0] == round), "round {round}: {rows:?}");
         began += rows.iter().filter(|r| r[1] != round).count();
@@ -229,7 +235,8 @@ fn tiles_go_where_the_tensor_map_says() {
     let Some(ctx) = device() else { return };
     let Some(module) = module(&ctx) else { return };
     let (kernel, stream) = (module.kernel("test_tile").unwrap(), CudaStream::new(&ctx).unwrap());
-    // A row is 200 bytes of 224: a store writes pieces of 16 bytes, so that 8 behind it are nobody's.
+    // A row is 200 bytes of 224: a store writes pieces of 16 bytes, so that 8 behind it are
+    // nobody's.
     let (rows, cols, pitch, store) = (70, 100, 224, 208);
     let tensor: Vec<u8> = (0..rows * pitch).map(|i| (i * 31 + i / 251) as u8 | 1).collect();
     for (swizzle, tile) in [
@@ -256,8 +263,8 @@ fn tiles_go_where_the_tensor_map_says() {
             Grid { blocks: [x as u32, y as u32, 1], ..Grid::new(1, 64).shared(bytes as u32) };
         let (at, r, c, num) = (seen.addr(), tile[0] as u32, tile[1] as u32, bytes as u32);
         let args = LaunchArgs::new().map(&maps[0]).map(&maps[1]).arg(&at).arg(&r).arg(&c).arg(&num);
-        // SAFETY: the kernel takes two maps, a pointer to `bytes` for each block and three numbers; all lives until the
-        // wait below.
+        // SAFETY: the kernel takes two maps, a pointer to `bytes` for each block and three numbers;
+        // all lives until the wait below.
         unsafe { kernel.launch(&stream, grid, args).unwrap() };
         stream.synchronize_until(None).unwrap();
         // The tensor's own columns are copied; what lies between them is not touched.
@@ -270,7 +277,8 @@ fn tiles_go_where_the_tensor_map_says() {
             };
             assert_eq!(got[i], want, "{swizzle:?}: byte {i} of the copy");
         }
-        // 16 bytes each, moved by the number of the 128 bytes that they lie in, as far as the swizzle reaches.
+        // 16 bytes each, moved by the number of the 128 bytes that they lie in, as far as the
+        // swizzle reaches.
         let mask = match swizzle {
             MapSwizzle::None => 0,
             MapSwizzle::B32 => 1,
@@ -304,7 +312,8 @@ impl Theirs {
     pub fn new(ctx: &CudaContext) -> Self {
         let _current = ctx.bind().unwrap();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a context is current, the output is valid; 1 is the flag of a stream that does not wait for the legacy one.
+        // SAFETY: a context is current, the output is valid; 1 is the flag of a stream that does
+        // not wait for the legacy one.
         check(unsafe { sys::cuStreamCreate(&mut raw, 1) }, "cuStreamCreate").unwrap();
         Self(raw, ctx.clone())
     }
@@ -454,8 +463,9 @@ pub(super) fn gone<T>(weak: &Weak<T>, ctx: &CudaContext) -> bool {
     weak.upgrade().is_none()
 }
 
-/// Work of ours in a capture that somebody else has begun: part of that graph, which keeps what it refers to.
-/// As PyTorch captures unless it is told otherwise, as this crate does, and as who cares for nothing.
+/// Work of ours in a capture that somebody else has begun: part of that graph, which keeps what it
+/// refers to. As PyTorch captures unless it is told otherwise, as this crate does, and as who cares
+/// for nothing.
 const MODES: [sys::CUstreamCaptureMode; 3] = [
     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,

@@ -47,8 +47,9 @@ impl<'a> Lib<'a> {
         Ok(Self { lib: Box::leak(Box::new(lib)), path, spec })
     }
 
-    /// The copy that the process has loaded from `path`, where another file lies now: opened by its path it would be a
-    /// second one, with a state of its own. The loader knows it by the library's name.
+    /// The copy that the process has loaded from `path`, where another file lies now: opened by its
+    /// path it would be a second one, with a state of its own. The loader knows it by the library's
+    /// name.
     fn open_loaded(path: &'a Path, spec: &'a LibrarySpec, flags: c_int) -> Result<Self> {
         let name = path.file_name().unwrap_or_default();
         // SAFETY: nothing is loaded, so nothing is initialised.
@@ -85,7 +86,8 @@ impl<'a> Lib<'a> {
     }
 }
 
-/// Whether what is mapped of `path` is no longer the file of that name, by the text of `/proc/self/maps`.
+/// Whether what is mapped of `path` is no longer the file of that name, by the text of
+/// `/proc/self/maps`.
 fn is_replaced(path: &Path, maps: &str) -> bool {
     let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let is_it =
@@ -124,8 +126,8 @@ impl<A> InUse<A> {
         Self { open: OnceLock::new(), opening: Mutex::new(()) }
     }
 
-    /// The library in use, and `named` if it is given. Without one, `open` makes its table of the copy
-    /// that `find` finds.
+    /// The library in use, and `named` if it is given. Without one, `open` makes its table of the
+    /// copy that `find` finds.
     ///
     /// # Errors
     /// What `find` and `open` say; `Mismatch` if another copy than `named` is in use.
@@ -151,12 +153,12 @@ impl<A> InUse<A> {
     }
 }
 
-/// Loads the library whose file is named, before anything uses another copy: the driver, NVRTC, cuBLASLt, NCCL or
-/// NVSHMEM, as the name of the file says. Returns where it is.
+/// Loads the library whose file is named, before anything uses another copy: the driver, NVRTC,
+/// cuBLASLt, NCCL or NVSHMEM, as the name of the file says. Returns where it is.
 ///
 /// # Errors
-/// `InvalidArgument` if it is none of these by its name; as [`load_driver_from`](super::load_driver_from),
-/// [`load_nvrtc`](super::load_nvrtc),
+/// `InvalidArgument` if it is none of these by its name; as
+/// [`load_driver_from`](super::load_driver_from), [`load_nvrtc`](super::load_nvrtc),
 /// [`load_cublaslt`](super::load_cublaslt), [`load_nccl`](super::load_nccl) and
 /// [`load_nvshmem`](super::load_nvshmem).
 pub fn load_library(file: &Path) -> Result<Found> {
@@ -195,7 +197,8 @@ mod tests {
     use super::super::places::How;
     use super::*;
 
-    /// A process may have a library by another name of its folder, while an installer puts a new file there.
+    /// A process may have a library by another name of its folder, while an installer puts a new
+    /// file there.
     #[test]
     fn a_library_that_was_replaced_is_the_loaded_one() {
         let dir = tempfile::tempdir().unwrap();

@@ -21,8 +21,8 @@ pub fn available() -> Result<()> {
     STATE.get_or_init(load_driver).clone()
 }
 
-/// Loads the CUDA driver from `file` (or the libcuda.so.1 of that folder), before anything uses another copy. Whether it
-/// finds a device is not asked here.
+/// Loads the CUDA driver from `file` (or the libcuda.so.1 of that folder), before anything uses
+/// another copy. Whether it finds a device is not asked here.
 ///
 /// # Errors
 /// `Mismatch` if another copy is loaded; `Unavailable` if the file is no driver that can be loaded.
@@ -38,7 +38,8 @@ pub fn load_driver_from(file: &Path) -> Result<Found> {
     })?;
     // It stays: the binding has it by its name.
     std::mem::forget(library);
-    // SAFETY: as above. The loader gives out what is loaded for the name that a driver has for itself.
+    // SAFETY: as above. The loader gives out what is loaded for the name that a driver has for
+    // itself.
     if !unsafe { driver::sys::is_culib_present() } {
         let text = format!("{} does not call itself libcuda.so.1", file.display());
         return Err(Error::new(ErrorKind::Unavailable, text)

@@ -70,11 +70,12 @@ impl CudaMemory {
         Ok(me)
     }
 
-    /// `len_bytes` at `addr` that belong to `lender`, which is kept as long as the last clone or slice. They
-    /// are not freed here.
+    /// `len_bytes` at `addr` that belong to `lender`, which is kept as long as the last clone or
+    /// slice. They are not freed here.
     ///
     /// # Safety
-    /// The bytes must be mapped on `ctx`'s device, for reading and writing, as long as `lender` lives.
+    /// The bytes must be mapped on `ctx`'s device, for reading and writing, as long as `lender`
+    /// lives.
     pub unsafe fn lent(
         ctx: &CudaContext,
         addr: u64,
@@ -229,8 +230,8 @@ impl HostRegistered {
     /// Makes `len_bytes` at `host`, whole pages, reachable by the device of `ctx`.
     ///
     /// # Safety
-    /// They must stay mapped as long as this value, and nobody may use them as ordinary memory while the device
-    /// does: what both use must be atomic, or ordered by what is.
+    /// They must stay mapped as long as this value, and nobody may use them as ordinary memory
+    /// while the device does: what both use must be atomic, or ordered by what is.
     ///
     /// # Errors
     /// `Exhausted` if no memory can be pinned; what the driver reports.
@@ -254,7 +255,8 @@ impl HostRegistered {
 }
 
 impl Drop for HostRegistered {
-    /// Waits for the device, whose kernels may still poll there. If that cannot be done it stays registered.
+    /// Waits for the device, whose kernels may still poll there. If that cannot be done it stays
+    /// registered.
     fn drop(&mut self) {
         if self.ctx.synchronize().is_err() {
             return;

@@ -1,14 +1,14 @@
 //! The CUDA device: thin owners over the driver's handles.
 //!
-//! Nothing here links CUDA: the libraries are opened on first use, and their absence is an error
-//! of kind `Unavailable` that says where they were looked for. Every object keeps its context
-//! alive and makes it current for its calls of the driver, so that any thread may use it; then the caller's
-//! is current again.
+//! Nothing here links CUDA: the libraries are opened on first use, and their absence is an error of
+//! kind `Unavailable` that says where they were looked for. Every object keeps its context alive
+//! and makes it current for its calls of the driver, so that any thread may use it; then the
+//! caller's is current again.
 //!
 //! # Rules
-//! - A [`CudaMemory`] that queued work names is held by its stream until the work has run, or by the
-//!   graph that it was captured into: the driver promises neither to finish pending work before it
-//!   frees memory nor not to wait for it.
+//! - A [`CudaMemory`] that queued work names is held by its stream until the work has run, or by
+//!   the graph that it was captured into: the driver promises neither to finish pending work before
+//!   it frees memory nor not to wait for it.
 //! - Streams of our own never wait for the legacy default stream.
 //! - NVLink multicast and managed memory are never used.
 

@@ -33,7 +33,8 @@ impl CudaModule {
     /// Loads a cubin.
     ///
     /// # Errors
-    /// `InvalidArgument` if it is not all there; what the driver reports, for instance code for another architecture.
+    /// `InvalidArgument` if it is not all there; what the driver reports, for instance code for
+    /// another architecture.
     pub fn load(ctx: &CudaContext, cubin: &[u8]) -> Result<Self> {
         if !is_whole(cubin) {
             return Err(Error::invalid("no machine code, or a part of it")
@@ -108,8 +109,8 @@ impl<'a> LaunchArgs<'a> {
         self
     }
 
-    /// Adds a tensor map, of a kernel that takes one by value. What it describes must be alive until the kernel
-    /// has run: give a clone of the map to [`CudaStream::hold`].
+    /// Adds a tensor map, of a kernel that takes one by value. What it describes must be alive
+    /// until the kernel has run: give a clone of the map to [`CudaStream::hold`].
     pub fn map(mut self, map: &'a TensorMap) -> Self {
         self.0.push(std::ptr::from_ref(map.raw()).cast_mut().cast());
         self
@@ -125,8 +126,8 @@ pub struct Grid {
     pub threads: u32,
     /// Bytes of dynamic shared memory of a block.
     pub shared_bytes: u32,
-    /// Blocks of a cluster in x, y and z, which run at once and reach each other's shared memory. They divide
-    /// `blocks`, and are at most 8 in all. `[1, 1, 1]` is no cluster.
+    /// Blocks of a cluster in x, y and z, which run at once and reach each other's shared memory.
+    /// They divide `blocks`, and are at most 8 in all. `[1, 1, 1]` is no cluster.
     pub cluster: [u32; 3],
     /// See [`Grid::early`].
     pub early: bool,
@@ -153,9 +154,10 @@ impl Grid {
         Self { cluster, ..self }
     }
 
-    /// The same, to begin while the kernel before it in the stream ends: when each block of that has ended or has allowed
-    /// it (`griddepcontrol.launch_dependents`), for which it need not know what follows. The kernel must wait
-    /// (`griddepcontrol.wait`) before it touches memory that others know. Devices before sm_90 take no notice.
+    /// The same, to begin while the kernel before it in the stream ends: when each block of that
+    /// has ended or has allowed it (`griddepcontrol.launch_dependents`), for which it need not know
+    /// what follows. The kernel must wait (`griddepcontrol.wait`) before it touches memory that
+    /// others know. Devices before sm_90 take no notice.
     #[must_use]
     pub fn early(self) -> Self {
         Self { early: true, ..self }
@@ -189,7 +191,8 @@ impl Grid {
 
 impl Kernel {
     /// Allows blocks with `shared_bytes` of dynamic shared memory: above 48 KiB it must be asked
-    /// for, once, before the first launch. What was allowed before stays so: plans of one device share their kernels.
+    /// for, once, before the first launch. What was allowed before stays so: plans of one device
+    /// share their kernels.
     ///
     /// # Errors
     /// `Unsupported` if the device has less.

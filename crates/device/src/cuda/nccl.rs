@@ -1,10 +1,11 @@
 //! NVIDIA's collectives, opened at run time: 2.27 and newer, as far as it is 2.
 //!
 //! # Rules
-//! - Communicators are non-blocking: no call waits for a peer, so whoever waits can give up. One that was
-//!   adopted is as its maker made it.
+//! - Communicators are non-blocking: no call waits for a peer, so whoever waits can give up. One
+//!   that was adopted is as its maker made it.
 //! - [`NcclComm::abort`] ends what runs on the device: kernels poll its flag.
-//! - A communicator that is ours ends with its value. One that was adopted goes on: it is its maker's.
+//! - A communicator that is ours ends with its value. One that was adopted goes on: it is its
+//!   maker's.
 //! - The library is not opened unless `NCCL_NVLS_ENABLE=0` keeps it off NVLink multicast.
 
 use std::ffi::{c_int, c_void};
@@ -100,8 +101,8 @@ pub enum NcclOp {
         /// From whom.
         peer: u32,
     },
-    /// Elements into a peer's window, then one to what it counts of my signals. A library from 2.29 on; no
-    /// multiprocessor takes part where the peer is near.
+    /// Elements into a peer's window, then one to what it counts of my signals. A library from 2.29
+    /// on; no multiprocessor takes part where the peer is near.
     PutSignal {
         /// Mine, in a window of mine.
         src: u64,
@@ -119,8 +120,8 @@ pub enum NcclOp {
         /// To whom.
         peer: u32,
     },
-    /// Waits for more signals of a peer, so many as no wait before has taken. A wait of the driver's: it knows
-    /// no deadline and no abort.
+    /// Waits for more signals of a peer, so many as no wait before has taken. A wait of the
+    /// driver's: it knows no deadline and no abort.
     WaitSignals {
         /// Whose.
         peer: u32,
@@ -183,8 +184,8 @@ impl NcclComm {
     ///
     /// # Errors
     /// `Unavailable` without the library, naming every place that was searched and the command that
-    /// installs it, for one that is older than 2.27 or newer than 2, and unless `NCCL_NVLS_ENABLE=0`;
-    /// `Mismatch` if two copies are loaded.
+    /// installs it, for one that is older than 2.27 or newer than 2, and unless
+    /// `NCCL_NVLS_ENABLE=0`; `Mismatch` if two copies are loaded.
     pub fn library() -> Result<(String, Found)> {
         let api = Api::get()?;
         Ok((text(api.version), api.found.clone()))
@@ -202,8 +203,8 @@ impl NcclComm {
         Ok(id)
     }
 
-    /// Begins to join the communicator of `size` ranks as `rank`: [`NcclComm::is_ready`] says when it
-    /// is done.
+    /// Begins to join the communicator of `size` ranks as `rank`: [`NcclComm::is_ready`] says when
+    /// it is done.
     ///
     /// # Errors
     /// As [`NcclComm::library`]; what the library reports.
@@ -238,18 +239,19 @@ impl NcclComm {
     }
 
     /// Takes up a communicator of the caller's, an `ncclComm_t` on the device of `ctx`. It is never
-    /// destroyed here, but an [`NcclComm::abort`], which a fault of its team is, revokes it: nothing else ends
-    /// its kernels. A library without `ncclCommRevoke` aborts it, and it is gone for its maker, too:
-    /// [`NcclComm::release`] tells.
+    /// destroyed here, but an [`NcclComm::abort`], which a fault of its team is, revokes it:
+    /// nothing else ends its kernels. A library without `ncclCommRevoke` aborts it, and it is gone
+    /// for its maker, too: [`NcclComm::release`] tells.
     ///
     /// # Safety
-    /// `raw` must be a communicator of the NCCL that is loaded in this process, and live until this value is
-    /// dropped or has released it. No other thread may call NCCL with it meanwhile, but for looking at its
-    /// errors. All ranks must queue what they queue on it, here and elsewhere, in one order.
+    /// `raw` must be a communicator of the NCCL that is loaded in this process, and live until this
+    /// value is dropped or has released it. No other thread may call NCCL with it meanwhile, but
+    /// for looking at its errors. All ranks must queue what they queue on it, here and elsewhere,
+    /// in one order.
     ///
     /// # Errors
-    /// As [`NcclComm::library`]; `InvalidArgument` for null, or a communicator of another device; what the
-    /// library reports of it.
+    /// As [`NcclComm::library`]; `InvalidArgument` for null, or a communicator of another device;
+    /// what the library reports of it.
     pub unsafe fn adopt(ctx: &CudaContext, raw: u64) -> Result<Arc<Self>> {
         let api = Api::get()?;
         let raw = raw as Raw;
@@ -275,8 +277,9 @@ impl NcclComm {
         Ok(new)
     }
 
-    /// Gives the communicator to the caller, who ends it; `None` if it was aborted. One that was revoked can
-    /// only be destroyed: [`NcclComm::is_over`]. Whoever else has this value is told `Aborted` from now on.
+    /// Gives the communicator to the caller, who ends it; `None` if it was aborted. One that was
+    /// revoked can only be destroyed: [`NcclComm::is_over`]. Whoever else has this value is told
+    /// `Aborted` from now on.
     pub fn release(&self) -> Option<u64> {
         let handle = self.lock().take();
         handle.filter(|_| !self.gone.load(Ordering::Acquire)).map(|h| h.0 as u64)
@@ -321,7 +324,8 @@ impl NcclComm {
         live.map(|h| h.0).ok_or_else(aborted)
     }
 
-    /// True if nothing is in progress: the rank has joined, or what it queued last is on the stream.
+    /// True if nothing is in progress: the rank has joined, or what it queued last is on the
+    /// stream.
     ///
     /// # Errors
     /// `Aborted`; what the library reports of this communicator.
@@ -341,14 +345,14 @@ impl NcclComm {
         Ok(code == SUCCESS)
     }
 
-    /// Queues operations as one group. Its last part is done by a thread of the library: the work is
-    /// on the stream, or in its capture, when [`NcclComm::is_ready`] says so, and nothing else may be
-    /// queued there before.
+    /// Queues operations as one group. Its last part is done by a thread of the library: the work
+    /// is on the stream, or in its capture, when [`NcclComm::is_ready`] says so, and nothing else
+    /// may be queued there before.
     ///
     /// # Safety
     /// The addresses must be mapped on the stream's device for as many elements as are said, until
-    /// the work has run (and be held by the graph if captured). No other work may write what is read,
-    /// or use what is written, meanwhile. All ranks must make the same calls.
+    /// the work has run (and be held by the graph if captured). No other work may write what is
+    /// read, or use what is written, meanwhile. All ranks must make the same calls.
     ///
     /// # Errors
     /// `Aborted`; `InvalidArgument` for a stream of another device, or a type that cannot be added;
@@ -443,9 +447,9 @@ impl NcclComm {
         api.check(code, "NCCL")
     }
 
-    /// Collective: begins to register `len` bytes at `addr`, memory of [`VmmChunk`](super::VmmChunk)s
-    /// from the beginning of a mapping on. Done, and told by [`NcclWindow::handle`], when
-    /// [`NcclComm::is_ready`] says so.
+    /// Collective: begins to register `len` bytes at `addr`, memory of
+    /// [`VmmChunk`](super::VmmChunk)s from the beginning of a mapping on. Done, and told by
+    /// [`NcclWindow::handle`], when [`NcclComm::is_ready`] says so.
     ///
     /// # Safety
     /// The memory must stay mapped as long as work of the communicator uses it: the library has a
@@ -469,8 +473,8 @@ impl NcclComm {
         self.api.check(code, "ncclCommWindowRegister").map(|()| NcclWindow(out))
     }
 
-    /// Ends a registration of this rank; nothing that uses it may be queued any more. Needed for communicators that
-    /// go on: the end of one is that of its windows.
+    /// Ends a registration of this rank; nothing that uses it may be queued any more. Needed for
+    /// communicators that go on: the end of one is that of its windows.
     ///
     /// # Errors
     /// `Aborted`; what the library reports.
@@ -483,9 +487,9 @@ impl NcclComm {
         self.api.check(unsafe { end(raw, win as Raw) }, "ncclCommWindowDeregister")
     }
 
-    /// Ends what runs and what is queued on the device, and the communicator. Waits for no peer. An adopted one
-    /// is revoked where the library can do that, so that its maker can destroy it; else it is gone for its maker,
-    /// too.
+    /// Ends what runs and what is queued on the device, and the communicator. Waits for no peer. An
+    /// adopted one is revoked where the library can do that, so that its maker can destroy it; else
+    /// it is gone for its maker, too.
     pub fn abort(&self) {
         self.condemn();
         let start = Instant::now();
@@ -517,7 +521,8 @@ impl NcclComm {
                 } else {
                     self.gone.store(true, Ordering::Release);
                 }
-                // SAFETY: a live communicator, which nobody uses any more, but for a call that this ends.
+                // SAFETY: a live communicator, which nobody uses any more, but for a call that this
+                // ends.
                 self.api.check(unsafe { (self.api.abort)(raw) }, "ncclCommAbort")
             }
         };
@@ -532,8 +537,8 @@ impl NcclComm {
 pub struct NcclWindow(&'static AtomicPtr<c_void>);
 
 impl NcclWindow {
-    /// `ncclWindow_t`, for kernels that are compiled with NCCL's device headers; none if the library
-    /// has no symmetric memory for these devices.
+    /// `ncclWindow_t`, for kernels that are compiled with NCCL's device headers; none if the
+    /// library has no symmetric memory for these devices.
     pub fn handle(&self) -> Option<u64> {
         let p = self.0.load(Ordering::Acquire);
         (!p.is_null()).then_some(p as u64)

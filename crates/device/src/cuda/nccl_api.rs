@@ -1,4 +1,5 @@
-//! The functions of NCCL's library, as `nccl.h` declares them; what only newer ones have is optional.
+//! The functions of NCCL's library, as `nccl.h` declares them; what only newer ones have is
+//! optional.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -17,8 +18,8 @@ pub(super) const SUCCESS: Code = 0;
 const IN_PROGRESS: Code = 7;
 /// The oldest whose calls are used here, as `ncclGetVersion` writes it.
 const MIN_VERSION: c_int = 22700;
-/// The only major version whose declarations are used here, and the newest minor one whose functions
-/// `cargo xtask test --only libraries` looks up.
+/// The only major version whose declarations are used here, and the newest minor one whose
+/// functions `cargo xtask test --only libraries` looks up.
 const MAJOR: c_int = 2;
 const TESTED_MINOR: c_int = 32;
 /// `NCCL_WIN_COLL_SYMMETRIC`: every rank's part lies at the same offset.
@@ -179,7 +180,8 @@ impl Api {
             return Ok(());
         }
         let text = |s: *const c_char| {
-            // SAFETY: the library's strings are terminated, and are copied before it is called again.
+            // SAFETY: the library's strings are terminated, and are copied before it is called
+            // again.
             if s.is_null() { "".into() } else { unsafe { CStr::from_ptr(s) }.to_string_lossy() }
         };
         // SAFETY: any code has a static string; the last error of the process belongs to no

@@ -95,7 +95,8 @@ fn load(named: Option<&Path>) -> Result<&'static Open<Api>> {
     STATE.get(named, find, |found| Api::open(&found.path))
 }
 
-/// Loads the run-time compiler NVRTC, from `named` (a file or its folder) if given, and returns where it is.
+/// Loads the run-time compiler NVRTC, from `named` (a file or its folder) if given, and returns
+/// where it is.
 ///
 /// # Errors
 /// As [`Places::find`]; `Unavailable` if the file is not NVRTC; `Mismatch` if `named` is not the
@@ -147,7 +148,8 @@ const INVALID_OPTION: Code = 5;
 /// `NVRTC_ERROR_BUILTIN_OPERATION_FAILURE`: what is said if the second library is not there.
 const NO_BUILTINS: Code = 7;
 
-/// Options are ours but for the architecture, of which a compiler knows some. `file` is the compiler's.
+/// Options are ours but for the architecture, of which a compiler knows some. `file` is the
+/// compiler's.
 fn failed(code: Code, spec: &KernelSpec, (words, log): (&str, &str), file: &Path) -> Error {
     let text = format!("compilation of `{}` for {}: {words}\n{log}", spec.name, spec.arch);
     match code {

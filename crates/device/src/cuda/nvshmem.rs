@@ -1,9 +1,10 @@
-//! NVIDIA's NVSHMEM, opened at run time: the host library of 3.4 and newer, without its device library.
+//! NVIDIA's NVSHMEM, opened at run time: the host library of 3.4 and newer, without its device
+//! library.
 //!
 //! # Rules
 //! - It lives once in a process, and is never finalized: that is a meeting of all its ranks.
-//! - [`Nvshmem::init`] and [`Nvshmem::malloc`] wait for all ranks, for as long as it takes: whoever calls
-//!   them does so on a thread that can be left behind.
+//! - [`Nvshmem::init`] and [`Nvshmem::malloc`] wait for all ranks, for as long as it takes: whoever
+//!   calls them does so on a thread that can be left behind.
 //! - The library is not opened unless `NVSHMEM_DISABLE_NVLS=1` keeps it off NVLink multicast.
 
 use std::ffi::{c_int, c_void};
@@ -19,8 +20,8 @@ const NO_MULTICAST: &str = "NVSHMEM_DISABLE_NVLS";
 /// The first version whose interface is the one below, and the major version that has it.
 const MIN: (c_int, c_int) = (3, 4);
 const MAJOR: c_int = 3;
-/// The newest whose functions `cargo xtask test --only libraries` looks up. Later ones are used, too, with a
-/// warning: they must be told the version of each structure, and keep to it.
+/// The newest whose functions `cargo xtask test --only libraries` looks up. Later ones are used,
+/// too, with a warning: they must be told the version of each structure, and keep to it.
 const TESTED_MINOR: c_int = 8;
 /// `NVSHMEMX_INIT_WITH_UNIQUEID`.
 const WITH_UNIQUEID: u32 = 1 << 3;
@@ -122,7 +123,8 @@ impl Api {
             get(&mut major, &mut minor, &mut patch);
         }
         known((major, minor, patch), found)?;
-        // SAFETY: the types are those of `nvshmem_api.h` and `nvshmemx_api.h`, where addresses are pointers.
+        // SAFETY: the types are those of `nvshmem_api.h` and `nvshmemx_api.h`, where addresses are
+        // pointers.
         unsafe {
             Ok(Self {
                 version: (major, minor, patch),
@@ -196,9 +198,9 @@ impl Nvshmem {
     /// The library's version, as in `3.4.5`, and which copy it is.
     ///
     /// # Errors
-    /// `Unavailable` without the library, naming every place that was searched and the command that installs
-    /// it, for another major version, and unless `NVSHMEM_DISABLE_NVLS=1`; `Mismatch` if two copies are
-    /// loaded.
+    /// `Unavailable` without the library, naming every place that was searched and the command that
+    /// installs it, for another major version, and unless `NVSHMEM_DISABLE_NVLS=1`; `Mismatch` if
+    /// two copies are loaded.
     pub fn library() -> Result<(String, Found)> {
         let api = Api::get()?;
         Ok((text_of(api.version), api.found.clone()))
@@ -217,8 +219,8 @@ impl Nvshmem {
         Ok(id)
     }
 
-    /// Collective, without a deadline: joins `size` ranks as `rank`, with memory on the device of `ctx`.
-    /// Once in a process.
+    /// Collective, without a deadline: joins `size` ranks as `rank`, with memory on the device of
+    /// `ctx`. Once in a process.
     ///
     /// # Errors
     /// As [`Nvshmem::library`]; what the library reports.
@@ -229,7 +231,8 @@ impl Nvshmem {
         // SAFETY: a valid identity and attributes with their versions.
         let code = unsafe { (api.set_id)(rank as c_int, size as c_int, id, &mut attr) };
         check(code, "nvshmemx_set_attr_uniqueid_args")?;
-        // SAFETY: attributes of these ranks; a context is current; the identity lives until the call ends.
+        // SAFETY: attributes of these ranks; a context is current; the identity lives until the
+        // call ends.
         check(unsafe { (api.init)(WITH_UNIQUEID, &mut attr) }, "nvshmemx_hostlib_init_attr")?;
         // SAFETY: the library is initialised.
         let (me, all) = unsafe { ((api.my_pe)(), (api.num_pes)()) };
@@ -242,8 +245,8 @@ impl Nvshmem {
             .seen(format_args!("rank {me} of {all}")))
     }
 
-    /// Collective over all ranks, without a deadline: `len_bytes` (the same on all) on each device. Returns
-    /// the address of mine. What is in it is undefined.
+    /// Collective over all ranks, without a deadline: `len_bytes` (the same on all) on each device.
+    /// Returns the address of mine. What is in it is undefined.
     ///
     /// # Safety
     /// [`Nvshmem::init`] must have returned on this process.
@@ -262,7 +265,8 @@ impl Nvshmem {
         }
     }
 
-    /// Where `rank`'s part of symmetric memory at `addr` can be reached from this device, if it can.
+    /// Where `rank`'s part of symmetric memory at `addr` can be reached from this device, if it
+    /// can.
     ///
     /// # Safety
     /// `addr` must have come from [`Nvshmem::malloc`], of at least `rank + 1` ranks.
@@ -317,7 +321,8 @@ mod tests {
         assert_eq!((a.args.id.my_rank, a.args.id.num_ranks), (-1, -1));
     }
 
-    /// Where there is the library, it reads and writes what is declared here; no GPU is needed for that.
+    /// Where there is the library, it reads and writes what is declared here; no GPU is needed for
+    /// that.
     #[test]
     fn the_library_agrees_on_the_places() {
         let api = match Api::get() {

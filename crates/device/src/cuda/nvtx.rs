@@ -1,8 +1,8 @@
-//! Ranges that profilers show. The library is looked for when the first stream is made; where it is not,
-//! nothing happens: it is no part of a driver, and only a profiler has a use for it.
+//! Ranges that profilers show. The library is looked for when the first stream is made; where it is
+//! not, nothing happens: it is no part of a driver, and only a profiler has a use for it.
 //!
-//! The library of CUDA 13 is `libnvtx3interop.so.1`, that of CUDA 12 `libnvToolsExt.so.1`. Either one
-//! finds the profiler by itself, by the variable that the profiler sets.
+//! The library of CUDA 13 is `libnvtx3interop.so.1`, that of CUDA 12 `libnvToolsExt.so.1`. Either
+//! one finds the profiler by itself, by the variable that the profiler sets.
 
 use std::ffi::{c_char, c_int};
 use std::marker::PhantomData;
@@ -111,7 +111,8 @@ mod tests {
         assert_eq!((nvtx.pop(), nvtx.pop()), (200, 100));
     }
 
-    /// A profiler, as NVTX calls it: writes what it sees into a file. The numbers are those of `nvtxTypes.h`.
+    /// A profiler, as NVTX calls it: writes what it sees into a file. The numbers are those of
+    /// `nvtxTypes.h`.
     const PROFILER_TEXT: &str = r#"
 #include <stddef.h>
 #include <stdio.h>
@@ -137,8 +138,8 @@ int InitializeInjectionNvtx2(const void* (*export_table)(unsigned)) {
 }
 "#;
 
-    /// The library of CUDA 13 itself, which `cargo xtask test --only libraries` fetches, with a profiler
-    /// attached: it reads the environment, so this is another process.
+    /// The library of CUDA 13 itself, which `cargo xtask test --only libraries` fetches, with a
+    /// profiler attached: it reads the environment, so this is another process.
     #[test]
     fn a_profiler_sees_ranges_of_cuda_13() {
         let Some(lib) = std::env::var_os("NVTX_LIBRARY").map(std::path::PathBuf::from) else {

@@ -1,9 +1,10 @@
 //! Where NVIDIA's libraries may lie, and which copy is used.
 //!
-//! In this order: a copy that the process has loaded already (a second one beside it would have
-//! its own state); the path that the caller names (`load_nccl` and its kin, `tilewire --library`), an
-//! error if another copy is loaded; the wheels of the active Python environment; conda; `CUDA_HOME`; `/usr/local/cuda`;
-//! the wheels of other Pythons on the path; where the system's loader looks.
+//! In this order: a copy that the process has loaded already (a second one beside it would have its
+//! own state); the path that the caller names (`load_nccl` and its kin, `tilewire --library`), an
+//! error if another copy is loaded; the wheels of the active Python environment; conda;
+//! `CUDA_HOME`; `/usr/local/cuda`; the wheels of other Pythons on the path; where the system's
+//! loader looks.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -316,8 +317,8 @@ impl Places {
     }
 }
 
-/// Whether two files belong to one copy: they lie in one folder, and have one version as far as their
-/// names say it.
+/// Whether two files belong to one copy: they lie in one folder, and have one version as far as
+/// their names say it.
 fn of_one_copy(a: &Path, b: &Path) -> bool {
     let real = |p: &Path| p.canonicalize().unwrap_or_else(|_| p.to_owned());
     let (a, b) = (real(a), real(b));

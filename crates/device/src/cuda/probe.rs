@@ -133,8 +133,8 @@ pub fn peer_info(from: u32, to: u32) -> Result<PeerInfo> {
     })
 }
 
-/// Does what the `vmm` backend does between two ranks: memory of `owner` is exported, imported and mapped by
-/// `peer`, and what `peer` writes is read by `owner`.
+/// Does what the `vmm` backend does between two ranks: memory of `owner` is exported, imported and
+/// mapped by `peer`, and what `peer` writes is read by `owner`.
 ///
 /// # Errors
 /// The step that failed, with the reason.

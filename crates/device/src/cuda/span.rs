@@ -30,8 +30,8 @@ struct Open {
     end: CudaEvent,
 }
 
-/// So many spans are looked at without being asked for: events are used again, and times are told from
-/// an event that is not long ago (the driver gives 24 bits).
+/// So many spans are looked at without being asked for: events are used again, and times are told
+/// from an event that is not long ago (the driver gives 24 bits).
 const BATCH: usize = 1024;
 /// How long the last look waits for work that has not ended.
 const LAST_LOOK_S: f64 = 10.0;
@@ -135,13 +135,15 @@ impl Drop for CudaSpan<'_> {
 }
 
 impl CudaStream {
-    /// Marks what is queued until the span is dropped as `name`: with a tracer by two events (not during a
-    /// capture), and for profilers by a range of NVTX around the calls, if there is its library.
+    /// Marks what is queued until the span is dropped as `name`: with a tracer by two events (not
+    /// during a capture), and for profilers by a range of NVTX around the calls, if there is its
+    /// library.
     pub fn span(&self, name: &'static str) -> CudaSpan<'_> {
         CudaSpan::new(self, name)
     }
 
-    /// A new stream, as [`CudaStream::new`]; `tracer` gets the spans of its work in the lane `name`.
+    /// A new stream, as [`CudaStream::new`]; `tracer` gets the spans of its work in the lane
+    /// `name`.
     ///
     /// # Errors
     /// What the driver reports.

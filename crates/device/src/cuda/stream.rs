@@ -32,7 +32,8 @@ pub(super) struct Inner {
     pub id: StreamId,
     pub capture: Mutex<Capture>,
     pub flight: Mutex<Flight>,
-    /// How many things it has been given to hold: that of a record and those of a thread are in the thread's order.
+    /// How many things it has been given to hold: that of a record and those of a thread are in the
+    /// thread's order.
     given: AtomicU64,
     /// A graph was launched here, of which nothing is in flight.
     replays: AtomicBool,
@@ -143,9 +144,9 @@ impl CudaStream {
         &self.0
     }
 
-    /// Runs `f`, which queues work here, as one launch: the context is made current once, and whether a stream is captured
-    /// is asked once. Until `f` returns nobody else may begin or end a capture of its streams, and `f` calls no code
-    /// that is not this library's.
+    /// Runs `f`, which queues work here, as one launch: the context is made current once, and
+    /// whether a stream is captured is asked once. Until `f` returns nobody else may begin or end a
+    /// capture of its streams, and `f` calls no code that is not this library's.
     ///
     /// # Errors
     /// Those of `f`; what the driver reports.
@@ -175,7 +176,8 @@ impl CudaStream {
         c
     }
 
-    /// The capture in progress that somebody else has begun: its graph is given what our work refers to.
+    /// The capture in progress that somebody else has begun: its graph is given what our work
+    /// refers to.
     fn foreign(&self) -> Result<Option<Arc<Held>>> {
         let _current = self.0.ctx.bind()?;
         let Some((id, graph)) = capture_info(self.0.raw)? else { return Ok(None) };
@@ -213,8 +215,8 @@ impl CudaStream {
     }
 
     /// Keeps `thing`, which the work that is queued next refers to by address: until that work has
-    /// run, or during a capture as long as the graph. The same thread must queue that work before it waits for the stream,
-    /// which ends what is held for work before.
+    /// run, or during a capture as long as the graph. The same thread must queue that work before
+    /// it waits for the stream, which ends what is held for work before.
     pub fn hold(&self, thing: impl FnOnce() -> Arc<dyn Any + Send + Sync>) {
         if let Some(h) = &self.capture().held {
             h.push(thing());
@@ -222,7 +224,8 @@ impl CudaStream {
         }
         let mut f = self.flight();
         for (event, things) in f.reached_by(launch()) {
-            // Before the lock of what is retired, which the driver may hold up when it lets a graph go.
+            // Before the lock of what is retired, which the driver may hold up when it lets a graph
+            // go.
             drop(event);
             self.0.ctx.retire(things);
         }
@@ -246,7 +249,8 @@ impl CudaStream {
     /// Keeps `thing` until what is queued now has run: not longer, as `hold` may.
     pub(super) fn keep(&self, thing: &Thing) {
         if self.is_capturing() {
-            // No event can be had. The first one behind the capture is behind what is queued now, too.
+            // No event can be had. The first one behind the capture is behind what is queued now,
+            // too.
             let thing = self.open(thing.clone());
             self.flight().open.push(thing);
             return;
@@ -259,8 +263,9 @@ impl CudaStream {
         }
     }
 
-    /// Keeps what `other` keeps for the work that this thread has queued there, and behind which this stream has been put.
-    /// A stream that belongs to what its work uses would otherwise keep itself.
+    /// Keeps what `other` keeps for the work that this thread has queued there, and behind which
+    /// this stream has been put. A stream that belongs to what its work uses would otherwise keep
+    /// itself.
     pub fn take_over(&self, other: &CudaStream) {
         if self.is_capturing() {
             // Only what is captured is behind what is captured there, and the graph keeps that.
@@ -276,7 +281,8 @@ impl CudaStream {
         let mut f = self.flight();
         let from = self.0.given.fetch_add(mine.len() as u64, Ordering::Relaxed);
         let renamed = mine.into_iter().zip(from..).map(|(o, num)| Open { num, ..o });
-        // Before what is held for work that is not queued yet, which is the newest: the next event is behind these.
+        // Before what is held for work that is not queued yet, which is the newest: the next event
+        // is behind these.
         f.open.splice(0..0, renamed);
         // These have events of that stream.
         f.closed.extend(closed);
@@ -453,8 +459,8 @@ impl Queue for CudaStream {
             // It goes on: another thread has begun it, or another stream.
             return Err(e.clone());
         }
-        // Streams that had joined the capture have what it held, too, until they are asked again: without what is in it.
-        // One of them may belong to what the graph uses.
+        // Streams that had joined the capture have what it held, too, until they are asked again:
+        // without what is in it. One of them may belong to what the graph uses.
         let held = self.capture().held.take();
         let things = held.map_or(Vec::new(), |h| {
             h.end();
@@ -533,7 +539,8 @@ pub(super) fn capture_info(raw: CUstream) -> Result<Option<(u64, CUgraph)>> {
     Ok(active.then_some((id, graph)))
 }
 
-/// Polls `query` until it is done or `deadline` passes. `tell` hears every 20 ms from when until when that has lasted.
+/// Polls `query` until it is done or `deadline` passes. `tell` hears every 20 ms from when until
+/// when that has lasted.
 pub(super) fn poll(
     deadline: Option<Deadline>,
     query: impl Fn() -> CUresult,

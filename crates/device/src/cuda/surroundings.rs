@@ -13,7 +13,8 @@ pub(super) fn mapped(maps: &str) -> Vec<PathBuf> {
     files
 }
 
-/// What the system writes behind the name of a file that is mapped and has been removed or replaced.
+/// What the system writes behind the name of a file that is mapped and has been removed or
+/// replaced.
 pub(super) const DELETED: &str = " (deleted)";
 
 /// The file of a line of `/proc/self/maps`, by its name if somebody has replaced it since.
@@ -22,7 +23,8 @@ pub(super) fn file_of(line: &str) -> Option<PathBuf> {
     Some(name.strip_suffix(DELETED).unwrap_or(name).into())
 }
 
-/// The folders that `ld.so.conf` gives to the system's loader, and the files that it takes in everywhere.
+/// The folders that `ld.so.conf` gives to the system's loader, and the files that it takes in
+/// everywhere.
 pub(super) fn loader_folders(etc: &Path) -> Vec<PathBuf> {
     let mut files = vec![etc.join("ld.so.conf")];
     let more = entries(&etc.join("ld.so.conf.d"));
@@ -54,9 +56,9 @@ pub(super) struct Pythons {
 }
 
 impl Pythons {
-    /// The active Python is that of the virtual environment, else the first one on the path that has packages (a wrapper has
-    /// none). The user's folder belongs to it as Python has it, but to the others where conda is active. A virtual environment
-    /// knows none.
+    /// The active Python is that of the virtual environment, else the first one on the path that
+    /// has packages (a wrapper has none). The user's folder belongs to it as Python has it, but to
+    /// the others where conda is active. A virtual environment knows none.
     pub fn sites(self) -> Sites {
         let on_path = std::env::split_paths(&self.path)
             .filter(|p| p.join("python3").exists())
@@ -77,8 +79,9 @@ impl Pythons {
     }
 }
 
-/// `python3.x/site-packages` of the folders that were not `seen`. Debian names it `dist-packages`, and what pip installs there
-/// lies in `local`; Fedora's is in `lib64`, which elsewhere is often a link to `lib`.
+/// `python3.x/site-packages` of the folders that were not `seen`. Debian names it `dist-packages`,
+/// and what pip installs there lies in `local`; Fedora's is in `lib64`, which elsewhere is often a
+/// link to `lib`.
 fn packages(libs: impl IntoIterator<Item = PathBuf>, seen: &mut Vec<PathBuf>) -> Vec<PathBuf> {
     let mut out = Vec::new();
     for lib in libs {
@@ -132,7 +135,8 @@ mod tests {
         assert!(!Places::of_process().loaded.is_empty());
     }
 
-    /// Where Debian, Fedora and `pip install --user` put wheels; a folder under two names counts once.
+    /// Where Debian, Fedora and `pip install --user` put wheels; a folder under two names counts
+    /// once.
     #[test]
     fn pythons_of_the_system_and_the_user_are_searched() {
         let dir = tree(&[

@@ -1,4 +1,5 @@
-//! Tensor maps: what the tensor memory accelerator of sm_90 and newer is told of a tensor in device memory.
+//! Tensor maps: what the tensor memory accelerator of sm_90 and newer is told of a tensor in device
+//! memory.
 
 use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType as Type, CUtensorMapFloatOOBfill as Fill,
@@ -10,8 +11,8 @@ use super::error::check;
 use super::memory::CudaMemory;
 use crate::Buffer;
 
-/// How the bytes of a tile are permuted in shared memory, so that columns of it lie in different banks. The
-/// innermost size of the tile is at most as many bytes.
+/// How the bytes of a tile are permuted in shared memory, so that columns of it lie in different
+/// banks. The innermost size of the tile is at most as many bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum MapSwizzle {
     /// As they are in the tensor.
@@ -45,8 +46,8 @@ impl MapSwizzle {
     }
 }
 
-/// A tensor and the tiles that are copied of it. Sizes are in elements, outermost first; elements of the last
-/// dimension lie side by side.
+/// A tensor and the tiles that are copied of it. Sizes are in elements, outermost first; elements
+/// of the last dimension lie side by side.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TensorMapDesc {
     /// Type of an element; FP8 and e8m0 are copied as bytes.
@@ -55,9 +56,9 @@ pub struct TensorMapDesc {
     pub shape: Vec<usize>,
     /// Bytes from an index to the next, of all dimensions but the last: multiples of 16 below 2^40.
     pub strides_bytes: Vec<usize>,
-    /// Sizes of a tile, 1 to 256 each; the last times the bytes of an element is a multiple of 16. What of a tile
-    /// lies outside of the tensor reads as 0 and is not written; but a row whose bytes are no multiple of 16 is
-    /// written up to the next one, in memory too.
+    /// Sizes of a tile, 1 to 256 each; the last times the bytes of an element is a multiple of 16.
+    /// What of a tile lies outside of the tensor reads as 0 and is not written; but a row whose
+    /// bytes are no multiple of 16 is written up to the next one, in memory too.
     pub tile: Vec<usize>,
     /// The order of a tile's bytes in shared memory.
     pub swizzle: MapSwizzle,
@@ -151,8 +152,8 @@ impl TensorMapDesc {
     }
 }
 
-/// An encoded tensor map, and the memory that it describes, which lives as long. A kernel takes it as
-/// `const __grid_constant__ CUtensorMap`: see [`LaunchArgs::map`](super::LaunchArgs::map).
+/// An encoded tensor map, and the memory that it describes, which lives as long. A kernel takes it
+/// as `const __grid_constant__ CUtensorMap`: see [`LaunchArgs::map`](super::LaunchArgs::map).
 #[derive(Clone)]
 pub struct TensorMap {
     raw: CUtensorMap,
@@ -182,8 +183,8 @@ impl TensorMap {
         let tile: Vec<u32> = desc.tile.iter().rev().map(|&n| n as u32).collect();
         let mut raw = CUtensorMap { opaque: [0; 16] };
         let base = std::ptr::without_provenance_mut(memory.addr() as usize);
-        // SAFETY: valid output; lists of as many numbers as there are dimensions, strides one less; steps of one
-        // element.
+        // SAFETY: valid output; lists of as many numbers as there are dimensions, strides one less;
+        // steps of one element.
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut raw,

@@ -63,7 +63,8 @@ fn the_compiler_compiles_or_says_where_it_was_looked_for() {
     match Nvrtc.compile(&spec) {
         Ok(c) => {
             assert!(c.cubin.starts_with(b"\x7fELF"));
-            // Also the second time, when the compiler could take it from a cache of its own, without a log.
+            // Also the second time, when the compiler could take it from a cache of its own,
+            // without a log.
             for log in [c.log, Nvrtc.compile(&spec).unwrap().log] {
                 assert!(kernel_uses(&log).iter().any(|k| k.name == "t" && k.registers > 0));
             }
@@ -79,7 +80,8 @@ fn the_compiler_compiles_or_says_where_it_was_looked_for() {
     }
 }
 
-/// Times of spans come from events: of more spans than are looked at together, and of none in a graph.
+/// Times of spans come from events: of more spans than are looked at together, and of none in a
+/// graph.
 #[test]
 fn a_traced_stream_tells_what_ran_and_when() {
     use crate::{Buffer, Queue, Tracer};

@@ -19,8 +19,8 @@ use super::probe::try_share;
 /// How physical memory travels to other processes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ShareBy {
-    /// As 64 bytes that any process of the NVLink domain can import, also on other hosts. Needs an IMEX channel:
-    /// see [`fabric_handles`].
+    /// As 64 bytes that any process of the NVLink domain can import, also on other hosts. Needs an
+    /// IMEX channel: see [`fabric_handles`].
     Fabric,
     /// As a file descriptor, on one host.
     Fd,
@@ -41,11 +41,12 @@ pub type FabricHandle = [u8; 64];
 /// Where the driver shows the IMEX channels that this process may use.
 const CHANNELS: &str = "/dev/nvidia-caps-imex-channels";
 
-/// Fails, with the reason, where memory of `ctx`'s device cannot travel as fabric handles. Done once for a device, by
-/// exporting memory and importing it again.
+/// Fails, with the reason, where memory of `ctx`'s device cannot travel as fabric handles. Done
+/// once for a device, by exporting memory and importing it again.
 ///
 /// # Errors
-/// `Unsupported` if the device has none; `Unavailable` without an IMEX channel; the step that failed.
+/// `Unsupported` if the device has none; `Unavailable` without an IMEX channel; the step that
+/// failed.
 pub fn fabric_handles(ctx: &CudaContext) -> Result<()> {
     static KNOWN: Mutex<Vec<(u32, Result<()>)>> = Mutex::new(Vec::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -73,7 +74,8 @@ fn has_fabric(supported: bool, channels: &Path) -> Result<()> {
         .hint("start nvidia-imex and make a channel (`nvidia-modprobe -i 0`); one host needs none"))
 }
 
-/// Fewer free descriptors than this may be too few: a context takes several, and gives them back when it fails.
+/// Fewer free descriptors than this may be too few: a context takes several, and gives them back
+/// when it fails.
 const FEW: u64 = 32;
 
 fn most_descriptors() -> u64 {
@@ -88,8 +90,8 @@ pub(super) fn free_descriptors() -> rustix::io::Result<u64> {
     Ok(most_descriptors().saturating_sub(open as u64))
 }
 
-/// What the driver says of a descriptor that it could not open is one of its general errors: the real reason,
-/// where counting those that are free shows it.
+/// What the driver says of a descriptor that it could not open is one of its general errors: the
+/// real reason, where counting those that are free shows it.
 pub(super) fn explain(e: Error, free: rustix::io::Result<u64>) -> Error {
     let limit = most_descriptors();
     // Each rank of a heap sends one, and the most ranks are 64.
@@ -223,8 +225,8 @@ impl VmmChunk {
     /// The chunk behind a peer's descriptor.
     ///
     /// # Errors
-    /// `InvalidArgument` if it is not one of ours; `Permission` if the driver refuses; `Exhausted` if no
-    /// descriptor is free.
+    /// `InvalidArgument` if it is not one of ours; `Permission` if the driver refuses; `Exhausted`
+    /// if no descriptor is free.
     pub fn import(ctx: &CudaContext, fd: &OwnedFd, len_bytes: usize) -> Result<Self> {
         let _current = ctx.bind()?;
         let mut handle = 0;
@@ -247,7 +249,8 @@ impl VmmChunk {
         Ok(Self { ctx: ctx.clone(), handle, len: len_bytes })
     }
 
-    /// Bytes by which a process of the NVLink domain can import the chunk: of one made for [`ShareBy::Fabric`].
+    /// Bytes by which a process of the NVLink domain can import the chunk: of one made for
+    /// [`ShareBy::Fabric`].
     ///
     /// # Errors
     /// What the driver reports.
@@ -318,8 +321,8 @@ impl VmmRange {
         Self::map_some(ctx, chunks, stride, None)
     }
 
-    /// As [`VmmRange::map`] of `num` equal chunks, of which only that of rank `me` is there: the others' addresses
-    /// are refused.
+    /// As [`VmmRange::map`] of `num` equal chunks, of which only that of rank `me` is there: the
+    /// others' addresses are refused.
     ///
     /// # Errors
     /// As [`VmmRange::map`].
@@ -354,8 +357,8 @@ impl VmmRange {
         Ok(me)
     }
 
-    /// Maps `chunks`, equally long, one behind what is mapped of each rank. Addresses do not change. All of them, or
-    /// none.
+    /// Maps `chunks`, equally long, one behind what is mapped of each rank. Addresses do not
+    /// change. All of them, or none.
     ///
     /// # Errors
     /// As [`VmmRange::map`].
@@ -426,7 +429,8 @@ impl VmmRange {
     /// Bytes `[offset, offset + len)` of the first `num` ranks; a context must be current.
     fn unmap(&self, num: usize, (offset, len): (usize, usize)) {
         for i in (0..num).filter(|i| self.has(*i)) {
-            // SAFETY: mapped by us as one, unmapped once, and no work of this device is left that knows of it.
+            // SAFETY: mapped by us as one, unmapped once, and no work of this device is left that
+            // knows of it.
             unsafe { sys::cuMemUnmap(self.base + (i * self.stride + offset) as u64, len) };
         }
     }
@@ -449,7 +453,8 @@ impl VmmRange {
     /// Device address of `len` bytes at `offset` of `rank`'s chunk.
     ///
     /// # Errors
-    /// `InvalidArgument` if they lie outside of it; `Unsupported` if it cannot be reached from here.
+    /// `InvalidArgument` if they lie outside of it; `Unsupported` if it cannot be reached from
+    /// here.
     pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
         if rank.idx() >= self.num || offset.checked_add(len).is_none_or(|e| e > self.len_bytes()) {
             return Err(Error::invalid("symmetric access out of range")
@@ -510,7 +515,8 @@ impl Drop for VmmRange {
     fn drop(&mut self) {
         // Kernels of this device may still poll; every wait ends by itself.
         if let Err(e) = self.ctx.synchronize() {
-            // A lost device frees its memory with the process, and one that cannot be waited for may still use it.
+            // A lost device frees its memory with the process, and one that cannot be waited for
+            // may still use it.
             if e.kind() != ErrorKind::DeviceLost {
                 log::warn!("symmetric memory is leaked: its device cannot be waited for: {e}");
             }
@@ -550,7 +556,8 @@ mod tests {
         for other in [Ok(FEW), Err(Errno::NOMEM)] {
             assert_eq!(explain(driver(), other).kind(), ErrorKind::Internal);
         }
-        // A context gives back what it opened when it fails; what has a reason of its own keeps that.
+        // A context gives back what it opened when it fails; what has a reason of its own keeps
+        // that.
         let e = explain(driver(), Ok(16));
         assert!(e.kind() == ErrorKind::Exhausted && e.to_string().contains("16 of this"), "{e}");
         assert!(e.get_hint().is_some_and(|h| h.contains("ulimit -n")), "{e}");

@@ -85,7 +85,8 @@ impl HostEvent {
     /// Blocks the calling thread until the last record is reached.
     ///
     /// # Errors
-    /// `Timeout` at `deadline`; `InvalidArgument` if the last record was captured into a graph; `Stale` in a forked child.
+    /// `Timeout` at `deadline`; `InvalidArgument` if the last record was captured into a graph;
+    /// `Stale` in a forked child.
     pub fn synchronize(&self, deadline: Option<Deadline>) -> Result<()> {
         // A child has no thread that would reach it.
         self.0.process.check()?;

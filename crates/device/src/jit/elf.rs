@@ -1,10 +1,12 @@
-//! Whether a file of machine code is all there. The driver takes an address without a length, and reads what the
-//! headers of the file say: of a file that was cut off, that is somebody else's memory.
+//! Whether a file of machine code is all there. The driver takes an address without a length, and
+//! reads what the headers of the file say: of a file that was cut off, that is somebody else's
+//! memory.
 
 /// Of a section that has no bytes in the file.
 const NOBITS: u32 = 8;
 
-/// True if `code` is an ELF file of 64 bits, least byte first, whose tables and sections lie within it.
+/// True if `code` is an ELF file of 64 bits, least byte first, whose tables and sections lie within
+/// it.
 pub(crate) fn is_whole(code: &[u8]) -> bool {
     let u16_at = |at: usize| read(code, at).map(u16::from_le_bytes);
     let header = || -> Option<bool> {

@@ -31,8 +31,8 @@ impl fmt::Display for Key {
 impl KernelSpec {
     /// Options of the compiler: equal for all kernels.
     ///
-    /// Without the compiler's own cache (CUDA 12.9 and newer): what comes from there has no log, so that spills would go unseen,
-    /// and this crate keeps what it compiles.
+    /// Without the compiler's own cache (CUDA 12.9 and newer): what comes from there has no log, so
+    /// that spills would go unseen, and this crate keeps what it compiles.
     pub(crate) const OPTIONS: [&'static str; 3] =
         ["--std=c++17", "--ptxas-options=-v", "--no-cache"];
 

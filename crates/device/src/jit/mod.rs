@@ -75,7 +75,8 @@ pub fn is_built_in(dir: &Path, key: &Key) -> bool {
     matches!(built_in(dir, key), Some(Ok(_)))
 }
 
-/// The file of a kernel that was built with the program, or what is wrong with it; none if there is no such file.
+/// The file of a kernel that was built with the program, or what is wrong with it; none if there is
+/// no such file.
 fn built_in(dir: &Path, key: &Key) -> Option<Result<Vec<u8>, String>> {
     let path = dir.join(format!("{key}.cubin"));
     let cubin = std::fs::read(&path).ok()?;
@@ -204,7 +205,8 @@ impl Jit {
         Ok((cubin, Origin::Compiled))
     }
 
-    /// Whether [`Jit::cubin`] would compile `spec`: it is neither embedded nor cached, and there is a compiler.
+    /// Whether [`Jit::cubin`] would compile `spec`: it is neither embedded nor cached, and there is
+    /// a compiler.
     pub fn would_compile(&self, spec: &KernelSpec) -> bool {
         let key = spec.key();
         if self.mode == JitMode::Off || self.embedded.iter().any(|dir| is_built_in(dir, &key)) {

@@ -12,8 +12,8 @@ pub struct KernelTimes {
     pub compiled: usize,
     /// How many were built in or cached.
     pub found: usize,
-    /// Wall time in which at least one was looked for, compiled or loaded: threads that do so at the same
-    /// time count once.
+    /// Wall time in which at least one was looked for, compiled or loaded: threads that do so at
+    /// the same time count once.
     pub took: Duration,
 }
 

@@ -1,6 +1,7 @@
-//! Litmus tests of what the protocol expects of GPUs and of the links between them: a round is data, a flag
-//! and a credit, every word of every round is checked, and nothing may be wrong. Beside each stand
-//! mistakes that must show, or may: what a GPU forgives says nothing, so those are only reported.
+//! Litmus tests of what the protocol expects of GPUs and of the links between them: a round is
+//! data, a flag and a credit, every word of every round is checked, and nothing may be wrong.
+//! Beside each stand mistakes that must show, or may: what a GPU forgives says nothing, so those
+//! are only reported.
 //!
 //! `symm_checks litmus [part of a name]` prints a line of JSON for each test; exit code 1 if one
 //! failed. All GPUs of the machine (at most 8) push in a ring at the same time. Needs two that
@@ -22,7 +23,8 @@ const LIMIT_NS: u64 = 25_000_000_000;
 const LINE: usize = 64;
 /// Of a block, without asking for more.
 const MOST_SHARED: u32 = 48 << 10;
-/// How much later than the others the last block of `counter_flag` stores, in the tests that say so.
+/// How much later than the others the last block of `counter_flag` stores, in the tests that say
+/// so.
 fn late_ns(name: &str) -> u32 {
     match (name.contains("late"), name.contains("first block signals")) {
         // So late that eight ranks that keep each other busy see it.
@@ -178,7 +180,8 @@ impl Place {
         unsafe { kernel.launch(stream, grid, LaunchArgs::new().arg(p)) }
     }
 
-    /// Fills, pushes and flags of `BATCH` rounds in a graph, replayed beside one kernel that consumes.
+    /// Fills, pushes and flags of `BATCH` rounds in a graph, replayed beside one kernel that
+    /// consumes.
     fn push(&self, t: &Test) -> Result<()> {
         let (fill, consume) = (self.kernel(PUSH)?, self.kernel(BULK)?);
         let stream = CudaStream::new(self.s.os.here().context())?;

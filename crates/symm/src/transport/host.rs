@@ -123,7 +123,8 @@ impl Host {
         if action == HookAction::Twice {
             f();
         }
-        // What a rank publishes in its own chunk is for all peers: any signal may say that it is there.
+        // What a rank publishes in its own chunk is for all peers: any signal may say that it is
+        // there.
         let me = self.me();
         let held = lock(&lane.held).take_if(|h| h.0 == dst || h.0 == me);
         if let Some((dst, offset, bytes)) = held {

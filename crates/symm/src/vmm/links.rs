@@ -23,8 +23,8 @@ pub struct Piece {
 
 /// Kernels and a buffer to measure the links of a heap in device memory with.
 ///
-/// Nothing here orders anything: whoever calls it waits for the stream, and for the peers, before it
-/// looks at the bytes or drops the heap.
+/// Nothing here orders anything: whoever calls it waits for the stream, and for the peers, before
+/// it looks at the bytes or drops the heap.
 pub struct LinkProbe {
     net: DeviceTransport,
     team: DeviceTeam,
@@ -156,11 +156,12 @@ impl LinkProbe {
         unsafe { kernel.launch(stream, Grid::new(blocks, 512), args) }
     }
 
-    /// Bulk copies of `blocks` blocks put `piece` of my buffer to the same offset of the `num` ranks
-    /// behind me, in chunks of `chunk` bytes in turn.
+    /// Bulk copies of `blocks` blocks put `piece` of my buffer to the same offset of the `num`
+    /// ranks behind me, in chunks of `chunk` bytes in turn.
     ///
     /// # Errors
-    /// `InvalidArgument` for a piece, a chunk or ranks that cannot be; `Unsupported` without [`LinkProbe::has_bulk`].
+    /// `InvalidArgument` for a piece, a chunk or ranks that cannot be; `Unsupported` without
+    /// [`LinkProbe::has_bulk`].
     pub fn bulk_put(
         &self,
         stream: &CudaStream,
@@ -187,7 +188,8 @@ impl LinkProbe {
     /// Bulk loads of `piece` of `peer`'s heap, stored to the same offset of my buffer.
     ///
     /// # Errors
-    /// `InvalidArgument` for a piece or a chunk that cannot be; `Unsupported` without [`LinkProbe::has_bulk`].
+    /// `InvalidArgument` for a piece or a chunk that cannot be; `Unsupported` without
+    /// [`LinkProbe::has_bulk`].
     pub fn bulk_get(
         &self,
         stream: &CudaStream,
@@ -283,15 +285,16 @@ impl LinkProbe {
         unsafe { self.empty.launch(stream, Grid::new(1, 64), LaunchArgs::new()) }
     }
 
-    /// Keeps the stream busy for `ns` nanoseconds: what is queued meanwhile begins at once behind it, however
-    /// long the host took.
+    /// Keeps the stream busy for `ns` nanoseconds: what is queued meanwhile begins at once behind
+    /// it, however long the host took.
     ///
     /// # Errors
     /// What the driver reports.
     pub fn delay(&self, stream: &CudaStream, ns: u64) -> Result<()> {
         let out = self.delayed.addr();
         let args = LaunchArgs::new().arg(&out).arg(&ns);
-        // SAFETY: the kernel writes one word, of memory that lives as long as `self`, whose `Drop` waits.
+        // SAFETY: the kernel writes one word, of memory that lives as long as `self`, whose `Drop`
+        // waits.
         unsafe { self.delay.launch(stream, Grid::new(1, 1), args) }
     }
 }

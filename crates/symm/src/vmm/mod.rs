@@ -5,8 +5,9 @@
 //! host's page (`control`), in which kernels signal, wait and abort. The host's own control pages
 //! stay in use for what only hosts do: meeting, the flight recorder, `prepare_agree`.
 //!
-//! GPUs that do not reach each other have their control pages in the host's memory, where all kernels reach them,
-//! and each its own chunk only: what needs a peer's is `Unsupported`, and data moves through NCCL.
+//! GPUs that do not reach each other have their control pages in the host's memory, where all
+//! kernels reach them, and each its own chunk only: what needs a peer's is `Unsupported`, and data
+//! moves through NCCL.
 //!
 //! # Invariants
 //! 1. Control pages are zero before `create` returns on any rank.

@@ -10,7 +10,8 @@ use crate::heap::exchange_chunks;
 use crate::map::{Mapping, PAGE, shared_file};
 use crate::team::LiveTeam;
 
-/// The control pages of all ranks: on their devices, or where these do not reach each other in the host's memory.
+/// The control pages of all ranks: on their devices, or where these do not reach each other in the
+/// host's memory.
 pub(super) enum ControlMemory {
     Device(VmmRange),
     Host(HostPages),
@@ -31,8 +32,8 @@ impl HostPages {
         let part = own.as_ref().map(|f| vec![f.as_fd()]).map_err(Error::clone);
         let fds = exchange_chunks(team, part)?.concat_fds();
         let made = Mapping::new(&fds, page, page).and_then(|map| {
-            // SAFETY: mapped as long as the registration, which is dropped first; all accesses are atomic words, or
-            // are made before anybody else knows the page.
+            // SAFETY: mapped as long as the registration, which is dropped first; all accesses are
+            // atomic words, or are made before anybody else knows the page.
             let part = |i| unsafe { HostRegistered::new(ctx, map.ptr(i), page) };
             let parts = (0..team.size()).map(part).collect::<Result<Vec<_>>>()?;
             let even =

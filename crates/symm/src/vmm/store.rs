@@ -23,7 +23,8 @@ use crate::nvshmem;
 use crate::sink::AbortSink;
 use crate::team::LiveTeam;
 
-/// Words of pinned memory: host abort, abort code, ranks that have left, spare, then the 64-byte report.
+/// Words of pinned memory: host abort, abort code, ranks that have left, spare, then the 64-byte
+/// report.
 pub(super) const PINNED_CODE: usize = 1;
 pub(super) const PINNED_LEFT: usize = 2;
 pub(super) const PINNED_REPORT: usize = 8;
@@ -268,7 +269,8 @@ impl VmmStore {
         Ok(store)
     }
 
-    /// Collective: at least `len` bytes of every rank, which all have asked for. On an error no rank has more than before.
+    /// Collective: at least `len` bytes of every rank, which all have asked for. On an error no
+    /// rank has more than before.
     pub fn grow(&self, len: usize) -> Result<()> {
         let HeapMemory::Own(range) = &self.heap else {
             return Err(Error::internal("memory that is not ours cannot grow"));
@@ -339,8 +341,8 @@ impl VmmStore {
     }
 }
 
-/// Whether this GPU reaches those of all ranks. One that this process does not see is taken to be within reach: mapping
-/// its memory tells.
+/// Whether this GPU reaches those of all ranks. One that this process does not see is taken to be
+/// within reach: mapping its memory tells.
 fn reaches(ctx: &CudaContext, gpus: &[Vec<u8>]) -> Result<bool> {
     let mine = ctx.info()?;
     for d in devices()?.iter().filter(|d| d.ordinal != mine.ordinal) {
@@ -408,7 +410,8 @@ impl Handles {
         lists.into_iter().enumerate().map(list).collect::<Result<_>>().map(Self::Fabric)
     }
 
-    /// `f` of chunk `which` of all ranks. The own one as it is: an imported one may take the path of a peer's.
+    /// `f` of chunk `which` of all ranks. The own one as it is: an imported one may take the path
+    /// of a peer's.
     fn with_chunks<T>(
         &self,
         ctx: &CudaContext,
@@ -461,8 +464,8 @@ fn device(team: &LiveTeam, cfg: &HeapCfg) -> Result<CudaContext> {
     CudaContext::new(cfg.device.unwrap_or(team.world_rank(team.rank()).get() % count.max(1)))
 }
 
-/// Collective: where the GPU of each rank is. One whose address is not known is taken for a GPU of its
-/// own.
+/// Collective: where the GPU of each rank is. One whose address is not known is taken for a GPU of
+/// its own.
 pub(crate) fn gpus(team: &LiveTeam, ctx: &CudaContext) -> Result<Vec<Vec<u8>>> {
     let pci = ctx.info().map_or_else(|_| format!("rank {}", team.rank()), |i| i.pci);
     team.exchange("gpu", pci.as_bytes())

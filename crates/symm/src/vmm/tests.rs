@@ -51,12 +51,14 @@ fn ranks_on_one_gpu_are_found() {
     assert_eq!(shared(&[]), None);
 }
 
-/// The host of the rank that began may not know of it yet: a third one must not take whoever tells it for the cause.
+/// The host of the rank that began may not know of it yet: a third one must not take whoever tells
+/// it for the cause.
 #[test]
 fn what_a_device_has_heard_is_passed_on_as_it_came() {
     World::run_threads(3, WorldCfg::for_tests(), |w| {
         let team = w.everyone("heard")?;
-        // Rank 0's device has waited for rank 2 in vain, and told that of rank 1, which is the first to look.
+        // Rank 0's device has waited for rank 2 in vain, and told that of rank 1, which is the
+        // first to look.
         let generation = team.generation() as u32;
         let code = AbortCode { generation, reason: 1, about: 2, from: 0 };
         if team.rank().get() == 1 {

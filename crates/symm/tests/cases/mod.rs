@@ -213,8 +213,8 @@ fn shift<B: Backend>(s: &Setup<B>, buf: &SymBuf, sig: &Signals, len: usize) -> R
     Ok(())
 }
 
-/// A heap grows twice; a buffer lies across the end of what was there at first, and what was there stays. What has
-/// not grown anywhere can grow by less.
+/// A heap grows twice; a buffer lies across the end of what was there at first, and what was there
+/// stays. What has not grown anywhere can grow by less.
 pub fn growth<B: Backend>(world: World) -> Result<()> {
     const MIB: usize = 1 << 20;
     let s = setup::<B>(&world, 3 * MIB)?;

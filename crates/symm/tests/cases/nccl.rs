@@ -1,4 +1,5 @@
-//! What the backend `nccl` has beside the others: a communicator of the caller's, and NCCL's own puts.
+//! What the backend `nccl` has beside the others: a communicator of the caller's, and NCCL's own
+//! puts.
 
 use std::time::{Duration, Instant};
 
@@ -53,8 +54,8 @@ fn joined(ctx: &CudaContext, id: NcclId, (me, n): (u32, usize)) -> Result<u64> {
     type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
     type SetCurrent = unsafe extern "C" fn(*mut c_void) -> c_int;
     let (mut cuda_ctx, mut raw) = (std::ptr::null_mut(), std::ptr::null_mut());
-    // SAFETY: both libraries are in use; the signatures are those of cuda.h and nccl.h, and the outputs valid. The
-    // primary context is kept by `ctx`, too.
+    // SAFETY: both libraries are in use; the signatures are those of cuda.h and nccl.h, and the
+    // outputs valid. The primary context is kept by `ctx`, too.
     unsafe {
         let cuda = libloading::Library::new("libcuda.so.1").unwrap();
         let nccl = libloading::Library::new(NcclComm::library()?.1.path).unwrap();
@@ -110,7 +111,8 @@ fn by_heap(s: &Setup<Nccl>) -> Result<()> {
     })
 }
 
-/// A communicator of the caller's is used, given back alive, and revoked by the fault of a team only.
+/// A communicator of the caller's is used, given back alive, and revoked by the fault of a team
+/// only.
 pub fn adopted(world: World) -> Result<()> {
     adopted_with(&world, Calls::Return)
 }
@@ -128,8 +130,8 @@ fn adopted_with(world: &World, calls: Calls) -> Result<()> {
     assert_eq!(e.kind(), ErrorKind::InvalidArgument);
     assert_eq!(world.return_nccl()?, None);
 
-    // Not of all ranks.
-    // SAFETY: the communicator lives until the end of this test, and one thread of each rank uses it.
+    // Not of all ranks. SAFETY: the communicator lives until the end of this test, and one thread
+    // of each rank uses it.
     let adopt = || unsafe { NcclComm::adopt(&ctx, raw) };
     if me.get() == 0 {
         world.adopt_nccl(adopt()?)?;
