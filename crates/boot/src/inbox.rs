@@ -33,7 +33,7 @@ pub(crate) type ExitFn = dyn Fn(Rank, PeerExit) + Send + Sync;
 
 struct Watcher {
     f: Arc<ExitFn>,
-    told: u64,
+    called: u64,
 }
 
 #[derive(Default)]
@@ -137,7 +137,7 @@ impl Inbox {
 
     /// Notes that the connection to `src` broke, and why: for us it has died.
     pub fn fail(&self, src: Rank, e: Error) {
-        // Whoever hears of a death first may know nothing else, and the cause can be here.
+        // The thread that learns of a death first may know nothing else, and the cause can be here.
         log::warn!("rank {}: the connection to {src} is closed: {e}", self.me.get());
         let mut s = self.lock();
         let source = &mut s.sources[src.idx()];
@@ -254,7 +254,7 @@ impl Inbox {
                 return Some(e.clone());
             }
         }
-        // One that died behind its part: who comes to this exchange now is told so, and gives none.
+        // One that died behind its part: a rank that comes to this exchange now gets that error, and gives no part.
         let dead = |m: &&Rank| s.sources[m.idx()].exit == Some(PeerExit::Died);
         let m = members.iter().find(dead)?;
         Some(self.gone_error(tag, *m, &s.sources[m.idx()]))
@@ -262,11 +262,11 @@ impl Inbox {
 
     /// Adds somebody to tell of exits. The telling is done by [`Inbox::announce`].
     pub fn watch(&self, f: Box<ExitFn>) {
-        self.lock().watchers.push(Watcher { f: Arc::from(f), told: 0 });
+        self.lock().watchers.push(Watcher { f: Arc::from(f), called: 0 });
         self.bell.notify_all();
     }
 
-    /// Tells the watchers what they have not heard yet. For one thread, the monitor.
+    /// Calls the watchers for exits that they were not called for yet. For one thread, the monitor.
     pub fn announce(&self) {
         let due = self.lock().due();
         tell(due);
@@ -314,8 +314,8 @@ impl State {
         let mut out = Vec::new();
         for (i, source) in self.sources.iter().enumerate() {
             let (rank, Some(how)) = (Rank::new(i as u32), source.exit) else { continue };
-            for w in self.watchers.iter_mut().filter(|w| w.told & bit(rank) == 0) {
-                w.told |= bit(rank);
+            for w in self.watchers.iter_mut().filter(|w| w.called & bit(rank) == 0) {
+                w.called |= bit(rank);
                 out.push((w.f.clone(), rank, how));
             }
         }

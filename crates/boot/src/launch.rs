@@ -92,7 +92,7 @@ pub struct Failure {
 #[derive(Clone, Debug)]
 pub struct ExitReport {
     /// Exit code for the launcher: 0, that of the first failure, 124 after the time limit, or
-    /// 128 + signal if the launcher was told to end.
+    /// 128 + signal if a signal ended the launcher.
     pub code: i32,
     /// Status of each rank.
     pub ranks: Vec<RankStatus>,
@@ -100,7 +100,7 @@ pub struct ExitReport {
     pub first_failure: Option<Failure>,
     /// The time limit was reached.
     pub timed_out: bool,
-    /// The signal that told the launcher to end.
+    /// The signal that ended the launcher.
     pub interrupted: Option<i32>,
     /// Processes that ranks left behind in their sessions, and that were ended.
     pub stragglers: usize,

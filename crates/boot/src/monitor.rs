@@ -44,7 +44,7 @@ enum Turn {
     Gone(PeerExit),
 }
 
-/// Runs until told to stop. Sleeps in `poll` all the time that nothing happens.
+/// Runs until it is asked to stop. Sleeps in `poll` all the time that nothing happens.
 pub(crate) fn run(shared: &Shared) {
     let mut peers: Vec<Peer<'_>> = Rank::all(shared.links.len())
         .zip(&shared.links)

@@ -61,7 +61,7 @@ impl Bell {
     }
 
     pub fn ring(&self) {
-        // It can only fail when it has rung 2^64 times without being heard.
+        // It can only fail when it has rung 2^64 times without being read.
         rustix::io::write(&self.0, &1u64.to_ne_bytes()).ok();
     }
 
@@ -80,7 +80,7 @@ pub(crate) struct Received {
     pub fds: Vec<OwnedFd>,
     /// The message was longer than the buffer.
     pub cut: bool,
-    /// Descriptors came that this process had no room for.
+    /// Descriptors came for which this process had no free slot.
     pub fds_lost: bool,
 }
 

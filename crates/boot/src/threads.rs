@@ -113,7 +113,7 @@ impl Mesh for ThreadMesh {
         if monitor.is_none() {
             let (inboxes, me) = (self.inboxes.clone(), self.me);
             let watch = move || while inboxes[me.idx()].announce_next() {};
-            // Without a thread nobody would be told: the next call tries again.
+            // Without a thread no watcher would be called: the next call tries again.
             *monitor = Worker::start("tilewire-exits", watch).ok();
         }
     }

@@ -72,7 +72,7 @@ struct Inner {
     cause: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
-/// What failed, where, between whom, and what to do about it.
+/// What failed, where, between which ranks, and what to do about it.
 ///
 /// Cheap to clone: the same fault is reported to every caller that it concerns.
 ///

@@ -30,7 +30,7 @@ mod trace;
 pub use fault::{Fault, Probe};
 pub use host::{HostEvent, HostGraph, HostGraphExec, HostStream, Node};
 pub use memory::{Memory, MemoryRead, MemoryWrite};
-pub use pending::{Pending, Told};
+pub use pending::{OnEnd, Pending};
 pub use queue::{Buffer, Point, Queue};
 pub use stream::{Event, Graph, GraphExec, Stream};
 pub use tensor::{Device, Tensor};

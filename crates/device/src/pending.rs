@@ -17,11 +17,11 @@ pub struct Pending<T, Q: Queue = Stream> {
     stream: Q,
     done: Q::Event,
     fault: Option<Arc<Fault>>,
-    told: Option<Told>,
+    on_end: Option<OnEnd>,
 }
 
-/// Who wants to hear how the work ended.
-pub type Told = Box<dyn FnOnce(bool) + Send + Sync>;
+/// A callback that takes whether the work ended well.
+pub type OnEnd = Box<dyn FnOnce(bool) + Send + Sync>;
 
 impl<T, Q: Queue> Pending<T, Q> {
     /// Work that is complete when `stream` gets past what is queued on it now.
@@ -31,14 +31,14 @@ impl<T, Q: Queue> Pending<T, Q> {
     pub fn new(out: T, stream: &Q, fault: Option<Arc<Fault>>) -> Result<Self> {
         let done = stream.event()?;
         stream.record(&done)?;
-        Ok(Self { out, stream: stream.clone(), done, fault, told: None })
+        Ok(Self { out, stream: stream.clone(), done, fault, on_end: None })
     }
 
     /// Calls `f` once [`Pending::wait`] or [`Pending::wait_until`] knows how the work ended, with
-    /// whether it went well. After [`Pending::join`] nobody knows, and `f` is not called: see
-    /// [`Pending::join_telling`].
+    /// whether it went well. After [`Pending::join`] it is not known, and `f` is not called: see
+    /// [`Pending::join_with_callback`].
     pub fn on_end(self, f: impl FnOnce(bool) + Send + Sync + 'static) -> Self {
-        Self { told: Some(Box::new(f)), ..self }
+        Self { on_end: Some(Box::new(f)), ..self }
     }
 
     /// Blocks until the work is complete and hands out the result.
@@ -71,20 +71,20 @@ impl<T, Q: Queue> Pending<T, Q> {
         self.finish()
     }
 
-    /// As [`Pending::join`], with whom [`Pending::on_end`] would have called: for a token of work
-    /// behind this.
+    /// As [`Pending::join`], and returns the callback of [`Pending::on_end`], so that the token of
+    /// later work can run it.
     ///
     /// # Errors
     /// As [`Pending::join`].
-    pub fn join_telling(mut self, stream: &Q) -> Result<(T, Told)> {
-        let told = self.told.take().unwrap_or_else(|| Box::new(|_| ()));
-        Ok((self.join(stream)?, told))
+    pub fn join_with_callback(mut self, stream: &Q) -> Result<(T, OnEnd)> {
+        let on_end = self.on_end.take().unwrap_or_else(|| Box::new(|_| ()));
+        Ok((self.join(stream)?, on_end))
     }
 
     fn ended(mut self) -> Result<T> {
-        let told = self.told.take();
+        let on_end = self.on_end.take();
         let result = self.finish();
-        if let Some(f) = told {
+        if let Some(f) = on_end {
             f(result.is_ok());
         }
         result

@@ -28,7 +28,7 @@ pub trait Queue: Clone + Send + Sync {
     /// An event that nothing has recorded.
     ///
     /// # Errors
-    /// `Exhausted` if the device has no room for it.
+    /// `Exhausted` if the device has not enough memory.
     fn event(&self) -> Result<Self::Event>;
 
     /// Records `event` behind what is queued now.

@@ -80,21 +80,21 @@ impl Attn {
         &self.plan
     }
 
-    /// Room for queries, keys and values.
+    /// Memory for queries, keys and values.
     ///
     /// # Errors
     /// `Exhausted` if there is not enough memory.
     pub fn qkv(&self, place: &Place) -> Result<Qkv> {
-        let room = |heads| place.room(self.rows, heads * self.dim);
-        Ok(Qkv { q: room(self.heads)?, k: room(self.kv_heads)?, v: room(self.kv_heads)? })
+        let of = |heads| place.narrow(self.rows, heads * self.dim);
+        Ok(Qkv { q: of(self.heads)?, k: of(self.kv_heads)?, v: of(self.kv_heads)? })
     }
 
-    /// Room for the output and the log-sum-exp.
+    /// Memory for the output and the log-sum-exp.
     ///
     /// # Errors
     /// `Exhausted` if there is not enough memory.
     pub fn out(&self, place: &Place) -> Result<AttnOut> {
-        let out = place.room(self.rows, self.heads * self.dim)?;
+        let out = place.narrow(self.rows, self.heads * self.dim)?;
         Ok(AttnOut { out, lse: place.wide(self.heads, self.rows)? })
     }
 

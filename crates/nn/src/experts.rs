@@ -31,8 +31,8 @@ pub(crate) struct ExpertOut {
 
 impl ExpertOut {
     pub fn new(c: &ModelCfg, capacity: usize, place: &Place) -> Result<Self> {
-        let room = |n| place.room(capacity, n);
-        Ok(Self { aux: room(2 * c.d_ff)?, act: room(c.d_ff)?, y: room(c.d_model)? })
+        let rows = |n| place.narrow(capacity, n);
+        Ok(Self { aux: rows(2 * c.d_ff)?, act: rows(c.d_ff)?, y: rows(c.d_model)? })
     }
 }
 
@@ -46,8 +46,8 @@ pub(crate) struct ExpertGrads {
 
 impl ExpertGrads {
     pub fn new(c: &ModelCfg, capacity: usize, place: &Place) -> Result<Self> {
-        let room = |n| place.room(capacity, n);
-        Ok(Self { x: room(c.d_model)?, act: room(c.d_ff)?, aux: room(2 * c.d_ff)? })
+        let rows = |n| place.narrow(capacity, n);
+        Ok(Self { x: rows(c.d_model)?, act: rows(c.d_ff)?, aux: rows(2 * c.d_ff)? })
     }
 }
 

@@ -7,7 +7,7 @@
 use tilewire_core::{Result, Rng};
 use tilewire_symm::{World, WorldCfg};
 
-use crate::rooms::Saved;
+use crate::activations::Saved;
 use crate::{AdamW, Data, Grid, Model, ModelCfg, Target, TrainCfg, Trainer};
 
 const STEPS: usize = 40;

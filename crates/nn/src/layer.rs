@@ -4,13 +4,13 @@ use tilewire_core::Result;
 use tilewire_device::Tensor;
 use tilewire_ops::layers::{AddNorm, Heads, LayersPlan, NormBwd, Router, RouterBwd, Work};
 
+use crate::activations::{Activations, Both, Saved};
 use crate::attn::Qkv;
 use crate::comm::Comm;
 use crate::config::ModelCfg;
 use crate::experts::Experts;
 use crate::local::{Linear, Product};
 use crate::params::{self, Param};
-use crate::rooms::{Both, Rooms, Saved};
 
 /// What all layers share.
 pub(crate) struct Shared<'a> {
@@ -27,7 +27,7 @@ pub(crate) struct Shared<'a> {
     /// Parameters.
     pub params: &'a [Param],
     /// Tensors.
-    pub rooms: &'a Rooms,
+    pub activations: &'a Activations,
     /// Weight of the load-balancing loss.
     pub balance: f32,
     /// Layer whose closest choice of experts is turned over.
@@ -94,8 +94,8 @@ impl Shared<'_> {
             q: qkv.q.clone(),
             k: qkv.k.clone(),
             v: qkv.v.clone(),
-            positions: self.rooms.positions.clone(),
-            table: self.rooms.rope.clone(),
+            positions: self.activations.positions.clone(),
+            table: self.activations.rope.clone(),
             join,
         })
     }
@@ -103,28 +103,28 @@ impl Shared<'_> {
     /// What lies before layer `l` and is added to it: the input's place, and what is added there.
     fn input(&self, l: usize) -> (&Tensor, Option<&Tensor>) {
         match l.checked_sub(1) {
-            None => (&self.rooms.layers[0].x, None),
+            None => (&self.activations.layers[0].x, None),
             Some(before) => self.output(before),
         }
     }
 
     /// The two parts of the output of layer `l`.
     pub fn output(&self, l: usize) -> (&Tensor, Option<&Tensor>) {
-        (self.after_attention(l), (!self.cfg.no_experts).then_some(&self.rooms.scratch.moe))
+        (self.after_attention(l), (!self.cfg.no_experts).then_some(&self.activations.scratch.moe))
     }
 
     /// What layer `l` makes of its input by attention: `x1`, or the input where there is none.
     fn after_attention(&self, l: usize) -> &Tensor {
-        let s = &self.rooms.layers[l];
+        let s = &self.activations.layers[l];
         if self.cfg.no_attention { self.before_attention(l) } else { &s.x1 }
     }
 
     /// What the first norm of layer `l` has normed.
     fn before_attention(&self, l: usize) -> &Tensor {
         match l {
-            0 => &self.rooms.layers[0].x,
+            0 => &self.activations.layers[0].x,
             _ if self.cfg.no_experts => self.after_attention(l - 1),
-            _ => &self.rooms.layers[l].x,
+            _ => &self.activations.layers[l].x,
         }
     }
 
@@ -134,7 +134,7 @@ impl Shared<'_> {
     /// The fault of a team.
     pub fn forward(&self, l: usize) -> Result<()> {
         let (comm, i, p) = (self.comm, params::layer(l), self.params);
-        let (s, r) = (&self.rooms.layers[l], &self.rooms.scratch);
+        let (s, r) = (&self.activations.layers[l], &self.activations.scratch);
         let x = self.add_norm(self.input(l), &s.x, (i.norm1, &r.h))?;
         comm.gather_gemm(&comm.proj.qkv, (&r.h, &p[i.qkv].w), (&r.rows, &s.gathered))?;
         self.heads(&r.rows, &s.qkv, false)?;
@@ -167,7 +167,7 @@ impl Shared<'_> {
         comm.ep.dispatch(st, &s.handle, &s.h2, weights, &s.recv)?.join(st)?;
         let x = (&s.recv.x, (&p[i.up].w, &p[i.down].w));
         self.experts.forward(st, s.handle.m_splits(), x, &s.experts)?;
-        let (y, out) = (&s.experts.y, &self.rooms.scratch.moe);
+        let (y, out) = (&s.experts.y, &self.activations.scratch.moe);
         comm.ep.combine(st, &s.handle, y, Some(&s.recv_weights), out)?.join(st).map(|_| ())
     }
 
@@ -178,7 +178,8 @@ impl Shared<'_> {
     /// The fault of a team.
     pub fn backward(&self, l: usize, dx2: &Both, dx1: &Both) -> Result<()> {
         let (c, comm, i, p) = (self.cfg, self.comm, params::layer(l), self.params);
-        let (s, r, st) = (&self.rooms.layers[l], &self.rooms.scratch, &self.comm.stream);
+        let (s, r, st) =
+            (&self.activations.layers[l], &self.activations.scratch, &self.comm.stream);
         if !c.no_experts {
             self.expert_backward(i, s, &dx2.narrow)?;
         }
@@ -215,7 +216,7 @@ impl Shared<'_> {
     /// Gradients of the dispatched rows, of the routing weights and of the experts' weights.
     fn expert_backward(&self, i: params::LayerIdx, s: &Saved, d_out: &Tensor) -> Result<()> {
         let (comm, st, p) = (self.comm, &self.comm.stream, self.params);
-        let r = &self.rooms.scratch;
+        let r = &self.activations.scratch;
         let weights = Some((&s.recv_weights, &s.experts.y, &r.d_recv_weights));
         comm.ep.combine_bwd(st, &s.handle, d_out, weights, &r.dy)?.join(st)?;
         let x = (&s.recv.x, (&p[i.up].w, &p[i.down].w));

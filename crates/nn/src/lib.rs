@@ -10,6 +10,7 @@
 //! that are made once, and reads nothing until the step has run. On GPUs a step is one graph.
 #![forbid(unsafe_code)]
 
+mod activations;
 pub mod attn;
 pub mod calibrate;
 pub mod checkpoint;
@@ -17,6 +18,7 @@ pub mod comm;
 pub mod config;
 pub mod data;
 pub mod experts;
+mod fault_propagation;
 #[cfg(test)]
 mod flips;
 mod layer;
@@ -24,8 +26,6 @@ mod local;
 pub mod model;
 pub mod params;
 pub mod place;
-mod rooms;
-mod together;
 pub mod train;
 
 pub use checkpoint::{load, save};

@@ -10,16 +10,16 @@ use tilewire_ops::layers::{
 };
 use tilewire_symm::World;
 
+use crate::activations::{Activations, Both};
 use crate::comm::Comm;
 use crate::config::{Coord, Grid, ModelCfg, VOCAB};
 use crate::data::Data;
 use crate::experts::Experts;
+use crate::fault_propagation::FaultPropagation;
 use crate::layer::{Local, Shared};
 use crate::local::{Linear, Product};
 use crate::params::{self, EMBED, Flat, HEAD, Kind, NORM, Param, Params};
 use crate::place::Target;
-use crate::rooms::{Both, Rooms};
-use crate::together::Together;
 
 /// One rank's part of the model.
 pub struct Model {
@@ -37,10 +37,10 @@ pub struct Model {
     pub(crate) experts: Experts,
     works: LayersPlan,
     local: Local,
-    pub(crate) rooms: Rooms,
+    pub(crate) activations: Activations,
     /// Weight of the load-balancing loss.
     pub balance: f32,
-    together: Arc<Together>,
+    together: Arc<FaultPropagation>,
     /// Layer whose closest choice of experts is turned over.
     #[cfg(test)]
     pub(crate) flip: Option<usize>,
@@ -107,10 +107,10 @@ impl Model {
         let capacity = comm.ep.desc().capacity;
         let experts = Experts::new(&cfg, (stream, target.dtype), capacity, mine.len())?;
         let local = local(&cfg, &comm, &all)?;
-        let rooms = Rooms::new(&cfg, &comm)?;
+        let activations = Activations::new(&cfg, &comm)?;
         stream.synchronize()?;
         let balance = 0.01;
-        let together = Together::new(comm.teams(), &comm.place.device);
+        let together = FaultPropagation::new(comm.teams(), &comm.place.device);
         Ok(Self {
             cfg,
             grid,
@@ -121,7 +121,7 @@ impl Model {
             experts,
             works,
             local,
-            rooms,
+            activations,
             balance,
             together,
             #[cfg(test)]
@@ -160,7 +160,7 @@ impl Model {
             works: &self.works,
             local: &self.local,
             params: &self.params,
-            rooms: &self.rooms,
+            activations: &self.activations,
             balance: self.balance,
             #[cfg(test)]
             flip: self.flip,
@@ -173,13 +173,13 @@ impl Model {
     /// `InvalidArgument` for another number of rows; what the device reports.
     pub fn load(&self, b: &Batch) -> Result<()> {
         let targets: Vec<i32> = b.targets.iter().map(|&t| t as i32).collect();
-        upload(&self.rooms.tokens, &b.tokens)?;
-        upload(&self.rooms.targets, bytemuck::cast_slice(&targets))
+        upload(&self.activations.tokens, &b.tokens)?;
+        upload(&self.activations.targets, bytemuck::cast_slice(&targets))
     }
 
     /// Queues the forward pass up to the logits.
     fn queue_forward(&self) -> Result<()> {
-        let (s, r, layers) = (self.shared(), &self.rooms, self.cfg.layers);
+        let (s, r, layers) = (self.shared(), &self.activations, self.cfg.layers);
         s.run(&Embed {
             tokens: r.tokens.clone(),
             table: self.params[EMBED].w.clone(),
@@ -199,7 +199,7 @@ impl Model {
     /// The fault of a team.
     pub fn queue_forward_backward(&self, num_targets: usize) -> Result<()> {
         self.queue_forward()?;
-        let (s, r, p, stream) = (self.shared(), &self.rooms, &self.params, &self.comm.stream);
+        let (s, r, p, stream) = (self.shared(), &self.activations, &self.params, &self.comm.stream);
         s.run(&CrossEntropy {
             logits: r.logits.clone(),
             targets: r.targets.clone(),
@@ -252,14 +252,14 @@ impl Model {
         let first_of_shard = (self.coord.dp, self.coord.cp) == (0, 0);
         let counted = [(replicated, first), (sharded, first_of_shard), (experts, true)];
         let of = counted.iter().filter(|c| c.1).map(|c| c.0.sum.clone()).collect();
-        self.shared().run(&SquareSum { of, out: self.rooms.small.rows(1, 2)? })?;
+        self.shared().run(&SquareSum { of, out: self.activations.small.rows(1, 2)? })?;
         // A sum that has failed is NaN from its first element on. Not every rank's sums are
         // counted, but what any of them lacks keeps all from the step.
         let sums = [replicated, sharded].map(|f| &f.sum).into_iter();
         let first = sums.filter(|t| t.shape().num_elems() > 0).map(|t| t.rows(0, 1));
         let of = first.collect::<Result<_>>()?;
-        self.shared().run(&SquareSum { of, out: self.rooms.small.rows(3, 2)? })?;
-        comm.sum_small.run(stream, &self.rooms.small, &self.rooms.small_sum)
+        self.shared().run(&SquareSum { of, out: self.activations.small.rows(3, 2)? })?;
+        comm.sum_small.run(stream, &self.activations.small, &self.activations.small_sum)
     }
 
     /// Queues the optimizer's step, which no rank takes unless all have whole sums of gradients.
@@ -267,7 +267,7 @@ impl Model {
     /// # Errors
     /// What queueing gives.
     pub fn queue_optimizer(&self, cfg: &AdamW) -> Result<()> {
-        let (small, count) = (&self.rooms.small_sum, &self.rooms.count);
+        let (small, count) = (&self.activations.small_sum, &self.activations.count);
         for p in self.params.iter().filter(|p| !p.is_empty()) {
             self.shared().run(&AdamStep {
                 cfg: *cfg,
@@ -295,7 +295,7 @@ impl Model {
 
     /// Sets the number of steps taken.
     pub(crate) fn set_count(&self, steps: usize) -> Result<()> {
-        upload(&self.rooms.count, &(steps as i32).to_ne_bytes())
+        upload(&self.activations.count, &(steps as i32).to_ne_bytes())
     }
 
     /// The losses of the last step that has run, and the norm of its gradient.
@@ -303,7 +303,7 @@ impl Model {
     /// # Errors
     /// What the device reports.
     pub fn losses(&self) -> Result<(Losses, f64)> {
-        let small = self.rooms.small_sum.to_f32()?;
+        let small = self.activations.small_sum.to_f32()?;
         let square = f64::from(small[1]) + f64::from(small[2]);
         // Rounding may leave a hair below zero; a NaN must stay one.
         let norm = if square < 0.0 { 0.0 } else { square.sqrt() };
@@ -316,7 +316,7 @@ impl Model {
         let (c, e) = (&self.cfg, self.cfg.experts);
         let (choices, tokens) = ((c.tokens() * c.top_k) as f64, c.tokens() as f64);
         let mut sum = 0.0;
-        for l in &self.rooms.layers {
+        for l in &self.activations.layers {
             let load = l.load.to_f32()?;
             let share = |i: usize| f64::from(load[i]) / choices * f64::from(load[e + i]) / tokens;
             sum += e as f64 * (0..e).map(share).sum::<f64>();
@@ -329,10 +329,10 @@ impl Model {
     /// # Errors
     /// The fault of a team.
     pub fn logits(&self, tokens: &[u8]) -> Result<Vec<f32>> {
-        upload(&self.rooms.tokens, tokens)?;
+        upload(&self.activations.tokens, tokens)?;
         self.queue_forward()?;
         self.finish()?;
-        self.rooms.logits.to_f32()
+        self.activations.logits.to_f32()
     }
 
     /// Forward, backward and the sums over ranks, to their end; returns losses and the norm of the

@@ -68,14 +68,14 @@ impl Place {
     ///
     /// # Errors
     /// `Exhausted` if there is not enough memory.
-    pub fn room(&self, rows: usize, cols: usize) -> Result<Tensor> {
+    pub fn narrow(&self, rows: usize, cols: usize) -> Result<Tensor> {
         Tensor::poisoned_on(&self.device, self.dtype, Shape::d2(rows, cols))
     }
 
     /// Poisoned rows of f32.
     ///
     /// # Errors
-    /// As [`Place::room`].
+    /// As [`Place::narrow`].
     pub fn wide(&self, rows: usize, cols: usize) -> Result<Tensor> {
         Tensor::poisoned_on(&self.device, DType::F32, Shape::d2(rows, cols))
     }
@@ -83,7 +83,7 @@ impl Place {
     /// Zeroed rows of `dtype`.
     ///
     /// # Errors
-    /// As [`Place::room`].
+    /// As [`Place::narrow`].
     pub fn zeros(&self, dtype: DType, rows: usize, cols: usize) -> Result<Tensor> {
         Tensor::zeros_on(&self.device, dtype, Shape::d2(rows, cols))
     }
@@ -91,7 +91,7 @@ impl Place {
     /// A copy of `t` there.
     ///
     /// # Errors
-    /// As [`Place::room`].
+    /// As [`Place::narrow`].
     pub fn put(&self, t: &Tensor) -> Result<Tensor> {
         t.to(&self.device)
     }

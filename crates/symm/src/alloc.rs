@@ -41,13 +41,16 @@ impl Allocator {
         let found = self.free.iter().find(|&(_, &l)| l >= need).map(|(&o, &l)| (o, l));
         let Some((offset, have)) = found else {
             let free: usize = self.free.values().sum();
-            return Err(Error::new(ErrorKind::Exhausted, format!("no room for `{tag}`"))
-                .expected(format_args!("{need} free in one piece"))
-                .seen(format_args!("{free} of {} free in all", self.len))
-                .hint(
-                    "make the heap larger (Plan::memory says what each plan needs), call the \
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("the heap has no free range for `{tag}`"),
+            )
+            .expected(format_args!("{need} free in one piece"))
+            .seen(format_args!("{free} of {} free in all", self.len))
+            .hint(
+                "make the heap larger (Plan::memory says what each plan needs), call the \
                        collective `heap.grow()`, or return dropped buffers with `heap.collect()`",
-                ));
+            ));
         };
         if need > 0 {
             self.free.remove(&offset);

@@ -8,12 +8,12 @@ use tilewire_device::cuda::NcclWindow;
 use tilewire_device::{Device, Stream, Tracer};
 
 use crate::alloc::Allocator;
+use crate::broadcast_status::exchange_parts;
 use crate::buf::{Dropped, SymBuf, take, unused};
 use crate::map::{Mapping, PAGE, shared_file};
 use crate::nccl::{self, NcclTeam};
 use crate::nvshmem;
 use crate::team::{LiveTeam, lock};
-use crate::told::exchange_parts;
 use crate::transport::{HostTransport, Mapped, Peers, over};
 use crate::vmm::VmmStore;
 
@@ -328,7 +328,7 @@ impl Heap {
     /// calls in the same order. Local; `prepare` checks that the calls were equal.
     ///
     /// # Errors
-    /// `Exhausted` if there is no room; `Stale` in a forked child.
+    /// `Exhausted` if the heap is full; `Stale` in a forked child.
     pub fn alloc(&self, len_bytes: usize, tag: &str) -> Result<SymBuf> {
         self.0.team.0.process.check()?;
         let offset = lock(&self.0.alloc)

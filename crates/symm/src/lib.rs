@@ -21,6 +21,7 @@
 
 mod agree;
 mod alloc;
+mod broadcast_status;
 mod buf;
 mod control;
 mod heap;
@@ -33,7 +34,6 @@ mod recorder;
 mod signals;
 mod sink;
 mod team;
-mod told;
 mod traffic;
 pub mod transport;
 mod vmm;

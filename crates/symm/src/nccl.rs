@@ -7,7 +7,7 @@
 //!
 //! # Invariants
 //! 1. The communicator is made by all members at one `prepare`, or by none; or it is the caller's,
-//!    whom the world has it from ([`World::adopt_nccl`](crate::World::adopt_nccl)).
+//!    the caller that the world has it from ([`World::adopt_nccl`](crate::World::adopt_nccl)).
 //! 2. No call waits for a peer past the fault of the team.
 //! 3. Its kernels know no deadline. A launch meets by kernels of `vmm` before it queues one, so
 //!    that a peer that does not come is seen there; a thread of this process watches the team and

@@ -13,7 +13,7 @@
 //!   nothing is counted, so nobody has to consume it.
 //! - **Barrier**: everybody stores its epoch into everybody's inbox, then waits for all inboxes.
 //! - **Abort**: each rank has one slot on each page; the slot holds the generation it is meant
-//!   for, so that an abort of an earlier generation is not heard.
+//!   for, so that an abort of an earlier generation is ignored.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -142,7 +142,7 @@ pub struct AbortCode {
     pub reason: u8,
     /// Team rank that it is about.
     pub about: u8,
-    /// Team rank that raised it first. Who hears an abort passes it on as it is.
+    /// Team rank that raised it first. A rank that sees an abort passes it on as it is.
     pub from: u8,
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, Weak};
 use crate::protocol::AbortCode;
 use crate::team::lock;
 
-/// Told once the team is over. Called from the thread that failed or from the monitor thread, so
+/// Called once the team is over, from the thread that failed or from the monitor thread, so
 /// it must be quick and must not block on the device.
 pub(crate) trait AbortSink: Send + Sync {
     fn raise(&self, code: AbortCode);

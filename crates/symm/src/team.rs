@@ -10,6 +10,7 @@ use tilewire_boot::{Mesh, Parcel, PeerExit};
 use tilewire_core::{Deadline, Error, ErrorKind, Process, Rank, Result, Team};
 use tilewire_device::Fault;
 
+use crate::broadcast_status::{Stop, exchange_parts, leave_word};
 use crate::control::{Control, NUM_CHANNELS, NUM_SIGNALS, page_bytes};
 use crate::hook::{Hook, HookAction, HookPoint, StepKind};
 use crate::map::{Mapping, shared_file};
@@ -18,7 +19,6 @@ use crate::protocol::{AbortCode, raise};
 use crate::recorder::{self, Entry, EntryState, NUM_ENTRIES};
 use crate::signals::SlotPool;
 use crate::sink::AbortSinks;
-use crate::told::{Stop, exchange_parts, leave_word};
 use crate::traffic::{Traffic, TrafficCounters};
 use crate::world::WorldCfg;
 
@@ -43,9 +43,9 @@ pub(crate) struct TeamInner {
     /// Team ranks that died, and that left.
     dead: AtomicU64,
     left: AtomicU64,
-    /// The abort of a peer that my device has heard of, packed; or 0.
-    heard: AtomicU64,
-    /// The last call of mine whose wait was told to last.
+    /// The abort of a peer that my device has seen, packed; or 0.
+    seen_abort: AtomicU64,
+    /// The last call of mine whose wait was reported to take long.
     pub late: AtomicU64,
     /// What the next wait on (slot, source) must see, less its own count.
     expected: Vec<AtomicU64>,
@@ -145,7 +145,7 @@ impl LiveTeam {
 
         let page = page_bytes(size);
         let own = shared_file("tilewire-control", page);
-        // There is no team yet whose abort could be heard.
+        // There is no team yet whose abort could be seen.
         let go: Stop<'_> = &|| Ok(());
         let deadline = Deadline::after(cfg.rendezvous_timeout);
         let here = |e: Error| translate(&info, e).op("team").phase("rendezvous").team(info.name());
@@ -185,7 +185,7 @@ impl LiveTeam {
             process: Process::default(),
             dead: AtomicU64::new(0),
             left: AtomicU64::new(0),
-            heard: AtomicU64::new(0),
+            seen_abort: AtomicU64::new(0),
             late: AtomicU64::new(0),
             expected: counters(NUM_SIGNALS * size),
             epochs: counters(NUM_CHANNELS),
@@ -306,7 +306,7 @@ impl LiveTeam {
         AbortCode { generation, reason, about: byte(about), from: byte(self.rank()) }
     }
 
-    /// Raises the abort that goes with the team's fault on every page. One that was heard is
+    /// Raises the abort that goes with the team's fault on every page. One that was seen is
     /// passed on as it is, so that all ranks name the rank that began.
     fn publish(&self, error: &Error) {
         let reason = match error.kind() {
@@ -323,9 +323,9 @@ impl LiveTeam {
             ErrorKind::Mismatch => 4,
             _ => 5,
         };
-        let heard = error.get_peer().filter(|_| reason == 3).and_then(|_| self.heard());
+        let seen = error.get_peer().filter(|_| reason == 3).and_then(|_| self.seen_abort());
         let own = || self.abort_code(reason, error.get_peer().unwrap_or(self.rank()));
-        let code = heard.unwrap_or_else(own);
+        let code = seen.unwrap_or_else(own);
         let me = self.rank();
         self.write_report(code);
         for p in self.peers() {
@@ -336,15 +336,15 @@ impl LiveTeam {
         self.0.sinks.raise(code);
     }
 
-    /// Notes an abort that a device has heard from another device, whose host may not know of it
+    /// Notes an abort that a device has seen of another device, whose host may not know of it
     /// yet.
     pub(crate) fn note_heard(&self, code: AbortCode) {
-        self.0.heard.store(code.pack(), Ordering::Release);
+        self.0.seen_abort.store(code.pack(), Ordering::Release);
     }
 
     /// An abort of a peer, from its device or its host.
-    fn heard(&self) -> Option<AbortCode> {
-        let device = AbortCode::unpack(self.0.heard.load(Ordering::Acquire));
+    fn seen_abort(&self) -> Option<AbortCode> {
+        let device = AbortCode::unpack(self.0.seen_abort.load(Ordering::Acquire));
         device.or_else(|| self.peer_abort().map(|(_, code)| code))
     }
 

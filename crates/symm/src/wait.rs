@@ -108,7 +108,7 @@ impl LiveTeam {
         self.peers().find_map(|src| {
             let slot = self.0.ctl.abort_slot(self.rank(), src);
             let code = crate::protocol::raised(slot, self.0.generation as u32)?;
-            // Others pass on what they heard: the slot need not be that of the rank that began.
+            // Ranks pass on an abort as they got it: the slot need not be that of the rank that began.
             let src = self.peers().find(|p| p.get() == u32::from(code.from)).unwrap_or(src);
             Some((src, code))
         })
@@ -133,7 +133,7 @@ impl LiveTeam {
         Error::new(ErrorKind::Aborted, text).rank(self.rank()).peer(src)
     }
 
-    /// What peers and the monitor have told that no wait of mine has met yet.
+    /// What peers and the monitor have reported and no wait of mine has met yet.
     pub(crate) fn news(&self) -> Option<Error> {
         let dead = || {
             let peer = self.first_dead()?;
@@ -243,7 +243,7 @@ mod tests {
             let late = || team.lateness(Duration::from_secs(30));
             let text = late().expect("an open call");
             assert!(text.contains("team late") && text.contains("30 s"), "{text}");
-            assert_eq!(late(), None, "told twice");
+            assert_eq!(late(), None, "reported twice");
             assert!(text.ends_with("no rank has made fewer calls"), "{text}");
             team.agree(true)?;
             calls(if world.rank().get() == 2 { 1 } else { 3 })?;

@@ -61,20 +61,20 @@ struct WorldInner {
     exits: Mutex<Vec<(Rank, PeerExit)>>,
     /// How often each (name, members) has formed a team: their generations.
     generations: Mutex<HashMap<(String, Vec<Rank>), u64>>,
-    told: Mutex<ToldDeaths>,
+    reported: Mutex<ReportedDeaths>,
     adopted: Arc<Adopted>,
 }
 
-/// Deaths that the faults of teams have told. A peer may tell of one before my own mesh knows it.
+/// Deaths that the faults of teams report. A peer may report one before my own mesh knows it.
 #[derive(Default)]
-struct ToldDeaths {
+struct ReportedDeaths {
     /// The faults of teams that may still meet one, and who is in these teams.
     open: Vec<(Arc<Fault>, Team)>,
     /// World ranks: bit `i` is rank `i`.
     mask: u64,
 }
 
-impl ToldDeaths {
+impl ReportedDeaths {
     /// Reads the faults; keeps those that nobody has read to the end and that others can still set.
     fn read(&mut self) -> u64 {
         let mask = &mut self.mask;
@@ -121,7 +121,7 @@ impl World {
             teams: Mutex::default(),
             exits: Mutex::default(),
             generations: Mutex::default(),
-            told: Mutex::default(),
+            reported: Mutex::default(),
             adopted: Arc::default(),
         });
         let weak = Arc::downgrade(&inner);
@@ -196,7 +196,7 @@ impl World {
     /// of mine has raised as its fault is never among them, also where only a peer had noticed it:
     /// the ranks that are left after a `PeerDead` can form their next team of these at once.
     pub fn alive(&self) -> Vec<Rank> {
-        let gone = self.0.mesh.gone() | lock(&self.0.told).read();
+        let gone = self.0.mesh.gone() | lock(&self.0.reported).read();
         Rank::all(self.size()).filter(|r| gone >> r.idx() & 1 == 0).collect()
     }
 
@@ -231,9 +231,9 @@ impl World {
         );
         let team = met?;
         {
-            let mut told = lock(&self.0.told);
-            told.read();
-            told.open.push((team.fault().clone(), info));
+            let mut reported = lock(&self.0.reported);
+            reported.read();
+            reported.open.push((team.fault().clone(), info));
         }
         let mut teams = lock(&self.0.teams);
         teams.retain(|t| t.strong_count() > 0);
@@ -367,7 +367,7 @@ impl Drop for World {
             return;
         }
         // Work in flight holds the mesh, and waits for peers that wait for us: the death must be
-        // told before that work can end.
+        // reported before that work can end.
         let teams: Vec<_> = lock(&self.0.teams).iter().filter_map(Weak::upgrade).collect();
         for team in teams.into_iter().map(LiveTeam) {
             let text = format!("rank {} panicked", team.rank().get());

@@ -102,9 +102,9 @@ fn own_session(cmd: &mut Command) {
 }
 
 /// Ends everything that is left of the ranks: TERM, KILL after `grace`. Returns how many processes
-/// besides the ranks themselves had to be told.
+/// besides the ranks themselves had to be signalled.
 pub(super) fn end_all(ranks: &mut [RankProcess], grace: Duration) -> usize {
-    let mut told = HashSet::new();
+    let mut signalled = HashSet::new();
     let start = Instant::now();
     loop {
         let left = members(ranks);
@@ -116,13 +116,13 @@ pub(super) fn end_all(ranks: &mut [RankProcess], grace: Duration) -> usize {
             let leader = ranks.iter().any(|r| r.pid == m.pid);
             if age >= grace {
                 m.signal(Signal::KILL);
-            } else if told.contains(&m.pid.as_raw_nonzero()) {
+            } else if signalled.contains(&m.pid.as_raw_nonzero()) {
                 continue;
             } else {
                 m.signal(Signal::TERM);
             }
             if !leader {
-                told.insert(m.pid.as_raw_nonzero());
+                signalled.insert(m.pid.as_raw_nonzero());
             }
         }
         std::thread::sleep(LOOK);
@@ -130,7 +130,7 @@ pub(super) fn end_all(ranks: &mut [RankProcess], grace: Duration) -> usize {
     for r in ranks {
         r.poll_status().ok();
     }
-    told.len()
+    signalled.len()
 }
 
 /// A live process in the session of a rank.

@@ -50,7 +50,7 @@ impl Drop for Signals {
 pub(super) struct Watch<'a> {
     launch: &'a Launch,
     start: Instant,
-    /// When the ranks were told to end.
+    /// When the ranks were asked to end.
     ending: Option<Instant>,
     killed: bool,
     first: Option<(Rank, RankStatus)>,
@@ -76,8 +76,8 @@ impl<'a> Watch<'a> {
 
     pub fn run(&mut self, ranks: &mut [RankProcess], signals: &Signals) -> Result<()> {
         while ranks.iter().any(|r| r.status.is_none()) {
-            let (told, ended) = self.wait(ranks, signals)?;
-            for signal in told {
+            let (came, ended) = self.wait(ranks, signals)?;
+            for signal in came {
                 self.interrupt(signal, ranks);
             }
             for i in ended {
@@ -116,9 +116,9 @@ impl<'a> Watch<'a> {
         sock::wait_any(&mut fds, limit.map(|t| t.saturating_duration_since(now)))?;
         let (sig, proc) = fds.split_at(signals.0.len());
         let is_ready = |f: &PollFd<'_>| !f.revents().is_empty();
-        let told = (0..sig.len()).filter(|i| is_ready(&sig[*i])).filter_map(|i| signals.take(i));
+        let came = (0..sig.len()).filter(|i| is_ready(&sig[*i])).filter_map(|i| signals.take(i));
         let ended = running.iter().zip(proc).filter(|(_, f)| is_ready(f)).map(|(i, _)| *i);
-        Ok((told.collect(), ended.collect()))
+        Ok((came.collect(), ended.collect()))
     }
 
     /// The first signal ends the ranks; the same again, later, kills them: somebody is impatient.

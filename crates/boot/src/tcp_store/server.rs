@@ -162,7 +162,7 @@ struct Service {
     refused: Arc<AtomicU64>,
     data: Data,
     conns: Vec<Conn>,
-    /// Whether the log has told that no descriptor was free.
+    /// Whether the log has reported that no descriptor was free.
     was_full: bool,
 }
 

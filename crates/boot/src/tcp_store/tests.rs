@@ -125,7 +125,11 @@ fn unreachable_names_the_address_and_the_time() {
         let e = e.err().unwrap();
         assert!(e.is_timeout(), "{e}");
         let text = e.to_string();
-        assert!(text.contains(&addr.to_string()) && text.contains("tried for 0.3 s"), "{text}");
+        assert!(text.contains(&addr.to_string()), "{text}");
+        // A loaded machine wakes the client late.
+        let tried = text.split("tried for ").nth(1).and_then(|t| t.split(' ').next()).unwrap();
+        let tried: f64 = tried.parse().unwrap();
+        assert!((0.3..5.0).contains(&tried), "{text}");
     }
 }
 

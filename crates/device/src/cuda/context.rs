@@ -126,9 +126,9 @@ pub(super) struct Inner {
     pub(super) borrowed: Mutex<Known>,
     /// What captures that were begun elsewhere keep, by their numbers.
     pub(super) captures: Mutex<Vec<(u64, Weak<Held>)>>,
-    /// Device memory that is not freed although nobody uses it: see [`CudaContext::keep_memory`].
+    /// Device memory that is not freed although nothing uses it: see [`CudaContext::keep_memory`].
     kept: Mutex<Option<Vec<CUdeviceptr>>>,
-    /// Told while a thread waits for the device: see [`CudaContext::watch`].
+    /// Called while a thread waits for the device: see [`CudaContext::watch`].
     watchers: Mutex<Vec<Weak<dyn Probe>>>,
 }
 
@@ -213,7 +213,7 @@ impl CudaContext {
     }
 
     pub(super) fn tell_waiting(&self, from: Duration, to: Duration) {
-        // Cloned out: whoever is told may be the last owner of what watches, too.
+        // Cloned out: the callee may be the last owner of the watcher, too.
         let all: Vec<_> = {
             let mut list = self.0.watchers.lock().unwrap_or_else(PoisonError::into_inner);
             list.retain(|p| p.strong_count() > 0);

@@ -18,8 +18,8 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 
 use super::context::CudaContext;
 use super::library::{InUse, Lib, Open};
+use super::library_search::{CUBLASLT, CUBLASLT_12, Found, Places};
 use super::memory::CudaMemory;
-use super::places::{CUBLASLT, CUBLASLT_12, Found, Places};
 use super::stream::CudaStream;
 use crate::Buffer;
 
@@ -371,7 +371,7 @@ impl CublasLt {
             pref.set(api, PREF_ALIGNMENT_A + i, align_bytes)?;
         }
         let (mut results, mut num) = (vec![RawResult::default(); top.max(1)], 0);
-        // SAFETY: live descriptors; room for as many results as are said.
+        // SAFETY: live descriptors; the array holds as many results as are asked for.
         let code = unsafe {
             (api.heuristic)(
                 self.raw,

@@ -31,7 +31,7 @@ pub(super) const BATCH: usize = 64;
 /// The newest of a thread may belong to work that it is about to queue: other threads may queue any
 /// number of things meanwhile.
 const NEWEST: usize = 16;
-/// Threads that are told apart: the newest of a thread that has ended would stay until somebody
+/// Threads that are distinguished: the newest of a thread that has ended would stay until somebody
 /// waits.
 const THREADS: usize = 16;
 

@@ -464,7 +464,7 @@ pub(super) fn gone<T>(weak: &Weak<T>, ctx: &CudaContext) -> bool {
 }
 
 /// Work of ours in a capture that somebody else has begun: part of that graph, which keeps what it
-/// refers to. As PyTorch captures unless it is told otherwise, as this crate does, and as who cares
+/// refers to. As PyTorch captures by default, as this crate does, and as who cares
 /// for nothing.
 const MODES: [sys::CUstreamCaptureMode; 3] = [
     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,

@@ -11,9 +11,9 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
 use tilewire_core::{Error, ErrorKind, Result};
 
+use super::environment::{DELETED, file_of};
+use super::library_search::{CUBLASLT, CUBLASLT_12, Found, LibrarySpec, NCCL, NVRTC, NVSHMEM};
 use super::loader::is_driver;
-use super::places::{CUBLASLT, CUBLASLT_12, Found, LibrarySpec, NCCL, NVRTC, NVSHMEM};
-use super::surroundings::{DELETED, file_of};
 
 /// Of `dlfcn.h` on Linux: what is loaded already, or nothing.
 const RTLD_NOLOAD: c_int = 4;
@@ -194,7 +194,7 @@ fn in_use<A>(used: &Open<A>, wanted: &Found) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::super::places::How;
+    use super::super::library_search::How;
     use super::*;
 
     /// A process may have a library by another name of its folder, while an installer puts a new

@@ -7,10 +7,10 @@ use cudarc::driver;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use tilewire_core::{Error, ErrorKind, Result};
 
+use super::environment::file_of;
 use super::error::check;
 use super::library::same_file;
-use super::places::{Found, How, Places};
-use super::surroundings::file_of;
+use super::library_search::{Found, How, Places};
 
 /// Checks that the driver is there and finds a device. Looked up once per process.
 ///

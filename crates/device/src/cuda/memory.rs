@@ -43,7 +43,7 @@ impl CudaMemory {
     /// # Errors
     /// `Exhausted` if there is not enough memory.
     pub fn filled(ctx: &CudaContext, len_bytes: usize, byte: u8) -> Result<Self> {
-        // First: there may be no room without it.
+        // First: without it there may not be enough memory.
         ctx.free_retired();
         let _current = ctx.bind()?;
         let (mut ptr, len) = (0, len_bytes.max(1));
@@ -51,7 +51,7 @@ impl CudaMemory {
         let mut alloc = || check(unsafe { sys::cuMemAlloc_v2(&mut ptr, len) }, "cuMemAlloc");
         alloc()
             .or_else(|e| if ctx.free_kept() { alloc() } else { Err(e) })
-            .map_err(|e| e.expected(format_args!("{len} bytes")).seen("no room"))?;
+            .map_err(|e| e.expected(format_args!("{len} bytes")).seen("not enough free memory"))?;
         let owner = Arc::new(Owner { ctx: ctx.clone(), ptr, lender: None });
         let me = Self { owner, offset: 0, len: len_bytes };
         // SAFETY: just allocated, nobody else knows it.

@@ -20,6 +20,7 @@ mod context;
 mod cublaslt;
 mod current;
 mod ended;
+mod environment;
 mod error;
 mod event;
 mod flight;
@@ -27,6 +28,7 @@ mod graph;
 #[cfg(test)]
 mod interop_tests;
 mod library;
+mod library_search;
 mod loader;
 mod memory;
 mod module;
@@ -35,11 +37,9 @@ mod nccl_api;
 mod nvrtc;
 mod nvshmem;
 mod nvtx;
-mod places;
 mod probe;
 mod span;
 mod stream;
-mod surroundings;
 mod tensor_map;
 #[cfg(test)]
 mod tests;
@@ -50,16 +50,16 @@ pub use cublaslt::{CublasLt, LtAlgo, LtDesc, LtProduct, load_cublaslt};
 pub use event::CudaEvent;
 pub use graph::CudaGraph;
 pub use library::load_library;
+pub use library_search::{
+    CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, NVTX,
+    NVTX_12, Places,
+};
 pub use loader::{available, load_driver_from};
 pub use memory::{CudaMemory, HostRegistered, Pinned};
 pub use module::{CudaModule, Grid, Kernel, LaunchArgs};
 pub use nccl::{NcclComm, NcclId, NcclOp, NcclSum, NcclWindow, load_nccl};
 pub use nvrtc::{Nvrtc, load_nvrtc};
 pub use nvshmem::{Nvshmem, NvshmemId, load_nvshmem};
-pub use places::{
-    CUBLASLT, CUBLASLT_12, CUDNN, Found, How, LIBRARIES, LibrarySpec, NCCL, NVRTC, NVSHMEM, NVTX,
-    NVTX_12, Places,
-};
 pub use probe::{DeviceInfo, PeerInfo, devices, peer_info, try_share};
 pub use span::CudaSpan;
 pub(crate) use span::DeviceSpans;

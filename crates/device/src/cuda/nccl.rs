@@ -18,8 +18,8 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 
 use super::context::CudaContext;
 use super::library::Open;
+use super::library_search::{Found, NCCL};
 use super::nccl_api::{Api, Code, Raw, RawConfig, RawWait, SUCCESS, WINDOW_SYMMETRIC, text};
-use super::places::{Found, NCCL};
 use super::stream::CudaStream;
 
 /// How long a call may hold a communicator that is to be ended before it is ended beside it.
@@ -89,7 +89,7 @@ pub enum NcclOp {
         src: u64,
         /// Of all.
         count: usize,
-        /// To whom.
+        /// The rank that it goes to.
         peer: u32,
     },
     /// From a peer that sends as many.
@@ -98,7 +98,7 @@ pub enum NcclOp {
         dst: u64,
         /// Of all.
         count: usize,
-        /// From whom.
+        /// The rank that it comes from.
         peer: u32,
     },
     /// Elements into a peer's window, then one to what it counts of my signals. A library from 2.29
@@ -108,7 +108,7 @@ pub enum NcclOp {
         src: u64,
         /// Of all.
         count: usize,
-        /// To whom.
+        /// The rank that it goes to.
         peer: u32,
         /// My handle of the window: [`NcclWindow::handle`].
         window: u64,
@@ -117,7 +117,7 @@ pub enum NcclOp {
     },
     /// One to what a peer counts of my signals.
     Signal {
-        /// To whom.
+        /// The rank that it goes to.
         peer: u32,
     },
     /// Waits for more signals of a peer, so many as no wait before has taken. A wait of the
@@ -278,7 +278,7 @@ impl NcclComm {
     }
 
     /// Gives the communicator to the caller, who ends it; `None` if it was aborted. One that was
-    /// revoked can only be destroyed: [`NcclComm::is_over`]. Whoever else has this value is told
+    /// revoked can only be destroyed: [`NcclComm::is_over`]. Other owners of this value learn of that
     /// `Aborted` from now on.
     pub fn release(&self) -> Option<u64> {
         let handle = self.lock().take();
@@ -448,7 +448,7 @@ impl NcclComm {
     }
 
     /// Collective: begins to register `len` bytes at `addr`, memory of
-    /// [`VmmChunk`](super::VmmChunk)s from the beginning of a mapping on. Done, and told by
+    /// [`VmmChunk`](super::VmmChunk)s from the beginning of a mapping on. Done, and reported by
     /// [`NcclWindow::handle`], when [`NcclComm::is_ready`] says so.
     ///
     /// # Safety

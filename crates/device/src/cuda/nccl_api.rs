@@ -8,8 +8,8 @@ use tilewire_core::{Error, ErrorKind, Result};
 
 use super::error::check;
 use super::library::{InUse, Lib, Open};
+use super::library_search::{Found, NCCL, Places};
 use super::nccl::NcclId;
-use super::places::{Found, NCCL, Places};
 
 pub(super) type Code = c_int;
 pub(super) type Raw = *mut c_void;
@@ -210,7 +210,7 @@ fn failed(code: Code, call: &str, (what, last): (&str, &str), is_lost: fn() -> b
             "free memory of the device: NCCL takes some beside the heap's; {more}"
         )),
         ErrorKind::Io => e.hint(format!(
-            "{more}; its ranks need room in /dev/shm (in a container: `--shm-size=1g`) and the network interface \
+            "{more}; its ranks need space in /dev/shm (in a container: `--shm-size=1g`) and the network interface \
              that NCCL_SOCKET_IFNAME names"
         )),
         _ => e.hint(more),
@@ -298,8 +298,10 @@ mod tests {
 
     #[test]
     fn other_interfaces_are_named() {
-        let found =
-            Found { path: "/x/libnccl.so.2".into(), how: super::super::places::How::System };
+        let found = Found {
+            path: "/x/libnccl.so.2".into(),
+            how: super::super::library_search::How::System,
+        };
         // One that is newer than what was tested is used, with a warning.
         for good in [22700, 22809, 23203, 24000] {
             known(good, &found).unwrap();

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 
 use tilewire_core::{Error, ErrorKind, Result};
 
+use super::environment::entries;
 use super::library::{InUse, Lib, Open};
-use super::places::{Found, NVRTC, Places};
-use super::surroundings::entries;
+use super::library_search::{Found, NVRTC, Places};
 use crate::jit::{Compiled, Compiler, KernelSpec};
 
 type Code = c_int;

@@ -14,14 +14,14 @@ use tilewire_core::{Error, ErrorKind, Result};
 
 use super::context::CudaContext;
 use super::library::{InUse, Lib, Open};
-use super::places::{Found, NVSHMEM, Places};
+use super::library_search::{Found, NVSHMEM, Places};
 
 const NO_MULTICAST: &str = "NVSHMEM_DISABLE_NVLS";
 /// The first version whose interface is the one below, and the major version that has it.
 const MIN: (c_int, c_int) = (3, 4);
 const MAJOR: c_int = 3;
 /// The newest whose functions `cargo xtask test --only libraries` looks up. Later ones are used,
-/// too, with a warning: they must be told the version of each structure, and keep to it.
+/// too, with a warning: they take the version of each structure as an argument, and keep to it.
 const TESTED_MINOR: c_int = 8;
 /// `NVSHMEMX_INIT_WITH_UNIQUEID`.
 const WITH_UNIQUEID: u32 = 1 << 3;
@@ -284,7 +284,7 @@ impl Nvshmem {
 
 #[cfg(test)]
 mod tests {
-    use super::super::places::How;
+    use super::super::library_search::How;
     use super::*;
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use tilewire_core::Result;
 
 use super::library::Lib;
-use super::places::{NVTX, Places};
+use super::library_search::{NVTX, Places};
 
 /// Set by profilers: the library of theirs that NVTX calls.
 const PROFILER: &str = "NVTX_INJECTION64_PATH";
@@ -83,7 +83,7 @@ impl Drop for Range {
 mod tests {
     use std::process::Command;
 
-    use super::super::places::NVTX_12;
+    use super::super::library_search::NVTX_12;
     use super::*;
 
     #[test]

@@ -539,7 +539,7 @@ pub(super) fn capture_info(raw: CUstream) -> Result<Option<(u64, CUgraph)>> {
     Ok(active.then_some((id, graph)))
 }
 
-/// Polls `query` until it is done or `deadline` passes. `tell` hears every 20 ms from when until
+/// Polls `query` until it is done or `deadline` passes. `tell` is called every 20 ms with the time from which until
 /// when that has lasted.
 pub(super) fn poll(
     deadline: Option<Deadline>,
@@ -547,7 +547,7 @@ pub(super) fn poll(
     tell: impl Fn(Duration, Duration),
 ) -> Result<()> {
     const TURN: Duration = Duration::from_millis(20);
-    let (began, mut told) = (Instant::now(), Duration::ZERO);
+    let (began, mut reported) = (Instant::now(), Duration::ZERO);
     for polls in 0u64.. {
         match query() {
             CUresult::CUDA_SUCCESS => return Ok(()),
@@ -559,9 +559,9 @@ pub(super) fn poll(
         }
         if polls > 2000 {
             let waited = began.elapsed();
-            if waited - told > TURN {
-                tell(told, waited);
-                told = waited;
+            if waited - reported > TURN {
+                tell(reported, waited);
+                reported = waited;
             }
             std::thread::sleep(Duration::from_micros(20));
         }

@@ -1,4 +1,4 @@
-//! Tensor maps: what the tensor memory accelerator of sm_90 and newer is told of a tensor in device
+//! Tensor maps: how the tensor memory accelerator of sm_90 and newer sees a tensor in device
 //! memory.
 
 use cudarc::driver::sys::{

@@ -171,7 +171,7 @@ impl VmmChunk {
     /// # Errors
     /// `Exhausted` if there is not enough memory; `Unsupported` if it cannot be shared.
     pub fn create(ctx: &CudaContext, len_bytes: usize, by: ShareBy) -> Result<Self> {
-        // First: there may be no room without it.
+        // First: without it there may not be enough memory.
         ctx.free_retired();
         let _current = ctx.bind()?;
         let mut handle = 0;

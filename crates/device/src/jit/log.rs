@@ -30,7 +30,7 @@ pub fn kernel_uses(log: &str) -> Vec<KernelUse> {
         };
         if line.contains("bytes spill stores") {
             let stores = before(" bytes spill stores").unwrap_or(0);
-            // Functions that were not inlined are told of behind their kernel, each on a line of
+            // Functions that were not inlined are reported behind their kernel, each on a line of
             // its own.
             last.spill_bytes += stores + before(" bytes spill loads").unwrap_or(0);
         }

@@ -27,8 +27,8 @@ pub(super) fn measure(clock: &Clock<'_>, m: &Model) -> Result<Vec<Times>> {
 
     let rows = comm.rows.attn.len();
     let (ours, alone) = (
-        Room::new(comm, global, (rows, rows))?,
-        Room::new(comm, global, (rows, sequences.tokens_kv))?,
+        Workspace::new(comm, global, (rows, rows))?,
+        Workspace::new(comm, global, (rows, sequences.tokens_kv))?,
     );
     let wire = Wire::new(comm, Pass::Forward)?;
     let mut times = vec![clock.measure(
@@ -65,14 +65,14 @@ fn seen(spans: &[Range<usize>], global: &Sequences) -> Result<Sequences> {
 }
 
 /// Tensors of one way to do it.
-struct Room {
+struct Workspace {
     x: AttnInputs,
     y: AttnOut,
     d_out: Tensor,
     g: AttnGrads,
 }
 
-impl Room {
+impl Workspace {
     fn new(comm: &Comm, d: &AttentionDesc, (rows_q, rows_kv): (usize, usize)) -> Result<Self> {
         let p = &comm.place;
         let q = || p.zeros(p.dtype, rows_q, d.heads_q * d.dqk);

@@ -106,7 +106,7 @@ impl BulkPlan {
             // Nobody waits for the side stream alone: it would keep the tensors of its latest launches.
             main.take_over(side);
         }
-        let (collective, told) = collective?.join_telling(stream)?;
+        let (collective, told) = collective?.join_with_callback(stream)?;
         let out = BulkOut { gemm: gemm?.join(stream)?, collective };
         let pending = Pending::new(out, stream, Some(self.collective.team().fault().clone()))?;
         Ok(pending.on_end(told))

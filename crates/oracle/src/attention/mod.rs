@@ -168,7 +168,7 @@ impl Sequences {
     /// from row `cu_seqlens_padded[s]` on. Each argument is `(cu_seqlens, cu_seqlens_padded)`.
     ///
     /// # Panics
-    /// If offsets decrease, differ in number, or a sequence does not fit its padded room.
+    /// If offsets decrease, differ in number, or a sequence does not fit its padded rows.
     pub fn padded(q: (&[usize], &[usize]), kv: (&[usize], &[usize])) -> Self {
         let ranges = |(cu, room): (&[usize], &[usize])| -> Vec<Range<usize>> {
             assert_eq!(cu.len(), room.len(), "as many padded offsets as offsets");

@@ -197,7 +197,7 @@ pub trait Transport: Send + Sync {
     ///
     /// # Safety
     /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane
-    /// that this one is behind, and does not write it again before it hears from this rank.
+    /// that this one is behind, and does not write it again before this rank signals.
     ///
     /// # Errors
     /// `InvalidArgument` if the range is not in the heap; the fault of the team.

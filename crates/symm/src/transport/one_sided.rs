@@ -86,7 +86,7 @@ impl OneSided {
     /// Writes `src` at byte `to.1` of the chunk of rank `to.0`.
     ///
     /// # Safety
-    /// From the time at which the work runs until it has heard of a later signal of this stream,
+    /// From the time at which the work runs until it has waited for a later signal of this stream,
     /// the rank leaves the range alone, and nobody else writes it. `src` does not change before the
     /// work has run.
     ///

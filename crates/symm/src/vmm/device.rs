@@ -57,7 +57,7 @@ impl DeviceHeap {
     }
 
     /// Multiprocessors that this rank may count on: those of its device, divided among the team's
-    /// ranks there. A kernel that waits for peers must leave room for theirs.
+    /// ranks there. A kernel that waits for peers must leave multiprocessors for theirs.
     ///
     /// # Errors
     /// What the driver reports.

@@ -80,14 +80,14 @@ impl VmmStore {
                     .peer(self.team.rank()),
             ),
             ABORTED => {
-                // Passed on as it was heard: by a wait of the host it would be the same error.
+                // Passed on as it came: by a wait of the host it would be the same error.
                 let code = AbortCode::unpack(get(6))?;
                 self.team.note_heard(code);
                 let src = Rank::new(u32::from(code.from));
                 let e = self.team.abort_error(src, code).op(op).phase(op);
                 Some(e.expected(get(3)).seen(get(4)).elapsed(Duration::from_nanos(get(5))))
             }
-            // The host told the device: it has the error, or the news of it.
+            // The host wrote it for the device: the host has the error itself, or a report of it.
             _ => None,
         }
     }
@@ -110,7 +110,7 @@ impl VmmStore {
 
 impl Probe for VmmStore {
     fn poll(&self) {
-        // A death that the monitor has told ends the kernels, but is the fault of no wait yet.
+        // A death that the monitor has reported ends the kernels, but is the fault of no wait yet.
         if let Some(e) = self.report().or_else(|| self.team.news()) {
             self.team.fail(e);
         }

@@ -262,7 +262,7 @@ impl VmmStore {
         team.fault().watch(Arc::downgrade(&probe));
         let sink: Arc<dyn AbortSink> = store.clone();
         team.0.sinks.add(Arc::downgrade(&sink));
-        // Who left before is told to no sink.
+        // A rank that left before is reported to no sink.
         sink.left(team.left());
         let probe: Weak<dyn Probe> = Arc::downgrade(&probe);
         store.ctx.watch(probe);

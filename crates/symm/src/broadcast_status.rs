@@ -38,7 +38,7 @@ fn failed(why: &Error) -> Vec<u8> {
 }
 
 /// What `peer` said: its payload, or that its step failed.
-fn heard(peer: Rank, words: &[u8]) -> Result<&[u8]> {
+fn payload_of(peer: Rank, words: &[u8]) -> Result<&[u8]> {
     match words.split_first() {
         Some((&OK, rest)) => Ok(rest),
         Some((&FAILED, rest)) => {
@@ -69,22 +69,22 @@ pub(crate) fn exchange_parts(
     (payload, fds): (&[u8], Result<&[BorrowedFd<'_>]>),
     deadline: Deadline,
 ) -> Result<Vec<Parcel>> {
-    let told = |e: Error| {
+    let report = |e: Error| {
         // Whoever does not come there is the others' concern: my own error is what my caller needs.
         let _theirs = mesh.exchange_unless(stop, tag, members, &failed(&e), &[], deadline);
         Err(e)
     };
     let fds = match fds {
         Ok(fds) => fds,
-        Err(e) => return told(e),
+        Err(e) => return report(e),
     };
     let words = [&[OK], payload].concat();
     let mut parcels = match mesh.exchange_unless(stop, tag, members, &words, fds, deadline) {
-        Err(e) if e.get_phase() == Some(NOT_SENT) => return told(e),
+        Err(e) if e.get_phase() == Some(NOT_SENT) => return report(e),
         r => r?,
     };
     for (&peer, p) in members.iter().zip(&mut parcels) {
-        p.payload = heard(peer, &p.payload)?.to_vec();
+        p.payload = payload_of(peer, &p.payload)?.to_vec();
     }
     Ok(parcels)
 }
@@ -110,9 +110,9 @@ impl LiveTeam {
         };
         for (i, words) in all.iter().enumerate() {
             // One verdict, so that all do the same about it.
-            match heard(Rank::new(i as u32), words) {
+            match payload_of(Rank::new(i as u32), words) {
                 Err(_) if self.rank().idx() == i => return mine,
-                told => told.map(drop)?,
+                done => done.map(drop)?,
             }
         }
         mine

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use tilewire_core::{Error, ErrorKind, Result};
 
-use super::surroundings::{Pythons, entries, loader_folders, mapped};
+use super::environment::{Pythons, entries, loader_folders, mapped};
 
 /// A library that is opened at run time.
 #[derive(Clone, Copy, Debug)]
@@ -56,7 +56,7 @@ pub const NVSHMEM: LibrarySpec = LibrarySpec {
     install: "pip install nvidia-nvshmem-cu13",
 };
 
-/// Not used here: copies that would mix are told.
+/// Not used here: reports copies that would mix.
 pub const CUDNN: LibrarySpec = LibrarySpec {
     name: "cuDNN",
     soname: "libcudnn.so.9",

@@ -3,7 +3,7 @@
 //! A step crosses several teams on one stream. A rank that falls silent is missed by each of them
 //! that it belongs to, one behind the other, and each wait has a deadline of its own: together they
 //! would take as many times as long. So the first fault of a team here ends the other teams of this
-//! rank as well, while the device is still waited for, and their peers hear of it as of any abort.
+//! rank as well, while the device is still waited for, and their peers learn of it as of any abort.
 
 use std::sync::{Arc, OnceLock};
 
@@ -11,12 +11,12 @@ use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::{Device, Probe};
 use tilewire_symm::LiveTeam;
 
-pub(crate) struct Together {
+pub(crate) struct FaultPropagation {
     teams: [LiveTeam; 4],
     first: OnceLock<Error>,
 }
 
-impl Together {
+impl FaultPropagation {
     /// Looks at the teams whenever the device is waited for, as long as it lives.
     pub fn new(teams: [&LiveTeam; 4], device: &Device) -> Arc<Self> {
         let new = Arc::new(Self { teams: teams.map(LiveTeam::clone), first: OnceLock::new() });
@@ -38,7 +38,7 @@ impl Together {
         }
         // Once more: a peer tells of a death on one team, and then of its own end on the others.
         let Some(cause) = all().into_iter().min_by_key(nearness) else {
-            return Err(Error::internal("a fault that went"));
+            return Err(Error::internal("the team's fault disappeared between two checks"));
         };
         let first = self.first.get_or_init(|| cause);
         for t in &self.teams {
@@ -51,8 +51,8 @@ impl Together {
     }
 }
 
-/// What this rank has met itself comes before what it was told, and a death before all: the peers'
-/// word for a team that they gave up because of another may be there first.
+/// An error that this rank met itself comes before a report of peers, and a death before all: a
+/// peer's report of a team that they gave up because of another may be there first.
 fn nearness(e: &Error) -> u8 {
     match e.kind() {
         ErrorKind::PeerDead => 0,
@@ -61,7 +61,7 @@ fn nearness(e: &Error) -> u8 {
     }
 }
 
-impl Probe for Together {
+impl Probe for FaultPropagation {
     fn poll(&self) {
         // Whoever waits asks, too.
         let _told = self.check();
@@ -90,7 +90,8 @@ mod tests {
         ] {
             World::run_threads(2, WorldCfg::for_tests(), |world| {
                 let teams = ["a", "b", "c", "d"].map(|n| world.everyone(n).unwrap());
-                let together = Together::new([0, 1, 2, 3].map(|i| &teams[i]), &Device::Host);
+                let together =
+                    FaultPropagation::new([0, 1, 2, 3].map(|i| &teams[i]), &Device::Host);
                 together.check()?;
                 // Rank 1 may hear of the faults before this is over.
                 let met = teams[0].agree(true);

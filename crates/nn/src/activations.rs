@@ -1,5 +1,4 @@
-//! The tensors that a step works in: made once, so that a step allocates nothing and can be
-//! captured.
+//! Preallocated activations and gradients: a step allocates nothing, so that it can be captured.
 
 use tilewire_core::{DType, Result, Shape};
 use tilewire_device::Tensor;
@@ -24,7 +23,7 @@ impl Both {
     fn new(place: &Place, rows: usize, cols: usize) -> Result<Self> {
         let wide = place.wide(rows, cols)?;
         let narrow =
-            if place.dtype == DType::F32 { wide.clone() } else { place.room(rows, cols)? };
+            if place.dtype == DType::F32 { wide.clone() } else { place.narrow(rows, cols)? };
         Ok(Self { wide, narrow })
     }
 
@@ -70,11 +69,11 @@ impl Saved {
         let recv_weights = f32s(Shape::d1(cap))?;
         Ok(Self {
             x: p.wide(own, d)?,
-            gathered: p.room(n, d)?,
+            gathered: p.narrow(n, d)?,
             qkv: comm.attn.qkv(p)?,
             attn: comm.attn.out(p)?,
             x1: p.wide(own, d)?,
-            h2: p.room(own, d)?,
+            h2: p.narrow(own, d)?,
             probs: p.wide(own, c.experts)?,
             topk: Tensor::poisoned_on(&p.device, DType::I64, Shape::d2(own, c.top_k))?,
             weights: p.wide(own, c.top_k)?,
@@ -82,7 +81,7 @@ impl Saved {
             load: p.wide(2 * c.experts, 1)?,
             handle: comm.ep.handle()?,
             recv: EpDispatch {
-                x: p.room(cap, d)?,
+                x: p.narrow(cap, d)?,
                 scales: None,
                 weights: Some(recv_weights.clone()),
             },
@@ -130,29 +129,29 @@ impl Scratch {
         let (d, cap) = (c.d_model, comm.ep.desc().capacity);
         let d_qkv = comm.attn.qkv(p)?;
         let (q, kv) = (d_qkv.q.shape().dim(1), d_qkv.k.shape().dim(1));
-        let own_rows = || p.room(own, d);
+        let own_rows = || p.narrow(own, d);
         Ok(Self {
             h: own_rows()?,
-            rows: p.room(n, q + 2 * kv)?,
+            rows: p.narrow(n, q + 2 * kv)?,
             proj: own_rows()?,
             moe: own_rows()?,
             logits: p.wide(own, c.experts)?,
             dx: [Both::new(p, own, d)?, Both::new(p, own, d)?],
             dh: own_rows()?,
             d_weights: p.wide(own, c.top_k)?,
-            d_logits: p.room(own, c.experts)?,
-            dy: p.room(cap, d)?,
+            d_logits: p.narrow(own, c.experts)?,
+            dy: p.narrow(cap, d)?,
             d_recv_weights: Tensor::poisoned_on(&p.device, DType::F32, Shape::d1(cap))?,
             experts: ExpertGrads::new(c, cap, p)?,
-            gathered: p.room(n, d)?,
-            d_o: p.room(n, q)?,
+            gathered: p.narrow(n, d)?,
+            d_o: p.narrow(n, q)?,
             d_qkv,
         })
     }
 }
 
 /// All tensors of a step.
-pub(crate) struct Rooms {
+pub(crate) struct Activations {
     /// Tokens of this rank's rows, `[own]` u8.
     pub tokens: Tensor,
     /// Targets, `[own]` i32, -1 where they do not count.
@@ -175,7 +174,7 @@ pub(crate) struct Rooms {
     pub count: Tensor,
 }
 
-impl Rooms {
+impl Activations {
     pub fn new(c: &ModelCfg, comm: &Comm) -> Result<Self> {
         let (p, own) = (&comm.place, comm.rows.own.len());
         let positions: Vec<i32> = comm.rows.attn.iter().map(|t| (t % c.seq) as i32).collect();
@@ -191,7 +190,7 @@ impl Rooms {
             scratch: Scratch::new(c, comm)?,
             x: p.wide(own, c.d_model)?,
             logits: p.wide(own, VOCAB)?,
-            d_logits: p.room(own, VOCAB)?,
+            d_logits: p.narrow(own, VOCAB)?,
             small: p.zeros(DType::F32, SMALL, 1)?,
             small_sum: p.zeros(DType::F32, SMALL, 1)?,
             count: zeros(DType::I32, 1)?,

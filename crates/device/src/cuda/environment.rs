@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use super::places::file_name;
+use super::library_search::file_name;
 
 /// Files in the text of `/proc/self/maps`.
 pub(super) fn mapped(maps: &str) -> Vec<PathBuf> {
@@ -107,8 +107,8 @@ pub(super) fn entries(folder: &Path) -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::places::tests::tree;
-    use super::super::places::{How, NCCL, Places};
+    use super::super::library_search::tests::tree;
+    use super::super::library_search::{How, NCCL, Places};
     use super::*;
 
     #[test]
