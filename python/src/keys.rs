@@ -1,9 +1,9 @@
 //! Which plan a call needs.
 
-use tilewire::ops::Algo;
 use tilewire::ops::ag_gemm::AgGemmDesc;
 use tilewire::ops::attention::{AttentionDesc, AttnMask, BiasShape};
 use tilewire::ops::collective::CollectiveDesc;
+use tilewire::ops::common::OverlapConfig;
 use tilewire::ops::cp_attention::{Layout, Strategy};
 use tilewire::ops::ep::EpDesc;
 use tilewire::ops::gemm_ar::GemmArDesc;
@@ -15,9 +15,9 @@ use tilewire::prelude::*;
 /// of two for each rank, unless the rows of each rank are given.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Key {
-    AgGemm(AgGemmDesc, Option<Algo>),
-    GemmRs(GemmRsDesc, Option<Algo>),
-    GemmAr(GemmArDesc, Option<Algo>),
+    AgGemm(AgGemmDesc, Option<OverlapConfig>),
+    GemmRs(GemmRsDesc, Option<OverlapConfig>),
+    GemmAr(GemmArDesc, Option<OverlapConfig>),
     Collective(CollectiveDesc),
     CpAttention(CpKey),
     /// And the multiprocessors that it may take.

@@ -13,6 +13,9 @@ const EXECUTORS: [&str; 4] = ["host.rs", "cuda.rs", "nccl.rs", "cublaslt.rs"];
 /// Operations that only combine others, and carry out nothing themselves.
 const COMBINED: [&str; 1] = ["bulk"];
 
+/// Where a plan chooses its executor by the heap's backend; nothing else asks which one it is.
+const CHOOSES: &str = "common/core.rs";
+
 /// A path of modules from the crate's root.
 type Module = Vec<String>;
 
@@ -302,6 +305,11 @@ fn problems(texts: &[(String, String)]) -> Vec<String> {
             found.push(format!("crates/ops/src/{op}/{file}: belongs into host/ or device/"));
         }
     }
+    for (name, text) in texts.iter().filter(|(n, _)| n != CHOOSES && !n.contains("tests")) {
+        if !EXCEPTED.contains(&op_of(name)) && without_tests(text).contains("BackendKind") {
+            found.push(format!("crates/ops/src/{name}: the backend is chosen in {CHOOSES} alone"));
+        }
+    }
     let imports = Imports::of(texts);
     found.extend(imports.of_plans());
     for c in imports.circles() {
@@ -396,6 +404,17 @@ mod tests {
             assert_eq!(with("b/device/nccl.rs", text), [""; 0]);
         }
         assert_eq!(with("b/device/tests.rs", "use crate::a::Plan;\n"), [""; 0]);
+    }
+
+    #[test]
+    fn one_file_asks_for_the_backend() {
+        let asks = "fn f(k: BackendKind) -> bool { k == BackendKind::Host }\n";
+        only(&with("a/plan.rs", asks), &["a/plan.rs", "chosen in common/core.rs"]);
+        assert_eq!(with(CHOOSES, asks), [""; 0]);
+        assert_eq!(
+            with("a/plan.rs", "#[cfg(test)]\nmod tests {\n    use BackendKind;\n}\n"),
+            [""; 0]
+        );
     }
 
     #[test]

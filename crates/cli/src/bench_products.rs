@@ -318,7 +318,7 @@ impl Bench<'_> {
         let of = |algo, chunks| Some(OverlapConfig::of(algo, chunks));
         let mut ways = vec![of(Algo::Sequential, 1)];
         if nccl.is_some() {
-            ways.push(of(Algo::SequentialNccl, 1));
+            ways.push(Some(OverlapConfig::by_nccl()));
         }
         ways.extend([1, 2, 4].map(|chunks| of(Algo::Pipelined, chunks)));
         ways.extend([1, 4].map(|chunks| of(Algo::Ring, chunks)));
@@ -333,7 +333,7 @@ impl Bench<'_> {
             let bad = self.count_wrong(&exact.out, stored.clone(), &pairs)?;
             let t = self.time(|| plan.launch(&self.stream, m, &noise))?;
             let way = match (config, plan.config()?) {
-                (Some(_), c) => format!("{op}/{} s{}", c.algo, c.sub_chunks),
+                (Some(_), c) => format!("{op}/{} s{}", c.name(), c.sub_chunks),
                 (None, _) => op.to_owned(),
             };
             let text = match config {

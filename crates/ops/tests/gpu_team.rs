@@ -30,6 +30,8 @@ mod far;
 mod heaps;
 #[path = "gpu/idle.rs"]
 mod idle;
+#[path = "gpu/kernels.rs"]
+mod kernels;
 #[path = "gpu/lacking.rs"]
 mod lacking;
 #[path = "gpu/launches.rs"]

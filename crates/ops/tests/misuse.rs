@@ -506,7 +506,7 @@ fn the_host_has_puts_only() {
     let e = plan(CollectiveBackend::Nccl).err().unwrap();
     assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     plan(CollectiveBackend::Fastest).unwrap();
-    let by = Some(OverlapConfig::of(Algo::SequentialNccl, 1));
+    let by = Some(OverlapConfig::by_nccl());
     let ag = AgGemmDesc::new(2, 2, 2, DType::F32);
     let rs = GemmRsDesc::new(2, 2, 2, DType::F32);
     let ar = tilewire_ops::gemm_ar::GemmArDesc(rs.clone());

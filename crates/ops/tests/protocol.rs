@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use table::*;
 use tilewire_core::*;
 use tilewire_device::{Stream, Tensor};
-use tilewire_ops::Algo;
 use tilewire_ops::ag_gemm::*;
 use tilewire_ops::common::OverlapConfig;
 use tilewire_ops::ep::*;
@@ -323,7 +322,7 @@ fn wrong_tensors_are_refused() {
         assert!(launch(zeros(rows, K), zeros(N, K), out(M + 1, N), M).contains("`out`"));
         assert!(launch(zeros(rows, K), zeros(N, K), out(M, N), M + 1).contains("at most 12"));
         assert!(AgGemmPlan::new(AgGemmDesc::new(M, N, K, DType::I32), &heap, None).is_err());
-        let nccl = Some(OverlapConfig::of(Algo::SequentialNccl, 1));
+        let nccl = Some(OverlapConfig::by_nccl());
         let refused = AgGemmPlan::new(AgGemmDesc::new(M, N, K, DType::F32), &heap, nccl);
         assert!(refused.err().unwrap().is_unsupported());
         let huge = AgGemmDesc::new(1 << 20, N, K, DType::F32);

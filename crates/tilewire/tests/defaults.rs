@@ -19,6 +19,7 @@ fn all_defaults_are_golden() {
     for (_, algo) in Algo::NAMES {
         add("OverlapConfig", format!("{:?}", OverlapConfig::of(algo, 1)));
     }
+    add("OverlapConfig", format!("{:?}", OverlapConfig::by_nccl()));
     add("AttnConfig", format!("{:?}", AttnConfig::default()));
     add("ModelCfg", format!("{:?}", ModelCfg::default()));
     add("AdamW", format!("{:?}", AdamW::default()));

@@ -20,7 +20,6 @@ use tilewire::prelude::*;
 use super::spec::{Desc, Spec};
 use super::world::{Flight, JaxWorld, Local, world};
 use crate::dlpack;
-use crate::ops::overlap::config;
 
 pub(super) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
@@ -292,17 +291,17 @@ fn made(heap: &Heap, stream: &Stream, desc: Desc) -> Result<Body> {
             Ok(Body::Collective(plan, m))
         }
         Desc::AgGemm(d, m, algo) => {
-            let plan = grown(heap, || AgGemmPlan::new(d.clone(), heap, config(algo)))?;
+            let plan = grown(heap, || AgGemmPlan::new(d.clone(), heap, algo))?;
             plan.prepare(stream)?;
             Ok(Body::AgGemm(plan, m))
         }
         Desc::GemmRs(d, m, algo) => {
-            let plan = grown(heap, || GemmRsPlan::new(d.clone(), heap, config(algo)))?;
+            let plan = grown(heap, || GemmRsPlan::new(d.clone(), heap, algo))?;
             plan.prepare(stream)?;
             Ok(Body::GemmRs(plan, m))
         }
         Desc::GemmAr(d, m, algo) => {
-            let plan = grown(heap, || GemmArPlan::new(d.clone(), heap, config(algo)))?;
+            let plan = grown(heap, || GemmArPlan::new(d.clone(), heap, algo))?;
             plan.prepare(stream)?;
             Ok(Body::GemmAr(plan, m))
         }

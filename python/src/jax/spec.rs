@@ -5,10 +5,10 @@
 //! the operations of torch use.
 
 use serde::Deserialize;
-use tilewire::ops::Algo;
 use tilewire::ops::ag_gemm::AgGemmDesc;
 use tilewire::ops::attention::{AttentionDesc, Sequences};
 use tilewire::ops::collective::CollectiveDesc;
+use tilewire::ops::common::OverlapConfig;
 use tilewire::ops::cp_attention::{CpAttentionDesc, Strategy};
 use tilewire::ops::ep::{EpDesc, EpHandle};
 use tilewire::ops::gemm_ar::GemmArDesc;
@@ -127,9 +127,9 @@ pub struct Spec {
 /// What is to be planned, and what a launch passes beside tensors.
 pub enum Desc {
     Collective(CollectiveDesc, usize),
-    AgGemm(AgGemmDesc, usize, Option<Algo>),
-    GemmRs(GemmRsDesc, usize, Option<Algo>),
-    GemmAr(GemmArDesc, usize, Option<Algo>),
+    AgGemm(AgGemmDesc, usize, Option<OverlapConfig>),
+    GemmRs(GemmRsDesc, usize, Option<OverlapConfig>),
+    GemmAr(GemmArDesc, usize, Option<OverlapConfig>),
     Grouped(GroupedDesc),
     Attention(AttentionDesc, Sequences),
     CpAttention(CpAttentionDesc, Sequences, Option<Strategy>),

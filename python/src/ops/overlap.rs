@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use tilewire::ops::Shards;
 use tilewire::ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
 use tilewire::ops::collective::{CollectiveDesc, CollectiveKind, ReduceOp};
 use tilewire::ops::common::OverlapConfig;
 use tilewire::ops::gemm::{Activation, BOrder, Epilogue};
 use tilewire::ops::gemm_ar::{GemmArDesc, GemmArPlan};
 use tilewire::ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
-use tilewire::ops::{Algo, Shards};
 use tilewire::plans::Recipe;
 use tilewire::prelude::*;
 
@@ -20,20 +20,16 @@ use crate::keys::{Key, rounded};
 use crate::ops::{Form, collective};
 use crate::world::Member;
 
-pub fn config(algo: Option<Algo>) -> Option<OverlapConfig> {
-    algo.map(|a| OverlapConfig::of(a, 1))
-}
-
 pub fn ag_plan(
     member: &Member,
-    key: (AgGemmDesc, Option<Algo>),
+    key: (AgGemmDesc, Option<OverlapConfig>),
     stream: &Stream,
 ) -> Result<Arc<AgGemmPlan>> {
-    let (desc, algo) = key.clone();
+    let (desc, config) = key.clone();
     let plan = member.plan(&Key::AgGemm(key.0, key.1), stream, || Recipe {
         op: "ag_gemm",
         len_bytes: AgGemmPlan::memory(&desc),
-        make: |heap: &Heap| AgGemmPlan::new(desc.clone(), heap, config(algo)),
+        make: |heap: &Heap| AgGemmPlan::new(desc.clone(), heap, config),
         prepare: AgGemmPlan::prepare,
     });
     plan.inspect(|p| explain::note("ag_gemm", || p.explain()))
@@ -41,14 +37,14 @@ pub fn ag_plan(
 
 fn rs_plan(
     member: &Member,
-    key: (GemmRsDesc, Option<Algo>),
+    key: (GemmRsDesc, Option<OverlapConfig>),
     stream: &Stream,
 ) -> Result<Arc<GemmRsPlan>> {
-    let (desc, algo) = key.clone();
+    let (desc, config) = key.clone();
     let plan = member.plan(&Key::GemmRs(key.0, key.1), stream, || Recipe {
         op: "gemm_rs",
         len_bytes: GemmRsPlan::memory(&desc, member.team.size()),
-        make: |heap: &Heap| GemmRsPlan::new(desc.clone(), heap, config(algo)),
+        make: |heap: &Heap| GemmRsPlan::new(desc.clone(), heap, config),
         prepare: GemmRsPlan::prepare,
     });
     plan.inspect(|p| explain::note("gemm_rs", || p.explain()))
@@ -56,14 +52,14 @@ fn rs_plan(
 
 fn ar_plan(
     member: &Member,
-    key: (GemmArDesc, Option<Algo>),
+    key: (GemmArDesc, Option<OverlapConfig>),
     stream: &Stream,
 ) -> Result<Arc<GemmArPlan>> {
-    let (desc, algo) = key.clone();
+    let (desc, config) = key.clone();
     let plan = member.plan(&Key::GemmAr(key.0, key.1), stream, || Recipe {
         op: "gemm_ar",
         len_bytes: GemmArPlan::memory(&desc, member.team.size()),
-        make: |heap: &Heap| GemmArPlan::new(desc.clone(), heap, config(algo)),
+        make: |heap: &Heap| GemmArPlan::new(desc.clone(), heap, config),
         prepare: GemmArPlan::prepare,
     });
     plan.inspect(|p| explain::note("gemm_ar", || p.explain()))
@@ -86,8 +82,8 @@ fn weight(w: Form, kn: bool) -> Result<(BOrder, usize, usize)> {
     Ok(if kn { (BOrder::Kn, cols, rows) } else { (BOrder::Nk, rows, cols) })
 }
 
-/// A description, the rows of this launch, and the algorithm that was asked for.
-pub type Described<D> = (D, usize, Option<Algo>);
+/// A description, the rows of this launch, and how it is to be carried out, if the caller says.
+pub type Described<D> = (D, usize, Option<OverlapConfig>);
 
 /// What `ag_gemm` is asked to do, beside its tensors.
 #[derive(Clone, Copy)]
@@ -214,7 +210,7 @@ pub fn ag_gemm(
 struct Sum {
     desc: GemmRsDesc,
     m: usize,
-    algo: Option<Algo>,
+    algo: Option<OverlapConfig>,
     inputs: GemmRsInputs,
 }
 

@@ -42,12 +42,12 @@ pub(super) fn cases() -> Vec<Case> {
 /// GPUs reach each other.
 fn configs(case: &Case, near: bool) -> Vec<Option<OverlapConfig>> {
     if case.by_nccl() {
-        let of = |algo| Some(OverlapConfig::of(algo, 1));
-        let by_puts = near.then(|| of(Algo::Sequential));
-        return [of(Algo::SequentialNccl)].into_iter().chain(by_puts).collect();
+        let by_puts = near.then(|| Some(OverlapConfig::of(Algo::Sequential, 1)));
+        return [Some(OverlapConfig::by_nccl())].into_iter().chain(by_puts).collect();
     }
-    let small =
-        |algo, sub_chunks| Some(OverlapConfig { algo, block_m: 4, block_n: 16, sub_chunks });
+    let small = |algo, sub_chunks| {
+        Some(OverlapConfig { block_m: 4, block_n: 16, ..OverlapConfig::of(algo, sub_chunks) })
+    };
     vec![
         Some(OverlapConfig::of(Algo::Sequential, 1)),
         Some(OverlapConfig::of(Algo::Pipelined, 1)),
@@ -442,11 +442,11 @@ mod tests {
     #[test]
     fn gpus_that_do_not_reach_each_other_are_not_asked_for_puts() {
         for case in cases().iter().filter(|c| c.by_nccl()) {
-            let algos = |near| -> Vec<Algo> {
-                configs(case, near).into_iter().flatten().map(|c| c.algo).collect()
+            let names = |near| -> Vec<_> {
+                configs(case, near).into_iter().flatten().map(|c| c.name()).collect()
             };
-            assert_eq!(algos(true), [Algo::SequentialNccl, Algo::Sequential]);
-            assert_eq!(algos(false), [Algo::SequentialNccl]);
+            assert_eq!(names(true), ["sequential_nccl", "sequential"]);
+            assert_eq!(names(false), ["sequential_nccl"]);
         }
     }
 }

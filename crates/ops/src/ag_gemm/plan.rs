@@ -14,7 +14,7 @@ use super::schedule::schedule;
 use crate::common::bias_type;
 use crate::common::lanes::Lane;
 use crate::common::{
-    Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, apart, expect_tensor,
+    Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, Via, apart, expect_tensor,
     only_meets, ring,
 };
 use crate::gemm::BOrder;
@@ -60,7 +60,7 @@ impl AgGemmPlan {
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let team = self.base.core.team();
-        let make = |lane: &Lane| Prepared::new(lane, &self.base.desc);
+        let make = |lane: &Lane| Prepared::new(lane, &self.base.desc, self.choice.kernel());
         self.base.core.prepare_made(stream, (&self.device, make), || {
             self.base
                 .core
@@ -69,9 +69,9 @@ impl AgGemmPlan {
                 return Ok(());
             };
             p.agree(team)?;
-            match self.config()?.algo {
-                Algo::SequentialNccl => p.connect(&self.base, lane, stream),
-                _ => Ok(()),
+            match self.config()?.via {
+                Via::Nccl => p.connect(&self.base, lane, stream),
+                Via::Puts => Ok(()),
             }
         })
     }
@@ -101,7 +101,7 @@ impl AgGemmPlan {
     pub fn predict(&self, m: usize) -> Result<Traffic> {
         let team = self.base.core.team();
         let (me, size, config) = (team.rank().idx(), team.size(), self.choice.get()?);
-        if config.algo == Algo::SequentialNccl {
+        if config.via == Via::Nccl {
             return Ok(only_meets(team));
         }
         let s = config.sub_chunks;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tilewire_core::Rank;
 
-use crate::common::{Algo, OverlapConfig, chunk_rows};
+use crate::common::{Algo, OverlapConfig, Via, chunk_rows};
 
 /// One step of the compute lane.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -48,9 +48,9 @@ pub fn schedule(
     };
     let ring = cfg.algo == Algo::Ring;
     let owners = (0..size).map(|i| me.offset(if ring { (size - i) % size } else { i }, size));
-    if matches!(cfg.algo, Algo::Sequential | Algo::SequentialNccl) {
+    if cfg.algo == Algo::Sequential {
         // NCCL has no flags: its work is done when the stream goes on.
-        for src in owners.skip(1).filter(|_| cfg.algo == Algo::Sequential) {
+        for src in owners.skip(1).filter(|_| cfg.via == Via::Puts) {
             tasks.extend((0..cfg.sub_chunks).map(|chunk| AgTask::Wait { src, chunk }));
         }
         let m = rows.iter().sum();
@@ -108,7 +108,8 @@ mod tests {
                 Algo::Fused, Algo::Pipelined, Algo::Ring, Algo::Sequential,
             ]),
         ) {
-            let cfg = OverlapConfig { algo, block_m: blocks.0, block_n: blocks.1, sub_chunks: chunks };
+            let (block_m, block_n) = blocks;
+            let cfg = OverlapConfig { block_m, block_n, ..OverlapConfig::of(algo, chunks) };
             let m: usize = rows.iter().sum();
             for me in Rank::all(rows.len()) {
                 let mut done = vec![0u8; m * n];
@@ -141,7 +142,7 @@ mod tests {
 
     #[test]
     fn nccl_has_gathered_before_the_one_product() {
-        let cfg = OverlapConfig::of(Algo::SequentialNccl, 2);
+        let cfg = OverlapConfig { sub_chunks: 2, ..OverlapConfig::by_nccl() };
         let tasks = schedule(Rank::new(1), &[2, 3], 4, &cfg, false);
         assert_eq!(tasks, [AgTask::Tile { rows: 0..5, cols: 0..4 }]);
     }

@@ -24,6 +24,6 @@ mod plan;
 mod schedule;
 mod way;
 
-pub use crate::common::CollectiveBackend;
+pub use crate::common::backend::CollectiveBackend;
 pub use desc::{CollectiveDesc, CollectiveKind, ReduceOp};
 pub use plan::CollectivePlan;

@@ -14,7 +14,7 @@ use super::schedule;
 use super::way::Way;
 use super::{CollectiveBackend, CollectiveDesc, CollectiveKind};
 use crate::common::backend::{put_or_nccl, usual};
-use crate::common::cuda::{no_kernel, together_on};
+use crate::common::cuda::together_on;
 use crate::common::lanes::Lane;
 use crate::common::{PlanCore, Shards, expect_tensor, only_meets};
 
@@ -82,14 +82,7 @@ impl CollectivePlan {
         let bufs = std::iter::once(&staging).chain(&staging2).chain(flags.as_ref().map(|f| &f.0));
         let slots = std::iter::once(&signals).chain(&signals2);
         let core = core.using(bufs, slots);
-        if backend == CollectiveBackend::Put {
-            put_or_nccl(heap, backend).map_err(|e| e.op(name))?;
-        }
-        if core.lane().is_none() && backend == CollectiveBackend::Nccl {
-            return Err(
-                no_kernel("NCCL on the host", "make the heap on the `vmm` backend").op(name)
-            );
-        }
+        put_or_nccl(heap, backend).map_err(|e| e.op(name))?;
         let num_sms = None;
         let base =
             Base { desc, core, staging, staging2, signals, signals2, slot_rows, flags, num_sms };
@@ -169,7 +162,7 @@ impl CollectivePlan {
     pub fn predict(&self, m: usize) -> Result<Traffic> {
         let team = self.base.core.team();
         let (me, size) = (team.rank().idx(), team.size());
-        if self.used.nccl().is_some() {
+        if self.used.provider().is_some() {
             return Ok(only_meets(team));
         }
         let row_bytes = (self.base.desc.cols * self.base.desc.dtype.size()) as u64;
@@ -243,7 +236,7 @@ impl CollectivePlan {
         self.check(m, x, out)?;
         if let Some(lane) = self.base.core.lane() {
             let given = Given { stream, m, x, out };
-            return device::launch(&self.on(lane), self.used.nccl(), given);
+            return device::launch(&self.on(lane), self.used.provider(), given);
         }
         let (first, second) = self.base.phases(m).map_err(|e| e.op(self.base.core.op()))?;
         let launch = self.base.core.begin(stream, format_args!("m={m}"))?;

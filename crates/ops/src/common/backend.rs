@@ -3,7 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use tilewire_core::{BackendKind, Error, Result};
+use tilewire_core::{Error, Result};
+use tilewire_device::Device;
 use tilewire_symm::Heap;
 
 use super::check::no_kernel;
@@ -49,6 +50,11 @@ impl FromStr for CollectiveBackend {
     }
 }
 
+/// Whether launches on a heap are queued on a device.
+pub(crate) fn is_on_device(heap: &Heap) -> bool {
+    !matches!(heap.device(), Device::Host)
+}
+
 /// What a plan goes through that was not told: puts, but where GPUs do not reach each other.
 pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
     if heap.reaches_peers() || heap.team().size() == 1 {
@@ -73,7 +79,7 @@ pub(crate) fn put_or_nccl(heap: &Heap, backend: CollectiveBackend) -> Result<()>
         CollectiveBackend::Put => {
             Err(no_kernel("puts between GPUs that do not reach each other", "say `nccl`"))
         }
-        CollectiveBackend::Nccl if heap.backend() != BackendKind::Host => Ok(()),
+        CollectiveBackend::Nccl if is_on_device(heap) => Ok(()),
         CollectiveBackend::Nccl => {
             Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend"))
         }

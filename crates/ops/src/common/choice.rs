@@ -4,13 +4,13 @@ use std::sync::OnceLock;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tilewire_core::{BackendKind, Error, ErrorKind, Result};
+use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_symm::{Heap, LiveTeam};
 
-use super::CollectiveBackend;
-use super::backend::usual;
+use super::backend::{CollectiveBackend, is_on_device, usual};
 use super::check::{no_kernel, not_prepared};
-use super::overlap::{Algo, Explain, MOST_CANDIDATE_CHUNKS, OverlapConfig};
+use super::kernel::GemmBackend;
+use super::overlap::{Algo, Explain, MOST_CANDIDATE_CHUNKS, OverlapConfig, Via};
 
 /// Collective: of the candidates, the one whose largest cost on any rank is the least; of equals
 /// the first in rank 0's list.
@@ -57,11 +57,11 @@ impl Choice {
     /// `InvalidArgument` for a bad configuration; `Unsupported` for an algorithm that
     /// the backend has no path for, or that puts between GPUs that do not reach each other.
     pub fn new(given: Option<OverlapConfig>, heap: &Heap) -> Result<Self> {
-        let given = given.map(|c| fit(c, heap.backend())).transpose()?;
+        let given = given.map(|c| fit(c, is_on_device(heap))).transpose()?;
         let given = match (usual(heap), given) {
             (CollectiveBackend::Put, given) => given,
-            (_, None) => Some(OverlapConfig::of(Algo::SequentialNccl, 1)),
-            (_, Some(c)) if c.algo == Algo::SequentialNccl => Some(c),
+            (_, None) => Some(OverlapConfig::by_nccl()),
+            (_, Some(c)) if c.via == Via::Nccl => Some(c),
             (_, Some(c)) => {
                 let what = format!("`{}` between GPUs that do not reach each other", c.algo);
                 return Err(no_kernel(
@@ -75,6 +75,11 @@ impl Choice {
             used.get_or_init(|| c);
         }
         Ok(Self { given, used })
+    }
+
+    /// What makes the products on a device.
+    pub fn kernel(&self) -> GemmBackend {
+        self.given.map_or_else(GemmBackend::default, |c| c.kernel)
     }
 
     /// The most chunks of a shard: each has a flag of its own on a device.
@@ -110,24 +115,27 @@ impl Choice {
     }
 }
 
-/// A configuration as `backend` carries it out.
-fn fit(c: OverlapConfig, backend: BackendKind) -> Result<OverlapConfig> {
+/// A configuration as the host, or a `device`, carries it out.
+fn fit(c: OverlapConfig, device: bool) -> Result<OverlapConfig> {
     c.check()?;
-    if backend == BackendKind::Host {
-        return c.algo.check_host().map(|()| c);
+    match (device, c.via) {
+        (false, Via::Puts) => Ok(c),
+        (false, _) => Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend")),
+        // Tiles are the kernel's own.
+        (true, _) if on_devices(c.algo) => {
+            let of = OverlapConfig::of(c.algo, c.sub_chunks);
+            Ok(OverlapConfig { via: c.via, kernel: c.kernel, ..of })
+        }
+        (true, _) => Err(no_kernel(
+            format!("the algorithm `{}`", c.algo),
+            "use pipelined, ring, sequential or sequential_nccl, or leave the choice to `prepare`",
+        )),
     }
-    if on_devices(c.algo) {
-        return Ok(OverlapConfig::of(c.algo, c.sub_chunks));
-    }
-    Err(no_kernel(
-        format!("the algorithm `{}`", c.algo),
-        "use pipelined, ring, sequential or sequential_nccl, or leave the choice to `prepare`",
-    ))
 }
 
-/// Algorithms with a path on CUDA devices.
+/// Schedules with a path on CUDA devices.
 fn on_devices(algo: Algo) -> bool {
-    matches!(algo, Algo::Pipelined | Algo::Ring | Algo::Sequential | Algo::SequentialNccl)
+    matches!(algo, Algo::Pipelined | Algo::Ring | Algo::Sequential)
 }
 
 #[cfg(test)]

@@ -7,8 +7,9 @@ use serde::{Deserialize, Serialize};
 use tilewire_core::{Error, Result};
 
 use super::check::no_kernel;
+use super::kernel::GemmBackend;
 
-/// The way a comm+GEMM operation is carried out.
+/// The schedule of a comm+GEMM operation: in which order it communicates and multiplies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -17,41 +18,27 @@ pub enum Algo {
     Fused,
     /// One GEMM per arriving (or leaving) chunk.
     Pipelined,
-    /// As `Pipelined`, with the exchange of TransformerEngine's Userbuffers: gathered rows go from neighbour
-    /// to neighbour, a GEMM behind each arrival; rows to reduce go owner by owner, their sums at the end. On
-    /// devices its waits stand on the copy stream: ranks launch such plans in one order.
+    /// As `Pipelined`, with the exchange of TransformerEngine's Userbuffers: gathered rows go from
+    /// neighbour to neighbour, a GEMM behind each arrival; rows to reduce go owner by owner, their
+    /// sums at the end. On devices its waits stand on the copy stream: ranks launch such plans in
+    /// one order.
     Ring,
     /// All communication before (or after) one GEMM: the baseline.
     Sequential,
-    /// As `Sequential`, by the collective of NVIDIA NCCL, opened at run time: on devices only, and only
-    /// where it is asked for, because its sums are rounded on their way, in an order of its choice.
-    SequentialNccl,
 }
 
 impl Algo {
     /// All values with their names.
-    pub const NAMES: [(&'static str, Algo); 5] = [
+    pub const NAMES: [(&'static str, Algo); 4] = [
         ("fused", Algo::Fused),
         ("pipelined", Algo::Pipelined),
         ("ring", Algo::Ring),
         ("sequential", Algo::Sequential),
-        ("sequential_nccl", Algo::SequentialNccl),
     ];
 
     /// The name used in options and JSON.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, a)| *a == self).map_or("?", |(n, _)| n)
-    }
-
-    /// Fails where the host backend has no such algorithm.
-    ///
-    /// # Errors
-    /// `Unsupported` for `sequential_nccl`.
-    pub fn check_host(self) -> Result<()> {
-        if self == Algo::SequentialNccl {
-            return Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend"));
-        }
-        Ok(())
     }
 }
 
@@ -72,11 +59,30 @@ impl FromStr for Algo {
     }
 }
 
-/// Tile sizes and chunking. Pure data; equal on all ranks.
+/// The transport of a comm+GEMM operation: what carries rows between ranks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Via {
+    /// Puts of the heap's own transport, with a flag behind each. Any schedule.
+    #[default]
+    Puts,
+    /// A collective of NVIDIA NCCL, opened at run time. On devices only, with the schedule
+    /// `sequential`, and only where it is asked for or GPUs do not reach each other: its sums are
+    /// rounded on their way, in an order of its choice.
+    Nccl,
+}
+
+/// How a comm+GEMM operation is carried out: a schedule, a transport, a kernel, and the sizes of
+/// tiles and chunks. Pure data; equal on all ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 pub struct OverlapConfig {
-    /// How it is carried out.
+    /// The schedule.
     pub algo: Algo,
+    /// The transport.
+    pub via: Via,
+    /// What makes the products on CUDA devices; the host has one way.
+    pub kernel: GemmBackend,
     /// Rows of a tile.
     pub block_m: usize,
     /// Columns of a tile.
@@ -89,29 +95,69 @@ impl fmt::Display for OverlapConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let block = |b: usize| if b == usize::MAX { "all".to_owned() } else { b.to_string() };
         let (m, n) = (block(self.block_m), block(self.block_n));
-        write!(f, "{} {m}x{n} s{}", self.algo, self.sub_chunks)
+        write!(f, "{} {m}x{n} s{}", self.name(), self.sub_chunks)?;
+        match self.kernel {
+            GemmBackend::Auto => Ok(()),
+            kernel => write!(f, " {kernel}"),
+        }
     }
 }
 
+/// By the name of a schedule, or `sequential_nccl`: with one chunk.
+impl FromStr for OverlapConfig {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        if s == BY_NCCL {
+            return Ok(Self::by_nccl());
+        }
+        s.parse().map(|algo| Self::of(algo, 1)).map_err(|_| {
+            let names: Vec<_> = Algo::NAMES.iter().map(|(n, _)| *n).chain([BY_NCCL]).collect();
+            Error::invalid(format!("unknown algorithm `{s}`; one of {}", names.join(", ")))
+        })
+    }
+}
+
+/// The name of the schedule `sequential` through NCCL.
+const BY_NCCL: &str = "sequential_nccl";
+
 impl OverlapConfig {
-    /// The usual tiles of an algorithm.
+    /// The usual tiles of a schedule, by puts.
     pub fn of(algo: Algo, sub_chunks: usize) -> Self {
         let (block_m, block_n) = match algo {
             Algo::Fused => (64, 128),
             // One GEMM per chunk: tiles as large as they come.
             _ => (usize::MAX, usize::MAX),
         };
-        Self { algo, block_m, block_n, sub_chunks }
+        Self { algo, via: Via::Puts, kernel: GemmBackend::Auto, block_m, block_n, sub_chunks }
     }
 
-    /// Checks that every size is positive.
+    /// One collective of NCCL before (or after) one GEMM.
+    pub fn by_nccl() -> Self {
+        Self { via: Via::Nccl, ..Self::of(Algo::Sequential, 1) }
+    }
+
+    /// The name of schedule and transport used in options: that of the schedule, or
+    /// `sequential_nccl`.
+    pub fn name(&self) -> &'static str {
+        match self.via {
+            Via::Puts => self.algo.name(),
+            Via::Nccl => BY_NCCL,
+        }
+    }
+
+    /// Checks that every size is positive, and that the transport carries the schedule.
     ///
     /// # Errors
-    /// `InvalidArgument`.
+    /// `InvalidArgument`; `Unsupported` for another schedule than `sequential` through NCCL.
     pub fn check(&self) -> Result<()> {
         if self.block_m == 0 || self.block_n == 0 || !(1..=64).contains(&self.sub_chunks) {
             return Err(Error::invalid(format!("bad tile configuration `{self}`"))
                 .hint("tile sizes must be positive, sub_chunks 1 to 64"));
+        }
+        if self.via == Via::Nccl && self.algo != Algo::Sequential {
+            let what = format!("the schedule `{}` through NCCL", self.algo);
+            return Err(no_kernel(what, "use `sequential`: NCCL has no flags to wait for"));
         }
         Ok(())
     }
@@ -199,20 +245,38 @@ impl Explain {
 
 #[cfg(test)]
 mod tests {
+    use tilewire_core::ErrorKind;
+
     use super::*;
 
     #[test]
     fn names_parse_and_unknown_ones_list_the_legal() {
         for (n, a) in Algo::NAMES {
             assert_eq!(n.parse::<Algo>().unwrap(), a);
+            assert_eq!(n.parse::<OverlapConfig>().unwrap(), OverlapConfig::of(a, 1));
+            assert_eq!(OverlapConfig::of(a, 3).name(), n);
         }
-        let e = "nccl".parse::<Algo>().unwrap_err().to_string();
+        let nccl: OverlapConfig = "sequential_nccl".parse().unwrap();
+        assert_eq!((nccl, nccl.name()), (OverlapConfig::by_nccl(), "sequential_nccl"));
+        let e = "nccl".parse::<OverlapConfig>().unwrap_err().to_string();
         assert!(e.contains("fused, pipelined, ring, sequential, sequential_nccl"), "{e}");
-        OverlapConfig::of(Algo::SequentialNccl, 1).check().unwrap();
-        assert!(Algo::SequentialNccl.check_host().unwrap_err().is_unsupported());
-        assert!(
-            OverlapConfig { sub_chunks: 0, ..OverlapConfig::of(Algo::Fused, 1) }.check().is_err()
-        );
+        assert!("sequential_nccl".parse::<Algo>().is_err(), "a schedule has no transport");
+    }
+
+    #[test]
+    fn the_three_choices_are_checked_together_and_shown() {
+        for (_, algo) in Algo::NAMES {
+            let by_nccl = OverlapConfig { via: Via::Nccl, ..OverlapConfig::of(algo, 2) };
+            let refused = by_nccl.check().err();
+            assert_eq!(refused.is_none(), algo == Algo::Sequential, "{algo}");
+            assert!(refused.is_none_or(|e| e.is_unsupported() && e.get_hint().is_some()));
+            let bad = OverlapConfig { sub_chunks: 0, ..OverlapConfig::of(algo, 1) };
+            assert_eq!(bad.check().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        }
+        assert_eq!(OverlapConfig::by_nccl().to_string(), "sequential_nccl allxall s1");
+        let kernel = GemmBackend::Portable;
+        let c = OverlapConfig { kernel, ..OverlapConfig::of(Algo::Ring, 2) };
+        assert_eq!(c.to_string(), "ring allxall s2 portable");
     }
 
     #[test]

@@ -1,49 +1,8 @@
-//! Which code makes the products on a CUDA device.
+//! What cuBLASLt is asked for.
 
-use std::fmt;
-use std::str::FromStr;
-
-use tilewire_core::{DType, Error, Result};
+use tilewire_core::DType;
 
 use super::{AOrder, Activation, BOrder, GemmDesc};
-
-/// What makes the products of a GEMM on CUDA devices. The host has one way only.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
-pub enum GemmBackend {
-    /// cuBLASLt where it is there and does what is asked, else the portable kernel: the plan's
-    /// `explain` says which, and why.
-    #[default]
-    Auto,
-    /// tilewire's kernel for sm_80 and newer: every order, type, shape and epilogue.
-    Portable,
-    /// NVIDIA cuBLASLt, opened at run time; an error where it cannot do what is asked.
-    CublasLt,
-}
-
-impl GemmBackend {
-    /// All values with their names.
-    pub const NAMES: [(&'static str, GemmBackend); 3] = [
-        ("auto", GemmBackend::Auto),
-        ("portable", GemmBackend::Portable),
-        ("cublaslt", GemmBackend::CublasLt),
-    ];
-}
-
-impl fmt::Display for GemmBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(Self::NAMES.iter().find(|(_, b)| b == self).map_or("?", |(n, _)| n))
-    }
-}
-
-impl FromStr for GemmBackend {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        Self::NAMES.iter().find(|(n, _)| *n == s).map(|(_, b)| *b).ok_or_else(|| {
-            Error::invalid(format!("unknown GEMM backend `{s}`; one of auto, portable, cublaslt"))
-        })
-    }
-}
 
 /// Addresses and rows of operands and results are multiples of this: below it the library has only
 /// kernels that are slower than the portable one.
@@ -85,15 +44,6 @@ pub(super) fn unfit(d: &GemmDesc) -> Option<String> {
 mod tests {
     use super::super::Epilogue;
     use super::*;
-
-    #[test]
-    fn names_parse_and_unknown_ones_list_the_legal() {
-        for (n, b) in GemmBackend::NAMES {
-            assert_eq!((n.parse::<GemmBackend>().unwrap(), b.to_string()), (b, n.to_owned()));
-        }
-        let e = "cublas".parse::<GemmBackend>().unwrap_err().to_string();
-        assert!(e.contains("auto, portable, cublaslt"), "{e}");
-    }
 
     #[test]
     fn what_cublaslt_is_not_asked_for_has_a_reason() {

@@ -20,8 +20,8 @@ pub(crate) mod host;
 mod launch;
 mod plan;
 
-pub use crate::common::Operand;
-pub use backend::GemmBackend;
+pub use crate::common::kernel::GemmBackend;
+pub use crate::common::operand::Operand;
 pub use desc::{AOrder, Activation, BOrder, Epilogue, GemmDesc};
 pub use launch::GemmInputs;
 pub use plan::GemmPlan;

@@ -10,7 +10,7 @@ use super::GemmArDesc;
 use super::host::Run;
 use super::schedule::arrivals;
 use crate::common::lanes::Lane;
-use crate::common::{Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, ring};
+use crate::common::{Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, Via, ring};
 use crate::gemm_rs::copies::num_signals;
 use crate::gemm_rs::device::{self, Prepared};
 use crate::gemm_rs::host::Run as Scatter;
@@ -61,14 +61,16 @@ impl GemmArPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |lane: &Lane| Prepared::new(lane, &self.desc.0, self.core.team().size());
+        let make = |lane: &Lane| {
+            Prepared::new(lane, &self.desc.0, self.core.team().size(), self.choice.kernel())
+        };
         self.core.prepare_made(stream, (&self.device, make), || {
             self.core.choose(&self.choice, || self.candidates())?;
             let Some(p) = self.device.get() else { return Ok(()) };
             p.agree(self.core.team())?;
-            match self.config()?.algo {
-                Algo::SequentialNccl => p.connect(&self.core, stream, &self.desc.0, true),
-                _ => Ok(()),
+            match self.config()?.via {
+                Via::Nccl => p.connect(&self.core, stream, &self.desc.0, true),
+                Via::Puts => Ok(()),
             }
         })
     }
@@ -102,7 +104,7 @@ impl GemmArPlan {
     pub fn predict(&self, m: usize) -> Result<Traffic> {
         let (d, team, cfg) = (&self.desc.0, self.core.team(), self.choice.get()?);
         let mut t = crate::gemm_rs::predict(d, team, m, &cfg)?;
-        if cfg.algo == Algo::SequentialNccl {
+        if cfg.via == Via::Nccl {
             return Ok(t);
         }
         let rows = d.shards.rows(m, team.size())?;

@@ -13,7 +13,9 @@ use super::host::Run;
 use super::launch::{GemmRsInputs, slot_rows};
 use super::schedule::schedule;
 use crate::common::lanes::Lane;
-use crate::common::{Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, only_meets};
+use crate::common::{
+    Algo, Choice, Explain, Handoff, Machine, OverlapConfig, PlanCore, Via, only_meets,
+};
 
 /// GEMM+RS with its slots.
 pub struct GemmRsPlan {
@@ -58,16 +60,18 @@ impl GemmRsPlan {
     /// # Errors
     /// `Mismatch` if the ranks' plans differ.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
-        let make = |lane: &Lane| Prepared::new(lane, &self.desc, self.core.team().size());
+        let make = |lane: &Lane| {
+            Prepared::new(lane, &self.desc, self.core.team().size(), self.choice.kernel())
+        };
         let team = self.core.team();
         self.core.prepare_made(stream, (&self.device, make), || {
             self.core
                 .choose(&self.choice, || explain(&self.desc, team.size(), 1.0, &self.machine))?;
             let Some(p) = self.device.get() else { return Ok(()) };
             p.agree(team)?;
-            match self.config()?.algo {
-                Algo::SequentialNccl => p.connect(&self.core, stream, &self.desc, false),
-                _ => Ok(()),
+            match self.config()?.via {
+                Via::Nccl => p.connect(&self.core, stream, &self.desc, false),
+                Via::Puts => Ok(()),
             }
         })
     }
@@ -171,7 +175,7 @@ pub(crate) fn predict(
 ) -> Result<Traffic> {
     let (me, size) = (team.rank().idx(), team.size());
     let rows = d.shards.rows(m, size)?;
-    if cfg.algo == Algo::SequentialNccl {
+    if cfg.via == Via::Nccl {
         return Ok(only_meets(team));
     }
     let s = cfg.sub_chunks;

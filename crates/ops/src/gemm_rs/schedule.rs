@@ -114,7 +114,8 @@ mod tests {
                 Algo::Fused, Algo::Pipelined, Algo::Ring, Algo::Sequential,
             ]),
         ) {
-            let cfg = OverlapConfig { algo, block_m: blocks.0, block_n: blocks.1, sub_chunks: chunks };
+            let (block_m, block_n) = blocks;
+            let cfg = OverlapConfig { block_m, block_n, ..OverlapConfig::of(algo, chunks) };
             let m: usize = rows.iter().sum();
             for me in Rank::all(rows.len()) {
                 let mut done = vec![0u8; m * n];

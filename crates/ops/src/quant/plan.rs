@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tilewire_core::{BackendKind, DType, Error, Result, Shape};
+use tilewire_core::{DType, Error, Result, Shape};
 use tilewire_device::{Node, Pending, Stream, Tensor};
 use tilewire_symm::{Heap, LinkTraffic, Signals, SymBuf, Traffic};
 
@@ -50,9 +50,7 @@ impl QuantPlan {
                 return Err(Error::invalid("the scale of a team needs the team's heap").op("quant"));
             }
             (Scope::Team, Some(h)) => {
-                if h.backend() != BackendKind::Host {
-                    put_or_nccl(h, CollectiveBackend::Put).map_err(|e| e.op("quant"))?;
-                }
+                put_or_nccl(h, CollectiveBackend::Put).map_err(|e| e.op("quant"))?;
                 let bytes = Self::memory(&desc, h.team().size());
                 let area = h.alloc(bytes, "quant").map_err(|e| e.op("quant"))?;
                 let signals = Arc::new(h.team().signals(2, "quant")?);

@@ -10,8 +10,9 @@ use crate::DEVICES;
 use crate::driver::Driver;
 
 /// A test, with how many devices, and which operations where it asks.
-const RUNS: [(&str, usize, &str); 15] = [
+const RUNS: [(&str, usize, &str); 16] = [
     ("layouts::both_executors_leave_the_same_bytes", 3, ""),
+    ("kernels::the_kernel_of_a_team_is_the_callers_choice", 2, ""),
     ("a_rank_that_launches_another_m_is_named_at_once", 2, ""),
     ("heaps::tensors_over_symmetric_memory_are_that_memory", 3, ""),
     ("a_bias_of_the_type_of_the_results_gives_the_bits_of_an_f32_bias", 2, ""),

@@ -181,9 +181,13 @@ fn scale(heap: &Heap, t: DType) -> Result<Option<Tensor>> {
 }
 
 fn ag_gemm((algo, t): (Algo, DType), heap: &Heap, s: &Stream) -> Result<Op> {
+    ag_gemm_as((OverlapConfig::of(algo, 2), t), heap, s)
+}
+
+fn ag_gemm_as((config, t): (OverlapConfig, DType), heap: &Heap, s: &Stream) -> Result<Op> {
     let desc = AgGemmDesc::new(M, N, K, t);
     let out = desc.out;
-    let plan = AgGemmPlan::new(desc, heap, Some(OverlapConfig::of(algo, 2)))?;
+    let plan = AgGemmPlan::new(desc, heap, Some(config))?;
     prepared(|| plan.prepare(s))?;
     let (x, w) = (tensor(heap, t, mine(heap, M), K)?, tensor(heap, t, N, K)?);
     let (out, gathered) = (tensor(heap, out, M, N)?, tensor(heap, t, M, K)?);
@@ -205,8 +209,12 @@ fn ag_gemm((algo, t): (Algo, DType), heap: &Heap, s: &Stream) -> Result<Op> {
 }
 
 fn gemm_reduce((scatter, algo, t): (bool, Algo, DType), heap: &Heap, s: &Stream) -> Result<Op> {
+    gemm_reduce_as((scatter, OverlapConfig::of(algo, 2), t), heap, s)
+}
+
+fn gemm_reduce_as(by: (bool, OverlapConfig, DType), heap: &Heap, s: &Stream) -> Result<Op> {
+    let (scatter, config, t) = by;
     let desc = GemmRsDesc { bias: true, ..GemmRsDesc::new(M, N, K, t) };
-    let config = Some(OverlapConfig::of(algo, 2));
     let (x, w) = (tensor(heap, t, M, K)?, tensor(heap, t, N, K)?);
     let mut inputs = vec![(x.clone(), Fill::Normal), (w.clone(), Fill::Normal)];
     let scale = scale(heap, t)?;
@@ -215,11 +223,11 @@ fn gemm_reduce((scatter, algo, t): (bool, Algo, DType), heap: &Heap, s: &Stream)
     let out = tensor(heap, desc.out, if scatter { mine(heap, M) } else { M }, N)?;
     let t = GemmRsInputs { bias: Some(bias), scale, ..GemmRsInputs::new(x, w, out.clone()) };
     let launch: Launch = if scatter {
-        let plan = GemmRsPlan::new(desc, heap, config)?;
+        let plan = GemmRsPlan::new(desc, heap, Some(config))?;
         prepared(|| plan.prepare(s))?;
         Box::new(move |s| end(s, plan.launch(s, M, t.clone())?).map(|_| ()))
     } else {
-        let plan = GemmArPlan::new(GemmArDesc(desc), heap, config)?;
+        let plan = GemmArPlan::new(GemmArDesc(desc), heap, Some(config))?;
         prepared(|| plan.prepare(s))?;
         Box::new(move |s| end(s, plan.launch(s, M, t.clone())?).map(|_| ()))
     };
@@ -459,9 +467,9 @@ static BY_NCCL: [Make; 15] = [
         collective_by("all_gather", h, s, (1_400_000 - 1_400_000 % 12, N, CollectiveBackend::Nccl))
     },
     |h, s| collective_by("all_gather", h, s, (M, N, CollectiveBackend::Fastest)),
-    |h, s| ag_gemm((Algo::SequentialNccl, DType::BF16), h, s),
-    |h, s| gemm_reduce((true, Algo::SequentialNccl, DType::BF16), h, s),
-    |h, s| gemm_reduce((false, Algo::SequentialNccl, DType::BF16), h, s),
+    |h, s| ag_gemm_as((OverlapConfig::by_nccl(), DType::BF16), h, s),
+    |h, s| gemm_reduce_as((true, OverlapConfig::by_nccl(), DType::BF16), h, s),
+    |h, s| gemm_reduce_as((false, OverlapConfig::by_nccl(), DType::BF16), h, s),
     |h, s| ep_by((EpLayout::ExpertMajor { align: 4 }, CollectiveBackend::Nccl), h, s),
     |h, s| cp_by((Strategy::Get, CollectiveBackend::Nccl), h, s),
     |h, s| cp_by((Strategy::AllGather, CollectiveBackend::Nccl), h, s),

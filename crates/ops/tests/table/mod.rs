@@ -59,7 +59,7 @@ fn ag_ring(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
 }
 
 fn ag_of(algo: Algo, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
-    let config = OverlapConfig { algo, block_m: 2, block_n: 4, sub_chunks: 2 };
+    let config = OverlapConfig { block_m: 2, block_n: 4, ..OverlapConfig::of(algo, 2) };
     let plan = AgGemmPlan::new(AgGemmDesc::new(M, N, K, DType::F32), heap, Some(config))?;
     prepared_if(prepare, || plan.prepare(stream))?;
     let (x, w, y) = (zeros(mine(heap), K), zeros(N, K), out(M, N));
@@ -72,7 +72,7 @@ fn ag_of(algo: Algo, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Read
 }
 
 fn rs_of(algo: Algo, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
-    let config = OverlapConfig { algo, block_m: 2, block_n: 4, sub_chunks: 2 };
+    let config = OverlapConfig { block_m: 2, block_n: 4, ..OverlapConfig::of(algo, 2) };
     let plan = GemmRsPlan::new(GemmRsDesc::new(M, N, K, DType::F32), heap, Some(config))?;
     prepared_if(prepare, || plan.prepare(stream))?;
     let (x, w, y) = (zeros(M, K), zeros(N, K), out(mine(heap), N));
@@ -105,7 +105,7 @@ fn ar_ring(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
 }
 
 fn ar_of(algo: Algo, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
-    let config = OverlapConfig { algo, block_m: 2, block_n: 4, sub_chunks: 2 };
+    let config = OverlapConfig { block_m: 2, block_n: 4, ..OverlapConfig::of(algo, 2) };
     let plan = GemmArPlan::new(GemmArDesc::new(M, N, K, DType::F32), heap, Some(config))?;
     prepared_if(prepare, || plan.prepare(stream))?;
     let (x, w, y) = (zeros(M, K), zeros(N, K), out(M, N));

@@ -17,7 +17,7 @@ use crate::common::cuda::{addr, hold, holding, together_on};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::nccl::ByNccl;
 use crate::common::ring::arrivals;
-use crate::common::{Algo, OverlapConfig, chunk_rows, range_of};
+use crate::common::{Algo, OverlapConfig, Via, chunk_rows, range_of};
 use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::device::{Widened, kernel_desc};
 use crate::gemm::{BOrder, GemmBackend};
@@ -31,9 +31,9 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
-    pub fn new(lane: &Lane, desc: &AgGemmDesc) -> Result<Self> {
+    pub fn new(lane: &Lane, desc: &AgGemmDesc, kernel: GemmBackend) -> Result<Self> {
         let (ctx, d) = (lane.context(), desc.gemm());
-        let gemm = GemmKernels::new(ctx, &kernel_desc(&d), GemmBackend::Auto)?;
+        let gemm = GemmKernels::new(ctx, &kernel_desc(&d), kernel)?;
         Ok(Self { gemm, widened: Widened::of(ctx, &d)?, nccl: ByNccl::default() })
     }
 
@@ -109,10 +109,10 @@ pub(super) fn launch(
     let Some(prepared) = job.prepared else {
         return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
     };
-    let nccl = job.config.algo == Algo::SequentialNccl;
+    let nccl = job.config.via == Via::Nccl;
     // A ring signals one peer alone, message by message: its totals are not made for all at once.
-    let flags = match job.config.algo {
-        Algo::SequentialNccl | Algo::Ring => DATA..DATA,
+    let flags = match (job.config.via, job.config.algo) {
+        (Via::Nccl, _) | (_, Algo::Ring) => DATA..DATA,
         _ => DATA..DATA + job.config.sub_chunks,
     };
     let enter = Slots { signals: &base.signals, credit: CREDIT, flags };
@@ -188,7 +188,8 @@ impl Run<'_> {
     fn compute(&self) -> Result<()> {
         let (l, main, me) = (self.l, self.l.main, self.me());
         let own = range_of(self.job.rows, me);
-        if self.job.config.algo == Algo::Sequential && self.x.len_bytes() > 0 {
+        let puts = self.job.config.via == Via::Puts;
+        if puts && self.job.config.algo == Algo::Sequential && self.x.len_bytes() > 0 {
             // One product over all rows: mine must lie among the others'.
             let at = self.job.base.gather.range(own.start * self.row(), self.x.len_bytes());
             l.net.put(main, &l.permit, (me, at), &self.x, "own rows")?;

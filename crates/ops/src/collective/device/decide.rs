@@ -1,39 +1,40 @@
 //! What a plan's launches go through: puts or NCCL, asked of the clock if the caller leaves it open.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use tilewire_core::{Result, Shape};
 use tilewire_device::cuda::CudaContext;
 use tilewire_device::{Pending, Stream, Tensor};
-use tilewire_symm::NcclTeam;
 
 use super::nccl;
 use super::queue::{self, OnDevice};
 use crate::collective::CollectiveBackend;
 use crate::collective::launch::{Base, Given};
+use crate::common::Provider;
 use crate::common::backend::at_first;
 use crate::common::cuda::workspace;
 use crate::common::nccl::{Clock, faster, open, room, unmeasured};
 
-/// Queues a launch of tensors that were checked, through NCCL if it is given.
+/// Queues a launch of tensors that were checked: by a provider, or by the schedule.
 pub(crate) fn launch(
     on: &OnDevice<'_>,
-    nccl: Option<&Arc<NcclTeam>>,
+    provider: Option<&Provider>,
     t: Given<'_>,
 ) -> Result<Pending<Tensor>> {
-    t.stream.in_launch(|| match nccl {
-        Some(n) => nccl::launch(on, n, t),
+    t.stream.in_launch(|| match provider {
+        Some(Provider::Nccl(n)) => nccl::launch(on, n, t),
         None => queue::launch(on, t),
     })
 }
 
 /// What a plan goes through, decided at `prepare`.
 #[derive(Default)]
-pub(crate) struct Used(OnceLock<(Option<Arc<NcclTeam>>, String)>);
+pub(crate) struct Used(OnceLock<(Option<Provider>, String)>);
 
 impl Used {
-    pub fn nccl(&self) -> Option<&Arc<NcclTeam>> {
-        self.0.get().and_then(|(n, _)| n.as_ref())
+    /// Who carries out launches as a whole; none if the schedule does.
+    pub fn provider(&self) -> Option<&Provider> {
+        self.0.get().and_then(|(p, _)| p.as_ref())
     }
 
     /// In words.
@@ -53,8 +54,8 @@ impl Used {
             return Ok(());
         }
         let core = &on.base.core;
-        let set = |nccl, text: String| {
-            self.0.get_or_init(|| (nccl, text));
+        let set = |provider, text: String| {
+            self.0.get_or_init(|| (provider, text));
         };
         let nccl = match open(core.heap(), backend)? {
             Ok(nccl) => nccl,
@@ -73,15 +74,16 @@ impl Used {
             }
         };
         // Only this rank knows that something failed here, and the others are about to meet it.
-        let time = |nccl| scratch.time(on, stream, nccl).map_err(|e| core.team().fail(e));
-        let by_nccl = time(Some(&nccl))?;
+        let provider = Provider::Nccl(nccl.clone());
+        let time = |by| scratch.time(on, stream, by).map_err(|e| core.team().fail(e));
+        let by_nccl = time(Some(&provider))?;
         if usual == CollectiveBackend::Nccl {
-            set(Some(nccl.clone()), nccl.library().to_owned());
+            set(Some(provider), nccl.library().to_owned());
             return Ok(());
         }
         let by_puts = time(None)?;
         let (first, why) = faster(core.team(), &nccl, (by_nccl, by_puts))?;
-        set(first.then_some(nccl), why);
+        set(first.then_some(provider), why);
         Ok(())
     }
 }
@@ -105,13 +107,8 @@ impl Scratch {
     }
 
     /// Collective: microseconds of a launch on this rank.
-    fn time(
-        &self,
-        on: &OnDevice<'_>,
-        stream: &Stream,
-        nccl: Option<&Arc<NcclTeam>>,
-    ) -> Result<f64> {
+    fn time(&self, on: &OnDevice<'_>, stream: &Stream, provider: Option<&Provider>) -> Result<f64> {
         let given = Given { stream, m: on.base.desc.m, x: &self.x, out: &self.out };
-        self.clock.time(on.base.core.team(), stream, || launch(on, nccl, given).map(drop))
+        self.clock.time(on.base.core.team(), stream, || launch(on, provider, given).map(drop))
     }
 }

@@ -22,7 +22,7 @@ use crate::common::cuda::{addr, holding, together_on, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, Reducer, Slots, Sum};
 use crate::common::nccl::ByNccl;
 use crate::common::ring::Arrival;
-use crate::common::{Algo, OverlapConfig, PlanCore, range_of};
+use crate::common::{Algo, OverlapConfig, PlanCore, Via, range_of};
 use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::device::{Widened, kernel_desc};
 use crate::gemm::{BOrder, GemmBackend, GemmDesc};
@@ -44,10 +44,10 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    pub fn new(lane: &Lane, d: &GemmRsDesc, size: usize) -> Result<Self> {
+    pub fn new(lane: &Lane, d: &GemmRsDesc, size: usize, kernel: GemmBackend) -> Result<Self> {
         let ctx = lane.context();
         let desc = kernel_desc(&d.gemm());
-        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..desc }, GemmBackend::Auto);
+        let gemm = |out| GemmKernels::new(ctx, &GemmDesc { out, ..desc }, kernel);
         Ok(Self {
             theirs: gemm(d.wire)?,
             mine: gemm(DType::F32)?,
@@ -170,9 +170,9 @@ pub(crate) fn launch(
     let out = t.out.cuda()?;
     let at = core.begin_on(stream, format_args!("m={}", job.shape.m))?;
     let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
-    let flags = match job.shape.config.algo {
-        Algo::SequentialNccl => DATA..DATA,
-        _ => job.copies().flags(),
+    let flags = match job.shape.config.via {
+        Via::Nccl => DATA..DATA,
+        Via::Puts => job.copies().flags(),
     };
     let enter = Slots { signals: job.signals, credit: CREDIT, flags };
     core.run_on(lane, at, &enter, &[Poison::value(out.clone())], |l| {
@@ -216,7 +216,7 @@ impl Run<'_> {
 
     fn run(&self) -> Result<()> {
         self.widen()?;
-        if self.job.shape.config.algo == Algo::SequentialNccl {
+        if self.job.shape.config.via == Via::Nccl {
             return self.by_nccl();
         }
         let sequential = self.job.shape.config.algo == Algo::Sequential;
