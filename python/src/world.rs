@@ -48,7 +48,8 @@ static FORMED: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
 
 /// Bytes that a heap begins with; it grows as plans need more.
 const FIRST_BYTES: usize = 16 << 20;
-/// Bytes per rank that a heap on the CPU may grow to by default. Pages that nothing touches cost nothing.
+/// Bytes per rank that a heap on the CPU may grow to by default. Pages that nothing touches cost
+/// nothing.
 const HOST_LIMIT: usize = 4 << 30;
 /// How long the ranks of a group may take to come.
 pub const RENDEZVOUS: Duration = Duration::from_secs(120);
@@ -109,8 +110,8 @@ impl Member {
         };
         let heap = team.heap(backend, cfg)?;
         let plans = Plans::new(&heap, heap_bytes);
-        // A compiled graph bakes the number and the shapes that follow from size and rank, and may be
-        // taken from a cache on disk by a job of another size: the number says both.
+        // A compiled graph bakes the number and the shapes that follow from size and rank, and may
+        // be taken from a cache on disk by a job of another size: the number says both.
         let (size, rank) = (team.size() as u64, u64::from(team.rank().get()));
         let id = NEXT.fetch_add(1, Ordering::Relaxed) << 24 | size << 12 | rank;
         let device = device.clone();

@@ -1,8 +1,8 @@
 //! docs/acceptance.md: every line of the acceptance list, with the test that shows it.
 //!
 //! A row is `| id | requirement | evidence |`. Evidence is one or more test function names in
-//! backticks, or a mark: `[python]` (waits for that part of the system), `[rule]` (kept by a lint or a
-//! check named there), or `none: <reason>` where no test shows it. Nothing may be open.
+//! backticks, or a mark: `[python]` (waits for that part of the system), `[rule]` (kept by a lint
+//! or a check named there), or `none: <reason>` where no test shows it. Nothing may be open.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -67,7 +67,8 @@ fn compare(root: &Path, name: &str, text: &str, bless: bool, problems: &mut Vec<
 
 /// The public items of a crate, one line each.
 fn signatures(root: &Path, name: &str) -> Result<String, String> {
-    // The JSON output is unlocked for rustdoc alone: the compiler with that variable would build everything anew.
+    // The JSON output is unlocked for rustdoc alone: the compiler with that variable would build
+    // everything anew.
     let target = root.join("target");
     let rustdoc = target.join("rustdoc-json");
     fs::write(&rustdoc, "#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec rustdoc \"$@\"\n")

@@ -1,8 +1,8 @@
 //! `cargo xtask gpu-bundle`: a folder with everything that a machine with GPUs needs to check and
 //! measure tilewire, and nothing to install there but the driver.
 //!
-//! `target/gpu-bundle/`: the command, test programs, `run.sh`, and packed for it the folder `cubins` (where programs look
-//! for kernels that were built with them).
+//! `target/gpu-bundle/`: the command, test programs, `run.sh`, and packed for it the folder
+//! `cubins` (where programs look for kernels that were built with them).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -112,7 +112,8 @@ fn commit_of(root: &Path) -> Option<String> {
     Some(if changed { commit + "-dirty" } else { commit })
 }
 
-/// Builds the programs: their names in the bundle, and where they are. Only the command has the commit in it.
+/// Builds the programs: their names in the bundle, and where they are. Only the command has the
+/// commit in it.
 fn programs(root: &Path, commit: Option<&str>) -> Result<BTreeMap<String, PathBuf>, String> {
     let tests = ["ops", "nn"].map(|c| gpu_tests(&root.join(format!("crates/{c}/tests")))).concat();
     let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();

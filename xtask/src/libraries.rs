@@ -1,5 +1,5 @@
-//! The libraries that are opened at run time, as they are published: each version must have the functions that are
-//! looked up, and be one that is accepted. No GPU is needed for that.
+//! The libraries that are opened at run time, as they are published: each version must have the
+//! functions that are looked up, and be one that is accepted. No GPU is needed for that.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

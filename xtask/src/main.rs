@@ -7,6 +7,7 @@ mod editor;
 mod layout;
 mod libraries;
 mod outcome;
+mod prose;
 mod python;
 mod stages;
 mod suites;

@@ -201,8 +201,8 @@ fn stubtest(root: &Path, path: &str) -> bool {
     done.is_ok_and(|s| s.success())
 }
 
-/// What closing lines like `2 failed, 3 passed, 1 skipped in 0.10s` say. A run that says nothing, or
-/// ended badly without a failure, has failed.
+/// What closing lines like `2 failed, 3 passed, 1 skipped in 0.10s` say. A run that says nothing,
+/// or ended badly without a failure, has failed.
 fn counted(text: &str, ended_well: bool) -> Outcome {
     let mut o = Outcome::default();
     let closing = |l: &&str| l.contains(" passed") || l.contains(" failed") || l.contains(" error");

@@ -249,8 +249,8 @@ pub fn nvrtc_wheel(root: &Path) -> Option<PathBuf> {
     Some(site.join(WHEEL_LIB)).filter(|p| p.exists())
 }
 
-/// Compiles every kernel for three architectures with the pinned NVRTC wheel; needs no GPU. What cannot be fetched is a
-/// failure: nothing else shows that the kernels compile.
+/// Compiles every kernel for three architectures with the pinned NVRTC wheel; needs no GPU. What
+/// cannot be fetched is a failure: nothing else shows that the kernels compile.
 fn kernels(root: &Path) -> Outcome {
     let mut o = Outcome::default();
     let there = root.join(WHEEL).join("nvidia").exists();
@@ -286,8 +286,9 @@ fn kernels(root: &Path) -> Outcome {
 /// Architectures that every kernel is compiled for.
 const ARCHS: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
 
-/// What is wrong with a run of `kernels compile`: its status, the rows of `kernels list` for the same
-/// architectures, its own rows. It stops at the first unit that does not compile, behind good rows.
+/// What is wrong with a run of `kernels compile`: its status, the rows of `kernels list` for the
+/// same architectures, its own rows. It stops at the first unit that does not compile, behind good
+/// rows.
 fn kernel_problems(ended_well: bool, listed: &str, compiled: &str) -> Vec<String> {
     let mut problems = Vec::new();
     if !ended_well {

@@ -48,6 +48,11 @@ pub fn check(root: &Path) -> Vec<String> {
         let text = fs::read_to_string(path).unwrap_or_default();
         let name = path.strip_prefix(root).unwrap_or(path).display().to_string();
         check_file(&name, &text, &mut problems);
+        problems.extend(crate::prose::check(&name, &text));
+    }
+    for page in crate::prose::PAGES {
+        let text = fs::read_to_string(root.join(page)).unwrap_or_default();
+        problems.extend(crate::prose::check(page, &text));
     }
     for c in SAFE {
         let lib = root.join("crates").join(c).join("src/lib.rs");
@@ -93,8 +98,8 @@ fn long_functions(name: &str, text: &str) -> Vec<String> {
     found
 }
 
-/// Functions of a Python file that are longer than [`FUNCTION_CAP`]: to the last line that is further
-/// in than the `def`, or in a text.
+/// Functions of a Python file that are longer than [`FUNCTION_CAP`]: to the last line that is
+/// further in than the `def`, or in a text.
 fn long_python(name: &str, text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.lines().collect();
     let inner = |l: &str| l.len() - l.trim_start().len();

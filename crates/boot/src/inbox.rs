@@ -101,7 +101,7 @@ impl Inbox {
             Some(Error::new(
                 ErrorKind::Exhausted,
                 format!(
-                    "no room for the early part of {src} in `{tag}`: {} parts, {} bytes, {} \
+                    "no space for the early part of {src} in `{tag}`: {} parts, {} bytes, {} \
                      descriptors are waiting; the most is {}, {}, {}",
                     s.entries,
                     s.bytes,
@@ -254,13 +254,14 @@ impl Inbox {
                 return Some(e.clone());
             }
         }
-        // One that died behind its part: a rank that comes to this exchange now gets that error, and gives no part.
+        // One that died behind its part: a rank that comes to this exchange now gets that error,
+        // and gives no part.
         let dead = |m: &&Rank| s.sources[m.idx()].exit == Some(PeerExit::Died);
         let m = members.iter().find(dead)?;
         Some(self.gone_error(tag, *m, &s.sources[m.idx()]))
     }
 
-    /// Adds somebody to tell of exits. The telling is done by [`Inbox::announce`].
+    /// Adds a watcher of exits. It is called by [`Inbox::announce`].
     pub fn watch(&self, f: Box<ExitFn>) {
         self.lock().watchers.push(Watcher { f: Arc::from(f), called: 0 });
         self.bell.notify_all();

@@ -78,15 +78,15 @@ fn a_death_behind_a_part_ends_the_wait_for_others_but_spoils_nothing() {
 #[test]
 fn every_watcher_hears_every_exit_once_and_panics_are_contained() {
     let inbox = Inbox::new(r(0), 3, Limits::default());
-    let heard = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::new(Mutex::new(Vec::new()));
     inbox.exit(r(1), PeerExit::Died);
     inbox.watch(Box::new(|_, _| panic!("callback panics (expected in this test)")));
-    let h = heard.clone();
+    let h = seen.clone();
     inbox.watch(Box::new(move |rank, how| h.lock().unwrap().push((rank, how))));
     inbox.announce();
     inbox.exit(r(2), PeerExit::Left);
     inbox.announce();
     inbox.announce();
-    assert_eq!(*heard.lock().unwrap(), [(r(1), PeerExit::Died), (r(2), PeerExit::Left)]);
+    assert_eq!(*seen.lock().unwrap(), [(r(1), PeerExit::Died), (r(2), PeerExit::Left)]);
     assert_eq!(inbox.gone(), 0b110);
 }

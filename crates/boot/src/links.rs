@@ -20,12 +20,12 @@ use crate::sock::{self, Bell};
 use crate::store::Store;
 use crate::threads::{Worker, dup_all, left_error};
 
-/// How long [`Mesh::leave`] may wait for room in the socket of a peer that does not read.
+/// How long [`Mesh::leave`] may wait for space in the socket of a peer that does not read.
 const BYE_LIMIT: Duration = Duration::from_millis(500);
 
-/// How long the descriptors that are under way may leave no room for more: ranks receive theirs in
+/// How long the descriptors that are under way may leave no space for more: ranks receive theirs in
 /// milliseconds.
-const ROOM_LIMIT: Duration = Duration::from_secs(5);
+const SPACE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A [`Mesh`] between processes of one host and one user.
 ///
@@ -106,11 +106,11 @@ impl LinkMesh {
         deadline: Deadline,
     ) -> Result<()> {
         let mut todo: Vec<(Rank, usize)> = peers.iter().map(|r| (*r, 0)).collect();
-        let room = Deadline::after(deadline.remaining().min(ROOM_LIMIT));
+        let limit = Deadline::after(deadline.remaining().min(SPACE_LIMIT));
         loop {
             let mut stuck = Vec::new();
             for (peer, next) in todo {
-                if let Some(next) = self.send_some(peer, (frames, fds), next, room)? {
+                if let Some(next) = self.send_some(peer, (frames, fds), next, limit)? {
                     stuck.push((peer, next));
                 }
             }
@@ -151,7 +151,7 @@ impl LinkMesh {
                 Err(Errno::AGAIN) => return Ok(Some(next)),
                 // The peer has gone: the monitor says how.
                 Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Ok(None),
-                // Those of all ranks count: there is room once these have received, and no poll
+                // Those of all ranks count: there is space once these have received, and no poll
                 // tells of it.
                 Err(Errno::TOOMANYREFS) if !until.expired() => {
                     std::thread::sleep(Duration::from_millis(1));

@@ -159,10 +159,10 @@ fn death_is_told_at_once_and_leaving_is_not_death() {
         assert_eq!(world[0].gone(), 0b110);
         let (tx, late) = mpsc::channel();
         world[0].on_exit(Box::new(move |r, _| tx.send(r.get()).unwrap()));
-        let mut heard = [(); 2].map(|()| late.recv_timeout(Duration::from_secs(5)).unwrap());
-        heard.sort_unstable();
-        assert_eq!(heard, [1, 2]);
-        assert!(rx.recv_timeout(Duration::from_millis(20)).is_err(), "told twice");
+        let mut seen = [(); 2].map(|()| late.recv_timeout(Duration::from_secs(5)).unwrap());
+        seen.sort_unstable();
+        assert_eq!(seen, [1, 2]);
+        assert!(rx.recv_timeout(Duration::from_millis(20)).is_err(), "reported twice");
     }
 }
 
@@ -249,7 +249,7 @@ fn a_goodbye_behind_unread_data_is_still_a_goodbye() {
     assert_eq!(rx.recv_timeout(Duration::from_secs(5)).unwrap(), (all[1], PeerExit::Left));
 }
 
-/// A rank that is stopped leaves its socket full; what another one tells meanwhile must be heard
+/// A rank that is stopped leaves its socket full; what another one sends meanwhile must be seen
 /// all the same.
 #[test]
 fn a_peer_that_does_not_read_keeps_nobody_from_stopping() {

@@ -59,7 +59,7 @@ pub trait Mesh: Send + Sync {
     /// `Timeout` if the deadline passes; the message lists all ranks that are missing, `peer` is
     /// the first. `PeerDead` at once if a member has died, or is gone without having given its
     /// part. `InvalidArgument` for a bad member list, tag, payload (over [`MAX_PAYLOAD`]) or
-    /// number of descriptors (over [`MAX_FDS`]). `Exhausted` if a part came early and no room was
+    /// number of descriptors (over [`MAX_FDS`]). `Exhausted` if a part came early and no space was
     /// left for it. `Protocol` if a member used the tag twice. `Stale` after [`Mesh::leave`].
     fn exchange(
         &self,

@@ -111,7 +111,8 @@ impl Peer<'_> {
             return false;
         }
         shared.inbox.exit(self.rank, gone);
-        // Wakes whoever waits for room in this socket, also if a child of the peer holds it open.
+        // Wakes a thread that waits for space in this socket, also if a child of the peer holds it
+        // open.
         rustix::net::shutdown(&self.link.sock, rustix::net::Shutdown::Both).ok();
         self.partial.clear();
         false

@@ -57,8 +57,8 @@ impl Tracer {
 
     pub(crate) fn extend(&self, new: impl IntoIterator<Item = Span>) {
         let mut spans = self.spans.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = Self::MAX_SPANS.saturating_sub(spans.len());
-        spans.extend(new.into_iter().take(room));
+        let left = Self::MAX_SPANS.saturating_sub(spans.len());
+        spans.extend(new.into_iter().take(left));
     }
 
     pub(crate) fn device(&self) -> &DeviceSpans {

@@ -74,9 +74,9 @@ fn meta(path: &Path) -> Result<fs::Metadata> {
 /// Appends what is below `path` until there are [`MAX_BYTES`]; what is no file says nothing about
 /// its length, and a pipe would block.
 fn collect(path: &Path, out: &mut Vec<u8>) -> Result<()> {
-    let room = MAX_BYTES.saturating_sub(out.len() as u64);
+    let left = MAX_BYTES.saturating_sub(out.len() as u64);
     // A link that leads nowhere, or in a circle, is no file either.
-    if room == 0 || path.is_symlink() && fs::metadata(path).is_err() {
+    if left == 0 || path.is_symlink() && fs::metadata(path).is_err() {
         return Ok(());
     }
     let meta = meta(path)?;
@@ -90,7 +90,7 @@ fn collect(path: &Path, out: &mut Vec<u8>) -> Result<()> {
         return names.iter().try_for_each(|p| collect(p, out));
     }
     if meta.is_file() {
-        let read = |f: fs::File| f.take(room).read_to_end(out);
+        let read = |f: fs::File| f.take(left).read_to_end(out);
         fs::File::open(path).and_then(read).map_err(|e| Error::io(path.display(), e))?;
     }
     Ok(())

@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn the_cause_ends_all_teams_and_is_told_before_what_it_brings() {
         use ErrorKind::{Aborted, PeerDead, Timeout};
-        for (there, told) in [
+        for (there, want) in [
             ([None, None, Some(Timeout), None], Timeout),
             ([Some(Aborted), None, Some(Timeout), None], Timeout),
             ([Some(Aborted), Some(Timeout), None, Some(PeerDead)], PeerDead),
@@ -103,12 +103,12 @@ mod tests {
                         }
                     }
                     for _ in 0..2 {
-                        assert_eq!(together.check().unwrap_err().kind(), told);
+                        assert_eq!(together.check().unwrap_err().kind(), want);
                     }
                     for (team, kind) in teams.iter().zip(there) {
                         let e = team.check().unwrap_err();
                         assert_eq!(e.kind(), kind.unwrap_or(Aborted), "{e}");
-                        let why = kind.is_some() || e.message().contains(&format!("{told:?}"));
+                        let why = kind.is_some() || e.message().contains(&format!("{want:?}"));
                         assert!(why, "{e}");
                     }
                 }

@@ -9,9 +9,10 @@ use tilewire_kernels::portable::EP_UNEVEN;
 use crate::attention::device::unit;
 use crate::common::cuda::{kernel_specs, mantissa, spec};
 
-/// Compiles, on all cores, the kernels of plans with elements of `dtype` (and f32) and of attention with head dimensions
-/// `heads` (of q and k, of v), if `device` is a GPU and they are not built in or cached. Without it each plan compiles its
-/// own when it is prepared, one after the other; what fails here fails there and is reported there. How many were compiled.
+/// Compiles, on all cores, the kernels of plans with elements of `dtype` (and f32) and of attention
+/// with head dimensions `heads` (of q and k, of v), if `device` is a GPU and they are not built in
+/// or cached. Without it each plan compiles its own when it is prepared, one after the other; what
+/// fails here fails there and is reported there. How many were compiled.
 ///
 /// # Errors
 /// `Config` for a bad variable of the environment.

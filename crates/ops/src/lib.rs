@@ -4,8 +4,8 @@
 //! before anything runs), `schedule.rs` (how to do it: pure, printable), `launch.rs` (what a launch
 //! is given: tensors, slots, areas), `plan.rs` (owns the workspace: `prepare`, `launch`, `explain`,
 //! `memory`), often `tests.rs`. The folder `host/` runs the real protocol on the host, `device/`
-//! queues it on CUDA devices; neither knows the plan. Local operations have no schedule, `bulk` only
-//! combines plans.
+//! queues it on CUDA devices; neither knows the plan. Local operations have no schedule, `bulk`
+//! only combines plans.
 //!
 //! # Life of a call
 //! `Desc::new` validates; `Plan::new` takes symmetric buffers and signals from the heap;

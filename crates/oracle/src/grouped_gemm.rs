@@ -1,7 +1,8 @@
 //! Grouped GEMM: one product for each expert over consecutive blocks of rows.
 //!
 //! Tokens are packed expert after expert: expert `e` owns rows `sum(splits[..e]) ..
-//! sum(splits[..=e])` of a buffer of `capacity >= sum(splits)` rows. Splits may be any numbers, 0 too.
+//! sum(splits[..=e])` of a buffer of `capacity >= sum(splits)` rows. Splits may be any numbers, 0
+//! too.
 
 use std::ops::Range;
 

@@ -98,8 +98,8 @@ pub fn align_up(n: usize, align: usize) -> usize {
 
 /// Where each copy of each token goes.
 ///
-/// Rows are expert-major; inside an expert by token, then by choice. Each expert's rows are padded to
-/// a multiple of the alignment (an expert without tokens has none).
+/// Rows are expert-major; inside an expert by token, then by choice. Each expert's rows are padded
+/// to a multiple of the alignment (an expert without tokens has none).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Permutation {
     /// Number of tokens.
@@ -184,8 +184,8 @@ pub fn permute_bwd(d_rows: &Mat, p: &Permutation) -> Mat {
     unpermute(d_rows, None, p)
 }
 
-/// `y[t] = sum_j w[t, j] rows[slot(t, j)]` in the order of `j`, masked choices left out; weights 1 if
-/// not given. `[rows, H] -> [T, H]`.
+/// `y[t] = sum_j w[t, j] rows[slot(t, j)]` in the order of `j`, masked choices left out; weights 1
+/// if not given. `[rows, H] -> [T, H]`.
 ///
 /// # Panics
 /// If `rows` does not have the permutation's rows, or `weights` is not `[T, k]`.

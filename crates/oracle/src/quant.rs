@@ -210,8 +210,8 @@ impl DelayedScaling {
     }
 
     /// Records the magnitude of the step just done and sets the scale of the next:
-    /// `f32(max(history) / max * 2^margin)`, between the least and the largest normal f32. A window whose maximum
-    /// is 0 or infinite keeps the scale.
+    /// `f32(max(history) / max * 2^margin)`, between the least and the largest normal f32. A window
+    /// whose maximum is 0 or infinite keeps the scale.
     pub fn record(&mut self, amax: f64) {
         self.history.push(amax);
         if self.history.len() > self.window {

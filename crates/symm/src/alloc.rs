@@ -36,7 +36,7 @@ impl Allocator {
 
     /// First fit. A length of 0 takes no space but has a place.
     pub fn alloc(&mut self, len: usize, tag: &str) -> Result<usize> {
-        inject::step("room in the heap")?;
+        inject::step("a free range of the heap")?;
         let need = len.checked_next_multiple_of(self.align).unwrap_or(usize::MAX);
         let found = self.free.iter().find(|&(_, &l)| l >= need).map(|(&o, &l)| (o, l));
         let Some((offset, have)) = found else {

@@ -108,7 +108,8 @@ impl LiveTeam {
         self.peers().find_map(|src| {
             let slot = self.0.ctl.abort_slot(self.rank(), src);
             let code = crate::protocol::raised(slot, self.0.generation as u32)?;
-            // Ranks pass on an abort as they got it: the slot need not be that of the rank that began.
+            // Ranks pass on an abort as they got it: the slot need not be that of the rank that
+            // began.
             let src = self.peers().find(|p| p.get() == u32::from(code.from)).unwrap_or(src);
             Some((src, code))
         })

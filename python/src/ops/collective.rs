@@ -44,8 +44,8 @@ pub fn matrix(t: &Tensor) -> Result<Tensor> {
     t.reshape(Shape::d2(rows, cols))
 }
 
-/// What a launch moves: the collective, its rows in all, the rows that the plan is made for, and the
-/// collective that the backward pass needs.
+/// What a launch moves: the collective, its rows in all, the rows that the plan is made for, and
+/// the collective that the backward pass needs.
 pub struct Move {
     kind: CollectiveKind,
     m: usize,
@@ -122,8 +122,8 @@ pub fn reduction(op: &str) -> Result<ReduceOp> {
     op.parse()
 }
 
-/// `out [m, ...]`: the rows of all ranks, in their order. With `grad`, the plan that the backward pass
-/// needs is made, too, here as below.
+/// `out [m, ...]`: the rows of all ranks, in their order. With `grad`, the plan that the backward
+/// pass needs is made, too, here as below.
 #[pyfunction]
 pub fn all_gather(
     py: Python<'_>,

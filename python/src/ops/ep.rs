@@ -337,7 +337,8 @@ impl EpBuffer {
         })
     }
 
-    /// Which received row feeds each expert-major row, `[capacity]` i32: rank-major and flat layouts.
+    /// Which received row feeds each expert-major row, `[capacity]` i32: rank-major and flat
+    /// layouts.
     fn row_index(&self, py: Python<'_>, out: &Object<'_>) -> PyResult<()> {
         let call = Call::new(py, "ep", self.world)?;
         let out = call.tensor("out", out)?;

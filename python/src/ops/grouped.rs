@@ -159,7 +159,8 @@ pub fn grouped_dgrad(
     })
 }
 
-/// `dw_e (+)= dy[rows of e]^T x[rows of e]`; added where `mask` is not zero. `dbias` is overwritten.
+/// `dw_e (+)= dy[rows of e]^T x[rows of e]`; added where `mask` is not zero. `dbias` is
+/// overwritten.
 #[pyfunction]
 pub fn grouped_wgrad(
     py: Python<'_>,

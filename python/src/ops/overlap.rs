@@ -150,9 +150,9 @@ impl SumParams<'_> {
     }
 }
 
-/// `out [m, n] = act(all_gather(x [m/P, k]) w^T + bias)`; `gathered [m, k]` and `aux [m, n]` (before
-/// the activation) where given; `scale` [1] f32 multiplies the product. With `grad`, the plans that
-/// the backward pass needs are made, too.
+/// `out [m, n] = act(all_gather(x [m/P, k]) w^T + bias)`; `gathered [m, k]` and `aux [m, n]`
+/// (before the activation) where given; `scale` [1] f32 multiplies the product. With `grad`, the
+/// plans that the backward pass needs are made, too.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "called by position from one Python function")]
 pub fn ag_gemm(

@@ -105,7 +105,8 @@ fn the_interposer_counts_calls() {
     assert!(log.starts_with("loaded") && calls == 1, "{log}");
 }
 
-/// Calls of a thread are told where that thread has a file, and otherwise not; and it has no more memory than its file says.
+/// Calls of a thread are told where that thread has a file, and otherwise not; and it has no more
+/// memory than its file says.
 #[test]
 fn the_interposer_tells_what_a_thread_calls() {
     let dir = Folder::new("calls");

@@ -173,14 +173,14 @@ impl Service {
         let limit = self.conns.iter().filter_map(Conn::alarm).min();
         let limit = limit.map(|t| t.saturating_duration_since(now));
         let half_open = self.conns.iter().filter(|c| c.half_open()).count();
-        let mut room = MAX_HALF_OPEN.saturating_sub(half_open);
-        room = room.min(MAX_CONNECTIONS.saturating_sub(self.conns.len()));
+        let mut free = MAX_HALF_OPEN.saturating_sub(half_open);
+        free = free.min(MAX_CONNECTIONS.saturating_sub(self.conns.len()));
         let ready: Vec<bool> = {
             let ear = match &self.ear {
                 Ear::Tcp(fd) => fd,
                 Ear::Unix(l) => &l.sock,
             };
-            let listen = if room > 0 { PollFlags::IN } else { PollFlags::empty() };
+            let listen = if free > 0 { PollFlags::IN } else { PollFlags::empty() };
             let mut fds = vec![PollFd::new(bell.fd(), PollFlags::IN), PollFd::new(ear, listen)];
             fds.extend(self.conns.iter().map(|c| PollFd::new(&c.sock, c.interest())));
             sock::wait_any(&mut fds, limit)?;
@@ -194,8 +194,8 @@ impl Service {
             }
         }
         self.wake();
-        while ready[0] && room > 0 && self.accept() {
-            room -= 1;
+        while ready[0] && free > 0 && self.accept() {
+            free -= 1;
         }
         Ok(())
     }

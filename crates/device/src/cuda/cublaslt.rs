@@ -414,11 +414,11 @@ impl CublasLt {
         algo: &LtAlgo,
         workspace: Option<&CudaMemory>,
     ) -> Result<()> {
-        let room = workspace.map_or(0, CudaMemory::len_bytes);
-        if room < algo.workspace_bytes || stream.context().ordinal() != self.ctx.ordinal() {
+        let available = workspace.map_or(0, CudaMemory::len_bytes);
+        if available < algo.workspace_bytes || stream.context().ordinal() != self.ctx.ordinal() {
             return Err(Error::invalid("cuBLASLt: too little workspace, or another device")
                 .expected(format_args!("{} bytes", algo.workspace_bytes))
-                .seen(room));
+                .seen(available));
         }
         let _current = self.ctx.bind()?;
         if let Some(w) = workspace {
@@ -444,7 +444,7 @@ impl CublasLt {
                 l.d.raw,
                 &algo.raw,
                 workspace.map_or(0, CudaMemory::addr),
-                room,
+                available,
                 stream.raw().cast(),
             )
         };

@@ -1,5 +1,5 @@
-// Kernels of interop_tests.rs. They stand here and not among the kernels because only those tests have a use for
-// them: clusters of blocks, and copies by tensor maps.
+// Kernels of interop_tests.rs. They stand here and not among the kernels because only those tests
+// have a use for them: clusters of blocks, and copies by tensor maps.
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -47,8 +47,9 @@ extern "C" __global__ void test_early_read(const u32* in, u32* out, u32 blocks) 
     if (threadIdx.x == 0) out[2 * blockIdx.x] = *word, out[2 * blockIdx.x + 1] = before;
 }
 
-// Block (x, y): the tile at row y * rows, column x * cols, of `bytes` bytes: from `in` to shared memory, from there as
-// it lies there to the block's place in `seen`, and by `out` to the same place of another tensor.
+// Block (x, y): the tile at row y * rows, column x * cols, of `bytes` bytes: from `in` to shared
+// memory, from there as it lies there to the block's place in `seen`, and by `out` to the same
+// place of another tensor.
 extern "C" __global__ void test_tile(const __grid_constant__ TensorMap in, const __grid_constant__ TensorMap out, u8* seen,
                                      u32 rows, u32 cols, u32 bytes) {
     extern __shared__ __align__(1024) u8 tile[];

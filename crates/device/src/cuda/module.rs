@@ -197,12 +197,12 @@ impl Kernel {
     /// # Errors
     /// `Unsupported` if the device has less.
     pub fn allow_shared(&self, shared_bytes: u32) -> Result<()> {
-        let room = self.module.0.ctx.max_shared_bytes()?;
-        if shared_bytes > room {
+        let available = self.module.0.ctx.max_shared_bytes()?;
+        if shared_bytes > available {
             let text = format!("the blocks of {} have too little shared memory here", self.name);
             return Err(Error::new(ErrorKind::Unsupported, text)
                 .expected(format_args!("{shared_bytes} bytes"))
-                .seen(format_args!("at most {room}"))
+                .seen(format_args!("at most {available}"))
                 .hint("use a smaller shape, or a GPU with more (sm_80, sm_90 and sm_100 have)"));
         }
         let _current = self.module.0.ctx.bind()?;

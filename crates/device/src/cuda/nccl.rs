@@ -278,8 +278,8 @@ impl NcclComm {
     }
 
     /// Gives the communicator to the caller, who ends it; `None` if it was aborted. One that was
-    /// revoked can only be destroyed: [`NcclComm::is_over`]. Other owners of this value learn of that
-    /// `Aborted` from now on.
+    /// revoked can only be destroyed: [`NcclComm::is_over`]. Other owners of this value learn of
+    /// that `Aborted` from now on.
     pub fn release(&self) -> Option<u64> {
         let handle = self.lock().take();
         handle.filter(|_| !self.gone.load(Ordering::Acquire)).map(|h| h.0 as u64)

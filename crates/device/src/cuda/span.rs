@@ -30,8 +30,8 @@ struct Open {
     end: CudaEvent,
 }
 
-/// So many spans are looked at without being asked for: events are used again, and times are reported
-/// from an event that is not long ago (the driver gives 24 bits).
+/// So many spans are looked at without being asked for: events are used again, and times are
+/// reported from an event that is not long ago (the driver gives 24 bits).
 const BATCH: usize = 1024;
 /// How long the last look waits for work that has not ended.
 const LAST_LOOK_S: f64 = 10.0;

@@ -539,8 +539,8 @@ pub(super) fn capture_info(raw: CUstream) -> Result<Option<(u64, CUgraph)>> {
     Ok(active.then_some((id, graph)))
 }
 
-/// Polls `query` until it is done or `deadline` passes. `tell` is called every 20 ms with the time from which until
-/// when that has lasted.
+/// Polls `query` until it is done or `deadline` passes. `tell` is called every 20 ms with the time
+/// from which until when that has lasted.
 pub(super) fn poll(
     deadline: Option<Deadline>,
     query: impl Fn() -> CUresult,

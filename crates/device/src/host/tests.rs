@@ -92,7 +92,7 @@ fn a_result_is_not_handed_out_when_its_work_failed() {
 /// The flight recorder takes the end of a device's launches from here.
 #[test]
 fn who_asks_hears_how_the_work_ended_once_it_is_waited_for() {
-    let heard = |fails: bool| {
+    let seen = |fails: bool| {
         let s = Stream::new("s").unwrap();
         s.launch(Node::new("work", move || {
             if fails { Err(Error::new(ErrorKind::Timeout, "late")) } else { Ok(()) }
@@ -104,7 +104,7 @@ fn who_asks_hears_how_the_work_ended_once_it_is_waited_for() {
         assert_eq!(p.wait_until(Deadline::after_s(5.0)).is_err(), fails);
         rx.try_iter().collect::<Vec<_>>()
     };
-    assert_eq!((heard(false), heard(true)), (vec![true], vec![false]));
+    assert_eq!((seen(false), seen(true)), (vec![true], vec![false]));
 }
 
 #[test]

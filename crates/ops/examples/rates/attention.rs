@@ -1,7 +1,8 @@
 //! Times of attention on CUDA device 0: causal, bf16, 32 query and 8 key heads of 128.
 //!
-//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`. Medians of 20 runs after a
-//! warm-up, random inputs; a causal mask counts half of the products. One JSON object a line.
+//! `cargo run --release -p tilewire-ops --example rates attention [SEQ ...]`. Medians of 20 runs
+//! after a warm-up, random inputs; a causal mask counts half of the products. One JSON object a
+//! line.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};

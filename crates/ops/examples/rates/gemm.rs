@@ -1,5 +1,6 @@
-//! Times of GEMM on CUDA device 0, by cuBLASLt and by the portable kernel, and what a team of no peers
-//! would see: medians of 20 runs after a warm-up, random inputs, bf16. One JSON object a line.
+//! Times of GEMM on CUDA device 0, by cuBLASLt and by the portable kernel, and what a team of no
+//! peers would see: medians of 20 runs after a warm-up, random inputs, bf16. One JSON object a
+//! line.
 //!
 //! `cargo run --release -p tilewire-ops --example rates gemm [M,N,K ...]`.
 

@@ -1,13 +1,14 @@
 //! Rates of the works of `layers` on CUDA device 0, against a copy on the same device.
 //!
-//! `cargo run --release -p tilewire-ops --example rates layers [WORK ...]`. One JSON object a line, of every work or of
-//! those whose name begins so: microseconds of a launch in a graph of at least 20 (median of 9 replays) and of an eager
-//! launch (median of 20), bytes that must be read and written once, and the graph's rate as a share of that of a copy
-//! between two buffers of 1 GiB, and of that of copies, in a graph too, of as many bytes (of
-//! at most 256 MiB each). 32768 rows of 4096, 64 experts, top-2, 256
-//! classes, bf16; `_8x` has 8 times as many rows.
+//! `cargo run --release -p tilewire-ops --example rates layers [WORK ...]`. One JSON object a line,
+//! of every work or of those whose name begins so: microseconds of a launch in a graph of at least
+//! 20 (median of 9 replays) and of an eager launch (median of 20), bytes that must be read and
+//! written once, and the graph's rate as a share of that of a copy between two buffers of 1 GiB,
+//! and of that of copies, in a graph too, of as many bytes (of at most 256 MiB each). 32768 rows of
+//! 4096, 64 experts, top-2, 256 classes, bf16; `_8x` has 8 times as many rows.
 //!
-//! Launches of a graph take their tensors in turn from so many sets that one's have left the L2 cache when it comes again.
+//! Launches of a graph take their tensors in turn from so many sets that one's have left the L2
+//! cache when it comes again.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};

@@ -31,8 +31,8 @@ const RASTER_ROWS: usize = 12;
 /// What rank `me` does, in order. `rows` are the rows of all ranks, `n` my columns;
 /// `whole_rows` asks for tiles over all columns (activations that pair columns).
 ///
-/// Owner of step `i` is `me + i`, of a ring `me - i`; step 0 is the own shard and needs no flag. Inside an
-/// owner: chunk by chunk, row tiles in groups of twelve over all columns.
+/// Owner of step `i` is `me + i`, of a ring `me - i`; step 0 is the own shard and needs no flag.
+/// Inside an owner: chunk by chunk, row tiles in groups of twelve over all columns.
 pub fn schedule(
     me: Rank,
     rows: &[usize],

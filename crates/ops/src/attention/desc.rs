@@ -155,7 +155,8 @@ impl AttentionDesc {
         if !plain.contains(&self.out) {
             return bad(format!("`out` cannot be {}; one of f32, bf16, f16", self.out));
         }
-        // As the arithmetic has them, in f32: a softcap that is 0 there would be none to the kernels.
+        // As the arithmetic has them, in f32: a softcap that is 0 there would be none to the
+        // kernels.
         let cap = self.softcap.map(|c| c as f32);
         if !(self.scale as f32).is_finite() || cap.is_some_and(|c| !(c.is_finite() && c > 0.0)) {
             return bad(format!("scale {} or softcap {:?} is bad", self.scale, self.softcap));

@@ -127,7 +127,8 @@ impl<'a> Queries<'a> {
     /// The slices against one span of keys, whose rows count from its first one.
     fn meet<'s>(&'s self, kv: &'s Range<usize>) -> impl Iterator<Item = Slice> + use<'s, 'a> {
         let (all, mask) = (self.seqs, self.mask);
-        // Sequences ascend, and those that end before the span or begin behind it have no rows in it.
+        // Sequences ascend, and those that end before the span or begin behind it have no rows in
+        // it.
         let first = all.kv.partition_point(|r| r.end <= kv.start);
         let num = all.kv[first..].partition_point(|r| r.start < kv.end);
         let of_sequence = move |i: usize| {

@@ -103,7 +103,8 @@ impl BulkPlan {
         self.side.record(&join)?;
         stream.wait(&join)?;
         if let (Stream::Cuda(main), Stream::Cuda(side)) = (stream, &self.side) {
-            // Nobody waits for the side stream alone: it would keep the tensors of its latest launches.
+            // Nobody waits for the side stream alone: it would keep the tensors of its latest
+            // launches.
             main.take_over(side);
         }
         let (collective, told) = collective?.join_with_callback(stream)?;

@@ -19,7 +19,8 @@ pub enum ReduceOp {
 /// Which collective.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum CollectiveKind {
-    /// Everybody's rows, in rank order, on every rank. Input `[rows of me, cols]`, output `[m, cols]`.
+    /// Everybody's rows, in rank order, on every rank. Input `[rows of me, cols]`, output `[m,
+    /// cols]`.
     AllGather(Shards),
     /// The sum of everybody's `[m, cols]`, divided by rows: output `[rows of me, cols]`.
     ReduceScatter(Shards, ReduceOp),

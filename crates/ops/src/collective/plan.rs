@@ -89,10 +89,11 @@ impl CollectivePlan {
         Ok(Self { base, device: OnceLock::new(), backend, used: Used::default() })
     }
 
-    /// On GPUs: how many multiprocessors a launch may take at most, at least 1, where one kernel does it
-    /// ([`CollectivePlan::explain`] says so); copy engines take none. 32 by default, 64 for sums of more than 32 MiB. It
-    /// goes on with fewer, if slowly. Results do not depend on it, and ranks need not agree. Its blocks wait for other ranks
-    /// and a multiprocessor holds one of them: plans that may wait for different ranks at once must fit on the device together.
+    /// On GPUs: how many multiprocessors a launch may take at most, at least 1, where one kernel
+    /// does it ([`CollectivePlan::explain`] says so); copy engines take none. 32 by default, 64 for
+    /// sums of more than 32 MiB. It goes on with fewer, if slowly. Results do not depend on it, and
+    /// ranks need not agree. Its blocks wait for other ranks and a multiprocessor holds one of
+    /// them: plans that may wait for different ranks at once must fit on the device together.
     #[must_use]
     pub fn with_num_sms(mut self, num: usize) -> Self {
         self.base.num_sms = Some(u32::try_from(num.max(1)).unwrap_or(u32::MAX));
@@ -107,7 +108,8 @@ impl CollectivePlan {
     /// Collective: must be called by all ranks before the first launch.
     ///
     /// # Errors
-    /// `Mismatch` if the ranks' plans differ; `Unavailable` if NCCL was asked for and a rank has none.
+    /// `Mismatch` if the ranks' plans differ; `Unavailable` if NCCL was asked for and a rank has
+    /// none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         self.prepare_after(stream, || Ok(()))
     }

@@ -2,13 +2,14 @@
 
 use super::CollectiveKind;
 
-/// Vectors up to this size are moved by kernels. Measured on 8 H200, bus GB/s of kernels and of copy
-/// engines: reduce_scatter of 64 MiB 271 and 244, of 256 MiB 289 and 306.
+/// Vectors up to this size are moved by kernels. Measured on 8 H200, bus GB/s of kernels and of
+/// copy engines: reduce_scatter of 64 MiB 271 and 244, of 256 MiB 289 and 306.
 const BY_KERNEL_BYTES: usize = 96 << 20;
 
-/// True if one kernel that meets the others moves a vector of `bytes` in all faster than the other ways. Measured on
-/// 4 H200 (`docs/lab/collective.md`): first sizes where latency counts, then those where bandwidth does. Copy engines
-/// are as fast from the last bound on, and take no multiprocessor.
+/// True if one kernel that meets the others moves a vector of `bytes` in all faster than the other
+/// ways. Measured on 4 H200 (`docs/lab/collective.md`): first sizes where latency counts, then
+/// those where bandwidth does. Copy engines are as fast from the last bound on, and take no
+/// multiprocessor.
 fn best_meeting(kind: &CollectiveKind, bytes: usize) -> bool {
     const KIB: usize = 1 << 10;
     const MIB: usize = 1 << 20;
@@ -21,7 +22,8 @@ fn best_meeting(kind: &CollectiveKind, bytes: usize) -> bool {
     bytes <= small || (from < bytes && bytes <= to)
 }
 
-/// Bytes of all vectors that a rank takes in where each is sent whole to everybody: a second phase would take longer.
+/// Bytes of all vectors that a rank takes in where each is sent whole to everybody: a second phase
+/// would take longer.
 const WHOLE_BYTES: usize = 2 << 20;
 
 /// Rows of a vector of all-reduce, of `row` bytes each, that are sent whole to everybody.
@@ -51,7 +53,8 @@ impl Way {
         if meets && sums_all && rows > 0 && bytes * size <= WHOLE_BYTES {
             return Way::Whole;
         }
-        // The kernel learns from each rank's first piece that it has begun: every rank owns rows of a sum.
+        // The kernel learns from each rank's first piece that it has begun: every rank owns rows of
+        // a sum.
         let owned = !sums_all || rows >= size;
         if meets && owned && best_meeting(kind, bytes) {
             return Way::Meeting;

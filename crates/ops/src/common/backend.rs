@@ -12,14 +12,16 @@ use super::check::no_kernel;
 /// What a collective on CUDA devices goes through.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub enum CollectiveBackend {
-    /// Puts into symmetric memory. Sums are formed in f32 in the order of the ranks: the same bits on
-    /// all ranks, with any number of rows.
+    /// Puts into symmetric memory. Sums are formed in f32 in the order of the ranks: the same bits
+    /// on all ranks, with any number of rows.
     #[default]
     Put,
-    /// NVIDIA NCCL, opened at run time. Its sums are rounded on their way, in an order of its choice.
+    /// NVIDIA NCCL, opened at run time. Its sums are rounded on their way, in an order of its
+    /// choice.
     Nccl,
-    /// The one that is faster for the slowest rank with the plan's most rows, measured at `prepare`;
-    /// puts where there is no NCCL, NCCL where GPUs do not reach each other. Sums may then have other bits from run to run.
+    /// The one that is faster for the slowest rank with the plan's most rows, measured at
+    /// `prepare`; puts where there is no NCCL, NCCL where GPUs do not reach each other. Sums may
+    /// then have other bits from run to run.
     Fastest,
 }
 
@@ -64,7 +66,8 @@ pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
     }
 }
 
-/// What a plan goes through until it has asked the clock, and for good where there is nothing to choose.
+/// What a plan goes through until it has asked the clock, and for good where there is nothing to
+/// choose.
 pub(crate) fn at_first(heap: &Heap, backend: CollectiveBackend) -> CollectiveBackend {
     if backend == CollectiveBackend::Fastest { usual(heap) } else { backend }
 }

@@ -40,7 +40,8 @@ fn given<'a>(list: &[Named<'a>]) -> Vec<(&'static str, &'a Tensor)> {
     list.iter().filter_map(|&(what, t)| Some((what, t?))).collect()
 }
 
-/// Checks that no two of an output's tensors overlap, of which there may be one for each of many groups.
+/// Checks that no two of an output's tensors overlap, of which there may be one for each of many
+/// groups.
 ///
 /// # Errors
 /// `InvalidArgument` naming the output.

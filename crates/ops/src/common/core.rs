@@ -30,8 +30,8 @@ pub struct PlanCore {
     uses: Arc<Uses>,
 }
 
-/// Symmetric memory and slots that launches on devices know by their addresses alone. A graph keeps them; eager launches,
-/// until the last one has run.
+/// Symmetric memory and slots that launches on devices know by their addresses alone. A graph keeps
+/// them; eager launches, until the last one has run.
 #[derive(Default)]
 struct Uses {
     bufs: Vec<SymBuf>,
@@ -172,7 +172,8 @@ impl PlanCore {
         self.queue_on(lane, at, outs, |streams| lane.run(streams, slots, outs, f))
     }
 
-    /// Queues one launch of kernels that meet the other ranks, and poison their outputs, themselves.
+    /// Queues one launch of kernels that meet the other ranks, and poison their outputs,
+    /// themselves.
     pub(crate) fn run_alone(
         &self,
         lane: &Lane,
@@ -213,8 +214,8 @@ impl PlanCore {
         })
     }
 
-    /// The token of a launch. Nodes of the host note themselves how far a launch came; of a device's
-    /// the flight recorder hears when somebody has waited.
+    /// The token of a launch. Nodes of the host note themselves how far a launch came; of a
+    /// device's the flight recorder hears when somebody has waited.
     pub(crate) fn pending<T>(
         &self,
         out: T,
@@ -255,21 +256,24 @@ impl PlanCore {
     /// Collective: compares descriptions and allocation digests, makes lazy state.
     ///
     /// # Errors
-    /// `Mismatch` with both ranks' words; `InvalidArgument` during capture; what a rank lacks, on all of them.
+    /// `Mismatch` with both ranks' words; `InvalidArgument` during capture; what a rank lacks, on
+    /// all of them.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         self.prepare_with(stream, || Ok(()), |()| Ok(()))
     }
 
-    /// As [`PlanCore::prepare`], behind a step that each rank makes alone, `mine`, and before one that they make together,
-    /// `ours`. If the first fails on one rank the call fails on all, the team goes on, and they can call it again. A plan
-    /// whose second step failed is not prepared, but can launch in that step.
+    /// As [`PlanCore::prepare`], behind a step that each rank makes alone, `mine`, and before one
+    /// that they make together, `ours`. If the first fails on one rank the call fails on all, the
+    /// team goes on, and they can call it again. A plan whose second step failed is not prepared,
+    /// but can launch in that step.
     pub(crate) fn prepare_with<T>(
         &self,
         stream: &Stream,
         mine: impl FnOnce() -> Result<T>,
         ours: impl FnOnce(T) -> Result<()>,
     ) -> Result<()> {
-        // The caller's mistakes come before anything is done: a stream that is captured must not see any work.
+        // The caller's mistakes come before anything is done: a stream that is captured must not
+        // see any work.
         if let Some(lane) = &self.lane {
             stream_on(stream, lane.context()).map_err(|e| e.op(self.op))?;
         }
@@ -280,7 +284,8 @@ impl PlanCore {
         }
         let mine = self.heap.copy_stream().and_then(|_| mine());
         let fp = Fingerprint::new(self.op, format_args!("{} {}", self.text, self.heap.digest()));
-        // A rank whose step failed meets the others all the same: nobody waits for it, and launches keep their numbers.
+        // A rank whose step failed meets the others all the same: nobody waits for it, and launches
+        // keep their numbers.
         let met = self.team().prepare_agree(&fp).and_then(|_| self.team().settle("prepare", mine));
         let mine = met.map_err(|e| e.op(self.op))?;
         let before = self.prepared.swap(true, Ordering::AcqRel);
@@ -290,7 +295,8 @@ impl PlanCore {
         })
     }
 
-    /// As [`PlanCore::prepare_with`], where the first step is to `make` once what a heap in device memory needs.
+    /// As [`PlanCore::prepare_with`], where the first step is to `make` once what a heap in device
+    /// memory needs.
     pub(crate) fn prepare_made<T>(
         &self,
         stream: &Stream,
@@ -363,8 +369,8 @@ impl PlanCore {
     /// # Errors
     /// As [`PlanCore::begin`].
     pub(crate) fn check_launch(&self, stream: &Stream) -> Result<()> {
-        // Before the launch is on record: a stream of another device is the caller's mistake, not the
-        // end of the team.
+        // Before the launch is on record: a stream of another device is the caller's mistake, not
+        // the end of the team.
         if let Some(lane) = &self.lane {
             stream_on(stream, lane.context()).map_err(|e| e.op(self.op))?;
         }
@@ -382,7 +388,8 @@ impl PlanCore {
         self.check()
     }
 
-    /// Raises the fault of the team, or what no wait has met yet: a launch of this operation meets it.
+    /// Raises the fault of the team, or what no wait has met yet: a launch of this operation meets
+    /// it.
     ///
     /// # Errors
     /// The fault of the team.
@@ -461,7 +468,8 @@ mod tests {
 
     use super::*;
 
-    /// Nobody waits for a rank that lacks what it needs, and the plan can be prepared once it is there.
+    /// Nobody waits for a rank that lacks what it needs, and the plan can be prepared once it is
+    /// there.
     #[test]
     fn what_one_rank_lacks_fails_on_all_and_can_be_tried_again() {
         World::run_threads(3, WorldCfg::for_tests(), |world| {

@@ -138,9 +138,10 @@ pub(crate) fn hold<T: Any + Send + Sync>(stream: &CudaStream, thing: T) {
     stream.hold(|| -> Arc<dyn Any + Send + Sync> { Arc::new(thing) });
 }
 
-/// Queues what refers to `thing` by address, and keeps that until all of it has run. As `hold` before it, and again
-/// behind it: a stream may let go what was held more than a few kernels or copies before the work that needs it, and many
-/// chunks, or the tables of many sequences, are more.
+/// Queues what refers to `thing` by address, and keeps that until all of it has run. As `hold`
+/// before it, and again behind it: a stream may let go what was held more than a few kernels or
+/// copies before the work that needs it, and many chunks, or the tables of many sequences, are
+/// more.
 pub(crate) fn holding<T: Any + Clone + Send + Sync, R>(
     stream: &CudaStream,
     thing: T,

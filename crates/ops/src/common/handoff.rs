@@ -1,4 +1,5 @@
-//! From one lane of a launch to the other, on the host: the stand-in for an event between two streams.
+//! From one lane of a launch to the other, on the host: the stand-in for an event between two
+//! streams.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};

@@ -1,5 +1,5 @@
-//! NCCL as a plan uses it: connected at `prepare`, queued behind the meeting of a launch; and what plans share that
-//! choose between it and puts.
+//! NCCL as a plan uses it: connected at `prepare`, queued behind the meeting of a launch; and what
+//! plans share that choose between it and puts.
 
 use std::sync::{Arc, OnceLock};
 
@@ -18,8 +18,8 @@ use super::core::PlanCore;
 pub(crate) struct ByNccl(OnceLock<Arc<NcclTeam>>);
 
 impl ByNccl {
-    /// Collective, behind the agreement of `prepare`: makes NCCL of the plan's heap, and runs `ops` of
-    /// type `dtype` once, so that no launch connects. The first time only.
+    /// Collective, behind the agreement of `prepare`: makes NCCL of the plan's heap, and runs `ops`
+    /// of type `dtype` once, so that no launch connects. The first time only.
     ///
     /// # Safety
     /// As [`NcclTeam::queue`], until this returns.
@@ -68,7 +68,8 @@ impl ByNccl {
     }
 }
 
-/// Collective: NCCL of `heap`, or in words why a plan that is free to choose takes puts without asking the clock.
+/// Collective: NCCL of `heap`, or in words why a plan that is free to choose takes puts without
+/// asking the clock.
 ///
 /// # Errors
 /// As [`tilewire_symm::Heap::nccl`], where puts are no way out.
@@ -89,7 +90,8 @@ pub(crate) fn no_nccl(e: &Error) -> String {
     format!("puts, because NCCL cannot be used: {e}")
 }
 
-/// Collective: what a measurement needs, if all ranks have it; or why one has not, the same everywhere, which leaves puts.
+/// Collective: what a measurement needs, if all ranks have it; or why one has not, the same
+/// everywhere, which leaves puts.
 ///
 /// # Errors
 /// What is no lack of room or of a library; the fault of the team.
@@ -125,7 +127,8 @@ impl Clock {
         Ok(Self { start: CudaEvent::new(ctx, true)?, end: CudaEvent::new(ctx, true)? })
     }
 
-    /// Collective: microseconds of what `launch` queues on `stream`, on this rank. All of it has ended.
+    /// Collective: microseconds of what `launch` queues on `stream`, on this rank. All of it has
+    /// ended.
     ///
     /// # Errors
     /// Those of `launch`; the fault of the team.
@@ -149,8 +152,8 @@ impl Clock {
     }
 }
 
-/// Collective: whether NCCL is faster than puts for the slowest rank, the same everywhere; and in words, with what
-/// both took on this rank.
+/// Collective: whether NCCL is faster than puts for the slowest rank, the same everywhere; and in
+/// words, with what both took on this rank.
 ///
 /// # Errors
 /// The fault of the team.

@@ -1,5 +1,6 @@
-//! Gathered rows on their way around a ring: each rank sends its own to the next one, and passes on what
-//! comes from the one before, until everybody has had it. The ring exchange of TransformerEngine's Userbuffers.
+//! Gathered rows on their way around a ring: each rank sends its own to the next one, and passes on
+//! what comes from the one before, until everybody has had it. The ring exchange of
+//! TransformerEngine's Userbuffers.
 
 use std::ops::Range;
 
@@ -47,7 +48,8 @@ pub(crate) fn arrivals(me: Rank, rows: &[usize], chunks: usize) -> impl Iterator
     })
 }
 
-/// What `me` sends to the next rank: everybody's rows but that rank's own. Nothing without another rank.
+/// What `me` sends to the next rank: everybody's rows but that rank's own. Nothing without another
+/// rank.
 pub(crate) fn sent(me: Rank, rows: &[usize], row_bytes: usize, chunks: usize) -> LinkTraffic {
     let next = neighbours(me, rows.len()).1;
     let mut t = LinkTraffic::default();
@@ -66,8 +68,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// All ranks at once, message by message: nobody passes on what has not come, every row reaches every
-        /// rank once, and what is sent is what is predicted.
+        /// All ranks at once, message by message: nobody passes on what has not come, every row
+        /// reaches every rank once, and what is sent is what is predicted.
         #[test]
         fn every_row_goes_once_around(
             rows in prop::collection::vec(0usize..20, 1..9),

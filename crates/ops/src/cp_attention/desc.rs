@@ -18,8 +18,8 @@ pub enum Layout {
     /// `2 P` chunks whose sizes differ by at most one (larger ones first, some may be empty); rank
     /// `r` holds chunk `r` and then chunk `2 P - 1 - r`, so that causal work is even.
     Zigzag,
-    /// As `Zigzag`, with each sequence on its own, sequence after sequence: rank `r` holds chunks `r`
-    /// and `2 P - 1 - r` of the first sequence, then those of the second. TransformerEngine and
+    /// As `Zigzag`, with each sequence on its own, sequence after sequence: rank `r` holds chunks
+    /// `r` and `2 P - 1 - r` of the first sequence, then those of the second. TransformerEngine and
     /// Megatron divide packed sequences this way. The padding behind a sequence belongs to it; with
     /// it, the sequence has a multiple of `2 P` rows, unless there is only one rank.
     ZigzagPerSequence,
@@ -35,9 +35,9 @@ impl Layout {
         ("contiguous", Layout::Contiguous),
     ];
 
-    /// Global rows of `rank`, in the order of its local tensor, of queries or keys: of `tokens` rows
-    /// with these `sequences`, which only [`Layout::ZigzagPerSequence`] looks at. All ranks have
-    /// equally many spans. They hold every row once, also where [`Layout::check`] fails.
+    /// Global rows of `rank`, in the order of its local tensor, of queries or keys: of `tokens`
+    /// rows with these `sequences`, which only [`Layout::ZigzagPerSequence`] looks at. All ranks
+    /// have equally many spans. They hold every row once, also where [`Layout::check`] fails.
     pub fn spans(
         self,
         tokens: usize,
@@ -61,8 +61,8 @@ impl Layout {
     /// Checks that `size` ranks can divide these sequences.
     ///
     /// # Errors
-    /// `InvalidArgument` that names the sequence which [`Layout::ZigzagPerSequence`] cannot cut into
-    /// `2 P` equal chunks, and its length.
+    /// `InvalidArgument` that names the sequence which [`Layout::ZigzagPerSequence`] cannot cut
+    /// into `2 P` equal chunks, and its length.
     pub fn check(self, s: &Sequences, size: usize) -> Result<()> {
         if self != Layout::ZigzagPerSequence || size == 1 {
             return Ok(());

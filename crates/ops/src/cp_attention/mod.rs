@@ -18,13 +18,13 @@
 //! | `all_to_all` | P | as `get`, of a rank's heads (Ulysses: Jacobs et al., 2023) |
 //! | `hybrid` | `a2a_size` | the same |
 //!
-//! The host and devices carry out the same transfers (`transfers.rs`) of the same rows (`pieces.rs`);
-//! only the arithmetic differs. The host's running maximum, sum and accumulator stay f32 over all
-//! keys; devices merge f32 results over own keys and over those of others.
-//! Backward: keys and values travel once more, the owner of a row gets the partial dK and dV of
-//! those whose queries see it, in f32, and adds them in rank order, so that equal inputs give equal
-//! bits. Where K and V travel as e4m3 (`kv_wire`), every rank computes with the quantised values,
-//! its own included: the result does not depend on the strategy or the number of ranks.
+//! The host and devices carry out the same transfers (`transfers.rs`) of the same rows
+//! (`pieces.rs`); only the arithmetic differs. The host's running maximum, sum and accumulator stay
+//! f32 over all keys; devices merge f32 results over own keys and over those of others. Backward:
+//! keys and values travel once more, the owner of a row gets the partial dK and dV of those whose
+//! queries see it, in f32, and adds them in rank order, so that equal inputs give equal bits. Where
+//! K and V travel as e4m3 (`kv_wire`), every rank computes with the quantised values, its own
+//! included: the result does not depend on the strategy or the number of ranks.
 //!
 //! # Where
 //! | | |

@@ -1,9 +1,9 @@
 //! What moves between ranks, as rows of bytes: one pure list for each phase, where it is in the
 //! buffers, and what a launch moves over each link.
 //!
-//! Owners publish, whoever needs rows gets them; only the keys of `all_gather` are pushed, and those
-//! of `ring` are passed on. Rows of keys are in the order of the ranks ("dense"), so that one table
-//! of segments serves all.
+//! Owners publish, whoever needs rows gets them; only the keys of `all_gather` are pushed, and
+//! those of `ring` are passed on. Rows of keys are in the order of the ranks ("dense"), so that one
+//! table of segments serves all.
 
 use std::ops::Range;
 
@@ -33,8 +33,9 @@ fn wire(dqk: usize, dv: usize, dtype: DType) -> Vec<usize> {
     [dqk, dv].map(|dim| dim * dtype.size()).into_iter().chain(vec![4; scales]).collect()
 }
 
-/// Places of tensors of `rows` rows of so many bytes each, from `first` on, and their end. Scales, which
-/// stand behind two tensors of codes, lie in front of them: kernels read them at multiples of 4.
+/// Places of tensors of `rows` rows of so many bytes each, from `first` on, and their end. Scales,
+/// which stand behind two tensors of codes, lie in front of them: kernels read them at multiples of
+/// 4.
 pub(super) fn place(first: usize, rows: usize, wire: &[usize]) -> (Vec<usize>, usize) {
     let (mut at, mut end) = (vec![0; wire.len()], first);
     for i in (2..wire.len()).chain(0..2) {
@@ -53,13 +54,13 @@ pub(super) enum Hop {
     /// Send message `t` to the next rank: my keys, or what came as message `t - 1`. With `acquires`
     /// after the next rank has emptied the slot.
     Send { t: usize, acquires: bool },
-    /// Wait for message `t` of the rank before me and take it out of its slot. With `grants` the slot
-    /// has another message to come.
+    /// Wait for message `t` of the rank before me and take it out of its slot. With `grants` the
+    /// slot has another message to come.
     Take { t: usize, grants: bool },
 }
 
-/// The steps of each rank of a ring of `size`, in their order. Messages `0..size - 1`; the first ones
-/// find their slots free when a launch begins.
+/// The steps of each rank of a ring of `size`, in their order. Messages `0..size - 1`; the first
+/// ones find their slots free when a launch begins.
 pub(super) fn hops(size: usize) -> Vec<Hop> {
     let num = size.saturating_sub(1);
     let send = |t| Hop::Send { t, acquires: t >= RING_SLOTS };
@@ -190,8 +191,8 @@ impl Sizes {
         self.groups * self.share > 1 || (self.size > 1 && self.fp8_parts())
     }
 
-    /// Whether keys are the only thing that moves before the arithmetic: then it begins with a rank's
-    /// own keys while those of others come.
+    /// Whether keys are the only thing that moves before the arithmetic: then it begins with a
+    /// rank's own keys while those of others come.
     pub fn begins_at_once(&self) -> bool {
         !self.sequential && self.inner == 1 && self.size > 1
     }
@@ -250,8 +251,8 @@ impl Sizes {
     /// Where a rank's dk and dv of all rows are published: buffer, and the first bytes.
     pub fn parts(&self) -> (usize, Vec<usize>) {
         let buffer = if self.groups > 1 { DKV } else { GATHER };
-        // Kernels write dq, and parts that are not FP8, where they are published: at multiples of 16
-        // bytes where their dimensions are. Bytes of FP8 need not be, so they go behind.
+        // Kernels write dq, and parts that are not FP8, where they are published: at multiples of
+        // 16 bytes where their dimensions are. Bytes of FP8 need not be, so they go behind.
         let behind_dq = buffer == GATHER && self.fp8_parts();
         let dq = self.inner * self.max_q * self.hq * self.dqk * self.out;
         let first = if behind_dq { dq } else { 0 };

@@ -300,9 +300,9 @@ fn what_has_no_path_on_devices_is_refused_with_a_hint() {
     }
 }
 
-/// All ranks' steps at once: a message is taken after it was sent and before its slot is sent to again,
-/// every credit that is granted is acquired, and what is taken is the keys of the rank that the
-/// schedule says.
+/// All ranks' steps at once: a message is taken after it was sent and before its slot is sent to
+/// again, every credit that is granted is acquired, and what is taken is the keys of the rank that
+/// the schedule says.
 #[test]
 fn a_ring_brings_all_keys_through_two_slots() {
     for size in 1..=8usize {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use tilewire_core::{BackendKind, Error, ErrorKind, Result};
+use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::{Pending, Stream};
 use tilewire_symm::{Heap, Signals, SymBuf, Traffic};
 
@@ -18,7 +18,7 @@ use super::schedule::{Schedule, num_rows};
 use super::tune::{Tuner, Used};
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows, Sequences};
 use crate::common::CollectiveBackend;
-use crate::common::backend::{at_first, put_or_nccl, usual};
+use crate::common::backend::{at_first, is_on_device, put_or_nccl, usual};
 use crate::common::lanes::Lane;
 use crate::common::{Handoff, LaunchAt, Machine, PlanCore, fastest, only_meets};
 
@@ -61,18 +61,21 @@ impl CpAttentionPlan {
         Self::with_backend(desc, heap, config, usual(heap))
     }
 
-    /// As [`CpAttentionPlan::new`], through `backend` on CUDA devices. By NCCL everything comes before the
-    /// arithmetic begins: `get` and the strategies that trade heads by sends and receives, `all_gather` by
-    /// its collective; partial dk and dv are added in rank order all the same.
+    /// As [`CpAttentionPlan::new`], through `backend` on CUDA devices. By NCCL everything comes
+    /// before the arithmetic begins: `get` and the strategies that trade heads by sends and
+    /// receives, `all_gather` by its collective; partial dk and dv are added in rank order all the
+    /// same.
     ///
-    /// With `fastest`, `prepare` runs the passes that the plan is for on zeros with the description's sequences, both ways, and
-    /// takes what is faster for the slowest rank; puts where there is no NCCL, for what it cannot carry, and on the host. While
-    /// it does, it takes the memory of both ways and that of the tensors. Results may then have other bits from run to
-    /// run: by puts those over own keys and over the others' are merged, by NCCL there is one part.
+    /// With `fastest`, `prepare` runs the passes that the plan is for on zeros with the
+    /// description's sequences, both ways, and takes what is faster for the slowest rank; puts
+    /// where there is no NCCL, for what it cannot carry, and on the host. While it does, it takes
+    /// the memory of both ways and that of the tensors. Results may then have other bits from run
+    /// to run: by puts those over own keys and over the others' are merged, by NCCL there is one
+    /// part.
     ///
     /// # Errors
-    /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host or with what it cannot carry, and for puts
-    /// between GPUs that do not reach each other.
+    /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host or with what it
+    /// cannot carry, and for puts between GPUs that do not reach each other.
     pub fn with_backend(
         desc: CpAttentionDesc,
         heap: &Heap,
@@ -82,7 +85,7 @@ impl CpAttentionPlan {
         let size = heap.team().size();
         desc.check(size).map_err(|e| e.op(OP))?;
         put_or_nccl(heap, backend).map_err(|e| e.op(OP))?;
-        if heap.backend() != BackendKind::Host {
+        if is_on_device(heap) {
             device::check(&desc).map_err(|e| e.op(OP))?;
         }
         if at_first(heap, backend) == CollectiveBackend::Nccl {
@@ -114,7 +117,8 @@ impl CpAttentionPlan {
     ///
     /// # Errors
     /// `Mismatch` if the ranks' plans differ; on devices `Unavailable` without a compiler and
-    /// `Unsupported` for head dimensions above 256; `Unavailable` if NCCL was asked for and a rank has none.
+    /// `Unsupported` for head dimensions above 256; `Unavailable` if NCCL was asked for and a rank
+    /// has none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         self.core.prepare_with(
             stream,
@@ -142,7 +146,8 @@ impl CpAttentionPlan {
         Ok(first)
     }
 
-    /// Kernels and workspace on a device, once, for what a plan goes through that has not asked the clock.
+    /// Kernels and workspace on a device, once, for what a plan goes through that has not asked the
+    /// clock.
     fn make_first(&self, config: Option<&CpConfig>) -> Result<Option<Prepared>> {
         let (Some(lane), Some(c), None) = (self.core.lane(), config, self.cuda.get()) else {
             return Ok(None);

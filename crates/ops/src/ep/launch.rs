@@ -67,9 +67,9 @@ impl Areas<'_> {
     }
 }
 
-/// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for those
-/// behind the last expert's of the expert-major order, which may be left as they are: no split
-/// reaches there.
+/// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for
+/// those behind the last expert's of the expert-major order, which may be left as they are: no
+/// split reaches there.
 #[derive(Clone, Debug)]
 pub struct EpDispatch {
     /// Tokens `[recv_rows, hidden]`.

@@ -8,8 +8,8 @@
 //!   first copy comes to its row directly, and the receiver adds the others.
 //! - **combine**: each rank adds the expert outputs of a token in the order of its choices and
 //!   sends one row back; the token's rank adds the rows in rank order.
-//! - **dispatch_bwd** is a combine with a weight gradient per copy; **combine_bwd** is a dispatch of
-//!   the output's gradient. Same handle, no new routing.
+//! - **dispatch_bwd** is a combine with a weight gradient per copy; **combine_bwd** is a dispatch
+//!   of the output's gradient. Same handle, no new routing.
 //!
 //! Several handles may be in flight (1F1B): a handle is routing only, and every phase copies out
 //! of the shared receive areas before it grants them again.

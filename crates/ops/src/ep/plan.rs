@@ -86,17 +86,18 @@ impl EpPlan {
         Self::with_backend(desc, heap, usual(heap))
     }
 
-    /// As [`EpPlan::new`], through `backend` on CUDA devices. By NCCL a phase is sequential, and moves
-    /// `max_tokens` records between each two ranks whatever the routing: captured sizes cannot change.
-    /// Results have the same bits, but for those of a NaN.
+    /// As [`EpPlan::new`], through `backend` on CUDA devices. By NCCL a phase is sequential, and
+    /// moves `max_tokens` records between each two ranks whatever the routing: captured sizes
+    /// cannot change. Results have the same bits, but for those of a NaN.
     ///
-    /// With `fastest`, `prepare` runs routing, dispatch and combine of `max_tokens` tokens on every rank, whose choices are
-    /// spread over all experts, both ways, and takes what is faster for the slowest rank; puts where there is no NCCL, and
-    /// on the host. While it does, it takes the memory of both ways and that of the received rows and expert outputs.
+    /// With `fastest`, `prepare` runs routing, dispatch and combine of `max_tokens` tokens on every
+    /// rank, whose choices are spread over all experts, both ways, and takes what is faster for the
+    /// slowest rank; puts where there is no NCCL, and on the host. While it does, it takes the
+    /// memory of both ways and that of the received rows and expert outputs.
     ///
     /// # Errors
-    /// As [`EpPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for puts between GPUs that do not reach each
-    /// other.
+    /// As [`EpPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for puts between GPUs
+    /// that do not reach each other.
     pub fn with_backend(desc: EpDesc, heap: &Heap, backend: CollectiveBackend) -> Result<Self> {
         Self::with_cut(desc, heap, backend, false)
     }
@@ -151,8 +152,8 @@ impl EpPlan {
         Ok(Self { base, device, part, cleared, direct })
     }
 
-    /// Multiprocessors of a GPU that a phase may take (default: 32), at least one. Its blocks wait for those
-    /// of peers, so phases of several plans that ranks begin in different orders must fit
+    /// Multiprocessors of a GPU that a phase may take (default: 32), at least one. Its blocks wait
+    /// for those of peers, so phases of several plans that ranks begin in different orders must fit
     /// side by side. Ranks may differ. It means nothing on the host.
     #[must_use]
     pub fn with_num_sms(mut self, num: usize) -> Self {
@@ -492,8 +493,9 @@ impl EpPlan {
     }
 
     /// Queues the backward of combine: `d_out` is `[tokens, hidden]`, `dy` `[capacity, hidden]`
-    /// expert-major (padding zero; rows behind the last expert's may be left as they are). With the weights of the
-    /// combine and its `y`, also the gradient of the received weights, `d_weights` `[capacity]` f32.
+    /// expert-major (padding zero; rows behind the last expert's may be left as they are). With the
+    /// weights of the combine and its `y`, also the gradient of the received weights, `d_weights`
+    /// `[capacity]` f32.
     ///
     /// Without weights, rows come straight to a `dy` of [`EpPlan::zero_copy_grad`].
     ///

@@ -14,7 +14,8 @@ impl EpPlan {
     /// Collective: must be called by all ranks before anything else.
     ///
     /// # Errors
-    /// `Mismatch` if the ranks' layers differ; `Unavailable` if NCCL was asked for and a rank has none.
+    /// `Mismatch` if the ranks' layers differ; `Unavailable` if NCCL was asked for and a rank has
+    /// none.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let (core, rest) = self.base.cores.split_first().ok_or_else(not_prepared)?;
         let by_nccl = at_first(core.heap(), self.base.backend) == CollectiveBackend::Nccl;

@@ -19,8 +19,8 @@ impl EpPlan {
     /// they live as long as the plan. A dispatch takes the buffer over when its turn on the stream
     /// comes: what used its rows must be queued before.
     ///
-    /// After a fault peers may still write to the buffer until their launches have ended, over its poison: weights,
-    /// row index and the error say that its rows are no result.
+    /// After a fault peers may still write to the buffer until their launches have ended, over its
+    /// poison: weights, row index and the error say that its rows are no result.
     ///
     /// # Errors
     /// `Exhausted` if the heap is too small; `Mismatch` if the ranks have not allocated alike;
@@ -50,8 +50,8 @@ impl EpPlan {
         self.direct(knows, (d.dtype, d.recv_rows()), expected, Some((buf, at)))
     }
 
-    /// As [`EpPlan::zero_copy_recv`], for `dy` of [`EpPlan::combine_bwd`] without weights: `[capacity, hidden]` of type
-    /// `out`. With weights it is a tensor like any other.
+    /// As [`EpPlan::zero_copy_recv`], for `dy` of [`EpPlan::combine_bwd`] without weights:
+    /// `[capacity, hidden]` of type `out`. With weights it is a tensor like any other.
     ///
     /// # Errors
     /// As there; `Unsupported` for all layouts but the expert-major one, and through NCCL.

@@ -26,7 +26,8 @@ pub(super) fn unfit(d: &GemmDesc) -> Option<String> {
         ));
     }
     if e.accumulate && d.out != DType::F32 {
-        // Seen with 13.1 on an H200: 1.3 units in the last place of bf16, where one rounding is half.
+        // Seen with 13.1 on an H200: 1.3 units in the last place of bf16, where one rounding is
+        // half.
         return Some(format!("cuBLASLt rounds the product before it adds to {}", d.out));
     }
     if d.m == 0 || d.n == 0 || d.k == 0 {

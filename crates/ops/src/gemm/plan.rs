@@ -20,7 +20,8 @@ pub struct GemmPlan {
 }
 
 impl GemmPlan {
-    /// A plan for at most `desc.m` rows; what makes its products on a device is chosen at `prepare`.
+    /// A plan for at most `desc.m` rows; what makes its products on a device is chosen at
+    /// `prepare`.
     ///
     /// # Errors
     /// As [`GemmDesc::check`].
@@ -52,9 +53,9 @@ impl GemmPlan {
     }
 
     /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
-    /// on a CUDA device, and for FP8 operands room to widen them to f32. That workspace is shared by
-    /// all launches: with FP8, launches on several streams must be ordered. What cuBLASLt needs beside
-    /// is shared, too: launches order themselves, replays of several graphs must be ordered.
+    /// on a CUDA device, and for FP8 operands room to widen them to f32. That workspace is shared
+    /// by all launches: with FP8, launches on several streams must be ordered. What cuBLASLt needs
+    /// beside is shared, too: launches order themselves, replays of several graphs must be ordered.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;

@@ -1,5 +1,5 @@
-//! The transfers of GEMM+RS and GEMM+AR, which both executors carry out: the workers of two lanes on
-//! the host, two streams on devices.
+//! The transfers of GEMM+RS and GEMM+AR, which both executors carry out: the workers of two lanes
+//! on the host, two streams on devices.
 //!
 //! Partial products of a chunk of a peer's rows go to my slot there, a flag behind them. GEMM+AR
 //! returns each chunk of reduced rows to all peers, or around a ring. Every chunk has a flag of its
@@ -68,8 +68,8 @@ impl Copies<'_> {
     }
 
     /// Puts a chunk of `owner`'s rows to my slot there, tile by tile, and its flag behind the last
-    /// one. `tile(i)` gives where in the slot tile `i` of `num` begins, its bytes and their number to
-    /// what it is called with.
+    /// one. `tile(i)` gives where in the slot tile `i` of `num` begins, its bytes and their number
+    /// to what it is called with.
     pub fn push<T: Transport + ?Sized>(
         &self,
         (net, lane): (&T, &T::Lane),
@@ -102,8 +102,8 @@ impl Copies<'_> {
         net.wait_peers(lane, self.flag(chunk), "chunk")
     }
 
-    /// GEMM+AR: returns my reduced rows `rows` (global numbers), `part`, to all peers, or to the next
-    /// rank of a ring.
+    /// GEMM+AR: returns my reduced rows `rows` (global numbers), `part`, to all peers, or to the
+    /// next rank of a ring.
     pub fn give<T: Transport + ?Sized>(
         &self,
         (net, lane): (&T, &T::Lane),
@@ -160,8 +160,8 @@ impl Copies<'_> {
             return Ok(());
         }
         let at = g.buf.range(rows.start * g.row, rows.len() * g.row);
-        // SAFETY: the lane is behind the wait for the rows (`take`), and their writer gets no credit
-        // before the next launch.
+        // SAFETY: the lane is behind the wait for the rows (`take`), and their writer gets no
+        // credit before the next launch.
         unsafe { net.get(lane, (net.heap().team().rank(), at), out, "returned") }
     }
 

@@ -19,8 +19,8 @@ pub struct GemmRsInputs {
     pub w: Tensor,
     /// Bias `[n]`: f32, or of the type of the output; equal on all ranks, added once.
     pub bias: Option<Tensor>,
-    /// One f32 that multiplies my partial product: the product of the FP8 scales. On devices for FP8
-    /// operands only.
+    /// One f32 that multiplies my partial product: the product of the FP8 scales. On devices for
+    /// FP8 operands only.
     pub scale: Option<Tensor>,
     /// Output: `[rows of me, n]` for `gemm_rs`, `[m, n]` for `gemm_ar`.
     pub out: Tensor,

@@ -1,9 +1,9 @@
 //! `gemm_rs`: `X W^T` overlapped with the reduce-scatter of its rows.
 //!
-//! Row-parallel linear layer: the contraction is sharded over the team, so each rank's product is
-//! a partial sum of all rows. Rank r computes the rows of owner r + 1 first and its own last,
-//! pushes each finished tile into its slot at the owner, and adds the peers' partials to its own f32 accumulators in rank order. The bias is
-//! added once, to the reduced value.
+//! Row-parallel linear layer: the contraction is sharded over the team, so each rank's product is a
+//! partial sum of all rows. Rank r computes the rows of owner r + 1 first and its own last, pushes
+//! each finished tile into its slot at the owner, and adds the peers' partials to its own f32
+//! accumulators in rank order. The bias is added once, to the reduced value.
 //!
 //! # Backward
 //! With `Y = reduce_scatter(X W^T)`: the gradient of X is `ag_gemm` of dY with W in `[k, n]`

@@ -23,7 +23,8 @@ pub struct AdamW {
 
 impl Default for AdamW {
     /// The rate is a third of what learns fastest: at 3e-3 one choice of experts that turns over by
-    /// rounding moves the loss of `train` by up to 2e-3 within 60 steps, at 1e-3 by a tenth of that.
+    /// rounding moves the loss of `train` by up to 2e-3 within 60 steps, at 1e-3 by a tenth of
+    /// that.
     fn default() -> Self {
         Self {
             lr: 1e-3,

@@ -234,8 +234,8 @@ impl Heads {
     }
 }
 
-/// Probabilities of experts, the k most likely (ties to the lower), and their probabilities scaled to
-/// sum to one.
+/// Probabilities of experts, the k most likely (ties to the lower), and their probabilities scaled
+/// to sum to one.
 #[derive(Clone, Debug)]
 pub struct Router {
     /// `[n, experts]` f32.
@@ -379,8 +379,9 @@ pub struct AdamStep {
     pub m: Tensor,
     /// Second moment.
     pub v: Tensor,
-    /// f32, at least four: the loss, (as two floats) the square of the gradient's norm, and a number that is
-    /// finite if every rank has its sums, summed over all ranks. Where one is not finite, no step is taken.
+    /// f32, at least four: the loss, (as two floats) the square of the gradient's norm, and a
+    /// number that is finite if every rank has its sums, summed over all ranks. Where one is not
+    /// finite, no step is taken.
     pub small: Tensor,
     /// `[1]` i32: steps taken before.
     pub count: Tensor,

@@ -38,7 +38,8 @@ pub fn rms_norm_bwd(x: &[f32], w: &[f32], dy: &[f32], dw: &mut [f32]) -> Vec<f32
     dx
 }
 
-/// Cosines and then sines of `position * base^(-2i/dim)`, `[positions, dim]`: i runs over half a head.
+/// Cosines and then sines of `position * base^(-2i/dim)`, `[positions, dim]`: i runs over half a
+/// head.
 pub fn rope_table(positions: usize, dim: usize) -> Vec<f32> {
     let mut out = Vec::with_capacity(positions * dim);
     let angle = |p: usize, i: usize| p as f64 * ROPE_BASE.powf(-2.0 * i as f64 / dim as f64);

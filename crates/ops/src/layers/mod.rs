@@ -1,9 +1,9 @@
 //! `layers`: what a transformer does between its products, and its optimizer.
 //!
-//! All of it is bound by memory, so that neighbours are one function: the residual sum with the norm
-//! behind it, the norm's gradient with the residual's, the rotation of heads with taking rows apart.
-//! Nothing here communicates; a [`LayersPlan`] takes no team. Each work is a struct of tensors that
-//! [`LayersPlan::run`] queues; what follows on the same stream sees its results.
+//! All of it is bound by memory, so that neighbours are one function: the residual sum with the
+//! norm behind it, the norm's gradient with the residual's, the rotation of heads with taking rows
+//! apart. Nothing here communicates; a [`LayersPlan`] takes no team. Each work is a struct of
+//! tensors that [`LayersPlan::run`] queues; what follows on the same stream sees its results.
 //!
 //! | work | computes |
 //! |---|---|
@@ -16,9 +16,9 @@
 //! | [`SquareSum`], [`AdamStep`], [`CountStep`] | gradient norm; AdamW; the count of steps |
 //! | [`Init`] | first values |
 //!
-//! Activations and weights have the plan's type (f32 or bf16); the residual stream and its gradient,
-//! logits, probabilities and gradients of weights are f32. Sums have a fixed order. Definitions are
-//! those of `tilewire_oracle::nn`.
+//! Activations and weights have the plan's type (f32 or bf16); the residual stream and its
+//! gradient, logits, probabilities and gradients of weights are f32. Sums have a fixed order.
+//! Definitions are those of `tilewire_oracle::nn`.
 //!
 //! # Where
 //! | | |

@@ -8,7 +8,8 @@
 //! - **route** ([`PermutePlan::route`]): `topk_idx` to a [`PermuteMap`]: row of each choice, choice
 //!   of each row, and `m_splits` for the grouped GEMM, all in device memory
 //! - **permute**: `rows[slot(t, j)] = x[t]`; weights and FP8 scales travel along
-//! - **unpermute**: `y[t] = sum_j w[t, j] rows[slot(t, j)]` in the order of `j`, in f32, rounded once
+//! - **unpermute**: `y[t] = sum_j w[t, j] rows[slot(t, j)]` in the order of `j`, in f32, rounded
+//!   once
 //! - **permute_bwd**, **unpermute_bwd**: their gradients, those of the weights included
 //!
 //! An index that is no expert sets the map's status; everything made from such a map is poison.

@@ -116,7 +116,8 @@ impl PermutePlan {
     /// Queues `out.x[slot(t, j)] = t.x[t]`, and the same for weights and scales.
     ///
     /// # Errors
-    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit, or results that overlap what is read.
+    /// `NotPrepared`; `InvalidArgument` for tensors that do not fit, or results that overlap what
+    /// is read.
     pub fn permute(
         &self,
         stream: &Stream,

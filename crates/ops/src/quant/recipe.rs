@@ -38,8 +38,8 @@ impl Recipe {
         ((bits >> 23) as i32 - 127 - top + above).max(floor)
     }
 
-    /// The next scale of delayed scaling, from the largest magnitude of the window. Finite: codes of an infinite one
-    /// would be 0, and their products with it NaN.
+    /// The next scale of delayed scaling, from the largest magnitude of the window. Finite: codes
+    /// of an infinite one would be 0, and their products with it NaN.
     pub fn delayed(&self, top: f32, margin: i32, before: f32) -> f32 {
         if top == 0.0 || top.is_infinite() {
             return before;

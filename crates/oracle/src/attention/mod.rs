@@ -1,8 +1,8 @@
 //! Attention forward and backward over queries and keys.
 //!
-//! Layout: `q` is `[total_q, Hq, dqk]`, `k` is `[total_kv, Hkv, dqk]`, `v` is `[total_kv, Hkv, dv]`,
-//! `o` is `[total_q, Hq, dv]`, as matrices with heads and head dimension folded into the columns
-//! (`head * d + c`). Query head `h` uses key-value head `h / (Hq / Hkv)`.
+//! Layout: `q` is `[total_q, Hq, dqk]`, `k` is `[total_kv, Hkv, dqk]`, `v` is `[total_kv, Hkv,
+//! dv]`, `o` is `[total_q, Hq, dv]`, as matrices with heads and head dimension folded into the
+//! columns (`head * d + c`). Query head `h` uses key-value head `h / (Hq / Hkv)`.
 //!
 //! For query `i` and key `j` of one sequence:
 //!
@@ -13,8 +13,8 @@
 //! p_ij = exp(s_ij - lse_i)                     o_i = sum_j p_ij keep_ij / (1 - p_drop) v_j
 //! ```
 //!
-//! A query that sees no key has `o = 0` and `lse = -inf` (`lse = sink` with a sink); so do rows that
-//! belong to no sequence (`lse = -inf` always). The logarithm is natural.
+//! A query that sees no key has `o = 0` and `lse = -inf` (`lse = sink` with a sink); so do rows
+//! that belong to no sequence (`lse = -inf` always). The logarithm is natural.
 
 mod backward;
 mod forward;
@@ -34,9 +34,9 @@ use crate::Mat;
 /// Which keys a query sees, by their distance.
 ///
 /// Query `i` of `sq` sits at key position `i + skv - sq`: both ends are aligned (bottom-right), so
-/// that the last query sees the last key under any causal mask, and decoding one token against
-/// a cache needs no other mask. Key `j` is visible if it lies at most `left` before and `right` behind
-/// that position; no bound means no limit.
+/// that the last query sees the last key under any causal mask, and decoding one token against a
+/// cache needs no other mask. Key `j` is visible if it lies at most `left` before and `right`
+/// behind that position; no bound means no limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct AttnMask {
     /// Most keys seen before the own position.
@@ -164,15 +164,15 @@ impl Sequences {
         Self::padded((cu_seqlens_q, cu_seqlens_q), (cu_seqlens_kv, cu_seqlens_kv))
     }
 
-    /// Sequences with padding between them: sequence `s` has `cu_seqlens[s + 1] - cu_seqlens[s]` rows
-    /// from row `cu_seqlens_padded[s]` on. Each argument is `(cu_seqlens, cu_seqlens_padded)`.
+    /// Sequences with padding between them: sequence `s` has `cu_seqlens[s + 1] - cu_seqlens[s]`
+    /// rows from row `cu_seqlens_padded[s]` on. Each argument is `(cu_seqlens, cu_seqlens_padded)`.
     ///
     /// # Panics
     /// If offsets decrease, differ in number, or a sequence does not fit its padded rows.
     pub fn padded(q: (&[usize], &[usize]), kv: (&[usize], &[usize])) -> Self {
-        let ranges = |(cu, room): (&[usize], &[usize])| -> Vec<Range<usize>> {
-            assert_eq!(cu.len(), room.len(), "as many padded offsets as offsets");
-            let each = cu.windows(2).zip(room.windows(2)).map(|(c, p)| {
+        let ranges = |(cu, padded): (&[usize], &[usize])| -> Vec<Range<usize>> {
+            assert_eq!(cu.len(), padded.len(), "as many padded offsets as offsets");
+            let each = cu.windows(2).zip(padded.windows(2)).map(|(c, p)| {
                 assert!(c[0] <= c[1] && c[1] - c[0] <= p[1].saturating_sub(p[0]), "{c:?} in {p:?}");
                 p[0]..p[0] + (c[1] - c[0])
             });

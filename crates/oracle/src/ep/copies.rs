@@ -15,8 +15,8 @@ pub struct TokenCopies {
     pub choices: Vec<usize>,
 }
 
-/// Rank-major fixed slots: on every rank, row `src * t_max + token` belongs to that token, and holds it
-/// if any of its choices is an expert of the rank. `[rank][num_ranks * t_max]`.
+/// Rank-major fixed slots: on every rank, row `src * t_max + token` belongs to that token, and
+/// holds it if any of its choices is an expert of the rank. `[rank][num_ranks * t_max]`.
 ///
 /// Nothing is dropped: the buffer always holds every token once.
 ///

@@ -88,8 +88,8 @@ pub fn dispatch_weights(layout: &EpLayout, weights: &[Mat]) -> Vec<Vec<f64>> {
     (0..layout.ranks.len()).map(|rank| column(rank).data).collect()
 }
 
-/// `out[src][t] = sum_j (w[src][t, j]) y[slot(src, t, j)]`, added in the order of `j`; copies without
-/// a slot add nothing. Weights are 1 if not given.
+/// `out[src][t] = sum_j (w[src][t, j]) y[slot(src, t, j)]`, added in the order of `j`; copies
+/// without a slot add nothing. Weights are 1 if not given.
 ///
 /// `y[rank]` is `[rows of rank, H]`, or without the rows behind the last expert's; the result is
 /// `[T_s, H]` for each source rank.

@@ -134,8 +134,8 @@ impl EpLayout {
     /// Lays out the copies; `topks[s]` are the choices of the tokens of rank `s`.
     ///
     /// Expert-major: local experts in order, each starting at the aligned end of the one before.
-    /// Inside an expert the order is source rank, token, choice. A copy whose row would be at or beyond
-    /// the capacity is dropped: it has no slot, and is counted in `overflow`.
+    /// Inside an expert the order is source rank, token, choice. A copy whose row would be at or
+    /// beyond the capacity is dropped: it has no slot, and is counted in `overflow`.
     ///
     /// # Panics
     /// If there is not one [`TopK`] for each rank, `k` differs, an index is not an expert, or the
@@ -185,9 +185,9 @@ fn lay_out_rank(spec: &EpSpec, topks: &[TopK], rank: usize) -> EpRank {
     for (local, e) in experts.clone().enumerate() {
         let copies = copies_of(topks, e);
         let end = offsets[local] + align_up(copies.len(), spec.align);
-        let room = spec.capacity.map_or(copies.len(), |cap| cap.saturating_sub(offsets[local]));
+        let capacity = spec.capacity.map_or(copies.len(), |cap| cap.saturating_sub(offsets[local]));
         counts.push(copies.len());
-        overflow.push(copies.len().saturating_sub(room));
+        overflow.push(copies.len().saturating_sub(capacity));
         rows.extend(copies.into_iter().map(Some));
         rows.resize(end, None);
         offsets.push(end);

@@ -18,9 +18,9 @@ pub struct RouterOut {
     pub aux_loss: f64,
 }
 
-/// `probs = softmax(logits)` over all experts; the `k` largest are chosen (of equals the lower expert
-/// number) and their probabilities divided by their sum (Mixtral, Qwen3-MoE `norm_topk_prob`).
-/// `logits` is `[T, E]` of the global batch.
+/// `probs = softmax(logits)` over all experts; the `k` largest are chosen (of equals the lower
+/// expert number) and their probabilities divided by their sum (Mixtral, Qwen3-MoE
+/// `norm_topk_prob`). `logits` is `[T, E]` of the global batch.
 ///
 /// # Panics
 /// If there are fewer than `k` experts.
@@ -30,8 +30,8 @@ pub fn router(logits: &Mat, k: usize) -> RouterOut {
     let mut idx = Vec::new();
     for t in 0..logits.rows {
         let mut order: Vec<usize> = (0..logits.cols).collect();
-        // Stable, so equals stay in expert order. By logit: softmax may round different ones together.
-        // Adding 0 makes -0 the equal of +0.
+        // Stable, so equals stay in expert order. By logit: softmax may round different ones
+        // together. Adding 0 makes -0 the equal of +0.
         order.sort_by(|&a, &b| (logits.at(t, b) + 0.0).total_cmp(&(logits.at(t, a) + 0.0)));
         idx.extend(order[..k].iter().map(|&e| e as i64));
     }
@@ -51,8 +51,8 @@ fn shares(topk: &TopK, num_experts: usize) -> Vec<f64> {
 }
 
 /// `E sum_e f_e p_e` over the global batch: `f_e` is the share of the `T k` choices that went to
-/// expert `e`, `p_e` the mean of `probs[t, e]` over the tokens; 1 when both are uniform (Fedus et al.
-/// 2021, Switch Transformer, eq. 4-6, with the `k` choices of GShard counted as `1/k` each).
+/// expert `e`, `p_e` the mean of `probs[t, e]` over the tokens; 1 when both are uniform (Fedus et
+/// al. 2021, Switch Transformer, eq. 4-6, with the `k` choices of GShard counted as `1/k` each).
 ///
 /// # Panics
 /// If shapes do not fit.
@@ -63,8 +63,8 @@ pub fn load_balancing_loss(probs: &Mat, topk: &TopK) -> f64 {
     scale * total(f.iter().zip(&p_sum).map(|(f, p)| f * p))
 }
 
-/// Gradient of the logits given those of the weights (`[T, k]`) and of the auxiliary loss. The choice,
-/// and with it `f_e`, counts as constant.
+/// Gradient of the logits given those of the weights (`[T, k]`) and of the auxiliary loss. The
+/// choice, and with it `f_e`, counts as constant.
 ///
 /// With `S_t` the sum of the chosen probabilities:
 /// `dprob[t, e] = d_aux E f_e / T + [e = topk(t, j)] (d_w[t, j] - sum_i d_w[t, i] w[t, i]) / S_t`,

@@ -1,5 +1,5 @@
-//! The oracle is what everything else is measured by, so it is tested by what does not depend on it:
-//! finite differences, hand-computed values, adjoint identities and second formulations.
+//! The oracle is what everything else is measured by, so it is tested by what does not depend on
+//! it: finite differences, hand-computed values, adjoint identities and second formulations.
 
 mod attention;
 mod attention_grad;

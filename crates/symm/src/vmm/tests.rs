@@ -56,7 +56,7 @@ fn ranks_on_one_gpu_are_found() {
 #[test]
 fn what_a_device_has_heard_is_passed_on_as_it_came() {
     World::run_threads(3, WorldCfg::for_tests(), |w| {
-        let team = w.everyone("heard")?;
+        let team = w.everyone("seen")?;
         // Rank 0's device has waited for rank 2 in vain, and reported that to rank 1, which is the
         // first to look.
         let generation = team.generation() as u32;

@@ -1,6 +1,6 @@
-//! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each; or gathered
-//! from neighbour to neighbour, or by NCCL, and one GEMM behind that. FP8 travels as it is; what came is widened to f32 before its
-//! product, W with the scale.
+//! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each; or
+//! gathered from neighbour to neighbour, or by NCCL, and one GEMM behind that. FP8 travels as it
+//! is; what came is widened to f32 before its product, W with the scale.
 
 use tilewire_core::{DType, Rank, Result};
 use tilewire_device::cuda::CudaMemory;
@@ -45,8 +45,8 @@ impl Prepared {
         let all = lane.here().addr(base.gather.range(0, d.m * row), d.m * row)?;
         let own = all + (range_of(&rows, team.rank()).start * row) as u64;
         let ops = gather(team.rank(), &rows, (d.k, d.x.size()), (own, all));
-        // SAFETY: the gather buffer of a plan of which nothing is launched yet; its heap outlives this call,
-        // and all ranks agree on the description.
+        // SAFETY: the gather buffer of a plan of which nothing is launched yet; its heap outlives
+        // this call, and all ranks agree on the description.
         unsafe { self.nccl.prepare(&base.core, stream, (d.x, &ops)) }
     }
 
@@ -154,8 +154,9 @@ impl Run<'_> {
         let all = self.l.here.addr(self.job.base.gather.range(0, len), len)?;
         let ops = gather(self.me(), self.job.rows, (d.k, d.x.size()), (self.x.addr(), all));
         hold(self.l.main, self.job.base.core.heap().clone());
-        // SAFETY: X was checked against the description and is held; the gather buffer has room for all rows,
-        // and nobody writes it but this call: the ranks have met, and none launches anything else before.
+        // SAFETY: X was checked against the description and is held; the gather buffer has room for
+        // all rows, and nobody writes it but this call: the ranks have met, and none launches
+        // anything else before.
         unsafe { nccl.queue(self.l.main, d.x, &ops) }
     }
 
@@ -247,7 +248,8 @@ impl Run<'_> {
         unsafe { w.a.rows(self.l.main, (codes, 0), rows.start, (rows.len(), k)) }
     }
 
-    /// Address of global rows of X, and of W, as the kernel reads them, with the bytes of an element.
+    /// Address of global rows of X, and of W, as the kernel reads them, with the bytes of an
+    /// element.
     fn operands(&self, rows: &std::ops::Range<usize>) -> Result<(u64, u64, usize)> {
         let (d, row) = (&self.job.base.desc, self.row());
         if let Some(w) = &self.p.widened {
@@ -291,8 +293,9 @@ impl Run<'_> {
             accumulate: false,
         };
         // SAFETY: the tensors were checked against the description that the kernel was made for and
-        // are held; the rows of the gather buffer were waited for (`each_tile_once_after_its_chunk`),
-        // and get no credit to be written again before the next launch.
+        // are held; the rows of the gather buffer were waited for
+        // (`each_tile_once_after_its_chunk`), and get no credit to be written again before the next
+        // launch.
         unsafe { self.p.gemm.launch(self.l.main, &product) }
     }
 

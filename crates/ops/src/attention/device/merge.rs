@@ -47,8 +47,8 @@ impl Merge {
             pad: 0,
         };
         let blocks = (p.rows * p.heads).div_ceil(8) as u32;
-        // SAFETY: the argument is the kernel's `TwMerge`; the caller holds what it points to, of the
-        // sizes that it says.
+        // SAFETY: the argument is the kernel's `TwMerge`; the caller holds what it points to, of
+        // the sizes that it says.
         unsafe { self.0.launch(stream, Grid::new(blocks, 256), LaunchArgs::new().arg(&param)) }
     }
 }

@@ -290,8 +290,8 @@ impl Prepared {
                 TwTable { to, num: part.len() as u32, pad: 0, segs: [TwSeg::zeroed(); TABLE] };
             t.segs[..part.len()].copy_from_slice(part);
             let args = LaunchArgs::new().arg(&t);
-            // SAFETY: the argument is the kernel's `TwTable`; it writes `num` segments at `to`, inside
-            // of the tables (checked above), which are `held` until the kernel has run.
+            // SAFETY: the argument is the kernel's `TwTable`; it writes `num` segments at `to`,
+            // inside of the tables (checked above), which are `held` until the kernel has run.
             unsafe { self.forward.table.launch(stream, Grid::new(1, TABLE as u32), args)? };
         }
         Ok(Side { at, num: segs.len() as u32, tiles })
@@ -492,7 +492,8 @@ pub(crate) fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Resul
     })
 }
 
-/// The kernels copy 16 bytes at a time; rows are multiples of that, so only beginnings can be wrong.
+/// The kernels copy 16 bytes at a time; rows are multiples of that, so only beginnings can be
+/// wrong.
 fn aligned(d: &AttentionDesc, tensors: &[(&str, u64)]) -> Result<()> {
     match tensors.iter().find(|(_, at)| at % 16 != 0) {
         Some((what, _)) if variant(d, false).is_some() => {

@@ -1,4 +1,5 @@
-//! What a plan's launches go through: puts or NCCL, asked of the clock if the caller leaves it open.
+//! What a plan's launches go through: puts or NCCL, asked of the clock if the caller leaves it
+//! open.
 
 use std::sync::OnceLock;
 
@@ -42,8 +43,8 @@ impl Used {
         self.0.get().map(|(_, text)| text.as_str())
     }
 
-    /// Collective: decides what a prepared plan goes through. Whatever is taken has run once, so that no
-    /// launch connects or loads.
+    /// Collective: decides what a prepared plan goes through. Whatever is taken has run once, so
+    /// that no launch connects or loads.
     pub fn decide(
         &self,
         on: &OnDevice<'_>,

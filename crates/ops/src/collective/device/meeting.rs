@@ -1,8 +1,9 @@
 //! A collective as one kernel that meets the other ranks itself: `collective/sm90_collective.cu`.
 //!
-//! Every rank pushes pieces of its parts with a flag behind each, and takes in what comes as it comes, so that
-//! neither a second meeting nor the taking in costs time of its own. A flag holds the number of its launch; the end
-//! of a launch grants the memory for the next one. A launch that goes another way grants it behind itself.
+//! Every rank pushes pieces of its parts with a flag behind each, and takes in what comes as it
+//! comes, so that neither a second meeting nor the taking in costs time of its own. A flag holds
+//! the number of its launch; the end of a launch grants the memory for the next one. A launch that
+//! goes another way grants it behind itself.
 
 use std::sync::Arc;
 
@@ -24,8 +25,9 @@ use crate::collective::{CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::{load, mantissa, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, poison_of};
 
-/// Multiprocessors that a launch takes at most: four plans that wait for different ranks run at once, or two of large sums
-/// (on 132). A launch goes on with one of them, if slowly, so that a large sum may ask for more.
+/// Multiprocessors that a launch takes at most: four plans that wait for different ranks run at
+/// once, or two of large sums (on 132). A launch goes on with one of them, if slowly, so that a
+/// large sum may ask for more.
 const NUM_SMS: u32 = 32;
 const NUM_SMS_OF_SUMS: u32 = 64;
 /// Vectors above this size are large.
@@ -38,8 +40,8 @@ const THREADS: u32 = 32 * COLLECTIVE_WARPS as u32;
 /// Pieces of a part that is not large, and what their bytes are a multiple of.
 const FEW_PIECES: usize = 128;
 const STEP: usize = 1024;
-/// Most bytes of such a piece, of one of a larger part, and of one where each rank is sent bytes of its own and all
-/// of them are at least so many: the fence before a flag is paid once for so much.
+/// Most bytes of such a piece, of one of a larger part, and of one where each rank is sent bytes of
+/// its own and all of them are at least so many: the fence before a flag is paid once for so much.
 const FEW_BYTES: usize = 2 * COLLECTIVE_PIECE as usize;
 const MORE_BYTES: usize = 4 * COLLECTIVE_PIECE as usize;
 const MOST: (usize, usize) = (8 * COLLECTIVE_PIECE as usize, 40 << 20);
@@ -53,8 +55,8 @@ fn largest_part(desc: &CollectiveDesc, m: usize, size: usize) -> Result<usize> {
     Ok(rows.unwrap_or(0))
 }
 
-/// Bytes behind a flag, of parts of at most `part` bytes for each of `peers`. Equal on all ranks. Where they are
-/// added, a piece is a whole number of slices.
+/// Bytes behind a flag, of parts of at most `part` bytes for each of `peers`. Equal on all ranks.
+/// Where they are added, a piece is a whole number of slices.
 fn piece_bytes(kind: &CollectiveKind, part: usize, peers: usize) -> usize {
     let few = part.div_ceil(FEW_PIECES).next_multiple_of(STEP).max(2 * STEP);
     let scatters = matches!(kind, CollectiveKind::ReduceScatter(..) | CollectiveKind::AllToAll(_));
@@ -101,7 +103,8 @@ pub(crate) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
     8 * size * (1 + 2 * pieces(part))
 }
 
-/// True if the devices and the rows are such that one kernel can do it. Equal on all ranks of like devices.
+/// True if the devices and the rows are such that one kernel can do it. Equal on all ranks of like
+/// devices.
 pub(crate) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Result<bool> {
     let (ctx, row) = (lane.context(), desc.cols * desc.dtype.size());
     let room = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;

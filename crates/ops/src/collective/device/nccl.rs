@@ -1,8 +1,8 @@
 //! Collectives on CUDA devices by NCCL: one call where shards are even, a group of calls where they
 //! are not.
 //!
-//! A launch enters as every launch does: NCCL's kernels know no deadline, so the ranks must have met
-//! before one of them spins.
+//! A launch enters as every launch does: NCCL's kernels know no deadline, so the ranks must have
+//! met before one of them spins.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -29,9 +29,10 @@ impl DeviceRun<'_> {
             self.keep();
             hold(self.main(), self.op.core.heap().clone());
         };
-        // SAFETY: the lists are of checked tensors of the launch, of the plan's memory and of its buffers, with
-        // the sizes that `Sizes` has for all of them; ranks agree on the description at `prepare`, and on the
-        // sequences by the rules of a launch. All of it is held, and used by this stream only.
+        // SAFETY: the lists are of checked tensors of the launch, of the plan's memory and of its
+        // buffers, with the sizes that `Sizes` has for all of them; ranks agree on the description
+        // at `prepare`, and on the sequences by the rules of a launch. All of it is held, and used
+        // by this stream only.
         unsafe { n.run((self.main(), self.me()), lists, &keep) }
     }
 
@@ -73,8 +74,8 @@ impl DeviceRun<'_> {
             let (from, row) = (t.cuda()?, s.all_kv * bytes);
             self.keep();
             let calls = gather(self.me(), &rows, (row, 1), (from.addr(), to.addr()));
-            // SAFETY: a checked tensor of the launch to the plan's memory, which has room for the rows of all
-            // ranks; both are held.
+            // SAFETY: a checked tensor of the launch to the plan's memory, which has room for the
+            // rows of all ranks; both are held.
             unsafe { n.queue(self.main(), &calls)? };
         }
         Ok(())

@@ -1,9 +1,10 @@
 //! The lists of pieces by NCCL: rows from each rank to each, as sends and receives of one group.
 //!
-//! NCCL moves runs of bytes. Rows that do not lie one behind the other are packed into a workspace before
-//! they are sent, and unpacked where they are wanted. Each rank computes the lists of all, so that whoever
-//! owns rows knows who wants them: nothing is published, and no sizes travel. Nothing overlaps with
-//! arithmetic: this is the baseline, and the way where peers' memory cannot be read.
+//! NCCL moves runs of bytes. Rows that do not lie one behind the other are packed into a workspace
+//! before they are sent, and unpacked where they are wanted. Each rank computes the lists of all,
+//! so that whoever owns rows knows who wants them: nothing is published, and no sizes travel.
+//! Nothing overlaps with arithmetic: this is the baseline, and the way where peers' memory cannot
+//! be read.
 
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, NcclOp};
@@ -30,8 +31,8 @@ pub(super) struct Rows {
     pub rows: usize,
 }
 
-/// What moves from tensors that begin at `src` on their ranks to one that begins at `dst` here: the pieces
-/// that this rank wants, and those that every rank wants.
+/// What moves from tensors that begin at `src` on their ranks to one that begins at `dst` here: the
+/// pieces that this rank wants, and those that every rank wants.
 pub(super) struct List {
     pub src: u64,
     pub dst: u64,
@@ -54,7 +55,8 @@ fn is_run(p: &Piece, pitch: usize) -> bool {
     p.rows == 1 || pitch == p.width
 }
 
-/// Calls between two ranks are in the same order on both: by list, then as the receiver's pieces are.
+/// Calls between two ranks are in the same order on both: by list, then as the receiver's pieces
+/// are.
 pub(super) fn trip(me: Rank, lists: &[List], (send_at, recv_at): (u64, u64)) -> Trip {
     let mut t = Trip::default();
     for list in lists {
@@ -112,7 +114,8 @@ pub(in crate::cp_attention) fn check(
     Ok(())
 }
 
-/// The most bytes of one exchange that are packed, on either side. Without traded heads rows are whole.
+/// The most bytes of one exchange that are packed, on either side. Without traded heads rows are
+/// whole.
 pub(super) fn room(s: &Sizes, backward: bool) -> usize {
     if s.inner == 1 {
         return 0;
@@ -150,7 +153,8 @@ impl Exchange {
         let src = self.send.addr();
         let own = self.recv.addr() + at(me.idx());
         let mut calls = vec![NcclOp::AllGather { src: own, dst: self.recv.addr(), count: PROBE }];
-        // SAFETY: workspace of this plan, of which nothing is launched yet, with room for all ranks.
+        // SAFETY: workspace of this plan, of which nothing is launched yet, with room for all
+        // ranks.
         unsafe { self.nccl.prepare(core, stream, (DType::U8, &calls))? };
         calls.clear();
         for peer in (0..size).filter(|p| *p != me.idx()) {
@@ -175,12 +179,13 @@ impl Exchange {
         unsafe { self.nccl.queue(main, DType::U8, calls) }
     }
 
-    /// Queues an exchange. Everything that the lists refer to must be held by `keep`, which is called
-    /// before each piece of work.
+    /// Queues an exchange. Everything that the lists refer to must be held by `keep`, which is
+    /// called before each piece of work.
     ///
     /// # Safety
-    /// The lists must be of tensors on the stream's device that hold all their pieces, and that nothing else
-    /// uses meanwhile; all ranks must have made theirs from the same description and sequences.
+    /// The lists must be of tensors on the stream's device that hold all their pieces, and that
+    /// nothing else uses meanwhile; all ranks must have made theirs from the same description and
+    /// sequences.
     pub unsafe fn run(
         &self,
         (main, me): (&CudaStream, Rank),

@@ -7,8 +7,8 @@ use super::{List, Rows, room, trip};
 use crate::cp_attention::pieces::tests::{Buffer, carry_out, worlds};
 use crate::cp_attention::pieces::{Piece, Pieces};
 
-/// Memory of a rank as an exchange sees it: what it has, what it fills, and the two workspaces, each from a
-/// multiple of 2^28 on.
+/// Memory of a rank as an exchange sees it: what it has, what it fills, and the two workspaces,
+/// each from a multiple of 2^28 on.
 struct Regions([Buffer; 4]);
 
 impl Regions {
@@ -45,8 +45,8 @@ const LISTS: [ListOf; 8] = [
     |p| p.parts()[1].clone(),
 ];
 
-/// What goes through sends and receives, two lists in one exchange, is what gets would have brought; and the
-/// workspaces have room for it.
+/// What goes through sends and receives, two lists in one exchange, is what gets would have
+/// brought; and the workspaces have room for it.
 #[test]
 fn sends_and_receives_do_what_gets_do() {
     worlds(|w| {

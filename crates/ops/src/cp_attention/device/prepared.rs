@@ -15,8 +15,8 @@ use crate::cp_attention::config::Strategy;
 use crate::cp_attention::desc::{CpAttentionDesc, Layout};
 use crate::cp_attention::pieces::Sizes;
 
-/// Strategies that `prepare` may choose on devices. Each device is one hop away from every other, so
-/// a ring sends the same bytes over fewer links: it is there for who asks for it.
+/// Strategies that `prepare` may choose on devices. Each device is one hop away from every other,
+/// so a ring sends the same bytes over fewer links: it is there for who asks for it.
 pub(in crate::cp_attention) fn may_choose(s: Strategy) -> bool {
     s != Strategy::Ring
 }

@@ -3,8 +3,8 @@
 //! A launch is: enter (everybody's buffers are free), publish what peers need in my own chunk, meet
 //! (everybody has), get what I need, attend, publish what others own, meet, get what I own
 //! (`transfers.rs`). Where heads are not traded, the arithmetic begins with my own keys while those
-//! of others come, and parts of dk and dv travel while dq is made. Through NCCL (`nccl.rs`) nothing is
-//! published: one exchange stands before the arithmetic, and one behind it.
+//! of others come, and parts of dk and dv travel while dq is made. Through NCCL (`nccl.rs`) nothing
+//! is published: one exchange stands before the arithmetic, and one behind it.
 
 use tilewire_core::{Error, Rank, Result};
 use tilewire_device::cuda::{CudaMemory, CudaStream};
@@ -111,8 +111,8 @@ impl DeviceRun<'_> {
         self.l.main
     }
 
-    /// Keeps what the kernels that are queued next refer to. Not once for a launch: what is held long
-    /// before its work may be let go, and copies hold much.
+    /// Keeps what the kernels that are queued next refer to. Not once for a launch: what is held
+    /// long before its work may be let go, and copies hold much.
     pub(super) fn keep(&self) {
         let held = self.op.p.attention.held(self.held.clone());
         hold(self.main(), (held, self.op.p.memory.all(), self.op.p.fp8.all()));
@@ -173,8 +173,8 @@ impl DeviceRun<'_> {
         self.transfers().get(stream, buffer, pieces, &mut to.clone())
     }
 
-    /// Where heads are traded, brings the keys of all ranks and the queries of my group: what `base`
-    /// is told, with addresses, strides and heads of what this rank computes. `saved` in the
+    /// Where heads are traded, brings the keys of all ranks and the queries of my group: what
+    /// `base` is told, with addresses, strides and heads of what this rank computes. `saved` in the
     /// backward pass.
     fn bring(&self, base: TwAttn, saved: Option<&AttnSaved>) -> Result<TwAttn> {
         let (s, m) = (self.s, &self.op.p.memory);
@@ -345,7 +345,8 @@ impl DeviceRun<'_> {
         let (op, s, d, main) = (self.op, self.s, &self.op.p.desc, self.main());
         let attention = &op.p.attention;
         let mut p = self.bring(self.param_bwd(saved, g)?, Some(saved))?;
-        // Without heads that are traded or ranks to give to, dk and dv are the gradients themselves.
+        // Without heads that are traded or ranks to give to, dk and dv are the gradients
+        // themselves.
         let parts = self.scatters() || s.size > 1;
         if parts {
             (p.dk, p.dv) = self.part_addrs()?;

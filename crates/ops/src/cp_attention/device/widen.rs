@@ -32,8 +32,8 @@ impl DeviceRun<'_> {
         all.into_iter().flatten().map(|t| t.cuda()).collect()
     }
 
-    /// Queues codes and scales of my keys, if they travel narrower than they are. The copy stream goes
-    /// on behind them.
+    /// Queues codes and scales of my keys, if they travel narrower than they are. The copy stream
+    /// goes on behind them.
     pub(super) fn begin(&self) -> Result<()> {
         let Some((narrow, own)) = self.keys8().and_then(|k| k.narrow.as_ref()) else {
             return Ok(());
@@ -41,8 +41,8 @@ impl DeviceRun<'_> {
         let rows = self.op.rows.kv * self.s.all_kv;
         for (i, (t, dim)) in [(&self.x.k, self.s.dqk), (&self.x.v, self.s.dv)].iter().enumerate() {
             let to = (own[i].addr(), own[i + 2].addr());
-            // SAFETY: the tensor was checked and is held; the workspace has all rows of a rank, and is
-            // held (`keep`).
+            // SAFETY: the tensor was checked and is held; the workspace has all rows of a rank, and
+            // is held (`keep`).
             unsafe { narrow.launch(self.main(), t.data.cuda()?.addr(), to, (rows, *dim))? };
         }
         self.l.fork()
@@ -81,8 +81,8 @@ impl DeviceRun<'_> {
         if scales == 0 {
             return Ok(q);
         }
-        // SAFETY: rows of a checked launch, or of the group as the schedule has them; the caller holds
-        // them, and the workspace has all of a group.
+        // SAFETY: rows of a checked launch, or of the group as the schedule has them; the caller
+        // holds them, and the workspace has all of a group.
         unsafe { keys.wide.fill(self.main(), (q, scales), (rows * s.hq, s.dqk), to)? };
         Ok(to)
     }
@@ -100,8 +100,8 @@ impl DeviceRun<'_> {
         let mut to = [0; 2];
         for (i, (m, dim)) in [(&wide.k, s.dqk), (&wide.v, s.dv)].into_iter().enumerate() {
             to[i] = m.addr() + (4 * first * s.hkv * dim) as u64;
-            // SAFETY: rows of my own tensors, or of all ranks' keys, which have come; the workspace has
-            // those of all ranks, and all is held.
+            // SAFETY: rows of my own tensors, or of all ranks' keys, which have come; the workspace
+            // has those of all ranks, and all is held.
             unsafe { wide.fill(self.main(), (at[i], at[i + 2]), (rows * s.hkv, dim), to[i])? };
         }
         Ok((to[0], to[1]))
@@ -132,8 +132,8 @@ impl DeviceRun<'_> {
         let rows = self.op.seqs.tokens_kv * s.hkv;
         let to = |i: usize| p.packed.addr() + at[i] as u64;
         for (i, (from, dim)) in [(k, s.dqk), (v, s.dv)].into_iter().enumerate() {
-            // SAFETY: both memories are as large as the keys of all ranks, scales come first, and all
-            // is held.
+            // SAFETY: both memories are as large as the keys of all ranks, scales come first, and
+            // all is held.
             unsafe { p.narrow.launch(self.main(), from, (to(i), to(i + 2)), (rows, dim))? };
         }
         let (buffer, to) = s.parts();

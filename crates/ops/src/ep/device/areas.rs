@@ -14,7 +14,8 @@ use tilewire_kernels::abi::TwEp;
 
 /// Most bytes of shared memory of the routing.
 const ROUTER_BYTES: usize = 160 << 10;
-// Kernels keep a word for each rank of a routing in shared memory, and the ranks of a token in a mask.
+// Kernels keep a word for each rank of a routing in shared memory, and the ranks of a token in a
+// mask.
 const _: () = assert!(Team::MAX_SIZE <= 64, "as `tw_route_scan` has words, and a mask bits");
 
 /// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
@@ -32,10 +33,12 @@ pub(crate) fn router(d: &EpDesc) -> Result<(u32, u32)> {
     Ok((threads, bytes as u32))
 }
 
-/// How far the memory of each rank is behind that of rank 0, as this device sees it. Addresses wrap.
+/// How far the memory of each rank is behind that of rank 0, as this device sees it. Addresses
+/// wrap.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Steps {
-    /// From each rank to the next one; of uneven steps, the bits of all of them: kernels look at how they are aligned.
+    /// From each rank to the next one; of uneven steps, the bits of all of them: kernels look at
+    /// how they are aligned.
     pub stride: u64,
     /// Of each rank, where they are not even: memory of NVSHMEM's.
     pub table: Option<Vec<u64>>,
@@ -72,8 +75,8 @@ impl Areas<'_> {
         }
     }
 
-    /// Where rank 0's bytes `(at, len)` of a buffer are in the order of the ranks: by mine, as a rank may reach no
-    /// other's.
+    /// Where rank 0's bytes `(at, len)` of a buffer are in the order of the ranks: by mine, as a
+    /// rank may reach no other's.
     pub(super) fn first_addr(
         lane: &Lane,
         steps: &Steps,

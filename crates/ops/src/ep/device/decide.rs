@@ -77,8 +77,9 @@ fn run_both(
     let core = &base.cores[0];
     other.connect(core, stream, &base.desc)?;
     let by_nccl = scratch.time(on, &other)?;
-    // Each way counts its launches from one on, and words in the areas have the number of their launch: those that
-    // came by NCCL must be gone, on all ranks, before one of the same number is waited for.
+    // Each way counts its launches from one on, and words in the areas have the number of their
+    // launch: those that came by NCCL must be gone, on all ranks, before one of the same number is
+    // waited for.
     base.areas().clear(lane, stream.cuda()?, &base.desc)?;
     core.team().exchange("ep areas", &[])?;
     let by_puts = scratch.time(on, &puts)?;

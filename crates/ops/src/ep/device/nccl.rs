@@ -1,10 +1,10 @@
-//! Records between ranks by NCCL: what the kernels would write to peers goes to a block for each rank in
-//! this rank's own memory, and from there in one group of sends and receives.
+//! Records between ranks by NCCL: what the kernels would write to peers goes to a block for each
+//! rank in this rank's own memory, and from there in one group of sends and receives.
 //!
-//! The exchange is of fixed size, `max_tokens` records from each rank to each: how many there are is known
-//! on the device only, and a captured call cannot change its sizes. So it moves as much as the receive
-//! areas hold, whatever the routing. Records lie where kernels of peers would have put them, so that all
-//! that is made of them has the same bits.
+//! The exchange is of fixed size, `max_tokens` records from each rank to each: how many there are
+//! is known on the device only, and a captured call cannot change its sizes. So it moves as much as
+//! the receive areas hold, whatever the routing. Records lie where kernels of peers would have put
+//! them, so that all that is made of them has the same bits.
 
 use tilewire_core::{DType, Result};
 use tilewire_device::Stream;
@@ -25,8 +25,8 @@ pub(super) enum What {
     Returns,
 }
 
-/// A part of a block for one rank: where it begins there, and its bytes; at the receiver the same parts of all
-/// ranks stand one behind the other.
+/// A part of a block for one rank: where it begins there, and its bytes; at the receiver the same
+/// parts of all ranks stand one behind the other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Part {
     at: usize,
@@ -38,13 +38,14 @@ pub(super) struct Staging {
     counts: CudaMemory,
     tokens: CudaMemory,
     returns: CudaMemory,
-    /// Credits and arrivals that are there before every launch: the ranks have met, and NCCL has waited.
+    /// Credits and arrivals that are there before every launch: the ranks have met, and NCCL has
+    /// waited.
     flags: CudaMemory,
     nccl: ByNccl,
 }
 
-/// Parts of a block, in order: counts of one launch and of the other, where the kernel writes them in turn; rows,
-/// then what belongs to them.
+/// Parts of a block, in order: counts of one launch and of the other, where the kernel writes them
+/// in turn; rows, then what belongs to them.
 fn parts(d: &EpDesc, what: What) -> Vec<Part> {
     let (s, t) = (strides(d), d.max_tokens);
     let lens = match what {
@@ -67,7 +68,8 @@ fn block(d: &EpDesc, what: What) -> usize {
     parts(d, what).last().map_or(0, |p| p.at + p.len)
 }
 
-/// Sends of the blocks at `from` and receives to my own areas `to`, one for each part, on `size` ranks.
+/// Sends of the blocks at `from` and receives to my own areas `to`, one for each part, on `size`
+/// ranks.
 fn calls(d: &EpDesc, what: What, from: u64, to: &[u64], size: usize) -> Vec<NcclOp> {
     let (parts, block) = (parts(d, what), block(d, what));
     let mut ops = Vec::with_capacity(2 * size * parts.len());
@@ -124,8 +126,8 @@ impl Staging {
         unsafe { self.nccl.prepare(core, stream, (DType::U8, &ops)) }
     }
 
-    /// The layer for kernels that write to peers: rank `r`'s areas are block `r`, with this rank's records
-    /// at their beginning.
+    /// The layer for kernels that write to peers: rank `r`'s areas are block `r`, with this rank's
+    /// records at their beginning.
     pub fn writer(&self, d: &EpDesc, layer: &TwEp, what: What) -> TwEp {
         let parts = parts(d, what);
         let base = |i: usize| {
@@ -158,8 +160,8 @@ impl Staging {
         let from = self.of(what);
         let ops = calls(d, what, from.addr(), &own(layer, what), layer.size as usize);
         hold(main, (from.clone(), self.flags.clone(), core.heap().clone()));
-        // SAFETY: blocks and areas have room for the records of all ranks, and are held. Only this stream
-        // uses them: the ranks have met, and launches of a plan follow each other.
+        // SAFETY: blocks and areas have room for the records of all ranks, and are held. Only this
+        // stream uses them: the ranks have met, and launches of a plan follow each other.
         unsafe { self.nccl.queue(main, DType::U8, &ops) }
     }
 
@@ -182,13 +184,15 @@ fn own(l: &TwEp, what: What) -> Vec<u64> {
 mod tests {
     use super::*;
 
-    /// Bytes that arrive are those that a kernel would have written into the peer's area, all of them, once.
+    /// Bytes that arrive are those that a kernel would have written into the peer's area, all of
+    /// them, once.
     #[test]
     fn blocks_arrive_where_peers_would_have_written() {
         let d = EpDesc::new(3, 7, 5, 12, 2);
         for what in [What::Counts, What::Tokens, What::Returns] {
             let (size, parts) = (3, parts(&d, what));
-            // Addresses are offsets: blocks of a rank from 0 on, its areas far behind, one after the other.
+            // Addresses are offsets: blocks of a rank from 0 on, its areas far behind, one after
+            // the other.
             let far = 1u64 << 32;
             let area =
                 |i: usize| far + parts[..i].iter().map(|p| (size * p.len) as u64).sum::<u64>();
@@ -212,7 +216,8 @@ mod tests {
                             })
                             .collect()
                     };
-                    // The same calls on every rank: what `src` sends to me, and what I receive from it.
+                    // The same calls on every rank: what `src` sends to me, and what I receive from
+                    // it.
                     let (sent, received) = (of(me, true), of(src, false));
                     assert_eq!(sent.len(), parts.len());
                     for (i, (s, r)) in sent.iter().zip(&received).enumerate() {

@@ -279,8 +279,8 @@ impl Phase<'_> {
         unsafe { self.p.kernel(name)?.launch(main, grid, args) }
     }
 
-    /// Queues a launch whose kernels meet the others, or which meets them (by the signal `credit`) before
-    /// it goes through NCCL.
+    /// Queues a launch whose kernels meet the others, or which meets them (by the signal `credit`)
+    /// before it goes through NCCL.
     fn run(
         &self,
         at: LaunchAt<'_>,
@@ -309,8 +309,8 @@ impl Phase<'_> {
         })
     }
 
-    /// The halves of a phase: what a kernel is told of the layer, and which part of it that is. Through NCCL
-    /// the first writes to blocks of this rank, and they are exchanged behind it.
+    /// The halves of a phase: what a kernel is told of the layer, and which part of it that is.
+    /// Through NCCL the first writes to blocks of this rank, and they are exchanged behind it.
     fn halves(
         &self,
         l: &Lanes<'_>,
@@ -441,7 +441,8 @@ impl Phase<'_> {
             recv.scales = addr(out.scales.as_ref())?;
             recv.index = addr(self.handle.row_index())?;
         }
-        // A routing is behind its last wait when it lets others begin. Of other kernels before this one nothing is known.
+        // A routing is behind its last wait when it lets others begin. Of other kernels before this
+        // one nothing is known.
         let early = self.p.routed.load(Ordering::Relaxed).checked_add(1) == Some(at.seq);
         self.run(at, TOKENS.0, &outs, |l| {
             self.exchange(l, send, &recv, Ends { leave: !flat, early, outs: &outs })?;

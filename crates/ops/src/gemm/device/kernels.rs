@@ -71,8 +71,8 @@ pub(crate) struct GemmKernels {
 }
 
 impl GemmKernels {
-    /// What makes products of the orders, types and activation of `desc`, of at most its size. Bias,
-    /// pre-activation and accumulation are those of each [`Product`].
+    /// What makes products of the orders, types and activation of `desc`, of at most its size.
+    /// Bias, pre-activation and accumulation are those of each [`Product`].
     ///
     /// # Errors
     /// `Unsupported` for what no kernel does, and `Unavailable` without cuBLASLt, if `backend` asks
@@ -254,8 +254,8 @@ impl Prepared {
         let (ld, m32, k) = (a.ld as i64, m as u32, d.k as u32);
         let flags = out_code(d.a)? | if d.a_order == AOrder::Km { A_KM } else { 0 };
         let args = LaunchArgs::new().arg(&a.addr).arg(&ld).arg(&m32).arg(&k).arg(&flags).arg(&out);
-        // SAFETY: `tw_gemm_row_sums` takes (const void*, i64, u32, u32, u32, float*); A and the sums
-        // were checked against the description, lie on this device, and are held.
+        // SAFETY: `tw_gemm_row_sums` takes (const void*, i64, u32, u32, u32, float*); A and the
+        // sums were checked against the description, lie on this device, and are held.
         unsafe { kernel.launch(stream, SUMS.grid(m.div_ceil(SUMS.n)), args) }
     }
 }

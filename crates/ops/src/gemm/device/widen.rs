@@ -70,8 +70,8 @@ impl Wide {
         unsafe { self.widen.launch(stream, &codes, to) }.map(|()| to)
     }
 
-    /// Queues the widening of `shape.0` rows at address `x`, with one scale for all (of address 0: 1),
-    /// to the room's rows from `first` on.
+    /// Queues the widening of `shape.0` rows at address `x`, with one scale for all (of address 0:
+    /// 1), to the room's rows from `first` on.
     ///
     /// # Safety
     /// The codes and the scale must be mapped until the work has run, the rows inside of the room;

@@ -1,9 +1,9 @@
 //! GEMM+RS and GEMM+AR on CUDA devices: a GEMM for each chunk of a peer's rows, pushed by copy
 //! engine behind it; one kernel adds what came, in the order of the ranks.
 //!
-//! A chunk lies in its slot as it was computed: rows of all columns, in the wire's type. My own part
-//! stays f32 until it is added. FP8 operands are widened to f32 first, W with the scale. Through NCCL it
-//! is one GEMM and one collective.
+//! A chunk lies in its slot as it was computed: rows of all columns, in the wire's type. My own
+//! part stays f32 until it is added. FP8 operands are widened to f32 first, W with the scale.
+//! Through NCCL it is one GEMM and one collective.
 
 use std::ops::Range;
 
@@ -73,8 +73,8 @@ impl Prepared {
             true => vec![self.sum_to_all(d.m * d.n, self.partial.addr())],
             false => self.sum_to_owners(d, team.rank(), &rows, self.own.addr()),
         };
-        // SAFETY: workspace of a plan of which nothing is launched yet, made for as many rows; all ranks
-        // agree on the description.
+        // SAFETY: workspace of a plan of which nothing is launched yet, made for as many rows; all
+        // ranks agree on the description.
         unsafe { self.nccl.prepare(core, stream, (d.wire, &ops)) }
     }
 
@@ -195,7 +195,8 @@ impl Run<'_> {
         self.product(&(0..s.m), false)?;
         let to_all = self.job.gather.is_some();
         let rows = if to_all { s.m } else { s.rows[self.me.idx()] };
-        // NCCL adds to one type and knows no bias: what it cannot store as it is goes through my workspace.
+        // NCCL adds to one type and knows no bias: what it cannot store as it is goes through my
+        // workspace.
         let direct = d.wire == d.out && !d.bias;
         let room = if to_all { p.partial.addr() } else { p.own.addr() };
         let dst = if direct { self.out.addr() } else { room };
@@ -203,8 +204,9 @@ impl Run<'_> {
             true => vec![p.sum_to_all(s.m * d.n, dst)],
             false => p.sum_to_owners(d, self.me, s.rows, dst),
         };
-        // SAFETY: `partial` has all rows of the wire's type; the output was checked against the description, and
-        // `own` has room for my rows in f32; all are held. Only this stream uses them.
+        // SAFETY: `partial` has all rows of the wire's type; the output was checked against the
+        // description, and `own` has room for my rows in f32; all are held. Only this stream uses
+        // them.
         unsafe { p.nccl.queue(self.l.main, d.wire, &ops)? };
         if direct {
             return Ok(());

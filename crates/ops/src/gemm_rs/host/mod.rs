@@ -1,7 +1,7 @@
 //! GEMM+RS on the host: the task table, and the transfers of `copies.rs`.
 //!
-//! `fused` pushes each chunk from the compute lane as soon as it is computed, as a kernel's epilogue
-//! does. The other algorithms hand finished chunks to the copy lane.
+//! `fused` pushes each chunk from the compute lane as soon as it is computed, as a kernel's
+//! epilogue does. The other algorithms hand finished chunks to the copy lane.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -97,8 +97,8 @@ impl Run {
         Ok(())
     }
 
-    /// Compute lane: enters, and does the task table. `after(permit, chunk, rows)` runs when my rows
-    /// of a chunk (global numbers) are reduced and stored. Returns the permit of the launch.
+    /// Compute lane: enters, and does the task table. `after(permit, chunk, rows)` runs when my
+    /// rows of a chunk (global numbers) are reduced and stored. Returns the permit of the launch.
     pub fn compute(
         &self,
         after: impl Fn(&Permit, usize, Range<usize>) -> Result<()>,

@@ -171,8 +171,8 @@ impl Run<'_> {
         let Some(w) = self.widened() else { return addr(&o.data) };
         let room = room(w);
         hold(stream, (o.clone(), room.held()));
-        // SAFETY: the operand was checked against the description that the room was made for, and is
-        // held, as the room is.
+        // SAFETY: the operand was checked against the description that the room was made for, and
+        // is held, as the room is.
         unsafe { room.operand(stream, o, 0) }
     }
 

@@ -131,7 +131,8 @@ fn whole_heads(dim: usize) -> Result<()> {
     Err(no_kernel(format!("heads of {dim} elements"), "make it a multiple of 16"))
 }
 
-/// The address of a tensor of which a kernel moves `num` elements at once, at most 16 bytes; 0 of none.
+/// The address of a tensor of which a kernel moves `num` elements at once, at most 16 bytes; 0 of
+/// none.
 fn whole<'a>(what: &str, t: impl Into<Option<&'a Tensor>>, num: usize) -> Result<u64> {
     let Some(t) = t.into() else { return Ok(0) };
     let (at, unit) = (addr(t)?, (num * t.dtype().size()).min(16));
@@ -151,9 +152,9 @@ pub struct On<'a> {
 }
 
 /// Every kernel takes what its struct or its arguments say, in that order. The tensors were checked
-/// against the plan's description, lie on this device, and are held by the stream; the workspace has
-/// room for the plan's sizes. That the caller orders other work on the tensors behind this stream is
-/// what every launch asks for.
+/// against the plan's description, lie on this device, and are held by the stream; the workspace
+/// has room for the plan's sizes. That the caller orders other work on the tensors behind this
+/// stream is what every launch asks for.
 impl On<'_> {
     fn one(&self, kernel: &Kernel, grid: Grid, param: &impl Pod) -> Result<()> {
         // SAFETY: see the block's comment; `param` is the kernel's one parameter.

@@ -1,4 +1,5 @@
-//! How works are divided on a device: nothing here depends on the device, so that results do not either.
+//! How works are divided on a device: nothing here depends on the device, so that results do not
+//! either.
 
 use tilewire_core::DType;
 use tilewire_kernels::portable::{LAYERS_CHUNK, LAYERS_KEPT, LAYERS_THREADS, LAYERS_TOKENS};
@@ -10,7 +11,8 @@ pub(super) const THREADS: usize = LAYERS_THREADS as usize;
 pub(super) const WARPS: usize = THREADS / 32;
 /// Blocks whose parts of a norm's gradient are summed.
 pub(super) const NORM_BLOCKS: usize = 528;
-/// The most blocks of the router: as many as an H200 has room for at once, each with several rows in turn.
+/// The most blocks of the router: as many as an H200 has room for at once, each with several rows
+/// in turn.
 pub(super) const ROUTER_BLOCKS: usize = 264;
 // A sum over blocks counts them in 11 bits.
 const _: () = assert!(ROUTER_BLOCKS < 2048);
@@ -40,7 +42,8 @@ pub(super) fn token_blocks(n: usize) -> usize {
     n.div_ceil(LAYERS_TOKENS as usize).max(1)
 }
 
-/// The most chunks of the rows of all tokens: each token has one that is not full, and may have no row.
+/// The most chunks of the rows of all tokens: each token has one that is not full, and may have no
+/// row.
 pub(super) fn token_chunks(n: usize) -> usize {
     n / LAYERS_CHUNK as usize + TOKENS
 }

@@ -101,7 +101,8 @@ pub(super) fn permute_bwd(
     gather(&map.slots().to_vec::<i32>()?, (g, o), 4, |slot| slot)
 }
 
-/// `d_rows[slot(t, j)] = w[t, j] d_out[t]`, padding zero; `d_weights[t, j] = <d_out[t], rows[slot]>`.
+/// `d_rows[slot(t, j)] = w[t, j] d_out[t]`, padding zero; `d_weights[t, j] = <d_out[t],
+/// rows[slot]>`.
 pub(super) fn unpermute_bwd(d: &PermuteDesc, map: &PermuteMap, g: &UnpermuteGrads) -> Result<()> {
     let d_weights = g.weighted.as_ref().map(|w| &w.d_weights);
     if refused(map, &[Some(&g.d_rows), d_weights])? {

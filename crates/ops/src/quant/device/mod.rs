@@ -89,8 +89,8 @@ impl Prepared {
         })
     }
 
-    /// As [`Prepared::launch`], with the largest magnitude of all ranks: one f32 to every peer, a flag
-    /// behind it.
+    /// As [`Prepared::launch`], with the largest magnitude of all ranks: one f32 to every peer, a
+    /// flag behind it.
     pub fn launch_team(
         &self,
         l: &Lanes<'_>,
@@ -116,8 +116,8 @@ impl Prepared {
         })
     }
 
-    /// What a launch over a team poisons: its results, and the state of delayed scaling, which may have
-    /// taken a maximum that never came.
+    /// What a launch over a team poisons: its results, and the state of delayed scaling, which may
+    /// have taken a maximum that never came.
     pub fn poisons(&self, t: &QuantInputs) -> Result<Vec<Poison>> {
         let results = t.row.iter().chain(&t.column).flat_map(|q| [&q.data, &q.scales]);
         let state = self.state.iter().flat_map(|s| [&s.history, &s.scale]);
@@ -267,8 +267,8 @@ impl Widen {
     /// Queues `out = codes * scales`, rounded once; the caller holds the memory.
     ///
     /// # Safety
-    /// The addresses must be mapped on the stream's device for a matrix of that shape until the work
-    /// has run (and be held by the graph if captured); nothing else may use `out` meanwhile.
+    /// The addresses must be mapped on the stream's device for a matrix of that shape until the
+    /// work has run (and be held by the graph if captured); nothing else may use `out` meanwhile.
     ///
     /// # Errors
     /// What the driver reports.
@@ -310,9 +310,9 @@ impl Narrow {
     /// Queues codes `[rows, cols]` and scales `[rows]` of `x`; the caller holds the memory.
     ///
     /// # Safety
-    /// The addresses must be mapped on the stream's device for matrices of that shape until the work
-    /// has run (and be held by the graph if captured), scales at a multiple of 4; nothing else may
-    /// use the results meanwhile.
+    /// The addresses must be mapped on the stream's device for matrices of that shape until the
+    /// work has run (and be held by the graph if captured), scales at a multiple of 4; nothing else
+    /// may use the results meanwhile.
     ///
     /// # Errors
     /// What the driver reports.
