@@ -48,7 +48,7 @@ impl Copies<'_> {
             let at = self.gather.range(r.start * self.row, bytes.len());
             part(bytes, &mut |part| {
                 if self.ring {
-                    // One rank alone hears of it, message by message: no total is made ahead.
+                    // It is signalled to one rank alone, message by message: no total is made ahead.
                     return match next == me {
                         true => Ok(()),
                         false => net.put_signal(lane, permit, (next, at), part, slot, "push"),
@@ -61,7 +61,7 @@ impl Copies<'_> {
         Ok(())
     }
 
-    /// Of a ring: waits for what comes next, and tells `came` of it before it goes on to the next
+    /// Of a ring: waits for what comes next, and calls `came` before it goes on to the next
     /// rank.
     pub fn take<T: Transport + ?Sized>(
         &self,

@@ -43,7 +43,7 @@ impl Sequences {
     ///
     /// # Errors
     /// `InvalidArgument` if offsets do not start at 0, decrease, differ in number, or a sequence
-    /// does not fit its padded room.
+    /// does not fit its padded rows.
     pub fn padded(q: (&[usize], &[usize]), kv: (&[usize], &[usize])) -> Result<Self> {
         let (rq, rkv) = (ranges("q", q)?, ranges("kv", kv)?);
         if rq.len() != rkv.len() {
@@ -97,24 +97,24 @@ impl fmt::Display for Sequences {
     }
 }
 
-fn ranges(what: &str, (cu, room): (&[usize], &[usize])) -> Result<Vec<Range<usize>>> {
+fn ranges(what: &str, (cu, padded): (&[usize], &[usize])) -> Result<Vec<Range<usize>>> {
     let bad = |text: &str, seen: &[usize]| {
         Err(Error::invalid(format!("cu_seqlens of `{what}`: {text}"))
             .seen(format_args!("{seen:?}")))
     };
-    if cu.len() != room.len() {
-        return bad("as many padded offsets as offsets are needed", room);
+    if cu.len() != padded.len() {
+        return bad("as many padded offsets as offsets are needed", padded);
     }
-    if cu.first() != Some(&0) || room.first() != Some(&0) {
-        return bad("the first offset must be 0", if cu.first() == Some(&0) { room } else { cu });
+    if cu.first() != Some(&0) || padded.first() != Some(&0) {
+        return bad("the first offset must be 0", if cu.first() == Some(&0) { padded } else { cu });
     }
     let mut out = Vec::with_capacity(cu.len() - 1);
-    for (c, p) in cu.windows(2).zip(room.windows(2)) {
+    for (c, p) in cu.windows(2).zip(padded.windows(2)) {
         if c[0] > c[1] {
             return bad("offsets must not decrease", c);
         }
         if p[0] > p[1] || c[1] - c[0] > p[1] - p[0] {
-            return bad("a sequence does not fit its padded room", p);
+            return bad("a sequence does not fit its padded rows", p);
         }
         out.push(p[0]..p[0] + (c[1] - c[0]));
     }

@@ -23,8 +23,8 @@ fn bad_sequences_and_descriptions_are_refused() {
     assert!(text(p(&[1, 5], &[0, 5])).contains("must be 0"));
     assert!(text(p(&[], &[])).contains("must be 0"));
     assert!(text(p(&[0, 5], &[0, 2, 5])).contains("as many"));
-    let room = Sequences::padded((&[0, 4], &[0, 3]), (&[0, 4], &[0, 8]));
-    assert!(text(room).contains("does not fit"));
+    let short = Sequences::padded((&[0, 4], &[0, 3]), (&[0, 4], &[0, 8]));
+    assert!(text(short).contains("does not fit"));
     assert_eq!(Sequences::padded((&[0, 4], &[0, 6]), (&[0, 4], &[0, 8])).unwrap().tokens_kv, 8);
 
     let good = AttentionDesc::new(8, (4, 2), 16, DType::F32, AttnMask::CAUSAL);

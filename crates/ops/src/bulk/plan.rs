@@ -107,9 +107,9 @@ impl BulkPlan {
             // launches.
             main.take_over(side);
         }
-        let (collective, told) = collective?.join_with_callback(stream)?;
+        let (collective, on_end) = collective?.join_with_callback(stream)?;
         let out = BulkOut { gemm: gemm?.join(stream)?, collective };
         let pending = Pending::new(out, stream, Some(self.collective.team().fault().clone()))?;
-        Ok(pending.on_end(told))
+        Ok(pending.on_end(on_end))
     }
 }

@@ -1,4 +1,4 @@
-//! Who sends which rows to whom: the one schedule that plan, host and prediction share.
+//! Which rows go from which rank to which: the one schedule that plan, host and prediction share.
 
 use std::ops::Range;
 

@@ -57,7 +57,7 @@ pub(crate) fn is_on_device(heap: &Heap) -> bool {
     !matches!(heap.device(), Device::Host)
 }
 
-/// What a plan goes through that was not told: puts, but where GPUs do not reach each other.
+/// The default transport of a plan: puts, but NCCL where GPUs do not reach each other.
 pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
     if heap.reaches_peers() || heap.team().size() == 1 {
         CollectiveBackend::Put

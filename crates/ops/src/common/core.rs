@@ -215,7 +215,7 @@ impl PlanCore {
     }
 
     /// The token of a launch. Nodes of the host note themselves how far a launch came; of a
-    /// device's the flight recorder hears when somebody has waited.
+    /// device's the flight recorder is updated when its end is waited for.
     pub(crate) fn pending<T>(
         &self,
         out: T,
@@ -476,7 +476,7 @@ mod tests {
             let heap = world.everyone("lack")?.heap(BackendKind::Host, HeapCfg::new(1 << 16))?;
             let core = PlanCore::new("op", &heap, "m=1")?;
             let stream = Stream::new("lack")?;
-            let lacking = || Error::new(ErrorKind::Exhausted, "no room").hint("free some");
+            let lacking = || Error::new(ErrorKind::Exhausted, "no memory").hint("free some");
             for round in 0..3 {
                 let mine =
                     || if heap.team().rank().get() == 1 { Err(lacking()) } else { Ok(round) };
@@ -488,7 +488,7 @@ mod tests {
                 assert_eq!((e.get_peer(), e.get_op()), (who, Some("op")), "{e}");
                 assert_eq!(core.begin(&stream, "").err().unwrap().kind(), ErrorKind::NotPrepared);
             }
-            // Where several fail, all are told the same.
+            // Where several fail, all get the same error.
             let mine = || -> Result<()> {
                 Err(match heap.team().rank().get() {
                     0 => return Ok(()),

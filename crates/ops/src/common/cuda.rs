@@ -204,7 +204,7 @@ pub(crate) fn fit_32_bits(what: &str, numbers: &[usize]) -> Result<()> {
     }
 }
 
-/// Number of mantissa bits, which is how kernels are told a type.
+/// Number of mantissa bits, which is how kernels name a type.
 pub(crate) fn mantissa(dtype: DType) -> u64 {
     match dtype {
         DType::F16 => 10,

@@ -94,9 +94,9 @@ pub(crate) fn no_nccl(e: &Error) -> String {
 /// everywhere, which leaves puts.
 ///
 /// # Errors
-/// What is no lack of room or of a library; the fault of the team.
-pub(crate) fn room<T>(team: &LiveTeam, mine: Result<T>) -> Result<Result<T>> {
-    match team.settle("room to measure", mine) {
+/// What is no lack of memory or of a library; the fault of the team.
+pub(crate) fn alloc_for_tuning<T>(team: &LiveTeam, mine: Result<T>) -> Result<Result<T>> {
+    match team.settle("memory to measure in", mine) {
         Err(e) => {
             team.check()?;
             let lacks =

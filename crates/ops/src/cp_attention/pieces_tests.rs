@@ -240,7 +240,7 @@ fn queries_of_a_group_come_and_results_go_back() {
 fn what_is_published_fits_and_nothing_overlaps() {
     let fits = |w: &World| {
         let s = &w.sizes;
-        let room = |buffer: usize| s.buffers(true)[buffer];
+        let most = |buffer: usize| s.buffers(true)[buffer];
         // What is in each buffer in a backward pass: first bytes and lengths.
         let mut all: Vec<(usize, usize, usize)> = Vec::new();
         if s.size == 1 {
@@ -263,7 +263,7 @@ fn what_is_published_fits_and_nothing_overlaps() {
         }
         all.sort_unstable();
         for (i, (buffer, at, len)) in all.iter().enumerate() {
-            let next = all.get(i + 1).filter(|n| n.0 == *buffer).map_or(room(*buffer), |n| n.1);
+            let next = all.get(i + 1).filter(|n| n.0 == *buffer).map_or(most(*buffer), |n| n.1);
             assert!(at + len <= next, "{:?} {all:?} {s:?}", s.strategy);
         }
         // Kernels write f32 where these are.

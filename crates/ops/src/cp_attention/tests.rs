@@ -25,14 +25,14 @@ fn allowed(s: &Sequences, mask: &AttnMask, q: usize, kv: usize) -> bool {
 }
 
 fn seqs(lens: &[(usize, usize, usize)]) -> Sequences {
-    let (mut q, mut kv, mut room) = (vec![0], vec![0], (vec![0], vec![0]));
+    let (mut q, mut kv, mut padded) = (vec![0], vec![0], (vec![0], vec![0]));
     for &(a, b, pad) in lens {
         q.push(q.last().unwrap() + a);
         kv.push(kv.last().unwrap() + b);
-        room.0.push(room.0.last().unwrap() + a + pad);
-        room.1.push(room.1.last().unwrap() + b + pad);
+        padded.0.push(padded.0.last().unwrap() + a + pad);
+        padded.1.push(padded.1.last().unwrap() + b + pad);
     }
-    Sequences::padded((&q, &room.0), (&kv, &room.1)).unwrap()
+    Sequences::padded((&q, &padded.0), (&kv, &padded.1)).unwrap()
 }
 
 proptest! {
@@ -443,7 +443,7 @@ fn bad_descriptions_are_refused() {
     .unwrap();
 }
 
-/// Ranks that describe different things are told so at `prepare`; other sequences at a launch.
+/// Ranks that describe different things get a mismatch at `prepare`; other sequences at a launch.
 #[test]
 fn ranks_that_differ_are_a_mismatch() {
     let run = |differ_at_launch: bool| {

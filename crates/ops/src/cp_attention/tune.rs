@@ -12,7 +12,7 @@ use super::launch::Work;
 use super::schedule::num_rows;
 use crate::attention::{AttnGrads, AttnInputs, AttnOut, AttnSaved, LocalRows};
 use crate::common::lanes::Lane;
-use crate::common::nccl::{Clock, faster, no_nccl, open, room, unmeasured};
+use crate::common::nccl::{Clock, alloc_for_tuning, faster, no_nccl, open, unmeasured};
 use crate::common::{CollectiveBackend, PlanCore};
 
 /// What a prepared plan goes through, and why if it was free to choose.
@@ -71,7 +71,7 @@ impl Tuner<'_> {
     fn measure(&self, puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
         let both = || Ok((Scratch::new(self)?, self.make(puts.sizes.strategy, true)?));
         let team = self.core.team();
-        match room(team, both())? {
+        match alloc_for_tuning(team, both())? {
             // Only this rank knows that something failed here, and the others are about to meet it.
             Ok(with) => self.run_both(puts, with, nccl).map_err(|e| team.fail(e)),
             Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),

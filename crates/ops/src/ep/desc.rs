@@ -71,7 +71,7 @@ pub struct EpDesc {
 }
 
 impl EpDesc {
-    /// Experts divided evenly, room for every copy, expert-major without alignment.
+    /// Experts divided evenly, space for every copy, expert-major without alignment.
     pub fn new(
         size: usize,
         num_experts: usize,

@@ -169,7 +169,7 @@ impl EpPlan {
     /// A handle for one microbatch.
     ///
     /// # Errors
-    /// `Exhausted` if the device has no room.
+    /// `Exhausted` if the device has not enough memory.
     pub fn handle(&self) -> Result<EpHandle> {
         let heap = self.base.cores[0].heap();
         EpHandle::new(&self.base.desc, heap.team().rank().idx(), &heap.device())

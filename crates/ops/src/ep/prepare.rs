@@ -61,7 +61,7 @@ impl EpPlan {
                 Some(_) => CollectiveBackend::Nccl,
                 None => CollectiveBackend::Put,
             }),
-            (told, _) => Ok(told),
+            (why, _) => Ok(why),
         }
     }
 

@@ -1,4 +1,4 @@
-//! The way back of GEMM+AR: which reduced rows arrive, from whom, in which order.
+//! The way back of GEMM+AR: which reduced rows arrive, from which ranks, in which order.
 
 use tilewire_core::Rank;
 

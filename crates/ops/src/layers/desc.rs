@@ -6,7 +6,7 @@ use tilewire_device::Tensor;
 use super::AdamW;
 use crate::common::{Named, expect_tensor};
 
-/// Sizes that a plan has room for.
+/// The largest sizes of a plan.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LayersDesc {
     /// Type T of activations and weights: f32 or bf16.
@@ -40,7 +40,7 @@ impl LayersDesc {
         if rows <= self.rows && cols <= self.cols && experts <= self.experts {
             return Ok(());
         }
-        Err(Error::invalid("the plan has no room for it")
+        Err(Error::invalid("a launch is larger than the plan")
             .expected(format_args!(
                 "at most {} rows, {} columns, {} experts",
                 self.rows, self.cols, self.experts

@@ -17,7 +17,7 @@ fn random(rng: &mut Rng, rows: usize, cols: usize) -> Tensor {
     Tensor::from_slice(&v, Shape::d2(rows, cols)).unwrap()
 }
 
-fn room(rows: usize, cols: usize) -> Tensor {
+fn empty(rows: usize, cols: usize) -> Tensor {
     Tensor::poisoned(DType::F32, Shape::d2(rows, cols))
 }
 
@@ -26,7 +26,7 @@ fn the_sum_and_its_norm_are_one_work() {
     let (mut rng, s) = (Rng::new(1), Stream::new("test").unwrap());
     let p = plan(&s);
     let (x, y, w) = (random(&mut rng, 5, 8), random(&mut rng, 5, 8), random(&mut rng, 1, 8));
-    let (sum, out) = (room(5, 8), room(5, 8));
+    let (sum, out) = (empty(5, 8), empty(5, 8));
     let work = AddNorm {
         x: x.clone(),
         add: Some((y.clone(), sum.clone())),
@@ -40,14 +40,14 @@ fn the_sum_and_its_norm_are_one_work() {
     assert_eq!(sum.to_f32().unwrap(), want);
     assert_eq!(out.to_f32().unwrap(), math::rms_norm(&want, &w.to_f32().unwrap()));
     // Its gradient, with and without what goes past it.
-    let (dy, dx, dw) = (random(&mut rng, 5, 8), room(5, 8), room(1, 8));
+    let (dy, dx, dw) = (random(&mut rng, 5, 8), empty(5, 8), empty(1, 8));
     let mut work = NormBwd {
         x: sum.clone(),
         w: w.clone(),
         dy: dy.clone(),
         residual: None,
         dx: dx.clone(),
-        narrow: Some(room(5, 8)),
+        narrow: Some(empty(5, 8)),
         dw: dw.clone(),
     };
     p.run(&s, &work).unwrap();
@@ -69,15 +69,15 @@ fn heads_that_are_taken_apart_and_joined_are_what_they_were() {
     let rows = random(&mut rng, n, (heads + 2 * kv) * dim);
     let mut work = Heads {
         rows: rows.clone(),
-        q: room(n, heads * dim),
-        k: room(n, kv * dim),
-        v: room(n, kv * dim),
+        q: empty(n, heads * dim),
+        k: empty(n, kv * dim),
+        v: empty(n, kv * dim),
         positions: Tensor::from_slice(&[0i32, 7, 2], Shape::d1(n)).unwrap(),
         table: Tensor::from_slice(&math::rope_table(8, dim), Shape::d2(8, dim)).unwrap(),
         join: false,
     };
     p.run(&s, &work).unwrap();
-    work.rows = room(n, (heads + 2 * kv) * dim);
+    work.rows = empty(n, (heads + 2 * kv) * dim);
     work.join = true;
     p.run(&s, &work).unwrap();
     s.synchronize().unwrap();
@@ -131,7 +131,7 @@ fn squares_are_summed_in_two_floats() {
     let s = Stream::new("test").unwrap();
     let p = plan(&s);
     let t = |v: &[f32]| Tensor::from_slice(v, Shape::d1(v.len())).unwrap();
-    let out = room(1, 2);
+    let out = empty(1, 2);
     // 2^40 + 1 does not fit one float.
     let of = vec![t(&[1048576.0]), t(&[]), t(&[1.0])];
     p.run(&s, &SquareSum { of, out: out.clone() }).unwrap();
@@ -145,15 +145,16 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
     let s = Stream::new("test").unwrap();
     let p = plan(&s);
     let tokens = Tensor::zeros(DType::U8, Shape::d1(3));
-    let work = Embed { tokens, table: room(255, 8), x: room(3, 8) };
+    let work = Embed { tokens, table: empty(255, 8), x: empty(3, 8) };
     let e = p.run(&s, &work).unwrap_err();
     assert!(e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("table"), "{e}");
     let tokens = Tensor::zeros(DType::U8, Shape::d1(17));
-    let e = p.run(&s, &Embed { tokens, table: room(256, 8), x: room(17, 8) }).unwrap_err();
-    assert!(e.to_string().contains("no room"), "{e}");
+    let e = p.run(&s, &Embed { tokens, table: empty(256, 8), x: empty(17, 8) }).unwrap_err();
+    assert!(e.to_string().contains("larger than the plan"), "{e}");
     let unprepared = LayersPlan::new(*p.desc()).unwrap();
     let tokens = Tensor::zeros(DType::U8, Shape::d1(3));
-    let e = unprepared.run(&s, &Embed { tokens, table: room(256, 8), x: room(3, 8) }).unwrap_err();
+    let e =
+        unprepared.run(&s, &Embed { tokens, table: empty(256, 8), x: empty(3, 8) }).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::NotPrepared);
     assert!(LayersPlan::new(LayersDesc { dtype: DType::F16, ..*p.desc() }).is_err());
 }

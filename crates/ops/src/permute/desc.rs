@@ -31,7 +31,7 @@ pub struct PermuteDesc {
 }
 
 impl PermuteDesc {
-    /// Everything of one type (bf16 results for FP8), no alignment, room for every copy.
+    /// Everything of one type (bf16 results for FP8), no alignment, space for every copy.
     pub fn new(
         max_tokens: usize,
         hidden: usize,

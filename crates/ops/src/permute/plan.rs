@@ -61,7 +61,7 @@ impl PermutePlan {
     /// that, in the CPU's memory.
     ///
     /// # Errors
-    /// `InvalidArgument` for more tokens than the plan's; `Exhausted` if there is no room.
+    /// `InvalidArgument` for more tokens than the plan's; `Exhausted` if the device has not enough memory.
     pub fn map(&self, tokens: usize) -> Result<PermuteMap> {
         PermuteMap::new(&self.desc, tokens, self.ready.cuda().map(|(ctx, _)| ctx))
     }

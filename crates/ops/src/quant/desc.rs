@@ -169,7 +169,7 @@ pub struct Quantized {
 }
 
 impl Quantized {
-    /// Room for a `rows x cols` matrix, filled with poison.
+    /// Memory for a `rows x cols` matrix, filled with poison.
     pub fn poisoned(dtype: DType, layout: ScaleLayout, rows: usize, cols: usize) -> Self {
         Self {
             data: Tensor::poisoned(dtype, Shape::d2(rows, cols)),

@@ -154,7 +154,7 @@ impl Run<'_> {
         let all = self.l.here.addr(self.job.base.gather.range(0, len), len)?;
         let ops = gather(self.me(), self.job.rows, (d.k, d.x.size()), (self.x.addr(), all));
         hold(self.l.main, self.job.base.core.heap().clone());
-        // SAFETY: X was checked against the description and is held; the gather buffer has room for
+        // SAFETY: X was checked against the description and is held; the gather buffer holds
         // all rows, and nobody writes it but this call: the ranks have met, and none launches
         // anything else before.
         unsafe { nccl.queue(self.l.main, d.x, &ops) }
@@ -226,7 +226,7 @@ impl Run<'_> {
             BOrder::Kn => (d.k, d.n),
         };
         let (weight, scale) = (addr(&self.t.w)?, addr(self.t.scale.as_ref())?);
-        // SAFETY: the tensors were checked against the description that the room was made for, and
+        // SAFETY: the tensors were checked against the description that the workspace was made for, and
         // all is held.
         unsafe {
             w.b.rows(self.l.main, (weight, scale), 0, w_shape)?;
@@ -244,7 +244,7 @@ impl Run<'_> {
         let (Some(w), k) = (&self.p.widened, self.job.base.desc.k) else { return Ok(()) };
         let at = self.job.base.gather.range(rows.start * k, rows.len() * k);
         let codes = self.l.here.addr(at, rows.len() * k)?;
-        // SAFETY: rows of the gather buffer, waited for; the room has all rows, and is held.
+        // SAFETY: rows of the gather buffer, waited for; the workspace has all rows, and is held.
         unsafe { w.a.rows(self.l.main, (codes, 0), rows.start, (rows.len(), k)) }
     }
 

@@ -14,7 +14,7 @@ pub(crate) fn kernel_desc(d: &AttentionDesc) -> AttentionDesc {
     AttentionDesc { dtype: DType::F32, ..d.clone() }
 }
 
-/// Room for f32 queries, keys and values, and the kernel that fills it from e4m3.
+/// Workspace for f32 queries, keys and values, and the kernel that fills it from e4m3.
 pub(crate) struct Wide {
     widen: Widen,
     pub q: CudaMemory,
@@ -76,7 +76,7 @@ impl Wide {
             [(&x.q, q, d.dqk, &self.q), (&x.k, kv, d.dqk, &self.k), (&x.v, kv, d.dv, &self.v)];
         for (o, rows, dim, to) in all {
             let from = (addr(&o.data)?, addr(o.scales.as_ref())?);
-            // SAFETY: the operand was checked against the description, which the room was made for;
+            // SAFETY: the operand was checked against the description, which the workspace was made for;
             // both are held.
             unsafe { self.fill(stream, from, (rows, dim), to.addr())? };
         }

@@ -6,4 +6,4 @@ mod queue;
 
 pub(crate) use fp8::{Wide, kernel_desc};
 pub(crate) use merge::{Merge, Parts};
-pub(crate) use queue::{Prepared, Room, inputs, inputs_bwd, param, param_bwd, part, unit};
+pub(crate) use queue::{Needs, Prepared, inputs, inputs_bwd, param, param_bwd, part, unit};

@@ -26,7 +26,7 @@ pub(crate) fn part(p: TwAttn, out: u64, lse: u64) -> TwAttn {
     TwAttn { out, lse, out_type: code(DType::F32), ..p }
 }
 
-/// How kernels are told a type.
+/// How kernels name a type.
 pub(super) fn code(t: DType) -> u32 {
     match t {
         DType::BF16 => 0,
@@ -80,11 +80,11 @@ struct Backward {
 struct Tables {
     memory: CudaMemory,
     /// Most segments of one table.
-    room: usize,
+    capacity: usize,
 }
 
 /// What the launches of a plan need at most, and what types they make.
-pub(crate) struct Room {
+pub(crate) struct Needs {
     /// Queries times heads.
     pub queries: usize,
     /// Segments of each sequence with the rows behind it that belong to none, and those that any
@@ -119,8 +119,8 @@ fn fitting(
     v: Option<Variant>,
     bytes: fn(&Variant) -> u64,
 ) -> Result<Option<Variant>> {
-    let room = u64::from(ctx.max_shared_bytes()?);
-    Ok(v.and_then(|v| v.fitting(room, bytes)))
+    let most = u64::from(ctx.max_shared_bytes()?);
+    Ok(v.and_then(|v| v.fitting(most, bytes)))
 }
 
 /// The compilation that plain causal attention of `dtype` takes, with heads of `dqk` and `dv`.
@@ -191,14 +191,14 @@ impl Forward {
 }
 
 impl Backward {
-    fn new(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
+    fn new(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<Self> {
         // The matrix kernels read an output and its gradient of the inputs' type.
         let v = variant(d, extra(d)).filter(|_| d.out == d.dtype);
         let (delta, dq, dkv) = match fitting(ctx, v, Variant::backward_bytes)? {
             Some(v) => Self::tiled(ctx, v)?,
             None => {
                 let p = plain(d);
-                let defines = if room.dkv == d.out { p.defines() } else { p.parts() };
+                let defines = if needs.dkv == d.out { p.defines() } else { p.parts() };
                 let m = load(ctx, &PLAIN_ATTENTION, defines)?;
                 let rows = |name| Tiled::new(m.kernel(name)?, PLAIN_ROWS, ROWS, 0);
                 (m.kernel("tw_attn_delta")?, rows("tw_attn_dq")?, vec![rows("tw_attn_dkv")?])
@@ -211,7 +211,7 @@ impl Backward {
                 Some((m.kernel("tw_attn_dbias")?, m.kernel("tw_attn_dsink")?))
             }
         };
-        let (delta_memory, dkv_type) = (workspace(ctx, 4 * room.queries)?, code(room.dkv));
+        let (delta_memory, dkv_type) = (workspace(ctx, 4 * needs.queries)?, code(needs.dkv));
         Ok(Self { delta, dq, dkv, dkv_type, bias_and_sink, delta_memory })
     }
 
@@ -243,22 +243,25 @@ impl Prepared {
     /// For all rows of the description on one rank.
     pub fn new(ctx: &CudaContext, d: &AttentionDesc) -> Result<Self> {
         let queries = d.heads_q * d.sequences.tokens_q;
-        let room = Room { queries, pieces: (2, 1), dkv: d.out, out: d.out };
+        let needs = Needs { queries, pieces: (2, 1), dkv: d.out, out: d.out };
         if !d.dtype.is_fp8() {
-            return Self::sized(ctx, d, &room);
+            return Self::sized(ctx, d, &needs);
         }
         let rows = (queries, d.heads_kv * d.sequences.tokens_kv);
-        let new = Self::sized(ctx, &kernel_desc(d), &room)?;
+        let new = Self::sized(ctx, &kernel_desc(d), &needs)?;
         Ok(Self { wide: Some(Wide::new(ctx, d, rows)?), ..new })
     }
 
     /// For a description of wide types.
-    pub fn sized(ctx: &CudaContext, d: &AttentionDesc, room: &Room) -> Result<Self> {
-        let segs = fitting_segs(d, room.pieces)?;
+    pub fn sized(ctx: &CudaContext, d: &AttentionDesc, needs: &Needs) -> Result<Self> {
+        let segs = fitting_segs(d, needs.pieces)?;
         Ok(Self {
-            forward: Forward::new(ctx, d, room.out)?,
-            backward: Backward::new(ctx, d, room)?,
-            tables: Tables { memory: workspace(ctx, 3 * segs * size_of::<TwSeg>())?, room: segs },
+            forward: Forward::new(ctx, d, needs.out)?,
+            backward: Backward::new(ctx, d, needs)?,
+            tables: Tables {
+                memory: workspace(ctx, 3 * segs * size_of::<TwSeg>())?,
+                capacity: segs,
+            },
             wide: None,
         })
     }
@@ -277,13 +280,14 @@ impl Prepared {
         mut segs: Vec<TwSeg>,
         rows: u64,
     ) -> Result<Side> {
-        if segs.len() > self.tables.room {
-            return Err(Error::invalid("more sequences than the plan has room for")
-                .expected(format_args!("at most {} pieces of them", self.tables.room))
+        if segs.len() > self.tables.capacity {
+            return Err(Error::invalid("more sequences than the plan was made for")
+                .expected(format_args!("at most {} pieces of them", self.tables.capacity))
                 .seen(segs.len()));
         }
         let tiles = number_tiles(&mut segs, rows);
-        let at = self.tables.memory.addr() + (which * self.tables.room * size_of::<TwSeg>()) as u64;
+        let at =
+            self.tables.memory.addr() + (which * self.tables.capacity * size_of::<TwSeg>()) as u64;
         for (i, part) in segs.chunks(TABLE).enumerate() {
             let to = at + (i * TABLE * size_of::<TwSeg>()) as u64;
             let mut t =
@@ -438,7 +442,7 @@ pub(crate) fn inputs_bwd(x: &AttnInputs, saved: &AttnSaved, grads: &AttnGrads) -
     held
 }
 
-/// What the kernels of a backward pass are told; `delta` is left open.
+/// The parameters of the kernels of a backward pass; `delta` is left open.
 pub(crate) fn param_bwd(
     d: &AttentionDesc,
     x: &AttnInputs,
@@ -458,7 +462,7 @@ pub(crate) fn param_bwd(
     })
 }
 
-/// What all kernels of a launch are told.
+/// The parameters of all kernels of a launch.
 pub(crate) fn param(d: &AttentionDesc, x: &AttnInputs, rows: LocalRows) -> Result<TwAttn> {
     let window =
         [d.mask.left, d.mask.right].map(|b| b.map_or(1 << 30, |b| bound(b).min(1 << 30)) as i32);

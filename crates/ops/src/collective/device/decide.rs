@@ -14,7 +14,7 @@ use crate::collective::launch::{Base, Given};
 use crate::common::Provider;
 use crate::common::backend::at_first;
 use crate::common::cuda::workspace;
-use crate::common::nccl::{Clock, faster, open, room, unmeasured};
+use crate::common::nccl::{Clock, alloc_for_tuning, faster, open, unmeasured};
 
 /// Queues a launch of tensors that were checked: by a provider, or by the schedule.
 pub(crate) fn launch(
@@ -66,7 +66,8 @@ impl Used {
             }
         };
         let usual = at_first(core.heap(), backend);
-        let scratch = match room(core.team(), Scratch::new(on.base, on.lane.context()))? {
+        let scratch = match alloc_for_tuning(core.team(), Scratch::new(on.base, on.lane.context()))?
+        {
             Ok(scratch) => scratch,
             Err(e) if usual == CollectiveBackend::Nccl => return Err(e),
             Err(e) => {

@@ -107,8 +107,8 @@ pub(crate) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
 /// devices.
 pub(crate) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Result<bool> {
     let (ctx, row) = (lane.context(), desc.cols * desc.dtype.size());
-    let room = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;
-    Ok(room
+    let fits = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;
+    Ok(fits
         && lane.here().heap().reaches_peers()
         && is_whole(row)
         && (2..=COLLECTIVE_RANKS).contains(&size)
@@ -392,7 +392,7 @@ mod tests {
     use super::*;
     use crate::Shards;
 
-    /// Every piece is whole slices, which a warp has room for, and has a flag.
+    /// Every piece is whole slices, which a warp can stage, and has a flag.
     #[test]
     fn pieces_are_whole_slices_with_flags() {
         let kinds = [
@@ -406,7 +406,7 @@ mod tests {
                     let piece = piece_bytes(&kind, part, peers);
                     let slice = slice_bytes(piece);
                     assert!(piece.is_multiple_of(slice) && slice.is_multiple_of(512), "{part}");
-                    assert!(slice <= COLLECTIVE_PIECE as usize, "{part}: room for a sum");
+                    assert!(slice <= COLLECTIVE_PIECE as usize, "{part}: space for a sum");
                     assert!(part.div_ceil(slice) <= pieces(part), "{part}: a flag for each");
                 }
             }

@@ -74,7 +74,7 @@ impl DeviceRun<'_> {
             let (from, row) = (t.cuda()?, s.all_kv * bytes);
             self.keep();
             let calls = gather(self.me(), &rows, (row, 1), (from.addr(), to.addr()));
-            // SAFETY: a checked tensor of the launch to the plan's memory, which has room for the
+            // SAFETY: a checked tensor of the launch to the plan's memory, which holds the
             // rows of all ranks; both are held.
             unsafe { n.queue(self.main(), &calls)? };
         }

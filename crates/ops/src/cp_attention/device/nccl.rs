@@ -116,7 +116,7 @@ pub(in crate::cp_attention) fn check(
 
 /// The most bytes of one exchange that are packed, on either side. Without traded heads rows are
 /// whole.
-pub(super) fn room(s: &Sizes, backward: bool) -> usize {
+pub(super) fn packed_bytes(s: &Sizes, backward: bool) -> usize {
     if s.inner == 1 {
         return 0;
     }
@@ -138,9 +138,9 @@ pub(super) struct Exchange {
 
 impl Exchange {
     pub fn new(ctx: &CudaContext, s: &Sizes, backward: bool) -> Result<Self> {
-        let room = room(s, backward).max(PROBE * s.size);
+        let len = packed_bytes(s, backward).max(PROBE * s.size);
         let nccl = ByNccl::default();
-        Ok(Self { nccl, send: workspace(ctx, room)?, recv: workspace(ctx, room)? })
+        Ok(Self { nccl, send: workspace(ctx, len)?, recv: workspace(ctx, len)? })
     }
 
     /// Collective, behind the agreement of `prepare`.
@@ -153,7 +153,7 @@ impl Exchange {
         let src = self.send.addr();
         let own = self.recv.addr() + at(me.idx());
         let mut calls = vec![NcclOp::AllGather { src: own, dst: self.recv.addr(), count: PROBE }];
-        // SAFETY: workspace of this plan, of which nothing is launched yet, with room for all
+        // SAFETY: workspace of this plan, of which nothing is launched yet, with space for all
         // ranks.
         unsafe { self.nccl.prepare(core, stream, (DType::U8, &calls))? };
         calls.clear();
@@ -201,7 +201,7 @@ impl Exchange {
                 keep();
                 hold(main, [self.send.clone(), self.recv.clone()]);
                 let shape = (r.width, r.rows);
-                // SAFETY: the caller's contract; the workspace has room and is held.
+                // SAFETY: the caller's contract; the workspace is large enough and is held.
                 unsafe { main.copy_rows((r.to, r.to_pitch), (r.from, r.from_pitch), shape) }
             })
         };

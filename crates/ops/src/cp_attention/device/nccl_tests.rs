@@ -3,7 +3,7 @@
 use tilewire_core::Rank;
 use tilewire_device::cuda::NcclOp;
 
-use super::{List, Rows, room, trip};
+use super::{List, Rows, packed_bytes, trip};
 use crate::cp_attention::pieces::tests::{Buffer, carry_out, worlds};
 use crate::cp_attention::pieces::{Piece, Pieces};
 
@@ -46,7 +46,7 @@ const LISTS: [ListOf; 8] = [
 ];
 
 /// What goes through sends and receives, two lists in one exchange, is what gets would have
-/// brought; and the workspaces have room for it.
+/// brought; and the workspaces hold it.
 #[test]
 fn sends_and_receives_do_what_gets_do() {
     worlds(|w| {
@@ -64,7 +64,7 @@ fn sends_and_receives_do_what_gets_do() {
                 let dst = (1 << 28) + (4 * i * fills) as u64;
                 List { src: 0, dst, mine: f(&w.lists(me)), all: all.collect() }
             };
-            let room = room(&w.sizes, true);
+            let most = packed_bytes(&w.sizes, true);
             let have: Vec<Buffer> =
                 (0..size).map(|r| (0..has).map(|i| (r * 100_000 + i) as f32).collect()).collect();
             let trips: Vec<_> = (0..size)
@@ -79,14 +79,14 @@ fn sends_and_receives_do_what_gets_do() {
                     Regions([
                         b.clone(),
                         vec![-1.0; 2 * fills],
-                        vec![-1.0; room / 4],
-                        vec![-1.0; room / 4],
+                        vec![-1.0; most / 4],
+                        vec![-1.0; most / 4],
                     ])
                 })
                 .collect();
             let mut mail = vec![std::collections::VecDeque::new(); size * size];
             for (me, t) in trips.iter().enumerate() {
-                assert!(t.sent.max(t.received) <= room, "{} and {} of {room}", t.sent, t.received);
+                assert!(t.sent.max(t.received) <= most, "{} and {} of {most}", t.sent, t.received);
                 memory[me].copy(&t.pack);
                 for op in &t.calls {
                     if let NcclOp::Send { src, count, peer } = *op {

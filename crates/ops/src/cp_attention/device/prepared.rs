@@ -7,7 +7,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory};
 use super::fp8::Fp8;
 use super::nccl::Exchange;
 use crate::attention::AttentionDesc;
-use crate::attention::device::{Merge, Prepared as Attention, Room, kernel_desc};
+use crate::attention::device::{Merge, Needs, Prepared as Attention, kernel_desc};
 use crate::common::PlanCore;
 use crate::common::cuda::workspace;
 use crate::common::lanes::{Lane, Reducer};
@@ -95,9 +95,9 @@ impl Prepared {
             Layout::ZigzagPerSequence => (2 * size + 1, 0),
             Layout::Zigzag | Layout::Contiguous => (2, 4 * size),
         };
-        let room = Room { queries, pieces, dkv, out };
+        let needs = Needs { queries, pieces, dkv, out };
         let desc = if d.kv_wire().1 { kernel_desc(&d.attn) } else { d.attn.clone() };
-        let attention = Attention::sized(ctx, &desc, &room)?;
+        let attention = Attention::sized(ctx, &desc, &needs)?;
         let adds = d.backward && sizes.adds();
         let types = [DType::F32, DType::F32, d.attn.out];
         let sum = adds.then(|| Reducer::new(ctx, types)).transpose()?;

@@ -174,7 +174,7 @@ impl DeviceRun<'_> {
     }
 
     /// Where heads are traded, brings the keys of all ranks and the queries of my group: what
-    /// `base` is told, with addresses, strides and heads of what this rank computes. `saved` in the
+    /// `base` has, with addresses, strides and heads of what this rank computes. `saved` in the
     /// backward pass.
     fn bring(&self, base: TwAttn, saved: Option<&AttnSaved>) -> Result<TwAttn> {
         let (s, m) = (self.s, &self.op.p.memory);

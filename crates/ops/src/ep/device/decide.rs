@@ -7,7 +7,7 @@ use tilewire_symm::NcclTeam;
 use super::queue::{Phase, Prepared};
 use crate::common::CollectiveBackend;
 use crate::common::lanes::Lane;
-use crate::common::nccl::{Clock, faster, open, room, unmeasured};
+use crate::common::nccl::{Clock, alloc_for_tuning, faster, open, unmeasured};
 use crate::ep::launch::{Back, Base, COMBINE, DISPATCH, PREPARE, Send};
 use crate::ep::{EpDispatch, EpHandle};
 
@@ -60,7 +60,7 @@ pub(crate) fn settle(on: OnDevice<'_>, first: Prepared) -> Result<Used> {
 fn measure(on: OnDevice<'_>, puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
     let both = || Ok((Scratch::new(on.base, on.lane)?, make(on, true)?));
     let team = on.base.cores[0].team();
-    match room(team, both())? {
+    match alloc_for_tuning(team, both())? {
         // Only this rank knows that something failed here, and the others are about to meet it.
         Ok(with) => run_both(on, puts, with, nccl).map_err(|e| team.fail(e)),
         Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),

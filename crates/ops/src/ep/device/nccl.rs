@@ -87,14 +87,14 @@ fn calls(d: &EpDesc, what: What, from: u64, to: &[u64], size: usize) -> Vec<Nccl
 impl Staging {
     pub fn new(ctx: &CudaContext, d: &EpDesc) -> Result<Self> {
         let size = d.experts_per_rank.len();
-        let room = |what| workspace(ctx, size * block(d, what));
+        let blocks = |what| workspace(ctx, size * block(d, what));
         // More launches than there will be.
         let up = vec![1u64 << 62; Schedule::new(d).flags_len() / 8];
         Ok(Self {
             flags: CudaMemory::from_bytes(ctx, bytemuck::cast_slice(&up))?,
-            counts: room(What::Counts)?,
-            tokens: room(What::Tokens)?,
-            returns: room(What::Returns)?,
+            counts: blocks(What::Counts)?,
+            tokens: blocks(What::Tokens)?,
+            returns: blocks(What::Returns)?,
             nccl: ByNccl::default(),
         })
     }
@@ -160,7 +160,7 @@ impl Staging {
         let from = self.of(what);
         let ops = calls(d, what, from.addr(), &own(layer, what), layer.size as usize);
         hold(main, (from.clone(), self.flags.clone(), core.heap().clone()));
-        // SAFETY: blocks and areas have room for the records of all ranks, and are held. Only this
+        // SAFETY: blocks and areas hold the records of all ranks, and are held. Only this
         // stream uses them: the ranks have met, and launches of a plan follow each other.
         unsafe { self.nccl.queue(main, DType::U8, &ops) }
     }

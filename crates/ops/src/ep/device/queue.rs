@@ -26,7 +26,7 @@ use crate::ep::{EpDesc, EpDispatch, EpHandle, EpLayout};
 
 const THREADS: u32 = EP_THREADS as u32;
 const MOVERS: u32 = EP_MOVERS as u32;
-/// Multiprocessors that a phase takes unless it is told otherwise.
+/// Multiprocessors that a phase takes by default.
 pub(crate) const NUM_SMS: usize = 32;
 /// The most blocks of a routing, and choices that are worth one.
 const ROUTERS: usize = 16;
@@ -106,8 +106,8 @@ impl Prepared {
         for k in EP.kernels {
             kernels.push((*k, module.kernel(k)?));
         }
-        let room = ctx.max_shared_bytes()? >= BULK_BYTES.max(BACK_BYTES) + STATIC_BYTES;
-        if EP_BULK.runs_on(&ctx.arch()?) && room {
+        let fits = ctx.max_shared_bytes()? >= BULK_BYTES.max(BACK_BYTES) + STATIC_BYTES;
+        if EP_BULK.runs_on(&ctx.arch()?) && fits {
             let kernel = load(ctx, &EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
             kernel.allow_shared(BULK_BYTES)?;
             kernels.push((EP_BULK.kernels[0], kernel));
@@ -309,7 +309,7 @@ impl Phase<'_> {
         })
     }
 
-    /// The halves of a phase: what a kernel is told of the layer, and which part of it that is.
+    /// The halves of a phase: what a kernel takes of the layer, and which part of it that is.
     /// Through NCCL the first writes to blocks of this rank, and they are exchanged behind it.
     fn halves(
         &self,

@@ -35,7 +35,7 @@ pub(super) struct Lt {
     workspace: Option<Workspace>,
 }
 
-/// Room for sums of parts of a contraction. One launch uses it at a time: each waits for the event
+/// Workspace for sums of parts of a contraction. One launch uses it at a time: each waits for the event
 /// that the last has recorded. In a capture there is no such wait: graphs of one plan must be
 /// ordered by whoever replays them.
 struct Workspace {
@@ -77,11 +77,11 @@ impl Lt {
             algos.push((m, *first));
         }
         let most = algos.iter().map(|(_, a)| a.workspace_bytes).max().unwrap_or(0);
-        let room = || -> Result<_> {
+        let make = || -> Result<_> {
             let last = Mutex::new(CudaEvent::new(ctx, false)?);
             Ok(Workspace { memory: workspace(ctx, most)?, last })
         };
-        let workspace = (most > 0).then(room).transpose()?;
+        let workspace = (most > 0).then(make).transpose()?;
         let me = Self { lib, desc, algos, workspace };
         me.warm(ctx)?;
         Ok(me)
@@ -92,9 +92,9 @@ impl Lt {
     fn warm(&self, ctx: &CudaContext) -> Result<()> {
         let (d, stream) = (&self.desc, CudaStream::new(ctx)?);
         let (a, out) = (WARM_ROWS * d.k * d.dtype.size(), WARM_ROWS * d.n * d.out.size());
-        let room = |bytes| CudaMemory::zeroed(ctx, bytes);
-        let (a, b, out) = (room(a)?, room(d.n * d.k * d.dtype.size())?, room(out)?);
-        let bias = room(d.n * d.out.size())?;
+        let alloc = |bytes| CudaMemory::zeroed(ctx, bytes);
+        let (a, b, out) = (alloc(a)?, alloc(d.n * d.k * d.dtype.size())?, alloc(out)?);
+        let bias = alloc(d.n * d.out.size())?;
         let mut seen: Vec<LtAlgo> = Vec::new();
         for (rows, algo) in &self.algos {
             if seen.contains(algo) {
@@ -109,10 +109,10 @@ impl Lt {
                 bias: bias.addr(),
                 ..p
             };
-            let room = self.workspace.as_ref().map(|w| &w.memory);
+            let memory = self.workspace.as_ref().map(|w| &w.memory);
             // SAFETY: the operands were made for this shape, with at most `WARM_ROWS` rows; all of
             // them and the workspace, which nobody else knows yet, live until the stream is done.
-            let ran = unsafe { self.lib.launch(&stream, (d, &p), algo, room) };
+            let ran = unsafe { self.lib.launch(&stream, (d, &p), algo, memory) };
             match ran {
                 // Made for more rows than these: then its kernels are loaded by the first launch.
                 Err(e) if e.is_unsupported() => {}
@@ -129,11 +129,11 @@ impl Lt {
 
     /// What is used, for people.
     pub fn explain(&self) -> String {
-        let room =
+        let bytes =
             self.workspace.as_ref().map_or(0, |w| tilewire_device::Buffer::len_bytes(&w.memory));
         let found = self.lib.found();
         format!(
-            "{} ({}: {}), the library's first choice for each of {} numbers of rows, workspace {room} \
+            "{} ({}: {}), the library's first choice for each of {} numbers of rows, workspace {bytes} \
              bytes; the portable kernel where an address or a row is no multiple of {ALIGN_BYTES} \
              bytes, or the library refuses so few rows",
             self.text(),

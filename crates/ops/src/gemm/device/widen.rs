@@ -16,7 +16,7 @@ pub(crate) fn kernel_desc(d: &GemmDesc) -> GemmDesc {
     }
 }
 
-/// Room for the f32 of an FP8 operand.
+/// Workspace for the f32 of an FP8 operand.
 pub(crate) struct Wide {
     widen: Widen,
     memory: CudaMemory,
@@ -49,10 +49,10 @@ impl Wide {
         self.memory.addr()
     }
 
-    /// Queues the widening of an operand to the room's elements from `first` on; where they are.
+    /// Queues the widening of an operand to the workspace's elements from `first` on; where they are.
     ///
     /// # Safety
-    /// The operand must be checked, of the room's device, inside of the room, and held;
+    /// The operand must be checked, of the workspace's device, inside of the workspace, and held;
     /// [`Wide::held`], too.
     ///
     /// # Errors
@@ -71,10 +71,10 @@ impl Wide {
     }
 
     /// Queues the widening of `shape.0` rows at address `x`, with one scale for all (of address 0:
-    /// 1), to the room's rows from `first` on.
+    /// 1), to the workspace's rows from `first` on.
     ///
     /// # Safety
-    /// The codes and the scale must be mapped until the work has run, the rows inside of the room;
+    /// The codes and the scale must be mapped until the work has run, the rows inside of the workspace;
     /// [`Wide::held`] must be held.
     ///
     /// # Errors

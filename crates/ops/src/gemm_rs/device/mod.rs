@@ -198,14 +198,14 @@ impl Run<'_> {
         // NCCL adds to one type and knows no bias: what it cannot store as it is goes through my
         // workspace.
         let direct = d.wire == d.out && !d.bias;
-        let room = if to_all { p.partial.addr() } else { p.own.addr() };
-        let dst = if direct { self.out.addr() } else { room };
+        let own = if to_all { p.partial.addr() } else { p.own.addr() };
+        let dst = if direct { self.out.addr() } else { own };
         let ops = match to_all {
             true => vec![p.sum_to_all(s.m * d.n, dst)],
             false => p.sum_to_owners(d, self.me, s.rows, dst),
         };
         // SAFETY: `partial` has all rows of the wire's type; the output was checked against the
-        // description, and `own` has room for my rows in f32; all are held. Only this stream uses
+        // description, and `own` holds my rows in f32; all are held. Only this stream uses
         // them.
         unsafe { p.nccl.queue(self.l.main, d.wire, &ops)? };
         if direct {
@@ -259,7 +259,7 @@ impl Run<'_> {
         };
         let codes = (addr(&self.t.w)?, addr(self.t.scale.as_ref())?);
         let x = (addr(&self.t.x)?, 0);
-        // SAFETY: the tensors were checked against the description that the room was made for, and
+        // SAFETY: the tensors were checked against the description that the workspace was made for, and
         // all is held.
         unsafe {
             w.b.rows(self.l.main, codes, 0, w_shape)?;

@@ -78,7 +78,7 @@ fn check(d: &GroupedDesc) -> Result<Tile> {
     fit_32_bits("tiles of grouped products", &blocks).map(|()| tile)
 }
 
-/// How splits are told from counts in i64.
+/// How splits are distinguished from counts in i64.
 fn split_flags(s: &Splits) -> u32 {
     let ends = if s.kind == SplitKind::Ends { ENDS } else { 0 };
     ends | if s.values.dtype() == DType::I32 { NARROW_SPLITS } else { 0 }
@@ -166,14 +166,14 @@ impl Run<'_> {
         &self,
         stream: &CudaStream,
         o: &Operand,
-        room: impl FnOnce(&Widened) -> &Wide,
+        of: impl FnOnce(&Widened) -> &Wide,
     ) -> Result<u64> {
         let Some(w) = self.widened() else { return addr(&o.data) };
-        let room = room(w);
-        hold(stream, (o.clone(), room.held()));
-        // SAFETY: the operand was checked against the description that the room was made for, and
-        // is held, as the room is.
-        unsafe { room.operand(stream, o, 0) }
+        let wide = of(w);
+        hold(stream, (o.clone(), wide.held()));
+        // SAFETY: the operand was checked against the description that the workspace was made for, and
+        // is held, as the workspace is.
+        unsafe { wide.operand(stream, o, 0) }
     }
 
     /// As [`Prepared::weights`] of operands: FP8 is widened to packed weights.

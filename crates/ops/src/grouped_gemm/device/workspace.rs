@@ -15,7 +15,7 @@ use crate::grouped_gemm::GroupedDesc;
 /// them.
 const MOST: usize = 4;
 
-/// Room for the f32 of FP8 operands.
+/// Workspace for the f32 of FP8 operands.
 pub(super) struct Widened {
     pub x: Wide,
     pub dy: Wide,

@@ -12,8 +12,8 @@ use tilewire_kernels::portable::{
 };
 
 use super::sizes::{
-    CLASS_BLOCKS, CLASSES, NORM_BLOCKS, ROUTER_BLOCKS, Room, SHARED, SQUARE_BLOCKS, THREADS, WARPS,
-    class_blocks, lanes, norm_bwd_shared, token_blocks, token_chunks, token_parts,
+    CLASS_BLOCKS, CLASSES, NORM_BLOCKS, ROUTER_BLOCKS, SHARED, SQUARE_BLOCKS, THREADS, WARPS,
+    WorkspaceBytes, class_blocks, lanes, norm_bwd_shared, token_blocks, token_chunks, token_parts,
 };
 use crate::common::cuda::{addr, fit_32_bits, load, mantissa, no_kernel, workspace};
 use crate::layers::desc::{
@@ -75,7 +75,7 @@ impl Prepared {
                 "kernels take up to 512: run it on the host",
             ));
         }
-        let room = Room::new(d);
+        let bytes = WorkspaceBytes::new(d);
         Ok(Self {
             embed: m.kernel("tw_embed")?,
             embed_count: m.kernel("tw_embed_count")?,
@@ -93,14 +93,14 @@ impl Prepared {
             adamw: o.kernel("tw_adamw")?,
             count_step: o.kernel("tw_count_step")?,
             init: o.kernel("tw_init")?,
-            partial: workspace(ctx, room.partial)?,
-            losses: workspace(ctx, room.losses)?,
-            squares: workspace(ctx, room.squares)?,
-            stats: workspace(ctx, room.stats)?,
-            counts: workspace(ctx, room.counts)?,
-            order: workspace(ctx, room.order)?,
-            starts: workspace(ctx, room.starts)?,
-            tickets: workspace(ctx, room.tickets)?,
+            partial: workspace(ctx, bytes.partial)?,
+            losses: workspace(ctx, bytes.losses)?,
+            squares: workspace(ctx, bytes.squares)?,
+            stats: workspace(ctx, bytes.stats)?,
+            counts: workspace(ctx, bytes.counts)?,
+            order: workspace(ctx, bytes.order)?,
+            starts: workspace(ctx, bytes.starts)?,
+            tickets: workspace(ctx, bytes.tickets)?,
             blocks: 8 * ctx.num_sms()?,
         })
     }
@@ -153,7 +153,7 @@ pub struct On<'a> {
 
 /// Every kernel takes what its struct or its arguments say, in that order. The tensors were checked
 /// against the plan's description, lie on this device, and are held by the stream; the workspace
-/// has room for the plan's sizes. That the caller orders other work on the tensors behind this
+/// is large enough for the plan's sizes. That the caller orders other work on the tensors behind this
 /// stream is what every launch asks for.
 impl On<'_> {
     fn one(&self, kernel: &Kernel, grid: Grid, param: &impl Pod) -> Result<()> {

@@ -11,7 +11,7 @@ pub(super) const THREADS: usize = LAYERS_THREADS as usize;
 pub(super) const WARPS: usize = THREADS / 32;
 /// Blocks whose parts of a norm's gradient are summed.
 pub(super) const NORM_BLOCKS: usize = 528;
-/// The most blocks of the router: as many as an H200 has room for at once, each with several rows
+/// The most blocks of the router: as many as an H200 runs at once, each with several rows
 /// in turn.
 pub(super) const ROUTER_BLOCKS: usize = 264;
 // A sum over blocks counts them in 11 bits.
@@ -60,7 +60,7 @@ pub(super) fn norm_bwd_shared(dtype: DType, cols: usize) -> usize {
 
 /// Workspace of a plan in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Room {
+pub(super) struct WorkspaceBytes {
     /// Parts of sums over rows, f32.
     pub partial: usize,
     /// Parts of losses, f64.
@@ -79,7 +79,7 @@ pub(super) struct Room {
     pub tickets: usize,
 }
 
-impl Room {
+impl WorkspaceBytes {
     pub fn new(d: &LayersDesc) -> Self {
         let of_rows = NORM_BLOCKS.max(token_chunks(d.rows)) * d.cols;
         Self {
@@ -102,14 +102,14 @@ mod tests {
     #[test]
     fn the_workspace_holds_every_part() {
         let d = |rows, cols, experts| LayersDesc { dtype: DType::BF16, rows, cols, experts };
-        let room = Room::new(&d(10, 4096, 64));
-        assert_eq!(room.partial, 4 * 528 * 4096);
-        assert_eq!((room.losses, room.squares), (8 * 396, 8 * 4 * 1024));
-        assert_eq!((room.counts, room.order, room.tickets), (1024, 40, 4 * (1 + 4 * 256)));
+        let bytes = WorkspaceBytes::new(&d(10, 4096, 64));
+        assert_eq!(bytes.partial, 4 * 528 * 4096);
+        assert_eq!((bytes.losses, bytes.squares), (8 * 396, 8 * 4 * 1024));
+        assert_eq!((bytes.counts, bytes.order, bytes.tickets), (1024, 40, 4 * (1 + 4 * 256)));
         // Many rows: a chunk each 64, and one more for each token.
-        let room = Room::new(&d(32768, 4096, 64));
-        assert_eq!((room.partial, room.counts), (4 * 768 * 4096, 16 * 1024));
-        assert_eq!(Room::new(&d(10, 1, 511)).stats, 8 * 1022);
+        let bytes = WorkspaceBytes::new(&d(32768, 4096, 64));
+        assert_eq!((bytes.partial, bytes.counts), (4 * 768 * 4096, 16 * 1024));
+        assert_eq!(WorkspaceBytes::new(&d(10, 1, 511)).stats, 8 * 1022);
         assert_eq!(norm_bwd_shared(DType::BF16, 4096), 40960);
     }
 
