@@ -48,7 +48,8 @@ impl Copies<'_> {
             let at = self.gather.range(r.start * self.row, bytes.len());
             part(bytes, &mut |part| {
                 if self.ring {
-                    // It is signalled to one rank alone, message by message: no total is made ahead.
+                    // It is signalled to one rank alone, message by message: no total is made
+                    // ahead.
                     return match next == me {
                         true => Ok(()),
                         false => net.put_signal(lane, permit, (next, at), part, slot, "push"),

@@ -53,9 +53,10 @@ impl GemmPlan {
     }
 
     /// Makes what launches on streams of the device of `stream` need: nothing on the host, kernels
-    /// on a CUDA device, and for FP8 operands workspace to widen them to f32. That workspace is shared
-    /// by all launches: with FP8, launches on several streams must be ordered. What cuBLASLt needs
-    /// beside is shared, too: launches order themselves, replays of several graphs must be ordered.
+    /// on a CUDA device, and for FP8 operands workspace to widen them to f32. That workspace is
+    /// shared by all launches: with FP8, launches on several streams must be ordered. What cuBLASLt
+    /// needs beside is shared, too: launches order themselves, replays of several graphs must be
+    /// ordered.
     ///
     /// # Errors
     /// `InvalidArgument` during capture, or if the plan is prepared for another device;

@@ -61,7 +61,8 @@ impl PermutePlan {
     /// that, in the CPU's memory.
     ///
     /// # Errors
-    /// `InvalidArgument` for more tokens than the plan's; `Exhausted` if the device has not enough memory.
+    /// `InvalidArgument` for more tokens than the plan's; `Exhausted` if the device has not enough
+    /// memory.
     pub fn map(&self, tokens: usize) -> Result<PermuteMap> {
         PermuteMap::new(&self.desc, tokens, self.ready.cuda().map(|(ctx, _)| ctx))
     }

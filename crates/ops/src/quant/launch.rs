@@ -25,7 +25,8 @@ impl QuantInputs {
     /// Fresh poisoned results for `x` under `desc`, on the device of `x`.
     ///
     /// # Errors
-    /// `InvalidArgument` if `x` does not have two dimensions; `Exhausted` if the device has not enough memory.
+    /// `InvalidArgument` if `x` does not have two dimensions; `Exhausted` if the device has not
+    /// enough memory.
     pub fn new(desc: &QuantDesc, x: &Tensor) -> Result<Self> {
         let s = x.shape();
         if s.ndim() != 2 {

@@ -226,8 +226,8 @@ impl Run<'_> {
             BOrder::Kn => (d.k, d.n),
         };
         let (weight, scale) = (addr(&self.t.w)?, addr(self.t.scale.as_ref())?);
-        // SAFETY: the tensors were checked against the description that the workspace was made for, and
-        // all is held.
+        // SAFETY: the tensors were checked against the description that the workspace was made for,
+        // and all is held.
         unsafe {
             w.b.rows(self.l.main, (weight, scale), 0, w_shape)?;
             w.a.rows(self.l.main, (self.x.addr(), 0), own.start, (own.len(), d.k))

@@ -76,8 +76,8 @@ impl Wide {
             [(&x.q, q, d.dqk, &self.q), (&x.k, kv, d.dqk, &self.k), (&x.v, kv, d.dv, &self.v)];
         for (o, rows, dim, to) in all {
             let from = (addr(&o.data)?, addr(o.scales.as_ref())?);
-            // SAFETY: the operand was checked against the description, which the workspace was made for;
-            // both are held.
+            // SAFETY: the operand was checked against the description, which the workspace was made
+            // for; both are held.
             unsafe { self.fill(stream, from, (rows, dim), to.addr())? };
         }
         Ok(TwAttn { q: self.q.addr(), k: self.k.addr(), v: self.v.addr(), ..p })

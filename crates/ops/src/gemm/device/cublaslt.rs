@@ -35,8 +35,8 @@ pub(super) struct Lt {
     workspace: Option<Workspace>,
 }
 
-/// Workspace for sums of parts of a contraction. One launch uses it at a time: each waits for the event
-/// that the last has recorded. In a capture there is no such wait: graphs of one plan must be
+/// Workspace for sums of parts of a contraction. One launch uses it at a time: each waits for the
+/// event that the last has recorded. In a capture there is no such wait: graphs of one plan must be
 /// ordered by whoever replays them.
 struct Workspace {
     memory: CudaMemory,

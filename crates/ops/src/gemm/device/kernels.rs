@@ -225,8 +225,8 @@ impl Prepared {
         let d = &self.desc;
         hold(stream, (t.clone(), self.widened.as_ref().map(Widened::held)));
         let place = |o: &Operand, is_a: bool| match &self.widened {
-            // SAFETY: the operands were checked against the description that the workspace was made for,
-            // and all is held.
+            // SAFETY: the operands were checked against the description that the workspace was made
+            // for, and all is held.
             Some(w) => unsafe { if is_a { &w.a } else { &w.b }.operand(stream, o, 0) },
             None => addr(&o.data),
         };

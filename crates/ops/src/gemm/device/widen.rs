@@ -49,7 +49,8 @@ impl Wide {
         self.memory.addr()
     }
 
-    /// Queues the widening of an operand to the workspace's elements from `first` on; where they are.
+    /// Queues the widening of an operand to the workspace's elements from `first` on; where they
+    /// are.
     ///
     /// # Safety
     /// The operand must be checked, of the workspace's device, inside of the workspace, and held;
@@ -74,8 +75,8 @@ impl Wide {
     /// 1), to the workspace's rows from `first` on.
     ///
     /// # Safety
-    /// The codes and the scale must be mapped until the work has run, the rows inside of the workspace;
-    /// [`Wide::held`] must be held.
+    /// The codes and the scale must be mapped until the work has run, the rows inside of the
+    /// workspace; [`Wide::held`] must be held.
     ///
     /// # Errors
     /// What the driver reports.

@@ -259,8 +259,8 @@ impl Run<'_> {
         };
         let codes = (addr(&self.t.w)?, addr(self.t.scale.as_ref())?);
         let x = (addr(&self.t.x)?, 0);
-        // SAFETY: the tensors were checked against the description that the workspace was made for, and
-        // all is held.
+        // SAFETY: the tensors were checked against the description that the workspace was made for,
+        // and all is held.
         unsafe {
             w.b.rows(self.l.main, codes, 0, w_shape)?;
             w.a.rows(self.l.main, x, 0, (self.job.shape.m, d.k))

@@ -171,8 +171,8 @@ impl Run<'_> {
         let Some(w) = self.widened() else { return addr(&o.data) };
         let wide = of(w);
         hold(stream, (o.clone(), wide.held()));
-        // SAFETY: the operand was checked against the description that the workspace was made for, and
-        // is held, as the workspace is.
+        // SAFETY: the operand was checked against the description that the workspace was made for,
+        // and is held, as the workspace is.
         unsafe { wide.operand(stream, o, 0) }
     }
 

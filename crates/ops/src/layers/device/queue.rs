@@ -152,8 +152,8 @@ pub struct On<'a> {
 }
 
 /// Every kernel takes what its struct or its arguments say, in that order. The tensors were checked
-/// against the plan's description, lie on this device, and are held by the stream; the workspace
-/// is large enough for the plan's sizes. That the caller orders other work on the tensors behind this
+/// against the plan's description, lie on this device, and are held by the stream; the workspace is
+/// large enough for the plan's sizes. That the caller orders other work on the tensors behind this
 /// stream is what every launch asks for.
 impl On<'_> {
     fn one(&self, kernel: &Kernel, grid: Grid, param: &impl Pod) -> Result<()> {
