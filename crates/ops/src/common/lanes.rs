@@ -6,22 +6,13 @@
 //! over. Nothing waits for the host, so all of it can be captured.
 
 use tilewire_core::{DType, Error, ErrorKind, Rank, Result};
-use tilewire_device::cuda::{
-    CudaContext, CudaEvent, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs,
-};
+use tilewire_device::cuda::{CudaContext, CudaEvent, CudaMemory, CudaStream};
 use tilewire_device::{Buffer, Queue, Stream};
-use tilewire_kernels::abi::{TwMoves, TwPoison, TwReduce};
-use tilewire_kernels::portable::{
-    MOVE, MOVE_SEGMENTS, MOVE_THREADS, REDUCE, REDUCE_MANTISSAS, REDUCE_THREADS, move_defines,
-    reduce_defines,
-};
+use tilewire_kernels::abi::TwPoison;
 use tilewire_symm::{
     DeviceHeap, DeviceTeam, DeviceTransport, Enter, Heap, Permit, Signals, StreamTransport,
     Transport,
 };
-
-use super::Bias;
-use super::cuda::{load, mantissa, no_kernel};
 
 /// What a plan keeps for its launches.
 pub(crate) struct Lane {
@@ -189,122 +180,4 @@ pub(crate) fn stream_on<'a>(stream: &'a Stream, ctx: &CudaContext) -> Result<&'a
             .hint("launch on a stream of the heap's device: `Stream::on(&context)`"));
     }
     Ok(s)
-}
-
-/// Sums of parts in the order of the ranks: `collective/sm80_reduce.cu`.
-pub(crate) struct Reducer {
-    kernel: Kernel,
-    num_sms: u32,
-}
-
-/// One sum: addresses on the device, `stride` in bytes from rank to rank.
-pub(crate) struct Sum {
-    pub slots: u64,
-    pub stride: u64,
-    pub own: u64,
-    pub out: u64,
-    pub bias: Bias,
-    pub rows: usize,
-    pub cols: usize,
-    pub scale: f32,
-}
-
-impl Reducer {
-    /// For parts of `wire`, an own part of `own`, and results of `out`.
-    ///
-    /// # Errors
-    /// `Unsupported` for types that there is no kernel for.
-    pub fn new(ctx: &CudaContext, [wire, own, out]: [DType; 3]) -> Result<Self> {
-        let types = [wire, own, out].map(mantissa);
-        let floats = [wire, own, out].iter().all(|d| d.is_float());
-        if !floats || !REDUCE_MANTISSAS.contains(&types) {
-            return Err(no_kernel(
-                format!("a sum of {wire} parts with {own} of one's own to {out}"),
-                "use f32, bf16 or f16 for all of them",
-            ));
-        }
-        let kernel = load(ctx, &REDUCE, reduce_defines(types))?.kernel("tw_reduce")?;
-        Ok(Self { kernel, num_sms: ctx.num_sms()? })
-    }
-
-    /// Queues the sum. The addresses must stay valid as those of the launch do: symmetric memory,
-    /// and tensors that the caller has given to `stream.hold`.
-    pub fn launch(&self, l: &Lanes<'_>, sum: &Sum) -> Result<()> {
-        let team = l.here.heap().team();
-        self.launch_parts(l, sum, (Some(team.rank().idx()), team.size()))
-    }
-
-    /// As [`Reducer::launch`], of any number of parts, of which one may be `own`.
-    pub fn launch_parts(
-        &self,
-        l: &Lanes<'_>,
-        sum: &Sum,
-        (own, parts): (Option<usize>, usize),
-    ) -> Result<()> {
-        let num = (sum.rows * sum.cols) as u64;
-        if num == 0 {
-            return Ok(());
-        }
-        let param = TwReduce {
-            slots: sum.slots,
-            stride: sum.stride,
-            own: sum.own,
-            out: sum.out,
-            bias: sum.bias.addr,
-            num,
-            cols: sum.cols as u32,
-            me: own.map_or(u32::MAX, |own| own as u32),
-            size: parts as u32,
-            scale: sum.scale,
-            bias_out: u32::from(sum.bias.of_out),
-            pad: 0,
-        };
-        let threads = REDUCE_THREADS as u32;
-        let blocks = num.div_ceil(4 * REDUCE_THREADS).min(u64::from(self.num_sms) * 8) as u32;
-        // SAFETY: the kernel takes one TwReduce, as `abi` declares it; the ranges are
-        // those of a checked launch, held by it.
-        unsafe {
-            self.kernel.launch(l.main, Grid::new(blocks, threads), LaunchArgs::new().arg(&param))
-        }
-    }
-}
-
-/// Copies by a kernel, many at once: `collective/sm80_move.cu`.
-pub(crate) struct Mover {
-    kernel: Kernel,
-    num_sms: u32,
-}
-
-/// Bytes that are worth a block of their own.
-const BLOCK_BYTES: u64 = 8192;
-
-impl Mover {
-    pub fn new(ctx: &CudaContext) -> Result<Self> {
-        let kernel = load(ctx, &MOVE, move_defines())?.kernel("tw_move")?;
-        Ok(Self { kernel, num_sms: ctx.num_sms()? })
-    }
-
-    /// Queues copies of `(source, destination, bytes)` on `main`; those of no bytes are left out.
-    /// The addresses must stay valid as those of the launch do: symmetric memory, and tensors that
-    /// the caller has given to `stream.hold`.
-    pub fn launch(&self, l: &Lanes<'_>, copies: &[(u64, u64, usize)]) -> Result<()> {
-        let copies: Vec<_> = copies.iter().filter(|c| c.2 > 0).collect();
-        for some in copies.chunks(MOVE_SEGMENTS) {
-            let mut m: TwMoves = bytemuck::Zeroable::zeroed();
-            for (i, (src, dst, len)) in some.iter().enumerate() {
-                (m.src[i], m.dst[i], m.len[i]) = (*src, *dst, *len as u64);
-            }
-            let largest = m.len.iter().copied().max().unwrap_or(0);
-            let most = u64::from(2 * self.num_sms).div_ceil(some.len() as u64);
-            let blocks = largest.div_ceil(BLOCK_BYTES).clamp(1, most) as u32;
-            let grid = Grid {
-                blocks: [blocks, some.len() as u32, 1],
-                ..Grid::new(1, MOVE_THREADS as u32)
-            };
-            // SAFETY: the kernel takes one TwMoves, as `abi` declares it; the ranges are
-            // those of a checked launch, held by it.
-            unsafe { self.kernel.launch(l.main, grid, LaunchArgs::new().arg(&m))? };
-        }
-        Ok(())
-    }
 }

@@ -10,10 +10,12 @@ mod handoff;
 pub(crate) mod kernel;
 pub(crate) mod lanes;
 mod mat;
+pub(crate) mod moves;
 pub(crate) mod nccl;
 pub(crate) mod operand;
 mod overlap;
 mod provider;
+pub(crate) mod reduce;
 pub(crate) mod ring;
 mod shards;
 

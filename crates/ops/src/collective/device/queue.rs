@@ -14,7 +14,9 @@ use crate::collective::way::Way;
 use crate::collective::{CollectiveKind, ReduceOp};
 use crate::common::Bias;
 use crate::common::cuda::together_on;
-use crate::common::lanes::{Lane, Lanes, Mover, Poison, Reducer, Slots, Sum};
+use crate::common::lanes::{Lane, Lanes, Poison, Slots};
+use crate::common::moves::Mover;
+use crate::common::reduce::{Reducer, Sum};
 
 /// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;

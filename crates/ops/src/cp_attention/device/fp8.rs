@@ -7,7 +7,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory};
 
 use crate::attention::device::Wide;
 use crate::common::cuda::{no_kernel, workspace};
-use crate::common::lanes::Reducer;
+use crate::common::reduce::Reducer;
 use crate::cp_attention::desc::CpAttentionDesc;
 use crate::cp_attention::pieces::{Sizes, place};
 use crate::quant::device::{Narrow, Widen};

@@ -7,7 +7,7 @@ use tilewire_kernels::abi::TwAttn;
 use super::fp8::{Keys, Parts};
 use super::run::DeviceRun;
 use crate::common::Bias;
-use crate::common::lanes::Sum;
+use crate::common::reduce::Sum;
 use crate::cp_attention::pieces::place;
 use crate::quant::device::{Codes, Scales};
 
