@@ -1,10 +1,13 @@
 //! The protocol of every operation: losing, repeating or reordering any one signal is noticed;
 //! captured replays equal eager runs; what was not prepared does not run; deaths are named.
 
+#![expect(clippy::print_stdout, reason = "what was tried must be seen")]
+
 mod table;
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use table::*;
@@ -52,42 +55,124 @@ fn launches(
     Ok(outs)
 }
 
-/// Changes step number `nth` of `kind` on rank 0.
+/// A step of rank 0, so that it is the same in each run whatever its lanes do side by side: its
+/// phase, its peer, and its number among those.
+type Step = (String, Option<Rank>, u64);
+
+/// Changes a step of `kind` of rank 0, and counts the steps of the attacked launches.
 struct Tamper {
     kind: StepKind,
-    nth: u64,
+    step: Option<Step>,
     action: HookAction,
     hits: AtomicU64,
+    seen: Mutex<BTreeMap<(String, Option<Rank>), u64>>,
     over: AtomicBool,
 }
 
 impl Tamper {
-    fn new(kind: StepKind, nth: u64, action: HookAction) -> Arc<Self> {
-        let (hits, over) = Default::default();
-        Arc::new(Self { kind, nth, action, hits, over })
+    fn new(kind: StepKind, step: Option<Step>, action: HookAction) -> Arc<Self> {
+        let (hits, seen, over) = Default::default();
+        Arc::new(Self { kind, step, action, hits, seen, over })
     }
 
     fn act(&self, p: &HookPoint<'_>) -> HookAction {
-        let hit = p.rank.get() == 0 && p.kind == self.kind && p.nth == self.nth;
-        if hit && !self.over.load(Ordering::Acquire) {
-            self.hits.fetch_add(1, Ordering::Relaxed);
-            return self.action;
+        if p.rank.get() != 0 || p.kind != self.kind || self.over.load(Ordering::Acquire) {
+            return HookAction::Proceed;
         }
-        HookAction::Proceed
+        let at = (p.phase.to_owned(), p.peer);
+        let mut seen = self.seen.lock().unwrap();
+        let num = seen.entry(at.clone()).or_default();
+        let this = (at.0, at.1, *num);
+        *num += 1;
+        if self.step.as_ref() != Some(&this) {
+            return HookAction::Proceed;
+        }
+        self.hits.fetch_add(1, Ordering::Relaxed);
+        self.action
     }
 }
 
-fn short() -> WorldCfg {
-    WorldCfg { timeout: Duration::from_millis(400), ..WorldCfg::default() }
+/// What the outputs of all launches of all ranks are.
+type Outs = Vec<Vec<Vec<u32>>>;
+
+/// One row of the table under attack.
+struct Attacked {
+    name: &'static str,
+    make: Make,
+    ranks: usize,
+    good: Outs,
 }
 
-/// For each operation: leave out, repeat, or overtake each single signal of rank 0 in turn, and
-/// leave out, repeat, or replace by an earlier launch's value each single flag. The run must fail,
-/// or the results must differ: nothing may look right. But a flag that is stored twice says the
-/// same as one: it changes no bit.
+impl Attacked {
+    fn new((name, make): (&'static str, Make)) -> Self {
+        let ranks = ranks_for(name, 2);
+        let go = |w: World| launches(&w, "good", make, None);
+        let good = World::run_threads(ranks, WorldCfg::for_tests(), go).unwrap();
+        Self { name, make, ranks, good }
+    }
+
+    fn run(&self, timeout: u64, tamper: &Arc<Tamper>) -> Result<Outs> {
+        let timeout = Duration::from_millis(timeout);
+        let cfg = WorldCfg { timeout, ..WorldCfg::default() };
+        World::run_threads(self.ranks, cfg, |w| {
+            launches(&w, "bad", self.make, Some(tamper.clone()))
+        })
+    }
+
+    /// The steps of `kind` that rank 0 makes in the attacked launches.
+    fn steps(&self, kind: StepKind) -> Vec<Step> {
+        let counting = Tamper::new(kind, None, HookAction::Proceed);
+        assert!(self.run(20_000, &counting).unwrap() == self.good, "{}", self.name);
+        let seen = counting.seen.lock().unwrap();
+        let each =
+            |(at, num): (&(String, _), &u64)| (0..*num).map(|n| (at.0.clone(), at.1, n)).collect();
+        seen.iter().flat_map::<Vec<Step>, _>(each).collect()
+    }
+
+    /// The run with this step changed. On a busy machine a short deadline may end the run before
+    /// the step.
+    fn with(&self, kind: StepKind, step: &Step, action: HookAction) -> Result<Outs> {
+        for timeout in [400, 2_000, 10_000] {
+            let tamper = Tamper::new(kind, Some(step.clone()), action);
+            let got = self.run(timeout, &tamper);
+            if tamper.hits.load(Ordering::Relaxed) == 1 {
+                return got;
+            }
+        }
+        panic!("{}: {action:?} of {kind:?} {step:?} never struck", self.name);
+    }
+
+    /// Each step of `kind` in turn; how many there are, and how many of them are grants: memory of
+    /// this rank is free again.
+    fn each(&self, kind: StepKind, action: HookAction) -> (usize, usize) {
+        let steps = self.steps(kind);
+        for step in &steps {
+            // What comes late does so after some time: on a busy machine its reader may be later.
+            let tries = if action == HookAction::AfterSignal { 8 } else { 1 };
+            let bad = |_| self.with(kind, step, action).as_ref().ok() != Some(&self.good);
+            let noticed = (0..tries).any(bad);
+            // A flag that is stored twice says the same as one.
+            let harmless = (kind, action) == (StepKind::Flag, HookAction::Twice);
+            assert_eq!(noticed, !harmless, "{}: {action:?} of {kind:?} {step:?}", self.name);
+        }
+        // `ep` grants an area by leaving it.
+        let grants = steps.iter().filter(|s| s.0.contains("credit") || s.0 == "leave");
+        (steps.len(), grants.count())
+    }
+}
+
+/// For each operation, on each single step of rank 0 in turn: signals are left out, doubled, or
+/// overtake their data; flags are left out, doubled, or hold an earlier launch's value; and the
+/// schedule has a mistake, a put that is missing or goes to another place, or a grant that is
+/// missing. The run must fail, or the results must differ: nothing may look right. But a flag that
+/// is stored twice says the same as one: it changes no bit.
 #[test]
 fn any_one_signal_lost_repeated_or_reordered_is_noticed() {
-    OPS.into_iter().for_each(tamper_with);
+    println!(
+        "| operation | signals lost | doubled | flags lost | stale | doubled, no harm | puts \
+         dropped | shifted | late | of the lost: grants |"
+    );
+    OPS.into_iter().chain([QUANT]).for_each(tamper_with);
 }
 
 #[test]
@@ -103,32 +188,16 @@ fn any_one_signal_of_an_exchange_of_heads_is_noticed() {
 /// A get that is left out hands over nothing: never what an earlier launch got.
 #[test]
 fn any_one_get_that_is_lost_is_noticed() {
-    for (name, make) in CP {
-        let ranks = ranks_for(name, 2);
-        let run = |tamper: Option<Arc<Tamper>>| {
-            World::run_threads(ranks, short(), |w| launches(&w, "get", make, tamper.clone()))
-        };
-        let good = run(None).unwrap();
-        let mut tried = 0;
-        loop {
-            let tamper = Tamper::new(StepKind::Get, tried, HookAction::Skip);
-            let bad = run(Some(tamper.clone())).unwrap();
-            if tamper.hits.load(Ordering::Relaxed) == 0 {
-                break;
-            }
-            assert!(bad != good, "{name}: get {tried} went unnoticed");
-            tried += 1;
-        }
+    for op in CP {
+        let tried = Attacked::new(op).each(StepKind::Get, HookAction::Skip).0;
         // At least k and v in one direction, parts of dk and dv in the other, in each launch.
-        assert!(tried >= 2 * ATTACKED, "{name}: only {tried} gets");
+        assert!(tried as u64 >= 2 * ATTACKED, "{}: only {tried} gets", op.0);
     }
 }
 
-fn tamper_with((name, make): (&str, Make)) {
-    let ranks = ranks_for(name, 2);
-    let good =
-        World::run_threads(ranks, WorldCfg::for_tests(), |w| launches(&w, "good", make, None))
-            .unwrap();
+fn tamper_with(op: (&'static str, Make)) {
+    let it = Attacked::new(op);
+    let mut row = Vec::new();
     for (kind, action) in [
         (StepKind::Signal, HookAction::Skip),
         (StepKind::Signal, HookAction::Twice),
@@ -136,29 +205,21 @@ fn tamper_with((name, make): (&str, Make)) {
         (StepKind::Flag, HookAction::Stale),
         (StepKind::Flag, HookAction::Twice),
         (StepKind::Put, HookAction::Skip),
+        (StepKind::Put, HookAction::Shift),
         (StepKind::Put, HookAction::AfterSignal),
     ] {
-        let mut tried = 0;
-        for nth in 0.. {
-            let tamper = Tamper::new(kind, nth, action);
-            let got = World::run_threads(ranks, short(), |w| {
-                launches(&w, "bad", make, Some(tamper.clone()))
-            });
-            if tamper.hits.load(Ordering::Relaxed) == 0 {
-                break;
-            }
-            tried += 1;
-            if (kind, action) == (StepKind::Flag, HookAction::Twice) {
-                assert_eq!(got.as_ref().ok(), Some(&good), "{name}: {kind:?} {nth} twice: {got:?}");
-                continue;
-            }
-            let noticed = got.as_ref().map_or(true, |outs| *outs != good);
-            assert!(noticed, "{name}: {action:?} of {kind:?} {nth} went unnoticed");
-        }
-        // Only `ep` has flags.
-        let least = if kind == StepKind::Flag && !name.starts_with("ep") { 0 } else { 2 };
-        assert!(tried >= least, "{name}: only {tried} of {kind:?}");
+        row.push(it.each(kind, action));
     }
+    let cells: Vec<_> = row.iter().map(|r| r.0.to_string()).collect();
+    let missing_grants = row[0].1 + row[2].1;
+    // At least one for each launch. Only `ep` has flags.
+    assert!(
+        row[0].0 >= 2 && row[5].0 >= 2 && missing_grants >= ATTACKED as usize,
+        "{}: {row:?}",
+        it.name
+    );
+    assert_eq!(row[2].0 > 0, it.name.starts_with("ep"), "{}: {row:?}", it.name);
+    println!("| {} | {} | {missing_grants} |", it.name, cells.join(" | "));
 }
 
 /// Launch and capture before `prepare` are errors on the host, before anything is queued.

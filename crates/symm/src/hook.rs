@@ -51,6 +51,8 @@ pub enum HookAction {
     Stale,
     /// Do it after the next signal to the same peer (puts only).
     AfterSignal,
+    /// Do it 64 bytes from where it belongs (puts only).
+    Shift,
 }
 
 pub(crate) type Hook = Arc<dyn Fn(&HookPoint<'_>) -> HookAction + Send + Sync>;

@@ -3,6 +3,8 @@
 
 pub mod expected;
 
+use std::cell::Cell;
+
 use tilewire_core::*;
 use tilewire_device::{Pending, Stream, Tensor};
 use tilewire_ops::ag_gemm::*;
@@ -15,6 +17,7 @@ use tilewire_ops::ep::{EpDesc, EpDispatch, EpPlan};
 use tilewire_ops::gemm::{GemmDesc, GemmInputs};
 use tilewire_ops::gemm_ar::*;
 use tilewire_ops::gemm_rs::*;
+use tilewire_ops::quant::{DequantDesc, DequantPlan, QuantDesc, QuantInputs, QuantPlan, Scope};
 use tilewire_ops::{Algo, Shards};
 use tilewire_symm::*;
 
@@ -240,6 +243,35 @@ fn bulk_gather(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
 fn bulk_scatter(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     bulk(CollectiveKind::ReduceScatter(Shards::Even, ReduceOp::Sum), heap, stream, prepare)
 }
+
+/// Codes with the scale of the team, widened again. What rank 0 has decides the scale, and grows:
+/// an old one gives other codes.
+fn quant(heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
+    let (from, to) = (DType::F32, DType::F8E4M3);
+    let layout = ScaleLayout::Tensor;
+    let desc = QuantDesc { scope: Scope::Team, ..QuantDesc::new(M, N, from, to, layout) };
+    let plan = QuantPlan::new(desc, Some(heap))?;
+    let wide = DequantPlan::new(DequantDesc { rows: M, cols: N, src: to, layout, out: from })?;
+    prepared_if(prepare, || plan.prepare(stream).and_then(|()| wide.prepare(stream)))?;
+    let (x, grown, y) = (zeros(M, N), zeros(M, N), out(M, N));
+    let t = QuantInputs::new(&desc, &grown)?;
+    let (first, launch) = (heap.team().rank() == Rank::new(0), Cell::new(0.0f32));
+    Ok(Ready {
+        inputs: vec![x.clone()],
+        out: y.clone(),
+        launch: Box::new(move |s| {
+            launch.set(launch.get() + 10.0);
+            let by = if first { launch.get() } else { 1.0 };
+            let v: Vec<f32> = x.to_f32()?.iter().map(|v| v * by).collect();
+            grown.write(|b| b.copy_from_slice(bytemuck::cast_slice(&v)))?;
+            let q = plan.launch(s, t.clone())?.join(s)?.row.expect("a result by rows");
+            wide.launch(s, &q, &y)?.join(s).map(|_| ())
+        }),
+    })
+}
+
+/// In the attacks alone: its launches differ by more than their inputs.
+pub const QUANT: (&str, Make) = ("quant of a team", quant);
 
 pub const OPS: [(&str, Make); 15] = [
     ("ep", ep),

@@ -159,11 +159,15 @@ impl Host {
 
     /// Writes to `to`, as the hook says.
     fn write(&self, lane: &OpCtx, to: (Rank, usize), bytes: &[u8], phase: &str) -> Result<()> {
-        let (dst, at) = to;
+        let (dst, mut at) = to;
         self.check(dst, at, bytes.len())?;
         let action = lane.hook(StepKind::Put, Some(dst), phase);
         if dst != self.me() {
             self.heap.team().0.traffic.put(dst, bytes.len());
+        }
+        if action == HookAction::Shift {
+            let fits = at + 64 + bytes.len() <= self.heap.0.map.len();
+            at = if fits { at + 64 } else { at - 64 };
         }
         match action {
             HookAction::Skip => {}
