@@ -400,6 +400,43 @@ pub struct ModelArgs {
 pub enum BenchWhat {
     /// What the links between the GPUs of this host can do.
     Links(LinksArgs),
+    /// Ranks that share one device, by one program or by two in turn.
+    ///
+    /// The collectives, expert parallelism and attention over ranks that share a GPU (--backend vmm;
+    /// hide the others by CUDA_VISIBLE_DEVICES) or the host: two ranks are threads, more are
+    /// processes. With --before another program is timed in turn with this one, round by round; the
+    /// exit code is 1 if a case is slower by more than 2 % and by more than the rounds of the other
+    /// program lie apart.
+    Shared(SharedArgs),
+}
+
+/// `tilewire bench shared`
+#[derive(Debug, Args)]
+pub struct SharedArgs {
+    /// Where tensors and symmetric memory lie. Default: TILEWIRE_BACKEND, or `host`.
+    #[arg(long)]
+    pub backend: Option<BackendKind>,
+    /// Numbers of ranks.
+    #[arg(long, value_delimiter = ',', default_values_t = [2, 4])]
+    pub ranks: Vec<usize>,
+    /// How often each program is run.
+    #[arg(long, default_value_t = 5)]
+    pub rounds: usize,
+    /// Operations of `bench` (default: the collectives, `ep` and `cp_attention`).
+    #[arg(long, default_value = "")]
+    pub op: String,
+    /// Another build of this program, which is compared with.
+    #[arg(long)]
+    pub before: Option<PathBuf>,
+    /// The build that is compared with it (default: this program).
+    #[arg(long, requires = "before")]
+    pub after: Option<PathBuf>,
+    /// Print one JSON object per case.
+    #[arg(long)]
+    pub json: bool,
+    /// Flags of `bench` for sizes, in place of those for shared devices.
+    #[arg(last = true)]
+    pub sizes: Vec<String>,
 }
 
 /// `tilewire bench links`

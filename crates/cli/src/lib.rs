@@ -8,6 +8,7 @@ mod bench_device;
 mod bench_ep;
 pub mod bench_flags;
 mod bench_products;
+pub mod bench_shared;
 pub mod doctor;
 pub mod dump;
 pub mod kernels_cmd;

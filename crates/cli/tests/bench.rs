@@ -157,3 +157,63 @@ fn sizes_and_files_that_cannot_be_are_told_at_once() {
     std::fs::write(&old, "{\"version\":0}\n").unwrap();
     wrong(&["--op", "ag_gemm", "--compare", old.to_str().unwrap()], "another version");
 }
+
+/// Ranks that share the host: threads, and processes; a program against itself, and one that is
+/// slower.
+#[test]
+fn ranks_that_share_a_device_are_timed_by_two_programs_in_turn() {
+    let shared = |args: &[&str]| {
+        let program = env!("CARGO_BIN_EXE_tilewire");
+        Command::new(program).args(["bench", "shared"]).args(args).output().unwrap()
+    };
+    let rows = |o: &Output| -> Vec<serde_json::Value> {
+        text(o).lines().map(|l| serde_json::from_str(l).expect("a record")).collect()
+    };
+    let small = "--m 24 --n 8 --tokens 9 --hidden 16 --iters 2 --warmup 0";
+    let sizes: Vec<&str> = std::iter::once("--").chain(small.split(' ')).collect();
+    // On three ranks no strategy of cp_attention trades heads: two strategies, both ways.
+    let alone = shared(&[&["--json", "--rounds", "2", "--ranks", "2,3"], &sizes[..]].concat());
+    let said = String::from_utf8_lossy(&alone.stderr).into_owned();
+    assert_eq!(alone.status.code(), Some(0), "{said}");
+    let all = rows(&alone);
+    assert_eq!(all.len(), (8 + 6) + (8 + 4), "{}", text(&alone));
+    for r in &all {
+        let rounds = r["us"].as_array().unwrap();
+        let mean = rounds.iter().map(|v| v.as_f64().unwrap()).sum::<f64>() / 2.0;
+        assert!(rounds.len() == 2 && mean > 0.0, "{r}");
+        assert!((r["median_us"].as_f64().unwrap() / mean - 1.0).abs() < 1e-9, "{r}");
+        assert!(r["apart"].as_f64().unwrap() >= 0.0, "{r}");
+    }
+    // A program that says ten times what it has measured.
+    let dir = tempfile::tempdir().unwrap();
+    let script = |name: &str, digit: &str| {
+        let at = dir.path().join(name);
+        let row = format!(
+            r#"{{"op":"all_reduce","backend":"host","device":"cpu","dtype":"f32","ranks":2,"shape":"m=1","t_ours_us":{digit}}}"#
+        );
+        std::fs::write(&at, format!("#!/bin/sh\necho '{row}'\n")).unwrap();
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(&at, std::fs::Permissions::from_mode(0o700)).unwrap();
+        at.to_str().unwrap().to_owned()
+    };
+    let (fast, slow) = (script("fast", "10.0"), script("slow", "100.0"));
+    let compare = |before: &str, after: &str| {
+        let rounds = ["--json", "--rounds", "3", "--ranks", "2", "--op", "all_reduce"];
+        shared(&[&rounds[..], &["--before", before, "--after", after]].concat())
+    };
+    let worse = compare(&fast, &slow);
+    assert_eq!(worse.status.code(), Some(1));
+    let r = &rows(&worse)[0];
+    let figures = (&r["ratio"], &r["before_against_before"], &r["slower"]);
+    assert_eq!(figures, (&10.0.into(), &0.0.into(), &true.into()), "{r}");
+    assert_eq!(r["before_us"].as_array().unwrap().len(), 3, "{r}");
+    assert_eq!(compare(&slow, &fast).status.code(), Some(0));
+    // This program in place of the second one, and what cannot be.
+    let own = shared(&["--rounds", "1", "--ranks", "2", "--op", "all_reduce", "--before", &slow]);
+    let said = String::from_utf8_lossy(&own.stderr).into_owned();
+    assert!(said.contains("timed by one program alone"), "{said}");
+    let missing = shared(&["--before", "/nonexistent/program", "--ranks", "2"]);
+    assert_eq!(missing.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&missing.stderr).contains("/nonexistent/program"));
+    assert_eq!(shared(&["--rounds", "0"]).status.code(), Some(2));
+}
