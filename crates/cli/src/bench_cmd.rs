@@ -253,7 +253,7 @@ fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
     }
 }
 
-/// The rows of the file that is compared with, on the rank that does so: what is wrong with it is told before anything is
+/// The rows of the file that is compared with, on the rank that does so: what is wrong with it is reported before anything is
 /// timed.
 ///
 /// # Errors

@@ -94,12 +94,12 @@ pub fn check(backend: BackendKind, ops: &[String], given: &[String]) -> Result<(
             continue;
         }
         let name = format!("--{}", e.flag.replace('_', "-"));
-        let told = |what: &str, ops: &[&str]| match ops {
+        let refusal = |what: &str, ops: &[&str]| match ops {
             [] => None,
             _ => Some(format!("{what} it is for {}", ops.join(", "))),
         };
         let hints: Vec<String> =
-            [told("with `--backend vmm`", &devices), told("with `--backend host`", e.host)]
+            [refusal("with `--backend vmm`", &devices), refusal("with `--backend host`", e.host)]
                 .into_iter()
                 .flatten()
                 .collect();
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn a_flag_that_no_operation_reads_is_refused() {
-        let told = |backend, ops: &[&str], flag: &str| {
+        let refusal = |backend, ops: &[&str], flag: &str| {
             check(backend, &words(ops), &words(&[flag])).err().map(|e| e.to_string())
         };
         for backend in [BackendKind::Vmm, BackendKind::Nccl, BackendKind::Nvshmem] {
@@ -136,25 +136,25 @@ mod tests {
                 ("gemm", &["m", "n", "k"], &["bytes", "sms", "hidden"]),
                 ("cp_attention", &["m"], &["n", "k", "experts"]),
             ] {
-                good.iter().for_each(|f| assert_eq!(told(backend, &[op], f), None, "{op} {f}"));
+                good.iter().for_each(|f| assert_eq!(refusal(backend, &[op], f), None, "{op} {f}"));
                 for f in bad {
-                    let e = told(backend, &[op], f).unwrap_or_else(|| panic!("{op} {f}"));
+                    let e = refusal(backend, &[op], f).unwrap_or_else(|| panic!("{op} {f}"));
                     let name = format!("`--{}` has no effect on {op}", f.replace('_', "-"));
                     assert!(e.contains(&name) && e.contains("it is for"), "{e}");
                 }
             }
         }
         let host = BackendKind::Host;
-        assert_eq!(told(host, &["all_gather"], "n"), None);
-        let e = told(host, &["all_gather"], "bytes").unwrap();
+        assert_eq!(refusal(host, &["all_gather"], "n"), None);
+        let e = refusal(host, &["all_gather"], "bytes").unwrap();
         assert!(e.contains("`--backend vmm`") && !e.contains("--backend host"), "{e}");
-        let e = told(host, &["all_gather"], "k").unwrap();
+        let e = refusal(host, &["all_gather"], "k").unwrap();
         assert!(e.contains("`--backend host` it is for ag_gemm"), "{e}");
         // One that reads it is enough.
-        assert_eq!(told(host, &["all_gather", "ag_gemm"], "k"), None);
+        assert_eq!(refusal(host, &["all_gather", "ag_gemm"], "k"), None);
         // What is read everywhere, and operations that nobody knows.
-        assert_eq!(told(host, &["all_gather"], "warmup"), None);
-        assert_eq!(told(host, &["none"], "bytes"), None);
+        assert_eq!(refusal(host, &["all_gather"], "warmup"), None);
+        assert_eq!(refusal(host, &["none"], "bytes"), None);
     }
 
     /// Every flag of the table is one of the command, and every name of an operation one that is timed.

@@ -105,7 +105,7 @@ fn needed_for(spec: &LibrarySpec) -> &'static str {
         n if n == NVRTC.name => "on GPUs only, to compile kernels",
         n if n == CUBLASLT.name => "on GPUs only, for faster products",
         n if n == NCCL.name || n == NVSHMEM.name => "on GPUs only, for what goes through it",
-        _ => "by nothing here; copies that would mix are told",
+        _ => "by nothing here; copies that would mix are reported",
     }
 }
 

@@ -33,7 +33,7 @@ pub fn backend(flag: Option<BackendKind>) -> Result<BackendKind> {
     flag.map_or_else(|| Config::from_env().map(|c| c.backend), Ok)
 }
 
-/// True if this process was started as one of several ranks (or told so).
+/// True if this process was started as one of several ranks, or its environment says so.
 pub fn launched(place: &Place) -> bool {
     place.launcher != Launcher::Single
 }

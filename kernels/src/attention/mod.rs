@@ -155,9 +155,9 @@ impl Variant {
     }
 
     /// This, or the smaller tiles of the text with all features: the first whose kernels take
-    /// `bytes` of shared memory that a block may have, `room` in all.
-    pub fn fitting(self, room: u64, bytes: impl Fn(&Variant) -> u64) -> Option<Variant> {
-        let fits = |v: &Variant| bytes(v) <= room;
+    /// `bytes` of shared memory that a block may have, at most `limit` in all.
+    pub fn fitting(self, limit: u64, bytes: impl Fn(&Variant) -> u64) -> Option<Variant> {
+        let fits = |v: &Variant| bytes(v) <= limit;
         [self, Variant { extra: true, ..self }].into_iter().find(fits)
     }
 
@@ -239,13 +239,13 @@ mod tests {
     use super::*;
 
     /// Shared memory of a block: sm_90 and sm_100; sm_80; sm_86, sm_89 and sm_120.
-    const ROOM: [u64; 3] = [227 << 10, 163 << 10, 99 << 10];
+    const LIMITS: [u64; 3] = [227 << 10, 163 << 10, 99 << 10];
 
     #[test]
     fn tiles_fit_the_shared_memory_of_every_device() {
         let of = |dqk, dv| Variant { f16: false, dqk, dv, extra: false };
-        let forward = |v: Variant| ROOM.map(|r| v.fitting(r, Variant::forward_bytes));
-        let backward = |v: Variant| ROOM.map(|r| v.fitting(r, Variant::backward_bytes));
+        let forward = |v: Variant| LIMITS.map(|r| v.fitting(r, Variant::forward_bytes));
+        let backward = |v: Variant| LIMITS.map(|r| v.fitting(r, Variant::backward_bytes));
         let small = |v: Variant| Some(Variant { extra: true, ..v });
         for d in [8, 64] {
             assert_eq!(forward(of(d, d)), [Some(of(d, d)); 3]);

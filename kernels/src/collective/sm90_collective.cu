@@ -103,14 +103,14 @@ __device__ __forceinline__ void tw_copy(u64 from, u64 to, u64 len, Stage& s) {
     tw_lay(from, len, places, 0, 1);
 }
 
-// By a warp that has written piece `n` to rank `r` of each lane with `told`: it has come.
-__device__ __forceinline__ void tw_tell(const TwTeam& t, const TwCollective& c, u64 epoch, u32 phase, bool told, u32 r, u32 n) {
+// By a warp that has written piece `n` to rank `r` of each lane with `announced`: it has come.
+__device__ __forceinline__ void tw_announce(const TwTeam& t, const TwCollective& c, u64 epoch, u32 phase, bool announced, u32 r, u32 n) {
     // Written, and known to the lane that says so.
     bulk_wait_group<0>();
     fence_proxy_async();
     __syncwarp();
     fence_acq_rel_sys();
-    if (told && r != t.me) st_relaxed_sys_u64(tw_arrival(t, c, phase, r, t.me, n), epoch);
+    if (announced && r != t.me) st_relaxed_sys_u64(tw_arrival(t, c, phase, r, t.me, n), epoch);
 }
 
 // A chunk on its way: where it is in its part, and its piece if it is the last of that.
@@ -119,7 +119,7 @@ struct TwChunk {
     u32 len, item, last;
 };
 
-// Chunks in shared memory, and what is known of those that are loaded, stored or not yet told of.
+// Chunks in shared memory, and what is known of those that are loaded, stored or not yet announced.
 struct TwRing {
     unsigned char* at;
     u64* full;
@@ -148,11 +148,11 @@ __device__ __forceinline__ bool tw_cut(const TwTeam& t, const TwCollective& c, u
 }
 
 // Pieces up to chunk `end` have been written: they have come.
-__device__ __forceinline__ void tw_tell_chunks(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring, u32& told, u32 end) {
+__device__ __forceinline__ void tw_announce_chunks(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring, u32& announced, u32 end) {
     bool fenced = false;
     const u32 fan = tw_fan(t, c);
-    for (; told != end; told++) {
-        const TwChunk& k = ring.chunk[told % (2 * STAGES)];
+    for (; announced != end; announced++) {
+        const TwChunk& k = ring.chunk[announced % (2 * STAGES)];
         if (!k.last) continue;
         if (!fenced) {
             fence_proxy_async();
@@ -170,7 +170,7 @@ __device__ __forceinline__ void tw_tell_chunks(const TwTeam& t, const TwCollecti
 // stored.
 __device__ __forceinline__ void tw_push_ring(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring) {
     TwCut cut = {0, 0, 0, 0};
-    u32 asked = 0, stored = 0, told = 0;
+    u32 asked = 0, stored = 0, announced = 0;
     const u32 fan = tw_fan(t, c), items = c.sends * fan;
     for (;;) {
         while (cut.item < items && asked - stored < LEAD) {
@@ -200,10 +200,10 @@ __device__ __forceinline__ void tw_push_ring(const TwTeam& t, const TwCollective
         // All but the latest have left their stages: the next load may take the oldest.
         bulk_wait_group_read<STAGES - LEAD - 1>();
         bulk_wait_group<LEAD>();
-        if (stored > LEAD) tw_tell_chunks(t, c, epoch, ring, told, stored - LEAD);
+        if (stored > LEAD) tw_announce_chunks(t, c, epoch, ring, announced, stored - LEAD);
     }
     bulk_wait_group<0>();
-    tw_tell_chunks(t, c, epoch, ring, told, stored);
+    tw_announce_chunks(t, c, epoch, ring, announced, stored);
 }
 
 // By a warp: the same at any alignment.
@@ -218,7 +218,7 @@ __device__ __noinline__ void tw_push_any(const TwTeam& t, const TwCollective& c,
             tw_lay(part.src + cut.at, cut.end - cut.at, to, 0, 1);
         }
         const u32 r = c.same ? (t.me + 1 + lane) % t.size : cut.r;
-        tw_tell(t, c, epoch, 0, lane < (c.same ? t.size : 1), r, i / fan);
+        tw_announce(t, c, epoch, 0, lane < (c.same ? t.size : 1), r, i / fan);
     }
 }
 
@@ -334,7 +334,7 @@ __device__ __forceinline__ void tw_sum(const TwTeam& t, const TwCollective& c, c
         } else {
             tw_add_quads(t, a, at, len);
         }
-        if (c.takes > 0) tw_tell(t, c, epoch, 1, lane < t.size, r, i);
+        if (c.takes > 0) tw_announce(t, c, epoch, 1, lane < t.size, r, i);
     }
     bulk_wait_group_read<0>();
     __syncwarp();
@@ -344,7 +344,7 @@ __device__ __forceinline__ void tw_sum(const TwTeam& t, const TwCollective& c, c
 __device__ __forceinline__ void tw_take(const TwTeam& t, const TwCollective& c, u64 epoch, Stage& s) {
     const u32 lane = threadIdx.x % 32, phase = c.sums > 0, fan = t.size - 1, bytes = phase ? c.slice : c.piece;
     if (c.takes == 0 || tw_warp_is_over(t)) return;
-    // A rank that has not begun is told as such: sums of others may be missing because of it.
+    // A rank that has not begun is reported as such: sums of others may be missing because of it.
     if (phase && !tw_all_came(t, c, epoch, 0)) return;
     for (u32 i; (i = tw_claim(c.ticket + 3)) < c.takes * fan;) {
         // While rank me + k is sent to, rank me - k sends to me.

@@ -34,7 +34,7 @@ __device__ __forceinline__ bool tw_await(const TwTeam& t, const u64* p, TwWait w
         bool over = tw_is_over(t);
         if (!over && (now - looked > 2000000 || w.elapsed_ns > t.timeout_ns)) {
             looked = now;
-            over = tw_heard_abort(t, w);
+            over = tw_seen_abort(t, w);
             if (!over && w.elapsed_ns > t.timeout_ns) {
                 w.reason = TW_TIMEOUT;
                 w.about = w.peer;

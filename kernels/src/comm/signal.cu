@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(64) tw_wait_peers(TwTeam t, u32 slo
 }
 
 // Fills outputs with the poison of their types once the team is over, here or at a peer: nobody
-// takes them for results. What a peer has told may not be known to any kernel here: all that this
+// takes them for results. What a peer has reported may not be known to any kernel here: all that this
 // rank waited for had come.
 extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, TwPoison p) {
     if (!tw_told(t)) return;
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, TwPoison p
             ((unsigned char*)p.out[o])[i] = p.byte[o];
 }
 
-// Ends the team if a kernel of this stream has found an input that cannot be: `what` is told.
+// Ends the team if a kernel of this stream has found an input that cannot be: `what` is reported.
 extern "C" __global__ void __launch_bounds__(1) tw_fail_if(TwTeam t, const u32* status, u32 what) {
     if (*status == 0 || tw_is_over(t)) return;
     TwWait w = {TW_OP_INPUT, what, t.me, TW_OTHER, t.me, 0, *status, 0, 0};

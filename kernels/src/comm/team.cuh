@@ -27,7 +27,7 @@ enum { TW_OP_WAIT = 1, TW_OP_BARRIER = 2, TW_OP_INPUT = 3 };
 struct TwWait {
     u32 op, slot, peer, reason, about;
     u64 expected, seen, elapsed_ns;
-    u64 heard;  // the abort word that ended the wait, or 0
+    u64 abort;  // the abort word that ended the wait, or 0
     u64 left_ns;  // how long the wait had lasted when the peer was first seen to have left, or 0
 };
 
@@ -46,8 +46,8 @@ __device__ __forceinline__ bool tw_warp_is_over(const TwTeam& t) {
 
 // The first failure of this rank: reports it and tells the peers.
 __device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
-    // One that was heard is passed on as it is, so that all ranks name the rank that began.
-    u64 code = w.heard;
+    // One that came is passed on as it is, so that all ranks name the rank that began.
+    u64 code = w.abort;
     if (code == 0) code = 1ull << 63 | (u64)t.me << 48 | (u64)w.about << 40 | (u64)w.reason << 32 | t.generation;
     if (atom_cas_acq_rel_gpu_u64(t.fault, 0, code) != 0) return;
     u64* report = t.pinned + 8;
@@ -67,14 +67,14 @@ __device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
 __device__ constexpr u64 TW_UNDER_WAY_NS = 1000000000;
 
 // True if the team is over or was aborted, or nobody is left to signal; says why in `w`.
-__device__ __noinline__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
+__device__ __noinline__ bool tw_seen_abort(const TwTeam& t, TwWait& w) {
     if (tw_is_over(t)) return true;
     for (u32 p = 0; p < t.size; p++) {
         u64 word = p == t.me ? 0 : ld_acquire_sys_u64(tw_word(t, t.me, t.abort + 8 * p));
         if (word >> 63 && (u32)word == t.generation) {
             w.reason = TW_ABORTED;
             w.about = word >> 48 & 0xff;
-            w.heard = word;
+            w.abort = word;
             return true;
         }
     }
@@ -82,7 +82,7 @@ __device__ __noinline__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
     if (host != 0) {
         w.reason = TW_HOST;
         w.about = t.me;
-        w.heard = host;
+        w.abort = host;
         return true;
     }
     // Short waits do without this look behind the bus.
@@ -97,7 +97,7 @@ __device__ __noinline__ bool tw_heard_abort(const TwTeam& t, TwWait& w) {
     return false;
 }
 
-// By all threads of a block: the team is over, or a peer has told this rank that it is, which then
+// By all threads of a block: the team is over, or a peer has reported that it is, which then
 // is the fault of this rank, too. Words of this device alone: none of the host's.
 __device__ __forceinline__ bool tw_told(const TwTeam& t) {
     bool over = tw_is_over(t);
@@ -119,7 +119,7 @@ __device__ bool tw_poll(const TwTeam& t, const u64* p, TwWait w) {
         if ((i64)(w.seen - w.expected) >= 0) return true;
         if (polls % 64 != 0) continue;
         w.elapsed_ns = globaltimer() - start;
-        bool over = tw_heard_abort(t, w);
+        bool over = tw_seen_abort(t, w);
         if (!over && w.elapsed_ns > t.timeout_ns) {
             w.reason = TW_TIMEOUT;
             w.about = w.peer;

@@ -13,7 +13,7 @@
 // `back_stride` bytes each flags   credits [P] u64, receive buffers [P] u64, then arrivals
 // [P][chunks] u64, of tokens and of what
 //           comes back
-//   rows    where a dispatch is told so: receive buffers that rows of peers come to directly (zero
+//   rows    where a dispatch has them: receive buffers that rows of peers come to directly (zero
 //   copy) What comes from token t of rank s lies at index s * T + t of an area: no place is
 //   negotiated. Each area counts its launches (`epoch`, the same on all ranks); a word of a launch
 //   carries its number, so nothing is ever cleared. A rank that has read an area grants it, by its
@@ -87,7 +87,7 @@ struct TwMeet {
     u32 leave;   // 1: the last block grants the next launch; 0: tw_ep_leave will
 };
 
-// How far the memory of a rank is behind that of rank 0, in even steps unless told otherwise.
+// How far the memory of a rank is behind that of rank 0, in even steps by default.
 // Addresses wrap.
 __device__ __forceinline__ u64 tw_step(const TwEp& l, u64 stride, u32 rank) {
 #ifdef TW_EP_UNEVEN

@@ -94,7 +94,7 @@ __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
     return before;
 }
 
-// The rows of each expert, and what is told of the whole.
+// The rows of each expert, and the totals.
 extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS) tw_route_scan(TwRoute a) {
     u32 bad = threadIdx.x == 0 ? tw_prefix_of_chunks(a, a.experts) : 0;
     bool good = !__syncthreads_or(bad != 0);

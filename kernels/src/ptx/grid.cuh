@@ -9,7 +9,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // The kernel behind this one may begin, once every block has said so or ended. What it must not
-// hold up may not depend on it: its blocks take room while this kernel goes on.
+// hold up may not depend on it: its blocks take multiprocessors while this kernel goes on.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

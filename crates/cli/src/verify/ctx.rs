@@ -74,7 +74,7 @@ impl Ctx {
     /// Moves tensors to where the heap lies.
     ///
     /// # Errors
-    /// `Exhausted` if the device has no room.
+    /// `Exhausted` if the device has not enough memory.
     pub fn place<T: Place>(&self, t: T) -> Result<T> {
         match self.heap.device() {
             Device::Host => Ok(t),
@@ -250,7 +250,7 @@ pub trait Place: Sized {
     /// The same on `device`.
     ///
     /// # Errors
-    /// `Exhausted` if the device has no room.
+    /// `Exhausted` if the device has not enough memory.
     fn place(self, device: &Device) -> Result<Self>;
 }
 

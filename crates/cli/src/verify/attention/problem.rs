@@ -115,8 +115,8 @@ fn sequences(words: &[&str], seq: usize) -> Result<Sequences> {
     let cu = |n: usize| [0, n / 3, n / 3, n / 3 + n.min(2) / 2, n];
     match () {
         () if has("padded") => {
-            let room = |n: usize| [0, n / 3 + 2, n / 3 + 3, n / 3 + 5, n + 6];
-            Sequences::padded((&cu(seq), &room(seq)), (&cu(skv), &room(skv)))
+            let padded = |n: usize| [0, n / 3 + 2, n / 3 + 3, n / 3 + 5, n + 6];
+            Sequences::padded((&cu(seq), &padded(seq)), (&cu(skv), &padded(skv)))
         }
         () if has("packed") => Sequences::packed(&cu(seq), &cu(skv)),
         () => Ok(Sequences::one(seq, skv)),
