@@ -254,8 +254,9 @@ class EpBuffer:
         made = dict(dtype=torch.int64, device=world_device)
         self.tokens_per_expert = torch.zeros(self.num_local_experts, **made)
         self._total = torch.zeros(1, **made)
-        on_host = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self.total_recv_tokens = on_host if self.eager else self._total
+        self.total_recv_tokens = self._total
+        if self.eager:
+            self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def _check_limits(self, limits):
         if self.payload_dtype not in _TYPES:
