@@ -17,6 +17,11 @@ pub(super) fn cases() -> Vec<Case> {
             let shape = [("groups", groups), ("m", rows), ("n", 10), ("k", 12)];
             v.push(Case::new("grouped_gemm", dtype, &shape, run));
         }
+        if dtype.is_fp8() {
+            // Rows of one whole block of a scale, and a part of one.
+            let shape = [("groups", 5), ("m", 40), ("n", 10), ("k", 40)];
+            v.push(Case::new("grouped_gemm/mx", dtype, &shape, run));
+        }
     }
     v
 }
@@ -56,7 +61,7 @@ fn splits(ctx: &Ctx, s: &[usize], round: usize) -> Result<Splits> {
 }
 
 fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
-    let mut p = Problem::new(ctx, case);
+    let mut p = Problem::new(ctx, case)?;
     for round in 0..4 {
         for activation in [Activation::None, Activation::SwiGlu] {
             p.splits = draw(ctx, case.dim("groups"), case.dim("m"), round);
@@ -67,29 +72,40 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
 }
 
 /// Scales of FP8 operands: those of a row do not depend on the rows around it.
-const LAYOUT: ScaleLayout = ScaleLayout::Block1x128;
+fn layout(case: &Case) -> ScaleLayout {
+    match case.op.ends_with("/mx") {
+        true => ScaleLayout::Mx1x32,
+        false => ScaleLayout::Block1x128,
+    }
+}
 
 /// An operand: its values, and what they are stored as.
 struct Coded {
     values: Mat,
     stored: Mat,
-    /// Of FP8.
+    layout: ScaleLayout,
+    /// Of FP8; of MX powers of two.
     scales: Option<Vec<f32>>,
 }
 
 impl Coded {
-    fn new(ctx: &mut Ctx, rows: usize, cols: usize, dtype: DType) -> Self {
+    fn new(ctx: &mut Ctx, (rows, cols): (usize, usize), case: &Case) -> Self {
+        let (dtype, layout) = (case.dtype, layout(case));
         let stored = ctx.random(rows, cols, dtype);
         if !dtype.is_fp8() {
-            return Self { values: stored.clone(), stored, scales: None };
+            return Self { values: stored.clone(), stored, layout, scales: None };
         }
-        let num = LAYOUT.num_scales(rows, cols);
-        let scales: Vec<f32> = (0..num).map(|_| ctx.rng.uniform(0.2, 2.0)).collect();
+        let draw = |rng: &mut tilewire::core::Rng| match layout.dtype() {
+            DType::E8M0 => (rng.below(5) as f32 - 2.0).exp2(),
+            _ => rng.uniform(0.2, 2.0),
+        };
+        let num = layout.num_scales(rows, cols);
+        let scales: Vec<f32> = (0..num).map(|_| draw(&mut ctx.rng)).collect();
         // Rounded once to f32, as every bit counts.
         let values = Mat::from_fn(rows, cols, |r, c| {
-            f64::from(stored.at(r, c) as f32 * scales[LAYOUT.scale_idx(r, c, cols)])
+            f64::from(stored.at(r, c) as f32 * scales[layout.scale_idx(r, c, cols)])
         });
-        Self { values, stored, scales: Some(scales) }
+        Self { values, stored, layout, scales: Some(scales) }
     }
 
     /// Splits `rows` rows off, again and again. Scales of whole blocks of rows go along.
@@ -98,53 +114,79 @@ impl Coded {
             (0..m.rows / rows).map(|e| m.slice_rows(e * rows..(e + 1) * rows)).collect()
         };
         let scales = |e: usize| {
-            let num = LAYOUT.num_scales(rows, self.stored.cols);
+            let num = self.layout.num_scales(rows, self.stored.cols);
             self.scales.as_ref().map(|s| s[e * num..(e + 1) * num].to_vec())
         };
         let both = cut(&self.values).into_iter().zip(cut(&self.stored)).enumerate();
-        both.map(|(e, (values, stored))| Coded { values, stored, scales: scales(e) }).collect()
+        both.map(|(e, (values, stored))| Coded {
+            values,
+            stored,
+            layout: self.layout,
+            scales: scales(e),
+        })
+        .collect()
     }
 
     fn operand(&self, ctx: &Ctx, dtype: DType) -> Result<Operand> {
         let scales = self.scales.as_ref().map(|s| -> Result<_> {
-            Ok((ctx.place(Tensor::from_slice(s, Shape::d1(s.len()))?)?, LAYOUT))
+            let scales = Tensor::from_f32(s, self.layout.dtype(), Shape::d1(s.len()))?;
+            Ok((ctx.place(scales)?, self.layout))
         });
         Ok(Operand { data: ctx.tensor(&self.stored, dtype)?, scales: scales.transpose()? })
     }
 }
 
-/// Operands of all rounds; which rows are whose differs.
+/// A tensor of all rounds: what it stands for, its absolute values for the error bound, and the
+/// tensor itself.
+struct Given {
+    values: Mat,
+    mag: Mat,
+    operand: Operand,
+}
+
+impl Given {
+    fn new(ctx: &mut Ctx, shape: (usize, usize), case: &Case) -> Result<Self> {
+        let coded = Coded::new(ctx, shape, case);
+        let operand = coded.operand(ctx, case.dtype)?;
+        Ok(Self { mag: abs(&coded.values), values: coded.values, operand })
+    }
+}
+
+/// Operands of all rounds, made once; which rows are whose differs.
 struct Problem {
-    x: Coded,
-    dy: Coded,
+    x: Given,
+    dy: Given,
     /// Of all groups, below each other and alone.
-    packed: Coded,
+    packed: Weights,
+    discrete: Weights,
     w: Vec<Mat>,
     bias: Mat,
     before: Vec<Mat>,
     splits: Vec<usize>,
-    /// Absolute values of the weights: for the error bound.
+    /// Absolute values of the weights.
     w_mag: Vec<Mat>,
 }
 
 impl Problem {
-    fn new(ctx: &mut Ctx, case: &Case) -> Self {
+    fn new(ctx: &mut Ctx, case: &Case) -> Result<Self> {
         let (groups, cap, n, k, dtype) =
             (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
-        let (x, dy) = (Coded::new(ctx, cap, k, dtype), Coded::new(ctx, cap, n, dtype));
-        let packed = Coded::new(ctx, groups * n, k, dtype);
-        let w: Vec<Mat> =
-            (0..groups).map(|e| packed.values.slice_rows(e * n..(e + 1) * n)).collect();
-        Self {
+        let (x, dy) = (Given::new(ctx, (cap, k), case)?, Given::new(ctx, (cap, n), case)?);
+        let packed = Coded::new(ctx, (groups * n, k), case);
+        let alone = packed.cut(n);
+        let discrete = alone.iter().map(|w| w.operand(ctx, dtype)).collect::<Result<_>>()?;
+        let w: Vec<Mat> = alone.into_iter().map(|w| w.values).collect();
+        Ok(Self {
             x,
             dy,
-            packed,
+            packed: Weights::Packed(packed.operand(ctx, dtype)?),
+            discrete: Weights::Discrete(discrete),
             w_mag: all(&w),
             w,
             bias: ctx.random(groups, n, DType::F32),
             before: (0..groups).map(|_| ctx.random(n, k, DType::F32)).collect(),
             splits: Vec::new(),
-        }
+        })
     }
 }
 
@@ -154,23 +196,18 @@ fn one(
     p: &Problem,
     (round, activation): (usize, Activation),
 ) -> Result<()> {
-    let (groups, cap, n, k, dtype) =
-        (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
+    let [groups, cap, n, k] = ["groups", "m", "n", "k"].map(|d| case.dim(d));
+    let dtype = case.dtype;
     let zero_tail = round.is_multiple_of(2);
     let desc = GroupedDesc { activation, zero_tail, ..GroupedDesc::new(groups, cap, n, k, dtype) };
     let plan = GroupedGemmPlan::new(desc)?;
     plan.prepare(&ctx.stream)?;
     let s = splits(ctx, &p.splits, round)?;
-    let w = match round.is_multiple_of(2) {
-        true => Weights::Packed(p.packed.operand(ctx, dtype)?),
-        false => Weights::Discrete(
-            p.packed.cut(n).iter().map(|w| w.operand(ctx, dtype)).collect::<Result<_>>()?,
-        ),
-    };
+    let w = if round.is_multiple_of(2) { &p.packed } else { &p.discrete };
     let used: usize = p.splits.iter().sum();
-    fprop(ctx, &plan, p, (&w, &s), used)?;
+    fprop(ctx, &plan, p, (w, &s), used)?;
     if activation == Activation::None {
-        dgrad(ctx, &plan, p, (&w, &s), used)?;
+        dgrad(ctx, &plan, p, (w, &s), used)?;
         wgrad(ctx, &plan, p, &s, round)?;
     }
     plan.check()
@@ -204,7 +241,7 @@ fn fprop(
     let out = ctx.poisoned(d.out, Shape::d2(d.capacity, d.out_cols()))?;
     let aux = ctx.poisoned(d.out, Shape::d2(d.capacity, d.n))?;
     let t = GroupedFprop {
-        x: p.x.operand(ctx, d.dtype)?,
+        x: p.x.operand.clone(),
         w: w.clone(),
         bias: Some(ctx.tensor(&p.bias, DType::F32)?),
         splits: s.clone(),
@@ -219,9 +256,8 @@ fn fprop(
     let want = gemm_oracle::activate(act, &z);
     let bias = p.bias.map(f64::abs);
     let tail_zero = oracle::Tail::Zero;
-    let z_mag =
-        oracle::grouped_fprop(&abs(&p.x.values), &p.w_mag, Some(&bias), &p.splits, tail_zero)
-            .slice_rows(0..used);
+    let z_mag = oracle::grouped_fprop(&p.x.mag, &p.w_mag, Some(&bias), &p.splits, tail_zero)
+        .slice_rows(0..used);
     ctx.compare("aux", &aux.rows(0, used)?, &z, &z_mag, &Bound::local(d.out, d.k))?;
     // SwiGLU: the error of each factor times the other; its slope is below 1.1.
     let half = d.n / 2;
@@ -259,16 +295,12 @@ fn dgrad(
 ) -> Result<()> {
     let d = *plan.desc();
     let dx = ctx.poisoned(d.out, Shape::d2(d.capacity, d.k))?;
-    let t = GroupedDgrad {
-        dy: p.dy.operand(ctx, d.dtype)?,
-        w: w.clone(),
-        splits: s.clone(),
-        dx: dx.clone(),
-    };
+    let t =
+        GroupedDgrad { dy: p.dy.operand.clone(), w: w.clone(), splits: s.clone(), dx: dx.clone() };
     ctx.timed(|st| plan.dgrad(st, t))?;
     let want = oracle::grouped_dgrad(&p.dy.values, &p.w, &p.splits, oracle::Tail::Zero)
         .slice_rows(0..used);
-    let mag = oracle::grouped_dgrad(&abs(&p.dy.values), &p.w_mag, &p.splits, oracle::Tail::Zero)
+    let mag = oracle::grouped_dgrad(&p.dy.mag, &p.w_mag, &p.splits, oracle::Tail::Zero)
         .slice_rows(0..used);
     ctx.compare("dgrad", &dx.rows(0, used)?, &want, &mag, &Bound::local(d.out, d.n))?;
     tail(ctx, "dgrad", plan, &dx, used)
@@ -284,35 +316,30 @@ fn wgrad(
     let d = *plan.desc();
     let mask: Vec<bool> = (0..d.groups).map(|e| round > 0 && e % 2 == 0).collect();
     // What is overwritten is poisoned before: it must not be read.
-    let before: Vec<Mat> = p.before.clone();
-    let dw = ctx.tensor(&Mat::vstack(&before), DType::F32)?;
+    let before = &p.before;
+    let dw = ctx.tensor(&Mat::vstack(before), DType::F32)?;
     for (e, _) in mask.iter().enumerate().filter(|(_, m)| !**m) {
         dw.rows(e * d.n, d.n)?.poison()?;
     }
     let dbias = ctx.poisoned(DType::F32, Shape::d2(d.groups, d.n))?;
     let bytes: Vec<u8> = mask.iter().map(|&m| u8::from(m)).collect();
     let t = GroupedWgrad {
-        x: p.x.operand(ctx, d.dtype)?,
-        dy: p.dy.operand(ctx, d.dtype)?,
+        x: p.x.operand.clone(),
+        dy: p.dy.operand.clone(),
         splits: s.clone(),
         dw: (&dw).into(),
         mask: Some(ctx.place(Tensor::from_slice(&bytes, Shape::d1(d.groups))?)?),
         dbias: Some(dbias.clone()),
     };
     ctx.timed(|st| plan.wgrad(st, t))?;
-    let acc = oracle::Accumulate { c: &before, mask: &mask };
+    let acc = oracle::Accumulate { c: before, mask: &mask };
     let want = Mat::vstack(&oracle::grouped_wgrad(&p.x.values, &p.dy.values, &p.splits, Some(acc)));
-    let c = all(&before);
+    let c = all(before);
     let acc = oracle::Accumulate { c: &c, mask: &mask };
-    let mag = Mat::vstack(&oracle::grouped_wgrad(
-        &abs(&p.x.values),
-        &abs(&p.dy.values),
-        &p.splits,
-        Some(acc),
-    ));
+    let mag = Mat::vstack(&oracle::grouped_wgrad(&p.x.mag, &p.dy.mag, &p.splits, Some(acc)));
     ctx.compare("wgrad", &dw, &want, &mag, &Bound::local(DType::F32, d.capacity))?;
     let want = oracle::grouped_dbias(&p.dy.values, &p.splits);
-    let mag = oracle::grouped_dbias(&abs(&p.dy.values), &p.splits);
+    let mag = oracle::grouped_dbias(&p.dy.mag, &p.splits);
     ctx.compare("dbias", &dbias, &want, &mag, &Bound::local(DType::F32, d.capacity))
 }
 
