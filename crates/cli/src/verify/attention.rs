@@ -2,6 +2,7 @@
 
 mod magnitude;
 mod problem;
+mod share;
 
 use tilewire::ops::attention::{AttentionPlan, AttnConfig, AttnGrads, AttnOut};
 use tilewire::prelude::*;

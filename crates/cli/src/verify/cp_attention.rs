@@ -152,7 +152,7 @@ fn pass(
     if plan.desc().fp8_kv {
         p.quantise_kv();
     }
-    let w = p.want();
+    let w = p.want_of_all(ctx)?;
     let count = |r: &[std::ops::Range<usize>]| r.iter().map(|s| s.len()).sum::<usize>();
     let (rows_q, rows_kv) = (count(&q), count(&kv));
     let mut first = None;

@@ -13,6 +13,7 @@ use tilewire_oracle::{Mat, fp8};
 
 use super::super::Ctx;
 use super::magnitude::{Magnitudes, Roundings, magnitudes};
+use super::share::share;
 
 /// A tensor of the problem: its values, and its codes and scales if it is FP8.
 pub struct Operand {
@@ -230,6 +231,15 @@ impl Problem {
         })
     }
 
+    /// What the oracle says, computed once for all ranks. Collective.
+    ///
+    /// # Errors
+    /// The fault of the team.
+    pub fn want_of_all(&self, ctx: &Ctx) -> Result<Want> {
+        share(ctx, || self.want())
+    }
+
+    /// What the oracle says.
     pub fn want(&self) -> Want {
         let (d, s) = (&self.desc, &self.desc.sequences);
         let spec = oracle::AttnSpec {
