@@ -13,14 +13,10 @@ use super::{Case, Ctx};
 pub(super) fn cases() -> Vec<Case> {
     let mut v = Vec::new();
     for dtype in [DType::F32, DType::BF16, DType::F16, DType::F8E4M3, DType::F8E5M2] {
-        for (groups, rows) in [(5, 40), (1, 7), (70, 90)] {
-            let shape = [("groups", groups), ("m", rows), ("n", 10), ("k", 12)];
+        // Rows of one whole block of an MX scale and a part of one, and of parts alone.
+        for (groups, rows, k) in [(5, 40, 40), (1, 7, 12), (70, 90, 12)] {
+            let shape = [("groups", groups), ("m", rows), ("n", 10), ("k", k)];
             v.push(Case::new("grouped_gemm", dtype, &shape, run));
-        }
-        if dtype.is_fp8() {
-            // Rows of one whole block of a scale, and a part of one.
-            let shape = [("groups", 5), ("m", 40), ("n", 10), ("k", 40)];
-            v.push(Case::new("grouped_gemm/mx", dtype, &shape, run));
         }
     }
     v
@@ -71,11 +67,12 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     refused(ctx, case)
 }
 
-/// Scales of FP8 operands: those of a row do not depend on the rows around it.
-fn layout(case: &Case) -> ScaleLayout {
-    match case.op.ends_with("/mx") {
-        true => ScaleLayout::Mx1x32,
-        false => ScaleLayout::Block1x128,
+/// Scales of FP8 operands: those of a row do not depend on the rows around it. Between the two types
+/// each pass has operands of MX blocks, of others, and one of each.
+fn layout(case: &Case, which: &str) -> ScaleLayout {
+    match (which, case.dtype) {
+        ("x", DType::F8E5M2) | ("dy" | "w", DType::F8E4M3) => ScaleLayout::Mx1x32,
+        _ => ScaleLayout::Block1x128,
     }
 }
 
@@ -89,8 +86,8 @@ struct Coded {
 }
 
 impl Coded {
-    fn new(ctx: &mut Ctx, (rows, cols): (usize, usize), case: &Case) -> Self {
-        let (dtype, layout) = (case.dtype, layout(case));
+    fn new(ctx: &mut Ctx, (which, rows, cols): (&str, usize, usize), case: &Case) -> Self {
+        let (dtype, layout) = (case.dtype, layout(case, which));
         let stored = ctx.random(rows, cols, dtype);
         if !dtype.is_fp8() {
             return Self { values: stored.clone(), stored, layout, scales: None };
@@ -145,8 +142,8 @@ struct Given {
 }
 
 impl Given {
-    fn new(ctx: &mut Ctx, shape: (usize, usize), case: &Case) -> Result<Self> {
-        let coded = Coded::new(ctx, shape, case);
+    fn new(ctx: &mut Ctx, what: (&str, usize, usize), case: &Case) -> Result<Self> {
+        let coded = Coded::new(ctx, what, case);
         let operand = coded.operand(ctx, case.dtype)?;
         Ok(Self { mag: abs(&coded.values), values: coded.values, operand })
     }
@@ -171,8 +168,9 @@ impl Problem {
     fn new(ctx: &mut Ctx, case: &Case) -> Result<Self> {
         let (groups, cap, n, k, dtype) =
             (case.dim("groups"), case.dim("m"), case.dim("n"), case.dim("k"), case.dtype);
-        let (x, dy) = (Given::new(ctx, (cap, k), case)?, Given::new(ctx, (cap, n), case)?);
-        let packed = Coded::new(ctx, (groups * n, k), case);
+        let (x, dy) =
+            (Given::new(ctx, ("x", cap, k), case)?, Given::new(ctx, ("dy", cap, n), case)?);
+        let packed = Coded::new(ctx, ("w", groups * n, k), case);
         let alone = packed.cut(n);
         let discrete = alone.iter().map(|w| w.operand(ctx, dtype)).collect::<Result<_>>()?;
         let w: Vec<Mat> = alone.into_iter().map(|w| w.values).collect();
