@@ -402,8 +402,8 @@ pub enum BenchWhat {
     Links(LinksArgs),
     /// Ranks that share one device, by one program or by two in turn.
     ///
-    /// The collectives, expert parallelism and attention over ranks that share a GPU (--backend vmm;
-    /// hide the others by CUDA_VISIBLE_DEVICES) or the host: two ranks are threads, more are
+    /// The collectives, expert parallelism and attention over ranks that share a GPU (--backend
+    /// vmm; hide the others by CUDA_VISIBLE_DEVICES) or the host: two ranks are threads, more are
     /// processes. With --before another program is timed in turn with this one, round by round; the
     /// exit code is 1 if a case is slower by more than 2 % and by more than the rounds of the other
     /// program lie apart.

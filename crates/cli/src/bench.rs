@@ -407,7 +407,8 @@ fn sum(all: &[Mat]) -> Result<Mat> {
 mod tests {
     use super::*;
 
-    /// A way that writes at first and not later is not judged by what it wrote, nor by what another way did.
+    /// A way that writes at first and not later is not judged by what it wrote, nor by what another
+    /// way did.
     #[test]
     fn what_is_judged_was_written_on_poison() {
         let o = Options {

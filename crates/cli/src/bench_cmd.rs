@@ -12,8 +12,8 @@ use crate::bench_flags;
 use crate::rows::{ROW_VERSION, Row};
 use crate::{complain, say, worlds};
 
-/// Runs the command; returns the exit code: 1 if a result is wrong or slower than allowed. `commit` is what this
-/// program was built from, where its build says so.
+/// Runs the command; returns the exit code: 1 if a result is wrong or slower than allowed. `commit`
+/// is what this program was built from, where its build says so.
 ///
 /// # Errors
 /// Bad arguments, files, the fault of a team.
@@ -253,8 +253,8 @@ fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
     }
 }
 
-/// The rows of the file that is compared with, on the rank that does so: what is wrong with it is reported before anything is
-/// timed.
+/// The rows of the file that is compared with, on the rank that does so: what is wrong with it is
+/// reported before anything is timed.
 ///
 /// # Errors
 /// `Io` if it cannot be read, `Corrupt` if it holds no rows of this version.

@@ -42,7 +42,8 @@ pub struct Options {
     pub experts: (usize, usize),
     /// Rows of each expert are a multiple of this.
     pub align: usize,
-    /// Order of the rows that a dispatch delivers, and its backward takes; that of a combine is expert-major.
+    /// Order of the rows that a dispatch delivers, and its backward takes; that of a combine is
+    /// expert-major.
     pub layout: RowOrder,
     /// Multiprocessors that a collective or expert parallelism may take.
     pub sms: Option<usize>,
@@ -106,7 +107,8 @@ pub(crate) struct Bench<'a> {
     pub device: Device,
 }
 
-/// Collective: one row per operation and size; the same on every rank. `done` is called with each as soon as it is measured.
+/// Collective: one row per operation and size; the same on every rank. `done` is called with each
+/// as soon as it is measured.
 ///
 /// # Errors
 /// `InvalidArgument` for an unknown operation; the fault of the team.

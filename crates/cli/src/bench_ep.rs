@@ -1,4 +1,5 @@
-//! Expert parallelism of `tilewire bench` on GPUs: dispatch, combine and their backward, under uniform routing.
+//! Expert parallelism of `tilewire bench` on GPUs: dispatch, combine and their backward, under
+//! uniform routing.
 
 use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
 use tilewire::prelude::*;
@@ -22,8 +23,8 @@ pub fn desc(o: &Options, size: usize, op: &str) -> EpDesc {
     d
 }
 
-/// A quarter more than the mean of the ranks, or all that comes where a rank has more experts than others, or few tokens
-/// are no mean: nothing is dropped.
+/// A quarter more than the mean of the ranks, or all that comes where a rank has more experts than
+/// others, or few tokens are no mean: nothing is dropped.
 fn capacity(d: &EpDesc) -> usize {
     let (t, align, experts) = (d.max_tokens, d.layout.align(), d.num_experts());
     let mut rows = vec![0usize; experts];
@@ -117,8 +118,8 @@ impl<'a> Layer<'a> {
         self.plan.combine_bwd(s, &self.handle, g, None, &self.dy)?.join(s).map(|_| ())
     }
 
-    /// There and back with `exact`: what is wrong. A token comes back k times over, once for each choice, or, where
-    /// each rank has a row of it, as often as it went to ranks (`times`).
+    /// There and back with `exact`: what is wrong. A token comes back k times over, once for each
+    /// choice, or, where each rank has a row of it, as often as it went to ranks (`times`).
     fn check(&self, op: &str, exact: &[f32], times: &[usize]) -> Result<u64> {
         let (b, k, h) = (self.b, self.plan.desc().top_k, self.b.o.hidden);
         let x = b.place(exact, Shape::d2(b.o.tokens, h))?;
@@ -147,7 +148,8 @@ impl<'a> Layer<'a> {
 }
 
 impl Bench<'_> {
-    /// One row: `ep_dispatch` with its preparation, `ep_combine` without weights, or the backward of either.
+    /// One row: `ep_dispatch` with its preparation, `ep_combine` without weights, or the backward
+    /// of either.
     pub(crate) fn ep(&self, op: &str) -> Result<Row> {
         let (size, me) = (self.team.size(), self.team.rank().idx());
         let d = desc(self.o, size, op);

@@ -1,5 +1,5 @@
-//! Flags of `tilewire bench` that not every operation reads, and where each has an effect. One that was given and
-//! has none is an error: whoever gave it would believe that it was timed.
+//! Flags of `tilewire bench` that not every operation reads, and where each has an effect. One that
+//! was given and has none is an error: whoever gave it would believe that it was timed.
 
 use clap::ArgMatches;
 use clap::parser::ValueSource;
@@ -157,7 +157,8 @@ mod tests {
         assert_eq!(refusal(host, &["none"], "bytes"), None);
     }
 
-    /// Every flag of the table is one of the command, and every name of an operation one that is timed.
+    /// Every flag of the table is one of the command, and every name of an operation one that is
+    /// timed.
     #[test]
     fn the_table_names_what_there_is() {
         let cli = Cli::command();

@@ -1,10 +1,11 @@
 //! `tilewire bench` on GPUs of what multiplies: products, products beside a collective, attention.
 //!
-//! Comm+GEMM operations have a row for each way, timed in the same run: `sequential` by our collective and
-//! by NCCL (the faster is `t_seq`), `pipelined` with several chunks, and what `prepare` chooses. `t_gemm` is
-//! the product of all rows alone (compute only), `t_comm` the faster of our collective and NCCL's alone.
-//! Results are checked element by element on inputs whose products are sums of eight small integers times a power
-//! of two, so that they are exact in every type and order; what is timed has random data.
+//! Comm+GEMM operations have a row for each way, timed in the same run: `sequential` by our
+//! collective and by NCCL (the faster is `t_seq`), `pipelined` with several chunks, and what
+//! `prepare` chooses. `t_gemm` is the product of all rows alone (compute only), `t_comm` the faster
+//! of our collective and NCCL's alone. Results are checked element by element on inputs whose
+//! products are sums of eight small integers times a power of two, so that they are exact in every
+//! type and order; what is timed has random data.
 
 use std::ops::Range;
 
@@ -103,8 +104,9 @@ fn columns(which: usize, rows: Range<usize>) -> Vec<[f32; PERIOD]> {
     rows.map(|i| std::array::from_fn(|j| small(which, i, j))).collect()
 }
 
-/// What the sum of one period is multiplied by in a product of `num` of them: a power of two, whose products need
-/// no more bits than that sum. At most 512, of which f16 holds the sum of fifteen ranks.
+/// What the sum of one period is multiplied by in a product of `num` of them: a power of two, whose
+/// products need no more bits than that sum. At most 512, of which f16 holds the sum of fifteen
+/// ranks.
 fn times(num: usize) -> usize {
     match num.is_multiple_of(2) {
         true => 1 << num.ilog2().min(9),
@@ -112,8 +114,9 @@ fn times(num: usize) -> usize {
     }
 }
 
-/// How many of `num` periods of X have the other sign, so that [`times`] are left. All elements count, and these are
-/// the last ones: of periods that took turns no part of K, if left out, would be missed.
+/// How many of `num` periods of X have the other sign, so that [`times`] are left. All elements
+/// count, and these are the last ones: of periods that took turns no part of K, if left out, would
+/// be missed.
 fn turned(num: usize) -> usize {
     (num - times(num)) / 2
 }
@@ -203,7 +206,8 @@ impl Bench<'_> {
         self.place(&v, Shape::d2(num, k))
     }
 
-    /// Elements of `out` (rows `rows` of the product, summed over `pairs` of operands) that are wrong.
+    /// Elements of `out` (rows `rows` of the product, summed over `pairs` of operands) that are
+    /// wrong.
     fn count_wrong(
         &self,
         out: &Tensor,
@@ -534,8 +538,8 @@ impl Bench<'_> {
         Ok(done)
     }
 
-    /// Each strategy by puts and gets and by NCCL. `t_gemm` is the rank's part of local attention over
-    /// all rows, `t_seq` the fastest through NCCL.
+    /// Each strategy by puts and gets and by NCCL. `t_gemm` is the rank's part of local attention
+    /// over all rows, `t_seq` the fastest through NCCL.
     fn cp_rows(&self) -> Result<Vec<Row>> {
         let size = self.team.size();
         let local: Vec<_> = self.attention_rows()?.iter().map(|r| r.t_ours_us).collect();
@@ -571,7 +575,8 @@ impl Bench<'_> {
 mod tests {
     use super::*;
 
-    /// 11008, 18944 and 22016 are contractions of models: 1376 periods whose sum is 7 are 9632, which bf16 has not.
+    /// 11008, 18944 and 22016 are contractions of models: 1376 periods whose sum is 7 are 9632,
+    /// which bf16 has not.
     #[test]
     fn sums_are_exact_for_every_k() {
         let ks =

@@ -4,7 +4,8 @@
 //! before needs nothing but `bench`. Two ranks are threads of the child; more are processes of its
 //! launcher. With two programs every second round begins with the other one, so that what drifts
 //! meets both. A case is compared by the median of its rounds; before against before is how far the
-//! medians of the program of before lie apart, and what is slower by no more than that is no change.
+//! medians of the program of before lie apart, and what is slower by no more than that is no
+//! change.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,7 @@
-//! The program on GPUs where there are none: `verify` and `train` with `--backend vmm`, on a driver whose devices run the text
-//! of every kernel on the CPU (`kernels/emu/driver`). Everything but machine code and hardware is what runs on GPUs, with as
-//! many devices as a test asks for, and as an A100 would choose its kernels, too.
+//! The program on GPUs where there are none: `verify` and `train` with `--backend vmm`, on a driver
+//! whose devices run the text of every kernel on the CPU (`kernels/emu/driver`). Everything but
+//! machine code and hardware is what runs on GPUs, with as many devices as a test asks for, and as
+//! an A100 would choose its kernels, too.
 
 #![expect(clippy::print_stdout, reason = "how long each run took")]
 

@@ -1,5 +1,6 @@
-//! Every flag that is there or not, and every one of `bench` that takes a value: run both ways, with what it
-//! changes. The list of flags is that of the parser, so that a new one fails here until it has a row.
+//! Every flag that is there or not, and every one of `bench` that takes a value: run both ways,
+//! with what it changes. The list of flags is that of the parser, so that a new one fails here
+//! until it has a row.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -182,8 +183,8 @@ const ROWS: &[Row] = &[
     }),
 ];
 
-/// A flag with a value, the rest of the command line of `bench`, the exit code with it, and whether the two runs,
-/// without and with it, differ as they should.
+/// A flag with a value, the rest of the command line of `bench`, the exit code with it, and whether
+/// the two runs, without and with it, differ as they should.
 struct Valued {
     flag: &'static [&'static str],
     rest: &'static [&'static str],
@@ -200,7 +201,8 @@ const fn valued(
     Valued { flag, rest, code, shows }
 }
 
-/// What is for GPUs is refused on the host, with where it has an effect; with that, `run.sh bench` runs it.
+/// What is for GPUs is refused on the host, with where it has an effect; with that, `run.sh bench`
+/// runs it.
 fn refused(off: &Seen, on: &Seen) -> bool {
     let told = ["has no effect on", "hint", "`--backend vmm`"].iter().all(|w| on.err.contains(w));
     off.code == Some(0) && told && on.out.is_empty()

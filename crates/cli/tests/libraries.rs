@@ -1,4 +1,5 @@
-//! Libraries of NVIDIA's that are named by their file: fakes, which export what is looked up in the real ones.
+//! Libraries of NVIDIA's that are named by their file: fakes, which export what is looked up in the
+//! real ones.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -170,7 +171,8 @@ fn a_file_that_is_no_library_fails_with_the_loaders_words() {
         assert!(text.contains("file too short") && text.contains(&home), "{text}");
         assert!(remedy.starts_with("pip install nvidia-"), "{remedy}");
     }
-    // One that opens and is of another version serves nobody, and nothing is wrong with the machine.
+    // One that opens and is of another version serves nobody, and nothing is wrong with the
+    // machine.
     for (file, names, version) in
         [(files[2], &NCCL[..], nccl_version(22105)), (files[3], &NVSHMEM[1..], nvshmem_version(3))]
     {
@@ -218,7 +220,8 @@ fn the_driver_can_be_named() {
         assert!(said.contains("two copies"), "{said}");
     }
     assert!(doctor(&[&a, &a], &[("LD_PRELOAD", &a_text)]).status.code() != Some(2));
-    // The binding's first name is libcuda.so: where the loader knows one, it must be of the same driver.
+    // The binding's first name is libcuda.so: where the loader knows one, it must be of the same
+    // driver.
     std::os::unix::fs::symlink(&b, b.with_file_name("libcuda.so")).unwrap();
     let folder = b.parent().unwrap().display().to_string();
     let there = [("LD_LIBRARY_PATH", &*folder)];

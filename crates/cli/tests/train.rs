@@ -95,9 +95,9 @@ fn the_copy_task_is_learned_and_needs_attention() {
     assert!(blind > 2.0, "without attention: {blind} nats");
 }
 
-/// Parts are ablated in the trained model. One that is *trained* without experts learns to copy with
-/// attention alone, because copying is linear in the embedding; so the experts' share is shown on
-/// the weights that were trained with them.
+/// Parts are ablated in the trained model. One that is *trained* without experts learns to copy
+/// with attention alone, because copying is linear in the embedding; so the experts' share is shown
+/// on the weights that were trained with them.
 #[test]
 fn a_trained_model_cannot_copy_without_its_experts_or_attention() {
     let dir = tempfile::tempdir().unwrap();
@@ -169,7 +169,8 @@ fn checkpoint_resume_generate_trace_and_curve() {
     tracks(events, 2);
 }
 
-/// Two steps are fewer than a trace has room for: nothing of the start and the calibration takes it.
+/// Two steps are fewer than a trace has room for: nothing of the start and the calibration takes
+/// it.
 #[test]
 fn a_trace_is_of_steps_alone() {
     let dir = tempfile::tempdir().unwrap();
@@ -183,7 +184,8 @@ fn a_trace_is_of_steps_alone() {
     assert_eq!((num("cross_entropy"), num("init")), (4, 0), "two ranks, two steps");
 }
 
-/// A process for each rank, and in it one track for each of its streams, whose work does not overlap.
+/// A process for each rank, and in it one track for each of its streams, whose work does not
+/// overlap.
 fn tracks(events: &[serde_json::Value], num_ranks: u64) {
     use std::collections::{BTreeMap, BTreeSet};
     let of = |kind: &'static str| events.iter().filter(move |e| e["name"] == kind);

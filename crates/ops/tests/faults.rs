@@ -1,5 +1,5 @@
-//! The fault matrix on real processes: a rank is killed or stopped inside each operation, in a named
-//! phase; the others name it in time, form a new team on new memory, and compute.
+//! The fault matrix on real processes: a rank is killed or stopped inside each operation, in a
+//! named phase; the others name it in time, form a new team on new memory, and compute.
 //!
 //! The parent starts this test binary again, once per rank, in the role of a rank. The victim parks
 //! on a test-only gate (a protocol hook), says so with a file, and waits for its fate.

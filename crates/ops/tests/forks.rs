@@ -1,4 +1,5 @@
-//! A forked child: its calls fail, its drops neither wait nor speak for the parent, and the parent goes on.
+//! A forked child: its calls fail, its drops neither wait nor speak for the parent, and the parent
+//! goes on.
 
 mod table;
 
@@ -17,7 +18,8 @@ unsafe extern "C" {
 
 /// Status of the child, which runs `f` and nothing else of this program.
 fn in_child(f: impl FnOnce() -> i32) -> i32 {
-    // SAFETY: the child calls `f`, which takes no lock that another thread may hold, and ends by `_exit`.
+    // SAFETY: the child calls `f`, which takes no lock that another thread may hold, and ends by
+    // `_exit`.
     let pid = unsafe { fork() };
     if pid == 0 {
         let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).unwrap_or(99);
@@ -69,8 +71,8 @@ fn a_forked_child_can_drop_all_and_call_nothing() {
                         (op.launch)(stream).unwrap_err().kind() == ErrorKind::Stale,
                     ];
                     team.abort("a child must not");
-                    // SAFETY: bitwise copies of values that the child's own copy of the memory holds; the
-                    // originals are never dropped in the child, which ends by `_exit`.
+                    // SAFETY: bitwise copies of values that the child's own copy of the memory
+                    // holds; the originals are never dropped in the child, which ends by `_exit`.
                     unsafe {
                         drop(std::ptr::read(op));
                         drop(std::ptr::read(buf));

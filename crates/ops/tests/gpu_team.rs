@@ -1,8 +1,9 @@
 //! Operations of a team on CUDA devices, a rank to a device: captured and replayed with inputs that
-//! change, against eager launches, to the bit; and what a rank that never launches does to the others.
+//! change, against eager launches, to the bit; and what a rank that never launches does to the
+//! others.
 //!
-//! Values are held against the oracle by `tilewire verify --backend vmm`. Where there are fewer than two
-//! devices, each test says that it did not run.
+//! Values are held against the oracle by `tilewire verify --backend vmm`. Where there are fewer
+//! than two devices, each test says that it did not run.
 
 #![expect(clippy::print_stdout, reason = "which operation it was must be seen")]
 
@@ -58,7 +59,8 @@ use tilewire_device::Tensor;
 use tilewire_symm::{Heap, World, WorldCfg};
 use tilewire_testing::{Lack, did_not_run};
 
-/// Says which operation is next: an error of the device names none, and the output of a test that fails is shown.
+/// Says which operation is next: an error of the device names none, and the output of a test that
+/// fails is shown.
 fn begins(i: usize, op: &Op, heap: &Heap) {
     if heap.team().rank().get() == 0 {
         println!("operation {i}: {}", op.name);
@@ -152,8 +154,8 @@ fn replays(ops: &[Make]) {
     .unwrap();
 }
 
-/// The last rank never launches: the others are told who is missing, their outputs are poison, and a new
-/// team of all works.
+/// The last rank never launches: the others are told who is missing, their outputs are poison, and
+/// a new team of all works.
 #[test]
 fn a_rank_that_never_launches_is_named_and_outputs_are_poison() {
     silent(by_puts());

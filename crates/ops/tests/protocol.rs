@@ -280,8 +280,8 @@ fn a_death_inside_each_operation_is_named() {
     }
 }
 
-/// A death that nobody has waited for yet is met by the next launch, by name: what the launches before it
-/// are waited for with says so, too.
+/// A death that nobody has waited for yet is met by the next launch, by name: what the launches
+/// before it are waited for with says so, too.
 #[test]
 fn a_launch_behind_a_death_names_its_operation() {
     for (name, make) in all_ops() {

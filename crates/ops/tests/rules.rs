@@ -12,7 +12,8 @@ use tilewire_ops::ep::*;
 use tilewire_ops::grouped_gemm::*;
 use tilewire_symm::*;
 
-/// A plan owns what it needs: team, heap, world and the streams of others may go first, in any order.
+/// A plan owns what it needs: team, heap, world and the streams of others may go first, in any
+/// order.
 #[test]
 fn a_plan_outlives_its_helpers_in_any_order() {
     for (name, make) in all_ops().filter(|(n, _)| !n.ends_with("hybrid")) {

@@ -100,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(64) tw_wait_peers(TwTeam t, u32 slo
 }
 
 // Fills outputs with the poison of their types once the team is over, here or at a peer: nobody
-// takes them for results. What a peer has reported may not be known to any kernel here: all that this
-// rank waited for had come.
+// takes them for results. What a peer has reported may not be known to any kernel here: all that
+// this rank waited for had come.
 extern "C" __global__ void __launch_bounds__(256) tw_poison(TwTeam t, TwPoison p) {
     if (!tw_told(t)) return;
     for (u32 o = 0; o < 8; o++)

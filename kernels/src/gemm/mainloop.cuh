@@ -42,7 +42,8 @@ enum : u32 {
     TW_FN = TW_WN / 8,
     TW_THREADS = 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N,
     // Blocks on a multiprocessor: two of them hide each other's barriers and epilogues. A warp of
-    // 64 x 64 products takes most registers there are for 256 threads; smaller ones leave registers for
+    // 64 x 64 products takes most registers there are for 256 threads; smaller ones leave registers
+    // for
     // 512. Without the number, ptxas spills in small tiles rather than take more than 80 registers.
     TW_RESIDENT = TW_FM * TW_FN > 16 ? 256 : 512,
     TW_MIN_BLOCKS = TW_RESIDENT / TW_THREADS > 0 ? TW_RESIDENT / TW_THREADS : 1,

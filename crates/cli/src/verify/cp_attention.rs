@@ -97,8 +97,8 @@ fn description(size: usize, case: &Case) -> Result<CpAttentionDesc> {
     Ok(CpAttentionDesc { layout, a2a_size, fp8_kv, dkv_wire, ..CpAttentionDesc::new(attn) })
 }
 
-/// `s` with sequences that can be cut into `chunks` equal chunks: with `padded` by the padding behind
-/// them, otherwise because they are longer.
+/// `s` with sequences that can be cut into `chunks` equal chunks: with `padded` by the padding
+/// behind them, otherwise because they are longer.
 fn divided(s: &Sequences, chunks: usize, padded: bool) -> Result<Sequences> {
     let side = |sequences: &[std::ops::Range<usize>]| {
         let (mut cu, mut ends) = (vec![0], vec![0]);
@@ -113,8 +113,8 @@ fn divided(s: &Sequences, chunks: usize, padded: bool) -> Result<Sequences> {
     Sequences::padded((&q.0, &q.1), (&kv.0, &kv.1))
 }
 
-/// Other sequences for the same plan: with fewer rows, and for [`Layout::ZigzagPerSequence`] as many
-/// sequences as have a row in each of the `chunks` chunks, less one.
+/// Other sequences for the same plan: with fewer rows, and for [`Layout::ZigzagPerSequence`] as
+/// many sequences as have a row in each of the `chunks` chunks, less one.
 fn others(d: &CpAttentionDesc, chunks: usize) -> Sequences {
     let s = &d.attn.sequences;
     if d.layout == Layout::ZigzagPerSequence {

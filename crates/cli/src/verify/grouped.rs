@@ -67,8 +67,8 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     refused(ctx, case)
 }
 
-/// Scales of FP8 operands: those of a row do not depend on the rows around it. Between the two types
-/// each pass has operands of MX blocks, of others, and one of each.
+/// Scales of FP8 operands: those of a row do not depend on the rows around it. Between the two
+/// types each pass has operands of MX blocks, of others, and one of each.
 fn layout(case: &Case, which: &str) -> ScaleLayout {
     match (which, case.dtype) {
         ("x", DType::F8E5M2) | ("dy" | "w", DType::F8E4M3) => ScaleLayout::Mx1x32,

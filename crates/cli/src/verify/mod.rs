@@ -27,8 +27,8 @@ pub use ctx::{Ctx, Tally};
 
 use crate::rows::Row;
 
-/// The family of the cases that go through NCCL: on devices only, and apart from the others, because
-/// the library does what sanitizers report.
+/// The family of the cases that go through NCCL: on devices only, and apart from the others,
+/// because the library does what sanitizers report.
 const NCCL: &str = "nccl";
 
 fn has_no_nccl() -> bool {

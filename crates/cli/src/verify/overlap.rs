@@ -38,8 +38,8 @@ pub(super) fn cases() -> Vec<Case> {
     v
 }
 
-/// Every way to do it, and the choice of the cost model; or by NCCL, and by puts, which it must equal on integers, where
-/// GPUs reach each other.
+/// Every way to do it, and the choice of the cost model; or by NCCL, and by puts, which it must
+/// equal on integers, where GPUs reach each other.
 fn configs(case: &Case, near: bool) -> Vec<Option<OverlapConfig>> {
     if case.by_nccl() {
         let by_puts = near.then(|| Some(OverlapConfig::of(Algo::Sequential, 1)));
@@ -94,8 +94,8 @@ struct Launched {
     predicted: Traffic,
 }
 
-/// Runs `launch` for every configuration of a case twice, and compares; with `exact` inputs all of them
-/// to the bit. The bound is that of sums in any order, with a rounding at each rank.
+/// Runs `launch` for every configuration of a case twice, and compares; with `exact` inputs all of
+/// them to the bit. The bound is that of sums in any order, with a rounding at each rank.
 fn sweep(
     ctx: &mut Ctx,
     (what, case): (&str, &Case),

@@ -13,7 +13,8 @@ use tilewire::prelude::*;
 use super::PeerRow;
 use super::attention_ref::{Part, Problem};
 
-/// Sizes of a row: `batch` is 1, `heads_kv` `heads` and `dv` `d` if left out; `seq` is both lengths.
+/// Sizes of a row: `batch` is 1, `heads_kv` `heads` and `dv` `d` if left out; `seq` is both
+/// lengths.
 const SIZES: [&str; 8] = ["batch", "seq", "sq", "skv", "heads", "heads_kv", "d", "dv"];
 
 /// What a row says beside its sizes.

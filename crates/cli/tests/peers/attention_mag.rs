@@ -1,9 +1,9 @@
 //! `|A||B|` of attention: of each output the sum of the absolute values of what is added to it,
 //! times what a rounding error in the scores does to a probability.
 //!
-//! As in `verify`, but on whole rows, because the cases of other suites are larger. A relative error
-//! `u` of a score of size `m` changes `p = exp(s - lse)` by at most `u (m + M) p`, with `M` the
-//! largest size in the row (by way of lse); hence `1 + 2 (1 + M + |lse|)`.
+//! As in `verify`, but on whole rows, because the cases of other suites are larger. A relative
+//! error `u` of a score of size `m` changes `p = exp(s - lse)` by at most `u (m + M) p`, with `M`
+//! the largest size in the row (by way of lse); hence `1 + 2 (1 + M + |lse|)`.
 //!
 //! The backward pass takes `delta = <d_out, out>` from the output as it was stored. What that adds
 //! is kept apart: its rounding is that of the output type, but of `<|d_out|, |out|>` alone.

@@ -90,7 +90,8 @@ fn roundoff(t: DType) -> f64 {
 }
 
 /// What may be wrong with sums, before they are rounded: probabilities and the gradients of scores
-/// are rounded to the inputs' type before their products, and `delta` is made of the rounded output.
+/// are rounded to the inputs' type before their products, and `delta` is made of the rounded
+/// output.
 struct Magnitudes {
     out: Mat,
     dq: Mat,

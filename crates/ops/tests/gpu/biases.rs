@@ -1,5 +1,5 @@
-//! A bias of the type of the results gives the bits of an f32 bias of the same values, in every operation that adds one, on the
-//! host and on devices.
+//! A bias of the type of the results gives the bits of an f32 bias of the same values, in every
+//! operation that adds one, on the host and on devices.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::{Buffer, Stream, Tensor};

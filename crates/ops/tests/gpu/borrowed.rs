@@ -1,4 +1,5 @@
-//! The end of a borrowed stream: nobody waits for it, and what its work uses is kept behind that work.
+//! The end of a borrowed stream: nobody waits for it, and what its work uses is kept behind that
+//! work.
 
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};

@@ -2,13 +2,15 @@
 
 use std::path::PathBuf;
 
-/// Names of the functions of the driver that `f` has called on this thread and that a launch must not call:
-/// those that allocate, load code or wait for the device. Nothing is told without the library.
+/// Names of the functions of the driver that `f` has called on this thread and that a launch must
+/// not call: those that allocate, load code or wait for the device. Nothing is told without the
+/// library.
 pub fn of(f: impl FnOnce()) -> Vec<String> {
     noted("", f)
 }
 
-/// What is noted in a file of this kind: in `.all` the idle driver's names of all of its functions that were called.
+/// What is noted in a file of this kind: in `.all` the idle driver's names of all of its functions
+/// that were called.
 pub fn noted(kind: &str, f: impl FnOnce()) -> Vec<String> {
     let Some(file) = file(kind) else {
         f();

@@ -1,4 +1,5 @@
-//! Worlds that compare every launch: ranks that launch different things hear of it at once, on the host and on devices.
+//! Worlds that compare every launch: ranks that launch different things hear of it at once, on the
+//! host and on devices.
 
 use std::time::{Duration, Instant};
 

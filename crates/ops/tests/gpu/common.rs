@@ -63,7 +63,8 @@ impl Gpu {
     }
 
     /// Captures `launch`, and replays it 20 times: each time after `change` of the inputs in place,
-    /// and each time `outs` must be as after an eager launch, which may not allocate or wait. `reset` is what they are before.
+    /// and each time `outs` must be as after an eager launch, which may not allocate or wait.
+    /// `reset` is what they are before.
     pub fn replays(
         &self,
         outs: &[&Tensor],

@@ -1,5 +1,6 @@
-//! Drivers that stand in for CUDA's, so that programs run on "GPUs" where there are none: one whose devices run the text of
-//! every kernel on the CPU (`kernels/emu/driver`), and one whose devices do nothing (`idle.rs`).
+//! Drivers that stand in for CUDA's, so that programs run on "GPUs" where there are none: one whose
+//! devices run the text of every kernel on the CPU (`kernels/emu/driver`), and one whose devices do
+//! nothing (`idle.rs`).
 
 use std::ffi::OsString;
 use std::fs;
@@ -84,8 +85,8 @@ impl Driver {
         Some(driver)
     }
 
-    /// The driver that `words` compile from `files`, made once for all runs of these texts and those of the kernels. None
-    /// without the compiler.
+    /// The driver that `words` compile from `files`, made once for all runs of these texts and
+    /// those of the kernels. None without the compiler.
     pub fn build(name: &str, files: &[(&str, String)], words: &str) -> Option<Self> {
         let mut hash = DefaultHasher::new();
         let kernels: Vec<_> = ALL.iter().map(|s| (s.text(), s.emu_text(), s.kernels)).collect();
@@ -93,7 +94,8 @@ impl Driver {
         let all = Path::new(FOLDER);
         let dir = all.join(format!("{name}-{:016x}", hash.finish()));
         if !dir.exists() {
-            // Those of other texts. Under another name first: a run that was killed leaves nothing that looks whole.
+            // Those of other texts. Under another name first: a run that was killed leaves nothing
+            // that looks whole.
             for old in fs::read_dir(all).into_iter().flatten().flatten() {
                 let it = old.file_name().to_string_lossy().into_owned();
                 if it.starts_with(&format!("{name}-")) && !it.ends_with(".new") {
@@ -119,7 +121,8 @@ impl Driver {
         Some(Self { dir, vars: Vec::new() })
     }
 
-    /// `program` on so many devices: with no driver, compiler or library of this machine, and none of its settings.
+    /// `program` on so many devices: with no driver, compiler or library of this machine, and none
+    /// of its settings.
     pub fn command(&self, program: impl AsRef<Path>, devices: usize) -> Command {
         let mut run = Command::new(program.as_ref());
         run.env_clear()

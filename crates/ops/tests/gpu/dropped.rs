@@ -1,4 +1,5 @@
-//! Plans that are dropped while a graph or queued work uses their symmetric memory: nobody else gets it before that ends.
+//! Plans that are dropped while a graph or queued work uses their symmetric memory: nobody else
+//! gets it before that ends.
 
 #![expect(clippy::print_stdout, reason = "how much was seen while the device was busy")]
 
@@ -80,7 +81,8 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
                 assert!(old.bits()? == right, "{name}: the graph, round {round}");
                 assert!(new.bits()? == right, "{name}: the new plan, round {round}");
             }
-            // Dropped at once behind its last replay, as the new plan is behind its launch; both while the device is busy.
+            // Dropped at once behind its last replay, as the new plan is behind its launch; both
+            // while the device is busy.
             old.poison()?;
             new.poison()?;
             let probe = LinkProbe::new(&heap, 16)?;
@@ -109,7 +111,8 @@ fn dropped_plans_leave_their_memory_to_graphs_and_queued_work() {
                 "{name}: {} of {base} bytes are free",
                 heap.usage().0
             );
-            // Nothing keeps the heap itself, of 600 MiB, not even a stream that lives on; the peers have it, too.
+            // Nothing keeps the heap itself, of 600 MiB, not even a stream that lives on; the peers
+            // have it, too.
             drop((probe, old, heap));
             stream.synchronize()?;
             all.agree(true)?;

@@ -1,5 +1,5 @@
-//! GPUs that do not use each other's memory: what goes through NCCL computes the same bits, what puts is refused,
-//! and ranks meet, signal and end in the host's memory.
+//! GPUs that do not use each other's memory: what goes through NCCL computes the same bits, what
+//! puts is refused, and ranks meet, signal and end in the host's memory.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};

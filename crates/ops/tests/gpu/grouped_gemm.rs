@@ -445,7 +445,8 @@ fn splits_of_the_host_are_refused_under_capture() {
     assert_eq!(graph.num_nodes(), 0, "what is refused leaves nothing in a graph");
 }
 
-/// Pages of the host that stay in place are taken by heaps only: neither `prepare` nor a launch does.
+/// Pages of the host that stay in place are taken by heaps only: neither `prepare` nor a launch
+/// does.
 #[test]
 fn no_memory_of_the_host_is_pinned() {
     let Some(g) = gpu() else { return };

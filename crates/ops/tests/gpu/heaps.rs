@@ -1,5 +1,5 @@
-//! Heaps on devices: left in any order, two backends in one process, sizes around a page of the device's memory, and
-//! rows that stay where a dispatch has put them until they are combined.
+//! Heaps on devices: left in any order, two backends in one process, sizes around a page of the
+//! device's memory, and rows that stay where a dispatch has put them until they are combined.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -18,7 +18,8 @@ fn cfg() -> WorldCfg {
     WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() }
 }
 
-/// Tensors over a buffer's parts show what each rank has written, also once the buffer's other handles are gone.
+/// Tensors over a buffer's parts show what each rank has written, also once the buffer's other
+/// handles are gone.
 #[test]
 fn tensors_over_symmetric_memory_are_that_memory() {
     let Some(n) = ranks() else { return };
@@ -107,7 +108,8 @@ fn memory_of_others_becomes_symmetric() {
     .unwrap();
 }
 
-/// A plan has what it needs: team, heap and stream may go before it in any order, and the devices are as before.
+/// A plan has what it needs: team, heap and stream may go before it in any order, and the devices
+/// are as before.
 #[test]
 fn devices_are_left_in_any_order() {
     const ORDERS: [[usize; 3]; 6] =
@@ -189,7 +191,8 @@ fn two_backends_in_one_process_in_both_orders() {
     }
 }
 
-/// A page of the device's memory, one byte less, and one more: all of it arrives, and nothing beside it.
+/// A page of the device's memory, one byte less, and one more: all of it arrives, and nothing
+/// beside it.
 #[test]
 fn sizes_around_a_page_of_the_device_arrive_whole() {
     const PAGE: usize = 2 << 20;
@@ -246,9 +249,9 @@ fn sizes_around_a_page_of_the_device_arrive_whole() {
     .unwrap();
 }
 
-/// From the rank of a token to its experts and back without a copy beside the operations: what a dispatch puts straight
-/// into symmetric memory is the operand of a grouped product, whose output is what is combined. Bits are those of
-/// tensors of the caller.
+/// From the rank of a token to its experts and back without a copy beside the operations: what a
+/// dispatch puts straight into symmetric memory is the operand of a grouped product, whose output
+/// is what is combined. Bits are those of tensors of the caller.
 #[test]
 fn a_zero_copy_dispatch_feeds_a_grouped_product() {
     const HIDDEN: usize = 64;

@@ -1,5 +1,6 @@
-//! Host code of devices where there are none: some of these tests again, on a driver whose devices do nothing (`idle.c`). Who owns
-//! memory and how long, what happens when there is none, and in which order things go are seen; values are not.
+//! Host code of devices where there are none: some of these tests again, on a driver whose devices
+//! do nothing (`idle.c`). Who owns memory and how long, what happens when there is none, and in
+//! which order things go are seen; values are not.
 
 use std::process::Command;
 use std::sync::PoisonError;
@@ -19,7 +20,8 @@ const CALLS: &str = "launches::launches_neither_allocate_nor_wait";
 const BORROWED: &str = "borrowed::a_borrow_ends_at_once_and_what_it_used_behind_its_work";
 const FEW: &str = "launches::a_launch_and_its_wait_call_the_driver_rarely";
 
-/// A test, with how many devices (which divide 12, as some heads are), and which operations where not all.
+/// A test, with how many devices (which divide 12, as some heads are), and which operations where
+/// not all.
 const RUNS: [(&str, usize, Option<&str>); 12] = [
     (DROPPED, 2, None),
     (DROPPED, 6, None),

@@ -1,5 +1,6 @@
-//! A rank that alone has no memory at `prepare`: nobody waits for it, all are told, the team goes on and computes. Each
-//! allocation of each `prepare` is refused once, by the preloaded library of the GPU bundle.
+//! A rank that alone has no memory at `prepare`: nobody waits for it, all are told, the team goes
+//! on and computes. Each allocation of each `prepare` is refused once, by the preloaded library of
+//! the GPU bundle.
 #![expect(clippy::print_stdout, reason = "how much was refused must be seen")]
 
 use std::cell::Cell;
@@ -69,7 +70,8 @@ fn a_rank_without_memory_at_prepare_is_named_and_the_team_goes_on() {
                 REFUSED.set(false);
                 let start = Instant::now();
                 let made = make(&heap, &stream);
-                // Tensors of an operation are taken behind its `prepare`, but for those of it that failed.
+                // Tensors of an operation are taken behind its `prepare`, but for those of it that
+                // failed.
                 PASS.set(None);
                 // A communicator takes its time.
                 let most = if by == By::Puts { 5 } else { 9 };

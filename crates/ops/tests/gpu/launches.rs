@@ -1,6 +1,6 @@
-//! The launch of an operation neither allocates nor loads code nor waits for the device: what it asks of the
-//! driver is counted by the preloaded library of the GPU bundle. Operations of one rank are counted
-//! by their own tests, with every replay.
+//! The launch of an operation neither allocates nor loads code nor waits for the device: what it
+//! asks of the driver is counted by the preloaded library of the GPU bundle. Operations of one rank
+//! are counted by their own tests, with every replay.
 #![expect(clippy::print_stdout, reason = "what was counted must be seen")]
 
 use std::collections::BTreeMap;
@@ -66,8 +66,9 @@ fn launches_neither_allocate_nor_wait() {
     }
 }
 
-/// Calls that a launch and its wait may make beside their work, also with the borrow of the stream: an operation of many
-/// chunks has more than 40 pieces of work alone, all others make at most 40 calls in all.
+/// Calls that a launch and its wait may make beside their work, also with the borrow of the stream:
+/// an operation of many chunks has more than 40 pieces of work alone, all others make at most 40
+/// calls in all.
 const MOST_BESIDE: usize = 20;
 
 /// Work, and the order between streams. All else is bookkeeping.

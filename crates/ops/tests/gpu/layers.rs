@@ -24,7 +24,8 @@ const SIZES: [Sizes; 7] = [
     Sizes { n: 1, d: 1028, experts: 3, k: 3 },
     Sizes { n: 700, d: 4096, experts: 64, k: 6 },
     Sizes { n: 0, d: 128, experts: 5, k: 1 },
-    // Rows for several turns of a block; rows of classes that no quads fill, and more choices than lanes of a row.
+    // Rows for several turns of a block; rows of classes that no quads fill, and more choices than
+    // lanes of a row.
     Sizes { n: 9001, d: 64, experts: 201, k: 18 },
     // The most experts of a group of 16 lanes, and one more.
     Sizes { n: 4500, d: 64, experts: 256, k: 8 },
@@ -43,8 +44,8 @@ fn random(rng: &mut Rng, dtype: DType, rows: usize, cols: usize) -> Tensor {
     Tensor::from_f32(&v, dtype, Shape::d2(rows, cols)).unwrap()
 }
 
-/// Every element of `got` is `want` up to roundings of its type and `tolerance` of the largest of its
-/// row.
+/// Every element of `got` is `want` up to roundings of its type and `tolerance` of the largest of
+/// its row.
 fn close(what: &str, got: &Tensor, want: &Tensor, tolerance: f64) {
     assert_eq!(got.shape(), want.shape(), "{what}");
     if matches!(got.dtype(), DType::I32 | DType::I64) {

@@ -1,5 +1,6 @@
-//! Plans that ranks launch in different orders or one, each on a stream of its own, with NCCL on a third: nobody
-//! waits for anybody in a circle, and results are those of launches one after the other.
+//! Plans that ranks launch in different orders or one, each on a stream of its own, with NCCL on a
+//! third: nobody waits for anybody in a circle, and results are those of launches one after the
+//! other.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -22,8 +23,8 @@ fn opposite_orders_of_launches_go_on() {
     in_orders(true);
 }
 
-/// With one connection to the device (`CUDA_DEVICE_MAX_CONNECTIONS=1`) its streams are one queue: a launch there
-/// waits for those before it, so that ranks must launch in one order.
+/// With one connection to the device (`CUDA_DEVICE_MAX_CONNECTIONS=1`) its streams are one queue: a
+/// launch there waits for those before it, so that ranks must launch in one order.
 #[test]
 fn one_order_of_launches_goes_on() {
     in_orders(false);

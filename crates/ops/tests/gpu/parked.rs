@@ -1,5 +1,6 @@
-//! A rank that stops inside an operation: between its launches, or with its copies on the way. The others are told
-//! who it is, what they have made no sense of is poison, and a new team on new memory computes.
+//! A rank that stops inside an operation: between its launches, or with its copies on the way. The
+//! others are told who it is, what they have made no sense of is poison, and a new team on new
+//! memory computes.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};

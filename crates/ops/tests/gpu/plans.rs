@@ -1,4 +1,5 @@
-//! What plans beside each other and tensors that begin anywhere mean to kernels that all of them share.
+//! What plans beside each other and tensors that begin anywhere mean to kernels that all of them
+//! share.
 
 use tilewire_core::{DType, ErrorKind, Rng, Shape};
 use tilewire_device::cuda::CudaMemory;
@@ -19,7 +20,8 @@ fn prepared(stream: &Stream, cols: usize) -> LayersPlan {
     plan
 }
 
-/// Rows of 8192 take 80 KiB of a block's shared memory, those of 5120 take 50: the kernel is the same.
+/// Rows of 8192 take 80 KiB of a block's shared memory, those of 5120 take 50: the kernel is the
+/// same.
 #[test]
 fn a_plan_goes_on_when_a_smaller_one_was_prepared() {
     let Some(gpu) = gpu() else { return };

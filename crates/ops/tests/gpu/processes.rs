@@ -1,9 +1,11 @@
-//! Faults of ranks that are processes: the last rank is stopped (SIGSTOP) or killed (SIGKILL), or ends, while the
-//! others wait for it inside an operation. They are told who it is, have no results, and go on as a new team.
+//! Faults of ranks that are processes: the last rank is stopped (SIGSTOP) or killed (SIGKILL), or
+//! ends, while the others wait for it inside an operation. They are told who it is, have no
+//! results, and go on as a new team.
 //!
-//! The test starts this program again, once for each rank, in the role of a rank. Ranks and test speak
-//! through files of one folder. There are more ranks than GPUs where that takes: the rest is a team, too. Processes that share one take turns
-//! there, those that are stopped as well: their kernels are not.
+//! The test starts this program again, once for each rank, in the role of a rank. Ranks and test
+//! speak through files of one folder. There are more ranks than GPUs where that takes: the rest is
+//! a team, too. Processes that share one take turns there, those that are stopped as well: their
+//! kernels are not.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -40,8 +42,9 @@ fn how_late() -> Duration {
 /// From "I launch now" to the signal.
 const INSIDE: Duration = Duration::from_millis(300);
 
-/// One operation of each way of waiting, with how many of its launches the victim makes: collectives by one
-/// kernel and by copy engines, products, dispatch and combine of `ep`, forward and backward of attention.
+/// One operation of each way of waiting, with how many of its launches the victim makes:
+/// collectives by one kernel and by copy engines, products, dispatch and combine of `ep`, forward
+/// and backward of attention.
 const KILLS: [(usize, usize); 8] =
     [(2, 0), (4, 0), (6, 0), (9, 0), (15, 1), (15, 2), (19, 1), (20, 0)];
 
@@ -107,7 +110,8 @@ fn role_of_a_process() {
     let config = Config::from_env().unwrap();
     // Contexts take their time: kept from here on, before anybody's deadline runs.
     let _ctx = CudaContext::new(place.rank.get() % device_count().unwrap().max(1)).unwrap();
-    // Two worlds of the same processes: what is learned before the fault must not run into its deadline.
+    // Two worlds of the same processes: what is learned before the fault must not run into its
+    // deadline.
     let world = |timeout: Duration| {
         let mesh = join_processes(&place, &config, Deadline::after_s(30.0)).unwrap();
         // Long before the deadline of who waits for a rank that is stopped.
@@ -180,7 +184,8 @@ impl Case<'_> {
         let Err(e) = e else {
             return Err(Error::internal(format!("{}: no error on rank {}", op.name, me.get())));
         };
-        // What the launches that were complete have made stays: routing and dispatch, or the forward pass.
+        // What the launches that were complete have made stays: routing and dispatch, or the
+        // forward pass.
         let from = match (op.name, self.launches) {
             (_, 0) => 0,
             ("ep", _) => 3,
@@ -199,7 +204,8 @@ impl Case<'_> {
         }))
     }
 
-    /// What the rest computes while all is well. Everybody has launched the operation then: its code is there.
+    /// What the rest computes while all is well. Everybody has launched the operation then: its
+    /// code is there.
     fn before(&self, calm: &World, rest: &[Rank]) -> Result<Vec<Vec<u8>>> {
         let team = calm.everyone(&format!("warm{}", self.at))?;
         let (heap, stream) = heap_of(&team)?;
@@ -298,7 +304,8 @@ impl Job {
         self.ranks.len() - 1
     }
 
-    /// Waits for a file of each of the first `num` ranks; a rank that has ended without it fails the test.
+    /// Waits for a file of each of the first `num` ranks; a rank that has ended without it fails
+    /// the test.
     fn files(&mut self, name: &str, num: usize) -> Vec<String> {
         let path = |dir: &Path, r: usize| dir.join(format!("{name}.{r}"));
         for r in 0..num {
@@ -328,7 +335,8 @@ impl Job {
         kill_process(pid, s).unwrap();
     }
 
-    /// Hits the victim inside case `at`, or lets it end there; what the others report, and when that was.
+    /// Hits the victim inside case `at`, or lets it end there; what the others report, and when
+    /// that was.
     fn hit(&mut self, at: usize, s: Option<Signal>) -> (u64, Vec<Value>) {
         let (victim, num) = (self.victim(), self.ranks.len());
         self.files(&format!("inside.{at}"), num);
@@ -352,8 +360,8 @@ impl Drop for Job {
     }
 }
 
-/// As many ranks as leave a team when one is gone, or as the environment says; they share GPUs where there are fewer. None
-/// without a GPU: then the test did not run.
+/// As many ranks as leave a team when one is gone, or as the environment says; they share GPUs
+/// where there are fewer. None without a GPU: then the test did not run.
 #[track_caller]
 fn num_ranks() -> Option<usize> {
     let none = match device_count() {
@@ -422,11 +430,13 @@ fn a_stopped_process_is_named_by_every_operation() {
         let told: Value = serde_json::from_str(&all[victim]).unwrap();
         assert!(told["told"]["kind"].is_string(), "{what}: the victim was told nothing: {told}");
     }
-    // Last, so that all operations were seen: who waits for somebody who waits for the victim may name the wrong one.
+    // Last, so that all operations were seen: who waits for somebody who waits for the victim may
+    // name the wrong one.
     assert!(unnamed.is_empty(), "in operations {unnamed:?} nobody names rank {victim}");
 }
 
-/// Each of [`KILLS`] that was asked for, in processes of its own: the others hear of the victim's end within `late`.
+/// Each of [`KILLS`] that was asked for, in processes of its own: the others hear of the victim's
+/// end within `late`.
 fn end_in_each_way_of_waiting(way: &str, s: Option<Signal>, late: Duration) {
     let Some(num) = num_ranks() else { return };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);

@@ -27,7 +27,7 @@ use crate::lacking::prepared;
 pub const M: usize = 93;
 const N: usize = 40;
 const ODD: usize = 37;
-/// Rows of N of a vector of which every rank sends many pieces, and of a large one: that of ODD goes by copy engines.
+/// Rows of N of a vector of which every rank sends many pieces; a large one of ODD by copy engines.
 const MID: usize = 700_000;
 const LARGE: usize = 1_500_000;
 const K: usize = 48;
@@ -91,7 +91,7 @@ impl Op {
             let n = t.shape().num_elems();
             let new = match fill {
                 Fill::Normal => {
-                    // Large ones repeat: ranks must not be apart by the time that random numbers take.
+                    // Large ones repeat: random numbers take long, and ranks would drift apart.
                     let some: Vec<f32> = (0..n.min(PERIOD)).map(|_| rng.normal()).collect();
                     let v: Vec<f32> = some.iter().copied().cycle().take(n).collect();
                     Tensor::from_f32(&v, t.dtype(), t.shape())?
@@ -299,7 +299,7 @@ fn ep_to(
     let (y, out, g, dx) = (rows(desc.capacity)?, rows(tokens)?, rows(tokens)?, rows(tokens)?);
     let (d_recv, d_weights) = (rows(desc.recv_rows())?, vector(desc.capacity)?);
     let dw = tensor(heap, DType::F32, tokens, k)?;
-    // As kernels behind the phase make it, of a weighted combine, or as rows come, of one without weights.
+    // As kernels behind the phase make it (weighted), or as rows come (without weights).
     let grad_straight = straight && matches!(layout, EpLayout::ExpertMajor { .. });
     let dy = if grad_straight { plan.zero_copy_grad()? } else { rows(desc.capacity)? };
     dy.poison()?;
@@ -478,8 +478,8 @@ static BY_NCCL: [Make; 15] = [
     |h, s| cp_by((Strategy::Get, CollectiveBackend::Fastest), h, s),
 ];
 
-/// Those of `ops` that `TW_TEAM_OPS=FIRST-LAST` asks for (all without it), with their numbers: a process for some of
-/// them, so that one that ends its device does not hide the others.
+/// Those of `ops` that `TW_TEAM_OPS=FIRST-LAST` asks for (all without it), with their numbers: a
+/// process for some of them, so that one that ends its device does not hide the others.
 pub fn asked(ops: &[Make]) -> Vec<(usize, Make)> {
     let range = std::env::var("TW_TEAM_OPS").map_or(0..=usize::MAX, |text| {
         let ends = text.split_once('-').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
@@ -499,7 +499,8 @@ pub fn by_puts() -> &'static [Make] {
 /// One operation of each family, of small tensors: their places among those by puts.
 pub const FAMILIES: [usize; 11] = [0, 2, 6, 9, 12, 14, 15, 16, 19, 24, 36];
 
-/// Operations of each way of meeting: by a kernel of one block, by kernels of many, by flags of copy engines.
+/// Operations of each way of meeting: by a kernel of one block, by kernels of many, by flags of
+/// copy engines.
 pub fn for_orders() -> Vec<Make> {
     vec![
         |h, s| collective_odd("all_gather", h, s, M),
@@ -533,8 +534,8 @@ pub fn by_copies() -> Vec<Make> {
     ]
 }
 
-/// Whether the bits of an operation of [`by_nccl`] are those of the way that the clock has chosen: attention by puts merges
-/// results of two parts, by NCCL there is one.
+/// Whether the bits of an operation of [`by_nccl`] are those of the way that the clock has chosen:
+/// attention by puts merges results of two parts, by NCCL there is one.
 pub fn has_bits_of_its_way(i: usize) -> bool {
     i + 1 == BY_NCCL.len()
 }

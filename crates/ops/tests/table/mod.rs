@@ -291,8 +291,8 @@ pub const OPS: [(&str, Make); 15] = [
     ("reduce_scatter in bulk", bulk_scatter),
 ];
 
-/// Forward, then backward from other keys and values: bytes left over from the forward pass must not
-/// pass for those of the backward pass. All outputs lie in one tensor.
+/// Forward, then backward from other keys and values: bytes left over from the forward pass must
+/// not pass for those of the backward pass. All outputs lie in one tensor.
 fn cp(strategy: Strategy, heap: &Heap, stream: &Stream, prepare: bool) -> Result<Ready> {
     let (size, d) = (heap.team().size(), 2);
     let attn = AttentionDesc::new(M, (size, size), d, DType::F32, AttnMask::FULL);
