@@ -8,7 +8,7 @@ use tilewire_core::{Rank, Result};
 
 use self::vars::Vars;
 
-/// Who started the ranks.
+/// The launcher that started the ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[non_exhaustive]
 pub enum Launcher {
@@ -55,7 +55,7 @@ pub struct Place {
     pub local_rank: Rank,
     /// Ranks on this host.
     pub local_size: usize,
-    /// Who started us.
+    /// The launcher that started this process.
     pub launcher: Launcher,
     /// Where we meet.
     pub rendezvous: Rendezvous,
@@ -63,7 +63,7 @@ pub struct Place {
     pub job: String,
 }
 
-/// What the caller says about the place, and what of the process is needed to find it.
+/// The caller's statements about the place, and what of the process is needed to find it.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Flags {
     /// World rank; needs `size` and, unless that is 1, `store`.

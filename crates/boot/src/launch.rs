@@ -53,7 +53,7 @@ pub struct Launch {
     pub forward_signals: bool,
 }
 
-/// How a rank's process ended.
+/// The end of a rank's process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RankStatus {
     /// With this status.
@@ -82,13 +82,13 @@ impl RankStatus {
 pub struct Failure {
     /// Which one.
     pub rank: Rank,
-    /// How it ended.
+    /// Its end.
     pub status: RankStatus,
     /// The last lines, at most 20, of its standard error.
     pub last_stderr: Vec<String>,
 }
 
-/// How a job ended.
+/// The end of a job.
 #[derive(Clone, Debug)]
 pub struct ExitReport {
     /// Exit code for the launcher: 0, that of the first failure, 124 after the time limit, or
@@ -104,7 +104,7 @@ pub struct ExitReport {
     pub interrupted: Option<i32>,
     /// Processes that ranks left behind in their sessions, and that were ended.
     pub stragglers: usize,
-    /// How long the job ran.
+    /// Duration of the job.
     pub elapsed: Duration,
 }
 
@@ -173,7 +173,7 @@ impl Launch {
         Ok(watch.report(&ranks, tails, stragglers))
     }
 
-    /// What all ranks get alike.
+    /// Returns what all ranks get alike.
     fn shared_vars(&self, secret: &Secret) -> Result<Vec<(String, String)>> {
         let io = |e| Error::io("looking for a free port", e);
         let free = std::net::TcpListener::bind("127.0.0.1:0").map_err(io)?;

@@ -16,7 +16,7 @@ pub const MAX_FDS: usize = 253;
 /// The longest tag in bytes.
 pub const MAX_TAG: usize = 256;
 
-/// What one member gave to an exchange.
+/// A member's contribution to an exchange.
 #[derive(Debug, Default)]
 pub struct Parcel {
     /// The bytes, as given.
@@ -25,7 +25,7 @@ pub struct Parcel {
     pub fds: Vec<OwnedFd>,
 }
 
-/// How a rank ended.
+/// The end of a rank.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum PeerExit {
     /// Without a goodbye: killed, crashed, or its mesh dropped without [`Mesh::leave`].
@@ -106,7 +106,7 @@ pub trait Mesh: Send + Sync {
     fn die(&self) {}
 }
 
-/// What both kinds of mesh require of the arguments of an exchange.
+/// Returns what both kinds of mesh require of the arguments of an exchange.
 pub(crate) fn check_exchange(
     mesh: &dyn Mesh,
     tag: &str,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use tilewire_core::{Error, ErrorKind, Result, inject};
 
-/// What the ranks of one job know and strangers do not. Never printed by `Debug`.
+/// A secret that the ranks of one job share. Never printed by `Debug`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret {
     key: [u8; 32],

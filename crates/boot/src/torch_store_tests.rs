@@ -23,7 +23,7 @@ fn key(s: &mut TcpStream) -> IoResult<String> {
     vector(s).map(|b| String::from_utf8(b).unwrap())
 }
 
-/// What torch's server does with these bytes, for one connection.
+/// Returns what torch's server does with these bytes, for one connection.
 fn serve(mut s: TcpStream, data: &Shared) -> IoResult<()> {
     assert_eq!(bytes::<1>(&mut s)?, [query::VALIDATE]);
     assert_eq!(u32::from_ne_bytes(bytes(&mut s)?), 0x3C85F7CE);

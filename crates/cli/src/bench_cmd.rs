@@ -212,7 +212,7 @@ fn driver() -> Option<String> {
     text.split_whitespace().find(|w| w.split('.').count() >= 3).map(str::to_owned)
 }
 
-/// What this process was called with.
+/// Returns what this process was called with.
 fn command() -> String {
     std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }

@@ -162,7 +162,8 @@ pub fn value(r: usize, i: usize) -> f32 {
     ((mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 61) as i64 - 4) as f32 * 0.5
 }
 
-/// How many of `m` rows a collective is about: all_to_all moves equal parts, without the rest.
+/// Returns how many of `m` rows a collective is about: all_to_all moves equal parts, without the
+/// rest.
 fn sent_rows(op: &str, m: usize, size: usize) -> usize {
     if op == "all_to_all" { m / size * size } else { m }
 }
@@ -378,7 +379,7 @@ impl Bench<'_> {
     }
 }
 
-/// What tells a row of a collective from others: on so many multiprocessors it is another.
+/// Returns what tells a row of a collective from others: on so many multiprocessors it is another.
 fn shape_text(bytes: usize, sms: Option<usize>) -> String {
     let sms = sms.map_or(String::new(), |n| format!(" sms={n}"));
     format!("bytes={bytes}{sms}")

@@ -207,7 +207,7 @@ fn routing(rank: usize, tokens: usize, k: usize, experts: usize) -> Vec<i64> {
     out
 }
 
-/// How many ranks a token goes to, its own included with the share that it has of all.
+/// Returns how many ranks a token goes to, its own included with the share that it has of all.
 fn ranks_of(choices: &[i64], d: &EpDesc) -> usize {
     let owner =
         |e: i64| (0..d.experts_per_rank.len()).rev().find(|&r| d.first_expert(r) <= e as usize);

@@ -104,9 +104,9 @@ fn columns(which: usize, rows: Range<usize>) -> Vec<[f32; PERIOD]> {
     rows.map(|i| std::array::from_fn(|j| small(which, i, j))).collect()
 }
 
-/// What the sum of one period is multiplied by in a product of `num` of them: a power of two, whose
-/// products need no more bits than that sum. At most 512, of which f16 holds the sum of fifteen
-/// ranks.
+/// Returns what the sum of one period is multiplied by in a product of `num` of them: a power of
+/// two, whose products need no more bits than that sum. At most 512, of which f16 holds the sum of
+/// fifteen ranks.
 fn times(num: usize) -> usize {
     match num.is_multiple_of(2) {
         true => 1 << num.ilog2().min(9),
@@ -114,9 +114,9 @@ fn times(num: usize) -> usize {
     }
 }
 
-/// How many of `num` periods of X have the other sign, so that [`times`] are left. All elements
-/// count, and these are the last ones: of periods that took turns no part of K, if left out, would
-/// be missed.
+/// Returns how many of `num` periods of X have the other sign, so that [`times`] are left. All
+/// elements count, and these are the last ones: of periods that took turns no part of K, if left
+/// out, would be missed.
 fn turned(num: usize) -> usize {
     (num - times(num)) / 2
 }

@@ -81,7 +81,7 @@ fn median(samples: &[f64]) -> f64 {
     if n % 2 == 1 { at(n / 2) } else { (at((n / 2).wrapping_sub(1)) + at(n / 2)) / 2.0 }
 }
 
-/// How far samples lie apart: the largest over the smallest, less one.
+/// Returns how far samples lie apart: the largest over the smallest, less one.
 fn apart(samples: &[f64]) -> f64 {
     let smallest = samples.iter().copied().fold(f64::INFINITY, f64::min);
     samples.iter().copied().fold(0.0, f64::max) / smallest - 1.0

@@ -98,7 +98,7 @@ fn library(places: &Places, spec: &LibrarySpec) -> Finding {
     }
 }
 
-/// What is not there without it.
+/// Returns what is not there without it.
 fn needed_for(spec: &LibrarySpec) -> &'static str {
     match spec.name {
         n if n == NVTX.name => "for ranges in a profiler only",
@@ -225,7 +225,7 @@ fn descriptors() -> Finding {
     }
 }
 
-/// What a folder's file system has left, in MiB.
+/// Returns what a folder's file system has left, in MiB.
 fn free_mib(folder: &Path) -> Option<u64> {
     let s = rustix::fs::statvfs(folder).ok()?;
     Some(s.f_bavail.saturating_mul(s.f_frsize) >> 20)

@@ -96,8 +96,8 @@ pub(crate) fn bandwidth(op: &str, bytes: usize, size: usize, us: f64) -> (f64, f
 }
 
 impl Row {
-    /// What samples say that lie `spread` apart: nothing if they lie further apart than it is
-    /// large.
+    /// Returns what samples say that lie `spread` apart: nothing if they lie further apart than it
+    /// is large.
     fn certain(value: f64, spreads: &[Option<f64>]) -> Option<f64> {
         let noise: f64 = spreads.iter().flatten().map(|s| s / 2.0).sum();
         (value.abs() > noise).then_some(value)

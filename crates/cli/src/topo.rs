@@ -22,7 +22,7 @@ pub fn run(args: &TopoArgs) -> Result<i32> {
     Ok(0)
 }
 
-/// How each device reaches each: `None` for itself.
+/// Returns how each device reaches each: `None` for itself.
 ///
 /// # Errors
 /// What the driver reports.

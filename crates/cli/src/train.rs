@@ -56,7 +56,8 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     Ok(0)
 }
 
-/// Whether what is written after training can be: said before it, and with every file as it was.
+/// Returns whether what is written after training can be: said before it, and with every file as it
+/// was.
 fn can_write(args: &TrainArgs) -> Result<()> {
     let TrainArgs { checkpoint, trace, svg, .. } = args;
     for (flag, path, beside) in
@@ -157,7 +158,7 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// What one rank does.
+    /// Returns what one rank does.
     fn rank(&self, world: World) -> Result<()> {
         let (args, first) = (self.args, world.rank().get() == 0);
         if let (true, Some(folder)) = (first, &args.dump) {
@@ -268,7 +269,7 @@ impl Job<'_> {
     }
 }
 
-/// What came before the first step, and the part of it that kernels took.
+/// Returns what came before the first step, and the part of it that kernels took.
 fn start_up(all: Duration, k: KernelTimes) -> String {
     let (all, kernels) = (all.as_secs_f64(), k.took.as_secs_f64());
     format!(

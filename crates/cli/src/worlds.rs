@@ -7,7 +7,7 @@ use tilewire::prelude::*;
 
 use crate::args::PlaceArgs;
 
-/// Who I am according to flags and environment.
+/// Returns who I am according to flags and environment.
 ///
 /// # Errors
 /// `Config` or `InvalidArgument` naming the variable that does not fit.

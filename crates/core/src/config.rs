@@ -33,7 +33,7 @@ pub enum JitMode {
     Off,
 }
 
-/// How much is logged.
+/// The amount of logging.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum LogLevel {
     /// Errors only.

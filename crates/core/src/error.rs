@@ -13,7 +13,7 @@ use crate::Rank;
 /// Shorthand for results of this workspace.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, in one word that programs can match on.
+/// The kind of an error: one word that programs can match on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -72,7 +72,7 @@ struct Inner {
     cause: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
-/// What failed, where, between which ranks, and what to do about it.
+/// An error: what failed, where, between which ranks, and what to do about it.
 ///
 /// Cheap to clone: the same fault is reported to every caller that it concerns.
 ///
@@ -169,25 +169,25 @@ impl Error {
         self
     }
 
-    /// What was expected.
+    /// Sets the expected value.
     pub fn expected(mut self, v: impl fmt::Display) -> Self {
         self.0.expected = Some(v.to_string());
         self
     }
 
-    /// What was seen instead.
+    /// Sets the value that was seen instead.
     pub fn seen(mut self, v: impl fmt::Display) -> Self {
         self.0.seen = Some(v.to_string());
         self
     }
 
-    /// How long was waited.
+    /// Sets the time that was waited.
     pub fn elapsed(mut self, d: Duration) -> Self {
         self.0.elapsed = Some(d);
         self
     }
 
-    /// What the user can do.
+    /// Sets what the user can do.
     pub fn hint(mut self, hint: impl Into<Cow<'static, str>>) -> Self {
         self.0.hint.get_or_insert(hint.into());
         self
@@ -253,22 +253,22 @@ impl Error {
         self.0.seq
     }
 
-    /// What was expected, in words, if something was compared.
+    /// Returns what was expected, in words, if something was compared.
     pub fn get_expected(&self) -> Option<&str> {
         self.0.expected.as_deref()
     }
 
-    /// What was seen instead, in words, if something was compared.
+    /// Returns what was seen instead, in words, if something was compared.
     pub fn get_seen(&self) -> Option<&str> {
         self.0.seen.as_deref()
     }
 
-    /// How long was waited, if anything was waited for.
+    /// Returns how long was waited, if anything was waited for.
     pub fn get_elapsed(&self) -> Option<Duration> {
         self.0.elapsed
     }
 
-    /// What the user can do, if anything.
+    /// Returns what the user can do, if anything.
     pub fn get_hint(&self) -> Option<&str> {
         self.0.hint.as_deref()
     }

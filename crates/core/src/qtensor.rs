@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{DType, Error, Result, Shape};
 
-/// How scales relate to data. `value = data * scale` for every layout.
+/// The relation of scales to data. `value = data * scale` for every layout.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleLayout {

@@ -23,7 +23,7 @@ impl Rng {
         Self { seed: mix(seed ^ 0x9e37_79b9_7f4a_7c15), counter: 0 }
     }
 
-    /// What the numbers depend on beside the position: for code elsewhere that computes
+    /// Returns what the numbers depend on beside the position: for code elsewhere that computes
     /// [`Rng::at`].
     pub fn key(&self) -> u64 {
         self.seed

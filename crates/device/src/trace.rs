@@ -8,7 +8,7 @@ use crate::cuda::DeviceSpans;
 /// One piece of work on one lane.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// What ran.
+    /// Name of the work.
     pub name: String,
     /// Where it ran: a stream's name.
     pub lane: String,

@@ -100,7 +100,8 @@ impl Shared<'_> {
         })
     }
 
-    /// What lies before layer `l` and is added to it: the input's place, and what is added there.
+    /// Returns what lies before layer `l` and is added to it: the input's place, and what is added
+    /// there.
     fn input(&self, l: usize) -> (&Tensor, Option<&Tensor>) {
         match l.checked_sub(1) {
             None => (&self.activations.layers[0].x, None),
@@ -113,13 +114,14 @@ impl Shared<'_> {
         (self.after_attention(l), (!self.cfg.no_experts).then_some(&self.activations.scratch.moe))
     }
 
-    /// What layer `l` makes of its input by attention: `x1`, or the input where there is none.
+    /// Returns what layer `l` makes of its input by attention: `x1`, or the input where there is
+    /// none.
     fn after_attention(&self, l: usize) -> &Tensor {
         let s = &self.activations.layers[l];
         if self.cfg.no_attention { self.before_attention(l) } else { &s.x1 }
     }
 
-    /// What the first norm of layer `l` has normed.
+    /// Returns what the first norm of layer `l` has normed.
     fn before_attention(&self, l: usize) -> &Tensor {
         match l {
             0 => &self.activations.layers[0].x,

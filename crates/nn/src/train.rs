@@ -80,8 +80,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// How many kernels the model's device was asked for so far, and how long that took; none on
-    /// the host.
+    /// Returns how many kernels the model's device was asked for so far, and how long that took;
+    /// none on the host.
     pub fn kernel_times(&self) -> Option<KernelTimes> {
         match &self.model.comm.place.device {
             Device::Host => None,

@@ -62,7 +62,7 @@ impl TopK {
         usize::try_from(self.idx[t * self.k + j]).ok()
     }
 
-    /// How many copies each expert receives.
+    /// Returns how many copies each expert receives.
     ///
     /// # Panics
     /// If an index is not below `num_experts`.

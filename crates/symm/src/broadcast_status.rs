@@ -37,7 +37,7 @@ fn failed(why: &Error) -> Vec<u8> {
     [&[FAILED], &serde_json::to_vec(&f).unwrap_or_default()[..]].concat()
 }
 
-/// What `peer` said: its payload, or that its step failed.
+/// Returns what `peer` said: its payload, or that its step failed.
 fn payload_of(peer: Rank, words: &[u8]) -> Result<&[u8]> {
     match words.split_first() {
         Some((&OK, rest)) => Ok(rest),

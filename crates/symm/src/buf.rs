@@ -21,8 +21,8 @@ pub(crate) struct Dropped {
     pub ended: Option<Ended>,
 }
 
-/// What has been dropped and is not in use any more, in order. Without the lock of the list: the
-/// driver, which is asked here, may be dropping what a graph used, under one of its own.
+/// Returns what has been dropped and is not in use any more, in order. Without the lock of the
+/// list: the driver, which is asked here, may be dropping what a graph used, under one of its own.
 pub(crate) fn unused(dropped: Vec<Dropped>) -> Vec<(usize, usize)> {
     let ended = |d: &&Dropped| d.ended.as_ref().is_none_or(|f| f());
     let mut found: Vec<_> = dropped.iter().filter(ended).map(|d| (d.at, d.len)).collect();

@@ -33,7 +33,7 @@ pub struct HeapCfg {
     /// CUDA device that holds this rank's part (not on the host). Default: the world rank,
     /// modulo the number of devices.
     pub device: Option<u32>,
-    /// Whether GPUs use each other's memory where they can. Default: they do. Without it, and where
+    /// GPUs use each other's memory where they can. Default: true. Without it, and where
     /// they cannot, only operations through NCCL move data, and ranks meet in the host's memory.
     pub peer_access: bool,
 }

@@ -28,17 +28,17 @@ pub struct HookPoint<'a> {
     pub op: &'a str,
     /// Phase of the operation.
     pub phase: &'a str,
-    /// What comes next.
+    /// The kind of the step that comes next.
     pub kind: StepKind,
     /// My team rank.
     pub rank: Rank,
     /// The peer of the step, if it has one.
     pub peer: Option<Rank>,
-    /// How many steps of this kind this rank made in this team before.
+    /// Number of steps of this kind that this rank made in this team before.
     pub nth: u64,
 }
 
-/// What to do with the step.
+/// The hook's decision about a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HookAction {
     /// As if there were no hook.

@@ -133,7 +133,7 @@ pub fn turn<T, E>(
     Some(ready().ok_or(why))
 }
 
-/// What an abort word says.
+/// The content of an abort word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AbortCode {
     /// Low 32 bits of the team generation the abort is meant for.

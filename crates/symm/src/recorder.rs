@@ -17,7 +17,7 @@ const TEXT_WORD: usize = 8;
 const TEXT_BYTES: usize = (ENTRY_WORDS - TEXT_WORD) * 8;
 pub(crate) const RECORDER_BYTES: usize = NUM_ENTRIES * ENTRY_WORDS * 8;
 
-/// What a collective call is about; equal on all ranks or the call fails.
+/// The subject of a collective call; equal on all ranks or the call fails.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Fingerprint {
     hash: [u8; 32],
@@ -34,7 +34,7 @@ impl Fingerprint {
         Self { hash: *h.finalize().as_bytes(), text }
     }
 
-    /// What the flight recorder keeps of a fingerprint.
+    /// Returns what the flight recorder keeps of a fingerprint.
     pub(crate) fn recorded(tag: u64, text: String) -> Self {
         let mut hash = [0; 32];
         hash[..8].copy_from_slice(&tag.to_le_bytes());
@@ -59,7 +59,7 @@ impl Fingerprint {
     }
 }
 
-/// What an entry is about.
+/// The subject of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EntryKind {
@@ -69,7 +69,7 @@ pub enum EntryKind {
     Launch,
 }
 
-/// How far it came.
+/// Its progress.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EntryState {
@@ -88,9 +88,9 @@ pub enum EntryState {
 pub struct Entry {
     /// Position in the team's program order, from 1.
     pub seq: u64,
-    /// What it is.
+    /// Its subject.
     pub kind: EntryKind,
-    /// How far it came.
+    /// Its progress.
     pub state: EntryState,
     /// First eight bytes of the fingerprint.
     pub fingerprint: u64,
@@ -196,8 +196,8 @@ pub(crate) fn write_prepare(ctl: &Control, me: Rank, seq: u64, fp: u64) {
     word(older).store(seq, Ordering::Release);
 }
 
-/// What `rank` has at position `seq`: its entry, or, if launches behind it have overwritten that,
-/// what is kept of its last two prepares.
+/// Returns what `rank` has at position `seq`: its entry, or, if launches behind it have overwritten
+/// that, what is kept of its last two prepares.
 ///
 /// A prepare is noted after its entry. So where the note is there and the entry was not, the entry
 /// may have been written in between: it is looked for once more, this time behind the note.

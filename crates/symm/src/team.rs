@@ -233,7 +233,7 @@ impl LiveTeam {
         &self.0.fault
     }
 
-    /// How long a wait on a live peer may last.
+    /// Returns how long a wait on a live peer may last.
     pub fn timeout(&self) -> Duration {
         self.0.cfg.timeout
     }
@@ -360,7 +360,8 @@ impl LiveTeam {
         }
     }
 
-    /// What `rank` wrote into its page when its first fault was set; `None` if all was well.
+    /// Returns what `rank` wrote into its page when its first fault was set; `None` if all was
+    /// well.
     fn report(&self, rank: Rank) -> Option<serde_json::Value> {
         let word = |i| self.0.ctl.report_word(rank, i).load(Ordering::Acquire);
         let [about, reason, from, ..] = word(0).to_le_bytes();
@@ -496,7 +497,7 @@ impl LiveTeam {
         })
     }
 
-    /// What this rank has moved so far, per destination.
+    /// Returns what this rank has moved so far, per destination.
     pub fn traffic(&self) -> Traffic {
         self.0.traffic.snapshot()
     }
@@ -514,7 +515,7 @@ impl LiveTeam {
         }
     }
 
-    /// What the wait on (slot, source) must see after `n` more signals.
+    /// Returns what the wait on (slot, source) must see after `n` more signals.
     pub(crate) fn expect(&self, slot: usize, src: Rank, n: u64) -> u64 {
         self.0.expected[slot * self.size() + src.idx()].fetch_add(n, Ordering::Relaxed) + n
     }

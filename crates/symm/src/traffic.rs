@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::Serialize;
 use tilewire_core::Rank;
 
-/// What one rank sent to one peer.
+/// Counts of one rank's transfers to one peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct LinkTraffic {
     /// Number of puts.
@@ -20,7 +20,7 @@ pub struct LinkTraffic {
     pub signals: u64,
 }
 
-/// What one rank sent to each peer: index = team rank of the peer.
+/// Counts of one rank's transfers to each peer: index = team rank of the peer.
 pub type Traffic = Vec<LinkTraffic>;
 
 #[derive(Default)]

@@ -70,9 +70,9 @@ impl LiveTeam {
         Err(Error::internal("unreachable: 2^64 polls"))
     }
 
-    /// What can be said of a wait for a device that lasts: ranks that have made fewer calls keep
-    /// the others waiting. Once for each call, whoever waits and however many heaps the team has;
-    /// nothing where no call of mine is open.
+    /// Returns what can be said of a wait for a device that lasts: ranks that have made fewer calls
+    /// keep the others waiting. Once for each call, whoever waits and however many heaps the team
+    /// has; nothing where no call of mine is open.
     pub(crate) fn lateness(&self, waited: Duration) -> Option<String> {
         let last = |r: Rank| self.flight_recorder(r).pop();
         let mine = last(self.rank())
@@ -134,7 +134,7 @@ impl LiveTeam {
         Error::new(ErrorKind::Aborted, text).rank(self.rank()).peer(src)
     }
 
-    /// What peers and the monitor have reported and no wait of mine has met yet.
+    /// Returns what peers and the monitor have reported and no wait of mine has met yet.
     pub(crate) fn news(&self) -> Option<Error> {
         let dead = || {
             let peer = self.first_dead()?;

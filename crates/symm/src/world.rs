@@ -15,9 +15,9 @@ use crate::team::{LiveTeam, TeamInner, lock};
 /// Time limits of a world.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct WorldCfg {
-    /// How long a wait on a live peer may last. Default 600 s.
+    /// Longest wait on a live peer. Default 600 s.
     pub timeout: Duration,
-    /// How long forming a team may last. Default 60 s.
+    /// Longest time to form a team. Default 60 s.
     pub rendezvous_timeout: Duration,
     /// After how long a wait is reported in the log. Default 30 s.
     pub late_warning: Duration,
@@ -380,7 +380,7 @@ impl Drop for World {
     }
 }
 
-/// Whether a backend can be used here, and if not, why.
+/// The availability of a backend here, and the reason if there is none.
 #[derive(Clone, PartialEq, Debug)]
 pub struct BackendStatus {
     /// Which backend.
@@ -389,7 +389,7 @@ pub struct BackendStatus {
     pub why_not: Option<String>,
 }
 
-/// What is available on this machine. Never fails and needs no world.
+/// Returns what is available on this machine. Never fails and needs no world.
 pub fn backends() -> Vec<BackendStatus> {
     BackendKind::NAMES
         .iter()

@@ -81,7 +81,7 @@ impl<K: Clone + Eq + Hash> Plans<K> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is held.
+    /// Returns what is held.
     pub fn usage(&self) -> PlansUsage {
         let (free, total) = self.heap.usage();
         let held = self.held();
@@ -204,7 +204,7 @@ impl<K: Clone + Eq + Hash> Plans<K> {
         }
     }
 
-    /// Whether the heap grew. The numbers are equal on all ranks, so the answer is.
+    /// Returns whether the heap grew. The numbers are equal on all ranks, so the answer is.
     fn grow(&self, total: usize, need: usize) -> Result<bool> {
         let most = self.limit_bytes;
         let want = total.saturating_add(need).max(total.saturating_mul(2)).min(most);

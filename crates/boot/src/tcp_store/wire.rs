@@ -152,7 +152,7 @@ pub(super) fn read_greeting(b: &[u8]) -> Result<(Nonce, &[u8])> {
     chunk(b)
 }
 
-/// What one side shows to the other, bound to both nonces.
+/// Returns what one side shows to the other, bound to both nonces.
 pub(super) fn proof(secret: &Secret, role: &str, client: &Nonce, server: &Nonce) -> blake3::Hash {
     secret.mac(&format!("store {role}"), &[&VERSION.to_le_bytes(), client, server])
 }

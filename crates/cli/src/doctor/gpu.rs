@@ -262,7 +262,7 @@ fn nvlinks() -> Option<Finding> {
     })
 }
 
-/// What a program prints; none if it has not ended its output within `limit`.
+/// Returns what a program prints; none if it has not ended its output within `limit`.
 fn output(command: &mut Command, limit: Duration) -> std::io::Result<Option<String>> {
     let mut child =
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;

@@ -30,7 +30,7 @@ pub(super) fn cases() -> Vec<Case> {
     v
 }
 
-/// What a case computes, whoever moves the data.
+/// Returns what a case computes, whoever moves the data.
 fn name(case: &Case) -> &str {
     case.bare().split('/').next().unwrap_or_default()
 }

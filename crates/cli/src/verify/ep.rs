@@ -161,7 +161,8 @@ fn idx_tensor(ctx: &Ctx, t: &TopK) -> Result<Tensor> {
     ctx.place(Tensor::from_slice(&t.idx.iter().map(|&i| i as i32).collect::<Vec<_>>(), shape)?)
 }
 
-/// What the plan predicts for each phase; on devices kernels move the rows, and nobody counts them.
+/// Returns what the plan predicts for each phase; on devices kernels move the rows, and nobody
+/// counts them.
 fn predicted(ctx: &Ctx, plan: &EpPlan, handle: &EpHandle) -> Result<Option<EpTraffic>> {
     match ctx.heap.device() {
         Device::Host => plan.predict(handle).map(Some),
@@ -416,7 +417,8 @@ fn whole(ctx: &Ctx, rows: &Mat, d: &EpDesc) -> Result<Tensor> {
     ctx.place(t)
 }
 
-/// What the backward of dispatch gives rank `me`: the sum of the gradients of each token's rows.
+/// Returns what the backward of dispatch gives rank `me`: the sum of the gradients of each token's
+/// rows.
 fn rows_home(d: &EpDesc, b: &Batch, d_recv: &[Mat], me: usize) -> Mat {
     if matches!(d.layout, EpLayout::ExpertMajor { .. }) {
         return oracle::combine_at(&b.layout, d_recv, None, me);

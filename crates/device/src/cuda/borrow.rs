@@ -22,7 +22,7 @@ pub(super) struct Known(Vec<(u64, Weak<Inner>)>);
 const MOST: usize = 64;
 
 impl Known {
-    /// Whether the stream is known, and who borrows it.
+    /// Returns whether the stream is known, and who borrows it.
     fn find(&self, id: u64) -> (bool, Option<Arc<Inner>>) {
         let found = self.0.iter().find(|(known, _)| *known == id);
         (found.is_some(), found.and_then(|(_, s)| s.upgrade()))

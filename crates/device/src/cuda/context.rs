@@ -243,7 +243,7 @@ impl CudaContext {
         self.0.leaving.lock().unwrap_or_else(PoisonError::into_inner).push((event, thing));
     }
 
-    /// What work uses that no event is behind: its end waits for the device.
+    /// Returns what work uses that no event is behind: its end waits for the device.
     pub(super) fn unsure(&self, thing: Thing) -> Thing {
         Arc::new(Unsure { ctx: self.clone(), thing: Some(thing) })
     }
@@ -344,7 +344,7 @@ impl CudaContext {
         Ok(String::from_utf8_lossy(&buf[..len]).into_owned())
     }
 
-    /// What the device is.
+    /// Returns what the device is.
     ///
     /// # Errors
     /// What the driver reports.
@@ -459,8 +459,8 @@ impl CudaContext {
         Ok(missing.len())
     }
 
-    /// How many kernels were asked for on this device, and how long it took to find, compile and
-    /// load them.
+    /// Returns how many kernels were asked for on this device, and how long it took to find,
+    /// compile and load them.
     pub fn kernel_times(&self) -> KernelTimes {
         self.0.jit.get().map(Jit::times).unwrap_or_default()
     }

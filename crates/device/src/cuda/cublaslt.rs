@@ -205,7 +205,7 @@ impl Drop for Object {
     }
 }
 
-/// What is fixed of `D[m, n] = op(A) op(B) (+ bias) (+ D)`: all but the number of rows.
+/// The fixed part of `D[m, n] = op(A) op(B) (+ bias) (+ D)`: all but the number of rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LtDesc {
     /// Columns of D.

@@ -73,7 +73,7 @@ impl Inner {
         Ok(event)
     }
 
-    /// What the graph keeps that the owner is capturing the stream into.
+    /// Returns what the graph keeps that the owner is capturing the stream into.
     fn captured_into(&self) -> Option<Arc<Held>> {
         let _current = self.ctx.bind().ok()?;
         let (id, graph) = capture_info(self.raw).ok()??;

@@ -97,7 +97,7 @@ fn packages(libs: impl IntoIterator<Item = PathBuf>, seen: &mut Vec<PathBuf>) ->
     out
 }
 
-/// What a folder holds, in order; nothing if it is not there.
+/// Returns what a folder holds, in order; nothing if it is not there.
 pub(super) fn entries(folder: &Path) -> Vec<PathBuf> {
     let list = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
     let mut list: Vec<_> = list.collect();

@@ -36,8 +36,8 @@ const NEWEST: usize = 16;
 const THREADS: usize = 16;
 
 impl Flight {
-    /// What is behind an event that has been reached, and the events: to be let go without the
-    /// lock.
+    /// Returns what is behind an event that has been reached, and the events: to be let go without
+    /// the lock.
     pub fn reached(&mut self) -> Vec<(CudaEvent, Vec<Thing>)> {
         let n = self.closed.iter().take_while(|(e, _)| e.is_done()).count();
         self.closed.drain(..n).collect()

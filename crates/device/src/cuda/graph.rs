@@ -106,7 +106,7 @@ impl Held {
         self.things.lock().unwrap_or_else(PoisonError::into_inner).push(thing);
     }
 
-    /// What it has: the graph's from now on.
+    /// Returns what it has: the graph's from now on.
     pub fn take(&self) -> Vec<Thing> {
         std::mem::take(&mut *self.things.lock().unwrap_or_else(PoisonError::into_inner))
     }

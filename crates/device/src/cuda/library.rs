@@ -86,7 +86,7 @@ impl<'a> Lib<'a> {
     }
 }
 
-/// Whether what is mapped of `path` is no longer the file of that name, by the text of
+/// Returns whether what is mapped of `path` is no longer the file of that name, by the text of
 /// `/proc/self/maps`.
 fn is_replaced(path: &Path, maps: &str) -> bool {
     let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -95,7 +95,7 @@ fn is_replaced(path: &Path, maps: &str) -> bool {
     is_it(path) || is_it(&real)
 }
 
-/// What the loader said: the error itself only names the call.
+/// Returns what the loader said: the error itself only names the call.
 fn words(e: &libloading::Error) -> String {
     std::error::Error::source(e).map_or_else(|| e.to_string(), ToString::to_string)
 }

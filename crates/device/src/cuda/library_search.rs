@@ -16,7 +16,7 @@ use super::environment::{Pythons, entries, loader_folders, mapped};
 /// A library that is opened at run time.
 #[derive(Clone, Copy, Debug)]
 pub struct LibrarySpec {
-    /// What people call it.
+    /// Its common name.
     pub name: &'static str,
     /// Its file name, as the loader knows it.
     pub soname: &'static str,
@@ -108,7 +108,7 @@ pub(super) fn file_name(file: &Path) -> String {
     file.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// How a library was found.
+/// The way in which a library was found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum How {
     /// The process had loaded it.
@@ -143,7 +143,7 @@ impl fmt::Display for How {
 pub struct Found {
     /// The file.
     pub path: PathBuf,
-    /// How it was found.
+    /// The way in which it was found.
     pub how: How,
 }
 
@@ -317,8 +317,8 @@ impl Places {
     }
 }
 
-/// Whether two files belong to one copy: they lie in one folder, and have one version as far as
-/// their names say it.
+/// Returns whether two files belong to one copy: they lie in one folder, and have one version as
+/// far as their names say it.
 fn of_one_copy(a: &Path, b: &Path) -> bool {
     let real = |p: &Path| p.canonicalize().unwrap_or_else(|_| p.to_owned());
     let (a, b) = (real(a), real(b));

@@ -130,7 +130,7 @@ pub enum NcclOp {
     },
 }
 
-/// How elements are added.
+/// The operation that combines elements.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NcclSum {
     /// Sum.

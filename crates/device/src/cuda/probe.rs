@@ -42,7 +42,7 @@ pub(super) fn arch(sm: u32) -> String {
     format!("sm_{sm}{}", if sm >= 90 { "a" } else { "" })
 }
 
-/// How one device reaches the memory of another.
+/// The way in which one device reaches the memory of another.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PeerInfo {
     /// It can be addressed.
@@ -106,7 +106,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(&bytes[..len]).into_owned()
 }
 
-/// How device `from` reaches the memory of device `to`.
+/// Returns how device `from` reaches the memory of device `to`.
 ///
 /// # Errors
 /// `Unavailable` without a driver; `InvalidArgument` if there is no such pair of devices.

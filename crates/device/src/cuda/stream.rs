@@ -37,7 +37,7 @@ pub(super) struct Inner {
     given: AtomicU64,
     /// A graph was launched here, of which nothing is in flight.
     replays: AtomicBool,
-    /// How it has ended.
+    /// Its end.
     pub ended: Arc<OnceLock<Ended>>,
     /// The lane of its spans, and who collects them.
     trace: Option<Trace>,
@@ -77,7 +77,7 @@ pub(super) enum StreamId {
 
 #[derive(Default)]
 pub(super) struct Capture {
-    /// What the capture in progress refers to; shared by all streams that joined it.
+    /// Everything that the capture in progress refers to; shared by all streams that joined it.
     pub held: Option<Arc<Held>>,
     /// The launch that has asked the driver for it last.
     asked: Option<u64>,
@@ -574,7 +574,7 @@ impl Inner {
         matches!(self.id, StreamId::Theirs(_))
     }
 
-    /// Whether a graph was launched here.
+    /// Returns whether a graph was launched here.
     pub(super) fn has_replays(&self) -> bool {
         self.replays.load(Ordering::Acquire)
     }

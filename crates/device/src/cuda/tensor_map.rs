@@ -11,7 +11,7 @@ use super::error::check;
 use super::memory::CudaMemory;
 use crate::Buffer;
 
-/// How the bytes of a tile are permuted in shared memory, so that columns of it lie in different
+/// The permutation of a tile's bytes in shared memory, so that its columns lie in different
 /// banks. The innermost size of the tile is at most as many bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum MapSwizzle {
@@ -205,7 +205,7 @@ impl TensorMap {
         Ok(Self { raw, desc: desc.clone(), memory: memory.clone() })
     }
 
-    /// What was encoded.
+    /// Returns what was encoded.
     pub fn desc(&self) -> &TensorMapDesc {
         &self.desc
     }

@@ -16,7 +16,7 @@ use super::error::check;
 use super::memory::settle;
 use super::probe::try_share;
 
-/// How physical memory travels to other processes.
+/// The way in which physical memory travels to other processes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ShareBy {
     /// As 64 bytes that any process of the NVLink domain can import, also on other hosts. Needs an
@@ -35,7 +35,7 @@ impl ShareBy {
     }
 }
 
-/// What a fabric handle is made of.
+/// The bytes of a fabric handle.
 pub type FabricHandle = [u8; 64];
 
 /// Where the driver shows the IMEX channels that this process may use.
@@ -59,7 +59,7 @@ pub fn fabric_handles(ctx: &CudaContext) -> Result<()> {
     found
 }
 
-/// What can be known without trying.
+/// Returns what can be known without trying.
 fn has_fabric(supported: bool, channels: &Path) -> Result<()> {
     if !supported {
         return Err(Error::new(ErrorKind::Unsupported, "the device has no fabric handles"));
@@ -82,7 +82,7 @@ fn most_descriptors() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// How many descriptors this process could open now; why not one.
+/// Returns how many descriptors this process could open now; why not one.
 pub(super) fn free_descriptors() -> rustix::io::Result<u64> {
     rustix::fs::memfd_create("probe", rustix::fs::MemfdFlags::CLOEXEC)?;
     // One of those listed is the list's own.
@@ -90,8 +90,8 @@ pub(super) fn free_descriptors() -> rustix::io::Result<u64> {
     Ok(most_descriptors().saturating_sub(open as u64))
 }
 
-/// What the driver says of a descriptor that it could not open is one of its general errors: the
-/// real reason, where counting those that are free shows it.
+/// Returns what the driver says of a descriptor that it could not open is one of its general
+/// errors: the real reason, where counting those that are free shows it.
 pub(super) fn explain(e: Error, free: rustix::io::Result<u64>) -> Error {
     let limit = most_descriptors();
     // Each rank of a heap sends one, and the most ranks are 64.
@@ -141,7 +141,7 @@ fn properties(ctx: &CudaContext, by: ShareBy) -> CUmemAllocationProp {
     }
 }
 
-/// What chunk lengths and strides must be multiples of, in bytes.
+/// Returns what chunk lengths and strides must be multiples of, in bytes.
 ///
 /// # Errors
 /// What the driver reports.
@@ -398,7 +398,7 @@ impl VmmRange {
         Ok(())
     }
 
-    /// Whether there is memory of rank `i`.
+    /// Returns whether there is memory of rank `i`.
     fn has(&self, i: usize) -> bool {
         self.only.is_none_or(|only| only == i)
     }

@@ -33,7 +33,7 @@ pub struct Cache {
     dir: PathBuf,
 }
 
-/// What a cache holds.
+/// The contents of a cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct CacheUsage {
     /// Kernels.
@@ -94,7 +94,7 @@ impl Cache {
         }
     }
 
-    /// Whether there is a file for the code of `key` by `compiler`; it may be damaged.
+    /// Returns whether there is a file for the code of `key` by `compiler`; it may be damaged.
     pub fn holds(&self, key: &Key, compiler: &str) -> bool {
         self.path(key, compiler).exists()
     }
@@ -205,7 +205,7 @@ impl Cache {
         }
     }
 
-    /// What is there.
+    /// Returns what is there.
     ///
     /// # Errors
     /// `Io` if the folder cannot be read.

@@ -35,7 +35,7 @@ pub(crate) use times::Busy;
 use times::Clock;
 pub use times::KernelTimes;
 
-/// What a compiler makes of a spec.
+/// A compiler's result for a spec.
 #[derive(Clone, Debug)]
 pub struct Compiled {
     /// ELF machine code.
@@ -70,7 +70,7 @@ pub enum Origin {
     Compiled,
 }
 
-/// Whether `dir` holds the whole machine code of a kernel that was built with the program.
+/// Returns whether `dir` holds the whole machine code of a kernel that was built with the program.
 pub fn is_built_in(dir: &Path, key: &Key) -> bool {
     matches!(built_in(dir, key), Some(Ok(_)))
 }
@@ -144,7 +144,7 @@ impl Jit {
         self.get(spec).inspect(|(_, origin)| self.clock.count(*origin))
     }
 
-    /// How many kernels were asked for so far, and how long it took.
+    /// Returns how many kernels were asked for so far, and how long it took.
     pub fn times(&self) -> KernelTimes {
         self.clock.times()
     }
@@ -205,8 +205,8 @@ impl Jit {
         Ok((cubin, Origin::Compiled))
     }
 
-    /// Whether [`Jit::cubin`] would compile `spec`: it is neither embedded nor cached, and there is
-    /// a compiler.
+    /// Returns whether [`Jit::cubin`] would compile `spec`: it is neither embedded nor cached, and
+    /// there is a compiler.
     pub fn would_compile(&self, spec: &KernelSpec) -> bool {
         let key = spec.key();
         if self.mode == JitMode::Off || self.embedded.iter().any(|dir| is_built_in(dir, &key)) {

@@ -8,9 +8,9 @@ use super::Origin;
 /// Kernels that were asked for so far, and how long it took to get them.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct KernelTimes {
-    /// How many were compiled.
+    /// Number of kernels that were compiled.
     pub compiled: usize,
-    /// How many were built in or cached.
+    /// Number of kernels that were built in or cached.
     pub found: usize,
     /// Wall time in which at least one was looked for, compiled or loaded: threads that do so at
     /// the same time count once.

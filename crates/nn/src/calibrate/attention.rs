@@ -47,9 +47,9 @@ pub(super) fn measure(clock: &Clock<'_>, m: &Model) -> Result<Vec<Times>> {
     Ok(times)
 }
 
-/// What the queries in `spans` of the global rows see, as sequences of their own: those of a span
-/// that lie in one sequence, over that sequence's keys up to the last of them. A causal mask sits
-/// at the bottom right, so that query for query the same keys are seen.
+/// Returns what the queries in `spans` of the global rows see, as sequences of their own: those of
+/// a span that lie in one sequence, over that sequence's keys up to the last of them. A causal mask
+/// sits at the bottom right, so that query for query the same keys are seen.
 fn seen(spans: &[Range<usize>], global: &Sequences) -> Result<Sequences> {
     let (mut q, mut kv) = (vec![0], vec![0]);
     for span in spans {

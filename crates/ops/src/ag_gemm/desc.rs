@@ -74,7 +74,7 @@ impl AgGemmDesc {
         self.shards.rows(self.m, size).map(|_| ())
     }
 
-    /// What must be equal on all ranks: everything but `n`.
+    /// Returns what must be equal on all ranks: everything but `n`.
     pub(super) fn common(&self) -> String {
         format!(
             "m={} k={} {} {:?} {:?}",

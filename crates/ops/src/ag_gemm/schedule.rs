@@ -28,7 +28,7 @@ pub enum AgTask {
 /// Row tiles that are swept together over all columns, so that W is read from cache.
 const RASTER_ROWS: usize = 12;
 
-/// What rank `me` does, in order. `rows` are the rows of all ranks, `n` my columns;
+/// Returns what rank `me` does, in order. `rows` are the rows of all ranks, `n` my columns;
 /// `whole_rows` asks for tiles over all columns (activations that pair columns).
 ///
 /// Owner of step `i` is `me + i`, of a ring `me - i`; step 0 is the own shard and needs no flag.

@@ -102,7 +102,7 @@ pub(crate) struct LocalRows {
     pub kv: usize,
 }
 
-/// What a launch reads. In `cp_attention` the rows are those of this rank.
+/// The tensors that a launch reads. In `cp_attention` the rows are those of this rank.
 #[derive(Clone, Debug)]
 pub struct AttnInputs {
     /// `[tokens_q, Hq, dqk]`.
@@ -163,7 +163,7 @@ pub(crate) struct Extra {
     pub sink: Option<Vec<f32>>,
 }
 
-/// What the forward pass writes.
+/// The tensors that the forward pass writes.
 #[derive(Clone, Debug)]
 pub struct AttnOut {
     /// `[tokens_q, Hq, dv]`.
@@ -188,7 +188,7 @@ impl AttnOut {
     }
 }
 
-/// What the backward pass reads beside the inputs of the forward pass.
+/// The tensors that the backward pass reads beside the inputs of the forward pass.
 #[derive(Clone, Debug)]
 pub struct AttnSaved {
     /// Output of the forward pass.
@@ -227,7 +227,7 @@ impl AttnSaved {
     }
 }
 
-/// What the backward pass writes.
+/// The tensors that the backward pass writes.
 ///
 /// `dbias` and `dsink` hold what the queries (or heads) of this rank contribute: add them over the
 /// ranks, as the gradient of any replicated parameter.

@@ -32,7 +32,7 @@ impl AttentionPlan {
         Ok(Self { desc, config, ready: Ready::new() })
     }
 
-    /// What it computes.
+    /// Returns the description.
     pub fn desc(&self) -> &AttentionDesc {
         &self.desc
     }

@@ -76,7 +76,7 @@ impl Slice {
         }
     }
 
-    /// How much of it the mask lets through. Needs at least one row each.
+    /// Returns how much of it the mask lets through. Needs at least one row each.
     pub fn visible(&self, mask: &AttnMask) -> Visible {
         let at = |j: usize, i: usize| j as i64 - i as i64 - self.shift;
         let (last_i, last_j) = (self.i + self.num_q - 1, self.j + self.num_kv - 1);
@@ -152,7 +152,8 @@ pub(crate) fn slices(
     Queries::new(q, seqs, mask).slices(kv)
 }
 
-/// What one sequence has in a span of queries, whose first local row is `row`, and a span of keys.
+/// Returns what one sequence has in a span of queries, whose first local row is `row`, and a span
+/// of keys.
 fn slice(
     (q, row): &(Range<usize>, usize),
     kv: &Range<usize>,

@@ -70,7 +70,7 @@ impl BulkPlan {
         format!("bulk: gemm {} beside\n{}", self.gemm.desc(), self.collective.explain())
     }
 
-    /// What one launch moves from this rank to each peer: that of the collective.
+    /// Returns what one launch moves from this rank to each peer: that of the collective.
     ///
     /// # Errors
     /// As [`CollectivePlan::predict`].

@@ -7,7 +7,7 @@ use tilewire_core::{DType, Error, Result};
 
 use crate::Shards;
 
-/// How partial results are combined.
+/// The operation that combines partial results.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum ReduceOp {
     /// Sum.

@@ -59,7 +59,7 @@ impl Base {
         })
     }
 
-    /// Who moves `m` rows on a device.
+    /// Returns who moves `m` rows on a device.
     pub fn way(&self, m: usize) -> Way {
         let rows = self.moved_rows(m);
         let bytes = rows * self.desc.cols * self.desc.dtype.size();

@@ -100,7 +100,7 @@ impl CollectivePlan {
         self
     }
 
-    /// What it does.
+    /// Returns the description.
     pub fn desc(&self) -> &CollectiveDesc {
         &self.base.desc
     }
@@ -157,7 +157,7 @@ impl CollectivePlan {
         s
     }
 
-    /// What one launch with `m` rows moves from this rank to each peer.
+    /// Returns what one launch with `m` rows moves from this rank to each peer.
     ///
     /// # Errors
     /// `InvalidArgument` if `m` does not fit the shards.
@@ -215,7 +215,7 @@ impl CollectivePlan {
         Ok(())
     }
 
-    /// Whether a launch on `stream` would begin.
+    /// Returns whether a launch on `stream` would begin.
     pub(crate) fn check_launch(&self, stream: &Stream, (x, out): (&Tensor, &Tensor)) -> Result<()> {
         if self.base.core.lane().is_some() {
             let tensors = [("x", Some(x)), ("out", Some(out))];

@@ -9,7 +9,7 @@ use tilewire_symm::Heap;
 
 use super::check::no_kernel;
 
-/// What a collective on CUDA devices goes through.
+/// The transport of a collective on CUDA devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub enum CollectiveBackend {
     /// Puts into symmetric memory. Sums are formed in f32 in the order of the ranks: the same bits
@@ -52,7 +52,7 @@ impl FromStr for CollectiveBackend {
     }
 }
 
-/// Whether launches on a heap are queued on a device.
+/// Returns whether launches on a heap are queued on a device.
 pub(crate) fn is_on_device(heap: &Heap) -> bool {
     !matches!(heap.device(), Device::Host)
 }
@@ -66,8 +66,8 @@ pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
     }
 }
 
-/// What a plan goes through until it has asked the clock, and for good where there is nothing to
-/// choose.
+/// Returns what a plan goes through until it has asked the clock, and for good where there is
+/// nothing to choose.
 pub(crate) fn at_first(heap: &Heap, backend: CollectiveBackend) -> CollectiveBackend {
     if backend == CollectiveBackend::Fastest { usual(heap) } else { backend }
 }

@@ -21,7 +21,7 @@ pub(crate) struct Bias {
 }
 
 impl Bias {
-    /// That of a tensor that was has the type of [`bias_type`].
+    /// The bias of a tensor, whose type is [`bias_type`].
     ///
     /// # Errors
     /// `InvalidArgument` for a tensor of the host.

@@ -77,7 +77,7 @@ impl Choice {
         Ok(Self { given, used })
     }
 
-    /// What makes the products on a device.
+    /// Returns what makes the products on a device.
     pub fn kernel(&self) -> GemmBackend {
         self.given.map_or_else(GemmBackend::default, |c| c.kernel)
     }

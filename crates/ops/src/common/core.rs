@@ -98,7 +98,8 @@ impl Order {
     }
 }
 
-/// What a launch by NCCL moves that is counted: its meeting. What NCCL moves is its own business.
+/// Returns what a launch by NCCL moves that is counted: its meeting. What NCCL moves is its own
+/// business.
 pub(crate) fn only_meets(team: &tilewire_core::Team) -> Traffic {
     let mut t = vec![LinkTraffic { signals: 1, ..LinkTraffic::default() }; team.size()];
     t[team.rank().idx()] = LinkTraffic::default();
@@ -116,9 +117,9 @@ pub(crate) struct LaunchAt<'a> {
 pub struct Launch {
     /// The lane that the launch's calls act on.
     pub ctx: OpCtx,
-    /// How data and signals go to peers.
+    /// The transport to peers.
     pub net: Arc<HostTransport>,
-    /// What credits of this launch carry.
+    /// The fingerprint that credits of this launch carry.
     pub tag: u64,
 }
 
@@ -155,7 +156,7 @@ impl PlanCore {
         self
     }
 
-    /// What launches on a heap in device memory go through.
+    /// Returns what launches on a heap in device memory go through.
     pub(crate) fn lane(&self) -> Option<&Lane> {
         self.lane.as_ref()
     }
@@ -315,7 +316,7 @@ impl PlanCore {
         )
     }
 
-    /// What a heap in device memory needs and has not been `made` yet.
+    /// Returns what a heap in device memory needs and has not been `made` yet.
     pub(crate) fn make_once<T, M>(
         &self,
         made: &OnceLock<M>,
@@ -364,7 +365,7 @@ impl PlanCore {
         Ok((seq, fp.tag()))
     }
 
-    /// Whether a launch on `stream` would begin.
+    /// Returns whether a launch on `stream` would begin.
     ///
     /// # Errors
     /// As [`PlanCore::begin`].

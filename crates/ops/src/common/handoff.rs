@@ -31,7 +31,7 @@ impl<T> Handoff<T> {
     }
 }
 
-/// What the other lane sends, or the fault of the team.
+/// Returns what the other lane sends, or the fault of the team.
 fn receive<T>(rx: &Receiver<T>, ctx: &OpCtx) -> Result<T> {
     loop {
         match rx.recv_timeout(Duration::from_millis(20)) {

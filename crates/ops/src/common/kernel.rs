@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tilewire_core::{Error, Result};
 
-/// What makes the products of a GEMM on CUDA devices. The host has one way only.
+/// The implementation of the products of a GEMM on CUDA devices. The host has one only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GemmBackend {

@@ -55,7 +55,7 @@ pub(crate) struct Lanes<'a> {
     pub here: &'a DeviceHeap,
     pub main: &'a CudaStream,
     pub side: &'a CudaStream,
-    /// What the peers have granted this launch at its beginning.
+    /// The credits that the peers granted this launch at its beginning.
     pub permit: Permit,
     lane: &'a Lane,
 }
@@ -78,7 +78,7 @@ impl Lane {
         self.net.here()
     }
 
-    /// What kernels need to meet the other ranks by themselves.
+    /// Returns what kernels need to meet the other ranks by themselves.
     ///
     /// # Errors
     /// `Unsupported` if the GPUs do not reach each other's memory.

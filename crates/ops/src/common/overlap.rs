@@ -73,7 +73,7 @@ pub enum Via {
     Nccl,
 }
 
-/// How a comm+GEMM operation is carried out: a schedule, a transport, a kernel, and the sizes of
+/// The configuration of a comm+GEMM operation: a schedule, a transport, a kernel, and the sizes of
 /// tiles and chunks. Pure data; equal on all ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 pub struct OverlapConfig {
@@ -81,7 +81,7 @@ pub struct OverlapConfig {
     pub algo: Algo,
     /// The transport.
     pub via: Via,
-    /// What makes the products on CUDA devices; the host has one way.
+    /// The implementation of the products on CUDA devices; the host has one.
     pub kernel: GemmBackend,
     /// Rows of a tile.
     pub block_m: usize,
@@ -166,7 +166,7 @@ impl OverlapConfig {
 /// The most chunks of a shard that a candidate has.
 pub(crate) const MOST_CANDIDATE_CHUNKS: usize = 4;
 
-/// What predictions assume of a machine: one core of a laptop. Nothing measures it yet.
+/// The rates that predictions assume: those of one core of a laptop. Nothing measures them yet.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Machine {
     /// GEMM rate in flop per microsecond.

@@ -12,7 +12,7 @@ use super::chunk_rows;
 /// A chunk of another rank's rows that arrives.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Arrival {
-    /// Who puts it into my chunk of the heap, and signals.
+    /// The rank that puts it into my chunk of the heap, and signals.
     pub from: Rank,
     /// Whose rows they are.
     pub src: Rank,
@@ -31,7 +31,8 @@ pub(crate) fn neighbours(me: Rank, size: usize) -> (Rank, Rank) {
     (me.offset(size - 1, size), me.offset(1, size))
 }
 
-/// What comes to `me`, in order: rows of the rank before, then of the one before that, and so on.
+/// Returns what comes to `me`, in order: rows of the rank before, then of the one before that, and
+/// so on.
 pub(crate) fn arrivals(me: Rank, rows: &[usize], chunks: usize) -> impl Iterator<Item = Arrival> {
     let size = rows.len();
     let (from, next) = neighbours(me, size);
@@ -48,8 +49,8 @@ pub(crate) fn arrivals(me: Rank, rows: &[usize], chunks: usize) -> impl Iterator
     })
 }
 
-/// What `me` sends to the next rank: everybody's rows but that rank's own. Nothing without another
-/// rank.
+/// Returns what `me` sends to the next rank: everybody's rows but that rank's own. Nothing without
+/// another rank.
 pub(crate) fn sent(me: Rank, rows: &[usize], row_bytes: usize, chunks: usize) -> LinkTraffic {
     let next = neighbours(me, rows.len()).1;
     let mut t = LinkTraffic::default();

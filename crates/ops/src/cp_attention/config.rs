@@ -88,10 +88,10 @@ impl FromStr for Strategy {
     }
 }
 
-/// How it is carried out. Pure data; equal on all ranks.
+/// The configuration of a context-parallel attention. Pure data; equal on all ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 pub struct CpConfig {
-    /// How keys reach queries.
+    /// The way in which keys reach queries.
     pub strategy: Strategy,
     /// Tiles of the arithmetic.
     pub tiles: AttnConfig,

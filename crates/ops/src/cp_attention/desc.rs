@@ -117,7 +117,7 @@ impl FromStr for Layout {
 pub struct CpAttentionDesc {
     /// The attention; rows and sequences are global.
     pub attn: AttentionDesc,
-    /// Who holds which rows.
+    /// The distribution of rows over ranks.
     pub layout: Layout,
     /// Ranks of a group in which `hybrid` scatters heads; consecutive ranks form a group.
     pub a2a_size: usize,

@@ -46,7 +46,7 @@ impl Work {
         }
     }
 
-    /// What the pass writes.
+    /// Returns what the pass writes.
     pub fn outputs(&self) -> Vec<&Tensor> {
         match self {
             Work::Forward(o) => vec![&o.out, &o.lse],

@@ -186,13 +186,13 @@ impl Sizes {
         self.part_wire.len() > 2
     }
 
-    /// Whether dk and dv are sums over ranks; otherwise one rank has the whole of each.
+    /// Returns whether dk and dv are sums over ranks; otherwise one rank has the whole of each.
     pub fn adds(&self) -> bool {
         self.groups * self.share > 1 || (self.size > 1 && self.fp8_parts())
     }
 
-    /// Whether keys are the only thing that moves before the arithmetic: then it begins with a
-    /// rank's own keys while those of others come.
+    /// Returns whether keys are the only thing that moves before the arithmetic: then it begins
+    /// with a rank's own keys while those of others come.
     pub fn begins_at_once(&self) -> bool {
         !self.sequential && self.inner == 1 && self.size > 1
     }
@@ -511,7 +511,7 @@ impl Pieces<'_> {
         s.parts().1.into_iter().zip(places).zip(&s.part_wire).map(tensor).collect()
     }
 
-    /// What one launch moves to and from each peer.
+    /// Returns what one launch moves to and from each peer.
     pub fn traffic(&self, pass: Pass) -> Traffic {
         let s = self.sizes;
         let mut t = vec![LinkTraffic::default(); s.size];

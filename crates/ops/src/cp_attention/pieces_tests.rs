@@ -453,7 +453,7 @@ fn each_rank_that_sees_a_row_adds_its_part_once() {
     });
 }
 
-/// Whether the span of area `group` that holds dense row `row` is flagged.
+/// Returns whether the span of area `group` that holds dense row `row` is flagged.
 fn sees(w: &World, flags: &[bool], group: usize, row: usize) -> bool {
     let areas = &w.scheds[0].areas;
     let mut at: usize = areas[..group].iter().map(|a| num_rows(a)).sum();

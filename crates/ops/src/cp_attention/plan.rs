@@ -107,7 +107,7 @@ impl CpAttentionPlan {
         Ok(Self { desc, core, buffers, signals, used, cuda: OnceLock::new(), backend })
     }
 
-    /// What it computes.
+    /// Returns the description.
     pub fn desc(&self) -> &CpAttentionDesc {
         &self.desc
     }
@@ -201,7 +201,7 @@ impl CpAttentionPlan {
         self.desc.rows_kv(s, team.rank(), team.size())
     }
 
-    /// What one launch moves from this rank to each peer.
+    /// Returns what one launch moves from this rank to each peer.
     ///
     /// # Errors
     /// `InvalidArgument` if the sequences do not fit the plan; `NotPrepared`.

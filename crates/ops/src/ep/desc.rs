@@ -36,7 +36,7 @@ impl EpLayout {
     }
 }
 
-/// What happens to copies beyond the capacity.
+/// The treatment of copies beyond the capacity.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Overflow {
     /// They are left out; the handle has the true counts.
@@ -66,7 +66,7 @@ pub struct EpDesc {
     pub out: DType,
     /// Order of the received rows.
     pub layout: EpLayout,
-    /// What happens beyond the capacity.
+    /// The treatment of copies beyond the capacity.
     pub overflow: Overflow,
 }
 

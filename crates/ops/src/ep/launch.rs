@@ -56,7 +56,7 @@ pub(super) struct Areas<'a> {
 }
 
 impl Areas<'_> {
-    /// What carries the number of a launch: a buffer, and beginning and length there.
+    /// Returns what carries the number of a launch: a buffer, and beginning and length there.
     pub fn words(&self, d: &EpDesc) -> [(&SymBuf, usize, usize); 3] {
         let s = Schedule::new(d);
         [

@@ -12,9 +12,9 @@ use super::schedule::{Area, Cut, Schedule};
 #[doc(hidden)]
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EpLeft {
-    /// What lies there.
+    /// Name of its content.
     pub what: &'static str,
-    /// Who writes there.
+    /// The rank that writes there.
     pub writer: usize,
     /// Token, or chunk; 0 where there is one for all.
     pub token: usize,
@@ -23,7 +23,7 @@ pub struct EpLeft {
 }
 
 impl EpPlan {
-    /// What lies in the areas of this rank while nothing is in flight, by the finest cut.
+    /// Returns what lies in the areas of this rank while nothing is in flight, by the finest cut.
     ///
     /// # Errors
     /// What the device reports.

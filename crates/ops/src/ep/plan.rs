@@ -21,7 +21,7 @@ use crate::common::{Launch, PlanCore, apart, expect_tensor};
 pub struct EpMemory {
     /// Symmetric memory on each rank.
     pub symmetric: usize,
-    /// What `dispatch` delivers: the caller's tensor.
+    /// Bytes that `dispatch` delivers: the caller's tensor.
     pub received: usize,
     /// Expert outputs, expert-major: the caller's tensor.
     pub expert_out: usize,
@@ -67,7 +67,7 @@ impl Poison {
 }
 
 impl EpPlan {
-    /// What a layer takes on each rank.
+    /// Returns what a layer takes on each rank.
     pub fn memory(desc: &EpDesc) -> EpMemory {
         let (at, k) = (Schedule::new(desc), desc.top_k);
         EpMemory {
@@ -161,7 +161,7 @@ impl EpPlan {
         self
     }
 
-    /// What it does.
+    /// Returns the description.
     pub fn desc(&self) -> &EpDesc {
         &self.base.desc
     }

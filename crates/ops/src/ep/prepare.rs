@@ -50,7 +50,7 @@ impl EpPlan {
         }
     }
 
-    /// What rows of a launch on a device go through.
+    /// Returns what rows of a launch on a device go through.
     ///
     /// # Errors
     /// `NotPrepared` if `prepare` is to decide.

@@ -139,7 +139,7 @@ impl Schedule {
         self.size * self.max_tokens
     }
 
-    /// What token `token` of rank `src` carries.
+    /// Returns what token `token` of rank `src` carries.
     pub fn record(&self, src: usize, token: usize) -> usize {
         src * self.max_tokens + token
     }

@@ -7,7 +7,7 @@ use super::EpPlan;
 use super::handle::EpHandle;
 use super::schedule::{Copy16, Schedule};
 
-/// What one launch of each phase moves from this rank to each peer.
+/// Traffic of one launch of each phase from this rank to each peer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EpTraffic {
     /// A routing.
@@ -34,9 +34,9 @@ fn link(records: usize, pieces: usize, bytes: usize, chunks: usize) -> LinkTraff
 }
 
 impl EpPlan {
-    /// What one launch of each phase moves from this rank to each peer under the routing that
-    /// `handle` holds; into a receive buffer as much as into another tensor. What comes back is
-    /// known once a dispatch has run.
+    /// Returns what one launch of each phase moves from this rank to each peer under the routing
+    /// that `handle` holds; into a receive buffer as much as into another tensor. What comes back
+    /// is known once a dispatch has run.
     ///
     /// # Errors
     /// `NotPrepared` if the handle has no routing yet; `Unsupported` on devices.

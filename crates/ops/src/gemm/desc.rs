@@ -4,7 +4,7 @@ use std::fmt;
 
 use tilewire_core::{DType, Error, ErrorKind, Result};
 
-/// How the left operand lies in memory.
+/// Order of the left operand in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum AOrder {
     /// `[m, k]` row-major.
@@ -13,7 +13,7 @@ pub enum AOrder {
     Km,
 }
 
-/// How the right operand lies in memory.
+/// Order of the right operand in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum BOrder {
     /// `[n, k]` row-major: a weight of `n` output features (the usual "nt" product).
@@ -68,7 +68,7 @@ impl Activation {
     }
 }
 
-/// What happens to the product before it is stored.
+/// Operations on the product before it is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub struct Epilogue {
     /// Add `bias[n]` (f32, or of the type of the output) to each row.

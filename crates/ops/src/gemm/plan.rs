@@ -47,7 +47,7 @@ impl GemmPlan {
         format!("gemm {}\n{how}", self.desc)
     }
 
-    /// What it computes.
+    /// Returns the description.
     pub fn desc(&self) -> &GemmDesc {
         &self.desc
     }

@@ -80,8 +80,8 @@ impl GemmRsDesc {
         self.shards.rows(self.m, size).map(|_| ())
     }
 
-    /// What must be equal on all ranks; `k`, the types of X, W and the output, and the order of W
-    /// are a rank's own.
+    /// Returns what must be equal on all ranks; `k`, the types of X, W and the output, and the
+    /// order of W are a rank's own.
     pub(crate) fn common(&self) -> String {
         format!("m={} n={} {} {:?} bias={}", self.m, self.n, self.wire, self.shards, self.bias)
     }

@@ -94,7 +94,7 @@ impl GemmRsPlan {
         e
     }
 
-    /// What one launch with `m` rows moves from this rank to each peer.
+    /// Returns what one launch with `m` rows moves from this rank to each peer.
     ///
     /// # Errors
     /// `InvalidArgument` if `m` does not fit the shards; `NotPrepared`.

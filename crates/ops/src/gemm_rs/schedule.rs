@@ -66,10 +66,10 @@ pub fn chunk_tiles(
     tiles
 }
 
-/// What rank `me` does, in order: chunk by chunk, owners `me + 1, ..., me + size - 1`, own rows
-/// last, so that every round ends with rows that are complete. A ring goes owner by owner instead,
-/// each chunk by chunk, so that all its sums stand at the end; with one chunk that is the same
-/// order.
+/// Returns what rank `me` does, in order: chunk by chunk, owners `me + 1, ..., me + size - 1`, own
+/// rows last, so that every round ends with rows that are complete. A ring goes owner by owner
+/// instead, each chunk by chunk, so that all its sums stand at the end; with one chunk that is the
+/// same order.
 ///
 /// `Sequential` has one round and the same order; it differs in that nothing is pushed before
 /// everything is computed, which the host does by deferring the pushes.

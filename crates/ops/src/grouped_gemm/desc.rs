@@ -22,7 +22,7 @@ pub enum SplitKind {
 pub struct Splits {
     /// The values.
     pub values: Tensor,
-    /// What they mean.
+    /// Their meaning.
     pub kind: SplitKind,
 }
 

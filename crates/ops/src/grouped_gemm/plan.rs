@@ -32,7 +32,7 @@ impl GroupedGemmPlan {
         Ok(Self { desc, status, ready: Ready::new() })
     }
 
-    /// What it computes.
+    /// Returns the description.
     pub fn desc(&self) -> &GroupedDesc {
         &self.desc
     }

@@ -119,7 +119,7 @@ impl EmbedBwd {
 pub struct AddNorm {
     /// `[n, d]` f32.
     pub x: Tensor,
-    /// What is added, `[n, d]` T, and the sum, `[n, d]` f32; none for the norm of `x` itself.
+    /// The addend, `[n, d]` T, and the sum, `[n, d]` f32; none for the norm of `x` itself.
     pub add: Option<(Tensor, Tensor)>,
     /// `[1, d]` T.
     pub w: Tensor,
@@ -147,7 +147,7 @@ impl AddNorm {
 /// The gradient of the norm of `x`, plus what goes past it.
 #[derive(Clone, Debug)]
 pub struct NormBwd {
-    /// What was normed, `[n, d]` f32.
+    /// The input of the norm, `[n, d]` f32.
     pub x: Tensor,
     /// `[1, d]` T.
     pub w: Tensor,

@@ -16,7 +16,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// What [`LayersPlan::run`] takes: the structs of this module.
+/// An operation that [`LayersPlan::run`] takes: the structs of this module.
 pub trait Work: sealed::Sealed + Clone + Send + Sync + 'static {
     #[doc(hidden)]
     const NAME: &'static str;

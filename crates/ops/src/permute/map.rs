@@ -61,7 +61,7 @@ impl PermuteMap {
         })))
     }
 
-    /// What `route` works in on a CUDA device.
+    /// Returns what `route` works in on a CUDA device.
     pub(super) fn scratch(&self) -> Result<&Scratch> {
         self.0.scratch.as_ref().ok_or_else(|| Error::internal("a map of the host on a device"))
     }

@@ -17,7 +17,7 @@ pub struct PermutePlan {
 }
 
 impl PermutePlan {
-    /// What a permutation takes.
+    /// Returns what a permutation takes.
     pub fn memory(desc: &PermuteDesc) -> PermuteMemory {
         let row = desc.hidden * desc.dtype.size() + 4 * desc.num_scales + 4;
         PermuteMemory {
@@ -35,7 +35,7 @@ impl PermutePlan {
         Ok(Self { desc, ready: Ready::new() })
     }
 
-    /// What it does.
+    /// Returns the description.
     pub fn desc(&self) -> &PermuteDesc {
         &self.desc
     }

@@ -24,7 +24,7 @@ impl DequantPlan {
         Ok(Self { desc, ready: Ready::new() })
     }
 
-    /// What it does.
+    /// Returns the description.
     pub fn desc(&self) -> &DequantDesc {
         &self.desc
     }

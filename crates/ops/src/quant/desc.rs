@@ -95,7 +95,7 @@ impl QuantDesc {
         }
     }
 
-    /// How a scale follows from a magnitude.
+    /// The rule by which a scale follows from a magnitude.
     pub fn recipe(&self) -> Recipe {
         let pow2 = self.pow2_scales || self.layout.dtype() == DType::E8M0;
         Recipe { dtype: self.dst, pow2, e8m0: self.layout.dtype() == DType::E8M0 }
@@ -164,7 +164,7 @@ pub struct Quantized {
     pub data: Tensor,
     /// `[layout.num_scales(rows, cols)]` f32 or E8M0.
     pub scales: Tensor,
-    /// How the scales lie.
+    /// Layout of the scales.
     pub layout: ScaleLayout,
 }
 
@@ -218,7 +218,7 @@ pub struct DequantDesc {
     pub cols: usize,
     /// FP8 type of the data.
     pub src: DType,
-    /// How the scales lie.
+    /// Layout of the scales.
     pub layout: ScaleLayout,
     /// Element type of the result: f32, bf16 or f16.
     pub out: DType,

@@ -69,7 +69,7 @@ impl QuantPlan {
         Ok(Self { desc, shared, state, ready: Ready::new() })
     }
 
-    /// What it does.
+    /// Returns the description.
     pub fn desc(&self) -> &QuantDesc {
         &self.desc
     }
@@ -134,7 +134,7 @@ impl QuantPlan {
         format!("quant {}\n{how}", self.desc)
     }
 
-    /// What one launch moves from this rank to each peer. Empty without a team.
+    /// Returns what one launch moves from this rank to each peer. Empty without a team.
     pub fn predict(&self) -> Traffic {
         let Some(s) = &self.shared else { return Traffic::new() };
         let team = s.core.team();

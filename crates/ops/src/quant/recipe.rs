@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tilewire_core::{DType, ScaleLayout};
 
-/// How a scale follows from a magnitude.
+/// The rule by which a scale follows from a magnitude.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub struct Recipe {
     /// FP8 type of the data.

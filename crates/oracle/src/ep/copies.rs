@@ -74,7 +74,7 @@ pub fn flat(layout: &EpLayout) -> Vec<FlatRank> {
     layout.ranks.iter().map(|r| one(&r.rows)).collect()
 }
 
-/// What the rows hold after dispatch: the token, or zeros where there is none. `[rows, H]`.
+/// Returns what the rows hold after dispatch: the token, or zeros where there is none. `[rows, H]`.
 ///
 /// # Panics
 /// If `x` does not have the tokens.

@@ -31,7 +31,7 @@ pub(crate) trait Peers: Send + Sync {
     fn store(&self, heap: &Heap, dst: Rank, at: usize, words: &[u64]);
     /// Announces to `dst` that I have entered round `epoch` of a barrier.
     fn arrive(&self, heap: &Heap, dst: Rank, channel: usize, epoch: u64);
-    /// Whether peers' memory has addresses here.
+    /// Returns whether peers' memory has addresses here.
     fn has_addresses(&self) -> bool;
 }
 
@@ -195,7 +195,7 @@ impl Host {
         }
     }
 
-    /// What a wait expected and what it saw.
+    /// Returns what a wait expected and what it saw.
     fn seen(
         &self,
         lane: &OpCtx,

@@ -55,7 +55,8 @@ impl SignalSlot {
     }
 }
 
-/// What a transport can do. It is known when a heap is made, never found out in the middle.
+/// The capabilities of a transport. They are known when a heap is made, never found out in the
+/// middle.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Caps {
     /// Peers' memory can be addressed directly.

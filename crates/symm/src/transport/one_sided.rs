@@ -69,7 +69,7 @@ impl OneSided {
         }
     }
 
-    /// What its transport can do.
+    /// Returns what its transport can do.
     pub fn caps(&self) -> Caps {
         match self {
             Self::Host(net) => net.caps(),

@@ -31,7 +31,7 @@ impl Permit {
         self.0 |= other.0;
     }
 
-    /// Whether `peer` has granted.
+    /// Returns whether `peer` has granted.
     pub fn names(&self, peer: Rank) -> bool {
         self.0 >> peer.idx() & 1 == 1
     }

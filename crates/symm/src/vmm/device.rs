@@ -21,8 +21,8 @@ pub struct DeviceHeap {
     pub(super) store: Arc<VmmStore>,
 }
 
-/// What kernels need to meet the other ranks by themselves: addresses of peers' memory, and the
-/// words that they signal with. It exists only where GPUs reach each other's memory.
+/// The state that kernels need to meet the other ranks by themselves: addresses of peers' memory,
+/// and the words that they signal with. It exists only where GPUs reach each other's memory.
 #[derive(Clone)]
 pub struct DeviceTeam(DeviceHeap);
 

@@ -17,7 +17,7 @@ const GONE: u64 = 2;
 const ABORTED: u64 = 3;
 const OTHER: u64 = 5;
 
-/// What a kernel may find wrong with an input.
+/// An error that a kernel finds in an input.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BadInput {
     /// An index of an expert that does not exist.

@@ -17,7 +17,7 @@ use crate::transport::Transport;
 pub struct Piece {
     /// Where it begins.
     pub offset: usize,
-    /// How long it is.
+    /// Its length.
     pub len: usize,
 }
 
@@ -229,7 +229,7 @@ impl LinkProbe {
         unsafe { self.bulk_kernel()?.launch(stream, grid, LaunchArgs::new().arg(&param)) }
     }
 
-    /// Whether the device has bulk copies: sm_90 and newer.
+    /// Returns whether the device has bulk copies: sm_90 and newer.
     pub fn has_bulk(&self) -> bool {
         self.bulk.is_some()
     }

@@ -341,8 +341,8 @@ impl VmmStore {
     }
 }
 
-/// Whether this GPU reaches those of all ranks. One that this process does not see is taken to be
-/// within reach: mapping its memory tells.
+/// Returns whether this GPU reaches those of all ranks. One that this process does not see is taken
+/// to be within reach: mapping its memory tells.
 fn reaches(ctx: &CudaContext, gpus: &[Vec<u8>]) -> Result<bool> {
     let mine = ctx.info()?;
     for d in devices()?.iter().filter(|d| d.ordinal != mine.ordinal) {

@@ -209,7 +209,7 @@ impl Problem {
         })
     }
 
-    /// What the backward pass reads after the forward pass wrote `o`.
+    /// Returns what the backward pass reads after the forward pass wrote `o`.
     pub fn saved(&self, ctx: &Ctx, o: &AttnOut, q: &[Range<usize>]) -> Result<AttnSaved> {
         let d_out = ctx.tensor(&rows_of(&self.d_o, q), self.desc.out)?;
         Ok(AttnSaved { out: o.out.clone(), lse: o.lse.clone(), d_out })
@@ -231,7 +231,7 @@ impl Problem {
         })
     }
 
-    /// What the oracle says, computed once for all ranks. Collective.
+    /// Returns what the oracle says, computed once for all ranks. Collective.
     ///
     /// # Errors
     /// The fault of the team.
@@ -239,7 +239,7 @@ impl Problem {
         share(ctx, || self.want())
     }
 
-    /// What the oracle says.
+    /// Returns what the oracle says.
     pub fn want(&self) -> Want {
         let (d, s) = (&self.desc, &self.desc.sequences);
         let spec = oracle::AttnSpec {

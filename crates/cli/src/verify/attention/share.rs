@@ -15,7 +15,7 @@ use super::problem::Want;
 /// How often the others hear that the first rank is still computing: no wait meets its deadline.
 const BEAT: Duration = Duration::from_secs(1);
 
-/// What `want` says on the first rank. Collective.
+/// Returns what `want` says on the first rank. Collective.
 ///
 /// # Errors
 /// The fault of the team; `Internal` if the oracle panicked.

@@ -9,7 +9,7 @@ use crate::common::cuda::{addr, workspace};
 use crate::quant::device::{Codes, Scales, Widen};
 use tilewire_kernels::abi::TwAttn;
 
-/// What the kernels compute where q, k and v are widened.
+/// Returns what the kernels compute where q, k and v are widened.
 pub(crate) fn kernel_desc(d: &AttentionDesc) -> AttentionDesc {
     AttentionDesc { dtype: DType::F32, ..d.clone() }
 }
@@ -39,7 +39,7 @@ impl Wide {
         })
     }
 
-    /// What queued work refers to.
+    /// Returns what queued work refers to.
     pub fn held(&self) -> [CudaMemory; 3] {
         [self.q.clone(), self.k.clone(), self.v.clone()]
     }

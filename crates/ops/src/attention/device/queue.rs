@@ -26,7 +26,7 @@ pub(crate) fn part(p: TwAttn, out: u64, lse: u64) -> TwAttn {
     TwAttn { out, lse, out_type: code(DType::F32), ..p }
 }
 
-/// How kernels name a type.
+/// Returns how kernels name a type.
 pub(super) fn code(t: DType) -> u32 {
     match t {
         DType::BF16 => 0,
@@ -156,7 +156,7 @@ fn fitting_segs(d: &AttentionDesc, pieces: (usize, usize)) -> Result<usize> {
     fit_32_bits("a bias of attention", &bias).map(|()| segs)
 }
 
-/// What needs the text with all features.
+/// Returns what needs the text with all features.
 fn extra(d: &AttentionDesc) -> bool {
     d.softcap.is_some() || d.bias.is_some() || d.dropout.is_some() || d.scale as f32 <= 0.0
 }
@@ -266,7 +266,7 @@ impl Prepared {
         })
     }
 
-    /// How it is computed, in words.
+    /// Returns how it is computed, in words.
     pub fn explain(&self) -> String {
         let fp8 = if self.wide.is_some() { ", FP8 widened to f32" } else { "" };
         format!("CUDA, {}{fp8}", self.forward.name)
@@ -301,7 +301,7 @@ impl Prepared {
         Ok(Side { at, num: segs.len() as u32, tiles })
     }
 
-    /// What queued kernels refer to.
+    /// Returns what queued kernels refer to.
     pub fn held(&self, tensors: Vec<Tensor>) -> impl Any + Clone + Send + Sync + use<> {
         let own = (self.tables.memory.clone(), self.backward.delta_memory.clone());
         (tensors, own, self.wide.as_ref().map(Wide::held))

@@ -151,7 +151,7 @@ impl Core {
         matmul((n, d.dqk, m), Mat::rows(ds, n).t(), q, &mut g.dk[at..at + n * d.dqk], true);
     }
 
-    /// What my queries contribute to the gradient of the sink, of all query heads.
+    /// Returns what my queries contribute to the gradient of the sink, of all query heads.
     pub fn sink_grad(&self, up: &Upstream, sink: &[f32]) -> Vec<f32> {
         let mut out = vec![0.0; sink.len()];
         for h in 0..self.dims.hq {

@@ -33,7 +33,7 @@ pub(crate) fn launch(
 pub(crate) struct Used(OnceLock<(Option<Provider>, String)>);
 
 impl Used {
-    /// Who carries out launches as a whole; none if the schedule does.
+    /// Returns who carries out launches as a whole; none if the schedule does.
     pub fn provider(&self) -> Option<&Provider> {
         self.0.get().and_then(|(p, _)| p.as_ref())
     }

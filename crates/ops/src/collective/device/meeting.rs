@@ -239,7 +239,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// What comes to `area` to the output.
+    /// Returns what comes to `area` to the output.
     fn takes(
         &self,
         p: &mut TwCollective,

@@ -44,7 +44,7 @@ pub(super) fn launch(
     core.pending(out.clone(), at)
 }
 
-/// What this rank calls, all of it as one group.
+/// Returns what this rank calls, all of it as one group.
 fn calls(
     desc: &CollectiveDesc,
     me: Rank,

@@ -135,7 +135,7 @@ impl Run<'_> {
         self.p.mover.launch(self.l, &copies)
     }
 
-    /// What came to the output by one kernel.
+    /// Returns what came to the output by one kernel.
     fn take(&self, phase: &Phase, to: &CudaMemory, staging: &SymBuf) -> Result<()> {
         let copy = |r: &Recv| {
             let part = self.rows(to, &r.out)?;

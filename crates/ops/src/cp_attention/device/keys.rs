@@ -50,8 +50,8 @@ impl DeviceRun<'_> {
         self.op.p.memory.keys.iter().zip(&self.s.wire).map(part).collect()
     }
 
-    /// What comes from here on finds the keys of all ranks at the addresses that it returns,
-    /// as the kernels read them.
+    /// Returns what comes from here on finds the keys of all ranks at the addresses that it
+    /// returns, as the kernels read them.
     pub(super) fn end_keys(&self) -> Result<(u64, u64)> {
         let (s, m) = (self.s, &self.op.p.memory);
         if s.strategy != Strategy::AllGather {

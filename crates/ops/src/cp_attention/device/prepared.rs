@@ -114,7 +114,7 @@ impl Prepared {
         self.nccl.as_ref().map_or(Ok(()), |n| n.connect(core, stream))
     }
 
-    /// Whether rows go through NCCL.
+    /// Returns whether rows go through NCCL.
     pub fn by_nccl(&self) -> bool {
         self.nccl.is_some()
     }

@@ -231,7 +231,7 @@ impl DeviceRun<'_> {
         self.l.join()
     }
 
-    /// What my group and the owners of my heads need of mine.
+    /// Returns what my group and the owners of my heads need of mine.
     fn publish_all(&self, saved: Option<&AttnSaved>) -> Result<()> {
         let (s, x) = (self.s, self.x);
         self.transfers().publish_keys(self.main(), &self.own_keys()?)?;

@@ -21,7 +21,7 @@ impl DeviceRun<'_> {
         self.op.p.fp8.parts.as_ref().ok_or_else(none)
     }
 
-    /// What travels of my keys: as they are, or codes and scales, which `begin` has queued.
+    /// Returns what travels of my keys: as they are, or codes and scales, which `begin` has queued.
     pub(super) fn own_keys(&self) -> Result<Vec<CudaMemory>> {
         let (x, s) = (self.x, self.s);
         if let Some((_, own)) = self.keys8().and_then(|k| k.narrow.as_ref()) {

@@ -157,7 +157,7 @@ impl Prepared {
         found.ok_or_else(|| Error::internal(format!("no kernel {name}")))
     }
 
-    /// How a launch of `area` meets.
+    /// Returns how a launch of `area` meets.
     fn meet(&self, signals: &Signals, area: Area, senders: u32) -> TwMeet {
         let (slot, at) = match area {
             Area::Counts => (COUNTS.1, 0),
@@ -208,7 +208,7 @@ enum Half {
 }
 
 impl Half {
-    /// How many of `blocks` send, if `some` do where others receive.
+    /// Returns how many of `blocks` send, if `some` do where others receive.
     fn senders(self, blocks: u32, some: u32) -> u32 {
         match self {
             Half::Whole => some,

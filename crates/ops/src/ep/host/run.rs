@@ -132,7 +132,7 @@ impl Begun<'_> {
         self.run.part.launches[self.slot / 2].store(self.number, Ordering::Relaxed);
     }
 
-    /// What is mine takes the same places, without the wire.
+    /// Returns what is mine takes the same places, without the wire.
     fn put(
         &self,
         permit: &Permit,

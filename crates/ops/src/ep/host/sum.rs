@@ -51,9 +51,9 @@ impl<'a> Reduce<'a> {
         })
     }
 
-    /// What answers record `i` of rank `src`, and the gradient of the weight of each of its copies:
-    /// rows added in the order of choices, from the first one on, so that a single one without a
-    /// weight is passed on as it is (0 added to it would change a negative zero).
+    /// Returns what answers record `i` of rank `src`, and the gradient of the weight of each of its
+    /// copies: rows added in the order of choices, from the first one on, so that a single one
+    /// without a weight is passed on as it is (0 added to it would change a negative zero).
     pub fn record(&mut self, src: usize, i: usize) -> (&[u8], Option<&[f32]>) {
         let (d, h, copies) = (self.desc, self.desc.hidden, &self.arrived[src][i].copies);
         let (sum, y) = (&mut self.sum, &self.y);
@@ -107,7 +107,7 @@ impl<'a> Sums<'a> {
         }
     }
 
-    /// What has come back for `tokens`, of which `read` copies a rank's row and gradients.
+    /// Returns what has come back for `tokens`, of which `read` copies a rank's row and gradients.
     pub fn add(
         &mut self,
         sends: &[Vec<Sent>],

@@ -122,12 +122,12 @@ impl Lt {
         stream.synchronize_until(None)
     }
 
-    /// What is used, equal in processes that use the same.
+    /// Returns what is used, equal in processes that use the same.
     pub fn text(&self) -> String {
         format!("cuBLASLt {}", self.lib.version())
     }
 
-    /// What is used, for people.
+    /// Returns what is used, for people.
     pub fn explain(&self) -> String {
         let bytes =
             self.workspace.as_ref().map_or(0, |w| tilewire_device::Buffer::len_bytes(&w.memory));

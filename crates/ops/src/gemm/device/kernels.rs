@@ -39,7 +39,7 @@ pub(crate) fn unscaled(dtype: DType) -> Error {
     )
 }
 
-/// What a launch needs, or why there is no kernel for `d`. Pure.
+/// Returns what a launch needs, or why there is no kernel for `d`. Pure.
 fn plan(d: &GemmDesc) -> Result<(&'static str, Tile, u32)> {
     check_operand(d.a)?;
     let mut flags = out_code(d.out)? | act_code(d.epilogue.activation) << ACT_SHIFT;
@@ -71,8 +71,8 @@ pub(crate) struct GemmKernels {
 }
 
 impl GemmKernels {
-    /// What makes products of the orders, types and activation of `desc`, of at most its size.
-    /// Bias, pre-activation and accumulation are those of each [`Product`].
+    /// Returns what makes products of the orders, types and activation of `desc`, of at most its
+    /// size. Bias, pre-activation and accumulation are those of each [`Product`].
     ///
     /// # Errors
     /// `Unsupported` for what no kernel does, and `Unavailable` without cuBLASLt, if `backend` asks
@@ -113,7 +113,7 @@ impl GemmKernels {
         self.lt.as_ref().map_err(String::as_str)
     }
 
-    /// What makes the products, and why.
+    /// Returns what makes the products, and why.
     pub fn explain(&self) -> String {
         match self.lt() {
             Ok(lt) => format!("products: {}", lt.explain()),
@@ -215,7 +215,7 @@ impl Prepared {
         Ok(Self { desc, kernels, row_sums: row_sums.transpose()?, widened })
     }
 
-    /// What makes the products, and why.
+    /// Returns what makes the products, and why.
     pub fn explain(&self) -> String {
         self.kernels.explain()
     }

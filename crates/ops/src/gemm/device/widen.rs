@@ -8,7 +8,7 @@ use crate::common::cuda::{addr, workspace};
 use crate::gemm::{GemmDesc, Operand};
 use crate::quant::device::{Codes, Scales, Widen};
 
-/// What the kernels compute for `d`: with f32 in place of FP8.
+/// Returns what the kernels compute for `d`: with f32 in place of FP8.
 pub(crate) fn kernel_desc(d: &GemmDesc) -> GemmDesc {
     match d.a.is_fp8() {
         true => GemmDesc { a: DType::F32, b: DType::F32, ..*d },
@@ -39,7 +39,7 @@ impl Wide {
         })
     }
 
-    /// What queued work refers to.
+    /// Returns what queued work refers to.
     pub fn held(&self) -> [CudaMemory; 2] {
         [self.memory.clone(), self.one.clone()]
     }
@@ -113,7 +113,7 @@ impl Widened {
         Ok(Some(Self { a: Wide::new(ctx, d.a, d.m, d.k)?, b: Wide::new(ctx, d.b, d.n, d.k)? }))
     }
 
-    /// What queued work refers to.
+    /// Returns what queued work refers to.
     pub fn held(&self) -> Vec<CudaMemory> {
         [self.a.held(), self.b.held()].concat()
     }

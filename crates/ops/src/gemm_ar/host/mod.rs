@@ -7,7 +7,7 @@ use crate::gemm_rs::host::Run as Scatter;
 
 pub(super) struct Run {
     pub scatter: Scatter,
-    /// What the other owners return, in order.
+    /// The chunks that the other owners return, in order.
     pub arrivals: Vec<Arrival>,
 }
 

@@ -78,7 +78,7 @@ fn check(d: &GroupedDesc) -> Result<Tile> {
     fit_32_bits("tiles of grouped products", &blocks).map(|()| tile)
 }
 
-/// How splits are distinguished from counts in i64.
+/// Returns how splits are distinguished from counts in i64.
 fn split_flags(s: &Splits) -> u32 {
     let ends = if s.kind == SplitKind::Ends { ENDS } else { 0 };
     ends | if s.values.dtype() == DType::I32 { NARROW_SPLITS } else { 0 }

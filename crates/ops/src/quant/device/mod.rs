@@ -116,8 +116,8 @@ impl Prepared {
         })
     }
 
-    /// What a launch over a team poisons: its results, and the state of delayed scaling, which may
-    /// have taken a maximum that never came.
+    /// Returns what a launch over a team poisons: its results, and the state of delayed scaling,
+    /// which may have taken a maximum that never came.
     pub fn poisons(&self, t: &QuantInputs) -> Result<Vec<Poison>> {
         let results = t.row.iter().chain(&t.column).flat_map(|q| [&q.data, &q.scales]);
         let state = self.state.iter().flat_map(|s| [&s.history, &s.scale]);
