@@ -106,6 +106,7 @@ struct Fiber : EmuThread {
     const char* op;
     const void* at;
     unsigned line, mask, barrier;
+    const void* before;  // what it touched before that
     const char* site;  // of its latest signal: the function, and the line
     unsigned site_line;
     std::vector<Copy> copies;
@@ -186,6 +187,7 @@ struct Worker {
     std::vector<Block*> loaded;  // whose shared memory lies in each module's variables
     Block* current;
     unsigned seen, stay, victim, frozen;
+    unsigned polls;  // one behind the other
     EmuStats stats;
 };
 
@@ -369,6 +371,13 @@ struct Inside {  // the time that a fiber spends in the runtime
 void yield(Fiber* f) {
     f->block->ready.push_back(f->index);
     leave(f);
+}
+
+// A thread that waits for other ranks gives way at once, and a worker whose threads do nothing else
+// leaves its processor to those that work: else most of a run's time goes into polls.
+void poll(Fiber* f) {
+    if (++f->block->worker->polls % 64 == 0) usleep(20);
+    yield(f);
 }
 
 void progress(Fiber* f);

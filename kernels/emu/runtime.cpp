@@ -176,7 +176,7 @@ void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number) {
         f->gdim = {l->grid[0], l->grid[1], l->grid[2]};
         f->lane = i % 32;
         f->block = b, f->index = i, f->state = READY, f->inside = true;
-        f->op = nullptr, f->at = nullptr;
+        f->op = nullptr, f->at = f->before = nullptr;
         f->copies.clear();
         f->groups = f->stored_groups = f->read_groups = 0;
         f->known = {};
@@ -292,9 +292,10 @@ void* work(void* ctx) {
     for (unsigned i = 0; !stopped(r); i++) {
         admit(w);
         if (__atomic_load_n(&r->open, __ATOMIC_ACQUIRE) == 0) break;
-        // Peers that this one waits for may need its processor. By the real clock whoever waits sleeps, and gives way there.
-        const unsigned often = r->cfg->tick_ns == 0 ? 512 : r->cfg->workers > 1 ? 32 : 0;
-        if (often != 0 && (w->live.empty() || i % often == 0)) sched_yield();
+        // Peers that this one waits for may need its processor. By the real clock whoever waits
+        // sleeps (`poll`).
+        const unsigned often = r->cfg->tick_ns != 0 && r->cfg->workers > 1 ? 32 : 0;
+        if (w->live.empty() || (often != 0 && i % often == 0)) sched_yield();
         if (!w->live.empty()) turn(w);
     }
     pthread_mutex_lock(&r->lock);
@@ -425,10 +426,18 @@ void emu_point(const char* op, const void* p, unsigned bytes) {
     Inside inside(f);
     Worker* w = f->block->worker;
     const EmuRun* cfg = w->run->cfg;
+    // A load of a word that was just loaded, by the real clock: a poll. Waits look at two words in
+    // turn, or at one.
+    const bool polls = cfg->tick_ns == 0 && p != nullptr && (p == f->at || p == f->before) && strncmp(op, "ld.", 3) == 0;
     f->op = op;
-    f->at = p;
+    if (f->at != p) f->before = f->at, f->at = p;
     if (p != nullptr) check(f, op, p, bytes);
-    if (random(w) % 1000 < cfg->yield_permille) yield(f);
+    if (polls) {
+        poll(f);
+    } else {
+        w->polls = 0;
+        if (random(w) % 1000 < cfg->yield_permille) yield(f);
+    }
     step(f);
     if (cfg->hook == nullptr) return;
     const EmuEvent e = {op, f->block->launch->kernel, (u64)p, f->block->rank, f->block->number, f->index, 0};
@@ -603,10 +612,13 @@ void emu_sleep(unsigned ns) {
     Inside inside(f);
     Run* r = f->block->worker->run;
     f->op = "nanosleep";
-    f->at = nullptr;
-    if (r->cfg->tick_ns != 0) __atomic_fetch_add(&r->clock, ns, __ATOMIC_RELAXED);
-    else sched_yield();
-    yield(f);
+    if (r->cfg->tick_ns != 0) {
+        __atomic_fetch_add(&r->clock, ns, __ATOMIC_RELAXED);
+        f->at = nullptr;
+        yield(f);
+    } else {
+        poll(f);
+    }
     step(f);
 }
 

@@ -56,12 +56,16 @@ const Owner* owner_of(Ptr at) {
 // ---- What is known of the run.
 
 enum Attack : int { NO_ATTACK, LOSE, TWICE, STALE, EARLY, DROP, SHIFT, RAISE_TWICE };
-// For how long data stay behind an early flag, at most; and reads behind an early credit, in
-// slices, since the peer may need what this device sends behind them.
-enum : u64 { WITHHELD_NS = 500000000, SLICE_NS = 500000000, BUDGET_NS = 1000000000 };
+// For how long data stay behind an early flag, at most.
+enum : u64 { WITHHELD_NS = 500000000 };
+// For how long reads stay behind an early credit, in all; in two slices, since the peer may need
+// what this device sends behind them. A quarter of it without another late write is the end, too.
+std::atomic<u64> patience_ns{1000000000};
 
 typedef std::tuple<int, int, std::string, int> Key;  // device, launch, site, peer
 typedef std::tuple<int, int, int> Link;              // device, launch, peer
+typedef std::tuple<int, int, u64, u64> Word;         // device, peer, bytes of the memory, place there
+typedef std::tuple<int, std::string, size_t> Nth;    // launch, site, number
 
 // Bytes that the attacked device has written, and what lay there before.
 struct Put {
@@ -76,6 +80,7 @@ struct Watched {
     std::mutex lock;
     int launch[MAX_DEVICES] = {};
     std::map<Key, std::vector<u64>> seen, good;  // values of signals, in this run, and in the one that was observed
+    std::map<Word, std::vector<Nth>> stored, good_stored;         // the signals that each word got, in their order
     std::map<Link, std::vector<std::pair<Ptr, u64>>> wrote;
     std::map<std::pair<ino_t, u64>, std::string> site_of;  // who has written a word
     std::map<std::tuple<int, int, std::string>, u64> runs;
@@ -87,16 +92,19 @@ struct Watched {
     size_t nth = 0;
     u64 by = 0;
     int hits = 0;
+    // With which signal to the same word an early credit goes out.
+    Word word;
+    size_t before = ~(size_t)0;
     // Data behind an early flag: they come when the peer is through with the launch.
     std::vector<Put> late;
     u64 late_until = 0;
     // An early credit is out: once the peer has written, its device reads slowly until it has
     // written there again.
     std::atomic<bool> slow{false};
-    u64 slow_until = 0;
-    std::set<Ptr> first_writes;
+    u64 slow_until = 0, last_late = 0;
+    std::set<Ptr> first_writes, late_writes;
+    std::map<std::tuple<Ptr, int, std::string, u64>, u64> held_since;
     std::map<std::pair<int, int>, int> kernels, good_kernels;  // that ran behind a wait: of a device, in a launch
-    u64 late_writes = 0;
 };
 std::atomic<bool> watching{false}, keeps_data{false};
 Watched& watched() {
@@ -132,7 +140,8 @@ void note_write(int d, Ptr to, u64 len, unsigned warp = 0) {
         // Whoever grants behind its reads grants what this kernel writes; at the second time it
         // writes over what was not read.
         const size_t dot = w.site.find(".");
-        if (!is_credit(w.site) || this_kernel == w.site.substr(0, dot)) w.late_writes += !w.first_writes.insert(to).second;
+        if (!is_credit(w.site) || this_kernel == w.site.substr(0, dot))
+            if (!w.first_writes.insert(to).second) w.late_writes.insert(to), w.last_late = now();
     }
     if (o->device != d && keeps_data) {
         std::lock_guard<std::mutex> g(w.lock);
@@ -152,7 +161,8 @@ void note_write(int d, Ptr to, u64 len, unsigned warp = 0) {
 // device has put to its own memory, for others to get. Empty for a credit.
 std::vector<Put> published(const Watched& w, const std::string& site) {
     std::vector<Put> out;
-    if (is_credit(site)) return out;
+    // Signals of `tw_signal` are the credits of a ring; what it passes on carries flags.
+    if (is_credit(site) || site.compare(0, 9, "tw_signal") == 0) return out;
     const unsigned warp = emu_self ? emu_warp_number() : 0;
     for (const Put& p : w.puts)
         if (p.owner == w.peer && p.piece == this_piece && p.warp == warp) out.push_back(p);
@@ -214,6 +224,9 @@ bool note_signal(int d, const std::string& site, Ptr at, u64 value, bool adds) {
     const size_t nth = seen.size();
     seen.push_back(value);
     w.site_of[{o->file, at - o->base}] = site;
+    const Word word = {d, peer, o->end - o->base, at - o->base};
+    auto& stored = w.stored[word];
+    stored.push_back({launch, site, nth});
     const bool of_data = w.kind == DROP || w.kind == SHIFT || (w.kind == EARLY && !w.by);
     const bool site_here = w.kind != NO_ATTACK && d == w.device && peer == w.peer && site == w.site;
     // Which of the signals of a site has data differs from run to run: the first that has.
@@ -221,12 +234,14 @@ bool note_signal(int d, const std::string& site, Ptr at, u64 value, bool adds) {
                       (of_data ? !published(w, site).empty() : w.kind != EARLY && nth == w.nth);
     if (here) return strike(w, at, value, adds), false;
     store(at, value, adds);
-    // A credit publishes nothing: the one of the launch that comes goes out with that of the launch
-    // before.
-    if (site_here && w.kind == EARLY && w.by && launch + 1 == w.at_launch && nth == w.nth) {
+    // A credit publishes nothing: it goes out with the one before it.
+    if (w.kind == EARLY && w.by && word == w.word && stored.size() == w.before + 1) {
         w.hits++, w.slow = true, w.slow_until = 0;
         store(at, good_value(w, w.at_launch), false);
     }
+    // What a peer writes behind a meeting is not yet too early.
+    if (w.slow && w.by == 4 && d == w.device && peer == w.peer && site.compare(0, 8, "tw_enter") == 0)
+        w.slow_until = 0, w.first_writes.clear(), w.late_writes.clear();
     // What was put is published, once.
     if (d == w.device && peer == w.peer && launch == w.at_launch && !w.puts.empty()) {
         const std::vector<Put> out = published(w, site);
@@ -244,12 +259,13 @@ bool note_signal(int d, const std::string& site, Ptr at, u64 value, bool adds) {
 bool reads_slowly(int d, u64 since) {
     Watched& w = watched();
     std::lock_guard<std::mutex> g(w.lock);
-    if (w.late_writes > 0) w.slow = false;
+    // Until all of it is overwritten: what is read last may be what comes last.
+    if (!w.late_writes.empty() && (w.late_writes.size() == w.first_writes.size() || now() > w.last_late + patience_ns / 4)) w.slow = false;
     if (!w.slow || d != w.device || w.first_writes.empty()) return false;
     // What the end of a launch grants is read by the next one.
     if (is_credit(w.site) && w.launch[d] < w.at_launch && w.site.find("tw_announce") == std::string::npos) return false;
-    if (w.slow_until == 0) w.slow_until = now() + BUDGET_NS;
-    return now() < w.slow_until && now() < since + SLICE_NS;
+    if (w.slow_until == 0) w.slow_until = now() + patience_ns;
+    return now() < w.slow_until && now() < since + patience_ns / 2;
 }
 
 void read_slowly(int d) {
@@ -265,16 +281,20 @@ bool on_signal(const EmuSignal* s) {
 }
 
 bool on_acquired(unsigned rank, unsigned long long at) {
-    static thread_local u64 since, of;
     Watched& w = watched();
-    const Owner* o = watching && w.slow ? owner_of(at) : nullptr;
+    // These read in the kernel that waits.
+    const bool whole = this_kernel.compare(0, 5, "tw_ep") == 0 || this_kernel == "tw_collective";
+    const bool reads = w.by != 3 || whole;
+    const Owner* o = watching && w.slow && reads ? owner_of(at) : nullptr;
     if (!o || (int)rank != w.device) return false;
+    u64 since;
     {
         std::lock_guard<std::mutex> g(w.lock);
         const auto by = w.site_of.find({o->file, at - o->base});
         if (by == w.site_of.end() || by->second == w.site) return false;
+        // Of each word in each kernel: threads that wait for several words take turns here.
+        since = w.held_since.try_emplace({at, w.launch[rank], this_kernel, this_run}, now()).first->second;
     }
-    if (of != at) of = at, since = now();
     return reads_slowly((int)rank, since);
 }
 
@@ -324,7 +344,8 @@ int times_to_run(int d, const std::string& kernel) {
         hold.lock();
     }
     this_run = w.runs[{d, w.launch[d], kernel}]++;
-    if (kernel.compare(0, 7, "tw_wait") == 0 || (kernel == "tw_enter" && this_run > 0)) waited_in = w.launch[d];
+    if (kernel.compare(0, 7, "tw_wait") == 0 || kernel.compare(0, 5, "tw_ep") == 0 || (kernel == "tw_enter" && this_run > 0))
+        waited_in = w.launch[d];
     if (kernel != "tw_signal" && kernel != "tw_bump_epoch" && kernel != "tw_advance" && kernel != "tw_enter") return 1;
     auto& seen = w.seen[{d, w.launch[d], "run " + kernel, d}];
     seen.push_back(0);
@@ -344,10 +365,10 @@ extern "C" {
 void tw_emu_watch(int keeps, int observed) {
     Watched& w = watched();
     std::lock_guard<std::mutex> g(w.lock);
-    if (observed) w.good.swap(w.seen), w.good_kernels.swap(w.kernels);
+    if (observed) w.good.swap(w.seen), w.good_kernels.swap(w.kernels), w.good_stored.swap(w.stored);
     w.seen.clear(), w.wrote.clear(), w.puts.clear(), w.late.clear(), w.first_writes.clear();
-    w.kernels.clear(), w.site_of.clear(), w.runs.clear();
-    w.kind = NO_ATTACK, w.hits = 0, w.slow = false, w.late_writes = 0;
+    w.kernels.clear(), w.site_of.clear(), w.runs.clear(), w.stored.clear();
+    w.kind = NO_ATTACK, w.hits = 0, w.slow = false, w.late_writes.clear(), w.held_since.clear();
     memset(w.launch, 0, sizeof w.launch);
     emu_watch = &watch;
     keeps_data = keeps != 0, watching = true;
@@ -358,6 +379,8 @@ void tw_emu_launch(int d, int launch) {
     Watched& w = watched();
     std::unique_lock<std::mutex> g(w.lock);
     w.launch[d] = launch;
+    // A credit that went out in the launch before: what it gives away is written and read in this one.
+    if (d == w.device && launch == w.at_launch && w.slow) w.slow_until = 0, w.first_writes.clear(), w.late_writes.clear();
     // No launch writes where data of the one before are still to come.
     while (d == w.device && launch > w.at_launch && !w.late.empty() && now() < w.late_until) {
         g.unlock();
@@ -375,14 +398,31 @@ void tw_emu_read(int d) {
     if (d == w.peer && w.launch[d] >= w.at_launch) lay(w.late, 0), w.late.clear();
 }
 
+// Whether a signal to the same word comes before the one that is attacked, so that it can go out
+// early.
+int tw_emu_has_before(void) {
+    Watched& w = watched();
+    std::lock_guard<std::mutex> g(w.lock);
+    return w.before != ~(size_t)0;
+}
+
 // Attacks one signal, or what it publishes, or one increment. `by`: how far data is shifted; of an
 // early signal, 1 if it is a credit, 2 one for memory of the peer itself, which others read, 3 as
-// 1, and only the last kernel reads slowly.
+// 1, and only the last kernel reads slowly, 4 as 1, and anew behind each meeting.
 void tw_emu_attack(int kind, int d, int launch, const char* site, int peer, unsigned nth, u64 by) {
     Watched& w = watched();
     std::lock_guard<std::mutex> g(w.lock);
     w.kind = (Attack)kind, w.device = d, w.at_launch = launch, w.site = site, w.peer = peer, w.nth = nth, w.by = by;
+    w.before = ~(size_t)0;
+    for (const auto& word : w.good_stored) {
+        if (std::get<0>(word.first) != d || std::get<1>(word.first) != peer) continue;
+        const auto at = std::find(word.second.begin(), word.second.end(), Nth(launch, site, nth));
+        if (at != word.second.end() && at != word.second.begin()) w.word = word.first, w.before = at - word.second.begin() - 1;
+    }
 }
+
+// For how long a device reads slowly behind an early credit.
+void tw_emu_patience(u64 ms) { patience_ns = ms * 1000000; }
 
 // How often the attack has struck.
 int tw_emu_hits(void) {

@@ -115,10 +115,15 @@ fn ag_gemm(name: &'static str, algo: Algo, heap: &Heap, s: &Stream) -> Result<At
     Ok(simple(name, tensors, predicted, move |s| end(s, plan.launch(s, M, t.clone())?).map(|_| ())))
 }
 
-fn gemm_rs(name: &'static str, algo: Algo, heap: &Heap, s: &Stream) -> Result<Attacked> {
+fn gemm_rs(
+    name: &'static str,
+    (algo, chunks): (Algo, usize),
+    heap: &Heap,
+    s: &Stream,
+) -> Result<Attacked> {
     let desc = GemmRsDesc::new(M, N, K, DType::BF16);
     let out = tensor(heap, desc.out, mine(heap, M), N)?;
-    let plan = GemmRsPlan::new(desc, heap, Some(OverlapConfig::of(algo, 2)))?;
+    let plan = GemmRsPlan::new(desc, heap, Some(OverlapConfig::of(algo, chunks)))?;
     plan.prepare(s)?;
     let (x, w) = (tensor(heap, DType::BF16, M, K)?, tensor(heap, DType::BF16, N, K)?);
     let predicted = Some(plan.predict(M)?);
@@ -205,22 +210,28 @@ fn ep(
     Ok(Attacked { op, predicted: None })
 }
 
-/// Two dispatches of one routing, and two combines: only credits part the two.
-fn ep_twice(heap: &Heap, s: &Stream) -> Result<Attacked> {
+/// A layer of a few tokens, with its experts.
+fn small_layer(heap: &Heap, s: &Stream) -> Result<(EpDesc, EpPlan, Tensor)> {
     let (size, tokens, k, experts) = (heap.team().size(), 5, 2, 5);
     let mut desc = EpDesc::new(size, experts, tokens, N, k);
     (desc.dtype, desc.out) = (DType::BF16, DType::BF16);
     desc.capacity = desc.worst_case();
     let plan = EpPlan::new(desc.clone(), heap)?;
     plan.prepare(s)?;
-    let handle: EpHandle = plan.handle()?;
     let idx = Tensor::zeros(DType::I64, Shape::d2(tokens, k)).to(&heap.device())?;
+    Ok((desc, plan, idx))
+}
+
+/// Two dispatches of one routing, and two combines: only credits part the two.
+fn ep_twice(heap: &Heap, s: &Stream) -> Result<Attacked> {
+    let (desc, plan, idx) = small_layer(heap, s)?;
+    let handle: EpHandle = plan.handle()?;
     let rows = |num: usize| tensor(heap, DType::BF16, num, N);
-    let x = [rows(tokens)?, rows(tokens)?];
+    let x = [rows(desc.max_tokens)?, rows(desc.max_tokens)?];
     let y = [rows(desc.capacity)?, rows(desc.capacity)?];
-    let out = [rows(tokens)?, rows(tokens)?];
+    let out = [rows(desc.max_tokens)?, rows(desc.max_tokens)?];
     let recv = [rows(desc.recv_rows())?, rows(desc.recv_rows())?];
-    let mut inputs = vec![(idx.clone(), Fill::Experts(experts, k))];
+    let mut inputs = vec![(idx.clone(), Fill::Experts(desc.num_experts(), desc.top_k))];
     inputs.extend(x.iter().chain(&y).map(|t| (t.clone(), Fill::Normal)));
     let outs = recv.iter().chain(&out).cloned().collect();
     let steps = move |s: &Stream, _: usize| -> Result<()> {
@@ -235,6 +246,37 @@ fn ep_twice(heap: &Heap, s: &Stream) -> Result<Attacked> {
         Ok(())
     };
     let op = Op::of_steps("ep", inputs, outs, (5, Rc::new(steps)));
+    Ok(Attacked { op, predicted: None })
+}
+
+/// Two dispatches of one routing to the same receive buffer, which is read between them: only what
+/// a rank announces parts the second from the reader.
+fn ep_straight_twice(heap: &Heap, s: &Stream) -> Result<Attacked> {
+    let (desc, plan, idx) = small_layer(heap, s)?;
+    let handle: EpHandle = plan.handle()?;
+    let x = [0, 1].map(|_| tensor(heap, DType::BF16, desc.max_tokens, N));
+    let [a, b] = x;
+    let x = [a?, b?];
+    let recv = EpDispatch { x: plan.zero_copy_recv()?, scales: None, weights: None };
+    let read =
+        QuantDesc::new(desc.recv_rows(), N, DType::BF16, DType::F8E4M3, ScaleLayout::Block1x128);
+    let reader = QuantPlan::new(read, None)?;
+    reader.prepare(s)?;
+    let [first, second] = [0, 1].map(|_| QuantInputs::new(&read, &recv.x));
+    let codes = [first?, second?];
+    let mut inputs = vec![(idx.clone(), Fill::Experts(desc.num_experts(), desc.top_k))];
+    inputs.extend(x.iter().map(|t| (t.clone(), Fill::Normal)));
+    let q = codes.iter().flat_map(|t| t.row.iter());
+    let outs = q.flat_map(|q| [q.data.clone(), q.scales.clone()]).collect();
+    let steps = move |s: &Stream, _: usize| -> Result<()> {
+        end(s, plan.route(s, &idx, None, &handle)?)?;
+        for i in 0..2 {
+            end(s, plan.dispatch(s, &handle, &x[i], (None, None), &recv)?)?;
+            end(s, reader.launch(s, codes[i].clone())?)?;
+        }
+        Ok(())
+    };
+    let op = Op::of_steps("ep", inputs, outs, (3, Rc::new(steps)));
     Ok(Attacked { op, predicted: None })
 }
 
@@ -277,7 +319,7 @@ fn cp_attention(
 }
 
 /// Each with its name.
-pub static OPS: [(&str, MakeAttacked); 30] = [
+pub static OPS: [(&str, MakeAttacked); 32] = [
     ("all_gather", |h, s| collective("all_gather", h, s, (M, N))),
     ("reduce_scatter", |h, s| collective("reduce_scatter", h, s, (M, N))),
     ("all_reduce", |h, s| collective("all_reduce", h, s, (M, N))),
@@ -289,9 +331,10 @@ pub static OPS: [(&str, MakeAttacked); 30] = [
     ("ag_gemm pipelined", |h, s| ag_gemm("ag_gemm", Algo::Pipelined, h, s)),
     ("ag_gemm sequential", |h, s| ag_gemm("ag_gemm", Algo::Sequential, h, s)),
     ("ag_gemm ring", |h, s| ag_gemm("ag_gemm", Algo::Ring, h, s)),
-    ("gemm_rs pipelined", |h, s| gemm_rs("gemm_rs", Algo::Pipelined, h, s)),
-    ("gemm_rs sequential", |h, s| gemm_rs("gemm_rs", Algo::Sequential, h, s)),
-    ("gemm_rs ring", |h, s| gemm_rs("gemm_rs", Algo::Ring, h, s)),
+    ("gemm_rs pipelined", |h, s| gemm_rs("gemm_rs", (Algo::Pipelined, 2), h, s)),
+    ("gemm_rs pipelined, one chunk", |h, s| gemm_rs("gemm_rs", (Algo::Pipelined, 1), h, s)),
+    ("gemm_rs sequential", |h, s| gemm_rs("gemm_rs", (Algo::Sequential, 2), h, s)),
+    ("gemm_rs ring", |h, s| gemm_rs("gemm_rs", (Algo::Ring, 2), h, s)),
     ("gemm_ar pipelined", |h, s| gemm_ar("gemm_ar", Algo::Pipelined, h, s)),
     ("gemm_ar sequential", |h, s| gemm_ar("gemm_ar", Algo::Sequential, h, s)),
     ("gemm_ar ring", |h, s| gemm_ar("gemm_ar", Algo::Ring, h, s)),
@@ -303,6 +346,7 @@ pub static OPS: [(&str, MakeAttacked); 30] = [
     ("ep zero copy", |h, s| ep("ep", (true, EpLayout::ExpertMajor { align: 4 }), h, s)),
     ("ep rank-major", |h, s| ep("ep", (true, EpLayout::RankMajor { align: 1 }), h, s)),
     ("ep twice", ep_twice),
+    ("ep zero copy twice", ep_straight_twice),
     ("cp_attention all_gather", |h, s| cp_attention("cp_attention", Strategy::AllGather, h, s)),
     ("cp_attention get", |h, s| cp_attention("cp_attention", Strategy::Get, h, s)),
     ("cp_attention ring", |h, s| cp_attention("cp_attention", Strategy::Ring, h, s)),

@@ -121,46 +121,124 @@ fn targets(report: &Report) -> Vec<Target> {
     out
 }
 
-const OPEN: &str = "not shown: the peer does not write again while this device reads slowly";
+/// A signal that may be lost, old or early without harm.
+struct Redundant {
+    names: &'static [&'static str],
+    /// On at least so many ranks.
+    ranks: usize,
+    site: &'static str,
+    kinds: &'static [Kind],
+    /// What keeps what the signal keeps.
+    why: &'static str,
+}
 
-/// Signals that may be lost, old or early without harm, since something else keeps what they keep:
-/// the operation, the beginning of the site, the attacks, and why.
-const REDUNDANT: &[(&str, &str, &[Kind], &str)] = &[
-    (
-        "all_reduce, kernels",
-        "tw_enter.0",
-        &[Kind::Early],
+const EARLY: &[Kind] = &[Kind::Early];
+
+const fn early(names: &'static [&'static str], site: &'static str, why: &'static str) -> Redundant {
+    Redundant { names, ranks: 2, site, kinds: EARLY, why }
+}
+
+const fn unread(names: &'static [&'static str], site: &'static str) -> Redundant {
+    let why = "rows go to no receive buffer: no kernel looks at the word";
+    Redundant { names, ranks: 2, site, kinds: &[Kind::Lose, Kind::Stale, Kind::Early], why }
+}
+
+const ROUTED: &str = "the next phase that writes there is of the next launch: the peer's routing of that launch waits for this \
+     device's, which stands behind all that is read";
+const OTHER_AREA: &str = "a phase of the other area is between: the peer's waits for what this device sends in its own, behind \
+     all that is read";
+const MET_BACK: &str = "the meeting before gradients or results are got (MEET_BACK) stands between: it is behind all that is \
+     read of the memory that this credit gives away, and what is read behind it is in other \
+     buffers, which are written behind a meeting of the next launch";
+
+/// Each exact site; a mistake in a neighbouring one is noticed.
+const REDUNDANT: &[Redundant] = &[
+    early(
+        &["all_reduce, kernels"],
+        "tw_enter.0 tw_enter",
         "the last meeting of a launch is behind the sums, and the first one of the next before what is taken in is written",
     ),
-    ("gemm_ar", "tw_enter.0", &[Kind::Early], "as all_reduce: what comes back is behind the sums"),
-    ("ep", "tw_ep_route", &[Kind::Early], "the word is the data, in one of two buffers"),
-    ("ep twice", "tw_ep_send_bulk.1 tw_grant", &[], ""),
-    ("ep twice", "tw_ep_back_bulk.1 tw_grant", &[], ""),
-    (
-        "ep",
-        "tw_ep_back_bulk",
-        &[Kind::Early],
-        "a phase of the other area is between, which waits for what was sent behind",
+    early(
+        &["gemm_ar pipelined", "gemm_ar sequential", "gemm_ar ring"],
+        "tw_enter.0 tw_enter",
+        "a peer ends its launch with the rows that this device has reduced, and writes them again behind a sum of the next \
+         launch, which waits for a chunk that this device sends behind its own meeting",
     ),
-    ("ep", "tw_ep_send_bulk.0 tw_grant", &[Kind::Early], "as above"),
-    ("ep", "tw_ep_send_bulk.1 tw_grant", &[Kind::Early], "as above"),
-    ("ep", "tw_ep_leave", &[Kind::Early], "as above"),
-    ("ep zero copy", "tw_ep_send_bulk.0 tw_announce", &[], ""),
-    ("ep rank-major", "tw_ep_send_bulk.0 tw_announce", &[], ""),
-    // Open: slow reads keep back what the peer must have before it writes again, so that this shows
-    // nothing.
-    ("gemm_rs pipelined", "tw_enter.0", &[Kind::Early], OPEN),
-    ("cp_attention", "tw_enter", &[Kind::Early], OPEN),
-    (
-        "ep",
-        "tw_ep_send_bulk",
-        &[Kind::Lose, Kind::Stale, Kind::Early],
-        "nobody waits for the word where rows go to no receive buffer",
+    // With one chunk it is noticed.
+    early(
+        &["gemm_rs pipelined"],
+        "tw_enter.0 tw_enter",
+        "a peer ends its launch with this device's last chunk, which is sent behind the sum of the first one, and writes the \
+         last slot behind a sum of the next launch, which waits for what this device sends behind its own meeting",
+    ),
+    early(
+        &[
+            "cp_attention all_gather",
+            "cp_attention get",
+            "cp_attention ring",
+            "cp_attention all_to_all",
+            "cp_attention hybrid",
+        ],
+        "tw_enter.0 tw_enter",
+        MET_BACK,
+    ),
+    early(&["cp_attention all_to_all", "cp_attention hybrid"], "tw_enter.3 tw_enter", MET_BACK),
+    // On two ranks it is noticed.
+    Redundant {
+        names: &["cp_attention ring"],
+        ranks: 3,
+        site: "tw_enter.1 tw_enter",
+        kinds: EARLY,
+        why: "the peer also waits for the credit of the rank behind this one, which comes when \
+              what this device passes on, behind what it reads, has arrived there",
+    },
+    unread(&["ep expert-major", "ep flat", "ep twice"], "tw_ep_send_bulk.0 tw_announce"),
+    unread(
+        &["ep expert-major", "ep flat", "ep rank-major", "ep twice"],
+        "tw_ep_send_bulk.1 tw_announce",
+    ),
+    early(
+        &["ep zero copy", "ep rank-major", "ep zero copy twice"],
+        "tw_ep_send_bulk.0 tw_announce",
+        ROUTED,
+    ),
+    early(&["ep zero copy"], "tw_ep_send_bulk.1 tw_announce", OTHER_AREA),
+    early(
+        &["ep expert-major", "ep zero copy", "ep rank-major"],
+        "tw_ep_send_bulk.0 tw_grant",
+        OTHER_AREA,
+    ),
+    early(
+        &["ep zero copy twice"],
+        "tw_ep_send_bulk.0 tw_grant",
+        "the next dispatch waits for what this device announces behind all that is read",
+    ),
+    early(
+        &["ep zero copy", "ep twice", "ep zero copy twice"],
+        "tw_ep_send_bulk.1 tw_grant",
+        ROUTED,
+    ),
+    early(&["ep expert-major", "ep flat", "ep rank-major"], "tw_ep_leave.0 tw_grant", OTHER_AREA),
+    early(&["ep flat"], "tw_ep_leave.1 tw_grant", ROUTED),
+    early(
+        &["ep expert-major", "ep flat", "ep zero copy", "ep rank-major"],
+        "tw_ep_back_bulk.0 tw_grant",
+        OTHER_AREA,
+    ),
+    early(
+        &["ep expert-major", "ep flat", "ep zero copy", "ep rank-major", "ep twice"],
+        "tw_ep_back_bulk.1 tw_grant",
+        ROUTED,
     ),
 ];
 
 /// Why nobody need notice this; none if somebody must.
-fn redundant(name: &str, kind: Kind, t: &Target, of: u64) -> Option<&'static str> {
+fn redundant(
+    (name, ranks): (&str, usize),
+    kind: Kind,
+    t: &Target,
+    of: u64,
+) -> Option<&'static str> {
     // A flag holds the total: the next one to this word says what the lost one has said.
     if matches!(kind, Kind::Lose | Kind::Stale)
         && t.site.starts_with("flag ")
@@ -168,10 +246,10 @@ fn redundant(name: &str, kind: Kind, t: &Target, of: u64) -> Option<&'static str
     {
         return Some("a later total follows");
     }
-    let all = REDUNDANT.iter();
-    // The first row of a site holds.
-    let mut fits = all.filter(|r| name.starts_with(r.0) && t.site.starts_with(r.1));
-    fits.next().filter(|r| r.2.contains(&kind)).map(|r| r.3)
+    let fits = |r: &&Redundant| {
+        r.names.contains(&name) && r.ranks <= ranks && t.site == r.site && r.kinds.contains(&kind)
+    };
+    REDUNDANT.iter().find(fits).map(|r| r.why)
 }
 
 /// What became of the attacks on one operation.
@@ -180,6 +258,8 @@ struct Tally {
     tried: usize,
     ends: BTreeMap<(Kind, End), usize>,
     harmless: usize,
+    /// Credits that nothing goes before.
+    first: usize,
     wrong: Vec<String>,
 }
 
@@ -244,14 +324,16 @@ impl<'a> Attack<'a> {
         let of = self.report.signals.get(&(t.device, t.launch, t.site.clone()));
         let of = of.and_then(|to| to.get(&t.peer)).copied().unwrap_or(0);
         let writes = self.report.wrote.contains_key(&(t.peer, t.launch, t.device));
-        let why = match redundant(self.name, kind, t, of) {
+        let why = match redundant((self.name, self.n), kind, t, of) {
             None if kind == Kind::Early && ways.contains(&1) && !writes => {
                 Some("the peer writes nothing here")
             }
             why => why,
         };
         let mut last = None;
-        for by in ways {
+        for (i, by) in ways.iter().enumerate() {
+            let before = ways[..i].iter().filter(|w| *w == by).count();
+            self.watch.be_patient(1000 << (2 * before));
             let Some(got) = self.run(kind, t, *by) else { return false };
             let noticed = got.0 != End::Nothing;
             last = Some(got);
@@ -292,22 +374,27 @@ impl<'a> Attack<'a> {
                     self.name
                 );
             }
+            must += 3;
             // What publishes data is made early, and its data stay away or go elsewhere.
-            let early = self.strikes(Kind::Early, t, &[0]);
-            if early {
-                assert!(
-                    self.strikes(Kind::Drop, t, &[0]) && self.strikes(Kind::Shift, t, &[64]),
-                    "{t:?}"
-                );
-            } else {
-                // What it gives away is memory here, or, of ranks that get, the peer's own.
-                let writes = !self.report.wrote.is_empty();
-                assert!(
-                    self.strikes(Kind::Early, t, if writes { &[1, 3] } else { &[2, 3] }),
-                    "{t:?}"
-                );
+            if self.strikes(Kind::Early, t, &[0]) {
+                let moved = [(Kind::Drop, 0), (Kind::Shift, 64)];
+                assert!(moved.into_iter().all(|(kind, by)| self.strikes(kind, t, &[by])), "{t:?}");
+                must += 3;
+                continue;
             }
-            must += if early { 6 } else { 4 };
+            // The first that a word gets has none to go out with.
+            self.watch.attack(Kind::Early, t, 1);
+            if !self.watch.has_before() {
+                self.tally.first += 1;
+                continue;
+            }
+            // What it gives away is memory here, or, of ranks that get, the peer's own.
+            let writes = !self.report.wrote.is_empty();
+            assert!(
+                self.strikes(Kind::Early, t, if writes { &[1, 3, 4] } else { &[2, 3] }),
+                "{t:?}"
+            );
+            must += 1;
         }
         for ((device, launch, site), to) in self.report.signals.clone() {
             if (device, launch) != (SENDER, ATTACKED) || !site.starts_with("run ") {
@@ -332,11 +419,12 @@ impl<'a> Attack<'a> {
         ];
         let row: Vec<_> = kinds.map(words).into_iter().collect();
         println!(
-            "| {} | {} | {} | {} | {} | {:.1} s |",
+            "| {} | {} | {} | {} | {} | {} | {:.1} s |",
             self.name,
             targets.len(),
             self.tally.tried,
             row.join(" | "),
+            self.tally.first,
             self.tally.harmless,
             begun.elapsed().as_secs_f64()
         );
@@ -353,7 +441,7 @@ fn each_signal_and_put_of_each_operation_is_attacked() {
     };
     let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     println!(
-        "| operation | sites x peers | tried | lost | stale | early | dropped | shifted | raised twice | stored twice | harmless | time |"
+        "| operation | sites x peers | tried | lost | stale | early | dropped | shifted | raised twice | stored twice | first of its word | harmless | time |"
     );
     let mut wrong = Vec::new();
     for op in asked_ops() {

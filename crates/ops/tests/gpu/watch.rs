@@ -15,7 +15,7 @@ pub enum Kind {
     Twice = 2,
     /// The value of the launch before is stored.
     Stale = 3,
-    /// It is stored before its data; a credit, with that of the launch before.
+    /// It is stored before its data; a credit, with the one that its word got before.
     Early = 4,
     /// Its data stay away.
     Drop = 5,
@@ -93,6 +93,18 @@ impl Watch {
             let f = self.0.get::<Attack>(b"tw_emu_attack\0").unwrap();
             f(kind as c_int, device, launch, site.as_ptr(), peer, t.nth, by);
         }
+    }
+
+    /// Whether another signal comes to the word of the attacked one before it.
+    pub fn has_before(&self) -> bool {
+        // SAFETY: `attacks.h` declares it so.
+        unsafe { self.0.get::<extern "C" fn() -> c_int>(b"tw_emu_has_before\0").unwrap()() != 0 }
+    }
+
+    /// For how long a device reads slowly behind an early credit.
+    pub fn be_patient(&self, ms: u64) {
+        // SAFETY: `attacks.h` declares it so.
+        unsafe { self.0.get::<extern "C" fn(u64)>(b"tw_emu_patience\0").unwrap()(ms) }
     }
 
     /// How often the attack has struck.
