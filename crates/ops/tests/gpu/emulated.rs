@@ -1,5 +1,6 @@
-//! Some of these tests again, on emulated devices: values, graphs that are replayed, ranks that are silent, killed or gone, where
-//! there is no GPU. `kernels/emu/README.md` says what that cannot show.
+//! Some of these tests again, on emulated devices: values, graphs that are replayed, ranks that are
+//! silent, killed or gone, where there is no GPU. `kernels/emu/README.md` says what that cannot
+//! show.
 
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
