@@ -72,6 +72,21 @@ const fn row(
     Row { command, flag, rest, code, shows }
 }
 
+const SHARED: &[&str] = &[
+    "--rounds",
+    "1",
+    "--ranks",
+    "2",
+    "--op",
+    "all_reduce",
+    "--",
+    "--m",
+    "32",
+    "--n",
+    "64",
+    "--iters",
+    "3",
+];
 const VERIFY: &[&str] = &["--op", "all_gather", "--dtype", "f32", "--ranks", "1"];
 /// Nothing is allowed to be off: rounding is wrong, and moving is not.
 const STRICT: &[&str] =
@@ -175,6 +190,9 @@ const ROWS: &[Row] = &[
     row("bench links", "--json", &["--ranks", "1"], 2, |off, on| {
         let told = |s: &Seen| s.err.contains("hint") && s.out.is_empty();
         told(off) && told(on)
+    }),
+    row("bench shared", "--json", SHARED, 0, |off, on| {
+        off.json().is_none() && on.json().is_some_and(|r| r.len() == 1 && r[0]["ranks"] == 2)
     }),
     row("doctor", "--json", &["--shm", "nowhere"], 0, |off, on| {
         let findings: Option<Vec<Value>> = serde_json::from_str(&on.out).ok();
