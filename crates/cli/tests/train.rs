@@ -169,7 +169,7 @@ fn checkpoint_resume_generate_trace_and_curve() {
     tracks(events, 2);
 }
 
-/// Two steps are fewer than a trace has room for: nothing of the start and the calibration takes
+/// Two steps are fewer than a trace holds: nothing of the start and the calibration takes
 /// it.
 #[test]
 fn a_trace_is_of_steps_alone() {

@@ -379,7 +379,8 @@ void tw_emu_launch(int d, int launch) {
     Watched& w = watched();
     std::unique_lock<std::mutex> g(w.lock);
     w.launch[d] = launch;
-    // A credit that went out in the launch before: what it gives away is written and read in this one.
+    // A credit that went out in the launch before: what it gives away is written and read in
+    // this one.
     if (d == w.device && launch == w.at_launch && w.slow) w.slow_until = 0, w.first_writes.clear(), w.late_writes.clear();
     // No launch writes where data of the one before are still to come.
     while (d == w.device && launch > w.at_launch && !w.late.empty() && now() < w.late_until) {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 /// Names of the functions of the driver that `f` has called on this thread and that a launch must
-/// not call: those that allocate, load code or wait for the device. Nothing is told without the
+/// not call: those that allocate, load code or wait for the device. Nothing is reported without the
 /// library.
 pub fn of(f: impl FnOnce()) -> Vec<String> {
     noted("", f)
