@@ -25,12 +25,16 @@ mod driver;
 mod dropped;
 #[path = "gpu/emulated.rs"]
 mod emulated;
+#[path = "gpu/expected.rs"]
+mod expected;
 #[path = "gpu/far.rs"]
 mod far;
 #[path = "gpu/heaps.rs"]
 mod heaps;
 #[path = "gpu/idle.rs"]
 mod idle;
+#[path = "gpu/inputs.rs"]
+mod inputs;
 #[path = "gpu/kernels.rs"]
 mod kernels;
 #[path = "gpu/lacking.rs"]
@@ -211,8 +215,7 @@ fn silent(ops: &[Make]) {
             if e.is_timeout() {
                 assert_eq!(e.get_peer(), Some(silent), "{}: {e}", op.name);
             }
-            // `verify` holds them against the oracle; here they are to the bit what they were
-            // before.
+            // Those of the oracle, and to the bit what they were before.
             assert!(results(&world, &make)? == want, "{}: the new team computes another", op.name);
         }
         Ok(())
@@ -238,12 +241,12 @@ fn every_operation_computes() {
     .unwrap();
 }
 
-/// A new team on the same devices computes, on new memory.
+/// A new team on the same devices computes on new memory what the oracle does.
 fn computes_again(world: &World, make: &Make) -> Result<()> {
     results(world, make).map(drop)
 }
 
-/// The bits that a new team computes.
+/// The bits that a new team computes, which are right.
 fn results(world: &World, make: &Make) -> Result<Vec<Vec<u8>>> {
     let (heap, stream) = heap(world, "again")?;
     let op = make(&heap, &stream)?;
@@ -254,6 +257,7 @@ fn results(world: &World, make: &Make) -> Result<Vec<Vec<u8>>> {
     stream.synchronize()?;
     heap.team().check()?;
     assert!(!op.outs.iter().all(all_poison), "{} on the new team", op.name);
+    expected::check(&op, 6, &heap)?;
     op.bits()
 }
 

@@ -19,7 +19,9 @@ use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
 use tilewire_ops::quant::{QuantDesc, QuantInputs, QuantPlan, Scope, Sides};
 use tilewire_symm::{Heap, Traffic};
 
-use crate::team_ops::{Fill, Op, end, mine, tensor};
+use crate::expected::Facts;
+use crate::inputs::Fill;
+use crate::team_ops::{Op, end, mine, tensor};
 
 /// Rows of 48 bytes: whole units of 16, as the kernels take them that meet the others.
 const M: usize = 31;
@@ -44,7 +46,7 @@ fn simple(
     launch: impl Fn(&Stream) -> Result<()> + 'static,
 ) -> Attacked {
     let inputs = x.into_iter().map(|t| (t, Fill::Normal)).collect();
-    let op = Op { name, inputs, outs, launch: Box::new(launch), steps: None };
+    let op = Op { name, inputs, outs, launch: Box::new(launch), steps: None, facts: Facts::Named };
     Attacked { op, predicted }
 }
 
@@ -206,7 +208,7 @@ fn ep(
         let given = (&d_recv, recv.weights.as_ref());
         end(s, plan.dispatch_bwd(s, &handle, given, (&dx, Some(&dw)))?).map(|_| ())
     };
-    let op = Op::of_steps(name, inputs, outs, (5, Rc::new(steps)));
+    let op = Op::of_steps(name, inputs, outs, (5, Rc::new(steps)), Facts::Named);
     Ok(Attacked { op, predicted: None })
 }
 
@@ -245,7 +247,7 @@ fn ep_twice(heap: &Heap, s: &Stream) -> Result<Attacked> {
         }
         Ok(())
     };
-    let op = Op::of_steps("ep", inputs, outs, (5, Rc::new(steps)));
+    let op = Op::of_steps("ep", inputs, outs, (5, Rc::new(steps)), Facts::Named);
     Ok(Attacked { op, predicted: None })
 }
 
@@ -276,7 +278,7 @@ fn ep_straight_twice(heap: &Heap, s: &Stream) -> Result<Attacked> {
         }
         Ok(())
     };
-    let op = Op::of_steps("ep", inputs, outs, (3, Rc::new(steps)));
+    let op = Op::of_steps("ep", inputs, outs, (3, Rc::new(steps)), Facts::Named);
     Ok(Attacked { op, predicted: None })
 }
 

@@ -12,7 +12,10 @@ use crate::DEVICES;
 use crate::driver::Driver;
 
 /// A test, with how many devices, and which operations where it asks.
-const RUNS: [(&str, usize, &str); 16] = [
+const RUNS: [(&str, usize, &str); 19] = [
+    ("every_operation_computes", 3, "0-3"),
+    ("every_operation_computes", 4, "6-29"),
+    ("every_operation_computes", 3, "36-39"),
     ("layouts::both_executors_leave_the_same_bytes", 3, ""),
     ("kernels::the_kernel_of_a_team_is_the_callers_choice", 2, ""),
     ("a_rank_that_launches_another_m_is_named_at_once", 2, ""),

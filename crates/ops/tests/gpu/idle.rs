@@ -9,6 +9,7 @@ use tilewire_testing::{Lack, WORDS, did_not_run};
 
 use crate::DEVICES;
 use crate::driver::{COMMON, Driver};
+use crate::expected::IDLE;
 
 const DRIVER: &str = include_str!("idle.c");
 /// What refuses allocations.
@@ -60,6 +61,7 @@ fn host_code_runs_on_idle_devices() {
             .env("LD_PRELOAD", at("watch.so"))
             .env("TILEWIRE_CACHE_DIR", at("cache"))
             .env("TW_CALLS_DIR", at("calls"))
+            .env(IDLE, "1")
             .env("TW_RANKS", devices.to_string());
         ops.map(|ops| run.env("TW_TEAM_OPS", ops));
         if test == FEW {

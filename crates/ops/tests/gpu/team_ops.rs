@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use tilewire_core::{BackendKind, DType, Result, Rng, ScaleLayout, Shape};
+use tilewire_core::{BackendKind, DType, Result, ScaleLayout, Shape};
 use tilewire_device::{Device, Pending, Stream, Tensor, cuda};
 use tilewire_ops::Shards;
 use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmInputs, AgGemmPlan};
@@ -22,6 +22,8 @@ use tilewire_ops::quant::{QuantDesc, QuantInputs, QuantPlan, Scope, Sides};
 use tilewire_symm::{Heap, HeapCfg, World};
 use tilewire_testing::{Lack, did_not_run};
 
+use crate::expected::Facts;
+use crate::inputs::{Fill, filled};
 use crate::lacking::prepared;
 
 pub const M: usize = 93;
@@ -31,9 +33,6 @@ const ODD: usize = 37;
 const MID: usize = 700_000;
 const LARGE: usize = 1_500_000;
 const K: usize = 48;
-
-/// Numbers after which those of a large tensor repeat: no multiple of a row, a shard or a piece.
-const PERIOD: usize = 1_000_003;
 
 thread_local!(static WAITS: Cell<bool> = const { Cell::new(false) });
 
@@ -60,17 +59,11 @@ pub struct Op {
     pub launch: Launch,
     /// How many launches it is, and the first so many of them.
     pub steps: Option<(usize, Rc<Steps>)>,
+    pub facts: Facts,
 }
 
 /// The first launches of an operation.
 pub type Steps = dyn Fn(&Stream, usize) -> Result<()>;
-
-#[derive(Clone, Copy)]
-pub enum Fill {
-    Normal,
-    /// Experts of tokens: different ones in a row of so many, sometimes none.
-    Experts(usize, usize),
-}
 
 impl Op {
     /// One that is several launches in turn.
@@ -79,33 +72,16 @@ impl Op {
         inputs: Vec<(Tensor, Fill)>,
         outs: Vec<Tensor>,
         steps: (usize, Rc<Steps>),
+        facts: Facts,
     ) -> Self {
         let (num, go) = (steps.0, steps.1.clone());
         let launch = Box::new(move |s: &Stream| go(s, num));
-        Self { name, inputs, outs, launch, steps: Some(steps) }
+        Self { name, inputs, outs, launch, steps: Some(steps), facts }
     }
 
     pub fn refill(&self, seed: u64) -> Result<()> {
         for (i, (t, fill)) in self.inputs.iter().enumerate() {
-            let mut rng = Rng::new(seed * 100 + i as u64);
-            let n = t.shape().num_elems();
-            let new = match fill {
-                Fill::Normal => {
-                    // Large ones repeat: random numbers take long, and ranks would drift apart.
-                    let some: Vec<f32> = (0..n.min(PERIOD)).map(|_| rng.normal()).collect();
-                    let v: Vec<f32> = some.iter().copied().cycle().take(n).collect();
-                    Tensor::from_f32(&v, t.dtype(), t.shape())?
-                }
-                Fill::Experts(experts, k) => {
-                    let mut v = Vec::with_capacity(n);
-                    for i in 0..n {
-                        let base = (i / k * 3 + seed as usize) % experts;
-                        let e = ((base + i % k) % experts) as i64;
-                        v.push(if rng.below(6) == 0 { -1 } else { e });
-                    }
-                    Tensor::from_slice(&v, t.shape())?
-                }
-            };
+            let new = filled(*fill, (seed, i), t.dtype(), t.shape())?;
             new.read(|b| t.write(|out| out.copy_from_slice(b)))??;
         }
         Ok(())
@@ -171,6 +147,7 @@ fn collective_by(
         outs: vec![out.clone()],
         launch: Box::new(move |s| end(s, plan.launch(s, m, &x, &out)?).map(|_| ())),
         steps: None,
+        facts: Facts::Named,
     })
 }
 
@@ -205,6 +182,7 @@ fn ag_gemm_as((config, t): (OverlapConfig, DType), heap: &Heap, s: &Stream) -> R
         outs: vec![out, gathered],
         launch: Box::new(move |s| end(s, plan.launch(s, M, t.clone())?).map(|_| ())),
         steps: None,
+        facts: Facts::Named,
     })
 }
 
@@ -237,6 +215,7 @@ fn gemm_reduce_as(by: (bool, OverlapConfig, DType), heap: &Heap, s: &Stream) -> 
         outs: vec![out],
         launch,
         steps: None,
+        facts: Facts::Named,
     })
 }
 
@@ -257,6 +236,7 @@ fn quant(heap: &Heap, s: &Stream) -> Result<Op> {
         outs: outs.collect(),
         launch: Box::new(move |s| end(s, plan.launch(s, t.clone())?).map(|_| ())),
         steps: None,
+        facts: Facts::Named,
     })
 }
 
@@ -333,7 +313,8 @@ fn ep_to(
         }
         Ok(())
     };
-    Ok(Op::of_steps("ep", inputs, outs, (5, Rc::new(steps))))
+    let facts = Facts::Experts(desc, grad_straight);
+    Ok(Op::of_steps("ep", inputs, outs, (5, Rc::new(steps)), facts))
 }
 
 /// Forward and backward, with the output of the one in the other.
@@ -358,7 +339,10 @@ fn cp_attention_of(
     let t = desc.attn.out;
     let plan = CpAttentionPlan::with_backend(desc, heap, Some(CpConfig::of(strategy)), backend)?;
     prepared(|| plan.prepare(s))?;
-    let rows = plan.rows_q(None).iter().map(|r| r.len()).sum();
+    let rows = plan.rows_q(None);
+    let fp8_wires = plan.desc().fp8_kv || plan.desc().dkv_wire.is_fp8();
+    let facts = Facts::Attention { rows: rows.clone(), heads, fp8_wires };
+    let rows = rows.iter().map(|r| r.len()).sum();
     let new = || tensor(heap, t, rows, heads * d);
     let d_out = new()?;
     let mut inputs = vec![(d_out.clone(), Fill::Normal)];
@@ -384,7 +368,7 @@ fn cp_attention_of(
         }
         Ok(())
     };
-    Ok(Op::of_steps("cp_attention", inputs, outs, (2, Rc::new(steps))))
+    Ok(Op::of_steps("cp_attention", inputs, outs, (2, Rc::new(steps)), facts))
 }
 
 /// Keys and values, and parts of their gradients, travel as FP8.
