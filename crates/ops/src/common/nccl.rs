@@ -58,6 +58,20 @@ impl ByNccl {
         unsafe { self.get()?.queue(main, (dtype, NcclSum::Sum), ops) }
     }
 
+    /// Queues a phase of bytes as one group: the sends and receives of this rank, which for each
+    /// pair of ranks are in the same order on both. It takes the place of a phase's puts, flags and
+    /// waits: what comes is usable behind it on the stream.
+    ///
+    /// # Safety
+    /// As [`NcclTeam::queue`].
+    ///
+    /// # Errors
+    /// As [`NcclTeam::queue`].
+    pub unsafe fn exchange(&self, main: &CudaStream, pieces: &[NcclOp]) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { self.queue(main, DType::U8, pieces) }
+    }
+
     fn get(&self) -> Result<&Arc<NcclTeam>> {
         self.0.get().ok_or_else(|| Error::internal("a prepared plan without NCCL"))
     }

@@ -165,7 +165,7 @@ impl Exchange {
         let main = stream.cuda()?;
         hold(main, [self.send.clone(), self.recv.clone()]);
         // SAFETY: as above.
-        let queued = unsafe { self.nccl.queue(main, DType::U8, &calls) };
+        let queued = unsafe { self.nccl.exchange(main, &calls) };
         // Only this rank knows that it failed, and the others wait for it.
         queued.map_err(|e| core.team().fail(e))
     }
@@ -173,10 +173,10 @@ impl Exchange {
     /// Queues calls on bytes, as one group.
     ///
     /// # Safety
-    /// As [`ByNccl::queue`].
+    /// As [`ByNccl::exchange`].
     pub unsafe fn queue(&self, main: &CudaStream, calls: &[NcclOp]) -> Result<()> {
         // SAFETY: the caller's contract.
-        unsafe { self.nccl.queue(main, DType::U8, calls) }
+        unsafe { self.nccl.exchange(main, calls) }
     }
 
     /// Queues an exchange. Everything that the lists refer to must be held by `keep`, which is

@@ -162,7 +162,7 @@ impl Staging {
         hold(main, (from.clone(), self.flags.clone(), core.heap().clone()));
         // SAFETY: blocks and areas hold the records of all ranks, and are held. Only this
         // stream uses them: the ranks have met, and launches of a plan follow each other.
-        unsafe { self.nccl.queue(main, DType::U8, &ops) }
+        unsafe { self.nccl.exchange(main, &ops) }
     }
 
     pub fn explain(&self) -> Option<&str> {
