@@ -28,17 +28,28 @@ use crate::{DEVICES, all_poison, expected};
 /// In the environment of a rank: `kill, stop or leave|folder|operation:launches of the victim,...`.
 const ROLE: &str = "TW_FAULT_ROLE";
 const FOREVER: Duration = Duration::from_secs(30);
-/// How long a wait for a rank that is stopped lasts. What loads code has been done before.
-const STOPPED: Duration = Duration::from_millis(1500);
+/// Jobs of ranks that are stopped, beside each other, because each takes as long as its deadline.
+const SIDE_BY_SIDE: usize = 3;
 /// A process ends by itself before whoever runs the test ends it.
 const LIFE: Duration = Duration::from_secs(56);
 /// How late the error may come: behind the deadline, or the death.
 const LATE: Duration = Duration::from_millis(1500);
 
+fn emulated() -> bool {
+    std::env::var_os("TW_EMU_TEXTS").is_some()
+}
+
 /// The same where devices are emulated, which take turns on few processors.
 fn how_late() -> Duration {
-    if std::env::var_os("TW_EMU_TEXTS").is_some() { LATE * 10 } else { LATE }
+    if emulated() { LATE * 10 } else { LATE }
 }
+
+/// How long a wait for a rank that is stopped lasts. What loads code has been done before. CI has
+/// no time for the emulated ones.
+fn stopped() -> Duration {
+    Duration::from_millis(if emulated() { 1500 } else { 10_000 })
+}
+
 /// Seed of the launch behind a fault: no rank had such inputs in the launch that ended.
 const AGAIN: u64 = 70;
 /// From "I launch now" to the signal.
@@ -117,12 +128,12 @@ fn role_of_a_process() {
     let world = |timeout: Duration| {
         let mesh = join_processes(&place, &config, Deadline::after_s(30.0)).unwrap();
         // Long before the deadline of who waits for a rank that is stopped.
-        World::join(mesh, WorldCfg { timeout, late_warning: STOPPED / 3, ..WorldCfg::default() })
+        World::join(mesh, WorldCfg { timeout, late_warning: stopped() / 3, ..WorldCfg::default() })
     };
     assert!(log::set_logger(&Words).is_ok());
     log::set_max_level(log::LevelFilter::Warn);
-    let stopped = parts[0] == "stop";
-    let (calm, short) = (world(FOREVER), world(if stopped { STOPPED } else { FOREVER }));
+    let timeout = if parts[0] == "stop" { stopped() } else { FOREVER };
+    let (calm, short) = (world(FOREVER), world(timeout));
     let me = short.rank().get();
     for (at, item) in parts[2].split(',').enumerate() {
         let (i, launches) = item.split_once(':').unwrap();
@@ -394,13 +405,10 @@ fn is(v: &Value, kind: ErrorKind) -> bool {
     v["error"]["kind"] == serde_json::to_value(kind).unwrap()
 }
 
-/// One set of processes for all operations: the victim goes on after each.
-#[test]
-fn a_stopped_process_is_named_by_every_operation() {
-    let Some(num) = num_ranks() else { return };
-    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
-    let cases: Vec<(usize, usize)> = asked(by_puts()).iter().map(|(i, _)| (*i, 0)).collect();
-    let mut job = Job::start(num, "stop", &cases);
+/// Stops the last of `num` ranks inside each case, one after the other: one set of processes for
+/// all of them, in which the victim goes on after each. The operations where nobody named it.
+fn stop_in_each(num: usize, cases: &[(usize, usize)]) -> Vec<usize> {
+    let mut job = Job::start(num, "stop", cases);
     let (victim, mut unnamed) = (job.victim(), Vec::new());
     for (at, (i, _)) in cases.iter().enumerate() {
         let what = format!("operation {i}, stopped");
@@ -415,7 +423,7 @@ fn a_stopped_process_is_named_by_every_operation() {
         };
         assert!(
             reports.iter().any(late),
-            "{what}: nobody was told of a wait that lasts: {reports:?}"
+            "{what}: nobody warned of a wait that lasts: {reports:?}"
         );
         // Who waited longest says so; the others may hear of that before their own time is over.
         let named = |v: &&Value| is(v, ErrorKind::Timeout) && v["error"]["peer"] == victim;
@@ -424,18 +432,37 @@ fn a_stopped_process_is_named_by_every_operation() {
         }
         for v in &reports {
             assert!(is(v, ErrorKind::Timeout) || is(v, ErrorKind::Aborted), "{what}: {v}");
-            let most = (STOPPED + how_late()).as_millis() as u64;
+            let most = (stopped() + how_late()).as_millis() as u64;
             assert!(v["took_ms"].as_u64().unwrap() < most, "{what}: {v}");
         }
         put(job.dir.path(), &format!("go.{at}"), "");
         job.signal(Signal::CONT);
         let all = job.files(&format!("report.{at}"), num);
-        let told: Value = serde_json::from_str(&all[victim]).unwrap();
-        assert!(told["told"]["kind"].is_string(), "{what}: the victim was told nothing: {told}");
+        let of_victim: Value = serde_json::from_str(&all[victim]).unwrap();
+        assert!(
+            of_victim["told"]["kind"].is_string(),
+            "{what}: the victim has no error: {of_victim}"
+        );
     }
+    unnamed
+}
+
+#[test]
+fn a_stopped_process_is_named_by_every_operation() {
+    let Some(num) = num_ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cases: Vec<(usize, usize)> = asked(by_puts()).iter().map(|(i, _)| (*i, 0)).collect();
+    let jobs = if emulated() { 1 } else { SIDE_BY_SIDE };
+    let unnamed = std::thread::scope(|t| {
+        let jobs: Vec<_> = cases
+            .chunks(cases.len().div_ceil(jobs))
+            .map(|cases| t.spawn(move || stop_in_each(num, cases)))
+            .collect();
+        jobs.into_iter().flat_map(|j| j.join().unwrap()).collect::<Vec<_>>()
+    });
     // Last, so that all operations were seen: who waits for somebody who waits for the victim may
     // name the wrong one.
-    assert!(unnamed.is_empty(), "in operations {unnamed:?} nobody names rank {victim}");
+    assert!(unnamed.is_empty(), "in operations {unnamed:?} nobody names the last rank");
 }
 
 /// Each of [`KILLS`] that was asked for, in processes of its own: the others hear of the victim's
