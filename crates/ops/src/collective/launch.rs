@@ -30,6 +30,8 @@ pub(super) struct Base {
     pub flags: Option<(SymBuf, usize)>,
     /// Multiprocessors that one kernel may take, if the caller has said so.
     pub num_sms: Option<u32>,
+    /// Copy engines move vectors of any size on devices.
+    pub engines: bool,
 }
 
 /// One launch: of `m` rows in all, on a stream.
@@ -61,6 +63,9 @@ impl Base {
 
     /// Returns who moves `m` rows on a device.
     pub fn way(&self, m: usize) -> Way {
+        if self.engines {
+            return Way::Engines;
+        }
         let rows = self.moved_rows(m);
         let bytes = rows * self.desc.cols * self.desc.dtype.size();
         Way::of(&self.desc.kind, self.flags.is_some(), self.core.team().size(), (rows, bytes))

@@ -57,6 +57,25 @@ impl CollectivePlan {
         heap: &Heap,
         backend: CollectiveBackend,
     ) -> Result<Self> {
+        Self::make(desc, heap, backend, false)
+    }
+
+    /// As [`CollectivePlan::new`]: on CUDA devices copy engines move vectors of any size, and take
+    /// no multiprocessor from kernels beside them (a kernel adds what they bring). Small vectors
+    /// take longer that way. The host has one way only.
+    ///
+    /// # Errors
+    /// As [`CollectivePlan::new`].
+    pub fn by_copy_engines(desc: CollectiveDesc, heap: &Heap) -> Result<Self> {
+        Self::make(desc, heap, CollectiveBackend::Put, true)
+    }
+
+    fn make(
+        desc: CollectiveDesc,
+        heap: &Heap,
+        backend: CollectiveBackend,
+        engines: bool,
+    ) -> Result<Self> {
         let (size, name) = (heap.team().size(), desc.kind.name());
         desc.check(size).map_err(|e| e.op(name))?;
         let row_bytes = desc.cols * desc.dtype.size();
@@ -70,10 +89,11 @@ impl CollectivePlan {
             CollectiveKind::ReduceScatter(s, _) => s.max_rows(desc.m, size),
             _ => Shards::Even.max_rows(desc.m, size),
         };
-        let core = PlanCore::new(name, heap, format_args!("{desc} {backend}"))?;
+        let how = if engines { " by copy engines" } else { "" };
+        let core = PlanCore::new(name, heap, format_args!("{desc} {backend}{how}"))?;
         let possible = |lane: &Lane| device::is_possible(&desc, lane, size);
         let flags = match core.lane().map(possible).transpose()? {
-            Some(true) => {
+            Some(true) if !engines => {
                 let len = device::flag_bytes(&desc, size);
                 Some((heap.alloc(len, name)?, len))
             }
@@ -84,8 +104,18 @@ impl CollectivePlan {
         let core = core.using(bufs, slots);
         put_or_nccl(heap, backend).map_err(|e| e.op(name))?;
         let num_sms = None;
-        let base =
-            Base { desc, core, staging, staging2, signals, signals2, slot_rows, flags, num_sms };
+        let base = Base {
+            desc,
+            core,
+            staging,
+            staging2,
+            signals,
+            signals2,
+            slot_rows,
+            flags,
+            num_sms,
+            engines,
+        };
         Ok(Self { base, device: OnceLock::new(), backend, used: Used::default() })
     }
 
@@ -181,10 +211,8 @@ impl CollectivePlan {
             };
             link.puts = sent.iter().filter(|&&r| r > 0 && row_bytes > 0).count() as u64;
             link.put_bytes = sent.iter().sum::<usize>() as u64 * row_bytes;
-            // A credit and an arrival for each phase. Kernels write both phases behind one credit.
-            let one_credit = self.base.core.lane().is_some()
-                && sent.len() == 2
-                && self.base.way(m) != Way::Engines;
+            // A credit and an arrival for each phase; on devices one credit is for both phases.
+            let one_credit = self.base.core.lane().is_some() && sent.len() == 2;
             link.signals = 2 * sent.len() as u64 - u64::from(one_credit);
         }
         Ok(t)

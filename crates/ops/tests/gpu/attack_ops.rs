@@ -69,10 +69,23 @@ fn collective(
     name: &'static str,
     heap: &Heap,
     s: &Stream,
+    size: (usize, usize),
+) -> Result<Attacked> {
+    collective_by(CollectivePlan::new, name, (heap, s), size)
+}
+
+fn by_engines(name: &'static str, heap: &Heap, s: &Stream) -> Result<Attacked> {
+    collective_by(CollectivePlan::by_copy_engines, name, (heap, s), (M, N))
+}
+
+fn collective_by(
+    make: fn(CollectiveDesc, &Heap) -> Result<CollectivePlan>,
+    name: &'static str,
+    (heap, s): (&Heap, &Stream),
     (m, cols): (usize, usize),
 ) -> Result<Attacked> {
     let (kind, rows_in, rows_out) = kind(name, heap, m);
-    let plan = CollectivePlan::new(CollectiveDesc { kind, m, cols, dtype: DType::BF16 }, heap)?;
+    let plan = make(CollectiveDesc { kind, m, cols, dtype: DType::BF16 }, heap)?;
     plan.prepare(s)?;
     let x = tensor(heap, DType::BF16, rows_in, cols)?;
     let out = tensor(heap, DType::BF16, rows_out, cols)?;
@@ -321,7 +334,7 @@ fn cp_attention(
 }
 
 /// Each with its name.
-pub static OPS: [(&str, MakeAttacked); 32] = [
+pub static OPS: [(&str, MakeAttacked); 36] = [
     ("all_gather", |h, s| collective("all_gather", h, s, (M, N))),
     ("reduce_scatter", |h, s| collective("reduce_scatter", h, s, (M, N))),
     ("all_reduce", |h, s| collective("all_reduce", h, s, (M, N))),
@@ -330,6 +343,10 @@ pub static OPS: [(&str, MakeAttacked); 32] = [
     ("reduce_scatter, kernels", |h, s| collective("reduce_scatter", h, s, (M, ODD))),
     ("all_reduce, kernels", |h, s| collective("all_reduce", h, s, (M, ODD))),
     ("all_to_all, kernels", |h, s| collective("all_to_all", h, s, (M, ODD))),
+    ("engines all_gather", |h, s| by_engines("all_gather", h, s)),
+    ("engines reduce_scatter", |h, s| by_engines("reduce_scatter", h, s)),
+    ("engines all_reduce", |h, s| by_engines("all_reduce", h, s)),
+    ("engines all_to_all", |h, s| by_engines("all_to_all", h, s)),
     ("ag_gemm pipelined", |h, s| ag_gemm("ag_gemm", Algo::Pipelined, h, s)),
     ("ag_gemm sequential", |h, s| ag_gemm("ag_gemm", Algo::Sequential, h, s)),
     ("ag_gemm ring", |h, s| ag_gemm("ag_gemm", Algo::Ring, h, s)),

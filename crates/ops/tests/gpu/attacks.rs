@@ -159,6 +159,12 @@ const REDUNDANT: &[Redundant] = &[
         "the last meeting of a launch is behind the sums, and the first one of the next before what is taken in is written",
     ),
     early(
+        &["engines all_reduce"],
+        "tw_enter.0 tw_enter",
+        "a peer ends its launch with the rows that this device has reduced, and writes reduced rows again behind a sum of the \
+         next launch, which waits for what this device sends behind its own meeting",
+    ),
+    early(
         &["gemm_ar pipelined", "gemm_ar sequential", "gemm_ar ring"],
         "tw_enter.0 tw_enter",
         "a peer ends its launch with the rows that this device has reduced, and writes them again behind a sum of the next \

@@ -62,7 +62,7 @@ fn operations_of_a_team_run_on_emulated_devices() {
 /// Operations whose protocol is attacked in one process each, and on how many devices: a peer and
 /// no peer between, and four where a rank passes on more than two messages or heads are traded in
 /// groups. Longest first.
-const ATTACKED: [(&str, usize); 10] = [
+const ATTACKED: [(&str, usize); 11] = [
     ("cp_attention hybrid,cp_attention ring", 4),
     ("ep expert-major", 3),
     ("ep zero copy,ep twice", 2),
@@ -71,6 +71,7 @@ const ATTACKED: [(&str, usize); 10] = [
     ("cp_attention all_gather,cp_attention get,cp_attention all_to_all", 3),
     ("all_gather,reduce_scatter,all_reduce,all_to_all,quant,bulk", 3),
     ("gemm_rs", 3),
+    ("engines", 3),
     ("ag_gemm", 3),
     ("cp_attention ring", 2),
 ];

@@ -195,17 +195,15 @@ impl Run<'_> {
                 self.scatter(first, from)?;
                 self.reduce(first, *op, from, (to, second.own.1.start))?;
                 let mine = self.rows(to, &second.own.1)?;
+                // The first credit was for both areas: it is behind all reads of both.
                 if self.small {
-                    // The first credit was for both areas: both were read behind it.
                     self.write(second, &mine, staging2, None)?;
                     self.meet(signals2)?;
                     return self.take(second, to, staging2);
                 }
-                let data = signals2.slot(DATA);
-                let enter = Enter { credit: signals2.slot(CREDIT), tag: 0, first: data, num: 1 };
-                let permit = self.l.net.enter(self.l.main, &enter)?;
+                self.l.net.advance(self.l.main, signals2.slot(DATA), 1)?;
                 self.l.fork()?;
-                self.push((second, &permit), &mine, staging2, signals2)?;
+                self.push((second, &self.l.permit), &mine, staging2, signals2)?;
                 self.collect(second, to, staging2, signals2)
             }
         }
