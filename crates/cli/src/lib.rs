@@ -3,12 +3,6 @@
 
 pub mod args;
 pub mod bench;
-pub mod bench_cmd;
-mod bench_device;
-mod bench_ep;
-pub mod bench_flags;
-mod bench_products;
-pub mod bench_shared;
 pub mod doctor;
 pub mod dump;
 pub mod kernels_cmd;

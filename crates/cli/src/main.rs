@@ -8,8 +8,8 @@ use tilewire::device::cuda::load_library;
 use tilewire::prelude::*;
 use tilewire_cli::args::{BenchWhat, Cli, Command};
 use tilewire_cli::{
-    bench_cmd, bench_flags, bench_shared, complain, doctor, dump, end, kernels_cmd, launch, links,
-    report, say_all, topo, trace, train, verify_cmd,
+    bench, complain, doctor, dump, end, kernels_cmd, launch, links, report, say_all, topo, trace,
+    train, verify_cmd,
 };
 
 /// Log lines go to standard error, as one line each.
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     if let (Command::Bench(args), Some(matches)) =
         (&mut cli.command, matches.subcommand_matches("bench"))
     {
-        args.given = bench_flags::given(matches);
+        args.given = bench::flags::given(matches);
     }
     let code = run(cli).unwrap_or_else(|e| {
         report(&e);
@@ -82,9 +82,9 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Train(args) => train::run(args),
         Command::Bench(args) => match &args.what {
             Some(BenchWhat::Links(args)) => links::run(args),
-            Some(BenchWhat::Shared(args)) => bench_shared::run(args),
+            Some(BenchWhat::Shared(args)) => bench::shared::run(args),
             // Read here, as this crate is small: a new commit builds no other again.
-            None => bench_cmd::run(args, option_env!("TILEWIRE_COMMIT")),
+            None => bench::cmd::run(args, option_env!("TILEWIRE_COMMIT")),
         },
         Command::Topo(args) => topo::run(args),
         Command::Dump(args) => dump::run(args),

@@ -5,10 +5,10 @@ use std::path::Path;
 use serde_json::Value;
 use tilewire::prelude::*;
 
+use super::device;
+use super::flags;
+use super::parts::{self, Options};
 use crate::args::{BenchArgs, PlaceArgs};
-use crate::bench::{self, Options};
-use crate::bench_device;
-use crate::bench_flags;
 use crate::rows::{ROW_VERSION, Row};
 use crate::{complain, say, worlds};
 
@@ -23,7 +23,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
         return on_devices(args, backend, commit);
     }
     let ops = if args.op.is_empty() { every_op(args.dtype) } else { args.op.clone() };
-    bench_flags::check(backend, &ops, &args.given)?;
+    flags::check(backend, &ops, &args.given)?;
     let options = Options {
         ops,
         dtype: args.dtype,
@@ -44,7 +44,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
     };
     let rows = if worlds::launched(&place) {
         let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 600.0)?)?;
-        let rows = bench::run(&world, &options, |op| announce(&world, op))?;
+        let rows = parts::run(&world, &options, |op| announce(&world, op))?;
         world.everyone("end")?.agree(true)?;
         if world.rank().get() != 0 {
             return Ok(i32::from(rows.iter().any(|r| r.wrong > 0)));
@@ -53,7 +53,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
     } else {
         let cfg = worlds::world_cfg(args.timeout_s, 600.0)?;
         World::run_threads(args.ranks, cfg, |world| {
-            bench::run(&world, &options, |op| announce(&world, op))
+            parts::run(&world, &options, |op| announce(&world, op))
         })?
         .swap_remove(0)
     };
@@ -65,8 +65,8 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
     Ok(code)
 }
 
-fn device_options(args: &BenchArgs, backend: BackendKind) -> bench_device::Options {
-    bench_device::Options {
+fn device_options(args: &BenchArgs, backend: BackendKind) -> device::Options {
+    device::Options {
         ops: Vec::new(),
         backend,
         dtype: args.dtype,
@@ -85,12 +85,12 @@ fn device_options(args: &BenchArgs, backend: BackendKind) -> bench_device::Optio
 }
 
 /// Of what is timed on the host as on devices: sizes that were not given are those of a laptop.
-fn on_host(args: &BenchArgs) -> bench_device::Options {
+fn on_host(args: &BenchArgs) -> device::Options {
     let or = |flag: &str, value: usize, small: usize| match args.given.iter().any(|g| g == flag) {
         true => value,
         false => small,
     };
-    bench_device::Options {
+    device::Options {
         tokens: or("tokens", args.tokens, 256),
         hidden: or("hidden", args.hidden, 512),
         experts: (or("experts", args.experts, 16), or("top_k", args.top_k, 4)),
@@ -101,10 +101,10 @@ fn on_host(args: &BenchArgs) -> bench_device::Options {
 
 /// The operations that are timed on devices.
 fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> Result<i32> {
-    let all = || bench_device::ops().into_iter().map(str::to_owned).collect();
+    let all = || device::ops().into_iter().map(str::to_owned).collect();
     let ops = if args.op.is_empty() { all() } else { args.op.clone() };
-    bench_flags::check(backend, &ops, &args.given)?;
-    let options = bench_device::Options { ops, ..device_options(args, backend) };
+    flags::check(backend, &ops, &args.given)?;
+    let options = device::Options { ops, ..device_options(args, backend) };
     if options.iters == 0
         || options.tokens == 0
         || options.hidden == 0
@@ -118,7 +118,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
     let before = rows_before(args, &place)?;
     let one = |world: &World| {
         let first = world.rank().get() == 0;
-        bench_device::run(
+        device::run(
             world,
             &options,
             |op| {
@@ -166,7 +166,7 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
 
 /// All operations that take `dtype`; names the others.
 fn every_op(dtype: DType) -> Vec<String> {
-    let (fit, not): (Vec<&str>, _) = bench::OPS.iter().partition(|op| bench::takes(op, dtype));
+    let (fit, not): (Vec<&str>, _) = parts::OPS.iter().partition(|op| parts::takes(op, dtype));
     if !not.is_empty() {
         complain(format_args!("left out: {} are not timed in {dtype}", not.join(", ")));
     }

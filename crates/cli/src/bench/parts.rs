@@ -22,7 +22,7 @@ use tilewire::ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
 use tilewire::prelude::*;
 use tilewire_oracle::{Mat, matmul, matmul_abs};
 
-use crate::bench_device;
+use super::device;
 use crate::rows::{Row, Spreads, Time, bandwidth};
 
 /// What to time.
@@ -43,7 +43,7 @@ pub struct Options {
     /// Untimed iterations before.
     pub warmup: usize,
     /// Of the operations that are timed as on devices.
-    pub as_on_devices: Option<bench_device::Options>,
+    pub as_on_devices: Option<device::Options>,
 }
 
 /// Operations that are timed beside their parts.
@@ -126,8 +126,8 @@ pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result
         if !IN_PARTS.contains(&op.as_str()) {
             let none = || Error::internal("no sizes for what is timed as on devices");
             let sizes = o.as_on_devices.clone().ok_or_else(none)?;
-            let one = bench_device::Options { ops: vec![op.clone()], ..sizes };
-            rows.extend(bench_device::run(world, &one, &mut progress, |_| {})?);
+            let one = device::Options { ops: vec![op.clone()], ..sizes };
+            rows.extend(device::run(world, &one, &mut progress, |_| {})?);
             continue;
         }
         progress(op);

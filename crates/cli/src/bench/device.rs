@@ -1,5 +1,5 @@
-//! `tilewire bench` on GPUs: collectives, timed by events; expert parallelism is in `bench_ep.rs`,
-//! products are in `bench_products.rs`.
+//! `tilewire bench` on GPUs: collectives, timed by events; expert parallelism is in `ep.rs`,
+//! products are in `products.rs`.
 //!
 //! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A
 //! time is the median over samples, of the slowest rank. Results are checked element by element, on
@@ -18,9 +18,9 @@ use tilewire::ops::ep::EpPlan;
 use tilewire::prelude::*;
 use tilewire::symm::{DeviceTransport, Transport};
 
+use super::ep;
+use super::products;
 use crate::args::RowOrder;
-use crate::bench_ep;
-use crate::bench_products as products;
 use crate::rows::{Row, Spreads, Time, bandwidth};
 
 /// What to time.
@@ -130,7 +130,7 @@ pub fn run(
             let team = world.everyone("bench")?;
             let heap_bytes = match is_ep {
                 true => {
-                    let m = EpPlan::memory(&bench_ep::desc(o, team.size(), op));
+                    let m = EpPlan::memory(&ep::desc(o, team.size(), op));
                     m.symmetric + if o.zero_copy { m.received + m.expert_out } else { 0 }
                 }
                 false if multiplies => Bench::products_heap(o, team.size()),

@@ -27,7 +27,7 @@ use tilewire::ops::grouped_gemm::{
 };
 use tilewire::prelude::*;
 
-use crate::bench_device::{Bench, Heads};
+use super::device::{Bench, Heads};
 use crate::rows::{Row, Spreads, Time};
 
 /// What these functions time.
@@ -150,7 +150,7 @@ impl Bench<'_> {
     }
 
     /// Bytes of the heap that [`Bench::products`] needs.
-    pub(crate) fn products_heap(o: &crate::bench_device::Options, size: usize) -> usize {
+    pub(crate) fn products_heap(o: &super::device::Options, size: usize) -> usize {
         let (m, n, k) = o.shape;
         let h = Heads::of(o.backend);
         let attention = m * (h.q + 2 * h.kv) * h.width * 4;

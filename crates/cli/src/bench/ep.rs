@@ -4,8 +4,8 @@
 use tilewire::ops::ep::{EpDesc, EpDispatch, EpHandle, EpLayout, EpPlan};
 use tilewire::prelude::*;
 
+use super::device::{Bench, Options, value};
 use crate::args::RowOrder;
-use crate::bench_device::{Bench, Options, value};
 use crate::rows::Row;
 
 /// The layer that `op` is timed with.

@@ -5,7 +5,7 @@ use clap::ArgMatches;
 use clap::parser::ValueSource;
 use tilewire::prelude::*;
 
-use crate::{bench, bench_device};
+use super::{device, parts};
 
 const PRODUCTS: &[&str] = &["ag_gemm", "gemm_rs", "gemm_ar", "gemm", "grouped_gemm"];
 const IN_PARTS: &[&str] = &[
@@ -82,7 +82,7 @@ pub fn given(matches: &ArgMatches) -> Vec<String> {
 /// `InvalidArgument` for one that is not.
 pub fn check(backend: BackendKind, ops: &[String], given: &[String]) -> Result<()> {
     let host = backend == BackendKind::Host;
-    let known = if host { bench::OPS.to_vec() } else { bench_device::ops() };
+    let known = if host { parts::OPS.to_vec() } else { device::ops() };
     if ops.iter().any(|op| !known.contains(&op.as_str())) {
         // An unknown operation is another error.
         return Ok(());
@@ -165,8 +165,8 @@ mod tests {
         let bench = cli.find_subcommand("bench").unwrap();
         for e in &EFFECTS {
             assert!(bench.get_arguments().any(|a| a.get_id() == e.flag), "{}", e.flag);
-            assert!(e.host.iter().all(|op| bench::OPS.contains(op)), "{}", e.flag);
-            let devices = bench_device::ops();
+            assert!(e.host.iter().all(|op| parts::OPS.contains(op)), "{}", e.flag);
+            let devices = device::ops();
             assert!(e.devices.concat().iter().all(|op| devices.contains(op)), "{}", e.flag);
         }
     }
