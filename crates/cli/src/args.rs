@@ -469,19 +469,21 @@ pub struct BenchArgs {
     /// On GPUs: bytes of a collective's whole vector.
     #[arg(long, value_delimiter = ',', default_values_t = [1024, 65536, 1 << 20, 8 << 20, 64 << 20, 256 << 20])]
     pub bytes: Vec<usize>,
-    /// Tokens of a rank for `ep`. On the host, if not given: 256.
+    /// Tokens of a rank for `ep` and `permute`. On the host, if not given: 256.
     #[arg(long, default_value_t = 4096)]
     pub tokens: usize,
-    /// Elements of a token for `ep`. On the host, if not given: 512.
+    /// Elements of a token for `ep` and `permute`. On the host, if not given: 512.
     #[arg(long, default_value_t = 7168)]
     pub hidden: usize,
-    /// Experts in all for `ep`. On the host, if not given: 16.
+    /// Experts in all for `ep`, of a rank for `permute` and `router`. On the host, if not given:
+    /// 16.
     #[arg(long, default_value_t = 256)]
     pub experts: usize,
-    /// Choices of a token for `ep`. On the host, if not given: 4.
+    /// Choices of a token for `ep`, `permute` and `router`. On the host, if not given: 4.
     #[arg(long, default_value_t = 8)]
     pub top_k: usize,
-    /// Rows of each expert are a multiple of this, for `ep`. On the host, if not given: 8.
+    /// Rows of each expert are a multiple of this, for `ep` and `permute`. On the host, if not
+    /// given: 8.
     #[arg(long, default_value_t = 128)]
     pub align: usize,
     /// Order of the rows that `ep_dispatch` delivers, and `ep_dispatch_bwd` takes.
@@ -504,10 +506,11 @@ pub struct BenchArgs {
     /// Element type.
     #[arg(long, default_value = "f32")]
     pub dtype: DType,
-    /// Global rows; on GPUs, of what multiplies; on the host not of `ep`.
+    /// Global rows of products, attention and, on the host, collectives; rows of a rank for `quant`
+    /// and layers.
     #[arg(long, default_value_t = 512)]
     pub m: usize,
-    /// Output columns; on GPUs, of products.
+    /// Output columns of products and, on the host, collectives; columns for `quant` and layers.
     #[arg(long, default_value_t = 256)]
     pub n: usize,
     /// Contraction of a rank, of products.

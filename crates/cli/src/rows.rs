@@ -37,6 +37,13 @@ pub struct Row {
     /// The same times the share that crosses a link, so that numbers of ranks compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busbw_gbs: Option<f64>,
+    /// Of what is bound by memory: bytes of its tensors on a rank, read or written once, in place
+    /// twice.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moved_bytes: Option<u64>,
+    /// These bytes in a second, in GB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mem_gbs: Option<f64>,
     /// Largest absolute error over all ranks; `null` if something is not finite.
     pub max_err: Option<f64>,
     /// Elements (or other checks) that are wrong, over all ranks.

@@ -22,7 +22,7 @@ pub fn run(args: &BenchArgs, commit: Option<&str>) -> Result<i32> {
     if backend != BackendKind::Host {
         return on_devices(args, backend, commit);
     }
-    let ops = if args.op.is_empty() { every_op(args.dtype) } else { args.op.clone() };
+    let ops = if args.op.is_empty() { every_op(parts::ops(), args.dtype) } else { args.op.clone() };
     flags::check(backend, &ops, &args.given)?;
     let options = Options {
         ops,
@@ -101,18 +101,11 @@ fn on_host(args: &BenchArgs) -> device::Options {
 
 /// The operations that are timed on devices.
 fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> Result<i32> {
-    let all = || device::ops().into_iter().map(str::to_owned).collect();
+    let all = || every_op(device::ops(), args.dtype);
     let ops = if args.op.is_empty() { all() } else { args.op.clone() };
     flags::check(backend, &ops, &args.given)?;
     let options = device::Options { ops, ..device_options(args, backend) };
-    if options.iters == 0
-        || options.tokens == 0
-        || options.hidden == 0
-        || args.bytes.contains(&0)
-        || args.align == 0
-    {
-        return Err(Error::invalid("sizes and iterations must be positive"));
-    }
+    options.check()?;
     let visible = !args.json && !args.csv && !args.md;
     let place = worlds::place(&PlaceArgs::default())?;
     let before = rows_before(args, &place)?;
@@ -164,9 +157,9 @@ fn on_devices(args: &BenchArgs, backend: BackendKind, commit: Option<&str>) -> R
     Ok(code)
 }
 
-/// All operations that take `dtype`; names the others.
-fn every_op(dtype: DType) -> Vec<String> {
-    let (fit, not): (Vec<&str>, _) = parts::OPS.iter().partition(|op| parts::takes(op, dtype));
+/// Those of `all` that take `dtype`; names the others.
+fn every_op(all: Vec<&'static str>, dtype: DType) -> Vec<String> {
+    let (fit, not): (Vec<&str>, _) = all.into_iter().partition(|op| parts::takes(op, dtype));
     if !not.is_empty() {
         complain(format_args!("left out: {} are not timed in {dtype}", not.join(", ")));
     }
@@ -192,6 +185,7 @@ fn cells(r: &Row) -> Vec<String> {
         cell(r.hidden()),
         cell(r.algbw_gbs),
         cell(r.busbw_gbs),
+        cell(r.mem_gbs),
         match r.max_err {
             Some(e) => format!("{e:.1e}"),
             None if r.wrong == 0 => "-".to_owned(),
@@ -201,9 +195,9 @@ fn cells(r: &Row) -> Vec<String> {
     ]
 }
 
-const HEAD: [&str; 15] = [
+const HEAD: [&str; 16] = [
     "op", "dtype", "ranks", "shape", "t_gemm", "t_comm", "t_seq", "t_ours", "spread", "speedup",
-    "hidden%", "algbw", "busbw", "max_err", "#wrong",
+    "hidden%", "algbw", "busbw", "memory", "max_err", "#wrong",
 ];
 
 /// Version of NVIDIA's driver, where there is one.
@@ -246,7 +240,7 @@ fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
         let backend = rows.first().map_or("host", |r| &r.backend);
         say(format_args!(
             "# {backend} backend, times in us: median over iterations of the slowest rank; spread: interquartile range of \
-             t_ours; algbw and busbw in GB/s; -: not measured, or less than the noise"
+             t_ours; algbw, busbw and memory in GB/s; -: not measured, or less than the noise"
         ));
         say(line(&HEAD.map(str::to_owned)));
         rows.iter().for_each(|r| say(line(&cells(r))));

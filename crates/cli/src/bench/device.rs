@@ -4,11 +4,12 @@
 //! An operation is captured once; a sample is a device barrier, an event, ten replays, an event. A
 //! time is the median over samples, of the slowest rank. Results are checked element by element, on
 //! inputs whose sums are exact in the element type, before anything is timed; what is timed has
-//! random data. On the host, where there are no events, a sample is one launch between two
-//! exchanges.
+//! random data. What is bound by memory (`memory.rs`) is checked behind the samples instead. On the
+//! host, where there are no events, a sample is one launch between two exchanges.
 
 use std::time::Instant;
 
+use tilewire::core::Rng;
 use tilewire::device::cuda::{CudaEvent, CudaStream};
 use tilewire::device::{Device, GraphExec};
 use tilewire::ops::collective::{
@@ -18,8 +19,7 @@ use tilewire::ops::ep::EpPlan;
 use tilewire::prelude::*;
 use tilewire::symm::{DeviceTransport, Transport};
 
-use super::ep;
-use super::products;
+use super::{ep, memory, products};
 use crate::args::RowOrder;
 use crate::rows::{Row, Spreads, Time, bandwidth};
 
@@ -57,7 +57,22 @@ pub struct Options {
     pub warmup: usize,
 }
 
-/// Operations that can be timed on devices, beside those of [`products`].
+impl Options {
+    /// Checks what can be checked before anything is timed.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a size or number of zero.
+    pub fn check(&self) -> Result<()> {
+        let ((m, n, k), (experts, top_k)) = (self.shape, self.experts);
+        let sizes = [m, n, k, self.tokens, self.hidden, experts, top_k, self.align, self.iters];
+        if sizes.contains(&0) || self.bytes.contains(&0) {
+            return Err(Error::invalid("sizes and iterations must be positive"));
+        }
+        Ok(())
+    }
+}
+
+/// Operations that can be timed on devices, beside those of [`products`] and [`memory`].
 const MOVES: [&str; 8] = [
     "all_gather",
     "reduce_scatter",
@@ -71,7 +86,28 @@ const MOVES: [&str; 8] = [
 
 /// Operations that can be timed on devices.
 pub fn ops() -> Vec<&'static str> {
-    MOVES.into_iter().chain(products::OPS).collect()
+    MOVES.into_iter().chain(products::OPS).chain(memory::OPS).collect()
+}
+
+/// Where an operation is timed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Collective,
+    Ep,
+    Product,
+    /// Bound by memory.
+    Memory,
+}
+
+impl Kind {
+    fn of(op: &str) -> Self {
+        match op {
+            _ if products::OPS.contains(&op) => Kind::Product,
+            _ if memory::OPS.contains(&op) => Kind::Memory,
+            _ if op.starts_with("ep_") => Kind::Ep,
+            _ => Kind::Collective,
+        }
+    }
 }
 
 /// Replays of a sample.
@@ -93,6 +129,21 @@ impl Heads {
         match backend {
             BackendKind::Host => Self { q: 8, kv: 4, width: 64 },
             _ => Self { q: 32, kv: 8, width: 128 },
+        }
+    }
+}
+
+/// What a sample runs: on devices a captured graph, on the host the launches themselves.
+enum Way<'a> {
+    Replays(GraphExec),
+    Launches(&'a dyn Fn() -> Result<()>),
+}
+
+impl Way<'_> {
+    fn queue(&self, stream: &Stream) -> Result<()> {
+        match self {
+            Way::Replays(graph) => stream.replay(graph),
+            Way::Launches(queue) => queue(),
         }
     }
 }
@@ -125,17 +176,18 @@ pub fn run(
     let mut rows = Vec::new();
     for op in &o.ops {
         progress(op);
-        let (is_ep, multiplies) = (op.starts_with("ep_"), products::OPS.contains(&op.as_str()));
-        for &bytes in if is_ep || multiplies { &[0][..] } else { &o.bytes } {
+        let kind = Kind::of(op);
+        for &bytes in if kind == Kind::Collective { &o.bytes } else { &[0][..] } {
             let team = world.everyone("bench")?;
-            let heap_bytes = match is_ep {
-                true => {
+            let heap_bytes = match kind {
+                Kind::Ep => {
                     let m = EpPlan::memory(&ep::desc(o, team.size(), op));
                     m.symmetric + if o.zero_copy { m.received + m.expert_out } else { 0 }
                 }
-                false if multiplies => Bench::products_heap(o, team.size()),
+                Kind::Product => Bench::products_heap(o, team.size()),
+                Kind::Memory => 0,
                 // All-reduce has two areas of the vector's size; there are two plans.
-                false => 4 * bytes,
+                Kind::Collective => 4 * bytes,
             };
             let heap = team.heap(o.backend, HeapCfg::new(heap_bytes + (64 << 20)))?;
             let device = heap.device();
@@ -144,10 +196,11 @@ pub fn run(
                 Device::Host => (None, Stream::new("bench")?),
             };
             let b = Bench { o, team, heap, os, stream, device };
-            let new = match is_ep {
-                _ if multiplies => b.products(op)?,
-                true => vec![b.ep(op)?],
-                false => vec![b.collective(op, bytes)?],
+            let new = match kind {
+                Kind::Ep => vec![b.ep(op)?],
+                Kind::Product => b.products(op)?,
+                Kind::Memory => b.moved(op)?,
+                Kind::Collective => vec![b.collective(op, bytes)?],
             };
             new.iter().for_each(&mut done);
             rows.extend(new);
@@ -202,8 +255,24 @@ impl Bench<'_> {
         Tensor::poisoned_on(&self.device, dtype, shape)
     }
 
+    /// Normal numbers that repeat after a while; other ones for each `seed`.
+    pub fn normal(&self, seed: u64, dtype: DType, rows: usize, cols: usize) -> Result<Tensor> {
+        let mut rng = Rng::new(1 + self.team.rank().idx() as u64 + (seed << 32));
+        let few: Vec<f32> = (0..65_521).map(|_| rng.normal()).collect();
+        let few = Tensor::from_f32(&few, dtype, Shape::d1(few.len()))?;
+        let all = self.poisoned(dtype, Shape::d2(rows, cols))?;
+        few.read(|few| {
+            all.write(|out| {
+                for part in out.chunks_mut(few.len()) {
+                    part.copy_from_slice(&few[..part.len()]);
+                }
+            })
+        })??;
+        Ok(all)
+    }
+
     pub fn random(&self, rows: usize, cols: usize) -> Result<Tensor> {
-        let mut rng = tilewire::core::Rng::new(1 + self.team.rank().idx() as u64);
+        let mut rng = Rng::new(1 + self.team.rank().idx() as u64);
         // Drawing a number takes longer than moving it: large tensors repeat four million of them.
         let drawn: Vec<f32> = (0..(rows * cols).min(1 << 22)).map(|_| rng.normal()).collect();
         let v: Vec<f32> = drawn.iter().copied().cycle().take(rows * cols).collect();
@@ -212,54 +281,86 @@ impl Bench<'_> {
 
     /// Microseconds of the slowest rank.
     pub fn time(&self, queue: impl Fn() -> Result<()>) -> Result<Time> {
-        match &self.os {
-            Some(os) => self.time_replays(os, queue),
-            None => self.time_launches(queue),
-        }
+        let times = self.sampled(&[self.prepared(&queue)?])?;
+        times.first().copied().ok_or_else(|| Error::internal("nothing was timed"))
     }
 
-    fn time_launches(&self, queue: impl Fn() -> Result<()>) -> Result<Time> {
-        let mut times = Vec::with_capacity(self.o.iters);
+    /// As [`Bench::time`] for each of `ways`, sampled in turn, so that what disturbs the machine
+    /// for a while disturbs all. Then `fresh` runs, and behind it each way once more as it was
+    /// timed: what lies in its results afterwards is of that run.
+    pub fn in_turn(
+        &self,
+        ways: &[&dyn Fn() -> Result<()>],
+        fresh: impl FnOnce() -> Result<()>,
+    ) -> Result<Vec<Time>> {
+        let ways = ways.iter().map(|way| self.prepared(way)).collect::<Result<Vec<_>>>()?;
+        let times = self.sampled(&ways)?;
+        fresh()?;
+        self.team.exchange("align", &[])?;
+        for way in &ways {
+            way.queue(&self.stream)?;
+        }
+        self.stream.synchronize()?;
+        self.team.check()?;
+        Ok(times)
+    }
+
+    fn prepared<'w>(&self, queue: &'w dyn Fn() -> Result<()>) -> Result<Way<'w>> {
+        if self.os.is_none() {
+            return Ok(Way::Launches(queue));
+        }
+        self.stream.begin_capture()?;
+        let queued = queue();
+        let graph = self.stream.end_capture()?;
+        queued?;
+        Ok(Way::Replays(graph.instantiate()?))
+    }
+
+    fn sampled(&self, ways: &[Way<'_>]) -> Result<Vec<Time>> {
+        let mut samples = vec![Vec::with_capacity(self.o.iters); ways.len()];
         for i in 0..self.o.warmup.saturating_add(self.o.iters) {
-            self.team.exchange("align", &[])?;
-            let start = Instant::now();
-            queue()?;
-            self.stream.synchronize()?;
-            let slowest = self.slowest(start.elapsed().as_secs_f64() * 1e6)?;
-            self.team.check()?;
-            if i >= self.o.warmup {
-                times.push(slowest);
+            for turn in 0..ways.len() {
+                // Each is behind each other one now and then.
+                let at = if i % 2 == 0 { turn } else { ways.len() - 1 - turn };
+                let us = match &self.os {
+                    Some(os) => self.sample_replays(os, &ways[at])?,
+                    None => self.sample_launch(&ways[at])?,
+                };
+                if i >= self.o.warmup {
+                    samples[at].push(us);
+                }
             }
         }
-        Ok(Time::of(times))
-    }
-
-    fn time_replays(&self, os: &DeviceTransport, queue: impl Fn() -> Result<()>) -> Result<Time> {
-        let ctx = os.here().context();
-        let graph: GraphExec = {
-            self.stream.begin_capture()?;
-            let queued = queue();
-            let graph = self.stream.end_capture()?;
-            queued?;
-            graph.instantiate()?
+        let of_all = |samples| {
+            let mine = Time::of(samples);
+            Ok(Time { us: self.slowest(mine.us)?, spread: self.slowest(mine.spread)? })
         };
+        samples.into_iter().map(of_all).collect()
+    }
+
+    fn sample_launch(&self, way: &Way<'_>) -> Result<f64> {
+        self.team.exchange("align", &[])?;
+        let start = Instant::now();
+        way.queue(&self.stream)?;
+        self.stream.synchronize()?;
+        let slowest = self.slowest(start.elapsed().as_secs_f64() * 1e6)?;
+        self.team.check()?;
+        Ok(slowest)
+    }
+
+    /// On this rank alone.
+    fn sample_replays(&self, os: &DeviceTransport, way: &Way<'_>) -> Result<f64> {
+        let ctx = os.here().context();
         let (start, end) = (CudaEvent::new(ctx, true)?, CudaEvent::new(ctx, true)?);
-        let mut times = Vec::with_capacity(self.o.iters);
-        for i in 0..self.o.warmup.saturating_add(self.o.iters) {
-            os.barrier(self.cuda()?, 60, "barrier")?;
-            tilewire::device::Queue::record(self.cuda()?, &start)?;
-            for _ in 0..REPLAYS {
-                self.stream.replay(&graph)?;
-            }
-            tilewire::device::Queue::record(self.cuda()?, &end)?;
-            self.stream.synchronize()?;
-            self.team.check()?;
-            if i >= self.o.warmup {
-                times.push(end.us_since(&start)? / REPLAYS as f64);
-            }
+        os.barrier(self.cuda()?, 60, "barrier")?;
+        tilewire::device::Queue::record(self.cuda()?, &start)?;
+        for _ in 0..REPLAYS {
+            way.queue(&self.stream)?;
         }
-        let mine = Time::of(times);
-        Ok(Time { us: self.slowest(mine.us)?, spread: self.slowest(mine.spread)? })
+        tilewire::device::Queue::record(self.cuda()?, &end)?;
+        self.stream.synchronize()?;
+        self.team.check()?;
+        Ok(end.us_since(&start)? / REPLAYS as f64)
     }
 
     fn slowest(&self, us: f64) -> Result<f64> {
@@ -386,8 +487,35 @@ fn shape_text(bytes: usize, sms: Option<usize>) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// What `f` makes on one rank of the host: two timed samples, one before.
+    pub fn on_host(f: impl Fn(&Bench<'_>) -> Result<Vec<Row>> + Sync) -> Vec<Row> {
+        let o = Options {
+            ops: Vec::new(),
+            backend: BackendKind::Host,
+            dtype: DType::F32,
+            bytes: Vec::new(),
+            tokens: 1,
+            hidden: 1,
+            experts: (1, 1),
+            align: 1,
+            layout: RowOrder::ExpertMajor,
+            sms: None,
+            zero_copy: false,
+            shape: (1, 1, 1),
+            iters: 2,
+            warmup: 1,
+        };
+        let one = |world: World| {
+            let team = world.everyone("bench")?;
+            let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 20))?;
+            let (stream, device) = (Stream::new("bench")?, Device::Host);
+            f(&Bench { o: &o, team, heap, os: None, stream, device })
+        };
+        World::run_threads(1, WorldCfg::for_tests(), one).unwrap().swap_remove(0)
+    }
 
     /// Fewer rows than ranks have no parts: nothing moves.
     #[test]

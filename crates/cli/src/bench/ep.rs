@@ -190,7 +190,7 @@ impl Bench<'_> {
 }
 
 /// Different experts for each choice of a token, uniform.
-fn routing(rank: usize, tokens: usize, k: usize, experts: usize) -> Vec<i64> {
+pub(super) fn routing(rank: usize, tokens: usize, k: usize, experts: usize) -> Vec<i64> {
     let mut rng = tilewire::core::Rng::new(1000 + rank as u64);
     let mut out = Vec::with_capacity(tokens * k);
     for _ in 0..tokens {

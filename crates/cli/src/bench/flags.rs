@@ -7,66 +7,52 @@ use tilewire::prelude::*;
 
 use super::{device, parts};
 
-const PRODUCTS: &[&str] = &["ag_gemm", "gemm_rs", "gemm_ar", "gemm", "grouped_gemm"];
-const IN_PARTS: &[&str] = &[
-    "ag_gemm",
-    "gemm_rs",
-    "gemm_ar",
-    "gemm",
-    "grouped_gemm",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-];
-const WITH_M: &[&str] = &[
-    "ag_gemm",
-    "gemm_rs",
-    "gemm_ar",
-    "gemm",
-    "grouped_gemm",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "attention",
-    "cp_attention",
-];
-const ALL_PRODUCTS: &[&str] = &["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar"];
-const WITH_ROWS: &[&str] =
-    &["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "attention", "cp_attention"];
-const COLLECTIVES: &[&str] = &["all_gather", "reduce_scatter", "all_reduce", "all_to_all"];
-const EP: &[&str] = &["ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
+type Ops = &'static [&'static str];
+
+/// Products that are timed beside their parts on the host.
+const OVERLAPPED: Ops = &["ag_gemm", "gemm_rs", "gemm_ar"];
+const PRODUCTS: Ops = &["gemm", "grouped_gemm", "bulk"];
+const COLLECTIVES: Ops = &["all_gather", "reduce_scatter", "all_reduce", "all_to_all"];
+const ATTENTION: Ops = &["attention", "cp_attention"];
+const EP: Ops = &["ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
+const DISPATCH: Ops = &["ep_dispatch", "ep_dispatch_bwd"];
+const ZERO_COPY: Ops = &["ep_dispatch", "ep_combine_bwd"];
+const PERMUTE: Ops = &["permute"];
+const ROUTER: Ops = &["router"];
+/// Layers of so many heads or experts.
+const ROWS: Ops = &["heads", "router"];
+/// Of whole matrices.
+const MATRICES: Ops = &["quant", "embed", "norm", "cross_entropy", "optimizer"];
 
 /// A flag, the operations on the host that read it, and those on devices.
 struct Effect {
     flag: &'static str,
-    host: &'static [&'static str],
-    devices: &'static [&'static [&'static str]],
+    host: &'static [Ops],
+    devices: &'static [Ops],
 }
 
-const fn effect(
-    flag: &'static str,
-    host: &'static [&'static str],
-    devices: &'static [&'static [&'static str]],
-) -> Effect {
+const fn effect(flag: &'static str, host: &'static [Ops], devices: &'static [Ops]) -> Effect {
     Effect { flag, host, devices }
 }
 
 /// What is not here has an effect everywhere.
 const EFFECTS: [Effect; 12] = [
-    effect("m", WITH_M, &[WITH_ROWS]),
-    effect("n", IN_PARTS, &[ALL_PRODUCTS]),
-    effect("k", PRODUCTS, &[ALL_PRODUCTS]),
+    effect(
+        "m",
+        &[OVERLAPPED, PRODUCTS, COLLECTIVES, ATTENTION, MATRICES, ROWS],
+        &[OVERLAPPED, PRODUCTS, ATTENTION, MATRICES, ROWS],
+    ),
+    effect("n", &[OVERLAPPED, PRODUCTS, COLLECTIVES, MATRICES], &[OVERLAPPED, PRODUCTS, MATRICES]),
+    effect("k", &[OVERLAPPED, PRODUCTS], &[OVERLAPPED, PRODUCTS]),
     effect("bytes", &[], &[COLLECTIVES]),
     effect("sms", &[], &[COLLECTIVES, EP]),
-    effect("tokens", EP, &[EP]),
-    effect("hidden", EP, &[EP]),
-    effect("experts", EP, &[EP]),
-    effect("top_k", EP, &[EP]),
-    effect("align", EP, &[EP]),
-    effect("layout", &["ep_dispatch", "ep_dispatch_bwd"], &[&["ep_dispatch", "ep_dispatch_bwd"]]),
-    effect("zero_copy", &[], &[&["ep_dispatch", "ep_combine_bwd"]]),
+    effect("tokens", &[EP, PERMUTE], &[EP, PERMUTE]),
+    effect("hidden", &[EP, PERMUTE], &[EP, PERMUTE]),
+    effect("experts", &[EP, PERMUTE, ROUTER], &[EP, PERMUTE, ROUTER]),
+    effect("top_k", &[EP, PERMUTE, ROUTER], &[EP, PERMUTE, ROUTER]),
+    effect("align", &[EP, PERMUTE], &[EP, PERMUTE]),
+    effect("layout", &[DISPATCH], &[DISPATCH]),
+    effect("zero_copy", &[], &[ZERO_COPY]),
 ];
 
 /// Names of the arguments that stand on the command line, not those that have their default.
@@ -82,14 +68,14 @@ pub fn given(matches: &ArgMatches) -> Vec<String> {
 /// `InvalidArgument` for one that is not.
 pub fn check(backend: BackendKind, ops: &[String], given: &[String]) -> Result<()> {
     let host = backend == BackendKind::Host;
-    let known = if host { parts::OPS.to_vec() } else { device::ops() };
+    let known = if host { parts::ops() } else { device::ops() };
     if ops.iter().any(|op| !known.contains(&op.as_str())) {
         // An unknown operation is another error.
         return Ok(());
     }
     for e in EFFECTS.iter().filter(|e| given.iter().any(|g| g == e.flag)) {
-        let devices = e.devices.concat();
-        let here = if host { e.host } else { &devices };
+        let (on_host, devices) = (e.host.concat(), e.devices.concat());
+        let here = if host { &on_host } else { &devices };
         if ops.iter().any(|op| here.contains(&op.as_str())) {
             continue;
         }
@@ -99,7 +85,7 @@ pub fn check(backend: BackendKind, ops: &[String], given: &[String]) -> Result<(
             _ => Some(format!("{what} it is for {}", ops.join(", "))),
         };
         let hints: Vec<String> =
-            [refusal("with `--backend vmm`", &devices), refusal("with `--backend host`", e.host)]
+            [refusal("with `--backend vmm`", &devices), refusal("with `--backend host`", &on_host)]
                 .into_iter()
                 .flatten()
                 .collect();
@@ -135,6 +121,9 @@ mod tests {
                 ("ep_dispatch", &["top_k", "layout", "zero_copy"], &["k", "bytes"]),
                 ("gemm", &["m", "n", "k"], &["bytes", "sms", "hidden"]),
                 ("cp_attention", &["m"], &["n", "k", "experts"]),
+                ("permute", &["tokens", "hidden", "top_k", "align"], &["m", "sms", "layout"]),
+                ("router", &["m", "experts", "top_k"], &["n", "tokens"]),
+                ("norm", &["m", "n"], &["k", "bytes", "experts"]),
             ] {
                 good.iter().for_each(|f| assert_eq!(refusal(backend, &[op], f), None, "{op} {f}"));
                 for f in bad {
@@ -157,6 +146,17 @@ mod tests {
         assert_eq!(refusal(host, &["none"], "bytes"), None);
     }
 
+    /// The host times what devices time; each operation has a type that it takes.
+    #[test]
+    fn operations_are_the_same_everywhere() {
+        let sorted = |mut ops: Vec<&'static str>| {
+            ops.sort_unstable();
+            ops
+        };
+        assert_eq!(sorted(parts::ops()), sorted(device::ops()));
+        assert!(parts::ops().iter().all(|op| parts::takes(op, DType::F32)));
+    }
+
     /// Every flag of the table is one of the command, and every name of an operation one that is
     /// timed.
     #[test]
@@ -165,7 +165,7 @@ mod tests {
         let bench = cli.find_subcommand("bench").unwrap();
         for e in &EFFECTS {
             assert!(bench.get_arguments().any(|a| a.get_id() == e.flag), "{}", e.flag);
-            assert!(e.host.iter().all(|op| parts::OPS.contains(op)), "{}", e.flag);
+            assert!(e.host.concat().iter().all(|op| parts::ops().contains(op)), "{}", e.flag);
             let devices = device::ops();
             assert!(e.devices.concat().iter().all(|op| devices.contains(op)), "{}", e.flag);
         }

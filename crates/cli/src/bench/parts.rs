@@ -22,7 +22,7 @@ use tilewire::ops::gemm_rs::{GemmRsDesc, GemmRsInputs, GemmRsPlan};
 use tilewire::prelude::*;
 use tilewire_oracle::{Mat, matmul, matmul_abs};
 
-use super::device;
+use super::{device, memory};
 use crate::rows::{Row, Spreads, Time, bandwidth};
 
 /// What to time.
@@ -50,28 +50,38 @@ pub struct Options {
 const IN_PARTS: [&str; 7] =
     ["ag_gemm", "gemm_rs", "gemm_ar", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"];
 
-/// Operations that can be timed.
-pub const OPS: [&str; 15] = [
-    "ag_gemm",
-    "gemm_rs",
-    "gemm_ar",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
+/// Operations that are timed on the host as on devices.
+const AS_ON_DEVICES: [&str; 17] = [
     "gemm",
     "grouped_gemm",
+    "bulk",
     "attention",
     "cp_attention",
     "ep_dispatch",
     "ep_combine",
     "ep_dispatch_bwd",
     "ep_combine_bwd",
+    "quant",
+    "permute",
+    "embed",
+    "norm",
+    "heads",
+    "router",
+    "cross_entropy",
+    "optimizer",
 ];
+
+/// Operations that can be timed.
+pub fn ops() -> Vec<&'static str> {
+    IN_PARTS.into_iter().chain(AS_ON_DEVICES).collect()
+}
 
 /// True if the operation is timed in this type: the collectives that add take only what can be
 /// added.
 pub fn takes(op: &str, dtype: DType) -> bool {
+    if memory::LAYERS.contains(&op) {
+        return [DType::F32, DType::BF16].contains(&dtype);
+    }
     if !IN_PARTS.contains(&op) {
         return [DType::F32, DType::BF16, DType::F16].contains(&dtype);
     }
@@ -111,15 +121,16 @@ struct Bench<'a> {
 /// # Errors
 /// `InvalidArgument` for an unknown operation; the fault of the team.
 pub fn run(world: &World, o: &Options, mut progress: impl FnMut(&str)) -> Result<Vec<Row>> {
-    if let Some(bad) = o.ops.iter().find(|op| !OPS.contains(&op.as_str())) {
+    if let Some(bad) = o.ops.iter().find(|op| !ops().contains(&op.as_str())) {
         return Err(Error::invalid(format!(
             "unknown operation `{bad}`; one of {}",
-            OPS.join(", ")
+            ops().join(", ")
         )));
     }
     if o.iters == 0 || o.m == 0 || o.n == 0 || o.k == 0 {
         return Err(Error::invalid("sizes and iterations must be positive"));
     }
+    o.as_on_devices.as_ref().map_or(Ok(()), device::Options::check)?;
     crate::verify::check_sizes(&[o.m, o.n, o.k])?;
     let mut rows = Vec::new();
     for op in &o.ops {
@@ -389,6 +400,8 @@ impl Bench<'_> {
             },
             algbw_gbs: bandwidth.map(|b| b.0),
             busbw_gbs: bandwidth.map(|b| b.1),
+            moved_bytes: None,
+            mem_gbs: None,
             max_err: max_err.is_finite().then_some(max_err),
             wrong: all.iter().map(|b| number(&b[8..]) as u64).sum(),
             unsupported: false,

@@ -31,8 +31,8 @@ use super::device::{Bench, Heads};
 use crate::rows::{Row, Spreads, Time};
 
 /// What these functions time.
-pub(crate) const OPS: [&str; 7] =
-    ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "attention", "cp_attention"];
+pub(crate) const OPS: [&str; 8] =
+    ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk", "attention", "cp_attention"];
 
 /// Columns of an operand repeat after so many: products are sums of so many terms, times [`times`].
 const PERIOD: usize = 8;
@@ -128,11 +128,11 @@ fn whole_row(which: usize, row: &[f32; PERIOD], num: usize) -> impl Iterator<Ite
 }
 
 /// Operands of rank `r`.
-fn x_of(r: usize) -> usize {
+pub(super) fn x_of(r: usize) -> usize {
     2 * r
 }
 
-fn w_of(r: usize) -> usize {
+pub(super) fn w_of(r: usize) -> usize {
     2 * r + 1
 }
 
@@ -140,12 +140,12 @@ fn is_x(which: usize) -> bool {
     which.is_multiple_of(2)
 }
 
-fn tflops(flop: f64, us: f64) -> String {
+pub(super) fn tflops(flop: f64, us: f64) -> String {
     format!("{:.1} TFLOP/s", flop / us / 1e6)
 }
 
 impl Bench<'_> {
-    fn sizes(&self) -> (usize, usize, usize) {
+    pub(super) fn sizes(&self) -> (usize, usize, usize) {
         self.o.shape
     }
 
@@ -171,33 +171,23 @@ impl Bench<'_> {
             "grouped_gemm" => self.grouped_rows(),
             "attention" => self.attention_rows(),
             "cp_attention" => self.cp_rows(),
+            "bulk" => self.bulk_rows(),
             _ => self.overlapped(op),
         }
     }
 
-    fn shape_text(&self) -> String {
+    pub(super) fn shape_text(&self) -> String {
         let (m, n, k) = self.sizes();
         format!("m={m} n={n} k={k}")
     }
 
-    /// Normal numbers repeat after a while: what they are matters to power, not to results.
-    fn noise(&self, rows: usize, cols: usize) -> Result<Tensor> {
-        let mut rng = Rng::new(1 + self.team.rank().idx() as u64);
-        let few: Vec<f32> = (0..65_521).map(|_| rng.normal()).collect();
-        let few = Tensor::from_f32(&few, self.o.dtype, Shape::d1(few.len()))?;
-        let all = self.poisoned(self.o.dtype, Shape::d2(rows, cols))?;
-        few.read(|few| {
-            all.write(|out| {
-                for part in out.chunks_mut(few.len()) {
-                    part.copy_from_slice(&few[..part.len()]);
-                }
-            })
-        })??;
-        Ok(all)
+    /// Normal numbers: what they are matters to power, not to results.
+    pub(super) fn noise(&self, rows: usize, cols: usize) -> Result<Tensor> {
+        self.normal(0, self.o.dtype, rows, cols)
     }
 
     /// Rows `rows` of operand `which`, on the device.
-    fn exact(&self, which: usize, rows: Range<usize>) -> Result<Tensor> {
+    pub(super) fn exact(&self, which: usize, rows: Range<usize>) -> Result<Tensor> {
         let (num, k) = (rows.len(), self.sizes().2);
         let mut v = Vec::with_capacity(num * k);
         for row in columns(which, rows) {
@@ -208,7 +198,7 @@ impl Bench<'_> {
 
     /// Elements of `out` (rows `rows` of the product, summed over `pairs` of operands) that are
     /// wrong.
-    fn count_wrong(
+    pub(super) fn count_wrong(
         &self,
         out: &Tensor,
         rows: Range<usize>,
@@ -250,7 +240,7 @@ impl Bench<'_> {
         Ok((time, self.wrong(bad)?))
     }
 
-    fn flop(&self) -> f64 {
+    pub(super) fn flop(&self) -> f64 {
         let (m, n, k) = self.sizes();
         2.0 * (m * n) as f64 * k as f64
     }
@@ -283,7 +273,7 @@ impl Bench<'_> {
             .map(Some)
     }
 
-    fn my_rows(&self) -> Result<Range<usize>> {
+    pub(super) fn my_rows(&self) -> Result<Range<usize>> {
         let rows = Shards::Even.rows(self.sizes().0, self.team.size())?;
         let me = self.team.rank().idx();
         let start: usize = rows[..me].iter().sum();

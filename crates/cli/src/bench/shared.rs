@@ -26,13 +26,13 @@ const OPS: &str = "all_gather,reduce_scatter,all_reduce,all_to_all,\
 const ON_DEVICES: [(&[&str], &str); 4] = [
     (&[""], "--dtype bf16 --iters 50 --warmup 5"),
     (&["all_", "reduce_scatter"], "--bytes 65536,8388608"),
-    (&["ep_"], "--tokens 512 --hidden 1024 --experts 16 --top-k 4 --align 16"),
+    (&["ep_", "permute"], "--tokens 512 --hidden 1024 --experts 16 --top-k 4 --align 16"),
     (&["cp_attention"], "--m 1024"),
 ];
 const ON_HOST: [(&[&str], &str); 4] = [
     (&[""], "--iters 30 --warmup 3"),
     (&["all_", "reduce_scatter"], "--n 256"),
-    (&["ep_"], "--tokens 128 --hidden 256"),
+    (&["ep_", "permute"], "--tokens 128 --hidden 256"),
     (&["all_", "reduce_scatter", "cp_attention"], "--m 512"),
 ];
 /// How much slower a case may be, whatever the noise.

@@ -15,7 +15,8 @@ fn rstd(row: &[f64], eps: f64) -> f64 {
 /// If `w` is not `x.cols` long.
 pub fn rms_norm(x: &Mat, w: &[f64], eps: f64) -> Mat {
     assert_eq!(w.len(), x.cols, "one weight for each column");
-    Mat::from_fn(x.rows, x.cols, |t, c| x.at(t, c) * rstd(x.row(t), eps) * w[c])
+    let r: Vec<f64> = (0..x.rows).map(|t| rstd(x.row(t), eps)).collect();
+    Mat::from_fn(x.rows, x.cols, |t, c| x.at(t, c) * r[t] * w[c])
 }
 
 /// Gradients `(dx, dw)` of [`rms_norm`] given `dy`, with `r = rstd_t`:
@@ -25,11 +26,12 @@ pub fn rms_norm(x: &Mat, w: &[f64], eps: f64) -> Mat {
 /// If shapes do not fit.
 pub fn rms_norm_bwd(x: &Mat, w: &[f64], eps: f64, dy: &Mat) -> (Mat, Vec<f64>) {
     assert_eq!((dy.rows, dy.cols, w.len()), (x.rows, x.cols, x.cols), "shapes differ");
+    let r: Vec<f64> = (0..x.rows).map(|t| rstd(x.row(t), eps)).collect();
+    let mean = |t| total((0..x.cols).map(|i| w[i] * dy.at(t, i) * x.at(t, i))) / x.cols as f64;
+    let mean: Vec<f64> = (0..x.rows).map(mean).collect();
     let dx = Mat::from_fn(x.rows, x.cols, |t, c| {
-        let r = rstd(x.row(t), eps);
-        let mean = total((0..x.cols).map(|i| w[i] * dy.at(t, i) * x.at(t, i))) / x.cols as f64;
-        r * w[c] * dy.at(t, c) - x.at(t, c) * r.powi(3) * mean
+        r[t] * w[c] * dy.at(t, c) - x.at(t, c) * r[t].powi(3) * mean[t]
     });
-    let dw = Mat::from_fn(x.rows, x.cols, |t, c| dy.at(t, c) * x.at(t, c) * rstd(x.row(t), eps));
+    let dw = Mat::from_fn(x.rows, x.cols, |t, c| dy.at(t, c) * x.at(t, c) * r[t]);
     (dx, dw.col_sums())
 }
