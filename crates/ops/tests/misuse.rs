@@ -494,7 +494,8 @@ fn nothing_wears_out() {
     plan.check().unwrap();
 }
 
-/// NCCL is for devices: a plan on a heap of the host refuses it, with a way out.
+/// NCCL is for devices: a plan on a heap of the host refuses it, names the backend in use, and has
+/// a way out.
 #[test]
 fn the_host_has_puts_only() {
     let world = World::solo(WorldCfg::for_tests()).unwrap();
@@ -503,8 +504,6 @@ fn the_host_has_puts_only() {
     let kind = CollectiveKind::AllReduce(ReduceOp::Sum);
     let desc = CollectiveDesc { kind, m: 2, cols: 2, dtype: DType::F32 };
     let plan = |b| CollectivePlan::with_backend(desc.clone(), &heap, b);
-    let e = plan(CollectiveBackend::Nccl).err().unwrap();
-    assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
     plan(CollectiveBackend::Fastest).unwrap();
     let by = Some(OverlapConfig::by_nccl());
     let ag = AgGemmDesc::new(2, 2, 2, DType::F32);
@@ -524,9 +523,14 @@ fn the_host_has_puts_only() {
         tilewire_ops::gemm_ar::GemmArPlan::new(ar, &heap, by).err(),
         ep(CollectiveBackend::Nccl),
         cp(CollectiveBackend::Nccl),
+        plan(CollectiveBackend::Nccl).err(),
     ] {
         let e = e.unwrap();
         assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+        for (name, kind) in BackendKind::NAMES {
+            let named = e.message().contains(&format!("`{name}`"));
+            assert_eq!(named, *kind == BackendKind::Host, "{e}");
+        }
     }
     // Nothing to choose from: puts.
     assert!(ep(CollectiveBackend::Fastest).is_none());

@@ -73,15 +73,27 @@ fn an_operation_beside_a_collective_does_not_lock_up() {
     }
 }
 
+/// Descriptors and threads of this process, and the free bytes of a heap.
+fn held(heap: &Heap) -> (usize, usize, usize) {
+    let count = |dir: &str| std::fs::read_dir(dir).map(|d| d.count()).unwrap_or(0);
+    (count("/proc/self/fd"), count("/proc/self/task"), heap.usage().0)
+}
+
+/// Other tests of this process open and close descriptors and threads; a leak would show by the
+/// thousand.
+fn nothing_grew(before: (usize, usize, usize), after: (usize, usize, usize)) {
+    let more = after.0 >= before.0 + 200 || after.1 >= before.1 + 200;
+    assert!(!more && after.2 == before.2, "{before:?} {after:?}");
+}
+
 /// A thousand launches leave no more memory, descriptors or threads than ten.
 #[test]
 fn a_thousand_launches_grow_nothing() {
-    let count = |dir: &str| std::fs::read_dir(dir).map(|d| d.count()).unwrap_or(0);
     World::run_threads(1, WorldCfg::for_tests(), |world| {
         let (team, heap, stream) = heap_of(&world, "grow")?;
         let ops = all_ops().filter(|(n, _)| !n.ends_with("hybrid"));
         let ops = ops.map(|(_, make)| make(&heap, &stream, true)).collect::<Result<Vec<_>>>()?;
-        let mut before = (0, 0);
+        let mut before = (0, 0, 0);
         for round in 0..1000u64 {
             for op in &ops {
                 fill(op, round)?;
@@ -89,31 +101,27 @@ fn a_thousand_launches_grow_nothing() {
             }
             finish(&stream, &team)?;
             if round == 10 {
-                before = (count("/proc/self/fd"), heap.usage().0);
+                before = held(&heap);
             }
         }
-        let after = (count("/proc/self/fd"), heap.usage().0);
-        // Other tests of this process open and close descriptors; a leak would show by the
-        // thousand.
-        assert!(after.0 < before.0 + 200 && after.1 == before.1, "{before:?} {after:?}");
+        nothing_grew(before, held(&heap));
         Ok(())
     })
     .unwrap();
 }
 
 /// A thousand forward passes of each operation on four ranks: no rank holds more memory of its
-/// heap, and the process no more descriptors, than after ten; the last results are those of the
+/// heap, and the process no more descriptors and threads, than after ten; the last results are those of the
 /// oracle.
 #[test]
 fn a_thousand_launches_on_four_ranks_grow_nothing() {
-    let descriptors = || std::fs::read_dir("/proc/self/fd").map(|d| d.count()).unwrap_or(0);
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };
     World::run_threads(4, cfg, |world| {
         let (team, heap, stream) = heap_of(&world, "grow")?;
         let place = (team.rank().idx(), team.size());
         let ops = OPS.into_iter().map(|(name, make)| Ok((name, make(&heap, &stream, true)?)));
         let ops = ops.collect::<Result<Vec<_>>>()?;
-        let mut before = (0, 0);
+        let mut before = (0, 0, 0);
         for round in 0..1000u64 {
             for (name, op) in &ops {
                 if round % 100 == 0 || round == 999 {
@@ -129,35 +137,85 @@ fn a_thousand_launches_on_four_ranks_grow_nothing() {
             if round == 10 {
                 finish(&stream, &team)?;
                 team.agree(true)?;
-                before = (descriptors(), heap.usage().0);
+                before = held(&heap);
             }
         }
         finish(&stream, &team)?;
         team.agree(true)?;
-        let after = (descriptors(), heap.usage().0);
-        // Other tests of this process open and close descriptors; a leak would show by the
-        // thousand.
-        assert!(after.0 < before.0 + 200 && after.1 == before.1, "{before:?} {after:?}");
+        nothing_grew(before, held(&heap));
         Ok(())
     })
     .unwrap();
 }
 
-/// What a layer says it takes is what it takes.
+/// A heap without room for a plan is the same error on every rank, with both sizes; with more
+/// memory the same ranks go on.
+#[test]
+fn a_heap_that_is_too_small_is_an_error_on_all_ranks() {
+    for (name, make) in OPS {
+        World::run_threads(3, WorldCfg::for_tests(), |world| {
+            let (team, heap, stream) = heap_of(&world, "short")?;
+            let (free, all) = heap.usage();
+            let rest = heap.alloc(free - 256, "rest")?;
+            let e = make(&heap, &stream, true).err().unwrap_or_else(|| panic!("{name} fits"));
+            assert_eq!(e.kind(), ErrorKind::Exhausted, "{name}: {e}");
+            let text = e.to_string();
+            assert!(e.get_op().is_some() && e.get_hint().is_some(), "{name}: {text}");
+            let free = format!("of {all} free in all");
+            assert!(text.contains("free in one piece") && text.contains(&free), "{text}");
+            let said = team.exchange("said", text.as_bytes())?;
+            assert!(said.iter().all(|t| *t == text.as_bytes()), "{name}: {text}");
+            drop(rest);
+            heap.collect()?;
+            let op = make(&heap, &stream, true)?;
+            // The reference is of inputs that are the same on all ranks.
+            fill(&op, 5)?;
+            (op.launch)(&stream)?;
+            finish(&stream, &team)?;
+            let place = (team.rank().idx(), team.size());
+            assert_eq!(expected::differs(name, &op, place)?, None, "{name}");
+            team.agree(true).map(|_| ())
+        })
+        .unwrap_or_else(|e| panic!("{name}: {e}"));
+    }
+}
+
+/// What a layer says it takes is what it takes, in each layout, and its receive buffer, too.
 #[test]
 fn expert_memory_is_what_was_promised() {
+    let layouts = [
+        EpLayout::ExpertMajor { align: 4 },
+        EpLayout::RankMajor { align: 2 },
+        EpLayout::Flat { align: 3 },
+    ];
     for (experts, tokens, hidden, k) in [(4, 8, 16, 2), (7, 5, 3, 3), (2, 1, 1, 1)] {
         World::run_threads(2, WorldCfg::for_tests(), |world| {
             let team = world.everyone("ep")?;
             let heap = team.heap(BackendKind::Host, HeapCfg::new(1 << 20))?;
-            let desc = EpDesc::new(2, experts, tokens, hidden, k);
-            let said = EpPlan::memory(&desc).symmetric;
-            let free = heap.usage().0;
-            let plan = EpPlan::new(desc, &heap)?;
-            let taken = free - heap.usage().0;
-            // Three areas, each rounded up to the alignment of buffers.
-            assert!(taken >= said && taken < said + 3 * 256, "{taken} for {said}");
-            drop(plan);
+            for layout in layouts {
+                let mut desc = EpDesc::new(2, experts, tokens, hidden, k);
+                desc.layout = layout;
+                desc.capacity = desc.worst_case();
+                let said = EpPlan::memory(&desc);
+                let free = heap.usage().0;
+                let plan = EpPlan::new(desc, &heap)?;
+                let taken = free - heap.usage().0;
+                // Four areas, each rounded up to the alignment of buffers.
+                let near = |taken: usize, said: usize, areas: usize| {
+                    taken >= said && taken < said + areas * 256
+                };
+                assert!(near(taken, said.symmetric, 4), "{layout:?}: {taken} for {said:?}");
+                // A sender does not know where rows without gaps stay.
+                if !matches!(layout, EpLayout::Flat { .. }) {
+                    let free = heap.usage().0;
+                    let rows = plan.zero_copy_recv()?;
+                    assert_eq!(rows.len_bytes(), said.received, "{layout:?}");
+                    let taken = free - heap.usage().0;
+                    assert!(near(taken, said.received, 1), "{layout:?}: {taken} for {said:?}");
+                }
+                drop(plan);
+                heap.collect()?;
+            }
             team.agree(true).map(|_| ())
         })
         .unwrap();

@@ -125,7 +125,8 @@ fn heap_rules(world: World) -> Result<()> {
     let t2 = world.everyone("sizes")?;
     let len = if me.get() == 0 { 8192 } else { 4096 };
     let e = t2.heap(BackendKind::Host, HeapCfg::new(len)).err().expect("sizes differ");
-    assert!(e.is_mismatch() && e.to_string().contains("8192"), "{e}");
+    let text = e.to_string();
+    assert!(e.is_mismatch() && text.contains("8192") && text.contains("4096"), "{e}");
     if tilewire_device::cuda::available().is_err() {
         let e = t2.heap(BackendKind::Vmm, HeapCfg::new(4096)).err().expect("no CUDA here");
         assert!(e.is_unavailable() && e.get_hint().is_some(), "{e}");

@@ -207,8 +207,39 @@ fn one(
     if activation == Activation::None {
         dgrad(ctx, &plan, p, (w, &s), used)?;
         wgrad(ctx, &plan, p, &s, round)?;
+        needed_alone(ctx, &plan, p, (w, &s), used)?;
     }
     plan.check()
+}
+
+/// Without what may be missing: bias, saved sums, mask, gradient of the bias.
+fn needed_alone(
+    ctx: &mut Ctx,
+    plan: &GroupedGemmPlan,
+    p: &Problem,
+    (w, s): (&Weights, &Splits),
+    used: usize,
+) -> Result<()> {
+    let d = *plan.desc();
+    let out = ctx.poisoned(d.out, Shape::d2(d.capacity, d.n))?;
+    let (w, splits) = (w.clone(), s.clone());
+    let x = p.x.operand.clone();
+    let t = GroupedFprop { x, w, bias: None, splits, out: out.clone(), aux_out: None };
+    ctx.timed(|st| plan.fprop(st, t))?;
+    let of = |x: &Mat, w: &[Mat]| {
+        oracle::grouped_fprop(x, w, None, &p.splits, oracle::Tail::Zero).slice_rows(0..used)
+    };
+    let (want, mag) = (of(&p.x.values, &p.w), of(&p.x.mag, &p.w_mag));
+    let bound = Bound::local(d.out, d.k);
+    ctx.compare("fprop alone", &out.rows(0, used)?, &want, &mag, &bound)?;
+    let dw = ctx.poisoned(DType::F32, Shape::d2(d.groups * d.n, d.k))?;
+    let (x, dy) = (p.x.operand.clone(), p.dy.operand.clone());
+    let splits = s.clone();
+    let t = GroupedWgrad { x, dy, splits, dw: (&dw).into(), mask: None, dbias: None };
+    ctx.timed(|st| plan.wgrad(st, t))?;
+    let of = |x, dy| Mat::vstack(&oracle::grouped_wgrad(x, dy, &p.splits, None));
+    let (want, mag) = (of(&p.x.values, &p.dy.values), of(&p.x.mag, &p.dy.mag));
+    ctx.compare("wgrad alone", &dw, &want, &mag, &Bound::local(DType::F32, d.capacity))
 }
 
 fn abs(m: &Mat) -> Mat {

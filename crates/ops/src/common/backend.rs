@@ -3,11 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use tilewire_core::{Error, Result};
+use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::Device;
 use tilewire_symm::Heap;
-
-use super::check::no_kernel;
 
 /// The transport of a collective on CUDA devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
@@ -72,6 +70,12 @@ pub(crate) fn at_first(heap: &Heap, backend: CollectiveBackend) -> CollectiveBac
     if backend == CollectiveBackend::Fastest { usual(heap) } else { backend }
 }
 
+/// `Unsupported`: what there is not on the backend of `heap`, and what to do instead.
+pub(crate) fn not_on(heap: &Heap, what: &str, instead: &'static str) -> Error {
+    let text = format!("the heap's backend, `{}`, has no {what}", heap.backend());
+    Error::new(ErrorKind::Unsupported, text).hint(instead)
+}
+
 /// Refuses a backend that there is not. A choice by the clock is one between those that there are.
 ///
 /// # Errors
@@ -80,12 +84,10 @@ pub(crate) fn put_or_nccl(heap: &Heap, backend: CollectiveBackend) -> Result<()>
     match backend {
         CollectiveBackend::Put if heap.reaches_peers() || heap.team().size() == 1 => Ok(()),
         CollectiveBackend::Put => {
-            Err(no_kernel("puts between GPUs that do not reach each other", "say `nccl`"))
+            Err(not_on(heap, "puts between GPUs that do not reach each other", "say `nccl`"))
         }
         CollectiveBackend::Nccl if is_on_device(heap) => Ok(()),
-        CollectiveBackend::Nccl => {
-            Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend"))
-        }
+        CollectiveBackend::Nccl => Err(not_on(heap, "NCCL", "make the heap on the `vmm` backend")),
         CollectiveBackend::Fastest => Ok(()),
     }
 }

@@ -7,8 +7,8 @@ use serde::de::DeserializeOwned;
 use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_symm::{Heap, LiveTeam};
 
-use super::backend::{CollectiveBackend, is_on_device, usual};
-use super::check::{no_kernel, not_prepared};
+use super::backend::{CollectiveBackend, is_on_device, not_on, usual};
+use super::check::not_prepared;
 use super::kernel::GemmBackend;
 use super::overlap::{Algo, Explain, MOST_CANDIDATE_CHUNKS, OverlapConfig, Via};
 
@@ -57,17 +57,16 @@ impl Choice {
     /// `InvalidArgument` for a bad configuration; `Unsupported` for an algorithm that
     /// the backend has no path for, or that puts between GPUs that do not reach each other.
     pub fn new(given: Option<OverlapConfig>, heap: &Heap) -> Result<Self> {
-        let given = given.map(|c| fit(c, is_on_device(heap))).transpose()?;
+        let given = given.map(|c| fit(c, heap)).transpose()?;
         let given = match (usual(heap), given) {
             (CollectiveBackend::Put, given) => given,
             (_, None) => Some(OverlapConfig::by_nccl()),
             (_, Some(c)) if c.via == Via::Nccl => Some(c),
             (_, Some(c)) => {
-                let what = format!("`{}` between GPUs that do not reach each other", c.algo);
-                return Err(no_kernel(
-                    what,
-                    "use sequential_nccl, or leave the choice to `prepare`",
-                ));
+                let what =
+                    format!("schedule `{}` between GPUs that do not reach each other", c.algo);
+                let instead = "use sequential_nccl, or leave the choice to `prepare`";
+                return Err(not_on(heap, &what, instead));
             }
         };
         let used = OnceLock::new();
@@ -115,19 +114,20 @@ impl Choice {
     }
 }
 
-/// A configuration as the host, or a `device`, carries it out.
-fn fit(c: OverlapConfig, device: bool) -> Result<OverlapConfig> {
+/// A configuration as the executor of `heap` carries it out.
+fn fit(c: OverlapConfig, heap: &Heap) -> Result<OverlapConfig> {
     c.check()?;
-    match (device, c.via) {
+    match (is_on_device(heap), c.via) {
         (false, Via::Puts) => Ok(c),
-        (false, _) => Err(no_kernel("NCCL on the host", "make the heap on the `vmm` backend")),
+        (false, _) => Err(not_on(heap, "NCCL", "make the heap on the `vmm` backend")),
         // Tiles are the kernel's own.
         (true, _) if on_devices(c.algo) => {
             let of = OverlapConfig::of(c.algo, c.sub_chunks);
             Ok(OverlapConfig { via: c.via, kernel: c.kernel, ..of })
         }
-        (true, _) => Err(no_kernel(
-            format!("the algorithm `{}`", c.algo),
+        (true, _) => Err(not_on(
+            heap,
+            &format!("schedule `{}`", c.algo),
             "use pipelined, ring, sequential or sequential_nccl, or leave the choice to `prepare`",
         )),
     }

@@ -12,10 +12,11 @@ use crate::DEVICES;
 use crate::driver::Driver;
 
 /// A test, with how many devices, and which operations where it asks.
-const RUNS: [(&str, usize, &str); 19] = [
+const RUNS: [(&str, usize, &str); 20] = [
     ("every_operation_computes", 3, "0-3"),
     ("every_operation_computes", 4, "6-29"),
     ("every_operation_computes", 3, "36-39"),
+    ("far::refusals_name_the_backend_of_the_heap", 2, ""),
     ("layouts::both_executors_leave_the_same_bytes", 3, ""),
     ("kernels::the_kernel_of_a_team_is_the_callers_choice", 2, ""),
     ("a_rank_that_launches_another_m_is_named_at_once", 2, ""),

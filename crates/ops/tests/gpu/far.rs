@@ -7,8 +7,15 @@ use std::time::{Duration, Instant};
 use tilewire_core::{BackendKind, DType, ErrorKind, Rank, Result};
 use tilewire_device::cuda::CudaMemory;
 use tilewire_device::{Device, Stream};
+use tilewire_ops::Algo;
+use tilewire_ops::ag_gemm::{AgGemmDesc, AgGemmPlan};
+use tilewire_ops::attention::{AttentionDesc, AttnMask};
 use tilewire_ops::collective::{CollectiveBackend, CollectiveDesc, CollectiveKind, CollectivePlan};
+use tilewire_ops::common::OverlapConfig;
+use tilewire_ops::cp_attention::{CpAttentionDesc, CpAttentionPlan};
 use tilewire_ops::ep::{EpDesc, EpPlan};
+use tilewire_ops::gemm_ar::{GemmArDesc, GemmArPlan};
+use tilewire_ops::gemm_rs::{GemmRsDesc, GemmRsPlan};
 use tilewire_symm::{DeviceTransport, Heap, HeapCfg, Permit, Transport, World, WorldCfg};
 
 use crate::team_ops::{asked, by_nccl, has_bits_of_its_way, ranks, ranks_with_nccl};
@@ -53,6 +60,48 @@ fn far_gpus_compute_the_same_by_nccl() {
             }
             let same = seen[0] == seen[2] && seen[1] == seen[3];
             assert!(same || has_bits_of_its_way(i), "operation {i} differs without access");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Each operation that can be asked for what the heap does not have names the heap's backend.
+#[test]
+fn refusals_name_the_backend_of_the_heap() {
+    let Some(n) = ranks() else { return };
+    let _turn = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    World::run_threads(n, WorldCfg::for_tests(), |world| {
+        let near = heap(&world, "near", true)?.0;
+        let far = heap(&world, "far", false)?.0;
+        let kind = CollectiveKind::AllGather(tilewire_ops::Shards::Even);
+        let gather = CollectiveDesc { kind, m: 4 * n, cols: 8, dtype: DType::F32 };
+        let puts = CollectiveBackend::Put;
+        let attention = AttentionDesc::new(4 * n, (n, n), 16, DType::F32, AttnMask::FULL);
+        let cp = CpAttentionDesc::new(attention);
+        let ring = Some(OverlapConfig::of(Algo::Ring, 1));
+        let fused = Some(OverlapConfig::of(Algo::Fused, 1));
+        let ag = AgGemmDesc::new(4 * n, 8, 8, DType::F32);
+        let rs = GemmRsDesc::new(4 * n, 8, 8, DType::F32);
+        let ar = GemmArDesc(rs.clone());
+        let refusals = [
+            CollectivePlan::with_backend(gather, &far, puts).err(),
+            EpPlan::with_backend(EpDesc::new(n, 2 * n, 8, 16, 2), &far, puts).err(),
+            CpAttentionPlan::with_backend(cp, &far, None, puts).err(),
+            AgGemmPlan::new(ag.clone(), &far, ring).err(),
+            GemmRsPlan::new(rs.clone(), &far, ring).err(),
+            GemmArPlan::new(ar.clone(), &far, ring).err(),
+            AgGemmPlan::new(ag, &near, fused).err(),
+            GemmRsPlan::new(rs, &near, fused).err(),
+            GemmArPlan::new(ar, &near, fused).err(),
+        ];
+        for (i, e) in refusals.into_iter().enumerate() {
+            let e = e.unwrap_or_else(|| panic!("{i} is not refused"));
+            assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+            for (name, kind) in BackendKind::NAMES {
+                let named = e.message().contains(&format!("`{name}`"));
+                assert_eq!(named, *kind == BackendKind::Vmm, "{i}: {e}");
+            }
         }
         Ok(())
     })
