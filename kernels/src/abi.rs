@@ -17,7 +17,7 @@ use crate::portable::{COLLECTIVE_RANKS, MOVE_SEGMENTS};
 /// A field of a [`Layout`]: its name and its offset in bytes.
 pub type Field = (&'static str, usize);
 
-/// How a structure lies in memory.
+/// The layout of a structure in memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     /// Its name, in both languages.
@@ -193,7 +193,7 @@ abi! {
         lost: u64,
     }
 
-    /// How a launch of one area meets the peers: flags, epoch, chunks.
+    /// The meeting of a launch with its peers in one area: flags, epoch, chunks.
     "ep/layer.cuh" TwMeet {
         flags: u64,
         stride: u64,

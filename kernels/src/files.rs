@@ -59,7 +59,7 @@ files![
     "quant/sm80_quant.cu",
 ];
 
-/// Where the table's paths begin, seen from the root of the repository.
+/// The folder of the table's paths, seen from the root of the repository.
 const ROOT: &str = "kernels/src/";
 
 /// The text of a file of the table.
@@ -67,7 +67,7 @@ pub(crate) fn file(path: &str) -> Option<&'static str> {
     FILES.iter().find(|(p, _)| *p == path).map(|(_, text)| *text)
 }
 
-/// What a flattened text is for.
+/// The reader that a text is flattened for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum For {
     /// A compiler of CUDA C++: `#line` names the file and line that each line came from.

@@ -135,14 +135,14 @@ pub const SM80_GROUPED_GEMM: Source = Source {
 /// Stages of a block of `tw_link_bulk`: its dynamic shared memory is so many chunks.
 pub const LINK_STAGES: u32 = 8;
 
-/// What a link can do.
+/// Kernels that measure a link by loads and stores.
 pub const LINKS: Source = Source {
     name: "bench/links.cu",
     defines: &[],
     kernels: &["tw_link_store", "tw_link_load", "tw_link_ping", "tw_link_empty", "tw_link_delay"],
 };
 
-/// What it can do by bulk copies.
+/// The kernel that measures a link by bulk copies.
 pub const LINKS_BULK: Source =
     Source { name: "bench/links_bulk.cu", defines: &[], kernels: &["tw_link_bulk"] };
 

@@ -1,4 +1,4 @@
-//! What a launch costs in Rust: what the cost of a call from Python is compared with.
+//! The cost of a launch in Rust, which the cost of a call from Python is compared with.
 
 use std::time::Instant;
 

@@ -12,12 +12,12 @@ use crate::dlpack;
 use crate::errors::OrRaise;
 use crate::world::{Member, check_fork, member};
 
-/// Where a call runs: the device of its tensors, and a stream there.
+/// The place of a call: the device of its tensors, and a stream there.
 pub struct Place {
     pub op: &'static str,
     pub device: Device,
     stream: Stream,
-    /// Which of the framework's streams that is: 0 on the CPU.
+    /// The number of the framework's stream: 0 on the CPU.
     pub stream_id: u64,
 }
 
@@ -36,7 +36,8 @@ fn current(py: Python<'_>, op: &'static str, ctx: &CudaContext) -> PyResult<(Str
     Ok((Stream::Cuda(borrowed.map_err(|e| e.op(op)).or_raise(py)?), raw.addr() as u64))
 }
 
-/// Where calls without a world run on the CPU: one stream, whose calls wait before they return.
+/// Returns the stream of calls without a world on the CPU: one stream, whose calls wait before they
+/// return.
 fn host_stream() -> Result<Stream> {
     static LOCAL: Mutex<Option<Stream>> = Mutex::new(None);
     let mut local = LOCAL.lock().unwrap_or_else(PoisonError::into_inner);

@@ -101,7 +101,7 @@ pub(crate) fn nobody() -> Arc<dyn std::any::Any + Send + Sync> {
     NOBODY.get_or_init(|| Arc::new(())).clone()
 }
 
-/// What `obj` says of itself: it must be a tensor of the framework.
+/// Returns the view that `obj` exports: it must be a tensor of the framework.
 fn view(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<DlTensor> {
     let py = obj.py();
     let f = framework(py)?;
@@ -132,7 +132,7 @@ pub fn tensor(obj: &Bound<'_, PyAny>, what: &str, device: &Device) -> PyResult<T
     made.map_err(|e| super::errors::exception(obj.py(), &e))
 }
 
-/// Where `obj` lies.
+/// Returns the device whose memory holds `obj`.
 pub fn device_of(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<Device> {
     let t = view(obj, what)?;
     let device = match (t.device_type, u32::try_from(t.device_id)) {

@@ -1,4 +1,4 @@
-//! What plans say of themselves, for `tilewire.torch.explain`.
+//! The texts in which plans explain themselves, for `tilewire.torch.explain`.
 
 use std::cell::RefCell;
 use std::fmt::Display;

@@ -1,4 +1,4 @@
-//! Which plan a call needs.
+//! The keys by which calls find their plans.
 
 use tilewire::ops::ag_gemm::AgGemmDesc;
 use tilewire::ops::attention::{AttentionDesc, AttnMask, BiasShape};

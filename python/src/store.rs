@@ -7,7 +7,7 @@ use pyo3::types::PyBytes;
 use tilewire::boot::Store;
 use tilewire::prelude::*;
 
-/// How long to sleep between two looks for a key.
+/// Pause between two looks for a key.
 const NAP: Duration = Duration::from_millis(2);
 
 /// A Python object with `set(key, bytes)`, `check([key])`, `get(key)` and `add(key, number)`, as

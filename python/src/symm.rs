@@ -21,7 +21,7 @@ const ADOPT: &str = "symm_adopt";
 /// The barrier channel of symmetric tensors: operations use none.
 const BARRIER: usize = 0;
 
-/// What the tensors over a buffer keep.
+/// The memory that the tensors over a buffer keep.
 struct Inner {
     world: u64,
     device: Device,
@@ -47,7 +47,7 @@ struct Gone {
 
 static GONE: Mutex<Vec<Gone>> = Mutex::new(Vec::new());
 
-/// Whether [`free_gone`] has something to do.
+/// Returns true if [`free_gone`] has something to do.
 pub fn any_gone() -> bool {
     !GONE.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
 }

@@ -43,7 +43,7 @@ static MEMBERS: RwLock<Option<HashMap<u64, Arc<Member>>>> = RwLock::new(None);
 static NEXT: AtomicU64 = AtomicU64::new(1);
 /// This process is a fork of the one that made the worlds.
 static FORKED: AtomicBool = AtomicBool::new(false);
-/// How often each group has formed a world in this process: the name of the next meeting.
+/// The number of worlds that each group has formed in this process: the name of the next meeting.
 static FORMED: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
 
 /// Bytes that a heap begins with; it grows as plans need more.
@@ -51,7 +51,7 @@ const FIRST_BYTES: usize = 16 << 20;
 /// Bytes per rank that a heap on the CPU may grow to by default. Pages that nothing touches cost
 /// nothing.
 const HOST_LIMIT: usize = 4 << 30;
-/// How long the ranks of a group may take to come.
+/// Limit for the ranks of a group to arrive.
 pub const RENDEZVOUS: Duration = Duration::from_secs(120);
 
 /// The member of world `id`.
@@ -362,7 +362,7 @@ pub fn use_cubins(dir: std::path::PathBuf) {
     tilewire::device::jit::look_in(dir);
 }
 
-/// Which backends this machine has: name, and why not (none if it can be used).
+/// Returns the backends of this machine: name, and why not (none if it can be used).
 #[pyfunction]
 pub fn backends() -> Vec<(String, Option<String>)> {
     symm::backends().into_iter().map(|b| (b.kind.to_string(), b.why_not)).collect()

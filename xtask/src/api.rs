@@ -19,7 +19,7 @@ const CRATES: [&str; 7] = [
     "tilewire-nn",
 ];
 
-/// What a check says.
+/// The result of a check.
 pub enum Verdict {
     Problems(Vec<String>),
     /// The compiler here writes its documentation in another format.

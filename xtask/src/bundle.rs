@@ -15,7 +15,7 @@ use serde_json::Value;
 /// Most bytes of a bundle: it travels.
 const MAX_BYTES: u64 = 40 << 20;
 
-/// What is not built: the runner, its interposer, a baseline.
+/// The files that are packed without being built: the runner, its interposer, a baseline.
 const TEXTS: [(&str, &str); 9] = [
     ("run.sh", include_str!("../bundle/run.sh")),
     ("run.py", include_str!("../bundle/run.py")),

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use tilewire_kernels::{ALL, Source};
 
-/// How a unit is read: as CUDA C++ where a toolkit is at `cuda`, else as C++ behind the emulator's
-/// prelude, without inline PTX.
+/// Returns the compilation command of a unit: as CUDA C++ where a toolkit is at `cuda`, else as C++
+/// behind the emulator's prelude, without inline PTX.
 fn command(root: &Path, s: &Source, cuda: Option<&Path>) -> Value {
     let mut args = vec!["clang++".to_owned(), "-std=c++17".to_owned()];
     if let Some(cuda) = cuda {
@@ -26,7 +26,7 @@ fn command(root: &Path, s: &Source, cuda: Option<&Path>) -> Value {
     json!({ "directory": root.display().to_string(), "file": file, "arguments": args })
 }
 
-/// Where a CUDA toolkit is, if one is.
+/// Returns the folder of a CUDA toolkit, if there is one.
 fn toolkit() -> Option<PathBuf> {
     let named = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
     let usual = [PathBuf::from("/usr/local/cuda")];

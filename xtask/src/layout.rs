@@ -13,7 +13,8 @@ const EXECUTORS: [&str; 4] = ["host.rs", "cuda.rs", "nccl.rs", "cublaslt.rs"];
 /// Operations that only combine others, and carry out nothing themselves.
 const COMBINED: [&str; 1] = ["bulk"];
 
-/// Where a plan chooses its executor by the heap's backend; nothing else asks which one it is.
+/// The file in which a plan chooses its executor by the heap's backend; no other file asks for the
+/// backend.
 const CHOOSES: &str = "common/core.rs";
 
 /// A path of modules from the crate's root.
@@ -160,7 +161,7 @@ fn without_tests(text: &str) -> String {
     code
 }
 
-/// What a file's code imports and passes on.
+/// Returns the imports and re-exports of a file's code.
 fn read(name: &str, code: &str, modules: &BTreeSet<Module>) -> File {
     let mut f = File { name: name.to_owned(), module: module_of(name), ..File::default() };
     let (mut rest, mut body) = (code, String::new());
@@ -281,7 +282,7 @@ fn components(arrows: &BTreeMap<String, BTreeSet<String>>) -> Vec<Vec<String>> {
     found.into_iter().collect()
 }
 
-/// What is wrong with the layout of the operations in `src`.
+/// Returns the problems in the layout of the operations in `src`.
 pub fn check(src: &Path) -> Vec<String> {
     let mut paths: Vec<PathBuf> = Vec::new();
     crate::tidy::files(src, &mut paths);

@@ -66,7 +66,7 @@ fn fetch(root: &Path, w: &Wheel, o: &mut Outcome) -> Option<PathBuf> {
     Some(file)
 }
 
-/// What is wrong with a version, as the program itself opens it.
+/// Checks that the program itself opens this version of a library.
 fn check(root: &Path, w: &Wheel, file: &Path) -> Result<(), String> {
     let mut doctor = Command::new(binary(root));
     doctor.args(["doctor", "--json", "--library"]).arg(file);

@@ -1,11 +1,11 @@
-//! What a stage did, and what it left out: every check that did not run has a reason, and each
-//! reason a limit, so that tests cannot stop running unseen.
+//! The outcome of a stage, and the checks that it left out: each has a reason, and each reason a
+//! limit, so that tests cannot stop running unseen.
 
 use std::collections::BTreeMap;
 
 use tilewire_testing::Lack;
 
-/// What a stage did: how many checks passed, failed and were left out, and bytes downloaded.
+/// The outcome of a stage: how many checks passed, failed and were left out, and bytes downloaded.
 #[derive(Default)]
 pub struct Outcome {
     pub passed: usize,
@@ -34,11 +34,12 @@ impl Outcome {
 #[derive(Default)]
 pub struct Skips(pub BTreeMap<String, usize>);
 
-/// What is not here and cannot be fetched.
+/// The reason of checks whose tool is not installed and cannot be fetched.
 pub const NOT_INSTALLED: &str = "cannot be installed here";
-/// What Python's tests leave out.
+/// The reason of tests that Python's runner leaves out.
 pub const BY_PYTEST: &str = "left out by pytest";
-/// What `#[ignore = "run by ..."]` says of the part of a test that has a process of its own.
+/// The first words of the reason in `#[ignore = "run by ..."]` for the part of a test that has a
+/// process of its own.
 const ROLE: &str = "run by ";
 
 /// The most checks of one stage that may be left out, by reason. A test for GPUs raises its number

@@ -1,5 +1,5 @@
-//! The rules of prose that a program can check: widths of comments and pages, and words that have a
-//! plainer or a standard one.
+//! The rules of prose that a program can check: widths of comments and pages, words that have a
+//! plainer or a standard one, and docs that begin with a question instead of their subject.
 
 /// Characters of a line of a comment or a page.
 const WIDTH_CAP: usize = 100;
@@ -23,6 +23,14 @@ const WORDS: [(&str, &str); 8] = [
     ("telling", "reporting"),
 ];
 
+/// First words of docs that leave their subject to the reader: "What a plan keeps" may be memory, a
+/// number or a text.
+const QUESTIONS: [&str; 9] =
+    ["what", "where", "how", "which", "why", "who", "whose", "whether", "when"];
+
+/// Folders whose docs begin with their subject.
+const DOCUMENTED: [&str; 4] = ["crates/", "kernels/src/", "python/src/", "xtask/src/"];
+
 /// Everything that is out of order in a source file or a page.
 pub fn check(name: &str, text: &str) -> Vec<String> {
     let is_code = [".rs", ".cu", ".cuh"].iter().any(|e| name.ends_with(e));
@@ -34,6 +42,33 @@ pub fn check(name: &str, text: &str) -> Vec<String> {
     let is_plain = name.starts_with("kernels/src/") || PLAIN.iter().any(|c| plain(c));
     if PAGES.contains(&name) || is_code && is_plain {
         problems.extend(words(name, text));
+    }
+    let is_source = !name.starts_with("crates/") || name.contains("/src/");
+    if name.ends_with(".rs") && is_source && DOCUMENTED.iter().any(|d| name.starts_with(d)) {
+        problems.extend(questions(name, text));
+    }
+    problems
+}
+
+/// Docs whose first word is one of [`QUESTIONS`].
+fn questions(name: &str, text: &str) -> Vec<String> {
+    let doc = |line: &str| {
+        let line = line.trim_start();
+        ["//!", "///"].into_iter().find(|m| line.starts_with(m) && !line.starts_with("////"))
+    };
+    let mut problems = Vec::new();
+    let mut before = None;
+    for (i, line) in text.lines().enumerate() {
+        let here = doc(line);
+        let first = here.filter(|_| here != before).and_then(|marker| {
+            let words = line.trim_start().strip_prefix(marker)?;
+            words.split(|c: char| !c.is_alphanumeric()).find(|w| !w.is_empty())
+        });
+        if let Some(word) = first.filter(|w| QUESTIONS.contains(&w.to_lowercase().as_str())) {
+            problems
+                .push(format!("{name}:{}: a doc begins with `{word}`: name its subject", i + 1));
+        }
+        before = here;
     }
     problems
 }
@@ -92,6 +127,28 @@ mod tests {
         }
         assert_eq!(check("README.md", &format!("{}\n", fill(120))).len(), 1);
         assert_eq!(check("docs/lab/a.md", &format!("{}\n", fill(120))), [""; 0]);
+    }
+
+    #[test]
+    fn docs_begin_with_their_subject() {
+        let text =
+            "//! What it is.\n\n/// A plan.\n/// What it keeps.\nstruct A;\n    /// Whether.\n";
+        let name = "crates/symm/src/a.rs";
+        let found = |line: usize, word: &str| {
+            format!("{name}:{line}: a doc begins with `{word}`: name its subject")
+        };
+        assert_eq!(check(name, text), [found(1, "What"), found(6, "Whether")]);
+        for word in QUESTIONS {
+            assert_eq!(check(name, &format!("/// `{word}` of it.\n")), [found(1, word)]);
+        }
+        // A second doc in the next line is one of its own; a comment is no doc.
+        assert_eq!(check(name, "//! A.\n/// How.\n"), [found(2, "How")]);
+        for good in ["// What.\n", "//// What.\n", "/// Whatever.\n", "let a = 1; /// What\n"] {
+            assert_eq!(check(name, good), [""; 0], "{good}");
+        }
+        assert_eq!(check("crates/symm/tests/a.rs", text), [""; 0]);
+        assert_eq!(check("kernels/src/a.rs", "/// Why.\n").len(), 1);
+        assert_eq!(check("xtask/src/a.rs", "/// Why.\n").len(), 1);
     }
 
     #[test]

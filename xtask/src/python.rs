@@ -20,7 +20,8 @@ const TYPES: [&str; 1] = ["mypy==2.4.1"];
 const JAX: [&str; 2] = ["jax==0.10.2", "numpy==2.4.6"];
 const MATURIN: &str = "maturin==1.16.0";
 
-/// Where torch lies with its dependencies, fetched if it is not there; none where it cannot be.
+/// Returns the folder of torch with its dependencies, fetched if it is not there; none where it
+/// cannot be.
 pub fn torch_site(root: &Path, o: &mut Outcome) -> Option<PathBuf> {
     site(root, o, "python-torch", "torch", &TORCH)
 }
@@ -201,8 +202,8 @@ fn stubtest(root: &Path, path: &str) -> bool {
     done.is_ok_and(|s| s.success())
 }
 
-/// What closing lines like `2 failed, 3 passed, 1 skipped in 0.10s` say. A run that says nothing,
-/// or ended badly without a failure, has failed.
+/// Counts what closing lines like `2 failed, 3 passed, 1 skipped in 0.10s` report. A run that says
+/// nothing, or ended badly without a failure, has failed.
 fn counted(text: &str, ended_well: bool) -> Outcome {
     let mut o = Outcome::default();
     let closing = |l: &&str| l.contains(" passed") || l.contains(" failed") || l.contains(" error");

@@ -10,7 +10,7 @@ use crate::suites::{self, Extent};
 struct Stage {
     name: &'static str,
     run: fn(&Path, Extent) -> Outcome,
-    /// Whether `--fast` runs it.
+    /// True if `--fast` runs it.
     fast: bool,
 }
 
@@ -230,7 +230,7 @@ fn dependencies(root: &Path) -> Outcome {
     o
 }
 
-/// Where the pinned compiler is put, and the folder with its libraries.
+/// The folder of the pinned compiler, and below it the folder of its libraries.
 const WHEEL: &str = "target/python-nvrtc";
 const WHEEL_LIB: &str = "nvidia/cu13/lib";
 
@@ -286,9 +286,9 @@ fn kernels(root: &Path) -> Outcome {
 /// Architectures that every kernel is compiled for.
 const ARCHS: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
 
-/// What is wrong with a run of `kernels compile`: its status, the rows of `kernels list` for the
-/// same architectures, its own rows. It stops at the first unit that does not compile, behind good
-/// rows.
+/// Returns the problems of a run of `kernels compile`: its status, the rows of `kernels list` for
+/// the same architectures, its own rows. It stops at the first unit that does not compile, behind
+/// good rows.
 fn kernel_problems(ended_well: bool, listed: &str, compiled: &str) -> Vec<String> {
     let mut problems = Vec::new();
     if !ended_well {
@@ -333,7 +333,7 @@ fn examples(root: &Path) -> Outcome {
     o
 }
 
-/// What the README's first command runs: it must end in time, and the loss must fall.
+/// Runs the README's first command: it must end in time, and the loss must fall.
 fn train(root: &Path) -> Outcome {
     let metrics = root.join("target/train.jsonl").display().to_string();
     let args = [

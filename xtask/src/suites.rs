@@ -15,12 +15,12 @@ use serde_json::Value;
 use crate::outcome::{Outcome, Skips};
 use crate::stages::{OFF, cargo, one};
 
-/// How much is run.
+/// The number of tests that are run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Extent {
     /// The inner loop: at most five minutes on two processors.
     Fast,
-    /// What must hold before a change lands.
+    /// The tests that must pass before a change lands.
     Usual,
     /// Also what others show, too.
     Full,
@@ -68,7 +68,7 @@ struct Suite {
     name: String,
     package: String,
     exe: PathBuf,
-    /// Where cargo would start it.
+    /// The folder in which cargo would start it.
     dir: PathBuf,
 }
 
@@ -116,17 +116,17 @@ impl Suite {
     }
 }
 
-/// What came of a binary.
+/// The result of a test binary.
 struct Ran {
     name: String,
     took: Duration,
     outcome: Outcome,
-    /// What its failures say.
+    /// The output of its failures.
     said: String,
 }
 
-/// What a binary's output says, with the tests (of that binary) that did not run by their own
-/// account.
+/// Returns the outcome of a binary from its output and from the tests (of that binary) that did not
+/// run by their own account.
 fn judged(text: &str, ended_well: bool, not_run: &BTreeMap<String, String>) -> (Outcome, String) {
     let mut o = Outcome::default();
     let (mut said, mut why) = (Vec::new(), false);
@@ -185,7 +185,7 @@ fn not_run(text: &str) -> BTreeMap<String, BTreeMap<String, String>> {
     all
 }
 
-/// What binaries are run with.
+/// The arguments and environment of the binaries.
 struct With<'a> {
     /// The file for tests that did not run.
     notes: &'a Path,

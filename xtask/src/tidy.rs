@@ -225,7 +225,7 @@ fn dependencies(root: &Path, problems: &mut Vec<String>) {
     }
 }
 
-/// What is wrong with the table that says where an operation's other files are.
+/// Returns the problems in the table that names an operation's other files.
 fn where_table(root: &Path, op: &str, text: &str) -> Vec<String> {
     let name = format!("crates/ops/src/{op}/mod.rs");
     let Some(at) = text.find("//! # Where") else {

@@ -1,4 +1,4 @@
-//! What each rank of a job tells the others about itself, through the store.
+//! Cards: each rank of a job publishes its address and process in the store, for its peers to read.
 
 use std::time::{Duration, Instant};
 
@@ -10,13 +10,13 @@ use crate::handshake::Identity;
 use crate::secret::Secret;
 use crate::store::Store;
 
-/// What a rank leaves in the store.
+/// Published by each rank in the store: address, process and host.
 #[derive(Serialize, Deserialize, Clone, PartialEq, Debug)]
 pub(crate) struct Card {
     pub version: u16,
     /// Name of the listener, see [`sock::unix_addr`].
     pub addr: String,
-    /// Why its rank has given up the meeting, once it has.
+    /// Set once the rank has given up the meeting: the reason.
     pub gave_up: Option<(ErrorKind, String)>,
     pub pid: u32,
     pub uid: u32,

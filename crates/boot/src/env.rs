@@ -30,7 +30,7 @@ pub enum Launcher {
     Single,
 }
 
-/// Where the ranks meet.
+/// The meeting point of the ranks.
 #[derive(Clone, PartialEq, Eq, Debug, Hash)]
 #[non_exhaustive]
 pub enum Rendezvous {
@@ -57,7 +57,7 @@ pub struct Place {
     pub local_size: usize,
     /// The launcher that started this process.
     pub launcher: Launcher,
-    /// Where we meet.
+    /// The meeting point of the ranks.
     pub rendezvous: Rendezvous,
     /// Name of the job: equal on all ranks, different for jobs at the same time.
     pub job: String,

@@ -16,7 +16,7 @@ const HEADER: usize = 28;
 /// The longest legal frame.
 pub(crate) const MAX_FRAME: usize = HEADER + MAX_TAG + FRAGMENT;
 
-/// What a frame is for.
+/// The purpose of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum Kind {

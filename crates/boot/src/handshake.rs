@@ -13,10 +13,10 @@ use crate::frame::{self, Kind, MAX_FRAME, VERSION};
 use crate::secret::{Nonce, Secret, random_bytes};
 use crate::sock;
 
-/// How long a stranger may keep a half-open connection.
+/// Limit for the handshake of a connection that has not proved that it knows the secret.
 pub(crate) const HELLO_LIMIT: Duration = Duration::from_secs(2);
 
-/// Who we are, for one rendezvous.
+/// The identity of this rank in one rendezvous.
 #[derive(Clone, Copy)]
 pub(crate) struct Identity<'a> {
     pub job: &'a str,
@@ -25,7 +25,7 @@ pub(crate) struct Identity<'a> {
     pub secret: &'a Secret,
 }
 
-/// What both ends know when the proofs are made.
+/// The facts that both ends of a connection sign in their proofs.
 struct Session {
     connecting: Rank,
     listening: Rank,

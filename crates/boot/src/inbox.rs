@@ -1,4 +1,5 @@
-//! Where parcels wait for the exchange that wants them, and where exits are noted.
+//! The inbox of a mesh: parcels wait here for the exchange that takes them, and exits of peers are
+//! recorded.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,7 +10,7 @@ use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
 use crate::mesh::{Parcel, PeerExit};
 
-/// How much may wait for exchanges that have not begun here.
+/// Bounds on what may wait for exchanges that have not begun on this rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub entries: usize,
@@ -26,7 +27,7 @@ impl Default for Limits {
 /// Tags remembered per source as lost, or in all as given up, before the oldest rule is dropped.
 const MAX_NOTES: usize = 1024;
 
-/// How often a wait asks whether it should stop.
+/// Interval at which a wait checks whether it should stop.
 pub(crate) const SLICE: Duration = Duration::from_millis(20);
 
 pub(crate) type ExitFn = dyn Fn(Rank, PeerExit) + Send + Sync;
@@ -234,7 +235,7 @@ impl Inbox {
         }
     }
 
-    /// Why waiting for `missing` cannot succeed, if so.
+    /// Returns the reason if waiting for `missing` cannot succeed.
     fn hopeless(
         &self,
         s: &mut State,

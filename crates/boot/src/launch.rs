@@ -80,7 +80,7 @@ impl RankStatus {
 /// The rank that failed first.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
-    /// Which one.
+    /// The rank that failed.
     pub rank: Rank,
     /// Its end.
     pub status: RankStatus,

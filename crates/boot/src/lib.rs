@@ -1,4 +1,4 @@
-//! Who am I, who are the others, and how do we reach them.
+//! Bootstrap: finds this process's rank, the other ranks, and a connection to each of them.
 //!
 //! - [`detect`]: the place of this process in its job, from flags or the launcher's variables.
 //! - [`Store`]: a small key-value store for the first contact: [`LocalStore`] in one process,

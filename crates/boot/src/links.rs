@@ -20,11 +20,11 @@ use crate::sock::{self, Bell};
 use crate::store::Store;
 use crate::threads::{Worker, dup_all, left_error};
 
-/// How long [`Mesh::leave`] may wait for space in the socket of a peer that does not read.
+/// Limit for [`Mesh::leave`] to find space in the socket of a peer that does not read.
 const BYE_LIMIT: Duration = Duration::from_millis(500);
 
-/// How long the descriptors that are under way may leave no space for more: ranks receive theirs in
-/// milliseconds.
+/// Limit for the time in which descriptors in flight leave no space for more: ranks receive theirs
+/// in milliseconds.
 const SPACE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A [`Mesh`] between processes of one host and one user.
@@ -43,7 +43,7 @@ pub struct LinkMesh {
     monitor: Option<Worker>,
 }
 
-/// What the monitor thread and the callers share.
+/// State shared by the monitor thread and the callers.
 pub(crate) struct Shared {
     pub me: Rank,
     pub inbox: Inbox,

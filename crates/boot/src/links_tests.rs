@@ -166,7 +166,7 @@ fn death_is_told_at_once_and_leaving_is_not_death() {
     }
 }
 
-/// What a peer does with its end of the connection behind a goodbye is no death of the peer.
+/// A peer that has said goodbye does not die by what it then does with its end of the connection.
 #[test]
 fn who_has_left_takes_no_living_peer_for_dead() {
     for world in kinds(2) {

@@ -1,4 +1,4 @@
-//! What a world of ranks on one host can do before it has shared memory.
+//! The mesh interface: the calls that ranks of one host have before they share memory.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 

@@ -34,7 +34,7 @@ struct Peer<'a> {
     partial: HashMap<String, Partial>,
 }
 
-/// How a turn of reading ended.
+/// The result of one turn of reading.
 enum Turn {
     /// Nothing more to read now.
     Empty,

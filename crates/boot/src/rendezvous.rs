@@ -1,4 +1,4 @@
-//! How the processes of a job find each other and connect, each with each.
+//! The rendezvous: processes of a job find each other and connect, each with each.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,8 +19,8 @@ use crate::store::Store;
 /// Connections that may be in their hello at the same time.
 const MAX_HALF_OPEN: usize = 64;
 
-/// How long a rank that waits may lack a descriptor before the rendezvous ends: strangers' are
-/// closed by then.
+/// Limit for the time in which a waiting rank may lack a free descriptor; strangers' connections
+/// are closed by then.
 pub(crate) const NO_ROOM: Duration = Duration::from_secs(10);
 
 /// An open connection to a peer, with a descriptor of its process if that can be had.

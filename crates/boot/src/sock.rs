@@ -163,7 +163,7 @@ pub(crate) fn connect(kind: SocketType, name: &str) -> Result<Option<OwnedFd>, C
     }
 }
 
-/// Why a connection failed.
+/// The reason why a connection failed.
 pub(crate) enum ConnectError {
     /// Nobody listens there.
     Nobody,
@@ -242,7 +242,7 @@ impl Listener {
     }
 }
 
-/// What [`Listener::accept`] found.
+/// The result of [`Listener::accept`].
 pub(crate) enum Accepted {
     Connection(OwnedFd),
     Stranger,

@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 
-/// Where ranks leave word for each other before they are connected.
+/// A key-value store in which ranks leave messages for each other before they are connected.
 pub trait Store: Send + Sync {
     /// Sets `key` to `value`, replacing what was there.
     ///

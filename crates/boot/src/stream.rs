@@ -11,7 +11,7 @@ use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 use crate::rendezvous::NO_ROOM;
 use crate::sock;
 
-/// How long one attempt to connect may take before the next.
+/// Limit for one attempt to connect, before the next begins.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
 /// A connected stream socket that does not block.

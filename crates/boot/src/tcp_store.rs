@@ -14,7 +14,7 @@ use std::fmt;
 pub use client::StoreClient;
 pub use server::StoreServer;
 
-/// Where a [`StoreServer`] listens.
+/// The address that a [`StoreServer`] listens on.
 #[derive(Clone, PartialEq, Eq, Debug, Hash)]
 pub enum StoreAddr {
     /// Host and port; port 0 lets the kernel choose.

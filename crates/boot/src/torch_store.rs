@@ -26,10 +26,10 @@ mod query {
 
 const MAGIC: u32 = 0x3C85_F7CE;
 
-/// How long a server may take for what it can do at once.
+/// Limit for requests that a server can answer at once.
 const OP_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long one attempt at the hello may take.
+/// Limit for one attempt at the hello.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
 
 /// The longest value that is read.

@@ -15,7 +15,7 @@ pub struct Cli {
     /// for each of them.
     #[arg(long, global = true, value_name = "FILE")]
     pub library: Vec<PathBuf>,
-    /// What to do.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
@@ -46,7 +46,7 @@ pub enum Command {
     Env,
     /// Print a completion script for a shell.
     Completions {
-        /// Which shell.
+        /// The shell to write completions for.
         shell: clap_complete::Shell,
     },
 }
@@ -154,8 +154,8 @@ pub struct VerifyArgs {
     /// Rank counts, each as threads of this process. Under a launcher the job's size is used.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4])]
     pub ranks: Vec<usize>,
-    /// Where tensors and symmetric memory lie: `host`, or one of GPUs (one for each rank): `vmm`,
-    /// `nccl`, or `nvshmem`, which wants a process for each rank (`tilewire run`). Default:
+    /// Backend of tensors and symmetric memory: `host`, or one of GPUs (one for each rank): `vmm`,
+    /// `nccl`, or `nvshmem`, which needs a process for each rank (`tilewire run`). Default:
     /// TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
@@ -187,7 +187,7 @@ pub struct VerifyArgs {
     /// Print only rows that are wrong, and the summary of the table.
     #[arg(long, short)]
     pub quiet: bool,
-    /// Who I am.
+    /// Place of this rank in its job.
     #[command(flatten)]
     pub place: PlaceArgs,
 }
@@ -211,7 +211,7 @@ pub struct DoctorArgs {
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
-    /// Where to look for leftovers of crashed jobs.
+    /// Folder to search for leftovers of crashed jobs.
     #[arg(long, default_value = "/dev/shm")]
     pub shm: PathBuf,
 }
@@ -224,7 +224,7 @@ pub struct TopoArgs {
     pub json: bool,
 }
 
-/// What to learn.
+/// A task to learn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 pub enum Task {
     /// The bytes of --data.
@@ -239,7 +239,7 @@ pub struct TrainArgs {
     /// A text file, or a folder of them; the first 64 MiB count. Any bytes will do.
     #[arg(long, default_value = "docs")]
     pub data: PathBuf,
-    /// What to learn.
+    /// Task to learn.
     #[arg(long, value_enum, default_value = "text")]
     pub task: Task,
     /// Number of ranks (under a launcher: the job's).
@@ -266,8 +266,8 @@ pub struct TrainArgs {
     /// Learning rate [small: 0.001, h200: 0.0001].
     #[arg(long)]
     pub lr: Option<f64>,
-    /// Where ranks keep symmetric memory, and so where they compute: `host`, or one of GPUs (one
-    /// for each rank): `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank. Default:
+    /// Backend of symmetric memory, and so of the computation: `host`, or one of GPUs (one for each
+    /// rank): `vmm`, `nccl`, or `nvshmem`, which needs a process for each rank. Default:
     /// TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
@@ -315,7 +315,7 @@ pub struct TrainArgs {
     /// Sizes of the model.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Who I am.
+    /// Place of this rank in its job.
     #[command(flatten)]
     pub place: TrainPlaceArgs,
 }
@@ -398,7 +398,7 @@ pub struct ModelArgs {
 /// Other things to time than operations.
 #[derive(Debug, Subcommand)]
 pub enum BenchWhat {
-    /// What the links between the GPUs of this host can do.
+    /// Measure the links between the GPUs of this host.
     Links(LinksArgs),
     /// Ranks that share one device, by one program or by two in turn.
     ///
@@ -413,13 +413,13 @@ pub enum BenchWhat {
 /// `tilewire bench shared`
 #[derive(Debug, Args)]
 pub struct SharedArgs {
-    /// Where tensors and symmetric memory lie. Default: TILEWIRE_BACKEND, or `host`.
+    /// Backend of tensors and symmetric memory. Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
     /// Numbers of ranks.
     #[arg(long, value_delimiter = ',', default_values_t = [2, 4])]
     pub ranks: Vec<usize>,
-    /// How often each program is run.
+    /// Number of runs of each program.
     #[arg(long, default_value_t = 5)]
     pub rounds: usize,
     /// Operations of `bench` (default: the collectives, `ep` and `cp_attention`).
@@ -457,9 +457,9 @@ pub struct BenchArgs {
     /// Time something else than operations.
     #[command(subcommand)]
     pub what: Option<BenchWhat>,
-    /// Where tensors and symmetric memory lie: `host`, or one of GPUs (one for each rank), where
-    /// every operation is timed: `vmm`, `nccl`, or `nvshmem`, which wants a process for each rank
-    /// (`tilewire run`). Default: TILEWIRE_BACKEND, or `host`.
+    /// Backend of tensors and symmetric memory: `host`, or one of GPUs (one for each rank), on
+    /// which every operation is timed: `vmm`, `nccl`, or `nvshmem`, which needs a process for each
+    /// rank (`tilewire run`). Default: TILEWIRE_BACKEND, or `host`.
     #[arg(long)]
     pub backend: Option<BackendKind>,
     /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 600 on the host
@@ -561,7 +561,7 @@ pub struct DumpArgs {
 pub struct TraceArgs {
     /// A trace file written by `train --trace`.
     pub file: PathBuf,
-    /// Where the timeline goes.
+    /// File to write the timeline to.
     #[arg(long, default_value = "timeline.html")]
     pub html: PathBuf,
 }

@@ -17,7 +17,7 @@ use tilewire::symm::backends;
 use crate::args::DoctorArgs;
 use crate::say;
 
-/// How a finding counts.
+/// The severity of a finding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
@@ -34,11 +34,11 @@ pub enum State {
 pub struct Finding {
     /// Stable name.
     pub code: &'static str,
-    /// How it counts.
+    /// The severity.
     pub state: State,
-    /// What was found.
+    /// The finding, as text.
     pub text: String,
-    /// What to do, where something is to be done.
+    /// The remedy, if something is to be done.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }
@@ -69,7 +69,8 @@ pub fn examine(shm: &Path) -> Vec<Finding> {
     v
 }
 
-/// Where a library for GPUs comes from, and whether it opens: a file may lie there that is none.
+/// Reports the source of a library for GPUs, and whether it opens: a file of that name may be no
+/// library.
 fn library(places: &Places, spec: &LibrarySpec) -> Finding {
     match places.find_or_older(spec, None) {
         Ok((_, f)) => match open(spec) {

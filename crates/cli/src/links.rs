@@ -129,7 +129,7 @@ impl Meet {
     }
 }
 
-/// What one rank measured.
+/// One measurement of one rank.
 #[derive(Clone, Debug)]
 struct Line {
     op: &'static str,
@@ -248,7 +248,7 @@ fn pattern(rank: Rank) -> Vec<u8> {
     (0..PERIOD as u64 / 8).flat_map(|i| rng.at(i).to_le_bytes()).collect()
 }
 
-/// Where repetition `i` of transfers of `len` bytes takes place.
+/// Returns the offset at which repetition `i` of transfers of `len` bytes takes place.
 fn place(i: usize, len: usize) -> usize {
     i % (CAP / len) * len
 }
@@ -344,7 +344,7 @@ impl Bench<'_> {
         self.lines.push(Line { op, shape, us, bytes, wrong, note, device, unsupported: false });
     }
 
-    /// What these devices do not have.
+    /// Records that these devices lack what `op` needs.
     fn lack(&mut self, op: &'static str, why: &str) {
         let (device, note) = (self.device.clone(), why.to_owned());
         let (shape, us, bytes, wrong) = (String::new(), f64::NAN, 0, 0);

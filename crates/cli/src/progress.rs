@@ -13,7 +13,7 @@ use crate::complain;
 /// A case is long after this; the next lines come after twice the time of the one before.
 const LONG: Duration = Duration::from_secs(5);
 
-/// Where a command is in its cases.
+/// The progress of a command through its cases.
 pub(crate) struct Progress(Option<Way>);
 
 enum Way {

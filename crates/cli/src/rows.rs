@@ -28,7 +28,7 @@ pub struct Row {
     pub t_seq_us: Option<f64>,
     /// The operation.
     pub t_ours_us: Option<f64>,
-    /// How far samples of these times lie apart.
+    /// The spread of the samples of these times.
     #[serde(default, skip_serializing_if = "Spreads::is_none")]
     pub spread_us: Spreads,
     /// Of a collective, as nccl-tests has it: GB of the whole vector in a second.
@@ -51,7 +51,7 @@ pub struct Row {
     /// The backend has no such operation, and said so before anything ran.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unsupported: bool,
-    /// What went wrong first, in words.
+    /// The first failure, as text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }

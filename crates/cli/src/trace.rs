@@ -137,8 +137,8 @@ mod tests {
         assert!(page.contains("rank 0 / 1") && page.contains("gemm 2.0 us"));
     }
 
-    /// What runs at one time on two ranks stands at one place, whenever their processes were
-    /// started.
+    /// Spans of two ranks that ran at one time have one place in the timeline, whenever the
+    /// processes were started.
     #[test]
     fn ranks_of_several_processes_share_a_time() {
         let spans =

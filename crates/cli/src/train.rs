@@ -280,7 +280,7 @@ fn start_up(all: Duration, k: KernelTimes) -> String {
     )
 }
 
-/// What rank 0 shows and writes.
+/// The outputs of rank 0: progress bar, metrics, curve.
 struct Output {
     bar: ProgressBar,
     first: bool,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Where symmetric memory comes from.
+/// The source of symmetric memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 #[non_exhaustive]
 pub enum BackendKind {
@@ -24,7 +24,7 @@ pub enum BackendKind {
     Nvshmem,
 }
 
-/// When kernels may be compiled at run time.
+/// The rule for compiling kernels at run time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum JitMode {
     /// Embedded kernels, then the disk cache, then the compiler.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// When to stop waiting. Passed by value through every call that may block.
+/// The time at which a wait gives up. Passed by value through every call that may block.
 ///
 /// ```
 /// # use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What streams, events and buffers of every device have in common, so that one source drives
+//! The traits that streams, events and buffers of every device implement, so that one source drives
 //! the host and CUDA.
 
 use tilewire_core::{Deadline, Result};

@@ -9,7 +9,7 @@ use tilewire_core::{
 use crate::cuda::{CudaContext, CudaMemory};
 use crate::{Buffer, Memory};
 
-/// Where tensors lie.
+/// The device whose memory holds a tensor.
 #[derive(Clone, Default)]
 pub enum Device {
     /// The CPU's memory.
@@ -202,7 +202,7 @@ impl Tensor {
         Ok(Self { mem, offset_bytes: 0, ..self.clone() })
     }
 
-    /// Where it lies.
+    /// Returns the device whose memory holds the elements.
     pub fn device(&self) -> Device {
         match &*self.mem {
             Storage::Host(_) => Device::Host,
@@ -326,8 +326,9 @@ impl Tensor {
         of_a == of_b && a.start < b.end && b.start < a.end
     }
 
-    /// Which memory the elements lie in, the CPU's or the devices', and at which addresses: spans
-    /// of the same memory can be compared and sorted. Two owners may know the same memory.
+    /// Returns the kind of memory that holds the elements, the CPU's or the devices', and their
+    /// range of addresses: spans of the same memory can be compared and sorted. Two owners may know
+    /// the same memory.
     #[doc(hidden)]
     pub fn span(&self) -> (usize, std::ops::Range<u64>) {
         let of = match &*self.mem {

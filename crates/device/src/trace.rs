@@ -10,7 +10,7 @@ use crate::cuda::DeviceSpans;
 pub struct Span {
     /// Name of the work.
     pub name: String,
-    /// Where it ran: a stream's name.
+    /// The name of the stream that it ran on.
     pub lane: String,
     /// Start, microseconds since the tracer was made.
     pub start_us: f64,

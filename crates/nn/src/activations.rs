@@ -33,7 +33,7 @@ impl Both {
     }
 }
 
-/// What the forward pass of a layer keeps for its backward pass.
+/// The results that the forward pass of a layer keeps for its backward pass.
 pub(crate) struct Saved {
     /// Input, `[own, d]` f32.
     pub x: Tensor,
@@ -91,7 +91,7 @@ impl Saved {
     }
 }
 
-/// What every layer overwrites.
+/// The tensors that every layer overwrites.
 pub(crate) struct Scratch {
     /// `[own, d]`: norms.
     pub h: Tensor,
@@ -162,7 +162,7 @@ pub(crate) struct Activations {
     pub rope: Tensor,
     pub layers: Vec<Saved>,
     pub scratch: Scratch,
-    /// What the last layer gives, `[own, d]` f32.
+    /// The output of the last layer, `[own, d]` f32.
     pub x: Tensor,
     /// Logits and their gradient, `[own, 256]`.
     pub logits: Tensor,

@@ -153,7 +153,7 @@ fn write(t: &Trainer, path: &Path, tensors: &[(String, Vec<usize>, Vec<f32>)]) -
     fs::File::open(path).and_then(|f| f.sync_all()).map_err(io)
 }
 
-/// What a checkpoint says about itself.
+/// The description of a checkpoint, from its own header.
 pub struct Info {
     /// Number of the next step.
     pub step: usize,

@@ -140,9 +140,9 @@ pub struct Comm {
     pub sum_small: Sum,
     /// The stream that everything runs on.
     pub stream: Stream,
-    /// Where tensors lie.
+    /// Device and type of the tensors.
     pub place: Place,
-    /// Where heaps lie.
+    /// Backend of the heaps, and type.
     pub target: Target,
     heaps: Vec<Heap>,
 }

@@ -117,7 +117,7 @@ impl ModelCfg {
     }
 }
 
-/// How the ranks divide the work: `dp * cp * tp` ranks; experts are divided over all of them.
+/// The division of the work among `dp * cp * tp` ranks; experts are divided over all of them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Grid {
     /// Parts of the batch.

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use tilewire_core::{Error, ErrorKind, Result, Rng};
 
-/// Where sequences come from.
+/// The source of sequences.
 #[derive(Clone, Debug)]
 pub enum Data {
     /// Random windows of a text.

@@ -19,7 +19,7 @@ pub struct Experts {
 /// The received rows, and the weights of gate with up, and of down.
 pub(crate) type ExpertIn<'a> = (&'a Tensor, (&'a Tensor, &'a Tensor));
 
-/// What the forward pass writes: a row for each received copy.
+/// The outputs of the forward pass: a row for each received copy.
 pub(crate) struct ExpertOut {
     /// Before the activation, `[capacity, 2 d_ff]`.
     pub aux: Tensor,
@@ -36,7 +36,7 @@ impl ExpertOut {
     }
 }
 
-/// What the backward pass writes beside the gradients of the weights.
+/// The outputs of the backward pass beside the gradients of the weights.
 pub(crate) struct ExpertGrads {
     /// Gradient of the received rows, `[capacity, d_model]`.
     pub x: Tensor,

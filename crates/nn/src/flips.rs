@@ -1,4 +1,4 @@
-//! How far one choice of experts that turns over moves the loss curve.
+//! The effect on the loss curve of one choice of experts that turns over.
 //!
 //! Ranks round differently, so now and then a token whose last chosen expert and first left out are
 //! as good as tied goes elsewhere than on one rank. That may not matter: the curve of N ranks is

@@ -12,7 +12,7 @@ use crate::experts::Experts;
 use crate::local::{Linear, Product};
 use crate::params::{self, Param};
 
-/// What all layers share.
+/// The context that all layers share.
 pub(crate) struct Shared<'a> {
     /// Sizes.
     pub cfg: &'a ModelCfg,
@@ -20,7 +20,7 @@ pub(crate) struct Shared<'a> {
     pub comm: &'a Comm,
     /// Products of the experts.
     pub experts: &'a Experts,
-    /// What lies between products.
+    /// The plan of the work between products.
     pub works: &'a LayersPlan,
     /// Local products.
     pub local: &'a Local,

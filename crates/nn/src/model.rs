@@ -56,7 +56,7 @@ pub struct Batch {
     pub num_targets: usize,
 }
 
-/// What one pass over the global batch gave.
+/// The losses of one pass over the global batch.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Losses {
     /// Mean cross-entropy in nats.

@@ -9,7 +9,7 @@ use tilewire_ops::layers::{Init, LayersPlan};
 use crate::config::{Coord, Grid, ModelCfg, VOCAB};
 use crate::place::Place;
 
-/// Which part of a parameter a rank holds, and over which ranks its gradient is summed.
+/// The part of a parameter that a rank holds, and the ranks over which its gradient is summed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// All of it on every rank; gradients are summed over all.
@@ -88,7 +88,7 @@ impl Param {
 /// expert that changes then has a small weight.
 const ROUTER_SPREAD: f64 = 4.0;
 
-/// What a parameter is, before it has memory.
+/// The description of a parameter that has no memory yet.
 #[derive(Clone, Debug)]
 pub struct Spec {
     name: String,

@@ -1,10 +1,10 @@
-//! Where a model computes, and in which type.
+//! The device and the type that a model computes on and in.
 
 use tilewire_core::{BackendKind, DType, Error, Result, Shape};
 use tilewire_device::{Device, Tensor};
 use tilewire_symm::LiveTeam;
 
-/// Where a model computes, and in which type.
+/// The backend and the type that a model computes on and in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Target {
     /// Backend of symmetric memory; it decides the device.
@@ -57,7 +57,7 @@ impl Target {
 /// A device and the type of weights and activations on it: makes tensors.
 #[derive(Clone)]
 pub struct Place {
-    /// Where.
+    /// Device of the tensors.
     pub device: Device,
     /// T.
     pub dtype: DType,

@@ -11,7 +11,7 @@ use tilewire_ops::layers::AdamW;
 use crate::data::Data;
 use crate::model::Model;
 
-/// How to train.
+/// The parameters of a training run.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct TrainCfg {
     /// Seed of parameters and batches.
@@ -46,7 +46,7 @@ pub struct StepReport {
 pub struct Trainer {
     /// The model.
     pub model: Model,
-    /// How to train.
+    /// The parameters of the run.
     pub cfg: TrainCfg,
     /// Number of the next step.
     pub step: usize,
@@ -59,8 +59,8 @@ pub struct Trainer {
     last: Option<Captured>,
 }
 
-/// What a captured step has in it as numbers of its kernels: targets of the batch, the optimizer's
-/// and the balance's weight.
+/// The values that a captured step holds as arguments of its kernels: targets of the batch, the
+/// optimizer's and the balance's weight.
 type Captured = (usize, AdamW, f32);
 
 impl Trainer {

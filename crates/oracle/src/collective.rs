@@ -1,11 +1,12 @@
-//! What each rank must hold after a collective, given what all ranks hold before it.
+//! References of the collectives: the contents of each rank after one, given those of all ranks
+//! before it.
 //!
 //! All split and join along rows, in rank order. Shards may be uneven and empty. Fusions of a
 //! collective with a GEMM follow, written as the collective and the GEMM one after the other.
 
 use crate::{Mat, matmul};
 
-/// How contributions of different ranks are combined.
+/// The operation that combines the contributions of different ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReduceOp {
     /// Sum over the ranks.

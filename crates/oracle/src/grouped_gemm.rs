@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::Mat;
 use crate::product::{Factor, product};
 
-/// What the rows beyond the last expert's hold in an output.
+/// The contents of an output's rows behind those of the last expert.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Tail<'a> {
     /// Zeros.
@@ -87,7 +87,7 @@ pub fn grouped_dgrad(dy: &Mat, w: &[Mat], splits: &[usize], tail: Tail<'_>) -> M
     times(dy, &weights, None, splits, tail)
 }
 
-/// What a weight gradient is added to.
+/// The earlier contents that a weight gradient is added to.
 #[derive(Clone, Copy, Debug)]
 pub struct Accumulate<'a> {
     /// Earlier contents of the outputs, one `[N, K]` for each expert.

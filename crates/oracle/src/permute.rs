@@ -96,7 +96,7 @@ pub fn align_up(n: usize, align: usize) -> usize {
     n.div_ceil(align) * align
 }
 
-/// Where each copy of each token goes.
+/// The row of each copy of each token.
 ///
 /// Rows are expert-major; inside an expert by token, then by choice. Each expert's rows are padded
 /// to a multiple of the alignment (an expert without tokens has none).

@@ -20,7 +20,7 @@ use crate::{Mat, fp8};
 pub struct QuantSpec {
     /// FP8 type of the data.
     pub dtype: DType,
-    /// Which elements share a scale.
+    /// The elements that share a scale.
     pub layout: ScaleLayout,
     /// Restrict f32 scales to powers of two (E8M0 scales always are).
     pub pow2_scales: bool,

@@ -1,5 +1,5 @@
-//! What a team does next: every member says it in its flight recorder, and reads what the others
-//! say.
+//! Agreement on a team's next call: every member writes it into its flight recorder, and reads
+//! those of the others.
 
 use std::sync::atomic::Ordering;
 

@@ -19,10 +19,11 @@ pub(crate) type Stop<'a> = &'a dyn Fn() -> Result<()>;
 
 const OK: u8 = 0;
 const FAILED: u8 = 1;
-/// What a parcel carries is limited; the log of a compiler is not.
+/// Limit of the text in a report: the payload of a parcel is limited, and the log of a compiler is
+/// not.
 const MAX_TEXT: usize = 4096;
 
-/// What a rank says whose step failed.
+/// The report of a rank whose step failed.
 #[derive(Serialize, Deserialize)]
 struct Failure {
     kind: ErrorKind,

@@ -9,7 +9,7 @@ use tilewire_device::{Device, Tensor};
 use crate::heap::Heap;
 use crate::team::lock;
 
-/// Whether the work that uses dropped space has ended.
+/// Returns true once the work that uses dropped space has ended.
 pub(crate) type Ended = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Space that its owner has dropped, and from when on nothing uses it any more: at once without a

@@ -271,7 +271,7 @@ impl Heap {
         Ok(over(self, self.0.peers.get().cloned().unwrap_or_else(|| Arc::new(Mapped))))
     }
 
-    /// Where the memory is.
+    /// Returns the backend that the memory comes from.
     pub fn backend(&self) -> BackendKind {
         self.0.kind
     }
@@ -301,7 +301,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Where `len` bytes at `offset` of `rank`'s chunk lie, as this rank sees them.
+    /// Returns the address of `len` bytes at `offset` of `rank`'s chunk, as this rank sees them.
     pub(crate) fn address(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
         self.check_range(rank, offset, len)?;
         match &self.0.vmm {
@@ -470,7 +470,7 @@ impl Heap {
         Ok(self.0.copies.get_or_init(|| new))
     }
 
-    /// Where this rank's part lies.
+    /// Returns the device that holds this rank's part.
     pub fn device(&self) -> Device {
         self.0.vmm.as_ref().map_or(Device::Host, |s| Device::Cuda(s.ctx.clone()))
     }

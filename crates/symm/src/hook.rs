@@ -21,7 +21,7 @@ pub enum StepKind {
     Compute,
 }
 
-/// Where a rank stands.
+/// The point in an operation that a rank has reached.
 #[derive(Clone, Copy, Debug)]
 pub struct HookPoint<'a> {
     /// Name of the operation.

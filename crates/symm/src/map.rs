@@ -125,7 +125,7 @@ impl Mapping {
         self.len.load(Ordering::Acquire)
     }
 
-    /// Where `rank`'s file is mapped: for whoever gives it to a device.
+    /// Returns the address at which `rank`'s file is mapped, for registration with a device.
     pub fn ptr(&self, rank: usize) -> *mut u8 {
         self.at(rank, 0, self.len()).as_ptr()
     }

@@ -25,8 +25,8 @@ use crate::heap::Heap;
 use crate::team::{LiveTeam, lock};
 use crate::vmm::{DeviceHeap, gpus, shared};
 
-/// How often the team is looked at: a peer that died is named by the monitor at once, and kernels
-/// that wait for it end so much later.
+/// Interval between looks at the team: the monitor names a dead peer at once, and kernels that wait
+/// for it end at most this much later.
 const WATCH: Duration = Duration::from_millis(5);
 /// Between the end of a team and the abort: kernels that are queued behind a meeting that has just
 /// been given up start in that time, and must find the communicator's memory.
@@ -112,7 +112,7 @@ impl NcclTeam {
         Ok(new)
     }
 
-    /// Which library, for people.
+    /// Returns the name of the library, for people.
     pub fn library(&self) -> &str {
         &self.library
     }

@@ -22,10 +22,10 @@ use crate::vmm::shared;
 
 /// Blocks are multiples of this, so that a little more or less fits the same one.
 const GRAIN: usize = 2 << 20;
-/// How often the team is looked at while NVSHMEM is waited for.
+/// Interval between looks at the team while a rank waits for NVSHMEM.
 const POLL: Duration = Duration::from_millis(5);
 
-/// What this process has of NVSHMEM.
+/// The state of NVSHMEM in this process.
 enum State {
     /// Nothing yet.
     None,
@@ -59,7 +59,7 @@ pub(crate) struct Block {
     ctx: CudaContext,
     number: usize,
     piece: Piece,
-    /// Where each rank's part is, as this device sees it.
+    /// The address of each rank's part, as this device sees it.
     bases: Vec<u64>,
     /// They lie in even steps, as every rank sees them.
     even: bool,

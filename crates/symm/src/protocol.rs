@@ -138,7 +138,7 @@ pub fn turn<T, E>(
 pub struct AbortCode {
     /// Low 32 bits of the team generation the abort is meant for.
     pub generation: u32,
-    /// Why: 1 timeout, 2 dead peer, 3 asked for, 4 mismatch, 5 other error.
+    /// The reason: 1 timeout, 2 dead peer, 3 asked for, 4 mismatch, 5 other error.
     pub reason: u8,
     /// Team rank that it is about.
     pub about: u8,

@@ -47,7 +47,7 @@ pub(crate) struct TeamInner {
     seen_abort: AtomicU64,
     /// The last call of mine whose wait was reported to take long.
     pub late: AtomicU64,
-    /// What the next wait on (slot, source) must see, less its own count.
+    /// The count that the next wait on (slot, source) expects, less the wait's own number.
     expected: Vec<AtomicU64>,
     epochs: Vec<AtomicU64>,
     pub slots: Mutex<SlotPool>,

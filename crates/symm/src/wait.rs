@@ -9,7 +9,7 @@ use crate::protocol::{AbortCode, turn};
 use crate::recorder::{self, EntryState, Fingerprint};
 use crate::team::LiveTeam;
 
-/// Where a wait stands, for its error.
+/// The context of a wait, for its error.
 #[derive(Clone, Copy)]
 pub(crate) struct WaitCtx<'a> {
     pub op: &'a str,

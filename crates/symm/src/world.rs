@@ -57,9 +57,9 @@ struct WorldInner {
     mesh: Arc<dyn Mesh>,
     cfg: WorldCfg,
     teams: Mutex<Vec<Weak<TeamInner>>>,
-    /// Who has gone so far, and how: for teams that come on the list later.
+    /// The exits so far, with their kinds, for teams that are formed later.
     exits: Mutex<Vec<(Rank, PeerExit)>>,
-    /// How often each (name, members) has formed a team: their generations.
+    /// The number of teams that each (name, members) has formed: their generations.
     generations: Mutex<HashMap<(String, Vec<Rank>), u64>>,
     reported: Mutex<ReportedDeaths>,
     adopted: Arc<Adopted>,
@@ -383,7 +383,7 @@ impl Drop for World {
 /// The availability of a backend here, and the reason if there is none.
 #[derive(Clone, PartialEq, Debug)]
 pub struct BackendStatus {
-    /// Which backend.
+    /// The backend.
     pub kind: BackendKind,
     /// `None` if it can be used.
     pub why_not: Option<String>,

@@ -1,4 +1,4 @@
-//! What tests of all crates share: a test that did not run says so, and does not count as passed.
+//! Reports of tests that did not run, for all crates: such a test does not count as passed.
 //!
 //! libtest knows no test that finds out while it runs that it cannot: whoever returns has passed.
 //! [`did_not_run`] notes the test and the reason in the file that [`FILE`] names, and `cargo xtask
@@ -16,11 +16,12 @@ use std::path::Path;
 /// they say so on standard error.
 pub const FILE: &str = "TW_DID_NOT_RUN";
 
-/// What each such test says on standard error. Who starts a test again where it must run looks for
-/// it.
+/// The words that each such test writes to standard error, for programs that start a test again
+/// where it must run.
 pub const WORDS: &str = "did not run";
 
-/// What a test lacks. `cargo xtask test` has a limit for each, by the text that [`Display`] gives.
+/// A resource that a test lacks. `cargo xtask test` has a limit for each, by the text that
+/// [`Display`] gives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lack {
     /// No device, or no driver.

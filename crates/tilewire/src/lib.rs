@@ -37,7 +37,7 @@ pub use tilewire_nn as nn;
 pub use tilewire_ops as ops;
 pub use tilewire_symm as symm;
 
-/// What most programs use.
+/// The items that most programs use.
 pub mod prelude {
     pub use tilewire_core::{
         BackendKind, Config, DType, Deadline, Error, ErrorKind, Rank, Result, Shape, Team,

@@ -39,7 +39,7 @@ struct Held<K> {
     misses: u64,
 }
 
-/// What a [`Plans`] holds.
+/// The counters of a [`Plans`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PlansUsage {
     /// Plans that are ready to launch.

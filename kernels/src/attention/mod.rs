@@ -117,12 +117,13 @@ impl Variant {
         }
     }
 
-    /// Whether dk and dv are made by two kernels, because both do not fit into the registers.
+    /// Returns true if dk and dv are made by two kernels, because both do not fit into the
+    /// registers.
     pub fn split(&self) -> bool {
         self.dqk.max(self.dv) > 128
     }
 
-    /// Whether dk and dv are made by pairs of warps (`pairs.cuh`).
+    /// Returns true if dk and dv are made by pairs of warps (`pairs.cuh`).
     pub fn pairs(&self) -> bool {
         self.dqk == self.dv && self.dqk <= 128 && !self.extra
     }

@@ -1,7 +1,7 @@
 //! The order of a matrix product's tiles.
 
-/// Which tile (row, column) block `block` of `gemm/sm80_gemm.cu` makes: columns of up to 8 tiles,
-/// so that blocks that run together share both operands in L2.
+/// Returns the tile (row, column) that block `block` of `gemm/sm80_gemm.cu` computes: columns of up
+/// to 8 tiles, so that blocks that run together share both operands in L2.
 ///
 /// # Panics
 /// If `block` is not below `tiles_m * tiles_n`.

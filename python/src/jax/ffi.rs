@@ -336,7 +336,7 @@ impl<'a> Frame<'a> {
         Err(Error::internal(format!("a call without attribute `{name}`")))
     }
 
-    /// Which device of this process executes the call.
+    /// Returns the device of this process that executes the call.
     ///
     /// # Errors
     /// What XLA says.
@@ -510,7 +510,8 @@ fn code_of(kind: ErrorKind) -> c_int {
     }
 }
 
-/// What a call that runs on returns: XLA keeps its buffers until it is set.
+/// The return value of a call that continues behind its return: XLA keeps its buffers until it is
+/// set.
 pub struct Future {
     raw: *mut RawFuture,
     api: &'static Api,

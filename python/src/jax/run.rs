@@ -113,8 +113,8 @@ impl Launch<'_> {
         self.result(name).ok_or_else(|| Error::internal(format!("a call without `{name}`")))
     }
 
-    /// Where rows differ from rank to rank, the rows of this rank: the first of `t`, which has as
-    /// many as the largest.
+    /// Returns the rows of this rank, where rows differ from rank to rank: the first of `t`, which
+    /// has as many as the largest.
     fn mine(&self, name: &str, t: Tensor) -> Result<Tensor> {
         let Some(me) = self.slot.team.as_ref().map(|t| t.rank().idx()) else { return Ok(t) };
         let p = &self.spec.params;

@@ -25,9 +25,9 @@ pub(super) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a heap holds beside the plan's buffers: each of them begins on a new page or line.
+/// Bytes of a heap beside the plan's buffers: each of them begins on a new page or line.
 const SLACK_BYTES: usize = 256 << 10;
-/// How often a heap that was too small all the same is made larger.
+/// Number of times that a heap which was too small all the same is made larger.
 const GROWTHS: usize = 4;
 
 /// A plan, and what a launch passes beside tensors.
@@ -56,7 +56,7 @@ pub struct Slot {
     pub lasts: Lasts,
 }
 
-/// Whose the memory of a slot is.
+/// The owner of the memory of a slot.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Lasts {
     /// The call site's.
@@ -123,7 +123,8 @@ fn len_bytes(desc: &Desc, size: usize) -> usize {
     }
 }
 
-/// Where a plan is prepared. XLA's own stream is not known yet, and not needed.
+/// Returns the stream on which a plan is prepared. XLA's own stream is not known yet, and not
+/// needed.
 fn prepare_stream(device: &Device, name: &str) -> Result<Stream> {
     match device {
         Device::Host => Stream::new(name),

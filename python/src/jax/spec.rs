@@ -1,4 +1,4 @@
-//! What a call site is asked to do, as the text that the Python package gives it.
+//! The specification of a call site, as the text that the Python package gives it.
 //!
 //! The text is an attribute of the call, so it is equal in all processes and lives in the compiled
 //! program, also in one that comes from a cache. Descriptions are made of it by the functions that
@@ -124,7 +124,7 @@ pub struct Spec {
     pub ep: Option<EpSpec>,
 }
 
-/// What is to be planned, and what a launch passes beside tensors.
+/// The operation to plan, and the arguments of a launch beside tensors.
 pub enum Desc {
     Collective(CollectiveDesc, usize),
     AgGemm(AgGemmDesc, usize, Option<OverlapConfig>),
@@ -184,7 +184,8 @@ impl Spec {
             .seen(format_args!("{:?}", operand.shape)))
     }
 
-    /// What the call is asked to do on a team of `size`, checked as far as shapes and types say.
+    /// Returns the description of the call on a team of `size`, checked as far as shapes and types
+    /// allow.
     ///
     /// # Errors
     /// `InvalidArgument` or `Unsupported`, with the operation's name.

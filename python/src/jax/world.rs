@@ -27,12 +27,12 @@ pub struct Local {
     pub ordinal: i32,
     pub device: Device,
     pub world: symm::World,
-    /// Where ranks agree on what they make next. Nothing is launched on it, so that its meetings
-    /// have one order whatever the devices execute meanwhile.
+    /// The team on which ranks agree on what they make next. Nothing is launched on it, so that its
+    /// meetings have one order whatever the devices execute meanwhile.
     control: LiveTeam,
     /// Teams of call sites.
     teams: Mutex<Vec<Weak<LiveTeam>>>,
-    /// What ended the first of them.
+    /// The error that ended the first of them.
     first: Mutex<Option<Error>>,
     /// Layers of experts on a GPU, whose phases share a plan.
     layers: Mutex<HashMap<String, Layer>>,
@@ -206,7 +206,7 @@ impl JaxWorld {
         };
     }
 
-    /// What ended the world, if anything did.
+    /// Fails with the error that ended the world, if one did.
     ///
     /// # Errors
     /// The first fault of a team of a device of this process.
@@ -231,7 +231,8 @@ impl JaxWorld {
     }
 }
 
-/// What this rank has met itself comes before what others report, and a death before all.
+/// Ranks errors: one that this rank has met itself comes before those that others report, and a
+/// death before all.
 fn nearness(e: &Error) -> u8 {
     match e.kind() {
         ErrorKind::PeerDead => 0,

@@ -22,8 +22,8 @@ use super::grouped::tokens;
 
 type Object<'py> = Bound<'py, PyAny>;
 
-/// What an attention is asked to do, beside its tensors. `cu` are global row offsets of the
-/// sequences: queries, keys.
+/// The arguments of an attention beside its tensors. `cu` are global row offsets of the sequences:
+/// queries, keys.
 #[derive(FromPyObject, serde::Deserialize, Clone, Debug)]
 pub struct Spec {
     #[pyo3(item)]

@@ -44,8 +44,8 @@ pub fn matrix(t: &Tensor) -> Result<Tensor> {
     t.reshape(Shape::d2(rows, cols))
 }
 
-/// What a launch moves: the collective, its rows in all, the rows that the plan is made for, and
-/// the collective that the backward pass needs.
+/// The movement of a launch: the collective, its rows in all, the rows that the plan is made for,
+/// and the collective that the backward pass needs.
 pub struct Move {
     kind: CollectiveKind,
     m: usize,

@@ -52,7 +52,7 @@ fn overflow(name: &str) -> Result<Overflow> {
     }
 }
 
-/// What the Python class was given.
+/// The arguments of the Python class.
 #[derive(FromPyObject, serde::Deserialize, Clone, Debug)]
 pub struct EpSpec {
     #[pyo3(item)]
@@ -337,8 +337,8 @@ impl EpBuffer {
         })
     }
 
-    /// Which received row feeds each expert-major row, `[capacity]` i32: rank-major and flat
-    /// layouts.
+    /// Writes the received row that feeds each expert-major row, `[capacity]` i32: rank-major and
+    /// flat layouts.
     fn row_index(&self, py: Python<'_>, out: &Object<'_>) -> PyResult<()> {
         let call = Call::new(py, "ep", self.world)?;
         let out = call.tensor("out", out)?;

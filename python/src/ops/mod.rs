@@ -13,7 +13,7 @@ pub mod quant;
 
 use tilewire::prelude::*;
 
-/// What a description needs to know of a tensor.
+/// The shape and type of a tensor, for descriptions.
 #[derive(Clone, Copy, Debug)]
 pub struct Form {
     pub shape: Shape,

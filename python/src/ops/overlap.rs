@@ -76,7 +76,7 @@ fn activation(name: Option<&str>) -> Result<Activation> {
     }
 }
 
-/// How the weight lies, and its outputs and inputs: `[n, k]`, or `[k, n]` if `kn`.
+/// Returns the order of the weight, and its outputs and inputs: `[n, k]`, or `[k, n]` if `kn`.
 fn weight(w: Form, kn: bool) -> Result<(BOrder, usize, usize)> {
     let (rows, cols) = w.matrix("w")?;
     Ok(if kn { (BOrder::Kn, cols, rows) } else { (BOrder::Nk, rows, cols) })
@@ -85,14 +85,14 @@ fn weight(w: Form, kn: bool) -> Result<(BOrder, usize, usize)> {
 /// A description, the rows of this launch, and how it is to be carried out, if the caller says.
 pub type Described<D> = (D, usize, Option<OverlapConfig>);
 
-/// What `ag_gemm` is asked to do, beside its tensors.
+/// The arguments of `ag_gemm` beside its tensors.
 #[derive(Clone, Copy)]
 pub struct AgParams<'a> {
     pub act: Option<&'a str>,
     pub rows: Option<&'a [usize]>,
     pub kn: bool,
     pub algo: Option<&'a str>,
-    /// Whether there is a bias, and whether the value before the activation is written.
+    /// True if there is a bias; `aux`: true if the value before the activation is written.
     pub bias: bool,
     pub aux: bool,
 }
@@ -116,7 +116,7 @@ impl AgParams<'_> {
     }
 }
 
-/// What `gemm_rs` and `gemm_ar` are asked to do, beside their tensors.
+/// The arguments of `gemm_rs` and `gemm_ar` beside their tensors.
 #[derive(Clone, Copy)]
 pub struct SumParams<'a> {
     pub rows: Option<&'a [usize]>,

@@ -55,7 +55,7 @@ impl Drop for RowMap {
     }
 }
 
-/// What the Python function was given.
+/// The arguments of the Python function.
 #[derive(FromPyObject)]
 pub struct PermuteSpec {
     #[pyo3(item)]

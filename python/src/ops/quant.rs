@@ -15,7 +15,7 @@ use crate::local::{self, LocalKey};
 
 type Object<'py> = Bound<'py, PyAny>;
 
-/// How scales lie, by the name of the recipe.
+/// Returns the layout of scales by the name of the recipe.
 fn layout(recipe: &str) -> Result<ScaleLayout> {
     match recipe {
         "tensor" => Ok(ScaleLayout::Tensor),

@@ -1,4 +1,4 @@
-//! What travels to machines with GPUs, without one.
+//! Tests of the bundle for machines with GPUs, without a GPU.
 
 use super::*;
 
@@ -31,7 +31,7 @@ fn a_bundle_that_is_too_large_names_its_largest_files() {
     assert!(e.contains("1100 bytes") && e.find("tilewire") < e.find("a.cubin"), "{e}");
 }
 
-/// What is packed here is there once `run.sh` has begun.
+/// Kernels that are packed here are there once `run.sh` has begun.
 #[test]
 fn packed_kernels_are_unpacked_once() {
     let dir = Folder::new("packed");
@@ -205,7 +205,7 @@ fn a_changed_tree_is_told_from_its_commit() {
     assert_eq!(commit_of(&dir.0), Some(format!("{commit}-dirty")));
 }
 
-/// What the runner makes of the output of programs.
+/// Runs `script` in Python with the runner's modules, and returns its output.
 fn runner(script: &str) -> String {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/bundle");
     let script = format!(

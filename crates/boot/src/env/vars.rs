@@ -1,4 +1,4 @@
-//! What each launcher's variables mean.
+//! The environment variables of each launcher, read into a place.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;

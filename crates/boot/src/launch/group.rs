@@ -14,7 +14,7 @@ use super::{Launch, RankStatus};
 /// Pause between looks at what is left of a session.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// How long killed processes may take to vanish: those in an uninterruptible sleep never do.
+/// Limit for the disappearance of killed processes: those in an uninterruptible sleep never end.
 const VANISH: Duration = Duration::from_secs(2);
 
 /// A rank's process: leader of a session and process group.

@@ -50,7 +50,7 @@ impl Drop for Signals {
 pub(super) struct Watch<'a> {
     launch: &'a Launch,
     start: Instant,
-    /// When the ranks were asked to end.
+    /// Set when the ranks have been asked to end.
     ending: Option<Instant>,
     killed: bool,
     first: Option<(Rank, RankStatus)>,

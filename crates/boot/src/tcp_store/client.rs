@@ -13,10 +13,10 @@ use crate::sock::{self, ConnectError};
 use crate::store::{Store, key_timeout};
 use crate::stream::{Stream, retry};
 
-/// How long a server may take for what it can do at once.
+/// Limit for requests that a server can answer at once.
 const OP_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long one attempt at the hello may take: a live server answers in microseconds.
+/// Limit for one attempt at the hello: a live server answers in microseconds.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
 
 /// A [`Store`] served by a [`StoreServer`](crate::StoreServer) elsewhere.

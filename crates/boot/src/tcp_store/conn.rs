@@ -11,7 +11,7 @@ use super::wire::{self, MAX_BODY, MAX_HELLO};
 use crate::handshake::HELLO_LIMIT;
 use crate::secret::Nonce;
 
-/// How far a connection has come.
+/// The progress of a connection through its handshake.
 pub(super) enum Stage {
     Hello,
     Proof {

@@ -35,7 +35,7 @@ pub struct StoreServer {
     thread: Option<Worker>,
 }
 
-/// What a server listens on.
+/// The listening socket of a server.
 enum Ear {
     Tcp(OwnedFd),
     Unix(Listener),
@@ -162,7 +162,7 @@ struct Service {
     refused: Arc<AtomicU64>,
     data: Data,
     conns: Vec<Conn>,
-    /// Whether the log has reported that no descriptor was free.
+    /// True once the log has reported that no descriptor was free.
     was_full: bool,
 }
 

@@ -15,7 +15,7 @@ pub(super) const MAX_HELLO: usize = 128;
 
 const MAGIC: [u8; 4] = *b"TWST";
 
-/// What a client asks for.
+/// A request of a client.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Request {
     Set { key: String, value: Vec<u8> },
@@ -23,7 +23,7 @@ pub(super) enum Request {
     Add { key: String, n: i64 },
 }
 
-/// What the server says.
+/// An answer of the server.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Response {
     Ok(Vec<u8>),

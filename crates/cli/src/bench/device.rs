@@ -23,12 +23,12 @@ use super::{ep, memory, products};
 use crate::args::RowOrder;
 use crate::rows::{Row, Spreads, Time, bandwidth};
 
-/// What to time.
+/// The operations to time, with their sizes.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Operations.
     pub ops: Vec<String>,
-    /// Where the heap lies.
+    /// Backend of the heap.
     pub backend: BackendKind,
     /// Element type.
     pub dtype: DType,

@@ -35,7 +35,8 @@ const fn effect(flag: &'static str, host: &'static [Ops], devices: &'static [Ops
     Effect { flag, host, devices }
 }
 
-/// What is not here has an effect everywhere.
+/// The flags that have an effect for some operations alone; those that are not listed have one
+/// everywhere.
 const EFFECTS: [Effect; 12] = [
     effect(
         "m",

@@ -25,7 +25,7 @@ use tilewire_oracle::{Mat, matmul, matmul_abs};
 use super::{device, memory};
 use crate::rows::{Row, Spreads, Time, bandwidth};
 
-/// What to time.
+/// The operations to time, with their sizes.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Operations.
@@ -92,7 +92,7 @@ pub fn takes(op: &str, dtype: DType) -> bool {
     CollectiveDesc { kind, m: 1, cols: 1, dtype }.check(1).is_ok()
 }
 
-/// What an operation took and gave, and what it should have given.
+/// The times and the output of an operation, and the output that it should have had.
 struct Done {
     /// Product, collective, one after the other.
     parts: Option<[Time; 3]>,

@@ -30,7 +30,7 @@ use tilewire::prelude::*;
 use super::device::{Bench, Heads};
 use crate::rows::{Row, Spreads, Time};
 
-/// What these functions time.
+/// The operations that these functions time.
 pub(crate) const OPS: [&str; 8] =
     ["gemm", "grouped_gemm", "ag_gemm", "gemm_rs", "gemm_ar", "bulk", "attention", "cp_attention"];
 

@@ -18,7 +18,7 @@ use crate::args::SharedArgs;
 use crate::rows::ROW_VERSION;
 use crate::{complain, say, worlds};
 
-/// What is timed if `--op` names nothing.
+/// The operations that are timed if `--op` names nothing.
 const OPS: &str = "all_gather,reduce_scatter,all_reduce,all_to_all,\
                    ep_dispatch,ep_combine,ep_dispatch_bwd,ep_combine_bwd,cp_attention";
 /// Flags of `bench` for sizes that take milliseconds where ranks share a device, and how the
@@ -35,10 +35,10 @@ const ON_HOST: [(&[&str], &str); 4] = [
     (&["ep_", "permute"], "--tokens 128 --hidden 256"),
     (&["all_", "reduce_scatter", "cp_attention"], "--m 512"),
 ];
-/// How much slower a case may be, whatever the noise.
+/// The slowdown that a case may have, whatever the noise.
 const ALLOWED: f64 = 0.02;
 
-/// What tells a case from others.
+/// The key that tells a case from others.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct Case {
     op: String,

@@ -1,4 +1,4 @@
-//! What `doctor` says of the GPUs: looked at one by one, and in pairs by really sharing memory.
+//! Findings of `doctor` about the GPUs: each one by itself, and pairs by really sharing memory.
 
 use std::collections::BTreeSet;
 use std::io::Read;

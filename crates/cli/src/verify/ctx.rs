@@ -1,4 +1,4 @@
-//! What a case works with on one rank.
+//! The context of a case on one rank: team, streams, random numbers, results.
 
 use std::time::Instant;
 

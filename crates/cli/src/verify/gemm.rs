@@ -130,7 +130,7 @@ fn run(ctx: &mut Ctx, case: &Case) -> Result<()> {
     Ok(())
 }
 
-/// What the oracle says, and the magnitudes of the error bound.
+/// The oracle's results, and the magnitudes of the error bound.
 struct Want {
     d: Mat,
     aux: Mat,

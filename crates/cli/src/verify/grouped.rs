@@ -22,7 +22,7 @@ pub(super) fn cases() -> Vec<Case> {
     v
 }
 
-/// Which rows each group gets in one round.
+/// Draws the number of rows of each group in one round.
 fn draw(ctx: &mut Ctx, groups: usize, capacity: usize, round: usize) -> Vec<usize> {
     let mut left = match round {
         // Nothing at all; everything; with rows to spare.

@@ -93,7 +93,7 @@ impl Case {
     }
 }
 
-/// What to verify.
+/// The cases to verify.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Only these operations (all if empty).
@@ -108,7 +108,7 @@ pub struct Options {
     pub atol: Option<f64>,
     /// Relative tolerance instead of the rule of the design.
     pub rtol: Option<f64>,
-    /// Where the heap lies.
+    /// Backend of the heap.
     pub backend: BackendKind,
 }
 
@@ -207,7 +207,7 @@ pub fn cases(options: &Options) -> Result<Vec<Case>> {
     Ok(selected)
 }
 
-/// What one rank found.
+/// The result of a case on one rank.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Finding {
     max_err: Option<f64>,

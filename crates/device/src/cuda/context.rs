@@ -116,7 +116,7 @@ pub(super) struct Inner {
     jit: OnceLock<Jit>,
     /// Machine code that was loaded: as long as the context, that is, as the process.
     modules: Mutex<HashMap<Key, CudaModule>>,
-    /// What queued work has used, and no longer does: see [`CudaContext::retire`].
+    /// Objects of finished work, to be freed later: see [`CudaContext::retire`].
     retired: Mutex<Vec<Thing>>,
     /// The same, once an event is reached.
     leaving: Mutex<Vec<(Arc<CudaEvent>, Thing)>>,
@@ -124,7 +124,7 @@ pub(super) struct Inner {
     events: Mutex<Vec<CUevent>>,
     /// Streams of others that were borrowed last.
     pub(super) borrowed: Mutex<Known>,
-    /// What captures that were begun elsewhere keep, by their numbers.
+    /// Objects held by captures that were begun elsewhere, by the numbers of the captures.
     pub(super) captures: Mutex<Vec<(u64, Weak<Held>)>>,
     /// Device memory that is not freed although nothing uses it: see [`CudaContext::keep_memory`].
     kept: Mutex<Option<Vec<CUdeviceptr>>>,
@@ -138,7 +138,7 @@ pub(super) type Thing = Arc<dyn Any + Send + Sync>;
 /// So many unused events are kept: those of launches that are in flight together.
 const SPARE_EVENTS: usize = 256;
 
-/// What work uses of which nobody knows whether it has ended.
+/// An object of queued work whose end is not known.
 struct Unsure {
     ctx: CudaContext,
     thing: Option<Thing>,
@@ -465,7 +465,8 @@ impl CudaContext {
         self.0.jit.get().map(Jit::times).unwrap_or_default()
     }
 
-    /// Where this device's kernels come from: as the environment says when it is first asked.
+    /// Returns the source of this device's kernels, configured from the environment at the first
+    /// call.
     ///
     /// # Errors
     /// `Config` for a bad variable.

@@ -314,7 +314,7 @@ impl CublasLt {
         self.api.version()
     }
 
-    /// Which copy it is.
+    /// Returns the copy of the library that is used.
     pub fn found(&self) -> &Found {
         &self.api.found
     }

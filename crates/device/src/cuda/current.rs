@@ -1,4 +1,4 @@
-//! Which context the calls of a thread are of, and what a launch asks for once.
+//! The current context of a thread, and the facts that a launch asks the driver for once.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -29,7 +29,7 @@ pub(crate) struct Current {
     _of_this_thread: PhantomData<*const ()>,
 }
 
-/// What the driver was asked to change.
+/// The state of the driver before this binding, to be restored at its end.
 struct Outer {
     bound: CUcontext,
     before: Option<CUcontext>,

@@ -14,7 +14,7 @@ use super::graph::Held;
 use super::stream::{Inner, capture_info, poll};
 use crate::Point;
 
-/// How a stream has ended, for graphs that were launched there.
+/// The way in which a stream has ended, for graphs that were launched there.
 pub(super) enum Ended {
     /// All its work had ended.
     Idle,
@@ -26,7 +26,7 @@ pub(super) enum Ended {
     Busy,
 }
 
-/// How long the end of a stream of our own waits for its work before it leaks what that work uses.
+/// Limit for the work of an own stream at its end; then it leaks what that work uses.
 const LAST_WAIT_S: f64 = 10.0;
 
 impl Inner {

@@ -1,4 +1,5 @@
-//! What the process, the shell and the system's loader say of where libraries are.
+//! The environment of the process, the shell and the system's loader, as far as it names folders of
+//! libraries.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ pub(super) fn mapped(maps: &str) -> Vec<PathBuf> {
     files
 }
 
-/// What the system writes behind the name of a file that is mapped and has been removed or
+/// The suffix that the system appends to the name of a mapped file that has been removed or
 /// replaced.
 pub(super) const DELETED: &str = " (deleted)";
 
@@ -44,7 +45,7 @@ pub(super) struct Sites {
     pub others: Vec<PathBuf>,
 }
 
-/// Where to look for Pythons: the values of variables.
+/// The variables that name Pythons.
 #[derive(Clone, Default)]
 pub(super) struct Pythons {
     pub virtual_env: Option<OsString>,
@@ -135,8 +136,8 @@ mod tests {
         assert!(!Places::of_process().loaded.is_empty());
     }
 
-    /// Where Debian, Fedora and `pip install --user` put wheels; a folder under two names counts
-    /// once.
+    /// Wheels are found in the folders of Debian, Fedora and `pip install --user`; a folder under
+    /// two names counts once.
     #[test]
     fn pythons_of_the_system_and_the_user_are_searched() {
         let dir = tree(&[

@@ -1,4 +1,4 @@
-//! What queued work uses, by the threads that have queued it.
+//! Objects in use by queued work, listed by the threads that queued it.
 
 use std::collections::VecDeque;
 use std::thread::ThreadId;
@@ -7,9 +7,9 @@ use super::context::Thing;
 use super::event::CudaEvent;
 use crate::Point;
 
-/// What queued work refers to by address. The driver may, but need not, finish that work before it
-/// frees memory; so the stream keeps it until an event behind the work has been reached, and a
-/// launch frees nothing even then.
+/// Objects that queued work refers to by address. The driver may, but need not, finish that work
+/// before it frees memory; so the stream keeps it until an event behind the work has been reached,
+/// and a launch frees nothing even then.
 #[derive(Default)]
 pub(super) struct Flight {
     /// Held since the last event, oldest first.

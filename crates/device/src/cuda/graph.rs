@@ -12,7 +12,7 @@ use super::ended::Ended;
 use super::error::check;
 use super::stream::{CudaStream, StreamId};
 
-/// What a capture refers to by address: kept as long as its graph.
+/// Objects that a capture refers to by address: kept as long as its graph.
 pub(super) struct Held {
     /// Unlike that of any other capture of the process.
     num: u64,
@@ -30,7 +30,7 @@ impl Default for Held {
     }
 }
 
-/// What a graph that is not ours refers to.
+/// Objects that a graph of another owner refers to.
 struct Kept {
     ctx: CudaContext,
     held: Arc<Held>,
@@ -132,7 +132,7 @@ pub struct CudaGraph {
     ctx: CudaContext,
     raw: CUgraphExec,
     num_nodes: usize,
-    /// What it refers to by address.
+    /// Objects that it refers to by address.
     things: Vec<Thing>,
     /// Streams that it has been launched on, and how those that are gone have ended.
     streams: Mutex<Vec<RunsOn>>,

@@ -1,5 +1,5 @@
-//! What programs around this one meet: clusters, tensor maps, streams, contexts and captures of
-//! theirs. Without CUDA each test checks that this is said with a hint; with it, every byte.
+//! Interoperation with programs around this one: their clusters, tensor maps, streams, contexts and
+//! captures. Without CUDA each test checks that an error says so, with a hint; with it, every byte.
 
 #![expect(clippy::print_stdout, reason = "a test on a GPU says that it ran, and where")]
 

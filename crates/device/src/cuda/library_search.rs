@@ -1,4 +1,4 @@
-//! Where NVIDIA's libraries may lie, and which copy is used.
+//! The search for NVIDIA's libraries: the folders, their order, and the copy that is used.
 //!
 //! In this order: a copy that the process has loaded already (a second one beside it would have its
 //! own state); the path that the caller names (`load_nccl` and its kin, `tilewire --library`), an

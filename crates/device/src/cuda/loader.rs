@@ -124,7 +124,7 @@ fn load_driver() -> Result<()> {
     new_enough(version)
 }
 
-/// Why the driver does not begin, by its code, and what to do about it.
+/// Returns the error for a driver that does not initialise, with a hint by its code.
 fn not_begun(code: driver::sys::CUresult, e: Error) -> Error {
     use driver::sys::CUresult as C;
     let (what, hint) = match code {

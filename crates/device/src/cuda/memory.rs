@@ -25,7 +25,7 @@ pub struct CudaMemory {
 struct Owner {
     ctx: CudaContext,
     ptr: CUdeviceptr,
-    /// What the memory belongs to, if not to us.
+    /// The owner of the memory, if it is lent.
     lender: Option<Arc<dyn Any + Send + Sync>>,
 }
 

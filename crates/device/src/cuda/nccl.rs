@@ -22,7 +22,8 @@ use super::library_search::{Found, NCCL};
 use super::nccl_api::{Api, Code, Raw, RawConfig, RawWait, SUCCESS, WINDOW_SYMMETRIC, text};
 use super::stream::CudaStream;
 
-/// How long a call may hold a communicator that is to be ended before it is ended beside it.
+/// Limit for a call that holds a communicator; then the communicator is aborted while the call is
+/// in it.
 const IN_CALL: Duration = Duration::from_millis(300);
 
 /// `ncclUniqueId`: where the members of a communicator meet.
@@ -69,18 +70,18 @@ pub enum NcclOp {
         dst: u64,
         /// Of all.
         count: usize,
-        /// Who gets it.
+        /// Rank that receives the result.
         root: u32,
     },
     /// One rank's to all.
     Broadcast {
         /// The root's.
         src: u64,
-        /// Where it goes.
+        /// Address of the result.
         dst: u64,
         /// Of all.
         count: usize,
-        /// Whose it is.
+        /// Rank that sends.
         root: u32,
     },
     /// To a peer that receives as many.
@@ -94,7 +95,7 @@ pub enum NcclOp {
     },
     /// From a peer that sends as many.
     Recv {
-        /// Where it goes.
+        /// Address of the received elements.
         dst: u64,
         /// Of all.
         count: usize,
@@ -123,9 +124,9 @@ pub enum NcclOp {
     /// Waits for more signals of a peer, so many as no wait before has taken. A wait of the
     /// driver's: it knows no deadline and no abort.
     WaitSignals {
-        /// Whose.
+        /// Rank that signals.
         peer: u32,
-        /// How many.
+        /// Number of its signals.
         count: u32,
     },
 }

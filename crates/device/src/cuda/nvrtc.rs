@@ -69,7 +69,7 @@ impl Api {
     }
 }
 
-/// How the file begins that NVRTC opens by bare name itself.
+/// The first part of the name of the file that NVRTC opens by bare name itself.
 const BUILTINS: &str = "libnvrtc-builtins.so.13";
 
 /// The second library, which lies beside the first.

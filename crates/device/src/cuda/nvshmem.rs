@@ -265,8 +265,8 @@ impl Nvshmem {
         }
     }
 
-    /// Where `rank`'s part of symmetric memory at `addr` can be reached from this device, if it
-    /// can.
+    /// Returns the address at which this device reaches `rank`'s part of the symmetric memory at
+    /// `addr`; none if it cannot.
     ///
     /// # Safety
     /// `addr` must have come from [`Nvshmem::malloc`], of at least `rank + 1` ranks.
@@ -309,7 +309,7 @@ mod tests {
         }
     }
 
-    /// What is passed has the versions and the places that the headers give it.
+    /// The attributes that are passed have the versions and offsets of NVSHMEM's headers.
     #[test]
     fn attributes_are_those_of_the_headers() {
         let a = InitAttr::new();
@@ -321,8 +321,8 @@ mod tests {
         assert_eq!((a.args.id.my_rank, a.args.id.num_ranks), (-1, -1));
     }
 
-    /// Where there is the library, it reads and writes what is declared here; no GPU is needed for
-    /// that.
+    /// The library, where it is installed, reads and writes the structures that are declared here;
+    /// that needs no GPU.
     #[test]
     fn the_library_agrees_on_the_places() {
         let api = match Api::get() {

@@ -1,5 +1,5 @@
-//! What the devices of this host are, and how they reach each other: nothing is allocated, and no
-//! context is made (but for [`try_share`]).
+//! The devices of this host, and how they reach each other: nothing is allocated, and no context is
+//! made (but for [`try_share`]).
 
 use cudarc::driver::sys::{self, CUdevice, CUdevice_P2PAttribute, CUdevice_attribute};
 use tilewire_core::{Error, ErrorKind, Rank, Result};

@@ -33,7 +33,7 @@ struct Open {
 /// So many spans are looked at without being asked for: events are used again, and times are
 /// reported from an event that is not long ago (the driver gives 24 bits).
 const BATCH: usize = 1024;
-/// How long the last look waits for work that has not ended.
+/// Limit for the last collection to wait for work that has not ended.
 const LAST_LOOK_S: f64 = 10.0;
 
 impl DeviceSpans {

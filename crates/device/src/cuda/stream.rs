@@ -32,8 +32,8 @@ pub(super) struct Inner {
     pub id: StreamId,
     pub capture: Mutex<Capture>,
     pub flight: Mutex<Flight>,
-    /// How many things it has been given to hold: that of a record and those of a thread are in the
-    /// thread's order.
+    /// Number of objects that it has been given to hold: that of a record and those of a thread are
+    /// in the thread's order.
     given: AtomicU64,
     /// A graph was launched here, of which nothing is in flight.
     replays: AtomicBool,
@@ -45,8 +45,8 @@ pub(super) struct Inner {
 
 type Trace = (Arc<str>, Arc<Tracer>);
 
-/// Whose order work is in: that of a stream, or of a stream in a capture, by whatever clones or
-/// borrows of it.
+/// The order that work is in: that of a stream, or of a stream in a capture, by whichever clone or
+/// borrow of it the work was queued.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StreamKey(Order);
 
@@ -194,7 +194,7 @@ impl CudaStream {
         self.capture().held.is_some()
     }
 
-    /// Whose order its work is in now.
+    /// Returns the order that its work is in now.
     pub fn key(&self) -> StreamKey {
         StreamKey(match self.held() {
             Some(h) => Order::Captured(h.num(), self.0.raw.addr()),

@@ -38,7 +38,7 @@ impl ShareBy {
 /// The bytes of a fabric handle.
 pub type FabricHandle = [u8; 64];
 
-/// Where the driver shows the IMEX channels that this process may use.
+/// The folder in which the driver shows the IMEX channels that this process may use.
 const CHANNELS: &str = "/dev/nvidia-caps-imex-channels";
 
 /// Fails, with the reason, where memory of `ctx`'s device cannot travel as fabric handles. Done

@@ -22,11 +22,11 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// How often `record` was called.
+    /// Number of calls of `record`.
     recorded: u64,
     /// The latest record that a stream has reached.
     reached: u64,
-    /// Where the last record stands in a capture, if it was captured.
+    /// The place of the last record in a capture, if it was captured.
     mark: Option<CaptureMark>,
 }
 

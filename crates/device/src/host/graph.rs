@@ -15,7 +15,7 @@ pub(super) enum LaneOp {
     Wait(usize),
 }
 
-/// Where a captured event stands.
+/// The place of a captured event.
 #[derive(Clone)]
 pub(super) struct CaptureMark {
     pub session: Arc<Session>,

@@ -24,7 +24,7 @@ const HEADER: usize = 8 + 8 + 32;
 const MAX_CODE: u64 = 256 << 20;
 /// A file that is still beside its place after so long: the process that wrote it was killed.
 const ABANDONED: Duration = Duration::from_secs(3600);
-/// How long one process waits for another that compiles the same kernel.
+/// Limit for one process to wait for another that compiles the same kernel.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The disk cache of one user.
@@ -73,7 +73,7 @@ impl Cache {
         Ok(Self { dir })
     }
 
-    /// Where it is.
+    /// Returns the folder of the cache.
     pub fn dir(&self) -> &Path {
         &self.dir
     }

@@ -1,6 +1,6 @@
-//! Whether a file of machine code is all there. The driver takes an address without a length, and
-//! reads what the headers of the file say: of a file that was cut off, that is somebody else's
-//! memory.
+//! A check that a file of machine code is complete. The driver takes an address without a length
+//! and reads as far as the headers of the file say: behind the end of a truncated file that is
+//! memory of something else.
 
 /// Of a section that has no bytes in the file.
 const NOBITS: u32 = 8;

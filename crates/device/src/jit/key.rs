@@ -1,4 +1,4 @@
-//! What a kernel is made of, and its name in caches.
+//! The inputs that determine a kernel, and its name in caches.
 
 use std::fmt;
 

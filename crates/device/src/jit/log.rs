@@ -1,4 +1,4 @@
-//! What the assembler says about a kernel.
+//! The assembler's log of a kernel, parsed.
 
 /// Resources of one kernel.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

@@ -59,7 +59,7 @@ pub trait Compiler: Send + Sync {
     fn compile(&self, spec: &KernelSpec) -> Result<Compiled>;
 }
 
-/// Where machine code came from.
+/// The source of machine code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Origin {
     /// Built with the program.

@@ -1,4 +1,4 @@
-//! How long kernels took.
+//! The times that kernels took to load or compile.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ pub(super) struct Clock(Mutex<State>);
 #[derive(Default)]
 struct State {
     times: KernelTimes,
-    /// How many threads are at it, and since when there is one.
+    /// Number of threads that compile or load now, and since when there is one.
     busy: usize,
     since: Option<Instant>,
 }

@@ -10,7 +10,7 @@ use super::launch::DATA;
 use crate::common::ring::{Arrival, neighbours};
 use crate::common::{chunk_rows, range_of};
 
-/// What is sent where in one launch.
+/// The copies of one launch: rows, chunks, and the order in which they go to the peers.
 pub(super) struct Copies<'a> {
     /// Rows of each rank.
     pub rows: &'a [usize],

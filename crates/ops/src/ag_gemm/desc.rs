@@ -1,4 +1,4 @@
-//! What an AG+GEMM is asked to do.
+//! The description of an AG+GEMM: shapes, types, shards.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What a launch of AG+GEMM is given: slots, tensors, and what its plan holds of the heap.
+//! The inputs of a launch of AG+GEMM: slots, tensors, and the plan's part of the heap.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ impl AgGemmInputs {
     }
 }
 
-/// What a plan holds of its heap, and its executors use.
+/// The plan's part of the heap, which its executors use.
 pub(super) struct Base {
     pub desc: AgGemmDesc,
     pub core: PlanCore,

@@ -11,9 +11,9 @@ use crate::common::{Algo, OverlapConfig, Via, chunk_rows};
 pub enum AgTask {
     /// Wait for chunk `chunk` of `src`. Chunks of one source arrive in order.
     Wait {
-        /// Whose shard.
+        /// The rank whose shard it is.
         src: Rank,
-        /// Which chunk of it.
+        /// The number of the chunk in that shard.
         chunk: usize,
     },
     /// Multiply global rows by columns of W.

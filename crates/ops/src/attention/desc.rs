@@ -1,4 +1,4 @@
-//! What an attention is asked to do.
+//! The description of an attention: shapes, types, mask, sequences.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use tilewire_core::{DType, Error, Result};
 
 use super::Sequences;
 
-/// Which keys a query sees, by their distance.
+/// The keys that a query sees, by their distance.
 ///
 /// Query `i` of `sq` sits at key position `i + skv - sq` (bottom-right alignment: the last query
 /// sees the last key under any causal mask). Key `j` is visible if it lies at most `left` before
@@ -50,7 +50,7 @@ pub(crate) fn bound(keys: usize) -> i64 {
     keys.min(1 << 40) as i64
 }
 
-/// How many pairs of a block are visible.
+/// The visible part of a block's pairs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Visible {
     None,

@@ -1,4 +1,5 @@
-//! Which blocks of queries meet which blocks of keys: one pure function for host and kernels.
+//! The schedule of attention: the blocks of queries that meet each block of keys, as one pure
+//! function for host and kernels.
 
 use std::fmt;
 use std::ops::Range;
@@ -119,7 +120,7 @@ impl<'a> Queries<'a> {
         out
     }
 
-    /// Which spans of keys some query sees.
+    /// Returns, for each span of keys, whether some query sees it.
     pub fn see(&self, kv: &[Range<usize>]) -> Vec<bool> {
         kv.iter().map(|keys| self.meet(keys).next().is_some()).collect()
     }

@@ -121,7 +121,7 @@ fn ranges(what: &str, (cu, padded): (&[usize], &[usize])) -> Result<Vec<Range<us
     Ok(out)
 }
 
-/// Which rows of `spans` belong to a sequence.
+/// Returns, for each row of `spans`, whether it belongs to a sequence.
 pub(crate) fn in_sequence(spans: &[std::ops::Range<usize>], seqs: &Sequences) -> Vec<bool> {
     let row = |r: usize| {
         let s = seqs.q.partition_point(|s| s.end <= r);

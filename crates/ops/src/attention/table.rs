@@ -1,4 +1,4 @@
-//! Which rows meet, as tables for the kernels: one pure function.
+//! The tables of rows that meet, for the kernels: one pure function.
 
 use std::ops::Range;
 
@@ -90,7 +90,7 @@ pub(crate) fn number_tiles(segs: &mut [TwSeg], rows: u64) -> u32 {
 mod tests {
     use super::*;
 
-    /// Which (query, key) rows meet by the tables, with their positions.
+    /// Returns the (query, key) rows that meet by the tables, with their positions.
     fn pairs(q: &[TwSeg], kv: &[TwSeg]) -> Vec<(u32, u32, u32, u32)> {
         let mut out = Vec::new();
         for a in q {

@@ -1,4 +1,4 @@
-//! What a collective is asked to do.
+//! The description of a collective: kind, shape, type.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,7 +16,7 @@ pub enum ReduceOp {
     Avg,
 }
 
-/// Which collective.
+/// The kind of a collective.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum CollectiveKind {
     /// Everybody's rows, in rank order, on every rank. Input `[rows of me, cols]`, output `[m,
@@ -63,7 +63,7 @@ impl FromStr for ReduceOp {
 /// A collective over rows of `cols` elements.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct CollectiveDesc {
-    /// Which one.
+    /// The kind.
     pub kind: CollectiveKind,
     /// The most rows in all. All-to-all: not used, the splits say it.
     pub m: usize,

@@ -1,4 +1,4 @@
-//! What the executors of a collective are given: its areas, slots and phases.
+//! The inputs of a collective's executors: its areas, slots and phases.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::common::PlanCore;
 pub(super) const CREDIT: usize = 0;
 pub(super) const DATA: usize = 1;
 
-/// What a plan holds of its heap, and its executors use.
+/// The plan's part of the heap, which its executors use.
 pub(super) struct Base {
     pub desc: CollectiveDesc,
     pub core: PlanCore,
@@ -26,7 +26,7 @@ pub(super) struct Base {
     pub signals: Arc<Signals>,
     pub signals2: Option<Arc<Signals>>,
     pub slot_rows: usize,
-    /// Where one kernel can do it: its credits and arrivals, and their bytes.
+    /// Credits and arrivals of the one kernel, if it can carry out this plan, and their bytes.
     pub flags: Option<(SymBuf, usize)>,
     /// Multiprocessors that one kernel may take, if the caller has said so.
     pub num_sms: Option<u32>,

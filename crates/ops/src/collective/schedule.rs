@@ -1,4 +1,5 @@
-//! Which rows go from which rank to which: the one schedule that plan, host and prediction share.
+//! The schedule of a collective: the rows that go from each rank to each other one, for plan,
+//! executors and prediction.
 
 use std::ops::Range;
 
@@ -128,7 +129,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What one rank sends is what the other expects, and outputs are covered exactly once.
+    /// Checks that each rank sends what the other expects, and that outputs are covered exactly
+    /// once.
     fn matched(phases: &[Phase], gathers: bool) {
         for (i, p) in phases.iter().enumerate() {
             for s in &p.sends {

@@ -1,4 +1,4 @@
-//! Which of the ways on devices moves a vector, by its kind and size.
+//! The choice among the ways that devices move a vector, by its kind and size.
 
 use super::CollectiveKind;
 
@@ -31,7 +31,7 @@ pub(super) fn whole_rows(row: usize, size: usize) -> usize {
     WHOLE_BYTES.checked_div(row * size).unwrap_or(0)
 }
 
-/// Who moves a vector.
+/// A way to move a vector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Way {
     Meeting,

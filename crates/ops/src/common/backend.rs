@@ -1,4 +1,4 @@
-//! What moves data between ranks: puts of the heap's transport, or NCCL.
+//! The two ways that data moves between ranks: puts of the heap's transport, or NCCL.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! What a plan is free to choose at `prepare`.
+//! The choices that a plan makes at `prepare`, equal on all ranks.
 
 use std::sync::OnceLock;
 

@@ -1,5 +1,5 @@
-//! What the plans of CUDA devices share: where a plan was prepared, where its tensors must lie,
-//! and how its kernels are loaded.
+//! Helpers of all plans on CUDA devices: the device that a plan was prepared for, checks that its
+//! tensors are there, and the loading of its kernels.
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
@@ -15,8 +15,8 @@ use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
 use super::check::Named;
 pub(crate) use super::check::no_kernel;
 
-/// What `prepare` has made of a plan: nothing on the host, kernels and workspace (`T`) on a CUDA
-/// device. A plan is prepared for one device.
+/// The results of `prepare`: nothing on the host, kernels and workspace (`T`) on a CUDA device. A
+/// plan is prepared for one device.
 pub(crate) struct Ready<T>(OnceLock<Place<T>>);
 
 enum Place<T> {
@@ -251,7 +251,8 @@ mod tests {
         assert!(ready.on(&s).unwrap().is_none() && ready.cuda().is_none());
     }
 
-    /// What plans pass to `load`, by the functions that they make it with.
+    /// The list of kernel variants has all definitions that plans pass to `load`, computed by the
+    /// functions that the plans use.
     #[test]
     fn every_variant_of_a_plan_is_listed() {
         use tilewire_kernels::portable::*;

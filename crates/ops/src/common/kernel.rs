@@ -1,4 +1,4 @@
-//! Which code makes the products on a CUDA device.
+//! The choice of the code that makes the products on a CUDA device.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! How plans on a heap in device memory launch: two streams, forked and joined by events.
+//! Launches of plans on a heap in device memory: two streams, forked and joined by events.
 //!
 //! A launch is queued in this order, on the caller's stream (`main`) and on the heap's copy stream
 //! (`side`): enter (credits to and from all peers, totals of this launch's flags), fork, then the
@@ -14,7 +14,7 @@ use tilewire_symm::{
     Transport,
 };
 
-/// What a plan keeps for its launches.
+/// The transport and the events that a plan keeps for its launches.
 pub(crate) struct Lane {
     op: &'static str,
     net: DeviceTransport,

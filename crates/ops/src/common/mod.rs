@@ -1,4 +1,4 @@
-//! What all operations share: shards, plan bookkeeping, tile configuration, cost model.
+//! Parts that all operations share: shards, plan bookkeeping, tile configuration, cost model.
 
 pub(crate) mod backend;
 mod bias;

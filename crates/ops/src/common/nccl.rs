@@ -13,7 +13,7 @@ use super::backend::at_first;
 use super::choice::fastest;
 use super::core::PlanCore;
 
-/// What a plan says to NCCL. Copies of it are of one plan.
+/// The NCCL communicator of a plan, made at its first `prepare`. Clones belong to one plan.
 #[derive(Default)]
 pub(crate) struct ByNccl(OnceLock<Arc<NcclTeam>>);
 

@@ -1,4 +1,4 @@
-//! How a comm+GEMM operation is cut into tiles, and what that is expected to cost.
+//! The configuration of a comm+GEMM operation: its cut into tiles, and the predicted cost.
 
 use std::fmt;
 use std::str::FromStr;
@@ -186,13 +186,13 @@ impl Default for Machine {
 /// One way to do it, with its predicted time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Candidate {
-    /// How.
+    /// The configuration.
     pub config: OverlapConfig,
     /// Predicted time in microseconds.
     pub predicted_us: f64,
 }
 
-/// Why a plan does what it does.
+/// The reasons for a plan's choices.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Explain {
     /// The operation and its description.

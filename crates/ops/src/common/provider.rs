@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use tilewire_symm::NcclTeam;
 
-/// Who carries out a whole operation. Nothing of it is ours but the meeting of the ranks in front:
-/// it knows no deadline, so all of them must have come.
+/// A library that carries out a whole operation. tilewire adds only the meeting of the ranks in
+/// front: the library knows no deadline, so all ranks must have come.
 #[derive(Clone)]
 pub(crate) enum Provider {
     /// NVIDIA NCCL: collectives.

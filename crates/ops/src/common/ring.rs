@@ -14,9 +14,9 @@ use super::chunk_rows;
 pub(crate) struct Arrival {
     /// The rank that puts it into my chunk of the heap, and signals.
     pub from: Rank,
-    /// Whose rows they are.
+    /// The rank whose rows they are.
     pub src: Rank,
-    /// Which chunk of them.
+    /// The number of the chunk in those rows.
     pub chunk: usize,
     /// Global rows.
     pub rows: Range<usize>,

@@ -1,4 +1,4 @@
-//! How rows are divided among ranks.
+//! The division of rows among ranks.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! What a context-parallel attention is asked to do.
+//! The description of a context-parallel attention: shapes, types, layout.
 
 use std::fmt;
 use std::ops::Range;
@@ -10,8 +10,8 @@ use tilewire_core::{DType, Error, Rank, Result};
 use crate::attention::{AttentionDesc, Sequences};
 use crate::common::part;
 
-/// Which rows of the global tensors a rank holds. Queries and keys are divided alike, each by its
-/// own number of rows; padding counts.
+/// The rows of the global tensors that a rank holds. Queries and keys are divided alike, each by
+/// its own number of rows; padding counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Layout {

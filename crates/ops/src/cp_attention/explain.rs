@@ -1,4 +1,4 @@
-//! What each strategy is expected to cost, and which one is chosen.
+//! The predicted cost of each strategy, and the choice of one.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ use crate::common::Machine;
 /// One way to do it, with its predicted time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct CpCandidate {
-    /// How.
+    /// The configuration.
     pub config: CpConfig,
     /// Bytes that the busiest rank moves in the forward pass.
     pub fwd_bytes: u64,
@@ -25,7 +25,7 @@ pub struct CpCandidate {
     pub memory: usize,
 }
 
-/// Why a plan does what it does.
+/// The reasons for a plan's choices.
 #[derive(Clone, PartialEq, Debug)]
 pub struct CpExplain {
     /// The description.

@@ -1,4 +1,4 @@
-//! What a launch is made of, for the plan and both executors.
+//! The parts of a launch, for the plan and both executors.
 
 use tilewire_device::Tensor;
 use tilewire_symm::Permit;

@@ -1,5 +1,5 @@
-//! What moves between ranks, as rows of bytes: one pure list for each phase, where it is in the
-//! buffers, and what a launch moves over each link.
+//! The rows of bytes that move between ranks: one pure list for each phase, the places of the rows
+//! in the buffers, and the bytes that a launch moves over each link.
 //!
 //! Owners publish, whoever needs rows gets them; only the keys of `all_gather` are pushed, and
 //! those of `ring` are passed on. Rows of keys are in the order of the ranks ("dense"), so that one
@@ -202,7 +202,7 @@ impl Sizes {
         self.groups * self.share
     }
 
-    /// Which part rank `p` has.
+    /// Returns the number of the part that rank `p` has.
     fn part_of(&self, p: usize) -> usize {
         p / self.inner * self.share + p % self.inner % self.share
     }
@@ -212,7 +212,7 @@ impl Sizes {
         self.size * self.max_kv
     }
 
-    /// Where a rank publishes the tensors of its keys: buffer, and the first bytes.
+    /// Returns where a rank publishes the tensors of its keys: buffer, and the first bytes.
     pub fn published(&self) -> (usize, Vec<usize>) {
         if self.inner > 1 {
             return (SCATTER, self.keys_from(self.end_of_queries(), self.max_kv).0);
@@ -226,7 +226,8 @@ impl Sizes {
         place(first, rows * self.all_kv, &self.wire)
     }
 
-    /// Where the scales of published queries are, if there are any: the codes are in front.
+    /// Returns the place of the scales of published queries, if there are any: the codes are in
+    /// front.
     pub fn query_scales(&self) -> usize {
         self.max_q * self.all_q * self.q_wire[0]
     }
@@ -241,14 +242,14 @@ impl Sizes {
         self.keys_from(t % RING_SLOTS * slot, self.max_kv).0
     }
 
-    /// Where d_out, lse and delta are published in the scatter buffer, behind q, k and v.
+    /// Returns the places of d_out, lse and delta in the scatter buffer, behind q, k and v.
     pub fn upstream(&self) -> [usize; 3] {
         let d_out = self.keys_from(self.end_of_queries(), self.max_kv).1;
         let lse = d_out + self.max_q * self.all_q * self.dv * self.out;
         [d_out, lse, lse + 4 * self.max_q * self.all_q]
     }
 
-    /// Where a rank's dk and dv of all rows are published: buffer, and the first bytes.
+    /// Returns where a rank's dk and dv of all rows are published: buffer, and the first bytes.
     pub fn parts(&self) -> (usize, Vec<usize>) {
         let buffer = if self.groups > 1 { DKV } else { GATHER };
         // Kernels write dq, and parts that are not FP8, where they are published: at multiples of
@@ -259,7 +260,7 @@ impl Sizes {
         (buffer, place(first, self.all_keys() * self.hkv, &self.part_wire).0)
     }
 
-    /// Where dq of the group is published in the gather buffer.
+    /// Returns the place of the group's dq in its buffer.
     pub fn dq(&self) -> usize {
         match self.groups > 1 || self.fp8_parts() {
             true => 0,
@@ -267,7 +268,7 @@ impl Sizes {
         }
     }
 
-    /// Where lse of the group is published in the gather buffer, behind out.
+    /// Returns the place of the group's lse in the gather buffer, behind out.
     pub fn lse(&self) -> usize {
         self.inner * self.max_q * self.hq * self.dv * self.out
     }

@@ -1,4 +1,5 @@
-//! Who needs whose rows, and which slices of them meet: one pure schedule for both executors.
+//! The schedule of context-parallel attention: whose rows each rank needs, and the slices of them
+//! that meet, for both executors.
 
 use std::ops::Range;
 

@@ -95,7 +95,7 @@ pub(super) fn flags(s: &Sizes) -> Range<usize> {
     KEYS..KEYS + usize::from(pushes)
 }
 
-/// What the transfers of one launch of one rank go through.
+/// The context of all transfers of one launch of one rank.
 pub(super) struct Transfers<'a, T: Transport + ?Sized> {
     pub net: &'a T,
     pub permit: &'a Permit,
@@ -204,7 +204,7 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         Ok(())
     }
 
-    /// Where the tensors of my keys are among those that were pushed.
+    /// Returns the places of the tensors of my keys among those that were pushed.
     pub fn own_places(&self) -> Vec<usize> {
         let s = self.sizes;
         let first = self.pieces().first_key(self.me().idx()) * s.all_kv;

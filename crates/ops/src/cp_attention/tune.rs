@@ -1,5 +1,5 @@
-//! What the rows of a context-parallel attention go through on devices, by the clock if the caller
-//! has left it open.
+//! The choice between puts and NCCL for the rows of a context-parallel attention on devices,
+//! measured if the caller leaves it open.
 
 use tilewire_core::{DType, Result, Shape};
 use tilewire_device::{Stream, Tensor};
@@ -15,7 +15,7 @@ use crate::common::lanes::Lane;
 use crate::common::nccl::{Clock, alloc_for_tuning, faster, no_nccl, open, unmeasured};
 use crate::common::{CollectiveBackend, PlanCore};
 
-/// What a prepared plan goes through, and why if it was free to choose.
+/// The transport that a prepared plan uses, and the reason if it was free to choose.
 pub(super) struct Used {
     pub by: Prepared,
     why: Option<String>,

@@ -1,4 +1,4 @@
-//! What an expert-parallel layer looks like.
+//! The description of an expert-parallel layer: experts, sizes, types, layout.
 
 use std::fmt;
 

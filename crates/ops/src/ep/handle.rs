@@ -11,7 +11,7 @@ use super::routing::Routing;
 use super::{EpDesc, Overflow};
 use crate::common::cuda::workspace;
 
-/// What arrived: for each source rank its records in order.
+/// The records that arrived, for each source rank in order.
 pub(super) type Arrived = Vec<Vec<Record>>;
 
 /// A token that arrived.
@@ -137,8 +137,8 @@ impl EpHandle {
         self.0.routed.store(seq, Ordering::Release);
     }
 
-    /// Which routing the handle holds, for the comparison between ranks; fails for the handle of
-    /// another layer.
+    /// Returns the number of the routing that the handle holds, for the comparison between ranks;
+    /// fails for the handle of another layer.
     pub(super) fn routing(&self, desc: &EpDesc) -> Result<u64> {
         self.check_layer(desc)?;
         match self.0.routed.load(Ordering::Acquire) {
@@ -222,7 +222,7 @@ impl EpHandle {
     }
 }
 
-/// What a handle has in device memory.
+/// The memory of a handle on a device.
 pub(super) struct DeviceHandle {
     pub rows: CudaMemory,
     pub ranks: CudaMemory,

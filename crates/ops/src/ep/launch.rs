@@ -1,4 +1,4 @@
-//! What the executors of an expert-parallel layer are given: slots, areas, tensors.
+//! The inputs of an expert-parallel layer's executors: slots, areas, tensors.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub(super) const COMBINE: usize = 2;
 pub(super) const DISPATCH_BWD: usize = 3;
 pub(super) const COMBINE_BWD: usize = 4;
 
-/// What a plan holds of its heap, and its executors use.
+/// The plan's part of the heap, which its executors use.
 pub(super) struct Base {
     pub desc: EpDesc,
     pub backend: CollectiveBackend,
@@ -80,7 +80,7 @@ pub struct EpDispatch {
     pub weights: Option<Tensor>,
 }
 
-/// What a dispatch-type phase sends.
+/// The tensors that a dispatch-type phase sends.
 #[derive(Clone)]
 pub(super) struct Send {
     pub x: Tensor,
@@ -88,13 +88,13 @@ pub(super) struct Send {
     pub scales: Option<Tensor>,
 }
 
-/// Where a dispatch-type phase delivers.
+/// The tensors that a dispatch-type phase delivers.
 pub(super) enum Out {
     Dispatch(EpDispatch),
     CombineBwd { dy: Tensor, weighted: Option<(Tensor, Tensor, Tensor)> },
 }
 
-/// What a combine-type phase sends and delivers.
+/// The tensors that a combine-type phase sends and delivers.
 pub(super) struct Back {
     pub y: Tensor,
     pub weights: Option<Tensor>,

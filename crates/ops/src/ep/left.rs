@@ -1,4 +1,5 @@
-//! What launches have left in the areas of a rank, for the test that holds both executors equal.
+//! Copies of the bytes that launches have left in the areas of a rank, for the test that holds both
+//! executors equal.
 
 use tilewire_core::Result;
 use tilewire_device::Buffer;

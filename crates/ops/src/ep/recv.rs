@@ -1,4 +1,4 @@
-//! Where a dispatch delivers: tensors of the caller, or buffers that peers write to.
+//! The destinations of a dispatch: tensors of the caller, or buffers that peers write to.
 
 use std::sync::PoisonError;
 
@@ -152,7 +152,8 @@ impl EpPlan {
         Tensor::over(memory, 0, dtype, shape)
     }
 
-    /// Which receive buffer of the plan `x` is, from 1 on; 0 if it is another tensor.
+    /// Returns the number of the plan's receive buffer that `x` is, from 1 on; 0 if it is another
+    /// tensor.
     pub(super) fn buffer_of(&self, x: &Tensor) -> Result<u32> {
         let addr = match self.base.cores[0].lane() {
             Some(_) => x.cuda()?.addr(),

@@ -1,5 +1,5 @@
-//! What lies where in a layer's symmetric memory, and in which order it comes there: one schedule
-//! for the host and for devices.
+//! The schedule of expert parallelism: the layout of a layer's symmetric memory and the order in
+//! which records arrive there, for the host and for devices.
 //!
 //! What token t of rank s carries lies at record `s * max_tokens + t` of an area, on every rank
 //! and whatever the routing, so that neither numbers nor places travel. Every word that a peer
@@ -19,7 +19,7 @@ const SEND_CHUNKS: usize = 1024;
 /// Pairs of chunk and rank that a combine returns, about: several for each warp.
 const BACK_CHUNKS: usize = 1024;
 
-/// How the rows of a rank are cut: a chunk of tokens arrives as a whole, and warps share its rows.
+/// The cut of a rank's rows: a chunk of tokens arrives as a whole, and warps share its rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Cut {
     pub chunk: usize,

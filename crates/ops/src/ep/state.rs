@@ -1,4 +1,4 @@
-//! What a handle holds, as bytes of the caller's.
+//! A handle saved as bytes of the caller's.
 //!
 //! A framework that schedules by data alone (XLA) keeps no objects beside its arrays: there the
 //! routing of a microbatch is an array that dispatch writes and that every later phase reads, so

@@ -1,4 +1,4 @@
-//! What the phases of a layer move on the host.
+//! The bytes that the phases of a layer move on the host.
 
 use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_symm::{LinkTraffic, Traffic};

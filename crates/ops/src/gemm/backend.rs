@@ -1,4 +1,4 @@
-//! What cuBLASLt is asked for.
+//! The products that cuBLASLt is asked for.
 
 use tilewire_core::DType;
 
@@ -8,8 +8,8 @@ use super::{AOrder, Activation, BOrder, GemmDesc};
 /// kernels that are slower than the portable one.
 pub(super) const ALIGN_BYTES: usize = 16;
 
-/// Why cuBLASLt cannot make the products of `d`; none if it can, for all that is known before it is
-/// asked.
+/// Returns why cuBLASLt cannot make the products of `d`; none if it can, as far as that is known
+/// before it is asked.
 pub(super) fn unfit(d: &GemmDesc) -> Option<String> {
     let e = &d.epilogue;
     if e.activation != Activation::None || e.aux {

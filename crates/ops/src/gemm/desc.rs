@@ -1,4 +1,4 @@
-//! What a GEMM is asked to do.
+//! The description of a GEMM: shapes, types, orders, epilogue.
 
 use std::fmt;
 

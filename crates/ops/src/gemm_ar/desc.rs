@@ -1,4 +1,4 @@
-//! What a GEMM+AR is asked to do.
+//! The description of a GEMM+AR: that of its reduce-scatter half.
 
 use tilewire_core::{DType, Result};
 

@@ -14,7 +14,7 @@ use super::launch::DATA;
 use crate::common::range_of;
 use crate::common::ring::{Arrival, neighbours};
 
-/// What one launch moves, and where.
+/// The transfers of one launch: rows, chunks, and their places.
 pub(crate) struct Copies<'a> {
     /// Rows of each rank.
     pub rows: &'a [usize],
@@ -30,7 +30,7 @@ pub(crate) struct Copies<'a> {
     pub gather: Option<Gather<'a>>,
 }
 
-/// Where reduced rows return to.
+/// The buffer that reduced rows return to, for GEMM+AR.
 #[derive(Clone, Copy)]
 pub(crate) struct Gather<'a> {
     pub buf: &'a SymBuf,

@@ -1,4 +1,4 @@
-//! What a GEMM+RS is asked to do.
+//! The description of a GEMM+RS: shapes, types, shards.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What a launch of GEMM+RS is given: slots and tensors.
+//! The inputs of a launch of GEMM+RS: slots and tensors.
 
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;

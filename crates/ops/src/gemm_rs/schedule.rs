@@ -22,16 +22,16 @@ pub struct RsTile {
 pub enum RsTask {
     /// Compute tiles of a peer's rows, push each to its slot there, then signal once.
     Push {
-        /// Who reduces these rows.
+        /// The rank that reduces these rows.
         owner: Rank,
-        /// Which chunk of its rows.
+        /// The number of the chunk in its rows.
         chunk: usize,
         /// The tiles.
         tiles: Vec<RsTile>,
     },
     /// Compute tiles of my own rows, wait for all peers' chunk, reduce and store.
     Reduce {
-        /// Which chunk of my rows.
+        /// The number of the chunk in my rows.
         chunk: usize,
         /// The tiles.
         tiles: Vec<RsTile>,

@@ -1,4 +1,4 @@
-//! What a grouped GEMM is asked to do.
+//! The description of a grouped GEMM: groups, shapes, types.
 
 use std::fmt;
 

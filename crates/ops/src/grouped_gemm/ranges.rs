@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::SplitKind;
 
-/// Why splits cannot be used.
+/// The reason why splits cannot be used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum BadSplits {
     /// A group has fewer than no rows.

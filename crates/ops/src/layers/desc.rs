@@ -1,4 +1,4 @@
-//! What the works take, and their checks.
+//! The descriptions of the layer works, and the checks of their tensors.
 
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::Tensor;

@@ -71,7 +71,7 @@ pub fn rope(x: &mut [f32], positions: &[i32], table: &[f32], layout: RopeLayout,
 /// Base of the rotary frequencies.
 pub const ROPE_BASE: f64 = 10_000.0;
 
-/// Where the heads to rotate lie in a row.
+/// The place of the heads to rotate in a row.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLayout {
     /// Elements of a row.

@@ -1,4 +1,4 @@
-//! What a permutation is asked to do.
+//! The description of a permutation: tokens, experts, choices, types.
 
 use std::fmt;
 

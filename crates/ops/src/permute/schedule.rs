@@ -2,7 +2,7 @@
 
 use super::PermuteDesc;
 
-/// Where each copy goes.
+/// The row of each copy, and the copy of each row.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Layout {
     /// Row of each (token, choice), -1 if masked or dropped.

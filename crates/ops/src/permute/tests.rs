@@ -216,7 +216,8 @@ fn what_does_not_fit_is_refused() {
     assert!(e.to_string().contains("no gradient"), "{e}");
 }
 
-/// What is written while it is read, or twice, would depend on who comes first.
+/// Results may not overlap what is read or each other: the bytes would depend on the order of the
+/// threads.
 #[test]
 fn results_that_overlap_what_is_read_are_refused() {
     let d = PermuteDesc::new(4, 8, 3, 2, DType::F32);

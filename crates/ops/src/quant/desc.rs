@@ -1,4 +1,4 @@
-//! What a quantisation is asked to do.
+//! The description of a quantisation: shape, types, scales, recipe.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use super::recipe::Recipe;
 use crate::common::Operand;
 use crate::common::expect_tensor;
 
-/// Where a per-tensor scale comes from.
+/// The source of a per-tensor scale.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Scaling {
     /// From the tensor that is quantised.
@@ -24,7 +24,7 @@ pub enum Scaling {
     },
 }
 
-/// Whose elements share a per-tensor scale.
+/// The ranks whose elements share a per-tensor scale.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Scope {
     /// This rank's.
@@ -33,7 +33,7 @@ pub enum Scope {
     Team,
 }
 
-/// Which results are made.
+/// The results that are made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Sides {
     /// The matrix.
@@ -67,15 +67,15 @@ pub struct QuantDesc {
     pub src: DType,
     /// Element type of the result: FP8.
     pub dst: DType,
-    /// Which elements share a scale.
+    /// The elements that share a scale.
     pub layout: ScaleLayout,
     /// Restrict f32 scales to powers of two (E8M0 scales always are).
     pub pow2_scales: bool,
-    /// Where a per-tensor scale comes from.
+    /// The source of a per-tensor scale.
     pub scaling: Scaling,
-    /// Whose elements share a per-tensor scale.
+    /// The ranks whose elements share a per-tensor scale.
     pub scope: Scope,
-    /// Which results are made.
+    /// The results that are made.
     pub sides: Sides,
 }
 

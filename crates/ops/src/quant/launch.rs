@@ -1,4 +1,4 @@
-//! What a launch of a quantisation is given: slots, tensors, state.
+//! The inputs of a launch of a quantisation: slots, tensors, state.
 
 use tilewire_core::{Error, Result};
 use tilewire_device::Tensor;

@@ -75,7 +75,7 @@ pub(super) fn attention_bwd_on(
     grads
 }
 
-/// What a row's softmax leaves.
+/// The numbers of a row's softmax that its backward pass needs.
 #[derive(Clone, Copy)]
 struct End {
     lse: f64,

@@ -31,7 +31,7 @@ pub use forward::{AttnOut, attention, merge};
 
 use crate::Mat;
 
-/// Which keys a query sees, by their distance.
+/// The keys that a query sees, by their distance.
 ///
 /// Query `i` of `sq` sits at key position `i + skv - sq`: both ends are aligned (bottom-right), so
 /// that the last query sees the last key under any causal mask, and decoding one token against a
@@ -121,7 +121,7 @@ impl Bias {
     }
 }
 
-/// What attention does besides softmax.
+/// The options of an attention: heads, scale, mask and what else surrounds its softmax.
 #[derive(Clone, PartialEq, Debug)]
 pub struct AttnSpec {
     /// Query heads, a multiple of `heads_kv`.

@@ -19,7 +19,7 @@ pub use data::{
 
 use crate::permute::{TopK, align_up};
 
-/// How experts and buffers are laid out.
+/// The layout of experts and buffers.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EpSpec {
     /// Experts of each rank; global expert numbers run over the ranks in order.
@@ -92,7 +92,7 @@ pub struct EpRank {
     pub offsets: Vec<usize>,
     /// Copies of each local expert that were dropped.
     pub overflow: Vec<usize>,
-    /// What each row of the buffer holds; none in padding and unused rows.
+    /// The origin of each row of the buffer; none in padding and unused rows.
     pub rows: Vec<Option<Origin>>,
 }
 
@@ -115,7 +115,7 @@ impl EpRank {
     }
 }
 
-/// Where every copy of every token goes.
+/// The destination of every copy of every token.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EpLayout {
     /// Choices of each token.

@@ -25,7 +25,7 @@ pub fn embedding_bwd(dy: &Mat, ids: &[usize], vocab: usize) -> Mat {
     d
 }
 
-/// Which elements of a head form a pair.
+/// The elements of a head that form a pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RopeStyle {
     /// `i` with `i + d/2` (GPT-NeoX, Llama in Hugging Face form).

@@ -17,7 +17,7 @@ use crate::hook::{HookAction, StepKind};
 use crate::protocol;
 use crate::team::lock;
 
-/// How a rank reaches the chunks and the control pages of its peers.
+/// The access of a rank to the chunks and the control pages of its peers.
 ///
 /// Calls for one peer take effect there in the order in which one thread made them.
 pub(crate) trait Peers: Send + Sync {

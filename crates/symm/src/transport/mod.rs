@@ -117,7 +117,7 @@ pub type StreamTransport = dyn Transport<Lane = CudaStream, Memory = CudaMemory>
 /// the rules. `at` is a byte offset in a rank's chunk of the heap, `phase` names the step in
 /// errors.
 pub trait Transport: Send + Sync {
-    /// Where calls act, or queue their work.
+    /// The lane on which calls act, or queue their work.
     type Lane;
     /// Memory of this rank outside of the heap: the source of puts, the destination of gets.
     type Memory: ?Sized;

@@ -33,7 +33,7 @@ const ARRIVE: u64 = 5;
 const STORE: u64 = 6;
 const BYE: u64 = 7;
 
-/// How long the end of a heap waits for a peer to have taken what was sent to it.
+/// Limit for the end of a heap to wait until a peer has received what was sent to it.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// Kind, then what it is about: see `serve`.
@@ -167,7 +167,7 @@ fn io(e: std::io::Error) -> Error {
     Error::io("connecting ranks by sockets", e).op("heap")
 }
 
-/// Who connects, and for what.
+/// Length of the first message of a connection: the rank that connects, and the connection's use.
 const HELLO_BYTES: usize = 8;
 
 fn connect(name: &[u8], me: Rank, what: u32) -> std::io::Result<UnixStream> {

@@ -1,5 +1,5 @@
-//! What kernels and operations use of a heap in device memory: this rank's part of it, and where
-//! peers' parts are.
+//! The view of a heap in device memory for kernels and operations: this rank's part, and the
+//! addresses of peers' parts.
 
 use std::any::Any;
 use std::sync::Arc;

@@ -15,7 +15,7 @@ use crate::transport::Transport;
 /// A piece of the heap or of the rank's own buffer, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Piece {
-    /// Where it begins.
+    /// Its first byte.
     pub offset: usize,
     /// Its length.
     pub len: usize,

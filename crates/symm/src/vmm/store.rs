@@ -78,7 +78,7 @@ impl VmmStore {
     }
 }
 
-/// What to do about too long a range of addresses.
+/// The hint of errors about a virtual address range that is too long.
 const RESERVE: &str = "give a smaller HeapCfg::reserve_bytes";
 
 pub(crate) struct VmmStore {
@@ -86,7 +86,7 @@ pub(crate) struct VmmStore {
     pub(crate) near: bool,
     pub(super) team: LiveTeam,
     pub(crate) ctx: CudaContext,
-    /// How memory travels to the other ranks.
+    /// The kind of handle by which memory is shared with the other ranks.
     by: ShareBy,
     pub(super) heap: HeapMemory,
     pub(super) control: ControlMemory,
@@ -100,7 +100,7 @@ pub(crate) struct VmmStore {
     pub(super) abort_stream: CudaStream,
 }
 
-/// What one rank makes before it meets the others.
+/// The parts that a rank makes before it meets the others.
 struct Parts {
     ctx: CudaContext,
     /// Not if the memory is NVSHMEM's.
@@ -368,7 +368,7 @@ fn export(chunk: &VmmChunk, by: ShareBy) -> Result<Handle> {
     })
 }
 
-/// How a chunk of mine travels.
+/// A handle by which a chunk of mine is shared.
 pub(super) enum Handle {
     Fd(OwnedFd),
     Fabric(FabricHandle),

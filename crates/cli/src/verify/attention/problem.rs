@@ -99,7 +99,7 @@ pub struct Problem {
     rounds: bool,
 }
 
-/// What the oracle says, and the magnitudes of the error bound.
+/// The oracle's results, and the magnitudes of the error bound.
 pub struct Want {
     pub out: oracle::AttnOut,
     pub grads: oracle::AttnGrads,

@@ -1,4 +1,4 @@
-//! What the oracle says, computed by the first rank on all processors and given to the others.
+//! The oracle's results, computed by the first rank on all processors and sent to the others.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -12,7 +12,8 @@ use super::super::Ctx;
 use super::magnitude::Magnitudes;
 use super::problem::Want;
 
-/// How often the others hear that the first rank is still computing: no wait meets its deadline.
+/// Interval at which the first rank reports that it still computes, so that no wait meets its
+/// deadline.
 const BEAT: Duration = Duration::from_secs(1);
 
 /// Returns what `want` says on the first rank. Collective.

@@ -22,7 +22,7 @@ use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::device::{Widened, kernel_desc};
 use crate::gemm::{BOrder, GemmBackend};
 
-/// What `prepare` makes.
+/// The kernels and workspace that `prepare` makes.
 pub(super) struct Prepared {
     gemm: GemmKernels,
     /// With FP8 operands: all rows of X, and W.

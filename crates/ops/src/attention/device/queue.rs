@@ -83,7 +83,7 @@ struct Tables {
     capacity: usize,
 }
 
-/// What the launches of a plan need at most, and what types they make.
+/// The upper bounds that all launches of a plan keep, and the types of their results.
 pub(crate) struct Needs {
     /// Queries times heads.
     pub queries: usize,
@@ -307,7 +307,7 @@ impl Prepared {
         (tensors, own, self.wide.as_ref().map(Wide::held))
     }
 
-    /// Where [`Prepared::delta`] puts its numbers.
+    /// Returns the memory that [`Prepared::delta`] writes to.
     pub fn delta_memory(&self) -> &CudaMemory {
         &self.backward.delta_memory
     }

@@ -13,8 +13,8 @@ use crate::attention::{BiasShape, Slice};
 use crate::common::Mat;
 use crate::gemm::host::matmul;
 
-/// What a query brings into the backward pass: `d_out [rows, hq, dv]`, `lse` and `delta`
-/// `[hq, rows]`.
+/// The gradients and softmax numbers of a part's queries for the backward pass: `d_out [rows, hq,
+/// dv]`, `lse` and `delta` `[hq, rows]`.
 pub(crate) struct Upstream {
     pub rows: usize,
     pub d_out: Vec<f32>,

@@ -1,5 +1,4 @@
-//! What a plan's launches go through: puts or NCCL, asked of the clock if the caller leaves it
-//! open.
+//! The choice between puts and NCCL for a plan's launches, measured if the caller leaves it open.
 
 use std::sync::OnceLock;
 
@@ -28,7 +27,7 @@ pub(crate) fn launch(
     })
 }
 
-/// What a plan goes through, decided at `prepare`.
+/// The provider that a plan uses, decided at `prepare`, and the reason.
 #[derive(Default)]
 pub(crate) struct Used(OnceLock<(Option<Provider>, String)>);
 

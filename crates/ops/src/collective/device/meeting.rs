@@ -115,7 +115,7 @@ pub(crate) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Re
         && COLLECTIVE.runs_on(&ctx.arch()?))
 }
 
-/// What `prepare` makes.
+/// The kernels, flags and workspace that `prepare` makes.
 pub(super) struct Meeting {
     kernel: Kernel,
     leave: Kernel,
@@ -368,7 +368,8 @@ impl Run<'_> {
     }
 }
 
-/// How many pieces of so many bytes there are.
+/// Cuts the parts of `t` and `p` into pieces of `piece` bytes, and divides the warps between their
+/// uses.
 fn cut(p: &mut TwCollective, t: &TwTotal, piece: usize) {
     let slice = slice_bytes(piece);
     (p.piece, p.slice) = (piece as u32, slice as u32);

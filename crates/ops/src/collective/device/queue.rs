@@ -21,7 +21,7 @@ use crate::common::reduce::{Reducer, Sum};
 /// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;
 
-/// What `prepare` makes.
+/// The kernels that `prepare` makes.
 pub(crate) struct Prepared {
     reducer: Option<Reducer>,
     mover: Mover,
@@ -39,7 +39,7 @@ impl Prepared {
     }
 }
 
-/// What launches of a plan on its device go through.
+/// The context of a plan's launches on its device.
 pub(crate) struct OnDevice<'a> {
     pub base: &'a Base,
     pub lane: &'a Lane,

@@ -116,7 +116,8 @@ impl DeviceRun<'_> {
     }
 }
 
-/// Where the buffer of a tensor would begin that is `at` bytes behind its beginning.
+/// Returns the address at which a buffer begins whose tensor `t` is `at` bytes behind its
+/// beginning.
 fn begins(t: &Tensor, at: usize) -> Result<u64> {
     Ok(t.cuda()?.addr().wrapping_sub(at as u64))
 }

@@ -1,4 +1,4 @@
-//! How keys and values of all ranks reach this one, on devices.
+//! The transfer of all ranks' keys and values to this rank, on devices.
 
 use tilewire_core::Result;
 use tilewire_device::cuda::CudaMemory;

@@ -1,4 +1,5 @@
-//! What a launch queues on a device: copies by copy engines, the kernels of `attention`, or NCCL.
+//! The executor on devices: a launch queues copies by copy engines, the kernels of `attention`, or
+//! NCCL.
 
 mod by_nccl;
 mod fp8;

@@ -31,8 +31,8 @@ pub(super) struct Rows {
     pub rows: usize,
 }
 
-/// What moves from tensors that begin at `src` on their ranks to one that begins at `dst` here: the
-/// pieces that this rank wants, and those that every rank wants.
+/// The pieces that move from tensors that begin at `src` on their ranks to one that begins at `dst`
+/// here: those that this rank wants, and those that every rank wants.
 pub(super) struct List {
     pub src: u64,
     pub dst: u64,
@@ -129,7 +129,7 @@ pub(super) fn packed_bytes(s: &Sizes, backward: bool) -> usize {
     there.max(back)
 }
 
-/// What a plan has for it.
+/// The communicator and the workspaces of a plan's exchanges through NCCL.
 pub(super) struct Exchange {
     nccl: ByNccl,
     send: CudaMemory,

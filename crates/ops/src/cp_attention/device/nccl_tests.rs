@@ -45,8 +45,8 @@ const LISTS: [ListOf; 8] = [
     |p| p.parts()[1].clone(),
 ];
 
-/// What goes through sends and receives, two lists in one exchange, is what gets would have
-/// brought; and the workspaces hold it.
+/// Sends and receives of two lists in one exchange bring what gets would have brought, and the
+/// workspaces hold it.
 #[test]
 fn sends_and_receives_do_what_gets_do() {
     worlds(|w| {

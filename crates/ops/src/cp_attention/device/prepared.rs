@@ -1,4 +1,4 @@
-//! What `prepare` makes on a device: kernels and private memory.
+//! The results of `prepare` on a device: kernels and private memory.
 
 use tilewire_core::{DType, Result};
 use tilewire_device::Stream;
@@ -63,10 +63,10 @@ impl Memory {
     }
 }
 
-/// What `prepare` makes.
+/// The kernels and memory that `prepare` makes.
 pub(in crate::cp_attention) struct Prepared {
     pub(super) attention: Attention,
-    /// What its kernels compute: of f32 where keys travel as FP8.
+    /// The description that its kernels are compiled for: of f32 where keys travel as FP8.
     pub(super) desc: AttentionDesc,
     pub(super) fp8: Fp8,
     pub sizes: Sizes,

@@ -25,7 +25,7 @@ use crate::cp_attention::pieces::{GATHER, Piece, Pieces, SCATTER, Sizes};
 use crate::cp_attention::schedule::Schedule;
 use crate::cp_attention::transfers::{Transfers, flags};
 
-/// What a plan lends to a launch.
+/// The parts of a plan that a launch borrows.
 pub(in crate::cp_attention) struct Op<'a> {
     pub core: &'a PlanCore,
     pub lane: &'a Lane,
@@ -174,9 +174,9 @@ impl DeviceRun<'_> {
         self.transfers().get(stream, buffer, pieces, &mut to.clone())
     }
 
-    /// Where heads are traded, brings the keys of all ranks and the queries of my group: what
-    /// `base` has, with addresses, strides and heads of what this rank computes. `saved` in the
-    /// backward pass.
+    /// Brings the keys of all ranks and the queries of my group, where heads are traded, and
+    /// returns `base` with the addresses, strides and heads of what this rank computes. `saved` is
+    /// given in the backward pass.
     fn bring(&self, base: TwAttn, saved: Option<&AttnSaved>) -> Result<TwAttn> {
         let (s, m) = (self.s, &self.op.p.memory);
         match &self.op.p.nccl {

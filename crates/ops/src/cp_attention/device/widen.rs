@@ -107,8 +107,8 @@ impl DeviceRun<'_> {
         Ok((to[0], to[1]))
     }
 
-    /// Where the kernels put dk and dv of the keys of all ranks: in my chunk, or beside it if they
-    /// travel as FP8.
+    /// Returns the addresses to which the kernels write dk and dv of the keys of all ranks: in my
+    /// chunk, or beside it if they travel as FP8.
     pub(super) fn part_addrs(&self) -> Result<(u64, u64)> {
         let (s, rows) = (self.s, self.s.all_keys() * self.s.hkv);
         if s.fp8_parts() {
@@ -140,7 +140,7 @@ impl DeviceRun<'_> {
         self.publish(buffer, to.into_iter().min().unwrap_or(0), &p.packed)
     }
 
-    /// Where parts of my rows are got to.
+    /// Returns the memory that parts of my rows are copied to.
     pub(super) fn part_slots(&self) -> Result<&CudaMemory> {
         match self.s.fp8_parts() {
             true => Ok(&self.parts8()?.slots),

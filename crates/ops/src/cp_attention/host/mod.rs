@@ -47,7 +47,7 @@ pub(super) struct HostRun {
     pub to_compute: Handoff<Tensors>,
 }
 
-/// What the compute lane lets the copy lane begin.
+/// The work that the compute lane lets the copy lane begin.
 pub(super) enum Fork {
     /// To bring the keys of other ranks; mine are given.
     Keys(Entered, Arc<Tensors>),
@@ -64,7 +64,7 @@ struct Local {
     keys: Keys,
 }
 
-/// Where the keys of the groups are.
+/// The place of the keys of the groups.
 enum Keys {
     /// My own alone, in rows of my own; those of other ranks are on their way.
     Own(Arc<Tensors>),

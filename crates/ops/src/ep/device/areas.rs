@@ -1,4 +1,4 @@
-//! Where an expert-parallel layer lies in symmetric memory, as kernels take it.
+//! The areas of an expert-parallel layer in symmetric memory, as kernels take them.
 
 use tilewire_core::{Error, ErrorKind, Rank, Result, Team};
 use tilewire_device::Queue;
@@ -33,8 +33,7 @@ pub(crate) fn router(d: &EpDesc) -> Result<(u32, u32)> {
     Ok((threads, bytes as u32))
 }
 
-/// How far the memory of each rank is behind that of rank 0, as this device sees it. Addresses
-/// wrap.
+/// The distance of each rank's memory from that of rank 0, as this device sees it. Addresses wrap.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Steps {
     /// From each rank to the next one; of uneven steps, the bits of all of them: kernels look at
@@ -75,8 +74,8 @@ impl Areas<'_> {
         }
     }
 
-    /// Where rank 0's bytes `(at, len)` of a buffer are in the order of the ranks: by mine, as a
-    /// rank may reach no other's.
+    /// Returns the address that rank 0's bytes `(at, len)` of a buffer have in the order of the
+    /// ranks, computed from this rank's: it may reach no other's.
     pub(super) fn first_addr(
         lane: &Lane,
         steps: &Steps,
@@ -148,7 +147,8 @@ mod tests {
         assert_eq!(s.stride % 16, 8);
     }
 
-    /// What `tw_table` takes of each expert: an i64, three u32, and one of each warp.
+    /// The routing refuses more experts than its shared memory holds: `tw_table` takes of each
+    /// expert an i64, three u32, and one u32 of each warp.
     #[test]
     fn more_experts_than_the_routing_has_memory_for_are_refused() {
         let of = |experts: usize| router(&EpDesc::new(8, experts, 4, 16, 2));

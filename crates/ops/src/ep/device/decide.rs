@@ -1,4 +1,4 @@
-//! What a plan's rows go through: puts or NCCL, asked of the clock if the caller leaves it open.
+//! The choice between puts and NCCL for a plan's rows, measured if the caller leaves it open.
 
 use tilewire_core::{DType, Result, Shape};
 use tilewire_device::{Stream, Tensor};
@@ -11,7 +11,7 @@ use crate::common::nccl::{Clock, alloc_for_tuning, faster, open, unmeasured};
 use crate::ep::launch::{Back, Base, COMBINE, DISPATCH, PREPARE, Send};
 use crate::ep::{EpDispatch, EpHandle};
 
-/// What a prepared plan goes through, and why if it was free to choose.
+/// The transport that a prepared plan uses, and the reason if it was free to choose.
 pub(crate) struct Used {
     pub by: Prepared,
     why: Option<String>,
@@ -27,7 +27,8 @@ impl Used {
     }
 }
 
-/// What `prepare` decides for: a plan, and where its kernels are made and run.
+/// The plan that `prepare` decides for, and the lane and stream on which its kernels are made and
+/// run.
 #[derive(Clone, Copy)]
 pub(crate) struct OnDevice<'a> {
     pub base: &'a Base,

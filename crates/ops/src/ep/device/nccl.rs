@@ -17,7 +17,7 @@ use crate::ep::EpDesc;
 use crate::ep::schedule::{Schedule, strides};
 use tilewire_kernels::abi::TwEp;
 
-/// What is exchanged.
+/// The content of an exchange.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum What {
     Counts,

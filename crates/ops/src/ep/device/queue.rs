@@ -53,7 +53,7 @@ pub(crate) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
     Ok(unsafe { CudaMemory::lent(lane.context(), addr, len, Arc::new(buf.clone())) })
 }
 
-/// What `prepare` makes.
+/// The kernels and parameters that `prepare` makes.
 pub(crate) struct Prepared {
     kernels: Vec<(&'static str, Kernel)>,
     team: TwTeam,
@@ -184,7 +184,7 @@ impl Prepared {
     }
 }
 
-/// What the kernels by bulk copies have of static shared memory, at most.
+/// Upper bound of the static shared memory of the kernels by bulk copies.
 const STATIC_BYTES: u32 = 1024;
 
 /// Shared memory of `tw_ep_send_bulk`.
@@ -199,7 +199,7 @@ const BACK_BYTES: u32 = ((EP_BACK_RETURN + EP_BACK_SUM)
     as u32;
 const BACK_BULK_THREADS: u32 = 32 * (EP_BACK_RETURN + EP_BACK_SUM) as u32;
 
-/// Which part of a phase a kernel is; numbers as `part` of `TwRouting`.
+/// The part of a phase that a kernel carries out; numbers as `part` of `TwRouting`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Half {
     Whole = 0,
@@ -218,7 +218,7 @@ impl Half {
     }
 }
 
-/// How the kernel that exchanges records ends, and when it may begin.
+/// The end of the kernel that exchanges records, and the beginning that it may take.
 #[derive(Clone, Copy)]
 struct Ends<'a> {
     /// It leaves the area, and poisons the outputs after a fault; else what is behind it does.

@@ -1,4 +1,4 @@
-//! What a dispatch-type phase of the host delivers: rows that came, laid out.
+//! The output of a dispatch-type phase on the host: received rows, laid out.
 
 use tilewire_core::{DType, Error, Result, convert_from_f32};
 use tilewire_device::{Memory, MemoryWrite, Tensor};

@@ -15,7 +15,7 @@ use crate::ep::routing::{Record as Sent, count, route};
 use crate::ep::schedule::{Area, Copy16, Cut, Schedule};
 use crate::ep::{EpDesc, EpHandle, EpLayout};
 
-/// How the host cuts, and the launches that it counts.
+/// The host's cuts, and the launches that it counts.
 #[derive(Clone)]
 pub(crate) struct HostPart {
     /// Of tokens, and of what comes back.

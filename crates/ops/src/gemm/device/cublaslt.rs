@@ -143,7 +143,7 @@ impl Lt {
         )
     }
 
-    /// Why it does not make this product; none if it does.
+    /// Returns why it does not make this product; none if it does.
     pub fn refuses(&self, p: &Product) -> Option<String> {
         let d = &self.desc;
         let (m, n, k) = p.shape;

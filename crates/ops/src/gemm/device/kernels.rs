@@ -31,7 +31,8 @@ pub(crate) fn check_operand(dtype: DType) -> Result<()> {
     Ok(())
 }
 
-/// Why a product of `dtype` takes no scale: it is applied where FP8 operands are widened.
+/// Returns the error for a product of `dtype` with a scale: scales are applied where FP8 operands
+/// are widened.
 pub(crate) fn unscaled(dtype: DType) -> Error {
     no_kernel(
         format!("a product of {dtype} with a scale"),
@@ -192,9 +193,9 @@ fn not_cublaslt(why: &str) -> Error {
         .hint("use the backend `auto`, which takes the portable kernel then")
 }
 
-/// What a plan has on a CUDA device.
+/// The kernels and workspace of a plan on a CUDA device.
 pub(crate) struct Prepared {
-    /// What the kernels compute: with f32 in place of FP8.
+    /// The description that the kernels are compiled for: with f32 in place of FP8.
     desc: GemmDesc,
     kernels: GemmKernels,
     /// With `bgrad`.

@@ -24,7 +24,7 @@ const BIAS_OUT: u32 = 2048;
 /// Threads, sums and shared memory of a block of `tw_gemm_row_sums`.
 pub(crate) const SUMS: Tile = Tile { m: 1, n: 32, threads: 256, shared_bytes: 1024 };
 
-/// What a block makes, and what it takes.
+/// The tile that a block computes, and the threads and shared memory that it takes.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile {
     pub m: usize,

@@ -44,7 +44,7 @@ impl Wide {
         [self.memory.clone(), self.one.clone()]
     }
 
-    /// Where the f32 are.
+    /// Returns the address of the f32 elements.
     pub fn addr(&self) -> u64 {
         self.memory.addr()
     }

@@ -28,7 +28,7 @@ use crate::gemm::device::{GemmKernels, Matrix, Product, unscaled};
 use crate::gemm::device::{Widened, kernel_desc};
 use crate::gemm::{BOrder, GemmBackend, GemmDesc};
 
-/// What `prepare` makes.
+/// The kernels and workspace that `prepare` makes.
 pub(crate) struct Prepared {
     /// Peers' rows, in the wire's type.
     theirs: GemmKernels,

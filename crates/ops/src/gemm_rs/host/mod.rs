@@ -25,7 +25,7 @@ pub(crate) struct Chunk {
     tiles: Vec<(usize, Vec<u8>)>,
 }
 
-/// What the compute lane hands to the copy lane.
+/// A message from the compute lane to the copy lane.
 pub(crate) enum ToCopies {
     /// The launch has entered: first of all.
     Entered(Arc<Permit>),

@@ -37,7 +37,7 @@ struct Products {
 
 /// Kernels and status word of a plan.
 pub(crate) struct Prepared {
-    /// What the kernels compute: with f32 in place of FP8.
+    /// The description that the kernels are compiled for: with f32 in place of FP8.
     desc: GroupedDesc,
     tile: Tile,
     nt: Products,
@@ -161,7 +161,8 @@ impl Run<'_> {
         (self.desc.capacity / self.tile.m + self.desc.groups) * cols.div_ceil(self.tile.n).max(1)
     }
 
-    /// Where the kernels find an operand, with what queues its f32 if it is FP8.
+    /// Returns the address of an operand as the kernels read it; queues its conversion to f32 if it
+    /// is FP8.
     fn operand(
         &self,
         stream: &CudaStream,

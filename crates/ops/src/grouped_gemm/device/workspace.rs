@@ -1,5 +1,5 @@
-//! What launches use on a CUDA device besides their tensors: one set for each stream whose launches
-//! are to run beside those of others, and one for each stream of a captured graph.
+//! The workspaces of launches on a CUDA device: one for each stream whose launches are to run
+//! beside those of others, and one for each stream of a captured graph.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -22,7 +22,7 @@ pub(super) struct Widened {
     pub w: Wide,
 }
 
-/// What one launch at a time uses.
+/// The workspace of one launch at a time.
 pub(super) struct Workspace {
     /// `[groups]` addresses of the matrices of a launch with one tensor for each group.
     pub table: CudaMemory,

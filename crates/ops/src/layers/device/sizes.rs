@@ -1,5 +1,5 @@
-//! How works are divided on a device: nothing here depends on the device, so that results do not
-//! either.
+//! The division of the layer works on a device: nothing here depends on the device, so that results
+//! do not either.
 
 use tilewire_core::DType;
 use tilewire_kernels::portable::{LAYERS_CHUNK, LAYERS_KEPT, LAYERS_THREADS, LAYERS_TOKENS};

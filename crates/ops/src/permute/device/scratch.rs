@@ -1,4 +1,4 @@
-//! What the routing of a map works in.
+//! The workspace for the routing of a map.
 
 use tilewire_core::Result;
 use tilewire_device::cuda::{CudaContext, CudaMemory};
@@ -12,7 +12,7 @@ pub(super) fn chunks(choices: usize) -> usize {
     choices.div_ceil(PERMUTE_CHUNK as usize).max(1)
 }
 
-/// What the routing of one map works in: one for each batch in flight, as the map itself.
+/// The workspace for the routing of one map: one for each batch in flight, as the map itself.
 #[derive(Clone)]
 pub(crate) struct Scratch {
     pub(super) counts: CudaMemory,

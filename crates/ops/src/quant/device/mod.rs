@@ -211,7 +211,7 @@ impl Prepared {
     }
 }
 
-/// How the scales of a matrix lie.
+/// The layout of a matrix's scales.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Scales {
     Of(ScaleLayout),

@@ -64,7 +64,7 @@ fn fill(
     out.scales.write(|b| convert_from_f32(layout.dtype(), &scales, b))
 }
 
-/// What a launch works with.
+/// The inputs of a launch on the host.
 pub(super) struct Run {
     pub desc: QuantDesc,
     pub t: QuantInputs,
