@@ -102,7 +102,9 @@ impl Place {
         let guarded = || {
             let run = AssertUnwindSafe(|| f(stream));
             let done = catch_unwind(run).unwrap_or_else(|_| {
-                Err(Error::internal("a panic; its text is on the standard error output"))
+                Err(Error::internal(
+                    "the call has panicked; the text is on the standard error output",
+                ))
             });
             done.map_err(|e| e.op(op))
         };
@@ -126,7 +128,7 @@ impl Call {
             (Some(s), _) => (s.clone(), 0),
             (None, Device::Cuda(ctx)) => current(py, op, ctx)?,
             (None, Device::Host) => {
-                return Err(Error::internal("a world on the CPU without a stream")).or_raise(py);
+                return Err(Error::internal("the world on the CPU has no stream")).or_raise(py);
             }
         };
         let device = member.device.clone();

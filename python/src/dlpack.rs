@@ -90,7 +90,8 @@ pub fn current_stream(py: Python<'_>, ordinal: u32) -> PyResult<*mut c_void> {
     // SAFETY: the output is valid; the interpreter is attached.
     let code = unsafe { stream(CUDA, ordinal as i32, &mut raw) };
     if code != 0 {
-        return Err(PyErr::take(py).unwrap_or_else(|| PyRuntimeError::new_err("no stream")));
+        return Err(PyErr::take(py)
+            .unwrap_or_else(|| PyRuntimeError::new_err("the framework has given no stream")));
     }
     Ok(raw)
 }
@@ -115,7 +116,7 @@ fn view(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<DlTensor> {
     if code != 0 {
         let unknown = || PyTypeError::new_err(format!("`{what}` cannot be exchanged"));
         let e = PyErr::take(py).unwrap_or_else(unknown);
-        let text = format!("`{what}` cannot be used where it lies: {}", e.value(py));
+        let text = format!("`{what}` cannot be used in place: {}", e.value(py));
         let ours = Error::invalid(text).hint("pass a dense tensor of an ordinary element type");
         return Err(super::errors::exception(py, &ours));
     }
@@ -138,7 +139,7 @@ pub fn device_of(obj: &Bound<'_, PyAny>, what: &str) -> PyResult<Device> {
     let device = match (t.device_type, u32::try_from(t.device_id)) {
         (CPU, _) => Ok(Device::Host),
         (CUDA, Ok(ordinal)) => context(ordinal).map(Device::Cuda),
-        (other, _) => Err(Error::invalid(format!("`{what}` lies on DLPack device {other}"))
+        (other, _) => Err(Error::invalid(format!("`{what}` is on DLPack device {other}"))
             .expected("the CPU or a CUDA device")),
     };
     device.map_err(|e| super::errors::exception(obj.py(), &e))

@@ -75,7 +75,7 @@ pub unsafe fn export(
     keeper: Arc<dyn Any + Send + Sync>,
 ) -> PyResult<Py<PyAny>> {
     let too_far =
-        |_| Error::new(ErrorKind::Unsupported, "rows lie in steps that torch cannot show");
+        |_| Error::new(ErrorKind::Unsupported, "torch cannot represent the strides of these rows");
     let stride = i64::try_from(bytes.rows.1).map_err(too_far);
     let stride = stride.map_err(|e| crate::errors::exception(py, &e))?;
     let (device_type, device_id) = match device {

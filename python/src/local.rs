@@ -56,8 +56,11 @@ pub fn plan<P: Any + Send + Sync>(
     let plan = match found {
         Some(plan) => plan,
         None if stream.is_capturing() => {
-            return Err(Error::new(ErrorKind::NotPrepared, "this call needs a plan of its own")
-                .hint("call it once with these shapes before the capture begins"));
+            return Err(Error::new(
+                ErrorKind::NotPrepared,
+                "this call needs a new plan, which cannot be made during a capture",
+            )
+            .hint("call it once with these shapes before the capture begins"));
         }
         None => {
             // Not under the lock: it may compile.
@@ -74,5 +77,5 @@ pub fn plan<P: Any + Send + Sync>(
             plan
         }
     };
-    plan.downcast().map_err(|_| Error::internal("a key of two types of plans"))
+    plan.downcast().map_err(|_| Error::internal("one key names plans of two types"))
 }

@@ -38,7 +38,7 @@ impl PyStore {
     ) -> Result<T> {
         Python::attach(|py| {
             f(py, self.object.bind(py)).map_err(|e| {
-                let text = format!("{what} of the process group's store: {e}");
+                let text = format!("`{what}` of the process group's store failed: {e}");
                 Error::new(ErrorKind::Io, text).op("store")
             })
         })
@@ -65,9 +65,12 @@ impl Store for PyStore {
                 return Ok(value);
             }
             if deadline.remaining().is_zero() {
-                return Err(Error::new(ErrorKind::Timeout, format!("nobody set the key `{key}`"))
-                    .op("store")
-                    .elapsed(deadline.elapsed()));
+                return Err(Error::new(
+                    ErrorKind::Timeout,
+                    format!("no rank has set the key `{key}` in time"),
+                )
+                .op("store")
+                .elapsed(deadline.elapsed()));
             }
             std::thread::sleep(NAP);
         }

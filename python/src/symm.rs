@@ -76,7 +76,7 @@ pub fn free_gone() -> Result<()> {
 
 impl Inner {
     fn buf(&self) -> Result<&(SymBuf, Signals)> {
-        self.held.as_ref().ok_or_else(|| Error::internal("a buffer that is gone"))
+        self.held.as_ref().ok_or_else(|| Error::internal("the buffer has been freed"))
     }
 }
 
@@ -136,7 +136,8 @@ impl SymmBuffer {
         let member = call.member.clone();
         let (inner, beside) = call.prepare(py, |stream| {
             if stream.is_capturing() {
-                let text = "symmetric memory is taken together with the other ranks";
+                let text = "symmetric memory cannot be allocated during a capture: all ranks \
+                    allocate it together";
                 return Err(Error::new(ErrorKind::NotPrepared, text)
                     .hint("call this before the capture begins"));
             }

@@ -167,7 +167,7 @@ impl World {
             for &r in &ranks {
                 let of_team = me.team.members().get(r as usize).copied();
                 members.push(of_team.ok_or_else(|| {
-                    Error::invalid(format!("no rank {r} in a team of {}", me.team.size()))
+                    Error::invalid(format!("rank {r} is not in a team of {} ranks", me.team.size()))
                 })?);
             }
             let Some(team) = me.world.team(&members, name)? else { return Ok(None) };
@@ -262,7 +262,7 @@ pub fn settings(
         (name, _) => name.parse()?,
     };
     if (backend == BackendKind::Host) != matches!(device, Device::Host) {
-        return Err(Error::invalid(format!("the backend `{backend}` is not for this device"))
+        return Err(Error::invalid(format!("the backend `{backend}` does not serve this device"))
             .hint("`host` serves the CPU; `vmm`, `nccl` and `nvshmem` serve CUDA devices"));
     }
     let limit = match (heap_bytes, &device) {

@@ -73,12 +73,15 @@ impl Card {
         ];
         for (what, ours, theirs) in pairs {
             if ours != theirs {
-                return Err(Error::new(ErrorKind::Mismatch, format!("{peer} has another {what}"))
-                    .op("rendezvous")
-                    .rank(me.rank)
-                    .peer(peer)
-                    .expected(ours)
-                    .seen(theirs));
+                return Err(Error::new(
+                    ErrorKind::Mismatch,
+                    format!("{peer} runs with another {what}"),
+                )
+                .op("rendezvous")
+                .rank(me.rank)
+                .peer(peer)
+                .expected(ours)
+                .seen(theirs));
             }
         }
         let same =
@@ -154,7 +157,7 @@ fn absent(store: &dyn Store, me: &Identity<'_>, deadline: Deadline, cause: Error
     let e = Error::new(
         ErrorKind::Timeout,
         format!(
-            "job `{}`: {} of {} ranks did not come: {}",
+            "in job `{}` {} of {} ranks did not arrive: {}",
             me.job,
             list.len(),
             me.size,

@@ -42,7 +42,8 @@ impl Identity<'_> {
 }
 
 fn refuse(what: &str) -> Error {
-    Error::new(ErrorKind::Protocol, format!("bad hello: {what}")).op("rendezvous")
+    Error::new(ErrorKind::Protocol, format!("the hello of a connection is not valid: {what}"))
+        .op("rendezvous")
 }
 
 fn split<const N: usize>(b: &[u8]) -> Result<(&[u8; N], &[u8])> {

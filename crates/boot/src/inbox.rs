@@ -102,8 +102,8 @@ impl Inbox {
             Some(Error::new(
                 ErrorKind::Exhausted,
                 format!(
-                    "no space for the early part of {src} in `{tag}`: {} parts, {} bytes, {} \
-                     descriptors are waiting; the most is {}, {}, {}",
+                    "the inbox is full, so that the early message of {src} in `{tag}` is refused: \
+                     {} messages, {} bytes, {} descriptors are waiting; the limits are {}, {}, {}",
                     s.entries,
                     s.bytes,
                     s.fds,
@@ -219,7 +219,7 @@ impl Inbox {
             if left.is_zero() {
                 s.give_up(tag, members, &missing, self.me);
                 let list: Vec<_> = missing.iter().map(Rank::to_string).collect();
-                let msg = format!("`{tag}`: no word from {}", list.join(", "));
+                let msg = format!("`{tag}`: no message has arrived from {}", list.join(", "));
                 return Err(Error::new(ErrorKind::Timeout, msg)
                     .op("exchange")
                     .rank(self.me)

@@ -39,7 +39,7 @@ pub fn join_processes(place: &Place, cfg: &Config, deadline: Deadline) -> Result
     if place.local_size != place.size {
         return Err(Error::new(
             ErrorKind::Unsupported,
-            format!("{} of {} ranks are on this host", place.local_size, place.size),
+            format!("only {} of {} ranks are on this host", place.local_size, place.size),
         )
         .op("join")
         .hint("all ranks of a world must be on one host"));
@@ -71,7 +71,7 @@ fn open(place: &Place, secret: &Secret, deadline: Deadline) -> Result<Box<dyn St
             return Ok(Box::new(TorchStore::connect(host, *port, &prefix, deadline)?));
         }
         Rendezvous::Solo => {
-            let msg = format!("{} ranks have no place to meet", place.size);
+            let msg = format!("{} ranks need a rendezvous address, and none is given", place.size);
             return Err(Error::invalid(msg));
         }
     };

@@ -160,7 +160,7 @@ impl LinkMesh {
                 Err(Errno::TOOMANYREFS) => {
                     return Err(Error::new(
                         ErrorKind::Exhausted,
-                        "too many descriptors of this user are under way",
+                        "too many file descriptors of this user are in flight between processes",
                     )
                     .hint("raise the limit of open files with `ulimit -n`"));
                 }

@@ -117,7 +117,10 @@ fn timeout_lists_the_missing_and_stray_parts_do_no_harm() {
             };
             let other = t.spawn(move || run(b));
             let e = run(a);
-            assert!(e.is_timeout() && e.to_string().contains("no word from r1, r3"), "{e}");
+            assert!(
+                e.is_timeout() && e.to_string().contains("no message has arrived from r1, r3"),
+                "{e}"
+            );
             assert_eq!((e.get_peer(), e.get_rank()), (Some(Rank::new(1)), Some(Rank::new(0))));
             assert!(other.join().unwrap().is_timeout());
         });

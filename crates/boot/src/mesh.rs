@@ -116,16 +116,19 @@ pub(crate) fn check_exchange(
 ) -> Result<()> {
     let bad = |msg: String| Err(Error::invalid(msg).op("exchange").rank(mesh.rank()));
     if tag.is_empty() || tag.len() > MAX_TAG {
-        return bad(format!("a tag has 1 to {MAX_TAG} bytes, this one has {}", tag.len()));
+        return bad(format!("a tag must have 1 to {MAX_TAG} bytes, this one has {}", tag.len()));
     }
     if payload.len() > MAX_PAYLOAD {
         return bad(format!(
-            "`{tag}`: the payload has {} bytes, the most is {MAX_PAYLOAD}",
+            "`{tag}`: the payload has {} bytes, but may have at most {MAX_PAYLOAD}",
             payload.len()
         ));
     }
     if fds.len() > MAX_FDS {
-        return bad(format!("`{tag}`: {} descriptors, the most is {MAX_FDS}", fds.len()));
+        return bad(format!(
+            "`{tag}`: the message has {} descriptors, but may have at most {MAX_FDS}",
+            fds.len()
+        ));
     }
     for (i, r) in members.iter().enumerate() {
         if r.idx() >= mesh.size() {

@@ -142,7 +142,8 @@ impl Peer<'_> {
         if got.fds_lost {
             return Err(Error::new(
                 ErrorKind::Exhausted,
-                "no descriptor was free to receive another: the connection is closed",
+                "this process had no free file descriptor to receive one of a peer: the connection \
+                 is closed",
             )
             .hint("raise the limit of open files with `ulimit -n`"));
         }
@@ -165,7 +166,7 @@ impl Peer<'_> {
     /// Puts fragments together; the whole parcel with its last one.
     fn assemble(&mut self, f: &Frame<'_>, fds: Vec<OwnedFd>) -> Result<Option<(String, Parcel)>> {
         if f.index == 0 && (self.partial.len() >= MAX_PARTIAL || self.partial.contains_key(f.tag)) {
-            return Err(broken("too many parcels begun, or one begun twice"));
+            return Err(broken("the beginnings of too many parcels, or that of one twice"));
         }
         if f.count == 1 {
             return Ok(Some((f.tag.to_owned(), Parcel { payload: f.payload.to_vec(), fds })));

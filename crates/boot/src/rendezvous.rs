@@ -257,9 +257,12 @@ fn connect_one(
         match sock::connect(SocketType::SEQPACKET, &card.addr) {
             Ok(None) => {}
             Ok(Some(s)) if !sock::same_user(&s) => {
-                return Err(Error::new(ErrorKind::Permission, format!("{peer} is another user"))
-                    .op("rendezvous")
-                    .peer(peer));
+                return Err(Error::new(
+                    ErrorKind::Permission,
+                    format!("{peer} runs as another user"),
+                )
+                .op("rendezvous")
+                .peer(peer));
             }
             Ok(Some(s)) => match greet(&s, me, peer, deadline) {
                 Ok(()) => return Ok(s),

@@ -38,7 +38,7 @@ fn a_timeout_lists_all_ranks_that_did_not_come() {
     store.set(&card_key("job", Rank::new(2)), &serde_json::to_vec(&here).unwrap()).unwrap();
     let e = rendezvous(&store, id(0, 4, &s), Deadline::after_s(0.1)).err().unwrap();
     assert!(e.is_timeout() && e.get_peer() == Some(Rank::new(1)), "{e}");
-    assert!(e.to_string().contains("2 of 4 ranks did not come: r1, r3"), "{e}");
+    assert!(e.to_string().contains("2 of 4 ranks did not arrive: r1, r3"), "{e}");
 }
 
 #[test]

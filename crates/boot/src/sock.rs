@@ -31,7 +31,7 @@ pub(crate) fn wait_any(fds: &mut [PollFd<'_>], limit: Option<Duration>) -> Resul
             fds.iter_mut().for_each(PollFd::clear_revents);
             Ok(())
         }
-        Err(e) => Err(Error::io("poll", e)),
+        Err(e) => Err(Error::io("waiting by poll", e)),
     }
 }
 
@@ -147,7 +147,7 @@ pub(crate) fn unix_addr(name: &str) -> Result<SocketAddrUnix> {
         Some(n) => SocketAddrUnix::new_abstract_name(n.as_bytes()),
         None => SocketAddrUnix::new(name),
     }
-    .map_err(|e| Error::io(format!("the socket name `{name}`"), e))
+    .map_err(|e| Error::io(format!("making the address of the socket `{name}`"), e))
 }
 
 /// Connects without waiting: `Ok(None)` if the listener's queue is full at the moment.

@@ -30,7 +30,7 @@ pub trait Store: Send + Sync {
 
 /// The error of a `get` that ran out of time.
 pub(crate) fn key_timeout(key: &str, deadline: Deadline) -> Error {
-    Error::new(ErrorKind::Timeout, format!("nobody set the key `{key}`"))
+    Error::new(ErrorKind::Timeout, format!("no rank has set the key `{key}` in time"))
         .op("store")
         .elapsed(deadline.elapsed())
 }

@@ -56,7 +56,7 @@ pub(crate) fn dup_all(fds: &[BorrowedFd<'_>]) -> Result<Vec<OwnedFd>> {
         inject::step("duplicating a descriptor")?;
         rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|e| match e {
             rustix::io::Errno::MFILE => {
-                Error::new(ErrorKind::Exhausted, "no descriptor is free to duplicate another")
+                Error::new(ErrorKind::Exhausted, "no file descriptor is free to duplicate another")
                     .hint("raise the limit of open files with `ulimit -n`")
             }
             e => Error::io("duplicating a descriptor", e),

@@ -117,7 +117,7 @@ fn ping(conn: &Stream, deadline: Deadline) -> Result<()> {
 }
 
 fn strange(what: &str) -> Error {
-    Error::new(ErrorKind::Protocol, format!("not a torch store: {what}")).op("store")
+    Error::new(ErrorKind::Protocol, format!("the server is not a torch store: {what}")).op("store")
 }
 
 fn read<const N: usize>(conn: &Stream, deadline: Deadline) -> Result<[u8; N]> {

@@ -322,7 +322,7 @@ fn a_rank_that_does_not_read_is_the_only_one_that_is_missing() {
         ranks[i].go();
     }
     for i in [0, 2, 3] {
-        assert_eq!(ranks[i].hear("error"), "error `big`: no word from r1");
+        assert_eq!(ranks[i].hear("error"), "error `big`: no message has arrived from r1");
     }
 }
 

@@ -73,7 +73,7 @@ fn arch(text: &str) -> Result<String, String> {
     let asked = format!("sm_{sm}{}", if sm >= 90 { "a" } else { "" });
     match text == asked {
         true => Ok(asked),
-        false => Err(format!("devices ask for {asked}")),
+        false => Err(format!("devices look for kernels of {asked}: give that name")),
     }
 }
 

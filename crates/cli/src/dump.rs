@@ -70,12 +70,14 @@ fn read(folder: &Path) -> Result<BTreeMap<String, (usize, Ranks)>> {
         let (Some(team), Some(rank), Some(size)) =
             (v["team"].as_str(), v["rank"].as_u64(), v["size"].as_u64())
         else {
-            return Err(bad("no team, rank or size".to_owned()));
+            return Err(bad("the file names no team, rank or size".to_owned()));
         };
         let key = format!("{team} generation {}", v["generation"]);
         let (of, ranks) = teams.entry(key).or_insert_with(|| (size as usize, Ranks::new()));
         if *of != size as usize {
-            let text = format!("it is of {size} ranks, others of that team of {of}");
+            let text = format!(
+                "this recorder is of a team with {size} ranks, others of the same team have {of}"
+            );
             return Err(bad(text).hint("remove the recorders of the earlier run"));
         }
         ranks.insert(rank, entries.into_iter().map(|e| (e.seq, e)).collect());
@@ -102,8 +104,11 @@ fn divergence(ranks: &Ranks) -> Option<u64> {
 pub fn run(args: &DumpArgs) -> Result<i32> {
     let teams = read(&args.folder)?;
     if teams.is_empty() {
-        return Err(Error::invalid(format!("{}: no flight recorders", args.folder.display()))
-            .hint("`train --dump FOLDER` writes them after an error"));
+        return Err(Error::invalid(format!(
+            "{} contains no flight recorders",
+            args.folder.display()
+        ))
+        .hint("`train --dump FOLDER` writes them after an error"));
     }
     let mut code = 0;
     for (name, (size, ranks)) in &teams {

@@ -12,7 +12,7 @@ use crate::complain;
 /// `InvalidArgument` for bad arguments, `Io` if the program cannot be started.
 pub fn run(args: &RunArgs) -> Result<i32> {
     let Some((program, rest)) = args.program.split_first() else {
-        return Err(Error::invalid("no program given").hint("tilewire run -n 4 -- prog args"));
+        return Err(Error::invalid("no program is given").hint("tilewire run -n 4 -- prog args"));
     };
     let mut launch = Launch::new(args.ranks, program);
     launch.args = rest.to_vec();

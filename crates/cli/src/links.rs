@@ -125,7 +125,7 @@ impl Meet {
             }
             std::hint::spin_loop();
         }
-        Err(Error::new(ErrorKind::Timeout, "not every rank came to the next measurement"))
+        Err(Error::new(ErrorKind::Timeout, "not every rank has reached the next measurement"))
     }
 }
 

@@ -134,7 +134,8 @@ fn target(args: &TrainArgs) -> Result<Target> {
 
 /// Starts the same command once per rank.
 fn spawn(args: &TrainArgs) -> Result<i32> {
-    let exe = std::env::current_exe().map_err(|e| Error::io("my own program", e))?;
+    let exe =
+        std::env::current_exe().map_err(|e| Error::io("finding the file of this program", e))?;
     let mut launch = Launch::new(args.ranks, exe);
     launch.args = std::env::args_os().skip(1).filter(|a| a != "--processes").collect();
     launch.no_prefix = true;
@@ -331,7 +332,7 @@ impl Output {
             let mut line = serde_json::to_string(r).map_err(|e| Error::internal(e.to_string()))?;
             line.push('\n');
             // In one piece: whatever ends the run, it leaves whole lines, which can be added to.
-            f.write_all(line.as_bytes()).map_err(|e| Error::io("metrics", e))?;
+            f.write_all(line.as_bytes()).map_err(|e| Error::io("writing the metrics", e))?;
         }
         Ok(())
     }

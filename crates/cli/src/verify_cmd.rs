@@ -26,7 +26,9 @@ pub fn run(args: &VerifyArgs) -> Result<i32> {
     };
     let cases = verify::cases(&options)?;
     if cases.is_empty() {
-        return Err(Error::invalid("nothing to verify: no case has these operations and dtypes"));
+        return Err(Error::invalid(
+            "there is nothing to verify: no case has these operations and dtypes",
+        ));
     }
     let place = worlds::place(&args.place)?;
     let start = Instant::now();

@@ -78,7 +78,7 @@ impl Memory {
     pub(crate) fn try_filled(len_bytes: usize, byte: u8) -> Result<Self> {
         let (num, mut lines) = (len_bytes.div_ceil(64), Vec::new());
         lines.try_reserve_exact(num).map_err(|e| {
-            let text = format!("{len_bytes} bytes of the host's memory");
+            let text = format!("the host cannot allocate {len_bytes} bytes");
             Error::new(ErrorKind::Exhausted, text)
                 .cause(e)
                 .hint("use fewer ranks, or smaller sizes")
@@ -125,7 +125,7 @@ impl Memory {
                 Err(TryLockError::WouldBlock) => None,
             },
         };
-        of.map(|of| MemoryRead(of, self.len_bytes)).ok_or_else(|| race(what, "read", "written"))
+        of.map(|of| MemoryRead(of, self.len_bytes)).ok_or_else(|| race(what, "read", "writes"))
     }
 
     /// Write access; `what` names the buffer in the error.
@@ -141,7 +141,7 @@ impl Memory {
                 Err(TryLockError::WouldBlock) => None,
             },
         };
-        of.map(|of| MemoryWrite(of, self.len_bytes)).ok_or_else(|| race(what, "written", "used"))
+        of.map(|of| MemoryWrite(of, self.len_bytes)).ok_or_else(|| race(what, "written", "uses"))
     }
 
     /// True if both are the same buffer.
@@ -157,7 +157,7 @@ impl Memory {
 }
 
 fn race(what: &str, wanted: &str, busy: &str) -> Error {
-    Error::invalid(format!("`{what}` was to be {wanted} while work in flight has it {busy}"))
+    Error::invalid(format!("`{what}` cannot be {wanted} while work in flight {busy} it"))
         .hint("wait for the Pending, or join it to the stream, before touching the buffer")
 }
 

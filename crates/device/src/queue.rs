@@ -119,7 +119,7 @@ pub(crate) fn check_len(have: usize, given: usize) -> Result<()> {
     if have == given {
         return Ok(());
     }
-    Err(tilewire_core::Error::invalid("wrong number of bytes for the buffer")
+    Err(tilewire_core::Error::invalid("the number of bytes differs from the buffer's")
         .expected(have)
         .seen(given))
 }

@@ -96,7 +96,10 @@ impl Tensor {
 
     fn filled_on(device: &Device, dtype: DType, shape: Shape, byte: u8) -> Result<Self> {
         let len = shape.num_elems().checked_mul(dtype.size()).ok_or_else(|| {
-            Error::new(ErrorKind::Exhausted, format!("a {dtype} tensor {shape} fits no memory"))
+            Error::new(
+                ErrorKind::Exhausted,
+                format!("a {dtype} tensor of shape {shape} has more bytes than can be addressed"),
+            )
         })?;
         match device {
             Device::Host => Self::over(Memory::try_filled(len, byte)?, 0, dtype, shape),
@@ -132,7 +135,10 @@ impl Tensor {
     /// `InvalidArgument` if there are not as many values as `shape` has elements.
     pub fn from_f32(values: &[f32], dtype: DType, shape: Shape) -> Result<Self> {
         if values.len() != shape.num_elems() {
-            return Err(Error::invalid(format!("{} values for shape {shape}", values.len())));
+            return Err(Error::invalid(format!(
+                "{} values were given for shape {shape}",
+                values.len()
+            )));
         }
         let t = Self::zeros(dtype, shape);
         t.write(|b| convert_from_f32(dtype, values, b))?;
@@ -217,7 +223,7 @@ impl Tensor {
     pub fn cuda(&self) -> Result<CudaMemory> {
         match &*self.mem {
             Storage::Cuda(m) => m.slice(self.offset_bytes, self.len_bytes()),
-            Storage::Host(_) => Err(Error::invalid("a tensor lies in the CPU's memory")
+            Storage::Host(_) => Err(Error::invalid("the tensor is in the CPU's memory")
                 .hint("move it with `tensor.to(&device)` first")),
         }
     }
@@ -249,7 +255,10 @@ impl Tensor {
     pub fn rows(&self, first: usize, num: usize) -> Result<Self> {
         let last = first.saturating_add(num);
         if self.shape.ndim() == 0 || last > self.shape.dim(0) {
-            return Err(Error::invalid(format!("rows {first}..{last} of {}", self.shape)));
+            return Err(Error::invalid(format!(
+                "rows {first}..{last} are not within a tensor of shape {}",
+                self.shape
+            )));
         }
         let mut dims = self.shape.dims().to_vec();
         let row_bytes = dims[1..].iter().product::<usize>() * self.dtype.size();
@@ -301,7 +310,9 @@ impl Tensor {
     /// `InvalidArgument` if `T` is not the dtype; or if work in flight is writing the memory.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         if T::DTYPE != self.dtype {
-            return Err(Error::invalid("wrong dtype").expected(T::DTYPE).seen(self.dtype));
+            return Err(Error::invalid("the tensor has the wrong dtype")
+                .expected(T::DTYPE)
+                .seen(self.dtype));
         }
         self.read(|b| {
             let mut v = vec![T::zeroed(); self.shape.num_elems()];

@@ -183,16 +183,20 @@ fn parse_info(path: &Path, bytes: &[u8]) -> Result<Info> {
     let (_, header) = SafeTensors::read_metadata(bytes).map_err(|e| corrupt(path, e))?;
     let meta = header.metadata().clone().unwrap_or_default();
     let get = |k: &str| {
-        meta.get(k).ok_or_else(|| corrupt(path, format!("no `{k}`: not written by tilewire")))
+        meta.get(k).ok_or_else(|| {
+            corrupt(path, format!("the file has no `{k}`: tilewire did not write it"))
+        })
     };
     if get("format")? != "tilewire-1" {
-        return Err(corrupt(path, "another format").expected("tilewire-1").seen(get("format")?));
+        return Err(corrupt(path, "it has another format")
+            .expected("tilewire-1")
+            .seen(get("format")?));
     }
     // Devices count steps in an i32.
     let step = get("step")?.parse().ok().filter(|&s| i32::try_from(s).is_ok());
     Ok(Info {
-        step: step.ok_or_else(|| corrupt(path, "bad step"))?,
-        seed: get("seed")?.parse().map_err(|_| corrupt(path, "bad seed"))?,
+        step: step.ok_or_else(|| corrupt(path, "the number of steps cannot be read"))?,
+        seed: get("seed")?.parse().map_err(|_| corrupt(path, "the seed cannot be read"))?,
         model: serde_json::from_str(get("model")?).map_err(|e| corrupt(path, e))?,
         grid: serde_json::from_str(get("grid")?).map_err(|e| corrupt(path, e))?,
     })

@@ -156,7 +156,9 @@ fn teams(world: &World, grid: &Grid) -> Result<[LiveTeam; 4]> {
     let c = grid.coord(world.rank());
     let everyone = world.everyone("world")?;
     let one = |members: Vec<_>, name: &str| {
-        world.team(&members, name)?.ok_or_else(|| Error::internal("not in my own team"))
+        world
+            .team(&members, name)?
+            .ok_or_else(|| Error::internal("this rank is not in its own team"))
     };
     let tp = one(grid.ranks(|o| (o.dp, o.cp) == (c.dp, c.cp)), &format!("tp{}.{}", c.dp, c.cp))?;
     let cp = one(grid.ranks(|o| (o.dp, o.tp) == (c.dp, c.tp)), &format!("cp{}.{}", c.dp, c.tp))?;

@@ -29,7 +29,7 @@ impl Data {
         let kind = meta(path)?;
         if !kind.is_dir() && !kind.is_file() {
             let text = format!("{}: neither a file nor a folder", path.display());
-            return Err(Error::invalid(text).hint("write what it gives into a file first"));
+            return Err(Error::invalid(text).hint("write its output into a file first"));
         }
         let mut bytes = Vec::new();
         collect(path, &mut bytes)?;

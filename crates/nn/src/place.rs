@@ -49,7 +49,9 @@ impl Target {
                 "a model in f32 runs on the host only: on GPUs it is bf16 with f32 masters",
             )
             .hint("leave out --dtype, or use bf16")),
-            (_, other) => Err(Error::invalid("a model's type").expected("f32 or bf16").seen(other)),
+            (_, other) => Err(Error::invalid("the model does not support this type")
+                .expected("f32 or bf16")
+                .seen(other)),
         }
     }
 }

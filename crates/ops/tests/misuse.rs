@@ -415,7 +415,7 @@ fn errors_of_the_work_name_the_operation_and_rank() {
         let layer = Layer::new(&heap, &stream, 16)?;
         let h = layer.routed(&stream, &[0, 2, 1, 3])?;
         let e = layer.dispatch(&stream, &h, 3).and_then(|_| finish(&stream, &team)).unwrap_err();
-        assert!(e.message().contains("not those that were routed"), "{e}");
+        assert!(e.message().contains("differs from that of the routing"), "{e}");
         assert_eq!((e.get_op(), e.get_rank()), (Some("ep_dispatch"), Some(Rank::new(0))), "{e}");
         assert!(e.to_json()["seq"].as_u64().is_some_and(|s| s > 0), "{e}");
 

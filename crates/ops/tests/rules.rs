@@ -232,7 +232,7 @@ fn impossible_layers_are_refused() {
         (EpDesc { hidden: 1 << 20, ..good.clone() }, "hidden"),
         (EpDesc { layout: EpLayout::Flat { align: 1 << 32 }, ..good.clone() }, "alignment"),
         (EpDesc { capacity: 1 << 40, ..good.clone() }, "capacity"),
-        (EpDesc { num_scales: 1, ..good.clone() }, "f32 tokens have no scales"),
+        (EpDesc { num_scales: 1, ..good.clone() }, "tokens of type f32 have no scales"),
         (EpDesc { top_k: 33, ..good.clone() }, "top_k 33"),
         (EpDesc { top_k: 0, ..good.clone() }, "top_k 0"),
     ] {
@@ -240,7 +240,7 @@ fn impossible_layers_are_refused() {
         assert!(e.contains(says), "{e}");
     }
     let e = good.check(3).unwrap_err().to_string();
-    assert!(e.contains("2 ranks, the team has 3"), "{e}");
+    assert!(e.contains("2 ranks, but the team has 3"), "{e}");
 }
 
 /// A smaller capacity than the layer's may be given with each routing.

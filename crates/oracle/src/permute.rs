@@ -92,7 +92,7 @@ impl TopK {
 /// # Panics
 /// If `align` is 0.
 pub fn align_up(n: usize, align: usize) -> usize {
-    assert!(align > 0, "alignment 0");
+    assert!(align > 0, "the alignment must be positive");
     n.div_ceil(align) * align
 }
 

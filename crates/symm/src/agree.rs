@@ -51,7 +51,7 @@ impl LiveTeam {
             return Ok(());
         }
         let word = |k| if k == EntryKind::Prepare { "prepare" } else { "launch" };
-        Err(Error::new(ErrorKind::Mismatch, "ranks disagree about what comes next")
+        Err(Error::new(ErrorKind::Mismatch, "the ranks disagree about their next call")
             .op(if kind == EntryKind::Prepare { "prepare" } else { "launch" })
             .phase("agree")
             .rank(self.rank())

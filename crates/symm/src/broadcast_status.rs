@@ -44,7 +44,10 @@ fn payload_of(peer: Rank, words: &[u8]) -> Result<&[u8]> {
         Some((&OK, rest)) => Ok(rest),
         Some((&FAILED, rest)) => {
             let f: Failure = serde_json::from_slice(rest).map_err(|e| {
-                Error::new(ErrorKind::Protocol, format!("{peer} failed, unreadably: {e}"))
+                Error::new(
+                    ErrorKind::Protocol,
+                    format!("{peer} failed with an error that cannot be read: {e}"),
+                )
             })?;
             let e = Error::new(f.kind, format!("{peer} failed: {}", f.message)).peer(peer);
             Err(match f.hint {
@@ -52,7 +55,7 @@ fn payload_of(peer: Rank, words: &[u8]) -> Result<&[u8]> {
                 None => e,
             })
         }
-        _ => Err(Error::new(ErrorKind::Protocol, format!("{peer} sent no word")).peer(peer)),
+        _ => Err(Error::new(ErrorKind::Protocol, format!("{peer} sent no status")).peer(peer)),
     }
 }
 

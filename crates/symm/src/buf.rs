@@ -127,7 +127,7 @@ impl SymBuf {
     /// memory other processes write; otherwise as [`SymBuf::address`].
     pub fn peer_tensor(&self, rank: Rank, dtype: DType, shape: Shape) -> Result<Tensor> {
         let Device::Cuda(ctx) = self.0.heap.device() else {
-            let text = "a tensor over symmetric memory of the host";
+            let text = "symmetric memory of the host cannot back a tensor";
             return Err(Error::new(ErrorKind::Unsupported, text)
                 .op("symbuf")
                 .hint("use `SymBuf::address`, or a `Transport`"));
@@ -147,10 +147,12 @@ impl SymBuf {
     pub fn all_ranks(&self, dtype: DType, shape: Shape) -> Result<AllRanks> {
         let need = shape.num_elems().saturating_mul(dtype.size());
         if need > self.0.len_bytes {
-            return Err(Error::invalid(format!("a {dtype} tensor {shape} in a symmetric buffer"))
-                .op("symbuf")
-                .expected(format_args!("at most {} bytes", self.0.len_bytes))
-                .seen(need));
+            return Err(Error::invalid(format!(
+                "a {dtype} tensor of shape {shape} does not fit the symmetric buffer"
+            ))
+            .op("symbuf")
+            .expected(format_args!("at most {} bytes", self.0.len_bytes))
+            .seen(need));
         }
         let (stride_bytes, (address, _)) = (self.stride()?, self.address(Rank::new(0))?);
         let num_ranks = self.0.heap.team().size();

@@ -64,10 +64,13 @@ pub(crate) fn check_header(got: &[u64; 5], want: &[u64; 5], peer: Rank) -> Resul
     if got == want {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::Mismatch, "the control page of a peer belongs to something else")
-        .peer(peer)
-        .expected(format_args!("{want:x?}"))
-        .seen(format_args!("{got:x?}")))
+    Err(Error::new(
+        ErrorKind::Mismatch,
+        "the control page of a peer belongs to another team or version",
+    )
+    .peer(peer)
+    .expected(format_args!("{want:x?}"))
+    .seen(format_args!("{got:x?}")))
 }
 
 /// Bytes of one page of a team with `size` members.

@@ -174,20 +174,20 @@ fn of_backend(backend: BackendKind, e: Error) -> Error {
 }
 
 fn too_large() -> Error {
-    Error::new(ErrorKind::Exhausted, "no machine has that much memory")
+    Error::new(ErrorKind::Exhausted, "a heap of this size cannot be addressed")
         .op("heap")
         .hint("give fewer bytes: Plan::memory says what each plan needs")
 }
 
 pub(crate) fn out_of_reach() -> Error {
     Error::new(ErrorKind::Unsupported, "the GPUs of this team do not reach each other's memory")
-        .hint("`Heap::reaches_peers` says so beforehand; plans go through NCCL there")
+        .hint("`Heap::reaches_peers` returns false there; plans use NCCL")
 }
 
 fn no_address() -> Error {
     Error::new(
         ErrorKind::Unsupported,
-        "the memory of peers has no addresses here: messages reach it",
+        "this transport reaches the memory of peers by messages, so that it has no addresses",
     )
 }
 
@@ -239,7 +239,7 @@ pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>)
     let mut fds = Vec::new();
     for (i, p) in parcels.into_iter().enumerate() {
         if p.fds.len() != num {
-            return Err(Error::new(ErrorKind::Protocol, "a peer sent no memory")
+            return Err(Error::new(ErrorKind::Protocol, "a peer has sent no memory")
                 .op("heap")
                 .peer(Rank::new(i as u32))
                 .expected(num)
@@ -291,10 +291,10 @@ impl Heap {
     pub(crate) fn check_range(&self, peer: Rank, offset: usize, len: usize) -> Result<()> {
         let (size, total) = (self.0.team.size(), self.usage().1);
         if peer.idx() >= size {
-            return Err(Error::invalid(format!("no {peer} in a team of {size}")));
+            return Err(Error::invalid(format!("{peer} is not in a team of {size} ranks")));
         }
         if offset.checked_add(len).is_none_or(|e| e > total) {
-            return Err(Error::invalid("range outside of the heap")
+            return Err(Error::invalid("the range reaches beyond the heap")
                 .expected(format_args!("at most {total} bytes"))
                 .seen(format_args!("{offset}+{len}")));
         }
@@ -413,8 +413,7 @@ impl Heap {
     pub fn adopt(&self, addr: u64, len_bytes: usize) -> Result<(SymBuf, usize)> {
         let named = |e: Error| e.op("heap.adopt").team(self.0.team.name());
         let Some(store) = self.0.vmm.as_ref().filter(|_| self.backend() == BackendKind::Vmm) else {
-            let text =
-                format!("a heap of the backend `{}` takes no memory of others", self.backend());
+            let text = format!("a heap of the backend `{}` cannot adopt memory", self.backend());
             return Err(named(Error::new(ErrorKind::Unsupported, text).expected("vmm")));
         };
         let (at, len, inside) = store.adopt(addr, len_bytes).map_err(named)?;
@@ -429,7 +428,7 @@ impl Heap {
     fn grow_file(&self, own: &OwnedFd, (old, len): (usize, usize)) -> Result<()> {
         let enlarge = || {
             inject::step("growing shared memory")?;
-            let io = |e| Error::io("growing of the heap", e).op("heap.grow");
+            let io = |e| Error::io("growing the heap", e).op("heap.grow");
             // Larger already if an earlier try failed on a peer; it cannot shrink.
             if rustix::fs::fstat(own).map_err(io)?.st_size as u64 >= len as u64 {
                 return Ok(());

@@ -23,7 +23,8 @@ pub(crate) fn shared_file(name: &str, len: usize) -> Result<OwnedFd> {
             }
             _ => ErrorKind::Io,
         };
-        let new = Error::new(kind, format!("{what} of {len} bytes of shared memory: {e}")).cause(e);
+        let new = Error::new(kind, format!("{what} of {len} bytes of shared memory failed: {e}"))
+            .cause(e);
         match e {
             rustix::io::Errno::MFILE => new.hint("`ulimit -n 4096` allows more descriptors"),
             rustix::io::Errno::NFILE => new.hint("raise fs.file-max: the machine is out of files"),
@@ -61,7 +62,10 @@ impl Mapping {
         debug_assert!(len <= stride && len.is_multiple_of(PAGE) && stride.is_multiple_of(PAGE));
         inject::step("reserving addresses")?;
         let whole = fds.len().checked_mul(stride).ok_or_else(|| {
-            let text = format!("no address range for {} x {stride} bytes", fds.len());
+            let text = format!(
+                "a virtual address range of {} x {stride} bytes cannot be represented",
+                fds.len()
+            );
             Error::new(ErrorKind::Exhausted, text).hint("lower the heap's reserve")
         })?;
         // SAFETY: a fresh anonymous reservation at an address of the kernel's choice.
@@ -76,12 +80,15 @@ impl Mapping {
         .map_err(|e| {
             Error::new(
                 ErrorKind::Exhausted,
-                format!("no address range for {} x {stride} bytes: {e}", fds.len()),
+                format!(
+                    "a virtual address range of {} x {stride} bytes cannot be reserved: {e}",
+                    fds.len()
+                ),
             )
             .hint("lower the heap's reserve, or raise the address space limit (ulimit -v)")
         })?;
         let base =
-            NonNull::new(base.cast::<u8>()).ok_or_else(|| Error::internal("mmap gave null"))?;
+            NonNull::new(base.cast::<u8>()).ok_or_else(|| Error::internal("mmap returned null"))?;
         let map = Self { base, stride, num: fds.len(), len: AtomicUsize::new(0) };
         map.extend(fds, len)?;
         Ok(map)
@@ -92,7 +99,7 @@ impl Mapping {
         let old = self.len.load(Ordering::Acquire);
         for (i, fd) in fds.iter().enumerate() {
             let stat = rustix::fs::fstat(fd.as_fd())
-                .map_err(|e| Error::io("fstat of a peer's memory", e))?;
+                .map_err(|e| Error::io("reading the size of a peer's memory", e))?;
             if (stat.st_size as u64) < len as u64 {
                 return Err(Error::new(ErrorKind::Protocol, "a peer's shared memory is too small")
                     .peer(Rank::new(i as u32))
@@ -115,7 +122,7 @@ impl Mapping {
                     old as u64,
                 )
             }
-            .map_err(|e| Error::io("mapping of a peer's memory", e))?;
+            .map_err(|e| Error::io("mapping a peer's memory", e))?;
         }
         self.len.fetch_max(len, Ordering::Release);
         Ok(())
@@ -200,7 +207,7 @@ impl Mapping {
                     rustix::mm::MprotectFlags::empty(),
                 )
             }
-            .map_err(|e| Error::io("taking away access to a peer's memory", e))?;
+            .map_err(|e| Error::io("revoking access to a peer's memory", e))?;
         }
         Ok(())
     }

@@ -46,7 +46,7 @@ impl Adopted {
             && Rank::all(team.size()).all(|r| team.world_rank(r) == r);
         let Some(comm) = comm.filter(|_| everyone) else { return Ok(None) };
         if comm.context().ordinal() != ctx.ordinal() {
-            return Err(Error::invalid("the adopted NCCL communicator is of another device")
+            return Err(Error::invalid("the adopted NCCL communicator belongs to another device")
                 .op("nccl")
                 .expected(ctx.ordinal())
                 .seen(comm.context().ordinal()));
@@ -82,7 +82,7 @@ impl NcclTeam {
         let words = [version.as_bytes(), id.as_ref().map_or(&[][..], |id| &id.0)].concat();
         let all = team.exchange("nccl id", &words)?;
         if let Some((a, b)) = shared(&gpus(team, ctx)?) {
-            let text = format!("ranks {a} and {b} share a GPU: NCCL wants one for each");
+            let text = format!("ranks {a} and {b} share a GPU, but NCCL needs one for each rank");
             return Err(Error::new(ErrorKind::Unsupported, text).op("nccl").hint(
                 "start no more ranks than there are GPUs, or use puts and the `vmm` backend",
             ));
@@ -91,10 +91,13 @@ impl NcclTeam {
         for (i, theirs) in all.iter().enumerate() {
             let (text, place) = theirs.split_at(version.len().min(theirs.len()));
             if text != version.as_bytes() || place.len() != if i == 0 { 128 } else { 0 } {
-                return Err(Error::new(ErrorKind::Mismatch, "the ranks have different NCCLs")
-                    .op("nccl")
-                    .expected(&version)
-                    .seen(String::from_utf8_lossy(text)));
+                return Err(Error::new(
+                    ErrorKind::Mismatch,
+                    "the ranks have loaded different versions of NCCL",
+                )
+                .op("nccl")
+                .expected(&version)
+                .seen(String::from_utf8_lossy(text)));
             }
             if i == 0 {
                 id.0.copy_from_slice(place);
@@ -144,7 +147,8 @@ impl NcclTeam {
         let window = unsafe { self.comm.register(addr, len)? };
         self.settled(Some(Deadline::after(self.team.0.cfg.rendezvous_timeout)))?;
         if window.handle().is_none() {
-            let text = format!("{} has no symmetric memory for these devices", self.library);
+            let text =
+                format!("{} does not support symmetric memory on these devices", self.library);
             return Err(Error::new(ErrorKind::Unsupported, text).op("nccl").hint(
                 "NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE must not be 0; or use the `vmm` backend",
             ));
@@ -238,7 +242,7 @@ fn watch(team: &Arc<NcclTeam>) -> Result<()> {
         }
     };
     let thread = std::thread::Builder::new().name("nccl-watch".to_owned()).spawn(body);
-    thread.map(drop).map_err(|e| Error::io("a thread that watches NCCL", e))
+    thread.map(drop).map_err(|e| Error::io("starting the thread that watches NCCL", e))
 }
 
 /// Collective: whether all ranks can open NCCL, asked before memory is taken.

@@ -96,7 +96,7 @@ fn within(bases: &[u64], total: usize, (rank, offset, len): (Rank, usize, usize)
     let end = offset.checked_add(len).filter(|e| *e <= total);
     match (bases.get(rank.idx()), end) {
         (Some(base), Some(_)) => Ok(base + offset as u64),
-        _ => Err(Error::invalid("symmetric access out of range")
+        _ => Err(Error::invalid("the access reaches beyond the symmetric memory")
             .peer(rank)
             .expected(format_args!("{} ranks of {total} bytes", bases.len()))
             .seen(format_args!("{offset}+{len}"))),
@@ -118,7 +118,7 @@ fn uneven() -> Error {
     let text = "NVSHMEM has mapped the ranks' memory in uneven steps";
     Error::new(ErrorKind::Unsupported, text)
         .op("nvshmem")
-        .hint("kernels that write to all peers want even ones: use the `vmm` backend")
+        .hint("kernels that write to all peers need even steps: use the `vmm` backend")
 }
 
 /// Of this process among others on the host: its number, and what gives numbers.
@@ -131,7 +131,9 @@ pub(crate) fn process() -> String {
 pub(crate) fn check(team: &LiveTeam) -> Result<()> {
     let all = team.exchange("processes", process().as_bytes())?;
     if let Some((a, b)) = shared(&all) {
-        let text = format!("ranks {a} and {b} are of one process: NVSHMEM wants one for each GPU");
+        let text = format!(
+            "ranks {a} and {b} are in one process, but NVSHMEM needs a process for each GPU"
+        );
         return Err(Error::new(ErrorKind::Unsupported, text)
             .op("nvshmem")
             .hint("start the ranks with `tilewire run`, or use the `vmm` backend"));
@@ -188,7 +190,8 @@ fn meet(team: &LiveTeam, ctx: &CudaContext) -> Result<()> {
     let id = team.settle("nvshmem place", first.then(Nvshmem::unique_id).transpose())?;
     let all = team.exchange("nvshmem place", id.as_ref().map_or(&[][..], |id| &id.0))?;
     let place: [u8; 128] = all[0].as_slice().try_into().map_err(|_| {
-        Error::new(ErrorKind::Protocol, "rank 0 sent no place to meet").op("nvshmem")
+        Error::new(ErrorKind::Protocol, "rank 0 has sent no rendezvous identity of NVSHMEM")
+            .op("nvshmem")
     })?;
     let theirs = ctx.clone();
     guarded(team, "init", move || Nvshmem::init(&theirs, &NvshmemId(place), me))?;
@@ -199,7 +202,7 @@ fn meet(team: &LiveTeam, ctx: &CudaContext) -> Result<()> {
 fn others(seen: impl std::fmt::Display) -> Error {
     Error::new(
         ErrorKind::Unsupported,
-        "NVSHMEM lives once in a process, with other ranks than these",
+        "this process has initialised NVSHMEM with other ranks, and can do so only once",
     )
     .op("nvshmem")
     .seen(seen)
@@ -223,7 +226,7 @@ fn reuse(team: &LiveTeam, len: usize) -> Result<Option<(usize, Piece)>> {
     };
     mine.map(Some).ok_or_else(|| {
         // The others take it: heaps of this backend are made one after the other.
-        let text = "another thread makes a heap of NVSHMEM at the same time";
+        let text = "another thread of this process is making a heap of NVSHMEM";
         team.fail(Error::new(ErrorKind::Protocol, text).op("nvshmem"))
     })
 }
@@ -252,7 +255,7 @@ fn guarded<T: Send + 'static>(
     let spawned = std::thread::Builder::new().name(format!("nvshmem-{phase}")).spawn(body);
     let deadline = Deadline::after(team.0.cfg.rendezvous_timeout);
     let wait = || -> Result<T> {
-        spawned.map_err(|e| Error::io("a thread for NVSHMEM", e))?;
+        spawned.map_err(|e| Error::io("starting the thread for NVSHMEM", e))?;
         loop {
             match rx.recv_timeout(POLL) {
                 Ok(done) => return done,
@@ -307,7 +310,7 @@ mod tests {
             let team = world.everyone("nvshmem")?;
             let e = team.heap(BackendKind::Nvshmem, HeapCfg::new(4096)).err().unwrap();
             assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
-            assert!(e.to_string().contains("of one process"), "{e}");
+            assert!(e.to_string().contains("in one process"), "{e}");
             // The team goes on.
             team.heap(BackendKind::Host, HeapCfg::new(4096)).map(drop)
         })

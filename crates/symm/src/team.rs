@@ -444,7 +444,7 @@ impl LiveTeam {
         let mut most = 0;
         for s in &sizes {
             let word = s.as_slice().try_into().map_err(|_| {
-                Error::new(ErrorKind::Protocol, "a peer sent no length").op("exchange")
+                Error::new(ErrorKind::Protocol, "a peer has sent no length").op("exchange")
             })?;
             most = most.max(u64::from_le_bytes(word) as usize);
         }

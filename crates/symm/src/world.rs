@@ -138,7 +138,8 @@ impl World {
     /// # Errors
     /// `Exhausted` if the operating system gives no resources.
     pub fn solo(cfg: WorldCfg) -> Result<Self> {
-        let mesh = ThreadMesh::group(1)?.pop().ok_or_else(|| Error::internal("no mesh"))?;
+        let mesh =
+            ThreadMesh::group(1)?.pop().ok_or_else(|| Error::internal("the world has no mesh"))?;
         Ok(Self::join(mesh, cfg))
     }
 
@@ -160,7 +161,7 @@ impl World {
                     std::thread::Builder::new()
                         .name(format!("rank{}", mesh.rank().get()))
                         .spawn_scoped(s, move || f(World::join(mesh, cfg)))
-                        .map_err(|e| Error::io("a thread for a rank", e))
+                        .map_err(|e| Error::io("starting the thread of a rank", e))
                 })
                 .collect();
             let mut out = Vec::with_capacity(n);
@@ -253,7 +254,8 @@ impl World {
     /// As [`World::team`].
     pub fn everyone(&self, name: &str) -> Result<LiveTeam> {
         let all: Vec<Rank> = Rank::all(self.size()).collect();
-        self.team(&all, name)?.ok_or_else(|| Error::internal("not a member of everyone"))
+        self.team(&all, name)?
+            .ok_or_else(|| Error::internal("this rank is not in the team of all ranks"))
     }
 
     /// The communicator of the caller's that heaps over everybody, of this world's ranks in their

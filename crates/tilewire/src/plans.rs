@@ -117,7 +117,7 @@ impl<K: Clone + Eq + Hash> Plans<K> {
             }
         };
         drop(held);
-        plan.downcast().map_err(|_| Error::internal("a key of two types of plans"))
+        plan.downcast().map_err(|_| Error::internal("one key names plans of two types"))
     }
 
     /// True if a launch of `key` needs no meeting.
@@ -130,11 +130,12 @@ impl<K: Clone + Eq + Hash> Plans<K> {
         M: Fn(&Heap) -> Result<P>,
     {
         if stream.is_capturing() {
-            return Err(Error::new(ErrorKind::NotPrepared, "this call needs a plan of its own")
-                .op(r.op)
-                .hint(
-                    "call it once with these shapes before the capture begins, or `prepare` it",
-                ));
+            return Err(Error::new(
+                ErrorKind::NotPrepared,
+                "this call needs a new plan, which cannot be made during a capture",
+            )
+            .op(r.op)
+            .hint("call it once with these shapes before the capture begins, or `prepare` it"));
         }
         self.meet(held, r.op, "is made")?;
         let plan = self.make(held, (r.op, r.len_bytes), &r.make)?;

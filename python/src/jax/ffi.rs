@@ -298,15 +298,16 @@ impl<'a> Frame<'a> {
     /// `Unsupported` for a version that is not known.
     pub unsafe fn new(raw: *mut CallFrame) -> Result<Self> {
         // SAFETY: the frame is valid for the call.
-        let raw = unsafe { raw.as_mut() }.ok_or_else(|| Error::internal("a call without frame"))?;
+        let raw = unsafe { raw.as_mut() }
+            .ok_or_else(|| Error::internal("XLA has passed no call frame"))?;
         let seen = raw.struct_size;
         let most = std::mem::offset_of!(CallFrame, future);
         if seen < most {
             return Err(unknown_version("call frame", most, seen));
         }
         // SAFETY: the table lives as long as the process; its size is checked before it is used.
-        let api =
-            unsafe { raw.api.as_ref() }.ok_or_else(|| Error::internal("a call without table"))?;
+        let api = unsafe { raw.api.as_ref() }
+            .ok_or_else(|| Error::internal("XLA has passed no function table"))?;
         if api.struct_size < size_of::<Api>() || api.version.major != MAJOR {
             return Err(unknown_version("table", size_of::<Api>(), api.struct_size));
         }
@@ -333,7 +334,7 @@ impl<'a> Frame<'a> {
             return std::str::from_utf8(value)
                 .map_err(|_| Error::internal(format!("attribute `{name}` is not text")));
         }
-        Err(Error::internal(format!("a call without attribute `{name}`")))
+        Err(Error::internal(format!("the call lacks the attribute `{name}`")))
     }
 
     /// Returns the device of this process that executes the call.
@@ -402,7 +403,7 @@ impl<'a> Frame<'a> {
         self.ask(self.api.state_get, &mut args, "the state of a call")?;
         // SAFETY: a state of this type is such a box, and lives as long as the executable.
         unsafe { args.state.cast::<T>().as_ref() }
-            .ok_or_else(|| Error::internal("a call site without state"))
+            .ok_or_else(|| Error::internal("the call site has no state"))
     }
 
     /// A future that this call returns: it is complete when the future is.
@@ -442,7 +443,7 @@ impl<'a> Frame<'a> {
                 // SAFETY: the arrays have `size` elements.
                 let (kind, item) = unsafe { (*b.types.add(i), *b.items.add(i)) };
                 if kind != BUFFER {
-                    return Err(Error::internal("an operand that is no buffer"));
+                    return Err(Error::internal("an operand is no buffer"));
                 }
                 // SAFETY: an item of this kind is a buffer; the caller keeps to its life.
                 unsafe { lend(&*item.cast::<Buffer>(), device) }

@@ -112,7 +112,7 @@ unsafe fn called(
 }
 
 fn panicked<T>() -> Result<T> {
-    Err(Error::internal("a panic; its text is on the standard error output"))
+    Err(Error::internal("the call has panicked; the text is on the standard error output"))
 }
 
 fn instantiated(frame: &Frame<'_>, id: &TypeId) -> Result<()> {
@@ -137,7 +137,7 @@ unsafe fn tensors(frame: &Frame<'_>, device: &Device) -> Result<Tensors> {
 fn on_host(frame: &mut Frame<'_>) -> Result<()> {
     let (site, ordinal) = (state(frame, false)?, frame.ordinal()?);
     let future = site.with_slot(ordinal, false, |slot: &Slot, flight| {
-        let none = || Error::internal("a call on the CPU without a stream");
+        let none = || Error::internal("a call on the CPU has no stream");
         let stream = slot.stream.as_ref().ok_or_else(none)?;
         // SAFETY: XLA keeps the buffers until the future is set, which is behind the launch.
         let t = unsafe { tensors(frame, &slot.device) }?;
@@ -222,7 +222,7 @@ pub fn jax_check_call(py: Python<'_>, text: &str, size: usize) -> PyResult<()> {
 pub fn jax_layer(py: Python<'_>, text: &str, size: usize) -> PyResult<(usize, usize, usize)> {
     let numbers = || match Spec::parse(text)?.describe(size)? {
         Desc::Ep(d, _) => Ok((d.recv_rows(), d.capacity, EpHandle::state_bytes(&d))),
-        _ => Err(Error::internal("not a layer of experts")),
+        _ => Err(Error::internal("the call is not one of a layer of experts")),
     };
     numbers().or_raise(py)
 }

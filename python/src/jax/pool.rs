@@ -52,8 +52,7 @@ fn start() -> Result<Sender<Job>> {
         }
     };
     let named = std::thread::Builder::new().name("tilewire-jax".to_owned());
-    named
-        .spawn(work)
-        .map(|_| tx)
-        .map_err(|e| Error::new(ErrorKind::Exhausted, format!("a thread for a launch: {e}")))
+    named.spawn(work).map(|_| tx).map_err(|e| {
+        Error::new(ErrorKind::Exhausted, format!("the thread of a launch cannot be started: {e}"))
+    })
 }

@@ -102,7 +102,7 @@ impl Launch<'_> {
     }
 
     fn arg(&self, name: &str) -> Result<Tensor> {
-        self.optional(name).ok_or_else(|| Error::internal(format!("a call without `{name}`")))
+        self.optional(name).ok_or_else(|| Error::internal(format!("the call lacks `{name}`")))
     }
 
     fn result(&self, name: &str) -> Option<Tensor> {
@@ -110,7 +110,7 @@ impl Launch<'_> {
     }
 
     fn ret(&self, name: &str) -> Result<Tensor> {
-        self.result(name).ok_or_else(|| Error::internal(format!("a call without `{name}`")))
+        self.result(name).ok_or_else(|| Error::internal(format!("the call lacks `{name}`")))
     }
 
     /// Returns the rows of this rank, where rows differ from rank to rank: the first of `t`, which
@@ -201,7 +201,7 @@ impl Launch<'_> {
         x.bias = self.optional("bias");
         x.sink = self.optional("sink");
         let given = |name| self.optional(name).or_else(|| self.result(name));
-        let missing = || Error::internal("an attention without its result");
+        let missing = || Error::internal("the attention has no result");
         let (out, lse) = (given("out").ok_or_else(missing)?, given("lse").ok_or_else(missing)?);
         Ok((x, AttnOut { out, lse }))
     }

@@ -263,7 +263,7 @@ fn slot_of_team(
     }
     let name = format!("{op} {}.{number}", spec.site);
     let team = local.world.team(&group, &name)?;
-    let team = team.ok_or_else(|| Error::internal("a rank outside of its own team"))?;
+    let team = team.ok_or_else(|| Error::internal("this rank is not in its own team"))?;
     let stream = prepare_stream(&local.device, &name)?;
     let mut cfg = HeapCfg::new(len_bytes + SLACK_BYTES);
     if let Device::Cuda(ctx) = &local.device {

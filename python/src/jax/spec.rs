@@ -147,7 +147,7 @@ impl Spec {
     /// `Internal` for a text that the Python package does not write.
     pub fn parse(text: &str) -> Result<Self> {
         serde_json::from_str(text)
-            .map_err(|e| Error::internal(format!("a call that is not understood: {e}")))
+            .map_err(|e| Error::internal(format!("the attributes of the call cannot be read: {e}")))
     }
 
     /// Place of operand `name`.
@@ -162,7 +162,7 @@ impl Spec {
 
     fn of(all: &[Operand], name: &str) -> Result<Form> {
         let found = all.iter().find(|a| a.name == name);
-        found.ok_or_else(|| Error::internal(format!("a call without `{name}`")))?.form()
+        found.ok_or_else(|| Error::internal(format!("the call lacks `{name}`")))?.form()
     }
 
     fn form(&self, name: &str) -> Result<Form> {
@@ -325,7 +325,9 @@ impl Spec {
     }
 
     fn attention(&self) -> Result<&Attention> {
-        self.attention.as_ref().ok_or_else(|| Error::internal("an attention without its numbers"))
+        self.attention
+            .as_ref()
+            .ok_or_else(|| Error::internal("the call lacks the numbers of the attention"))
     }
 
     fn forms(&self) -> Result<Forms> {
@@ -340,9 +342,11 @@ impl Spec {
         for (what, form, tokens) in [("q", f.q, s.tokens_q), ("k", f.k, s.tokens_kv)] {
             let rows = form.shape.dim(0) * size;
             if rows != tokens {
-                return Err(Error::invalid(format!("`{what}` has other rows than its sequences"))
-                    .expected(format_args!("{tokens} rows of {size} ranks together"))
-                    .seen(rows));
+                return Err(Error::invalid(format!(
+                    "the rows of `{what}` differ from those of its sequences"
+                ))
+                .expected(format_args!("{tokens} rows of {size} ranks together"))
+                .seen(rows));
             }
         }
         Ok(())
@@ -350,7 +354,10 @@ impl Spec {
 
     /// A layer of experts and the bytes of a routing's state in it.
     fn ep(&self, size: usize) -> Result<Desc> {
-        let spec = self.ep.as_ref().ok_or_else(|| Error::internal("a layer without numbers"))?;
+        let spec = self
+            .ep
+            .as_ref()
+            .ok_or_else(|| Error::internal("the call lacks the numbers of the layer"))?;
         let desc = spec.describe(size)?;
         desc.check(size)?;
         let state = [EpHandle::state_bytes(&desc)];
@@ -362,9 +369,11 @@ impl Spec {
                 self.expect("x", &[tokens, desc.hidden])?;
                 self.expect("topk_weights", &[tokens, desc.top_k])?;
                 if tokens > desc.max_tokens {
-                    return Err(Error::invalid("more tokens than the layer was made for")
-                        .expected(format_args!("at most {}", desc.max_tokens))
-                        .seen(tokens));
+                    return Err(Error::invalid(
+                        "the launch has more tokens than the layer was made for",
+                    )
+                    .expected(format_args!("at most {}", desc.max_tokens))
+                    .seen(tokens));
                 }
             }
             Op::EpCombine => {

@@ -167,8 +167,11 @@ impl JaxWorld {
         let made = std::thread::scope(|s| {
             let one = &one;
             let threads: Vec<_> = (0..self.locals.len()).map(|i| s.spawn(move || one(i))).collect();
-            let panicked =
-                || Err(Error::internal("a panic; its text is on the standard error output"));
+            let panicked = || {
+                Err(Error::internal(
+                    "the call has panicked; the text is on the standard error output",
+                ))
+            };
             threads.into_iter().map(|t| t.join().unwrap_or_else(|_| panicked())).collect::<Vec<_>>()
         });
         // The cause, rather than what it brings on other ranks.
@@ -189,12 +192,13 @@ impl JaxWorld {
         if used.saturating_add(len_bytes) <= most {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Exhausted, "no more symmetric memory for another call")
-            .expected(format_args!("at most {most} bytes per rank"))
-            .seen(format_args!("{used} in use, {len_bytes} more"))
-            .hint(
-                "give `init` a larger `heap_bytes`; calls in a `lax.scan` body share their memory",
-            ))
+        Err(Error::new(
+            ErrorKind::Exhausted,
+            "the world has too little symmetric memory for another call",
+        )
+        .expected(format_args!("at most {most} bytes per rank"))
+        .seen(format_args!("{used} in use, {len_bytes} more"))
+        .hint("give `init` a larger `heap_bytes`; calls in a `lax.scan` body share their memory"))
     }
 
     /// Counts bytes of a call site in, or out.
@@ -355,7 +359,9 @@ fn meet(
     std::thread::scope(|s| {
         let join = &join;
         let ranks: Vec<_> = (0..mine.len()).map(|i| s.spawn(move || join(i))).collect();
-        let panicked = || Err(Error::internal("a panic; its text is on the standard error output"));
+        let panicked = || {
+            Err(Error::internal("the call has panicked; the text is on the standard error output"))
+        };
         ranks.into_iter().map(|t| t.join().unwrap_or_else(|_| panicked())).collect()
     })
 }

@@ -37,7 +37,7 @@ fn layout(name: &str, align: usize) -> Result<EpLayout> {
         "expert_major" => Ok(EpLayout::ExpertMajor { align }),
         "rank_major" => Ok(EpLayout::RankMajor { align }),
         "flat" => Ok(EpLayout::Flat { align }),
-        other => Err(Error::invalid(format!("unknown layout `{other}`"))
+        other => Err(Error::invalid(format!("the layout `{other}` is not known"))
             .expected("expert_major, rank_major or flat")),
     }
 }
@@ -186,7 +186,7 @@ fn not_captured(stream: &Stream) -> Result<()> {
     if !stream.is_capturing() {
         return Ok(());
     }
-    let text = "receive buffers are made together with the other ranks";
+    let text = "receive buffers cannot be made during a capture: all ranks make them together";
     Err(Error::new(ErrorKind::NotPrepared, text)
         .hint("make the EpBuffer before the capture begins"))
 }

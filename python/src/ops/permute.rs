@@ -73,7 +73,7 @@ type Both<'py> = (Object<'py>, Option<Object<'py>>);
 
 impl RowMap {
     fn map(&self) -> Result<&PermuteMap> {
-        self.map.as_ref().ok_or_else(|| Error::internal("a row map that is gone"))
+        self.map.as_ref().ok_or_else(|| Error::internal("the row map has been freed"))
     }
 
     /// Runs `f` of a call on tensors that lie where `first` does.

@@ -76,7 +76,7 @@ class EpGroup:
             size *= world.shape[a]
         dtype = jnp.dtype(self.dtype)
         if dtype.name not in _TOKENS:
-            raise InvalidArgument(f"ep: tokens of {dtype.name}; one of {_TOKENS} is expected")
+            raise InvalidArgument(f"ep: tokens cannot be {dtype}: one of {_TOKENS} is expected")
         if self.num_experts % size:
             raise InvalidArgument(
                 f"ep: {self.num_experts} experts do not divide among {size} ranks"

@@ -46,7 +46,7 @@ def _offsets(cu, what):
         if cu.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise InvalidArgument(
-                    f"`{what}` lies on the GPU, and a capture cannot copy it: pass it on the host"
+                    f"`{what}` is on the GPU, and a capture cannot copy it: pass it on the host"
                 )
             import warnings
 

@@ -84,7 +84,7 @@ class EpGroup:
         tokens, results = fp8 or dtype in _NAMES, fp8 or out_dtype == dtype
         if not tokens or out_dtype not in _NAMES or not results:
             raise InvalidArgument(
-                f"ep: tokens of {dtype}, results of {out_dtype}; f32, bf16, f16 for both, or FP8"
+                f"ep: tokens of {dtype} and results of {out_dtype}: f32, bf16, f16 for both, or FP8"
                 " tokens and results of another type are expected"
             )
         spec = dict(
@@ -378,7 +378,7 @@ def ep_dispatch(buf, x, topk_idx, topk_weights=None, *, num_sms=None, async_op=F
             f"ep_dispatch: topk_weights must be {list(choices)} f32, not {tuple(w.shape)} {w.dtype}"
         )
     if num_sms is not None and num_sms < 1:
-        raise InvalidArgument(f"ep_dispatch: num_sms {num_sms}: at least one is expected")
+        raise InvalidArgument(f"ep_dispatch: num_sms is {num_sms}, but must be at least 1")
     buf._native.set_num_sms(num_sms)
     idx = None if reuse else topk_idx.contiguous()
     w = None if w is None else w.contiguous()

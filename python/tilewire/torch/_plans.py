@@ -17,7 +17,7 @@ def _real(t, device):
     if isinstance(t, QTensor):
         return QTensor(_real(t.data, device), _real(t.scales, device), t.recipe, t.world)
     if isinstance(t, EpBuffer):
-        raise InvalidArgument("an EpGroup has made the plan of its calls already: there is no more")
+        raise InvalidArgument("an EpGroup has made the plan of its calls: there is none to prepare")
     if isinstance(t, (list, tuple)) and any(isinstance(e, torch.Tensor) for e in t):
         return [_real(e, device) for e in t]
     return t

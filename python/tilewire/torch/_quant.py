@@ -77,11 +77,11 @@ def quantize(x, recipe="tensor", *, dtype=torch.float8_e4m3fn, pow2_scales=False
         raise InvalidArgument("quantize: a matrix is expected: flatten the outer dimensions")
     if recipe not in _RECIPES or dtype not in _FP8:
         raise InvalidArgument(
-            f"quantize: recipe {recipe!r} to {dtype}; one of {', '.join(_RECIPES)} to float8_e4m3fn"
+            f"quantize: recipe {recipe!r} to {dtype}: one of {', '.join(_RECIPES)} to float8_e4m3fn"
             " or float8_e5m2 is expected"
         )
     if group is not None and recipe != "tensor":
-        raise InvalidArgument(f"quantize: {recipe} has a scale for each block, none for a group")
+        raise InvalidArgument(f"quantize: {recipe} has a scale for each block: a group shares none")
     if torch.is_grad_enabled() and x.requires_grad:
         raise InvalidArgument("quantize: a QTensor has no gradient: pass x.detach()")
     world = 0 if group is None else handle_of(group)

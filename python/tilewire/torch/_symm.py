@@ -34,7 +34,7 @@ def symm_empty(*shape, dtype=None, group=None):
     for n in shape:
         num *= n
     if any(n < 0 for n in shape):
-        raise InvalidArgument(f"symm_empty: a shape of {shape}")
+        raise InvalidArgument(f"symm_empty: the shape {shape} has a negative dimension")
     native = _native.SymmBuffer(handle_of(group), num * dtype.itemsize)
     rank = native.world & 0xFFF
     flat = torch.utils.dlpack.from_dlpack(native.part(rank)).view(-1)
@@ -66,7 +66,7 @@ def symm_adopt(t, group=None):
     world, num = handle_of(group), t.numel() * t.element_size()
     device = world_of(group).device
     if t.is_cuda and t.device != device:
-        raise InvalidArgument(f"symm_adopt: memory of {t.device}, and the world is on {device}")
+        raise InvalidArgument(f"symm_adopt: the tensor is on {t.device}, but the world on {device}")
     addr = t.data_ptr() if t.is_cuda else 0
     native, inside = _native.SymmBuffer.adopt(world, addr, num)
     flat = torch.utils.dlpack.from_dlpack(native.part(world & 0xFFF)).view(-1)
@@ -114,7 +114,7 @@ class SymmHandle:
 
     def _peer(self, peer):
         if not 0 <= peer < self.size:
-            raise InvalidArgument(f"symm_handle: rank {peer} of a world of {self.size}")
+            raise InvalidArgument(f"symm_handle: rank {peer} is not in a world of {self.size}")
         return peer
 
     def get_tensor(self, peer):
@@ -174,7 +174,7 @@ class SymmHandle:
     def wait_signal(self, peer, n=1):
         """Waits for ``n`` more signals of rank ``peer``: what it put before is here then."""
         if n < 1:
-            raise InvalidArgument(f"symm_handle: a wait for {n} signals")
+            raise InvalidArgument(f"symm_handle: a wait must be for a signal at least, not {n}")
         self._native.wait_signal(self._peer(peer), n)
 
     def barrier(self):

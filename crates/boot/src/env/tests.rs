@@ -165,7 +165,7 @@ fn half_set_contradictory_and_garbled_variables_are_named() {
         ("TILEWIRE_RANK=0/2@host", "host:port"),
         ("TILEWIRE_RANK=2/2@h:1", "TILEWIRE_RANK=2"),
         ("TILEWIRE_RANK=0/0@h:1", "contradict"),
-        ("TILEWIRE_RANK=0/99@h:1", "the most is 64"),
+        ("TILEWIRE_RANK=0/99@h:1", "at most 64"),
         (ompi, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_RANK"),
         ("PMI_RANK=0", "PMI_SIZE"),

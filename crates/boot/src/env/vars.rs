@@ -93,7 +93,9 @@ impl Vars<'_> {
             }
         };
         if local_size > MAX_RANKS {
-            return Err(bad(format!("{local_size} ranks on this host; the most is {MAX_RANKS}")));
+            return Err(bad(format!(
+                "this host has {local_size} ranks, but tilewire connects at most {MAX_RANKS}"
+            )));
         }
         let solo = size == 1;
         Ok(Place {
@@ -109,12 +111,16 @@ impl Vars<'_> {
 
     pub fn by_flags(&self) -> Result<Place> {
         let (Some(rank), Some(size)) = (self.flags.rank, self.flags.size) else {
-            return Err(bad("a rank needs a size, and a size a rank".to_owned()));
+            return Err(bad("a rank and a size must be given together".to_owned()));
         };
         let meet = match &self.flags.store {
             Some(s) => Meet::tcp(host_port("store", s)?),
             None if size <= 1 => Meet::solo(),
-            None => return Err(bad(format!("{size} ranks need the address of a store"))),
+            None => {
+                return Err(bad(format!(
+                    "{size} ranks need the address of a store, and none is given"
+                )));
+            }
         };
         self.place(Launcher::Flags, Named("rank", rank), Named("size", size), (None, None), meet)
     }
@@ -237,7 +243,7 @@ impl Vars<'_> {
             (None, Some(pid)) => format!("parent{pid}"),
             (None, None) => {
                 return Err(bad(format!(
-                    "{kind}: neither {} nor the parent process is known: the job has no name",
+                    "the job of {kind} has no name: neither {} nor the parent process is known",
                     ids.join(" nor ")
                 )));
             }
@@ -254,7 +260,9 @@ impl Vars<'_> {
 
 /// `MASTER_PORT` belongs to torch; ours is the next.
 fn next_port(port: u16) -> Result<u16> {
-    port.checked_add(1).ok_or_else(|| bad(format!("MASTER_PORT={port} leaves no port for us")))
+    port.checked_add(1).ok_or_else(|| {
+        bad(format!("MASTER_PORT={port} is the last port, but tilewire's store needs the next one"))
+    })
 }
 
 /// Only characters that are safe in names, and not too many.

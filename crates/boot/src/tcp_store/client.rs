@@ -49,7 +49,10 @@ impl StoreClient {
     fn call(&self, request: &Request, deadline: Deadline) -> Result<Response> {
         let body = request.encode();
         if body.len() > MAX_BODY {
-            let msg = format!("{} bytes of key and value; the most is {MAX_BODY}", body.len());
+            let msg = format!(
+                "key and value have {} bytes, but the store takes at most {MAX_BODY}",
+                body.len()
+            );
             return Err(Error::invalid(msg).op("store"));
         }
         let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
@@ -91,8 +94,9 @@ impl Store for StoreClient {
     fn add(&self, key: &str, n: i64) -> Result<i64> {
         let request = Request::Add { key: key.to_owned(), n };
         let answer = self.call(&request, Deadline::after(OP_LIMIT))?;
-        let Response::Ok(sum) = answer else { return Err(wire::broken("no sum")) };
-        let sum = <[u8; 8]>::try_from(&sum[..]).map_err(|_| wire::broken("no sum"))?;
+        let Response::Ok(sum) = answer else { return Err(wire::broken("the answer has no sum")) };
+        let sum =
+            <[u8; 8]>::try_from(&sum[..]).map_err(|_| wire::broken("the answer has no sum"))?;
         Ok(i64::from_le_bytes(sum))
     }
 }
@@ -145,7 +149,7 @@ fn greet(conn: &Stream, addr: &StoreAddr, secret: &Secret, deadline: Deadline) -
 }
 
 fn stranger(addr: &StoreAddr) -> Error {
-    Error::new(ErrorKind::Protocol, format!("what listens at {addr} is not a tilewire store"))
+    Error::new(ErrorKind::Protocol, format!("the server at {addr} is not a tilewire store"))
         .op("store")
 }
 

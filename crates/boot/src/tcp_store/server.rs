@@ -138,7 +138,7 @@ impl Data {
         let old = self.map.get(&key).map_or(0, |v| v.len() + key.len());
         let bytes = self.bytes - old + key.len() + value.len();
         if bytes > MAX_BYTES || (old == 0 && self.map.len() >= MAX_KEYS) {
-            return Response::Full(format!("the store is full: {bytes} bytes"));
+            return Response::Full(format!("the store is full: it cannot take {bytes} bytes"));
         }
         self.bytes = bytes;
         self.map.insert(key, value);
@@ -245,7 +245,7 @@ impl Service {
                 c.flush()?;
             }
             if !open {
-                return Err(wire::broken("closed"));
+                return Err(wire::broken("the connection was closed"));
             }
         }
         let late = match &c.stage {
@@ -261,17 +261,18 @@ impl Service {
                 let (client, rest) = wire::read_greeting(body)?;
                 let server = random_bytes()?;
                 if !rest.is_empty() {
-                    return Err(wire::broken("a hello that is too long"));
+                    return Err(wire::broken("the hello is too long"));
                 }
                 let proof = wire::proof(&self.secret, "server", &client, &server);
                 c.say(&wire::greeting(&server, Some(proof)));
                 c.stage = Stage::Proof { client, server };
             }
             Stage::Proof { client, server } => {
-                let theirs = <[u8; 32]>::try_from(body).map_err(|_| wire::broken("no proof"))?;
+                let theirs = <[u8; 32]>::try_from(body)
+                    .map_err(|_| wire::broken("the hello has no proof"))?;
                 let ours = wire::proof(&self.secret, "client", client, server);
                 if ours != blake3::Hash::from_bytes(theirs) {
-                    return Err(wire::broken("a wrong proof"));
+                    return Err(wire::broken("the proof is wrong"));
                 }
                 c.say(&Response::Ok(Vec::new()).encode());
                 c.stage = Stage::Ready;

@@ -98,7 +98,7 @@ impl Request {
             (1, value) if number == 0 => Ok(Self::Set { key, value: value.to_vec() }),
             (2, []) => Ok(Self::Get { key, wait_ms: number }),
             (3, []) => Ok(Self::Add { key, n: number as i64 }),
-            _ => Err(broken("no such request")),
+            _ => Err(broken("a request is of no known kind")),
         }
     }
 }
@@ -121,7 +121,7 @@ impl Response {
             [1] => Ok(Self::Timeout),
             [2, t @ ..] => Ok(Self::Invalid(text(t))),
             [3, t @ ..] => Ok(Self::Full(text(t))),
-            _ => Err(broken("no such response")),
+            _ => Err(broken("a response is of no known kind")),
         }
     }
 }

@@ -262,7 +262,7 @@ fn rows_before(args: &BenchArgs, place: &tilewire::boot::Place) -> Result<Vec<Va
             .map_err(|e| Error::new(ErrorKind::Corrupt, format!("{}: {e}", old.display())))?;
         match v["version"] == ROW_VERSION {
             true => Ok(v),
-            false => Err(Error::new(ErrorKind::Corrupt, "rows of another version")
+            false => Err(Error::new(ErrorKind::Corrupt, "the file's rows have another version")
                 .expected(ROW_VERSION)
                 .seen(&v["version"])),
         }
@@ -316,8 +316,11 @@ fn compare(rows: &[Row], (old, before): (&Path, &[Value]), threshold: f64) -> Re
         complain(format_args!("{op} {dtype} ranks={ranks} {shape}: not in {}", old.display()));
     }
     if !seen.contains(&true) {
-        return Err(Error::invalid(format!("{}: no row matches, nothing compared", old.display()))
-            .hint("time with the same --backend, GPU, --op, --dtype, --ranks and sizes as then"));
+        return Err(Error::invalid(format!(
+            "{}: no row matches, so that nothing was compared",
+            old.display()
+        ))
+        .hint("time with the same --backend, GPU, --op, --dtype, --ranks and sizes as then"));
     }
     Ok(slower)
 }

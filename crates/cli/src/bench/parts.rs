@@ -412,7 +412,8 @@ impl Bench<'_> {
 
 /// The sum of everybody's matrices.
 fn sum(all: &[Mat]) -> Result<Mat> {
-    let (first, rest) = all.split_first().ok_or_else(|| Error::internal("a team without ranks"))?;
+    let (first, rest) =
+        all.split_first().ok_or_else(|| Error::internal("the team has no ranks"))?;
     Ok(rest.iter().fold(first.clone(), |a, b| a.add(b)))
 }
 

@@ -161,10 +161,9 @@ impl Bench<'_> {
     pub(crate) fn products(&self, op: &str) -> Result<Vec<Row>> {
         let (m, n, k) = self.sizes();
         if m < self.team.size() || n == 0 || k == 0 || !k.is_multiple_of(PERIOD) {
-            return Err(Error::invalid(format!(
-                "m={m} n={n} k={k}: rows for each rank are wanted"
-            ))
-            .hint(format!("and k a multiple of {PERIOD}, after which operands repeat")));
+            let text = "m must be at least the number of ranks, n and k must be positive";
+            return Err(Error::invalid(format!("m={m} n={n} k={k}: {text}"))
+                .hint(format!("k must also be a multiple of {PERIOD}: operands repeat after it")));
         }
         match op {
             "gemm" => Ok(vec![self.gemm_row()?]),

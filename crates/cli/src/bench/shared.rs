@@ -110,11 +110,14 @@ impl Compared {
 /// Bad arguments; a program that cannot be started, fails, or has wrong results.
 pub fn run(args: &SharedArgs) -> Result<i32> {
     if args.rounds == 0 || args.ranks.iter().any(|&n| n < 2) {
-        return Err(Error::invalid("rounds of at least two ranks must be asked for")
-            .expected("--rounds of at least 1, --ranks of at least 2")
-            .seen(format_args!("--rounds {} --ranks {:?}", args.rounds, args.ranks)));
+        return Err(Error::invalid(
+            "`bench shared` needs at least one round of at least two ranks",
+        )
+        .expected("--rounds of at least 1, --ranks of at least 2")
+        .seen(format_args!("--rounds {} --ranks {:?}", args.rounds, args.ranks)));
     }
-    let me = std::env::current_exe().map_err(|e| Error::io("this program", e))?;
+    let me =
+        std::env::current_exe().map_err(|e| Error::io("finding the file of this program", e))?;
     let programs: Vec<PathBuf> = match &args.before {
         Some(before) => vec![before.clone(), args.after.clone().unwrap_or(me)],
         None => vec![me],

@@ -229,7 +229,8 @@ fn built_in(folder: Option<&Path>, arch: &str) -> Finding {
             "built-in",
             State::Warn,
             format!(
-                "{text}: the folder `cubins` is of another version of this program, or cut off"
+                "{text}: the folder `cubins` belongs to another version of this program, or is \
+                 incomplete"
             ),
             "`tilewire kernels compile --out cubins` beside the program, or remove the folder",
         ),
@@ -243,7 +244,7 @@ fn nvlinks() -> Option<Finding> {
     let text = match output(Command::new("nvidia-smi").args(["nvlink", "--status"]), limit) {
         Ok(Some(text)) => text,
         Ok(None) => {
-            let text = format!("NVLinks: `nvidia-smi` has said nothing for {limit:?}");
+            let text = format!("NVLinks: `nvidia-smi` has not answered within {limit:?}");
             let remedy = "look at `dmesg` for errors of the driver; a reset of the GPU, or a reboot, ends a hang";
             return Some(finding("nvlink", State::Warn, text, remedy));
         }
@@ -414,7 +415,7 @@ mod tests {
         assert_eq!(built_in(None, "sm_90a").state, State::Ok);
         let last = dir.path().join(format!("{}.cubin", all[0].key()));
         std::fs::write(last, &code[..40]).unwrap();
-        assert!(look().state == State::Warn && look().text.contains("cut off"));
+        assert!(look().state == State::Warn && look().text.contains("incomplete"));
     }
 
     #[test]

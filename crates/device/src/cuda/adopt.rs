@@ -25,7 +25,7 @@ impl VmmChunk {
             )
         };
         check(code, "cuMemRetainAllocationHandle").map_err(|e| {
-            Error::new(ErrorKind::Unsupported, "memory that cannot be mapped by other ranks")
+            Error::new(ErrorKind::Unsupported, "this memory cannot be mapped by other ranks")
                 .expected(
                     "an allocation of cuMemCreate, as `torch.distributed._symmetric_memory` makes",
                 )

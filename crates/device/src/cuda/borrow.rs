@@ -73,7 +73,7 @@ fn check_context(ctx: &CudaContext, raw: CUstream) -> Result<()> {
     if of == ctx.raw() {
         return Ok(());
     }
-    Err(Error::invalid("the stream is not of this context")
+    Err(Error::invalid("the stream belongs to another context")
         .expected(format_args!("the primary context of device {}", ctx.ordinal()))
         .seen("another context")
         .hint("make it with this device's primary context current, as the runtime API does"))

@@ -147,7 +147,9 @@ struct Unsure {
 impl Drop for Unsure {
     fn drop(&mut self) {
         if let Err(e) = self.ctx.synchronize() {
-            log::warn!("what work on the device uses is leaked, as nobody can wait for it: {e}");
+            log::warn!(
+                "the memory of queued work is leaked, because the device cannot be waited for: {e}"
+            );
             std::mem::forget(self.thing.take());
         }
     }
@@ -167,7 +169,7 @@ impl CudaContext {
     pub fn new(ordinal: u32) -> Result<Self> {
         let count = device_count()?;
         if ordinal >= count {
-            return Err(Error::invalid(format!("no CUDA device {ordinal}"))
+            return Err(Error::invalid(format!("there is no CUDA device {ordinal}"))
                 .expected(format_args!("less than {count}"))
                 .seen(ordinal));
         }

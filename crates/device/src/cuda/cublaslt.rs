@@ -183,14 +183,14 @@ impl Object {
         match create(&mut raw) {
             0 => Ok(Self { raw, destroy, set }),
             code => {
-                let text = format!("cuBLASLt gave no descriptor: status {code}");
+                let text = format!("cuBLASLt returned no descriptor, but status {code}");
                 Err(Error::internal(text).op("cublaslt"))
             }
         }
     }
 
     fn set<T: bytemuck::Pod>(&self, api: &Api, attribute: c_int, value: T) -> Result<()> {
-        let set = self.set.ok_or_else(|| Error::internal("a layout has no such attribute"))?;
+        let set = self.set.ok_or_else(|| Error::internal("this layout has no attributes"))?;
         // SAFETY: a live descriptor; the library copies as many bytes as are said.
         let code =
             unsafe { set(self.raw, attribute, std::ptr::from_ref(&value).cast(), size_of::<T>()) };
@@ -416,9 +416,11 @@ impl CublasLt {
     ) -> Result<()> {
         let available = workspace.map_or(0, CudaMemory::len_bytes);
         if available < algo.workspace_bytes || stream.context().ordinal() != self.ctx.ordinal() {
-            return Err(Error::invalid("cuBLASLt: too little workspace, or another device")
-                .expected(format_args!("{} bytes", algo.workspace_bytes))
-                .seen(available));
+            return Err(Error::invalid(
+                "the workspace of cuBLASLt is too small, or on another device",
+            )
+            .expected(format_args!("{} bytes", algo.workspace_bytes))
+            .seen(available));
         }
         let _current = self.ctx.bind()?;
         if let Some(w) = workspace {
@@ -458,7 +460,9 @@ fn code(dtype: DType) -> Result<c_int> {
         DType::F32 => Ok(R_32F),
         DType::BF16 => Ok(R_16BF),
         DType::F16 => Ok(R_16F),
-        other => Err(Error::invalid(format!("cuBLASLt: products of {other} are not made here"))),
+        other => {
+            Err(Error::invalid(format!("tilewire does not use cuBLASLt for products of {other}")))
+        }
     }
 }
 

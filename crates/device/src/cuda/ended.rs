@@ -63,7 +63,7 @@ impl Inner {
     fn last_event(&self) -> Result<CudaEvent> {
         let _current = self.ctx.bind()?;
         if capture_info(self.raw)?.is_some() {
-            return Err(Error::invalid("the stream is captured"));
+            return Err(Error::invalid("the stream is being captured"));
         }
         let event = CudaEvent::new(&self.ctx, false)?;
         // SAFETY: both are alive.
@@ -108,7 +108,10 @@ impl Inner {
         // SAFETY: created by us, destroyed once; the driver lets what is queued run.
         unsafe { sys::cuStreamDestroy_v2(self.raw) };
         if ended.is_err() {
-            log::warn!("a stream ended with work that does not end: what it uses is leaked");
+            log::warn!(
+                "a stream was dropped while its work does not end: the memory of that work is \
+                 leaked"
+            );
             std::mem::forget(flight);
             return Ended::Busy;
         }

@@ -82,7 +82,9 @@ impl Held {
         let kept = Box::new(Kept { ctx: ctx.clone(), held: held.clone() });
         // SAFETY: the caller's contract.
         if let Err(e) = unsafe { give(graph, kept) } {
-            log::warn!("a captured graph cannot keep what it refers to, which is leaked: {e}");
+            log::warn!(
+                "a captured graph cannot own the memory that it refers to, which is leaked: {e}"
+            );
             std::mem::forget(held.clone());
         }
         let mut all = all();
@@ -206,7 +208,8 @@ impl Drop for CudaGraph {
                 // It gave up, or still waits on another thread: a replay may be running.
                 (None, Some(Ended::Busy) | None) => {
                     log::warn!(
-                        "a graph ended behind a stream that has not: what it uses is leaked"
+                        "a graph was dropped while it may still run on a stream: the memory that \
+                         it uses is leaked"
                     );
                     std::mem::forget(things.clone());
                 }

@@ -169,7 +169,7 @@ pub fn load_library(file: &Path) -> Result<Found> {
         [.., true, _] => super::load_nccl(named),
         [.., true] => super::load_nvshmem(named),
         _ if is_driver(file) => super::load_driver_from(file),
-        _ => Err(Error::invalid("the file's name is that of no library that could be named")
+        _ => Err(Error::invalid("the file does not have the name of a library that can be chosen")
             .expected(
                 "libcuda.so.1, ".to_owned()
                     + &[NVRTC, CUBLASLT, CUBLASLT_12, NCCL, NVSHMEM].map(|s| s.soname).join(", "),

@@ -301,7 +301,12 @@ impl Places {
         let mut list: Vec<String> = folders.iter().map(|(_, f)| f.display().to_string()).collect();
         let mut seen = Vec::new();
         list.retain(|f| !seen.contains(f) && (seen.push(f.clone()), true).1);
-        let text = format!("{} is not there: no {} in {}", spec.name, spec.soname, list.join(", "));
+        let text = format!(
+            "{} cannot be found: there is no {} in {}",
+            spec.name,
+            spec.soname,
+            list.join(", ")
+        );
         Err(Error::new(ErrorKind::Unavailable, text).op("cuda").hint(format!(
             "`{}` in the active Python environment, or install CUDA 13",
             spec.install

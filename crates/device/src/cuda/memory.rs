@@ -92,7 +92,7 @@ impl CudaMemory {
     /// `InvalidArgument` if they reach past its end.
     pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
         if offset.checked_add(len).is_none_or(|e| e > self.len) {
-            return Err(Error::invalid("slice outside of device memory")
+            return Err(Error::invalid("the slice reaches beyond the device memory")
                 .expected(format_args!("at most {} bytes", self.len))
                 .seen(format_args!("{offset}+{len}")));
         }

@@ -37,7 +37,7 @@ impl CudaModule {
     /// another architecture.
     pub fn load(ctx: &CudaContext, cubin: &[u8]) -> Result<Self> {
         if !is_whole(cubin) {
-            return Err(Error::invalid("no machine code, or a part of it")
+            return Err(Error::invalid("the kernel's machine code is missing or truncated")
                 .expected("a whole ELF file")
                 .seen(format_args!("{} bytes", cubin.len())));
         }
@@ -56,7 +56,8 @@ impl CudaModule {
     /// If there is no such kernel.
     pub fn kernel(&self, name: &'static str) -> Result<Kernel> {
         let _current = self.0.ctx.bind()?;
-        let c = CString::new(name).map_err(|_| Error::invalid("a zero byte in a kernel's name"))?;
+        let c = CString::new(name)
+            .map_err(|_| Error::invalid("the kernel's name contains a zero byte"))?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a live module, a valid name and output.
         unsafe {
@@ -170,21 +171,26 @@ impl Grid {
         }
         let num = self.cluster.iter().fold(1u64, |num, &n| num.saturating_mul(u64::from(n)));
         if !(1..=MAX_CLUSTER).contains(&num) {
-            return Err(Error::invalid("no such cluster of blocks")
+            return Err(Error::invalid("the size of a cluster is out of range")
                 .expected(format_args!("1 to {MAX_CLUSTER} blocks"))
                 .seen(format_args!("{:?}", self.cluster)));
         }
         if self.blocks.iter().zip(&self.cluster).any(|(b, c)| b % c != 0) {
-            return Err(Error::invalid("the blocks of a launch are not whole clusters")
-                .expected(format_args!("multiples of {:?}", self.cluster))
-                .seen(format_args!("{:?}", self.blocks)));
+            return Err(Error::invalid(
+                "the number of blocks is no multiple of the cluster's size",
+            )
+            .expected(format_args!("multiples of {:?}", self.cluster))
+            .seen(format_args!("{:?}", self.blocks)));
         }
         match sm()? {
             90.. => Ok(()),
-            sm => Err(Error::new(ErrorKind::Unsupported, "this device has no clusters of blocks")
-                .expected("sm_90 or newer")
-                .seen(format_args!("sm_{sm}"))
-                .hint("launch without clusters there")),
+            sm => Err(Error::new(
+                ErrorKind::Unsupported,
+                "this device does not support clusters of blocks",
+            )
+            .expected("sm_90 or newer")
+            .seen(format_args!("sm_{sm}"))
+            .hint("launch without clusters there")),
         }
     }
 }
@@ -199,7 +205,8 @@ impl Kernel {
     pub fn allow_shared(&self, shared_bytes: u32) -> Result<()> {
         let available = self.module.0.ctx.max_shared_bytes()?;
         if shared_bytes > available {
-            let text = format!("the blocks of {} have too little shared memory here", self.name);
+            let text =
+                format!("a block of {} needs more shared memory than this device has", self.name);
             return Err(Error::new(ErrorKind::Unsupported, text)
                 .expected(format_args!("{shared_bytes} bytes"))
                 .seen(format_args!("at most {available}"))

@@ -174,10 +174,10 @@ struct Handle(Raw);
 unsafe impl Send for Handle {}
 
 fn no_host_puts(version: c_int) -> Error {
-    let text = format!("NCCL {} has no puts and signals of the host", text(version));
+    let text = format!("NCCL {} does not support puts and signals from the host", text(version));
     Error::new(ErrorKind::Unsupported, text)
         .op("nccl")
-        .hint("NCCL 2.29 or newer has them; those of heaps need no library")
+        .hint("use NCCL 2.29 or newer, or the puts and signals of a heap, which need no library")
 }
 
 impl NcclComm {
@@ -257,17 +257,17 @@ impl NcclComm {
         let api = Api::get()?;
         let raw = raw as Raw;
         if raw.is_null() {
-            return Err(Error::invalid("no NCCL communicator: null").op("nccl"));
+            return Err(Error::invalid("the NCCL communicator is null").op("nccl"));
         }
         let ask = |what: unsafe extern "C" fn(Raw, *mut c_int) -> Code, call: &str| {
             let mut out = -1;
             // SAFETY: the caller's contract; a valid output.
             api.check(unsafe { what(raw, &mut out) }, call)?;
-            u32::try_from(out).map_err(|_| Error::internal(format!("{call} gives {out}")))
+            u32::try_from(out).map_err(|_| Error::internal(format!("{call} returned {out}")))
         };
         let device = ask(api.device, "ncclCommCuDevice")?;
         if device != ctx.ordinal() {
-            return Err(Error::invalid("the NCCL communicator is of another device")
+            return Err(Error::invalid("the NCCL communicator belongs to another device")
                 .op("nccl")
                 .expected(ctx.ordinal())
                 .seen(device));
@@ -365,7 +365,9 @@ impl NcclComm {
         ops: &[NcclOp],
     ) -> Result<()> {
         if stream.context().ordinal() != self.ctx.ordinal() {
-            return Err(Error::invalid("the stream is of another device than the communicator"));
+            return Err(Error::invalid(
+                "the stream and the communicator belong to different devices",
+            ));
         }
         let handle = self.lock();
         let raw = self.live(&handle)?;
@@ -406,7 +408,7 @@ impl NcclComm {
             NcclOp::ReduceScatter { .. } | NcclOp::AllReduce { .. } | NcclOp::Reduce { .. }
         );
         if adds && number.is_none() {
-            return Err(Error::invalid(format!("NCCL adds no {dtype} here")));
+            return Err(Error::invalid(format!("tilewire does not sum {dtype} through NCCL")));
         }
         // SAFETY: the caller's contract.
         let code = unsafe {
@@ -460,7 +462,7 @@ impl NcclComm {
     /// `Unsupported` if the library has no windows; `Aborted`; what the library reports.
     pub unsafe fn register(&self, addr: u64, len: usize) -> Result<NcclWindow> {
         let Some(register) = self.api.window else {
-            let text = format!("NCCL {} has no windows", text(self.api.version));
+            let text = format!("NCCL {} does not support windows", text(self.api.version));
             return Err(Error::new(ErrorKind::Unsupported, text).op("nccl").hint(NCCL.install));
         };
         let handle = self.lock();

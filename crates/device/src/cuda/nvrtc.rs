@@ -120,7 +120,9 @@ impl Compiler for Nvrtc {
 
     fn compile(&self, spec: &KernelSpec) -> Result<Compiled> {
         let api = load(None)?;
-        let c = |s: &str| CString::new(s).map_err(|_| Error::invalid("a zero byte in a kernel"));
+        let c = |s: &str| {
+            CString::new(s).map_err(|_| Error::invalid("the kernel's text contains a zero byte"))
+        };
         let mut options = vec![c(&format!("--gpu-architecture={}", spec.arch))?];
         for o in KernelSpec::OPTIONS {
             options.push(c(o)?);
@@ -151,10 +153,11 @@ const NO_BUILTINS: Code = 7;
 /// Options are ours but for the architecture, of which a compiler knows some. `file` is the
 /// compiler's.
 fn failed(code: Code, spec: &KernelSpec, (words, log): (&str, &str), file: &Path) -> Error {
-    let text = format!("compilation of `{}` for {}: {words}\n{log}", spec.name, spec.arch);
+    let text = format!("compilation of `{}` for {} failed: {words}\n{log}", spec.name, spec.arch);
     match code {
         INVALID_OPTION => Error::invalid(text).op("cuda").hint(
-            "name an architecture that this NVRTC knows, as in sm_90a; a newer GPU wants a newer one",
+            "name an architecture that this NVRTC knows, as in sm_90a; a newer GPU needs a newer \
+             NVRTC",
         ),
         NO_BUILTINS => Error::new(ErrorKind::Unavailable, text).op("cuda").hint(format!(
             "{BUILTINS} of the same version must lie beside {}: {}",
@@ -229,7 +232,7 @@ mod tests {
         let file = Path::new("/x/libnvrtc.so.13");
         let e = failed(INVALID_OPTION, &spec, ("NVRTC_ERROR_INVALID_OPTION", "nvrtc: error"), file);
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
-        assert!(e.to_string().contains("sm_900a") && e.to_string().contains("newer one"), "{e}");
+        assert!(e.to_string().contains("sm_900a") && e.to_string().contains("newer NVRTC"), "{e}");
         let kind = |code, words| failed(code, &spec, (words, ""), file).kind();
         assert_eq!(kind(6, "NVRTC_ERROR_COMPILATION"), ErrorKind::Internal);
         assert_eq!(kind(OUT_OF_MEMORY, "NVRTC_ERROR_OUT_OF_MEMORY"), ErrorKind::Exhausted);

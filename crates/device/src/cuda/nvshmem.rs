@@ -170,7 +170,7 @@ fn known(v: (c_int, c_int, c_int), found: &Found) -> Result<()> {
         }
         return Ok(());
     }
-    let text = format!("{} has another interface", found.path.display());
+    let text = format!("{} has another interface than tilewire knows", found.path.display());
     Err(Error::new(ErrorKind::Unavailable, text)
         .op("nvshmem")
         .expected(format_args!("{}.{} or a later {MAJOR}", MIN.0, MIN.1))
@@ -258,9 +258,12 @@ impl Nvshmem {
         let _current = ctx.bind()?;
         // SAFETY: the caller's contract.
         match unsafe { (api.malloc)(len_bytes) } {
-            0 => Err(Error::new(ErrorKind::Exhausted, format!("NVSHMEM has no {len_bytes} bytes"))
-                .op("nvshmem")
-                .hint("NVSHMEM_MAX_MEMORY_PER_GPU limits its memory")),
+            0 => Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("NVSHMEM cannot allocate {len_bytes} bytes"),
+            )
+            .op("nvshmem")
+            .hint("NVSHMEM_MAX_MEMORY_PER_GPU limits its memory")),
             at => Ok(at),
         }
     }

@@ -114,7 +114,7 @@ pub fn peer_info(from: u32, to: u32) -> Result<PeerInfo> {
     use CUdevice_P2PAttribute as P;
     let count = device_count()?;
     if from == to || from >= count || to >= count {
-        return Err(Error::invalid("not a pair of devices")
+        return Err(Error::invalid("peer access is between two different devices")
             .expected(format_args!("two different ones below {count}"))
             .seen(format_args!("{from} and {to}")));
     }

@@ -449,7 +449,7 @@ impl Queue for CudaStream {
         let _current = self.0.ctx.bind()?;
         if self.held().is_some_and(|h| h.foreign().is_some()) {
             return Err(Error::invalid("this capture was begun elsewhere")
-                .hint("whoever has begun it must end it; its graph has our work in it"));
+                .hint("the code that began it must end it; its graph contains this work"));
         }
         let mut raw = std::ptr::null_mut();
         // SAFETY: valid output; the driver refuses a stream that is not captured.

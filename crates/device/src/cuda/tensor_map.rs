@@ -88,9 +88,12 @@ impl TensorMapDesc {
             DType::I64 => Type::CU_TENSOR_MAP_DATA_TYPE_INT64,
             d if d.size() == 1 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             d => {
-                return Err(Error::new(ErrorKind::Unsupported, "tensor maps have no such type")
-                    .seen(d)
-                    .hint("describe the bytes as elements of a type of that size"));
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    "tensor maps do not support this type",
+                )
+                .seen(d)
+                .hint("describe the bytes as elements of a type of that size"));
             }
         })
     }
@@ -103,7 +106,7 @@ impl TensorMapDesc {
         self.element()?;
         let (rank, size) = (self.shape.len(), self.dtype.size());
         let bad = |what: &str, want: String, seen: String| {
-            Err(Error::invalid(format!("a tensor map cannot have this {what}"))
+            Err(Error::invalid(format!("a tensor map does not support this {what}"))
                 .expected(want)
                 .seen(seen))
         };
@@ -171,10 +174,13 @@ impl TensorMap {
         let (ctx, element) = (memory.context(), desc.element()?);
         let sm = ctx.sm()?;
         if sm < 90 {
-            return Err(Error::new(ErrorKind::Unsupported, "this device has no tensor maps")
-                .expected("sm_90 or newer")
-                .seen(format_args!("sm_{sm}"))
-                .hint("copy without one there"));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "this device does not support tensor maps",
+            )
+            .expected("sm_90 or newer")
+            .seen(format_args!("sm_{sm}"))
+            .hint("copy without one there"));
         }
         let _current = ctx.bind()?;
         // The driver counts from the innermost dimension.

@@ -62,7 +62,8 @@ pub fn fabric_handles(ctx: &CudaContext) -> Result<()> {
 /// Returns what can be known without trying.
 fn has_fabric(supported: bool, channels: &Path) -> Result<()> {
     if !supported {
-        return Err(Error::new(ErrorKind::Unsupported, "the device has no fabric handles"));
+        let text = "the device does not support fabric handles";
+        return Err(Error::new(ErrorKind::Unsupported, text));
     }
     let is_channel = |name: OsString| name.to_string_lossy().starts_with("channel");
     let mut names = std::fs::read_dir(channels).into_iter().flatten().flatten();
@@ -342,7 +343,8 @@ impl VmmRange {
         only: Option<usize>,
     ) -> Result<Self> {
         let total = chunks.len().checked_mul(stride).filter(|t| *t > 0).ok_or_else(|| {
-            Error::new(ErrorKind::Exhausted, "no range of addresses is so long")
+            let text = "a virtual address range of this length cannot be represented";
+            Error::new(ErrorKind::Exhausted, text)
                 .seen(format_args!("{} chunks, {stride} bytes apart", chunks.len()))
                 .hint("reserve fewer bytes for each chunk")
         })?;
@@ -457,7 +459,7 @@ impl VmmRange {
     /// here.
     pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
         if rank.idx() >= self.num || offset.checked_add(len).is_none_or(|e| e > self.len_bytes()) {
-            return Err(Error::invalid("symmetric access out of range")
+            return Err(Error::invalid("the access reaches beyond the symmetric memory")
                 .peer(rank)
                 .expected(format_args!("{} ranks of {} bytes", self.num, self.len_bytes()))
                 .seen(format_args!("{offset}+{len}")));

@@ -142,8 +142,11 @@ impl HostStream {
             .name(format!("tw-{name}"))
             .spawn(move || work(&rx, &lane, tracer.as_deref(), &sink))
             .map_err(|e| {
-                Error::new(ErrorKind::Exhausted, format!("no thread for stream `{name}`: {e}"))
-                    .cause(e)
+                Error::new(
+                    ErrorKind::Exhausted,
+                    format!("the thread of stream `{name}` cannot be started: {e}"),
+                )
+                .cause(e)
             })?;
         Ok(Self(Arc::new(Inner {
             name,

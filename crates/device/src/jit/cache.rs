@@ -250,7 +250,7 @@ fn default_folder() -> Result<PathBuf> {
         .or_else(|| Some(var("HOME")?.join(".cache")))
         .map(|p| p.join("tilewire"))
         .ok_or_else(|| {
-            let text = "there is no folder for the kernel cache: neither XDG_CACHE_HOME nor HOME";
+            let text = "the kernel cache has no folder: neither XDG_CACHE_HOME nor HOME is set";
             Error::new(ErrorKind::Unavailable, text).hint(HINT)
         })
 }

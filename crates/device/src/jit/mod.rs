@@ -80,7 +80,7 @@ pub fn is_built_in(dir: &Path, key: &Key) -> bool {
 fn built_in(dir: &Path, key: &Key) -> Option<Result<Vec<u8>, String>> {
     let path = dir.join(format!("{key}.cubin"));
     let cubin = std::fs::read(&path).ok()?;
-    let wrong = || format!("{} is cut off or no machine code", path.display());
+    let wrong = || format!("{} is truncated or no machine code", path.display());
     Some(if is_whole(&cubin) { Ok(cubin) } else { Err(wrong()) })
 }
 
@@ -161,7 +161,7 @@ impl Jit {
             match built_in(dir, &key) {
                 Some(Ok(cubin)) => return Ok((cubin, Origin::Embedded)),
                 Some(Err(why)) => {
-                    ::log::warn!("{why}: not used");
+                    ::log::warn!("{why}; this file is not used");
                     unusable = Some(why);
                 }
                 None => {}
@@ -172,7 +172,7 @@ impl Jit {
                 ErrorKind::Unavailable,
                 match unusable {
                     Some(why) => format!("kernel `{}` for {}: {why}", spec.name, spec.arch),
-                    None => format!("kernel `{}` for {} is not there", spec.name, spec.arch),
+                    None => format!("kernel `{}` for {} is not built in", spec.name, spec.arch),
                 },
             )
             .hint("compiling is switched off (TILEWIRE_JIT=off): set it to auto")),
@@ -227,7 +227,9 @@ impl Jit {
     fn warn(&self, e: &Error) {
         let mut warned = self.warned.lock().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *warned, true) {
-            ::log::warn!("kernels are compiled in every run: {e}");
+            ::log::warn!(
+                "the kernel cache cannot be used, so that kernels are compiled in every run: {e}"
+            );
         }
     }
 }

@@ -111,7 +111,10 @@ impl Wire {
             .map(|b| bytemuck::pod_collect_to_vec(b))
             .collect();
         if all.iter().any(|t| t.len() != mine.len()) {
-            return Err(Error::new(ErrorKind::Protocol, "a peer has another number of links"));
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                "a peer has measured another number of links",
+            ));
         }
         // What a rank puts it sends; what it gets the other sends. In words of four bytes.
         let ranks = 0..cp.size();

@@ -64,7 +64,7 @@ impl Clock<'_> {
         let mut slowest = vec![0.0f64; mine.len()];
         for times in &all {
             if times.len() != size_of_val(&mine[..]) {
-                return Err(Error::new(ErrorKind::Protocol, "a peer timed something else"));
+                return Err(Error::new(ErrorKind::Protocol, "a peer has timed something else"));
             }
             let times: Vec<f64> = bytemuck::pod_collect_to_vec(times);
             slowest.iter_mut().zip(times).for_each(|(s, t)| *s = s.max(t));

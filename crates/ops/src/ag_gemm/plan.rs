@@ -181,7 +181,7 @@ impl AgGemmPlan {
     ) -> Result<Pending<AgGemmInputs>> {
         let team = self.base.core.team();
         if m > self.base.desc.m {
-            return Err(Error::invalid("more rows than the plan was made for")
+            return Err(Error::invalid("the launch has more rows than the plan was made for")
                 .op("ag_gemm")
                 .expected(format_args!("at most {}", self.base.desc.m))
                 .seen(m));

@@ -150,27 +150,37 @@ impl AttentionDesc {
         }
         let plain = [DType::F32, DType::BF16, DType::F16];
         if !plain.contains(&self.dtype) && self.dtype != DType::F8E4M3 {
-            return bad(format!("q, k, v cannot be {}; one of f32, bf16, f16, f8e4m3", self.dtype));
+            return bad(format!(
+                "q, k, v cannot be {}: f32, bf16, f16 or f8e4m3 is expected",
+                self.dtype
+            ));
         }
         if !plain.contains(&self.out) {
-            return bad(format!("`out` cannot be {}; one of f32, bf16, f16", self.out));
+            return bad(format!("`out` cannot be {}: f32, bf16 or f16 is expected", self.out));
         }
         // As the arithmetic has them, in f32: a softcap that is 0 there would be none to the
         // kernels.
         let cap = self.softcap.map(|c| c as f32);
         if !(self.scale as f32).is_finite() || cap.is_some_and(|c| !(c.is_finite() && c > 0.0)) {
-            return bad(format!("scale {} or softcap {:?} is bad", self.scale, self.softcap));
+            return bad(format!(
+                "scale {} must be finite, and softcap {:?} finite and positive",
+                self.scale, self.softcap
+            ));
         }
         self.sequences.check()?;
         if let Some(d) = self.dropout {
             let rows = self.sequences.tokens_q.max(self.sequences.tokens_kv);
             if !(0.0..1.0).contains(&d.p) || rows > 1 << 24 || self.heads_q > 1 << 16 {
-                return bad(format!("dropout {} needs p in [0, 1) and at most 2^24 rows", d.p));
+                return bad(format!(
+                    "dropout with p {} needs p in [0, 1), at most 2^24 rows and at most 65536 \
+                     query heads",
+                    d.p
+                ));
             }
         }
         match self.bias {
             Some(b) if b.heads != 1 && b.heads != self.heads_q => {
-                bad(format!("a bias has 1 or {} heads, not {}", self.heads_q, b.heads))
+                bad(format!("a bias must have 1 or {} heads, not {}", self.heads_q, b.heads))
             }
             _ => self.check_launch(&self.sequences),
         }
@@ -184,14 +194,14 @@ impl AttentionDesc {
         s.check()?;
         let most = (self.sequences.tokens_q, self.sequences.tokens_kv);
         if s.tokens_q > most.0 || s.tokens_kv > most.1 {
-            return Err(Error::invalid("more rows than the plan was made for")
+            return Err(Error::invalid("the launch has more rows than the plan was made for")
                 .expected(format_args!("at most {} and {}", most.0, most.1))
                 .seen(format_args!("{} and {}", s.tokens_q, s.tokens_kv)));
         }
         let (sq, skv) = s.longest();
         match self.bias {
             Some(b) if sq > b.sq || skv > b.skv => {
-                Err(Error::invalid("a sequence exceeds the bias")
+                Err(Error::invalid("a sequence is longer than the bias")
                     .expected(format_args!("at most {} x {}", b.sq, b.skv))
                     .seen(format_args!("{sq} x {skv}")))
             }

@@ -34,7 +34,8 @@ impl AttnConfig {
         if (1..=4096).contains(&self.block_q) && (1..=4096).contains(&self.block_kv) {
             return Ok(());
         }
-        Err(Error::invalid(format!("bad tile sizes {self}")).expected("1 to 4096 each"))
+        Err(Error::invalid(format!("the tile sizes {self} are out of range"))
+            .expected("1 to 4096 each"))
     }
 }
 

@@ -47,7 +47,7 @@ impl Sequences {
     pub fn padded(q: (&[usize], &[usize]), kv: (&[usize], &[usize])) -> Result<Self> {
         let (rq, rkv) = (ranges("q", q)?, ranges("kv", kv)?);
         if rq.len() != rkv.len() {
-            return Err(Error::invalid("as many query as key sequences are needed")
+            return Err(Error::invalid("the numbers of query and key sequences must be equal")
                 .expected(rq.len())
                 .seen(rkv.len()));
         }
@@ -76,7 +76,7 @@ impl Sequences {
             }
         }
         if self.q.len() != self.kv.len() {
-            return Err(Error::invalid("as many query as key sequences are needed")
+            return Err(Error::invalid("the numbers of query and key sequences must be equal")
                 .expected(self.q.len())
                 .seen(self.kv.len()));
         }
@@ -103,7 +103,7 @@ fn ranges(what: &str, (cu, padded): (&[usize], &[usize])) -> Result<Vec<Range<us
             .seen(format_args!("{seen:?}")))
     };
     if cu.len() != padded.len() {
-        return bad("as many padded offsets as offsets are needed", padded);
+        return bad("the numbers of offsets and of padded offsets must be equal", padded);
     }
     if cu.first() != Some(&0) || padded.first() != Some(&0) {
         return bad("the first offset must be 0", if cu.first() == Some(&0) { padded } else { cu });

@@ -80,9 +80,12 @@ impl CollectiveDesc {
     /// `InvalidArgument` if shards or splits are for another team, or the dtype cannot be added.
     pub fn check(&self, size: usize) -> Result<()> {
         if self.kind.reduces() && !matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) {
-            return Err(Error::invalid(format!("cannot add {} over ranks", self.dtype))
-                .expected("f32, bf16 or f16")
-                .seen(self.dtype));
+            return Err(Error::invalid(format!(
+                "values of type {} cannot be added over ranks",
+                self.dtype
+            ))
+            .expected("f32, bf16 or f16")
+            .seen(self.dtype));
         }
         match &self.kind {
             CollectiveKind::AllGather(s) | CollectiveKind::ReduceScatter(s, _) => {

@@ -223,7 +223,7 @@ impl CollectivePlan {
         let name = self.base.core.op();
         let all_to_all = matches!(self.base.desc.kind, CollectiveKind::AllToAll(_));
         if m > self.base.desc.m && !all_to_all {
-            return Err(Error::invalid("more rows than the plan was made for")
+            return Err(Error::invalid("the launch has more rows than the plan was made for")
                 .op(name)
                 .expected(format_args!("at most {}", self.base.desc.m))
                 .seen(m));

@@ -85,10 +85,15 @@ pub(crate) fn narrow_into(
     convert_from_f32(dtype, values, &mut out[at..at + values.len() * dtype.size()]);
 }
 
-/// `Unsupported`: what no kernel does, and what to do instead.
+/// Returns `Unsupported`: no kernel does this, and what to do instead.
 pub(crate) fn no_kernel(what: impl Into<String>, instead: &'static str) -> Error {
     let what = what.into();
-    Error::new(ErrorKind::Unsupported, format!("no CUDA kernel for {what}")).hint(instead)
+    unsupported(format!("there is no CUDA kernel for {what}"), instead)
+}
+
+/// Returns `Unsupported` with a sentence, and what to do instead.
+pub(crate) fn unsupported(text: impl Into<String>, instead: &'static str) -> Error {
+    Error::new(ErrorKind::Unsupported, text).hint(instead)
 }
 
 /// `NotPrepared`: the plan was not prepared.

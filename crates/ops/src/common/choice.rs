@@ -35,12 +35,15 @@ where
         for (config, most) in &mut worst {
             let cost = list.iter().find(|(c, _)| c == config).map(|(_, us)| *us);
             *most = most.max(cost.ok_or_else(|| {
-                Error::new(ErrorKind::Mismatch, "the ranks have other candidates to choose from")
+                Error::new(
+                    ErrorKind::Mismatch,
+                    "the ranks have different candidates to choose from",
+                )
             })?);
         }
     }
     let best = worst.iter().min_by(|a, b| a.1.total_cmp(&b.1)).map(|(c, _)| *c);
-    best.ok_or_else(|| Error::internal("no candidate to choose"))
+    best.ok_or_else(|| Error::internal("there is no candidate to choose"))
 }
 
 /// The tile configuration of a plan: given by the caller, or chosen at `prepare`.

@@ -341,7 +341,10 @@ impl PlanCore {
     /// fault of the team.
     pub fn begin(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<Launch> {
         let fp = self.note(stream, detail)?;
-        let net = self.net.clone().ok_or_else(|| Error::internal("a host launch on a device"))?;
+        let net = self
+            .net
+            .clone()
+            .ok_or_else(|| Error::internal("a launch of the host runs on a device"))?;
         Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, fp.0), net, tag: fp.1 })
     }
 

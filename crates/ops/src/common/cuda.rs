@@ -13,7 +13,7 @@ use tilewire_kernels::portable::portable;
 use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
 
 use super::check::Named;
-pub(crate) use super::check::no_kernel;
+pub(crate) use super::check::{no_kernel, unsupported};
 
 /// The results of `prepare`: nothing on the host, kernels and workspace (`T`) on a CUDA device. A
 /// plan is prepared for one device.
@@ -198,7 +198,7 @@ pub(crate) fn workspace(ctx: &CudaContext, len_bytes: usize) -> Result<CudaMemor
 pub(crate) fn fit_32_bits(what: &str, numbers: &[usize]) -> Result<()> {
     match numbers.iter().find(|&&n| n > i32::MAX as usize) {
         None => Ok(()),
-        Some(n) => Err(Error::invalid(format!("{what}: too large for the kernels"))
+        Some(n) => Err(Error::invalid(format!("{what} is too large for the kernels"))
             .expected(format_args!("at most {}", i32::MAX))
             .seen(n)),
     }

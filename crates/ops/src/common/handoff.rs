@@ -22,7 +22,7 @@ impl<T> Handoff<T> {
 
     pub fn send(&self, thing: T) -> Result<()> {
         let tx = self.tx.lock().unwrap_or_else(PoisonError::into_inner);
-        tx.send(thing).map_err(|_| Error::internal("the other lane is gone"))
+        tx.send(thing).map_err(|_| Error::internal("the other lane of the launch has ended"))
     }
 
     /// The next thing, or the fault of the team.
@@ -40,7 +40,7 @@ fn receive<T>(rx: &Receiver<T>, ctx: &OpCtx) -> Result<T> {
             Err(RecvTimeoutError::Timeout) => ctx.team().fault().check()?,
             Err(RecvTimeoutError::Disconnected) => {
                 ctx.team().fault().check()?;
-                return Err(Error::internal("the other lane is gone"));
+                return Err(Error::internal("the other lane of the launch has ended"));
             }
         }
     }

@@ -174,7 +174,7 @@ impl Lanes<'_> {
 pub(crate) fn stream_on<'a>(stream: &'a Stream, ctx: &CudaContext) -> Result<&'a CudaStream> {
     let s = stream.cuda()?;
     if s.context().ordinal() != ctx.ordinal() {
-        return Err(Error::new(ErrorKind::Unsupported, "the stream is of another device")
+        return Err(Error::new(ErrorKind::Unsupported, "the stream belongs to another device")
             .expected(ctx.ordinal())
             .seen(s.context().ordinal())
             .hint("launch on a stream of the heap's device: `Stream::on(&context)`"));

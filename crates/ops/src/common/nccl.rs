@@ -73,7 +73,7 @@ impl ByNccl {
     }
 
     fn get(&self) -> Result<&Arc<NcclTeam>> {
-        self.0.get().ok_or_else(|| Error::internal("a prepared plan without NCCL"))
+        self.0.get().ok_or_else(|| Error::internal("a prepared plan lacks its NCCL communicator"))
     }
 
     /// In words, once prepared.

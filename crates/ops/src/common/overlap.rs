@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tilewire_core::{Error, Result};
 
-use super::check::no_kernel;
+use super::check::unsupported;
 use super::kernel::GemmBackend;
 
 /// The schedule of a comm+GEMM operation: in which order it communicates and multiplies.
@@ -152,12 +152,12 @@ impl OverlapConfig {
     /// `InvalidArgument`; `Unsupported` for another schedule than `sequential` through NCCL.
     pub fn check(&self) -> Result<()> {
         if self.block_m == 0 || self.block_n == 0 || !(1..=64).contains(&self.sub_chunks) {
-            return Err(Error::invalid(format!("bad tile configuration `{self}`"))
+            return Err(Error::invalid(format!("the tile configuration `{self}` is not valid"))
                 .hint("tile sizes must be positive, sub_chunks 1 to 64"));
         }
         if self.via == Via::Nccl && self.algo != Algo::Sequential {
-            let what = format!("the schedule `{}` through NCCL", self.algo);
-            return Err(no_kernel(what, "use `sequential`: NCCL has no flags to wait for"));
+            let what = format!("the algorithm `{}` does not run through NCCL", self.algo);
+            return Err(unsupported(what, "use `sequential`: NCCL has no flags to wait for"));
         }
         Ok(())
     }

@@ -37,7 +37,7 @@ impl Reducer {
         let floats = [wire, own, out].iter().all(|d| d.is_float());
         if !floats || !REDUCE_MANTISSAS.contains(&types) {
             return Err(no_kernel(
-                format!("a sum of {wire} parts with {own} of one's own to {out}"),
+                format!("a sum of {wire} parts of peers with this rank's {own} to {out}"),
                 "use f32, bf16 or f16 for all of them",
             ));
         }

@@ -153,7 +153,7 @@ impl CpAttentionDesc {
         self.attn.check()?;
         self.layout.check(&self.attn.sequences, size)?;
         if ![DType::F32, DType::F8E4M3, DType::F8E5M2].contains(&self.dkv_wire) {
-            return Err(Error::invalid("partial dK and dV cannot travel in this type")
+            return Err(Error::invalid("partial dK and dV cannot be sent in this type")
                 .expected("f32, f8e4m3 or f8e5m2")
                 .seen(self.dkv_wire));
         }

@@ -130,19 +130,20 @@ impl EpDesc {
         let bad = |text: String| Err(Error::invalid(text).op("ep"));
         if self.experts_per_rank.len() != size {
             return bad(format!(
-                "experts are given for {} ranks, the team has {size}",
+                "experts are given for {} ranks, but the team has {size}",
                 self.experts_per_rank.len()
             ));
         }
         if self.num_experts() == 0 || self.top_k == 0 || self.top_k > 32 {
             return bad(format!(
-                "{} experts, top_k {}: at least one expert, top_k 1 to 32",
+                "{} experts with top_k {} are not possible: there must be at least one expert, and \
+                 top_k must be 1 to 32",
                 self.num_experts(),
                 self.top_k
             ));
         }
         if self.layout.align() == 0 {
-            return bad("alignment 0".to_owned());
+            return bad("the alignment must be positive".to_owned());
         }
         // Within these no size in bytes overflows, and row numbers fit in an i32.
         for (name, v, limit) in [
@@ -154,19 +155,20 @@ impl EpDesc {
             ("alignment", self.layout.align(), 1 << 31),
         ] {
             if v >= limit {
-                return bad(format!("{name} {v}: must be less than {limit}"));
+                return bad(format!("{name} is {v}, but must be less than {limit}"));
             }
         }
         let payload =
             matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) || self.dtype.is_fp8();
         if !payload || !matches!(self.out, DType::F32 | DType::BF16 | DType::F16) {
             return bad(format!(
-                "tokens {} and outputs {}: tokens f32, bf16, f16 or FP8; outputs f32, bf16 or f16",
+                "tokens cannot be {} with outputs {}: tokens are f32, bf16, f16 or FP8, outputs \
+                 f32, bf16 or f16",
                 self.dtype, self.out
             ));
         }
         if self.num_scales > 0 && !self.dtype.is_fp8() {
-            return bad(format!("{} tokens have no scales", self.dtype));
+            return bad(format!("tokens of type {} have no scales", self.dtype));
         }
         Ok(())
     }

@@ -127,7 +127,7 @@ impl EpHandle {
         if routed == rows {
             return Ok(());
         }
-        Err(Error::invalid("the tokens are not those that were routed")
+        Err(Error::invalid("the number of tokens differs from that of the routing")
             .expected(format_args!("{routed} tokens"))
             .seen(format_args!("{rows} tokens")))
     }
@@ -210,7 +210,7 @@ impl EpHandle {
         if self.0.desc.overflow == Overflow::Drop || t.dropped.iter().all(|&d| d == 0) {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Exhausted, "more tokens than the capacity holds")
+        Err(Error::new(ErrorKind::Exhausted, "the routing has more rows than the capacity holds")
             .op("ep_prepare")
             .expected(format_args!("at most {} rows", self.0.capacity.load(Ordering::Acquire)))
             .seen(format_args!(

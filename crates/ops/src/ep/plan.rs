@@ -239,7 +239,7 @@ impl EpPlan {
         let d = &self.base.desc;
         let capacity = capacity.unwrap_or(d.capacity);
         if capacity > d.capacity {
-            return Err(Error::invalid("capacity above the layer's")
+            return Err(Error::invalid("the capacity is larger than the layer's")
                 .op("ep_prepare")
                 .expected(format_args!("at most {}", d.capacity))
                 .seen(capacity));

@@ -76,7 +76,7 @@ impl EpPlan {
     /// Fails unless `rows` fit at byte `at` of `buf`, which is of this heap.
     fn fits(&self, buf: &SymBuf, at: usize, (dtype, rows): (DType, usize)) -> Result<()> {
         if self.base.cores[0].lane().is_none() {
-            let text = "rows of a layer in symmetric memory of the host";
+            let text = "rows can be received in the symmetric memory of devices only";
             return Err(Error::new(ErrorKind::Unsupported, text).op("ep"));
         }
         buf.check_heap(self.base.cores[0].heap()).map_err(|e| e.op("ep"))?;
@@ -84,7 +84,7 @@ impl EpPlan {
         if at.is_multiple_of(16) && at.checked_add(need).is_some_and(|end| end <= buf.len_bytes()) {
             return Ok(());
         }
-        Err(Error::invalid("rows of a layer in symmetric memory")
+        Err(Error::invalid("the rows of the layer do not fit this place in the symmetric buffer")
             .op("ep")
             .expected(format_args!("{need} bytes at a multiple of 16 within {}", buf.len_bytes()))
             .seen(at))
@@ -108,18 +108,18 @@ impl EpPlan {
         if !knows || way == CollectiveBackend::Nccl {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "rows cannot come straight to this layer",
+                "this layer cannot receive rows by zero copy",
             )
             .op("ep")
             .expected(expected)
             .seen(format_args!("{:?} by {way}", d.layout))
-            .hint("let them come into a tensor of your own"));
+            .hint("dispatch into a tensor of your own"));
         }
         let mut direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
         if direct.len() >= usize::from(u16::MAX) {
-            return Err(Error::new(ErrorKind::Exhausted, "too many receive buffers")
+            return Err(Error::new(ErrorKind::Exhausted, "the plan has too many receive buffers")
                 .op("ep")
-                .hint("use those that there are in turn: each serves one microbatch at a time"));
+                .hint("use the existing ones in turn: each serves one microbatch at a time"));
         }
         let len = rows * d.hidden * dtype.size();
         let (buf, at) = match given {
@@ -132,7 +132,7 @@ impl EpPlan {
         let fp = Fingerprint::new("ep_receive", place);
         heap.team().prepare_agree(&fp).map_err(|e| e.op("ep"))?;
         let known = |addr: u64| match direct.iter().any(|b| b.addr == addr) {
-            true => Err(Error::invalid("this memory receives rows already").op("ep")),
+            true => Err(Error::invalid("this memory is a receive buffer already").op("ep")),
             false => Ok(addr),
         };
         if let Some(lane) = self.base.cores[0].lane() {

@@ -129,7 +129,7 @@ impl EpHandle {
         bytes.resize(front(self.desc()), 0);
         bytes.extend(words.0.iter().flat_map(|w| w.to_le_bytes()));
         if bytes.len() > to.len_bytes() {
-            return Err(Error::internal("a routing is larger than any should be"));
+            return Err(Error::internal("the saved routing is larger than any can be"));
         }
         to.write(|b| {
             b[..bytes.len()].copy_from_slice(&bytes);
@@ -150,10 +150,12 @@ impl EpHandle {
         } else {
             let new = from.read(|b| decode(self.desc(), b))??;
             if new.routing.num_tokens != tokens {
-                return Err(Error::invalid("the tokens are not those that were routed")
-                    .op("ep")
-                    .expected(new.routing.num_tokens)
-                    .seen(tokens));
+                return Err(Error::invalid(
+                    "the number of tokens differs from that of the routing",
+                )
+                .op("ep")
+                .expected(new.routing.num_tokens)
+                .seen(tokens));
             }
             *self.state() = new;
         }

@@ -42,9 +42,12 @@ impl EpPlan {
     /// `NotPrepared` if the handle has no routing yet; `Unsupported` on devices.
     pub fn predict(&self, handle: &EpHandle) -> Result<EpTraffic> {
         if self.base.cores[0].lane().is_some() {
-            return Err(Error::new(ErrorKind::Unsupported, "kernels move the rows, uncounted")
-                .op("ep")
-                .hint("count the records from the routing instead"));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "the rows are moved by kernels, which do not count them",
+            )
+            .op("ep")
+            .hint("count the records from the routing instead"));
         }
         let (d, me) = (&self.base.desc, self.base.cores[0].team().rank().idx());
         let (size, at) = (d.experts_per_rank.len(), Schedule::new(d));

@@ -17,7 +17,7 @@ pub(super) fn unfit(d: &GemmDesc) -> Option<String> {
     }
     let operand = matches!(d.a, DType::F32 | DType::BF16 | DType::F16);
     if !operand || !(d.out == d.a || d.out == DType::F32) {
-        return Some(format!("cuBLASLt is not asked for {} x {} -> {}", d.a, d.b, d.out));
+        return Some(format!("tilewire does not use cuBLASLt for {} x {} -> {}", d.a, d.b, d.out));
     }
     if e.bias && d.out != DType::F32 {
         return Some(format!(

@@ -152,7 +152,8 @@ impl GemmDesc {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "{} x {}: both operands FP8 (any of the two), or both the same type",
+                    "{} x {} is not supported: both operands must be FP8 (any of the two types), \
+                     or both of the same type",
                     self.a, self.b
                 ),
             ));

@@ -71,7 +71,7 @@ impl GemmPlan {
         let (d, e) = (&self.desc, &self.desc.epilogue);
         let m = if t.out.shape().ndim() == 2 { t.out.shape().dim(0) } else { 0 };
         if m > d.m {
-            return Err(Error::invalid("more rows than the plan was made for")
+            return Err(Error::invalid("the launch has more rows than the plan was made for")
                 .expected(format_args!("at most {}", d.m))
                 .seen(m));
         }

@@ -135,7 +135,7 @@ impl GemmArPlan {
         let (team, d) = (self.core.team(), &self.desc.0);
         let (me, size) = (team.rank(), team.size());
         if m > d.m {
-            return Err(Error::invalid("more rows than the plan was made for")
+            return Err(Error::invalid("the launch has more rows than the plan was made for")
                 .op("gemm_ar")
                 .expected(format_args!("at most {}", d.m))
                 .seen(m));

@@ -73,7 +73,7 @@ impl GemmRsDesc {
     pub fn check(&self, size: usize) -> Result<()> {
         self.gemm().check()?;
         if !matches!(self.wire, DType::F32 | DType::BF16 | DType::F16) {
-            return Err(Error::invalid("partial results cannot travel in this type")
+            return Err(Error::invalid("partial results cannot be sent in this type")
                 .expected("f32, bf16 or f16")
                 .seen(self.wire));
         }

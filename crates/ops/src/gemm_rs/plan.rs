@@ -110,7 +110,7 @@ impl GemmRsPlan {
         let team = self.core.team();
         let (me, size) = (team.rank(), team.size());
         if m > self.desc.m {
-            return Err(Error::invalid("more rows than the plan was made for")
+            return Err(Error::invalid("the launch has more rows than the plan was made for")
                 .op("gemm_rs")
                 .expected(format_args!("at most {}", self.desc.m))
                 .seen(m));

@@ -130,10 +130,12 @@ impl GroupedDesc {
         }
         .check()?;
         if self.activation.reads_aux() {
-            return Err(Error::invalid("name the forward activation; dgrad takes its derivative"));
+            return Err(Error::invalid(
+                "the activation must be the forward one: dgrad takes its derivative",
+            ));
         }
         if !matches!(self.grad, DType::F32 | DType::BF16 | DType::F16) {
-            return Err(Error::invalid("weight gradients")
+            return Err(Error::invalid("weight gradients cannot have this dtype")
                 .expected("f32, bf16 or f16")
                 .seen(self.grad));
         }
@@ -156,9 +158,11 @@ impl GroupedDesc {
             Weights::Packed(w) => w.check(what, dtype, self.groups * self.n, self.k),
             Weights::Discrete(list) => {
                 if list.len() != self.groups {
-                    return Err(Error::invalid(format!("`{what}` has one matrix per group"))
-                        .expected(self.groups)
-                        .seen(list.len()));
+                    return Err(Error::invalid(format!(
+                        "`{what}` must have one matrix for each group"
+                    ))
+                    .expected(self.groups)
+                    .seen(list.len()));
                 }
                 list.iter().try_for_each(|w| w.check(what, dtype, self.n, self.k))
             }

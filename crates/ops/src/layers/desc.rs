@@ -26,11 +26,13 @@ impl LayersDesc {
     /// `InvalidArgument` for another type, or sizes of zero.
     pub fn check(&self) -> Result<()> {
         if !matches!(self.dtype, DType::F32 | DType::BF16) {
-            let e = Error::invalid("layers compute in").expected("f32 or bf16").seen(self.dtype);
+            let e = Error::invalid("layers support f32 and bf16 only")
+                .expected("f32 or bf16")
+                .seen(self.dtype);
             return Err(e);
         }
         if self.cols == 0 || self.experts == 0 {
-            return Err(Error::invalid("layers: columns and experts must be positive"));
+            return Err(Error::invalid("the columns and experts of the layers must be positive"));
         }
         Ok(())
     }
@@ -214,7 +216,9 @@ impl Heads {
         let (_, dim) = dims("table", &self.table)?;
         let ((_, q), (_, kv)) = (dims("q", &self.q)?, dims("k", &self.k)?);
         if dim == 0 || dim % 2 != 0 || q % dim != 0 || kv % dim != 0 {
-            return Err(Error::invalid("heads of an even dim must fill `q` and `k`"));
+            return Err(Error::invalid(
+                "rotary tables must have an even dim of which `q` and `k` are multiples",
+            ));
         }
         Ok((q / dim, kv / dim, dim))
     }
@@ -255,7 +259,9 @@ impl Router {
         let ((n, e), (_, k)) = (dims("logits", &self.logits)?, dims("topk", &self.topk)?);
         p.holds(n, 0, e)?;
         if k > e {
-            return Err(Error::invalid("more choices than experts").expected(e).seen(k));
+            return Err(Error::invalid("a token has more choices than there are experts")
+                .expected(e)
+                .seen(k));
         }
         expect_tensor("logits", &self.logits, DType::F32, &[n, e])?;
         expect_tensor("probs", &self.probs, DType::F32, &[n, e])?;
@@ -352,7 +358,9 @@ pub(super) const SQUARES: usize = 4;
 impl SquareSum {
     pub(super) fn checked(&self, _: &LayersDesc) -> Checked<'_> {
         if self.of.len() > SQUARES {
-            return Err(Error::invalid("too many tensors").expected(SQUARES).seen(self.of.len()));
+            return Err(Error::invalid("the sum of squares has too many tensors")
+                .expected(SQUARES)
+                .seen(self.of.len()));
         }
         at_least("out", &self.out, DType::F32, 2)?;
         for t in &self.of {
@@ -392,7 +400,9 @@ impl AdamStep {
         let len = self.w.shape().num_elems();
         at_least("w", &self.w, p.dtype, len)?;
         if self.master.is_some() == (p.dtype == DType::F32) {
-            return Err(Error::invalid("weights have a master unless they are f32"));
+            return Err(Error::invalid(
+                "a master must be given if and only if the weights are not f32",
+            ));
         }
         let wide = [("master", self.master.as_ref()), ("g", Some(&self.g))];
         for (what, t) in wide.into_iter().chain([("m", Some(&self.m)), ("v", Some(&self.v))]) {

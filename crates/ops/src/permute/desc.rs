@@ -68,29 +68,32 @@ impl PermuteDesc {
         let bad = |text: String| Err(Error::invalid(text).op("permute"));
         if self.num_experts == 0 || !(1..=32).contains(&self.top_k) {
             return bad(format!(
-                "{} experts, top_k {}: at least one expert, top_k 1 to 32",
+                "{} experts with top_k {} are not possible: there must be at least one expert, and \
+                 top_k must be 1 to 32",
                 self.num_experts, self.top_k
             ));
         }
         if self.align == 0 {
-            return bad("alignment 0".to_owned());
+            return bad("the alignment must be positive".to_owned());
         }
         let most = i32::MAX as usize;
         if self.max_tokens.saturating_mul(self.top_k) > most || self.capacity > most {
             return bad(format!(
-                "{} tokens, top_k {}, capacity {}: row numbers are 32-bit",
+                "{} tokens with top_k {} and capacity {} have more rows than 32-bit row numbers \
+                 can count",
                 self.max_tokens, self.top_k, self.capacity
             ));
         }
         let plain = |d| matches!(d, DType::F32 | DType::BF16 | DType::F16);
         if !(plain(self.dtype) || self.dtype.is_fp8()) || !plain(self.out) {
             return bad(format!(
-                "tokens {} and results {}: tokens f32, bf16, f16 or FP8; results f32, bf16 or f16",
+                "tokens cannot be {} with results {}: tokens are f32, bf16, f16 or FP8, results \
+                 f32, bf16 or f16",
                 self.dtype, self.out
             ));
         }
         if self.num_scales > 0 && !self.dtype.is_fp8() {
-            return bad(format!("{} tokens have no scales", self.dtype));
+            return bad(format!("tokens of type {} have no scales", self.dtype));
         }
         Ok(())
     }

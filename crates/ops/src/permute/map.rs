@@ -39,7 +39,7 @@ pub struct PermuteMap(Arc<Inner>);
 impl PermuteMap {
     pub(super) fn new(desc: &PermuteDesc, tokens: usize, on: Option<&CudaContext>) -> Result<Self> {
         if tokens > desc.max_tokens {
-            return Err(Error::invalid("more tokens than the plan was made for")
+            return Err(Error::invalid("the launch has more tokens than the plan was made for")
                 .op("permute")
                 .expected(format_args!("at most {}", desc.max_tokens))
                 .seen(tokens));
@@ -63,7 +63,10 @@ impl PermuteMap {
 
     /// Returns what `route` works in on a CUDA device.
     pub(super) fn scratch(&self) -> Result<&Scratch> {
-        self.0.scratch.as_ref().ok_or_else(|| Error::internal("a map of the host on a device"))
+        self.0
+            .scratch
+            .as_ref()
+            .ok_or_else(|| Error::internal("a map of the host was used on a device"))
     }
 
     /// A tensor for all of them: they lie on one device.

@@ -177,8 +177,8 @@ fn what_does_not_fit_is_refused() {
     let good = PermuteDesc::new(4, 8, 3, 2, DType::F32);
     for (bad, needle) in [
         (PermuteDesc { num_experts: 0, ..good }, "at least one expert"),
-        (PermuteDesc { top_k: 33, ..good }, "top_k 1 to 32"),
-        (PermuteDesc { align: 0, ..good }, "alignment 0"),
+        (PermuteDesc { top_k: 33, ..good }, "top_k must be 1 to 32"),
+        (PermuteDesc { align: 0, ..good }, "the alignment must be positive"),
         (PermuteDesc { capacity: 1 << 40, ..good }, "32-bit"),
         (PermuteDesc { dtype: DType::I32, ..good }, "f32, bf16, f16 or FP8"),
         (PermuteDesc { out: DType::F8E4M3, ..good }, "results f32, bf16 or f16"),

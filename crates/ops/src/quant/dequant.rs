@@ -74,12 +74,12 @@ impl DequantPlan {
         let d = &self.desc;
         let rows = if out.shape().ndim() == 2 { out.shape().dim(0) } else { 0 };
         if rows > d.rows {
-            return Err(Error::invalid("more rows than the plan was made for")
+            return Err(Error::invalid("the launch has more rows than the plan was made for")
                 .expected(format_args!("at most {}", d.rows))
                 .seen(rows));
         }
         if q.layout != d.layout {
-            return Err(Error::invalid("the scales lie otherwise")
+            return Err(Error::invalid("the scales have another layout")
                 .expected(format_args!("{:?}", d.layout))
                 .seen(format_args!("{:?}", q.layout)));
         }

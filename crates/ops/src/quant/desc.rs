@@ -108,19 +108,19 @@ impl QuantDesc {
     /// scale with a layout that has more than one.
     pub fn check(&self) -> Result<()> {
         if !matches!(self.src, DType::F32 | DType::BF16 | DType::F16) {
-            return Err(Error::invalid("input of a quantisation")
+            return Err(Error::invalid("the input of a quantisation cannot have this dtype")
                 .expected("f32, bf16 or f16")
                 .seen(self.src));
         }
         if !self.dst.is_fp8() {
-            return Err(Error::invalid("result of a quantisation")
+            return Err(Error::invalid("the result of a quantisation cannot have this dtype")
                 .expected("f8e4m3 or f8e5m2")
                 .seen(self.dst));
         }
         if self.layout != ScaleLayout::Tensor
             && (self.scope == Scope::Team || self.scaling != Scaling::Current)
         {
-            return Err(Error::invalid("delayed scales and those of a team are per tensor")
+            return Err(Error::invalid("delayed scales, and scales of a team, must be per tensor")
                 .expected("Tensor")
                 .seen(format_args!("{:?}", self.layout)));
         }
@@ -131,7 +131,7 @@ impl QuantDesc {
                     .seen(format_args!("window {window}, margin {margin}")));
             }
             if self.pow2_scales {
-                return Err(Error::invalid("delayed scales are not powers of two")
+                return Err(Error::invalid("delayed scales cannot be restricted to powers of two")
                     .hint("choose the margin instead"));
             }
         }
@@ -233,7 +233,7 @@ impl DequantDesc {
         if self.src.is_fp8() && matches!(self.out, DType::F32 | DType::BF16 | DType::F16) {
             return Ok(());
         }
-        Err(Error::invalid("dtypes of a dequantisation")
+        Err(Error::invalid("a dequantisation does not support these dtypes")
             .expected("FP8 to f32, bf16 or f16")
             .seen(format_args!("{} to {}", self.src, self.out)))
     }

@@ -11,7 +11,7 @@ use super::launch::{CREDIT, DATA, QuantInputs, State};
 use super::{QuantDesc, Quantized, Scaling, Scope, device};
 use crate::common::CollectiveBackend;
 use crate::common::backend::put_or_nccl;
-use crate::common::cuda::{Ready, no_kernel, together_on};
+use crate::common::cuda::{Ready, together_on, unsupported};
 use crate::common::lanes::{Lanes, Slots};
 use crate::common::{PlanCore, apart, expect_tensor};
 
@@ -47,7 +47,10 @@ impl QuantPlan {
         let shared = match (desc.scope, heap) {
             (Scope::Local, _) => None,
             (Scope::Team, None) => {
-                return Err(Error::invalid("the scale of a team needs the team's heap").op("quant"));
+                return Err(Error::invalid(
+                    "a plan with the scale of a team must be made with the team's heap",
+                )
+                .op("quant"));
             }
             (Scope::Team, Some(h)) => {
                 put_or_nccl(h, CollectiveBackend::Put).map_err(|e| e.op("quant"))?;
@@ -107,8 +110,9 @@ impl QuantPlan {
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         let hosts = self.shared.as_ref().is_some_and(|s| s.core.lane().is_none());
         if hosts && matches!(stream, Stream::Cuda(_)) {
-            return Err(no_kernel(
-                "the largest magnitude of a team on the host",
+            return Err(unsupported(
+                "the plan compares magnitudes on the host, and cannot be prepared for a CUDA \
+                 device",
                 "make the heap on the backend `vmm`, or prepare for a stream of the host",
             )
             .op("quant"));
@@ -150,7 +154,7 @@ impl QuantPlan {
         let d = &self.desc;
         let rows = if t.x.shape().ndim() == 2 { t.x.shape().dim(0) } else { 0 };
         if rows > d.rows {
-            return Err(Error::invalid("more rows than the plan was made for")
+            return Err(Error::invalid("the launch has more rows than the plan was made for")
                 .expected(format_args!("at most {}", d.rows))
                 .seen(rows));
         }
@@ -204,7 +208,7 @@ impl QuantPlan {
         p: &device::Prepared,
         t: QuantInputs,
     ) -> Result<Pending<QuantInputs>> {
-        let no_lane = || Error::internal("a team on the host, prepared for a device");
+        let no_lane = || Error::internal("a plan of a team on the host was prepared for a device");
         let lane = s.core.lane().ok_or_else(no_lane)?;
         let outs = p.poisons(&t).map_err(|e| e.op("quant"))?;
         let at = s.core.begin_on(stream, "")?;

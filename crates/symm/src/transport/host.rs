@@ -337,7 +337,7 @@ impl Transport for Host {
         }
         self.check(src, at, rows.reach(rows.from_pitch))?;
         if rows.reach(rows.out_pitch) > out.len() {
-            return Err(Error::invalid("rows that are read do not fit in the memory for them")
+            return Err(Error::invalid("the rows that are read do not fit the destination")
                 .expected(format_args!("at least {} bytes", rows.reach(rows.out_pitch)))
                 .seen(format_args!("{} bytes", out.len())));
         }
@@ -386,7 +386,7 @@ impl Transport for Host {
             return Ok(());
         }
         Err(self.heap.team().fail(
-            Error::new(ErrorKind::Protocol, "a peer signalled too often")
+            Error::new(ErrorKind::Protocol, "a peer has signalled more often than agreed")
                 .op(lane.op)
                 .phase(phase.to_owned())
                 .seq(lane.seq())

@@ -425,7 +425,10 @@ pub trait Transport: Send + Sync {
 }
 
 fn flags_are_kernels() -> Error {
-    Error::new(ErrorKind::Unsupported, "on devices kernels store and compare flag words themselves")
+    Error::new(
+        ErrorKind::Unsupported,
+        "flag words are for the host: on devices kernels store and compare them",
+    )
 }
 
 pub(crate) fn check_channel(channel: usize) -> Result<()> {
@@ -443,6 +446,6 @@ pub(crate) fn check_slots(first: SignalSlot, num: usize) -> Result<()> {
     if first.0.checked_add(num).is_some_and(|end| end <= all) {
         return Ok(());
     }
-    Err(Error::invalid(format!("there are no {num} signal slots from {} on", first.0))
+    Err(Error::invalid(format!("the team does not have {num} signal slots from {} on", first.0))
         .expected(format_args!("at most {all} in all")))
 }

@@ -51,7 +51,7 @@ impl Permit {
         if peer == me || self.names(peer) {
             return Ok(());
         }
-        let text = format!("a put to rank {} without a credit of that rank", peer.get());
+        let text = format!("a put to rank {} has no credit of that rank", peer.get());
         Err(Error::new(ErrorKind::Protocol, text)
             .rank(me)
             .peer(peer)

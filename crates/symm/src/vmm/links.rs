@@ -172,7 +172,9 @@ impl LinkProbe {
     ) -> Result<()> {
         let size = self.net.heap().team().size() as u32;
         if num == 0 || num >= size {
-            return Err(Error::invalid("peers to put to").expected("1 to size - 1").seen(num));
+            return Err(Error::invalid("the number of peers to put to is out of range")
+                .expected("1 to size - 1")
+                .seen(num));
         }
         let mut param = self.bulk_param(chunk, piece)?;
         param.num = num;
@@ -206,7 +208,7 @@ impl LinkProbe {
 
     fn bulk_param(&self, chunk: u32, piece: Piece) -> Result<TwBulk> {
         if chunk == 0 || chunk > 24 << 10 || !(chunk | piece.offset as u32).is_multiple_of(16) {
-            return Err(Error::invalid("chunks and offsets are multiples of 16 bytes")
+            return Err(Error::invalid("chunks and offsets must be multiples of 16 bytes")
                 .expected("a chunk of 16 to 24576")
                 .seen(chunk));
         }
@@ -236,8 +238,10 @@ impl LinkProbe {
 
     fn bulk_kernel(&self) -> Result<&Kernel> {
         self.bulk.as_ref().ok_or_else(|| {
-            let text =
-                format!("this device has no bulk copies: they need sm_{}", LINKS_BULK.min_sm());
+            let text = format!(
+                "this device does not support bulk copies: they need sm_{}",
+                LINKS_BULK.min_sm()
+            );
             Error::new(ErrorKind::Unsupported, text).hint("use copy engines, or loads and stores")
         })
     }
@@ -269,9 +273,12 @@ impl LinkProbe {
             Some(tilewire_core::Deadline::after_s(10.0)),
         )?;
         match bytemuck::pod_read_unaligned::<u64>(&out.download()?) {
-            0 => Err(Error::new(tilewire_core::ErrorKind::Timeout, "a flag was not answered")
-                .peer(peer)
-                .rank(self.me())),
+            0 => Err(Error::new(
+                tilewire_core::ErrorKind::Timeout,
+                "the peer has not answered a flag in time",
+            )
+            .peer(peer)
+            .rank(self.me())),
             ns => Ok(ns as f64 / (2 * n) as f64),
         }
     }

@@ -73,7 +73,7 @@ impl ControlMemory {
             Self::Device(r) => r.addr(rank, offset, len),
             Self::Host(h) => match h.parts.get(rank.idx()) {
                 Some(p) if offset + len <= h.page => Ok(p.addr() + offset as u64),
-                _ => Err(Error::invalid("a control page that is not there").peer(rank)),
+                _ => Err(Error::invalid("the control page is not mapped").peer(rank)),
             },
         }
     }

@@ -195,8 +195,11 @@ impl VmmStore {
             let stride = reserve.max(own[which].len_bytes());
             let stride =
                 stride.checked_next_multiple_of(granularity(&parts.ctx)?).ok_or_else(|| {
-                    Error::new(ErrorKind::Exhausted, "no machine has so many addresses")
-                        .hint(RESERVE)
+                    Error::new(
+                        ErrorKind::Exhausted,
+                        "a virtual address range of this length cannot be represented",
+                    )
+                    .hint(RESERVE)
                 })?;
             all.with_chunks(&parts.ctx, team.rank(), (which, own[which]), |chunks| {
                 VmmRange::map(&parts.ctx, chunks, stride)
@@ -231,10 +234,15 @@ impl VmmStore {
         let control = ControlMemory::Host(control);
         let me = (team.rank(), team.size());
         let heap = granularity(&parts.ctx).and_then(|grain| {
-            let (own, _) = parts.heap.as_ref().ok_or_else(|| Error::internal("no chunk"))?;
+            let (own, _) =
+                parts.heap.as_ref().ok_or_else(|| Error::internal("the rank has no chunk"))?;
             let stride = cfg.reserve_bytes.unwrap_or(0).max(own.len_bytes());
             let stride = stride.checked_next_multiple_of(grain).ok_or_else(|| {
-                Error::new(ErrorKind::Exhausted, "no machine has so many addresses").hint(RESERVE)
+                Error::new(
+                    ErrorKind::Exhausted,
+                    "a virtual address range of this length cannot be represented",
+                )
+                .hint(RESERVE)
             })?;
             VmmRange::map_own(&parts.ctx, me, own, stride).map(HeapMemory::Own)
         });
@@ -273,7 +281,7 @@ impl VmmStore {
     /// rank has more than before.
     pub fn grow(&self, len: usize) -> Result<()> {
         let HeapMemory::Own(range) = &self.heap else {
-            return Err(Error::internal("memory that is not ours cannot grow"));
+            return Err(Error::internal("a heap in NVSHMEM's memory cannot grow"));
         };
         let (ctx, team) = (&self.ctx, &self.team);
         let old = range.len_bytes();
@@ -293,18 +301,18 @@ impl VmmStore {
     /// rank has more than before.
     pub fn adopt(&self, addr: u64, len_bytes: usize) -> Result<(usize, usize, usize)> {
         let (HeapMemory::Own(range), true) = (&self.heap, self.near) else {
-            let text = "memory of others becomes symmetric on GPUs that reach each other";
+            let text = "a heap can adopt memory only where GPUs reach each other";
             return Err(Error::new(ErrorKind::Unsupported, text).expected("a heap of `vmm`"));
         };
         let found = VmmChunk::of_address(&self.ctx, addr).and_then(|(chunk, inside)| {
             if inside.checked_add(len_bytes).is_none_or(|end| end > chunk.len_bytes()) {
-                let text = "memory that several allocations make up";
+                let text = "the memory consists of several allocations";
                 return Err(Error::new(ErrorKind::Unsupported, text)
                     .expected(format_args!("{len_bytes} bytes of one"))
                     .seen(format_args!("{inside} bytes inside one of {}", chunk.len_bytes())));
             }
             let handle = export(&chunk, self.by).map_err(|e| {
-                Error::new(ErrorKind::Unsupported, "memory that was not made to be shared")
+                Error::new(ErrorKind::Unsupported, "the memory was not allocated for sharing")
                     .hint("copy it to a tensor of `symm_empty`")
                     .cause(e)
             })?;
@@ -335,7 +343,7 @@ impl VmmStore {
         let mine = mapped.is_ok();
         team.settle("vmm-map", mapped).inspect_err(|_| {
             if mine && let Err(undo) = range.take_back() {
-                log::warn!("memory that a heap did not grow by: {undo}");
+                log::warn!("the memory of a failed growth of a heap cannot be unmapped: {undo}");
             }
         })
     }
@@ -401,7 +409,7 @@ impl Handles {
             if list.len() == own.len() && rest.is_empty() {
                 return Ok(list.to_vec());
             }
-            Err(Error::new(ErrorKind::Protocol, "a peer sent no memory")
+            Err(Error::new(ErrorKind::Protocol, "a peer has sent no memory")
                 .op("heap")
                 .peer(Rank::new(i as u32))
                 .expected(64 * own.len())

@@ -416,7 +416,7 @@ pub fn permits<B: Backend>(world: World) -> Result<()> {
     let eight = s.buffer(&[1; 8])?;
     let refused = s.os.put_granted(&s.stream, None, (next, at), &eight);
     let e = refused.and_then(|()| s.finish()).unwrap_err();
-    assert!(e.message().contains("without a credit") || e.kind() == ErrorKind::Aborted, "{e}");
+    assert!(e.message().contains("has no credit") || e.kind() == ErrorKind::Aborted, "{e}");
     Ok(())
 }
 

@@ -57,7 +57,7 @@ fn dtype_of(number: c_int) -> Result<DType> {
         5 => DType::I64,
         1 | 6 => DType::U8,
         other => {
-            return Err(Error::invalid("an element type that tilewire does not know")
+            return Err(Error::invalid("tilewire does not know this element type")
                 .expected(DType::ALL.map(|d| d.to_string()).join(", "))
                 .seen(format_args!("XLA's type {other}")));
         }

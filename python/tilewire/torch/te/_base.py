@@ -79,7 +79,7 @@ class Module(nn.Module):
             raise InvalidArgument(f"parallel_mode={parallel_mode!r} is not 'row', 'column' or None")
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         if dtype not in _TYPES:
-            raise Unsupported(f"params_dtype={dtype}; f32, bf16 or f16")
+            raise Unsupported(f"params_dtype={dtype} is not supported: f32, bf16 or f16 is")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.parallel_mode = parallel_mode
@@ -90,7 +90,7 @@ class Module(nn.Module):
     def _set_group(self, layer, tp_group):
         if ranks_of(tp_group) != self.tp_size:
             raise InvalidArgument(
-                f"{layer}: a group of {ranks_of(tp_group)} ranks, and tp_size={self.tp_size}"
+                f"{layer}: the group has {ranks_of(tp_group)} ranks, but tp_size={self.tp_size}"
             )
         self.tp_group = tp_group
 

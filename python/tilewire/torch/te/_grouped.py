@@ -144,7 +144,7 @@ class GroupedLinear(Module):
         )
         made = self._place(tp_group, tp_size, parallel_mode, params_dtype, device)
         if self.tp_size > 1 and bias:
-            raise InvalidArgument("GroupedLinear: no bias with several tensor-parallel ranks")
+            raise InvalidArgument("GroupedLinear: several tensor-parallel ranks allow no bias")
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias

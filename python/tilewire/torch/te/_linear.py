@@ -139,7 +139,7 @@ class Linear(Module):
             save_original_input=save_original_input,
         )
         if symmetric_ar_type not in _SYMMETRIC:
-            raise InvalidArgument(f"Linear: symmetric_ar_type={symmetric_ar_type!r}")
+            raise InvalidArgument(f"Linear: symmetric_ar_type={symmetric_ar_type!r} is not known")
         made = self._place(tp_group, tp_size, parallel_mode, params_dtype, device)
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation

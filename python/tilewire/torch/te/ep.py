@@ -119,7 +119,7 @@ def ep_bootstrap(
         name = "zero_copy" if zero_copy else "drop_on_overflow"
         raise InvalidArgument(f"ep_bootstrap: {name} requires recv_capacity_per_rank")
     if max_token_dtype not in _TYPES:
-        raise Unsupported(f"ep_bootstrap: max_token_dtype={max_token_dtype}; f32, bf16 or f16")
+        raise Unsupported(f"ep_bootstrap: max_token_dtype={max_token_dtype} is not f32/bf16/f16")
     world, owned = _world_for(ep_group)
     limits = {
         "top_k": int(num_topk),
@@ -219,11 +219,11 @@ class EpBuffer:
         if alignment < 0 or alignment & (alignment - 1):
             raise InvalidArgument(f"EpBuffer: alignment={alignment} is not 0, 1 or a power of two")
         if not began.eager and recv_capacity_per_rank is None:
-            raise InvalidArgument("EpBuffer: only eager mode goes without recv_capacity_per_rank")
+            raise InvalidArgument("EpBuffer: eager mode alone works without recv_capacity_per_rank")
         world_device = began.world.device
         named = (None, world_device, torch.device(world_device.type))
         if (None if device is None else torch.device(device)) not in named:
-            raise InvalidArgument(f"EpBuffer: device={device}, and the ranks' is {world_device}")
+            raise InvalidArgument(f"EpBuffer: device={device}, but the ranks use {world_device}")
         self.top_k, self.alignment = int(top_k), alignment
         self.max_tokens_per_rank, self.hidden_dim = int(max_tokens_per_rank), int(hidden_dim)
         self.num_local_experts = int(num_local_experts)
@@ -242,7 +242,7 @@ class EpBuffer:
         )
         if self._group.num_local_experts != self.num_local_experts:
             raise InvalidArgument(
-                f"EpBuffer: num_local_experts={num_local_experts}, and this rank has"
+                f"EpBuffer: num_local_experts={num_local_experts}, but this rank has"
                 f" {self._group.num_local_experts}"
             )
         own = self._group.buffer()
@@ -260,7 +260,7 @@ class EpBuffer:
 
     def _check_limits(self, limits):
         if self.payload_dtype not in _TYPES:
-            raise Unsupported(f"EpBuffer: payload_dtype={self.payload_dtype}; f32, bf16 or f16")
+            raise Unsupported(f"EpBuffer: payload_dtype={self.payload_dtype} is not f32/bf16/f16")
         for name, most in limits.items():
             asked = getattr(self, name)
             if name == "payload_dtype":
@@ -545,7 +545,7 @@ def ep_combine(buffer, expert_out, *, num_local_tokens=None, grad_out=None):
     num = buffer.max_tokens_per_rank if num_local_tokens is None else int(num_local_tokens)
     if num < buffer._tokens:
         raise InvalidArgument(
-            f"ep_combine: num_local_tokens={num}, and {buffer._tokens} tokens were dispatched"
+            f"ep_combine: num_local_tokens={num}, but {buffer._tokens} tokens were dispatched"
         )
     shape = tuple(expert_out.shape)
     _check_buffer("ep_combine", "grad_out", grad_out, shape, buffer.payload_dtype, buffer.device)
@@ -581,7 +581,7 @@ def symm_mem_alloc(shape, dtype, ep_group, device=None, use_pool=False, backend=
     """
     world = world_for(ep_group, device)
     if device is not None and torch.device(device).type != world.device.type:
-        raise InvalidArgument(f"symm_mem_alloc: device={device}, and the ranks' is {world.device}")
+        raise InvalidArgument(f"symm_mem_alloc: device={device}, but the ranks use {world.device}")
     return symm_empty(*shape, dtype=dtype, group=world)
 
 

@@ -89,7 +89,7 @@ impl<'a> Reader<'a> {
     }
 
     fn take(&mut self, len: usize) -> Result<&'a [u8]> {
-        let short = || Error::internal("what the oracle says came cut short");
+        let short = || Error::internal("the oracle's results arrived incomplete");
         let (part, rest) = self.rest.split_at_checked(len).ok_or_else(short)?;
         self.rest = rest;
         Ok(part)

@@ -107,7 +107,7 @@ pub(super) fn launch(
     let at = base.core.begin_on(stream, format_args!("m={}", job.m))?;
     // Begun, so prepared.
     let Some(prepared) = job.prepared else {
-        return Err(tilewire_core::Error::internal("a prepared plan without its kernels"));
+        return Err(tilewire_core::Error::internal("a prepared plan lacks its kernels"));
     };
     let nccl = job.config.via == Via::Nccl;
     // A ring signals one peer alone, message by message: its totals are not made for all at once.

@@ -143,7 +143,7 @@ fn fitting_segs(d: &AttentionDesc, pieces: (usize, usize)) -> Result<usize> {
     let s = &d.sequences;
     // Positions, and positions beyond a window, are 32-bit numbers.
     if s.tokens_q.max(s.tokens_kv) >= 1 << 29 {
-        return Err(Error::invalid("too many rows for the kernels")
+        return Err(Error::invalid("the launch has too many rows for the kernels")
             .expected("less than 2^29")
             .seen(s.tokens_q.max(s.tokens_kv)));
     }
@@ -281,7 +281,7 @@ impl Prepared {
         rows: u64,
     ) -> Result<Side> {
         if segs.len() > self.tables.capacity {
-            return Err(Error::invalid("more sequences than the plan was made for")
+            return Err(Error::invalid("the launch has more sequences than the plan was made for")
                 .expected(format_args!("at most {} pieces of them", self.tables.capacity))
                 .seen(segs.len()));
         }

@@ -342,7 +342,7 @@ impl Run<'_> {
             }
             CollectiveKind::AllReduce(op) => {
                 let (Some(second), Some(area)) = (second, &base.staging2) else {
-                    return Err(Error::internal("all_reduce without second phase"));
+                    return Err(Error::internal("an all-reduce lacks its second phase"));
                 };
                 let at = second.own.1.start;
                 t = self.total(first, *op, (from, to, at), Some((second, area)))?;
@@ -354,7 +354,7 @@ impl Run<'_> {
         let piece = piece_bytes(&base.desc.kind, part, size - 1);
         cut(&mut p, &t, piece);
         if p.takes.max(p.sums).max(p.sends) > p.pieces {
-            return Err(Error::internal("more pieces than flags"));
+            return Err(Error::internal("a launch has more pieces than flags"));
         }
         let large = m * self.row > LARGE_BYTES;
         let phases = 1 + u32::from(second.is_some() && !self.whole);

@@ -66,7 +66,8 @@ pub(super) fn launch(
     together_on(stream, &[("x", Some(x)), ("out", Some(out))]).map_err(|e| e.op(core.op()))?;
     let (from, to) = (x.cuda()?, out.cuda()?);
     let at = core.begin_on(stream, format_args!("m={m}"))?;
-    let p = on.prepared.get().ok_or_else(|| Error::internal("a prepared plan without kernels"))?;
+    let p =
+        on.prepared.get().ok_or_else(|| Error::internal("a prepared plan lacks its kernels"))?;
     let row = base.desc.cols * base.desc.dtype.size();
     let (way, outs) = (base.way(m), [Poison::value(to.clone())]);
     if let (Way::Meeting | Way::Whole, Some(meeting)) = (way, &p.meeting) {
@@ -190,7 +191,7 @@ impl Run<'_> {
                 let (Some(second), Some(staging2), Some(signals2)) =
                     (second, &base.staging2, &base.signals2)
                 else {
-                    return Err(Error::internal("all_reduce without second phase"));
+                    return Err(Error::internal("an all-reduce lacks its second phase"));
                 };
                 self.scatter(first, from)?;
                 self.reduce(first, *op, from, (to, second.own.1.start))?;
@@ -256,7 +257,7 @@ impl Run<'_> {
     ) -> Result<()> {
         let here = self.l.here;
         let reducer = self.p.reducer.as_ref();
-        let reducer = reducer.ok_or_else(|| Error::internal("a reduction without its kernel"))?;
+        let reducer = reducer.ok_or_else(|| Error::internal("a reduction lacks its kernel"))?;
         let own = self.rows(from, &phase.own.0)?;
         let out = self.rows(to, &(at..at + phase.own.0.len()))?;
         let size = here.heap().team().size();

@@ -70,7 +70,9 @@ impl Run {
                 let (Some(second), Some(staging2), Some(signals2)) =
                     (&self.second, &self.staging2, &self.signals2)
                 else {
-                    return Err(tilewire_core::Error::internal("all_reduce without second phase"));
+                    return Err(tilewire_core::Error::internal(
+                        "an all-reduce lacks its second phase",
+                    ));
                 };
                 self.grant(second, signals2)?;
                 self.reduce(*op)?;

@@ -11,7 +11,7 @@ use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, NcclOp};
 use tilewire_device::{Buffer, Stream};
 
 use crate::common::PlanCore;
-use crate::common::cuda::{hold, no_kernel, workspace};
+use crate::common::cuda::{hold, unsupported, workspace};
 use crate::common::nccl::ByNccl;
 use crate::cp_attention::config::Strategy;
 use crate::cp_attention::desc::CpAttentionDesc;
@@ -106,10 +106,10 @@ pub(in crate::cp_attention) fn check(
 ) -> Result<()> {
     let use_puts = "use `CollectiveBackend::Put`";
     if d.attn.dtype.is_fp8() || d.kv_wire().1 || d.dkv_wire.is_fp8() {
-        return Err(no_kernel("FP8 through NCCL", use_puts));
+        return Err(unsupported("FP8 does not travel through NCCL", use_puts));
     }
     if strategy == Some(Strategy::Ring) {
-        return Err(no_kernel("a ring through NCCL", use_puts));
+        return Err(unsupported("the ring does not run through NCCL", use_puts));
     }
     Ok(())
 }
@@ -194,7 +194,7 @@ impl Exchange {
     ) -> Result<()> {
         let t = trip(me, lists, (self.send.addr(), self.recv.addr()));
         if t.sent.max(t.received) > self.send.len_bytes() {
-            return Err(Error::internal("an exchange that is larger than its workspace"));
+            return Err(Error::internal("an exchange is larger than its workspace"));
         }
         let copies = |list: &[Rows]| {
             list.iter().try_for_each(|r| {

@@ -280,7 +280,10 @@ impl DeviceRun<'_> {
         // The sink belongs to one part.
         let others = TwAttn { k, v, sink: 0, ..part(base, outs + out, lses + lse) };
         op.p.attention.forward(self.main(), d, &others, self.pieces().other_tables(op.seqs))?;
-        let merge = op.p.merge.as_ref().ok_or_else(|| Error::internal("no kernel that merges"))?;
+        let merge =
+            op.p.merge
+                .as_ref()
+                .ok_or_else(|| Error::internal("the plan has no kernel that merges"))?;
         let (out, lse, heads) = (base.out, base.lse, s.hq);
         let parts = Parts { parts: outs, lses, num: 2, rows, heads, out, lse };
         merge.launch(self.main(), &parts)
@@ -405,7 +408,12 @@ impl DeviceRun<'_> {
         out: &CudaMemory,
     ) -> Result<()> {
         let (s, m, rows) = (self.s, &self.op.p.memory, self.op.rows.kv);
-        let sum = self.op.p.sum.as_ref().ok_or_else(|| Error::internal("no kernel that adds"))?;
+        let sum = self
+            .op
+            .p
+            .sum
+            .as_ref()
+            .ok_or_else(|| Error::internal("the plan has no kernel that adds"))?;
         let row = s.all_kv * dim * 4;
         let slots = m.slots.addr() + at as u64;
         let me = (s.inner == 1).then_some(self.me().idx());

@@ -17,7 +17,7 @@ impl DeviceRun<'_> {
     }
 
     fn parts8(&self) -> Result<&Parts> {
-        let none = || Error::internal("no kernel for parts in FP8");
+        let none = || Error::internal("the plan has no kernel for parts in FP8");
         self.op.p.fp8.parts.as_ref().ok_or_else(none)
     }
 

@@ -112,14 +112,14 @@ impl HostRun {
             return Ok(());
         }
         let Fork::Keys(permit, own) = self.to_copies.receive(self.ctx())? else {
-            return Err(tilewire_core::Error::internal("parts were asked for before keys"));
+            return Err(tilewire_core::Error::internal("the parts were requested before the keys"));
         };
         self.to_compute.send(self.bring_keys(&permit, &own)?)?;
         if !(self.sizes.begins_at_once() && self.work.is_backward()) {
             return Ok(());
         }
         let Fork::Parts(permit) = self.to_copies.receive(self.ctx())? else {
-            return Err(tilewire_core::Error::internal("keys were asked for twice"));
+            return Err(tilewire_core::Error::internal("the keys were requested twice"));
         };
         self.to_compute.send(vec![self.get_parts(&permit)?])
     }

@@ -25,10 +25,13 @@ pub(crate) fn router(d: &EpDesc) -> Result<(u32, u32)> {
     let threads = if experts <= 1024 { EP_MOVERS / 2 } else { EP_THREADS } as u32;
     let bytes = experts * (8 + 12 + 4 * threads as usize / 32);
     if bytes > ROUTER_BYTES {
-        return Err(Error::new(ErrorKind::Unsupported, "too many experts for the routing kernel")
-            .expected("at most 3150")
-            .seen(experts)
-            .hint("run it on the host"));
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "the layer has too many experts for the routing kernel",
+        )
+        .expected("at most 3150")
+        .seen(experts)
+        .hint("run it on the host"));
     }
     Ok((threads, bytes as u32))
 }

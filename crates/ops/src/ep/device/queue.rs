@@ -154,7 +154,7 @@ impl Prepared {
 
     fn kernel(&self, name: &str) -> Result<&Kernel> {
         let found = self.kernels.iter().find(|(n, _)| *n == name).map(|(_, k)| k);
-        found.ok_or_else(|| Error::internal(format!("no kernel {name}")))
+        found.ok_or_else(|| Error::internal(format!("the plan has no kernel {name}")))
     }
 
     /// Returns how a launch of `area` meets.

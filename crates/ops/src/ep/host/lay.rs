@@ -215,7 +215,7 @@ impl Came {
         (weights, y, dw): (&Tensor, &Tensor, &Tensor),
     ) -> Result<()> {
         if self.straight {
-            return Err(Error::internal("rows of a weighted gradient came straight"));
+            return Err(Error::internal("rows of a weighted gradient were received by zero copy"));
         }
         let (h, len) = (d.hidden, d.hidden * self.dtype.size());
         let (weights, y) = (weights.to_f32()?, y.to_f32()?);

@@ -233,9 +233,11 @@ impl Run {
             let s = handle.state();
             let rows = send.x.shape().dim(0);
             if s.routing.sends.len() != l.ctx.team().size() || s.routing.num_tokens != rows {
-                return Err(Error::invalid("the tokens are not those that were routed")
-                    .expected(format_args!("{} tokens", s.routing.num_tokens))
-                    .seen(format_args!("{rows} tokens")));
+                return Err(Error::invalid(
+                    "the number of tokens differs from that of the routing",
+                )
+                .expected(format_args!("{} tokens", s.routing.num_tokens))
+                .seen(format_args!("{rows} tokens")));
             }
             s.routing.sends.clone()
         };
@@ -349,12 +351,14 @@ impl Run {
             (s.arrived.clone(), s.routing.sends.clone(), s.routing.num_tokens)
         };
         if arrived.len() != ctx.team().size() {
-            return Err(Error::invalid("nothing was dispatched with this handle"));
+            return Err(Error::invalid("no dispatch has run with this handle"));
         }
         if back.out.shape().dim(0) != rows {
-            return Err(Error::invalid("the output is not for the tokens that were routed")
-                .expected(rows)
-                .seen(back.out.shape().dim(0)));
+            return Err(Error::invalid(
+                "the number of the output's rows differs from that of the routed tokens",
+            )
+            .expected(rows)
+            .seen(back.out.shape().dim(0)));
         }
         let permit = b.granted(Area::Returns)?;
         let mut reduce = Reduce::new(d, back, &arrived)?;

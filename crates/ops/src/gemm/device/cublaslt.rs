@@ -172,7 +172,9 @@ impl Lt {
     pub unsafe fn launch(&self, stream: &CudaStream, p: &Product) -> Result<()> {
         let m = p.shape.0;
         let algo = self.algos.iter().find(|(rows, _)| *rows >= m).map(|(_, a)| a);
-        let algo = algo.ok_or_else(|| Error::internal("a product that was to be refused"))?;
+        let algo = algo.ok_or_else(|| {
+            Error::internal("a product was launched that should have been refused")
+        })?;
         let product = LtProduct {
             m,
             a: (p.a.addr, p.a.ld),

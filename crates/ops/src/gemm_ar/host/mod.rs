@@ -16,7 +16,9 @@ impl Run {
     /// the other owners have reduced.
     pub fn compute(&self) -> Result<()> {
         let (s, copies) = (&self.scatter, self.scatter.copies());
-        let g = copies.gather.ok_or_else(|| Error::internal("an all-reduce without a way back"))?;
+        let g = copies
+            .gather
+            .ok_or_else(|| Error::internal("an all-reduce lacks its gather buffer"))?;
         let bytes = |rows: &std::ops::Range<usize>| rows.start * g.row..rows.end * g.row;
         let permit = s.compute(|permit, chunk, rows| {
             s.t.out.read(|b| copies.give(s.net(), permit, (&g, chunk), &rows, &b[bytes(&rows)]))?

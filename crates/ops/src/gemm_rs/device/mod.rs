@@ -170,7 +170,7 @@ pub(crate) fn launch(
     together_on(stream, &given)?;
     let out = t.out.cuda()?;
     let at = core.begin_on(stream, format_args!("m={}", job.shape.m))?;
-    let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan without its kernels"))?;
+    let p = job.prepared.ok_or_else(|| Error::internal("a prepared plan lacks its kernels"))?;
     let flags = match job.shape.config.via {
         Via::Nccl => DATA..DATA,
         Via::Puts => job.copies().flags(),

@@ -86,7 +86,7 @@ impl Run {
         let ctx = &self.launch.ctx;
         let num = self.tasks.iter().filter(|t| matches!(t, RsTask::Push { .. })).count();
         let ToCopies::Entered(permit) = h.receive(ctx)? else {
-            return Err(Error::internal("a chunk was handed over before the launch entered"));
+            return Err(Error::internal("a chunk was handed over before the launch had entered"));
         };
         for _ in 0..num {
             let ToCopies::Chunk(c) = h.receive(ctx)? else {

@@ -195,7 +195,7 @@ impl Run<'_> {
             Weights::Packed(w) => return Ok((addr(&w.data)?, 0)),
             Weights::Discrete(list) => list,
         };
-        let none = || Error::internal("a launch without a table");
+        let none = || Error::internal("a launch lacks its table");
         let table = &self.space.as_ref().ok_or_else(none)?.table;
         hold(stream, table.clone());
         for (i, part) in list.chunks(64).enumerate() {

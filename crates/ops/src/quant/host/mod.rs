@@ -105,7 +105,7 @@ impl Run {
         match (self.desc.scaling, &self.state) {
             (Scaling::Delayed { margin, .. }, Some(s)) => s.step(recipe, margin, top).map(Some),
             (Scaling::Delayed { .. }, None) => {
-                Err(Error::internal("delayed scaling without state"))
+                Err(Error::internal("delayed scaling lacks its state"))
             }
             (Scaling::Current, _) => Ok(Some(recipe.scale(top))),
         }
