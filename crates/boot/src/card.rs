@@ -170,3 +170,21 @@ fn absent(store: &dyn Store, me: &Identity<'_>, deadline: Deadline, cause: Error
         None => e,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Whatever the jobs are called: the same key is that of the same job and rank.
+        #[test]
+        fn keys_of_jobs_and_ranks_differ(
+            a in "[ab/0-2]{0,4}", b in "[ab/0-2]{0,4}", r in 0u32..30, s in 0u32..30,
+        ) {
+            let same = card_key(&a, Rank::new(r)) == card_key(&b, Rank::new(s));
+            prop_assert_eq!(same, a == b && r == s);
+        }
+    }
+}

@@ -75,8 +75,8 @@ impl Access<'_> {
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        debug_assert!(self.writes, "an access that only reads");
-        if self.loan.len == 0 || !self.writes {
+        assert!(self.writes, "an access that only reads");
+        if self.loan.len == 0 {
             return &mut [];
         }
         // SAFETY: as `bytes`; the table has this access as a writing one, so nothing else of

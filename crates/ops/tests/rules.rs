@@ -111,8 +111,8 @@ fn a_thousand_launches_grow_nothing() {
 }
 
 /// A thousand forward passes of each operation on four ranks: no rank holds more memory of its
-/// heap, and the process no more descriptors and threads, than after ten; the last results are those of the
-/// oracle.
+/// heap, and the process no more descriptors and threads, than after ten; the last results are
+/// those of the oracle.
 #[test]
 fn a_thousand_launches_on_four_ranks_grow_nothing() {
     let cfg = WorldCfg { timeout: Duration::from_secs(20), ..WorldCfg::default() };

@@ -59,7 +59,7 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Reserves `fds.len() * stride` bytes and maps `len` bytes of each file.
     pub fn new(fds: &[OwnedFd], len: usize, stride: usize) -> Result<Self> {
-        debug_assert!(len <= stride && len.is_multiple_of(PAGE) && stride.is_multiple_of(PAGE));
+        assert!(len <= stride && len.is_multiple_of(PAGE) && stride.is_multiple_of(PAGE));
         inject::step("reserving addresses")?;
         let whole = fds.len().checked_mul(stride).ok_or_else(|| {
             let text = format!(

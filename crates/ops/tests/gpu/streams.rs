@@ -10,14 +10,18 @@ const TESTS: [&str; 2] = [
     "grouped_gemm::graphs_do_not_meet_launches_nor_their_own_branches",
 ];
 
+/// `cargo xtask test --full`: twenty replays of each form.
+const MORE_TESTS: [&str; 1] = ["grouped_gemm::replays_follow_the_splits"];
+
 #[test]
 fn streams_of_an_emulated_device_do_not_meet() {
     let Some(driver) = Driver::emulated() else {
         return did_not_run(Lack::Compiler, "it needs g++");
     };
-    for test in TESTS {
+    let more = MORE_TESTS.iter().filter(|_| std::env::var_os("TW_FULL").is_some());
+    for test in TESTS.iter().chain(more) {
         let mut run = driver.command(std::env::current_exe().unwrap(), 1);
-        let out = run.args(["--exact", test, "--nocapture"]).output().unwrap();
+        let out = run.args(["--exact", *test, "--nocapture"]).output().unwrap();
         let (said, told) =
             (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
         let good = out.status.success()

@@ -65,7 +65,7 @@ impl Wide {
         };
         let s = o.data.shape();
         let codes = Codes { x: addr(&o.data)?, scales, layout, shape: (s.dim(0), s.dim(1)) };
-        debug_assert!(4 * (first + s.num_elems()) <= self.memory.len_bytes());
+        assert!(4 * (first + s.num_elems()) <= self.memory.len_bytes());
         let to = self.addr() + 4 * first as u64;
         // SAFETY: the caller's contract.
         unsafe { self.widen.launch(stream, &codes, to) }.map(|()| to)
@@ -87,7 +87,7 @@ impl Wide {
         first: usize,
         shape: (usize, usize),
     ) -> Result<()> {
-        debug_assert!(4 * (first + shape.0) * shape.1 <= self.memory.len_bytes());
+        assert!(4 * (first + shape.0) * shape.1 <= self.memory.len_bytes());
         let scales = if scale == 0 { self.one.addr() } else { scale };
         let codes = Codes { x, scales, layout: Scales::Of(ScaleLayout::Tensor), shape };
         // SAFETY: the caller's contract.

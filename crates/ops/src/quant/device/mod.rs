@@ -172,7 +172,7 @@ impl Prepared {
     /// Queues the partial maxima of `n` elements; returns their number.
     fn amax(&self, stream: &CudaStream, p: &TwQuant, n: usize) -> Result<usize> {
         let (num, parts) = (n.div_ceil(AMAX_SHARE).min(AMAX_BLOCKS), self.parts.addr());
-        debug_assert!(4 * num <= self.parts.len_bytes());
+        assert!(4 * num <= self.parts.len_bytes());
         let len = n as u64;
         if num > 0 {
             let args = LaunchArgs::new().arg(&p.x).arg(&len).arg(&parts);
@@ -324,7 +324,7 @@ impl Narrow {
         (rows, cols): (usize, usize),
     ) -> Result<()> {
         // A block of scales is a row: else there would be more than one.
-        debug_assert!(cols <= Self::MOST_COLS);
+        assert!(cols <= Self::MOST_COLS);
         if rows * cols == 0 {
             return Ok(());
         }
