@@ -51,7 +51,15 @@ PRODUCTS = {
     "ag_gemm": CUBE,
     "gemm_rs": CUBE,
     "gemm_ar": CUBE,
+    "bulk": CUBE,
     "cp_attention": "--m 16384",
+}
+# What memory bounds: a rank alone, whose references are computed by its CPU.
+BY_MEMORY = {
+    "quant": "--m 4096 --n 4096",
+    "permute": "--tokens 2048 --hidden 4096 --experts 64 --align 16",
+    "embed,norm,cross_entropy,optimizer": "--m 4096 --n 4096",
+    "heads,router": "--m 4096 --experts 64",
 }
 
 
@@ -80,6 +88,9 @@ def bench_of_one():
     """One GPU, and what torch makes of the same shapes."""
     for rates in ["layers", "gemm", "attention"]:
         yield Config(f"rates-{rates}", [program("rates"), rates], by_bench, jit=True)
+    for ops, shape in BY_MEMORY.items():
+        argv = tilewire("bench --backend vmm --dtype bf16 --json --ranks 1 --op", ops, shape)
+        yield Config(f"op-{ops.replace(',', '-')}", argv, by_bench)
     needs = no_torch()
     for rates in ["gemm", "attention"]:
         yield Config(
