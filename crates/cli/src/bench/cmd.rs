@@ -235,7 +235,7 @@ fn print(rows: &[Row], args: &BenchArgs, commit: Option<&str>) {
     } else {
         let line = |c: &[String]| {
             let numbers = c[4..].iter().map(|c| format!(" {c:>10}")).collect::<String>();
-            format!("{:<19} {:<6} {:>5}  {:<28}{numbers}", c[0], c[1], c[2], c[3])
+            format!("{:<25} {:<6} {:>5}  {:<28}{numbers}", c[0], c[1], c[2], c[3])
         };
         let backend = rows.first().map_or("host", |r| &r.backend);
         say(format_args!(
