@@ -161,13 +161,13 @@ abi! {
         counts: u64,
         meta: u64,
         tokens: u64,
-        back: u64,
+        returns: u64,
         stride: u64,
         first: u64,
         steps: u64,
         meta_stride: u64,
         row_stride: u64,
-        back_stride: u64,
+        return_stride: u64,
         size: u32,
         me: u32,
         max_tokens: u32,
@@ -221,7 +221,7 @@ abi! {
     }
 
     /// The tokens of a dispatch.
-    "ep/layer.cuh" TwSend {
+    "ep/layer.cuh" TwPush {
         x: u64,
         weights: u64,
         scales: u64,
@@ -231,7 +231,7 @@ abi! {
     }
 
     /// The rows and outputs of a combine.
-    "ep/layer.cuh" TwBack {
+    "ep/layer.cuh" TwReturn {
         y: u64,
         weights: u64,
         dw: u64,

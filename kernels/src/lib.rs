@@ -165,7 +165,7 @@ pub const ALL: &[Source] = &[
     portable::COLLECTIVE,
     portable::EP,
     portable::EP_BULK,
-    portable::EP_BACK,
+    portable::EP_RETURN,
     portable::LAYERS,
     portable::OPTIMIZER,
     attention::SM80_ATTENTION,

@@ -86,8 +86,8 @@ pub fn move_defines() -> Vec<(String, u64)> {
 pub const EP_THREADS: u64 = 256;
 /// Threads of a block of those that meet other ranks.
 pub const EP_MOVERS: u64 = 1024;
-/// Warps of a block that send rows by bulk copies, and that lay out what comes.
-pub const EP_BULK_SEND: u64 = 6;
+/// Warps of a block that send rows by bulk copies, and that lay out what arrives.
+pub const EP_BULK_PUSH: u64 = 6;
 /// The latter.
 pub const EP_BULK_LAY: u64 = 9;
 /// Most bytes of a bulk copy: a row of 7168 in bf16.
@@ -104,18 +104,18 @@ pub const EP: Source = Source {
     defines: &["TW_OUT_MANTISSA", "TW_EP_THREADS", "TW_EP_MOVERS"],
     kernels: &[
         "tw_ep_route",
-        "tw_ep_send",
+        "tw_ep_push",
         "tw_ep_leave",
         "tw_ep_flat",
         "tw_ep_row_index",
         "tw_ep_gather",
-        "tw_ep_back",
+        "tw_ep_return",
         "tw_ep_gather_bwd",
     ],
 };
 
-/// A definition more of [`EP`], [`EP_BULK`] and [`EP_BACK`], where the ranks' memory is not in even
-/// steps.
+/// A definition more of [`EP`], [`EP_BULK`] and [`EP_RETURN`], where the ranks' memory is not in
+/// even steps.
 pub const EP_UNEVEN: &str = "TW_EP_UNEVEN";
 
 /// [`EP`]'s definitions for results with `out` mantissa bits.
@@ -130,62 +130,62 @@ pub const EP_BULK: Source = Source {
         "TW_OUT_MANTISSA",
         "TW_EP_THREADS",
         "TW_EP_MOVERS",
-        "TW_EP_BULK_SEND",
+        "TW_EP_BULK_PUSH",
         "TW_EP_BULK_LAY",
         "TW_EP_BULK_PIECE",
         "TW_EP_BULK_PIECES",
         "TW_EP_BULK_ZERO",
     ],
-    kernels: &["tw_ep_send_bulk"],
+    kernels: &["tw_ep_push_bulk"],
 };
 
 /// [`EP_BULK`]'s definitions. It moves bytes: the type of results is any.
 pub fn ep_bulk_defines() -> Vec<(String, u64)> {
-    let own = [EP_BULK_SEND, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_ZERO];
+    let own = [EP_BULK_PUSH, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_ZERO];
     with(EP_BULK.defines, &[&[7, EP_THREADS, EP_MOVERS][..], &own].concat())
 }
 
 /// Warps of a block that return sums of copies.
-pub const EP_BACK_RETURN: u64 = 11;
-/// Those that add what comes back.
-pub const EP_BACK_SUM: u64 = 3;
+pub const EP_RETURN_PUSH: u64 = 11;
+/// Those that add what arrives back.
+pub const EP_RETURN_SUM: u64 = 3;
 /// Bytes of a bulk load of the combine.
-pub const EP_BACK_SLICE: u64 = 3584;
+pub const EP_RETURN_SLICE: u64 = 3584;
 /// Loads that a warp has on their way; it has shared memory for one more.
-pub const EP_BACK_STAGES: u64 = 3;
+pub const EP_RETURN_STAGES: u64 = 3;
 /// The most tokens of a chunk that a combine by bulk loads takes.
-pub const EP_BACK_TOKENS: u64 = 8;
+pub const EP_RETURN_TOKENS: u64 = 8;
 /// The most copies of a token, and ranks.
-pub const EP_BACK_ENTRIES: u64 = 16;
+pub const EP_RETURN_ENTRIES: u64 = 16;
 
 /// Combine by bulk loads.
-pub const EP_BACK: Source = Source {
-    name: "ep/sm90_back.cu",
+pub const EP_RETURN: Source = Source {
+    name: "ep/sm90_return.cu",
     defines: &[
         "TW_OUT_MANTISSA",
         "TW_EP_THREADS",
         "TW_EP_MOVERS",
-        "TW_EP_BACK_RETURN",
-        "TW_EP_BACK_SUM",
-        "TW_EP_BACK_SLICE",
-        "TW_EP_BACK_STAGES",
-        "TW_EP_BACK_TOKENS",
-        "TW_EP_BACK_ENTRIES",
+        "TW_EP_RETURN_PUSH",
+        "TW_EP_RETURN_SUM",
+        "TW_EP_RETURN_SLICE",
+        "TW_EP_RETURN_STAGES",
+        "TW_EP_RETURN_TOKENS",
+        "TW_EP_RETURN_ENTRIES",
     ],
-    kernels: &["tw_ep_back_bulk"],
+    kernels: &["tw_ep_return_bulk"],
 };
 
-/// [`EP_BACK`]'s definitions for results with `out` mantissa bits.
-pub fn ep_back_defines(out: u64) -> Vec<(String, u64)> {
+/// [`EP_RETURN`]'s definitions for results with `out` mantissa bits.
+pub fn ep_return_defines(out: u64) -> Vec<(String, u64)> {
     let own = [
-        EP_BACK_RETURN,
-        EP_BACK_SUM,
-        EP_BACK_SLICE,
-        EP_BACK_STAGES,
-        EP_BACK_TOKENS,
-        EP_BACK_ENTRIES,
+        EP_RETURN_PUSH,
+        EP_RETURN_SUM,
+        EP_RETURN_SLICE,
+        EP_RETURN_STAGES,
+        EP_RETURN_TOKENS,
+        EP_RETURN_ENTRIES,
     ];
-    with(EP_BACK.defines, &[&[out, EP_THREADS, EP_MOVERS][..], &own].concat())
+    with(EP_RETURN.defines, &[&[out, EP_THREADS, EP_MOVERS][..], &own].concat())
 }
 
 /// Threads of a block of [`REDUCE`].
@@ -327,7 +327,7 @@ pub fn portable() -> Vec<(Source, Vec<(String, u64)>)> {
     let reduce = REDUCE_MANTISSAS.iter().map(|types| (REDUCE, reduce_defines(*types)));
     let ep = WIDE_MANTISSAS
         .iter()
-        .flat_map(|out| [(EP, ep_defines(*out)), (EP_BACK, ep_back_defines(*out))])
+        .flat_map(|out| [(EP, ep_defines(*out)), (EP_RETURN, ep_return_defines(*out))])
         .chain([(EP_BULK, ep_bulk_defines())]);
     let ep = ep.flat_map(|(source, defines)| {
         let uneven = [&defines[..], &[(EP_UNEVEN.to_owned(), 1)]].concat();

@@ -318,7 +318,7 @@ fn bad_routings_are_told_on_all_ranks() {
         layer.plan.route(&stream, &idx, Some(4), &layer.plan.handle().unwrap())?.wait()?.check()?;
         let e =
             layer.plan.route(&stream, &idx, Some(99), &layer.plan.handle().unwrap()).err().unwrap();
-        assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("ep_prepare")), "{e}");
+        assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("ep_route")), "{e}");
 
         let bad = if me == Rank::new(1) { 4i64 } else { 3 };
         let idx = Tensor::from_slice(&[0, bad], Shape::d2(1, 2))?;
@@ -326,7 +326,7 @@ fn bad_routings_are_told_on_all_ranks() {
         let end = layer.plan.route(&stream, &idx, None, &layer.plan.handle().unwrap());
         let e = end.and_then(Pending::wait).err().unwrap();
         if me == Rank::new(1) {
-            assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("ep_prepare")));
+            assert_eq!((e.kind(), e.get_op()), (ErrorKind::InvalidArgument, Some("ep_route")));
             assert!(e.to_string().contains("0 to 3") && e.to_string().contains('4'), "{e}");
         } else {
             assert_eq!((e.kind(), e.get_peer()), (ErrorKind::Aborted, Some(Rank::new(1))), "{e}");

@@ -39,7 +39,7 @@
 enum : u32 { TW_SUM1 = 1, TW_SUM2 = 2 };
 
 // `X` rows of its own and `Y` of the other side in a block of WARPS.
-template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwBack {
+template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
     static constexpr u32 THREADS = 32 * WARPS, MT = X / (16 * WARPS), NT = Y / 8;
     static constexpr u32 X1_BYTES = X * TW_DQP * 2, X_BYTES = X1_BYTES + X * TW_DVP * 2;
     static constexpr u32 Y1_BYTES = Y * TW_DQP * 2, Y2_BYTES = Y * TW_DVP * 2;
@@ -286,5 +286,5 @@ template <class T, u32 WHAT> __device__ __forceinline__ void tw_backward(const T
     me.template store<WHAT>(a, b);
 }
 
-typedef TwBack<true, TW_ATTN_DQ_M, TW_ATTN_DQ_N, TW_ATTN_DQ_WARPS> TwDq;
-typedef TwBack<false, TW_ATTN_DKV_N, TW_ATTN_DKV_M, TW_ATTN_DKV_WARPS> TwDkv;
+typedef TwReturn<true, TW_ATTN_DQ_M, TW_ATTN_DQ_N, TW_ATTN_DQ_WARPS> TwDq;
+typedef TwReturn<false, TW_ATTN_DKV_N, TW_ATTN_DKV_M, TW_ATTN_DKV_WARPS> TwDkv;

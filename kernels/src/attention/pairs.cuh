@@ -5,10 +5,10 @@
 //   second: ds = p (g - delta), dk += ds q of the tile before; g = v d_out^T
 //
 // Rows are keys. The numbers of p go from a lane to the same lane of the other warp, through shared
-// memory. With both sums (TwBack) a warp has registers for 16 keys only, and reads all of q and
+// memory. With both sums (TwReturn) a warp has registers for 16 keys only, and reads all of q and
 // d_out twice for half of the products: the rate of shared memory was the kernel's. The two warps
 // of a pair are on one scheduler, so that the exponentials of one run beside products of the other.
-// Each sum has the order of TwBack's, and so its bits.
+// Each sum has the order of TwReturn's, and so its bits.
 
 #pragma once
 

@@ -84,7 +84,7 @@ __device__ __forceinline__ bool tw_litmus_store(const TwLitmus& p, u32 lane, u64
     if (p.broken != TW_NO_CREDIT && !tw_reached(credit, round - 1, end)) return false;
     if (p.broken == TW_FLAG_FIRST) {
         st_release_sys_u64(flag, round);
-        // Later than the flag takes: between two GPUs the data has come before it was read.
+        // Later than the flag takes: between two GPUs the data has arrived before it was read.
         for (const u64 at = globaltimer() + 2000; globaltimer() < at;) {
         }
     }

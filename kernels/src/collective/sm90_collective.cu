@@ -1,18 +1,18 @@
 // A collective as one kernel that meets the other ranks itself, from sm_90 on: parts go to their
-// ranks by bulk copies, piece by piece with a flag behind each, and what comes is taken in as it
-// comes. It is copied to the output, or added in f32 in the order of the ranks and rounded once,
+// ranks by bulk copies, piece by piece with a flag behind each, and what arrives is taken in as it
+// arrives. It is copied to the output, or added in f32 in the order of the ranks and rounded once,
 // with the bits of sm80_reduce.cu; a sum goes on to all ranks, if there is a second phase.
 //
 // Of the WARPS of a block one thread of each of the first SEND sends: chunks go through a ring in
 // shared memory, some being loaded, others being stored, and a flag follows once its piece is
 // written. The fence before a flag waits for all that its thread has stored, some microseconds, so
 // that several threads send, and pieces are several chunks. The other warps, and at last those,
-// take in what comes. Sums wait for pieces that ranks send, and what is taken in last waits for
+// take in what arrives. Sums wait for pieces that ranks send, and what is taken in last waits for
 // sums, so that a warp does these in that order, and some warps do the last alone. Warps take the
 // next thing that nobody has taken: the launch ends with any number of blocks that run at once.
 //
 // A flag holds the number of its launch: nothing is ever cleared, and a replayed graph needs no new
-// values. A rank that has read what came grants its memory for the next launch. Peers' memory is
+// values. A rank that has read what arrived grants its memory for the next launch. Peers' memory is
 // written, read never.
 
 #include "../common/convert.cuh"
@@ -81,7 +81,7 @@ __device__ __forceinline__ bool tw_all_reached(const TwTeam& t, u32 slot, u64 co
     return __all_sync(0xffffffffu, good);
 }
 
-// Piece `n` of what is sent has come from all ranks.
+// Piece `n` of what is sent has arrived from all ranks.
 __device__ __forceinline__ bool tw_all_came(const TwTeam& t, const TwCollective& c, u64 epoch, u32 n) {
     return tw_all_reached(t, c.slot + 1, epoch, [&](u32 r) { return tw_arrival(t, c, 0, t.me, r, n); });
 }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void tw_copy(u64 from, u64 to, u64 len, Stage& s) {
     tw_lay(from, len, places, 0, 1);
 }
 
-// By a warp that has written piece `n` to rank `r` of each lane with `announced`: it has come.
+// By a warp that has written piece `n` to rank `r` of each lane with `announced`: it has arrived.
 __device__ __forceinline__ void tw_announce(const TwTeam& t, const TwCollective& c, u64 epoch, u32 phase, bool announced, u32 r, u32 n) {
     // Written, and known to the lane that says so.
     bulk_wait_group<0>();
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool tw_cut(const TwTeam& t, const TwCollective& c, u
     return cut.at < cut.end;
 }
 
-// Pieces up to chunk `end` have been written: they have come.
+// Pieces up to chunk `end` have been written: they have arrived.
 __device__ __forceinline__ void tw_announce_chunks(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring, u32& announced, u32 end) {
     bool fenced = false;
     const u32 fan = tw_fan(t, c);
@@ -364,7 +364,7 @@ __device__ __forceinline__ void tw_take(const TwTeam& t, const TwCollective& c, 
     }
 }
 
-// The launch is counted, and what came was read. By one block, behind all readers.
+// The launch is counted, and what arrived was read. By one block, behind all readers.
 __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwCollective& c, u64 epoch) {
     if (threadIdx.x == 0) *c.epoch = epoch;
     if (tw_is_over(t)) return;

@@ -44,7 +44,7 @@ __device__ __forceinline__ void tw_bulk_fetch(TwStage<PIECE, PIECES>& s, u64 fro
     s.asked++;
 }
 
-// By a warp: the next piece has come. The bytes of our own load always do.
+// By a warp: the next piece has arrived. The bytes of our own load always do.
 template <u32 PIECE, u32 PIECES>
 __device__ __forceinline__ const unsigned char* tw_bulk_await(TwStage<PIECE, PIECES>& s) {
     while (!mbarrier_try_wait_parity(s.full + s.used % PIECES, s.used / PIECES & 1)) {

@@ -1,33 +1,35 @@
 // Expert parallelism: the layer, the routing, and how the ranks meet; crates/ops/src/ep on the
 // device.
 //
-// Source: routing.rs of that folder (which row a copy gets), research notes EP §5 (one row over the
-// wire for each (token, rank); slots from counts, without atomics or sorting). Equal inputs give
-// equal bits.
+// Source: routing.rs of that folder (which row a copy gets), research notes EP section 5 (one row
+// over the wire for each (token, rank); slots from counts, without atomics or sorting). Equal
+// inputs give equal bits.
 //
 // P ranks, E experts in all, T = max_tokens of a rank, k choices, capacity rows on each rank.
-// Symmetric areas of a rank, at base + rank * stride for every rank, or wherever a table says:
-// counts  [2][P][E] u64              number of the launch << 32 | copies that a rank sends to an
-// expert meta    [P * T] k TwCopy + scales f32, `meta_stride` bytes each tokens  [P * T] rows,
-// `row_stride` bytes each back    [P * T] rows of results, then k f32 gradients of weights,
-// `back_stride` bytes each flags   credits [P] u64, receive buffers [P] u64, then arrivals
-// [P][chunks] u64, of tokens and of what
-//           comes back
-//   rows    where a dispatch has them: receive buffers that rows of peers come to directly (zero
-//   copy) What comes from token t of rank s lies at index s * T + t of an area: no place is
-//   negotiated. Each area counts its launches (`epoch`, the same on all ranks); a word of a launch
-//   carries its number, so nothing is ever cleared. A rank that has read an area grants it, by its
-//   credit, for the next launch. Rows that go straight to a receive buffer have no place by token,
-//   but the first of the rows that their copies have at that rank, and the receiver adds the
-//   others. Its stream may use the buffer up to the launch itself, so it says then, by number of
-//   the launch and of the buffer, that rows may come.
+// Symmetric areas of a rank, at base + rank * stride for every rank, or where a table says:
+//   counts   [2][P][E] u64: number of the launch << 32 | copies that a rank sends to an expert
+//   meta     [P * T] records of `meta_stride` bytes: k TwCopy, then scales f32
+//   tokens   [P * T] rows, `row_stride` bytes each
+//   returns  [P * T] records of `return_stride` bytes: a row of results, then k f32 gradients of
+//            weights
+//   flags    one set for tokens, one for returns: credits [P] u64, receive buffers [P] u64,
+//            arrivals [P][chunks] u64
+//   rows     optional, zero copy: receive buffers that peers write rows to directly
+// Token t of rank s has index s * T + t in an area, so that no position is negotiated. Each area
+// counts its launches (`epoch`, the same on all ranks); a word of a launch carries its number, so
+// nothing is ever cleared. A rank that has read an area grants it, by its credit, for the next
+// launch. Rows that are written to a receive buffer have no position by token: a row goes to the
+// first of the rows that its copies have at that rank, and the receiver copies it to the others.
+// The receiver's stream may use the buffer up to the launch itself, so the receiver announces, by
+// the number of the launch and of the buffer, that rows may be written.
 //
-// What the host exchanges itself takes two launches: one whose blocks all send, to areas that stand
+// What the host exchanges itself takes two launches: one whose blocks all push, to areas that stand
 // for those of the ranks and with flags of their own that are always up, and one whose blocks all
 // receive.
 //
-// Peers' memory is written, read never. THREADS of blocks that lay out, MOVERS of those that meet.
-// Types of results by mantissa bits: TW_OUT_MANTISSA (23 f32, 10 f16, 7 bf16); payload is bytes.
+// Kernels write peers' memory, and never read it. THREADS of blocks that lay out, MOVERS of those
+// that meet. Types of results by mantissa bits: TW_OUT_MANTISSA (23 f32, 10 f16, 7 bf16); payload
+// is bytes.
 
 #pragma once
 
@@ -50,11 +52,11 @@ struct __align__(16) TwCopy {
 
 // The layer and the team, and where their memory is.
 struct TwEp {
-    u64 counts, meta, tokens, back;  // addresses of rank 0's areas; rank r's are r * stride behind
+    u64 counts, meta, tokens, returns;  // addresses of rank 0's areas; rank r's are r * stride behind
     u64 stride;
     const u32* first;       // [P + 1] first expert of each rank
     const u64* steps;       // [P] TW_EP_UNEVEN: how far they are behind instead; `stride` has the bits of all of them
-    u64 meta_stride, row_stride, back_stride;
+    u64 meta_stride, row_stride, return_stride;
     u32 size, me, max_tokens, top_k, experts, capacity, align, scales;
 };
 
@@ -146,7 +148,7 @@ __device__ __forceinline__ bool tw_granted(const TwTeam& t, const TwEp& l, const
     return __all_sync(0xffffffffu, good);
 }
 
-// By a warp: chunk `c` of `src` has come. False if the team is over.
+// By a warp: chunk `c` of `src` has arrived. False if the team is over.
 __device__ __forceinline__ bool tw_arrived(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, u32 src, u32 c) {
     bool good = true;
     if (threadIdx.x % 32 == 0) {
@@ -226,14 +228,14 @@ __device__ __forceinline__ float* tw_scales(const TwEp& l, u32 rank, u64 record)
     return (float*)(tw_meta(l, rank, record) + (u64)l.top_k * sizeof(TwCopy));
 }
 
-// A row that nobody feeds, but for its bytes.
+// A row that no token fills, but for its bytes.
 __device__ __forceinline__ void tw_no_source(const TwHandle& h, const TwRecv& out, u64 row) {
     h.source[row] = -1;
     if (out.weights) out.weights[row] = 0.0f;
     if (out.index) out.index[row] = -1;
 }
 
-// By a warp: a received row that nobody feeds, of bytes that `fill` writes.
+// By a warp: a received row that no token fills, of bytes that `fill` writes.
 template <class Fill>
 __device__ __forceinline__ void tw_empty_row(const TwEp& l, const TwRecv& out, u64 row, const Fill& fill) {
     if (out.scales)
@@ -248,9 +250,9 @@ __device__ __forceinline__ void tw_pad_row(const TwEp& l, const TwHandle& h, con
     if (!out.rank_major) tw_empty_row(l, out, row, fill);
 }
 
-// Rows that nobody feeds, from the counts of the routing: warp `w` of `num` takes every num-th.
-// They are known before anything has come. Behind the rows of all experts nothing is filled: nobody
-// reads there.
+// Rows that no token fills, from the counts of the routing: warp `w` of `num` takes every num-th.
+// They are known before anything has arrived. Behind the rows of all experts nothing is filled:
+// nobody reads there.
 template <class Fill>
 __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 w, u64 num, const Fill& fill) {
     const u32 full = 0xffffffffu, local = l.first[l.me + 1] - l.first[l.me], lane = threadIdx.x % 32;
@@ -259,7 +261,7 @@ __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const T
     for (u32 e0 = 0; e0 < local; e0 += 32) {
         const u32 e = e0 + lane;
         const i64 rows = e < local ? h.m_splits[e] : 0, fed = e < local ? min(h.counts[e], rows) : 0;
-        // Rows up to this lane's expert, and those of them that nobody feeds.
+        // Rows up to this lane's expert, and those of them that no token fills.
         i64 end = rows, pads = rows - fed;
 #pragma unroll
         for (u32 by = 1; by < 32; by *= 2) {
@@ -309,7 +311,7 @@ __device__ __forceinline__ void tw_keep_scales(const TwEp& l, const TwRecv& out,
     for (u32 s = threadIdx.x % 32; s < l.scales; s += 32) out.scales[to * l.scales + s] = scales[s];
 }
 
-// By a warp: a slice of a record that has come, to the rows of its copies; with the first slice
+// By a warp: a slice of a record that has arrived, to the rows of its copies; with the first slice
 // what the handle keeps of it.
 __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u64 epoch,
                                               u32 j, u32 slices) {
@@ -331,8 +333,8 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
     }
 }
 
-// Blocks behind the senders: rows that nobody feeds while the others travel, then what comes, as it
-// comes.
+// Blocks behind the senders: rows that no token fills while the others travel, then what arrives,
+// as it arrives.
 __device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                            const TwRecv& out, u64 epoch) {
     const u32 warps = blockDim.x / 32;
@@ -349,7 +351,7 @@ __device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const
 }
 
 // What is sent: rows, and weights [tokens, k] and scales [tokens, scales], which may be null.
-struct TwSend {
+struct TwPush {
     u64 x;
     const float* weights;
     const float* scales;
@@ -367,7 +369,7 @@ struct TwPick {
 // By a warp: the copies of tokens [t, end), at most 32 / top_k, to their ranks, in the order of
 // choices. A lane has choice lane % top_k of token t + lane / top_k: all are read at once, since
 // one after the other they would take longer than a row.
-__device__ __forceinline__ TwPick tw_send_copies(const TwEp& l, const TwHandle& h, const TwSend& in, u64 epoch, u32 t, u32 end) {
+__device__ __forceinline__ TwPick tw_push_copies(const TwEp& l, const TwHandle& h, const TwPush& in, u64 epoch, u32 t, u32 end) {
     const u32 full = 0xffffffffu, lane = threadIdx.x % 32, token = t + lane / l.top_k, i = lane % l.top_k;
     const bool mine = lane < 32 / l.top_k * l.top_k && token < end;
     const u64 at = (u64)token * l.top_k + i;
@@ -388,8 +390,8 @@ __device__ __forceinline__ TwPick tw_send_copies(const TwEp& l, const TwHandle& 
     return p;
 }
 
-// By a warp whose lanes have written everything of chunk `c`: it has come.
-__device__ __forceinline__ void tw_send_flags(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, u32 c) {
+// By a warp whose lanes have written everything of chunk `c`: it has arrived.
+__device__ __forceinline__ void tw_push_flags(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, u32 c) {
     __syncwarp();
     fence_acq_rel_sys();
     for (u32 r = threadIdx.x % 32; r < l.size; r += 32) st_relaxed_sys_u64(tw_arrival(l, m, r, l.me, c), epoch);
@@ -420,10 +422,10 @@ __device__ __forceinline__ void tw_store(u64 row, u32 n, u32 hidden, const float
         if (4 * n + j < hidden) ((Out::Bits*)row)[4 * n + j] = (Out::Bits)q.bits(j);
 }
 
-// What goes back: y with a row for each copy (`expert_major`, weighted by `weights` if given), or
-// for each record; gradients of weights by rows. `out` [tokens, hidden] and `dw_out` [tokens, k]
-// take what comes.
-struct TwBack {
+// What returns: y with a row for each copy (`expert_major`, weighted by `weights` if given), or for
+// each record; gradients of weights by rows. `out` [tokens, hidden] and `dw_out` [tokens, k] take
+// what arrives.
+struct TwReturn {
     const Out::Bits* y;
     const float *weights, *dw;
     Out::Bits* out;

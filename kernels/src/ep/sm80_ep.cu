@@ -1,5 +1,5 @@
-// Expert parallelism on any device; layer.cuh says what lies where. Three kernels meet the other
-// ranks inside: tw_ep_route, tw_ep_send and tw_ep_back. Their blocks wait for what other ranks'
+// Expert parallelism on any device; layer.cuh defines the layout. Three kernels meet the other
+// ranks inside: tw_ep_route, tw_ep_push and tw_ep_return. Their blocks wait for what other ranks'
 // blocks do before they wait for anything, so few of them that run are enough, in the order of
 // their numbers.
 
@@ -255,7 +255,7 @@ tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, co
 
 // By a warp: a row to the ranks of `mask`, from me + 1 on.
 template <class Piece>
-__device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwSend& in, u32 t, u64 mask) {
+__device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwPush& in, u32 t, u64 mask) {
     const u64 from = in.x + t * in.row_bytes, to = l.tokens + ((u64)l.me * l.max_tokens + t) * l.row_stride;
     for (u64 i = threadIdx.x % 32; i < in.row_bytes / sizeof(Piece); i += 64) {
         const u64 k = i + 32;
@@ -271,7 +271,7 @@ __device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwSend& in, 
 }
 
 // By a warp: a row to the receive buffers of the ranks that it goes to, as its choices `p` say.
-__device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwSend& in, const TwRecv& recv, u32 t, const TwPick& p) {
+__device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwPush& in, const TwRecv& recv, u32 t, const TwPick& p) {
     for (u32 first = __ballot_sync(0xffffffffu, p.row >= 0 && p.nth == 0); first != 0; first &= first - 1) {
         const u32 from = __ffs(first) - 1;
         const u32 r = __shfl_sync(0xffffffffu, (u32)p.rank, from), row = __shfl_sync(0xffffffffu, (u32)p.row, from);
@@ -281,14 +281,14 @@ __device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwSend& in, co
 }
 
 // A record of each of my tokens to each rank that has a kept copy of it.
-__device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwSend& in,
+__device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwPush& in,
                                         const TwRecv& recv, u64 epoch) {
     if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
     const u32 warps = m.senders * (blockDim.x / 32);
     for (u32 c = blockIdx.x + threadIdx.x / 32 * m.senders; c < m.chunks; c += warps) {
         const u32 end = min((c + 1) * m.chunk, in.tokens);
         for (u32 token = c * m.chunk; token < end; token++) {
-            const TwPick p = tw_send_copies(l, h, in, epoch, token, token + 1);
+            const TwPick p = tw_push_copies(l, h, in, epoch, token, token + 1);
             if (recv.buffer) {
                 tw_push_rows(l, in, recv, token, p);
                 continue;
@@ -304,16 +304,16 @@ __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const Tw
             else if (bits % 2 == 0) tw_push_pieces<u16>(l, in, token, mask);
             else tw_push_pieces<u8>(l, in, token, mask);
         }
-        tw_send_flags(t, l, m, epoch, c);
+        tw_push_flags(t, l, m, epoch, c);
     }
 }
 
 // A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what
-// comes, to `recv`. Without recv.x (flat rows, and gradients of a combine) the rows stay in the
+// arrives, to `recv`. Without recv.x (flat rows, and gradients of a combine) the rows stay in the
 // area for a later kernel.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
-tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
-           const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
+tw_ep_push(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
+           const __grid_constant__ TwHandle h, const __grid_constant__ TwPush in, const __grid_constant__ TwRecv recv,
            const __grid_constant__ TwPoison out) {
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     tw_announce(t, l, m, recv, epoch);
@@ -322,7 +322,7 @@ tw_ep_send(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, con
     tw_end(t, l, m, epoch, out);
 }
 
-// The end of a phase whose area was read by kernels behind tw_ep_send. Grid: 1.
+// The end of a phase whose area was read by kernels behind tw_ep_push. Grid: 1.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_leave(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m) {
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
@@ -390,12 +390,12 @@ tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64
 // By a warp: a slice of the sum of a record's copies in the order of choices, from the first one
 // on, in f32, rounded once, to the rank `s` that it came from; with the first slice the gradients
 // of its weights.
-__device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, const TwBack& b, u32 s, u32 t, u32 j, u32 slices) {
+__device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, const TwReturn& b, u32 s, u32 t, u32 j, u32 slices) {
     const u64 record = (u64)s * l.max_tokens + t;
     const u32 num = h.num[record], lane = threadIdx.x % 32, rows = b.expert_major ? num : 1;
     if (num == 0) return;
     const TwCopy* copies = h.copies + record * l.top_k;
-    const u64 to = l.back + tw_step(l, s) + ((u64)l.me * l.max_tokens + t) * l.back_stride;
+    const u64 to = l.returns + tw_step(l, s) + ((u64)l.me * l.max_tokens + t) * l.return_stride;
     u64 begin, end;
     tw_slice(tw_ceil(b.hidden, 4), j, slices, &begin, &end);
     for (u64 n = begin + lane; n < end; n += 128) {
@@ -421,7 +421,7 @@ __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, cons
         for (u32 i = 0; i < 4; i++)
             if (n + 32 * i < end) tw_store(to, n + 32 * i, b.hidden, sum[i]);
     }
-    float* grads = (float*)(to + l.back_stride) - l.top_k;
+    float* grads = (float*)(to + l.return_stride) - l.top_k;
     if (b.dw && j == 0)
         for (u32 n = lane; n < num; n += 32) grads[n] = b.dw[copies[n].row];
 }
@@ -429,7 +429,7 @@ __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, cons
 // Chunk by chunk, to all ranks from me + 1 on; a block for each, so that one fence does for many
 // rows.
 __device__ __forceinline__ void tw_return_all(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                              const TwBack& b, u64 epoch) {
+                                              const TwReturn& b, u64 epoch) {
     const bool good = tw_granted(t, l, m, epoch);
     if (!__syncthreads_and(good)) return;
     const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -444,11 +444,11 @@ __device__ __forceinline__ void tw_return_all(const TwTeam& t, const TwEp& l, co
     }
 }
 
-// By a warp: a slice of what came back for token t, in the order of the ranks, in f32, rounded
+// By a warp: a slice of what returned for token t, in the order of the ranks, in f32, rounded
 // once; with the first slice the gradient that came with each choice, 0 if it was not sent.
-__device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const TwBack& b, u32 t, u32 j, u32 slices) {
+__device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const TwReturn& b, u32 t, u32 j, u32 slices) {
     const u32 k = l.top_k, lane = threadIdx.x % 32;
-    const u64 mine = l.back + tw_step(l, l.me);
+    const u64 mine = l.returns + tw_step(l, l.me);
     const int *ranks = h.ranks + (u64)t * k, *rows = h.rows + (u64)t * k;
     u64 mask = 0;
     for (u32 i = 0; i < k; i++) mask |= rows[i] >= 0 ? 1ull << ranks[i] : 0;
@@ -459,7 +459,7 @@ __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const T
         const u64 first = mask & (0 - mask);
         for (u32 r = 0; r < l.size; r++) {
             if (!(mask >> r & 1)) continue;
-            const u64 from = mine + ((u64)r * l.max_tokens + t) * l.back_stride;
+            const u64 from = mine + ((u64)r * l.max_tokens + t) * l.return_stride;
             OutQuad q[4];
 #pragma unroll
             for (u32 i = 0; i < 4; i++)
@@ -479,14 +479,14 @@ __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const T
         const bool sent = rows[i] >= 0;
         u32 n = 0;  // earlier choices of the same rank that were kept
         for (u32 e = 0; e < i; e++) n += ranks[e] == ranks[i] && rows[e] >= 0;
-        const u64 back = mine + ((u64)(sent ? ranks[i] : 0) * l.max_tokens + t) * l.back_stride;
-        b.dw_out[(u64)t * k + i] = sent ? ((const float*)(back + l.back_stride) - k)[n] : 0.0f;
+        const u64 record = mine + ((u64)(sent ? ranks[i] : 0) * l.max_tokens + t) * l.return_stride;
+        b.dw_out[(u64)t * k + i] = sent ? ((const float*)(record + l.return_stride) - k)[n] : 0.0f;
     }
 }
 
-// Chunks as they come back from all ranks: a warp for each slice of a token.
+// Chunks as they return from all ranks: a warp for each slice of a token.
 __device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                           const TwBack& b, u64 epoch) {
+                                           const TwReturn& b, u64 epoch) {
     if (tw_warp_is_over(t)) return;
     const u32 all = blockDim.x / 32, first = (blockIdx.x - m.senders) * all + threadIdx.x / 32;
     for (u32 i = first; i < b.tokens * m.slices; i += (gridDim.x - m.senders) * all) {
@@ -504,11 +504,11 @@ __device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const
     }
 }
 
-// Combine, and the backward of dispatch: m.senders blocks return what came here, those behind them
-// add what comes back.
+// Combine, and the backward of dispatch: m.senders blocks return what arrived here, those behind
+// them add what returns.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
-tw_ep_back(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
-           const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {
+tw_ep_return(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
+           const __grid_constant__ TwHandle h, const __grid_constant__ TwReturn b, const __grid_constant__ TwPoison out) {
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     if (blockIdx.x < m.senders) tw_return_all(t, l, m, h, b, epoch);
     else tw_sum_all(t, l, m, h, b, epoch);

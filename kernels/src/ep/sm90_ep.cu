@@ -1,20 +1,20 @@
-// Dispatch by bulk copies, from sm_90 on: as tw_ep_send of sm80_ep.cu, with rows that go through
+// Dispatch by bulk copies, from sm_90 on: as tw_ep_push of sm80_ep.cu, with rows that go through
 // shared memory, read once and stored to each place by one instruction. Rows, their addresses and
 // strides are multiples of 16.
 //
-// Every block has SEND warps that write rows to peers and then help LAY warps, which lay out what
-// comes, and one that writes rows that nobody feeds. Warps take the next chunk that nobody has
-// taken, so the launch ends with any number of blocks that run at once.
+// Warp roles: PUSH warps write rows to peers, then help the LAY warps, which lay out the rows that
+// arrive; one more warp writes zeros to rows that no token fills. Warps claim chunks from a
+// counter, so the launch ends with any number of blocks that run at once.
 
 #include "../ptx/grid.cuh"
 #include "../comm/stage.cuh"
 #include "layer.cuh"
 
-enum { SEND = TW_EP_BULK_SEND, LAY = TW_EP_BULK_LAY, PIECE = TW_EP_BULK_PIECE, ZERO = TW_EP_BULK_ZERO };
-enum { BULK_WARPS = SEND + LAY + 1, PIECES = TW_EP_BULK_PIECES };
+enum { PUSH = TW_EP_BULK_PUSH, LAY = TW_EP_BULK_LAY, PIECE = TW_EP_BULK_PIECE, ZERO = TW_EP_BULK_ZERO };
+enum { BULK_WARPS = PUSH + LAY + 1, PIECES = TW_EP_BULK_PIECES };
 static_assert(PIECE % 16 == 0 && ZERO % 16 == 0, "whole units");
 
-// [SEND + LAY][PIECES][PIECE], then ZERO bytes that are 0.
+// [PUSH + LAY][PIECES][PIECE], then ZERO bytes that are 0.
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
 typedef TwStage<PIECE, PIECES> Stage;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void tw_bulk_rows(Stage& s, u64 bytes, u32 live, u32 
 }
 
 // By a warp: tokens [token, end) to the ranks that their choices name.
-__device__ __forceinline__ void tw_bulk_send(const TwEp& l, const TwHandle& h, const TwSend& in, const TwRecv& recv,
+__device__ __forceinline__ void tw_bulk_push_rows(const TwEp& l, const TwHandle& h, const TwPush& in, const TwRecv& recv,
                                              u64 epoch, u32 token, u32 end, Stage& s) {
     const u32 most = 32 / l.top_k, lane = threadIdx.x % 32;
     for (; token < end; token += most) {
@@ -58,30 +58,30 @@ __device__ __forceinline__ void tw_bulk_send(const TwEp& l, const TwHandle& h, c
         const auto from = [&](u32 i) { return in.x + (token + i) * in.row_bytes; };
         // The first row comes while it is found where rows go.
         tw_bulk_fetch(s, from(0), in.row_bytes);
-        const TwPick p = tw_send_copies(l, h, in, epoch, token, token + num);
+        const TwPick p = tw_push_copies(l, h, in, epoch, token, token + num);
         tw_bulk_rows(s, in.row_bytes, 0xffffffffu >> (32 - num), lane / l.top_k, tw_bulk_to(l, recv, p, token + lane / l.top_k), from);
     }
 }
 
 // By a warp: chunk `first`, and then those that no warp has taken.
-__device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwSend& in,
+__device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwPush& in,
                                              const TwRecv& recv, u64 epoch, u32 first, Stage& s) {
     if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
     // The rows were read by bulk loads before they were granted, and are written by bulk stores.
     fence_proxy_async();
     for (u32 c = first; c < m.chunks; c = tw_claim(m.ticket + 2)) {
-        tw_bulk_send(l, h, in, recv, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
+        tw_bulk_push_rows(l, h, in, recv, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
         // Written, and known to the lane that will say so, before the flags.
         bulk_wait_group<0>();
         fence_proxy_async();
-        tw_send_flags(t, l, m, epoch, c);
+        tw_push_flags(t, l, m, epoch, c);
     }
 }
 
-// By a warp: rows that nobody feeds, stored from bytes that are 0.
+// By a warp: rows that no token fills, stored from bytes that are 0.
 struct TwBulkZeros {
     __device__ __forceinline__ void operator()(u64 to, u64 len) const {
-        const unsigned char* zeros = tw_smem + (SEND + LAY) * PIECES * PIECE;
+        const unsigned char* zeros = tw_smem + (PUSH + LAY) * PIECES * PIECE;
         for (u64 at = threadIdx.x % 32 * ZERO; at < len; at += 32 * ZERO)
             bulk_store((void*)(to + at), zeros, (u32)min((u64)ZERO, len - at));
         bulk_commit_group();
@@ -120,7 +120,7 @@ __device__ __forceinline__ void tw_bulk_lay(const TwEp& l, const TwHandle& h, co
     tw_bulk_rows(s, out.row_bytes, live, i, to, from);
 }
 
-// What comes, chunk after chunk: of each chunk all sources, from me + 1 on.
+// What arrives, chunk after chunk: of each chunk all sources, from me + 1 on.
 __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                                 const TwRecv& out, u64 epoch, u32 first, Stage& s) {
     if (tw_warp_is_over(t)) return;
@@ -135,17 +135,17 @@ __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, 
     }
 }
 
-// As tw_ep_send, with any number of blocks; may begin while the kernel before it ends. Dynamic
-// shared memory: (SEND + LAY) * PIECES * PIECE + ZERO.
+// As tw_ep_push, with any number of blocks; may begin while the kernel before it ends. Dynamic
+// shared memory: (PUSH + LAY) * PIECES * PIECE + ZERO.
 extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32, 1)
-tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
-                const __grid_constant__ TwHandle h, const __grid_constant__ TwSend in, const __grid_constant__ TwRecv recv,
+tw_ep_push_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
+                const __grid_constant__ TwHandle h, const __grid_constant__ TwPush in, const __grid_constant__ TwRecv recv,
                 const __grid_constant__ TwPoison out) {
-    __shared__ __align__(8) u64 barriers[PIECES * (SEND + LAY)];
+    __shared__ __align__(8) u64 barriers[PIECES * (PUSH + LAY)];
     __shared__ u32 taken[2];
     const u32 warp = threadIdx.x / 32;
     // Read by bulk stores.
-    for (u32 i = threadIdx.x; i < ZERO / 4; i += blockDim.x) ((u32*)(tw_smem + (SEND + LAY) * PIECES * PIECE))[i] = 0;
+    for (u32 i = threadIdx.x; i < ZERO / 4; i += blockDim.x) ((u32*)(tw_smem + (PUSH + LAY) * PIECES * PIECE))[i] = 0;
     fence_proxy_async();
     griddepcontrol_wait();
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
@@ -153,16 +153,16 @@ tw_ep_send_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
     // A block takes a share of what there is, no more than a thing for each warp: few tokens go to
     // all blocks, and warps do not begin with a word that all of them want.
     const u32 each[2] = {tw_ceil(m.chunks, gridDim.x), tw_ceil(m.chunks * l.size, gridDim.x)};
-    const u32 share[2] = {min((u32)SEND, each[0]), min((u32)LAY, each[1])};
+    const u32 share[2] = {min((u32)PUSH, each[0]), min((u32)LAY, each[1])};
     if (threadIdx.x == 0) taken[0] = atomicAdd(m.ticket + 2, share[0]), taken[1] = atomicAdd(m.ticket + 3, share[1]);
     __syncthreads();
-    if (warp < SEND + LAY) {
+    if (warp < PUSH + LAY) {
         Stage s = tw_stage<PIECE, PIECES>(tw_smem, barriers);
-        const u32 send = warp < SEND && warp >= share[0] ? tw_claim(m.ticket + 2) : taken[0] + warp;
-        if (warp < SEND) tw_bulk_push(t, l, m, h, in, recv, epoch, send, s);
+        const u32 push = warp < PUSH && warp >= share[0] ? tw_claim(m.ticket + 2) : taken[0] + warp;
+        if (warp < PUSH) tw_bulk_push(t, l, m, h, in, recv, epoch, push, s);
         // What has sent lays out, too.
-        const bool has = warp >= SEND && warp - SEND < share[1];
-        tw_bulk_receive(t, l, m, h, recv, epoch, has ? taken[1] + warp - SEND : tw_claim(m.ticket + 3), s);
+        const bool has = warp >= PUSH && warp - PUSH < share[1];
+        tw_bulk_receive(t, l, m, h, recv, epoch, has ? taken[1] + warp - PUSH : tw_claim(m.ticket + 3), s);
     } else {
         if (!tw_warp_is_over(t)) tw_pad(l, h, recv, blockIdx.x, gridDim.x, TwBulkZeros());
     }

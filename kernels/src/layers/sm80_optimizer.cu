@@ -8,7 +8,7 @@
 // no finite number (a team that has failed leaves NaN) no step is taken: nothing is written. Ranks
 // that hold these sums hold the same bits, so all of them take the step or none does. A rank that
 // fails in the last sum itself holds NaN and takes none; others may have had complete sums by then,
-// and hear of it behind their step.
+// and learn of it behind their step.
 
 #include "../common/convert.cuh"
 

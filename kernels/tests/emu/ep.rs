@@ -5,7 +5,7 @@
 use std::sync::LazyLock;
 
 use tilewire_kernels::Source;
-use tilewire_kernels::portable::{EP, EP_BACK, EP_BULK, EP_THREADS, EP_UNEVEN, ep_defines};
+use tilewire_kernels::portable::{EP, EP_BULK, EP_RETURN, EP_THREADS, EP_UNEVEN, ep_defines};
 
 use crate::compile::Unit;
 use crate::ep_batch::{Batch, Rows, Sum, batch};
@@ -35,7 +35,7 @@ pub struct Room {
     pub mantissa: u64,
     /// Bulk copies of a warp that are on their way.
     pub pieces: u64,
-    /// The most tokens of a chunk that comes back, and ranks or copies of a token.
+    /// The most tokens of a chunk that returns, and ranks or copies of a token.
     pub tokens: usize,
     pub entries: usize,
     /// The ranks' memory is not in even steps.
@@ -47,7 +47,7 @@ pub const FEW: Room = Room { mantissa: 23, pieces: 1, tokens: 11, entries: 4, un
 
 impl Room {
     /// Bytes of dynamic shared memory of a combine by bulk loads.
-    pub fn back(self) -> usize {
+    pub fn return_bytes(self) -> usize {
         3 * (4 * PIECE + self.tokens * (4 + 8 * self.entries))
     }
 }
@@ -56,12 +56,12 @@ pub fn unit(source: &Source, text: String, room: Room) -> &'static Lib {
     let value = |d: &&'static str| {
         let own = match *d {
             "TW_OUT_MANTISSA" => ep_defines(room.mantissa)[0].1,
-            "TW_EP_BULK_SEND" | "TW_EP_BULK_LAY" | "TW_EP_BACK_RETURN" => 2,
-            "TW_EP_BACK_SUM" => 1,
-            "TW_EP_BACK_STAGES" => 3,
-            "TW_EP_BACK_SLICE" => PIECE as u64,
-            "TW_EP_BACK_TOKENS" => room.tokens as u64,
-            "TW_EP_BACK_ENTRIES" => room.entries as u64,
+            "TW_EP_BULK_PUSH" | "TW_EP_BULK_LAY" | "TW_EP_RETURN_PUSH" => 2,
+            "TW_EP_RETURN_SUM" => 1,
+            "TW_EP_RETURN_STAGES" => 3,
+            "TW_EP_RETURN_SLICE" => PIECE as u64,
+            "TW_EP_RETURN_TOKENS" => room.tokens as u64,
+            "TW_EP_RETURN_ENTRIES" => room.entries as u64,
             "TW_EP_BULK_PIECES" => room.pieces,
             // Two stores a row.
             "TW_EP_BULK_ZERO" => PIECE as u64,
@@ -83,7 +83,7 @@ pub fn unit(source: &Source, text: String, room: Room) -> &'static Lib {
             .chain(room.uneven.then_some((EP_UNEVEN, 1)))
             .collect(),
         kernels: source.kernels.to_vec(),
-        smem: room.back().max(2048),
+        smem: room.return_bytes().max(2048),
     })
 }
 
@@ -96,7 +96,7 @@ pub fn load_bulk(text: String) -> &'static Lib {
 }
 
 pub fn load_back(text: String) -> &'static Lib {
-    unit(&EP_BACK, text, FEW)
+    unit(&EP_RETURN, text, FEW)
 }
 
 /// Kernels of the portable unit, for tests of the other.
@@ -119,7 +119,7 @@ fn exchanges(layers: &Layers, cases: &[(u64, usize, Order)]) {
             Rows::ExpertMajor => Sum::Combine { weighted: true },
             _ => Sum::DispatchBwd { grads: false },
         };
-        layers.run(at, &b, &|r| vec![layers.back(r, &b, sum)]);
+        layers.run(at, &b, &|r| vec![layers.return_rows(r, &b, sum)]);
         b.summed(sum);
     }
 }
@@ -179,17 +179,17 @@ const BULK: [(u64, usize, Order); 5] = [
 ];
 
 pub fn some_bulk_routings(lib: &'static Lib) {
-    let libs = Libs { send: Some(lib), ..Libs::plain(*PORTABLE) };
+    let libs = Libs { push: Some(lib), ..Libs::plain(*PORTABLE) };
     exchanges(&Layers::new(libs, WHOLE), &BULK);
 }
 
 pub fn some_bulk_returns(lib: &'static Lib) {
-    let libs = Libs { back: Some(lib), ..Libs::plain(*PORTABLE) };
+    let libs = Libs { returns: Some(lib), ..Libs::plain(*PORTABLE) };
     exchanges(&Layers::new(libs, WHOLE), &BULK);
 }
 
 fn tokens_come_back_by_bulk_loads() {
-    some_bulk_returns(load_back(EP_BACK.emu_text()));
+    some_bulk_returns(load_back(EP_RETURN.emu_text()));
 }
 
 fn tokens_go_by_bulk_copies() {

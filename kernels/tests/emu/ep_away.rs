@@ -1,7 +1,7 @@
 //! A rank that stays away from a phase of expert parallelism: the others end, and what they leave
 //! is poison.
 
-use tilewire_kernels::portable::{EP_BACK, EP_BULK};
+use tilewire_kernels::portable::{EP_BULK, EP_RETURN};
 
 use crate::ep::{ODD, PORTABLE, RANKS, WHOLE, load_back, load_bulk};
 use crate::ep_batch::batch;
@@ -18,11 +18,11 @@ pub fn staying_away(lib: &'static Lib) {
 }
 
 pub fn staying_away_bulk(lib: &'static Lib) {
-    stay_away(Libs { send: Some(lib), ..Libs::plain(*PORTABLE) }, WHOLE, 1);
+    stay_away(Libs { push: Some(lib), ..Libs::plain(*PORTABLE) }, WHOLE, 1);
 }
 
 pub fn staying_away_back(lib: &'static Lib) {
-    stay_away(Libs { back: Some(lib), ..Libs::plain(*PORTABLE) }, WHOLE, 2);
+    stay_away(Libs { returns: Some(lib), ..Libs::plain(*PORTABLE) }, WHOLE, 2);
 }
 
 fn stay_away(libs: Libs, hidden: usize, phase: usize) {
@@ -54,5 +54,5 @@ fn stay_away(libs: Libs, hidden: usize, phase: usize) {
 fn a_rank_that_stays_away_poisons_the_others() {
     staying_away(*PORTABLE);
     staying_away_bulk(load_bulk(EP_BULK.emu_text()));
-    staying_away_back(load_back(EP_BACK.emu_text()));
+    staying_away_back(load_back(EP_RETURN.emu_text()));
 }

@@ -21,7 +21,7 @@ pub enum Rows {
     Flat,
 }
 
-/// A phase that adds what comes back.
+/// A phase that adds what returns.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Sum {
     /// Of expert-major rows.

@@ -13,7 +13,7 @@ use crate::host::{Kernel, Launch, Lib};
 use crate::memory::{ANY, Memory, Pages};
 use crate::run::Run;
 use crate::team::{self, RankMemory, Team};
-use tilewire_kernels::abi::{TwBack, TwEp, TwMeet, TwPoison, TwRecv, TwRouting, TwSend};
+use tilewire_kernels::abi::{TwEp, TwMeet, TwPoison, TwPush, TwRecv, TwReturn, TwRouting};
 
 /// What a kernel says of receive buffers that differ.
 const DIFFER: u32 = 9;
@@ -38,15 +38,15 @@ pub fn poisoned(len: usize) -> Memory {
 #[derive(Clone, Copy)]
 pub struct Libs {
     pub plain: &'static Lib,
-    pub send: Option<&'static Lib>,
-    pub back: Option<&'static Lib>,
+    pub push: Option<&'static Lib>,
+    pub returns: Option<&'static Lib>,
     /// What the last one is compiled for.
     pub room: Room,
 }
 
 impl Libs {
     pub fn plain(plain: &'static Lib) -> Self {
-        Self { plain, send: None, back: None, room: FEW }
+        Self { plain, push: None, returns: None, room: FEW }
     }
 }
 
@@ -155,19 +155,19 @@ impl Layers {
     pub fn layer(&self, me: usize, capacity: usize) -> TwEp {
         let (w, base) = (&self.world, self.first_page(me));
         let [meta, tokens, back, ..] = w.places();
-        let [meta_stride, row_stride, back_stride] = w.strides().map(|s| s as u64);
+        let [meta_stride, row_stride, return_stride] = w.strides().map(|s| s as u64);
         let [meta, tokens, back] = [meta, tokens, back].map(|at| base + at as u64);
         TwEp {
             counts: base,
             meta,
             tokens,
-            back,
+            returns: back,
             stride: self.stride(me),
             first: self.first.addr(),
             steps: self.steps.addr(),
             meta_stride,
             row_stride,
-            back_stride,
+            return_stride,
             size: w.size() as u32,
             me: me as u32,
             max_tokens: w.max_tokens as u32,
@@ -179,7 +179,7 @@ impl Layers {
         }
     }
 
-    /// Area 0 counts, 1 tokens, 2 what comes back.
+    /// Area 0 counts, 1 tokens, 2 what returns.
     fn meet(&self, me: usize, area: usize, senders: u32) -> TwMeet {
         let (w, at) = (&self.world, self.states[me].addr());
         let which = usize::from(area == 2);
@@ -274,15 +274,15 @@ impl Layers {
     fn send(
         &self,
         (r, b): (usize, &Batch),
-        (send, recv): (&TwSend, &TwRecv),
+        (send, recv): (&TwPush, &TwRecv),
         leave: bool,
         outs: &TwPoison,
     ) -> Launch<'static> {
         let w = &self.world;
         let meet = TwMeet { leave: u32::from(leave), ..self.meet(r, 1, (w.sms / 3).max(1)) };
-        let k = match self.libs.send {
-            Some(lib) => go_with(lib, "tw_ep_send_bulk", w.bulk, 5 * 32).smem(9 * PIECE as u32),
-            None => go(self.libs.plain, "tw_ep_send", w.sms.max(2)),
+        let k = match self.libs.push {
+            Some(lib) => go_with(lib, "tw_ep_push_bulk", w.bulk, 5 * 32).smem(9 * PIECE as u32),
+            None => go(self.libs.plain, "tw_ep_push", w.sms.max(2)),
         };
         let k = k.arg(&self.team.param(r)).arg(&self.layer(r, b.capacity)).arg(&meet);
         k.arg(&b.sides[r].handle()).arg(send).arg(recv).arg(outs)
@@ -304,7 +304,7 @@ impl Layers {
         let s = &b.sides[r];
         let row_bytes = self.world.payload() as u64;
         let also = |m: &Memory| if b.rows_only { 0 } else { m.addr() };
-        let send = TwSend {
+        let send = TwPush {
             x: s.x.addr(),
             weights: also(&s.w),
             scales: also(&s.scales),
@@ -378,7 +378,7 @@ impl Layers {
         let (s, w) = (&b.sides[r], &self.world);
         let row_bytes = w.result() as u64;
         let send =
-            TwSend { x: s.d_out.addr(), row_bytes, tokens: s.tokens as u32, ..Zeroable::zeroed() };
+            TwPush { x: s.d_out.addr(), row_bytes, tokens: s.tokens as u32, ..Zeroable::zeroed() };
         let dy = &s.dy[usize::from(weighted)];
         if !weighted && b.rows == Rows::ExpertMajor {
             let x = if buffer > 0 { self.buffer(r, buffer) } else { dy.addr() };
@@ -402,11 +402,11 @@ impl Layers {
     }
 
     pub fn combine(&self, r: usize, b: &Batch) -> Launch<'static> {
-        self.back(r, b, Sum::Combine { weighted: true })
+        self.return_rows(r, b, Sum::Combine { weighted: true })
     }
 
     /// Combine, or the backward of dispatch.
-    pub fn back(&self, r: usize, b: &Batch, sum: Sum) -> Launch<'static> {
+    pub fn return_rows(&self, r: usize, b: &Batch, sum: Sum) -> Launch<'static> {
         let (s, w) = (&b.sides[r], &self.world);
         let if_so = |so: bool, m: &Memory| if so { m.addr() } else { 0 };
         let (grads, weighted) = match sum {
@@ -417,7 +417,7 @@ impl Layers {
             Sum::Combine { .. } => (&s.y, &s.out),
             Sum::DispatchBwd { .. } => (&s.d_recv, &s.dx),
         };
-        let back = TwBack {
+        let back = TwReturn {
             y: y.addr(),
             weights: if_so(weighted, &s.recv_w),
             dw: if_so(grads, &s.d_recv_w),
@@ -431,11 +431,10 @@ impl Layers {
         let outs = poison(&[(out, 255), (&s.dw, 255)][..1 + usize::from(grads)]);
         let blocks = w.sms.max(2);
         let senders = (blocks * 7 / 9).min((w.chunks(1) * w.size()) as u32).max(1);
-        let k = match self.libs.back {
-            Some(lib) => {
-                go_with(lib, "tw_ep_back_bulk", w.sms, 3 * 32).smem(self.libs.room.back() as u32)
-            }
-            None => go(self.libs.plain, "tw_ep_back", blocks),
+        let k = match self.libs.returns {
+            Some(lib) => go_with(lib, "tw_ep_return_bulk", w.sms, 3 * 32)
+                .smem(self.libs.room.return_bytes() as u32),
+            None => go(self.libs.plain, "tw_ep_return", blocks),
         };
         let k = k.arg(&self.team.param(r)).arg(&self.layer(r, b.capacity));
         k.arg(&self.meet(r, 2, senders)).arg(&s.handle()).arg(&back).arg(&outs)

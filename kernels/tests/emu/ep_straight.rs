@@ -150,7 +150,7 @@ pub fn some_straight(lib: &'static Lib) {
 }
 
 pub fn some_straight_bulk(lib: &'static Lib) {
-    let libs = Libs { send: Some(lib), ..Libs::plain(*PORTABLE) };
+    let libs = Libs { push: Some(lib), ..Libs::plain(*PORTABLE) };
     let layers = || Layers::new(libs, WHOLE);
     straight(&layers(), &STRAIGHT);
     // What pads experts has no rank-major row: in some of these it would come behind one that has

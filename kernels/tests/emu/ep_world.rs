@@ -114,7 +114,7 @@ impl World {
         self.hidden * self.out.size()
     }
 
-    /// Bytes from record to record: copies and scales, payload, and what comes back; as
+    /// Bytes from record to record: copies and scales, payload, and what returns; as
     /// `areas::strides` of the host.
     pub fn strides(&self) -> [usize; 3] {
         let up = |bytes: usize| bytes.next_multiple_of(16);
@@ -134,7 +134,7 @@ impl World {
         8 * self.size() * (2 + self.chunks(0).max(self.chunks(1)))
     }
 
-    /// Where metadata, tokens, what comes back, flags of both areas, and receive buffers of a rank
+    /// Where metadata, tokens, what returns, flags of both areas, and receive buffers of a rank
     /// lie, behind the counts.
     pub fn places(&self) -> [usize; 6] {
         let [meta, row, back] = self.strides().map(|s| self.records() * s);

@@ -5,7 +5,7 @@
 use std::sync::LazyLock;
 
 use tilewire_core::DType;
-use tilewire_kernels::portable::{EP, EP_BACK, EP_BACK_ENTRIES, EP_BACK_TOKENS, EP_BULK};
+use tilewire_kernels::portable::{EP, EP_BULK, EP_RETURN, EP_RETURN_ENTRIES, EP_RETURN_TOKENS};
 
 use crate::ep::{FEW, Room, unit};
 use crate::ep_batch::{Batch, Rows, Sum};
@@ -28,13 +28,13 @@ pub const TESTS: &[Test] = tests![
 
 /// As many tokens, copies and ranks as the kernel on GPUs is compiled for.
 pub const ROOM: Room =
-    Room { tokens: EP_BACK_TOKENS as usize, entries: EP_BACK_ENTRIES as usize, ..FEW };
+    Room { tokens: EP_RETURN_TOKENS as usize, entries: EP_RETURN_ENTRIES as usize, ..FEW };
 
 /// All kernels for results of one type.
 struct Units {
     plain: &'static Lib,
-    send: &'static Lib,
-    back: &'static Lib,
+    push: &'static Lib,
+    returns: &'static Lib,
     room: Room,
 }
 
@@ -43,14 +43,19 @@ impl Units {
         Self {
             room,
             plain: unit(&EP, EP.emu_text(), room),
-            send: unit(&EP_BULK, EP_BULK.emu_text(), room),
-            back: unit(&EP_BACK, EP_BACK.emu_text(), room),
+            push: unit(&EP_BULK, EP_BULK.emu_text(), room),
+            returns: unit(&EP_RETURN, EP_RETURN.emu_text(), room),
         }
     }
 
     fn libs(&self, bulk: bool) -> Libs {
         let some = |lib| bulk.then_some(lib);
-        Libs { plain: self.plain, send: some(self.send), back: some(self.back), room: self.room }
+        Libs {
+            plain: self.plain,
+            push: some(self.push),
+            returns: some(self.returns),
+            room: self.room,
+        }
     }
 }
 
@@ -118,7 +123,7 @@ fn all_phases(
             for (i, b) in batches.iter().enumerate() {
                 list.push(layers.route(r, b));
                 list.extend(layers.dispatch_to(r, b, (true, buffer(i))));
-                list.extend(sums(i).map(|sum| layers.back(r, b, sum)));
+                list.extend(sums(i).map(|sum| layers.return_rows(r, b, sum)));
                 for weighted in backward(i) {
                     list.extend(layers.combine_bwd((r, b), weighted, 0));
                 }
@@ -220,7 +225,7 @@ fn sixteen_ranks_return_by_bulk_loads() {
 /// kernel's.
 fn as_many_ranks_and_choices_as_there_may_be() {
     let w = World { bulk: 1, sms: 1, routers: 1, ..world(&[1; 64], &[1; 64], 32) };
-    let libs = Libs { back: None, ..IN_F32.libs(true) };
+    let libs = Libs { returns: None, ..IN_F32.libs(true) };
     once(libs, &w, (12, 20), &[Sum::DispatchBwd { grads: true }]);
 }
 
@@ -232,7 +237,7 @@ fn once(libs: Libs, w: &World, (seed, limit): (u64, usize), sums: &[Sum]) {
     layers.run((seed, w.size()), &b, &|r| {
         let mut list = vec![layers.route(r, &b)];
         list.extend(layers.dispatch(r, &b, true));
-        list.extend(sums.iter().map(|sum| layers.back(r, &b, *sum)));
+        list.extend(sums.iter().map(|sum| layers.return_rows(r, &b, *sum)));
         list
     });
     b.routed();
@@ -255,7 +260,7 @@ pub fn some_gradients(lib: &'static Lib) {
 }
 
 pub fn some_gradients_by_bulk(lib: &'static Lib) {
-    let libs = Libs { back: Some(lib), ..IN_F32.libs(false) };
+    let libs = Libs { returns: Some(lib), ..IN_F32.libs(false) };
     for (i, rows) in LAYOUTS.into_iter().enumerate() {
         let choices = (16 + i as u64, 14, &[Distinct, Repeated][..]);
         all_phases(libs, &few(8), (rows, false), choices);
@@ -285,6 +290,6 @@ pub fn flat_rows(lib: &'static Lib) {
 fn what_mutants_of_gradients_must_fail() {
     flat_rows(IN_F32.plain);
     some_gradients(IN_F32.plain);
-    some_gradients_by_bulk(IN_F32.back);
+    some_gradients_by_bulk(IN_F32.returns);
     of_nine_ranks(IN_F32.plain);
 }

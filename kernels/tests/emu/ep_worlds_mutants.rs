@@ -1,7 +1,7 @@
 //! Kernels of expert parallelism, broken on purpose where only other worlds, layouts and gradients
 //! show it.
 
-use tilewire_kernels::portable::{EP, EP_BACK};
+use tilewire_kernels::portable::{EP, EP_RETURN};
 
 use crate::ep_worlds::{ROOM, flat_rows, of_nine_ranks, some_gradients, some_gradients_by_bulk};
 use crate::host::Lib;
@@ -15,7 +15,7 @@ fn plain(text: String) -> &'static Lib {
 }
 
 fn back(text: String) -> &'static Lib {
-    ep::unit(&EP_BACK, text, ROOM)
+    ep::unit(&EP_RETURN, text, ROOM)
 }
 
 fn mutants_of_gradients_are_killed() {
@@ -26,9 +26,9 @@ fn mutants_of_gradients_are_killed() {
         scenarios![flat_rows, of_nine_ranks, some_gradients],
     );
     all_are_killed(
-        &EP_BACK.emu_text(),
+        &EP_RETURN.emu_text(),
         back,
-        ("ep/sm90_back", "worlds"),
+        ("ep/sm90_return", "worlds"),
         scenarios![some_gradients_by_bulk],
     );
 }

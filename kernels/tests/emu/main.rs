@@ -17,10 +17,10 @@ mod convert;
 mod dequant;
 mod ep;
 mod ep_away;
-mod ep_back_mutants;
 mod ep_batch;
 mod ep_layers;
 mod ep_mutants;
+mod ep_return_mutants;
 mod ep_straight;
 mod ep_world;
 mod ep_worlds;
@@ -99,7 +99,7 @@ fn all_tests() -> Vec<Test> {
         ep_straight::TESTS,
         ep_worlds::TESTS,
         ep_worlds_mutants::TESTS,
-        ep_back_mutants::TESTS,
+        ep_return_mutants::TESTS,
         ep_mutants::TESTS,
         layers::TESTS,
         optimizer::TESTS,

@@ -221,7 +221,7 @@ impl EpBuffer {
         m_splits: &Object<'_>,
         total: &Object<'_>,
     ) -> PyResult<()> {
-        let call = Call::new(py, "ep_prepare", self.world)?;
+        let call = Call::new(py, "ep_route", self.world)?;
         let idx = call.tensor("topk_idx", topk_idx)?;
         let (splits, total) = (call.tensor("m_splits", m_splits)?, call.tensor("total", total)?);
         call.run(py, |stream| {

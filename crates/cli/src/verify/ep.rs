@@ -10,7 +10,7 @@ use tilewire_oracle::permute::TopK;
 
 use super::{Case, Ctx, NCCL};
 
-/// Rows come straight to receive buffers in symmetric memory: expert-major, rank-major.
+/// Rows are put directly to receive buffers in symmetric memory: expert-major, rank-major.
 const ZERO_COPY: [&str; 2] = ["ep/zero_copy", "ep/zero_copy_rank"];
 const VARIANTS: [&str; 7] = ["expert", "aligned", "rank", "flat", "drop", "uneven", "one"];
 
@@ -231,7 +231,7 @@ fn forward(
     let scales = scales.map(|s| ctx.tensor(&s, DType::F32)).transpose()?;
     ctx.timed(|s| plan.dispatch(s, &handle, &x, (Some(&w), scales.as_ref()), &recv))?;
     if let Some(p) = predicted(ctx, plan, &handle)? {
-        ctx.traffic_between("ep_prepare", &before, &now, &p.route);
+        ctx.traffic_between("ep_route", &before, &now, &p.route);
         ctx.traffic("ep_dispatch", &now, &p.dispatch);
     }
     check_received(ctx, b, &d, &recv)?;

@@ -278,12 +278,12 @@ mod tests {
             assert!(is_listed(&spec(&COLLECTIVE, collective_defines(wide), "sm_90a")), "{wide}");
         }
         assert!(is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_90a")));
-        assert!(is_listed(&spec(&EP_BACK, ep_back_defines(7), "sm_90a")));
+        assert!(is_listed(&spec(&EP_RETURN, ep_return_defines(7), "sm_90a")));
         assert!(!is_listed(&spec(&EP_BULK, ep_bulk_defines(), "sm_80")));
-        for mut defines in [ep_bulk_defines(), ep_back_defines(7), ep_defines(7)] {
+        for mut defines in [ep_bulk_defines(), ep_return_defines(7), ep_defines(7)] {
             defines.push((EP_UNEVEN.to_owned(), 1));
             let source =
-                [EP_BULK, EP_BACK, EP].into_iter().find(|s| defines.len() == s.defines.len() + 1);
+                [EP_BULK, EP_RETURN, EP].into_iter().find(|s| defines.len() == s.defines.len() + 1);
             assert!(is_listed(&spec(&source.unwrap(), defines, "sm_90a")));
         }
         for wide in [DType::F32, DType::BF16].map(mantissa) {
@@ -316,8 +316,8 @@ mod tests {
         let listed = [
             "COLLECTIVE",
             "EP",
-            "EP_BACK",
             "EP_BULK",
+            "EP_RETURN",
             "LAYERS",
             "MOVE",
             "OPTIMIZER",

@@ -211,7 +211,7 @@ impl EpHandle {
             return Ok(());
         }
         Err(Error::new(ErrorKind::Exhausted, "the routing has more rows than the capacity holds")
-            .op("ep_prepare")
+            .op("ep_route")
             .expected(format_args!("at most {} rows", self.0.capacity.load(Ordering::Acquire)))
             .seen(format_args!(
                 "{} copies too many, by rank {:?}",

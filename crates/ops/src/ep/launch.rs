@@ -16,7 +16,7 @@ pub(super) const TOKENS: (usize, usize) = (2, 3);
 pub(super) const RETURNS: (usize, usize) = (4, 5);
 
 /// The phases, each with a plan core of its own.
-pub(super) const PREPARE: usize = 0;
+pub(super) const ROUTE: usize = 0;
 pub(super) const DISPATCH: usize = 1;
 pub(super) const COMBINE: usize = 2;
 pub(super) const DISPATCH_BWD: usize = 3;
@@ -82,7 +82,7 @@ pub struct EpDispatch {
 
 /// The tensors that a dispatch-type phase sends.
 #[derive(Clone)]
-pub(super) struct Send {
+pub(super) struct Push {
     pub x: Tensor,
     pub weights: Option<Tensor>,
     pub scales: Option<Tensor>,
@@ -95,7 +95,7 @@ pub(super) enum Out {
 }
 
 /// The tensors that a combine-type phase sends and delivers.
-pub(super) struct Back {
+pub(super) struct Return {
     pub y: Tensor,
     pub weights: Option<Tensor>,
     /// True if `y` has a row per copy, false if it has a row per record.

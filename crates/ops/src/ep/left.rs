@@ -24,7 +24,8 @@ pub struct EpLeft {
 }
 
 impl EpPlan {
-    /// Returns what lies in the areas of this rank while nothing is in flight, by the finest cut.
+    /// Returns the contents of the areas of this rank while nothing is in flight, by the finest
+    /// cut.
     ///
     /// # Errors
     /// What the device reports.
@@ -48,12 +49,12 @@ impl EpPlan {
                 add("copies", w, t, &tokens, at.meta(r), 16 * d.top_k);
                 add("scales", w, t, &tokens, at.scales(r), 4 * d.num_scales);
                 add("row", w, t, &tokens, at.row(r), d.hidden * d.dtype.size().min(d.out.size()));
-                add("return", w, t, &returns, at.back(r), d.hidden * d.out.size());
+                add("return", w, t, &returns, at.returned(r), d.hidden * d.out.size());
                 add("gradients", w, t, &returns, at.grads(r), 4 * d.top_k);
             }
             for (area, cut, credit, arrival) in [
-                (Area::Tokens, Cut::send(d), "credit of tokens", "arrival of tokens"),
-                (Area::Returns, Cut::back(d), "credit of returns", "arrival of returns"),
+                (Area::Tokens, Cut::push(d), "credit of tokens", "arrival of tokens"),
+                (Area::Returns, Cut::returns(d), "credit of returns", "arrival of returns"),
             ] {
                 add(credit, w, 0, &flags, at.credit(area, w), 8);
                 for c in 0..cut.chunks {

@@ -1,13 +1,13 @@
 //! `ep`: expert parallelism. Tokens travel to the ranks of their experts and back.
 //!
-//! - **prepare** ([`EpPlan::route`]): each rank counts its tokens per expert, pushes the counts to
+//! - **route** ([`EpPlan::route`]): each rank counts its tokens per expert, pushes the counts to
 //!   everybody, and computes the slot of each copy from all counts: deterministic, no atomics, no
 //!   sort. The result lives in an [`EpHandle`].
 //! - **dispatch**: each token goes once to each rank that has an expert of it, with the list of its
 //!   slots there; the receiver lays the copies out. Into a buffer of [`EpPlan::zero_copy_recv`] the
 //!   first copy comes to its row directly, and the receiver adds the others.
 //! - **combine**: each rank adds the expert outputs of a token in the order of its choices and
-//!   sends one row back; the token's rank adds the rows in rank order.
+//!   returns one row; the token's rank adds the rows in rank order.
 //! - **dispatch_bwd** is a combine with a weight gradient per copy; **combine_bwd** is a dispatch
 //!   of the output's gradient. Same handle, no new routing.
 //!
@@ -23,7 +23,7 @@
 //! |---|---|
 //! | kernel | `kernels/src/ep/sm80_ep.cu` |
 //! |  | `kernels/src/ep/sm90_ep.cu` |
-//! |  | `kernels/src/ep/sm90_back.cu` |
+//! |  | `kernels/src/ep/sm90_return.cu` |
 //! | oracle | `crates/oracle/src/ep/mod.rs` |
 //! | cases | `crates/cli/src/verify/ep.rs` |
 //! | page | `docs/protocols/ep.md` |

@@ -9,7 +9,7 @@ use tilewire_symm::Heap;
 use super::device::{self, Used, router};
 use super::direct::Direct;
 use super::host::{HostPart, Run};
-use super::launch::{Back, Base, COMBINE, COMBINE_BWD, DISPATCH, DISPATCH_BWD, Out, PREPARE, Send};
+use super::launch::{Base, COMBINE, COMBINE_BWD, DISPATCH, DISPATCH_BWD, Out, Push, ROUTE, Return};
 use super::schedule::Schedule;
 use super::{EpDesc, EpDispatch, EpHandle, EpLayout};
 use crate::common::CollectiveBackend;
@@ -117,8 +117,7 @@ impl EpPlan {
         put_or_nccl(heap, backend).map_err(|e| e.op("ep"))?;
         let at = Schedule::new(&desc);
         let alloc = |bytes, tag| heap.alloc(bytes, tag).map_err(|e| e.op("ep"));
-        let names =
-            ["ep_prepare", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
+        let names = ["ep_route", "ep_dispatch", "ep_combine", "ep_dispatch_bwd", "ep_combine_bwd"];
         let chunks = if fine { " fine chunks" } else { "" };
         let text = format!("{desc} {backend}{chunks}");
         let first = PlanCore::new("ep", heap, &text)?;
@@ -180,11 +179,11 @@ impl EpPlan {
         let (m, at) = (Self::memory(&self.base.desc), Schedule::new(&self.base.desc));
         let s = at.strides();
         format!(
-            "ep {}\npush, one row per (token, rank) of {} bytes, one row back of {} bytes; symmetric {} bytes, \
+            "ep {}\npush, one row per (token, rank) of {} bytes, one returned row of {} bytes; symmetric {} bytes, \
              received {}, expert outputs {}, handle {}",
             self.base.desc,
             s.row + s.meta,
-            s.back,
+            s.returns,
             m.symmetric,
             m.received,
             m.expert_out,
@@ -197,7 +196,7 @@ impl EpPlan {
         which: usize,
         stream: &Stream,
         launch: Launch,
-        run: impl Fn(&Launch) -> Result<()> + std::marker::Send + Sync + 'static,
+        run: impl Fn(&Launch) -> Result<()> + Send + Sync + 'static,
         outs: Vec<Poison>,
     ) -> Result<()> {
         let (core, seq) = (&self.base.cores[which], launch.ctx.seq());
@@ -240,7 +239,7 @@ impl EpPlan {
         let capacity = capacity.unwrap_or(d.capacity);
         if capacity > d.capacity {
             return Err(Error::invalid("the capacity is larger than the layer's")
-                .op("ep_prepare")
+                .op("ep_route")
                 .expected(format_args!("at most {}", d.capacity))
                 .seen(capacity));
         }
@@ -248,41 +247,41 @@ impl EpPlan {
         let fits = shape.ndim() == 2 && shape.dim(1) == d.top_k && shape.dim(0) <= d.max_tokens;
         if !fits || !matches!(topk_idx.dtype(), DType::I32 | DType::I64) {
             return Err(Error::invalid("`topk_idx` has the wrong shape or dtype")
-                .op("ep_prepare")
+                .op("ep_route")
                 .expected(format_args!("i32 or i64 [at most {}, {}]", d.max_tokens, d.top_k))
                 .seen(format_args!("{} {shape}", topk_idx.dtype())));
         }
-        handle.check_layer(d).map_err(|e| e.op("ep_prepare"))?;
+        handle.check_layer(d).map_err(|e| e.op("ep_route"))?;
         handle.set_tokens(shape.dim(0), capacity);
-        if let Some(phase) = self.phase(PREPARE, handle)? {
+        if let Some(phase) = self.phase(ROUTE, handle)? {
             let given = [("topk_idx", Some(topk_idx))];
-            phase.together(stream, &given).map_err(|e| e.op("ep_prepare"))?;
+            phase.together(stream, &given).map_err(|e| e.op("ep_route"))?;
             return stream.in_launch(|| {
                 let detail = format_args!("capacity={capacity}");
-                let at = self.base.cores[PREPARE].begin_on(stream, detail)?;
+                let at = self.base.cores[ROUTE].begin_on(stream, detail)?;
                 handle.set_routing(at.seq);
                 phase.route(at, topk_idx, capacity)?;
-                self.base.cores[PREPARE].pending(handle.clone(), at)
+                self.base.cores[ROUTE].pending(handle.clone(), at)
             });
         }
-        let launch = self.base.cores[PREPARE].begin(stream, format_args!("capacity={capacity}"))?;
+        let launch = self.base.cores[ROUTE].begin(stream, format_args!("capacity={capacity}"))?;
         handle.set_routing(launch.ctx.seq());
         let (run, idx, h) = (self.host_run(), topk_idx.clone(), handle.clone());
         let outs = vec![Poison::Index(handle.row_index().clone())];
         let counts = [handle.m_splits(), handle.total(), handle.dropped()];
         let outs = outs.into_iter().chain(counts.map(|t| Poison::Count(t.clone()))).collect();
-        self.run(PREPARE, stream, launch, move |l| run.route(l, &idx, capacity, &h), outs)?;
+        self.run(ROUTE, stream, launch, move |l| run.route(l, &idx, capacity, &h), outs)?;
         self.pending(handle.clone(), stream)
     }
 
     /// Queues a combine-type phase on a heap in device memory; nothing on the host.
-    fn back_on_device(
+    fn return_on_device(
         &self,
         which: usize,
         stream: &Stream,
         handle: &EpHandle,
         detail: &std::fmt::Arguments<'_>,
-        back: &Back,
+        back: &Return,
     ) -> Result<Option<Pending<Tensor>>> {
         let Some(phase) = self.phase(which, handle)? else { return Ok(None) };
         handle.check_tokens(back.out.shape().dim(0))?;
@@ -296,7 +295,7 @@ impl EpPlan {
         phase.together(stream, &given)?;
         stream.in_launch(|| {
             let at = self.base.cores[which].begin_on(stream, detail)?;
-            phase.back(at, back)?;
+            phase.return_rows(at, back)?;
             self.base.cores[which].pending(back.out.clone(), at).map(Some)
         })
     }
@@ -369,7 +368,7 @@ impl EpPlan {
         let buffer = self.buffer_of(&out.x).map_err(op)?;
         let detail =
             format_args!("routing={routing} weights={} buffer={buffer}", topk_weights.is_some());
-        let send = Send { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
+        let send = Push { x: x.clone(), weights: topk_weights.cloned(), scales: scales.cloned() };
         if let Some(phase) = self.phase(DISPATCH, handle)? {
             handle.check_tokens(rows).map_err(op)?;
             let given = [
@@ -397,7 +396,7 @@ impl EpPlan {
             DISPATCH,
             stream,
             launch,
-            move |l| run.send(l, &h, (&send, &o), to.as_ref()),
+            move |l| run.push_rows(l, &h, (&send, &o), to.as_ref()),
             outs,
         )?;
         self.pending(out.clone(), stream)
@@ -426,7 +425,7 @@ impl EpPlan {
         self.rows("out", out, d.out, d.hidden).map_err(op)?;
         let routing = handle.routing(d).map_err(op)?;
         let detail = format_args!("routing={routing} weighted={}", weights.is_some());
-        let back = Back {
+        let back = Return {
             y: y.clone(),
             weights: weights.cloned(),
             expert_major: true,
@@ -435,14 +434,14 @@ impl EpPlan {
             dw_out: None,
         };
         if let Some(queued) =
-            self.back_on_device(COMBINE, stream, handle, &detail, &back).map_err(op)?
+            self.return_on_device(COMBINE, stream, handle, &detail, &back).map_err(op)?
         {
             return Ok(queued);
         }
         let launch = self.base.cores[COMBINE].begin(stream, detail)?;
         let (run, h) = (self.host_run(), handle.clone());
         let outs = Poison::values([Some(out.clone())]);
-        self.run(COMBINE, stream, launch, move |l| run.back(l, &h, &back), outs)?;
+        self.run(COMBINE, stream, launch, move |l| run.return_rows(l, &h, &back), outs)?;
         self.pending(out.clone(), stream)
     }
 
@@ -472,7 +471,7 @@ impl EpPlan {
         }
         let routing = handle.routing(d).map_err(op)?;
         let detail = format_args!("routing={routing} weights={}", dw.is_some());
-        let back = Back {
+        let back = Return {
             y: d_recv.clone(),
             weights: None,
             expert_major: matches!(d.layout, EpLayout::ExpertMajor { .. }),
@@ -481,14 +480,14 @@ impl EpPlan {
             dw_out: dw.cloned(),
         };
         if let Some(queued) =
-            self.back_on_device(DISPATCH_BWD, stream, handle, &detail, &back).map_err(op)?
+            self.return_on_device(DISPATCH_BWD, stream, handle, &detail, &back).map_err(op)?
         {
             return Ok(queued);
         }
         let launch = self.base.cores[DISPATCH_BWD].begin(stream, detail)?;
         let (run, h) = (self.host_run(), handle.clone());
         let outs = Poison::values([Some(dx.clone()), dw.cloned()]);
-        self.run(DISPATCH_BWD, stream, launch, move |l| run.back(l, &h, &back), outs)?;
+        self.run(DISPATCH_BWD, stream, launch, move |l| run.return_rows(l, &h, &back), outs)?;
         self.pending(dx.clone(), stream)
     }
 
@@ -497,7 +496,7 @@ impl EpPlan {
     /// weights of the combine and its `y`, also the gradient of the received weights, `d_weights`
     /// `[capacity]` f32.
     ///
-    /// Without weights, rows come straight to a `dy` of [`EpPlan::zero_copy_grad`].
+    /// Without weights, rows are put directly to a `dy` of [`EpPlan::zero_copy_grad`].
     ///
     /// # Errors
     /// As [`EpPlan::dispatch`].
@@ -528,7 +527,7 @@ impl EpPlan {
         let buffer = if straight { self.buffer_of(dy).map_err(op)? } else { 0 };
         let detail =
             format_args!("routing={routing} weighted={} buffer={buffer}", weighted.is_some());
-        let send = Send { x: d_out.clone(), weights: None, scales: None };
+        let send = Push { x: d_out.clone(), weights: None, scales: None };
         if let Some(phase) = self.phase(COMBINE_BWD, handle)? {
             handle.check_tokens(d_out.shape().dim(0)).map_err(op)?;
             phase.together(stream, &outs).map_err(op)?;
@@ -546,7 +545,7 @@ impl EpPlan {
         };
         let (run, h, to) = (self.host_run(), handle.clone(), self.straight(buffer));
         let outs = Poison::values([Some(dy.clone()), weighted.map(|w| w.2.clone())]);
-        let run = move |l: &Launch| run.send(l, &h, (&send, &out), to.as_ref());
+        let run = move |l: &Launch| run.push_rows(l, &h, (&send, &out), to.as_ref());
         self.run(COMBINE_BWD, stream, launch, run, outs)?;
         self.pending(dy.clone(), stream)
     }

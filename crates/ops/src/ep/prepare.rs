@@ -36,8 +36,8 @@ impl EpPlan {
         })
     }
 
-    /// No launch has written a word yet, whatever the memory was used for before. Peers launch
-    /// once all ranks have come this far.
+    /// No launch has written a word yet, whatever the memory was used for before. Peers launch once
+    /// all ranks have reached this point.
     fn clear_on_host(&self) {
         let core = &self.base.cores[0];
         if core.lane().is_some() || self.cleared.get().is_some() {
@@ -50,7 +50,7 @@ impl EpPlan {
         }
     }
 
-    /// Returns what rows of a launch on a device go through.
+    /// Returns the transport of a launch's rows on a device: puts or NCCL.
     ///
     /// # Errors
     /// `NotPrepared` if `prepare` is to decide.

@@ -13,11 +13,11 @@ use crate::common::CollectiveBackend;
 
 impl EpPlan {
     /// A receive buffer for [`EpDispatch::x`](super::EpDispatch::x), `[recv_rows, hidden]`, in
-    /// symmetric memory: rows of peers come straight to where they stay (zero copy), instead of to
-    /// an area from where they are laid out. Collective in program order: all ranks make the same
-    /// buffers, and dispatch into the same one at a time. Make one for each microbatch in flight;
-    /// they live as long as the plan. A dispatch takes the buffer over when its turn on the stream
-    /// comes: what used its rows must be queued before.
+    /// symmetric memory: rows of peers are received in place (zero copy), instead of to an area
+    /// from where they are laid out. Collective in program order: all ranks make the same buffers,
+    /// and dispatch into the same one at a time. Make one for each microbatch in flight; they live
+    /// as long as the plan. A dispatch takes the buffer over when its turn on the stream comes:
+    /// what used its rows must be queued before.
     ///
     /// After a fault peers may still write to the buffer until their launches have ended, over its
     /// poison: weights, row index and the error say that its rows are no result.

@@ -1,23 +1,23 @@
 //! The schedule of expert parallelism: the layout of a layer's symmetric memory and the order in
 //! which records arrive there, for the host and for devices.
 //!
-//! What token t of rank s carries lies at record `s * max_tokens + t` of an area, on every rank
-//! and whatever the routing, so that neither numbers nor places travel. Every word that a peer
-//! waits for carries the number of its launch, so that nothing is cleared between launches.
-//! Kernels have the addresses and strides of `device/areas.rs` and the index arithmetic of
+//! The data of token t of rank s is at record `s * max_tokens + t` of an area, on every rank and
+//! whatever the routing, so that neither numbers nor places travel. Every word that a peer waits
+//! for carries the number of its launch, so that nothing is cleared between launches. Kernels have
+//! the addresses and strides of `device/areas.rs` and the index arithmetic of
 //! `kernels/src/ep/layer.cuh`; `both_executors_leave_the_same_bytes` of `tests/gpu/layouts.rs`
 //! holds them equal to what the host does by the functions below.
 
 use std::ops::Range;
 
-use tilewire_kernels::portable::{EP_BACK_TOKENS, EP_MOVERS};
+use tilewire_kernels::portable::{EP_MOVERS, EP_RETURN_TOKENS};
 
 use super::EpDesc;
 
 /// Chunks of a rank's rows that a dispatch sends, about.
 const SEND_CHUNKS: usize = 1024;
 /// Pairs of chunk and rank that a combine returns, about: several for each warp.
-const BACK_CHUNKS: usize = 1024;
+const RETURN_CHUNKS: usize = 1024;
 
 /// The cut of a rank's rows: a chunk of tokens arrives as a whole, and warps share its rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,18 +36,18 @@ impl Cut {
     }
 
     /// A warp sends a chunk, and warps lay it out: few tokens go alone, and several share a row.
-    pub fn send(d: &EpDesc) -> Self {
+    pub fn push(d: &EpDesc) -> Self {
         let chunk = d.max_tokens.div_ceil(SEND_CHUNKS).max(1);
         let warps = 116 * EP_MOVERS as usize / 32;
         let parts = d.max_tokens.div_ceil(chunk).max(1) * d.experts_per_rank.len();
         Self::of(d, chunk, warps / parts)
     }
 
-    /// Small chunks, so that they come back in order and are added while others travel. In the
+    /// Small chunks, so that they return in order and are added while others travel. In the
     /// portable kernel a block returns one, and its warps share rows if there are few.
-    pub fn back(d: &EpDesc) -> Self {
+    pub fn returns(d: &EpDesc) -> Self {
         let pairs = d.max_tokens * d.experts_per_rank.len();
-        let chunk = pairs.div_ceil(BACK_CHUNKS).clamp(1, EP_BACK_TOKENS as usize);
+        let chunk = pairs.div_ceil(RETURN_CHUNKS).clamp(1, EP_RETURN_TOKENS as usize);
         Self::of(d, chunk, 32usize.div_ceil(chunk))
     }
 
@@ -86,12 +86,12 @@ pub(super) struct Copy16 {
 const COPY: usize = size_of::<Copy16>();
 const _: () = assert!(COPY == 16, "as `TwCopy` of the kernels");
 
-/// Bytes from record to record: copies and scales, payload, and what comes back.
+/// Bytes from record to record: copies and scales, payload, and what returns.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Strides {
     pub meta: usize,
     pub row: usize,
-    pub back: usize,
+    pub returns: usize,
 }
 
 /// Pieces of 16 bytes, so that whole rows are copied in such.
@@ -100,7 +100,7 @@ pub(super) fn strides(d: &EpDesc) -> Strides {
     Strides {
         meta: up(COPY * d.top_k + 4 * d.num_scales),
         row: up(d.hidden * d.dtype.size().max(d.out.size())),
-        back: up(up(d.hidden * d.out.size()) + 4 * d.top_k),
+        returns: up(up(d.hidden * d.out.size()) + 4 * d.top_k),
     }
 }
 
@@ -119,7 +119,7 @@ impl Schedule {
     pub fn new(d: &EpDesc) -> Self {
         let size = d.experts_per_rank.len();
         // Arrivals of the finest cut; the host's has fewer.
-        let chunks = Cut::send(d).chunks.max(Cut::back(d).chunks);
+        let chunks = Cut::push(d).chunks.max(Cut::returns(d).chunks);
         Self {
             size,
             max_tokens: d.max_tokens,
@@ -181,18 +181,18 @@ impl Schedule {
     }
 
     /// The row that answers a record, in the buffer of returns of the rank that sent it.
-    pub fn back(&self, record: usize) -> usize {
-        record * self.strides.back
+    pub fn returned(&self, record: usize) -> usize {
+        record * self.strides.returns
     }
 
-    /// The gradients of weights at the end of a record that comes back.
+    /// The gradients of weights at the end of a record that returns.
     pub fn grads(&self, record: usize) -> usize {
-        self.back(record + 1) - 4 * self.top_k
+        self.returned(record + 1) - 4 * self.top_k
     }
 
     /// Bytes of the buffer of returns.
     pub fn returns_len(&self) -> usize {
-        self.back(self.records())
+        self.returned(self.records())
     }
 
     /// Bytes of the flags of one area.
@@ -249,8 +249,8 @@ mod tests {
             for tokens in [0, 1, 7, 128, 1023, 4096, 65_536, 1 << 20] {
                 for hidden in [1, 512, 7168] {
                     let d = EpDesc::new(size, 2 * size, tokens, hidden, 8);
-                    let (s, back) = (Schedule::new(&d), Cut::back(&d));
-                    for c in [Cut::send(&d), back, Cut::whole(&d)] {
+                    let (s, back) = (Schedule::new(&d), Cut::returns(&d));
+                    for c in [Cut::push(&d), back, Cut::whole(&d)] {
                         assert!(c.chunk >= 1 && c.slices >= 1 && c.chunks >= 1, "{d}");
                         assert!((c.chunks - 1) * c.chunk <= tokens && tokens <= c.chunks * c.chunk);
                         let ends = [c.tokens(0, tokens).start, c.tokens(c.chunks - 1, tokens).end];
@@ -258,7 +258,7 @@ mod tests {
                         let last = s.arrival(Area::Tokens, &c, size - 1, c.chunks - 1) + 8;
                         assert!(last <= s.flags_of_area(), "{d}: flags");
                     }
-                    assert!(back.chunk <= EP_BACK_TOKENS as usize, "{d}: a list of a chunk");
+                    assert!(back.chunk <= EP_RETURN_TOKENS as usize, "{d}: a list of a chunk");
                 }
             }
         }
@@ -285,12 +285,12 @@ mod tests {
             let scales = records().map(|r| (s.scales(r), 4 * num_scales));
             let metas = records().map(|r| (s.meta(r), 16 * k));
             apart(scales.chain(metas).collect(), s.tokens_len(), 4);
-            let back = records().map(|r| (s.back(r), 4 * hidden));
+            let back = records().map(|r| (s.returned(r), 4 * hidden));
             let grads = records().map(|r| (s.grads(r), 4 * k));
             apart(back.chain(grads).collect(), s.returns_len(), 4);
             let counts = (0..2).flat_map(|n| (0..3).map(move |w| (s.counts(n, w), 8 * 7)));
             apart(counts.collect(), s.counts_len(), 8);
-            let cut = Cut::send(&d);
+            let cut = Cut::push(&d);
             let mut flags = Vec::new();
             for area in [Area::Tokens, Area::Returns] {
                 for w in 0..3 {
@@ -307,7 +307,7 @@ mod tests {
         let d = EpDesc::new(5, 5, 6, 4, 1);
         let s = Schedule::new(&d);
         for me in 0..5 {
-            let visits: Vec<_> = s.visits(me, &Cut::send(&d)).collect();
+            let visits: Vec<_> = s.visits(me, &Cut::push(&d)).collect();
             assert_eq!(visits[0], (0, (me + 1) % 5));
             assert_eq!(visits[4], (0, me));
             let mut all = visits;

@@ -35,7 +35,7 @@ fn link(records: usize, pieces: usize, bytes: usize, chunks: usize) -> LinkTraff
 
 impl EpPlan {
     /// Returns what one launch of each phase moves from this rank to each peer under the routing
-    /// that `handle` holds; into a receive buffer as much as into another tensor. What comes back
+    /// that `handle` holds; into a receive buffer as much as into another tensor. What returns
     /// is known once a dispatch has run.
     ///
     /// # Errors

@@ -198,42 +198,42 @@ const REDUNDANT: &[Redundant] = &[
         why: "the peer also waits for the credit of the rank behind this one, which comes when \
               what this device passes on, behind what it reads, has arrived there",
     },
-    unread(&["ep expert-major", "ep flat", "ep twice"], "tw_ep_send_bulk.0 tw_announce"),
+    unread(&["ep expert-major", "ep flat", "ep twice"], "tw_ep_push_bulk.0 tw_announce"),
     unread(
         &["ep expert-major", "ep flat", "ep rank-major", "ep twice"],
-        "tw_ep_send_bulk.1 tw_announce",
+        "tw_ep_push_bulk.1 tw_announce",
     ),
     early(
         &["ep zero copy", "ep rank-major", "ep zero copy twice"],
-        "tw_ep_send_bulk.0 tw_announce",
+        "tw_ep_push_bulk.0 tw_announce",
         ROUTED,
     ),
-    early(&["ep zero copy"], "tw_ep_send_bulk.1 tw_announce", OTHER_AREA),
+    early(&["ep zero copy"], "tw_ep_push_bulk.1 tw_announce", OTHER_AREA),
     early(
         &["ep expert-major", "ep zero copy", "ep rank-major"],
-        "tw_ep_send_bulk.0 tw_grant",
+        "tw_ep_push_bulk.0 tw_grant",
         OTHER_AREA,
     ),
     early(
         &["ep zero copy twice"],
-        "tw_ep_send_bulk.0 tw_grant",
+        "tw_ep_push_bulk.0 tw_grant",
         "the next dispatch waits for what this device announces behind all that is read",
     ),
     early(
         &["ep zero copy", "ep twice", "ep zero copy twice"],
-        "tw_ep_send_bulk.1 tw_grant",
+        "tw_ep_push_bulk.1 tw_grant",
         ROUTED,
     ),
     early(&["ep expert-major", "ep flat", "ep rank-major"], "tw_ep_leave.0 tw_grant", OTHER_AREA),
     early(&["ep flat"], "tw_ep_leave.1 tw_grant", ROUTED),
     early(
         &["ep expert-major", "ep flat", "ep zero copy", "ep rank-major"],
-        "tw_ep_back_bulk.0 tw_grant",
+        "tw_ep_return_bulk.0 tw_grant",
         OTHER_AREA,
     ),
     early(
         &["ep expert-major", "ep flat", "ep zero copy", "ep rank-major", "ep twice"],
-        "tw_ep_back_bulk.1 tw_grant",
+        "tw_ep_return_bulk.1 tw_grant",
         ROUTED,
     ),
 ];

@@ -8,7 +8,7 @@ use super::queue::{Phase, Prepared};
 use crate::common::CollectiveBackend;
 use crate::common::lanes::Lane;
 use crate::common::nccl::{Clock, alloc_for_tuning, faster, open, unmeasured};
-use crate::ep::launch::{Back, Base, COMBINE, DISPATCH, PREPARE, Send};
+use crate::ep::launch::{Base, COMBINE, DISPATCH, Push, ROUTE, Return};
 use crate::ep::{EpDispatch, EpHandle};
 
 /// The transport that a prepared plan uses, and the reason if it was free to choose.
@@ -107,9 +107,9 @@ pub(crate) fn phase_by<'a>(
 struct Scratch {
     handle: EpHandle,
     idx: Tensor,
-    send: Send,
+    send: Push,
     recv: EpDispatch,
-    back: Back,
+    back: Return,
     clock: Clock,
 }
 
@@ -127,7 +127,7 @@ impl Scratch {
             scales: scales(d.recv_rows())?,
             weights: Some(Tensor::zeros_on(&device, DType::F32, Shape::d1(d.capacity))?),
         };
-        let back = Back {
+        let back = Return {
             y: rows(d.out, d.capacity, d.hidden)?,
             weights: recv.weights.clone(),
             expert_major: true,
@@ -138,7 +138,7 @@ impl Scratch {
         Ok(Self {
             handle: EpHandle::new(d, me, &device)?,
             idx: Tensor::from_slice(&experts, Shape::d2(d.max_tokens, d.top_k))?.to(&device)?,
-            send: Send {
+            send: Push {
                 x: rows(d.dtype, d.max_tokens, d.hidden)?,
                 weights: Some(rows(DType::F32, d.max_tokens, d.top_k)?),
                 scales: scales(d.max_tokens)?,
@@ -155,14 +155,14 @@ impl Scratch {
         let begin = |which: usize| base.cores[which].begin_on(stream, "measured");
         h.set_tokens(d.max_tokens, d.capacity);
         self.clock.time(base.cores[0].team(), stream, || {
-            let at = begin(PREPARE)?;
+            let at = begin(ROUTE)?;
             h.set_routing(at.seq);
             let phase = |which| phase_by(base, p, lane, which, h);
-            phase(PREPARE).route(at, &self.idx, d.capacity)?;
+            phase(ROUTE).route(at, &self.idx, d.capacity)?;
             let at = begin(DISPATCH)?;
             phase(DISPATCH).dispatch(at, &self.send, &self.recv, 0)?;
             let at = begin(COMBINE)?;
-            phase(COMBINE).back(at, &self.back)
+            phase(COMBINE).return_rows(at, &self.back)
         })
     }
 }

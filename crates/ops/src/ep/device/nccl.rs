@@ -54,7 +54,7 @@ fn parts(d: &EpDesc, what: What) -> Vec<Part> {
             return vec![Part { at: 0, len }, Part { at: d.experts_per_rank.len() * len, len }];
         }
         What::Tokens => vec![t * s.row, t * s.meta],
-        What::Returns => vec![t * s.back],
+        What::Returns => vec![t * s.returns],
     };
     let mut at = 0;
     let part = |len| {
@@ -140,7 +140,7 @@ impl Staging {
         match what {
             What::Counts => TwEp { counts: base(0), stride, ..*layer },
             What::Tokens => TwEp { tokens: base(0), meta: base(1), stride, ..*layer },
-            What::Returns => TwEp { back: base(0), stride, ..*layer },
+            What::Returns => TwEp { returns: base(0), stride, ..*layer },
         }
     }
 
@@ -170,12 +170,12 @@ impl Staging {
     }
 }
 
-/// My own areas of what comes, in the order of the parts.
+/// My own areas of what arrives, in the order of the parts.
 fn own(l: &TwEp, what: What) -> Vec<u64> {
     let areas = match what {
         What::Counts => vec![l.counts, l.counts + 8 * u64::from(l.size) * u64::from(l.experts)],
         What::Tokens => vec![l.tokens, l.meta],
-        What::Returns => vec![l.back],
+        What::Returns => vec![l.returns],
     };
     areas.into_iter().map(|a| a + u64::from(l.me) * l.stride).collect()
 }

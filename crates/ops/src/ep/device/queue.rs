@@ -7,11 +7,11 @@ use bytemuck::Zeroable;
 use tilewire_core::{DType, Error, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, Grid, Kernel, LaunchArgs};
 use tilewire_device::{Stream, Tensor};
-use tilewire_kernels::abi::{TwBack, TwEp, TwHandle, TwMeet, TwRecv, TwRouting, TwSend, TwTeam};
+use tilewire_kernels::abi::{TwEp, TwHandle, TwMeet, TwPush, TwRecv, TwReturn, TwRouting, TwTeam};
 use tilewire_kernels::portable::{
-    EP, EP_BACK, EP_BACK_ENTRIES, EP_BACK_RETURN, EP_BACK_SLICE, EP_BACK_STAGES, EP_BACK_SUM,
-    EP_BACK_TOKENS, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_SEND,
-    EP_BULK_ZERO, EP_MOVERS, EP_THREADS, EP_UNEVEN, ep_back_defines, ep_bulk_defines, ep_defines,
+    EP, EP_BULK, EP_BULK_LAY, EP_BULK_PIECE, EP_BULK_PIECES, EP_BULK_PUSH, EP_BULK_ZERO, EP_MOVERS,
+    EP_RETURN, EP_RETURN_ENTRIES, EP_RETURN_PUSH, EP_RETURN_SLICE, EP_RETURN_STAGES, EP_RETURN_SUM,
+    EP_RETURN_TOKENS, EP_THREADS, EP_UNEVEN, ep_bulk_defines, ep_defines, ep_return_defines,
 };
 use tilewire_symm::{BadInput, Signals, SymBuf};
 
@@ -20,7 +20,7 @@ use super::nccl::{Staging, What};
 use crate::common::cuda::{addr, fit_32_bits, hold, load, mantissa, together_on, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, Slots, poison_of};
 use crate::common::{LaunchAt, Named, PlanCore};
-use crate::ep::launch::{Areas, Back, COUNTS, RETURNS, Send, TOKENS};
+use crate::ep::launch::{Areas, COUNTS, Push, RETURNS, Return, TOKENS};
 use crate::ep::schedule::{Cut, Schedule};
 use crate::ep::{EpDesc, EpDispatch, EpHandle, EpLayout};
 
@@ -32,7 +32,7 @@ pub(crate) const NUM_SMS: usize = 32;
 const ROUTERS: usize = 16;
 const ROUTER_CHOICES: usize = 2048;
 /// Threads of a block of the portable combine.
-const BACK_THREADS: u32 = MOVERS / 2;
+const RETURN_THREADS: u32 = MOVERS / 2;
 
 /// Areas that count their launches.
 #[derive(Clone, Copy)]
@@ -80,7 +80,7 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// Collective only in that no peer may launch before all ranks have come this far.
+    /// Collective only in that no peer may launch before all ranks have reached this point.
     pub fn new(
         lane: &Lane,
         stream: &Stream,
@@ -106,15 +106,15 @@ impl Prepared {
         for k in EP.kernels {
             kernels.push((*k, module.kernel(k)?));
         }
-        let fits = ctx.max_shared_bytes()? >= BULK_BYTES.max(BACK_BYTES) + STATIC_BYTES;
+        let fits = ctx.max_shared_bytes()? >= BULK_BYTES.max(RETURN_BYTES) + STATIC_BYTES;
         if EP_BULK.runs_on(&ctx.arch()?) && fits {
             let kernel = load(ctx, &EP_BULK, ep_bulk_defines())?.kernel(EP_BULK.kernels[0])?;
             kernel.allow_shared(BULK_BYTES)?;
             kernels.push((EP_BULK.kernels[0], kernel));
-            let back = load(ctx, &EP_BACK, ep_back_defines(mantissa(d.out)))?;
-            let back = back.kernel(EP_BACK.kernels[0])?;
-            back.allow_shared(BACK_BYTES)?;
-            kernels.push((EP_BACK.kernels[0], back));
+            let back = load(ctx, &EP_RETURN, ep_return_defines(mantissa(d.out)))?;
+            let back = back.kernel(EP_RETURN.kernels[0])?;
+            back.allow_shared(RETURN_BYTES)?;
+            kernels.push((EP_RETURN.kernels[0], back));
         }
         areas.clear(lane, stream.cuda()?, d)?;
         let s = Schedule::new(d);
@@ -122,7 +122,7 @@ impl Prepared {
             kernels,
             team: here.team_param(),
             layer,
-            cuts: [Cut::send(d), Cut::back(d)],
+            cuts: [Cut::push(d), Cut::returns(d)],
             flags: Areas::first_addr(lane, &at, areas.flags, (0, s.flags_len()))?,
             flags_of_area: s.flags_of_area() as u64,
             blocks: workspace(ctx, 4 * ROUTERS * d.num_experts())?,
@@ -187,17 +187,17 @@ impl Prepared {
 /// Upper bound of the static shared memory of the kernels by bulk copies.
 const STATIC_BYTES: u32 = 1024;
 
-/// Shared memory of `tw_ep_send_bulk`.
+/// Shared memory of `tw_ep_push_bulk`.
 const BULK_BYTES: u32 =
-    ((EP_BULK_SEND + EP_BULK_LAY) * EP_BULK_PIECES * EP_BULK_PIECE + EP_BULK_ZERO) as u32;
-/// Threads; one warp fills rows that nobody feeds.
-const BULK_THREADS: u32 = 32 * (EP_BULK_SEND + EP_BULK_LAY + 1) as u32;
+    ((EP_BULK_PUSH + EP_BULK_LAY) * EP_BULK_PIECES * EP_BULK_PIECE + EP_BULK_ZERO) as u32;
+/// Threads; one warp fills rows that no token fills.
+const BULK_THREADS: u32 = 32 * (EP_BULK_PUSH + EP_BULK_LAY + 1) as u32;
 
-/// Shared memory of `tw_ep_back_bulk`: slices, and a list of rows for each warp.
-const BACK_BYTES: u32 = ((EP_BACK_RETURN + EP_BACK_SUM)
-    * ((EP_BACK_STAGES + 1) * EP_BACK_SLICE + EP_BACK_TOKENS * (4 + 8 * EP_BACK_ENTRIES)))
+/// Shared memory of `tw_ep_return_bulk`: slices, and a list of rows for each warp.
+const RETURN_BYTES: u32 = ((EP_RETURN_PUSH + EP_RETURN_SUM)
+    * ((EP_RETURN_STAGES + 1) * EP_RETURN_SLICE + EP_RETURN_TOKENS * (4 + 8 * EP_RETURN_ENTRIES)))
     as u32;
-const BACK_BULK_THREADS: u32 = 32 * (EP_BACK_RETURN + EP_BACK_SUM) as u32;
+const RETURN_BULK_THREADS: u32 = 32 * (EP_RETURN_PUSH + EP_RETURN_SUM) as u32;
 
 /// The part of a phase that a kernel carries out; numbers as `part` of `TwRouting`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -366,12 +366,12 @@ impl Phase<'_> {
     fn exchange(
         &self,
         l: &Lanes<'_>,
-        given: &Send,
+        given: &Push,
         recv: &TwRecv,
         Ends { leave, early, outs }: Ends<'_>,
     ) -> Result<()> {
         let p = self.p;
-        let send = TwSend {
+        let send = TwPush {
             x: addr(&given.x)?,
             weights: addr(given.weights.as_ref())?,
             scales: addr(given.scales.as_ref())?,
@@ -389,7 +389,7 @@ impl Phase<'_> {
                 let grid = Grid::new(self.sms, BULK_THREADS).shared(BULK_BYTES);
                 (EP_BULK.kernels[0], Grid { early, ..grid })
             }
-            false => ("tw_ep_send", Grid::new(blocks, MOVERS / 2)),
+            false => ("tw_ep_push", Grid::new(blocks, MOVERS / 2)),
         };
         let h = self.handle()?;
         self.halves(l, (&p.layer, What::Tokens), |layer, half| {
@@ -414,7 +414,7 @@ impl Phase<'_> {
     pub fn dispatch(
         &self,
         at: LaunchAt<'_>,
-        send: &Send,
+        send: &Push,
         out: &EpDispatch,
         buffer: u32,
     ) -> Result<()> {
@@ -422,7 +422,7 @@ impl Phase<'_> {
         let all = [Some(&out.x), out.weights.as_ref(), out.scales.as_ref()];
         let all = all.into_iter().flatten().chain([self.handle.row_index()]);
         let outs = all.map(|t| t.cuda().map(Poison::value)).collect::<Result<Vec<_>>>()?;
-        // Flat rows need the number of those before them, which is known when all have come.
+        // Flat rows need the number of those before them, which is known when all have arrived.
         let flat = matches!(d.layout, EpLayout::Flat { .. });
         let row_bytes = (d.hidden * d.dtype.size()) as u64;
         let mut recv = TwRecv {
@@ -482,7 +482,7 @@ impl Phase<'_> {
     pub fn combine_bwd(
         &self,
         at: LaunchAt<'_>,
-        send: &Send,
+        send: &Push,
         weighted: Option<(&Tensor, &Tensor, &Tensor)>,
         (dy, buffer): (&Tensor, u32),
     ) -> Result<()> {
@@ -521,12 +521,12 @@ impl Phase<'_> {
     }
 
     /// Combine and the backward of dispatch.
-    pub fn back(&self, at: LaunchAt<'_>, b: &Back) -> Result<()> {
+    pub fn return_rows(&self, at: LaunchAt<'_>, b: &Return) -> Result<()> {
         let (d, p, h) = (self.desc, self.p, self.handle()?);
         let all = [Some(&b.out), b.dw_out.as_ref()];
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));
         let outs = outs.collect::<Result<Vec<_>>>()?;
-        let param = TwBack {
+        let param = TwReturn {
             y: addr(&b.y)?,
             weights: addr(b.weights.as_ref())?,
             dw: addr(b.dw.as_ref())?,
@@ -539,13 +539,16 @@ impl Phase<'_> {
         };
         let whole = (param.y | param.out | (d.hidden * d.out.size()) as u64).is_multiple_of(16)
             && d.hidden > 0;
-        let most = EP_BACK_ENTRIES as usize;
+        let most = EP_RETURN_ENTRIES as usize;
         let few = d.top_k <= most && d.experts_per_rank.len() <= most;
-        let bulk = whole && few && p.staging.is_none() && p.has(EP_BACK.kernels[0]);
+        let bulk = whole && few && p.staging.is_none() && p.has(EP_RETURN.kernels[0]);
         let blocks = self.sms.max(2);
         let (name, grid) = match bulk {
-            true => (EP_BACK.kernels[0], Grid::new(self.sms, BACK_BULK_THREADS).shared(BACK_BYTES)),
-            false => ("tw_ep_back", Grid::new(blocks, BACK_THREADS)),
+            true => (
+                EP_RETURN.kernels[0],
+                Grid::new(self.sms, RETURN_BULK_THREADS).shared(RETURN_BYTES),
+            ),
+            false => ("tw_ep_return", Grid::new(blocks, RETURN_THREADS)),
         };
         // Of the portable kernel: few chunks leave more blocks to add.
         let chunks = p.cuts[1].chunks as u32 * p.layer.size;

@@ -33,7 +33,7 @@ struct Arrival {
     nth: usize,
 }
 
-/// Collects what comes, then lays it out.
+/// Collects what arrives, then lays it out.
 pub(super) struct Came {
     dtype: DType,
     /// Of each source rank, by token.

@@ -10,7 +10,7 @@ use tilewire_symm::{HostTransport, OpCtx, Permit, SignalSlot, Signals, SymBuf};
 use super::lay::{Came, Straight};
 use super::sum::{Reduce, Sums, within};
 use crate::common::Launch;
-use crate::ep::launch::{Back, COUNTS, Out, RETURNS, Send, TOKENS};
+use crate::ep::launch::{COUNTS, Out, Push, RETURNS, Return, TOKENS};
 use crate::ep::routing::{Record as Sent, count, route};
 use crate::ep::schedule::{Area, Copy16, Cut, Schedule};
 use crate::ep::{EpDesc, EpHandle, EpLayout};
@@ -18,7 +18,7 @@ use crate::ep::{EpDesc, EpHandle, EpLayout};
 /// The host's cuts, and the launches that it counts.
 #[derive(Clone)]
 pub(crate) struct HostPart {
-    /// Of tokens, and of what comes back.
+    /// Of tokens, and of what returns.
     pub cuts: [Cut; 2],
     /// Of counts, tokens and returns: equal on all ranks.
     launches: Arc<[AtomicU64; 3]>,
@@ -27,7 +27,7 @@ pub(crate) struct HostPart {
 impl HostPart {
     /// In chunks as small as those of devices if it is `fine`.
     pub fn new(d: &EpDesc, fine: bool) -> Self {
-        let cuts = if fine { [Cut::send(d), Cut::back(d)] } else { [Cut::whole(d); 2] };
+        let cuts = if fine { [Cut::push(d), Cut::returns(d)] } else { [Cut::whole(d); 2] };
         Self { cuts, launches: Arc::default() }
     }
 }
@@ -174,7 +174,7 @@ impl Run {
         let idx = read_idx(idx)?;
         if let Some(bad) = idx.iter().find(|&&e| e < -1 || e >= num as i64) {
             return Err(Error::invalid("`topk_idx` names an expert that does not exist")
-                .op("ep_prepare")
+                .op("ep_route")
                 .rank(ctx.rank())
                 .expected(format_args!("-1 or 0 to {}", num as i64 - 1))
                 .seen(bad));
@@ -218,11 +218,11 @@ impl Run {
     }
 
     /// Dispatch-type phase: one record per (token, rank) out, rows in.
-    pub fn send(
+    pub fn push_rows(
         &self,
         l: &Launch,
         handle: &EpHandle,
-        (send, out): (&Send, &Out),
+        (send, out): (&Push, &Out),
         straight: Option<&Straight>,
     ) -> Result<()> {
         // Peers write there from the announcement on: nobody of this rank may.
@@ -261,7 +261,7 @@ impl Run {
     fn push(
         &self,
         (b, permit): (&Begun<'_>, &Permit),
-        send: &Send,
+        send: &Push,
         (x, sends): (&[u8], &[Vec<Sent>]),
         straight: Option<&Straight>,
     ) -> Result<()> {
@@ -317,7 +317,7 @@ impl Run {
         }
     }
 
-    /// Takes what comes out of the area, chunk by chunk.
+    /// Takes what arrives out of the area, chunk by chunk.
     fn receive(&self, b: &Begun<'_>, dtype: DType, straight: bool) -> Result<Came> {
         let (d, cut) = (&self.desc, &self.part.cuts[0]);
         let mut came = Came::new(d, dtype, straight);
@@ -328,7 +328,7 @@ impl Run {
             let stride = b.at.strides().meta;
             metas.resize(tokens.len() * stride, 0);
             let first = b.at.meta(b.at.record(src, tokens.start));
-            // SAFETY: the chunk has come, and its writer waits for this rank to leave.
+            // SAFETY: the chunk has arrived, and its writer waits for this rank to leave.
             unsafe { b.ctx.read_local(self.tokens.range(first, metas.len()), &mut metas) };
             for (token, meta) in tokens.zip(metas.chunks_exact(stride)) {
                 let row = b.at.row(b.at.record(src, token));
@@ -343,7 +343,7 @@ impl Run {
     }
 
     /// Combine-type phase: one row per record back, sums at home.
-    pub fn back(&self, l: &Launch, handle: &EpHandle, back: &Back) -> Result<()> {
+    pub fn return_rows(&self, l: &Launch, handle: &EpHandle, back: &Return) -> Result<()> {
         let (ctx, d, cut) = (&l.ctx, &self.desc, &self.part.cuts[1]);
         let b = self.begin(l, RETURNS.0)?;
         let (arrived, sends, rows) = {
@@ -367,7 +367,7 @@ impl Run {
             for i in within(&arrived[dst], &tokens, |r| r.token) {
                 let record = b.at.record(b.me, arrived[dst][i].token);
                 let (row, grads) = reduce.record(dst, i);
-                let to = (dst, self.returns.range(b.at.back(record), row.len()));
+                let to = (dst, self.returns.range(b.at.returned(record), row.len()));
                 b.put(&permit, to, row, "return")?;
                 if let Some(g) = grads {
                     let g: &[u8] = bytemuck::cast_slice(g);
@@ -387,9 +387,9 @@ impl Run {
             sums.add(&sends, &cut.tokens(c, d.max_tokens), |src, token, row, grads| {
                 let record = b.at.record(src, token);
                 let grads: &mut [u8] = bytemuck::cast_slice_mut(grads);
-                let at = self.returns.range(b.at.back(record), row.len());
+                let at = self.returns.range(b.at.returned(record), row.len());
                 let grads_at = self.returns.range(b.at.grads(record), grads.len());
-                // SAFETY: the chunk has come, and its writer waits for this rank to leave.
+                // SAFETY: the chunk has arrived, and its writer waits for this rank to leave.
                 unsafe {
                     ctx.read_local(at, row);
                     ctx.read_local(grads_at, grads);

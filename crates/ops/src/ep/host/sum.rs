@@ -10,7 +10,7 @@ use super::lay::record_row;
 use crate::common::{narrow_into, wide};
 use crate::ep::EpDesc;
 use crate::ep::handle::Arrived;
-use crate::ep::launch::Back;
+use crate::ep::launch::Return;
 use crate::ep::routing::Record as Sent;
 
 /// Those of a list in the order of their tokens whose token is one of `tokens`.
@@ -37,7 +37,7 @@ pub(super) struct Reduce<'a> {
 }
 
 impl<'a> Reduce<'a> {
-    pub fn new(desc: &'a EpDesc, b: &Back, arrived: &'a Arrived) -> Result<Self> {
+    pub fn new(desc: &'a EpDesc, b: &Return, arrived: &'a Arrived) -> Result<Self> {
         Ok(Self {
             desc,
             arrived,
@@ -94,7 +94,7 @@ pub(super) struct Sums<'a> {
 }
 
 impl<'a> Sums<'a> {
-    pub fn new(desc: &'a EpDesc, b: &Back) -> Self {
+    pub fn new(desc: &'a EpDesc, b: &Return) -> Self {
         let rows = b.out.shape().dim(0);
         Self {
             desc,
@@ -107,7 +107,7 @@ impl<'a> Sums<'a> {
         }
     }
 
-    /// Returns what has come back for `tokens`, of which `read` copies a rank's row and gradients.
+    /// Returns what has returned for `tokens`, of which `read` copies a rank's row and gradients.
     pub fn add(
         &mut self,
         sends: &[Vec<Sent>],
@@ -132,7 +132,7 @@ impl<'a> Sums<'a> {
         }
     }
 
-    pub fn store(&self, b: &Back) -> Result<()> {
+    pub fn store(&self, b: &Return) -> Result<()> {
         b.out.write(|o| convert_from_f32(self.desc.out, &self.sums, o))?;
         match &b.dw_out {
             Some(t) => t.write(|o| o.copy_from_slice(bytemuck::cast_slice(&self.dw))),

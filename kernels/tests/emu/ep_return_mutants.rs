@@ -1,6 +1,6 @@
-//! `ep/sm90_back.cu`, broken on purpose: every mutant must fail its scenario.
+//! `ep/sm90_return.cu`, broken on purpose: every mutant must fail its scenario.
 
-use tilewire_kernels::portable::EP_BACK;
+use tilewire_kernels::portable::EP_RETURN;
 
 use crate::ep::{load_back, some_bulk_returns};
 use crate::ep_away::staying_away_back;
@@ -11,9 +11,9 @@ pub const TESTS: &[Test] = tests![mutants_of_bulk_combine_are_killed];
 
 fn mutants_of_bulk_combine_are_killed() {
     all_are_killed(
-        &EP_BACK.emu_text(),
+        &EP_RETURN.emu_text(),
         load_back,
-        ("ep/sm90_back", "combine"),
+        ("ep/sm90_return", "combine"),
         scenarios![some_bulk_returns, staying_away_back],
     );
 }

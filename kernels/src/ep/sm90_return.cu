@@ -1,20 +1,19 @@
-// Combine by bulk loads, from sm_90 on: as tw_ep_back of sm80_ep.cu, with rows that come through
+// Combine by bulk loads, from sm_90 on: as tw_ep_return of sm80_ep.cu, with rows that come through
 // shared memory, a ring of slices for each warp, so that few multiprocessors have enough bytes on
 // their way. Rows, their addresses and strides are multiples of 16; a chunk has at most TOKENS
 // tokens, a token at most ENTRIES copies, ranks at most as many.
 //
-// Every block has RETURN warps that add the copies of a record and send the sum to its rank, and
-// SUM warps that add what comes back; those that find nothing to return any more add, too. Warps
-// take the next chunk that nobody has taken, so the launch ends with any number of blocks that run
-// at once.
+// Warp roles: RETURN warps add the copies of a record and push the sum to its rank; SUM warps add
+// the rows that return. RETURN warps that find no chunk left add, too. Warps claim chunks from a
+// counter, so the launch ends with any number of blocks that run at once.
 
 #include "../ptx/bulk.cuh"
 #include "layer.cuh"
 
-enum { RETURN = TW_EP_BACK_RETURN, SUM = TW_EP_BACK_SUM, SLICE = TW_EP_BACK_SLICE, STAGES = TW_EP_BACK_STAGES };
+enum { RETURN = TW_EP_RETURN_PUSH, SUM = TW_EP_RETURN_SUM, SLICE = TW_EP_RETURN_SLICE, STAGES = TW_EP_RETURN_STAGES };
 // Tokens of a part of a chunk that is added.
 enum { PART = 4 };
-enum { TOKENS = TW_EP_BACK_TOKENS, ENTRIES = TW_EP_BACK_ENTRIES, BACK_WARPS = RETURN + SUM };
+enum { TOKENS = TW_EP_RETURN_TOKENS, ENTRIES = TW_EP_RETURN_ENTRIES, ALL_WARPS = RETURN + SUM };
 // Bytes of a row that a lane reads at a time. With 16 the code for sm_100 has too few registers
 // (bf16: 28 bytes spilled).
 #if __CUDA_ARCH__ >= 1000
@@ -31,7 +30,7 @@ struct __align__(UNIT) TwUnit {
 };
 static_assert(sizeof(TwUnit) == UNIT, "one access");
 
-// [BACK_WARPS][STAGES + 1][SLICE], the last for sums, then a TwList for each warp.
+// [ALL_WARPS][STAGES + 1][SLICE], the last for sums, then a TwList for each warp.
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
 struct TwEntry {
@@ -112,7 +111,7 @@ __device__ __forceinline__ void tw_add_slice(float (&sum)[UNITS][QUADS][4], cons
     }
 }
 
-// By a warp: the next slice has come. The bytes of our own load always do.
+// By a warp: the next slice has arrived. The bytes of our own load always do.
 __device__ __forceinline__ const TwUnit* tw_next_slice(TwRing& ring) {
     const u32 stage = ring.use;
     while (!mbarrier_try_wait_parity(ring.full + stage, ring.phase)) {
@@ -194,7 +193,7 @@ __device__ __forceinline__ void tw_add(const TwList& list, u32 tokens, const TwR
 }
 
 // By a warp: the copies of `tokens` records from `first` on.
-__device__ __forceinline__ void tw_list_copies(const TwEp& l, const TwHandle& h, const TwBack& b, u64 first, u32 tokens, TwList& list) {
+__device__ __forceinline__ void tw_list_copies(const TwEp& l, const TwHandle& h, const TwReturn& b, u64 first, u32 tokens, TwList& list) {
     const u32 lane = threadIdx.x % 32;
     u32 num[TOKENS];
     TwCopy c[TOKENS];
@@ -221,7 +220,7 @@ __device__ __forceinline__ void tw_list_copies(const TwEp& l, const TwHandle& h,
 
 // Chunk by chunk, to all ranks from me + 1 on.
 __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                               const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
+                                               const TwReturn& b, u64 epoch, TwRing& ring, TwList& list) {
     const u32 lane = threadIdx.x % 32;
     if (!tw_granted(t, l, m, epoch)) return;
     // The rows were read by bulk loads before they were granted, and are written by bulk stores.
@@ -231,13 +230,13 @@ __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, c
         const u32 c = i / l.size, s = (l.me + 1 + i % l.size) % l.size, token = c * m.chunk;
         const u32 tokens = min(m.chunk, l.max_tokens - token);
         const u64 first = (u64)s * l.max_tokens + token;
-        const u64 to = l.back + tw_step(l, s) + ((u64)l.me * l.max_tokens + token) * l.back_stride;
+        const u64 to = l.returns + tw_step(l, s) + ((u64)l.me * l.max_tokens + token) * l.return_stride;
         tw_list_copies(l, h, b, first, tokens, list);
-        const auto row = [&](u32 j) { return to + j * l.back_stride; };
+        const auto row = [&](u32 j) { return to + j * l.return_stride; };
         if (b.weights) tw_add<true>(list, tokens, rows, ring, false, row);
         else tw_add<false>(list, tokens, rows, ring, false, row);
         for (u32 j = 0; b.dw && j < tokens; j++) {
-            float* grads = (float*)(to + (j + 1) * l.back_stride) - l.top_k;
+            float* grads = (float*)(to + (j + 1) * l.return_stride) - l.top_k;
             const TwCopy* copies = h.copies + (first + j) * l.top_k;
             for (u32 n = lane; n < h.num[first + j]; n += 32) grads[n] = b.dw[copies[n].row];
         }
@@ -251,7 +250,7 @@ __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, c
     }
 }
 
-// By a warp: what comes back for `tokens` tokens from `token` on, in the order of the ranks.
+// By a warp: what returns for `tokens` tokens from `token` on, in the order of the ranks.
 __device__ __forceinline__ void tw_list_ranks(const TwEp& l, const TwHandle& h, u32 token, u32 tokens, TwList& list) {
     const u32 lane = threadIdx.x % 32;
     int rank[TOKENS];
@@ -275,22 +274,22 @@ __device__ __forceinline__ void tw_list_ranks(const TwEp& l, const TwHandle& h, 
 }
 
 // The gradient that came with each choice of a token, 0 if it was not sent.
-__device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h, const TwBack& b, u32 token) {
+__device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h, const TwReturn& b, u32 token) {
     const u32 i = threadIdx.x % 32, k = l.top_k;
     if (i >= k) return;
     const int *ranks = h.ranks + (u64)token * k, *rows = h.rows + (u64)token * k;
     const bool sent = rows[i] >= 0;
     u32 n = 0;  // earlier choices of the same rank that were kept
     for (u32 e = 0; e < i; e++) n += ranks[e] == ranks[i] && rows[e] >= 0;
-    const u64 back = l.back + tw_step(l, l.me) + ((u64)(sent ? ranks[i] : 0) * l.max_tokens + token) * l.back_stride;
-    b.dw_out[(u64)token * k + i] = sent ? ((const float*)(back + l.back_stride) - k)[n] : 0.0f;
+    const u64 record = l.returns + tw_step(l, l.me) + ((u64)(sent ? ranks[i] : 0) * l.max_tokens + token) * l.return_stride;
+    b.dw_out[(u64)token * k + i] = sent ? ((const float*)(record + l.return_stride) - k)[n] : 0.0f;
 }
 
-// Chunks as they come back from all ranks, in parts, so that warps end together.
+// Chunks as they return from all ranks, in parts, so that warps end together.
 __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
-                                            const TwBack& b, u64 epoch, TwRing& ring, TwList& list) {
+                                            const TwReturn& b, u64 epoch, TwRing& ring, TwList& list) {
     if (tw_warp_is_over(t)) return;
-    const TwRows rows = {l.back + tw_step(l, l.me), (u32)l.back_stride, b.hidden * (u32)sizeof(Out::Bits)};
+    const TwRows rows = {l.returns + tw_step(l, l.me), (u32)l.return_stride, b.hidden * (u32)sizeof(Out::Bits)};
     const u32 parts = tw_ceil(m.chunk, PART);
     for (u32 i; (i = tw_claim(m.ticket + 3)) < tw_ceil(b.tokens, m.chunk) * parts;) {
         const u32 c = i / parts, token = c * m.chunk + i % parts * PART, end = min((c + 1) * m.chunk, b.tokens);
@@ -316,16 +315,16 @@ __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, cons
     }
 }
 
-// As tw_ep_back, with any number of blocks. Dynamic shared memory: BACK_WARPS * ((STAGES + 1) *
+// As tw_ep_return, with any number of blocks. Dynamic shared memory: ALL_WARPS * ((STAGES + 1) *
 // SLICE + sizeof(TwList)).
-extern "C" __global__ void __launch_bounds__(BACK_WARPS * 32, 1)
-tw_ep_back_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
-                const __grid_constant__ TwHandle h, const __grid_constant__ TwBack b, const __grid_constant__ TwPoison out) {
-    __shared__ __align__(8) u64 barriers[BACK_WARPS][STAGES];
+extern "C" __global__ void __launch_bounds__(ALL_WARPS * 32, 1)
+tw_ep_return_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
+                const __grid_constant__ TwHandle h, const __grid_constant__ TwReturn b, const __grid_constant__ TwPoison out) {
+    __shared__ __align__(8) u64 barriers[ALL_WARPS][STAGES];
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     const u32 warp = threadIdx.x / 32;
     TwRing ring = {tw_smem + warp * (STAGES + 1) * SLICE, barriers[warp], 0, 0, 0};
-    TwList& list = ((TwList*)(tw_smem + BACK_WARPS * (STAGES + 1) * SLICE))[warp];
+    TwList& list = ((TwList*)(tw_smem + ALL_WARPS * (STAGES + 1) * SLICE))[warp];
     if (threadIdx.x % 32 == 0) {
         for (u32 i = 0; i < STAGES; i++) mbarrier_init(ring.full + i, 1);
         fence_mbarrier_init_release_cluster();
