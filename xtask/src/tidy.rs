@@ -39,6 +39,21 @@ pub fn files(dir: &Path, out: &mut Vec<PathBuf>) {
     }
 }
 
+/// Returns the pages that have rules of prose: those by name, and those of folders.
+fn pages(root: &Path) -> Vec<String> {
+    let mut pages: Vec<String> = crate::prose::PAGES.map(str::to_owned).to_vec();
+    for place in crate::prose::WRAPPED {
+        match fs::read_dir(root.join(place)) {
+            Ok(entries) => pages.extend(entries.flatten().filter_map(|e| {
+                let name = e.file_name().into_string().ok()?;
+                name.ends_with(".md").then(|| format!("{place}/{name}"))
+            })),
+            Err(_) => pages.push(place.to_owned()),
+        }
+    }
+    pages
+}
+
 /// Everything that is out of order, one line each.
 pub fn check(root: &Path) -> Vec<String> {
     let mut problems = Vec::new();
@@ -50,9 +65,9 @@ pub fn check(root: &Path) -> Vec<String> {
         check_file(&name, &text, &mut problems);
         problems.extend(crate::prose::check(&name, &text));
     }
-    for page in crate::prose::PAGES {
-        let text = fs::read_to_string(root.join(page)).unwrap_or_default();
-        problems.extend(crate::prose::check(page, &text));
+    for page in pages(root) {
+        let text = fs::read_to_string(root.join(&page)).unwrap_or_default();
+        problems.extend(crate::prose::check(&page, &text));
     }
     for c in SAFE {
         let lib = root.join("crates").join(c).join("src/lib.rs");
