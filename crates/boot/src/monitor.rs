@@ -17,7 +17,7 @@ use crate::sock::{self, Received};
 /// Messages read from one peer before the others get their turn.
 const TURN: usize = 64;
 
-/// Parcels of one peer of which only some fragments have come.
+/// Parcels of one peer of which only some fragments have arrived.
 const MAX_PARTIAL: usize = 64;
 
 #[derive(Default)]
@@ -90,7 +90,7 @@ fn give_up(shared: &Shared, peers: &[Peer<'_>], e: Error) {
 }
 
 impl Peer<'_> {
-    /// Reads what has come. False if the peer has gone.
+    /// Reads what has arrived. False if the peer has gone.
     fn turn(&mut self, shared: &Shared, buf: &mut [u8], process_ended: bool) -> bool {
         let gone = loop {
             match self.read(shared, buf) {

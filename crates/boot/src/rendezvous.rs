@@ -145,7 +145,7 @@ struct Watch<'a> {
 
 type Sockets = Vec<(Rank, OwnedFd)>;
 
-/// Serves our listener until all lower ranks have proved themselves, whoever else knocks.
+/// Serves our listener until all lower ranks have proved themselves; refuses other connections.
 fn accept_lower(
     listener: &Listener,
     me: &Identity<'_>,

@@ -74,7 +74,7 @@ impl Bell {
     }
 }
 
-/// A message with what came along.
+/// A message with the descriptors that arrived with it.
 pub(crate) struct Received {
     pub len: usize,
     pub fds: Vec<OwnedFd>,

@@ -24,8 +24,8 @@ pub trait Probe: Send + Sync {
     /// Looks, and sets the fault if there is one. Must be quick and must not block.
     fn poll(&self);
 
-    /// A thread has waited for a device from `from` until `to`, and goes on: called now and then
-    /// while it does. For those that watch a context; must be quick and must not block.
+    /// Called periodically while a host thread blocks on a device: the wait has lasted from `from`
+    /// until `to`, and continues. Must be quick and must not block.
     fn waiting(&self, _from: Duration, _to: Duration) {
         self.poll();
     }

@@ -93,7 +93,7 @@ mod tests {
                 let together =
                     FaultPropagation::new([0, 1, 2, 3].map(|i| &teams[i]), &Device::Host);
                 together.check()?;
-                // Rank 1 may hear of the faults before this is over.
+                // Rank 1 may learn of the faults before this is over.
                 let met = teams[0].agree(true);
                 if world.rank().get() == 0 {
                     met?;

@@ -228,8 +228,8 @@ pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>)
     let part = (&[][..], own.as_deref().map_err(Error::clone));
     let stop = || team.check();
     let met = exchange_parts(&*team.0.mesh, &stop, &tag, team.members(), part, deadline);
-    // An error that names nobody, of another kind, is this rank's own, of which the others' fault
-    // may come.
+    // An error without a peer, of another kind than the fault, began on this rank: the peers' fault
+    // may be its consequence, so this rank's own error is reported.
     let by_others = |f: &Error, e: &Error| e.get_peer().is_some() || f.kind() == e.kind();
     let parcels = met.map_err(|e| match team.fault().get().filter(|f| by_others(f, &e)) {
         // It speaks of ranks of the team; the mesh, of the world's.

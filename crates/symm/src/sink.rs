@@ -1,4 +1,4 @@
-//! Devices that must hear of an abort raised on this host: their kernels cannot see the host's
+//! Devices that must learn of an abort raised on this host: their kernels cannot see the host's
 //! control pages.
 
 use std::sync::{Arc, Mutex, Weak};

@@ -38,7 +38,7 @@ pub(crate) struct TeamInner {
     /// The world's, of the caller's making.
     pub adopted: Arc<Adopted>,
     pub traffic: TrafficCounters,
-    /// Devices that must hear of an abort.
+    /// Devices that must learn of an abort.
     pub sinks: AbortSinks,
     /// Team ranks that died, and that left.
     dead: AtomicU64,
@@ -202,7 +202,7 @@ impl LiveTeam {
         Ok(Self(inner).publishing())
     }
 
-    /// Peers hear of this rank's faults from now on.
+    /// Peers learn of this rank's faults from now on.
     fn publishing(self) -> Self {
         let weak = Arc::downgrade(&self.0);
         self.0.fault.on_set(move |e| {
@@ -415,7 +415,7 @@ impl LiveTeam {
         let deadline = Deadline::after(self.0.cfg.timeout);
         let stop = || self.check();
         let got = self.0.mesh.exchange_unless(&stop, &tag, self.members(), payload, &[], deadline);
-        // The others may have got through: they must hear that I have not.
+        // The others may have got through: they must learn that I have not.
         let parcels = match got {
             Ok(parcels) => parcels,
             Err(e) => {

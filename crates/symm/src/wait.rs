@@ -115,7 +115,7 @@ impl LiveTeam {
         })
     }
 
-    /// An abort as an error of this rank. A peer may hear of a death before I do: the death is the
+    /// An abort as an error of this rank. A peer may learn of a death before I do: the death is the
     /// news, not the abort.
     pub(crate) fn abort_error(&self, src: Rank, code: AbortCode) -> Error {
         let about = Rank::new(u32::from(code.about));

@@ -66,7 +66,7 @@ impl RankProcess {
 
     /// Sends a signal to the rank and to what it started in its group.
     pub fn signal_group(&self, signal: Signal) {
-        // It fails only if nobody is left to hear it.
+        // It fails only if no process is left to receive it.
         rustix::process::kill_process_group(self.pid, signal).ok();
     }
 }

@@ -47,7 +47,7 @@ pub struct Options {
     pub layout: RowOrder,
     /// Multiprocessors that a collective or expert parallelism may take.
     pub sms: Option<usize>,
-    /// Rows of `ep` come straight to where they stay.
+    /// Rows of `ep` are received in place (zero copy).
     pub zero_copy: bool,
     /// Rows in all, columns and contraction of a rank, of what multiplies.
     pub shape: (usize, usize, usize),

@@ -71,7 +71,7 @@ impl Ctx {
         Mat::random_ints(&mut self.rng, rows, cols, max)
     }
 
-    /// Moves tensors to where the heap lies.
+    /// Moves tensors to the heap's device.
     ///
     /// # Errors
     /// `Exhausted` if the device has not enough memory.
@@ -82,7 +82,7 @@ impl Ctx {
         }
     }
 
-    /// A matrix as a tensor of `dtype`, where the heap lies.
+    /// A matrix as a tensor of `dtype`, on the heap's device.
     ///
     /// # Errors
     /// As [`Ctx::place`].
@@ -90,7 +90,7 @@ impl Ctx {
         self.place(tensor(m, dtype)?)
     }
 
-    /// A poisoned tensor where the heap lies.
+    /// A poisoned tensor on the heap's device.
     ///
     /// # Errors
     /// As [`Ctx::place`].

@@ -27,7 +27,7 @@ pub(super) fn cases() -> Vec<Case> {
     for dtype in [DType::F8E4M3, DType::F8E5M2] {
         v.push(Case::new("gemm/fp8", dtype, &[("m", 130), ("n", 140), ("k", 150)], run_fp8));
     }
-    // Rows that cuBLASLt takes, where the heap lies on a GPU that has it.
+    // Rows that cuBLASLt takes, if the heap is on a GPU that has it.
     for variant in ["plain", "accumulate", "bgrad"] {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let shape = [("m", 72), ("n", 136), ("k", 264)];

@@ -272,7 +272,7 @@ impl Nvshmem {
     /// `addr`; none if it cannot.
     ///
     /// # Safety
-    /// `addr` must have come from [`Nvshmem::malloc`], of at least `rank + 1` ranks.
+    /// `addr` must have been returned by [`Nvshmem::malloc`], of at least `rank + 1` ranks.
     ///
     /// # Errors
     /// As [`Nvshmem::library`].

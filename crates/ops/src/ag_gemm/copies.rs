@@ -26,7 +26,7 @@ pub(super) struct Copies<'a> {
 
 impl Copies<'_> {
     /// The slot of a chunk that comes: a ring has one, whose counts come in order; else each chunk
-    /// has its own, so that a flag never says more than that its chunk has come.
+    /// has its own, so that a flag never says more than that its chunk has arrived.
     pub fn slot(&self, chunk: usize) -> SignalSlot {
         self.signals.slot(if self.ring { DATA } else { DATA + chunk })
     }

@@ -104,8 +104,8 @@ pub(crate) fn no_nccl(e: &Error) -> String {
     format!("puts, because NCCL cannot be used: {e}")
 }
 
-/// Collective: what a measurement needs, if all ranks have it; or why one has not, the same
-/// everywhere, which leaves puts.
+/// Settles the scratch memory of a measurement. Collective: every rank gets `Ok(Err(e))`, and uses
+/// puts, if one rank lacks memory or NCCL.
 ///
 /// # Errors
 /// What is no lack of memory or of a library; the fault of the team.

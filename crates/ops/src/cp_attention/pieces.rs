@@ -51,8 +51,8 @@ const RING_SLOTS: usize = 2;
 /// One step of a rank in a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Hop {
-    /// Send message `t` to the next rank: my keys, or what came as message `t - 1`. With `acquires`
-    /// after the next rank has emptied the slot.
+    /// Send message `t` to the next rank: my keys, or what arrived as message `t - 1`. With
+    /// `acquires` after the next rank has emptied the slot.
     Send { t: usize, acquires: bool },
     /// Wait for message `t` of the rank before me and take it out of its slot. With `grants` the
     /// slot has another message to come.
@@ -145,7 +145,7 @@ pub(super) struct Sizes {
     /// Bytes of an element of the outputs, and of dk and dv as the kernel makes them.
     pub out: usize,
     pub part: usize,
-    /// Everything has come before the arithmetic begins: through NCCL.
+    /// Everything has arrived before the arithmetic begins: through NCCL.
     pub sequential: bool,
 }
 

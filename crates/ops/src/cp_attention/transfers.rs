@@ -294,7 +294,7 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
             return Ok(());
         }
         let from = (self.me(), self.buffers[AREA].range(self.sizes.ring_slot(t)[i], at.len()));
-        // SAFETY: the message has come, and its slot is granted behind this copy.
+        // SAFETY: the message has arrived, and its slot is granted behind this copy.
         to.part_mut(at, &mut |m| unsafe { self.net.get(lane, from, m, "hop") })
     }
 }

@@ -39,7 +39,7 @@ impl Operand {
         Self { values, heads, quantised: Some(codes) }
     }
 
-    /// The rows of `spans` as a tensor of `dtype`, where the heap lies.
+    /// The rows of `spans` as a tensor of `dtype`, on the heap's device.
     fn tensor(&self, ctx: &Ctx, dtype: DType, spans: &[Range<usize>]) -> Result<AttnOperand> {
         let rows = rows_of(&self.values, spans);
         let d = self.values.cols / self.heads;

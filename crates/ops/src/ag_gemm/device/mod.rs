@@ -1,6 +1,11 @@
-//! AG+GEMM on CUDA devices: chunks pushed by copy engine, one GEMM behind the flag of each; or
-//! gathered from neighbour to neighbour, or by NCCL, and one GEMM behind that. FP8 travels as it
-//! is; what came is widened to f32 before its product, W with the scale.
+//! AG+GEMM on CUDA devices.
+//!
+//! - `pipelined`: copy engines push chunks, and one GEMM runs behind the flag of each.
+//! - `ring`: chunks are passed from neighbour to neighbour, and one GEMM runs behind each.
+//! - `sequential`: one GEMM runs behind the flags of all chunks.
+//! - `sequential_nccl`: NCCL gathers the rows, and one GEMM runs behind it.
+//!
+//! FP8 is sent as it is; received rows are widened to f32 before their product, W with the scale.
 
 use tilewire_core::{DType, Rank, Result};
 use tilewire_device::cuda::CudaMemory;
@@ -142,7 +147,7 @@ impl Run<'_> {
         }
         self.widen_own()?;
         if nccl {
-            // No flag says which rows have come: all have.
+            // No flag says which rows have arrived: all have.
             self.widen_rows(0..self.job.m)?;
         }
         self.compute()
@@ -234,12 +239,12 @@ impl Run<'_> {
         }
     }
 
-    /// With FP8: a chunk that has come, as f32.
+    /// With FP8: a chunk that has arrived, as f32.
     fn widen(&self, src: Rank, chunk: usize) -> Result<()> {
         self.widen_rows(chunk_rows(self.job.rows, src, chunk, self.job.config.sub_chunks))
     }
 
-    /// The same of rows of the gather buffer that have come.
+    /// The same of rows of the gather buffer that have arrived.
     fn widen_rows(&self, rows: std::ops::Range<usize>) -> Result<()> {
         let (Some(w), k) = (&self.p.widened, self.job.base.desc.k) else { return Ok(()) };
         let at = self.job.base.gather.range(rows.start * k, rows.len() * k);

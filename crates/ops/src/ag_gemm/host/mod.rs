@@ -26,7 +26,8 @@ pub(super) struct Run {
     pub tasks: Vec<AgTask>,
     pub gather: SymBuf,
     pub signals: Arc<Signals>,
-    /// Of a ring: the copy lane, which passes on what comes, tells the compute lane of each chunk.
+    /// Of a ring: the copy lane, which passes on what arrives, tells the compute lane of each
+    /// chunk.
     pub came: Handoff<()>,
     pub t: AgGemmInputs,
 }
@@ -54,7 +55,7 @@ impl Run {
         }
     }
 
-    /// Copy lane: enters, pushes my shard, and of a ring passes on what comes.
+    /// Copy lane: enters, pushes my shard, and of a ring passes on what arrives.
     pub fn copies(&self) -> Result<()> {
         let (Launch { ctx, net, tag }, lane) = (&self.launch, self.lane());
         let slot = |i| self.signals.slot(i);
@@ -68,7 +69,7 @@ impl Run {
             .try_for_each(|a| lane.take((&**net, ctx), &permit, &a, || self.came.send(())))
     }
 
-    /// Compute lane: a chunk of `src` has come.
+    /// Compute lane: a chunk of `src` has arrived.
     fn arrive(&self, src: Rank, chunk: usize) -> Result<()> {
         let Launch { ctx, net, .. } = &self.launch;
         match self.config.algo {
@@ -148,7 +149,7 @@ impl Run {
                 return self.t.x.read(|b| out.copy_from_slice(&b[at]));
             }
             let at = self.gather.range(rows.start * row, out.len());
-            // SAFETY: the chunk has come, and its writer gets no credit before the next launch.
+            // SAFETY: the chunk has arrived, and its writer gets no credit before the next launch.
             unsafe { self.launch.ctx.read_local(at, out) };
             Ok(())
         })?

@@ -1,7 +1,7 @@
 //! A collective as one kernel that meets the other ranks itself: `collective/sm90_collective.cu`.
 //!
-//! Every rank pushes pieces of its parts with a flag behind each, and takes in what comes as it
-//! comes, so that neither a second meeting nor the taking in costs time of its own. A flag holds
+//! Every rank pushes pieces of its parts with a flag behind each, and takes in what arrives as it
+//! arrives, so that neither a second meeting nor the taking in costs time of its own. A flag holds
 //! the number of its launch; the end of a launch grants the memory for the next one. A launch that
 //! goes another way grants it behind itself.
 
@@ -128,7 +128,7 @@ pub(super) struct Meeting {
 }
 
 impl Meeting {
-    /// Collective only in that no peer may launch before all ranks have come this far.
+    /// Collective only in that no peer may launch before all ranks have reached this point.
     pub fn new(
         lane: &Lane,
         stream: &Stream,

@@ -216,7 +216,7 @@ impl Run<'_> {
         self.l.main.copy_memory(&dst, &src)
     }
 
-    /// Takes in what came. Large parts one by one, in the order in which they arrive: while rank
+    /// Takes in what arrived. Large parts one by one, in the order in which they arrive: while rank
     /// me + i is sent to, rank me - i sends to me.
     fn collect(
         &self,

@@ -112,8 +112,9 @@ impl DeviceRun<'_> {
         self.l.main
     }
 
-    /// Keeps what the kernels that are queued next refer to. Not once for a launch: what is held
-    /// long before its work may be let go, and copies hold much.
+    /// Keeps the memory that the next kernels refer to. Called before each batch of kernels, not
+    /// once a launch: memory that is registered long before its kernel may be released before that
+    /// runs.
     pub(super) fn keep(&self) {
         let held = self.op.p.attention.held(self.held.clone());
         hold(self.main(), (held, self.op.p.memory.all(), self.op.p.fp8.all()));

@@ -1,4 +1,4 @@
-//! FP8 in a launch: widens what comes, and narrows what travels (`fp8.rs`).
+//! FP8 in a launch: widens what arrives, and narrows what travels (`fp8.rs`).
 
 use tilewire_core::{Error, Result};
 use tilewire_device::cuda::CudaMemory;
@@ -100,8 +100,8 @@ impl DeviceRun<'_> {
         let mut to = [0; 2];
         for (i, (m, dim)) in [(&wide.k, s.dqk), (&wide.v, s.dv)].into_iter().enumerate() {
             to[i] = m.addr() + (4 * first * s.hkv * dim) as u64;
-            // SAFETY: rows of my own tensors, or of all ranks' keys, which have come; the workspace
-            // has those of all ranks, and all is held.
+            // SAFETY: rows of my own tensors, or of all ranks' keys, which have arrived; the
+            // workspace has those of all ranks, and all is held.
             unsafe { wide.fill(self.main(), (at[i], at[i + 2]), (rows * s.hkv, dim), to[i])? };
         }
         Ok((to[0], to[1]))

@@ -1,5 +1,5 @@
 //! GEMM+RS and GEMM+AR on CUDA devices: a GEMM for each chunk of a peer's rows, pushed by copy
-//! engine behind it; one kernel adds what came, in the order of the ranks.
+//! engine behind it; one kernel adds what arrived, in the order of the ranks.
 //!
 //! A chunk lies in its slot as it was computed: rows of all columns, in the wire's type. My own
 //! part stays f32 until it is added. FP8 operands are widened to f32 first, W with the scale.
