@@ -89,7 +89,7 @@ pub fn ops() -> Vec<&'static str> {
     MOVES.into_iter().chain(products::OPS).chain(memory::OPS).collect()
 }
 
-/// Where an operation is timed.
+/// The way in which an operation is timed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Collective,
@@ -133,7 +133,7 @@ impl Heads {
     }
 }
 
-/// What a sample runs: on devices a captured graph, on the host the launches themselves.
+/// The work of a sample: on devices a captured graph, on the host the launches themselves.
 enum Way<'a> {
     Replays(GraphExec),
     Launches(&'a dyn Fn() -> Result<()>),
@@ -490,7 +490,7 @@ fn shape_text(bytes: usize, sms: Option<usize>) -> String {
 pub(super) mod tests {
     use super::*;
 
-    /// What `f` makes on one rank of the host: two timed samples, one before.
+    /// Returns the rows of `f` on one rank of the host: two timed samples, one before.
     pub fn on_host(f: impl Fn(&Bench<'_>) -> Result<Vec<Row>> + Sync) -> Vec<Row> {
         let o = Options {
             ops: Vec::new(),

@@ -37,7 +37,7 @@ fn one_row(row: &[f32]) -> Mat {
     Mat::from_f32(1, row.len(), row)
 }
 
-/// Where row `r` of `cols` elements lies.
+/// Returns the range of row `r` of `cols` elements.
 pub(super) fn row_of(r: usize, cols: usize) -> std::ops::Range<usize> {
     r * cols..(r + 1) * cols
 }
@@ -411,7 +411,7 @@ fn judge_heads(j: &mut Judge, w: &HeadRows, dim: usize) -> Result<()> {
     Ok(())
 }
 
-/// What the step left, against one of the oracle from `state`.
+/// Compares a step's results with those of the oracle from `state`.
 fn judge_step(j: &mut Judge, s: &AdamStep, state: &nn::AdamWState) -> Result<()> {
     let AdamW { lr, beta1, beta2, eps, weight_decay, clip, .. } = s.cfg;
     let norm = doubles(&s.small.to_f32()?[1..3]).sum::<f64>().sqrt();

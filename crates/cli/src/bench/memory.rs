@@ -1,5 +1,5 @@
-//! What `tilewire bench` times against memory traffic: operations that read and write their
-//! tensors and multiply next to nothing.
+//! Operations that `tilewire bench` times against memory traffic: they read and write their
+//! tensors, and multiply next to nothing.
 //!
 //! An operation has passes (forward, backward, ...), sampled in turn on random data. A pass is
 //! judged by its last run, on poisoned results, after it was timed. Its traffic is its tensors'
@@ -13,7 +13,7 @@ use tilewire_oracle::Mat;
 use super::device::Bench;
 use crate::rows::Row;
 
-/// What these functions time.
+/// The operations that these functions time.
 pub(crate) const OPS: [&str; 8] =
     ["quant", "permute", "embed", "norm", "heads", "router", "cross_entropy", "optimizer"];
 
@@ -24,7 +24,7 @@ pub(crate) const LAYERS: [&str; 6] =
 /// A reference of a row: its index, what is wanted, and the magnitude of the terms.
 type Reference<'a> = dyn Fn(usize, &mut [f64], &mut [f64]) + Sync + 'a;
 
-/// What comparisons found on this rank.
+/// The outcome of comparisons on this rank.
 #[derive(Debug, Default)]
 pub(super) struct Judge {
     pub wrong: u64,
@@ -99,11 +99,11 @@ pub(super) type Judged<'a> = Box<dyn Fn(&mut Judge) -> Result<()> + 'a>;
 pub(super) struct Pass<'a> {
     /// Name of its row.
     pub name: String,
-    /// What is read.
+    /// Tensors that are read.
     pub reads: Vec<Tensor>,
-    /// What is written.
+    /// Tensors that are written.
     pub writes: Vec<Tensor>,
-    /// What is changed in place; before its last run it is what it was at first.
+    /// Tensors that are changed in place; before the last run they are what they were at first.
     pub changes: Vec<Tensor>,
     /// Queues it.
     pub queue: Box<dyn Fn() -> Result<()> + 'a>,

@@ -21,7 +21,7 @@ struct Order<'a> {
     map: PermuteMap,
     idx: Tensor,
     weights: Tensor,
-    /// What the oracle makes of the same routing.
+    /// The oracle's layout of the same routing.
     layout: oracle::Permutation,
 }
 

@@ -9,9 +9,9 @@ use super::layers::{Layer, row_of};
 use super::memory::{Judge, Pass};
 use super::quant::matrix;
 
-/// What errors may be, as a share of the largest of a row: exponentials are of f32.
+/// Allowed error of the forward pass, as a share of the largest of a row: exponentials are of f32.
 const FORWARD: f64 = 2e-6;
-/// Of the gradient, which divides by the sum of the chosen probabilities.
+/// The same of the gradient, which divides by the sum of the chosen probabilities.
 const BACKWARD: f64 = 2e-5;
 
 /// Compares each row up to a share of its largest.

@@ -115,7 +115,10 @@ fn blocks_of_a_cluster_reach_each_others_shared_memory() {
     let bad = Grid::new(5, 32).clusters([2, 1, 1]);
     // SAFETY: as above; it is not launched.
     let e = unsafe { kernel.launch(&stream, bad, LaunchArgs::new().arg(&addr)) }.unwrap_err();
-    assert!(e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("cluster's size"), "{e}");
+    assert!(
+        e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("cluster's size"),
+        "{e}"
+    );
 }
 
 /// Two plans that differ in what their blocks take have the same kernel: the later one takes

@@ -41,8 +41,8 @@ const ROUNDED: f64 = 1.0 / 64.0;
 const ATTENTION: f64 = 1.0 / 32.0;
 /// Inputs of FP8 with random scales make scores large: gradients of queries are small differences.
 const SCALED: f64 = 1.0 / 8.0;
-/// Values that travel as f8e4m3 have errors of 2^-4 each, of which a row that sees few keys averages
-/// none away. Among thousands of elements those of another launch or rank still stand out.
+/// Values that travel as f8e4m3 have errors of 2^-4 each, of which a row that sees few keys
+/// averages none away. Among thousands of elements those of another launch or rank still stand out.
 const BY_FP8: f64 = 1.0;
 
 /// The inputs of all ranks.
