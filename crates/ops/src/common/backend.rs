@@ -17,9 +17,9 @@ pub enum CollectiveBackend {
     /// NVIDIA NCCL, opened at run time. Its sums are rounded on their way, in an order of its
     /// choice.
     Nccl,
-    /// The one that is faster for the slowest rank with the plan's most rows, measured at
-    /// `prepare`; puts where there is no NCCL, NCCL where GPUs do not reach each other. Sums may
-    /// then have other bits from run to run.
+    /// The faster of the two for the slowest rank, measured at `prepare` with the plan's most rows.
+    /// Not measured where only one can be used: puts where NCCL is not there, NCCL where GPUs do
+    /// not reach each other. Bits of sums may differ from run to run.
     Fastest,
 }
 
@@ -64,19 +64,21 @@ pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
     }
 }
 
-/// Returns what a plan goes through until it has asked the clock, and for good where there is
-/// nothing to choose.
+/// Returns the transport of a plan before it has measured; it stays that one where there is nothing
+/// to choose.
 pub(crate) fn at_first(heap: &Heap, backend: CollectiveBackend) -> CollectiveBackend {
     if backend == CollectiveBackend::Fastest { usual(heap) } else { backend }
 }
 
-/// `Unsupported`: what there is not on the backend of `heap`, and what to do instead.
+/// Returns an `Unsupported` error: the backend of `heap` does not have `what`; `instead` is its
+/// hint.
 pub(crate) fn not_on(heap: &Heap, what: &str, instead: &'static str) -> Error {
     let text = format!("the heap's backend, `{}`, has no {what}", heap.backend());
     Error::new(ErrorKind::Unsupported, text).hint(instead)
 }
 
-/// Refuses a backend that there is not. A choice by the clock is one between those that there are.
+/// Refuses a transport that this heap cannot use. `Fastest` is always accepted: it chooses among
+/// the usable ones.
 ///
 /// # Errors
 /// `Unsupported` for NCCL on the host, and for puts between GPUs that do not reach each other.

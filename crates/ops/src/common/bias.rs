@@ -5,7 +5,8 @@ use tilewire_device::Tensor;
 
 use super::cuda::addr;
 
-/// The type that a bias must have beside results of `out`: `out`, if it is that already, else f32.
+/// Returns the type that a bias must have beside results of type `out`: `out` if the bias has it
+/// already, else f32.
 pub(crate) fn bias_type(bias: Option<&Tensor>, out: DType) -> DType {
     bias.map(Tensor::dtype).filter(|given| *given == out).unwrap_or(DType::F32)
 }
@@ -21,7 +22,7 @@ pub(crate) struct Bias {
 }
 
 impl Bias {
-    /// The bias of a tensor, whose type is [`bias_type`].
+    /// Returns the bias in a tensor, whose type is that of [`bias_type`].
     ///
     /// # Errors
     /// `InvalidArgument` for a tensor of the host.
@@ -30,7 +31,7 @@ impl Bias {
         Ok(Self { addr: addr(t)?, of_out: dtype != DType::F32, size: dtype.size() })
     }
 
-    /// From column `col` on.
+    /// Returns the part of the bias from column `col` on.
     pub fn at_col(self, col: usize) -> Self {
         let skip = if self.addr == 0 { 0 } else { (col * self.size) as u64 };
         Self { addr: self.addr + skip, ..self }

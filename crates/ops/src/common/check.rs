@@ -20,8 +20,8 @@ pub fn expect_tensor(what: &str, t: &Tensor, dtype: DType, shape: &[usize]) -> R
         .seen(format_args!("{} {}", t.dtype(), t.shape())))
 }
 
-/// Checks that no output overlaps an input, because tiles are stored while others are still to be
-/// read, or another output.
+/// Checks that no output overlaps another output or an input: an operation stores tiles while it
+/// has inputs still to read.
 ///
 /// # Errors
 /// `InvalidArgument` naming both arguments.
@@ -40,7 +40,7 @@ fn given<'a>(list: &[Named<'a>]) -> Vec<(&'static str, &'a Tensor)> {
     list.iter().filter_map(|&(what, t)| Some((what, t?))).collect()
 }
 
-/// Checks that no two of an output's tensors overlap, of which there may be one for each of many
+/// Checks that no two tensors of one output overlap. An output may have a tensor for each of many
 /// groups.
 ///
 /// # Errors
@@ -62,7 +62,7 @@ pub(crate) fn each_apart<'a>(
 /// An argument, if it was given, and its name.
 pub(crate) type Named<'a> = (&'static str, Option<&'a Tensor>);
 
-/// The elements as f32: in place where they are, converted where they are not.
+/// Returns the elements as f32: borrowed if they are f32, converted if they are not.
 pub(crate) fn wide(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
     if dtype == DType::F32
         && let Ok(s) = bytemuck::try_cast_slice(bytes)
@@ -85,18 +85,18 @@ pub(crate) fn narrow_into(
     convert_from_f32(dtype, values, &mut out[at..at + values.len() * dtype.size()]);
 }
 
-/// Returns `Unsupported`: no kernel does this, and what to do instead.
+/// Returns an `Unsupported` error: no kernel does `what`; `instead` is its hint.
 pub(crate) fn no_kernel(what: impl Into<String>, instead: &'static str) -> Error {
     let what = what.into();
     unsupported(format!("there is no CUDA kernel for {what}"), instead)
 }
 
-/// Returns `Unsupported` with a sentence, and what to do instead.
+/// Returns an `Unsupported` error with a text and a hint.
 pub(crate) fn unsupported(text: impl Into<String>, instead: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, text).hint(instead)
 }
 
-/// `NotPrepared`: the plan was not prepared.
+/// Returns a `NotPrepared` error: the plan was not prepared.
 pub(crate) fn not_prepared() -> Error {
     Error::new(ErrorKind::NotPrepared, "the plan is not prepared")
         .hint("call `plan.prepare(&stream)` on all ranks first")

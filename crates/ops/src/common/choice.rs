@@ -12,8 +12,8 @@ use super::check::not_prepared;
 use super::kernel::GemmBackend;
 use super::overlap::{Algo, Explain, MOST_CANDIDATE_CHUNKS, OverlapConfig, Via};
 
-/// Collective: of the candidates, the one whose largest cost on any rank is the least; of equals
-/// the first in rank 0's list.
+/// Collective: returns the candidate with the least largest cost over all ranks. Of equal
+/// candidates it returns the first in rank 0's list.
 ///
 /// # Errors
 /// `Mismatch` if the ranks have other candidates.
@@ -53,8 +53,8 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    /// For a plan on `heap`. On a device GEMMs choose their tiles themselves, and the tiles
-    /// of the caller say nothing.
+    /// Makes the choice of a plan on `heap`. On a device GEMMs choose their tiles themselves, and
+    /// the caller's tiles have no effect.
     ///
     /// # Errors
     /// `InvalidArgument` for a bad configuration; `Unsupported` for an algorithm that
@@ -79,22 +79,23 @@ impl Choice {
         Ok(Self { given, used })
     }
 
-    /// Returns what makes the products on a device.
+    /// Returns the library or kernel that computes the products on a device.
     pub fn kernel(&self) -> GemmBackend {
         self.given.map_or_else(GemmBackend::default, |c| c.kernel)
     }
 
-    /// The most chunks of a shard: each has a flag of its own on a device.
+    /// Returns the most chunks of a shard. On a device each of them has a flag of its own.
     pub fn max_chunks(&self) -> usize {
         self.given.map_or(MOST_CANDIDATE_CHUNKS, |c| c.sub_chunks)
     }
 
-    /// For the fingerprint: what the caller gave.
+    /// Returns the caller's choice as text for the fingerprint.
     pub fn text(&self) -> String {
         self.given.map_or("auto".to_owned(), |c| c.to_string())
     }
 
-    /// Collective: where the caller gave none, what is fastest for the slowest rank.
+    /// Collective: settles the configuration. Without one from the caller it is the fastest for the
+    /// slowest rank.
     pub(super) fn settle(
         &self,
         team: &LiveTeam,
@@ -111,13 +112,13 @@ impl Choice {
         Ok(())
     }
 
-    /// The configuration in use.
+    /// Returns the configuration in use.
     pub fn get(&self) -> Result<OverlapConfig> {
         self.used.get().copied().ok_or_else(not_prepared)
     }
 }
 
-/// A configuration as the executor of `heap` carries it out.
+/// Returns a configuration as the executor of `heap` carries it out.
 fn fit(c: OverlapConfig, heap: &Heap) -> Result<OverlapConfig> {
     c.check()?;
     match (is_on_device(heap), c.via) {
@@ -147,7 +148,7 @@ mod tests {
 
     use super::*;
 
-    /// Rank 0 would take 'a': alone it is the fastest there.
+    /// Checks the choice by the slowest rank: alone, rank 0 would take 'a', the fastest there.
     #[test]
     fn the_choice_is_the_best_for_the_slowest_rank() {
         let costs = [[('a', 1.0), ('b', 2.0), ('c', 9.0)], [('a', 9.0), ('c', 1.0), ('b', 3.0)]];

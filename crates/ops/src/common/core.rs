@@ -30,8 +30,8 @@ pub struct PlanCore {
     uses: Arc<Uses>,
 }
 
-/// Symmetric memory and slots that launches on devices know by their addresses alone. A graph keeps
-/// them; eager launches, until the last one has run.
+/// Symmetric memory and slots to which launches on devices refer by address alone. A graph keeps
+/// them as long as it lives, eager launches until the last one has run.
 #[derive(Default)]
 struct Uses {
     bufs: Vec<SymBuf>,
@@ -53,7 +53,7 @@ impl Drop for PlanCore {
     }
 }
 
-/// Keeps launches that share receive areas one after the other, whatever streams they are on.
+/// Orders launches that share receive areas one after the other, whatever streams they are on.
 #[derive(Default)]
 struct Order {
     last: Mutex<Option<Event>>,
@@ -79,7 +79,7 @@ impl Order {
         last.map_or(Ok(()), |e| stream.wait(&e))
     }
 
-    /// Notes that what is queued on `stream` now is the last launch.
+    /// Records the work that is queued on `stream` now as the last launch.
     fn done(&self, stream: &Stream) -> Result<()> {
         // Recording moves the event; a wait refers to the last record before it.
         stream.record(self.last().get_or_insert_default())
@@ -98,8 +98,8 @@ impl Order {
     }
 }
 
-/// Returns what a launch by NCCL moves that is counted: its meeting. What NCCL moves is its own
-/// business.
+/// Returns the counted traffic of a launch by NCCL: the signals of its meeting. The transport does
+/// not count the bytes that NCCL moves.
 pub(crate) fn only_meets(team: &tilewire_core::Team) -> Traffic {
     let mut t = vec![LinkTraffic { signals: 1, ..LinkTraffic::default() }; team.size()];
     t[team.rank().idx()] = LinkTraffic::default();
@@ -145,7 +145,7 @@ impl PlanCore {
         })
     }
 
-    /// With everything that launches use of the heap: it outlives them.
+    /// Adds the symmetric memory and slots that launches use, so that they outlive the launches.
     pub(crate) fn using<'a>(
         mut self,
         bufs: impl IntoIterator<Item = &'a SymBuf>,
@@ -156,7 +156,7 @@ impl PlanCore {
         self
     }
 
-    /// Returns what launches on a heap in device memory go through.
+    /// Returns the lane of launches on a heap in device memory; `None` on the host.
     pub(crate) fn lane(&self) -> Option<&Lane> {
         self.lane.as_ref()
     }
@@ -215,8 +215,8 @@ impl PlanCore {
         })
     }
 
-    /// The token of a launch. Nodes of the host note themselves how far a launch came; of a
-    /// device's the flight recorder is updated when its end is waited for.
+    /// Returns the token of a launch. On the host the nodes of a launch record its state in the
+    /// flight recorder; on a device the wait for its end does.
     pub(crate) fn pending<T>(
         &self,
         out: T,
@@ -257,24 +257,24 @@ impl PlanCore {
     /// Collective: compares descriptions and allocation digests, makes lazy state.
     ///
     /// # Errors
-    /// `Mismatch` with both ranks' words; `InvalidArgument` during capture; what a rank lacks, on
-    /// all of them.
+    /// `Mismatch` with both ranks' texts; `InvalidArgument` during capture; the error of a rank
+    /// that lacks a resource, on all ranks.
     pub fn prepare(&self, stream: &Stream) -> Result<()> {
         self.prepare_with(stream, || Ok(()), |()| Ok(()))
     }
 
-    /// As [`PlanCore::prepare`], behind a step that each rank makes alone, `mine`, and before one
-    /// that they make together, `ours`. If the first fails on one rank the call fails on all, the
-    /// team goes on, and they can call it again. A plan whose second step failed is not prepared,
-    /// but can launch in that step.
+    /// Prepares as [`PlanCore::prepare`], with two more steps: `mine`, which each rank makes alone
+    /// before the ranks meet, and `ours`, which they make together behind the meeting. If `mine`
+    /// fails on one rank, the call fails on all, the team goes on, and the ranks can call it again.
+    /// `ours` may launch the plan; a plan whose `ours` failed is not prepared.
     pub(crate) fn prepare_with<T>(
         &self,
         stream: &Stream,
         mine: impl FnOnce() -> Result<T>,
         ours: impl FnOnce(T) -> Result<()>,
     ) -> Result<()> {
-        // The caller's mistakes come before anything is done: a stream that is captured must not
-        // see any work.
+        // Mistakes of the caller are found before anything is done: a captured stream must not get
+        // any work.
         if let Some(lane) = &self.lane {
             stream_on(stream, lane.context()).map_err(|e| e.op(self.op))?;
         }
@@ -285,8 +285,8 @@ impl PlanCore {
         }
         let mine = self.heap.copy_stream().and_then(|_| mine());
         let fp = Fingerprint::new(self.op, format_args!("{} {}", self.text, self.heap.digest()));
-        // A rank whose step failed meets the others all the same: nobody waits for it, and launches
-        // keep their numbers.
+        // A rank whose step failed meets its peers all the same, so that no rank waits for it, and
+        // launch numbers stay equal.
         let met = self.team().prepare_agree(&fp).and_then(|_| self.team().settle("prepare", mine));
         let mine = met.map_err(|e| e.op(self.op))?;
         let before = self.prepared.swap(true, Ordering::AcqRel);
@@ -296,8 +296,8 @@ impl PlanCore {
         })
     }
 
-    /// As [`PlanCore::prepare_with`], where the first step is to `make` once what a heap in device
-    /// memory needs.
+    /// Prepares as [`PlanCore::prepare_with`]. The first step is to `make` kernels and workspace
+    /// once, on a heap in device memory.
     pub(crate) fn prepare_made<T>(
         &self,
         stream: &Stream,
@@ -316,7 +316,8 @@ impl PlanCore {
         )
     }
 
-    /// Returns what a heap in device memory needs and has not been `made` yet.
+    /// Makes kernels and workspace on a heap in device memory unless they have been `made`; `None`
+    /// if so, and on the host.
     pub(crate) fn make_once<T, M>(
         &self,
         made: &OnceLock<M>,
@@ -333,8 +334,8 @@ impl PlanCore {
         choice.settle(self.team(), self.lane.is_some(), explain)
     }
 
-    /// Notes a launch on `stream` of the host; `detail` holds what may differ from launch to
-    /// launch.
+    /// Records a launch on `stream` of the host; `detail` holds the sizes that may differ from
+    /// launch to launch.
     ///
     /// # Errors
     /// `NotPrepared`; `InvalidArgument` if another stream of this heap is being captured; the
@@ -392,8 +393,8 @@ impl PlanCore {
         self.check()
     }
 
-    /// Raises the fault of the team, or what no wait has met yet: a launch of this operation meets
-    /// it.
+    /// Returns the fault of the team. An abort or a death that no wait has met yet becomes the
+    /// fault here, in the name of this operation.
     ///
     /// # Errors
     /// The fault of the team.
@@ -440,7 +441,7 @@ impl PlanCore {
         side.wait(&fork)?;
         let team = Arc::new(self.team().clone());
         let (started, order) = (team.clone(), self.order.clone());
-        // What goes wrong inside must say where, however far from here it is reported.
+        // An error inside must name its operation and rank, however far from here it is reported.
         let (op, me) = (self.op, team.rank());
         let here = move |e: Error| e.op(op).seq(seq).rank(me);
         let copies = move || copies().map_err(here);
@@ -472,8 +473,8 @@ mod tests {
 
     use super::*;
 
-    /// Nobody waits for a rank that lacks what it needs, and the plan can be prepared once it is
-    /// there.
+    /// No rank waits for one that lacks a resource, and the plan can be prepared once the resource
+    /// is there.
     #[test]
     fn what_one_rank_lacks_fails_on_all_and_can_be_tried_again() {
         World::run_threads(3, WorldCfg::for_tests(), |world| {
@@ -502,7 +503,7 @@ mod tests {
             };
             let e = core.prepare_with(&stream, mine, |()| Ok(())).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
-            // What fails behind the agreement leaves the plan unprepared, too.
+            // A failure behind the agreement leaves the plan unprepared, too.
             let ours = |_| core.begin(&stream, "measured").and_then(|_| Err(lacking()));
             let e = core.prepare_with(&stream, || Ok(()), ours).unwrap_err();
             assert_eq!((e.kind(), e.get_op()), (ErrorKind::Exhausted, Some("op")), "{e}");

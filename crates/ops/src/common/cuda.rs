@@ -47,14 +47,15 @@ impl<T> Ready<T> {
                 Stream::Host(_) => Place::Host,
                 Stream::Cuda(s) => Place::Cuda(s.context().clone(), make(s.context())?),
             };
-            // Losing a race leaves what the other thread made.
+            // If another thread was first, its value stays.
             let _first = self.0.set(new);
         }
         agree("the stream", self.device(), of_stream(stream))
             .map_err(|e| e.hint("a plan is prepared for one device: make one plan for each"))
     }
 
-    /// The context and what was made for it, if the plan is prepared for a CUDA device.
+    /// Returns the context, and the kernels and workspace made for it, if the plan is prepared for
+    /// a CUDA device.
     pub fn cuda(&self) -> Option<(&CudaContext, &T)> {
         match self.0.get() {
             Some(Place::Cuda(ctx, t)) => Some((ctx, t)),
@@ -62,12 +63,13 @@ impl<T> Ready<T> {
         }
     }
 
-    /// The ordinal of the device, or the host.
+    /// Returns the ordinal of the device; `None` for the host.
     fn device(&self) -> Option<u32> {
         self.cuda().map(|(ctx, _)| ctx.ordinal())
     }
 
-    /// For a launch on `stream`: what it needs on a CUDA device, nothing on the host.
+    /// Returns the kernels and workspace of a launch on `stream` of a CUDA device; `None` on the
+    /// host.
     ///
     /// # Errors
     /// `NotPrepared`; `InvalidArgument` if the plan is prepared for another device.
@@ -85,7 +87,8 @@ impl<T> Ready<T> {
     }
 }
 
-/// Fails unless two things are of one device: a CUDA device's ordinal, or the host.
+/// Fails unless both are on one device: `want` and `have` are ordinals of CUDA devices, or `None`
+/// for the host.
 fn agree(what: &str, want: Option<u32>, have: Option<u32>) -> Result<()> {
     let name = |d: Option<u32>| d.map_or("the host".to_owned(), |o| format!("CUDA device {o}"));
     if want == have {
@@ -110,10 +113,10 @@ fn of_tensor(t: &Tensor) -> Option<u32> {
     }
 }
 
-/// Checks that all tensors lie on the device of `stream`.
+/// Checks that all tensors are on the device of `stream`.
 ///
 /// # Errors
-/// `InvalidArgument` naming the first that does not.
+/// `InvalidArgument` naming the first tensor that is not.
 pub(crate) fn together_on(stream: &Stream, tensors: &[Named<'_>]) -> Result<()> {
     let want = of_stream(stream);
     let given = tensors.iter().filter_map(|&(what, t)| Some((what, t?)));
@@ -128,20 +131,20 @@ fn lies(what: &str, want: Option<u32>, have: Option<u32>) -> Result<()> {
         .map_err(|e| e.hint("move it with `tensor.to(&device)` before the launch"))
 }
 
-/// The device address of a tensor that lies on a CUDA device; 0 of none.
+/// Returns the address of a tensor on a CUDA device; 0 for no tensor.
 pub(crate) fn addr<'a>(t: impl Into<Option<&'a Tensor>>) -> Result<u64> {
     t.into().map_or(Ok(0), |t| Ok(t.cuda()?.addr()))
 }
 
-/// Keeps what the work that is queued next refers to by address.
+/// Keeps `thing` alive for the work that is queued next, which refers to it by address.
 pub(crate) fn hold<T: Any + Send + Sync>(stream: &CudaStream, thing: T) {
     stream.hold(|| -> Arc<dyn Any + Send + Sync> { Arc::new(thing) });
 }
 
-/// Queues what refers to `thing` by address, and keeps that until all of it has run. As `hold`
-/// before it, and again behind it: a stream may let go what was held more than a few kernels or
-/// copies before the work that needs it, and many chunks, or the tables of many sequences, are
-/// more.
+/// Queues work that refers to `thing` by address, and keeps `thing` until all of it has run. It
+/// holds `thing` before the work and again behind it, because a stream may release an object that
+/// was held more than a few kernels or copies before the work that needs it; many chunks, or the
+/// tables of many sequences, are more than a few.
 pub(crate) fn holding<T: Any + Clone + Send + Sync, R>(
     stream: &CudaStream,
     thing: T,
@@ -153,9 +156,9 @@ pub(crate) fn holding<T: Any + Clone + Send + Sync, R>(
     done
 }
 
-/// The kernels of `source`, compiled with `defines` for the device and loaded. Must be one of
-/// [`kernel_specs`]: those are what is built before a program is taken to a machine without a
-/// compiler. Only attention may have others: it has a variant for each pair of head dimensions.
+/// Loads the kernels of `source`, compiled with `defines` for the device. They must be among
+/// [`kernel_specs`], which are compiled ahead for machines without a compiler. Attention alone may
+/// load others: it has a variant for each pair of head dimensions.
 pub(crate) fn load(
     ctx: &CudaContext,
     source: &Source,
@@ -176,8 +179,8 @@ fn is_listed(spec: &KernelSpec) -> bool {
     kernel_specs(&spec.arch).contains(spec)
 }
 
-/// Every kernel of the operations, in each variant that a plan may ask for, for one architecture
-/// (as in `sm_90a`). Of attention, those of the usual head dimensions.
+/// Returns every kernel of the operations for one architecture (as in `sm_90a`), in each variant
+/// that a plan may load. Of attention it returns the usual head dimensions.
 pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
     let gemm = [SM80_GEMM, SM80_GROUPED_GEMM]
         .into_iter()
@@ -298,7 +301,7 @@ mod tests {
         assert!(!is_listed(&spec(&QUANT, quant_defines(3, 2), "sm_90a")));
     }
 
-    /// A unit that a plan loads is one of those above.
+    /// Checks that each unit which a plan loads is one of [`kernel_specs`].
     #[test]
     fn every_unit_of_a_plan_is_listed() {
         let mut folders =

@@ -1,4 +1,4 @@
-//! From one lane of a launch to the other, on the host: the stand-in for an event between two
+//! A queue from one lane of a launch to the other, on the host, in place of an event between two
 //! streams.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -25,13 +25,13 @@ impl<T> Handoff<T> {
         tx.send(thing).map_err(|_| Error::internal("the other lane of the launch has ended"))
     }
 
-    /// The next thing, or the fault of the team.
+    /// Waits for the next value. Returns the fault of the team if that is set first.
     pub fn receive(&self, ctx: &OpCtx) -> Result<T> {
         receive(&self.rx.lock().unwrap_or_else(PoisonError::into_inner), ctx)
     }
 }
 
-/// Returns what the other lane sends, or the fault of the team.
+/// Waits for a value from the other lane. Returns the fault of the team if that is set first.
 fn receive<T>(rx: &Receiver<T>, ctx: &OpCtx) -> Result<T> {
     loop {
         match rx.recv_timeout(Duration::from_millis(20)) {

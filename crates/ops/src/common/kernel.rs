@@ -10,13 +10,13 @@ use tilewire_core::{Error, Result};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GemmBackend {
-    /// cuBLASLt where it is there and does what is asked, else the portable kernel: the plan's
-    /// `explain` says which, and why.
+    /// cuBLASLt where the library is present and supports the product, else the portable kernel.
+    /// The plan's `explain` says which of them, and why.
     #[default]
     Auto,
     /// tilewire's kernel for sm_80 and newer: every order, type, shape and epilogue.
     Portable,
-    /// NVIDIA cuBLASLt, opened at run time; an error where it cannot do what is asked.
+    /// NVIDIA cuBLASLt, opened at run time; an error if it does not support the product.
     CublasLt,
 }
 

@@ -78,7 +78,7 @@ impl Lane {
         self.net.here()
     }
 
-    /// Returns what kernels need to meet the other ranks by themselves.
+    /// Returns the parameters by which kernels meet the other ranks themselves.
     ///
     /// # Errors
     /// `Unsupported` if the GPUs do not reach each other's memory.
@@ -118,17 +118,17 @@ impl Lane {
         self.here().poison_if_over(main, &outs)
     }
 
-    /// The streams of a launch whose kernels meet the other ranks themselves.
+    /// Returns the streams of a launch whose kernels meet the other ranks themselves.
     pub fn lanes<'a>(&'a self, (main, side): (&'a CudaStream, &'a CudaStream)) -> Lanes<'a> {
         Lanes { net: &self.net, here: self.here(), main, side, permit: Permit::none(), lane: self }
     }
 
-    /// Poisons the outputs of a launch that could not be queued whole: some of its kernels may run,
-    /// and whoever joins other work of the stream must not take what they leave for a result.
+    /// Poisons the outputs of a launch of which only a part could be queued. That part may run, and
+    /// a caller who joins other work of the stream must not take its output for a result.
     pub fn spoil(main: &CudaStream, outs: &[Poison]) {
         for o in outs {
-            // The error to tell is the one before. If nothing can be queued any more, the stream is
-            // at its end, and nothing of it is a result.
+            // The caller reports the error that led here. If nothing can be queued any more, the
+            // stream has ended, and no output of it is a result.
             main.fill_memory(&o.0, o.1).ok();
         }
     }
@@ -150,18 +150,19 @@ impl Lanes<'_> {
         self.here.heap().team().rank()
     }
 
-    /// `side` goes on behind what is queued on `main` now.
+    /// Makes `side` wait for all work that is queued on `main` now.
     pub fn fork(&self) -> Result<()> {
         // One event serves every fork: a wait refers to the last record before it.
         self.main.record(&self.lane.fork)?;
         self.side.wait(&self.lane.fork)
     }
 
-    /// `main` goes on behind what is queued on `side` now.
+    /// Makes `main` wait for all work that is queued on `side` now.
     pub fn join(&self) -> Result<()> {
         self.side.record(&self.lane.join)?;
         self.main.wait(&self.lane.join)?;
-        // The heap owns `side`, and what its work uses owns the heap.
+        // The heap owns `side`, and objects that its work uses own the heap: `main` takes them
+        // over, or the heap would never be freed.
         self.main.take_over(self.side);
         Ok(())
     }

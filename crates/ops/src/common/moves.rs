@@ -23,9 +23,9 @@ impl Mover {
         Ok(Self { kernel, num_sms: ctx.num_sms()? })
     }
 
-    /// Queues copies of `(source, destination, bytes)` on `main`; those of no bytes are left out.
-    /// The addresses must stay valid as those of the launch do: symmetric memory, and tensors that
-    /// the caller has given to `stream.hold`.
+    /// Queues copies of `(source, destination, bytes)` on `main`, except those of no bytes. The
+    /// addresses must stay valid until the launch has ended: they are of symmetric memory, or of
+    /// tensors that the caller has given to `stream.hold`.
     pub fn launch(&self, l: &Lanes<'_>, copies: &[(u64, u64, usize)]) -> Result<()> {
         let copies: Vec<_> = copies.iter().filter(|c| c.2 > 0).collect();
         for some in copies.chunks(MOVE_SEGMENTS) {

@@ -1,5 +1,5 @@
-//! NCCL as a plan uses it: connected at `prepare`, queued behind the meeting of a launch; and what
-//! plans share that choose between it and puts.
+//! NCCL as a plan uses it: connected at `prepare`, queued behind the meeting of a launch. Also the
+//! helpers of plans that choose between NCCL and puts.
 
 use std::sync::{Arc, OnceLock};
 
@@ -39,7 +39,7 @@ impl ByNccl {
         // SAFETY: the caller's contract; all ranks have met to make the communicator.
         let run = unsafe { nccl.queue(stream.cuda()?, (dtype, NcclSum::Sum), ops) };
         let run = run.and_then(|()| stream.cuda()?.synchronize_until(None));
-        // Only this rank knows that it failed, and the others wait for it.
+        // Only this rank knows that it failed, and its peers wait for it.
         run.map_err(|e| core.team().fail(e))?;
         core.team().check()?;
         self.0.get_or_init(|| nccl);
@@ -59,8 +59,8 @@ impl ByNccl {
     }
 
     /// Queues a phase of bytes as one group: the sends and receives of this rank, which for each
-    /// pair of ranks are in the same order on both. It takes the place of a phase's puts, flags and
-    /// waits: what comes is usable behind it on the stream.
+    /// pair of ranks are in the same order on both. It replaces the puts, flags and waits of a
+    /// phase: work behind it on the stream may read the received bytes.
     ///
     /// # Safety
     /// As [`NcclTeam::queue`].
@@ -82,8 +82,8 @@ impl ByNccl {
     }
 }
 
-/// Collective: NCCL of `heap`, or in words why a plan that is free to choose takes puts without
-/// asking the clock.
+/// Collective: opens NCCL for `heap`. Returns `Ok(Err(text))` with the reason if a plan that is
+/// free to choose uses puts without measuring.
 ///
 /// # Errors
 /// As [`tilewire_symm::Heap::nccl`], where puts are no way out.
@@ -99,7 +99,7 @@ pub(crate) fn open(
     }
 }
 
-/// In words, that puts are taken because of `e`.
+/// Returns the text which says that puts are used because of `e`.
 pub(crate) fn no_nccl(e: &Error) -> String {
     format!("puts, because NCCL cannot be used: {e}")
 }
@@ -108,7 +108,7 @@ pub(crate) fn no_nccl(e: &Error) -> String {
 /// puts, if one rank lacks memory or NCCL.
 ///
 /// # Errors
-/// What is no lack of memory or of a library; the fault of the team.
+/// An error of another kind than a lack of memory or of a library; the fault of the team.
 pub(crate) fn alloc_for_tuning<T>(team: &LiveTeam, mine: Result<T>) -> Result<Result<T>> {
     match team.settle("memory to measure in", mine) {
         Err(e) => {
@@ -121,7 +121,7 @@ pub(crate) fn alloc_for_tuning<T>(team: &LiveTeam, mine: Result<T>) -> Result<Re
     }
 }
 
-/// In words, that puts are taken because nothing could be measured.
+/// Returns the text which says that puts are used because `e` prevented measuring.
 pub(crate) fn unmeasured(e: &Error) -> String {
     format!("puts, because NCCL cannot be measured: {e}")
 }
@@ -141,11 +141,11 @@ impl Clock {
         Ok(Self { start: CudaEvent::new(ctx, true)?, end: CudaEvent::new(ctx, true)? })
     }
 
-    /// Collective: microseconds of what `launch` queues on `stream`, on this rank. All of it has
-    /// ended.
+    /// Collective: measures the work that `launch` queues on `stream`, in microseconds on this
+    /// rank. All of it has ended on return.
     ///
     /// # Errors
-    /// Those of `launch`; the fault of the team.
+    /// The errors of `launch`; the fault of the team.
     pub fn time(
         &self,
         team: &LiveTeam,
@@ -166,8 +166,8 @@ impl Clock {
     }
 }
 
-/// Collective: whether NCCL is faster than puts for the slowest rank, the same everywhere; and in
-/// words, with what both took on this rank.
+/// Collective: returns whether NCCL is faster than puts for the slowest rank, equal on all ranks,
+/// and a text with the times of both on this rank.
 ///
 /// # Errors
 /// The fault of the team.

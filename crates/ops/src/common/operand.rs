@@ -10,7 +10,7 @@ use super::check::{Named, expect_tensor, wide};
 pub struct Operand {
     /// The elements.
     pub data: Tensor,
-    /// Scales of FP8 data and how they lie. Without them the scale is 1.
+    /// Scales of FP8 data and their layout. Without them the scale is 1.
     pub scales: Option<(Tensor, ScaleLayout)>,
 }
 
@@ -49,7 +49,7 @@ impl Operand {
         [(what, Some(&self.data)), (what, self.scales.as_ref().map(|(s, _)| s))]
     }
 
-    /// Runs `f` on the values as f32, row-major as they lie.
+    /// Runs `f` on the values as f32, in the row-major order of memory.
     pub(crate) fn with_wide<R>(&self, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
         let Some((scales, layout)) = &self.scales else {
             return self.data.read(|b| f(&wide(self.data.dtype(), b)));

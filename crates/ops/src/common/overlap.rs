@@ -18,10 +18,10 @@ pub enum Algo {
     Fused,
     /// One GEMM per arriving (or leaving) chunk.
     Pipelined,
-    /// As `Pipelined`, with the exchange of TransformerEngine's Userbuffers: gathered rows go from
-    /// neighbour to neighbour, a GEMM behind each arrival; rows to reduce go owner by owner, their
-    /// sums at the end. On devices its waits stand on the copy stream: ranks launch such plans in
-    /// one order.
+    /// As `Pipelined`, with the exchange of TransformerEngine's Userbuffers. Gathered rows travel
+    /// from neighbour to neighbour, with a GEMM behind each arrival. Rows to reduce are sent owner
+    /// by owner and added at the end. On devices its waits are on the copy stream, so all ranks
+    /// must launch plans of this kind in one order.
     Ring,
     /// All communication before (or after) one GEMM: the baseline.
     Sequential,
@@ -59,7 +59,7 @@ impl FromStr for Algo {
     }
 }
 
-/// The transport of a comm+GEMM operation: what carries rows between ranks.
+/// The transport of a comm+GEMM operation, which moves rows between ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -126,7 +126,7 @@ impl OverlapConfig {
     pub fn of(algo: Algo, sub_chunks: usize) -> Self {
         let (block_m, block_n) = match algo {
             Algo::Fused => (64, 128),
-            // One GEMM per chunk: tiles as large as they come.
+            // One GEMM per chunk: the tile is the whole chunk.
             _ => (usize::MAX, usize::MAX),
         };
         Self { algo, via: Via::Puts, kernel: GemmBackend::Auto, block_m, block_n, sub_chunks }

@@ -1,4 +1,4 @@
-//! Sums of what ranks have sent, by a kernel.
+//! The kernel that adds the parts which ranks have sent.
 
 use tilewire_core::{DType, Result};
 use tilewire_device::cuda::{CudaContext, Grid, Kernel, LaunchArgs};
@@ -31,7 +31,7 @@ impl Reducer {
     /// For parts of `wire`, an own part of `own`, and results of `out`.
     ///
     /// # Errors
-    /// `Unsupported` for types that there is no kernel for.
+    /// `Unsupported` for types without a kernel.
     pub fn new(ctx: &CudaContext, [wire, own, out]: [DType; 3]) -> Result<Self> {
         let types = [wire, own, out].map(mantissa);
         let floats = [wire, own, out].iter().all(|d| d.is_float());
@@ -45,8 +45,8 @@ impl Reducer {
         Ok(Self { kernel, num_sms: ctx.num_sms()? })
     }
 
-    /// Queues the sum. The addresses must stay valid as those of the launch do: symmetric memory,
-    /// and tensors that the caller has given to `stream.hold`.
+    /// Queues the sum. The addresses must stay valid until the launch has ended: they are of
+    /// symmetric memory, or of tensors that the caller has given to `stream.hold`.
     pub fn launch(&self, l: &Lanes<'_>, sum: &Sum) -> Result<()> {
         let team = l.here.heap().team();
         self.launch_parts(l, sum, (Some(team.rank().idx()), team.size()))

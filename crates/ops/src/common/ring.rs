@@ -1,6 +1,6 @@
-//! Gathered rows on their way around a ring: each rank sends its own to the next one, and passes on
-//! what comes from the one before, until everybody has had it. The ring exchange of
-//! TransformerEngine's Userbuffers.
+//! The order of gathered rows in a ring: each rank sends its own rows to the next rank and passes
+//! on the rows that it receives from the one before, until all ranks have them. The ring exchange
+//! of TransformerEngine's Userbuffers.
 
 use std::ops::Range;
 
@@ -14,13 +14,13 @@ use super::chunk_rows;
 pub(crate) struct Arrival {
     /// The rank that puts it into my chunk of the heap, and signals.
     pub from: Rank,
-    /// The rank whose rows they are.
+    /// The owner of the rows.
     pub src: Rank,
     /// The number of the chunk in those rows.
     pub chunk: usize,
     /// Global rows.
     pub rows: Range<usize>,
-    /// Nothing comes from `from` behind it.
+    /// This is the last message from `from`.
     pub last: bool,
     /// The next rank has not had it.
     pub passes: bool,
@@ -31,8 +31,8 @@ pub(crate) fn neighbours(me: Rank, size: usize) -> (Rank, Rank) {
     (me.offset(size - 1, size), me.offset(1, size))
 }
 
-/// Returns what comes to `me`, in order: rows of the rank before, then of the one before that, and
-/// so on.
+/// Returns the messages that `me` receives, in order: rows of the rank before, then of the one
+/// before that, and so on.
 pub(crate) fn arrivals(me: Rank, rows: &[usize], chunks: usize) -> impl Iterator<Item = Arrival> {
     let size = rows.len();
     let (from, next) = neighbours(me, size);
@@ -49,8 +49,8 @@ pub(crate) fn arrivals(me: Rank, rows: &[usize], chunks: usize) -> impl Iterator
     })
 }
 
-/// Returns what `me` sends to the next rank: everybody's rows but that rank's own. Nothing without
-/// another rank.
+/// Returns the traffic from `me` to the next rank: the rows of all ranks but that rank's own.
+/// Nothing moves in a team of one.
 pub(crate) fn sent(me: Rank, rows: &[usize], row_bytes: usize, chunks: usize) -> LinkTraffic {
     let next = neighbours(me, rows.len()).1;
     let mut t = LinkTraffic::default();
@@ -69,8 +69,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// All ranks at once, message by message: nobody passes on what has not come, every row
-        /// reaches every rank once, and what is sent is what is predicted.
+        /// Runs all ranks message by message: no rank passes on rows before they have arrived,
+        /// every row reaches every rank once, and the traffic is the predicted one.
         #[test]
         fn every_row_goes_once_around(
             rows in prop::collection::vec(0usize..20, 1..9),
@@ -93,7 +93,8 @@ mod tests {
             let lists: Vec<Vec<Arrival>> =
                 Rank::all(size).map(|me| arrivals(me, &rows, chunks).collect()).collect();
             for step in 0..(size - 1) * chunks {
-                // Nobody waits for what is sent later in the same step: all take, then all pass on.
+                // No rank waits for a message of the same step: all ranks receive, then all pass
+                // on.
                 let taken: Vec<Arrival> = lists.iter().map(|l| l[step].clone()).collect();
                 for (me, a) in taken.iter().enumerate() {
                     prop_assert_eq!(a.from, neighbours(Rank::new(me as u32), size).0);
