@@ -19,12 +19,12 @@ pub enum ReduceOp {
 /// The kind of a collective.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum CollectiveKind {
-    /// Everybody's rows, in rank order, on every rank. Input `[rows of me, cols]`, output `[m,
+    /// The rows of all ranks, in rank order, on every rank. Input `[rows of me, cols]`, output `[m,
     /// cols]`.
     AllGather(Shards),
-    /// The sum of everybody's `[m, cols]`, divided by rows: output `[rows of me, cols]`.
+    /// The sum of `[m, cols]` over all ranks, divided by rows: output `[rows of me, cols]`.
     ReduceScatter(Shards, ReduceOp),
-    /// The sum of everybody's `[m, cols]` on every rank.
+    /// The sum of `[m, cols]` over all ranks, on every rank.
     AllReduce(ReduceOp),
     /// Rows for each rank. `splits[src][dst]` rows go from `src` to `dst`; input rows are in
     /// destination order, output rows in source order.
@@ -65,7 +65,7 @@ impl FromStr for ReduceOp {
 pub struct CollectiveDesc {
     /// The kind.
     pub kind: CollectiveKind,
-    /// The most rows in all. All-to-all: not used, the splits say it.
+    /// The most rows in all. All-to-all does not use it: its splits give the rows.
     pub m: usize,
     /// Elements of a row.
     pub cols: usize,

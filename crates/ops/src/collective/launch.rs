@@ -28,7 +28,7 @@ pub(super) struct Base {
     pub slot_rows: usize,
     /// Credits and arrivals of the one kernel, if it can carry out this plan, and their bytes.
     pub flags: Option<(SymBuf, usize)>,
-    /// Multiprocessors that one kernel may take, if the caller has said so.
+    /// Multiprocessors that one kernel may take, if the caller gave a number.
     pub num_sms: Option<u32>,
     /// Copy engines move vectors of any size on devices.
     pub engines: bool,
@@ -61,7 +61,7 @@ impl Base {
         })
     }
 
-    /// Returns who moves `m` rows on a device.
+    /// Returns the way in which a device moves `m` rows.
     pub fn way(&self, m: usize) -> Way {
         if self.engines {
             return Way::Engines;
@@ -71,7 +71,7 @@ impl Base {
         Way::of(&self.desc.kind, self.flags.is_some(), self.core.team().size(), (rows, bytes))
     }
 
-    /// Rows of the whole vector: by its size one of the ways on devices is chosen.
+    /// Returns the rows of the whole vector, by whose size a device chooses its way.
     fn moved_rows(&self, m: usize) -> usize {
         match &self.desc.kind {
             CollectiveKind::AllToAll(splits) => {

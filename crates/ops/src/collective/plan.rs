@@ -61,8 +61,8 @@ impl CollectivePlan {
     }
 
     /// As [`CollectivePlan::new`]: on CUDA devices copy engines move vectors of any size, and take
-    /// no multiprocessor from kernels beside them (a kernel adds what they bring). Small vectors
-    /// take longer that way. The host has one way only.
+    /// no multiprocessor from kernels beside them (a kernel still adds the terms of sums). Small
+    /// vectors take longer that way. The host has one way only.
     ///
     /// # Errors
     /// As [`CollectivePlan::new`].
@@ -119,11 +119,12 @@ impl CollectivePlan {
         Ok(Self { base, device: OnceLock::new(), backend, used: Used::default() })
     }
 
-    /// On GPUs: how many multiprocessors a launch may take at most, at least 1, where one kernel
-    /// does it ([`CollectivePlan::explain`] says so); copy engines take none. 32 by default, 64 for
-    /// sums of more than 32 MiB. It goes on with fewer, if slowly. Results do not depend on it, and
-    /// ranks need not agree. Its blocks wait for other ranks and a multiprocessor holds one of
-    /// them: plans that may wait for different ranks at once must fit on the device together.
+    /// Sets the most multiprocessors of a launch on GPUs, at least 1: 32 by default, 64 for sums of
+    /// more than 32 MiB. It applies where one kernel carries out the launch
+    /// ([`CollectivePlan::explain`] says so); copy engines take none. Fewer make a launch slower.
+    /// Results do not depend on the number, and ranks need not agree on it. The kernel's blocks
+    /// wait for other ranks, and a multiprocessor holds one of them, so plans that may wait for
+    /// different ranks at once must fit on the device together.
     #[must_use]
     pub fn with_num_sms(mut self, num: usize) -> Self {
         self.base.num_sms = Some(u32::try_from(num.max(1)).unwrap_or(u32::MAX));
@@ -169,7 +170,7 @@ impl CollectivePlan {
         OnDevice { base: &self.base, lane, prepared: &self.device }
     }
 
-    /// In words, what a launch does.
+    /// Describes a launch as text.
     pub fn explain(&self) -> String {
         let size = self.base.core.team().size();
         let mut s = format!("{} {}\n", self.base.core.op(), self.base.desc);
@@ -252,7 +253,7 @@ impl CollectivePlan {
         self.base.core.check_launch(stream)
     }
 
-    /// Queues the collective. `m` rows in all, at most the plan's; shapes as the kind says.
+    /// Queues the collective of `m` rows in all, at most the plan's. The kind gives the shapes.
     ///
     /// # Errors
     /// `NotPrepared`, `InvalidArgument` for tensors that do not fit, the fault of the team.

@@ -1,4 +1,4 @@
-//! The schedule of a collective: the rows that go from each rank to each other one, for plan,
+//! The schedule of a collective: the rows that each rank sends to each other rank, for plan,
 //! executors and prediction.
 
 use std::ops::Range;
@@ -8,7 +8,7 @@ use tilewire_core::{Rank, Result};
 use super::{CollectiveDesc, CollectiveKind};
 use crate::common::Shards;
 
-/// Rows of the input that go to a peer, and where they land in its staging area.
+/// Rows of the input that a rank sends to a peer, and their place in its staging area.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Send {
     pub dst: Rank,
@@ -18,7 +18,7 @@ pub(super) struct Send {
     pub at: usize,
 }
 
-/// Staging rows that come from a source.
+/// Staging rows that a source fills.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Recv {
     pub src: Rank,
@@ -47,7 +47,7 @@ fn starts(rows: &[usize]) -> Vec<usize> {
     v
 }
 
-/// Rows of each rank for reductions and gathers of `m` rows.
+/// Returns the rows of each rank for reductions and gathers of `m` rows.
 pub(super) fn shard_rows(desc: &CollectiveDesc, m: usize, size: usize) -> Result<Vec<usize>> {
     match &desc.kind {
         CollectiveKind::AllGather(s) | CollectiveKind::ReduceScatter(s, _) => s.rows(m, size),
@@ -55,7 +55,7 @@ pub(super) fn shard_rows(desc: &CollectiveDesc, m: usize, size: usize) -> Result
     }
 }
 
-/// Everybody's shard to everybody. Staging row = global row.
+/// Returns the phase in which each rank sends its shard to all ranks. Staging row = global row.
 pub(super) fn gather(me: Rank, rows: &[usize]) -> Phase {
     let s = starts(rows);
     let range = |r: Rank| s[r.idx()]..s[r.idx() + 1];
@@ -71,7 +71,8 @@ pub(super) fn gather(me: Rank, rows: &[usize]) -> Phase {
     }
 }
 
-/// Each owner's rows from everybody. Staging: one slot of `slot_rows` for each source.
+/// Returns the phase in which each rank sends every owner's rows to that owner. Staging: one slot
+/// of `slot_rows` for each source.
 pub(super) fn scatter(me: Rank, rows: &[usize], slot_rows: usize) -> Phase {
     let s = starts(rows);
     let range = |r: Rank| s[r.idx()]..s[r.idx() + 1];
@@ -94,7 +95,7 @@ pub(super) fn scatter(me: Rank, rows: &[usize], slot_rows: usize) -> Phase {
     }
 }
 
-/// Rows by `splits[src][dst]`. Staging row = output row.
+/// Returns the phase of an all-to-all by `splits[src][dst]`. Staging row = output row.
 pub(super) fn exchange(me: Rank, splits: &[Vec<usize>]) -> Phase {
     let size = splits.len();
     let out_start =

@@ -6,10 +6,10 @@ use super::CollectiveKind;
 /// copy engines: reduce_scatter of 64 MiB 271 and 244, of 256 MiB 289 and 306.
 const BY_KERNEL_BYTES: usize = 96 << 20;
 
-/// True if one kernel that meets the others moves a vector of `bytes` in all faster than the other
-/// ways. Measured on 4 H200 (`docs/lab/collective.md`): first sizes where latency counts, then
-/// those where bandwidth does. Copy engines are as fast from the last bound on, and take no
-/// multiprocessor.
+/// Returns whether one kernel that meets the other ranks moves a vector of `bytes` in all faster
+/// than the other ways do. Measured on 4 H200 (`docs/lab/collective.md`): first sizes where latency
+/// counts, then sizes where bandwidth does. Copy engines are as fast from the last bound on, and
+/// take no multiprocessor.
 fn best_meeting(kind: &CollectiveKind, bytes: usize) -> bool {
     const KIB: usize = 1 << 10;
     const MIB: usize = 1 << 20;
@@ -22,11 +22,12 @@ fn best_meeting(kind: &CollectiveKind, bytes: usize) -> bool {
     bytes <= small || (from < bytes && bytes <= to)
 }
 
-/// Bytes of all vectors that a rank takes in where each is sent whole to everybody: a second phase
-/// would take longer.
+/// The most bytes that a rank receives where each rank sends its whole vector to all ranks: up to
+/// here a second phase would take longer.
 const WHOLE_BYTES: usize = 2 << 20;
 
-/// Rows of a vector of all-reduce, of `row` bytes each, that are sent whole to everybody.
+/// Returns the most rows, of `row` bytes each, of an all-reduce that sends whole vectors to all
+/// ranks.
 pub(super) fn whole_rows(row: usize, size: usize) -> usize {
     WHOLE_BYTES.checked_div(row * size).unwrap_or(0)
 }
@@ -35,14 +36,15 @@ pub(super) fn whole_rows(row: usize, size: usize) -> usize {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Way {
     Meeting,
-    /// The same kernel: everybody sends all rows to all, and adds them.
+    /// The same kernel: each rank sends all its rows to all ranks, and each adds them.
     Whole,
     Kernels,
     Engines,
 }
 
 impl Way {
-    /// Of `rows` rows and `bytes` in all. Equal on all ranks, as the arguments are.
+    /// Returns the way of a vector of `rows` rows and `bytes` in all: equal on all ranks, as the
+    /// arguments are.
     pub fn of(
         kind: &CollectiveKind,
         meets: bool,
@@ -98,7 +100,7 @@ mod tests {
         assert_eq!(way(0, true, 1 << 20, 1 << 30), Way::Engines);
         assert_eq!(way(1, true, 1 << 20, 1 << 30), Way::Meeting);
         assert_eq!(way(3, true, 1 << 20, 256 << 20), Way::Engines);
-        // A rank that owns no rows says nothing of itself.
+        // A rank that owns no rows sends no piece by which its peers learn that it has begun.
         assert_eq!(way(2, true, 3, 6 << 20), Way::Kernels);
         assert_eq!(way(2, true, 3, 48), Way::Whole);
         assert_eq!(way(2, true, 0, 0), Way::Kernels);

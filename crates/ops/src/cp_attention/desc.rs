@@ -147,8 +147,8 @@ impl CpAttentionDesc {
     /// Checks the description for a team of `size` ranks.
     ///
     /// # Errors
-    /// As [`AttentionDesc::check`] and [`Layout::check`]; `InvalidArgument` for a wire type that
-    /// partial gradients cannot travel in, or an `a2a_size` that does not divide the team.
+    /// As [`AttentionDesc::check`] and [`Layout::check`]; `InvalidArgument` for a type in which
+    /// partial gradients cannot travel, or an `a2a_size` that does not divide the team.
     pub fn check(&self, size: usize) -> Result<()> {
         self.attn.check()?;
         self.layout.check(&self.attn.sequences, size)?;

@@ -12,7 +12,7 @@ use super::pieces::{Pieces, Sizes};
 use super::schedule::Schedule;
 use crate::common::Machine;
 
-/// One way to do it, with its predicted time.
+/// A configuration with its predicted time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct CpCandidate {
     /// The configuration.
@@ -32,7 +32,7 @@ pub struct CpExplain {
     pub what: String,
     /// All candidates that the heads allow, fastest first.
     pub candidates: Vec<CpCandidate>,
-    /// The one that is used.
+    /// The configuration in use.
     pub chosen: CpConfig,
 }
 
@@ -79,9 +79,9 @@ pub(super) fn buffer_bytes(
     most
 }
 
-/// Forward: arithmetic of the busiest rank beside its transfers. What precedes the arithmetic is
-/// exposed: nothing for one-sided gets and pushes, a hop at a time for the ring, everything where
-/// heads are traded.
+/// Predicts the forward pass: arithmetic of the busiest rank beside its transfers. Transfers that
+/// precede the arithmetic are exposed: none for one-sided gets and pushes, one hop at a time for
+/// the ring, all where heads are traded.
 pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplain {
     let a = &d.attn;
     let flop = 2.0 * pairs(d) * (a.heads_q * (a.dqk + a.dv)) as f64;
@@ -118,7 +118,7 @@ pub(super) fn explain(d: &CpAttentionDesc, size: usize, m: &Machine) -> CpExplai
     CpExplain { what: format!("cp_attention {d}"), candidates, chosen }
 }
 
-/// Multiply-adds of the forward pass over all ranks, of the visible pairs.
+/// Returns the visible (query, key) pairs of all sequences, about.
 fn pairs(d: &CpAttentionDesc) -> f64 {
     let s = &d.attn.sequences;
     let mut sum = 0.0;

@@ -5,8 +5,8 @@ use tilewire_symm::Permit;
 
 use crate::attention::{AttnGrads, AttnOut, AttnSaved};
 
-/// Signal slots of a plan: the credit of a launch, the flag of keys that were pushed or passed on,
-/// the meetings behind what is published before and behind the arithmetic, and the credit of a
+/// Signal slots of a plan: the credit of a launch; the flag of keys that were pushed or passed on;
+/// the meetings behind the tensors published before the arithmetic, and behind it; the credit of a
 /// slot of the ring.
 pub(super) const CREDIT: usize = 0;
 pub(super) const KEYS: usize = 1;
@@ -24,7 +24,7 @@ pub enum Pass {
     Backward,
 }
 
-/// The outputs of a launch, and what only its pass reads.
+/// The outputs of a launch, and the inputs of its pass alone.
 pub(super) enum Work {
     Forward(AttnOut),
     Backward(Box<(AttnSaved, AttnGrads)>),
@@ -46,7 +46,7 @@ impl Work {
         }
     }
 
-    /// Returns what the pass writes.
+    /// Returns the tensors that the pass writes.
     pub fn outputs(&self) -> Vec<&Tensor> {
         match self {
             Work::Forward(o) => vec![&o.out, &o.lse],

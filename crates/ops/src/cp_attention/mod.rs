@@ -7,7 +7,7 @@
 //!
 //! 1. *scatter*: inside groups of `a` ranks each rank trades its rows of all heads for the group's
 //!    rows of `1 / a` of the heads (`a = 1`: nothing moves);
-//! 2. *keys*: those of a rank's heads come from all ranks;
+//! 2. *keys*: a rank gets the keys of its heads from all ranks;
 //! 3. *gather*: the outputs (backward: the gradients) go to the owners of the rows.
 //!
 //! | strategy | a | keys |
@@ -20,11 +20,11 @@
 //!
 //! The host and devices carry out the same transfers (`transfers.rs`) of the same rows
 //! (`pieces.rs`); only the arithmetic differs. The host's running maximum, sum and accumulator stay
-//! f32 over all keys; devices merge f32 results over own keys and over those of others. Backward:
-//! keys and values travel once more, the owner of a row gets the partial dK and dV of those whose
-//! queries see it, in f32, and adds them in rank order, so that equal inputs give equal bits. Where
-//! K and V travel as e4m3 (`kv_wire`), every rank computes with the quantised values, its own
-//! included: the result does not depend on the strategy or the number of ranks.
+//! f32 over all keys; devices merge f32 results over own keys and over the other ranks' keys.
+//! Backward: keys and values travel once more. The owner of a row gets the partial dK and dV of the
+//! ranks whose queries see it, in f32, and adds them in rank order, so that equal inputs give equal
+//! bits. Where K and V travel as e4m3 (`kv_wire`), every rank computes with the quantised values,
+//! its own included: the result does not depend on the strategy or the number of ranks.
 //!
 //! # Where
 //! | | |

@@ -1,9 +1,9 @@
 //! The rows of bytes that move between ranks: one pure list for each phase, the places of the rows
 //! in the buffers, and the bytes that a launch moves over each link.
 //!
-//! Owners publish, whoever needs rows gets them; only the keys of `all_gather` are pushed, and
-//! those of `ring` are passed on. Rows of keys are in the order of the ranks ("dense"), so that one
-//! table of segments serves all.
+//! Owners publish rows, and the ranks that need them get them. Only the keys of `all_gather` are
+//! pushed, and the keys of `ring` passed on. Rows of keys are in the order of the ranks ("dense"),
+//! so that one table of segments serves all.
 
 use std::ops::Range;
 
@@ -33,9 +33,9 @@ fn wire(dqk: usize, dv: usize, dtype: DType) -> Vec<usize> {
     [dqk, dv].map(|dim| dim * dtype.size()).into_iter().chain(vec![4; scales]).collect()
 }
 
-/// Places of tensors of `rows` rows of so many bytes each, from `first` on, and their end. Scales,
-/// which stand behind two tensors of codes, lie in front of them: kernels read them at multiples of
-/// 4.
+/// Returns the places of tensors of `rows` rows of so many bytes each, from `first` on, and their
+/// end. In the list scales follow the two tensors of codes; in memory they precede them, because
+/// kernels read them at multiples of 4.
 pub(super) fn place(first: usize, rows: usize, wire: &[usize]) -> (Vec<usize>, usize) {
     let (mut at, mut end) = (vec![0; wire.len()], first);
     for i in (2..wire.len()).chain(0..2) {
@@ -52,10 +52,10 @@ const RING_SLOTS: usize = 2;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Hop {
     /// Send message `t` to the next rank: my keys, or what arrived as message `t - 1`. With
-    /// `acquires` after the next rank has emptied the slot.
+    /// `acquires` it first waits until the next rank has emptied the slot.
     Send { t: usize, acquires: bool },
-    /// Wait for message `t` of the rank before me and take it out of its slot. With `grants` the
-    /// slot has another message to come.
+    /// Wait for message `t` of the rank before me and take it out of its slot. With `grants` it
+    /// then frees the slot, for which another message waits.
     Take { t: usize, grants: bool },
 }
 
@@ -115,8 +115,8 @@ impl Piece {
     }
 }
 
-/// Sizes of a plan, in bytes and rows, and where its tensors lie in the buffers. The same on all
-/// ranks but for the heads.
+/// Sizes of a plan, in bytes and rows, and the places of its tensors in the buffers. Equal on all
+/// ranks except for the heads.
 #[derive(Clone, Debug)]
 pub(super) struct Sizes {
     pub strategy: Strategy,
@@ -135,12 +135,13 @@ pub(super) struct Sizes {
     pub hkv: usize,
     pub dqk: usize,
     pub dv: usize,
-    /// Bytes of a row and query head of what travels of queries: q, then its scales if it is FP8.
+    /// Bytes of a row and query head of the tensors of queries that travel: q, then its scales if
+    /// it is FP8.
     pub q_wire: Vec<usize>,
-    /// Bytes of a row and key head of what travels of keys: k, v, then the scales of each if they
-    /// travel as FP8.
+    /// Bytes of a row and key head of the tensors of keys that travel: k, v, then the scales of
+    /// each if they travel as FP8.
     pub wire: Vec<usize>,
-    /// The same of parts of dk and dv.
+    /// The same for parts of dk and dv.
     pub part_wire: Vec<usize>,
     /// Bytes of an element of the outputs, and of dk and dv as the kernel makes them.
     pub out: usize,
@@ -191,8 +192,8 @@ impl Sizes {
         self.groups * self.share > 1 || (self.size > 1 && self.fp8_parts())
     }
 
-    /// Returns whether keys are the only thing that moves before the arithmetic: then it begins
-    /// with a rank's own keys while those of others come.
+    /// Returns whether only keys move before the arithmetic: then it begins with a rank's own keys
+    /// while the other keys travel.
     pub fn begins_at_once(&self) -> bool {
         !self.sequential && self.inner == 1 && self.size > 1
     }
@@ -226,8 +227,7 @@ impl Sizes {
         place(first, rows * self.all_kv, &self.wire)
     }
 
-    /// Returns the place of the scales of published queries, if there are any: the codes are in
-    /// front.
+    /// Returns the place of the scales of published queries, if they have any: behind the codes.
     pub fn query_scales(&self) -> usize {
         self.max_q * self.all_q * self.q_wire[0]
     }
@@ -236,7 +236,7 @@ impl Sizes {
         self.max_q * self.all_q * self.q_wire.iter().sum::<usize>()
     }
 
-    /// Places of the tensors of message `t` of a ring, in the area of the rank that it comes to.
+    /// Returns the places of the tensors of message `t` of a ring, in the area of the receiver.
     pub fn ring_slot(&self, t: usize) -> Vec<usize> {
         let slot = self.keys_from(0, self.max_kv).1;
         self.keys_from(t % RING_SLOTS * slot, self.max_kv).0
@@ -279,7 +279,7 @@ impl Sizes {
         (at, end.next_multiple_of(16))
     }
 
-    /// Bytes of the four buffers of a plan, with what the backward pass needs or without.
+    /// Returns the bytes of the four buffers of a plan, with or without those of the backward pass.
     pub fn buffers(&self, backward: bool) -> [usize; 4] {
         let mut bytes = [0; 4];
         if self.size == 1 {
@@ -368,7 +368,8 @@ impl Pieces<'_> {
         out
     }
 
-    /// k and v of my heads, of all rows that my group's queries see, to dense tensors.
+    /// Returns the pieces of k and v of my heads, of all rows that my group's queries see, to dense
+    /// tensors.
     pub fn keys(&self) -> Vec<Vec<Piece>> {
         let s = self.sizes;
         let head = kv_heads(s.all_kv, s.inner, self.sched.grid.at).start;
@@ -385,14 +386,14 @@ impl Pieces<'_> {
         s.published().1.into_iter().zip(&s.wire).map(tensor).collect()
     }
 
-    /// The rank whose keys message `t` to me is, of a ring, and its dense rows.
+    /// Returns the dense rows of the keys in message `t` to me of a ring.
     pub fn ring_rows(&self, t: usize) -> Range<usize> {
         let p = (self.me.idx() + self.sizes.size - 1 - t) % self.sizes.size;
         let first = self.first_key(p);
         first..first + num_rows(self.spans(p).1)
     }
 
-    /// Queries of my group: each member's rows.
+    /// Returns the rows of each member of my group among its queries.
     fn members(&self) -> Vec<Span> {
         let (g, inner) = (&self.sched.grid, self.sizes.inner);
         let run = |i: usize| {
@@ -412,14 +413,15 @@ impl Pieces<'_> {
         self.members().into_iter().map(one).collect()
     }
 
-    /// My heads of what travels of queries: q, and its scales if it has any.
+    /// Returns the pieces of my heads of the queries: q, and its scales if it has any.
     pub fn query_tensors(&self) -> Vec<Vec<Piece>> {
         let places = [0, self.sizes.query_scales()];
         let tensor = |(at, bytes): (usize, &usize)| self.queries(at, *bytes, 1);
         places.into_iter().zip(&self.sizes.q_wire).map(tensor).collect()
     }
 
-    /// My heads of a number for each (head, query), which lie head by head.
+    /// Returns the pieces of my heads of a tensor with one number for each (head, query), stored
+    /// head by head.
     pub fn stats(&self, at: usize) -> Vec<Piece> {
         let s = self.sizes;
         let (first, rows) = (self.sched.first_head, self.sched.rows_q());
@@ -431,17 +433,17 @@ impl Pieces<'_> {
         self.members().into_iter().map(one).collect()
     }
 
-    /// My queries against my own keys, in rows of my tensors.
+    /// Returns the tables of my queries against my own keys, in rows of my tensors.
     pub fn own_tables(&self, seqs: &Sequences) -> Tables {
         segments(&self.sched.member_q.concat(), self.spans(self.me.idx()).1, seqs)
     }
 
-    /// My group's queries against everybody's keys, in dense rows.
+    /// Returns the tables of my group's queries against the keys of all ranks, in dense rows.
     pub fn all_tables(&self, seqs: &Sequences) -> Tables {
         segments(&self.sched.member_q.concat(), &self.sched.areas.concat(), seqs)
     }
 
-    /// My queries against the keys of others, in dense rows.
+    /// Returns the tables of my queries against the keys of the other ranks, in dense rows.
     pub fn other_tables(&self, seqs: &Sequences) -> Tables {
         let me = self.me.idx();
         let others = (0..self.sizes.size).filter(|p| *p != me);
@@ -454,7 +456,7 @@ impl Pieces<'_> {
         (q, kv)
     }
 
-    /// My rows of what each member has made for its heads: out (`at` 0) or dq.
+    /// Returns the pieces of my rows of each member's results for its heads: out (`at` 0) or dq.
     pub fn results(&self, at: usize, dim: usize) -> Vec<Piece> {
         let s = self.sizes;
         let (there, all) = (s.hq * dim * s.out, s.all_q * dim * s.out);
@@ -471,7 +473,7 @@ impl Pieces<'_> {
         num_rows(&self.sched.member_q[self.sched.grid.at])
     }
 
-    /// My rows of each member's lse.
+    /// Returns the pieces of my rows of each member's lse.
     pub fn lse(&self) -> Vec<Piece> {
         let s = self.sizes;
         let (rows, mine) = (4 * self.sched.rows_q(), 4 * self.my_queries());
@@ -483,8 +485,9 @@ impl Pieces<'_> {
         self.members().into_iter().map(one).collect()
     }
 
-    /// dk and dv of my rows from all ranks: to slots of parts, or to the gradients themselves where
-    /// each is the whole of its heads. My own part of all heads is used where it lies.
+    /// Returns the pieces of dk and dv of my rows from all ranks: to slots of parts, or to the
+    /// gradients themselves where one rank has the whole sum of its heads. My own part, if it has
+    /// all heads, is used in place.
     pub fn parts(&self) -> Vec<Vec<Piece>> {
         let s = self.sizes;
         let (slot, second) = s.slot();
@@ -495,7 +498,7 @@ impl Pieces<'_> {
         let own = s.inner == 1;
         let ranks = self.ranks().filter(|p| !own || *p != self.me.idx());
         let all = vec![true; self.sched.areas[self.sched.grid.group].len()];
-        // A whole gradient is there for every row, a part only where queries of its rank see keys.
+        // A whole gradient has every row, a part only the rows that queries of its rank see.
         let asked = |p: usize| if s.adds() { &self.sched.asked[p / s.inner] } else { &all };
         let runs: Vec<Span> = ranks.flat_map(|p| self.runs(self.me.idx(), asked(p), p)).collect();
         let tensor = |((at, place), bytes): ((usize, usize), &usize)| {
@@ -512,7 +515,7 @@ impl Pieces<'_> {
         s.parts().1.into_iter().zip(places).zip(&s.part_wire).map(tensor).collect()
     }
 
-    /// Returns what one launch moves to and from each peer.
+    /// Returns the traffic of one launch to and from each peer.
     pub fn traffic(&self, pass: Pass) -> Traffic {
         let s = self.sizes;
         let mut t = vec![LinkTraffic::default(); s.size];
@@ -559,7 +562,7 @@ impl Pieces<'_> {
             t[p.peer.idx()].gets += 1;
             t[p.peer.idx()].get_bytes += (p.width * p.rows) as u64;
         }
-        // A credit, the keys, and what goes back.
+        // A credit, the keys, and the meeting behind results or gradients.
         let signals = 1 + u64::from(backward || s.inner > 1);
         t.iter_mut().for_each(|l| l.signals = signals);
         match s.strategy {

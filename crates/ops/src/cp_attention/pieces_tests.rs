@@ -1,4 +1,4 @@
-//! The lists of pieces, carried out on small numbers: everybody ends with the rows that are its.
+//! The lists of pieces, carried out on small numbers: each rank ends with its rows.
 
 use tilewire_core::{DType, ErrorKind, Rank};
 
@@ -203,7 +203,7 @@ fn queries_of_a_group_come_and_results_go_back() {
             put(&mut b, delta, stat(r, 0..8));
             sent.push(b);
         }
-        // What each rank has of its group, and publishes as its result.
+        // The rows of its group that each rank publishes as its result.
         let mut back: Vec<Buffer> = Vec::new();
         for r in 0..s.size {
             let g = w.scheds[r].grid;
@@ -241,7 +241,7 @@ fn what_is_published_fits_and_nothing_overlaps() {
     let fits = |w: &World| {
         let s = &w.sizes;
         let most = |buffer: usize| s.buffers(true)[buffer];
-        // What is in each buffer in a backward pass: first bytes and lengths.
+        // The tensors in each buffer in a backward pass: buffer, first byte, length.
         let mut all: Vec<(usize, usize, usize)> = Vec::new();
         if s.size == 1 {
             return;
@@ -276,7 +276,8 @@ fn what_is_published_fits_and_nothing_overlaps() {
     worlds_of_fp8(fits);
 }
 
-/// Places of what has scales: scales first, at multiples of four bytes, and nothing overlaps.
+/// Checks the places of tensors with scales: scales first, at multiples of four bytes, and no
+/// overlap.
 #[test]
 fn scales_lie_in_front_of_codes() {
     assert_eq!(place(8, 3, &[5, 7]), (vec![8, 23], 44));
@@ -300,14 +301,14 @@ fn what_has_no_path_on_devices_is_refused_with_a_hint() {
     }
 }
 
-/// All ranks' steps at once: a message is taken after it was sent and before its slot is sent to
-/// again, every credit that is granted is acquired, and what is taken is the keys of the rank that
-/// the schedule says.
+/// Runs the steps of all ranks: a message is taken after it was sent and before its slot is written
+/// again, every granted credit is acquired, and a message holds the keys of the rank that the
+/// schedule names.
 #[test]
 fn a_ring_brings_all_keys_through_two_slots() {
     for size in 1..=8usize {
         let (mut at, mut credits) = (vec![0; size], vec![0usize; size]);
-        // What lies in the slots of each rank: the owner of the keys, or nothing.
+        // The content of the slots of each rank: the owner of the keys, or nothing.
         let mut slots = vec![[None; 2]; size];
         let mut taken = vec![Vec::new(); size];
         let steps = hops(size);
@@ -345,7 +346,7 @@ fn a_ring_brings_all_keys_through_two_slots() {
     }
 }
 
-/// The same with elements: what a launch puts to slots, takes out of them, and sends on.
+/// Checks the same with elements: a launch puts them to slots, takes them out, and sends them on.
 #[test]
 fn keys_of_a_ring_come_to_their_dense_rows() {
     worlds(|w| {
@@ -397,7 +398,8 @@ fn keys_of_a_ring_come_to_their_dense_rows() {
     });
 }
 
-/// Parts of which each is a power of two: the sum says who was added, and each only once.
+/// Checks sums of parts that are powers of two: the sum shows which ranks were added, and each only
+/// once.
 #[test]
 fn each_rank_that_sees_a_row_adds_its_part_once() {
     worlds(|w| {
@@ -433,7 +435,7 @@ fn each_rank_that_sees_a_row_adds_its_part_once() {
                         true => to[n * slot / 4 + skip + at],
                         false => to[at],
                     };
-                    // The own part is used where it lies.
+                    // A rank's own part is used in place.
                     let own = if s.inner == 1 { (1u32 << r) as f32 } else { 0.0 };
                     let got = (0..slots).map(part).sum::<f32>() + own;
                     let want: u32 = (0..s.size)
@@ -501,7 +503,7 @@ fn tables_of_all_ranks_hold_each_pair_once() {
     });
 }
 
-/// Own keys and those of others are all keys, each once, at the rows where they lie.
+/// Checks that own keys and the other ranks' keys are all keys, each once, at their rows in memory.
 #[test]
 fn own_and_other_keys_are_all_keys() {
     worlds(|w| {

@@ -50,8 +50,8 @@ impl CpAttentionPlan {
         buffer_bytes(desc, size, config).iter().sum()
     }
 
-    /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: what is fastest
-    /// for the slowest rank.
+    /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: the fastest for the
+    /// slowest rank.
     ///
     /// # Errors
     /// `InvalidArgument` for the description, or heads that the strategy cannot scatter;
@@ -61,21 +61,21 @@ impl CpAttentionPlan {
         Self::with_backend(desc, heap, config, usual(heap))
     }
 
-    /// As [`CpAttentionPlan::new`], through `backend` on CUDA devices. By NCCL everything comes
-    /// before the arithmetic begins: `get` and the strategies that trade heads by sends and
-    /// receives, `all_gather` by its collective; partial dk and dv are added in rank order all the
-    /// same.
+    /// Makes a plan as [`CpAttentionPlan::new`], with transport `backend` on CUDA devices. By NCCL
+    /// all keys arrive before the arithmetic begins: `get` and the strategies that trade heads use
+    /// sends and receives, `all_gather` NCCL's collective. Partial dk and dv are added in rank
+    /// order as without NCCL.
     ///
-    /// With `fastest`, `prepare` runs the passes that the plan is for on zeros with the
-    /// description's sequences, both ways, and takes what is faster for the slowest rank; puts
-    /// where there is no NCCL, for what it cannot carry, and on the host. While it does, it takes
-    /// the memory of both ways and that of the tensors. Results may then have other bits from run
-    /// to run: by puts those over own keys and over the others' are merged, by NCCL there is one
-    /// part.
+    /// With `fastest`, `prepare` runs the plan's passes by puts and by NCCL, on zeros with the
+    /// description's sequences, and takes the one that is faster for the slowest rank. Meanwhile it
+    /// takes the memory of both, and that of the tensors. It uses puts on the host, where NCCL is
+    /// not there, and for plans that NCCL cannot carry out. Bits of results may then differ from
+    /// run to run: by puts the results over own keys and over the other keys are merged, by NCCL
+    /// there is one part.
     ///
     /// # Errors
-    /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host or with what it
-    /// cannot carry, and for puts between GPUs that do not reach each other.
+    /// As [`CpAttentionPlan::new`]; `Unsupported` for NCCL on a heap of the host or for a plan that
+    /// it cannot carry out, and for puts between GPUs that do not reach each other.
     pub fn with_backend(
         desc: CpAttentionDesc,
         heap: &Heap,
@@ -136,7 +136,7 @@ impl CpAttentionPlan {
         )
     }
 
-    /// Collective: the strategy, and what it needs.
+    /// Collective: chooses the strategy, and makes its kernels and workspace.
     fn choose(&self) -> Result<Option<Prepared>> {
         let list = self.explain().candidates;
         let costs: Vec<_> = list.iter().map(|c| (c.config, c.predicted_us)).collect();
@@ -146,8 +146,8 @@ impl CpAttentionPlan {
         Ok(first)
     }
 
-    /// Kernels and workspace on a device, once, for what a plan goes through that has not asked the
-    /// clock.
+    /// Makes kernels and workspace on a device, once, for the transport that a plan has before it
+    /// measures.
     fn make_first(&self, config: Option<&CpConfig>) -> Result<Option<Prepared>> {
         let (Some(lane), Some(c), None) = (self.core.lane(), config, self.cuda.get()) else {
             return Ok(None);
@@ -158,7 +158,7 @@ impl CpAttentionPlan {
         made.map(Some).map_err(|e| e.op(OP))
     }
 
-    /// Collective: what the plan goes through on devices.
+    /// Collective: settles the transport of the plan on devices.
     fn settle(&self, at: (&Lane, &Stream), first: Prepared) -> Result<Used> {
         let launch = |p: &Prepared, (x, rows): (&AttnInputs, LocalRows), work: &Work| {
             let seqs = &self.desc.attn.sequences;
@@ -201,7 +201,7 @@ impl CpAttentionPlan {
         self.desc.rows_kv(s, team.rank(), team.size())
     }
 
-    /// Returns what one launch moves from this rank to each peer.
+    /// Returns the traffic of one launch from this rank to each peer.
     ///
     /// # Errors
     /// `InvalidArgument` if the sequences do not fit the plan; `NotPrepared`.

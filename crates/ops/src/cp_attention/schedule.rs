@@ -1,5 +1,5 @@
-//! The schedule of context-parallel attention: whose rows each rank needs, and the slices of them
-//! that meet, for both executors.
+//! The schedule of context-parallel attention: whose rows each rank needs, and which slices of
+//! queries and keys belong together, for both executors.
 
 use std::ops::Range;
 
@@ -37,7 +37,7 @@ impl Grid {
     }
 }
 
-/// Everything that one rank needs to know about one launch.
+/// The rows, heads and slices of one rank in one launch.
 pub(super) struct Schedule {
     pub grid: Grid,
     /// Heads that this rank computes, and the numbers of the first ones.
@@ -45,7 +45,7 @@ pub(super) struct Schedule {
     pub first_head: usize,
     /// Rows of each member of my group.
     pub member_q: Vec<Vec<Range<usize>>>,
-    /// Rows of keys of each group, member after member: the order in which they lie on the wire.
+    /// Rows of keys of each group, member after member: their order on the wire.
     pub areas: Vec<Vec<Range<usize>>>,
     /// Of each area: the spans that some query of my group sees.
     pub needed: Vec<Vec<bool>>,
@@ -103,13 +103,13 @@ impl Schedule {
         self.member_q.iter().map(|s| num_rows(s)).sum()
     }
 
-    /// Rows of group `owner`'s keys among those of all ranks.
+    /// Returns the rows of group `owner`'s keys among the keys of all ranks.
     pub fn dense(&self, owner: usize) -> Range<usize> {
         let first: usize = self.areas[..owner].iter().map(|a| num_rows(a)).sum();
         first..first + num_rows(&self.areas[owner])
     }
 
-    /// The runs of rows of `area` whose spans are `wanted`.
+    /// Returns the runs of rows of `area` whose spans are `wanted`.
     pub fn runs(area: &[Range<usize>], wanted: &[bool]) -> Vec<Range<usize>> {
         let (mut at, mut out) = (0, Vec::<Range<usize>>::new());
         for (span, want) in area.iter().zip(wanted) {

@@ -38,8 +38,8 @@ fn seqs(lens: &[(usize, usize, usize)]) -> Sequences {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Over all ranks, every pair of (head, query, key) that the mask allows is computed exactly
-    /// once and no other; and what a reader needs is what the owner expects to be asked for.
+    /// Checks that over all ranks every (head, query, key) that the mask allows is computed exactly
+    /// once, and no other; and that readers get the rows that owners expect them to get.
     #[test]
     fn every_visible_pair_once(
         lens in prop::collection::vec((0usize..12, 0usize..12, 0usize..3), 1..4),
@@ -203,7 +203,7 @@ fn strategies_move_different_bytes() {
     let (keys, inside) = (16 * 128, 16 * (128 + 128 + 4 * 4));
     let hybrid = vec![keys + inside, 0, keys, keys];
     assert_eq!(f(Strategy::Hybrid), (none.clone(), hybrid));
-    // As many bytes of keys come in as a ring between the groups would bring.
+    // A rank receives as many bytes of keys as in a ring between the groups.
     assert_eq!(3 * keys, 16 * 128 + 32 * 128);
     // Backward: partial dK and dV in f32 to the owners, who get them.
     let part = 16 * 512;
@@ -255,7 +255,7 @@ fn defined(w: &Plans, pass: Pass, r: usize, p: usize) -> usize {
         bytes += theirs * hq * (head(&[a.dqk], a.dtype) + up) + mine * hq * back;
     }
     if pass == Pass::Backward {
-        // Heads that one rank has alone come as they are, in the type of the gradients.
+        // Gradients of heads that one rank has alone travel in their final type.
         let alone = size / inner == 1 && a.heads_kv.is_multiple_of(inner);
         let (rows, t) = match alone && !w.d.dkv_wire.is_fp8() {
             true => (w.rows_kv(r).len(), a.out),
@@ -434,7 +434,7 @@ fn bad_descriptions_are_refused() {
         let mut huge = good.clone();
         huge.attn.sequences = Sequences::one(1 << 20, 1 << 20);
         assert_eq!(refuse(huge, Strategy::Ring).0, ErrorKind::Exhausted);
-        // The cost model leaves out what the heads do not allow.
+        // The cost model omits strategies that the heads do not allow.
         let plan = CpAttentionPlan::new(odd, &heap, None)?;
         let text = plan.explain().to_string();
         assert!(text.contains("ring") && !text.contains("all_to_all") && text.contains('*'));

@@ -26,7 +26,7 @@ pub(super) trait Parts<M: ?Sized> {
     /// Bytes in all.
     fn num_bytes(&self) -> usize;
 
-    /// Calls `f` with the bytes `at`, which are there.
+    /// Calls `f` with the bytes `at`, which are in range.
     fn part(&self, at: Range<usize>, f: &mut dyn FnMut(&M) -> Result<()>) -> Result<()>;
 
     /// The same, to write.
@@ -88,8 +88,8 @@ impl Parts<CudaMemory> for CudaMemory {
     }
 }
 
-/// The slots whose flags a launch publishes once to every peer: that of pushed keys. A ring's
-/// messages are for one peer each and need no total in advance.
+/// Returns the slots whose flags a launch publishes once to every peer: the slot of pushed keys.
+/// Each message of a ring is for one peer and needs no total in advance.
 pub(super) fn flags(s: &Sizes) -> Range<usize> {
     let pushes = !s.sequential && s.strategy == Strategy::AllGather && s.size > 1;
     KEYS..KEYS + usize::from(pushes)
@@ -132,11 +132,12 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         from.part(0..len, &mut |m| self.net.put(lane, self.permit, to, m, "own rows"))
     }
 
-    /// Everybody has published: each rank tells every other, and waits for all.
+    /// Meets the peers: each rank signals every peer that it has published, and waits for the
+    /// signals of all.
     pub fn meet(&self, lane: &T::Lane, slot: usize) -> Result<()> {
         let slot = self.signals.slot(slot);
         let meeting = Enter { credit: slot, tag: self.tag, first: slot, num: 0 };
-        // Nothing is put under this permit.
+        // No put uses this permit.
         self.net.enter(lane, &meeting).map(|_permit| ())
     }
 
@@ -165,14 +166,14 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         Ok(())
     }
 
-    /// My keys, tensor by tensor, to my own chunk, for whoever gets them.
+    /// Publishes my keys in my own chunk, tensor by tensor, for the ranks that get them.
     pub fn publish_keys<P: Parts<T::Memory>>(&self, lane: &T::Lane, own: &[P]) -> Result<()> {
         let (buffer, at) = self.sizes.published();
         own.iter().zip(at).try_for_each(|(t, at)| self.publish(lane, buffer, at, t))
     }
 
-    /// Gets the published keys that my group's queries see to `keys`, in dense rows; my own only
-    /// where they are used from there.
+    /// Gets the published keys that my group's queries see to `keys`, in dense rows; `with_own`
+    /// includes my own keys.
     pub fn get_keys<P: Parts<T::Memory>>(
         &self,
         lane: &T::Lane,
@@ -188,7 +189,7 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         Ok(())
     }
 
-    /// My keys to their place in the area of every peer, a flag behind the last tensor.
+    /// Puts my keys to their place in the area of every peer, a flag behind the last tensor.
     pub fn push_keys<P: Parts<T::Memory>>(&self, lane: &T::Lane, own: &[P]) -> Result<()> {
         let (at, last, slot) = (self.own_places(), own.len() - 1, self.signals.slot(KEYS));
         for p in self.net.heap().team().peers() {
@@ -204,16 +205,16 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         Ok(())
     }
 
-    /// Returns the places of the tensors of my keys among those that were pushed.
+    /// Returns the places of the tensors of my keys in the area of pushed keys.
     pub fn own_places(&self) -> Vec<usize> {
         let s = self.sizes;
         let first = self.pieces().first_key(self.me().idx()) * s.all_kv;
         s.published().1.into_iter().zip(&s.wire).map(|(at, bytes)| at + first * bytes).collect()
     }
 
-    /// Keys from neighbour to neighbour, store and forward: message `t` to me is the keys of the
-    /// rank `t + 1` before me. It comes to a slot of my chunk, from where it is copied to its place
-    /// in `keys`, and sent on from there: the slot is free as soon as it is copied.
+    /// Passes keys from neighbour to neighbour, store and forward. Message `t` to me has the keys
+    /// of the rank `t + 1` before me. It arrives in a slot of my chunk; I copy it to its place in
+    /// `keys` and send it on from there, so that the slot is free as soon as the copy is made.
     pub fn pass_keys<P: Parts<T::Memory>>(
         &self,
         lane: &T::Lane,
@@ -258,13 +259,14 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         Ok(())
     }
 
-    /// Bytes of tensor `i` of dense rows of keys.
+    /// Returns the bytes of dense rows `rows` of tensor `i` of the keys.
     pub fn dense(&self, i: usize, rows: Range<usize>) -> Range<usize> {
         let row = self.sizes.hkv * self.sizes.wire[i];
         rows.start * row..rows.end * row
     }
 
-    /// Tensor `i` of message `t` to its slot at the next rank; behind the last one, the signal.
+    /// Puts tensor `i` of message `t` to its slot at the next rank, the signal behind the last
+    /// tensor.
     fn send<P: Parts<T::Memory>>(
         &self,
         lane: &T::Lane,
@@ -282,7 +284,7 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
         })
     }
 
-    /// Tensor `i` of message `t` out of its slot.
+    /// Copies tensor `i` of message `t` out of its slot.
     fn take<P: Parts<T::Memory>>(
         &self,
         lane: &T::Lane,

@@ -22,7 +22,7 @@ pub(super) struct Used {
 }
 
 impl Used {
-    /// More lines of what the plan does.
+    /// Returns more lines for the plan's `explain`.
     pub fn explain(&self) -> String {
         let by = self.by.explain().map_or(String::new(), |n| format!("\nby {n}"));
         by + &self.why.as_ref().map_or(String::new(), |why| format!("\nused: {why}"))
@@ -42,12 +42,13 @@ pub(super) struct Tuner<'a> {
 }
 
 impl Tuner<'_> {
-    /// Kernels and workspace of one way.
+    /// Makes kernels and workspace for one transport.
     fn make(&self, strategy: Strategy, by_nccl: bool) -> Result<Prepared> {
         Prepared::new(self.at.0, self.desc, (strategy, by_nccl), self.core.team().size())
     }
 
-    /// Collective, behind the agreement: connects, and chooses if there is a choice.
+    /// Collective, behind the agreement: connects, and chooses the transport if the caller left it
+    /// open.
     pub fn settle(&self, first: Prepared) -> Result<Used> {
         let core = self.core;
         first.connect(core, self.at.1)?;
@@ -57,7 +58,7 @@ impl Tuner<'_> {
         if !open_choice {
             return Ok(Used { by: first, why: None });
         }
-        // The same on all ranks, who agree on the description.
+        // Equal on all ranks, which agree on the description.
         if let Err(e) = check_nccl(self.desc, Some(first.sizes.strategy)) {
             return Ok(Used { by: first, why: Some(no_nccl(&e)) });
         }
@@ -67,12 +68,13 @@ impl Tuner<'_> {
         }
     }
 
-    /// Collective: the faster of both ways.
+    /// Collective: returns the faster of both transports.
     fn measure(&self, puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
         let both = || Ok((Scratch::new(self)?, self.make(puts.sizes.strategy, true)?));
         let team = self.core.team();
         match alloc_for_tuning(team, both())? {
-            // Only this rank knows that something failed here, and the others are about to meet it.
+            // Only this rank knows of a failure here, and its peers are about to meet it: it must
+            // fail the team.
             Ok(with) => self.run_both(puts, with, nccl).map_err(|e| team.fail(e)),
             Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),
         }
@@ -102,7 +104,7 @@ struct Scratch {
 }
 
 impl Scratch {
-    /// Of what NCCL carries: nothing has scales.
+    /// Makes the tensors of a plan that NCCL carries out: none of them has scales.
     fn new(t: &Tuner<'_>) -> Result<Self> {
         let (d, team) = (&t.desc.attn, t.core.team());
         let (seqs, me, size) = (&d.sequences, team.rank(), team.size());

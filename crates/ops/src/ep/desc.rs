@@ -13,7 +13,7 @@ pub enum EpLayout {
         align: usize,
     },
     /// A fixed slot `[source rank][token]` for each token of each rank, `max_tokens` a rank: a row
-    /// per (token, rank), zero for tokens that do not come here.
+    /// per (token, rank), zero for tokens without an expert here.
     RankMajor {
         /// Alignment of the expert-major order that `row_index` describes.
         align: usize,

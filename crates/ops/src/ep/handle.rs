@@ -19,7 +19,7 @@ pub(super) type Arrived = Vec<Vec<Record>>;
 pub(super) struct Record {
     /// Its number at its source.
     pub token: usize,
-    /// `(choice, row)` of each copy that it stands for.
+    /// `(choice, row)` of each copy in the record.
     pub copies: Vec<(usize, usize)>,
 }
 
@@ -132,7 +132,7 @@ impl EpHandle {
             .seen(format_args!("{rows} tokens")))
     }
 
-    /// Notes the launch whose routing the handle holds from now on, in program order.
+    /// Records the launch whose routing the handle holds from now on, in program order.
     pub(super) fn set_routing(&self, seq: u64) {
         self.0.routed.store(seq, Ordering::Release);
     }

@@ -56,7 +56,7 @@ pub(super) struct Areas<'a> {
 }
 
 impl Areas<'_> {
-    /// Returns what carries the number of a launch: a buffer, and beginning and length there.
+    /// Returns the ranges of words that carry the number of a launch: buffer, first byte, bytes.
     pub fn words(&self, d: &EpDesc) -> [(&SymBuf, usize, usize); 3] {
         let s = Schedule::new(d);
         [
@@ -67,9 +67,8 @@ impl Areas<'_> {
     }
 }
 
-/// Results of a dispatch. Row order as the layout says; rows without a token are zero, but for
-/// those behind the last expert's of the expert-major order, which may be left as they are: no
-/// split reaches there.
+/// Results of a dispatch, in the row order of the layout. Rows without a token are zero. Rows
+/// behind the last expert's in the expert-major order may stay unwritten: no split includes them.
 #[derive(Clone, Debug)]
 pub struct EpDispatch {
     /// Tokens `[recv_rows, hidden]`.

@@ -15,9 +15,9 @@ use super::schedule::{Area, Cut, Schedule};
 pub struct EpLeft {
     /// Name of its content.
     pub what: &'static str,
-    /// The rank that writes there.
+    /// The rank that writes to the place.
     pub writer: usize,
-    /// Token, or chunk; 0 where there is one for all.
+    /// Token, or chunk; 0 where one place serves all.
     pub token: usize,
     /// All that it may hold.
     pub bytes: Vec<u8>,

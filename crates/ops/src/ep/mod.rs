@@ -1,11 +1,12 @@
 //! `ep`: expert parallelism. Tokens travel to the ranks of their experts and back.
 //!
 //! - **route** ([`EpPlan::route`]): each rank counts its tokens per expert, pushes the counts to
-//!   everybody, and computes the slot of each copy from all counts: deterministic, no atomics, no
-//!   sort. The result lives in an [`EpHandle`].
+//!   all ranks, and computes the row of each copy from all counts: deterministic, without atomics
+//!   or sorting. The result is kept in an [`EpHandle`].
 //! - **dispatch**: each token goes once to each rank that has an expert of it, with the list of its
-//!   slots there; the receiver lays the copies out. Into a buffer of [`EpPlan::zero_copy_recv`] the
-//!   first copy comes to its row directly, and the receiver adds the others.
+//!   rows there; the receiver writes the copies to these rows. With a buffer of
+//!   [`EpPlan::zero_copy_recv`] the sender puts the first copy to its row directly, and the
+//!   receiver makes the other copies.
 //! - **combine**: each rank adds the expert outputs of a token in the order of its choices and
 //!   returns one row; the token's rank adds the rows in rank order.
 //! - **dispatch_bwd** is a combine with a weight gradient per copy; **combine_bwd** is a dispatch
@@ -16,7 +17,7 @@
 //!
 //! A handle's routing may be kept as bytes of the caller's: [`EpHandle::save`], [`EpHandle::load`].
 //!
-//! A token that names an expert twice gets two copies there.
+//! A token that names an expert twice gets two copies at it.
 //!
 //! # Where
 //! | | |

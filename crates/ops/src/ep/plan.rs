@@ -35,19 +35,19 @@ pub struct EpPlan {
     /// On a heap in device memory, made by `prepare`.
     pub(super) device: OnceLock<Used>,
     pub(super) part: HostPart,
-    /// On the host, set by `prepare`: no launch had written a word yet.
+    /// Set by `prepare` on the host, once it has cleared the words that carry launch numbers.
     pub(super) cleared: OnceLock<()>,
     /// Receive buffers that peers write to, in the order in which they were made.
     pub(super) direct: Mutex<Vec<Direct>>,
 }
 
-/// An output, and what it holds after a fault.
+/// An output, by the poison that it gets after a fault.
 enum Poison {
     /// Values: NaN.
     Value(Tensor),
     /// Indices: -1.
     Index(Tensor),
-    /// Counts: 0, so that what follows does nothing.
+    /// Counts: 0, so that operations behind it do nothing.
     Count(Tensor),
 }
 
@@ -57,7 +57,7 @@ impl Poison {
     }
 
     fn apply(&self) {
-        // Fails only while the caller touches the tensor: then there is nobody to protect.
+        // Fails only while the caller accesses the tensor: then no reader needs the poison.
         let _done = match self {
             // All bits set is NaN, and -1.
             Poison::Value(t) | Poison::Index(t) => t.poison(),
@@ -67,7 +67,7 @@ impl Poison {
 }
 
 impl EpPlan {
-    /// Returns what a layer takes on each rank.
+    /// Returns the memory that a layer takes on each rank.
     pub fn memory(desc: &EpDesc) -> EpMemory {
         let (at, k) = (Schedule::new(desc), desc.top_k);
         EpMemory {
@@ -86,14 +86,15 @@ impl EpPlan {
         Self::with_backend(desc, heap, usual(heap))
     }
 
-    /// As [`EpPlan::new`], through `backend` on CUDA devices. By NCCL a phase is sequential, and
-    /// moves `max_tokens` records between each two ranks whatever the routing: captured sizes
-    /// cannot change. Results have the same bits, but for those of a NaN.
+    /// Makes a plan as [`EpPlan::new`], with transport `backend` on CUDA devices. By NCCL a phase
+    /// is sequential, and moves `max_tokens` records between each two ranks whatever the routing,
+    /// because captured sizes cannot change. Results have the same bits, except the bits of a NaN.
     ///
-    /// With `fastest`, `prepare` runs routing, dispatch and combine of `max_tokens` tokens on every
-    /// rank, whose choices are spread over all experts, both ways, and takes what is faster for the
-    /// slowest rank; puts where there is no NCCL, and on the host. While it does, it takes the
-    /// memory of both ways and that of the received rows and expert outputs.
+    /// With `fastest`, `prepare` runs routing, dispatch and combine by puts and by NCCL, and takes
+    /// the one that is faster for the slowest rank. It uses `max_tokens` tokens on every rank,
+    /// whose choices are spread over all experts. Meanwhile it takes the memory of both, and that
+    /// of the received rows and expert outputs. On the host, and where NCCL is not there, the plan
+    /// uses puts.
     ///
     /// # Errors
     /// As [`EpPlan::new`]; `Unsupported` for NCCL on a heap of the host, and for puts between GPUs
@@ -102,8 +103,8 @@ impl EpPlan {
         Self::with_cut(desc, heap, backend, false)
     }
 
-    /// As [`EpPlan::new`], for tests: on the host, too, what a rank sends is cut into chunks as
-    /// small as those of devices. The same on all ranks.
+    /// Makes a plan as [`EpPlan::new`], for tests: on the host, too, a rank's records are cut into
+    /// chunks as small as those of devices. All ranks must use it alike.
     ///
     /// # Errors
     /// As [`EpPlan::new`].
@@ -151,9 +152,10 @@ impl EpPlan {
         Ok(Self { base, device, part, cleared, direct })
     }
 
-    /// Multiprocessors of a GPU that a phase may take (default: 32), at least one. Its blocks wait
-    /// for those of peers, so phases of several plans that ranks begin in different orders must fit
-    /// side by side. Ranks may differ. It means nothing on the host.
+    /// Sets the multiprocessors of a GPU that a phase may take (default: 32), at least one. A
+    /// phase's blocks wait for those of peers, so phases of several plans that ranks begin in
+    /// different orders must fit side by side. Ranks may use different numbers. It has no effect on
+    /// the host.
     #[must_use]
     pub fn with_num_sms(mut self, num: usize) -> Self {
         self.base.num_sms = num.max(1);
@@ -174,7 +176,7 @@ impl EpPlan {
         EpHandle::new(&self.base.desc, heap.team().rank().idx(), &heap.device())
     }
 
-    /// In words, what it takes and does.
+    /// Describes the plan as text: its memory and its transport.
     pub fn explain(&self) -> String {
         let (m, at) = (Self::memory(&self.base.desc), Schedule::new(&self.base.desc));
         let s = at.strides();
@@ -522,7 +524,7 @@ impl EpPlan {
         let ins = [("d_out", Some(d_out)), ("weights", w), ("y", y)];
         apart(&outs, &ins).map_err(op)?;
         let routing = handle.routing(d).map_err(op)?;
-        // With weights, or in another order, peers cannot write what `dy` is to hold.
+        // With weights, or in another order, peers cannot write the rows of `dy`.
         let straight = weighted.is_none() && matches!(d.layout, EpLayout::ExpertMajor { .. });
         let buffer = if straight { self.buffer_of(dy).map_err(op)? } else { 0 };
         let detail =

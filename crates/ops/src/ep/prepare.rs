@@ -1,4 +1,4 @@
-//! `prepare` of an expert-parallel layer, and what a launch takes of it.
+//! `prepare` of an expert-parallel layer, and its results for a launch.
 
 use tilewire_core::Result;
 use tilewire_device::Stream;
@@ -36,8 +36,8 @@ impl EpPlan {
         })
     }
 
-    /// No launch has written a word yet, whatever the memory was used for before. Peers launch once
-    /// all ranks have reached this point.
+    /// Clears the words that carry launch numbers: no launch has written one yet, but the memory
+    /// may have been used before. Peers launch only once all ranks have reached this point.
     fn clear_on_host(&self) {
         let core = &self.base.cores[0];
         if core.lane().is_some() || self.cleared.get().is_some() {

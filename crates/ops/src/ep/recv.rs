@@ -12,23 +12,24 @@ use super::{EpLayout, EpPlan, device};
 use crate::common::CollectiveBackend;
 
 impl EpPlan {
-    /// A receive buffer for [`EpDispatch::x`](super::EpDispatch::x), `[recv_rows, hidden]`, in
-    /// symmetric memory: rows of peers are received in place (zero copy), instead of to an area
-    /// from where they are laid out. Collective in program order: all ranks make the same buffers,
-    /// and dispatch into the same one at a time. Make one for each microbatch in flight; they live
-    /// as long as the plan. A dispatch takes the buffer over when its turn on the stream comes:
-    /// what used its rows must be queued before.
+    /// Makes a receive buffer for [`EpDispatch::x`](super::EpDispatch::x), `[recv_rows, hidden]`,
+    /// in symmetric memory: peers put rows to their final place (zero copy) instead of an area from
+    /// which the receiver copies them. Collective in program order: all ranks make the same
+    /// buffers, and dispatch into the same one at a time. Make one for each microbatch in flight;
+    /// they live as long as the plan. Peers may write to the buffer as soon as the dispatch begins
+    /// on its stream, so work that uses its rows must be queued before.
     ///
-    /// After a fault peers may still write to the buffer until their launches have ended, over its
-    /// poison: weights, row index and the error say that its rows are no result.
+    /// After a fault peers may still write to the buffer, over its poison, until their launches
+    /// have ended. The poison in weights and row index, and the error, show that its rows are no
+    /// result.
     ///
     /// # Errors
     /// `Exhausted` if the heap is too small; `Mismatch` if the ranks have not allocated alike;
     /// `Unsupported` for the flat layout, and through NCCL; `NotPrepared` if `prepare` has yet to
-    /// decide what rows go through.
+    /// choose the transport.
     pub fn zero_copy_recv(&self) -> Result<Tensor> {
         let d = &self.base.desc;
-        // A sender of flat rows does not know how many come before them.
+        // A sender of flat rows does not know how many rows of other ranks precede them.
         let knows = !matches!(d.layout, EpLayout::Flat { .. });
         let expected = "expert-major or rank-major rows, by puts";
         self.direct(knows, (d.dtype, d.recv_rows()), expected, None)
@@ -90,8 +91,8 @@ impl EpPlan {
             .seen(at))
     }
 
-    /// A receive buffer of `rows`, if a sender `knows` where its rows stay: new memory, or where
-    /// the caller says.
+    /// Makes a receive buffer of `rows`, if a sender `knows` the final place of its rows: in new
+    /// memory, or in the memory `given` by the caller.
     fn direct(
         &self,
         knows: bool,

@@ -2,17 +2,17 @@
 
 use super::EpDesc;
 
-/// A token that goes to a rank, and its copies there: `(choice, expert-major row)`.
+/// A token that is sent to a rank, and its copies there: `(choice, expert-major row)`.
 pub type Record = (usize, Vec<(usize, usize)>);
 
-/// Routing of one rank: what it sends, and what it will receive.
+/// Routing of one rank: the tokens that it sends, and the rows that it will receive.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Routing {
     /// Tokens of this rank.
     pub num_tokens: usize,
-    /// For each destination rank the tokens that go there, once each, in order, with their
-    /// copies: `(choice, expert-major row)`. Copies beyond the capacity are left out, and tokens
-    /// whose copies all are.
+    /// For each destination rank the tokens that are sent to it, once each, in order, with their
+    /// copies: `(choice, expert-major row)`. It leaves out copies beyond the capacity, and tokens
+    /// without any other copy.
     pub sends: Vec<Vec<Record>>,
     /// True number of copies for each of my experts, dropped ones included.
     pub counts: Vec<usize>,
@@ -38,7 +38,7 @@ fn aligned(len: usize, align: usize) -> usize {
     len.next_multiple_of(align)
 }
 
-/// Computes the routing of rank `me` from its own choices and everybody's counts
+/// Computes the routing of rank `me` from its own choices and the counts of all ranks
 /// (`counts[rank][expert]`), for a capacity of `capacity` rows on every rank.
 ///
 /// Expert-major: the experts of a rank in order, each starting at the aligned end of the one
@@ -52,7 +52,7 @@ pub fn route(
 ) -> Routing {
     let (size, k, align) = (desc.experts_per_rank.len(), desc.top_k, desc.layout.align());
     let total = |e: usize| counts.iter().map(|c| c[e] as usize).sum::<usize>();
-    // Row at which my copies of each expert begin, and who owns the expert.
+    // The first row of my copies of each expert, and the rank that owns the expert.
     let mut next = Vec::with_capacity(desc.num_experts());
     let mut owner = Vec::with_capacity(desc.num_experts());
     let mut r = Routing { num_tokens: idx.len() / k, ..Routing::default() };

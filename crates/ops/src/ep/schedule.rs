@@ -6,7 +6,7 @@
 //! for carries the number of its launch, so that nothing is cleared between launches. Kernels have
 //! the addresses and strides of `device/areas.rs` and the index arithmetic of
 //! `kernels/src/ep/layer.cuh`; `both_executors_leave_the_same_bytes` of `tests/gpu/layouts.rs`
-//! holds them equal to what the host does by the functions below.
+//! compares their results with the bytes that the host writes by the functions below.
 
 use std::ops::Range;
 
@@ -35,7 +35,8 @@ impl Cut {
         Self { chunk, slices: slices.clamp(1, most), chunks }
     }
 
-    /// A warp sends a chunk, and warps lay it out: few tokens go alone, and several share a row.
+    /// Returns the cut of a dispatch. One warp sends a chunk, and warps lay it out. With few tokens
+    /// a chunk is one token, and several warps share a row.
     pub fn push(d: &EpDesc) -> Self {
         let chunk = d.max_tokens.div_ceil(SEND_CHUNKS).max(1);
         let warps = 116 * EP_MOVERS as usize / 32;
@@ -43,16 +44,17 @@ impl Cut {
         Self::of(d, chunk, warps / parts)
     }
 
-    /// Small chunks, so that they return in order and are added while others travel. In the
-    /// portable kernel a block returns one, and its warps share rows if there are few.
+    /// Returns the cut of a combine: small chunks, so that they return in order and are added while
+    /// later ones travel. In the portable kernel a block returns one chunk, and its warps share
+    /// rows if there are few.
     pub fn returns(d: &EpDesc) -> Self {
         let pairs = d.max_tokens * d.experts_per_rank.len();
         let chunk = pairs.div_ceil(RETURN_CHUNKS).clamp(1, EP_RETURN_TOKENS as usize);
         Self::of(d, chunk, 32usize.div_ceil(chunk))
     }
 
-    /// All tokens of a rank arrive at once: on the host, whose one worker sends everything before
-    /// it waits for anything.
+    /// Returns the cut of the host, one chunk for all tokens of a rank: its one worker sends
+    /// everything before it waits for records.
     pub fn whole(d: &EpDesc) -> Self {
         Self { chunk: d.max_tokens.max(1), slices: 1, chunks: 1 }
     }
@@ -71,8 +73,8 @@ pub(super) enum Area {
     Returns,
 }
 
-/// A copy of a token as its metadata have it. A record has those that carry the number of this
-/// launch, the first ones: what stands behind them is of earlier launches.
+/// A copy of a token, as it is in the metadata. The copies of a record are its first ones, as many
+/// as carry the number of this launch; the ones behind them are of earlier launches.
 #[derive(Clone, Copy, PartialEq, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Copy16 {
@@ -86,7 +88,8 @@ pub(super) struct Copy16 {
 const COPY: usize = size_of::<Copy16>();
 const _: () = assert!(COPY == 16, "as `TwCopy` of the kernels");
 
-/// Bytes from record to record: copies and scales, payload, and what returns.
+/// Bytes from record to record: of the metadata (copies and scales), of the rows, and of the
+/// returns.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Strides {
     pub meta: usize,
@@ -94,7 +97,7 @@ pub(super) struct Strides {
     pub returns: usize,
 }
 
-/// Pieces of 16 bytes, so that whole rows are copied in such.
+/// Returns the strides: multiples of 16, so that rows are copied in units of 16 bytes.
 pub(super) fn strides(d: &EpDesc) -> Strides {
     let up = |bytes: usize| bytes.next_multiple_of(16);
     Strides {
@@ -139,13 +142,14 @@ impl Schedule {
         self.size * self.max_tokens
     }
 
-    /// Returns what token `token` of rank `src` carries.
+    /// Returns the number of the record of token `token` of rank `src`.
     pub fn record(&self, src: usize, token: usize) -> usize {
         src * self.max_tokens + token
     }
 
-    /// Counts of `writer` in launch `launch`, a word for each expert: two buffers in turn. Who
-    /// writes the next has everybody's of this one, so that everybody has read the one before.
+    /// Returns the place of the counts of `writer` in launch `launch`, a word for each expert: two
+    /// buffers in turn. A rank that writes the counts of the next launch has those of all ranks of
+    /// this one, so all ranks have read the counts of the launch before.
     pub fn counts(&self, launch: u64, writer: usize) -> usize {
         ((launch & 1) as usize * self.size + writer) * self.count_bytes()
     }
@@ -160,17 +164,17 @@ impl Schedule {
         2 * self.size * self.count_bytes()
     }
 
-    /// The payload of a record in the buffer of tokens.
+    /// Returns the place of a record's row in the buffer of tokens.
     pub fn row(&self, record: usize) -> usize {
         record * self.strides.row
     }
 
-    /// The copies of a record, behind the rows of all.
+    /// Returns the place of a record's copies, behind the rows of all records.
     pub fn meta(&self, record: usize) -> usize {
         self.row(self.records()) + record * self.strides.meta
     }
 
-    /// The scales of a record, behind its copies.
+    /// Returns the place of a record's scales, behind its copies.
     pub fn scales(&self, record: usize) -> usize {
         self.meta(record) + COPY * self.top_k
     }
@@ -180,12 +184,13 @@ impl Schedule {
         self.meta(self.records())
     }
 
-    /// The row that answers a record, in the buffer of returns of the rank that sent it.
+    /// Returns the place of the row that answers a record, in the buffer of returns of the rank
+    /// that sent the record.
     pub fn returned(&self, record: usize) -> usize {
         record * self.strides.returns
     }
 
-    /// The gradients of weights at the end of a record that returns.
+    /// Returns the place of the gradients of weights, at the end of a record that returns.
     pub fn grads(&self, record: usize) -> usize {
         self.returned(record + 1) - 4 * self.top_k
     }
@@ -209,25 +214,25 @@ impl Schedule {
         usize::from(area == Area::Returns) * self.flags + 8 * word
     }
 
-    /// The credit of `writer`: the last launch whose records it has read. Behind the credits lie
-    /// the numbers of launch and receive buffer of each rank, which devices use: the host says both
-    /// by the fingerprint of the launch.
+    /// Returns the place of the credit of `writer`: the last launch whose records it has read.
+    /// Behind the credits are the numbers of launch and receive buffer of each rank, which devices
+    /// use; on the host the fingerprint of the launch covers both.
     pub fn credit(&self, area: Area, writer: usize) -> usize {
         self.flag(area, writer)
     }
 
-    /// The arrival of chunk `c` of `writer`.
+    /// Returns the place of the arrival of chunk `c` of `writer`.
     pub fn arrival(&self, area: Area, cut: &Cut, writer: usize, c: usize) -> usize {
         self.flag(area, 2 * self.size + writer * cut.chunks + c)
     }
 
-    /// All ranks from the next one on, `me` last: as writers visit them.
+    /// Returns all ranks from the next one on, `me` last: the order in which writers visit them.
     pub fn ranks(&self, me: usize) -> impl Iterator<Item = usize> + use<> {
         let size = self.size;
         (1..=size).map(move |i| (me + i) % size)
     }
 
-    /// `(chunk, rank)` in the order in which they are returned and received.
+    /// Returns `(chunk, rank)` in the order in which a rank returns and receives them.
     pub fn visits(&self, me: usize, cut: &Cut) -> impl Iterator<Item = (usize, usize)> + use<> {
         let this = *self;
         (0..cut.chunks).flat_map(move |c| this.ranks(me).map(move |r| (c, r)))
@@ -241,8 +246,8 @@ mod tests {
     use super::*;
     use crate::ep::EpLayout;
 
-    /// Every token is in a chunk, no chunk is larger than the kernels can hold, and its flags
-    /// are within their area; for as many ranks as there may be.
+    /// Checks that every token is in a chunk, that no chunk is larger than the kernels can hold,
+    /// and that its flags are within their area, for up to the most ranks of a team.
     #[test]
     fn cuts_hold_every_token_and_have_flags() {
         for size in [1, 2, 3, 5, 8, 16, 33, Team::MAX_SIZE] {
@@ -264,8 +269,8 @@ mod tests {
         }
     }
 
-    /// No two places of a layer lie on each other, none lies outside of its buffer, and all are
-    /// aligned.
+    /// Checks that no two places of a layer overlap, that none is outside of its buffer, and that
+    /// all are aligned.
     #[test]
     fn places_are_apart() {
         for (k, num_scales, hidden) in [(1, 0, 5), (2, 1, 12), (8, 56, 7), (32, 0, 3)] {

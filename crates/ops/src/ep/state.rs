@@ -1,11 +1,12 @@
 //! A handle saved as bytes of the caller's.
 //!
-//! A framework that schedules by data alone (XLA) keeps no objects beside its arrays: there the
-//! routing of a microbatch is an array that dispatch writes and that every later phase reads, so
-//! that it may be kept, recomputed and carried through loops as other values are.
+//! A framework that schedules by data alone (XLA) keeps no objects beside its arrays. There the
+//! routing of a microbatch is an array that dispatch writes and every later phase reads, so that
+//! XLA can keep it, recompute it and carry it through loops as any other value.
 //!
 //! The bytes begin with `m_splits` (i64 for each local expert), `total`, `dropped` (i64) and
-//! `row_index` (i32 for each row of the capacity); what follows is private to the backend.
+//! `row_index` (i32 for each row of the capacity); the bytes behind them are private to the
+//! backend.
 
 use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::cuda::CudaMemory;
@@ -99,8 +100,8 @@ impl EpHandle {
         front(desc) + host.max(device)
     }
 
-    /// Copies what the handle holds to `to`, `[state_bytes]` u8: on a device in the order of
-    /// `stream`; on the host what is there now, so wait for the dispatch first.
+    /// Copies the contents of the handle to `to`, `[state_bytes]` u8: on a device in the order of
+    /// `stream`; on the host at once, so wait for the dispatch first.
     ///
     /// # Errors
     /// `InvalidArgument` for another tensor; what the device reports.
@@ -137,9 +138,9 @@ impl EpHandle {
         })
     }
 
-    /// Holds from now on what `from` says, which [`EpHandle::save`] of a handle of such a layer has
-    /// written on this rank, for `tokens` tokens: on a device in the order of `stream`; on the host
-    /// at once.
+    /// Loads the contents of the handle from `from`, which [`EpHandle::save`] of a handle of an
+    /// equal layer has written on this rank for `tokens` tokens: on a device in the order of
+    /// `stream`; on the host at once.
     ///
     /// # Errors
     /// `InvalidArgument` for another tensor; `Corrupt` for bytes that are no state.
@@ -160,7 +161,7 @@ impl EpHandle {
             *self.state() = new;
         }
         self.set_tokens(tokens, self.desc().capacity);
-        // Equal on all ranks; which routing it is, the bytes say.
+        // Equal on all ranks; the bytes identify the routing.
         self.set_routing(1);
         Ok(())
     }
@@ -225,7 +226,8 @@ mod tests {
     use super::*;
     use crate::ep::{EpDispatch, EpPlan};
 
-    /// A combine on another plan, whose handle was loaded, does what one on the first does.
+    /// Checks that a combine on another plan, whose handle was loaded, gives the result of the
+    /// first plan.
     #[test]
     fn a_phase_of_another_plan_goes_on_with_the_saved_state() {
         const TOKENS: usize = 7;

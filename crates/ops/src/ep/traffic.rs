@@ -34,9 +34,9 @@ fn link(records: usize, pieces: usize, bytes: usize, chunks: usize) -> LinkTraff
 }
 
 impl EpPlan {
-    /// Returns what one launch of each phase moves from this rank to each peer under the routing
-    /// that `handle` holds; into a receive buffer as much as into another tensor. What returns
-    /// is known once a dispatch has run.
+    /// Returns the traffic of one launch of each phase from this rank to each peer, under the
+    /// routing that `handle` holds. A receive buffer does not change it. The traffic of combine and
+    /// dispatch backward is known once a dispatch has run.
     ///
     /// # Errors
     /// `NotPrepared` if the handle has no routing yet; `Unsupported` on devices.

@@ -32,18 +32,18 @@ pub(crate) fn launch(
 pub(crate) struct Used(OnceLock<(Option<Provider>, String)>);
 
 impl Used {
-    /// Returns who carries out launches as a whole; none if the schedule does.
+    /// Returns the provider that carries out whole launches; `None` if the schedule does.
     pub fn provider(&self) -> Option<&Provider> {
         self.0.get().and_then(|(p, _)| p.as_ref())
     }
 
-    /// In words.
+    /// Returns the choice and its reason as text.
     pub fn text(&self) -> Option<&str> {
         self.0.get().map(|(_, text)| text.as_str())
     }
 
-    /// Collective: decides what a prepared plan goes through. Whatever is taken has run once, so
-    /// that no launch connects or loads.
+    /// Collective: chooses between puts and NCCL for a prepared plan. A chosen provider has run
+    /// once, so that no launch connects or loads.
     pub fn decide(
         &self,
         on: &OnDevice<'_>,
@@ -74,7 +74,8 @@ impl Used {
                 return Ok(());
             }
         };
-        // Only this rank knows that something failed here, and the others are about to meet it.
+        // Only this rank knows of a failure here, and its peers are about to meet it: it must fail
+        // the team.
         let provider = Provider::Nccl(nccl.clone());
         let time = |by| scratch.time(on, stream, by).map_err(|e| core.team().fail(e));
         let by_nccl = time(Some(&provider))?;

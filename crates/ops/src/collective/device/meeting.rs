@@ -1,9 +1,9 @@
 //! A collective as one kernel that meets the other ranks itself: `collective/sm90_collective.cu`.
 //!
-//! Every rank pushes pieces of its parts with a flag behind each, and takes in what arrives as it
-//! arrives, so that neither a second meeting nor the taking in costs time of its own. A flag holds
-//! the number of its launch; the end of a launch grants the memory for the next one. A launch that
-//! goes another way grants it behind itself.
+//! Every rank pushes the pieces of its parts with a flag behind each, and copies or adds pieces of
+//! other ranks as they arrive. So neither a second meeting nor the copies out cost time of their
+//! own. A flag holds the number of its launch; the end of a launch grants the memory for the next
+//! one. A launch that goes another way queues that grant behind itself.
 
 use std::sync::Arc;
 
@@ -25,9 +25,9 @@ use crate::collective::{CollectiveDesc, CollectiveKind, ReduceOp};
 use crate::common::cuda::{load, mantissa, workspace};
 use crate::common::lanes::{Lane, Lanes, Poison, poison_of};
 
-/// Multiprocessors that a launch takes at most: four plans that wait for different ranks run at
-/// once, or two of large sums (on 132). A launch goes on with one of them, if slowly, so that a
-/// large sum may ask for more.
+/// The most multiprocessors of a launch. Of 132, four plans that wait for different ranks fit at
+/// once, or two of large sums. A launch also makes progress, if slowly, with a single one, so that
+/// a large sum may ask for more.
 const NUM_SMS: u32 = 32;
 const NUM_SMS_OF_SUMS: u32 = 64;
 /// Vectors above this size are large.
@@ -37,11 +37,12 @@ const SHARED_BYTES: u32 = (COLLECTIVE_WARPS * COLLECTIVE_PIECE
     + COLLECTIVE_SEND * COLLECTIVE_STAGES * COLLECTIVE_CHUNK) as u32;
 const STATIC_BYTES: u32 = 2048;
 const THREADS: u32 = 32 * COLLECTIVE_WARPS as u32;
-/// Pieces of a part that is not large, and what their bytes are a multiple of.
+/// Pieces of a part that is not large, and the unit of which their bytes are a multiple.
 const FEW_PIECES: usize = 128;
 const STEP: usize = 1024;
-/// Most bytes of such a piece, of one of a larger part, and of one where each rank is sent bytes of
-/// its own and all of them are at least so many: the fence before a flag is paid once for so much.
+/// The most bytes of a piece of such a part, and the bytes of a piece of a larger one. `MOST` is
+/// for ranks that send different bytes to each peer: the bytes of a piece, and the least bytes in
+/// all for which it applies. A piece costs one fence before its flag.
 const FEW_BYTES: usize = 2 * COLLECTIVE_PIECE as usize;
 const MORE_BYTES: usize = 4 * COLLECTIVE_PIECE as usize;
 const MOST: (usize, usize) = (8 * COLLECTIVE_PIECE as usize, 40 << 20);
@@ -67,17 +68,18 @@ fn piece_bytes(kind: &CollectiveKind, part: usize, peers: usize) -> usize {
     }
 }
 
-/// Bytes that are added at a time, of such a piece.
+/// Returns the bytes of a piece that are added at a time.
 fn slice_bytes(piece: usize) -> usize {
     (piece / 2).min(COLLECTIVE_PIECE as usize)
 }
 
-/// Flags of parts of at most `part` bytes: as many as there are slices.
+/// Returns the number of flags of parts of at most `part` bytes: one for each slice.
 fn pieces(part: usize) -> usize {
     (2 * FEW_PIECES).max(part.div_ceil(COLLECTIVE_PIECE as usize))
 }
 
-/// The most rows that a launch of all-reduce sends whole: none where this kernel never does it.
+/// Returns the most rows that a launch of all-reduce sends whole: 0 where this kernel never does
+/// so.
 pub(crate) fn most_whole_rows(desc: &CollectiveDesc, size: usize) -> usize {
     let row = desc.cols * desc.dtype.size();
     let fits = is_whole(row) && (2..=COLLECTIVE_RANKS).contains(&size);
@@ -103,8 +105,8 @@ pub(crate) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
     8 * size * (1 + 2 * pieces(part))
 }
 
-/// True if the devices and the rows are such that one kernel can do it. Equal on all ranks of like
-/// devices.
+/// Returns whether devices and rows allow one kernel. The answer is equal on all ranks whose
+/// devices are of one kind.
 pub(crate) fn is_possible(desc: &CollectiveDesc, lane: &Lane, size: usize) -> Result<bool> {
     let (ctx, row) = (lane.context(), desc.cols * desc.dtype.size());
     let fits = ctx.max_shared_bytes()? >= SHARED_BYTES + STATIC_BYTES;
@@ -146,7 +148,8 @@ impl Meeting {
         for r in Rank::all(size) {
             at[r.idx()] = team.addr(r, flags.range(0, len), len)?;
         }
-        // No launch has written a word yet, whatever the memory was used for before.
+        // Clears the flags: no launch has written one yet, but the memory may have been used
+        // before.
         let main = stream.cuda()?;
         here.clear(main, flags.range(0, len), len)?;
         main.synchronize_until(None)?;
@@ -174,7 +177,7 @@ impl Meeting {
         l.main.hold(|| Arc::new((self.state.clone(), l.here.heap().clone())));
     }
 
-    /// Grants what the launch before it has read, which went another way.
+    /// Queues the grant behind a launch that went another way: it has read its staging.
     pub fn leave(&self, l: &Lanes<'_>, base: &Base) -> Result<()> {
         self.hold(l);
         let param = self.param(base);
@@ -239,7 +242,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Returns what comes to `area` to the output.
+    /// Returns the copies to the output of the rows that arrive in `area`.
     fn takes(
         &self,
         p: &mut TwCollective,
@@ -258,7 +261,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The sum of my rows, to row `at` of the output, and of `then` to the others.
+    /// Returns the sum of my rows: to row `at` of the output and, with `then`, to the staging of
+    /// the other ranks.
     fn total(
         &self,
         phase: &Phase,

@@ -1,8 +1,8 @@
 //! Collectives on CUDA devices by NCCL: one call where shards are even, a group of calls where they
 //! are not.
 //!
-//! A launch enters as every launch does: NCCL's kernels know no deadline, so the ranks must have
-//! met before one of them spins.
+//! A launch enters as every launch does: NCCL's kernels have no deadline, so the ranks must have
+//! met before one of these kernels spins.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ pub(super) fn launch(
     core.pending(out.clone(), at)
 }
 
-/// Returns what this rank calls, all of it as one group.
+/// Returns the calls of this rank, which are one group.
 fn calls(
     desc: &CollectiveDesc,
     me: Rank,
@@ -81,7 +81,8 @@ fn calls(
     }
 }
 
-/// All ranks' rows (`cols` elements of `elem` bytes each): mine at `x`, those of all at `out`.
+/// Returns the calls that gather all ranks' rows (`cols` elements of `elem` bytes each): from `x`
+/// on each rank to `out`.
 pub(crate) fn gather(
     me: Rank,
     rows: &[usize],
@@ -100,7 +101,7 @@ pub(crate) fn gather(
     roots(rows).map(one).collect()
 }
 
-/// The sum of all ranks' `x`, of which rank `i` gets `rows[i]` rows.
+/// Returns the calls that add `x` over all ranks and give rank `i` its `rows[i]` rows of the sum.
 pub(crate) fn scatter(
     me: Rank,
     rows: &[usize],
@@ -156,7 +157,7 @@ mod tests {
         Rank::all(size).map(of).collect()
     }
 
-    /// Element, and number of elements, of what is received at `dst`.
+    /// Returns the elements that are received at `dst`.
     fn place(dst: u64, count: usize) -> Range<usize> {
         let first = ((dst - (1 << 40)) / 4) as usize;
         first..first + count

@@ -18,7 +18,7 @@ use crate::common::lanes::{Lane, Lanes, Poison, Slots};
 use crate::common::moves::Mover;
 use crate::common::reduce::{Reducer, Sum};
 
-/// Shards from this size on are taken in one by one, as they arrive, instead of all at the end.
+/// Shards from this size on are copied out one by one, as they arrive, instead of all at the end.
 const ONE_BY_ONE_BYTES: usize = 1 << 20;
 
 /// The kernels that `prepare` makes.
@@ -52,7 +52,7 @@ struct Run<'a> {
     base: &'a Base,
     p: &'a Prepared,
     row: usize,
-    /// Kernels move it.
+    /// Kernels move the rows; otherwise copy engines do.
     small: bool,
 }
 
@@ -94,7 +94,7 @@ impl Run<'_> {
         t.slice(rows.start * self.row, rows.len() * self.row)
     }
 
-    /// Copy lane: rows of `from` to each peer with the flag behind them, peers in rotated order.
+    /// Copy lane: puts rows of `from` to each peer, in rotated order, a flag behind them.
     fn push(
         &self,
         (phase, permit): (&Phase, &Permit),
@@ -111,7 +111,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Rows of `from` to each peer by one kernel, and what stays here to `own`.
+    /// Writes rows of `from` to each peer by one kernel, and this rank's own part to `own`.
     fn write(
         &self,
         phase: &Phase,
@@ -136,7 +136,7 @@ impl Run<'_> {
         self.p.mover.launch(self.l, &copies)
     }
 
-    /// Returns what came to the output by one kernel.
+    /// Copies the received rows to the output by one kernel.
     fn take(&self, phase: &Phase, to: &CudaMemory, staging: &SymBuf) -> Result<()> {
         let copy = |r: &Recv| {
             let part = self.rows(to, &r.out)?;
@@ -147,15 +147,16 @@ impl Run<'_> {
         self.p.mover.launch(self.l, &copies)
     }
 
-    /// Everybody has written.
+    /// Meets the peers: all ranks have written.
     fn meet(&self, signals: &Signals) -> Result<()> {
         let slot = signals.slot(DATA);
         let meeting = Enter { credit: slot, tag: 0, first: slot, num: 0 };
-        // Nothing is put behind this meeting under its permit.
+        // No put behind this meeting uses its permit.
         self.l.net.enter(self.l.main, &meeting).map(|_permit| ())
     }
 
-    /// Everybody's parts to their owners, and the owner's wait for all.
+    /// Sends my terms of each owner's rows to it, and waits for the terms of my own rows from all
+    /// ranks.
     fn scatter(&self, phase: &Phase, from: &CudaMemory) -> Result<()> {
         if self.small {
             self.write(phase, from, &self.base.staging, None)?;
@@ -216,8 +217,9 @@ impl Run<'_> {
         self.l.main.copy_memory(&dst, &src)
     }
 
-    /// Takes in what arrived. Large parts one by one, in the order in which they arrive: while rank
-    /// me + i is sent to, rank me - i sends to me.
+    /// Waits for the peers' rows and copies them to the output. It takes large parts one by one, in
+    /// the order in which they arrive: while this rank sends to rank me + i, rank me - i sends to
+    /// this rank.
     fn collect(
         &self,
         phase: &Phase,
@@ -247,7 +249,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Adds everybody's part of my rows and stores them at row `at` of the output.
+    /// Adds all ranks' terms of my rows and stores the sums at row `at` of the output.
     fn reduce(
         &self,
         phase: &Phase,

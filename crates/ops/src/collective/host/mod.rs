@@ -95,7 +95,7 @@ impl Run {
         })?
     }
 
-    /// Waits for each source and copies what came to the output.
+    /// Waits for each source and copies its rows to the output.
     fn collect(&self, phase: &Phase, staging: &SymBuf, signals: &Signals) -> Result<()> {
         let (Launch { ctx, net, .. }, row) = (&self.launch, self.row_bytes());
         for r in &phase.recvs {
@@ -108,7 +108,7 @@ impl Run {
         Ok(())
     }
 
-    /// Adds everybody's part of my rows, in rank order, in f32, and rounds once.
+    /// Adds all ranks' terms of my rows, in rank order, in f32, and rounds once.
     fn reduce(&self, op: ReduceOp) -> Result<()> {
         let (Launch { ctx, net, .. }, row) = (&self.launch, self.row_bytes());
         let dtype = self.desc.dtype;

@@ -1,4 +1,4 @@
-//! A launch through NCCL: what it exchanges before and behind the arithmetic (`nccl.rs`).
+//! The exchanges of a launch through NCCL, before and behind the arithmetic (`nccl.rs`).
 
 use tilewire_core::{Rank, Result};
 use tilewire_device::Tensor;
@@ -13,7 +13,7 @@ use crate::cp_attention::pieces::{GATHER, Piece, Pieces};
 use crate::cp_attention::schedule::Schedule;
 
 impl DeviceRun<'_> {
-    /// A list from what begins at `src` (where the pieces' buffer would begin) to `dst`.
+    /// Returns the list of pieces from `src`, where their buffer would begin, to `dst`.
     fn list(&self, src: u64, dst: u64, f: impl Fn(&Pieces<'_>) -> Vec<Piece>) -> List {
         let of = |(r, sched): (usize, &Option<Schedule>)| {
             let me = Rank::new(r as u32);
@@ -36,7 +36,7 @@ impl DeviceRun<'_> {
         unsafe { n.run((self.main(), self.me()), lists, &keep) }
     }
 
-    /// Keys of all ranks, and where heads are traded what my group has for mine.
+    /// Exchanges the keys of all ranks and, where heads are traded, my group's rows of my heads.
     pub fn bring_by_nccl(&self, n: &Exchange, saved: Option<&AttnSaved>) -> Result<()> {
         let (s, m, x) = (self.s, &self.op.p.memory, self.x);
         if s.strategy == Strategy::AllGather {
@@ -116,8 +116,7 @@ impl DeviceRun<'_> {
     }
 }
 
-/// Returns the address at which a buffer begins whose tensor `t` is `at` bytes behind its
-/// beginning.
+/// Returns the first address of a buffer in which tensor `t` would be at byte `at`.
 fn begins(t: &Tensor, at: usize) -> Result<u64> {
     Ok(t.cuda()?.addr().wrapping_sub(at as u64))
 }

@@ -15,7 +15,7 @@ use crate::quant::device::{Narrow, Widen};
 /// Refuses heads that no kernel quantises.
 ///
 /// # Errors
-/// `Unsupported`, with what to use instead.
+/// `Unsupported`, with an alternative as its hint.
 pub(in crate::cp_attention) fn check(d: &CpAttentionDesc) -> Result<()> {
     let narrows = d.fp8_kv && !d.attn.dtype.is_fp8() || d.dkv_wire.is_fp8();
     let dim = d.attn.dqk.max(d.attn.dv);

@@ -9,13 +9,13 @@ use crate::cp_attention::launch::{KEYS, MEET_KEYS};
 use crate::cp_attention::pieces::AREA;
 
 impl DeviceRun<'_> {
-    /// Gets what was published to memory of mine, on the copy stream.
+    /// Gets the published keys to private memory, on the copy stream.
     pub(super) fn get_keys(&self, with_own: bool) -> Result<()> {
         self.transfers().get_keys(self.l.side, &mut self.op.p.memory.keys.clone(), with_own)
     }
 
-    /// Begins to bring the keys of others, on the copy stream; in the backward pass my own go to
-    /// their place among all.
+    /// Queues the transfers of the other ranks' keys on the copy stream. In the backward pass it
+    /// also copies my own keys to their place among all.
     pub(super) fn begin_keys(&self, backward: bool) -> Result<()> {
         let (t, own, side) = (self.transfers(), self.own_keys()?, self.l.side);
         match self.s.strategy {
@@ -42,7 +42,7 @@ impl DeviceRun<'_> {
         }
     }
 
-    /// Those rows of the keys of all ranks.
+    /// Returns these rows of the keys of all ranks.
     fn dense(&self, rows: std::ops::Range<usize>) -> Result<Vec<CudaMemory>> {
         let row = |bytes: &usize| self.s.hkv * bytes;
         let part =
@@ -50,8 +50,8 @@ impl DeviceRun<'_> {
         self.op.p.memory.keys.iter().zip(&self.s.wire).map(part).collect()
     }
 
-    /// Returns what comes from here on finds the keys of all ranks at the addresses that it
-    /// returns, as the kernels read them.
+    /// Waits for the keys, and returns the addresses at which kernels behind this point read the
+    /// keys of all ranks.
     pub(super) fn end_keys(&self) -> Result<(u64, u64)> {
         let (s, m) = (self.s, &self.op.p.memory);
         if s.strategy != Strategy::AllGather {

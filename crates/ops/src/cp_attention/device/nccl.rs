@@ -1,10 +1,10 @@
 //! The lists of pieces by NCCL: rows from each rank to each, as sends and receives of one group.
 //!
-//! NCCL moves runs of bytes. Rows that do not lie one behind the other are packed into a workspace
-//! before they are sent, and unpacked where they are wanted. Each rank computes the lists of all,
-//! so that whoever owns rows knows who wants them: nothing is published, and no sizes travel.
-//! Nothing overlaps with arithmetic: this is the baseline, and the way where peers' memory cannot
-//! be read.
+//! NCCL moves runs of bytes. Rows that are not contiguous are packed into a workspace before they
+//! are sent, and unpacked at the receiver. Each rank computes the lists of all ranks, so the owner
+//! of rows knows which ranks need them: nothing is published, and no sizes travel. No exchange
+//! overlaps with arithmetic. This is the baseline, and the transport where peers' memory cannot be
+//! read.
 
 use tilewire_core::{DType, Error, Rank, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaStream, NcclOp};
@@ -31,8 +31,8 @@ pub(super) struct Rows {
     pub rows: usize,
 }
 
-/// The pieces that move from tensors that begin at `src` on their ranks to one that begins at `dst`
-/// here: those that this rank wants, and those that every rank wants.
+/// The pieces that move from tensors at `src` on their ranks to a tensor at `dst` here: the pieces
+/// of this rank, and the pieces of every rank.
 pub(super) struct List {
     pub src: u64,
     pub dst: u64,
@@ -96,10 +96,10 @@ pub(super) fn trip(me: Rank, lists: &[List], (send_at, recv_at): (u64, u64)) -> 
     t
 }
 
-/// Refuses what is not exchanged by NCCL.
+/// Refuses descriptions and strategies that NCCL does not carry out.
 ///
 /// # Errors
-/// `Unsupported`, with what to use instead.
+/// `Unsupported`, with an alternative as its hint.
 pub(in crate::cp_attention) fn check(
     d: &CpAttentionDesc,
     strategy: Option<Strategy>,
@@ -166,7 +166,7 @@ impl Exchange {
         hold(main, [self.send.clone(), self.recv.clone()]);
         // SAFETY: as above.
         let queued = unsafe { self.nccl.exchange(main, &calls) };
-        // Only this rank knows that it failed, and the others wait for it.
+        // Only this rank knows that it failed, and its peers wait for it.
         queued.map_err(|e| core.team().fail(e))
     }
 

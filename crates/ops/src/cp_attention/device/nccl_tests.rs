@@ -7,8 +7,8 @@ use super::{List, Rows, packed_bytes, trip};
 use crate::cp_attention::pieces::tests::{Buffer, carry_out, worlds};
 use crate::cp_attention::pieces::{Piece, Pieces};
 
-/// Memory of a rank as an exchange sees it: what it has, what it fills, and the two workspaces,
-/// each from a multiple of 2^28 on.
+/// Memory of a rank in an exchange: its source, its destination and the two workspaces, each from a
+/// multiple of 2^28 on.
 struct Regions([Buffer; 4]);
 
 impl Regions {
@@ -45,8 +45,8 @@ const LISTS: [ListOf; 8] = [
     |p| p.parts()[1].clone(),
 ];
 
-/// Sends and receives of two lists in one exchange bring what gets would have brought, and the
-/// workspaces hold it.
+/// Checks that the sends and receives of two lists in one exchange deliver the rows that gets would
+/// deliver, and that they fit the workspaces.
 #[test]
 fn sends_and_receives_do_what_gets_do() {
     worlds(|w| {

@@ -17,7 +17,7 @@ use crate::cp_attention::desc::{CpAttentionDesc, Layout};
 use crate::cp_attention::pieces::Sizes;
 
 /// Strategies that `prepare` may choose on devices. Each device is one hop away from every other,
-/// so a ring sends the same bytes over fewer links: it is there for who asks for it.
+/// so a ring sends the same bytes over fewer links. It is used only if the caller asks for it.
 pub(in crate::cp_attention) fn may_choose(s: Strategy) -> bool {
     s != Strategy::Ring
 }
@@ -33,7 +33,7 @@ pub(super) struct Memory {
     pub delta: CudaMemory,
     /// Parts of dk and dv of my rows.
     pub slots: CudaMemory,
-    /// Results over my own keys and over those of others, and their lse.
+    /// Results over my own keys and over the other ranks' keys, and their lse.
     pub outs: CudaMemory,
     pub lses: CudaMemory,
 }

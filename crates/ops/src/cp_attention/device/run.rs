@@ -1,10 +1,11 @@
 //! One launch on a device: copies by copy engines, the kernels of `attention`.
 //!
-//! A launch is: enter (everybody's buffers are free), publish what peers need in my own chunk, meet
-//! (everybody has), get what I need, attend, publish what others own, meet, get what I own
-//! (`transfers.rs`). Where heads are not traded, the arithmetic begins with my own keys while those
-//! of others come, and parts of dk and dv travel while dq is made. Through NCCL (`nccl.rs`) nothing
-//! is published: one exchange stands before the arithmetic, and one behind it.
+//! A launch enters (the buffers of all ranks are free), publishes the rows that peers need in its
+//! own chunk, meets (all ranks have published), gets the rows that it needs, computes attention,
+//! publishes results of rows that peers own, meets again, and gets the results of its own rows
+//! (`transfers.rs`). Where heads are not traded, the arithmetic begins with the rank's own keys
+//! while the other keys travel, and parts of dk and dv travel while dq is made. Through NCCL
+//! (`nccl.rs`) nothing is published: one exchange precedes the arithmetic, and one follows it.
 
 use tilewire_core::{Error, Rank, Result};
 use tilewire_device::cuda::{CudaMemory, CudaStream};
@@ -71,7 +72,7 @@ pub(in crate::cp_attention) fn launch(
     })
 }
 
-/// Checks that the tensors of a launch lie on the device of `stream`.
+/// Checks that the tensors of a launch are on the device of `stream`.
 pub(in crate::cp_attention) fn together(
     stream: &Stream,
     x: &AttnInputs,
@@ -124,7 +125,7 @@ impl DeviceRun<'_> {
         Pieces { sizes: self.s, sched: self.op.sched, me: self.me() }
     }
 
-    /// Heads are traded: my queries are those of my group.
+    /// Returns whether heads are traded: then I compute the queries of my group.
     pub fn scatters(&self) -> bool {
         self.s.inner > 1
     }
@@ -156,7 +157,7 @@ impl DeviceRun<'_> {
         self.publish(buffer, at, &t.cuda()?)
     }
 
-    /// Everybody has published.
+    /// Meets the peers: all ranks have published.
     pub(super) fn meet(&self, slot: usize) -> Result<()> {
         self.transfers().meet(self.main(), slot)
     }
@@ -175,9 +176,9 @@ impl DeviceRun<'_> {
         self.transfers().get(stream, buffer, pieces, &mut to.clone())
     }
 
-    /// Brings the keys of all ranks and the queries of my group, where heads are traded, and
-    /// returns `base` with the addresses, strides and heads of what this rank computes. `saved` is
-    /// given in the backward pass.
+    /// Queues the transfers of the keys of all ranks and, where heads are traded, of my group's
+    /// queries. Returns `base` with the addresses, strides and heads of this rank's arithmetic.
+    /// `saved` is given in the backward pass.
     fn bring(&self, base: TwAttn, saved: Option<&AttnSaved>) -> Result<TwAttn> {
         let (s, m) = (self.s, &self.op.p.memory);
         match &self.op.p.nccl {
@@ -232,7 +233,7 @@ impl DeviceRun<'_> {
         self.l.join()
     }
 
-    /// Returns what my group and the owners of my heads need of mine.
+    /// Publishes the rows of mine that my group and the ranks of my heads need.
     fn publish_all(&self, saved: Option<&AttnSaved>) -> Result<()> {
         let (s, x) = (self.s, self.x);
         self.transfers().publish_keys(self.main(), &self.own_keys()?)?;
@@ -264,7 +265,8 @@ impl DeviceRun<'_> {
         Ok(p)
     }
 
-    /// My queries against my own keys while those of others come, then against those.
+    /// Computes my queries over my own keys while the other keys travel, then over those, and
+    /// merges.
     fn forward_at_once(&self, o: &AttnOut) -> Result<()> {
         let (op, s, m, d) = (self.op, self.s, &self.op.p.memory, &self.op.p.desc);
         let base = self.param_fwd(o)?;
@@ -318,7 +320,7 @@ impl DeviceRun<'_> {
         self.add_all(g)
     }
 
-    /// Parts of my rows of all ranks. Those that are not asked for are zeros.
+    /// Gets the parts of my rows from all ranks. Parts that no query contributes to stay zero.
     fn get_parts(&self, stream: &CudaStream) -> Result<()> {
         let (to, buffer) = (self.part_slots()?, self.s.parts().0);
         stream.fill_memory(to, 0)?;
@@ -359,7 +361,7 @@ impl DeviceRun<'_> {
         if self.scatters() {
             let len = op.sched.rows_q() * s.hq * s.dqk * s.out;
             p.dq = self.own(GATHER, s.dq(), len)?;
-            // Heads of others stay zero.
+            // Heads of other ranks stay zero.
             if let Some(t) = &g.dsink {
                 main.fill_memory(&t.cuda()?, 0)?;
             }
@@ -400,8 +402,8 @@ impl DeviceRun<'_> {
         self.add((dv, self.s.dv), (second, stride), &g.dv.cuda()?)
     }
 
-    /// Adds the parts at byte `at` of each slot in their order; my own, if of all heads, lies where
-    /// the kernel put it.
+    /// Adds the parts at byte `at` of each slot in their order. My own part, if it has all heads,
+    /// is read where the kernel wrote it.
     fn add(
         &self,
         (parts, dim): (u64, usize),

@@ -1,4 +1,5 @@
-//! FP8 in a launch: widens what arrives, and narrows what travels (`fp8.rs`).
+//! FP8 in a launch: quantises tensors before they travel, and widens them when they have arrived
+//! (`fp8.rs`).
 
 use tilewire_core::{Error, Result};
 use tilewire_device::cuda::CudaMemory;
@@ -21,7 +22,8 @@ impl DeviceRun<'_> {
         self.op.p.fp8.parts.as_ref().ok_or_else(none)
     }
 
-    /// Returns what travels of my keys: as they are, or codes and scales, which `begin` has queued.
+    /// Returns my keys in the form in which they travel: unchanged, or the codes and scales that
+    /// `begin` has queued.
     pub(super) fn own_keys(&self) -> Result<Vec<CudaMemory>> {
         let (x, s) = (self.x, self.s);
         if let Some((_, own)) = self.keys8().and_then(|k| k.narrow.as_ref()) {
@@ -32,8 +34,8 @@ impl DeviceRun<'_> {
         all.into_iter().flatten().map(|t| t.cuda()).collect()
     }
 
-    /// Queues codes and scales of my keys, if they travel narrower than they are. The copy stream
-    /// goes on behind them.
+    /// Queues the codes and scales of my keys, if they travel in FP8 and are not FP8 already. The
+    /// copy stream waits for them.
     pub(super) fn begin(&self) -> Result<()> {
         let Some((narrow, own)) = self.keys8().and_then(|k| k.narrow.as_ref()) else {
             return Ok(());
@@ -48,20 +50,22 @@ impl DeviceRun<'_> {
         self.l.fork()
     }
 
-    /// With FP8 keys: what `base` becomes where the kernels read my own queries, and my own keys.
+    /// Returns `base` for a pass over my own queries and keys; with FP8 keys it queues their f32
+    /// and points to it.
     pub(super) fn own_operands(&self, base: TwAttn) -> Result<TwAttn> {
         let Some(keys) = self.keys8() else { return Ok(base) };
         let scales = self.x.q.scales.as_ref().map_or(Ok(0), |t| t.cuda().map(|m| m.addr()))?;
         let q = self.wide_queries((base.q, scales), self.op.rows.q)?;
         let own: Vec<u64> = self.own_keys()?.iter().map(CudaMemory::addr).collect();
         let first = self.pieces().first_key(self.me().idx());
-        // Heads are not traded: mine are all, and lie where they do among those of all ranks.
+        // Heads are not traded: my keys have all heads, and are at their place among the keys of
+        // all ranks.
         let (k, v) = self.fill_keys(keys, &own, first, self.op.rows.kv)?;
         Ok(TwAttn { q, k, v, ..base })
     }
 
-    /// Queues the f32 of `rows` rows of queries of my heads, at `q` with scales there, if there are
-    /// any; returns where they are.
+    /// Queues the widening to f32 of `rows` rows of my heads' queries at `q`, with scales at
+    /// `scales`, and returns the address of the result; with no need for it, `q`.
     pub(super) fn wide_queries(&self, (q, scales): (u64, u64), rows: usize) -> Result<u64> {
         let Some(keys) = self.keys8() else { return Ok(q) };
         let (s, to) = (self.s, keys.wide.q.addr());
@@ -120,7 +124,7 @@ impl DeviceRun<'_> {
         Ok((addr(0)?, addr(1)?))
     }
 
-    /// With parts in FP8: codes and scales of what the kernels have made, to my chunk.
+    /// With parts in FP8: queues the quantisation of the kernels' parts into my chunk.
     pub(super) fn publish_parts(&self) -> Result<()> {
         let s = self.s;
         if !s.fp8_parts() {
@@ -148,7 +152,7 @@ impl DeviceRun<'_> {
         }
     }
 
-    /// With parts in FP8: the f32 of those of my rows, to the slots that are added.
+    /// With parts in FP8: queues the widening of the parts of my rows to the slots that are added.
     pub(super) fn widen_parts(&self) -> Result<()> {
         let (s, rows) = (self.s, self.op.rows.kv * self.s.all_kv);
         if !s.fp8_parts() {

@@ -1,5 +1,5 @@
 //! The backward pass on the host: every rank publishes its parts of dk and dv, and the owner of a
-//! row adds those of all ranks in their order.
+//! row adds the parts of all ranks in rank order.
 
 use tilewire_core::{DType, Result};
 use tilewire_device::Tensor;
@@ -36,7 +36,7 @@ impl HostRun {
             core.backward(&x, up, &self.sched.slices[group], &mut g);
             let part = partial(&core, &g);
             if group == self.sched.grid.group && !self.scatters() {
-                // Used where it is: nobody gets it.
+                // Used in place: no peer gets it.
                 own = part;
                 return Ok(());
             }
@@ -86,7 +86,7 @@ impl HostRun {
         if self.sizes.adds() { DType::F32 } else { self.desc.attn.out }
     }
 
-    /// Gets the parts of dk and dv of my rows. Those that are not asked for are zeros.
+    /// Gets the parts of dk and dv of my rows. Parts that no query contributes to stay zero.
     pub(super) fn get_parts(&self, permit: &Permit) -> Result<Box<[u8]>> {
         let s = &self.sizes;
         let stride = if s.fp8_parts() { s.packed_slot().1 } else { s.slot().0 };
@@ -98,8 +98,8 @@ impl HostRun {
         Ok(slots)
     }
 
-    /// Meets the others behind what is published, and takes the gradients of my rows. `dq` are rows
-    /// of my group and heads, `own` is my part of my own rows where heads are not traded.
+    /// Meets the peers behind the published gradients, and gets the gradients of my rows. `dq` has
+    /// rows of my group and heads; `own` is my part of my own rows where heads are not traded.
     fn give_and_take(
         &self,
         permit: &Entered,

@@ -13,8 +13,8 @@ pub(super) fn narrow(dtype: DType, values: &[f32]) -> Vec<u8> {
     out
 }
 
-/// Elements of `dtype` as f32, each row and head of `dim` elements times its scale if there are
-/// scales.
+/// Returns elements of `dtype` as f32, each row and head of `dim` elements times its scale if there
+/// are scales.
 pub(super) fn widen(dtype: DType, codes: &[u8], scales: Option<&[u8]>, dim: usize) -> Vec<f32> {
     let mut values = wide(dtype, codes).into_owned();
     if let Some(scales) = scales {
@@ -37,7 +37,8 @@ pub(super) fn quantise(dtype: DType, values: &[f32], dim: usize) -> [Vec<u8>; 2]
     [narrow(dtype, &codes), narrow(DType::F32, &scales)]
 }
 
-/// `amax / max`, not below the smallest normal number; 1 where there is nothing to scale.
+/// Returns the scale `amax / max`, not below the smallest normal number; 1 where there is nothing
+/// to scale.
 fn scale_of(x: &[f32], max: f32) -> f32 {
     let amax = x.iter().fold(0.0f32, |m, v| m.max(v.abs()));
     match amax == 0.0 || amax.is_infinite() {

@@ -1,8 +1,8 @@
 //! Context-parallel attention on the host: the transfers of `transfers.rs`, step by step.
 //!
 //! The compute lane enters, publishes and meets as the main stream of a device does; the copy lane
-//! brings the keys of other ranks, and parts of dk and dv, as the side stream does. Where a device
-//! records an event, a [`Handoff`] goes from lane to lane. The arithmetic is the host's own: one
+//! transfers the keys of other ranks, and parts of dk and dv, as the side stream does. Where a
+//! device records an event, the lanes use a [`Handoff`]. The arithmetic is the host's own: one
 //! running softmax over the keys of all groups, this rank's own first.
 
 mod backward;
@@ -55,7 +55,7 @@ pub(super) enum Fork {
     Parts(Entered),
 }
 
-/// My heads of my group's rows, and the keys that are there so far.
+/// My heads of my group's rows, and the keys that have arrived so far.
 struct Local {
     /// `[rows, hq, dqk]`.
     q: Vec<f32>,
@@ -66,13 +66,13 @@ struct Local {
 
 /// The place of the keys of the groups.
 enum Keys {
-    /// My own alone, in rows of my own; those of other ranks are on their way.
+    /// My own keys alone, in rows of my own; the keys of other ranks are on their way.
     Own(Arc<Tensors>),
-    /// Those of all ranks, in dense rows.
+    /// The keys of all ranks, in dense rows.
     All(Tensors),
 }
 
-/// Memory that holds nothing yet: what is not written shows.
+/// Returns memory full of poison, so that unwritten bytes show in the result.
 fn poisoned(len: usize) -> Box<[u8]> {
     vec![DType::POISON; len].into_boxed_slice()
 }
@@ -171,7 +171,7 @@ impl HostRun {
         Ok([k, v, k_scales, v_scales].map(Vec::into_boxed_slice).into())
     }
 
-    /// Begins to bring keys, and brings what the arithmetic needs to begin.
+    /// Starts the transfer of keys, and waits for the tensors with which the arithmetic begins.
     fn begin(&self, permit: &Entered, saved: Option<&AttnSaved>) -> Result<Local> {
         let (ctx, s, own) = (self.ctx(), &self.sizes, Arc::new(self.own_keys()?));
         let t = self.transfers(permit);
@@ -245,7 +245,7 @@ impl HostRun {
     }
 
     /// Calls `f(group, keys, values)` for every group whose keys my queries see: my own group, then
-    /// the next ones. Where keys are still on their way, they are waited for in between.
+    /// the next ones. It waits for keys that are still on their way.
     fn each_group(
         &self,
         local: &Local,
@@ -281,7 +281,7 @@ impl HostRun {
         g.other_groups().try_for_each(|group| one(group, &keys, dense(group)))
     }
 
-    /// The keys that all peers have pushed, where they came.
+    /// Returns the keys that all peers have pushed, in the area.
     fn pushed_keys(&self) -> Result<Vec<&[u8]>> {
         let (s, ctx) = (&self.sizes, self.ctx());
         self.launch.net.wait_peers(ctx, self.signals.slot(KEYS), "keys")?;

@@ -18,7 +18,8 @@ const ROUTER_BYTES: usize = 160 << 10;
 // mask.
 const _: () = assert!(Team::MAX_SIZE <= 64, "as `tw_route_scan` has words, and a mask bits");
 
-/// Threads of a block of the routing, and its shared memory: what `tw_table` of the kernel takes.
+/// Returns the threads of a block of the routing, and its bytes of shared memory, which `tw_table`
+/// of the kernel uses.
 pub(crate) fn router(d: &EpDesc) -> Result<(u32, u32)> {
     let experts = d.num_experts();
     // 512 are faster than 256 and 1024: fewer warps to sum over, and enough to read with.
@@ -122,7 +123,8 @@ impl Areas<'_> {
         })
     }
 
-    /// No launch has written a word yet, whatever the memory was used for before.
+    /// Clears the words that carry launch numbers: no launch has written one yet, but the memory
+    /// may have been used before.
     pub fn clear(&self, lane: &Lane, stream: &CudaStream, d: &EpDesc) -> Result<()> {
         for (b, at, len) in self.words(d) {
             lane.here().clear(stream, b.range(at, len), len)?;
@@ -139,7 +141,7 @@ mod tests {
     fn steps_lead_from_rank_0_to_every_rank() {
         let even = Steps::even(4096, 3);
         assert_eq!((even.stride, even.mine, even.table), (4096, 3 * 4096, None));
-        // As rank 1 of four sees memory that begins with its own; the last rank's lies below.
+        // As rank 1 of four sees memory that begins with its own; the last rank's is below it.
         let places = [0x7000, 0x4000, 0x5000, 0x1008];
         let s = Steps::uneven(&places, 2);
         assert_eq!(s.mine, 0x2000u64.wrapping_neg());

@@ -18,7 +18,7 @@ pub(crate) struct Used {
 }
 
 impl Used {
-    /// More lines of what the plan does.
+    /// Returns more lines for the plan's `explain`.
     pub fn explain(&self) -> String {
         let by = self.by.explain().map_or(String::new(), |n| {
             format!("\nby {n}, max_tokens records between each two ranks")
@@ -41,7 +41,8 @@ pub(crate) fn make(on: OnDevice<'_>, by_nccl: bool) -> Result<Prepared> {
     Prepared::new(on.lane, on.stream, (&on.base.desc, by_nccl), &on.base.areas())
 }
 
-/// Collective, behind the agreement: connects, and chooses if there is a choice.
+/// Collective, behind the agreement: connects, and chooses the transport if the caller left it
+/// open.
 pub(crate) fn settle(on: OnDevice<'_>, first: Prepared) -> Result<Used> {
     let (core, backend) = (&on.base.cores[0], on.base.backend);
     first.connect(core, on.stream, &on.base.desc)?;
@@ -62,7 +63,8 @@ fn measure(on: OnDevice<'_>, puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
     let both = || Ok((Scratch::new(on.base, on.lane)?, make(on, true)?));
     let team = on.base.cores[0].team();
     match alloc_for_tuning(team, both())? {
-        // Only this rank knows that something failed here, and the others are about to meet it.
+        // Only this rank knows of a failure here, and its peers are about to meet it: it must fail
+        // the team.
         Ok(with) => run_both(on, puts, with, nccl).map_err(|e| team.fail(e)),
         Err(e) => Ok(Used { by: puts, why: Some(unmeasured(&e)) }),
     }
@@ -78,13 +80,14 @@ fn run_both(
     let core = &base.cores[0];
     other.connect(core, stream, &base.desc)?;
     let by_nccl = scratch.time(on, &other)?;
-    // Each way counts its launches from one on, and words in the areas have the number of their
-    // launch: those that came by NCCL must be gone, on all ranks, before one of the same number is
-    // waited for.
+    // Each transport counts its launches from one on, and words in the areas have the number of
+    // their launch. So all ranks must clear the words of launches by NCCL before they wait for
+    // words of the same number.
     base.areas().clear(lane, stream.cuda()?, &base.desc)?;
     core.team().exchange("ep areas", &[])?;
     let by_puts = scratch.time(on, &puts)?;
-    // The other way round nothing is cleared: NCCL brings all words anew, and has its own flags.
+    // Nothing is cleared before launches by NCCL: they write all words anew, and have flags of
+    // their own.
     let (is_nccl, why) = faster(core.team(), nccl, (by_nccl, by_puts))?;
     Ok(Used { by: if is_nccl { other } else { puts }, why: Some(why) })
 }

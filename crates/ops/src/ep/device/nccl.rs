@@ -1,10 +1,10 @@
-//! Records between ranks by NCCL: what the kernels would write to peers goes to a block for each
-//! rank in this rank's own memory, and from there in one group of sends and receives.
+//! The exchange of records by NCCL: the kernels write the records for each rank to a block in this
+//! rank's own memory instead of to the peer, and one group of sends and receives moves the blocks.
 //!
-//! The exchange is of fixed size, `max_tokens` records from each rank to each: how many there are
-//! is known on the device only, and a captured call cannot change its sizes. So it moves as much as
-//! the receive areas hold, whatever the routing. Records lie where kernels of peers would have put
-//! them, so that all that is made of them has the same bits.
+//! The exchange has a fixed size, `max_tokens` records from each rank to each: only the device
+//! knows how many there are, and a captured call cannot change its sizes. So it moves as many bytes
+//! as the receive areas hold, whatever the routing. Records end where kernels of peers would have
+//! put them, so that results have the same bits.
 
 use tilewire_core::{DType, Result};
 use tilewire_device::Stream;
@@ -25,27 +25,27 @@ pub(super) enum What {
     Returns,
 }
 
-/// A part of a block for one rank: where it begins there, and its bytes; at the receiver the same
-/// parts of all ranks stand one behind the other.
+/// A part of a block for one rank: its first byte in the block, and its bytes. At the receiver the
+/// same parts of all ranks are one behind the other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Part {
     at: usize,
     len: usize,
 }
 
-/// Blocks of what leaves this rank.
+/// The blocks that this rank sends.
 pub(super) struct Staging {
     counts: CudaMemory,
     tokens: CudaMemory,
     returns: CudaMemory,
-    /// Credits and arrivals that are there before every launch: the ranks have met, and NCCL has
-    /// waited.
+    /// Credits and arrivals that count as given before every launch: the ranks have met, and NCCL
+    /// has waited.
     flags: CudaMemory,
     nccl: ByNccl,
 }
 
-/// Parts of a block, in order: counts of one launch and of the other, where the kernel writes them
-/// in turn; rows, then what belongs to them.
+/// Returns the parts of a block, in order: the two buffers of counts, which launches use in turn;
+/// or rows, then their metadata or gradients.
 fn parts(d: &EpDesc, what: What) -> Vec<Part> {
     let (s, t) = (strides(d), d.max_tokens);
     let lens = match what {
@@ -88,7 +88,7 @@ impl Staging {
     pub fn new(ctx: &CudaContext, d: &EpDesc) -> Result<Self> {
         let size = d.experts_per_rank.len();
         let blocks = |what| workspace(ctx, size * block(d, what));
-        // More launches than there will be.
+        // A number that no launch reaches.
         let up = vec![1u64 << 62; Schedule::new(d).flags_len() / 8];
         Ok(Self {
             flags: CudaMemory::from_bytes(ctx, bytemuck::cast_slice(&up))?,
@@ -170,7 +170,7 @@ impl Staging {
     }
 }
 
-/// My own areas of what arrives, in the order of the parts.
+/// Returns the addresses of my own receive areas, in the order of the parts.
 fn own(l: &TwEp, what: What) -> Vec<u64> {
     let areas = match what {
         What::Counts => vec![l.counts, l.counts + 8 * u64::from(l.size) * u64::from(l.experts)],
@@ -184,8 +184,8 @@ fn own(l: &TwEp, what: What) -> Vec<u64> {
 mod tests {
     use super::*;
 
-    /// Bytes that arrive are those that a kernel would have written into the peer's area, all of
-    /// them, once.
+    /// Checks that an exchange delivers, once each, the bytes that a kernel would have written to
+    /// the peer's area.
     #[test]
     fn blocks_arrive_where_peers_would_have_written() {
         let d = EpDesc::new(3, 7, 5, 12, 2);
@@ -216,7 +216,7 @@ mod tests {
                             })
                             .collect()
                     };
-                    // The same calls on every rank: what `src` sends to me, and what I receive from
+                    // The calls of both ends match: the sends of `src` to me, and my receives from
                     // it.
                     let (sent, received) = (of(me, true), of(src, false));
                     assert_eq!(sent.len(), parts.len());

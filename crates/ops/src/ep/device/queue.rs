@@ -1,4 +1,4 @@
-//! The kernels of a phase, and what queues them.
+//! The kernels of a phase, and the code that queues them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -208,7 +208,7 @@ enum Half {
 }
 
 impl Half {
-    /// Returns how many of `blocks` send, if `some` do where others receive.
+    /// Returns how many of `blocks` send: `some` where the phase also receives.
     fn senders(self, blocks: u32, some: u32) -> u32 {
         match self {
             Half::Whole => some,
@@ -221,9 +221,10 @@ impl Half {
 /// The end of the kernel that exchanges records, and the beginning that it may take.
 #[derive(Clone, Copy)]
 struct Ends<'a> {
-    /// It leaves the area, and poisons the outputs after a fault; else what is behind it does.
+    /// The kernel leaves the area, and poisons the outputs after a fault; otherwise a kernel behind
+    /// it does.
     leave: bool,
-    /// It may begin before the kernel in front of it has ended.
+    /// The kernel may begin before the kernel in front of it has ended.
     early: bool,
     outs: &'a [Poison],
 }
@@ -241,7 +242,7 @@ pub(crate) struct Phase<'a> {
 }
 
 impl Phase<'_> {
-    /// Fails unless all tensors lie on the device of `stream`.
+    /// Fails unless all tensors are on the device of `stream`.
     pub fn together(&self, stream: &Stream, tensors: &[Named<'_>]) -> Result<()> {
         together_on(stream, tensors)
     }
@@ -265,7 +266,7 @@ impl Phase<'_> {
         })
     }
 
-    /// Queues `blocks` of a kernel of the unit; none if there are none.
+    /// Queues a kernel of the unit with `blocks` blocks; nothing for 0.
     fn go(&self, main: &CudaStream, name: &str, blocks: usize, args: LaunchArgs<'_>) -> Result<()> {
         if blocks == 0 {
             return Ok(());
@@ -279,8 +280,8 @@ impl Phase<'_> {
         unsafe { self.p.kernel(name)?.launch(main, grid, args) }
     }
 
-    /// Queues a launch whose kernels meet the others, or which meets them (by the signal `credit`)
-    /// before it goes through NCCL.
+    /// Queues a launch. Its kernels meet the other ranks; through NCCL the launch meets them first,
+    /// by the signal `credit`.
     fn run(
         &self,
         at: LaunchAt<'_>,
@@ -309,8 +310,9 @@ impl Phase<'_> {
         })
     }
 
-    /// The halves of a phase: what a kernel takes of the layer, and which part of it that is.
-    /// Through NCCL the first writes to blocks of this rank, and they are exchanged behind it.
+    /// Queues the kernels of a phase by `go`, each with the layer that it sees and its half of the
+    /// phase. Through NCCL there are two, with the exchange of blocks between them: the first
+    /// writes to blocks of this rank, the second receives.
     fn halves(
         &self,
         l: &Lanes<'_>,
@@ -362,7 +364,8 @@ impl Phase<'_> {
         })
     }
 
-    /// Records of my tokens to their ranks; what comes to the handle, and to `recv`.
+    /// Queues the push of my tokens' records to their ranks, and the receipt of records into the
+    /// handle and `recv`.
     fn exchange(
         &self,
         l: &Lanes<'_>,
@@ -393,7 +396,7 @@ impl Phase<'_> {
         };
         let h = self.handle()?;
         self.halves(l, (&p.layer, What::Tokens), |layer, half| {
-            // Of the portable kernel: the others lay out.
+            // Of the portable kernel: the other blocks lay out.
             let senders = half.senders(blocks, (self.sms / 3).max(1));
             let leave = u32::from(leave && half != Half::First);
             let meet = TwMeet { leave, ..p.meet(self.signals, Area::Tokens, senders) };
@@ -402,7 +405,7 @@ impl Phase<'_> {
         })
     }
 
-    /// The area of tokens was read: behind the kernels of a phase that keep the rows there.
+    /// Grants the area of tokens, behind the kernels that read its rows after the phase.
     fn leave(&self, l: &Lanes<'_>, outs: &[Poison]) -> Result<()> {
         let meet = self.p.meet(self.signals, Area::Tokens, 0);
         let args = LaunchArgs::new().arg(&self.p.team).arg(&self.p.layer).arg(&meet);
@@ -422,7 +425,8 @@ impl Phase<'_> {
         let all = [Some(&out.x), out.weights.as_ref(), out.scales.as_ref()];
         let all = all.into_iter().flatten().chain([self.handle.row_index()]);
         let outs = all.map(|t| t.cuda().map(Poison::value)).collect::<Result<Vec<_>>>()?;
-        // Flat rows need the number of those before them, which is known when all have arrived.
+        // The place of a flat row is the number of rows before it, which is known when all have
+        // arrived.
         let flat = matches!(d.layout, EpLayout::Flat { .. });
         let row_bytes = (d.hidden * d.dtype.size()) as u64;
         let mut recv = TwRecv {
@@ -441,8 +445,8 @@ impl Phase<'_> {
             recv.scales = addr(out.scales.as_ref())?;
             recv.index = addr(self.handle.row_index())?;
         }
-        // A routing is behind its last wait when it lets others begin. Of other kernels before this
-        // one nothing is known.
+        // A routing has passed its last wait when it lets the next kernel begin. Other kernels
+        // before this one may wait for a peer.
         let early = self.p.routed.load(Ordering::Relaxed).checked_add(1) == Some(at.seq);
         self.run(at, TOKENS.0, &outs, |l| {
             self.exchange(l, send, &recv, Ends { leave: !flat, early, outs: &outs })?;
@@ -458,7 +462,8 @@ impl Phase<'_> {
         matches!(self.desc.layout, EpLayout::RankMajor { .. })
     }
 
-    /// The received row of each record of the flat layout, from the numbers of copies that came.
+    /// Queues the kernel that computes the received row of each record of the flat layout, from the
+    /// numbers of received copies.
     fn flat_places(&self, l: &Lanes<'_>) -> Result<()> {
         let (layer, h, rows) = (&self.p.layer, self.handle()?, self.p.row_source.addr());
         l.main.fill_memory(&self.p.row_source, 0xff)?;
@@ -491,7 +496,7 @@ impl Phase<'_> {
         let outs = all.into_iter().flatten().map(|t| t.cuda().map(Poison::value));
         let outs = outs.collect::<Result<Vec<_>>>()?;
         if weighted.is_none() && matches!(d.layout, EpLayout::ExpertMajor { .. }) {
-            // Rows as they come are the gradient: a dispatch.
+            // The received rows are the gradient: a dispatch.
             let recv = TwRecv {
                 x: addr(dy)?,
                 row_bytes: (d.hidden * d.out.size()) as u64,

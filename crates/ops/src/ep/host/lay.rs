@@ -9,7 +9,7 @@ use crate::ep::launch::Out;
 use crate::ep::schedule::Copy16;
 use crate::ep::{EpDesc, EpDispatch, EpHandle, EpLayout};
 
-/// A receive buffer of this launch: rows of peers come to it directly.
+/// A receive buffer of this launch, to which peers write rows directly.
 #[derive(Clone)]
 pub(crate) struct Straight {
     pub memory: Memory,
@@ -24,16 +24,16 @@ impl Straight {
     }
 }
 
-/// A record that came.
+/// A received record.
 struct Arrival {
     token: usize,
     /// `(choice, row, weight)`.
     copies: Vec<(usize, usize, f32)>,
-    /// Number of its row and scales among all that came.
+    /// Index of its row and scales among all received records.
     nth: usize,
 }
 
-/// Collects what arrives, then lays it out.
+/// The received records, which are laid out once all have arrived.
 pub(super) struct Came {
     dtype: DType,
     /// Of each source rank, by token.
@@ -73,7 +73,7 @@ impl Came {
             .chunks_exact(size_of::<Copy16>())
             .map(bytemuck::pod_read_unaligned::<Copy16>)
             .take_while(|c| c.stamp == stamp)
-            // A peer's word is not trusted: another row would be outside of the outputs.
+            // A row that a peer sent is not trusted: it could be outside of the outputs.
             .filter(|c| {
                 (c.row as u32 as usize) < d.capacity && (c.choice as u32 as usize) < d.top_k
             })
@@ -92,7 +92,8 @@ impl Came {
         self.num += 1;
     }
 
-    /// Writes the outputs, of which `straight` has the rows already; returns what the handle keeps.
+    /// Writes the outputs; with `straight` their rows are in place already. Returns the records
+    /// that the handle keeps.
     pub fn store(
         &self,
         d: &EpDesc,

@@ -18,14 +18,14 @@ use crate::ep::{EpDesc, EpHandle, EpLayout};
 /// The host's cuts, and the launches that it counts.
 #[derive(Clone)]
 pub(crate) struct HostPart {
-    /// Of tokens, and of what returns.
+    /// The cuts of the tokens and of the returns.
     pub cuts: [Cut; 2],
     /// Of counts, tokens and returns: equal on all ranks.
     launches: Arc<[AtomicU64; 3]>,
 }
 
 impl HostPart {
-    /// In chunks as small as those of devices if it is `fine`.
+    /// Makes the host's part; with `fine` its chunks are as small as those of devices.
     pub fn new(d: &EpDesc, fine: bool) -> Self {
         let cuts = if fine { [Cut::push(d), Cut::returns(d)] } else { [Cut::whole(d); 2] };
         Self { cuts, launches: Arc::default() }
@@ -71,19 +71,20 @@ fn rank(r: usize) -> Rank {
 }
 
 impl Begun<'_> {
-    /// Says to all peers which launch this is, by its fingerprint.
+    /// Announces this launch to all peers, by its fingerprint.
     fn announce(&self) -> Result<()> {
         let mut peers = self.ctx.team().peers();
         peers.try_for_each(|p| self.net.grant(self.ctx, p, self.said(), self.tag, "launch"))
     }
 
-    /// Two slots in turn, as counts have two buffers: who announces the next launch has everybody's
-    /// word of this one, so that everybody has begun it and taken the word before.
+    /// Returns the slot of the announcement: two in turn, as counts have two buffers. A rank that
+    /// announces the next launch has all ranks' announcements of this one, so all ranks have begun
+    /// it and taken the announcement before.
     fn said(&self) -> SignalSlot {
         self.run.signals.slot(self.slot + (self.number & 1) as usize)
     }
 
-    /// All peers run this launch, into the same receive buffer.
+    /// Waits until all peers have announced this launch, with the same receive buffer.
     fn accepted(&self) -> Result<()> {
         let mut peers = self.ctx.team().peers();
         peers.try_for_each(|p| {
@@ -91,7 +92,7 @@ impl Begun<'_> {
         })
     }
 
-    /// All peers have read the area in the launch before.
+    /// Waits until all peers have read the area in the launch before.
     fn granted(&self, area: Area) -> Result<Permit> {
         for p in self.ctx.team().peers() {
             let at = self.run.flags.range(self.at.credit(area, p.idx()), 8);
@@ -118,7 +119,8 @@ impl Begun<'_> {
         self.net.wait_flags(self.ctx, (rank(src), at), self.number, &mut [0], phase)
     }
 
-    /// The area was read: it is the peers' for the next launch.
+    /// Stores my credit at all peers: I have read the area, and they may write to it in the next
+    /// launch.
     fn leave(&self, area: Area) -> Result<()> {
         for p in self.ctx.team().peers() {
             let at = self.run.flags.range(self.at.credit(area, self.me), 8);
@@ -132,7 +134,8 @@ impl Begun<'_> {
         self.run.part.launches[self.slot / 2].store(self.number, Ordering::Relaxed);
     }
 
-    /// Returns what is mine takes the same places, without the wire.
+    /// Puts bytes to rank `dst`. My own records have the same places in my own areas, and need no
+    /// transport.
     fn put(
         &self,
         permit: &Permit,
@@ -193,8 +196,8 @@ impl Run {
         Ok(())
     }
 
-    /// My counts to every rank, and everybody's. Number and count are one word, so nothing else has
-    /// to be ordered, and two buffers in turn need no credit.
+    /// Puts my counts to every rank and returns the counts of all ranks. Launch number and count
+    /// are one word, so there is nothing else to order, and two buffers in turn need no credit.
     fn exchange_counts(&self, b: &Begun<'_>, mine: Vec<u32>) -> Result<Vec<Vec<u32>>> {
         let (size, num) = (self.desc.experts_per_rank.len(), mine.len());
         let place = |writer| self.counts.range(b.at.counts(b.number, writer), b.at.count_bytes());
@@ -225,7 +228,7 @@ impl Run {
         (send, out): (&Push, &Out),
         straight: Option<&Straight>,
     ) -> Result<()> {
-        // Peers write there from the announcement on: nobody of this rank may.
+        // Peers write there from the announcement on, so no reader of this rank may.
         let memory = straight.map(|s| &s.memory);
         let rows = memory.map(|m: &Memory| m.write("received x")).transpose()?;
         let b = self.begin(l, TOKENS.0)?;
@@ -257,7 +260,7 @@ impl Run {
         Ok(())
     }
 
-    /// Chunk by chunk, a record of each of my tokens to each rank that has a kept copy of it.
+    /// Puts, chunk by chunk, a record of each of my tokens to each rank that has a kept copy of it.
     fn push(
         &self,
         (b, permit): (&Begun<'_>, &Permit),
@@ -309,7 +312,7 @@ impl Run {
         Ok(())
     }
 
-    /// The row of a receive buffer to which a record comes, whose first copy has row `first`.
+    /// Returns the row of a receive buffer for a record whose first copy has row `first`.
     fn kept_row(&self, record: usize, first: usize) -> usize {
         match self.desc.layout {
             EpLayout::RankMajor { .. } => record,
@@ -317,7 +320,7 @@ impl Run {
         }
     }
 
-    /// Takes what arrives out of the area, chunk by chunk.
+    /// Reads the records out of the area, chunk by chunk, as chunks arrive.
     fn receive(&self, b: &Begun<'_>, dtype: DType, straight: bool) -> Result<Came> {
         let (d, cut) = (&self.desc, &self.part.cuts[0]);
         let mut came = Came::new(d, dtype, straight);

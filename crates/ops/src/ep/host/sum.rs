@@ -13,7 +13,7 @@ use crate::ep::handle::Arrived;
 use crate::ep::launch::Return;
 use crate::ep::routing::Record as Sent;
 
-/// Those of a list in the order of their tokens whose token is one of `tokens`.
+/// Returns the range of `list`, which is sorted by token, whose tokens are in `tokens`.
 pub(super) fn within<T>(
     list: &[T],
     tokens: &Range<usize>,
@@ -51,9 +51,10 @@ impl<'a> Reduce<'a> {
         })
     }
 
-    /// Returns what answers record `i` of rank `src`, and the gradient of the weight of each of its
-    /// copies: rows added in the order of choices, from the first one on, so that a single one
-    /// without a weight is passed on as it is (0 added to it would change a negative zero).
+    /// Returns the row that answers record `i` of rank `src`, and the gradient of the weight of
+    /// each of its copies. It adds rows in the order of choices and begins with the first one, so
+    /// that a single row without a weight is passed on unchanged (0 added to it would change a
+    /// negative zero).
     pub fn record(&mut self, src: usize, i: usize) -> (&[u8], Option<&[f32]>) {
         let (d, h, copies) = (self.desc, self.desc.hidden, &self.arrived[src][i].copies);
         let (sum, y) = (&mut self.sum, &self.y);
@@ -107,7 +108,7 @@ impl<'a> Sums<'a> {
         }
     }
 
-    /// Returns what has returned for `tokens`, of which `read` copies a rank's row and gradients.
+    /// Adds the returned rows of `tokens`; `read` copies a rank's row and gradients of a token.
     pub fn add(
         &mut self,
         sends: &[Vec<Sent>],
