@@ -1,5 +1,5 @@
-//! Agreement on a team's next call: every member writes it into its flight recorder, and reads
-//! those of the others.
+//! Agreement on a team's next call: every member writes it into its flight recorder, and reads the
+//! flight recorders of the other members.
 
 use std::sync::atomic::Ordering;
 
@@ -16,7 +16,7 @@ impl LiveTeam {
     /// `prepare`, or at a `launch`, is seen at once. Returns the sequence number.
     ///
     /// # Errors
-    /// `Mismatch` with both ranks' words; `Timeout`, `PeerDead`, or the fault of the team.
+    /// `Mismatch` with both ranks' texts; `Timeout`, `PeerDead`, or the fault of the team.
     pub fn prepare_agree(&self, fp: &Fingerprint) -> Result<u64> {
         self.check_at(fp.op(), "agree")?;
         let seq = self.record(EntryKind::Prepare, fp);
@@ -25,13 +25,13 @@ impl LiveTeam {
         Ok(seq)
     }
 
-    /// Waits for the entry `seq` of every peer, which must be what mine is.
+    /// Waits for the entry `seq` of every peer, which must be equal to mine.
     fn meet_all(&self, op: &str, kind: EntryKind, (fp, seq): (&Fingerprint, u64)) -> Result<()> {
         self.peers().try_for_each(|p| {
             let waited = self.wait_until(
                 &WaitCtx { op, phase: "agree", seq, peer: p, expected: seq },
-                // A peer may have passed and made so many launches that its entry is gone; the
-                // words of its last two meetings stay.
+                // A peer may have passed and made so many launches that they have overwritten its
+                // entry; its last two meetings stay recorded.
                 || recorder::read_or_met(&self.0.ctl, p, (kind, seq)),
                 || 0,
             );
@@ -62,7 +62,7 @@ impl LiveTeam {
             .hint("all ranks must make the same calls with the same shapes, in the same order"))
     }
 
-    /// Notes a launch in program order; returns its sequence number.
+    /// Records a launch in program order; returns its sequence number.
     ///
     /// # Errors
     /// The fault of the team.
@@ -71,8 +71,9 @@ impl LiveTeam {
         Ok(self.record(EntryKind::Launch, fp))
     }
 
-    /// Collective: as [`LiveTeam::launch_begin`], and all members must be at a launch with this
-    /// fingerprint. For teams of a world with [`WorldCfg::check`](crate::WorldCfg::check).
+    /// Collective: begins a launch as [`LiveTeam::launch_begin`]; all members must be at a launch
+    /// with this fingerprint. For teams of a world with
+    /// [`WorldCfg::check`](crate::WorldCfg::check).
     ///
     /// # Errors
     /// As [`LiveTeam::prepare_agree`].
@@ -82,7 +83,7 @@ impl LiveTeam {
         self.meet_all(fp.op(), EntryKind::Launch, (fp, seq)).map(|()| seq)
     }
 
-    /// Launches are compared: [`WorldCfg::check`](crate::WorldCfg::check).
+    /// Returns whether launches are compared: [`WorldCfg::check`](crate::WorldCfg::check).
     pub fn checks_launches(&self) -> bool {
         self.0.cfg.check
     }

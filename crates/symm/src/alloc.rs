@@ -88,7 +88,7 @@ impl Allocator {
         self.release(at, more);
     }
 
-    /// Adds memory up to `at`, and from there `len` that is in use.
+    /// Adds memory up to `at` as free, and the `len` bytes from there as used.
     pub fn take_over(&mut self, at: usize, len: usize) {
         if at > self.len {
             self.grow(at - self.len);

@@ -1,8 +1,8 @@
 //! Steps that every rank makes alone inside a collective call.
 //!
-//! A rank whose step failed still comes to the meeting, without its part, and says why: the call
-//! then fails on all ranks, at once, and can be made again. A rank that just returned its error
-//! would leave the others to their deadline.
+//! A rank whose step failed still joins the meeting, with its error instead of its result: the call
+//! then fails on all ranks, at once, and can be made again. If such a rank only returned its error,
+//! its peers would wait until their deadline.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -38,7 +38,7 @@ fn failed(why: &Error) -> Vec<u8> {
     [&[FAILED], &serde_json::to_vec(&f).unwrap_or_default()[..]].concat()
 }
 
-/// Returns what `peer` said: its payload, or that its step failed.
+/// Returns the payload of `peer`, or the error that its step failed.
 fn payload_of(peer: Rank, words: &[u8]) -> Result<&[u8]> {
     match words.split_first() {
         Some((&OK, rest)) => Ok(rest),
@@ -74,7 +74,7 @@ pub(crate) fn exchange_parts(
     deadline: Deadline,
 ) -> Result<Vec<Parcel>> {
     let report = |e: Error| {
-        // Whoever does not come there is the others' concern: my own error is what my caller needs.
+        // A peer that does not join is no concern of this rank: its caller needs its own error.
         let _theirs = mesh.exchange_unless(stop, tag, members, &failed(&e), &[], deadline);
         Err(e)
     };
@@ -93,22 +93,23 @@ pub(crate) fn exchange_parts(
     Ok(parcels)
 }
 
-/// Tells who comes to the exchange `tag` later why I did not get there; waits for nobody.
+/// Leaves the reason why I did not reach the exchange `tag` for ranks that join it later. Does not
+/// wait.
 pub(crate) fn leave_word(mesh: &dyn Mesh, tag: &str, members: &[Rank], why: &Error) {
     let _nobody = mesh.exchange(tag, members, &failed(why), &[], Deadline::after(Duration::ZERO));
 }
 
 impl LiveTeam {
-    /// Collective: `mine`, unless the step that made it failed here or on a peer. Unlike a failed
-    /// wait it leaves the team as it was: `what` can be tried again.
+    /// Collective: returns `mine`, unless the step that made it failed here or on a peer. Such a
+    /// failure, unlike that of a wait, is no fault of the team: `what` can be tried again.
     ///
     /// # Errors
-    /// That of the first rank that failed, of one kind on all ranks, with that rank as the peer on
-    /// the others; otherwise as [`LiveTeam::exchange`].
+    /// The error of the first rank that failed, of one kind on all ranks; on other ranks it names
+    /// that rank as the peer. Otherwise as [`LiveTeam::exchange`].
     pub fn settle<T>(&self, what: &str, mine: Result<T>) -> Result<T> {
         let words = mine.as_ref().map_or_else(failed, |_| vec![OK]);
         let all = match (self.exchange(what, &words), &mine) {
-            // My own failure first: the others may have aborted because of it.
+            // My own failure first: peers may have aborted because of it.
             (Err(_), Err(own)) => return Err(own.clone()),
             (all, _) => all?,
         };

@@ -12,8 +12,8 @@ use crate::team::lock;
 /// Returns true once the work that uses dropped space has ended.
 pub(crate) type Ended = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// Space that its owner has dropped, and from when on nothing uses it any more: at once without a
-/// word of that.
+/// Space that its owner has dropped. `ended` says whether work still uses it; without `ended` it is
+/// unused at once.
 #[derive(Clone)]
 pub(crate) struct Dropped {
     pub at: usize,
@@ -21,8 +21,9 @@ pub(crate) struct Dropped {
     pub ended: Option<Ended>,
 }
 
-/// Returns what has been dropped and is not in use any more, in order. Without the lock of the
-/// list: the driver, which is asked here, may be dropping what a graph used, under one of its own.
+/// Returns the dropped spaces that are not in use any more, in order. The caller must not hold the
+/// lock of the list: this asks the driver, which may at the same time drop a graph's resources
+/// under a lock of its own, and so want the list.
 pub(crate) fn unused(dropped: Vec<Dropped>) -> Vec<(usize, usize)> {
     let ended = |d: &&Dropped| d.ended.as_ref().is_none_or(|f| f());
     let mut found: Vec<_> = dropped.iter().filter(ended).map(|d| (d.at, d.len)).collect();
@@ -30,8 +31,8 @@ pub(crate) fn unused(dropped: Vec<Dropped>) -> Vec<(usize, usize)> {
     found
 }
 
-/// Takes what all ranks return from the list. The caller drops it behind its lock, for the same
-/// reason.
+/// Removes the spaces from the list that all ranks agree on. The caller drops the result after it
+/// has released its lock, for the same reason.
 pub(crate) fn take(dropped: &mut Vec<Dropped>, agreed: &[(usize, usize)]) -> Vec<Dropped> {
     let is_agreed = |d: &Dropped| agreed.contains(&(d.at, d.len));
     let (gone, kept) = std::mem::take(dropped).into_iter().partition(is_agreed);
@@ -57,8 +58,8 @@ impl SymBuf {
         Self(Arc::new(BufInner { heap: heap.clone(), offset, len_bytes, ended }))
     }
 
-    /// For work that knows the buffer by its addresses alone: once it is dropped, [`Heap::collect`]
-    /// leaves it until `ended` says that this work is over. The last word counts.
+    /// Keeps the buffer for work that refers to it by address alone: once the buffer is dropped,
+    /// [`Heap::collect`] leaves it until `ended` returns true. The last call replaces earlier ones.
     pub fn keep_until(&self, ended: impl Fn() -> bool + Send + Sync + 'static) {
         *lock(&self.0.ended) = Some(Arc::new(ended));
     }
@@ -86,11 +87,11 @@ impl SymBuf {
         self.0.offset + at
     }
 
-    /// Address and length in bytes of `rank`'s part: on this rank's device, or in this process for
-    /// a heap of the host. It is good as long as a clone of the buffer lives. Programs may load and
-    /// store there by plain instructions, ordered between ranks by signals or a barrier; a part of
-    /// the host is no `Tensor`, so nothing guards it against operations that use the buffer at the
-    /// same time.
+    /// Returns address and length in bytes of `rank`'s part: on this rank's device, or in this
+    /// process for a heap of the host. The address is valid as long as a clone of the buffer lives.
+    /// Programs may load and store there by plain instructions, ordered between ranks by signals or
+    /// a barrier. A part of the host is no `Tensor`, so nothing guards it against operations that
+    /// use the buffer at the same time.
     ///
     /// # Errors
     /// `InvalidArgument` for a rank that the team does not have; `Unsupported` for a peer's part on
@@ -103,8 +104,8 @@ impl SymBuf {
     /// Bytes from the part of each rank to that of the next; addresses wrap.
     ///
     /// # Errors
-    /// `Unsupported` if GPUs do not reach each other, or parts do not lie in even steps (more than
-    /// two ranks of the backend `nvshmem`).
+    /// `Unsupported` if GPUs do not reach each other, or parts are not in even steps (more than two
+    /// ranks of the backend `nvshmem`).
     pub fn stride(&self) -> Result<u64> {
         self.0.heap.stride().map_err(|e| e.op("symbuf"))
     }
@@ -187,7 +188,7 @@ impl SymBuf {
     }
 }
 
-/// The parts of all ranks as one strided array: that of rank `r` lies at `address + r *
+/// The parts of all ranks as one strided array: the part of rank `r` is at `address + r *
 /// stride_bytes`, which wraps. It keeps the buffer.
 #[derive(Clone, Debug)]
 pub struct AllRanks {

@@ -10,7 +10,7 @@
 //! 0x9000  signals[NUM_SIGNALS][size] { count u64, tag u64 }
 //! ....    flight recorder
 //! ```
-//! Zeroed before anybody else can map it (the file starts as zeros).
+//! The page is zero before any other rank can map it (the file starts as zeros).
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -49,12 +49,13 @@ pub(crate) struct Control {
     size: usize,
 }
 
-/// Bytes of a page without flight recorder: what the control page in device memory has.
+/// Returns the bytes of a page without flight recorder: the size of a control page in device
+/// memory.
 pub(crate) fn device_page_bytes(size: usize) -> usize {
     recorder_offset(size)
 }
 
-/// The header words of `rank`'s page, in order from offset 0.
+/// Returns the header words of `rank`'s page, in order from offset 0.
 pub(crate) fn header(rank: Rank, size: usize, team_id: u64, generation: u64) -> [u64; 5] {
     [MAGIC, LAYOUT_VERSION << 32 | u64::from(rank.get()), size as u64, team_id, generation]
 }
@@ -145,7 +146,7 @@ impl Control {
         (self.map.word32(page.idx(), OFF_BELL), self.map.word32(page.idx(), OFF_SLEEPERS))
     }
 
-    /// Wakes whoever sleeps on `page`'s bell.
+    /// Wakes the threads that sleep on `page`'s bell.
     pub fn ring(&self, page: Rank) {
         let (bell, sleepers) = self.bell(page);
         // SeqCst on both sides (Dekker): either we see the sleeper, or it sees the new bell.

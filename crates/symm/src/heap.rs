@@ -49,7 +49,8 @@ impl HeapCfg {
         Self { device: Some(ordinal), ..self }
     }
 
-    /// The same, without access to the memory of other GPUs: as on machines whose GPUs have none.
+    /// Returns this configuration without access to the memory of other GPUs, as on machines whose
+    /// GPUs have none.
     pub fn without_peer_access(self) -> Self {
         Self { peer_access: false, ..self }
     }
@@ -57,11 +58,12 @@ impl HeapCfg {
 
 pub(crate) struct HeapInner {
     pub team: LiveTeam,
-    /// On devices, made when it is first asked for. It goes before the memory that it may know.
+    /// NCCL on devices, made at the first request. It is dropped before the memory, which may be
+    /// registered with it.
     pub nccl: OnceLock<Arc<NcclTeam>>,
     /// The chunks of the host backend; empty on a device heap.
     pub map: Mapping,
-    /// Bytes per rank that there are addresses for.
+    /// Bytes of reserved addresses for each rank.
     stride: usize,
     /// The chunks of the `vmm` backend.
     pub vmm: Option<Arc<VmmStore>>,
@@ -83,15 +85,15 @@ impl Drop for HeapInner {
 
 /// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
 ///
-/// The end of the last clone on a GPU waits for all work of that device before its memory goes, as
-/// `cudaFree` does. Captures in progress go on, but for those on a device that ranks of this
-/// process share.
+/// On a GPU the drop of the last clone waits for all work of that device before it frees the
+/// memory, as `cudaFree` does. Captures in progress go on, but for those on a device that ranks of
+/// this process share.
 #[derive(Clone)]
 pub struct Heap(pub(crate) Arc<HeapInner>);
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        // The memory of a forked child keeps what only its parent can end.
+        // A forked child must not release resources that only its parent can end.
         if self.0.team.0.process.is_foreign() {
             std::mem::forget(self.0.clone());
         }
@@ -103,7 +105,7 @@ impl LiveTeam {
     ///
     /// # Errors
     /// `Unavailable` for a backend that this build or machine does not have; `Mismatch` if the
-    /// ranks ask for different sizes; `Exhausted` if there is not enough memory.
+    /// ranks give different sizes; `Exhausted` if there is not enough memory.
     pub fn heap(&self, backend: BackendKind, cfg: HeapCfg) -> Result<Heap> {
         self.check()?;
         // Sizes that no machine has saturate, so that they are refused after the ranks have met.
@@ -200,8 +202,8 @@ impl Chunks {
     }
 }
 
-/// Collective: fails unless all ranks ask for the same. Before anything else is exchanged: ranks
-/// that ask for different things would go on to different meetings.
+/// Collective: fails unless all ranks request the same heap. It precedes every other exchange,
+/// because ranks with different requests would go on to different meetings.
 fn same_request(team: &LiveTeam, backend: BackendKind, len: usize, stride: usize) -> Result<()> {
     let words = format!("backend `{backend}`, {len} bytes, reserve {stride}");
     let all = team.exchange("heap", words.as_bytes())?;
@@ -219,8 +221,8 @@ fn same_request(team: &LiveTeam, backend: BackendKind, len: usize, stride: usize
     Ok(())
 }
 
-/// Collective: everybody's chunks. A rank that has none, because making it failed, tells the
-/// others.
+/// Collective: exchanges the chunks of all ranks. A rank that could not make its chunk sends its
+/// error instead.
 pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>) -> Result<Chunks> {
     let tag = team.0.mesh_tag();
     let deadline = Deadline::after(team.timeout());
@@ -271,7 +273,7 @@ impl Heap {
         Ok(over(self, self.0.peers.get().cloned().unwrap_or_else(|| Arc::new(Mapped))))
     }
 
-    /// Returns the backend that the memory comes from.
+    /// Returns the backend that provides the memory.
     pub fn backend(&self) -> BackendKind {
         self.0.kind
     }
@@ -338,8 +340,8 @@ impl Heap {
     }
 
     /// Collective: returns the buffers and signals that every rank has dropped, and that no queued
-    /// work of a plan uses. What a captured graph uses comes back behind its end. On a device it
-    /// may wait for what has been queued: it frees memory.
+    /// work of a plan uses. Buffers of a captured graph are returned after its end. On a device the
+    /// call may wait for queued work, because it frees memory.
     ///
     /// # Errors
     /// As [`LiveTeam::exchange`].
@@ -398,13 +400,14 @@ impl Heap {
         Ok(())
     }
 
-    /// Collective: makes memory that somebody else has allocated part of every rank's chunk, and a
-    /// buffer over it: all of the allocation to which the `len_bytes` at `addr`, a device address
-    /// of this process, belong. Also says how many bytes of the buffer `addr` lies behind. Peers
-    /// reach the very memory at the buffer's addresses; its owner goes on using its own. It stays
-    /// part of the heap, and in use, as long as the heap lives, also when its owner has freed it.
+    /// Collective: makes memory that another library has allocated part of every rank's chunk, and
+    /// a buffer over it. The memory is the whole allocation to which the `len_bytes` at `addr`, a
+    /// device address of this process, belong. Returns the buffer and the offset of `addr` in it.
+    /// Peers reach the same memory at the buffer's addresses; its owner goes on using its own
+    /// addresses. The memory stays part of the heap, and in use, as long as the heap lives, also
+    /// when its owner has freed it.
     ///
-    /// Tensors of `torch.distributed._symmetric_memory` lie in such allocations.
+    /// Tensors of `torch.distributed._symmetric_memory` are in allocations of this kind.
     ///
     /// # Errors
     /// `Unsupported` if the memory was not made to be shared (`cuMemCreate` with a handle type),
@@ -424,7 +427,7 @@ impl Heap {
         Ok((buf, inside))
     }
 
-    /// Collective: everybody's file is at least `len` bytes, and mapped.
+    /// Collective: grows and maps every rank's file to at least `len` bytes.
     fn grow_file(&self, own: &OwnedFd, (old, len): (usize, usize)) -> Result<()> {
         let enlarge = || {
             inject::step("growing shared memory")?;
@@ -444,11 +447,11 @@ impl Heap {
         Ok(())
     }
 
-    /// The stream on which operations push data to peers: the host's stand-in for a copy engine.
-    /// One for all operations of the heap, so that pushes never compete.
+    /// Returns the stream on which operations push data to peers, which on the host takes the place
+    /// of a copy engine. All operations of the heap share it, so that pushes never compete.
     ///
     /// # Errors
-    /// `Exhausted` if there is no thread for it.
+    /// `Exhausted` if the system has no thread for it.
     pub fn copy_stream(&self) -> Result<&Stream> {
         self.copy_stream_traced(None)
     }
@@ -480,7 +483,7 @@ impl Heap {
         (a.free_len(), a.total_len())
     }
 
-    /// In words, what must be equal on all ranks: every allocation so far.
+    /// Returns a text of all allocations so far, which must be equal on all ranks.
     pub fn digest(&self) -> String {
         let (d, n) = lock(&self.0.alloc).digest();
         let (s, m) = self.0.team.signals_digest();

@@ -28,7 +28,7 @@ pub struct HookPoint<'a> {
     pub op: &'a str,
     /// Phase of the operation.
     pub phase: &'a str,
-    /// The kind of the step that comes next.
+    /// The kind of the next step.
     pub kind: StepKind,
     /// My team rank.
     pub rank: Rank,
@@ -47,7 +47,7 @@ pub enum HookAction {
     Skip,
     /// Do it twice (signals and flags only).
     Twice,
-    /// Store what the flag's word holds already: the value of an earlier launch (flags only).
+    /// Store the value that the flag's word has already, that of an earlier launch (flags only).
     Stale,
     /// Do it after the next signal to the same peer (puts only).
     AfterSignal,

@@ -16,8 +16,8 @@
 //!    [`LiveTeam::exchange`], [`LiveTeam::exchange_large`] and [`Heap::nccl`].
 //! 5. Every wait ends: by its signal, by the abort of the team, by a death, or at its deadline.
 //!
-//! The protocol itself is in `protocol`, generic over the atomic words, so that loom can check
-//! the very code that runs. The page that goes with it is `docs/protocols/signals.md`.
+//! The protocol itself is in `protocol`, generic over the atomic words, so that loom can check the
+//! very code that runs. `docs/protocols/signals.md` describes it.
 
 mod agree;
 mod alloc;

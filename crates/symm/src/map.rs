@@ -94,7 +94,7 @@ impl Mapping {
         Ok(map)
     }
 
-    /// Maps the files up to `len` bytes. Addresses of what was mapped before do not change.
+    /// Maps the files up to `len` bytes. Addresses of bytes that were mapped before do not change.
     pub fn extend(&self, fds: &[OwnedFd], len: usize) -> Result<()> {
         let old = self.len.load(Ordering::Acquire);
         for (i, fd) in fds.iter().enumerate() {
@@ -154,14 +154,14 @@ impl Mapping {
         unsafe { self.base.add(rank * self.stride + offset) }
     }
 
-    /// The 64-bit word at `offset` of `rank`'s file.
+    /// Returns the 64-bit word at `offset` of `rank`'s file.
     pub fn word(&self, rank: usize, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8), "word at odd offset {offset}");
         // SAFETY: in range, aligned, lives as long as `self`; all accesses to it are atomic.
         unsafe { AtomicU64::from_ptr(self.at(rank, offset, 8).as_ptr().cast()) }
     }
 
-    /// The 32-bit word at `offset` of `rank`'s file.
+    /// Returns the 32-bit word at `offset` of `rank`'s file.
     pub fn word32(&self, rank: usize, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4), "word at odd offset {offset}");
         // SAFETY: in range, aligned, lives as long as `self`; all accesses to it are atomic.
@@ -171,9 +171,9 @@ impl Mapping {
     /// Copies `src` to `offset` of `rank`'s file.
     pub fn write(&self, rank: usize, offset: usize, src: &[u8]) {
         let dst = self.at(rank, offset, src.len());
-        // SAFETY: `dst` is valid for `src.len()` bytes and `src` is ordinary memory, so they do
-        // not overlap. Nobody reads the bytes until the signal that follows (invariant 3), and
-        // nobody else writes them (one writer per region, credit-gated).
+        // SAFETY: `dst` is valid for `src.len()` bytes and `src` is ordinary memory, so they do not
+        // overlap. No rank reads the bytes until the signal that follows (invariant 3), and no
+        // other rank writes them (one writer per region, credit-gated).
         unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst.as_ptr(), src.len()) }
     }
 
@@ -188,7 +188,7 @@ impl Mapping {
     /// The bytes at `offset` of `rank`'s file, in place.
     ///
     /// # Safety
-    /// Nobody may write them while the slice lives: their writers have signalled, and have no
+    /// No rank may write them while the slice lives: their writers have signalled, and have no
     /// credit to write again.
     pub unsafe fn slice(&self, rank: usize, offset: usize, len: usize) -> &[u8] {
         // SAFETY: in range and initialised (files start as zeros); no writer, by contract.

@@ -1,17 +1,18 @@
 //! NCCL over the members of a team: a communicator that ends with the team, and the backend `nccl`.
 //!
 //! The backend's memory is that of `vmm`, each rank's chunk registered as a window besides. Peers
-//! are addressed through our own mappings of their chunks: the host has no call for the addresses
-//! of the library's before 2.29 (`ncclGetPeerDevicePointer`), and what 2.28 has
-//! (`ncclGetLsaPointer`) is for kernels that are compiled with its headers.
+//! are addressed through our own mappings of their chunks: before 2.29 (`ncclGetPeerDevicePointer`)
+//! the host has no call for the library's addresses, and `ncclGetLsaPointer` of 2.28 is for kernels
+//! that are compiled with its headers.
 //!
 //! # Invariants
 //! 1. The communicator is made by all members at one `prepare`, or by none; or it is the caller's,
 //!    the caller that the world has it from ([`World::adopt_nccl`](crate::World::adopt_nccl)).
 //! 2. No call waits for a peer past the fault of the team.
-//! 3. Its kernels know no deadline. A launch meets by kernels of `vmm` before it queues one, so
-//!    that a peer that does not come is seen there; a thread of this process watches the team and
-//!    aborts the communicator once the team is over, which ends the kernels that run.
+//! 3. Its kernels have no deadline. A launch meets by kernels of `vmm` before it queues one of
+//!    NCCL's, so that the meeting reports a peer that does not launch; a thread of this process
+//!    watches the team and aborts the communicator once the team is over, which ends the kernels
+//!    that run.
 
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -39,7 +40,8 @@ const SPINS: u32 = 2000;
 pub(crate) struct Adopted(pub Mutex<Option<Arc<NcclComm>>>);
 
 impl Adopted {
-    /// For a team on a device: of teams of everybody, in order.
+    /// Returns the adopted communicator for a team on a device: if the team has all ranks of the
+    /// world, in order.
     fn of(&self, team: &LiveTeam, ctx: &CudaContext) -> Result<Option<Arc<NcclComm>>> {
         let comm = lock(&self.0).clone();
         let everyone = team.size() == team.world_size()
@@ -104,13 +106,13 @@ impl NcclTeam {
             }
         }
         let me = (team.rank().get(), team.size());
-        // The others are about to meet me there.
+        // The peers are about to meet me there.
         let comm = NcclComm::join(ctx, id, me).map_err(|e| team.fail(e))?;
         let new = Arc::new(Self { team: team.clone(), comm, library });
         let deadline = Deadline::after(team.0.cfg.rendezvous_timeout);
         new.settled(Some(deadline)).map_err(|e| team.fail(e.op("nccl").phase("rendezvous")))?;
-        // Without it NCCL's kernels would wait for ever, and the others are about to meet me in
-        // one.
+        // Without the watch NCCL's kernels would wait for ever, and the peers are about to meet me
+        // in one.
         watch(&new).map_err(|e| team.fail(e))?;
         Ok(new)
     }
@@ -120,7 +122,7 @@ impl NcclTeam {
         &self.library
     }
 
-    /// Waits until the library's own thread has done what it was given.
+    /// Waits until the library's own thread has finished its work.
     fn settled(&self, deadline: Option<Deadline>) -> Result<()> {
         for polls in 0u32.. {
             if self.comm.is_ready()? {
@@ -156,12 +158,12 @@ impl NcclTeam {
         Ok(window)
     }
 
-    /// Ends a registration with a communicator that goes on.
+    /// Ends a registration with a communicator that stays in use.
     fn unregister(&self, window: NcclWindow) {
         if !self.comm.is_adopted() {
             return;
         }
-        // What runs may use it.
+        // Running work may use the window.
         let idle = self.comm.context().synchronize();
         if let Err(e) = idle.and_then(|()| self.comm.unregister(window)) {
             log::debug!("a window of NCCL's is left to its communicator: {e}");
@@ -220,8 +222,7 @@ fn all_adopted(team: &LiveTeam, mine: Option<Arc<NcclComm>>) -> Result<Option<Ar
     Ok(mine.filter(|_| !all.contains(&vec![OVER])))
 }
 
-/// Aborts the communicator when the team is over, and tells the team what goes wrong in the
-/// library.
+/// Aborts the communicator when the team is over, and reports errors of the library to the team.
 fn watch(team: &Arc<NcclTeam>) -> Result<()> {
     let weak = Arc::downgrade(team);
     let body = move || {
@@ -250,7 +251,7 @@ pub(crate) fn check(team: &LiveTeam) -> Result<()> {
     team.settle("nccl", NcclComm::library()).map(drop)
 }
 
-/// The window of a heap goes before its memory, where the communicator stays.
+/// Deregisters the window of a heap before its memory is freed, where the communicator stays.
 pub(crate) fn unregister(nccl: Option<&Arc<NcclTeam>>, window: Option<&NcclWindow>) {
     if let (Some(nccl), Some(window)) = (nccl, window) {
         nccl.unregister(*window);
@@ -264,24 +265,24 @@ impl Heap {
         let here = DeviceHeap::new(self)?;
         let len = self.usage().1;
         let window = nccl.register(here.addr(0, len)?, len);
-        // A rank without a window tells the others.
-        // Also where a peer has none: the end of the heap is that of the window.
+        // A rank without a window reports that to its peers. A window is kept also where a peer has
+        // none: it ends with the heap.
         if let Ok(window) = &window {
             self.0.window.get_or_init(|| *window);
         }
         self.team().settle("nccl window", window).map(drop)
     }
 
-    /// NCCL's handle of this heap (`ncclWindow_t`), whose offsets are those of
-    /// [`SymBuf`](crate::SymBuf)s, for kernels that are compiled with NCCL's device headers: of the
-    /// backend `nccl` only.
+    /// Returns NCCL's handle of this heap (`ncclWindow_t`), whose offsets are those of
+    /// [`SymBuf`](crate::SymBuf)s, for kernels that are compiled with NCCL's device headers. Only
+    /// the backend `nccl` has one.
     pub fn nccl_window(&self) -> Option<u64> {
         self.0.window.get().and_then(NcclWindow::handle)
     }
 
-    /// Collective at the first call: NCCL over the members of this heap's team, on its devices. The
-    /// communicator that the world has adopted, if the team is everybody in order; else one of its
-    /// own.
+    /// Collective at the first call: returns NCCL over the members of this heap's team, on its
+    /// devices. It is the communicator that the world has adopted, if the team has all ranks in
+    /// order; else one of its own.
     ///
     /// # Errors
     /// On all ranks, `Unavailable` if one has no NCCL or has not set `NCCL_NVLS_ENABLE=0`, and

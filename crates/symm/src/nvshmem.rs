@@ -2,11 +2,11 @@
 //! mappings of theirs (`nvshmem_ptr`), and the control pages and kernels of `vmm`.
 //!
 //! # Invariants
-//! 1. NVSHMEM lives once in a process: its ranks are those of the first team that asks, a process
-//!    for each (and a GPU: that ranks may share one is NVSHMEM's business, and rarely meant). Later
-//!    teams of the same members, in the same order, use it too; others cannot.
-//! 2. Its collectives (`init`, `malloc`) know no deadline: they run on a thread that is left behind
-//!    at ours, and NVSHMEM is not used in this process again.
+//! 1. A process has NVSHMEM once. Its ranks are the members of the first team that uses it, each in
+//!    a process of its own (and on a GPU of its own: NVSHMEM decides whether ranks may share one).
+//!    Later teams of the same members, in the same order, use it too; other teams cannot.
+//! 2. Its collectives (`init`, `malloc`) have no deadline: they run on a thread that is abandoned
+//!    at our deadline, and NVSHMEM is not used in this process again.
 //! 3. Memory is never given back to NVSHMEM, which would be a collective: a block that a heap has
 //!    dropped is used again once every rank has dropped it.
 
@@ -61,7 +61,7 @@ pub(crate) struct Block {
     piece: Piece,
     /// The address of each rank's part, as this device sees it.
     bases: Vec<u64>,
-    /// They lie in even steps, as every rank sees them.
+    /// The parts are in even steps on every rank.
     even: bool,
 }
 
@@ -78,11 +78,12 @@ impl Block {
 }
 
 impl Drop for Block {
-    /// Kernels of this device may still use the block; every wait ends by itself. Those of the
-    /// others are why it is used again only when all have dropped it.
+    /// Waits for the kernels of this device, which may still use the block; each of their waits
+    /// ends by itself. Kernels of peers may use it, too, so a block is used again only when all
+    /// ranks have dropped it.
     fn drop(&mut self) {
         if self.ctx.synchronize().is_err() {
-            // It stays taken: nobody knows what the device still does.
+            // The block stays taken: the device may still run work that uses it.
             return;
         }
         if let State::Ready { free, .. } = &mut *state() {
@@ -104,7 +105,7 @@ fn within(bases: &[u64], total: usize, (rank, offset, len): (Rank, usize, usize)
 }
 
 /// # Errors
-/// `Unsupported` if the parts do not lie in even steps.
+/// `Unsupported` if the parts are not in even steps.
 fn stride(bases: &[u64]) -> Result<u64> {
     let step = |w: &[u64]| w[1].wrapping_sub(w[0]);
     let first = bases.windows(2).map(step).next().unwrap_or(0);
@@ -121,7 +122,8 @@ fn uneven() -> Error {
         .hint("kernels that write to all peers need even steps: use the `vmm` backend")
 }
 
-/// Of this process among others on the host: its number, and what gives numbers.
+/// Returns the identity of this process on the host: its number, and its namespace of process
+/// numbers.
 pub(crate) fn process() -> String {
     let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
     format!("{} of {}", std::process::id(), space.display())
@@ -149,12 +151,13 @@ pub(crate) fn block(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<Bl
         Some(found) => found,
         None => allocate(team, ctx, len)?,
     };
-    // Before anything fails: a block that is dropped can be used again, one that nobody has cannot.
+    // Made before any step can fail: a block that is dropped can be used again, a block without
+    // owner cannot.
     let mut block = Block { ctx: ctx.clone(), number, piece, bases: Vec::new(), even: false };
     let bases = Rank::all(team.size()).map(|r| base(ctx, piece.addr, r));
     let bases = bases.collect::<Result<Vec<_>>>();
     block.bases = team.settle("nvshmem peers", bases)?;
-    // All ranks say the same of it: one that goes on alone would wait for the others.
+    // All ranks agree on it: a rank that went on alone would wait for its peers.
     block.even = team.agree(stride(&block.bases).is_ok())?;
     Ok(block)
 }
@@ -225,7 +228,8 @@ fn reuse(team: &LiveTeam, len: usize) -> Result<Option<(usize, Piece)>> {
         _ => None,
     };
     mine.map(Some).ok_or_else(|| {
-        // The others take it: heaps of this backend are made one after the other.
+        // Peers take this block, so the failure ends the team: a process must make heaps of this
+        // backend one after the other.
         let text = "another thread of this process is making a heap of NVSHMEM";
         team.fail(Error::new(ErrorKind::Protocol, text).op("nvshmem"))
     })
@@ -242,9 +246,9 @@ fn allocate(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<(usize, Pi
     Ok((*made, Piece { len, addr }))
 }
 
-/// A collective of NVSHMEM on a thread of its own: returns at the fault of the team, or at the
-/// deadline of a rendezvous, whatever becomes of the thread. What fails here ends the team: the
-/// others wait inside.
+/// Runs a collective of NVSHMEM on a thread of its own. Returns at the fault of the team, or at the
+/// deadline of a rendezvous, and abandons the thread then. A failure here ends the team, because
+/// its peers wait inside the collective.
 fn guarded<T: Send + 'static>(
     team: &LiveTeam,
     phase: &'static str,
@@ -271,7 +275,7 @@ fn guarded<T: Send + 'static>(
         }
     };
     wait().map_err(|e| {
-        // Nobody knows where the others stand.
+        // This rank does not know how far its peers got.
         *state() = State::Broken;
         team.fail(e.op("nvshmem").phase(phase))
     })
@@ -317,7 +321,7 @@ mod tests {
         .unwrap();
     }
 
-    /// Without a driver or the library there is an error that says what to do.
+    /// Checks that the error without a driver or the library says what to do.
     #[test]
     fn one_process_gets_as_far_as_the_library() {
         let world = World::solo(WorldCfg::for_tests()).unwrap();

@@ -1,7 +1,7 @@
 //! The signal protocol, generic over the atomic words it runs on.
 //!
-//! Production uses `std::sync::atomic::AtomicU64` in shared memory; the model tests run this very
-//! source on loom's words. Each function says which ordering carries the argument.
+//! The product uses `std::sync::atomic::AtomicU64` in shared memory; the model tests run this very
+//! source on loom's words. Each function states the ordering on which its correctness rests.
 //!
 //! - **Signal**: the producer's payload stores happen before the release in [`signal`]; the
 //!   consumer's acquire in [`reached`] makes them visible. Counts are monotonic, so a late or
@@ -9,9 +9,10 @@
 //! - **Credit**: a consumer that has finished reading grants the producer the right to overwrite
 //!   with [`grant`], which carries a tag (the fingerprint of the launch) under the same release.
 //! - **Flag**: the producer stores the number of the launch with [`flag`]; the consumer compares
-//!   with [`flagged`]. Orders as a signal does. The same number stored twice changes nothing, and
-//!   nothing is counted, so nobody has to consume it.
-//! - **Barrier**: everybody stores its epoch into everybody's inbox, then waits for all inboxes.
+//!   with [`flagged`]. It orders memory as a signal does. The same number stored twice changes
+//!   nothing. A flag is not counted, so it need not be consumed.
+//! - **Barrier**: each rank stores its epoch into the inbox of every rank, then waits for all its
+//!   inboxes.
 //! - **Abort**: each rank has one slot on each page; the slot holds the generation it is meant
 //!   for, so that an abort of an earlier generation is ignored.
 
@@ -63,21 +64,21 @@ impl Word for AtomicU64 {
     }
 }
 
-/// Adds `n` to a counter in a peer's page. Everything this thread wrote before is visible to who
-/// sees the new count.
+/// Adds `n` to a counter in a peer's page. Everything that this thread wrote before is visible to a
+/// thread that sees the new count.
 #[inline]
 pub fn signal<W: Word>(count: &W, n: u64) {
     count.fetch_add(n, Ordering::Release);
 }
 
-/// The counter's value if it has reached `expected`. Wrap-safe.
+/// Returns the counter's value if it has reached `expected`. Wrap-safe.
 #[inline]
 pub fn reached<W: Word>(count: &W, expected: u64) -> Option<u64> {
     let seen = count.load(Ordering::Acquire);
     (seen.wrapping_sub(expected) as i64 >= 0).then_some(seen)
 }
 
-/// Grants the peer one more use of my buffer. `tag` says which launch the grant is for.
+/// Grants the peer one more use of my buffer. `tag` is the fingerprint of the launch.
 #[inline]
 pub fn grant<W: Word>(count: &W, tag_word: &W, tag: u64) {
     // The release of the count publishes the tag, and orders my earlier reads of the buffer
@@ -86,20 +87,20 @@ pub fn grant<W: Word>(count: &W, tag_word: &W, tag: u64) {
     count.fetch_add(1, Ordering::Release);
 }
 
-/// The tag of the grant if `expected` grants have been made.
+/// Returns the tag of the grant if `expected` grants have been made.
 #[inline]
 pub fn granted<W: Word>(count: &W, tag_word: &W, expected: u64) -> Option<u64> {
     reached(count, expected).map(|_| tag_word.load(Ordering::Relaxed))
 }
 
-/// Stores `value`, which grows from launch to launch, in a peer's word. Everything this thread
-/// wrote before is visible to who sees it, and everything it read before was read.
+/// Stores `value`, which grows from launch to launch, in a peer's word. Everything that this thread
+/// wrote before is visible to a thread that sees the value, and its earlier reads are complete.
 #[inline]
 pub fn flag<W: Word>(word: &W, value: u64) {
     word.store(value, Ordering::Release);
 }
 
-/// The word's value if it is `value` or that of a later launch. Wrap-safe.
+/// Returns the word's value if it is `value` or that of a later launch. Wrap-safe.
 #[inline]
 pub fn flagged<W: Word>(word: &W, value: u64) -> Option<u64> {
     reached(word, value)
@@ -111,16 +112,16 @@ pub fn arrive<W: Word>(inbox: &W, epoch: u64) {
     inbox.store(epoch, Ordering::Release);
 }
 
-/// True if the owner of this inbox slot has entered round `epoch`.
+/// Returns whether the writer of this inbox slot has entered round `epoch`.
 #[inline]
 pub fn arrived<W: Word>(inbox: &W, epoch: u64) -> bool {
     reached(inbox, epoch).is_some()
 }
 
-/// One turn of a wait: what it waits for, or the reason to end, or `None` to go on.
+/// Makes one turn of a wait. Returns the awaited value, or the reason to end, or `None` to go on.
 ///
 /// The last look comes after the reason to end, so that a peer that signalled and then left or died
-/// is not taken for missing.
+/// is not reported as missing.
 #[inline]
 pub fn turn<T, E>(
     mut ready: impl FnMut() -> Option<T>,
@@ -172,7 +173,7 @@ pub fn raise<W: Word>(slot: &W, code: AbortCode) {
     let _already = slot.compare_exchange(0, code.pack(), Ordering::Release, Ordering::Relaxed);
 }
 
-/// The abort in a slot, if it is meant for `generation`.
+/// Returns the abort in a slot, if it is meant for `generation`.
 pub fn raised<W: Word>(slot: &W, generation: u32) -> Option<AbortCode> {
     let word = slot.load(Ordering::Acquire);
     AbortCode::unpack(word).filter(|c| c.generation == generation)

@@ -25,7 +25,7 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// Fingerprint of `op` with everything that must be equal on all ranks, in words.
+    /// Makes the fingerprint of `op` from a text of everything that must be equal on all ranks.
     pub fn new(op: &str, what: impl std::fmt::Display) -> Self {
         let text = format!("{op} {what}");
         let mut h = blake3::Hasher::new();
@@ -34,7 +34,7 @@ impl Fingerprint {
         Self { hash: *h.finalize().as_bytes(), text }
     }
 
-    /// Returns what the flight recorder keeps of a fingerprint.
+    /// Makes a fingerprint from its tag and text in a flight recorder.
     pub(crate) fn recorded(tag: u64, text: String) -> Self {
         let mut hash = [0; 32];
         hash[..8].copy_from_slice(&tag.to_le_bytes());
@@ -46,12 +46,12 @@ impl Fingerprint {
         self.text.split(' ').next().unwrap_or_default()
     }
 
-    /// The words.
+    /// Returns the text.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// The first eight bytes of the hash: what credits carry.
+    /// Returns the first eight bytes of the hash, which credits carry.
     pub fn tag(&self) -> u64 {
         let mut b = [0; 8];
         b.copy_from_slice(&self.hash[..8]);
@@ -94,7 +94,7 @@ pub struct Entry {
     pub state: EntryState,
     /// First eight bytes of the fingerprint.
     pub fingerprint: u64,
-    /// Operation, shapes, dtype and configuration in words.
+    /// Operation, shapes, dtype and configuration as text.
     pub text: String,
 }
 
@@ -112,7 +112,7 @@ pub(crate) fn cut(text: &str, max_bytes: usize) -> &str {
 pub(crate) fn write(ctl: &Control, me: Rank, seq: u64, kind: EntryKind, fp: u64, text: &str) {
     let at = base(seq);
     let put = |i: usize, v: u64| ctl.recorder_word(me, at + 8 * i).store(v, Ordering::Relaxed);
-    // A reader that finds 0 or another number here treats the entry as not there.
+    // A reader that finds 0 or another number here ignores the entry.
     ctl.recorder_word(me, at).store(0, Ordering::Relaxed);
     // Keeps the stores below behind that one.
     fence(Ordering::Release);
@@ -136,7 +136,7 @@ pub(crate) fn write(ctl: &Control, me: Rank, seq: u64, kind: EntryKind, fp: u64,
     ctl.recorder_word(me, at).store(seq, Ordering::Release);
 }
 
-/// Notes how far an entry of my page came.
+/// Records the state of an entry of my page.
 pub(crate) fn set_state(ctl: &Control, me: Rank, seq: u64, state: EntryState) {
     if ctl.recorder_word(me, base(seq)).load(Ordering::Relaxed) == seq {
         let v = match state {
@@ -149,7 +149,7 @@ pub(crate) fn set_state(ctl: &Control, me: Rank, seq: u64, state: EntryState) {
     }
 }
 
-/// The entry `seq` of `rank`'s page, if it is (still) there.
+/// Returns the entry `seq` of `rank`'s page, unless it is not written yet or overwritten already.
 pub(crate) fn read(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
     let at = base(seq);
     let get = |i: usize| ctl.recorder_word(rank, at + 8 * i).load(Ordering::Relaxed);
@@ -189,18 +189,18 @@ pub(crate) fn write_prepare(ctl: &Control, me: Rank, seq: u64, fp: u64) {
     let word = |i| ctl.prepare_word(me, i);
     let older =
         if word(0).load(Ordering::Relaxed) <= word(2).load(Ordering::Relaxed) { 0 } else { 2 };
-    // Not there while it changes.
+    // Readers ignore the entry while it changes.
     word(older).store(0, Ordering::Relaxed);
     fence(Ordering::Release);
     word(older + 1).store(fp, Ordering::Relaxed);
     word(older).store(seq, Ordering::Release);
 }
 
-/// Returns what `rank` has at position `seq`: its entry, or, if launches behind it have overwritten
-/// that, what is kept of its last two prepares.
+/// Returns the entry of `rank` at `seq`. If later launches have overwritten it, returns the record
+/// of the prepare `seq`, if that is one of the last two.
 ///
-/// A prepare is noted after its entry. So where the note is there and the entry was not, the entry
-/// may have been written in between: it is looked for once more, this time behind the note.
+/// A prepare is recorded after its entry is written. So if the record exists and the entry was not
+/// found, the entry may have been written in between: this reads it once more, after the record.
 pub(crate) fn read_or_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
     read(ctl, rank, seq).or_else(|| {
         let noted = read_prepare(ctl, rank, seq)?;
@@ -208,8 +208,9 @@ pub(crate) fn read_or_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Ent
     })
 }
 
-/// As [`read_or_prepare`], where `rank` is to be at an entry of `kind`: launches that are compared
-/// are noted as prepares are, and what is left of one is taken for what it is to be.
+/// Reads as [`read_or_prepare`], where an entry of `kind` is expected. Launches that are compared
+/// are recorded as prepares are; a record whose text is overwritten is taken to be of the expected
+/// kind.
 pub(crate) fn read_or_met(
     ctl: &Control,
     rank: Rank,
@@ -219,7 +220,7 @@ pub(crate) fn read_or_met(
     read_or_prepare(ctl, rank, seq).map(noted)
 }
 
-/// Stands for words that launches have overwritten.
+/// The text in place of one that launches have overwritten.
 const FORGOTTEN: &str = "(a meeting whose words are no longer recorded)";
 
 /// Prepare number `seq` of `rank`, if it is one of its last two.
@@ -245,7 +246,7 @@ mod tests {
 
     const ROUNDS: u64 = 20_000;
 
-    /// A prepare that is written while it is looked for is found with its words, or not yet.
+    /// Checks that a reader finds a prepare that is being written with its text, or not at all.
     #[test]
     fn a_prepare_is_never_seen_without_its_words_while_it_is_written() {
         let bytes = page_bytes(1);

@@ -1,4 +1,4 @@
-//! Signal slots: who may use which.
+//! Signal slots and their owners.
 
 use std::sync::{Arc, Mutex};
 
@@ -25,7 +25,7 @@ impl LiveTeam {
     /// Takes `num` signal slots. Deterministic: equal calls give equal slots on all members.
     ///
     /// # Errors
-    /// `Exhausted` if there are not that many.
+    /// `Exhausted` if fewer slots are free.
     pub fn signals(&self, num: usize, tag: &str) -> Result<Signals> {
         let first = lock(&self.0.slots)
             .alloc
@@ -39,7 +39,7 @@ impl LiveTeam {
         let dropped = lock(&self.0.slots).dropped.clone();
         let mine = unused(dropped);
         let agreed = self.intersect("collect-signals", &mine)?;
-        // A count that nobody consumed would let the first wait of the next owner pass.
+        // A count that was not consumed would let the first wait of the next owner pass.
         let slots = agreed.iter().flat_map(|&(first, num)| first..first + num);
         self.settle("collect-counts", self.check_slots(slots))?;
         let mut pool = lock(&self.0.slots);
@@ -57,7 +57,7 @@ impl LiveTeam {
         lock(&self.0.slots).alloc.digest()
     }
 
-    /// The error for a slot whose count is not what its waits consumed.
+    /// Returns the error for a slot whose count differs from the number that its waits consumed.
     pub(crate) fn uneven(&self, slot: usize, src: Rank, used: u64, seen: u64) -> Error {
         let text = format!("signal slot {slot}: a count was not consumed exactly once");
         Error::new(ErrorKind::Protocol, text)
@@ -86,7 +86,7 @@ impl Signals {
     /// Slot number `i` of the range.
     ///
     /// # Panics
-    /// If there is no such slot.
+    /// If the range has no slot `i`.
     pub fn slot(&self, i: usize) -> crate::SignalSlot {
         assert!(i < self.num, "slot {i} of {}", self.num);
         crate::SignalSlot(self.first + i)
@@ -97,7 +97,7 @@ impl Signals {
         self.num
     }
 
-    /// True if there are none.
+    /// Returns whether the range is empty.
     pub fn is_empty(&self) -> bool {
         self.num == 0
     }

@@ -1,17 +1,17 @@
-//! Devices that must learn of an abort raised on this host: their kernels cannot see the host's
-//! control pages.
+//! The devices that must learn of an abort raised on this host, because their kernels cannot see
+//! the host's control pages.
 
 use std::sync::{Arc, Mutex, Weak};
 
 use crate::protocol::AbortCode;
 use crate::team::lock;
 
-/// Called once the team is over, from the thread that failed or from the monitor thread, so
-/// it must be quick and must not block on the device.
+/// Reports the abort of the team. Called when the team has failed, from the thread that failed or
+/// from the monitor thread, so it must be quick and must not block on the device.
 pub(crate) trait AbortSink: Send + Sync {
     fn raise(&self, code: AbortCode);
 
-    /// Members that have said goodbye, a bit for each: no signal of theirs will come any more.
+    /// Reports the members that have said goodbye, a bit for each: they will not signal any more.
     fn left(&self, members: u64);
 }
 

@@ -88,7 +88,7 @@ pub struct LiveTeam(pub(crate) Arc<TeamInner>);
 
 impl Drop for LiveTeam {
     fn drop(&mut self) {
-        // The memory of a forked child keeps what only its parent can end.
+        // A forked child must not release resources that only its parent can end.
         if self.0.process.is_foreign() {
             std::mem::forget(self.0.clone());
         }
@@ -145,7 +145,7 @@ impl LiveTeam {
 
         let page = page_bytes(size);
         let own = shared_file("tilewire-control", page);
-        // There is no team yet whose abort could be seen.
+        // No team exists yet whose abort could end this.
         let go: Stop<'_> = &|| Ok(());
         let deadline = Deadline::after(cfg.rendezvous_timeout);
         let here = |e: Error| translate(&info, e).op("team").phase("rendezvous").team(info.name());
@@ -156,8 +156,8 @@ impl LiveTeam {
         let met = exchange_parts(&*mesh, go, tag, info.members(), part, deadline);
         let parcels = met.map_err(|e| {
             if e.is_timeout() {
-                // My part of this meeting stays behind. Who comes to it late must not wait for me
-                // at its second half, but fail as I did, and catch up with my next try.
+                // My part of this meeting stays visible. A rank that joins late must not wait for
+                // me at the second half; it must fail as I did, and join my next try.
                 leave_word(&*mesh, &ready, info.members(), &e);
             }
             here(e)
@@ -167,7 +167,7 @@ impl LiveTeam {
         if let Ok(ctl) = &ctl {
             ctl.init(info.rank(), id, generation);
         }
-        // Nobody may look at a page before its owner has filled in the header.
+        // No rank may read a page before its owner has filled in the header.
         let part = (&[][..], ctl.as_ref().map(|_| &[][..]).map_err(Error::clone));
         exchange_parts(&*mesh, go, &ready, info.members(), part, deadline).map_err(here)?;
         let ctl = ctl?;
@@ -246,7 +246,8 @@ impl LiveTeam {
         self.meet_news(|e| e)
     }
 
-    /// As [`LiveTeam::check`]; what nobody has met yet is met by this operation and phase.
+    /// Checks as [`LiveTeam::check`]. An abort or a death that no wait has met yet becomes the
+    /// fault here, in the name of this operation and phase.
     ///
     /// # Errors
     /// The fault of the team.
@@ -265,12 +266,12 @@ impl LiveTeam {
         (mask != 0).then(|| Rank::new(mask.trailing_zeros()))
     }
 
-    /// Members that have said goodbye, a bit for each.
+    /// Returns the members that have said goodbye, a bit for each.
     pub(crate) fn left(&self) -> u64 {
         self.0.left.load(Ordering::Acquire)
     }
 
-    /// True if `peer` has said goodbye.
+    /// Returns whether `peer` has said goodbye.
     pub(crate) fn has_left(&self, peer: Rank) -> bool {
         self.left() >> peer.idx() & 1 == 1
     }
@@ -290,10 +291,10 @@ impl LiveTeam {
         self.0.ctl.ring(self.rank());
     }
 
-    /// Records `error` as the fault of the team, which tells all peers, and returns the first
-    /// fault.
+    /// Records `error` as the fault of the team, reports it to all peers, and returns the team's
+    /// first fault.
     pub fn fail(&self, error: Error) -> Error {
-        // A forked child must not tell its parent's peers.
+        // A forked child must not abort its parent's team.
         if let Err(e) = self.0.process.check() {
             return e.team(self.name());
         }
@@ -306,14 +307,15 @@ impl LiveTeam {
         AbortCode { generation, reason, about: byte(about), from: byte(self.rank()) }
     }
 
-    /// Raises the abort that goes with the team's fault on every page. One that was seen is
-    /// passed on as it is, so that all ranks name the rank that began.
+    /// Raises the abort of the team's fault on every page. If the fault is a peer's abort, it is
+    /// passed on unchanged, so that all ranks name the rank that raised it first.
     fn publish(&self, error: &Error) {
         let reason = match error.kind() {
             ErrorKind::Timeout => 1,
-            // Without a name it is no news of a death: the others would take it for this rank's.
+            // Without a peer's name the error reports no death: peers would take it for the death
+            // of this rank.
             ErrorKind::PeerDead if error.get_peer().is_some() => 2,
-            // For another error of this rank's, by nobody's wish.
+            // Because of another error of this rank, not at the caller's request.
             ErrorKind::Aborted
                 if error.get_peer().is_none() && std::error::Error::source(error).is_some() =>
             {
@@ -336,8 +338,8 @@ impl LiveTeam {
         self.0.sinks.raise(code);
     }
 
-    /// Notes an abort that a device has seen of another device, whose host may not know of it
-    /// yet.
+    /// Records the abort of another device that a device has seen; the other device's host may not
+    /// know of it yet.
     pub(crate) fn note_heard(&self, code: AbortCode) {
         self.0.seen_abort.store(code.pack(), Ordering::Release);
     }
@@ -360,8 +362,8 @@ impl LiveTeam {
         }
     }
 
-    /// Returns what `rank` wrote into its page when its first fault was set; `None` if all was
-    /// well.
+    /// Returns the report that `rank` wrote into its page when its first fault was set; `None`
+    /// without a fault.
     fn report(&self, rank: Rank) -> Option<serde_json::Value> {
         let word = |i| self.0.ctl.report_word(rank, i).load(Ordering::Acquire);
         let [about, reason, from, ..] = word(0).to_le_bytes();
@@ -372,7 +374,7 @@ impl LiveTeam {
 
     /// Ends the team on purpose: every wait of every member returns `Aborted`.
     pub fn abort(&self, why: &str) {
-        // The caller asked for it, so the error goes to the others and to later calls.
+        // The caller asked for the abort, so its error goes to peers and to later calls.
         let _recorded = self.fail(
             Error::new(ErrorKind::Aborted, format!("aborted by rank {}: {why}", self.rank().get()))
                 .rank(self.rank()),
@@ -404,7 +406,7 @@ impl LiveTeam {
         Ok(mine.iter().filter(|item| all.iter().all(|l| has(l, item))).copied().collect())
     }
 
-    /// Collective: gives `payload` to all members, returns everybody's in team order.
+    /// Collective: sends `payload` to all members, and returns the payloads of all in team order.
     ///
     /// # Errors
     /// The fault of the team; `Timeout` or `PeerDead` naming the missing.
@@ -415,7 +417,7 @@ impl LiveTeam {
         let deadline = Deadline::after(self.0.cfg.timeout);
         let stop = || self.check();
         let got = self.0.mesh.exchange_unless(&stop, &tag, self.members(), payload, &[], deadline);
-        // The others may have got through: they must learn that I have not.
+        // Peers may have completed the exchange: they must learn that I have not.
         let parcels = match got {
             Ok(parcels) => parcels,
             Err(e) => {
@@ -457,8 +459,8 @@ impl LiveTeam {
         Ok(all)
     }
 
-    /// Collective: true if every member says true. Lets optimizer step and checkpoint commit
-    /// on all ranks or on none.
+    /// Collective: returns whether every member passes true. With it an optimizer step or a
+    /// checkpoint commits on all ranks or on none.
     ///
     /// # Errors
     /// As [`LiveTeam::exchange`].
@@ -466,7 +468,7 @@ impl LiveTeam {
         Ok(self.exchange("agree", &[u8::from(flag)])?.iter().all(|p| p == &[1]))
     }
 
-    /// Notes how far a launch came.
+    /// Records the state of a launch.
     pub fn set_state(&self, seq: u64, state: EntryState) {
         if self.0.process.is_foreign() {
             return;
@@ -497,7 +499,7 @@ impl LiveTeam {
         })
     }
 
-    /// Returns what this rank has moved so far, per destination.
+    /// Returns the traffic of this rank so far, per destination.
     pub fn traffic(&self) -> Traffic {
         self.0.traffic.snapshot()
     }
@@ -515,7 +517,7 @@ impl LiveTeam {
         }
     }
 
-    /// Returns what the wait on (slot, source) must see after `n` more signals.
+    /// Returns the count that a wait on (slot, source) must see after `n` more signals.
     pub(crate) fn expect(&self, slot: usize, src: Rank, n: u64) -> u64 {
         self.0.expected[slot * self.size() + src.idx()].fetch_add(n, Ordering::Relaxed) + n
     }
@@ -527,7 +529,8 @@ impl LiveTeam {
     /// With nothing in flight: every signal that was raised has been waited for, and none twice.
     ///
     /// # Errors
-    /// `Protocol` naming the first slot whose count is not what its waits consumed.
+    /// `Protocol` naming the first slot whose count differs from the number that its waits
+    /// consumed.
     pub fn check_counters(&self) -> Result<()> {
         self.check_slots(0..NUM_SIGNALS)
     }

@@ -1,4 +1,4 @@
-//! Counts of what moved, per destination.
+//! Counters of puts, gets, signals and bytes, per destination.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -20,7 +20,7 @@ pub(crate) struct WaitCtx<'a> {
 }
 
 impl LiveTeam {
-    /// Polls `ready` until it gives a value, or the wait must end. Does not set the fault.
+    /// Polls `ready` until it returns a value, or the wait must end. Does not set the fault.
     pub(crate) fn wait_until<T>(
         &self,
         ctx: &WaitCtx<'_>,
@@ -70,9 +70,9 @@ impl LiveTeam {
         Err(Error::internal("unreachable: 2^64 polls"))
     }
 
-    /// Returns what can be said of a wait for a device that lasts: ranks that have made fewer calls
-    /// keep the others waiting. Once for each call, whoever waits and however many heaps the team
-    /// has; nothing where no call of mine is open.
+    /// Returns the text for the log about a long wait for a device: the ranks that have made fewer
+    /// calls, which delay the other ranks. It returns a text once for each call, whichever thread
+    /// waits and however many heaps the team has, and `None` where no call of mine is open.
     pub(crate) fn lateness(&self, waited: Duration) -> Option<String> {
         let last = |r: Rank| self.flight_recorder(r).pop();
         let mine = last(self.rank())
@@ -81,7 +81,7 @@ impl LiveTeam {
         if self.0.late.swap(mine, Ordering::Relaxed) == mine {
             return None;
         }
-        // A peer that is further behind than the recorder looks has none there.
+        // A peer that is further behind than the recorder reaches has no entry in it.
         let calls = |r: Rank| last(r).map_or(0, |e| e.seq);
         let behind: Vec<_> = self
             .peers()
@@ -103,20 +103,20 @@ impl LiveTeam {
         ))
     }
 
-    /// The abort that a peer has raised on my page, and the rank that began it.
+    /// Returns the abort that a peer has raised on my page, and the rank that raised it first.
     pub(crate) fn peer_abort(&self) -> Option<(Rank, AbortCode)> {
         self.peers().find_map(|src| {
             let slot = self.0.ctl.abort_slot(self.rank(), src);
             let code = crate::protocol::raised(slot, self.0.generation as u32)?;
-            // Ranks pass on an abort as they got it: the slot need not be that of the rank that
-            // began.
+            // Ranks pass on an abort unchanged: the slot need not be that of the rank that raised
+            // it first.
             let src = self.peers().find(|p| p.get() == u32::from(code.from)).unwrap_or(src);
             Some((src, code))
         })
     }
 
-    /// An abort as an error of this rank. A peer may learn of a death before I do: the death is the
-    /// news, not the abort.
+    /// Returns an abort as an error of this rank. A peer may learn of a death before I do: then the
+    /// error is that of the death.
     pub(crate) fn abort_error(&self, src: Rank, code: AbortCode) -> Error {
         let about = Rank::new(u32::from(code.about));
         let why = match code.reason {
@@ -134,7 +134,8 @@ impl LiveTeam {
         Error::new(ErrorKind::Aborted, text).rank(self.rank()).peer(src)
     }
 
-    /// Returns what peers and the monitor have reported and no wait of mine has met yet.
+    /// Returns an abort or a death that peers or the monitor have reported, and that no wait of
+    /// mine has met yet.
     pub(crate) fn news(&self) -> Option<Error> {
         let dead = || {
             let peer = self.first_dead()?;
@@ -164,7 +165,7 @@ impl LiveTeam {
         let error = |kind, text: String, peer: Rank| here(Error::new(kind, text).peer(peer));
         let counts = |e: Error| e.expected(ctx.expected).seen(seen());
         let abort = if self.first_dead().is_none() { self.peer_abort() } else { None };
-        // If a rank disagrees with me, I can say so in my own words.
+        // If a rank disagrees with me, my own error has the texts of both.
         if let Some((src, code)) = abort
             && code.reason == 4
             && Rank::new(u32::from(code.about)) == self.rank()
@@ -175,7 +176,7 @@ impl LiveTeam {
         if let Some(e) = self.news() {
             return Some(counts(here(e)));
         }
-        // After the abort: a rank that disagreed may have said so and left.
+        // After the abort: a rank that disagreed may have raised an abort and left.
         if self.has_left(ctx.peer) {
             let text = format!("rank {} has left the job and will not signal", ctx.peer.get());
             let left = || counts(error(ErrorKind::PeerDead, text, ctx.peer));
@@ -199,7 +200,8 @@ impl LiveTeam {
         })
     }
 
-    /// The peer's record at my sequence number, if it shows that it is doing something else.
+    /// Returns the `Mismatch` if the peer's record at my sequence number shows another call than
+    /// mine.
     fn order_mismatch(&self, ctx: &WaitCtx<'_>) -> Option<Error> {
         let mine = recorder::read(&self.0.ctl, self.rank(), ctx.seq)?;
         let theirs = recorder::read(&self.0.ctl, ctx.peer, ctx.seq)?;
@@ -210,7 +212,7 @@ impl LiveTeam {
         self.compare(&fp, mine.kind, ctx.peer, &theirs).err()
     }
 
-    /// The error for a credit whose tag is not that of my launch.
+    /// Returns the error for a credit whose tag is not that of my launch.
     pub(crate) fn tag_mismatch(&self, ctx: &WaitCtx<'_>, want: u64, got: u64) -> Error {
         self.order_mismatch(ctx).unwrap_or_else(|| {
             Error::new(ErrorKind::Mismatch, "a peer granted its buffer for another launch")

@@ -21,10 +21,10 @@ pub struct WorldCfg {
     pub rendezvous_timeout: Duration,
     /// After how long a wait is reported in the log. Default 30 s.
     pub late_warning: Duration,
-    /// Every eager launch first compares operation and sizes with all members on the host, so that
-    /// ranks that launch different things have a `Mismatch` at once, on devices too. It costs a
-    /// meeting of the hosts for each launch; launches into a capture are not compared. The same on
-    /// all ranks. Default off.
+    /// Makes every eager launch first compare operation and sizes with all members on the host, so
+    /// that ranks with different launches get a `Mismatch` at once, on devices too. It costs a
+    /// meeting of the hosts for each launch; launches into a capture are not compared. It must be
+    /// equal on all ranks. Default off.
     pub check: bool,
 }
 
@@ -40,7 +40,7 @@ impl Default for WorldCfg {
 }
 
 impl WorldCfg {
-    /// The defaults, with what the environment says instead (`TILEWIRE_TIMEOUT_S`).
+    /// Returns the defaults, with the values that the environment sets (`TILEWIRE_TIMEOUT_S`).
     pub fn of(config: &Config) -> Self {
         let default = Self::default();
         Self { timeout: config.timeout.unwrap_or(default.timeout), ..default }
@@ -68,20 +68,20 @@ struct WorldInner {
 /// Deaths that the faults of teams report. A peer may report one before my own mesh knows it.
 #[derive(Default)]
 struct ReportedDeaths {
-    /// The faults of teams that may still meet one, and who is in these teams.
+    /// The faults of teams that may still report a death, and the members of these teams.
     open: Vec<(Arc<Fault>, Team)>,
     /// World ranks: bit `i` is rank `i`.
     mask: u64,
 }
 
 impl ReportedDeaths {
-    /// Reads the faults; keeps those that nobody has read to the end and that others can still set.
+    /// Reads the faults. Keeps each fault that is not set yet and that a team can still set.
     fn read(&mut self) -> u64 {
         let mask = &mut self.mask;
         self.open.retain(|(fault, team)| {
-            // Counted first: what nobody else holds cannot be set behind the look at it.
+            // Counted first: a fault without another holder cannot be set after it was read.
             let last = Arc::strong_count(fault) == 1;
-            // What was raised, without a look at devices: this is only a question.
+            // Reads a fault that is set already, without asking devices for new ones.
             let Some(e) = fault.is_set().then(|| fault.get()).flatten() else { return !last };
             if let Some(peer) = e.get_peer().filter(|_| e.is_peer_dead()) {
                 *mask |= team.members().get(peer.idx()).map_or(0, |r| 1 << r.idx());
@@ -94,9 +94,9 @@ impl ReportedDeaths {
 
 /// All ranks of a job. A value: make and drop as many as you like, several may live side by side.
 ///
-/// Dropping it says goodbye to the others, unless the thread is panicking: then they see a death.
-/// Drop it behind the work that peers wait for: a second after the goodbye they wait no longer.
-/// Keep it as long as its teams: one that outlives it learns of no more deaths, so a wait on a rank
+/// Dropping it says goodbye to the peers, unless the thread is panicking: then they see a death.
+/// Drop it behind the work that peers wait for: a second after the goodbye their waits end. Keep it
+/// as long as its teams: a team that outlives it learns of no more deaths, so a wait for a rank
 /// that dies then ends at its deadline.
 ///
 /// In a forked child its calls are `Stale`, and dropping it does nothing.
@@ -173,8 +173,8 @@ impl World {
                     Ok(Err(payload)) => panics.push(panic_text(&*payload)),
                 }
             }
-            // Panics are the cause; what the other ranks report is their consequence. All of them:
-            // one must not hide another.
+            // Panics are the cause, and errors of other ranks their consequence. All panics are
+            // reported: one must not hide another.
             if !panics.is_empty() {
                 let text = format!("a rank panicked: {}", panics.join("; another: "));
                 return Err(Error::internal(text));
@@ -193,9 +193,9 @@ impl World {
         self.0.mesh.size()
     }
 
-    /// World ranks that have not died or left, as far as this rank knows. A rank whose death a team
-    /// of mine has raised as its fault is never among them, also where only a peer had noticed it:
-    /// the ranks that are left after a `PeerDead` can form their next team of these at once.
+    /// Returns the world ranks that have not died or left, as far as this rank knows. A rank whose
+    /// death is the fault of a team of mine is never among them, also where only a peer had noticed
+    /// it. So after a `PeerDead` the remaining ranks can form their next team of these at once.
     pub fn alive(&self) -> Vec<Rank> {
         let gone = self.0.mesh.gone() | lock(&self.0.reported).read();
         Rank::all(self.size()).filter(|r| gone >> r.idx() & 1 == 0).collect()
@@ -207,7 +207,7 @@ impl World {
     /// The same name and members may be used again: each time is a new generation on new memory.
     ///
     /// # Errors
-    /// `InvalidArgument` for a bad member list; `Timeout` or `PeerDead` naming who is missing;
+    /// `InvalidArgument` for a bad member list; `Timeout` or `PeerDead` naming the missing ranks;
     /// `Stale` in a forked child.
     pub fn team(&self, members: &[Rank], name: &str) -> Result<Option<LiveTeam>> {
         self.0.process.check()?;
@@ -240,7 +240,7 @@ impl World {
         teams.retain(|t| t.strong_count() > 0);
         teams.push(Arc::downgrade(&team.0));
         drop(teams);
-        // A member may have gone while we met, before the team was on the list.
+        // A member may have left while we met, before the team was on the list.
         let gone = lock(&self.0.exits).clone();
         for (r, how) in gone {
             team.peer_exit(r, how);
@@ -248,7 +248,7 @@ impl World {
         Ok(Some(team))
     }
 
-    /// Collective over everybody: the team of all ranks.
+    /// Collective over all ranks: makes the team of all ranks.
     ///
     /// # Errors
     /// As [`World::team`].
@@ -258,15 +258,15 @@ impl World {
             .ok_or_else(|| Error::internal("this rank is not in the team of all ranks"))
     }
 
-    /// The communicator of the caller's that heaps over everybody, of this world's ranks in their
-    /// order, use for what they do through NCCL, instead of one of their own. All ranks adopt,
-    /// before they make such heaps.
+    /// Adopts a communicator of the caller's. Heaps of teams with all ranks of this world, in
+    /// order, use it for NCCL instead of one of their own. All ranks must adopt, before they make
+    /// heaps of this kind.
     ///
-    /// It must live until [`World::return_nccl`] gives it back, and what is queued on it must have
-    /// one order on all ranks ([`NcclComm::adopt`]). The fault of a team that uses it revokes it.
+    /// It must live until [`World::return_nccl`] returns it, and work on it must be queued in one
+    /// order on all ranks ([`NcclComm::adopt`]). The fault of a team that uses it revokes it.
     ///
     /// # Errors
-    /// `InvalidArgument` if its ranks are not the world's, and if there is one already.
+    /// `InvalidArgument` if its ranks are not the world's, or if the world has one already.
     pub fn adopt_nccl(&self, comm: Arc<NcclComm>) -> Result<()> {
         let mine = (self.rank().get(), self.size());
         if comm.me() != mine {
@@ -285,18 +285,18 @@ impl World {
         Ok(())
     }
 
-    /// Ends [`World::adopt_nccl`]: the `ncclComm_t`, and whether its maker can use it on or only
-    /// destroy it. `None` if there is no such communicator, or if it was aborted, which has freed
-    /// it.
+    /// Ends [`World::adopt_nccl`]. Returns the `ncclComm_t`, and whether its maker can still use it
+    /// or only destroy it. `None` if no communicator was adopted, or if it was aborted, which has
+    /// freed it.
     ///
     /// A fault of one team ends the communicator for all teams that use it: work on it would wait
-    /// for whoever the fault is about.
+    /// for the rank that failed.
     ///
     /// # Errors
     /// `InvalidArgument` while heaps, plans, graphs or queued work use it, or the caller has a
     /// clone.
     pub fn return_nccl(&self) -> Result<Option<ReturnedNccl>> {
-        // Whoever watches it for a team that has just ended lets go of it soon.
+        // The watching thread of a team that has just ended releases it soon.
         let start = Instant::now();
         while lock(&self.0.adopted.0).as_ref().is_some_and(|c| Arc::strong_count(c) > 1)
             && start.elapsed() < 40 * GRACE
@@ -321,8 +321,8 @@ impl World {
         }
     }
 
-    /// Says goodbye to the others now, as the end of the last owner would: for a process that ends
-    /// without dropping what it has made. Peers that wait for this rank wait no longer.
+    /// Says goodbye to the peers now, as the end of the last owner would: for a process that ends
+    /// without dropping its objects. Waits of peers for this rank end.
     pub fn leave(&self) {
         self.0.mesh.leave();
     }
@@ -376,13 +376,13 @@ impl Drop for World {
             let death = Error::new(ErrorKind::PeerDead, text).rank(team.rank()).peer(team.rank());
             let _told = team.fail(death);
         }
-        // What keeps the mesh may stay (memory of work that does not end): peers that meet anew
-        // must not wait for this rank.
+        // Owners of the mesh may stay alive (memory of work that does not end), so it ends here:
+        // peers that meet anew must not wait for this rank.
         self.0.mesh.die();
     }
 }
 
-/// The availability of a backend here, and the reason if there is none.
+/// The availability of a backend on this machine, and the reason if it is not available.
 #[derive(Clone, PartialEq, Debug)]
 pub struct BackendStatus {
     /// The backend.
@@ -391,7 +391,7 @@ pub struct BackendStatus {
     pub why_not: Option<String>,
 }
 
-/// Returns what is available on this machine. Never fails and needs no world.
+/// Returns the availability of each backend on this machine. Never fails and needs no world.
 pub fn backends() -> Vec<BackendStatus> {
     BackendKind::NAMES
         .iter()

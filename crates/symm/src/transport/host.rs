@@ -1,7 +1,7 @@
 //! [`Transport`] of the host: the worker thread of the launch acts at once.
 //!
-//! What a rank waits for lies in its own control page, whoever writes there; only what goes to
-//! peers depends on how they are reached ([`Peers`]).
+//! A rank waits for words of its own control page and chunk, whichever peer writes them. Only
+//! writes to peers depend on how these are reached ([`Peers`]).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -106,7 +106,7 @@ impl Host {
         Err(Error::internal("a heap that is larger than its mapping"))
     }
 
-    /// Counts a signal to `dst` and raises it by `f`, as the hook says.
+    /// Counts a signal to `dst` and raises it by `f`, unless the hook changes that.
     fn raise(&self, lane: &OpCtx, dst: Rank, phase: &str, f: impl Fn()) -> Result<()> {
         self.check(dst, 0, 0)?;
         let action = lane.hook(StepKind::Signal, Some(dst), phase);
@@ -116,15 +116,15 @@ impl Host {
 
     fn act(&self, lane: &OpCtx, dst: Rank, action: HookAction, f: impl Fn()) {
         self.heap.team().0.traffic.signal(dst);
-        // A stale flag holds what it held: the value of an earlier launch.
+        // A stale flag keeps its value, that of an earlier launch.
         if !matches!(action, HookAction::Skip | HookAction::Stale) {
             f();
         }
         if action == HookAction::Twice {
             f();
         }
-        // What a rank publishes in its own chunk is for all peers: any signal may say that it is
-        // there.
+        // Bytes that a rank publishes in its own chunk are for all peers: a signal to any of them
+        // may announce the bytes.
         let me = self.me();
         let held = lock(&lane.held).take_if(|h| h.0 == dst || h.0 == me);
         if let Some((dst, offset, bytes)) = held {
@@ -157,7 +157,7 @@ impl Host {
         Ok(())
     }
 
-    /// Writes to `to`, as the hook says.
+    /// Writes to `to`, unless the hook changes that.
     fn write(&self, lane: &OpCtx, to: (Rank, usize), bytes: &[u8], phase: &str) -> Result<()> {
         let (dst, mut at) = to;
         self.check(dst, at, bytes.len())?;
@@ -195,7 +195,7 @@ impl Host {
         }
     }
 
-    /// Returns what a wait expected and what it saw.
+    /// Returns the expected and the seen count of a wait.
     fn seen(
         &self,
         lane: &OpCtx,
@@ -360,7 +360,7 @@ impl Transport for Host {
         self.raise(lane, dst, phase, signal)
     }
 
-    /// A signal of the host adds to the count: there is no total to make first.
+    /// A signal of the host adds to the count: it needs no total in advance.
     fn advance(&self, _lane: &OpCtx, first: SignalSlot, num: usize) -> Result<()> {
         check_slots(first, num)
     }

@@ -52,7 +52,7 @@ impl OpCtx {
     /// Marks the beginning of a piece of arithmetic.
     ///
     /// # Errors
-    /// The fault of the team: there is no point in computing on.
+    /// The fault of the team, so that the caller stops computing.
     pub fn compute(&self, phase: &str) -> Result<()> {
         self.hook(StepKind::Compute, None, phase);
         self.team().fault().check()
@@ -74,7 +74,7 @@ impl OpCtx {
         self.heap.0.map.write(self.rank().idx(), offset, bytes);
     }
 
-    /// Fills a range of my own chunk with zeros: flags that nobody has stored yet.
+    /// Fills a range of my own chunk with zeros: flags that no rank has stored yet.
     ///
     /// # Safety
     /// No peer uses the range before it has met this rank.

@@ -1,4 +1,4 @@
-//! The interface to the wire: what operations call, backends implement, and the conformance suite
+//! The interface to the wire, which operations call, backends implement, and the conformance suite
 //! certifies.
 //!
 //! A [`Transport`] acts on a *lane*. On the host the lane is the launch that the calling worker
@@ -15,8 +15,8 @@
 //! - **Credits.** A put needs a [`Permit`]: the proof that its destination has granted this launch
 //!   the use of its receive buffers. [`Transport::acquire`] and [`Transport::enter`] give permits;
 //!   a put to a peer that the permit does not name is refused.
-//! - **Order.** What is put to a peer is visible there once that peer has waited for a signal that
-//!   the same lane raised later. A signal orders nothing for other peers.
+//! - **Order.** A put is visible to its destination once that peer has waited for a signal that the
+//!   same lane raised later. A signal orders nothing for other peers.
 //! - **One producer.** One lane at a time raises the signals of a (slot, destination): devices send
 //!   the running total, so totals must leave in the order in which they grew.
 //! - **Faults.** A wait that fails sets the fault of the team. On the host the call itself returns
@@ -125,14 +125,14 @@ pub trait Transport: Send + Sync {
     /// Returns the heap that is accessed.
     fn heap(&self) -> &Heap;
 
-    /// Returns what this transport can do.
+    /// Returns the capabilities of this transport.
     fn caps(&self) -> Caps;
 
     /// Begins a launch: grants every peer the use of my receive buffers, waits for the same of all
     /// peers, and makes the totals that the launch's flags publish ([`Transport::advance`]).
     ///
     /// # Errors
-    /// Those of [`Transport::acquire`]; `InvalidArgument` if there are no such slots.
+    /// The errors of [`Transport::acquire`]; `InvalidArgument` if the team does not have the slots.
     fn enter(&self, lane: &Self::Lane, e: &Enter) -> Result<Permit>;
 
     /// Grants `dst` one more use of my receive buffers, for the launch with fingerprint `tag`.
@@ -152,7 +152,7 @@ pub trait Transport: Send + Sync {
     /// `tag`; devices compare launches when they begin.
     ///
     /// # Errors
-    /// Those of [`Transport::wait`]; `Mismatch` with both ranks' words if the launches differ.
+    /// The errors of [`Transport::wait`]; `Mismatch` with both ranks' texts if the launches differ.
     fn acquire(
         &self,
         lane: &Self::Lane,
@@ -176,7 +176,8 @@ pub trait Transport: Send + Sync {
         phase: &str,
     ) -> Result<()>;
 
-    /// Puts `from.1` bytes at `from.0` of my own chunk: how a rank passes on what has come to it.
+    /// Puts `from.1` bytes at `from.0` of my own chunk: a rank passes on bytes that it has
+    /// received.
     ///
     /// # Safety
     /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane
@@ -240,19 +241,20 @@ pub trait Transport: Send + Sync {
         phase: &str,
     ) -> Result<()>;
 
-    /// Raises the totals of `num` slots from `first` on, for every peer, by one: what this launch's
-    /// flags publish. One piece of work for all of them, where a signal needs one each.
+    /// Raises the totals of `num` slots from `first` on, for every peer, by one. The flags of this
+    /// launch publish these totals. It is one piece of work for all of them, where each signal is
+    /// one of its own.
     ///
-    /// Each (slot, peer) must then be published by exactly one [`Transport::flag`]: a total that
-    /// nobody publishes lets a later wait pass too early. The lane must be behind all flags of
-    /// earlier totals: a flag carries what the total is when it is copied.
+    /// Each (slot, peer) must then be published by exactly one [`Transport::flag`]: a total that is
+    /// not published lets a later wait pass too early. The lane must be behind all flags of earlier
+    /// totals, because a flag carries the total at the time of its copy.
     ///
     /// # Errors
-    /// `InvalidArgument` if there are no such slots; the fault of the team.
+    /// `InvalidArgument` if the team does not have the slots; the fault of the team.
     fn advance(&self, lane: &Self::Lane, first: SignalSlot, num: usize) -> Result<()>;
 
-    /// Publishes to `dst` the total that [`Transport::advance`] made for the slot, behind what the
-    /// lane has put there. The lane must be ordered behind that call.
+    /// Publishes to `dst` the total that [`Transport::advance`] made for the slot, behind the
+    /// lane's puts to it. The lane must be ordered behind that call.
     ///
     /// # Errors
     /// As [`Transport::grant`].
@@ -295,9 +297,9 @@ pub trait Transport: Send + Sync {
     }
 
     /// Stores `value` in the word at `to.1` of the chunk of rank `to.0`: a flag of the heap, which
-    /// has one writer, and whose values grow from launch to launch. What this lane put to the rank
-    /// before is visible to who sees the value. Nothing is counted: the same value stored twice
-    /// changes nothing.
+    /// has one writer, and whose values grow from launch to launch. This lane's earlier puts to the
+    /// rank are visible to a reader that sees the value. Flags are not counted: the same value
+    /// stored twice changes nothing.
     ///
     /// # Errors
     /// `Unsupported` on devices, whose kernels store such words themselves; as
@@ -348,11 +350,11 @@ pub trait Transport: Send + Sync {
     /// Waits until all members have reached the same barrier on `channel`.
     ///
     /// # Errors
-    /// As [`Transport::wait`]; `InvalidArgument` if there is no such channel.
+    /// As [`Transport::wait`]; `InvalidArgument` if the team does not have the channel.
     fn barrier(&self, lane: &Self::Lane, channel: usize, phase: &str) -> Result<()>;
 
-    /// As [`Transport::pass`] and [`Transport::signal`] behind it. Without bytes the signal alone
-    /// goes.
+    /// Puts as [`Transport::pass`], and raises `slot` behind it. Without bytes it raises the signal
+    /// alone.
     ///
     /// # Safety
     /// As [`Transport::pass`].
@@ -369,7 +371,7 @@ pub trait Transport: Send + Sync {
         phase: &str,
     ) -> Result<()>;
 
-    /// Puts `src` and raises `slot` behind it. Without bytes the signal alone goes.
+    /// Puts `src` and raises `slot` behind it. Without bytes it raises the signal alone.
     ///
     /// # Errors
     /// As [`Transport::put`].
@@ -383,8 +385,8 @@ pub trait Transport: Send + Sync {
         phase: &str,
     ) -> Result<()>;
 
-    /// Puts `src` and publishes the total of [`Transport::advance`] behind it. Without bytes the
-    /// flag alone goes.
+    /// Puts `src` and publishes the total of [`Transport::advance`] behind it. Without bytes it
+    /// publishes the flag alone.
     ///
     /// # Errors
     /// As [`Transport::put`].
@@ -414,11 +416,12 @@ pub trait Transport: Send + Sync {
     /// and none twice.
     ///
     /// # Errors
-    /// `Protocol` naming the first slot whose count is not what its waits consumed.
+    /// `Protocol` naming the first slot whose count differs from the number that its waits
+    /// consumed.
     fn check_counters(&self) -> Result<()>;
 
-    /// Returns what kernels need to meet the other ranks by themselves. `None` on the host, and
-    /// where GPUs do not reach each other's memory.
+    /// Returns the addresses and words by which kernels meet the other ranks themselves. `None` on
+    /// the host, and where GPUs do not reach each other's memory.
     fn device_team(&self) -> Option<&DeviceTeam> {
         None
     }

@@ -14,8 +14,8 @@ use crate::vmm::DeviceTransport;
 /// One-sided access to a heap for programs of their own: each call is work on a stream, and can be
 /// captured.
 ///
-/// Operations call a [`Transport`] under credits, which this type does not keep: a caller orders
-/// its transfers by signals and barriers of its own, and transfers are `unsafe` for that reason.
+/// Operations call a [`Transport`] under credits, which this type does not have. A caller orders
+/// its transfers by signals and barriers of its own, so transfers are `unsafe`.
 #[derive(Clone)]
 pub enum OneSided {
     /// On a heap of the host: every call becomes a node of the stream.
@@ -69,7 +69,7 @@ impl OneSided {
         }
     }
 
-    /// Returns what its transport can do.
+    /// Returns the capabilities of its transport.
     pub fn caps(&self) -> Caps {
         match self {
             Self::Host(net) => net.caps(),
@@ -77,7 +77,8 @@ impl OneSided {
         }
     }
 
-    /// The caller of an `unsafe` method here has taken over what credits keep.
+    /// Returns a permit for all peers: the caller of an `unsafe` method here guarantees the order
+    /// that credits would keep.
     fn permit(&self) -> Permit {
         // SAFETY: the contract of `put`, `put_signal` and `put_flag`.
         unsafe { Permit::assume(self.heap().team().size()) }
@@ -86,9 +87,9 @@ impl OneSided {
     /// Writes `src` at byte `to.1` of the chunk of rank `to.0`.
     ///
     /// # Safety
-    /// From the time at which the work runs until it has waited for a later signal of this stream,
-    /// the rank leaves the range alone, and nobody else writes it. `src` does not change before the
-    /// work has run.
+    /// The rank must not access the range, and no other rank may write it, from the time at which
+    /// the work runs until the rank has waited for a later signal of this stream. `src` does not
+    /// change before the work has run.
     ///
     /// # Errors
     /// `InvalidArgument` if the range is not in the heap, or the rank not in the team; the fault of
@@ -159,7 +160,7 @@ impl OneSided {
     /// Makes the totals that flags of this stream publish: see [`Transport::advance`].
     ///
     /// # Errors
-    /// `InvalidArgument` if there are no such slots; the fault of the team.
+    /// `InvalidArgument` if the team does not have the slots; the fault of the team.
     pub fn advance(&self, stream: &Stream, first: SignalSlot, num: usize) -> Result<()> {
         check_slots(first, num)?;
         match self {
@@ -171,8 +172,8 @@ impl OneSided {
     /// Reads from byte `from.1` of the chunk of rank `from.0` into `out`; usable in stream order.
     ///
     /// # Safety
-    /// Nobody writes the range from the last wait of this stream for its writer until the work has
-    /// run.
+    /// No rank may write the range from the last wait of this stream for its writer until the work
+    /// has run.
     ///
     /// # Errors
     /// As [`OneSided::put`].
@@ -223,7 +224,7 @@ impl OneSided {
     /// Waits until all members have reached the same barrier on `channel`.
     ///
     /// # Errors
-    /// As [`OneSided::wait`]; `InvalidArgument` if there is no such channel.
+    /// As [`OneSided::wait`]; `InvalidArgument` if the team does not have the channel.
     pub fn barrier(&self, stream: &Stream, channel: usize) -> Result<()> {
         check_channel(channel)?;
         match self {
@@ -260,7 +261,8 @@ impl OneSided {
     /// and none twice.
     ///
     /// # Errors
-    /// `Protocol` naming the first slot whose count is not what its waits consumed.
+    /// `Protocol` naming the first slot whose count differs from the number that its waits
+    /// consumed.
     pub fn check_counters(&self) -> Result<()> {
         match self {
             Self::Host(net) => net.check_counters(),

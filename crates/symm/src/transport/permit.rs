@@ -1,18 +1,18 @@
-//! Credits as values: who may put where.
+//! Credits as values, which say to which peers a lane may put.
 
 use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 /// Proof that peers have granted a launch the use of their receive buffers.
 ///
-/// A put takes it, so that code which writes to a peer without the peer's credit does not compile
-/// without an `unsafe` block that says why. It names the peers by their bits, and it is good for
-/// the launch that acquired it: drop it with the launch.
+/// A put takes it, so that code which writes to a peer without the peer's credit needs an `unsafe`
+/// block with a reason. It has a bit for each peer, and is valid for the launch that acquired it:
+/// drop it with the launch.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "a permit is what a put needs"]
 pub struct Permit(u64);
 
 impl Permit {
-    /// A permit to put to nobody: the beginning of a sum by [`Permit::and`].
+    /// Returns a permit for no peer: the beginning of a union by [`Permit::and`].
     pub fn none() -> Self {
         Self(0)
     }
@@ -39,8 +39,8 @@ impl Permit {
     /// A permit to put to every rank of a team of `size` ranks.
     ///
     /// # Safety
-    /// Every rank that is put to under this permit must leave the range alone until it has waited
-    /// for the signal behind the put. Say what keeps it: another signal, a barrier, or that the
+    /// A rank that receives a put under this permit must not access the range until it has waited
+    /// for the signal behind the put. State the reason: another signal, a barrier, or that the
     /// range is written once.
     pub unsafe fn assume(size: usize) -> Self {
         Self(u64::MAX >> (64 - size.clamp(1, 64)))

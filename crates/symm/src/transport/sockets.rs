@@ -1,4 +1,5 @@
-//! Peers that have no addresses here: what goes to them goes as messages over Unix sockets.
+//! Peers without addresses in this process: puts and signals to them are messages over Unix
+//! sockets.
 //!
 //! No product runs on it. It shows that host schedules need nothing but [`Transport`]: while a heap
 //! is connected so, the pages of the peers' chunks cannot be touched at all, and a message takes
@@ -33,10 +34,10 @@ const ARRIVE: u64 = 5;
 const STORE: u64 = 6;
 const BYE: u64 = 7;
 
-/// Limit for the end of a heap to wait until a peer has received what was sent to it.
+/// The longest that the end of a heap waits until a peer has received all messages.
 const LINGER: Duration = Duration::from_millis(500);
 
-/// Kind, then what it is about: see `serve`.
+/// The kind of a message, then its arguments: see `serve`.
 type Header = [u64; 4];
 
 /// My ends of the connections to one peer.
@@ -50,8 +51,9 @@ pub(crate) struct Sockets(Vec<Option<Link>>);
 
 impl Drop for Sockets {
     fn drop(&mut self) {
-        // What was sent has arrived before this rank says that it leaves: who waits for a rank that
-        // has left takes what did not come for lost. A peer that is gone answers by an end of file.
+        // All messages must arrive before this rank says goodbye: a peer that waits for a rank that
+        // has left takes missing messages for lost. A peer that has ended answers with an end of
+        // file.
         for (rank, link) in Rank::all(self.0.len()).zip(&self.0) {
             let Some(link) = link else { continue };
             self.send(rank, [BYE, 0, 0, 0], &[]);
@@ -70,7 +72,7 @@ impl Drop for Sockets {
 }
 
 impl Sockets {
-    /// Sends one message. A peer that is gone is no error here: waits report it.
+    /// Sends one message. A peer that has ended is no error here: waits report it.
     fn send(&self, dst: Rank, header: Header, bytes: &[u8]) {
         let Some(link) = &self.0[dst.idx()] else { return };
         let mut to = lock(&link.requests);

@@ -56,8 +56,8 @@ impl DeviceHeap {
         &self.store.ctx
     }
 
-    /// Multiprocessors that this rank may count on: those of its device, divided among the team's
-    /// ranks there. A kernel that waits for peers must leave multiprocessors for theirs.
+    /// Returns the multiprocessors that this rank may count on: those of its device, divided among
+    /// the team's ranks on it. A kernel that waits for peers must leave multiprocessors for theirs.
     ///
     /// # Errors
     /// What the driver reports.
@@ -78,13 +78,13 @@ impl DeviceHeap {
         self.store.heap.addr(peer, offset, len)
     }
 
-    /// The words by which kernels of this rank learn of faults and signal: `TwTeam` of
-    /// `comm/team.cuh`. What it points to lives as long as the heap.
+    /// Returns the words by which kernels of this rank learn of faults and signal: `TwTeam` of
+    /// `comm/team.cuh`. The memory that it points to lives as long as the heap.
     pub fn team_param(&self) -> TwTeam {
         self.store.param
     }
 
-    /// Counts what a kernel of the caller writes to `dst`'s chunk, as a put.
+    /// Counts `len` bytes that a kernel of the caller writes to `dst`'s chunk, as a put.
     pub fn count_put(&self, dst: Rank, len: usize) {
         self.team().0.traffic.put(dst, len);
     }
@@ -112,13 +112,14 @@ impl DeviceHeap {
     pub fn clear(&self, stream: &CudaStream, offset: usize, len: usize) -> Result<()> {
         let at = self.addr(offset, len)?;
         self.hold(stream, None);
-        // SAFETY: the range was checked and is held; that nobody else uses it meanwhile is the
-        // protocol's business, as for every one-sided transfer.
+        // SAFETY: the range was checked and is held; the protocol keeps every other access apart,
+        // as for every one-sided transfer.
         unsafe { stream.fill(at, 0, len) }
     }
 
-    /// Fills each output with its byte if the team is over by then: the last work of a launch, so
-    /// that what a failed launch left cannot be taken for a result. One kernel for eight outputs.
+    /// Queues a kernel for each eight outputs, which fills them with their byte if the team is over
+    /// when it runs. It is the last work of a launch, so that the output of a failed launch cannot
+    /// be taken for a result.
     ///
     /// # Errors
     /// What the driver reports.
@@ -139,8 +140,8 @@ impl DeviceHeap {
         Ok(())
     }
 
-    /// Ends the team if the word `status` is not 0 by then: a kernel of this stream has found an
-    /// input that cannot be. `status` must be one u32.
+    /// Queues a kernel that ends the team if the word `status` is not 0 when it runs: a kernel of
+    /// this stream has found an invalid input. `status` must be one u32.
     ///
     /// # Errors
     /// `InvalidArgument` for a status of another size; the fault of the team.
@@ -159,8 +160,8 @@ impl DeviceHeap {
 }
 
 impl DeviceTeam {
-    /// Device address, on this rank's device, of `len` bytes at `offset` of `peer`'s chunk: what
-    /// kernels compute as base + rank * stride + offset.
+    /// Returns the device address, on this rank's device, of `len` bytes at `offset` of `peer`'s
+    /// chunk. Kernels compute it as base + rank * stride + offset.
     ///
     /// # Errors
     /// `InvalidArgument` if the range is not in the heap.
@@ -171,14 +172,14 @@ impl DeviceTeam {
     /// Bytes from a rank's chunk to the next one's, as this device sees them; addresses wrap.
     ///
     /// # Errors
-    /// `Unsupported` if they do not lie in even steps: with more than two ranks of the backend
+    /// `Unsupported` if the chunks are not in even steps: with more than two ranks of the backend
     /// `nvshmem`.
     pub fn stride(&self) -> Result<u64> {
         self.0.store.heap.stride()
     }
 
-    /// The team as a parameter of kernels that meet by themselves: `TwTeam` of `comm/team.cuh`.
-    /// What it points to lives as long as the heap.
+    /// Returns the team as a parameter of kernels that meet by themselves: `TwTeam` of
+    /// `comm/team.cuh`. The memory that it points to lives as long as the heap.
     pub fn param(&self) -> TwTeam {
         self.0.team_param()
     }

@@ -37,7 +37,7 @@ impl BadInput {
 }
 
 impl VmmStore {
-    /// The first failure on this device, if there is one that the host does not know.
+    /// Returns the first failure on this device, if the host does not know of it.
     fn report(&self) -> Option<Error> {
         let word = |i: usize| self.pinned.word(PINNED_REPORT + i);
         // Acquire: the other words were written before this one was released.
@@ -80,14 +80,15 @@ impl VmmStore {
                     .peer(self.team.rank()),
             ),
             ABORTED => {
-                // Passed on as it came: by a wait of the host it would be the same error.
+                // The abort of a peer, unchanged: a wait of the host would return the same error.
                 let code = AbortCode::unpack(get(6))?;
                 self.team.note_heard(code);
                 let src = Rank::new(u32::from(code.from));
                 let e = self.team.abort_error(src, code).op(op).phase(op);
                 Some(e.expected(get(3)).seen(get(4)).elapsed(Duration::from_nanos(get(5))))
             }
-            // The host wrote it for the device: the host has the error itself, or a report of it.
+            // The host wrote this word for the device, so it has the error itself, or a report of
+            // it.
             _ => None,
         }
     }
@@ -139,7 +140,7 @@ impl AbortSink for VmmStore {
     }
 
     fn left(&self, members: u64) {
-        // Acquire and release: a kernel that sees the bit sees all that came before the goodbye.
+        // Acquire and release: a kernel that sees the bit sees all writes before the goodbye.
         self.pinned.word(PINNED_LEFT).fetch_or(members, Ordering::AcqRel);
     }
 }

@@ -23,15 +23,15 @@ pub struct Piece {
 
 /// Kernels and a buffer to measure the links of a heap in device memory with.
 ///
-/// Nothing here orders anything: whoever calls it waits for the stream, and for the peers, before
-/// it looks at the bytes or drops the heap.
+/// These calls order nothing: the caller waits for the stream, and for the peers, before it reads
+/// the bytes or drops the heap.
 pub struct LinkProbe {
     net: DeviceTransport,
     team: DeviceTeam,
     local: CudaMemory,
     store: Kernel,
     load: Kernel,
-    /// None where the device has no such copies.
+    /// `None` where the device has no bulk copies.
     bulk: Option<Kernel>,
     ping: Kernel,
     empty: Kernel,
@@ -89,7 +89,7 @@ impl LinkProbe {
         &self.net
     }
 
-    /// Copies what lies at `offset` of my own chunk to `out`.
+    /// Copies the bytes at `offset` of my own chunk to `out`.
     ///
     /// # Errors
     /// `InvalidArgument` for a piece that does not exist.
@@ -132,8 +132,9 @@ impl LinkProbe {
         unsafe { stream.copy(to_addr, from, to.len) }
     }
 
-    /// Loads and stores of `blocks` blocks do what [`LinkProbe::put`] (or [`LinkProbe::get`] if
-    /// `pull`) does between the same offset of both; rounded down to 16 bytes.
+    /// Moves bytes by loads and stores of `blocks` blocks, as [`LinkProbe::put`] does (or
+    /// [`LinkProbe::get`] if `pull`), between the same offset of both chunks; rounded down to 16
+    /// bytes.
     ///
     /// # Errors
     /// `InvalidArgument` for a piece that does not exist.
@@ -254,8 +255,8 @@ impl LinkProbe {
         self.bulk_kernel()?.allow_shared(chunk * LINK_STAGES)
     }
 
-    /// `n` flags there and back between two ranks, inside one kernel on each: the nanoseconds of
-    /// one way. The word at `offset` of both heaps must be zero.
+    /// Exchanges `n` flags between two ranks, inside one kernel on each, and returns the
+    /// nanoseconds of one way. The word at `offset` of both heaps must be zero.
     ///
     /// # Errors
     /// `Timeout` if the peer does not answer within 2 s.
@@ -283,7 +284,7 @@ impl LinkProbe {
         }
     }
 
-    /// A kernel of one block that does nothing.
+    /// Queues a kernel of one block that does nothing.
     ///
     /// # Errors
     /// What the driver reports.
@@ -292,8 +293,8 @@ impl LinkProbe {
         unsafe { self.empty.launch(stream, Grid::new(1, 64), LaunchArgs::new()) }
     }
 
-    /// Keeps the stream busy for `ns` nanoseconds: what is queued meanwhile begins at once behind
-    /// it, however long the host took.
+    /// Keeps the stream busy for `ns` nanoseconds. Work that is queued meanwhile begins at once
+    /// behind it, however long the host took.
     ///
     /// # Errors
     /// What the driver reports.

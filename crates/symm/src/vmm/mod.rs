@@ -2,12 +2,12 @@
 //! each other's memory.
 //!
 //! Each rank has two chunks, mapped by all: the heap, and a control page with the layout of the
-//! host's page (`control`), in which kernels signal, wait and abort. The host's own control pages
-//! stay in use for what only hosts do: meeting, the flight recorder, `prepare_agree`.
+//! host's page (`control`), in which kernels signal, wait and abort. Hosts use their own control
+//! pages for meetings, the flight recorder and `prepare_agree`.
 //!
 //! GPUs that do not reach each other have their control pages in the host's memory, where all
-//! kernels reach them, and each its own chunk only: what needs a peer's is `Unsupported`, and data
-//! moves through NCCL.
+//! kernels reach them. Each of them maps its own chunk only: calls that need a peer's chunk are
+//! `Unsupported`, and data moves through NCCL.
 //!
 //! # Invariants
 //! 1. Control pages are zero before `create` returns on any rank.

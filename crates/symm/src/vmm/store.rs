@@ -100,7 +100,7 @@ pub(crate) struct VmmStore {
     pub(super) abort_stream: CudaStream,
 }
 
-/// The parts that a rank makes before it meets the others.
+/// The resources that a rank makes before it meets its peers.
 struct Parts {
     ctx: CudaContext,
     /// Not if the memory is NVSHMEM's.
@@ -211,12 +211,13 @@ impl VmmStore {
         };
         let mapped = heap.and_then(|heap| Ok((heap, ControlMemory::Device(map(0, 0)?))));
         let made = mapped.and_then(|m| m.1.begin(team).map(|()| m));
-        // Nobody's kernel may touch a page before its owner has cleared it.
+        // No kernel may access a page before its owner has cleared it.
         let memory = team.settle("vmm-map", made)?;
         Self::finish(team, parts, memory, (true, on_device, by))
     }
 
-    /// Collective: of ranks whose GPUs do not reach each other. Everybody has its own memory only.
+    /// Collective: makes the memory of ranks whose GPUs do not reach each other. Each rank maps its
+    /// own memory only.
     fn create_far(
         team: &LiveTeam,
         cfg: &HeapCfg,
@@ -251,7 +252,7 @@ impl VmmStore {
         Self::finish(team, parts, memory, (false, on_device, by))
     }
 
-    /// Collective: everybody's pages are ready.
+    /// Collective: waits until the pages of all ranks are ready.
     fn finish(
         team: &LiveTeam,
         parts: Parts,
@@ -287,7 +288,7 @@ impl VmmStore {
         let old = range.len_bytes();
         let made = granularity(ctx).and_then(|grain| {
             match len.next_multiple_of(grain).saturating_sub(old) {
-                // What it was rounded up to is enough.
+                // The chunk was rounded up to this size already.
                 0 => Ok(None),
                 more => chunk(ctx, more, self.by).map(Some),
             }
@@ -296,9 +297,9 @@ impl VmmStore {
         self.attach(range, part)
     }
 
-    /// Collective: the memory behind `addr` of every rank, whoever allocated it, as part of its
-    /// chunk: where it lies there, how long it is, and how far inside `addr` is. On an error no
-    /// rank has more than before.
+    /// Collective: makes the allocation behind `addr` of every rank, by whichever library, part of
+    /// its chunk. Returns its offset there, its length, and the offset of `addr` in it. On an error
+    /// no chunk has changed.
     pub fn adopt(&self, addr: u64, len_bytes: usize) -> Result<(usize, usize, usize)> {
         let (HeapMemory::Own(range), true) = (&self.heap, self.near) else {
             let text = "a heap can adopt memory only where GPUs reach each other";
@@ -327,7 +328,7 @@ impl VmmStore {
         Ok((at, len, inside))
     }
 
-    /// Collective: maps chunks of all ranks behind what they have.
+    /// Collective: maps new chunks of all ranks behind their existing ones.
     fn attach(&self, range: &VmmRange, (chunk, handle): (VmmChunk, Handle)) -> Result<()> {
         let (ctx, team) = (&self.ctx, &self.team);
         let mapped = match self.near {
@@ -349,8 +350,8 @@ impl VmmStore {
     }
 }
 
-/// Returns whether this GPU reaches those of all ranks. One that this process does not see is taken
-/// to be within reach: mapping its memory tells.
+/// Returns whether this GPU reaches the GPUs of all ranks. A GPU that this process does not see is
+/// taken to be within reach; if it is not, mapping its memory fails.
 fn reaches(ctx: &CudaContext, gpus: &[Vec<u8>]) -> Result<bool> {
     let mine = ctx.info()?;
     for d in devices()?.iter().filter(|d| d.ordinal != mine.ordinal) {
@@ -362,7 +363,7 @@ fn reaches(ctx: &CudaContext, gpus: &[Vec<u8>]) -> Result<bool> {
     Ok(true)
 }
 
-/// Memory of this device, of a multiple of its granularity, that the others can map.
+/// Allocates memory of this device, a multiple of its granularity, that peers can map.
 fn chunk(ctx: &CudaContext, len: usize, by: ShareBy) -> Result<(VmmChunk, Handle)> {
     let chunk = VmmChunk::create(ctx, len, by)?;
     let handle = export(&chunk, by)?;
@@ -472,8 +473,8 @@ fn device(team: &LiveTeam, cfg: &HeapCfg) -> Result<CudaContext> {
     CudaContext::new(cfg.device.unwrap_or(team.world_rank(team.rank()).get() % count.max(1)))
 }
 
-/// Collective: where the GPU of each rank is. One whose address is not known is taken for a GPU of
-/// its own.
+/// Collective: returns the PCI address of each rank's GPU. A GPU whose address is not known counts
+/// as one of its own.
 pub(crate) fn gpus(team: &LiveTeam, ctx: &CudaContext) -> Result<Vec<Vec<u8>>> {
     let pci = ctx.info().map_or_else(|_| format!("rank {}", team.rank()), |i| i.pci);
     team.exchange("gpu", pci.as_bytes())

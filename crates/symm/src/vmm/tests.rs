@@ -51,8 +51,8 @@ fn ranks_on_one_gpu_are_found() {
     assert_eq!(shared(&[]), None);
 }
 
-/// The host of the rank that began may not know of it yet: a third one must not take whoever tells
-/// it for the cause.
+/// Checks that a third rank names the rank that raised an abort first, not the rank that passed it
+/// on; the first rank's host may not know of the abort yet.
 #[test]
 fn what_a_device_has_heard_is_passed_on_as_it_came() {
     World::run_threads(3, WorldCfg::for_tests(), |w| {

@@ -15,7 +15,7 @@ use crate::transport::{
 ///
 /// Data moves by copy engines; signals, waits and barriers are kernels of one block. A
 /// [`Transport::put_signal`] is a data copy and an 8-byte copy of the running total behind it.
-/// Phases are not named here: what a queued wait reports names its slot.
+/// Phases are not used here: the report of a queued wait names its slot.
 #[derive(Clone)]
 pub struct DeviceTransport {
     here: DeviceHeap,
@@ -181,8 +181,8 @@ impl Transport for DeviceTransport {
         }
         self.team().check()?;
         self.here.hold(stream, None);
-        // SAFETY: both ranges were checked and are held; that nobody writes the source meanwhile is
-        // the caller's contract, that nobody uses the destination, what the permit says.
+        // SAFETY: both ranges were checked and are held; by the caller's contract no rank writes
+        // the source meanwhile, and by the permit no rank uses the destination.
         unsafe { stream.copy(to, src, len) }
     }
 
@@ -354,7 +354,7 @@ impl Transport for DeviceTransport {
     }
 
     fn quiet(&self, stream: &CudaStream) -> Result<()> {
-        // A copy is complete at its destination before the stream goes on.
+        // A copy is complete at its destination before the next work of the stream begins.
         self.fence(stream)
     }
 
