@@ -34,7 +34,7 @@ impl Allocator {
         self.num_calls += 1;
     }
 
-    /// First fit. A length of 0 takes no space but has a place.
+    /// Allocates by first fit. A length of 0 takes no space but has an offset.
     pub fn alloc(&mut self, len: usize, tag: &str) -> Result<usize> {
         inject::step("a free range of the heap")?;
         let need = len.checked_next_multiple_of(self.align).unwrap_or(usize::MAX);
@@ -97,7 +97,7 @@ impl Allocator {
         self.note("take over", at, len, "");
     }
 
-    /// Digest and number of calls, for comparison between ranks.
+    /// Returns the digest and number of calls, for comparison between ranks.
     pub fn digest(&self) -> (u64, u64) {
         (self.digest, self.num_calls)
     }

@@ -64,17 +64,17 @@ impl SymBuf {
         *lock(&self.0.ended) = Some(Arc::new(ended));
     }
 
-    /// Offset in the heap, in bytes.
+    /// Returns the offset in the heap, in bytes.
     pub fn offset(&self) -> usize {
         self.0.offset
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len_bytes(&self) -> usize {
         self.0.len_bytes
     }
 
-    /// Offset in the heap of byte `at` of the buffer.
+    /// Returns the offset in the heap of byte `at` of the buffer.
     ///
     /// # Panics
     /// If `at + len` reaches past the buffer: the schedule is wrong.
@@ -101,7 +101,7 @@ impl SymBuf {
         heap.address(rank, self.0.offset, len).map(|at| (at, len)).map_err(|e| e.op("symbuf"))
     }
 
-    /// Bytes from the part of each rank to that of the next; addresses wrap.
+    /// Returns the bytes from each rank's part to the next rank's; addresses wrap.
     ///
     /// # Errors
     /// `Unsupported` if GPUs do not reach each other, or parts are not in even steps (more than two
@@ -110,8 +110,8 @@ impl SymBuf {
         self.0.heap.stride().map_err(|e| e.op("symbuf"))
     }
 
-    /// The first bytes of this rank's own part as a tensor on this rank's device, which keeps the
-    /// buffer's memory.
+    /// Returns the first bytes of this rank's own part as a tensor on this rank's device, which
+    /// keeps the buffer's memory.
     ///
     /// # Errors
     /// As [`SymBuf::peer_tensor`].
@@ -119,9 +119,9 @@ impl SymBuf {
         self.peer_tensor(self.0.heap.team().rank(), dtype, shape)
     }
 
-    /// The first bytes of `rank`'s part as a tensor on this rank's device, which keeps the buffer's
-    /// memory. Order its use with that of other ranks by signals or a barrier. Plans do not take it
-    /// as an argument that they share.
+    /// Returns the first bytes of `rank`'s part as a tensor on this rank's device, which keeps the
+    /// buffer's memory. Order its use with that of other ranks by signals or a barrier. Plans do
+    /// not take it as an argument that they share.
     ///
     /// # Errors
     /// `InvalidArgument` if it does not fit the buffer; `Unsupported` on heaps of the host, whose
@@ -140,7 +140,7 @@ impl SymBuf {
         Tensor::over_cuda(memory, dtype, shape).map_err(|e| e.op("symbuf"))
     }
 
-    /// The first bytes of all ranks' parts as one strided array `[ranks, shape...]`.
+    /// Returns the first bytes of all ranks' parts as one strided array `[ranks, shape...]`.
     ///
     /// # Errors
     /// As [`SymBuf::address`] and [`SymBuf::stride`]; `InvalidArgument` if a part does not fit the
@@ -160,7 +160,7 @@ impl SymBuf {
         Ok(AllRanks { address, stride_bytes, num_ranks, dtype, shape, buf: self.clone() })
     }
 
-    /// The heap it was taken from.
+    /// Returns the heap of the buffer.
     pub fn heap(&self) -> &Heap {
         &self.0.heap
     }
@@ -206,7 +206,7 @@ pub struct AllRanks {
 }
 
 impl AllRanks {
-    /// The buffer that it shows.
+    /// Returns the buffer of the array.
     pub fn buf(&self) -> &SymBuf {
         &self.buf
     }

@@ -74,7 +74,7 @@ pub(crate) fn check_header(got: &[u64; 5], want: &[u64; 5], peer: Rank) -> Resul
     .seen(format_args!("{got:x?}")))
 }
 
-/// Bytes of one page of a team with `size` members.
+/// Returns the bytes of one page of a team with `size` members.
 pub(crate) fn page_bytes(size: usize) -> usize {
     recorder_offset(size) + RECORDER_BYTES.next_multiple_of(PAGE)
 }
@@ -114,7 +114,8 @@ impl Control {
         self.map.word(page.idx(), OFF_REPORT + 8 * i)
     }
 
-    /// Sequence number (0 and 2) and fingerprint (1 and 3) of the owner's last two prepares.
+    /// Returns the sequence number (0 and 2) and fingerprint (1 and 3) of the owner's last two
+    /// prepares.
     pub fn prepare_word(&self, page: Rank, i: usize) -> &AtomicU64 {
         assert!(i < 4, "two prepares have 4 words");
         self.map.word(page.idx(), OFF_PREPARE + 8 * i)

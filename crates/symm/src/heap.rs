@@ -39,12 +39,12 @@ pub struct HeapCfg {
 }
 
 impl HeapCfg {
-    /// A heap of `len_bytes` per rank.
+    /// Describes a heap of `len_bytes` per rank.
     pub fn new(len_bytes: usize) -> Self {
         Self { len_bytes, reserve_bytes: None, device: None, peer_access: true }
     }
 
-    /// The same on CUDA device `ordinal`.
+    /// Returns this configuration on CUDA device `ordinal`.
     pub fn on_device(self, ordinal: u32) -> Self {
         Self { device: Some(ordinal), ..self }
     }
@@ -253,12 +253,12 @@ pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>)
 }
 
 impl Heap {
-    /// The team that shares this heap.
+    /// Returns the team that shares this heap.
     pub fn team(&self) -> &LiveTeam {
         &self.0.team
     }
 
-    /// The transport of a heap of the host.
+    /// Returns the transport of a heap of the host.
     ///
     /// # Errors
     /// `Unsupported` for a heap in device memory.
@@ -278,13 +278,13 @@ impl Heap {
         self.0.kind
     }
 
-    /// True if each rank reaches the memory of all: one-sided transfers and kernels that put need
-    /// that. The same on all ranks.
+    /// Returns whether each rank reaches the memory of all ranks, which one-sided transfers and
+    /// kernels that put need. It is equal on all ranks.
     pub fn reaches_peers(&self) -> bool {
         self.0.vmm.as_ref().is_none_or(|store| store.near)
     }
 
-    /// On the host: whether peers' memory is mapped here.
+    /// Returns, on the host, whether peers' memory is mapped here.
     fn has_host_addresses(&self) -> bool {
         self.0.peers.get().is_none_or(|p| p.has_addresses())
     }
@@ -316,7 +316,7 @@ impl Heap {
         }
     }
 
-    /// Bytes from each rank's chunk to the next one's, as this rank sees them.
+    /// Returns the bytes from each rank's chunk to the next one's, as this rank sees them.
     pub(crate) fn stride(&self) -> Result<u64> {
         match &self.0.vmm {
             Some(store) if store.near => store.stride(),
@@ -456,7 +456,7 @@ impl Heap {
         self.copy_stream_traced(None)
     }
 
-    /// As [`Heap::copy_stream`]; the first call may give a tracer for its spans.
+    /// Returns the stream of [`Heap::copy_stream`]; the first call may give a tracer for its spans.
     ///
     /// # Errors
     /// As [`Heap::copy_stream`].
@@ -477,7 +477,7 @@ impl Heap {
         self.0.vmm.as_ref().map_or(Device::Host, |s| Device::Cuda(s.ctx.clone()))
     }
 
-    /// Bytes per rank: free, and in all.
+    /// Returns the bytes per rank: free, and in all.
     pub fn usage(&self) -> (usize, usize) {
         let a = lock(&self.0.alloc);
         (a.free_len(), a.total_len())

@@ -185,7 +185,7 @@ impl Mapping {
         unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst.as_mut_ptr(), dst.len()) }
     }
 
-    /// The bytes at `offset` of `rank`'s file, in place.
+    /// Returns the bytes at `offset` of `rank`'s file, in place.
     ///
     /// # Safety
     /// No rank may write them while the slice lives: their writers have signalled, and have no

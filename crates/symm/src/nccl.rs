@@ -196,8 +196,8 @@ impl NcclTeam {
 }
 
 impl Drop for NcclTeam {
-    /// The thread that watches may not have seen a fault yet. A communicator of our own ends with
-    /// this one anyway.
+    /// Aborts the communicator after a fault that the watching thread may not have seen yet. A
+    /// communicator of our own ends with this object anyway.
     fn drop(&mut self) {
         if self.comm.is_adopted() && self.team.check().is_err() {
             self.comm.condemn();

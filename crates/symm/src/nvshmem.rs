@@ -66,12 +66,12 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    /// The address of `len` bytes at `offset` of `rank`'s part.
+    /// Returns the address of `len` bytes at `offset` of `rank`'s part.
     pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
         within(&self.bases, self.piece.len, (rank, offset, len))
     }
 
-    /// Bytes from each rank's part to the next one's (below zero, too: addresses wrap).
+    /// Returns the bytes from each rank's part to the next one's (below zero, too: addresses wrap).
     pub fn stride(&self) -> Result<u64> {
         stride(&self.bases).and_then(|s| if self.even { Ok(s) } else { Err(uneven()) })
     }
@@ -92,7 +92,7 @@ impl Drop for Block {
     }
 }
 
-/// The address of `len` bytes at `offset` of a rank's part of `total` bytes.
+/// Returns the address of `len` bytes at `offset` of a rank's part of `total` bytes.
 fn within(bases: &[u64], total: usize, (rank, offset, len): (Rank, usize, usize)) -> Result<u64> {
     let end = offset.checked_add(len).filter(|e| *e <= total);
     match (bases.get(rank.idx()), end) {

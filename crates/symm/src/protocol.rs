@@ -20,13 +20,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// An atomic 64-bit word.
 pub trait Word {
-    /// Atomic load.
+    /// Loads the word atomically.
     fn load(&self, order: Ordering) -> u64;
-    /// Atomic store.
+    /// Stores the word atomically.
     fn store(&self, value: u64, order: Ordering);
-    /// Atomic add; returns the value before.
+    /// Adds atomically; returns the value before.
     fn fetch_add(&self, value: u64, order: Ordering) -> u64;
-    /// Atomic compare and exchange; `Err` holds the value found.
+    /// Compares and exchanges atomically; `Err` holds the value found.
     ///
     /// # Errors
     /// The value found, if it was not `current`.

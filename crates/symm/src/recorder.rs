@@ -41,7 +41,7 @@ impl Fingerprint {
         Self { hash, text }
     }
 
-    /// The operation.
+    /// Returns the operation.
     pub fn op(&self) -> &str {
         self.text.split(' ').next().unwrap_or_default()
     }
@@ -102,7 +102,7 @@ fn base(seq: u64) -> usize {
     (seq as usize % NUM_ENTRIES) * ENTRY_WORDS * 8
 }
 
-/// At most `max_bytes` of `text`, in whole characters.
+/// Returns at most `max_bytes` of `text`, in whole characters.
 pub(crate) fn cut(text: &str, max_bytes: usize) -> &str {
     let end = (0..=max_bytes.min(text.len())).rev().find(|&i| text.is_char_boundary(i));
     &text[..end.unwrap_or(0)]
@@ -223,7 +223,7 @@ pub(crate) fn read_or_met(
 /// The text in place of one that launches have overwritten.
 const FORGOTTEN: &str = "(a meeting whose words are no longer recorded)";
 
-/// Prepare number `seq` of `rank`, if it is one of its last two.
+/// Returns prepare number `seq` of `rank`, if it is one of its last two.
 fn read_prepare(ctl: &Control, rank: Rank, seq: u64) -> Option<Entry> {
     let word = |i| ctl.prepare_word(rank, i);
     let at = [0, 2].into_iter().find(|&i| word(i).load(Ordering::Acquire) == seq)?;

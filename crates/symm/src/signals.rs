@@ -52,7 +52,7 @@ impl LiveTeam {
         Ok(())
     }
 
-    /// Digest of all slot allocations so far.
+    /// Returns the digest of all slot allocations so far.
     pub(crate) fn signals_digest(&self) -> (u64, u64) {
         lock(&self.0.slots).alloc.digest()
     }
@@ -78,12 +78,12 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// As [`SymBuf::keep_until`](crate::SymBuf::keep_until).
+    /// Keeps the slots as [`SymBuf::keep_until`](crate::SymBuf::keep_until) keeps a buffer.
     pub fn keep_until(&self, ended: impl Fn() -> bool + Send + Sync + 'static) {
         *lock(&self.ended) = Some(Arc::new(ended));
     }
 
-    /// Slot number `i` of the range.
+    /// Returns slot number `i` of the range.
     ///
     /// # Panics
     /// If the range has no slot `i`.
@@ -92,7 +92,7 @@ impl Signals {
         crate::SignalSlot(self.first + i)
     }
 
-    /// Number of slots.
+    /// Returns the number of slots.
     pub fn len(&self) -> usize {
         self.num
     }

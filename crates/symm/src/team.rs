@@ -58,7 +58,7 @@ pub(crate) struct TeamInner {
 }
 
 impl TeamInner {
-    /// A tag for the next exchange that carries descriptors.
+    /// Makes a tag for the next exchange that carries descriptors.
     pub fn mesh_tag(&self) -> String {
         format!("{:016x}/{}/fds", self.id, self.exchanges.fetch_add(1, Ordering::Relaxed))
     }
@@ -109,7 +109,7 @@ impl std::fmt::Debug for LiveTeam {
     }
 }
 
-/// The file of each member's control page.
+/// Returns the file of each member's control page.
 ///
 /// # Errors
 /// `Mismatch` where a member forms another generation of the team.
@@ -202,7 +202,7 @@ impl LiveTeam {
         Ok(Self(inner).publishing())
     }
 
-    /// Peers learn of this rank's faults from now on.
+    /// Makes this rank publish its faults to peers from now on.
     fn publishing(self) -> Self {
         let weak = Arc::downgrade(&self.0);
         self.0.fault.on_set(move |e| {
@@ -213,22 +213,23 @@ impl LiveTeam {
         self
     }
 
-    /// Identity of this team: equal on all members, different from every other team of the job.
+    /// Returns the identity of this team: equal on all members, different from every other team of
+    /// the job.
     pub fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// Generation: grows each time the same members form a team of the same name.
+    /// Returns the generation, which grows each time the same members form a team of the same name.
     pub fn generation(&self) -> u64 {
         self.0.generation
     }
 
-    /// Number of ranks of the world, members or not.
+    /// Returns the number of ranks of the world, members or not.
     pub fn world_size(&self) -> usize {
         self.0.mesh.size()
     }
 
-    /// The fault of this team, for nodes that belong to it.
+    /// Returns the fault of this team, for nodes that belong to it.
     pub fn fault(&self) -> &Arc<Fault> {
         &self.0.fault
     }
@@ -276,7 +277,7 @@ impl LiveTeam {
         self.left() >> peer.idx() & 1 == 1
     }
 
-    /// Called by the monitor thread.
+    /// Records the exit of a peer. Called by the monitor thread.
     pub(crate) fn peer_exit(&self, world_rank: Rank, how: PeerExit) {
         let Some(peer) = self.team_rank(world_rank) else { return };
         let mask = match how {
@@ -344,13 +345,13 @@ impl LiveTeam {
         self.0.seen_abort.store(code.pack(), Ordering::Release);
     }
 
-    /// An abort of a peer, from its device or its host.
+    /// Returns an abort of a peer, from its device or its host.
     fn seen_abort(&self) -> Option<AbortCode> {
         let device = AbortCode::unpack(self.0.seen_abort.load(Ordering::Acquire));
         device.or_else(|| self.peer_abort().map(|(_, code)| code))
     }
 
-    /// The 64-byte report of my page: reason, peer and generation, then the sequence number.
+    /// Writes the 64-byte report of my page: reason, peer and generation, then the sequence number.
     fn write_report(&self, code: AbortCode) {
         let word = |i| self.0.ctl.report_word(self.rank(), i);
         let [reason, about, from] = [code.reason, code.about, code.from].map(u64::from);
@@ -476,7 +477,7 @@ impl LiveTeam {
         recorder::set_state(&self.0.ctl, self.rank(), seq, state);
     }
 
-    /// The flight recorder of `rank` (team rank), oldest first.
+    /// Returns the flight recorder of `rank` (team rank), oldest first.
     pub fn flight_recorder(&self, rank: Rank) -> Vec<Entry> {
         // A peer may be ahead of me: look a little past my own position.
         let ahead = if rank == self.rank() { 0 } else { NUM_ENTRIES as u64 / 2 };
@@ -485,7 +486,7 @@ impl LiveTeam {
         (first..=last).filter_map(|s| recorder::read(&self.0.ctl, rank, s)).collect()
     }
 
-    /// My flight recorder as JSON, for `tilewire dump`: team, generation, rank and entries.
+    /// Returns my flight recorder as JSON, for `tilewire dump`: team, generation, rank and entries.
     pub fn dump(&self) -> serde_json::Value {
         serde_json::json!({
             "team": self.name(),
@@ -526,7 +527,8 @@ impl LiveTeam {
         self.0.epochs[channel].fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// With nothing in flight: every signal that was raised has been waited for, and none twice.
+    /// Checks, with nothing in flight, that every raised signal has been waited for, and none
+    /// twice.
     ///
     /// # Errors
     /// `Protocol` naming the first slot whose count differs from the number that its waits

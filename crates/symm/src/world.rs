@@ -133,7 +133,7 @@ impl World {
         Self(inner)
     }
 
-    /// A world of one rank.
+    /// Makes a world of one rank.
     ///
     /// # Errors
     /// `Exhausted` if the operating system gives no resources.
@@ -183,12 +183,12 @@ impl World {
         })
     }
 
-    /// My rank in the world.
+    /// Returns my rank in the world.
     pub fn rank(&self) -> Rank {
         self.0.mesh.rank()
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.0.mesh.size()
     }

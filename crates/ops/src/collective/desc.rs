@@ -32,7 +32,7 @@ pub enum CollectiveKind {
 }
 
 impl CollectiveKind {
-    /// The field's name for it.
+    /// Returns the usual name of the operation.
     pub fn name(&self) -> &'static str {
         match self {
             CollectiveKind::AllGather(_) => "all_gather",
@@ -42,7 +42,7 @@ impl CollectiveKind {
         }
     }
 
-    /// True if parts are added.
+    /// Returns whether the operation adds terms.
     pub(super) fn reduces(&self) -> bool {
         matches!(self, CollectiveKind::ReduceScatter(..) | CollectiveKind::AllReduce(_))
     }

@@ -44,7 +44,7 @@ pub(super) struct Given<'a> {
 }
 
 impl Base {
-    /// The phases of a launch with `m` rows on this rank.
+    /// Returns the phases of a launch with `m` rows on this rank.
     pub fn phases(&self, m: usize) -> Result<(Phase, Option<Phase>)> {
         let team = self.core.team();
         let (me, size) = (team.rank(), team.size());
@@ -81,13 +81,13 @@ impl Base {
         }
     }
 
-    /// Rows of the input and of the output on this rank.
+    /// Returns the rows of the input and of the output on this rank.
     pub fn io_rows(&self, m: usize) -> Result<(usize, usize)> {
         Ok(io_rows(&self.desc.kind, &self.phases(m)?.0, m))
     }
 }
 
-/// Rows of the input and of the output on this rank.
+/// Returns the rows of the input and of the output on this rank.
 pub(super) fn io_rows(kind: &CollectiveKind, first: &Phase, m: usize) -> (usize, usize) {
     match kind {
         CollectiveKind::AllGather(_) => (first.own.0.len(), m),

@@ -33,14 +33,14 @@ impl CollectivePlan {
         self.base.core.team()
     }
 
-    /// Bytes of symmetric memory that a plan takes on each of `size` ranks.
+    /// Returns the bytes of symmetric memory that a plan takes on each of `size` ranks.
     pub fn memory(desc: &CollectiveDesc, size: usize) -> usize {
         let (first, second) = staging_rows(desc, size);
         (first + second) * desc.cols * desc.dtype.size() + device::flag_bytes(desc, size)
     }
 
-    /// A plan on `heap`. Takes staging and signals; not collective, but all ranks must make the
-    /// same plans in the same order.
+    /// Makes a plan on `heap`. It takes staging and signals; not collective, but all ranks must
+    /// make the same plans in the same order.
     ///
     /// # Errors
     /// `InvalidArgument` for a bad description, `Exhausted` if the heap is too small.
@@ -48,7 +48,8 @@ impl CollectivePlan {
         Self::with_backend(desc, heap, usual(heap))
     }
 
-    /// As [`CollectivePlan::new`], through `backend` on CUDA devices: the host has puts only.
+    /// Makes a plan as [`CollectivePlan::new`], with transport `backend` on CUDA devices: the host
+    /// has puts only.
     ///
     /// # Errors
     /// As [`CollectivePlan::new`]; `Unsupported` for NCCL on a heap of the host.
@@ -60,9 +61,9 @@ impl CollectivePlan {
         Self::make(desc, heap, backend, false)
     }
 
-    /// As [`CollectivePlan::new`]: on CUDA devices copy engines move vectors of any size, and take
-    /// no multiprocessor from kernels beside them (a kernel still adds the terms of sums). Small
-    /// vectors take longer that way. The host has one way only.
+    /// Makes a plan as [`CollectivePlan::new`], in which copy engines move vectors of any size on
+    /// CUDA devices, and take no multiprocessor from kernels beside them (a kernel still adds the
+    /// terms of sums). Small vectors take longer that way. The host has one way only.
     ///
     /// # Errors
     /// As [`CollectivePlan::new`].
@@ -145,7 +146,7 @@ impl CollectivePlan {
         self.prepare_after(stream, || Ok(()))
     }
 
-    /// As [`CollectivePlan::prepare`], behind a step that each rank makes alone.
+    /// Prepares as [`CollectivePlan::prepare`], behind a step that each rank makes alone.
     pub(crate) fn prepare_after(
         &self,
         stream: &Stream,
@@ -296,7 +297,8 @@ impl CollectivePlan {
     }
 }
 
-/// Rows of the two staging areas. Equal on all ranks, as symmetric memory must be.
+/// Returns the rows of the two staging areas, which are equal on all ranks, as symmetric memory
+/// must be.
 fn staging_rows(desc: &CollectiveDesc, size: usize) -> (usize, usize) {
     match &desc.kind {
         CollectiveKind::AllGather(_) => (desc.m, 0),

@@ -55,7 +55,7 @@ pub(crate) fn is_on_device(heap: &Heap) -> bool {
     !matches!(heap.device(), Device::Host)
 }
 
-/// The default transport of a plan: puts, but NCCL where GPUs do not reach each other.
+/// Returns the default transport of a plan: puts, but NCCL where GPUs do not reach each other.
 pub(crate) fn usual(heap: &Heap) -> CollectiveBackend {
     if heap.reaches_peers() || heap.team().size() == 1 {
         CollectiveBackend::Put

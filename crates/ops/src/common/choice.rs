@@ -137,7 +137,7 @@ fn fit(c: OverlapConfig, heap: &Heap) -> Result<OverlapConfig> {
     }
 }
 
-/// Schedules with a path on CUDA devices.
+/// Returns whether the schedule has a path on CUDA devices.
 fn on_devices(algo: Algo) -> bool {
     matches!(algo, Algo::Pipelined | Algo::Ring | Algo::Sequential)
 }

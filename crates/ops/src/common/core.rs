@@ -124,7 +124,7 @@ pub struct Launch {
 }
 
 impl PlanCore {
-    /// A plan of `op` on `heap`; `text` holds everything that must be equal on all ranks.
+    /// Returns a plan of `op` on `heap`; `text` holds everything that must be equal on all ranks.
     ///
     /// # Errors
     /// What the device reports.
@@ -239,17 +239,17 @@ impl PlanCore {
         self
     }
 
-    /// The heap.
+    /// Returns the heap.
     pub fn heap(&self) -> &Heap {
         &self.heap
     }
 
-    /// The team.
+    /// Returns the team.
     pub fn team(&self) -> &LiveTeam {
         self.heap.team()
     }
 
-    /// Name of the operation.
+    /// Returns the name of the operation.
     pub fn op(&self) -> &'static str {
         self.op
     }
@@ -349,7 +349,7 @@ impl PlanCore {
         Ok(Launch { ctx: OpCtx::new(&self.heap, self.op, fp.0), net, tag: fp.1 })
     }
 
-    /// As [`PlanCore::begin`] on a heap in device memory.
+    /// Records a launch as [`PlanCore::begin`], on a heap in device memory.
     pub(crate) fn begin_on<'a>(
         &self,
         stream: &'a Stream,
@@ -358,7 +358,7 @@ impl PlanCore {
         self.note(stream, detail).map(|(seq, _)| LaunchAt { stream, seq })
     }
 
-    /// The sequence number and the tag of a launch, once it is on record.
+    /// Records a launch, and returns its sequence number and tag.
     fn note(&self, stream: &Stream, detail: impl std::fmt::Display) -> Result<(u64, u64)> {
         self.check_launch(stream)?;
         let fp = Fingerprint::new(self.op, format_args!("{} {detail}", self.text));

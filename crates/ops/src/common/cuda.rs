@@ -170,7 +170,7 @@ pub(crate) fn load(
     ctx.module(&spec)
 }
 
-/// One variant of a source for one architecture.
+/// Returns one variant of a source for one architecture.
 pub(crate) fn spec(source: &Source, defines: Vec<(String, u64)>, arch: &str) -> KernelSpec {
     KernelSpec { name: source.name.to_owned(), text: source.text(), defines, arch: arch.to_owned() }
 }
@@ -192,7 +192,7 @@ pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
         .collect()
 }
 
-/// Zeroed workspace.
+/// Allocates zeroed workspace.
 pub(crate) fn workspace(ctx: &CudaContext, len_bytes: usize) -> Result<CudaMemory> {
     CudaMemory::zeroed(ctx, len_bytes)
 }
@@ -207,7 +207,7 @@ pub(crate) fn fit_32_bits(what: &str, numbers: &[usize]) -> Result<()> {
     }
 }
 
-/// Number of mantissa bits, which is how kernels name a type.
+/// Returns the number of mantissa bits, which is how kernels name a type.
 pub(crate) fn mantissa(dtype: DType) -> u64 {
     match dtype {
         DType::F16 => 10,
@@ -254,8 +254,8 @@ mod tests {
         assert!(ready.on(&s).unwrap().is_none() && ready.cuda().is_none());
     }
 
-    /// The list of kernel variants has all definitions that plans pass to `load`, computed by the
-    /// functions that the plans use.
+    /// Checks that the list of kernel variants has all definitions that plans pass to `load`,
+    /// computed by the functions that the plans use.
     #[test]
     fn every_variant_of_a_plan_is_listed() {
         use tilewire_kernels::portable::*;

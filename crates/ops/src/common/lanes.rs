@@ -39,7 +39,7 @@ impl Poison {
     }
 }
 
-/// The at most eight outputs of a phase, as kernels take them.
+/// Returns the outputs of a phase, at most eight, in the form that kernels take.
 pub(crate) fn poison_of(outs: &[Poison]) -> TwPoison {
     let mut p: TwPoison = bytemuck::Zeroable::zeroed();
     for (i, o) in outs.iter().enumerate() {
@@ -61,7 +61,7 @@ pub(crate) struct Lanes<'a> {
 }
 
 impl Lane {
-    /// For launches of `op` on a heap in device memory.
+    /// Makes the lane of launches of `op` on a heap in device memory.
     pub fn new(op: &'static str, heap: &Heap) -> Result<Self> {
         let net = DeviceTransport::new(heap)?;
         let event = || CudaEvent::new(net.here().context(), false);
@@ -73,7 +73,7 @@ impl Lane {
         self.here().context()
     }
 
-    /// This rank's part of the heap.
+    /// Returns this rank's part of the heap.
     pub fn here(&self) -> &DeviceHeap {
         self.net.here()
     }
@@ -86,7 +86,7 @@ impl Lane {
         self.net.device_team().ok_or_else(no_reach)
     }
 
-    /// Bytes from a rank's chunk to the next one's, as this device sees them.
+    /// Returns the bytes from a rank's chunk to the next one's, as this device sees them.
     pub fn stride(&self) -> Result<u64> {
         self.team()?.stride()
     }
@@ -140,12 +140,12 @@ fn no_reach() -> Error {
 }
 
 impl Lanes<'_> {
-    /// As [`Lane::team`].
+    /// Returns the same as [`Lane::team`].
     pub fn team(&self) -> Result<&DeviceTeam> {
         self.net.device_team().ok_or_else(no_reach)
     }
 
-    /// My team rank.
+    /// Returns my team rank.
     pub fn me(&self) -> Rank {
         self.here.heap().team().rank()
     }
@@ -168,7 +168,7 @@ impl Lanes<'_> {
     }
 }
 
-/// The stream of a launch on the device of a heap.
+/// Returns the stream of a launch on the device of a heap.
 ///
 /// # Errors
 /// `Unsupported` for a stream of another device.

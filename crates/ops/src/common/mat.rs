@@ -9,17 +9,17 @@ pub(crate) struct Mat<'a> {
 }
 
 impl<'a> Mat<'a> {
-    /// Row-major with `width` columns.
+    /// Makes a row-major matrix with `width` columns.
     pub fn rows(data: &'a [f32], width: usize) -> Self {
         Self { data, row: width, col: 1 }
     }
 
-    /// The transpose.
+    /// Returns the transpose.
     pub fn t(self) -> Self {
         Self { data: self.data, row: self.col, col: self.row }
     }
 
-    /// The matrix from row `r` and column `c` on.
+    /// Returns the matrix from row `r` and column `c` on.
     pub fn from(self, r: usize, c: usize) -> Self {
         let at = (r * self.row + c * self.col).min(self.data.len());
         Self { data: &self.data[at..], ..self }

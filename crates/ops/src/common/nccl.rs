@@ -76,7 +76,7 @@ impl ByNccl {
         self.0.get().ok_or_else(|| Error::internal("a prepared plan lacks its NCCL communicator"))
     }
 
-    /// In words, once prepared.
+    /// Returns a text for the plan's `explain`, once prepared.
     pub fn explain(&self) -> Option<&str> {
         self.0.get().map(|n| n.library())
     }

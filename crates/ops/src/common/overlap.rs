@@ -36,7 +36,7 @@ impl Algo {
         ("sequential", Algo::Sequential),
     ];
 
-    /// The name used in options and JSON.
+    /// Returns the name used in options and JSON.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, a)| *a == self).map_or("?", |(n, _)| n)
     }
@@ -122,7 +122,7 @@ impl FromStr for OverlapConfig {
 const BY_NCCL: &str = "sequential_nccl";
 
 impl OverlapConfig {
-    /// The usual tiles of a schedule, by puts.
+    /// Returns the usual tiles of a schedule, by puts.
     pub fn of(algo: Algo, sub_chunks: usize) -> Self {
         let (block_m, block_n) = match algo {
             Algo::Fused => (64, 128),
@@ -132,12 +132,12 @@ impl OverlapConfig {
         Self { algo, via: Via::Puts, kernel: GemmBackend::Auto, block_m, block_n, sub_chunks }
     }
 
-    /// One collective of NCCL before (or after) one GEMM.
+    /// Returns the configuration of one collective of NCCL before (or after) one GEMM.
     pub fn by_nccl() -> Self {
         Self { via: Via::Nccl, ..Self::of(Algo::Sequential, 1) }
     }
 
-    /// The name of schedule and transport used in options: that of the schedule, or
+    /// Returns the name of schedule and transport used in options: that of the schedule, or
     /// `sequential_nccl`.
     pub fn name(&self) -> &'static str {
         match self.via {

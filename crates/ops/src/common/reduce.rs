@@ -28,7 +28,8 @@ pub(crate) struct Sum {
 }
 
 impl Reducer {
-    /// For parts of `wire`, an own part of `own`, and results of `out`.
+    /// Makes the kernel for parts of type `wire`, an own part of type `own`, and results of type
+    /// `out`.
     ///
     /// # Errors
     /// `Unsupported` for types without a kernel.
@@ -52,7 +53,7 @@ impl Reducer {
         self.launch_parts(l, sum, (Some(team.rank().idx()), team.size()))
     }
 
-    /// As [`Reducer::launch`], of any number of parts, of which one may be `own`.
+    /// Queues the sum as [`Reducer::launch`], of any number of parts, of which one may be `own`.
     pub fn launch_parts(
         &self,
         l: &Lanes<'_>,

@@ -26,7 +26,7 @@ pub(crate) struct Arrival {
     pub passes: bool,
 }
 
-/// The ranks before and behind `me`.
+/// Returns the ranks before and behind `me`.
 pub(crate) fn neighbours(me: Rank, size: usize) -> (Rank, Rank) {
     (me.offset(size - 1, size), me.offset(1, size))
 }

@@ -14,7 +14,7 @@ pub enum Shards {
 }
 
 impl Shards {
-    /// Rows of each rank when there are `m` in all.
+    /// Returns the rows of each rank for `m` rows in all.
     ///
     /// # Errors
     /// `InvalidArgument` if explicit shards are not for `size` ranks or do not sum to `m`.
@@ -35,7 +35,7 @@ impl Shards {
         }
     }
 
-    /// The most rows a rank has for any number of rows up to `m`.
+    /// Returns the most rows a rank has for any number of rows up to `m`.
     pub fn max_rows(&self, m: usize, size: usize) -> usize {
         match self {
             Shards::Even => m.div_ceil(size),
@@ -44,19 +44,19 @@ impl Shards {
     }
 }
 
-/// Row range of `rank` given the rows of all ranks.
+/// Returns the row range of `rank` given the rows of all ranks.
 pub(crate) fn range_of(rows: &[usize], rank: Rank) -> Range<usize> {
     let start = rows[..rank.idx()].iter().sum();
     start..start + rows[rank.idx()]
 }
 
-/// Part `i` of `n` of `rows` rows: as evenly as possible, larger parts first.
+/// Returns part `i` of `n` of `rows` rows: as evenly as possible, larger parts first.
 pub(crate) fn part(rows: usize, i: usize, n: usize) -> Range<usize> {
     let at = |i: usize| i * (rows / n) + i.min(rows % n);
     at(i)..at(i + 1)
 }
 
-/// Global rows of chunk `chunk` of `num` of `owner`'s shard.
+/// Returns the global rows of chunk `chunk` of `num` of `owner`'s shard.
 pub(crate) fn chunk_rows(rows: &[usize], owner: Rank, chunk: usize, num: usize) -> Range<usize> {
     let shard = range_of(rows, owner);
     let p = part(shard.len(), chunk, num);

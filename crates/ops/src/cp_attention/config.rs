@@ -36,12 +36,12 @@ impl Strategy {
         ("hybrid", Strategy::Hybrid),
     ];
 
-    /// The name used in options and JSON.
+    /// Returns the name used in options and JSON.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, s)| *s == self).map_or("?", |(n, _)| n)
     }
 
-    /// Ranks of a group that scatters heads.
+    /// Returns the ranks of a group that scatters heads.
     pub(super) fn inner(self, d: &CpAttentionDesc, size: usize) -> usize {
         match self {
             Strategy::AllToAll => size,
@@ -98,7 +98,7 @@ pub struct CpConfig {
 }
 
 impl CpConfig {
-    /// The usual tiles.
+    /// Returns the usual tiles.
     pub fn of(strategy: Strategy) -> Self {
         Self { strategy, tiles: AttnConfig::default() }
     }

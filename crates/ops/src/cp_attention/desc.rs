@@ -35,9 +35,9 @@ impl Layout {
         ("contiguous", Layout::Contiguous),
     ];
 
-    /// Global rows of `rank`, in the order of its local tensor, of queries or keys: of `tokens`
-    /// rows with these `sequences`, which only [`Layout::ZigzagPerSequence`] looks at. All ranks
-    /// have equally many spans. They hold every row once, also where [`Layout::check`] fails.
+    /// Returns the global rows of `rank`, in the order of its local tensor, of queries or keys: of
+    /// `tokens` rows with these `sequences`, which only [`Layout::ZigzagPerSequence`] looks at. All
+    /// ranks have equally many spans. They hold every row once, also where [`Layout::check`] fails.
     pub fn spans(
         self,
         tokens: usize,
@@ -82,7 +82,7 @@ impl Layout {
         Ok(())
     }
 
-    /// The most rows any rank has for up to `tokens` rows.
+    /// Returns the most rows any rank has for up to `tokens` rows.
     pub fn max_rows(self, tokens: usize, size: usize) -> usize {
         match self {
             Layout::Zigzag | Layout::ZigzagPerSequence => 2 * tokens.div_ceil(2 * size),
@@ -91,8 +91,8 @@ impl Layout {
     }
 }
 
-/// Rows of each sequence up to the next one; the first begins at row 0, and without sequences it is
-/// all rows. Every row is in one of them.
+/// Returns the rows of each sequence up to the next one; the first begins at row 0, and without
+/// sequences it is all rows. Every row is in one of them.
 fn extents(
     tokens: usize,
     sequences: &[Range<usize>],
@@ -132,7 +132,7 @@ pub struct CpAttentionDesc {
 }
 
 impl CpAttentionDesc {
-    /// Zigzag, nothing quantised, with backward.
+    /// Describes attention in the zigzag layout, unquantised, with backward.
     pub fn new(attn: AttentionDesc) -> Self {
         Self {
             attn,
@@ -174,17 +174,17 @@ impl CpAttentionDesc {
         self.layout.check(s, size)
     }
 
-    /// Global rows of the queries of `rank`.
+    /// Returns the global rows of the queries of `rank`.
     pub(super) fn rows_q(&self, s: &Sequences, rank: Rank, size: usize) -> Vec<Range<usize>> {
         self.layout.spans(s.tokens_q, &s.q, rank, size)
     }
 
-    /// Global rows of the keys of `rank`.
+    /// Returns the global rows of the keys of `rank`.
     pub(super) fn rows_kv(&self, s: &Sequences, rank: Rank, size: usize) -> Vec<Range<usize>> {
         self.layout.spans(s.tokens_kv, &s.kv, rank, size)
     }
 
-    /// Element type of K and V on the wire, and whether scales travel with them.
+    /// Returns the element type of K and V on the wire, and whether scales travel with them.
     pub(crate) fn kv_wire(&self) -> (DType, bool) {
         match self.fp8_kv || self.attn.dtype.is_fp8() {
             true => (DType::F8E4M3, true),

@@ -54,7 +54,7 @@ impl fmt::Display for CpExplain {
     }
 }
 
-/// Strategies that the heads allow.
+/// Returns the strategies that the heads allow.
 fn legal(d: &CpAttentionDesc, size: usize) -> Vec<Strategy> {
     let hybrid = d.a2a_size > 1 && d.a2a_size < size;
     Strategy::NAMES

@@ -27,7 +27,8 @@ pub(super) const AREA: usize = 1;
 pub(super) const DKV: usize = 2;
 pub(super) const GATHER: usize = 3;
 
-/// Bytes of a row and head of two tensors of `dtype`, then of their scales if it is FP8.
+/// Returns the bytes of a row and head of two tensors of `dtype`, then of their scales if it is
+/// FP8.
 fn wire(dqk: usize, dv: usize, dtype: DType) -> Vec<usize> {
     let scales = if dtype.is_fp8() { 2 } else { 0 };
     [dqk, dv].map(|dim| dim * dtype.size()).into_iter().chain(vec![4; scales]).collect()
@@ -59,8 +60,8 @@ pub(super) enum Hop {
     Take { t: usize, grants: bool },
 }
 
-/// The steps of each rank of a ring of `size`, in their order. Messages `0..size - 1`; the first
-/// ones find their slots free when a launch begins.
+/// Returns the steps of each rank of a ring of `size`, in their order. Messages `0..size - 1`; the
+/// first ones find their slots free when a launch begins.
 pub(super) fn hops(size: usize) -> Vec<Hop> {
     let num = size.saturating_sub(1);
     let send = |t| Hop::Send { t, acquires: t >= RING_SLOTS };
@@ -182,7 +183,7 @@ impl Sizes {
         sizes
     }
 
-    /// Parts of dk and dv travel as FP8.
+    /// Returns whether parts of dk and dv travel as FP8.
     pub fn fp8_parts(&self) -> bool {
         self.part_wire.len() > 2
     }
@@ -198,7 +199,7 @@ impl Sizes {
         !self.sequential && self.inner == 1 && self.size > 1
     }
 
-    /// Parts of dk and dv that the owner of a row adds.
+    /// Returns the number of parts of dk and dv that the owner of a row adds.
     pub fn num_parts(&self) -> usize {
         self.groups * self.share
     }
@@ -208,7 +209,7 @@ impl Sizes {
         p / self.inner * self.share + p % self.inner % self.share
     }
 
-    /// Most rows of keys of all ranks.
+    /// Returns the most rows of keys of all ranks.
     pub fn all_keys(&self) -> usize {
         self.size * self.max_kv
     }
@@ -222,7 +223,8 @@ impl Sizes {
         (AREA, self.keys_from(0, rows).0)
     }
 
-    /// Places of the tensors of `rows` rows of keys of all heads from `first` on, and their end.
+    /// Returns the places of the tensors of `rows` rows of keys of all heads from `first` on, and
+    /// their end.
     fn keys_from(&self, first: usize, rows: usize) -> (Vec<usize>, usize) {
         place(first, rows * self.all_kv, &self.wire)
     }
@@ -273,7 +275,8 @@ impl Sizes {
         self.inner * self.max_q * self.hq * self.dv * self.out
     }
 
-    /// The same as they travel, of FP8: places of the tensors, and bytes from part to part.
+    /// Returns the same for parts that travel as FP8: places of the tensors, and bytes from part to
+    /// part.
     pub fn packed_slot(&self) -> (Vec<usize>, usize) {
         let (at, end) = place(0, self.max_kv * self.all_kv, &self.part_wire);
         (at, end.next_multiple_of(16))
@@ -310,7 +313,8 @@ impl Sizes {
         bytes
     }
 
-    /// Bytes of one part of dk and dv of my rows in f32, and where dv begins in it.
+    /// Returns the bytes of one part of dk and dv of my rows in f32, and the first byte of dv in
+    /// it.
     pub fn slot(&self) -> (usize, usize) {
         let dv = 4 * self.max_kv * self.all_kv * self.dqk;
         (dv + 4 * self.max_kv * self.all_kv * self.dv, dv)
@@ -325,7 +329,7 @@ pub(super) struct Pieces<'a> {
 }
 
 impl Pieces<'_> {
-    /// Spans of keys of rank `p`, and the place of the first in its area.
+    /// Returns the spans of keys of rank `p`, and the place of the first in its area.
     fn spans(&self, p: usize) -> (Range<usize>, &[Range<usize>]) {
         let area = &self.sched.areas[p / self.sizes.inner];
         let num = area.len() / self.sizes.inner;
@@ -333,17 +337,17 @@ impl Pieces<'_> {
         (first..first + num, &area[first..first + num])
     }
 
-    /// First dense row of the keys of rank `p`.
+    /// Returns the first dense row of the keys of rank `p`.
     pub fn first_key(&self, p: usize) -> usize {
         (0..p).map(|r| num_rows(self.spans(r).1)).sum()
     }
 
-    /// First row of member `m` among the queries of my group.
+    /// Returns the first row of member `m` among the queries of my group.
     fn first_query(&self, m: usize) -> usize {
         self.sched.member_q[..m].iter().map(|s| num_rows(s)).sum()
     }
 
-    /// All ranks, me first, then in rotated order.
+    /// Returns all ranks, me first, then in rotated order.
     fn ranks(&self) -> impl Iterator<Item = usize> + use<> {
         let (me, size) = (self.me.idx(), self.sizes.size);
         (0..size).map(move |i| (me + i) % size)
@@ -404,7 +408,8 @@ impl Pieces<'_> {
         (0..inner).map(run).collect()
     }
 
-    /// My heads of q (`at` 0) or d_out, with heads of `dim` elements of `elem` bytes.
+    /// Returns the pieces of my heads of q (`at` 0) or d_out, with heads of `dim` elements of
+    /// `elem` bytes.
     pub fn queries(&self, at: usize, dim: usize, elem: usize) -> Vec<Piece> {
         let s = self.sizes;
         let (there, here) = (s.all_q * dim * elem, s.hq * dim * elem);

@@ -44,14 +44,14 @@ pub struct CpAttentionPlan {
 }
 
 impl CpAttentionPlan {
-    /// Bytes of symmetric memory that a plan takes on each of `size` ranks; with `config` of `None`
-    /// enough for any strategy that the heads allow.
+    /// Returns the bytes of symmetric memory that a plan takes on each of `size` ranks; with
+    /// `config` of `None` enough for any strategy that the heads allow.
     pub fn memory(desc: &CpAttentionDesc, size: usize, config: Option<CpConfig>) -> usize {
         buffer_bytes(desc, size, config).iter().sum()
     }
 
-    /// A plan on `heap`; `config` of `None` leaves the choice to `prepare`: the fastest for the
-    /// slowest rank.
+    /// Makes a plan on `heap`; `config` of `None` leaves the choice to `prepare`: the fastest for
+    /// the slowest rank.
     ///
     /// # Errors
     /// `InvalidArgument` for the description, or heads that the strategy cannot scatter;
@@ -168,7 +168,7 @@ impl CpAttentionPlan {
         Tuner { desc, core, backend, at, launch: &launch }.settle(first)
     }
 
-    /// The configuration in use.
+    /// Returns the configuration in use.
     ///
     /// # Errors
     /// `NotPrepared` if the choice was left to `prepare`.
@@ -176,7 +176,7 @@ impl CpAttentionPlan {
         self.used.get().copied().ok_or_else(not_prepared)
     }
 
-    /// Candidates with their predicted times.
+    /// Returns candidates with their predicted times.
     pub fn explain(&self) -> CpExplain {
         let mut e = explain(&self.desc, self.core.team().size(), &Machine::default());
         if self.core.lane().is_some() {
@@ -188,14 +188,14 @@ impl CpAttentionPlan {
         e
     }
 
-    /// Global rows of q (and out) of this rank, in the order of its tensors. `sequences` of `None`
-    /// means those of the description.
+    /// Returns the global rows of q (and out) of this rank, in the order of its tensors.
+    /// `sequences` of `None` means the description's.
     pub fn rows_q(&self, sequences: Option<&Sequences>) -> Vec<Range<usize>> {
         let (s, team) = (sequences.unwrap_or(&self.desc.attn.sequences), self.core.team());
         self.desc.rows_q(s, team.rank(), team.size())
     }
 
-    /// Global rows of k and v of this rank, in the order of its tensors.
+    /// Returns the global rows of k and v of this rank, in the order of its tensors.
     pub fn rows_kv(&self, sequences: Option<&Sequences>) -> Vec<Range<usize>> {
         let (s, team) = (sequences.unwrap_or(&self.desc.attn.sequences), self.core.team());
         self.desc.rows_kv(s, team.rank(), team.size())
@@ -264,7 +264,7 @@ impl CpAttentionPlan {
         LocalRows { q: num_rows(&self.rows_q(Some(s))), kv: num_rows(&self.rows_kv(Some(s))) }
     }
 
-    /// The sequences of a launch and my rows.
+    /// Returns the sequences of a launch and my rows.
     fn check(&self, x: &AttnInputs) -> Result<(Sequences, LocalRows)> {
         let s = x.sequences.clone().unwrap_or_else(|| self.desc.attn.sequences.clone());
         self.desc.check_launch(&s, self.core.team().size())?;

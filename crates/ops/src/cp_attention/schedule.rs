@@ -25,12 +25,12 @@ impl Grid {
         Self { inner, outer: size / inner, at: me.idx() % inner, group: me.idx() / inner }
     }
 
-    /// Member `i` of my group.
+    /// Returns member `i` of my group.
     pub fn member(&self, i: usize) -> Rank {
         Rank::new((self.group * self.inner + i) as u32)
     }
 
-    /// The other groups, the next one first.
+    /// Returns the other groups, the next one first.
     pub fn other_groups(&self) -> impl Iterator<Item = usize> + Clone {
         let (at, n) = (self.group, self.outer);
         (1..n).map(move |i| (at + i) % n)
@@ -55,7 +55,8 @@ pub(super) struct Schedule {
     pub slices: Vec<Vec<Slice>>,
 }
 
-/// Key heads of place `at` among `inner`: a part of them, or one that several places share.
+/// Returns the key heads of place `at` among `inner`: a part of all key heads, or one head that
+/// several places share.
 pub(super) fn kv_heads(heads: usize, inner: usize, at: usize) -> Range<usize> {
     match heads % inner {
         0 => at * heads / inner..(at + 1) * heads / inner,
@@ -68,7 +69,7 @@ pub(super) fn num_rows(spans: &[Range<usize>]) -> usize {
 }
 
 impl Schedule {
-    /// The schedule of rank `me`.
+    /// Computes the schedule of rank `me`.
     pub fn new(
         d: &CpAttentionDesc,
         seqs: &Sequences,
@@ -98,7 +99,7 @@ impl Schedule {
         }
     }
 
-    /// Rows of my group's queries.
+    /// Returns the rows of my group's queries.
     pub fn rows_q(&self) -> usize {
         self.member_q.iter().map(|s| num_rows(s)).sum()
     }

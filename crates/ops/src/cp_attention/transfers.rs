@@ -23,13 +23,13 @@ use super::schedule::Schedule;
 
 /// Memory of which transports read and write parts.
 pub(super) trait Parts<M: ?Sized> {
-    /// Bytes in all.
+    /// Returns the number of bytes.
     fn num_bytes(&self) -> usize;
 
     /// Calls `f` with the bytes `at`, which are in range.
     fn part(&self, at: Range<usize>, f: &mut dyn FnMut(&M) -> Result<()>) -> Result<()>;
 
-    /// The same, to write.
+    /// Calls `f` with the same bytes, to write.
     fn part_mut(&mut self, at: Range<usize>, f: &mut dyn FnMut(&mut M) -> Result<()>)
     -> Result<()>;
 }

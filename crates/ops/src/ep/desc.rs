@@ -26,7 +26,7 @@ pub enum EpLayout {
 }
 
 impl EpLayout {
-    /// Alignment of the expert-major order.
+    /// Returns the alignment of the expert-major order.
     pub fn align(self) -> usize {
         match self {
             EpLayout::ExpertMajor { align }
@@ -97,24 +97,25 @@ impl EpDesc {
         d
     }
 
-    /// Rows that are enough for any routing: every copy, and padding for every local expert.
+    /// Returns the rows that are enough for any routing: every copy, and padding for every local
+    /// expert.
     pub fn worst_case(&self) -> usize {
         let local = self.experts_per_rank.iter().copied().max().unwrap_or(0);
         let copies = self.experts_per_rank.len() * self.max_tokens * self.top_k;
         copies + local * (self.layout.align() - 1)
     }
 
-    /// Number of experts.
+    /// Returns the number of experts.
     pub fn num_experts(&self) -> usize {
         self.experts_per_rank.iter().sum()
     }
 
-    /// First expert of `rank`.
+    /// Returns the first expert of `rank`.
     pub fn first_expert(&self, rank: usize) -> usize {
         self.experts_per_rank[..rank].iter().sum()
     }
 
-    /// Rows that `dispatch` delivers on a rank of a team of `size`.
+    /// Returns the rows that `dispatch` delivers on a rank of a team of `size`.
     pub fn recv_rows(&self) -> usize {
         match self.layout {
             EpLayout::ExpertMajor { .. } => self.capacity,

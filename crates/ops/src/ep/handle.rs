@@ -92,14 +92,14 @@ impl EpHandle {
         })))
     }
 
-    /// Multiprocessors that phases of this microbatch may take from now on, at least one; none is
-    /// the plan's number. Ranks may differ, as in
+    /// Sets the multiprocessors that phases of this microbatch may take from now on, at least one;
+    /// `None` means the plan's number. Ranks may differ, as in
     /// [`EpPlan::with_num_sms`](super::EpPlan::with_num_sms).
     pub fn set_num_sms(&self, num: Option<usize>) {
         self.0.num_sms.store(num.map_or(0, |n| n.max(1)), Ordering::Relaxed);
     }
 
-    /// The number of [`EpHandle::set_num_sms`], or else the plan's.
+    /// Returns the number of [`EpHandle::set_num_sms`], or else the plan's.
     pub(super) fn num_sms(&self, plan: usize) -> usize {
         match self.0.num_sms.load(Ordering::Relaxed) {
             0 => plan,
@@ -162,13 +162,13 @@ impl EpHandle {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Rows of each local expert, padding included, clamped to the capacity: `[local experts]`
-    /// i64, the `m_splits` of the grouped GEMM.
+    /// Returns the rows of each local expert, padding included, clamped to the capacity: `[local
+    /// experts]` i64, the `m_splits` of the grouped GEMM.
     pub fn m_splits(&self) -> &Tensor {
         &self.0.m_splits
     }
 
-    /// True number of rows that this rank needs, padding included: `[1]` i64.
+    /// Returns the true number of rows that this rank needs, padding included: `[1]` i64.
     pub fn total(&self) -> &Tensor {
         &self.0.total
     }
@@ -178,13 +178,13 @@ impl EpHandle {
         &self.0.dropped
     }
 
-    /// For rank-major and flat layouts: the received row that feeds each expert-major row, -1 in
-    /// padding. `[capacity]` i32, filled by dispatch.
+    /// Returns, for rank-major and flat layouts, the received row that feeds each expert-major row,
+    /// -1 in padding. `[capacity]` i32, filled by dispatch.
     pub fn row_index(&self) -> &Tensor {
         &self.0.row_index
     }
 
-    /// True numbers of the last routing that has run.
+    /// Returns the true numbers of the last routing that has run.
     ///
     /// # Errors
     /// What the device reports.
@@ -200,7 +200,7 @@ impl EpHandle {
         })
     }
 
-    /// With [`Overflow::Error`]: fails if the last routing dropped copies anywhere. The answer
+    /// Fails, with [`Overflow::Error`], if the last routing dropped copies on any rank. The answer
     /// is the same on every rank.
     ///
     /// # Errors
@@ -250,7 +250,7 @@ impl DeviceHandle {
         })
     }
 
-    /// True numbers of the last routing that has run.
+    /// Returns the true numbers of the last routing that has run.
     pub fn totals(&self, total: &Tensor) -> Result<EpTotals> {
         let read = |m: &CudaMemory| -> Result<Vec<usize>> {
             let bytes = m.download()?;

@@ -78,7 +78,7 @@ impl EpPlan {
         }
     }
 
-    /// A layer on `heap`.
+    /// Makes a layer on `heap`.
     ///
     /// # Errors
     /// `InvalidArgument` for a bad description, `Exhausted` if the heap is too small.
@@ -167,7 +167,7 @@ impl EpPlan {
         &self.base.desc
     }
 
-    /// A handle for one microbatch.
+    /// Makes a handle for one microbatch.
     ///
     /// # Errors
     /// `Exhausted` if the device has not enough memory.
@@ -306,7 +306,7 @@ impl EpPlan {
         Pending::new(out, stream, Some(self.base.cores[0].team().fault().clone()))
     }
 
-    /// Tokens of this rank, from a tensor `[tokens, cols]`.
+    /// Checks a tensor `[tokens, cols]` and returns the tokens of this rank.
     fn rows(&self, what: &str, t: &Tensor, dtype: DType, cols: usize) -> Result<usize> {
         let rows = if t.shape().ndim() == 2 { t.shape().dim(0) } else { 0 };
         if rows > self.base.desc.max_tokens {

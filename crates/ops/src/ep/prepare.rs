@@ -65,7 +65,7 @@ impl EpPlan {
         }
     }
 
-    /// One launch on a heap in device memory; `None` on the host.
+    /// Returns the phase of one launch on a heap in device memory; `None` on the host.
     pub(super) fn phase<'a>(
         &'a self,
         which: usize,

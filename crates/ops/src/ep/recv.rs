@@ -35,9 +35,9 @@ impl EpPlan {
         self.direct(knows, (d.dtype, d.recv_rows()), expected, None)
     }
 
-    /// As [`EpPlan::zero_copy_recv`], in symmetric memory of the caller's: `[recv_rows, hidden]`
-    /// from byte `at` of `buf` on, a multiple of 16. `buf` must be of the plan's heap, and the same
-    /// on all ranks.
+    /// Makes a receive buffer as [`EpPlan::zero_copy_recv`], in symmetric memory of the caller's:
+    /// `[recv_rows, hidden]` from byte `at` of `buf` on, a multiple of 16. `buf` must be of the
+    /// plan's heap, and the same on all ranks.
     ///
     /// # Errors
     /// As there; `InvalidArgument` if the rows do not fit there, or memory that begins there
@@ -51,8 +51,9 @@ impl EpPlan {
         self.direct(knows, (d.dtype, d.recv_rows()), expected, Some((buf, at)))
     }
 
-    /// As [`EpPlan::zero_copy_recv`], for `dy` of [`EpPlan::combine_bwd`] without weights:
-    /// `[capacity, hidden]` of type `out`. With weights it is a tensor like any other.
+    /// Makes a receive buffer as [`EpPlan::zero_copy_recv`], for `dy` of [`EpPlan::combine_bwd`]
+    /// without weights: `[capacity, hidden]` of type `out`. With weights it is a tensor like any
+    /// other.
     ///
     /// # Errors
     /// As there; `Unsupported` for all layouts but the expert-major one, and through NCCL.
@@ -62,8 +63,8 @@ impl EpPlan {
         self.direct(knows, (d.out, d.capacity), "expert-major rows, by puts", None)
     }
 
-    /// As [`EpPlan::zero_copy_grad`], in symmetric memory of the caller's, as
-    /// [`EpPlan::zero_copy_recv_in`] has it: `[capacity, hidden]` of type `out`.
+    /// Makes a receive buffer as [`EpPlan::zero_copy_grad`], in symmetric memory of the caller's
+    /// with the conditions of [`EpPlan::zero_copy_recv_in`]: `[capacity, hidden]` of type `out`.
     ///
     /// # Errors
     /// As there, and as [`EpPlan::zero_copy_grad`].
@@ -164,7 +165,7 @@ impl EpPlan {
         Ok(direct.iter().position(|b| b.addr == addr).map_or(0, |i| i as u32 + 1))
     }
 
-    /// Receive buffer number `buffer` on the host; none for 0.
+    /// Returns receive buffer number `buffer` on the host; `None` for 0.
     pub(super) fn straight(&self, buffer: u32) -> Option<Straight> {
         let direct = self.direct.lock().unwrap_or_else(PoisonError::into_inner);
         direct.get((buffer as usize).checked_sub(1)?)?.host.clone()

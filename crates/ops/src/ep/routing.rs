@@ -33,7 +33,7 @@ pub fn count(desc: &EpDesc, idx: &[i64]) -> Vec<u32> {
     c
 }
 
-/// Rows of `len` copies with padding.
+/// Returns the rows of `len` copies with padding.
 fn aligned(len: usize, align: usize) -> usize {
     len.next_multiple_of(align)
 }
@@ -103,7 +103,7 @@ mod tests {
     use tilewire_oracle::permute::TopK;
 
     proptest! {
-        /// Slots, counts, splits and drops are those of the oracle's layout.
+        /// Checks that rows, counts, splits and drops are those of the oracle's layout.
         #[test]
         fn routing_is_the_oracles(
             experts in prop::collection::vec(0usize..4, 1..5),

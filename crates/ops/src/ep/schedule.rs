@@ -59,7 +59,7 @@ impl Cut {
         Self { chunk: d.max_tokens.max(1), slices: 1, chunks: 1 }
     }
 
-    /// Tokens of chunk `c`, of `tokens` in all.
+    /// Returns the tokens of chunk `c`, of `tokens` in all.
     pub fn tokens(&self, c: usize, tokens: usize) -> Range<usize> {
         let at = |c: usize| (c * self.chunk).min(tokens);
         at(c)..at(c + 1)
@@ -137,7 +137,7 @@ impl Schedule {
         &self.strides
     }
 
-    /// Number of records of an area.
+    /// Returns the number of records of an area.
     pub fn records(&self) -> usize {
         self.size * self.max_tokens
     }
@@ -154,12 +154,12 @@ impl Schedule {
         ((launch & 1) as usize * self.size + writer) * self.count_bytes()
     }
 
-    /// Bytes of one rank's counts.
+    /// Returns the bytes of one rank's counts.
     pub fn count_bytes(&self) -> usize {
         8 * self.experts
     }
 
-    /// Bytes of the buffer of counts.
+    /// Returns the bytes of the buffer of counts.
     pub fn counts_len(&self) -> usize {
         2 * self.size * self.count_bytes()
     }
@@ -179,7 +179,7 @@ impl Schedule {
         self.meta(record) + COPY * self.top_k
     }
 
-    /// Bytes of the buffer of tokens.
+    /// Returns the bytes of the buffer of tokens.
     pub fn tokens_len(&self) -> usize {
         self.meta(self.records())
     }
@@ -195,17 +195,17 @@ impl Schedule {
         self.returned(record + 1) - 4 * self.top_k
     }
 
-    /// Bytes of the buffer of returns.
+    /// Returns the bytes of the buffer of returns.
     pub fn returns_len(&self) -> usize {
         self.returned(self.records())
     }
 
-    /// Bytes of the flags of one area.
+    /// Returns the bytes of the flags of one area.
     pub fn flags_of_area(&self) -> usize {
         self.flags
     }
 
-    /// Bytes of all flags.
+    /// Returns the bytes of all flags.
     pub fn flags_len(&self) -> usize {
         2 * self.flags
     }

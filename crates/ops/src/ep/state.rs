@@ -29,7 +29,7 @@ impl Words {
         self.0.extend(list.iter().map(|&n| n as u32));
     }
 
-    /// For each rank its records: a token, and choice and row of each of its copies.
+    /// Writes each rank's records: a token, and choice and row of each of its copies.
     fn records<'a>(&mut self, ranks: impl ExactSizeIterator<Item = Vec<Of<'a>>>) {
         self.0.push(ranks.len() as u32);
         for records in ranks {
@@ -75,7 +75,7 @@ fn broken() -> Error {
         .hint("pass the handle that the dispatch returned, unchanged")
 }
 
-/// Bytes of the tensors at the front.
+/// Returns the bytes of the tensors at the front.
 fn front(desc: &EpDesc) -> usize {
     8 * most_experts(desc) + 16 + 4 * desc.capacity
 }
@@ -85,7 +85,7 @@ fn most_experts(desc: &EpDesc) -> usize {
 }
 
 impl EpHandle {
-    /// Bytes that [`EpHandle::save`] takes: equal on all ranks.
+    /// Returns the bytes that [`EpHandle::save`] takes: equal on all ranks.
     pub fn state_bytes(desc: &EpDesc) -> usize {
         let (size, local) = (desc.experts_per_rank.len(), most_experts(desc));
         let choices = desc.max_tokens * desc.top_k;

@@ -22,7 +22,8 @@ pub struct EpTraffic {
     pub combine_bwd: Traffic,
 }
 
-/// `records` records of which each is `pieces` puts, of `bytes` in all, in `chunks` chunks.
+/// Returns the traffic of `records` records, of `pieces` puts each and `bytes` in all, in `chunks`
+/// chunks.
 fn link(records: usize, pieces: usize, bytes: usize, chunks: usize) -> LinkTraffic {
     LinkTraffic {
         puts: (records * pieces) as u64,

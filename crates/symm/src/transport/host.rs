@@ -85,7 +85,7 @@ struct Host {
     peers: Arc<dyn Peers>,
 }
 
-/// The transport of `heap` over `peers`.
+/// Returns the transport of `heap` over `peers`.
 pub(crate) fn over(heap: &Heap, peers: Arc<dyn Peers>) -> Arc<HostTransport> {
     Arc::new(Host { heap: heap.clone(), peers })
 }
@@ -502,8 +502,8 @@ impl Transport for Host {
         self.heap.team().fault().check()
     }
 
-    /// A put of the host is complete when the call returns; one by a message is in order with the
-    /// signal that publishes it, and nothing else can see it.
+    /// Does nothing: a put of the host is complete when the call returns. A put by a message is in
+    /// order with the signal that publishes it, and nothing else can see it.
     fn quiet(&self, lane: &OpCtx) -> Result<()> {
         self.fence(lane)
     }

@@ -21,22 +21,22 @@ pub struct OpCtx {
 }
 
 impl OpCtx {
-    /// The context of launch `seq` of `op`.
+    /// Returns the context of launch `seq` of `op`.
     pub fn new(heap: &Heap, op: &'static str, seq: u64) -> Self {
         Self { heap: heap.clone(), op, seq, held: Mutex::new(None) }
     }
 
-    /// The team.
+    /// Returns the team.
     pub fn team(&self) -> &LiveTeam {
         self.heap.team()
     }
 
-    /// My team rank.
+    /// Returns my team rank.
     pub fn rank(&self) -> Rank {
         self.team().rank()
     }
 
-    /// Sequence number of the launch.
+    /// Returns the sequence number of the launch.
     pub fn seq(&self) -> u64 {
         self.seq
     }
@@ -82,7 +82,7 @@ impl OpCtx {
         self.heap.0.map.fill(self.rank().idx(), offset, len, 0);
     }
 
-    /// My own chunk, in place.
+    /// Returns my own chunk, in place.
     ///
     /// # Safety
     /// All writers of the range have signalled (and were waited for), and have no credit to

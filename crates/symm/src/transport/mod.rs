@@ -49,7 +49,7 @@ use crate::vmm::DeviceTransport;
 pub struct SignalSlot(pub(crate) usize);
 
 impl SignalSlot {
-    /// The slot's number.
+    /// Returns the slot's number.
     pub fn index(self) -> usize {
         self.0
     }
@@ -96,12 +96,12 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Bytes of all rows.
+    /// Returns the bytes of all rows.
     pub fn bytes(&self) -> usize {
         self.width * self.num
     }
 
-    /// Bytes from the first to the last byte that rows `pitch` apart take.
+    /// Returns the bytes from the first to the last byte that rows `pitch` apart take.
     pub fn reach(&self, pitch: usize) -> usize {
         if self.bytes() == 0 { 0 } else { (self.num - 1) * pitch + self.width }
     }
@@ -273,9 +273,9 @@ pub trait Transport: Send + Sync {
         phase: &str,
     ) -> Result<()>;
 
-    /// As [`Transport::wait`], for the last count that `src` raises on this slot in this launch.
-    /// Producers that need a credit cannot run ahead, so that the host reports a count that is
-    /// larger than expected.
+    /// Waits as [`Transport::wait`], for the last count that `src` raises on this slot in this
+    /// launch. Producers that need a credit cannot run ahead, so that the host reports a count that
+    /// is larger than expected.
     ///
     /// # Errors
     /// As [`Transport::wait`]; `Protocol` if `src` has signalled more often than it may.

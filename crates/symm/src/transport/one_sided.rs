@@ -24,7 +24,7 @@ pub enum OneSided {
     Device(DeviceTransport),
 }
 
-/// `f` as a node of `stream`, which acts on a lane of its own.
+/// Queues `f` as a node of `stream`, which acts on a lane of its own.
 fn queue(
     net: &Arc<HostTransport>,
     stream: &Stream,
@@ -38,7 +38,7 @@ fn queue(
     stream.launch(Node::new(name, move || f(&*net, &ctx)).in_domain(fault, || {}))
 }
 
-/// As [`queue`], for work that reads the bytes of `src`.
+/// Queues as [`queue`], for work that reads the bytes of `src`.
 fn queue_put(
     net: &Arc<HostTransport>,
     stream: &Stream,
@@ -50,7 +50,7 @@ fn queue_put(
 }
 
 impl OneSided {
-    /// One-sided access to `heap`.
+    /// Returns one-sided access to `heap`.
     ///
     /// # Errors
     /// What the device reports.
@@ -61,7 +61,7 @@ impl OneSided {
         }
     }
 
-    /// The heap that is accessed.
+    /// Returns the heap.
     pub fn heap(&self) -> &Heap {
         match self {
             Self::Host(net) => net.heap(),
@@ -105,7 +105,7 @@ impl OneSided {
         }
     }
 
-    /// As [`OneSided::put`], and a signal behind it.
+    /// Puts as [`OneSided::put`], and raises a signal behind it.
     ///
     /// # Safety
     /// As [`OneSided::put`].
@@ -131,7 +131,8 @@ impl OneSided {
         }
     }
 
-    /// As [`OneSided::put`], and behind it the total that [`OneSided::advance`] made for the slot.
+    /// Puts as [`OneSided::put`], and publishes behind it the total that [`OneSided::advance`] made
+    /// for the slot.
     ///
     /// # Safety
     /// As [`OneSided::put`].

@@ -21,7 +21,7 @@ impl Permit {
         Self(1 << peer.idx())
     }
 
-    /// A permit to put to the peers of both.
+    /// Returns a permit to put to the peers of both.
     pub fn and(self, other: Permit) -> Self {
         Self(self.0 | other.0)
     }
@@ -36,7 +36,7 @@ impl Permit {
         self.0 >> peer.idx() & 1 == 1
     }
 
-    /// A permit to put to every rank of a team of `size` ranks.
+    /// Returns a permit to put to every rank of a team of `size` ranks.
     ///
     /// # Safety
     /// A rank that receives a put under this permit must not access the range until it has waited

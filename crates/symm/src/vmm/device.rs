@@ -27,7 +27,7 @@ pub struct DeviceHeap {
 pub struct DeviceTeam(DeviceHeap);
 
 impl DeviceHeap {
-    /// The part of `heap` that is this rank's.
+    /// Returns this rank's part of `heap`.
     ///
     /// # Errors
     /// `Unsupported` if the heap is not in device memory.
@@ -41,17 +41,17 @@ impl DeviceHeap {
         Ok(Self { heap: heap.clone(), store: store.clone() })
     }
 
-    /// The team with its peers' addresses, where GPUs reach each other.
+    /// Returns the team with its peers' addresses, where GPUs reach each other.
     pub(super) fn reach(&self) -> Option<DeviceTeam> {
         self.store.near.then(|| DeviceTeam(self.clone()))
     }
 
-    /// The heap.
+    /// Returns the heap.
     pub fn heap(&self) -> &Heap {
         &self.heap
     }
 
-    /// The device of this rank.
+    /// Returns the device of this rank.
     pub fn context(&self) -> &CudaContext {
         &self.store.ctx
     }
@@ -169,7 +169,8 @@ impl DeviceTeam {
         self.0.peer_addr(peer, offset, len)
     }
 
-    /// Bytes from a rank's chunk to the next one's, as this device sees them; addresses wrap.
+    /// Returns the bytes from a rank's chunk to the next one's, as this device sees them; addresses
+    /// wrap.
     ///
     /// # Errors
     /// `Unsupported` if the chunks are not in even steps: with more than two ranks of the backend

@@ -39,7 +39,7 @@ pub struct LinkProbe {
     delayed: CudaMemory,
 }
 
-/// A unit without definitions.
+/// Returns the unit of a source without definitions.
 pub(super) fn spec(source: &Source, arch: &str) -> KernelSpec {
     KernelSpec {
         name: source.name.to_owned(),
@@ -50,7 +50,7 @@ pub(super) fn spec(source: &Source, arch: &str) -> KernelSpec {
 }
 
 impl LinkProbe {
-    /// For `heap`, with an own buffer of `local_bytes` zeros.
+    /// Makes a probe of `heap`, with a buffer of its own of `local_bytes` zeros.
     ///
     /// # Errors
     /// `Unsupported` if the heap is not in device memory, or GPUs do not reach each other;
@@ -79,12 +79,12 @@ impl LinkProbe {
         })
     }
 
-    /// The rank's device.
+    /// Returns the rank's device.
     pub fn context(&self) -> &CudaContext {
         self.net.here().context()
     }
 
-    /// One-sided access to the heap.
+    /// Returns one-sided access to the heap.
     pub fn transport(&self) -> &DeviceTransport {
         &self.net
     }
@@ -98,7 +98,7 @@ impl LinkProbe {
         unsafe { self.net.get(stream, (self.me(), offset), &mut out.clone(), "read") }
     }
 
-    /// The rank's own buffer.
+    /// Returns the rank's own buffer.
     pub fn local(&self) -> &CudaMemory {
         &self.local
     }
@@ -111,7 +111,7 @@ impl LinkProbe {
         self.net.heap().team().rank()
     }
 
-    /// A copy engine moves `from` of my buffer to `offset` of `peer`'s heap.
+    /// Copies `from` of my buffer to `offset` of `peer`'s heap by a copy engine.
     ///
     /// # Errors
     /// `InvalidArgument` for a piece that does not exist.
@@ -122,7 +122,7 @@ impl LinkProbe {
         unsafe { stream.copy(to, from_addr, from.len) }
     }
 
-    /// A copy engine moves `offset` of `peer`'s heap into `to` of my buffer.
+    /// Copies `offset` of `peer`'s heap into `to` of my buffer by a copy engine.
     ///
     /// # Errors
     /// `InvalidArgument` for a piece that does not exist.
@@ -157,8 +157,8 @@ impl LinkProbe {
         unsafe { kernel.launch(stream, Grid::new(blocks, 512), args) }
     }
 
-    /// Bulk copies of `blocks` blocks put `piece` of my buffer to the same offset of the `num`
-    /// ranks behind me, in chunks of `chunk` bytes in turn.
+    /// Puts `piece` of my buffer to the same offset of the `num` ranks behind me by bulk copies of
+    /// `blocks` blocks, in chunks of `chunk` bytes in turn.
     ///
     /// # Errors
     /// `InvalidArgument` for a piece, a chunk or ranks that cannot be; `Unsupported` without
@@ -188,7 +188,7 @@ impl LinkProbe {
         self.launch_bulk(stream, blocks, param)
     }
 
-    /// Bulk loads of `piece` of `peer`'s heap, stored to the same offset of my buffer.
+    /// Loads `piece` of `peer`'s heap by bulk copies and stores it at the same offset of my buffer.
     ///
     /// # Errors
     /// `InvalidArgument` for a piece or a chunk that cannot be; `Unsupported` without

@@ -33,7 +33,7 @@ pub use links::{LinkProbe, Piece};
 pub(crate) use store::{VmmStore, gpus, shared};
 pub use transport::DeviceTransport;
 
-/// Every kernel of symmetric memory that runs on an architecture (as in `sm_90a`).
+/// Returns every kernel of symmetric memory that runs on an architecture (as in `sm_90a`).
 pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
     use tilewire_kernels::{LINKS, LINKS_BULK, LITMUS};
     let mut all = vec![store::signal_spec(arch)];

@@ -51,7 +51,7 @@ impl HostPages {
 }
 
 impl ControlMemory {
-    /// Device address of rank 0's page.
+    /// Returns the device address of rank 0's page.
     pub fn base(&self) -> u64 {
         match self {
             Self::Device(r) => r.base(),
@@ -59,7 +59,7 @@ impl ControlMemory {
         }
     }
 
-    /// Bytes from each rank's page to the next one's.
+    /// Returns the bytes from each rank's page to the next one's.
     pub fn stride(&self) -> u64 {
         match self {
             Self::Device(r) => r.stride() as u64,
@@ -67,7 +67,7 @@ impl ControlMemory {
         }
     }
 
-    /// Device address of `len` bytes at `offset` of `rank`'s page.
+    /// Returns the device address of `len` bytes at `offset` of `rank`'s page.
     pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
         match self {
             Self::Device(r) => r.addr(rank, offset, len),

@@ -49,7 +49,7 @@ pub(super) enum HeapMemory {
 }
 
 impl HeapMemory {
-    /// Device address of `len` bytes at `offset` of `rank`'s chunk.
+    /// Returns the device address of `len` bytes at `offset` of `rank`'s chunk.
     pub fn addr(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
         match self {
             HeapMemory::Own(r) => r.addr(rank, offset, len),
@@ -57,7 +57,7 @@ impl HeapMemory {
         }
     }
 
-    /// Bytes from each rank's chunk to the next one's; addresses wrap.
+    /// Returns the bytes from each rank's chunk to the next one's; addresses wrap.
     pub fn stride(&self) -> Result<u64> {
         match self {
             HeapMemory::Own(r) => Ok(r.stride() as u64),
@@ -67,12 +67,12 @@ impl HeapMemory {
 }
 
 impl VmmStore {
-    /// As [`HeapMemory::addr`].
+    /// Returns the address as [`HeapMemory::addr`].
     pub(crate) fn address(&self, rank: Rank, offset: usize, len: usize) -> Result<u64> {
         self.heap.addr(rank, offset, len)
     }
 
-    /// As [`HeapMemory::stride`].
+    /// Returns the stride as [`HeapMemory::stride`].
     pub(crate) fn stride(&self) -> Result<u64> {
         self.heap.stride()
     }
@@ -112,7 +112,7 @@ struct Parts {
     abort_stream: CudaStream,
 }
 
-/// The kernels of `comm/signal.cu` with the offsets of the control page.
+/// Returns the kernels of `comm/signal.cu` with the offsets of the control page.
 pub(crate) fn signal_spec(arch: &str) -> KernelSpec {
     let defines = [
         ("TW_OFF_INBOX", OFF_INBOX as u64),
@@ -144,7 +144,7 @@ impl Counters {
         self.memory.addr() + ((slot * self.size + dst.idx()) * 8) as u64
     }
 
-    /// The expected totals of all (slot, source).
+    /// Returns the expected totals of all (slot, source).
     pub fn expected(&self) -> Result<CudaMemory> {
         let len = NUM_SIGNALS * self.size * 8;
         self.memory.slice(len, len)
@@ -419,8 +419,8 @@ impl Handles {
         lists.into_iter().enumerate().map(list).collect::<Result<_>>().map(Self::Fabric)
     }
 
-    /// `f` of chunk `which` of all ranks. The own one as it is: an imported one may take the path
-    /// of a peer's.
+    /// Calls `f` with chunk `which` of all ranks. The own chunk is not imported: accesses to an
+    /// imported one may take the path to a peer.
     fn with_chunks<T>(
         &self,
         ctx: &CudaContext,
@@ -480,7 +480,7 @@ pub(crate) fn gpus(team: &LiveTeam, ctx: &CudaContext) -> Result<Vec<Vec<u8>>> {
     team.exchange("gpu", pci.as_bytes())
 }
 
-/// Ranks may share a GPU, but it is rarely meant.
+/// Warns if ranks share a GPU, which is allowed but rarely meant.
 fn warn_of_shared(team: &LiveTeam, gpus: &[Vec<u8>]) {
     if let Some((a, b)) = shared(gpus).filter(|_| team.rank().get() == 0) {
         log::warn!(
@@ -494,7 +494,7 @@ fn warn_of_shared(team: &LiveTeam, gpus: &[Vec<u8>]) {
     }
 }
 
-/// The first two ranks on one GPU.
+/// Returns the first two ranks on one GPU.
 pub(crate) fn shared(gpus: &[Vec<u8>]) -> Option<(usize, usize)> {
     let before = |b: usize| gpus[..b].iter().position(|a| *a == gpus[b]);
     (1..gpus.len()).find_map(|b| Some((before(b)?, b)))

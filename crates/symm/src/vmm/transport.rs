@@ -23,7 +23,7 @@ pub struct DeviceTransport {
 }
 
 impl DeviceTransport {
-    /// One-sided access to `heap`.
+    /// Returns one-sided access to `heap`.
     ///
     /// # Errors
     /// `Unsupported` if the heap is not in device memory.
@@ -33,7 +33,7 @@ impl DeviceTransport {
         Ok(Self { here, reach })
     }
 
-    /// This rank's part of the heap.
+    /// Returns this rank's part of the heap.
     pub fn here(&self) -> &DeviceHeap {
         &self.here
     }
@@ -56,7 +56,7 @@ impl DeviceTransport {
         unsafe { kernel.launch(stream, Grid::new(1, 1), args) }
     }
 
-    /// A kernel of the team that takes (TwTeam, u32, u32, u32).
+    /// Queues a kernel of the team that takes (TwTeam, u32, u32, u32).
     fn launch_slots(
         &self,
         stream: &CudaStream,
@@ -73,7 +73,7 @@ impl DeviceTransport {
         unsafe { kernel.launch(stream, Grid::new(1, threads), args) }
     }
 
-    /// The total of (slot, dst), to `dst`'s control page.
+    /// Copies the total of (slot, dst) to `dst`'s control page.
     fn copy_total(&self, stream: &CudaStream, dst: Rank, slot: SignalSlot) -> Result<()> {
         let flag = self.flag_addr(dst, slot)?;
         self.team().check()?;
@@ -85,7 +85,7 @@ impl DeviceTransport {
         unsafe { stream.copy(flag, total, 8) }
     }
 
-    /// The address of my counter on `dst`'s page.
+    /// Returns the address of my counter on `dst`'s page.
     fn flag_addr(&self, dst: Rank, slot: SignalSlot) -> Result<u64> {
         let column = (slot.index() * self.team().size() + self.team().rank().idx()) * 16;
         self.here.store.control.addr(dst, OFF_SIGNALS + column, 8)
@@ -115,7 +115,7 @@ impl Transport for DeviceTransport {
         Caps { direct_peer: near, get: near, graph: true, recoverable }
     }
 
-    /// One kernel: credits to and from all peers, and the totals.
+    /// Queues one kernel: credits to and from all peers, and the totals.
     fn enter(&self, stream: &CudaStream, e: &Enter) -> Result<Permit> {
         check_slots(e.first, e.num)?;
         for p in self.team().peers() {
@@ -260,7 +260,8 @@ impl Transport for DeviceTransport {
         self.launch(stream, &self.here.store.kernels.wait, at, n)
     }
 
-    /// Counts that are too large show in [`Transport::check_counters`] here.
+    /// Waits as [`Transport::wait`]: on devices only [`Transport::check_counters`] finds counts
+    /// that are too large.
     fn wait_last(
         &self,
         stream: &CudaStream,
@@ -272,7 +273,7 @@ impl Transport for DeviceTransport {
         self.wait(stream, src, slot, n, phase)
     }
 
-    /// One kernel.
+    /// Queues one kernel.
     fn wait_peers(&self, stream: &CudaStream, slot: SignalSlot, _phase: &str) -> Result<()> {
         let at = (slot.index(), 0, 0);
         self.launch_slots(stream, &self.here.store.kernels.wait_peers, 64, at)
@@ -311,8 +312,8 @@ impl Transport for DeviceTransport {
         self.copy_total(stream, to.0, slot)
     }
 
-    /// The new total is made before the data is copied; the flag is the total, copied behind the
-    /// data on the same stream. Nothing here is baked into a graph but addresses.
+    /// Makes the new total before the data is copied; the flag is the total, copied behind the data
+    /// on the same stream. Nothing here is baked into a graph but addresses.
     fn put_signal(
         &self,
         stream: &CudaStream,

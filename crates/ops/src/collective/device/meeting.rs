@@ -47,7 +47,7 @@ const FEW_BYTES: usize = 2 * COLLECTIVE_PIECE as usize;
 const MORE_BYTES: usize = 4 * COLLECTIVE_PIECE as usize;
 const MOST: (usize, usize) = (8 * COLLECTIVE_PIECE as usize, 40 << 20);
 
-/// Largest part that any rank sends to another, in rows, of a launch with `m` rows.
+/// Returns the largest part that any rank sends to another, in rows, of a launch with `m` rows.
 fn largest_part(desc: &CollectiveDesc, m: usize, size: usize) -> Result<usize> {
     let rows = match &desc.kind {
         CollectiveKind::AllToAll(splits) => splits.iter().flatten().copied().max(),
@@ -56,8 +56,8 @@ fn largest_part(desc: &CollectiveDesc, m: usize, size: usize) -> Result<usize> {
     Ok(rows.unwrap_or(0))
 }
 
-/// Bytes behind a flag, of parts of at most `part` bytes for each of `peers`. Equal on all ranks.
-/// Where they are added, a piece is a whole number of slices.
+/// Returns the bytes behind a flag, of parts of at most `part` bytes for each of `peers`. Equal on
+/// all ranks. Where they are added, a piece is a whole number of slices.
 fn piece_bytes(kind: &CollectiveKind, part: usize, peers: usize) -> usize {
     let few = part.div_ceil(FEW_PIECES).next_multiple_of(STEP).max(2 * STEP);
     let scatters = matches!(kind, CollectiveKind::ReduceScatter(..) | CollectiveKind::AllToAll(_));
@@ -86,12 +86,12 @@ pub(crate) fn most_whole_rows(desc: &CollectiveDesc, size: usize) -> usize {
     if fits { whole_rows(row, size).min(desc.m) } else { 0 }
 }
 
-/// Rows that bulk copies can take.
+/// Returns whether bulk copies can move rows of `row` bytes.
 fn is_whole(row: usize) -> bool {
     row > 0 && row.is_multiple_of(16)
 }
 
-/// Bytes of a rank's flags.
+/// Returns the bytes of a rank's flags.
 pub(crate) fn flag_bytes(desc: &CollectiveDesc, size: usize) -> usize {
     let shards = match &desc.kind {
         CollectiveKind::AllGather(s) | CollectiveKind::ReduceScatter(s, _) => {
@@ -187,7 +187,8 @@ impl Meeting {
         unsafe { self.leave.launch(l.main, Grid::new(1, 64), args) }
     }
 
-    /// Blocks that have something to do, within the budget: the plan's, or ours.
+    /// Returns the number of blocks: as many as have work, within the caller's or the default
+    /// budget.
     fn blocks(&self, p: &TwCollective, size: usize, large: bool, asked: Option<u32>) -> u32 {
         let ours = if large && p.sums > 0 && p.takes > 0 { NUM_SMS_OF_SUMS } else { NUM_SMS };
         let most = asked.unwrap_or(ours);
@@ -229,7 +230,7 @@ impl Run<'_> {
         }
     }
 
-    /// Parts of `from` to the ranks' first areas.
+    /// Fills in the parts of `from` that are sent to the ranks' first areas.
     fn sends(&self, p: &mut TwCollective, phase: &Phase, from: &CudaMemory) -> Result<()> {
         for s in &phase.sends {
             p.send[s.dst.idx()] = TwPart {
@@ -288,7 +289,8 @@ impl Run<'_> {
         Ok(t)
     }
 
-    /// All rows of `from` to a slot of every rank, also here, and their sum to `to`.
+    /// Returns the parameters by which all rows of `from` are sent to a slot of every rank, this
+    /// one too, and their sum is stored at `to`.
     fn sends_whole(
         &self,
         p: &mut TwCollective,

@@ -128,7 +128,7 @@ fn before(rows: &[usize], i: usize) -> usize {
     rows[..i].iter().sum()
 }
 
-/// Ranks with rows.
+/// Returns the ranks with rows.
 fn roots(rows: &[usize]) -> impl Iterator<Item = usize> {
     (0..rows.len()).filter(|&i| rows[i] > 0)
 }

@@ -52,12 +52,12 @@ impl Run {
         phase.recvs.iter().try_for_each(|r| net.grant(ctx, r.src, slot, *tag, "credit"))
     }
 
-    /// The copy lane.
+    /// Runs the copy lane.
     pub fn copies(&self) -> Result<()> {
         self.push(&self.first, &self.x, &self.staging, &self.signals)
     }
 
-    /// The compute lane.
+    /// Runs the compute lane.
     pub fn compute(&self) -> Result<()> {
         self.grant(&self.first, &self.signals)?;
         match &self.desc.kind {

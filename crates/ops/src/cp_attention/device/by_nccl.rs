@@ -63,7 +63,7 @@ impl DeviceRun<'_> {
         self.swap(n, &lists)
     }
 
-    /// All keys of all ranks, needed or not, as one collective for each of k and v.
+    /// Gathers all keys of all ranks, needed or not, by one collective for each of k and v.
     fn gather_keys(&self, n: &Exchange) -> Result<()> {
         let (s, m, x, lists) = (self.s, &self.op.p.memory, self.x, self.pieces());
         let first = |r: usize| lists.first_key(r);
@@ -90,7 +90,7 @@ impl DeviceRun<'_> {
         self.swap(n, &[out, self.list(lse_from, lse, |p| p.lse())])
     }
 
-    /// dk and dv, and where heads are traded dq, to the owners of their rows.
+    /// Sends dk and dv, and where heads are traded dq, to the owners of their rows.
     pub fn give_grads(&self, n: &Exchange, g: &AttnGrads) -> Result<()> {
         let (s, m) = (self.s, &self.op.p.memory);
         let from = self.own(s.parts().0, 0, 0)?;

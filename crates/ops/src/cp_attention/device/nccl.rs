@@ -114,8 +114,8 @@ pub(in crate::cp_attention) fn check(
     Ok(())
 }
 
-/// The most bytes of one exchange that are packed, on either side. Without traded heads rows are
-/// whole.
+/// Returns the most bytes of one exchange that are packed, on either side. Without traded heads
+/// rows are whole.
 pub(super) fn packed_bytes(s: &Sizes, backward: bool) -> usize {
     if s.inner == 1 {
         return 0;

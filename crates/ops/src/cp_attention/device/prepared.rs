@@ -16,8 +16,9 @@ use crate::cp_attention::config::Strategy;
 use crate::cp_attention::desc::{CpAttentionDesc, Layout};
 use crate::cp_attention::pieces::Sizes;
 
-/// Strategies that `prepare` may choose on devices. Each device is one hop away from every other,
-/// so a ring sends the same bytes over fewer links. It is used only if the caller asks for it.
+/// Returns whether `prepare` may choose the strategy on devices. Each device is one hop away from
+/// every other, so a ring sends the same bytes over fewer links. It is used only if the caller asks
+/// for it.
 pub(in crate::cp_attention) fn may_choose(s: Strategy) -> bool {
     s != Strategy::Ring
 }

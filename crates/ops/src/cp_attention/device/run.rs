@@ -254,7 +254,8 @@ impl DeviceRun<'_> {
         Ok(TwAttn { out, lse, ..param(&self.op.desc.attn, self.x, self.op.rows)? })
     }
 
-    /// With delta, of my rows and all heads: the output need not travel.
+    /// Returns the kernels' parameters, and queues delta of my rows and all heads, so that the
+    /// output need not travel.
     fn param_bwd(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<TwAttn> {
         let attention = &self.op.p.attention;
         self.keep();
@@ -292,7 +293,8 @@ impl DeviceRun<'_> {
         merge.launch(self.main(), &parts)
     }
 
-    /// Parts of dk and dv first, so that they travel while dq is made.
+    /// Queues the backward pass with parts of dk and dv first, so that they travel while dq is
+    /// made.
     fn backward_at_once(&self, saved: &AttnSaved, g: &AttnGrads) -> Result<()> {
         let (op, s, d) = (self.op, self.s, &self.op.p.desc);
         let (attention, lists, main) = (&op.p.attention, self.pieces(), self.main());
@@ -382,7 +384,7 @@ impl DeviceRun<'_> {
         self.collect(g)
     }
 
-    /// dk and dv of my rows, from all ranks.
+    /// Gets and adds dk and dv of my rows from all ranks.
     fn collect(&self, g: &AttnGrads) -> Result<()> {
         if !self.s.adds() {
             let (lists, buffer) = (self.pieces().parts(), self.s.parts().0);

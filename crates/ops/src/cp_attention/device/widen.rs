@@ -124,7 +124,7 @@ impl DeviceRun<'_> {
         Ok((addr(0)?, addr(1)?))
     }
 
-    /// With parts in FP8: queues the quantisation of the kernels' parts into my chunk.
+    /// Queues, with parts in FP8, the quantisation of the kernels' parts into my chunk.
     pub(super) fn publish_parts(&self) -> Result<()> {
         let s = self.s;
         if !s.fp8_parts() {
@@ -152,7 +152,7 @@ impl DeviceRun<'_> {
         }
     }
 
-    /// With parts in FP8: queues the widening of the parts of my rows to the slots that are added.
+    /// Queues, with parts in FP8, the widening of the parts of my rows to the slots that are added.
     pub(super) fn widen_parts(&self) -> Result<()> {
         let (s, rows) = (self.s, self.op.rows.kv * self.s.all_kv);
         if !s.fp8_parts() {

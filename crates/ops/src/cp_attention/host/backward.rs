@@ -53,8 +53,8 @@ impl HostRun {
         }
     }
 
-    /// My part of dk and dv of `group`'s rows to my own chunk: the rows that my queries see, or all
-    /// where each rank has the whole of some heads.
+    /// Publishes my part of dk and dv of `group`'s rows in my own chunk: the rows that my queries
+    /// see, or all rows where one rank has the whole sum of its heads.
     fn publish_part(&self, permit: &Permit, group: usize, part: &Dkv) -> Result<()> {
         let (s, ctx, t) = (&self.sizes, self.ctx(), self.transfers(permit));
         let area = &self.sched.areas[group];
@@ -81,7 +81,8 @@ impl HostRun {
         Ok(())
     }
 
-    /// Type of parts that are not FP8: rounded once where one rank has the whole of each.
+    /// Returns the type of parts that are not FP8. Where one rank has the whole sum it is the
+    /// output type, so that values are rounded once.
     fn part_type(&self) -> DType {
         if self.sizes.adds() { DType::F32 } else { self.desc.attn.out }
     }
@@ -153,7 +154,7 @@ impl HostRun {
         Ok(())
     }
 
-    /// Part `part` of dk (`i` of 0) or dv of my rows, `[rows, all_kv, dim]`.
+    /// Returns part `part` of dk (`i` of 0) or dv of my rows, `[rows, all_kv, dim]`.
     fn part_of(&self, slots: &[u8], part: usize, (i, dim): (usize, usize)) -> Vec<f32> {
         let (s, rows) = (&self.sizes, self.rows.kv * self.sizes.all_kv);
         if !s.fp8_parts() {

@@ -6,7 +6,7 @@ use tilewire_core::{DType, convert_from_f32};
 
 use crate::common::wide;
 
-/// `values` as elements of `dtype`.
+/// Returns `values` as elements of `dtype`.
 pub(super) fn narrow(dtype: DType, values: &[f32]) -> Vec<u8> {
     let mut out = vec![0; values.len() * dtype.size()];
     convert_from_f32(dtype, values, &mut out);
@@ -60,7 +60,7 @@ pub(super) struct KeyBytes<'a> {
 }
 
 impl KeyBytes<'_> {
-    /// f32 keys and values of `rows`, `[rows, heads, d]`.
+    /// Returns keys and values of `rows` as f32, `[rows, heads, d]`.
     pub fn widen(&self, rows: &Range<usize>) -> [Vec<f32>; 2] {
         [0, 1].map(|i| {
             let scales = (self.wire.len() > 2).then(|| self.rows(i + 2, rows));

@@ -106,7 +106,7 @@ impl HostRun {
         self.sizes.inner > 1
     }
 
-    /// The copy lane.
+    /// Runs the copy lane.
     pub fn copies(&self) -> Result<()> {
         if self.sizes.size == 1 {
             return Ok(());
@@ -124,7 +124,7 @@ impl HostRun {
         self.to_compute.send(vec![self.get_parts(&permit)?])
     }
 
-    /// Copy lane: the keys of all ranks but me, in dense rows; nothing where they are pushed.
+    /// Copy lane: gets the keys of all ranks but me, in dense rows; nothing where they are pushed.
     fn bring_keys(&self, permit: &Permit, own: &Tensors) -> Result<Tensors> {
         let (t, ctx, s) = (self.transfers(permit), self.ctx(), &self.sizes);
         if s.begins_at_once() && s.strategy == Strategy::AllGather {
@@ -140,7 +140,7 @@ impl HostRun {
         Ok(keys)
     }
 
-    /// The compute lane.
+    /// Runs the compute lane.
     pub fn compute(&self) -> Result<()> {
         let Launch { ctx, net, tag } = &self.launch;
         let (slot, flags) = (|i| self.signals.slot(i), flags(&self.sizes));
@@ -158,7 +158,7 @@ impl HostRun {
         Core::new(&self.desc.attn, self.tiles, self.sched.dims, self.sched.first_head, bias)
     }
 
-    /// My keys and values as they travel.
+    /// Returns my keys and values in the form in which they travel.
     fn own_keys(&self) -> Result<Tensors> {
         let (x, a) = (&self.x, &self.desc.attn);
         let (dtype, scaled) = self.desc.kv_wire();

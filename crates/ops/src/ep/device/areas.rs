@@ -62,7 +62,8 @@ impl Steps {
 }
 
 impl Areas<'_> {
-    /// For kernels that write to peers, or with `nccl` to this rank alone.
+    /// Returns the steps between the ranks' areas, for kernels that write to peers, or with `nccl`
+    /// to this rank alone.
     pub(super) fn steps(&self, lane: &Lane, nccl: bool) -> Result<Steps> {
         let (team, place) = (lane.here().heap().team(), self.flags.range(0, 8));
         let me = team.rank().idx();
@@ -89,7 +90,8 @@ impl Areas<'_> {
         lane.here().addr(b.range(at, len), len).map(|mine| mine.wrapping_sub(steps.mine))
     }
 
-    /// With the first expert of each rank, and the table of `steps`, in this device's memory.
+    /// Returns the layer's parameters; `first` (the first expert of each rank) and the table of
+    /// steps are in this device's memory.
     pub(super) fn layer(
         &self,
         lane: &Lane,
@@ -152,8 +154,8 @@ mod tests {
         assert_eq!(s.stride % 16, 8);
     }
 
-    /// The routing refuses more experts than its shared memory holds: `tw_table` takes of each
-    /// expert an i64, three u32, and one u32 of each warp.
+    /// Checks that the routing refuses more experts than its shared memory holds: `tw_table` takes
+    /// of each expert an i64, three u32, and one u32 of each warp.
     #[test]
     fn more_experts_than_the_routing_has_memory_for_are_refused() {
         let of = |experts: usize| router(&EpDesc::new(8, experts, 4, 16, 2));

@@ -36,7 +36,7 @@ pub(crate) struct OnDevice<'a> {
     pub stream: &'a Stream,
 }
 
-/// Kernels and workspace, for puts or through NCCL.
+/// Makes kernels and workspace, for puts or for NCCL.
 pub(crate) fn make(on: OnDevice<'_>, by_nccl: bool) -> Result<Prepared> {
     Prepared::new(on.lane, on.stream, (&on.base.desc, by_nccl), &on.base.areas())
 }
@@ -92,7 +92,7 @@ fn run_both(
     Ok(Used { by: if is_nccl { other } else { puts }, why: Some(why) })
 }
 
-/// One launch of a phase.
+/// Returns the phase of one launch.
 pub(crate) fn phase_by<'a>(
     base: &'a Base,
     p: &'a Prepared,

@@ -126,8 +126,8 @@ impl Staging {
         unsafe { self.nccl.prepare(core, stream, (DType::U8, &ops)) }
     }
 
-    /// The layer for kernels that write to peers: rank `r`'s areas are block `r`, with this rank's
-    /// records at their beginning.
+    /// Returns the layer for kernels that write to peers: rank `r`'s areas are block `r`, with this
+    /// rank's records at their beginning.
     pub fn writer(&self, d: &EpDesc, layer: &TwEp, what: What) -> TwEp {
         let parts = parts(d, what);
         let base = |i: usize| {
@@ -149,7 +149,7 @@ impl Staging {
         self.flags.addr()
     }
 
-    /// The blocks to their ranks, and theirs to my areas.
+    /// Exchanges the blocks: mine go to their ranks, and the peers' into my areas.
     pub fn exchange(
         &self,
         main: &CudaStream,

@@ -42,7 +42,7 @@ enum Area {
     Returns,
 }
 
-/// All of `buf` of this rank.
+/// Returns this rank's part of `buf`.
 ///
 /// # Errors
 /// What the heap reports.
@@ -325,7 +325,7 @@ impl Phase<'_> {
         go(layer, Half::Second)
     }
 
-    /// The routing of `idx` for `capacity` rows.
+    /// Queues the routing of `idx` for `capacity` rows.
     pub fn route(&self, at: LaunchAt<'_>, idx: &Tensor, capacity: usize) -> Result<()> {
         let (p, h) = (self.p, self.handle()?);
         let choices = idx.shape().num_elems();
@@ -470,7 +470,7 @@ impl Phase<'_> {
         self.go(l.main, "tw_ep_flat", 1, LaunchArgs::new().arg(layer).arg(&h).arg(&rows))
     }
 
-    /// Rows of the flat layout from the area of tokens.
+    /// Queues the move of flat rows from the area of tokens to the outputs.
     fn spread(&self, l: &Lanes<'_>, out: &EpDispatch) -> Result<()> {
         let (d, layer, h) = (self.desc, &self.p.layer, self.handle()?);
         let rows = self.p.row_source.addr();
@@ -525,7 +525,7 @@ impl Phase<'_> {
         })
     }
 
-    /// Combine and the backward of dispatch.
+    /// Queues a combine or a backward of dispatch.
     pub fn return_rows(&self, at: LaunchAt<'_>, b: &Return) -> Result<()> {
         let (d, p, h) = (self.desc, self.p, self.handle()?);
         let all = [Some(&b.out), b.dw_out.as_ref()];

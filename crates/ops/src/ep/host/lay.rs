@@ -18,7 +18,7 @@ pub(crate) struct Straight {
 }
 
 impl Straight {
-    /// Offset in the heap of a row.
+    /// Returns the offset in the heap of a row.
     pub fn offset(&self, row: usize, row_bytes: usize) -> usize {
         self.at + row * row_bytes
     }
@@ -45,7 +45,7 @@ pub(super) struct Came {
     straight: bool,
 }
 
-/// Row of record `i` of `src` in the rank-major or flat layout.
+/// Returns the row of record `i` of `src` in the rank-major or flat layout.
 pub(super) fn record_row(d: &EpDesc, arrived: &Arrived, src: usize, i: usize) -> usize {
     match d.layout {
         EpLayout::RankMajor { .. } => src * d.max_tokens + arrived[src][i].token,
@@ -129,7 +129,8 @@ impl Came {
         }
     }
 
-    /// The row of each record to the rows of `t` that `rows_of` names; other rows are zero.
+    /// Writes the row of each record to the rows of `t` that `rows_of` names; other rows become
+    /// zero.
     fn store_rows(
         &self,
         d: &EpDesc,
@@ -208,7 +209,7 @@ impl Came {
         handle.row_index().write(|b| b.copy_from_slice(bytemuck::cast_slice(&index)))
     }
 
-    /// `dy[row] = w d_out`, and `dw[row] = <d_out, y[row]>`.
+    /// Writes `dy[row] = w d_out`, and `dw[row] = <d_out, y[row]>`.
     fn store_weighted(
         &self,
         d: &EpDesc,

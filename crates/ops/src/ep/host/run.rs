@@ -220,7 +220,7 @@ impl Run {
         Ok(all)
     }
 
-    /// Dispatch-type phase: one record per (token, rank) out, rows in.
+    /// Runs a dispatch-type phase: sends one record per (token, rank), receives rows.
     pub fn push_rows(
         &self,
         l: &Launch,
@@ -345,7 +345,7 @@ impl Run {
         Ok(came)
     }
 
-    /// Combine-type phase: one row per record back, sums at home.
+    /// Runs a combine-type phase: returns one row per record, and adds the rows of my tokens.
     pub fn return_rows(&self, l: &Launch, handle: &EpHandle, back: &Return) -> Result<()> {
         let (ctx, d, cut) = (&l.ctx, &self.desc, &self.part.cuts[1]);
         let b = self.begin(l, RETURNS.0)?;
