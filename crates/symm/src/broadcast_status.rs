@@ -1,7 +1,7 @@
 //! Steps that every rank makes alone inside a collective call.
 //!
 //! A rank whose step failed still joins the meeting, with its error instead of its result: the call
-//! then fails on all ranks, at once, and can be made again. If such a rank only returned its error,
+//! then fails on all ranks, at once, and can be made again. If the rank only returned its error,
 //! its peers would wait until their deadline.
 
 use std::os::fd::BorrowedFd;
@@ -100,7 +100,7 @@ pub(crate) fn leave_word(mesh: &dyn Mesh, tag: &str, members: &[Rank], why: &Err
 }
 
 impl LiveTeam {
-    /// Collective: returns `mine`, unless the step that made it failed here or on a peer. Such a
+    /// Collective: returns `mine`, unless the step that made it failed here or on a peer. This
     /// failure, unlike that of a wait, is no fault of the team: `what` can be tried again.
     ///
     /// # Errors

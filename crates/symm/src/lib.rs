@@ -7,8 +7,8 @@
 //!
 //! # Invariants
 //! 1. A signal slot has one producer per (slot, source) and only ever grows; nothing resets it.
-//! 2. What a wait expects lives in the waiter's own memory and grows with each wait, so replays of
-//!    a captured graph need no new values.
+//! 2. The count that a wait expects is in the waiter's own memory and grows with each wait, so
+//!    replays of a captured graph need no new values.
 //! 3. A data word is read only after an acquire of a signal that its writer released later.
 //! 4. No collective hides in an allocation, a `Drop` or a destructor: collectives are
 //!    [`World::team`], [`World::everyone`], [`LiveTeam::heap`], [`Heap::collect`], [`Heap::grow`],

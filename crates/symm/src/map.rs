@@ -110,8 +110,8 @@ impl Mapping {
                 continue;
             }
             inject::step("mapping a peer's memory")?;
-            // SAFETY: [base + i*stride + old, + len - old) lies inside our own reservation and no
-            // one refers to it yet; the file is at least `len` long and sealed against shrinking.
+            // SAFETY: [base + i*stride + old, + len - old) is inside our own reservation and no one
+            // refers to it yet; the file is at least `len` long and sealed against shrinking.
             unsafe {
                 rustix::mm::mmap(
                     self.base.as_ptr().add(i * self.stride + old).cast(),

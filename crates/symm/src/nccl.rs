@@ -206,8 +206,8 @@ impl Drop for NcclTeam {
     }
 }
 
-/// Collective: the communicators that were adopted, if all ranks have. One that is over on any rank
-/// is none.
+/// Collective: returns the adopted communicator, if all ranks have one. A communicator that has
+/// ended on any rank does not count.
 fn all_adopted(team: &LiveTeam, mine: Option<Arc<NcclComm>>) -> Result<Option<Arc<NcclComm>>> {
     const OVER: u8 = 2;
     let word = mine.as_ref().map_or(0, |c| if c.is_condemned() { OVER } else { 1 });
@@ -246,7 +246,7 @@ fn watch(team: &Arc<NcclTeam>) -> Result<()> {
     thread.map(drop).map_err(|e| Error::io("starting the thread that watches NCCL", e))
 }
 
-/// Collective: whether all ranks can open NCCL, asked before memory is taken.
+/// Collective: checks that all ranks can open NCCL, before memory is taken.
 pub(crate) fn check(team: &LiveTeam) -> Result<()> {
     team.settle("nccl", NcclComm::library()).map(drop)
 }

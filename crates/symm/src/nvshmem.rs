@@ -129,7 +129,7 @@ pub(crate) fn process() -> String {
     format!("{} of {}", std::process::id(), space.display())
 }
 
-/// Collective: whether all ranks can use NVSHMEM, asked before memory is taken.
+/// Collective: checks that all ranks can use NVSHMEM, before memory is taken.
 pub(crate) fn check(team: &LiveTeam) -> Result<()> {
     let all = team.exchange("processes", process().as_bytes())?;
     if let Some((a, b)) = shared(&all) {
@@ -143,7 +143,7 @@ pub(crate) fn check(team: &LiveTeam) -> Result<()> {
     team.settle("nvshmem", Nvshmem::library()).map(drop)
 }
 
-/// Collective: memory of `len` bytes on each rank.
+/// Collective: takes memory of `len` bytes on each rank.
 pub(crate) fn block(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<Block> {
     meet(team, ctx)?;
     let len = len.next_multiple_of(GRAIN);
@@ -163,7 +163,7 @@ pub(crate) fn block(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<Bl
 }
 
 fn base(ctx: &CudaContext, addr: u64, rank: Rank) -> Result<u64> {
-    // SAFETY: the address came from `malloc`, of the ranks of this team.
+    // SAFETY: `malloc` returned the address on the ranks of this team.
     unsafe { Nvshmem::peer(ctx, addr, rank.get())? }.ok_or_else(|| {
         Error::new(ErrorKind::Unsupported, format!("NVSHMEM cannot map the memory of {rank}"))
             .op("nvshmem")
@@ -212,7 +212,7 @@ fn others(seen: impl std::fmt::Display) -> Error {
     .hint("make heaps of this backend on one team, or use the `vmm` backend")
 }
 
-/// Collective: a block that no rank uses any more; the smallest that is large enough.
+/// Collective: takes a block that no rank uses any more, the smallest that is large enough.
 fn reuse(team: &LiveTeam, len: usize) -> Result<Option<(usize, Piece)>> {
     let mine: Vec<(usize, usize)> = match &*state() {
         State::Ready { free, .. } => free.iter().map(|(n, p)| (*n, p.len)).collect(),
@@ -235,7 +235,7 @@ fn reuse(team: &LiveTeam, len: usize) -> Result<Option<(usize, Piece)>> {
     })
 }
 
-/// Collective: a new block.
+/// Collective: allocates a new block.
 fn allocate(team: &LiveTeam, ctx: &CudaContext, len: usize) -> Result<(usize, Piece)> {
     let theirs = ctx.clone();
     // SAFETY: `meet` has initialised it.
@@ -315,7 +315,7 @@ mod tests {
             let e = team.heap(BackendKind::Nvshmem, HeapCfg::new(4096)).err().unwrap();
             assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
             assert!(e.to_string().contains("in one process"), "{e}");
-            // The team goes on.
+            // The team is not faulted.
             team.heap(BackendKind::Host, HeapCfg::new(4096)).map(drop)
         })
         .unwrap();

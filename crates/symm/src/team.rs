@@ -382,7 +382,7 @@ impl LiveTeam {
         );
     }
 
-    /// Collective: the entries of `mine` that every member has, sorted.
+    /// Collective: returns the entries of `mine` that every member has, sorted.
     pub(crate) fn intersect(
         &self,
         what: &str,

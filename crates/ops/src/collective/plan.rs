@@ -189,7 +189,7 @@ impl CollectivePlan {
         s
     }
 
-    /// Returns what one launch with `m` rows moves from this rank to each peer.
+    /// Returns the traffic of one launch with `m` rows from this rank to each peer.
     ///
     /// # Errors
     /// `InvalidArgument` if `m` does not fit the shards.

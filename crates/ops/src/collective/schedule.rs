@@ -130,8 +130,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Checks that each rank sends what the other expects, and that outputs are covered exactly
-    /// once.
+    /// Checks that each rank sends the rows that its peers expect, and that outputs are covered
+    /// exactly once.
     fn matched(phases: &[Phase], gathers: bool) {
         for (i, p) in phases.iter().enumerate() {
             for s in &p.sends {

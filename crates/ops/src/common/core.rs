@@ -127,7 +127,7 @@ impl PlanCore {
     /// Returns a plan of `op` on `heap`; `text` holds everything that must be equal on all ranks.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The errors of the device.
     pub(crate) fn new(op: &'static str, heap: &Heap, text: impl std::fmt::Display) -> Result<Self> {
         let (net, lane) = match heap.backend() {
             BackendKind::Host => (Some(heap.host_transport()?), None),

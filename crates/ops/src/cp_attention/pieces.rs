@@ -52,8 +52,8 @@ const RING_SLOTS: usize = 2;
 /// One step of a rank in a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Hop {
-    /// Send message `t` to the next rank: my keys, or what arrived as message `t - 1`. With
-    /// `acquires` it first waits until the next rank has emptied the slot.
+    /// Send message `t` to the next rank: my keys, or the keys of message `t - 1`. With `acquires`
+    /// it first waits until the next rank has emptied the slot.
     Send { t: usize, acquires: bool },
     /// Wait for message `t` of the rank before me and take it out of its slot. With `grants` it
     /// then frees the slot, for which another message waits.

@@ -205,7 +205,7 @@ fn strategies_move_different_bytes() {
     assert_eq!(f(Strategy::Hybrid), (none.clone(), hybrid));
     // A rank receives as many bytes of keys as in a ring between the groups.
     assert_eq!(3 * keys, 16 * 128 + 32 * 128);
-    // Backward: partial dK and dV in f32 to the owners, who get them.
+    // Backward: the owners get partial dK and dV in f32.
     let part = 16 * 512;
     let b = |s| bytes(s, Pass::Backward);
     let parts = |more| vec![part + more, 0, part + more, part + more];
@@ -238,7 +238,7 @@ fn defined(w: &Plans, pass: Pass, r: usize, p: usize) -> usize {
     };
     let mut bytes = match s {
         Strategy::AllGather => w.rows_kv(p).len() * a.heads_kv * keys,
-        // From the rank before me, the keys of all others.
+        // From the rank before me, the keys of all other ranks.
         Strategy::Ring if (p + 1) % size == r => {
             let others = (0..size).filter(|o| *o != r);
             others.map(|o| w.rows_kv(o).len() * a.heads_kv * keys).sum()

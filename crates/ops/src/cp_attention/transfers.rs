@@ -158,8 +158,8 @@ impl<T: Transport + ?Sized> Transfers<'_, T> {
             };
             let from = self.buffers[buffer].range(p.src, rows.reach(p.src_pitch));
             to.part_mut(p.dst..p.dst + rows.reach(p.dst_pitch), &mut |m| {
-                // SAFETY: every rank has published and met the others (`meet`), and writes its
-                // area again behind the meeting at the head of the next launch.
+                // SAFETY: every rank has published and met its peers (`meet`), and writes its area
+                // again behind the meeting at the head of the next launch.
                 unsafe { self.net.get_rows(lane, (p.peer, from), m, rows, "rows") }
             })?;
         }

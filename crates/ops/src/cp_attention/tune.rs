@@ -135,7 +135,7 @@ impl Scratch {
         Ok(Self { x: AttnInputs { bias, sink, ..x }, rows, forward, backward, clock })
     }
 
-    /// Collective: microseconds of the passes on this rank.
+    /// Collective: measures the passes, in microseconds on this rank.
     fn time(&self, t: &Tuner<'_>, p: &Prepared) -> Result<f64> {
         self.clock.time(t.core.team(), t.at.1, || {
             let passes = [Some(&self.forward), self.backward.as_ref()];

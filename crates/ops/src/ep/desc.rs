@@ -126,7 +126,7 @@ impl EpDesc {
     /// Checks the description for a team of `size` ranks.
     ///
     /// # Errors
-    /// `InvalidArgument` naming what does not fit.
+    /// `InvalidArgument` naming the field that does not fit.
     pub fn check(&self, size: usize) -> Result<()> {
         let bad = |text: String| Err(Error::invalid(text).op("ep"));
         if self.experts_per_rank.len() != size {

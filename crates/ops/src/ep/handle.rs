@@ -187,7 +187,7 @@ impl EpHandle {
     /// Returns the true numbers of the last routing that has run.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The errors of the device.
     pub fn totals(&self) -> Result<EpTotals> {
         if let Some(d) = &self.0.device {
             return d.totals(&self.0.total);

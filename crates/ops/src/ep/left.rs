@@ -28,7 +28,7 @@ impl EpPlan {
     /// cut.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The errors of the device.
     #[doc(hidden)]
     pub fn left(&self) -> Result<Vec<EpLeft>> {
         let (d, at) = (&self.base.desc, Schedule::new(&self.base.desc));

@@ -3,8 +3,8 @@
 //! - **route** ([`EpPlan::route`]): each rank counts its tokens per expert, pushes the counts to
 //!   all ranks, and computes the row of each copy from all counts: deterministic, without atomics
 //!   or sorting. The result is kept in an [`EpHandle`].
-//! - **dispatch**: each token goes once to each rank that has an expert of it, with the list of its
-//!   rows there; the receiver writes the copies to these rows. With a buffer of
+//! - **dispatch**: each token is sent once to each rank that has an expert of it, with the list of
+//!   its rows there; the receiver writes the copies to these rows. With a buffer of
 //!   [`EpPlan::zero_copy_recv`] the sender puts the first copy to its row directly, and the
 //!   receiver makes the other copies.
 //! - **combine**: each rank adds the expert outputs of a token in the order of its choices and

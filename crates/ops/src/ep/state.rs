@@ -104,7 +104,7 @@ impl EpHandle {
     /// `stream`; on the host at once, so wait for the dispatch first.
     ///
     /// # Errors
-    /// `InvalidArgument` for another tensor; what the device reports.
+    /// `InvalidArgument` for another tensor; the errors of the device.
     pub fn save(&self, stream: &Stream, to: &Tensor) -> Result<()> {
         self.check_state(to)?;
         if self.device().is_some() {

@@ -180,8 +180,8 @@ pub trait Transport: Send + Sync {
     /// received.
     ///
     /// # Safety
-    /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane
-    /// that this one is behind, and has no credit to write again.
+    /// No rank may write the range meanwhile: its writer has signalled, a lane that this one is
+    /// behind has waited for the signal, and the writer has no credit to write again.
     ///
     /// # Errors
     /// As [`Transport::put`].
@@ -195,11 +195,12 @@ pub trait Transport: Send + Sync {
     ) -> Result<()>;
 
     /// Reads from `from.1` of the chunk of rank `from.0` into `out`, usable behind the call on the
-    /// same lane. What a `get` wrote after a fault is unspecified.
+    /// same lane. The content of `out` after a fault is unspecified.
     ///
     /// # Safety
-    /// Nobody may write the range meanwhile: its writer has signalled, was waited for on a lane
-    /// that this one is behind, and does not write it again before this rank signals.
+    /// No rank may write the range meanwhile: its writer has signalled, a lane that this one is
+    /// behind has waited for the signal, and the writer does not write it again before this rank
+    /// signals.
     ///
     /// # Errors
     /// `InvalidArgument` if the range is not in the heap; the fault of the team.
@@ -302,7 +303,7 @@ pub trait Transport: Send + Sync {
     /// stored twice changes nothing.
     ///
     /// # Errors
-    /// `Unsupported` on devices, whose kernels store such words themselves; as
+    /// `Unsupported` on devices, whose kernels store these words themselves; as
     /// [`Transport::grant`].
     fn store_flag(
         &self,

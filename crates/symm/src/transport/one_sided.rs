@@ -53,7 +53,7 @@ impl OneSided {
     /// Returns one-sided access to `heap`.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The errors of the device.
     pub fn new(heap: &Heap) -> Result<Self> {
         match heap.0.vmm {
             None => heap.host_transport().map(Self::Host),

@@ -191,7 +191,7 @@ impl Heap {
     /// and their memory has no addresses here. A transport for tests.
     ///
     /// # Errors
-    /// `Unsupported` but for heaps of the host; what the system reports; the fault of the team.
+    /// `Unsupported` except for heaps of the host; the errors of the system; the fault of the team.
     #[doc(hidden)]
     pub fn connect_by_sockets(&self) -> Result<()> {
         if self.0.vmm.is_some() {

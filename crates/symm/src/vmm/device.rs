@@ -60,7 +60,7 @@ impl DeviceHeap {
     /// the team's ranks on it. A kernel that waits for peers must leave multiprocessors for theirs.
     ///
     /// # Errors
-    /// What the driver reports.
+    /// The errors of the driver.
     pub fn num_sms(&self) -> Result<u32> {
         Ok((self.store.ctx.num_sms()? / self.store.on_device as u32).max(1))
     }
@@ -122,7 +122,7 @@ impl DeviceHeap {
     /// be taken for a result.
     ///
     /// # Errors
-    /// What the driver reports.
+    /// The errors of the driver.
     pub fn poison_if_over(&self, stream: &CudaStream, outs: &[(CudaMemory, u8)]) -> Result<()> {
         for some in outs.chunks(8) {
             let mut p = TwPoison { out: [0; 8], len: [0; 8], byte: [0; 8] };

@@ -94,7 +94,7 @@ impl LinkProbe {
     /// # Errors
     /// `InvalidArgument` for a piece that does not exist.
     pub fn read(&self, stream: &CudaStream, offset: usize, out: &CudaMemory) -> Result<()> {
-        // SAFETY: the range is checked. Whoever calls it orders it with the peers, as all here.
+        // SAFETY: the range is checked. The caller orders it with the peers, as all calls here.
         unsafe { self.net.get(stream, (self.me(), offset), &mut out.clone(), "read") }
     }
 
@@ -118,7 +118,7 @@ impl LinkProbe {
     pub fn put(&self, stream: &CudaStream, peer: Rank, offset: usize, from: Piece) -> Result<()> {
         let (to, from_addr) = (self.team.addr(peer, offset, from.len)?, self.own(from)?);
         // SAFETY: both ranges were checked; they live as long as `self`, whose `Drop` waits for the
-        // device. What the bytes are then is the caller's business.
+        // device. The caller orders accesses to the bytes.
         unsafe { stream.copy(to, from_addr, from.len) }
     }
 
@@ -287,7 +287,7 @@ impl LinkProbe {
     /// Queues a kernel of one block that does nothing.
     ///
     /// # Errors
-    /// What the driver reports.
+    /// The errors of the driver.
     pub fn empty(&self, stream: &CudaStream) -> Result<()> {
         // SAFETY: the kernel takes nothing and touches nothing.
         unsafe { self.empty.launch(stream, Grid::new(1, 64), LaunchArgs::new()) }
@@ -297,7 +297,7 @@ impl LinkProbe {
     /// behind it, however long the host took.
     ///
     /// # Errors
-    /// What the driver reports.
+    /// The errors of the driver.
     pub fn delay(&self, stream: &CudaStream, ns: u64) -> Result<()> {
         let out = self.delayed.addr();
         let args = LaunchArgs::new().arg(&out).arg(&ns);

@@ -51,8 +51,8 @@ impl DeviceTransport {
         self.team().check()?;
         self.here.hold(stream, None);
         let args = LaunchArgs::new().arg(&self.here.store.param).arg(&at.0).arg(&at.1).arg(&n);
-        // SAFETY: signal, bump_epoch and wait take (TwTeam, u32, u32, u64); what the team points
-        // to lives as long as the store, whose `Drop` waits for the device.
+        // SAFETY: signal, bump_epoch and wait take (TwTeam, u32, u32, u64); the memory that the
+        // team points to lives as long as the store, whose `Drop` waits for the device.
         unsafe { kernel.launch(stream, Grid::new(1, 1), args) }
     }
 
@@ -94,8 +94,8 @@ impl DeviceTransport {
     fn copy(&self, stream: &CudaStream, dst: u64, src: u64, buffer: &CudaMemory) -> Result<()> {
         self.team().check()?;
         self.here.hold(stream, Some(buffer));
-        // SAFETY: both ranges were checked and are held; that nobody else uses them meanwhile is
-        // the protocol's business (credits), as for every one-sided transfer.
+        // SAFETY: both ranges were checked and are held; the credits of the protocol keep other
+        // accesses apart, as for every one-sided transfer.
         unsafe { stream.copy(dst, src, buffer.len_bytes()) }
     }
 }
@@ -123,7 +123,7 @@ impl Transport for DeviceTransport {
         }
         let at = (e.credit.index(), e.first.index(), e.num);
         self.launch_slots(stream, &self.here.store.kernels.enter, 64, at)?;
-        // SAFETY: what is queued behind the kernel runs when it has seen every peer's credit.
+        // SAFETY: work behind the kernel runs only when the kernel has seen every peer's credit.
         Ok(unsafe { Permit::assume(self.team().size()) })
     }
 
@@ -219,8 +219,8 @@ impl Transport for DeviceTransport {
         self.team().check()?;
         self.here.hold(stream, Some(&to));
         let (to, from) = ((to.addr(), rows.out_pitch), (from, rows.from_pitch));
-        // SAFETY: both ranges were checked and are held; that nobody else uses them meanwhile is
-        // the protocol's business (credits), as for every one-sided transfer.
+        // SAFETY: both ranges were checked and are held; the credits of the protocol keep other
+        // accesses apart, as for every one-sided transfer.
         unsafe { stream.copy_rows(to, from, (rows.width, rows.num)) }
     }
 

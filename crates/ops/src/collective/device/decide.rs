@@ -108,7 +108,7 @@ impl Scratch {
         Ok(Self { x: tensor(rows_in)?, out: tensor(rows_out)?, clock: Clock::new(ctx)? })
     }
 
-    /// Collective: microseconds of a launch on this rank.
+    /// Collective: measures a launch, in microseconds on this rank.
     fn time(&self, on: &OnDevice<'_>, stream: &Stream, provider: Option<&Provider>) -> Result<f64> {
         let given = Given { stream, m: on.base.desc.m, x: &self.x, out: &self.out };
         self.clock.time(on.base.core.team(), stream, || launch(on, provider, given).map(drop))

@@ -182,8 +182,8 @@ impl Meeting {
         self.hold(l);
         let param = self.param(base);
         let args = LaunchArgs::new().arg(&self.team).arg(&param);
-        // SAFETY: the kernel takes (TwTeam, TwCollective), as `abi` declares them; what they point
-        // to is held.
+        // SAFETY: the kernel takes (TwTeam, TwCollective), as `abi` declares them; the memory that
+        // they point to is held.
         unsafe { self.leave.launch(l.main, Grid::new(1, 64), args) }
     }
 

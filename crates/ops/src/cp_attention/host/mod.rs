@@ -288,7 +288,7 @@ impl HostRun {
         let tensor = |(at, bytes): (usize, &usize)| {
             let len = self.seqs.tokens_kv * s.all_kv * bytes;
             // SAFETY: all peers have pushed their rows and signalled, and push again when this rank
-            // has granted that, at the head of the next launch. Nobody reads the rows of my own.
+            // has granted that, at the head of the next launch. The rows of my own are not read.
             unsafe { ctx.local(self.buffers[AREA].range(at, len), len) }
         };
         Ok(s.published().1.into_iter().zip(&s.wire).map(tensor).collect())

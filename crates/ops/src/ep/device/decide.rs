@@ -58,7 +58,7 @@ pub(crate) fn settle(on: OnDevice<'_>, first: Prepared) -> Result<Used> {
     }
 }
 
-/// Collective: the faster of both ways.
+/// Collective: returns the faster of both transports.
 fn measure(on: OnDevice<'_>, puts: Prepared, nccl: &NcclTeam) -> Result<Used> {
     let both = || Ok((Scratch::new(on.base, on.lane)?, make(on, true)?));
     let team = on.base.cores[0].team();
@@ -152,7 +152,7 @@ impl Scratch {
         })
     }
 
-    /// Collective: microseconds of routing, dispatch and combine on this rank.
+    /// Collective: measures routing, dispatch and combine, in microseconds on this rank.
     fn time(&self, OnDevice { base, lane, stream }: OnDevice<'_>, p: &Prepared) -> Result<f64> {
         let (d, h) = (&base.desc, &self.handle);
         let begin = |which: usize| base.cores[which].begin_on(stream, "measured");

@@ -45,7 +45,7 @@ enum Area {
 /// Returns this rank's part of `buf`.
 ///
 /// # Errors
-/// What the heap reports.
+/// The errors of the heap.
 pub(crate) fn whole(lane: &Lane, buf: &SymBuf) -> Result<CudaMemory> {
     let len = buf.len_bytes();
     let addr = lane.here().addr(buf.range(0, len), len)?;
@@ -275,8 +275,8 @@ impl Phase<'_> {
     }
 
     fn go_in(&self, main: &CudaStream, name: &str, grid: Grid, args: LaunchArgs<'_>) -> Result<()> {
-        // SAFETY: every call site passes what the kernel takes (`ep/sm80_ep.cu`); tensors were
-        // checked against the layer and are held, as are the handle and the plan's memory.
+        // SAFETY: every call site passes the parameters of the kernel (`ep/sm80_ep.cu`); tensors
+        // were checked against the layer and are held, as are the handle and the plan's memory.
         unsafe { self.p.kernel(name)?.launch(main, grid, args) }
     }
 
