@@ -86,8 +86,8 @@ impl Drop for HeapInner {
 /// One chunk of symmetric memory per rank, mapped by every member. Clones are the same heap.
 ///
 /// On a GPU the drop of the last clone waits for all work of that device before it frees the
-/// memory, as `cudaFree` does. Captures in progress go on, but for those on a device that ranks of
-/// this process share.
+/// memory, as `cudaFree` does. It does not break captures in progress, except those on a device
+/// that ranks of this process share.
 #[derive(Clone)]
 pub struct Heap(pub(crate) Arc<HeapInner>);
 

@@ -45,13 +45,13 @@ pub enum HookAction {
     Proceed,
     /// Leave the step out.
     Skip,
-    /// Do it twice (signals and flags only).
+    /// Perform the step twice (signals and flags only).
     Twice,
     /// Store the value that the flag's word has already, that of an earlier launch (flags only).
     Stale,
-    /// Do it after the next signal to the same peer (puts only).
+    /// Perform the step after the next signal to the same peer (puts only).
     AfterSignal,
-    /// Do it 64 bytes from where it belongs (puts only).
+    /// Perform the step 64 bytes from its place (puts only).
     Shift,
 }
 

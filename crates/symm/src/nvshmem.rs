@@ -1,5 +1,6 @@
-//! The backend `nvshmem`: a heap's memory from NVSHMEM's symmetric heap, peers reached through its
-//! mappings of theirs (`nvshmem_ptr`), and the control pages and kernels of `vmm`.
+//! The backend `nvshmem`: a heap's memory is from NVSHMEM's symmetric heap, peers' memory is
+//! reached through the library's mappings (`nvshmem_ptr`), and control pages and kernels are those
+//! of `vmm`.
 //!
 //! # Invariants
 //! 1. A process has NVSHMEM once. Its ranks are the members of the first team that uses it, each in

@@ -114,7 +114,7 @@ pub(crate) fn write(ctl: &Control, me: Rank, seq: u64, kind: EntryKind, fp: u64,
     let put = |i: usize, v: u64| ctl.recorder_word(me, at + 8 * i).store(v, Ordering::Relaxed);
     // A reader that finds 0 or another number here ignores the entry.
     ctl.recorder_word(me, at).store(0, Ordering::Relaxed);
-    // Keeps the stores below behind that one.
+    // Orders the stores below behind that one.
     fence(Ordering::Release);
     put(
         1,

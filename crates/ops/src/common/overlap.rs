@@ -183,7 +183,7 @@ impl Default for Machine {
     }
 }
 
-/// One way to do it, with its predicted time.
+/// A configuration with its predicted time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Candidate {
     /// The configuration.

@@ -2,8 +2,8 @@
 //!
 //! Each rank holds some rows of q, k and v ([`Layout`]) and computes the output of its own queries
 //! over the keys of all ranks. Positions, `cu_seqlens`, masks and dropout are global: the result is
-//! that of one rank with the whole tensors. Five ways to bring queries and keys together
-//! ([`Strategy`]); all of them are one composition:
+//! that of one rank with the whole tensors. A [`Strategy`] says how queries and keys of different
+//! ranks meet; all five are one composition:
 //!
 //! 1. *scatter*: inside groups of `a` ranks each rank trades its rows of all heads for the group's
 //!    rows of `1 / a` of the heads (`a = 1`: nothing moves);

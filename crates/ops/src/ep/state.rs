@@ -177,7 +177,7 @@ impl EpHandle {
             .seen(t.len_bytes()))
     }
 
-    /// Calls `f` with each piece of device memory of mine, and its place in `all`.
+    /// Calls `f` with each piece of this handle's device memory, and its place in `all`.
     fn pieces(
         &self,
         all: &Tensor,

@@ -65,7 +65,7 @@ pub struct Caps {
     pub get: bool,
     /// Work can be captured and replayed.
     pub graph: bool,
-    /// A timed-out or dead peer leaves the process able to go on.
+    /// The process can go on after a peer timed out or died.
     pub recoverable: bool,
 }
 

@@ -377,7 +377,7 @@ fn export(chunk: &VmmChunk, by: ShareBy) -> Result<Handle> {
     })
 }
 
-/// A handle by which a chunk of mine is shared.
+/// The handle by which peers map a chunk of this rank.
 pub(super) enum Handle {
     Fd(OwnedFd),
     Fabric(FabricHandle),

@@ -109,7 +109,7 @@ impl Transport for DeviceTransport {
     }
 
     fn caps(&self) -> Caps {
-        // A death leaves NVSHMEM's ranks without one of theirs, for good.
+        // After a death NVSHMEM has lost one of its ranks for good.
         let recoverable = self.here.heap.backend() != BackendKind::Nvshmem;
         let near = self.here.store.near;
         Caps { direct_peer: near, get: near, graph: true, recoverable }

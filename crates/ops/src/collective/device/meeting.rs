@@ -385,7 +385,7 @@ fn cut(p: &mut TwCollective, t: &TwTotal, piece: usize) {
     p.sends = most(&p.send, piece);
     p.sums = (t.len as usize).div_ceil(slice) as u32;
     p.takes = most(&p.take, if t.len > 0 { slice } else { piece });
-    // Where sums go on, some warps take them in from the beginning.
+    // Where sums are sent on, some warps copy them out from the beginning.
     let warps = COLLECTIVE_WARPS as u32;
     p.summers = match (p.sums, p.takes) {
         (0, _) => 0,

@@ -184,8 +184,8 @@ impl Exchange {
     ///
     /// # Safety
     /// The lists must be of tensors on the stream's device that hold all their pieces, and that
-    /// nothing else uses meanwhile; all ranks must have made theirs from the same description and
-    /// sequences.
+    /// nothing else uses meanwhile; all ranks must have made their lists from the same description
+    /// and sequences.
     pub unsafe fn run(
         &self,
         (main, me): (&CudaStream, Rank),

@@ -49,7 +49,7 @@ pub(super) struct HostRun {
 
 /// The work that the compute lane lets the copy lane begin.
 pub(super) enum Fork {
-    /// To bring the keys of other ranks; mine are given.
+    /// Get the keys of other ranks; my own are given.
     Keys(Entered, Arc<Tensors>),
     /// To get parts of dk and dv of my rows.
     Parts(Entered),
@@ -193,7 +193,8 @@ impl HostRun {
         Ok(Local { q: self.x.q.values(d.dqk)?, up: up.transpose()?, keys: Keys::Own(own) })
     }
 
-    /// Publishes my rows of all heads, and gets my group's rows of mine and the keys of all ranks.
+    /// Publishes my rows of all heads, and gets my group's rows of my heads and the keys of all
+    /// ranks.
     fn trade_heads(
         &self,
         permit: &Entered,
