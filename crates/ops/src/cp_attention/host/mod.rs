@@ -51,7 +51,7 @@ pub(super) struct HostRun {
 pub(super) enum Fork {
     /// Get the keys of other ranks; my own are given.
     Keys(Entered, Arc<Tensors>),
-    /// To get parts of dk and dv of my rows.
+    /// Get the parts of dk and dv of my rows.
     Parts(Entered),
 }
 
