@@ -1,13 +1,16 @@
-// Expert parallelism: the layer, the routing, and how the ranks meet; crates/ops/src/ep on the
-// device.
+// Expert parallelism on devices: the layer, the routing, and how the ranks of a launch synchronise.
+// The host side is crates/ops/src/ep. Kernels in sm80_ep.cu, sm90_ep.cu and sm90_return.cu include
+// this file.
 //
 // Source: routing.rs of that folder (which row a copy gets), research notes EP section 5 (one row
-// over the wire for each (token, rank); slots from counts, without atomics or sorting). Equal
-// inputs give equal bits.
+// crosses the wire for each (token, rank); rows follow from counts, without atomics or sorting).
+// Equal inputs give equal bits.
 //
-// P ranks, E experts in all, T = max_tokens of a rank, k choices, capacity rows on each rank.
-// Symmetric areas of a rank, at base + rank * stride for every rank, or where a table says:
-//   counts   [2][P][E] u64: number of the launch << 32 | copies that a rank sends to an expert
+// A *copy* is one (token, choice) pair that is sent to the rank of the chosen expert. P ranks, E
+// experts in all, T = max_tokens of a rank, k choices for each token, `capacity` expert-major rows
+// on each rank. Symmetric areas of a rank, at base + rank * stride (TW_EP_UNEVEN: at base +
+// steps[rank]):
+//   counts   [2][P][E] u64: launch number << 32 | number of copies that a rank sends to an expert
 //   meta     [P * T] records of `meta_stride` bytes: k TwCopy, then scales f32
 //   tokens   [P * T] rows, `row_stride` bytes each
 //   returns  [P * T] records of `return_stride` bytes: a row of results, then k f32 gradients of
@@ -15,21 +18,25 @@
 //   flags    one set for tokens, one for returns: credits [P] u64, receive buffers [P] u64,
 //            arrivals [P][chunks] u64
 //   rows     optional, zero copy: receive buffers that peers write rows to directly
-// Token t of rank s has index s * T + t in an area, so that no position is negotiated. Each area
-// counts its launches (`epoch`, the same on all ranks); a word of a launch carries its number, so
-// nothing is ever cleared. A rank that has read an area grants it, by its credit, for the next
-// launch. Rows that are written to a receive buffer have no position by token: a row goes to the
-// first of the rows that its copies have at that rank, and the receiver copies it to the others.
-// The receiver's stream may use the buffer up to the launch itself, so the receiver announces, by
-// the number of the launch and of the buffer, that rows may be written.
+// Token t of rank s has record s * T + t in every area, so ranks negotiate no positions. Each area
+// counts its launches (`epoch`, equal on all ranks); every word that announces something carries
+// the launch number, so no kernel clears an area. A rank that has read an area grants it for the
+// next launch by raising its credit at every rank. Zero copy: a row has no position by token in a
+// receive buffer. The sender writes it to the row of the first copy that the receiver gets of that
+// token, and the receiver copies it from there to the rows of the token's other copies. The
+// receiver's stream may use the buffer until the launch begins, so the receiver announces (launch
+// number << 16 | buffer number) when peers may write.
 //
-// What the host exchanges itself takes two launches: one whose blocks all push, to areas that stand
-// for those of the ranks and with flags of their own that are always up, and one whose blocks all
-// receive.
+// An exchange that the host carries out itself (NCCL) takes two launches: one whose blocks all
+// push, to local areas that replace the peers', with flags of their own that are always raised; and
+// one whose blocks all receive.
 //
-// Kernels write peers' memory, and never read it. THREADS of blocks that lay out, MOVERS of those
-// that meet. Types of results by mantissa bits: TW_OUT_MANTISSA (23 f32, 10 f16, 7 bf16); payload
-// is bytes.
+// Kernels write peers' memory and never read it. THREADS is the block size of kernels that only
+// handle local rows, MOVERS that of kernels that synchronise with peers. TW_OUT_MANTISSA gives the
+// type of results by its mantissa bits (23 f32, 10 f16, 7 bf16); payload rows are bytes.
+//
+// Names used throughout: t the team, l the layer (TwEp), m the launch's flags (TwMeet), h the
+// routing (TwHandle), epoch the number of this launch.
 
 #pragma once
 
@@ -42,15 +49,15 @@ static_assert(THREADS % 32 == 0 && MOVERS % 32 == 0, "whole warps");
 typedef TwElem<TW_OUT_MANTISSA> Out;
 typedef TwQuads<TW_OUT_MANTISSA> OutQuad;
 
-// A copy of a token, one access of 16 bytes. A record has those that this launch has stamped, the
-// first ones: what stands behind them is of earlier launches.
+// One copy of a token, one 16-byte access. A record holds the copies that this launch has stamped,
+// beginning with the first; entries behind them are left over from earlier launches.
 struct __align__(16) TwCopy {
     int choice, row;
     float weight;
     u32 stamp;  // number of the launch, its lower half
 };
 
-// The layer and the team, and where their memory is.
+// The layer (`l`): its sizes, and the addresses of its symmetric areas.
 struct TwEp {
     u64 counts, meta, tokens, returns;  // addresses of rank 0's areas; rank r's are r * stride behind
     u64 stride;
@@ -60,7 +67,7 @@ struct TwEp {
     u32 size, me, max_tokens, top_k, experts, capacity, align, scales;
 };
 
-// The routing of one microbatch, in this rank's memory.
+// The routing of one microbatch (`h`), in this rank's memory.
 struct TwHandle {
     int* rows;       // [T * k] row of each choice of mine at its rank, or -1
     int* ranks;      // [T * k] that rank
@@ -75,7 +82,7 @@ struct TwHandle {
     i64* lost;       // [P] copies left out at each rank
 };
 
-// How a launch of one area meets: a chunk of tokens arrives as a whole.
+// Flags and counters of one area for one launch (`m`). A chunk of tokens has one arrival flag.
 struct TwMeet {
     u64 flags;   // address of rank 0's credits and arrivals of this area
     u64 stride;  // from rank to rank
@@ -89,8 +96,8 @@ struct TwMeet {
     u32 leave;   // 1: the last block grants the next launch; 0: tw_ep_leave will
 };
 
-// How far the memory of a rank is behind that of rank 0, in even steps by default.
-// Addresses wrap.
+// Distance of a rank's memory from rank 0's: rank * stride, or a table entry. Additions wrap
+// around.
 __device__ __forceinline__ u64 tw_step(const TwEp& l, u64 stride, u32 rank) {
 #ifdef TW_EP_UNEVEN
     return l.steps[rank];
@@ -109,7 +116,7 @@ __device__ __forceinline__ u64* tw_arrival(const TwEp& l, const TwMeet& m, u32 r
     return (u64*)(m.flags + tw_step(l, m.stride, rank)) + 2 * l.size + (u64)writer * m.chunks + c;
 }
 
-// Number of the launch << 16 | the receive buffer that `writer` takes its rows to.
+// Launch number << 16 | the receive buffer in which `writer` takes rows.
 __device__ __forceinline__ u64* tw_buffer(const TwEp& l, const TwMeet& m, u32 rank, u32 writer) {
     return (u64*)(m.flags + tw_step(l, m.stride, rank)) + l.size + writer;
 }
@@ -118,8 +125,8 @@ __device__ __forceinline__ u64 tw_meta(const TwEp& l, u32 rank, u64 record) {
     return l.meta + tw_step(l, rank) + record * l.meta_stride;
 }
 
-// The launch is counted, and the area is everybody's for the next one. By one block, behind all
-// readers.
+// Counts the launch, and grants the area to all ranks for the next one. One block calls this, after
+// the last read of the area.
 __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch) {
     if (threadIdx.x == 0) *m.epoch = epoch;
     if (tw_is_over(t)) return;
@@ -127,8 +134,9 @@ __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwEp& l, const T
     for (u32 r = threadIdx.x; r < l.size; r += blockDim.x) st_relaxed_sys_u64(tw_credit(l, m, r, l.me), epoch);
 }
 
-// The end of every block of a launch that meets: the last one grants the next launch, and fills the
-// outputs of a team that is over, since other blocks may have written what looks like results.
+// The end of every block of a launch that synchronises with peers. The last block resets the claim
+// counters and grants the next launch (if m.leave). If the team has a fault it then poisons all
+// outputs, because other blocks may have written values that look like results.
 __device__ __forceinline__ void tw_end(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, const TwPoison& p) {
     if (!tw_comes_last(m.ticket)) return;
     if (threadIdx.x < 2) m.ticket[2 + threadIdx.x] = 0;
@@ -136,33 +144,34 @@ __device__ __forceinline__ void tw_end(const TwTeam& t, const TwEp& l, const TwM
     if (tw_told(t)) tw_spoil(p);
 }
 
-// By a warp: all peers have granted this launch. False if the team is over.
+// Called by a warp: waits until all ranks have granted this launch. False if the team has a fault.
 __device__ __forceinline__ bool tw_granted(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch) {
     bool good = !tw_is_over(t);
     for (u32 r = threadIdx.x % 32; good && r < l.size; r += 32) {
         const TwWait w = {TW_OP_WAIT, m.slot, r, 0, 0, epoch - 1, 0, 0, 0};
         good = tw_await(t, tw_credit(l, m, l.me, r), w);
     }
-    // A lane writes to a rank whose word another one has seen.
+    // Lane i writes to ranks whose credit another lane has acquired.
     __syncwarp();
     return __all_sync(0xffffffffu, good);
 }
 
-// By a warp: chunk `c` of `src` has arrived. False if the team is over.
+// Called by a warp: waits until chunk `c` of `src` has arrived. False if the team has a fault.
 __device__ __forceinline__ bool tw_arrived(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, u32 src, u32 c) {
     bool good = true;
     if (threadIdx.x % 32 == 0) {
         const TwWait w = {TW_OP_WAIT, m.slot + 1, src, 0, 0, epoch, 0, 0, 0};
         good = tw_await(t, tw_arrival(l, m, l.me, src, c), w);
     }
-    // The other lanes read behind the word that lane 0 has seen.
+    // The other lanes read data that the flag acquired by lane 0 announces.
     __syncwarp();
     return __all_sync(0xffffffffu, good);
 }
 
-// What a dispatch delivers; any may be 0. Rows are expert-major, one for each copy, or
-// `rank_major`: row i is that of record i, zero if it did not come. With a `buffer`, x lies in
-// symmetric memory, at the same place of all ranks, and their rows come to it directly.
+// The outputs of a dispatch; any may be 0. Rows are expert-major, one for each copy, or
+// `rank_major`: row i is that of record i, and zero if no copy of it arrived. With a `buffer`
+// number (zero copy), x is in symmetric memory at the same offset on all ranks, and peers write
+// rows to it directly.
 struct TwRecv {
     u64 x;
     float* weights;
@@ -173,27 +182,27 @@ struct TwRecv {
     u32 rank_major, pad;
 };
 
-// Row `row` of the receive buffer of rank `r`; of my own output also where that is no such buffer.
+// Row `row` of the receive buffer of rank `r`; for r == me also valid if x is no receive buffer.
 __device__ __forceinline__ u64 tw_recv_row(const TwEp& l, const TwRecv& out, u32 r, u64 row) {
     return out.x + tw_step(l, r) - tw_step(l, l.me) + row * out.row_bytes;
 }
 
-// By the first warp of a launch: from now on rows may come to the buffer.
+// The first warp of the grid announces that peers may write rows of this launch to the buffer.
 __device__ __forceinline__ void tw_announce(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwRecv& out, u64 epoch) {
     if (blockIdx.x != 0 || threadIdx.x >= 32 || tw_is_over(t)) return;
     fence_acq_rel_sys();
     for (u32 r = threadIdx.x; r < l.size; r += 32) st_relaxed_sys_u64(tw_buffer(l, m, r, l.me), epoch << 16 | out.buffer);
 }
 
-// By a warp: all ranks take the rows of this launch to the buffer that I do. False if the team is
-// over.
+// Called by a warp: waits until all ranks take the rows of this launch in the same buffer as this
+// rank; another buffer number is reported as bad input. False if the team has a fault.
 __device__ __forceinline__ bool tw_accepted(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwRecv& out, u64 epoch) {
     if (out.buffer == 0) return true;
     bool good = true;
     for (u32 r = threadIdx.x % 32; good && r < l.size; r += 32) {
         const TwWait w = {TW_OP_WAIT, m.slot, r, 0, 0, epoch << 16, 0, 0, 0};
         good = tw_await(t, tw_buffer(l, m, l.me, r), w);
-        // A rank that has all of this launch may be at the next one.
+        // The word may already be of the next launch: such a rank has received all of this one.
         const u64 word = ld_relaxed_sys_u64(tw_buffer(l, m, l.me, r));
         if (good && word >> 16 == epoch && (u32)(word & 0xffff) != out.buffer) {
             const TwWait bad = {TW_OP_INPUT, out.bad_input, l.me, TW_OTHER, l.me, 0, 1, 0, 0};
@@ -205,7 +214,7 @@ __device__ __forceinline__ bool tw_accepted(const TwTeam& t, const TwEp& l, cons
     return __all_sync(0xffffffffu, good);
 }
 
-// By a warp: zeros, by plain stores.
+// Called by a warp: writes `len` zero bytes with plain stores.
 struct TwZeros {
     __device__ __forceinline__ void operator()(u64 to, u64 len) const {
         const TwPiece zero = {{0, 0, 0, 0}};
@@ -215,7 +224,8 @@ struct TwZeros {
     }
 };
 
-// The copies of a record of my area. By a warp: how many there are, and lane n has the n-th.
+// Called by a warp: lane n loads the n-th copy of a record of this rank's area. Returns their
+// number.
 __device__ __forceinline__ u32 tw_copies(const TwEp& l, u64 record, u64 epoch, TwCopy& c) {
     const u32 lane = threadIdx.x % 32;
     c.stamp = (u32)epoch - 1;
@@ -223,19 +233,20 @@ __device__ __forceinline__ u32 tw_copies(const TwEp& l, u64 record, u64 epoch, T
     return __popc(__ballot_sync(0xffffffffu, c.stamp == (u32)epoch));
 }
 
-// Behind the copies.
+// The scales of a record, behind its k copies.
 __device__ __forceinline__ float* tw_scales(const TwEp& l, u32 rank, u64 record) {
     return (float*)(tw_meta(l, rank, record) + (u64)l.top_k * sizeof(TwCopy));
 }
 
-// A row that no token fills, but for its bytes.
+// Handle entry, weight and index of an expert-major row without a token. The row's bytes stay.
 __device__ __forceinline__ void tw_no_source(const TwHandle& h, const TwRecv& out, u64 row) {
     h.source[row] = -1;
     if (out.weights) out.weights[row] = 0.0f;
     if (out.index) out.index[row] = -1;
 }
 
-// By a warp: a received row that no token fills, of bytes that `fill` writes.
+// Called by a warp: zeroes scales and row of a received row without a token; `fill` writes the
+// bytes.
 template <class Fill>
 __device__ __forceinline__ void tw_empty_row(const TwEp& l, const TwRecv& out, u64 row, const Fill& fill) {
     if (out.scales)
@@ -243,16 +254,16 @@ __device__ __forceinline__ void tw_empty_row(const TwEp& l, const TwRecv& out, u
     if (out.x) fill(out.x + row * out.row_bytes, out.row_bytes);
 }
 
-// By a warp: an expert-major row that pads its expert's.
+// Called by a warp: a padding row of an expert.
 template <class Fill>
 __device__ __forceinline__ void tw_pad_row(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 row, const Fill& fill) {
     if (threadIdx.x % 32 == 0) tw_no_source(h, out, row);
     if (!out.rank_major) tw_empty_row(l, out, row, fill);
 }
 
-// Rows that no token fills, from the counts of the routing: warp `w` of `num` takes every num-th.
-// They are known before anything has arrived. Behind the rows of all experts nothing is filled:
-// nobody reads there.
+// Called by `num` warps, w this warp's number: pads the rows of each expert that no token fills,
+// every num-th by this warp. The counts of the routing give these rows before any data arrives.
+// Rows behind the last expert's only get their handle entries: consumers do not read their bytes.
 template <class Fill>
 __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 w, u64 num, const Fill& fill) {
     const u32 full = 0xffffffffu, local = l.first[l.me + 1] - l.first[l.me], lane = threadIdx.x % 32;
@@ -261,7 +272,7 @@ __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const T
     for (u32 e0 = 0; e0 < local; e0 += 32) {
         const u32 e = e0 + lane;
         const i64 rows = e < local ? h.m_splits[e] : 0, fed = e < local ? min(h.counts[e], rows) : 0;
-        // Rows up to this lane's expert, and those of them that no token fills.
+        // Inclusive scans over lanes: rows up to this lane's expert, and padding rows among them.
         i64 end = rows, pads = rows - fed;
 #pragma unroll
         for (u32 by = 1; by < 32; by *= 2) {
@@ -269,7 +280,8 @@ __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const T
             if (lane >= by) end += a, pads += b;
         }
         for (const i64 all = __shfl_sync(full, pads, 31); next < all; next += num) {
-            // The last row of the expert is that of its last pad.
+            // `next` is the index of a padding row. Its expert's last row is also that expert's
+            // last padding row.
             const u32 owner = __popc(__ballot_sync(full, pads <= next));
             tw_pad_row(l, h, out, at + __shfl_sync(full, end - pads, owner) + next, fill);
         }
@@ -279,22 +291,22 @@ __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const T
     for (u64 row = at + 32 * w + lane; row < l.capacity; row += 32 * num) tw_no_source(h, out, row);
 }
 
-// Address of the row where copy `n` of a record stays, which a receive buffer may already hold; 0
-// if there is none: rank-major only the first one has a row. As the copies of a peer are, c.row is
-// not trusted.
+// Address of the expert-major row of copy `n` of a record (rank-major: of the record's row, for n =
+// 0 alone), or 0 if the copy has no row. With a receive buffer the row may already be there. c.row
+// was written by a peer, so it is checked against the capacity.
 __device__ __forceinline__ u64 tw_kept_row(const TwEp& l, const TwRecv& out, u64 record, u32 n, const TwCopy& c) {
     const u64 row = out.rank_major ? record : (u32)c.row;
     return out.x && (out.rank_major ? n == 0 : row < l.capacity) ? out.x + row * out.row_bytes : 0;
 }
 
-// By one lane: how many copies of a record came, and the row of a rank-major layout.
+// Called by one lane: stores the number of copies of a record, and its row in a rank-major layout.
 __device__ __forceinline__ void tw_keep_record(const TwHandle& h, const TwRecv& out, u64 record, u32 num) {
     h.num[record] = num;
     if (out.rank_major) h.place[record] = num > 0 ? (int)record : -1;
 }
 
-// What the handle and the outputs keep of the copy `n` of a record, but for scales. Rows within the
-// capacity are all that a peer sends; another would be outside of the memory.
+// Stores handle entries, weight and index of copy `n` of a record, without scales. Correct peers
+// send only rows within the capacity; any other would be out of bounds and is ignored.
 __device__ __forceinline__ void tw_keep_copy(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u32 n, const TwCopy& c) {
     h.copies[record * l.top_k + n] = c;
     if ((u32)c.row >= l.capacity) return;
@@ -303,7 +315,7 @@ __device__ __forceinline__ void tw_keep_copy(const TwEp& l, const TwHandle& h, c
     if (out.index) out.index[c.row] = out.rank_major ? (int)record : c.row;
 }
 
-// By a warp: the scales of a record to the row of its copy `n`.
+// Called by a warp: copies the scales of a record to the row of its copy `n`.
 __device__ __forceinline__ void tw_keep_scales(const TwEp& l, const TwRecv& out, u64 record, u32 n, u32 row) {
     if (!out.scales || (out.rank_major ? n != 0 : row >= l.capacity)) return;
     const u64 to = out.rank_major ? record : row;
@@ -311,8 +323,8 @@ __device__ __forceinline__ void tw_keep_scales(const TwEp& l, const TwRecv& out,
     for (u32 s = threadIdx.x % 32; s < l.scales; s += 32) out.scales[to * l.scales + s] = scales[s];
 }
 
-// By a warp: a slice of a record that has arrived, to the rows of its copies; with the first slice
-// what the handle keeps of it.
+// Called by a warp: copies slice `j` of an arrived record to the expert-major rows of its copies;
+// the caller with slice 0 also stores the handle entries.
 __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 record, u64 epoch,
                                               u32 j, u32 slices) {
     const u32 full = 0xffffffffu, lane = threadIdx.x % 32;
@@ -324,7 +336,7 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
     for (u32 n = 0; j == 0 && n < num; n++) tw_keep_scales(l, out, record, n, __shfl_sync(full, (u32)c.row, n));
     const u64 row = lane < num ? tw_kept_row(l, out, record, lane, c) : 0, first = __shfl_sync(full, row, 0);
     const u64 from = out.buffer ? first : l.tokens + tw_step(l, l.me) + record * l.row_stride;
-    // The first one is where it stays if it came to a receive buffer.
+    // In a receive buffer the first copy's row is already in place.
     for (u32 n = out.buffer ? 1 : 0; from && n < num; n += 2) {
         const u64 a = __shfl_sync(full, row, n), b = __shfl_sync(full, row, n + 1 < num ? n + 1 : n);
         u64 to[2] = {a, n + 1 < num ? b : 0};
@@ -333,8 +345,8 @@ __device__ __forceinline__ void tw_lay_record(const TwEp& l, const TwHandle& h, 
     }
 }
 
-// Blocks behind the senders: rows that no token fills while the others travel, then what arrives,
-// as it arrives.
+// The blocks behind the senders: they pad rows while data is in flight, then copy chunks to
+// expert-major rows in the order me + 1, me + 2, ... of sources, as each arrives.
 __device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                            const TwRecv& out, u64 epoch) {
     const u32 warps = blockDim.x / 32;
@@ -350,7 +362,7 @@ __device__ __forceinline__ void tw_receive(const TwTeam& t, const TwEp& l, const
     }
 }
 
-// What is sent: rows, and weights [tokens, k] and scales [tokens, scales], which may be null.
+// Inputs of a push: rows x, and weights [tokens, k] and scales [tokens, scales], which may be null.
 struct TwPush {
     u64 x;
     const float* weights;
@@ -359,16 +371,17 @@ struct TwPush {
     u32 tokens, pad;
 };
 
-// A choice of a token: its row and rank, and how many kept ones of the token go to that rank before
-// it. Row -1 if it is not kept.
+// One choice of a token: its row and rank, and the number of earlier kept choices of the same token
+// that go to that rank (`nth`). Row -1: the choice is not kept.
 struct TwPick {
     int row, rank;
     u32 nth;
 };
 
-// By a warp: the copies of tokens [t, end), at most 32 / top_k, to their ranks, in the order of
-// choices. A lane has choice lane % top_k of token t + lane / top_k: all are read at once, since
-// one after the other they would take longer than a row.
+// Called by a warp: writes the TwCopy entries and scales of tokens [t, end), at most 32 / top_k of
+// them, to their ranks, in the order of choices. Lane i has choice i % top_k of token t + i /
+// top_k: all lanes read at once, because reads one after the other would take longer than moving a
+// row.
 __device__ __forceinline__ TwPick tw_push_copies(const TwEp& l, const TwHandle& h, const TwPush& in, u64 epoch, u32 t, u32 end) {
     const u32 full = 0xffffffffu, lane = threadIdx.x % 32, token = t + lane / l.top_k, i = lane % l.top_k;
     const bool mine = lane < 32 / l.top_k * l.top_k && token < end;
@@ -390,14 +403,15 @@ __device__ __forceinline__ TwPick tw_push_copies(const TwEp& l, const TwHandle& 
     return p;
 }
 
-// By a warp whose lanes have written everything of chunk `c`: it has arrived.
+// Called by a warp whose lanes have written all of chunk `c`: raises the chunk's arrival flag at
+// all ranks. __syncwarp and the fence order the writes of all lanes before the flags.
 __device__ __forceinline__ void tw_push_flags(const TwTeam& t, const TwEp& l, const TwMeet& m, u64 epoch, u32 c) {
     __syncwarp();
     fence_acq_rel_sys();
     for (u32 r = threadIdx.x % 32; r < l.size; r += 32) st_relaxed_sys_u64(tw_arrival(l, m, r, l.me, c), epoch);
 }
 
-// Four elements of a row of `hidden`; 0 behind its end.
+// Elements 4n to 4n + 3 of a row of `hidden` elements; elements behind its end are 0.
 __device__ __forceinline__ OutQuad tw_quad(u64 row, u32 n, u32 hidden) {
     if (hidden % 4 == 0 && row % sizeof(OutQuad) == 0) return ((const OutQuad*)row)[n];
     OutQuad q;
@@ -422,9 +436,9 @@ __device__ __forceinline__ void tw_store(u64 row, u32 n, u32 hidden, const float
         if (4 * n + j < hidden) ((Out::Bits*)row)[4 * n + j] = (Out::Bits)q.bits(j);
 }
 
-// What returns: y with a row for each copy (`expert_major`, weighted by `weights` if given), or for
-// each record; gradients of weights by rows. `out` [tokens, hidden] and `dw_out` [tokens, k] take
-// what arrives.
+// Inputs and outputs of a return. y has a row for each copy (`expert_major`, multiplied by
+// `weights` if given) or for each record. `dw` are gradients of weights by expert-major row. `out`
+// [tokens, hidden] and `dw_out` [tokens, k] get the sums of what the ranks return.
 struct TwReturn {
     const Out::Bits* y;
     const float *weights, *dw;

@@ -1,7 +1,7 @@
-// Expert parallelism on any device; layer.cuh defines the layout. Three kernels meet the other
-// ranks inside: tw_ep_route, tw_ep_push and tw_ep_return. Their blocks wait for what other ranks'
-// blocks do before they wait for anything, so few of them that run are enough, in the order of
-// their numbers.
+// Expert parallelism on any device; layer.cuh defines areas, records and flags. Three kernels
+// synchronise with other ranks inside: tw_ep_route, tw_ep_push and tw_ep_return. In the latter two,
+// the blocks that push have the lowest numbers and wait only for credits and receive buffers of
+// peers, never for data, so few resident blocks are enough, in order of block number.
 
 #include "../ptx/grid.cuh"
 #include "layer.cuh"
@@ -15,12 +15,13 @@ struct TwRouting {
     u32 part, pad;    // TW_WHOLE, or half of it
 };
 
-// Counts and places; the counts, which somebody else takes to the ranks; the places, from counts
-// that are there.
+// Parts of tw_ep_route: both; counts alone, if the host exchanges them (NCCL); placement alone,
+// from counts that have been exchanged.
 enum { TW_WHOLE = 0, TW_COUNTS = 1, TW_PLACES = 2 };
 
-// Shared memory of tw_ep_route: [warps][E] u32, then of each expert its next row i64, copies of all
-// ranks, of earlier ranks, and its rank u32; and the first expert of each rank.
+// Dynamic shared memory of tw_ep_route. For each expert: its next row i64, copies of all ranks,
+// copies of earlier ranks, its rank (u32 each); then `warp` [warps][E] u32. `first` (static): the
+// first expert of each rank.
 struct TwTable {
     u32* warp;
     i64* next;
@@ -42,7 +43,7 @@ __device__ __forceinline__ TwTable tw_table(const TwEp& l) {
     return s;
 }
 
-// The expert of choice i: -1 none, E if there is no such expert.
+// The expert of choice i: -1 if masked or out of range of choices, E if there is no such expert.
 __device__ __forceinline__ int tw_choice(const TwEp& l, const TwRouting& a, u64 i) {
     if (i >= a.choices) return -1;
     const i64 e = a.wide ? ((const i64*)a.idx)[i] : ((const int*)a.idx)[i];
@@ -55,8 +56,8 @@ __device__ __forceinline__ u64 tw_span(const TwRouting& a) {
     return ((u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * a.span;
 }
 
-// Copies of each expert among the choices before each warp of the block, and among all of the
-// block's. False if an index is no expert.
+// Counts copies of each expert: s.warp among choices of earlier warps of this block, s.all and
+// a.blocks among all choices of this block. False if an index is no expert.
 __device__ __forceinline__ bool tw_route_count(const TwEp& l, const TwRouting& a, const TwTable& s) {
     const u32 warps = blockDim.x / 32, lane = threadIdx.x % 32;
     for (u32 i = threadIdx.x; i < warps * l.experts; i += blockDim.x) s.warp[i] = 0;
@@ -88,10 +89,10 @@ __device__ __forceinline__ u64* tw_counts(const TwEp& l, u64 epoch, u32 rank, u3
     return (u64*)(l.counts + tw_step(l, rank)) + ((epoch & 1) * l.size + writer) * l.experts;
 }
 
-// My counts to every rank, mine included, by the block that comes last. Two buffers in turn are
-// enough: who writes the next one has everybody's counts of this launch, so that everybody has
-// begun it and read the one before. Number and count are one word, so nothing else has to be
-// ordered.
+// The last block of the grid writes this rank's counts to every rank, its own included. Two
+// buffers, used in turn, suffice: a rank writes the buffer of launch n + 1 only after it has the
+// counts of launch n from all ranks, so all ranks have begun launch n and read the buffer of n - 1.
+// Launch number and count are one word, so a relaxed store needs no further ordering.
 __device__ __forceinline__ void tw_route_publish(const TwEp& l, const TwRouting& a, const TwTable& s, u64 epoch) {
     for (u32 e = threadIdx.x; e < l.experts; e += blockDim.x) {
         u32 sum = gridDim.x == 1 ? s.all[e] : 0;
@@ -104,15 +105,15 @@ __device__ __forceinline__ void tw_route_publish(const TwEp& l, const TwRouting&
     }
 }
 
-// Everybody's counts of each expert: of all ranks, and of those before me. False if the team is
-// over.
+// Waits for the counts of all ranks: s.all sums over all ranks, s.earlier over ranks before this
+// one. False if the team has a fault.
 __device__ __forceinline__ bool tw_route_collect(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwTable& s, u64 epoch) {
     bool good = true;
     for (u32 e = threadIdx.x; good && e < l.experts; e += blockDim.x) {
         u32 all = 0, earlier = 0;
         for (u32 r0 = 0; good && r0 < l.size; r0 += 8) {
             u64 seen[8];
-            // Eight words in flight; who is late is waited for.
+            // Eight loads are in flight; only words that are not yet of this launch are waited for.
 #pragma unroll
             for (u32 i = 0; i < 8; i++)
                 if (r0 + i < l.size) seen[i] = ld_relaxed_sys_u64(tw_counts(l, epoch, l.me, r0 + i) + e);
@@ -133,12 +134,13 @@ __device__ __forceinline__ bool tw_route_collect(const TwTeam& t, const TwEp& l,
         s.all[e] = all;
         s.earlier[e] = earlier;
     }
-    // What my other blocks wrote before the counts were published is behind my own word.
+    // My other blocks wrote a.blocks before the last block published. Reads of it are ordered
+    // behind my own rank's word.
     __threadfence();
     return !__syncthreads_or(!good);
 }
 
-// The sum of `v` over earlier threads; `all` over the block.
+// The sum of `v` over earlier threads of the block; *all is the sum over the block.
 __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
     __shared__ i64 sums[32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -159,14 +161,15 @@ __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
         *all += __shfl_xor_sync(0xffffffffu, *all, by);
     }
     before += upto - v;
-    // The next call writes the sums again.
+    // The next call overwrites `sums`.
     __syncthreads();
     return before;
 }
 
-// Rows from everybody's counts: s.next[e] becomes the row of the first copy of e among this block's
-// choices; the first block writes the counts of the handle. One pass over all experts: the rows of
-// a rank begin where the sum over all earlier ranks' experts ends.
+// Computes rows from all counts: s.next[e] becomes the row of the first copy of e among this
+// block's choices. The first block also writes counts, m_splits, total, dropped and lost of the
+// handle. One pass over all experts: a rank's rows begin at the sum over the experts of all earlier
+// ranks.
 __device__ __forceinline__ void tw_route_scan(const TwEp& l, const TwRouting& a, const TwHandle& h, const TwTable& s) {
     __shared__ u64 lost[64], rows[65];
     const i64 cap = l.capacity;
@@ -180,11 +183,11 @@ __device__ __forceinline__ void tw_route_scan(const TwEp& l, const TwRouting& a,
         if (e < l.experts) s.next[e] = at;
     }
     __syncthreads();
-    // Where each rank begins; a rank without experts begins where the next one does.
+    // The first row of each rank; a rank without experts begins where the next one does.
     for (u32 r = threadIdx.x; r <= l.size; r += blockDim.x) rows[r] = s.first[r] < l.experts ? s.next[s.first[r]] : sum;
     __syncthreads();
     for (u32 e = threadIdx.x; e < l.experts; e += blockDim.x) {
-        // Reads that do not wait for each other.
+        // Comparisons instead of a search: the reads do not depend on each other.
         u32 r = 0;
         for (u32 i = 1; i < l.size; i++) r += e >= s.first[i];
         const i64 total = s.all[e], at = s.next[e] - (i64)rows[r], padded = (i64)tw_ceil(s.all[e], l.align) * l.align;
@@ -193,7 +196,7 @@ __device__ __forceinline__ void tw_route_scan(const TwEp& l, const TwRouting& a,
         s.next[e] = at + s.earlier[e] + blocks;
         s.owner[e] = r;
         const i64 left = max(at + total, cap) - max(at, cap);
-        // Sums of integers: their order decides nothing.
+        // Integer sums do not depend on order.
         if (left > 0) atomicAdd(&lost[r], (u64)left);
         if (r != l.me || blockIdx.x != 0) continue;
         h.counts[e - s.first[r]] = total;
@@ -206,7 +209,7 @@ __device__ __forceinline__ void tw_route_scan(const TwEp& l, const TwRouting& a,
     }
 }
 
-// The row of each choice of the block.
+// Stores row and rank of each choice of the block, in the order of choices.
 __device__ __forceinline__ void tw_route_place(const TwEp& l, const TwRouting& a, const TwHandle& h, const TwTable& s) {
     const u32 lane = threadIdx.x % 32;
     u32* mine = s.warp + threadIdx.x / 32 * l.experts;
@@ -225,8 +228,13 @@ __device__ __forceinline__ void tw_route_place(const TwEp& l, const TwRouting& a
     }
 }
 
-// The routing: counts to everybody, rows from everybody's counts. Each warp takes a.span choices.
-// Grid: at most 16 blocks, which must all be alive at once.
+// The routing: writes this rank's counts to all ranks, waits for all counts, and computes rows.
+// Each warp handles a.span choices in sequence.
+//   Grid: at most 16 blocks, all resident at once. Block: at most TW_EP_MOVERS threads.
+//   Dynamic shared memory: TwTable for E experts and the block's warps.
+//   t the team, l the layer, m the counters of the routing, a its input, h its result, out the
+//   outputs to poison.
+// A bad index or a fault ends the launch without rows; the last block then poisons `out`.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS, 1)
 tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
             const __grid_constant__ TwRouting a, const __grid_constant__ TwHandle h, const __grid_constant__ TwPoison out) {
@@ -238,11 +246,12 @@ tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, co
         const TwWait w = {TW_OP_INPUT, a.bad_input, l.me, TW_OTHER, l.me, 0, 1, 0, 0};
         if (threadIdx.x == 0) tw_fail(t, w);
     }
-    // Each block comes by here once, whatever it met.
+    // Every block takes this ticket exactly once, also after a fault.
     const bool last = gridDim.x == 1 || tw_comes_last(m.ticket + 1);
     if (a.part != TW_PLACES && last && good && !__syncthreads_or(tw_is_over(t))) tw_route_publish(l, a, s, epoch);
     if (a.part != TW_COUNTS && good && tw_route_collect(t, l, m, s, epoch)) {
-        // From here on nobody is waited for: a dispatch behind this may take its multiprocessors.
+        // The kernel waits for no peer from here on, so a dispatch behind it may take free
+        // multiprocessors.
         griddepcontrol_launch_dependents();
         tw_route_scan(l, a, h, s);
         __syncthreads();
@@ -253,7 +262,7 @@ tw_ep_route(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, co
     if (tw_told(t)) tw_spoil(out);
 }
 
-// By a warp: a row to the ranks of `mask`, from me + 1 on.
+// Called by a warp: writes a row to the ranks of `mask`, in the order me + 1, me + 2, ...
 template <class Piece>
 __device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwPush& in, u32 t, u64 mask) {
     const u64 from = in.x + t * in.row_bytes, to = l.tokens + ((u64)l.me * l.max_tokens + t) * l.row_stride;
@@ -270,7 +279,7 @@ __device__ __forceinline__ void tw_push_pieces(const TwEp& l, const TwPush& in, 
     }
 }
 
-// By a warp: a row to the receive buffers of the ranks that it goes to, as its choices `p` say.
+// Called by a warp: writes a row to the receive buffer of each rank that has a kept choice in `p`.
 __device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwPush& in, const TwRecv& recv, u32 t, const TwPick& p) {
     for (u32 first = __ballot_sync(0xffffffffu, p.row >= 0 && p.nth == 0); first != 0; first &= first - 1) {
         const u32 from = __ffs(first) - 1;
@@ -280,7 +289,8 @@ __device__ __forceinline__ void tw_push_rows(const TwEp& l, const TwPush& in, co
     }
 }
 
-// A record of each of my tokens to each rank that has a kept copy of it.
+// Sender blocks: write a record of each token to each rank that has a kept copy of it, a chunk at a
+// time for each warp, and raise the chunk's flags.
 __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwPush& in,
                                         const TwRecv& recv, u64 epoch) {
     if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
@@ -308,9 +318,13 @@ __device__ __forceinline__ void tw_push(const TwTeam& t, const TwEp& l, const Tw
     }
 }
 
-// A dispatch: m.senders blocks send (none or all in halves of it), those behind them lay out what
-// arrives, to `recv`. Without recv.x (flat rows, and gradients of a combine) the rows stay in the
-// area for a later kernel.
+// A dispatch, or the push of gradients of a combine. Blocks below m.senders push (a launch with all
+// or none of them as senders is one half of an exchange by the host); blocks behind them copy
+// arrived rows to `recv`. Without recv.x (flat rows, gradients of a combine) rows stay in the area
+// for a later kernel.
+//   Grid: any m.senders and any number of blocks behind. Block: at most TW_EP_MOVERS / 2 threads.
+//   No dynamic shared memory.
+// After a fault waits return false, blocks end, and the last one poisons `out`.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
 tw_ep_push(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwPush in, const __grid_constant__ TwRecv recv,
@@ -322,7 +336,7 @@ tw_ep_push(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, con
     tw_end(t, l, m, epoch, out);
 }
 
-// The end of a phase whose area was read by kernels behind tw_ep_push. Grid: 1.
+// Grants the area after later kernels have read it (m.leave = 0 in the launch before). Grid: 1.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_leave(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m) {
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
@@ -330,7 +344,7 @@ tw_ep_leave(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, co
     tw_grant(t, l, m, epoch);
 }
 
-// `len` bytes by a block, in the largest pieces that both places allow.
+// Called by a block: copies `len` bytes in the largest pieces that both addresses allow.
 template <class Piece> __device__ __forceinline__ void tw_copy_piece(u64 to, u64 src, u64 len) {
 #pragma unroll 1
     for (u64 i = threadIdx.x; i < len / sizeof(Piece); i += THREADS) ((Piece*)to)[i] = ((const Piece*)src)[i];
@@ -344,8 +358,8 @@ __device__ __forceinline__ void tw_copy_one(u64 to, u64 src, u64 len) {
     else tw_copy_piece<u8>(to, src, len);
 }
 
-// Received rows without gaps, by source and token: h.place of each record, and the record of each
-// row in `row_source` (-1 before). Grid: 1.
+// Numbers received records without gaps, by source and token: h.place[record] is the row or -1, and
+// row_source[row] the record. The caller has filled row_source with -1. Grid: 1 block of THREADS.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_flat(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, int* row_source) {
     const u64 records = (u64)l.size * l.max_tokens;
@@ -361,7 +375,7 @@ tw_ep_flat(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, i
 }
 
 // index[row] = the received row that feeds an expert-major row, -1 in padding. `place` is null
-// where the received rows are expert-major. Grid: capacity / THREADS.
+// where received rows are expert-major. Grid: capacity / THREADS, rounded up; block: THREADS.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_row_index(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, const int* place, int* index) {
     const u64 row = (u64)blockIdx.x * THREADS + threadIdx.x;
@@ -370,8 +384,8 @@ tw_ep_row_index(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle
     index[row] = record < 0 ? -1 : place ? place[record] : (int)row;
 }
 
-// out[row] = the payload of record row_source[row], 0 where there is none; scales likewise (may be
-// null). Grid: rows.
+// out[row] = the payload of record row_source[row], 0 where that is -1; scales likewise (may be
+// null). Grid: one block of THREADS for each row.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64 row_bytes, float* scales) {
     const u64 row = blockIdx.x;
@@ -387,9 +401,9 @@ tw_ep_gather(const __grid_constant__ TwEp l, const int* row_source, u8* out, u64
     for (u32 i = threadIdx.x; i < l.scales; i += THREADS) scales[row * l.scales + i] = record < 0 ? 0.0f : from[i];
 }
 
-// By a warp: a slice of the sum of a record's copies in the order of choices, from the first one
-// on, in f32, rounded once, to the rank `s` that it came from; with the first slice the gradients
-// of its weights.
+// Called by a warp: sums slice `j` of the copies of a record of token t of rank s, in f32, in the
+// order of choices, beginning with the first term, rounded once; writes it to the returns area of
+// rank s. The caller with slice 0 also writes the gradients of its weights.
 __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, const TwReturn& b, u32 s, u32 t, u32 j, u32 slices) {
     const u64 record = (u64)s * l.max_tokens + t;
     const u32 num = h.num[record], lane = threadIdx.x % 32, rows = b.expert_major ? num : 1;
@@ -426,8 +440,8 @@ __device__ __forceinline__ void tw_return(const TwEp& l, const TwHandle& h, cons
         for (u32 n = lane; n < num; n += 32) grads[n] = b.dw[copies[n].row];
 }
 
-// Chunk by chunk, to all ranks from me + 1 on; a block for each, so that one fence does for many
-// rows.
+// Sender blocks: each takes one (chunk, rank) pair at a time, ranks in the order me + 1, me + 2,
+// ..., and one fence orders all rows of the pair before its flag.
 __device__ __forceinline__ void tw_return_all(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                               const TwReturn& b, u64 epoch) {
     const bool good = tw_granted(t, l, m, epoch);
@@ -444,8 +458,9 @@ __device__ __forceinline__ void tw_return_all(const TwTeam& t, const TwEp& l, co
     }
 }
 
-// By a warp: a slice of what returned for token t, in the order of the ranks, in f32, rounded
-// once; with the first slice the gradient that came with each choice, 0 if it was not sent.
+// Called by a warp: sums slice `j` of the returned rows of token t, in f32, in rank order, rounded
+// once. The caller with slice 0 also writes the gradient of each choice, 0 if the choice was not
+// kept.
 __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const TwReturn& b, u32 t, u32 j, u32 slices) {
     const u32 k = l.top_k, lane = threadIdx.x % 32;
     const u64 mine = l.returns + tw_step(l, l.me);
@@ -484,28 +499,33 @@ __device__ __forceinline__ void tw_sum(const TwEp& l, const TwHandle& h, const T
     }
 }
 
-// Chunks as they return from all ranks: a warp for each slice of a token.
+// The blocks behind the senders: each warp waits for the token's chunk from all ranks, then sums
+// one slice of it.
 __device__ __forceinline__ void tw_sum_all(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                            const TwReturn& b, u64 epoch) {
     if (tw_warp_is_over(t)) return;
     const u32 all = blockDim.x / 32, first = (blockIdx.x - m.senders) * all + threadIdx.x / 32;
     for (u32 i = first; i < b.tokens * m.slices; i += (gridDim.x - m.senders) * all) {
         const u32 token = i / m.slices;
-        // All sources at once, a lane for each.
+        // Each lane waits for one source.
         bool good = true;
         for (u32 r = threadIdx.x % 32; good && r < l.size; r += 32) {
             const TwWait w = {TW_OP_WAIT, m.slot + 1, r, 0, 0, epoch, 0, 0, 0};
             good = tw_await(t, tw_arrival(l, m, l.me, r, token / m.chunk), w);
         }
-        // All lanes read behind the words that single ones have seen.
+        // All lanes read data that flags acquired by single lanes announce.
         __syncwarp();
         if (!__all_sync(0xffffffffu, good)) return;
         tw_sum(l, h, b, token, i % m.slices, m.slices);
     }
 }
 
-// Combine, and the backward of dispatch: m.senders blocks return what arrived here, those behind
-// them add what returns.
+// A combine, or the backward of a dispatch. Blocks below m.senders sum the copies of arrived
+// records and push the sums to the records' ranks; blocks behind them sum what all ranks return.
+//   Grid: any m.senders and any number of blocks behind. Block: at most TW_EP_MOVERS / 2 threads.
+//   No dynamic shared memory.
+//   b are inputs and outputs of the return (TwReturn), out the outputs to poison.
+// After a fault waits return false, blocks end, and the last one poisons `out`.
 extern "C" __global__ void __launch_bounds__(TW_EP_MOVERS / 2, 1)
 tw_ep_return(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
            const __grid_constant__ TwHandle h, const __grid_constant__ TwReturn b, const __grid_constant__ TwPoison out) {
@@ -515,9 +535,10 @@ tw_ep_return(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, c
     tw_end(t, l, m, epoch, out);
 }
 
-// dy[row] = weights[row] * g of the row's record (g itself without weights), 0 in padding; with
-// weights also d_weights[row] = <g, y[row]>, added by lanes in their order, then in pairs. Rows
-// behind the last expert's get no dy: nobody reads there. Grid: capacity.
+// The backward of a combine at the experts: dy[row] = weights[row] * g of the row's record (g
+// itself without weights), 0 in padding; with weights also d_weights[row] = <g, y[row]>, summed by
+// lane, then in pairs, then by warp. Rows behind the last expert's get no dy, because consumers do
+// not read them. Grid: one block of THREADS for each row of the capacity.
 extern "C" __global__ void __launch_bounds__(TW_EP_THREADS)
 tw_ep_gather_bwd(const __grid_constant__ TwEp l, const __grid_constant__ TwHandle h, Out::Bits* dy,
                  const float* weights, const Out::Bits* y, float* d_weights, u32 hidden) {

@@ -1,10 +1,10 @@
-// Dispatch by bulk copies, from sm_90 on: as tw_ep_push of sm80_ep.cu, with rows that go through
-// shared memory, read once and stored to each place by one instruction. Rows, their addresses and
-// strides are multiples of 16.
+// Dispatch by bulk copies, sm_90 and newer. The result equals tw_ep_push of sm80_ep.cu; a row is
+// loaded into shared memory once and stored to each destination by one instruction. Rows, their
+// addresses and strides are multiples of 16.
 //
-// Warp roles: PUSH warps write rows to peers, then help the LAY warps, which lay out the rows that
-// arrive; one more warp writes zeros to rows that no token fills. Warps claim chunks from a
-// counter, so the launch ends with any number of blocks that run at once.
+// Warp roles: PUSH warps write rows to peers, then help the LAY warps, which copy arrived rows to
+// expert-major rows; one more warp zeroes rows that no token fills. Warps claim chunks from a
+// global counter, so the launch ends with any number of resident blocks.
 
 #include "../ptx/grid.cuh"
 #include "../comm/stage.cuh"
@@ -14,14 +14,14 @@ enum { PUSH = TW_EP_BULK_PUSH, LAY = TW_EP_BULK_LAY, PIECE = TW_EP_BULK_PIECE, Z
 enum { BULK_WARPS = PUSH + LAY + 1, PIECES = TW_EP_BULK_PIECES };
 static_assert(PIECE % 16 == 0 && ZERO % 16 == 0, "whole units");
 
-// [PUSH + LAY][PIECES][PIECE], then ZERO bytes that are 0.
+// Pieces [PUSH + LAY][PIECES][PIECE], then ZERO bytes of 0.
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
 typedef TwStage<PIECE, PIECES> Stage;
 
-// Where the copy that is this lane's choice `p` of a token goes by itself: the first one of a rank
-// to its place by number or, in a receive buffer, to its row; on this rank each one that has a row,
-// if rows are laid out. 0: nowhere.
+// Where the copy of this lane's choice `p` is stored: the first copy for a rank goes to the record
+// of the token or, with a receive buffer, to its row; on this rank every copy that has a row goes
+// to that row if rows are copied to recv.x. 0: nowhere.
 __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, const TwPick& p, u32 token) {
     const bool mine = recv.x && p.rank == (int)l.me;
     if (p.row < 0 || (p.nth != 0 && (recv.rank_major || !mine))) return 0;
@@ -30,9 +30,9 @@ __device__ __forceinline__ u64 tw_bulk_to(const TwEp& l, const TwRecv& recv, con
     return l.tokens + tw_step(l, p.rank) + record * l.row_stride;
 }
 
-// By a warp: rows of `bytes` through its pieces, each to the places of its lanes. Row `i` of `live`
-// begins at from(i), and goes to `to` of those lanes whose `row` it is. The first load is on its
-// way already.
+// Called by a warp: moves rows of `bytes` through the warp's pieces. Row `i` of the mask `live`
+// begins at from(i); each lane with row == i and a nonzero `to` stores it there. The caller has
+// already issued the load of the first piece.
 template <class From>
 __device__ __forceinline__ void tw_bulk_rows(Stage& s, u64 bytes, u32 live, u32 row, u64 to, const From& from) {
     while (live != 0) {
@@ -49,36 +49,37 @@ __device__ __forceinline__ void tw_bulk_rows(Stage& s, u64 bytes, u32 live, u32 
     }
 }
 
-// By a warp: tokens [token, end) to the ranks that their choices name.
+// Called by a warp: pushes tokens [token, end) to the ranks of their choices.
 __device__ __forceinline__ void tw_bulk_push_rows(const TwEp& l, const TwHandle& h, const TwPush& in, const TwRecv& recv,
                                              u64 epoch, u32 token, u32 end, Stage& s) {
     const u32 most = 32 / l.top_k, lane = threadIdx.x % 32;
     for (; token < end; token += most) {
         const u32 num = min(most, end - token);
         const auto from = [&](u32 i) { return in.x + (token + i) * in.row_bytes; };
-        // The first row comes while it is found where rows go.
+        // The load of the first row overlaps the computation of its destinations.
         tw_bulk_fetch(s, from(0), in.row_bytes);
         const TwPick p = tw_push_copies(l, h, in, epoch, token, token + num);
         tw_bulk_rows(s, in.row_bytes, 0xffffffffu >> (32 - num), lane / l.top_k, tw_bulk_to(l, recv, p, token + lane / l.top_k), from);
     }
 }
 
-// By a warp: chunk `first`, and then those that no warp has taken.
+// Called by a warp: pushes chunk `first`, then chunks that it claims.
 __device__ __forceinline__ void tw_bulk_push(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h, const TwPush& in,
                                              const TwRecv& recv, u64 epoch, u32 first, Stage& s) {
     if (!tw_granted(t, l, m, epoch) || !tw_accepted(t, l, m, recv, epoch)) return;
-    // The rows were read by bulk loads before they were granted, and are written by bulk stores.
+    // Orders the credits, acquired by loads, before the bulk stores that they permit.
     fence_proxy_async();
     for (u32 c = first; c < m.chunks; c = tw_claim(m.ticket + 2)) {
         tw_bulk_push_rows(l, h, in, recv, epoch, c * m.chunk, min((c + 1) * m.chunk, in.tokens), s);
-        // Written, and known to the lane that will say so, before the flags.
+        // The bulk stores of each lane must be complete, and ordered by its fence, before the
+        // flags.
         bulk_wait_group<0>();
         fence_proxy_async();
         tw_push_flags(t, l, m, epoch, c);
     }
 }
 
-// By a warp: rows that no token fills, stored from bytes that are 0.
+// By bulk stores from zero bytes in shared memory, the calling warp zeroes a row.
 struct TwBulkZeros {
     __device__ __forceinline__ void operator()(u64 to, u64 len) const {
         const unsigned char* zeros = tw_smem + (PUSH + LAY) * PIECES * PIECE;
@@ -88,9 +89,9 @@ struct TwBulkZeros {
     }
 };
 
-// By a warp: records [record, record + num), at most 32 / top_k, to the rows of their copies but
-// for those that are there already: this rank's own, and the first of each in a receive buffer. A
-// lane has copy lane % top_k of record record + lane / top_k.
+// Called by a warp: copies records [record, record + num), at most 32 / top_k, to the rows of their
+// copies, except to rows that are already in place: this rank's own, and the first copy of each
+// record in a receive buffer. Lane i has copy i % top_k of record record + i / top_k.
 __device__ __forceinline__ void tw_bulk_lay(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 epoch, u64 record, u32 num,
                                             Stage& s) {
     const u32 full = 0xffffffffu, lane = threadIdx.x % 32, k = l.top_k, i = lane / k, n = lane % k;
@@ -114,20 +115,22 @@ __device__ __forceinline__ void tw_bulk_lay(const TwEp& l, const TwHandle& h, co
         const u32 of = __ffs(some) - 1;
         tw_keep_scales(l, out, record + of / k, of % k, __shfl_sync(full, (u32)c.row, of));
     }
-    // A record that has not come has its row, too.
+    // Rank-major: a record without copies has a row, too, which is zeroed.
     u32 none = __ballot_sync(full, out.rank_major && i < num && n == 0 && !valid);
     for (; none != 0; none &= none - 1) tw_empty_row(l, out, record + (__ffs(none) - 1) / k, TwBulkZeros());
     tw_bulk_rows(s, out.row_bytes, live, i, to, from);
 }
 
-// What arrives, chunk after chunk: of each chunk all sources, from me + 1 on.
+// Called by a warp: claims (chunk, source) pairs, sources of a chunk in the order me + 1, me + 2,
+// ..., and copies each to expert-major rows once it has arrived.
 __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                                 const TwRecv& out, u64 epoch, u32 first, Stage& s) {
     if (tw_warp_is_over(t)) return;
     for (u32 j = first; j < m.chunks * l.size; j = tw_claim(m.ticket + 3)) {
         const u32 c = j / l.size, src = (l.me + 1 + j % l.size) % l.size;
         if (!tw_arrived(t, l, m, epoch, src, c)) return;
-        // Rows were written by a peer's bulk copies, and are read by mine.
+        // The flag was acquired by a load; this warp reads the rows that it announces by bulk
+        // loads.
         fence_proxy_async();
         const u32 end = min((c + 1) * m.chunk, l.max_tokens), most = 32 / l.top_k;
         for (u32 token = c * m.chunk; token < end; token += most)
@@ -135,8 +138,9 @@ __device__ __forceinline__ void tw_bulk_receive(const TwTeam& t, const TwEp& l, 
     }
 }
 
-// As tw_ep_push, with any number of blocks; may begin while the kernel before it ends. Dynamic
-// shared memory: (PUSH + LAY) * PIECES * PIECE + ZERO.
+// A dispatch; parameters, result and behaviour after a fault are those of tw_ep_push. Grid: any
+// number of blocks. Block: BULK_WARPS warps. Dynamic shared memory: (PUSH + LAY) * PIECES * PIECE +
+// ZERO bytes. The launch may begin while the kernel before it ends (griddepcontrol).
 extern "C" __global__ void __launch_bounds__(BULK_WARPS * 32, 1)
 tw_ep_push_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwPush in, const __grid_constant__ TwRecv recv,
@@ -144,14 +148,14 @@ tw_ep_push_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
     __shared__ __align__(8) u64 barriers[PIECES * (PUSH + LAY)];
     __shared__ u32 taken[2];
     const u32 warp = threadIdx.x / 32;
-    // Read by bulk stores.
+    // Bulk stores read these zeros.
     for (u32 i = threadIdx.x; i < ZERO / 4; i += blockDim.x) ((u32*)(tw_smem + (PUSH + LAY) * PIECES * PIECE))[i] = 0;
     fence_proxy_async();
     griddepcontrol_wait();
     const u64 epoch = ld_relaxed_gpu_u64(m.epoch) + 1;
     tw_announce(t, l, m, recv, epoch);
-    // A block takes a share of what there is, no more than a thing for each warp: few tokens go to
-    // all blocks, and warps do not begin with a word that all of them want.
+    // A block claims its even share of pushes and of receives at once, at most one for each warp:
+    // few tokens spread over all blocks, and warps do not start with contention on the counters.
     const u32 each[2] = {tw_ceil(m.chunks, gridDim.x), tw_ceil(m.chunks * l.size, gridDim.x)};
     const u32 share[2] = {min((u32)PUSH, each[0]), min((u32)LAY, each[1])};
     if (threadIdx.x == 0) taken[0] = atomicAdd(m.ticket + 2, share[0]), taken[1] = atomicAdd(m.ticket + 3, share[1]);
@@ -160,13 +164,13 @@ tw_ep_push_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l
         Stage s = tw_stage<PIECE, PIECES>(tw_smem, barriers);
         const u32 push = warp < PUSH && warp >= share[0] ? tw_claim(m.ticket + 2) : taken[0] + warp;
         if (warp < PUSH) tw_bulk_push(t, l, m, h, in, recv, epoch, push, s);
-        // What has sent lays out, too.
+        // PUSH warps that find no chunk left receive, too.
         const bool has = warp >= PUSH && warp - PUSH < share[1];
         tw_bulk_receive(t, l, m, h, recv, epoch, has ? taken[1] + warp - PUSH : tw_claim(m.ticket + 3), s);
     } else {
         if (!tw_warp_is_over(t)) tw_pad(l, h, recv, blockIdx.x, gridDim.x, TwBulkZeros());
     }
-    // What a lane has stored is there, and no shared memory is read any more.
+    // The bulk stores of each lane are complete, and no bulk copy reads shared memory any more.
     bulk_wait_group<0>();
     fence_proxy_async();
     tw_end(t, l, m, epoch, out);

@@ -1,27 +1,27 @@
-// Combine by bulk loads, from sm_90 on: as tw_ep_return of sm80_ep.cu, with rows that come through
-// shared memory, a ring of slices for each warp, so that few multiprocessors have enough bytes on
-// their way. Rows, their addresses and strides are multiples of 16; a chunk has at most TOKENS
-// tokens, a token at most ENTRIES copies, ranks at most as many.
+// Combine by bulk loads, sm_90 and newer. The result equals tw_ep_return of sm80_ep.cu; rows pass
+// through shared memory, a ring of slices for each warp, so that few multiprocessors have enough
+// bytes in flight. Rows, their addresses and strides are multiples of 16; a chunk has at most
+// TOKENS tokens, a token at most ENTRIES copies, and the team at most ENTRIES ranks.
 //
-// Warp roles: RETURN warps add the copies of a record and push the sum to its rank; SUM warps add
-// the rows that return. RETURN warps that find no chunk left add, too. Warps claim chunks from a
-// counter, so the launch ends with any number of blocks that run at once.
+// Warp roles: RETURN warps sum the copies of a record and push the sum to its rank; SUM warps sum
+// the returned rows. RETURN warps that find no chunk left sum, too. Warps claim chunks from a
+// global counter, so the launch ends with any number of resident blocks.
 
 #include "../ptx/bulk.cuh"
 #include "layer.cuh"
 
 enum { RETURN = TW_EP_RETURN_PUSH, SUM = TW_EP_RETURN_SUM, SLICE = TW_EP_RETURN_SLICE, STAGES = TW_EP_RETURN_STAGES };
-// Tokens of a part of a chunk that is added.
+// Tokens that a warp claims at a time when it sums returned rows.
 enum { PART = 4 };
 enum { TOKENS = TW_EP_RETURN_TOKENS, ENTRIES = TW_EP_RETURN_ENTRIES, ALL_WARPS = RETURN + SUM };
-// Bytes of a row that a lane reads at a time. With 16 the code for sm_100 has too few registers
-// (bf16: 28 bytes spilled).
+// Bytes that a lane reads at a time. With 16 the code for sm_100 runs out of registers (bf16: 28
+// bytes spilled).
 #if __CUDA_ARCH__ >= 1000
 enum { UNIT = sizeof(OutQuad) };
 #else
 enum { UNIT = sizeof(TwPiece) };
 #endif
-// Quads of a unit, and units of a lane.
+// QUADS: quads of a unit; UNITS: units of a slice for each lane.
 enum { QUADS = UNIT / sizeof(OutQuad), UNITS = (SLICE + 32 * UNIT - 1) / (32 * UNIT) };
 static_assert(SLICE % sizeof(TwPiece) == 0 && ENTRIES <= 32, "whole units, a lane for each entry");
 
@@ -30,7 +30,8 @@ struct __align__(UNIT) TwUnit {
 };
 static_assert(sizeof(TwUnit) == UNIT, "one access");
 
-// [ALL_WARPS][STAGES + 1][SLICE], the last for sums, then a TwList for each warp.
+// [ALL_WARPS][STAGES + 1][SLICE], the last slice of each warp for sums, then a TwList for each
+// warp.
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
 struct TwEntry {
@@ -38,33 +39,33 @@ struct TwEntry {
     float weight;
 };
 
-// The rows of a chunk's tokens.
+// For each token of a chunk: the rows to be summed, and their weights.
 struct TwList {
     u32 num[TOKENS];
     TwEntry e[TOKENS][ENTRIES];
 };
 
-// A warp's slices and one for sums, their barriers, the stages to be asked for and used next, and
-// the phase of the latter.
+// A warp's ring: STAGES slices and one for sums at `at`, a barrier for each stage, the stage of the
+// next load (`ask`), the stage to be read next (`use`) and the barrier phase of the latter.
 struct TwRing {
     unsigned char* at;
     u64* full;
     u32 ask, use, phase;
 };
 
-// Counted, not divided: this is done for every slice.
+// A comparison instead of a remainder: this runs for every slice.
 __device__ __forceinline__ u32 tw_stage_after(u32 stage) {
     return stage + 1 == STAGES ? 0 : stage + 1;
 }
 
-// Where rows are that a list names. Rows of less than 2^20 elements: 32 bits, for registers are
-// what this kernel is short of.
+// The memory that row numbers of a list refer to. Rows have less than 2^20 elements, so 32 bits do:
+// registers are the limit of this kernel.
 struct TwRows {
     u64 base;
     u32 stride, bytes;
 };
 
-// The next load of a list: slice by slice of a token, its rows in turn.
+// The next load of a list: token by token, slice by slice of a token, its rows in turn.
 struct TwCursor {
     u32 token, n, at;
 };
@@ -73,7 +74,7 @@ __device__ __forceinline__ void tw_skip(const TwList& list, u32 tokens, TwCursor
     while (c.token < tokens && list.num[c.token] == 0) c.token++;
 }
 
-// By a warp: asks for the next load, if there is one; its stage is free.
+// Called by a warp: issues the next load of the list, if there is one. Its stage must be free.
 __device__ __forceinline__ void tw_ask(const TwList& list, u32 tokens, const TwRows& rows, TwCursor& c, TwRing& ring) {
     if (c.token >= tokens) return;
     if (threadIdx.x % 32 == 0) {
@@ -92,8 +93,8 @@ __device__ __forceinline__ void tw_ask(const TwList& list, u32 tokens, const TwR
     tw_skip(list, tokens, c);
 }
 
-// By a warp: adds a slice of `units` to the sums, or begins them with it (FIRST); without
-// conditions where it is FULL, so that the reads of shared memory do not wait for each other.
+// Called by a warp: adds a slice of `units` to the sums, or starts them with it (FIRST). FULL:
+// every lane has UNITS units, so there are no branches and the reads of shared memory overlap.
 template <bool FULL, bool WEIGHTED, bool FIRST>
 __device__ __forceinline__ void tw_add_slice(float (&sum)[UNITS][QUADS][4], const TwUnit* slice, u32 units, float w) {
     const u32 lane = threadIdx.x % 32;
@@ -111,7 +112,7 @@ __device__ __forceinline__ void tw_add_slice(float (&sum)[UNITS][QUADS][4], cons
     }
 }
 
-// By a warp: the next slice has arrived. The bytes of our own load always do.
+// Called by a warp: waits for the next slice. No deadline: the warp's own load always completes.
 __device__ __forceinline__ const TwUnit* tw_next_slice(TwRing& ring) {
     const u32 stage = ring.use;
     while (!mbarrier_try_wait_parity(ring.full + stage, ring.phase)) {
@@ -121,16 +122,16 @@ __device__ __forceinline__ const TwUnit* tw_next_slice(TwRing& ring) {
     return (const TwUnit*)(ring.at + stage * SLICE);
 }
 
-// By a warp: the ring's own slice is free, since the sum before has left.
+// Called by a warp: returns the slice for sums once the bulk store of the sum before has read it.
 __device__ __forceinline__ TwUnit* tw_own_slice(TwRing& ring) {
     bulk_wait_group_read<0>();
     __syncwarp();
     return (TwUnit*)(ring.at + STAGES * SLICE);
 }
 
-// By a warp: the sum of `num` slices in their order, from the first one on, in f32, each times its
-// weight if `WEIGHTED`; rounded once, to the ring's own slice. A single one without a weight is
-// passed on as it is.
+// Called by a warp: sums the slices of token `j` in list order, beginning with the first term, in
+// f32, each multiplied by its weight if WEIGHTED; rounds once, into the ring's slice for sums. A
+// single slice without a weight is copied unchanged.
 template <bool FULL, bool WEIGHTED>
 __device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, const TwRows& rows, TwRing& ring, u32 j, u32 units,
                                               TwCursor& next) {
@@ -145,11 +146,11 @@ __device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, co
         tw_ask(list, tokens, rows, next, ring);
     } else {
         float sum[UNITS][QUADS][4] = {};
-        // The first one apart: in the loop its sums would be two, more than there are registers
-        // for.
+        // The first slice has a call of its own: with FIRST decided in the loop the sums would be
+        // held twice, which needs too many registers.
         if (num != 0) {
             tw_add_slice<FULL, WEIGHTED, true>(sum, tw_next_slice(ring), units, list.e[j][0].weight);
-            // All lanes have read the stage.
+            // All lanes have read the stage before it is loaded again.
             __syncwarp();
             tw_ask(list, tokens, rows, next, ring);
         }
@@ -173,8 +174,8 @@ __device__ __forceinline__ void tw_add_slices(const TwList& list, u32 tokens, co
     __syncwarp();
 }
 
-// By a warp: the sum of each token's rows to the row at to(token); 0 where a token has none, if
-// `zeros`.
+// Called by a warp: stores the sum of each token's rows at to(token). A token without rows gets 0
+// if `zeros`, else nothing.
 template <bool WEIGHTED, class To>
 __device__ __forceinline__ void tw_add(const TwList& list, u32 tokens, const TwRows& rows, TwRing& ring, bool zeros, const To& to) {
     TwCursor next = {0, 0, 0};
@@ -192,13 +193,13 @@ __device__ __forceinline__ void tw_add(const TwList& list, u32 tokens, const TwR
     }
 }
 
-// By a warp: the copies of `tokens` records from `first` on.
+// Called by a warp: lists the copies of `tokens` records from `first` on.
 __device__ __forceinline__ void tw_list_copies(const TwEp& l, const TwHandle& h, const TwReturn& b, u64 first, u32 tokens, TwList& list) {
     const u32 lane = threadIdx.x % 32;
     u32 num[TOKENS];
     TwCopy c[TOKENS];
     int place[TOKENS];
-    // What lies behind the last copy of a record is of another launch, and not used.
+    // Entries behind the last copy of a record are left over from another launch, and not used.
 #pragma unroll
     for (u32 j = 0; j < TOKENS; j++) {
         if (j >= tokens) continue;
@@ -218,12 +219,13 @@ __device__ __forceinline__ void tw_list_copies(const TwEp& l, const TwHandle& h,
     __syncwarp();
 }
 
-// Chunk by chunk, to all ranks from me + 1 on.
+// Called by a warp: claims (chunk, rank) pairs, ranks in the order me + 1, me + 2, ..., and pushes
+// the sums of the pair's records.
 __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                                const TwReturn& b, u64 epoch, TwRing& ring, TwList& list) {
     const u32 lane = threadIdx.x % 32;
     if (!tw_granted(t, l, m, epoch)) return;
-    // The rows were read by bulk loads before they were granted, and are written by bulk stores.
+    // Orders the credits, acquired by loads, before the bulk stores that they permit.
     fence_proxy_async();
     const TwRows rows = {(u64)b.y, b.hidden * (u32)sizeof(Out::Bits), b.hidden * (u32)sizeof(Out::Bits)};
     for (u32 i; (i = tw_claim(m.ticket + 2)) < m.chunks * l.size;) {
@@ -242,7 +244,8 @@ __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, c
         }
         __syncwarp();
         if (lane != 0) continue;
-        // Written, and known to this lane, before the flag.
+        // Lane 0 issued the bulk stores: it waits until they are complete, and fences, before the
+        // flag.
         bulk_wait_group<0>();
         fence_proxy_async();
         fence_acq_rel_sys();
@@ -250,7 +253,7 @@ __device__ __forceinline__ void tw_bulk_return(const TwTeam& t, const TwEp& l, c
     }
 }
 
-// By a warp: what returns for `tokens` tokens from `token` on, in the order of the ranks.
+// Called by a warp: lists the returned rows of `tokens` tokens from `token` on, in rank order.
 __device__ __forceinline__ void tw_list_ranks(const TwEp& l, const TwHandle& h, u32 token, u32 tokens, TwList& list) {
     const u32 lane = threadIdx.x % 32;
     int rank[TOKENS];
@@ -273,7 +276,7 @@ __device__ __forceinline__ void tw_list_ranks(const TwEp& l, const TwHandle& h, 
     __syncwarp();
 }
 
-// The gradient that came with each choice of a token, 0 if it was not sent.
+// Writes the returned gradient of each choice of a token, 0 if the choice was not kept.
 __device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h, const TwReturn& b, u32 token) {
     const u32 i = threadIdx.x % 32, k = l.top_k;
     if (i >= k) return;
@@ -285,7 +288,8 @@ __device__ __forceinline__ void tw_choice_grads(const TwEp& l, const TwHandle& h
     b.dw_out[(u64)token * k + i] = sent ? ((const float*)(record + l.return_stride) - k)[n] : 0.0f;
 }
 
-// Chunks as they return from all ranks, in parts, so that warps end together.
+// Called by a warp: claims parts of PART tokens, waits for their chunk from all ranks, and sums
+// them. Parts are smaller than chunks so that warps end together.
 __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, const TwMeet& m, const TwHandle& h,
                                             const TwReturn& b, u64 epoch, TwRing& ring, TwList& list) {
     if (tw_warp_is_over(t)) return;
@@ -296,16 +300,16 @@ __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, cons
         if (token >= end) continue;
         const u32 tokens = min((u32)PART, end - token);
         tw_list_ranks(l, h, token, tokens, list);
-        // All sources at once, a lane for each.
+        // Each lane waits for one source.
         bool good = true;
         for (u32 r = threadIdx.x % 32; good && r < l.size; r += 32) {
             const TwWait w = {TW_OP_WAIT, m.slot + 1, r, 0, 0, epoch, 0, 0, 0};
             good = tw_await(t, tw_arrival(l, m, l.me, r, c), w);
         }
-        // All lanes read behind the words that single ones have seen.
+        // All lanes read data that flags acquired by single lanes announce.
         __syncwarp();
         if (!__all_sync(0xffffffffu, good)) return;
-        // Every lane reads behind the words that the others have seen, and lane 0 by bulk loads.
+        // The same for lane 0's bulk loads, which also need a proxy fence behind the flags.
         __syncwarp();
         fence_proxy_async();
         const u64 to = (u64)(b.out + (u64)token * b.hidden);
@@ -315,8 +319,9 @@ __device__ __forceinline__ void tw_bulk_sum(const TwTeam& t, const TwEp& l, cons
     }
 }
 
-// As tw_ep_return, with any number of blocks. Dynamic shared memory: ALL_WARPS * ((STAGES + 1) *
-// SLICE + sizeof(TwList)).
+// A combine; parameters, result and behaviour after a fault are those of tw_ep_return. Grid: any
+// number of blocks. Block: ALL_WARPS warps. Dynamic shared memory: ALL_WARPS * ((STAGES + 1) *
+// SLICE + sizeof(TwList)) bytes.
 extern "C" __global__ void __launch_bounds__(ALL_WARPS * 32, 1)
 tw_ep_return_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp l, const __grid_constant__ TwMeet m,
                 const __grid_constant__ TwHandle h, const __grid_constant__ TwReturn b, const __grid_constant__ TwPoison out) {
@@ -332,7 +337,7 @@ tw_ep_return_bulk(const __grid_constant__ TwTeam t, const __grid_constant__ TwEp
     __syncwarp();
     if (warp < RETURN) tw_bulk_return(t, l, m, h, b, epoch, ring, list);
     tw_bulk_sum(t, l, m, h, b, epoch, ring, list);
-    // What a lane has stored is there, and no shared memory is read any more.
+    // The bulk stores of each lane are complete, and no bulk copy reads shared memory any more.
     bulk_wait_group<0>();
     fence_proxy_async();
     tw_end(t, l, m, epoch, out);
