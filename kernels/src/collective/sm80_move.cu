@@ -1,12 +1,13 @@
-// Pieces of memory from here to there: pushes into peers' chunks, and what came to where it
-// belongs.
+// Copies of many memory segments: pushes into peers' memory, and copies of received data to
+// outputs.
 //
 // Segment i is `len[i]` bytes from src[i] to dst[i]; segments do not overlap. Any alignment;
-// fastest where both addresses are multiples of 16. Launch: grid (any, num), blocks of
-// TW_MOVE_THREADS.
+// fastest where both addresses are multiples of 16. Launch: grid (any, number of segments), blocks
+// of TW_MOVE_THREADS, no dynamic shared memory.
 //
-// Destinations may lie on other devices: plain stores, published by a kernel of comm/signal.cu
-// behind this one. Sources are local: remote loads take a round trip each.
+// Destinations may be on other devices: the kernel writes them by plain stores, which a kernel of
+// comm/signal.cu behind this one publishes. Sources are local, because each remote load would take
+// a round trip.
 
 #include "../common/convert.cuh"
 
@@ -23,7 +24,7 @@ template <class Piece> __device__ __forceinline__ void tw_pieces(u64 dst, u64 sr
     u64 i = from + (u64)blockIdx.x * TW_MOVE_THREADS + threadIdx.x;
     const Piece* s = (const Piece*)src;
     Piece* d = (Piece*)dst;
-    // Four loads in flight.
+    // Four loads are in flight.
     for (; i + 3 * step < end; i += 4 * step) {
         const Piece a = s[i], b = s[i + step], c = s[i + 2 * step], e = s[i + 3 * step];
         d[i] = a, d[i + step] = b, d[i + 2 * step] = c, d[i + 3 * step] = e;

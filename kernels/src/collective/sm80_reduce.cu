@@ -1,15 +1,17 @@
 // Sums of parts that peers have pushed: the owner's half of reduce_scatter, all_reduce and GEMM+RS.
 //
-// out[i] = round(scale * (part_0[i] + part_1[i] + ... + part_{size-1}[i]) + bias[i % cols]), added
-// in f32 in the order of the ranks and rounded once, so that the bits depend on nothing but the
-// inputs. The part of rank r lies at slots + r * stride; that of `me` at `own`, in a type of its
-// own. With `me` no rank all parts lie in slots, and `own` is not read.
+// out[i] = round(scale * (part_0[i] + part_1[i] + ... + part_{size-1}[i]) + bias[i % cols]), summed
+// in f32 in rank order and rounded once, so the bits depend on the inputs alone. The part of rank r
+// is at slots + r * stride; that of rank `me` at `own`, in a type of its own. If `me` >= `size`,
+// all parts are in slots and `own` is not read.
 //
 // Types by mantissa bits (23 f32, 10 f16, 7 bf16): TW_WIRE_MANTISSA of the slots, TW_OWN_MANTISSA,
-// TW_OUT_MANTISSA. `num` elements; any alignment of the elements' size, fastest with 4 elements'.
-// Launch: any grid of blocks of TW_REDUCE_THREADS; a thread takes four elements at a time.
+// TW_OUT_MANTISSA. `num` elements, aligned to their size; fastest if aligned to four elements.
+// Launch: any grid of blocks of TW_REDUCE_THREADS; a thread sums four elements at a time. No
+// dynamic shared memory.
 //
-// The slots are symmetric memory: plain loads, behind the wait for their writers.
+// The slots are symmetric memory: the kernel reads them by plain loads, after the stream has waited
+// for their writers.
 
 #include "../common/convert.cuh"
 #include "sum.cuh"
@@ -45,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(TW_REDUCE_THREADS) tw_reduce(const 
         OwnQuad mine;
         mine.clear();
         if (a.me < a.size) mine = tw_quad<OwnQuad>(a.own, n, a.num);
-        // Eight loads in flight, whatever the number of ranks.
+        // Eight loads are in flight, whatever the number of ranks.
         for (u32 r0 = 0; r0 < a.size; r0 += 8) {
             WireQuad part[8];
 #pragma unroll

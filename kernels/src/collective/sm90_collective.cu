@@ -1,19 +1,27 @@
-// A collective as one kernel that meets the other ranks itself, from sm_90 on: parts go to their
-// ranks by bulk copies, piece by piece with a flag behind each, and what arrives is taken in as it
-// arrives. It is copied to the output, or added in f32 in the order of the ranks and rounded once,
-// with the bits of sm80_reduce.cu; a sum goes on to all ranks, if there is a second phase.
+// A collective as one kernel that synchronises with the other ranks itself, sm_90 and newer. Each
+// rank pushes a part to every rank by bulk copies, in pieces that have a flag each, and handles
+// received pieces as they arrive: it copies them to the output, or sums them in f32 in rank order
+// and rounds once, with the bits of sm80_reduce.cu. If there is a second phase, the sums are pushed
+// to all ranks and copied to their outputs.
 //
-// Of the WARPS of a block one thread of each of the first SEND sends: chunks go through a ring in
-// shared memory, some being loaded, others being stored, and a flag follows once its piece is
-// written. The fence before a flag waits for all that its thread has stored, some microseconds, so
-// that several threads send, and pieces are several chunks. The other warps, and at last those,
-// take in what arrives. Sums wait for pieces that ranks send, and what is taken in last waits for
-// sums, so that a warp does these in that order, and some warps do the last alone. Warps take the
-// next thing that nobody has taken: the launch ends with any number of blocks that run at once.
+// Warp roles, WARPS in a block:
+//   push  lane 0 of each of the first SEND warps: moves chunks (a piece is several chunks) through
+//         a ring in shared memory, some being loaded while others are being stored, and raises the
+//         flag of a piece once the piece is written. The fence before a flag waits for all stores
+//         of its thread, some microseconds; so several threads push, and a piece is several chunks.
+//         If an address or length is no multiple of 16, the whole warp copies by plain stores.
+//   sum   the first `summers` warps: sum slices of this rank's part.
+//   take  all warps: copy received pieces, or sums of the owners, to the output.
+// A warp with several roles takes them in that order, because sums wait for pushed pieces, and
+// `take` waits for sums; warps beyond SEND and `summers` only take. Work is claimed from global
+// counters, so the launch ends with any number of resident blocks.
 //
-// A flag holds the number of its launch: nothing is ever cleared, and a replayed graph needs no new
-// values. A rank that has read what arrived grants its memory for the next launch. Peers' memory is
-// written, read never.
+// A flag holds the launch number, so no kernel clears flags, and a replayed graph needs no new
+// values. A rank that has read what arrived grants its memory for the next launch. Kernels write
+// peers' memory and never read it.
+//
+// Names used throughout: t the team, c the collective, a this rank's sum, s the warp's stage in
+// shared memory, k a chunk, r a rank.
 
 #include "../common/convert.cuh"
 #include "../comm/meet.cuh"
@@ -28,14 +36,15 @@ static_assert(RANKS <= 32, "a lane for each rank");
 typedef TwQuads<TW_OUT_MANTISSA> Quad;
 typedef TwStage<PIECE, 1> Stage;
 
-// [WARPS][PIECE] of what is taken in, then [SEND][STAGES][CHUNK] of what is sent.
+// [WARPS][PIECE] stages of sums and of takes, then [SEND][STAGES][CHUNK] rings of pushes.
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
 struct TwPart {
     u64 src, dst, len;
 };
 
-// Flags of a rank: credits [P] u64, then arrivals [2][P][pieces] u64 of what is sent and of sums.
+// One launch (`c`). Flags of a rank: credits [P] u64, then arrivals [2][P][pieces] u64: of phase 0,
+// pushed parts, and of phase 1, sums.
 struct TwCollective {
     u64 flags[RANKS];
     u64* epoch;         // launches so far
@@ -49,8 +58,8 @@ struct TwCollective {
     TwPart take[RANKS]; // what comes from each rank, and where it belongs
 };
 
-// My part of a sum of `len` bytes: that of rank r lies at slots + r * stride, mine at `own`. Where
-// rank r gets it, or 0.
+// The sum of this rank's part (`a`), `len` bytes: the operand from rank r is at slots + r * stride,
+// my own at `own`. to[r] is where the sum is stored for rank r, or 0.
 struct TwTotal {
     u64 slots, stride, own, len;
     u64 to[RANKS];
@@ -66,8 +75,8 @@ __device__ __forceinline__ u64* tw_arrival(const TwTeam& t, const TwCollective& 
     return (u64*)c.flags[rank] + t.size + (u64)(phase * t.size + writer) * c.pieces + n;
 }
 
-// By a warp, a lane for each peer: its word at word(r) has reached `count`. False if the team is
-// over.
+// Called by a warp, lane r for peer r: waits until the word at word(r) has reached `count`. False
+// if the team has a fault.
 template <class Word>
 __device__ __forceinline__ bool tw_all_reached(const TwTeam& t, u32 slot, u64 count, const Word& word) {
     const u32 r = threadIdx.x % 32;
@@ -76,17 +85,17 @@ __device__ __forceinline__ bool tw_all_reached(const TwTeam& t, u32 slot, u64 co
         const TwWait w = {TW_OP_WAIT, slot, r, 0, 0, count, 0, 0, 0};
         good = tw_await(t, word(r), w);
     }
-    // Every lane reads behind the words that the others have seen.
+    // Every lane reads data that words acquired by other lanes announce.
     __syncwarp();
     return __all_sync(0xffffffffu, good);
 }
 
-// Piece `n` of what is sent has arrived from all ranks.
+// Waits until piece `n` of phase 0 has arrived from all ranks.
 __device__ __forceinline__ bool tw_all_came(const TwTeam& t, const TwCollective& c, u64 epoch, u32 n) {
     return tw_all_reached(t, c.slot + 1, epoch, [&](u32 r) { return tw_arrival(t, c, 0, t.me, r, n); });
 }
 
-// By a warp: `len` bytes to the output.
+// Called by a warp: copies `len` bytes from a received piece to the output.
 __device__ __forceinline__ void tw_copy(u64 from, u64 to, u64 len, Stage& s) {
     if ((from | to | len) % 16 == 0) {
         tw_bulk_fetch(s, from, len);
@@ -103,9 +112,10 @@ __device__ __forceinline__ void tw_copy(u64 from, u64 to, u64 len, Stage& s) {
     tw_lay(from, len, places, 0, 1);
 }
 
-// By a warp that has written piece `n` to rank `r` of each lane with `announced`: it has arrived.
+// Called by a warp that has written piece `n`: each lane with `announced` raises the flag at rank
+// `r`.
 __device__ __forceinline__ void tw_announce(const TwTeam& t, const TwCollective& c, u64 epoch, u32 phase, bool announced, u32 r, u32 n) {
-    // Written, and known to the lane that says so.
+    // The bulk stores of each lane are complete and ordered before the flags.
     bulk_wait_group<0>();
     fence_proxy_async();
     __syncwarp();
@@ -113,21 +123,23 @@ __device__ __forceinline__ void tw_announce(const TwTeam& t, const TwCollective&
     if (announced && r != t.me) st_relaxed_sys_u64(tw_arrival(t, c, phase, r, t.me, n), epoch);
 }
 
-// A chunk on its way: where it is in its part, and its piece if it is the last of that.
+// A chunk in flight: its offset in the part, its length, its item (see TwCut), and whether it is
+// the last of its piece.
 struct TwChunk {
     u64 at;
     u32 len, item, last;
 };
 
-// Chunks in shared memory, and what is known of those that are loaded, stored or not yet announced.
+// The ring of a pushing thread: stages, their barriers, and the chunks that are being loaded, being
+// stored, or stored but not yet announced.
 struct TwRing {
     unsigned char* at;
     u64* full;
     TwChunk* chunk;  // [2 * STAGES]
 };
 
-// The piece that is cut into chunks: items are pieces, to one rank after the other from me + 1 on,
-// or to all at once.
+// The piece that is being cut into chunks. An item is one piece for one rank, ranks in the order me
+// + 1, me + 2, ...; or one piece for all ranks if they get the same bytes (`same`).
 struct TwCut {
     u32 item, r;
     u64 at, end;
@@ -137,7 +149,7 @@ __device__ __forceinline__ u32 tw_fan(const TwTeam& t, const TwCollective& c) {
     return c.same ? 1 : t.size;
 }
 
-// Cuts item `i`. False if there is nothing of it.
+// Starts item `i`. False if the part ends before it.
 __device__ __forceinline__ bool tw_cut(const TwTeam& t, const TwCollective& c, u32 i, TwCut& cut) {
     const u32 fan = tw_fan(t, c);
     cut.item = i;
@@ -147,7 +159,7 @@ __device__ __forceinline__ bool tw_cut(const TwTeam& t, const TwCollective& c, u
     return cut.at < cut.end;
 }
 
-// Pieces up to chunk `end` have been written: they have arrived.
+// Chunks below `end` have been written: raises the flags of the pieces that end among them.
 __device__ __forceinline__ void tw_announce_chunks(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring, u32& announced, u32 end) {
     bool fenced = false;
     const u32 fan = tw_fan(t, c);
@@ -166,8 +178,8 @@ __device__ __forceinline__ void tw_announce_chunks(const TwTeam& t, const TwColl
     }
 }
 
-// By one thread: pieces that no block has taken. LEAD chunks are being loaded, others are being
-// stored.
+// Called by one thread: claims items and pushes them. Up to LEAD chunks are being loaded while
+// others are being stored.
 __device__ __forceinline__ void tw_push_ring(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring) {
     TwCut cut = {0, 0, 0, 0};
     u32 asked = 0, stored = 0, announced = 0;
@@ -188,7 +200,7 @@ __device__ __forceinline__ void tw_push_ring(const TwTeam& t, const TwCollective
         }
         if (stored == asked) break;
         const u32 stage = stored % STAGES;
-        // The bytes of our own loads: they always come.
+        // No deadline: the thread's own loads always complete.
         while (!mbarrier_try_wait_parity(ring.full + stage, stored / STAGES & 1)) {
         }
         const TwChunk k = ring.chunk[stored++ % (2 * STAGES)];
@@ -197,7 +209,8 @@ __device__ __forceinline__ void tw_push_ring(const TwTeam& t, const TwCollective
             bulk_store((void*)(c.send[r].dst + k.at), ring.at + stage * CHUNK, k.len);
         }
         bulk_commit_group();
-        // All but the latest have left their stages: the next load may take the oldest.
+        // All but the latest STAGES - LEAD - 1 groups have been read, so the next load may
+        // overwrite the oldest stage. All but the latest LEAD groups are written.
         bulk_wait_group_read<STAGES - LEAD - 1>();
         bulk_wait_group<LEAD>();
         if (stored > LEAD) tw_announce_chunks(t, c, epoch, ring, announced, stored - LEAD);
@@ -206,7 +219,7 @@ __device__ __forceinline__ void tw_push_ring(const TwTeam& t, const TwCollective
     tw_announce_chunks(t, c, epoch, ring, announced, stored);
 }
 
-// By a warp: the same at any alignment.
+// Called by a warp: the same with plain stores, for any alignment.
 __device__ __noinline__ void tw_push_any(const TwTeam& t, const TwCollective& c, u64 epoch) {
     const u32 fan = tw_fan(t, c), lane = threadIdx.x % 32;
     for (u32 i; (i = tw_claim(c.ticket + 1)) < c.sends * fan;) {
@@ -222,13 +235,13 @@ __device__ __noinline__ void tw_push_any(const TwTeam& t, const TwCollective& c,
     }
 }
 
-// By a warp: my parts to all ranks.
+// Called by a warp: waits for the credits of all ranks, then pushes this rank's parts.
 __device__ __forceinline__ void tw_push(const TwTeam& t, const TwCollective& c, u64 epoch, const TwRing& ring) {
     const u32 lane = threadIdx.x % 32;
     if (tw_warp_is_over(t)) return;
     const auto credit = [&](u32 r) { return tw_credit(c, t.me, r); };
     if (!tw_all_reached(t, c.slot, epoch - 1, credit)) return;
-    // What was there was read by bulk loads before it was granted, and is written by bulk stores.
+    // Orders the credits, acquired by loads, before the bulk stores that they permit.
     fence_proxy_async();
     const TwPart mine = lane < t.size ? c.send[lane] : TwPart{0, 0, 0};
     if (!__all_sync(0xffffffffu, (mine.src | mine.dst | mine.len) % 16 == 0)) tw_push_any(t, c, epoch);
@@ -245,9 +258,9 @@ __device__ __forceinline__ u64 tw_part(const TwTeam& t, const TwTotal& a, u32 r)
     return r == t.me ? a.own : a.slots + r * a.stride;
 }
 
-// DEEP sums of GROUP ranks at a time, from unit `i` on, 32 units apart; all of them where it is
-// FULL. Loads have no branches between them and stay in registers: kept in local memory they came
-// one after the other.
+// Sums of all ranks' operands at DEEP units, 32 units apart, from unit `i` on; GROUP ranks are
+// loaded at a time. FULL: all DEEP units exist. Loads have no branches between them and their
+// results stay in registers: in local memory they were loaded one after the other.
 template <u32 GROUP, u32 DEEP, bool FULL>
 __device__ __forceinline__ void tw_add_deep(const TwTeam& t, const TwTotal& a, u64 at, u32 i, u32 units, TwUnit* out) {
     float sum[DEEP][WIDE][4] = {};
@@ -255,7 +268,7 @@ __device__ __forceinline__ void tw_add_deep(const TwTeam& t, const TwTotal& a, u
         TwUnit part[GROUP][DEEP] = {};
 #pragma unroll
         for (u32 k = 0; k < GROUP; k++) {
-            // The last rank again: read, but not added.
+            // Behind the last rank its operand is read again, but not added.
             const TwUnit* p = (const TwUnit*)(tw_part(t, a, min(r0 + k, t.size - 1)) + at) + i;
 #pragma unroll
             for (u32 d = 0; d < DEEP; d++)
@@ -287,7 +300,7 @@ __device__ __forceinline__ void tw_add_deep(const TwTeam& t, const TwTotal& a, u
     }
 }
 
-// By a warp: sums of whole units from byte `at` on.
+// Called by a warp: sums `units` whole units from byte `at` on, into `out`.
 template <u32 GROUP, u32 DEEP>
 __device__ __forceinline__ void tw_add_units(const TwTeam& t, const TwTotal& a, u64 at, u32 units, TwUnit* out) {
     u32 i = threadIdx.x % 32;
@@ -295,7 +308,7 @@ __device__ __forceinline__ void tw_add_units(const TwTeam& t, const TwTotal& a, 
     if (i / 32 * 32 < units) tw_add_deep<GROUP, DEEP, false>(t, a, at, i, units, out);
 }
 
-// By a warp: the same at any alignment, to all its places.
+// Called by a warp: the same at any alignment, stored to all destinations.
 __device__ __noinline__ void tw_add_quads(const TwTeam& t, const TwTotal& a, u64 at, u64 len) {
     const u64 num = len / sizeof(Quad::Elem::Bits);
     for (u64 n = threadIdx.x % 32; 4 * n < num; n += 32) {
@@ -312,7 +325,8 @@ __device__ __noinline__ void tw_add_quads(const TwTeam& t, const TwTotal& a, u64
     }
 }
 
-// Slices of my part, as they come from all ranks.
+// Called by a warp: claims slices of this rank's part, waits for their piece from all ranks, and
+// sums.
 __device__ __forceinline__ void tw_sum(const TwTeam& t, const TwCollective& c, const TwTotal& a, u64 epoch, Stage& s) {
     const u32 lane = threadIdx.x % 32, r = (t.me + 1 + lane) % t.size;
     const u64 to = lane < t.size ? a.to[r] : 0;
@@ -321,12 +335,13 @@ __device__ __forceinline__ void tw_sum(const TwTeam& t, const TwCollective& c, c
         const u64 at = (u64)i * c.slice, len = min((u64)c.slice, a.len - at);
         if (!tw_all_came(t, c, epoch, at / c.piece)) break;
         if (whole) {
-            // The sum before this one has left.
+            // The bulk store of the sum before has read the stage.
             bulk_wait_group_read<0>();
             __syncwarp();
             if (t.size <= 4) tw_add_units<4, 2>(t, a, at, len / 16, (TwUnit*)s.piece);
             else tw_add_units<8, 1>(t, a, at, len / 16, (TwUnit*)s.piece);
-            // Behind the flags that were waited for, and behind the sum.
+            // Orders the bulk stores behind the acquired flags, and behind the plain stores of the
+            // sum.
             fence_proxy_async();
             __syncwarp();
             if (to) bulk_store((void*)(to + at), s.piece, len);
@@ -340,14 +355,16 @@ __device__ __forceinline__ void tw_sum(const TwTeam& t, const TwCollective& c, c
     __syncwarp();
 }
 
-// What comes to the output: what was sent, or sums.
+// Called by a warp: claims received pieces (phase 0) or sums (phase 1), and copies them to the
+// output.
 __device__ __forceinline__ void tw_take(const TwTeam& t, const TwCollective& c, u64 epoch, Stage& s) {
     const u32 lane = threadIdx.x % 32, phase = c.sums > 0, fan = t.size - 1, bytes = phase ? c.slice : c.piece;
     if (c.takes == 0 || tw_warp_is_over(t)) return;
-    // A rank that has not begun is reported as such: sums of others may be missing because of it.
+    // Waits for the first piece of every rank first: a rank that has not begun is then the one
+    // reported, and not a peer whose sum is missing because of it.
     if (phase && !tw_all_came(t, c, epoch, 0)) return;
     for (u32 i; (i = tw_claim(c.ticket + 3)) < c.takes * fan;) {
-        // While rank me + k is sent to, rank me - k sends to me.
+        // While a rank pushes to rank me + k, rank me - k pushes to it.
         const u32 n = i / fan, r = (t.me + t.size - 1 - i % fan) % t.size;
         const u64 at = (u64)n * bytes, len = c.take[r].len;
         if (at >= len) continue;
@@ -358,13 +375,15 @@ __device__ __forceinline__ void tw_take(const TwTeam& t, const TwCollective& c, 
         }
         __syncwarp();
         if (!__all_sync(0xffffffffu, good)) return;
-        // Written by a peer's bulk copies, and read by mine.
+        // The flag was acquired by a load; this warp reads the piece that it announces by bulk
+        // loads.
         fence_proxy_async();
         tw_copy(c.take[r].src + at, c.take[r].dst + at, min((u64)bytes, len - at), s);
     }
 }
 
-// The launch is counted, and what arrived was read. By one block, behind all readers.
+// Counts the launch, and grants the receive memory for the next one. One block calls this, after
+// the last read.
 __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwCollective& c, u64 epoch) {
     if (threadIdx.x == 0) *c.epoch = epoch;
     if (tw_is_over(t)) return;
@@ -372,8 +391,11 @@ __device__ __forceinline__ void tw_grant(const TwTeam& t, const TwCollective& c,
     for (u32 r = threadIdx.x; r < t.size; r += blockDim.x) st_relaxed_sys_u64(tw_credit(c, r, t.me), epoch);
 }
 
-// Dynamic shared memory: WARPS * PIECE + SEND * STAGES * CHUNK. No sum is larger than a warp's
-// piece.
+// The kernel of all collectives; the head of this file describes roles and parameters (t, c, a).
+//   Grid: any number of blocks. Block: WARPS warps.
+//   Dynamic shared memory: WARPS * PIECE + SEND * STAGES * CHUNK bytes.
+//   No slice of a sum is larger than PIECE.
+// After a fault waits return false and blocks end; the last block then poisons `out`.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 tw_collective(const __grid_constant__ TwTeam t, const __grid_constant__ TwCollective c, const __grid_constant__ TwTotal a,
               const __grid_constant__ TwPoison out) {
@@ -393,21 +415,21 @@ tw_collective(const __grid_constant__ TwTeam t, const __grid_constant__ TwCollec
     }
     if (warp < c.summers) tw_sum(t, c, a, epoch, s);
     tw_take(t, c, epoch, s);
-    // What a lane has stored is there, and no shared memory is read any more.
+    // The bulk stores of each lane are complete, and no bulk copy reads shared memory any more.
     bulk_wait_group<0>();
     fence_proxy_async();
     if (!tw_comes_last(c.ticket)) return;
     if (threadIdx.x < 3) c.ticket[1 + threadIdx.x] = 0;
     tw_grant(t, c, epoch);
-    // Other blocks may have written what looks like results.
+    // After a fault other blocks may have written values that look like results.
     if (tw_told(t)) tw_spoil(out);
 }
 
-// Behind a launch that went another way: it is counted, and its memory is granted. One block.
+// Counts and grants a launch that was carried out in another way. Grid: 1 block of 64 threads.
 extern "C" __global__ void __launch_bounds__(64)
 tw_collective_leave(const __grid_constant__ TwTeam t, const __grid_constant__ TwCollective c) {
     const u64 epoch = ld_relaxed_gpu_u64(c.epoch) + 1;
-    // All have read it.
+    // All threads have read the counter before it is written.
     __syncthreads();
     tw_grant(t, c, epoch);
 }

@@ -1,10 +1,10 @@
-// Elements of a sum, four at a time, at any alignment.
+// Loads, stores and additions of four elements at a time, for sums at any alignment.
 
 #pragma once
 
 #include "../common/convert.cuh"
 
-// Elements 4 * n and the three behind it; 0 from `num` on.
+// Elements 4n to 4n + 3 of `num` elements at `p`; elements from `num` on are 0.
 template <class Quad> __device__ __forceinline__ Quad tw_quad(u64 p, u64 n, u64 num) {
     typedef typename Quad::Elem::Bits Bits;
     if (p % sizeof(Quad) == 0 && 4 * n + 4 <= num) return ((const Quad*)p)[n];
@@ -16,7 +16,7 @@ template <class Quad> __device__ __forceinline__ Quad tw_quad(u64 p, u64 n, u64 
     return q;
 }
 
-// The same to memory; nothing from `num` on.
+// Stores elements 4n to 4n + 3; elements from `num` on are not written.
 template <class Quad> __device__ __forceinline__ void tw_put_quad(u64 p, u64 n, u64 num, const Quad& q) {
     typedef typename Quad::Elem::Bits Bits;
     if (p % sizeof(Quad) == 0 && 4 * n + 4 <= num) {
