@@ -1,12 +1,12 @@
-// What kernels share that meet the other ranks inside: waits of many warps, things that warps take
-// in turn, and copies of any alignment. Stands behind team.cuh and common/last.cuh.
+// Shared by kernels that synchronise with other ranks inside: waits by many warps, work that warps
+// claim, and copies of any alignment.
 
 #pragma once
 
 #include "team.cuh"
 #include "../common/last.cuh"
 
-// By one block: bytes of each output, in pieces where they are whole.
+// Called by one block: fills each output with its poison byte, by words where addresses allow.
 __device__ __noinline__ void tw_spoil(const TwPoison& p) {
     for (u32 o = 0; o < 8; o++) {
         const u32 byte = p.byte[o], word = byte << 24 | byte << 16 | byte << 8 | byte;
@@ -16,16 +16,16 @@ __device__ __noinline__ void tw_spoil(const TwPoison& p) {
     }
 }
 
-// As tw_poll, for a thousand waiters: the words of the host lie behind its bus, which so many would
-// fill, so each looks there only every 2 ms. Whoever finds that the team is over tells the others
-// by the fault word.
+// Like tw_poll, for thousands of waiting threads. The host's words are across the bus, which so
+// many polls would saturate, so each thread reads them only every 2 ms. The first thread that finds
+// the team over sets the fault word, which the other threads read.
 __device__ __forceinline__ bool tw_await(const TwTeam& t, const u64* p, TwWait w) {
     const u64 start = globaltimer();
     u64 looked = start;
     for (;;) {
         for (u32 polls = 0; polls < 64; polls++) {
             if ((i64)(ld_relaxed_sys_u64(p) - w.expected) < 0) continue;
-            // What was written before the word is read behind it.
+            // The acquire orders reads of the data before the word behind it.
             w.seen = ld_acquire_sys_u64(p);
             return true;
         }
@@ -42,7 +42,8 @@ __device__ __forceinline__ bool tw_await(const TwTeam& t, const u64* p, TwWait w
             }
         }
         if (over) {
-            // A peer that has written and then ended is not taken for missing.
+            // The last look comes after the reason to end, so a peer that signalled and then ended
+            // is not reported missing.
             w.seen = ld_acquire_sys_u64(p);
             if ((i64)(w.seen - w.expected) >= 0) return true;
             tw_fail(t, w);
@@ -56,21 +57,22 @@ struct __align__(16) TwPiece {
     u32 w[4];
 };
 
-// By a warp: the next thing that no warp of this rank has taken.
+// Called by a warp: claims the next index that no warp of this rank has claimed.
 __device__ __forceinline__ u32 tw_claim(u32* taken) {
     u32 i = 0;
     if (threadIdx.x % 32 == 0) i = atomicAdd(taken, 1u);
     return __shfl_sync(0xffffffffu, i, 0);
 }
 
-// Slice `j` of `num` things.
+// Slice `j` of `slices` of `num` items: [begin, end).
 __device__ __forceinline__ void tw_slice(u64 num, u32 j, u32 slices, u64* begin, u64* end) {
     const u64 per = (num + slices - 1) / slices;
     *begin = min(j * per, num);
     *end = min(*begin + per, num);
 }
 
-// By a warp: a slice of a row to one place or two (0: none), four pieces of a lane in flight.
+// Called by a warp: copies slice `j` of a row to one or two destinations (0: none), with four loads
+// of a lane in flight.
 template <class Piece>
 __device__ __forceinline__ void tw_lay_pieces(u64 from, u64 len, const u64 (&to)[2], u32 j, u32 slices) {
     u64 begin, end;
@@ -89,7 +91,7 @@ __device__ __forceinline__ void tw_lay_pieces(u64 from, u64 len, const u64 (&to)
     }
 }
 
-// The same in the largest pieces that all of them allow.
+// The same, in the largest pieces that all addresses and the length allow.
 __device__ __forceinline__ void tw_lay(u64 from, u64 len, const u64 (&to)[2], u32 j, u32 slices) {
     const u64 bits = from | to[0] | to[1] | len;
     if (bits % 16 == 0) tw_lay_pieces<TwPiece>(from, len, to, j, slices);

@@ -1,12 +1,12 @@
-// Pieces of shared memory that a warp's rows go through: read once by a bulk load, stored to each
-// place by one instruction. Stands behind bulk.cuh; lengths and addresses are multiples of 16.
+// A warp's stages in shared memory: rows pass through them in pieces, which one bulk load reads and
+// one instruction stores to each destination. Lengths and addresses are multiples of 16.
 
 #pragma once
 
 #include "../ptx/bulk.cuh"
 
-// A warp's pieces of shared memory, their barriers, and how many loads were asked for and used:
-// with more than one, the next one comes while one is stored.
+// A warp's pieces of shared memory, their barriers, and the numbers of loads issued and used. With
+// several pieces, the next one is loaded while one is being stored.
 template <u32 PIECE, u32 PIECES>
 struct TwStage {
     unsigned char* piece;
@@ -14,7 +14,7 @@ struct TwStage {
     u32 asked, used;
 };
 
-// `memory` and `barriers` are those of the block's first warp.
+// `memory` and `barriers` are those of the block's first warp; the result is this warp's.
 template <u32 PIECE, u32 PIECES>
 __device__ __forceinline__ TwStage<PIECE, PIECES> tw_stage(unsigned char* memory, u64* barriers) {
     const u32 warp = threadIdx.x / 32;
@@ -32,7 +32,8 @@ __device__ __forceinline__ unsigned char* tw_piece(const TwStage<PIECE, PIECES>&
     return s.piece + turn % PIECES * PIECE;
 }
 
-// By a warp: the piece of a row at `from`, of which `bytes` are left, on its way to a free piece.
+// Called by a warp: issues the load of the next piece of a row at `from`, of which `bytes` are
+// left. The piece must be free.
 template <u32 PIECE, u32 PIECES>
 __device__ __forceinline__ void tw_bulk_fetch(TwStage<PIECE, PIECES>& s, u64 from, u64 bytes) {
     if (threadIdx.x % 32 == 0) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void tw_bulk_fetch(TwStage<PIECE, PIECES>& s, u64 fro
     s.asked++;
 }
 
-// By a warp: the next piece has arrived. The bytes of our own load always do.
+// Called by a warp: waits for the next piece. No deadline: the warp's own load always completes.
 template <u32 PIECE, u32 PIECES>
 __device__ __forceinline__ const unsigned char* tw_bulk_await(TwStage<PIECE, PIECES>& s) {
     while (!mbarrier_try_wait_parity(s.full + s.used % PIECES, s.used / PIECES & 1)) {
@@ -52,7 +53,8 @@ __device__ __forceinline__ const unsigned char* tw_bulk_await(TwStage<PIECE, PIE
     return tw_piece(s, s.used++);
 }
 
-// By a warp: its stores of a piece are a group, and the piece that comes next is free again.
+// Called by a warp: closes the group of stores of a piece, and waits until the piece that the next
+// load takes has been read.
 template <u32 PIECE, u32 PIECES>
 __device__ __forceinline__ void tw_bulk_stored(const TwStage<PIECE, PIECES>&) {
     bulk_commit_group();

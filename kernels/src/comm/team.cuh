@@ -1,8 +1,9 @@
-// A team as its kernels see it: how it ends, and waits that end.
+// A team in kernels: its control words, its fault, and waits that always end.
 //
-// A wait ends by its signal, by an abort (of a peer, or of this host), when the peer has left, or
-// at its deadline. Nothing traps: the first failure claims the fault word, writes a 64-byte report
-// into pinned memory and tells all peers; every later kernel of the team returns at once.
+// A wait ends by its signal, by an abort (a peer's or this host's), when the peer has left, or at
+// its deadline. Nothing traps: the first failure claims the fault word, writes a 64-byte report
+// into pinned memory and raises the abort word at all peers. Every later kernel of the team returns
+// at once.
 
 #pragma once
 
@@ -39,14 +40,15 @@ __device__ __forceinline__ bool tw_is_over(const TwTeam& t) {
     return ld_relaxed_gpu_u64(t.fault) != 0;
 }
 
-// By a warp: the same answer in all lanes, whenever the word changes.
+// Called by a warp: all lanes get the same answer, even while the word changes.
 __device__ __forceinline__ bool tw_warp_is_over(const TwTeam& t) {
     return __any_sync(0xffffffffu, tw_is_over(t));
 }
 
-// The first failure of this rank: reports it and tells the peers.
+// The first failure of this rank: claims the fault word, writes the report, and aborts the peers.
 __device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
-    // One that came is passed on as it is, so that all ranks name the rank that began.
+    // A peer's abort word is passed on unchanged, so that all ranks name the rank that failed
+    // first.
     u64 code = w.abort;
     if (code == 0) code = 1ull << 63 | (u64)t.me << 48 | (u64)w.about << 40 | (u64)w.reason << 32 | t.generation;
     if (atom_cas_acq_rel_gpu_u64(t.fault, 0, code) != 0) return;
@@ -63,10 +65,10 @@ __device__ __noinline__ void tw_fail(const TwTeam& t, const TwWait& w) {
         if (p != t.me) st_release_sys_u64(tw_word(t, p, t.abort + 8 * t.me), code);
 }
 
-// What a rank has sent before it left may be on its way for so long.
+// Signals that a rank sent before it left may be in flight for this long.
 __device__ constexpr u64 TW_UNDER_WAY_NS = 1000000000;
 
-// True if the team is over or was aborted, or nobody is left to signal; says why in `w`.
+// True if the team has a fault, was aborted, or the peer has left; writes the reason to `w`.
 __device__ __noinline__ bool tw_seen_abort(const TwTeam& t, TwWait& w) {
     if (tw_is_over(t)) return true;
     for (u32 p = 0; p < t.size; p++) {
@@ -85,7 +87,7 @@ __device__ __noinline__ bool tw_seen_abort(const TwTeam& t, TwWait& w) {
         w.abort = host;
         return true;
     }
-    // Short waits do without this look behind the bus.
+    // Only waits of more than 1 ms read this word, which is across the bus.
     if (w.elapsed_ns > 1000000 && ld_acquire_sys_u64(t.pinned + 2) >> w.peer & 1) {
         if (w.left_ns == 0) w.left_ns = w.elapsed_ns;
         if (w.elapsed_ns - w.left_ns > TW_UNDER_WAY_NS) {
@@ -97,8 +99,9 @@ __device__ __noinline__ bool tw_seen_abort(const TwTeam& t, TwWait& w) {
     return false;
 }
 
-// By all threads of a block: the team is over, or a peer has reported that it is, which then
-// is the fault of this rank, too. Words of this device alone: none of the host's.
+// Called by all threads of a block: true if the team has a fault, or a peer has raised its abort
+// word, which then becomes this rank's fault, too. Reads only this device's memory, no word of the
+// host's.
 __device__ __forceinline__ bool tw_told(const TwTeam& t) {
     bool over = tw_is_over(t);
     for (u32 p = threadIdx.x; p < t.size && !over; p += blockDim.x) {
@@ -111,7 +114,7 @@ __device__ __forceinline__ bool tw_told(const TwTeam& t) {
     return __syncthreads_or(over);
 }
 
-// Polls `p` until it reaches w.expected. False once the wait had to end.
+// Polls `p` until it reaches w.expected. False if the wait ended for another reason, now the fault.
 __device__ bool tw_poll(const TwTeam& t, const u64* p, TwWait w) {
     u64 start = globaltimer();
     for (u32 polls = 1;; polls++) {
@@ -126,8 +129,8 @@ __device__ bool tw_poll(const TwTeam& t, const u64* p, TwWait w) {
             over = true;
         }
         if (over) {
-            // The last look comes after the reason to end: a peer that signalled and then ended
-            // is not taken for missing.
+            // The last look comes after the reason to end, so a peer that signalled and then ended
+            // is not reported missing.
             w.seen = ld_acquire_sys_u64(p);
             if ((i64)(w.seen - w.expected) >= 0) return true;
             tw_fail(t, w);
@@ -137,7 +140,7 @@ __device__ bool tw_poll(const TwTeam& t, const u64* p, TwWait w) {
     }
 }
 
-// Outputs of a launch, their bytes, and what they hold after a fault.
+// Outputs of a launch, their lengths in bytes, and the byte that poisons each.
 struct TwPoison {
     u64 out[8], len[8];
     unsigned char byte[8];

@@ -1,10 +1,11 @@
-// Conversions between f32 and the types of 8 and 16 bits, with the bits of tilewire-core's
-// dtype.rs: nearest even; bf16 and f16 overflow to infinity, FP8 saturates; a NaN keeps its sign
-// and what fits of its payload, and is quiet. Integers and IEEE additions only, so that every
-// architecture (and the CPU) gives the same bits. Subnormals count: kernels are compiled without
-// flush to zero.
+// Conversions between f32 and types of 8 and 16 bits, with the bits of tilewire-core's dtype.rs:
+// round to nearest even; bf16 and f16 overflow to infinity, FP8 saturates; a NaN keeps its sign and
+// what fits of its payload, and becomes quiet. Only integer arithmetic and IEEE additions are used,
+// so every architecture (and the CPU) gives the same bits. Subnormals are kept: kernels are
+// compiled without flush to zero.
 //
-// A small type is named by its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3 e4m3, 2 e5m2.
+// A template parameter names a type by its number of mantissa bits: 23 f32, 10 f16, 7 bf16, 3 e4m3,
+// 2 e5m2.
 
 #pragma once
 
@@ -14,9 +15,10 @@ __device__ __forceinline__ bool tw_is_nan(float v) {
     return (__float_as_uint(v) & 0x7fffffff) > 0x7f800000;
 }
 
-// The magnitude `x` (bits of a finite f32 below the overflow) with `mantissa` bits and the bias
-// `bias`, for types whose exponents are fewer than those of f32. Without branches: the unit of a
-// sum with 2^(e + 23 - mantissa) is that of the small type at exponent e, so the addition rounds.
+// Rounds the magnitude `x` (bits of a finite f32 below the overflow) to a type with `mantissa` bits
+// and exponent bias `bias`, for types with fewer exponent bits than f32. Without branches: a sum
+// with 2^(e + 23 - mantissa) has the ulp of the small type at exponent e, so the addition does the
+// rounding.
 __device__ __forceinline__ u32 tw_round_magnitude(u32 x, u32 mantissa, u32 bias) {
     u32 least = 128 - bias;  // exponent field of the smallest normal; subnormals have its unit
     u32 field = x >> 23 > least ? x >> 23 : least;
@@ -50,7 +52,7 @@ __device__ __forceinline__ u32 tw_f32_to_e5m2(float v) {
     return sign | (x > 0x7f800000 ? 0x7e | (x >> 21 & 1) : code);
 }
 
-// The code that a quantisation gives: one NaN for all, as the conversion instruction has it.
+// The code that a quantisation stores: 0x7f for every NaN, like the conversion instruction.
 __device__ __forceinline__ u32 tw_fp8_code(u32 code, float v) {
     return tw_is_nan(v) ? 0x7f : code;
 }
@@ -69,8 +71,8 @@ __device__ __forceinline__ float tw_bf16_to_f32(u32 b) {
     return __uint_as_float((b | (nan ? 0x40 : 0)) << 16);
 }
 
-// A magnitude with the exponent field of a smaller type at f32's place, times 2^(127 - bias): exact
-// for subnormals, too. With `bits` set.
+// Widens a magnitude `x` whose exponent field of a smaller type is at f32's place, by a product
+// with 2^(127 - bias): exact, also for subnormals. The result has `bits` set.
 __device__ __forceinline__ float tw_widen_magnitude(u32 bits, u32 x, u32 bias) {
     float v = __fmul_rn(__uint_as_float(x), __uint_as_float((254 - bias) << 23));
     return __uint_as_float(__float_as_uint(v) | bits);
@@ -78,12 +80,12 @@ __device__ __forceinline__ float tw_widen_magnitude(u32 bits, u32 x, u32 bias) {
 
 __device__ __forceinline__ float tw_f16_to_f32(u32 h) {
     u32 x = h & 0x7fff, sign = (h & 0x8000) << 16;
-    // Infinity and NaN keep their mantissa under f32's largest exponent.
+    // Infinity and NaN keep their mantissa, with f32's largest exponent.
     u32 more = x < 0x7c00 ? 0 : x == 0x7c00 ? 0x7f800000 : 0x7fc00000;
     return tw_widen_magnitude(sign | more, x << 13, 15);
 }
 
-// A NaN of FP8 loses its sign.
+// An FP8 NaN loses its sign.
 __device__ __forceinline__ float tw_e4m3_to_f32(u32 b) {
     u32 x = b & 0x7f, sign = (b & 0x80) << 24;
     if (x == 0x7f) return __uint_as_float(0x7fffe000);
@@ -120,7 +122,7 @@ template <> struct TwElem<7> {
     static __device__ __forceinline__ u32 round(float v) { return tw_f32_to_bf16(v); }
 };
 
-// Four elements, as they lie in memory.
+// Four consecutive elements, with their layout in memory.
 template <int MANTISSA> struct __align__(4 * sizeof(typename TwElem<MANTISSA>::Bits)) TwQuads {
     typedef TwElem<MANTISSA> Elem;
     u32 w[sizeof(typename Elem::Bits)];
@@ -128,12 +130,12 @@ template <int MANTISSA> struct __align__(4 * sizeof(typename TwElem<MANTISSA>::B
         if (sizeof(typename Elem::Bits) == 4) return Elem::widen(w[j]);
         return Elem::widen(w[j / 2] >> 16 * (j % 2) & 0xffff);
     }
-    // As at(), for sums and products: they make a NaN quiet, so that the conversion need not.
+    // Like at(), for use in sums and products only: arithmetic makes a NaN quiet, so this need not.
     __device__ __forceinline__ float term(int j) const {
         if (MANTISSA == 7) return __uint_as_float(j % 2 == 0 ? w[j / 2] << 16 : w[j / 2] & 0xffff0000);
         return at(j);
     }
-    // Results of arithmetic, rounded.
+    // Stores four results of arithmetic, rounded.
     __device__ __forceinline__ void round_all(const float (&v)[4]) {
         if (MANTISSA == 7) {
             w[0] = cvt_rn_bf16x2_f32(v[1], v[0]);
@@ -148,7 +150,7 @@ template <int MANTISSA> struct __align__(4 * sizeof(typename TwElem<MANTISSA>::B
         if (sizeof(typename Elem::Bits) == 4) return w[j];
         return w[j / 2] >> 16 * (j % 2) & 0xffff;
     }
-    // In a quad that was zero.
+    // Sets element `j` of a quad in which it is zero.
     __device__ __forceinline__ void set(int j, u32 bits) {
         if (sizeof(typename Elem::Bits) == 4) w[j] = bits;
         else w[j / 2] |= bits << 16 * (j % 2);

@@ -1,9 +1,10 @@
-// A block that comes last.
+// Finds the block that finishes last.
 
 #pragma once
 
-// True in all threads of the block that comes last of `num`; what the others did before is visible
-// to it. The ticket is 0 before the first and after the last.
+// Called by all threads of `num` blocks: true in all threads of the block that calls last. That
+// block sees everything that the other blocks wrote before their calls. `ticket` is 0 before the
+// first call, and the last one resets it to 0.
 __device__ __forceinline__ bool tw_last_of(u32* ticket, u32 num) {
     __shared__ u32 last;
     __syncthreads();
@@ -15,12 +16,12 @@ __device__ __forceinline__ bool tw_last_of(u32* ticket, u32 num) {
     }
     __syncthreads();
     const bool mine = last;
-    // The next call writes the word again.
+    // The next call overwrites `last`.
     __syncthreads();
     return mine;
 }
 
-// Of a grid.
+// The same for all blocks of the grid.
 __device__ __forceinline__ bool tw_comes_last(u32* ticket) {
     return tw_last_of(ticket, gridDim.x);
 }
