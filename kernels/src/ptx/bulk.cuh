@@ -1,6 +1,6 @@
-// Thin wrappers of bulk copies (TMA without a tensor map) and of the barriers in shared memory that
-// they complete on: sm_90 and newer. Addresses and lengths are multiples of 16.
-// No includes: fixed-width names are made here.
+// Thin wrappers of bulk copies (TMA without a tensor map) and of the mbarriers in shared memory
+// that they complete on: sm_90 and newer. Addresses and lengths are multiples of 16. No includes:
+// fixed-width types are defined here.
 
 #pragma once
 
@@ -8,22 +8,23 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// A barrier that completes a phase after `count` arrivals and all bytes that they announced.
+// Initialises a barrier whose phases complete after `count` arrivals and all bytes that these
+// announce.
 __device__ __forceinline__ void mbarrier_init(u64* bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(bar)), "r"(count) : "memory");
 }
 
-// Makes barriers known to bulk copies.
+// Makes initialised barriers visible to bulk copies.
 __device__ __forceinline__ void fence_mbarrier_init_release_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and announces `bytes` that bulk loads will bring.
+// Arrives, and announces `bytes` that bulk loads will deliver.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(bar)), "r"(bytes) : "memory");
 }
 
-// True once the phase of this parity is complete; may wait a while.
+// True once the phase of this parity is complete; may suspend the thread for a while.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(u64* bar, u32 parity) {
     u32 done;
     asm volatile(
@@ -38,7 +39,7 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(u64* bar, u32 parity) {
     return done != 0;
 }
 
-// From global to shared memory; its bytes arrive at `bar`.
+// Copies from global to shared memory; the bytes are counted at `bar`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 bytes, u64* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      (u32)__cvta_generic_to_shared(shared)),
@@ -46,7 +47,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 
                  : "memory");
 }
 
-// From shared to global memory, of a peer too; part of the thread's open group.
+// Copies from shared to global memory, also a peer's; belongs to the thread's open group.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                  "r"((u32)__cvta_generic_to_shared(shared)), "r"(bytes)
@@ -57,25 +58,25 @@ __device__ __forceinline__ void bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all groups of this thread but the latest N have read their shared memory.
+// Waits until all groups of this thread except the latest N have read their shared memory.
 template <int N>
 __device__ __forceinline__ void bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// Waits until all groups of this thread but the latest N have been written.
+// Waits until all groups of this thread except the latest N are written.
 template <int N>
 __device__ __forceinline__ void bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// What this thread did to memory by loads, stores and signals is ordered before the bulk copies
-// that it issues next.
+// Orders this thread's earlier loads, stores and signals before the bulk copies that it issues
+// next.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// The same of what it did to shared memory alone.
+// The same for shared memory alone.
 __device__ __forceinline__ void fence_proxy_async_shared_cta() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

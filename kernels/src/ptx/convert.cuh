@@ -1,5 +1,5 @@
-// Conversions that some architectures have an instruction for. The others use the integer
-// arithmetic of common/convert.cuh, which stands behind this text.
+// Conversions for which some architectures have an instruction. Other architectures use the integer
+// arithmetic of common/convert.cuh, which includes this file.
 
 #pragma once
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ u32 tw_f32_to_e4m3(float v);
 __device__ __forceinline__ u32 tw_f32_to_e5m2(float v);
 __device__ __forceinline__ u32 tw_fp8_code(u32 code, float v);
 
-// Two FP8 codes, that of `lo` in the low byte: nearest even, saturated, 0x7F for every NaN.
+// Two FP8 codes, that of `lo` in the low byte: round to nearest even, saturate; every NaN is 0x7F.
 __device__ __forceinline__ u32 cvt_rn_satfinite_e4m3x2_f32(float hi, float lo) {
 #if __CUDA_ARCH__ >= 890
     u16 codes;
@@ -25,8 +25,8 @@ __device__ __forceinline__ u32 cvt_rn_satfinite_e4m3x2_f32(float hi, float lo) {
 #endif
 }
 
-// Two bf16 of results of arithmetic, whose only NaN is 0x7fffffff, that of `lo` in the low half:
-// nearest even.
+// Two bf16 codes, that of `lo` in the low half: round to nearest even. For results of arithmetic,
+// whose only NaN is 0x7fffffff.
 __device__ __forceinline__ u32 cvt_rn_bf16x2_f32(float hi, float lo) {
     u32 codes;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(hi), "f"(lo));

@@ -1,5 +1,5 @@
 // Thin wrappers of PTX memory instructions, named by operation, order and scope.
-// No includes: fixed-width names are made here.
+// No includes: fixed-width types are defined here.
 
 #pragma once
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ void red_add_release_sys_u64(u64* p, u64 v) {
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// Returns the value found; the exchange happened if that is `expect`.
+// Returns the old value; the exchange took place if that is `expect`.
 __device__ __forceinline__ u64 atom_cas_acq_rel_gpu_u64(u64* p, u64 expect, u64 v) {
     u64 old;
     asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -47,7 +47,7 @@ __device__ __forceinline__ u64 atom_cas_acq_rel_gpu_u64(u64* p, u64 expect, u64 
     return old;
 }
 
-// Returns the value found.
+// Returns the old value.
 __device__ __forceinline__ u64 atom_add_acq_rel_gpu_u64(u64* p, u64 v) {
     u64 old;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
@@ -58,7 +58,7 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// Nanoseconds, one clock for the whole GPU.
+// Nanoseconds, by one clock for the whole GPU.
 __device__ __forceinline__ u64 globaltimer() {
     u64 t;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
