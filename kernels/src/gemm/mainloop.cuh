@@ -1,9 +1,11 @@
-// What the matrix products of this folder share: tiles through shared memory, products, epilogue.
+// Shared by the matrix products: loads of tiles to shared memory, products, epilogue.
 //
-// Operands are 16-bit. A k-major tile is [rows][32] with 16-byte chunk c of row r at place
-// c ^ (r / 2 % 4); an other tile is [32][cols] with chunk c of row r at c ^ (r % 8). So the eight
-// rows that ldmatrix reads together lie in different banks. The pipeline is that of Ampere
-// kernels in CUTLASS: STAGES - 1 copies in flight, one __syncthreads for each 32 of k.
+// Operands are 16-bit. A k-major tile is [rows][32], with the 16-byte chunk c of row r at position
+// c ^ (r / 2 % 4); any other tile is [32][cols], with chunk c of row r at c ^ (r % 8). So the eight
+// rows that ldmatrix reads together are in different banks. The pipeline is that of CUTLASS's
+// Ampere kernels: STAGES - 1 copies in flight, one __syncthreads for each 32 of k.
+//
+// Names: g the product, a and b its operands, t a tile, acc the warp's accumulators.
 
 #pragma once
 
@@ -41,16 +43,16 @@ enum : u32 {
     TW_FM = TW_WM / 16,
     TW_FN = TW_WN / 8,
     TW_THREADS = 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N,
-    // Blocks on a multiprocessor: two of them hide each other's barriers and epilogues. A warp of
-    // 64 x 64 products takes most registers there are for 256 threads; smaller ones leave registers
-    // for
-    // 512. Without the number, ptxas spills in small tiles rather than take more than 80 registers.
+    // Resident blocks on a multiprocessor: two of them hide each other's barriers and epilogues. A
+    // warp tile of 64 x 64 takes most registers that 256 threads can have; smaller ones leave
+    // enough for 512 threads. Without this bound ptxas spills in small tiles rather than take more
+    // than 80 registers.
     TW_RESIDENT = TW_FM * TW_FN > 16 ? 256 : 512,
     TW_MIN_BLOCKS = TW_RESIDENT / TW_THREADS > 0 ? TW_RESIDENT / TW_THREADS : 1,
     TW_A_BYTES = TW_BM * TW_BK * 2,
     TW_B_BYTES = TW_BN * TW_BK * 2,
     TW_STAGE_BYTES = TW_A_BYTES + TW_B_BYTES,
-    // Eight more: rows of the epilogue begin in different banks.
+    // Padding of eight elements: rows of the epilogue begin in different banks.
     TW_EPI_PAD = 8,
     TW_EPI_BYTES = TW_GEMM_WARPS_M * 16 * (TW_BN + TW_EPI_PAD) * 4,
 };
@@ -64,8 +66,8 @@ enum : u32 {
     TW_ACCUMULATE = 16,  // D = A B + D (+ bias)
     TW_A_KM = 32,        // the f32 kernel only: A is [k, m]
     TW_B_KN = 64,        // the f32 kernel only: B is [k, n]
-    // The activation is the derivative at `aux` (GELU: DGELU; SwiGLU: DSwiGLU, whose D has 2 n
-    // columns), by which the product is multiplied. 128 is used by the grouped kernels.
+    // The product is multiplied by the derivative of the activation at `aux` (GELU: DGELU; SwiGLU:
+    // DSwiGLU, whose D has 2 n columns). The grouped kernels use 128.
     TW_DACT = 256,
     TW_BIAS_OUT = 2048,  // the bias is of D's type, not f32; 512 and 1024 are used by the grouped kernels
     TW_RELU = 1,
@@ -75,7 +77,7 @@ enum : u32 {
 
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
-// One product. Rows of the tensors lie `ld` elements apart. SwiGLU: D has n / 2 columns.
+// One product. Rows of the tensors are `ld` elements apart. SwiGLU: D has n / 2 columns.
 struct TwGemm {
     const void* a;
     const void* b;
@@ -99,7 +101,7 @@ __device__ __forceinline__ u32 tw_bias_bytes(const TwGemm& g) {
     return g.flags & TW_BIAS_OUT && (g.flags & TW_OUT) != 2 ? 2 : 4;
 }
 
-// Columns of D (DSwiGLU: of its first half), and how many of them a block makes.
+// Columns of D (DSwiGLU: of its first half), and the number of them that a block computes.
 __device__ __forceinline__ u32 tw_out_cols(const TwGemm& g) {
     return tw_act(g) == TW_SWIGLU ? g.n / 2 : g.n;
 }
@@ -111,15 +113,15 @@ struct TwTile {
     u32 m, n;
 };
 
-// Which tile block `b` makes: columns of up to 8 tiles, so that blocks that run together share
-// both operands in L2. Mirrored by `tile` in kernels/src/gemm/mod.rs.
+// The tile of block `b`: bands of up to 8 rows of tiles, column by column, so that blocks that run
+// together share both operands in L2. Mirrored by `tile` in kernels/src/gemm/mod.rs.
 __device__ __forceinline__ TwTile tw_tile(u32 b, u32 tiles_m, u32 tiles_n) {
     const u32 band = 8 * tiles_n, first = b / band * 8, at = b % band;
     const u32 rows = min(tiles_m - first, 8u);
     return {first + at % rows, at / rows};
 }
 
-// An operand as the copies see it.
+// An operand, described for the copies to shared memory.
 struct TwOperand {
     const u16* p;
     i64 ld;
@@ -131,12 +133,12 @@ struct TwOperand {
 
 template <bool K_MAJOR>
 __device__ __forceinline__ TwOperand tw_operand(const void* p, i64 ld, u32 extent, u32 first, bool pairs) {
-    // The up half begins `extent` behind the gate half.
+    // The up half begins `extent` rows or columns behind the gate half.
     const bool wide = (u64)p % 16 == 0 && ld % 8 == 0 && (K_MAJOR || !pairs || extent % 8 == 0);
     return {(const u16*)p, ld, extent, first, pairs, wide};
 }
 
-// 8 elements to shared memory, of which the first `num` exist.
+// Copies 8 elements to shared memory, of which the first `num` exist and the rest become 0.
 __device__ __forceinline__ void tw_copy8(void* dst, const u16* src, const u16* base, u32 num, bool wide) {
     if (wide) {
         cp_async_cg_16_zfill(dst, num > 0 ? src : base, 2 * num);
@@ -149,13 +151,13 @@ __device__ __forceinline__ void tw_copy8(void* dst, const u16* src, const u16* b
     *(uint4*)dst = make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// Where chunk `c` of row `r` lies in a tile, in bytes.
+// Byte offset of chunk `c` of row `r` in a tile.
 template <bool K_MAJOR, u32 EXTENT>
 __device__ __forceinline__ u32 tw_place(u32 r, u32 c) {
     return K_MAJOR ? r * (TW_BK * 2) + ((c ^ (r >> 1 & 3)) << 4) : r * (EXTENT * 2) + ((c ^ (r & 7)) << 4);
 }
 
-// Copies the tile of `o` that begins at `k0`: EXTENT of its rows or columns by 32 of k.
+// Copies the tile of `o` at `k0` to shared memory: EXTENT of its rows or columns by 32 of k.
 template <bool K_MAJOR, u32 EXTENT>
 __device__ __forceinline__ void tw_load(u8* tile, const TwOperand& o, u32 k, u32 k0) {
     const u32 per_row = K_MAJOR ? TW_BK / 8 : EXTENT / 8;
@@ -166,7 +168,8 @@ __device__ __forceinline__ void tw_load(u8* tile, const TwOperand& o, u32 k, u32
         const u32 x = o.first + (o.pairs ? group / 2 * 8 + local % 8 : local);
         const u32 shift = o.pairs && group % 2 ? o.extent : 0;
         const u32 kk = k0 + (K_MAJOR ? 8 * c : r);
-        // How far the chunk goes along its row, and whether the row is there.
+        // `left`: elements of the chunk's row from its first one on; `there`: whether the row
+        // exists.
         const u32 left = K_MAJOR ? k - min(kk, k) : o.extent - min(x, o.extent);
         const bool there = K_MAJOR ? x < o.extent : kk < k;
         const i64 at = K_MAJOR ? (i64)(x + shift) * o.ld + kk : (i64)kk * o.ld + x + shift;
@@ -174,9 +177,9 @@ __device__ __forceinline__ void tw_load(u8* tile, const TwOperand& o, u32 k, u32
     }
 }
 
-// What a thread copies of each tile of an operand whose rows are aligned, worked out once: chunks
-// that lie `jump` elements apart, at places that differ by a constant, because ROWS is a multiple
-// of 8.
+// The copies of one thread for each tile of an operand with aligned rows, computed once: chunks
+// that are `jump` elements apart in memory and STEP_BYTES apart in the tile, a constant because
+// ROWS is a multiple of 8.
 template <bool K_MAJOR, u32 EXTENT> struct TwLoader {
     enum : u32 {
         PER_ROW = K_MAJOR ? TW_BK / 8 : EXTENT / 8,
@@ -238,14 +241,15 @@ __device__ __forceinline__ void tw_multiply(TwAcc& acc, const u8* a, const u8* b
 #pragma unroll
     for (u32 kk = 0; kk < TW_BK; kk += 16) {
         u32 fa[TW_FM][4], fb[TW_FN][2];
-        // Parts of a fragment of A: rows 0-7 and 8-15 of k 0-7, then of k 8-15.
+        // Quarters of a fragment of A: rows 0-7 and 8-15 at k 0-7, then the same at k 8-15.
 #pragma unroll
         for (u32 i = 0; i < TW_FM; i++) {
             const u32 m = m0 + 16 * i + part % 2 * 8, k = kk + part / 2 * 8;
             if (A_MK) ldmatrix_x4_b16(fa[i], a + tw_place<true, TW_BM>(m + row8, k / 8));
             else ldmatrix_x4_trans_b16(fa[i], a + tw_place<false, TW_BM>(k + row8, m / 8));
         }
-        // Of two fragments of B: k 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+        // Quarters of two fragments of B: k 0-7 and 8-15 of columns 0-7, then the same of columns
+        // 8-15.
 #pragma unroll
         for (u32 j = 0; j < TW_FN; j += 2) {
             const u32 n = n0 + 8 * j + part / 2 * 8, k = kk + part % 2 * 8;
@@ -274,7 +278,7 @@ __device__ __forceinline__ void tw_mainloop(TwAcc& acc, u8* smem, const TwOperan
             for (u32 e = 0; e < 4; e++) acc[i][j][e] = 0;
     const TwLoader<A_MK, TW_BM> fast_a(a);
     const TwLoader<B_NK, TW_BN> fast_b(b);
-    // Tiles that every thread may copy without a look at k.
+    // Number of tiles that every thread may copy without checking k.
     const u32 whole = a.wide && b.wide ? k / TW_BK : 0;
     const auto copy = [&](u32 step) {
         u8* stage = smem + step % TW_STAGES * TW_STAGE_BYTES;
@@ -285,7 +289,7 @@ __device__ __forceinline__ void tw_mainloop(TwAcc& acc, u8* smem, const TwOperan
             tw_load<A_MK, TW_BM>(stage, a, k, step * TW_BK);
             tw_load<B_NK, TW_BN>(stage + TW_A_BYTES, b, k, step * TW_BK);
         }
-        // Also when nothing was copied: the wait below counts groups.
+        // Committed even if empty: the wait below counts groups.
         cp_async_commit_group();
     };
 #pragma unroll 1
@@ -352,28 +356,28 @@ __device__ __forceinline__ void tw_store8(void* d, i64 at, u32 type, const float
         if (i < num) to[i] = (u16)(w[i / 2] >> 16 * (i % 2));
 }
 
-// Eight products from shared memory, 16 bytes at a time.
+// Reads eight products from shared memory, 16 bytes at a time.
 __device__ __forceinline__ void tw_read8(float (&y)[8], const float* x) {
     const float4 a = *(const float4*)x, b = *(const float4*)(x + 4);
     y[0] = a.x, y[1] = a.y, y[2] = a.z, y[3] = a.w;
     y[4] = b.x, y[5] = b.y, y[6] = b.z, y[7] = b.w;
 }
 
-// One number at D[at].
+// Stores one number at D[at].
 __device__ __forceinline__ void tw_store1(void* d, i64 at, u32 type, float x) {
     if (type == 2) ((float*)d)[at] = x;
     else ((u16*)d)[at] = (u16)tw_pair(x, 0.0f, type);
 }
 
-// The gradient of SwiGLU's gate and up from that of its result.
+// The gradients of SwiGLU's gate and up, from that of its result.
 __device__ __forceinline__ void tw_dswiglu(float d, float gate, float up, float& d_gate, float& d_up) {
     const float s = 1.0f / (1.0f + expf(-gate));
     d_gate = d * up * s * (1.0f + gate * (1.0f - s));
     d_up = d * gate * s;
 }
 
-// Eight columns of a row times the derivative of the activation at `aux`; v is the up half of
-// DSwiGLU.
+// Multiplies eight columns of a row by the derivative of the activation at `aux`; v receives the up
+// half of DSwiGLU.
 __device__ __forceinline__ void tw_derive8(const TwGemm& g, i64 at, float (&y)[8], float (&v)[8], u32 num) {
     const u32 type = g.flags & TW_OUT, dact = tw_dact(g);
 #pragma unroll
@@ -385,7 +389,8 @@ __device__ __forceinline__ void tw_derive8(const TwGemm& g, i64 at, float (&y)[8
     }
 }
 
-// Eight columns of a row of D from `col` on: x is the product, `up` the other half of SwiGLU's.
+// Computes and stores eight columns of a row of D from `col` on: x is the product, `up` the up half
+// of SwiGLU's product.
 __device__ __forceinline__ void tw_finish8(const TwGemm& g, u32 row, u32 col, const float* x, const float* up) {
     const u32 cols = tw_out_cols(g), act = tw_act(g), type = g.flags & TW_OUT;
     const u32 bias = g.flags & TW_BIAS_OUT ? type : 2;
@@ -410,7 +415,7 @@ __device__ __forceinline__ void tw_finish8(const TwGemm& g, u32 row, u32 col, co
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
         if (i >= num) continue;
-        // Not fmaxf, which turns NaN into 0.
+        // No fmaxf, which turns NaN into 0.
         if (act == TW_RELU) y[i] = y[i] < 0.0f ? 0.0f : y[i];
         if (act == TW_GELU) y[i] = tw_gelu(y[i]);
         if (act == TW_SWIGLU) y[i] = y[i] / (1.0f + expf(-y[i])) * v[i];
@@ -419,8 +424,8 @@ __device__ __forceinline__ void tw_finish8(const TwGemm& g, u32 row, u32 col, co
     if (tw_dact(g) == TW_SWIGLU) tw_store8(g.d, at + cols, type, v, num);
 }
 
-// `rows` x BN products in shared memory to D. Row r of them is row0 + r / 16 * jump + r % 16 of D;
-// only rows below `end` exist.
+// Finishes `rows` x BN products in shared memory, and stores them to D. Row r of them is row row0 +
+// r / 16 * jump + r % 16 of D; only rows below `end` exist.
 template <u32 BN, u32 THREADS>
 __device__ __forceinline__ void tw_finish(const TwGemm& g, const float* smem, u32 rows, u32 row0, u32 jump, u32 end,
                                           u32 col0) {
@@ -436,15 +441,16 @@ __device__ __forceinline__ void tw_finish(const TwGemm& g, const float* smem, u3
     }
 }
 
-// Whether D is the product as it is (f32: or added to D), in whole pieces of what a thread stores.
+// Whether D is the bare product (f32: or is added to) and consists of whole vectors of a thread's
+// stores.
 __device__ __forceinline__ bool tw_direct(const TwGemm& g) {
     if (g.bias || g.aux || tw_act(g)) return false;
     if ((g.flags & TW_OUT) == 2) return (u64)g.d % 8 == 0 && (g.n | g.ldd) % 2 == 0;
     return !(g.flags & TW_ACCUMULATE) && (u64)g.d % 16 == 0 && (g.n | g.ldd) % 8 == 0;
 }
 
-// The accumulators to f32 D, straight from the registers: the four lanes of a row store 32 bytes,
-// which is a whole sector of L2. No meeting, so that other warps' products go on.
+// Stores the accumulators to f32 D directly from registers: the four lanes of a row store 32 bytes,
+// a whole L2 sector. There is no barrier, so other warps go on with their products.
 __device__ __forceinline__ void tw_direct_f32(const TwGemm& g, const TwAcc& acc, u32 row, u32 end, u32 col) {
     const bool add = g.flags & TW_ACCUMULATE;
 #pragma unroll
@@ -465,8 +471,8 @@ __device__ __forceinline__ void tw_direct_f32(const TwGemm& g, const TwAcc& acc,
     }
 }
 
-// The same of 16 bits. Four lanes of a row hold two columns of each eight; they exchange them, so
-// that each has all of every fourth eight: 16 bytes a store.
+// The same for 16-bit D. The four lanes of a row hold two columns of each eight; they exchange them
+// so that each has all of every fourth eight, and stores 16 bytes at a time.
 __device__ __forceinline__ void tw_direct_16(const TwGemm& g, const TwAcc& acc, u32 row, u32 end, u32 col) {
     const u32 lane = threadIdx.x % 4, all = 0xffffffff, type = g.flags & TW_OUT;
     const bool odd = lane & 1, high = lane & 2;
@@ -481,7 +487,8 @@ __device__ __forceinline__ void tw_direct_16(const TwGemm& g, const TwAcc& acc, 
                 const float* y = &acc[i / 2][j + x][i % 2 * 2];
                 w[x] = tw_pair(y[0], y[1], type);
             }
-            // A 4 x 4 transposition: w[x] of lane y becomes w[y] of lane x, first by pairs.
+            // A 4 x 4 transposition: w[x] of lane y becomes w[y] of lane x, in two steps of
+            // exchanged pairs.
             const u32 a = __shfl_xor_sync(all, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(all, odd ? w[2] : w[3], 1);
             if (odd) w[0] = a, w[2] = b;
             else w[1] = a, w[3] = b;
@@ -494,8 +501,9 @@ __device__ __forceinline__ void tw_direct_16(const TwGemm& g, const TwAcc& acc, 
     }
 }
 
-// The accumulators to D: what must be changed through shared memory, 16 rows of each warp at a
-// time, so that threads store 16 bytes side by side and SwiGLU finds both halves.
+// Stores the accumulators to D. Unless the direct stores apply, they pass through shared memory, 16
+// rows of each warp at a time, so that threads store contiguous 16 bytes and SwiGLU has both
+// halves.
 __device__ __forceinline__ void tw_epilogue(const TwGemm& g, const TwAcc& acc, u8* smem, u32 row0, u32 end, u32 col0) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 warp_m = warp / TW_GEMM_WARPS_N, warp_n = warp % TW_GEMM_WARPS_N;
@@ -524,7 +532,7 @@ __device__ __forceinline__ void tw_epilogue(const TwGemm& g, const TwAcc& acc, u
 
 enum : u32 { TW_F32_TILE = 64 };
 
-// A f32 operand of a block's tile, as TwOperand.
+// An f32 operand of a block's tile, with the fields of TwOperand.
 struct TwWide {
     const float* p;
     i64 ld;
@@ -533,7 +541,7 @@ struct TwWide {
     bool pairs;
 };
 
-// 64 x 16 elements to shared memory, as [16][64].
+// Copies 64 x 16 elements to shared memory, as [16][64].
 __device__ __forceinline__ void tw_load_f32(float* tile, const TwWide& o, u32 k, u32 k0) {
 #pragma unroll
     for (u32 i = threadIdx.x; i < TW_F32_TILE * 16; i += 256) {
@@ -545,8 +553,8 @@ __device__ __forceinline__ void tw_load_f32(float* tile, const TwWide& o, u32 k,
     }
 }
 
-// The product of a tile, and its epilogue: rows of D from row0 on and below `end`, columns from
-// col0.
+// Computes the product of a tile and its epilogue: rows of D from row0 on and below `end`, columns
+// from col0.
 __device__ __forceinline__ void tw_product_f32(const TwGemm& g, const TwWide& a, const TwWide& b, u32 k, u32 row0,
                                                u32 end, u32 col0) {
     float *ta = (float*)tw_smem, *tb = ta + 16 * TW_F32_TILE;
@@ -573,7 +581,8 @@ __device__ __forceinline__ void tw_product_f32(const TwGemm& g, const TwWide& a,
 // ---- Sums of columns, for gradients of biases.
 
 // out[c] = the sum of `rows` rows of column c, for 32 columns from `col0` on; 256 threads. Each
-// warp takes every eighth row, and the warps' sums are added in their order: always the same bits.
+// warp adds every eighth row, and the warps' sums are added in warp order, so bits are
+// reproducible.
 __device__ __forceinline__ void tw_column_sums(const void* a, i64 ld, u32 type, u32 rows, u32 cols, u32 col0,
                                                float* out) {
     float* sums = (float*)tw_smem;

@@ -1,21 +1,30 @@
 // D = act(op(A) op(B) (+ D) + bias), on any GPU from sm_80 on.
 //
-// Shapes: D [m, n] ([m, n/2] for SwiGLU, whose gate is the first half of the columns). tw_gemm_nt:
-// A [m, k], B [n, k];  tw_gemm_nn: A [m, k], B [k, n];  tw_gemm_tn: A [k, m], B [k, n]. tw_gemm_tt:
-// A [k, m], B [n, k]. tw_gemm_f32: each of them, by TW_A_KM and TW_B_KN. All row-major, rows `ld`
-// elements apart. Any m, n, k, and 0 of each. Where a row of A or B does not begin at a multiple of
-// 16 bytes, elements are read one by one. Types: A and B bf16 (f16 with TW_GEMM_F16=1), or f32;
-// sums f32; D bf16, f16 or f32; bias f32, or with TW_BIAS_OUT of D's type. Launch: grid tiles_m *
-// tiles_n blocks (at least 1) with tiles of TW_GEMM_M x TW_GEMM_N of the product, 32 *
-// TW_GEMM_WARPS_M * TW_GEMM_WARPS_N threads, TW_GEMM_STAGES * (TW_GEMM_M + TW_GEMM_N) * 64 bytes of
-// dynamic shared memory (64 KiB by default: above 48 KiB the host must allow it). tw_gemm_f32:
-// tiles of 64x64, 256 threads, 18432 bytes. tw_gemm_row_sums: 256 threads, 1024 bytes, ceil(m / 32)
-// blocks. Algorithm: the multi-stage pipeline of CUTLASS 2.x for sm_80 (cp.async, ldmatrix,
-// mma.sync); each sum is one chain in the order of k, so results do not depend on the grid.
+// Kernels and shapes, all row-major, rows `ld` elements apart, any m, n and k including 0:
+//   tw_gemm_nt   A [m, k], B [n, k]
+//   tw_gemm_nn   A [m, k], B [k, n]
+//   tw_gemm_tn   A [k, m], B [k, n]
+//   tw_gemm_tt   A [k, m], B [n, k]
+//   tw_gemm_f32  f32 operands in any of these orders, by TW_A_KM and TW_B_KN
+// D is [m, n]; [m, n / 2] for SwiGLU, whose gate is the first half of the product's columns. If a
+// row of A or B does not begin at a multiple of 16 bytes, elements are read one by one.
+//
+// Types: A and B bf16 (f16 with TW_GEMM_F16=1), or f32; sums f32; D bf16, f16 or f32; bias f32, or
+// of D's type with TW_BIAS_OUT. The parameter g (TwGemm) describes one product.
+//
+// Launch: tiles_m * tiles_n blocks (at least 1), one for each tile of TW_GEMM_M x TW_GEMM_N of the
+// product; 32 * TW_GEMM_WARPS_M * TW_GEMM_WARPS_N threads; TW_GEMM_STAGES * (TW_GEMM_M + TW_GEMM_N)
+// * 64 bytes of dynamic shared memory (64 KiB by default: above 48 KiB the host must opt in).
+// tw_gemm_f32: tiles of 64 x 64, 256 threads, 18432 bytes. tw_gemm_row_sums: ceil(m / 32) blocks,
+// 256 threads, 1024 bytes.
+//
+// Algorithm: the multi-stage pipeline of CUTLASS 2.x for sm_80 (cp.async, ldmatrix, mma.sync). All
+// warps load, multiply and store. Each sum is one chain in the order of k, so results do not depend
+// on the grid.
 
 #include "mainloop.cuh"
 
-// The tile of this block, or false if there is none.
+// Sets the tile of this block; false if the block has none.
 __device__ __forceinline__ bool tw_my_tile(const TwGemm& g, u32 bm, u32 bn, TwTile& t) {
     const u32 cols = tw_block_cols(g, bn);
     const u32 tiles_m = (g.m + bm - 1) / bm, tiles_n = (tw_out_cols(g) + cols - 1) / cols;
@@ -51,7 +60,7 @@ tw_gemm_tn(const __grid_constant__ TwGemm g) {
     tw_gemm<false, false>(g);
 }
 
-// No layer needs this order often: more registers than spills.
+// No layer needs this order often: one resident block gives registers enough to avoid spills.
 extern "C" __global__ void __launch_bounds__(TW_THREADS, 1)
 tw_gemm_tt(const __grid_constant__ TwGemm g) {
     tw_gemm<false, true>(g);
@@ -66,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(256) tw_gemm_f32(const __grid_const
 }
 
 // out[i] = the sum of row i of op(A), i < m: A [m, k], or [k, m] with TW_A_KM in `flags`, whose
-// type bits are those of A. Always in the same order.
+// type bits (TW_OUT) are those of A. The order of additions is fixed.
 extern "C" __global__ void __launch_bounds__(256)
 tw_gemm_row_sums(const void* a, i64 lda, u32 m, u32 k, u32 flags, float* out) {
     const u32 type = flags & TW_OUT;

@@ -1,20 +1,24 @@
-// Products of groups whose sizes lie in device memory, in one launch, on any GPU from sm_80 on.
+// Products of groups whose sizes are in device memory, in one launch, on any GPU from sm_80 on.
 //
-// Shapes: splits [groups] i64 (or i32) counts of rows, or the ends of the groups; row ranges one
-// after the other, `capacity` = g.m (g.k for wgrad) rows in all packed tensors. tw_grouped_nt: D
-// [capacity, n] = act(A [capacity, k] B_e^T + bias_e), B [groups][n, k], bias [groups, n]
-// tw_grouped_nn: the same with B [groups][k, n] (dgrad) tw_grouped_tn: D [groups][m, n] = A_e^T B_e
-// (+ D), A [capacity, m], B [capacity, n] (wgrad) Rows behind the last group keep what they hold,
-// or are zeroed by TW_ZERO_TAIL. A group without rows has a zero gradient, or keeps its bits when
-// it is added to. Splits that cannot be used set the status word (1 negative, 2 more than the
-// capacity) and nothing else is written; good ones leave it as it is, so that what was found stays
-// until the host has looked. tw_grouped_f32: each of them, of f32: tn with TW_A_KM, nn with
-// TW_B_KN. Types: as sm80_gemm.cu, bf16 or f16. Launch: for nt and nn (capacity / TW_GEMM_M +
-// groups) * tiles_n blocks, at least 1: an upper bound of the tiles, so that the host need not know
-// the splits. For tn groups * tiles_m * tiles_n, at least 1. Threads and shared memory as
-// sm80_gemm.cu; tw_grouped_f32 with tiles of 64 x 64, as tw_gemm_f32. Algorithm: each warp of each
-// block scans the splits for itself, 32 at a time; then the mainloop of gemm/mainloop.cuh.
-// `tw_tile` orders the tiles of each group.
+// `splits` [groups] i64 (or i32) are the groups' numbers of rows, or the ends of the groups; packed
+// tensors have `capacity` rows (g.m; g.k for wgrad), group after group.
+//   tw_grouped_nt   D [capacity, n] = act(A [capacity, k] B_e^T + bias_e), B [groups][n, k], bias
+//                   [groups, n]
+//   tw_grouped_nn   the same with B [groups][k, n] (dgrad)
+//   tw_grouped_tn   D [groups][m, n] = A_e^T B_e (+ D), A [capacity, m], B [capacity, n] (wgrad)
+//   tw_grouped_f32  each of them for f32: tn with TW_A_KM, nn with TW_B_KN
+// Rows behind the last group are left unchanged, or zeroed with TW_ZERO_TAIL. A group without rows
+// has a zero gradient; a gradient that is accumulated keeps its bits. Invalid splits set the status
+// word (1 negative, 2 more than the capacity), and nothing else is written. Valid splits leave the
+// word as it is, so an error stays until the host has read it.
+//
+// Types: as in sm80_gemm.cu, bf16 or f16. The parameter p (TwGrouped) describes the products.
+// Launch: nt and nn (capacity / TW_GEMM_M + groups) * tiles_n blocks, at least 1: an upper bound of
+// the number of tiles, so that the host need not know the splits. tn: groups * tiles_m * tiles_n,
+// at least 1. Threads and shared memory as in sm80_gemm.cu; tw_grouped_f32 has tiles of 64 x 64,
+// like tw_gemm_f32. Algorithm: each warp of each block scans the splits itself, 32 at a time, to
+// find the block's group; then the mainloop of gemm/mainloop.cuh. `tw_tile` orders the tiles of
+// each group.
 
 #include "../gemm/mainloop.cuh"
 
@@ -34,7 +38,7 @@ struct TwGrouped {
     const u64* table;  // [groups] addresses of B (for tn of D), or null: one tensor and a stride
 };
 
-// What a block needs to know of the splits.
+// The result of a scan of the splits (`f`).
 struct TwFound {
     u32 code, total;        // status, rows of all groups
     bool found;             // if there is a group for this block:
@@ -46,7 +50,7 @@ __device__ __forceinline__ i64 tw_split(const TwGrouped& p, u32 e) {
     return p.g.flags & TW_NARROW_SPLITS ? ((const int*)p.splits)[e] : ((const i64*)p.splits)[e];
 }
 
-// Looks for the group that holds tile of rows `index`, or for group `index`.
+// Finds the group that contains row tile `index` (BY_TILE), or group `index`.
 template <bool BY_TILE, u32 BM = TW_BM>
 __device__ __forceinline__ TwFound tw_find(const TwGrouped& p, u32 capacity, u32 index) {
     const u32 lane = threadIdx.x % 32, all = 0xffffffff;
@@ -57,7 +61,8 @@ __device__ __forceinline__ TwFound tw_find(const TwGrouped& p, u32 capacity, u32
         const bool ends = p.g.flags & TW_ENDS;
         const i64 before = ends && e > 0 && e < p.groups ? tw_split(p, e - 1) : 0;
         const i64 v = e < p.groups ? tw_split(p, e) : before;
-        // Clamped, so that no sum overflows. Where the last of them is good, so are all before.
+        // Clamped, so that no sum overflows. If a group's end is valid, all groups before it are,
+        // too.
         const u64 num = v < before ? 0 : min((u64)v - (u64)before, (u64)capacity + 1);
         const u64 own = (num + BM - 1) / BM;
         u64 end = num, last = own;
@@ -90,7 +95,7 @@ __device__ __forceinline__ void tw_report(const TwGrouped& p, const TwFound& f) 
     if (f.code && blockIdx.x == 0 && threadIdx.x == 0) *p.status = f.code;
 }
 
-// Rows of D (and of the pre-activation) from `first` on, by all blocks.
+// Zeroes rows of D (and of the pre-activation) from `first` on; all blocks share the work.
 __device__ __forceinline__ void tw_zero_tail(const TwGemm& g, u32 first) {
     const u32 type = g.flags & TW_OUT;
     for (u32 row = first + blockIdx.x; row < g.m; row += gridDim.x) {
@@ -101,18 +106,19 @@ __device__ __forceinline__ void tw_zero_tail(const TwGemm& g, u32 first) {
     }
 }
 
-// Addresses of tensors, by value: so that a captured launch has them in itself.
+// Addresses of tensors, passed by value so that a captured launch contains them.
 struct TwAddresses {
     u64 at[64];
 };
 
-// table[i] = a.at[i], i < num <= 64; one block of 64 threads.
+// table[i] = a.at[i], i < num <= 64. Grid: 1 block of 64 threads.
 extern "C" __global__ void __launch_bounds__(64)
 tw_grouped_table(const __grid_constant__ TwAddresses a, u32 num, u64* table) {
     if (threadIdx.x < num) table[threadIdx.x] = a.at[threadIdx.x];
 }
 
-// Of 16-bit operands, B as B_NK says, or of f32, as TW_B_KN says.
+// Products by rows (nt, nn): 16-bit operands with B in the order of B_NK, or f32 in that of
+// TW_B_KN.
 template <bool F32, bool B_NK>
 __device__ __forceinline__ void tw_grouped_rows(const TwGrouped& p) {
     const u32 BM = F32 ? TW_F32_TILE : TW_BM, BN = F32 ? TW_F32_TILE : TW_BN;
@@ -187,14 +193,15 @@ tw_grouped_tn(const __grid_constant__ TwGrouped p) {
     tw_grouped_columns<false>(p);
 }
 
-// Two blocks on a multiprocessor: left alone, ptxas takes 64 registers for sm_100a, and spills.
+// Two blocks on a multiprocessor: without this bound ptxas takes 64 registers for sm_100a, and
+// spills.
 extern "C" __global__ void __launch_bounds__(256, 2) tw_grouped_f32(const __grid_constant__ TwGrouped p) {
     if (p.g.flags & TW_A_KM) tw_grouped_columns<true>(p);
     else tw_grouped_rows<true, true>(p);
 }
 
 // bias [groups, n] f32 = sums of the rows of each group of A [capacity, n] (type of TW_OUT,
-// capacity g.k); groups * ceil(n / 32) blocks of 256 threads with 1024 bytes, at least 1.
+// capacity g.k). Launch: groups * ceil(n / 32) blocks, at least 1, of 256 threads with 1024 bytes.
 extern "C" __global__ void __launch_bounds__(256) tw_grouped_dbias(const __grid_constant__ TwGrouped p) {
     const TwGemm& g = p.g;
     const u32 blocks = max((g.n + 31) / 32, 1u);
@@ -206,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(256) tw_grouped_dbias(const __grid_
     tw_column_sums(rows, g.lda, type, f.rows, g.n, blockIdx.x % blocks * 32, (float*)g.d + (u64)f.group * g.n);
 }
 
-// D = A * act'(aux) for the rows of all groups: A [capacity, n], D and aux the same, or with twice
+// D = A * act'(aux) for the rows of all groups: A [capacity, n]; D and aux the same, or with twice
 // the columns for SwiGLU. Any grid of TW_THREADS.
 extern "C" __global__ void __launch_bounds__(TW_THREADS) tw_grouped_dact(const __grid_constant__ TwGrouped p) {
     const TwGemm& g = p.g;
