@@ -1,5 +1,5 @@
-// What a link can do: the kernels of `tilewire bench links`. They move bytes and keep no order
-// beyond their own end: the host waits for all of them before it looks.
+// Kernels of `tilewire bench links`, which measure what a link can do. They move bytes and order
+// nothing but their own end: the host waits for all of them before it reads.
 
 #include "../ptx/ld_st.cuh"
 
@@ -13,7 +13,7 @@ extern "C" __global__ void tw_link_load(u64 dst, u64 src, u64 n) {
     const uint4* from = (const uint4*)src;
     u64 step = (u64)gridDim.x * blockDim.x;
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    // Four loads in flight: a load from a peer takes a microsecond.
+    // Four loads are in flight: a load from a peer takes a microsecond.
     for (; i + 3 * step < n; i += 4 * step) {
         uint4 a = from[i], b = from[i + step], c = from[i + 2 * step], d = from[i + 3 * step];
         to[i] = a;
@@ -24,8 +24,8 @@ extern "C" __global__ void tw_link_load(u64 dst, u64 src, u64 n) {
     for (; i < n; i += step) to[i] = from[i];
 }
 
-// `n` times there and back; the nanoseconds that it took, or 0 if the peer did not answer. The
-// words must be zero. It gives up 2 s after it has begun.
+// Sends `n` round trips between two ranks; *out receives their nanoseconds, or 0 if the peer did
+// not answer within 2 s of the kernel's begin. The words must be zero. Grid: 1 thread.
 extern "C" __global__ void __launch_bounds__(1) tw_link_ping(u64* mine, u64* peer, u64* out, u64 n, u32 first) {
     u64 start = globaltimer();
     *out = 0;
@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(1) tw_link_ping(u64* mine, u64* pee
 
 extern "C" __global__ void __launch_bounds__(64) tw_link_empty() {}
 
-// Ends `ns` after it has begun: what is queued behind it meanwhile begins at once then. `out` takes
-// the nanoseconds.
+// Runs for `ns`, so that work queued behind it meanwhile begins at once afterwards. *out receives
+// the nanoseconds. Grid: 1 thread.
 extern "C" __global__ void __launch_bounds__(1) tw_link_delay(u64* out, u64 ns) {
     const u64 start = globaltimer();
     while (globaltimer() - start < ns) {

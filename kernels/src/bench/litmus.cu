@@ -1,9 +1,9 @@
-// Litmus tests of the orders that the protocol rests on, many rounds in one launch. The producers
-// of a rank write to the next rank of the ring, round after round with a fresh value in every word;
-// the consumers there check every word, and count those that are wrong and, of these, those of an
-// earlier round. Nothing may be wrong unless TwLitmus::broken plants a mistake, which shows that
-// the test can see one. Every wait ends at the launch's deadline: a mistake costs its rounds, never
-// the device.
+// Litmus tests of the memory orderings that the protocol relies on, many rounds in one launch. A
+// rank's producers write to the next rank of the ring, round after round, a fresh value in every
+// word. The consumers there check every word; they count wrong words and, among them, words of an
+// earlier round. No word may be wrong unless TwLitmus::broken plants a mistake, which shows that
+// the test can detect one. Every wait ends at the launch's deadline: a mistake costs the remaining
+// rounds, never the device.
 
 #include "../ptx/ld_st.cuh"
 #include "../ptx/bulk.cuh"
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool tw_reached(const u64* p, u64 value, u64 end) {
     return true;
 }
 
-// Adds what this thread found at the words of a round to `out`.
+// Checks the words of a round, and adds this thread's counts to `out`.
 __device__ __forceinline__ void tw_litmus_check(const u64* words, u32 first, u32 num, u64 round, TwLitmusOut& out) {
     for (u32 i = threadIdx.x; i < num; i += blockDim.x) {
         u64 w = words[i];
@@ -77,14 +77,15 @@ __device__ __forceinline__ void tw_litmus_end(const TwLitmus& p, const TwLitmusO
     out->ns = globaltimer() - start;
 }
 
-// One thread: the staged round to the peer by a bulk store, and its flag.
+// Called by one thread: stores the staged round to the peer by a bulk store, then raises its flag.
 __device__ __forceinline__ bool tw_litmus_store(const TwLitmus& p, u32 lane, u64 round, u64 end) {
     u64* credit = tw_line(p.credit, lane);
     u64* flag = tw_line(p.flag, lane);
     if (p.broken != TW_NO_CREDIT && !tw_reached(credit, round - 1, end)) return false;
     if (p.broken == TW_FLAG_FIRST) {
         st_release_sys_u64(flag, round);
-        // Later than the flag takes: between two GPUs the data has arrived before it was read.
+        // Waits longer than the flag takes to arrive; else, between two GPUs, the data would arrive
+        // before it is read.
         for (const u64 at = globaltimer() + 2000; globaltimer() < at;) {
         }
     }
@@ -95,7 +96,8 @@ __device__ __forceinline__ bool tw_litmus_store(const TwLitmus& p, u32 lane, u64
     if (p.broken == TW_NO_WAIT) st_release_sys_u64(flag, round);
     bulk_wait_group<0>();
     fence_proxy_async();
-    // Not a round further, whatever is planted: flags count.
+    // Even with a planted mistake the producer is at most one round ahead, because flags count
+    // rounds.
     if (p.broken == TW_NO_CREDIT && !tw_reached(credit, round - 1, end)) return false;
     if (p.broken != TW_FLAG_FIRST && p.broken != TW_NO_WAIT) st_release_sys_u64(flag, round);
     return true;
@@ -106,7 +108,7 @@ __device__ void tw_litmus_produce(const TwLitmus& p, u32 lane) {
     u64* stage = (u64*)tw_smem;
     for (; round <= p.rounds; round++) {
         for (u32 i = threadIdx.x; i < p.bytes / 8; i += blockDim.x) stage[i] = tw_litmus_value(round, i);
-        // Each thread's own stores, before the bulk store that one of them issues.
+        // Orders each thread's own stores before the bulk store that one of them issues.
         fence_proxy_async();
         __syncthreads();
         bool late = threadIdx.x == 0 && !tw_litmus_store(p, lane, round, end);
@@ -131,12 +133,12 @@ __device__ void tw_litmus_consume(const TwLitmus& p, u32 lane) {
         if (__syncthreads_or(late)) break;
         for (u32 k = 0; k < p.reads; k++, parity ^= 1) {
             if (threadIdx.x == 0) {
-                // The thread that has seen the flag orders its bulk load behind it.
+                // The thread that acquired the flag orders its bulk load behind it.
                 fence_proxy_async();
                 mbarrier_arrive_expect_tx(&full, p.bytes);
                 bulk_load(tw_smem, data, p.bytes, &full);
             }
-            // The bytes of our own load: they always come.
+            // No deadline: the block's own load always completes.
             while (!mbarrier_try_wait_parity(&full, parity)) {
             }
             tw_litmus_check((const u64*)tw_smem, 0, p.bytes / 8, round, found);
@@ -147,21 +149,23 @@ __device__ void tw_litmus_consume(const TwLitmus& p, u32 lane) {
     tw_litmus_end(p, found, round - 1, start);
 }
 
-// Bulk store -> flag -> bulk load. Block b of the first `lanes` is a producer, of the others a
-// consumer; a launch of `lanes` blocks has consumers only.
+// Bulk store -> flag -> bulk load. Blocks below `lanes` are producers, the blocks behind them
+// consumers; a launch of `lanes` blocks has consumers only. Blocks of up to 256 threads; dynamic
+// shared memory: `bytes`.
 extern "C" __global__ void __launch_bounds__(256) tw_litmus_bulk(TwLitmus p) {
     bool produces = gridDim.x > p.lanes && blockIdx.x < p.lanes;
     if (produces) tw_litmus_produce(p, blockIdx.x);
     else tw_litmus_consume(p, blockIdx.x % p.lanes);
 }
 
-// Copy-engine push: what goes before the copies of one round. Takes the credit for the last round,
-// and makes the epoch word and the data of the next, which the copies behind it carry to the peer.
+// Prepares a round of copy-engine pushes: waits for the credit of the last round, then makes the
+// epoch word and the data of the next, which the copies behind this kernel carry to the peer. Grid:
+// 1 block.
 extern "C" __global__ void __launch_bounds__(256) tw_litmus_fill(TwLitmus p) {
     TwLitmusOut* out = (TwLitmusOut*)p.out;
     u64* epoch = (u64*)p.own;
     u64 round = *epoch + 1, end = globaltimer() + p.timeout_ns;
-    // After one deadline the launches behind it must not wait for theirs.
+    // After one deadline later launches must not wait for theirs.
     bool late = out->wrong != 0;
     if (threadIdx.x == 0 && !late) late = !tw_reached(tw_line(p.credit, 0), round - 1, end);
     if (__syncthreads_or(late)) {
@@ -176,9 +180,9 @@ extern "C" __global__ void __launch_bounds__(256) tw_litmus_fill(TwLitmus p) {
     }
 }
 
-// Plain stores of many blocks -> counter -> the last block raises the one flag -> plain loads. The
-// piece of a block is read by another block than the one that stored the last piece. Blocks as in
-// tw_litmus_bulk.
+// Plain stores by many blocks -> counter -> the last block raises the single flag -> plain loads. A
+// consumer block reads data of another block than the one that raised the flag. Roles of blocks are
+// as in tw_litmus_bulk.
 extern "C" __global__ void __launch_bounds__(256) tw_litmus_count(TwLitmus p) {
     u64 start = globaltimer(), end = start + p.timeout_ns, round = 1;
     u32 lane = blockIdx.x % p.lanes, words = p.bytes / 8;
