@@ -1,13 +1,13 @@
-// The backward pass. One text makes all gradients: its rows are queries (dq) or keys (dk, dv).
+// The backward pass. One class computes all gradients: its rows are queries (dq) or keys (dk, dv).
 //
 //   s = x1 y1^T, p = exp(scale s - lse), g = x2 y2^T, ds = p (g - delta)
 //   dq: x is (q, d_out), y is (k, v): sum1 = ds k.
 //   dk, dv: x is (k, v), y is (q, d_out): sum1 = ds^T q, sum2 = p^T d_out, where s and p are
-//     transposed: their rows are keys. The queries of all heads of a group are added by one block,
-//     head after head.
+//     transposed: their rows are keys. One block adds the queries of all heads of a group, head
+//     after head.
 //
-// Accumulators of p and ds are the next product's first operand as they are: nothing goes through
-// shared memory.
+// Accumulators of p and ds serve directly as the next product's first operand, without a pass
+// through shared memory.
 
 #pragma once
 
@@ -31,31 +31,32 @@
 #ifndef TW_ATTN_DKV_WARPS
 #define TW_ATTN_DKV_WARPS 8
 #endif
-// 1: dk and dv are made by blocks of their own, because both do not fit into the registers.
+// 1: separate kernels compute dk and dv, because both do not fit in the registers.
 #ifndef TW_ATTN_SPLIT
 #define TW_ATTN_SPLIT 0
 #endif
 
 enum : u32 { TW_SUM1 = 1, TW_SUM2 = 2 };
 
-// `X` rows of its own and `Y` of the other side in a block of WARPS.
+// A block of WARPS warps: `X` rows of its own side, tiles of `Y` rows of the other side.
 template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
     static constexpr u32 THREADS = 32 * WARPS, MT = X / (16 * WARPS), NT = Y / 8;
     static constexpr u32 X1_BYTES = X * TW_DQP * 2, X_BYTES = X1_BYTES + X * TW_DVP * 2;
     static constexpr u32 Y1_BYTES = Y * TW_DQP * 2, Y2_BYTES = Y * TW_DVP * 2;
-    // With keys as rows, lse and delta of the tile's queries follow.
+    // With keys as rows, lse and delta of the tile's queries follow the tiles of a stage.
     static constexpr u32 STAGE = Y1_BYTES + Y2_BYTES + (QUERIES ? 0 : 8 * Y);
     static_assert(X % (16 * WARPS) == 0 && Y % 16 == 0, "whole matrix instructions");
 
     float sum1[MT][TW_DQ16 / 8][4];
     float sum2[MT][TW_DV16 / 8][4];
-    // Of the rows, if they are queries. lse in base 2, infinite for rows that see nothing.
+    // Of this thread's rows, if rows are queries. lse in base 2; +inf for rows without visible
+    // keys.
     float lse[MT][2], delta[MT][2];
 
     static __device__ __forceinline__ void begin(const TwAttn& a, TwBlock& b) {
         if (threadIdx.x != 0) return;
         const u32 group = a.heads_q / a.heads_kv, heads = QUERIES ? a.heads_q : a.heads_kv;
-        // Under a causal mask the last queries and the first keys have most to do: they begin.
+        // Under a causal mask the last queries and the first keys have most work: they start first.
         const u32 head = blockIdx.x % heads, at = blockIdx.x / heads, t = QUERIES ? a.tiles - 1 - at : at;
         const TwSeg own = tw_own(a, t);
         b.own = own, b.head = head, b.kv_head = QUERIES ? head / group : head;
@@ -66,11 +67,11 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
                                  QUERIES ? 1 : group);
     }
 
-    // How far the other side's rows may lie before and behind the own position.
+    // How far rows of the other side may be before and behind the own position.
     static __device__ __forceinline__ int before(const TwAttn& a) { return QUERIES ? a.left : a.right; }
     static __device__ __forceinline__ int behind(const TwAttn& a) { return QUERIES ? a.right : a.left; }
 
-    // The head of queries of tile `t`.
+    // The query head of tile `t`.
     static __device__ __forceinline__ u32 q_head(const TwBlock& b, const TwTile& t) { return QUERIES ? b.head : t.head; }
 
     static __device__ __forceinline__ void load_own(const TwAttn& a, const TwBlock& b) {
@@ -125,8 +126,8 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         }
     }
 
-    // lse (in base 2) and delta of the queries of elements 2h and 2h + 1 of part (i, j), from the
-    // tile's numbers at `y`.
+    // lse (in base 2) and delta of the queries of elements 2h and 2h + 1 of part (i, j); with keys
+    // as rows, read from the tile's numbers at offset `y`.
     __device__ __forceinline__ float2 lse_of(u32 y, u32 i, u32 j, u32 h) const {
         if (QUERIES) return make_float2(lse[i][h], lse[i][h]);
         const float2 x = ((const float2*)(tw_smem + y))[4 * j + threadIdx.x % 4];
@@ -137,7 +138,7 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         return ((const float2*)(tw_smem + y))[Y / 2 + 4 * j + threadIdx.x % 4];
     }
 
-    // `hidden` for what the mask hides, and for what is behind the tile's rows.
+    // Writes `hidden` where the mask hides a pair, and behind the tile's rows.
     template <u32 M>
     static __device__ __forceinline__ void mask(const TwAttn& a, const TwBlock& b, const TwTile& t, float (&p)[M][NT][4],
                                                 float hidden, u32 thread = threadIdx.x) {
@@ -158,12 +159,12 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
             }
     }
 
-    // Whether the mask hides nothing of a tile.
+    // Whether all pairs of a tile are visible.
     static __device__ __forceinline__ bool whole(const TwAttn& a, const TwBlock& b, const TwTile& t) {
         return t.num == Y && t.pos >= b.at_last - before(a) && t.pos + (int)Y - 1 <= b.at + behind(a);
     }
 
-    // The bias of element (i, j, e), or null.
+    // The bias of the pair (row, col) of the tile, or null.
     static __device__ __forceinline__ const float* bias(const TwAttn& a, const TwBlock& b, const TwTile& t, u32 row,
                                                         u32 col) {
         if (row >= b.num || col >= t.num) return nullptr;
@@ -171,7 +172,7 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         return tw_bias(a, q_head(b, t), QUERIES ? own : other, QUERIES ? other : own);
     }
 
-    // Probabilities from products; with extras also what ds is multiplied with.
+    // Probabilities from products; with extras also the slope by which ds is multiplied.
     __device__ __forceinline__ void probabilities(const TwAttn& a, const TwBlock& b, const TwTile& t, u32 y,
                                                   float (&s)[MT][NT][4], float (&slope)[MT][NT][4]) const {
         const float factor = a.scale * TW_LOG2E;
@@ -202,15 +203,14 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         return tw_kept(a, seed, q_head(b, t), QUERIES ? own : other, QUERIES ? other : own);
     }
 
-    // What tile `n` adds to the sums.
+    // Adds the contribution of tile `n` to the sums.
     template <u32 WHAT> __device__ __forceinline__ void add(const TwAttn& a, TwBlock& b, u32 n) {
         const u32 y = X_BYTES + n % 2 * STAGE, numbers = y + Y1_BYTES + Y2_BYTES;
         float p[MT][NT][4], slope[TW_ATTN_EXTRA ? MT : 1][NT][4];
         tw_products<MT, NT, TW_DQ16, TW_DQP>(p, 0, y);
         const TwTile t = b.walk.tiles[n % 4];
-        // What is hidden is scored -inf, so that nothing stands between the exponentials and the
-        // next products, beside which they run. Extras may make a finite score of that: there, p
-        // becomes 0.
+        // Hidden pairs get a score of -inf before the exponentials, so that these overlap with the
+        // next products. Extras may turn that into a finite score; there, p is set to 0 afterwards.
         if (!TW_ATTN_EXTRA && !whole(a, b, t)) mask(a, b, t, p, -TW_INF);
         if (threadIdx.x == 0) b.walk.template step<Y>(a, b.own, n + 2);
         probabilities(a, b, t, numbers, p, (float (&)[MT][NT][4])slope);
@@ -250,12 +250,12 @@ template <bool QUERIES, u32 X, u32 Y, u32 WARPS> struct TwReturn {
         }
     }
 
-    // Gradients of the own rows to memory.
+    // Stores the gradients of the own rows.
     template <u32 WHAT> __device__ __forceinline__ void store(const TwAttn& a, const TwBlock& b) {
         float f1[MT][2], f2[MT][2];
 #pragma unroll
         for (u32 i = 0; i < MT; i++) f1[i][0] = f1[i][1] = a.scale, f2[i][0] = f2[i][1] = TW_ATTN_EXTRA ? a.keep : 1.0f;
-        // Of the own tiles a warp read its own rows only, which are where it stores its own.
+        // A warp read only its own rows of the own tiles, and now overwrites the same rows.
         const i64 row = b.own.row + b.first, ld1 = QUERIES ? a.ld_q : a.ld_k;
         if (WHAT & TW_SUM1)
             tw_store<MT, TW_DQ16 / 8, TW_DQ, TW_DQP>(QUERIES ? a.dq : a.dk, a.out_type, row * ld1 + b.head * TW_DQ, ld1,

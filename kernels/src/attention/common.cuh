@@ -1,7 +1,10 @@
-// What the attention kernels share: arguments, tables of rows, masks, tiles in shared memory.
+// Shared by the attention kernels: arguments, tables of segments, masks, tiles in shared memory.
 //
-// A tile in shared memory is [rows][TW_DQP or TW_DVP] of 16-bit elements with 16-byte chunk c of
-// row r at place c ^ (r % 8): the eight rows that ldmatrix reads together lie in different banks.
+// A tile in shared memory is [rows][TW_DQP or TW_DVP] 16-bit elements, with the 16-byte chunk c of
+// row r at position c ^ (r % 8), so that the eight rows that ldmatrix reads together are in
+// different banks.
+//
+// Names: a the attention (TwAttn), b the block's state (TwBlock), t a tile, s scores.
 
 #pragma once
 
@@ -18,26 +21,27 @@
 #ifndef TW_ATTN_DV
 #define TW_ATTN_DV 128
 #endif
-// 1: softcap, bias, dropout and factors that are not positive are possible.
+// 1: code for softcap, bias, dropout and non-positive scales is compiled in ("extras").
 #ifndef TW_ATTN_EXTRA
 #define TW_ATTN_EXTRA 0
 #endif
 
-// Rows of the tensors that lie together and belong to one sequence. A kernel works on tiles of
-// "own" ones; each names the "other" ones that its rows may meet, in the order of their sum.
+// A segment: contiguous rows of the tensors that belong to one sequence. A kernel works on tiles of
+// "own" segments; each own segment names the range of "other" segments that its rows may attend to,
+// in the order of summation.
 struct TwSeg {
     u32 row, len;    // rows of the local tensor
     u32 pos;         // of its first row in the sequence
     u32 global;      // of its first row in the global tensors
     u32 tile;        // own: tiles of the own segments before it
     u32 first, end;  // own: the others' indices
-    // Own: `skv - sq` of the sequence (query i sits at key position i + shift), or TW_ATTN_GAP if
-    // the rows belong to no sequence.
+    // Own: `skv - sq` of the sequence (query i is at key position i + shift), or TW_ATTN_GAP if the
+    // rows belong to no sequence.
     int shift;
 };
 enum : int { TW_ATTN_GAP = -0x7fffffff - 1 };
 
-// One attention. Rows lie `ld_*` elements apart, heads side by side in them.
+// One attention. Rows are `ld_*` elements apart; heads are adjacent within a row.
 struct TwAttn {
     const void *q, *k, *v;
     void* out;           // [.., Hq, dv]; the backward pass reads it
@@ -71,7 +75,7 @@ struct TwAttn {
 enum : u32 {
     TW_DQ = TW_ATTN_DQK,
     TW_DV = TW_ATTN_DV,
-    // Whole matrix instructions, and whole rows of eight chunks.
+    // Rounded up to whole matrix instructions, and to whole rows of eight chunks.
     TW_DQ16 = (TW_DQ + 15) / 16 * 16,
     TW_DV16 = (TW_DV + 15) / 16 * 16,
     TW_DQP = (TW_DQ + 63) / 64 * 64,
@@ -91,7 +95,7 @@ __device__ __forceinline__ TwSeg tw_own(const TwAttn& a, u32 t) {
     return a.own[lo];
 }
 
-// A tile of other rows.
+// A tile of rows of the other side.
 struct TwTile {
     u32 row, num;  // rows of the local tensor; none behind the last tile
     u32 global;
@@ -99,9 +103,9 @@ struct TwTile {
     u32 head;
 };
 
-// The other tiles with positions in lo..end, kept in shared memory: every register counts. Thread 0
-// steps, a barrier or more before a tile is read. Tile n lies in place n % 4: while tile n is in
-// use and n + 1 is loaded, n + 2 is made.
+// Iterates over the other side's tiles with positions in lo..end. The state is in shared memory to
+// save registers. Thread 0 calls step(); at least one barrier separates that from reads of the
+// tile. Tile n is at index n % 4: while tile n is in use and n + 1 is being loaded, n + 2 is made.
 struct TwWalk {
     TwTile tiles[4];
     u32 seg, rest, heads;
@@ -120,7 +124,7 @@ struct TwWalk {
             const TwSeg s = a.other[seg++];
             const int first = max(lo - (int)s.pos, 0), last = min(end - (int)s.pos, (int)s.len);
             if (first >= last) continue;
-            // Tiles begin at the same rows, whatever the mask hides.
+            // Tiles begin at the same rows, whatever the mask hides, so that sums keep their order.
             const u32 skip = (u32)first / ROWS * ROWS;
             left = (u32)last - skip, t.row = s.row + skip, t.global = s.global + skip;
             t.pos = (int)(s.pos + skip);
@@ -129,7 +133,7 @@ struct TwWalk {
         tiles[n % 4] = t;
     }
 
-    // The first two tiles of `num` heads from `head` on, one head after the other.
+    // Makes the first two tiles of `num` heads from `head` on, one head after the other.
     template <u32 ROWS>
     __device__ __forceinline__ void begin(const TwAttn& a, const TwSeg& own, int from, int to, u32 head, u32 num) {
         seg = own.first, rest = 0, lo = from, end = to, heads = num - 1;
@@ -139,24 +143,24 @@ struct TwWalk {
     }
 };
 
-// Where chunk `c` of row `r` lies in a tile with rows of DP elements, in bytes.
+// Byte offset of chunk `c` of row `r` in a tile with rows of DP elements.
 template <u32 DP>
 __device__ __forceinline__ u32 tw_at(u32 r, u32 c) {
     return r * (DP * 2) + ((c ^ (r & 7)) << 4);
 }
 
-// Copies rows of a head to a tile of ROWS by THREADS of the block: those from `num` on, and columns
-// from D on, are zeros.
+// Copies rows of a head to a tile of ROWS by THREADS threads of the block. Rows from `num` on, and
+// columns from D on, are zeros.
 template <u32 ROWS, u32 D, u32 DP, u32 THREADS>
 __device__ __forceinline__ void tw_load_tile(u8* tile, const u16* base, i64 ld, u32 num, u32 thread = threadIdx.x) {
     const u32 chunks = (D + 15) / 16 * 2;
     if constexpr (THREADS % chunks == 0 && THREADS / chunks % 8 == 0 && ROWS % (THREADS / chunks) == 0) {
-        // Each thread stays in one column and one row modulo 8.
+        // Each thread keeps one column and one row modulo 8.
         const u32 c = thread % chunks, r0 = thread / chunks, step = THREADS / chunks;
         const u16* from = base + (i64)r0 * ld + 8 * c;
         u8* to = tile + tw_at<DP>(r0, c);
         if (D % 16 == 0 && num >= ROWS) {
-            // Nearly all tiles: no row must be looked at.
+            // The common case: all rows exist, so none is checked.
 #pragma unroll
             for (u32 r = 0; r < ROWS; r += step, from += (i64)step * ld) cp_async_cg_16_zfill(to + r * (DP * 2), from, 16);
             return;
@@ -188,7 +192,8 @@ __device__ __forceinline__ u32 tw_pair(float low, float high, u32 type) {
     return type == 0 ? cvt_rn_bf16x2_f32(low, high) : cvt_rn_f16x2_f32(low, high);
 }
 
-// What a lane adds to a tile's address for fragments of A and of transposed B, and for the others.
+// A lane's offset within a tile: tw_lane_a for fragments of A and of transposed B, tw_lane_b for
+// fragments of B and of transposed A.
 template <u32 DP> __device__ __forceinline__ u32 tw_lane_a(u32 thread = threadIdx.x) {
     return tw_at<DP>(thread % 16, thread % 32 / 16);
 }
@@ -196,25 +201,26 @@ template <u32 DP> __device__ __forceinline__ u32 tw_lane_b(u32 thread = threadId
     return tw_at<DP>(thread % 32 / 16 * 8 + thread % 8, thread % 16 / 8);
 }
 
-// Row `r` (a multiple of 8) and chunks 2k and 2k + 1 of a tile, from a lane's address on. Four
-// exclusive ors serve all k: the rest of the address is a constant of the instruction.
+// Address of row `r` (a multiple of 8) and chunks 2k and 2k + 1 of a tile, from a lane's address.
+// Four exclusive ors serve all k; the rest of the address is an immediate of the instruction.
 template <u32 DP> __device__ __forceinline__ const u8* tw_place(u32 at, u32 r, u32 k) {
     return tw_smem + (at ^ k % 4 << 5) + (r * (DP * 2) + k / 4 * 128);
 }
 
-// Fragments of a tile. `at` is its offset in shared memory plus tw_lane_a or tw_lane_b.
-// A: rows r..r+16 and columns 16k..16k+16 (tw_lane_a).
-// Two of B: columns are rows r..r+8 and r+8..r+16 of the tile, for k in 16k..16k+16 (tw_lane_b).
+// Loads fragments of a tile. `at` is the tile's offset in shared memory plus tw_lane_a or
+// tw_lane_b.
+// A (tw_lane_a): rows r..r+16 and columns 16k..16k+16.
+// Two of B (tw_lane_b): B's columns are rows r..r+8 and r+8..r+16, for k in 16k..16k+16.
 template <u32 DP> __device__ __forceinline__ void tw_frag(u32 (&f)[4], u32 at, u32 r, u32 k) {
     ldmatrix_x4_b16(f, tw_place<DP>(at, r, k));
 }
-// Two of B whose columns are columns 16k.. of the tile, for k in its rows r..r+16 (tw_lane_a).
-// A of the transposed tile: its columns 16k.. are A's rows, its rows r.. A's columns (tw_lane_b).
+// Two of B (tw_lane_a): B's columns are columns 16k.. of the tile, for k in rows r..r+16.
+// A of the transposed tile (tw_lane_b): A's rows are its columns 16k.., A's columns rows r..r+16.
 template <u32 DP> __device__ __forceinline__ void tw_frag_t(u32 (&f)[4], u32 at, u32 r, u32 k) {
     ldmatrix_x4_trans_b16(f, tw_place<DP>(at, r, k));
 }
 
-// s = x y^T: this warp's rows of tile `x` and all of tile `y`, of D columns.
+// s = x y^T: this warp's rows of tile `x` times all of tile `y`, of D columns.
 template <u32 MT, u32 NT, u32 D, u32 DP>
 __device__ __forceinline__ void tw_products(float (&s)[MT][NT][4], u32 x, u32 y, u32 thread = threadIdx.x) {
 #pragma unroll
@@ -241,8 +247,8 @@ __device__ __forceinline__ void tw_products(float (&s)[MT][NT][4], u32 x, u32 y,
     }
 }
 
-// o += p y over rows 16k..16k+16 of y, with p rounded to the type of y. `y` is its offset plus
-// tw_lane_a.
+// o += p y over rows 16k..16k+16 of y, with p rounded to the type of y. `y` is the tile's offset
+// plus tw_lane_a.
 template <u32 MT, u32 NT, u32 DT, u32 DP>
 __device__ __forceinline__ void tw_accumulate16(float (&o)[MT][DT][4], const float (&p)[MT][NT][4], u32 y, u32 k) {
     u32 fp[MT][4];
@@ -261,20 +267,20 @@ __device__ __forceinline__ void tw_accumulate16(float (&o)[MT][DT][4], const flo
     }
 }
 
-// The same over all rows of y, from its offset on.
+// The same over all rows of y; `y` is the tile's offset.
 template <u32 MT, u32 NT, u32 DT, u32 DP>
 __device__ __forceinline__ void tw_accumulate(float (&o)[MT][DT][4], const float (&p)[MT][NT][4], u32 y) {
 #pragma unroll
     for (u32 k = 0; k < NT / 2; k++) tw_accumulate16<MT, NT, DT, DP>(o, p, y + tw_lane_a<DP>(), k);
 }
 
-// Row of a block's tile that element e of part i of an accumulator belongs to.
+// The row of a block's tile to which element e of part i of an accumulator belongs.
 template <u32 MT> __device__ __forceinline__ u32 tw_row(u32 i, u32 e, u32 thread = threadIdx.x) {
     return thread / 32 * (16 * MT) + 16 * i + thread % 32 / 4 + e / 2 * 8;
 }
 
-// Rows of `o` times their factors to memory, `num` of them, from element `at` on: 16-bit types
-// through this warp's rows of a tile at `stage`, which only this warp uses.
+// Stores `num` rows of `o`, each times its factor, from element `at` on. 16-bit types pass through
+// this warp's rows of a tile at `stage`, which no other warp uses.
 template <u32 MT, u32 DT, u32 D, u32 DP>
 __device__ __forceinline__ void tw_store(void* out, u32 type, i64 at, i64 ld, u32 num, const float (&o)[MT][DT][4],
                                          const float (&factor)[MT][2], u32 stage) {
@@ -315,18 +321,18 @@ __device__ __forceinline__ void tw_store(void* out, u32 type, i64 at, i64 ld, u3
     }
 }
 
-// What all threads of a block know, in shared memory.
+// State shared by all threads of a block, in shared memory.
 struct TwBlock {
     TwSeg own;
     u32 head, kv_head;
-    // The tile's first row in its segment, and its rows.
+    // The tile's first row in its segment, and its number of rows.
     u32 first, num;
-    // Position in the other side's sequence of the first row and of the last.
+    // Positions of the first and the last row in the other side's sequence.
     int at, at_last;
     TwWalk walk;
 };
 
-// The sum, and the greatest, of the four lanes that share a row of an accumulator.
+// Sum and maximum over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float tw_quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -336,9 +342,9 @@ __device__ __forceinline__ float tw_quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// ---- What only some attentions have.
+// ---- Optional features.
 
-// The score of a pair, from its product, and its derivative by product times scale.
+// The score of a pair from its product, and the derivative of the score by product times scale.
 __device__ __forceinline__ float tw_score(const TwAttn& a, float product, const float* bias, float& slope) {
     float z = product * a.scale;
     slope = 1.0f;
@@ -371,7 +377,7 @@ __device__ __forceinline__ const float* tw_bias(const TwAttn& a, u32 head, u32 i
     return a.bias ? a.bias + ((i64)h * a.bias_sq + i) * a.bias_skv + j : nullptr;
 }
 
-// delta = <d_out, out> of one row and head, by one warp.
+// delta = <d_out, out> of one row and head, computed by one warp.
 template <class F> __device__ __forceinline__ void tw_delta(const TwAttn& a, u32 dv, F at) {
     const u64 i = (u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (i >= (u64)a.tokens_q * a.heads_q) return;
@@ -386,8 +392,8 @@ template <class F> __device__ __forceinline__ void tw_delta(const TwAttn& a, u32
     if (threadIdx.x % 32 == 0) a.delta[(i64)head * a.tokens_q + row] = sum;
 }
 
-// Segments as an argument, so that a launch brings its own tables: queued, captured, never copied
-// from the host's memory.
+// Segments as a kernel argument, so that a launch contains its tables: they are queued and captured
+// with it, and never copied from the host's memory.
 enum : u32 { TW_TABLE = 96 };
 struct TwTable {
     TwSeg* to;
@@ -395,6 +401,7 @@ struct TwTable {
     TwSeg segs[TW_TABLE];
 };
 
+// Copies up to 96 segments to a table in device memory. Grid: 1 block of 96 threads.
 extern "C" __global__ void __launch_bounds__(96) tw_attn_table(const __grid_constant__ TwTable t) {
     if (threadIdx.x < t.num) t.to[threadIdx.x] = t.segs[threadIdx.x];
 }

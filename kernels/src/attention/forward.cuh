@@ -1,4 +1,4 @@
-// The forward pass: tiles of keys against one tile of queries, with a running maximum and sum.
+// The forward pass: a tile of queries against tiles of keys, with a running maximum and sum.
 
 #pragma once
 
@@ -18,14 +18,14 @@ enum : u32 {
     TW_FM = TW_ATTN_M,
     TW_FN = TW_ATTN_N,
     TW_F_THREADS = 32 * TW_ATTN_WARPS,
-    // Rows of a warp, in steps of 16.
+    // Rows of a warp, in units of 16.
     TW_F_MT = TW_FM / (16 * TW_ATTN_WARPS),
     TW_F_NT = TW_FN / 8,
     TW_F_DT = TW_DV16 / 8,
     TW_F_K_BYTES = TW_FN * TW_DQP * 2,
     TW_F_V_BYTES = TW_FN * TW_DVP * 2,
     TW_F_STAGE = TW_F_K_BYTES + TW_F_V_BYTES,
-    // Queries, and then the output.
+    // Queries first, later the output.
     TW_F_Q_BYTES = TW_FM * (TW_DQP > TW_DVP ? TW_DQP : TW_DVP) * 2,
 };
 static_assert(TW_FM % (16 * TW_ATTN_WARPS) == 0 && TW_FN % 16 == 0, "whole matrix instructions");
@@ -34,16 +34,16 @@ static_assert(TW_DQ % 8 == 0 && TW_DV % 8 == 0, "rows are whole chunks of 16 byt
 typedef float TwScores[TW_F_MT][TW_F_NT][4];
 typedef float TwOut[TW_F_MT][TW_F_DT][4];
 
-// What a thread knows of its rows: 2 * TW_F_MT of them.
+// The softmax state of a thread's 2 * TW_F_MT rows.
 struct TwRows {
-    // In shared memory, because all registers are taken while products are formed. `max` of the
-    // scores so far: to be multiplied with `scale` or, with extras, in base 2; `sum`: this lane's
-    // part.
+    // In shared memory, because products take all registers. `max` of the scores so far: to be
+    // multiplied by `scale` or, with extras, in base 2. `sum`: this lane's part.
     float (&max)[TW_F_MT][2];
     float (&sum)[TW_F_MT][2];
 };
 
-// Products to scores in base 2: factor, softcap and bias. `pos` is of the tiles' first rows.
+// Turns products into scores in base 2: scale, softcap and bias. `pos` is that of the tiles' first
+// rows.
 __device__ __forceinline__ void tw_f_extra(const TwAttn& a, TwScores& s, u32 head, u32 q_pos, u32 num_q, u32 kv_pos,
                                            u32 num_kv) {
 #pragma unroll
@@ -60,8 +60,8 @@ __device__ __forceinline__ void tw_f_extra(const TwAttn& a, TwScores& s, u32 hea
             }
 }
 
-// Hides what the mask does, and what is behind the tile's `num` keys. `shift` is the key position
-// of the first query, less that of the first key.
+// Sets scores to -inf where the mask hides the pair or the key is behind the tile's `num` keys.
+// `shift` is the key position of the first query minus that of the first key.
 __device__ __forceinline__ void tw_f_mask(const TwAttn& a, TwScores& s, int shift, u32 num) {
 #pragma unroll
     for (u32 i = 0; i < TW_F_MT; i++)
@@ -80,7 +80,7 @@ __device__ __forceinline__ void tw_f_mask(const TwAttn& a, TwScores& s, int shif
         }
 }
 
-// Scores to probabilities before they are divided by their sum; the state to the new maximum.
+// Turns scores into unnormalised probabilities, and rescales the state to the new maximum.
 __device__ __forceinline__ void tw_f_softmax(TwScores& s, TwRows& r, TwOut& o, float factor) {
 #pragma unroll
     for (u32 i = 0; i < TW_F_MT; i++)
@@ -91,7 +91,7 @@ __device__ __forceinline__ void tw_f_softmax(TwScores& s, TwRows& r, TwOut& o, f
 #pragma unroll
             for (u32 j = 0; j < TW_F_NT; j++) top = fmaxf(top, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
             top = tw_quad_max(top);
-            // Nothing visible so far: -inf less -inf would be NaN.
+            // No key is visible yet: -inf minus -inf would be NaN.
             const float base = top == -TW_INF ? 0.0f : top * factor;
             const float shrink = ex2_approx_ftz_f32(old * factor - base);
             r.max[i][half] = top;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void tw_f_softmax(TwScores& s, TwRows& r, TwOut& o, f
         }
 }
 
-// Zeros for dropped pairs. The factor of the others comes at the end.
+// Zeroes dropped pairs. The factor of kept pairs is applied at the end.
 __device__ __forceinline__ void tw_f_drop(const TwAttn& a, TwScores& p, u32 head, u32 q_global, u32 kv_global) {
     const u64 seed = tw_drop_seed(a);
 #pragma unroll
@@ -124,7 +124,7 @@ __device__ __forceinline__ void tw_f_drop(const TwAttn& a, TwScores& p, u32 head
             }
 }
 
-// Normalises: the factors of the rows of `o`, and lse to memory.
+// Computes the normalising factor of each row of `o`, and stores lse.
 __device__ __forceinline__ void tw_f_finish(const TwAttn& a, TwRows& r, const TwSeg& own, u32 first, u32 num, u32 head,
                                             float factor) {
     const bool sink = a.sink && own.shift != TW_ATTN_GAP;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void tw_f_finish(const TwAttn& a, TwRows& r, const Tw
             const float mine = r.max[i][half] == -TW_INF ? -TW_INF : r.max[i][half] * factor;
             const float sum = tw_quad_sum(r.sum[i][half]), top = fmaxf(mine, extra);
             const u32 row = tw_row<TW_F_MT>(i, 2 * half);
-            // A NaN in the scores is not in the maximum but in the sum.
+            // A NaN score does not show in the maximum, but in the sum.
             const bool empty = top == -TW_INF && sum == 0.0f;
             const float base = top == -TW_INF ? 0.0f : top;
             const float part = mine == -TW_INF && sum == 0.0f ? 0.0f : exp2f((mine == -TW_INF ? 0.0f : mine) - base);
@@ -150,10 +150,10 @@ __device__ __forceinline__ void tw_f_finish(const TwAttn& a, TwRows& r, const Tw
         }
 }
 
-// Which tile this block makes; a barrier must follow.
+// Sets this block's tile and head. A barrier must follow.
 __device__ __forceinline__ void tw_f_begin(const TwAttn& a, TwBlock& b) {
     if (threadIdx.x != 0) return;
-    // The last tiles see most under a causal mask: they begin.
+    // Under a causal mask the last tiles have most keys: they start first.
     const u32 head = blockIdx.x % a.heads_q, t = a.tiles - 1 - blockIdx.x / a.heads_q;
     const TwSeg own = tw_own(a, t);
     b.own = own, b.head = head, b.kv_head = head / (a.heads_q / a.heads_kv);
@@ -210,13 +210,14 @@ __device__ __forceinline__ void tw_forward(const TwAttn& a) {
         if (!whole) tw_f_mask(a, s, b.at - t.pos, t.num);
         tw_f_softmax(s, r, o, factor);
         if (TW_ATTN_EXTRA && a.drop_below) tw_f_drop(a, s, b.head, b.own.global + b.first, t.global);
-        // Here, because the branch keeps the compiler from loading values before: it would spill.
+        // Placed here because the branch keeps the compiler from loading values earlier, which
+        // would spill.
         if (threadIdx.x == 0) b.walk.step<TW_FN>(a, b.own, n + 2);
         tw_accumulate<TW_F_MT, TW_F_NT, TW_F_DT, TW_DVP>(o, s, k + TW_F_K_BYTES);
     }
     tw_f_finish(a, r, b.own, b.first, b.num, b.head, factor);
-    // Of the queries a warp read, and overwrites, its own rows only, unless they are of other
-    // lengths.
+    // A warp reads and overwrites only its own rows of the query tile, unless query and value rows
+    // differ in length.
     if (TW_DQP != TW_DVP) __syncthreads();
     const i64 at = (i64)(b.own.row + b.first) * a.ld_o + b.head * TW_DV;
     tw_store<TW_F_MT, TW_F_DT, TW_DV, TW_DVP>(a.out, a.out_type, at, a.ld_o, b.num, o, r.sum, 0);

@@ -1,14 +1,14 @@
-// dk and dv by pairs of warps, which share rows of keys. Of the four products of a tile of queries
-// the first warp makes two, the second the others, half a tile behind:
+// dk and dv by pairs of warps that share rows of keys. Of the four products for a tile of queries,
+// the first warp of a pair computes two and the second warp the other two, half a tile later:
 //
 //   first:  s = k q^T, p = exp(scale s - lse), dv += p d_out
-//   second: ds = p (g - delta), dk += ds q of the tile before; g = v d_out^T
+//   second: g = v d_out^T; for the tile before: ds = p (g - delta), dk += ds q
 //
-// Rows are keys. The numbers of p go from a lane to the same lane of the other warp, through shared
-// memory. With both sums (TwReturn) a warp has registers for 16 keys only, and reads all of q and
-// d_out twice for half of the products: the rate of shared memory was the kernel's. The two warps
-// of a pair are on one scheduler, so that the exponentials of one run beside products of the other.
-// Each sum has the order of TwReturn's, and so its bits.
+// Rows are keys. Each lane passes its p to the same lane of the other warp through shared memory.
+// With both sums in one warp (TwReturn) a warp has registers for 16 keys only, and reads all of q
+// and d_out twice for half of the products: the bandwidth of shared memory was then the limit. The
+// two warps of a pair are on one scheduler, so that exponentials of one overlap with products of
+// the other. Each sum has the order of TwReturn's, and so its bits.
 
 #pragma once
 
@@ -23,12 +23,13 @@ struct TwPairs {
     static_assert(TW_DQ == TW_DV, "both warps of a pair do the same");
     static constexpr u32 X = TW_ATTN_DKV_N, Y = TW_ATTN_DKV_M, PAIRS = TW_ATTN_DKV_WARPS / 2, HALF = 32 * PAIRS;
     static constexpr u32 MT = X / (16 * PAIRS), NT = Y / 8, DT = TW_DQ16 / 8;
-    // Behind the stages, p.
+    // Offset of p, behind the stages.
     static constexpr u32 HANDED = TwDkv::X_BYTES + 2 * TwDkv::STAGE;
     static_assert(X % (16 * PAIRS) == 0, "whole matrix instructions");
-    // Barriers. Of a pair: p is there; p has been read. Of all: first warps may begin a tile,
-    // because its q is there and d_out of the tile before has been read; second warps may, because
-    // d_out is there, and none of them still reads q of the tile before.
+    // Named barriers. For each pair: GIVEN, p is written; TAKEN, p has been read. For all warps:
+    // BEGIN, first warps may begin a tile, because its q has arrived and d_out of the tile before
+    // has been read; THERE, second warps may, because d_out has arrived, and no first warp still
+    // reads q of the tile before.
     enum : u32 { GIVEN = 1, TAKEN = GIVEN + PAIRS, BEGIN = TAKEN + PAIRS, THERE };
     static_assert(THERE < 16, "a block has 16 barriers");
     typedef float Part[MT][NT][4];
@@ -38,15 +39,15 @@ struct TwPairs {
 
     static __device__ __forceinline__ bool is_first() { return threadIdx.x < HALF; }
     static __device__ __forceinline__ u32 stage(u32 n) { return TwDkv::X_BYTES + n % 2 * TwDkv::STAGE; }
-    // lse of a tile's queries; delta is Y behind.
+    // Offset of lse of a tile's queries; delta follows Y elements later.
     static __device__ __forceinline__ u32 numbers(u32 n) { return stage(n) + TwDkv::Y1_BYTES + TwDkv::Y2_BYTES; }
-    // Where a lane's p lies: part (i, j) is 32 (i NT + j) behind.
+    // Where a lane's p is; part (i, j) is at index 32 (i NT + j) from there.
     static __device__ __forceinline__ float4* handed(u32 thread) {
         return (float4*)(tw_smem + HANDED) + thread / 32 % PAIRS * (MT * NT * 32) + thread % 32;
     }
 
-    // Copies d_out and lse of tile `n`, by first warps, or q and delta, by second ones: what they
-    // are the last to read.
+    // Copies d_out and lse of tile `n` (first warps), or q and delta (second warps): each copies
+    // the tiles of which it is the last reader.
     template <bool FIRST> static __device__ __forceinline__ void load(const TwAttn& a, const TwBlock& b, u32 n) {
         const TwTile& t = b.walk.tiles[n % 4];
         const u32 thread = opaque(threadIdx.x % HALF);
@@ -59,7 +60,7 @@ struct TwPairs {
         cp_async_commit_group();
     }
 
-    // What a first warp does of tile `n`.
+    // The work of a first warp for tile `n`.
     __device__ __forceinline__ void first(const TwAttn& a, TwBlock& b, u32 n) {
         bar_arrive(THERE, 2 * HALF);
         if (b.walk.tiles[(n + 1) % 4].num > 0) load<true>(a, b, n + 1);
@@ -71,7 +72,7 @@ struct TwPairs {
         const float factor = a.scale * TW_LOG2E;
         const u32 thread = opaque(threadIdx.x), y = stage(n) + TwDkv::Y1_BYTES + tw_lane_a<TW_DQP>(thread);
         float4* to = handed(thread);
-        // The exponentials of 16 queries beside the products of those before.
+        // The exponentials of 16 queries overlap with the products of the 16 before.
 #pragma unroll
         for (u32 k = 0; k < NT / 2; k++) {
 #pragma unroll
@@ -85,13 +86,14 @@ struct TwPairs {
                     to[32 * (i * NT + j)] = make_float4(s[i][j][0], s[i][j][1], s[i][j][2], s[i][j][3]);
                 }
             }
-            // Before the last products, so that the other warp need not wait for them.
+            // Arrives before the last products, so that the other warp need not wait for them.
             if (k == NT / 2 - 1) bar_arrive(GIVEN + threadIdx.x / 32, 64);
             tw_accumulate16<MT, NT, DT, TW_DQP>(sum, s, y, k);
         }
     }
 
-    // What a second warp does of tile `n` when p is there; `more` tiles follow.
+    // The rest of a second warp's work for tile `n`, once p is written; `more`: another tile
+    // follows.
     __device__ __forceinline__ void finish(u32 n, bool more) {
         const u32 thread = opaque(threadIdx.x);
         bar_sync(GIVEN + thread / 32 % PAIRS, 64);
@@ -109,7 +111,7 @@ struct TwPairs {
         }
         if (more) bar_arrive(TAKEN + thread / 32 % PAIRS, 64);
 #if __CUDA_ARCH__ >= 1000
-        // Else ptxas begins the products before, and spills.
+        // Without this ptxas moves products up, and spills.
         __syncwarp();
 #endif
         const u32 y = stage(n) + tw_lane_a<TW_DQP>(thread);
@@ -117,13 +119,13 @@ struct TwPairs {
         for (u32 k = 0; k < NT / 2; k++) tw_accumulate16<MT, NT, DT, TW_DQP>(sum, s, y, k);
     }
 
-    // The end of tile `n - 1` and, if there is one, the beginning of tile `n`.
+    // Finishes tile `n - 1` and, if there is one, begins tile `n`.
     __device__ __forceinline__ void second(const TwAttn& a, TwBlock& b, u32 n, bool more) {
         if (n > 0) finish(n - 1, more);
         if (!more) return;
         bar_sync(THERE, 2 * HALF);
         if (b.walk.tiles[(n + 1) % 4].num > 0) load<false>(a, b, n + 1);
-        // Keys and values lie one behind the other, so that the rows of second warps are values.
+        // Keys and values are adjacent in shared memory, so rows of second warps are values.
         tw_products<MT, NT, TW_DQ16, TW_DQP>(s, 0, stage(n) + TwDkv::Y1_BYTES, opaque(threadIdx.x));
     }
 
@@ -131,15 +133,15 @@ struct TwPairs {
         float f[MT][2];
 #pragma unroll
         for (u32 i = 0; i < MT; i++) f[i][0] = f[i][1] = FIRST ? 1.0f : a.scale;
-        // Rows count from the first warp's: those of second ones lie X behind. What a warp
-        // overwrites it alone read.
+        // Rows are counted from the first warp's: those of second warps are X later. A warp
+        // overwrites only rows that no other warp read.
         const i64 ld = FIRST ? a.ld_v : a.ld_k, row = (i64)(b.own.row + b.first) - (FIRST ? 0 : (i64)X);
         tw_store<MT, DT, TW_DQ, TW_DQP>(FIRST ? a.dv : a.dk, a.out_type, row * ld + b.head * TW_DQ, ld,
                                         b.num + (FIRST ? 0 : X), sum, f, 0);
     }
 };
 
-// The loop of one of the warps: each has its own, for the sake of registers.
+// The loop of a first or a second warp; each has its own instance, to save registers.
 template <bool FIRST> __device__ __forceinline__ void tw_pair_loop(const TwAttn& a, TwBlock& b) {
     TwPairs me;
 #pragma unroll
@@ -154,9 +156,9 @@ template <bool FIRST> __device__ __forceinline__ void tw_pair_loop(const TwAttn&
     }
 #pragma unroll 1
     for (u32 n = 0;; n++) {
-        // This thread's copies of tile n are there; first warps know by the barrier, second ones by
-        // `THERE`, that everybody's are. A second warp comes when it has read d_out of the tile
-        // before, and does not wait.
+        // This thread's copies of tile n have arrived. Barriers extend that to all threads: BEGIN
+        // for first warps, THERE for second ones. A second warp arrives at BEGIN when it has read
+        // d_out of the tile before, and does not wait.
         cp_async_wait_group<0>();
         if (FIRST) bar_sync(TwPairs::BEGIN, 2 * TwPairs::HALF);
         else bar_arrive(TwPairs::BEGIN, 2 * TwPairs::HALF);

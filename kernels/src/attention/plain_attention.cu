@@ -1,13 +1,15 @@
 // Attention in f32 arithmetic without matrix instructions, for any types and head dimensions.
 //
-// Shapes, tables and results: as sm80_attention.cu. Types: q, k, v of TW_ATTN_IN, and out, d_out
-// and the gradients of TW_ATTN_OUT: 0 bf16, 1 f16, 2 f32. Launch: tw_attn_fwd, tw_attn_dq: tiles *
-// Hq blocks, tw_attn_dkv: tiles * Hkv blocks, of 128 threads for tiles of 4 rows. tw_attn_delta: a
-// warp for each row and head, 256 threads. tw_attn_dbias: a thread for each element of the bias,
-// 256 threads. tw_attn_dsink: Hq blocks of 256 threads. Algorithm: a warp makes a row; each lane
-// takes every 32nd row of the other side, then every 32nd column of the sum. Slow and simple; sums
-// have one order. One block to a multiprocessor is asked for, because else ptxas spills for the
-// sake of occupancy.
+// Shapes, tables and results: as in sm80_attention.cu. Types: q, k, v of TW_ATTN_IN; out, d_out and
+// gradients of TW_ATTN_OUT: 0 bf16, 1 f16, 2 f32. No kernel has dynamic shared memory. Launch:
+//   tw_attn_fwd, tw_attn_dq   tiles * Hq blocks of 128 threads, for tiles of 4 rows
+//   tw_attn_dkv               tiles * Hkv blocks of 128 threads, for tiles of 4 rows
+//   tw_attn_delta             a warp for each row and head, 256 threads
+//   tw_attn_dbias             a thread for each element of the bias, 256 threads
+//   tw_attn_dsink             Hq blocks of 256 threads
+// Algorithm: a warp computes a row; each lane takes every 32nd row of the other side, then every
+// 32nd column of the sum. Slow and simple; the order of sums is fixed. The bound is one block on a
+// multiprocessor: without it ptxas spills to reach a higher occupancy.
 
 #include "common.cuh"
 
@@ -17,7 +19,7 @@
 #ifndef TW_ATTN_OUT
 #define TW_ATTN_OUT 2
 #endif
-// Of dk and dv: f32 where they are parts of a sum.
+// The type of dk and dv: f32 where they are parts of a sum.
 #ifndef TW_ATTN_DKV
 #define TW_ATTN_DKV TW_ATTN_OUT
 #endif
@@ -61,7 +63,7 @@ __device__ __forceinline__ float tw_p_score(const TwAttn& a, const TwPair& p, fl
     return tw_score(a, sum, tw_bias(a, p.head, p.i, p.j), slope);
 }
 
-// Probability (`kept`: after dropout) and gradient of the score of a pair.
+// The probability (`kept`: after dropout) of a pair, and the gradient of its score.
 __device__ __forceinline__ void tw_p_grad(const TwAttn& a, const TwPair& p, u64 seed, float& kept, float& ds,
                                           float& slope) {
     const i64 at = (i64)p.head * a.tokens_q + p.q;
@@ -74,11 +76,11 @@ __device__ __forceinline__ void tw_p_grad(const TwAttn& a, const TwPair& p, u64 
     float keep = 1.0f;
     if (a.drop_below) keep = tw_kept(a, seed, p.head, p.q_global, p.kv_global) ? a.keep : 0.0f;
     kept = prob * keep;
-    // Hidden pairs have a probability of 0; a product with an infinite dp would not.
+    // Hidden pairs have probability 0; times an infinite dp they would give NaN.
     ds = prob == 0.0f ? 0.0f : prob * (dp * keep - a.delta[at]);
 }
 
-// This warp's row of its own side.
+// The row of this warp.
 struct TwMine {
     TwSeg own;
     u32 row, pos, global, head;
@@ -95,7 +97,8 @@ __device__ __forceinline__ TwMine tw_mine(const TwAttn& a, u32 heads) {
     return m;
 }
 
-// Calls f(other segment, index in it, whether it is visible) for 32 others at a time.
+// Calls f(other segment, index in it, whether it is visible, number of lanes in use) for 32 rows of
+// the other side at a time.
 template <bool QUERIES, class F> __device__ __forceinline__ void tw_others(const TwAttn& a, const TwMine& m, F f) {
     if (m.own.shift == TW_ATTN_GAP) return;
     const int at = (int)m.pos + (QUERIES ? m.own.shift : -m.own.shift);
@@ -122,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_fwd(const __grid_co
         if (!visible) z = -TW_INF;
         const float old = top;
         top = fmaxf(top, tw_warp_max(z));
-        // Nothing visible so far: -inf less -inf would be NaN.
+        // No key is visible yet: -inf minus -inf would be NaN.
         const float base = top == -TW_INF ? 0.0f : top, shrink = expf(old - base);
         float p = expf(z - base);
         sum = fmaf(sum, shrink, tw_warp_sum(p));
@@ -140,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_fwd(const __grid_co
     });
     const bool sink = a.sink && m.own.shift != TW_ATTN_GAP;
     const float extra = sink ? a.sink[a.first_head + m.head] : -TW_INF, most = fmaxf(top, extra);
-    // A NaN in the scores is not in the maximum but in the sum.
+    // A NaN score does not show in the maximum, but in the sum.
     const bool none = top == -TW_INF && sum == 0.0f, empty = none && !sink;
     const float base = most == -TW_INF ? 0.0f : most;
     const float part = none ? 0.0f : expf((top == -TW_INF ? 0.0f : top) - base);
@@ -216,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_con
     tw_delta(a, TW_DV, [](const void* p, i64 e) { return tw_get<TW_ATTN_OUT>(p, e); });
 }
 
-// The gradient of the bias: all pairs of sequences (and heads, if they share it) that used an
-// element.
+// The gradient of the bias: sums over all pairs (of all sequences, and of all heads if they share
+// the bias) that used an element.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_dbias(const __grid_constant__ TwAttn a) {
     const u64 e = (u64)blockIdx.x * 256 + threadIdx.x, per_head = (u64)a.bias_sq * a.bias_skv;
     if (e >= a.bias_heads * per_head) return;
@@ -264,9 +267,9 @@ extern "C" __global__ void __launch_bounds__(256) tw_attn_dsink(const __grid_con
     if (threadIdx.x == 0) a.dsink[a.first_head + head] = -sums[0];
 }
 
-// Attention over all keys from results over disjoint parts of them, in f32 and normalised:
-// lse = ln(sum_p exp(lse_p)), out = sum_p exp(lse_p - lse) out_p, in the order of parts. A sink
-// belongs into one part. A warp for each row and head, 256 threads.
+// Merges attention results over disjoint parts of the keys, in f32 and normalised: lse = ln(sum_p
+// exp(lse_p)), out = sum_p exp(lse_p - lse) out_p, in the order of parts. A sink must be included
+// in one part only. Launch: a warp for each row and head, 256 threads.
 struct TwMerge {
     const float* parts;  // [num, tokens_q, Hq, dv]
     const float* lses;   // [num, Hq, tokens_q]
