@@ -1,19 +1,23 @@
-// Tokens to expert-major rows and back: crates/ops/src/permute on the device.
+// Copies tokens to expert-major rows and sums them back: crates/ops/src/permute on the device.
 //
 // Source: schedule.rs (the layout) and host/ (rows and gradients) of that folder. Rows are ordered
-// by expert, then token, then choice; each expert's are padded to `align`; rows from `capacity` on
-// are dropped. No order of atomics decides anything: equal inputs give equal bits.
+// by expert, then token, then choice; each expert's rows are padded to `align`; rows from
+// `capacity` on are dropped. Results do not depend on the order of atomics: equal inputs give equal
+// bits.
 //
 // idx: [tokens, top_k] i32 or i64, -1 masked. slots: [tokens, top_k] i32, the row of each choice or
 // -1. sources: [capacity] i32, token * top_k + choice or -1. m_splits: [experts] i64. Rows have the
-// type of TW_SRC_MANTISSA bits (23 f32, 10 f16, 7 bf16); tw_permute moves bytes of any type.
-// After a routing with an index that is no expert, `status` is TW_PERMUTE_BAD_INDEX and whatever is
-// made from the map is 0xFF.
+// type of TW_SRC_MANTISSA bits (23 f32, 10 f16, 7 bf16); tw_permute moves bytes of any type. If an
+// index is no expert, the routing sets `status` to TW_PERMUTE_BAD_INDEX, and kernels that use the
+// map fill their outputs with 0xFF.
 //
-// Blocks of TW_PERMUTE_THREADS. tw_route_count, tw_route_place: a block for each TW_PERMUTE_CHUNK
-// choices (at least one for count); tw_route_scan: one block, between them. tw_permute and
-// tw_unpermute_bwd: a block a row of the capacity; tw_unpermute: a block a token; tw_permute_words:
-// a thread an element; tw_unpermute_bwd_weights: a warp a choice.
+// Launch, blocks of TW_PERMUTE_THREADS, no dynamic shared memory:
+//   tw_route_count, tw_route_place   a block for each TW_PERMUTE_CHUNK choices (count: >= 1)
+//   tw_route_scan                    one block, between them
+//   tw_permute, tw_unpermute_bwd     a block for each row of the capacity
+//   tw_unpermute                     a block for each token
+//   tw_permute_words                 a thread for each element
+//   tw_unpermute_bwd_weights         a warp for each choice
 
 #include "../common/convert.cuh"
 
@@ -37,14 +41,14 @@ typedef TwQuads<TW_SRC_MANTISSA> TwQuad;
 enum { THREADS = TW_PERMUTE_THREADS, CHUNK = TW_PERMUTE_CHUNK, WARPS = THREADS / 32 };
 static_assert(CHUNK % THREADS == 0 && THREADS % 32 == 0, "whole rounds of whole warps");
 
-// The expert of choice i: -1 none, `experts` if there is no such expert.
+// The expert of choice i: -1 if masked, `experts` if there is no such expert.
 __device__ __forceinline__ int tw_expert(const TwRoute& a, u32 i) {
     i64 e = a.wide ? ((const i64*)a.idx)[i] : ((const int*)a.idx)[i];
     if (e == -1) return -1;
     return e < 0 || e >= a.experts ? (int)a.experts : (int)e;
 }
 
-// counts[chunk][e] = how many choices of the chunk are e; no row has a source yet.
+// counts[chunk][e] = the number of choices of the chunk that are e. Sets all sources to -1.
 extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS) tw_route_count(TwRoute a) {
     u32* row = a.counts + (u64)blockIdx.x * (a.experts + 1);
     for (u32 e = threadIdx.x; e <= a.experts; e += THREADS) row[e] = 0;
@@ -58,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS) tw_route_count(
     for (u64 r = (u64)blockIdx.x * THREADS + threadIdx.x; r < a.capacity; r += step) a.sources[r] = -1;
 }
 
-// counts[chunk][e] becomes the number in earlier chunks; returns the number in all.
+// Replaces counts[chunk][e] by the number in earlier chunks; returns the number in all chunks.
 __device__ __forceinline__ u32 tw_prefix_of_chunks(const TwRoute& a, u32 e) {
     u32 sum = 0;
     u32* p = a.counts + e;
@@ -71,7 +75,7 @@ __device__ __forceinline__ u32 tw_prefix_of_chunks(const TwRoute& a, u32 e) {
     return sum;
 }
 
-// The sum of `v` over earlier threads; `all` over the block.
+// The sum of `v` over earlier threads; *all is the sum over the block.
 __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
     __shared__ i64 sums[WARPS];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -89,12 +93,12 @@ __device__ __forceinline__ i64 tw_before(i64 v, i64* all) {
         before += w < warp ? sums[w] : 0;
         *all += sums[w];
     }
-    // The next call writes the sums again.
+    // The next call overwrites `sums`.
     __syncthreads();
     return before;
 }
 
-// The rows of each expert, and the totals.
+// Computes the rows of each expert, and the totals.
 extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS) tw_route_scan(TwRoute a) {
     u32 bad = threadIdx.x == 0 ? tw_prefix_of_chunks(a, a.experts) : 0;
     bool good = !__syncthreads_or(bad != 0);
@@ -118,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS) tw_route_scan(T
     *a.status = good ? 0 : TW_PERMUTE_BAD_INDEX;
 }
 
-// Slots and sources. A block takes its chunk in rounds of one choice a thread; its row of `counts`
-// is the number of each expert's choices before the round.
+// Computes slots and sources. A block handles its chunk in rounds of one choice a thread; its row
+// of `counts` holds the number of each expert's choices before the round.
 extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS) tw_route_place(TwRoute a) {
     __shared__ int experts[THREADS];
     u32* counts = a.counts + (u64)blockIdx.x * (a.experts + 1);
@@ -141,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS) tw_route_place(
         if (i < a.choices) a.slots[i] = kept ? (int)at : -1;
         if (kept) a.sources[at] = (int)i;
         __syncthreads();
-        // The last of an expert's choices counts them.
+        // The last choice of each expert in a round adds the round to `counts`.
         if (e >= 0 && after == 0) counts[e] += before + 1;
         __syncthreads();
     }
@@ -174,7 +178,7 @@ tw_permute_words(const int* map, const int* status, u32 num, const u32* x, u32* 
     out[i] = *status != 0 ? 0xffffffff : at < 0 ? 0 : x[at];
 }
 
-// Elements 4 n to 4 n + 3 of a row of h; `whole`: they are all there and aligned.
+// Elements 4n to 4n + 3 of a row of h; `whole`: all of them exist and are aligned.
 __device__ __forceinline__ TwQuad tw_get(const Src::Bits* row, u32 n, u32 h, bool whole) {
     if (whole) return ((const TwQuad*)row)[n];
     TwQuad q;
@@ -242,7 +246,7 @@ tw_unpermute_bwd(const int* sources, const int* status, u32 top_k, const Src::Bi
 }
 
 // d_weights[i] = <d_out[i / top_k], rows[slots[i]]> in f32, 0 where there is no row. Each lane adds
-// its columns in order, then lanes add in pairs: always the same order.
+// its columns in order, then lanes add in pairs: the order is fixed.
 extern "C" __global__ void __launch_bounds__(TW_PERMUTE_THREADS)
 tw_unpermute_bwd_weights(const int* slots, const int* status, u32 top_k, u32 choices, const Src::Bits* d_out,
                          const Src::Bits* rows, float* d_weights, u32 hidden) {
