@@ -1,19 +1,20 @@
-// Quantisation of a matrix to FP8 with scales: crates/ops/src/quant on the device, the same bits.
+// Quantises a matrix to FP8 with scales: crates/ops/src/quant on the device, with the same bits.
 //
-// Source: scales and codes as crates/ops/src/quant/recipe.rs and host/ define them; scale layouts
-// of crates/core/src/qtensor.rs (blocks of DeepSeek-V3 1x128 and 128x128, OCP MXFP8 1x32, with the
+// Source: scales and codes as in crates/ops/src/quant/recipe.rs and host/; scale layouts of
+// crates/core/src/qtensor.rs (blocks of DeepSeek-V3 1x128 and 128x128, OCP MXFP8 1x32, with the
 // 512-byte tiles that tensor cores of sm_100 read).
 //
-// x: [rows, cols] row-major, TW_SRC_MANTISSA bits of mantissa (23 f32, 10 f16, 7 bf16).
-// row: [rows, cols] FP8 of TW_DST_MANTISSA bits (3 e4m3, 2 e5m2); column: [cols, rows], the
-// transposed matrix with blocks along its own columns. Each with its scales; null: not made.
+// x: [rows, cols] row-major, TW_SRC_MANTISSA bits of mantissa (23 f32, 10 f16, 7 bf16). row: [rows,
+// cols] FP8 of TW_DST_MANTISSA bits (3 e4m3, 2 e5m2); column: [cols, rows], the transposed matrix
+// with blocks along its own columns. Each has its own scales; a null output is not computed.
 //
-// tw_quant_*: grid ceil(rows / TILE) * ceil(cols / TILE) blocks, row-major, of TW_QUANT_THREADS. A
-// block holds a TILE x TILE piece in registers: each layout's groups of elements lie inside one, in
-// both directions, so x is read once and blocks need nothing of each other. tw_amax: any grid,
-// block TW_QUANT_THREADS; one partial maximum for each block. tw_scale, tw_scale_delayed: one block
-// of TW_QUANT_THREADS. The largest of the partial maxima (or of the ranks' maxima) does not depend
-// on an order, and nothing has to be zeroed.
+// Launch, blocks of TW_QUANT_THREADS, no dynamic shared memory:
+//   tw_quant_*   ceil(rows / TILE) * ceil(cols / TILE) blocks, row-major. A block holds a TILE x
+//                TILE piece in registers. Every group of elements that shares a scale is inside one
+//                piece, in both directions, so x is read once and blocks are independent.
+//   tw_amax      any grid; each block writes one partial maximum
+//   tw_scale, tw_scale_delayed   one block
+// A maximum does not depend on the order of its operands, and no memory has to be zeroed before.
 
 #include "../common/convert.cuh"
 
@@ -33,7 +34,7 @@ typedef TwElem<TW_SRC_MANTISSA> Src;
 typedef TwQuads<TW_SRC_MANTISSA> TwQuad;
 
 enum { TILE = TW_QUANT_TILE, WARPS = TW_QUANT_THREADS / 32, ROWS = TILE / WARPS };
-// A thread has ROWS rows of 4 columns; its transposed codes are one 16-byte word a column.
+// A thread has ROWS rows of 4 columns; its transposed codes are one 16-byte word for each column.
 static_assert(TILE == 32 * 4 && ROWS == 16, "the shape of a tile");
 enum { TW_TENSOR, TW_1X128, TW_128X128, TW_MX };
 
@@ -46,12 +47,12 @@ enum { TW_TENSOR, TW_1X128, TW_128X128, TW_MX };
 #define TW_TOP 15
 #endif
 
-// Where a thread's elements are: 4 columns from `c`, ROWS rows from `r`.
+// The elements of a thread: 4 columns from `c`, ROWS rows from `r`.
 struct TwPlace {
     u32 r, c, warp, lane;
 };
 
-// The largest magnitude so far; NaN does not count.
+// The largest magnitude so far; NaN is ignored.
 __device__ __forceinline__ float tw_top(float top, float v) {
     return fmaxf(top, fabsf(v));
 }
@@ -60,7 +61,7 @@ __device__ __forceinline__ float tw_top(float top, const TwQuad& q) {
     return tw_top(tw_top(tw_top(tw_top(top, q.at(0)), q.at(1)), q.at(2)), q.at(3));
 }
 
-// The largest of the warp. Magnitudes are ordered as their bits are.
+// The maximum over the warp. Magnitudes have the order of their bits.
 __device__ __forceinline__ float tw_warp_top(float top) {
     return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(top)));
 }
@@ -71,19 +72,19 @@ __device__ __forceinline__ float tw_scale_of(float amax, bool pow2, bool e8m0) {
     u32 bits = __float_as_uint(amax);
     if (bits == 0 || bits == 0x7f800000) return 1.0f;
     if (!pow2) return fmaxf(__fdiv_rn(amax, TW_MAX), __uint_as_float(1u << 23));
-    // The smallest e with amax / 2^e <= TW_MAX: whether 1.f is above 1.75 decides between two.
+    // The smallest e with amax / 2^e <= TW_MAX. Two candidates; the mantissa against 1.75 decides.
     int field = (int)(bits >> 23) - TW_TOP + ((bits & 0x7fffff) > 0x600000);
     if (field <= 0) return __uint_as_float(e8m0 ? 1u << 22 : 1u << 23);
     return __uint_as_float((u32)field << 23);
 }
 
-// Division by a scale. A power of two has an inverse in f32, and both are rounded once: the same
-// bits without a division.
+// Division by a scale. A power of two has an exact inverse in f32, so one multiplication gives the
+// same bits as a division.
 struct TwDivisor {
     float scale, inverse;
     bool pow2;
     __device__ __forceinline__ TwDivisor(float s, bool is_pow2) : scale(s), pow2(is_pow2) {
-        // Powers of two that are scales go from 2^-127, whose field is 0, to 2^120.
+        // Scales that are powers of two range from 2^-127, whose field is 0, to 2^120.
         inverse = __uint_as_float((254 - (__float_as_uint(s) >> 23)) << 23);
     }
     // The codes of four elements, the first in the low byte.
@@ -102,7 +103,7 @@ struct TwDivisor {
     }
 };
 
-// Puts the scale of the group that begins at (r, c) of a rows x cols matrix in its place.
+// Stores the scale of the group that begins at (r, c) of a rows x cols matrix.
 template <int LAYOUT>
 __device__ __forceinline__ void tw_put_scale(void* scales, float scale, u32 rows, u32 cols, u32 r, u32 c, bool swizzled) {
     bool inside = r < rows && c < cols;
@@ -115,7 +116,7 @@ __device__ __forceinline__ void tw_put_scale(void* scales, float scale, u32 rows
         if (inside) ((u8*)scales)[(u64)r * tw_ceil(cols, 32) + block] = byte;
         return;
     }
-    // The tile of these 128 rows and 4 blocks is written whole: 0 where there is no element.
+    // The tile of these 128 rows and 4 blocks is written completely: 0 where there is no element.
     u64 tile = (u64)(r / 128) * tw_ceil(cols, 128) + block / 4;
     ((u8*)scales)[tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4] = inside ? byte : 0;
 }
@@ -125,7 +126,7 @@ __device__ __forceinline__ void tw_load(const TwQuant& q, const TwPlace& at, TwQ
     bool whole = q.cols % 4 == 0 && tw_aligned(x, sizeof(TwQuad));
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-        // What is not there is 0: it changes no maximum, and its codes are not stored.
+        // Missing elements are 0: they change no maximum, and their codes are not stored.
         v[i].clear();
         if (at.r + i >= q.rows) continue;
         const Src::Bits* p = x + (u64)(at.r + i) * q.cols + at.c;
@@ -139,7 +140,7 @@ __device__ __forceinline__ void tw_load(const TwQuant& q, const TwPlace& at, TwQ
     }
 }
 
-// Row-wise codes, and the scales that belong to rows.
+// Stores row-wise codes, and the scales of rows.
 template <int LAYOUT>
 __device__ __forceinline__ void tw_rows(const TwQuant& q, const TwPlace& at, const TwQuad (&v)[ROWS], float tile_scale) {
     const bool pow2 = LAYOUT == TW_MX || q.pow2;
@@ -153,7 +154,7 @@ __device__ __forceinline__ void tw_rows(const TwQuant& q, const TwPlace& at, con
             if (at.lane == 0) tw_put_scale<LAYOUT>(q.row_scales, scale, q.rows, q.cols, r, at.c, false);
         }
         if (LAYOUT == TW_MX) {
-            // Eight lanes have a block.
+            // Eight lanes share a block of 32.
             float top = tw_top(0, v[i]);
 #pragma unroll
             for (int by = 1; by < 8; by *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, by));
@@ -173,8 +174,8 @@ __device__ __forceinline__ void tw_rows(const TwQuant& q, const TwPlace& at, con
     }
 }
 
-// Scales of a thread's four columns: the largest magnitudes of WARPS warps (or of the two that have
-// a block of 32 rows) meet in shared memory.
+// Scales of a thread's four columns. The maxima of WARPS warps (MX: of the two with a block of 32
+// rows) are combined in shared memory.
 template <int LAYOUT>
 __device__ __forceinline__ void
 tw_column_scales(const TwQuant& q, const TwPlace& at, const TwQuad (&v)[ROWS], float (&scale)[4]) {
@@ -199,8 +200,8 @@ tw_column_scales(const TwQuant& q, const TwPlace& at, const TwQuad (&v)[ROWS], f
     }
 }
 
-// Codes of the transposed tile, through shared memory. The 16-byte words of a row are exchanged
-// (word ^ row / 4) so that neither side meets a bank twice.
+// Stores the codes of the transposed tile, through shared memory. The 16-byte words of a row are
+// permuted (word ^ row / 4), so that neither writes nor reads have bank conflicts.
 template <int LAYOUT>
 __device__ __forceinline__ void tw_columns(const TwQuant& q, const TwPlace& at, const TwQuad (&v)[ROWS], float tile_scale) {
     __shared__ uint4 turned[TILE][TILE / 16];
@@ -217,7 +218,7 @@ __device__ __forceinline__ void tw_columns(const TwQuant& q, const TwPlace& at, 
     __syncthreads();
     u32 r0 = at.r - ROWS * at.warp, c0 = at.c - 4 * at.lane;
     bool whole = q.rows % 16 == 0 && tw_aligned(q.column, 16);
-    // Each 8 threads write a row of the transposed tile.
+    // Groups of 8 threads each write a row of the transposed tile.
     for (u32 n = threadIdx.x; n < TILE * TILE / 16; n += TW_QUANT_THREADS) {
         u32 c = n / (TILE / 16), word = n % (TILE / 16), r = r0 + 16 * word;
         if (c0 + c >= q.cols || r >= q.rows) continue;
@@ -263,7 +264,7 @@ template <int LAYOUT> __device__ __forceinline__ void tw_quant(const TwQuant& q)
     if (q.column) tw_columns<LAYOUT>(q, at, v, scale);
 }
 
-// The scale is given, and already where the results want it (tw_scale).
+// The scale is given; tw_scale has already stored it where the results need it.
 extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS, 2) tw_quant_tensor(TwQuant q) {
     tw_quant<TW_TENSOR>(q);
 }
@@ -272,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS, 2) tw_quant_1x128
     tw_quant<TW_1X128>(q);
 }
 
-// f16 on sm_90a would spill with two blocks on a multiprocessor.
+// Without a bound of two blocks: f16 on sm_90a would spill.
 extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS) tw_quant_128x128(TwQuant q) {
     tw_quant<TW_128X128>(q);
 }
@@ -281,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS, 2) tw_quant_mx(Tw
     tw_quant<TW_MX>(q);
 }
 
-// The largest of all threads' `top`, for thread 0.
+// The maximum of all threads' `top`, valid in thread 0.
 __device__ __forceinline__ float tw_block_top(float top) {
     __shared__ float tops[WARPS];
     top = tw_warp_top(top);
@@ -303,8 +304,8 @@ extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS) tw_amax(const Src
     if (threadIdx.x == 0) parts[blockIdx.x] = top;
 }
 
-// The largest of `num` maxima to `amax`, its scale to `scale` and `second`; null: not wanted. With
-// num 0, as of an empty matrix, they are 0 and 1.
+// Stores the maximum of `num` partial maxima in `amax`, and its scale in `scale` and `second`;
+// null: not wanted. With num 0 (an empty matrix) they are 0 and 1.
 extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS)
 tw_scale(const float* parts, u32 num, u32 pow2, float* amax, float* scale, float* second) {
     float top = 0;
@@ -317,9 +318,9 @@ tw_scale(const float* parts, u32 num, u32 pow2, float* amax, float* scale, float
     if (second) *second = s;
 }
 
-// A step of delayed scaling: the scale so far to `scale` and `second`; then the largest of `num`
-// maxima replaces the oldest of the history, and `state` becomes the scale of the coming step,
-// which is finite. A window whose maximum is 0 or infinite keeps it.
+// A step of delayed scaling: stores the current scale in `scale` and `second`; then the maximum of
+// `num` partial maxima replaces the oldest of the history, and `state` becomes the (finite) scale
+// of the next step. If the maximum of the window is 0 or infinite, the scale stays.
 extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS)
 tw_scale_delayed(const float* parts, u32 num, float* history, u32 window, i64* steps, float* state, int margin,
                  float* scale, float* second) {
@@ -337,7 +338,7 @@ tw_scale_delayed(const float* parts, u32 num, float* history, u32 window, i64* s
     *state = fminf(fmaxf((float)next, __uint_as_float(1u << 23)), __uint_as_float(0x7f7fffff));
 }
 
-// ---- Back: codes times scales.
+// ---- Dequantisation: codes times scales.
 
 struct TwDequant {
     const u8* x;         // [rows, cols]
@@ -363,7 +364,7 @@ __device__ __forceinline__ float tw_scale_at(const TwDequant& q, u32 r, u32 c) {
     return tw_e8m0_to_f32(e8m0[tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4]);
 }
 
-// The product as the host forms it: a NaN of the code stays that one.
+// The product like the host's: the NaN of a code is kept.
 __device__ __forceinline__ u32 tw_dequantised(u32 code, float scale) {
 #if TW_DST_MANTISSA == 3
     const float v = tw_e4m3_to_f32(code);
@@ -373,8 +374,8 @@ __device__ __forceinline__ u32 tw_dequantised(u32 code, float scale) {
     return Src::round(tw_is_nan(v) ? v : __fmul_rn(v, scale));
 }
 
-// out = x * scale, rounded once. A thread has four elements of a row, which share a scale: rows *
-// chunks blocks, chunks = ceil(cols / (4 * TW_QUANT_THREADS)).
+// out = x * scale, rounded once. A thread has four elements of a row, which share a scale. Grid:
+// rows * chunks blocks, chunks = ceil(cols / (4 * TW_QUANT_THREADS)).
 extern "C" __global__ void __launch_bounds__(TW_QUANT_THREADS) tw_dequant(TwDequant q) {
     const u32 r = blockIdx.x / q.chunks, c = (blockIdx.x % q.chunks * TW_QUANT_THREADS + threadIdx.x) * 4;
     if (c >= q.cols) return;
