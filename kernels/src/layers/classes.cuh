@@ -1,33 +1,34 @@
-// Rows of probabilities: router, its gradient, and the loss. Stands behind the head of
-// sm80_layers.cu and common/last.cuh.
+// Rows of probabilities: the router, its gradient, and the loss. sm80_layers.cu includes this file
+// behind its helpers.
 //
-// A group of LANES lanes takes a row of at most LANES * TW_LAYERS_KEPT columns, quad by quad in
-// turn; `lanes` of a launch is 4, 8, 16 or 32. A block takes rows in turn, and reads the next
-// before it computes. Sums over rows are added by lane, group, warp and block in this order, and
-// between blocks exactly, so they depend on the number of blocks only.
+// A group of LANES lanes handles a row of at most LANES * TW_LAYERS_KEPT columns, quad by quad in
+// turn; `lanes` of a launch is 4, 8, 16 or 32. A block handles several rows one after the other,
+// and loads the next before it computes. Sums over rows are formed by lane, group, warp and block
+// in this order, and exactly between blocks, so they depend on the number of blocks only. Any grid
+// of TW_LAYERS_THREADS.
 
 #pragma once
 
 enum { KEPT = TW_LAYERS_KEPT };
 static_assert(KEPT % 4 == 0, "whole quads");
 
-// Column of what a lane keeps at i.
+// The column of a lane's element i.
 template <u32 LANES> __device__ __forceinline__ u32 tw_col(u32 i) {
     return 4 * (LANES * (i / 4) + threadIdx.x % LANES) + i % 4;
 }
 
-// Where this lane keeps column c; KEPT if another lane has it.
+// The index of column c among this lane's elements; KEPT if another lane has it.
 template <u32 LANES> __device__ __forceinline__ u32 tw_place(u32 c) {
     return c / 4 % LANES == threadIdx.x % LANES ? c / 4 / LANES * 4 + c % 4 : (u32)KEPT;
 }
 
-// Rows of `cols` elements of `x` consist of quads that are aligned.
+// Whether rows of `cols` elements of `x` consist of aligned quads.
 template <class E> __device__ __forceinline__ bool tw_whole(const E* x, u32 cols) {
     return cols % 4 == 0 && tw_aligned(x, 4 * sizeof(E));
 }
 
-// This lane's part of a row; `none` where there is no column. Distances from its first column are
-// known when compiled.
+// Loads this lane's part of a row; `none` where there is no column. Offsets from the lane's first
+// column are compile-time constants.
 template <u32 LANES>
 __device__ __forceinline__ void tw_get_row(float (&v)[KEPT], const float* row, u32 cols, bool whole, float none) {
     const float* from = row + tw_col<LANES>(0);
@@ -69,7 +70,7 @@ __device__ __forceinline__ void tw_put_row(const float (&v)[KEPT], typename TwEl
     }
 }
 
-// The sum over the lanes at a distance of FROM, 2 FROM ... below END, on all of them.
+// The sum over lanes at distances FROM, 2 FROM, ... below END; all of them get it.
 template <u32 FROM, u32 END, class V> __device__ __forceinline__ V tw_lanes_sum(V v) {
 #pragma unroll
     for (u32 by = FROM; by < END; by *= 2) v += __shfl_xor_sync(TW_ALL, v, by);
@@ -80,7 +81,7 @@ struct TwSoftmax {
     float most, inv;  // the largest, and 1 / the sum of exponentials
 };
 
-// v = exp(v - the largest), which times `inv` is the softmax. Columns that are not there hold -inf.
+// Replaces v by exp(v - max); times `inv` that is the softmax. Missing columns hold -inf.
 template <u32 LANES> __device__ __forceinline__ TwSoftmax tw_softmax(float (&v)[KEPT]) {
     float most = -TW_INF, sum = 0;
 #pragma unroll
@@ -104,7 +105,7 @@ struct TwRouter {
     u32 n, experts, k, lanes;
 };
 
-// The largest of what a lane keeps, and where it keeps it: the first of equals.
+// The largest of a lane's elements, and its index: the first of equals.
 __device__ __forceinline__ float tw_first_most(const float (&p)[KEPT], u32& at) {
     float best = -1;
 #pragma unroll
@@ -143,7 +144,7 @@ __device__ __forceinline__ void tw_choose(const TwRouter& a, float (&p)[KEPT], u
         }
         if (!(best >= 0)) expert = j, best = TW_NAN;
         sum += best;
-        // It is not chosen again.
+        // A chosen expert is not chosen again.
         at = tw_place<LANES>(expert);
         if (j + 1 < a.k) {
 #pragma unroll
@@ -152,8 +153,8 @@ __device__ __forceinline__ void tw_choose(const TwRouter& a, float (&p)[KEPT], u
         }
         if (lane == j % LANES) weight = best, own = expert;
         if (lane == 0 && mine) atomicAdd(&chosen[expert], 1u);
-        // A group's lanes are full, and more is to come: weights wait for the sum where they will
-        // lie.
+        // All lanes of the group hold a choice and more follow: these weights are stored now, and
+        // divided by the sum later.
         if (j % LANES == LANES - 1 && j + 1 < a.k && mine) topk[j + 1 - LANES + lane] = own, weights[j + 1 - LANES + lane] = weight;
     }
     if (!mine || a.k == 0) return;
@@ -162,18 +163,18 @@ __device__ __forceinline__ void tw_choose(const TwRouter& a, float (&p)[KEPT], u
     if (full + lane < a.k) topk[full + lane] = own, weights[full + lane] = weight / sum;
 }
 
-// Sums between blocks are integers, whose sums depend on no order. Above each stands how many
-// blocks have added to it: the one that adds last has all of it without looking again, so no block
-// waits for another, nor for its own stores. The highest bit says that a block's sum was no number.
+// Sums between blocks are integers, so their order does not matter. The bits above a sum count the
+// blocks that have added to it: the block that adds last has the complete sum in hand, so no block
+// waits for another, nor for its own stores. The highest bit says that a block's sum was NaN.
 #define TW_ADDED (1ull << 52)
 #define TW_NO_NUMBER (1ull << 63)
 
-// n probabilities are less than 2^52 units.
+// The sum of n probabilities is less than 2^52 units.
 __device__ __forceinline__ double tw_units(u32 n) {
     return (double)(1ull << (20 + __clz((int)n)));
 }
 
-// Shared: experts words, then WARPS rows of experts.
+// Dynamic shared memory: `experts` words, then WARPS rows of `experts` words.
 template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a) {
     const u32 rows = THREADS / LANES, group = threadIdx.x / LANES;
     const u32 step = gridDim.x * rows;
@@ -182,7 +183,7 @@ template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a)
     float* sums = (float*)tw_smem + a.experts;
     float next[KEPT], sum[KEPT] = {};
     u32 first = blockIdx.x * rows;
-    // Groups without a row go along with the last one's, and write nothing.
+    // Groups without a row compute the last row, and write nothing.
     auto read = [&](u32 at) {
         tw_get_row<LANES>(next, a.logits + (u64)min(at + group, a.n - 1) * a.experts, a.experts, whole, -TW_INF);
     };
@@ -196,8 +197,8 @@ template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a)
 #pragma unroll
         for (u32 i = 0; i < KEPT; i++) p[i] = next[i];
         if (first + step < a.n) read(first + step);
-        // A row that is not there adds 0; the last one, which it goes along with, adds what is no
-        // number itself.
+        // A row that does not exist adds 0, or NaN if the last row, which is computed in its place,
+        // has NaN; that row adds NaN itself.
         float inv = tw_softmax<LANES>(p).inv;
         if (!mine) inv = 0;
 #pragma unroll
@@ -231,7 +232,7 @@ template <u32 LANES> __device__ __forceinline__ void tw_route(const TwRouter& a)
     }
 }
 
-// Of fewer than 2048 blocks.
+// The router: fewer than 2048 blocks.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS, 2) tw_router(TwRouter a) {
     if (a.lanes == 4) tw_route<4>(a);
     else if (a.lanes == 8) tw_route<8>(a);
@@ -250,7 +251,7 @@ struct TwRouterBwd {
     u32 n, experts, k, lanes;
 };
 
-// A choice of a row, or one that changes nothing.
+// One choice of a row; with expert == a.experts, one without effect.
 struct TwChoice {
     u32 expert;
     float weight, d_weight, prob;
@@ -262,14 +263,14 @@ __device__ __forceinline__ TwChoice tw_choice(const TwRouterBwd& a, u32 row, u32
     return TwChoice{(u32)a.topk[at], a.weights[at], a.d_weights[at], 0};
 }
 
-// Shared: a word for each column of LANES lanes.
+// Dynamic shared memory: one word for each of LANES * KEPT columns.
 template <u32 LANES> __device__ __forceinline__ void tw_route_bwd(const TwRouterBwd& a) {
     const u32 rows = THREADS / LANES, group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const u32 step = gridDim.x * rows;
     const bool whole = tw_whole(a.probs, a.experts), whole_out = tw_whole(a.d_logits, a.experts);
-    // Without gradients of weights there are no choices.
+    // Without gradients of weights the choices have no effect.
     const u32 k = a.d_weights ? a.k : 0;
-    // The balancing loss' gradient of each expert's probability.
+    // The gradient of the balancing loss by each expert's probability.
     float* even = (float*)tw_smem;
     for (u32 e = threadIdx.x; e < LANES * KEPT; e += THREADS) even[e] = e < a.experts ? a.load[e] * a.scale : 0;
     __syncthreads();
@@ -294,7 +295,7 @@ template <u32 LANES> __device__ __forceinline__ void tw_route_bwd(const TwRouter
             dot += (p[q] * e.x + p[q + 1] * e.y) + (p[q + 2] * e.z + p[q + 3] * e.w);
         }
         if (first + step < a.n) read(first + step);
-        // The first choice of a lane stays in registers; those behind it, of many, are read again.
+        // The first choice of a lane stays in registers; further ones are read again.
         auto with_prob = [&](TwChoice c) {
             if (c.expert < a.experts) c.prob = a.probs[(u64)row * a.experts + c.expert];
             return c;
@@ -334,7 +335,7 @@ template <u32 LANES> __device__ __forceinline__ void tw_route_bwd(const TwRouter
     }
 }
 
-// Blocks at once: with three, f32 spills before sm_90.
+// Resident blocks on a multiprocessor: with three, f32 spills before sm_90.
 #if __CUDA_ARCH__ >= 900
 #define TW_ROUTER_BWD_BLOCKS 3
 #else
@@ -359,11 +360,11 @@ struct TwLoss {
     u32 n, cols, lanes;
 };
 
-// The sum over the block of what lanes at a distance of LANES have, in f64, on its first thread.
+// The sum over the block of the values of lanes at distances of LANES, in f64.
 template <u32 LANES> __device__ __forceinline__ double tw_block_sum(double v) {
     __shared__ double sums[WARPS];
     v = tw_lanes_sum<LANES, 32>(v);
-    // The last call's sums have been read.
+    // All threads have read the sums of the previous call.
     __syncthreads();
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
     __syncthreads();
@@ -372,7 +373,7 @@ template <u32 LANES> __device__ __forceinline__ double tw_block_sum(double v) {
     return v;
 }
 
-// d_logits = scale * the gradient of -log p[target]; returns this lane's sum of -log p[target].
+// d_logits = scale * the gradient of -log p[target]; returns the block's sum of -log p[target].
 template <u32 LANES> __device__ __forceinline__ double tw_losses(const TwLoss& a) {
     const u32 rows = THREADS / LANES, group = threadIdx.x / LANES;
     const u32 step = gridDim.x * rows;
@@ -394,7 +395,7 @@ template <u32 LANES> __device__ __forceinline__ double tw_losses(const TwLoss& a
         float v[KEPT], logit = 0;
 #pragma unroll
         for (u32 i = 0; i < KEPT; i++) v[i] = next[i];
-        // Of a lane; a target that is no class has no loss that is a number.
+        // One lane of a group counts the loss. A target that is no class makes it NaN.
         bool counts = threadIdx.x % LANES == 0 && first + group < a.n && target >= 0;
         if (counts) logit = (u32)target < a.cols ? a.logits[(u64)row * a.cols + target] : TW_NAN;
         if (first + step < a.n) read(first + step);
@@ -405,14 +406,14 @@ template <u32 LANES> __device__ __forceinline__ double tw_losses(const TwLoss& a
         for (u32 i = 0; i < KEPT; i++) v[i] = target < 0 ? 0 : fmaf(v[i], by, i == at ? -scale : 0.0f);
         if (first + group < a.n) tw_put_row<LANES, TW_SRC_MANTISSA>(v, a.d_logits + (u64)row * a.cols, a.cols, whole_out);
         if (!counts) continue;
-        // A NaN stays one.
+        // A NaN is kept.
         float p = expf(logit - s.most) * s.inv;
         sum -= logf(p < 1.17549435e-38f ? 1.17549435e-38f : p);
     }
     return tw_block_sum<LANES>(sum);
 }
 
-// loss = scale * the sum of -log p[target], in f64.
+// loss = scale * the sum of -log p[target], in f64; the last block adds the blocks' sums.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS, 3) tw_cross_entropy(TwLoss a) {
     double sum = 0;
     if (a.lanes == 4) sum = tw_losses<4>(a);

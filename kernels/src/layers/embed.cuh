@@ -1,16 +1,16 @@
-// Rows of a table by token, and sums of rows by token. Stands behind the head of sm80_layers.cu and
-// common/last.cuh.
+// Embedding: rows of a table by token, and its gradient, sums of rows by token. sm80_layers.cu
+// includes this file behind its helpers.
 //
-// Three launches: tw_embed_count, tw_embed_place (a block for each TW_LAYERS_TOKENS rows) and
-// tw_embed_bwd (a block for a chunk of one token's rows and 4 * THREADS columns). The first two
-// sort the rows by token, each token's in their order.
+// The gradient takes three launches: tw_embed_count and tw_embed_place (a block for each
+// TW_LAYERS_TOKENS rows) sort the rows by token, and keep the order of each token's rows;
+// tw_embed_bwd has a block for each chunk of one token's rows and each 4 * THREADS columns.
 
 #pragma once
 
 enum { VALUES = 256, TOKENS = TW_LAYERS_TOKENS, OF_WARP = TOKENS / WARPS };
 static_assert(TOKENS % THREADS == 0, "whole rounds");
 
-// x[r] = table[tokens[r]]. A block a row.
+// x[r] = table[tokens[r]]. Grid: a block for each row.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
     tw_embed(const u8* tokens, const Bits* table, float* x, u32 d) {
     u64 row = blockIdx.x;
@@ -34,14 +34,14 @@ struct TwEmbedBwd {
     u32 n, d;
 };
 
-// Rows of a chunk of a token with `rows`: more than TW_LAYERS_CHUNK where there would be over
-// TW_LAYERS_CHUNKS of them.
+// Rows in a chunk of a token with `rows` rows: TW_LAYERS_CHUNK, or a multiple where there would be
+// more than TW_LAYERS_CHUNKS chunks.
 __device__ __forceinline__ u32 tw_chunk(u32 rows) {
     return TW_LAYERS_CHUNK * max(tw_ceil(rows, TW_LAYERS_CHUNK * TW_LAYERS_CHUNKS), 1u);
 }
 
-// Calls f(row, token, lanes of its token) for this warp's rows, 32 at once, in their order; a lane
-// behind the last row has the token VALUES.
+// Calls f(row, token, lanes with the same token) for this warp's rows, 32 at once, in their order.
+// A lane behind the last row has the token VALUES.
 template <class F> __device__ __forceinline__ void tw_each_row(const TwEmbedBwd& a, F f) {
     u32 first = blockIdx.x * TOKENS + threadIdx.x / 32 * OF_WARP + threadIdx.x % 32, token[OF_WARP / 32];
 #pragma unroll
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_embed_place(T
             all += a.counts[b * VALUES + v];
         }
         before[v] = here;
-        // A token without rows has a chunk, too: someone must write its zeros.
+        // A token without rows has one chunk, too: its block writes the zeros.
         upto[0][v] = (u64)max(tw_ceil(all, tw_chunk(all)), 1u) << 32 | all;
         for (u32 w = 0; w < WARPS; w++) at[w][v] = 0;
     }
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_embed_place(T
     });
 }
 
-// The sum of column quad `quad` of `num` rows of d; row i is at(i).
+// The sum of column quad `quad` over `num` rows of d columns; row i of the sum is at(i).
 template <class At> __device__ __forceinline__ float4 tw_sum_quads(const float* x, u32 quad, u32 d, u32 num, At at) {
     enum { AHEAD = 8 };
     const float4* from = (const float4*)x + quad;
@@ -130,8 +130,8 @@ template <class At> __device__ __forceinline__ float4 tw_sum_quads(const float* 
     return sum;
 }
 
-// grad[v] = the sum of dx[r] over the rows r of token v: those of a chunk in their order, then the
-// chunks in theirs, by the block that comes last of the token's.
+// grad[v] = the sum of dx[r] over the rows r of token v: rows of a chunk in their order, then
+// chunks in theirs. The last block of the token's chunks adds the chunks.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS, 4) tw_embed_bwd(TwEmbedBwd a) {
     enum { LIST = 4 * THREADS };
     __shared__ u32 value, rows[LIST];
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS, 4) tw_embed_bwd(
             float4 s = tw_sum_quads(a.dx, quad, a.d, num, [&](u32 i) { return rows[i]; });
             sum = make_float4(sum.x + s.x, sum.y + s.y, sum.z + s.z, sum.w + s.w);
         }
-        // The list is read.
+        // All threads have read the list.
         __syncthreads();
     }
     float4* grad = (float4*)(a.grad + (u64)value * a.d) + quad;

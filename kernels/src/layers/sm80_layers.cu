@@ -1,14 +1,14 @@
-// What a transformer's layers do between products: crates/ops/src/layers on the device. Each is
-// bound by memory, so each reads and writes a row once.
+// The layers of a transformer between products: crates/ops/src/layers on the device. Memory
+// bandwidth bounds each of them, so each kernel reads and writes a row once.
 //
 // Source: host/ of that folder. Activations and weights have the type T of TW_SRC_MANTISSA bits (23
 // f32, 10 f16, 7 bf16); the residual stream, its gradient, logits, probabilities and weight
-// gradients are f32. Sums have a fixed order: equal inputs give equal bits. `d` and columns of T
-// rows are multiples of 4, a head is one of 16.
+// gradients are f32. Sums have a fixed order: equal inputs give equal bits. `d` and the columns of
+// T rows are multiples of 4, the size of a head is a multiple of 16.
 //
-// Blocks of TW_LAYERS_THREADS. A block a row: tw_add_norm, tw_heads. Any number of blocks, each
-// with some of the rows: tw_norm_bwd. tw_sum_rows: a block for 32 columns. Behind this text:
-// embed.cuh, classes.cuh.
+// Launch, blocks of TW_LAYERS_THREADS: tw_add_norm and tw_heads a block for each row; tw_norm_bwd
+// any number of blocks, which share the rows; tw_sum_rows a block for each 32 columns. embed.cuh
+// and classes.cuh, included at the end, hold further kernels.
 
 #include "../common/convert.cuh"
 #include "../common/last.cuh"
@@ -22,7 +22,7 @@ struct __align__(16) TwOct {
 enum { THREADS = TW_LAYERS_THREADS, WARPS = THREADS / 32 };
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "whole warps");
 
-// Guard of the norm.
+// Added to the mean square in the norm.
 #define TW_NORM_EPS 1e-5f
 #define TW_ALL 0xffffffffu
 #define TW_INF __uint_as_float(0x7f800000)
@@ -36,12 +36,12 @@ __device__ __forceinline__ float tw_warp_sum(float v) {
     return v;
 }
 
-// Sums of `a` and `b` over the block, on every thread.
+// Sums `a` and `b` over the block; all threads get both sums.
 __device__ __forceinline__ void tw_block_sums(float& a, float& b) {
     __shared__ float sums[2 * WARPS];
     a = tw_warp_sum(a);
     b = tw_warp_sum(b);
-    // The last call's sums have been read.
+    // All threads have read the sums of the previous call.
     __syncthreads();
     if (threadIdx.x % 32 == 0) {
         sums[threadIdx.x / 32] = a;
@@ -65,7 +65,7 @@ struct TwNorm {
     u32 d;
 };
 
-// sum = x + y; out = sum * w / rms(sum). Shared: d floats.
+// sum = x + y; out = sum * w / rms(sum). Dynamic shared memory: d floats.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_add_norm(TwNorm a) {
     u64 at = (u64)blockIdx.x * a.d;
     float4* keep = (float4*)tw_smem;
@@ -105,13 +105,13 @@ struct TwNormBwd {
     u32 n, d;
 };
 
-// dx = residual + d(norm)/dx. Shared: d/4 of (float4 x, float4 sum, quad dy).
+// dx = residual + d(norm)/dx. Dynamic shared memory: d / 4 times (float4 x, float4 sum, quad dy).
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_norm_bwd(TwNormBwd a) {
     u32 quads = a.d / 4;
     float4* keep = (float4*)tw_smem;
     float4* sum = keep + quads;
     TwQuad* grad = (TwQuad*)(sum + quads);
-    // A thread meets the same columns in every row: what it keeps needs no barrier.
+    // A thread handles the same columns in every row, so its shared memory needs no barrier.
     for (u32 i = threadIdx.x; i < quads; i += THREADS) sum[i] = make_float4(0, 0, 0, 0);
     for (u64 row = blockIdx.x; row < a.n; row += gridDim.x) {
         u64 at = row * a.d;
@@ -181,7 +181,8 @@ struct TwHeads {
     u32 join;  // from q, k, v to rows, turning back
 };
 
-// Takes rows apart, turning queries and keys by their position; or the reverse.
+// Splits rows into q, k and v, rotating queries and keys by their position; or joins them and
+// rotates back.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_heads(TwHeads a) {
     u64 row = blockIdx.x;
     u32 half = a.dim / 2, per = half / 8, turned = a.heads + a.kv_heads;
@@ -220,6 +221,6 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_heads(TwHeads
     }
 }
 
-// What is built on the helpers above.
+// Kernels built on the helpers above.
 #include "embed.cuh"
 #include "classes.cuh"

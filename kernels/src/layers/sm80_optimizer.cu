@@ -1,14 +1,15 @@
-// The optimizer on the device: the norm of the gradient, AdamW, the count of steps, first values.
+// The optimizer on the device: the norm of the gradient, AdamW, the count of steps, initial values.
 //
 // Source: adamw.rs and host/ of crates/ops/src/layers. Weights have the type T of TW_SRC_MANTISSA
-// bits; masters, gradients and moments are f32. Blocks of TW_LAYERS_THREADS.
+// bits; masters, gradients and moments are f32. Launch: blocks of TW_LAYERS_THREADS, no dynamic
+// shared memory.
 //
-// `small` holds what all ranks have summed: the loss, the square of the gradient's norm as two
-// floats, and a number that is finite if every rank has its sums of gradients. Where one of them is
-// no finite number (a team that has failed leaves NaN) no step is taken: nothing is written. Ranks
-// that hold these sums hold the same bits, so all of them take the step or none does. A rank that
-// fails in the last sum itself holds NaN and takes none; others may have had complete sums by then,
-// and learn of it behind their step.
+// `small` holds sums over all ranks: the loss, the square of the gradient's norm as two floats, and
+// a number that is finite if every rank has its sums of gradients. If one of them is not finite (a
+// team with a fault leaves NaN), no step is taken: nothing is written. Ranks that have these sums
+// have the same bits, so all of them take the step or none does. A rank that fails in the last sum
+// itself has NaN and takes no step; other ranks may have complete sums by then, and learn of the
+// fault after their step.
 
 #include "../common/convert.cuh"
 
@@ -24,7 +25,7 @@ __device__ __forceinline__ bool tw_step_is_taken(const float* small) {
     return tw_finite(small[0]) && tw_finite(small[1]) && tw_finite(small[2]) && tw_finite(small[3]);
 }
 
-// The sum of `v` over the block on thread 0.
+// The sum of `v` over the block.
 __device__ __forceinline__ double tw_block_total(double v) {
     __shared__ double sums[THREADS];
     sums[threadIdx.x] = v;
@@ -36,7 +37,7 @@ __device__ __forceinline__ double tw_block_total(double v) {
     return sums[0];
 }
 
-// partial[block] = sum of g^2 over its part.
+// partial[block] = the sum of g^2 over the block's share. Any grid.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
     tw_square_sum(const float* g, double* partial, u64 n) {
     double sum = 0;
@@ -50,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// out[0] + out[1] = the sum of the partials: two floats carry a double's worth of digits.
+// out[0] + out[1] = the sum of the partials: two floats hold most digits of a double. Grid: 1
+// block.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS)
     tw_square_total(const double* partial, float* out, u32 n) {
     double sum = 0;
@@ -74,7 +76,7 @@ struct TwAdamW {
     u64 warmup, total;
 };
 
-// Learning rate of step `step`: linear warm-up, cosine down to a tenth.
+// Learning rate of step `step`: linear warm-up, then cosine down to a tenth.
 __device__ __forceinline__ double tw_rate(const TwAdamW& a, u64 step) {
     if (step < a.warmup) return a.lr * (double)(step + 1) / (double)a.warmup;
     u64 span = a.total > a.warmup ? a.total - a.warmup : 1;
@@ -82,7 +84,7 @@ __device__ __forceinline__ double tw_rate(const TwAdamW& a, u64 step) {
     return a.lr * (0.1 + 0.45 * (1.0 + cos(3.14159265358979323846 * (t < 1.0 ? t : 1.0))));
 }
 
-// What all elements share.
+// Factors that all elements share.
 struct TwFactors {
     float clip, first, second, rate;
 };
@@ -93,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_adamw(TwAdamW
     if (threadIdx.x == 0) {
         u32 step = (u32)*a.count;
         double square = (double)a.small[1] + a.small[2];
-        // Rounding may leave a hair below zero.
+        // Rounding may leave the square slightly below zero.
         double norm = sqrt(square > 0 ? square : 0.0), clip = a.clip / (norm + 1e-6);
         shared.clip = (float)(clip < 1.0 ? clip : 1.0);
         shared.first = (float)(1.0 / (1.0 - pow(a.beta1, (double)(step + 1))));
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_adamw(TwAdamW
     }
 }
 
-// Counts the step if it is taken. Behind every tw_adamw of the step; one thread.
+// Counts the step if it is taken. Runs after every tw_adamw of the step. Grid: 1 thread.
 extern "C" __global__ void tw_count_step(const float* small, int* count) {
     if (tw_step_is_taken(small)) *count += 1;
 }
@@ -138,7 +140,7 @@ __device__ __forceinline__ double tw_unit(u64 seed, u64 i) {
     return (double)(z >> 11) * (1.0 / 9007199254740992.0);
 }
 
-// First values: a function of seed and global position.
+// Initial values: a function of the seed and the global position. Any grid.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_init(TwInit a) {
     u64 step = (u64)gridDim.x * THREADS;
     for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < a.n; i += step) {
