@@ -71,7 +71,7 @@ struct TwEp {
 struct TwHandle {
     int* rows;       // [T * k] row of each choice of mine at its rank, or -1
     int* ranks;      // [T * k] that rank
-    u32* num;        // [P * T] copies of each record that came
+    u32* num;        // [P * T] number of received copies of each record
     TwCopy* copies;  // [P * T * k]
     int* source;     // [capacity] record of each expert-major row, or -1
     int* place;      // [P * T] received row of each record (flat layout)
@@ -87,7 +87,7 @@ struct TwMeet {
     u64 flags;   // address of rank 0's credits and arrivals of this area
     u64 stride;  // from rank to rank
     u64* epoch;  // launches so far
-    u32* ticket; // [4] blocks that are through, twice, and chunks that were taken, to send and to lay out;
+    u32* ticket; // [4] two counts of finished blocks; claimed chunks, to push and to receive;
                  // 0 between launches
     u32 slot;    // for reports: the credit's; the arrival's is the next
     u32 chunk, slices;  // tokens of a chunk; parts of a row for so many warps
@@ -268,7 +268,7 @@ template <class Fill>
 __device__ __forceinline__ void tw_pad(const TwEp& l, const TwHandle& h, const TwRecv& out, u64 w, u64 num, const Fill& fill) {
     const u32 full = 0xffffffffu, local = l.first[l.me + 1] - l.first[l.me], lane = threadIdx.x % 32;
     i64 at = 0;
-    i64 next = w;  // of the rows that nobody feeds, from here on
+    i64 next = w;  // index of this warp's next padding row, from `at` on
     for (u32 e0 = 0; e0 < local; e0 += 32) {
         const u32 e = e0 + lane;
         const i64 rows = e < local ? h.m_splits[e] : 0, fed = e < local ? min(h.counts[e], rows) : 0;

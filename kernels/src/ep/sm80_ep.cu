@@ -11,7 +11,7 @@ struct TwRouting {
     u32* blocks;      // scratch [blocks][E]: copies of each block's choices
     u32 choices, wide;
     u32 span;         // choices of a warp, a multiple of 32
-    u32 bad_input;    // what is reported for an index that is no expert
+    u32 bad_input;    // code that reports an index that is no expert
     u32 part, pad;    // TW_WHOLE, or half of it
 };
 
