@@ -55,7 +55,7 @@ struct TwCollective {
     u32 same;           // 1: all ranks are sent the same bytes
     u32 summers, pad;   // warps of a block that add
     TwPart send[RANKS]; // mine for each rank; to myself: to the output
-    TwPart take[RANKS]; // what comes from each rank, and where it belongs
+    TwPart take[RANKS]; // received from each rank, and its destination in the output
 };
 
 // The sum of this rank's part (`a`), `len` bytes: the operand from rank r is at slots + r * stride,
