@@ -113,6 +113,7 @@ template <bool QUERIES, class F> __device__ __forceinline__ void tw_others(const
     }
 }
 
+// The forward pass: out and lse of one query row a warp.
 extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_fwd(const __grid_constant__ TwAttn a) {
     const TwMine m = tw_mine(a, a.heads_q);
     if (!m.there) return;
@@ -156,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_fwd(const __grid_co
         if (lane + 32 * i < TW_DV) tw_put(a.out, (i64)m.row * a.ld_o + m.head * TW_DV + lane + 32 * i, acc[i] * f);
 }
 
+// The gradient of one query row a warp.
 extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_dq(const __grid_constant__ TwAttn a) {
     const TwMine m = tw_mine(a, a.heads_q);
     if (!m.there) return;
@@ -181,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_dq(const __grid_con
         if (lane + 32 * i < TW_DQ) tw_put(a.dq, (i64)m.row * a.ld_q + m.head * TW_DQ + lane + 32 * i, acc[i] * a.scale);
 }
 
+// The gradients of one key and value row a warp, summed over the query heads of its group.
 extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_dkv(const __grid_constant__ TwAttn a) {
     const TwMine m = tw_mine(a, a.heads_kv);
     if (!m.there) return;
@@ -215,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) tw_attn_dkv(const __grid_co
         if (lane + 32 * i < TW_DV) tw_grad(a.dv, (i64)m.row * a.ld_v + m.head * TW_DV + lane + 32 * i, dv[i]);
 }
 
+// delta = <d_out, out> of each row and head.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
     tw_delta(a, TW_DV, [](const void* p, i64 e) { return tw_get<TW_ATTN_OUT>(p, e); });
 }

@@ -21,10 +21,12 @@
 #include "backward.cuh"
 #include "pairs.cuh"
 
+// The forward pass: out and lse.
 extern "C" __global__ void __launch_bounds__(TW_F_THREADS) tw_attn_fwd(const __grid_constant__ TwAttn a) {
     tw_forward(a);
 }
 
+// delta = <d_out, out>, for the other backward kernels: a warp for each row and head, 256 threads.
 extern "C" __global__ void __launch_bounds__(256) tw_attn_delta(const __grid_constant__ TwAttn a) {
     tw_delta(a, TW_DV, [](const void* p, i64 e) {
         const u16 h = ((const u16*)p)[e];
@@ -48,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dk(const __
     __shared__ TwBlock b;
     tw_backward<TwDkv, TW_SUM1>(a, b);
 }
+// dv alone (TW_ATTN_SPLIT); grid as tw_attn_dk.
 extern "C" __global__ void __launch_bounds__(TwDkv::THREADS) tw_attn_dv(const __grid_constant__ TwAttn a) {
     __shared__ TwBlock b;
     tw_backward<TwDkv, TW_SUM2>(a, b);
