@@ -50,6 +50,7 @@ template <class F> __device__ __forceinline__ void tw_each_row(const TwEmbedBwd&
     for (u32 i = 0; i < OF_WARP / 32; i++) f(first + 32 * i, token[i], __match_any_sync(TW_ALL, token[i]));
 }
 
+// counts[block][v] = the number of rows of token v among the block's TW_LAYERS_TOKENS rows.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_embed_count(TwEmbedBwd a) {
     __shared__ u32 counts[VALUES + 1];
     for (u32 v = threadIdx.x; v < VALUES; v += THREADS) counts[v] = 0;
@@ -61,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_embed_count(T
     for (u32 v = threadIdx.x; v < VALUES; v += THREADS) a.counts[blockIdx.x * VALUES + v] = counts[v];
 }
 
+// Fills `order` with the rows sorted by token, and `starts`, from the counts of all blocks.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_embed_place(TwEmbedBwd a) {
     __shared__ u32 at[WARPS][VALUES + 1], before[VALUES];
     __shared__ u64 upto[2][VALUES];

@@ -89,6 +89,7 @@ struct TwFactors {
     float clip, first, second, rate;
 };
 
+// A step of AdamW with clipping by the global norm, if the step is taken. Any grid.
 extern "C" __global__ void __launch_bounds__(TW_LAYERS_THREADS) tw_adamw(TwAdamW a) {
     __shared__ TwFactors shared;
     if (!tw_step_is_taken(a.small)) return;
