@@ -3,11 +3,13 @@
 
 #include "../ptx/ld_st.cuh"
 
+// Copies n times 16 bytes by plain stores to a peer. Any grid and block.
 extern "C" __global__ void tw_link_store(u64 dst, u64 src, u64 n) {
     u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) ((uint4*)dst)[i] = ((const uint4*)src)[i];
 }
 
+// Copies n times 16 bytes by plain loads from a peer. Any grid and block.
 extern "C" __global__ void tw_link_load(u64 dst, u64 src, u64 n) {
     uint4* to = (uint4*)dst;
     const uint4* from = (const uint4*)src;
@@ -38,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(1) tw_link_ping(u64* mine, u64* pee
     *out = globaltimer() - start;
 }
 
+// Does nothing: measures a launch.
 extern "C" __global__ void __launch_bounds__(64) tw_link_empty() {}
 
 // Runs for `ns`, so that work queued behind it meanwhile begins at once afterwards. *out receives

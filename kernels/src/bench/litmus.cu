@@ -34,7 +34,7 @@ struct TwLitmusOut {
 enum {
     TW_FLAG_FIRST = 1,   // the flag is raised before the data is stored
     TW_NO_WAIT = 2,      // ... before the stores are complete
-    TW_NO_CREDIT = 3,    // the data is overwritten before its credit has come
+    TW_NO_CREDIT = 3,    // the data is overwritten before its credit has arrived
     TW_NO_COUNTER = 4,   // the first block raises the flag and does not wait for the others
     TW_RELAXED = 5,      // the flag is raised without release
 };
