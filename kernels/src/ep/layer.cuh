@@ -18,14 +18,16 @@
 //   flags    one set for tokens, one for returns: credits [P] u64, receive buffers [P] u64,
 //            arrivals [P][chunks] u64
 //   rows     optional, zero copy: receive buffers that peers write rows to directly
-// Token t of rank s has record s * T + t in every area, so ranks negotiate no positions. Each area
-// counts its launches (`epoch`, equal on all ranks); every word that announces something carries
-// the launch number, so no kernel clears an area. A rank that has read an area grants it for the
-// next launch by raising its credit at every rank. Zero copy: a row has no position by token in a
-// receive buffer. The sender writes it to the row of the first copy that the receiver gets of that
-// token, and the receiver copies it from there to the rows of the token's other copies. The
-// receiver's stream may use the buffer until the launch begins, so the receiver announces (launch
-// number << 16 | buffer number) when peers may write.
+// Token t of rank s has record s * T + t in meta and tokens; in returns, record r * T + t is what
+// rank r returns for token t. So ranks negotiate no positions. Each area counts its launches
+// (`epoch`, equal on all ranks); every word that announces something carries the launch number, so
+// no kernel clears an area. A rank that has read an area grants it for the next launch by raising
+// its credit at every rank.
+//
+// Zero copy: a row has no position by token in a receive buffer. The sender writes it to the row of
+// the first copy that the receiver gets of that token, and the receiver copies it from there to the
+// rows of the token's other copies. The receiver's stream may use the buffer until the launch
+// begins, so the receiver announces (launch number << 16 | buffer number) when peers may write.
 //
 // An exchange that the host carries out itself (NCCL) takes two launches: one whose blocks all
 // push, to local areas that replace the peers', with flags of their own that are always raised; and
