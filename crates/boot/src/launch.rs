@@ -2,6 +2,7 @@
 
 mod group;
 mod pump;
+mod warden;
 mod watch;
 
 use std::ffi::OsString;
@@ -12,6 +13,8 @@ use tilewire_core::{Error, Rank, Result};
 
 use self::group::RankProcess;
 use self::pump::Pump;
+use self::warden::Warden;
+pub use self::warden::watch as watch_launcher;
 use self::watch::{Signals, Watch};
 use crate::mesh::MAX_RANKS;
 use crate::secret::{Secret, hex, random_bytes};
@@ -48,6 +51,10 @@ pub struct Launch {
     pub grace: Duration,
     /// Shows the lines of the ranks without `[r3] ` in front.
     pub no_prefix: bool,
+    /// A program that calls [`watch_launcher`], and its arguments: it ends the job if the launcher
+    /// dies, also what ranks have started, and what left their sessions. Default none: then the
+    /// kernel kills the ranks alone.
+    pub warden: Vec<OsString>,
     /// Passes SIGINT, SIGTERM and SIGHUP on to the ranks. Default true. The process ignores these
     /// signals after the run: end it then.
     pub forward_signals: bool,
@@ -77,7 +84,8 @@ impl RankStatus {
     }
 }
 
-/// The rank that failed first.
+/// The rank whose failure caused the others'. Of those that fail within 100 ms a signal is taken
+/// before an exit, and an error of a rank's own before one that speaks of a peer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
     /// The rank that failed.
@@ -104,6 +112,9 @@ pub struct ExitReport {
     pub interrupted: Option<i32>,
     /// Processes that ranks left behind in their sessions, and that were ended.
     pub stragglers: usize,
+    /// Bytes of the ranks' output that were dropped, because nobody read ours for a second after
+    /// they had ended.
+    pub lost_output: u64,
     /// Duration of the job.
     pub elapsed: Duration,
 }
@@ -119,6 +130,7 @@ impl Launch {
             timeout: None,
             grace: Duration::from_secs(3),
             no_prefix: false,
+            warden: Vec::new(),
             forward_signals: true,
         }
     }
@@ -151,7 +163,12 @@ impl Launch {
         let start = Instant::now();
         let secret = Secret::random()?;
         let store = StoreServer::bind(&StoreAddr::Tcp("127.0.0.1".to_owned(), 0), &secret)?;
-        let shared = self.shared_vars(&secret)?;
+        let job = hex(&random_bytes()?);
+        let mut shared = self.shared_vars(&secret)?;
+        let (name, value) = warden::variable(&job);
+        shared.push((name.to_owned(), value));
+        // Dropped last: until then it would clean up for a launcher that has died.
+        let _warden = Warden::start(&self.warden, &job)?;
         let signals = Signals::new(self.forward_signals)?;
         let mut ranks = Vec::new();
         for rank in Rank::all(self.n) {
@@ -168,9 +185,9 @@ impl Launch {
         let watched = watch.run(&mut ranks, &signals);
         let grace = watch.grace_left();
         let stragglers = group::end_all(&mut ranks, grace);
-        let tails = pump.finish();
+        let shown = pump.finish();
         watched?;
-        Ok(watch.report(&ranks, tails, stragglers))
+        Ok(watch.report(&ranks, shown, stragglers))
     }
 
     /// Returns what all ranks get alike.

@@ -31,7 +31,7 @@ mod torch_store;
 
 pub use env::{Flags, Launcher, Place, Rendezvous, detect};
 pub use join::join_processes;
-pub use launch::{ExitReport, Failure, Launch, NO_MULTICAST, RankStatus};
+pub use launch::{ExitReport, Failure, Launch, NO_MULTICAST, RankStatus, watch_launcher};
 pub use links::LinkMesh;
 pub use mesh::{MAX_FDS, MAX_PAYLOAD, MAX_RANKS, MAX_TAG, Mesh, NOT_SENT, Parcel, PeerExit};
 pub use secret::Secret;

@@ -44,6 +44,9 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// List the `TILEWIRE_` variables with their values.
     Env,
+    /// Wait for the launcher of a job, and end the job if it dies: `tilewire run` starts this.
+    #[command(hide = true)]
+    Warden,
     /// Print a completion script for a shell.
     Completions {
         /// The shell to write completions for.
@@ -173,10 +176,10 @@ pub struct VerifyArgs {
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Absolute tolerance instead of the operation's bound (`core::numerics`).
-    #[arg(long)]
+    #[arg(long, value_parser = tolerance)]
     pub atol: Option<f64>,
     /// Relative tolerance instead of the operation's bound (`core::numerics`).
-    #[arg(long)]
+    #[arg(long, value_parser = tolerance)]
     pub rtol: Option<f64>,
     /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 60.
     #[arg(long)]
@@ -202,6 +205,23 @@ fn positive(s: &str) -> std::result::Result<usize, String> {
     match s.parse() {
         Ok(0) | Err(_) => Err("must be a whole number above 0".to_owned()),
         Ok(n) => Ok(n),
+    }
+}
+
+/// A tolerance: with NaN or less than 0 nothing would be right.
+fn tolerance(s: &str) -> std::result::Result<f64, String> {
+    match s.parse::<f64>() {
+        Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
+        _ => Err("must be a finite number, 0 or more".to_owned()),
+    }
+}
+
+/// Bytes to generate: each takes a forward pass.
+fn generated(s: &str) -> std::result::Result<usize, String> {
+    const MOST: usize = 1 << 20;
+    match s.parse() {
+        Ok(n) if (1..=MOST).contains(&n) => Ok(n),
+        _ => Err(format!("must be a whole number from 1 to {MOST}")),
     }
 }
 
@@ -306,8 +326,8 @@ pub struct TrainArgs {
     /// After training, continue this text.
     #[arg(long)]
     pub generate: Option<String>,
-    /// Bytes to generate.
-    #[arg(long, default_value_t = 64, requires = "generate")]
+    /// Bytes to generate, at most 1048576.
+    #[arg(long, default_value_t = 64, requires = "generate", value_parser = generated)]
     pub generate_len: usize,
     /// Seconds that a wait on a live peer may last. Default: TILEWIRE_TIMEOUT_S, or 600.
     #[arg(long)]

@@ -1,5 +1,8 @@
 //! `tilewire run`.
 
+use std::sync::mpsc;
+use std::time::Duration;
+
 use tilewire::boot::Launch;
 use tilewire::prelude::*;
 
@@ -18,20 +21,45 @@ pub fn run(args: &RunArgs) -> Result<i32> {
     launch.args = rest.to_vec();
     launch.timeout = args.timeout_s.map(crate::worlds::seconds).transpose()?;
     launch.no_prefix = args.no_prefix;
+    // Without a program of its own, ranks end with their launcher, but not what they have started.
+    launch.warden = std::env::current_exe().map_or(Vec::new(), |e| vec![e.into(), "warden".into()]);
     let report = launch.run_to(Box::new(crate::Out), Box::new(std::io::stderr()))?;
+    let mut lines = Vec::new();
     if let Some(f) = &report.first_failure {
-        complain(format_args!(
+        lines.push(format!(
             "tilewire run: rank {} failed first ({:?}), after {:.1} s; its last lines:",
             f.rank.get(),
             f.status,
             report.elapsed.as_secs_f64()
         ));
-        for line in &f.last_stderr {
-            complain(format_args!("    {line}"));
-        }
+        lines.extend(f.last_stderr.iter().map(|line| format!("    {line}")));
     }
     if report.timed_out {
-        complain("tilewire run: ended at the time limit (--timeout-s)");
+        lines.push("tilewire run: ended at the time limit (--timeout-s)".to_owned());
     }
+    if report.lost_output > 0 {
+        let lost = report.lost_output;
+        lines.push(format!("tilewire run: {lost} bytes of output were dropped: nobody read them"));
+        leave(lines, report.code);
+    }
+    lines.iter().for_each(complain);
     Ok(report.code)
+}
+
+/// Longest time for the last messages, where a stream of ours is stuck.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// Ends the process while a thread still writes to a stream that nobody reads. It holds that
+/// stream's lock, which may be that of standard error as well.
+fn leave(lines: Vec<String>, code: i32) -> ! {
+    let (done, all_said) = mpsc::channel();
+    let say = move || {
+        lines.iter().for_each(complain);
+        // Who waits for it may have given up.
+        done.send(()).ok();
+    };
+    if std::thread::Builder::new().spawn(say).is_ok() {
+        all_said.recv_timeout(LAST_WORDS).ok();
+    }
+    std::process::exit(code)
 }

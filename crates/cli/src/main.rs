@@ -64,6 +64,8 @@ fn run(cli: Cli) -> Result<i32> {
             tilewire_cli::env_table();
             return Config::from_env().map(|_| 0);
         }
+        // It must not end before its launcher.
+        Command::Warden => return tilewire::boot::watch_launcher().map(|_| 0),
         _ => {}
     }
     let config = Config::from_env()?;
@@ -90,6 +92,6 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Dump(args) => dump::run(args),
         Command::Trace(args) => trace::run(args),
         Command::Kernels(command) => kernels_cmd::run(command),
-        Command::Doctor(_) | Command::Completions { .. } | Command::Env => Ok(0),
+        Command::Doctor(_) | Command::Completions { .. } | Command::Env | Command::Warden => Ok(0),
     }
 }

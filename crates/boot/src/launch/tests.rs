@@ -104,6 +104,70 @@ fn the_first_failure_ends_all_and_is_reported_with_its_last_lines() {
     assert_eq!(r.ranks[0], RankStatus::Signaled(15));
 }
 
+/// The victim's sockets close before its end is seen: here the others have ended before it.
+#[test]
+fn of_failures_together_the_one_that_caused_the_others_is_named() {
+    let peers = "echo 'error: rank 1 has died (team all)' >&2; exit 2";
+    for (victim, status) in [
+        ("kill -KILL $$", RankStatus::Signaled(9)),
+        ("echo 'error: no such file' >&2; exit 2", RankStatus::Exited(2)),
+    ] {
+        let script = format!("if [ $RANK = 1 ]; then sleep 0.05; {victim}; fi; {peers}");
+        let (r, ..) = run(&sh(3, &script));
+        let f = r.first_failure.unwrap();
+        assert_eq!((f.rank, f.status), (Rank::new(1), status), "{victim}");
+        assert_eq!(r.code, status.code());
+    }
+    // Of equals the first; and nobody waits for more than the time of a verdict.
+    let start = Instant::now();
+    let (r, ..) = run(&sh(2, "if [ $RANK = 1 ]; then exit 7; fi; sleep 0.05; exit 6"));
+    assert_eq!((r.code, r.first_failure.unwrap().rank), (7, Rank::new(1)));
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+}
+
+/// A stream that takes a line each so often, or, with none, nothing after its first line.
+struct Slow(Screen, Option<Duration>);
+
+impl Write for Slow {
+    fn write(&mut self, b: &[u8]) -> std::io::Result<usize> {
+        let n = self.0.write(b)?;
+        std::thread::sleep(self.1.unwrap_or(Duration::from_secs(60)));
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_stream_that_nobody_reads_does_not_hold_up_the_end() {
+    for script in ["exec yes", "yes >&2 & exec yes"] {
+        let l = Launch { timeout: Some(Duration::from_millis(300)), ..sh(2, script) };
+        let stuck = || Box::new(Slow(Screen::default(), None));
+        let start = Instant::now();
+        let r = l.run_to(stuck(), stuck()).unwrap();
+        let took = start.elapsed();
+        assert!(took < Duration::from_secs(5), "{script}: {took:?}");
+        assert_eq!(r.code, 124, "{script}");
+        // What is kept is bounded: ranks wait, as they would without a launcher.
+        assert!(r.lost_output > 64 << 10, "{script}: {}", r.lost_output);
+        assert!(r.lost_output < 64 << 20, "{script}: {}", r.lost_output);
+    }
+}
+
+#[test]
+fn a_slow_reader_gets_all_lines_and_holds_up_nobody_elses() {
+    let (out, err) = (Screen::default(), Screen::default());
+    let l = sh(1, "seq 60; seq 3 >&2");
+    let start = Instant::now();
+    let slow = Slow(out.clone(), Some(Duration::from_millis(30)));
+    let r = l.run_to(Box::new(slow), Box::new(err.clone())).unwrap();
+    assert!(start.elapsed() > Duration::from_millis(1500));
+    assert_eq!((r.code, r.lost_output), (0, 0));
+    assert_eq!((out.lines().len(), err.lines().len()), (60, 3));
+}
+
 #[test]
 fn a_rank_that_ignores_term_is_killed_after_the_grace_time() {
     let script =
@@ -174,17 +238,28 @@ fn a_program_that_cannot_be_started_is_an_error() {
 fn launcher_child() {
     let traps = std::env::var("TW_TEST_TRAPS").unwrap();
     let script = format!("{traps}; echo pid $$; while :; do sleep 0.05; done");
-    let r = Launch { forward_signals: true, ..sh(2, &script) }.run().unwrap();
+    let warden = ["launch::tests::warden_child", "--exact", "--ignored"].map(OsString::from);
+    let warden = std::iter::once(std::env::current_exe().unwrap().into()).chain(warden).collect();
+    let r = Launch { forward_signals: true, warden, ..sh(2, &script) }.run().unwrap();
     std::process::exit(r.code);
 }
 
-fn launcher() -> (std::process::Child, Vec<String>, std::io::Lines<impl std::io::BufRead>) {
-    launcher_of("trap 'echo got; exit 0' INT")
+/// Its warden.
+#[test]
+#[ignore = "run by launchers of the tests below"]
+fn warden_child() {
+    watch_launcher().unwrap();
 }
 
-/// The launcher of two shells that begin with `traps`; their numbers, and what is printed.
+fn launcher() -> (std::process::Child, Vec<String>, std::io::Lines<impl std::io::BufRead>) {
+    launcher_of("trap 'echo got; exit 0' INT", 2)
+}
+
+/// The launcher of two shells that begin with `traps`; the `num` numbers that they print as theirs
+/// or their children's, and what is printed besides.
 fn launcher_of(
     traps: &str,
+    num: usize,
 ) -> (std::process::Child, Vec<String>, std::io::Lines<impl std::io::BufRead + use<>>) {
     use std::io::BufRead;
     let mut child = std::process::Command::new(std::env::current_exe().unwrap())
@@ -195,7 +270,7 @@ fn launcher_of(
         .unwrap();
     let mut lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
     let mut pids = Vec::new();
-    while pids.len() < 2 {
+    while pids.len() < num {
         let line = lines.next().unwrap().unwrap();
         if let Some((_, pid)) = line.split_once("pid ") {
             pids.push(pid.to_owned());
@@ -220,7 +295,7 @@ fn an_interrupt_is_passed_on_and_is_the_exit_code() {
 #[test]
 fn two_signals_at_once_are_one_wish_and_the_same_again_kills() {
     let (mut child, pids, lines) =
-        launcher_of("trap '' HUP; trap 'sleep 0.3; echo got; exit 0' INT");
+        launcher_of("trap '' HUP; trap 'sleep 0.3; echo got; exit 0' INT", 2);
     let pid = rustix::process::Pid::from_child(&child);
     for signal in [Signal::INT, Signal::HUP, Signal::INT] {
         rustix::process::kill_process(pid, signal).unwrap();
@@ -229,7 +304,7 @@ fn two_signals_at_once_are_one_wish_and_the_same_again_kills() {
     assert_eq!(lines.map_while(|l| l.ok()).filter(|l| l.ends_with("got")).count(), 2);
     assert!(!pids.iter().any(|p| alive(p)));
 
-    let (mut child, pids, _lines) = launcher_of("trap '' INT");
+    let (mut child, pids, _lines) = launcher_of("trap '' INT", 2);
     let (pid, start) = (rustix::process::Pid::from_child(&child), Instant::now());
     rustix::process::kill_process(pid, Signal::INT).unwrap();
     std::thread::sleep(Duration::from_millis(700));
@@ -250,4 +325,34 @@ fn the_death_of_the_launcher_ends_the_ranks() {
         assert!(Instant::now() < end, "ranks live on");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Children behind a wrapper, in a session of their own, and with both parents gone.
+#[test]
+fn the_death_of_the_launcher_ends_what_ranks_have_started() {
+    let children = "sh -c 'echo pid $$; sleep 60; true' & \
+                    setsid sh -c 'echo pid $$; sleep 60; true' & \
+                    (setsid sh -c '(sh -c \"echo pid \\$\\$; sleep 60; true\" &)')";
+    let (mut child, pids, _lines) = launcher_of(children, 8);
+    assert!(pids.iter().all(|p| alive(p)), "{pids:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let dead = Instant::now();
+    while pids.iter().any(|p| alive(p)) {
+        assert!(dead.elapsed() < Duration::from_secs(1), "some of {pids:?} live on");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A job that has ended leaves nothing to its warden: a process that left its session lives on.
+#[test]
+fn a_warden_ends_with_its_job() {
+    let warden = ["launch::tests::warden_child", "--exact", "--ignored"].map(OsString::from);
+    let warden = std::iter::once(std::env::current_exe().unwrap().into()).chain(warden).collect();
+    let l = Launch { warden, ..sh(1, "setsid sleep 3 & echo $!") };
+    let (r, out, _) = run(&l);
+    assert_eq!(r.code, 0);
+    let text = out.text();
+    let pid = text.split_whitespace().nth(1).unwrap();
+    assert!(alive(pid), "{text}");
 }

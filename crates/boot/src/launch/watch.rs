@@ -10,11 +10,19 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use tilewire_core::{Error, Rank, Result};
 
 use super::group::RankProcess;
+use super::pump::Shown;
 use super::{ExitReport, Failure, Launch, RankStatus};
 use crate::sock;
 
 /// Exit code after the time limit, as that of `timeout(1)`.
 const TIMEOUT_CODE: i32 = 124;
+
+/// Failures within this time after the first are judged together: the sockets of a process close
+/// before its end can be seen, so that its peers may have failed and ended earlier.
+const TOGETHER: Duration = Duration::from_millis(100);
+
+/// Words of errors that another rank has caused: texts of `PeerDead`, and names of exceptions.
+const OF_A_PEER: [&str; 4] = ["has died", "PeerDead", "aborted by rank", "Aborted"];
 
 /// The signals that the launcher passes on, each with a pipe that tells of it.
 pub(super) struct Signals(Vec<(i32, UnixStream, SigId)>);
@@ -53,7 +61,10 @@ pub(super) struct Watch<'a> {
     /// Set when the ranks have been asked to end.
     ending: Option<Instant>,
     killed: bool,
-    first: Option<(Rank, RankStatus)>,
+    /// Ranks that have failed before anybody was asked to end, in the order in which that was seen.
+    failed: Vec<(Rank, RankStatus)>,
+    /// Set with the first of them: the others are asked to end then.
+    verdict: Option<Instant>,
     timed_out: bool,
     interrupted: Option<i32>,
 }
@@ -68,7 +79,8 @@ impl<'a> Watch<'a> {
             start,
             ending: None,
             killed: false,
-            first: None,
+            failed: Vec::new(),
+            verdict: None,
             timed_out: false,
             interrupted: None,
         }
@@ -84,9 +96,12 @@ impl<'a> Watch<'a> {
                 let Some(status) = ranks[i].poll_status()? else { continue };
                 // What ends after we asked it to has not failed by itself.
                 if !status.success() && self.ending.is_none() {
-                    self.first = Some((Rank::new(i as u32), status));
-                    self.end(ranks, Signal::TERM);
+                    self.failed.push((Rank::new(i as u32), status));
+                    self.verdict.get_or_insert_with(|| Instant::now() + TOGETHER);
                 }
+            }
+            if self.verdict.is_some_and(|t| Instant::now() >= t) && self.ending.is_none() {
+                self.end(ranks, Signal::TERM);
             }
             if self.launch.timeout.is_some_and(|t| self.start.elapsed() >= t)
                 && self.ending.is_none()
@@ -107,7 +122,9 @@ impl<'a> Watch<'a> {
         let limit = match (self.ending, self.launch.timeout) {
             (Some(_), _) if self.killed => None,
             (Some(t), _) => Some(t + self.launch.grace),
-            (None, timeout) => timeout.map(|t| self.start + t),
+            (None, timeout) => {
+                self.verdict.into_iter().chain(timeout.map(|t| self.start + t)).min()
+            }
         };
         let mut fds: Vec<PollFd<'_>> =
             signals.0.iter().map(|(_, p, _)| PollFd::new(p, PollFlags::IN)).collect();
@@ -157,10 +174,10 @@ impl<'a> Watch<'a> {
     pub fn report(
         &self,
         ranks: &[RankProcess],
-        mut tails: Vec<Vec<String>>,
+        Shown { mut tails, lost }: Shown,
         stragglers: usize,
     ) -> ExitReport {
-        let first_failure = self.first.map(|(rank, status)| {
+        let first_failure = cause(&self.failed, &tails).map(|(rank, status)| {
             let last_stderr = tails.get_mut(rank.idx()).map(std::mem::take).unwrap_or_default();
             Failure { rank, status, last_stderr }
         });
@@ -178,7 +195,22 @@ impl<'a> Watch<'a> {
             timed_out: self.timed_out,
             interrupted: self.interrupted,
             stragglers,
+            lost_output: lost,
             elapsed: self.start.elapsed(),
         }
     }
+}
+
+/// The failure that caused the others: a signal before an exit, an error of its own before one that
+/// speaks of a peer, and of equals the one seen first. `tails`: the last lines of standard error.
+fn cause(failed: &[(Rank, RankStatus)], tails: &[Vec<String>]) -> Option<(Rank, RankStatus)> {
+    let of_a_peer = |rank: Rank| {
+        let lines = tails.get(rank.idx()).map_or(&[][..], Vec::as_slice);
+        lines.iter().any(|l| OF_A_PEER.iter().any(|words| l.contains(words)))
+    };
+    let weight = |&(rank, status): &(Rank, RankStatus)| match status {
+        RankStatus::Signaled(_) => 0,
+        RankStatus::Exited(_) => 1 + u32::from(of_a_peer(rank)),
+    };
+    failed.iter().copied().min_by_key(weight)
 }

@@ -1,0 +1,84 @@
+//! `tilewire run` where its output is not read, or it is killed; and values that are refused.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+const TILEWIRE: &str = env!("CARGO_BIN_EXE_tilewire");
+
+/// A paused pager: the pipe is full, and stays full. Of both streams nobody can be told.
+#[test]
+fn output_that_nobody_reads_does_not_hold_up_the_launcher() {
+    for both in [false, true] {
+        let script = if both { "yes >&2 & exec yes" } else { "exec yes" };
+        let start = Instant::now();
+        let mut job = Command::new(TILEWIRE)
+            .args(["run", "-n", "2", "--timeout-s", "1", "--", "sh", "-c", script])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let ended = loop {
+            match job.try_wait().unwrap() {
+                Some(status) => break Some(status),
+                None if start.elapsed() > Duration::from_secs(10) => break None,
+                None => std::thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        if ended.is_none() {
+            job.kill().unwrap();
+        }
+        assert_eq!(ended.and_then(|s| s.code()), Some(124), "both: {both}");
+        if !both {
+            let mut text = String::new();
+            job.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+            assert!(text.contains("bytes of output were dropped: nobody read them"), "{text}");
+        }
+    }
+}
+
+/// Whether a process runs whose number a child has just printed.
+fn alive(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+    stat.is_ok_and(|s| !s.contains(") Z "))
+}
+
+#[test]
+fn a_launcher_that_is_killed_leaves_nothing_behind_a_wrapper() {
+    let script =
+        "setsid sh -c 'echo pid $$; sleep 60; true' & sh -c 'echo pid $$; sleep 60; true'; true";
+    let mut job = Command::new(TILEWIRE)
+        .args(["run", "-n", "3", "--", "sh", "-c", script])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(job.stdout.take().unwrap()).lines();
+    let mut pids = Vec::new();
+    while pids.len() < 6 {
+        let line = lines.next().unwrap().unwrap();
+        pids.extend(line.split_once("pid ").map(|(_, pid)| pid.to_owned()));
+    }
+    assert!(pids.iter().all(|p| alive(p)), "{pids:?}");
+    job.kill().unwrap();
+    job.wait().unwrap();
+    let dead = Instant::now();
+    while pids.iter().any(|p| alive(p)) {
+        assert!(dead.elapsed() < Duration::from_secs(1), "some of {pids:?} live on");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn values_that_make_no_sense_are_refused() {
+    for (args, words) in [
+        (vec!["verify", "--atol", "nan"], "must be a finite number"),
+        (vec!["verify", "--atol=-1"], "must be a finite number"),
+        (vec!["verify", "--rtol", "inf"], "must be a finite number"),
+        (vec!["train", "--generate", "a", "--generate-len", "1000000000000"], "from 1 to 1048576"),
+        (vec!["train", "--generate", "a", "--generate-len", "0"], "from 1 to 1048576"),
+    ] {
+        let out = Command::new(TILEWIRE).args(&args).output().unwrap();
+        let text = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && text.contains(words), "{args:?}: {text}");
+    }
+}
