@@ -14,10 +14,11 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use tilewire_core::{Error, Result};
 
-/// In the environment of every process of a job: its name.
-const JOB: &str = "TILEWIRE_JOB";
+/// In the environment of every process of a job: its name. It is no setting, so it does not begin
+/// as settings do, of which unknown ones are refused.
+const JOB: &str = "_TILEWIRE_JOB";
 /// In that of its warden, which is none of them.
-const WARDEN: &str = "TILEWIRE_WARDEN";
+const WARDEN: &str = "_TILEWIRE_WARDEN";
 
 /// Pause between looks at the processes of this machine.
 const LOOK: Duration = Duration::from_millis(10);
