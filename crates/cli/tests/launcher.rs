@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 const TILEWIRE: &str = env!("CARGO_BIN_EXE_tilewire");
 
-/// A paused pager: the pipe is full, and stays full. Of both streams nobody can be told.
+/// A paused pager: the pipe is full, and stays full. If both streams are stuck, no message can be
+/// shown.
 #[test]
 fn output_that_nobody_reads_does_not_hold_up_the_launcher() {
     for both in [false, true] {

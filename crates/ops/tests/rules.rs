@@ -148,7 +148,7 @@ fn a_thousand_launches_on_four_ranks_grow_nothing() {
     .unwrap();
 }
 
-/// A heap without room for a plan is the same error on every rank, with both sizes; with more
+/// A heap too small for a plan is the same error on every rank, with both sizes; with more
 /// memory the same ranks go on.
 #[test]
 fn a_heap_that_is_too_small_is_an_error_on_all_ranks() {
