@@ -44,18 +44,14 @@ fn alive(pid: &str) -> bool {
     stat.is_ok_and(|s| !s.contains(") Z "))
 }
 
-#[test]
-fn a_launcher_that_is_killed_leaves_nothing_behind_a_wrapper() {
-    let script =
-        "setsid sh -c 'echo pid $$; sleep 60; true' & sh -c 'echo pid $$; sleep 60; true'; true";
-    let mut job = Command::new(TILEWIRE)
-        .args(["run", "-n", "3", "--", "sh", "-c", script])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+/// Kills the launcher of `tilewire run WORDS` once `num` processes have printed their numbers; all
+/// of them are gone within a second.
+fn killed_leaves_nothing(words: &[&str], num: usize) {
+    let mut job =
+        Command::new(TILEWIRE).arg("run").args(words).stdout(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(job.stdout.take().unwrap()).lines();
     let mut pids = Vec::new();
-    while pids.len() < 6 {
+    while pids.len() < num {
         let line = lines.next().unwrap().unwrap();
         pids.extend(line.split_once("pid ").map(|(_, pid)| pid.to_owned()));
     }
@@ -64,9 +60,19 @@ fn a_launcher_that_is_killed_leaves_nothing_behind_a_wrapper() {
     job.wait().unwrap();
     let dead = Instant::now();
     while pids.iter().any(|p| alive(p)) {
-        assert!(dead.elapsed() < Duration::from_secs(1), "some of {pids:?} live on");
+        assert!(dead.elapsed() < Duration::from_secs(1), "{words:?}: some of {pids:?} live on");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+#[test]
+fn a_launcher_that_is_killed_leaves_nothing_behind_a_wrapper() {
+    let script =
+        "setsid sh -c 'echo pid $$; sleep 60; true' & sh -c 'echo pid $$; sleep 60; true'; true";
+    killed_leaves_nothing(&["-n", "3", "--", "sh", "-c", script], 6);
+    // A launcher in a job: its ranks have another job's name.
+    let inner = ["-n", "1", "--", TILEWIRE, "run", "-n", "2", "--", "sh", "-c", script];
+    killed_leaves_nothing(&inner, 4);
 }
 
 #[test]

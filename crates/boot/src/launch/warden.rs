@@ -39,6 +39,9 @@ impl Warden {
         let Some((program, args)) = words.split_first() else { return Ok(Self(None)) };
         let mut cmd = Command::new(program);
         cmd.args(args).env(WARDEN, job).stdin(Stdio::piped());
+        // A launcher may itself be part of a job. Its warden is not, or that job's warden would end
+        // it together with the launcher that it watches.
+        cmd.env_remove(JOB);
         cmd.stdout(Stdio::null()).stderr(Stdio::null());
         // Signals for the launcher's group, from a terminal, are not for the warden.
         cmd.process_group(0);

@@ -1,5 +1,5 @@
 //! Faults of ranks that are processes: the last rank is stopped (SIGSTOP) or killed (SIGKILL), or
-//! ends, while the others wait for it inside an operation. They are told who it is, have no
+//! ends, while the others wait for it inside an operation. Their error names it, they have no
 //! results, and go on as a new team.
 //!
 //! The test starts this program again, once for each rank, in the role of a rank. Ranks and test
@@ -190,7 +190,7 @@ impl Case<'_> {
         let queued = (op.launch)(&stream);
         stream.synchronize()?;
         heap.copy_stream()?.synchronize()?;
-        // A death is told by a thread of this process, which the kernels' end may overtake.
+        // A thread of this process reports a death, and the kernels' end may overtake it.
         wait_for(how_late(), || team.check().is_err());
         let (e, at_ms, took) = (queued.and_then(|()| team.check()), now_ms(), start.elapsed());
         let late = words();
@@ -252,7 +252,7 @@ impl Case<'_> {
         Ok(bits)
     }
 
-    /// The victim: some of the launches, then none, until it is killed or told to go on.
+    /// The victim: some of the launches, then none, until it is killed or may go on.
     fn park(
         &self,
         op: &Op,
@@ -269,8 +269,8 @@ impl Case<'_> {
             return Err(Error::internal("nobody let the victim go on"));
         }
         stream.synchronize()?;
-        let told = team.check().err().map(|e| e.to_json());
-        Ok(json!({ "op": op.name, "victim": true, "told": told }))
+        let fault = team.check().err().map(|e| e.to_json());
+        Ok(json!({ "op": op.name, "victim": true, "fault": fault }))
     }
 }
 
@@ -440,7 +440,7 @@ fn stop_in_each(num: usize, cases: &[(usize, usize)]) -> Vec<usize> {
         let all = job.files(&format!("report.{at}"), num);
         let of_victim: Value = serde_json::from_str(&all[victim]).unwrap();
         assert!(
-            of_victim["told"]["kind"].is_string(),
+            of_victim["fault"]["kind"].is_string(),
             "{what}: the victim has no error: {of_victim}"
         );
     }
