@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use tilewire::nn::checkpoint;
 use tilewire::prelude::*;
 
 /// Tiles over wires: communication hidden behind arithmetic on many accelerators.
@@ -31,6 +32,9 @@ pub enum Command {
     Bench(BenchArgs),
     /// Train a mixture-of-experts transformer on text, over any grid of ranks.
     Train(Box<TrainArgs>),
+    /// List the checkpoints of `train`, and check them against their digests.
+    #[command(subcommand)]
+    Checkpoint(crate::checkpoint_cmd::CheckpointCommand),
     /// Merge flight recorders and name the first divergence between ranks.
     Dump(DumpArgs),
     /// Turn a trace file into a self-contained HTML timeline.
@@ -310,14 +314,19 @@ pub struct TrainArgs {
     /// Write a Perfetto (Chrome) trace of the last three steps to this file.
     #[arg(long)]
     pub trace: Option<PathBuf>,
-    /// Write a checkpoint to this file at the end (and every --every steps).
-    #[arg(long)]
+    /// Write checkpoints into this folder, which is made if it is not there: at the end, and every
+    /// --every steps. Each is a folder `step-<number>` of safetensors files and a manifest.
+    #[arg(long, value_name = "DIR")]
     pub checkpoint: Option<PathBuf>,
     /// Steps between checkpoints.
     #[arg(long, requires = "checkpoint", value_parser = positive)]
     pub every: Option<usize>,
-    /// Continue from this checkpoint, written by any number of ranks.
-    #[arg(long)]
+    /// Checkpoints to keep: older ones are removed when a new one is in place.
+    #[arg(long, requires = "checkpoint", default_value_t = checkpoint::KEEP, value_parser = positive)]
+    pub keep: usize,
+    /// Continue from the newest whole checkpoint in this folder, or from this one of it
+    /// (`DIR/step-<number>`), written by any number of ranks.
+    #[arg(long, value_name = "DIR")]
     pub resume: Option<PathBuf>,
     /// After an error, write each rank's flight recorders into this folder (for `tilewire dump`);
     /// those of an earlier run there are removed.

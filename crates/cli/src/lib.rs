@@ -3,6 +3,7 @@
 
 pub mod args;
 pub mod bench;
+pub mod checkpoint_cmd;
 pub mod doctor;
 pub mod dump;
 pub mod kernels_cmd;

@@ -8,8 +8,8 @@ use tilewire::device::cuda::load_library;
 use tilewire::prelude::*;
 use tilewire_cli::args::{BenchWhat, Cli, Command};
 use tilewire_cli::{
-    bench, complain, doctor, dump, end, kernels_cmd, launch, links, report, say_all, topo, trace,
-    train, verify_cmd,
+    bench, checkpoint_cmd, complain, doctor, dump, end, kernels_cmd, launch, links, report,
+    say_all, topo, trace, train, verify_cmd,
 };
 
 /// Log lines go to standard error, as one line each.
@@ -91,6 +91,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Topo(args) => topo::run(args),
         Command::Dump(args) => dump::run(args),
         Command::Trace(args) => trace::run(args),
+        Command::Checkpoint(command) => checkpoint_cmd::run(command),
         Command::Kernels(command) => kernels_cmd::run(command),
         Command::Doctor(_) | Command::Completions { .. } | Command::Env | Command::Warden => Ok(0),
     }

@@ -11,7 +11,8 @@ use tilewire::boot::Launch;
 use tilewire::device::Tracer;
 use tilewire::device::jit::KernelTimes;
 use tilewire::nn::{
-    AdamW, Data, Grid, Model, ModelCfg, StepReport, Target, TrainCfg, Trainer, checkpoint,
+    AdamW, Checkpoints, Data, Grid, Model, ModelCfg, StepReport, Target, TrainCfg, Trainer,
+    checkpoint,
 };
 use tilewire::prelude::*;
 
@@ -59,18 +60,20 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
 /// Returns whether what is written after training can be: said before it, and with every file as it
 /// was.
 fn can_write(args: &TrainArgs) -> Result<()> {
-    let TrainArgs { checkpoint, trace, svg, .. } = args;
-    for (flag, path, beside) in
-        [("--checkpoint", checkpoint, true), ("--trace", trace, false), ("--svg", svg, false)]
-    {
+    if let Some(dir) = &args.checkpoint {
+        checkpoint::probe(dir).map_err(|e| {
+            let text = format!("--checkpoint: nothing was trained: {}", e.message());
+            e.reworded(text)
+        })?;
+    }
+    for (flag, path) in [("--trace", &args.trace), ("--svg", &args.svg)] {
         let Some(path) = path else { continue };
         let tried = match path.metadata() {
             Ok(m) if m.is_dir() => Err(std::io::ErrorKind::IsADirectory.into()),
-            // A checkpoint is written beside its place, the others into the file. A pipe would wait
-            // for its reader.
-            Ok(m) if !beside && m.is_file() => File::options().write(true).open(path).map(drop),
-            Ok(m) if !m.is_file() => Ok(()),
-            _ => probe(path),
+            Ok(m) if m.is_file() => File::options().write(true).open(path).map(drop),
+            // A pipe would wait for its reader.
+            Ok(_) => Ok(()),
+            Err(_) => probe(path),
         };
         tried.map_err(|e| {
             Error::io(format!("{flag} {}", path.display()), e).hint(
@@ -184,9 +187,7 @@ impl Job<'_> {
 
     fn work(&self, t: &mut Trainer, first: bool, tracer: Option<&Tracer>) -> Result<()> {
         let args = self.args;
-        if let Some(path) = &args.resume {
-            checkpoint::load(t, path)?;
-        }
+        let saves = self.checkpoints(t, first)?;
         if args.calibrate {
             t.calibrate()?;
         }
@@ -207,13 +208,51 @@ impl Job<'_> {
             }
         }
         let mut out = Output::new(args, first, t.step)?;
-        self.steps(t, &mut out, tracer)?;
+        self.steps(t, &mut out, tracer, saves.as_ref())?;
         self.last_words(t, &mut out, tracer)?;
         // Nobody leaves while others still wait for the last words.
         t.model.comm.world.agree(true).map(|_| ())
     }
 
-    fn steps(&self, t: &mut Trainer, out: &mut Output, tracer: Option<&Tracer>) -> Result<()> {
+    /// Opens the folder of checkpoints, and goes on from one, as asked.
+    fn checkpoints(&self, t: &mut Trainer, first: bool) -> Result<Option<Checkpoints>> {
+        let (args, world) = (self.args, t.model.comm.world.clone());
+        let open = |dir: &PathBuf| Checkpoints::open(&world, dir, args.keep);
+        let mut saves = args.checkpoint.as_ref().map(open).transpose()?;
+        let mut damaged = Vec::new();
+        if let Some(path) = &args.resume {
+            let start = Instant::now();
+            let found = checkpoint::resume(t, self.data, path)?;
+            if first {
+                for (path, e) in &found.damaged {
+                    complain(format_args!("warning: {} is damaged: {e}", path.display()));
+                }
+                say(format_args!(
+                    "going on from {}, at step {}: {:.1} MB in {:.2} s",
+                    found.path.display(),
+                    t.step,
+                    found.bytes as f64 / 1e6,
+                    start.elapsed().as_secs_f64()
+                ));
+                for d in &found.differences {
+                    complain(format_args!("warning: {d}"));
+                }
+            }
+            damaged.extend(found.damaged.into_iter().map(|(path, _)| path));
+        }
+        if let Some(saves) = &mut saves {
+            saves.begin(t, &damaged)?;
+        }
+        Ok(saves)
+    }
+
+    fn steps(
+        &self,
+        t: &mut Trainer,
+        out: &mut Output,
+        tracer: Option<&Tracer>,
+        saves: Option<&Checkpoints>,
+    ) -> Result<()> {
         let (args, mut saved) = (self.args, None);
         if let Some(tr) = tracer {
             // What came before is no step, however few there are.
@@ -233,14 +272,14 @@ impl Job<'_> {
             let report = t.step(self.data)?;
             out.step(&report)?;
             let due = args.every.is_some_and(|n| t.step.is_multiple_of(n));
-            if let Some(path) = args.checkpoint.as_ref().filter(|_| due) {
-                checkpoint::save(t, path)?;
+            if let Some(to) = saves.filter(|_| due) {
+                out.save(to, t, self.data)?;
                 saved = Some(t.step);
             }
         }
         // Also if there was no step left to train.
-        match args.checkpoint.as_ref().filter(|_| saved != Some(t.step)) {
-            Some(path) => checkpoint::save(t, path),
+        match saves.filter(|_| saved != Some(t.step)) {
+            Some(to) => out.save(to, t, self.data),
             None => Ok(()),
         }
     }
@@ -292,6 +331,8 @@ struct Output {
     losses: Vec<f64>,
     rates: Vec<f64>,
     hidden: Option<f64>,
+    /// Bytes of each checkpoint and the time it took.
+    saved: Vec<(u64, Duration)>,
 }
 
 impl Output {
@@ -311,8 +352,8 @@ impl Output {
         };
         let metrics = args.metrics.as_ref().filter(|_| first).map(open).transpose()?;
         let svg = args.svg.clone().filter(|_| first);
-        let (losses, rates) = (Vec::new(), Vec::new());
-        Ok(Self { bar, first, metrics, svg, done, losses, rates, hidden: None })
+        let (losses, rates, saved) = (Vec::new(), Vec::new(), Vec::new());
+        Ok(Self { bar, first, metrics, svg, done, losses, rates, hidden: None, saved })
     }
 
     fn step(&mut self, r: &StepReport) -> Result<()> {
@@ -337,6 +378,14 @@ impl Output {
         Ok(())
     }
 
+    fn save(&mut self, to: &Checkpoints, t: &Trainer, data: &Data) -> Result<()> {
+        let start = Instant::now();
+        if let Some(saved) = to.save(t, data)? {
+            self.saved.push((saved.bytes, start.elapsed()));
+        }
+        Ok(())
+    }
+
     fn finish(&mut self, start: Instant) -> Result<()> {
         self.bar.finish_and_clear();
         if let Some(p) = &self.svg {
@@ -352,6 +401,14 @@ impl Output {
                 100.0 * (1.0 - b / a),
                 self.rates[self.rates.len() / 2],
                 self.hidden.map_or("not calibrated".to_owned(), |h| format!("{:.0} %", 100.0 * h))
+            ));
+        }
+        if let Some((bytes, _)) = self.saved.last() {
+            let (num, took) = (self.saved.len(), self.saved.iter().map(|s| s.1).sum::<Duration>());
+            say(format_args!(
+                "{num} checkpoints of {:.1} MB in {:.2} s",
+                *bytes as f64 / 1e6,
+                took.as_secs_f64()
             ));
         }
         Ok(())

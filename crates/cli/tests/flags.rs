@@ -176,6 +176,13 @@ const ROWS: &[Row] = &[
             && teams.len() == 1
             && teams[0]["first_divergence"].is_null()
     }),
+    row("checkpoint list", "--json", &["c"], 0, |off, on| {
+        off.out.contains("step 1, ") && on.json().is_some_and(|r| r.len() == 1 && r[0]["step"] == 1)
+    }),
+    row("checkpoint verify", "--json", &["c"], 0, |off, on| {
+        let whole = |r: &Value| r["damage"].as_array().is_some_and(Vec::is_empty);
+        off.out.contains(": whole, ") && on.json().is_some_and(|r| r.iter().all(whole))
+    }),
     row("kernels list", "--json", &[], 0, |off, on| {
         off.out.contains("comm/signal.cu")
             && on.json().is_some_and(|r| r.len() == off.lines().len())
@@ -312,6 +319,11 @@ fn run(row: &Row, flag: &[&str]) -> Seen {
     let dir = tempfile::tempdir().unwrap();
     if row.command == "dump" {
         recorders(&dir.path().join("recorders"));
+    }
+    if row.command.starts_with("checkpoint") {
+        let mut train = Command::new(env!("CARGO_BIN_EXE_tilewire"));
+        train.arg("train").args(TRAIN).args(["--checkpoint", "c"]).current_dir(dir.path());
+        assert!(train.output().expect("the binary starts").status.success());
     }
     let cache = row.command.starts_with("kernels").then(|| one_kernel(dir.path()));
     let o = Command::new(env!("CARGO_BIN_EXE_tilewire"))

@@ -6,6 +6,8 @@ use std::path::Path;
 
 use tilewire_core::{Error, ErrorKind, Result, Rng};
 
+use crate::checkpoint::manifest::DataId;
+
 /// The source of sequences.
 #[derive(Clone, Debug)]
 pub enum Data {
@@ -40,6 +42,18 @@ impl Data {
                 .hint("give a larger file or folder, or a shorter --seq"));
         }
         Ok(Data::Text(bytes))
+    }
+
+    /// The identity of the data, for checkpoints.
+    pub fn id(&self) -> DataId {
+        match self {
+            Data::Text(bytes) => DataId {
+                task: "text".to_owned(),
+                bytes: bytes.len() as u64,
+                blake3: blake3::hash(bytes).to_hex().to_string(),
+            },
+            Data::Copy => DataId { task: "copy".to_owned(), bytes: 0, blake3: String::new() },
+        }
     }
 
     /// Sequence `index` of step `step`: `len + 1` bytes (inputs and, one later, targets), and how

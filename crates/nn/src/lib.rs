@@ -28,7 +28,7 @@ pub mod params;
 pub mod place;
 pub mod train;
 
-pub use checkpoint::{load, save};
+pub use checkpoint::Checkpoints;
 pub use config::{Grid, ModelCfg};
 pub use data::Data;
 pub use model::Model;

@@ -54,6 +54,8 @@ pub struct Trainer {
     pub hidden: Option<f64>,
     /// Replay one graph from the second step on; the default on GPUs.
     pub use_graph: bool,
+    /// A checkpoint was found damaged while it was restored: parameters of two steps are mixed.
+    pub(crate) half_restored: bool,
     graph: Option<(Captured, GraphExec)>,
     /// Of the step before: who changes numbers at every step is not to capture every step.
     last: Option<Captured>,
@@ -67,7 +69,8 @@ impl Trainer {
     /// A trainer at step 0.
     pub fn new(model: Model, cfg: TrainCfg) -> Self {
         let use_graph = matches!(model.comm.place.device, Device::Cuda(_));
-        Self { model, cfg, step: 0, hidden: None, use_graph, graph: None, last: None }
+        let (graph, last, half_restored) = (None, None, false);
+        Self { model, cfg, step: 0, hidden: None, use_graph, half_restored, graph, last }
     }
 
     /// Collective: measures the share of communication that is hidden (see
@@ -122,8 +125,11 @@ impl Trainer {
     ///
     /// # Errors
     /// The fault of a team; `InvalidArgument` if the loss is not finite: the rate or the data are
-    /// not what the model can learn from.
+    /// not what the model can learn from, or a checkpoint was restored in part.
     pub fn step(&mut self, data: &Data) -> Result<StepReport> {
+        if self.half_restored {
+            return Err(Error::invalid("the parameters are those of two steps: a checkpoint could be restored in part only").hint("resume from one that is whole"));
+        }
         let start = Instant::now();
         let batch = self.model.batch(data, self.cfg.seed, self.step);
         self.model.load(&batch)?;

@@ -1,0 +1,89 @@
+//! Checkpoints of a job that is killed again and again.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const TILEWIRE: &str = env!("CARGO_BIN_EXE_tilewire");
+
+/// A checkpoint at every step: a good part of the time goes into writing.
+const TRAIN: [&str; 17] = [
+    "train",
+    "--task",
+    "copy",
+    "--ranks",
+    "2",
+    "--tp",
+    "2",
+    "--seq",
+    "16",
+    "--batch",
+    "2",
+    "--d-model",
+    "64",
+    "--head-dim",
+    "16",
+    "--d-ff",
+    "64",
+];
+
+fn losses(file: &Path) -> BTreeMap<u64, u64> {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    let mut all = BTreeMap::new();
+    for line in text.lines() {
+        let row: serde_json::Value = serde_json::from_str(line).expect("whole lines");
+        let (step, loss) = (row["step"].as_u64().unwrap(), row["loss"].as_f64().unwrap());
+        if let Some(before) = all.insert(step, loss.to_bits()) {
+            assert_eq!(before, loss.to_bits(), "step {step} was another before it was run again");
+        }
+    }
+    all
+}
+
+/// Kills at random moments, each job going on from the one before it: every checkpoint that is
+/// there is whole, and every step is the uninterrupted run's, bit for bit, also if it ran twice.
+#[test]
+fn a_job_that_is_killed_while_it_writes_goes_on_exactly() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let run = |more: &[&str]| {
+        let mut c = Command::new(TILEWIRE);
+        c.args(TRAIN).args(more).current_dir(d).stdout(Stdio::null()).stderr(Stdio::piped());
+        c
+    };
+    let kills = std::env::var("KILLS").map_or(12, |n| n.parse().unwrap());
+    let mut random = tilewire::core::Rng::new(5);
+    let saves = ["--steps", "1000000", "--every", "1", "--checkpoint", "c", "--metrics", "m"];
+    for kill in 0..kills {
+        let resume: &[&str] = if d.join("c").exists() { &["--resume", "c"] } else { &[] };
+        let mut job = run(&[&saves, resume].concat()).spawn().unwrap();
+        // The first kills come before there is a checkpoint, too.
+        std::thread::sleep(Duration::from_millis(60 + random.below(300)));
+        let ended = job.try_wait().unwrap();
+        if ended.is_some() {
+            let said = std::io::read_to_string(job.stderr.take().unwrap()).unwrap();
+            assert!(said.contains("there is none in this folder"), "kill {kill}: {said}");
+            std::fs::remove_dir_all(d.join("c")).unwrap();
+            std::fs::remove_file(d.join("m")).ok();
+            continue;
+        }
+        job.kill().unwrap();
+        job.wait().unwrap();
+        let mut verify = Command::new(TILEWIRE);
+        let seen = verify.args(["checkpoint", "verify", "c"]).current_dir(d).output().unwrap();
+        let none = String::from_utf8_lossy(&seen.stderr).contains("there is none")
+            || !d.join("c").exists();
+        assert!(seen.status.success() || none, "kill {kill}: {seen:?}");
+    }
+    let got = losses(&d.join("m"));
+    let last = got.keys().last().copied().unwrap();
+    assert!(last >= 5, "only {last} steps: nothing was tried");
+    let steps = (last + 1).to_string();
+    let whole = run(&["--steps", &steps, "--metrics", "whole"]).status().unwrap();
+    assert!(whole.success());
+    let whole = losses(&d.join("whole"));
+    assert!(got.iter().all(|(step, loss)| whole[step] == *loss), "the curves differ");
+    // No step is missing: the next job goes on where the last checkpoint is.
+    assert_eq!(got.len() as u64, last + 1);
+}
