@@ -55,8 +55,8 @@ pub struct Launch {
     /// dies, also what ranks have started, and what left their sessions. Default none: then the
     /// kernel kills the ranks alone.
     pub warden: Vec<OsString>,
-    /// Passes SIGINT, SIGTERM and SIGHUP on to the ranks. Default true. The process ignores these
-    /// signals after the run: end it then.
+    /// Passes SIGINT, SIGTERM and SIGHUP on to the ranks, and ends the job; passes SIGUSR1 on, and
+    /// goes on. Default true. The process ignores these signals after the run: end it then.
     pub forward_signals: bool,
 }
 
@@ -100,7 +100,7 @@ pub struct Failure {
 #[derive(Clone, Debug)]
 pub struct ExitReport {
     /// Exit code for the launcher: 0, that of the first failure, 124 after the time limit, or
-    /// 128 + signal if a signal ended the launcher.
+    /// 128 + signal if a signal ended the launcher (0 after SIGTERM if all ranks ended well).
     pub code: i32,
     /// Status of each rank.
     pub ranks: Vec<RankStatus>,

@@ -1,6 +1,5 @@
 //! Command line.
 
-use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
@@ -25,7 +24,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Start a program on several ranks of this host.
-    Run(RunArgs),
+    Run(crate::launch::RunArgs),
     /// Check operations against the f64 oracle (all but `layers`, which has its own tests).
     Verify(VerifyArgs),
     /// Time operations beside their parts.
@@ -122,23 +121,6 @@ pub struct KernelsCacheArgs {
     /// Print a JSON object.
     #[arg(long)]
     pub json: bool,
-}
-
-/// `tilewire run`
-#[derive(Debug, Args)]
-pub struct RunArgs {
-    /// Number of ranks.
-    #[arg(short = 'n', long = "ranks")]
-    pub ranks: usize,
-    /// End all ranks after this many seconds.
-    #[arg(long)]
-    pub timeout_s: Option<f64>,
-    /// Do not put `[r3]` before the lines of rank 3.
-    #[arg(long)]
-    pub no_prefix: bool,
-    /// The program and its arguments.
-    #[arg(last = true, required = true)]
-    pub program: Vec<OsString>,
 }
 
 /// Flags that say who I am, for a launcher that sets no variables.
@@ -321,6 +303,10 @@ pub struct TrainArgs {
     /// Steps between checkpoints.
     #[arg(long, requires = "checkpoint", value_parser = positive)]
     pub every: Option<usize>,
+    /// At SIGTERM write a checkpoint and end with 0, as at SIGUSR1 in any case; after so many
+    /// seconds, or at a second SIGTERM, end with 143.
+    #[arg(long, requires = "checkpoint")]
+    pub grace_s: Option<f64>,
     /// Checkpoints to keep: older ones are removed when a new one is in place.
     #[arg(long, requires = "checkpoint", default_value_t = checkpoint::KEEP, value_parser = positive)]
     pub keep: usize,

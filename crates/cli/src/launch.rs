@@ -1,13 +1,35 @@
 //! `tilewire run`.
 
+use std::ffi::OsString;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use clap::Args;
 use tilewire::boot::Launch;
 use tilewire::prelude::*;
 
-use crate::args::RunArgs;
 use crate::complain;
+
+/// `tilewire run`
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// Number of ranks.
+    #[arg(short = 'n', long = "ranks")]
+    pub ranks: usize,
+    /// End all ranks after this many seconds.
+    #[arg(long)]
+    pub timeout_s: Option<f64>,
+    /// Seconds that ranks have for their end when the job is asked to end: after SIGTERM, SIGINT or
+    /// SIGHUP, which they get, after a failure, and at the time limit.
+    #[arg(long, default_value_t = 3.0)]
+    pub grace_s: f64,
+    /// Do not put `[r3]` before the lines of rank 3.
+    #[arg(long)]
+    pub no_prefix: bool,
+    /// The program and its arguments.
+    #[arg(last = true, required = true)]
+    pub program: Vec<OsString>,
+}
 
 /// Runs the program on all ranks; returns the exit code.
 ///
@@ -19,8 +41,10 @@ pub fn run(args: &RunArgs) -> Result<i32> {
     };
     let mut launch = Launch::new(args.ranks, program);
     launch.args = rest.to_vec();
-    launch.timeout = args.timeout_s.map(crate::worlds::seconds).transpose()?;
+    launch.timeout =
+        args.timeout_s.map(|s| crate::worlds::seconds("--timeout-s", s)).transpose()?;
     launch.no_prefix = args.no_prefix;
+    launch.grace = crate::worlds::seconds("--grace-s", args.grace_s)?;
     // Without a program of its own, ranks end with their launcher, but not what they have started.
     launch.warden = std::env::current_exe().map_or(Vec::new(), |e| vec![e.into(), "warden".into()]);
     let report = launch.run_to(Box::new(crate::Out), Box::new(std::io::stderr()))?;

@@ -6,6 +6,7 @@ pub mod bench;
 pub mod checkpoint_cmd;
 pub mod doctor;
 pub mod dump;
+pub mod ending;
 pub mod kernels_cmd;
 pub mod launch;
 pub mod links;

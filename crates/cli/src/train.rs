@@ -17,6 +17,7 @@ use tilewire::nn::{
 use tilewire::prelude::*;
 
 use crate::args::{PlaceArgs, Preset, Task, TrainArgs};
+use crate::ending::Ending;
 use crate::{complain, plot, say, trace, worlds};
 
 /// Runs the command; returns the exit code.
@@ -46,8 +47,11 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     if args.processes && !launched {
         return spawn(args);
     }
+    let grace = args.grace_s.map(|s| worlds::seconds("--grace-s", s)).transpose()?;
+    // Without a checkpoint there is nothing to write, and signals are what they are.
+    let ending = args.checkpoint.as_ref().map(|_| Ending::watch(grace)).transpose()?;
     let (start, began) = (Instant::now(), SystemTime::now());
-    let job = Job { args, cfg, grid, target, optim, data: &data, start, began };
+    let job = Job { args, cfg, grid, target, optim, data: &data, ending, start, began };
     if launched {
         let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 600.0)?)?;
         job.rank(world)?;
@@ -156,6 +160,7 @@ struct Job<'a> {
     target: Target,
     optim: AdamW,
     data: &'a Data,
+    ending: Option<Ending>,
     start: Instant,
     /// The same by the clock that all processes read.
     began: SystemTime,
@@ -214,6 +219,14 @@ impl Job<'_> {
         t.model.comm.world.agree(true).map(|_| ())
     }
 
+    /// Collective: the signal by which a rank was asked to end, if any was.
+    fn asked(&self, t: &Trainer) -> Result<Option<&'static str>> {
+        let Some(ending) = &self.ending else { return Ok(None) };
+        let mine = ending.asked();
+        let all_go_on = t.model.comm.world.agree(mine.is_none())?;
+        Ok((!all_go_on).then(|| mine.unwrap_or("a signal to another rank")))
+    }
+
     /// Opens the folder of checkpoints, and goes on from one, as asked.
     fn checkpoints(&self, t: &mut Trainer, first: bool) -> Result<Option<Checkpoints>> {
         let (args, world) = (self.args, t.model.comm.world.clone());
@@ -265,6 +278,10 @@ impl Job<'_> {
             ));
         }
         while t.step < args.steps {
+            if let Some(signal) = self.asked(t)? {
+                out.ended_by(signal, t.step);
+                break;
+            }
             if let Some(tr) = tracer.filter(|_| t.step + 3 == args.steps) {
                 // Only the last three steps are kept.
                 tr.take();
@@ -376,6 +393,12 @@ impl Output {
             f.write_all(line.as_bytes()).map_err(|e| Error::io("writing the metrics", e))?;
         }
         Ok(())
+    }
+
+    fn ended_by(&self, signal: &str, step: usize) {
+        if self.first {
+            say(format_args!("ending at step {step}, asked by {signal}"));
+        }
     }
 
     fn save(&mut self, to: &Checkpoints, t: &Trainer, data: &Data) -> Result<()> {

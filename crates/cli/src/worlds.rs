@@ -57,18 +57,18 @@ pub fn world_cfg(flag_s: Option<f64>, default_s: f64) -> Result<WorldCfg> {
 }
 
 fn limits(flag_s: Option<f64>, default_s: f64, config: &Config) -> Result<WorldCfg> {
-    let flag = flag_s.map(seconds).transpose()?;
-    let timeout = flag.or(config.timeout).map_or_else(|| seconds(default_s), Ok)?;
+    let flag = flag_s.map(|s| seconds("--timeout-s", s)).transpose()?;
+    let timeout = flag.or(config.timeout).map_or_else(|| seconds("--timeout-s", default_s), Ok)?;
     Ok(WorldCfg { timeout, ..WorldCfg::default() })
 }
 
-/// A time limit given on the command line.
+/// A time given on the command line, by `flag`.
 ///
 /// # Errors
 /// `InvalidArgument` for a number that is not a time.
-pub fn seconds(s: f64) -> Result<Duration> {
+pub fn seconds(flag: &str, s: f64) -> Result<Duration> {
     if !(s > 0.0 && s <= 1e6) {
-        let text = format!("--timeout-s {s}: must be more than 0 and at most 1000000");
+        let text = format!("{flag} {s}: must be more than 0 and at most 1000000");
         return Err(Error::invalid(text));
     }
     Ok(Duration::from_secs_f64(s))

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const TILEWIRE: &str = env!("CARGO_BIN_EXE_tilewire");
 
@@ -86,4 +86,66 @@ fn a_job_that_is_killed_while_it_writes_goes_on_exactly() {
     assert!(got.iter().all(|(step, loss)| whole[step] == *loss), "the curves differ");
     // No step is missing: the next job goes on where the last checkpoint is.
     assert_eq!(got.len() as u64, last + 1);
+}
+
+/// Asked by a signal, a job writes a checkpoint of the step it is at and ends with 0: threads and
+/// processes, by SIGUSR1 and, with a grace time, by SIGTERM.
+#[test]
+fn a_job_that_is_asked_to_end_writes_a_checkpoint() {
+    let launcher = ["run", "-n", "2", "--grace-s", "20", "--", TILEWIRE];
+    let grace = ["--grace-s", "20"];
+    for (head, more, signal, code) in [
+        (&[][..], &[][..], "USR1", Some(0)),
+        (&[], &grace, "TERM", Some(0)),
+        (&[], &[], "TERM", None),
+        (&launcher, &[], "USR1", Some(0)),
+        (&launcher, &grace, "TERM", Some(0)),
+        (&launcher, &[], "TERM", Some(143)),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        let saves = ["--steps", "1000000", "--checkpoint", "c", "--metrics", "m"];
+        let mut job = Command::new(TILEWIRE)
+            .args(head)
+            .args(TRAIN)
+            .args(saves)
+            .args(more)
+            .current_dir(d)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let start = Instant::now();
+        while losses(&d.join("m")).len() < 3 && start.elapsed() < Duration::from_secs(20) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let pid = rustix::process::Pid::from_child(&job);
+        let number = match signal {
+            "USR1" => rustix::process::Signal::USR1,
+            _ => rustix::process::Signal::TERM,
+        };
+        rustix::process::kill_process(pid, number).unwrap();
+        let asked = Instant::now();
+        while job.try_wait().unwrap().is_none() && asked.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        job.kill().ok();
+        let o = job.wait_with_output().unwrap();
+        let case = format!("{head:?} {more:?} {signal}: {o:?}");
+        assert_eq!(o.status.code(), code, "{case}");
+        let list = Command::new(TILEWIRE)
+            .args(["checkpoint", "list", "c", "--json"])
+            .current_dir(d)
+            .output()
+            .unwrap();
+        let text = String::from_utf8(list.stdout).unwrap();
+        if code != Some(0) {
+            assert_eq!(text, "", "{case}");
+            continue;
+        }
+        let row: serde_json::Value = serde_json::from_str(text.trim()).expect(&case);
+        let steps = losses(&d.join("m")).len() as u64;
+        assert!(row["step"] == steps && steps >= 3, "{case}: {row}");
+        assert!(String::from_utf8_lossy(&o.stdout).contains("asked by"), "{case}");
+    }
 }

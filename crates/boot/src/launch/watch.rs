@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal;
 use signal_hook::SigId;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use tilewire_core::{Error, Rank, Result};
 
 use super::group::RankProcess;
@@ -31,7 +31,7 @@ impl Signals {
     pub fn new(forward: bool) -> Result<Self> {
         let io = |e| Error::io("watching for signals", e);
         let mut all = Self(Vec::new());
-        for signal in [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|_| forward) {
+        for signal in [SIGINT, SIGTERM, SIGHUP, SIGUSR1].into_iter().filter(|_| forward) {
             let (read, write) = UnixStream::pair().map_err(io)?;
             read.set_nonblocking(true).map_err(io)?;
             let id = signal_hook::low_level::pipe::register(signal, write).map_err(io)?;
@@ -142,6 +142,10 @@ impl<'a> Watch<'a> {
     /// One wish may come as two signals at once, as TERM and HUP of a service or HUP of a shell and
     /// of its terminal: ranks keep the grace time then.
     fn interrupt(&mut self, signal: i32, ranks: &[RankProcess]) {
+        if signal == SIGUSR1 {
+            // A word to the ranks, and no wish of the launcher's: they decide.
+            return ranks.iter().for_each(|r| r.signal_group(Signal::USR1));
+        }
         if let Some(first) = self.interrupted {
             if first == signal && self.ending.is_some_and(|t| t.elapsed() >= IMPATIENT) {
                 self.kill(ranks);
@@ -181,8 +185,12 @@ impl<'a> Watch<'a> {
             let last_stderr = tails.get_mut(rank.idx()).map(std::mem::take).unwrap_or_default();
             Failure { rank, status, last_stderr }
         });
+        let all_well = ranks.iter().all(|r| r.status.is_some_and(RankStatus::success));
         let code = match (&first_failure, self.interrupted) {
             (Some(f), _) => f.status.code(),
+            // Ranks that end well when a scheduler asks them to have done what was wanted. Who
+            // interrupts a job at a terminal does not want its shell to go on.
+            (None, Some(SIGTERM)) if all_well => 0,
             (None, Some(signal)) => 128 + signal,
             (None, None) if self.timed_out => TIMEOUT_CODE,
             (None, None) => 0,
