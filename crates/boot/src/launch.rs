@@ -2,6 +2,7 @@
 
 mod group;
 mod pump;
+mod restart;
 mod warden;
 mod watch;
 
@@ -13,9 +14,10 @@ use tilewire_core::{Error, Rank, Result};
 
 use self::group::RankProcess;
 use self::pump::Pump;
+use self::restart::Restarts;
 use self::warden::Warden;
 pub use self::warden::watch as watch_launcher;
-use self::watch::{Signals, Watch};
+use self::watch::{Round, Signals, Watch};
 use crate::mesh::MAX_RANKS;
 use crate::secret::{Secret, hex, random_bytes};
 use crate::tcp_store::{StoreAddr, StoreServer};
@@ -55,6 +57,12 @@ pub struct Launch {
     /// dies, also what ranks have started, and what left their sessions. Default none: then the
     /// kernel kills the ranks alone.
     pub warden: Vec<OsString>,
+    /// Failures that are answered by a restart. Ranks that have ended, however, are then started
+    /// anew, and those that come back by [`crate::Rejoin`] get a new place to meet at. Default 0.
+    pub max_restarts: u32,
+    /// Ranks that have neither ended nor come back so long after a failure are killed, and started
+    /// anew, too. Default 10 s.
+    pub regroup: Duration,
     /// Passes SIGINT, SIGTERM and SIGHUP on to the ranks, and ends the job; passes SIGUSR1 on, and
     /// goes on. Default true. The process ignores these signals after the run: end it then.
     pub forward_signals: bool,
@@ -106,6 +114,8 @@ pub struct ExitReport {
     pub ranks: Vec<RankStatus>,
     /// The first rank that failed by itself.
     pub first_failure: Option<Failure>,
+    /// Restarts of the job.
+    pub restarts: u32,
     /// The time limit was reached.
     pub timed_out: bool,
     /// The signal that ended the launcher.
@@ -131,6 +141,8 @@ impl Launch {
             grace: Duration::from_secs(3),
             no_prefix: false,
             warden: Vec::new(),
+            max_restarts: 0,
+            regroup: Duration::from_secs(10),
             forward_signals: true,
         }
     }
@@ -161,18 +173,16 @@ impl Launch {
             return Err(Error::invalid(msg).op("run"));
         }
         let start = Instant::now();
-        let secret = Secret::random()?;
-        let store = StoreServer::bind(&StoreAddr::Tcp("127.0.0.1".to_owned(), 0), &secret)?;
         let job = hex(&random_bytes()?);
-        let mut shared = self.shared_vars(&secret)?;
-        let (name, value) = warden::variable(&job);
-        shared.push((name.to_owned(), value));
+        let mut parts = Parts::new(&job)?;
         // Dropped last: until then it would clean up for a launcher that has died.
         let _warden = Warden::start(&self.warden, &job)?;
         let signals = Signals::new(self.forward_signals)?;
+        let mut restarts = Restarts::new(self.max_restarts, &job)?;
+        let vars = self.shared_vars(&parts, restarts.as_ref())?;
         let mut ranks = Vec::new();
         for rank in Rank::all(self.n) {
-            match RankProcess::start(self, &self.vars(rank, &store, &shared)) {
+            match RankProcess::start(self, &self.vars(rank, &parts.store, &vars)) {
                 Ok(p) => ranks.push(p),
                 Err(e) => {
                     group::end_all(&mut ranks, Duration::ZERO);
@@ -182,16 +192,72 @@ impl Launch {
         }
         let pump = Pump::start(&mut ranks, !self.no_prefix, out, err)?;
         let mut watch = Watch::new(self, start);
-        let watched = watch.run(&mut ranks, &signals);
+        let watched = loop {
+            match watch.run(&mut ranks, &signals, restarts.as_mut()) {
+                Err(e) => break Err(e),
+                Ok(Round::End) => break Ok(()),
+                Ok(Round::Restart) => {
+                    let Some(r) = &mut restarts else { break Ok(()) };
+                    let done = self.restart((&mut parts, r), &mut watch, &mut ranks, &pump);
+                    if let Err(e) = done {
+                        break Err(e);
+                    }
+                }
+            }
+        };
         let grace = watch.grace_left();
         let stragglers = group::end_all(&mut ranks, grace);
         let shown = pump.finish();
         watched?;
-        Ok(watch.report(&ranks, shown, stragglers))
+        let report = watch.report(&ranks, shown, parts.stragglers + stragglers);
+        Ok(ExitReport { restarts: restarts.map_or(0, |r| r.done), ..report })
+    }
+
+    /// Starts the ranks that have ended anew, and tells those that wait where all meet.
+    fn restart(
+        &self,
+        (parts, restarts): (&mut Parts, &mut Restarts),
+        watch: &mut Watch<'_>,
+        ranks: &mut [RankProcess],
+        pump: &Pump,
+    ) -> Result<()> {
+        restarts.done += 1;
+        restarts.since = None;
+        let lost: Vec<usize> = (0..ranks.len()).filter(|i| ranks[*i].status.is_some()).collect();
+        let names: Vec<_> = lost.iter().map(ToString::to_string).collect();
+        pump.note(&format!(
+            "tilewire run: {}; restart {} of {}: {} of {} ranks are started anew: {}",
+            watch.why(),
+            restarts.done,
+            restarts.most,
+            lost.len(),
+            ranks.len(),
+            names.join(", ")
+        ));
+        // A store where nobody has met: what an earlier round has left there misleads nobody.
+        parts.store = Parts::store(&parts.secret)?;
+        let vars = self.shared_vars(parts, Some(restarts))?;
+        for i in lost {
+            parts.stragglers += group::end_all(&mut ranks[i..=i], self.grace);
+            let rank = Rank::new(i as u32);
+            let started = RankProcess::start(self, &self.vars(rank, &parts.store, &vars));
+            ranks[i] = started.map_err(|e| e.op("run").rank(rank))?;
+            pump.add(i, &mut ranks[i])?;
+            restarts.ready.remove(&i);
+        }
+        for (i, stream) in std::mem::take(&mut restarts.ready) {
+            restarts.answer(stream, &self.place(Rank::new(i as u32), &parts.store));
+        }
+        watch.restarted();
+        Ok(())
     }
 
     /// Returns what all ranks get alike.
-    fn shared_vars(&self, secret: &Secret) -> Result<Vec<(String, String)>> {
+    fn shared_vars(
+        &self,
+        parts: &Parts,
+        restarts: Option<&Restarts>,
+    ) -> Result<Vec<(String, String)>> {
         let io = |e| Error::io("looking for a free port", e);
         let free = std::net::TcpListener::bind("127.0.0.1:0").map_err(io)?;
         let port = free.local_addr().map_err(io)?.port();
@@ -206,10 +272,13 @@ impl Launch {
             ("TORCHELASTIC_RUN_ID", run_id),
             // No agent serves torch's store here: torch's rank 0 has to.
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
-            ("TILEWIRE_SECRET", secret.reveal().to_owned()),
+            ("TILEWIRE_SECRET", parts.secret.reveal().to_owned()),
         ];
         vars.extend(NO_MULTICAST.map(|(k, v)| (k, v.to_owned())));
-        Ok(vars.into_iter().map(|(k, v)| (k.to_owned(), v)).collect())
+        let (name, value) = warden::variable(&parts.job);
+        vars.push((name, value));
+        let ours = vars.into_iter().map(|(k, v)| (k.to_owned(), v));
+        Ok(ours.chain(restarts.into_iter().flat_map(Restarts::variables)).collect())
     }
 
     fn vars(
@@ -222,8 +291,35 @@ impl Launch {
         let mut put = |k: &str, v: String| vars.push((k.to_owned(), v));
         put("RANK", rank.get().to_string());
         put("LOCAL_RANK", rank.get().to_string());
-        put("TILEWIRE_RANK", format!("{}/{}@{}", rank.get(), self.n, store.addr()));
+        put("TILEWIRE_RANK", self.place(rank, store));
         vars
+    }
+
+    /// The place of a rank, as `TILEWIRE_RANK` has it.
+    fn place(&self, rank: Rank, store: &StoreServer) -> String {
+        format!("{}/{}@{}", rank.get(), self.n, store.addr())
+    }
+}
+
+/// The parts of a job that its launcher serves.
+struct Parts {
+    job: String,
+    secret: Secret,
+    /// The meeting point of the ranks; after a restart another one.
+    store: StoreServer,
+    /// Processes that were ended before a restart.
+    stragglers: usize,
+}
+
+impl Parts {
+    fn new(job: &str) -> Result<Self> {
+        let secret = Secret::random()?;
+        let store = Self::store(&secret)?;
+        Ok(Self { job: job.to_owned(), secret, store, stragglers: 0 })
+    }
+
+    fn store(secret: &Secret) -> Result<StoreServer> {
+        StoreServer::bind(&StoreAddr::Tcp("127.0.0.1".to_owned(), 0), secret)
     }
 }
 

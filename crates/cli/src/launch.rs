@@ -23,6 +23,11 @@ pub struct RunArgs {
     /// SIGHUP, which they get, after a failure, and at the time limit.
     #[arg(long, default_value_t = 3.0)]
     pub grace_s: f64,
+    /// Failures to answer by a restart: ranks that have ended are started anew, and those that
+    /// have lost a peer meet them again. `train --checkpoint` goes on from its newest whole
+    /// checkpoint; other programs are started anew whole.
+    #[arg(long, default_value_t = 0)]
+    pub max_restarts: u32,
     /// Do not put `[r3]` before the lines of rank 3.
     #[arg(long)]
     pub no_prefix: bool,
@@ -44,6 +49,7 @@ pub fn run(args: &RunArgs) -> Result<i32> {
     launch.timeout =
         args.timeout_s.map(|s| crate::worlds::seconds("--timeout-s", s)).transpose()?;
     launch.no_prefix = args.no_prefix;
+    launch.max_restarts = args.max_restarts;
     launch.grace = crate::worlds::seconds("--grace-s", args.grace_s)?;
     // Without a program of its own, ranks end with their launcher, but not what they have started.
     launch.warden = std::env::current_exe().map_or(Vec::new(), |e| vec![e.into(), "warden".into()]);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use tilewire::boot::Launch;
+use tilewire::boot::{Launch, Place, Rejoin};
 use tilewire::device::Tracer;
 use tilewire::device::jit::KernelTimes;
 use tilewire::nn::{
@@ -53,11 +53,11 @@ pub fn run(args: &TrainArgs) -> Result<i32> {
     let (start, began) = (Instant::now(), SystemTime::now());
     let job = Job { args, cfg, grid, target, optim, data: &data, ending, start, began };
     if launched {
-        let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 600.0)?)?;
-        job.rank(world)?;
-        return Ok(0);
+        return job.process(place).map(|()| 0);
     }
-    World::run_threads(ranks, worlds::world_cfg(args.timeout_s, 600.0)?, |world| job.rank(world))?;
+    World::run_threads(ranks, worlds::world_cfg(args.timeout_s, 600.0)?, |world| {
+        job.rank(world, false)
+    })?;
     Ok(0)
 }
 
@@ -153,6 +153,11 @@ fn spawn(args: &TrainArgs) -> Result<i32> {
     Ok(report.code)
 }
 
+/// Errors that the loss of another rank causes.
+fn is_loss(e: &Error) -> bool {
+    matches!(e.kind(), ErrorKind::PeerDead | ErrorKind::Aborted | ErrorKind::Timeout)
+}
+
 struct Job<'a> {
     args: &'a TrainArgs,
     cfg: ModelCfg,
@@ -167,8 +172,26 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Returns what one rank does.
-    fn rank(&self, world: World) -> Result<()> {
+    /// One rank in a process of its own. Where the launcher starts lost ranks anew, the loss of one
+    /// is no end: this rank leaves its world, and meets the others in a new one.
+    fn process(&self, mut place: Place) -> Result<()> {
+        let cfg = worlds::world_cfg(self.args.timeout_s, 600.0)?;
+        let mut rejoin = Rejoin::from_env()?;
+        loop {
+            let again = rejoin.as_ref().is_some_and(|r| r.restarts() > 0);
+            let done = worlds::join(&place, cfg).and_then(|world| self.rank(world, again));
+            match (done, &mut rejoin) {
+                (Err(e), Some(rejoin)) if is_loss(&e) => {
+                    complain(format_args!("a peer is lost, waiting for a restart: {e}"));
+                    place = rejoin.again(place.rank)?;
+                }
+                (done, _) => return done,
+            }
+        }
+    }
+
+    /// Returns what one rank does; `again`: after a restart of the job.
+    fn rank(&self, world: World, again: bool) -> Result<()> {
         let (args, first) = (self.args, world.rank().get() == 0);
         if let (true, Some(folder)) = (first, &args.dump) {
             // Nobody can have written any before all have made the model together.
@@ -180,7 +203,7 @@ impl Job<'_> {
         let mut t = Trainer::new(model, TrainCfg { seed: args.seed, optim: self.optim });
         // A graph leaves no spans.
         t.use_graph &= !args.no_graph && args.trace.is_none();
-        let done = self.work(&mut t, first, tracer.as_deref());
+        let done = self.work(&mut t, (first, again), tracer.as_deref());
         if let (Err(_), Some(folder)) = (&done, &args.dump) {
             // It helps to understand the error, and must not take its place.
             if let Err(e) = crate::dump::write(folder, &t.model.comm.teams()) {
@@ -190,9 +213,14 @@ impl Job<'_> {
         done
     }
 
-    fn work(&self, t: &mut Trainer, first: bool, tracer: Option<&Tracer>) -> Result<()> {
+    fn work(
+        &self,
+        t: &mut Trainer,
+        (first, again): (bool, bool),
+        tracer: Option<&Tracer>,
+    ) -> Result<()> {
         let args = self.args;
-        let saves = self.checkpoints(t, first)?;
+        let saves = self.checkpoints(t, first, again)?;
         if args.calibrate {
             t.calibrate()?;
         }
@@ -212,7 +240,7 @@ impl Job<'_> {
                 say(start_up(self.start.elapsed(), k));
             }
         }
-        let mut out = Output::new(args, first, t.step)?;
+        let mut out = Output::new(args, (first, again), t.step)?;
         self.steps(t, &mut out, tracer, saves.as_ref())?;
         self.last_words(t, &mut out, tracer)?;
         // Nobody leaves while others still wait for the last words.
@@ -228,12 +256,22 @@ impl Job<'_> {
     }
 
     /// Opens the folder of checkpoints, and goes on from one, as asked.
-    fn checkpoints(&self, t: &mut Trainer, first: bool) -> Result<Option<Checkpoints>> {
+    fn checkpoints(
+        &self,
+        t: &mut Trainer,
+        first: bool,
+        again: bool,
+    ) -> Result<Option<Checkpoints>> {
         let (args, world) = (self.args, t.model.comm.world.clone());
         let open = |dir: &PathBuf| Checkpoints::open(&world, dir, args.keep);
         let mut saves = args.checkpoint.as_ref().map(open).transpose()?;
         let mut damaged = Vec::new();
-        if let Some(path) = &args.resume {
+        // After a restart, from where the job was; before its first checkpoint, from its beginning.
+        let own = match (&saves, again) {
+            (Some(s), true) if s.has_any(&world)? => args.checkpoint.as_ref(),
+            _ => None,
+        };
+        if let Some(path) = own.or(args.resume.as_ref()) {
             let start = Instant::now();
             let found = checkpoint::resume(t, self.data, path)?;
             if first {
@@ -353,7 +391,7 @@ struct Output {
 }
 
 impl Output {
-    fn new(args: &TrainArgs, first: bool, done: usize) -> Result<Self> {
+    fn new(args: &TrainArgs, (first, again): (bool, bool), done: usize) -> Result<Self> {
         let bar = if first { ProgressBar::new(args.steps as u64) } else { ProgressBar::hidden() };
         if let Ok(style) = ProgressStyle::with_template("[{bar:30}] {pos}/{len} {msg} ({eta} left)")
         {
@@ -361,7 +399,7 @@ impl Output {
         }
         bar.set_position(done as u64);
         // A resumed run goes on where the file ends.
-        let resumed = args.resume.is_some();
+        let resumed = args.resume.is_some() || again;
         let open = |p: &PathBuf| {
             let mut how = File::options();
             how.create(true).write(true).append(resumed).truncate(!resumed);

@@ -7,15 +7,11 @@ use std::time::{Duration, Instant};
 
 const TILEWIRE: &str = env!("CARGO_BIN_EXE_tilewire");
 
-/// A checkpoint at every step: a good part of the time goes into writing.
-const TRAIN: [&str; 17] = [
+/// A model so small that a good part of the time goes into checkpoints.
+const TRAIN: [&str; 13] = [
     "train",
     "--task",
     "copy",
-    "--ranks",
-    "2",
-    "--tp",
-    "2",
     "--seq",
     "16",
     "--batch",
@@ -49,7 +45,12 @@ fn a_job_that_is_killed_while_it_writes_goes_on_exactly() {
     let d = dir.path();
     let run = |more: &[&str]| {
         let mut c = Command::new(TILEWIRE);
-        c.args(TRAIN).args(more).current_dir(d).stdout(Stdio::null()).stderr(Stdio::piped());
+        c.args(TRAIN)
+            .args(["--ranks", "2", "--tp", "2"])
+            .args(more)
+            .current_dir(d)
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
         c
     };
     let kills = std::env::var("KILLS").map_or(12, |n| n.parse().unwrap());
@@ -108,6 +109,7 @@ fn a_job_that_is_asked_to_end_writes_a_checkpoint() {
         let mut job = Command::new(TILEWIRE)
             .args(head)
             .args(TRAIN)
+            .args(["--ranks", "2", "--tp", "2"])
             .args(saves)
             .args(more)
             .current_dir(d)
@@ -148,4 +150,100 @@ fn a_job_that_is_asked_to_end_writes_a_checkpoint() {
         assert!(row["step"] == steps && steps >= 3, "{case}: {row}");
         assert!(String::from_utf8_lossy(&o.stdout).contains("asked by"), "{case}");
     }
+}
+
+/// The ranks of a launcher: their numbers and processes.
+fn ranks_of(launcher: u32) -> Vec<(usize, rustix::process::Pid)> {
+    let list = format!("/proc/{launcher}/task/{launcher}/children");
+    let children = std::fs::read_to_string(list).unwrap_or_default();
+    let rank = |pid: &str| {
+        let vars = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
+        let rank = vars.split(|b| *b == 0).find_map(|v| v.strip_prefix(b"RANK="))?;
+        let pid = rustix::process::Pid::from_raw(pid.parse().ok()?)?;
+        Some((String::from_utf8_lossy(rank).parse().ok()?, pid))
+    };
+    children.split_whitespace().filter_map(rank).collect()
+}
+
+/// Ranks are killed, and one is stopped, while a job trains: it goes on with the others, which
+/// stay, and every step, run once or again, is the uninterrupted run's, bit for bit.
+#[test]
+fn a_job_goes_on_after_its_ranks_are_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let kills: u64 = std::env::var("KILLS").map_or(4, |n| n.parse().unwrap());
+    let pause: u64 = std::env::var("PAUSE_MS").map_or(700, |n| n.parse().unwrap());
+    let saves = ["--steps", "1000000", "--every", "3", "--checkpoint", "c", "--metrics", "m"];
+    let (restarts, grid) = ((kills + 1).to_string(), ["--cp", "2", "--tp", "2"]);
+    let mut job = Command::new(TILEWIRE)
+        .args(["run", "-n", "4", "--grace-s", "20", "--max-restarts", &restarts, "--", TILEWIRE])
+        .args(TRAIN)
+        .args(grid)
+        .args(["--timeout-s", "2"])
+        .args(saves)
+        .current_dir(d)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let id = job.id();
+    let wait = |what: &str, job: &mut std::process::Child, enough: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !enough() {
+            let ended = job.try_wait().unwrap();
+            if ended.is_some() || start.elapsed() > Duration::from_secs(30) {
+                job.kill().ok();
+                let said = std::io::read_to_string(job.stderr.take().unwrap()).unwrap();
+                panic!("{what}: {ended:?}\n{said}");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let done = || losses(&d.join("m")).len();
+    wait("start", &mut job, &|| done() > 3);
+    let mut random = tilewire::core::Rng::new(9);
+    let mut survivors = 0;
+    for kill in 0..=kills {
+        let ranks = ranks_of(job.id());
+        assert_eq!(ranks.len(), 4, "kill {kill}");
+        let (victim, pid) = ranks[random.below(4) as usize];
+        // The last one falls silent instead: its peers meet their deadline of two seconds.
+        let silent = kill == kills;
+        let signal = match silent {
+            true => rustix::process::Signal::STOP,
+            false => rustix::process::Signal::KILL,
+        };
+        rustix::process::kill_process(pid, signal).unwrap();
+        wait("restart", &mut job, &|| {
+            let now = ranks_of(id);
+            now.len() == 4 && !now.contains(&(victim, pid))
+        });
+        let now = ranks_of(job.id());
+        survivors += now.iter().filter(|r| ranks.contains(r)).count();
+        let before = done();
+        wait("progress", &mut job, &|| done() > before);
+        std::thread::sleep(Duration::from_millis(random.below(pause)));
+    }
+    assert_eq!(survivors as u64, 3 * (kills + 1), "ranks that live are not started anew");
+    let launcher = rustix::process::Pid::from_child(&job);
+    rustix::process::kill_process(launcher, rustix::process::Signal::USR1).unwrap();
+    let o = job.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&o.stderr);
+    assert!(o.status.success(), "{said}");
+    let notes = said.lines().filter(|l| l.contains(" of 4 ranks are started anew: ")).count();
+    assert_eq!(notes as u64, kills + 1, "{said}");
+    let got = losses(&d.join("m"));
+    let last = got.keys().last().copied().unwrap();
+    assert_eq!(got.len() as u64, last + 1);
+    let steps = (last + 1).to_string();
+    let whole = Command::new(TILEWIRE)
+        .args(TRAIN)
+        .args(grid)
+        .args(["--ranks", "4", "--steps", &steps, "--metrics", "whole"])
+        .current_dir(d)
+        .output()
+        .unwrap();
+    assert!(whole.status.success(), "{whole:?}");
+    let whole = losses(&d.join("whole"));
+    assert!(got.iter().all(|(step, loss)| whole[step] == *loss), "the curves differ");
 }

@@ -40,6 +40,8 @@ pub(super) struct Pump {
     streams: [Arc<Stream>; 2],
     bell: Arc<Bell>,
     stop: Arc<AtomicBool>,
+    /// Pipes of ranks that were started anew.
+    more: Arc<Mutex<Vec<Pipe>>>,
 }
 
 /// The last lines of each rank's standard error, and bytes that nobody has read.
@@ -159,13 +161,7 @@ impl Pump {
     ) -> Result<Self> {
         let mut pipes = Vec::new();
         for (rank, r) in ranks.iter_mut().enumerate() {
-            let stdout = r.child.stdout.take().map(|p| (OwnedFd::from(p), false));
-            let stderr = r.child.stderr.take().map(|p| (OwnedFd::from(p), true));
-            for (fd, is_err) in stdout.into_iter().chain(stderr) {
-                rustix::io::ioctl_fionbio(&fd, true)
-                    .map_err(|e| Error::io("reading the output of a rank", e))?;
-                pipes.push(Pipe { fd, rank, is_err, line: Vec::new() });
-            }
+            pipes.extend(pipes_of(rank, r)?);
         }
         let (bell, stop) = (Arc::new(Bell::new()?), Arc::new(AtomicBool::new(false)));
         let streams = [Arc::new(Stream::default()), Arc::new(Stream::default())];
@@ -175,9 +171,23 @@ impl Pump {
         }
         let tails = vec![VecDeque::new(); ranks.len()];
         let sink = Sink { prefix, streams: streams.clone(), tails };
-        let (b, s) = (bell.clone(), stop.clone());
-        let thread = spawn("tilewire-output", move || run(pipes, sink, &b, &s))?;
-        Ok(Self { thread, streams, bell, stop })
+        let more = Arc::new(Mutex::new(Vec::new()));
+        let (b, s, m) = (bell.clone(), stop.clone(), more.clone());
+        let thread = spawn("tilewire-output", move || run(pipes, sink, &b, &s, &m))?;
+        Ok(Self { thread, streams, bell, stop, more })
+    }
+
+    /// Shows the output of a rank that was started anew.
+    pub fn add(&self, rank: usize, r: &mut RankProcess) -> Result<()> {
+        let pipes = pipes_of(rank, r)?;
+        self.more.lock().unwrap_or_else(PoisonError::into_inner).extend(pipes);
+        self.bell.ring();
+        Ok(())
+    }
+
+    /// Shows a line of the launcher's own.
+    pub fn note(&self, line: &str) {
+        self.streams[1].push(format!("{line}\n").into_bytes());
     }
 
     /// Shows what is still in the pipes.
@@ -205,9 +215,32 @@ fn spawn<T: Send + 'static>(
     thread.map_err(|e| Error::io("starting the output threads", e))
 }
 
-fn run(mut pipes: Vec<Pipe>, mut sink: Sink, bell: &Bell, stop: &AtomicBool) -> Vec<Vec<String>> {
+/// The pipes of a rank, which do not block.
+fn pipes_of(rank: usize, r: &mut RankProcess) -> Result<Vec<Pipe>> {
+    let stdout = r.child.stdout.take().map(|p| (OwnedFd::from(p), false));
+    let stderr = r.child.stderr.take().map(|p| (OwnedFd::from(p), true));
+    let both = stdout.into_iter().chain(stderr).map(|(fd, is_err)| {
+        rustix::io::ioctl_fionbio(&fd, true)
+            .map_err(|e| Error::io("reading the output of a rank", e))?;
+        Ok(Pipe { fd, rank, is_err, line: Vec::new() })
+    });
+    both.collect()
+}
+
+fn run(
+    mut pipes: Vec<Pipe>,
+    mut sink: Sink,
+    bell: &Bell,
+    stop: &AtomicBool,
+    more: &Mutex<Vec<Pipe>>,
+) -> Vec<Vec<String>> {
     loop {
         let last = stop.load(Ordering::Acquire);
+        for p in more.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            // The last lines are those of the process that runs now.
+            sink.tails[p.rank].clear();
+            pipes.push(p);
+        }
         if !last && !wait(&pipes, &sink, bell) {
             break;
         }

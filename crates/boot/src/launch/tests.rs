@@ -356,3 +356,81 @@ fn a_warden_ends_with_its_job() {
     let pid = text.split_whitespace().nth(1).unwrap();
     assert!(alive(pid), "{text}");
 }
+
+/// Rank 1 fails before the first restart and rank 0 does not notice: it is killed, and both are
+/// started anew.
+#[test]
+fn ranks_of_any_program_are_started_anew() {
+    let script = "echo $_TILEWIRE_RESTARTS; \
+                  [ $_TILEWIRE_RESTARTS = 2 ] && exit 0; [ $RANK = 1 ] && exit 3; exec sleep 60";
+    let restarted = |most| {
+        let regroup = Duration::from_millis(300);
+        run(&Launch { max_restarts: most, regroup, ..sh(2, script) })
+    };
+    let (r, out, err) = restarted(2);
+    assert_eq!((r.code, r.restarts), (0, 2), "{}", err.text());
+    assert!(r.first_failure.is_none() && r.elapsed < Duration::from_secs(10), "{r:?}");
+    let lines = ["0", "0", "1", "1", "2", "2"];
+    let mut got: Vec<_> = out.lines().iter().map(|l| l[5..].to_owned()).collect();
+    got.sort();
+    assert_eq!(got, lines);
+    let note = "tilewire run: rank 0 did not come back and was killed; restart 2 of 2: 2 of 2 ranks \
+                are started anew: 0, 1";
+    assert_eq!(err.lines().last().map(String::as_str), Some(note), "{}", err.text());
+    // One too few: the last failure is that of the job.
+    let (r, _, _) = restarted(1);
+    let failure = r.first_failure.unwrap();
+    assert_eq!((r.code, r.restarts, failure.rank.get()), (3, 1, 1));
+}
+
+/// A rank comes back by the socket of the launcher, which refuses strangers.
+#[test]
+#[ignore = "run by launchers of the tests below"]
+fn rank_that_comes_back() {
+    let me: u32 = std::env::var("RANK").unwrap().parse().unwrap();
+    let mut rejoin = crate::Rejoin::from_env().unwrap().unwrap();
+    let before = rejoin.restarts();
+    let place = |p: &crate::Place| format!("{:?}", p.rendezvous);
+    let first = crate::detect(&crate::Flags::of_process(), &std::env::vars().collect()).unwrap();
+    if me == 1 && before == 0 {
+        std::process::exit(5);
+    }
+    if me == 0 {
+        use std::os::linux::net::SocketAddrExt;
+        let name = std::env::var("_TILEWIRE_REJOIN").unwrap();
+        let addr =
+            std::os::unix::net::SocketAddr::from_abstract_name(name.split_once(':').unwrap().0);
+        for words in ["", "x", "wrong 1 0\n", "wrong 0 0\n"] {
+            let s = std::os::unix::net::UnixStream::connect_addr(addr.as_ref().unwrap());
+            std::io::Write::write_all(&mut s.unwrap(), words.as_bytes()).unwrap();
+        }
+        let again = rejoin.again(Rank::new(0)).unwrap();
+        assert_eq!((again.rank.get(), again.size, rejoin.restarts()), (0, 2, 1));
+        assert_ne!(place(&again), place(&first), "a store where nobody has met");
+        writeln!(std::io::stdout(), "back at {}", place(&again)).unwrap();
+        // No restart is left.
+        let e = rejoin.again(Rank::new(0)).unwrap_err();
+        assert_eq!(e.kind(), tilewire_core::ErrorKind::Unavailable);
+    } else {
+        writeln!(std::io::stdout(), "back at {}", place(&first)).unwrap();
+    }
+}
+
+#[test]
+fn a_rank_that_comes_back_stays_and_meets_the_new_ones() {
+    let words = ["launch::tests::rank_that_comes_back", "--exact", "--ignored", "--nocapture"];
+    let l = Launch {
+        args: words.map(OsString::from).to_vec(),
+        max_restarts: 1,
+        ..Launch { program: std::env::current_exe().unwrap().into(), ..sh(2, "") }
+    };
+    let (r, out, err) = run(&l);
+    assert_eq!((r.code, r.restarts), (0, 1), "{}{}", out.text(), err.text());
+    assert!(err.text().contains("1 of 2 ranks are started anew: 1"), "{}", err.text());
+    let places: Vec<_> = out
+        .lines()
+        .into_iter()
+        .filter_map(|l| Some(l.split_once("back at ")?.1.to_owned()))
+        .collect();
+    assert!(places.len() == 2 && places[0] == places[1], "{}", out.text());
+}

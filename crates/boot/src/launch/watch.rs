@@ -11,6 +11,7 @@ use tilewire_core::{Error, Rank, Result};
 
 use super::group::RankProcess;
 use super::pump::Shown;
+use super::restart::Restarts;
 use super::{ExitReport, Failure, Launch, RankStatus};
 use crate::sock;
 
@@ -54,6 +55,14 @@ impl Drop for Signals {
     }
 }
 
+/// The end of a wait.
+pub(super) enum Round {
+    /// All ranks have ended, for good.
+    End,
+    /// The ranks that have ended are to be started anew; the others wait for them.
+    Restart,
+}
+
 /// The wait for the ranks to end.
 pub(super) struct Watch<'a> {
     launch: &'a Launch,
@@ -62,7 +71,9 @@ pub(super) struct Watch<'a> {
     ending: Option<Instant>,
     killed: bool,
     /// Ranks that have failed before anybody was asked to end, in the order in which that was seen.
-    failed: Vec<(Rank, RankStatus)>,
+    pub failed: Vec<(Rank, RankStatus)>,
+    /// Ranks that were killed because they did not come back.
+    pub silent: Vec<Rank>,
     /// Set with the first of them: the others are asked to end then.
     verdict: Option<Instant>,
     timed_out: bool,
@@ -80,15 +91,22 @@ impl<'a> Watch<'a> {
             ending: None,
             killed: false,
             failed: Vec::new(),
+            silent: Vec::new(),
             verdict: None,
             timed_out: false,
             interrupted: None,
         }
     }
 
-    pub fn run(&mut self, ranks: &mut [RankProcess], signals: &Signals) -> Result<()> {
+    /// Waits until all ranks have ended, or, where restarts are left, each has ended or come back.
+    pub fn run(
+        &mut self,
+        ranks: &mut [RankProcess],
+        signals: &Signals,
+        mut restarts: Option<&mut Restarts>,
+    ) -> Result<Round> {
         while ranks.iter().any(|r| r.status.is_none()) {
-            let (came, ended) = self.wait(ranks, signals)?;
+            let (came, ended) = self.wait(ranks, signals, restarts.as_deref())?;
             for signal in came {
                 self.interrupt(signal, ranks);
             }
@@ -100,7 +118,18 @@ impl<'a> Watch<'a> {
                     self.verdict.get_or_insert_with(|| Instant::now() + TOGETHER);
                 }
             }
-            if self.verdict.is_some_and(|t| Instant::now() >= t) && self.ending.is_none() {
+            if let Some(r) = restarts.as_deref_mut().filter(|_| self.ending.is_none()) {
+                r.accept(ranks.len());
+                if self.verdict.is_some() && r.are_left() {
+                    r.since.get_or_insert_with(Instant::now);
+                }
+                if self.regroup(ranks, r) {
+                    return Ok(Round::Restart);
+                }
+            }
+            let regroups = restarts.as_deref().is_some_and(|r| r.since.is_some());
+            let is_due = self.verdict.is_some_and(|t| Instant::now() >= t);
+            if is_due && self.ending.is_none() && !regroups {
                 self.end(ranks, Signal::TERM);
             }
             if self.launch.timeout.is_some_and(|t| self.start.elapsed() >= t)
@@ -113,23 +142,71 @@ impl<'a> Watch<'a> {
                 self.kill(ranks);
             }
         }
-        Ok(())
+        let all_lost = !self.failed.is_empty() && self.ending.is_none();
+        match restarts {
+            Some(r) if all_lost && r.are_left() => Ok(Round::Restart),
+            _ => Ok(Round::End),
+        }
+    }
+
+    /// True once every rank has ended or come back; kills those that are late.
+    fn regroup(&mut self, ranks: &[RankProcess], restarts: &Restarts) -> bool {
+        let Some(since) = restarts.since else { return false };
+        let is_away = |i: &usize| ranks[*i].status.is_none() && !restarts.ready.contains_key(i);
+        let away: Vec<usize> = (0..ranks.len()).filter(is_away).collect();
+        if since.elapsed() >= self.launch.regroup && self.silent.is_empty() {
+            for i in &away {
+                self.silent.push(Rank::new(*i as u32));
+                ranks[*i].signal_group(Signal::KILL);
+            }
+        }
+        away.is_empty()
+    }
+
+    /// The failure that a restart answers, in words.
+    pub fn why(&self) -> String {
+        match (cause(&self.failed, &[]), self.silent.first()) {
+            (_, Some(rank)) => format!("rank {} did not come back and was killed", rank.get()),
+            (Some((rank, status)), None) => format!("rank {} has failed ({status:?})", rank.get()),
+            (None, None) => "a rank has lost another".to_owned(),
+        }
+    }
+
+    /// Forgets the failures that a restart has answered.
+    pub fn restarted(&mut self) {
+        (self.failed, self.silent, self.verdict) = (Vec::new(), Vec::new(), None);
     }
 
     /// Sleeps until a signal comes, a rank ends, or a limit is reached.
-    fn wait(&self, ranks: &[RankProcess], signals: &Signals) -> Result<(Vec<i32>, Vec<usize>)> {
+    fn wait(
+        &self,
+        ranks: &[RankProcess],
+        signals: &Signals,
+        restarts: Option<&Restarts>,
+    ) -> Result<(Vec<i32>, Vec<usize>)> {
         let now = Instant::now();
+        let late = restarts.and_then(|r| r.since).filter(|_| self.silent.is_empty());
         let limit = match (self.ending, self.launch.timeout) {
             (Some(_), _) if self.killed => None,
             (Some(t), _) => Some(t + self.launch.grace),
             (None, timeout) => {
-                self.verdict.into_iter().chain(timeout.map(|t| self.start + t)).min()
+                // A verdict that is answered by a restart is over.
+                let verdict = self.verdict.filter(|_| restarts.is_none_or(|r| r.since.is_none()));
+                let times = [
+                    verdict,
+                    timeout.map(|t| self.start + t),
+                    late.map(|t| t + self.launch.regroup),
+                ];
+                times.into_iter().flatten().min()
             }
         };
         let mut fds: Vec<PollFd<'_>> =
             signals.0.iter().map(|(_, p, _)| PollFd::new(p, PollFlags::IN)).collect();
+        let callers = restarts.map(|r| PollFd::new(&r.listener, PollFlags::IN));
         let running: Vec<usize> = (0..ranks.len()).filter(|i| ranks[*i].status.is_none()).collect();
         fds.extend(running.iter().map(|i| PollFd::new(&ranks[*i].pidfd, PollFlags::IN)));
+        // The last: who polls looks at it by accepting.
+        fds.extend(callers);
         sock::wait_any(&mut fds, limit.map(|t| t.saturating_duration_since(now)))?;
         let (sig, proc) = fds.split_at(signals.0.len());
         let is_ready = |f: &PollFd<'_>| !f.revents().is_empty();
@@ -200,6 +277,7 @@ impl<'a> Watch<'a> {
             // All have ended: the wait is over only then.
             ranks: ranks.iter().map(|r| r.status.unwrap_or(RankStatus::Signaled(9))).collect(),
             first_failure,
+            restarts: 0,
             timed_out: self.timed_out,
             interrupted: self.interrupted,
             stragglers,

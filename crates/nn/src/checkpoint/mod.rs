@@ -100,6 +100,16 @@ impl Checkpoints {
         Ok(Self { store: settle(world, store)? })
     }
 
+    /// Collective: returns whether the folder has a checkpoint, whole or not.
+    ///
+    /// # Errors
+    /// `Io` if the folder cannot be read; the fault of a team.
+    pub fn has_any(&self, world: &LiveTeam) -> Result<bool> {
+        let look = |s: &Store| Ok(!store::generations(&s.dir)?.is_empty());
+        let has = settle(world, self.store.as_ref().map_or(Ok(true), look))?;
+        world.agree(has)
+    }
+
     /// Collective: refuses to go on where the folder has later checkpoints than the trainer, but
     /// for those that are `damaged`: they would be taken for this run's. Damaged ones are not kept
     /// instead of whole ones.

@@ -1,0 +1,90 @@
+//! The launcher's end of [`crate::Rejoin`]: which ranks wait for the lost ones.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use tilewire_core::{Error, Result};
+
+use crate::rejoin::{RESTARTS, VARIABLE};
+use crate::secret::{hex, random_bytes};
+
+/// The longest time that a connection has for its one line.
+const HELLO: Duration = Duration::from_millis(100);
+/// The longest line.
+const MAX_HELLO: u64 = 256;
+
+/// Restarts of a job: those that are left, and the ranks that wait for the next.
+pub(super) struct Restarts {
+    pub listener: UnixListener,
+    name: String,
+    token: String,
+    pub most: u32,
+    pub done: u32,
+    /// Connections of ranks that have come back.
+    pub ready: BTreeMap<usize, UnixStream>,
+    /// Set from the first failure until the restart.
+    pub since: Option<Instant>,
+}
+
+impl Restarts {
+    /// None if a job is not to be restarted.
+    pub fn new(most: u32, job: &str) -> Result<Option<Self>> {
+        if most == 0 {
+            return Ok(None);
+        }
+        let io = |e| Error::io("making the socket for ranks that come back", e);
+        let (name, token) = (format!("tilewire-rejoin-{job}"), hex(&random_bytes()?));
+        let addr = SocketAddr::from_abstract_name(&name).map_err(io)?;
+        let listener = UnixListener::bind_addr(&addr).map_err(io)?;
+        listener.set_nonblocking(true).map_err(io)?;
+        let ready = BTreeMap::new();
+        Ok(Some(Self { listener, name, token, most, done: 0, ready, since: None }))
+    }
+
+    /// Variables for ranks that are started now.
+    pub fn variables(&self) -> [(String, String); 3] {
+        let done = self.done.to_string();
+        [
+            (VARIABLE.to_owned(), format!("{}:{}", self.name, self.token)),
+            (RESTARTS.to_owned(), done.clone()),
+            ("TORCHELASTIC_RESTART_COUNT".to_owned(), done),
+        ]
+    }
+
+    /// True if another failure can be answered by a restart.
+    pub fn are_left(&self) -> bool {
+        self.done < self.most
+    }
+
+    /// Takes the connections that have come; what is not a rank of this job is dropped.
+    pub fn accept(&mut self, num_ranks: usize) {
+        while let Ok((stream, _)) = self.listener.accept() {
+            if let Some(rank) = self.hello(&stream).filter(|r| *r < num_ranks)
+                && self.are_left()
+            {
+                self.ready.insert(rank, stream);
+                self.since.get_or_insert_with(Instant::now);
+            }
+        }
+    }
+
+    fn hello(&self, stream: &UnixStream) -> Option<usize> {
+        stream.set_nonblocking(false).ok()?;
+        stream.set_read_timeout(Some(HELLO)).ok()?;
+        let mut line = String::new();
+        BufReader::new(stream.take(MAX_HELLO)).read_line(&mut line).ok()?;
+        let mut words = line.split_whitespace();
+        let (token, rank, restarts) = (words.next()?, words.next()?, words.next()?);
+        // A rank of an earlier round has been given up.
+        let known = token == self.token && restarts.parse() == Ok(self.done);
+        rank.parse().ok().filter(|_| known)
+    }
+
+    /// Answers a rank that waits. It may have died meanwhile: then it is the next failure.
+    pub fn answer(&self, mut stream: UnixStream, place: &str) {
+        stream.write_all(format!("{} {place}\n", self.done).as_bytes()).ok();
+    }
+}
