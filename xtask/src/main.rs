@@ -3,6 +3,7 @@
 mod acceptance;
 mod api;
 mod bundle;
+mod drill;
 mod editor;
 mod layout;
 mod libraries;
@@ -64,6 +65,11 @@ enum Command {
     },
     /// Write compile_commands.json, by which clangd reads the kernels.
     CompileCommands,
+    /// Harm random jobs at random, and judge how they end; needs the release build of the command.
+    Drill(drill::DrillArgs),
+    /// Judge one case of a drill: reads it, prints the verdict.
+    #[command(hide = true)]
+    Judge,
     /// Check that docs/acceptance.md accounts for every line and names existing tests.
     Acceptance,
 }
@@ -82,6 +88,11 @@ fn main() -> ExitCode {
                 _ => suites::Extent::Usual,
             };
             return stages::run(&root, only.as_deref(), list, extent);
+        }
+        Command::Drill(args) => drill::run(&root, &args).problems(),
+        Command::Judge => {
+            drill::judge();
+            return ExitCode::SUCCESS;
         }
         Command::Tidy => tidy::check(&root),
         Command::GpuBundle { arch, nvrtc } => bundle::make(&root, &arch, nvrtc.as_deref()),

@@ -109,9 +109,17 @@ impl Mapping {
             if len <= old {
                 continue;
             }
+            // The length that was just read stays only if nobody can shorten the file: else an access
+            // behind its end would be a SIGBUS. `EINVAL` is a file that knows no seals.
+            let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
+            if !seals.contains(SealFlags::SHRINK) {
+                let text = "a peer's shared memory is not sealed against shrinking";
+                return Err(Error::new(ErrorKind::Protocol, text).peer(Rank::new(i as u32)));
+            }
             inject::step("mapping a peer's memory")?;
             // SAFETY: [base + i*stride + old, + len - old) is inside our own reservation and no one
-            // refers to it yet; the file is at least `len` long and sealed against shrinking.
+            // refers to it yet; the file is at least `len` long and sealed against shrinking, as
+            // was just checked.
             unsafe {
                 rustix::mm::mmap(
                     self.base.as_ptr().add(i * self.stride + old).cast(),
@@ -133,7 +141,11 @@ impl Mapping {
     }
 
     /// Returns the address at which `rank`'s file is mapped, for registration with a device.
-    pub fn ptr(&self, rank: usize) -> *mut u8 {
+    ///
+    /// # Safety
+    /// Whoever reads or writes through it keeps to the rules of [`Mapping::write`] and
+    /// [`Mapping::read`], and does so only while `self` lives.
+    pub unsafe fn ptr(&self, rank: usize) -> *mut u8 {
         self.at(rank, 0, self.len()).as_ptr()
     }
 
@@ -255,6 +267,23 @@ mod tests {
         y.read(1, 100, &mut got);
         assert_eq!(&got, b"tiles");
         assert!(rustix::fs::ftruncate(&a, 0).is_err(), "sealed against shrinking");
+    }
+
+    /// A file that its owner could shorten after its length was read.
+    #[test]
+    fn a_file_that_is_not_sealed_is_refused() {
+        let good = shared_file("good", PAGE).unwrap();
+        let open =
+            rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
+        let open = open.unwrap();
+        rustix::fs::ftruncate(&open, PAGE as u64).unwrap();
+        let plain = OwnedFd::from(tempfile::tempfile().unwrap());
+        rustix::fs::ftruncate(&plain, PAGE as u64).unwrap();
+        for bad in [open, plain] {
+            let files = [good.try_clone().unwrap(), bad];
+            let e = Mapping::new(&files, PAGE, PAGE).err().unwrap();
+            assert_eq!((e.kind(), e.get_peer()), (ErrorKind::Protocol, Some(Rank::new(1))), "{e}");
+        }
     }
 
     #[test]

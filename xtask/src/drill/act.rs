@@ -1,0 +1,308 @@
+//! The driver: starts a case's job, does the harm, and writes down what it sees.
+
+use std::fs::File;
+use std::io::Write;
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::case::{Case, Random, STEPS};
+use super::look;
+use crate::stages::OFF;
+
+/// A job that has not ended so long after its harm never does.
+const NEVER: Duration = Duration::from_secs(40);
+
+/// A case on its way.
+struct Act<'a> {
+    program: &'a Path,
+    case: &'a Case,
+    dir: PathBuf,
+    mark: String,
+    random: Random,
+    /// What was seen, for the judge.
+    seen: Value,
+}
+
+/// Runs a case in a folder of its own; returns what was seen.
+pub fn run(program: &Path, case: &Case) -> Value {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let mark = format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let dir = std::env::temp_dir().join(format!("tilewire-drill-{mark}"));
+    let mut act = Act { program, case, dir, mark, random: case.random.clone(), seen: json!({}) };
+    let shm = look::names(Path::new("/dev/shm"));
+    if let Err(e) = act.play() {
+        act.seen["err"] = json!(format!("the driver failed: {e}"));
+    }
+    let (left, took) = look::left(&act.mark);
+    if case.harm() == "launcher" {
+        // The launcher is dead at once: what counts is when its ranks are.
+        act.seen["seconds"] = json!(took);
+    }
+    act.seen["left"] = json!(left);
+    let new: Vec<_> = look::names(Path::new("/dev/shm")).difference(&shm).cloned().collect();
+    act.seen["shm"] = json!(new);
+    act.seen["temp"] = json!(look::names(&act.dir.join("tmp")));
+    std::fs::remove_dir_all(&act.dir).ok();
+    act.seen
+}
+
+type Io<T> = std::io::Result<T>;
+
+impl Act<'_> {
+    fn play(&mut self) -> Io<()> {
+        std::fs::create_dir_all(self.dir.join("tmp"))?;
+        match self.case.harm().as_str() {
+            "kill" | "stop" | "launcher" => self.signalled(),
+            "stalled" => self.stalled(),
+            "full" => self.ends(&self.words(&[("m", "/dev/full")], &[])),
+            "fds" => self.limited("-n", &[]),
+            "memory" => self.limited("-v", &[]),
+            "files" => self.limited("-f", &["--checkpoint", "c", "--every", "10"]),
+            "stranger" => self.stranger(),
+            "damage" => self.damaged(),
+            _ => self.restarted(),
+        }
+    }
+
+    /// The case's words, with others for some, and more behind them.
+    fn words(&self, other: &[(&str, &str)], more: &[&str]) -> Vec<String> {
+        let of = |w: &String| {
+            let found = other.iter().find(|(a, _)| w == a).map(|(_, b)| (*b).to_owned());
+            let own = (w == "SELF").then(|| self.program.display().to_string());
+            found.or(own).unwrap_or_else(|| w.clone())
+        };
+        let more = more.iter().map(|w| (*w).to_owned());
+        self.case.words.iter().map(of).chain(more).collect()
+    }
+
+    fn start(&self, program: &Path, words: &[String], out: Stdio) -> Io<Child> {
+        let mut c = Command::new(program);
+        c.args(words).current_dir(&self.dir).envs(OFF).env(look::MARK, &self.mark);
+        c.env("TMPDIR", self.dir.join("tmp")).stdin(Stdio::null());
+        c.stdout(out).stderr(File::options().append(true).create(true).open(self.dir.join("err"))?);
+        c.spawn()
+    }
+
+    fn job(&self, words: &[String]) -> Io<Child> {
+        self.start(self.program, words, Stdio::from(File::create(self.dir.join("out"))?))
+    }
+
+    /// Waits for the end of a job since `harm`, and writes it down.
+    fn end(&mut self, job: &mut Child, harm: Instant) -> Io<()> {
+        let status: Option<ExitStatus> = loop {
+            match job.try_wait()? {
+                None if harm.elapsed() < NEVER => std::thread::sleep(Duration::from_millis(5)),
+                status => break status,
+            }
+        };
+        self.seen["seconds"] = json!(harm.elapsed().as_secs_f64());
+        if status.is_none() {
+            job.kill()?;
+            job.wait()?;
+        }
+        self.seen["code"] = json!(status.and_then(|s| s.code()));
+        let signal = status.and_then(|s| std::os::unix::process::ExitStatusExt::signal(&s));
+        self.seen["signal"] = json!(signal);
+        let err = std::fs::read(self.dir.join("err"))?;
+        self.seen["err"] = json!(String::from_utf8_lossy(&err));
+        Ok(())
+    }
+
+    /// A job that ends by itself.
+    fn ends(&mut self, words: &[String]) -> Io<()> {
+        let mut job = self.job(words)?;
+        self.end(&mut job, Instant::now())
+    }
+
+    /// Waits until `enough`; false if the job ends before, or does not come so far.
+    fn until(&self, job: &mut Child, enough: impl Fn() -> bool) -> Io<bool> {
+        let start = Instant::now();
+        while !enough() {
+            if job.try_wait()?.is_some() || start.elapsed() > NEVER {
+                return Ok(false);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(true)
+    }
+
+    fn steps(&self) -> usize {
+        look::curve(&self.dir.join("m")).map_or(0, |c| c.len())
+    }
+
+    fn signalled(&mut self) -> Io<()> {
+        let mut job = self.job(&self.words(&[], &[]))?;
+        let harm = &self.case.harm;
+        let (id, rank) = (job.id(), harm["rank"].as_u64());
+        // A rank that is stopped before all have met is another case: see `meeting` below.
+        let is_stop = self.case.harm() == "stop";
+        if (is_stop || self.random.below(3) > 0) && !self.until(&mut job, || self.steps() > 0)? {
+            self.seen["void"] = json!(true);
+        }
+        std::thread::sleep(Duration::from_millis(self.case.delay_ms));
+        let victim = match rank {
+            None => Some(id),
+            Some(rank) => {
+                self.until(&mut job, || look::ranks(id).contains_key(&rank))?;
+                look::ranks(id).get(&rank).copied()
+            }
+        };
+        let name = match (rank, harm["name"].as_str()) {
+            (None, _) => "KILL",
+            (Some(_), Some(name)) => name,
+            (Some(_), None) => "STOP",
+        };
+        let when = Instant::now();
+        let hit = victim.is_some_and(|pid| send(pid, name));
+        if name == "SEGV" {
+            // Rust's handler takes the first for a fault that comes again.
+            std::thread::sleep(Duration::from_millis(5));
+            victim.map(|pid| send(pid, name));
+        }
+        if !hit {
+            self.seen["void"] = json!(true);
+        }
+        self.end(&mut job, when)
+    }
+
+    /// A reader that has stopped reading.
+    fn stalled(&mut self) -> Io<()> {
+        let words = self.words(&[], &[]);
+        let mut job = self.start(self.program, &words, Stdio::piped())?;
+        let pipe = job.stdout.take();
+        let done = self.end(&mut job, Instant::now());
+        drop(pipe);
+        done
+    }
+
+    fn limited(&mut self, flag: &str, more: &[&str]) -> Io<()> {
+        let limit = self.case.harm["limit"].as_u64().unwrap_or(0);
+        let script = format!("ulimit {flag} {limit}; exec \"$0\" \"$@\"");
+        let own = self.program.display().to_string();
+        let head = ["-c".to_owned(), script, own].into_iter();
+        let words: Vec<_> = head.chain(self.words(&[], more)).collect();
+        let out = Stdio::from(File::create(self.dir.join("out"))?);
+        let mut job = self.start(Path::new("sh"), &words, out)?;
+        self.end(&mut job, Instant::now())?;
+        self.compare(&[])
+    }
+
+    /// Bytes of others at the job's store, some of whom stay connected.
+    fn stranger(&mut self) -> Io<()> {
+        let mut job = self.job(&self.words(&[], &[]))?;
+        let id = job.id();
+        self.until(&mut job, || !look::ports(id).is_empty())?;
+        let mut held = Vec::new();
+        for port in look::ports(id) {
+            for _ in 0..1 + self.random.below(40) {
+                let Ok(mut s) = TcpStream::connect(("127.0.0.1", port)) else { continue };
+                let len = self.random.below(3000) as usize;
+                let bytes: Vec<u8> = (0..len).map(|_| self.random.next() as u8).collect();
+                // It may be refused before all is written.
+                s.write_all(&bytes).ok();
+                if self.random.below(2) == 0 {
+                    held.push(s);
+                }
+            }
+        }
+        if held.is_empty() {
+            self.seen["void"] = json!(true);
+        }
+        self.end(&mut job, Instant::now())?;
+        self.compare(&[])
+    }
+
+    /// A bit of the newest checkpoint is turned over; the job then goes on.
+    fn damaged(&mut self) -> Io<()> {
+        let half = (STEPS / 2).to_string();
+        let saves = ["--checkpoint", "c", "--every", &half];
+        let mut job = self.job(&self.words(&[], &saves))?;
+        if !job.wait()?.success() {
+            return self.end(&mut job, Instant::now());
+        }
+        let newest = self.dir.join(format!("c/step-{STEPS:010}"));
+        let files: Vec<_> = look::names(&newest).into_iter().collect();
+        let name = &files[self.random.below(files.len() as u64) as usize];
+        let path = newest.join(name);
+        let mut bytes = std::fs::read(&path)?;
+        let at = self.random.below(bytes.len() as u64) as usize;
+        bytes[at] ^= 1 << self.random.below(8);
+        std::fs::write(&path, bytes)?;
+        self.seen["file"] = json!(name);
+        let more = (STEPS + 20).to_string();
+        let steps = [(STEPS.to_string(), more.clone())];
+        let other: Vec<_> = steps.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        let resume = [&saves[..], &["--resume", "c"]].concat();
+        let mut job = self.job(&self.words(&other, &resume))?;
+        self.end(&mut job, Instant::now())?;
+        self.compare(&other)
+    }
+
+    /// Ranks are killed one after the other; the job is then asked to end.
+    fn restarted(&mut self) -> Io<()> {
+        let mut job = self.job(&self.words(&[(&STEPS.to_string(), "1000000")], &[]))?;
+        let (id, kills) = (job.id(), self.case.harm["kills"].as_u64().unwrap_or(0));
+        let num = self.case.harm["ranks"].as_u64().unwrap_or(0);
+        for _ in 0..kills {
+            let before = self.steps();
+            if !self.until(&mut job, || self.steps() > before)? {
+                return self.end(&mut job, Instant::now());
+            }
+            std::thread::sleep(Duration::from_millis(self.random.below(300)));
+            let rank = self.random.below(num);
+            let Some(pid) = look::ranks(id).get(&rank).copied() else { continue };
+            send(pid, "KILL");
+            let is_back = || {
+                let now = look::ranks(id);
+                now.len() as u64 == num && now.get(&rank) != Some(&pid)
+            };
+            self.until(&mut job, is_back)?;
+        }
+        let before = self.steps();
+        self.until(&mut job, || self.steps() > before + 2)?;
+        send(id, "USR1");
+        self.end(&mut job, Instant::now())?;
+        let steps = self.steps().max(1).to_string();
+        self.compare(&[(&STEPS.to_string(), &steps)])
+    }
+
+    /// Compares the curve with that of the same job, as threads, without harm.
+    fn compare(&mut self, other: &[(&str, &str)]) -> Io<()> {
+        if self.steps() == 0 {
+            return Ok(());
+        }
+        let all = [&[("m", "whole")], other].concat();
+        let words = self.words(&all, &[]);
+        let ranks = self.case.harm["ranks"].to_string();
+        // Behind a launcher: the part of its program.
+        let train = words.iter().position(|w| w == "train").unwrap_or(0);
+        let mut words = words[train..].to_vec();
+        for flag in ["--checkpoint", "--every"] {
+            if let Some(at) = words.iter().position(|w| w == flag) {
+                words.drain(at..at + 2);
+            }
+        }
+        if !words.iter().any(|w| w == "--ranks") {
+            words.extend(["--ranks".to_owned(), ranks]);
+        }
+        let mut c = Command::new(self.program);
+        let done = c.args(&words).current_dir(&self.dir).envs(OFF).output()?;
+        let why = match done.status.success() {
+            true => look::difference(&self.dir.join("m"), &self.dir.join("whole")),
+            false => Some(format!("the job without harm fails: {done:?}")),
+        };
+        self.seen["differs"] = json!(why);
+        Ok(())
+    }
+}
+
+/// Sends a signal by its name; false if nobody is there.
+fn send(pid: u32, name: &str) -> bool {
+    let kill = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).output();
+    kill.is_ok_and(|o| o.status.success())
+}

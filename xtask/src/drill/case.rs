@@ -1,0 +1,120 @@
+//! The cases of a drill: each follows from its seed and number.
+
+use serde_json::{Value, json};
+
+/// A job and the harm that is done to it.
+pub struct Case {
+    pub seed: u64,
+    pub number: u64,
+    /// What is done: all that the judge will know of the case.
+    pub harm: Value,
+    /// The command line behind the program.
+    pub words: Vec<String>,
+    /// Milliseconds from the first step of the job to the harm.
+    pub delay_ms: u64,
+    pub random: Random,
+}
+
+/// SplitMix64.
+#[derive(Clone)]
+pub struct Random(u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n.max(1)
+    }
+
+    pub fn of<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.below(all.len() as u64) as usize]
+    }
+}
+
+/// A model whose steps take milliseconds.
+const MODEL: &str = "--task copy --seq 16 --batch 24 --d-model 32 --head-dim 8 --d-ff 32";
+
+/// Steps of jobs that are to end by themselves.
+pub const STEPS: u64 = 40;
+
+/// Kinds of harm, the frequent ones more than once.
+const KINDS: [&str; 14] = [
+    "kill", "kill", "kill", "stop", "launcher", "stalled", "full", "fds", "memory", "files",
+    "stranger", "damage", "restart", "restart",
+];
+
+impl Case {
+    pub fn new(seed: u64, number: u64) -> Self {
+        let mut r = Random(seed ^ number.wrapping_mul(0x2545_f491_4f6c_dd1d));
+        let ranks = r.of(&[2, 2, 3, 4, 4, 6, 8]);
+        let grid = match (ranks, r.below(3)) {
+            (2 | 4 | 6 | 8, 0) => "--cp 2",
+            (2 | 4 | 6 | 8, 1) => "--tp 2",
+            (4 | 8, _) => "--cp 2 --tp 2",
+            _ => "",
+        };
+        let kind = r.of(&KINDS);
+        let rank = r.below(ranks);
+        let endless = "--steps 1000000";
+        let bounded = format!("--steps {STEPS}");
+        let (harm, job) = match kind {
+            "kill" => {
+                let (name, signal) = r.of(&[("KILL", 9), ("TERM", 15), ("SEGV", 11), ("ABRT", 6)]);
+                (json!({ "rank": rank, "name": name, "signal": signal }), process(ranks, endless))
+            }
+            "stop" => {
+                let more = format!("{endless} --timeout-s 1");
+                (json!({ "rank": rank, "deadline": 1 }), process(ranks, &more))
+            }
+            "launcher" => (json!({}), process(ranks, endless)),
+            "stalled" => (json!({}), format!("run -n {ranks} -- SELF verify --ranks 1,2")),
+            "full" => (json!({ "text": "No space left" }), threads_or(&mut r, ranks, endless)),
+            "fds" => (json!({ "limit": 8 + r.below(120) }), threads(ranks, &bounded)),
+            "memory" => (json!({ "limit": (60 + r.below(900)) << 10 }), threads(ranks, &bounded)),
+            "files" => (json!({ "limit": r.below(40) }), threads(ranks, &bounded)),
+            "stranger" => (json!({}), process(ranks, &bounded)),
+            "damage" => (json!({}), threads(ranks, &bounded)),
+            _ => (json!({ "kills": 1 + r.below(3) }), restarted(ranks, &bounded)),
+        };
+        let mut harm = harm;
+        harm["kind"] = json!(kind);
+        harm["ranks"] = json!(ranks);
+        let mut words: Vec<String> = job.split_whitespace().map(str::to_owned).collect();
+        if kind != "stalled" {
+            words.extend(format!("{MODEL} {grid}").split_whitespace().map(str::to_owned));
+        }
+        // The start of a job, a good part of its life, is reached by cases that do not wait for the
+        // first step.
+        let delay_ms = r.below(400);
+        Self { seed, number, harm, words, delay_ms, random: r }
+    }
+
+    /// The kind of harm.
+    pub fn harm(&self) -> String {
+        self.harm["kind"].as_str().unwrap_or_default().to_owned()
+    }
+}
+
+fn threads(ranks: u64, more: &str) -> String {
+    format!("train --ranks {ranks} {more} --metrics m")
+}
+
+fn process(ranks: u64, more: &str) -> String {
+    format!("run -n {ranks} -- SELF train {more} --metrics m")
+}
+
+fn restarted(ranks: u64, more: &str) -> String {
+    format!(
+        "run -n {ranks} --max-restarts 9 -- SELF train {more} --metrics m --every 2 --checkpoint c"
+    )
+}
+
+fn threads_or(r: &mut Random, ranks: u64, more: &str) -> String {
+    if r.below(2) == 0 { threads(ranks, more) } else { process(ranks, more) }
+}

@@ -1,0 +1,190 @@
+//! The judge: a harm, what was seen, and what has to follow from it.
+//!
+//! It knows nothing of the job but its number of ranks, and nothing of what the driver expects.
+
+use serde_json::Value;
+
+/// Longest end behind a kill, in seconds: a quarter of it on an idle machine.
+const AT_ONCE: f64 = 3.0;
+/// The launcher gives ranks this time between SIGTERM and SIGKILL.
+const GRACE: f64 = 3.0;
+
+/// `right`, `void`, or `wrong: why`.
+pub fn judge(harm: &Value, seen: &Value) -> String {
+    if seen["void"] == true {
+        return "void".to_owned();
+    }
+    match wrong(harm, seen).or_else(|| left_over(seen)) {
+        None => "right".to_owned(),
+        Some(why) => format!("wrong: {why}"),
+    }
+}
+
+fn wrong(harm: &Value, seen: &Value) -> Option<String> {
+    let err = seen["err"].as_str().unwrap_or_default();
+    let code = seen["code"].as_i64();
+    let seconds = seen["seconds"].as_f64().unwrap_or(f64::MAX);
+    let expect = |want: i64| (code != Some(want)).then(|| format!("code {code:?}, not {want}"));
+    let within = |limit: f64| (seconds > limit).then(|| format!("{seconds:.2} s, not {limit}"));
+    let says = |words: &str| (!err.contains(words)).then(|| format!("nothing says `{words}`"));
+    if err.contains("panicked at") || err.contains("this is a bug") {
+        return Some("a panic, or an error that is a bug".to_owned());
+    }
+    let rank = harm["rank"].as_i64().unwrap_or(-1);
+    match harm["kind"].as_str().unwrap_or_default() {
+        "kill" => {
+            let signal = harm["signal"].as_i64().unwrap_or(0);
+            let words = format!("rank {rank} failed first (Signaled({signal}))");
+            expect(128 + signal).or_else(|| says(&words)).or_else(|| within(AT_ONCE))
+        }
+        "stop" => {
+            let deadline = harm["deadline"].as_f64().unwrap_or(0.0);
+            let limit = deadline + GRACE + AT_ONCE;
+            expect(2).or_else(|| names(err, rank)).or_else(|| within(limit))
+        }
+        "launcher" => (seen["signal"] != 9)
+            .then(|| "the launcher was not killed".to_owned())
+            .or_else(|| within(1.0)),
+        "stalled" => expect(0).or_else(|| says("bytes of output were dropped")),
+        "full" => {
+            let text = harm["text"].as_str().unwrap_or_default();
+            expect(2).or_else(|| says(text)).or_else(|| within(AT_ONCE + GRACE))
+        }
+        "fds" | "memory" | "files" => limited(seen, code, err),
+        "stranger" => expect(0).or_else(|| differs(seen)),
+        "damage" => {
+            let file = seen["file"].as_str().unwrap_or("?");
+            expect(0)
+                .or_else(|| says(file))
+                .or_else(|| says("is damaged"))
+                .or_else(|| differs(seen))
+        }
+        "restart" => {
+            let kills = harm["kills"].as_u64().unwrap_or(0) as usize;
+            let notes = err.lines().filter(|l| l.contains("ranks are started anew")).count();
+            let wrong = format!("{notes} restarts for {kills} kills");
+            expect(0).or_else(|| (notes != kills).then_some(wrong)).or_else(|| differs(seen))
+        }
+        other => Some(format!("an unknown harm `{other}`")),
+    }
+}
+
+/// Under a limit a job does its work, or ends with a typed error.
+fn limited(seen: &Value, code: Option<i64>, err: &str) -> Option<String> {
+    match code {
+        Some(0) => differs(seen),
+        Some(2) if err.contains("error: ") => None,
+        // The dynamic loader and the shell come before us.
+        Some(126 | 127) => None,
+        _ => Some(format!("code {code:?}, signal {}: no typed end", seen["signal"])),
+    }
+}
+
+/// An error names the rank that was stopped, and no error another.
+fn names(err: &str, rank: i64) -> Option<String> {
+    let culprit = format!("rank {rank} ");
+    let line = |l: &&str| l.contains("did not signal") || l.contains("fewest calls");
+    let mut lines = err.lines().filter(line).peekable();
+    if lines.peek().is_none() {
+        return Some("no error speaks of a rank that does not signal".to_owned());
+    }
+    let other = lines.find(|l| !l.contains(&culprit));
+    other.map(|l| format!("it was rank {rank}, and an error says: {l}"))
+}
+
+fn differs(seen: &Value) -> Option<String> {
+    seen["differs"].as_str().map(|why| format!("the curve is another: {why}"))
+}
+
+fn left_over(seen: &Value) -> Option<String> {
+    for what in ["left", "shm", "temp"] {
+        if seen[what].as_array().is_none_or(|a| !a.is_empty()) {
+            return Some(format!("{what}: {} stay behind", seen[what]));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn killed() -> (Value, Value) {
+        let harm = json!({ "kind": "kill", "rank": 2, "signal": 9, "ranks": 4 });
+        let err = "tilewire run: rank 2 failed first (Signaled(9)), after 0.2 s; its last lines:";
+        let seen = json!({ "code": 137, "signal": null, "seconds": 0.2, "err": err,
+            "left": [], "shm": [], "temp": [] });
+        (harm, seen)
+    }
+
+    fn with(mut seen: Value, what: &str, value: Value) -> Value {
+        seen[what] = value;
+        seen
+    }
+
+    /// What a drill would be worth nothing without: a judge who is lied to notices.
+    #[test]
+    fn planted_lies_are_caught() {
+        let (harm, seen) = killed();
+        assert_eq!(judge(&harm, &seen), "right");
+        let wrong = |what: &str, value: Value| judge(&harm, &with(seen.clone(), what, value));
+        let text = "rank 1 failed first (Signaled(9))";
+        for (lie, words) in [
+            (wrong("err", json!(text)), "nothing says `rank 2 failed first"),
+            (wrong("code", json!(1)), "code Some(1), not 137"),
+            (wrong("code", Value::Null), "code None"),
+            (wrong("seconds", json!(3.5)), "3.50 s"),
+            (wrong("left", json!(["77 tilewire"])), "stay behind"),
+            (wrong("shm", json!(["x"])), "stay behind"),
+            (wrong("temp", Value::Null), "stay behind"),
+            (wrong("err", json!(format!("{}\nthread panicked at", seen["err"]))), "a panic"),
+        ] {
+            assert!(lie.starts_with("wrong: ") && lie.contains(words), "{lie}, not {words}");
+        }
+        assert_eq!(wrong("void", json!(true)), "void");
+    }
+
+    #[test]
+    fn a_silent_resume_is_caught() {
+        let harm = json!({ "kind": "damage", "ranks": 2 });
+        let err = "warning: c/step-0000000040 is damaged: rank-00001.safetensors: tensor x";
+        let seen = json!({ "code": 0, "err": err, "file": "rank-00001.safetensors", "left": [],
+            "shm": [], "temp": [], "seconds": 1.0 });
+        assert_eq!(judge(&harm, &seen), "right");
+        let lie = judge(&harm, &with(seen.clone(), "err", json!("")));
+        assert!(lie.contains("nothing says `rank-00001"), "{lie}");
+        let lie = judge(&harm, &with(seen, "differs", json!("step 3")));
+        assert!(lie.contains("the curve is another: step 3"), "{lie}");
+    }
+
+    #[test]
+    fn a_stopped_rank_is_named_by_every_error() {
+        let harm = json!({ "kind": "stop", "rank": 1, "deadline": 1, "ranks": 4 });
+        let one = "error: all_reduce: rank 1 is alive but did not signal";
+        let seen = |err: String| json!({ "code": 2, "err": err, "seconds": 4.5, "left": [], "shm": [], "temp": [] });
+        assert_eq!(judge(&harm, &seen(one.to_owned())), "right");
+        let lie = judge(&harm, &seen(format!("{one}\nrank 10 is alive but did not signal")));
+        assert!(lie.contains("it was rank 1, and an error says"), "{lie}");
+        assert!(judge(&harm, &seen(String::new())).contains("no error speaks"));
+    }
+
+    #[test]
+    fn limits_end_jobs_with_types() {
+        let harm = json!({ "kind": "memory", "limit": 100, "ranks": 2 });
+        let seen = |code: i64, err: &str| json!({ "code": code, "err": err, "left": [], "shm": [], "temp": [], "signal": null });
+        assert_eq!(judge(&harm, &seen(2, "error: no memory")), "right");
+        assert_eq!(judge(&harm, &seen(0, "")), "right");
+        assert!(judge(&harm, &seen(134, "error: ")).contains("no typed end"));
+        assert!(judge(&harm, &seen(2, "")).contains("no typed end"));
+    }
+
+    #[test]
+    fn restarts_are_counted() {
+        let harm = json!({ "kind": "restart", "kills": 2, "ranks": 4 });
+        let note = "tilewire run: rank 1 ...: 1 of 4 ranks are started anew: 1\n";
+        let seen = |n: usize| json!({ "code": 0, "err": note.repeat(n), "left": [], "shm": [], "temp": [] });
+        assert_eq!(judge(&harm, &seen(2)), "right");
+        assert!(judge(&harm, &seen(1)).contains("1 restarts for 2 kills"));
+    }
+}
