@@ -315,10 +315,7 @@ pub fn world_of_store(
             ThreadMesh::group(1)?.pop().ok_or_else(|| Error::internal("a group of one is empty"))?
         } else {
             let config = Config::from_env()?;
-            let secret = match &config.secret {
-                Some(text) => Secret::from_hex(text)?,
-                None => Secret::from_job(&job),
-            };
+            let secret = Secret::of_process(&config, &job)?;
             let deadline = Deadline::after(RENDEZVOUS);
             LinkMesh::connect(&store, &job, Rank::new(rank), size, &secret, deadline)?
         };

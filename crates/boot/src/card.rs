@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
+use crate::claim;
 use crate::frame::VERSION;
 use crate::handshake::Identity;
 use crate::secret::Secret;
@@ -14,7 +15,7 @@ use crate::store::Store;
 #[derive(Serialize, Deserialize, Clone, PartialEq, Debug)]
 pub(crate) struct Card {
     pub version: u16,
-    /// Name of the listener, see [`sock::unix_addr`].
+    /// Name of the listener, see [`unix_addr`](crate::sock::unix_addr).
     pub addr: String,
     /// Set once the rank has given up the meeting: the reason.
     pub gave_up: Option<(ErrorKind, String)>,
@@ -23,8 +24,9 @@ pub(crate) struct Card {
     pub size: usize,
     /// Boot of the host: equal if and only if both ranks run on it.
     pub boot: String,
-    /// PID namespace: a descriptor of a process of another one cannot be had.
-    pub pid_ns: String,
+    /// User namespace: numbers of users are compared within one.
+    #[serde(default)]
+    pub user_ns: String,
     /// Keyed hash of all the above with job and rank.
     pub mac: String,
 }
@@ -32,7 +34,7 @@ pub(crate) struct Card {
 impl Card {
     pub fn new(me: &Identity<'_>, addr: &str) -> Self {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let pid_ns = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        let user_ns = std::fs::read_link("/proc/self/ns/user").unwrap_or_default();
         Self {
             version: VERSION,
             addr: addr.to_owned(),
@@ -41,7 +43,7 @@ impl Card {
             uid: rustix::process::geteuid().as_raw(),
             size: me.size,
             boot: boot.trim().to_owned(),
-            pid_ns: pid_ns.to_string_lossy().into_owned(),
+            user_ns: user_ns.to_string_lossy().into_owned(),
             mac: String::new(),
         }
         .signed(me.job, me.rank, me.secret)
@@ -65,10 +67,12 @@ impl Card {
 
     /// Everything that must be equal is, and the writer knows the secret.
     pub fn check(&self, mine: &Card, me: &Identity<'_>, peer: Rank) -> Result<()> {
+        // One user has different numbers in different namespaces: then the sockets compare.
+        let uid_here = if self.user_ns == mine.user_ns { self.uid } else { mine.uid };
         let pairs = [
             ("protocol version", mine.version.to_string(), self.version.to_string()),
             ("host (boot id)", mine.boot.clone(), self.boot.clone()),
-            ("user id", mine.uid.to_string(), self.uid.to_string()),
+            ("user id", mine.uid.to_string(), uid_here.to_string()),
             ("world size", mine.size.to_string(), self.size.to_string()),
         ];
         for (what, ours, theirs) in pairs {
@@ -105,6 +109,39 @@ pub(crate) fn card_key(job: &str, rank: Rank) -> String {
     format!("link/{job}/{}", rank.get())
 }
 
+/// Longest wait for one rank before a look at the others: one of them may have given up.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// The checked card of `peer`.
+///
+/// # Errors
+/// `Timeout` if it is not there in time. Otherwise the reason why `peer` cannot be met.
+pub(crate) fn fetch(
+    store: &dyn Store,
+    me: &Identity<'_>,
+    mine: &Card,
+    peer: Rank,
+    deadline: Deadline,
+) -> Result<Card> {
+    let text = store
+        .get(&card_key(me.job, peer), deadline)
+        .map_err(|e| e.op("rendezvous").rank(me.rank))?;
+    let card: Card = serde_json::from_slice(&text).map_err(|e| {
+        Error::new(ErrorKind::Protocol, format!("the entry of {peer} cannot be read: {e}"))
+            .op("rendezvous")
+            .peer(peer)
+    })?;
+    card.check(mine, me, peer)?;
+    let Some((kind, why)) = &card.gave_up else { return Ok(card) };
+    let text = format!("{peer} has given up this meeting: {why}");
+    let e = match kind {
+        ErrorKind::Timeout => Error::new(ErrorKind::Aborted, text)
+            .hint("call again: it meets the others at its next try"),
+        kind => Error::new(*kind, text),
+    };
+    Err(e.op("rendezvous").rank(me.rank).peer(peer))
+}
+
 /// The checked cards of all ranks.
 pub(crate) fn gather(
     store: &dyn Store,
@@ -112,33 +149,41 @@ pub(crate) fn gather(
     mine: &Card,
     deadline: Deadline,
 ) -> Result<Vec<Card>> {
-    let mut cards = Vec::new();
-    for peer in Rank::all(me.size) {
-        if peer == me.rank {
-            cards.push(mine.clone());
-            continue;
+    let mut cards: Vec<Option<Card>> = vec![None; me.size];
+    cards[me.rank.idx()] = Some(mine.clone());
+    while let Some(first) = cards.iter().position(Option::is_none) {
+        let slice = Deadline::after(deadline.remaining().min(LOOK));
+        match fetch(store, me, mine, Rank::new(first as u32), slice) {
+            Ok(card) => cards[first] = Some(card),
+            Err(e) if !e.is_timeout() => return Err(e),
+            Err(e) if deadline.expired() => return Err(absent(store, me, deadline, e)),
+            // One that comes late must not hide that another cannot be met at all.
+            Err(_) => look_at_others(store, me, mine, &mut cards)?,
         }
-        let text = store.get(&card_key(me.job, peer), deadline).map_err(|e| {
-            if e.is_timeout() { absent(store, me, deadline, e) } else { e.op("rendezvous") }
-        })?;
-        let card: Card = serde_json::from_slice(&text).map_err(|e| {
-            Error::new(ErrorKind::Protocol, format!("the entry of {peer} cannot be read: {e}"))
-                .op("rendezvous")
-                .peer(peer)
-        })?;
-        card.check(mine, me, peer)?;
-        if let Some((kind, why)) = &card.gave_up {
-            let text = format!("{peer} has given up this meeting: {why}");
-            let e = match kind {
-                ErrorKind::Timeout => Error::new(ErrorKind::Aborted, text)
-                    .hint("call again: it meets the others at its next try"),
-                kind => Error::new(*kind, text),
-            };
-            return Err(e.op("rendezvous").rank(me.rank).peer(peer));
-        }
-        cards.push(card);
     }
-    Ok(cards)
+    Ok(cards.into_iter().flatten().collect())
+}
+
+/// Takes the cards that are there.
+fn look_at_others(
+    store: &dyn Store,
+    me: &Identity<'_>,
+    mine: &Card,
+    cards: &mut [Option<Card>],
+) -> Result<()> {
+    let start = Instant::now();
+    for (peer, card) in Rank::all(me.size).zip(cards).filter(|(_, c)| c.is_none()) {
+        // A store that does not answer would take a while for each.
+        if start.elapsed() > LOOK {
+            break;
+        }
+        match fetch(store, me, mine, peer, Deadline::after(Duration::ZERO)) {
+            Ok(c) => *card = Some(c),
+            Err(e) if e.is_timeout() => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
 }
 
 /// The timeout that lists all ranks that have not come.
@@ -154,16 +199,15 @@ fn absent(store: &dyn Store, me: &Identity<'_>, deadline: Deadline, cause: Error
         }
     }
     let list: Vec<_> = missing.iter().map(Rank::to_string).collect();
-    let e = Error::new(
-        ErrorKind::Timeout,
-        format!(
-            "in job `{}` {} of {} ranks did not arrive: {}",
-            me.job,
-            list.len(),
-            me.size,
-            list.join(", ")
-        ),
+    let text = format!(
+        "in job `{}` {} of {} ranks did not arrive: {}{}",
+        me.job,
+        list.len(),
+        me.size,
+        list.join(", "),
+        claim::doubles(store, me)
     );
+    let e = Error::new(ErrorKind::Timeout, text);
     let e = e.op("rendezvous").rank(me.rank).elapsed(deadline.elapsed()).cause(cause);
     match missing.first() {
         Some(r) => e.peer(*r),

@@ -5,7 +5,7 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 use crate::mesh::{MAX_FDS, MAX_PAYLOAD, MAX_TAG};
 
 /// Version of the protocol between ranks. Both ends must have the same one.
-pub(crate) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 2;
 
 /// The most payload of one frame; a socket's buffer holds about three of them.
 pub(crate) const FRAGMENT: usize = 64 << 10;
@@ -32,10 +32,19 @@ pub(crate) enum Kind {
     Parcel = 5,
     /// Goodbye.
     Bye = 6,
+    /// The listener refuses, for the reason in the payload: coming again is of no use.
+    Refused = 7,
 }
 
-const KINDS: [Kind; 6] =
-    [Kind::Hello, Kind::Challenge, Kind::Proof, Kind::Welcome, Kind::Parcel, Kind::Bye];
+const KINDS: [Kind; 7] = [
+    Kind::Hello,
+    Kind::Challenge,
+    Kind::Proof,
+    Kind::Welcome,
+    Kind::Parcel,
+    Kind::Bye,
+    Kind::Refused,
+];
 
 /// A frame whose every field has been checked against the others.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -179,7 +188,7 @@ mod tests {
     fn layout_is_golden() {
         let frames = encode_parcel(Rank::new(3), "t", b"ab", 2);
         assert_eq!(frames.len(), 1);
-        let want = b"TWLK\x01\0\x05\x02\x03\0\0\0\x01\0\0\0\x01\0\0\0\x02\0\0\0\x02\0\0\0tab";
+        let want = b"TWLK\x02\0\x05\x02\x03\0\0\0\x01\0\0\0\x01\0\0\0\x02\0\0\0\x02\0\0\0tab";
         assert_eq!(frames[0], want);
     }
 
@@ -188,7 +197,7 @@ mod tests {
         let mut f = encode_small(Kind::Bye, Rank::new(0), b"");
         f[4] = 9;
         let e = decode(&f).unwrap_err();
-        assert!(e.is_mismatch() && e.to_string().contains("expected 1, got 9"), "{e}");
+        assert!(e.is_mismatch() && e.to_string().contains("expected 2, got 9"), "{e}");
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Proof, on both ends of a new connection, that the other knows the job's secret.
 //!
 //! Hello (ranks, size, nonce) -> Challenge (nonce, proof) -> Proof -> Welcome. The proofs are keyed
-//! hashes over role, job, both ranks, world size, protocol version and both nonces.
+//! hashes over role, job, both ranks, world size, protocol version and both nonces. A listener that
+//! refuses says why (Refused): then the other does not come again.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -10,6 +11,7 @@ use rustix::event::PollFlags;
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
 use crate::frame::{self, Kind, MAX_FRAME, VERSION};
+use crate::refusals::Reason;
 use crate::secret::{Nonce, Secret, random_bytes};
 use crate::sock;
 
@@ -46,6 +48,28 @@ fn refuse(what: &str) -> Error {
         .op("rendezvous")
 }
 
+/// The end of the message where proofs do not agree.
+const SECRET: &str = "the secret differs";
+
+/// Lets the peer know why it is refused, if it still reads.
+pub(crate) fn say_refused(sock: &OwnedFd, me: Rank, why: &Error) {
+    let remedy = why.get_hint().map(|h| format!("; {h}")).unwrap_or_default();
+    let user = u8::from(why.kind() == ErrorKind::Permission);
+    let text = [&[user], format!("{}{remedy}", why.message()).as_bytes()].concat();
+    sock::send(sock, &frame::encode_small(Kind::Refused, me, &text), &[]).ok();
+}
+
+/// The error of a connection that the listener refused.
+fn refused(peer: Rank, payload: &[u8]) -> Error {
+    let (kind, text) = match payload {
+        [1, text @ ..] => (ErrorKind::Permission, text),
+        [_, text @ ..] => (ErrorKind::Protocol, text),
+        [] => (ErrorKind::Protocol, &b"it gives no reason"[..]),
+    };
+    let text = String::from_utf8_lossy(text);
+    Error::new(kind, format!("{peer} has refused this process: {text}")).op("rendezvous").peer(peer)
+}
+
 fn split<const N: usize>(b: &[u8]) -> Result<(&[u8; N], &[u8])> {
     b.split_first_chunk().ok_or_else(|| refuse("a message is too short"))
 }
@@ -72,16 +96,44 @@ impl HalfOpen {
         HELLO_LIMIT.saturating_sub(self.born.elapsed())
     }
 
+    /// Time since it came.
+    pub fn age(&self) -> Duration {
+        self.born.elapsed()
+    }
+
+    /// True once its hello has come.
+    pub fn has_spoken(&self) -> bool {
+        self.session.is_some()
+    }
+
     /// Takes the next message, if there is one: `Some(rank)` once the peer has proved itself.
     ///
     /// # Errors
-    /// Any error means: close this connection and go on with the others.
-    pub fn step(&mut self, me: &Identity<'_>) -> Result<Option<Rank>> {
+    /// Any error means: close this connection and go on with the others. The peer knows why, if
+    /// that is of use to it.
+    pub fn step(&mut self, me: &Identity<'_>) -> Result<Option<Rank>, (Reason, Error)> {
         let mut buf = vec![0u8; MAX_FRAME];
-        let got = match sock::recv(&self.sock, &mut buf) {
+        let read = match sock::recv(&self.sock, &mut buf) {
             Err(rustix::io::Errno::AGAIN) => return Ok(None),
-            r => r.map_err(|e| Error::io("reading a hello", e))?,
+            r => r.map_err(|e| Error::io("reading a hello", e)),
         };
+        let got = read.map_err(|e| (Reason::Closed, e))?;
+        if got.len == 0 {
+            return Err((Reason::Closed, refuse("it was closed")));
+        }
+        self.answer(me, &buf, &got).map_err(|e| {
+            let secret = e.message().ends_with(SECRET);
+            say_refused(&self.sock, me.rank, &e);
+            (if secret { Reason::Secret } else { Reason::Garbage }, e)
+        })
+    }
+
+    fn answer(
+        &mut self,
+        me: &Identity<'_>,
+        buf: &[u8],
+        got: &sock::Received,
+    ) -> Result<Option<Rank>> {
         if got.cut || !got.fds.is_empty() {
             return Err(refuse("too long, or with descriptors"));
         }
@@ -109,7 +161,7 @@ impl HalfOpen {
                 let (mac, rest) = split::<32>(f.payload)?;
                 let same = me.proof("connecting", s) == blake3::Hash::from_bytes(*mac);
                 if !same || !rest.is_empty() || f.src != s.connecting {
-                    return Err(refuse("the proof is wrong: the secret differs"));
+                    return Err(refuse(&format!("the proof is wrong: {SECRET}")));
                 }
                 let peer = s.connecting;
                 self.send(me, Kind::Welcome, &[])?;
@@ -128,8 +180,9 @@ impl HalfOpen {
 /// The connecting side.
 ///
 /// # Errors
-/// `Protocol` if the peer does not know the secret: final. `Io`: the connection broke, which
-/// happens to a process that was stopped for a while; try again. `Timeout` at the deadline.
+/// `Protocol` if the peer does not know the secret, or it or `Permission` as the peer refuses:
+/// final. `Io`: the connection broke, which happens to a process that was stopped for a while; try
+/// again. `Timeout` at the deadline.
 pub(crate) fn greet(
     sock: &OwnedFd,
     me: &Identity<'_>,
@@ -144,13 +197,20 @@ pub(crate) fn greet(
     let mut hello = peer.get().to_le_bytes().to_vec();
     hello.extend((me.size as u32).to_le_bytes());
     hello.extend(nonce);
-    send(Kind::Hello, &hello)?;
+    if let Err(e) = send(Kind::Hello, &hello) {
+        // A listener that refuses at once says why, and closes.
+        let word = read(sock, Kind::Challenge, peer, Deadline::after(Duration::ZERO)).err();
+        let is_last = |w: &Error| !matches!(w.kind(), ErrorKind::Io | ErrorKind::Timeout);
+        return Err(word.filter(is_last).unwrap_or(e));
+    }
     let challenge = read(sock, Kind::Challenge, peer, deadline)?;
     let (theirs, rest) = split::<32>(&challenge)?;
     let (mac, _) = split::<32>(rest)?;
     let s = Session { connecting: me.rank, listening: peer, nonces: [nonce, *theirs] };
     if me.proof("listening", &s) != blake3::Hash::from_bytes(*mac) {
-        return Err(refuse("the listener's proof is wrong: the secret differs").peer(peer));
+        // For the listener's own list of reasons: this is no proof under any secret.
+        send(Kind::Proof, &[0; 32]).ok();
+        return Err(refuse(&format!("the listener's proof is wrong: {SECRET}")).peer(peer));
     }
     send(Kind::Proof, me.proof("connecting", &s).as_bytes())?;
     read(sock, Kind::Welcome, peer, deadline).map(|_| ())
@@ -164,12 +224,20 @@ fn read(sock: &OwnedFd, kind: Kind, peer: Rank, deadline: Deadline) -> Result<Ve
             .elapsed(deadline.elapsed()));
     }
     let mut buf = vec![0u8; MAX_FRAME];
-    let got = sock::recv(sock, &mut buf).map_err(|e| Error::io("reading a hello", e))?;
+    let got = match sock::recv(sock, &mut buf) {
+        // What we sent was never read. What the peer said before it closed comes after this.
+        Err(rustix::io::Errno::CONNRESET) => sock::recv(sock, &mut buf),
+        r => r,
+    };
+    let got = got.map_err(|e| Error::io("reading a hello", e))?;
     if got.len == 0 {
         let closed = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
         return Err(Error::io(format!("{peer} closed the connection during the hello"), closed));
     }
     let f = frame::decode(&buf[..got.len])?;
+    if f.kind == Kind::Refused && f.src == peer {
+        return Err(refused(peer, f.payload));
+    }
     if f.kind != kind || f.src != peer || got.cut || !got.fds.is_empty() {
         return Err(refuse("an unexpected answer").peer(peer));
     }
@@ -201,7 +269,7 @@ mod tests {
                 assert!(sock::wait_one(h.sock.as_fd(), PollFlags::IN, end).unwrap());
                 match h.step(&l) {
                     Ok(None) => {}
-                    r => break r,
+                    r => break r.map_err(|(_, e)| e),
                 }
             };
             drop(h);
@@ -232,6 +300,49 @@ mod tests {
     }
 
     #[test]
+    fn both_ends_know_the_reason() {
+        let (s, other) = (Secret::random().unwrap(), Secret::random().unwrap());
+        let (c, l) = run(id(0, "j", &other), id(2, "j", &s), 2);
+        for e in [c.unwrap_err(), l.unwrap_err()] {
+            assert!(e.message().ends_with(SECRET), "{e}");
+        }
+        let (c, _) = run(id(0, "j", &s), Identity { size: 4, ..id(2, "j", &s) }, 2);
+        let e = c.unwrap_err();
+        assert_eq!((e.kind(), e.get_peer()), (ErrorKind::Protocol, Some(Rank::new(2))));
+        assert!(e.message().contains("r2 has refused this process"), "{e}");
+        assert!(e.message().contains("another rank or world"), "{e}");
+    }
+
+    #[test]
+    fn a_refusal_before_the_hello_is_read_arrives() {
+        let s = Secret::random().unwrap();
+        for closed_before in [false, true] {
+            let (a, b) = pair();
+            let one = Rank::new(1);
+            let why = Error::new(ErrorKind::Permission, "you are of another user");
+            let why = why.hint("be of ours");
+            let refuse_and_close = move || {
+                say_refused(&b, one, &why);
+                drop(b);
+            };
+            let e = std::thread::scope(|t| {
+                if closed_before {
+                    refuse_and_close();
+                } else {
+                    // By then the hello has been sent, and is not read.
+                    t.spawn(|| {
+                        std::thread::sleep(Duration::from_millis(50));
+                        refuse_and_close();
+                    });
+                }
+                greet(&a, &id(0, "j", &s), one, Deadline::after_s(5.0)).unwrap_err()
+            });
+            assert_eq!(e.kind(), ErrorKind::Permission, "{e}");
+            assert!(e.message().ends_with("you are of another user; be of ours"), "{e}");
+        }
+    }
+
+    #[test]
     fn a_listener_believes_no_proof_but_the_right_one() {
         let s = Secret::random().unwrap();
         let (a, b) = pair();
@@ -241,7 +352,8 @@ mod tests {
         sock::send(&a, &frame::encode_small(Kind::Hello, zero, &hello), &[]).unwrap();
         assert_eq!(h.step(&id(2, "j", &s)).unwrap(), None);
         sock::send(&a, &frame::encode_small(Kind::Proof, zero, &[0; 32]), &[]).unwrap();
-        let e = h.step(&id(2, "j", &s)).unwrap_err();
+        let (why, e) = h.step(&id(2, "j", &s)).unwrap_err();
+        assert_eq!(why, Reason::Secret);
         assert!(e.to_string().contains("the secret differs"), "{e}");
         // Nor does it take a proof before the hello.
         let (a, b) = pair();

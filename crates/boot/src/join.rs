@@ -9,6 +9,7 @@ use crate::env::{Place, Rendezvous};
 use crate::links::LinkMesh;
 use crate::mesh::Mesh;
 use crate::secret::Secret;
+use crate::secret_fd;
 use crate::store::Store;
 use crate::tcp_store::{StoreAddr, StoreClient, StoreServer};
 use crate::threads::ThreadMesh;
@@ -25,12 +26,16 @@ static SERVED: Mutex<Vec<StoreServer>> = Mutex::new(Vec::new());
 /// Connects this process to the other ranks of its job, all on this host. Collective.
 ///
 /// May be called many times; every rank must call it equally often. Rank 0 serves the store unless
-/// the launcher does. Without a `secret` in `cfg`, the key follows from the job's name: then it is
-/// the user id, checked on every Unix socket, that keeps others out.
+/// the launcher does. Without a `secret` in `cfg` it is that of the launcher ([`Launch`]); without
+/// one there, the key follows from the job's name: then it is the user id, checked on every Unix
+/// socket, that keeps others out. Nothing lasts much longer than to `deadline`.
+///
+/// [`Launch`]: crate::Launch
 ///
 /// # Errors
 /// `Timeout` naming the store's address, or the ranks that did not come. `Unsupported` if the job
-/// spans several hosts. Otherwise as [`LinkMesh::connect`] and [`StoreClient::connect`].
+/// spans several hosts. `Config` if the launcher's secret does not reach this process. Otherwise
+/// as [`LinkMesh::connect`] and [`StoreClient::connect`].
 pub fn join_processes(place: &Place, cfg: &Config, deadline: Deadline) -> Result<Arc<dyn Mesh>> {
     if place.size == 1 {
         let solo = ThreadMesh::group(1)?.pop();
@@ -46,13 +51,27 @@ pub fn join_processes(place: &Place, cfg: &Config, deadline: Deadline) -> Result
     }
     let secret = match &cfg.secret {
         Some(text) => Secret::from_hex(text)?,
-        None => Secret::from_job(&place.job),
+        None => secret_fd::of_launcher(place)?.unwrap_or_else(|| Secret::from_job(&place.job)),
     };
     // Counted before anything can fail: ranks that call again after a failure, here or on another
     // rank, must mean the same meeting.
     let job = next_job(&place.job);
     let store = open(place, &secret, deadline).map_err(|e| e.op("join").rank(place.rank))?;
-    Ok(LinkMesh::connect(&*store, &job, place.rank, place.size, &secret, deadline)?)
+    let met = LinkMesh::connect(&*store, &job, place.rank, place.size, &secret, deadline);
+    Ok(met.map_err(|e| if e.is_timeout() { with_refusals(e) } else { e })?)
+}
+
+/// Adds why the stores that this process serves have refused connections: those who did not come
+/// may be among them.
+fn with_refusals(e: Error) -> Error {
+    let served = SERVED.lock().unwrap_or_else(PoisonError::into_inner);
+    let reasons: Vec<_> = served.iter().filter_map(StoreServer::reasons).collect();
+    if reasons.is_empty() {
+        return e;
+    }
+    let text =
+        format!("{}; at the store that this rank serves {}", e.message(), reasons.join(", "));
+    e.reworded(text)
 }
 
 fn next_job(job: &str) -> String {
@@ -68,7 +87,9 @@ fn open(place: &Place, secret: &Secret, deadline: Deadline) -> Result<Box<dyn St
         Rendezvous::Unix(name) => StoreAddr::Abstract(name.clone()),
         Rendezvous::TorchStore(host, port) => {
             let prefix = format!("tilewire/{}", place.job);
-            return Ok(Box::new(TorchStore::connect(host, *port, &prefix, deadline)?));
+            return Ok(Box::new(
+                TorchStore::connect(host, *port, &prefix, deadline)?.ending(deadline),
+            ));
         }
         Rendezvous::Solo => {
             let msg = format!("{} ranks need a rendezvous address, and none is given", place.size);
@@ -80,5 +101,5 @@ fn open(place: &Place, secret: &Secret, deadline: Deadline) -> Result<Box<dyn St
     {
         SERVED.lock().unwrap_or_else(PoisonError::into_inner).push(server);
     }
-    Ok(Box::new(StoreClient::connect(&addr, secret, deadline)?))
+    Ok(Box::new(StoreClient::connect(&addr, secret, deadline)?.ending(deadline)))
 }

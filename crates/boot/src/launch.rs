@@ -8,6 +8,7 @@ mod watch;
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tilewire_core::{Error, Rank, Result};
@@ -20,6 +21,7 @@ pub use self::warden::watch as watch_launcher;
 use self::watch::{Round, Signals, Watch};
 use crate::mesh::MAX_RANKS;
 use crate::secret::{Secret, hex, random_bytes};
+use crate::secret_fd::{CHOSEN, Handed};
 use crate::tcp_store::{StoreAddr, StoreServer};
 
 /// Variables that keep every library off NVLink multicast, with their values.
@@ -32,9 +34,11 @@ pub const NO_MULTICAST: [(&str, &str); 4] = [
 
 /// `tilewire run -n N -- program args`: what to start, and how.
 ///
-/// Every rank gets the variables of `torchrun`, `TILEWIRE_RANK`, a fresh `TILEWIRE_SECRET`, and
-/// the four variables that keep libraries off NVLink multicast. The launcher serves the store that
-/// ranks meet at; `MASTER_PORT` is another port, free for torch. Each rank is the leader of a
+/// Every rank gets the variables of `torchrun`, `TILEWIRE_RANK`, a fresh secret, and the four
+/// variables that keep libraries off NVLink multicast. The secret comes by a descriptor that
+/// wrappers hand on and the rank keeps from its own children; one that the user has set in
+/// `TILEWIRE_SECRET` is taken instead, and comes by that variable. The launcher serves the store
+/// that ranks meet at; `MASTER_PORT` is another port, free for torch. Each rank is the leader of a
 /// session and process group of its own, has no standard input, and is killed by the kernel if the
 /// launcher dies. If a rank fails, the others are ended: TERM, and KILL after the grace time.
 #[derive(Clone, Debug)]
@@ -174,7 +178,7 @@ impl Launch {
         }
         let start = Instant::now();
         let job = hex(&random_bytes()?);
-        let mut parts = Parts::new(&job)?;
+        let mut parts = Parts::new(&job, self.chosen_secret().as_deref())?;
         // Dropped last: until then it would clean up for a launcher that has died.
         let _warden = Warden::start(&self.warden, &job)?;
         let signals = Signals::new(self.forward_signals)?;
@@ -182,7 +186,11 @@ impl Launch {
         let vars = self.shared_vars(&parts, restarts.as_ref())?;
         let mut ranks = Vec::new();
         for rank in Rank::all(self.n) {
-            match RankProcess::start(self, &self.vars(rank, &parts.store, &vars)) {
+            match RankProcess::start(
+                self,
+                &self.vars(rank, &parts.store, &vars),
+                parts.handed.clone(),
+            ) {
                 Ok(p) => ranks.push(p),
                 Err(e) => {
                     group::end_all(&mut ranks, Duration::ZERO);
@@ -240,7 +248,8 @@ impl Launch {
         for i in lost {
             parts.stragglers += group::end_all(&mut ranks[i..=i], self.grace);
             let rank = Rank::new(i as u32);
-            let started = RankProcess::start(self, &self.vars(rank, &parts.store, &vars));
+            let vars = self.vars(rank, &parts.store, &vars);
+            let started = RankProcess::start(self, &vars, parts.handed.clone());
             ranks[i] = started.map_err(|e| e.op("run").rank(rank))?;
             pump.add(i, &mut ranks[i])?;
             restarts.ready.remove(&i);
@@ -250,6 +259,13 @@ impl Launch {
         }
         watch.restarted();
         Ok(())
+    }
+
+    /// Returns the secret that the user has set for the ranks.
+    fn chosen_secret(&self) -> Option<String> {
+        let ours = self.env.iter().rev().find(|(k, _)| k == CHOSEN).map(|(_, v)| v.clone());
+        let value = ours.or_else(|| std::env::var_os(CHOSEN))?;
+        Some(value.to_string_lossy().into_owned())
     }
 
     /// Returns what all ranks get alike.
@@ -272,12 +288,12 @@ impl Launch {
             ("TORCHELASTIC_RUN_ID", run_id),
             // No agent serves torch's store here: torch's rank 0 has to.
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
-            ("TILEWIRE_SECRET", parts.secret.reveal().to_owned()),
         ];
         vars.extend(NO_MULTICAST.map(|(k, v)| (k, v.to_owned())));
         let (name, value) = warden::variable(&parts.job);
         vars.push((name, value));
         let ours = vars.into_iter().map(|(k, v)| (k.to_owned(), v));
+        let ours = ours.chain(parts.handed.iter().map(|h| h.variable()));
         Ok(ours.chain(restarts.into_iter().flat_map(Restarts::variables)).collect())
     }
 
@@ -305,6 +321,8 @@ impl Launch {
 struct Parts {
     job: String,
     secret: Secret,
+    /// The descriptor by which ranks get the secret, unless the user has chosen it.
+    handed: Option<Arc<Handed>>,
     /// The meeting point of the ranks; after a restart another one.
     store: StoreServer,
     /// Processes that were ended before a restart.
@@ -312,10 +330,10 @@ struct Parts {
 }
 
 impl Parts {
-    fn new(job: &str) -> Result<Self> {
-        let secret = Secret::random()?;
+    fn new(job: &str, chosen: Option<&str>) -> Result<Self> {
+        let (secret, handed) = Handed::for_job(chosen)?;
         let store = Self::store(&secret)?;
-        Ok(Self { job: job.to_owned(), secret, store, stragglers: 0 })
+        Ok(Self { job: job.to_owned(), secret, handed, store, stragglers: 0 })
     }
 
     fn store(secret: &Secret) -> Result<StoreServer> {

@@ -11,6 +11,7 @@
 #![deny(unsafe_code)]
 
 mod card;
+mod claim;
 mod env;
 mod frame;
 mod handshake;
@@ -20,9 +21,12 @@ mod launch;
 mod links;
 mod mesh;
 mod monitor;
+mod peer;
+mod refusals;
 mod rejoin;
 mod rendezvous;
 mod secret;
+mod secret_fd;
 mod sock;
 mod store;
 mod stream;

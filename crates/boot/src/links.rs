@@ -9,12 +9,13 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
+use crate::claim::Sign;
 use crate::frame::{self, Kind};
 use crate::handshake::Identity;
 use crate::inbox::{Inbox, Limits, SLICE};
 use crate::mesh::{Mesh, Parcel, PeerExit, check_exchange, check_world};
 use crate::monitor;
-use crate::rendezvous::{Link, rendezvous};
+use crate::rendezvous::{Link, Met, rendezvous};
 use crate::secret::Secret;
 use crate::sock::{self, Bell};
 use crate::store::Store;
@@ -40,6 +41,8 @@ const SPACE_LIMIT: Duration = Duration::from_secs(5);
 pub struct LinkMesh {
     shared: Arc<Shared>,
     refused: u64,
+    /// Kept for the eyes of other processes.
+    _sign: Option<Sign>,
     monitor: Option<Worker>,
 }
 
@@ -61,8 +64,10 @@ impl LinkMesh {
     ///
     /// # Errors
     /// `Timeout` naming the ranks that did not come. `Mismatch` with both values if a rank has
-    /// another protocol version, world size, user or host. `Protocol` if a rank has another secret.
-    /// `PeerDead` if a rank ended meanwhile. Errors of the store and of the system.
+    /// another protocol version, world size, user or host, or if another process has this rank.
+    /// `Protocol` if a rank has another secret. `Permission` if one runs as another user, or as one
+    /// that is not mapped into the user namespace. `PeerDead` if a rank ended meanwhile. Errors of
+    /// the store and of the system.
     pub fn connect(
         store: &dyn Store,
         job: &str,
@@ -75,14 +80,15 @@ impl LinkMesh {
         if job.is_empty() {
             return Err(Error::invalid("the name of the job is empty"));
         }
-        let (links, refused) = rendezvous(store, Identity { job, rank, size, secret }, deadline)?;
+        let met = rendezvous(store, Identity { job, rank, size, secret }, deadline)?;
+        let Met { links, refused, sign } = met;
         let inbox = Inbox::new(rank, size, Limits::default());
         let (stop, left) = (AtomicBool::new(false), AtomicBool::new(false));
         let shared = Arc::new(Shared { me: rank, inbox, links, bell: Bell::new()?, stop, left });
         let theirs = shared.clone();
         let name = format!("tilewire-mesh-{}", rank.get());
         let monitor = Worker::start(&name, move || monitor::run(&theirs))?;
-        Ok(Arc::new(Self { shared, refused, monitor: Some(monitor) }))
+        Ok(Arc::new(Self { shared, refused, _sign: sign, monitor: Some(monitor) }))
     }
 
     /// Connections that were refused during the rendezvous: strangers, port scans, bad proofs.

@@ -352,6 +352,41 @@ fn a_peer_that_sends_garbage_after_the_hello_is_cut_off() {
     assert!(e.is_peer_dead() && e.to_string().contains("magic number"), "{e}");
 }
 
+/// The end of the socket tells of it, as on kernels and in namespaces that give no descriptor.
+#[test]
+fn a_death_is_seen_without_a_descriptor_of_the_process() {
+    let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
+    let family = rustix::net::AddressFamily::UNIX;
+    let (mine, theirs) =
+        rustix::net::socketpair(family, SocketType::SEQPACKET, flags, None).unwrap();
+    let links = vec![None, Some(Link { sock: mine, pidfd: None })];
+    let me = Rank::new(0);
+    let shared = Shared {
+        me,
+        inbox: Inbox::new(me, 2, Limits::default()),
+        links,
+        bell: Bell::new().unwrap(),
+        stop: AtomicBool::new(false),
+        left: AtomicBool::new(false),
+    };
+    std::thread::scope(|t| {
+        t.spawn(|| monitor::run(&shared));
+        let gone = |expected| {
+            let start = Instant::now();
+            while shared.inbox.exit_of(Rank::new(1)) != expected {
+                assert!(start.elapsed() < Duration::from_secs(5), "the exit is not seen");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        std::thread::sleep(Duration::from_millis(20));
+        gone(None);
+        drop(theirs);
+        gone(Some(PeerExit::Died));
+        shared.stop.store(true, Ordering::Release);
+        shared.bell.ring();
+    });
+}
+
 #[test]
 fn strangers_at_the_listener_do_not_stop_the_rendezvous() {
     let (store, secret) = (LocalStore::new(), Secret::random().unwrap());

@@ -16,7 +16,7 @@ fn cards_are_compared_and_their_signature_is_checked() {
     assert!(theirs.check(&mine, &me, peer).is_ok());
     let old = Card { version: 0, ..theirs.clone() };
     let e = old.check(&mine, &me, peer).unwrap_err();
-    assert!(e.is_mismatch() && e.to_string().contains("expected 1, got 0"), "{e}");
+    assert!(e.is_mismatch() && e.to_string().contains("expected 2, got 0"), "{e}");
     let far = Card { boot: "elsewhere".into(), ..theirs.clone() };
     let e = far.check(&mine, &me, peer).unwrap_err();
     assert!(e.is_mismatch() && e.to_string().contains("elsewhere"), "{e}");

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use tilewire_core::{Error, ErrorKind, Result, inject};
+use tilewire_core::{Config, Error, ErrorKind, Result, inject};
+
+use crate::secret_fd;
 
 /// A secret that the ranks of one job share. Never printed by `Debug`.
 #[derive(Clone, PartialEq, Eq)]
@@ -48,6 +50,25 @@ impl Secret {
     pub fn from_job(job: &str) -> Self {
         let key = blake3::derive_key("tilewire 2026 job name", job.as_bytes());
         Self { key, hex: hex(&key), explicit: false }
+    }
+
+    /// The secret for a meeting of this process at a store that is not the launcher's: that of
+    /// `config`, else that of `tilewire run`, else [`Secret::from_job`].
+    ///
+    /// Where a program between `tilewire run` and this process has closed the descriptor of its
+    /// secret, the log has a warning: ranks that all lack it still meet.
+    ///
+    /// # Errors
+    /// As [`Secret::from_hex`].
+    pub fn of_process(config: &Config, job: &str) -> Result<Self> {
+        if let Some(text) = &config.secret {
+            return Self::from_hex(text);
+        }
+        let handed = secret_fd::of_process().unwrap_or_else(|e| {
+            log::warn!("{e}");
+            None
+        });
+        Ok(handed.unwrap_or_else(|| Self::from_job(job)))
     }
 
     /// True if it was drawn or configured, false if it follows from the job's name.
@@ -117,6 +138,9 @@ mod tests {
         let e = Secret::from_hex("feedfeed").unwrap_err();
         assert!(!e.to_string().contains("feed"), "{e}");
         assert!(!Secret::from_job("j").is_explicit());
+        let chosen = Config { secret: Some("ab".repeat(16)), ..Config::default() };
+        let want = Secret::from_hex(&"ab".repeat(16)).unwrap();
+        assert_eq!(Secret::of_process(&chosen, "j").unwrap(), want);
     }
 
     #[test]

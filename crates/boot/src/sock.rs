@@ -17,6 +17,7 @@ use rustix::net::{
 use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 
 use crate::mesh::MAX_FDS;
+use crate::peer;
 
 /// A relative timeout in the kernel's form.
 pub(crate) fn timespec(d: Duration) -> Timespec {
@@ -124,16 +125,6 @@ pub(crate) fn recv(sock: &OwnedFd, buf: &mut [u8]) -> rustix::io::Result<Receive
     Ok(Received { len: msg.bytes, fds, cut, fds_lost: msg.flags.contains(ReturnFlags::CTRUNC) })
 }
 
-/// Process and user of the other end, as the kernel knows them.
-pub(crate) fn peer(sock: &OwnedFd) -> Result<rustix::net::UCred> {
-    rustix::net::sockopt::socket_peercred(sock).map_err(|e| Error::io("reading SO_PEERCRED", e))
-}
-
-/// True if the other end runs as our user.
-pub(crate) fn same_user(sock: &OwnedFd) -> bool {
-    peer(sock).is_ok_and(|c| c.uid == rustix::process::geteuid())
-}
-
 fn socket(kind: SocketType) -> Result<OwnedFd> {
     inject::step("opening a Unix socket")?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -148,6 +139,16 @@ pub(crate) fn unix_addr(name: &str) -> Result<SocketAddrUnix> {
         None => SocketAddrUnix::new(name),
     }
     .map_err(|e| Error::io(format!("making the address of the socket `{name}`"), e))
+}
+
+/// A socket that has this name and does nothing. None if another has the name.
+pub(crate) fn bind(name: &str) -> Result<Option<OwnedFd>> {
+    let s = socket(SocketType::SEQPACKET)?;
+    match rustix::net::bind(&s, &unix_addr(name)?) {
+        Ok(()) => Ok(Some(s)),
+        Err(Errno::ADDRINUSE) => Ok(None),
+        Err(e) => Err(Error::io(format!("binding the socket `{name}`"), e)),
+    }
 }
 
 /// Connects without waiting: `Ok(None)` if the listener's queue is full at the moment.
@@ -170,6 +171,10 @@ pub(crate) enum ConnectError {
     /// Anything else.
     Other(Error),
 }
+
+/// Connections that the kernel keeps until they are accepted; it takes no more than
+/// `net.core.somaxconn` (4096). Behind a full queue a rank would have to come again.
+pub(crate) const BACKLOG: i32 = 4096;
 
 /// A listening Unix socket that leaves nothing behind.
 pub(crate) struct Listener {
@@ -224,12 +229,14 @@ impl Listener {
         Ok(Self { sock, name, file: Some(file) })
     }
 
-    /// The next connection, if one waits and comes from our user. Others are closed at once.
+    /// The next connection, if one waits, and whether it comes from our user.
     pub fn accept(&self) -> Result<Accepted> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match rustix::net::accept_with(&self.sock, flags) {
-            Ok(s) if same_user(&s) => Ok(Accepted::Connection(s)),
-            Ok(_) => Ok(Accepted::Stranger),
+            Ok(s) => Ok(match peer::check_user(&s) {
+                Ok(()) => Accepted::Connection(s),
+                Err(e) => Accepted::Stranger(s, e),
+            }),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(Accepted::Nothing),
             // No descriptor is free: the connection stays in the queue, and a poll would say so at
             // once.
@@ -245,7 +252,8 @@ impl Listener {
 /// The result of [`Listener::accept`].
 pub(crate) enum Accepted {
     Connection(OwnedFd),
-    Stranger,
+    /// One of another user, and the reason why it is none of ours.
+    Stranger(OwnedFd, Error),
     Nothing,
     /// One waits, and no descriptor is free.
     NoRoom,
@@ -256,7 +264,7 @@ fn listen(kind: SocketType, name: &str) -> Result<OwnedFd> {
     let io = |e| Error::io(format!("listening on `{name}`"), e);
     inject::step("binding a socket")?;
     rustix::net::bind(&s, &unix_addr(name)?).map_err(io)?;
-    rustix::net::listen(&s, 256).map_err(io)?;
+    rustix::net::listen(&s, BACKLOG).map_err(io)?;
     Ok(s)
 }
 

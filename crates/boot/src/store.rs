@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 
@@ -26,6 +27,13 @@ pub trait Store: Send + Sync {
     /// # Errors
     /// `InvalidArgument` if the value is not a number; otherwise as [`Store::set`].
     fn add(&self, key: &str, n: i64) -> Result<i64>;
+}
+
+/// Limit for requests that a server can answer at once, in a meeting that ends at `end`. At its end
+/// there is time for a last word.
+pub(crate) fn op_limit(end: Option<Deadline>) -> Duration {
+    let most = Duration::from_secs(30);
+    end.map_or(most, |e| e.remaining().clamp(Duration::from_millis(500), most))
 }
 
 /// The error of a `get` that ran out of time.
@@ -101,7 +109,6 @@ impl Store for LocalStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     #[test]
     fn get_waits_for_set_and_names_the_key_when_it_gives_up() {

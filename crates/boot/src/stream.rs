@@ -1,7 +1,8 @@
 //! Byte streams that never block past a deadline.
 
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
@@ -14,18 +15,66 @@ use crate::sock;
 /// Limit for one attempt to connect, before the next begins.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
+/// Longest time for which names are looked up that the name service does not know: it may have had
+/// a moment's trouble.
+const UNKNOWN: Duration = Duration::from_secs(2);
+
+/// Longest time for a name service that does not answer: resolvers ask again after 5 s, when a
+/// packet was lost.
+pub(crate) const MUTE: Duration = Duration::from_secs(6);
+
+/// The addresses of a host.
+///
+/// # Errors
+/// `Unavailable` if the name is not known, or not in time. It is final.
+pub(crate) fn resolve(host: &str, port: u16, deadline: Deadline) -> Result<Vec<SocketAddr>> {
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(vec![(ip, port).into()]);
+    }
+    let asked = Deadline::after(deadline.remaining().clamp(Duration::from_millis(100), MUTE));
+    loop {
+        let (answer, answers) = mpsc::channel();
+        let name = host.to_owned();
+        // The system's call has no limit of its own, and cannot be ended: then its thread stays.
+        let look_up = move || {
+            let found = (&*name, port).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
+            answer.send(found).ok();
+        };
+        std::thread::Builder::new()
+            .name("tilewire-names".to_owned())
+            .spawn(look_up)
+            .map_err(|e| Error::io("starting a thread that looks up a name", e))?;
+        let why = match answers.recv_timeout(asked.remaining()) {
+            Ok(Ok(found)) if !found.is_empty() => return Ok(found),
+            Ok(Ok(_)) => "it has no address".to_owned(),
+            Ok(Err(e)) => e.to_string(),
+            Err(_) => "the name service does not answer".to_owned(),
+        };
+        let pause = Duration::from_millis(250);
+        if asked.elapsed() + pause >= UNKNOWN.min(asked.limit()) {
+            let s = asked.elapsed().as_secs_f64();
+            let text = format!("the host `{host}` was not found in {s:.1} s: {why}");
+            return Err(Error::new(ErrorKind::Unavailable, text)
+                .op("store")
+                .elapsed(asked.elapsed())
+                .hint("is the name right? a number (127.0.0.1) needs no name service"));
+        }
+        std::thread::sleep(pause);
+    }
+}
+
 /// A connected stream socket that does not block.
 pub(crate) struct Stream(pub OwnedFd);
 
 impl Stream {
     /// One attempt to connect. `Io` if it may succeed later.
-    pub fn tcp(host: &str, port: u16, deadline: Deadline) -> Result<Self> {
+    pub fn tcp(addrs: &[SocketAddr], deadline: Deadline) -> Result<Self> {
         inject::step("connecting to the store")?;
-        let io = |e| Error::io(format!("connecting to {host}:{port}"), e);
+        let io = |e| Error::io("connecting to the store", e);
         let limit = deadline.remaining().clamp(Duration::from_millis(1), ATTEMPT);
         let mut last = Errno::ADDRNOTAVAIL.into();
-        for addr in (host, port).to_socket_addrs().map_err(io)? {
-            match TcpStream::connect_timeout(&addr, limit) {
+        for addr in addrs {
+            match TcpStream::connect_timeout(addr, limit) {
                 Ok(s) => {
                     s.set_nonblocking(true).map_err(io)?;
                     s.set_nodelay(true).map_err(io)?;

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Result};
 
-use crate::store::{Store, key_timeout};
-use crate::stream::{Stream, retry};
+use crate::store::{Store, key_timeout, op_limit};
+use crate::stream::{Stream, resolve, retry};
 
 /// Queries of the protocol that we use.
 mod query {
@@ -26,9 +26,6 @@ mod query {
 
 const MAGIC: u32 = 0x3C85_F7CE;
 
-/// Limit for requests that a server can answer at once.
-const OP_LIMIT: Duration = Duration::from_secs(30);
-
 /// Limit for one attempt at the hello.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
 
@@ -41,6 +38,8 @@ pub struct TorchStore {
     port: u16,
     prefix: String,
     idle: Mutex<Vec<Stream>>,
+    /// The end of the meeting that this is for: no request lasts much longer.
+    end: Option<Deadline>,
 }
 
 impl TorchStore {
@@ -48,19 +47,25 @@ impl TorchStore {
     ///
     /// # Errors
     /// `Timeout` naming the address if no torch store answers there before the deadline. `Protocol`
-    /// if something else does.
+    /// if something else does. `Unavailable` as [`StoreClient::connect`](crate::StoreClient).
     pub fn connect(host: &str, port: u16, prefix: &str, deadline: Deadline) -> Result<Self> {
         // torch itself puts a slash before every key.
         let (host, prefix) = (host.to_owned(), format!("/{prefix}/"));
-        let store = Self { host, port, prefix, idle: Mutex::new(Vec::new()) };
+        let store = Self { host, port, prefix, idle: Mutex::new(Vec::new()), end: None };
         let first = store.open(deadline)?;
         store.keep(first);
         Ok(store)
     }
 
+    /// Ends requests with the meeting that they are for.
+    pub(crate) fn ending(self, end: Deadline) -> Self {
+        Self { end: Some(end), ..self }
+    }
+
     fn open(&self, deadline: Deadline) -> Result<Stream> {
+        let hosts = resolve(&self.host, self.port, deadline)?;
         retry(&format!("{}:{} (torch)", self.host, self.port), deadline, || {
-            let conn = Stream::tcp(&self.host, self.port, deadline)?;
+            let conn = Stream::tcp(&hosts, deadline)?;
             let mut hello = vec![query::VALIDATE];
             hello.extend(MAGIC.to_ne_bytes());
             let limit = deadline.remaining().clamp(Duration::from_millis(100), HELLO_WAIT);
@@ -128,7 +133,7 @@ fn read<const N: usize>(conn: &Stream, deadline: Deadline) -> Result<[u8; N]> {
 
 impl Store for TorchStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let limit = Deadline::after(OP_LIMIT);
+        let limit = Deadline::after(op_limit(self.end));
         self.with(limit, |conn| {
             let mut b = self.query(query::SET, key);
             put(&mut b, value);
@@ -139,7 +144,7 @@ impl Store for TorchStore {
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
         // A store that hangs must not cost much more than the caller is willing to wait.
-        let patience = OP_LIMIT.min(deadline.remaining() + Duration::from_secs(2));
+        let patience = op_limit(self.end).min(deadline.remaining() + Duration::from_secs(2));
         let limit = || Deadline::after(patience);
         let there = self.with(limit(), |conn| {
             conn.write_all(&self.query(query::CHECK, key), limit())?;
@@ -175,7 +180,7 @@ impl Store for TorchStore {
     }
 
     fn add(&self, key: &str, n: i64) -> Result<i64> {
-        let limit = Deadline::after(OP_LIMIT);
+        let limit = Deadline::after(op_limit(self.end));
         self.with(limit, |conn| {
             let mut b = self.query(query::ADD, key);
             b.extend(n.to_ne_bytes());

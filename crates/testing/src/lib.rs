@@ -44,6 +44,10 @@ pub enum Lack {
     Compiler,
     /// A preloaded library, or a driver, that counts calls.
     Watch,
+    /// The right to make namespaces of processes, mounts or users.
+    Namespaces,
+    /// The right to run a process as another user.
+    Root,
 }
 
 impl Display for Lack {
@@ -59,6 +63,8 @@ impl Display for Lack {
             Self::Nvrtc => "no NVRTC",
             Self::Compiler => "no gcc",
             Self::Watch => "nothing counts the calls of the driver",
+            Self::Namespaces => "no right to make namespaces",
+            Self::Root => "no right to be another user",
         })
     }
 }

@@ -4,12 +4,15 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 use tilewire_core::{Error, ErrorKind, Result};
 
 use super::{Launch, RankStatus};
+use crate::rejoin;
+use crate::secret_fd::{self, Handed};
 
 /// Pause between looks at what is left of a session.
 const LOOK: Duration = Duration::from_millis(10);
@@ -28,12 +31,20 @@ pub(super) struct RankProcess {
 }
 
 impl RankProcess {
-    pub fn start(launch: &Launch, vars: &[(String, String)]) -> Result<Self> {
+    pub fn start(
+        launch: &Launch,
+        vars: &[(String, String)],
+        secret: Option<Arc<Handed>>,
+    ) -> Result<Self> {
         let mut cmd = Command::new(&launch.program);
         cmd.args(&launch.args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // A job around this one hands on what is its own.
+        for name in [secret_fd::VARIABLE, rejoin::VARIABLE, rejoin::RESTARTS] {
+            cmd.env_remove(name);
+        }
         cmd.envs(launch.env.iter().map(|(k, v)| (k, v)));
         cmd.envs(vars.iter().map(|(k, v)| (k, v)));
-        own_session(&mut cmd);
+        own_session(&mut cmd, secret);
         let mut child = cmd.spawn().map_err(|e| {
             let name = launch.program.to_string_lossy();
             Error::new(ErrorKind::Unavailable, format!("cannot start `{name}`: {e}"))
@@ -80,9 +91,10 @@ impl Drop for RankProcess {
     }
 }
 
-/// Makes the child leader of a session, to be killed when the launcher dies.
+/// Makes the child leader of a session, to be killed when the launcher dies, with the descriptor of
+/// the secret.
 #[allow(unsafe_code)]
-fn own_session(cmd: &mut Command) {
+fn own_session(cmd: &mut Command, secret: Option<Arc<Handed>>) {
     let launcher = rustix::process::getpid();
     let prepare = move || -> std::io::Result<()> {
         rustix::process::setsid()?;
@@ -91,11 +103,11 @@ fn own_session(cmd: &mut Command) {
         if rustix::process::getppid() != Some(launcher) {
             return Err(rustix::io::Errno::CHILD.into());
         }
-        Ok(())
+        secret.as_ref().map_or(Ok(()), |s| s.keep())
     };
-    // SAFETY: the closure runs in the child between fork and exec. It makes four system calls that
-    // are async-signal-safe, allocates nothing, takes no lock, and touches no memory but its copy
-    // of `launcher`.
+    // SAFETY: the closure runs in the child between fork and exec. It makes five system calls that
+    // are async-signal-safe, allocates nothing, takes no lock, and touches no memory but its copies
+    // of `launcher` and `secret`.
     unsafe {
         cmd.pre_exec(prepare);
     }

@@ -68,7 +68,7 @@ fn success_and_lines_with_prefix() {
 fn variables_of_every_rank() {
     let names = "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR \
                  $NCCL_NVLS_ENABLE$NVSHMEM_DISABLE_NVLS$TORCH_SYMM_MEM_DISABLE_MULTICAST\
-                 $CUBLASMP_DISABLE_MULTICAST ${#TILEWIRE_SECRET} $MORE \
+                 $CUBLASMP_DISABLE_MULTICAST ${#TILEWIRE_SECRET}${_TILEWIRE_SECRET_FD:+fd} $MORE \
                  ${TILEWIRE_RANK%:*} $((${TILEWIRE_RANK##*:} != MASTER_PORT))";
     let l = Launch {
         env: vec![("MORE".into(), "yes".into()), ("NCCL_NVLS_ENABLE".into(), "1".into())],
@@ -76,8 +76,24 @@ fn variables_of_every_rank() {
     };
     let (r, out, _) = run(&l);
     assert_eq!(r.code, 0);
-    let want = |i| format!("[r{i}] {i}/2 {i}/2 0 127.0.0.1 0111 64 yes {i}/2@127.0.0.1 1");
+    let want = |i| format!("[r{i}] {i}/2 {i}/2 0 127.0.0.1 0111 0fd yes {i}/2@127.0.0.1 1");
     assert_eq!(out.lines(), [want(0), want(1)]);
+}
+
+/// Wrappers hand the descriptor on; a secret that the user has chosen goes as it came.
+#[test]
+fn the_secret_is_in_no_environment_unless_the_user_has_put_it_there() {
+    let look = "fd=${_TILEWIRE_SECRET_FD%:*}; echo ${#TILEWIRE_SECRET} $(sh -c \"wc -c </proc/self/fd/$fd\")";
+    let (_, out, err) = run(&sh(1, look));
+    assert_eq!(out.text(), "[r0] 0 64\n", "{}", err.text());
+    let chosen = "0123456789abcdef0123456789abcdef";
+    let l = Launch {
+        env: vec![("TILEWIRE_SECRET".into(), chosen.into())],
+        ..sh(1, "echo $TILEWIRE_SECRET${_TILEWIRE_SECRET_FD:+fd}")
+    };
+    assert_eq!(run(&l).1.text(), format!("[r0] {chosen}\n"));
+    let l = Launch { env: vec![("TILEWIRE_SECRET".into(), "short".into())], ..sh(1, "true") };
+    assert_eq!(l.run().unwrap_err().kind(), tilewire_core::ErrorKind::Config);
 }
 
 #[test]
@@ -349,7 +365,9 @@ fn the_death_of_the_launcher_ends_what_ranks_have_started() {
 fn a_warden_ends_with_its_job() {
     let warden = ["launch::tests::warden_child", "--exact", "--ignored"].map(OsString::from);
     let warden = std::iter::once(std::env::current_exe().unwrap().into()).chain(warden).collect();
-    let l = Launch { warden, ..sh(1, "setsid sleep 3 & echo $!") };
+    // The rank ends once the other is in a session of its own, not before.
+    let script = "echo $(setsid sh -c 'sleep 3 >/dev/null 2>&1 & echo $!')";
+    let l = Launch { warden, ..sh(1, script) };
     let (r, out, _) = run(&l);
     assert_eq!(r.code, 0);
     let text = out.text();

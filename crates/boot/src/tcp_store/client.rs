@@ -8,13 +8,14 @@ use tilewire_core::{Deadline, Error, ErrorKind, Result};
 
 use super::StoreAddr;
 use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response};
+use crate::peer;
 use crate::secret::{Secret, random_bytes};
 use crate::sock::{self, ConnectError};
-use crate::store::{Store, key_timeout};
-use crate::stream::{Stream, retry};
+use crate::store::{Store, key_timeout, op_limit};
+use crate::stream::{Stream, resolve, retry};
 
-/// Limit for requests that a server can answer at once.
-const OP_LIMIT: Duration = Duration::from_secs(30);
+/// Time for a server's word that a key is not there, behind the time that it was given.
+const GET_SLACK: Duration = Duration::from_secs(1);
 
 /// Limit for one attempt at the hello: a live server answers in microseconds.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
@@ -26,6 +27,8 @@ pub struct StoreClient {
     addr: StoreAddr,
     secret: Secret,
     idle: Mutex<Vec<Stream>>,
+    /// The end of the meeting that this is for: no request lasts much longer.
+    end: Option<Deadline>,
 }
 
 impl StoreClient {
@@ -34,11 +37,27 @@ impl StoreClient {
     /// # Errors
     /// `Timeout` naming the address and how long it was tried. `Protocol` if the server does not
     /// know the secret or is something else. `Mismatch` for another version, `Permission` if it
-    /// runs as another user.
+    /// runs as another user. `Unavailable` after 2 s if the host's name is not known, and after 6 s
+    /// if the name service does not answer.
     pub fn connect(addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<Self> {
         let first = open(addr, secret, deadline)?;
         let idle = Mutex::new(vec![first]);
-        Ok(Self { addr: addr.clone(), secret: secret.clone(), idle })
+        Ok(Self { addr: addr.clone(), secret: secret.clone(), idle, end: None })
+    }
+
+    /// Ends requests with the meeting that they are for.
+    pub(crate) fn ending(self, end: Deadline) -> Self {
+        Self { end: Some(end), ..self }
+    }
+
+    /// Makes the next request use this connection.
+    #[cfg(test)]
+    pub(super) fn put_idle(&self, conn: Stream) {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(conn);
+    }
+
+    fn limit(&self) -> Deadline {
+        Deadline::after(op_limit(self.end))
     }
 
     /// The address.
@@ -65,7 +84,17 @@ impl StoreClient {
         let answer = say(&conn, &body, deadline)
             .and_then(|()| hear(&conn, MAX_BODY + 1, deadline))
             .and_then(|b| Response::decode(&b))
-            .map_err(|e| e.op("store").hint(format!("the store is at {}", self.addr)))?;
+            .map_err(|e| {
+                let hint = match e.kind() {
+                    ErrorKind::Io => format!(
+                        "the launcher, or rank 0, which serves it at {}, has ended: its own error \
+                         says why",
+                        self.addr
+                    ),
+                    _ => format!("the store is at {}", self.addr),
+                };
+                e.op("store").hint(hint)
+            })?;
         idle().push(conn);
         match answer {
             Response::Invalid(text) => Err(Error::invalid(text).op("store")),
@@ -78,14 +107,14 @@ impl StoreClient {
 impl Store for StoreClient {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let request = Request::Set { key: key.to_owned(), value: value.to_vec() };
-        self.call(&request, Deadline::after(OP_LIMIT)).map(|_| ())
+        self.call(&request, self.limit()).map(|_| ())
     }
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
         let wait = deadline.remaining();
         let request = Request::Get { key: key.to_owned(), wait_ms: wait.as_millis() as u64 };
         // The server ends the wait. Our own deadline is for a server that does not.
-        match self.call(&request, Deadline::after(wait + Duration::from_secs(2)))? {
+        match self.call(&request, Deadline::after(wait + GET_SLACK))? {
             Response::Ok(value) => Ok(value),
             _ => Err(key_timeout(key, deadline).hint(format!("the store is at {}", self.addr))),
         }
@@ -93,7 +122,7 @@ impl Store for StoreClient {
 
     fn add(&self, key: &str, n: i64) -> Result<i64> {
         let request = Request::Add { key: key.to_owned(), n };
-        let answer = self.call(&request, Deadline::after(OP_LIMIT))?;
+        let answer = self.call(&request, self.limit())?;
         let Response::Ok(sum) = answer else { return Err(wire::broken("the answer has no sum")) };
         let sum =
             <[u8; 8]>::try_from(&sum[..]).map_err(|_| wire::broken("the answer has no sum"))?;
@@ -102,9 +131,13 @@ impl Store for StoreClient {
 }
 
 fn open(addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<Stream> {
+    let hosts = match addr {
+        StoreAddr::Tcp(host, port) => resolve(host, *port, deadline)?,
+        StoreAddr::Abstract(_) => Vec::new(),
+    };
     retry(&addr.to_string(), deadline, || {
         let conn = match addr {
-            StoreAddr::Tcp(host, port) => Stream::tcp(host, *port, deadline)?,
+            StoreAddr::Tcp(..) => Stream::tcp(&hosts, deadline)?,
             StoreAddr::Abstract(name) => unix(addr, name)?,
         };
         let limit = deadline.remaining().clamp(Duration::from_millis(100), HELLO_WAIT);
@@ -116,10 +149,13 @@ fn open(addr: &StoreAddr, secret: &Secret, deadline: Deadline) -> Result<Stream>
 fn unix(addr: &StoreAddr, name: &str) -> Result<Stream> {
     let later = |text: &str| Error::new(ErrorKind::Io, format!("connecting to {addr}: {text}"));
     match sock::connect(SocketType::STREAM, &format!("@{name}")) {
-        Ok(Some(s)) if sock::same_user(&s) => Ok(Stream(s)),
-        Ok(Some(_)) => {
-            Err(Error::new(ErrorKind::Permission, format!("another user serves {addr}")))
-        }
+        Ok(Some(s)) => match peer::check_user(&s) {
+            Ok(()) => Ok(Stream(s)),
+            Err(e) => {
+                let text = format!("none of our user serves {addr}: {}", e.message());
+                Err(e.reworded(text).op("store"))
+            }
+        },
         Ok(None) => Err(later("its queue is full")),
         Err(ConnectError::Nobody) => Err(later("nobody listens")),
         Err(ConnectError::Other(e)) => Err(e),
@@ -136,6 +172,8 @@ fn greet(conn: &Stream, addr: &StoreAddr, secret: &Secret, deadline: Deadline) -
     let theirs = <[u8; 32]>::try_from(theirs).map_err(|_| stranger(addr))?;
     let due = wire::proof(secret, "server", &client, &server);
     if due != blake3::Hash::from_bytes(theirs) {
+        // For its list of reasons: this is no proof under any secret.
+        say(conn, wire::OTHER_SECRET, deadline).ok();
         let msg = format!("the store at {addr} does not know our secret");
         return Err(Error::new(ErrorKind::Protocol, msg)
             .op("store")

@@ -1,27 +1,33 @@
 //! The serving side of a store: one thread that polls.
 
 use std::collections::HashMap;
-use std::net::{TcpListener, ToSocketAddrs};
+use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType};
-use tilewire_core::{Error, ErrorKind, Result, inject};
+use tilewire_core::{Deadline, Error, ErrorKind, Result, inject};
 
 use super::StoreAddr;
 use super::conn::{Conn, Stage};
 use super::wire::{self, MAX_BODY, MAX_HELLO, Request, Response};
 use crate::handshake::HELLO_LIMIT;
+use crate::peer;
+use crate::refusals::{Reason, Refusals};
+use crate::rendezvous::YOUNG;
 use crate::secret::{Secret, random_bytes};
 use crate::sock::{self, Bell, Listener};
 use crate::store::add_decimal;
+use crate::stream::{MUTE, resolve};
 use crate::threads::Worker;
 
-const MAX_HALF_OPEN: usize = 64;
+/// Connections in their hello. Behind these the oldest makes way, once it is not [`YOUNG`] any
+/// more: a flood of silent ones then delays an honest rank by that for each 128 of them.
+const MAX_HALF_OPEN: usize = 128;
 const MAX_CONNECTIONS: usize = 1024;
 const MAX_KEYS: usize = 1 << 20;
 const MAX_BYTES: usize = 256 << 20;
@@ -29,7 +35,7 @@ const MAX_BYTES: usize = 256 << 20;
 /// Serves a store until dropped. Strangers are refused and counted, and service goes on.
 pub struct StoreServer {
     addr: StoreAddr,
-    refused: Arc<AtomicU64>,
+    refused: Arc<Refusals>,
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
     thread: Option<Worker>,
@@ -56,7 +62,7 @@ impl StoreServer {
     /// As [`StoreServer::bind`], but `None` if the address is in use.
     pub(crate) fn try_bind(addr: &StoreAddr, secret: &Secret) -> Result<Option<Self>> {
         let Some((ear, addr)) = listen(addr, secret)? else { return Ok(None) };
-        let (refused, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (refused, stop) = (Arc::<Refusals>::default(), Arc::new(AtomicBool::new(false)));
         let bell = Arc::new(Bell::new()?);
         let mut service = Service {
             ear,
@@ -81,7 +87,12 @@ impl StoreServer {
 
     /// Connections that were closed because their hello was bad or late.
     pub fn refused(&self) -> u64 {
-        self.refused.load(Ordering::Relaxed)
+        self.refused.total()
+    }
+
+    /// The reasons of those refusals; none if there are no refusals.
+    pub(crate) fn reasons(&self) -> Option<String> {
+        (self.refused.total() > 0).then(|| self.refused.to_string())
     }
 }
 
@@ -99,7 +110,7 @@ fn listen(addr: &StoreAddr, secret: &Secret) -> Result<Option<(Ear, StoreAddr)>>
     let io = |e| Error::io(format!("listening at {addr}"), e).op("store");
     match addr {
         StoreAddr::Tcp(host, port) => {
-            let all: Vec<_> = (host.as_str(), *port).to_socket_addrs().map_err(io)?.collect();
+            let all = resolve(host, *port, Deadline::after(MUTE))?;
             if !secret.is_explicit() && !all.iter().all(|a| a.ip().is_loopback()) {
                 let msg = format!("{addr} can be reached from other hosts, and there is no secret");
                 return Err(Error::new(ErrorKind::Permission, msg)
@@ -112,6 +123,9 @@ fn listen(addr: &StoreAddr, secret: &Secret) -> Result<Option<(Ear, StoreAddr)>>
                 r => r.map_err(io)?,
             };
             l.set_nonblocking(true).map_err(io)?;
+            // The standard library's queue of 128 is full in a flood; a rank whose first packet
+            // finds it so comes again after a second.
+            rustix::net::listen(&l, sock::BACKLOG).map_err(|e| io(e.into()))?;
             let port = l.local_addr().map_err(io)?.port();
             Ok(Some((Ear::Tcp(l.into()), StoreAddr::Tcp(host.clone(), port))))
         }
@@ -159,7 +173,7 @@ impl Data {
 struct Service {
     ear: Ear,
     secret: Secret,
-    refused: Arc<AtomicU64>,
+    refused: Arc<Refusals>,
     data: Data,
     conns: Vec<Conn>,
     /// True once the log has reported that no descriptor was free.
@@ -169,12 +183,11 @@ struct Service {
 impl Service {
     /// Waits for something to happen and handles it.
     fn turn(&mut self, bell: &Bell) -> Result<()> {
+        let mut free = self.make_space();
         let now = Instant::now();
         let limit = self.conns.iter().filter_map(Conn::alarm).min();
         let limit = limit.map(|t| t.saturating_duration_since(now));
-        let half_open = self.conns.iter().filter(|c| c.half_open()).count();
-        let mut free = MAX_HALF_OPEN.saturating_sub(half_open);
-        free = free.min(MAX_CONNECTIONS.saturating_sub(self.conns.len()));
+        let limit = if free > 0 { limit } else { Some(limit.map_or(YOUNG, |l| l.min(YOUNG))) };
         let ready: Vec<bool> = {
             let ear = match &self.ear {
                 Ear::Tcp(fd) => fd,
@@ -187,10 +200,10 @@ impl Service {
             fds.iter().skip(1).map(|f| !f.revents().is_empty()).collect()
         };
         for (i, mut c) in std::mem::take(&mut self.conns).into_iter().enumerate() {
-            if self.serve(&mut c, ready[1 + i]).is_ok() {
-                self.conns.push(c);
-            } else if c.half_open() {
-                self.refused.fetch_add(1, Ordering::Relaxed);
+            match self.serve(&mut c, ready[1 + i]) {
+                Ok(()) => self.conns.push(c),
+                Err(why) if c.half_open() => self.refused.add(why),
+                Err(_) => {}
             }
         }
         self.wake();
@@ -198,6 +211,29 @@ impl Service {
             free -= 1;
         }
         Ok(())
+    }
+
+    /// The number of connections that may be accepted now. If there are too many in their hello,
+    /// closes those that are not young any more: first of those that have said nothing, the oldest.
+    fn make_space(&mut self) -> usize {
+        let mut half_open = self.conns.iter().filter(|c| c.half_open()).count();
+        for silent in [true, false] {
+            let mut k = 0;
+            // In the order in which they came.
+            while half_open >= MAX_HALF_OPEN && k < self.conns.len() {
+                let c = &self.conns[k];
+                let in_turn = c.half_open() && matches!(c.stage, Stage::Hello) == silent;
+                if in_turn && c.born.elapsed() >= YOUNG {
+                    self.conns.remove(k);
+                    self.refused.add(Reason::Silent);
+                    half_open -= 1;
+                } else {
+                    k += 1;
+                }
+            }
+        }
+        let free = MAX_HALF_OPEN.saturating_sub(half_open);
+        free.min(MAX_CONNECTIONS.saturating_sub(self.conns.len()))
     }
 
     /// Takes one connection. False if none waits.
@@ -219,65 +255,71 @@ impl Service {
             }
             Err(_) => return false,
         };
-        if matches!(self.ear, Ear::Unix(_)) && !sock::same_user(&sock) {
-            self.refused.fetch_add(1, Ordering::Relaxed);
-        } else {
-            if matches!(self.ear, Ear::Tcp(_)) {
-                // Only a matter of speed.
-                rustix::net::sockopt::set_tcp_nodelay(&sock, true).ok();
-            }
-            let (input, output) = (Vec::new(), Vec::new());
-            let (stage, born) = (Stage::Hello, Instant::now());
-            self.conns.push(Conn { sock, born, stage, input, output });
+        if matches!(self.ear, Ear::Unix(_)) && peer::check_user(&sock).is_err() {
+            self.refused.add(Reason::User);
+            return true;
+        }
+        if matches!(self.ear, Ear::Tcp(_)) {
+            // Only a matter of speed.
+            rustix::net::sockopt::set_tcp_nodelay(&sock, true).ok();
+        }
+        let (input, output) = (Vec::new(), Vec::new());
+        let (stage, born) = (Stage::Hello, Instant::now());
+        let mut c = Conn { sock, born, stage, input, output };
+        // A rank says hello at once: answered now, it has a proof before newer ones press.
+        match self.serve(&mut c, true) {
+            Ok(()) => self.conns.push(c),
+            Err(why) => self.refused.add(why),
         }
         true
     }
 
-    /// Reads, answers and writes as far as possible. An error closes the connection.
-    fn serve(&mut self, c: &mut Conn, ready: bool) -> Result<()> {
+    /// Reads, answers and writes as far as possible. An error closes the connection, and is the
+    /// reason of the refusal if it was in its hello.
+    fn serve(&mut self, c: &mut Conn, ready: bool) -> Result<(), Reason> {
         if ready {
-            c.flush()?;
-            let open = c.fill()?;
+            let broken = |_| Reason::Closed;
+            c.flush().map_err(broken)?;
+            let open = c.fill().map_err(broken)?;
             while c.output.is_empty() && !matches!(c.stage, Stage::Waiting { .. }) {
                 let max = if c.half_open() { MAX_HELLO } else { MAX_BODY };
-                let Some(body) = wire::next_body(&mut c.input, max)? else { break };
+                let body = wire::next_body(&mut c.input, max).map_err(|_| Reason::Garbage)?;
+                let Some(body) = body else { break };
                 self.answer(c, &body)?;
-                c.flush()?;
+                c.flush().map_err(broken)?;
             }
             if !open {
-                return Err(wire::broken("the connection was closed"));
+                return Err(Reason::Closed);
             }
         }
-        let late = match &c.stage {
-            Stage::Hello | Stage::Proof { .. } => c.born.elapsed() >= HELLO_LIMIT,
-            _ => false,
-        };
-        if late { Err(wire::broken("the hello is late")) } else { Ok(()) }
+        let late = c.half_open() && c.born.elapsed() >= HELLO_LIMIT;
+        if late { Err(Reason::Silent) } else { Ok(()) }
     }
 
-    fn answer(&mut self, c: &mut Conn, body: &[u8]) -> Result<()> {
+    fn answer(&mut self, c: &mut Conn, body: &[u8]) -> Result<(), Reason> {
+        let garbage = |_| Reason::Garbage;
         match &c.stage {
             Stage::Hello => {
-                let (client, rest) = wire::read_greeting(body)?;
-                let server = random_bytes()?;
+                let (client, rest) = wire::read_greeting(body).map_err(garbage)?;
+                let server = random_bytes().map_err(|_| Reason::Closed)?;
                 if !rest.is_empty() {
-                    return Err(wire::broken("the hello is too long"));
+                    return Err(Reason::Garbage);
                 }
                 let proof = wire::proof(&self.secret, "server", &client, &server);
                 c.say(&wire::greeting(&server, Some(proof)));
                 c.stage = Stage::Proof { client, server };
             }
+            Stage::Proof { .. } if body == wire::OTHER_SECRET => return Err(Reason::Secret),
             Stage::Proof { client, server } => {
-                let theirs = <[u8; 32]>::try_from(body)
-                    .map_err(|_| wire::broken("the hello has no proof"))?;
+                let theirs = <[u8; 32]>::try_from(body).map_err(|_| Reason::Garbage)?;
                 let ours = wire::proof(&self.secret, "client", client, server);
                 if ours != blake3::Hash::from_bytes(theirs) {
-                    return Err(wire::broken("the proof is wrong"));
+                    return Err(Reason::Secret);
                 }
                 c.say(&Response::Ok(Vec::new()).encode());
                 c.stage = Stage::Ready;
             }
-            Stage::Ready | Stage::Waiting { .. } => match Request::decode(body)? {
+            Stage::Ready | Stage::Waiting { .. } => match Request::decode(body).map_err(garbage)? {
                 Request::Set { key, value } => c.say(&self.data.set(key, value).encode()),
                 Request::Add { key, n } => c.say(&self.data.add(key, n).encode()),
                 Request::Get { key, wait_ms } => {

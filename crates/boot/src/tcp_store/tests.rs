@@ -1,11 +1,17 @@
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, SocketType};
 use tilewire_core::{Deadline, ErrorKind};
+use tilewire_testing::{Lack, did_not_run};
 
 use super::*;
 use crate::secret::{Secret, hex, random_bytes};
+use crate::sock;
 use crate::store::Store;
 
 fn soon() -> Deadline {
@@ -193,4 +199,118 @@ fn dropping_the_server_ends_waits_of_clients() {
         drop(server);
         assert_eq!(waiting.join().unwrap().kind(), ErrorKind::Io);
     });
+}
+
+/// In the environment of the part of a test that runs as another user: the address of the store.
+const FLOOD: &str = "BOOT_TEST_FLOOD";
+
+/// Opens connections and says nothing, until its input ends.
+fn flood(addr: &str) {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = |family| rustix::net::socket_with(family, SocketType::STREAM, flags, None);
+    let open = || {
+        // The port of a TCP store, or the name of a Unix socket.
+        if let Ok(port) = addr.parse::<u16>() {
+            let s = socket(rustix::net::AddressFamily::INET).unwrap();
+            let to = std::net::SocketAddr::from(([127, 0, 0, 1], port));
+            return (rustix::net::connect(&s, &to), s);
+        }
+        let s = socket(rustix::net::AddressFamily::UNIX).unwrap();
+        (rustix::net::connect(&s, &sock::unix_addr(addr).unwrap()), s)
+    };
+    let kept: Vec<_> = (0..600).map(|_| open()).collect();
+    // Whether they are under way or refused is the store's affair.
+    assert!(kept.iter().any(|(r, _)| matches!(r, Ok(()) | Err(Errno::INPROGRESS))));
+    let text = format!("\n>flooded by {}\n", rustix::process::geteuid().as_raw());
+    std::io::stdout().write_all(text.as_bytes()).unwrap();
+    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+}
+
+#[test]
+fn a_flood_of_another_user_hardly_delays() {
+    if let Ok(addr) = std::env::var(FLOOD) {
+        return flood(&addr);
+    }
+    if !rustix::process::geteuid().is_root() {
+        return did_not_run(Lack::Root, "this user cannot start a process of another one");
+    }
+    let secret = Secret::random().unwrap();
+    for addr in [loopback(), fresh_name()] {
+        let server = StoreServer::bind(&addr, &secret).unwrap();
+        let to = match server.addr() {
+            StoreAddr::Tcp(_, port) => port.to_string(),
+            StoreAddr::Abstract(name) => format!("@{name}"),
+        };
+        // By that path another user may start this program, wherever it lies.
+        let mut child = Command::new("/proc/self/exe")
+            .args(["tcp_store::tests::a_flood_of_another_user_hardly_delays"])
+            .args(["--exact", "--nocapture"])
+            .env(FLOOD, to)
+            .uid(12345)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(lines.any(|l| l.unwrap() == ">flooded by 12345"), "the flood did not begin");
+        let start = Instant::now();
+        let c = StoreClient::connect(server.addr(), &secret, soon()).unwrap();
+        assert_eq!(c.add("n", 1).unwrap(), 1);
+        let took = start.elapsed();
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert!(took < Duration::from_secs(2), "{addr}: {took:?}");
+        let why = server.reasons().unwrap();
+        let want = if addr == loopback() { "silent" } else { "of another user" };
+        assert!(why.contains(want), "{why}");
+    }
+}
+
+#[test]
+fn the_server_knows_why_it_refused() {
+    let (secret, other) = (Secret::random().unwrap(), Secret::random().unwrap());
+    let server = StoreServer::bind(&loopback(), &secret).unwrap();
+    assert_eq!(server.reasons(), None);
+    StoreClient::connect(server.addr(), &other, soon()).err().unwrap();
+    let mut garbage = TcpStream::connect(("127.0.0.1", port(&server))).unwrap();
+    garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    // Until it is closed, by whichever way.
+    garbage.read_to_end(&mut Vec::new()).ok();
+    let soon = Instant::now() + Duration::from_secs(5);
+    while server.refused() < 2 && Instant::now() < soon {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let why = server.reasons().unwrap();
+    let want = "2 connections were refused: 1 with another secret, 1 with a bad hello";
+    assert_eq!(why, want);
+}
+
+#[test]
+fn a_host_that_is_not_known_is_no_reason_to_wait() {
+    let addr = StoreAddr::Tcp("no-such-host.invalid".to_owned(), 7000);
+    let limit = Deadline::after_s(60.0);
+    let e = StoreClient::connect(&addr, &Secret::from_job("j"), limit).err().unwrap();
+    assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
+    assert!(e.message().contains("the host `no-such-host.invalid` was not found"), "{e}");
+    // A name service that does not answer gets the time for a second try.
+    assert!(limit.elapsed() < Duration::from_secs(8), "{:?}", limit.elapsed());
+    let e = StoreServer::bind(&addr, &Secret::random().unwrap()).err().unwrap();
+    assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
+}
+
+/// A stopped server: `set` and `add` end with the meeting, not after half a minute.
+#[test]
+fn requests_of_a_meeting_end_with_it() {
+    // It takes the connection of the client, and no more.
+    let secret = Secret::from_job("j");
+    let server = StoreServer::bind(&loopback(), &secret).unwrap();
+    let end = Deadline::after_s(0.5);
+    let c = StoreClient::connect(server.addr(), &secret, end).unwrap().ending(end);
+    let mute = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let to_mute = mute.local_addr().unwrap();
+    let stream = TcpStream::connect(to_mute).unwrap();
+    stream.set_nonblocking(true).unwrap();
+    c.put_idle(crate::stream::Stream(stream.into()));
+    let e = c.set("k", b"v").unwrap_err();
+    assert!(e.is_timeout() && end.elapsed() < Duration::from_secs(4), "{e}");
 }

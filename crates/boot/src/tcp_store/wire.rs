@@ -15,6 +15,9 @@ pub(super) const MAX_HELLO: usize = 128;
 
 const MAGIC: [u8; 4] = *b"TWST";
 
+/// A client's last word in place of its proof, where the server's is under another secret.
+pub(super) const OTHER_SECRET: &[u8] = b"secret";
+
 /// A request of a client.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Request {
