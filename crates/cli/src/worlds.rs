@@ -59,7 +59,7 @@ pub fn world_cfg(flag_s: Option<f64>, default_s: f64) -> Result<WorldCfg> {
 fn limits(flag_s: Option<f64>, default_s: f64, config: &Config) -> Result<WorldCfg> {
     let flag = flag_s.map(|s| seconds("--timeout-s", s)).transpose()?;
     let timeout = flag.or(config.timeout).map_or_else(|| seconds("--timeout-s", default_s), Ok)?;
-    Ok(WorldCfg { timeout, ..WorldCfg::default() })
+    Ok(WorldCfg::of_timeout(timeout))
 }
 
 /// A time given on the command line, by `flag`.
@@ -88,5 +88,12 @@ mod tests {
         assert_eq!(WorldCfg::of(&set).timeout.as_secs(), 3000);
         assert_eq!(WorldCfg::of(&Config::default()).timeout, WorldCfg::default().timeout);
         assert!(limits(Some(0.0), 60.0, &set).is_err());
+        // The ranks meet within the same time, but never wait for more than a minute.
+        let meet = |flag, config: &Config| limits(flag, 600.0, config).unwrap().rendezvous_timeout;
+        assert_eq!(meet(None, &Config::default()).as_secs(), 60);
+        assert_eq!(meet(Some(7.0), &set).as_secs(), 7);
+        assert_eq!(meet(Some(700.0), &set).as_secs(), 60);
+        let short = Config { timeout: Some(Duration::from_secs(3)), ..Config::default() };
+        assert_eq!(WorldCfg::of(&short).rendezvous_timeout.as_secs(), 3);
     }
 }

@@ -179,7 +179,7 @@ fn a_job_goes_on_after_its_ranks_are_killed() {
         .args(["run", "-n", "4", "--grace-s", "20", "--max-restarts", &restarts, "--", TILEWIRE])
         .args(TRAIN)
         .args(grid)
-        .args(["--timeout-s", "2"])
+        .args(["--timeout-s", "4"])
         .args(saves)
         .current_dir(d)
         .stdout(Stdio::piped())
@@ -207,7 +207,7 @@ fn a_job_goes_on_after_its_ranks_are_killed() {
         let ranks = ranks_of(job.id());
         assert_eq!(ranks.len(), 4, "kill {kill}");
         let (victim, pid) = ranks[random.below(4) as usize];
-        // The last one falls silent instead: its peers meet their deadline of two seconds.
+        // The last one falls silent instead: its peers meet their deadline of four seconds.
         let silent = kill == kills;
         let signal = match silent {
             true => rustix::process::Signal::STOP,

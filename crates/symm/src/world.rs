@@ -17,7 +17,8 @@ use crate::team::{LiveTeam, TeamInner, lock};
 pub struct WorldCfg {
     /// Longest wait on a live peer. Default 600 s.
     pub timeout: Duration,
-    /// Longest time to form a team. Default 60 s.
+    /// Longest time for the ranks to meet, and to form a team. Default 60 s, or `timeout` where
+    /// that is set and shorter.
     pub rendezvous_timeout: Duration,
     /// After how long a wait is reported in the log. Default 30 s.
     pub late_warning: Duration,
@@ -42,8 +43,14 @@ impl Default for WorldCfg {
 impl WorldCfg {
     /// Returns the defaults, with the values that the environment sets (`TILEWIRE_TIMEOUT_S`).
     pub fn of(config: &Config) -> Self {
+        config.timeout.map_or_else(Self::default, Self::of_timeout)
+    }
+
+    /// Returns the defaults with this `timeout`. No meeting lasts longer, either.
+    pub fn of_timeout(timeout: Duration) -> Self {
         let default = Self::default();
-        Self { timeout: config.timeout.unwrap_or(default.timeout), ..default }
+        let rendezvous_timeout = default.rendezvous_timeout.min(timeout);
+        Self { timeout, rendezvous_timeout, ..default }
     }
 
     /// Limits for tests: two seconds on a live peer.
