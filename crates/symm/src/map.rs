@@ -109,8 +109,8 @@ impl Mapping {
             if len <= old {
                 continue;
             }
-            // The length that was just read stays only if nobody can shorten the file: else an access
-            // behind its end would be a SIGBUS. `EINVAL` is a file that knows no seals.
+            // The length that was just read stays only if nobody can shorten the file: else an
+            // access behind its end would be a SIGBUS. `EINVAL` is a file that knows no seals.
             let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
             if !seals.contains(SealFlags::SHRINK) {
                 let text = "a peer's shared memory is not sealed against shrinking";

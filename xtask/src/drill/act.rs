@@ -24,7 +24,7 @@ struct Act<'a> {
     dir: PathBuf,
     mark: String,
     random: Random,
-    /// What was seen, for the judge.
+    /// The observations, for the judge.
     seen: Value,
 }
 
@@ -139,7 +139,7 @@ impl Act<'_> {
         let mut job = self.job(&self.words(&[], &[]))?;
         let harm = &self.case.harm;
         let (id, rank) = (job.id(), harm["rank"].as_u64());
-        // A rank that is stopped before all have met is another case: see `meeting` below.
+        // A rank that is stopped before all have met ends the meeting, and not a wait.
         let is_stop = self.case.harm() == "stop";
         if (is_stop || self.random.below(3) > 0) && !self.until(&mut job, || self.steps() > 0)? {
             self.seen["void"] = json!(true);

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 pub struct Case {
     pub seed: u64,
     pub number: u64,
-    /// What is done: all that the judge will know of the case.
+    /// The harm: all that the judge will know of the case.
     pub harm: Value,
     /// The command line behind the program.
     pub words: Vec<String>,

@@ -123,7 +123,7 @@ mod tests {
         seen
     }
 
-    /// What a drill would be worth nothing without: a judge who is lied to notices.
+    /// A judge who is lied to notices: without that a drill shows nothing.
     #[test]
     fn planted_lies_are_caught() {
         let (harm, seen) = killed();

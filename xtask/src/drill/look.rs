@@ -1,4 +1,4 @@
-//! What can be seen of a job from outside: processes, files, ports, curves.
+//! Observations of a job from outside: processes, files, ports, curves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

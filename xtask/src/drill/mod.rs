@@ -3,9 +3,9 @@
 //! A case is a job of the `tilewire` command (threads or processes, 2 to 8 ranks) and one harm: a
 //! rank killed or stopped, the launcher killed, output that nobody reads, limits of the system, a
 //! stranger's bytes, a damaged checkpoint, kills under `--max-restarts`. The driver (this file and
-//! `act.rs`) does it and writes down what it sees; `xtask judge`, a process of its own, gets the harm
-//! and what was seen, and nothing else (`judge.rs`). The numbers of a case follow from seed and
-//! number: a failure prints the command that repeats it.
+//! `act.rs`) does it and writes down what it sees; `xtask judge`, a process of its own, gets the
+//! harm and what was seen, and nothing else (`judge.rs`). The numbers of a case follow from seed
+//! and number: a failure prints the command that repeats it.
 
 mod act;
 mod case;
@@ -22,7 +22,7 @@ use serde_json::Value;
 
 use self::case::Case;
 
-/// What to drill.
+/// The extent of a drill.
 #[derive(clap::Args)]
 pub struct DrillArgs {
     /// Seconds after which no case begins any more.

@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use tilewire_core::{Error, Result};
 
+use crate::peer;
 use crate::rejoin::{RESTARTS, VARIABLE};
 use crate::secret::{hex, random_bytes};
 
@@ -62,6 +64,12 @@ impl Restarts {
     /// Takes the connections that have come; what is not a rank of this job is dropped.
     pub fn accept(&mut self, num_ranks: usize) {
         while let Ok((stream, _)) = self.listener.accept() {
+            // Another user cannot hold up the launcher by saying nothing.
+            let fd = OwnedFd::from(stream);
+            if peer::check_user(&fd).is_err() {
+                continue;
+            }
+            let stream = UnixStream::from(fd);
             if let Some(rank) = self.hello(&stream).filter(|r| *r < num_ranks)
                 && self.are_left()
             {
