@@ -73,7 +73,7 @@ impl Case {
                 (json!({ "rank": rank, "deadline": 1 }), process(ranks, &more))
             }
             "launcher" => (json!({}), process(ranks, endless)),
-            "stalled" => (json!({}), format!("run -n {ranks} -- SELF verify --ranks 1,2")),
+            "stalled" => (json!({ "limit": 1 }), format!("run -n {ranks} --timeout-s 1 -- yes")),
             "full" => (json!({ "text": "No space left" }), threads_or(&mut r, ranks, endless)),
             "fds" => (json!({ "limit": 8 + r.below(120) }), threads(ranks, &bounded)),
             "memory" => (json!({ "limit": (60 + r.below(900)) << 10 }), threads(ranks, &bounded)),
