@@ -19,6 +19,13 @@ fn raise(py: Python<'_>, e: &Error) -> PyResult<PyErr> {
     fields.set_item("team", e.get_team())?;
     fields.set_item("rank", e.get_rank().map(Rank::get))?;
     fields.set_item("peer", e.get_peer().map(Rank::get))?;
+    for (name, rank) in [
+        ("world_rank", e.get_world_rank()),
+        ("world_peer", e.get_world_peer()),
+        ("culprit", e.get_culprit()),
+    ] {
+        fields.set_item(name, rank.map(Rank::get))?;
+    }
     fields.set_item("hint", e.get_hint())?;
     let json = e.to_json();
     fields.set_item("seq", json["seq"].as_u64())?;

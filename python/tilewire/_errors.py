@@ -10,6 +10,8 @@ class Error(Exception):
         message: the sentence, without the context that ``str`` adds.
         op: the operation; phase: its phase.
         team: name of the team whose ranks are meant; rank: the reporting rank; peer: the other one.
+        world_rank, world_peer: the same two by their numbers in the world.
+        culprit: world rank of the rank that is to blame, which may wait for nobody.
         seq: number of the launch on its team.
         expected, seen: what was expected and what was there instead.
         elapsed_ms: how long was waited.
@@ -18,6 +20,7 @@ class Error(Exception):
     """
 
     message = op = phase = team = rank = peer = seq = None
+    world_rank = world_peer = culprit = None
     expected = seen = elapsed_ms = hint = cause = None
 
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Rank;
+use crate::{Rank, Team};
 
 /// Shorthand for results of this workspace.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -62,9 +62,12 @@ struct Inner {
     op: Option<Cow<'static, str>>,
     phase: Option<Cow<'static, str>>,
     team: Option<String>,
+    /// World ranks of the team's members, in team order.
+    members: Option<Arc<[Rank]>>,
     seq: Option<u64>,
     rank: Option<Rank>,
     peer: Option<Rank>,
+    culprit: Option<Rank>,
     expected: Option<String>,
     seen: Option<String>,
     elapsed: Option<Duration>,
@@ -97,9 +100,11 @@ impl Error {
             op: None,
             phase: None,
             team: None,
+            members: None,
             seq: None,
             rank: None,
             peer: None,
+            culprit: None,
             expected: None,
             seen: None,
             elapsed: None,
@@ -125,6 +130,12 @@ impl Error {
         // EMFILE and ENFILE, in the words of std and of rustix.
         let (kind, hint) = if text.ends_with("(os error 24)") {
             (ErrorKind::Exhausted, "raise the limit of open files with `ulimit -n`")
+        } else if text.ends_with("(os error 27)") {
+            // EFBIG. Not `Exhausted`: the limit is one of a file.
+            let hint = "the file would pass the limit of file sizes: raise it with `ulimit -f`";
+            return Self::new(ErrorKind::Io, text).hint(hint).cause(cause);
+        } else if text.ends_with("(os error 12)") {
+            (ErrorKind::Exhausted, "raise the limit of the address space with `ulimit -v`, or free memory")
         } else if text.ends_with("(os error 23)") {
             (ErrorKind::Exhausted, "raise `sysctl fs.file-max`: all files of this machine are open")
         } else {
@@ -148,6 +159,23 @@ impl Error {
     /// Names the team.
     pub fn team(mut self, team: impl Into<String>) -> Self {
         self.0.team.get_or_insert(team.into());
+        self
+    }
+
+    /// Names the team, and its members' places in the world: the text then has world ranks, with the
+    /// team ranks in brackets. Nothing changes if another team is named already.
+    pub fn of_team(self, team: &Team) -> Self {
+        let mut named = self.team(team.name());
+        if named.0.team.as_deref() == Some(team.name()) {
+            named.0.members.get_or_insert_with(|| team.members().into());
+        }
+        named
+    }
+
+    /// Names the rank that is to blame, by its world rank. It need not be the peer of the wait that
+    /// failed: that rank may wait itself.
+    pub fn culprit(mut self, world_rank: Rank) -> Self {
+        self.0.culprit.get_or_insert(world_rank);
         self
     }
 
@@ -248,6 +276,36 @@ impl Error {
         self.0.peer
     }
 
+    /// The world rank that is to blame, if known: the one that was named so, or the peer that died
+    /// or did not signal.
+    pub fn get_culprit(&self) -> Option<Rank> {
+        let at_fault = matches!(self.kind(), ErrorKind::Timeout | ErrorKind::PeerDead);
+        self.0.culprit.or_else(|| self.get_world_peer().filter(|_| at_fault))
+    }
+
+    /// The reporting rank's number in the world, if known.
+    pub fn get_world_rank(&self) -> Option<Rank> {
+        self.in_world(self.0.rank)
+    }
+
+    /// The peer's number in the world, if known.
+    pub fn get_world_peer(&self) -> Option<Rank> {
+        self.in_world(self.0.peer)
+    }
+
+    fn in_world(&self, team_rank: Option<Rank>) -> Option<Rank> {
+        self.0.members.as_ref()?.get(team_rank?.idx()).copied()
+    }
+
+    /// A rank for people: by its number in the world, where that is known.
+    fn shown(&self, team_rank: Rank) -> String {
+        let mine = team_rank.get();
+        match self.in_world(Some(team_rank)) {
+            Some(world) if world != team_rank => format!("{} ({mine} in the team)", world.get()),
+            _ => mine.to_string(),
+        }
+    }
+
     /// Sequence number of the launch, if known.
     pub fn get_seq(&self) -> Option<u64> {
         self.0.seq
@@ -320,6 +378,9 @@ impl Error {
         put("seq", i.seq.map(Into::into));
         put("rank", i.rank.map(|r| r.get().into()));
         put("peer", i.peer.map(|r| r.get().into()));
+        put("world_rank", self.get_world_rank().map(|r| r.get().into()));
+        put("world_peer", self.get_world_peer().map(|r| r.get().into()));
+        put("culprit", self.get_culprit().map(|r| r.get().into()));
         put("expected", i.expected.clone().map(Into::into));
         put("seen", i.seen.clone().map(Into::into));
         put("elapsed_ms", i.elapsed.map(|d| (d.as_secs_f64() * 1e3).into()));
@@ -354,10 +415,13 @@ impl fmt::Display for Error {
             ctx.push(format!("seq {s}"));
         }
         if let Some(r) = i.rank {
-            ctx.push(format!("rank {}", r.get()));
+            ctx.push(format!("rank {}", self.shown(r)));
         }
         if let Some(p) = i.peer {
-            ctx.push(format!("peer {}", p.get()));
+            ctx.push(format!("peer {}", self.shown(p)));
+        }
+        if let Some(c) = self.get_culprit() {
+            ctx.push(format!("culprit {}", c.get()));
         }
         if let Some(d) = i.elapsed {
             ctx.push(format!("after {:.3} s", d.as_secs_f64()));
@@ -416,6 +480,41 @@ mod tests {
         assert_eq!(j["kind"], "timeout");
         assert_eq!(j["elapsed_ms"], 1500.0);
         assert!(j.get("cause").is_none());
+    }
+
+    #[test]
+    fn ranks_of_a_team_are_shown_by_their_numbers_in_the_world() {
+        let members = [Rank::new(4), Rank::new(5)];
+        let team = Team::new("cp2.0", &members, Rank::new(4), 8).unwrap().unwrap();
+        let dead = || Error::new(ErrorKind::PeerDead, "gone").rank(Rank::new(0)).peer(Rank::new(1));
+        let e = dead().of_team(&team);
+        let text = "gone (team cp2.0, rank 4 (0 in the team), peer 5 (1 in the team), culprit 5)";
+        assert_eq!(e.to_string(), text);
+        assert_eq!((e.get_rank(), e.get_peer()), (Some(Rank::new(0)), Some(Rank::new(1))));
+        assert_eq!(e.get_world_rank(), Some(Rank::new(4)));
+        let j = e.to_json();
+        assert_eq!((&j["peer"], &j["world_peer"], &j["culprit"]), (&1.into(), &5.into(), &5.into()));
+        // The rank to blame may be one that the wait was not for.
+        let e = dead().culprit(Rank::new(7)).of_team(&team);
+        assert_eq!((e.get_culprit(), e.get_world_peer()), (Some(Rank::new(7)), Some(Rank::new(5))));
+        // Who waited for something else blames nobody.
+        let e = Error::new(ErrorKind::Mismatch, "no").peer(Rank::new(1)).of_team(&team);
+        assert_eq!(e.get_culprit(), None);
+        // Ranks of a team that is named already are not those of another.
+        let other = dead().team("other").of_team(&team);
+        assert_eq!((other.get_team(), other.get_world_peer()), (Some("other"), None));
+        assert!(dead().team("cp2.0").of_team(&team).get_world_peer().is_some());
+    }
+
+    #[test]
+    fn limits_of_files_and_memory_are_told_with_their_remedies() {
+        for (code, kind, remedy) in
+            [(27, ErrorKind::Io, "ulimit -f"), (12, ErrorKind::Exhausted, "ulimit -v")]
+        {
+            let e = Error::io("writing", std::io::Error::from_raw_os_error(code));
+            assert_eq!(e.kind(), kind);
+            assert!(e.get_hint().is_some_and(|h| h.contains(remedy)), "{e}");
+        }
     }
 
     #[test]

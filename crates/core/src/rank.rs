@@ -148,6 +148,16 @@ impl Team {
         self.members.iter().position(|&m| m == w).map(|i| Rank::new(i as u32))
     }
 
+    /// Team rank `r` for people: "rank 5 (rank 1 of team cp2.0)", by its number in the world first.
+    /// Where both numbers are the same, "rank 1" says all.
+    pub fn named(&self, r: Rank) -> String {
+        match self.members.get(r.idx()) {
+            Some(world) if *world == r => format!("rank {}", r.get()),
+            Some(world) => format!("rank {} (rank {} of team {})", world.get(), r.get(), self.name),
+            None => format!("rank {} of team {}", r.get(), self.name),
+        }
+    }
+
     /// The other members, starting with the next one: `me+1, me+2, ..., me-1` (modulo size).
     ///
     /// Every rank starts elsewhere, so that one-sided pushes in this order never converge on one
@@ -169,6 +179,15 @@ mod tests {
         assert_eq!(t.world_rank(Rank::new(0)), Rank::new(5));
         assert_eq!(t.team_rank(Rank::new(5)), Some(Rank::new(0)));
         assert_eq!(t.peers().collect::<Vec<_>>(), [Rank::new(0)]);
+    }
+
+    #[test]
+    fn a_rank_is_named_by_its_number_in_the_world() {
+        let members = [Rank::new(0), Rank::new(5)];
+        let t = Team::new("t", &members, Rank::new(0), 8).unwrap().unwrap();
+        assert_eq!(t.named(Rank::new(0)), "rank 0");
+        assert_eq!(t.named(Rank::new(1)), "rank 5 (rank 1 of team t)");
+        assert_eq!(t.named(Rank::new(2)), "rank 2 of team t");
     }
 
     #[test]
