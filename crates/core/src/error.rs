@@ -135,7 +135,10 @@ impl Error {
             let hint = "the file would pass the limit of file sizes: raise it with `ulimit -f`";
             return Self::new(ErrorKind::Io, text).hint(hint).cause(cause);
         } else if text.ends_with("(os error 12)") {
-            (ErrorKind::Exhausted, "raise the limit of the address space with `ulimit -v`, or free memory")
+            (
+                ErrorKind::Exhausted,
+                "raise the limit of the address space with `ulimit -v`, or free memory",
+            )
         } else if text.ends_with("(os error 23)") {
             (ErrorKind::Exhausted, "raise `sysctl fs.file-max`: all files of this machine are open")
         } else {
@@ -162,8 +165,8 @@ impl Error {
         self
     }
 
-    /// Names the team, and its members' places in the world: the text then has world ranks, with the
-    /// team ranks in brackets. Nothing changes if another team is named already.
+    /// Names the team, and its members' places in the world: the text then has world ranks, with
+    /// the team ranks in brackets. Nothing changes if another team is named already.
     pub fn of_team(self, team: &Team) -> Self {
         let mut named = self.team(team.name());
         if named.0.team.as_deref() == Some(team.name()) {
@@ -361,6 +364,17 @@ impl Error {
         matches!(self.kind(), ErrorKind::Timeout | ErrorKind::PeerDead | ErrorKind::Aborted)
     }
 
+    /// Returns the distance of an error from its cause: 0 for one of a rank's own, 1 for a peer
+    /// that did not signal, 2 for one that reports what happened to another rank. Of the errors of
+    /// several ranks the nearest is the one to read.
+    pub fn distance(&self) -> u8 {
+        match self.kind() {
+            ErrorKind::PeerDead | ErrorKind::Aborted => 2,
+            ErrorKind::Timeout => 1,
+            _ => 0,
+        }
+    }
+
     /// The error as a JSON object; absent fields are left out.
     pub fn to_json(&self) -> serde_json::Value {
         let i = &*self.0;
@@ -493,7 +507,10 @@ mod tests {
         assert_eq!((e.get_rank(), e.get_peer()), (Some(Rank::new(0)), Some(Rank::new(1))));
         assert_eq!(e.get_world_rank(), Some(Rank::new(4)));
         let j = e.to_json();
-        assert_eq!((&j["peer"], &j["world_peer"], &j["culprit"]), (&1.into(), &5.into(), &5.into()));
+        assert_eq!(
+            (&j["peer"], &j["world_peer"], &j["culprit"]),
+            (&1.into(), &5.into(), &5.into())
+        );
         // The rank to blame may be one that the wait was not for.
         let e = dead().culprit(Rank::new(7)).of_team(&team);
         assert_eq!((e.get_culprit(), e.get_world_peer()), (Some(Rank::new(7)), Some(Rank::new(5))));

@@ -5,6 +5,7 @@
 //! - [`Rank`], [`Team`]: who takes part, in which order.
 //! - [`DType`], [`Shape`], [`View`], [`QTensor`]: what is computed on.
 //! - [`Error`], [`ErrorKind`]: the one error type of the workspace.
+//! - [`memory`]: code that expects an allocation to fail.
 //! - [`Deadline`], [`Config`]: how long a wait may last, and the `TILEWIRE_` variables.
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ mod dtype;
 mod error;
 #[doc(hidden)]
 pub mod inject;
+pub mod memory;
 pub mod numerics;
 mod process;
 mod qtensor;

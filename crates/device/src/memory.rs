@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
+use tilewire_core::memory::expect_failure;
 use tilewire_core::{DType, Error, ErrorKind, Result};
 
 use crate::loan::{Access, Loan};
@@ -77,11 +78,11 @@ impl Memory {
     /// As `zeroed` and `poisoned`; an error where they would end the process.
     pub(crate) fn try_filled(len_bytes: usize, byte: u8) -> Result<Self> {
         let (num, mut lines) = (len_bytes.div_ceil(64), Vec::new());
-        lines.try_reserve_exact(num).map_err(|e| {
+        expect_failure(|| lines.try_reserve_exact(num)).map_err(|e| {
             let text = format!("the host cannot allocate {len_bytes} bytes");
-            Error::new(ErrorKind::Exhausted, text)
-                .cause(e)
-                .hint("use fewer ranks, or smaller sizes")
+            Error::new(ErrorKind::Exhausted, text).cause(e).hint(
+                "use fewer ranks, smaller sizes, or raise the address space limit (ulimit -v)",
+            )
         })?;
         lines.resize(num, Line([byte; 64]));
         Ok(Self::of(lines, len_bytes))

@@ -147,6 +147,7 @@ impl HostStream {
                     format!("the thread of stream `{name}` cannot be started: {e}"),
                 )
                 .cause(e)
+                .hint("raise the limits of processes (`ulimit -u`) and of the address space (`ulimit -v`)")
             })?;
         Ok(Self(Arc::new(Inner {
             name,
