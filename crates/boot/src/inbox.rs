@@ -45,6 +45,8 @@ struct Source {
     /// The whole connection is unusable.
     fault: Option<Error>,
     exit: Option<PeerExit>,
+    /// The reason that came with the goodbye.
+    why: Option<String>,
 }
 
 #[derive(Default)]
@@ -154,6 +156,17 @@ impl Inbox {
         self.bell.notify_all();
     }
 
+    /// Notes why `src` leaves. Before its exit is noted: who sees the exit asks for the reason.
+    pub fn reason(&self, src: Rank, why: &str) {
+        if !why.is_empty() {
+            self.lock().sources[src.idx()].why.get_or_insert_with(|| why.to_owned());
+        }
+    }
+
+    pub fn reason_of(&self, src: Rank) -> Option<String> {
+        self.lock().sources[src.idx()].why.clone()
+    }
+
     pub fn exit_of(&self, src: Rank) -> Option<PeerExit> {
         self.lock().sources[src.idx()].exit
     }
@@ -179,7 +192,8 @@ impl Inbox {
             Some(PeerExit::Left) => "has left",
             _ => "has died",
         };
-        let e = Error::new(ErrorKind::PeerDead, format!("`{tag}`: {peer} {how}"));
+        let why = source.why.as_ref().map_or(String::new(), |w| format!(" ({w})"));
+        let e = Error::new(ErrorKind::PeerDead, format!("`{tag}`: {peer} {how}{why}"));
         let e = match &source.fault {
             Some(f) => {
                 let remedy = f.get_hint().map(|h| format!("; {h}")).unwrap_or_default();

@@ -11,6 +11,7 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use signal_hook::consts::SIGXFSZ;
 use tilewire_core::{Error, Rank, Result};
 
 use self::group::RankProcess;
@@ -97,13 +98,16 @@ impl RankStatus {
 }
 
 /// The rank whose failure caused the others'. Of those that fail within 100 ms a signal is taken
-/// before an exit, and an error of a rank's own before one that speaks of a peer.
+/// before an exit, an error of a rank's own before that of a wait for a silent rank, and this
+/// before one that reports what befell a peer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
     /// The rank that failed.
     pub rank: Rank,
     /// Its end.
     pub status: RankStatus,
+    /// The rank that its error blames, if it names one.
+    pub culprit: Option<Rank>,
     /// The last lines, at most 20, of its standard error.
     pub last_stderr: Vec<String>,
 }
@@ -120,6 +124,8 @@ pub struct ExitReport {
     pub first_failure: Option<Failure>,
     /// Restarts of the job.
     pub restarts: u32,
+    /// Ranks that did not end within the grace time, and were killed: they were stopped, or stuck.
+    pub stuck: Vec<Rank>,
     /// The time limit was reached.
     pub timed_out: bool,
     /// The signal that ended the launcher.
@@ -131,6 +137,35 @@ pub struct ExitReport {
     pub lost_output: u64,
     /// Duration of the job.
     pub elapsed: Duration,
+}
+
+impl ExitReport {
+    /// Returns what the end of the job shows beside the first failure, each in a sentence: the rank
+    /// that was waited for, limits that ended a rank, ranks that had to be killed.
+    pub fn findings(&self) -> Vec<String> {
+        let mut all = Vec::new();
+        if let Some(f) = &self.first_failure {
+            let rank = f.rank.get();
+            if let Some(c) = f.culprit.filter(|c| *c != f.rank) {
+                all.push(format!("rank {rank} failed because of rank {}", c.get()));
+            }
+            let out = f.last_stderr.iter().rev().find(|l| l.contains("memory allocation of"));
+            if let (RankStatus::Signaled(6), Some(line)) = (f.status, out) {
+                all.push(format!(
+                    "rank {rank} was aborted: out of memory under a limit of the address space \
+                     (raise `ulimit -v`) or of the machine: {line}"
+                ));
+            }
+            if f.status == RankStatus::Signaled(SIGXFSZ) {
+                all.push(format!(
+                    "rank {rank} wrote beyond the limit of file sizes (raise `ulimit -f`)"
+                ));
+            }
+        }
+        let stuck = self.stuck.iter().map(|r| r.get());
+        all.extend(stuck.map(|r| format!("rank {r} did not end when asked to, and was killed")));
+        all
+    }
 }
 
 impl Launch {

@@ -7,7 +7,10 @@
 //!   deaths: [`ThreadMesh`] for threads, [`LinkMesh`] for processes, [`join_processes`] for either.
 //! - [`Launch`]: starts the ranks of a job on this host and cleans up after them.
 //!
-//! Linux only; no library handler for signals is installed outside of [`Launch`].
+//! - [`limits`]: what a program does about limits that would end it without a word.
+//!
+//! Linux only; no library handler for signals is installed outside of [`Launch`] and of
+//! [`limits::expect_file_limit`].
 #![deny(unsafe_code)]
 
 mod card;
@@ -18,6 +21,7 @@ mod handshake;
 mod inbox;
 mod join;
 mod launch;
+pub mod limits;
 mod links;
 mod mesh;
 mod monitor;
@@ -38,7 +42,9 @@ pub use env::{Flags, Launcher, Place, Rendezvous, detect};
 pub use join::join_processes;
 pub use launch::{ExitReport, Failure, Launch, NO_MULTICAST, RankStatus, watch_launcher};
 pub use links::LinkMesh;
-pub use mesh::{MAX_FDS, MAX_PAYLOAD, MAX_RANKS, MAX_TAG, Mesh, NOT_SENT, Parcel, PeerExit};
+pub use mesh::{
+    MAX_FDS, MAX_PAYLOAD, MAX_RANKS, MAX_TAG, MAX_WHY, Mesh, NOT_SENT, Parcel, PeerExit,
+};
 pub use rejoin::Rejoin;
 pub use secret::Secret;
 pub use store::{LocalStore, Store};

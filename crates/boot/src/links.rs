@@ -13,7 +13,7 @@ use crate::claim::Sign;
 use crate::frame::{self, Kind};
 use crate::handshake::Identity;
 use crate::inbox::{Inbox, Limits, SLICE};
-use crate::mesh::{Mesh, Parcel, PeerExit, check_exchange, check_world};
+use crate::mesh::{Mesh, Parcel, PeerExit, check_exchange, check_world, short};
 use crate::monitor;
 use crate::rendezvous::{Link, Met, rendezvous};
 use crate::secret::Secret;
@@ -228,11 +228,19 @@ impl Mesh for LinkMesh {
     }
 
     fn leave(&self) {
+        self.leave_because("");
+    }
+
+    fn farewell(&self, rank: Rank) -> Option<String> {
+        self.shared.inbox.reason_of(rank)
+    }
+
+    fn leave_because(&self, why: &str) {
         // A forked child must not say goodbye for its parent.
         if self.is_forked() || self.shared.left.swap(true, Ordering::AcqRel) {
             return;
         }
-        let bye = [frame::encode_small(Kind::Bye, self.shared.me, &[])];
+        let bye = [frame::encode_small(Kind::Bye, self.shared.me, short(why).as_bytes())];
         let peers: Vec<Rank> = Rank::all(self.size()).filter(|r| *r != self.shared.me).collect();
         // A peer that cannot be reached will see the closed socket: that is all one can do.
         self.send_all(&|| Ok(()), &peers, (&bye, &[]), Deadline::after(BYE_LIMIT)).ok();

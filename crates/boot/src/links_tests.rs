@@ -133,7 +133,7 @@ fn death_is_told_at_once_and_leaving_is_not_death() {
         let (tx, rx) = mpsc::channel();
         world[0].on_exit(Box::new(move |r, how| tx.send((r, how)).unwrap()));
         let (dead, left) = (world.remove(2), world.remove(1));
-        left.leave();
+        left.leave_because("exhausted: no memory");
         left.leave();
         assert_eq!(
             left.exchange("z", &[left.rank()], b"", &[], soon()).unwrap_err().kind(),
@@ -144,6 +144,7 @@ fn death_is_told_at_once_and_leaving_is_not_death() {
             rx.recv_timeout(Duration::from_secs(5)).unwrap(),
             (Rank::new(1), PeerExit::Left)
         );
+        assert_eq!(world[0].farewell(Rank::new(1)).as_deref(), Some("exhausted: no memory"));
         let start = Instant::now();
         let all: Vec<Rank> = [0, 2].map(Rank::new).to_vec();
         std::thread::scope(|t| {
@@ -152,7 +153,11 @@ fn death_is_told_at_once_and_leaving_is_not_death() {
             drop(dead);
             let e = waiting.join().unwrap();
             assert!(e.is_peer_dead() && e.get_peer() == Some(Rank::new(2)), "{e}");
+            let all = [0, 1].map(Rank::new);
+            let e = world[0].exchange("u", &all, b"", &[], soon()).unwrap_err();
+            assert!(e.message().ends_with("r1 has left (exhausted: no memory)"), "{e}");
         });
+        assert_eq!(world[0].farewell(Rank::new(2)), None);
         assert!(start.elapsed() < Duration::from_secs(2));
         assert_eq!(
             rx.recv_timeout(Duration::from_secs(5)).unwrap(),

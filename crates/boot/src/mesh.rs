@@ -16,6 +16,9 @@ pub const MAX_FDS: usize = 253;
 /// The longest tag in bytes.
 pub const MAX_TAG: usize = 256;
 
+/// The longest reason of a goodbye, in bytes.
+pub const MAX_WHY: usize = 1 << 10;
+
 /// A member's contribution to an exchange.
 #[derive(Debug, Default)]
 pub struct Parcel {
@@ -101,9 +104,28 @@ pub trait Mesh: Send + Sync {
     /// A mesh that is dropped without it counts as died.
     fn leave(&self);
 
+    /// Says goodbye as [`Mesh::leave`], and why: the others find it by [`Mesh::farewell`]. At most
+    /// [`MAX_WHY`] bytes of it are sent.
+    fn leave_because(&self, why: &str) {
+        let _untold = why;
+        self.leave();
+    }
+
+    /// Returns why `rank` left, if it left with a reason.
+    fn farewell(&self, rank: Rank) -> Option<String> {
+        let _unknown = rank;
+        None
+    }
+
     /// Tells the others that this rank has died. For a rank that is a thread and panics; of a
     /// process its end tells, and nothing is done here.
     fn die(&self) {}
+}
+
+/// Returns the part of a reason that is sent, in whole characters.
+pub(crate) fn short(why: &str) -> &str {
+    let end = (0..=MAX_WHY.min(why.len())).rev().find(|&i| why.is_char_boundary(i));
+    &why[..end.unwrap_or(0)]
 }
 
 /// Returns what both kinds of mesh require of the arguments of an exchange.

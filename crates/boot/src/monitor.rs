@@ -10,7 +10,7 @@ use tilewire_core::{Error, ErrorKind, Rank, Result};
 
 use crate::frame::{self, Frame, Kind, MAX_FRAME};
 use crate::links::Shared;
-use crate::mesh::{Parcel, PeerExit};
+use crate::mesh::{Parcel, PeerExit, short};
 use crate::rendezvous::Link;
 use crate::sock::{self, Received};
 
@@ -152,7 +152,10 @@ impl Peer<'_> {
             return Err(broken("a frame with a wrong source, length or number of descriptors"));
         }
         match f.kind {
-            Kind::Bye => return Ok(true),
+            Kind::Bye => {
+                shared.inbox.reason(self.rank, short(&String::from_utf8_lossy(f.payload)));
+                return Ok(true);
+            }
             Kind::Parcel => {
                 if let Some((tag, parcel)) = self.assemble(&f, got.fds)? {
                     shared.inbox.deliver(self.rank, &tag, parcel);

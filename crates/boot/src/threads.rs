@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result, inject};
 
 use crate::inbox::{Inbox, Limits};
-use crate::mesh::{Mesh, NOT_SENT, Parcel, PeerExit, check_exchange, check_world};
+use crate::mesh::{Mesh, NOT_SENT, Parcel, PeerExit, check_exchange, check_world, short};
 
 /// A [`Mesh`] between threads: the same behaviour as between processes, without sockets.
 ///
@@ -119,9 +119,20 @@ impl Mesh for ThreadMesh {
     }
 
     fn leave(&self) {
+        self.leave_because("");
+    }
+
+    fn leave_because(&self, why: &str) {
         if !self.left.swap(true, Ordering::AcqRel) {
+            for peer in Rank::all(self.inboxes.len()).filter(|r| *r != self.me) {
+                self.inboxes[peer.idx()].reason(self.me, short(why));
+            }
             self.tell_others(PeerExit::Left);
         }
+    }
+
+    fn farewell(&self, rank: Rank) -> Option<String> {
+        self.inbox().reason_of(rank)
     }
 
     fn die(&self) {

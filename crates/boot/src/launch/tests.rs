@@ -141,6 +141,42 @@ fn of_failures_together_the_one_that_caused_the_others_is_named() {
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
 }
 
+#[test]
+fn the_rank_that_the_others_waited_for_is_named() {
+    let wait = "echo 'error: rank 2 is alive but did not signal (rank 1, culprit 2)' >&2; exit 2";
+    let abort = "echo 'error: rank 1 aborted the team (culprit 2, after 1 s)' >&2; exit 2";
+    let script = format!(
+        "case $RANK in 0) {abort};; 1) {wait};; *) trap '' TERM; while :; do sleep 0.1; done;; esac"
+    );
+    let (r, ..) = run(&Launch { grace: Duration::from_millis(300), ..sh(3, &script) });
+    let f = r.first_failure.as_ref().unwrap();
+    assert_eq!((f.rank, f.culprit), (Rank::new(1), Some(Rank::new(2))));
+    assert_eq!(r.stuck, [Rank::new(2)]);
+    let want =
+        ["rank 1 failed because of rank 2", "rank 2 did not end when asked to, and was killed"];
+    assert_eq!(r.findings(), want);
+}
+
+#[test]
+fn a_rank_with_an_error_of_its_own_is_named_before_those_that_it_left() {
+    let left = "echo 'error: rank 1 has left the job and will not signal (culprit 1)' >&2; exit 2";
+    let own = "sleep 0.05; echo 'error: no memory' >&2; exit 2";
+    let (r, ..) = run(&sh(3, &format!("if [ $RANK = 1 ]; then {own}; fi; {left}")));
+    let f = r.first_failure.as_ref().unwrap();
+    assert_eq!((f.rank, f.culprit, r.findings().len()), (Rank::new(1), None, 0));
+}
+
+#[test]
+fn the_limit_that_ended_a_rank_is_named() {
+    for (script, want) in [
+        ("echo 'memory allocation of 30 bytes failed' >&2; kill -ABRT $$", "ulimit -v"),
+        ("kill -XFSZ $$", "ulimit -f"),
+    ] {
+        let findings = run(&sh(1, script)).0.findings();
+        assert!(findings.len() == 1 && findings[0].contains(want), "{findings:?}");
+    }
+}
+
 /// A stream that takes a line each so often, or, with none, nothing after its first line.
 struct Slow(Screen, Option<Duration>);
 
@@ -360,7 +396,8 @@ fn the_death_of_the_launcher_ends_what_ranks_have_started() {
     }
 }
 
-/// A job that has ended leaves nothing to its warden: a process that left its session lives on.
+/// A job that has ended leaves nothing to its warden: a process that left its session lives on. The
+/// rank ends after that process has left.
 #[test]
 fn a_warden_ends_with_its_job() {
     let warden = ["launch::tests::warden_child", "--exact", "--ignored"].map(OsString::from);

@@ -22,8 +22,13 @@ const TIMEOUT_CODE: i32 = 124;
 /// before its end can be seen, so that its peers may have failed and ended earlier.
 const TOGETHER: Duration = Duration::from_millis(100);
 
-/// Words of errors that another rank has caused: texts of `PeerDead`, and names of exceptions.
-const OF_A_PEER: [&str; 4] = ["has died", "PeerDead", "aborted by rank", "Aborted"];
+/// Words of errors that another rank has caused: texts of `PeerDead` and `Aborted`, and names of
+/// exceptions.
+const OF_A_PEER: [&str; 6] =
+    ["has died", "has left", "PeerDead", "aborted by rank", "aborted the team", "Aborted"];
+
+/// Words of errors of a rank that waited for another, which was silent.
+const OF_SILENCE: [&str; 2] = ["did not signal", "no message has arrived"];
 
 /// The signals that the launcher passes on, each with a pipe that tells of it.
 pub(super) struct Signals(Vec<(i32, UnixStream, SigId)>);
@@ -70,6 +75,8 @@ pub(super) struct Watch<'a> {
     /// Set when the ranks have been asked to end.
     ending: Option<Instant>,
     killed: bool,
+    /// Ranks that did not end when they were asked to.
+    stuck: Vec<Rank>,
     /// Ranks that have failed before anybody was asked to end, in the order in which that was seen.
     pub failed: Vec<(Rank, RankStatus)>,
     /// Ranks that were killed because they did not come back.
@@ -90,6 +97,7 @@ impl<'a> Watch<'a> {
             start,
             ending: None,
             killed: false,
+            stuck: Vec::new(),
             failed: Vec::new(),
             silent: Vec::new(),
             verdict: None,
@@ -242,6 +250,8 @@ impl<'a> Watch<'a> {
 
     fn kill(&mut self, ranks: &[RankProcess]) {
         self.killed = true;
+        let alive = ranks.iter().enumerate().filter(|(_, r)| r.status.is_none());
+        self.stuck = alive.map(|(i, _)| Rank::new(i as u32)).collect();
         ranks.iter().for_each(|r| r.signal_group(Signal::KILL));
     }
 
@@ -260,7 +270,13 @@ impl<'a> Watch<'a> {
     ) -> ExitReport {
         let first_failure = cause(&self.failed, &tails).map(|(rank, status)| {
             let last_stderr = tails.get_mut(rank.idx()).map(std::mem::take).unwrap_or_default();
-            Failure { rank, status, last_stderr }
+            let culprit = last_stderr.iter().rev().find_map(|l| culprit(l));
+            Failure {
+                rank,
+                status,
+                culprit: culprit.filter(|r| r.idx() < ranks.len()),
+                last_stderr,
+            }
         });
         let all_well = ranks.iter().all(|r| r.status.is_some_and(RankStatus::success));
         let code = match (&first_failure, self.interrupted) {
@@ -278,6 +294,7 @@ impl<'a> Watch<'a> {
             ranks: ranks.iter().map(|r| r.status.unwrap_or(RankStatus::Signaled(9))).collect(),
             first_failure,
             restarts: 0,
+            stuck: self.stuck.clone(),
             timed_out: self.timed_out,
             interrupted: self.interrupted,
             stragglers,
@@ -287,16 +304,26 @@ impl<'a> Watch<'a> {
     }
 }
 
-/// The failure that caused the others: a signal before an exit, an error of its own before one that
-/// speaks of a peer, and of equals the one seen first. `tails`: the last lines of standard error.
+/// The failure that caused the others: a signal before an exit, an error of its own before that of
+/// a wait for a silent rank, this before one that reports what befell a peer, and of equals the
+/// one seen first. `tails`: the last lines of standard error.
 fn cause(failed: &[(Rank, RankStatus)], tails: &[Vec<String>]) -> Option<(Rank, RankStatus)> {
-    let of_a_peer = |rank: Rank| {
+    let says = |rank: Rank, what: &[&str]| {
         let lines = tails.get(rank.idx()).map_or(&[][..], Vec::as_slice);
-        lines.iter().any(|l| OF_A_PEER.iter().any(|words| l.contains(words)))
+        lines.iter().any(|l| what.iter().any(|words| l.contains(words)))
     };
     let weight = |&(rank, status): &(Rank, RankStatus)| match status {
         RankStatus::Signaled(_) => 0,
-        RankStatus::Exited(_) => 1 + u32::from(of_a_peer(rank)),
+        RankStatus::Exited(_) if says(rank, &OF_SILENCE) => 2,
+        RankStatus::Exited(_) if says(rank, &OF_A_PEER) => 3,
+        RankStatus::Exited(_) => 1,
     };
     failed.iter().copied().min_by_key(weight)
+}
+
+/// Returns the world rank that an error's text blames.
+fn culprit(line: &str) -> Option<Rank> {
+    let (_, rest) = line.rsplit_once("culprit ")?;
+    let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    rest[..digits].parse().ok().map(Rank::new)
 }
