@@ -54,6 +54,7 @@ impl LiveTeam {
         Err(Error::new(ErrorKind::Mismatch, "the ranks disagree about their next call")
             .op(if kind == EntryKind::Prepare { "prepare" } else { "launch" })
             .phase("agree")
+            .of_team(self)
             .rank(self.rank())
             .peer(peer)
             .seq(theirs.seq)

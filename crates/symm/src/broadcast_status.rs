@@ -107,6 +107,9 @@ impl LiveTeam {
     /// The error of the first rank that failed, of one kind on all ranks; on other ranks it names
     /// that rank as the peer. Otherwise as [`LiveTeam::exchange`].
     pub fn settle<T>(&self, what: &str, mine: Result<T>) -> Result<T> {
+        // An error that speaks of a peer means one of this team.
+        let of_team = |e: Error| if e.get_peer().is_some() { e.of_team(self) } else { e };
+        let mine = mine.map_err(of_team);
         let words = mine.as_ref().map_or_else(failed, |_| vec![OK]);
         let all = match (self.exchange(what, &words), &mine) {
             // My own failure first: peers may have aborted because of it.
@@ -115,9 +118,10 @@ impl LiveTeam {
         };
         for (i, words) in all.iter().enumerate() {
             // One verdict, so that all do the same about it.
-            match payload_of(Rank::new(i as u32), words) {
+            let peer = self.world_rank(Rank::new(i as u32));
+            match payload_of(peer, words) {
                 Err(_) if self.rank().idx() == i => return mine,
-                done => done.map(drop)?,
+                done => done.map(drop).map_err(|e| self.translate(e))?,
             }
         }
         mine

@@ -3,6 +3,7 @@
 //! ```text
 //! 0x0000  magic u64 | layout version u32, rank u32 | size u32, pad | team id u64 | generation u64
 //! 0x0080  bell u32 | sleepers u32          futex of the owner; a signal rings it
+//! 0x0088  sign u64                         the owner waits: a count << 8 | world rank awaited
 //! 0x0100  abort[64] u64                    slot i is written by rank i
 //! 0x0300  report[8] u64                    why the owner aborted; first writer wins
 //! 0x0340  last two prepares: { sequence u64, fingerprint u64 }
@@ -26,7 +27,7 @@ pub const NUM_SIGNALS: usize = 4096;
 pub(crate) const NUM_CHANNELS: usize = 64;
 
 pub(crate) const MAGIC: u64 = 0x7469_6c65_7769_7265; // "tilewire"
-pub(crate) const LAYOUT_VERSION: u64 = 1;
+pub(crate) const LAYOUT_VERSION: u64 = 2;
 
 const OFF_MAGIC: usize = 0x00;
 const OFF_VERSION_RANK: usize = 0x08;
@@ -35,6 +36,7 @@ const OFF_TEAM: usize = 0x18;
 const OFF_GENERATION: usize = 0x20;
 const OFF_BELL: usize = 0x80;
 const OFF_SLEEPERS: usize = 0x84;
+const OFF_SIGN: usize = 0x88;
 pub(crate) const OFF_ABORT: usize = 0x100;
 const OFF_REPORT: usize = 0x300;
 const OFF_PREPARE: usize = 0x340;
@@ -119,6 +121,11 @@ impl Control {
     pub fn prepare_word(&self, page: Rank, i: usize) -> &AtomicU64 {
         assert!(i < 4, "two prepares have 4 words");
         self.map.word(page.idx(), OFF_PREPARE + 8 * i)
+    }
+
+    /// Returns the word by which the owner of a page says that it waits.
+    pub fn sign_word(&self, page: Rank) -> &AtomicU64 {
+        self.map.word(page.idx(), OFF_SIGN)
     }
 
     pub fn inbox(&self, page: Rank, channel: usize, writer: Rank) -> &AtomicU64 {

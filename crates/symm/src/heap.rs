@@ -1,5 +1,6 @@
 //! Heaps: one chunk of symmetric memory per rank, cut into buffers.
 
+use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -13,6 +14,7 @@ use crate::buf::{Dropped, SymBuf, take, unused};
 use crate::map::{Mapping, PAGE, shared_file};
 use crate::nccl::{self, NcclTeam};
 use crate::nvshmem;
+use crate::silence::Watch;
 use crate::team::{LiveTeam, lock};
 use crate::transport::{HostTransport, Mapped, Peers, over};
 use crate::vmm::VmmStore;
@@ -211,7 +213,7 @@ fn same_request(team: &LiveTeam, backend: BackendKind, len: usize, stride: usize
         if theirs != words.as_bytes() {
             return Err(Error::new(ErrorKind::Mismatch, "ranks ask for different heaps")
                 .op("heap")
-                .team(team.name())
+                .of_team(team)
                 .rank(team.rank())
                 .peer(Rank::new(i as u32))
                 .expected(words)
@@ -228,7 +230,8 @@ pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>)
     let deadline = Deadline::after(team.timeout());
     let num = own.as_ref().map_or(0, Vec::len);
     let part = (&[][..], own.as_deref().map_err(Error::clone));
-    let stop = || team.check();
+    let watch = RefCell::new(Watch::new(team, None));
+    let stop = || team.look(&watch);
     let met = exchange_parts(&*team.0.mesh, &stop, &tag, team.members(), part, deadline);
     // An error without a peer, of another kind than the fault, began on this rank: the peers' fault
     // may be its consequence, so this rank's own error is reported.
@@ -236,13 +239,14 @@ pub(crate) fn exchange_chunks(team: &LiveTeam, own: Result<Vec<BorrowedFd<'_>>>)
     let parcels = met.map_err(|e| match team.fault().get().filter(|f| by_others(f, &e)) {
         // It speaks of ranks of the team; the mesh, of the world's.
         Some(fault) => fault,
-        None => team.translate(e).op("heap").phase("exchange").team(team.name()),
+        None => team.translate(e).op("heap").phase("exchange").of_team(team),
     })?;
     let mut fds = Vec::new();
     for (i, p) in parcels.into_iter().enumerate() {
         if p.fds.len() != num {
             return Err(Error::new(ErrorKind::Protocol, "a peer has sent no memory")
                 .op("heap")
+                .of_team(team)
                 .peer(Rank::new(i as u32))
                 .expected(num)
                 .seen(p.fds.len()));

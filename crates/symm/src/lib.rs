@@ -32,6 +32,7 @@ mod nvshmem;
 pub mod protocol;
 mod recorder;
 mod signals;
+mod silence;
 mod sink;
 mod team;
 mod traffic;

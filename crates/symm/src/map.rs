@@ -28,6 +28,9 @@ pub(crate) fn shared_file(name: &str, len: usize) -> Result<OwnedFd> {
         match e {
             rustix::io::Errno::MFILE => new.hint("`ulimit -n 4096` allows more descriptors"),
             rustix::io::Errno::NFILE => new.hint("raise fs.file-max: the machine is out of files"),
+            rustix::io::Errno::FBIG => new.hint(
+                "the limit of file sizes counts for shared memory: raise it with `ulimit -f`",
+            ),
             _ => new,
         }
     };

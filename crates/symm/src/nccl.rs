@@ -216,6 +216,7 @@ fn all_adopted(team: &LiveTeam, mine: Option<Arc<NcclComm>>) -> Result<Option<Ar
         let text = "some ranks have adopted an NCCL communicator, others have not";
         return Err(Error::new(ErrorKind::Mismatch, text)
             .op("nccl")
+            .of_team(team)
             .peer(Rank::new(odd as u32))
             .hint("call `World::adopt_nccl` on every rank, before heaps are made"));
     }

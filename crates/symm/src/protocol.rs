@@ -134,14 +134,29 @@ pub fn turn<T, E>(
     Some(ready().ok_or(why))
 }
 
+/// Reason of an abort: the deadline of a wait for `about`.
+pub const TIMED_OUT: u8 = 1;
+/// `about` has died, or left.
+pub const DEAD: u8 = 2;
+/// The caller asked for it.
+pub const ASKED_FOR: u8 = 3;
+/// The next call is not that of `about`.
+pub const DISAGREES: u8 = 4;
+/// Another error of the rank that aborts. Kernels have 6 for one of their host's.
+pub const OTHER_ERROR: u8 = 5;
+/// As [`TIMED_OUT`], where world rank `about` is not in this team.
+pub const TIMED_OUT_OUTSIDE: u8 = 7;
+/// As [`DEAD`], where world rank `about` is not in this team.
+pub const DEAD_OUTSIDE: u8 = 8;
+
 /// The content of an abort word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AbortCode {
     /// Low 32 bits of the team generation the abort is meant for.
     pub generation: u32,
-    /// The reason: 1 timeout, 2 dead peer, 3 asked for, 4 mismatch, 5 other error.
+    /// The reason: one of the constants of this module, or 5 for another error.
     pub reason: u8,
-    /// Team rank that it is about.
+    /// Team rank that it is about; for [`TIMED_OUT_OUTSIDE`] and [`DEAD_OUTSIDE`] a world rank.
     pub about: u8,
     /// Team rank that raised it first. A rank that sees an abort passes it on as it is.
     pub from: u8,

@@ -108,6 +108,13 @@ pub(crate) fn cut(text: &str, max_bytes: usize) -> &str {
     &text[..end.unwrap_or(0)]
 }
 
+/// Returns the number of the last entry of `rank`'s page; 0 without one.
+pub(crate) fn last(ctl: &Control, rank: Rank) -> u64 {
+    // A number that is being replaced reads as 0, and then its predecessor counts.
+    let number = |i| ctl.recorder_word(rank, base(i)).load(Ordering::Acquire);
+    (0..NUM_ENTRIES as u64).map(number).max().unwrap_or(0)
+}
+
 /// Writes an entry into my page.
 pub(crate) fn write(ctl: &Control, me: Rank, seq: u64, kind: EntryKind, fp: u64, text: &str) {
     let at = base(seq);

@@ -61,7 +61,7 @@ impl LiveTeam {
     pub(crate) fn uneven(&self, slot: usize, src: Rank, used: u64, seen: u64) -> Error {
         let text = format!("signal slot {slot}: a count was not consumed exactly once");
         Error::new(ErrorKind::Protocol, text)
-            .team(self.name())
+            .of_team(self)
             .rank(self.rank())
             .peer(src)
             .expected(used)

@@ -1,5 +1,6 @@
 //! Teams that have met: control pages, signals, faults, agreement.
 
+use std::cell::RefCell;
 use std::ops::Deref;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,9 +16,10 @@ use crate::control::{Control, NUM_CHANNELS, NUM_SIGNALS, page_bytes};
 use crate::hook::{Hook, HookAction, HookPoint, StepKind};
 use crate::map::{Mapping, shared_file};
 use crate::nccl::Adopted;
-use crate::protocol::{AbortCode, raise};
+use crate::protocol::{AbortCode, DEAD, raise};
 use crate::recorder::{self, Entry, EntryState, NUM_ENTRIES};
 use crate::signals::SlotPool;
+use crate::silence::{Siblings, Watch};
 use crate::sink::AbortSinks;
 use crate::traffic::{Traffic, TrafficCounters};
 use crate::world::WorldCfg;
@@ -37,6 +39,8 @@ pub(crate) struct TeamInner {
     pub cfg: WorldCfg,
     /// The world's, of the caller's making.
     pub adopted: Arc<Adopted>,
+    /// All teams of this rank, this one included once the world has it.
+    pub siblings: Arc<Siblings>,
     pub traffic: TrafficCounters,
     /// Devices that must learn of an abort.
     pub sinks: AbortSinks,
@@ -66,15 +70,10 @@ impl TeamInner {
 
 /// The mesh speaks of world ranks; errors of a team speak of team ranks.
 fn translate(team: &Team, e: Error) -> Error {
-    let Some(world) = e.get_peer() else { return e };
-    let Some(peer) = team.team_rank(world) else { return e };
-    let same = peer == world && e.get_rank().is_none_or(|r| r == team.rank());
-    let e = e.renumbered(team.rank(), peer);
-    if same {
-        return e;
+    match e.get_peer().and_then(|world| team.team_rank(world)) {
+        Some(peer) => e.renumbered(team.rank(), peer).of_team(team),
+        None => e,
     }
-    let text = format!("{} (ranks in this sentence are world ranks)", e.message());
-    e.reworded(text)
 }
 
 /// A team whose members have met. Clones are the same team; it derefs to its [`Team`] value.
@@ -129,6 +128,17 @@ fn control_files(parcels: Vec<Parcel>, generation: u64) -> Result<Vec<OwnedFd>> 
     Ok(fds)
 }
 
+fn id_of(tag: &str) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&blake3::hash(tag.as_bytes()).as_bytes()[..8]);
+    u64::from_le_bytes(word)
+}
+
+fn map_pages(files: &[OwnedFd], len: usize, team: &Team) -> Result<Control> {
+    let map = Mapping::new(files, len, len).map_err(|e| e.of_team(team))?;
+    Ok(Control::new(map, team.size()))
+}
+
 impl LiveTeam {
     /// Collective over the members: makes and maps the control pages.
     pub(crate) fn meet(
@@ -136,19 +146,16 @@ impl LiveTeam {
         info: Team,
         tag: &str,
         generation: u64,
-        (cfg, adopted): (WorldCfg, Arc<Adopted>),
+        (cfg, adopted, siblings): (WorldCfg, Arc<Adopted>, Arc<Siblings>),
     ) -> Result<Self> {
         let size = info.size();
-        let mut word = [0; 8];
-        word.copy_from_slice(&blake3::hash(tag.as_bytes()).as_bytes()[..8]);
-        let id = u64::from_le_bytes(word);
-
+        let id = id_of(tag);
         let page = page_bytes(size);
         let own = shared_file("tilewire-control", page);
-        // No team exists yet whose abort could end this.
-        let go: Stop<'_> = &|| Ok(());
+        // No team exists yet whose abort could end this. Peers in others see that this rank waits.
+        let go: Stop<'_> = &|| siblings.sign_all();
         let deadline = Deadline::after(cfg.rendezvous_timeout);
-        let here = |e: Error| translate(&info, e).op("team").phase("rendezvous").team(info.name());
+        let here = |e: Error| translate(&info, e).op("team").phase("rendezvous").of_team(&info);
         let own = own.as_ref().map(|f| [f.as_fd()]).map_err(Error::clone);
         let part =
             (&generation.to_le_bytes()[..], own.as_ref().map(|f| &f[..]).map_err(Error::clone));
@@ -162,8 +169,8 @@ impl LiveTeam {
             }
             here(e)
         })?;
-        let fds = control_files(parcels, generation).map_err(|e| e.team(info.name()))?;
-        let ctl = Mapping::new(&fds, page, page).map(|map| Control::new(map, size));
+        let fds = control_files(parcels, generation).map_err(|e| e.of_team(&info))?;
+        let ctl = map_pages(&fds, page, &info);
         if let Ok(ctl) = &ctl {
             ctl.init(info.rank(), id, generation);
         }
@@ -172,7 +179,7 @@ impl LiveTeam {
         exchange_parts(&*mesh, go, &ready, info.members(), part, deadline).map_err(here)?;
         let ctl = ctl?;
         for r in Rank::all(size) {
-            ctl.check(r, id, generation)?;
+            ctl.check(r, id, generation).map_err(|e| e.of_team(&info))?;
         }
         let counters = |n: usize| (0..n).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
         let inner = Arc::new(TeamInner {
@@ -180,6 +187,7 @@ impl LiveTeam {
             generation,
             ctl,
             fault: Arc::new(Fault::new()),
+            siblings,
             traffic: TrafficCounters::new(size),
             sinks: AbortSinks::default(),
             process: Process::default(),
@@ -286,7 +294,7 @@ impl LiveTeam {
         };
         mask.fetch_or(1 << peer.idx(), Ordering::Release);
         match how {
-            PeerExit::Died => self.0.sinks.raise(self.abort_code(2, peer)),
+            PeerExit::Died => self.0.sinks.raise(self.abort_code(DEAD, peer)),
             PeerExit::Left => self.0.sinks.left(self.left()),
         }
         self.0.ctl.ring(self.rank());
@@ -299,10 +307,10 @@ impl LiveTeam {
         if let Err(e) = self.0.process.check() {
             return e.team(self.name());
         }
-        self.0.fault.set(error.team(self.name()))
+        self.0.fault.set(error.of_team(self))
     }
 
-    fn abort_code(&self, reason: u8, about: Rank) -> AbortCode {
+    pub(crate) fn abort_code(&self, reason: u8, about: Rank) -> AbortCode {
         let byte = |r: Rank| r.get() as u8;
         let generation = self.0.generation as u32;
         AbortCode { generation, reason, about: byte(about), from: byte(self.rank()) }
@@ -311,24 +319,9 @@ impl LiveTeam {
     /// Raises the abort of the team's fault on every page. If the fault is a peer's abort, it is
     /// passed on unchanged, so that all ranks name the rank that raised it first.
     fn publish(&self, error: &Error) {
-        let reason = match error.kind() {
-            ErrorKind::Timeout => 1,
-            // Without a peer's name the error reports no death: peers would take it for the death
-            // of this rank.
-            ErrorKind::PeerDead if error.get_peer().is_some() => 2,
-            // Because of another error of this rank, not at the caller's request.
-            ErrorKind::Aborted
-                if error.get_peer().is_none() && std::error::Error::source(error).is_some() =>
-            {
-                5
-            }
-            ErrorKind::Aborted => 3,
-            ErrorKind::Mismatch => 4,
-            _ => 5,
-        };
-        let seen = error.get_peer().filter(|_| reason == 3).and_then(|_| self.seen_abort());
-        let own = || self.abort_code(reason, error.get_peer().unwrap_or(self.rank()));
-        let code = seen.unwrap_or_else(own);
+        let aborted = error.kind() == ErrorKind::Aborted && error.get_peer().is_some();
+        let seen = if aborted { self.seen_abort() } else { None };
+        let code = seen.unwrap_or_else(|| self.code_of(error));
         let me = self.rank();
         self.write_report(code);
         for p in self.peers() {
@@ -377,8 +370,11 @@ impl LiveTeam {
     pub fn abort(&self, why: &str) {
         // The caller asked for the abort, so its error goes to peers and to later calls.
         let _recorded = self.fail(
-            Error::new(ErrorKind::Aborted, format!("aborted by rank {}: {why}", self.rank().get()))
-                .rank(self.rank()),
+            Error::new(
+                ErrorKind::Aborted,
+                format!("aborted by {}: {why}", self.named(self.rank())),
+            )
+            .rank(self.rank()),
         );
     }
 
@@ -416,7 +412,8 @@ impl LiveTeam {
         let n = self.0.exchanges.fetch_add(1, Ordering::Relaxed);
         let tag = format!("{:016x}/{n}/{what}", self.0.id);
         let deadline = Deadline::after(self.0.cfg.timeout);
-        let stop = || self.check();
+        let watch = RefCell::new(Watch::new(self, None));
+        let stop = || self.look(&watch);
         let got = self.0.mesh.exchange_unless(&stop, &tag, self.members(), payload, &[], deadline);
         // Peers may have completed the exchange: they must learn that I have not.
         let parcels = match got {
@@ -424,12 +421,26 @@ impl LiveTeam {
             Err(e) => {
                 self.0.fault.check()?;
                 let e = self.translate(e).op("exchange").phase(what.to_owned());
+                let e = match e.get_peer().filter(|_| e.is_timeout()) {
+                    Some(peer) => {
+                        let (text, culprit) = self.verdict(peer, Some(&watch.borrow()));
+                        let text = format!("{}; {text}", e.message());
+                        e.reworded(text).culprit(culprit)
+                    }
+                    None => e,
+                };
                 return Err(self.fail(e));
             }
         };
         // A rank that gave up has left its part behind.
         self.check()?;
         Ok(parcels.into_iter().map(|p| p.payload).collect())
+    }
+
+    /// Checks as [`LiveTeam::check`] while a message is waited for, and tells the peers that it is.
+    pub(crate) fn look(&self, watch: &RefCell<Watch>) -> Result<()> {
+        watch.borrow_mut().look(self);
+        self.check()
     }
 
     /// The mesh speaks of world ranks; errors of a team speak of team ranks.

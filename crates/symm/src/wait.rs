@@ -5,8 +5,12 @@ use std::time::Duration;
 
 use tilewire_core::{Deadline, Error, ErrorKind, Rank, Result};
 
-use crate::protocol::{AbortCode, turn};
+use crate::protocol::{
+    ASKED_FOR, AbortCode, DEAD, DEAD_OUTSIDE, DISAGREES, OTHER_ERROR, TIMED_OUT, TIMED_OUT_OUTSIDE,
+    turn,
+};
 use crate::recorder::{self, EntryState, Fingerprint};
+use crate::silence::Watch;
 use crate::team::LiveTeam;
 
 /// The context of a wait, for its error.
@@ -29,6 +33,7 @@ impl LiveTeam {
     ) -> Result<T> {
         let deadline = Deadline::after(self.0.cfg.timeout);
         let mut warned = false;
+        let mut watch = None;
         for polls in 0u64.. {
             if let Some(v) = ready() {
                 return Ok(v);
@@ -48,19 +53,24 @@ impl LiveTeam {
                     }
                 }
             }
+            if polls >= 80 {
+                // Before that the wait is a short one, and nobody asks about it.
+                watch.get_or_insert_with(|| Watch::new(self, Some(ctx.peer))).look(self);
+            }
             if polls % 64 == 63 || polls >= 80 {
-                if let Some(end) = turn(&mut ready, || self.must_end(ctx, &deadline, &seen)) {
+                let must_end = || self.must_end(ctx, (&deadline, watch.as_ref()), &seen);
+                if let Some(end) = turn(&mut ready, must_end) {
                     return end;
                 }
                 if !warned && deadline.elapsed() > self.0.cfg.late_warning {
                     warned = true;
                     log::warn!(
-                        "{} [{}]: rank {} has waited {:.0} s for rank {} (team {}, seq {})",
+                        "{} [{}]: {} has waited {:.0} s for {} (team {}, seq {})",
                         ctx.op,
                         ctx.phase,
-                        self.rank().get(),
+                        self.named(self.rank()),
                         deadline.elapsed().as_secs_f64(),
-                        ctx.peer.get(),
+                        self.named(ctx.peer),
                         self.name(),
                         ctx.seq
                     );
@@ -74,33 +84,25 @@ impl LiveTeam {
     /// calls, which delay the other ranks. It returns a text once for each call, whichever thread
     /// waits and however many heaps the team has, and `None` where no call of mine is open.
     pub(crate) fn lateness(&self, waited: Duration) -> Option<String> {
-        let last = |r: Rank| self.flight_recorder(r).pop();
-        let mine = last(self.rank())
-            .filter(|e| matches!(e.state, EntryState::Queued | EntryState::Running))?
-            .seq;
+        let mine = self.calls(self.rank());
+        recorder::read(&self.0.ctl, self.rank(), mine)
+            .filter(|e| matches!(e.state, EntryState::Queued | EntryState::Running))?;
         if self.0.late.swap(mine, Ordering::Relaxed) == mine {
             return None;
         }
-        // A peer that is further behind than the recorder reaches has no entry in it.
-        let calls = |r: Rank| last(r).map_or(0, |e| e.seq);
         let behind: Vec<_> = self
             .peers()
-            .map(|r| (r, calls(r)))
+            .map(|r| (r, self.calls(r)))
             .filter(|(_, n)| *n < mine)
-            .map(|(r, n)| match n {
-                0 => format!("rank {} has made far fewer calls than {mine}", r.get()),
-                _ => format!("rank {} has made {n} calls of {mine}", r.get()),
-            })
+            .map(|(r, n)| format!("{} has made {n} calls of {mine}", self.named(r)))
             .collect();
         let why = match behind.is_empty() {
             true => "no rank has made fewer calls".to_owned(),
             false => behind.join(", "),
         };
-        let (me, s) = (self.rank().get(), waited.as_secs_f64());
-        Some(format!(
-            "this process has waited {s:.0} s for a device of team {} (rank {me}); {why}",
-            self.name()
-        ))
+        let (me, s) = (self.named(self.rank()), waited.as_secs_f64());
+        let team = self.name();
+        Some(format!("{me} has waited {s:.0} s for its device, in team {team}; {why}"))
     }
 
     /// Returns the abort that a peer has raised on my page, and the rank that raised it first.
@@ -119,19 +121,77 @@ impl LiveTeam {
     /// error is that of the death.
     pub(crate) fn abort_error(&self, src: Rank, code: AbortCode) -> Error {
         let about = Rank::new(u32::from(code.about));
-        let why = match code.reason {
-            1 => format!("it timed out waiting for rank {}", code.about),
-            2 => {
-                let how = if self.has_left(about) { "left" } else { "died" };
-                let text = format!("rank {} has {how}, says rank {}", code.about, src.get());
+        let in_world = || self.members().get(about.idx()).copied();
+        let (why, culprit) = match code.reason {
+            TIMED_OUT => (format!("it timed out waiting for {}", self.named(about)), in_world()),
+            DEAD => {
+                let how = self.how_gone(about).unwrap_or_else(|| "has died".to_owned());
+                let text = format!("{} {how}, says {}", self.named(about), self.named(src));
                 return Error::new(ErrorKind::PeerDead, text).rank(self.rank()).peer(about);
             }
-            3 => "its user asked for it".to_owned(),
-            4 => format!("it disagrees with rank {}", code.about),
-            _ => "it met an error".to_owned(),
+            ASKED_FOR => ("its user asked for it".to_owned(), None),
+            DISAGREES => (format!("it disagrees with {}", self.named(about)), None),
+            TIMED_OUT_OUTSIDE => {
+                (format!("it timed out waiting for rank {}", code.about), Some(about))
+            }
+            DEAD_OUTSIDE => (format!("rank {} has died or left", code.about), Some(about)),
+            _ => ("it met an error".to_owned(), None),
         };
-        let text = format!("rank {} aborted the team: {why}", src.get());
-        Error::new(ErrorKind::Aborted, text).rank(self.rank()).peer(src)
+        let text = format!("{} aborted the team: {why}", self.named(src));
+        let e = Error::new(ErrorKind::Aborted, text).rank(self.rank()).peer(src);
+        match culprit {
+            Some(r) => e.culprit(r),
+            None => e,
+        }
+    }
+
+    /// Returns how a peer that has said goodbye went: with the error that it met, if it gave one.
+    pub(crate) fn how_gone(&self, peer: Rank) -> Option<String> {
+        let why = || self.0.mesh.farewell(self.world_rank(peer));
+        self.has_left(peer).then(|| match why() {
+            Some(why) => format!("has left the job ({why})"),
+            None => "has left the job".to_owned(),
+        })
+    }
+
+    /// Returns the abort for an error that this rank met itself.
+    pub(crate) fn code_of(&self, error: &Error) -> AbortCode {
+        let peer = error.get_peer();
+        // Not at the caller's request, but because of another error of this rank.
+        let cause = std::error::Error::source(error).filter(|_| peer.is_none());
+        let reason = match error.kind() {
+            ErrorKind::Aborted if cause.is_some() => {
+                // It may be that of another team, about a rank that this one does not have.
+                let first = cause.and_then(|c| c.downcast_ref::<Error>());
+                let about = first.and_then(|f| Some((f.kind(), f.get_culprit()?)));
+                return about.map_or_else(
+                    || self.abort_code(OTHER_ERROR, self.rank()),
+                    |(kind, rank)| self.code_about(kind == ErrorKind::PeerDead, rank),
+                );
+            }
+            ErrorKind::Timeout => {
+                let peer = peer.unwrap_or(self.rank());
+                return self
+                    .code_about(false, error.get_culprit().unwrap_or(self.world_rank(peer)));
+            }
+            // Without a peer's name the error reports no death: peers would take it for the death
+            // of this rank.
+            ErrorKind::PeerDead if peer.is_some() => DEAD,
+            ErrorKind::Aborted => ASKED_FOR,
+            ErrorKind::Mismatch => DISAGREES,
+            _ => OTHER_ERROR,
+        };
+        self.abort_code(reason, peer.unwrap_or(self.rank()))
+    }
+
+    /// Returns the abort because a rank of the world is gone or silent.
+    fn code_about(&self, gone: bool, world: Rank) -> AbortCode {
+        match (self.team_rank(world), gone) {
+            (Some(r), true) => self.abort_code(DEAD, r),
+            (Some(r), false) => self.abort_code(TIMED_OUT, r),
+            (None, true) => self.abort_code(DEAD_OUTSIDE, world),
+            (None, false) => self.abort_code(TIMED_OUT_OUTSIDE, world),
+        }
     }
 
     /// Returns an abort or a death that peers or the monitor have reported, and that no wait of
@@ -139,7 +199,7 @@ impl LiveTeam {
     pub(crate) fn news(&self) -> Option<Error> {
         let dead = || {
             let peer = self.first_dead()?;
-            let text = format!("rank {} has died", peer.get());
+            let text = format!("{} has died", self.named(peer));
             Some(Error::new(ErrorKind::PeerDead, text).rank(self.rank()).peer(peer))
         };
         dead().or_else(|| self.peer_abort().map(|(src, code)| self.abort_error(src, code)))
@@ -148,7 +208,7 @@ impl LiveTeam {
     fn must_end(
         &self,
         ctx: &WaitCtx<'_>,
-        deadline: &Deadline,
+        (deadline, watch): (&Deadline, Option<&Watch>),
         seen: &impl Fn() -> u64,
     ) -> Option<Error> {
         if let Some(e) = self.0.fault.get() {
@@ -157,7 +217,7 @@ impl LiveTeam {
         let here = |e: Error| {
             e.op(ctx.op.to_owned())
                 .phase(ctx.phase.to_owned())
-                .team(self.name())
+                .of_team(self)
                 .seq(ctx.seq)
                 .rank(self.rank())
                 .elapsed(deadline.elapsed())
@@ -167,7 +227,7 @@ impl LiveTeam {
         let abort = if self.first_dead().is_none() { self.peer_abort() } else { None };
         // If a rank disagrees with me, my own error has the texts of both.
         if let Some((src, code)) = abort
-            && code.reason == 4
+            && code.reason == DISAGREES
             && Rank::new(u32::from(code.about)) == self.rank()
             && let Some(e) = self.order_mismatch(&WaitCtx { peer: src, ..*ctx })
         {
@@ -177,8 +237,8 @@ impl LiveTeam {
             return Some(counts(here(e)));
         }
         // After the abort: a rank that disagreed may have raised an abort and left.
-        if self.has_left(ctx.peer) {
-            let text = format!("rank {} has left the job and will not signal", ctx.peer.get());
+        if let Some(how) = self.how_gone(ctx.peer) {
+            let text = format!("{} {how} and will not signal", self.named(ctx.peer));
             let left = || counts(error(ErrorKind::PeerDead, text, ctx.peer));
             return Some(self.order_mismatch(ctx).unwrap_or_else(left));
         }
@@ -188,16 +248,31 @@ impl LiveTeam {
             return Some(e);
         }
         deadline.expired().then(|| {
-            counts(error(
-                ErrorKind::Timeout,
-                format!("rank {} is alive but did not signal", ctx.peer.get()),
-                ctx.peer,
-            ))
-            .hint(
+            let (text, culprit) = self.verdict(ctx.peer, watch);
+            counts(error(ErrorKind::Timeout, text, ctx.peer)).culprit(culprit).hint(
                 "is that rank stuck, or does it make fewer calls? `tilewire dump` shows what each \
                    rank was doing; --timeout-s, TILEWIRE_TIMEOUT_S or `WorldCfg` raise the limit",
             )
         })
+    }
+
+    /// Returns the text about a deadline of a wait for `peer`, and the world rank that is to blame.
+    pub(crate) fn verdict(&self, peer: Rank, watch: Option<&Watch>) -> (String, Rank) {
+        let first = self.world_rank(peer);
+        let silent = format!("{} is alive but did not signal", self.named(peer));
+        let Some(s) = watch.map(|w| w.suspect(self, peer)) else { return (silent, first) };
+        let text = match (&s.why, s.rank == first) {
+            (Some(why), true) => format!("{silent}: it {why}"),
+            (None, true) => silent,
+            (Some(why), false) => {
+                let other = s.rank.get();
+                format!("rank {other} holds the others up: it {why}; {silent}: it waits as well")
+            }
+            (None, false) => {
+                format!("{silent}: it waits as well, in the end for rank {}", s.rank.get())
+            }
+        };
+        (text, s.rank)
     }
 
     /// Returns the `Mismatch` if the peer's record at my sequence number shows another call than
@@ -219,6 +294,7 @@ impl LiveTeam {
                 .op(ctx.op.to_owned())
                 .phase(ctx.phase.to_owned())
                 .seq(ctx.seq)
+                .of_team(self)
                 .rank(self.rank())
                 .peer(ctx.peer)
                 .expected(format_args!("{want:016x}"))

@@ -1,7 +1,7 @@
 //! The world: all ranks of a job, and the teams they form.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tilewire_boot::{Mesh, PeerExit, ThreadMesh};
@@ -10,7 +10,8 @@ use tilewire_device::Fault;
 use tilewire_device::cuda::NcclComm;
 
 use crate::nccl::{Adopted, GRACE};
-use crate::team::{LiveTeam, TeamInner, lock};
+use crate::silence::Siblings;
+use crate::team::{LiveTeam, lock};
 
 /// Time limits of a world.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -63,7 +64,7 @@ struct WorldInner {
     process: Process,
     mesh: Arc<dyn Mesh>,
     cfg: WorldCfg,
-    teams: Mutex<Vec<Weak<TeamInner>>>,
+    teams: Arc<Siblings>,
     /// The exits so far, with their kinds, for teams that are formed later.
     exits: Mutex<Vec<(Rank, PeerExit)>>,
     /// The number of teams that each (name, members) has formed: their generations.
@@ -125,7 +126,7 @@ impl World {
             process: Process::default(),
             mesh,
             cfg,
-            teams: Mutex::default(),
+            teams: Arc::default(),
             exits: Mutex::default(),
             generations: Mutex::default(),
             reported: Mutex::default(),
@@ -153,7 +154,8 @@ impl World {
     /// Runs `f` on `n` ranks, each a thread of this process, and returns their results in order.
     ///
     /// # Errors
-    /// The first rank's error; `Internal` if a rank panicked.
+    /// The error of the rank that met one of its own; of several the first. `Internal` if a rank
+    /// panicked.
     pub fn run_threads<R: Send>(
         n: usize,
         cfg: WorldCfg,
@@ -172,11 +174,11 @@ impl World {
                 })
                 .collect();
             let mut out = Vec::with_capacity(n);
-            let (mut first, mut panics) = (Ok(()), Vec::new());
+            let (mut errors, mut panics) = (Vec::new(), Vec::new());
             for t in threads {
                 match t.map(std::thread::ScopedJoinHandle::join) {
                     Ok(Ok(Ok(v))) => out.push(v),
-                    Ok(Ok(Err(e))) | Err(e) => first = first.and(Err(e)),
+                    Ok(Ok(Err(e))) | Err(e) => errors.push(e),
                     Ok(Err(payload)) => panics.push(panic_text(&*payload)),
                 }
             }
@@ -186,7 +188,8 @@ impl World {
                 let text = format!("a rank panicked: {}", panics.join("; another: "));
                 return Err(Error::internal(text));
             }
-            first.map(|()| out)
+            // Of equals the first: a rank's own error before its consequences on others.
+            errors.into_iter().min_by_key(Error::distance).map_or(Ok(out), Err)
         })
     }
 
@@ -235,7 +238,7 @@ impl World {
             info.clone(),
             &tag,
             generation,
-            (self.0.cfg, self.0.adopted.clone()),
+            (self.0.cfg, self.0.adopted.clone(), self.0.teams.clone()),
         );
         let team = met?;
         {
@@ -243,10 +246,7 @@ impl World {
             reported.read();
             reported.open.push((team.fault().clone(), info));
         }
-        let mut teams = lock(&self.0.teams);
-        teams.retain(|t| t.strong_count() > 0);
-        teams.push(Arc::downgrade(&team.0));
-        drop(teams);
+        self.0.teams.add(&team.0);
         // A member may have left while we met, before the team was on the list.
         let gone = lock(&self.0.exits).clone();
         for (r, how) in gone {
@@ -334,14 +334,23 @@ impl World {
         self.0.mesh.leave();
     }
 
+    /// As [`World::leave`], for a rank that ends because of `why`: waits of peers that end by this
+    /// goodbye then name the reason. The faults that peers have met are not given: these know them.
+    pub fn leave_because(&self, why: &Error) {
+        if why.is_team_fault() {
+            return self.leave();
+        }
+        let kind = why.to_json()["kind"].as_str().unwrap_or("error").to_owned();
+        self.0.mesh.leave_because(&format!("{kind}: {}", why.message()));
+    }
+
     /// Raises the first fault of any live team.
     ///
     /// # Errors
     /// That fault; `Stale` in a forked child.
     pub fn check(&self) -> Result<()> {
         self.0.process.check()?;
-        let teams: Vec<_> = lock(&self.0.teams).iter().filter_map(Weak::upgrade).collect();
-        teams.into_iter().try_for_each(|t| LiveTeam(t).check())
+        self.0.teams.all().into_iter().try_for_each(|t| t.check())
     }
 }
 
@@ -356,10 +365,8 @@ impl WorldInner {
     fn peer_exit(&self, rank: Rank, how: PeerExit) {
         // Before the list is read: a team is put on the list before it reads the exits.
         lock(&self.exits).push((rank, how));
-        // Collected first: the callback must not hold the lock while it touches the teams.
-        let teams: Vec<_> = lock(&self.teams).iter().filter_map(Weak::upgrade).collect();
-        for t in teams {
-            LiveTeam(t).peer_exit(rank, how);
+        for t in self.teams.all() {
+            t.peer_exit(rank, how);
         }
     }
 }
@@ -377,9 +384,8 @@ impl Drop for World {
         }
         // Work in flight holds the mesh, and waits for peers that wait for us: the death must be
         // reported before that work can end.
-        let teams: Vec<_> = lock(&self.0.teams).iter().filter_map(Weak::upgrade).collect();
-        for team in teams.into_iter().map(LiveTeam) {
-            let text = format!("rank {} panicked", team.rank().get());
+        for team in self.0.teams.all() {
+            let text = format!("{} panicked", team.named(team.rank()));
             let death = Error::new(ErrorKind::PeerDead, text).rank(team.rank()).peer(team.rank());
             let _told = team.fail(death);
         }

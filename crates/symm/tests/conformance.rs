@@ -513,9 +513,9 @@ fn a_slot_with_a_signal_too_many_is_not_given_back() {
     .unwrap();
 }
 
-/// Ranks in an error of a team are the team's.
+/// Ranks in an error of a team are the team's; its text has those of the world.
 #[test]
-fn a_team_speaks_of_its_own_ranks() {
+fn an_error_of_a_team_has_the_ranks_of_the_world_in_its_text() {
     let cfg = WorldCfg { rendezvous_timeout: Duration::from_millis(100), ..WorldCfg::default() };
     World::run_threads(3, cfg, |world| {
         let outer = world.everyone("outer");
@@ -526,7 +526,9 @@ fn a_team_speaks_of_its_own_ranks() {
                 let e = world.team(&members, "pair").unwrap_err();
                 assert!(e.is_timeout(), "{e}");
                 assert_eq!((e.get_rank(), e.get_peer()), (Some(Rank::new(0)), Some(Rank::new(1))));
-                assert!(e.get_hint().is_some() || e.message().contains("world ranks"), "{e}");
+                assert_eq!(e.get_culprit(), Some(Rank::new(1)));
+                let text = e.to_string();
+                assert!(text.contains("rank 2 (0 in the team), peer 1,"), "{e}");
             }
         }
         outer?.agree(true).map(|_| ())

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use tilewire_core::{Error, ErrorKind, Rank};
-use tilewire_symm::{World, WorldCfg};
+use tilewire_symm::{Fingerprint, World, WorldCfg};
 
 /// The death may come while the survivor is still forming the team: it is a death all the same.
 #[test]
@@ -83,4 +83,41 @@ fn a_death_without_a_name_is_nobodys() {
         Ok(rest.size())
     });
     assert_eq!(alive.unwrap(), [3, 3, 3]);
+}
+
+/// A wait for a rank that ended because of an error of its own has the reason, on all ranks.
+#[test]
+fn a_rank_that_leaves_because_of_an_error_says_which() {
+    let text = |world: World| {
+        let team = world.everyone("all")?;
+        team.agree(true)?;
+        if world.rank().get() == 1 {
+            let why = Error::new(ErrorKind::Exhausted, "no memory is left");
+            world.leave_because(&why);
+            return Ok(String::new());
+        }
+        let e = team.prepare_agree(&Fingerprint::new("op", "m=1")).unwrap_err();
+        assert_eq!((e.kind(), e.get_culprit()), (ErrorKind::PeerDead, Some(Rank::new(1))), "{e}");
+        Ok(e.message().to_owned())
+    };
+    let texts = World::run_threads(3, WorldCfg::for_tests(), text).unwrap();
+    for text in [&texts[0], &texts[2]] {
+        let want = "rank 1 has left the job (exhausted: no memory is left)";
+        assert!(text.starts_with(want), "{text}");
+    }
+}
+
+/// Of the errors of all ranks that is returned which no other rank has caused.
+#[test]
+fn the_error_of_ranks_as_threads_is_that_of_the_rank_that_met_its_own() {
+    let e = World::run_threads(3, WorldCfg::for_tests(), |world| {
+        let team = world.everyone("all")?;
+        team.agree(true)?;
+        if world.rank().get() == 2 {
+            return Err(Error::new(ErrorKind::Exhausted, "no memory is left"));
+        }
+        team.prepare_agree(&Fingerprint::new("op", "m=1"))
+    })
+    .unwrap_err();
+    assert_eq!((e.kind(), e.message()), (ErrorKind::Exhausted, "no memory is left"), "{e}");
 }

@@ -442,14 +442,15 @@ impl PlanCore {
         let team = Arc::new(self.team().clone());
         let (started, order) = (team.clone(), self.order.clone());
         // An error inside must name its operation and rank, however far from here it is reported.
-        let (op, me) = (self.op, team.rank());
-        let here = move |e: Error| e.op(op).seq(seq).rank(me);
-        let copies = move || copies().map_err(here);
+        let (op, of) = (self.op, team.clone());
+        let here = move |e: Error| e.op(op).seq(seq).of_team(&of).rank(of.rank());
+        let also_here = here.clone();
+        let copies = move || copies().map_err(&also_here);
         side.launch(Node::new(op, copies).in_domain(fault.clone(), || {}))?;
         stream.launch(
             Node::new(self.op, move || {
                 started.set_state(seq, EntryState::Running);
-                order.alone(&compute).map_err(here)?;
+                order.alone(&compute).map_err(&here)?;
                 started.set_state(seq, EntryState::Done);
                 Ok(())
             })

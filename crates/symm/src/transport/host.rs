@@ -292,7 +292,7 @@ impl Transport for Host {
         src: &[u8],
         phase: &str,
     ) -> Result<()> {
-        permit.check(self.me(), to.0)?;
+        permit.check(self.heap().team(), to.0)?;
         self.write(lane, to, src, phase)
     }
 
@@ -304,7 +304,7 @@ impl Transport for Host {
         (from, len): (usize, usize),
         phase: &str,
     ) -> Result<()> {
-        permit.check(self.me(), to.0)?;
+        permit.check(self.heap().team(), to.0)?;
         self.check(self.me(), from, len)?;
         // SAFETY: the caller's contract is that of `OpCtx::local`.
         self.write(lane, to, unsafe { lane.local(from, len) }, phase)
@@ -390,6 +390,7 @@ impl Transport for Host {
                 .op(lane.op)
                 .phase(phase.to_owned())
                 .seq(lane.seq())
+                .of_team(self.heap.team())
                 .rank(self.me())
                 .peer(src)
                 .expected(expected)

@@ -1,6 +1,6 @@
 //! Credits as values, which say to which peers a lane may put.
 
-use tilewire_core::{Error, ErrorKind, Rank, Result};
+use tilewire_core::{Error, ErrorKind, Rank, Result, Team};
 
 /// Proof that peers have granted a launch the use of their receive buffers.
 ///
@@ -47,12 +47,14 @@ impl Permit {
     }
 
     /// Fails unless `peer` has granted.
-    pub(crate) fn check(&self, me: Rank, peer: Rank) -> Result<()> {
+    pub(crate) fn check(&self, team: &Team, peer: Rank) -> Result<()> {
+        let me = team.rank();
         if peer == me || self.names(peer) {
             return Ok(());
         }
-        let text = format!("a put to rank {} has no credit of that rank", peer.get());
+        let text = format!("a put to {} has no credit of that rank", team.named(peer));
         Err(Error::new(ErrorKind::Protocol, text)
+            .of_team(team)
             .rank(me)
             .peer(peer)
             .hint("acquire the credit first; the schedule of this operation is wrong"))
@@ -65,7 +67,9 @@ mod tests {
 
     #[test]
     fn a_permit_names_the_peers_that_have_granted() {
-        let me = Rank::new(0);
+        let all: Vec<Rank> = Rank::all(64).collect();
+        let team = Team::new("t", &all, Rank::new(0), 64).unwrap().unwrap();
+        let me = &team;
         let p = Permit::of(Rank::new(2)).and(Permit::of(Rank::new(63)));
         for r in 0..64 {
             let allowed = p.check(me, Rank::new(r)).is_ok();

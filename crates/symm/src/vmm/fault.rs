@@ -52,6 +52,7 @@ impl VmmStore {
             Error::new(kind, text)
                 .op(op)
                 .phase(op)
+                .of_team(&self.team)
                 .rank(self.team.rank())
                 .peer(peer)
                 .expected(get(3))
@@ -59,23 +60,21 @@ impl VmmStore {
                 .elapsed(Duration::from_nanos(get(5)))
         };
         match head & 0xff {
-            TIMEOUT => Some(
-                error(
-                    ErrorKind::Timeout,
-                    format!("rank {} is alive but did not signal", peer.get()),
-                    peer,
-                )
-                .hint(
+            TIMEOUT => {
+                let (text, culprit) = self.verdict(peer);
+                Some(error(ErrorKind::Timeout, text, peer).culprit(culprit).hint(
                     "is that rank stuck, or does it make fewer calls? --timeout-s, TILEWIRE_TIMEOUT_S \
                      or `WorldCfg` raise the limit",
-                ),
-            ),
+                ))
+            }
             GONE => {
-                let text = format!("rank {} has left the job and will not signal", peer.get());
+                let how = self.team.how_gone(peer).unwrap_or_else(|| "has left the job".to_owned());
+                let text = format!("{} {how} and will not signal", self.team.named(peer));
                 Some(error(ErrorKind::PeerDead, text, peer))
             }
             OTHER => Some(
                 Error::new(ErrorKind::InvalidArgument, BadInput::text(get(1)))
+                    .of_team(&self.team)
                     .rank(self.team.rank())
                     .peer(self.team.rank()),
             ),
@@ -90,6 +89,20 @@ impl VmmStore {
             // The host wrote this word for the device, so it has the error itself, or a report of
             // it.
             _ => None,
+        }
+    }
+
+    /// Returns the text about a deadline of a wait for `peer`, and the world rank that is to blame:
+    /// of all members that which has made the fewest calls, if these are fewer than mine.
+    fn verdict(&self, peer: Rank) -> (String, Rank) {
+        let team = &self.team;
+        let silent = format!("{} is alive but did not signal", team.named(peer));
+        match team.fewest_calls() {
+            Some((r, calls)) if r == peer => (format!("{silent}: it {calls}"), team.world_rank(r)),
+            Some((r, calls)) => {
+                (format!("{} {calls}; {silent}", team.named(r)), team.world_rank(r))
+            }
+            None => (silent, team.world_rank(peer)),
         }
     }
 

@@ -412,6 +412,7 @@ impl Handles {
             }
             Err(Error::new(ErrorKind::Protocol, "a peer has sent no memory")
                 .op("heap")
+                .of_team(team)
                 .peer(Rank::new(i as u32))
                 .expected(64 * own.len())
                 .seen(bytes.len()))

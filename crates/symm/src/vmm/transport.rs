@@ -158,7 +158,7 @@ impl Transport for DeviceTransport {
         src: &CudaMemory,
         _phase: &str,
     ) -> Result<()> {
-        permit.check(self.team().rank(), dst)?;
+        permit.check(self.team(), dst)?;
         let to = self.here.peer_addr(dst, at, src.len_bytes())?;
         if dst != self.team().rank() {
             self.team().0.traffic.put(dst, src.len_bytes());
@@ -174,7 +174,7 @@ impl Transport for DeviceTransport {
         (from, len): (usize, usize),
         _phase: &str,
     ) -> Result<()> {
-        permit.check(self.team().rank(), dst)?;
+        permit.check(self.team(), dst)?;
         let (to, src) = (self.here.peer_addr(dst, at, len)?, self.here.addr(from, len)?);
         if dst != self.team().rank() {
             self.team().0.traffic.put(dst, len);
@@ -301,7 +301,7 @@ impl Transport for DeviceTransport {
     ) -> Result<()> {
         // Refused before the total moves, as in `put_signal`.
         let at = self.slot(to.0, slot)?;
-        permit.check(self.team().rank(), to.0)?;
+        permit.check(self.team(), to.0)?;
         self.here.peer_addr(to.0, to.1, from.1)?;
         self.here.addr(from.0, from.1)?;
         self.launch(stream, &self.here.store.kernels.bump_epoch, at, 1)?;
@@ -326,7 +326,7 @@ impl Transport for DeviceTransport {
         // Everything that can be refused is refused before the total moves: a total that is one
         // ahead would let the peer's next wait pass before its data.
         let at = self.slot(to.0, slot)?;
-        permit.check(self.team().rank(), to.0)?;
+        permit.check(self.team(), to.0)?;
         self.here.peer_addr(to.0, to.1, src.len_bytes())?;
         self.launch(stream, &self.here.store.kernels.bump_epoch, at, 1)?;
         self.put_flag(stream, permit, to, src, slot, phase)

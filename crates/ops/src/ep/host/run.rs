@@ -178,6 +178,7 @@ impl Run {
         if let Some(bad) = idx.iter().find(|&&e| e < -1 || e >= num as i64) {
             return Err(Error::invalid("`topk_idx` names an expert that does not exist")
                 .op("ep_route")
+                .of_team(ctx.team())
                 .rank(ctx.rank())
                 .expected(format_args!("-1 or 0 to {}", num as i64 - 1))
                 .seen(bad));
