@@ -3,9 +3,11 @@
 //! A step crosses several teams on one stream. A rank that falls silent is missed by each of them
 //! that it belongs to, one behind the other, and each wait has a deadline of its own: together they
 //! would take as many times as long. So the first fault of a team here ends the other teams of this
-//! rank as well, while the device is still waited for, and their peers learn of it as of any abort.
+//! rank as well, and their peers learn of it as of any abort. On the host each wait of a team looks
+//! at the other teams; on devices the host does, while the device is waited for.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use tilewire_core::{Error, ErrorKind, Result};
 use tilewire_device::{Device, Probe};
@@ -14,15 +16,24 @@ use tilewire_symm::LiveTeam;
 pub(crate) struct FaultPropagation {
     teams: [LiveTeam; 4],
     first: OnceLock<Error>,
+    /// A thread looks at the teams: their faults ask this again.
+    looking: AtomicBool,
 }
 
 impl FaultPropagation {
-    /// Looks at the teams whenever the device is waited for, as long as it lives.
+    /// Looks at the teams whenever the device is waited for, or on the host whenever a wait asks
+    /// whether its team is over, as long as it lives.
     pub fn new(teams: [&LiveTeam; 4], device: &Device) -> Arc<Self> {
-        let new = Arc::new(Self { teams: teams.map(LiveTeam::clone), first: OnceLock::new() });
-        if let Device::Cuda(ctx) = device {
-            let probe: Arc<dyn Probe> = new.clone();
-            ctx.watch(Arc::downgrade(&probe));
+        let new = Arc::new(Self {
+            teams: teams.map(LiveTeam::clone),
+            first: OnceLock::new(),
+            looking: AtomicBool::new(false),
+        });
+        let probe: Arc<dyn Probe> = new.clone();
+        let probe: Weak<dyn Probe> = Arc::downgrade(&probe);
+        match device {
+            Device::Cuda(ctx) => ctx.watch(probe),
+            Device::Host => new.teams.iter().for_each(|t| t.fault().watch(probe.clone())),
         }
         new
     }
@@ -44,7 +55,11 @@ impl FaultPropagation {
         for t in &self.teams {
             if t.check().is_ok() {
                 let text = format!("another team of this rank is over: {}", first.message());
-                t.fail(Error::new(ErrorKind::Aborted, text).cause(first.clone()));
+                let e = Error::new(ErrorKind::Aborted, text).cause(first.clone());
+                t.fail(match first.get_culprit() {
+                    Some(rank) => e.culprit(rank),
+                    None => e,
+                });
             }
         }
         Err(first.clone())
@@ -63,8 +78,12 @@ fn nearness(e: &Error) -> u8 {
 
 impl Probe for FaultPropagation {
     fn poll(&self) {
-        // Whoever waits asks, too.
-        let _told = self.check();
+        // `check` asks the teams, and each of them asks this: one look at a time.
+        if !self.looking.swap(true, Ordering::AcqRel) {
+            // Whoever waits asks, too.
+            let _seen = self.check();
+            self.looking.store(false, Ordering::Release);
+        }
     }
 }
 
@@ -90,13 +109,13 @@ mod tests {
         ] {
             World::run_threads(2, WorldCfg::for_tests(), |world| {
                 let teams = ["a", "b", "c", "d"].map(|n| world.everyone(n).unwrap());
-                let together =
-                    FaultPropagation::new([0, 1, 2, 3].map(|i| &teams[i]), &Device::Host);
-                together.check()?;
-                // Rank 1 may learn of the faults before this is over.
+                // Rank 1 may learn of the faults before this is over, and has none of its own.
                 let met = teams[0].agree(true);
                 if world.rank().get() == 0 {
                     met?;
+                    let all = [0, 1, 2, 3].map(|i| &teams[i]);
+                    let together = FaultPropagation::new(all, &Device::Host);
+                    together.check()?;
                     for (team, kind) in teams.iter().zip(there) {
                         if let Some(kind) = kind {
                             team.fail(fault(kind));
@@ -116,5 +135,41 @@ mod tests {
             })
             .unwrap();
         }
+    }
+
+    /// A wait of one team ends with the fault of another, without a look from elsewhere, and its
+    /// peers learn the cause.
+    #[test]
+    fn on_the_host_a_wait_ends_with_the_fault_of_another_team() {
+        World::run_threads(2, WorldCfg::default(), |world| {
+            let teams = ["a", "b", "c", "d"].map(|n| world.everyone(n).unwrap());
+            teams[3].agree(true)?;
+            if world.rank().get() == 1 {
+                // No wait of its own: it learns on the team that rank 0 waits for.
+                while teams[1].check().is_ok() {
+                    std::thread::yield_now();
+                }
+                let e = teams[1].check().unwrap_err();
+                assert!(e.message().ends_with("it timed out waiting for rank 1"), "{e}");
+                return Ok(());
+            }
+            let all = [0, 1, 2, 3].map(|i| &teams[i]);
+            let _together = FaultPropagation::new(all, &Device::Host);
+            let start = std::time::Instant::now();
+            let e = std::thread::scope(|s| {
+                let waits = s.spawn(|| teams[1].agree(true).unwrap_err());
+                std::thread::sleep(std::time::Duration::from_millis(50));
+                teams[2].fail(fault(ErrorKind::Timeout));
+                waits.join().unwrap()
+            });
+            assert!(start.elapsed() < WorldCfg::default().timeout / 100, "{e}");
+            assert_eq!(
+                (e.kind(), e.get_culprit()),
+                (ErrorKind::Aborted, Some(Rank::new(1))),
+                "{e}"
+            );
+            Ok(())
+        })
+        .unwrap();
     }
 }

@@ -289,8 +289,16 @@ impl Model {
     /// # Errors
     /// The fault of a team; what the device reports.
     pub fn finish(&self) -> Result<()> {
-        self.comm.stream.synchronize()?;
-        self.together.check()
+        let done = self.comm.stream.synchronize();
+        // The first fault says more than its consequence for the team that the stream met.
+        self.together.check().and(done)
+    }
+
+    /// Returns the first fault of a team of this model, if `e` is a fault that may be its
+    /// consequence; otherwise `e`.
+    pub fn cause_of(&self, e: Error) -> Error {
+        let first = if e.is_team_fault() { self.together.check().err() } else { None };
+        first.unwrap_or(e)
     }
 
     /// Sets the number of steps taken.

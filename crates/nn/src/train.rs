@@ -128,8 +128,13 @@ impl Trainer {
     /// not what the model can learn from, or a checkpoint was restored in part.
     pub fn step(&mut self, data: &Data) -> Result<StepReport> {
         if self.half_restored {
-            return Err(Error::invalid("the parameters are those of two steps: a checkpoint could be restored in part only").hint("resume from one that is whole"));
+            let text = "the parameters are of two steps: a checkpoint was restored in part";
+            return Err(Error::invalid(text).hint("resume from one that is whole"));
         }
+        self.take_step(data).map_err(|e| self.model.cause_of(e))
+    }
+
+    fn take_step(&mut self, data: &Data) -> Result<StepReport> {
         let start = Instant::now();
         let batch = self.model.batch(data, self.cfg.seed, self.step);
         self.model.load(&batch)?;
