@@ -64,6 +64,7 @@ pub fn run(args: &RunArgs) -> Result<i32> {
         ));
         lines.extend(f.last_stderr.iter().map(|line| format!("    {line}")));
     }
+    lines.extend(report.findings().iter().map(|line| format!("tilewire run: {line}")));
     if report.timed_out {
         lines.push("tilewire run: ended at the time limit (--timeout-s)".to_owned());
     }

@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches};
+use tilewire::boot::limits;
 use tilewire::device::cuda::load_library;
 use tilewire::prelude::*;
 use tilewire_cli::args::{BenchWhat, Cli, Command};
@@ -11,6 +12,10 @@ use tilewire_cli::{
     bench, checkpoint_cmd, complain, doctor, dump, end, kernels_cmd, launch, links, report,
     say_all, topo, trace, train, verify_cmd,
 };
+
+/// Memory that lacks is an error, not an abort.
+#[global_allocator]
+static ALLOC: limits::Alloc = limits::Alloc;
 
 /// Log lines go to standard error, as one line each.
 struct Logger;
@@ -26,6 +31,15 @@ impl log::Log for Logger {
 }
 
 fn main() -> ExitCode {
+    // The limit of the main thread's stack may be too low for what follows.
+    let done = limits::expect_file_limit().and_then(|()| limits::with_stack(command));
+    done.unwrap_or_else(|e| {
+        report(&e);
+        ExitCode::from(2)
+    })
+}
+
+fn command() -> ExitCode {
     let matches = Cli::command().get_matches();
     let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit());
     if let (Command::Bench(args), Some(matches)) =

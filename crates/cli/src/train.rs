@@ -150,6 +150,7 @@ fn spawn(args: &TrainArgs) -> Result<i32> {
     if let Some(f) = &report.first_failure {
         complain(format_args!("rank {} failed first: {:?}", f.rank.get(), f.status));
     }
+    report.findings().iter().for_each(complain);
     Ok(report.code)
 }
 
@@ -192,6 +193,10 @@ impl Job<'_> {
 
     /// Returns what one rank does; `again`: after a restart of the job.
     fn rank(&self, world: World, again: bool) -> Result<()> {
+        self.in_world(&world, again).inspect_err(|e| world.leave_because(e))
+    }
+
+    fn in_world(&self, world: &World, again: bool) -> Result<()> {
         let (args, first) = (self.args, world.rank().get() == 0);
         if let (true, Some(folder)) = (first, &args.dump) {
             // Nobody can have written any before all have made the model together.
@@ -199,11 +204,12 @@ impl Job<'_> {
         }
         let tracer = args.trace.is_some().then(|| Arc::new(Tracer::new(self.start)));
         let sizes = (self.cfg, self.grid);
-        let model = Model::new(&world, sizes, self.target, args.seed, tracer.clone())?;
+        let model = Model::new(world, sizes, self.target, args.seed, tracer.clone())?;
         let mut t = Trainer::new(model, TrainCfg { seed: args.seed, optim: self.optim });
         // A graph leaves no spans.
         t.use_graph &= !args.no_graph && args.trace.is_none();
         let done = self.work(&mut t, (first, again), tracer.as_deref());
+        let done = done.map_err(|e| t.model.cause_of(e));
         if let (Err(_), Some(folder)) = (&done, &args.dump) {
             // It helps to understand the error, and must not take its place.
             if let Err(e) = crate::dump::write(folder, &t.model.comm.teams()) {

@@ -37,7 +37,8 @@ pub fn run(args: &VerifyArgs) -> Result<i32> {
         let world = worlds::join(&place, worlds::world_cfg(args.timeout_s, 60.0)?)?;
         let speaks = world.rank().get() == 0;
         let bar = Progress::new(cases.len(), &format!("{} ranks", world.size()), speaks);
-        let rows = verify::run(&world, &cases, &options, |i, c| step(&bar, i, c))?;
+        let rows = verify::run(&world, &cases, &options, |i, c| step(&bar, i, c))
+            .inspect_err(|e| world.leave_because(e))?;
         bar.end();
         if speaks {
             print(&rows, args);

@@ -1,16 +1,17 @@
-//! Jobs whose processes may open few files: each either works or says how to let them open more.
+//! Jobs under limits of the operating system: each either works or says what to raise.
 
-use std::process::Command;
+use std::process::{Command, Output};
+
+const TILEWIRE: &str = env!("CARGO_BIN_EXE_tilewire");
 
 #[test]
 fn few_open_files_are_enough_or_the_remedy_is_told() {
-    let tilewire = env!("CARGO_BIN_EXE_tilewire");
     let mut done = Vec::new();
     // Whoever runs the test may leave some open, so that the last limit is ample.
     for limit in (5..=17).chain([100]) {
         let few = format!("ulimit -n {limit}; exec \"$0\" verify --op all_gather --quiet");
-        let out = Command::new(tilewire)
-            .args(["run", "-n", "3", "--", "sh", "-c", &few, tilewire])
+        let out = Command::new(TILEWIRE)
+            .args(["run", "-n", "3", "--", "sh", "-c", &few, TILEWIRE])
             .output()
             .unwrap();
         let said = format!("{out:?}");
@@ -21,4 +22,109 @@ fn few_open_files_are_enough_or_the_remedy_is_told() {
     }
     // Both were met: with few there is none, with more there is all.
     assert!(!done[0] && done[done.len() - 1], "{done:?}");
+}
+
+/// Runs a command under limits, which `sh` sets.
+fn under(limits: &str, words: &[&str]) -> Output {
+    let script = format!("{limits}; exec \"$0\" \"$@\"");
+    Command::new("sh")
+        .args(["-c", &script, TILEWIRE])
+        .args(words)
+        .env_remove("RANK")
+        .output()
+        .unwrap()
+}
+
+fn said(out: &Output) -> String {
+    String::from_utf8_lossy(&out.stderr).into_owned()
+}
+
+#[test]
+fn memory_that_lacks_for_a_few_bytes_is_an_error_and_no_abort() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("trace.json");
+    std::fs::write(&file, format!("[{}{{}}]", "{\"a\":{\"b\":\"c\"}},".repeat(300_000))).unwrap();
+    let out = under("ulimit -v 200000", &["trace", file.to_str().unwrap()]);
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(2), "{text}");
+    assert!(text.contains("error: memory ran out") && text.contains("ulimit -v"), "{text}");
+}
+
+/// Whichever rank lacks memory first, and for what: the error is that rank's own.
+#[test]
+fn memory_that_one_of_four_ranks_lacks_is_the_verdict() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("text"), "tiles over wires. ".repeat(400)).unwrap();
+    let file = dir.path().join("text");
+    let train = ["train", "--ranks", "4", "--steps", "1", "--data", file.to_str().unwrap()];
+    for limit in (1_000_000..=1_800_000).step_by(100_000) {
+        let out = under(&format!("ulimit -v {limit}"), &train);
+        let text = said(&out);
+        if out.status.success() {
+            continue;
+        }
+        assert_eq!(out.status.code(), Some(2), "{limit}: {text}");
+        for consequence in ["has left", "has died", "aborted the team"] {
+            assert!(!text.contains(consequence), "{limit}: {text}");
+        }
+        let own = [
+            "cannot be reserved",
+            "cannot allocate",
+            "cannot be started",
+            "ran out",
+            "os error 12",
+        ];
+        assert!(own.iter().any(|o| text.contains(o)), "{limit}: {text}");
+    }
+}
+
+/// In processes, too, the launcher names the rank with the limit.
+#[test]
+fn the_process_that_lacks_memory_is_the_verdict() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("text");
+    std::fs::write(&file, "tiles over wires. ".repeat(400)).unwrap();
+    let train = format!("exec \"$0\" train --steps 1 --data {}", file.display());
+    let mut failed = 0;
+    for limit in (300_000..=700_000).step_by(50_000) {
+        let script = format!("[ $RANK = 1 ] && ulimit -v {limit}; {train}");
+        let out = Command::new(TILEWIRE)
+            .args(["run", "-n", "3", "--", "sh", "-c", &script, TILEWIRE])
+            .output()
+            .unwrap();
+        let text = said(&out);
+        assert!(out.status.success() || text.contains("rank 1 failed first"), "{limit}: {text}");
+        failed += usize::from(!out.status.success());
+    }
+    assert!(failed > 0, "memory was enough under every limit");
+}
+
+/// The peers of a rank that ends with an error of its own name it with that error. Its shell ends
+/// later, so that they have the time to say so.
+#[test]
+fn peers_of_a_rank_that_leaves_name_its_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("text");
+    std::fs::write(&file, "tiles over wires. ".repeat(400)).unwrap();
+    let train = format!("\"$0\" train --metrics /none/m --data {}", file.display());
+    let script = format!("if [ $RANK = 0 ]; then {train}; sleep 5; else exec {train}; fi");
+    let out = Command::new(TILEWIRE)
+        .args(["run", "-n", "2", "--", "sh", "-c", &script, TILEWIRE])
+        .output()
+        .unwrap();
+    let text = said(&out);
+    assert!(text.contains("[r1] error"), "{text}");
+    assert!(text.contains("rank 0 has left the job (io: /none/m: No such file"), "{text}");
+    assert!(text.contains("rank 1 failed because of rank 0"), "{text}");
+}
+
+#[test]
+fn the_limits_of_stack_and_files_end_nothing_without_a_word() {
+    let verify = ["verify", "--op", "all_gather", "--quiet"];
+    let out = under("ulimit -s 64", &verify);
+    assert!(out.status.success(), "{out:?}");
+    let out = under("ulimit -f 0", &verify);
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(2), "{text}");
+    assert!(text.contains("File too large") && text.contains("ulimit -f"), "{text}");
 }
