@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::drill::DrillArgs;
 use crate::outcome::{NOT_INSTALLED, Outcome};
 use crate::suites::{self, Extent};
 
@@ -22,7 +23,7 @@ const fn fast(name: &'static str, run: fn(&Path, Extent) -> Outcome) -> Stage {
     Stage { name, run, fast: true }
 }
 
-static STAGES: [Stage; 16] = [
+static STAGES: [Stage; 17] = [
     fast("tidy", |root, _| from_problems(&crate::tidy::check(root))),
     fast("acceptance", |root, _| from_problems(&crate::acceptance::check(root))),
     stage("build", |root, _| build(root)),
@@ -37,6 +38,7 @@ static STAGES: [Stage; 16] = [
     stage("verify", |root, _| verify(root)),
     stage("train", |root, _| train(root)),
     stage("launchers", |root, _| launchers(root)),
+    stage("drill", |root, _| drill(root)),
     stage("torchrun", |root, _| torchrun(root)),
     stage("python", |root, _| crate::python::run(root)),
 ];
@@ -160,6 +162,20 @@ fn build(root: &Path) -> Outcome {
     args.extend(["--package", "tilewire"]);
     EXAMPLES.iter().for_each(|name| args.extend(["--example", name]));
     one(exec(root, &cargo(), &args, Duration::from_secs(1800)))
+}
+
+/// Half a minute of the same cases each time, and half a minute of new ones.
+fn drill(root: &Path) -> Outcome {
+    let mut o = Outcome::default();
+    for seed in [Some(1), None] {
+        let args = DrillArgs { seconds: 30, seed, case: None, harm: None };
+        let tally = crate::drill::run(root, &args);
+        let problems = tally.problems();
+        problems.iter().for_each(|p| println!("{p}"));
+        o.passed += tally.right;
+        o.failed += problems.len();
+    }
+    o
 }
 
 const EXAMPLES: [&str; 3] = ["ag_gemm", "expert_layer", "survive"];

@@ -154,8 +154,10 @@ fn a_job_that_is_asked_to_end_writes_a_checkpoint() {
 
 /// The ranks of a launcher: their numbers and processes.
 fn ranks_of(launcher: u32) -> Vec<(usize, rustix::process::Pid)> {
-    let list = format!("/proc/{launcher}/task/{launcher}/children");
-    let children = std::fs::read_to_string(list).unwrap_or_default();
+    // Whichever thread has started them.
+    let tasks = std::fs::read_dir(format!("/proc/{launcher}/task")).into_iter().flatten();
+    let list = |t: std::fs::DirEntry| std::fs::read_to_string(t.path().join("children")).ok();
+    let children: String = tasks.filter_map(|t| list(t.ok()?)).collect();
     let rank = |pid: &str| {
         let vars = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
         let rank = vars.split(|b| *b == 0).find_map(|v| v.strip_prefix(b"RANK="))?;

@@ -84,16 +84,18 @@ fn limited(seen: &Value, code: Option<i64>, err: &str) -> Option<String> {
     }
 }
 
-/// An error names the rank that was stopped, and no error another.
+/// Every error that blames a rank blames the one that was stopped, and so does the launcher.
 fn names(err: &str, rank: i64) -> Option<String> {
-    let culprit = format!("rank {rank} ");
-    let line = |l: &&str| l.contains("did not signal") || l.contains("fewest calls");
-    let mut lines = err.lines().filter(line).peekable();
-    if lines.peek().is_none() {
-        return Some("no error speaks of a rank that does not signal".to_owned());
+    let blamed = |words: &str| -> Vec<i64> {
+        let digits = |t: &str| t.chars().take_while(char::is_ascii_digit).collect::<String>();
+        err.split(words).skip(1).filter_map(|rest| digits(rest).parse().ok()).collect()
+    };
+    let verdict = blamed("failed because of rank ");
+    if verdict != [rank] {
+        return Some(format!("it was rank {rank}, and the launcher blames {verdict:?}"));
     }
-    let other = lines.find(|l| !l.contains(&culprit));
-    other.map(|l| format!("it was rank {rank}, and an error says: {l}"))
+    let other = blamed("culprit ").into_iter().find(|r| *r != rank);
+    other.map(|r| format!("it was rank {rank}, and an error blames rank {r}"))
 }
 
 fn differs(seen: &Value) -> Option<String> {
@@ -165,12 +167,15 @@ mod tests {
     #[test]
     fn a_stopped_rank_is_named_by_every_error() {
         let harm = json!({ "kind": "stop", "rank": 1, "deadline": 1, "ranks": 4 });
-        let one = "error: all_reduce: rank 1 is alive but did not signal";
+        let one = "error: all_reduce: no signal (culprit 1)\ntilewire run: rank 0 failed because of \
+                   rank 1";
         let seen = |err: String| json!({ "code": 2, "err": err, "seconds": 4.5, "left": [], "shm": [], "temp": [] });
         assert_eq!(judge(&harm, &seen(one.to_owned())), "right");
-        let lie = judge(&harm, &seen(format!("{one}\nrank 10 is alive but did not signal")));
-        assert!(lie.contains("it was rank 1, and an error says"), "{lie}");
-        assert!(judge(&harm, &seen(String::new())).contains("no error speaks"));
+        let lie = judge(&harm, &seen(format!("{one}\nerror: agree: no message (culprit 10)")));
+        assert!(lie.contains("an error blames rank 10"), "{lie}");
+        let lie = judge(&harm, &seen(one.replace("of rank 1", "of rank 2")));
+        assert!(lie.contains("the launcher blames [2]"), "{lie}");
+        assert!(judge(&harm, &seen(String::new())).contains("the launcher blames []"));
     }
 
     #[test]

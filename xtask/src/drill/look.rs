@@ -46,8 +46,10 @@ pub fn left(mark: &str) -> (Vec<String>, f64) {
 
 /// The ranks of a launcher, by number, that run the program (not what comes before its `exec`).
 pub fn ranks(launcher: u32) -> BTreeMap<u64, u32> {
-    let list = format!("/proc/{launcher}/task/{launcher}/children");
-    let children = std::fs::read_to_string(list).unwrap_or_default();
+    // Whichever thread has started them.
+    let tasks = std::fs::read_dir(format!("/proc/{launcher}/task")).into_iter().flatten();
+    let list = |t: std::fs::DirEntry| std::fs::read_to_string(t.path().join("children")).ok();
+    let children: String = tasks.filter_map(|t| list(t.ok()?)).collect();
     let rank = |pid: &str| {
         let pid = pid.parse().ok()?;
         let vars = environ(pid);
