@@ -8,6 +8,7 @@
 #[path = "../../ops/tests/gpu/driver.rs"]
 mod driver;
 
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -126,11 +127,16 @@ fn operations_are_right_on_emulated_devices() {
 
 /// The losses of three steps of a small model on so many devices.
 fn losses(driver: &Driver, devices: usize, grid: &str) -> Vec<f64> {
-    let dir = tempfile::tempdir().unwrap();
-    let metrics = dir.path().join("steps.jsonl");
-    let model = "train --task copy --seed 3 --steps 3 --layers 1 --d-model 64 --heads 2 --kv-heads 2 --head-dim 32 --experts 4 \
+    losses_in(tempfile::tempdir().unwrap().path(), driver, devices, &format!("--steps 3 {grid}"))
+}
+
+fn losses_in(dir: &Path, driver: &Driver, devices: usize, grid: &str) -> Vec<f64> {
+    let metrics = dir.join("steps.jsonl");
+    std::fs::remove_file(&metrics).ok();
+    let model = "train --task copy --seed 3 --layers 1 --d-model 64 --heads 2 --kv-heads 2 --head-dim 32 --experts 4 \
                  --d-ff 64 --seq 64 --batch 4 --dtype bf16";
     let mut command = driver.command(PROGRAM, devices);
+    command.current_dir(dir);
     command.args(model.split_whitespace()).args(grid.split(' ')).arg("--metrics").arg(&metrics);
     run(command, &format!("train {grid}"));
     let text = std::fs::read_to_string(&metrics).unwrap();
@@ -154,6 +160,26 @@ fn a_model_learns_on_emulated_devices_as_on_the_host() {
         let there = losses(&driver, devices, grid);
         let near = there.len() == 3 && host.iter().zip(&there).all(|(a, b)| (a - b).abs() < 2e-3);
         assert!(near, "{grid}: {there:?} and not {host:?}");
+    }
+}
+
+/// Device memory is read and written by blocks; masters of bf16 weights are what is kept.
+#[test]
+fn a_checkpoint_of_devices_goes_on_exactly_and_on_any_grid() {
+    let _one = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(driver) = Driver::emulated() else {
+        return did_not_run(Lack::Compiler, "it needs g++");
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let run = |devices, words: &str| losses_in(dir.path(), &driver, devices, words);
+    let two = "--backend vmm --ranks 2 --tp 2";
+    let whole = run(2, &format!("--steps 3 {two}"));
+    run(2, &format!("--steps 2 --checkpoint c {two}"));
+    let rest = run(2, &format!("--steps 3 --resume c {two}"));
+    assert_eq!(rest, whole[2..], "bit for bit on the same grid");
+    for (devices, words) in [(1, "--backend vmm"), (0, "--backend host --ranks 3 --cp 3")] {
+        let other = run(devices, &format!("--steps 3 --resume c {words}"));
+        assert!(other.len() == 1 && (other[0] - whole[2]).abs() < 2e-3, "{words}: {other:?}");
     }
 }
 

@@ -77,7 +77,7 @@ impl Case {
             "full" => (json!({ "text": "No space left" }), threads_or(&mut r, ranks, endless)),
             "fds" => (json!({ "limit": 8 + r.below(120) }), threads(ranks, &bounded)),
             "memory" => (json!({ "limit": (60 + r.below(900)) << 10 }), threads(ranks, &bounded)),
-            "files" => (json!({ "limit": r.below(40) }), threads(ranks, &bounded)),
+            "files" => (json!({ "limit": 1 + r.below(40) }), threads(ranks, &bounded)),
             "stranger" => (json!({}), process(ranks, &bounded)),
             "damage" => (json!({}), threads(ranks, &bounded)),
             _ => (json!({ "kills": 1 + r.below(3) }), restarted(ranks, &bounded)),

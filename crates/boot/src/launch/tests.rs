@@ -345,7 +345,7 @@ fn an_interrupt_is_passed_on_and_is_the_exit_code() {
 /// As a service manager does, or a shell that ends and its terminal: ranks have their time, until
 /// the same signal comes again.
 #[test]
-fn two_signals_at_once_are_one_wish_and_the_same_again_kills() {
+fn two_signals_at_once_are_one_wish_and_one_later_kills() {
     let (mut child, pids, lines) =
         launcher_of("trap '' HUP; trap 'sleep 0.3; echo got; exit 0' INT", 2);
     let pid = rustix::process::Pid::from_child(&child);
@@ -356,15 +356,18 @@ fn two_signals_at_once_are_one_wish_and_the_same_again_kills() {
     assert_eq!(lines.map_while(|l| l.ok()).filter(|l| l.ends_with("got")).count(), 2);
     assert!(!pids.iter().any(|p| alive(p)));
 
-    let (mut child, pids, _lines) = launcher_of("trap '' INT", 2);
-    let (pid, start) = (rustix::process::Pid::from_child(&child), Instant::now());
-    rustix::process::kill_process(pid, Signal::INT).unwrap();
-    std::thread::sleep(Duration::from_millis(700));
-    rustix::process::kill_process(pid, Signal::INT).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(130));
-    // Before the grace time is over.
-    assert!(start.elapsed() < Duration::from_millis(2500), "{:?}", start.elapsed());
-    assert!(!pids.iter().any(|p| alive(p)));
+    // The same again, or another one.
+    for second in [Signal::INT, Signal::TERM] {
+        let (mut child, pids, _lines) = launcher_of("trap '' INT", 2);
+        let (pid, start) = (rustix::process::Pid::from_child(&child), Instant::now());
+        rustix::process::kill_process(pid, Signal::INT).unwrap();
+        std::thread::sleep(Duration::from_millis(700));
+        rustix::process::kill_process(pid, second).unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(130));
+        // Before the grace time is over.
+        assert!(start.elapsed() < Duration::from_millis(2500), "{:?}", start.elapsed());
+        assert!(!pids.iter().any(|p| alive(p)));
+    }
 }
 
 #[test]

@@ -223,7 +223,7 @@ impl<'a> Watch<'a> {
         Ok((came.collect(), ended.collect()))
     }
 
-    /// The first signal ends the ranks; the same again, later, kills them: somebody is impatient.
+    /// The first signal ends the ranks; another one, later, kills them: somebody is impatient.
     /// One wish may come as two signals at once, as TERM and HUP of a service or HUP of a shell and
     /// of its terminal: ranks keep the grace time then.
     fn interrupt(&mut self, signal: i32, ranks: &[RankProcess]) {
@@ -231,8 +231,8 @@ impl<'a> Watch<'a> {
             // A word to the ranks, and no wish of the launcher's: they decide.
             return ranks.iter().for_each(|r| r.signal_group(Signal::USR1));
         }
-        if let Some(first) = self.interrupted {
-            if first == signal && self.ending.is_some_and(|t| t.elapsed() >= IMPATIENT) {
+        if self.interrupted.is_some() {
+            if self.ending.is_some_and(|t| t.elapsed() >= IMPATIENT) {
                 self.kill(ranks);
             }
             return;

@@ -107,7 +107,7 @@ fn candidates(path: &Path) -> Result<Option<Vec<u64>>> {
         return Err(corrupt(path, "it is not a folder: tilewire did not write it"));
     }
     let name = path.canonicalize().map_err(what)?;
-    let is_step = name.file_name().is_some_and(|n| n.to_string_lossy().starts_with("step-"));
+    let is_step = name.file_name().and_then(store::step_of).is_some();
     if path.join(MANIFEST).symlink_metadata().is_ok() || is_step {
         return Ok(None);
     }

@@ -124,21 +124,23 @@ fn flush_folder(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|f| f.sync_all()).map_err(|e| io_at(dir, e))
 }
 
+/// The step of which a name is that of the checkpoint.
+pub fn step_of(name: &std::ffi::OsStr) -> Option<u64> {
+    let step = name.to_str()?.strip_prefix(STEP)?.parse().ok()?;
+    (name == &*name_of(step)).then_some(step)
+}
+
 /// The checkpoints in `dir`, the newest first.
 ///
 /// # Errors
 /// `Io` if the folder cannot be read.
 pub fn generations(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let is_dir = |e: &fs::DirEntry| e.file_type().is_ok_and(|t| t.is_dir());
     let read = || -> io::Result<Vec<(u64, PathBuf)>> {
         let mut all = Vec::new();
         for entry in fs::read_dir(dir)? {
             let entry = entry?;
-            let name = entry.file_name();
-            let digits = name.to_str().and_then(|n| n.strip_prefix(STEP));
-            if let Some(step) = digits.and_then(|d| d.parse().ok())
-                && name == *name_of(step)
-                && entry.file_type()?.is_dir()
-            {
+            if let Some(step) = step_of(&entry.file_name()).filter(|_| is_dir(&entry)) {
                 all.push((step, entry.path()));
             }
         }
