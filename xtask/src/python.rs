@@ -10,7 +10,7 @@ use crate::outcome::{BY_PYTEST, NOT_INSTALLED, Outcome};
 use crate::stages::{OFF, exec, one, size_of, wheel};
 
 #[path = "../../crates/ops/tests/gpu/driver.rs"]
-mod driver;
+pub mod driver;
 
 /// Pinned like everything that tests need; torch is the oldest that is served.
 pub const TORCH: [&str; 1] = ["torch==2.11.0"];

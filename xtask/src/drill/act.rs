@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::case::{Case, Random, STEPS};
 use super::look;
+use crate::python::driver::Driver;
 use crate::stages::OFF;
 
 /// A job that has not ended so long after its harm never does.
@@ -20,6 +21,8 @@ const NEVER: Duration = Duration::from_secs(40);
 /// A case on its way.
 struct Act<'a> {
     program: &'a Path,
+    /// The driver of devices, if there are any.
+    driver: Option<&'a Driver>,
     case: &'a Case,
     dir: PathBuf,
     mark: String,
@@ -29,11 +32,12 @@ struct Act<'a> {
 }
 
 /// Runs a case in a folder of its own; returns what was seen.
-pub fn run(program: &Path, case: &Case) -> Value {
+pub fn run((program, driver): (&Path, Option<&Driver>), case: &Case) -> Value {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let mark = format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let dir = std::env::temp_dir().join(format!("tilewire-drill-{mark}"));
-    let mut act = Act { program, case, dir, mark, random: case.random.clone(), seen: json!({}) };
+    let mut act =
+        Act { program, driver, case, dir, mark, random: case.random.clone(), seen: json!({}) };
     let shm = look::names(Path::new("/dev/shm"));
     if let Err(e) = act.play() {
         act.seen["err"] = json!(format!("the driver failed: {e}"));
@@ -58,6 +62,7 @@ impl Act<'_> {
         std::fs::create_dir_all(self.dir.join("tmp"))?;
         match self.case.harm().as_str() {
             "kill" | "stop" | "launcher" => self.signalled(),
+            "meeting" => self.ends(&self.words(&[], &[])),
             "stalled" => self.stalled(),
             "full" => self.ends(&self.words(&[("m", "/dev/full")], &[])),
             "fds" => self.limited("-n", &[]),
@@ -81,11 +86,16 @@ impl Act<'_> {
     }
 
     fn start(&self, program: &Path, words: &[String], out: Stdio) -> Io<Child> {
-        let mut c = Command::new(program);
+        let mut c = self.command(program);
         c.args(words).current_dir(&self.dir).envs(OFF).env(look::MARK, &self.mark);
         c.env("TMPDIR", self.dir.join("tmp")).stdin(Stdio::null());
         c.stdout(out).stderr(File::options().append(true).create(true).open(self.dir.join("err"))?);
         c.spawn()
+    }
+
+    fn command(&self, program: &Path) -> Command {
+        let ranks = self.case.harm["ranks"].as_u64().unwrap_or(1) as usize;
+        self.driver.map_or_else(|| Command::new(program), |d| d.command(program, ranks))
     }
 
     fn job(&self, words: &[String]) -> Io<Child> {
@@ -290,7 +300,7 @@ impl Act<'_> {
         if !words.iter().any(|w| w == "--ranks") {
             words.extend(["--ranks".to_owned(), ranks]);
         }
-        let mut c = Command::new(self.program);
+        let mut c = self.command(self.program);
         let done = c.args(&words).current_dir(&self.dir).envs(OFF).output()?;
         let why = match done.status.success() {
             true => look::difference(&self.dir.join("m"), &self.dir.join("whole")),

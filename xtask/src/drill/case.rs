@@ -12,6 +12,7 @@ pub struct Case {
     pub words: Vec<String>,
     /// Milliseconds from the first step of the job to the harm.
     pub delay_ms: u64,
+    pub emulated: bool,
     pub random: Random,
 }
 
@@ -38,28 +39,32 @@ impl Random {
 }
 
 /// A model whose steps take milliseconds.
-const MODEL: &str = "--task copy --seq 16 --batch 24 --d-model 32 --head-dim 8 --d-ff 32";
+const MODEL: &str = "--task copy --seq 16 --batch 24 --d-model 32 --head-dim 16 --d-ff 32";
 
 /// Steps of jobs that are to end by themselves.
 pub const STEPS: u64 = 40;
 
 /// Kinds of harm, the frequent ones more than once.
-const KINDS: [&str; 14] = [
-    "kill", "kill", "kill", "stop", "launcher", "stalled", "full", "fds", "memory", "files",
-    "stranger", "damage", "restart", "restart",
+const KINDS: [&str; 15] = [
+    "kill", "kill", "kill", "stop", "meeting", "launcher", "stalled", "full", "fds", "memory",
+    "files", "stranger", "damage", "restart", "restart",
 ];
 
+/// Of which those that emulated devices meet, whose steps are slow.
+const EMULATED: [&str; 5] = ["kill", "stop", "launcher", "damage", "restart"];
+
 impl Case {
-    pub fn new(seed: u64, number: u64) -> Self {
+    pub fn new(seed: u64, number: u64, emulated: bool) -> Self {
         let mut r = Random(seed ^ number.wrapping_mul(0x2545_f491_4f6c_dd1d));
-        let ranks = r.of(&[2, 2, 3, 4, 4, 6, 8]);
+        let ranks = if emulated { r.of(&[2, 2, 3, 4]) } else { r.of(&[2, 2, 3, 4, 4, 6, 8]) };
         let grid = match (ranks, r.below(3)) {
             (2 | 4 | 6 | 8, 0) => "--cp 2",
             (2 | 4 | 6 | 8, 1) => "--tp 2",
             (4 | 8, _) => "--cp 2 --tp 2",
             _ => "",
         };
-        let kind = r.of(&KINDS);
+        let kind = if emulated { r.of(&EMULATED) } else { r.of(&KINDS) };
+        let deadline = if emulated { 5 } else { 1 };
         let rank = r.below(ranks);
         let endless = "--steps 1000000";
         let bounded = format!("--steps {STEPS}");
@@ -69,7 +74,13 @@ impl Case {
                 (json!({ "rank": rank, "name": name, "signal": signal }), process(ranks, endless))
             }
             "stop" => {
-                let more = format!("{endless} --timeout-s 1");
+                let more = format!("{endless} --timeout-s {deadline}");
+                // A deadline of a device is one of its kernels, which emulated ones meet late.
+                let by = if emulated { 3 * deadline } else { deadline };
+                (json!({ "rank": rank, "deadline": by }), process(ranks, &more))
+            }
+            "meeting" => {
+                let more = format!("{bounded} --timeout-s 1");
                 (json!({ "rank": rank, "deadline": 1 }), process(ranks, &more))
             }
             "launcher" => (json!({}), process(ranks, endless)),
@@ -89,10 +100,19 @@ impl Case {
         if kind != "stalled" {
             words.extend(format!("{MODEL} {grid}").split_whitespace().map(str::to_owned));
         }
+        if kind == "meeting" {
+            // The rank stops before it becomes the program.
+            let script = format!("[ $RANK = {rank} ] && kill -STOP $$; exec \"$0\" \"$@\"");
+            let at = words.iter().position(|w| w == "SELF").unwrap_or(0);
+            words.splice(at..at, ["sh".to_owned(), "-c".to_owned(), script]);
+        }
+        if emulated {
+            words.extend(["--backend".to_owned(), "vmm".to_owned()]);
+        }
         // The start of a job, a good part of its life, is reached by cases that do not wait for the
         // first step.
         let delay_ms = r.below(400);
-        Self { seed, number, harm, words, delay_ms, random: r }
+        Self { seed, number, harm, words, delay_ms, emulated, random: r }
     }
 
     /// The kind of harm.

@@ -42,6 +42,16 @@ fn wrong(harm: &Value, seen: &Value) -> Option<String> {
             let limit = deadline + GRACE + AT_ONCE;
             expect(2).or_else(|| names(err, rank)).or_else(|| within(limit))
         }
+        "meeting" => {
+            let limit = harm["deadline"].as_f64().unwrap_or(0.0) + GRACE + AT_ONCE;
+            let stuck = format!("rank {rank} did not end when asked to, and was killed");
+            let missing = format!("did not arrive: r{rank} (");
+            let mut all = err.lines().filter(|l| l.contains("did not arrive: "));
+            let other = all.find(|l| !l.contains(&missing));
+            expect(2)
+                .or_else(|| says(&missing).or_else(|| says(&stuck)).or_else(|| within(limit)))
+                .or_else(|| other.map(|l| format!("r{rank} was missing, and an error says: {l}")))
+        }
         "launcher" => (seen["signal"] != 9)
             .then(|| "the launcher was not killed".to_owned())
             .or_else(|| within(1.0)),
@@ -176,6 +186,19 @@ mod tests {
         let lie = judge(&harm, &seen(one.replace("of rank 1", "of rank 2")));
         assert!(lie.contains("the launcher blames [2]"), "{lie}");
         assert!(judge(&harm, &seen(String::new())).contains("the launcher blames []"));
+    }
+
+    #[test]
+    fn a_rank_that_is_missing_is_the_one_that_was_stopped() {
+        let harm = json!({ "kind": "meeting", "rank": 1, "deadline": 1, "ranks": 3 });
+        let one = "error: rendezvous: 1 of 3 ranks did not arrive: r1 (rank 0, peer 1)\ntilewire \
+                   run: rank 1 did not end when asked to, and was killed";
+        let seen = |err: String| json!({ "code": 2, "err": err, "seconds": 4.2, "left": [], "shm": [], "temp": [] });
+        assert_eq!(judge(&harm, &seen(one.to_owned())), "right");
+        let other = one.replace("arrive: r1", "arrive: r2");
+        assert!(judge(&harm, &seen(other)).contains("nothing says"));
+        let lie = judge(&harm, &seen(format!("{one}\n1 of 3 ranks did not arrive: r2 (")));
+        assert!(lie.contains("r1 was missing, and an error says"), "{lie}");
     }
 
     #[test]

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use self::case::Case;
+use crate::python::driver::Driver;
 
 /// The extent of a drill.
 #[derive(clap::Args)]
@@ -34,6 +35,9 @@ pub struct DrillArgs {
     /// Only this case of the seed.
     #[arg(long)]
     pub case: Option<u64>,
+    /// On emulated devices: harm to running jobs, and damage.
+    #[arg(long)]
+    pub emulated: bool,
     /// Only cases of this harm, as in `kill`.
     #[arg(long)]
     pub harm: Option<String>,
@@ -63,19 +67,26 @@ pub fn run(root: &Path, args: &DrillArgs) -> Tally {
         tally.wrong = 1;
         return tally;
     }
+    let driver = if args.emulated { Driver::emulated() } else { None };
+    if args.emulated && driver.is_none() {
+        println!("no g++: nothing runs on emulated devices");
+        tally.wrong = 1;
+        return tally;
+    }
     let seed = args.seed.unwrap_or_else(new_seed);
-    println!("drill of {} s, seed {seed}", args.seconds);
+    let devices = if args.emulated { ", on emulated devices" } else { "" };
+    println!("drill of {} s, seed {seed}{devices}", args.seconds);
     let start = Instant::now();
     for number in args.case.map_or(0..u64::MAX, |c| c..c + 1) {
         if start.elapsed() > Duration::from_secs(args.seconds) {
             break;
         }
-        let case = Case::new(seed, number);
+        let case = Case::new(seed, number, args.emulated);
         if args.harm.as_ref().is_some_and(|h| case.harm() != *h) {
             continue;
         }
         let began = Instant::now();
-        let seen = act::run(&program, &case);
+        let seen = act::run((&program, driver.as_ref()), &case);
         tally.count(&case, &seen, &verdict(&case.harm, &seen), began.elapsed());
     }
     tally.print();
@@ -136,7 +147,9 @@ impl Tally {
                 }
                 let text = seen["err"].as_str().unwrap_or_default();
                 text.lines().rev().take(25).for_each(|l| println!("    {l}"));
-                println!("  again: cargo xtask drill --seed {} --case {}", case.seed, case.number);
+                let emulated = if case.emulated { " --emulated" } else { "" };
+                let (seed, number) = (case.seed, case.number);
+                println!("  again: cargo xtask drill --seed {seed} --case {number}{emulated}");
             }
         }
         if took > Duration::from_secs(30) {
