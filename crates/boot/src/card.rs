@@ -126,7 +126,12 @@ pub(crate) fn fetch(
     let text = store
         .get(&card_key(me.job, peer), deadline)
         .map_err(|e| e.op("rendezvous").rank(me.rank))?;
-    let card: Card = serde_json::from_slice(&text).map_err(|e| {
+    read(&text, me, mine, peer)
+}
+
+/// The checked card in `text`, which `peer` has published.
+fn read(text: &[u8], me: &Identity<'_>, mine: &Card, peer: Rank) -> Result<Card> {
+    let card: Card = serde_json::from_slice(text).map_err(|e| {
         Error::new(ErrorKind::Protocol, format!("the entry of {peer} cannot be read: {e}"))
             .op("rendezvous")
             .peer(peer)
@@ -220,6 +225,39 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    /// The identity of `rank`, and its card.
+    fn card_of(rank: u32, secret: &Secret) -> (Identity<'_>, Card) {
+        let me = Identity { job: "j", rank: Rank::new(rank), size: 3, secret };
+        let card = Card::new(&me, "@addr");
+        (me, card)
+    }
+
+    #[test]
+    fn fuzz_card() {
+        let secret = Secret::from_job("s");
+        let (peer, card) = card_of(1, &secret);
+        let why = Error::new(ErrorKind::Timeout, "rank 2 did not arrive");
+        let seeds = [card, Card::withdrawn(&peer, &why)].map(|c| serde_json::to_vec(&c).unwrap());
+        tilewire_testing::fuzz!("card", 5, seeds.to_vec(), |b| {
+            let secret = Secret::from_job("s");
+            let (me, mine) = card_of(0, &secret);
+            let peer = Rank::new(1);
+            let card = serde_json::from_slice::<Card>(b);
+            if let Ok(card) = &card {
+                let again = serde_json::to_vec(card).unwrap();
+                assert_eq!(serde_json::from_slice::<Card>(&again).unwrap(), *card);
+                if card.check(&mine, &me, peer).is_ok() && card.gave_up.is_none() {
+                    // Nobody signs another one without the secret.
+                    let (_, theirs) = card_of(1, &secret);
+                    let hex = |c: &Card| blake3::Hash::from_hex(&c.mac).unwrap();
+                    assert_eq!(hex(card), hex(&theirs));
+                    assert_eq!(Card { mac: theirs.mac.clone(), ..card.clone() }, theirs);
+                }
+            }
+            read(b, &me, &mine, peer).is_ok_and(|c| c.gave_up.is_none())
+        });
+    }
 
     proptest! {
         /// Whatever the jobs are called: the same key is that of the same job and rank.

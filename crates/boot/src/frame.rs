@@ -207,6 +207,24 @@ mod tests {
         assert_eq!(decode(&f).unwrap_err().kind(), ErrorKind::Protocol);
     }
 
+    #[test]
+    fn fuzz_frame() {
+        let mut seeds: Vec<_> = KINDS
+            .into_iter()
+            .filter(|k| *k != Kind::Parcel)
+            .map(|k| encode_small(k, Rank::new(2), b"payload"))
+            .collect();
+        seeds.extend(encode_parcel(Rank::new(1), "tag/0", &[7; 300], 3));
+        // Of two fragments: the second is not full.
+        seeds.push(encode_parcel(Rank::new(1), "t", &[7; FRAGMENT + 9], 1).remove(1));
+        tilewire_testing::fuzz!("frame", 3, seeds, |b| {
+            let Ok(f) = decode(b) else { return false };
+            assert!(f.payload.len() <= FRAGMENT && f.index < f.count && f.total <= MAX_PAYLOAD);
+            assert_eq!(encode_one(&f), b, "a frame has one encoding");
+            true
+        });
+    }
+
     proptest! {
         #[test]
         fn round_trip(src: u32, tag in "[a-z/0-9]{1,40}", len in 0usize..200_000, n_fds in 0usize..254) {

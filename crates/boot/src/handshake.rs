@@ -204,16 +204,28 @@ pub(crate) fn greet(
         return Err(word.filter(is_last).unwrap_or(e));
     }
     let challenge = read(sock, Kind::Challenge, peer, deadline)?;
-    let (theirs, rest) = split::<32>(&challenge)?;
-    let (mac, _) = split::<32>(rest)?;
-    let s = Session { connecting: me.rank, listening: peer, nonces: [nonce, *theirs] };
-    if me.proof("listening", &s) != blake3::Hash::from_bytes(*mac) {
+    let (s, knows) = challenged(me, peer, nonce, &challenge)?;
+    if !knows {
         // For the listener's own list of reasons: this is no proof under any secret.
         send(Kind::Proof, &[0; 32]).ok();
         return Err(refuse(&format!("the listener's proof is wrong: {SECRET}")).peer(peer));
     }
     send(Kind::Proof, me.proof("connecting", &s).as_bytes())?;
     read(sock, Kind::Welcome, peer, deadline).map(|_| ())
+}
+
+/// The session of a challenge that answers `nonce`, and whether `peer` knows the secret.
+fn challenged(
+    me: &Identity<'_>,
+    peer: Rank,
+    nonce: Nonce,
+    challenge: &[u8],
+) -> Result<(Session, bool)> {
+    let (theirs, rest) = split::<32>(challenge)?;
+    let (mac, _) = split::<32>(rest)?;
+    let s = Session { connecting: me.rank, listening: peer, nonces: [nonce, *theirs] };
+    let knows = me.proof("listening", &s) == blake3::Hash::from_bytes(*mac);
+    Ok((s, knows))
 }
 
 fn read(sock: &OwnedFd, kind: Kind, peer: Rank, deadline: Deadline) -> Result<Vec<u8>> {
@@ -234,14 +246,22 @@ fn read(sock: &OwnedFd, kind: Kind, peer: Rank, deadline: Deadline) -> Result<Ve
         let closed = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
         return Err(Error::io(format!("{peer} closed the connection during the hello"), closed));
     }
-    let f = frame::decode(&buf[..got.len])?;
+    if got.cut || !got.fds.is_empty() {
+        return Err(refuse("an unexpected answer").peer(peer));
+    }
+    payload_of(&buf[..got.len], kind, peer).map(<[u8]>::to_vec)
+}
+
+/// The payload of a message of `peer` that is of this kind.
+fn payload_of(message: &[u8], kind: Kind, peer: Rank) -> Result<&[u8]> {
+    let f = frame::decode(message)?;
     if f.kind == Kind::Refused && f.src == peer {
         return Err(refused(peer, f.payload));
     }
-    if f.kind != kind || f.src != peer || got.cut || !got.fds.is_empty() {
+    if f.kind != kind || f.src != peer {
         return Err(refuse("an unexpected answer").peer(peer));
     }
-    Ok(f.payload.to_vec())
+    Ok(f.payload)
 }
 
 #[cfg(test)]
@@ -340,6 +360,45 @@ mod tests {
             assert_eq!(e.kind(), ErrorKind::Permission, "{e}");
             assert!(e.message().ends_with("you are of another user; be of ours"), "{e}");
         }
+    }
+
+    /// Messages of a stranger, to both ends: no mutation of an honest one proves anything.
+    #[test]
+    fn fuzz_handshake() {
+        let zero = Rank::new(0);
+        let hello = [&2u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[7; 32]].concat();
+        let secret = Secret::from_job("s");
+        let s = Session { connecting: zero, listening: Rank::new(2), nonces: [[7; 32], [8; 32]] };
+        let mac = *id(2, "j", &secret).proof("listening", &s).as_bytes();
+        let challenge = [[8; 32], mac].concat();
+        let small = |kind, src, payload: &[u8]| frame::encode_small(kind, Rank::new(src), payload);
+        let seeds = vec![
+            small(Kind::Hello, 0, &hello),
+            small(Kind::Challenge, 2, &challenge),
+            small(Kind::Proof, 0, &mac),
+            small(Kind::Welcome, 2, &[]),
+            small(Kind::Refused, 2, b"\x01you are of another user"),
+        ];
+        tilewire_testing::fuzz!("handshake", 5, seeds, |b| {
+            let secret = Secret::from_job("s");
+            let (sender, two) = (id(0, "j", &secret), id(2, "j", &secret));
+            // The listener: as a first message, and again behind that.
+            let (_a, sock) = pair();
+            let mut h = HalfOpen::new(sock);
+            let got = || sock::Received { len: b.len(), fds: vec![], cut: false, fds_lost: false };
+            let first = h.answer(&two, b, &got());
+            assert!(first.as_ref().map_or(true, Option::is_none), "proved by one message");
+            assert_eq!(first.is_ok(), h.has_spoken());
+            let spoken = first.is_ok();
+            assert!(!spoken || h.answer(&two, b, &got()).is_err(), "proved by a hello");
+            // The connecting side.
+            let kinds = [Kind::Challenge, Kind::Welcome];
+            let said = kinds.map(|kind| payload_of(b, kind, two.rank).ok());
+            let known = |c: &[u8]| challenged(&sender, two.rank, [7; 32], c).is_ok_and(|c| c.1);
+            let fresh = |c: &[u8]| challenged(&sender, two.rank, [9; 32], c).is_ok_and(|c| c.1);
+            assert!(!said[0].is_some_and(fresh), "a challenge of another connection");
+            spoken || said[0].is_some_and(known) || said[1].is_some()
+        });
     }
 
     #[test]

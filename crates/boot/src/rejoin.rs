@@ -70,14 +70,57 @@ impl Rejoin {
         stream.write_all(words.as_bytes()).map_err(gone)?;
         let mut answer = String::new();
         BufReader::new(stream.take(MAX_ANSWER)).read_line(&mut answer).map_err(gone)?;
-        let parsed =
-            answer.trim_end().split_once(' ').and_then(|(n, p)| Some((n.parse().ok()?, p)));
-        let Some((restarts, place)) = parsed else {
+        let Some((restarts, place)) = read(&answer) else {
             let text = "the launcher does not start the lost ranks anew: no restart is left";
             return Err(Error::new(ErrorKind::Unavailable, text));
         };
         self.restarts = restarts;
-        let vars = [("TILEWIRE_RANK".to_owned(), place.to_owned())].into();
-        detect(&Flags::of_process(), &vars)
+        place_of(place)
+    }
+}
+
+/// The launcher's answer: restarts, and the text of the place. None if it is cut off.
+fn read(answer: &str) -> Option<(u32, &str)> {
+    let (restarts, place) = answer.strip_suffix('\n')?.split_once(' ')?;
+    Some((restarts.parse().ok()?, place))
+}
+
+fn place_of(text: &str) -> Result<Place> {
+    let vars = [("TILEWIRE_RANK".to_owned(), text.to_owned())].into();
+    detect(&Flags::of_process(), &vars)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::env::Rendezvous;
+
+    #[test]
+    fn fuzz_rejoin_answer() {
+        let seeds = ["1 1/4@127.0.0.1:7000\n", "12 0/2@[::1]:65535\n", "1 0/1@localhost:1\n"];
+        let seeds = seeds.map(|s| s.as_bytes().to_vec()).to_vec();
+        tilewire_testing::fuzz!("rejoin_answer", 2, seeds, |b| {
+            let Some((restarts, text)) = std::str::from_utf8(b).ok().and_then(read) else {
+                return false;
+            };
+            assert_eq!(read(&format!("{restarts} {text}\n")), Some((restarts, text)));
+            let cut = std::str::from_utf8(&b[..b.len() - 1]).unwrap();
+            assert_eq!(read(cut).is_some(), cut.ends_with('\n'), "half an answer is none");
+            let Ok(place) = place_of(text) else { return false };
+            let Place { rank, size, .. } = place;
+            assert!(rank.idx() < size && place.local_rank.idx() < place.local_size);
+            if let Rendezvous::Tcp(host, port) = &place.rendezvous {
+                let again = place_of(&format!("{}/{size}@{host}:{port}", rank.get()));
+                assert_eq!(again.unwrap(), place);
+            }
+            true
+        });
+    }
+
+    /// The launcher may end while it writes: what there is of the port is another port.
+    #[test]
+    fn an_answer_that_is_cut_off_is_none() {
+        assert_eq!(read("1 1/4@127.0.0.1:7000\n"), Some((1, "1/4@127.0.0.1:7000")));
+        assert_eq!(read("1 1/4@127.0.0.1:70"), None);
     }
 }

@@ -1,7 +1,11 @@
 use std::collections::HashMap;
 use std::io::{Read, Result as IoResult, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar};
+
+use rustix::net::{AddressFamily, SendFlags, Shutdown, SocketFlags, SocketType};
+use rustix::net::{shutdown, socketpair};
 
 use super::*;
 
@@ -115,4 +119,47 @@ fn silence_and_strangers_are_told_with_the_address() {
     });
     let e = TorchStore::connect("127.0.0.1", port, "t", Deadline::after_s(5.0)).err().unwrap();
     assert!(e.to_string().contains("not a torch store"), "{e}");
+}
+
+/// A store whose server has said `bytes` already, and says no more; with the server's end.
+fn said(bytes: &[u8]) -> (TorchStore, OwnedFd) {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+    if !bytes.is_empty() {
+        let sent = rustix::net::send(&theirs, bytes, SendFlags::NOSIGNAL).unwrap();
+        assert_eq!(sent, bytes.len(), "the socket takes all at once");
+    }
+    shutdown(&theirs, Shutdown::Write).unwrap();
+    let idle = Mutex::new(vec![Stream(ours)]);
+    let (host, prefix) = ("127.0.0.1".to_owned(), "/p/".to_owned());
+    (TorchStore { host, port: 1, prefix, idle, end: None }, theirs)
+}
+
+#[test]
+fn fuzz_torch_reply() {
+    let value = [&5u64.to_ne_bytes()[..], b"value"].concat();
+    let ping = std::process::id().to_ne_bytes();
+    let seeds = vec![
+        [&[0][..], &value].concat(),
+        [&[1, 0][..], &value].concat(),
+        ping.to_vec(),
+        vec![7; 8],
+    ];
+    let spare = 2 * MAX_VALUE as usize;
+    let decodes: fn(&[u8]) -> bool = |b| {
+        let (store, _server) = said(b);
+        let got = store.get("k", Deadline::after_s(60.0));
+        if let Ok(value) = &got {
+            let checked = if b[0] == 0 { &[0][..] } else { &[1, 0] };
+            let len = (value.len() as u64).to_ne_bytes();
+            assert!(b.starts_with(&[checked, &len, value].concat()));
+        }
+        let (store, _server) = said(b);
+        let added = store.add("k", 1).ok();
+        assert_eq!(added, b.first_chunk().map(|n| i64::from_ne_bytes(*n)));
+        let (store, _server) = said(b);
+        assert_eq!(store.set("k", b"v").is_ok(), b.starts_with(&std::process::id().to_ne_bytes()));
+        got.is_ok()
+    };
+    tilewire_testing::fuzz!("torch_reply", 3, seeds, decodes, spare = spare);
 }

@@ -1,10 +1,18 @@
-//! Reports of tests that did not run, for all crates: such a test does not count as passed.
+//! What tests of all crates share. A test that did not run does not count as passed.
 //!
 //! libtest knows no test that finds out while it runs that it cannot: whoever returns has passed.
 //! [`did_not_run`] notes the test and the reason in the file that [`FILE`] names, and `cargo xtask
 //! test` subtracts what stands there from what passed and limits it by reason. No crate may depend
 //! on this one outside of its tests; `cargo xtask tidy` looks.
-#![forbid(unsafe_code)]
+//!
+//! With the feature `fuzz`, [`fuzz!`] makes a test a target of `cargo xtask fuzz`.
+#![deny(unsafe_code)]
+
+#[cfg(feature = "fuzz")]
+#[expect(unsafe_code, reason = "an allocator that counts")]
+mod allocations;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 
 use std::fmt::{self, Display};
 use std::fs::OpenOptions;

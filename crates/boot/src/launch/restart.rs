@@ -84,15 +84,47 @@ impl Restarts {
         stream.set_read_timeout(Some(HELLO)).ok()?;
         let mut line = String::new();
         BufReader::new(stream.take(MAX_HELLO)).read_line(&mut line).ok()?;
-        let mut words = line.split_whitespace();
-        let (token, rank, restarts) = (words.next()?, words.next()?, words.next()?);
-        // A rank of an earlier round has been given up.
-        let known = token == self.token && restarts.parse() == Ok(self.done);
-        rank.parse().ok().filter(|_| known)
+        rank_of(&line, &self.token, self.done)
     }
 
     /// Answers a rank that waits. It may have died meanwhile: then it is the next failure.
     pub fn answer(&self, mut stream: UnixStream, place: &str) {
         stream.write_all(format!("{} {place}\n", self.done).as_bytes()).ok();
+    }
+}
+
+/// The rank that says hello, if it knows the token and is of the round after `done` restarts: one
+/// of an earlier round has been given up. None if the line is cut off.
+fn rank_of(line: &str, token: &str, done: u32) -> Option<usize> {
+    let mut words = line.strip_suffix('\n')?.split(' ');
+    let known = words.next()? == token;
+    let (rank, restarts) = (words.next()?.parse().ok()?, words.next()?.parse());
+    (known && restarts == Ok(done) && words.next().is_none()).then_some(rank)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fuzz_rejoin_hello() {
+        let seeds = ["0a1b2c 3 2\n", "0a1b2c 0 12\n", "0a1b2d 3 2\n"];
+        let seeds = seeds.map(|s| s.as_bytes().to_vec()).to_vec();
+        tilewire_testing::fuzz!("rejoin_hello", 2, seeds, |b| {
+            let Ok(line) = std::str::from_utf8(b) else { return false };
+            let Some(rank) = rank_of(line, "0a1b2c", 2) else { return false };
+            assert!(line.starts_with("0a1b2c "), "without the token");
+            assert_eq!(rank_of(&line[..line.len() - 1], "0a1b2c", 2), None, "half a line");
+            assert_eq!(rank_of(&format!("0a1b2c {rank} 2\n"), "0a1b2c", 2), Some(rank));
+            assert_eq!(rank_of(line, "0a1b2c", 3), None, "of an earlier round");
+            true
+        });
+    }
+
+    /// A rank may end while it writes: `1` of `12` restarts is another round.
+    #[test]
+    fn a_hello_that_is_cut_off_is_none() {
+        assert_eq!(rank_of("0a 3 12\n", "0a", 12), Some(3));
+        assert_eq!(rank_of("0a 3 1", "0a", 1), None);
     }
 }

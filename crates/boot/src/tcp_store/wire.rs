@@ -165,6 +165,67 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    #[test]
+    fn fuzz_store_request() {
+        let key = || "link/job/3".to_owned();
+        let seeds = [
+            Request::Set { key: key(), value: b"value".to_vec() },
+            Request::Get { key: key(), wait_ms: 1000 },
+            Request::Add { key: key(), n: -1 },
+        ];
+        let seeds = seeds.iter().map(Request::encode).collect();
+        tilewire_testing::fuzz!("store_request", 2, seeds, |b| {
+            let Ok(r) = Request::decode(b) else { return false };
+            assert_eq!(r.encode(), b, "a request has one encoding");
+            true
+        });
+    }
+
+    #[test]
+    fn fuzz_store_response() {
+        let text = || "the store is full".to_owned();
+        let seeds = [
+            Response::Ok(b"value".to_vec()),
+            Response::Timeout,
+            Response::Invalid(text()),
+            Response::Full(text()),
+        ];
+        let seeds = seeds.iter().map(Response::encode).collect();
+        tilewire_testing::fuzz!("store_response", 2, seeds, |b| {
+            let Ok(r) = Response::decode(b) else { return false };
+            assert_eq!(Response::decode(&r.encode()).unwrap(), r);
+            true
+        });
+    }
+
+    /// All that a stranger can say before it has proved itself: greetings in a stream of bodies.
+    #[test]
+    fn fuzz_store_greeting() {
+        let secret = Secret::from_job("s");
+        let one = greeting(&[1; 32], None);
+        let two = greeting(&[2; 32], Some(proof(&secret, "server", &[1; 32], &[2; 32])));
+        let seeds =
+            vec![frame(&one), frame(&two), [frame(&one), frame(OTHER_SECRET)].concat(), one];
+        tilewire_testing::fuzz!("store_greeting", 2, seeds, |b| {
+            let (mut buf, mut greeted, mut done) = (b.to_vec(), 0, 0);
+            loop {
+                let body = match next_body(&mut buf, MAX_HELLO) {
+                    Err(_) => return false,
+                    Ok(None) => break,
+                    Ok(Some(body)) => body,
+                };
+                assert!(body.len() <= MAX_HELLO);
+                done += 4 + body.len();
+                assert_eq!(b[done..], buf, "nothing is lost between two bodies");
+                if let Ok((nonce, rest)) = read_greeting(&body) {
+                    assert_eq!([&greeting(&nonce, None), rest].concat(), body);
+                    greeted += 1;
+                }
+            }
+            greeted > 0
+        });
+    }
+
     proptest! {
         #[test]
         fn round_trips(key in ".{0,20}", value in proptest::collection::vec(any::<u8>(), 0..50), n: i64) {
