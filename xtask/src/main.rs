@@ -5,6 +5,7 @@ mod api;
 mod bundle;
 mod drill;
 mod editor;
+mod fuzz;
 mod layout;
 mod libraries;
 mod outcome;
@@ -67,6 +68,8 @@ enum Command {
     CompileCommands,
     /// Harm random jobs at random, and judge how they end; needs the release build of the command.
     Drill(drill::DrillArgs),
+    /// Run the decoders on mutated inputs, each target for a while; prints the number of inputs.
+    Fuzz(fuzz::FuzzArgs),
     /// Judge one case of a drill: reads it, prints the verdict.
     #[command(hide = true)]
     Judge,
@@ -90,6 +93,7 @@ fn main() -> ExitCode {
             return stages::run(&root, only.as_deref(), list, extent);
         }
         Command::Drill(args) => drill::run(&root, &args).problems(),
+        Command::Fuzz(args) => fuzz::run(&root, &args),
         Command::Judge => {
             drill::judge();
             return ExitCode::SUCCESS;

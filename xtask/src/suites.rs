@@ -63,13 +63,13 @@ const REDUNDANT: [&str; 1] = [
 
 /// A binary with tests.
 #[derive(Clone, Debug, PartialEq)]
-struct Suite {
+pub struct Suite {
     /// Package and target: `tilewire-ops gpu_team`, `tilewire-ops lib`.
-    name: String,
+    pub name: String,
     package: String,
-    exe: PathBuf,
+    pub exe: PathBuf,
     /// The folder in which cargo would start it.
-    dir: PathBuf,
+    pub dir: PathBuf,
 }
 
 impl Suite {
@@ -230,7 +230,7 @@ fn run(suite: &Suite, with: &With<'_>) -> Ran {
 }
 
 /// The binaries of `cargo test`, built; none where that failed.
-fn built(root: &Path, args: &[&str]) -> Option<Vec<Suite>> {
+pub fn built(root: &Path, args: &[&str]) -> Option<Vec<Suite>> {
     println!("$ cargo test --no-run {}", args.join(" "));
     let out = Command::new(cargo())
         .args(["test", "--no-run", "--message-format=json-render-diagnostics", "--quiet"])

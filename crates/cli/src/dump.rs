@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::{Value, json};
+use tilewire::boot::MAX_RANKS;
 use tilewire::prelude::*;
 use tilewire::symm::Entry;
 
@@ -64,25 +65,46 @@ fn read(folder: &Path) -> Result<BTreeMap<String, (usize, Ranks)>> {
         let bad =
             |what: String| Error::new(ErrorKind::Corrupt, format!("{}: {what}", path.display()));
         let bytes = std::fs::read(&path).map_err(|e| Error::io(path.display(), e))?;
-        let v: Value = serde_json::from_slice(&bytes).map_err(|e| bad(e.to_string()))?;
-        let entries: Vec<Entry> =
-            serde_json::from_value(v["entries"].clone()).map_err(|e| bad(e.to_string()))?;
-        let (Some(team), Some(rank), Some(size)) =
-            (v["team"].as_str(), v["rank"].as_u64(), v["size"].as_u64())
-        else {
-            return Err(bad("the file names no team, rank or size".to_owned()));
-        };
-        let key = format!("{team} generation {}", v["generation"]);
-        let (of, ranks) = teams.entry(key).or_insert_with(|| (size as usize, Ranks::new()));
-        if *of != size as usize {
+        let r = recorder(&bytes).map_err(bad)?;
+        let size = r.size;
+        let (of, ranks) = teams.entry(r.team).or_insert_with(|| (size, Ranks::new()));
+        if *of != size {
             let text = format!(
                 "this recorder is of a team with {size} ranks, others of the same team have {of}"
             );
             return Err(bad(text).hint("remove the recorders of the earlier run"));
         }
-        ranks.insert(rank, entries.into_iter().map(|e| (e.seq, e)).collect());
+        ranks.insert(r.rank, r.entries);
     }
     Ok(teams)
+}
+
+/// The content of the file of one rank.
+struct Recorder {
+    /// Name and generation.
+    team: String,
+    rank: u64,
+    size: usize,
+    entries: BTreeMap<u64, Entry>,
+}
+
+/// Reads the file of one rank; the error says what is wrong with it.
+fn recorder(bytes: &[u8]) -> Result<Recorder, String> {
+    let mut v: Value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    let (Some(team), Some(rank), Some(size)) =
+        (v["team"].as_str(), v["rank"].as_u64(), v["size"].as_u64())
+    else {
+        return Err("the file names no team, rank or size".to_owned());
+    };
+    // The ranks that are missing are listed.
+    if rank >= size || size > MAX_RANKS as u64 {
+        return Err(format!("the file is of rank {rank} of {size}, at most {MAX_RANKS} there are"));
+    }
+    let team = format!("{team} generation {}", v["generation"]);
+    let entries = v.get_mut("entries").map(Value::take).unwrap_or_default();
+    let entries: Vec<Entry> = serde_json::from_value(entries).map_err(|e| e.to_string())?;
+    let entries = entries.into_iter().map(|e| (e.seq, e)).collect();
+    Ok(Recorder { team, rank, size: size as usize, entries })
 }
 
 /// First sequence number at which the ranks' entries differ, or where some have stopped.
@@ -158,6 +180,42 @@ mod tests {
         })
         .unwrap();
         assert!(dir.path().join("b-1-r0.json").is_file());
+    }
+
+    #[test]
+    fn fuzz_dump() {
+        let seeds = World::run_threads(1, WorldCfg::for_tests(), |w| {
+            let team = w.everyone("t")?;
+            team.launch_begin(&tilewire::symm::Fingerprint::new("gemm", "m=1"))?;
+            team.launch_begin(&tilewire::symm::Fingerprint::new("gemm_rs", "m=2"))?;
+            Ok(team.dump().to_string().into_bytes())
+        });
+        tilewire_testing::fuzz!("dump", 5, seeds.unwrap(), |b| {
+            let Ok(r) = recorder(b) else { return false };
+            assert!(r.rank < r.size as u64);
+            let entries: Vec<&Entry> = r.entries.values().collect();
+            let text = serde_json::json!({
+                "team": "t", "rank": r.rank, "size": r.size, "entries": entries,
+            });
+            let again = recorder(text.to_string().as_bytes()).unwrap();
+            assert_eq!(again.entries, r.entries);
+            // One rank agrees with itself up to the first call that is not there.
+            let hole = r.entries.keys().zip(r.entries.keys().skip(1)).find(|(a, b)| *a + 1 < **b);
+            let ranks = Ranks::from([(r.rank, r.entries.clone())]);
+            assert_eq!(divergence(&ranks), hole.map(|(a, _)| a + 1));
+            true
+        });
+    }
+
+    /// The list of missing ranks would have no end.
+    #[test]
+    fn a_recorder_of_more_ranks_than_there_can_be_is_refused() {
+        let of = |rank: u64, size: u64| {
+            let text = json!({ "team": "t", "rank": rank, "size": size, "entries": [] });
+            recorder(text.to_string().as_bytes()).map(|r| r.size)
+        };
+        assert_eq!(of(1, 2), Ok(2));
+        assert!(of(2, 2).is_err() && of(0, u64::MAX).is_err());
     }
 
     /// Of an earlier run with more ranks, and a file of the user's.

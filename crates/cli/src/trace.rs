@@ -57,12 +57,30 @@ pub fn run(args: &crate::args::TraceArgs) -> Result<i32> {
     let corrupt = |what: String| {
         Error::new(tilewire::core::ErrorKind::Corrupt, format!("{}: {what}", args.file.display()))
     };
-    let v: Value = serde_json::from_slice(&bytes).map_err(|e| corrupt(e.to_string()))?;
-    let events = v["traceEvents"].as_array().ok_or_else(|| corrupt("no traceEvents".to_owned()))?;
-    std::fs::write(&args.html, html(events)).map_err(|e| Error::io(args.html.display(), e))?;
-    crate::say(format_args!("{}: {} events", args.html.display(), events.len()));
+    let (page, num) = page(&bytes).map_err(corrupt)?;
+    std::fs::write(&args.html, page).map_err(|e| Error::io(args.html.display(), e))?;
+    crate::say(format_args!("{}: {num} events", args.html.display()));
     Ok(0)
 }
+
+/// The page of a trace file, and its number of events; the error says what is wrong with the file.
+fn page(bytes: &[u8]) -> Result<(String, usize), String> {
+    let v: Value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    let events = v["traceEvents"].as_array().ok_or("no traceEvents")?;
+    for (i, e) in events.iter().enumerate() {
+        let far = |k: &str| e[k].as_f64().is_some_and(|us| us.abs() > FAR_US);
+        if far("ts") || far("dur") {
+            return Err(format!(
+                "event {i} has a time beyond {FAR_US} us: {} {}",
+                e["ts"], e["dur"]
+            ));
+        }
+    }
+    Ok((html(events), events.len()))
+}
+
+/// Thirty thousand years: times of a trace are less, and sums of such times are numbers.
+const FAR_US: f64 = 1e18;
 
 /// The events as bars: a row per rank and stream, time from left to right, names on hover.
 fn html(events: &[Value]) -> String {
@@ -84,7 +102,7 @@ fn html(events: &[Value]) -> String {
     }
     for e in &spans {
         let lane = (e["pid"].as_u64().unwrap_or(0), e["tid"].as_u64().unwrap_or(0));
-        let y = 20 + lanes.iter().position(|l| *l == lane).unwrap_or(0) * 18;
+        let y = 20 + lanes.binary_search(&lane).unwrap_or(0) * 18;
         let name = e["name"].as_str().unwrap_or("?").replace(['<', '>', '&'], "");
         // A colour that depends on the name alone.
         let hue = name.bytes().fold(7u32, |h, b| h.wrapping_mul(31).wrapping_add(b.into())) % 360;
@@ -135,6 +153,42 @@ mod tests {
         let page = html(events);
         assert_eq!(page.matches("<rect").count(), 3);
         assert!(page.contains("rank 0 / 1") && page.contains("gemm 2.0 us"));
+    }
+
+    #[test]
+    fn fuzz_trace() {
+        let span = |name: &str, lane: &str, start_us| Span {
+            name: name.into(),
+            lane: lane.into(),
+            start_us,
+            len_us: 2.5,
+        };
+        let spans = [span("gemm", "main", 1.0), span("<push> & co", "copy", 2.0)];
+        let ranks = [
+            to_json(&spans, UNIX_EPOCH),
+            to_json(&spans[..1], UNIX_EPOCH + Duration::from_secs(1)),
+        ];
+        let seeds = vec![chrome(&ranks).to_string().into_bytes()];
+        tilewire_testing::fuzz!("trace", 5, seeds, |b| {
+            let Ok((page, num)) = page(b) else { return false };
+            let (bars, rows) = (page.matches("<rect").count(), page.matches("<text").count());
+            assert!(bars <= num && rows <= bars);
+            // No name of a span is markup: all of it is ours.
+            assert_eq!(page.matches('<').count(), 10 + 4 * bars + 2 * rows);
+            let numbers =
+                page.split("<rect ").skip(1).flat_map(|bar| bar.split('\'').skip(1).step_by(2));
+            assert!(numbers.take(4 * bars).all(|n| n != "NaN" && !n.ends_with("inf")), "{page}");
+            true
+        });
+    }
+
+    /// The difference of both is no number.
+    #[test]
+    fn times_that_are_far_away_are_refused() {
+        let of = |ts: &str| format!(r#"{{"traceEvents":[{{"ph":"X","ts":{ts}}},{{"ph":"X"}}]}}"#);
+        assert!(page(of("1e18").as_bytes()).is_ok());
+        let e = page(of("-1.5e308").as_bytes()).unwrap_err();
+        assert!(e.contains("event 0") && e.contains("-1.5e+308"), "{e}");
     }
 
     /// Spans of two ranks that ran at one time have one place in the timeline, whenever the

@@ -16,10 +16,8 @@ use std::time::{Duration, Instant};
 pub use bolero;
 use bolero::{Driver, ValueGenerator};
 
+use crate::FUZZ_COUNTS;
 use crate::allocations::counted;
-
-/// In the environment: the file for the numbers of inputs. `cargo xtask fuzz` sets it.
-pub const FILE: &str = "TW_FUZZ_COUNTS";
 
 /// Longest time for one input: a thousand times what any takes.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -141,7 +139,7 @@ impl Target {
         let (runs, accepted) =
             (self.runs.load(Ordering::Relaxed), self.accepted.load(Ordering::Relaxed));
         assert!(0 < accepted && accepted < runs, "{}: {accepted} of {runs} accepted", self.name);
-        let Some(file) = std::env::var_os(FILE) else { return };
+        let Some(file) = std::env::var_os(FUZZ_COUNTS) else { return };
         let to = OpenOptions::new().create(true).append(true).open(file);
         // In one piece: others write there, too.
         let line = format!("{}\t{runs}\t{accepted}\n", self.name);

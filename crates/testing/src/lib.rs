@@ -24,6 +24,9 @@ use std::path::Path;
 /// they say so on standard error.
 pub const FILE: &str = "TW_DID_NOT_RUN";
 
+/// In the environment: the file for the numbers of inputs of `fuzz!`. `cargo xtask fuzz` sets it.
+pub const FUZZ_COUNTS: &str = "TW_FUZZ_COUNTS";
+
 /// The words that each such test writes to standard error, for programs that start a test again
 /// where it must run.
 pub const WORDS: &str = "did not run";

@@ -152,6 +152,7 @@ fn half_set_contradictory_and_garbled_variables_are_named() {
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=65535", "MASTER_PORT=65535"),
         ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1", "RANK=2 and WORLD_SIZE=2"),
         ("RANK=x WORLD_SIZE=2 LOCAL_RANK=0", "RANK=`x` is not a number"),
+        ("TILEWIRE_RANK=0/2@[[]::1[[]::1]]:7000", "is not host:port"),
         ("RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0", "RANK=`-1`"),
         (
             "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",

@@ -31,7 +31,7 @@ pub(crate) fn host_port(name: &str, text: &str) -> Result<(String, u16)> {
     let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
     let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
     let port: u16 = number(name, port)?;
-    if host.is_empty() || port == 0 {
+    if host.is_empty() || host.contains(['[', ']']) || port == 0 {
         return Err(wrong());
     }
     Ok((host.to_owned(), port))

@@ -138,9 +138,7 @@ impl Cache {
                 }
             };
             let beside = made.insert(beside);
-            f.write_all(MAGIC)?;
-            f.write_all(&(code.len() as u64).to_le_bytes())?;
-            f.write_all(digest(key, compiler, code).as_bytes())?;
+            f.write_all(&head(key, compiler, code))?;
             inject::step("writing to the kernel cache").map_err(std::io::Error::other)?;
             f.write_all(code)?;
             f.sync_all()?;
@@ -255,6 +253,12 @@ fn default_folder() -> Result<PathBuf> {
         })
 }
 
+/// What stands in front of the code in its file.
+fn head(key: &Key, compiler: &str, code: &[u8]) -> Vec<u8> {
+    let len = (code.len() as u64).to_le_bytes();
+    [&MAGIC[..], &len, digest(key, compiler, code).as_bytes()].concat()
+}
+
 fn digest(key: &Key, compiler: &str, code: &[u8]) -> blake3::Hash {
     let mut h = blake3::Hasher::new();
     h.update(key.to_string().as_bytes());
@@ -264,7 +268,7 @@ fn digest(key: &Key, compiler: &str, code: &[u8]) -> blake3::Hash {
 }
 
 /// `Ok(None)` if there is no such file.
-fn read(path: &Path, key: &Key, compiler: &str) -> std::result::Result<Option<Vec<u8>>, String> {
+fn read(path: &Path, key: &Key, compiler: &str) -> Result<Option<Vec<u8>>, String> {
     let flags = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
     let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Ok(f) => f,
@@ -273,11 +277,47 @@ fn read(path: &Path, key: &Key, compiler: &str) -> std::result::Result<Option<Ve
     };
     let mut bytes = Vec::new();
     file.take(MAX_CODE).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
-    let Some((head, code)) = bytes.split_at_checked(HEADER) else {
+    code_of(&bytes, key, compiler)?;
+    // Not a copy: code may have some hundred MiB.
+    bytes.drain(..HEADER);
+    Ok(Some(bytes))
+}
+
+/// The code in the bytes of a file.
+fn code_of<'a>(bytes: &'a [u8], key: &Key, compiler: &str) -> Result<&'a [u8], String> {
+    let Some((first, code)) = bytes.split_at_checked(HEADER) else {
         return Err("shorter than its header".to_owned());
     };
-    let good = &head[..8] == MAGIC
-        && head[8..16] == (code.len() as u64).to_le_bytes()
-        && head[16..] == *digest(key, compiler, code).as_bytes();
-    if good { Ok(Some(code.to_vec())) } else { Err("damaged".to_owned()) }
+    if first == head(key, compiler, code) { Ok(code) } else { Err("damaged".to_owned()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::jit::KernelSpec;
+
+    fn key() -> Key {
+        let (name, text, arch) = ("k".to_owned(), "text".to_owned(), "sm_90a".to_owned());
+        KernelSpec { name, text, arch, defines: vec![] }.key()
+    }
+
+    #[test]
+    fn fuzz_kernel_cache() {
+        let of = |compiler, code: &[u8]| [&head(&key(), compiler, code), code].concat();
+        let seeds = vec![
+            of("13.0", b"code"),
+            of("13.0", b""),
+            of("13.0", &crate::jit::elf::tests::file()),
+            // Good, and not what was asked for.
+            of("13.1", b"code"),
+        ];
+        tilewire_testing::fuzz!("kernel_cache", 2, seeds, |b| {
+            let Ok(code) = code_of(b, &key(), "13.0") else { return false };
+            assert_eq!([&head(&key(), "13.0", code), code].concat(), b);
+            assert!(
+                code_of(b, &key(), "13.1").is_err() && code_of(&b[1..], &key(), "13.0").is_err()
+            );
+            true
+        });
+    }
 }

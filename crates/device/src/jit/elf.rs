@@ -2,6 +2,9 @@
 //! and reads as far as the headers of the file say: behind the end of a truncated file that is
 //! memory of something else.
 
+/// Bytes of the header of the file.
+const HEADER: usize = 64;
+
 /// Of a section that has no bytes in the file.
 const NOBITS: u32 = 8;
 
@@ -10,7 +13,8 @@ const NOBITS: u32 = 8;
 pub(crate) fn is_whole(code: &[u8]) -> bool {
     let u16_at = |at: usize| read(code, at).map(u16::from_le_bytes);
     let header = || -> Option<bool> {
-        if !code.starts_with(b"\x7fELF\x02\x01") {
+        // Of a file without tables nothing else is looked at.
+        if code.len() < HEADER || !code.starts_with(b"\x7fELF\x02\x01") {
             return Some(false);
         }
         let segments = table(code, 32, (u16_at(54)?, u16_at(56)?))?;
@@ -78,6 +82,24 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn fuzz_kernel_elf() {
+        let mut segments = file();
+        // The table of sections, read as one of segments.
+        segments[32..40].copy_from_slice(&72u64.to_le_bytes());
+        segments[54..56].copy_from_slice(&56u16.to_le_bytes());
+        segments[56..58].copy_from_slice(&1u16.to_le_bytes());
+        tilewire_testing::fuzz!("kernel_elf", 2, vec![file(), segments], |b| {
+            let whole = is_whole(b);
+            let more = [b, &[0]].concat();
+            assert!(!whole || is_whole(&more), "what is behind the end of a file is no part of it");
+            // It has all bytes that it needs: without the last one of them it is cut off.
+            let least = (0..=b.len()).find(|n| is_whole(&b[..*n]));
+            assert_eq!(whole, least.is_some_and(|n| n >= HEADER));
+            whole
+        });
+    }
+
+    #[test]
     fn a_file_that_is_cut_off_is_not_whole() {
         let f = file();
         assert!(is_whole(&f));
@@ -94,6 +116,10 @@ pub(super) mod tests {
         let mut other = file();
         other[5] = 2;
         assert!(!is_whole(&other), "most byte first");
+        let mut bare = file();
+        bare[60] = 0;
+        assert!(is_whole(&bare) && is_whole(&bare[..HEADER]), "no tables");
+        assert!(!is_whole(&bare[..HEADER - 1]), "a header that is cut off");
         let mut short = file();
         short[58] = 16;
         assert!(!is_whole(&short), "rows without their fields");

@@ -4,7 +4,7 @@
 //! that of the exact text of the value, and the text around it is fixed, so that no bit of the file
 //! can change unseen.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -210,8 +210,8 @@ pub fn open(bytes: &[u8]) -> Result<Manifest, String> {
 
 impl Manifest {
     /// Checks that its numbers fit together, so that readers can trust them: no sum of them
-    /// overflows, files have plain names, parts lie in their files, every tensor has as many
-    /// elements as its parts.
+    /// overflows, files have plain names, parts lie in their files, every element of a tensor is
+    /// in exactly one part.
     ///
     /// # Errors
     /// The first that does not fit, in words.
@@ -234,6 +234,9 @@ impl Manifest {
             if f.header_bytes < 8 || f.header_bytes > f.bytes.min(1 << 30) {
                 return Err(format!("{}: the header has {} bytes", f.name, f.header_bytes));
             }
+        }
+        if self.files.iter().try_fold(0u64, |sum, f| sum.checked_add(f.bytes)).is_none() {
+            return Err("its files have more bytes than there are numbers for".to_owned());
         }
         let mut names = HashSet::new();
         for t in &self.tensors {
@@ -272,6 +275,35 @@ impl Manifest {
         if all != u128::from(rows) * u128::from(cols) {
             return Err(format!("{all} values of {rows} x {cols}"));
         }
-        Ok(())
+        // As many as there are, and none twice: none is missing.
+        match overlap(t.parts.iter().flat_map(|p| &p.pieces)) {
+            Some([a, b]) => Err(format!("pieces {a:?} and {b:?} overlap")),
+            None => Ok(()),
+        }
     }
 }
+
+/// Two pieces that have an element in common, if there are any. No piece is empty.
+fn overlap<'a>(pieces: impl Iterator<Item = &'a [u64; 4]>) -> Option<[&'a [u64; 4]; 2]> {
+    // By rows from top to bottom; at one row pieces end before others begin.
+    let mut ends: Vec<_> = pieces.flat_map(|p| [(p[0], true, p), (p[1], false, p)]).collect();
+    ends.sort_unstable_by_key(|(row, begins, _)| (*row, *begins));
+    // Pieces of the current row, by their first columns: they do not overlap.
+    let mut now: BTreeMap<u64, &[u64; 4]> = BTreeMap::new();
+    for (_, begins, p) in ends {
+        if !begins {
+            now.remove(&p[2]);
+            continue;
+        }
+        let before = now.range(..p[3]).next_back().filter(|(_, q)| q[3] > p[2]);
+        if let Some((_, q)) = before {
+            return Some([q, p]);
+        }
+        now.insert(p[2], p);
+    }
+    None
+}
+
+#[cfg(test)]
+#[path = "manifest_tests.rs"]
+mod tests;
