@@ -52,7 +52,7 @@ const NUMBERS: [u64; 22] = [
     u64::MAX,
 ];
 
-/// What may stand in place of a number or a word of a text.
+/// Texts that may stand in place of a number or a word of a text.
 const WORDS: [&str; 18] = [
     "-1",
     "-9223372036854775808",

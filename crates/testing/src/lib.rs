@@ -1,11 +1,11 @@
-//! What tests of all crates share. A test that did not run does not count as passed.
+//! Shared by the tests of all crates. A test that did not run does not count as passed.
 //!
 //! libtest knows no test that finds out while it runs that it cannot: whoever returns has passed.
 //! [`did_not_run`] notes the test and the reason in the file that [`FILE`] names, and `cargo xtask
 //! test` subtracts what stands there from what passed and limits it by reason. No crate may depend
 //! on this one outside of its tests; `cargo xtask tidy` looks.
 //!
-//! With the feature `fuzz`, [`fuzz!`] makes a test a target of `cargo xtask fuzz`.
+//! With the feature `fuzz`, the macro `fuzz!` makes a test a target of `cargo xtask fuzz`.
 #![deny(unsafe_code)]
 
 #[cfg(feature = "fuzz")]

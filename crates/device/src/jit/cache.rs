@@ -253,7 +253,7 @@ fn default_folder() -> Result<PathBuf> {
         })
 }
 
-/// What stands in front of the code in its file.
+/// The bytes in front of the code in its file.
 fn head(key: &Key, compiler: &str, code: &[u8]) -> Vec<u8> {
     let len = (code.len() as u64).to_le_bytes();
     [&MAGIC[..], &len, digest(key, compiler, code).as_bytes()].concat()

@@ -46,7 +46,7 @@ fn checked(bytes: &[u8]) -> Result<Manifest, String> {
     m.check().map(|()| m)
 }
 
-/// What readers take for granted of a manifest that has been checked.
+/// Asserts all that readers take for granted of a manifest that has been checked.
 fn trusted(m: &Manifest) {
     let mut sum = 0u64;
     for f in &m.files {
