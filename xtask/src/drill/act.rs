@@ -202,7 +202,7 @@ impl Act<'_> {
         self.compare(&[])
     }
 
-    /// Bytes of others at the job's store, some of whom stay connected.
+    /// Bytes of others at the job's store; some of their connections stay open.
     fn stranger(&mut self) -> Io<()> {
         let mut job = self.job(&self.words(&[], &[]))?;
         let id = job.id();
