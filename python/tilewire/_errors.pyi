@@ -12,6 +12,9 @@ class Error(Exception):
     team: str | None
     rank: int | None
     peer: int | None
+    world_rank: int | None
+    world_peer: int | None
+    culprit: int | None
     seq: int | None
     expected: str | None
     seen: str | None
