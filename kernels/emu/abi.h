@@ -41,8 +41,28 @@ struct EmuLaunch {
     unsigned char* (*smem_of)(unsigned* capacity);
     void** args;
     const char* kernel;
-    unsigned grid[3], block[3], smem, pad;
+    unsigned grid[3], block[3], smem;
+    unsigned cluster;  // blocks side by side in x that are one cluster; 0 and 1: none
 };
+
+// Types of elements that reductions by tensor maps add; others are only copied.
+enum EmuElement : unsigned char { EMU_BYTES, EMU_F32, EMU_BF16, EMU_F16 };
+
+// A tensor map, in the 128 bytes of the driver's. Sizes from the innermost dimension on.
+struct alignas(64) EmuTensorMap {
+    unsigned long long mark;  // EMU_TENSOR_MAP
+    unsigned long long base;
+    unsigned long long dims[5];
+    unsigned long long strides[4];  // bytes from an index to the next, of dimensions 1 to 4
+    unsigned short box[5];
+    unsigned char rank, size;       // dimensions; bytes of an element
+    EmuElement element;
+    unsigned char swizzle;          // bytes whose 16-byte pieces are permuted: 0, 32, 64, 128
+    unsigned short pad[2];
+    unsigned long long more[2];
+};
+constexpr unsigned long long EMU_TENSOR_MAP = 0x70616d2d726f7374ull;
+static_assert(sizeof(EmuTensorMap) == 128, "as large as the driver's");
 
 // Launches that run one after the other.
 struct EmuStream {

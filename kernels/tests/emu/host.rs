@@ -45,7 +45,7 @@ pub struct RawLaunch {
     pub grid: [u32; 3],
     pub block: [u32; 3],
     pub smem: u32,
-    pub pad: u32,
+    pub cluster: u32,
 }
 
 #[repr(C)]
@@ -224,7 +224,7 @@ impl Kernel {
 
     pub fn grid(&self, grid: [u32; 3], block: [u32; 3]) -> Launch<'_> {
         let (words, starts, sizes) = (Vec::new(), Vec::new(), Vec::new());
-        Launch { kernel: self, grid, block, smem: 0, words, starts, sizes }
+        Launch { kernel: self, grid, block, smem: 0, cluster: 1, words, starts, sizes }
     }
 }
 
@@ -235,7 +235,8 @@ pub struct Launch<'a> {
     grid: [u32; 3],
     block: [u32; 3],
     smem: u32,
-    /// The arguments, each from a multiple of 8 bytes on.
+    cluster: u32,
+    /// The arguments, each from a multiple of 16 bytes on: kernels copy large ones so.
     words: Vec<u64>,
     starts: Vec<usize>,
     sizes: Vec<u32>,
@@ -245,6 +246,7 @@ impl Launch<'_> {
     /// The next argument. Addresses are passed as `u64`.
     pub fn arg<T: NoUninit>(mut self, value: &T) -> Self {
         assert!(align_of::<T>() <= 8, "arguments are aligned to 8 bytes");
+        self.words.resize(self.words.len().next_multiple_of(2), 0);
         self.starts.push(self.words.len());
         self.sizes.push(size_of::<T>() as u32);
         for bytes in bytemuck::bytes_of(value).chunks(8) {
@@ -258,6 +260,12 @@ impl Launch<'_> {
     /// Bytes of dynamic shared memory.
     pub fn smem(mut self, len_bytes: u32) -> Self {
         self.smem = len_bytes;
+        self
+    }
+
+    /// Blocks of a cluster, which follow each other in x.
+    pub fn cluster(mut self, blocks: u32) -> Self {
+        self.cluster = blocks;
         self
     }
 
@@ -281,6 +289,8 @@ impl Launch<'_> {
             format!("{threads} threads, its bound is {}", k.max_threads)
         } else if self.sizes != k.arg_sizes {
             format!("arguments of {:?} bytes, it takes {:?}", self.sizes, k.arg_sizes)
+        } else if !self.grid[0].is_multiple_of(self.cluster) {
+            format!("{} blocks in clusters of {}", self.grid[0], self.cluster)
         } else if self.smem > capacity {
             format!("{} bytes of shared memory, of {capacity}", self.smem)
         } else {
@@ -303,7 +313,7 @@ impl Launch<'_> {
             grid: self.grid,
             block: self.block,
             smem: self.smem,
-            pad: 0,
+            cluster: self.cluster,
         }
     }
 }
