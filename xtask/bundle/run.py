@@ -16,11 +16,12 @@ from pathlib import Path
 
 from benches import bench
 from configs import HERE, LIMIT_S, devices_of, first_devices, program
+from drills import drill
 from faults import faults
 from judges import Told, against_limits, by_litmus, by_ratios, cases_of, rows_of, watched
 from modes import conformance, smoke
 
-MODES = {"smoke": smoke, "conformance": conformance, "faults": faults, "bench": bench}
+MODES = {"smoke": smoke, "conformance": conformance, "faults": faults, "drill": drill, "bench": bench}
 
 
 def leftovers(name):

@@ -16,13 +16,14 @@ use serde_json::Value;
 const MAX_BYTES: u64 = 40 << 20;
 
 /// The files that are packed without being built: the runner, its interposer, a baseline.
-const TEXTS: [(&str, &str); 9] = [
+const TEXTS: [(&str, &str); 10] = [
     ("run.sh", include_str!("../bundle/run.sh")),
     ("run.py", include_str!("../bundle/run.py")),
     ("configs.py", include_str!("../bundle/configs.py")),
     ("judges.py", include_str!("../bundle/judges.py")),
     ("modes.py", include_str!("../bundle/modes.py")),
     ("faults.py", include_str!("../bundle/faults.py")),
+    ("drills.py", include_str!("../bundle/drills.py")),
     ("benches.py", include_str!("../bundle/benches.py")),
     ("nomulticast.c", include_str!("../bundle/nomulticast.c")),
     ("torch_rates.py", include_str!("../bundle/torch_rates.py")),
@@ -117,8 +118,8 @@ fn commit_of(root: &Path) -> Option<String> {
 fn programs(root: &Path, commit: Option<&str>) -> Result<BTreeMap<String, PathBuf>, String> {
     let tests = ["ops", "nn"].map(|c| gpu_tests(&root.join(format!("crates/{c}/tests")))).concat();
     let tests: Vec<&str> = tests.iter().flat_map(|t| ["--test", t]).collect();
-    let build = "build --release -p tilewire-cli -p tilewire-symm -p tilewire-ops --bin tilewire \
-                 --example symm_checks --example rates";
+    let build = "build --release -p tilewire-cli -p tilewire-symm -p tilewire-ops -p xtask \
+                 --bin tilewire --bin xtask --example symm_checks --example rates";
     let conformance = "test --release --no-run -p tilewire-symm -p tilewire-ops -p tilewire-nn --test conformance";
     let device = "test --release --no-run -p tilewire-device --lib";
     let mut found = BTreeMap::new();
@@ -130,7 +131,7 @@ fn programs(root: &Path, commit: Option<&str>) -> Result<BTreeMap<String, PathBu
         let json = output(cargo.arg("--message-format=json-render-diagnostics"))?;
         found.extend(executables(&json));
     }
-    for name in ["tilewire", "symm_checks", "conformance", "gpu", "device"] {
+    for name in ["tilewire", "xtask", "symm_checks", "conformance", "gpu", "device"] {
         if !found.contains_key(name) {
             return Err(format!("cargo built no `{name}`"));
         }

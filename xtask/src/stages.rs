@@ -168,7 +168,7 @@ fn build(root: &Path) -> Outcome {
 fn drill(root: &Path) -> Outcome {
     let mut o = Outcome::default();
     for seed in [Some(1), None] {
-        let args = DrillArgs { seconds: 30, seed, case: None, emulated: false, harm: None };
+        let args = DrillArgs { seconds: 30, seed, ..DrillArgs::default() };
         let tally = crate::drill::run(root, &args);
         let problems = tally.problems();
         problems.iter().for_each(|p| println!("{p}"));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::case::{Case, Random, STEPS};
+use super::case::{Case, Devices, Random, STEPS};
 use super::look;
 use crate::python::driver::Driver;
 use crate::stages::OFF;
@@ -284,7 +284,8 @@ impl Act<'_> {
         self.compare(&[(&STEPS.to_string(), &steps)])
     }
 
-    /// Compares the curve with that of the same job, as threads, without harm.
+    /// Compares the curve with that of the same job without harm: as threads, on a GPU as
+    /// processes.
     fn compare(&mut self, other: &[(&str, &str)]) -> Io<()> {
         if self.steps() == 0 {
             return Ok(());
@@ -300,7 +301,10 @@ impl Act<'_> {
                 words.drain(at..at + 2);
             }
         }
-        if !words.iter().any(|w| w == "--ranks") {
+        if self.case.devices == Devices::Gpu {
+            let own = self.program.display().to_string();
+            words.splice(0..0, ["run".to_owned(), "-n".to_owned(), ranks, "--".to_owned(), own]);
+        } else if !words.iter().any(|w| w == "--ranks") {
             words.extend(["--ranks".to_owned(), ranks]);
         }
         let mut c = self.command(self.program);

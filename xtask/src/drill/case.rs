@@ -12,8 +12,29 @@ pub struct Case {
     pub words: Vec<String>,
     /// Milliseconds from the first step of the job to the harm.
     pub delay_ms: u64,
-    pub emulated: bool,
+    pub devices: Devices,
     pub random: Random,
+}
+
+/// What the ranks of a case compute on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Devices {
+    /// The host.
+    None,
+    Emulated,
+    /// One GPU that all ranks share, as processes: threads of one process share its queues.
+    Gpu,
+}
+
+impl Devices {
+    /// The flag of `drill` that asks for them.
+    pub fn flag(self) -> &'static str {
+        match self {
+            Self::None => "",
+            Self::Emulated => " --emulated",
+            Self::Gpu => " --gpu",
+        }
+    }
 }
 
 /// SplitMix64.
@@ -50,21 +71,23 @@ const KINDS: [&str; 15] = [
     "files", "stranger", "damage", "restart", "restart",
 ];
 
-/// Of which those that emulated devices meet, whose steps are slow.
-const EMULATED: [&str; 5] = ["kill", "stop", "launcher", "damage", "restart"];
+/// Of which those that devices meet: emulated ones are slow, and a GPU needs memory, files and
+/// descriptors of its own, which limits of the process do not leave it.
+const ON_DEVICES: [&str; 5] = ["kill", "stop", "launcher", "damage", "restart"];
 
 impl Case {
-    pub fn new(seed: u64, number: u64, emulated: bool) -> Self {
+    pub fn new(seed: u64, number: u64, devices: Devices) -> Self {
+        let slow = devices != Devices::None;
         let mut r = Random(seed ^ number.wrapping_mul(0x2545_f491_4f6c_dd1d));
-        let ranks = if emulated { r.of(&[2, 2, 3, 4]) } else { r.of(&[2, 2, 3, 4, 4, 6, 8]) };
+        let ranks = if slow { r.of(&[2, 2, 3, 4]) } else { r.of(&[2, 2, 3, 4, 4, 6, 8]) };
         let grid = match (ranks, r.below(3)) {
             (2 | 4 | 6 | 8, 0) => "--cp 2",
             (2 | 4 | 6 | 8, 1) => "--tp 2",
             (4 | 8, _) => "--cp 2 --tp 2",
             _ => "",
         };
-        let kind = if emulated { r.of(&EMULATED) } else { r.of(&KINDS) };
-        let deadline = if emulated { 5 } else { 1 };
+        let kind = if slow { r.of(&ON_DEVICES) } else { r.of(&KINDS) };
+        let deadline = if slow { 5 } else { 1 };
         let rank = r.below(ranks);
         let endless = "--steps 1000000";
         let bounded = format!("--steps {STEPS}");
@@ -75,8 +98,9 @@ impl Case {
             }
             "stop" => {
                 let more = format!("{endless} --timeout-s {deadline}");
-                // A deadline of a device is one of its kernels, which emulated ones meet late.
-                let by = if emulated { 3 * deadline } else { deadline };
+                // A deadline of a device is one of its kernels, which is met late where ranks share
+                // it, or where it is emulated.
+                let by = if slow { 3 * deadline } else { deadline };
                 (json!({ "rank": rank, "deadline": by }), process(ranks, &more))
             }
             "meeting" => {
@@ -90,6 +114,7 @@ impl Case {
             "memory" => (json!({ "limit": (60 + r.below(900)) << 10 }), threads(ranks, &bounded)),
             "files" => (json!({ "limit": 1 + r.below(40) }), threads(ranks, &bounded)),
             "stranger" => (json!({}), process(ranks, &bounded)),
+            "damage" if devices == Devices::Gpu => (json!({}), process(ranks, &bounded)),
             "damage" => (json!({}), threads(ranks, &bounded)),
             _ => (json!({ "kills": 1 + r.below(3) }), restarted(ranks, &bounded)),
         };
@@ -106,13 +131,13 @@ impl Case {
             let at = words.iter().position(|w| w == "SELF").unwrap_or(0);
             words.splice(at..at, ["sh".to_owned(), "-c".to_owned(), script]);
         }
-        if emulated {
+        if slow {
             words.extend(["--backend".to_owned(), "vmm".to_owned()]);
         }
         // The start of a job, a good part of its life, is reached by cases that do not wait for the
         // first step.
         let delay_ms = r.below(400);
-        Self { seed, number, harm, words, delay_ms, emulated, random: r }
+        Self { seed, number, harm, words, delay_ms, devices, random: r }
     }
 
     /// The kind of harm.

@@ -14,17 +14,17 @@ mod look;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use self::case::Case;
+use self::case::{Case, Devices};
 use crate::python::driver::Driver;
 
 /// The extent of a drill.
-#[derive(clap::Args)]
+#[derive(clap::Args, Default)]
 pub struct DrillArgs {
     /// Seconds after which no case begins any more.
     #[arg(long, default_value_t = 60)]
@@ -38,6 +38,12 @@ pub struct DrillArgs {
     /// On emulated devices: harm to running jobs, and damage.
     #[arg(long)]
     pub emulated: bool,
+    /// The same on one GPU, which the ranks share.
+    #[arg(long, conflicts_with = "emulated")]
+    pub gpu: bool,
+    /// The program, as in `./tilewire`. Default: the release build of this tree.
+    #[arg(long)]
+    pub program: Option<PathBuf>,
     /// Only cases of this harm, as in `kill`.
     #[arg(long)]
     pub harm: Option<String>,
@@ -60,7 +66,9 @@ const MOST_VOID: usize = 2;
 
 /// Runs cases until the time is over; prints each that was not judged right, and a summary.
 pub fn run(root: &Path, args: &DrillArgs) -> Tally {
-    let program = root.join("target/release/tilewire");
+    // Jobs run in folders of their own.
+    let given = args.program.as_ref().map(|p| p.canonicalize().unwrap_or_else(|_| p.clone()));
+    let program = given.unwrap_or_else(|| root.join("target/release/tilewire"));
     let mut tally = Tally::default();
     if !program.exists() {
         println!("{}: build it first (cargo build --release)", program.display());
@@ -74,14 +82,18 @@ pub fn run(root: &Path, args: &DrillArgs) -> Tally {
         return tally;
     }
     let seed = args.seed.unwrap_or_else(new_seed);
-    let devices = if args.emulated { ", on emulated devices" } else { "" };
-    println!("drill of {} s, seed {seed}{devices}", args.seconds);
+    let devices = match (args.emulated, args.gpu) {
+        (true, _) => Devices::Emulated,
+        (_, true) => Devices::Gpu,
+        _ => Devices::None,
+    };
+    println!("drill of {} s, seed {seed}{}", args.seconds, devices.flag());
     let start = Instant::now();
     for number in args.case.map_or(0..u64::MAX, |c| c..c + 1) {
         if start.elapsed() > Duration::from_secs(args.seconds) {
             break;
         }
-        let case = Case::new(seed, number, args.emulated);
+        let case = Case::new(seed, number, devices);
         if args.harm.as_ref().is_some_and(|h| case.harm() != *h) {
             continue;
         }
@@ -147,9 +159,8 @@ impl Tally {
                 }
                 let text = seen["err"].as_str().unwrap_or_default();
                 text.lines().rev().take(25).for_each(|l| println!("    {l}"));
-                let emulated = if case.emulated { " --emulated" } else { "" };
-                let (seed, number) = (case.seed, case.number);
-                println!("  again: cargo xtask drill --seed {seed} --case {number}{emulated}");
+                let (seed, number, flag) = (case.seed, case.number, case.devices.flag());
+                println!("  again: cargo xtask drill --seed {seed} --case {number}{flag}");
             }
         }
         if took > Duration::from_secs(30) {
