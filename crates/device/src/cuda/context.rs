@@ -113,6 +113,8 @@ pub(super) struct Inner {
     raw: CUcontext,
     device: CUdevice,
     ordinal: u32,
+    /// Compute capability: launches ask for it.
+    sm: u32,
     jit: OnceLock<Jit>,
     /// Machine code that was loaded: as long as the context, that is, as the process.
     modules: Mutex<HashMap<Key, CudaModule>>,
@@ -183,7 +185,8 @@ impl CudaContext {
         let (mut device, mut raw) = (0, std::ptr::null_mut());
         // SAFETY: the driver is initialised, the ordinal is in range, the output is valid.
         check(unsafe { sys::cuDeviceGet(&mut device, ordinal as i32) }, "cuDeviceGet")?;
-        has_kernels(ordinal, capability(device)?)?;
+        let sm = capability(device)?;
+        has_kernels(ordinal, sm)?;
         // SAFETY: a device of the driver and a valid output.
         let code = unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) };
         check(code, "cuDevicePrimaryCtxRetain")
@@ -192,6 +195,7 @@ impl CudaContext {
             raw,
             device,
             ordinal,
+            sm: sm as u32,
             jit: OnceLock::new(),
             modules: Mutex::default(),
             retired: Mutex::default(),
@@ -367,12 +371,12 @@ impl CudaContext {
     /// # Errors
     /// What the driver reports.
     pub fn arch(&self) -> Result<String> {
-        Ok(arch(self.sm()?))
+        Ok(arch(self.sm()))
     }
 
     /// Compute capability, as in 90.
-    pub(super) fn sm(&self) -> Result<u32> {
-        Ok(capability(self.0.device)?.max(0) as u32)
+    pub(super) fn sm(&self) -> u32 {
+        self.0.sm
     }
 
     /// Number of multiprocessors.

@@ -44,7 +44,7 @@ pub(super) fn device() -> Option<CudaContext> {
 /// The kernels, on a device that has their instructions and where there is a compiler.
 #[track_caller]
 fn module(ctx: &CudaContext) -> Option<CudaModule> {
-    if ctx.sm().unwrap() < 90 {
+    if ctx.sm() < 90 {
         let why = "clusters, tensor maps and early kernels are for sm_90 and newer, this is ";
         did_not_run(Lack::Sm90, why.to_owned() + &ctx.arch().unwrap());
         return None;

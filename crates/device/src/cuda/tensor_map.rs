@@ -172,7 +172,7 @@ impl TensorMap {
     pub fn new(memory: &CudaMemory, desc: &TensorMapDesc) -> Result<Self> {
         desc.check(memory.addr(), memory.len_bytes())?;
         let (ctx, element) = (memory.context(), desc.element()?);
-        let sm = ctx.sm()?;
+        let sm = ctx.sm();
         if sm < 90 {
             return Err(Error::new(
                 ErrorKind::Unsupported,
