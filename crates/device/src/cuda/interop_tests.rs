@@ -249,7 +249,7 @@ fn tiles_go_where_the_tensor_map_says() {
         (MapSwizzle::B128, [32, 64]),
     ] {
         let desc = TensorMapDesc {
-            strides_bytes: vec![pitch],
+            strides_bytes: [pitch].into(),
             swizzle,
             ..TensorMapDesc::matrix(DType::BF16, [rows, cols], tile)
         };

@@ -64,5 +64,5 @@ pub use probe::{DeviceInfo, PeerInfo, devices, peer_info, try_share};
 pub use span::CudaSpan;
 pub(crate) use span::DeviceSpans;
 pub use stream::{CudaStream, StreamKey};
-pub use tensor_map::{MapSwizzle, TensorMap, TensorMapDesc};
+pub use tensor_map::{MapPromotion, MapSizes, MapSwizzle, RawTensorMap, TensorMap, TensorMapDesc};
 pub use vmm::{FabricHandle, ShareBy, VmmChunk, VmmRange, fabric_handles, granularity};

@@ -10,7 +10,7 @@ use tilewire_core::{Error, ErrorKind, Result};
 use super::context::CudaContext;
 use super::error::check;
 use super::stream::CudaStream;
-use super::tensor_map::TensorMap;
+use super::tensor_map::{RawTensorMap, TensorMap};
 use crate::jit::is_whole;
 
 /// Machine code loaded into a context.
@@ -113,6 +113,13 @@ impl<'a> LaunchArgs<'a> {
     /// Adds a tensor map, of a kernel that takes one by value. What it describes must be alive
     /// until the kernel has run: give a clone of the map to [`CudaStream::hold`].
     pub fn map(mut self, map: &'a TensorMap) -> Self {
+        self.0.push(std::ptr::from_ref(map.raw()).cast_mut().cast());
+        self
+    }
+
+    /// Adds a tensor map of an address, of a kernel that takes one by value. The memory there must
+    /// be alive until the kernel has run.
+    pub fn raw_map(mut self, map: &'a RawTensorMap) -> Self {
         self.0.push(std::ptr::from_ref(map.raw()).cast_mut().cast());
         self
     }
