@@ -16,6 +16,8 @@ mod gemm;
 mod grouped_gemm;
 #[path = "gpu/layers.rs"]
 mod layers;
+#[path = "gpu/maps.rs"]
+mod maps;
 #[path = "gpu/permute.rs"]
 mod permute;
 #[path = "gpu/plans.rs"]

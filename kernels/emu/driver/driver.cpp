@@ -107,10 +107,14 @@ void* open_library(const char* image, size_t len) {
 
 // ---- Launches.
 
+// Bytes of an argument: a tensor map is aligned to 64.
+struct alignas(64) Piece {
+    char bytes[64];
+};
 struct Launch {
     const Function* f;
     EmuLaunch shape;
-    std::vector<std::vector<char>> args;
+    std::vector<std::vector<Piece>> args;
 };
 
 void run_kernel(const Launch& l, int d) {
@@ -128,7 +132,9 @@ void run_kernel(const Launch& l, int d) {
     run.seed = draw();
     run.max_steps = ~0ull;
     run.workers = 1;
-    run.resident = setting("TW_EMU_SMS", 4) * 2;
+    // Clusters are alive as a whole.
+    const unsigned cluster = std::max(launch.cluster, 1u);
+    run.resident = std::max(setting("TW_EMU_SMS", 4) * 2 / cluster, 1u) * cluster;
     run.yield_permille = setting("TW_EMU_YIELD", 20);
     // The emulator's own tests look for fences that are missing: here it would take half of the time.
     run.no_views = 1;
@@ -137,7 +143,7 @@ void run_kernel(const Launch& l, int d) {
     abort();
 }
 
-int launch(const Function* f, const unsigned* grid, const unsigned* block, unsigned smem, Stream* s, void** args) {
+int launch(const Function* f, const unsigned* grid, const unsigned* block, unsigned smem, unsigned cluster, Stream* s, void** args) {
     const unsigned threads = block[0] * block[1] * block[2];
     if (threads == 0 || threads > 1024 || grid[0] == 0 || grid[1] == 0 || grid[2] == 0) return NO_VALUE;
     unsigned capacity = 0;
@@ -145,13 +151,28 @@ int launch(const Function* f, const unsigned* grid, const unsigned* block, unsig
     if (smem > f->allowed || smem > capacity) return NO_VALUE;
     Launch l;
     l.f = f;
-    l.shape = {f->entry, f->smem_of, nullptr, f->name.c_str(), {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, smem, 0};
-    for (size_t i = 0; i < f->args.size(); i++) l.args.emplace_back((char*)args[i], (char*)args[i] + f->args[i]);
+    l.shape = {f->entry, f->smem_of, nullptr, f->name.c_str(), {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, smem, cluster};
+    for (size_t i = 0; i < f->args.size(); i++) {
+        l.args.emplace_back((f->args[i] + sizeof(Piece) - 1) / sizeof(Piece));
+        memcpy((void*)l.args.back().data(), args[i], f->args[i]);
+    }
     const int d = stream(s)->device;
     return queue(s, [l, d] {
         for (int times = times_to_run(d, l.f->name); times > 0; times--) run_kernel(l, d);
     });
 }
+
+// ---- Tensor maps: types of elements by the driver's numbers.
+
+enum { UNSUPPORTED = 801, NO_CLUSTER = 912 };
+constexpr struct {
+    unsigned char size;
+    EmuElement adds;
+} ELEMENTS[] = {
+    {1, EMU_BYTES}, {2, EMU_BYTES}, {4, EMU_BYTES}, {4, EMU_BYTES}, {8, EMU_BYTES},  // u8, u16, u32, i32, u64
+    {8, EMU_BYTES}, {2, EMU_F16},   {4, EMU_F32},   {8, EMU_BYTES}, {2, EMU_BF16},   // i64, f16, f32, f64, bf16
+    {4, EMU_BYTES}, {4, EMU_BYTES}, {4, EMU_BYTES},  // f32 and tf32 whose subnormals are zero, tf32
+};
 
 // ---- The compiler.
 
@@ -347,7 +368,7 @@ int cuLaunchKernel(Function* f, unsigned x, unsigned y, unsigned z, unsigned a, 
                    void** args, void** extra) {
     (void)extra;
     const unsigned grid[] = {x, y, z}, block[] = {a, b, c};
-    return launch(f, grid, block, shared, s, args);
+    return launch(f, grid, block, shared, 1, s, args);
 }
 struct Attribute {
     int id;
@@ -362,12 +383,46 @@ struct Config {
 };
 int cuLaunchKernelEx(const Config* how, Function* f, void** args, void** extra) {
     (void)extra;
-    enum { CLUSTER = 4, UNSUPPORTED = 801 };
-    for (unsigned i = 0; i < how->num; i++)
-        if (how->attributes[i].id == CLUSTER) return UNSUPPORTED;
-    return launch(f, how->grid, how->block, how->shared, how->stream, args);
+    enum { CLUSTER = 4, MOST = 8 };
+    unsigned cluster = 1;
+    for (unsigned i = 0; i < how->num; i++) {
+        const unsigned* c = how->attributes[i].value;
+        if (how->attributes[i].id != CLUSTER) continue;
+        // No kernel here asks for more than any device takes.
+        if (c[0] == 0 || c[1] == 0 || c[2] == 0 || (u64)c[0] * c[1] > MOST || (u64)c[0] * c[1] * c[2] > MOST) return NO_CLUSTER;
+        if (c[1] != 1 || c[2] != 1) return UNSUPPORTED;
+        if (how->grid[0] % c[0] != 0) return NO_VALUE;
+        cluster = c[0];
+    }
+    return launch(f, how->grid, how->block, how->shared, cluster, how->stream, args);
 }
-int cuTensorMapEncodeTiled(void* out) { return (void)out, 801; }
+// Numbers from the innermost dimension on; strides are of the others.
+int cuTensorMapEncodeTiled(EmuTensorMap* out, unsigned type, unsigned rank, void* base, const u64* dims, const u64* strides,
+                           const unsigned* box, const unsigned* steps, unsigned interleave, unsigned swizzle, unsigned promotion,
+                           unsigned fill) {
+    const unsigned spans[] = {0, 32, 64, 128};
+    if ((u64)out % 64 != 0 || (u64)base % 16 != 0 || rank == 0 || rank > 5) return NO_VALUE;
+    if (type > 15 || interleave > 2 || swizzle > 6 || promotion > 3 || fill > 1) return NO_VALUE;
+    // Elements of 4 and 6 bits; slices of channels; swizzles of larger pieces; NaN outside.
+    if (type >= sizeof ELEMENTS / sizeof *ELEMENTS || interleave != 0 || swizzle > 3 || fill != 0) return UNSUPPORTED;
+    EmuTensorMap m = {};
+    m.mark = EMU_TENSOR_MAP, m.base = (u64)base, m.rank = (unsigned char)rank;
+    m.size = ELEMENTS[type].size, m.element = ELEMENTS[type].adds, m.swizzle = (unsigned char)spans[swizzle];
+    bool every_element = true;
+    for (unsigned i = 0; i < rank; i++) {
+        if (dims[i] == 0 || dims[i] > 1ull << 32 || box[i] == 0 || box[i] > 256 || steps[i] == 0 || steps[i] > 8) return NO_VALUE;
+        m.dims[i] = dims[i], m.box[i] = (unsigned short)box[i];
+        every_element &= steps[i] == 1;
+        if (i + 1 == rank) break;
+        // As devices do, it asks for no order of strides: addresses may wrap around.
+        if (strides[i] % 16 != 0 || strides[i] >= 1ull << 40) return NO_VALUE;
+        m.strides[i] = strides[i];
+    }
+    const unsigned row = box[0] * m.size;
+    if (row % 16 != 0 || (m.swizzle != 0 && row > m.swizzle)) return NO_VALUE;
+    if (!every_element) return UNSUPPORTED;
+    return *out = m, OK;
+}
 int cuGetErrorName(int code, const char** out) { return (void)code, *out = "EMULATED", OK; }
 int cuGetErrorString(int code, const char** out) {
     static thread_local char text[64];

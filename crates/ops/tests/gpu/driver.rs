@@ -8,6 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use tilewire_kernels::ALL;
 
@@ -88,6 +89,9 @@ impl Driver {
     /// The driver that `words` compile from `files`, made once for all runs of these texts and
     /// those of the kernels. None without the compiler.
     pub fn build(name: &str, files: &[(&str, String)], words: &str) -> Option<Self> {
+        // Tests of one process make it under the same name.
+        static ONE: Mutex<()> = Mutex::new(());
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let mut hash = DefaultHasher::new();
         let kernels: Vec<_> = ALL.iter().map(|s| (s.text(), s.emu_text(), s.kernels)).collect();
         (files, words, kernels).hash(&mut hash);
