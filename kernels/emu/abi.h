@@ -152,6 +152,29 @@ enum EmuFence : unsigned { EMU_BARRIERS, EMU_SHARED, EMU_ALL };
 void emu_proxy_fence(EmuFence what);
 void emu_acquired();  // this thread has acquired what another, of any block, has written
 void emu_ordered();   // a fence: threads of this block may have told this one of what they did
+// The number of this block in its cluster. A barrier of all of the cluster's threads.
+unsigned emu_cluster_rank();
+unsigned emu_cluster_size();
+void emu_cluster_sync();
+// Arrives at a barrier of block `rank` of the cluster, which lies where `bar` does here; and stores a word there before.
+void emu_peer_arrive(unsigned long long* bar, unsigned rank);
+void emu_peer_store(unsigned* word, unsigned rank, unsigned value);
+// Boxes of tensors: a load into the blocks of the cluster whose bits are set, a store, a sum.
+void emu_tensor_load(void* shared, const void* map, unsigned long long* bar, const int* at, unsigned rank, unsigned blocks);
+void emu_tensor_store(const void* map, const void* shared, const int* at, unsigned rank, bool adds);
+// Products of a warpgroup, by each of its warps: the accumulators of its lanes, the descriptors, whether to add. Operands
+// are read, and sums set, some time until a wait has ended.
+enum : unsigned { EMU_WG_F16 = 1, EMU_WG_A_MN = 2, EMU_WG_B_MN = 4 };
+unsigned long long emu_product_desc(const void* tile);
+void emu_product_fence();
+void emu_product(float* const* d, unsigned n, unsigned long long a, unsigned long long b, bool adds, unsigned flags);
+void emu_product_commit();
+// Waits until all warps of the warpgroup have ended the groups that this warp is about to wait for.
+void emu_product_meet(unsigned groups);
+void emu_product_wait(unsigned groups);
+// The lane that elect.sync takes. Registers of each thread, from now on.
+unsigned emu_elected();
+void emu_registers(unsigned num, bool more);
 void emu_sleep(unsigned ns);
 unsigned long long emu_now();
 // Ends the run with this message.

@@ -56,20 +56,27 @@ unsigned parity_of(u64 word) {
     return word >> 16 & 1;
 }
 
-void check_barrier(Fiber* f, const u64* bar) {
+// The word at `bar` of this block's shared memory, which is its own or a peer's: `word` is where it lies now.
+void check_word(Fiber* f, const u64* bar, const u64* word) {
     if (!in_shared(f->block, bar, 8) || (u64)bar % 8 != 0) die(f, "a barrier that is not in shared memory");
     // Zero, or what shared memory begins as.
-    if (*bar == 0 || *bar == ~0ull) die(f, "a barrier that was not made");
+    if (*word == 0 || *word == ~0ull) die(f, "a barrier that was not made");
+}
+void check_barrier(Fiber* f, const u64* bar) {
+    check_word(f, bar, bar);
 }
 
-void come(Fiber* f, u64* bar, unsigned arrivals, long long bytes) {
-    check_barrier(f, bar);
-    u64 count = *bar & 0xff, missing = *bar >> 8 & 0xff, parity = parity_of(*bar);
+void come_to(Fiber* f, u64* bar, u64* word, unsigned arrivals, long long bytes) {
+    check_word(f, bar, word);
+    u64 count = *word & 0xff, missing = *word >> 8 & 0xff, parity = parity_of(*word);
     if (arrivals > missing) die(f, "more arrivals at a barrier than its phase has");
-    const long long tx = ((long long)*bar >> 17) + bytes;
+    const long long tx = ((long long)*word >> 17) + bytes;
     missing -= arrivals;
     if (missing == 0 && tx == 0) missing = count, parity ^= 1;
-    *bar = (u64)tx << 17 | parity << 16 | missing << 8 | count;
+    *word = (u64)tx << 17 | parity << 16 | missing << 8 | count;
+}
+void come(Fiber* f, u64* bar, unsigned arrivals, long long bytes) {
+    come_to(f, bar, bar, arrivals, bytes);
 }
 
 Told* told_at(Block* b, u64* bar) {
@@ -79,19 +86,30 @@ Told* told_at(Block* b, u64* bar) {
     return &b->told.back();
 }
 
-void tell_write(Block* b, const Bulk& c) {
-    if (emu_watch != nullptr && emu_watch->write != nullptr) emu_watch->write(b->rank, b->number << 8 | c.thread / 32, (u64)c.to, c.bytes);
+void tell_piece(Block* b, const Bulk& c, const char* to, unsigned bytes) {
+    if (emu_watch != nullptr && emu_watch->write != nullptr) emu_watch->write(b->rank, b->number << 8 | c.thread / 32, (u64)to, bytes);
 }
 
-void read_source(Bulk* c) {
-    if (!c->read) c->data.assign(c->from, c->from + c->bytes);
+// Boxes of tensors (hopper.h).
+void gather(Block* b, Bulk* c);
+void scatter(Block* b, const Bulk& c);
+
+void read_source(Block* b, Bulk* c) {
+    if (!c->read && c->from == nullptr) gather(b, c);
+    else if (!c->read) c->data.assign(c->from, c->from + c->bytes);
     c->read = true;
 }
 
+// A store, which has read its source.
+void write_global(Block* b, const Bulk& c) {
+    if (c.to == nullptr) return scatter(b, c);
+    tell_piece(b, c, c.to, c.bytes);
+    memcpy(c.to, c.data.data(), c.bytes);
+}
+
 void write_target(Fiber* f, Bulk* c) {
-    if (c->bar == nullptr) tell_write(f->block, *c);
+    if (c->bar == nullptr) return write_global(f->block, *c);
     memcpy(c->to, c->data.data(), c->bytes);
-    if (c->bar == nullptr) return;
     // What a copy has written, all copies see.
     if (has_views(f->block)) {
         View& v = view_of(f->block);
@@ -115,7 +133,7 @@ void progress(Fiber* f) {
     b->due = ~0ull;
     for (size_t i = 0; i < b->bulks.size();) {
         Bulk* c = &b->bulks[i];
-        if (b->ticks >= c->read_at) read_source(c);
+        if (b->ticks >= c->read_at) read_source(b, c);
         if (c->read && b->ticks >= c->write_at) {
             write_target(f, c);
             drop(b, i);
@@ -127,25 +145,31 @@ void progress(Fiber* f) {
     }
 }
 
-void issue(Fiber* f, const char* op, Bulk c, const void* shared, const void* global) {
-    Block* b = f->block;
-    Worker* w = b->worker;
-    if ((u64)shared % 16 != 0 || (u64)global % 16 != 0 || c.bytes % 16 != 0)
-        die(f, "a bulk copy not in units of 16 bytes");
-    if (!in_shared(b, shared, c.bytes)) die(f, "a bulk copy of shared memory that is not there");
-    // The beginning was checked: the end must be there, too.
-    if (c.bytes > 16) check(f, op, (const char*)global + c.bytes - 16, 16);
+// Shared memory that a bulk copy is of.
+void check_copy(Fiber* f, const void* shared, unsigned bytes) {
+    if ((u64)shared % 16 != 0 || bytes % 16 != 0) die(f, "a bulk copy not in units of 16 bytes");
+    if (!in_shared(f->block, shared, bytes)) die(f, "a bulk copy of shared memory that is not there");
     if (f->known.acquired > f->known.fenced)
         die(f, "a bulk copy behind an acquire, without fence.proxy.async between");
-    c.thread = f->index, c.group = f->groups;
-    c.read_at = b->ticks + delay(w);
-    c.write_at = c.read_at + delay(w);
+}
+
+// What a copy needs beside what it copies; where it goes on.
+void begin_copy(Fiber* f, Block* at, Bulk* c) {
+    Worker* w = f->block->worker;
+    c->thread = f->index, c->group = f->groups;
+    c->read_at = at->ticks + delay(w);
+    c->write_at = c->read_at + delay(w);
+}
+
+// A copy of this block that was checked.
+void issue_checked(Fiber* f, Worker* w, Block* b, Bulk c) {
+    begin_copy(f, b, &c);
     const bool other = random(w) % 2 == 0;
     if (other && c.bar != nullptr) {
         // Nobody may look there until it has come.
         memset(c.to, 0xa7, c.bytes);
     } else if (other && !has_views(b)) {
-        read_source(&c);
+        read_source(b, &c);
     } else if (other) {
         // As early as can be, and only what fences have told of.
         const size_t at = c.from - shared_of(module_of(b));
@@ -158,6 +182,17 @@ void issue(Fiber* f, const char* op, Bulk c, const void* shared, const void* glo
     b->bulks.push_back(std::move(c));
     progress(f);
 }
+
+void issue(Fiber* f, const char* op, Bulk c, const void* shared, const void* global) {
+    Block* b = f->block;
+    Worker* w = b->worker;
+    check_copy(f, shared, c.bytes);
+    if ((u64)global % 16 != 0) die(f, "a bulk copy not in units of 16 bytes");
+    // The beginning was checked: the end must be there, too.
+    if (c.bytes > 16) check(f, op, (const char*)global + c.bytes - 16, 16);
+    issue_checked(f, w, b, std::move(c));
+}
+
 
 // One of the thread's stores, of all its groups but the latest.
 bool is_of(const Fiber* f, const Bulk& c, unsigned groups) {
@@ -178,7 +213,7 @@ void complete(Fiber* f, unsigned groups, bool written) {
     for (size_t i = 0; i < b->bulks.size();) {
         Bulk* c = &b->bulks[i];
         const bool mine = is_of(f, *c, groups);
-        if (mine) read_source(c);
+        if (mine) read_source(b, c);
         if (mine && written) {
             write_target(f, c);
             drop(b, i);
@@ -242,6 +277,8 @@ bool emu_mbar_done(u64* bar, unsigned parity) {
         b->unseen[i] = b->unseen.back();
         b->unseen.pop_back();
     }
+    // Others may bring what is missing.
+    if (!done) yield(f);
     // A wait takes no longer than it must: what is waited for comes soon.
     for (size_t i = 0; !done && i < b->bulks.size(); i++) {
         Bulk* c = &b->bulks[i];
@@ -260,7 +297,7 @@ void emu_bulk_load(void* shared, const void* global, unsigned bytes, u64* bar) {
     check_barrier(f, bar);
     for (u64* made : f->block->made)
         if (made == bar) die(f, "a bulk load to a barrier that no fence has made known");
-    issue(f, "bulk.load", {(char*)shared, (const char*)global, bytes, 0, 0, 0, 0, bar, parity_of(*bar), false, {}}, shared,
+    issue(f, "bulk.load", {(char*)shared, (const char*)global, bytes, 0, 0, 0, 0, bar, parity_of(*bar), false, {}, {}}, shared,
           global);
 }
 
@@ -269,7 +306,7 @@ void emu_bulk_store(void* global, const void* shared, unsigned bytes) {
     Fiber* f = self();
     Inside inside(f);
     f->stored_groups = f->groups + 1;
-    issue(f, "bulk.store", {(char*)global, (const char*)shared, bytes, 0, 0, 0, 0, nullptr, 0, false, {}}, shared, global);
+    issue(f, "bulk.store", {(char*)global, (const char*)shared, bytes, 0, 0, 0, 0, nullptr, 0, false, {}, {}}, shared, global);
 }
 
 void emu_bulk_commit() {

@@ -249,6 +249,9 @@ inline float atomicAdd(float* p, float v) {
 template <class T, class V> inline T atomicMax(T* p, V v) {
     return emu_atomic("atomicMax", p, [v](T old) { return old < (T)v ? (T)v : old; });
 }
+template <class T, class V> inline T atomicInc(T* p, V last) {
+    return emu_atomic("atomicInc", p, [last](T old) { return old >= (T)last ? (T)0 : (T)(old + 1); });
+}
 template <class T, class V> inline T atomicMin(T* p, V v) {
     return emu_atomic("atomicMin", p, [v](T old) { return (T)v < old ? (T)v : old; });
 }

@@ -37,6 +37,12 @@ enum State { READY, SYNC, WARP, NAMED, DONE };
 struct Block;
 struct Worker;
 
+// Blocks that were launched together and reach each other's shared memory; null where one has ended.
+struct Cluster {
+    std::vector<Block*> blocks;
+    unsigned threads, come, phase, left;  // of their barrier; blocks that have not ended
+};
+
 #if defined(__x86_64__) && !defined(TW_EMU_UCONTEXT)
 struct Context {
     void* sp;
@@ -52,7 +58,16 @@ struct Copy {
     unsigned bytes, zeros, group;
 };
 
-// A bulk copy on its way: of a load its barrier, and the phase that its bytes belong to.
+// A box of a tensor: its map and where it begins. Without a map (`rank` 0) a copy is of one piece.
+struct Box {
+    EmuTensorMap map;
+    int at[5];
+    bool adds;  // to what the tensor holds
+    unsigned offset;  // of its tile in the dynamic shared memory
+};
+
+// A bulk copy on its way: of a load its barrier, and the phase that its bytes belong to. The side of the tensor of a
+// box is null.
 struct Bulk {
     char* to;
     const char* from;
@@ -61,7 +76,33 @@ struct Bulk {
     u64* bar;
     unsigned parity;
     bool read;
-    std::vector<char> data;  // once it is read
+    std::vector<char> data;  // once it is read, as it lies in shared memory
+    Box box;
+};
+
+// A product of a warpgroup that one of its warps has issued, and whose sums are not in its registers yet.
+struct Product {
+    float* d[32];  // of each lane
+    unsigned n, group;
+    u64 a, b;      // descriptors
+    unsigned flags;
+    bool adds, read;
+    std::vector<unsigned short> tiles;  // once they are read: 16 rows of A, then B, 16 elements of k each
+};
+
+// Sums in registers that products are being added to.
+struct Sums {
+    float* d;  // of lane 0
+    std::vector<float> v;
+};
+
+// What one warp has issued.
+struct Products {
+    std::vector<Product> waiting;
+    std::vector<Sums> sums;
+    unsigned groups;   // ended so far
+    bool fenced;       // behind what registers were last touched
+    unsigned registers, changes;
 };
 
 // A load that has come, and that nobody has waited for.
@@ -158,6 +199,8 @@ struct Block {
     Worker* worker;
     const EmuLaunch* launch;
     unsigned stream, rank, number;
+    Cluster* cluster;
+    unsigned cluster_rank;
     int module;
     std::vector<Fiber> fibers;
     std::vector<unsigned> ready;
@@ -166,6 +209,7 @@ struct Block {
     bool started;
     unsigned done, at_sync, sync_line, votes, voted;
     Barrier barriers[16];
+    std::vector<Products> products;  // of each warp
     std::vector<Bulk> bulks;
     std::vector<Unseen> unseen;
     std::vector<u64*> made;   // barriers that bulk copies do not know of
@@ -382,6 +426,7 @@ void poll(Fiber* f) {
 
 void progress(Fiber* f);
 void check_stores(Fiber* f);
+void check_products(Fiber* f);
 
 void step(Fiber* f) {
     Worker* w = f->block->worker;
@@ -448,6 +493,7 @@ void fiber_main() {
     b->launch->entry(b->launch->args);
     f->inside = true;
     check_stores(f);
+    check_products(f);
     f->state = DONE;
     b->done++;
     if (b->at_sync > 0) {

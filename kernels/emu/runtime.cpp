@@ -58,6 +58,13 @@ Used used_of(Block* b, const char* at) {
     return {end, last - end < GUARD ? last - end : GUARD, last};
 }
 
+// What a block finds in its shared memory. Not zeros: what a kernel reads before it writes must show.
+void fill_shared(Module* m, char* at, Used u) {
+    memset(at, 0xff, u.end);
+    memset(at + u.end, 0xa5, u.guard);
+    memset(at + u.capacity, 0xff, m->shared_len - u.capacity);
+}
+
 // Puts the block's shared memory where its code looks for it.
 void load_shared(Block* b) {
     Module* m = module_of(b);
@@ -77,12 +84,20 @@ void load_shared(Block* b) {
     if (b->started) {
         copy(at, b->shared.data(), u);
     } else {
-        // Not zeros: what a kernel reads before it writes must show.
-        memset(at, 0xff, u.end);
-        memset(at + u.end, 0xa5, u.guard);
-        memset(at + u.capacity, 0xff, m->shared_len - u.capacity);
+        fill_shared(m, at, u);
     }
     *loaded = b;
+}
+
+// Where the shared memory of a block lies that is not in its place: another one of its cluster runs. `at` is that place.
+char* image_of(Block* b, const char* at) {
+    Module* m = module_of(b);
+    if (!b->started) {
+        b->shared.resize(m->shared_len);
+        fill_shared(m, b->shared.data(), used_of(b, at));
+        b->started = true;
+    }
+    return b->shared.data();
 }
 
 // Who comes to a barrier and who waits at it must go together, to the end.
@@ -153,7 +168,7 @@ EmuDim unflatten(unsigned i, const unsigned* n) {
     return {i % n[0], i / n[0] % n[1], i / n[0] / n[1]};
 }
 
-void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number) {
+void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number, Cluster* cluster) {
     Block* b = w->spare.empty() ? new Block() : w->spare.back();
     if (!w->spare.empty()) w->spare.pop_back();
     const unsigned n = l->block[0] * l->block[1] * l->block[2];
@@ -163,6 +178,10 @@ void begin(Worker* w, unsigned stream, const EmuLaunch* l, unsigned number) {
     b->started = false;
     b->done = b->at_sync = b->votes = 0;
     for (Barrier& bar : b->barriers) bar = {};
+    b->cluster = cluster, b->cluster_rank = (unsigned)cluster->blocks.size();
+    cluster->blocks.push_back(b);
+    cluster->threads += n, cluster->left++;
+    b->products.assign((n + 31) / 32, {});
     b->bulks.clear(), b->unseen.clear(), b->made.clear(), b->told.clear(), b->view.now.clear();
     b->ticks = b->due = b->acquires = b->fences = 0;
     b->fibers.resize(n);
@@ -192,6 +211,9 @@ void finish(Worker* w, Block* b) {
     check_shared(b);
     check_barriers(b);
     check_loads(b);
+    check_registers(b);
+    b->cluster->blocks[b->cluster_rank] = nullptr;
+    if (--b->cluster->left == 0) delete b->cluster;
     w->loaded[b->module] = nullptr;
     for (Fiber& f : b->fibers) w->stacks.push_back(f.stack);
     for (size_t i = 0; i < w->live.size(); i++)
@@ -206,7 +228,7 @@ void finish(Worker* w, Block* b) {
     for (Bulk& c : b->bulks)
         if (c.bar == nullptr) s->late.push_back(std::move(c));
     if (s->done == b->launch->grid[0] * b->launch->grid[1] * b->launch->grid[2]) {
-        for (const Bulk& c : s->late) tell_write(b, c), memcpy(c.to, c.data.data(), c.bytes);
+        for (const Bulk& c : s->late) write_global(b, c);
         *s = {s->launch + 1, 0, 0, 0, {}};
         if (s->launch == r->cfg->streams[b->stream].len) r->open--;
     }
@@ -229,9 +251,14 @@ void admit(Worker* w) {
         const unsigned total = l->grid[0] * l->grid[1] * l->grid[2];
         // A share for each worker, so that the first to come does not take all.
         const unsigned share = e->worker == EMU_ANY ? (r->cfg->resident - 1) / r->cfg->workers + 1 : r->cfg->resident;
-        for (unsigned k = 0; k < share && s->next < total && s->live < r->cfg->resident; k++) {
-            s->live++;
-            begin(w, i, l, s->next++);
+        // Blocks of a cluster live together, however few may.
+        const unsigned size = l->cluster == 0 ? 1 : l->cluster;
+        for (unsigned k = 0; k < share && s->next < total && (s->live == 0 || s->live + size <= r->cfg->resident); k += size) {
+            Cluster* cluster = new Cluster();
+            for (unsigned j = 0; j < size; j++) {
+                s->live++;
+                begin(w, i, l, s->next++, cluster);
+            }
         }
     }
     pthread_mutex_unlock(&r->lock);
@@ -309,6 +336,7 @@ void* work(void* ctx) {
     pthread_mutex_unlock(&r->lock);
     for (Block* b : w->live) {
         for (Fiber& f : b->fibers) w->stacks.push_back(f.stack);
+        if (--b->cluster->left == 0) delete b->cluster;
         delete b;
     }
     for (Block* b : w->spare) delete b;

@@ -119,6 +119,25 @@ abi! {
         len: [u64; MOVE_SEGMENTS],
     }
 
+    /// A product by the core for sm_90a, beside its tensor maps.
+    "hopper/epilogue.cuh" TwHopper {
+        d: u64,
+        bias: u64,
+        aux: u64,
+        counter: u64,
+        ldd: i64,
+        ldaux: i64,
+        m: u32,
+        n: u32,
+        k: u32,
+        flags: u32,
+    }
+
+    /// An encoded tensor map, which a kernel needs at a multiple of 64 bytes.
+    "ptx/tensor.cuh" TwTensorMap {
+        words: [u64; 16],
+    }
+
     /// A part of a collective: from, to, bytes.
     "collective/sm90_collective.cu" TwPart {
         src: u64,

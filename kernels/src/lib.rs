@@ -13,6 +13,7 @@ pub mod abi;
 pub mod attention;
 mod files;
 pub mod gemm;
+pub mod hopper;
 pub mod portable;
 
 use files::For;
@@ -50,7 +51,7 @@ impl Source {
 
     /// Definitions with which it compiles: those of its first variant, or 4096 for each.
     pub fn first_variant(&self) -> Vec<(String, u64)> {
-        let all = portable::portable().into_iter().chain(attention::attention());
+        let all = variants();
         let own = || self.defines.iter().map(|d| ((*d).to_owned(), 4096)).collect();
         all.into_iter().find(|(s, _)| s.name == self.name).map_or_else(own, |(_, defines)| defines)
     }
@@ -66,8 +67,16 @@ impl Source {
         if self.includes("ptx/bulk.cuh") { 90 } else { 80 }
     }
 
+    /// True if only sm_90a has its instructions: those of warpgroups.
+    pub fn is_of_hopper(&self) -> bool {
+        self.includes("ptx/wgmma.cuh")
+    }
+
     /// True if `arch`, as in `sm_90a`, has its instructions.
     pub fn runs_on(&self, arch: &str) -> bool {
+        if self.is_of_hopper() {
+            return arch == "sm_90a";
+        }
         let number = arch.trim_start_matches("sm_").trim_end_matches(|c: char| !c.is_ascii_digit());
         number.parse().is_ok_and(|sm: u32| sm >= self.min_sm())
     }
@@ -80,6 +89,12 @@ impl Source {
     pub fn emu_text(&self) -> String {
         self.flatten(For::Emulator).0
     }
+}
+
+/// The units that have variants, each with its definitions.
+pub fn variants() -> Vec<(Source, Vec<(String, u64)>)> {
+    let hopper = hopper::Variant::all().into_iter().map(|v| (hopper::HOPPER_GEMM, v.defines()));
+    portable::portable().into_iter().chain(attention::attention()).chain(hopper).collect()
 }
 
 /// Loads, stores, fences and timers, named by operation, order and scope: for kernels of tests.
@@ -158,6 +173,7 @@ pub const ALL: &[Source] = &[
     SIGNAL,
     SM80_GEMM,
     SM80_GROUPED_GEMM,
+    hopper::HOPPER_GEMM,
     portable::QUANT,
     portable::PERMUTE,
     portable::REDUCE,
@@ -199,6 +215,7 @@ mod tests {
             assert_eq!(LINKS_BULK.runs_on(arch), links, "{arch}");
             assert_eq!(LINKS.runs_on(arch), arch != "x", "{arch}");
             assert_eq!(SIGNAL.runs_on(arch), arch != "x", "{arch}");
+            assert_eq!(hopper::HOPPER_GEMM.runs_on(arch), arch == "sm_90a", "{arch}");
         }
         assert!(LINKS_BULK.text().contains(&format!("TW_STAGES = {LINK_STAGES};")));
     }

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
+use object::{Object, ObjectSection};
 use tilewire_device::cuda::{Nvrtc, load_nvrtc};
 use tilewire_device::jit::{Compiler, KernelSpec, kernel_uses};
-use tilewire_kernels::attention::attention;
 use tilewire_kernels::portable::portable;
 use tilewire_kernels::{ALL, Source};
 
@@ -45,10 +45,10 @@ const SMALL_F16: [(&str, u64); 4] =
 
 /// Units and definitions beside those of [`Source::defines`].
 fn variants(s: &Source) -> Vec<Vec<(String, u64)>> {
-    let all = portable().into_iter().chain(attention()).filter(|(p, _)| p.name == s.name);
-    let portable: Vec<_> = all.map(|(_, defines)| defines).collect();
-    if !portable.is_empty() {
-        return portable;
+    let all = tilewire_kernels::variants().into_iter().filter(|(p, _)| p.name == s.name);
+    let listed: Vec<_> = all.map(|(_, defines)| defines).collect();
+    if !listed.is_empty() {
+        return listed;
     }
     let own: Vec<_> = s.defines.iter().map(|d| ((*d).to_owned(), 4096)).collect();
     let more: &[&[(&str, u64)]] = match s.name {
@@ -83,8 +83,52 @@ fn compile(s: &Source, defines: &[(String, u64)], arch: &str) -> Result<String, 
             return Err(format!("{} for {arch}: {u:?}", s.name));
         }
     }
+    if s.is_of_hopper() {
+        table += &machine_code(&done.cubin).map_err(|e| format!("{}: {e}", s.name))?;
+    }
     let found = s.kernels.iter().all(|k| uses.iter().any(|u| u.name == *k));
     if found { Ok(table) } else { Err(format!("{}: not every kernel is there: {uses:?}", s.name)) }
+}
+
+/// Instructions of the core's machine code, by the low 12 bits of their first word, as nvdisasm
+/// 13.0 names them.
+const HGMMA: u64 = 0x9f0;
+const USETMAXREG: u64 = 0x9c8;
+const LDL: u64 = 0x983;
+const STL: u64 = 0x387;
+const MEMBAR: u64 = 0x992;
+/// The scope of a MEMBAR, in its second word, if it is the whole GPU.
+const OF_GPU: u64 = 0xa;
+
+/// Counts what must be in the machine code of a kernel of the core, and what must not: products by
+/// warpgroups, registers given and taken, nothing in local memory, and of barriers that wait for
+/// the whole GPU's memory only those where the blocks of a cluster meet and where the number of a
+/// tile is published, none in the loop over k.
+fn machine_code(cubin: &[u8]) -> Result<String, String> {
+    let file = object::File::parse(cubin).map_err(|e| e.to_string())?;
+    let mut table = String::new();
+    for section in file.sections() {
+        let Some(name) = section.name().ok().and_then(|n| n.strip_prefix(".text.")) else {
+            continue;
+        };
+        let code = section.data().map_err(|e| e.to_string())?;
+        let words: Vec<u64> = code
+            .chunks_exact(8)
+            .map(|w| u64::from_le_bytes(std::array::from_fn(|i| w[i])))
+            .collect();
+        let count = |op: u64| words.iter().step_by(2).filter(|w| *w & 0xfff == op).count();
+        let of_gpu = words
+            .chunks_exact(2)
+            .filter(|w| w[0] & 0xfff == MEMBAR && w[1] >> 12 & 0xf == OF_GPU)
+            .count();
+        let found = [count(HGMMA), count(USETMAXREG), count(LDL) + count(STL), of_gpu];
+        // 64 elements of k are four products.
+        if found != [4, 2, 0, 3] {
+            return Err(format!("{name}: products, setmaxnreg, local memory, barriers {found:?}"));
+        }
+        table += &format!("    {name:<20} machine code {} instructions\n", words.len() / 2);
+    }
+    if table.is_empty() { Err("no machine code".to_owned()) } else { Ok(table) }
 }
 
 /// How many units do not compile as they should.
@@ -99,7 +143,11 @@ fn compile_all() -> usize {
             // takes most registers, on sm_90a, where it came closest to spilling.
             let by_type = portable().iter().any(|(p, _)| p.name == s.name);
             let one = (i + 1) % 3;
-            let archs = if by_type { one..one + 1 } else { 0..if i == 0 { 3 } else { 1 } };
+            let archs = match (s.is_of_hopper(), by_type) {
+                (true, _) => 1..2,
+                (_, true) => one..one + 1,
+                _ => 0..if i == 0 { 3 } else { 1 },
+            };
             ARCHS[archs].iter().filter(|a| runs_on(s, a)).map(move |a| (s, d.clone(), *a))
         })
         .collect();

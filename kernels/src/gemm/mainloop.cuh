@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../ptx/mma.cuh"
+#include "activation.cuh"
 
 #ifndef TW_GEMM_M
 #define TW_GEMM_M 128
@@ -30,7 +31,6 @@
 #define TW_GEMM_F16 0
 #endif
 
-typedef unsigned short u16;
 typedef unsigned char u8;
 
 enum : u32 {
@@ -59,21 +59,6 @@ enum : u32 {
 static_assert(TW_BM % 64 == 0 && TW_BN % 64 == 0, "a swizzled row has at least eight chunks");
 static_assert(TW_WM % 16 == 0 && TW_WN % 32 == 0, "whole matrix instructions, four beside each other");
 static_assert(TW_STAGES >= 2 && TW_EPI_BYTES <= TW_STAGES * TW_STAGE_BYTES, "shared memory");
-
-enum : u32 {
-    TW_OUT = 3,          // type of D: 0 bf16, 1 f16, 2 f32
-    TW_ACT_SHIFT = 2,    // 0 none, 1 ReLU, 2 GELU, 3 SwiGLU
-    TW_ACCUMULATE = 16,  // D = A B + D (+ bias)
-    TW_A_KM = 32,        // the f32 kernel only: A is [k, m]
-    TW_B_KN = 64,        // the f32 kernel only: B is [k, n]
-    // The product is multiplied by the derivative of the activation at `aux` (GELU: DGELU; SwiGLU:
-    // DSwiGLU, whose D has 2 n columns). The grouped kernels use 128.
-    TW_DACT = 256,
-    TW_BIAS_OUT = 2048,  // the bias is of D's type, not f32; 512 and 1024 are used by the grouped kernels
-    TW_RELU = 1,
-    TW_GELU = 2,
-    TW_SWIGLU = 3,
-};
 
 extern __shared__ __align__(128) unsigned char tw_smem[];
 
@@ -309,26 +294,6 @@ __device__ __forceinline__ void tw_mainloop(TwAcc& acc, u8* smem, const TwOperan
 
 // ---- Epilogue.
 
-__device__ __forceinline__ float tw_gelu(float x) {
-    return 0.5f * x * (1.0f + tanhf(0.7978846f * (x + 0.044715f * x * x * x)));
-}
-
-__device__ __forceinline__ float tw_dgelu(float x) {
-    const float t = tanhf(0.7978846f * (x + 0.044715f * x * x * x));
-    const float dt = 0.7978846f * (1.0f + 3.0f * 0.044715f * x * x);
-    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * dt;
-}
-
-__device__ __forceinline__ float tw_load_out(const void* d, i64 at, u32 type) {
-    if (type == 2) return ((const float*)d)[at];
-    const u16 h = ((const u16*)d)[at];
-    return type == 0 ? __uint_as_float((u32)h << 16) : cvt_f32_f16(h);
-}
-
-__device__ __forceinline__ u32 tw_pair(float low, float high, u32 type) {
-    return type == 0 ? cvt_rn_bf16x2_f32(low, high) : cvt_rn_f16x2_f32(low, high);
-}
-
 // Stores `num` <= 8 numbers at D[at..].
 __device__ __forceinline__ void tw_store8(void* d, i64 at, u32 type, const float (&x)[8], u32 num) {
     if (type == 2) {
@@ -367,13 +332,6 @@ __device__ __forceinline__ void tw_read8(float (&y)[8], const float* x) {
 __device__ __forceinline__ void tw_store1(void* d, i64 at, u32 type, float x) {
     if (type == 2) ((float*)d)[at] = x;
     else ((u16*)d)[at] = (u16)tw_pair(x, 0.0f, type);
-}
-
-// The gradients of SwiGLU's gate and up, from that of its result.
-__device__ __forceinline__ void tw_dswiglu(float d, float gate, float up, float& d_gate, float& d_up) {
-    const float s = 1.0f / (1.0f + expf(-gate));
-    d_gate = d * up * s * (1.0f + gate * (1.0f - s));
-    d_up = d * gate * s;
 }
 
 // Multiplies eight columns of a row by the derivative of the activation at `aux`; v receives the up

@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const COMPILER: &str = "g++";
 const ABI: &str = include_str!("../../emu/abi.h");
 const PRELUDE: &str = include_str!("../../emu/emu.h");
-const RUNTIME: [&str; 3] = [
+const RUNTIME: [&str; 4] = [
     include_str!("../../emu/fibers.h"),
     include_str!("../../emu/bulk.h"),
+    include_str!("../../emu/hopper.h"),
     include_str!("../../emu/runtime.cpp"),
 ];
 

@@ -7,7 +7,7 @@ use tilewire_kernels::abi::TwGemm;
 use tilewire_kernels::{SM80_GEMM, Source, gemm};
 
 use crate::compile::Unit;
-use crate::host::{Lib, RUNTIME};
+use crate::host::{Launch, Lib, RUNTIME};
 use crate::memory::{ANY, Memory};
 use crate::run::Run;
 use crate::{Test, tests};
@@ -302,7 +302,28 @@ impl Case {
     /// Runs it; the bytes of D. Panics if an element is not as the reference says.
     pub fn check(&self, on: &Build, f32_in: bool, seed: u64) -> Vec<u8> {
         let narrow = if on.f16 { Type::F16 } else { Type::Bf16 };
-        let matrices = self.matrices(if f32_in { Type::F32 } else { narrow });
+        let (name, (bm, bn), threads, smem) = match self.layout {
+            _ if f32_in => ("tw_gemm_f32", (64, 64), 256, 18432),
+            Nt => ("tw_gemm_nt", on.tile, on.threads, on.smem),
+            Nn => ("tw_gemm_nn", on.tile, on.threads, on.smem),
+            Tn => ("tw_gemm_tn", on.tile, on.threads, on.smem),
+            Tt => ("tw_gemm_tt", on.tile, on.threads, on.smem),
+        };
+        let blocks = self.m.div_ceil(bm) * self.n.div_ceil(bn);
+        let k = on.lib.kernel(name);
+        let launch = k.grid([blocks.max(1) as u32, 1, 1], [threads, 1, 1]).smem(smem);
+        self.check_by(if f32_in { Type::F32 } else { narrow }, seed, |param, _| launch.arg(param))
+    }
+
+    /// The same by the launch that `how` makes of the product and of two words that are zero, and
+    /// must be again at the end; operands are of type `t`.
+    pub fn check_by<'a>(
+        &self,
+        t: Type,
+        seed: u64,
+        how: impl FnOnce(&TwGemm, u64) -> Launch<'a>,
+    ) -> Vec<u8> {
+        let matrices = self.matrices(t);
         let [a, b, d] = [(0, "A"), (1, "B"), (2, "D")].map(|(i, name)| matrices[i].memory(name));
         let bias_bytes = self.bias_type().bytes(&self.bias());
         let bias = Memory::new("bias", ANY, bias_bytes.len());
@@ -324,20 +345,14 @@ impl Case {
             k: self.k as u32,
             flags: self.flags(),
         };
-        let (name, (bm, bn), threads, smem) = match self.layout {
-            _ if f32_in => ("tw_gemm_f32", (64, 64), 256, 18432),
-            Nt => ("tw_gemm_nt", on.tile, on.threads, on.smem),
-            Nn => ("tw_gemm_nn", on.tile, on.threads, on.smem),
-            Tn => ("tw_gemm_tn", on.tile, on.threads, on.smem),
-            Tt => ("tw_gemm_tt", on.tile, on.threads, on.smem),
-        };
-        let blocks = self.m.div_ceil(bm) * self.n.div_ceil(bn);
-        let k = on.lib.kernel(name);
-        let launch = k.grid([blocks.max(1) as u32, 1, 1], [threads, 1, 1]).smem(smem).arg(&param);
-        let mut run = Run::new(seed).memory([&a, &b, &d, &bias, &saved]).stream(0, vec![launch]);
+        let words = Memory::new("words", ANY, 8);
+        let launch = how(&param, words.addr());
+        let mut run =
+            Run::new(seed).memory([&a, &b, &d, &bias, &saved, &words]).stream(0, vec![launch]);
         // Even seeds change between threads often.
         run.yield_permille = if seed.is_multiple_of(2) { 200 } else { 10 };
         run.go().unwrap_or_else(|e| panic!("{self:?}: {e}"));
+        assert_eq!(words.get(0, 0), 0, "{self:?}: words that are not zero at the end");
         let bytes = d.read::<u8>();
         let z = self.pre_activation(&matrices);
         self.compare(&self.reference(&z, &aux), self.cols(), &bytes);

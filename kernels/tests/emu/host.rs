@@ -173,6 +173,11 @@ impl Lib {
         self.runtime
     }
 
+    /// What was compiled.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
     /// The kernel `name`.
     pub fn kernel(&'static self, name: &str) -> Kernel {
         let mut arg_sizes = vec![0u32; 64];

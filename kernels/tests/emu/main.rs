@@ -30,6 +30,8 @@ mod gemm_aux;
 mod gemm_mutants;
 mod grouped;
 mod grouped_grad;
+mod hopper;
+mod hopper_mutants;
 mod host;
 mod layers;
 mod layers_mutants;
@@ -81,6 +83,8 @@ fn all_tests() -> Vec<Test> {
         gemm::TESTS,
         gemm_aux::TESTS,
         gemm_mutants::TESTS,
+        hopper::TESTS,
+        hopper_mutants::TESTS,
         grouped::TESTS,
         grouped_grad::TESTS,
         convert::TESTS,

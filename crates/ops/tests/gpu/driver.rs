@@ -16,9 +16,10 @@ use tilewire_kernels::ALL;
 pub const COMMON: &str = include_str!("../../../../kernels/emu/driver/devices.h");
 const ABI: &str = include_str!("../../../../kernels/emu/abi.h");
 const PRELUDE: &str = include_str!("../../../../kernels/emu/emu.h");
-const RUNTIME: [&str; 3] = [
+const RUNTIME: [&str; 4] = [
     include_str!("../../../../kernels/emu/fibers.h"),
     include_str!("../../../../kernels/emu/bulk.h"),
+    include_str!("../../../../kernels/emu/hopper.h"),
     include_str!("../../../../kernels/emu/runtime.cpp"),
 ];
 const EMULATED: [&str; 3] = [

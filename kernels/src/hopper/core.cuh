@@ -1,0 +1,217 @@
+// The core of matrix products for sm_90a: D = A B, operands of 16 bits, sums in f32.
+//
+// A block has 12 warps and a multiprocessor for itself. Its tile is TW_HG_M x TW_HG_N. Warpgroups 0
+// and 1 multiply 64 rows each (wgmma, both operands in shared memory); of warpgroup 2 one thread
+// loads (TMA). Blocks are clusters of two, whose tiles share an operand (order.cuh).
+//
+// Stages of shared memory go round between the loader and the multipliers:
+//   full[s]   completes when the bytes of A and B are there: one arrival, by the loader, which
+//             announces them. Half of the shared operand comes from the other block.
+// empty[s]  completes when both multipliers of both blocks are through with stage s: four arrivals.
+//             The loader waits for it, since what it multicasts also overwrites the peer's stage.
+// Tiles are handed out one at a time by a counter in device memory, if there is one: clusters that
+// take fixed strides drift apart, and no longer meet in L2. A thread of the cluster's first block,
+// one tile ahead, takes the next number and puts it into both blocks:
+//   next_full   completes when the number is there: one arrival, which publishes it
+// next_empty  completes when all readers of both blocks have it: 16 multiplying warps, two loaders
+// The cluster that comes last leaves counter and count of ends at zero for the next launch.
+//
+// A warpgroup is through when wgmma_wait_group has returned: the reads of wgmma are complete then.
+// Its arrival publishes nothing, so it is relaxed: with .release the loop would hold a
+// MEMBAR.ALL.GPU (a fifth of the time, docs/lab/gemm.md). The stage is next written by a load that
+// was issued behind that arrival.
+//
+// Sums: each element is one chain in the order of k, 16 at a time, whatever the tile, order or
+// number of blocks: the same bits.
+//
+// The loader's block must not end before its peer's last multicast has come and its last arrivals
+// have been made: at the end it waits until every stage is empty.
+
+#pragma once
+
+#include "../ptx/bulk.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/tensor.cuh"
+#include "../ptx/wgmma.cuh"
+#include "epilogue.cuh"
+#include "order.cuh"
+#include "tile.cuh"
+
+// The stages, and which of them comes next.
+struct TwStages {
+    u64 *full, *empty;
+    u32 stage, parity;
+
+    __device__ __forceinline__ TwStages()
+        : full((u64*)(tw_smem + TW_HG_AT_BARRIERS)), empty(full + TW_HG_STAGES), stage(0), parity(0) {}
+
+    __device__ __forceinline__ u8* a() const {
+        return tw_smem + stage * TW_HG_A_BYTES;
+    }
+    __device__ __forceinline__ u8* b() const {
+        return tw_smem + TW_HG_AT_B + stage * TW_HG_B_BYTES;
+    }
+    __device__ __forceinline__ void advance() {
+        if (++stage == TW_HG_STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void wait_full() const {
+        while (!mbarrier_try_wait_parity(full + stage, parity)) {
+        }
+    }
+    __device__ __forceinline__ void wait_empty() const {
+        while (!mbarrier_try_wait_parity(empty + stage, parity ^ 1)) {
+        }
+    }
+};
+
+// The numbers of the tiles that a thread computes: those of its cluster, one behind the other.
+struct TwTickets {
+    u64 *full, *empty;
+    u32* word;
+    u32 parity;
+    bool counted;
+
+    __device__ __forceinline__ explicit TwTickets(bool counted)
+        : full((u64*)(tw_smem + TW_HG_AT_BARRIERS) + 2 * TW_HG_STAGES), empty(full + 1), word((u32*)(full + 2)), parity(0), counted(counted) {}
+
+    // The one behind `t`, for a whole warp, of which one lane says that all have it, or for a
+    // thread.
+    template <bool WARP> __device__ __forceinline__ u32 next(u32 t) {
+        if (!counted) return t + nclusterid_x();
+        while (!mbarrier_try_wait_parity_cluster(full, parity)) {
+        }
+        parity ^= 1;
+        t = ld_shared_u32(word);
+        if (WARP) __syncwarp();
+        if (!WARP || threadIdx.x % 32 == 0) mbarrier_arrive_relaxed_cluster(empty, 0);
+        return t;
+    }
+};
+
+// Takes numbers for the cluster until one is beyond the last tile: one thread of its first block.
+__device__ __forceinline__ void tw_deal_tiles(u32* counter, u32 num) {
+    const TwTickets tickets(true);
+    u32 i = 0;
+    for (bool more = clusterid_x() < num; more; i++) {
+        const u32 t = nclusterid_x() + atomicAdd(counter, 1u);
+        more = t < num;
+        while (!mbarrier_try_wait_parity(tickets.empty, (i & 1) ^ 1)) {
+        }
+        st_arrive_release_cluster(tickets.word, tickets.full, 0, t);
+        st_arrive_release_cluster(tickets.word, tickets.full, 1, t);
+    }
+    // The peer has read its last number: it may end, and so may this block.
+    while (!mbarrier_try_wait_parity(tickets.empty, (i & 1) ^ 1)) {
+    }
+    if (atomicInc(counter + 1, nclusterid_x() - 1) == nclusterid_x() - 1) atomicExch(counter, 0u);
+}
+
+// Makes the barriers, and meets the other block: behind it both may be reached.
+__device__ __forceinline__ void tw_begin() {
+    if (threadIdx.x == 0) {
+        const TwStages s;
+        for (u32 i = 0; i < TW_HG_STAGES; i++) mbarrier_init(s.full + i, 1), mbarrier_init(s.empty + i, 4);
+        const TwTickets tickets(true);
+        mbarrier_init(tickets.full, 1), mbarrier_init(tickets.empty, 18);
+        fence_mbarrier_init_release_cluster();
+    }
+    cluster_sync();
+}
+
+// An operand's tile: pieces that are one load each. K-major: two halves of the tile's rows;
+// MN-major: 64 columns each.
+template <bool MN, u32 EXTENT> struct TwPieces {
+    enum : u32 { NUM = MN ? EXTENT / 64 : 2, SPAN = EXTENT / NUM, BYTES = SPAN * TW_HG_K * 2 };
+    static_assert(EXTENT % NUM == 0 && BYTES % 1024 == 0, "whole pieces, of whole patterns of the swizzle");
+
+    // Loads what this block loads of the tile at `at` along m or n, and `k`: all of it for itself,
+    // or every other piece for both. The second half of the pieces lies `jump` further on.
+    __device__ __forceinline__ static void load(u8* tile, const TwTensorMap* map, u64* bar, u32 at, u32 k, u32 jump, bool shared) {
+        const u32 rank = cluster_ctarank();
+#pragma unroll
+        for (u32 i = 0; i < NUM; i++) {
+            const u32 mn = at + i * SPAN + (2 * i >= NUM ? jump : 0);
+            const u32 x = MN ? mn : k, y = MN ? k : mn;
+            if (!shared) tensor_load_3d(tile + i * BYTES, map, bar, (int)x, (int)y, 0);
+            else if (i % 2 == rank) tensor_load_3d_multicast(tile + i * BYTES, map, bar, (int)x, (int)y, 0, 3);
+        }
+    }
+};
+
+// The loader: one thread.
+template <bool A_MN, bool B_MN>
+__device__ __forceinline__ void tw_load_tiles(const TwHopper& g, const TwOrder& order, const TwTensorMap* a, const TwTensorMap* b) {
+    TwStages s;
+    const u32 rank = cluster_ctarank(), steps = (g.k + TW_HG_K - 1) / TW_HG_K;
+    // Of SwiGLU's tile half are columns of the gate, half those of up that go with them.
+    const u32 jump = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 - TW_HG_WIDTH : 0;
+    TwTickets tickets(g.counter != nullptr);
+    for (u32 t = clusterid_x(); t < order.num(); t = tickets.next<false>(t)) {
+        const TwSpot spot = order.at(t, rank);
+        for (u32 i = 0; i < steps; i++) {
+            s.wait_empty();
+            u64* full = s.full + s.stage;
+            mbarrier_arrive_expect_tx(full, TW_HG_A_BYTES + TW_HG_B_BYTES);
+            TwPieces<A_MN, TW_HG_M>::load(s.a(), a, full, spot.row * TW_HG_M, i * TW_HG_K, 0, spot.shares_a);
+            TwPieces<B_MN, TW_HG_N>::load(s.b(), b, full, spot.col * TW_HG_WIDTH, i * TW_HG_K, jump, !spot.shares_a);
+            s.advance();
+        }
+    }
+    for (u32 i = 0; i < TW_HG_STAGES; i++) {
+        s.wait_empty();
+        s.advance();
+    }
+}
+
+// acc = the product of 64 rows of A and the tile's columns over all of k: one warpgroup. `t`
+// becomes the number of the next tile, under the last products of this one.
+template <bool A_MN, bool B_MN>
+__device__ __forceinline__ void tw_multiply_tile(float (&acc)[TW_HG_N / 2], TwStages& s, TwTickets& tickets, u32& t, u32 k, u32 half) {
+    const u32 steps = (k + TW_HG_K - 1) / TW_HG_K, thread = threadIdx.x % 128;
+    for (u32 i = 0; i < steps; i++) {
+        s.wait_full();
+        // Half of A is one piece, whichever way it lies.
+        const u8* a = s.a() + half * (TW_HG_A_BYTES / 2);
+        const u64 da = A_MN ? wgmma_desc_mn(a, 0) : wgmma_desc_k(a);
+        const u64 db = B_MN ? wgmma_desc_mn(s.b(), 64 * TW_HG_K * 2) : wgmma_desc_k(s.b());
+        wgmma_fence();
+#pragma unroll
+        for (u32 z = 0; z < TW_HG_K / 16; z++)
+            wgmma_m64k16_f32<TW_HG_N, TW_HG_F16, A_MN, B_MN>(acc, da + z * (A_MN ? 128 : 2), db + z * (B_MN ? 128 : 2), i + z > 0);
+        wgmma_commit_group();
+        if (i + 1 == steps) t = tickets.next<true>(t);
+        wgmma_wait_group<0>();
+        if (thread < 2) mbarrier_arrive_relaxed_cluster(s.empty + s.stage, thread);
+        s.advance();
+    }
+    wgmma_hold(acc);
+}
+
+// A product: what every kernel of the core does.
+template <bool A_MN, bool B_MN>
+__device__ __forceinline__ void tw_hopper_product(const TwHopper& g, const TwTensorMap* a, const TwTensorMap* b, const TwTensorMap* d) {
+    const u32 rank = cluster_ctarank(), group = threadIdx.x / 128, warp = threadIdx.x / 32;
+    const u32 cols = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 : g.n;
+    const TwOrder order((g.m + TW_HG_M - 1) / TW_HG_M, (cols + TW_HG_WIDTH - 1) / TW_HG_WIDTH);
+    if (threadIdx.x == 0) tensor_prefetch(a), tensor_prefetch(b), tensor_prefetch(d);
+    tw_begin();
+    if (group == 2) {
+        setmaxnreg_dec<TW_HG_LOAD_REGISTERS>();
+        if (warp == 8 && elect_sync()) tw_load_tiles<A_MN, B_MN>(g, order, a, b);
+        if (warp == 9 && rank == 0 && g.counter != nullptr && elect_sync()) tw_deal_tiles(g.counter, order.num());
+        return;
+    }
+    setmaxnreg_inc<TW_HG_MULTIPLY_REGISTERS>();
+    TwStages s;
+    TwTickets tickets(g.counter != nullptr);
+    u32 buffer = 0;
+    for (u32 t = clusterid_x(); t < order.num();) {
+        const TwSpot spot = order.at(t, rank);
+        float acc[TW_HG_N / 2];
+        tw_multiply_tile<A_MN, B_MN>(acc, s, tickets, t, g.k, group);
+        const u32 row = spot.row * TW_HG_M + 16 * warp, col = spot.col * TW_HG_WIDTH;
+        if (TW_HG_OUT == 2) tw_store_32(acc, g, row, col);
+        else tw_store_16(acc, g, d, row, col, buffer);
+    }
+    if (TW_HG_OUT != 2 && threadIdx.x % 32 == 0) bulk_wait_group<0>();
+}

@@ -1,0 +1,252 @@
+// What becomes of the sums of a tile: D = act(A B (+ D) + bias), and the pre-activation.
+//
+// TW_HG_EPI says which function a unit has: 0 stores the product; 1 adds a bias or what D holds; 2
+// is ReLU, 3 GELU, 4 SwiGLU (the tile's left half are columns of the gate, its right half those of
+// up that go with them; D has half of the columns); 5 and 6 multiply by the derivatives of GELU and
+// SwiGLU at `aux` (SwiGLU: D has two halves of n columns). Everything is done in registers: a lane
+// of warp w has elements 8 j + 2 (lane % 4), and the next, of rows 16 w + lane / 4 and 8 more.
+
+#pragma once
+
+#include "../gemm/activation.cuh"
+#include "../ptx/bulk.cuh"
+#include "../ptx/math.cuh"
+#include "../ptx/tensor.cuh"
+#include "../ptx/wgmma.cuh"
+#include "tile.cuh"
+
+enum : u32 { TW_PLAIN = 0, TW_LINEAR = 1, TW_HG_RELU = 2, TW_HG_GELU = 3, TW_HG_SWIGLU = 4, TW_HG_DGELU = 5, TW_HG_DSWIGLU = 6 };
+
+// A product. The tensor maps beside it have the addresses of A, B, and of a D of 16 bits. `flags`:
+// those of gemm/activation.cuh for what is added; types and function are the unit's.
+struct TwHopper {
+    void* d;
+    const void* bias;  // [n] f32, or of D's type with TW_BIAS_OUT; or null
+    void* aux;         // null, or the pre-activation: read by derivatives, else stored
+    u32* counter;      // null, or two words that are zero, of this launch alone while it runs
+    i64 ldd, ldaux;
+    u32 m, n, k, flags;
+};
+
+// Columns of D, or of each of its halves, that a tile has.
+enum : u32 { TW_HG_WIDTH = TW_HG_EPI == TW_HG_SWIGLU ? TW_HG_N / 2 : TW_HG_N };
+static_assert(TW_HG_EPI == TW_PLAIN || TW_HG_WIDTH % 64 == 0, "no column is finished twice");
+
+// A pair of neighbours of D's type, as it lies in memory, and as numbers.
+struct TwPair {
+    u32 w[TW_HG_OUT == 2 ? 2 : 1];
+};
+__device__ __forceinline__ TwPair tw_load_pair(const void* p, i64 at) {
+    TwPair v;
+    if constexpr (TW_HG_OUT == 2) {
+        const uint2 w = *(const uint2*)((const float*)p + at);
+        v.w[0] = w.x, v.w[1] = w.y;
+    } else {
+        v.w[0] = *(const u32*)((const u16*)p + at);
+    }
+    return v;
+}
+__device__ __forceinline__ float2 tw_numbers(TwPair v) {
+    if constexpr (TW_HG_OUT == 2) return make_float2(__uint_as_float(v.w[0]), __uint_as_float(v.w[1]));
+    else if constexpr (TW_HG_OUT == 0) return make_float2(__uint_as_float(v.w[0] << 16), __uint_as_float(v.w[0] & 0xffff0000u));
+    else return make_float2(cvt_f32_f16((u16)(v.w[0] & 0xffff)), cvt_f32_f16((u16)(v.w[0] >> 16)));
+}
+__device__ __forceinline__ void tw_store_pair(void* p, i64 at, float2 v) {
+    if constexpr (TW_HG_OUT == 2) *(float2*)((float*)p + at) = v;
+    else *(u32*)((u16*)p + at) = tw_pair(v.x, v.y, TW_HG_OUT);
+}
+
+// The place of a thread in a chunk of 64 columns of D: rows and columns of its 16 pairs, pair 2 j +
+// i being that of columns 8 j on and of the row 8 i below.
+struct TwPlace {
+    u32 row, col;        // of pair 0
+    u32 rows, cols;      // of D, or of its half
+
+    __device__ __forceinline__ bool has(u32 i) const {
+        return row + i % 2 * 8 < rows && col + i / 2 * 8 < cols;
+    }
+    // The element of pair `i` in a matrix of `ld` columns.
+    __device__ __forceinline__ i64 at(u32 i, i64 ld) const {
+        return (i64)(row + i % 2 * 8) * ld + col + i / 2 * 8;
+    }
+};
+
+// Adds the bias of columns `shift` behind those of `at`, four pairs of columns at a time.
+__device__ __forceinline__ void tw_add_bias(const TwHopper& g, const TwPlace& at, u32 shift, float2 (&v)[16]) {
+    const bool wide = TW_HG_OUT == 2 || !(g.flags & TW_BIAS_OUT);
+#pragma unroll
+    for (u32 part = 0; part < 8; part += 4) {
+        float2 b[4];
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            const u32 col = at.col + 8 * (part + j);
+            b[j] = make_float2(0.0f, 0.0f);
+            if (wide && col < at.cols) b[j] = *(const float2*)((const float*)g.bias + shift + col);
+            if (!wide && col < at.cols) b[j] = tw_numbers(tw_load_pair(g.bias, shift + col));
+        }
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) v[2 * part + i].x += b[i / 2].x, v[2 * part + i].y += b[i / 2].y;
+    }
+}
+
+// Numbers at the pairs' places of a matrix, `shift` columns further on: one behind the other,
+// without a branch, so that all are on their way at once.
+__device__ __forceinline__ void tw_load_pairs(const void* p, i64 ld, u32 shift, const TwPlace& at, TwPair (&w)[16]) {
+#pragma unroll
+    for (u32 i = 0; i < 16; i++) w[i] = at.has(i) ? tw_load_pair(p, at.at(i, ld) + shift) : TwPair{};
+}
+__device__ __forceinline__ void tw_save_pairs(const TwHopper& g, u32 shift, const TwPlace& at, const float2 (&v)[16]) {
+#pragma unroll
+    for (u32 i = 0; i < 16; i++)
+        if (at.has(i)) tw_store_pair(g.aux, at.at(i, g.ldaux) + shift, v[i]);
+}
+
+// tanh(x) = 1 - 2 / (1 + e^2x), with an error of a few 2^-23 of 1.
+__device__ __forceinline__ float tw_tanh(float x) {
+    return 1.0f - 2.0f * rcp_approx_ftz_f32(1.0f + ex2_approx_ftz_f32(2.8853901f * x));
+}
+// 1 / (1 + e^-x).
+__device__ __forceinline__ float tw_sigmoid(float x) {
+    return rcp_approx_ftz_f32(1.0f + ex2_approx_ftz_f32(-1.4426950f * x));
+}
+__device__ __forceinline__ float tw_fast_gelu(float x) {
+    return 0.5f * x * (1.0f + tw_tanh(0.7978846f * (x + 0.044715f * x * x * x)));
+}
+__device__ __forceinline__ float tw_fast_dgelu(float x) {
+    const float t = tw_tanh(0.7978846f * (x + 0.044715f * x * x * x));
+    const float dt = 0.7978846f * (1.0f + 3.0f * 0.044715f * x * x);
+    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * dt;
+}
+// The gradient of SwiGLU's gate, or of its up.
+__device__ __forceinline__ float tw_fast_dswiglu(float d, float gate, float up, bool of_up) {
+    const float s = tw_sigmoid(gate);
+    return of_up ? d * gate * s : d * up * s * (1.0f + gate * (1.0f - s));
+}
+
+// Finishes a thread's 16 pairs of a chunk: v are sums, `up` those of SwiGLU's other half. `half`:
+// which half of D DSwiGLU computes.
+__device__ __forceinline__ void tw_finish(const TwHopper& g, const TwPlace& at, float2 (&v)[16], float2 (&up)[16], u32 half) {
+    if constexpr (TW_HG_EPI == TW_PLAIN) return;
+    if constexpr (TW_HG_EPI == TW_LINEAR) {
+        if (g.flags & TW_ACCUMULATE) {
+            TwPair w[16];
+            tw_load_pairs(g.d, g.ldd, 0, at, w);
+#pragma unroll
+            for (u32 i = 0; i < 16; i++) {
+                const float2 old = tw_numbers(w[i]);
+                v[i].x += old.x, v[i].y += old.y;
+            }
+        }
+    }
+    if (g.bias) tw_add_bias(g, at, 0, v);
+    if constexpr (TW_HG_EPI == TW_HG_DGELU) {
+        TwPair w[16];
+        tw_load_pairs(g.aux, g.ldaux, 0, at, w);
+#pragma unroll
+        for (u32 i = 0; i < 16; i++) {
+            const float2 a = tw_numbers(w[i]);
+            v[i].x *= tw_fast_dgelu(a.x), v[i].y *= tw_fast_dgelu(a.y);
+        }
+        return;
+    }
+    if constexpr (TW_HG_EPI == TW_HG_DSWIGLU) {
+        TwPair w[16], u[16];
+        tw_load_pairs(g.aux, g.ldaux, 0, at, w);
+        tw_load_pairs(g.aux, g.ldaux, g.n, at, u);
+#pragma unroll
+        for (u32 i = 0; i < 16; i++) {
+            const float2 a = tw_numbers(w[i]), b = tw_numbers(u[i]);
+            v[i].x = tw_fast_dswiglu(v[i].x, a.x, b.x, half != 0);
+            v[i].y = tw_fast_dswiglu(v[i].y, a.y, b.y, half != 0);
+        }
+        return;
+    }
+    if constexpr (TW_HG_EPI == TW_HG_SWIGLU) {
+        if (g.bias) tw_add_bias(g, at, at.cols, up);
+    }
+    if constexpr (TW_HG_EPI != TW_LINEAR) {
+        if (g.aux) {
+            tw_save_pairs(g, 0, at, v);
+            if constexpr (TW_HG_EPI == TW_HG_SWIGLU) tw_save_pairs(g, at.cols, at, up);
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < 16; i++) {
+        // No fmaxf, which turns NaN into 0.
+        if constexpr (TW_HG_EPI == TW_HG_RELU) v[i].x = v[i].x < 0.0f ? 0.0f : v[i].x, v[i].y = v[i].y < 0.0f ? 0.0f : v[i].y;
+        if constexpr (TW_HG_EPI == TW_HG_GELU) v[i].x = tw_fast_gelu(v[i].x), v[i].y = tw_fast_gelu(v[i].y);
+        if constexpr (TW_HG_EPI == TW_HG_SWIGLU) {
+            v[i].x = v[i].x * tw_sigmoid(v[i].x) * up[i].x;
+            v[i].y = v[i].y * tw_sigmoid(v[i].y) * up[i].y;
+        }
+    }
+}
+
+// The 16 pairs of the chunk that begins at column `first` of a tile at (row, col) of D, finished.
+__device__ __forceinline__ TwPlace tw_finish_chunk(const float (&acc)[TW_HG_N / 2], const TwHopper& g, u32 row, u32 col, u32 first, u32 half,
+                                                   float2 (&v)[16]) {
+    const u32 lane = threadIdx.x % 32, cols = TW_HG_EPI == TW_HG_SWIGLU ? g.n / 2 : g.n;
+    const TwPlace at = {row + lane / 4, col + first + lane % 4 * 2, g.m, cols};
+    float2 up[16];
+#pragma unroll
+    for (u32 i = 0; i < 16; i++) {
+        const u32 e = first / 2 + 2 * i;
+        v[i] = make_float2(acc[e], acc[e + 1]);
+        up[i] = make_float2(0.0f, 0.0f);
+        if constexpr (TW_HG_EPI == TW_HG_SWIGLU) up[i] = make_float2(acc[TW_HG_N / 4 + e], acc[TW_HG_N / 4 + e + 1]);
+    }
+    tw_finish(g, at, v, up, half);
+    return at;
+}
+
+// Stores D of 16 bits: each warp its 16 rows from `row` on, 64 columns at a time through buffers of
+// its own, so that no warp waits for another and the stores go on under the next tile. Where 64
+// does not divide the tile, the last chunk writes some columns twice, the same values. `next` goes
+// on from tile to tile: a buffer that is written again has been read.
+__device__ __forceinline__ void tw_store_16(const float (&acc)[TW_HG_N / 2], const TwHopper& g, const TwTensorMap* d, u32 row, u32 col, u32& next) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u8* own = tw_smem + TW_HG_AT_D + warp * TW_HG_BUFFERS * TW_HG_BUFFER_BYTES;
+#pragma unroll
+    for (u32 c = 0; c < (TW_HG_WIDTH + 63) / 64; c++) {
+        // Once more for the other half of DSwiGLU's D, rather than to keep both in registers.
+#pragma unroll 1
+        for (u32 half = 0; half < (TW_HG_EPI == TW_HG_DSWIGLU ? 2 : 1); half++) {
+            const u32 first = 64 * c + 64 <= TW_HG_WIDTH ? 64 * c : TW_HG_WIDTH - 64;
+            float2 v[16];
+            tw_finish_chunk(acc, g, row, col, first, half, v);
+            u8* buffer = own + next * TW_HG_BUFFER_BYTES;
+            next = next + 1 == TW_HG_BUFFERS ? 0 : next + 1;
+            // stmatrix waits for all lanes of the warp, and so for lane 0's wait.
+            if (lane == 0) bulk_wait_group_read<TW_HG_BUFFERS - 1>();
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                u32 w[4];
+#pragma unroll
+                for (u32 e = 0; e < 4; e++) w[e] = tw_pair(v[4 * j + e].x, v[4 * j + e].y, TW_HG_OUT);
+                // Matrices: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15; their 16-byte
+                // pieces lie as the map's swizzle of 128 bytes has them.
+                const u32 r = lane % 16, piece = (2 * j + lane / 16) ^ (r % 8);
+                stmatrix_x4_b16(buffer + r * 128 + piece * 16, w);
+            }
+            fence_proxy_async_shared_cta();
+            __syncwarp();
+            if (lane == 0) {
+                tensor_store_3d(d, buffer, (int)(col + first), (int)row, (int)half);
+                bulk_commit_group();
+            }
+        }
+    }
+}
+
+// Stores D of f32 from registers: four lanes have 32 bytes of a row.
+__device__ __forceinline__ void tw_store_32(const float (&acc)[TW_HG_N / 2], const TwHopper& g, u32 row, u32 col) {
+#pragma unroll
+    for (u32 c = 0; c < (TW_HG_WIDTH + 63) / 64; c++) {
+        const u32 first = 64 * c + 64 <= TW_HG_WIDTH ? 64 * c : TW_HG_WIDTH - 64;
+        float2 v[16];
+        const TwPlace at = tw_finish_chunk(acc, g, row, col, first, 0, v);
+#pragma unroll
+        for (u32 i = 0; i < 16; i++)
+            if (at.has(i)) *(float2*)((float*)g.d + at.at(i, g.ldd)) = v[i];
+    }
+}

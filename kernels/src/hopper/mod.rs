@@ -1,0 +1,183 @@
+//! Matrix products for sm_90a (`hopper/`): variants of the unit, and the order of its tiles.
+
+use crate::Source;
+
+/// Matrix products by wgmma and TMA.
+pub const HOPPER_GEMM: Source =
+    Source { name: "hopper/sm90_gemm.cu", defines: &[], kernels: &["tw_hopper_gemm"] };
+
+/// Rows of a block's tile.
+pub const TILE_M: usize = 128;
+/// Elements of the contraction in a stage.
+pub const TILE_K: usize = 64;
+/// Threads of a block.
+pub const THREADS: u32 = 384;
+/// Blocks of a cluster.
+pub const CLUSTER: u32 = 2;
+/// Rows of the boxes by which D is stored.
+pub const STORE_ROWS: usize = 16;
+/// Columns of a box, whose 128 bytes are what the swizzle permutes.
+pub const BOX_COLS: usize = 64;
+
+/// The function of an epilogue, as `hopper/epilogue.cuh` numbers it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Epilogue {
+    /// The product alone.
+    Plain,
+    /// A bias, or what D holds, is added.
+    Linear,
+    /// ReLU.
+    Relu,
+    /// GELU, tanh form.
+    Gelu,
+    /// SwiGLU.
+    SwiGlu,
+    /// Times the derivative of GELU.
+    DGelu,
+    /// The gradients of SwiGLU.
+    DSwiGlu,
+}
+
+impl Epilogue {
+    /// All of them.
+    pub const ALL: [Epilogue; 7] = [
+        Epilogue::Plain,
+        Epilogue::Linear,
+        Epilogue::Relu,
+        Epilogue::Gelu,
+        Epilogue::SwiGlu,
+        Epilogue::DGelu,
+        Epilogue::DSwiGlu,
+    ];
+
+    fn code(self) -> u64 {
+        Self::ALL.iter().position(|e| *e == self).unwrap_or_default() as u64
+    }
+}
+
+/// Orders of the operands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Order {
+    /// A `[m, k]`, B `[n, k]`.
+    Nt,
+    /// A `[m, k]`, B `[k, n]`.
+    Nn,
+    /// A `[k, m]`, B `[k, n]`.
+    Tn,
+}
+
+impl Order {
+    /// All of them.
+    pub const ALL: [Order; 3] = [Order::Nt, Order::Nn, Order::Tn];
+
+    /// True for A, and for B, if its rows are indices of the contraction.
+    pub fn mn_major(self) -> (bool, bool) {
+        (self == Order::Tn, self != Order::Nt)
+    }
+}
+
+/// A variant of [`HOPPER_GEMM`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Variant {
+    /// Orders of the operands.
+    pub order: Order,
+    /// Operands are f16, not bf16.
+    pub f16: bool,
+    /// D is f32, not of the operands' type.
+    pub out_f32: bool,
+    /// The function of the sums.
+    pub epilogue: Epilogue,
+    /// Columns of a tile: 256; for [`Epilogue::Plain`] also 192 and 128, and for [`Order::Nt`] 224.
+    pub cols: usize,
+}
+
+impl Variant {
+    /// Stages of shared memory: as many as there is space for.
+    pub fn stages(&self) -> usize {
+        match self.cols {
+            128 => 6,
+            _ => 4,
+        }
+    }
+
+    /// Columns of D, or of each of its halves, in a tile.
+    pub fn width(&self) -> usize {
+        if self.epilogue == Epilogue::SwiGlu { self.cols / 2 } else { self.cols }
+    }
+
+    /// Rows of B's boxes: indices of n, or of the contraction.
+    pub fn b_rows(&self) -> usize {
+        if self.order.mn_major().1 { TILE_K } else { self.cols / 2 }
+    }
+
+    /// Dynamic shared memory in bytes: stages of A and B, buffers of D (two for each of eight
+    /// warps), barriers.
+    pub fn shared_bytes(&self) -> u32 {
+        let stage = (TILE_M + self.cols) * TILE_K * 2;
+        let buffers = 8 * 2 * STORE_ROWS * BOX_COLS * 2;
+        (self.stages() * (stage + 16) + buffers + 32) as u32
+    }
+
+    /// Definitions for the compiler.
+    pub fn defines(&self) -> Vec<(String, u64)> {
+        let (a, b) = self.order.mn_major();
+        let out = if self.out_f32 { 2 } else { u64::from(self.f16) };
+        let pairs = [
+            ("N", self.cols as u64),
+            ("STAGES", self.stages() as u64),
+            ("F16", u64::from(self.f16)),
+            ("OUT", out),
+            ("A_MN", u64::from(a)),
+            ("B_MN", u64::from(b)),
+            ("EPI", self.epilogue.code()),
+        ];
+        pairs.map(|(name, value)| (format!("TW_HG_{name}"), value)).to_vec()
+    }
+
+    /// Every variant that a plan may load.
+    pub fn all() -> Vec<Variant> {
+        let mut all = Vec::new();
+        for order in Order::ALL {
+            for f16 in [false, true] {
+                for epilogue in Epilogue::ALL {
+                    let plain = epilogue == Epilogue::Plain;
+                    let widths: &[usize] = match (plain, order) {
+                        (true, Order::Nt) => &[256, 224, 192, 128],
+                        (true, _) => &[256, 192, 128],
+                        _ => &[256],
+                    };
+                    for cols in widths {
+                        let v = Variant { order, f16, out_f32: false, epilogue, cols: *cols };
+                        all.push(v);
+                        if plain || epilogue == Epilogue::Linear {
+                            all.push(Variant { out_f32: true, ..v });
+                        }
+                    }
+                }
+            }
+        }
+        all
+    }
+}
+
+/// Returns the number of pairs of tiles in a product of `rows` x `cols` tiles: a cluster of two
+/// blocks computes one pair at a time (`hopper/order.cuh`).
+pub fn pairs(rows: usize, cols: usize) -> usize {
+    rows / 2 * cols + rows % 2 * cols.div_ceil(2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variants_fit_into_shared_memory_and_differ() {
+        let all = Variant::all();
+        for (i, v) in all.iter().enumerate() {
+            assert!(v.shared_bytes() <= 232_448, "{v:?}: {}", v.shared_bytes());
+            assert!(!all[..i].contains(v), "{v:?} is twice in the list");
+            assert!(v.epilogue == Epilogue::Plain || v.width() % BOX_COLS == 0, "{v:?}");
+        }
+        assert_eq!(all.len(), 82);
+    }
+}

@@ -1,0 +1,113 @@
+// Thin wrappers of warpgroup matrix instructions (sm_90a alone), which read both operands from
+// shared memory and complete late. No includes: fixed-width types are defined here.
+//
+// Operands are tiles of 16-bit elements as a tensor map with a swizzle of 128 bytes writes them:
+//   K-major   a row of 64 elements of k (128 bytes) for each index of m or n, one behind the other
+// MN-major  a row of 64 elements of m or n (128 bytes) for each index of k; the next 64 elements of
+//             m or n lie `chunk` bytes behind
+// A tile begins at a multiple of 1024 bytes. Source: PTX ISA, "Asynchronous warpgroup level matrix
+// instructions", strides in canonical layouts.
+
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// The descriptor of a K-major tile. Adding 2 goes on by 16 elements of k.
+__device__ __forceinline__ u64 wgmma_desc_k(const void* tile) {
+    const u32 at = (u32)__cvta_generic_to_shared(tile);
+    return (u64)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// The descriptor of an MN-major tile. Adding 128 goes on by 16 elements of k.
+__device__ __forceinline__ u64 wgmma_desc_mn(const void* tile, u32 chunk) {
+    const u32 at = (u32)__cvta_generic_to_shared(tile);
+    return (u64)((at & 0x3ffff) >> 4) | (u64)(chunk >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// Orders registers that this warpgroup has touched before the products that it issues next.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits for all groups of this warpgroup except the latest N.
+template <int N>
+__device__ __forceinline__ void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps the compiler from moving uses of `d` across this place: behind a wait.
+template <int N>
+__device__ __forceinline__ void wgmma_hold(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Lists of accumulators for the bodies below.
+#define TW_WG_R8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define TW_WG_R32(i) TW_WG_R8(i), TW_WG_R8(i + 8), TW_WG_R8(i + 16), TW_WG_R8(i + 24)
+#define TW_WG_L4 "%0, %1, %2, %3"
+#define TW_WG_L8 TW_WG_L4 ", %4, %5, %6, %7"
+#define TW_WG_L16 TW_WG_L8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define TW_WG_L32 TW_WG_L16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TW_WG_L64 TW_WG_L32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TW_WG_L96 TW_WG_L64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TW_WG_L112 TW_WG_L96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define TW_WG_L128 TW_WG_L112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// One instruction: type, width, list of accumulators, the numbers of the operands behind them.
+#define TW_WGMMA(type, n, list, a, b, p, ta, tb, ...)                                                                \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\n"                                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" list "}, " a ", " b            \
+                 ", p, 1, 1, " ta ", " tb ";\n}"                                                                     \
+                 : __VA_ARGS__                                                                                       \
+                 : "l"(a_desc), "l"(b_desc), "r"(accumulate), "n"(A_MN), "n"(B_MN)                                   \
+                 : "memory")
+
+// d = A B, plus d where `accumulate` is not 0: A is 64 x 16, B is 16 x N, sums are f32. Lane l of
+// warp w of the warpgroup has elements 8 j + 2 (l % 4), and the next, of rows 16 w + l / 4 and 8
+// more of each: d[4 j] to d[4 j + 3]. A_MN, B_MN: the operand is MN-major.
+template <int N, bool F16, int A_MN, int B_MN>
+__device__ __forceinline__ void wgmma_m64k16_f32(float (&d)[N / 2], u64 a_desc, u64 b_desc, u32 accumulate) {
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128 || N == 192 || N == 224 || N == 256, "no such width");
+    if constexpr (N == 8) {
+        if constexpr (F16) TW_WGMMA("f16", 8, TW_WG_L4, "%4", "%5", "%6", "%7", "%8", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
+        else TW_WGMMA("bf16", 8, TW_WG_L4, "%4", "%5", "%6", "%7", "%8", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
+    } else if constexpr (N == 16) {
+        if constexpr (F16) TW_WGMMA("f16", 16, TW_WG_L8, "%8", "%9", "%10", "%11", "%12", TW_WG_R8(0));
+        else TW_WGMMA("bf16", 16, TW_WG_L8, "%8", "%9", "%10", "%11", "%12", TW_WG_R8(0));
+    } else if constexpr (N == 32) {
+        if constexpr (F16) TW_WGMMA("f16", 32, TW_WG_L16, "%16", "%17", "%18", "%19", "%20", TW_WG_R8(0), TW_WG_R8(8));
+        else TW_WGMMA("bf16", 32, TW_WG_L16, "%16", "%17", "%18", "%19", "%20", TW_WG_R8(0), TW_WG_R8(8));
+    } else if constexpr (N == 64) {
+        if constexpr (F16) TW_WGMMA("f16", 64, TW_WG_L32, "%32", "%33", "%34", "%35", "%36", TW_WG_R32(0));
+        else TW_WGMMA("bf16", 64, TW_WG_L32, "%32", "%33", "%34", "%35", "%36", TW_WG_R32(0));
+    } else if constexpr (N == 128) {
+        if constexpr (F16) TW_WGMMA("f16", 128, TW_WG_L64, "%64", "%65", "%66", "%67", "%68", TW_WG_R32(0), TW_WG_R32(32));
+        else TW_WGMMA("bf16", 128, TW_WG_L64, "%64", "%65", "%66", "%67", "%68", TW_WG_R32(0), TW_WG_R32(32));
+    } else if constexpr (N == 192) {
+        if constexpr (F16) TW_WGMMA("f16", 192, TW_WG_L96, "%96", "%97", "%98", "%99", "%100", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64));
+        else TW_WGMMA("bf16", 192, TW_WG_L96, "%96", "%97", "%98", "%99", "%100", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64));
+    } else if constexpr (N == 224) {
+        if constexpr (F16) TW_WGMMA("f16", 224, TW_WG_L112, "%112", "%113", "%114", "%115", "%116", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R8(96), TW_WG_R8(104));
+        else TW_WGMMA("bf16", 224, TW_WG_L112, "%112", "%113", "%114", "%115", "%116", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R8(96), TW_WG_R8(104));
+    } else if constexpr (N == 256) {
+        if constexpr (F16) TW_WGMMA("f16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
+        else TW_WGMMA("bf16", 256, TW_WG_L128, "%128", "%129", "%130", "%131", "%132", TW_WG_R32(0), TW_WG_R32(32), TW_WG_R32(64), TW_WG_R32(96));
+    }
+}
+
+// Stores four 8x8 matrices of 16-bit elements, as ldmatrix_x4_b16 loads them: lanes 8i to 8i + 7
+// give the addresses of the 16-byte rows of matrix i.
+__device__ __forceinline__ void stmatrix_x4_b16(void* row, const u32 (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"((u32)__cvta_generic_to_shared(row)),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}

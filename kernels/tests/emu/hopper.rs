@@ -1,0 +1,197 @@
+//! `hopper/sm90_gemm.cu` against an f64 reference: orders, edges, types, epilogues, clusters.
+
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex};
+
+use tilewire_kernels::abi::{TwGemm, TwHopper, TwTensorMap};
+use tilewire_kernels::hopper::{
+    BOX_COLS, CLUSTER, Epilogue, HOPPER_GEMM, Order, STORE_ROWS, THREADS, TILE_K, Variant,
+};
+
+use crate::compile::Unit;
+use crate::gemm::Layout::{Nn, Nt, Tn};
+use crate::gemm::{Case, DERIVATIVE, DGELU, DSWIGLU, GELU, Layout, NONE, RELU, SWIGLU, Type, case};
+use crate::host::{Lib, RUNTIME};
+use crate::{Test, tests};
+
+pub const TESTS: &[Test] = tests![
+    hopper_products_of_every_order_and_edge,
+    hopper_products_of_one_step,
+    hopper_widths_and_types,
+    hopper_epilogues,
+    hopper_bits_do_not_depend_on_the_launch,
+];
+
+/// What `EmuTensorMap` of `emu/abi.h` begins with.
+const MARK: u64 = 0x7061_6d2d_726f_7374;
+const SWIZZLE: u8 = 128;
+
+/// A tensor map of three dimensions, from the innermost on: sizes, bytes from index to index of the
+/// outer ones, and the box. Elements are of 16 bits.
+fn map(addr: u64, dims: [usize; 3], strides: [i64; 2], rows: usize) -> TwTensorMap {
+    let mut words = [0u64; 16];
+    words[0] = MARK;
+    words[1] = addr;
+    for (i, d) in dims.iter().enumerate() {
+        words[2 + i] = *d as u64;
+    }
+    for (i, s) in strides.iter().enumerate() {
+        words[7 + i] = *s as u64;
+    }
+    // Box, dimensions, bytes, type (only sums look at it), swizzle.
+    words[11] = BOX_COLS as u64 | (rows as u64) << 16 | 1 << 32;
+    words[12] = 3 << 16 | 2 << 24 | u64::from(SWIZZLE) << 40;
+    TwTensorMap { words }
+}
+
+/// The variant of a case.
+pub fn variant(c: &Case, f16: bool, cols: usize) -> Variant {
+    let order = match c.layout {
+        Nt => Order::Nt,
+        Nn => Order::Nn,
+        _ => Order::Tn,
+    };
+    let epilogue = match c.act {
+        NONE if c.bias || c.accumulate => Epilogue::Linear,
+        NONE => Epilogue::Plain,
+        RELU => Epilogue::Relu,
+        GELU => Epilogue::Gelu,
+        SWIGLU => Epilogue::SwiGlu,
+        DGELU => Epilogue::DGelu,
+        _ => Epilogue::DSwiGlu,
+    };
+    Variant { order, f16, out_f32: c.out == Type::F32, epilogue, cols }
+}
+
+pub fn load(text: String, v: &Variant) -> &'static Lib {
+    let defines = v.defines().into_iter().map(|(name, value)| (&*name.leak(), value)).collect();
+    RUNTIME.load(&Unit {
+        name: HOPPER_GEMM.name,
+        text,
+        defines,
+        kernels: HOPPER_GEMM.kernels.to_vec(),
+        smem: v.shared_bytes() as usize,
+    })
+}
+
+/// Libraries of the text as it is, by their definitions.
+static LIBS: LazyLock<Mutex<HashMap<String, &'static Lib>>> = LazyLock::new(Mutex::default);
+
+pub fn lib(v: &Variant) -> &'static Lib {
+    let mut libs = LIBS.lock().unwrap();
+    libs.entry(format!("{v:?}")).or_insert_with(|| load(HOPPER_GEMM.emu_text(), v))
+}
+
+/// Runs `c` by `blocks` blocks of the library; D. Tiles go out by a counter for odd seeds.
+pub fn check_on(lib: &'static Lib, c: &Case, v: &Variant, blocks: u32, seed: u64) -> Vec<u8> {
+    let kernel = lib.kernel("tw_hopper_gemm");
+    let launch = kernel.grid([blocks, 1, 1], [THREADS, 1, 1]).cluster(CLUSTER);
+    let launch = launch.smem(v.shared_bytes());
+    c.check_by(if v.f16 { Type::F16 } else { Type::Bf16 }, seed, |p: &TwGemm, counter| {
+        let (m, n, k) = (c.m, c.n, c.k);
+        let (a_mn, b_mn) = v.order.mn_major();
+        let whole = |ld: i64, rows: usize| [2 * ld, 2 * ld * rows as i64];
+        let a = if a_mn { [m, k, 1] } else { [k, m, 1] };
+        let b = if b_mn { [n, k, 1] } else { [k, n, 1] };
+        let a = map(p.a, a, whole(p.lda, a[1]), TILE_K);
+        let b = map(p.b, b, whole(p.ldb, b[1]), v.b_rows());
+        let d = match v.epilogue {
+            Epilogue::SwiGlu => map(p.d, [n / 2, m, 1], whole(p.ldd, m), STORE_ROWS),
+            Epilogue::DSwiGlu => map(p.d, [n, m, 2], [2 * p.ldd, 2 * n as i64], STORE_ROWS),
+            _ => map(p.d, [n, m, 1], whole(p.ldd, m), STORE_ROWS),
+        };
+        let g = TwHopper {
+            d: p.d,
+            bias: p.bias,
+            aux: p.aux,
+            counter: if seed % 2 == 1 { counter } else { 0 },
+            ldd: p.ldd,
+            ldaux: p.ldaux,
+            m: p.m,
+            n: p.n,
+            k: p.k,
+            flags: p.flags,
+        };
+        launch.arg(&g).arg(&a).arg(&b).arg(&d)
+    })
+}
+
+fn check(c: &Case, f16: bool, cols: usize, blocks: u32, seed: u64) -> Vec<u8> {
+    let v = variant(c, f16, cols);
+    check_on(lib(&v), c, &v, blocks, seed)
+}
+
+fn hopper_products_of_every_order_and_edge() {
+    let shapes = [(1, 8, 8), (63, 136, 72), (129, 128, 64), (200, 264, 328), (300, 40, 128)];
+    for layout in [Nt, Nn, Tn] {
+        for (i, (m, n, k)) in shapes.into_iter().enumerate() {
+            let m = if layout == Tn { usize::next_multiple_of(m, 8) } else { m };
+            let c = Case { out: Type::Bf16, pad: 8 * (i % 2), ..case(layout, m, n, k) };
+            check(&c, false, 128, 2 + 2 * (i as u32 % 2), i as u64);
+        }
+    }
+}
+
+/// One step of the contraction a tile: what a tile leaves behind meets the next one at once.
+fn hopper_products_of_one_step() {
+    for seed in 0..4 {
+        let c = Case { out: Type::Bf16, ..case(Nt, 520, 264, 64) };
+        check(&c, false, 128, 2, seed);
+    }
+}
+
+fn hopper_widths_and_types() {
+    for (cols, f16) in [(256, false), (192, false), (128, true)] {
+        for layout in [Nt, Nn] {
+            let out = if f16 { Type::F16 } else { Type::Bf16 };
+            check(&Case { out, ..case(layout, 136, 264, 136) }, f16, cols, 2, 3);
+            check(&case(layout, 72, 72, 136), f16, cols, 2, 4);
+        }
+    }
+    let exact = Case { out: Type::Bf16, exact: true, ..case(Tn, 264, 136, 200) };
+    check(&exact, false, 128, 4, 5);
+}
+
+fn epilogue_cases(layout: Layout) -> Vec<Case> {
+    let c = Case { out: Type::Bf16, ..case(layout, 136, 144, 72) };
+    let mut all = vec![
+        Case { bias: true, ..c },
+        Case { accumulate: true, pad: 8, ..c },
+        Case { bias: true, accumulate: true, ..c },
+        Case { accumulate: true, out: Type::F32, ..c },
+        Case { bias: true, out: Type::F32, pad: 8, ..c },
+    ];
+    for act in [RELU, GELU, SWIGLU] {
+        all.push(Case { act, bias: true, aux: true, ..c });
+        all.push(Case { act, pad: 8, ..c });
+    }
+    all.extend([DGELU, DSWIGLU].map(|act| Case { act, ..c }));
+    all.push(Case { act: DSWIGLU, pad: 8, ..c });
+    all
+}
+
+fn hopper_epilogues() {
+    for layout in [Nt, Nn] {
+        for c in epilogue_cases(layout) {
+            assert!(c.act < DERIVATIVE || !c.aux, "derivatives read aux");
+            check(&c, false, 256, 2, 1);
+        }
+    }
+    for act in [SWIGLU, DSWIGLU] {
+        check(
+            &Case { act, out: Type::F16, bias: act == SWIGLU, ..case(Tn, 40, 272, 72) },
+            true,
+            256,
+            2,
+            2,
+        );
+    }
+}
+
+/// Tile, order and number of blocks change no bit.
+fn hopper_bits_do_not_depend_on_the_launch() {
+    let c = case(Nt, 264, 264, 200);
+    let all = [(128, 2, 0), (128, 6, 1), (192, 4, 2), (256, 2, 3)];
+    let all = all.map(|(cols, blocks, seed)| check(&c, false, cols, blocks, seed));
+    assert!(all.iter().all(|d| *d == all[0]), "bits of D");
+}

@@ -1,0 +1,133 @@
+//! `hopper/sm90_gemm.cu`, broken on purpose: every mutant must fail its scenario.
+//!
+//! A library has one variant, so scenarios load their own of the same text.
+
+use tilewire_kernels::hopper::{HOPPER_GEMM, Variant};
+
+use crate::gemm::Layout::{Nn, Nt, Tn};
+use crate::gemm::{Case, DGELU, DSWIGLU, GELU, RELU, SWIGLU, Type, case};
+use crate::hopper::{check_on, load, variant};
+use crate::host::Lib;
+use crate::planted::{Scenario, all_are_killed};
+use crate::{Test, scenarios, tests};
+
+pub const TESTS: &[Test] =
+    tests![hopper_scenarios, hopper_core_mutants, hopper_order_mutants, hopper_epilogue_mutants];
+
+/// Runs `c` by the text that `lib` was made of.
+fn run(lib: &'static Lib, c: &Case, cols: usize, blocks: u32, seed: u64) {
+    let v = variant(c, false, cols);
+    check_on(load(lib.text().to_owned(), &v), c, &v, blocks, seed);
+}
+
+fn plain(layout: crate::gemm::Layout, m: usize, n: usize, k: usize) -> Case {
+    Case { out: Type::Bf16, ..case(layout, m, n, k) }
+}
+
+/// More steps than stages, several tiles a block.
+fn long_sums(lib: &'static Lib) {
+    let c = plain(Nt, 392, 136, 640);
+    let v = variant(&c, false, 128);
+    for seed in 0..4 {
+        check_on(lib, &c, &v, 2, seed);
+    }
+}
+
+/// One step a tile, an odd row of tiles, three columns.
+fn one_step(lib: &'static Lib) {
+    let c = plain(Nt, 300, 264, 64);
+    let v = variant(&c, false, 128);
+    for seed in 0..4 {
+        check_on(lib, &c, &v, 2, seed);
+    }
+}
+
+/// One tile a block, many orders of its beginning.
+fn beginnings(lib: &'static Lib) {
+    let c = plain(Nt, 136, 8, 8);
+    let v = variant(&c, false, 128);
+    for seed in 0..48 {
+        check_on(lib, &c, &v, 2, 2 * seed);
+    }
+}
+
+/// Tiles that a counter hands out to two clusters.
+fn counted(lib: &'static Lib) {
+    let c = plain(Nt, 520, 392, 136);
+    let v = variant(&c, false, 128);
+    for seed in [1, 3, 5, 7] {
+        check_on(lib, &c, &v, 4, seed);
+    }
+}
+
+fn bands(lib: &'static Lib) {
+    let c = plain(Nt, 128 * 19, 264, 8);
+    check_on(lib, &c, &variant(&c, false, 128), 4, 1);
+}
+
+fn orders(lib: &'static Lib) {
+    for layout in [Nt, Nn, Tn] {
+        run(lib, &plain(layout, 136, 136, 104), 128, 2, 1);
+    }
+}
+
+fn wide_results(lib: &'static Lib) {
+    run(lib, &Case { pad: 8, ..case(Nt, 136, 136, 64) }, 128, 2, 1);
+}
+
+fn wide_bias(lib: &'static Lib) {
+    run(lib, &Case { bias: true, pad: 8, ..plain(Nt, 24, 24, 24) }, 256, 2, 1);
+}
+
+fn epilogues(lib: &'static Lib) {
+    let c = plain(Nn, 40, 144, 72);
+    for act in [RELU, SWIGLU] {
+        run(lib, &Case { act, bias: true, aux: true, ..c }, 256, 2, 1);
+    }
+    for act in [GELU, DGELU, DSWIGLU] {
+        run(lib, &Case { act, ..c }, 256, 2, 1);
+    }
+    run(lib, &Case { bias: true, accumulate: true, ..c }, 256, 2, 1);
+}
+
+/// What fails with a mutant must pass without.
+fn hopper_scenarios() {
+    let lib = base(HOPPER_GEMM.emu_text());
+    for f in [
+        long_sums,
+        one_step,
+        beginnings,
+        counted,
+        bands,
+        orders,
+        wide_results,
+        wide_bias,
+        epilogues,
+    ] {
+        f(lib);
+    }
+}
+
+/// The plain product of narrow tiles.
+fn base(text: String) -> &'static Lib {
+    let v: Variant = variant(&plain(Nt, 8, 8, 8), false, 128);
+    load(text, &v)
+}
+
+fn killed(of: (&str, &str), scenarios: &[Scenario]) {
+    all_are_killed(&HOPPER_GEMM.emu_text(), base, of, scenarios);
+}
+
+fn hopper_core_mutants() {
+    killed(("hopper/sm90_gemm", "core"), scenarios![beginnings, long_sums, one_step, orders]);
+    killed(("hopper/sm90_gemm", "store"), scenarios![one_step, wide_results]);
+    killed(("hopper/sm90_gemm", "tickets"), scenarios![counted]);
+}
+
+fn hopper_order_mutants() {
+    killed(("hopper/sm90_gemm", "order"), scenarios![bands, one_step]);
+}
+
+fn hopper_epilogue_mutants() {
+    killed(("hopper/sm90_gemm", "epilogue"), scenarios![epilogues, wide_bias]);
+}
