@@ -28,6 +28,8 @@ fn specs_of(arch: &str, dtype: DType, heads: &[(usize, usize)]) -> Vec<KernelSpe
         n if n.ends_with("_MANTISSA") => types.contains(value),
         // Of some machines only.
         n if n == EP_UNEVEN => false,
+        // Each takes seconds, and a plan needs one or two.
+        n if n.starts_with("TW_HG_") => false,
         _ => true,
     };
     let attention = [SM80_ATTENTION.name, PLAIN_ATTENTION.name];

@@ -14,6 +14,8 @@ mod driver;
 mod gemm;
 #[path = "gpu/grouped_gemm.rs"]
 mod grouped_gemm;
+#[path = "gpu/hopper.rs"]
+mod hopper;
 #[path = "gpu/layers.rs"]
 mod layers;
 #[path = "gpu/maps.rs"]

@@ -1,13 +1,15 @@
-//! Times of GEMM on CUDA device 0, by cuBLASLt and by the portable kernel, and what a team of no
-//! peers would see: medians of 20 runs after a warm-up, random inputs, bf16. One JSON object a
-//! line.
+//! Times of GEMM on CUDA device 0, by cuBLASLt, by the core for sm_90a and by the portable kernel,
+//! and what a team of no peers would see: medians of 20 runs after a warm-up, random inputs, bf16.
+//! One JSON object a line.
 //!
 //! `cargo run --release -p tilewire-ops --example rates gemm [M,N,K ...]`.
 
 use tilewire_core::{DType, Result, Rng, Shape};
 use tilewire_device::cuda::{CudaContext, CudaEvent};
 use tilewire_device::{Device, Queue, Stream, Tensor};
-use tilewire_ops::gemm::{AOrder, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan};
+use tilewire_ops::gemm::{
+    AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmInputs, GemmPlan,
+};
 use tilewire_ops::grouped_gemm::{
     GroupedDesc, GroupedDgrad, GroupedFprop, GroupedGemmPlan, GroupedWgrad, Splits,
 };
@@ -111,6 +113,7 @@ fn bench(ctx: &CudaContext, [m, n, k]: [usize; 3]) -> Result<()> {
     };
     let (a, b) = (random(m, k)?, random(n, k)?);
     let accumulate = Epilogue { accumulate: true, ..Epilogue::NONE };
+    let fused = |activation| Epilogue { bias: true, activation, ..Epilogue::NONE };
     let nt = GemmDesc::nt(m, n, k, DType::BF16);
     let kinds = [
         ("fprop nt -> bf16", nt),
@@ -125,6 +128,9 @@ fn bench(ctx: &CudaContext, [m, n, k]: [usize; 3]) -> Result<()> {
                 ..nt
             },
         ),
+        ("nt + bias -> bf16", GemmDesc { epilogue: fused(Activation::None), ..nt }),
+        ("gelu(nt + bias) -> bf16", GemmDesc { epilogue: fused(Activation::Gelu), ..nt }),
+        ("swiglu(nt + bias) -> bf16", GemmDesc { epilogue: fused(Activation::SwiGlu), ..nt }),
     ];
     for (name, desc) in kinds {
         // The same memory, read in another order.
@@ -133,14 +139,21 @@ fn bench(ctx: &CudaContext, [m, n, k]: [usize; 3]) -> Result<()> {
         };
         let a = place(&a, desc.a_order == AOrder::Km, m)?;
         let b = place(&b, desc.b_order == BOrder::Kn, n)?;
-        let out = Tensor::zeros(desc.out, Shape::d2(m, n)).to(&device)?;
-        for backend in [GemmBackend::CublasLt, GemmBackend::Portable] {
+        let cols = desc.epilogue.activation.out_cols(n);
+        let out = Tensor::zeros(desc.out, Shape::d2(m, cols)).to(&device)?;
+        let bias = Tensor::zeros(DType::F32, Shape::d1(n)).to(&device)?;
+        for backend in [GemmBackend::CublasLt, GemmBackend::Hopper, GemmBackend::Portable] {
             let plan = GemmPlan::with_backend(desc, backend)?;
             let start = std::time::Instant::now();
-            plan.prepare(&stream)?;
+            match plan.prepare(&stream) {
+                Err(e) if e.is_unsupported() || e.is_unavailable() => continue,
+                r => r?,
+            }
             let prepare_ms = start.elapsed().as_secs_f64() * 1e3;
             let launch = || {
-                let inputs = GemmInputs::new(a.clone(), b.clone(), out.clone());
+                let bias = desc.epilogue.bias.then(|| bias.clone());
+                let inputs =
+                    GemmInputs { bias, ..GemmInputs::new(a.clone(), b.clone(), out.clone()) };
                 plan.launch(&stream, inputs).map(drop)
             };
             let us = median(ctx, &stream, launch)?;

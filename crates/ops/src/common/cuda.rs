@@ -8,9 +8,8 @@ use tilewire_core::{DType, Error, ErrorKind, Result};
 use tilewire_device::cuda::{CudaContext, CudaMemory, CudaModule, CudaStream};
 use tilewire_device::jit::KernelSpec;
 use tilewire_device::{Device, Stream, Tensor};
-use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION, attention};
-use tilewire_kernels::portable::portable;
-use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source};
+use tilewire_kernels::attention::{PLAIN_ATTENTION, SM80_ATTENTION};
+use tilewire_kernels::{SM80_GEMM, SM80_GROUPED_GEMM, Source, variants};
 
 use super::check::Named;
 pub(crate) use super::check::{no_kernel, unsupported};
@@ -185,8 +184,7 @@ pub fn kernel_specs(arch: &str) -> Vec<KernelSpec> {
     let gemm = [SM80_GEMM, SM80_GROUPED_GEMM]
         .into_iter()
         .flat_map(|source| [DType::BF16, DType::F16].map(|d| (source, gemm_defines(d))));
-    gemm.chain(portable())
-        .chain(attention())
+    gemm.chain(variants())
         .filter(|(source, _)| source.runs_on(arch))
         .map(|(source, defines)| spec(&source, defines, arch))
         .collect()

@@ -10,22 +10,26 @@ use tilewire_core::{Error, Result};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GemmBackend {
-    /// cuBLASLt where the library is present and supports the product, else the portable kernel.
-    /// The plan's `explain` says which of them, and why.
+    /// cuBLASLt where the library is present and supports the product, else the core for sm_90a
+    /// where that does, else the portable kernel. The plan's `explain` says which of them, and why.
     #[default]
     Auto,
     /// tilewire's kernel for sm_80 and newer: every order, type, shape and epilogue.
     Portable,
     /// NVIDIA cuBLASLt, opened at run time; an error if it does not support the product.
     CublasLt,
+    /// tilewire's core for sm_90a, by wgmma and TMA: bf16 and f16, every epilogue; an error if it
+    /// does not support the product.
+    Hopper,
 }
 
 impl GemmBackend {
     /// All values with their names.
-    pub const NAMES: [(&'static str, GemmBackend); 3] = [
+    pub const NAMES: [(&'static str, GemmBackend); 4] = [
         ("auto", GemmBackend::Auto),
         ("portable", GemmBackend::Portable),
         ("cublaslt", GemmBackend::CublasLt),
+        ("hopper", GemmBackend::Hopper),
     ];
 }
 
@@ -40,7 +44,8 @@ impl FromStr for GemmBackend {
 
     fn from_str(s: &str) -> Result<Self> {
         Self::NAMES.iter().find(|(n, _)| *n == s).map(|(_, b)| *b).ok_or_else(|| {
-            Error::invalid(format!("unknown GEMM backend `{s}`; one of auto, portable, cublaslt"))
+            let names = Self::NAMES.map(|(n, _)| n).join(", ");
+            Error::invalid(format!("unknown GEMM backend `{s}`; one of {names}"))
         })
     }
 }
@@ -55,6 +60,6 @@ mod tests {
             assert_eq!((n.parse::<GemmBackend>().unwrap(), b.to_string()), (b, n.to_owned()));
         }
         let e = "cublas".parse::<GemmBackend>().unwrap_err().to_string();
-        assert!(e.contains("auto, portable, cublaslt"), "{e}");
+        assert!(e.contains("auto, portable, cublaslt, hopper"), "{e}");
     }
 }

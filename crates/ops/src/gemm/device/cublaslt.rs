@@ -44,7 +44,7 @@ struct Workspace {
 }
 
 /// The numbers of rows that get an algorithm: powers of two, and what is needed for `m`.
-fn row_counts(m: usize) -> Vec<usize> {
+pub(super) fn row_counts(m: usize) -> Vec<usize> {
     let mut rows: Vec<usize> =
         (0..).map(|i| LEAST_ROWS << i).take_while(|&r| r < m && r < 1 << 30).collect();
     // A multiple of the least, because with A as [k, m] the rows are a stride.

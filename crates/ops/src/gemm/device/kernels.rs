@@ -1,5 +1,5 @@
-//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else by the portable kernels
-//! (`gemm/sm80_gemm.cu`).
+//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else by the core for sm_90a
+//! (`hopper/sm90_gemm.cu`), else by the portable kernels (`gemm/sm80_gemm.cu`).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,6 +10,7 @@ use tilewire_kernels::abi::TwGemm;
 use tilewire_symm::LiveTeam;
 
 use super::cublaslt::Lt;
+use super::hopper::{self, Hopper};
 use super::product::{
     A_KM, ACCUMULATE, ACT_SHIFT, B_KN, Matrix, Product, SUMS, TILE, TILE_F32, Tile, act_code,
     bias_flag, out_code,
@@ -59,6 +60,9 @@ fn plan(d: &GemmDesc) -> Result<(&'static str, Tile, u32)> {
     Ok((name, tile, flags))
 }
 
+/// Something, or why there is none.
+type Why<T> = std::result::Result<T, String>;
+
 /// A product on raw addresses: for one plan, or for the tiles of another operation.
 pub(crate) struct GemmKernels {
     kernel: Kernel,
@@ -66,7 +70,9 @@ pub(crate) struct GemmKernels {
     flags: u32,
     backend: GemmBackend,
     /// Or why not.
-    lt: std::result::Result<Lt, String>,
+    lt: Why<Lt>,
+    /// Or why not.
+    hopper: Why<Hopper>,
     /// Another rank of the team makes its products in another way.
     differs: AtomicBool,
 }
@@ -83,8 +89,8 @@ impl GemmKernels {
         let kernel = load(ctx, &SM80_GEMM, gemm_defines(desc.a))?.kernel(name)?;
         kernel.allow_shared(tile.shared_bytes)?;
         let lt = match (backend, unfit(desc)) {
-            (GemmBackend::Portable, _) => Err("it was asked for".to_owned()),
-            (GemmBackend::CublasLt, Some(why)) => return Err(not_cublaslt(&why)),
+            (GemmBackend::Portable | GemmBackend::Hopper, _) => Err("another was asked for".into()),
+            (GemmBackend::CublasLt, Some(why)) => return Err(not_made_by("cuBLASLt", &why)),
             (GemmBackend::CublasLt, None) => Ok(Lt::new(ctx, desc)?),
             (GemmBackend::Auto, Some(why)) => Err(why),
             (GemmBackend::Auto, None) => match Lt::new(ctx, desc) {
@@ -92,7 +98,36 @@ impl GemmKernels {
                 r => Ok(r?),
             },
         };
-        Ok(Self { kernel, tile, flags, backend, lt, differs: AtomicBool::new(false) })
+        let hopper = Self::hopper(ctx, desc, backend, lt.is_ok())?;
+        Ok(Self { kernel, tile, flags, backend, lt, hopper, differs: AtomicBool::new(false) })
+    }
+
+    fn hopper(
+        ctx: &CudaContext,
+        d: &GemmDesc,
+        by: GemmBackend,
+        has_lt: bool,
+    ) -> Result<Why<Hopper>> {
+        let why = match by {
+            GemmBackend::Portable | GemmBackend::CublasLt => {
+                Some("another was asked for".to_owned())
+            }
+            // Loaded where it may be used only: kernels take time to compile.
+            GemmBackend::Auto if has_lt => Some("cuBLASLt makes the products".to_owned()),
+            _ => match hopper::unfit(d) {
+                Some(why) => Some(why),
+                None => Hopper::lacks(ctx)?,
+            },
+        };
+        match why {
+            Some(why) if by == GemmBackend::Hopper => Err(not_made_by(CORE, &why)),
+            Some(why) => Ok(Err(why)),
+            None => match Hopper::new(ctx, d) {
+                // Nothing to compile it with, and not shipped either.
+                Err(e) if e.is_unavailable() && by == GemmBackend::Auto => Ok(Err(e.to_string())),
+                r => Ok(Ok(r?)),
+            },
+        }
     }
 
     /// Collective: where a rank has another library, or none, all take the portable kernel.
@@ -100,25 +135,37 @@ impl GemmKernels {
     /// # Errors
     /// As [`LiveTeam::exchange`].
     pub fn agree(&self, team: &LiveTeam) -> Result<()> {
-        let mine = self.lt.as_ref().map_or("portable".to_owned(), Lt::text);
+        let hopper = || self.hopper.as_ref().map_or("portable".to_owned(), Hopper::text);
+        let mine = self.lt.as_ref().map_or_else(|_| hopper(), Lt::text);
         let all = team.exchange("gemm", mine.as_bytes())?;
         let differs = all.iter().any(|text| text != mine.as_bytes());
         self.differs.store(differs, Ordering::Release);
         Ok(())
     }
 
-    fn lt(&self) -> std::result::Result<&Lt, &str> {
+    /// Returns `x` if it is used: it is not where ranks differ.
+    fn of<'a, T>(&self, x: &'a Why<T>) -> std::result::Result<&'a T, &'a str> {
         if self.differs.load(Ordering::Acquire) {
-            return Err("the ranks do not all have the same cuBLASLt");
+            return Err("the ranks do not all make their products in the same way");
         }
-        self.lt.as_ref().map_err(String::as_str)
+        x.as_ref().map_err(String::as_str)
     }
 
     /// Returns what makes the products, and why.
     pub fn explain(&self) -> String {
-        match self.lt() {
-            Ok(lt) => format!("products: {}", lt.explain()),
-            Err(why) => format!("products: the portable kernel, because {why}"),
+        match (self.of(&self.lt), self.of(&self.hopper)) {
+            (Ok(lt), _) => format!("products: {}", lt.explain()),
+            (Err(why), Ok(hopper)) => {
+                format!("products: {}, because of cuBLASLt: {why}", hopper.explain())
+            }
+            (Err(lt), Err(why)) if lt == why => {
+                format!("products: the portable kernel, because {why}")
+            }
+            (Err(lt), Err(why)) => {
+                format!(
+                    "products: the portable kernel, because of cuBLASLt: {lt}; of {CORE}: {why}"
+                )
+            }
         }
     }
 
@@ -131,14 +178,14 @@ impl GemmKernels {
     /// other work may write A, B or bias, or use D, meanwhile.
     ///
     /// # Errors
-    /// What the driver reports; `Unsupported` for addresses that cuBLASLt does not take, if only it
-    /// was asked for.
+    /// What the driver reports; `Unsupported` for addresses that the one backend that was asked for
+    /// does not take.
     pub unsafe fn launch(&self, stream: &CudaStream, p: &Product) -> Result<()> {
         let (m, n, _) = p.shape;
         if m == 0 || n == 0 {
             return Ok(());
         }
-        if let Ok(lt) = self.lt() {
+        if let Ok(lt) = self.of(&self.lt) {
             match lt.refuses(p) {
                 // An algorithm that was chosen for more rows may refuse these few, before it queues
                 // anything: seen with f32, one row, n and k of 64, on an H200. Which, depends on
@@ -150,7 +197,17 @@ impl GemmKernels {
                     r => return r,
                 },
                 Some(why) if self.backend == GemmBackend::CublasLt => {
-                    return Err(not_cublaslt(&why));
+                    return Err(not_made_by("cuBLASLt", &why));
+                }
+                Some(_) => {}
+            }
+        }
+        if let Ok(hopper) = self.of(&self.hopper) {
+            match hopper.refuses(p) {
+                // SAFETY: the caller's contract.
+                None => return unsafe { hopper.launch(stream, p) },
+                Some(why) if self.backend == GemmBackend::Hopper => {
+                    return Err(not_made_by(CORE, &why));
                 }
                 Some(_) => {}
             }
@@ -188,9 +245,12 @@ impl GemmKernels {
     }
 }
 
-fn not_cublaslt(why: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("cuBLASLt cannot make this product: {why}"))
-        .hint("use the backend `auto`, which takes the portable kernel then")
+/// The name of the core in texts.
+const CORE: &str = "the core for sm_90a";
+
+fn not_made_by(name: &str, why: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("{name} cannot make this product: {why}"))
+        .hint("use the backend `auto`, which takes another kernel then")
 }
 
 /// The kernels and workspace of a plan on a CUDA device.

@@ -1,6 +1,8 @@
-//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else by the portable kernels.
+//! GEMM on CUDA devices: by cuBLASLt where it does what is asked, else by the core for sm_90a,
+//! else by the portable kernels.
 
 mod cublaslt;
+mod hopper;
 mod kernels;
 mod product;
 mod widen;

@@ -1,0 +1,182 @@
+//! Products by the core for sm_90a against the oracle: on a GPU, and on an emulated device.
+
+use tilewire_core::{DType, Rng};
+use tilewire_device::cuda::CudaContext;
+use tilewire_device::{Buffer, Device, Stream};
+use tilewire_ops::gemm::{AOrder, Activation, BOrder, Epilogue, GemmBackend, GemmDesc, GemmPlan};
+use tilewire_testing::{Lack, WORDS, did_not_run};
+
+use crate::common::{Gpu, gpu};
+use crate::driver::Driver;
+use crate::gemm::{Problem, epilogue, plan_by};
+
+const ORDERS: [(AOrder, BOrder); 3] =
+    [(AOrder::Mk, BOrder::Nk), (AOrder::Mk, BOrder::Kn), (AOrder::Km, BOrder::Kn)];
+
+/// A device whose kernels are for sm_90a.
+#[track_caller]
+fn hopper() -> Option<Gpu> {
+    let g = gpu()?;
+    let arch = CudaContext::new(0).unwrap().arch().unwrap();
+    if arch == "sm_90a" {
+        return Some(g);
+    }
+    let plan = GemmPlan::with_backend(GemmDesc::nt(8, 8, 8, DType::BF16), GemmBackend::Hopper);
+    let e = plan.unwrap().prepare(&g.stream).unwrap_err();
+    assert!(e.is_unsupported() && e.to_string().contains(&arch), "{e}");
+    did_not_run(Lack::Sm90, e);
+    None
+}
+
+fn is_emulated() -> bool {
+    std::env::var_os("TW_EMU_TEXTS").is_some()
+}
+
+/// Shapes: one tile and less, odd rows of tiles, several waves, tails of everything.
+fn shapes() -> Vec<(usize, usize, usize)> {
+    let few = vec![(1, 8, 8), (130, 264, 72)];
+    if is_emulated() {
+        return few;
+    }
+    let more = [(63, 136, 200), (65, 512, 64), (128, 256, 64), (257, 520, 328), (1032, 2056, 136)];
+    few.into_iter().chain(more).chain([(4096, 2560, 64), (300, 40, 8192)]).collect()
+}
+
+fn epilogues() -> Vec<Epilogue> {
+    let accumulate = Epilogue { accumulate: true, ..Epilogue::NONE };
+    vec![
+        Epilogue::NONE,
+        epilogue(true, Activation::None),
+        accumulate,
+        Epilogue { bias: true, ..accumulate },
+        epilogue(true, Activation::Relu),
+        Epilogue { aux: true, ..epilogue(true, Activation::Gelu) },
+        Epilogue { aux: true, ..epilogue(true, Activation::SwiGlu) },
+        epilogue(false, Activation::SwiGlu),
+        epilogue(false, Activation::DGelu),
+        epilogue(false, Activation::DSwiGlu),
+        Epilogue { bgrad: true, ..Epilogue::NONE },
+    ]
+}
+
+/// Every order, epilogue and result, with the plan's most rows and with fewer; again, the bits are
+/// the same.
+#[test]
+fn products_by_the_core() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(31);
+    let types = if is_emulated() { &[DType::BF16][..] } else { &[DType::BF16, DType::F16] };
+    for &dtype in types {
+        for (i, e) in epilogues().into_iter().enumerate() {
+            for (j, (a_order, b_order)) in ORDERS.into_iter().enumerate() {
+                // An emulated device compiles each variant, and takes its time.
+                if is_emulated() && (i + j) % 3 != 0 {
+                    continue;
+                }
+                for (m, n, k) in shapes() {
+                    let turned = a_order == AOrder::Km;
+                    let m = if turned { m.next_multiple_of(8) } else { m };
+                    let n =
+                        if e.activation == Activation::SwiGlu { n.next_multiple_of(16) } else { n };
+                    let wide = e.activation == Activation::None && i % 2 == 0;
+                    let out = if wide && (m + n) % 16 == 8 { DType::F32 } else { dtype };
+                    let base = GemmDesc { a_order, b_order, out, ..GemmDesc::nt(m, n, k, dtype) };
+                    let desc = GemmDesc { epilogue: e, ..base };
+                    let plan = plan_by(&g, desc, GemmBackend::Hopper);
+                    assert!(plan.explain().contains("sm_90a"), "{}", plan.explain());
+                    for rows in [m, m.div_ceil(24) * 8] {
+                        let p = Problem::new(&g, &mut rng, desc, rows.min(m));
+                        p.run(&g, &plan);
+                        p.check();
+                        if !e.accumulate {
+                            let first = p.out.t.download().unwrap();
+                            p.run(&g, &plan);
+                            assert!(p.out.t.download().unwrap() == first, "bits of {desc}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What the core does not take is an error of it alone, and takes the portable kernel with `auto`.
+#[test]
+fn what_the_core_does_not_take() {
+    let Some(g) = hopper() else { return };
+    let mut rng = Rng::new(32);
+    let nt = |m, n, k| GemmDesc::nt(m, n, k, DType::BF16);
+    let gelu = GemmDesc { epilogue: epilogue(true, Activation::Gelu), ..nt(40, 30, 33) };
+    let turned = GemmDesc { a_order: AOrder::Km, ..nt(40, 32, 32) };
+    for (desc, why) in
+        [(gelu, "8 columns"), (turned, "[n, k]"), (GemmDesc::nt(8, 8, 8, DType::F32), "f32")]
+    {
+        let e = GemmPlan::with_backend(desc, GemmBackend::Hopper).unwrap();
+        let e = e.prepare(&g.stream).unwrap_err();
+        assert!(e.is_unsupported() && e.get_hint().is_some() && e.to_string().contains(why), "{e}");
+        let auto = plan_by(&g, desc, GemmBackend::Auto);
+        let p = Problem::new(&g, &mut rng, desc, desc.m);
+        p.run(&g, &auto);
+        p.check();
+    }
+    // 41 rows of [k, m]: known at launch only.
+    let desc = GemmDesc {
+        a_order: AOrder::Km,
+        b_order: BOrder::Kn,
+        epilogue: epilogue(true, Activation::Relu),
+        ..nt(48, 64, 32)
+    };
+    let p = Problem::new(&g, &mut rng, desc, 41);
+    let forced = plan_by(&g, desc, GemmBackend::Hopper);
+    let e = forced.launch(&g.stream, p.inputs.clone()).err().unwrap();
+    assert!(e.is_unsupported() && e.get_hint().is_some(), "{e}");
+    let auto = plan_by(&g, desc, GemmBackend::Auto);
+    assert!(auto.explain().contains("sm_90a"), "{}", auto.explain());
+    p.run(&g, &auto);
+    p.check();
+}
+
+/// Launches of one plan side by side on two streams: each has the bits of its own operands.
+#[test]
+fn the_core_gives_the_same_bits_on_two_streams() {
+    let Some(g) = hopper() else { return };
+    let Device::Cuda(ctx) = &g.device else { return };
+    let mut rng = Rng::new(33);
+    let streams = [g.stream.clone(), Stream::on(ctx).unwrap()];
+    let desc = GemmDesc::nt(264, 520, 136, DType::BF16);
+    let plan = plan_by(&g, desc, GemmBackend::Hopper);
+    let problems = [0, 1].map(|_| Problem::new(&g, &mut rng, desc, desc.m));
+    let mut first: Vec<Vec<u8>> = Vec::new();
+    for round in 0..if is_emulated() { 2 } else { 50 } {
+        for i in 0..4 {
+            drop(plan.launch(&streams[i % 2], problems[i % 2].inputs.clone()).unwrap());
+        }
+        streams.iter().for_each(|s| s.synchronize().unwrap());
+        let bits: Vec<_> = problems.iter().map(|p| p.out.t.download().unwrap()).collect();
+        assert!(round == 0 || bits == first, "round {round}");
+        first = bits;
+    }
+    problems.iter().for_each(Problem::check);
+}
+
+#[test]
+fn the_core_runs_on_emulated_devices() {
+    if is_emulated() {
+        return;
+    }
+    let Some(driver) = Driver::emulated() else {
+        did_not_run(Lack::Compiler, "no g++ builds an emulated driver here");
+        return;
+    };
+    let mut words = vec!["--exact"];
+    words.extend([
+        "hopper::products_by_the_core",
+        "hopper::what_the_core_does_not_take",
+        "hopper::the_core_gives_the_same_bits_on_two_streams",
+    ]);
+    let out = driver.command(std::env::current_exe().unwrap(), 1).args(&words).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    let text = format!("{text}{}", String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success() && text.contains("3 passed"), "{text}");
+    assert!(!text.contains(WORDS), "{text}");
+}
