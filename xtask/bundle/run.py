@@ -21,7 +21,13 @@ from faults import faults
 from judges import Told, against_limits, by_litmus, by_ratios, cases_of, rows_of, watched
 from modes import conformance, smoke
 
-MODES = {"smoke": smoke, "conformance": conformance, "faults": faults, "drill": drill, "bench": bench}
+MODES = {
+    "smoke": smoke,
+    "conformance": conformance,
+    "faults": faults,
+    "drill": drill,
+    "bench": bench,
+}
 
 
 def leftovers(name):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# run.sh MODE [N] [--only PART] [--skip PART] [--for SECONDS]: smoke, conformance, faults, drill, bench
-# or all, on the first N GPUs (all of them without N). Needs a driver, bash, python3, and gcc for what
-# watches the driver's calls (or --no-interposer); conformance on two GPUs and more wants
+# run.sh MODE [N] [--only PART] [--skip PART] [--for SECONDS]: smoke, conformance, faults, drill,
+# bench or all, on the first N GPUs (all of them without N). Needs a driver, bash, python3, and gcc
+# for what watches the driver's calls (or --no-interposer); conformance on two GPUs and more wants
 # compute-sanitizer, or --skip check-. Each configuration is a line of JSON in $OUT/results.jsonl
 # (./results.jsonl without OUT).
 set -u

@@ -16,7 +16,7 @@ pub struct Case {
     pub random: Random,
 }
 
-/// What the ranks of a case compute on.
+/// The devices that the ranks of a case compute on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Devices {
     /// The host.
