@@ -3,7 +3,7 @@
 
 use tilewire_core::{Deadline, Result};
 
-use crate::Tensor;
+use crate::{Device, Tensor};
 
 /// A point in a queue of work.
 pub trait Point {
@@ -93,11 +93,21 @@ pub trait Buffer: Clone + Send + Sync {
     /// `InvalidArgument` if the lengths differ; what the device reports.
     fn upload(&self, bytes: &[u8]) -> Result<()>;
 
+    /// Copies the bytes out into `out`, at once. No work in flight may write the buffer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the lengths differ; what the device reports.
+    fn download_into(&self, out: &mut [u8]) -> Result<()>;
+
     /// Copies the bytes out, at once. No work in flight may write the buffer.
     ///
     /// # Errors
     /// What the device reports.
-    fn download(&self) -> Result<Vec<u8>>;
+    fn download(&self) -> Result<Vec<u8>> {
+        let mut out = vec![0; self.len_bytes()];
+        self.download_into(&mut out)?;
+        Ok(out)
+    }
 }
 
 impl Buffer for Tensor {
@@ -107,11 +117,19 @@ impl Buffer for Tensor {
 
     fn upload(&self, bytes: &[u8]) -> Result<()> {
         check_len(Tensor::len_bytes(self), bytes.len())?;
-        self.write(|b| b.copy_from_slice(bytes))
+        match self.device() {
+            Device::Host => self.write(|b| b.copy_from_slice(bytes)),
+            // Not by way of a copy on the host.
+            Device::Cuda(_) => self.cuda()?.upload(bytes),
+        }
     }
 
-    fn download(&self) -> Result<Vec<u8>> {
-        self.read(<[u8]>::to_vec)
+    fn download_into(&self, out: &mut [u8]) -> Result<()> {
+        check_len(Tensor::len_bytes(self), out.len())?;
+        match self.device() {
+            Device::Host => self.read(|b| out.copy_from_slice(b)),
+            Device::Cuda(_) => self.cuda()?.download_into(out),
+        }
     }
 }
 

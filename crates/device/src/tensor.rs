@@ -372,6 +372,15 @@ mod tests {
         assert!(t.rows(2, 2).is_err() && t.reshape(Shape::d1(5)).is_err());
         assert!(t.to_vec::<f32>().is_err());
         assert!(t.rows(2, usize::MAX - 1).is_err());
+        let mut out = [7; 4];
+        r.download_into(&mut out[..]).unwrap_err();
+        t.rows(0, 2).unwrap().download_into(&mut out[..3]).unwrap_err();
+        assert_eq!(out, [7; 4]);
+        let two = t.reshape(Shape::d2(2, 3)).unwrap().rows(0, 1).unwrap();
+        let mut out = [7; 6];
+        two.download_into(&mut out).unwrap();
+        assert_eq!(out[..], two.download().unwrap());
+        assert_eq!(out[4..], [0, 0]);
     }
 
     /// Two loans of one storage, as views of a caller's tensor are.

@@ -139,16 +139,15 @@ impl Buffer for CudaMemory {
         settle()
     }
 
-    fn download(&self) -> Result<Vec<u8>> {
-        if self.len == 0 {
-            return Ok(Vec::new());
+    fn download_into(&self, out: &mut [u8]) -> Result<()> {
+        check_len(self.len, out.len())?;
+        if out.is_empty() {
+            return Ok(());
         }
         let _current = self.owner.ctx.bind()?;
-        let mut out = vec![0; self.len];
         // SAFETY: both sides are `len` bytes long.
         let code = unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), self.addr(), self.len) };
-        check(code, "cuMemcpyDtoH")?;
-        Ok(out)
+        check(code, "cuMemcpyDtoH")
     }
 }
 
